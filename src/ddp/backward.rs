@@ -53,7 +53,7 @@ pub(super) mod sealed {
 /// In PyTorch `loss.backward()` finds these models by itself. Here the caller passes them, because the ranks reduce
 /// their buckets in this order, whichever gradients are complete first. Communication overlaps most with backward if
 /// the models are in the order in which backward reaches them. A model within
-/// [`no_sync`](super::DistributedDataParallel::no_sync) adds up gradients on its rank, while the others average.
+/// [`no_sync`](super::Replica::no_sync) adds up gradients on its rank, while the others average.
 ///
 /// ```
 /// # fn main() -> anyhow::Result<()> {

@@ -1,18 +1,17 @@
 //! The older form of data parallelism, for comparison: everything goes through rank 0.
 
-use std::cell::Cell;
 use std::fmt;
+use std::ops::Deref;
 use std::rc::Rc;
 use std::time::Instant;
 
 use tch::Tensor;
-use tch::nn::{ModuleT, VarStore};
+use tch::nn::VarStore;
 
 use super::broadcast::sync_module_states;
 use super::layout::Layout;
-use super::no_sync::NoSync;
 use super::options::DdpOptions;
-use super::parameters::{self, NamedTensor};
+use super::replica::Replica;
 use super::statistics::{BackwardTimings, DdpStatistics};
 use crate::error::{Error, Result};
 use crate::ffi::{TorchResult, backward};
@@ -28,7 +27,7 @@ use crate::records::Parameter;
 ///
 /// 1. rank 0, the only rank with the data, scatters the batch: [`ScatterLoader`](crate::data::ScatterLoader);
 /// 2. [`replicate`](Self::replicate) copies rank 0's parameters and buffers to all ranks;
-/// 3. [`forward`](Self::forward) runs the model's own forward pass on all ranks at once;
+/// 3. [`forward`](Replica::forward) runs the model's own forward pass on all ranks at once;
 /// 4. [`backward`](Self::backward) runs autograd on all ranks and gathers the gradients on rank 0, which averages them;
 /// 5. rank 0 makes the optimizer's step while the other ranks wait.
 ///
@@ -41,8 +40,7 @@ use crate::records::Parameter;
 /// PyTorch gathers the outputs on rank 0 and computes the loss there, unless the loss is part of the model, as it is
 /// here. With several batches per step it gathers for each of them.
 pub struct DataParallel<M> {
-    module: M,
-    group: Rc<ProcessGroup>,
+    replica: Replica<M>,
     layout: Layout,
     /// On rank 0, for each flat buffer: the gradients of all ranks. The first tensor is rank 0's own gradients, in
     /// place.
@@ -51,18 +49,20 @@ pub struct DataParallel<M> {
     has_gathered: bool,
     /// On rank 0, for each flat buffer: gradients of earlier gathers, which the next gather adds to its mean.
     before: Vec<Tensor>,
-    tensors: Vec<NamedTensor>,
-    /// The number of live [`NoSync`] guards.
-    no_sync: Rc<Cell<u32>>,
     times: BackwardTimings,
 }
 
 impl<M> fmt::Debug for DataParallel<M> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("DataParallel")
-            .field("group", &self.group)
-            .field("parameters", &self.num_parameters())
-            .finish_non_exhaustive()
+        f.debug_struct("DataParallel").field("replica", &self.replica).finish_non_exhaustive()
+    }
+}
+
+impl<M> Deref for DataParallel<M> {
+    type Target = Replica<M>;
+
+    fn deref(&self) -> &Replica<M> {
+        &self.replica
     }
 }
 
@@ -74,9 +74,9 @@ impl<M> DataParallel<M> {
     /// The errors of [`DistributedDataParallel::new`](super::DistributedDataParallel::new).
     pub fn new(module: M, vs: &VarStore, group: Rc<ProcessGroup>) -> Result<Self> {
         let options = DdpOptions::default();
-        let tensors = parameters::same_on_all_ranks(vs, &options, &group)?;
-        let parameters: Vec<&NamedTensor> = parameters::trained(&tensors).collect();
-        let layout = Layout::new(&parameters, &options)?;
+        let replica = Replica::new(module, vs, group, &options)?;
+        let group = &replica.group;
+        let layout = Layout::new(&replica.trained(), &options)?;
         let gathered = if group.rank() == 0 {
             let gather_all = |buffer: &FlatBuffer| {
                 let own = std::iter::once(Ok(buffer.gradients.shallow_clone()));
@@ -88,9 +88,8 @@ impl<M> DataParallel<M> {
         } else {
             Vec::new()
         };
-        let (has_gathered, before, no_sync, times) = Default::default();
-        let dp =
-            Self { module, group, layout, gathered, has_gathered, before, tensors, no_sync, times };
+        let (has_gathered, before, times) = Default::default();
+        let dp = Self { replica, layout, gathered, has_gathered, before, times };
         dp.replicate()?;
         Ok(dp)
     }
@@ -104,12 +103,6 @@ impl<M> DataParallel<M> {
         sync_module_states(&self.layout.buffers, &self.tensors, &self.group, 0)
     }
 
-    /// Returns a guard for gradient accumulation: until it is dropped, [`backward`](Self::backward) adds up gradients
-    /// on each rank and gathers nothing.
-    pub fn no_sync(&self) -> NoSync {
-        NoSync::new(&self.no_sync)
-    }
-
     /// Returns each parameter with its bucket, in creation order.
     pub(crate) fn parameter_places(&self) -> Vec<Parameter> {
         self.layout.parameter_places()
@@ -121,21 +114,6 @@ impl<M> DataParallel<M> {
         let bytes =
             |buffer: &FlatBuffer| num_bytes(buffer.gradients.kind(), buffer.gradients.numel());
         DdpStatistics::new(self.times, self.layout.buffers.iter().map(bytes).collect())
-    }
-
-    /// Returns the wrapped model.
-    pub fn module(&self) -> &M {
-        &self.module
-    }
-
-    /// Returns the group of ranks that train the model.
-    pub fn group(&self) -> &Rc<ProcessGroup> {
-        &self.group
-    }
-
-    /// Returns the number of trained elements over all parameters.
-    pub fn num_parameters(&self) -> usize {
-        parameters::trained(&self.tensors).map(|t| t.tensor.numel()).sum()
     }
 
     /// Returns parameters and averaged gradients as flat buffers for an optimizer, on rank 0. `None` on the other
@@ -170,7 +148,7 @@ impl<M> DataParallel<M> {
         }
         backward(loss)?;
         self.layout.move_grads_into_buckets(true)?;
-        if self.no_sync.get() == 0 {
+        if self.averages() {
             let computed = Instant::now();
             tch::no_grad(|| self.gather())?;
             self.layout.set_gradients(GradState::Averaged);
@@ -198,7 +176,7 @@ impl<M> DataParallel<M> {
         let share = 1.0 / self.group.world_size() as f64;
         for (index, buffer) in self.layout.buffers.iter_mut().enumerate() {
             let mut gathered = self.gathered.get_mut(index).map(Vec::as_mut_slice);
-            self.group.gather(&buffer.gradients, gathered.as_deref_mut(), 0)?;
+            self.replica.group.gather(&buffer.gradients, gathered.as_deref_mut(), 0)?;
             // Divides each rank's gradients first and adds in rank order: the same bits as DDP's all_reduce.
             let mut average = || {
                 let Some([mean, others @ ..]) = gathered else { return Ok(()) };
@@ -233,37 +211,5 @@ impl<M> DataParallel<M> {
             )
         })?;
         clip_grad_norm(&buffers, max_norm)
-    }
-
-    /// Returns parameters and buffers by name, as views and not copies. Follows the `state_dict` of the wrapped module.
-    pub fn state_dict(&self) -> Vec<(String, Tensor)> {
-        parameters::by_name(&self.tensors)
-    }
-
-    /// Returns a 64-bit hash of the names, shapes and values of all parameters and buffers. On ranks other than 0 it
-    /// covers the values of the last [`replicate`](Self::replicate). Waits for the device.
-    ///
-    /// # Errors
-    /// [`Error::Torch`], and the errors of [`ProcessGroup::synchronize`].
-    pub fn parameters_hash(&self) -> Result<u64> {
-        self.group.synchronize()?;
-        parameters::hash(&self.tensors)
-    }
-}
-
-impl<M: ModuleT> DataParallel<M> {
-    /// Runs the model's own forward pass in training mode.
-    #[track_caller]
-    pub fn forward(&self, inputs: &Tensor) -> Tensor {
-        self.forward_t(inputs, true)
-    }
-
-    /// Runs the model's own forward pass, in training or evaluation mode.
-    #[track_caller]
-    pub fn forward_t(&self, inputs: &Tensor, train: bool) -> Tensor {
-        if train {
-            self.group.enter_forward(inputs);
-        }
-        self.module.forward_t(inputs, train)
     }
 }

@@ -10,7 +10,8 @@
 //! | `weight`, `unused`, `active_ranks`, `model_order` | who counts how much in a step, and which model is next |
 //! | `reducer_state`, `reducer` | reduces each bucket when its gradients are complete; `statistics` measures it |
 //! | `backward` | one backward through one or several models |
-//! | `wrapper` | `DistributedDataParallel`; `broadcast`: the same start on all ranks; `no_sync` |
+//! | `replica` | what all wrappers have; `broadcast`: the same start on all ranks; `no_sync` |
+//! | `wrapper` | `DistributedDataParallel` |
 //! | `join`, `comm_hook_state`, `grad_probe` | uneven inputs, checkpoints of hooks, one gradient to look at |
 //! | `data_parallel`, `strategy` | the older form, for comparison, and one interface to both |
 
@@ -33,6 +34,7 @@ mod power_sgd;
 mod reduce_path;
 mod reducer;
 mod reducer_state;
+mod replica;
 mod statistics;
 mod strategy;
 mod unused;
@@ -50,6 +52,7 @@ pub use options::DdpOptions;
 pub(crate) use parameters::bytes_of;
 pub use parameters::{parameters_hash, state_dict};
 pub use power_sgd::{PowerSgd, PowerSgdOptions};
+pub use replica::Replica;
 pub use statistics::DdpStatistics;
 pub use strategy::Strategy;
 pub use wrapper::DistributedDataParallel;

@@ -3,8 +3,7 @@
 use std::cell::Cell;
 use std::rc::Rc;
 
-/// A guard: gradients stay on their rank until it is dropped. From
-/// [`DistributedDataParallel::no_sync`](super::DistributedDataParallel::no_sync).
+/// A guard: gradients stay on their rank until it is dropped. From [`Replica::no_sync`](super::Replica::no_sync).
 #[derive(Debug)]
 #[must_use = "gradients are averaged again when it is dropped"]
 pub struct NoSync {

@@ -1,19 +1,17 @@
 //! One interface for a training loop, whichever strategy keeps the model the same on all ranks: `--strategy`.
 
-use std::rc::Rc;
+use std::ops::Deref;
 use std::time::Duration;
 
 use tch::Tensor;
-use tch::nn::ModuleT;
 
 use super::comm_hook_state::SavedCommHook;
 use super::data_parallel::DataParallel;
-use super::no_sync::NoSync;
+use super::replica::Replica;
 use super::statistics::DdpStatistics;
 use super::wrapper::DistributedDataParallel;
 use crate::error::{Error, Result};
 use crate::optim::FlatBuffer;
-use crate::process_group::ProcessGroup;
 use crate::records::Parameter;
 
 /// A model on all ranks, trained with one of the two strategies.
@@ -34,6 +32,17 @@ impl<M> From<DistributedDataParallel<M>> for Strategy<M> {
 impl<M> From<DataParallel<M>> for Strategy<M> {
     fn from(dp: DataParallel<M>) -> Self {
         Strategy::Dp(dp)
+    }
+}
+
+impl<M> Deref for Strategy<M> {
+    type Target = Replica<M>;
+
+    fn deref(&self) -> &Replica<M> {
+        match self {
+            Strategy::Ddp(ddp) => ddp,
+            Strategy::Dp(dp) => dp,
+        }
     }
 }
 
@@ -76,11 +85,6 @@ impl<M> Strategy<M> {
             Strategy::Ddp(ddp) => Some(ddp.flat_buffers()),
             Strategy::Dp(dp) => dp.flat_buffers(),
         }
-    }
-
-    /// Calls [`DistributedDataParallel::no_sync`] or its counterpart.
-    pub fn no_sync(&self) -> NoSync {
-        either!(self, no_sync())
     }
 
     /// Calls [`DistributedDataParallel::backward`] or its counterpart: computes the gradients of `loss`, and their mean
@@ -139,16 +143,6 @@ impl<M> Strategy<M> {
         }
     }
 
-    /// Returns the group of ranks that train the model.
-    pub fn group(&self) -> &Rc<ProcessGroup> {
-        either!(self, group())
-    }
-
-    /// Returns the number of trained elements over all parameters.
-    pub fn num_parameters(&self) -> usize {
-        either!(self, num_parameters())
-    }
-
     /// Returns statistics over every [`backward`](Self::backward) so far that averaged.
     pub fn statistics(&self) -> DdpStatistics {
         either!(self, statistics())
@@ -169,33 +163,5 @@ impl<M> Strategy<M> {
 
     pub(crate) fn communication_time(&self) -> Duration {
         either!(self, communication_time())
-    }
-
-    /// Returns parameters and buffers by name, as views and not copies. Follows the `state_dict` of the wrapped module.
-    pub fn state_dict(&self) -> Vec<(String, Tensor)> {
-        either!(self, state_dict())
-    }
-
-    /// Calls [`DistributedDataParallel::parameters_hash`] or its counterpart. With both, rank 0 holds the trained
-    /// model.
-    ///
-    /// # Errors
-    /// The errors of [`DistributedDataParallel::parameters_hash`] and [`DataParallel::parameters_hash`].
-    pub fn parameters_hash(&self) -> Result<u64> {
-        either!(self, parameters_hash())
-    }
-}
-
-impl<M: ModuleT> Strategy<M> {
-    /// Runs the model's own forward pass in training mode.
-    #[track_caller]
-    pub fn forward(&self, inputs: &Tensor) -> Tensor {
-        either!(self, forward(inputs))
-    }
-
-    /// Runs the model's own forward pass, in training or evaluation mode.
-    #[track_caller]
-    pub fn forward_t(&self, inputs: &Tensor, train: bool) -> Tensor {
-        either!(self, forward_t(inputs, train))
     }
 }

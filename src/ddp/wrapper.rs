@@ -1,23 +1,23 @@
 //! [`DistributedDataParallel`]: a model that all ranks train together.
 
-use std::cell::Cell;
 use std::fmt;
+use std::ops::Deref;
 use std::panic::Location;
 use std::rc::Rc;
 use std::time::Duration;
 
 use tch::Tensor;
-use tch::nn::{ModuleT, VarStore};
+use tch::nn::VarStore;
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::backward::sealed::Sealed;
 use super::backward::{self, Averaged, BackwardOptions};
 use super::broadcast::{sync_buffers, sync_module_states};
 use super::comm_hooks::CommHook;
-use super::no_sync::NoSync;
 use super::options::DdpOptions;
-use super::parameters::{self, NamedTensor};
+use super::parameters;
 use super::reducer::Reducer;
+use super::replica::Replica;
 use super::statistics::DdpStatistics;
 #[cfg(doc)]
 use crate::error::Error;
@@ -57,7 +57,7 @@ use crate::records::Parameter;
 /// 1. At construction it compares the models of all ranks and copies rank 0's parameters and buffers to all. It moves
 ///    the parameters into flat buffers ("buckets"), each with a twin for its gradients. Every parameter and its `grad`
 ///    are views; backward's gradients are moved there.
-/// 2. [`forward`](Self::forward) runs the model's own forward pass.
+/// 2. [`forward`](Replica::forward) runs the model's own forward pass.
 /// 3. [`backward`](Self::backward) runs autograd. Hooks report each complete gradient. A bucket with all of its
 ///    gradients is summed over the ranks and divided by their number. With `nccl` this happens during backward.
 /// 4. Every rank makes the same optimizer step with the same numbers, so the replicas stay identical.
@@ -71,22 +71,25 @@ use crate::records::Parameter;
 ///
 /// The type is `!Send`, like its group: it stays on its rank's thread.
 pub struct DistributedDataParallel<M> {
-    module: M,
-    pub(super) group: Rc<ProcessGroup>,
+    replica: Replica<M>,
     pub(super) reducer: Reducer,
-    pub(super) tensors: Vec<NamedTensor>,
     options: DdpOptions,
-    /// The number of live [`NoSync`] guards.
-    no_sync: Rc<Cell<u32>>,
 }
 
 impl<M> fmt::Debug for DistributedDataParallel<M> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("DistributedDataParallel")
-            .field("group", &self.group)
-            .field("parameters", &self.num_parameters())
+            .field("replica", &self.replica)
             .field("reducer", &self.reducer)
             .finish_non_exhaustive()
+    }
+}
+
+impl<M> Deref for DistributedDataParallel<M> {
+    type Target = Replica<M>;
+
+    fn deref(&self) -> &Replica<M> {
+        &self.replica
     }
 }
 
@@ -106,10 +109,9 @@ impl<M> DistributedDataParallel<M> {
         group: Rc<ProcessGroup>,
         options: DdpOptions,
     ) -> Result<Self> {
-        let tensors = parameters::same_on_all_ranks(vs, &options, &group)?;
-        let parameters: Vec<&NamedTensor> = parameters::trained(&tensors).collect();
-        let reducer = Reducer::new(&parameters, group.clone(), options.clone())?;
-        let ddp = Self { module, group, reducer, tensors, options, no_sync: Rc::default() };
+        let replica = Replica::new(module, vs, group.clone(), &options)?;
+        let reducer = Reducer::new(&replica.trained(), group, options.clone())?;
+        let ddp = Self { replica, reducer, options };
         if ddp.options.init_sync {
             ddp.sync_module_states(0)?;
         }
@@ -128,13 +130,6 @@ impl<M> DistributedDataParallel<M> {
     /// [`Error::InvalidInput`] when a hook is registered already.
     pub fn register_comm_hook(&mut self, hook: Box<dyn CommHook>) -> Result<()> {
         self.reducer.set_comm_hook(hook)
-    }
-
-    /// Returns a guard for gradient accumulation: until it is dropped, [`backward`](Self::backward) adds up gradients
-    /// on this rank and does not average. The backward of the last batch must run after the drop, and averages the sum.
-    /// Follows `no_sync`.
-    pub fn no_sync(&self) -> NoSync {
-        NoSync::new(&self.no_sync)
     }
 
     /// Returns each parameter with its bucket, in the order in which hooks number them.
@@ -166,21 +161,6 @@ impl<M> DistributedDataParallel<M> {
             },
             None => statistics,
         }
-    }
-
-    /// Returns the wrapped model.
-    pub fn module(&self) -> &M {
-        &self.module
-    }
-
-    /// Returns the group of ranks that train the model.
-    pub fn group(&self) -> &Rc<ProcessGroup> {
-        &self.group
-    }
-
-    /// Returns the number of trained elements over all parameters.
-    pub fn num_parameters(&self) -> usize {
-        parameters::trained(&self.tensors).map(|t| t.tensor.numel()).sum()
     }
 
     /// Returns parameters and gradients as flat buffers for an optimizer, one per dtype. The buckets are ranges of
@@ -235,7 +215,7 @@ impl<M> DistributedDataParallel<M> {
     /// samples. N ranks then give the result of one rank on all samples, up to rounding. With equal numbers of samples
     /// the gradients are those of `backward`, to the bit. PyTorch has no such method.
     ///
-    /// Within [`no_sync`](Self::no_sync) the samples add up over the batches, which may also differ in size. Every
+    /// Within [`no_sync`](Replica::no_sync) the samples add up over the batches, which may also differ in size. Every
     /// batch's `loss` is its own mean, not divided by the number of batches. Gradients that a plain `backward` adds
     /// within `no_sync` count as part of the loss of the first batch with samples.
     ///
@@ -294,21 +274,6 @@ impl<M> DistributedDataParallel<M> {
         clip_grad_norm(&self.flat_buffers(), max_norm)
     }
 
-    /// Returns parameters and buffers by name, as views and not copies. Follows the `state_dict` of the wrapped module.
-    pub fn state_dict(&self) -> Vec<(String, Tensor)> {
-        parameters::by_name(&self.tensors)
-    }
-
-    /// Returns a 64-bit hash of the names, shapes and values of all parameters and buffers. Equal on ranks that hold
-    /// the same model. Waits for the device.
-    ///
-    /// # Errors
-    /// [`Error::Torch`], and the errors of [`ProcessGroup::synchronize`].
-    pub fn parameters_hash(&self) -> Result<u64> {
-        self.group.synchronize()?;
-        parameters::hash(&self.tensors)
-    }
-
     /// Returns a 64-bit hash of the values of all parameters, which must be defined.
     pub(crate) fn replica_hash(&self) -> Result<u64> {
         self.group.synchronize()?;
@@ -323,24 +288,6 @@ impl<M> DistributedDataParallel<M> {
     }
 }
 
-impl<M: ModuleT> DistributedDataParallel<M> {
-    /// Runs the model's own forward pass in training mode.
-    #[track_caller]
-    pub fn forward(&self, inputs: &Tensor) -> Tensor {
-        self.forward_t(inputs, true)
-    }
-
-    /// Runs the model's own forward pass, in training or evaluation mode. PyTorch selects the mode with `model.train()`
-    /// and `model.eval()`.
-    #[track_caller]
-    pub fn forward_t(&self, inputs: &Tensor, train: bool) -> Tensor {
-        if train {
-            self.group.enter_forward(inputs);
-        }
-        self.module.forward_t(inputs, train)
-    }
-}
-
 impl<M> Averaged for DistributedDataParallel<M> {}
 
 impl<M> Sealed for DistributedDataParallel<M> {
@@ -349,7 +296,7 @@ impl<M> Sealed for DistributedDataParallel<M> {
     }
 
     fn averages(&self) -> bool {
-        self.no_sync.get() == 0
+        self.replica.averages()
     }
 
     fn broadcast_buffers(&self) -> Result<()> {
