@@ -162,13 +162,11 @@ pub use ddp::{
 };
 pub use error::{Compared, Error, MissingRank, Result, Suspects};
 pub use ffi::{Autocast, Generator, fork_rng};
-pub use launch::{
-    Backend, Rank, RankFailure, Spawn, SpawnError, StopReason, StopRequest, spawn, spawn_scoped,
-};
+pub use launch::{Rank, RankFailure, Spawn, SpawnError, Stop, StopReason, spawn, spawn_scoped};
 pub use models::{Dropout, SyncBatchNorm};
 pub use operation::{OpId, Operation};
 pub use optim::{
     AdamW, AdamWOptions, FlatBuffer, GradScaler, GradScalerOptions, Optimizer, Schedule, Sgd,
     SgdOptions, Unit,
 };
-pub use process_group::{P2POp, ProcessGroup, ReduceOp, Traffic, Work};
+pub use process_group::{Backend, P2POp, ProcessGroup, ReduceOp, Traffic, Work};

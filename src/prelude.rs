@@ -14,10 +14,10 @@ pub use crate::ddp::{
     DdpOptions, DistributedDataParallel, GradBucket, JoinOptions, hook_fn, parameters_hash,
 };
 pub use crate::ffi::{Autocast, Generator, fork_rng};
-pub use crate::launch::{Backend, Rank, Spawn, SpawnError, spawn, spawn_scoped};
+pub use crate::launch::{Rank, Spawn, SpawnError, spawn, spawn_scoped};
 pub use crate::models::{Dropout, ModelConfig, ModelKind, SyncBatchNorm};
 pub use crate::optim::{
     AdamW, AdamWOptions, GradScaler, GradScalerOptions, Optimizer, Schedule, Sgd, SgdOptions, Unit,
 };
-pub use crate::process_group::{P2POp, ProcessGroup, ReduceOp, Work};
+pub use crate::process_group::{Backend, P2POp, ProcessGroup, ReduceOp, Work};
 pub use crate::trainer::{Callback, Epoch, Loss, SaveEvery, Step, TrainContext, Trainer};

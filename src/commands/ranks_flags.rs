@@ -7,7 +7,7 @@ use clap::Args;
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use strum::{ParseError, VariantNames};
 
-use crate::config::positive_duration;
+use crate::config::{backend_in_one_process, positive_duration};
 use crate::launch::{BackendChoice, Nproc};
 
 /// The ranks to start.
@@ -21,18 +21,13 @@ pub struct RanksFlags {
     /// Communication backend
     ///
     /// auto: nccl on GPUs, else threaded
-    #[arg(long, value_name = "NAME", value_parser = backend(), default_value = "auto")]
+    #[arg(long, value_name = "NAME", value_parser = backend_in_one_process(), default_value = "auto")]
     pub backend: BackendChoice,
     /// Longest wait for other ranks, as 500ms, 30s, 10m
     ///
     /// A plain number is seconds
     #[arg(long, value_name = "TIME", value_parser = positive_duration, default_value = "10m")]
     pub timeout: Duration,
-}
-
-fn backend() -> impl TypedValueParser<Value = BackendChoice> {
-    let names = PossibleValuesParser::new(["auto", "nccl", "threaded"]);
-    names.try_map(|name| name.parse::<BackendChoice>())
 }
 
 /// Parses an operation by its name, with `_` or `-`. The help shows the name with `separator`.

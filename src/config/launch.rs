@@ -32,7 +32,7 @@ pub struct LaunchSection {
     ///
     /// auto: nccl on GPUs, else threaded; gloo for several processes
     // Processes compare the backend that it selects.
-    #[arg(long, value_name = "NAME", value_parser = name::<BackendChoice>())]
+    #[arg(long, value_name = "NAME", value_parser = values::backend())]
     #[arg(default_value_t = BackendChoice::Auto)]
     #[arg(add = MayDiffer::BetweenProcesses, add = RefusedBy::VERIFY)]
     pub backend: BackendChoice,

@@ -1,5 +1,6 @@
 //! Parsers of values, for the command line and for files. Their errors say what is expected.
 
+use std::iter;
 use std::ops::{Bound, RangeBounds};
 use std::str::FromStr;
 use std::time::Duration;
@@ -8,7 +9,8 @@ use clap::builder::{PossibleValuesParser, TypedValueParser};
 use serde::Serializer;
 use strum::VariantNames;
 
-use crate::launch::Nproc;
+use crate::launch::{BackendChoice, Nproc};
+use crate::process_group::Backend;
 use crate::runtime::MAX_WAIT;
 
 /// The largest count that TOML can hold as well.
@@ -21,6 +23,23 @@ where
 {
     let names = T::VARIANTS.iter().copied();
     PossibleValuesParser::new(names).try_map(|name: String| name.parse::<T>())
+}
+
+/// Parses a backend's name, or `auto`. The help lists all of them.
+pub(super) fn backend() -> impl TypedValueParser<Value = BackendChoice> {
+    backend_in(Backend::all())
+}
+
+/// Parses the name of a backend that serves the ranks of one process, or `auto`. The help lists them.
+pub(crate) fn backend_in_one_process() -> impl TypedValueParser<Value = BackendChoice> {
+    backend_in(Backend::all().filter(|backend| backend.works_within_process()))
+}
+
+fn backend_in(
+    backends: impl Iterator<Item = Backend>,
+) -> impl TypedValueParser<Value = BackendChoice> {
+    let names = iter::once("auto").chain(backends.map(Backend::name));
+    PossibleValuesParser::new(names).try_map(|name: String| name.parse::<BackendChoice>())
 }
 
 /// Parses a whole number in `range`.

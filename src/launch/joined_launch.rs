@@ -10,13 +10,12 @@ use std::time::Duration;
 use crossbeam::channel::{RecvTimeoutError, bounded};
 
 use super::{
-    Backend, BackendChoice, Launch, LaunchKind, LaunchOptions, Placement, ProcessWorld, Spawn,
-    detect, place, write_error_file,
+    BackendChoice, Launch, LaunchKind, LaunchOptions, Placement, ProcessWorld, Spawn, detect,
+    place, write_error_file,
 };
 use crate::error::{Error, Result};
 use crate::ffi::cuda::Cuda;
 use crate::os::limits::not_started;
-use crate::process_group::require_nccl;
 
 /// The settings with which a process joins its launch. The default is that of [`Spawn::from_env`], but discards notes.
 pub struct JoinLaunchOptions<'a> {
@@ -92,9 +91,7 @@ impl Launch {
         let cores = thread::available_parallelism().map_or(1, usize::from);
         let placement = place(self.nproc, backend, cuda, &self.share(cores))?
             .in_processes(self.processes.count, backend)?;
-        if placement.backend == Backend::Nccl {
-            require_nccl()?;
-        }
+        placement.backend.check_library()?;
         Ok(placement)
     }
 

@@ -31,7 +31,7 @@ pub use joined_launch::{JoinLaunchOptions, JoinedLaunch};
 pub use launchers::{
     Launch, LaunchChoice, LaunchKind, LaunchOptions, MasterEndpoint, Processes, SpawnChoice, detect,
 };
-pub use placement::{Backend, BackendChoice, NodeSlice, Nproc, Placement, place};
+pub use placement::{BackendChoice, NodeSlice, Nproc, Placement, place};
 pub(crate) use processes::{Children, Ended, Report, SpawnProcesses};
 pub use rank::Rank;
 pub(crate) use restarts::Restarts;

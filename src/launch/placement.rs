@@ -1,13 +1,14 @@
 //! The number of ranks, and the device of each.
 
+use std::fmt;
 use std::str::FromStr;
 
 use serde_with::SerializeDisplay;
-use strum::{Display, EnumString, IntoStaticStr, VariantNames};
 use tch::Device;
 
 use crate::error::{Error, Result};
 use crate::ffi::cuda::Cuda;
+use crate::process_group::{Backend, Devices};
 
 /// The number of ranks to start on this machine: `--nproc-per-node`, as in torchrun.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -47,39 +48,38 @@ impl FromStr for Nproc {
     }
 }
 
-/// The communication backend of a process group.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, IntoStaticStr)]
-#[strum(serialize_all = "lowercase")]
-pub enum Backend {
-    /// NCCL: each rank on a GPU of its own.
-    Nccl,
-    /// Shared memory: ranks on the CPU, or on one GPU together.
-    Threaded,
-    /// Gloo: ranks on the CPU in several processes. Ranks of one process share memory.
-    Gloo,
+/// The communication backend: `--backend`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, SerializeDisplay)]
+pub enum BackendChoice {
+    /// The default for the ranks' devices and processes. `nccl` for ranks on GPUs. For ranks on the CPU, `threaded`
+    /// in one process and `gloo` in several.
+    Auto,
+    /// This backend.
+    Given(Backend),
 }
 
-impl Backend {
-    /// Returns the backend's name on the command line and in reports.
-    pub fn name(self) -> &'static str {
-        self.into()
+impl BackendChoice {
+    /// Returns the given backend; `None` if the user gave none.
+    pub fn given(self) -> Option<Backend> {
+        match self {
+            Self::Auto => None,
+            Self::Given(backend) => Some(backend),
+        }
     }
 }
 
-/// The communication backend: `--backend`.
-#[derive(
-    Debug, Clone, Copy, PartialEq, Eq, Display, EnumString, VariantNames, SerializeDisplay,
-)]
-#[strum(serialize_all = "lowercase")]
-pub enum BackendChoice {
-    /// `nccl` for ranks on GPUs. For ranks on the CPU, `threaded` in one process and `gloo` in several.
-    Auto,
-    /// NCCL: one GPU a rank.
-    Nccl,
-    /// Shared memory: ranks on the CPU, or all ranks on the first visible GPU.
-    Threaded,
-    /// Gloo between processes: ranks on the CPU.
-    Gloo,
+impl fmt::Display for BackendChoice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.given().map_or("auto", Backend::name))
+    }
+}
+
+impl FromStr for BackendChoice {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        if text == "auto" { Ok(Self::Auto) } else { text.parse().map(Self::Given) }
+    }
 }
 
 /// The part of the machine that a process has: all of it, unless a launcher has started several processes there.
@@ -181,11 +181,16 @@ pub fn place(
     };
     let threads_per_rank = share.threads_per_rank.unwrap_or((share.cores / count).max(1));
 
+    let given = choice.given();
     if !on_gpus {
-        if choice == BackendChoice::Nccl {
+        let devices = vec![Device::Cpu; count];
+        let default = Backend::for_threads(&devices);
+        if let Some(backend) = given.filter(|it| !it.devices().include(&devices)) {
             let why = if gpus == 0 { why_none() } else { "ranks on the CPU were asked for".into() };
-            return Err(Error::InvalidInput(format!(
-                "--backend nccl needs a GPU for each rank: {why}; use --backend threaded"
+            return Err(Error::Input(format!(
+                "--backend {} needs a GPU for each rank: {why}; use --backend {}",
+                backend.name(),
+                default.name()
             )));
         }
         let note = (nproc != Nproc::Cpu).then(|| {
@@ -200,26 +205,30 @@ pub fn place(
             format!("{}: {ranks} on the CPU, {threads} each{why}{slow}", why_none())
         });
         return Ok(Placement {
-            backend: Backend::Threaded,
-            devices: vec![Device::Cpu; count],
+            backend: given.filter(|backend| backend.works_within_process()).unwrap_or(default),
+            devices,
             gpu_count: 0,
             threads_per_rank,
             note,
         });
     }
 
-    if choice == BackendChoice::Gloo {
-        return Err(Error::InvalidInput(
-            "--backend gloo is for ranks on the CPU: use --nproc-per-node cpu or nccl".into(),
-        ));
-    }
-    let (backend, devices, note) = if choice == BackendChoice::Threaded {
-        let gpu = share.first_gpu(1, gpus).unwrap_or(0);
-        let note =
-            (count > 1).then(|| format!("--backend threaded: {count} ranks share GPU {gpu}"));
-        (Backend::Threaded, vec![Device::Cuda(gpu); count], note)
+    let own_gpus = |first| (first..first + count).map(Device::Cuda).collect::<Vec<_>>();
+    let (backend, devices, note) = if let Some(backend) =
+        given.filter(|it| it.devices() == Devices::Cpu)
+    {
+        return Err(Error::Input(format!(
+            "--backend {} is for ranks on the CPU: use --nproc-per-node cpu or {}",
+            backend.name(),
+            Backend::for_threads(&own_gpus(0)).name()
+        )));
+    } else if let Some(backend) = given.filter(|it| it.devices() == Devices::CpuOrSharedGpu) {
+        let (name, gpu) = (backend.name(), share.first_gpu(1, gpus).unwrap_or(0));
+        let note = (count > 1).then(|| format!("--backend {name}: {count} ranks share GPU {gpu}"));
+        (backend, vec![Device::Cuda(gpu); count], note)
     } else if let Some(first) = share.first_gpu(count, gpus) {
-        (Backend::Nccl, (first..first + count).map(Device::Cuda).collect(), None)
+        let devices = own_gpus(first);
+        (given.unwrap_or_else(|| Backend::for_threads(&devices)), devices, None)
     } else if share.count > 1 {
         let NodeSlice { index, count: processes, .. } = share;
         let each = if count == 1 { "1 rank" } else { &format!("{count} ranks") };
@@ -257,19 +266,25 @@ impl Placement {
     /// # Errors
     /// [`Error::InvalidInput`] for a backend that does not work across processes.
     pub fn in_processes(self, count: usize, choice: BackendChoice) -> Result<Self> {
-        let on_cpu = matches!(self.devices[0], Device::Cpu);
-        match (count, choice, self.backend) {
-            (1, BackendChoice::Gloo, _) => {
-                let note = "--backend gloo: all ranks are in one process, and share memory instead";
-                let known = self.note.map_or(String::new(), |note| note + "; ");
-                Ok(Self { note: Some(known + note), ..self })
-            }
-            (1, ..) | (_, _, Backend::Nccl) => Ok(self),
-            (_, BackendChoice::Auto | BackendChoice::Gloo, _) if on_cpu => {
-                Ok(Self { backend: Backend::Gloo, ..self })
-            }
-            _ => Err(Error::InvalidInput(format!(
-                "--backend threaded stays within one process, and there are {count}; use gloo or nccl"
+        let given = choice.given();
+        if count == 1 {
+            let Some(backend) = given.filter(|backend| !backend.works_within_process()) else {
+                return Ok(self);
+            };
+            let known = self.note.map_or(String::new(), |note| note + "; ");
+            let note = format!(
+                "{known}--backend {}: all ranks are in one process, and share memory instead",
+                backend.name()
+            );
+            return Ok(Self { note: Some(note), ..self });
+        }
+        let suits = given.map_or_else(|| Backend::for_processes(&self.devices), Some);
+        match suits.filter(|backend| backend.works_between_processes()) {
+            Some(backend) => Ok(Self { backend, ..self }),
+            None => Err(Error::Input(format!(
+                "--backend {} stays within one process, and there are {count}; use {}",
+                suits.unwrap_or(self.backend).name(),
+                Backend::names_between_processes()
             ))),
         }
     }
@@ -278,6 +293,9 @@ impl Placement {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    const NCCL: BackendChoice = BackendChoice::Given(Backend::Nccl);
+    const THREADED: BackendChoice = BackendChoice::Given(Backend::Threaded);
 
     fn gpus(count: usize) -> Cuda {
         let gpus = (0..count).map(|i| format!("GPU number {i}")).collect();
@@ -308,8 +326,7 @@ mod tests {
         let note = placement.note.unwrap();
         assert_eq!(note, "no GPU is visible: 8 ranks on the CPU, 1 thread each");
 
-        let placement =
-            place(Nproc::Count(3), BackendChoice::Threaded, &gpus(0), &NodeSlice::all(8)).unwrap();
+        let placement = place(Nproc::Count(3), THREADED, &gpus(0), &NodeSlice::all(8)).unwrap();
         assert_eq!((placement.devices.len(), placement.threads_per_rank), (3, 2));
         // More ranks than cores are fine on a CPU; each gets one thread.
         let placement =
@@ -346,8 +363,7 @@ mod tests {
         let error = refused(Nproc::Count(2), BackendChoice::Auto, &gpus(1));
         assert!(error.contains("only 1 GPU is visible; use at most 1"), "{error}");
         assert!(error.contains("--backend threaded"), "{error}");
-        let placement =
-            place(Nproc::Count(2), BackendChoice::Threaded, &gpus(1), &NodeSlice::all(8)).unwrap();
+        let placement = place(Nproc::Count(2), THREADED, &gpus(1), &NodeSlice::all(8)).unwrap();
         assert_eq!(placement.devices, [Device::Cuda(0); 2]);
     }
 
@@ -408,8 +424,8 @@ mod tests {
     #[test]
     fn missing_gpus_are_refused() {
         assert!(refused(Nproc::Gpu, BackendChoice::Auto, &gpus(0)).contains("no GPU is visible"));
-        assert!(refused(Nproc::Auto, BackendChoice::Nccl, &gpus(0)).contains("needs a GPU"));
-        assert!(refused(Nproc::Cpu, BackendChoice::Nccl, &gpus(2)).contains("were asked for"));
+        assert!(refused(Nproc::Auto, NCCL, &gpus(0)).contains("needs a GPU"));
+        assert!(refused(Nproc::Cpu, NCCL, &gpus(2)).contains("were asked for"));
         let mut broken = gpus(2);
         broken.problem = Some("the driver is too old".into());
         assert!(refused(Nproc::Gpu, BackendChoice::Auto, &broken).contains("driver is too old"));

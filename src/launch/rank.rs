@@ -7,11 +7,11 @@ use std::sync::Arc;
 
 use tch::Device;
 
+use super::ProcessWorld;
 use super::rendezvous::Rendezvous;
-use super::{Backend, ProcessWorld};
 use crate::error::{Error, Result};
 use crate::operation::Operation;
-use crate::process_group::{Bootstrap, ProcessGroup};
+use crate::process_group::{Backend, Bootstrap, ProcessGroup};
 use crate::runtime::{FaultSite, RunContext};
 
 /// One rank, as its function sees it: its number, its device, and access to the process group.
@@ -124,23 +124,19 @@ impl Rank {
         let activity = &self.run.activity[self.rank];
         let before = activity.enter(Operation::Rendezvous, 0);
         self.run.fault_point(self.rank, FaultSite::Rendezvous, 0)?;
-        let invitation = rendezvous.meet(&self.run, self.rank, self.first, || {
+        let bootstrap = rendezvous.run(&self.run, self.rank, self.first, || {
             let members = (0..self.world_size()).collect();
-            let invitation = match (&self.world, backend) {
-                (Some(world), _) => world.invitation(&self.run, backend),
-                (None, Backend::Gloo) => Err(Error::InvalidInput(
-                    "backend gloo is for several processes; use threaded for the ranks of one"
-                        .into(),
-                )),
-                (None, _) => Bootstrap::new(backend.name(), &self.run, members, None),
+            let bootstrap = match &self.world {
+                Some(world) => world.bootstrap(&self.run, backend, members),
+                None => Bootstrap::within_process(backend, &self.run, members),
             };
             // A store request that was cancelled because the run failed is not a failure of its own.
-            invitation.or_else(|error| self.run.check(self.rank).and(Err(error)))
+            bootstrap.or_else(|error| self.run.check(self.rank).and(Err(error)))
         })?;
-        if invitation.backend() != backend.name() {
-            return Err(Error::InvalidInput(format!(
+        if bootstrap.backend() != backend {
+            return Err(Error::Input(format!(
                 "init_process_group: rank 0 asks for backend {}, rank {} for {}; ask for the same",
-                invitation.backend(),
+                bootstrap.backend().name(),
                 self.rank,
                 backend.name()
             )));
@@ -148,7 +144,7 @@ impl Rank {
 
         activity.enter(Operation::Init, 0);
         self.run.fault_point(self.rank, FaultSite::Init, 0)?;
-        let group = invitation.join(self.rank, self.local_rank(), self.device)?;
+        let group = bootstrap.join(self.rank, self.local_rank(), self.device)?;
         activity.restore(before);
         Ok(self.group.get_or_init(|| Rc::new(group)).clone())
     }

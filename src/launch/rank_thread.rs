@@ -7,10 +7,11 @@ use crossbeam::channel::Sender;
 use tch::Device;
 
 use super::rendezvous::Rendezvous;
-use super::{Backend, ProcessWorld, Rank};
+use super::{ProcessWorld, Rank};
 use crate::error::{Error, Result};
 use crate::ffi;
 use crate::operation::Operation;
+use crate::process_group::Backend;
 use crate::runtime::{RunContext, panics};
 
 /// Everything that one rank's thread starts with.

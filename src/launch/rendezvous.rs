@@ -16,50 +16,51 @@ use crate::runtime::RunContext;
 
 /// One rank's end of the channels.
 pub(super) enum Rendezvous {
-    /// The first rank's end, which sends, and a flag that it has begun to.
-    Host(Vec<Sender<Bootstrap>>, Arc<AtomicBool>),
+    /// The first rank's end, which sends, and a flag that it has begun to make the bootstrap.
+    Root(Vec<Sender<Bootstrap>>, Arc<AtomicBool>),
     /// The end of each other rank, which receives, and the same flag.
-    Guest(Receiver<Bootstrap>, Arc<AtomicBool>),
+    Peer(Receiver<Bootstrap>, Arc<AtomicBool>),
 }
 
 /// Returns the ends for `world_size` ranks, in rank order.
 pub(super) fn channels(world_size: usize) -> Vec<Rendezvous> {
     let (senders, receivers): (Vec<_>, Vec<_>) = (1..world_size).map(|_| bounded(1)).unzip();
-    let invites = Arc::new(AtomicBool::new(false));
-    let guests = receivers.into_iter().map(|it| Rendezvous::Guest(it, invites.clone()));
-    let host = Rendezvous::Host(senders, invites.clone());
-    std::iter::once(host).chain(guests).take(world_size).collect()
+    let has_begun = Arc::new(AtomicBool::new(false));
+    let peers = receivers.into_iter().map(|receiver| Rendezvous::Peer(receiver, has_begun.clone()));
+    let root = Rendezvous::Root(senders, has_begun.clone());
+    std::iter::once(root).chain(peers).take(world_size).collect()
 }
 
 impl Rendezvous {
-    /// Runs the rendezvous: the first rank, `first`, makes the [`Bootstrap`] and sends it; the others wait for it.
-    pub(super) fn meet(
+    /// Runs the rendezvous: the first rank, `first`, calls `make` for the [`Bootstrap`] and sends it; the others wait for it.
+    pub(super) fn run(
         self,
         run: &RunContext,
         rank: usize,
         first: usize,
-        invite: impl FnOnce() -> Result<Bootstrap>,
+        make: impl FnOnce() -> Result<Bootstrap>,
     ) -> Result<Bootstrap> {
         match self {
-            Rendezvous::Host(guests, invites) => {
-                invites.store(true, Ordering::Release);
-                let invitation = invite()?;
-                for guest in guests {
+            Rendezvous::Root(peers, has_begun) => {
+                has_begun.store(true, Ordering::Release);
+                let bootstrap = make()?;
+                for peer in peers {
                     // A rank that is gone has failed, and has cancelled the run or is about to.
-                    let _ = guest.send(invitation.clone());
+                    let _ = peer.send(bootstrap.clone());
                 }
-                Ok(invitation)
+                Ok(bootstrap)
             }
-            Rendezvous::Guest(invitations, invites) => {
-                wait_for(invitations, &invites, run, rank, first)
+            Rendezvous::Peer(bootstraps, has_begun) => {
+                wait_for(bootstraps, &has_begun, run, rank, first)
             }
         }
     }
 }
 
+/// Waits for the bootstrap on a rank that is not the first.
 fn wait_for(
-    invitations: Receiver<Bootstrap>,
-    invites: &AtomicBool,
+    bootstraps: Receiver<Bootstrap>,
+    has_begun: &AtomicBool,
     run: &RunContext,
     rank: usize,
     first: usize,
@@ -67,18 +68,18 @@ fn wait_for(
     let began = Instant::now();
     let time_left = || run.timeout.checked_sub(began.elapsed());
     select! {
-        recv(invitations) -> received => if let Ok(invitation) = received {
-            return Ok(invitation);
+        recv(bootstraps) -> received => if let Ok(bootstrap) = received {
+            return Ok(bootstrap);
         },
         recv(run.cancel.tripped()) -> _ => run.check(rank)?,
         default(run.timeout) => {}
     }
     // The first rank may still be connecting to other processes. That has timeouts of its own and names what is
     // missing.
-    if run.peer_status.is_some() && invites.load(Ordering::Acquire) {
+    if run.peer_status.is_some() && has_begun.load(Ordering::Acquire) {
         select! {
-            recv(invitations) -> received => if let Ok(invitation) = received {
-                return Ok(invitation);
+            recv(bootstraps) -> received => if let Ok(bootstrap) = received {
+                return Ok(bootstrap);
             },
             recv(run.cancel.tripped()) -> _ => run.check(rank)?,
         }

@@ -17,12 +17,12 @@ use tch::Device;
 
 use super::heartbeat_monitor::{HeartbeatMonitor, Server, Stay};
 use super::messages::{MOST_RANKS, MissingPeers, Process, check_same, node_of, places, shared_gpu};
-use super::{Backend, Launch, LaunchKind, MasterEndpoint, Placement};
+use super::{Launch, LaunchKind, MasterEndpoint, Placement};
 use super::{clock_sync, restart_generation};
 use crate::error::{Error, Result};
 use crate::ffi::{TcpStore, check_interfaces, cuda};
 use crate::os::limits::require_files;
-use crate::process_group::{Bootstrap, Network, ProcessMap, rank_label};
+use crate::process_group::{Backend, Bootstrap, Devices, Network, ProcessMap, rank_label};
 use crate::runtime::{Clock, RunContext};
 
 /// All processes of a run, as seen by one of them.
@@ -128,8 +128,9 @@ impl ProcessWorld {
             gpus: placement.devices.iter().map(gpu_of).collect::<Option<_>>().unwrap_or_default(),
             options,
         };
-        let fitting = tell(&store, &me, [mine, count], began, timeout)
-            .and_then(|processes| check(&processes, &me, mine).map(|ranks| (processes, ranks)));
+        let fitting = tell(&store, &me, [mine, count], began, timeout).and_then(|processes| {
+            check(&processes, &me, mine, placement.backend).map(|ranks| (processes, ranks))
+        });
         let (processes, ranks) = match fitting {
             Err(error) => {
                 // A process that does not get this error has found it by itself, or will.
@@ -187,8 +188,7 @@ impl ProcessWorld {
     /// # Errors
     /// [`Error::InvalidInput`] that names `GLOO_SOCKET_IFNAME`.
     pub fn check_interfaces(&self) -> Result<()> {
-        let uses = self.processes[self.mine].backend == Backend::Gloo.name();
-        self.interfaces.as_deref().filter(|_| uses).map_or(Ok(()), check_interfaces)
+        self.interfaces.as_deref().map_or(Ok(()), check_interfaces)
     }
 
     /// Returns how many ranks all processes have together.
@@ -256,24 +256,21 @@ impl ProcessWorld {
         }
     }
 
-    /// Returns what the ranks of this process need to join the world group.
+    /// Creates what the ranks of this process need to join the world group.
     ///
     /// # Errors
-    /// The errors of [`Network::connect`], and [`Error::InvalidInput`] for a backend that stays within a process.
-    pub(super) fn invitation(&self, run: &Arc<RunContext>, backend: Backend) -> Result<Bootstrap> {
-        if backend == Backend::Threaded {
-            return Err(Error::InvalidInput(
-                "backend threaded is for the ranks of one process; use gloo or nccl for several"
-                    .into(),
-            ));
-        }
-        let store = self.store.reconnect(run.cancel.tripped().clone())?.under("world");
-        let members = (0..self.world_size()).collect::<Vec<_>>().into();
-        let layout = ProcessMap { processes: self.ranks.clone(), mine: self.mine };
-        let interfaces = self.interfaces.as_deref();
-        let network =
-            Network::connect(store, run.clone(), Arc::clone(&members), layout, interfaces)?;
-        Bootstrap::new(backend.name(), run, members, Some(network))
+    /// The errors of [`Bootstrap::between_processes`] and [`Network::connect`].
+    pub(super) fn bootstrap(
+        &self,
+        run: &Arc<RunContext>,
+        backend: Backend,
+        members: Arc<[usize]>,
+    ) -> Result<Bootstrap> {
+        Bootstrap::between_processes(backend, run, members, |members| {
+            let store = self.store.reconnect(run.cancel.tripped().clone())?.under("world");
+            let layout = ProcessMap { processes: self.ranks.clone(), mine: self.mine };
+            Network::connect(store, run.clone(), members, layout, self.interfaces.as_deref())
+        })
     }
 
     pub(super) fn watch(&self) -> &HeartbeatMonitor {
@@ -382,23 +379,30 @@ fn tell(
     })
 }
 
-/// Checks that `processes` can train together. Process `mine` is this one, `me`. Returns the ranks of each.
+/// Checks that `processes` can train together with `backend`. Process `mine` is this one, `me`. Returns the ranks of
+/// each.
 ///
 /// # Errors
-/// [`Error::InvalidInput`] with the reason, the same in all processes.
-fn check(processes: &[Process], me: &Process, mine: usize) -> Result<Vec<Range<usize>>> {
+/// [`Error::Input`] with the reason, the same in all processes.
+fn check(
+    processes: &[Process],
+    me: &Process,
+    mine: usize,
+    backend: Backend,
+) -> Result<Vec<Range<usize>>> {
     if processes[mine] != *me {
         let text = format!("two processes have the number {mine}; give each its own --node-rank");
         return Err(Error::InvalidInput(text));
     }
     check_same(processes)?;
-    if me.backend == Backend::Nccl.name()
+    if let Devices::OwnGpu { unless } = backend.devices()
         && let Some((gpu, [one, other])) = shared_gpu(processes)
-        && std::env::var_os("NCCL_MULTI_RANK_GPU_ENABLE").is_none_or(|it| it != "1")
+        && std::env::var_os(unless).is_none_or(|it| it != "1")
     {
-        return Err(Error::InvalidInput(format!(
-            "{one} and {other} have the same GPU, {gpu}, and NCCL needs one for each rank: start fewer, or have each \
-             process see its own (CUDA_VISIBLE_DEVICES, srun --gpus-per-task)"
+        return Err(Error::Input(format!(
+            "{one} and {other} have the same GPU, {gpu}, and backend {} needs one for each rank: start fewer, or have \
+             each process see its own (CUDA_VISIBLE_DEVICES, srun --gpus-per-task)",
+            backend.name()
         )));
     }
     places(processes)

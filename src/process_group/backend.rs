@@ -15,30 +15,75 @@ use super::traffic::Traffic;
 use crate::error::{Error, Result};
 use crate::operation::{OpId, Operation};
 
-/// One kind of backend. Each has a folder, which defines its `BACKEND`, and a line in `backends.rs`.
+/// What a backend's folder says about it, in its `BACKEND`. The table of all is in `backends.rs`.
 pub(super) struct BackendType {
     /// The name, as in messages and on the command line.
     pub name: &'static str,
+    /// The devices whose ranks it serves.
+    pub devices: Devices,
+    /// The processes that it connects. A group of a backend for several processes that has all its ranks in one uses
+    /// the default backend there.
+    pub reach: Reach,
     /// Whether a call launches work on a device and returns before the work is done. Such a backend launches messages,
     /// too.
     pub is_stream_ordered: bool,
-    /// Whether it only connects processes. A group within one process then uses `threaded`.
-    pub needs_network: bool,
+    /// Checks that its library is installed, if it needs one.
+    pub check_library: fn() -> Result<()>,
     /// Checks that the backend can reduce tensors of this dtype in this way.
     pub check_reduction: fn(Operation, ReduceOp, Kind) -> Result<()>,
     /// Prepares a group for the ranks of this process. The network is `None` for a group within one process.
     pub prepare: fn(&Arc<Shared>, Option<&Arc<Network>>) -> Result<Join>,
 }
 
-/// Joins a group as a group rank with this device. Returns once all members have joined. [`Error::InvalidInput`] if the
-/// backend does not support the device.
-pub(super) type Join = Arc<dyn Fn(usize, Device) -> Result<Box<dyn Backend>> + Send + Sync>;
+/// The devices whose ranks a backend serves.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Devices {
+    /// The CPU.
+    Cpu,
+    /// The CPU, or one GPU for all ranks of the process.
+    CpuOrSharedGpu,
+    /// A GPU for each rank.
+    OwnGpu {
+        /// The environment variable that, set to 1, lets ranks of several processes share a GPU.
+        unless: &'static str,
+    },
+}
 
-/// A communication backend: moves the tensors between ranks.
+impl Devices {
+    /// Returns whether ranks of one process can have these devices.
+    pub(crate) fn include(self, devices: &[Device]) -> bool {
+        let is_cpu = |device: &Device| *device == Device::Cpu;
+        match self {
+            Self::Cpu => devices.iter().all(is_cpu),
+            Self::CpuOrSharedGpu => true,
+            Self::OwnGpu { .. } => {
+                !devices.is_empty()
+                    && !devices.iter().any(is_cpu)
+                    && (1..devices.len()).all(|i| !devices[..i].contains(&devices[i]))
+            }
+        }
+    }
+}
+
+/// The processes that a backend connects.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Reach {
+    /// The ranks of one process.
+    WithinProcess,
+    /// The ranks of several processes only.
+    BetweenProcesses,
+    /// The ranks of one process, or of several.
+    Both,
+}
+
+/// Joins a group as a group rank with this device. Returns once all members have joined. [`Error::Input`] if the backend
+/// does not support the device.
+pub(super) type Join = Arc<dyn Fn(usize, Device) -> Result<Box<dyn RankBackend>> + Send + Sync>;
+
+/// One rank's side of a backend: moves its tensors to and from the other ranks.
 ///
-/// Each implementation has a folder: `threaded`, `gloo` and `nccl`. Every rank has its own instance. The calls of all
-/// ranks with the same sequence number are one collective.
-pub(super) trait Backend: Send {
+/// The calls of all ranks with the same sequence number are one collective.
+pub(super) trait RankBackend: Send {
     /// Runs this rank's part of a collective.
     fn run(&mut self, call: &Call) -> Result<()>;
 
@@ -88,5 +133,5 @@ pub(super) trait InFlight: Send {
 pub(super) struct SequencedBackend {
     /// The number of collectives that this rank has called.
     pub sequence: u64,
-    pub backend: Box<dyn Backend>,
+    pub backend: Box<dyn RankBackend>,
 }

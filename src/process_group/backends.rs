@@ -1,34 +1,135 @@
-//! The table of all backends. In this module a new one takes a folder, its `mod` line, and its line here.
+//! The table of all backends, and which of them serves given ranks.
 
-use tch::Kind;
+use std::str::FromStr;
 
-use super::backend::BackendType;
+use strum::{EnumIter, IntoEnumIterator};
+use tch::{Device, Kind};
+
+use super::backend::{BackendType, Devices, Reach};
 use super::reduce_op::ReduceOp;
 use super::{gloo, nccl, threaded};
 use crate::error::{Error, Result};
 use crate::operation::Operation;
 
-const BACKENDS: &[&BackendType] = &[&threaded::BACKEND, &gloo::BACKEND, &nccl::BACKEND];
+/// The communication backend of a process group. If several serve some ranks, the first here is their default.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, EnumIter)]
+pub enum Backend {
+    /// NCCL: each rank on a GPU of its own.
+    Nccl,
+    /// Shared memory: ranks on the CPU, or on one GPU together.
+    Threaded,
+    /// Gloo: ranks on the CPU in several processes. Ranks of one process share memory.
+    Gloo,
+}
 
-/// Returns the backend of this name for a group within one process, or for one of several processes.
-///
-/// # Errors
-/// [`Error::Unsupported`] if there is none.
-pub(super) fn backend_named(name: &str, within_process: bool) -> Result<&'static BackendType> {
-    match BACKENDS.iter().find(|backend| backend.name == name) {
-        Some(backend) if backend.needs_network && within_process => Ok(&threaded::BACKEND),
-        Some(backend) => Ok(backend),
-        None => Err(Error::Unsupported(format!("there is no backend {name}"))),
+impl Backend {
+    /// Returns what the backend's folder says about it.
+    pub(super) fn entry(self) -> &'static BackendType {
+        match self {
+            Self::Nccl => &nccl::BACKEND,
+            Self::Threaded => &threaded::BACKEND,
+            Self::Gloo => &gloo::BACKEND,
+        }
+    }
+
+    /// Returns the backend's name on the command line and in reports.
+    pub fn name(self) -> &'static str {
+        self.entry().name
+    }
+
+    /// Returns all backends.
+    pub(crate) fn all() -> impl Iterator<Item = Self> {
+        Self::iter()
+    }
+
+    /// Returns the default backend for ranks on these devices in one process.
+    pub(crate) fn for_threads(devices: &[Device]) -> Self {
+        let suits = |it: &Self| it.works_within_process() && it.devices().include(devices);
+        Self::iter().find(suits).unwrap_or(Self::Threaded)
+    }
+
+    /// Returns the default backend for ranks on these devices in several processes; `None` if none serves them.
+    pub(crate) fn for_processes(devices: &[Device]) -> Option<Self> {
+        let suits = |it: &Self| it.works_between_processes() && it.devices().include(devices);
+        Self::iter().find(suits)
+    }
+
+    /// Returns the devices whose ranks the backend serves.
+    pub(crate) fn devices(self) -> Devices {
+        self.entry().devices
+    }
+
+    /// Returns whether the backend serves ranks that are all in one process.
+    pub(crate) fn works_within_process(self) -> bool {
+        self.entry().reach != Reach::BetweenProcesses
+    }
+
+    /// Returns whether the backend connects the ranks of several processes.
+    pub(crate) fn works_between_processes(self) -> bool {
+        self.entry().reach != Reach::WithinProcess
+    }
+
+    /// Checks that the backend serves a group within one process.
+    ///
+    /// # Errors
+    /// [`Error::Input`] that names the backend to use instead.
+    pub(super) fn check_within_process(self) -> Result<()> {
+        if self.works_within_process() {
+            return Ok(());
+        }
+        let instead = Self::for_threads(&[Device::Cpu]).name();
+        Err(Error::Input(format!(
+            "backend {} is for several processes; use {instead} for the ranks of one",
+            self.name()
+        )))
+    }
+
+    /// Checks that the backend serves a group of several processes.
+    ///
+    /// # Errors
+    /// [`Error::Input`] that names the backends to use instead.
+    pub(super) fn check_between_processes(self) -> Result<()> {
+        if self.works_between_processes() {
+            return Ok(());
+        }
+        Err(Error::Input(format!(
+            "backend {} is for the ranks of one process; use {} for several",
+            self.name(),
+            Self::names_between_processes()
+        )))
+    }
+
+    /// Returns the names of the backends that connect processes, for a message: `nccl or gloo`.
+    pub(crate) fn names_between_processes() -> String {
+        let all = Self::iter().filter(|backend| backend.works_between_processes());
+        all.map(Self::name).collect::<Vec<_>>().join(" or ")
+    }
+
+    /// Checks that the backend's library is installed, if it needs one.
+    ///
+    /// # Errors
+    /// [`Error::Input`] that says how to install it.
+    pub(crate) fn check_library(self) -> Result<()> {
+        (self.entry().check_library)()
+    }
+
+    /// Checks that the backend supports `operation` with `op` on tensors of `kind`.
+    pub(crate) fn check_reduction(
+        self,
+        operation: Operation,
+        op: ReduceOp,
+        kind: Kind,
+    ) -> Result<()> {
+        op.check_kind(operation, kind)?;
+        (self.entry().check_reduction)(operation, op, kind)
     }
 }
 
-/// Checks that the backend of this name supports `operation` with `op` on tensors of `kind`.
-pub(crate) fn check_reduction(
-    backend: &str,
-    operation: Operation,
-    op: ReduceOp,
-    kind: Kind,
-) -> Result<()> {
-    op.check_kind(operation, kind)?;
-    (backend_named(backend, false)?.check_reduction)(operation, op, kind)
+impl FromStr for Backend {
+    type Err = Error;
+
+    fn from_str(name: &str) -> Result<Self> {
+        let found = Self::iter().find(|backend| backend.name() == name);
+        found.ok_or_else(|| Error::Unsupported(format!("there is no backend {name}")))
+    }
 }

@@ -5,18 +5,17 @@ use std::sync::Arc;
 
 use tch::Device;
 
-use super::ProcessGroup;
-use super::backend::{BackendType, Join, SequencedBackend};
-use super::backends::backend_named;
+use super::backend::{Join, SequencedBackend};
 use super::local::{OncePerProcess, Shared};
 use super::network::Network;
-use crate::error::{Error, Result};
+use super::{Backend, ProcessGroup};
+use crate::error::Result;
 use crate::runtime::RunContext;
 
 /// The data to join a group, for the ranks of this process.
 #[derive(Clone)]
 pub(crate) struct Bootstrap {
-    pub(super) backend: &'static BackendType,
+    pub(super) backend: Backend,
     pub(super) shared: Arc<Shared>,
     /// The network to the other processes. `None` for a group within this process.
     pub(super) network: Option<Arc<Network>>,
@@ -26,46 +25,58 @@ pub(crate) struct Bootstrap {
 }
 
 impl Bootstrap {
-    /// Returns the bootstrap of a group of the ranks `members` of `run`. Without a `network`, all of them are in this
-    /// process.
+    /// Creates the bootstrap of a group of the ranks `members` of `run`, all in this process.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] if `backend` needs a library that is missing, [`Error::Unsupported`] if it cannot
-    /// connect processes, and the errors of the store.
-    pub(crate) fn new(
-        backend: &str,
+    /// [`Error::Input`](crate::Error::Input) if `backend` is for several processes only, or needs a library that is
+    /// missing.
+    pub(crate) fn within_process(
+        backend: Backend,
         run: &Arc<RunContext>,
         members: Arc<[usize]>,
-        network: Option<Network>,
     ) -> Result<Self> {
-        let backend = backend_named(backend, network.is_none())?;
-        if network.is_some() && !backend.needs_network && !backend.is_stream_ordered {
-            return Err(Error::Unsupported(format!(
-                "backend {} is for the ranks of one process; use gloo for several",
-                backend.name
-            )));
-        }
-        let here = network.as_ref().map_or(0..members.len(), |network| network.layout().here());
-        let shared = Arc::new(Shared::new(run.clone(), members, here));
-        let network = match network {
-            Some(network) if backend.is_stream_ordered => Some(network.without_messages()),
-            Some(network) => Some(network.with_messages_to(shared.mail())?),
-            None => None,
+        backend.check_within_process()?;
+        let here = 0..members.len();
+        Self::new(backend, Shared::new(run.clone(), members, here), None)
+    }
+
+    /// Creates the bootstrap of a group of the ranks `members` of `run`, in several processes. `connect` connects this
+    /// process to the others.
+    ///
+    /// # Errors
+    /// [`Error::Input`](crate::Error::Input) if `backend` is for one process only, or needs a library that is
+    /// missing; the errors of `connect` and of the store.
+    pub(crate) fn between_processes(
+        backend: Backend,
+        run: &Arc<RunContext>,
+        members: Arc<[usize]>,
+        connect: impl FnOnce(Arc<[usize]>) -> Result<Network>,
+    ) -> Result<Self> {
+        backend.check_between_processes()?;
+        let network = connect(members.clone())?;
+        let shared = Shared::new(run.clone(), members, network.layout().here());
+        let network = match backend.entry().is_stream_ordered {
+            true => network.without_messages(),
+            false => network.with_messages_to(shared.mail())?,
         };
-        let network = network.map(Arc::new);
-        let join = (backend.prepare)(&shared, network.as_ref())?;
+        Self::new(backend, shared, Some(Arc::new(network)))
+    }
+
+    fn new(backend: Backend, shared: Shared, network: Option<Arc<Network>>) -> Result<Self> {
+        let shared = Arc::new(shared);
+        let join = (backend.entry().prepare)(&shared, network.as_ref())?;
         Ok(Self { backend, shared, network, sub_groups: Arc::default(), join })
     }
 
-    /// Returns the name of the group's backend.
-    pub(crate) fn backend(&self) -> &'static str {
-        self.backend.name
+    /// Returns the group's backend.
+    pub(crate) fn backend(&self) -> Backend {
+        self.backend
     }
 
     /// Joins the group as rank `rank`. Returns once all members have joined.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] if the backend does not support `device`, the errors of the barrier, and
+    /// [`Error::Input`](crate::Error::Input) if the backend does not support `device`, the errors of the barrier, and
     /// NCCL's own.
     pub(crate) fn join(
         self,
@@ -73,11 +84,11 @@ impl Bootstrap {
         local_rank: usize,
         device: Device,
     ) -> Result<ProcessGroup> {
-        let backend = (self.join)(rank, device)?;
-        let Self { backend: backend_type, shared, network, sub_groups, .. } = self;
+        let rank_backend = (self.join)(rank, device)?;
+        let Self { backend, shared, network, sub_groups, .. } = self;
         let place = (rank, local_rank, device);
-        let group = ProcessGroup::new(place, backend_type, shared, network, sub_groups);
-        group.attach(SequencedBackend { sequence: 0, backend });
+        let group = ProcessGroup::new(place, backend, shared, network, sub_groups);
+        group.attach(SequencedBackend { sequence: 0, backend: rank_backend });
         group.start_gpu_clock()?;
         Ok(group)
     }
@@ -86,7 +97,7 @@ impl Bootstrap {
 impl fmt::Debug for Bootstrap {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Bootstrap")
-            .field("backend", &self.backend.name)
+            .field("backend", &self.backend.name())
             .field("members", self.shared.members())
             .finish_non_exhaustive()
     }

@@ -4,7 +4,7 @@
 //! 2. [`dispatch`](ProcessGroup::dispatch) notes the rank's activity for the other ranks, injects a planned fault, and
 //!    numbers the call.
 //! 3. It opens the call's record in the flight recorder.
-//! 4. It runs the call on the [`Backend`], which compares the ranks' calls where it must, and moves the data.
+//! 4. It runs the call on the [`RankBackend`], which compares the ranks' calls where it must, and moves the data.
 //! 5. It counts the traffic. The record ends with the call.
 //!
 //! [`start_all_reduce`](ProcessGroup::start_all_reduce) takes the same path. Its record may end later, because the
@@ -14,7 +14,7 @@ use std::panic::Location;
 
 use tch::Tensor;
 
-use super::backend::{Backend, InFlight};
+use super::backend::{InFlight, RankBackend};
 use super::call::{Call, Options};
 use super::contiguous::{Contiguous, is_plain_contiguous};
 use super::{ProcessGroup, ReduceOp, weights};
@@ -74,7 +74,7 @@ impl ProcessGroup {
         let (tensors, shape) = (std::slice::from_ref(tensor), tensor.size());
         let options = Options { reduce_op: Some(op), weight, ..Options::default() };
         let call = self.check_call(Operation::AllReduce, options, &shape, tensors, tensors)?;
-        let start = |backend: &mut dyn Backend, call: &Call| backend.start(call);
+        let start = |backend: &mut dyn RankBackend, call: &Call| backend.start(call);
         let (in_flight, record) = self.dispatch(call, Location::caller(), start)?;
         if in_flight.is_none() {
             self.record_end(record);
@@ -117,7 +117,7 @@ impl ProcessGroup {
         &self,
         call: Call,
         place: CallSite,
-        run: impl FnOnce(&mut dyn Backend, &Call) -> Result<T>,
+        run: impl FnOnce(&mut dyn RankBackend, &Call) -> Result<T>,
     ) -> Result<(T, SpanId)> {
         let mut side = self.side()?;
         let before = self.activity().enter(call.operation, side.sequence);

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::call::Options;
 use super::refuse::refuse;
-use super::{Bootstrap, ProcessGroup};
+use super::{Backend, Bootstrap, ProcessGroup};
 use crate::error::{Error, Result};
 use crate::operation::Operation;
 
@@ -50,15 +50,13 @@ impl ProcessGroup {
         let Ok(place) = ranks.binary_search(&self.rank) else { return Ok(None) };
         let members: Arc<[usize]> = ranks.iter().map(|&rank| self.shared.members()[rank]).collect();
         let here = ranks.iter().filter(|rank| self.shared.here().contains(rank)).count();
-        let bootstrap = self.sub_groups.fetch(sequence, here, || {
-            let network = match &self.network {
-                Some(network) if here < ranks.len() => {
-                    let name = format!("group/{sequence}");
-                    Some(network.part(&ranks, &name, members.clone())?)
-                }
-                _ => None,
-            };
-            Bootstrap::new(self.backend(), self.run(), members, network)
+        let bootstrap = self.sub_groups.fetch(sequence, here, || match &self.network {
+            Some(network) if here < ranks.len() => {
+                let name = format!("group/{sequence}");
+                let connect = |members| network.part(&ranks, &name, members);
+                Bootstrap::between_processes(self.backend, self.run(), members, connect)
+            }
+            _ => Bootstrap::within_process(self.backend_here(), self.run(), members),
         })?;
         let group = bootstrap.join(place, self.local_rank, self.device)?;
         Ok(Some(group.record_as_part_of(self, sequence)))
@@ -170,6 +168,14 @@ impl ProcessGroup {
     /// Follows `torch.distributed.get_process_group_ranks`.
     pub fn ranks(&self) -> &[usize] {
         self.shared.members()
+    }
+
+    /// Returns the backend of a sub-group whose members are all in this process.
+    fn backend_here(&self) -> Backend {
+        match self.backend.works_within_process() {
+            true => self.backend,
+            false => Backend::for_threads(&[self.device]),
+        }
     }
 
     /// Returns the members of a new group in ascending order. Checks that all exist and are different.

@@ -46,8 +46,9 @@ use std::sync::Arc;
 use crossbeam::channel::{Receiver, select_biased};
 use tch::Device;
 
-use backend::{BackendType, SequencedBackend};
-pub(crate) use backends::check_reduction;
+pub(crate) use backend::Devices;
+use backend::SequencedBackend;
+pub use backends::Backend;
 pub(crate) use bootstrap::Bootstrap;
 use comm_thread::CommunicationThread;
 pub(crate) use device_name::{device_name, rank_label};
@@ -58,8 +59,8 @@ use gpu_clock::GpuClock;
 pub(crate) use instrumentation::CallContext;
 use instrumentation::PhaseTracker;
 use local::{OncePerProcess, Shared};
-pub(crate) use nccl::{require_library as require_nccl, version as nccl_version};
-pub(crate) use network::{HEADER_BYTES, HEADER_MAX_DATA_BYTES, Network, ProcessMap};
+pub(crate) use nccl::version as nccl_version;
+pub(crate) use network::{HEADER_BYTES, MAX_INLINE, Network, ProcessMap};
 pub use p2p_op::P2POp;
 pub use reduce_op::ReduceOp;
 pub use traffic::Traffic;
@@ -95,7 +96,7 @@ pub struct ProcessGroup {
     rank: usize,
     local_rank: usize,
     device: Device,
-    backend: &'static BackendType,
+    backend: Backend,
     shared: Arc<Shared>,
     /// The network between the processes. `None` if the group does not use one.
     network: Option<Arc<Network>>,
@@ -124,7 +125,7 @@ impl fmt::Debug for ProcessGroup {
             .field("rank", &self.rank)
             .field("ranks", &self.ranks())
             .field("device", &self.device)
-            .field("backend", &self.backend.name)
+            .field("backend", &self.backend.name())
             .finish_non_exhaustive()
     }
 }
@@ -133,7 +134,7 @@ impl ProcessGroup {
     /// Creates the membership, without the rank's side of the backend.
     fn new(
         (rank, local_rank, device): (usize, usize, Device),
-        backend: &'static BackendType,
+        backend: Backend,
         shared: Arc<Shared>,
         network: Option<Arc<Network>>,
         sub_groups: Arc<OncePerProcess<u64, Bootstrap>>,
@@ -180,12 +181,12 @@ impl ProcessGroup {
 
     /// Returns the backend's name, such as `threaded`. Not a collective.
     pub fn backend(&self) -> &'static str {
-        self.backend.name
+        self.backend.name()
     }
 
     /// Returns whether collectives run on a GPU stream, in its order, and not while the rank waits.
     pub(crate) fn is_stream_ordered(&self) -> bool {
-        self.backend.is_stream_ordered
+        self.backend.entry().is_stream_ordered
     }
 
     /// Returns the number of bytes that this rank has sent and received in this group so far. Not a collective.

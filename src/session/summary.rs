@@ -189,7 +189,7 @@ fn verdict(
         bucket_bytes: &end.bucket_bytes,
         batch_size: config.training.batch_size,
         num_workers: config.data.num_workers,
-        backend: group.backend(),
+        can_overlap: group.is_stream_ordered() || group.spans_processes(),
         seconds: end.seconds,
         cores: on_cpu.then(|| Cores {
             count: cores(),

@@ -21,8 +21,8 @@ use super::ranks_flags::{RanksFlags, operation};
 use crate::config::{name, whole};
 use crate::error::{Error, Result};
 use crate::ffi::cuda::Cuda;
-use crate::launch::{Backend, Rank, Spawn};
-use crate::process_group::{DTYPES, ReduceOp, check_reduction, dtype_name, num_bytes, parse_dtype};
+use crate::launch::{Rank, Spawn};
+use crate::process_group::{Backend, DTYPES, ReduceOp, dtype_name, num_bytes, parse_dtype};
 use crate::session::place_ranks;
 use crate::telemetry::{LogFormat, Printer, gigabytes, total_memory};
 
@@ -132,11 +132,8 @@ fn check(flags: &CommFlags, ops: &[CommOp], backend: Backend, world_size: usize)
         )));
     }
     for operation in ops.iter().filter_map(|op| op.reduction()) {
-        check_reduction(backend.name(), operation, reduce_op, dtype).map_err(|error| {
-            Error::InvalidInput(format!(
-                "--reduce-op {reduce_op} --dtype {}: {error}",
-                dtype_name(dtype)
-            ))
+        backend.check_reduction(operation, reduce_op, dtype).map_err(|error| {
+            Error::Input(format!("--reduce-op {reduce_op} --dtype {}: {error}", dtype_name(dtype)))
         })?;
     }
     Ok(())

@@ -212,7 +212,7 @@ pub(super) fn write_head(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::launch::Backend;
+    use crate::process_group::Backend;
 
     fn trained(before: [f32; 2], after: [f32; 2]) -> RunResult {
         let values = |values: [f32; 2]| {

@@ -14,7 +14,7 @@ use crate::error::{Error, Result};
 use crate::ffi::TorchResult;
 use crate::ffi::cuda::Cuda;
 use crate::launch::{BackendChoice, Nproc, Placement, Rank, Spawn};
-use crate::process_group::ProcessGroup;
+use crate::process_group::{Backend, Devices, ProcessGroup};
 use crate::runtime::FaultKind;
 use crate::session::{StartPoint, Training, open_data, place_ranks};
 use crate::telemetry::{LogFormat, Printer};
@@ -283,23 +283,32 @@ fn placements(
     cuda: &Cuda,
 ) -> anyhow::Result<(Vec<Placement>, Vec<String>)> {
     let (mut placements, mut left_out) = (Vec::new(), Vec::new());
-    if cuda.usable() > 0 && nproc != Nproc::Cpu {
-        match place_ranks(Nproc::Count(ranks), BackendChoice::Nccl, cuda) {
-            Ok(placement) => placements.push(placement),
-            Err(error) => left_out.push(format!("without nccl: {error}")),
+    let on_gpus = cuda.usable() > 0 && nproc != Nproc::Cpu;
+    let no_gpu_because = match (&cuda.problem, nproc) {
+        (_, Nproc::Cpu) => "ranks on the CPU were asked for",
+        (Some(problem), _) => problem,
+        _ => "no GPU is visible",
+    };
+    for backend in Backend::all() {
+        let name = backend.name();
+        let place =
+            |cuda: &Cuda| place_ranks(Nproc::Count(ranks), BackendChoice::Given(backend), cuda);
+        match backend.devices() {
+            _ if !backend.works_within_process() => left_out
+                .push(format!("without {name}: it is for several processes, and this is one")),
+            Devices::OwnGpu { .. } if !on_gpus => {
+                left_out.push(format!("without {name}: {no_gpu_because}"));
+            }
+            Devices::OwnGpu { .. } => match place(cuda) {
+                Ok(placement) => placements.push(placement),
+                Err(error) => left_out.push(format!("without {name}: {error}")),
+            },
+            Devices::CpuOrSharedGpu if on_gpus => {
+                placements.extend([place(cuda)?, place(&Cuda::default())?]);
+            }
+            _ => placements.push(place(&Cuda::default())?),
         }
-        placements.push(place_ranks(Nproc::Count(ranks), BackendChoice::Threaded, cuda)?);
-    } else {
-        let why = match (&cuda.problem, nproc) {
-            (_, Nproc::Cpu) => "ranks on the CPU were asked for",
-            (Some(problem), _) => problem,
-            _ => "no GPU is visible",
-        };
-        left_out.push(format!("without nccl: {why}"));
     }
-    let no_gpu = Cuda::default();
-    placements.push(place_ranks(Nproc::Count(ranks), BackendChoice::Threaded, &no_gpu)?);
-    left_out.push("without gloo: it is for several processes, and this is one".into());
     Ok((placements, left_out))
 }
 

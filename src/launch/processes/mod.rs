@@ -336,11 +336,14 @@ mod tests {
     use super::super::{BackendChoice, NodeSlice, Nproc, place};
     use super::*;
     use crate::ffi::cuda::Cuda;
+    use crate::process_group::Backend;
 
     #[test]
     fn process_that_exits_with_2_makes_the_run_wrong_input() {
         let (count, no_gpu) = (Nproc::Count(2), Cuda::default());
-        let placement = place(count, BackendChoice::Threaded, &no_gpu, &NodeSlice::all(8)).unwrap();
+        let placement =
+            place(count, BackendChoice::Given(Backend::Threaded), &no_gpu, &NodeSlice::all(8))
+                .unwrap();
         let time = Duration::from_secs(5);
         let spawn = SpawnProcesses {
             children: Children::Ranks(&placement),

@@ -13,12 +13,12 @@ use tch::Device;
 use super::rank_thread::RankThread;
 use super::stall::Notifier;
 use super::{
-    Backend, JoinLaunchOptions, Launch, LaunchKind, LaunchOptions, Placement, ProcessWorld, Rank,
-    SpawnError,
+    Joining, Launch, LaunchKind, LaunchOptions, Placement, ProcessWorld, Rank, SpawnError,
 };
 use crate::error::Result;
 use crate::ffi;
 use crate::os;
+use crate::process_group::Backend;
 use crate::runtime::{Fault, FlightRecorderDump, MAX_WAIT, StopRequest};
 use crate::telemetry::{LogFormat, Printer};
 
@@ -139,7 +139,7 @@ impl Spawn {
         let cores = thread::available_parallelism().map_or(1, usize::from);
         Self {
             threads_per_rank: (cores / devices.len().max(1)).max(1),
-            backend: backend_of(&devices),
+            backend: Backend::for_threads(&devices),
             devices,
             timeout: Self::TIMEOUT,
             grace_period: Self::GRACE_PERIOD,
@@ -350,18 +350,6 @@ impl Spawn {
             result
         })
     }
-}
-
-/// Returns the backend that suits ranks on these devices of one process.
-fn backend_of(devices: &[Device]) -> Backend {
-    let mut gpus: Vec<usize> = devices
-        .iter()
-        .filter_map(|device| if let Device::Cuda(index) = device { Some(*index) } else { None })
-        .collect();
-    gpus.sort_unstable();
-    gpus.dedup();
-    let has_own = !devices.is_empty() && gpus.len() == devices.len();
-    if has_own { Backend::Nccl } else { Backend::Threaded }
 }
 
 /// Writes `error` to the launcher's error file, and notes it if that is not possible.

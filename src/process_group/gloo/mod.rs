@@ -21,7 +21,7 @@ use std::time::Duration;
 
 use tch::{Device, Kind, Tensor};
 
-use super::backend::{self, Backend, BackendType, Join};
+use super::backend::{self, BackendType, Devices, Join, RankBackend, Reach};
 use super::call::Call;
 use super::local::{
     self, CallSlot, CollectiveFingerprint, Memory, Place, Shared, exchange_calls, my_slice,
@@ -36,8 +36,10 @@ use packer::{Packer, sources};
 
 pub(super) const BACKEND: BackendType = BackendType {
     name: "gloo",
+    devices: Devices::Cpu,
+    reach: Reach::BetweenProcesses,
     is_stream_ordered: false,
-    needs_network: true,
+    check_library: || Ok(()),
     check_reduction: |_, _, _| Ok(()),
     prepare,
 };
@@ -214,7 +216,7 @@ impl GlooBackend {
     }
 }
 
-impl Backend for GlooBackend {
+impl RankBackend for Gloo {
     fn run(&mut self, call: &Call) -> Result<()> {
         let network = self.packer.network.clone();
         let layout = network.layout();

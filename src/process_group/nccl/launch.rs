@@ -6,7 +6,7 @@ use std::time::Duration;
 use cudarc::nccl::sys::{self, ncclDataType_t, ncclRedOp_t, ncclResult_t};
 use tch::{Kind, Tensor};
 
-use super::super::backend::Backend;
+use super::super::backend::RankBackend;
 use super::super::call::Call;
 use super::super::local::{exchange_calls, to_text};
 use super::super::network::Network;

@@ -16,7 +16,7 @@ pub(crate) fn version() -> Option<String> {
 }
 
 /// Returns an error if NCCL is not installed: cudarc would panic at the first call.
-pub(crate) fn require_library() -> Result<()> {
+pub(super) fn require_library() -> Result<()> {
     // SAFETY: only tries to load the library.
     if unsafe { sys::is_culib_present() } {
         return Ok(());

@@ -8,7 +8,7 @@
 //! * The communicator is non-blocking: every call may return "in progress" and is then polled, which makes it
 //!   cancellable and gives it a deadline.
 //! * Each rank ends its own communicator ([`communicator`]). NCCL frees them when the last rank has.
-//! * The host waits for the GPU only by polling an event ([`Backend::synchronize`]): a kernel whose peer has failed
+//! * The host waits for the GPU only by polling an event ([`RankBackend::synchronize`]): a kernel whose peer has failed
 //!   never ends by itself.
 //!
 //! The members of a sub-group, and the two ranks of a message, have barriers of their own, so the first rule holds for
@@ -28,7 +28,7 @@ use std::sync::Arc;
 use cudarc::nccl::sys::{self, ncclResult_t};
 use tch::{Device, Kind, Tensor};
 
-use super::backend::{Backend, BackendType, Join};
+use super::backend::{BackendType, Devices, Join, RankBackend, Reach};
 use super::call::Call;
 use super::local::{CallSlot, OncePerProcess, Shared};
 use super::network::Network;
@@ -37,14 +37,16 @@ use crate::error::{Error, Result};
 use crate::ffi::{TorchResult, cuda};
 use crate::operation::Operation;
 use communicator::{Communicator, end_all};
-pub(crate) use library::{require_library, version};
+pub(crate) use library::version;
 use status::{check, is_failure};
 use unique_id::UniqueId;
 
 pub(super) const BACKEND: BackendType = BackendType {
     name: "nccl",
+    devices: Devices::OwnGpu { unless: "NCCL_MULTI_RANK_GPU_ENABLE" },
+    reach: Reach::Both,
     is_stream_ordered: true,
-    needs_network: false,
+    check_library: library::require_library,
     check_reduction: |operation, op, kind| launch::reduction(operation, op, kind).map(drop),
     prepare,
 };
@@ -243,7 +245,7 @@ impl NcclBackend {
     }
 }
 
-impl Backend for NcclBackend {
+impl RankBackend for Nccl {
     fn run(&mut self, call: &Call) -> Result<()> {
         self.launch(call)
     }

@@ -15,7 +15,7 @@ mod kernels;
 
 use std::sync::Arc;
 
-use super::backend::{Backend, BackendType, Join};
+use super::backend::{BackendType, Devices, Join, RankBackend, Reach};
 use super::call::Call;
 use super::local::{CallSlot, Memory, Shared, exchange_calls};
 use super::network::Network;
@@ -25,8 +25,10 @@ use crate::operation::{OpId, Operation};
 
 pub(super) const BACKEND: BackendType = BackendType {
     name: "threaded",
+    devices: Devices::CpuOrSharedGpu,
+    reach: Reach::WithinProcess,
     is_stream_ordered: false,
-    needs_network: false,
+    check_library: || Ok(()),
     check_reduction: |_, _, _| Ok(()),
     prepare,
 };
@@ -54,7 +56,7 @@ impl ThreadedBackend {
     }
 }
 
-impl Backend for ThreadedBackend {
+impl RankBackend for Threaded {
     fn run(&mut self, call: &Call) -> Result<()> {
         let Self { slot, memory, places } = self;
         exchange_calls(slot, 0, call, true, Some(memory))?;

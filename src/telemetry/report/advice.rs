@@ -14,7 +14,8 @@ pub(crate) struct Measured<'a> {
     pub bucket_bytes: &'a [usize],
     pub batch_size: usize,
     pub num_workers: usize,
-    pub backend: &'a str,
+    /// Whether reductions can run beside backward. Ranks in threads reduce on the same cores that compute.
+    pub can_overlap: bool,
     /// Duration of the run.
     pub seconds: f64,
     /// The cores that ranks use; `None` if the ranks are on GPUs.
@@ -155,8 +156,7 @@ pub(crate) fn advice(run: Measured<'_>) -> Vec<String> {
                  fewer of them{smaller}."
             ));
         }
-        // Ranks in threads reduce on the same cores that compute.
-        let may_hide = bytes >= BANDWIDTH_BOUND_BYTES && run.backend != "threaded";
+        let may_hide = bytes >= BANDWIDTH_BOUND_BYTES && run.can_overlap;
         if may_hide && run.bucket_bytes.len() == 1 {
             say("All gradients are in one bucket, which can only go out when backward is through: a smaller \
                  --bucket-cap-mb lets the first go out earlier."
@@ -196,7 +196,7 @@ mod tests {
             bucket_bytes: &[4 << 20],
             batch_size: 32,
             num_workers: 0,
-            backend: "gloo",
+            can_overlap: true,
             seconds: 10.0,
             cores: Some(Cores { count: 8, local_ranks: phases.len(), threads_per_rank: 1 }),
             losses: Some([1.0, 0.5]),
