@@ -162,7 +162,9 @@ pub use ddp::{
 };
 pub use error::{Compared, Error, MissingRank, Result, Suspects};
 pub use ffi::{Autocast, Generator, fork_rng};
-pub use launch::{Rank, RankFailure, Spawn, SpawnError, Stop, StopReason, spawn, spawn_scoped};
+pub use launch::{
+    Rank, RankFailure, Spawn, SpawnError, StopReason, StopRequest, spawn, spawn_scoped,
+};
 pub use models::{Dropout, SyncBatchNorm};
 pub use operation::{OpId, Operation};
 pub use optim::{

@@ -187,7 +187,7 @@ pub fn place(
         let default = Backend::for_threads(&devices);
         if let Some(backend) = given.filter(|it| !it.devices().include(&devices)) {
             let why = if gpus == 0 { why_none() } else { "ranks on the CPU were asked for".into() };
-            return Err(Error::Input(format!(
+            return Err(Error::InvalidInput(format!(
                 "--backend {} needs a GPU for each rank: {why}; use --backend {}",
                 backend.name(),
                 default.name()
@@ -217,7 +217,7 @@ pub fn place(
     let (backend, devices, note) = if let Some(backend) =
         given.filter(|it| it.devices() == Devices::Cpu)
     {
-        return Err(Error::Input(format!(
+        return Err(Error::InvalidInput(format!(
             "--backend {} is for ranks on the CPU: use --nproc-per-node cpu or {}",
             backend.name(),
             Backend::for_threads(&own_gpus(0)).name()
@@ -281,7 +281,7 @@ impl Placement {
         let suits = given.map_or_else(|| Backend::for_processes(&self.devices), Some);
         match suits.filter(|backend| backend.works_between_processes()) {
             Some(backend) => Ok(Self { backend, ..self }),
-            None => Err(Error::Input(format!(
+            None => Err(Error::InvalidInput(format!(
                 "--backend {} stays within one process, and there are {count}; use {}",
                 suits.unwrap_or(self.backend).name(),
                 Backend::names_between_processes()

@@ -134,7 +134,7 @@ impl Rank {
             bootstrap.or_else(|error| self.run.check(self.rank).and(Err(error)))
         })?;
         if bootstrap.backend() != backend {
-            return Err(Error::Input(format!(
+            return Err(Error::InvalidInput(format!(
                 "init_process_group: rank 0 asks for backend {}, rank {} for {}; ask for the same",
                 bootstrap.backend().name(),
                 self.rank,

@@ -32,7 +32,8 @@ pub(super) fn channels(world_size: usize) -> Vec<Rendezvous> {
 }
 
 impl Rendezvous {
-    /// Runs the rendezvous: the first rank, `first`, calls `make` for the [`Bootstrap`] and sends it; the others wait for it.
+    /// Runs the rendezvous: the first rank, `first`, calls `make` and sends the
+    /// [`Bootstrap`]; the others wait for it.
     pub(super) fn run(
         self,
         run: &RunContext,

@@ -128,9 +128,8 @@ impl ProcessWorld {
             gpus: placement.devices.iter().map(gpu_of).collect::<Option<_>>().unwrap_or_default(),
             options,
         };
-        let fitting = tell(&store, &me, [mine, count], began, timeout).and_then(|processes| {
-            check(&processes, &me, mine, placement.backend).map(|ranks| (processes, ranks))
-        });
+        let fitting = tell(&store, &me, [mine, count], began, timeout)
+            .and_then(|processes| check(&processes, &me, mine).map(|ranks| (processes, ranks)));
         let (processes, ranks) = match fitting {
             Err(error) => {
                 // A process that does not get this error has found it by itself, or will.
@@ -379,30 +378,24 @@ fn tell(
     })
 }
 
-/// Checks that `processes` can train together with `backend`. Process `mine` is this one, `me`. Returns the ranks of
-/// each.
+/// Checks that `processes` can train together. Process `mine` is this one, `me`. Returns the ranks of each.
 ///
 /// # Errors
-/// [`Error::Input`] with the reason, the same in all processes.
-fn check(
-    processes: &[Process],
-    me: &Process,
-    mine: usize,
-    backend: Backend,
-) -> Result<Vec<Range<usize>>> {
+/// [`Error::InvalidInput`] with the reason, the same in all processes.
+fn check(processes: &[Process], me: &Process, mine: usize) -> Result<Vec<Range<usize>>> {
     if processes[mine] != *me {
         let text = format!("two processes have the number {mine}; give each its own --node-rank");
         return Err(Error::InvalidInput(text));
     }
     check_same(processes)?;
-    if let Devices::OwnGpu { unless } = backend.devices()
+    if let Devices::OwnGpu { shared_if } = me.backend.parse::<Backend>()?.devices()
         && let Some((gpu, [one, other])) = shared_gpu(processes)
-        && std::env::var_os(unless).is_none_or(|it| it != "1")
+        && std::env::var_os(shared_if).is_none_or(|it| it != "1")
     {
-        return Err(Error::Input(format!(
+        return Err(Error::InvalidInput(format!(
             "{one} and {other} have the same GPU, {gpu}, and backend {} needs one for each rank: start fewer, or have \
              each process see its own (CUDA_VISIBLE_DEVICES, srun --gpus-per-task)",
-            backend.name()
+            me.backend
         )));
     }
     places(processes)

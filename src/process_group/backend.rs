@@ -44,21 +44,20 @@ pub(crate) enum Devices {
     CpuOrSharedGpu,
     /// A GPU for each rank.
     OwnGpu {
-        /// The environment variable that, set to 1, lets ranks of several processes share a GPU.
-        unless: &'static str,
+        /// The environment variable that, set to 1, lets ranks of several processes have one GPU.
+        shared_if: &'static str,
     },
 }
 
 impl Devices {
     /// Returns whether ranks of one process can have these devices.
     pub(crate) fn include(self, devices: &[Device]) -> bool {
-        let is_cpu = |device: &Device| *device == Device::Cpu;
         match self {
-            Self::Cpu => devices.iter().all(is_cpu),
+            Self::Cpu => devices.iter().all(|device| *device == Device::Cpu),
             Self::CpuOrSharedGpu => true,
             Self::OwnGpu { .. } => {
                 !devices.is_empty()
-                    && !devices.iter().any(is_cpu)
+                    && devices.iter().all(|device| matches!(device, Device::Cuda(_)))
                     && (1..devices.len()).all(|i| !devices[..i].contains(&devices[i]))
             }
         }
@@ -76,8 +75,8 @@ pub(super) enum Reach {
     Both,
 }
 
-/// Joins a group as a group rank with this device. Returns once all members have joined. [`Error::Input`] if the backend
-/// does not support the device.
+/// Joins a group as a group rank with this device. Returns once all members have joined. [`Error::InvalidInput`] if the
+/// backend does not support the device.
 pub(super) type Join = Arc<dyn Fn(usize, Device) -> Result<Box<dyn RankBackend>> + Send + Sync>;
 
 /// One rank's side of a backend: moves its tensors to and from the other ranks.

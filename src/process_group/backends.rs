@@ -1,4 +1,5 @@
-//! The table of all backends, and which of them serves given ranks.
+//! The table of all backends, and which of them serves given ranks. A backend takes a folder, its `mod` line, and here
+//! its variant and its line in `entry`.
 
 use std::str::FromStr;
 
@@ -72,13 +73,13 @@ impl Backend {
     /// Checks that the backend serves a group within one process.
     ///
     /// # Errors
-    /// [`Error::Input`] that names the backend to use instead.
+    /// [`Error::InvalidInput`] that names the backend to use instead.
     pub(super) fn check_within_process(self) -> Result<()> {
         if self.works_within_process() {
             return Ok(());
         }
         let instead = Self::for_threads(&[Device::Cpu]).name();
-        Err(Error::Input(format!(
+        Err(Error::InvalidInput(format!(
             "backend {} is for several processes; use {instead} for the ranks of one",
             self.name()
         )))
@@ -87,12 +88,12 @@ impl Backend {
     /// Checks that the backend serves a group of several processes.
     ///
     /// # Errors
-    /// [`Error::Input`] that names the backends to use instead.
+    /// [`Error::InvalidInput`] that names the backends to use instead.
     pub(super) fn check_between_processes(self) -> Result<()> {
         if self.works_between_processes() {
             return Ok(());
         }
-        Err(Error::Input(format!(
+        Err(Error::InvalidInput(format!(
             "backend {} is for the ranks of one process; use {} for several",
             self.name(),
             Self::names_between_processes()
@@ -108,7 +109,7 @@ impl Backend {
     /// Checks that the backend's library is installed, if it needs one.
     ///
     /// # Errors
-    /// [`Error::Input`] that says how to install it.
+    /// [`Error::InvalidInput`] that says how to install it.
     pub(crate) fn check_library(self) -> Result<()> {
         (self.entry().check_library)()
     }

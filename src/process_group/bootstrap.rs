@@ -28,7 +28,7 @@ impl Bootstrap {
     /// Creates the bootstrap of a group of the ranks `members` of `run`, all in this process.
     ///
     /// # Errors
-    /// [`Error::Input`](crate::Error::Input) if `backend` is for several processes only, or needs a library that is
+    /// [`Error::InvalidInput`](crate::Error::InvalidInput) if `backend` is for several processes only, or needs a library that is
     /// missing.
     pub(crate) fn within_process(
         backend: Backend,
@@ -44,7 +44,7 @@ impl Bootstrap {
     /// process to the others.
     ///
     /// # Errors
-    /// [`Error::Input`](crate::Error::Input) if `backend` is for one process only, or needs a library that is
+    /// [`Error::InvalidInput`](crate::Error::InvalidInput) if `backend` is for one process only, or needs a library that is
     /// missing; the errors of `connect` and of the store.
     pub(crate) fn between_processes(
         backend: Backend,
@@ -76,7 +76,7 @@ impl Bootstrap {
     /// Joins the group as rank `rank`. Returns once all members have joined.
     ///
     /// # Errors
-    /// [`Error::Input`](crate::Error::Input) if the backend does not support `device`, the errors of the barrier, and
+    /// [`Error::InvalidInput`](crate::Error::InvalidInput) if the backend does not support `device`, the errors of the barrier, and
     /// NCCL's own.
     pub(crate) fn join(
         self,

@@ -60,7 +60,7 @@ pub(crate) use instrumentation::CallContext;
 use instrumentation::PhaseTracker;
 use local::{OncePerProcess, Shared};
 pub(crate) use nccl::version as nccl_version;
-pub(crate) use network::{HEADER_BYTES, MAX_INLINE, Network, ProcessMap};
+pub(crate) use network::{HEADER_BYTES, HEADER_MAX_DATA_BYTES, Network, ProcessMap};
 pub use p2p_op::P2POp;
 pub use reduce_op::ReduceOp;
 pub use traffic::Traffic;

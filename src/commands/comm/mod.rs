@@ -133,7 +133,10 @@ fn check(flags: &CommFlags, ops: &[CommOp], backend: Backend, world_size: usize)
     }
     for operation in ops.iter().filter_map(|op| op.reduction()) {
         backend.check_reduction(operation, reduce_op, dtype).map_err(|error| {
-            Error::Input(format!("--reduce-op {reduce_op} --dtype {}: {error}", dtype_name(dtype)))
+            Error::InvalidInput(format!(
+                "--reduce-op {reduce_op} --dtype {}: {error}",
+                dtype_name(dtype)
+            ))
         })?;
     }
     Ok(())

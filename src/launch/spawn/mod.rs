@@ -13,7 +13,7 @@ use tch::Device;
 use super::rank_thread::RankThread;
 use super::stall::Notifier;
 use super::{
-    Joining, Launch, LaunchKind, LaunchOptions, Placement, ProcessWorld, Rank, SpawnError,
+    JoinLaunchOptions, Launch, LaunchKind, LaunchOptions, Placement, ProcessWorld, Rank, SpawnError,
 };
 use crate::error::Result;
 use crate::ffi;

@@ -216,7 +216,7 @@ impl GlooBackend {
     }
 }
 
-impl RankBackend for Gloo {
+impl RankBackend for GlooBackend {
     fn run(&mut self, call: &Call) -> Result<()> {
         let network = self.packer.network.clone();
         let layout = network.layout();

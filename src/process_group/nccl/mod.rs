@@ -43,7 +43,7 @@ use unique_id::UniqueId;
 
 pub(super) const BACKEND: BackendType = BackendType {
     name: "nccl",
-    devices: Devices::OwnGpu { unless: "NCCL_MULTI_RANK_GPU_ENABLE" },
+    devices: Devices::OwnGpu { shared_if: "NCCL_MULTI_RANK_GPU_ENABLE" },
     reach: Reach::Both,
     is_stream_ordered: true,
     check_library: library::require_library,
@@ -245,7 +245,7 @@ impl NcclBackend {
     }
 }
 
-impl RankBackend for Nccl {
+impl RankBackend for NcclBackend {
     fn run(&mut self, call: &Call) -> Result<()> {
         self.launch(call)
     }

@@ -56,7 +56,7 @@ impl ThreadedBackend {
     }
 }
 
-impl RankBackend for Threaded {
+impl RankBackend for ThreadedBackend {
     fn run(&mut self, call: &Call) -> Result<()> {
         let Self { slot, memory, places } = self;
         exchange_calls(slot, 0, call, true, Some(memory))?;
