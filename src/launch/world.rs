@@ -41,16 +41,16 @@ pub struct ProcessWorld {
     interfaces: Option<String>,
     /// The offset of this process's clock from that of process 0; `None` if clocks were not compared.
     clock: Option<Clock>,
-    watch: HeartbeatMonitor,
+    heartbeat_monitor: HeartbeatMonitor,
     /// Keeps `store` usable: dropping this would cancel requests that are made as the run ends.
-    _open: Sender<Infallible>,
+    _cancel: Sender<Infallible>,
 }
 
 impl ProcessWorld {
     /// Returns a warning if this process is to serve the store under a name that resolves to a loopback address, as a
     /// line in Debian's `/etc/hosts` may cause: no other machine can connect. All processes may be on this one.
     pub fn warning(launch: &Launch) -> Option<String> {
-        let master = launch.master.as_ref().filter(|it| !it.agent_store)?;
+        let master = launch.master.as_ref().filter(|master| !master.agent_store)?;
         let others = launch.processes.index == 0 && launch.nnodes.is_some_and(|nnodes| nnodes > 1);
         if !others || master.addr.parse::<IpAddr>().is_ok() {
             return None;
@@ -87,7 +87,7 @@ impl ProcessWorld {
                 launch.reason
             )));
         }
-        let (open, never) = bounded(0);
+        let (cancel, cancelled) = bounded(0);
         let serves = mine == 0 && !master.agent_store;
         if serves {
             check_is_here(master)?;
@@ -95,8 +95,8 @@ impl ProcessWorld {
         }
         let (addr, port) = (&master.addr, master.port);
         let store = match serves {
-            true => TcpStore::serve(addr, port, timeout, never)?,
-            false => TcpStore::connect(addr, port, timeout, never)?,
+            true => TcpStore::serve(addr, port, timeout, cancelled)?,
+            false => TcpStore::connect(addr, port, timeout, cancelled)?,
         };
         let began = Instant::now();
         let start = match launch.kind {
@@ -128,15 +128,15 @@ impl ProcessWorld {
             gpus: placement.devices.iter().map(gpu_of).collect::<Option<_>>().unwrap_or_default(),
             options,
         };
-        let fitting = tell(&store, &me, [mine, count], began, timeout)
+        let checked = exchange_processes(&store, &me, [mine, count], began, timeout)
             .and_then(|processes| check(&processes, &me, mine).map(|ranks| (processes, ranks)));
-        let (processes, ranks) = match fitting {
+        let (processes, ranks) = match checked {
             Err(error) => {
                 // A process that does not get this error has found it by itself, or will.
-                let _ = part(&store, &error, serves, count);
+                let _ = end_rendezvous(&store, &error, serves, count);
                 return Err(error);
             }
-            Ok(fitting) => fitting,
+            Ok(checked) => checked,
         };
         let machines = processes.iter().filter(|process| process.first_local == 0).count();
         let nnodes = launch.nnodes.unwrap_or(machines);
@@ -156,7 +156,7 @@ impl ProcessWorld {
                 ),
             },
         };
-        let watch = HeartbeatMonitor::new(&store, server, mine, &ranks)?;
+        let heartbeat_monitor = HeartbeatMonitor::new(&store, server, mine, &ranks)?;
         Ok(Some(Self {
             processes,
             ranks,
@@ -167,8 +167,8 @@ impl ProcessWorld {
             node_rank,
             interfaces,
             clock: None,
-            watch,
-            _open: open,
+            heartbeat_monitor,
+            _cancel: cancel,
         }))
     }
 
@@ -233,7 +233,8 @@ impl ProcessWorld {
     /// Returns how many ranks there are on this machine.
     pub(super) fn ranks_of_machine(&self) -> usize {
         let host = &self.processes[self.mine].host;
-        self.processes.iter().filter(|it| it.host == *host).map(|it| it.ranks.len()).sum()
+        let local = self.processes.iter().filter(|process| process.host == *host);
+        local.map(|process| process.ranks.len()).sum()
     }
 
     /// Returns whether this is the process of rank 0, which reads and writes files for all.
@@ -272,8 +273,8 @@ impl ProcessWorld {
         })
     }
 
-    pub(super) fn watch(&self) -> &HeartbeatMonitor {
-        &self.watch
+    pub(super) fn heartbeat_monitor(&self) -> &HeartbeatMonitor {
+        &self.heartbeat_monitor
     }
 
     /// Runs `work`, which this process must do before its ranks start. If `work` fails, the other processes get the
@@ -288,14 +289,14 @@ impl ProcessWorld {
     ) -> Result<T> {
         work().inspect_err(|error| {
             // If this write fails, the others notice the failure as they would a killed process.
-            let _ = self.watch.report_failed_start(&error.to_string());
+            let _ = self.heartbeat_monitor.report_failed_start(&error.to_string());
             self.leave(Stay { patience: timeout, failed: true, asked_to_end: &|| false });
         })
     }
 
     /// Ends this process's part in the run. A process that serves the store stays while others need it (see `stay`).
     pub(super) fn leave(&self, stay: Stay<'_>) {
-        self.watch.leave(self.serves.then_some(stay));
+        self.heartbeat_monitor.leave(self.serves.then_some(stay));
     }
 }
 
@@ -306,7 +307,7 @@ impl ProcessWorld {
 fn check_is_here(master: &MasterEndpoint) -> Result<()> {
     let addr = &master.addr;
     let refuse = |why: &str| Err(Error::InvalidInput(format!("--master-addr={addr}: {why}")));
-    match TcpListener::bind((&addr[..], 0)).and_then(|it| it.local_addr()) {
+    match TcpListener::bind((&addr[..], 0)).and_then(|listener| listener.local_addr()) {
         Ok(found) if found.ip().is_unspecified() => refuse(
             "that stands for all interfaces of this machine; give the address of one that the others can reach",
         ),
@@ -326,7 +327,7 @@ fn gpu_of(device: &Device) -> Option<String> {
 }
 
 /// Stores what this process is, and reads what the others are. Waits until `timeout` after `began`.
-fn tell(
+fn exchange_processes(
     store: &TcpStore,
     me: &Process,
     [mine, count]: [usize; 2],
@@ -334,41 +335,43 @@ fn tell(
     timeout: Duration,
 ) -> Result<Vec<Process>> {
     let key = |process: usize| format!("process/{process}");
-    if store.add(&format!("came/{mine}"), 1)? > 1 {
+    if store.add(&format!("arrivals/{mine}"), 1)? > 1 {
         return Err(Error::InvalidInput(format!(
             "two processes have the number {mine} of {count}; give each its own --node-rank (or RANK)"
         )));
     }
     store.set(&key(mine), &me.to_bytes(&key(mine))?)?;
     let keys: Vec<String> = (0..count).map(key).collect();
-    let came = |process: &String| -> Result<Option<Process>> {
+    let read = |process: &String| -> Result<Option<Process>> {
         if !store.check(std::slice::from_ref(process))? {
             return Ok(None);
         }
-        let told = store.get(process, SLICE)?.unwrap_or_default();
-        Process::from_bytes(process, &told).map(Some)
+        let bytes = store.get(process, POLL_INTERVAL)?.unwrap_or_default();
+        Process::from_bytes(process, &bytes).map(Some)
     };
-    let arrived = loop {
+    let all_arrived = loop {
         let left = timeout.saturating_sub(began.elapsed());
-        if store.wait(&keys, left.min(SLICE))? {
+        if store.wait(&keys, left.min(POLL_INTERVAL))? {
             break true;
         }
-        if let Some(told) = store.get(ABSENT, Duration::ZERO)? {
-            let MissingPeers { missing, there } = MissingPeers::from_bytes(ABSENT, &told)?;
+        if let Some(bytes) = store.get(MISSING, Duration::ZERO)? {
+            let MissingPeers { missing, there } = MissingPeers::from_bytes(MISSING, &bytes)?;
             return Err(Error::PeersMissing { missing, count, waited: began.elapsed(), there });
         }
-        if left <= SLICE {
+        if left <= POLL_INTERVAL {
             break false;
         }
     };
-    let all = keys.iter().map(came).collect::<Result<Vec<_>>>()?;
-    if arrived && let Some(all) = all.iter().cloned().collect::<Option<Vec<_>>>() {
+    let all = keys.iter().map(read).collect::<Result<Vec<_>>>()?;
+    if all_arrived && let Some(all) = all.iter().cloned().collect::<Option<Vec<_>>>() {
         return Ok(all);
     }
     let numbered = || all.iter().enumerate();
-    let missing = numbered().filter(|(_, it)| it.is_none()).map(|(number, _)| number.to_string());
-    let there = numbered().filter_map(|(number, it)| {
-        it.as_ref().map(|it| format!("{number} (on {}, process {})", it.host, it.pid))
+    let missing =
+        numbered().filter(|(_, process)| process.is_none()).map(|(number, _)| number.to_string());
+    let there = numbered().filter_map(|(number, process)| {
+        let Process { host, pid, .. } = process.as_ref()?;
+        Some(format!("{number} (on {host}, process {pid})"))
     });
     Err(Error::PeersMissing {
         missing: missing.collect::<Vec<_>>().join(", "),
@@ -390,7 +393,7 @@ fn check(processes: &[Process], me: &Process, mine: usize) -> Result<Vec<Range<u
     check_same(processes)?;
     if let Devices::OwnGpu { shared_if } = me.backend.parse::<Backend>()?.devices()
         && let Some((gpu, [one, other])) = shared_gpu(processes)
-        && std::env::var_os(shared_if).is_none_or(|it| it != "1")
+        && std::env::var_os(shared_if).is_none_or(|value| value != "1")
     {
         return Err(Error::InvalidInput(format!(
             "{one} and {other} have the same GPU, {gpu}, and backend {} needs one for each rank: start fewer, or have \
@@ -409,27 +412,27 @@ pub(super) fn prefix(run_id: &str, start: i64) -> String {
 /// Reports to the processes that still wait for `process` that it will not arrive.
 pub(super) fn report_absent(store: &TcpStore, process: usize) -> Result<()> {
     let there = "all others, or on their way".into();
-    store.set(ABSENT, &MissingPeers { missing: process.to_string(), there }.to_bytes(ABSENT)?)
+    store.set(MISSING, &MissingPeers { missing: process.to_string(), there }.to_bytes(MISSING)?)
 }
 
 /// Ends the rendezvous of a process that has found that the run cannot begin. The process that serves the store
 /// reports which processes are missing, and stays until the others have found the same.
-fn part(store: &TcpStore, error: &Error, serves: bool, count: usize) -> Result<()> {
+fn end_rendezvous(store: &TcpStore, error: &Error, serves: bool, count: usize) -> Result<()> {
     if !serves {
-        return store.add(HEARD, 1).map(drop);
+        return store.add(ACKNOWLEDGED, 1).map(drop);
     }
     let others = match error {
         Error::PeersMissing { missing, there, .. } => {
-            let absence = MissingPeers { missing: missing.clone(), there: there.clone() };
-            store.set(ABSENT, &absence.to_bytes(ABSENT)?)?;
+            let peers = MissingPeers { missing: missing.clone(), there: there.clone() };
+            store.set(MISSING, &peers.to_bytes(MISSING)?)?;
             count - missing.split(", ").count() - 1
         }
         Error::InvalidInput(_) => count - 1,
         _ => return Ok(()), // the store is gone already
     };
     let began = Instant::now();
-    while store.add(HEARD, 0)? < others as i64 && began.elapsed() < 3 * SLICE {
-        thread::park_timeout(SLICE / 50); // the store has no event for it
+    while store.add(ACKNOWLEDGED, 0)? < others as i64 && began.elapsed() < 3 * POLL_INTERVAL {
+        thread::park_timeout(POLL_INTERVAL / 50); // the store has no event for it
     }
     Ok(())
 }
@@ -440,8 +443,8 @@ pub(super) fn files_of_store(processes: usize) -> usize {
 }
 
 /// How long to wait for the other processes before checking whether one is reported missing.
-const SLICE: Duration = Duration::from_secs(1);
+const POLL_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Keys: the missing processes, by the one that serves the store; how many have seen that the run cannot begin.
-const ABSENT: &str = "absent";
-const HEARD: &str = "heard";
+const MISSING: &str = "missing";
+const ACKNOWLEDGED: &str = "acknowledged";

@@ -41,7 +41,7 @@ impl Spawn {
         }
         if let Some(world) = &self.world {
             run.ranks_here = world.ranks_of_machine();
-            run.peer_status = Some(world.watch().elsewhere());
+            run.peer_status = Some(world.heartbeat_monitor().elsewhere());
             for rank in (0..world_size).filter(|rank| !world.ranks_here().contains(rank)) {
                 run.activity[rank].enter(Operation::Start, 0); // until more is known
             }
@@ -53,7 +53,7 @@ impl Spawn {
         let (first, first_local) =
             (self.first(), self.world.as_ref().map_or(0, |world| world.first_local()));
         if let Some(world) = &self.world
-            && let Err(error) = world.watch().start(&run)
+            && let Err(error) = world.heartbeat_monitor().start(&run)
         {
             run.report(first, Some(&error), error.to_string());
         }
