@@ -233,7 +233,7 @@ fn run_killed_at_any_moment_resumes_to_the_same_bits() {
         let output = child.wait_with_output().unwrap();
         let stderr = String::from_utf8(output.stderr).unwrap();
         assert!(!stderr.contains("checkpoint /"), "round {round}: {stderr}");
-        resumed += u32::from(stderr.contains("going on from"));
+        resumed += u32::from(stderr.contains("resuming from"));
         if let Some(status) = ended {
             assert!(status.success(), "round {round}: {stderr}");
             stdout.read_to_string(&mut text).unwrap();
@@ -446,7 +446,7 @@ fn best_checkpoint_is_kept_beside_the_newest() {
     assert_eq!(start[0]["loss"], best["loss"]);
     let resume = format!("--resume={}", pointer.display());
     let (again, end_again, stderr) = validated(&[&dir, &resume, "--max-epochs=20"]);
-    assert!(stderr.contains(&format!("going on from {}", kept.display())), "{stderr}");
+    assert!(stderr.contains(&format!("resuming from {}", kept.display())), "{stderr}");
     assert_eq!(again[..], validations[validations.len() - again.len()..]);
     assert_eq!(end_again["parameters_hash"], end["parameters_hash"]);
     assert_eq!(end_again["best"], end["best"]);

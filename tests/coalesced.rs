@@ -56,7 +56,7 @@ fn invalid_arguments_are_refused() {
         assert!(none.contains("pass at least one input"), "{none}");
         let mut kinds = [one(1), Tensor::from_slice(&[1i64])];
         let kinds = told(group.all_reduce_coalesced(&mut kinds, ReduceOp::Sum));
-        assert!(kinds.contains("different kinds"), "{kinds}");
+        assert!(kinds.contains("different dtypes"), "{kinds}");
         let sum = ReduceOp::Sum;
         let few =
             told(group.reduce_scatter_tensor_coalesced(&mut [one(1)], &[one(2), one(2)], sum));

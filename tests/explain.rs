@@ -154,7 +154,7 @@ fn accumulation_compression_and_clipping_are_explained() {
     let text = told(&[&TWO[..], &["--comm-hook=bf16", "--grad-accum-steps=4"]].concat());
     assert!(in_one_line(&text).contains("They travel as bfloat16"), "{text}");
     assert!(in_one_line(&text).contains("the mean over 4 batches"), "{text}");
-    assert!(text.contains("its 128 samples") && text.contains("And so on, 16 steps"), "{text}");
+    assert!(text.contains("its 128 samples") && text.contains("with 16 steps an epoch"), "{text}");
     check_numbers(&text, 2, 0.001, false);
 
     let text = told(&[&TWO[..], &["--max-grad-norm=0.01", "--num-samples=4095"]].concat());

@@ -76,7 +76,7 @@ fn invalid_arguments_are_refused_before_any_exchange() {
             assert!(none.contains("the list has 0 tensors"), "{none}");
             let kinds = [one(), Tensor::from_slice(&[1f32])];
             let kinds = refused(functional::reduce_scatter(&kinds, &group).unwrap_err());
-            assert!(kinds.contains("different kinds"), "{kinds}");
+            assert!(kinds.contains("different dtypes"), "{kinds}");
             let shapes = functional::all_to_all(&[&[1]], &[one(), one()], &group).unwrap_err();
             let expected = "all_to_all: output_shapes has 1 shapes, but there are 2 ranks";
             assert!(refused(shapes).starts_with(expected));

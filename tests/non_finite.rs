@@ -54,8 +54,7 @@ fn nonfinite_training_sample_is_named() {
         let (code, event, stderr) = on_spoiled_file(more);
         assert_eq!(code, Some(1), "{more:?}: {stderr}");
         assert_eq!(event["event"], "failure");
-        let told =
-            "the loss is NaN for sample 17, in whose data there is something that is not finite";
+        let told = "the loss is NaN for sample 17, whose data is not finite";
         let error = event["error"].as_str().unwrap();
         assert!(error.contains(told), "{more:?}: {error}");
         let place = format!("in step {} on rank {} ", event["sequence"], event["rank"]);
@@ -77,8 +76,7 @@ fn nonfinite_validation_sample_is_named() {
         assert_eq!((code, &event["event"]), (Some(1), &"failure".into()), "{more:?}: {stderr}");
         let epoch = u32::from(more.contains(&"--val-every=2"));
         let told = format!(
-            " on rank {} the validation loss after epoch {epoch} is NaN for sample 17, in whose data there is \
-             something that is not finite; check the data, or use a smaller --lr or --max-grad-norm",
+            " on rank {} the validation loss after epoch {epoch} is NaN for sample 17, whose data is not finite; check the data, or use a smaller --lr or --max-grad-norm",
             event["rank"]
         );
         let error = event["error"].as_str().unwrap();

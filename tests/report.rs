@@ -202,11 +202,8 @@ fn report_overwrites_no_foreign_file() {
         (vec!["--trace", &same, "--report", &same], "--report: that is the file of --trace"),
         (vec!["--metrics", &same, "--trace", &same], "--metrics: that is the file of --trace"),
         (vec!["--report=/dev/null"], "that is no plain file"),
-        (vec!["--report=.."], "that is no name of a file"),
-        (
-            vec!["--trace=..", "--nproc-per-node=2", "--spawn=processes"],
-            "that is no name of a file",
-        ),
+        (vec!["--report=.."], "that is not a file name"),
+        (vec!["--trace=..", "--nproc-per-node=2", "--spawn=processes"], "that is not a file name"),
     ] {
         let (code, stdout, stderr) = run(&flags);
         assert_eq!((code, &stdout[..]), (Some(2), ""), "{flags:?}: {stderr}");

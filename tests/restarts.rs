@@ -69,7 +69,7 @@ fn restart_after_any_failure_ends_with_the_same_bits() {
             assert!(stderr.contains(&format!("ddp-mp: {reason}\n")), "{what}");
             let told = format!("restart 1 of 2, from the newest checkpoint in {}\n", dir.display());
             assert!(stderr.contains(&told), "{what}");
-            assert!(stderr.contains("going on from "), "{what}");
+            assert!(stderr.contains("resuming from "), "{what}");
             // A failure that is made good is no failure of the run.
             assert!(events.iter().all(|it| it["event"] != "failure"), "{what}");
             assert!(saved_whole(&dir), "{what}");

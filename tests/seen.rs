@@ -373,7 +373,7 @@ fn skipped_sample_is_found_by_verify_with_its_step() {
             rows.len()
         );
         assert!(stderr.contains(&told), "{stderr}");
-        assert!(stderr.contains("look at which samples they have in step 5 "), "{stderr}");
+        assert!(stderr.contains("check the samples of step 5 "), "{stderr}");
     }
     let (_, stdout, _) = run(&["verify", fault, "--model=mlp", "--nproc-per-node=2"]);
     let mut lines = stdout.lines().skip_while(|it| !it.ends_with("  TOO FAR, from step 5 on"));

@@ -222,7 +222,7 @@ fn signal_stops_all_processes_and_saves() {
         "--max-seconds=1",
     ]);
     assert_eq!(code, Some(0), "{stderr}");
-    assert!(stderr.contains("going on from"), "{stderr}");
+    assert!(stderr.contains("resuming from"), "{stderr}");
     assert_eq!(events.last().unwrap()["stopped"], "max-seconds");
 }
 

@@ -136,7 +136,7 @@ fn invalid_comparisons_are_refused() {
     for (args, reason) in [
         (
             &["--grad-accum-steps=2"][..],
-            "--grad-accum-steps: verify chooses the ways of training itself",
+            "--grad-accum-steps: verify chooses the training variants itself",
         ),
         (&["--strategy=dp"], "--strategy: verify chooses"),
         (&["--backend=threaded"], "--backend: verify chooses"),

@@ -39,7 +39,7 @@ impl Copied {
     pub(super) fn of(name: &str, tensor: &Tensor) -> Result<Self> {
         let Some((_, dtype)) = DTYPES.into_iter().find(|(kind, _)| *kind == tensor.kind()) else {
             return Err(Error::Unsupported(format!(
-                "`{name}` is {:?}, a kind that safetensors files cannot hold",
+                "`{name}` is {:?}, a dtype that safetensors files cannot hold",
                 tensor.kind()
             )));
         };
@@ -125,7 +125,7 @@ impl TensorFile {
         let tensor = |(name, view): (&str, safetensors::tensor::TensorView<'_>)| {
             let known = DTYPES.into_iter().find(|(_, dtype)| *dtype == view.dtype());
             let (kind, _) = known.ok_or_else(|| {
-                wrong(format!("`{name}` is {:?}, a kind that cannot be read here", view.dtype()))
+                wrong(format!("`{name}` is {:?}, a dtype that cannot be read here", view.dtype()))
             })?;
             let shape: Vec<i64> = view.shape().iter().map(|&n| n as i64).collect();
             // The length is right: the file was checked.

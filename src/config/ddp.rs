@@ -146,7 +146,7 @@ impl Config {
             self.ddp.comm_hook == CommHookKind::PowerSgd && self.ddp.powersgd_start_iter >= steps;
         is_idle.then(|| {
             format!(
-                "powersgd begins at step {}, and this run has {steps}: gradients go out as they are; see \
+                "powersgd begins at step {}, and this run has {steps}: gradients are not compressed; see \
                  --powersgd-start-iter",
                 self.ddp.powersgd_start_iter
             )

@@ -153,7 +153,7 @@ fn conflict(earlier: &Used, later: &Used) -> Option<String> {
         (Writes | Fills, Keeps) => is_of_checkpoint(&earlier.place, &later.place),
         _ => false,
     };
-    taken.then(|| format!("checkpoints in this folder need the name that {other} has; use another"))
+    taken.then(|| format!("{other} has a name that checkpoints in this folder use; use another"))
 }
 
 /// Returns whether `path` is, or is below, a name that checkpoints use in `folder`.

@@ -46,7 +46,7 @@ impl Tool {
             Tool::BenchStep => "bench step measures single steps",
             Tool::BenchScaling => "bench scaling measures single steps in one process",
             Tool::Verify => {
-                "verify chooses the ways of training itself, and makes --steps steps of each"
+                "verify chooses the training variants itself, and runs --steps steps of each"
             }
         }
     }

@@ -89,7 +89,7 @@ impl DataLoader {
     ) -> Result<Self> {
         if batch_size == 0 {
             return Err(Error::InvalidInput(
-                "a batch of 0 samples was asked for; use 1 or more".into(),
+                "a batch size of 0 is too small; use 1 or more".into(),
             ));
         }
         let (len, expected) = (dataset.len(), sampler.len());

@@ -59,8 +59,8 @@ pub enum Error {
 
     /// The thread of a rank's asynchronous operation ended without a result.
     #[error(
-        "rank {rank}: the thread of its asynchronous operation ended without a result; this is a mistake in ddp-mp, please \
-         report it"
+        "rank {rank}: the thread of its asynchronous operation ended without a result; this is a mistake in ddp-mp, \
+         please report it"
     )]
     Abandoned {
         /// The rank that started the operation.
@@ -104,7 +104,7 @@ pub enum Error {
     /// The ranks made different collective calls at the same position.
     #[error(
         "collective #{sequence} differs between ranks: {calls}; \
-         every rank must make the same calls, in the same order, with the same kinds and shapes{}",
+         every rank must make the same calls, in the same order, with the same dtypes and shapes{}",
         suspects.without_majority()
     )]
     Mismatch {
@@ -123,7 +123,7 @@ pub enum Error {
     /// The dtype or shape of a sent tensor is not what the receiver expects.
     #[error(
         "rank {destination} expects {expected} from rank {source_rank}, which sends {sent}; send and receive \
-         the same kinds and shapes in the same order"
+         the same dtypes and shapes in the same order"
     )]
     SendMismatch {
         /// The rank that sends.

@@ -13,7 +13,7 @@ use tch::Tensor;
 use super::shim;
 use crate::error::{Error, Result};
 use crate::files::open_regular;
-use crate::os::{Watched, watch};
+use crate::os::{WatchedMapping, watch_mapping};
 
 /// A memory-mapped file. Tensors made from it keep the mapping alive.
 ///
@@ -24,7 +24,7 @@ pub(crate) struct MappedFile(Arc<Mapping>);
 struct Mapping {
     map: MmapMut,
     name: String,
-    watched: &'static Watched,
+    watched: &'static WatchedMapping,
 }
 
 impl Drop for Mapping {
@@ -56,7 +56,7 @@ impl MappedFile {
         let map = unsafe { options.no_reserve_swap().map_copy(&file) };
         let map = map
             .map_err(|error| Error::InvalidInput(format!("{name}: it can't be mapped: {error}")))?;
-        let watched = watch(map.as_ptr(), map.len(), &name);
+        let watched = watch_mapping(map.as_ptr(), map.len(), &name);
         Ok(Self(Arc::new(Mapping { map, name, watched })))
     }
 

@@ -220,7 +220,7 @@ fn noting_a_wait<T>(
         let thread = thread::Builder::new().name("waiting".into());
         thread.spawn_scoped(scope, wait).map_err(|error| {
             Error::InvalidInput(not_started(
-                "the thread that says whom this process waits for",
+                "the thread that reports the wait for other processes",
                 &error,
             ))
         })?;

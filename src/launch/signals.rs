@@ -54,17 +54,17 @@ pub fn stop_on_signals(stop: &StopRequest) -> io::Result<()> {
 /// When the system refuses.
 pub fn status_signal() -> io::Result<Receiver<()>> {
     let mut signals = Signals::new([SIGUSR2])?;
-    let (ask, asks) = bounded(1);
+    let (sender, requests) = bounded(1);
     // Runs until the process ends.
     let listen = move || {
         for _ in signals.forever() {
-            let _ = ask.try_send(()); // once is enough
+            let _ = sender.try_send(()); // once is enough
         }
     };
     let thread = thread::Builder::new().name("signals".into());
     thread.spawn(listen).map_err(|error| not_started("the thread for signals", &error))?;
     os::release_signals(&[SIGUSR2])?;
-    Ok(asks)
+    Ok(requests)
 }
 
 fn not_started(what: &str, error: &io::Error) -> io::Error {

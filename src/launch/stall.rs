@@ -25,7 +25,7 @@ impl Notifier {
 
 impl fmt::Debug for Notifier {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("Tell")
+        f.write_str("Notifier")
     }
 }
 
@@ -119,7 +119,12 @@ pub(super) fn status_table(run: &RunContext, here: Range<usize>) -> String {
         let mut line = format!("  rank {rank} {}", last_seen(run, rank, &seen));
         line += &on_gpu(&seen).map_or(String::new(), |gpu| format!("; {gpu}"));
         for op in seen.iter().filter(|op| op.on_comm_thread && op.finished_ago.is_none()) {
-            let _ = write!(line, "; beside it in {}, {} ago", what(op), seconds(op.started_ago));
+            let _ = write!(
+                line,
+                "; its communication thread is in {}, {} ago",
+                what(op),
+                seconds(op.started_ago)
+            );
         }
         lines.push(line);
     }

@@ -11,27 +11,27 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize, Ordering};
 
 /// The memory of a mapped file. This entry is never freed, because the handler may be reading it. It is small.
-pub(crate) struct Watched {
+pub(crate) struct WatchedMapping {
     start: usize,
     /// The length in bytes. 0 when the file is no longer mapped.
     len: AtomicUsize,
     message: String,
-    next: AtomicPtr<Watched>,
+    next: AtomicPtr<WatchedMapping>,
 }
 
 /// The newest entry, the head of a linked list.
-static NEWEST: AtomicPtr<Watched> = AtomicPtr::new(ptr::null_mut());
+static NEWEST: AtomicPtr<WatchedMapping> = AtomicPtr::new(ptr::null_mut());
 
 /// The previous SIGBUS action.
 static PREVIOUS: OnceLock<libc::sigaction> = OnceLock::new();
 
 /// Registers `len` bytes: a SIGBUS in them reports `file`.
-pub(crate) fn watch(start: *const u8, len: usize, file: &str) -> &'static Watched {
+pub(crate) fn watch_mapping(start: *const u8, len: usize, file: &str) -> &'static WatchedMapping {
     install();
     let message = format!(
         "ddp-mp: a data file that is mapped has become shorter or cannot be read: {file}\n"
     );
-    let watched = Box::into_raw(Box::new(Watched {
+    let watched = Box::into_raw(Box::new(WatchedMapping {
         start: start as usize,
         len: AtomicUsize::new(len),
         message,
@@ -49,7 +49,7 @@ pub(crate) fn watch(start: *const u8, len: usize, file: &str) -> &'static Watche
     }
 }
 
-impl Watched {
+impl WatchedMapping {
     /// Makes the handler ignore this memory, because the file is no longer mapped.
     pub(crate) fn forget(&self) {
         self.len.store(0, Ordering::Release);

@@ -5,7 +5,7 @@ pub(crate) mod limits;
 mod openmp;
 mod process;
 
-pub(crate) use bus_error::{Watched, watch};
+pub(crate) use bus_error::{WatchedMapping, watch_mapping};
 pub(crate) use openmp::is_run_by_linker;
 pub use openmp::{BeforeMain, limit_spinning};
 pub use process::{exit, ignore_file_size_signal};

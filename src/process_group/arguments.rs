@@ -34,7 +34,7 @@ impl ProcessGroup {
             let kind = tensor.f_kind().doing("kind")?;
             if common.is_some_and(|common| common != kind) {
                 return Err(Error::InvalidInput(format!(
-                    "{operation}: the tensors are of different kinds; convert them to one"
+                    "{operation}: the tensors have different dtypes; convert them to one"
                 )));
             }
             common = Some(kind);
@@ -107,8 +107,7 @@ impl ProcessGroup {
         match list.iter().map(Tensor::size).find(|size| size != shape) {
             None => Ok(()),
             Some(size) => Err(Error::InvalidInput(format!(
-                "{operation}: the list has a tensor of shape {size:?} beside one of {shape:?}; all must \
-                 have one shape"
+                "{operation}: the list has tensors of the shapes {size:?} and {shape:?}; all must have the same shape"
             ))),
         }
     }

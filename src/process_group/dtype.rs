@@ -26,7 +26,7 @@ pub fn parse_dtype(name: &str) -> Result<Kind> {
     DTYPES.into_iter().find(|&kind| dtype_name(kind) == name).ok_or_else(|| {
         let names = DTYPES.map(dtype_name).join(", ");
         Error::InvalidInput(format!(
-            "{name:?} is not a kind of tensor that can be reduced; use one of {names}"
+            "{name:?} is not a dtype that can be reduced; use one of {names}"
         ))
     })
 }

@@ -79,12 +79,12 @@ impl ReduceOp {
             Double | Float | Half | BFloat16 if is_bitwise => "it is for integers and bool",
             Double | Float | Half | BFloat16 => return Ok(()),
             Int64 | Int | Int16 | Int8 | Uint8 if is_fraction => {
-                "the result would not be whole numbers; use sum, or convert to a float kind"
+                "the result would not be whole numbers; use sum, or convert to a float dtype"
             }
             Int64 | Int | Int16 | Int8 | Uint8 => return Ok(()),
             Bool if is_bitwise || matches!(self, ReduceOp::Min | ReduceOp::Max) => return Ok(()),
-            Bool => "use band or bor, or convert to an integer kind to count",
-            _ => "convert to a float or integer kind",
+            Bool => "use band or bor, or convert to an integer dtype to count",
+            _ => "convert to a float or integer dtype",
         };
         let kind = dtype_name(kind);
         Err(Error::Unsupported(format!(

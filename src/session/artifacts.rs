@@ -31,7 +31,7 @@ pub(crate) struct RunArtifacts {
     /// The report file. `None` without `--report`, and in processes without rank 0.
     report: Option<Output>,
     dump: Arc<OnceLock<FlightRecorderDump>>,
-    draft: Mutex<ReportData>,
+    report_data: Mutex<ReportData>,
     curves: Arc<Mutex<Curves>>,
     began: SystemTime,
 }
@@ -74,7 +74,7 @@ impl RunArtifacts {
             trace,
             report,
             dump: Arc::default(),
-            draft: Mutex::default(),
+            report_data: Mutex::default(),
             curves: Arc::default(),
             began: SystemTime::now(),
         })
@@ -98,7 +98,7 @@ impl RunArtifacts {
     /// Updates the data of the report, if there is one.
     pub(crate) fn update(&self, write: impl FnOnce(&mut ReportData)) {
         if self.report.is_some() {
-            write(&mut self.draft.lock());
+            write(&mut self.report_data.lock());
         }
     }
 
@@ -109,9 +109,9 @@ impl RunArtifacts {
         ddp: &Strategy<Model>,
         first: &TrainerState,
     ) {
-        self.update(|draft| {
-            draft.first = first.clone();
-            draft.model = Parameters {
+        self.update(|report_data| {
+            report_data.first = first.clone();
+            report_data.model = Parameters {
                 name: config.model.kind.name().into(),
                 parameters: ddp.parameter_places(),
                 buckets: ddp.statistics().bucket_bytes,
@@ -173,10 +173,10 @@ impl RunArtifacts {
         outcome: Outcome,
         dump: &FlightRecorderDump,
     ) -> Result<Report> {
-        let draft = std::mem::take(&mut *self.draft.lock());
+        let report_data = std::mem::take(&mut *self.report_data.lock());
         let curves = self.curves.lock().clone();
-        let steps = steps_of(dump).saturating_sub(draft.first.step);
-        let ReportData { first, model, moved, replicas, verdict, end, .. } = draft;
+        let steps = steps_of(dump).saturating_sub(report_data.first.step);
+        let ReportData { first, model, moved, replicas, verdict, end, .. } = report_data;
         let (end, world_size) = (end.as_ref(), joined_launch.world_size());
         Ok(Report {
             version: 1,

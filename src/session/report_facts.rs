@@ -10,7 +10,7 @@ use strum::IntoEnumIterator;
 use crate::config::Config;
 use crate::operation::Operation;
 use crate::runtime::{Entry, FlightRecorderDump, RankRecords};
-use crate::telemetry::report::Called;
+use crate::telemetry::report::CollectiveTotals;
 
 /// Returns `time` as a date, at the nearest end of the years 1970 to 9999 if a wrong clock is outside them.
 pub(super) fn date(time: SystemTime) -> String {
@@ -58,14 +58,14 @@ pub(super) fn steps_of(dump: &FlightRecorderDump) -> u64 {
 }
 
 /// Returns the collectives that the ranks of this process have called.
-pub(super) fn collectives(dump: &FlightRecorderDump) -> Vec<Called> {
+pub(super) fn collectives(dump: &FlightRecorderDump) -> Vec<CollectiveTotals> {
     let called = |operation: Operation| {
         let rank_totals = |rank: &RankRecords| {
             let found = rank.totals.iter().find(|(called, _)| *called == operation);
             found.map_or([0, 0], |(_, totals)| *totals)
         };
         let totals: Vec<[u64; 2]> = dump.ranks.iter().map(rank_totals).collect();
-        Called {
+        CollectiveTotals {
             operation: operation.to_string(),
             calls: totals.iter().map(|[calls, _]| *calls).collect(),
             bytes: totals.iter().map(|[_, bytes]| *bytes).collect(),

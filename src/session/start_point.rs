@@ -173,7 +173,7 @@ fn compare(
     let remarks = config
         .check_resume(&state.options)
         .map_err(|error| Error::InvalidInput(format!("checkpoint {path}: {error}")))?;
-    printer.info(&format!("going on from {path}: epoch {}, step {}", state.epoch, state.step));
+    printer.info(&format!("resuming from {path}: epoch {}, step {}", state.epoch, state.step));
     if state.epoch >= config.training.max_epochs {
         let (done, epochs) =
             (state.epoch, if state.epoch == 1 { "epoch is" } else { "epochs are" });
@@ -187,8 +187,8 @@ fn compare(
     }
     if state.world_size != world_size {
         printer.info(&format!(
-            "the checkpoint is from {} ranks and this run has {world_size}: they share the rest of the epoch in \
-             another order, and a step has another number of samples",
+            "the checkpoint is from {} ranks and this run has {world_size}: the rest of the epoch has another order, \
+             and each step another number of samples",
             state.world_size
         ));
     }

@@ -119,7 +119,8 @@ fn last_run(lines: &LinesBefore) -> io::Result<u64> {
     let runs = row(first).and_then(|_| row(cut).or(row(last).filter(|_| is_begun)));
     runs.ok_or_else(|| {
         IoError::other(
-            "this program did not write that file: a line of it is no row of metrics; remove it, or use another name",
+            "this program did not write that file: one of its lines is not a row of metrics; remove it, or use another \
+             name",
         )
     })
 }

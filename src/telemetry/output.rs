@@ -68,7 +68,7 @@ impl Output {
     pub(crate) fn new(path: &Path, marks: Marks) -> io::Result<Self> {
         let path = std::path::absolute(path)?;
         if path.file_name().is_none() || path.ends_with("..") {
-            return Err(Error::other("that is no name of a file"));
+            return Err(Error::other("that is not a file name"));
         }
         let output = Self { path, marks };
         output.check()?;

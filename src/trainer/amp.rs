@@ -39,8 +39,8 @@ impl Amp {
         let enabled = self == Amp::Fp16;
         if enabled && matches!(ddp, Strategy::Dp(_)) {
             return Err(Error::InvalidInput(
-                "fp16 needs DistributedDataParallel: with DataParallel rank 0 alone would know which steps to \
-                 skip, and by what losses are scaled"
+                "fp16 needs DistributedDataParallel: with DataParallel rank 0 alone would know the loss scale and \
+                 which steps to skip"
                     .into(),
             ));
         }

@@ -152,22 +152,22 @@ impl<M: ModuleT> TrainContext<M> {
             let NonFiniteRows { rows, why } = self.nonfinite_rows(&batch?)?;
             let samples = loader.samples(0, 0, number, 1)?;
             found.extend(rows.iter().filter_map(|&i| samples.get(i).copied()));
-            in_data &= rows.is_empty() || why == IN_DATA;
+            in_data &= rows.is_empty() || why == NON_FINITE_DATA;
         }
         if !found.is_empty() {
             found.sort_unstable();
-            return Ok(error("", list(&found) + if in_data { IN_DATA } else { "" }));
+            return Ok(error("", list(&found) + if in_data { NON_FINITE_DATA } else { "" }));
         }
         // Another rank has the cause and reports it. If no rank has, all ranks reach this barrier.
         self.group().barrier()?;
-        Ok(error(", though no sample's is: they are too large together", String::new()))
+        Ok(error(", though each sample's loss is finite: their sum is too large", String::new()))
     }
 
     /// Returns the samples of `batch` whose data are not finite; if there are none, those whose losses are not.
     fn nonfinite_rows(&self, batch: &Batch) -> Result<NonFiniteRows> {
         let mut rows = rows_not_finite(&batch.inputs)?;
         rows.extend(rows_not_finite(&batch.targets)?);
-        let why = if rows.is_empty() { "" } else { IN_DATA };
+        let why = if rows.is_empty() { "" } else { NON_FINITE_DATA };
         if rows.is_empty() {
             // Evaluation mode: in training, batch norms would mix the samples, and those of other ranks.
             let losses = tch::no_grad(|| {
@@ -186,11 +186,11 @@ impl<M: ModuleT> TrainContext<M> {
 struct NonFiniteRows {
     /// Their indices in the batch, in order.
     rows: Vec<usize>,
-    /// [`IN_DATA`], or empty.
+    /// [`NON_FINITE_DATA`], or empty.
     why: &'static str,
 }
 
-const IN_DATA: &str = ", in whose data there is something that is not finite";
+const NON_FINITE_DATA: &str = ", whose data is not finite";
 
 /// Returns the indices in the first dimension of `tensor` where a value is not finite.
 fn rows_not_finite(tensor: &Tensor) -> Result<Vec<usize>> {

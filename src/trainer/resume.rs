@@ -35,8 +35,8 @@ impl<M> TrainContext<M> {
         let differs = |saved: usize, mine: usize| saved != 0 && saved != mine;
         if differs(saved.num_samples, samples) || differs(saved.batch_size, batch_size) {
             return Err(Error::InvalidInput(format!(
-                "checkpoint {}: it is of a run on {} samples in batches of {}, and this run has {samples} in batches \
-                 of {batch_size}, so the place in the epoch differs; use the same data and batch size, or only its \
+                "checkpoint {}: its run has {} samples in batches of {}, and this run has {samples} in batches of \
+                 {batch_size}, so the place in the epoch differs; use the same data and batch size, or load only the \
                  parameters (Checkpoint::load_model)",
                 checkpoint.path().display(),
                 saved.num_samples,

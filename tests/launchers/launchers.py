@@ -74,7 +74,7 @@ def restart(program, folder):
     run = Run([*start, "--max-restarts=1", program, *FLAGS, *saving, fault])
     result = run.result()
     check(run.events("failure"), f"nothing failed: {run.output()}")
-    check("going on from" in run.text(), f"it did not go on from a checkpoint: {run.output()}")
+    check("resuming from" in run.text(), f"it did not go on from a checkpoint: {run.output()}")
     same(result, threads(program, 2), "torchrun --max-restarts=1 after a failure in step 40")
 
     run = Run([*start, program, *FLAGS, fault]).end(1)
@@ -101,7 +101,7 @@ def elastic(program, folder):
     stays.end()
     sizes = [event["world_size"] for event in stays.events("start") + leaves.events("start")]
     check(sorted(sizes) == [1, 2], f"worlds of {sizes}: {stays.output()}{leaves.output()}")
-    went_on = re.search(r"going on from \S+: epoch (\d+), step (\d+)", stays.text())
+    went_on = re.search(r"resuming from \S+: epoch (\d+), step (\d+)", stays.text())
     check(went_on, f"it did not go on from a checkpoint: {stays.output()}")
     epoch, step = map(int, went_on.groups())
     # Two ranks make half of one's steps.
@@ -135,7 +135,7 @@ def joined(program, folder):
     sizes = [event["world_size"] for agent in agents for event in agent.events("start")]
     check(sorted(sizes) == [2, 3], f"worlds of {sizes}: {outputs()}")
     text = "".join(agent.text() for agent in agents)
-    went_on = re.search(r"going on from \S+: epoch (\d+), step (\d+)", text)
+    went_on = re.search(r"resuming from \S+: epoch (\d+), step (\d+)", text)
     check(went_on, f"they did not go on from a checkpoint: {outputs()}")
     epoch, step = map(int, went_on.groups())
     of = lambda samples, ranks: -(-(-(-samples // ranks)) // batch)

@@ -174,5 +174,5 @@ def agreed_stop(program, folder):
     steps += 100
     run = srun(2, 2, *ranks, "--resume=auto", f"--max-steps={steps}")
     result, expected = run.result(), threads(program, 2, [*ENDLESS, f"--max-steps={steps}"])
-    check("going on from" in run.text(), f"it did not go on from a checkpoint: {run.output()}")
+    check("resuming from" in run.text(), f"it did not go on from a checkpoint: {run.output()}")
     same(result, expected, "srun again, which goes on from there")

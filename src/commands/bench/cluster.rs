@@ -152,8 +152,8 @@ impl SimulatedCluster {
         let meaning = |key| match key {
             "nodes" => "machines",
             "gpus" => "ranks on each",
-            "backend" if is_nccl => "in one ring or tree, beside backward",
-            "backend" => "a process on each node, beside backward",
+            "backend" if is_nccl => "in one ring or tree, during backward",
+            "backend" => "a process on each node, during backward",
             "algorithm" if !is_nccl => "Gloo's ring for two nodes, slices to all for more",
             "algorithm" if self.algorithm.is_none() => {
                 "the faster of ring and tree for each bucket"

@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 use crate::os::limits::not_started;
 
 /// The buffers of one thread, which reads every input once and writes every output once.
-struct Share {
+struct ThreadBuffers {
     inputs: Vec<Vec<u8>>,
     outputs: Vec<Vec<u8>>,
     /// Whether the inputs are also the outputs.
@@ -20,7 +20,7 @@ struct Share {
 }
 
 /// The memory of all threads: as much as the ranks of the collective have.
-pub(super) struct MemoryRoofline(Vec<Share>);
+pub(super) struct MemoryRoofline(Vec<ThreadBuffers>);
 
 /// The bytes of a piece, which stays in the first-level cache.
 const PIECE_BYTES: usize = 4096;
@@ -32,7 +32,7 @@ impl MemoryRoofline {
             let buffers = |count| vec![vec![1; part]; count];
             let in_place = op == BenchOp::AllReduce;
             let outputs = if in_place { Vec::new() } else { buffers(outputs) };
-            Share { inputs: buffers(inputs), outputs, in_place }
+            ThreadBuffers { inputs: buffers(inputs), outputs, in_place }
         };
         Self((0..world_size).map(share).collect())
     }
@@ -46,7 +46,7 @@ impl MemoryRoofline {
         let start = Barrier::new(count);
         // The gate opens when all threads have started. At the barrier they would wait forever for a missing one.
         let (all_are_there, gate) = bounded(count);
-        let passes = |share: &mut Share| {
+        let passes = |share: &mut ThreadBuffers| {
             if gate.recv().is_err() {
                 return Duration::ZERO;
             }
@@ -76,10 +76,10 @@ impl MemoryRoofline {
     }
 }
 
-impl Share {
+impl ThreadBuffers {
     /// Reads every input and writes every output. Data that is read passes through the nearest cache only.
     fn pass(&mut self) {
-        let Share { inputs, outputs, in_place } = self;
+        let ThreadBuffers { inputs, outputs, in_place } = self;
         // With one input and one output, copies straight from memory to memory.
         if let ([input], [output]) = (&inputs[..], &mut outputs[..]) {
             output.copy_from_slice(input);

@@ -117,8 +117,8 @@ pub fn bench_scaling(
     printer: &Printer,
 ) -> anyhow::Result<()> {
     if config.ddp.grad_accum_steps > 1 || config.launch.spawn == SpawnChoice::Processes {
-        let problem = "bench scaling measures steps of one batch, of ranks that are threads; leave accumulate and \
-                       spawn out of the file";
+        let problem = "bench scaling measures steps of one batch, with ranks as threads; remove grad_accum_steps and \
+                       spawn from the file";
         return Err(Error::InvalidInput(problem.into()).into());
     }
     let ranks =

@@ -68,7 +68,8 @@ pub fn bench_step(
     printer: &Arc<Printer>,
 ) -> anyhow::Result<()> {
     if config.ddp.grad_accum_steps > 1 {
-        let problem = "--grad-accum-steps: bench step measures steps of one batch; leave it out, and out of the file";
+        let problem = "--grad-accum-steps: bench step measures steps of one batch; leave it out of the command line \
+                       and of the file";
         return Err(Error::InvalidInput(problem.into()).into());
     }
     let mut config = config.without_validation();

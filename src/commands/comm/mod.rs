@@ -128,7 +128,7 @@ fn check(flags: &CommFlags, ops: &[CommOp], backend: Backend, world_size: usize)
     let CommFlags { numel, dtype, reduce_op, .. } = *flags;
     if numel.checked_mul(world_size as i64).is_none() {
         return Err(Error::InvalidInput(format!(
-            "--numel {numel}: {world_size} tensors of so many elements are too large; use fewer"
+            "--numel {numel}: {world_size} tensors of that size are too large; use fewer elements"
         )));
     }
     for operation in ops.iter().filter_map(|op| op.reduction()) {

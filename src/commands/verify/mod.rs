@@ -83,8 +83,8 @@ pub fn verify(
     let epoch_steps = config.steps_per_epoch(ranks);
     if config.ddp.exact_mean && steps < epoch_steps {
         return Err(Error::InvalidInput(format!(
-            "--steps: {steps} are too few for --exact-mean: the ranks have batches of different size in the last step of \
-             an epoch, which is step {}; use {epoch_steps} or more",
+            "--steps: {steps} are too few for --exact-mean: the ranks have batches of different size in the last step \
+             of an epoch, which is step {}; use {epoch_steps} or more",
             epoch_steps - 1
         ))
         .into());
@@ -152,8 +152,8 @@ pub fn verify(
         let why = match config.comm_hook() {
             Some(_) => "--comm-hook sends compressed gradients, so their mean is not exact".into(),
             None if broken.iter().all(|(_, replicas_equal)| *replicas_equal) => format!(
-                "all ranks have the same parameters, so it is what they average that is wrong: look at which samples \
-                 they have in step {step} (the sampler, the loader), and at what the loss is a mean of"
+                "all ranks have the same parameters, so the gradients that they average are wrong: check the samples \
+                 of step {step} (sampler, loader), and the divisor of the loss"
             ),
             None => "the ranks have different parameters: train with --check-replicas-every 1, which names the rank".into(),
         };
@@ -191,7 +191,7 @@ fn check_fault(config: &Config, steps: u64) -> Result<()> {
             format!("there is no step {}; verify makes steps 0 to {}", fault.step, steps - 1)
         }
         _ => format!(
-            "verify injects skip-sample only, and this is {fault}; leave it out, and out of the file"
+            "verify injects skip-sample only, and this is {fault}; leave it out of the command line and of the file"
         ),
     };
     Err(Error::InvalidInput(format!("--inject-fault: {problem}")))
@@ -202,8 +202,8 @@ fn check_comparable(config: &Config) -> Result<()> {
     let refuse = |problem: &str| Err(Error::InvalidInput(problem.into()));
     if config.model.dropout > 0.0 {
         return refuse(
-            "--dropout: each rank draws its own, so N ranks are not one rank with the N-fold batch; leave it out, and \
-             out of the file",
+            "--dropout: each rank draws its own, so N ranks are not one rank with the N-fold batch; leave it out of \
+             the command line and of the file",
         );
     }
     if config.model.kind.uses("sync_batch_norm") && !config.model.sync_batch_norm {
@@ -222,12 +222,13 @@ fn check_comparable(config: &Config) -> Result<()> {
     {
         return refuse(&format!(
             "{flag}: with --exact-mean verify needs the samples that it drops, because they make batches of different \
-             size; leave it out, and out of the file"
+             size; leave it out of the command line and of the file"
         ));
     }
     if config.training.amp != Amp::Off {
         return refuse(
-            "--amp: verify's bound holds for float32, and --amp rounds more; leave it out, and out of the file",
+            "--amp: verify's bound holds for float32, and --amp rounds more; leave it out of the command line and of \
+             the file",
         );
     }
     Ok(())

@@ -133,7 +133,7 @@ fn header(file: &mut impl Read, holds: Holds) -> Result<(usize, Vec<u64>), Strin
     }
     if kind != 8 {
         return Err(format!(
-            "its numbers are of kind {kind}, and only unsigned bytes (kind 8) can be read here"
+            "its numbers have type {kind}, and only type 8, unsigned bytes, can be read here"
         ));
     }
     match holds {

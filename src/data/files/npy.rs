@@ -140,7 +140,7 @@ fn dtype(header: &Header) -> Result<Kind, String> {
         Some("u1") => Ok(Kind::Uint8),
         Some("b1") => Ok(Kind::Bool),
         _ => Err(format!(
-            "numbers of the kind {descr} cannot be read; save x.astype(\"float32\") or x.astype(\"int64\") instead"
+            "numbers of the dtype {descr} cannot be read; save x.astype(\"float32\") or x.astype(\"int64\") instead"
         )),
     }
 }

@@ -51,7 +51,7 @@ impl Format for SafetensorsFile {
                 Dtype::BOOL => Kind::Bool,
                 other => {
                     return Err(wrong(format!(
-                        "{name} is of the kind {other:?}, which cannot be read; save it as float32 or int64"
+                        "{name} has the dtype {other:?}, which cannot be read; save it as float32 or int64"
                     )));
                 }
             };

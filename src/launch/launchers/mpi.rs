@@ -59,9 +59,9 @@ pub(super) fn read(variables: &Variables, options: &LaunchOptions, gpus: usize) 
     let addr = || match nnodes {
         Some(_) => Ok("127.0.0.1".into()),
         None => Err(Error::InvalidInput(format!(
-            "MASTER_ADDR is not set, and mpirun has started processes on several machines ({}={local_count} \
-             of {}={count}): give --master-addr, the name or address of the machine of rank 0, or set \
-             MASTER_ADDR on all (Open MPI: mpirun -x MASTER_ADDR; MPICH, Intel: mpirun -genv MASTER_ADDR ...)",
+            "MASTER_ADDR is not set, and mpirun has started processes on several machines ({}={local_count} of \
+             {}={count}); use --master-addr with the address of rank 0's machine, or set MASTER_ADDR on all (Open MPI: \
+             mpirun -x MASTER_ADDR; MPICH, Intel: mpirun -genv MASTER_ADDR ...)",
             names[3], names[1]
         ))),
     };

@@ -52,8 +52,8 @@ pub(super) fn step(variables: &Variables) -> Result<Step> {
     let tasks = tasks(variables)?.unwrap_or(1);
     if tasks > 1 {
         return Err(Error::InvalidInput(format!(
-            "SLURM_JOB_NAME={name} is the name of a shell's job, but this step has {tasks} tasks: use --launch \
-             slurm if srun has started this very program, and --launch local if it was started in a shell"
+            "SLURM_JOB_NAME={name} is the name of a shell's job, but this step has {tasks} tasks; use --launch slurm \
+             if srun started ddp-mp itself, or --launch local if a shell did"
         )));
     }
     Ok(Step::Outside(Some(format!("Slurm job {job} is a shell: SLURM_JOB_NAME={name}"))))

@@ -72,22 +72,22 @@ impl<T: Send + Sync> ExchangeSlot<T> {
     /// Announces, and waits until all ranks have announced. `at` is the rank's operation, for errors.
     ///
     /// # Errors
-    /// The error of `announce`, and those of [`Barrier::wait`].
+    /// The error of `publish`, and those of [`Barrier::wait`].
     pub(crate) fn exchange(
         &mut self,
         at: OpId,
         timeout: Duration,
-        announce: impl FnOnce(&mut T) -> Result<()>,
+        publish: impl FnOnce(&mut T) -> Result<()>,
     ) -> Result<()> {
         let cell = &self.exchange.slots[self.rank].cells[self.parity];
         // SAFETY: our own slot, before the barrier (see `Slot`); the reference ends here.
-        cell.with_mut(|place| announce(unsafe { &mut *place }))?;
+        cell.with_mut(|place| publish(unsafe { &mut *place }))?;
         self.exchange.barrier.wait_at_most(self.rank, at, timeout)?;
         self.parity = 1 - self.parity;
         Ok(())
     }
 
-    /// Returns the announcements of all ranks in the last exchange, in rank order.
+    /// Returns what was published by all ranks in the last exchange, in rank order.
     pub(crate) fn published(&self) -> impl ExactSizeIterator<Item = &T> + Clone {
         let parity = 1 - self.parity;
         let slots = self.exchange.slots.iter();

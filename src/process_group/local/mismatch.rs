@@ -178,7 +178,7 @@ mod tests {
         let end = |calls: &[RankCall]| {
             let error = mismatch(0, calls, |_| Operation::Barrier);
             let text = error.to_string();
-            let end = text.split("same kinds and shapes").nth(1).unwrap().to_string();
+            let end = text.split("same dtypes and shapes").nth(1).unwrap().to_string();
             (end, error.blames().unwrap().tied)
         };
         let (two, tied) = end(&[called(4, "x", 1), called(5, "y", 1)]);

@@ -109,7 +109,7 @@ pub(crate) struct RunContext {
     /// For each rank the number of unfinished operations on its communication threads.
     pending: Box<[AtomicUsize]>,
     /// The time at which each rank began to wait for those operations, at the end of its function.
-    ending: Box<[OnceLock<Instant>]>,
+    waiting_since: Box<[OnceLock<Instant>]>,
     /// Each rank's own thread.
     threads: Box<[Mutex<Option<Thread>>]>,
 }
@@ -131,7 +131,7 @@ impl RunContext {
             failures: Mutex::default(),
             notified: (0..world_size).map(|_| AtomicBool::default()).collect(),
             pending: (0..world_size).map(|_| AtomicUsize::default()).collect(),
-            ending: (0..world_size).map(|_| OnceLock::new()).collect(),
+            waiting_since: (0..world_size).map(|_| OnceLock::new()).collect(),
             threads: (0..world_size).map(|_| Mutex::default()).collect(),
         }
     }
@@ -252,7 +252,7 @@ impl RunContext {
     /// Waits until all operations on the communication threads of `rank` have ended. Must be called on the rank's own
     /// thread, which they unpark.
     pub(crate) fn wait_until_idle(&self, rank: usize) {
-        self.ending[rank].get_or_init(Instant::now);
+        self.waiting_since[rank].get_or_init(Instant::now);
         // Each operation ends: done, cancelled, or past its deadline.
         while self.pending[rank].load(Ordering::Acquire) > 0 {
             park();
@@ -261,7 +261,7 @@ impl RunContext {
 
     /// Returns whether `rank` has been in [`RunContext::wait_until_idle`] for longer than the timeout.
     pub(crate) fn is_overdue(&self, rank: usize) -> bool {
-        self.ending[rank].get().is_some_and(|since| since.elapsed() >= self.timeout)
+        self.waiting_since[rank].get().is_some_and(|since| since.elapsed() >= self.timeout)
     }
 
     /// Records that `rank` has ended its function, and wakes all waiting threads.

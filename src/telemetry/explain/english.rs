@@ -25,8 +25,9 @@ impl Catalog for English {
                  PyTorch's ranks are processes, and meet at MASTER_PORT.)"
             ),
             (_, p, "nccl") => format!(
-                "The {n} ranks are in {p} processes, which have met in a TCPStore. The first has NCCL make a unique \
-                 id (128 bytes) and puts it into the store, where the others get it{}. With the id each joins the same communicator, through which the GPUs talk.",
+                "The {n} ranks are in {p} processes, which have met in a TCPStore. The first has NCCL make a unique id \
+                 (128 bytes) and puts it into the store, where the others get it{}. With the id each joins the same \
+                 communicator, through which the GPUs talk.",
                 if *n > p { ", and within a process it goes over a channel" } else { "" }
             ),
             (_, p, _) => format!(
@@ -108,7 +109,8 @@ impl Catalog for English {
         if *n == 1 {
             let text = format!(
                 "Forward and backward give the gradients{adds_up}; all {parameters} lie in {buckets}. The all-reduce \
-                 leaves them as they are, each being the mean over one rank. {compressed}The largest gradient, {weight}:"
+                 leaves them as they are, each being the mean over one rank. {compressed}The largest gradient, \
+                 {weight}:"
             );
             return Section::new(format!("Step {number}: the gradient"), text);
         }
@@ -121,8 +123,8 @@ impl Catalog for English {
         };
         let text = format!(
             "Forward and backward on its own samples give each rank its own gradients{adds_up}; all {parameters} lie \
-             in {buckets}. The all-reduce replaces each gradient by {mean}, and all are added up. {compressed}The largest \
-             gradient, {weight}:"
+             in {buckets}. The all-reduce replaces each gradient by {mean}, and all are added up. {compressed}The \
+             largest gradient, {weight}:"
         );
         Section::new(format!("Step {number}: different gradients become one"), text)
     }
@@ -177,8 +179,8 @@ impl Catalog for English {
 
     fn remaining_steps(&self, steps_per_epoch: u64) -> String {
         match steps_per_epoch {
-            1 => "And so on, one step an epoch.".into(),
-            steps => format!("And so on, {steps} steps an epoch."),
+            1 => "Training continues like this, with one step an epoch.".into(),
+            steps => format!("Training continues like this, with {steps} steps an epoch."),
         }
     }
 

@@ -118,8 +118,8 @@ pub(crate) fn advice(run: Measured<'_>) -> Vec<String> {
                 "{percent:.0} % of the steps' time goes into getting data: try --num-workers 2."
             ),
             workers => format!(
-                "{percent:.0} % of the steps' time goes into getting data, with --num-workers {workers}: try more, or a \
-                 larger --prefetch-factor."
+                "{percent:.0} % of the steps' time goes into getting data, with --num-workers {workers}: try more, or \
+                 a larger --prefetch-factor."
             ),
         });
     }
@@ -130,8 +130,8 @@ pub(crate) fn advice(run: Measured<'_>) -> Vec<String> {
             format!(", or --config {config}, which fits this data set")
         });
         say(format!(
-            "The loss hardly moved: from {first:.4} in the first quarter of the run to {last:.4} in the last. Unless the \
-             model has learned all it can, try a higher --lr (now {}){config}.",
+            "The loss hardly moved: from {first:.4} in the first quarter of the run to {last:.4} in the last. Unless \
+             the model has learned all it can, try a higher --lr (now {}){config}.",
             run.lr
         ));
     }
@@ -142,8 +142,8 @@ pub(crate) fn advice(run: Measured<'_>) -> Vec<String> {
         if run.us_per_step < SHORT_STEP {
             let (step, batch) = (run.us_per_step, run.batch_size);
             say(format!(
-                "{percent:.0} % of the steps' time goes into collectives, and a step is only {step:.0} us long: with so \
-                 small a model a larger --batch-size (now {batch}), or fewer ranks, pays best."
+                "{percent:.0} % of the steps' time goes into collectives, and a step is only {step:.0} us long: a \
+                 larger --batch-size (now {batch}) or fewer ranks help a model this small."
             ));
         } else if run.straggler.is_none() {
             let smaller = if bytes >= BANDWIDTH_BOUND_BYTES {
@@ -152,8 +152,8 @@ pub(crate) fn advice(run: Measured<'_>) -> Vec<String> {
                 ""
             };
             say(format!(
-                "{percent:.0} % of the steps' time goes into collectives: a larger --batch-size or --grad-accum-steps makes \
-                 fewer of them{smaller}."
+                "{percent:.0} % of the steps' time goes into collectives: a larger --batch-size or --grad-accum-steps \
+                 makes fewer of them{smaller}."
             ));
         }
         let may_hide = bytes >= BANDWIDTH_BOUND_BYTES && run.can_overlap;

@@ -140,11 +140,11 @@ pub(crate) struct Moved {
     pub sent: Vec<u64>,
     pub received: Vec<u64>,
     /// Collectives that the ranks of this process called.
-    pub collectives: Vec<Called>,
+    pub collectives: Vec<CollectiveTotals>,
 }
 
 #[derive(Debug, Clone, Serialize)]
-pub(crate) struct Called {
+pub(crate) struct CollectiveTotals {
     pub operation: String,
     pub calls: Vec<u64>,
     pub bytes: Vec<u64>,

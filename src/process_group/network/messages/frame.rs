@@ -66,7 +66,7 @@ impl Offer {
             ));
         }
         let known = plain_kind(kind)
-            .ok_or_else(|| format!("it announced a tensor of the unknown kind {kind:?}"))?;
+            .ok_or_else(|| format!("it announced a tensor of the unknown dtype {kind:?}"))?;
         let numel = shape
             .iter()
             .try_fold(1usize, |numel, &size| numel.checked_mul(usize::try_from(size).ok()?));

@@ -108,8 +108,8 @@ impl Messages {
         let name = dtype_name(tensor.kind());
         if plain_kind(name).is_none() {
             return Err(Error::Unsupported(format!(
-                "{}: rank {} cannot send a {name} tensor to rank {} in another process; send its int_repr, scale and zero \
-                 point, or convert it to a float kind",
+                "{}: rank {} cannot send a {name} tensor to rank {} in another process; send its int_repr, scale and \
+                 zero point, or convert it to a float dtype",
                 at.operation, context.members[source], context.members[destination]
             )));
         }

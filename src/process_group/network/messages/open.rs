@@ -108,7 +108,7 @@ fn connect(link: &Link) -> std::result::Result<Option<TcpStream>, String> {
     let stream = loop {
         match TcpStream::connect_timeout(&address, STOP_POLL_INTERVAL) {
             Ok(stream) => break stream,
-            Err(error) if is_limit(&error) => make_room(context)?,
+            Err(error) if is_limit(&error) => require_connection_file(context)?,
             Err(error) if error.kind() == ErrorKind::TimedOut => {
                 if context.is_closing()
                     || link.is_closed()
@@ -145,7 +145,7 @@ pub(super) fn accept(context: &Arc<MessageContext>, links: &[Arc<Link>], listene
         }
         let stream = match stream {
             Ok(stream) => Arc::new(stream),
-            Err(error) if is_limit(&error) => match make_room(context) {
+            Err(error) if is_limit(&error) => match require_connection_file(context) {
                 Ok(()) => continue,
                 Err(_) => return,
             },
@@ -182,7 +182,7 @@ fn is_limit(error: &io::Error) -> bool {
 ///
 /// # Errors
 /// If the limit on open files cannot be raised, which is reported as a failure of this process.
-fn make_room(context: &MessageContext) -> Result<(), String> {
+fn require_connection_file(context: &MessageContext) -> Result<(), String> {
     require_files(1, "a connection for messages").map_err(|error| {
         context.run.report(context.first_rank(), Some(&error), error.to_string());
         error.to_string()
