@@ -190,7 +190,7 @@ impl RunArtifacts {
             us_per_step: end.map(|end| end.us_per_step),
             loss: end.map(|end| end.loss),
             parameters_hash: end.map(|end| end.parameters_hash.clone()),
-            options: options(config),
+            options: options(config)?,
             world: Ranks {
                 size: world_size,
                 nnodes: joined_launch.nnodes(),

@@ -8,6 +8,7 @@ use serde_json::Value;
 use strum::IntoEnumIterator;
 
 use crate::config::Config;
+use crate::error::Result;
 use crate::operation::Operation;
 use crate::runtime::{Entry, FlightRecorderDump, RankRecords};
 use crate::telemetry::report::CollectiveTotals;
@@ -33,19 +34,15 @@ pub(super) fn command() -> String {
 }
 
 /// Returns all options as text. Those that differ from their default come first.
-pub(super) fn options(config: &Config) -> Vec<(String, String)> {
-    let values = |config: &Config| match serde_json::to_value(config) {
-        Ok(Value::Object(values)) => values,
-        _ => serde_json::Map::new(),
-    };
-    let default = values(&Config::default());
+pub(super) fn options(config: &Config) -> Result<Vec<(String, String)>> {
+    let (all, default) = (config.values()?, Config::default().values()?);
     let (given, rest): (Vec<_>, Vec<_>) =
-        values(config).into_iter().partition(|(key, value)| default.get(key) != Some(value));
+        all.into_iter().partition(|(key, value)| default.get(key) != Some(value));
     let text = |(key, value): (String, Value)| match value {
         Value::String(text) => (key, text),
         value => (key, value.to_string()),
     };
-    given.into_iter().chain(rest).map(text).collect()
+    Ok(given.into_iter().chain(rest).map(text).collect())
 }
 
 /// Returns the number of steps of the whole run that rank 0 has finished.

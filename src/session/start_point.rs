@@ -43,8 +43,8 @@ impl StartPoint {
             Some(file) if checkpoint.is_none() => Some(TensorFile::read(file).map_err(init_from)?),
             _ => None,
         };
-        let mut start_point = Self { checkpoint: None, weights, checkpoint_dir: None };
-        start_point.checkpoint = checkpoint.map(Arc::new);
+        let checkpoint = checkpoint.map(Arc::new);
+        let mut start_point = Self { checkpoint, weights, checkpoint_dir: None };
         if start_point.checkpoint.is_some() || start_point.weights.is_some() {
             let (vs, _) = config.model_config().build(Device::Cpu, config.training.seed)?;
             start_point.load_model(&vs)?;

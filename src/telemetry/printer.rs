@@ -1,9 +1,9 @@
 //! The writer that all ranks share.
 
 use std::collections::BTreeMap;
-use std::io::{self, ErrorKind, IsTerminal, StderrLock, StdoutLock, Write};
+use std::io::{self, ErrorKind, IsTerminal, Write};
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use serde::Serialize;
 use serde_with::SerializeDisplay;
 use strum::{Display, EnumString, VariantNames};
@@ -127,7 +127,7 @@ impl Printer {
     /// # Errors
     /// The errors of [`Printer::event`].
     pub fn epoch(&self, epoch: Epoch, world_size: usize) -> io::Result<()> {
-        let mut waiting = self.waiting();
+        let mut waiting = self.waiting.lock();
         let reports = waiting.entry(epoch.epoch).or_default();
         let number = epoch.epoch;
         reports.push(epoch);
@@ -153,7 +153,7 @@ impl Printer {
     /// # Errors
     /// The errors of [`Printer::event`].
     pub fn flush_epochs(&self) -> io::Result<()> {
-        let reports = std::mem::take(&mut *self.waiting());
+        let reports = std::mem::take(&mut *self.waiting.lock());
         reports.into_values().flatten().try_for_each(|r| self.event(&Event::Epoch(r)))
     }
 
@@ -197,7 +197,7 @@ impl Printer {
     }
 
     fn write(write: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> io::Result<()> {
-        let mut out = Escaping { out: io::BufWriter::new(stdout()), line: Vec::new() };
+        let mut out = Escaping { out: io::BufWriter::new(io::stdout().lock()), line: Vec::new() };
         match write(&mut out).and_then(|()| out.flush()) {
             // The reader has closed the pipe (`| head`), which is no failure.
             Err(error) if error.kind() == ErrorKind::BrokenPipe => {
@@ -213,7 +213,7 @@ impl Printer {
         // One write: stderr has no buffer, and the lines of several processes must not mix.
         let line = format!("ddp-mp: {}\n", escaped(&explain(note)));
         // Errors are ignored: without stderr they cannot be reported.
-        self.without_progress(|| drop(stderr().write_all(line.as_bytes())));
+        self.without_progress(|| drop(io::stderr().lock().write_all(line.as_bytes())));
     }
 
     /// Returns whether a progress bar is shown: stderr is a terminal, and results are text for people.
@@ -225,36 +225,28 @@ impl Printer {
     /// steps, of which `done` have been made.
     pub fn start_progress(&self, steps: u64, done: u64) {
         if self.shows_progress() {
-            *self.bar() = Some(Progress::new(steps, done));
+            *self.progress.lock() = Some(Progress::new(steps, done));
         }
     }
 
     /// Shows that `step` steps have been made, followed by `message`.
     pub fn progress(&self, step: u64, message: &str) {
-        if let Some(progress) = &*self.bar() {
+        if let Some(progress) = &*self.progress.lock() {
             progress.set(step, message);
         }
     }
 
     /// Removes the progress bar.
     pub fn end_progress(&self) {
-        *self.bar() = None;
-    }
-
-    fn bar(&self) -> MutexGuard<'_, Option<Progress>> {
-        self.progress.lock()
+        *self.progress.lock() = None;
     }
 
     /// Prints while the progress bar is hidden.
     fn without_progress<T>(&self, print: impl FnOnce() -> T) -> T {
-        match &*self.bar() {
+        match &*self.progress.lock() {
             Some(progress) => progress.suspend(print),
             None => print(),
         }
-    }
-
-    fn waiting(&self) -> MutexGuard<'_, BTreeMap<u64, Vec<Epoch>>> {
-        self.waiting.lock()
     }
 }
 
@@ -287,14 +279,6 @@ impl<W: Write> Write for Escaping<W> {
 fn epoch_line(epoch: &Epoch) -> String {
     let Epoch { device, epoch, batch_size, steps, .. } = epoch;
     format!("{device} | Epoch: {epoch} | Batchsize: {batch_size} | Steps: {steps}")
-}
-
-fn stdout() -> StdoutLock<'static> {
-    io::stdout().lock()
-}
-
-fn stderr() -> StderrLock<'static> {
-    io::stderr().lock()
 }
 
 #[cfg(test)]

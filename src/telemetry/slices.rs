@@ -159,3 +159,8 @@ fn collective_key(begin: &OpStart) -> Option<(u32, u64)> {
     let waits = begin.at.operation != Operation::Synchronize;
     begin.group.filter(|_| waits).map(|group| (group, begin.at.sequence))
 }
+
+/// Returns `time` in microseconds.
+pub(super) fn micros(time: Duration) -> f64 {
+    time.as_nanos() as f64 / 1e3
+}

@@ -10,7 +10,7 @@ use std::time::Duration;
 use serde::Serialize;
 use serde_json::{Map, Value, json};
 
-use super::slices::{MAX_TRACKS, Slice, gpu_slices, slices};
+use super::slices::{MAX_TRACKS, Slice, gpu_slices, micros, slices};
 use super::{Marks, Output};
 use crate::operation::Operation;
 use crate::runtime::FlightRecorderDump;
@@ -341,10 +341,6 @@ fn inside(slice: &Slice) -> Duration {
     let whole = slice.finished_at.saturating_sub(slice.started_at);
     let free = if slice.waited.is_some() { BEFORE_WAITING } else { whole };
     slice.started_at + free / 2
-}
-
-fn micros(time: Duration) -> f64 {
-    time.as_nanos() as f64 / 1e3
 }
 
 /// The number of the track of a rank's GPU.

@@ -1,14 +1,13 @@
 //! The timeline of a report: the records of the trace in a compact form.
 
 use std::collections::HashMap;
-use std::time::Duration;
 
-use serde::{Serialize, Serializer};
+use serde::Serialize;
 use strum::IntoEnumIterator;
 
 use crate::operation::Operation;
 use crate::runtime::{CallSite, FlightRecorderDump, RankRecords};
-use crate::telemetry::slices::{Slice, gpu_slices, slices};
+use crate::telemetry::slices::{Slice, gpu_slices, micros, slices};
 
 /// Maximum number of records on a page: a phone can still draw it.
 const MAX_RECORDS: usize = 120_000;
@@ -37,27 +36,8 @@ struct Track {
 
 /// A record as a list: operation, begin, duration (null if it had not ended), sequence, step, bucket, bytes, track (0
 /// is the rank's own), time waited, rank waited for, call site. Times are in microseconds; -1 means none.
-#[derive(Debug)]
-struct Short {
-    operation: usize,
-    times: (f64, Option<f64>),
-    numbers: (u64, i64, i64, u64, u8),
-    waited: (f64, i64),
-    place: i64,
-}
-
-impl Serialize for Short {
-    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        let Self { operation, times, numbers, waited, place } = self;
-        let (begin, duration) = times;
-        let (sequence, step, bucket, bytes, track) = numbers;
-        (
-            operation, begin, duration, sequence, step, bucket, bytes, track, waited.0, waited.1,
-            place,
-        )
-            .serialize(serializer)
-    }
-}
+#[derive(Debug, Serialize)]
+struct Short(usize, f64, Option<f64>, u64, i64, i64, u64, u8, f64, i64, i64);
 
 impl Tracks {
     /// Collects the newest records of each rank of `dump`.
@@ -100,23 +80,19 @@ fn short(slice: &Slice, places: &mut Places) -> Short {
     let duration = micros(finished_at.saturating_sub(started_at));
     let number = |number: Option<u64>| number.map_or(-1, |number| number as i64);
     let (waited, waited_for) = waited.map_or((0.0, -1), |(time, by)| (micros(time), by as i64));
-    Short {
-        operation: begin.at.operation as usize,
-        times: (micros(started_at), (!unfinished).then_some(duration)),
-        numbers: (
-            begin.at.sequence,
-            number(step),
-            number(begin.bucket.map(u64::from)),
-            begin.amount,
-            slice.track as u8,
-        ),
-        waited: (waited, waited_for),
-        place: begin.place.map_or(-1, |place| places.number(place)),
-    }
-}
-
-fn micros(time: Duration) -> f64 {
-    time.as_nanos() as f64 / 1e3
+    Short(
+        begin.at.operation as usize,
+        micros(started_at),
+        (!unfinished).then_some(duration),
+        begin.at.sequence,
+        number(step),
+        number(begin.bucket.map(u64::from)),
+        begin.amount,
+        slice.track as u8,
+        waited,
+        waited_for,
+        begin.place.map_or(-1, |place| places.number(place)),
+    )
 }
 
 /// Call sites, each listed once.
