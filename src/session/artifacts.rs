@@ -56,23 +56,18 @@ impl RunArtifacts {
     pub(crate) fn new(config: &Config, joined_launch: &JoinedLaunch) -> Result<Self> {
         let process = joined_launch.process();
         config.validate_files(process[1])?;
-        let input = |flag: &str, path: &Path, error: io::Error| {
-            Error::InvalidInput(format!("{flag} {}: {}", path.display(), explain(&error)))
+        let opened = |flag: &str, path: &Path, output: io::Result<Output>| {
+            output.map_err(|error| {
+                Error::InvalidInput(format!("{flag} {}: {}", path.display(), explain(&error)))
+            })
         };
-        let trace =
-            config.output.trace.as_deref().map(|path| {
-                trace_output(path, process).map_err(|error| input("--trace", path, error))
-            });
-        let report = config
-            .output
-            .report
-            .as_deref()
-            .filter(|_| joined_launch.is_first())
-            .map(|path| Report::output(path).map_err(|error| input("--report", path, error)));
-        let (trace, report) = (trace.transpose()?, report.transpose()?);
+        let (trace, report) = (config.output.trace.as_deref(), config.output.report.as_deref());
+        let trace = trace.map(|path| opened("--trace", path, trace_output(path, process)));
+        let report = report.filter(|_| joined_launch.is_first());
+        let report = report.map(|path| opened("--report", path, Report::output(path)));
         Ok(Self {
-            trace,
-            report,
+            trace: trace.transpose()?,
+            report: report.transpose()?,
             dump: Arc::default(),
             report_data: Mutex::default(),
             curves: Arc::default(),
@@ -132,15 +127,13 @@ impl RunArtifacts {
         printer: &Printer,
     ) -> Result<()> {
         let Some(dump) = self.dump.get() else { return Ok(()) };
-        let unwritable = |flag: &str, output: &Output, error: io::Error| Error::Write {
-            what: format!("{flag} {}", output.path().display()),
-            reason: explain(&error),
+        let unwritable = |flag: &str, output: &Output| {
+            let what = format!("{flag} {}", output.path().display());
+            |error: io::Error| Error::Write { what, reason: explain(&error) }
         };
         // If one file cannot be written, the other one still is.
         let trace = self.trace.as_ref().map_or(Ok(()), |output| {
-            output
-                .write(|file| write_trace(dump, file))
-                .map_err(|error| unwritable("--trace", output, error))?;
+            output.write(|file| write_trace(dump, file)).map_err(unwritable("--trace", output))?;
             if let (true, Some(path)) = (joined_launch.is_first(), &config.output.trace) {
                 let path = path.display();
                 printer.info(&match dump.process {
@@ -155,9 +148,7 @@ impl RunArtifacts {
         });
         let report = self.report.as_ref().map_or(Ok(()), |output| {
             let report = self.page(config, joined_launch, data, outcome, dump)?;
-            output
-                .write(|file| report.write(file))
-                .map_err(|error| unwritable("--report", output, error))?;
+            output.write(|file| report.write(file)).map_err(unwritable("--report", output))?;
             let path = config.output.report.as_deref().unwrap_or(output.path()).display();
             printer.info(&format!("the report is in {path}: open it in a browser"));
             Ok(())
