@@ -62,7 +62,7 @@ loom: cargo ## try every order in which ranks can take turns (loom), and look fo
 	    set -x; cargo +nightly test $(LOOM) --target "$$(rustc +nightly --print host-tuple)" races; \
 	fi
 
-check: cargo libtorch ## formatting, lints and documentation, warnings being errors
+check: cargo libtorch ## formatting, lints and documentation, warnings being errors, and the tables of make compare
 	cargo fmt --check
 	cargo clippy --release --all-targets -- -D warnings
 	cargo clippy --release --test gpus -- -D warnings
@@ -70,6 +70,7 @@ check: cargo libtorch ## formatting, lints and documentation, warnings being err
 	cargo clippy --release $(LOOM) --all-targets -- -D warnings
 	cargo clippy --release $(LOOM) --all-targets --features loom -- -D warnings
 	RUSTDOCFLAGS="-D warnings" cargo doc --release --no-deps
+	python3 -B -m unittest discover --start-directory benches
 
 docs: cargo ## build the book with mdBook, which it builds into .tools/, and check the links of all Markdown files
 	@.tools/bin/mdbook --version 2>/dev/null | grep -qx "mdbook v$(MDBOOK)" || \
@@ -117,10 +118,11 @@ mixed: cargo python ## have ranks in Rust and ranks of PyTorch in one group
 	cargo build --release --example mixed_rank
 	.python/bin/python tests/interop/mixed_world.py $(dir $(PROGRAM))examples/mixed_rank
 
-compare: cargo libtorch ## measure beside PyTorch, which it fetches into .pytorch/, and what DDP costs on one rank
+compare: cargo libtorch ## measure beside PyTorch, which it fetches into .pytorch/, and Open MPI, and what DDP costs on one rank
 	@.cargo/fetch-libtorch.sh $(TORCH) pytorch
 	cargo build --release
 	.pytorch/bin/python benches/compare.py $(PROGRAM)
+	.pytorch/bin/python -B benches/compare_all_reduce.py $(PROGRAM)
 	cargo bench --quiet --bench ddp_cost
 
 simulated-cluster: cargo libtorch ## measure two hosts, as network namespaces, beside what bench step --simulate-cluster says

@@ -14,7 +14,6 @@ import sys
 import time
 
 FOLDER = pathlib.Path(__file__).parent
-SIZES = {4: "4 B", 16 << 10: "16 KB", 4 << 20: "4 MB", 128 << 20: "128 MB"}
 
 
 def run(command):
@@ -95,35 +94,6 @@ def compare_rendezvous():
     print(f"\n{'two processes meet':35}{theirs:9.1f} ms{ours:9.1f} ms{theirs / ours:9.1f}", flush=True)
 
 
-def gloo(ranks):
-    _, out = run([sys.executable, FOLDER / "pytorch_all_reduce.py", str(ranks), *map(str, SIZES)])
-    return {row["bytes"]: row for row in map(json.loads, out.splitlines())}
-
-
-def ddp_mp(program, ranks):
-    rows = {}
-    for size in SIZES:
-        sizes = [f"--min-bytes={size}", f"--max-bytes={size}", f"--nproc-per-node={ranks}"]
-        _, out = run([program, "bench", "all-reduce", "--log-format=json", *sizes])
-        row = json.loads(out)
-        if row["wrong"] != 0:
-            sys.exit(f"wrong results: {row}")
-        rows[size] = row
-    return rows
-
-
-def compare_all_reduce(program, pairs, ranks):
-    theirs, ours = zip(*((gloo(ranks), ddp_mp(program, ranks)) for _ in range(pairs)))
-    head = f"all_reduce of float32, {ranks} ranks"
-    print(f"\n{head:35}{'Gloo':>12}{'ddp-mp':>12}{'ratio':>9}{'of the limit':>14}")
-    for size, name in SIZES.items():
-        median = lambda runs, key: statistics.median(rows[size][key] for rows in runs)
-        their_time, our_time = median(theirs, "time_us"), median(ours, "time_us")
-        limit = statistics.median(rows[size]["limit_us"] / rows[size]["time_us"] for rows in ours)
-        print(f"{name:>35}{their_time:9.0f} us{our_time:9.1f} us{their_time / our_time:9.0f}", end="")
-        print(f"{limit:14.2f}" if size >= 4 << 20 else "", flush=True)
-
-
 def processor():
     names = [line for line in open("/proc/cpuinfo") if line.startswith("model name")]
     return names[0].split(":")[1].strip() if names else platform.machine()
@@ -140,8 +110,6 @@ def main():
     compare_step(program, pairs, "linear", 4)
     compare_memory(program)
     compare_rendezvous()
-    compare_all_reduce(program, pairs, ranks=2)
-    compare_all_reduce(program, pairs, ranks=4)
 
 
 if __name__ == "__main__":

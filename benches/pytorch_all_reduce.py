@@ -1,6 +1,7 @@
-"""All-reduce over Gloo: mp.spawn, float32, sum. Prints a JSON object for each size.
+"""All-reduce over Gloo: float32, sum. Prints a JSON object for each size.
 
-pytorch_all_reduce.py RANKS BYTES...
+pytorch_all_reduce.py RANKS BYTES...                                 starts the ranks with mp.spawn
+torchrun --nproc-per-node=RANKS pytorch_all_reduce.py RANKS BYTES... is one of the ranks
 """
 
 import json
@@ -24,9 +25,8 @@ def seconds(tensor, iters):
     return slowest.item()
 
 
-def main(rank, world_size, port, sizes):
+def main(rank, world_size, address, sizes):
     torch.set_num_threads(1)
-    address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world_size)
     for size in sizes:
         tensor = torch.zeros(size // 4)
@@ -44,7 +44,9 @@ def main(rank, world_size, port, sizes):
 
 if __name__ == "__main__":
     ranks, *sizes = map(int, sys.argv[1:])
+    if "LOCAL_RANK" in os.environ:  # torchrun started this process
+        main(int(os.environ["RANK"]), ranks, "env://", sizes)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    mp.spawn(main, (ranks, port, sizes), nprocs=ranks)
+    mp.spawn(main, (ranks, f"tcp://127.0.0.1:{port}", sizes), nprocs=ranks)
