@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use ddp_mp::commands;
 use ddp_mp::config::Tool;
-use ddp_mp::ffi::cuda;
+use ddp_mp::ffi::{cuda, keep_memory};
 use ddp_mp::launch::{exit_code, install_panic_hook};
 use ddp_mp::os;
 use ddp_mp::telemetry::{LogFormat, Printer};
@@ -27,6 +27,7 @@ const WRONG_INPUT: u8 = 2;
 fn main() {
     install_panic_hook();
     os::ignore_file_size_signal();
+    keep_memory();
     let cli = match cli::parse(std::env::args_os()) {
         Ok(cli) => cli,
         Err(message) => {

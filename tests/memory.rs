@@ -1,21 +1,39 @@
-//! Memory: what the program takes does not grow with the number of its steps.
+//! Memory: it does not grow with the steps, and what is kept for the next tensors is bounded.
 
+use std::env;
+use std::process::Command;
+
+use ddp_mp::ffi::{keep_memory, keeps_memory, kept_memory};
+use ddp_mp::telemetry::peak_memory;
 use serde_json::Value;
+use tch::{Device, Kind, Tensor};
 
-use crate::harness::run;
+use crate::harness::{program, ranks, run_command, without_launcher};
+
+const SWITCH: &str = "DDP_MP_KEEP_MEMORY";
+
+/// Runs `command`, and returns its last event.
+fn end(command: Command) -> Value {
+    let (code, stdout, stderr) = run_command(command);
+    assert_eq!(code, Some(0), "{stderr}");
+    serde_json::from_str(stdout.lines().last().unwrap()).unwrap()
+}
 
 /// The most that was resident in a run of so many steps.
 fn peak(args: &[&str], steps: usize) -> f64 {
     let steps = format!("--max-steps={steps}");
     let always = ["--nproc-per-node=2", "--log-format=json", "--max-epochs=1000000", &steps];
-    let (code, stdout, stderr) = run(&[&always[..], args].concat());
-    assert_eq!(code, Some(0), "{stderr}");
-    let end: Value = serde_json::from_str(stdout.lines().last().unwrap()).unwrap();
-    end["peak_memory_bytes"].as_f64().unwrap()
+    end(program(&[&always[..], args].concat()))["peak_memory_bytes"].as_f64().unwrap()
 }
 
 /// Bytes that 9000 further steps may take. A kilobyte a step would be 9.2 million.
 const BOUND: f64 = 4e6;
+
+fn assert_no_growth(args: &[&str]) {
+    let (before, after) = (peak(args, 1000), peak(args, 10_000));
+    println!("{before} bytes after 1000 steps, {after} after 10000: {args:?}");
+    assert!(after - before < BOUND, "{before} bytes after 1000 steps, {after} after 10000");
+}
 
 #[test]
 fn memory_does_not_grow_between_1000_and_10000_steps() {
@@ -25,9 +43,139 @@ fn memory_does_not_grow_between_1000_and_10000_steps() {
     let all =
         ["--num-workers=1", "--amp=bf16", "--val-fraction=0.1", "--max-grad-norm=1", &metrics];
     for more in [&[][..], &all] {
-        let args = [&mlp[..], more].concat();
-        let (before, after) = (peak(&args, 1000), peak(&args, 10_000));
-        println!("{before} bytes after 1000 steps, {after} after 10000: {args:?}");
-        assert!(after - before < BOUND, "{before} bytes after 1000 steps, {after} after 10000");
+        assert_no_growth(&[&mlp[..], more].concat());
     }
+}
+
+/// The gradient of the second layer has 256 KiB, the smallest block that is kept.
+#[test]
+fn kept_memory_does_not_grow_between_1000_and_10000_steps() {
+    assert_no_growth(&["--model=mlp", "--hidden=256,256", "--batch-size=8", "--num-samples=2056"]);
+}
+
+/// Starts this test binary as `scene` of the test below, with the value of the switch if there is one, and returns
+/// what it prints.
+fn play(scene: &str, switch: Option<&str>) -> String {
+    let mut command = Command::new(env::current_exe().unwrap());
+    command.args(["memory::child", "--exact", "--nocapture"]).env("DDP_MP_MEMORY", scene);
+    without_launcher(&mut command).env_remove(SWITCH);
+    command.envs(switch.map(|value| (SWITCH, value)));
+    let (code, stdout, stderr) = run_command(command);
+    assert_eq!(code, Some(0), "{stdout}{stderr}");
+    stdout
+}
+
+/// Nothing, unless a test below has started this process.
+#[test]
+fn child() {
+    let Ok(scene) = env::var("DDP_MP_MEMORY") else { return };
+    keep_memory();
+    match scene.as_str() {
+        "sizes" => many_sizes(),
+        "run" => one_run(),
+        _ => one_block(),
+    }
+}
+
+const MIB: usize = 1 << 20;
+
+/// Returns a tensor of so many bytes, all written to.
+fn block(bytes: usize) -> Tensor {
+    Tensor::ones(bytes as i64, (Kind::Uint8, Device::Cpu))
+}
+
+/// Two ranks have 8 tensors each of up to 32 MiB. They have another size in each step.
+fn many_sizes() {
+    let before = peak_memory().unwrap() as usize;
+    let most_kept = ranks(2, |rank, _| {
+        let (mut random, mut most) = (rank.rank() as u64 + 1, 0);
+        for _ in 0..80 {
+            random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            let bytes = 2 * MIB + (random >> 33) as usize % (30 * MIB);
+            let tensors: Vec<Tensor> = (0..8).map(|_| block(bytes)).collect();
+            drop(tensors);
+            most = most.max(kept_memory());
+        }
+        Ok(most)
+    });
+    let grown = peak_memory().unwrap() as usize - before;
+    let in_use = 2 * 8 * 32 * MIB;
+    println!("{grown} bytes more, {most_kept:?} kept");
+    // All 32 classes of sizes together would take 8 times as much. A size is rounded up by up to an eighth.
+    assert!(grown < in_use * 3 / 2 * 9 / 8, "{grown} bytes more, {in_use} in use");
+    assert!(most_kept.iter().all(|&kept| kept > MIB), "{most_kept:?}");
+}
+
+/// A rank allocates what the other frees.
+fn one_run() {
+    let (send, receive) = crossbeam::channel::bounded(1);
+    let kept = ranks(2, move |rank, group| {
+        if rank.rank() == 0 {
+            let tensor = block(64 * MIB);
+            let address = tensor.data_ptr() as usize;
+            assert_eq!(address % 64, 0);
+            send.send((tensor, address)).unwrap();
+            group.barrier()?;
+            let again = Tensor::empty(64 * MIB as i64, (Kind::Uint8, Device::Cpu));
+            assert_eq!(again.data_ptr() as usize, address, "the block that rank 1 has freed");
+        } else {
+            drop(receive.recv()?);
+            group.barrier()?;
+        }
+        group.barrier()?;
+        Ok(kept_memory())
+    });
+    assert!(kept.iter().all(|&kept| kept >= 64 * MIB), "{kept:?}");
+    assert_eq!(kept_memory(), 0, "after the run");
+}
+
+fn one_block() {
+    drop(block(64 * MIB));
+    println!("keeps: {}, kept: {}", keeps_memory(), kept_memory() / MIB);
+}
+
+#[test]
+fn kept_memory_is_bounded_with_many_sizes() {
+    play("sizes", None);
+}
+
+#[test]
+fn memory_is_kept_across_ranks_and_given_back_at_the_end_of_a_run() {
+    play("run", None);
+}
+
+#[test]
+fn the_environment_turns_kept_memory_off() {
+    for (switch, library, shown) in [
+        (None, "keeps: true, kept: 64", "kept"),
+        (Some("1"), "keeps: true, kept: 64", "kept"),
+        (Some("0"), "keeps: false, kept: 0", "returned"),
+    ] {
+        let stdout = play("block", switch);
+        assert!(stdout.contains(library), "{stdout}");
+        let mut command = program(&["env"]);
+        command.env_remove(SWITCH);
+        command.envs(switch.map(|value| (SWITCH, value)));
+        let (_, stdout, _) = run_command(command);
+        assert!(stdout.contains(&format!("  freed CPU memory    {shown}\n")), "{stdout}");
+    }
+}
+
+#[test]
+fn kept_memory_changes_no_bit() {
+    let args = [
+        "--nproc-per-node=2",
+        "--model=mlp",
+        "--hidden=512,512",
+        "--optimizer=adamw",
+        "--num-samples=1000",
+        "--batch-size=48",
+        "--log-format=json",
+    ];
+    let hashes = ["0", "1"].map(|switch| {
+        let mut command = program(&args);
+        command.env(SWITCH, switch);
+        end(command)["parameters_hash"].as_str().unwrap().to_owned()
+    });
+    assert_eq!(hashes[0], hashes[1]);
 }

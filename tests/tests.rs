@@ -33,7 +33,7 @@ mod limits; // open files and threads: each limit named with its remedy
 mod many_ranks; // hundreds of threads: memory, and lists of tensors
 mod matrix; // every kind of failure at every stage, where ranks are processes
 mod mean; // the exact mean: N ranks with unequal batches are one rank on all samples
-mod memory; // as much after ten thousand steps as after a thousand
+mod memory; // as much after ten thousand steps as after a thousand; blocks kept for the next tensors
 mod messages; // from one rank to one other, and objects
 mod mutated; // inputs that were changed at random
 mod non_finite; // losses and gradients that are not finite

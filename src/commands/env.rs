@@ -22,6 +22,7 @@ struct Report {
     gpu_problem: Option<String>,
     libtorch: String,
     libtorch_folder: Option<String>,
+    keeps_memory: bool,
     nccl: Option<String>,
     /// `None` if the launcher's variables are invalid.
     launcher: Option<&'static str>,
@@ -97,6 +98,7 @@ pub fn env(config: &Config, cuda: &Cuda, printer: &Printer) -> anyhow::Result<()
         gpu_problem: cuda.problem.clone(),
         libtorch: ffi::version(),
         libtorch_folder: ffi::library_folder().map(|folder| folder.display().to_string()),
+        keeps_memory: ffi::keeps_memory(),
         nccl: nccl_version(),
         launcher: launch.as_ref().ok().map(|launch| launch.kind.name()),
         launch: launch.as_ref().ok().map(Launched::of),
@@ -160,6 +162,7 @@ fn write_text(
     }
     row("libtorch", report.libtorch.clone())?;
     row("  loaded from", report.libtorch_folder.clone().unwrap_or_else(none))?;
+    row("  freed CPU memory", if report.keeps_memory { "kept" } else { "returned" }.into())?;
     row("NCCL", report.nccl.clone().unwrap_or_else(none))?;
     match launch {
         Ok(launch) if launch.kind == LaunchKind::Local => {

@@ -10,6 +10,7 @@ use crossbeam::channel::{Receiver, unbounded};
 use crossbeam::select;
 
 use super::{Spawn, leave_failure};
+use crate::ffi::give_back_memory;
 use crate::launch::heartbeat_monitor::Stay;
 use crate::launch::rank_thread::{Ended, RankThread};
 use crate::launch::stall::{stalled, status_table};
@@ -84,6 +85,7 @@ impl Spawn {
         }
         drop(ended);
         let table = self.wait(&run, &ends, &mut threads, join);
+        give_back_memory();
         if let Some(world) = &self.world {
             let failed = run.cancel.cancelled_by().is_some();
             let asked_to_end =
