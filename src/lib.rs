@@ -1,5 +1,6 @@
 //! Data-parallel training in Rust the way `torch.multiprocessing.spawn` and `DistributedDataParallel` do
-//! it in Python. A rank is one of N workers that train one model together: each is a thread, with a device of its own.
+//! it in Python. A rank is one of N workers that train one model together: a thread with its own part of the data,
+//! usually on a GPU of its own.
 //!
 //! ```
 //! use std::sync::Arc;
@@ -114,7 +115,7 @@
 //! | [`process_group`] | all_reduce, broadcast and all other collectives, over threads, NCCL or Gloo |
 //! | [`ffi`] | what `tch` lacks |
 //! | [`os`] | signals, limits and the exit of the process |
-//! | `files` | what a user names is opened without waiting, and written whole |
+//! | `files` | what a user names is opened without waiting, and appended to in whole rows |
 //! | `runtime` | who does what, who failed first, and the cancellable barrier |
 //! | [`records`] | plain data that a run measures |
 //! | `error` | the errors, and which rank to suspect |
@@ -128,7 +129,8 @@
 //! * `threaded` adds in the order of the ranks. `gloo` adds within each process first, then in the order of the processes.
 //!   So the same flags and layout give the same bits, on all ranks. NCCL adds in an order of its own.
 //! * Every NCCL launch stands between two meetings of the ranks of the process.
-//! * No global state: the group, the configuration and the printer are passed on.
+//! * No global state but the handlers of signals and panics, and the lock of libtorch's generator. The group, the
+//!   configuration and the printer are passed on.
 
 pub mod checkpoint;
 pub mod commands;

@@ -1,4 +1,4 @@
-//! Plain records of a run: measured by one room of the crate, printed or saved by another.
+//! Plain records of a run: measured by one module, printed or saved by another.
 
 use serde::{Deserialize, Serialize};
 

@@ -388,7 +388,7 @@ fn options() -> String {
     let mut page = String::from(
         "# Options\n\n\
         <!-- Made from the help by `TRYCMD=overwrite cargo test --release --test tests docs::book_options`. -->\n\n\
-        `ddp-mp -h` shows the options of most runs, and `ddp-mp --help` all of them. In a flag `_` is accepted for `-`.\n\
+        `ddp-mp -h` shows the options that most runs need, and `ddp-mp --help` all of them. In a flag `_` is accepted for `-`.\n\
         Every flag of training but `--config` is also a key of a file for `--config`, with `_` for `-`. Flags win over\n\
         the file.\n",
     );

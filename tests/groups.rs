@@ -134,7 +134,7 @@ fn invalid_groups_are_refused() {
     ranks(3, |_, group| {
         if let Some(part) = group.new_group(&[1, 2])? {
             let error = part.broadcast(&mut one(1), 2).unwrap_err().to_string();
-            assert!(error.ends_with("0 to 1, which are ranks [1, 2] of the whole"), "{error}");
+            assert!(error.ends_with("0 to 1, which are ranks [1, 2] of the run"), "{error}");
         }
         Ok(())
     });

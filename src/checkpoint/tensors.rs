@@ -12,6 +12,7 @@ use super::layout::{MODEL, newest_in, pointed};
 use crate::ddp::{bytes_of, state_dict};
 use crate::error::{Error, Result};
 use crate::ffi::{MappedFile, TorchResult};
+use crate::process_group::dtype_name;
 
 /// The dtypes of libtorch and those of safetensors, as PyTorch's safetensors maps them.
 const DTYPES: [(Kind, Dtype); 10] = [
@@ -39,8 +40,8 @@ impl Copied {
     pub(super) fn of(name: &str, tensor: &Tensor) -> Result<Self> {
         let Some((_, dtype)) = DTYPES.into_iter().find(|(kind, _)| *kind == tensor.kind()) else {
             return Err(Error::Unsupported(format!(
-                "`{name}` is {:?}, a dtype that safetensors files cannot hold",
-                tensor.kind()
+                "`{name}` is {}, a dtype that safetensors files cannot hold",
+                dtype_name(tensor.kind())
             )));
         };
         let shape = tensor.size().into_iter().map(|n| n as usize).collect();

@@ -22,7 +22,7 @@ pub struct SamplerFlags {
     /// Number of ranks
     #[arg(long, value_name = "W", value_parser = whole::<usize>(1..=MOST_RANKS as u64))]
     pub world_size: usize,
-    /// Only rank to show
+    /// Rank to show, instead of all
     #[arg(long, value_name = "R", value_parser = whole::<usize>(0..=u64::MAX))]
     pub rank: Option<usize>,
     /// Epoch, from 0

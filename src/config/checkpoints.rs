@@ -44,7 +44,7 @@ pub struct CheckpointsSection {
     #[arg(add = Conflict(newest_of_no_folder), add = InShortHelp)]
     #[arg(add = MayDiffer::BetweenProcesses, add = RefusedBy::TOOLS)]
     pub resume: Option<String>,
-    /// File with the first parameters and buffers
+    /// File with the initial parameters and buffers
     ///
     /// A safetensors file, as PyTorch saves it; a checkpoint; or the folder of a run, for its newest checkpoint
     #[arg(long, value_name = "FILE", add = Conflict(resumes))]

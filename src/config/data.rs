@@ -19,7 +19,7 @@ pub struct DataSection {
     #[arg(long, value_name = "DATA", default_value_t = DatasetSpec::RANDOM, add = InShortHelp)]
     #[arg(long_help = format!("Data set\n\n{}", DatasetSpec::forms()))]
     pub dataset: DatasetSpec,
-    /// Samples of random data, or the first of a file's
+    /// Number of random samples, or of a file's first samples
     #[arg(long, value_name = "N", value_parser = whole::<i64>(1..))]
     #[arg(default_value = "4096", default_value_ifs = unless_a_file_says("4096"))]
     pub num_samples: Option<i64>,

@@ -7,12 +7,11 @@ use serde::Serialize;
 use serde_with::{SerializeDisplay, skip_serializing_none};
 use strum::{Display, EnumString, VariantNames};
 
+use super::Config;
 use super::option_rules::{Conflict, MayDiffer, OnlyIf, RefusedBy};
 use super::training::MOST_IN_A_STEP;
 use super::values::{name, number, whole};
-use super::{Config, ScheduleKind};
 use crate::ddp::{CommHook, Compress, DdpOptions, PowerSgd, PowerSgdOptions};
-use crate::optim::Unit;
 
 /// The distributed strategy: `--strategy`.
 #[derive(
@@ -89,9 +88,9 @@ pub struct DdpSection {
     /// Buffers, such as running statistics, stay local to each rank
     #[arg(long, add = Conflict(needs_ddp), add = MayDiffer::OnResume)]
     pub no_broadcast_buffers: bool,
-    /// Comparison of all collective calls with nccl, too
+    /// Comparison of the ranks' collective calls under nccl, too
     ///
-    /// threaded always compares them
+    /// threaded and gloo always compare them
     #[arg(long, add = MayDiffer::OnResume)]
     pub check_collectives: bool,
     /// Steps between comparisons of all ranks' parameters
@@ -151,27 +150,6 @@ impl Config {
                 self.ddp.powersgd_start_iter
             )
         })
-    }
-
-    /// Returns a note on a requested option that has no effect in a run of `steps` steps; `None` if there is none.
-    pub(crate) fn no_effect_warning(&self, steps: u64) -> Option<String> {
-        if let Some(idle) = self.idle_hook_warning(steps) {
-            return Some(idle);
-        }
-        let (unit, length) = match self.optimization.schedule_by {
-            Unit::Epoch => ("epoch", self.training.max_epochs),
-            Unit::Step => ("step", steps),
-        };
-        let first = self.optimization.milestones.first().copied().unwrap_or_default();
-        match self.optimization.schedule {
-            ScheduleKind::MultiStep if first >= length => Some(format!(
-                "the first milestone is {unit} {first}, and this run has {length}: the learning rate stays as it is"
-            )),
-            ScheduleKind::Cosine if length == 1 => Some(format!(
-                "a cosine over one {unit} leaves the learning rate as it is; use --schedule-by step, or more epochs"
-            )),
-            _ => None,
-        }
     }
 
     /// Returns the communication hook. `None` if gradients are not compressed.

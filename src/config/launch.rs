@@ -19,7 +19,7 @@ use crate::launch::{BackendChoice, Fault, LaunchChoice, LaunchOptions, Nproc, Sp
 pub struct LaunchSection {
     /// Ranks that this process starts: auto, gpu, cpu or N
     ///
-    /// auto: one per visible GPU, else one per CPU core; one if a launcher starts a process per rank
+    /// auto: one if a launcher starts a process per rank; else one per visible GPU; without a GPU one per CPU core
     #[arg(long, value_name = "auto|gpu|cpu|N", default_value = "auto")]
     #[arg(add = InShortHelp, add = MayDiffer::BetweenProcesses)]
     #[serde(serialize_with = "values::nproc")]
@@ -30,7 +30,7 @@ pub struct LaunchSection {
     pub spawn: SpawnChoice,
     /// Communication backend
     ///
-    /// auto: nccl on GPUs, else threaded; gloo for several processes
+    /// auto: nccl on GPUs; on CPUs threaded, or gloo for several processes
     // Processes compare the backend that it selects.
     #[arg(long, value_name = "NAME", value_parser = values::backend())]
     #[arg(default_value_t = BackendChoice::Auto)]

@@ -57,27 +57,27 @@ impl Config {
         let orders = if self.ddp.strategy == StrategyKind::Dp { 1 } else { ranks };
         let shuffled = if self.data.no_shuffle { 0.0 } else { samples as f64 };
         let in_each =
-            if processes > 1 { format!(", in {processes} processes,") } else { String::new() };
+            if processes > 1 { format!(" in {processes} processes") } else { String::new() };
         let parts = [
             (
                 ranks as f64 * parameters * (2.0 + states) * FLOAT,
                 self.largest(&self.widths()),
                 format!(
-                    "{ranks} replicas of a model of {parameters:.0} parameters take, with gradients and the \
-                     optimizer's state,"
+                    "{ranks} replicas ({parameters:.0} parameters each, with gradients and the optimizer's state) \
+                     take"
                 ),
                 "use a smaller model, or fewer ranks with --nproc-per-node",
             ),
             (
                 processes as f64 * self.random_bytes().unwrap_or_default(),
                 self.largest(&SIZES),
-                format!("{samples} random samples take{in_each}"),
+                format!("{samples} random samples{in_each} take"),
                 "use fewer samples, or fewer ranks with --nproc-per-node",
             ),
             (
                 orders as f64 * shuffled * ORDER,
                 "num_samples",
-                format!("the shuffled order of {samples} samples takes, on {orders} ranks,"),
+                format!("the shuffled order of {samples} samples on {orders} ranks takes"),
                 "use fewer samples, fewer ranks with --nproc-per-node, or --no-shuffle",
             ),
         ];
@@ -182,7 +182,7 @@ mod tests {
         assert!(fits.check_memory_for(2, 1).is_ok());
         let error = fits.check_memory_for(1 << 40, 1).unwrap_err().to_string();
         assert!(
-            error.starts_with("--hidden: 1099511627776 replicas of a model of 22001 parameters"),
+            error.starts_with("--hidden: 1099511627776 replicas (22001 parameters each, with "),
             "{error}"
         );
     }
@@ -202,11 +202,13 @@ mod tests {
             "--num-samples: 10000000 random samples take 0.8 GB and what else the ranks need 0.3 GB, and this machine \
              has 1.0 GB; use fewer samples, or fewer ranks with --nproc-per-node"
         );
-        assert!(error(gb(1), 2, 2).starts_with(
-            "--num-samples: 10000000 random samples take, in 2 processes, 1.6 GB, and"
-        ),);
+        assert!(
+            error(gb(1), 2, 2).starts_with(
+                "--num-samples: 10000000 random samples in 2 processes take 1.6 GB, and"
+            ),
+        );
         assert!(error(gb(1), 20, 1).starts_with(
-            "--num-samples: the shuffled order of 10000000 samples takes, on 20 ranks, 1.6 GB, and"
+            "--num-samples: the shuffled order of 10000000 samples on 20 ranks takes 1.6 GB, and"
         ));
         let mut in_order = config.clone();
         in_order.data.no_shuffle = true;

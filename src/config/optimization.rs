@@ -118,7 +118,7 @@ pub struct OptimizationSection {
     #[arg(long, value_name = "X", value_parser = number(0.0..=MOST), default_value_t = 0.0)]
     #[arg(add = COSINE, add = MayDiffer::OnResumeWithNote)]
     pub eta_min: f64,
-    /// Warm-up steps of the learning rate, from a third
+    /// Warm-up steps, from a third of the learning rate
     #[arg(long, value_name = "N", value_parser = whole::<u64>(..), default_value_t = 0)]
     #[arg(add = MayDiffer::OnResumeWithNote)]
     pub warmup_steps: u64,
@@ -261,6 +261,26 @@ impl Config {
             .warmup(self.optimization.warmup_steps, Schedule::START_FACTOR)
     }
 
+    /// Returns a note if the schedule has no effect in a run of `steps` steps. `None` if it has an effect.
+    pub(crate) fn idle_schedule_warning(&self, steps: u64) -> Option<String> {
+        let (unit, length, remedy) = match self.optimization.schedule_by {
+            Unit::Epoch => {
+                ("epoch", self.training.max_epochs, "--schedule-by step, or more epochs")
+            }
+            Unit::Step => ("step", steps, "more steps"),
+        };
+        let first = self.optimization.milestones.first().copied().unwrap_or_default();
+        match self.optimization.schedule {
+            ScheduleKind::MultiStep if first >= length => Some(format!(
+                "the first milestone is {unit} {first}, and this run has {length}: the learning rate stays as it is"
+            )),
+            ScheduleKind::Cosine if length == 1 => Some(format!(
+                "a cosine over one {unit} leaves the learning rate as it is; use {remedy}"
+            )),
+            _ => None,
+        }
+    }
+
     /// Refuses a learning rate or a warm-up that does not fit `world_size` ranks.
     pub(super) fn validate_optimization_for(&self, world_size: usize) -> Result<()> {
         let (lr, _) = self.lr_for(world_size);
@@ -352,6 +372,29 @@ mod tests {
         let (lr, note) = resolve("scale_lr = true").unwrap().lr_for(4);
         assert_eq!(lr, 0.004);
         assert_eq!(note.unwrap(), "--scale-lr: learning rate 0.001 x 4 ranks = 0.004");
+    }
+
+    #[test]
+    fn schedules_without_an_effect_are_noted_with_the_remedy() {
+        for (given, note) in [
+            (
+                "schedule = \"cosine\"",
+                "a cosine over one epoch leaves the learning rate as it is; use --schedule-by step, or more epochs",
+            ),
+            (
+                "schedule = \"cosine\"\nschedule_by = \"step\"",
+                "a cosine over one step leaves the learning rate as it is; use more steps",
+            ),
+            (
+                "schedule = \"multi-step\"\nmilestones = [1, 2]",
+                "the first milestone is epoch 1, and this run has 1: the learning rate stays as it is",
+            ),
+        ] {
+            assert_eq!(resolve(given).unwrap().idle_schedule_warning(1).unwrap(), note);
+        }
+        let by_step = resolve("schedule = \"cosine\"\nschedule_by = \"step\"").unwrap();
+        assert_eq!(by_step.idle_schedule_warning(2), None);
+        assert_eq!(resolve("").unwrap().idle_schedule_warning(1), None);
     }
 
     #[test]

@@ -30,7 +30,7 @@ pub struct TrainingSection {
     pub max_steps: Option<u64>,
     /// Longest time of this start, as 90, 30s or 10m
     ///
-    /// Time before a checkpoint does not count. Restarts by --max-restarts do not reset it
+    /// Time before the checkpoint of --resume does not count. Restarts by --max-restarts do not reset it
     #[arg(long, value_name = "TIME", value_parser = positive_duration)]
     #[arg(add = MayDiffer::BetweenProcesses, add = RefusedBy::TOOLS)]
     #[serde(serialize_with = "humantime_serde::serialize")]

@@ -59,7 +59,8 @@ use crate::records::Parameter;
 ///    are views; backward's gradients are moved there.
 /// 2. [`forward`](Replica::forward) runs the model's own forward pass.
 /// 3. [`backward`](Self::backward) runs autograd. Hooks report each complete gradient. A bucket with all of its
-///    gradients is summed over the ranks and divided by their number. With `nccl` this happens during backward.
+///    gradients is summed over the ranks and divided by their number. With `nccl`, and between
+///    processes, this happens during backward.
 /// 4. Every rank makes the same optimizer step with the same numbers, so the replicas stay identical.
 ///
 /// With batches of equal size and a mean loss, the average is the gradient of the whole batch. With batches of

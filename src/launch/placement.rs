@@ -188,9 +188,8 @@ pub fn place(
         if let Some(backend) = given.filter(|it| !it.devices().include(&devices)) {
             let why = if gpus == 0 { why_none() } else { "ranks on the CPU were asked for".into() };
             return Err(Error::InvalidInput(format!(
-                "--backend {} needs a GPU for each rank: {why}; use --backend {}",
-                backend.name(),
-                default.name()
+                "--backend {} needs a GPU for each rank: {why}; leave --backend out",
+                backend.name()
             )));
         }
         let note = (nproc != Nproc::Cpu).then(|| {
@@ -218,7 +217,7 @@ pub fn place(
         given.filter(|it| it.devices() == Devices::Cpu)
     {
         return Err(Error::InvalidInput(format!(
-            "--backend {} is for ranks on the CPU: use --nproc-per-node cpu or {}",
+            "--backend {} is for ranks on the CPU; use --nproc-per-node cpu, or --backend {}",
             backend.name(),
             Backend::for_threads(&own_gpus(0)).name()
         )));
@@ -284,7 +283,10 @@ impl Placement {
             None => Err(Error::InvalidInput(format!(
                 "--backend {} stays within one process, and there are {count}; use {}",
                 suits.unwrap_or(self.backend).name(),
-                Backend::names_between_processes()
+                Backend::for_processes(&self.devices)
+                    .map_or_else(Backend::names_between_processes, |backend| backend
+                        .name()
+                        .to_owned())
             ))),
         }
     }

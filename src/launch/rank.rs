@@ -135,7 +135,8 @@ impl Rank {
         })?;
         if bootstrap.backend() != backend {
             return Err(Error::InvalidInput(format!(
-                "init_process_group: rank 0 asks for backend {}, rank {} for {}; ask for the same",
+                "init_process_group: rank {} asks for backend {}, rank {} for {}; ask for the same",
+                self.first,
                 bootstrap.backend().name(),
                 self.rank,
                 backend.name()

@@ -121,7 +121,7 @@ pub(super) fn status_table(run: &RunContext, here: Range<usize>) -> String {
         for op in seen.iter().filter(|op| op.on_comm_thread && op.finished_ago.is_none()) {
             let _ = write!(
                 line,
-                "; its communication thread is in {}, {} ago",
+                "; its communication thread has been in {} for {}",
                 what(op),
                 seconds(op.started_ago)
             );
@@ -157,7 +157,8 @@ fn last_seen(run: &RunContext, rank: usize, seen: &[OpSnapshot]) -> String {
     };
     match newest.finished_ago {
         None => {
-            format!("last seen in {}, {} ago", within(newest, seen), seconds(newest.started_ago))
+            let entered = seconds(newest.started_ago);
+            format!("last seen in {}, entered {entered} ago", within(newest, seen))
         }
         Some(finished_ago) => {
             format!("last seen leaving {}, {} ago", what(newest), seconds(finished_ago))

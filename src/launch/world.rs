@@ -17,8 +17,7 @@ use tch::Device;
 
 use super::heartbeat_monitor::{HeartbeatMonitor, Server, Stay};
 use super::messages::{MOST_RANKS, MissingPeers, Process, check_same, node_of, places, shared_gpu};
-use super::{Launch, LaunchKind, MasterEndpoint, Placement};
-use super::{clock_sync, restart_generation};
+use super::{Launch, LaunchKind, MasterEndpoint, Placement, clock_sync, restart_generation};
 use crate::error::{Error, Result};
 use crate::ffi::{TcpStore, check_interfaces, cuda};
 use crate::os::limits::require_files;
@@ -367,14 +366,13 @@ fn exchange_processes(
         return Ok(all);
     }
     let numbered = || all.iter().enumerate();
-    let missing =
-        numbered().filter(|(_, process)| process.is_none()).map(|(number, _)| number.to_string());
+    let missing = numbered().filter(|(_, process)| process.is_none());
     let there = numbered().filter_map(|(number, process)| {
         let Process { host, pid, .. } = process.as_ref()?;
         Some(format!("{number} (on {host}, process {pid})"))
     });
     Err(Error::PeersMissing {
-        missing: missing.collect::<Vec<_>>().join(", "),
+        missing: missing.map(|(number, _)| number.to_string()).collect::<Vec<_>>().join(", "),
         count,
         waited: timeout,
         there: there.collect::<Vec<_>>().join(", "),
@@ -387,8 +385,10 @@ fn exchange_processes(
 /// [`Error::InvalidInput`] with the reason, the same in all processes.
 fn check(processes: &[Process], me: &Process, mine: usize) -> Result<Vec<Range<usize>>> {
     if processes[mine] != *me {
-        let text = format!("two processes have the number {mine}; give each its own --node-rank");
-        return Err(Error::InvalidInput(text));
+        let count = processes.len();
+        return Err(Error::InvalidInput(format!(
+            "two processes have the number {mine} of {count}; give each its own --node-rank (or RANK)"
+        )));
     }
     check_same(processes)?;
     if let Devices::OwnGpu { shared_if } = me.backend.parse::<Backend>()?.devices()

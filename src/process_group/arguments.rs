@@ -81,7 +81,7 @@ impl ProcessGroup {
         // The ranks of a sub-group have its own numbers, unlike PyTorch's `src` and `dst`.
         let members = match self.ranks() {
             ranks if ranks.last() == Some(&last) => String::new(),
-            ranks => format!(", which are ranks {ranks:?} of the whole"),
+            ranks => format!(", which are ranks {ranks:?} of the run"),
         };
         refuse(
             operation,

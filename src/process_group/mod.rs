@@ -76,8 +76,8 @@ use crate::runtime::{Activity, RunContext, StopRequest};
 /// One rank's membership in a group of ranks.
 ///
 /// Bound to its rank's thread. Every method is a *collective* unless it says otherwise: all ranks of the group must
-/// call it, in the same order, with tensors of the same dtype and shape. With the `threaded` backend, a difference
-/// is an error on every rank; the error lists each rank's call.
+/// call it, in the same order, with tensors of the same dtype and shape. With `threaded` and `gloo`, a difference is an
+/// error on every rank; the error lists each rank's call.
 ///
 /// Follows `torch.distributed`: its functions are methods here. There is no default group; pass the group on.
 /// [`ProcessGroup::async_op`] replaces `async_op=True`.

@@ -160,7 +160,7 @@ impl Fault {
             kinds.map(<&str>::from).collect::<Vec<_>>().join(", ")
         };
         format!(
-            "KIND: {}, slow=50ms (from this step on); in a step also {}. STAGE: {}",
+            "KIND: {}, slow=50ms (this step and all later ones); with at=step also {}. STAGE: {}",
             kinds(false),
             kinds(true),
             FaultSite::VARIANTS.join(", ")

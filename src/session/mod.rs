@@ -144,8 +144,10 @@ impl Session {
         let world_size = joined_launch.world_size();
         let (_, lr_note) = config.lr_for(world_size);
         let notes = joined_launch.notes().into_iter().chain(data.notes.iter().cloned());
-        let more = lr_note.into_iter().chain(config.no_effect_warning(config.steps(world_size)));
-        notes.chain(more).for_each(|note| printer.info(&note));
+        let steps = config.steps(world_size);
+        let idle = [config.idle_hook_warning(steps), config.idle_schedule_warning(steps)];
+        let notes = notes.chain(lr_note).chain(idle.into_iter().flatten());
+        notes.for_each(|note| printer.info(&note));
     }
 
     /// Opens the files of rank 0: metrics, and checkpoints to start from and to save.

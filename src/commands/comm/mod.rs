@@ -35,7 +35,7 @@ const MOST_NUMEL: u64 = 1_000_000;
 /// The flags of `comm`.
 #[derive(Debug, Clone, Args)]
 pub struct CommFlags {
-    /// Operation; all of them without one
+    /// Operation; without it, all of them
     #[arg(value_name = "OP", value_parser = operation::<CommOp>("_"))]
     pub op: Option<CommOp>,
     /// Elements of each tensor

@@ -29,7 +29,7 @@ pub(super) fn read(options: &LaunchOptions, why: &str) -> Result<Launch> {
     };
     if index >= nnodes {
         return Err(Error::InvalidInput(format!(
-            "--node-rank={index} is not below --nnodes={nnodes}; machines count from 0"
+            "--node-rank={index} must be below --nnodes={nnodes}, because machines count from 0"
         )));
     }
     let processes = Processes { index, count: nnodes, local_index: 0, local_count: 1 };

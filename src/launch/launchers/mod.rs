@@ -19,10 +19,10 @@
 //! mpirun comes before srun: in a Slurm job, mpirun starts its processes through srun, which leaves its own
 //! variables there.
 //!
-//! `--nproc-per-node` always means threads of this very process. Without the flag, a process that its launcher
-//! counts as one rank has one. But if it is alone on its machine and sees several GPUs, it starts a thread for
-//! each: use `torchrun --nproc-per-node=1` to get that. `--nproc-per-node=1` as a flag of this program means one
-//! rank.
+//! Without `--spawn=processes`, `--nproc-per-node` means threads of this very process. Without either flag, a process
+//! that its launcher counts as one rank has one. But if it is alone on its machine and sees several GPUs, it starts a
+//! thread for each: use `torchrun --nproc-per-node=1` to get that. `--nproc-per-node=1` as a flag of this program
+//! means one rank.
 
 mod kubernetes;
 mod local;

@@ -154,7 +154,7 @@ pub(super) fn check_below(name: &str, number: usize, of: &str, count: usize) -> 
         return Ok(());
     }
     Err(Error::InvalidInput(format!(
-        "{name}={number} is not below {of}={count}; {name} counts from 0; check what sets them (--launch local \
+        "{name}={number} must be below {of}={count}, because it counts from 0; check what sets them (--launch local \
          ignores them)"
     )))
 }

@@ -1,4 +1,4 @@
-//! The room of one process's ranks: the exchange of their calls, their mailboxes, and arithmetic on their tensors.
+//! What the ranks of one process share: the exchange of their calls, their mailboxes, and arithmetic on their tensors.
 //!
 //! `threaded` and `gloo` compare all calls with [`compare`]; `nccl` compares them with `--check-collectives` only, except
 //! for those that it cannot run without. [`mail`] carries the messages of CPU ranks. [`element`] reduces tensors in the
