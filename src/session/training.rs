@@ -8,7 +8,7 @@ use crate::config::{Config, StrategyKind};
 use crate::data::{DataLoader, Dataset, Loader, ScatterLoader};
 use crate::ddp::{DataParallel, DistributedDataParallel, Strategy, parameters_hash};
 use crate::error::Result;
-use crate::ffi::{Generator, give_back_memory};
+use crate::ffi::Generator;
 use crate::launch::Rank;
 use crate::models::Model;
 use crate::optim::{Optimizer, Schedule};
@@ -79,7 +79,6 @@ impl Training {
         };
         let build = |buffers| config.optimizer_options().build(buffers);
         let optimizer = ddp.flat_buffers().map(build).transpose()?;
-        give_back_memory(); // steps need other sizes than setting up
         let schedule = config.schedule_for(rank.world_size());
         Ok(Self { ddp, optimizer, schedule, generator, loader, hash_before_broadcast })
     }
