@@ -7,6 +7,7 @@ mod shared;
 
 mod amp; // mixed precision: autocast on several threads, skipped steps
 mod bench; // ddp-mp bench: right results, right columns, wrong input
+mod bind; // ranks on CPUs of their own, with all threads that they start
 mod c10d; // groups in which PyTorch could be
 mod callbacks; // a user's own: each step seen, a step skipped, a stop that one rank requests
 mod checkpoint; // stopped, killed, damaged, and going on as if nothing had happened

@@ -7,7 +7,7 @@ use serde::Serialize;
 use crate::config::{Config, Data};
 use crate::error::Result;
 use crate::ffi::{self, cuda::Cuda};
-use crate::launch::{Launch, LaunchKind, SpawnChoice};
+use crate::launch::{Binding, Launch, LaunchKind, Placement, SpawnChoice};
 use crate::process_group::{nccl_version, rank_label};
 use crate::session::{cores, open_data, place_all};
 use crate::telemetry::Printer;
@@ -76,6 +76,28 @@ struct Plan {
     backend: &'static str,
     devices: Vec<String>,
     threads_per_rank: usize,
+    /// The CPUs of each rank, as `0-3`. `None` if the ranks are not bound.
+    cpus: Option<Vec<String>>,
+    /// Why they are not bound.
+    unbound: Option<String>,
+}
+
+impl Plan {
+    fn of(placement: &Placement, binding: Binding) -> Self {
+        let (cpus, unbound) = match binding {
+            Binding::Bound(cpus) => (Some(cpus.iter().map(ToString::to_string).collect()), None),
+            Binding::Unbound(reason) => (None, Some(reason)),
+        };
+        let devices = placement.devices.iter().enumerate();
+        Self {
+            world_size: placement.devices.len(),
+            backend: placement.backend.name(),
+            devices: devices.map(|(local_rank, &device)| rank_label(device, local_rank)).collect(),
+            threads_per_rank: placement.threads_per_rank,
+            cpus,
+            unbound,
+        }
+    }
 }
 
 /// Prints what was found on this machine, and what `ddp-mp` with `config` would run. Opens the data for that.
@@ -104,17 +126,7 @@ pub fn env(config: &Config, cuda: &Cuda, printer: &Printer) -> anyhow::Result<()
         launch: launch.as_ref().ok().map(Launched::of),
         data,
         plan_problem: plan.as_ref().err().map(ToString::to_string),
-        plan: plan.ok().map(|placement| Plan {
-            world_size: placement.devices.len(),
-            backend: placement.backend.name(),
-            devices: placement
-                .devices
-                .iter()
-                .enumerate()
-                .map(|(local_rank, &device)| rank_label(device, local_rank))
-                .collect(),
-            threads_per_rank: placement.threads_per_rank,
-        }),
+        plan: plan.ok().map(|(placement, binding)| Plan::of(&placement, binding)),
     };
     Ok(printer.result(&report, |out| write_text(&report, &launch, config, out))?)
 }
@@ -196,10 +208,17 @@ fn write_text(
     }
     match (&report.plan, &report.plan_problem) {
         (Some(plan), _) => {
-            let Plan { world_size, backend, devices, threads_per_rank } = plan;
+            let Plan { world_size, backend, devices, threads_per_rank, cpus, unbound } = plan;
             row("would run", format!("{world_size} ranks, backend {backend}"))?;
             row("  devices", devices.join(" "))?;
             row("  threads per rank", threads_per_rank.to_string())?;
+            row(
+                "  CPUs of ranks",
+                match cpus {
+                    Some(cpus) => cpus.join(" "),
+                    None => format!("not bound: {}", unbound.as_deref().unwrap_or_default()),
+                },
+            )?;
         }
         (None, problem) => row("would fail", problem.clone().unwrap_or_default())?,
     }

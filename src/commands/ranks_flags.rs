@@ -7,8 +7,11 @@ use clap::Args;
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use strum::{ParseError, VariantNames};
 
-use crate::config::{backend_in_one_process, positive_duration};
-use crate::launch::{BackendChoice, Nproc};
+use crate::config::{backend_in_one_process, name, positive_duration};
+use crate::error::Result;
+use crate::ffi::cuda::Cuda;
+use crate::launch::{BackendChoice, BindChoice, Nproc, Placement, Spawn};
+use crate::session::place_ranks;
 
 /// The ranks to start.
 #[derive(Debug, Clone, Args)]
@@ -23,11 +26,31 @@ pub struct RanksFlags {
     /// auto: nccl on GPUs, else threaded
     #[arg(long, value_name = "NAME", value_parser = backend_in_one_process(), default_value = "auto")]
     pub backend: BackendChoice,
+    /// CPUs of each rank
+    ///
+    /// auto: core if the threads of all ranks fit
+    #[arg(long, value_name = "NAME", value_parser = name::<BindChoice>(), default_value_t)]
+    pub bind: BindChoice,
     /// Longest wait for other ranks, as 500ms, 30s, 10m
     ///
     /// A plain number is seconds
     #[arg(long, value_name = "TIME", value_parser = positive_duration, default_value = "10m")]
     pub timeout: Duration,
+}
+
+impl RanksFlags {
+    /// Returns where the ranks run.
+    ///
+    /// # Errors
+    /// [`Error::InvalidInput`](crate::Error::InvalidInput) when they cannot run here.
+    pub(super) fn place(&self, cuda: &Cuda) -> Result<Placement> {
+        place_ranks(self.nproc_per_node, self.backend, self.bind, cuda)
+    }
+
+    /// Returns how to start the ranks of `placement`.
+    pub(super) fn spawn(&self, placement: &Placement) -> Spawn {
+        Spawn::at(placement).bind(self.bind).timeout(self.timeout)
+    }
 }
 
 /// Parses an operation by its name, with `_` or `-`. The help shows the name with `separator`.

@@ -9,7 +9,9 @@ use serde_with::skip_serializing_none;
 use super::Config;
 use super::option_rules::{InShortHelp, MayDiffer, RefusedBy};
 use super::values::{self, duration, name, positive_duration, whole, written};
-use crate::launch::{BackendChoice, Fault, LaunchChoice, LaunchOptions, Nproc, Spawn, SpawnChoice};
+use crate::launch::{
+    BackendChoice, BindChoice, Fault, LaunchChoice, LaunchOptions, Nproc, Spawn, SpawnChoice,
+};
 
 /// The ranks of a run: how many, where, and how long they wait.
 #[skip_serializing_none]
@@ -36,6 +38,12 @@ pub struct LaunchSection {
     #[arg(default_value_t = BackendChoice::Auto)]
     #[arg(add = MayDiffer::BetweenProcesses, add = RefusedBy::VERIFY)]
     pub backend: BackendChoice,
+    /// CPUs of each rank
+    ///
+    /// auto: core for ranks on the CPU, if the threads of all ranks fit
+    #[arg(long, value_name = "NAME", value_parser = name::<BindChoice>())]
+    #[arg(default_value_t, add = MayDiffer::BetweenProcesses, add = RefusedBy::VERIFY)]
+    pub bind: BindChoice,
     /// Launcher whose variables place this process
     ///
     /// local: none of them. See ddp-mp env
@@ -103,6 +111,7 @@ impl Config {
             master_addr: self.launch.master_addr.clone(),
             master_port: self.launch.master_port,
             nproc: self.launch.nproc_per_node,
+            bind: self.launch.bind,
         }
     }
 }

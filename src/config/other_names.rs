@@ -2,7 +2,7 @@
 
 /// Options of PyTorch's examples, torchrun, Lightning and the Hugging Face Trainer, without dashes, and the
 /// equivalent options here. Commands differ in their options: the first one that a command has applies.
-const OTHER_NAMES: [(&str, &[&str]); 97] = [
+const OTHER_NAMES: [(&str, &[&str]); 99] = [
     ("accelerator", &["nproc-per-node"]),
     ("accumulate-grad-batches", &["grad-accum-steps"]),
     ("accumulation-steps", &["grad-accum-steps"]),
@@ -12,6 +12,7 @@ const OTHER_NAMES: [(&str, &[&str]); 97] = [
     ("arch", &["model"]),
     ("batch", &["batch-size"]),
     ("bf16", &["amp=bf16"]),
+    ("bind-to", &["bind"]),
     ("bs", &["batch-size"]),
     ("bucket-cap", &["bucket-cap-mb"]),
     ("check-val-every-n-epoch", &["val-every"]),
@@ -77,6 +78,7 @@ const OTHER_NAMES: [(&str, &[&str]); 97] = [
     ("num-processes", &["nproc-per-node"]),
     ("num-samples", &["len"]),
     ("num-train-epochs", &["max-epochs"]),
+    ("numa-binding", &["bind"]),
     ("optim", &["optimizer"]),
     ("output-dir", &["checkpoint-dir"]),
     ("per-device-train-batch-size", &["batch-size"]),

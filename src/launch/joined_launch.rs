@@ -10,8 +10,8 @@ use std::time::Duration;
 use crossbeam::channel::{RecvTimeoutError, bounded};
 
 use super::{
-    BackendChoice, Launch, LaunchKind, LaunchOptions, Placement, ProcessWorld, Spawn, detect,
-    place, write_error_file,
+    BackendChoice, Binding, Launch, LaunchKind, LaunchOptions, LocalRanks, Placement, ProcessWorld,
+    Processes, Spawn, detect, place, write_error_file,
 };
 use crate::error::{Error, Result};
 use crate::ffi::cuda::Cuda;
@@ -92,7 +92,24 @@ impl Launch {
         let placement = place(self.nproc, backend, cuda, &self.share(cores))?
             .in_processes(self.processes.count, backend)?;
         placement.backend.check_library()?;
+        self.binding(&placement)?;
         Ok(placement)
+    }
+
+    /// Decides which CPUs each rank of `placement` gets. The other processes of the machine have as many ranks each.
+    ///
+    /// # Errors
+    /// [`Error::InvalidInput`](crate::Error::InvalidInput) when the ranks cannot be bound as the user asks.
+    pub(crate) fn binding(&self, placement: &Placement) -> Result<Binding> {
+        let Processes { local_index, local_count, .. } = self.processes;
+        let count = placement.devices.len();
+        self.bind.binding(&LocalRanks {
+            // A variable of the launcher may be any number.
+            here: local_index.saturating_mul(count)..(local_index + 1).saturating_mul(count),
+            on_machine: local_count.saturating_mul(count),
+            threads: placement.threads_per_rank,
+            device: placement.devices[0],
+        })
     }
 
     /// Places the ranks of this process, and waits for the rendezvous with the other processes, if there are any.
@@ -191,7 +208,8 @@ impl JoinedLaunch {
 
     /// Returns the ranks of this process, ready to start.
     pub fn spawn(&self) -> Spawn {
-        Spawn::at(&self.placement).world(self.world.clone()).grace_period(self.grace_period)
+        let spawn = Spawn::at(&self.placement).bind(self.launch.bind);
+        spawn.world(self.world.clone()).grace_period(self.grace_period)
     }
 }
 

@@ -103,6 +103,14 @@ pub(super) fn node_of(processes: &[Process], mine: usize) -> usize {
     firsts().take_while(|(index, _)| *index < first).count()
 }
 
+/// Returns how many ranks of the machine of process `mine` come before its own, and how many there are on it.
+pub(super) fn ranks_of_machine(processes: &[Process], mine: usize) -> [usize; 2] {
+    [&processes[..mine], processes].map(|some| {
+        let local = some.iter().filter(|process| process.host == processes[mine].host);
+        local.map(|process| process.ranks.len()).sum()
+    })
+}
+
 /// Returns the range of ranks of each process.
 ///
 /// # Errors
@@ -424,7 +432,9 @@ mod tests {
         let (a, b) = ("a", "b");
         assert_eq!(nodes(&[of(a, 0), of(a, 1), of(b, 0), of(b, 1)]), [0, 0, 1, 1]);
         // Slurm's `--distribution=cyclic`.
-        assert_eq!(nodes(&[of(a, 0), of(b, 0), of(a, 1), of(b, 1)]), [0, 1, 0, 1]);
+        let cyclic = [of(a, 0), of(b, 0), of(a, 1), of(b, 1)];
+        assert_eq!(nodes(&cyclic), [0, 1, 0, 1]);
+        assert_eq!([0, 2].map(|mine| ranks_of_machine(&cyclic, mine)), [[0, 2], [1, 2]]);
         // Two processes of one host that count as a machine each, and a process elsewhere.
         assert_eq!(nodes(&[of(a, 0), of(b, 0), of(a, 0)]), [0, 1, 2]);
         // No process counts from 0; no launcher does this.

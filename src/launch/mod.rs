@@ -1,6 +1,7 @@
 //! Starting the ranks: launcher detection, device placement, the threads or processes of the ranks, their
 //! rendezvous and their failures.
 
+mod binding;
 mod clock_sync;
 mod error_file;
 mod failure;
@@ -25,6 +26,8 @@ mod world;
 pub use crate::runtime::{
     Fault, FaultKind, FaultSite, StopReason, StopRequest, install_panic_hook,
 };
+pub use binding::BindChoice;
+pub(crate) use binding::{Binding, LocalRanks};
 pub use error_file::write_error_file;
 pub use failure::{RankFailure, SpawnError, StuckRank};
 pub use joined_launch::{JoinLaunchOptions, JoinedLaunch};

@@ -7,10 +7,11 @@ use crossbeam::channel::Sender;
 use tch::Device;
 
 use super::rendezvous::Rendezvous;
-use super::{ProcessWorld, Rank};
+use super::{BindChoice, ProcessWorld, Rank};
 use crate::error::{Error, Result};
 use crate::ffi;
 use crate::operation::Operation;
+use crate::os::affinity::CpuList;
 use crate::process_group::Backend;
 use crate::runtime::{RunContext, panics};
 
@@ -24,6 +25,9 @@ pub(super) struct RankThread<T> {
     pub device: Device,
     /// How many threads libtorch uses in this rank.
     pub threads: usize,
+    pub bind: BindChoice,
+    /// The CPUs to bind it to, if it is bound.
+    pub cpus: Option<CpuList>,
     /// The backend that suits the ranks: see [`Rank::backend`].
     pub backend: Backend,
     pub rendezvous: Rendezvous,
@@ -41,12 +45,15 @@ pub(super) struct Ended<T> {
 impl<T> RankThread<T> {
     pub(super) fn main(self, f: &dyn Fn(&Rank) -> anyhow::Result<T>) {
         let Self { rank, local_rank, first, device, threads, backend, .. } = self;
+        // First of all: memory comes from the node of the CPU that writes to it first.
+        let bound = self.cpus.as_ref().map_or(Ok(()), |cpus| self.bind.bind_this_thread(cpus));
         let Self { world, rendezvous, run, ended, .. } = self;
         run.start(rank);
         panics::watch_this_thread();
         let context =
             Rank::new([rank, local_rank, first], device, backend, run.clone(), world, rendezvous);
         let result = catch_unwind(AssertUnwindSafe(|| {
+            bound?;
             prepare(device, threads)?;
             f(&context)
         }))

@@ -17,7 +17,9 @@ use tch::Device;
 
 use super::heartbeat_monitor::{HeartbeatMonitor, Server, Stay};
 use super::messages::{MOST_RANKS, MissingPeers, Process, check_same, node_of, places, shared_gpu};
-use super::{Launch, LaunchKind, MasterEndpoint, Placement, clock_sync, restart_generation};
+use super::{
+    Launch, LaunchKind, MasterEndpoint, Placement, clock_sync, messages, restart_generation,
+};
 use crate::error::{Error, Result};
 use crate::ffi::{TcpStore, check_interfaces, cuda};
 use crate::os::limits::require_files;
@@ -229,11 +231,9 @@ impl ProcessWorld {
         self.processes[self.mine].first_local
     }
 
-    /// Returns how many ranks there are on this machine.
-    pub(super) fn ranks_of_machine(&self) -> usize {
-        let host = &self.processes[self.mine].host;
-        let local = self.processes.iter().filter(|process| process.host == *host);
-        local.map(|process| process.ranks.len()).sum()
+    /// Returns how many ranks of this machine come before those of this process, and how many there are on it.
+    pub(super) fn ranks_of_machine(&self) -> [usize; 2] {
+        messages::ranks_of_machine(&self.processes, self.mine)
     }
 
     /// Returns whether this is the process of rank 0, which reads and writes files for all.

@@ -1,5 +1,6 @@
-//! Operating-system calls that the standard library lacks: signals, limits, faults of mapped memory, and the exit.
+//! Operating-system calls that the standard library lacks: signals, limits, CPUs of threads, faults of mapped memory, and the exit.
 
+pub(crate) mod affinity;
 mod bus_error;
 pub(crate) mod limits;
 mod openmp;

@@ -6,8 +6,7 @@ use crossbeam::utils::CachePadded;
 
 use super::RunContext;
 use super::primitives::{
-    Arc, AtomicBool, AtomicU64, Mutex, Ordering, Thread, available_parallelism, current, park,
-    park_timeout, yield_now,
+    Arc, AtomicBool, AtomicU64, Mutex, Ordering, Thread, current, park, park_timeout, yield_now,
 };
 use crate::error::{Error, Result};
 use crate::operation::OpId;
@@ -60,12 +59,11 @@ const YIELDS: u32 = if cfg!(loom) { 1 } else { 50 };
 impl Barrier {
     /// Returns a barrier for the ranks `members` of `run`.
     pub(crate) fn new(run: Arc<RunContext>, members: Arc<[usize]>) -> Self {
-        let cores = available_parallelism().map_or(1, usize::from);
         Self {
             state: CachePadded::new(AtomicU64::new(0)),
             slots: members.iter().map(|_| CachePadded::default()).collect(),
             // Ranks of other groups count too: they may be running meanwhile.
-            spins: if run.ranks_here <= cores { SPINS } else { 0 },
+            spins: if run.ranks_here <= run.cores { SPINS } else { 0 },
             run,
             members,
         }

@@ -72,6 +72,8 @@ pub(crate) struct Session {
     pub config: Config,
     pub joined_launch: JoinedLaunch,
     pub data: Data,
+    /// The number of CPU cores that this process may use. A bound rank would count its own.
+    pub cores: usize,
     /// Where the run starts. Empty in a process without rank 0.
     pub start_point: StartPoint,
     pub artifacts: RunArtifacts,
@@ -118,6 +120,7 @@ impl Session {
             config,
             joined_launch,
             data,
+            cores: cores(),
             start_point: StartPoint::default(),
             artifacts,
             stop,

@@ -8,7 +8,8 @@ use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::ffi::cuda::Cuda;
 use crate::launch::{
-    BackendChoice, Launch, LaunchKind, LaunchOptions, Nproc, Placement, SpawnChoice, place,
+    BackendChoice, BindChoice, Binding, Launch, LaunchKind, LaunchOptions, Nproc, Placement,
+    SpawnChoice, place,
 };
 
 /// Returns the number of CPU cores that this process may use.
@@ -21,8 +22,9 @@ pub(crate) fn starts_processes(config: &Config, launch: &Launch) -> bool {
     config.launch.spawn == SpawnChoice::Processes && launch.kind != LaunchKind::Spawned
 }
 
-/// Returns where the ranks of `config` run on this machine, after checking that `config` can run there.
-pub(crate) fn place_all(config: &Config, cuda: &Cuda) -> Result<Placement> {
+/// Returns where the ranks of `config` run on this machine, and on which CPUs, after checking that `config` can run
+/// there.
+pub(crate) fn place_all(config: &Config, cuda: &Cuda) -> Result<(Placement, Binding)> {
     let launch = Launch::from_env(&config.launch_options(), cuda)?;
     let placement = if starts_processes(config, &launch) {
         place_processes(config, &launch, cuda)?
@@ -31,7 +33,8 @@ pub(crate) fn place_all(config: &Config, cuda: &Cuda) -> Result<Placement> {
     };
     // The ranks of other processes are not known before the rendezvous.
     config.validate_for(placement.devices.len())?;
-    Ok(placement)
+    let binding = launch.binding(&placement)?;
+    Ok((placement, binding))
 }
 
 /// Returns where the ranks of this process of a launch run.
@@ -56,12 +59,19 @@ pub(crate) fn place_processes(config: &Config, launch: &Launch, cuda: &Cuda) -> 
     if placement.devices[0] == Device::Cpu {
         config.check_memory_for(count, count)?;
     }
+    launch.binding(&placement)?;
     placement.in_processes(count, config.launch.backend)
 }
 
 /// Returns where the ranks of `nproc` run, for a command of one process.
-pub(crate) fn place_ranks(nproc: Nproc, backend: BackendChoice, cuda: &Cuda) -> Result<Placement> {
-    let launch = Launch::from_env(&LaunchOptions { nproc, ..LaunchOptions::default() }, cuda)?;
+pub(crate) fn place_ranks(
+    nproc: Nproc,
+    backend: BackendChoice,
+    bind: BindChoice,
+    cuda: &Cuda,
+) -> Result<Placement> {
+    let options = LaunchOptions { nproc, bind, ..LaunchOptions::default() };
+    let launch = Launch::from_env(&options, cuda)?;
     if launch.processes.count > 1 {
         return Err(Error::InvalidInput(format!(
             "this command runs in one process, and this is {}; start only one, or unset the launcher's variables",

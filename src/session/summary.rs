@@ -7,7 +7,6 @@ use tch::Device;
 
 use super::Session;
 use super::end_messages::{best, stopped, through_rank_0};
-use super::placement::cores;
 use crate::config::StrategyKind;
 use crate::data::DatasetSpec;
 use crate::ddp::Strategy;
@@ -191,8 +190,8 @@ fn verdict(
         num_workers: config.data.num_workers,
         can_overlap: group.is_stream_ordered() || group.spans_processes(),
         seconds: end.seconds,
-        cores: on_cpu.then(|| Cores {
-            count: cores(),
+        cores: on_cpu.then_some(Cores {
+            count: session.cores,
             local_ranks: session.joined_launch.placement.devices.len(),
             threads_per_rank: session.joined_launch.placement.threads_per_rank,
         }),

@@ -26,9 +26,8 @@ use super::ranks_flags::{RanksFlags, operation};
 use crate::config::{name, whole};
 use crate::error::{Error, Result};
 use crate::ffi::cuda::Cuda;
-use crate::launch::{Rank, Spawn};
+use crate::launch::Rank;
 use crate::process_group::{Backend, ProcessGroup, ReduceOp, dtype_name, parse_dtype};
-use crate::session::place_ranks;
 use crate::telemetry::{LogFormat, Printer, gigabytes, total_memory};
 use bench_case::BenchCase;
 pub use bench_case::BenchOp;
@@ -119,7 +118,7 @@ const MIN_MEASURED: Duration = Duration::from_millis(250);
 /// [`Error::InvalidInput`] when this operation can't run here, [`SpawnError`](crate::SpawnError) when a rank failed, and an
 /// error for wrong results.
 pub fn bench(flags: BenchFlags, cuda: &Cuda, printer: &Arc<Printer>) -> anyhow::Result<()> {
-    let placement = place_ranks(flags.ranks.nproc_per_node, flags.ranks.backend, cuda)?;
+    let placement = flags.ranks.place(cuda)?;
     let world_size = placement.devices.len();
     flags.check(world_size)?;
     if placement.devices[0] == Device::Cpu {
@@ -128,7 +127,7 @@ pub fn bench(flags: BenchFlags, cuda: &Cuda, printer: &Arc<Printer>) -> anyhow::
     if let Some(note) = &placement.note {
         printer.info(note);
     }
-    let spawn = Spawn::at(&placement).timeout(flags.ranks.timeout);
+    let spawn = flags.ranks.spawn(&placement);
     let (backend, printer) = (placement.backend, printer.clone());
     spawn.run(move |rank| bench_on(rank, backend, &flags, &printer))?;
     Ok(())

@@ -9,6 +9,7 @@ use crossbeam::channel::bounded;
 
 use super::BenchOp;
 use crate::error::{Error, Result};
+use crate::os::affinity::unbind_this_thread;
 use crate::os::limits::not_started;
 
 /// The buffers of one thread, which reads every input once and writes every output once.
@@ -47,6 +48,7 @@ impl MemoryRoofline {
         // The gate opens when all threads have started. At the barrier they would wait forever for a missing one.
         let (all_are_there, gate) = bounded(count);
         let passes = |share: &mut ThreadBuffers| {
+            unbind_this_thread(); // rank 0 starts them, on its CPUs
             if gate.recv().is_err() {
                 return Duration::ZERO;
             }

@@ -121,8 +121,9 @@ pub fn bench_scaling(
                        spawn from the file";
         return Err(Error::InvalidInput(problem.into()).into());
     }
-    let ranks =
-        place_ranks(config.launch.nproc_per_node, config.launch.backend, cuda)?.devices.len();
+    let (backend, bind) = (config.launch.backend, config.launch.bind);
+    let place = |nproc| place_ranks(nproc, backend, bind, cuda);
+    let ranks = place(config.launch.nproc_per_node)?.devices.len();
     // Steps of fewer samples would not be the same work.
     let mut config = config.without_validation();
     config.data.drop_last_batch = true;
@@ -143,7 +144,7 @@ pub fn bench_scaling(
                 Scaling::Weak => batch_size,
                 Scaling::Strong => batch_of_all.div_ceil(ranks),
             };
-            let placement = place_ranks(Nproc::Count(ranks), config.launch.backend, cuda)?;
+            let placement = place(Nproc::Count(ranks))?;
             cases.push(Case { scaling, ranks, batch_size, placement });
         }
     }
@@ -242,6 +243,7 @@ fn measure(
         config.check_memory_for(*ranks, 1)?;
     }
     let spawn = Spawn::at(placement)
+        .bind(config.launch.bind)
         .timeout(config.launch.timeout)
         .grace_period(config.launch.grace_period);
     let (backend, dataset) = (placement.backend, dataset.clone());

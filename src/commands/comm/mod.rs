@@ -21,9 +21,8 @@ use super::ranks_flags::{RanksFlags, operation};
 use crate::config::{name, whole};
 use crate::error::{Error, Result};
 use crate::ffi::cuda::Cuda;
-use crate::launch::{Rank, Spawn};
+use crate::launch::Rank;
 use crate::process_group::{Backend, DTYPES, ReduceOp, dtype_name, num_bytes, parse_dtype};
-use crate::session::place_ranks;
 use crate::telemetry::{LogFormat, Printer, gigabytes, total_memory};
 
 pub use operations::CommOp;
@@ -101,7 +100,7 @@ struct Line<'a> {
 /// # Errors
 /// [`Error::InvalidInput`] when these operations can't run here, and [`SpawnError`](crate::SpawnError) when a rank failed.
 pub fn comm(flags: CommFlags, cuda: &Cuda, printer: &Arc<Printer>) -> anyhow::Result<()> {
-    let placement = place_ranks(flags.ranks.nproc_per_node, flags.ranks.backend, cuda)?;
+    let placement = flags.ranks.place(cuda)?;
     let ops = flags.op.map_or_else(|| CommOp::iter().collect(), |op| vec![op]);
     let world_size = placement.devices.len();
     check(&flags, &ops, placement.backend, world_size)?;
@@ -111,7 +110,7 @@ pub fn comm(flags: CommFlags, cuda: &Cuda, printer: &Arc<Printer>) -> anyhow::Re
     if let Some(note) = &placement.note {
         printer.info(note);
     }
-    let spawn = Spawn::at(&placement).timeout(flags.ranks.timeout);
+    let spawn = flags.ranks.spawn(&placement);
     let job = Job {
         flags,
         ops,

@@ -13,7 +13,7 @@ use crate::data::{Dataset, Subset};
 use crate::error::{Error, Result};
 use crate::ffi::TorchResult;
 use crate::ffi::cuda::Cuda;
-use crate::launch::{BackendChoice, Nproc, Placement, Rank, Spawn};
+use crate::launch::{BackendChoice, BindChoice, Nproc, Placement, Rank, Spawn};
 use crate::process_group::{Backend, Devices, ProcessGroup};
 use crate::runtime::FaultKind;
 use crate::session::{StartPoint, Training, open_data, place_ranks};
@@ -63,7 +63,7 @@ pub fn verify(
     check_comparable(&config)?;
     let ranks = match config.launch.nproc_per_node {
         Nproc::Count(ranks) => ranks,
-        other => place_ranks(other, BackendChoice::Auto, cuda)?.devices.len(),
+        other => place_ranks(other, BackendChoice::Auto, BindChoice::Auto, cuda)?.devices.len(),
     };
     if ranks < 2 {
         let problem = "--nproc-per-node: one rank has nothing to be compared with; use 2 or more";
@@ -292,8 +292,8 @@ fn placements(
     };
     for backend in Backend::all() {
         let name = backend.name();
-        let place =
-            |cuda: &Cuda| place_ranks(Nproc::Count(ranks), BackendChoice::Given(backend), cuda);
+        let (all, choice) = (Nproc::Count(ranks), BackendChoice::Given(backend));
+        let place = |cuda: &Cuda| place_ranks(all, choice, BindChoice::Auto, cuda);
         match backend.devices() {
             _ if !backend.works_within_process() => left_out
                 .push(format!("without {name}: it is for several processes, and this is one")),

@@ -39,7 +39,7 @@ use std::path::PathBuf;
 use serde_with::SerializeDisplay;
 use strum::{Display, EnumString, IntoStaticStr, VariantNames};
 
-use super::{NodeSlice, Nproc};
+use super::{BindChoice, NodeSlice, Nproc};
 use crate::error::{Error, Result};
 use variables::Variables;
 
@@ -79,6 +79,8 @@ pub struct LaunchOptions {
     pub master_port: Option<u16>,
     /// How many ranks this process is to start.
     pub nproc: Nproc,
+    /// The CPUs to which its ranks are bound.
+    pub bind: BindChoice,
 }
 
 impl Default for LaunchOptions {
@@ -90,6 +92,7 @@ impl Default for LaunchOptions {
             master_addr: None,
             master_port: None,
             nproc: Nproc::Auto,
+            bind: BindChoice::Auto,
         }
     }
 }
@@ -188,6 +191,8 @@ pub struct Launch {
     pub node_rank: Option<usize>,
     /// How many ranks this process starts.
     pub nproc: Nproc,
+    /// The CPUs to which its ranks are bound.
+    pub bind: BindChoice,
     /// The address of the store; `None` if this is the only process.
     pub master: Option<MasterEndpoint>,
     /// How many CPU cores the launcher gave to this process, if it set that.
@@ -227,7 +232,7 @@ pub fn detect(
 ) -> Result<Launch> {
     let variables = Variables::new(variables);
     let launch = read(&variables, options, gpus)?;
-    Ok(Launch { threads_per_rank: variables.threads()?, ..launch })
+    Ok(Launch { threads_per_rank: variables.threads()?, bind: options.bind, ..launch })
 }
 
 fn read(variables: &Variables, options: &LaunchOptions, gpus: usize) -> Result<Launch> {
@@ -349,6 +354,7 @@ impl Launch {
             nnodes: None,
             node_rank: None,
             nproc,
+            bind: BindChoice::Auto,
             master: None,
             cores: None,
             threads_per_rank: None,

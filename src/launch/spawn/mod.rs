@@ -13,7 +13,8 @@ use tch::Device;
 use super::rank_thread::RankThread;
 use super::stall::Notifier;
 use super::{
-    JoinLaunchOptions, Launch, LaunchKind, LaunchOptions, Placement, ProcessWorld, Rank, SpawnError,
+    BindChoice, JoinLaunchOptions, Launch, LaunchKind, LaunchOptions, Placement, ProcessWorld,
+    Rank, SpawnError,
 };
 use crate::error::Result;
 use crate::ffi;
@@ -112,6 +113,7 @@ pub struct Spawn {
     devices: Vec<Device>,
     backend: Backend,
     threads_per_rank: usize,
+    bind: BindChoice,
     timeout: Duration,
     grace_period: Duration,
     fault: Option<Fault>,
@@ -141,6 +143,7 @@ impl Spawn {
             threads_per_rank: (cores / devices.len().max(1)).max(1),
             backend: Backend::for_threads(&devices),
             devices,
+            bind: BindChoice::Auto,
             timeout: Self::TIMEOUT,
             grace_period: Self::GRACE_PERIOD,
             fault: None,
@@ -232,6 +235,15 @@ impl Spawn {
     /// of ranks.
     pub fn threads_per_rank(mut self, threads: usize) -> Self {
         self.threads_per_rank = threads;
+        self
+    }
+
+    /// Sets the CPUs to which each rank is bound, before it allocates anything. A rank that cannot be bound as `core`
+    /// or `numa` asks fails.
+    ///
+    /// torchrun's `--numa-binding` does this for the processes of GPUs, from the node of each GPU.
+    pub fn bind(mut self, bind: BindChoice) -> Self {
+        self.bind = bind;
         self
     }
 

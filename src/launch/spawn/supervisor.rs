@@ -10,12 +10,14 @@ use crossbeam::channel::{Receiver, unbounded};
 use crossbeam::select;
 
 use super::{Spawn, leave_failure};
+use crate::error::Result;
 use crate::ffi::give_back_memory;
 use crate::launch::heartbeat_monitor::Stay;
 use crate::launch::rank_thread::{Ended, RankThread};
 use crate::launch::stall::{stalled, status_table};
-use crate::launch::{RankFailure, SpawnError, StuckRank, rendezvous};
+use crate::launch::{Binding, LocalRanks, RankFailure, SpawnError, StuckRank, rendezvous};
 use crate::operation::Operation;
+use crate::os::affinity::CpuList;
 use crate::os::limits::not_started;
 use crate::process_group::rank_label;
 use crate::runtime::{FlightRecorder, FlightRecorderDump, ReportedFailure, RunContext, deadline};
@@ -41,7 +43,7 @@ impl Spawn {
             run.flight_recorder = FlightRecorder::new(world_size, TRACED);
         }
         if let Some(world) = &self.world {
-            run.ranks_here = world.ranks_of_machine();
+            run.ranks_here = world.ranks_of_machine()[1];
             run.peer_status = Some(world.heartbeat_monitor().elsewhere());
             for rank in (0..world_size).filter(|rank| !world.ranks_here().contains(rank)) {
                 run.activity[rank].enter(Operation::Start, 0); // until more is known
@@ -58,6 +60,10 @@ impl Spawn {
         {
             run.report(first, Some(&error), error.to_string());
         }
+        let cpus = self.cpus().unwrap_or_else(|error| {
+            run.report(first, Some(&error), error.to_string());
+            Vec::new()
+        });
         for (local_rank, rendezvous) in rendezvous::channels(count).into_iter().enumerate() {
             let rank = first + local_rank;
             let thread = RankThread {
@@ -67,6 +73,8 @@ impl Spawn {
                 device: self.devices[local_rank],
                 world: self.world.clone(),
                 threads: self.threads_per_rank,
+                bind: self.bind,
+                cpus: cpus.get(local_rank).cloned(),
                 backend: self.backend,
                 rendezvous,
                 run: run.clone(),
@@ -99,6 +107,21 @@ impl Spawn {
             leave_failure(launch, &error.to_string(), |text| self.tell.notify(text));
         }
         result
+    }
+
+    /// Returns the CPUs of each rank of this process; none if the ranks are not bound.
+    fn cpus(&self) -> Result<Vec<CpuList>> {
+        let count = self.devices.len();
+        let whole_machine = [0, count];
+        let world = self.world.as_ref();
+        let [first, on_machine] = world.map_or(whole_machine, |world| world.ranks_of_machine());
+        let Some(&device) = self.devices.first() else { return Ok(Vec::new()) };
+        let here = first..first + count;
+        let ranks = LocalRanks { here, on_machine, threads: self.threads_per_rank, device };
+        Ok(match self.bind.binding(&ranks)? {
+            Binding::Bound(cpus) => cpus,
+            Binding::Unbound(_) => Vec::new(),
+        })
     }
 
     /// Writes the trace and stores the flight recorder's dump, if either was requested.

@@ -9,8 +9,8 @@ use crossbeam::utils::CachePadded;
 
 use super::flight_recorder::RECORDS;
 use super::primitives::{
-    AtomicBool, AtomicU64, AtomicUsize, Mutex, MutexGuard, Ordering, Thread, current, park,
-    park_timeout, yield_now,
+    AtomicBool, AtomicU64, AtomicUsize, Mutex, MutexGuard, Ordering, Thread, available_parallelism,
+    current, park, park_timeout, yield_now,
 };
 use super::{CancelToken, Fault, FaultSite, FlightRecorder, RemoteSnapshots};
 use crate::error::{Blame, Error, MissingRank, Result};
@@ -92,8 +92,9 @@ pub(crate) struct RunContext {
     pub remote_snapshots: RemoteSnapshots,
     /// The ranks of each group, by its number in the flight recorder.
     groups: Mutex<BTreeMap<u32, Arc<[usize]>>>,
-    /// The number of ranks on this machine.
+    /// The number of ranks on this machine, and of the CPU cores that they may use. A bound rank would count its own.
     pub ranks_here: usize,
+    pub cores: usize,
     /// The source of the state of other processes' ranks; `None` without other processes.
     pub peer_status: Option<Arc<dyn PeerStatus>>,
     /// The timeout of a rank's wait for other ranks.
@@ -124,6 +125,7 @@ impl RunContext {
             remote_snapshots: RemoteSnapshots::default(),
             groups: Mutex::default(),
             ranks_here: world_size,
+            cores: available_parallelism().map_or(1, usize::from),
             peer_status: None,
             timeout,
             fault,

@@ -221,8 +221,9 @@ fn any_environment() -> impl Strategy<Value = (Vec<(String, String)>, LaunchOpti
     (base, changed, choice, number(), number(), addr, nproc).prop_map(
         |(mut variables, changed, launch, nnodes, node_rank, master_addr, nproc)| {
             variables.extend(changed);
+            let default = LaunchOptions::default();
             let options =
-                LaunchOptions { launch, nnodes, node_rank, master_addr, master_port: None, nproc };
+                LaunchOptions { launch, nnodes, node_rank, master_addr, nproc, ..default };
             (variables, options)
         },
     )

@@ -1,0 +1,321 @@
+//! The CPUs of each rank: `--bind`.
+//!
+//! A bound rank stays on its CPUs, and so do the threads that it starts: loader workers, the communication thread,
+//! libtorch's OpenMP threads. Its memory is on its NUMA node, because the kernel takes a page from the node of the
+//! thread that writes to it first.
+
+use std::ops::Range;
+
+use serde_with::SerializeDisplay;
+use strum::{Display, EnumString, VariantNames};
+use tch::Device;
+
+use crate::error::{Error, Result};
+use crate::os::affinity::{CpuList, Topology};
+
+/// The CPUs to which each rank is bound: `--bind`.
+#[derive(
+    Debug, Clone, Copy, Default, PartialEq, Eq, Display, EnumString, VariantNames, SerializeDisplay,
+)]
+#[strum(serialize_all = "lowercase")]
+pub enum BindChoice {
+    /// `core` for ranks on the CPU whose threads fit the CPUs, else `none`.
+    #[default]
+    Auto,
+    /// Those that the process may use.
+    None,
+    /// Its share of them, which no other rank has. The SMT siblings of a core stay together.
+    Core,
+    /// Those of one NUMA node. The ranks are spread evenly over the nodes.
+    Numa,
+}
+
+/// The ranks that may share a machine's CPUs.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct LocalRanks {
+    /// The places of this process's ranks among those of the machine.
+    pub here: Range<usize>,
+    /// The number of ranks on the machine.
+    pub on_machine: usize,
+    /// How many threads libtorch uses in each.
+    pub threads: usize,
+    pub device: Device,
+}
+
+/// The result of a [`BindChoice`] on this machine.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Binding {
+    /// The CPUs of each rank of this process.
+    Bound(Vec<CpuList>),
+    /// No rank is bound, for this reason.
+    Unbound(String),
+}
+
+impl BindChoice {
+    /// Decides which CPUs each of `ranks` gets. The calling thread must not be bound to a rank's CPUs.
+    ///
+    /// # Errors
+    /// [`Error::InvalidInput`] where `core` or `numa` is impossible; the text says why.
+    pub(crate) fn binding(self, ranks: &LocalRanks) -> Result<Binding> {
+        let binding = match Topology::read() {
+            Ok(topology) => self.decide(&topology, ranks),
+            Err(error) => Err(format!("the system does not tell this process's CPUs: {error}")),
+        };
+        match binding {
+            Err(reason) if matches!(self, Self::Auto | Self::None) => Ok(Binding::Unbound(reason)),
+            binding => {
+                binding.map_err(|reason| Error::InvalidInput(format!("--bind {self}: {reason}")))
+            }
+        }
+    }
+
+    /// Binds the calling thread, a rank's, to `cpus`.
+    ///
+    /// # Errors
+    /// [`Error::InvalidInput`] when the system refuses; with `auto` the rank then runs unbound.
+    pub(crate) fn bind_this_thread(self, cpus: &CpuList) -> Result<()> {
+        match cpus.bind_this_thread() {
+            Err(error) if self != Self::Auto => {
+                Err(Error::InvalidInput(format!("--bind {self}: CPUs {cpus}: {error}")))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Returns the CPUs of the ranks, or why they cannot be bound.
+    fn decide(self, topology: &Topology, ranks: &LocalRanks) -> Result<Binding, String> {
+        let LocalRanks { here, on_machine, threads, device } = ranks;
+        let (allowed, cpus) = (&topology.allowed, topology.allowed.0.len());
+        // A process that may not use the whole machine has been given its part: other processes have theirs.
+        let is_part = allowed.0.len() < topology.online.0.len();
+        let (here, count) =
+            if is_part { (0..here.len(), here.len()) } else { (here.clone(), *on_machine) };
+        let own = |cpus_of: &dyn Fn(usize) -> CpuList| here.clone().map(cpus_of).collect();
+        match self {
+            Self::None => Ok(Binding::Unbound("--bind none".into())),
+            Self::Numa => {
+                let nodes = topology.nodes.iter().map(|node| node.shared_with(allowed));
+                let mut nodes: Vec<CpuList> = nodes.filter(|node| !node.0.is_empty()).collect();
+                if nodes.is_empty() {
+                    nodes.push(allowed.clone());
+                }
+                let node = |rank: usize| rank.saturating_mul(nodes.len()) / count;
+                Ok(Binding::Bound(own(&|rank| nodes[node(rank).min(nodes.len() - 1)].clone())))
+            }
+            Self::Auto if *device != Device::Cpu => {
+                Ok(Binding::Unbound("auto binds ranks on the CPU only".into()))
+            }
+            Self::Auto if count == 1 => Ok(Binding::Unbound("one rank has all CPUs".into())),
+            Self::Auto if threads.saturating_mul(count) > cpus => {
+                let each = if *threads == 1 { "1 thread" } else { &format!("{threads} threads") };
+                Err(format!("{count} ranks with {each} each do not fit {}", named(allowed)))
+            }
+            Self::Core if count > cpus => {
+                let may_use = named(allowed);
+                Err(format!("{count} ranks do not fit {may_use}; use fewer ranks, or --bind none"))
+            }
+            Self::Auto | Self::Core => {
+                let blocks = blocks(topology, count, *threads);
+                Ok(Binding::Bound(own(&|rank| blocks[rank].clone())))
+            }
+        }
+    }
+}
+
+/// Returns `the 4 CPUs that this process may use (0-3)`.
+fn named(allowed: &CpuList) -> String {
+    let cpus = if allowed.0.len() == 1 { "1 CPU" } else { &format!("{} CPUs", allowed.0.len()) };
+    format!("the {cpus} that this process may use ({allowed})")
+}
+
+/// Divides the allowed CPUs into `count` blocks, none of them empty. `count` is at most the number of CPUs.
+///
+/// A block has whole cores unless it would then have too few CPUs for `threads`.
+fn blocks(topology: &Topology, count: usize, threads: usize) -> Vec<CpuList> {
+    let cores = cores(topology);
+    let needed = threads.clamp(1, topology.allowed.0.len() / count);
+    let of_cores: Vec<_> = split(&cores, count).map(joined).collect();
+    if of_cores.iter().all(|block| block.len() >= needed) {
+        return of_cores.into_iter().map(CpuList::new).collect();
+    }
+    split(&joined(&cores), count).map(|cpus| CpuList::new(cpus.iter().copied())).collect()
+}
+
+/// Returns the CPUs of `cores`, one core after the other.
+fn joined(cores: &[CpuList]) -> Vec<usize> {
+    cores.iter().flat_map(|core| core.0.iter().copied()).collect()
+}
+
+/// Returns the allowed CPUs of each core, with the cores of a NUMA node beside each other.
+fn cores(topology: &Topology) -> Vec<CpuList> {
+    let node = |cpu: &usize| topology.nodes.iter().position(|node| node.0.contains(cpu));
+    let allowed = topology.cores.iter().map(|core| core.shared_with(&topology.allowed));
+    let mut cores: Vec<CpuList> = allowed.collect();
+    cores.sort_by_key(|core| (core.0.first().and_then(node), core.0.clone()));
+    cores.dedup();
+    cores
+}
+
+/// Divides `items` into `count` parts of consecutive items, whose lengths differ by one at most.
+fn split<T>(items: &[T], count: usize) -> impl Iterator<Item = &[T]> {
+    (0..count).map(move |n| &items[n * items.len() / count..(n + 1) * items.len() / count])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn list(text: &str) -> CpuList {
+        text.parse().unwrap()
+    }
+
+    /// A machine whose CPU `n` has the sibling `n + cores` where there are `smt` threads on a core, in nodes of
+    /// consecutive cores.
+    fn machine(cores: usize, smt: usize, nodes: usize, allowed: &str) -> Topology {
+        let siblings = |core: usize| CpuList::new((0..smt).map(|thread| core + thread * cores));
+        let node = |node: usize| node * cores / nodes..(node + 1) * cores / nodes;
+        let allowed = list(allowed);
+        Topology {
+            online: CpuList::new(0..cores * smt),
+            cores: allowed.0.iter().map(|cpu| siblings(cpu % cores)).collect(),
+            nodes: (0..nodes)
+                .map(|number| CpuList::new(node(number).flat_map(|core| siblings(core).0)))
+                .collect(),
+            allowed,
+        }
+    }
+
+    fn threads(count: usize, threads: usize) -> LocalRanks {
+        LocalRanks { here: 0..count, on_machine: count, threads, device: Device::Cpu }
+    }
+
+    /// Returns the CPUs of the ranks, or the reason why they are not bound.
+    fn bound(choice: BindChoice, topology: &Topology, ranks: &LocalRanks) -> Vec<String> {
+        match choice.decide(topology, ranks) {
+            Ok(Binding::Bound(cpus)) => cpus.iter().map(CpuList::to_string).collect(),
+            Ok(Binding::Unbound(reason)) | Err(reason) => vec![reason],
+        }
+    }
+
+    const AUTO: BindChoice = BindChoice::Auto;
+    const CORE: BindChoice = BindChoice::Core;
+    const NUMA: BindChoice = BindChoice::Numa;
+
+    #[test]
+    fn ranks_get_disjoint_blocks_of_whole_cores() {
+        for choice in [AUTO, CORE] {
+            let two = machine(2, 1, 1, "0-1");
+            assert_eq!(bound(choice, &two, &threads(2, 1)), ["0", "1"]);
+            let smt = machine(4, 2, 1, "0-7");
+            assert_eq!(bound(choice, &smt, &threads(2, 4)), ["0-1,4-5", "2-3,6-7"]);
+            assert_eq!(bound(choice, &smt, &threads(4, 2)), ["0,4", "1,5", "2,6", "3,7"]);
+            // More ranks than cores: two ranks share a core, and no CPU.
+            assert_eq!(bound(choice, &smt, &threads(8, 1))[..3], ["0", "4", "1"]);
+            // Whole cores would leave a rank with two CPUs for three threads.
+            let five = machine(5, 2, 1, "0-9");
+            assert_eq!(bound(choice, &five, &threads(3, 3)), ["0-1,5", "2,6-7", "3-4,8-9"]);
+            assert_eq!(bound(choice, &five, &threads(3, 2)), ["0,5", "1-2,6-7", "3-4,8-9"]);
+        }
+    }
+
+    #[test]
+    fn blocks_leave_out_cpus_that_the_process_may_not_use() {
+        // CPUs 2 and 6 are offline, so the kernel does not list them.
+        let offline = machine(4, 2, 1, "0-1,3-5,7");
+        assert_eq!(bound(CORE, &offline, &threads(3, 2)), ["0,4", "1,5", "3,7"]);
+        // A control group allows one thread of some cores.
+        let limited = machine(8, 2, 2, "2-5,10");
+        assert_eq!(bound(AUTO, &limited, &threads(2, 2)), ["2-3,10", "4-5"]);
+        let unknown = Topology {
+            allowed: list("4-7"),
+            cores: (4..8).map(|cpu| CpuList(vec![cpu])).collect(),
+            ..Topology::default()
+        };
+        assert_eq!(bound(CORE, &unknown, &threads(2, 2)), ["4-5", "6-7"]);
+        assert_eq!(bound(NUMA, &unknown, &threads(2, 2)), ["4-7", "4-7"]);
+    }
+
+    #[test]
+    fn blocks_are_never_empty_and_never_overlap() {
+        for (cores, smt, nodes) in [(1, 1, 1), (3, 1, 1), (4, 2, 2), (6, 2, 3), (7, 4, 1)] {
+            let cpus = cores * smt;
+            let all = machine(cores, smt, nodes, &format!("0-{}", cpus - 1));
+            for count in 1..=cpus {
+                for threads in [1, cpus / count, 99] {
+                    let blocks = blocks(&all, count, threads);
+                    let enough = |block: &CpuList| block.0.len() >= threads.min(cpus / count);
+                    assert!(blocks.iter().all(enough), "{blocks:?} for {threads} threads");
+                    let mut used: Vec<usize> = blocks.into_iter().flat_map(|it| it.0).collect();
+                    used.sort_unstable();
+                    assert_eq!(used, (0..cpus).collect::<Vec<_>>(), "{count} ranks");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn ranks_are_spread_over_nodes() {
+        let four = machine(8, 1, 4, "0-7");
+        assert_eq!(bound(NUMA, &four, &threads(2, 1)), ["0-1", "4-5"]);
+        assert_eq!(bound(NUMA, &four, &threads(4, 2)), ["0-1", "2-3", "4-5", "6-7"]);
+        assert_eq!(bound(NUMA, &four, &threads(8, 1))[..4], ["0-1", "0-1", "2-3", "2-3"]);
+        // The process may use two of the nodes.
+        let part = machine(8, 2, 4, "2-4,10-12");
+        assert_eq!(bound(NUMA, &part, &threads(2, 1)), ["2-3,10-11", "4,12"]);
+        // Blocks of cores do not cross nodes where they need not, whatever the CPUs' numbers are.
+        let mut mixed = machine(4, 1, 2, "0-3");
+        mixed.nodes = vec![list("0,2"), list("1,3")];
+        assert_eq!(bound(CORE, &mixed, &threads(2, 2)), ["0,2", "1,3"]);
+    }
+
+    #[test]
+    fn auto_binds_only_ranks_that_fit() {
+        let four = machine(4, 1, 1, "0-3");
+        assert_eq!(bound(AUTO, &four, &threads(1, 4)), ["one rank has all CPUs"]);
+        assert_eq!(
+            bound(AUTO, &four, &threads(3, 2)),
+            ["3 ranks with 2 threads each do not fit the 4 CPUs that this process may use (0-3)"]
+        );
+        let on_gpu = LocalRanks { device: Device::Cuda(0), ..threads(2, 1) };
+        assert_eq!(bound(AUTO, &four, &on_gpu), ["auto binds ranks on the CPU only"]);
+        assert_eq!(bound(CORE, &four, &on_gpu), ["0-1", "2-3"]);
+        // `core` is an order: the threads of a rank then share its CPUs.
+        assert_eq!(bound(CORE, &four, &threads(3, 2)), ["0", "1", "2-3"]);
+        assert_eq!(
+            bound(CORE, &machine(4, 1, 1, "2"), &threads(2, 1)),
+            [
+                "2 ranks do not fit the 1 CPU that this process may use (2); use fewer ranks, or --bind none"
+            ]
+        );
+        let error = BindChoice::Core.binding(&threads(1 << 20, 1)).unwrap_err().to_string();
+        assert!(error.contains("--bind core: 1048576 ranks do not fit the "), "{error}");
+        let too_many = BindChoice::Auto.binding(&threads(1 << 20, 1)).unwrap();
+        assert!(matches!(too_many, Binding::Unbound(_)));
+    }
+
+    #[test]
+    fn any_number_of_a_launcher_is_taken() {
+        let huge = LocalRanks { on_machine: usize::MAX, ..threads(1, 2) };
+        let two = machine(4, 1, 2, "0-3");
+        assert!(
+            bound(AUTO, &two, &huge)[0]
+                .ends_with("do not fit the 4 CPUs that this process may use (0-3)")
+        );
+        assert!(bound(CORE, &two, &huge)[0].contains(" do not fit the 4 CPUs "));
+        let last = LocalRanks { here: usize::MAX - 1..usize::MAX, ..huge };
+        assert_eq!(bound(NUMA, &two, &last), ["2-3"]);
+    }
+
+    #[test]
+    fn processes_of_a_machine_divide_it_unless_they_have_been_given_a_part() {
+        let of = |here: Range<usize>| LocalRanks { here, on_machine: 4, ..threads(4, 1) };
+        let whole = machine(8, 1, 1, "0-7");
+        assert_eq!(bound(AUTO, &whole, &of(1..2)), ["2-3"]);
+        assert_eq!(bound(AUTO, &whole, &of(2..4)), ["4-5", "6-7"]);
+        assert_eq!(bound(NUMA, &machine(8, 1, 2, "0-7"), &of(2..3)), ["4-7"]);
+        let part = machine(8, 1, 1, "4-5");
+        assert_eq!(bound(AUTO, &part, &of(2..3)), ["one rank has all CPUs"]);
+        assert_eq!(bound(AUTO, &part, &of(2..4)), ["4", "5"]);
+        assert_eq!(bound(CORE, &part, &of(2..3)), ["4-5"]);
+    }
+}

@@ -1,0 +1,185 @@
+//! Ranks on CPUs of their own: they and the threads that they start stay there, and what is impossible is refused.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::io::{BufRead, BufReader};
+use std::process::{Command, Stdio};
+
+use ddp_mp::Spawn;
+use ddp_mp::launch::BindChoice;
+use serde_json::Value;
+
+use crate::harness::{program, program_under, run, run_command};
+
+/// Reads a list of CPUs such as `0-3,8`.
+fn cpus(list: &str) -> Vec<usize> {
+    let mut cpus = Vec::new();
+    for range in list.trim().split(',') {
+        let (first, last) = range.split_once('-').unwrap_or((range, range));
+        cpus.extend(first.parse::<usize>().unwrap()..=last.parse().unwrap());
+    }
+    cpus
+}
+
+/// Returns the CPUs that a thread may use, from its `status` below /proc.
+fn allowed(status: &str) -> Vec<usize> {
+    let list = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:"));
+    cpus(list.unwrap())
+}
+
+/// Returns the CPUs that this test may use. `None`, with a note, if ranks cannot be bound to CPUs of their own here.
+fn here() -> Option<Vec<usize>> {
+    let cpus = allowed(&fs::read_to_string("/proc/thread-self/status").unwrap());
+    if cpus.len() < 2 {
+        println!("skipped: one CPU is too few to bind ranks");
+        return None;
+    }
+    Some(cpus)
+}
+
+/// Returns the name and the CPUs of each thread of a process.
+fn threads(pid: u32) -> Vec<(String, Vec<usize>)> {
+    let tasks = fs::read_dir(format!("/proc/{pid}/task")).unwrap();
+    let read = |task: fs::DirEntry| {
+        let text = |name| fs::read_to_string(task.path().join(name)).ok(); // it may end meanwhile
+        Some((text("comm")?.trim().to_owned(), allowed(&text("status")?)))
+    };
+    tasks.filter_map(|task| read(task.unwrap())).collect()
+}
+
+/// Returns the processes that `parent` has started.
+fn children(parent: u32) -> Vec<u32> {
+    let parent_of = |pid: u32| -> Option<u32> {
+        let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+        status.lines().find_map(|line| line.strip_prefix("PPid:"))?.trim().parse().ok()
+    };
+    let names = fs::read_dir("/proc").unwrap().map(|entry| entry.unwrap().file_name());
+    let pids = names.filter_map(|name| name.to_str()?.parse().ok());
+    pids.filter(|&pid| parent_of(pid) == Some(parent)).collect()
+}
+
+/// What the program reports of the rank that stalls. By then every rank has started all its threads.
+const STALLED: &str = "; last seen in step #3 ";
+
+/// Runs two ranks until one has stalled in a step, and returns the threads of all processes then.
+fn threads_of_a_run(args: &[&str], threads_per_rank: &str) -> Vec<(String, Vec<usize>)> {
+    let always =
+        ["--nproc-per-node=2", "--num-workers=2", "--stall-warning=200ms", "--timeout=50s"];
+    let model = ["--model=mlp", "--hidden=512", "--batch-size=64", "--num-samples=8192"];
+    let hangs = ["--inject-fault=stall:rank=1,at=step,step=3"];
+    let mut command = program(&[&always[..], &model, &hangs, args].concat());
+    command.env("OMP_NUM_THREADS", threads_per_rank).stdout(Stdio::null()).stderr(Stdio::piped());
+    let mut child = command.spawn().unwrap();
+    let mut told = String::new();
+    for line in BufReader::new(child.stderr.take().unwrap()).lines() {
+        told += &line.unwrap();
+        if told.contains(STALLED) {
+            break;
+        }
+    }
+    let pids = [vec![child.id()], children(child.id())].concat();
+    let threads = pids.into_iter().flat_map(threads).collect();
+    child.kill().unwrap();
+    child.wait().unwrap();
+    assert!(told.contains(STALLED), "{told}");
+    threads
+}
+
+#[test]
+fn ranks_and_their_threads_stay_on_cpus_of_their_own() {
+    let Some(here) = here() else { return };
+    let online = cpus(&fs::read_to_string("/sys/devices/system/cpu/online").unwrap());
+    for (args, threads_per_rank) in [
+        (&["--bind=auto"][..], 1),
+        (&["--bind=core"], 2),
+        (&["--bind=core", "--spawn=processes"], 1),
+    ] {
+        if args.len() > 1 && here != online {
+            println!("skipped: these processes have not been given the whole machine");
+            continue;
+        }
+        let threads = threads_of_a_run(args, &threads_per_rank.to_string());
+        let of_rank = |rank: usize| {
+            let names = [format!("rank{rank}"), format!("loader{rank}.")];
+            let is_its = |name: &str| names.iter().any(|prefix| name.starts_with(prefix));
+            let own = threads.iter().filter(|(name, _)| is_its(name));
+            own.cloned().collect::<Vec<_>>()
+        };
+        let mut used = BTreeMap::new();
+        for rank in 0..2 {
+            let own = of_rank(rank);
+            let count = |name: &str| own.iter().filter(|(own, _)| own.starts_with(name)).count();
+            assert_eq!(count("loader"), 2, "{args:?}: {threads:?}");
+            // libgomp's threads have the name of the thread that starts them.
+            assert!(count("rank") >= threads_per_rank, "{args:?}: {threads:?}");
+            for (_, cpus) in &own {
+                assert_eq!(cpus, &own[0].1, "{args:?}: {threads:?}");
+            }
+            for &cpu in &own[0].1 {
+                assert!(here.contains(&cpu), "{args:?}: {threads:?}");
+                assert_eq!(used.insert(cpu, rank), None, "{args:?}: {threads:?}");
+            }
+        }
+        assert_eq!(used.len(), here.len(), "{args:?}: {threads:?}");
+        let mut main = threads.iter().filter(|(name, _)| name == "ddp-mp");
+        assert!(main.all(|(_, cpus)| *cpus == here), "{args:?}: {threads:?}");
+    }
+}
+
+#[test]
+fn a_bound_rank_has_its_number_of_threads_and_the_same_bits() {
+    if here().is_none() {
+        return;
+    }
+    let counts = Spawn::new(2).bind(BindChoice::Core).threads_per_rank(3);
+    assert_eq!(counts.run(|_| Ok(tch::get_num_threads())).unwrap(), [3, 3]);
+    let hashes = ["none", "core", "numa", "auto"].map(|bind| {
+        let (code, stdout, stderr) =
+            run(&["--nproc-per-node=2", "--max-epochs=1", "--log-format=json", "--bind", bind]);
+        assert_eq!(code, Some(0), "{stderr}");
+        let end: Value = serde_json::from_str(stdout.lines().last().unwrap()).unwrap();
+        end["parameters_hash"].as_str().unwrap().to_owned()
+    });
+    assert!(hashes.iter().all(|hash| *hash == hashes[0]), "{hashes:?}");
+}
+
+#[test]
+fn env_shows_the_cpus_of_each_rank() {
+    let Some(here) = here() else { return };
+    let plan = |bind: &str| {
+        let (_, stdout, _) = run(&["env", "--nproc-per-node=2", "--log-format=json", bind]);
+        serde_json::from_str::<Value>(&stdout).unwrap()["plan"].clone()
+    };
+    let bound = plan("--bind=core");
+    let blocks: Vec<Vec<usize>> =
+        bound["cpus"].as_array().unwrap().iter().map(|list| cpus(list.as_str().unwrap())).collect();
+    assert_eq!(blocks.len(), 2);
+    let mut all = blocks.concat();
+    all.sort_unstable();
+    assert_eq!(all, here);
+    let unbound = plan("--bind=none");
+    assert_eq!((&unbound["cpus"], &unbound["unbound"]), (&Value::Null, &"--bind none".into()));
+}
+
+#[test]
+fn ranks_are_not_bound_to_fewer_cpus_than_they_need() {
+    let Some(here) = here() else { return };
+    let cpu = here[0];
+    let under = |args: &[&str]| -> Command {
+        let args = [args, &["--nproc-per-node=2"]].concat();
+        program_under(&format!("taskset -cp {cpu} $$ > /dev/null"), &args)
+    };
+    let fit = format!("do not fit the 1 CPU that this process may use ({cpu})");
+    let (code, stdout, stderr) = run_command(under(&["env"]));
+    let row = format!("  CPUs of ranks       not bound: 2 ranks with 1 thread each {fit}\n");
+    assert!(code == Some(0) && stdout.contains(&row), "{stdout}{stderr}");
+    let (code, _, stderr) = run_command(under(&["--max-epochs=1"]));
+    assert_eq!(code, Some(0), "{stderr}");
+    for args in [&["--bind=core"][..], &["--bind=core", "--spawn=processes"]] {
+        let (code, stdout, stderr) = run_command(under(args));
+        let refused = stderr.contains(&format!("--bind core: 2 ranks {fit}; use fewer ranks"));
+        assert!(code == Some(2) && stdout.is_empty() && refused, "{stderr}");
+    }
+    let (code, _, stderr) = run_command(under(&["comm", "barrier", "--bind=core"]));
+    assert!(code == Some(2) && stderr.contains(&fit), "{stderr}");
+}
