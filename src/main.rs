@@ -39,12 +39,7 @@ fn main() {
             os::exit(if is_written(printed) { 0 } else { FAILED })
         }
     };
-    let result = match cli.command {
-        None => train(&cli.train),
-        Some(Command::Train(flags)) => train(&flags),
-        Some(other) => run(other).map(|()| 0),
-    };
-    let code = match result {
+    let code = match run(cli.command.unwrap_or(Command::Train(cli.train))) {
         Ok(code) => code,
         Err(error) => {
             if !error.is::<commands::AlreadyReported>() {
@@ -68,26 +63,27 @@ fn is_written(printed: io::Result<()>) -> bool {
     }
 }
 
-/// Runs `command`.
-fn run(command: Command) -> anyhow::Result<()> {
-    match command {
-        Command::Train(flags) => train(&flags).map(drop),
+/// Runs `command`, and returns the exit code.
+fn run(command: Command) -> anyhow::Result<u8> {
+    let result = match command {
+        Command::Train(flags) => return train(&flags),
         Command::Comm(flags) => {
             let printer = Arc::new(Printer::new(flags.log_format));
             commands::comm(flags, &cuda::load(), &printer)
         }
         Command::Env(flags) => env(&flags),
-        Command::Bench(Bench { step: Some(BenchCommand::Step(flags)), .. }) => bench_step(&flags),
-        Command::Bench(Bench { step: Some(BenchCommand::Scaling(flags)), .. }) => {
-            bench_scaling(&flags)
-        }
-        Command::Bench(Bench { collective: flags, .. }) => {
-            let printer = Arc::new(Printer::new(flags.log_format));
-            commands::bench(flags, &cuda::load(), &printer)
-        }
+        Command::Bench(Bench { subcommand, collective: flags }) => match subcommand {
+            Some(BenchCommand::Step(flags)) => bench_step(&flags),
+            Some(BenchCommand::Scaling(flags)) => bench_scaling(&flags),
+            None => {
+                let printer = Arc::new(Printer::new(flags.log_format));
+                commands::bench(flags, &cuda::load(), &printer)
+            }
+        },
         Command::Verify(flags) => verify(&flags),
         Command::Sampler(flags) => commands::sampler(&flags, &Printer::new(flags.log_format)),
-    }
+    };
+    result.map(|()| 0)
 }
 
 /// Trains and returns the exit code.

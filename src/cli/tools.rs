@@ -11,7 +11,7 @@ use super::TrainFlags;
 #[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
 pub(crate) struct Bench {
     #[command(subcommand)]
-    pub(crate) step: Option<BenchCommand>,
+    pub(crate) subcommand: Option<BenchCommand>,
     #[command(flatten)]
     pub(crate) collective: BenchFlags,
 }

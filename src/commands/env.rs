@@ -8,8 +8,9 @@ use crate::config::{Config, Data};
 use crate::error::Result;
 use crate::ffi::{self, cuda::Cuda};
 use crate::launch::{Binding, Launch, LaunchKind, Placement, SpawnChoice};
+use crate::os::cores;
 use crate::process_group::{nccl_version, rank_label};
-use crate::session::{cores, open_data, place_all};
+use crate::session::{open_data, place_all};
 use crate::telemetry::Printer;
 
 #[derive(Serialize)]

@@ -1,4 +1,4 @@
-//! [`Loader`]: the source of a rank's batches, whichever rank loads them.
+//! [`BatchSource`]: the source of a rank's batches, whichever rank loads them.
 
 use std::time::Duration;
 
@@ -7,22 +7,22 @@ use crate::error::{Error, Result};
 
 /// The source of a rank's batches.
 #[derive(Debug)]
-pub enum Loader {
+pub enum BatchSource {
     /// The rank loads its own batches.
     Own(DataLoader),
     /// Rank 0 loads the batches of all ranks.
     Scattered(ScatterLoader),
 }
 
-impl From<DataLoader> for Loader {
+impl From<DataLoader> for BatchSource {
     fn from(loader: DataLoader) -> Self {
-        Loader::Own(loader)
+        BatchSource::Own(loader)
     }
 }
 
-impl From<ScatterLoader> for Loader {
+impl From<ScatterLoader> for BatchSource {
     fn from(loader: ScatterLoader) -> Self {
-        Loader::Scattered(loader)
+        BatchSource::Scattered(loader)
     }
 }
 
@@ -30,13 +30,13 @@ impl From<ScatterLoader> for Loader {
 macro_rules! either {
     ($loader:expr, $method:ident($($argument:expr),*)) => {
         match $loader {
-            Loader::Own(loader) => loader.$method($($argument),*),
-            Loader::Scattered(loader) => loader.$method($($argument),*),
+            BatchSource::Own(loader) => loader.$method($($argument),*),
+            BatchSource::Scattered(loader) => loader.$method($($argument),*),
         }
     };
 }
 
-impl Loader {
+impl BatchSource {
     /// Returns the number of samples per batch. An epoch's last batch may have fewer.
     pub fn batch_size(&self) -> usize {
         either!(self, batch_size())
@@ -66,8 +66,8 @@ impl Loader {
     /// [`DataLoader::dealt_in`]. `None` if rank 0 scatters them.
     pub(crate) fn dealt_in(&self, start: usize, batches: usize) -> Option<usize> {
         match self {
-            Loader::Own(loader) => loader.dealt_in(start, batches),
-            Loader::Scattered(_) => None,
+            BatchSource::Own(loader) => loader.dealt_in(start, batches),
+            BatchSource::Scattered(_) => None,
         }
     }
 
@@ -83,8 +83,8 @@ impl Loader {
         count: usize,
     ) -> Result<Vec<usize>> {
         let own = match self {
-            Loader::Own(loader) => Some(loader),
-            Loader::Scattered(loader) => loader.loaders.first(),
+            BatchSource::Own(loader) => Some(loader),
+            BatchSource::Scattered(loader) => loader.loaders.first(),
         };
         let own = own.ok_or_else(|| Error::Unsupported("rank 0 knows the samples".into()))?;
         own.samples(epoch, start, first, count)
@@ -108,8 +108,8 @@ impl Loader {
         start: usize,
     ) -> Result<Box<dyn Iterator<Item = Result<Batch>>>> {
         Ok(match self {
-            Loader::Own(loader) => Box::new(loader.epoch_from(epoch, start)?),
-            Loader::Scattered(loader) => Box::new(loader.epoch_from(epoch, start)?),
+            BatchSource::Own(loader) => Box::new(loader.epoch_from(epoch, start)?),
+            BatchSource::Scattered(loader) => Box::new(loader.epoch_from(epoch, start)?),
         })
     }
 }

@@ -12,7 +12,7 @@ mod staging;
 mod subset;
 mod workers;
 
-pub use batch_source::Loader;
+pub use batch_source::BatchSource;
 pub use dataset::{Dataset, Targets, TensorDataset};
 pub use files::{DatasetSpec, FileDataset, TargetKind};
 pub(crate) use loader::batches_of_all;

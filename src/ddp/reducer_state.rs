@@ -241,7 +241,10 @@ impl ReducerState {
         let began = Instant::now();
         let Self { layout, group, comm_hook, reduce_path, weight, .. } = self;
         let (index, group) = (self.next, &**group);
-        group.set_context(CallContext { place: self.call_site, bucket: u16::try_from(index).ok() });
+        group.set_context(CallContext {
+            call_site: self.call_site,
+            bucket: u16::try_from(index).ok(),
+        });
         weight.map_or(Ok(()), |weight| weight.apply(&mut layout.buckets[index].gradients))?;
         let weight = weight.map(|weight| weight.samples);
         layout.copy_to_probe(index)?;

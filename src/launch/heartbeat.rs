@@ -33,10 +33,10 @@ impl RankStatus {
     /// Returns the status of `rank`, which must be a rank of this process.
     pub(super) fn of(run: &RunContext, rank: usize) -> Self {
         let mut seen = run.flight_recorder.recent_ops(rank, MAX_OPS_PER_RANK);
-        for OpSnapshot { place, .. } in &mut seen {
-            let start = (place.len().saturating_sub(MAX_CALL_SITE_BYTES)..)
-                .find(|&index| place.is_char_boundary(index));
-            place.drain(..start.unwrap_or_default());
+        for OpSnapshot { call_site, .. } in &mut seen {
+            let start = (call_site.len().saturating_sub(MAX_CALL_SITE_BYTES)..)
+                .find(|&index| call_site.is_char_boundary(index));
+            call_site.drain(..start.unwrap_or_default());
         }
         Self::new(run.activity[rank].now(), seen)
     }
@@ -75,7 +75,7 @@ impl Heartbeat {
             }
             // The call site is printed to a terminal.
             let is_wrong = |op: &OpSnapshot| {
-                op.place.len() > MAX_CALL_SITE_BYTES || op.place.contains(char::is_control)
+                op.call_site.len() > MAX_CALL_SITE_BYTES || op.call_site.contains(char::is_control)
             };
             if seen.len() > MAX_OPS_PER_RANK || seen.iter().any(is_wrong) {
                 return Err(unreadable(key, "the status of a rank is too long"));
@@ -105,13 +105,13 @@ mod tests {
     }
 
     fn seen() -> impl Strategy<Value = OpSnapshot> {
-        let place = "[a-zä/]{0,90}";
-        (at(), any::<(Option<u32>, Option<u16>)>(), place, any::<bool>(), any::<[u32; 3]>())
+        let call_site = "[a-zä/]{0,90}";
+        (at(), any::<(Option<u32>, Option<u16>)>(), call_site, any::<bool>(), any::<[u32; 3]>())
             .prop_map(
                 |(
                     at,
                     (group, bucket),
-                    place,
+                    call_site,
                     on_comm_thread,
                     [started_ago, finished_ago, on_gpu],
                 )| {
@@ -123,7 +123,7 @@ mod tests {
                         at,
                         group,
                         bucket,
-                        place,
+                        call_site,
                         on_comm_thread,
                         started_ago,
                         finished_ago,
@@ -183,11 +183,11 @@ mod tests {
     #[test]
     fn heartbeat_invalid_status_is_refused() {
         let plain = OpId { operation: Operation::Step, sequence: 1 };
-        let seen = |place: &str| OpSnapshot {
+        let seen = |call_site: &str| OpSnapshot {
             at: plain,
             group: None,
             bucket: None,
-            place: place.into(),
+            call_site: call_site.into(),
             on_comm_thread: false,
             started_ago: Duration::MAX,
             finished_ago: None,

@@ -15,6 +15,7 @@ use super::{
 };
 use crate::error::{Error, Result};
 use crate::ffi::cuda::Cuda;
+use crate::os::cores;
 use crate::os::limits::not_started;
 
 /// The settings with which a process joins its launch. The default is that of [`Spawn::from_env`], but discards notes.
@@ -88,8 +89,7 @@ impl Launch {
     /// [`Error::InvalidInput`](crate::Error::InvalidInput) when the requested devices or backend are not available; the
     /// text says what to do.
     pub fn place(&self, backend: BackendChoice, cuda: &Cuda) -> Result<Placement> {
-        let cores = thread::available_parallelism().map_or(1, usize::from);
-        let placement = place(self.nproc, backend, cuda, &self.share(cores))?
+        let placement = place(self.nproc, backend, cuda, &self.share(cores()))?
             .in_processes(self.processes.count, backend)?;
         placement.backend.check_library()?;
         self.binding(&placement)?;

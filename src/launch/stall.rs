@@ -171,12 +171,12 @@ fn last_seen(run: &RunContext, rank: usize, seen: &[OpSnapshot]) -> String {
 pub(super) fn within(op: &OpSnapshot, seen: &[OpSnapshot]) -> String {
     let phase = seen.iter().rev().find(|phase| op.group.is_some() && phase.is_open_phase());
     let phase = phase.map_or(String::new(), |phase| format!(" of {}", phase.at));
-    name(op) + &phase + &op.place
+    name(op) + &phase + &op.call_site
 }
 
 /// Returns an operation with its call site: `all_reduce #118 (bucket 3) at src/main.rs:40`.
 fn what(op: &OpSnapshot) -> String {
-    name(op) + &op.place
+    name(op) + &op.call_site
 }
 
 /// Returns the name of an operation: `all_reduce #118 (bucket 3)`.

@@ -1,8 +1,9 @@
-//! Limits of the system on open files, threads and disks: checks them in advance, and explains errors that they cause.
+//! Limits of the system on cores, open files, threads and disks: checks them in advance, and explains errors that they cause.
 
 use std::fmt::Display;
 use std::fs::{self, File};
 use std::io;
+use std::thread;
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
@@ -83,6 +84,11 @@ impl Mendable {
 /// number of threads, the limits, and the remedy.
 pub(crate) fn not_started(what: &str, error: &io::Error) -> String {
     THREADS.explain(&format!("{what} cannot be started: {error}"))
+}
+
+/// Returns the number of CPU cores that this process may use.
+pub(crate) fn cores() -> usize {
+    thread::available_parallelism().map_or(1, usize::from)
 }
 
 /// Checks that this process can open `count` more files and connections for `purpose`. Raises its soft limit to the

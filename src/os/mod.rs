@@ -7,6 +7,7 @@ mod openmp;
 mod process;
 
 pub(crate) use bus_error::{WatchedMapping, watch_mapping};
+pub(crate) use limits::cores;
 pub(crate) use openmp::is_run_by_linker;
 pub use openmp::{BeforeMain, limit_spinning};
 pub use process::{exit, ignore_file_size_signal};

@@ -54,7 +54,7 @@ impl Bootstrap {
     ) -> Result<Self> {
         backend.check_between_processes()?;
         let network = connect(members.clone())?;
-        let shared = Shared::new(run.clone(), members, network.layout().here());
+        let shared = Shared::new(run.clone(), members, network.process_map().here());
         let network = match backend.entry().is_stream_ordered {
             true => network.without_messages(),
             false => network.with_messages_to(shared.mail())?,

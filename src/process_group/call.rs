@@ -43,7 +43,7 @@ pub(crate) struct Call<'a> {
     /// The timeout; `None` for the run's timeout.
     pub timeout: Option<Duration>,
     /// The call site in the program, for errors.
-    pub place: Option<CallSite>,
+    pub call_site: Option<CallSite>,
 }
 
 impl Call<'_> {
@@ -60,7 +60,7 @@ impl Call<'_> {
             outputs: &[],
             weight: None,
             timeout: None,
-            place: None,
+            call_site: None,
         }
     }
 

@@ -33,10 +33,10 @@ impl ProcessGroup {
         inputs: &[Tensor],
         outputs: &[Tensor],
     ) -> Result<()> {
-        let place = Location::caller();
+        let call_site = Location::caller();
         let call = self.check_call(operation, options, shape, inputs, outputs)?;
         if are_plain_contiguous(call.inputs)? && are_plain_contiguous(call.further_outputs())? {
-            return self.run_call(call, place);
+            return self.run_call(call, call_site);
         }
         outputs.iter().try_for_each(|output| self.check_output(operation, output))?;
         let contiguous = |tensors: &[Tensor]| {
@@ -55,7 +55,7 @@ impl ProcessGroup {
             if call.is_in_place() { handles(&results) } else { handles(&contiguous(inputs)?) };
         self.run_call(
             Call { inputs: &contiguous_inputs, outputs: &contiguous_outputs, ..call },
-            place,
+            call_site,
         )?;
         results
             .iter()
@@ -105,8 +105,8 @@ impl ProcessGroup {
     }
 
     /// Runs a call with contiguous tensors, from the start of its record to the end.
-    fn run_call(&self, call: Call, place: CallSite) -> Result<()> {
-        let ((), record) = self.dispatch(call, place, |backend, call| backend.run(call))?;
+    fn run_call(&self, call: Call, call_site: CallSite) -> Result<()> {
+        let ((), record) = self.dispatch(call, call_site, |backend, call| backend.run(call))?;
         self.record_end(record);
         Ok(())
     }
@@ -116,7 +116,7 @@ impl ProcessGroup {
     fn dispatch<T>(
         &self,
         call: Call,
-        place: CallSite,
+        call_site: CallSite,
         run: impl FnOnce(&mut dyn RankBackend, &Call) -> Result<T>,
     ) -> Result<(T, SpanId)> {
         let mut side = self.side()?;
@@ -129,7 +129,8 @@ impl ProcessGroup {
         if let Some(site) = site {
             self.run().fault_point(self.global_rank(), site, 0)?;
         }
-        let call = Call { sequence: side.sequence, place: Some(self.place_of(place)), ..call };
+        let call_site = Some(self.call_site_of(call_site));
+        let call = Call { sequence: side.sequence, call_site, ..call };
         side.sequence += 1;
         let record = self.record_call(&call);
         let result = run(&mut *side.backend, &call)

@@ -42,7 +42,7 @@ struct Phase {
 /// The call site that a collective is attributed to, and its bucket of gradients.
 #[derive(Debug, Default, Clone, Copy)]
 pub(crate) struct CallContext {
-    pub place: Option<CallSite>,
+    pub call_site: Option<CallSite>,
     pub bucket: Option<u16>,
 }
 
@@ -105,9 +105,9 @@ impl ProcessGroup {
         is_here.then_some((fault.kind, fault.step))
     }
 
-    /// Returns the call site of the current context; `place` if the context has none.
-    pub(super) fn place_of(&self, place: CallSite) -> CallSite {
-        self.phase_tracker.context.get().place.unwrap_or(place)
+    /// Returns the call site of the current context; `caller` if the context has none.
+    pub(super) fn call_site_of(&self, caller: CallSite) -> CallSite {
+        self.phase_tracker.context.get().call_site.unwrap_or(caller)
     }
 
     /// Records that this rank begins `call`. The returned id is for [`ProcessGroup::record_end`].
@@ -120,7 +120,7 @@ impl ProcessGroup {
             group: Some(self.phase_tracker.group),
             bucket,
             amount: num_bytes(call.kind, most) as u64,
-            place: call.place,
+            call_site: call.call_site,
             on_comm_thread: self.phase_tracker.on_comm_thread,
         })
     }
@@ -260,13 +260,13 @@ impl ProcessGroup {
 
     /// Records that the gradient of the `index`-th parameter, which is in `bucket`, is complete. Does nothing
     /// unless the flight recorder keeps all records. Not a collective.
-    pub(crate) fn record_gradient(&self, index: usize, bucket: usize, place: Option<CallSite>) {
+    pub(crate) fn record_gradient(&self, index: usize, bucket: usize, call_site: Option<CallSite>) {
         let recorder = &self.run().flight_recorder;
         if recorder.keeps_all() {
             let at = OpId { operation: Operation::Gradient, sequence: index as u64 };
             let bucket = u16::try_from(bucket).ok();
             let (group, amount, on_comm_thread) = (None, 0, false);
-            let begin = OpStart { at, group, bucket, amount, place, on_comm_thread };
+            let begin = OpStart { at, group, bucket, amount, call_site, on_comm_thread };
             let mark = recorder.begin(self.global_rank(), begin);
             recorder.end(self.global_rank(), mark);
         }

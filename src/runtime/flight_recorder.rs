@@ -30,8 +30,9 @@ pub(crate) struct FlightRecorder {
 pub(crate) type CallSite = &'static Location<'static>;
 
 /// Formats a call site for messages, as ` at src/main.rs:40`; empty if `None`.
-pub(crate) fn format_call_site(place: Option<CallSite>) -> String {
-    place.map_or(String::new(), |place| format!(" at {}:{}", place.file(), place.line()))
+pub(crate) fn format_call_site(call_site: Option<CallSite>) -> String {
+    call_site
+        .map_or(String::new(), |call_site| format!(" at {}:{}", call_site.file(), call_site.line()))
 }
 
 /// The part of a record that is written when the operation begins.
@@ -44,15 +45,22 @@ pub(crate) struct OpStart {
     pub bucket: Option<u16>,
     /// Size on this rank: bytes that are moved, or samples of a forward pass.
     pub amount: u64,
-    pub place: Option<CallSite>,
+    pub call_site: Option<CallSite>,
     /// Whether a communication thread runs the operation.
     pub on_comm_thread: bool,
 }
 
 impl OpStart {
     /// Returns the start of an operation without a group.
-    pub(crate) fn alone(at: OpId, place: CallSite) -> Self {
-        Self { at, group: None, bucket: None, amount: 0, place: Some(place), on_comm_thread: false }
+    pub(crate) fn alone(at: OpId, call_site: CallSite) -> Self {
+        Self {
+            at,
+            group: None,
+            bucket: None,
+            amount: 0,
+            call_site: Some(call_site),
+            on_comm_thread: false,
+        }
     }
 }
 
@@ -102,7 +110,7 @@ struct RingSlot {
     started_at: AtomicU64,
     /// 0 while the operation runs.
     finished_at: AtomicU64,
-    place: AtomicCell<Option<CallSite>>,
+    call_site: AtomicCell<Option<CallSite>>,
 }
 
 /// The GPU times of a record: see [`Entry`].
@@ -142,7 +150,7 @@ impl FlightRecorder {
 
     /// Records that `rank` begins an operation now.
     pub(crate) fn begin(&self, rank: usize, begin: OpStart) -> SpanId {
-        let OpStart { at, group, bucket, amount, place, on_comm_thread } = begin;
+        let OpStart { at, group, bucket, amount, call_site, on_comm_thread } = begin;
         let ring = &self.ranks[rank];
         if at.operation.may_wait() && at.operation != Operation::Synchronize {
             let [calls, bytes] = &ring.totals[at.operation as usize];
@@ -162,7 +170,7 @@ impl FlightRecorder {
         let started_at = self.now();
         entry.started_at.store(nanos(started_at), Ordering::Relaxed);
         entry.finished_at.store(0, Ordering::Relaxed);
-        entry.place.store(place);
+        entry.call_site.store(call_site);
         entry.number.store(number + 1, Ordering::Release);
         SpanId { number, started_at }
     }
@@ -235,7 +243,7 @@ impl Ring {
             return None;
         }
         let (at, marks) = (entry.at.load(Ordering::Relaxed), entry.marks.load(Ordering::Relaxed));
-        let (amount, place) = (entry.amount.load(Ordering::Relaxed), entry.place.load());
+        let (amount, call_site) = (entry.amount.load(Ordering::Relaxed), entry.call_site.load());
         let started_at = entry.started_at.load(Ordering::Relaxed);
         let finished_at = entry.finished_at.load(Ordering::Acquire);
         std::sync::atomic::fence(Ordering::Acquire);
@@ -248,7 +256,7 @@ impl Ring {
             group: group.checked_sub(1).map(|group| group as u32),
             bucket: bucket.checked_sub(1).map(|bucket| bucket as u16),
             amount,
-            place,
+            call_site,
             on_comm_thread: marks & 1 == 1,
         };
         let finished_at = (finished_at > 0).then(|| Duration::from_nanos(finished_at));
@@ -284,7 +292,7 @@ mod tests {
             group: Some(u32::MAX),
             bucket: Some(u16::MAX),
             amount: sequence * 3,
-            place: Some(Location::caller()),
+            call_site: Some(Location::caller()),
             on_comm_thread: false,
         }
     }
@@ -300,15 +308,20 @@ mod tests {
         assert_eq!(open.begin.at.to_string(), "all_reduce #7");
         assert_eq!((open.begin.group, open.begin.bucket), (Some(u32::MAX), Some(u16::MAX)));
         assert_eq!((open.begin.amount, open.begin.on_comm_thread), (21, false));
-        assert!(open.begin.place.unwrap().file().ends_with("flight_recorder.rs"));
+        assert!(open.begin.call_site.unwrap().file().ends_with("flight_recorder.rs"));
         recorder.end(1, number);
         let done = newest(&recorder).unwrap();
         assert!(done.finished_at.unwrap() >= done.started_at && done.started_at == open.started_at);
-        let other =
-            OpStart { group: None, bucket: None, place: None, on_comm_thread: true, ..begin(8) };
+        let other = OpStart {
+            group: None,
+            bucket: None,
+            call_site: None,
+            on_comm_thread: true,
+            ..begin(8)
+        };
         recorder.begin(1, other);
         let last = newest(&recorder).unwrap();
-        assert!(last.begin.on_comm_thread && last.begin.place.is_none());
+        assert!(last.begin.on_comm_thread && last.begin.call_site.is_none());
         assert_eq!((last.begin.group, last.begin.bucket), (None, None));
         assert_eq!(recorder.records(0, 0).count(), 0);
     }

@@ -9,9 +9,10 @@ mod deadline;
 mod fault;
 mod flight_recorder;
 mod flight_recorder_dump;
-mod op_snapshot;
+mod op_snapshots;
 pub(crate) mod panics;
 pub(crate) mod primitives;
+mod remote_snapshots;
 mod run;
 mod stop;
 
@@ -23,8 +24,9 @@ pub(crate) use flight_recorder::{
     CallSite, Entry, FlightRecorder, OpStart, SpanId, format_call_site,
 };
 pub(crate) use flight_recorder_dump::{Clock, FlightRecorderDump, RankRecords};
-pub(crate) use op_snapshot::{OpSnapshot, RemoteSnapshots};
+pub(crate) use op_snapshots::OpSnapshot;
 pub use panics::install_panic_hook;
+pub(crate) use remote_snapshots::RemoteSnapshots;
 pub(crate) use run::{Activity, PeerStatus, Peers, ReportedFailure, RunContext};
 pub(crate) use stop::StopMessage;
 pub use stop::{StopReason, StopRequest};

@@ -3,12 +3,12 @@
 //! [`Session`] is a run of training in one process, from joining the launch to the files that it leaves.
 
 mod artifacts;
+mod checked_placement;
+mod configured_launch;
 mod data;
 mod dealt_samples;
 mod end_messages;
 mod explainer;
-mod join;
-mod placement;
 mod processes;
 mod report_facts;
 mod start_point;
@@ -30,15 +30,16 @@ use crate::launch::{
     JoinedLaunch, Launch, LaunchKind, Rank, Restarts, Spawn, SpawnError, StopReason, StopRequest,
     await_termination, end_at_signals_in, status_signal, stop_on_signals,
 };
+use crate::os::cores;
 use crate::process_group::ProcessGroup;
 use crate::telemetry::{Event, LogFormat, MetricsLogger, Printer, Start};
 use artifacts::RunArtifacts;
 use end_messages::{failure, outcome};
 
+pub(crate) use checked_placement::{place_all, place_ranks};
+pub(crate) use configured_launch::{configured_spawn, join_launch};
 pub(crate) use data::open_data;
 pub(crate) use explainer::explainer;
-pub(crate) use join::{join, spawn};
-pub(crate) use placement::{cores, place_all, place_ranks};
 pub use processes::AlreadyReported;
 pub(crate) use processes::{ChildProcesses, leave_error};
 pub(crate) use start_point::{StartPoint, after_restart};
@@ -109,7 +110,7 @@ impl Session {
         let (config, data) = open_data(config)?;
         // The processes of `--spawn=processes` start together, so none waits long for another.
         let may_wait = launch.master.is_some() && launch.kind != LaunchKind::Spawned;
-        let join = || join(&config, "train", launch, cuda, printer);
+        let join = || join_launch(&config, "train", launch, cuda, printer);
         let joined_launch =
             if may_wait { end_at_signals_in(&stop, join)?.transpose()? } else { Some(join()?) };
         let Some(joined_launch) = joined_launch else { return Ok(None) };
@@ -170,7 +171,7 @@ impl Session {
 
     /// Returns how to start the ranks of this process.
     pub(crate) fn spawn(&self) -> Spawn {
-        spawn(&self.joined_launch, &self.config, &self.printer)
+        configured_spawn(&self.joined_launch, &self.config, &self.printer)
             .dump_status_on(self.status_requests.clone())
             .dump(self.artifacts.dump())
             .stop_request(self.stop.clone())

@@ -5,8 +5,8 @@ use std::fmt::{self, Write};
 
 use anyhow::Context;
 
+use super::checked_placement::{place_processes, starts_processes};
 use super::end_messages::failure;
-use super::placement::{place_processes, starts_processes, this_process};
 use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::ffi::cuda::Cuda;
@@ -107,7 +107,7 @@ fn max_restarts(config: &Config, launch: &Launch) -> Result<usize> {
     Err(Error::InvalidInput(format!(
         "--max-restarts={restarts} is for one machine without a launcher, and this is {}; leave it out, and let the \
          launcher restart the run: torchrun --max-restarts={restarts}",
-        this_process(launch),
+        launch.this_process(),
         restarts = config.launch.max_restarts,
     )))
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::start_point::StartPoint;
 use crate::config::{Config, StrategyKind};
-use crate::data::{DataLoader, Dataset, Loader, ScatterLoader};
+use crate::data::{BatchSource, DataLoader, Dataset, ScatterLoader};
 use crate::ddp::{DataParallel, DistributedDataParallel, Strategy, parameters_hash};
 use crate::error::Result;
 use crate::ffi::Generator;
@@ -22,7 +22,7 @@ pub(crate) struct Training {
     pub schedule: Schedule,
     /// The random generator of the model.
     pub generator: Arc<Generator>,
-    pub loader: Loader,
+    pub loader: BatchSource,
     /// A 64-bit hash of this rank's parameters before it got rank 0's. `None` without `--explain`.
     pub hash_before_broadcast: Option<u64>,
 }
@@ -61,7 +61,7 @@ impl Training {
         if config.model.sync_batch_norm {
             model = model.convert_sync_batchnorm(group);
         }
-        let (ddp, loader): (Strategy<Model>, Loader) = match config.ddp.strategy {
+        let (ddp, loader): (Strategy<Model>, BatchSource) = match config.ddp.strategy {
             StrategyKind::Ddp => {
                 let options = config.ddp_options();
                 let mut ddp = DistributedDataParallel::new(model, &vs, group.clone(), options)?;

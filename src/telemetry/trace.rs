@@ -251,7 +251,8 @@ impl Trace<'_> {
             Some(bucket) => format!("{operation} (bucket {bucket})"),
             None => operation.to_string(),
         };
-        let place = begin.place.map(|place| format!("{}:{}", place.file(), place.line()));
+        let call_site =
+            begin.call_site.map(|call_site| format!("{}:{}", call_site.file(), call_site.line()));
         let (waited, waited_for) = slice.waited.unzip();
         let moves_data = !operation.is_compute();
         let all = [
@@ -261,7 +262,7 @@ impl Trace<'_> {
             ("group", begin.group.map(Value::from)),
             ("waited_us", waited.map(|waited| micros(waited).into())),
             ("waited_for_rank", waited_for.map(Value::from)),
-            ("at", place.map(Value::from)),
+            ("at", call_site.map(Value::from)),
             ("unfinished", slice.unfinished.then(|| true.into())),
         ];
         let event = Event {

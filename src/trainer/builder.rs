@@ -12,7 +12,7 @@ use super::callbacks::{
 use super::loss_sum::LossSum;
 use super::{Amp, Callback, Loss, TrainContext, Trainer};
 use crate::checkpoint::{CheckpointDir, TrainerState};
-use crate::data::{DataLoader, Loader};
+use crate::data::{BatchSource, DataLoader};
 use crate::ddp::Strategy;
 use crate::error::{Error, Result};
 use crate::ffi::Generator;
@@ -31,7 +31,7 @@ impl<M: ModuleT> Trainer<M> {
         ddp: impl Into<Strategy<M>>,
         optimizer: impl Into<Option<Box<dyn Optimizer>>>,
         schedule: Schedule,
-        loader: impl Into<Loader>,
+        loader: impl Into<BatchSource>,
         loss: Loss,
     ) -> Result<Self> {
         let (ddp, optimizer, loader) = (ddp.into(), optimizer.into(), loader.into());
@@ -273,7 +273,7 @@ impl<M: ModuleT> Trainer<M> {
     }
 
     /// Returns the source of the batches.
-    pub fn loader(&self) -> &Loader {
+    pub fn loader(&self) -> &BatchSource {
         self.context.loader()
     }
 

@@ -10,7 +10,7 @@ use tch::nn::ModuleT;
 use super::loss_sum::LossSum;
 use super::{Amp, Epoch, Loss, Step};
 use crate::checkpoint::TrainerState;
-use crate::data::{Batch, Loader};
+use crate::data::{Batch, BatchSource};
 use crate::ddp::Strategy;
 use crate::error::{Error, Result};
 use crate::ffi::Generator;
@@ -27,7 +27,7 @@ pub struct TrainContext<M> {
     /// `None` on a rank that steps no parameters: with `DataParallel`, all ranks but rank 0.
     pub(super) optimizer: Option<Box<dyn Optimizer>>,
     pub(super) schedule: Schedule,
-    pub(super) loader: Loader,
+    pub(super) loader: BatchSource,
     pub(super) loss: Loss,
     pub(super) amp: Amp,
     pub(super) scaler: GradScaler,
@@ -63,7 +63,7 @@ impl<M> TrainContext<M> {
     }
 
     /// Returns the source of the batches.
-    pub fn loader(&self) -> &Loader {
+    pub fn loader(&self) -> &BatchSource {
         &self.loader
     }
 

@@ -17,7 +17,8 @@ use crate::data::Dataset;
 use crate::error::Error;
 use crate::ffi::cuda::Cuda;
 use crate::launch::{Nproc, Placement, Spawn, SpawnChoice};
-use crate::session::{cores, open_data, place_ranks};
+use crate::os::cores;
+use crate::session::{open_data, place_ranks};
 use crate::telemetry::{LogFormat, Printer};
 
 /// The work that stays the same when there are more ranks.

@@ -14,7 +14,7 @@ use super::forecast;
 use super::note_if_busy;
 use super::sorted::Sorted;
 use crate::config::{CommHookKind, Config, StrategyKind};
-use crate::data::{Dataset, Loader};
+use crate::data::{BatchSource, Dataset};
 use crate::error::{Error, Result};
 use crate::ffi::cuda::Cuda;
 use crate::launch::{Launch, Nproc, Rank};
@@ -98,14 +98,14 @@ fn measure_here(
 ) -> anyhow::Result<()> {
     let (config, data) = open_data(config)?;
     let command = format!("bench step --steps={steps}");
-    let joined_launch = session::join(&config, &command, launch, cuda, printer)?;
+    let joined_launch = session::join_launch(&config, &command, launch, cuda, printer)?;
     joined_launch.before_ranks(|| config.validate_for(joined_launch.world_size()))?;
     if joined_launch.is_first() {
         let idle_hook = config.idle_hook_warning((WARM_UP + steps) as u64);
         let notes = joined_launch.placement.note.clone().into_iter().chain(idle_hook);
         notes.for_each(|note| printer.info(&note));
     }
-    let spawn = session::spawn(&joined_launch, &config, printer);
+    let spawn = session::configured_spawn(&joined_launch, &config, printer);
     let (backend, printer) = (joined_launch.placement.backend, printer.clone());
     spawn.run(move |rank| {
         let times = step_on(rank, backend, &config, &data.training, steps.max(1))?;
@@ -150,7 +150,7 @@ pub(super) fn step_on(
     let mut times: Vec<[f64; 5]> = Vec::with_capacity(steps);
     let mut complete: Vec<Vec<f64>> = Vec::with_capacity(steps); // when each bucket is complete, as a share of backward
     // A batch from rank 0 is part of the step. A rank's own batch is only two views of existing tensors.
-    let is_scattered = matches!(loader, Loader::Scattered(_));
+    let is_scattered = matches!(loader, BatchSource::Scattered(_));
     let mut epoch = 0;
     while times.len() < WARM_UP + steps {
         let mut batches = loader.epoch(epoch)?.take(WARM_UP + steps - times.len());

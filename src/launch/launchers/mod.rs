@@ -367,6 +367,12 @@ impl Launch {
         }
     }
 
+    /// Returns which process of which launcher this is, for a message.
+    pub(crate) fn this_process(&self) -> String {
+        let Self { processes, kind, reason, .. } = self;
+        format!("process {} of {} ({}: {reason})", processes.index, processes.count, kind.name())
+    }
+
     /// Returns this process's part of a machine on which it may use `cores` CPU cores.
     pub fn share(&self, cores: usize) -> NodeSlice {
         let Processes { local_index, local_count, .. } = self.processes;

@@ -138,9 +138,8 @@ impl Spawn {
     /// Creates one rank for each of `devices`. Before GPUs can be used, [`cuda::load`](ffi::cuda::load) must have
     /// been called.
     pub fn on(devices: Vec<Device>) -> Self {
-        let cores = thread::available_parallelism().map_or(1, usize::from);
         Self {
-            threads_per_rank: (cores / devices.len().max(1)).max(1),
+            threads_per_rank: (os::cores() / devices.len().max(1)).max(1),
             backend: Backend::for_threads(&devices),
             devices,
             bind: BindChoice::Auto,

@@ -91,7 +91,7 @@ impl GlooBackend {
 
     /// Runs the exchange of this process's ranks. It checks that their calls agree and their tensors do not overlap.
     fn exchange_local(&mut self, call: &Call) -> Result<()> {
-        let first = self.packer.network.layout().here().start;
+        let first = self.packer.network.process_map().here().start;
         exchange_calls(&mut self.slot, first, call, true, Some(&mut self.memory))
     }
 
@@ -136,12 +136,12 @@ impl GlooBackend {
     fn supports_direct(&self, call: &Call) -> bool {
         let sums = matches!(call.op(), ReduceOp::Sum | ReduceOp::PremulSum(_));
         let kind = matches!(call.kind, Kind::Float | Kind::Double);
-        sums && kind && self.packer.network.layout().len() == 2
+        sums && kind && self.packer.network.process_map().len() == 2
     }
 
     /// Returns whether the call is an all_reduce above [`DIRECT_MAX_BYTES`], which goes out in slices.
     fn is_sliced(&self, call: &Call, numel: usize) -> bool {
-        let processes = self.packer.network.layout().len();
+        let processes = self.packer.network.process_map().len();
         call.operation == Operation::AllReduce
             && num_bytes(call.kind, numel) * processes > DIRECT_MAX_BYTES
     }
@@ -149,8 +149,8 @@ impl GlooBackend {
     /// Runs a large all_reduce between two processes with Gloo's own all_reduce.
     fn all_reduce_direct(&mut self, call: &Call, numel: usize) -> Result<()> {
         let network = self.packer.network.clone();
-        let layout = network.layout();
-        if layout.here().len() == 1 {
+        let process_map = network.process_map();
+        if process_map.here().len() == 1 {
             let in_flight = self.add_up_in_place(call)?;
             return self.report_failure(network.finish(&in_flight.started));
         }
@@ -162,7 +162,7 @@ impl GlooBackend {
         self.exchange_local(call)?;
         self.set_weight(call);
         // A single part, addressed to no process in particular.
-        let alone = ProcessMap { processes: vec![layout.here()], mine: 0 };
+        let alone = ProcessMap { processes: vec![process_map.here()], mine: 0 };
         let whole = SplitSizes { to: vec![size], from: vec![size], largest: None };
         self.on_local_ranks(|packer, slot| {
             // SAFETY: the ranks have exchanged this call and leave together; there is room.
@@ -203,13 +203,13 @@ impl GlooBackend {
 
     /// Returns the sizes of an all_to_all, in which every rank may choose how much it sends and expects.
     fn parts_of_all_to_all(&self, call: &Call) -> SplitSizes {
-        let layout = self.packer.network.layout();
+        let process_map = self.packer.network.process_map();
         let size = |places: &[Place], range: &Range<usize>| -> usize {
             places[range.clone()].iter().map(|place| num_bytes(call.kind, place.numel)).sum()
         };
         let each = |places: fn(&CollectiveFingerprint) -> &[Place]| {
             let part = |range| self.slot.published().map(|call| size(places(call), range)).sum();
-            layout.processes.iter().map(part).collect()
+            process_map.processes.iter().map(part).collect()
         };
         let (to, from) = (each(|call| &call.inputs), each(|call| &call.outputs));
         SplitSizes { to, from, largest: None }
@@ -219,14 +219,14 @@ impl GlooBackend {
 impl RankBackend for GlooBackend {
     fn run(&mut self, call: &Call) -> Result<()> {
         let network = self.packer.network.clone();
-        let layout = network.layout();
+        let process_map = network.process_map();
         let numel = call.inputs.first().or(call.outputs.first()).map_or(0, Tensor::numel);
         let sliced = self.is_sliced(call, numel);
         if sliced && self.supports_direct(call) {
             return self.all_reduce_direct(call, numel);
         }
-        let mut parts = SplitSizes::of(call, numel, layout, sliced);
-        let end = |sizes: &[usize]| SplitSizes::places(sizes, layout.mine).1;
+        let mut parts = SplitSizes::of(call, numel, process_map, sliced);
+        let end = |sizes: &[usize]| SplitSizes::places(sizes, process_map.mine).1;
         let reserve = |network: &Network, parts: &SplitSizes| {
             let (sent, received) = (end(&parts.to), end(&parts.from));
             // The results go out from behind the slices, because other ranks may still read the slices.
@@ -244,17 +244,17 @@ impl RankBackend for GlooBackend {
         }
         self.on_local_ranks(|packer, slot| {
             // SAFETY: the ranks have exchanged this call and leave together; there is room.
-            unsafe { packer.pack(slot, layout, call, &parts, sliced) }
+            unsafe { packer.pack(slot, process_map, call, &parts, sliced) }
         });
         self.on_leader(call, |network| network.exchange(call, &parts, 0, || self.describe()))?;
-        self.traffic = parts.traffic(layout);
+        self.traffic = parts.traffic(process_map);
         let mut sources = sources(&self.packer.network, &parts, 0);
         if sliced {
-            let slice = my_slice(numel, layout.mine, layout.len());
-            let mine = my_slice(slice.len(), self.slot.rank(), layout.here().len());
-            let offset = num_bytes(layout.partial_kind(call), mine.start);
-            let (begin, sums) = (end(&parts.to), SplitSizes::results(call, numel, layout));
-            let (places, _) = SplitSizes::places(&sums.to, layout.mine);
+            let slice = my_slice(numel, process_map.mine, process_map.len());
+            let mine = my_slice(slice.len(), self.slot.rank(), process_map.here().len());
+            let offset = num_bytes(process_map.partial_kind(call), mine.start);
+            let (begin, sums) = (end(&parts.to), SplitSizes::results(call, numel, process_map));
+            let (places, _) = SplitSizes::places(&sums.to, process_map.mine);
             let result = begin + num_bytes(call.kind, mine.start);
             let base = self.packer.network.places().0.wrapping_add(result);
             self.on_local_ranks(|packer, _| {
@@ -263,12 +263,12 @@ impl RankBackend for GlooBackend {
                 unsafe { packer.add_up(call, &sources, offset, mine.len(), to) };
             });
             self.on_leader(call, |network| network.send_parts(call, &sums, begin))?;
-            self.traffic += sums.traffic(layout);
+            self.traffic += sums.traffic(process_map);
             sources = self::sources(&self.packer.network, &sums, begin);
         }
         self.on_local_ranks(|packer, slot| {
             // SAFETY: all parts have arrived, and no rank writes there until all have left.
-            unsafe { packer.unpack(slot, layout, call, &sources, sliced) }
+            unsafe { packer.unpack(slot, process_map, call, &sources, sliced) }
         });
         if !self.is_first() {
             self.traffic = Traffic::default(); // counted on the first rank only
@@ -277,7 +277,7 @@ impl RankBackend for GlooBackend {
     }
 
     fn start(&mut self, call: &Call) -> Result<Option<Box<dyn backend::InFlight>>> {
-        let alone = self.packer.network.layout().here().len() == 1;
+        let alone = self.packer.network.process_map().here().len() == 1;
         let numel = call.inputs.first().map_or(0, Tensor::numel);
         if alone && self.is_sliced(call, numel) && self.supports_direct(call) {
             return Ok(Some(Box::new(self.add_up_in_place(call)?)));

@@ -35,23 +35,23 @@ impl Packer {
     pub(super) unsafe fn pack(
         &mut self,
         slot: &CallSlot,
-        layout: &ProcessMap,
+        process_map: &ProcessMap,
         call: &Call,
         parts: &SplitSizes,
         sliced: bool,
     ) {
-        let (begins, _) = SplitSizes::places(&parts.to, layout.mine);
+        let (begins, _) = SplitSizes::places(&parts.to, process_map.mine);
         let send_buffer = self.network.places().0;
         let part =
             |process: usize, offset: usize| send_buffer.wrapping_add(begins[process] + offset);
-        let (index, ranks) = (slot.rank(), layout.here().len());
-        let place = layout.here().start + index;
+        let (index, ranks) = (slot.rank(), process_map.here().len());
+        let place = process_map.here().start + index;
         let whole = |tensor: &Tensor| num_bytes(call.kind, tensor.numel());
-        let partial = layout.partial_kind(call);
+        let partial = process_map.partial_kind(call);
         let local = match call.op() {
             ReduceOp::Avg => ReduceOp::Sum,
             // Unscaled: the receiver multiplies, without rounding in between.
-            ReduceOp::PremulSum(_) if layout.is_one_rank_each() => ReduceOp::Sum,
+            ReduceOp::PremulSum(_) if process_map.is_one_rank_each() => ReduceOp::Sum,
             op => op,
         };
         let Self { inputs, outputs, factors, .. } = self;
@@ -89,22 +89,22 @@ impl Packer {
         let is_root = place == call.root();
         match call.operation {
             Operation::AllReduce if sliced => {
-                for process in 0..layout.len() {
-                    let slice = my_slice(call.inputs[0].numel(), process, layout.len());
+                for process in 0..process_map.len() {
+                    let slice = my_slice(call.inputs[0].numel(), process, process_map.len());
                     add(0, slice, &mut [part(process, 0)].into_iter());
                 }
             }
             Operation::AllReduce => {
-                let all = &mut (0..layout.len()).map(|process| part(process, 0));
+                let all = &mut (0..process_map.len()).map(|process| part(process, 0));
                 add(0, 0..call.inputs[0].numel(), all);
             }
             Operation::Reduce => {
-                let root = layout.process_of(call.root());
+                let root = process_map.process_of(call.root());
                 add(0, 0..call.inputs[0].numel(), &mut [part(root, 0)].into_iter());
             }
             Operation::ReduceScatter => {
                 let numel = call.outputs[0].numel();
-                for (process, places) in layout.processes.iter().enumerate() {
+                for (process, places) in process_map.processes.iter().enumerate() {
                     for (offset, place) in places.clone().enumerate() {
                         let offset = offset * num_bytes(partial, numel);
                         add(place, 0..numel, &mut [part(process, offset)].into_iter());
@@ -112,18 +112,19 @@ impl Packer {
                 }
             }
             Operation::Broadcast if is_root => {
-                (0..layout.len()).for_each(|process| copy(&call.inputs[0], part(process, 0)));
+                (0..process_map.len()).for_each(|process| copy(&call.inputs[0], part(process, 0)));
             }
             Operation::AllGather => {
                 let offset = index * whole(&call.inputs[0]);
-                (0..layout.len()).for_each(|process| copy(&call.inputs[0], part(process, offset)));
+                (0..process_map.len())
+                    .for_each(|process| copy(&call.inputs[0], part(process, offset)));
             }
             Operation::Gather => {
-                let root = layout.process_of(call.root());
+                let root = process_map.process_of(call.root());
                 copy(&call.inputs[0], part(root, index * whole(&call.inputs[0])));
             }
             Operation::Scatter if is_root => {
-                for (process, places) in layout.processes.iter().enumerate() {
+                for (process, places) in process_map.processes.iter().enumerate() {
                     for (offset, place) in places.clone().enumerate() {
                         let input = &call.inputs[place];
                         copy(input, part(process, offset * whole(input)));
@@ -131,7 +132,7 @@ impl Packer {
                 }
             }
             Operation::AllToAll => {
-                for (process, places) in layout.processes.iter().enumerate() {
+                for (process, places) in process_map.processes.iter().enumerate() {
                     let earlier = slot.published().take(index);
                     let mut offset: usize = earlier
                         .flat_map(|call| &call.inputs[places.clone()])
@@ -159,16 +160,16 @@ impl Packer {
         len: usize,
         to: impl Iterator<Item = *mut u8>,
     ) {
-        let layout = self.network.layout();
-        let world_size = layout.processes.iter().map(ExactSizeIterator::len).sum::<usize>();
+        let process_map = self.network.process_map();
+        let world_size = process_map.processes.iter().map(ExactSizeIterator::len).sum::<usize>();
         let op = match call.op() {
-            op if layout.is_one_rank_each() => op,
+            op if process_map.is_one_rank_each() => op,
             // The processes have multiplied and added already.
             ReduceOp::PremulSum(_) => ReduceOp::Sum,
             ReduceOp::Avg => ReduceOp::PremulSum(1.0 / world_size as f64),
             op => op,
         };
-        let kinds = Kinds { from: layout.partial_kind(call), to: call.kind };
+        let kinds = Kinds { from: process_map.partial_kind(call), to: call.kind };
         self.inputs.clear();
         self.inputs.extend(sources.iter().map(|source| source.wrapping_add(offset)));
         self.outputs.clear();
@@ -216,12 +217,12 @@ impl Packer {
     pub(super) unsafe fn unpack(
         &mut self,
         slot: &CallSlot,
-        layout: &ProcessMap,
+        process_map: &ProcessMap,
         call: &Call,
         sources: &[*mut u8],
         sliced: bool,
     ) {
-        let (index, place) = (slot.rank(), layout.here().start + slot.rank());
+        let (index, place) = (slot.rank(), process_map.here().start + slot.rank());
         let whole = |tensor: &Tensor| num_bytes(call.kind, tensor.numel());
         let data = |tensor: &Tensor| tensor.data_ptr().cast::<u8>();
         let copy = |from: *mut u8, to: *mut u8, size: usize| {
@@ -232,7 +233,7 @@ impl Packer {
             Operation::AllReduce if sliced => {
                 let output = data(&call.outputs[0]);
                 for (process, source) in sources.iter().enumerate() {
-                    let slice = my_slice(call.outputs[0].numel(), process, layout.len());
+                    let slice = my_slice(call.outputs[0].numel(), process, process_map.len());
                     let offset = num_bytes(call.kind, slice.start);
                     copy(*source, output.wrapping_add(offset), num_bytes(call.kind, slice.len()));
                 }
@@ -240,7 +241,7 @@ impl Packer {
             Operation::AllReduce | Operation::Reduce | Operation::ReduceScatter => {
                 let Some(output) = call.outputs.first() else { return };
                 let scattered = call.operation == Operation::ReduceScatter;
-                let part = num_bytes(self.network.layout().partial_kind(call), output.numel());
+                let part = num_bytes(self.network.process_map().partial_kind(call), output.numel());
                 let offset = if scattered { index * part } else { 0 };
                 // SAFETY: the parts have these elements there, and the output belongs to this rank.
                 unsafe {
@@ -251,11 +252,11 @@ impl Packer {
                 let Some(output) = call.outputs.first() else { return };
                 let scattered = call.operation == Operation::Scatter;
                 let offset = if scattered { index * whole(output) } else { 0 };
-                let root = sources[layout.process_of(call.root())];
+                let root = sources[process_map.process_of(call.root())];
                 copy(root.wrapping_add(offset), data(output), whole(output));
             }
             Operation::AllGather | Operation::Gather => {
-                for (source, places) in sources.iter().zip(&layout.processes) {
+                for (source, places) in sources.iter().zip(&process_map.processes) {
                     for (offset, output) in
                         call.outputs.iter().skip(places.start).take(places.len()).enumerate()
                     {
@@ -265,12 +266,12 @@ impl Packer {
                 }
             }
             Operation::AllToAll => {
-                for (source, places) in sources.iter().zip(&layout.processes) {
+                for (source, places) in sources.iter().zip(&process_map.processes) {
                     let mut offset = 0;
                     for from in places.clone() {
                         for (other, announced) in slot.published().enumerate() {
                             let size = num_bytes(call.kind, announced.outputs[from].numel);
-                            if layout.here().start + other == place {
+                            if process_map.here().start + other == place {
                                 copy(source.wrapping_add(offset), data(&call.outputs[from]), size);
                             }
                             offset += size;
@@ -291,7 +292,7 @@ pub(super) fn mean_here(slot: &CallSlot) -> f64 {
 /// Returns the address of each process's part. It is in the receive buffer, but for this process itself in the send
 /// buffer, in the parts that begin at byte `begin`.
 pub(super) fn sources(network: &Network, parts: &SplitSizes, begin: usize) -> Vec<*mut u8> {
-    let mine = network.layout().mine;
+    let mine = network.process_map().mine;
     let (send, receive) = network.places();
     let (to, _) = SplitSizes::places(&parts.to, mine);
     let (from, _) = SplitSizes::places(&parts.from, mine);

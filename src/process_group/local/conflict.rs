@@ -31,7 +31,7 @@ impl Conflict {
         let sent = call(from).map_or(0, |call| call.inputs[first_place + to].numel);
         let expected = call(to).map_or(0, |call| call.outputs[first_place + from].numel);
         let [at, there] =
-            [from, to].map(|place| format_call_site(call(place).and_then(|call| call.place)));
+            [from, to].map(|place| format_call_site(call(place).and_then(|call| call.call_site)));
         let [from, to] =
             [(from, at), (to, there)].map(|(rank, line)| (&members[rank..=rank], line));
         sizes_differ(sequence, from, to, [sent, expected])

@@ -31,7 +31,7 @@ pub(crate) struct CollectiveFingerprint {
     stream: usize,
     shape: Vec<i64>,
     /// Line of the program that makes the call.
-    pub place: Option<runtime::CallSite>,
+    pub call_site: Option<runtime::CallSite>,
     pub(crate) inputs: Vec<Place>,
     pub(crate) outputs: Vec<Place>,
     /// Memory of inputs and outputs, with adjacent spans joined. The ranks compare these spans.
@@ -51,7 +51,7 @@ impl CollectiveFingerprint {
             device: Device::Cpu,
             stream: 0,
             shape: Vec::new(),
-            place: None,
+            call_site: None,
             inputs: Vec::new(),
             outputs: Vec::new(),
             spans: Vec::new(),
@@ -72,7 +72,7 @@ impl CollectiveFingerprint {
         let device = tensors.next().filter(|_| on_one_device).map(Tensor::device);
         self.operation = call.operation;
         (self.reduce_op, self.root, self.kind) = (call.reduce_op, call.root, call.kind);
-        (self.weight, self.place) = (call.weight, call.place);
+        (self.weight, self.call_site) = (call.weight, call.call_site);
         self.device = device.unwrap_or(Device::Cpu);
         self.stream = match self.device {
             Device::Cuda(index) => cuda::current_stream(index)? as usize,

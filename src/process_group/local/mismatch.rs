@@ -20,12 +20,12 @@ pub(crate) struct RankCall {
     /// The call, such as `all_reduce(sum) of float32 [4]`.
     pub call: String,
     /// The call site, such as ` at src/main.rs:7`; empty if it is unknown.
-    pub place: String,
+    pub call_site: String,
 }
 
 impl RankCall {
     pub(super) fn new(rank: usize, announced: &CollectiveFingerprint) -> Self {
-        Self { rank, call: announced.describe(), place: format_call_site(announced.place) }
+        Self { rank, call: announced.describe(), call_site: format_call_site(announced.call_site) }
     }
 
     /// Returns the part of the call that must be the same on all ranks.
@@ -105,7 +105,8 @@ pub(crate) fn sizes_differ(
 fn list(calls: &[RankCall], outlier: usize) -> String {
     let mut lines: Vec<(&RankCall, Vec<usize>)> = Vec::new();
     for call in calls {
-        let same = |known: &RankCall| (&known.call, &known.place) == (&call.call, &call.place);
+        let same =
+            |known: &RankCall| (&known.call, &known.call_site) == (&call.call, &call.call_site);
         match lines.iter_mut().find(|(known, _)| same(known)) {
             Some((_, ranks)) => ranks.push(call.rank),
             None => lines.push((call, vec![call.rank])),
@@ -119,9 +120,9 @@ fn list(calls: &[RankCall], outlier: usize) -> String {
         left_out =
             format!("; the others made {} more different calls", lines.len() - MAX_LISTED_CALLS);
     }
-    let line = |(RankCall { call, place, .. }, ranks): &(&RankCall, Vec<usize>)| {
+    let line = |(RankCall { call, call_site, .. }, ranks): &(&RankCall, Vec<usize>)| {
         format!(
-            "rank{} {} called {call}{place}",
+            "rank{} {} called {call}{call_site}",
             if ranks.len() > 1 { "s" } else { "" },
             runs(ranks)
         )
@@ -135,7 +136,7 @@ fn list(calls: &[RankCall], outlier: usize) -> String {
 pub(crate) fn to_text<'a>(
     mut calls: impl Iterator<Item = &'a CollectiveFingerprint> + Clone,
 ) -> String {
-    let places = calls.clone().map(|call| format!("\n{}", format_call_site(call.place)));
+    let places = calls.clone().map(|call| format!("\n{}", format_call_site(call.call_site)));
     let places: String = places.collect();
     calls.next().map_or(String::new(), CollectiveFingerprint::describe) + &places
 }
@@ -152,7 +153,7 @@ pub(crate) fn from_text(text: Option<&[u8]>, ranks: &[usize]) -> Vec<RankCall> {
     let call =
         lines.next().filter(|line| !line.is_empty()).unwrap_or_else(|| "something else".into());
     let called =
-        |&rank| RankCall { rank, call: call.clone(), place: lines.next().unwrap_or_default() };
+        |&rank| RankCall { rank, call: call.clone(), call_site: lines.next().unwrap_or_default() };
     ranks.iter().map(called).collect()
 }
 
@@ -163,7 +164,7 @@ mod tests {
     use super::*;
 
     fn called(rank: usize, call: &str, line: usize) -> RankCall {
-        RankCall { rank, call: call.into(), place: format!(" at a.rs:{line}") }
+        RankCall { rank, call: call.into(), call_site: format!(" at a.rs:{line}") }
     }
 
     fn told(calls: &[RankCall]) -> (String, usize) {
@@ -237,10 +238,10 @@ mod tests {
             let ranks: Vec<usize> = (3..3 + count).collect();
             let calls = from_text(bytes.as_deref(), &ranks);
             prop_assert_eq!(calls.iter().map(|call| call.rank).collect::<Vec<_>>(), ranks);
-            for RankCall { call, place, .. } in calls {
+            for RankCall { call, call_site, .. } in calls {
                 prop_assert!(!call.is_empty() && call.chars().count() <= MAX_CALL_CHARS);
-                prop_assert!(place.chars().count() <= MAX_CALL_CHARS);
-                prop_assert!(!(call + &place).contains(char::is_control));
+                prop_assert!(call_site.chars().count() <= MAX_CALL_CHARS);
+                prop_assert!(!(call + &call_site).contains(char::is_control));
             }
         }
     }

@@ -179,7 +179,7 @@ impl NcclBackend {
     }
 
     fn elsewhere(&self) -> Option<&Network> {
-        self.network.as_deref().filter(|network| network.layout().processes.len() > 1)
+        self.network.as_deref().filter(|network| network.process_map().processes.len() > 1)
     }
 
     fn weights_here(&self) -> impl Iterator<Item = (f64, usize)> + Clone {

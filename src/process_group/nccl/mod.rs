@@ -60,7 +60,7 @@ fn prepare(shared: &Arc<Shared>, network: Option<&Arc<Network>>) -> Result<Join>
     let id = match network {
         Some(network) => {
             let (run, members) = (shared.run(), shared.members());
-            let makes_it = network.layout().mine == 0;
+            let makes_it = network.process_map().mine == 0;
             let late = || run.not_come(members[shared.here().start], vec![members[0]]);
             UniqueId::through(network.store(), "nccl", makes_it, run.timeout, late)?
         }

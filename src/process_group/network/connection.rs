@@ -36,7 +36,7 @@ pub(crate) struct Network {
     store: TcpStore,
     run: Arc<RunContext>,
     members: Arc<[usize]>,
-    layout: ProcessMap,
+    map: ProcessMap,
     timeout: Duration,
     /// `GLOO_SOCKET_IFNAME`.
     interfaces: Option<String>,
@@ -53,12 +53,12 @@ pub(crate) struct Network {
 
 impl fmt::Debug for Network {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Network").field("layout", &self.layout).finish_non_exhaustive()
+        f.debug_struct("Network").field("map", &self.map).finish_non_exhaustive()
     }
 }
 
 impl Network {
-    /// Connects the processes of `layout`, whose ranks are `members` of `run`. All of them must call this, with an
+    /// Connects the processes of `map`, whose ranks are `members` of `run`. All of them must call this, with an
     /// unused prefix of `store`. Returns when all are connected.
     ///
     /// # Errors
@@ -67,20 +67,20 @@ impl Network {
         store: TcpStore,
         run: Arc<RunContext>,
         members: Arc<[usize]>,
-        layout: ProcessMap,
+        map: ProcessMap,
         interfaces: Option<&str>,
     ) -> Result<Self> {
         let timeout = run.timeout;
         // Before the rendezvous, so that no process has to wait for it afterwards.
-        let listener = Some(MessageListener::open(&store, layout.mine, interfaces)?);
-        let first = |process: &usize| members[layout.processes[*process].start];
+        let listener = Some(MessageListener::open(&store, map.mine, interfaces)?);
+        let first = |process: &usize| members[map.processes[*process].start];
         let absent = |missing: Vec<usize>| {
             let ranks = missing.iter().map(first).collect();
-            run.not_come(first(&layout.mine), ranks)
+            run.not_come(first(&map.mine), ranks)
         };
-        let gloo = GlooGroup::new(&store, layout.mine, layout.len(), timeout, interfaces, absent)?;
-        let staging = StagingBuffers::new(layout.len())?;
-        let weights = (0..layout.len()).map(|_| AtomicU64::default()).collect();
+        let gloo = GlooGroup::new(&store, map.mine, map.len(), timeout, interfaces, absent)?;
+        let staging = StagingBuffers::new(map.len())?;
+        let weights = (0..map.len()).map(|_| AtomicU64::default()).collect();
         let stop = OnceLock::new();
         let interfaces = interfaces.map(String::from);
         Ok(Self {
@@ -88,7 +88,7 @@ impl Network {
             store,
             run,
             members,
-            layout,
+            map,
             timeout,
             interfaces,
             stop,
@@ -109,7 +109,7 @@ impl Network {
         let (run, members) = (self.run.clone(), self.members.clone());
         let store = self.store.clone();
         self.messages =
-            Some(Messages::new((run, store), members, self.layout.clone(), listener, mail));
+            Some(Messages::new((run, store), members, self.map.clone(), listener, mail));
         Ok(self)
     }
 
@@ -129,18 +129,17 @@ impl Network {
             ranks.partition_point(|&rank| rank < places.start)
                 ..ranks.partition_point(|&rank| rank < places.end)
         };
-        let parts = self.layout.processes.iter().map(members_in).enumerate();
+        let parts = self.map.processes.iter().map(members_in).enumerate();
         let there: Vec<(usize, Range<usize>)> =
             parts.filter(|(_, part)| !part.is_empty()).collect();
-        let mine = there.iter().position(|(process, _)| *process == self.layout.mine).unwrap_or(0);
-        let layout =
-            ProcessMap { processes: there.into_iter().map(|(_, part)| part).collect(), mine };
+        let mine = there.iter().position(|(process, _)| *process == self.map.mine).unwrap_or(0);
+        let map = ProcessMap { processes: there.into_iter().map(|(_, part)| part).collect(), mine };
         let (store, run) = (self.store.under(name), self.run.clone());
-        Self::connect(store, run, members, layout, self.interfaces.as_deref())
+        Self::connect(store, run, members, map, self.interfaces.as_deref())
     }
 
-    pub(crate) fn layout(&self) -> &ProcessMap {
-        &self.layout
+    pub(crate) fn process_map(&self) -> &ProcessMap {
+        &self.map
     }
 
     /// Returns the store that the processes share, under the group's prefix.
@@ -162,23 +161,23 @@ impl Network {
     /// first rank calls this; all processes must call it, with the same number.
     pub(crate) fn exchange_stop(&self, sequence: u64) -> Result<()> {
         let call = Call { sequence, ..Call::bare(Operation::Synchronize) };
-        let parts = SplitSizes::of(&call, 0, &self.layout, false);
+        let parts = SplitSizes::of(&call, 0, &self.map, false);
         self.exchange(&call, &parts, 0, || call.operation.to_string())
     }
 
     /// Sets the mean weight of this process's ranks in the next call. Called by the process's first rank.
     pub(crate) fn set_weight(&self, weight: f64) {
-        self.weights[self.layout.mine].store(weight.to_bits(), Ordering::Relaxed);
+        self.weights[self.map.mine].store(weight.to_bits(), Ordering::Relaxed);
     }
 
     fn mean_here(&self) -> f64 {
-        f64::from_bits(self.weights[self.layout.mine].load(Ordering::Relaxed))
+        f64::from_bits(self.weights[self.map.mine].load(Ordering::Relaxed))
     }
 
     /// Returns the mean weight and the number of each process's ranks in this call. Valid after the headers.
     pub(crate) fn weights(&self) -> impl Iterator<Item = (f64, usize)> + Clone {
         let weights = self.weights.iter().map(|bits| f64::from_bits(bits.load(Ordering::Relaxed)));
-        weights.zip(self.layout.processes.iter().map(ExactSizeIterator::len))
+        weights.zip(self.map.processes.iter().map(ExactSizeIterator::len))
     }
 
     /// Compares the processes' calls when no collective of this backend does. Also exchanges the mean weights of their
@@ -195,7 +194,7 @@ impl Network {
         if let Some(mean) = mean_weight {
             self.set_weight(mean);
         }
-        let none = SplitSizes::of(&Call::bare(Operation::Barrier), 0, &self.layout, false);
+        let none = SplitSizes::of(&Call::bare(Operation::Barrier), 0, &self.map, false);
         self.exchange(call, &none, 0, describe)
     }
 
@@ -226,12 +225,12 @@ impl Network {
     ) -> Result<()> {
         if call.weight.is_some() {
             // Other processes would take an invalid mean for another program's bytes.
-            weights::check_mean(self.mean_here(), || self.members[self.layout.here()].to_vec())?;
+            weights::check_mean(self.mean_here(), || self.members[self.map.here()].to_vec())?;
         }
         let inline = parts.largest.is_some_and(|largest| largest <= HEADER_MAX_DATA_BYTES);
         let (send, receive) = (self.begins(&parts.to), self.begins(&parts.from));
         self.write_headers(call, parts, inline.then_some((begin, &send[..])));
-        let equal = vec![HEADER_BYTES as i64; self.layout.len()];
+        let equal = vec![HEADER_BYTES as i64; self.map.len()];
         let [mine, theirs] = self.staging.headers();
         self.wait(call.at(), call.timeout, self.gloo.all_to_all(theirs, mine, &equal, &equal))?;
         self.read_headers(call, parts, inline.then_some(&receive[..]), describe)?;
@@ -253,7 +252,7 @@ impl Network {
         tensor: &Tensor,
         describe: impl Fn() -> String,
     ) -> Result<Started> {
-        let none = SplitSizes::of(&Call::bare(Operation::Barrier), 0, &self.layout, false);
+        let none = SplitSizes::of(&Call::bare(Operation::Barrier), 0, &self.map, false);
         self.exchange(call, &none, 0, describe)?;
         if call.weight.is_some() {
             let share = self.mean_here() / weights::mean_of_all(self.weights())?;
@@ -269,7 +268,7 @@ impl Network {
     pub(crate) fn send_parts(&self, call: &Call, parts: &SplitSizes, begin: usize) -> Result<()> {
         let splits = |sizes: &[usize]| -> Vec<i64> {
             let sent_size = |(process, &size): (usize, &usize)| {
-                if process == self.layout.mine { 0 } else { padded(size) as i64 }
+                if process == self.map.mine { 0 } else { padded(size) as i64 }
             };
             sizes.iter().enumerate().map(sent_size).collect()
         };
@@ -283,12 +282,12 @@ impl Network {
     }
 
     fn begins(&self, sizes: &[usize]) -> Vec<usize> {
-        SplitSizes::places(sizes, self.layout.mine).0
+        SplitSizes::places(sizes, self.map.mine).0
     }
 
     fn others(&self) -> impl Iterator<Item = usize> {
-        let mine = self.layout.mine;
-        (0..self.layout.len()).filter(move |&process| process != mine)
+        let mine = self.map.mine;
+        (0..self.map.len()).filter(move |&process| process != mine)
     }
 
     fn write_headers(&self, call: &Call, parts: &SplitSizes, inline: Option<(usize, &[usize])>) {
@@ -370,7 +369,7 @@ impl Network {
         work: Result<GlooWork>,
     ) -> Result<Started> {
         let timeout = timeout.unwrap_or(self.timeout);
-        let waiting = self.members[self.layout.here().start];
+        let waiting = self.members[self.map.here().start];
         Ok(Started { work: work?, at, waiting, began: Instant::now(), timeout })
     }
 
@@ -391,7 +390,7 @@ impl Network {
         };
         // After the abort nothing uses the buffers any more, and the other processes notice it.
         let _ = self.gloo.abort();
-        let elsewhere = self.others().flat_map(|process| self.layout.processes[process].clone());
+        let elsewhere = self.others().flat_map(|process| self.map.processes[process].clone());
         let ranks = elsewhere.map(|place| self.members[place]).collect();
         Err(match began.elapsed() >= timeout {
             true => lost::timed_out(&self.run, at, waiting, ranks, timeout),
@@ -403,9 +402,9 @@ impl Network {
     /// number. Each call is valid by itself, so the other process does not see the error.
     fn sizes_differ(&self, call: &Call, process: usize, sent: usize, parts: &SplitSizes) -> Error {
         let numel = |bytes| bytes / num_bytes(call.kind, 1);
-        let ranks = |process: usize| &self.members[self.layout.processes[process].clone()];
-        let here = ranks(self.layout.mine);
-        let line = format_call_site(call.place.filter(|_| here.len() == 1));
+        let ranks = |process: usize| &self.members[self.map.processes[process].clone()];
+        let here = ranks(self.map.mine);
+        let line = format_call_site(call.call_site.filter(|_| here.len() == 1));
         let numbers = [sent, parts.from[process]].map(numel);
         local::sizes_differ(call.sequence, (ranks(process), String::new()), (here, line), numbers)
     }
@@ -414,11 +413,11 @@ impl Network {
     /// to the store, because every process has seen a different one.
     fn mismatch(&self, call: &Call, mine: &str, different: &[usize]) -> Result<Error> {
         let key = |process| format!("call/{}/{process}", call.sequence);
-        self.store.set(&key(self.layout.mine), mine.as_bytes())?;
+        self.store.set(&key(self.map.mine), mine.as_bytes())?;
         let same = mine.lines().next().unwrap_or_default();
         let deadline = deadline(FAILURE_CAUSE_TIMEOUT);
         let mut calls = Vec::new();
-        for (process, places) in self.layout.processes.iter().enumerate() {
+        for (process, places) in self.map.processes.iter().enumerate() {
             let left = deadline.saturating_duration_since(Instant::now());
             let mut text = self.store.get(&key(process), left)?;
             if !different.contains(&process) {
@@ -426,7 +425,7 @@ impl Network {
             }
             calls.extend(local::from_text(text.as_deref(), &self.members[places.clone()]));
         }
-        let here = &self.members[self.layout.here()];
+        let here = &self.members[self.map.here()];
         let operation = |rank: usize| match here.contains(&rank) {
             true => call.operation,
             false => self.run.activity[rank].now().operation,

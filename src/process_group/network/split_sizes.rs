@@ -25,12 +25,13 @@ impl SplitSizes {
     /// Returns the sizes of `call` in this process, whose tensors have `numel` elements each. For an all_reduce in
     /// slices they are those of the first exchange. An all_to_all gets zeros, because its parts depend on all ranks of
     /// the process.
-    pub(crate) fn of(call: &Call, numel: usize, layout: &ProcessMap, sliced: bool) -> Self {
-        let (count, mine, whole) = (layout.len(), layout.mine, num_bytes(call.kind, numel));
-        let partial_kind = layout.partial_kind(call);
+    pub(crate) fn of(call: &Call, numel: usize, process_map: &ProcessMap, sliced: bool) -> Self {
+        let (count, mine, whole) =
+            (process_map.len(), process_map.mine, num_bytes(call.kind, numel));
+        let partial_kind = process_map.partial_kind(call);
         let partial = num_bytes(partial_kind, numel);
-        let ranks = |process: usize| layout.processes[process].len();
-        let root = layout.process_of(call.root());
+        let ranks = |process: usize| process_map.processes[process].len();
+        let root = process_map.process_of(call.root());
         let each = |size: &dyn Fn(usize) -> usize| (0..count).map(size).collect::<Vec<_>>();
         let only = |process: usize, is_it: bool, size: usize| {
             each(&|other| if is_it || other == process { size } else { 0 })
@@ -76,15 +77,16 @@ impl SplitSizes {
     }
 
     /// Returns the sizes of the second exchange of an all_reduce in slices: every process sends its result to all.
-    pub(crate) fn results(call: &Call, numel: usize, layout: &ProcessMap) -> Self {
-        let slices = slices(call.kind, numel, layout.len());
-        let (mine, largest) = (slices[layout.mine], slices[0]);
+    pub(crate) fn results(call: &Call, numel: usize, process_map: &ProcessMap) -> Self {
+        let slices = slices(call.kind, numel, process_map.len());
+        let (mine, largest) = (slices[process_map.mine], slices[0]);
         Self { to: vec![mine; slices.len()], from: slices, largest: Some(largest) }
     }
 
     /// Returns the bytes that cross to and from other processes.
-    pub(crate) fn traffic(&self, layout: &ProcessMap) -> Traffic {
-        let foreign = |sizes: &[usize]| (sizes.iter().sum::<usize>() - sizes[layout.mine]) as u64;
+    pub(crate) fn traffic(&self, process_map: &ProcessMap) -> Traffic {
+        let foreign =
+            |sizes: &[usize]| (sizes.iter().sum::<usize>() - sizes[process_map.mine]) as u64;
         Traffic { sent: foreign(&self.to), received: foreign(&self.from) }
     }
 
@@ -141,10 +143,12 @@ mod tests {
                 };
                 let layouts =
                     [0, 1, 2].map(|mine| ProcessMap { processes: processes.to_vec(), mine });
-                let parts =
-                    layouts.each_ref().map(|layout| SplitSizes::of(&call, 1000, layout, sliced));
-                let results =
-                    layouts.each_ref().map(|layout| SplitSizes::results(&call, 1000, layout));
+                let parts = layouts
+                    .each_ref()
+                    .map(|process_map| SplitSizes::of(&call, 1000, process_map, sliced));
+                let results = layouts
+                    .each_ref()
+                    .map(|process_map| SplitSizes::results(&call, 1000, process_map));
                 for (a, sender) in parts.iter().enumerate() {
                     for (b, receiver) in parts.iter().enumerate() {
                         assert_eq!(sender.to[b], receiver.from[a], "{operation} from {a} to {b}");

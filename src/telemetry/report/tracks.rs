@@ -91,7 +91,7 @@ fn short(slice: &Slice, places: &mut Places) -> Short {
         slice.track as u8,
         waited,
         waited_for,
-        begin.place.map_or(-1, |place| places.number(place)),
+        begin.call_site.map_or(-1, |call_site| places.number(call_site)),
     )
 }
 
@@ -103,8 +103,8 @@ struct Places {
 }
 
 impl Places {
-    fn number(&mut self, place: CallSite) -> i64 {
-        let (file, line) = (place.file(), place.line());
+    fn number(&mut self, call_site: CallSite) -> i64 {
+        let (file, line) = (call_site.file(), call_site.line());
         *self.known.entry((file, line)).or_insert_with(|| {
             self.names.push(format!("{file}:{line}"));
             self.names.len() as i64 - 1

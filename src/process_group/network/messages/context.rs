@@ -22,7 +22,7 @@ pub(super) struct MessageContext {
     pub run: Arc<RunContext>,
     pub store: TcpStore,
     pub members: Arc<[usize]>,
-    pub layout: ProcessMap,
+    pub process_map: ProcessMap,
     pub token: u64,
     /// The mailboxes in which the ranks of this process receive. They end with the group.
     pub mail: Weak<Mailboxes>,
@@ -35,7 +35,7 @@ pub(super) struct MessageContext {
 
 impl MessageContext {
     pub(super) fn first_rank(&self) -> usize {
-        self.members[self.layout.here().start]
+        self.members[self.process_map.here().start]
     }
 
     pub(super) fn is_closing(&self) -> bool {

@@ -57,9 +57,15 @@ impl Offer {
     ///
     /// # Errors
     /// A text on the error, if process `from` cannot have made this offer to this process.
-    pub(super) fn check(&self, layout: &ProcessMap, from: usize) -> Result<(Kind, usize), String> {
+    pub(super) fn check(
+        &self,
+        process_map: &ProcessMap,
+        from: usize,
+    ) -> Result<(Kind, usize), String> {
         let Self { source, destination, kind, shape, .. } = self;
-        if !layout.processes[from].contains(source) || !layout.here().contains(destination) {
+        if !process_map.processes[from].contains(source)
+            || !process_map.here().contains(destination)
+        {
             return Err(format!(
                 "process {from} announced a tensor from rank {source} to rank {destination}, which are not its rank \
                  and one of this process"
@@ -141,7 +147,7 @@ mod tests {
         ]
     }
 
-    fn layout() -> ProcessMap {
+    fn process_map() -> ProcessMap {
         ProcessMap { processes: vec![0..2, 2..4], mine: 1 }
     }
 
@@ -169,7 +175,7 @@ mod tests {
             changes.iter().for_each(|(place, byte)| bytes[place.index(len)] = *byte);
             for bytes in [bytes, others] {
                 if let Ok(Some(Frame::Offer(offer))) = Frame::read(&mut &bytes[..])
-                    && let Ok((kind, size)) = offer.check(&layout(), 0)
+                    && let Ok((kind, size)) = offer.check(&process_map(), 0)
                 {
                     prop_assert!(offer.source < 2 && (2..4).contains(&offer.destination));
                     let numel: i64 = offer.shape.iter().product();
@@ -184,7 +190,7 @@ mod tests {
         let offer = |source, destination, kind: &str, shape: &[i64]| {
             let (kind, shape) = (kind.into(), shape.into());
             let offer = Offer { id: 0, source, destination, tag: 0, kind, shape };
-            offer.check(&layout(), 0)
+            offer.check(&process_map(), 0)
         };
         assert_eq!(offer(1, 2, "float32", &[3, 5]), Ok((Kind::Float, 60)));
         assert_eq!(offer(1, 2, "int64", &[]), Ok((Kind::Int64, 8)));

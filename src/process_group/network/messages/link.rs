@@ -123,7 +123,7 @@ impl Link {
     pub(super) fn adopt(&self, stream: &Arc<TcpStream>, is_mine: bool) -> Adoption {
         let mut state = self.state();
         match state.stage {
-            Stage::Connecting if !is_mine && self.process > self.context.layout.mine => {
+            Stage::Connecting if !is_mine && self.process > self.context.process_map.mine => {
                 Adoption::Busy
             }
             Stage::Idle | Stage::Connecting => {
@@ -266,7 +266,7 @@ impl Link {
 
     /// Returns the global ranks of the other process.
     pub(super) fn ranks(&self) -> Vec<usize> {
-        let places = self.context.layout.processes[self.process].clone();
+        let places = self.context.process_map.processes[self.process].clone();
         places.map(|place| self.context.members[place]).collect()
     }
 
@@ -331,7 +331,7 @@ impl Link {
             _ => return,
         };
         if let Some(mail) = self.context.mail.upgrade() {
-            mail.fail(self.context.layout.processes[self.process].clone(), &reason);
+            mail.fail(self.context.process_map.processes[self.process].clone(), &reason);
         }
     }
 

@@ -72,22 +72,31 @@ pub(crate) struct OutgoingMessage<'a> {
 }
 
 impl Messages {
-    /// Creates the messages for the ranks of `layout`, which are `members` of `run`. Ranks of this process receive from
+    /// Creates the messages for the ranks of `process_map`, which are `members` of `run`. Ranks of this process receive from
     /// `mail`. Other processes connect through `listener`, and publish their own address in `store`.
     pub(super) fn new(
         (run, store): (Arc<RunContext>, TcpStore),
         members: Arc<[usize]>,
-        layout: ProcessMap,
+        process_map: ProcessMap,
         listener: MessageListener,
         mail: &Arc<Mailboxes>,
     ) -> Self {
         let [(sending, sent), (writing, written), (open, ended)] = [0; 3].map(bounded);
         let MessageListener { listener, address, token } = listener;
-        let (mail, processes) = (Arc::downgrade(mail), layout.len());
+        let (mail, processes) = (Arc::downgrade(mail), process_map.len());
         let [sending, writing] = [sending, writing].map(|sender| Mutex::new(Some(sender)));
         let closing = AtomicBool::default();
-        let context =
-            MessageContext { run, store, members, layout, token, mail, closing, sending, writing };
+        let context = MessageContext {
+            run,
+            store,
+            members,
+            process_map,
+            token,
+            mail,
+            closing,
+            sending,
+            writing,
+        };
         let context = Arc::new(context);
         let links = (0..processes).map(|process| Link::new(process, context.clone())).collect();
         let listener = Mutex::new(Some(listener));
@@ -104,7 +113,7 @@ impl Messages {
     pub(crate) fn send(&self, message: &OutgoingMessage) -> Result<PostedOp> {
         let &OutgoingMessage { tensor, source, destination, tag, at } = message;
         let Connections { context, links, .. } = &*self.0;
-        let link = &links[context.layout.process_of(destination)];
+        let link = &links[context.process_map.process_of(destination)];
         let name = dtype_name(tensor.kind());
         if plain_kind(name).is_none() {
             return Err(Error::Unsupported(format!(
@@ -133,7 +142,7 @@ impl Messages {
         let Connections { context, links, .. } = &*self.0;
         self.0.listen()?;
         let Some(source) = source else { return Ok(()) };
-        let link = &links[context.layout.process_of(source)];
+        let link = &links[context.process_map.process_of(source)];
         open::start(link)?;
         link.fail_receives();
         Ok(())

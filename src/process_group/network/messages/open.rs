@@ -128,7 +128,7 @@ fn connect(link: &Link) -> std::result::Result<Option<TcpStream>, String> {
 /// Returns whether the other process accepts this connection. It answers when one of its ranks sends or receives.
 fn greet(link: &Link, stream: &TcpStream, token: u64) -> io::Result<bool> {
     stream.set_read_timeout(Some(STOP_POLL_INTERVAL))?;
-    Frame::Hello { token, process: link.context.layout.mine }.write(&mut &*stream)?;
+    Frame::Hello { token, process: link.context.process_map.mine }.write(&mut &*stream)?;
     match Frame::read(&mut StoppableReader::until_closing(stream, link))? {
         Some(Frame::Welcome) => Ok(true),
         Some(Frame::Busy) => Ok(false),
@@ -198,8 +198,9 @@ pub(super) fn admit(
     let Some(Frame::Hello { token, process }) = Frame::read(&mut &**stream)? else {
         return Ok(None);
     };
-    let link =
-        links.get(process).filter(|_| token == context.token && process != context.layout.mine);
+    let link = links
+        .get(process)
+        .filter(|_| token == context.token && process != context.process_map.mine);
     let Some(link) = link else { return Ok(None) };
     match link.adopt(stream, false) {
         Adoption::Chosen => {

@@ -48,7 +48,8 @@ fn serve(link: &Arc<Link>, stream: &TcpStream, serving: &Serving) -> io::Result<
     while let Some(frame) = Frame::read(&mut from)? {
         match frame {
             Frame::Offer(offer) => {
-                let (kind, size) = offer.check(&context.layout, link.process).map_err(wrong)?;
+                let (kind, size) =
+                    offer.check(&context.process_map, link.process).map_err(wrong)?;
                 serving.set((context.members[offer.destination], None));
                 let mut inline = None;
                 if size <= EAGER_MAX_BYTES {

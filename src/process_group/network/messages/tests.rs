@@ -37,13 +37,14 @@ fn process(store: &TcpStore, mine: usize) -> Process {
 
 /// Creates one of `count` processes with one rank each.
 fn one_of(count: usize, store: &TcpStore, mine: usize, timeout: Duration) -> Process {
-    let layout = ProcessMap { processes: (0..count).map(|rank| rank..rank + 1).collect(), mine };
+    let process_map =
+        ProcessMap { processes: (0..count).map(|rank| rank..rank + 1).collect(), mine };
     let (run, members) = (Arc::new(RunContext::new(count, timeout, None)), (0..count).collect());
     let members: Arc<[usize]> = members;
-    let shared = Shared::new(run.clone(), Arc::clone(&members), layout.here());
+    let shared = Shared::new(run.clone(), Arc::clone(&members), process_map.here());
     let listener = MessageListener::open(store, mine, None).unwrap();
     let context = (run.clone(), store.clone());
-    let messages = Messages::new(context, members, layout, listener, shared.mail());
+    let messages = Messages::new(context, members, process_map, listener, shared.mail());
     Process { run, shared, messages }
 }
 
@@ -68,7 +69,7 @@ impl Process {
 
     /// Connects to this process as process `number` of the store.
     fn connect_as(&self, number: usize, store: &TcpStore) -> TcpStream {
-        let (address, token) = address(store, self.messages.0.context.layout.mine);
+        let (address, token) = address(store, self.messages.0.context.process_map.mine);
         let mut stream = TcpStream::connect(address).unwrap();
         Frame::Hello { token, process: number }.write(&mut stream).unwrap();
         stream

@@ -1,8 +1,8 @@
-//! Joins the launch, and starts the ranks of this process.
+//! The launch of a configuration: how this process joins it, and how it starts its ranks.
 
 use std::sync::Arc;
 
-use super::placement::place_threads;
+use super::checked_placement::place_threads;
 use crate::config::Config;
 use crate::error::Result;
 use crate::ffi::cuda::Cuda;
@@ -10,7 +10,7 @@ use crate::launch::{JoinLaunchOptions, JoinedLaunch, Launch, Spawn};
 use crate::telemetry::Printer;
 
 /// Joins the launch, with a rendezvous if there are other processes. All must run the same `command`.
-pub(crate) fn join(
+pub(crate) fn join_launch(
     config: &Config,
     command: &str,
     launch: Launch,
@@ -36,7 +36,7 @@ pub(crate) fn join(
 }
 
 /// Returns how to start the ranks of this process.
-pub(crate) fn spawn(
+pub(crate) fn configured_spawn(
     joined_launch: &JoinedLaunch,
     config: &Config,
     printer: &Arc<Printer>,

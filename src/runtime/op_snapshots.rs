@@ -1,12 +1,10 @@
-//! Snapshots of a rank's operations, which processes can send to each other.
+//! Snapshots of a rank's operations, which processes can send to each other, and how the flight recorder takes them.
 
-use std::collections::BTreeMap;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
 use super::flight_recorder::{Entry, FlightRecorder, format_call_site};
-use super::primitives::{Mutex, MutexGuard};
 use crate::operation::{OpId, Operation};
 
 /// A record at the time at which it is read.
@@ -17,7 +15,7 @@ pub(crate) struct OpSnapshot {
     pub group: Option<u32>,
     pub bucket: Option<u16>,
     /// The call site, as ` at src/main.rs:40`; empty if it is unknown.
-    pub place: String,
+    pub call_site: String,
     pub on_comm_thread: bool,
     /// Time since the operation began.
     pub started_ago: Duration,
@@ -37,7 +35,7 @@ impl OpSnapshot {
             at: begin.at,
             group: begin.group,
             bucket: begin.bucket,
-            place: format_call_site(begin.place),
+            call_site: format_call_site(begin.call_site),
             on_comm_thread: begin.on_comm_thread,
             started_ago: ago(*started_at),
             finished_ago: finished_at.map(ago),
@@ -46,7 +44,7 @@ impl OpSnapshot {
     }
 
     /// Returns the snapshot after another `time` has passed.
-    fn later(self, time: Duration) -> Self {
+    pub(super) fn later(self, time: Duration) -> Self {
         let later = |duration: Duration| duration.saturating_add(time);
         let (finished_ago, on_gpu) = (self.finished_ago.map(later), self.on_gpu.map(later));
         Self { started_ago: later(self.started_ago), finished_ago, on_gpu, ..self }
@@ -137,38 +135,6 @@ impl FlightRecorder {
     }
 }
 
-/// The latest snapshots received from other processes, with the time of receipt.
-#[derive(Debug, Default)]
-pub(crate) struct RemoteSnapshots(Mutex<BTreeMap<usize, (Instant, Vec<OpSnapshot>)>>);
-
-impl RemoteSnapshots {
-    /// Stores the snapshots of `rank`, newest last.
-    pub(crate) fn note(&self, rank: usize, seen: &[OpSnapshot]) {
-        self.all().insert(rank, (Instant::now(), seen.into()));
-    }
-
-    /// Returns the snapshots of `rank`, aged to now; empty if none was received.
-    pub(crate) fn of(&self, rank: usize) -> Vec<OpSnapshot> {
-        let Some((when, seen)) = self.all().get(&rank).cloned() else { return Vec::new() };
-        let since = when.elapsed();
-        seen.into_iter().map(|snapshot| snapshot.later(since)).collect()
-    }
-
-    /// Returns whether `rank` has not yet entered the last collective of all ranks in `seen`, as far as its snapshots
-    /// show. While `rank` is entering a collective, [`RunContext::activity`](super::RunContext::activity) already shows
-    /// it.
-    pub(crate) fn is_behind(&self, rank: usize, seen: &[OpSnapshot]) -> bool {
-        let is_global = |op: &&OpSnapshot| op.group == Some(0);
-        let Some(last) = seen.iter().rev().find(is_global) else { return false };
-        let theirs = self.of(rank).iter().filter(is_global).map(|op| op.at.sequence).max();
-        theirs.is_none_or(|sequence| sequence < last.at.sequence)
-    }
-
-    fn all(&self) -> MutexGuard<'_, BTreeMap<usize, (Instant, Vec<OpSnapshot>)>> {
-        self.0.lock()
-    }
-}
-
 #[cfg(all(test, not(loom)))]
 mod tests {
     use std::panic::Location;
@@ -205,23 +171,5 @@ mod tests {
         );
         assert_eq!(told(2), ["all_reduce #50", "all_reduce #51"]);
         assert_eq!((recorder.seen(0).len(), recorder.step_of(0)), (104, Some(50)));
-        let snapshots = RemoteSnapshots::default();
-        assert!(snapshots.of(3).is_empty());
-        snapshots.note(3, &recorder.recent_ops(0, 8));
-        let [barrier, _, backward, ..] = &snapshots.of(3)[..] else { panic!("five") };
-        assert!(
-            barrier.finished_ago.is_some() && barrier.finished_ago <= Some(barrier.started_ago)
-        );
-        assert!(backward.is_open_phase() && backward.place.contains("op_snapshot.rs:"));
-        // The rank has entered the same collectives as `mine`, but not the next one.
-        let mine = FlightRecorder::new(1, RECORDS);
-        let begin = |sequence| {
-            let at = OpId { operation: Operation::AllReduce, sequence };
-            mine.begin(0, OpStart { group: Some(0), ..OpStart::alone(at, Location::caller()) });
-        };
-        begin(51);
-        assert!(!snapshots.is_behind(3, &mine.seen(0)));
-        begin(52);
-        assert!(snapshots.is_behind(3, &mine.seen(0)) && !snapshots.is_behind(3, &[]));
     }
 }

@@ -1,6 +1,4 @@
-//! Where the ranks of a command run on this machine.
-
-use std::thread;
+//! Where the ranks of a command run on this machine, after checking that its configuration can run there.
 
 use tch::Device;
 
@@ -11,11 +9,7 @@ use crate::launch::{
     BackendChoice, BindChoice, Binding, Launch, LaunchKind, LaunchOptions, Nproc, Placement,
     SpawnChoice, place,
 };
-
-/// Returns the number of CPU cores that this process may use.
-pub(crate) fn cores() -> usize {
-    thread::available_parallelism().map_or(1, usize::from)
-}
+use crate::os::cores;
 
 /// Returns whether this process starts a process for each rank.
 pub(crate) fn starts_processes(config: &Config, launch: &Launch) -> bool {
@@ -51,7 +45,7 @@ pub(crate) fn place_processes(config: &Config, launch: &Launch, cuda: &Cuda) -> 
     if launch.kind != LaunchKind::Local {
         return Err(Error::InvalidInput(format!(
             "--spawn=processes is for one machine without a launcher, and this is {}; leave it out",
-            this_process(launch)
+            launch.this_process()
         )));
     }
     let placement = place(launch.nproc, config.launch.backend, cuda, &launch.share(cores()))?;
@@ -75,14 +69,8 @@ pub(crate) fn place_ranks(
     if launch.processes.count > 1 {
         return Err(Error::InvalidInput(format!(
             "this command runs in one process, and this is {}; start only one, or unset the launcher's variables",
-            this_process(&launch)
+            launch.this_process()
         )));
     }
     launch.place(backend, cuda)
-}
-
-/// Returns which process of a launcher this is, for a message.
-pub(crate) fn this_process(launch: &Launch) -> String {
-    let Launch { processes, kind, reason, .. } = launch;
-    format!("process {} of {} ({}: {reason})", processes.index, processes.count, kind.name())
 }
