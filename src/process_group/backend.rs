@@ -29,6 +29,8 @@ pub(super) struct BackendType {
     pub is_stream_ordered: bool,
     /// Checks that its library is installed, if it needs one.
     pub check_library: fn() -> Result<()>,
+    /// Whether ranks read each other's tensors in memory, so that a reduction may take a list of tensors as they lie.
+    pub reduces_in_place: bool,
     /// Checks that the backend can reduce tensors of this dtype in this way.
     pub check_reduction: fn(Operation, ReduceOp, Kind) -> Result<()>,
     /// Prepares a group for the ranks of this process. The network is `None` for a group within one process.

@@ -1,10 +1,13 @@
 //! One rank's call of a collective: its arguments and its tensors.
 
+use std::fmt;
+use std::ops::Range;
 use std::time::Duration;
 
 use tch::{Kind, Tensor};
 
 use super::reduce_op::ReduceOp;
+use crate::error::Result;
 use crate::operation::{OpId, Operation};
 use crate::runtime::CallSite;
 
@@ -18,6 +21,26 @@ pub(super) struct Options {
     pub root: Option<usize>,
     pub weight: Option<f64>,
     pub timeout: Option<Duration>,
+}
+
+/// A function that receives a rank's slices of the result of a reduce_scatter, piece by piece.
+#[derive(Clone, Copy)]
+pub(crate) struct OnPiece<'a>(pub &'a PieceFn<'a>);
+
+/// Its arguments: the index of the input, the elements there, and whether they have been reduced into the output. If not,
+/// the input holds the result.
+type PieceFn<'a> = dyn Fn(usize, Range<usize>, bool) -> Result<()> + 'a;
+
+impl OnPiece<'_> {
+    pub(super) fn call(self, input: usize, piece: Range<usize>, is_in_output: bool) -> Result<()> {
+        (self.0)(input, piece, is_in_output)
+    }
+}
+
+impl fmt::Debug for OnPiece<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("OnPiece")
+    }
 }
 
 /// One rank's call of a collective: its arguments and its contiguous tensors.
@@ -44,6 +67,9 @@ pub(crate) struct Call<'a> {
     pub timeout: Option<Duration>,
     /// The call site in the program, for errors.
     pub call_site: Option<CallSite>,
+    /// Receives the result of a reduce_scatter in place of tensors: see
+    /// [`reduce_scatter_in_pieces`](super::ProcessGroup::reduce_scatter_in_pieces).
+    pub on_piece: Option<OnPiece<'a>>,
 }
 
 impl Call<'_> {
@@ -61,6 +87,7 @@ impl Call<'_> {
             weight: None,
             timeout: None,
             call_site: None,
+            on_piece: None,
         }
     }
 

@@ -5,7 +5,8 @@
 
 use tch::Tensor;
 
-use super::call::{NEXT_SHAPE, Options};
+use super::call::Options;
+use super::in_place::shapes;
 use super::refuse::refuse;
 use super::{ProcessGroup, ReduceOp};
 use crate::error::Result;
@@ -46,7 +47,7 @@ impl ProcessGroup {
         let flat = joined(tensors, 1)?;
         let options = Options { reduce_op: Some(op), ..Options::default() };
         let one = std::slice::from_ref(&flat);
-        self.collective(operation, options, &shapes(tensors), one, one)?;
+        self.collective(operation, options, &shapes(tensors.iter()), one, one)?;
         part(&flat, tensors, 1)
     }
 
@@ -91,7 +92,7 @@ impl ProcessGroup {
         let all = new([count, input.numel() as i64], &input)?;
         let rows = all.f_unbind(0).doing("unbind")?;
         let one = std::slice::from_ref(&input);
-        self.collective(operation, Options::default(), &shapes(input_tensors), one, &rows)?;
+        self.collective(operation, Options::default(), &shapes(input_tensors.iter()), one, &rows)?;
         part(&all, output_tensors, count)
     }
 
@@ -136,7 +137,7 @@ impl ProcessGroup {
         let output = new([all.size()[1]], &all)?;
         let options = Options { reduce_op: Some(op), ..Options::default() };
         let one = std::slice::from_ref(&output);
-        self.collective(operation, options, &shapes(outputs), &rows, one)?;
+        self.collective(operation, options, &shapes(outputs.iter()), &rows, one)?;
         part(&output, outputs, 1)
     }
 
@@ -186,12 +187,6 @@ impl ProcessGroup {
             ),
         }
     }
-}
-
-/// Returns the shapes of all tensors in one list, for the ranks to compare.
-fn shapes(tensors: &[Tensor]) -> Vec<i64> {
-    let shapes: Vec<Vec<i64>> = tensors.iter().map(Tensor::size).collect();
-    shapes.join(&NEXT_SHAPE)
 }
 
 /// Joins `tensors` into one contiguous tensor of `rows` rows. Each row has its part of each tensor.

@@ -83,7 +83,7 @@ impl ProcessGroup {
     }
 
     /// Checks what needs no other rank. Returns the call, which has no number yet.
-    fn check_call<'a>(
+    pub(super) fn check_call<'a>(
         &self,
         operation: Operation,
         options: Options,
@@ -105,7 +105,7 @@ impl ProcessGroup {
     }
 
     /// Runs a call with contiguous tensors, from the start of its record to the end.
-    fn run_call(&self, call: Call, call_site: CallSite) -> Result<()> {
+    pub(super) fn run_call(&self, call: Call, call_site: CallSite) -> Result<()> {
         let ((), record) = self.dispatch(call, call_site, |backend, call| backend.run(call))?;
         self.record_end(record);
         Ok(())

@@ -27,5 +27,5 @@ pub(super) use mail::{
 pub(super) use mismatch::{from_text, mismatch, sizes_differ, to_text};
 pub(super) use once::OncePerProcess;
 pub(super) use shared::{CallSlot, Shared};
-pub(super) use slice::my_slice;
+pub(super) use slice::{my_slice, my_slices};
 pub(super) use span::Place;

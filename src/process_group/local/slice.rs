@@ -9,6 +9,23 @@ pub(crate) fn my_slice(numel: usize, rank: usize, world_size: usize) -> Range<us
     start..(start + part).min(numel)
 }
 
+/// Returns the elements that a rank reduces for all in tensors of these lengths: its slice of all tensors in sequence,
+/// as the index of each tensor that it touches and the range there. Tensors whose lengths are multiples of a cache line
+/// are cut at cache lines only.
+pub(crate) fn my_slices(
+    lengths: impl Iterator<Item = usize> + Clone,
+    rank: usize,
+    world_size: usize,
+) -> impl Iterator<Item = (usize, Range<usize>)> {
+    let slice = my_slice(lengths.clone().sum(), rank, world_size);
+    let starts = lengths.clone().scan(0, |end, len| Some(std::mem::replace(end, *end + len)));
+    starts.zip(lengths).enumerate().filter_map(move |(index, (start, len))| {
+        let from = slice.start.clamp(start, start + len) - start;
+        let to = slice.end.clamp(start, start + len) - start;
+        (from < to).then_some((index, from..to))
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -24,6 +41,22 @@ mod tests {
                     next = slice.end;
                 }
                 assert_eq!(next, numel);
+            }
+        }
+    }
+
+    #[test]
+    fn rank_slices_of_several_tensors_cover_every_element_once() {
+        for lengths in [&[][..], &[0], &[64, 128], &[5, 0, 70, 640], &[4096, 16, 16, 7]] {
+            for world_size in 1..6 {
+                let mut covered: Vec<Vec<usize>> =
+                    lengths.iter().map(|&len| vec![0; len]).collect();
+                for rank in 0..world_size {
+                    for (index, range) in my_slices(lengths.iter().copied(), rank, world_size) {
+                        covered[index][range].iter_mut().for_each(|times| *times += 1);
+                    }
+                }
+                assert!(covered.iter().flatten().all(|&times| times == 1));
             }
         }
     }

@@ -47,6 +47,7 @@ pub(super) const BACKEND: BackendType = BackendType {
     reach: Reach::Both,
     is_stream_ordered: true,
     check_library: library::require_library,
+    reduces_in_place: false,
     check_reduction: |operation, op, kind| launch::reduction(operation, op, kind).map(drop),
     prepare,
 };

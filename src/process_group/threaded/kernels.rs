@@ -5,7 +5,9 @@ use std::ops::Range;
 use tch::{Device, Kind, Tensor};
 
 use super::super::call::Call;
-use super::super::local::{self, CollectiveFingerprint, Kinds, Place, Reduction, my_slice};
+use super::super::local::{
+    self, CollectiveFingerprint, Kinds, Place, Reduction, my_slice, my_slices,
+};
 use super::super::traffic::{Traffic, first_bytes, split_traffic};
 use super::super::{ReduceOp, num_bytes, weights};
 use crate::error::Result;
@@ -19,6 +21,35 @@ pub(super) struct SpanScratch {
     outputs: Vec<*mut u8>,
     /// Factor of each input. Empty without weights, or if all weights are equal.
     factors: Vec<f64>,
+}
+
+impl SpanScratch {
+    /// Lists the addresses of these inputs and outputs.
+    fn list<'a>(
+        &mut self,
+        inputs: impl Iterator<Item = &'a Place>,
+        outputs: impl Iterator<Item = &'a Place>,
+    ) {
+        self.inputs.clear();
+        self.inputs.extend(inputs.map(|place| place.data));
+        self.outputs.clear();
+        self.outputs.extend(outputs.map(|place| place.data));
+    }
+
+    /// Computes the factors of the ranks' tensors from the weights that they have announced.
+    fn fill_factors<'a>(
+        &mut self,
+        call: &Call,
+        calls: impl Iterator<Item = &'a CollectiveFingerprint> + Clone,
+    ) -> Result<()> {
+        self.factors.clear();
+        if call.weight.is_some() {
+            let weights = || calls.clone().map(|other| other.weight.unwrap_or(0.0));
+            let mean = weights::mean_of_all(weights().map(|weight| (weight, 1)))?;
+            weights::fill_factors(call.op(), mean, weights(), &mut self.factors);
+        }
+        Ok(())
+    }
 }
 
 // SAFETY: no call uses the pointers that an earlier one has left in these lists.
@@ -42,28 +73,26 @@ pub(super) unsafe fn run<'a>(
     let copy = |from: Place, to: Place| unsafe { copy(mine.kind, mine.device, from, to) };
     match call.operation {
         Operation::AllReduce | Operation::Reduce => {
-            let slice = my_slice(mine.inputs[0].numel, rank, all().len());
-            places.factors.clear();
-            if mine.weight.is_some() {
-                let weights = || all().map(|other| other.weight.unwrap_or(0.0));
-                let mean = weights::mean_of_all(weights().map(|weight| (weight, 1)))?;
-                weights::fill_factors(call.op(), mean, weights(), &mut places.factors);
-            }
-            places.inputs.clear();
-            places.inputs.extend(all().map(|other| other.inputs[0].data));
-            places.outputs.clear();
-            places.outputs.extend(all().flat_map(|o| &o.outputs).map(|place| place.data));
-            // SAFETY: each rank writes to its own slice only.
-            unsafe { reduce(mine, places, slice, call.op()) }
+            places.fill_factors(call, all())?;
+            let lengths = mine.inputs.iter().map(|place| place.numel);
+            my_slices(lengths, rank, all().len()).try_for_each(|(index, slice)| {
+                places.list(
+                    all().map(|other| &other.inputs[index]),
+                    all().flat_map(|o| o.outputs.get(index)),
+                );
+                // SAFETY: each rank writes to its own slices only.
+                unsafe { reduce(mine, places, slice.start, slice, call.op()) }
+            })
+        }
+        Operation::ReduceScatter if call.on_piece.is_some() => {
+            // SAFETY: each rank writes to its own scratch memory only.
+            unsafe { reduce_pieces(call, mine, rank, all(), places) }
         }
         Operation::ReduceScatter => {
             places.factors.clear();
-            places.inputs.clear();
-            places.inputs.extend(all().map(|other| other.inputs[rank].data));
-            places.outputs.clear();
-            places.outputs.push(mine.outputs[0].data);
+            places.list(all().map(|other| &other.inputs[rank]), mine.outputs.iter());
             // SAFETY: each rank writes to its own output only.
-            unsafe { reduce(mine, places, 0..mine.outputs[0].numel, call.op()) }
+            unsafe { reduce(mine, places, 0, 0..mine.outputs[0].numel, call.op()) }
         }
         Operation::Broadcast => match (calls.nth(root), mine.outputs.first()) {
             (Some(source), Some(&to)) => copy(source.inputs[0], to),
@@ -92,10 +121,12 @@ pub(super) fn traffic(call: &Call, rank: usize, world_size: usize) -> Traffic {
     let (inputs, outputs) = (call.inputs, call.outputs);
     let is_root = rank == call.root();
     let (sent, received) = match call.operation {
+        Operation::ReduceScatter if call.on_piece.is_some() => {
+            let (all, slice) = sizes(call, rank, world_size);
+            if call.reduce_op.is_some() { (all - slice, slice * others) } else { (0, 0) }
+        }
         Operation::AllReduce | Operation::Reduce => {
-            let all = first(inputs);
-            let slice = my_slice(inputs[0].numel(), rank, world_size).len();
-            let slice = num_bytes(call.kind, slice) as u64;
+            let (all, slice) = sizes(call, rank, world_size);
             // Other ranks reduce the rest of its tensor, and its slice has results for them.
             let results_for = match call.operation {
                 Operation::AllReduce => others,
@@ -112,12 +143,55 @@ pub(super) fn traffic(call: &Call, rank: usize, world_size: usize) -> Traffic {
     Traffic { sent, received }
 }
 
+/// Returns the size of all inputs and of the slices that `rank` reduces, in bytes.
+fn sizes(call: &Call, rank: usize, world_size: usize) -> (u64, u64) {
+    let numel = call.inputs.iter().map(Tensor::numel).sum();
+    let slice = my_slice(numel, rank, world_size).len();
+    (num_bytes(call.kind, numel) as u64, num_bytes(call.kind, slice) as u64)
+}
+
+/// Reduces this rank's slices of the inputs piece by piece into its scratch memory, the call's output, and passes on
+/// each piece. Without an operation it passes on the pieces of the rank's own inputs. A single rank does the same.
+///
 /// # Safety
-/// The inputs and outputs of `places` have at least `slice.end` elements of `mine.kind`, on `mine.device`. No other
-/// rank touches the elements `slice` of the outputs, or writes to those of the inputs.
+/// The requirements of [`run`].
+unsafe fn reduce_pieces<'a>(
+    call: &Call,
+    mine: &CollectiveFingerprint,
+    rank: usize,
+    calls: impl ExactSizeIterator<Item = &'a CollectiveFingerprint> + Clone,
+    places: &mut SpanScratch,
+) -> Result<()> {
+    let (Some(on_piece), Some(scratch)) = (call.on_piece, mine.outputs.first()) else {
+        return Ok(());
+    };
+    places.fill_factors(call, calls.clone())?;
+    let op = call.reduce_op.filter(|op| calls.len() > 1 || !keeps(*op));
+    let lengths = mine.inputs.iter().map(|place| place.numel);
+    for (index, slice) in my_slices(lengths, rank, calls.len()) {
+        for start in slice.clone().step_by(scratch.numel) {
+            let piece = start..slice.end.min(start + scratch.numel);
+            if let Some(op) = op {
+                let inputs = calls.clone().map(|other| &other.inputs[index]);
+                places.list(inputs, std::iter::once(scratch));
+                // SAFETY: as the caller promises; no other rank touches the scratch memory.
+                unsafe { reduce(mine, places, 0, piece.clone(), op) }?;
+            }
+            on_piece.call(index, piece, op.is_some())?;
+        }
+    }
+    Ok(())
+}
+
+/// Reduces the elements `slice` of the inputs into the outputs, from their element `to` on.
+///
+/// # Safety
+/// The inputs of `places` have at least `slice.end` elements of `mine.kind`, on `mine.device`, and the outputs have
+/// as many from `to` on. No other rank touches these elements of the outputs, or writes to those of the inputs.
 unsafe fn reduce(
     mine: &CollectiveFingerprint,
     places: &mut SpanScratch,
+    to: usize,
     slice: Range<usize>,
     op: ReduceOp,
 ) -> Result<()> {
@@ -127,15 +201,17 @@ unsafe fn reduce(
     if places.inputs.len() == 1 && places.inputs == places.outputs && keeps(op) {
         return Ok(()); // a single rank already has its result
     }
-    let offset = num_bytes(mine.kind, slice.start);
-    for place in places.inputs.iter_mut().chain(&mut places.outputs) {
-        *place = place.wrapping_add(offset);
-    }
+    let add = |places: &mut [*mut u8], start| {
+        let offset = num_bytes(mine.kind, start);
+        places.iter_mut().for_each(|place| *place = place.wrapping_add(offset));
+    };
+    add(&mut places.inputs, slice.start);
+    add(&mut places.outputs, to);
     let SpanScratch { inputs, outputs, factors } = places;
     let (kinds, len) = (Kinds::same(mine.kind), slice.len());
     let reduction = Reduction { kinds, inputs, outputs, len, op, factors };
     if mine.device == Device::Cpu {
-        // SAFETY: as the caller promises, with pointers moved to the start of the slice; no factors, or one per input.
+        // SAFETY: as the caller promises, with pointers moved to the first elements; no factors, or one per input.
         unsafe { local::reduce(reduction) };
         return Ok(());
     }

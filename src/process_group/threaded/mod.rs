@@ -29,6 +29,7 @@ pub(super) const BACKEND: BackendType = BackendType {
     reach: Reach::WithinProcess,
     is_stream_ordered: false,
     check_library: || Ok(()),
+    reduces_in_place: true,
     check_reduction: |_, _, _| Ok(()),
     prepare,
 };

@@ -1,0 +1,71 @@
+//! Reductions of tensors where they lie in the memory of a process, for the gradients of ranks that are its threads.
+//!
+//! A list of tensors takes one collective, and is not copied into one tensor. Its elements are distributed evenly over the
+//! ranks, in whole cache lines.
+
+use std::ops::Range;
+use std::panic::Location;
+
+use tch::Tensor;
+
+use super::call::{NEXT_SHAPE, OnPiece, Options};
+use super::{ProcessGroup, ReduceOp};
+use crate::error::Result;
+use crate::operation::Operation;
+
+impl ProcessGroup {
+    /// Returns whether the ranks read each other's tensors in memory, so that lists of tensors can be reduced in place.
+    pub(crate) fn reduces_in_place(&self) -> bool {
+        self.backend.reduces_in_place
+    }
+
+    /// Reduces each of `tensors` in place, like [`all_reduce_weighted`](Self::all_reduce_weighted). They are contiguous,
+    /// and `shapes` describes them all, as [`shapes`] returns it. Only for a group that
+    /// [`reduces_in_place`](Self::reduces_in_place).
+    #[track_caller]
+    pub(crate) fn all_reduce_list(
+        &self,
+        tensors: &[Tensor],
+        shapes: &[i64],
+        op: ReduceOp,
+        weight: Option<f64>,
+    ) -> Result<()> {
+        let options = Options { reduce_op: Some(op), weight, ..Options::default() };
+        let call = self.check_call(Operation::AllReduce, options, shapes, tensors, tensors)?;
+        self.run_call(call, Location::caller())
+    }
+
+    /// Reduces `tensors` over all ranks, and passes this rank's part of the result to `on_piece`. The part is a slice of
+    /// all tensors in sequence; the ranks have equal slices. Each piece of it has at most the length of `scratch`, into
+    /// which it is reduced while it is in the processor's cache. No rank leaves before every rank is done.
+    ///
+    /// `on_piece` gets the index of the tensor, the elements there, and whether `scratch` holds their result. If not, the
+    /// tensor itself does: a single rank has its result already, and so have all ranks without an `op`.
+    ///
+    /// Only for a group that [`reduces_in_place`](Self::reduces_in_place), with contiguous tensors.
+    ///
+    /// # Errors
+    /// The errors of [`all_reduce_weighted`](Self::all_reduce_weighted) and of `on_piece`.
+    #[track_caller]
+    pub(crate) fn reduce_scatter_in_pieces(
+        &self,
+        tensors: &[Tensor],
+        shapes: &[i64],
+        scratch: &Tensor,
+        (op, weight): (Option<ReduceOp>, Option<f64>),
+        on_piece: &dyn Fn(usize, Range<usize>, bool) -> Result<()>,
+    ) -> Result<()> {
+        let options = Options { reduce_op: op, weight, ..Options::default() };
+        let output = std::slice::from_ref(scratch);
+        let mut call =
+            self.check_call(Operation::ReduceScatter, options, shapes, tensors, output)?;
+        call.on_piece = Some(OnPiece(on_piece));
+        self.run_call(call, Location::caller())
+    }
+}
+
+/// Returns the shapes of all tensors in one list, for the ranks to compare.
+pub(crate) fn shapes<'a>(tensors: impl Iterator<Item = &'a Tensor>) -> Vec<i64> {
+    let shapes: Vec<Vec<i64>> = tensors.map(Tensor::size).collect();
+    shapes.join(&NEXT_SHAPE)
+}
