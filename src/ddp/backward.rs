@@ -148,7 +148,7 @@ fn run_all(
     // A hook's error takes precedence: it is the cause if backward failed too.
     all().try_for_each(Reducer::end_of_autograd)?;
     backward?;
-    all().try_for_each(Reducer::move_grads_into_buckets)?;
+    all().try_for_each(Reducer::take_gradients)?;
     averaged().try_for_each(Reducer::reduce_rest)?;
     averaged().try_for_each(|reducer| reducer.finish(began))
 }

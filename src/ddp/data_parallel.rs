@@ -76,7 +76,7 @@ impl<M> DataParallel<M> {
         let options = DdpOptions::default();
         let replica = Replica::new(module, vs, group, &options)?;
         let group = &replica.group;
-        let layout = Layout::new(&replica.trained(), &options)?;
+        let layout = Layout::new(&replica.trained(), &options, false)?;
         let gathered = if group.rank() == 0 {
             let gather_all = |buffer: &FlatBuffer| {
                 let own = std::iter::once(Ok(buffer.gradients.shallow_clone()));
@@ -147,7 +147,7 @@ impl<M> DataParallel<M> {
             self.set_aside()?;
         }
         backward(loss)?;
-        self.layout.move_grads_into_buckets(true)?;
+        self.layout.take_gradients(true)?;
         if self.averages() {
             let computed = Instant::now();
             tch::no_grad(|| self.gather())?;

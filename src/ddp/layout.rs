@@ -1,23 +1,31 @@
 //! The memory of parameters and gradients: flat buffers, of which buckets are ranges.
 
-use std::ffi::c_void;
 use std::rc::Rc;
 
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
 use super::bucket::{self, Size};
 use super::options::DdpOptions;
+use super::param_slot::ParamSlot;
 use super::parameters::NamedTensor;
-use crate::error::{Error, Result};
-use crate::ffi::{TorchResult, move_grad, set_grad};
+use crate::error::Result;
+use crate::ffi::{TorchResult, set_grad};
 use crate::optim::{FlatBuffer, GradState, ParamLayout, ParamSpan};
-use crate::process_group::num_bytes;
+use crate::process_group::join_shapes;
 use crate::records::Parameter;
 
-/// Parameters that are reduced together: a range of a [`FlatBuffer`].
+/// Parameters that are reduced together.
 #[derive(Debug)]
 pub(super) struct Bucket {
-    pub gradients: Tensor,
+    /// The gradients: a range of a [`FlatBuffer`], and each gradient that stays where autograd puts it.
+    pub gradients: Vec<Tensor>,
+    /// Their shapes, as the ranks compare them.
+    pub shapes: Vec<i64>,
+    /// All of them in sequence, for a communication hook. `None` until a hook needs a copy.
+    joined: Option<Tensor>,
+    pub dtype: Kind,
+    /// The number of elements, with gaps.
+    pub numel: usize,
     /// Its parameters. Each [`ParamSpan::start`] counts from the start of the bucket.
     pub parameters: Vec<ParamSpan>,
     /// The number of parameters that still lack their gradient in this step.
@@ -26,110 +34,47 @@ pub(super) struct Bucket {
     pub is_skipped: bool,
 }
 
-/// A parameter with its place in the flat buffers and buckets.
-#[derive(Debug)]
-pub(super) struct ParamSlot {
-    pub name: String,
-    pub tensor: Tensor,
-    /// The index of its bucket.
-    pub bucket: usize,
-    /// The view of the bucket that holds its gradient.
-    grad: Tensor,
-    /// The address of that view's data.
-    grad_data: *const c_void,
-    /// The gradient from the other batches of a step, kept during a backward without samples, which must not change it.
-    pub kept_grad: Option<Tensor>,
-    /// Whether its gradient is complete in this step.
-    pub ready: bool,
-    /// Whether this rank has computed a gradient for it since the last backward that averaged.
-    pub used: bool,
-    /// Whether it has an averaged gradient: since `zero_grad` at least one rank has used it.
-    pub has_gradient: bool,
-}
-
-impl ParamSlot {
-    fn new(named: &NamedTensor) -> Self {
-        Self {
-            name: named.name.clone(),
-            tensor: named.tensor.shallow_clone(),
-            bucket: 0,
-            grad: Tensor::new(),
-            grad_data: std::ptr::null(),
-            kept_grad: None,
-            ready: false,
-            used: false,
-            has_gradient: false,
+impl Bucket {
+    /// Returns the gradients in one tensor: the memory itself if they are in one, otherwise a copy.
+    pub(super) fn join(&mut self, slots: &[ParamSlot]) -> Result<Tensor> {
+        if let [one] = &self.gradients[..] {
+            return Ok(one.shallow_clone());
         }
-    }
-
-    fn num_bytes(&self) -> usize {
-        num_bytes(self.tensor.kind(), self.tensor.numel())
-    }
-
-    /// Returns the number of elements that the parameter takes in its buffer, with the gap behind it.
-    ///
-    /// Each parameter starts at a cache line, as if it were allocated alone. Kernels then take the same vector paths
-    /// and give the same bits.
-    fn padded_numel(&self) -> usize {
-        const CACHE_LINE: usize = 64;
-        self.tensor.numel().next_multiple_of(CACHE_LINE / self.tensor.kind().elt_size_in_bytes())
-    }
-
-    /// Moves the gradient into the bucket; zeros if there is none.
-    pub(super) fn move_grad_into_bucket(&self) -> Result<()> {
-        if self.grad.data_ptr().cast_const() != self.grad_data {
-            return Err(Error::InvalidInput(format!(
-                "the gradient of `{}` is no longer a view of its bucket, so it cannot be averaged; leave its memory \
-                 where it is, and zero gradients with ddp.zero_grad()",
-                self.name
-            )));
+        let doing = "joining the gradients of a bucket";
+        if self.joined.is_none() {
+            let options = (self.dtype, slots[self.parameters[0].index].tensor.device());
+            self.joined = Some(Tensor::f_zeros([self.numel as i64], options).doing(doing)?);
         }
-        move_grad(&self.tensor, &self.grad)
+        let joined = self.joined.as_ref().map_or_else(Tensor::new, Tensor::shallow_clone);
+        for span in &self.parameters {
+            let gradient = slots[span.index].gradient()?;
+            tch::no_grad(|| span.of(&joined)?.f_copy_(&gradient).doing(doing))?;
+        }
+        Ok(joined)
     }
 
-    /// Removes the gradient and zeroes its place, whatever a communication hook has left there.
-    pub(super) fn clear_grad(&self) -> Result<()> {
-        let zeroed = tch::no_grad(|| self.grad.shallow_clone().f_zero_().map(drop));
-        zeroed.doing("zero_")?;
-        set_grad(&self.tensor, &Tensor::new())
-    }
-
-    /// Returns a copy of the gradient.
-    pub(super) fn copy_gradient(&self) -> Result<Tensor> {
-        self.grad.f_detach_copy().doing("copying a gradient")
-    }
-
-    /// Keeps a copy of the gradient before backward, which [`ParamSlot::complete`] restores.
-    pub(super) fn keep_gradient(&mut self) -> Result<()> {
-        let kept = match self.tensor.f_grad() {
-            Ok(grad) if grad.defined() => grad.f_detach_copy(),
-            Ok(_) => self.grad.f_zeros_like(),
-            Err(error) => Err(error),
-        };
-        self.kept_grad = Some(kept.doing("copying a gradient")?);
-        Ok(())
-    }
-
-    /// Moves the gradient that backward has computed into the bucket.
-    pub(super) fn complete(&mut self) -> Result<()> {
-        self.move_grad_into_bucket()?;
-        self.used = true;
-        self.kept_grad.take().map_or(Ok(()), |kept| self.restore_gradient(&kept))
-    }
-
-    /// Overwrites the gradient with `values`.
-    pub(super) fn restore_gradient(&self, values: &Tensor) -> Result<()> {
-        let copied = tch::no_grad(|| self.grad.shallow_clone().f_copy_(values));
-        copied.doing("copying a gradient")
+    /// Copies the gradients back from `joined`, unless that is their memory.
+    pub(super) fn part(&self, joined: &Tensor, slots: &[ParamSlot]) -> Result<()> {
+        if let [one] = &self.gradients[..] {
+            if joined.data_ptr() == one.data_ptr() {
+                return Ok(());
+            }
+            let copied = tch::no_grad(|| one.shallow_clone().f_copy_(joined));
+            return copied.doing("taking over what a hook has made");
+        }
+        let spans = self.parameters.iter();
+        spans.map(|span| slots[span.index].restore_gradient(&span.of(joined)?)).collect()
     }
 }
 
 /// All parameters of a model and their gradients.
 #[derive(Debug)]
 pub(super) struct Layout {
-    /// One buffer per dtype. Allocated once: every parameter is a view of its range, and so is its `grad` once backward
-    /// has computed it.
+    /// First one buffer per dtype, allocated once: every parameter in it is a view of its range, and so is its `grad`
+    /// once backward has computed it. Then one for each parameter whose gradient stays where autograd puts it.
     pub buffers: Vec<FlatBuffer>,
+    /// The number of buffers with a dtype's parameters.
+    num_flat: usize,
     pub buckets: Vec<Bucket>,
     /// The parameters, in the order of their creation.
     pub slots: Vec<ParamSlot>,
@@ -138,12 +83,18 @@ pub(super) struct Layout {
 }
 
 impl Layout {
-    /// Moves `parameters` into flat buffers, and makes their `grad`s views.
-    pub(super) fn new(parameters: &[&NamedTensor], options: &DdpOptions) -> Result<Self> {
-        let slots: Vec<ParamSlot> = parameters.iter().copied().map(ParamSlot::new).collect();
+    /// Moves `parameters` into flat buffers, and makes their `grad`s views. With `in_place`, large parameters stay where
+    /// they are, and so do their gradients.
+    pub(super) fn new(
+        parameters: &[&NamedTensor],
+        options: &DdpOptions,
+        in_place: bool,
+    ) -> Result<Self> {
+        let slot = |named: &&NamedTensor| ParamSlot::new(named, in_place);
+        let slots = parameters.iter().map(slot).collect::<Result<Vec<_>>>()?;
         let tensors: Rc<[Tensor]> = slots.iter().map(|slot| slot.tensor.shallow_clone()).collect();
-        let (buffers, buckets, probe) = Default::default();
-        let mut layout = Self { buffers, buckets, slots, probe };
+        let (buffers, num_flat, buckets, probe) = Default::default();
+        let mut layout = Self { buffers, num_flat, buckets, slots, probe };
         layout.fill_buckets(&layout.default_order(), options)?;
         layout.buffers.iter().for_each(|buffer| buffer.places.set_tensors(tensors.clone()));
         Ok(layout)
@@ -169,20 +120,25 @@ impl Layout {
     /// zero the place and add.
     pub(super) fn zero_grad(&mut self) -> Result<()> {
         self.set_gradients(GradState::Cleared);
-        let none = Tensor::new();
-        self.slots.iter_mut().try_for_each(|slot| {
-            (slot.used, slot.has_gradient) = (false, false);
-            set_grad(&slot.tensor, &none)
-        })
+        self.slots.iter_mut().try_for_each(ParamSlot::remove_gradient)
     }
 
-    /// Moves all gradients into their buckets after backward, and zeros where there are none. With `are_averaged` the
-    /// zeros count as gradients until they are averaged, because another rank may have one.
-    pub(super) fn move_grads_into_buckets(&self, are_averaged: bool) -> Result<()> {
+    /// Sets all gradients to zeros, with the gaps between them.
+    pub(super) fn zero_gradients(&mut self) -> Result<()> {
+        for buffer in &mut self.buffers[..self.num_flat] {
+            let _ = buffer.gradients.f_zero_().doing("zero_")?;
+        }
+        let mut staying = self.slots.iter().filter(|slot| slot.stays().is_some());
+        staying.try_for_each(ParamSlot::zero_gradient)
+    }
+
+    /// Takes all gradients after backward, and zeros where there are none. With `are_averaged` the zeros count as
+    /// gradients until they are averaged, because another rank may have one.
+    pub(super) fn take_gradients(&self, are_averaged: bool) -> Result<()> {
         self.set_gradients(GradState::Local);
         self.slots.iter().try_for_each(|slot| {
             if are_averaged || slot.used || slot.has_gradient {
-                slot.move_grad_into_bucket()
+                slot.take_gradient()
             } else {
                 slot.clear_grad()
             }
@@ -200,7 +156,8 @@ impl Layout {
         if first.bucket != bucket {
             return Ok(());
         }
-        tch::no_grad(|| local.f_copy_(&first.grad)).doing("copy_")
+        let gradient = first.gradient()?;
+        tch::no_grad(|| local.f_copy_(&gradient)).doing("copy_")
     }
 
     /// Returns the parameters from last to first: backward computes the gradients roughly in that order.
@@ -219,28 +176,52 @@ impl Layout {
         };
         let sizes: Vec<Size> = order.iter().map(size).collect();
         let mut buckets = Vec::new();
-        let mut spans: Vec<Vec<ParamSpan>> = vec![Vec::new(); self.buffers.len()];
-        let mut ends = vec![0; self.buffers.len()];
+        let mut spans: Vec<Vec<ParamSpan>> = vec![Vec::new(); self.num_flat];
+        let mut ends = vec![0; self.num_flat];
         for places in bucket::assign(&sizes, &options.bucket_caps()) {
             let dtype = sizes[places[0]].dtype;
-            let buffer = self.buffers.iter().position(|buffer| buffer.parameters.kind() == dtype);
-            let buffer = buffer
-                .ok_or_else(|| Error::InvalidInput("a parameter has changed its dtype".into()))?;
-            let start = ends[buffer];
-            let mut parameters = Vec::with_capacity(places.len());
+            let flat = self.buffers[..self.num_flat].iter();
+            let flat = flat.enumerate().find(|(_, buffer)| buffer.parameters.kind() == dtype);
+            let first = flat.map_or(0, |(buffer, _)| ends[buffer]);
+            let (mut numel, mut parameters) = (0, Vec::new());
+            let (mut gradients, mut shapes) = (Vec::new(), Vec::new());
             for index in places.iter().map(|&place| order[place]) {
                 let slot = &mut self.slots[index];
                 slot.bucket = buckets.len();
                 let (name, shape) = (slot.name.clone(), slot.tensor.size());
-                let span = ParamSpan { name, index, start: ends[buffer], shape };
-                parameters.push(ParamSpan { start: span.start - start, ..span.clone() });
-                spans[buffer].push(span);
-                ends[buffer] += slot.padded_numel();
+                let span = ParamSpan { name, index, start: numel, shape };
+                numel += slot.padded_numel();
+                match (slot.stays(), &flat) {
+                    (None, Some((buffer, _))) => {
+                        spans[*buffer].push(ParamSpan { start: ends[*buffer], ..span.clone() });
+                        ends[*buffer] += slot.padded_numel();
+                    }
+                    (gradient, _) => {
+                        gradients.extend(gradient);
+                        shapes.push(vec![slot.tensor.numel() as i64]);
+                    }
+                }
+                parameters.push(span);
             }
-            let len = ends[buffer] - start;
-            let gradients = self.buffers[buffer].gradients.f_narrow(0, start as i64, len as i64);
-            let gradients = gradients.doing("making the buckets")?;
-            buckets.push(Bucket { gradients, parameters, pending: 0, is_skipped: false });
+            if let Some((buffer, flat)) = flat
+                && ends[buffer] > first
+            {
+                let len = ends[buffer] - first;
+                let range = flat.gradients.f_narrow(0, first as i64, len as i64);
+                gradients.insert(0, range.doing("making the buckets")?);
+                shapes.insert(0, vec![len as i64]);
+            }
+            let shapes = join_shapes(shapes.into_iter());
+            buckets.push(Bucket {
+                gradients,
+                shapes,
+                joined: None,
+                dtype,
+                numel,
+                parameters,
+                pending: 0,
+                is_skipped: false,
+            });
         }
         self.buckets = buckets;
         tch::no_grad(|| self.move_to(&spans))?;
@@ -250,23 +231,37 @@ impl Layout {
         Ok(())
     }
 
-    /// Allocates a buffer for each dtype, in the order in which `order` has them. A dtype takes the same space in any
-    /// order.
+    /// Makes the buffers: for each dtype one, in the order in which `order` has them, and one for each parameter whose
+    /// gradient stays where it is. A dtype takes the same space in any order.
     fn allocate(&mut self, order: &[usize]) -> Result<()> {
         for &index in order {
-            let (dtype, device) =
-                (self.slots[index].tensor.kind(), self.slots[index].tensor.device());
-            if self.buffers.iter().any(|buffer| buffer.parameters.kind() == dtype) {
+            let slot = &self.slots[index];
+            let (dtype, device) = (slot.tensor.kind(), slot.tensor.device());
+            let known = self.buffers.iter().any(|buffer| buffer.parameters.kind() == dtype);
+            if known || slot.stays().is_some() {
                 continue;
             }
             let same = self.slots.iter().filter(|slot| slot.tensor.kind() == dtype);
-            let numel: usize = same.map(ParamSlot::padded_numel).sum();
+            let numel: usize =
+                same.filter(|slot| slot.stays().is_none()).map(ParamSlot::padded_numel).sum();
             let zeros =
                 || Tensor::f_zeros([numel as i64], (dtype, device)).doing("making the buckets");
             let places = ParamLayout::default();
-            places.set_gradients(GradState::Cleared);
             self.buffers.push(FlatBuffer { parameters: zeros()?, gradients: zeros()?, places });
         }
+        self.num_flat = self.buffers.len();
+        for (index, slot) in self.slots.iter().enumerate() {
+            let Some(gradients) = slot.stays() else { continue };
+            let flat = slot.tensor.f_data().and_then(|tensor| tensor.f_view(-1));
+            let span =
+                ParamSpan { name: slot.name.clone(), index, start: 0, shape: slot.tensor.size() };
+            self.buffers.push(FlatBuffer {
+                parameters: flat.doing("making the buckets")?,
+                gradients,
+                places: vec![span].into(),
+            });
+        }
+        self.set_gradients(GradState::Cleared);
         Ok(())
     }
 
@@ -278,8 +273,10 @@ impl Layout {
             let grad = slot.tensor.grad();
             (slot.tensor.copy(), grad.defined().then(|| grad.copy()))
         };
-        let copies: Vec<_> = self.slots.iter().map(copy).collect();
-        for FlatBuffer { parameters, gradients, .. } in &mut self.buffers {
+        let moves = |slot: &ParamSlot| slot.stays().is_none();
+        let copies: Vec<_> =
+            self.slots.iter().map(|slot| moves(slot).then(|| copy(slot))).collect();
+        for FlatBuffer { parameters, gradients, .. } in &mut self.buffers[..self.num_flat] {
             let _ = gradients.f_zero_().doing(doing)?;
             // Gives the same handles new memory: a graph whose backward has not run yet still needs the old values.
             let fresh = parameters.f_zeros_like().doing(doing)?;
@@ -287,7 +284,8 @@ impl Layout {
         }
         for (buffer, spans) in self.buffers.iter().zip(spans) {
             for span in spans {
-                let (slot, (value, grad)) = (&mut self.slots[span.index], &copies[span.index]);
+                let slot = &mut self.slots[span.index];
+                let Some((value, grad)) = &copies[span.index] else { continue };
                 let mut new_value = span.of(&buffer.parameters)?;
                 // `f_data` hides the view from autograd: `zero_grad` of tch's optimizers detaches gradients, which
                 // views refuse.
@@ -298,8 +296,7 @@ impl Layout {
                     set_grad(&slot.tensor, &new_grad)?;
                 }
                 slot.tensor.f_set_data(&new_value).doing(doing)?;
-                slot.grad_data = new_grad.data_ptr();
-                slot.grad = new_grad;
+                slot.set_place(new_grad);
             }
         }
         Ok(())

@@ -5,7 +5,7 @@
 //! | file | contents |
 //! |---|---|
 //! | `options`, `parameters` | the options; a model's tensors by name, compared over the ranks |
-//! | `bucket`, `layout`, `bucket_order` | which bucket a parameter is in, and where in memory; the order after the first step |
+//! | `bucket`, `param_slot`, `layout`, `bucket_order` | which bucket a parameter is in, and where in memory; the order after the first step |
 //! | `comm_hooks`, `power_sgd` | averages a bucket, compressed or not; `reduce_path`: on which stream or thread |
 //! | `weight`, `unused`, `active_ranks`, `model_order` | who counts how much in a step, and which model is next |
 //! | `reducer_state`, `reducer` | reduces each bucket when its gradients are complete; `statistics` measures it |
@@ -29,6 +29,7 @@ mod layout;
 mod model_order;
 mod no_sync;
 mod options;
+mod param_slot;
 mod parameters;
 mod power_sgd;
 mod reduce_path;

@@ -6,7 +6,7 @@ use std::fmt;
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 
-use tch::Tensor;
+use tch::{Device, Tensor};
 
 use super::active_ranks::{Active, JoinOptions};
 use super::comm_hooks::CommHook;
@@ -52,7 +52,9 @@ impl Reducer {
         options: DdpOptions,
     ) -> Result<Self> {
         let handles: Vec<Tensor> = parameters.iter().map(|p| p.tensor.shallow_clone()).collect();
-        let state = ReducerState::new(Layout::new(parameters, &options)?, group)?;
+        // On GPUs a copy into a bucket costs little, and a kernel for each gradient would cost more.
+        let in_place = group.reduces_in_place() && group.device() == Device::Cpu;
+        let state = ReducerState::new(Layout::new(parameters, &options, in_place)?, group)?;
         let state = Rc::new(RefCell::new(state));
         let in_hooks = state.clone();
         let hooks = GradHooks::register(handles, move |index| match in_hooks.try_borrow_mut() {
@@ -77,7 +79,7 @@ impl Reducer {
     }
 
     pub(super) fn bucket_bytes(&self) -> Vec<usize> {
-        let bytes = |b: &Bucket| num_bytes(b.gradients.kind(), b.gradients.numel());
+        let bytes = |b: &Bucket| num_bytes(b.dtype, b.numel);
         self.state.borrow().layout.buckets.iter().map(bytes).collect()
     }
 
@@ -182,9 +184,9 @@ impl Reducer {
         state.error.take().map_or(Ok(()), Err)
     }
 
-    /// Moves all gradients into their buckets.
-    pub(super) fn move_grads_into_buckets(&self) -> Result<()> {
-        self.state.borrow().move_grads_into_buckets()
+    /// Takes all gradients, and zeros for those that backward has not computed.
+    pub(super) fn take_gradients(&self) -> Result<()> {
+        self.state.borrow().take_gradients()
     }
 
     /// Reduces the buckets that were not reduced during autograd.

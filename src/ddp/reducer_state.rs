@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use super::active_ranks::{Active, Inputs, JoinOptions, count_active};
 use super::bucket_order::BucketOrder;
 use super::comm_hooks::{AllReduce, CommHook, GradBucket, average};
-use super::layout::{Bucket, Layout};
+use super::layout::Layout;
 use super::model_order::Turn;
 use super::options::DdpOptions;
 use super::reduce_path::ReducePath;
@@ -179,7 +179,7 @@ impl ReducerState {
         slots.iter_mut().for_each(|slot| slot.ready = false);
         for &index in self.unused.always.iter().flatten() {
             // No hook will run for this parameter, and its bucket may be reduced at any time from now on.
-            slots[index].move_grad_into_bucket()?;
+            slots[index].take_gradient()?;
             slots[index].ready = true;
             buckets[slots[index].bucket].pending -= 1;
         }
@@ -241,36 +241,39 @@ impl ReducerState {
         let began = Instant::now();
         let Self { layout, group, comm_hook, reduce_path, weight, .. } = self;
         let (index, group) = (self.next, &**group);
-        group.set_context(CallContext {
-            call_site: self.call_site,
-            bucket: u16::try_from(index).ok(),
-        });
-        weight.map_or(Ok(()), |weight| weight.apply(&mut layout.buckets[index].gradients))?;
+        group.set_context(CallContext { call_site: self.call_site, bucket: u16::try_from(index).ok() });
+        if let Some(weight) = weight {
+            let gradients = &mut layout.buckets[index].gradients;
+            gradients.iter_mut().try_for_each(|tensor| weight.apply(tensor))?;
+        }
         let weight = weight.map(|weight| weight.samples);
         layout.copy_to_probe(index)?;
         let is_last = layout.buckets[index + 1..].iter().all(|bucket| bucket.is_skipped);
-        let Bucket { gradients, parameters, .. } = &mut layout.buckets[index];
-        let mut handle = gradients.shallow_clone();
+        let Layout { buckets, slots, .. } = layout;
+        let bucket = &mut buckets[index];
         let mut plain = AllReduce;
         let comm_hook = comm_hook.as_deref_mut().unwrap_or(&mut plain);
+        if group.reduces_in_place() && comm_hook.is_plain_all_reduce() {
+            group.all_reduce_list(&bucket.gradients, &bucket.shapes, average(group), weight)?;
+            self.times.communication += began.elapsed();
+            return Ok(());
+        }
+        let mut gradients = bucket.join(slots)?;
         // A single bucket cannot overlap with anything.
         let is_async = self.mode == Mode::Overlap && !(is_last && index == 0);
         if is_async
             && comm_hook.is_plain_all_reduce()
             && let Some(works) = reduce_path.async_works()
         {
-            works.push(group.all_reduce_async(&handle, average(group), weight)?);
+            works.push(group.all_reduce_async(&gradients, average(group), weight)?);
             return Ok(());
         }
-        let mut bucket = GradBucket { index, is_last, gradients: &mut handle, parameters, weight };
         reduce_path.run(group, |group| {
-            comm_hook.reduce(&mut bucket, group)?;
+            let (gradients, parameters) = (&mut gradients, &bucket.parameters);
+            comm_hook
+                .reduce(&mut GradBucket { index, is_last, gradients, parameters, weight }, group)?;
             // A hook may have replaced the tensor, as a Python hook would return a new one.
-            if bucket.gradients.data_ptr() != gradients.data_ptr() {
-                tch::no_grad(|| gradients.f_copy_(bucket.gradients))
-                    .doing("taking over what a hook has made")?;
-            }
-            Ok(())
+            bucket.part(gradients, slots)
         })?;
         self.times.communication += began.elapsed();
         Ok(())
@@ -308,9 +311,7 @@ impl ReducerState {
         join: JoinOptions,
         options: &DdpOptions,
     ) -> Result<()> {
-        for buffer in &mut self.layout.buffers {
-            let _ = buffer.gradients.f_zero_().doing("zero_")?;
-        }
+        self.layout.zero_gradients()?;
         self.reset()?;
         // If the ranks agree on unused parameters in this step, this rank uses none. It must not learn from that which
         // ones are always unused.
@@ -327,9 +328,9 @@ impl ReducerState {
         Ok(())
     }
 
-    /// Moves all gradients into their buckets.
-    pub(super) fn move_grads_into_buckets(&self) -> Result<()> {
-        self.layout.move_grads_into_buckets(self.mode != Mode::Local)
+    /// Takes all gradients, and zeros for those that backward has not computed.
+    pub(super) fn take_gradients(&self) -> Result<()> {
+        self.layout.take_gradients(self.mode != Mode::Local)
     }
 
     /// Accounts for the reductions before the end of autograd.

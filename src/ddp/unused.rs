@@ -2,8 +2,9 @@
 
 use tch::{Device, Tensor};
 
-use super::layout::{Layout, ParamSlot};
+use super::layout::Layout;
 use super::options::DdpOptions;
+use super::param_slot::ParamSlot;
 use crate::error::{Error, Result};
 use crate::ffi::TorchResult;
 use crate::process_group::{ProcessGroup, ReduceOp};

@@ -36,7 +36,7 @@ pub(crate) use gloo::{GlooGroup, GlooWork, Reduce, check_interfaces};
 pub(crate) use hooks::GradHooks;
 pub(crate) use mapped::{MappedFile, open_file};
 pub(crate) use shim::{
-    add_scaled, hide_stack_traces, move_grad, set_grad, set_multithreading_enabled,
+    add_scaled, adopt_grad, hide_stack_traces, move_grad, set_grad, set_multithreading_enabled,
 };
 pub(crate) use store::TcpStore;
 

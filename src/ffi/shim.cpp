@@ -194,6 +194,25 @@ char* ddp_move_grad(at::Tensor* parameter, at::Tensor* place) {
   });
 }
 
+// Makes `flat`, a tensor of one dimension, share the memory of parameter.grad, which stays where it is. Without a
+// gradient it becomes zeros. `in_hook`: autograd has just computed the gradient and still holds it.
+char* ddp_adopt_grad(at::Tensor* parameter, at::Tensor* flat, bool in_hook) {
+  return guarded([&] {
+    at::Tensor& grad = parameter->mutable_grad();
+    if (grad.defined() && grad.has_storage() && grad.data_ptr() == flat->data_ptr()) return;
+    c10::AutoGradMode no_grad(false);
+    if (!grad.defined()) {
+      grad = at::zeros_like(*parameter, at::MemoryFormat::Contiguous);
+    } else if (grad.layout() != at::kStrided) {
+      grad = grad.to_dense();  // an embedding's gradient may be sparse
+    } else if (!grad.is_contiguous() || grad.storage().use_count() > (in_hook ? 2 : 1)) {
+      // Gradients of several parameters may share memory, of which each will be reduced in place.
+      grad = grad.clone(at::MemoryFormat::Contiguous);
+    }
+    flat->set_data(grad.view({-1}));
+  });
+}
+
 // Computes destination += alpha * source in one pass, outside autograd, like torch.optim.SGD.
 char* ddp_add_scaled(at::Tensor* destination, at::Tensor* source, double alpha) {
   return guarded([&] {

@@ -71,7 +71,9 @@ impl OptimizerState {
         decays: Option<fn(&ParamSpan) -> bool>,
         count_to: u64,
     ) -> Result<Self> {
-        let slots = slot_names.iter().map(|name| Ok((*name, zeros_like(&buffers)?)));
+        let slots = slot_names
+            .iter()
+            .map(|name| Ok((*name, buffers.iter().map(zeros_like).collect::<Result<_>>()?)));
         let slots = slots.collect::<Result<_>>()?;
         let (steps, groups) = (BTreeMap::new(), Vec::new());
         let seen = Vec::new();
@@ -124,13 +126,19 @@ impl OptimizerState {
             self.places().map(|(buffer, place)| (place.index, (buffer, place))).collect();
         let mut moved = Vec::with_capacity(self.slots.len());
         for (name, old) in &self.slots {
-            let new = zeros_like(&self.buffers)?;
-            for (flat, buffer) in new.iter().zip(&self.buffers) {
+            let mut new = Vec::with_capacity(old.len());
+            for ((buffer, seen), old_flat) in self.buffers.iter().zip(&self.seen).zip(old) {
+                if buffer.places.is(&seen.places) {
+                    new.push(old_flat.shallow_clone());
+                    continue;
+                }
+                let flat = zeros_like(buffer)?;
                 for place in buffer.places.get().iter() {
                     let Some((buffer, was)) = before.get(&place.index) else { continue };
-                    let (mut to, from) = (place.of(flat)?, was.of(&old[*buffer])?);
+                    let (mut to, from) = (place.of(&flat)?, was.of(&old[*buffer])?);
                     tch::no_grad(|| to.f_copy_(&from)).doing("moving the optimizer's state")?;
                 }
+                new.push(flat);
             }
             moved.push((*name, new));
         }
@@ -150,7 +158,11 @@ impl OptimizerState {
             let list = |flats: &dyn Fn(usize) -> Tensor| {
                 let part = |run: &SpanRun| {
                     let (start, len) = (run.start as i64, (run.end - run.start) as i64);
-                    flats(run.buffer).f_narrow(0, start, len).doing("narrow")
+                    let flat = flats(run.buffer);
+                    if run.end - run.start == self.buffers[run.buffer].parameters.numel() {
+                        return Ok(flat); // this handle follows a gradient that moves from step to step
+                    }
+                    flat.f_narrow(0, start, len).doing("narrow")
                 };
                 TensorList::new(&runs.iter().map(part).collect::<Result<Vec<_>>>()?)
             };
@@ -335,11 +347,8 @@ struct Runs {
     members: Vec<usize>,
 }
 
-fn zeros_like(buffers: &[FlatBuffer]) -> Result<Vec<Tensor>> {
-    let zeros = |buffer: &FlatBuffer| {
-        buffer.parameters.f_zeros_like().doing("making the optimizer's state")
-    };
-    buffers.iter().map(zeros).collect()
+fn zeros_like(buffer: &FlatBuffer) -> Result<Tensor> {
+    buffer.parameters.f_zeros_like().doing("making the optimizer's state")
 }
 
 #[cfg(test)]

@@ -6,7 +6,7 @@
 use tch::Tensor;
 
 use super::call::Options;
-use super::in_place::shapes;
+use super::in_place::join_shapes;
 use super::refuse::refuse;
 use super::{ProcessGroup, ReduceOp};
 use crate::error::Result;
@@ -47,7 +47,13 @@ impl ProcessGroup {
         let flat = joined(tensors, 1)?;
         let options = Options { reduce_op: Some(op), ..Options::default() };
         let one = std::slice::from_ref(&flat);
-        self.collective(operation, options, &shapes(tensors.iter()), one, one)?;
+        self.collective(
+            operation,
+            options,
+            &join_shapes(tensors.iter().map(Tensor::size)),
+            one,
+            one,
+        )?;
         part(&flat, tensors, 1)
     }
 
@@ -92,7 +98,13 @@ impl ProcessGroup {
         let all = new([count, input.numel() as i64], &input)?;
         let rows = all.f_unbind(0).doing("unbind")?;
         let one = std::slice::from_ref(&input);
-        self.collective(operation, Options::default(), &shapes(input_tensors.iter()), one, &rows)?;
+        self.collective(
+            operation,
+            Options::default(),
+            &join_shapes(input_tensors.iter().map(Tensor::size)),
+            one,
+            &rows,
+        )?;
         part(&all, output_tensors, count)
     }
 
@@ -137,7 +149,13 @@ impl ProcessGroup {
         let output = new([all.size()[1]], &all)?;
         let options = Options { reduce_op: Some(op), ..Options::default() };
         let one = std::slice::from_ref(&output);
-        self.collective(operation, options, &shapes(outputs.iter()), &rows, one)?;
+        self.collective(
+            operation,
+            options,
+            &join_shapes(outputs.iter().map(Tensor::size)),
+            &rows,
+            one,
+        )?;
         part(&output, outputs, 1)
     }
 

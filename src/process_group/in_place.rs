@@ -20,7 +20,7 @@ impl ProcessGroup {
     }
 
     /// Reduces each of `tensors` in place, like [`all_reduce_weighted`](Self::all_reduce_weighted). They are contiguous,
-    /// and `shapes` describes them all, as [`shapes`] returns it. Only for a group that
+    /// and `shapes` describes them all, as [`join_shapes`] returns it. Only for a group that
     /// [`reduces_in_place`](Self::reduces_in_place).
     #[track_caller]
     pub(crate) fn all_reduce_list(
@@ -64,8 +64,7 @@ impl ProcessGroup {
     }
 }
 
-/// Returns the shapes of all tensors in one list, for the ranks to compare.
-pub(crate) fn shapes<'a>(tensors: impl Iterator<Item = &'a Tensor>) -> Vec<i64> {
-    let shapes: Vec<Vec<i64>> = tensors.map(Tensor::size).collect();
-    shapes.join(&NEXT_SHAPE)
+/// Joins the shapes of several tensors into one list, for the ranks to compare.
+pub(crate) fn join_shapes(shapes: impl Iterator<Item = Vec<i64>>) -> Vec<i64> {
+    shapes.collect::<Vec<_>>().join(&NEXT_SHAPE)
 }

@@ -57,7 +57,7 @@ pub(crate) use dtype::num_bytes;
 pub use dtype::{DTYPES, dtype_name, parse_dtype};
 pub(crate) use gloo::DIRECT_MAX_BYTES;
 use gpu_clock::GpuClock;
-pub(crate) use in_place::shapes;
+pub(crate) use in_place::join_shapes;
 pub(crate) use instrumentation::CallContext;
 use instrumentation::PhaseTracker;
 use local::{OncePerProcess, Shared};

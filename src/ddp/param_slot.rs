@@ -1,0 +1,188 @@
+//! One parameter of a model, and the memory of its gradient.
+
+use std::ffi::c_void;
+
+use tch::Tensor;
+
+use super::parameters::NamedTensor;
+use crate::error::{Error, Result};
+use crate::ffi::{TorchResult, adopt_grad, move_grad, set_grad};
+use crate::process_group::num_bytes;
+
+/// The size of a cache line in bytes.
+const CACHE_LINE: usize = 64;
+
+/// The size in bytes from which a gradient stays where autograd has put it. A smaller one is copied: many small places
+/// cost more to reduce than a copy.
+const LARGE: usize = 64 << 10;
+
+/// The memory of a gradient.
+#[derive(Debug)]
+enum GradMemory {
+    /// A place in the flat buffer, to which the gradient is moved: a view in the parameter's shape, and the address of
+    /// its data.
+    InBuffer { view: Tensor, data: *const c_void },
+    /// The memory that autograd has allocated for it. The tensor, of one dimension, shares that memory; it is empty
+    /// while there is no gradient.
+    OfAutograd(Tensor),
+}
+
+/// A parameter with its bucket and its gradient.
+#[derive(Debug)]
+pub(super) struct ParamSlot {
+    pub name: String,
+    pub tensor: Tensor,
+    /// The index of its bucket.
+    pub bucket: usize,
+    gradient: GradMemory,
+    /// The gradient from the other batches of a step, kept during a backward without samples, which must not change it.
+    pub kept_grad: Option<Tensor>,
+    /// Whether its gradient is complete in this step.
+    pub ready: bool,
+    /// Whether this rank has computed a gradient for it since the last backward that averaged.
+    pub used: bool,
+    /// Whether it has an averaged gradient: since `zero_grad` at least one rank has used it.
+    pub has_gradient: bool,
+}
+
+impl ParamSlot {
+    /// Returns the slot of a parameter. With `in_place`, a large gradient stays where autograd puts it.
+    pub(super) fn new(named: &NamedTensor, in_place: bool) -> Result<Self> {
+        let tensor = named.tensor.shallow_clone();
+        let bytes = num_bytes(tensor.kind(), tensor.numel());
+        // Without a gap behind it, kernels take the same vector paths as in a flat buffer and give the same bits.
+        let stays = in_place
+            && bytes >= LARGE
+            && bytes.is_multiple_of(CACHE_LINE)
+            && tensor.is_contiguous();
+        let gradient = if stays {
+            GradMemory::OfAutograd(nothing(&tensor)?)
+        } else {
+            GradMemory::InBuffer { view: Tensor::new(), data: std::ptr::null() }
+        };
+        Ok(Self {
+            name: named.name.clone(),
+            tensor,
+            bucket: 0,
+            gradient,
+            kept_grad: None,
+            ready: false,
+            used: false,
+            has_gradient: false,
+        })
+    }
+
+    pub(super) fn num_bytes(&self) -> usize {
+        num_bytes(self.tensor.kind(), self.tensor.numel())
+    }
+
+    /// Returns the number of elements that the parameter takes in its buffer, with the gap behind it.
+    ///
+    /// Each parameter starts at a cache line, as if it were allocated alone. Kernels then take the same vector paths
+    /// and give the same bits.
+    pub(super) fn padded_numel(&self) -> usize {
+        self.tensor.numel().next_multiple_of(CACHE_LINE / self.tensor.kind().elt_size_in_bytes())
+    }
+
+    /// Returns a handle to the gradient's memory, of one dimension, if the gradient stays where autograd puts it. `None`
+    /// if it has a place in the flat buffer.
+    pub(super) fn stays(&self) -> Option<Tensor> {
+        match &self.gradient {
+            GradMemory::OfAutograd(flat) => Some(flat.shallow_clone()),
+            GradMemory::InBuffer { .. } => None,
+        }
+    }
+
+    /// Sets the place of the gradient in the flat buffer: a view in the parameter's shape.
+    pub(super) fn set_place(&mut self, view: Tensor) {
+        self.gradient = GradMemory::InBuffer { data: view.data_ptr(), view };
+    }
+
+    /// Moves the gradient to its place in the buffer, or finds where autograd has put it; zeros if there is none.
+    pub(super) fn take_gradient(&self) -> Result<()> {
+        self.take(false)
+    }
+
+    fn take(&self, in_hook: bool) -> Result<()> {
+        match &self.gradient {
+            GradMemory::OfAutograd(flat) => adopt_grad(&self.tensor, flat, in_hook),
+            GradMemory::InBuffer { view, data } if view.data_ptr().cast_const() == *data => {
+                move_grad(&self.tensor, view)
+            }
+            GradMemory::InBuffer { .. } => Err(Error::InvalidInput(format!(
+                "the gradient of `{}` is no longer a view of its bucket, so it cannot be averaged; leave its memory \
+                 where it is, and zero gradients with ddp.zero_grad()",
+                self.name
+            ))),
+        }
+    }
+
+    /// Takes the gradient that backward has computed, in a hook of autograd.
+    pub(super) fn complete(&mut self) -> Result<()> {
+        self.take(true)?;
+        self.used = true;
+        self.kept_grad.take().map_or(Ok(()), |kept| self.restore_gradient(&kept))
+    }
+
+    /// Removes the gradient. In a flat buffer its values stay behind, because the next gradient overwrites them.
+    pub(super) fn remove_gradient(&mut self) -> Result<()> {
+        (self.used, self.has_gradient) = (false, false);
+        set_grad(&self.tensor, &Tensor::new())?;
+        let GradMemory::OfAutograd(flat) = &mut self.gradient else { return Ok(()) };
+        let freed = flat.f_set_data(&nothing(&self.tensor)?);
+        freed.doing("freeing a gradient")
+    }
+
+    /// Removes the gradient and leaves zeros for the optimizer, whatever a communication hook has left there.
+    pub(super) fn clear_grad(&self) -> Result<()> {
+        self.zero_gradient()?;
+        set_grad(&self.tensor, &Tensor::new())
+    }
+
+    /// Sets the gradient to zeros.
+    pub(super) fn zero_gradient(&self) -> Result<()> {
+        let flat = match &self.gradient {
+            GradMemory::OfAutograd(flat) => {
+                self.take_gradient()?;
+                flat
+            }
+            GradMemory::InBuffer { view, .. } => view,
+        };
+        tch::no_grad(|| flat.shallow_clone().f_zero_().map(drop)).doing("zero_")
+    }
+
+    /// Returns the gradient in the parameter's shape.
+    pub(super) fn gradient(&self) -> Result<Tensor> {
+        match &self.gradient {
+            GradMemory::OfAutograd(flat) => flat.f_view(&self.tensor.size()[..]).doing("view"),
+            GradMemory::InBuffer { view, .. } => Ok(view.shallow_clone()),
+        }
+    }
+
+    /// Returns a copy of the gradient.
+    pub(super) fn copy_gradient(&self) -> Result<Tensor> {
+        self.gradient()?.f_detach_copy().doing("copying a gradient")
+    }
+
+    /// Keeps a copy of the gradient before backward, which [`ParamSlot::complete`] restores.
+    pub(super) fn keep_gradient(&mut self) -> Result<()> {
+        let kept = match self.tensor.f_grad() {
+            Ok(grad) if grad.defined() => grad.f_detach_copy(),
+            Ok(_) => self.tensor.f_detach().and_then(|tensor| tensor.f_zeros_like()),
+            Err(error) => Err(error),
+        };
+        self.kept_grad = Some(kept.doing("copying a gradient")?);
+        Ok(())
+    }
+
+    /// Overwrites the gradient with `values`.
+    pub(super) fn restore_gradient(&self, values: &Tensor) -> Result<()> {
+        let mut gradient = self.gradient()?;
+        tch::no_grad(|| gradient.f_copy_(values)).doing("copying a gradient")
+    }
+}
+
+/// Returns an empty tensor of the dtype and device of `tensor`.
+fn nothing(tensor: &Tensor) -> Result<Tensor> {
+    Tensor::f_empty([0], (tensor.kind(), tensor.device())).doing("empty")
+}
