@@ -91,17 +91,17 @@ impl CollectiveFingerprint {
 
     /// Fills `spans`.
     fn join_spans(&mut self, at_place: usize) {
-        let kept = self.kept(at_place).filter(|&(i, o)| self.inputs[i] == self.outputs[o]);
-        let (spans, kind) = (&mut self.spans, self.kind);
+        let mut spans = std::mem::take(&mut self.spans);
         spans.clear();
         let mut add = |place: &Place, written| {
             let start = place.data as usize;
-            Span { start, end: start + num_bytes(kind, place.numel), written }.join(spans);
+            let end = start + num_bytes(self.kind, place.numel);
+            Span { start, end, written }.join(&mut spans);
         };
         self.outputs.iter().for_each(|place| add(place, true));
-        let inputs = self.inputs.iter().enumerate();
-        let read = inputs.filter(|(index, _)| kept.is_none_or(|(kept, _)| kept != *index));
-        read.for_each(|(_, place)| add(place, false));
+        let read = (0..self.inputs.len()).filter(|&input| !self.is_kept(input, at_place));
+        read.for_each(|input| add(&self.inputs[input], false));
+        self.spans = spans;
     }
 
     pub(super) fn agrees_with(&self, other: &CollectiveFingerprint) -> bool {
@@ -151,16 +151,15 @@ impl CollectiveFingerprint {
         format!("{operation}{options} of {kind} {what}{place}")
     }
 
-    /// Returns the indices of the input and the output that may be the same memory: those of the part that this rank
-    /// keeps. `None` if there is no such part.
-    fn kept(&self, rank: usize) -> Option<(usize, usize)> {
-        let (input, output) = match self.operation {
-            Operation::AllReduce | Operation::Reduce => (0, 0),
-            Operation::AllGather | Operation::Gather => (0, rank),
-            Operation::Scatter | Operation::ReduceScatter => (rank, 0),
-            Operation::AllToAll => (rank, rank),
-            _ => return None,
+    /// Returns whether the input is the same memory as an output, where it may be: as the part that this rank keeps.
+    fn is_kept(&self, input: usize, rank: usize) -> bool {
+        let output = match self.operation {
+            Operation::AllReduce | Operation::Reduce => input,
+            Operation::AllGather | Operation::Gather if input == 0 => rank,
+            Operation::Scatter | Operation::ReduceScatter if input == rank => 0,
+            Operation::AllToAll if input == rank => rank,
+            _ => return false,
         };
-        (input < self.inputs.len() && output < self.outputs.len()).then_some((input, output))
+        self.outputs.get(output) == Some(&self.inputs[input])
     }
 }
