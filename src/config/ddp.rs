@@ -12,6 +12,7 @@ use super::option_rules::{Conflict, MayDiffer, OnlyIf, RefusedBy};
 use super::training::MOST_IN_A_STEP;
 use super::values::{name, number, whole};
 use crate::ddp::{CommHook, Compress, DdpOptions, PowerSgd, PowerSgdOptions};
+use crate::launch::SpawnChoice;
 
 /// The distributed strategy: `--strategy`.
 #[derive(
@@ -63,6 +64,11 @@ pub struct DdpSection {
     #[arg(default_value_t = DdpOptions::default().bucket_cap_mb)]
     #[arg(add = Conflict(needs_ddp), add = MayDiffer::OnResume)]
     pub bucket_cap_mb: f64,
+    /// One copy of the model for all ranks of a process
+    ///
+    /// Each rank steps a part of the parameters for all. The results are the same to the bit
+    #[arg(long, add = Conflict(shares_memory), add = MayDiffer::OnResume)]
+    pub share_model: bool,
     /// Gradients weighted by each rank's number of samples
     #[arg(long, add = Conflict(equal_batches))]
     pub exact_mean: bool,
@@ -115,6 +121,13 @@ pub(super) fn needs_ddp(config: &Config) -> Option<String> {
     (config.ddp.strategy == StrategyKind::Dp).then(|| "needs --strategy ddp".into())
 }
 
+fn shares_memory(config: &Config) -> Option<String> {
+    let is_alone = config.launch.spawn == SpawnChoice::Processes;
+    let is_alone = is_alone
+        .then(|| "needs --spawn threads: a process of its own has memory of its own".into());
+    needs_ddp(config).or(is_alone)
+}
+
 fn equal_batches(config: &Config) -> Option<String> {
     let problem = needs_ddp(config)?;
     Some(problem + ": with dp rank 0 gives every rank a batch of the same size")
@@ -134,6 +147,7 @@ impl Config {
             find_unused_parameters: self.ddp.find_unused_parameters,
             static_graph: self.ddp.static_graph,
             broadcast_buffers: !self.ddp.no_broadcast_buffers,
+            share_model: self.ddp.share_model,
             overlap: self.ddp.no_overlap.then_some(false),
             ..default
         }

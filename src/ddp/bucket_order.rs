@@ -43,8 +43,9 @@ impl BucketOrder {
         group: &ProcessGroup,
     ) -> Result<()> {
         let Some(mut order) = self.ready.take() else { return Ok(()) };
-        if options.find_unused_parameters || layout.buckets.len() == 1 {
-            return Ok(()); // some parameters may be missing, or one bucket gains nothing
+        if options.find_unused_parameters || layout.buckets.len() == 1 || options.share_model {
+            // Some parameters may be missing, one bucket gains nothing, or other ranks use the same memory.
+            return Ok(());
         }
         if order.len() < layout.slots.len() {
             // This rank has run out of inputs, or some parameters are never used.

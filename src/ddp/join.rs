@@ -3,9 +3,7 @@
 use super::active_ranks::{Inputs, JoinOptions, all_reduce_number, count_active};
 use super::reducer::Reducer;
 use super::wrapper::DistributedDataParallel;
-#[cfg(doc)]
-use crate::error::Error;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::process_group::ReduceOp;
 
 impl<M> DistributedDataParallel<M> {
@@ -56,6 +54,7 @@ impl<M> DistributedDataParallel<M> {
         options: JoinOptions,
         train: impl FnOnce(&mut Self) -> anyhow::Result<T>,
     ) -> anyhow::Result<T> {
+        self.refuse_shared_model()?;
         self.reducer.set_joining(Some(options));
         let result = train(self);
         self.reducer.set_joining(None);
@@ -63,6 +62,21 @@ impl<M> DistributedDataParallel<M> {
         let last = self.reducer.shadow_until_all_joined(options)?;
         self.sync_module_states(last)?;
         Ok(result)
+    }
+}
+
+impl<M> DistributedDataParallel<M> {
+    /// Refuses `join` with a shared model.
+    fn refuse_shared_model(&self) -> Result<()> {
+        if !self.reducer.options.share_model {
+            return Ok(());
+        }
+        Err(Error::Unsupported(
+            "join needs ranks with a model of their own: with share_model each rank steps a part of the parameters, and \
+             a rank that has run out of inputs makes no steps; leave share_model out, or give every rank the same \
+             number of batches"
+                .into(),
+        ))
     }
 }
 

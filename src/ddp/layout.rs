@@ -2,16 +2,16 @@
 
 use std::rc::Rc;
 
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use super::bucket::{self, Size};
 use super::options::DdpOptions;
 use super::param_slot::ParamSlot;
 use super::parameters::NamedTensor;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::ffi::{TorchResult, set_grad};
-use crate::optim::{FlatBuffer, GradState, ParamLayout, ParamSpan};
-use crate::process_group::join_shapes;
+use crate::optim::{FlatBuffer, GradState, ParamLayout, ParamSpan, SharedModel};
+use crate::process_group::{device_name, join_shapes};
 use crate::records::Parameter;
 
 /// Parameters that are reduced together.
@@ -98,6 +98,24 @@ impl Layout {
         layout.fill_buckets(&layout.default_order(), options)?;
         layout.buffers.iter().for_each(|buffer| buffer.places.set_tensors(tensors.clone()));
         Ok(layout)
+    }
+
+    /// Makes the parameters of all ranks that share the model the same memory: that of one of them. All hold the same
+    /// values. A collective of these ranks.
+    pub(super) fn share_parameters(&mut self, shared: &Rc<SharedModel>) -> Result<()> {
+        let doing = "sharing the parameters";
+        let own = || self.buffers.iter().map(|buffer| buffer.parameters.shallow_clone()).collect();
+        let tensors = shared.group().share_tensors(|| Ok(own()))?;
+        for (buffer, tensor) in self.buffers.iter_mut().zip(&tensors) {
+            check_device(tensor.device(), buffer.parameters.device())?;
+            buffer.parameters.f_set_data(tensor).doing(doing)?;
+            buffer.places.set_shared(shared.clone());
+            for span in &*buffer.places.get() {
+                let value = span.of(tensor)?;
+                self.slots[span.index].tensor.f_set_data(&value).doing(doing)?;
+            }
+        }
+        Ok(())
     }
 
     /// Returns handles to the same memory, for an optimizer.
@@ -301,4 +319,17 @@ impl Layout {
         }
         Ok(())
     }
+}
+
+/// Refuses to share the memory of another device.
+fn check_device(theirs: Device, mine: Device) -> Result<()> {
+    if theirs == mine {
+        return Ok(());
+    }
+    Err(Error::InvalidInput(format!(
+        "share_model: this rank is on {} and another on {}, which cannot share memory; start ranks on the CPU or on one \
+         GPU, or leave share_model out",
+        device_name(mine),
+        device_name(theirs)
+    )))
 }

@@ -2,7 +2,8 @@
 
 /// The options of [`DistributedDataParallel`](super::DistributedDataParallel), with PyTorch's names and defaults.
 ///
-/// PyTorch's `gradient_as_bucket_view` is always on: each gradient is a view of its bucket, so no copy is needed.
+/// PyTorch's `gradient_as_bucket_view` is always on: each gradient is a view of its bucket. Large gradients of CPU ranks
+/// in one process are not even moved: the ranks average them where autograd has put them.
 #[derive(Debug, Clone, PartialEq)]
 pub struct DdpOptions {
     /// Capacity of a bucket, in MiB. PyTorch's `bucket_cap_mb`.
@@ -40,6 +41,13 @@ pub struct DdpOptions {
     /// [`flat_buffers`](super::DistributedDataParallel::flat_buffers). Each rank keeps its own values and gradients.
     /// Follows `_set_params_and_buffers_to_ignore_for_model`.
     pub ignore: Vec<String>,
+    /// One copy of the parameters and of the optimizer's state for all ranks of a process, which must be on the CPU or on
+    /// one GPU. The optimizer's step becomes a collective, in which each rank steps a part of the parameters for all.
+    /// Buffers and gradients stay per rank. Results are the same to the bit.
+    ///
+    /// What writes to a parameter writes to that of all ranks. If one process has all ranks, gradients are averaged only
+    /// as the optimizer steps: call [`average_gradients`](crate::optim::average_gradients) before reading them.
+    pub share_model: bool,
 }
 
 impl DdpOptions {
@@ -65,6 +73,7 @@ impl Default for DdpOptions {
             static_graph: false,
             overlap: None,
             ignore: Vec::new(),
+            share_model: false,
         }
     }
 }

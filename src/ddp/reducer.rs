@@ -19,7 +19,7 @@ use super::statistics::BackwardTimings;
 use super::weight::Weight;
 use crate::error::{Error, Result};
 use crate::ffi::GradHooks;
-use crate::optim::FlatBuffer;
+use crate::optim::{FlatBuffer, SharedModel};
 use crate::process_group::{ProcessGroup, num_bytes};
 use crate::records::Parameter;
 use crate::runtime::CallSite;
@@ -66,6 +66,15 @@ impl Reducer {
             Err(_) => panic!("backward within a communication hook"),
         })?;
         Ok(Self { state, hooks, options })
+    }
+
+    /// Makes the parameters of all ranks of this process the same memory. A collective.
+    pub(super) fn share_parameters(&self) -> Result<()> {
+        let mut state = self.state.borrow_mut();
+        let shared = Rc::new(SharedModel::new(local_group(&state.group)?));
+        state.layout.share_parameters(&shared)?;
+        state.shared = Some(shared);
+        Ok(())
     }
 
     pub(super) fn flat_buffers(&self) -> Vec<FlatBuffer> {
@@ -222,4 +231,9 @@ impl Reducer {
     pub(super) fn shadow(&self, active: Active, join: JoinOptions) -> Result<()> {
         self.state.borrow_mut().shadow(active, join, &self.options)
     }
+}
+
+/// Returns the group of the ranks in this process. A collective.
+fn local_group(group: &Rc<ProcessGroup>) -> Result<Rc<ProcessGroup>> {
+    if group.spans_processes() { group.new_local_group().map(Rc::new) } else { Ok(group.clone()) }
 }

@@ -15,7 +15,7 @@ use super::unused::UnusedParams;
 use super::weight::Weight;
 use crate::error::{Error, Result};
 use crate::ffi::TorchResult;
-use crate::optim::GradState;
+use crate::optim::{GradState, SharedModel, average_gradients};
 use crate::process_group::{CallContext, ProcessGroup, check_weight};
 use crate::runtime::CallSite;
 
@@ -60,6 +60,8 @@ pub(super) struct ReducerState {
     /// The user's communication hook, if there is one.
     pub comm_hook: Option<Box<dyn CommHook>>,
     pub reduce_path: ReducePath,
+    /// The model that the ranks of this process share; `None` if each has its own.
+    pub shared: Option<Rc<SharedModel>>,
     pub times: BackwardTimings,
 }
 
@@ -83,6 +85,7 @@ impl ReducerState {
             call_site: None,
             error: None,
             comm_hook: None,
+            shared: None,
             times: BackwardTimings::default(),
         })
     }
@@ -100,7 +103,8 @@ impl ReducerState {
             )));
         }
         let mut states = self.layout.buffers.iter().map(|buffer| buffer.places.gradients());
-        let have_averages = states.any(|state| state == GradState::Averaged);
+        let have_averages =
+            states.any(|state| matches!(state, GradState::Averaged | GradState::Complete));
         if !averages && self.weight.is_none() && have_averages {
             return Err(Error::InvalidInput(
                 "backward_weighted: within no_sync it cannot add to gradients that an earlier step has averaged; \
@@ -133,6 +137,8 @@ impl ReducerState {
         turn: Turn,
         call_site: CallSite,
     ) -> Result<()> {
+        // Gradients of an earlier backward to which this one adds.
+        average_gradients(&self.layout.buffers)?;
         self.reset()?;
         let joining = self.joining.filter(|_| averages);
         let mine = if self.weight.is_some() { Inputs::Weighted } else { Inputs::Plain };
@@ -169,6 +175,7 @@ impl ReducerState {
     fn reset(&mut self) -> Result<()> {
         self.next = 0;
         self.error = None;
+        self.shared.iter().for_each(|shared| shared.clear_average());
         self.began = (Instant::now(), self.times.communication);
         let Layout { buckets, slots, .. } = &mut self.layout;
         self.bucket_times.clear();
@@ -282,7 +289,39 @@ impl ReducerState {
     /// Reduces all remaining buckets.
     pub(super) fn reduce_rest(&mut self, options: &DdpOptions) -> Result<()> {
         self.unused.account(&mut self.layout, options, &self.group)?;
-        self.reduce_complete_buckets()
+        if self.steps_average(options) {
+            self.leave_to_step()
+        } else {
+            self.reduce_complete_buckets()
+        }
+    }
+
+    /// Returns whether the optimizer averages the gradients as it steps: if the ranks share the model, all are in this
+    /// process, and nothing else reads the averages or writes to them.
+    fn steps_average(&self, options: &DdpOptions) -> bool {
+        let is_plain = self.comm_hook.as_ref().is_none_or(|hook| hook.is_plain_all_reduce());
+        self.shared.is_some()
+            && !self.group.spans_processes()
+            && is_plain
+            && self.next == 0
+            && self.joining.is_none()
+            && self.layout.probe.is_none()
+            && !self.unused.must_agree(options)
+    }
+
+    /// Leaves the gradients to the optimizer's step.
+    fn leave_to_step(&mut self) -> Result<()> {
+        let Self { layout, group, weight, shared, .. } = self;
+        if let Some(weight) = weight {
+            let mut gradients = layout.buckets.iter_mut().flat_map(|bucket| &mut bucket.gradients);
+            gradients.try_for_each(|tensor| weight.apply(tensor))?;
+        }
+        if let Some(shared) = shared {
+            shared.set_average(average(group), weight.map(|weight| weight.samples));
+        }
+        self.next = layout.buckets.len();
+        self.turn.pass_on();
+        Ok(())
     }
 
     /// Waits for the reductions and ends the step.
@@ -300,7 +339,8 @@ impl ReducerState {
         self.weight = None;
         unused.restore_unused(layout, options, group)?;
         self.order.rebuild_buckets(layout, options, group)?;
-        layout.set_gradients(GradState::Averaged);
+        let is_averaged = !self.shared.as_ref().is_some_and(|shared| shared.averages());
+        layout.set_gradients(if is_averaged { GradState::Averaged } else { GradState::Complete });
         unused.clear_gradients(layout)
     }
 

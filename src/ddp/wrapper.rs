@@ -116,6 +116,9 @@ impl<M> DistributedDataParallel<M> {
         if ddp.options.init_sync {
             ddp.sync_module_states(0)?;
         }
+        if ddp.options.share_model {
+            ddp.reducer.share_parameters()?;
+        }
         Ok(ddp)
     }
 

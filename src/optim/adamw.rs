@@ -54,6 +54,8 @@ struct Count {
     steps: Tensor,
     /// One copy of the handle `steps` per tensor of the group, as the kernel requires.
     list: TensorList,
+    /// A single copy, for a piece of a tensor.
+    one: TensorList,
 }
 
 impl AdamW {
@@ -81,17 +83,21 @@ impl Optimizer for AdamW {
         if self.flat.refresh()? {
             self.counts = counts(&self.flat)?;
         }
-        let AdamWOptions { betas, eps, weight_decay, .. } = self.options;
-        for (group, Count { steps, list }) in self.flat.groups.iter().zip(&mut self.counts) {
-            let weight_decay = if group.decays { weight_decay } else { 0.0 };
-            let [exp_avgs, exp_avg_sqs] = &group.slots[..] else { continue };
+        for Count { steps, .. } in &mut self.counts {
             let _ = steps.f_add_scalar_(1).doing("counting a step")?;
-            let step = AdamWStep { lr, betas, weight_decay, eps };
-            let (parameters, gradients) = (&group.parameters, &group.gradients);
-            fused_adamw(parameters, gradients, exp_avgs, exp_avg_sqs, list, step)?;
         }
-        self.flat.count_step();
-        self.flat.bump_versions()
+        let Self { options, counts, flat } = self;
+        let AdamWOptions { betas, eps, .. } = *options;
+        let decays: Vec<bool> = flat.groups.iter().map(|group| group.decays).collect();
+        flat.step(|group, parts| {
+            let [exp_avgs, exp_avg_sqs] = &parts.slot_lists[..] else { return Ok(()) };
+            let weight_decay = if decays[group] { options.weight_decay } else { 0.0 };
+            let step = AdamWStep { lr, betas, weight_decay, eps };
+            let Count { one, list, .. } = &counts[group];
+            let steps = if parts.len() == 1 { one } else { list };
+            let (parameters, gradients) = (&parts.parameter_list, &parts.gradient_list);
+            fused_adamw(parameters, gradients, exp_avgs, exp_avg_sqs, steps, step)
+        })
     }
 
     fn state(&self) -> Result<Vec<ParameterState>> {
@@ -127,8 +133,12 @@ fn counts(flat: &OptimizerState) -> Result<Vec<Count>> {
         let device = group.device;
         let steps = Tensor::f_full([0i64; 0], group.steps as f64, (Kind::Float, device));
         let steps = steps.doing("making the optimizer's state")?;
-        let same: Vec<Tensor> = (0..group.len).map(|_| steps.shallow_clone()).collect();
-        Ok(Count { list: TensorList::new(&same)?, steps })
+        let list = |len| {
+            TensorList::new(
+                &vec![&steps; len].into_iter().map(Tensor::shallow_clone).collect::<Vec<_>>(),
+            )
+        };
+        Ok(Count { list: list(group.parts.len())?, one: list(1)?, steps })
     };
     flat.groups.iter().map(count).collect()
 }

@@ -2,7 +2,7 @@
 
 use tch::{Device, Kind, Tensor};
 
-use super::{FlatBuffer, GradState, ParamSpan};
+use super::{FlatBuffer, GradState, ParamSpan, average_gradients};
 use crate::error::Result;
 use crate::ffi::{TensorList, TorchResult, scale_all, total_norm};
 
@@ -20,6 +20,7 @@ pub fn clip_grad_norm(buffers: &[FlatBuffer], max_norm: f64) -> Result<Tensor> {
         let device = buffers.first().map_or(Device::Cpu, |buffer| buffer.gradients.device());
         return Tensor::f_zeros([0i64; 0], (Kind::Float, device)).doing("zeros");
     }
+    average_gradients(buffers)?;
     let layout: Vec<_> = buffers.iter().map(|buffer| buffer.places.get()).collect();
     let mut places: Vec<(&ParamSpan, &Tensor)> = buffers
         .iter()

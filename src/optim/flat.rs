@@ -5,7 +5,8 @@ use std::rc::Rc;
 
 use tch::{Device, Kind, Tensor};
 
-use super::{FlatBuffer, GradState, ParamSpan, ParameterState};
+use super::parts::Parts;
+use super::{FlatBuffer, GradState, ParamSpan, ParameterState, SharedModel};
 use crate::error::{Error, Result};
 use crate::ffi::{TensorList, TorchResult, bump_versions};
 
@@ -27,12 +28,7 @@ pub(super) struct Group {
     pub decays: bool,
     /// The number of steps that they have made.
     pub steps: u64,
-    pub parameters: TensorList,
-    pub gradients: TensorList,
-    /// The optimizer's slots, in their order.
-    pub slots: Vec<TensorList>,
-    /// The number of tensors in each list.
-    pub len: usize,
+    pub parts: Parts,
     pub device: Device,
     /// The indices of the parameters.
     members: Vec<usize>,
@@ -71,10 +67,9 @@ impl OptimizerState {
         decays: Option<fn(&ParamSpan) -> bool>,
         count_to: u64,
     ) -> Result<Self> {
-        let slots = slot_names
-            .iter()
-            .map(|name| Ok((*name, buffers.iter().map(zeros_like).collect::<Result<_>>()?)));
-        let slots = slots.collect::<Result<_>>()?;
+        let zeros = || slot_names.iter().map(|_| buffers.iter().map(zeros_like).collect());
+        let slots = on_one_rank(&buffers, slot_names.len(), || zeros().collect())?;
+        let slots = slot_names.iter().copied().zip(slots).collect();
         let (steps, groups) = (BTreeMap::new(), Vec::new());
         let seen = Vec::new();
         let mut flat = Self { buffers, seen, slots, decays, count_to, steps, groups };
@@ -89,7 +84,7 @@ impl OptimizerState {
         for buffer in &self.buffers {
             match buffer.places.gradients() {
                 GradState::Cleared => {}
-                GradState::Averaged => any = true,
+                GradState::Averaged | GradState::Complete => any = true,
                 GradState::Local => {
                     return Err(Error::InvalidInput(
                         "the gradients of this rank were not averaged, and a step with them would make the ranks \
@@ -124,12 +119,11 @@ impl OptimizerState {
     fn relocate_state(&mut self) -> Result<()> {
         let before: BTreeMap<usize, (usize, &ParamSpan)> =
             self.places().map(|(buffer, place)| (place.index, (buffer, place))).collect();
-        let mut moved = Vec::with_capacity(self.slots.len());
-        for (name, old) in &self.slots {
+        let relocate = |old: &[Tensor]| {
             let mut new = Vec::with_capacity(old.len());
-            for ((buffer, seen), old_flat) in self.buffers.iter().zip(&self.seen).zip(old) {
+            for ((buffer, seen), known) in self.buffers.iter().zip(&self.seen).zip(old) {
                 if buffer.places.is(&seen.places) {
-                    new.push(old_flat.shallow_clone());
+                    new.push(known.shallow_clone());
                     continue;
                 }
                 let flat = zeros_like(buffer)?;
@@ -140,9 +134,11 @@ impl OptimizerState {
                 }
                 new.push(flat);
             }
-            moved.push((*name, new));
-        }
-        self.slots = moved;
+            Ok(new)
+        };
+        let old = || self.slots.iter().map(|(_, old)| relocate(old));
+        let moved = on_one_rank(&self.buffers, self.slots.len(), || old().collect())?;
+        self.slots.iter_mut().zip(moved).for_each(|((_, slot), moved)| *slot = moved);
         Ok(())
     }
 
@@ -155,8 +151,8 @@ impl OptimizerState {
         self.seen = self.buffers.iter().map(seen).collect();
         let mut groups = Vec::new();
         for (Key { decays, steps, .. }, Runs { runs, members }) in self.runs() {
-            let list = |flats: &dyn Fn(usize) -> Tensor| {
-                let part = |run: &SpanRun| {
+            let ranges = |flats: &dyn Fn(usize) -> Tensor| -> Result<Vec<Tensor>> {
+                let range = |run: &SpanRun| {
                     let (start, len) = (run.start as i64, (run.end - run.start) as i64);
                     let flat = flats(run.buffer);
                     if run.end - run.start == self.buffers[run.buffer].parameters.numel() {
@@ -164,18 +160,18 @@ impl OptimizerState {
                     }
                     flat.f_narrow(0, start, len).doing("narrow")
                 };
-                TensorList::new(&runs.iter().map(part).collect::<Result<Vec<_>>>()?)
+                runs.iter().map(range).collect()
             };
             let slots = self.slots.iter();
+            let slots = slots.map(|(_, flats)| ranges(&|buffer| flats[buffer].shallow_clone()));
             groups.push(Group {
                 decays,
                 steps,
-                parameters: list(&|buffer| self.buffers[buffer].parameters.shallow_clone())?,
-                gradients: list(&|buffer| self.buffers[buffer].gradients.shallow_clone())?,
-                slots: slots
-                    .map(|(_, flats)| list(&|buffer| flats[buffer].shallow_clone()))
-                    .collect::<Result<_>>()?,
-                len: runs.len(),
+                parts: Parts::new(
+                    ranges(&|buffer| self.buffers[buffer].parameters.shallow_clone())?,
+                    ranges(&|buffer| self.buffers[buffer].gradients.shallow_clone())?,
+                    slots.collect::<Result<_>>()?,
+                )?,
                 device: self.buffers[runs[0].buffer].parameters.device(),
                 tensors: self.tensors(&members)?,
                 members,
@@ -219,17 +215,48 @@ impl OptimizerState {
         TensorList::new(&indices.iter().filter_map(of).collect::<Vec<_>>())
     }
 
-    /// Counts a step of all parameters with a gradient.
-    pub(super) fn count_step(&mut self) {
+    /// Steps all parameters with a gradient. `kernel` steps the parts that it is given, of the group with this index.
+    /// Ranks that share a model each step a slice of it.
+    pub(super) fn step(&mut self, kernel: impl Fn(usize, &Parts) -> Result<()>) -> Result<()> {
+        match shared_model(&self.buffers) {
+            Some(shared) => self.step_my_slice(&shared, &kernel)?,
+            None => {
+                let mut groups = self.groups.iter().enumerate();
+                groups.try_for_each(|(index, group)| kernel(index, &group.parts))?;
+            }
+        }
         for group in &mut self.groups {
             group.steps = (group.steps + 1).min(self.count_to);
         }
+        // The kernels wrote through the buffers, which autograd does not see.
+        self.groups.iter().try_for_each(|group| bump_versions(&group.tensors))
     }
 
-    /// Bumps autograd's version counters of the parameters with a gradient, because the kernels wrote to them through
-    /// the buffers.
-    pub(super) fn bump_versions(&self) -> Result<()> {
-        self.groups.iter().try_for_each(|group| bump_versions(&group.tensors))
+    /// Steps this rank's slice of the parameters of each dtype, piece by piece. A collective.
+    fn step_my_slice(
+        &self,
+        shared: &SharedModel,
+        kernel: &dyn Fn(usize, &Parts) -> Result<()>,
+    ) -> Result<()> {
+        let state = |buffer: &FlatBuffer| buffer.places.gradients();
+        let is_averaged = self.buffers.iter().any(|buffer| state(buffer) == GradState::Averaged);
+        let kind = |group: &Group| group.parts.parameters[0].kind();
+        let mut kinds: Vec<Kind> = self.groups.iter().map(kind).collect();
+        kinds.dedup();
+        for dtype in kinds {
+            let groups = self.groups.iter().enumerate().filter(|(_, group)| kind(group) == dtype);
+            let ranges = groups.flat_map(|(index, group)| {
+                group.parts.gradients.iter().enumerate().map(move |range| (index, group, range))
+            });
+            let ranges: Vec<_> = ranges.collect();
+            let gradients = ranges.iter().map(|(.., (_, gradient))| gradient.shallow_clone());
+            let gradients: Vec<Tensor> = gradients.collect();
+            shared.for_my_slice(&gradients, is_averaged, &|range, piece, mean| {
+                let (index, group, (range, _)) = &ranges[range];
+                kernel(*index, &group.parts.piece(*range, &piece, mean)?)
+            })?;
+        }
+        Ok(())
     }
 
     /// Returns the number of steps of each parameter, by its index.
@@ -314,12 +341,18 @@ impl OptimizerState {
             }
             steps.insert(place.index, count(state)?.min(self.count_to));
         }
-        let doing = "loading the optimizer's state";
-        for flat in self.slots.iter_mut().flat_map(|(_, flats)| flats) {
-            let _ = flat.f_zero_().doing(doing)?;
+        let shared = shared_model(&self.buffers);
+        if shared.as_ref().is_none_or(|shared| shared.group().rank() == 0) {
+            let doing = "loading the optimizer's state";
+            for flat in self.slots.iter_mut().flat_map(|(_, flats)| flats) {
+                let _ = flat.f_zero_().doing(doing)?;
+            }
+            for (mut to, from) in copies {
+                tch::no_grad(|| to.f_copy_(from)).doing(doing)?;
+            }
         }
-        for (mut to, from) in copies {
-            tch::no_grad(|| to.f_copy_(from)).doing(doing)?;
+        if let Some(shared) = shared {
+            shared.group().barrier()?;
         }
         (self.steps, self.groups) = (steps, Vec::new());
         self.make_groups()
@@ -345,6 +378,24 @@ struct Runs {
     runs: Vec<SpanRun>,
     /// The indices of the parameters in the runs.
     members: Vec<usize>,
+}
+
+/// Returns this rank's side of the model, if the ranks share one.
+fn shared_model(buffers: &[FlatBuffer]) -> Option<Rc<SharedModel>> {
+    buffers.first().and_then(|buffer| buffer.places.shared())
+}
+
+/// Returns the `count` slots that `make` makes, with a tensor for each buffer. Ranks that share a model get those of
+/// one rank; it is a collective then.
+fn on_one_rank(
+    buffers: &[FlatBuffer],
+    count: usize,
+    make: impl FnOnce() -> Result<Vec<Vec<Tensor>>>,
+) -> Result<Vec<Vec<Tensor>>> {
+    let Some(shared) = shared_model(buffers).filter(|_| count > 0) else { return make() };
+    let make = || Ok(make()?.into_iter().flatten().collect());
+    let mut tensors = shared.group().share_tensors(make)?.into_iter();
+    Ok((0..count).map(|_| tensors.by_ref().take(buffers.len()).collect()).collect())
 }
 
 fn zeros_like(buffer: &FlatBuffer) -> Result<Tensor> {

@@ -5,7 +5,7 @@ use std::rc::Rc;
 use serde::{Deserialize, Serialize};
 use tch::{Kind, Tensor};
 
-use super::{FlatBuffer, GradState, Optimizer, ParamLayout};
+use super::{FlatBuffer, GradState, Optimizer, average_gradients};
 use crate::error::{Error, Result};
 use crate::ffi::{TensorList, TorchResult, amp_unscale};
 use crate::process_group::ProcessGroup;
@@ -98,10 +98,9 @@ pub struct GradScalerState {
 pub struct GradScaler {
     options: GradScalerOptions,
     group: Rc<ProcessGroup>,
+    buffers: Vec<FlatBuffer>,
     /// One list per buffer, because the kernel takes one dtype.
     gradients: Vec<TensorList>,
-    /// The layouts, which hold the state of the gradients.
-    places: Vec<ParamLayout>,
     /// On the host, in PyTorch's precision. PyTorch keeps it on the device, yet reads `found_inf` on the host before
     /// each step. Here that read decides whether to step, so optimizers need not handle skipped steps. Momentum and
     /// step counts stay right.
@@ -150,17 +149,14 @@ impl GradScaler {
         }
         let number = || Tensor::f_zeros([0i64; 0], (Kind::Float, group.device())).doing("zeros");
         let (found_inf, inv_scale) = (number()?, number()?);
-        let places = buffers.iter().map(|buffer| buffer.places.clone()).collect();
-        let gradients = buffers
-            .into_iter()
-            .map(|buffer| TensorList::new(&[buffer.gradients]))
-            .collect::<Result<_>>()?;
+        let list = |buffer: &FlatBuffer| TensorList::new(&[buffer.gradients.shallow_clone()]);
+        let gradients = buffers.iter().map(list).collect::<Result<_>>()?;
         let (scale, stage) = (init_scale as f32, Stage::Scaled);
         Ok(Self {
             options,
             group,
+            buffers,
             gradients,
-            places,
             scale,
             growth_tracker: 0,
             stage,
@@ -199,9 +195,10 @@ impl GradScaler {
         if self.stage != Stage::Scaled {
             return out_of_turn("unscale_ has been called since the last update");
         }
-        if self.places.iter().all(|places| places.gradients() == GradState::Cleared) {
+        if self.buffers.iter().all(|buffer| buffer.places.gradients() == GradState::Cleared) {
             return out_of_turn("there has been no backward since gradients were zeroed");
         }
+        average_gradients(&self.buffers)?;
         // Computed in float64, like PyTorch.
         let inverse = f64::from(self.scale).recip();
         let set = |number: &Tensor, to: f64| number.shallow_clone().f_fill_(to).map(drop);

@@ -5,8 +5,10 @@ mod clip;
 mod flat;
 mod grad_scaler;
 mod param_layout;
+mod parts;
 mod schedule;
 mod sgd;
+mod shared_model;
 
 pub use adamw::{AdamW, AdamWOptions};
 pub use clip::clip_grad_norm;
@@ -14,6 +16,8 @@ pub use grad_scaler::{GradScaler, GradScalerOptions, GradScalerState};
 pub use param_layout::{FlatBuffer, GradState, ParamLayout, ParamSpan};
 pub use schedule::{Schedule, Unit};
 pub use sgd::{Sgd, SgdOptions};
+pub(crate) use shared_model::SharedModel;
+pub use shared_model::average_gradients;
 
 use std::collections::BTreeMap;
 use std::fmt::Debug;
@@ -27,7 +31,8 @@ pub trait Optimizer: Debug {
     /// Makes one step with the current gradients and learning rate `lr`. Does nothing without gradients, as before the
     /// first backward, like PyTorch. Allocates nothing.
     ///
-    /// The step is an in-place change of the parameters: backward refuses an older graph that needs their values.
+    /// The step is an in-place change of the parameters: backward refuses an older graph that needs their values. For a
+    /// [shared model](crate::DdpOptions::share_model) it is a collective of the ranks that share it.
     ///
     /// # Errors
     /// [`Error::InvalidInput`](crate::Error::InvalidInput) when the gradients are not averaged because the last

@@ -5,6 +5,7 @@ use std::rc::Rc;
 
 use tch::Tensor;
 
+use super::SharedModel;
 use crate::error::Result;
 use crate::ffi::TorchResult;
 
@@ -44,6 +45,9 @@ pub enum GradState {
     Cleared,
     /// This rank's own gradients: the last backward was within `no_sync`.
     Local,
+    /// This rank's own gradients of a whole step, which the optimizer of a
+    /// [shared model](crate::DdpOptions::share_model) averages as it steps.
+    Complete,
     /// The mean of all ranks' gradients.
     Averaged,
 }
@@ -56,6 +60,8 @@ struct Arrangement {
     /// The model's own tensors, each at its [`ParamSpan::index`]. They share the buffer's memory but are not views of
     /// it.
     tensors: Rc<[Tensor]>,
+    /// This rank's side of the model, if the ranks of its process share one.
+    shared: Option<Rc<SharedModel>>,
 }
 
 impl Default for ParamLayout {
@@ -71,6 +77,7 @@ impl From<Vec<ParamSpan>> for ParamLayout {
             unused: Rc::new([]),
             gradients: GradState::Averaged,
             tensors: Rc::new([]),
+            shared: None,
         };
         Self(Rc::new(RefCell::new(arrangement)))
     }
@@ -115,6 +122,15 @@ impl ParamLayout {
 
     pub(crate) fn set_tensors(&self, tensors: Rc<[Tensor]>) {
         self.0.borrow_mut().tensors = tensors;
+    }
+
+    /// Returns this rank's side of the model, if the ranks of its process share one.
+    pub(super) fn shared(&self) -> Option<Rc<SharedModel>> {
+        self.0.borrow().shared.clone()
+    }
+
+    pub(crate) fn set_shared(&self, shared: Rc<SharedModel>) {
+        self.0.borrow_mut().shared = Some(shared);
     }
 
     pub(crate) fn set(&self, places: Vec<ParamSpan>) {

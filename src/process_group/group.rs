@@ -144,6 +144,23 @@ impl ProcessGroup {
         self.make_groups(ranks_per_subgroup_list.iter().copied(), mine)
     }
 
+    /// Creates a group of the ranks of each process. Returns that of this rank's process.
+    #[track_caller]
+    pub(crate) fn new_local_group(&self) -> Result<ProcessGroup> {
+        let starts: Vec<usize> = self.all_gather_object(&self.shared.here().start)?;
+        let mut lists: Vec<Vec<usize>> = Vec::new();
+        for (rank, start) in starts.iter().enumerate() {
+            match lists.last_mut() {
+                Some(list) if list[0] == *start => list.push(rank),
+                _ => lists.push(vec![rank]),
+            }
+        }
+        let mine = lists.iter().position(|list| list.contains(&self.rank)).unwrap_or(lists.len());
+        self.make_groups(lists.iter().map(Vec::as_slice), mine)?.ok_or_else(|| {
+            Error::Unsupported(format!("new_group made no group for rank {}", self.rank))
+        })
+    }
+
     /// Creates a group for each list of ranks. Returns the group of list number `mine`; `None` if there is no such
     /// list.
     #[track_caller]

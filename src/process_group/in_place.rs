@@ -5,12 +5,15 @@
 
 use std::ops::Range;
 use std::panic::Location;
+use std::sync::Arc;
 
+use parking_lot::Mutex;
 use tch::Tensor;
 
 use super::call::{NEXT_SHAPE, OnPiece, Options};
 use super::{ProcessGroup, ReduceOp};
 use crate::error::Result;
+use crate::ffi::TorchResult;
 use crate::operation::Operation;
 
 impl ProcessGroup {
@@ -61,6 +64,23 @@ impl ProcessGroup {
             self.check_call(Operation::ReduceScatter, options, shapes, tensors, output)?;
         call.on_piece = Some(OnPiece(on_piece));
         self.run_call(call, Location::caller())
+    }
+
+    /// Returns the tensors that one rank of this process makes with `make`. All of the process's ranks get handles of
+    /// their own to the same memory. A collective.
+    ///
+    /// # Errors
+    /// The errors of [`barrier`](Self::barrier) and of `make`.
+    pub(crate) fn share_tensors(
+        &self,
+        make: impl FnOnce() -> Result<Vec<Tensor>>,
+    ) -> Result<Vec<Tensor>> {
+        self.barrier()?; // nobody is still using what `make` reads
+        let (sequence, ranks) = (self.sequence()?, self.local_world_size());
+        let make = || Ok(Arc::new(Mutex::new(make()?)));
+        let tensors = self.shared.tensors().fetch(sequence, ranks, make)?;
+        let tensors = tensors.lock();
+        tensors.iter().map(|tensor| tensor.f_data().doing("sharing a tensor")).collect()
     }
 }
 

@@ -7,7 +7,7 @@ use super::TrainContext;
 use crate::data::{Batch, DataLoader};
 use crate::error::{Error, Result};
 use crate::ffi::TorchResult;
-use crate::optim::{FlatBuffer, GradState};
+use crate::optim::{FlatBuffer, GradState, average_gradients};
 
 impl<M> TrainContext<M> {
     /// Returns whether gradients are checked before each step. A gradient scaler has a rule of its own.
@@ -230,8 +230,9 @@ fn all_finite(tensor: &Tensor) -> Result<bool> {
     Ok(sum.is_finite() || is_finite(tensor)?)
 }
 
-/// Returns whether the gradients of all parameters are finite.
+/// Returns whether the averaged gradients of all parameters are finite. A collective if the ranks share the model.
 pub(super) fn gradients_finite(buffers: &[FlatBuffer]) -> Result<bool> {
+    average_gradients(buffers)?;
     for buffer in buffers.iter().filter(|buffer| buffer.places.gradients() != GradState::Cleared) {
         if !all_finite(&buffer.gradients)? {
             return Ok(false);

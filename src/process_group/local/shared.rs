@@ -3,9 +3,13 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use parking_lot::Mutex;
+use tch::Tensor;
+
 use super::exchange::{Exchange, ExchangeSlot};
 use super::fingerprint::CollectiveFingerprint;
 use super::mail::Mailboxes;
+use super::once::OncePerProcess;
 use crate::runtime::{Barrier, RunContext};
 
 /// A rank's slot in the exchange of calls.
@@ -19,7 +23,11 @@ pub(crate) struct Shared {
     run: Arc<RunContext>,
     members: Arc<[usize]>,
     here: Range<usize>,
+    tensors: OncePerProcess<u64, SharedTensors>,
 }
+
+/// Tensors that one rank has made for all ranks of the process.
+type SharedTensors = Arc<Mutex<Vec<Tensor>>>;
 
 impl Shared {
     /// Creates the state for the ranks `members` of `run`. This process has those with the group ranks `here`.
@@ -31,6 +39,7 @@ impl Shared {
             run,
             members,
             here,
+            tensors: OncePerProcess::default(),
         }
     }
 
@@ -52,6 +61,11 @@ impl Shared {
     /// Returns the mailboxes, where sent tensors wait to be received.
     pub(crate) fn mail(&self) -> &Arc<Mailboxes> {
         &self.mail
+    }
+
+    /// Returns the tensors that one rank makes for all, by the sequence numbers of the calls.
+    pub(crate) fn tensors(&self) -> &OncePerProcess<u64, SharedTensors> {
+        &self.tensors
     }
 
     /// Takes the exchange slot of group rank `rank`, which must be in this process. Each slot can be taken once.

@@ -1,0 +1,132 @@
+//! One copy of a model for all ranks of a process: `DdpOptions::share_model`.
+//!
+//! The ranks have the same parameters and the same optimizer state in every step. As threads they can have the same
+//! memory, too. Each rank then steps its slice of the parameters, for all ranks: it adds up the ranks' gradients of a
+//! piece, steps that piece while it is in the processor's cache, and goes on to the next. Averaged gradients are not
+//! written back, and no rank repeats another's step. It is what ZeRO does among machines; here nobody has to gather the
+//! parameters afterwards.
+
+use std::cell::{Cell, RefCell};
+use std::fmt;
+use std::ops::Range;
+use std::rc::Rc;
+
+use tch::{Kind, Tensor};
+
+use super::FlatBuffer;
+use super::GradState;
+use crate::error::Result;
+use crate::ffi::TorchResult;
+use crate::process_group::{ProcessGroup, ReduceOp, join_shapes};
+
+/// Elements per piece: it fits into a processor's second-level cache, and a kernel's call costs little beside it. A
+/// multiple of a cache line, so that kernels give the same bits as on a whole tensor.
+const PIECE: i64 = 64 << 10;
+
+/// One rank's side of a model that all ranks of its process share.
+pub(crate) struct SharedModel {
+    /// The ranks that share the model.
+    group: Rc<ProcessGroup>,
+    /// How to average the ranks' own gradients: the operation and this rank's weight, while they are
+    /// [`GradState::Complete`].
+    average: Cell<(Option<ReduceOp>, Option<f64>)>,
+    /// Memory for a piece of averaged gradients: a tensor for each dtype.
+    scratch: RefCell<Vec<Rc<Tensor>>>,
+}
+
+impl fmt::Debug for SharedModel {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("SharedModel").field("group", &self.group).finish_non_exhaustive()
+    }
+}
+
+impl SharedModel {
+    /// Returns this rank's side of a model that the ranks of `group`, all in one process, share.
+    pub(crate) fn new(group: Rc<ProcessGroup>) -> Self {
+        Self { group, average: Cell::default(), scratch: RefCell::default() }
+    }
+
+    /// Returns the ranks that share the model.
+    pub(crate) fn group(&self) -> &ProcessGroup {
+        &self.group
+    }
+
+    /// Sets how to average the gradients, which are complete on each rank.
+    pub(crate) fn set_average(&self, op: ReduceOp, weight: Option<f64>) {
+        self.average.set((Some(op), weight));
+    }
+
+    /// Returns whether the optimizer is to average the gradients as it steps.
+    pub(crate) fn averages(&self) -> bool {
+        self.average.get().0.is_some()
+    }
+
+    /// Marks the gradients as averaged. Each rank has their mean.
+    pub(crate) fn clear_average(&self) {
+        self.average.set((None, None));
+    }
+
+    /// Averages `gradients`, of one dtype, unless they are averaged already, and passes this rank's slice of them to
+    /// `on_piece`: the index of the gradient, the elements there, and their mean if it is not in the gradient itself.
+    /// Returns once all ranks are done.
+    pub(super) fn for_my_slice(
+        &self,
+        gradients: &[Tensor],
+        is_averaged: bool,
+        on_piece: &dyn Fn(usize, Range<usize>, Option<&Tensor>) -> Result<()>,
+    ) -> Result<()> {
+        let Some(first) = gradients.first() else { return Ok(()) };
+        let scratch = self.scratch(first.kind())?;
+        let shapes = join_shapes(gradients.iter().map(Tensor::size));
+        let average = if is_averaged { (None, None) } else { self.average.get() };
+        self.group.reduce_scatter_in_pieces(
+            gradients,
+            &shapes,
+            &scratch,
+            average,
+            &|index, piece, is_in_scratch| {
+                on_piece(index, piece, is_in_scratch.then_some(&*scratch))
+            },
+        )
+    }
+
+    fn scratch(&self, kind: Kind) -> Result<Rc<Tensor>> {
+        let mut scratch = self.scratch.borrow_mut();
+        if let Some(known) = scratch.iter().find(|known| known.kind() == kind) {
+            return Ok(known.clone());
+        }
+        let made = Tensor::f_zeros([PIECE], (kind, self.group.device())).doing("zeros")?;
+        let made = Rc::new(made);
+        scratch.push(made.clone());
+        Ok(made)
+    }
+}
+
+/// Averages the gradients in all `buffers` of a model over the ranks that [share](crate::DdpOptions::share_model) it, if
+/// they are still each rank's own. A collective then. Otherwise, and without a shared model, it does nothing.
+///
+/// Clipping and the gradient scaler call it. So must other code that reads averaged gradients before the optimizer's
+/// step.
+///
+/// # Errors
+/// The errors of [`ProcessGroup::all_reduce`].
+pub fn average_gradients(buffers: &[FlatBuffer]) -> Result<()> {
+    let complete = |buffer: &&FlatBuffer| buffer.places.gradients() == GradState::Complete;
+    let Some(first) = buffers.iter().find(complete) else { return Ok(()) };
+    let Some(shared) = first.places.shared() else { return Ok(()) };
+    let (Some(op), weight) = shared.average.get() else { return Ok(()) };
+    let mut kinds: Vec<Kind> = Vec::new();
+    for kind in buffers.iter().map(|buffer| buffer.parameters.kind()) {
+        if kinds.contains(&kind) {
+            continue;
+        }
+        kinds.push(kind);
+        let same = buffers.iter().filter(|buffer| buffer.parameters.kind() == kind);
+        let gradients: Vec<Tensor> = same.map(|buffer| buffer.gradients.shallow_clone()).collect();
+        let shapes = join_shapes(gradients.iter().map(Tensor::size));
+        shared.group.all_reduce_list(&gradients, &shapes, op, weight)?;
+    }
+    shared.clear_average();
+    buffers.iter().for_each(|buffer| buffer.places.set_gradients(GradState::Averaged));
+    Ok(())
+}
