@@ -47,6 +47,7 @@ mod ranks; // what spawn promises
 mod report; // the page of a run
 mod restarts; // --max-restarts: every kind of failure, as if nothing had happened
 mod seen; // who is missing where, and what each rank does
+mod share_model; // one copy of the model for all ranks: the bits of replicas
 mod spawn_processes; // --spawn=processes: as threads, one report, nobody left behind
 mod surface; // every public method of a group, with threads and with processes
 mod sync_batch_norm; // the sum that gradients flow through, and batch norm over all ranks

@@ -19,7 +19,7 @@ use crate::operation::Operation;
 impl ProcessGroup {
     /// Returns whether the ranks read each other's tensors in memory, so that lists of tensors can be reduced in place.
     pub(crate) fn reduces_in_place(&self) -> bool {
-        self.backend.reduces_in_place
+        self.backend.entry().reduces_in_place
     }
 
     /// Reduces each of `tensors` in place, like [`all_reduce_weighted`](Self::all_reduce_weighted). They are contiguous,
