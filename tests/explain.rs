@@ -103,6 +103,19 @@ fn numbers_can_be_checked_by_hand() {
     }
 }
 
+/// The numbers are those of replicas, and the text says what differs.
+#[test]
+fn shared_model_is_told_with_the_same_numbers() {
+    let [replicas, shared] = [&[][..], &["--share-model"]].map(|more| told(&[&TWO[..], more].concat()));
+    check_numbers(&shared, 2, 0.1, false);
+    for heading in [": Step 0: different", ": Step 0: the same update", ": Step 1: "] {
+        assert_eq!(rows(&shared, heading), rows(&replicas, heading));
+    }
+    let shared = in_one_line(&shared);
+    assert!(shared.contains("one copy of the parameters (--share-model)"), "{shared}");
+    assert!(shared.contains("steps its part of the parameters for all"), "{shared}");
+}
+
 #[test]
 fn exact_mean_shows_the_share_of_each_rank() {
     for (samples, told_shares, counts) in [

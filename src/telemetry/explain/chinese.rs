@@ -55,6 +55,9 @@ impl Catalog for Chinese {
         } else {
             text += "。";
         }
+        if run_info.shares_model {
+            text += "同一进程中的 rank 是线程，参数只需一份（--share-model），每个 rank 的模型就是这一份。";
+        }
         text += "参数的 64 位哈希：";
         Section::new("相同的起点", text)
     }
@@ -138,6 +141,13 @@ impl Catalog for Chinese {
         if *world_size == 1 {
             let text = format!("优化器是 {optimizer}，学习率 {lr}。");
             return Section::new(format!("第 {step} 步：更新"), text);
+        }
+        if run_info.shares_model {
+            let text = format!(
+                "一个进程里只有一份模型，所以只需更新一次：每个 rank 的优化器（{optimizer}，学习率 {lr}）替所有 rank \
+                 更新其中一部分参数，并等待其余部分更新完毕。"
+            );
+            return Section::new(format!("第 {step} 步：每个 rank 得到同样的更新"), text);
         }
         let text = format!(
             "每个 rank 的优化器（{optimizer}，学习率 {lr}）用同样的数做同样的计算，所以各 rank 的模型保持一致，\

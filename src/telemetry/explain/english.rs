@@ -61,6 +61,10 @@ impl Catalog for English {
                     "(The same seed has made them equal already, but DDP does not rely on that.) ";
             }
         }
+        if run_info.shares_model {
+            text += "The ranks of a process are threads, so they need only one copy of the parameters (--share-model), \
+                     and each rank's model is that copy. ";
+        }
         text += "Their hash, of 64 bits:";
         Section::new("The same start", text)
     }
@@ -151,6 +155,14 @@ impl Catalog for English {
         if *world_size == 1 {
             let text = format!("The optimizer is {optimizer}, with lr {lr}.");
             return Section::new(format!("Step {step}: the update"), text);
+        }
+        if run_info.shares_model {
+            let text = format!(
+                "There is one copy of the model in a process, so there is one step to make. Each rank's optimizer \
+                 ({optimizer}, lr {lr}) steps its part of the parameters for all, and waits until the other parts are \
+                 done."
+            );
+            return Section::new(format!("Step {step}: the same update for every rank"), text);
         }
         let text = format!(
             "Every rank's optimizer ({optimizer}, lr {lr}) does the same with the same numbers, so the models stay \

@@ -63,6 +63,8 @@ pub struct RunInfo {
     pub accumulate: u64,
     /// `true` if each rank's gradient is weighted by its number of samples.
     pub exact_mean: bool,
+    /// `true` if the ranks of a process share one copy of the model.
+    pub shares_model: bool,
     /// Steps per epoch.
     pub steps_per_epoch: u64,
     /// The compressed form of gradients and the first step that uses it; `None` without compression.
