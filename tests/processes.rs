@@ -621,6 +621,7 @@ fn processes_train_to_the_results_of_threads() {
         &["--max-epochs=2"][..],
         &["--model=mlp", "--hidden=300,300", "--momentum=0.9", "--bucket-cap-mb=0.2"],
         &["--model=cnn", "--in-features=64", "--sync-batch-norm", "--num-samples=500"],
+        &["--model=mlp", "--hidden=300,300", "--optimizer=adamw", "--share-model"],
         &["--model=mlp", "--optimizer=adamw", "--strategy=dp", "--grad-accum-steps=2"],
         &["--dataset=digits", "--loss=cross-entropy", "--model=mlp", "--val-fraction=0.2"],
     ] {

@@ -1,5 +1,6 @@
 //! `share_model`: one copy of the model gives the bits of a replica for each rank, whatever the options.
 
+use ddp_mp::ddp::JoinOptions;
 use ddp_mp::optim::{
     AdamW, AdamWOptions, GradState, Optimizer, Sgd, SgdOptions, average_gradients,
 };
@@ -9,6 +10,7 @@ use tch::nn::{self, ModuleT, VarStore};
 use tch::{Device, Kind, Tensor};
 
 use crate::harness::{ranks, run};
+use crate::processes::end;
 
 /// Large and small parameters, with lengths that are multiples of a cache line and others.
 const MLP: &[&str] = &["--model=mlp", "--hidden=300,256,129,130", "--num-samples=401"];
@@ -114,14 +116,80 @@ fn shared_model_has_the_bits_of_replicas_with_amp_buffers_and_validation() {
 }
 
 #[test]
+fn share_model_is_refused_where_ranks_share_no_memory() {
+    for (args, reason) in [
+        (["--spawn=processes"], "--share-model: needs --spawn threads: a process of its own has"),
+        (["--strategy=dp"], "--share-model: needs --strategy ddp"),
+    ] {
+        let (code, _, errors) =
+            run(&[&args[..], &["--share-model", "--nproc-per-node=2"]].concat());
+        assert_eq!(code, Some(2), "{errors}");
+        assert!(errors.contains(reason), "{errors}");
+    }
+}
+
+#[test]
+fn join_with_a_shared_model_is_refused() {
+    ranks(2, |_, group| {
+        let vs = VarStore::new(Device::Cpu);
+        let options = DdpOptions { share_model: true, ..DdpOptions::default() };
+        let mut ddp = DistributedDataParallel::new(model(&vs), &vs, group.clone(), options)?;
+        let error = ddp.join(JoinOptions::default(), |_| Ok(())).unwrap_err().to_string();
+        assert!(error.contains("a rank that has run out of inputs makes no steps"), "{error}");
+        Ok(())
+    });
+}
+
+/// One process of each pair has one copy, and the pairs go on as replicas.
+#[test]
 fn one_copy_per_process_has_the_bits_of_replicas() {
-    // Ranks of one process share. Those of several are tried by `processes`.
-    let (code, _, errors) = run(&["--share-model", "--spawn=processes", "--nproc-per-node=2"]);
-    assert_eq!(code, Some(2));
-    assert!(errors.contains("--share-model: needs --spawn threads"), "{errors}");
-    let (code, _, errors) = run(&["--share-model", "--strategy=dp", "--nproc-per-node=2"]);
-    assert_eq!(code, Some(2));
-    assert!(errors.contains("--share-model: needs --strategy ddp"), "{errors}");
+    let args = [MLP, &["--optimizer=adamw", "--max-grad-norm=0.1"]].concat();
+    let shared = [&args[..], &["--share-model"]].concat();
+    for processes in [&[2, 2][..], &[1, 3]] {
+        let hash = |args: &[&str]| end(args, processes)["parameters_hash"].clone();
+        assert_eq!(hash(&shared), hash(&args), "{processes:?}");
+    }
+}
+
+/// A rank that fails, stalls or goes on alone ends the run; no other rank waits for its part for ever.
+#[test]
+fn failure_of_a_rank_that_shares_a_model_ends_the_run() {
+    for (fault, words) in [
+        ("panic:rank=1,at=step,step=3", "rank 1 (CPU:1) panicked"),
+        ("error:rank=0,at=step,step=3", "rank 0 (CPU:0) failed"),
+        ("stall:rank=2,at=step,step=3", "rank 2"),
+    ] {
+        let fault = format!("--inject-fault={fault}");
+        let more = ["--nproc-per-node=3", "--share-model", "--timeout=2s", &fault];
+        let (code, _, errors) = run(&[MLP, &more].concat());
+        assert_eq!(code, Some(1), "{errors}");
+        assert!(errors.contains(words), "{fault}: {errors}");
+    }
+}
+
+/// The last word of `verify` is the same with one copy.
+#[test]
+fn verify_finds_no_difference_with_a_shared_model() {
+    let args = ["verify", "--nproc-per-node=2", "--model=mlp", "--hidden=300", "--share-model"];
+    let (code, output, errors) = run(&args);
+    assert_eq!(code, Some(0), "{output}{errors}");
+}
+
+/// A further rank takes its gradients and activations. As a replica it also takes parameters and the optimizer's state.
+#[test]
+fn further_rank_of_a_shared_model_takes_memory_for_its_gradients_only() {
+    let peak = |ranks: usize, more: &[&str]| {
+        let count = format!("--nproc-per-node={ranks}");
+        let model = ["--model=mlp", "--hidden=1536,1536,1536", "--optimizer=adamw"];
+        let length = ["--num-samples=512", "--max-steps=4", &count];
+        let end = events(&[&model[..], &length, more].concat()).pop().unwrap();
+        end["peak_memory_bytes"].as_f64().unwrap()
+    };
+    let parameters = 4.0 * (20.0 * 1536.0 + 2.0 * 1536.0 * 1536.0);
+    let of_a_rank = |more: &[&str]| (peak(3, more) - peak(1, more)) / 2.0 / parameters;
+    let (replica, shared) = (of_a_rank(&[]), of_a_rank(&["--share-model"]));
+    println!("a further rank takes {shared:.2} times its parameters, a replica {replica:.2} times");
+    assert!(shared < 2.0 && replica > 3.0, "{shared} {replica}");
 }
 
 /// A checkpoint of one form continues in the other, to the bits of a run without interruption.
@@ -209,14 +277,18 @@ fn gradients_of_a_shared_model_are_averaged_on_request() {
             ddp.backward(&loss)?;
             let buffers = ddp.flat_buffers();
             assert!(buffers.iter().all(|b| b.places.gradients() == GradState::Complete));
-            let weight = ddp.state_dict().swap_remove(0).1;
+            let (name, weight) = ddp.state_dict().swap_remove(0);
             let own = weight.grad().copy();
             if averages_first {
-                average_gradients(&buffers)?;
+                let averaged = ddp.averaged_grad(&name)?.unwrap();
+                assert!(averaged.equal(&weight.grad()));
+                average_gradients(&buffers)?; // they are averaged once
                 assert!(buffers.iter().all(|b| b.places.gradients() == GradState::Averaged));
                 let mut mean = own.copy();
                 group.all_reduce(&mut mean, ReduceOp::PremulSum(0.5))?;
                 assert!(weight.grad().equal(&mean) && !mean.equal(&own));
+                let error = ddp.averaged_grad("nothing").unwrap_err().to_string();
+                assert!(error.contains("trains no parameter `nothing`"), "{error}");
             }
             optimizer.step(0.1)?;
             Ok(ddp.parameters_hash()?)

@@ -19,11 +19,9 @@ use super::parameters;
 use super::reducer::Reducer;
 use super::replica::Replica;
 use super::statistics::DdpStatistics;
-#[cfg(doc)]
-use crate::error::Error;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::ffi::set_grad;
-use crate::optim::{FlatBuffer, clip_grad_norm};
+use crate::optim::{FlatBuffer, average_gradients, clip_grad_norm};
 use crate::process_group::ProcessGroup;
 use crate::records::Parameter;
 
@@ -56,12 +54,14 @@ use crate::records::Parameter;
 ///
 /// 1. At construction it compares the models of all ranks and copies rank 0's parameters and buffers to all. It moves
 ///    the parameters into flat buffers ("buckets"), each with a twin for its gradients. Every parameter and its `grad`
-///    are views; backward's gradients are moved there.
+///    are views; backward's gradients are moved there. Among CPU ranks of one process, large parameters and their
+///    gradients stay where they are.
 /// 2. [`forward`](Replica::forward) runs the model's own forward pass.
 /// 3. [`backward`](Self::backward) runs autograd. Hooks report each complete gradient. A bucket with all of its
 ///    gradients is summed over the ranks and divided by their number. With `nccl`, and between
 ///    processes, this happens during backward.
-/// 4. Every rank makes the same optimizer step with the same numbers, so the replicas stay identical.
+/// 4. Every rank makes the same optimizer step with the same numbers, so the replicas stay identical. With
+///    [`share_model`](DdpOptions::share_model) there is one copy, and each rank steps a part of it.
 ///
 /// With batches of equal size and a mean loss, the average is the gradient of the whole batch. With batches of
 /// different sizes it is not, as in PyTorch: see [`backward_weighted`](Self::backward_weighted).
@@ -167,8 +167,8 @@ impl<M> DistributedDataParallel<M> {
         }
     }
 
-    /// Returns parameters and gradients as flat buffers for an optimizer, one per dtype. The buckets are ranges of
-    /// these buffers.
+    /// Returns parameters and gradients as flat buffers for an optimizer: one per dtype, and one for each large parameter
+    /// whose gradient stays where autograd puts it. Buckets are made of ranges of these buffers.
     pub fn flat_buffers(&self) -> Vec<FlatBuffer> {
         self.reducer.flat_buffers()
     }
@@ -264,6 +264,22 @@ impl<M> DistributedDataParallel<M> {
     pub(crate) fn backward_part(&mut self, loss: &Tensor, samples: f64) -> Result<()> {
         self.reducer.set_samples(samples, self.averages())?;
         backward::run(loss, &[self], BackwardOptions::default(), Location::caller())
+    }
+
+    /// Returns the averaged gradient of the parameter `name`; `None` if no rank has one. With
+    /// [`share_model`](DdpOptions::share_model) it is a collective, which averages all gradients now and not as the
+    /// optimizer steps.
+    ///
+    /// # Errors
+    /// [`Error::InvalidInput`] if the model has no such parameter, and the errors of [`average_gradients`].
+    pub fn averaged_grad(&self, name: &str) -> Result<Option<Tensor>> {
+        let Some(named) = self.trained().into_iter().find(|named| named.name == name) else {
+            return Err(Error::InvalidInput(format!(
+                "averaged_grad: the model trains no parameter `{name}`; use a name of its state_dict"
+            )));
+        };
+        average_gradients(&self.flat_buffers())?;
+        Ok(Some(named.tensor.grad()).filter(Tensor::defined))
     }
 
     /// Scales the averaged gradients so that their total 2-norm is at most `max_norm`. Returns the norm before scaling.

@@ -10,7 +10,8 @@ use crate::error::Result;
 use crate::ffi::TorchResult;
 
 /// Parameters and their gradients for an optimizer: two one-dimensional tensors of the same length and dtype, which
-/// share the model's memory.
+/// share the model's memory. `gradients` keeps its length without gradients, unless the buffer has a single parameter whose
+/// gradient stays where autograd puts it. It is empty then.
 #[derive(Debug)]
 pub struct FlatBuffer {
     /// The parameters' values, in sequence.

@@ -14,6 +14,8 @@ fn ranks_on_one_gpu_have_the_bits_of_cpu_ranks() {
         (2, "cnn --sync-batch-norm --val-fraction=0.2"),
         (2, "mlp --strategy=dp --num-workers=1"),
         (4, "linear --exact-mean"),
+        (2, "mlp --share-model --optimizer=adamw"),
+        (3, "cnn --share-model --max-grad-norm=0.1 --momentum=0.9 --val-fraction=0.2"),
     ] {
         let count = format!("--nproc-per-node={ranks}");
         let shared = [&args(row)[..], &["--backend=threaded", &count]].concat();
