@@ -39,7 +39,7 @@ use crate::process_group::ProcessGroup;
     VariantNames,
     SerializeDisplay,
 )]
-#[strum(serialize_all = "lowercase")]
+#[strum(serialize_all = "kebab-case")]
 pub enum ModelKind {
     /// One dense layer.
     Linear,
