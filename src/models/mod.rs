@@ -151,9 +151,9 @@ impl ModelConfig {
     /// Builds the model in a `VarStore` of its own, on `device`.
     ///
     /// The parameters are bit for bit those of PyTorch after `torch.manual_seed(seed)`, for an `nn.Linear`, an
-    /// `nn.Sequential` with activations, or that of [`ModelKind::Cnn`]. This holds on a GPU too, because they are drawn on the
-    /// CPU. Their names are those of `nn.Sequential`: `weight` and `bias` for a single layer, or `0.weight`, `0.bias`,
-    /// `2.weight`, ...
+    /// `nn.Sequential` with activations, or that of [`ModelKind::Cnn`]. This holds on a GPU too, because they are
+    /// drawn on the CPU. Their names are those of `nn.Sequential`: `weight` and `bias` for a single layer, or
+    /// `0.weight`, `0.bias`, `2.weight`, ...
     ///
     /// Dropout draws the same numbers on every rank, until [`Model::with_generator`] sets the rank's own generator.
     ///

@@ -60,8 +60,8 @@ pub trait Optimizer: Debug {
 pub struct ParameterState {
     /// The parameter's name.
     pub name: String,
-    /// The tensors by their names in torch's `state_dict`: `momentum_buffer` of SGD; `exp_avg`, `exp_avg_sq` and `step`
-    /// of AdamW. Empty if the optimizer keeps none, or while the parameter has had no gradient.
+    /// The tensors by their names in torch's `state_dict`, such as `exp_avg`, `exp_avg_sq` and `step` of AdamW. Empty
+    /// if the optimizer keeps none, or while the parameter has had no gradient.
     pub tensors: BTreeMap<String, Tensor>,
 }
 
