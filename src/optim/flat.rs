@@ -6,7 +6,7 @@ use std::rc::Rc;
 use tch::{Device, Kind, Tensor};
 
 use super::parts::Parts;
-use super::{FlatBuffer, GradState, ParamSpan, ParameterState, SharedModel};
+use super::{FlatBuffer, GradState, ParamSpan, SharedModel};
 use crate::error::{Error, Result};
 use crate::ffi::{TensorList, TorchResult, bump_versions};
 
@@ -50,13 +50,13 @@ pub(super) struct OptimizerState {
     /// The layout of each buffer when `groups` were made.
     seen: Vec<LayoutVersion>,
     /// Name and, for each buffer, values of each slot; zero at first.
-    slots: Vec<(&'static str, Vec<Tensor>)>,
+    pub(super) slots: Vec<(&'static str, Vec<Tensor>)>,
     /// Selects the parameters with weight decay; `None` for no weight decay.
     decays: Option<fn(&ParamSpan) -> bool>,
     /// The largest step count that the optimizer distinguishes.
-    count_to: u64,
+    pub(super) count_to: u64,
     /// The number of steps of each parameter when `groups` were made, by its index.
-    steps: BTreeMap<usize, u64>,
+    pub(super) steps: BTreeMap<usize, u64>,
     pub groups: Vec<Group>,
 }
 
@@ -142,7 +142,7 @@ impl OptimizerState {
         Ok(())
     }
 
-    fn make_groups(&mut self) -> Result<()> {
+    pub(super) fn make_groups(&mut self) -> Result<()> {
         self.steps = self.steps();
         let seen = |buffer: &FlatBuffer| LayoutVersion {
             places: buffer.places.get(),
@@ -260,7 +260,7 @@ impl OptimizerState {
     }
 
     /// Returns the number of steps of each parameter, by its index.
-    fn steps(&self) -> BTreeMap<usize, u64> {
+    pub(super) fn steps(&self) -> BTreeMap<usize, u64> {
         let mut steps = self.steps.clone();
         for group in &self.groups {
             steps.extend(group.members.iter().map(|&index| (index, group.steps)));
@@ -268,98 +268,8 @@ impl OptimizerState {
         steps
     }
 
-    /// Returns a copy of each parameter's slots with its number of steps, in creation order. The slots are empty for a
-    /// parameter that has not been stepped.
-    pub(super) fn state(&self) -> Result<Vec<(u64, ParameterState)>> {
-        let steps = self.steps();
-        let mut states = BTreeMap::new();
-        for (buffer, place) in self.places() {
-            let steps = steps.get(&place.index).copied().unwrap_or(0);
-            let value = |(name, flats): &(&'static str, Vec<Tensor>)| {
-                let copied = place.of(&flats[buffer])?.f_detach_copy();
-                Ok(((*name).into(), copied.doing("copying the state")?))
-            };
-            let slots = self.slots.iter().filter(|_| steps > 0);
-            let tensors = slots.map(value).collect::<Result<_>>()?;
-            let state = ParameterState { name: place.name.clone(), tensors };
-            states.insert(place.index, (steps, state));
-        }
-        Ok(states.into_values().collect())
-    }
-
-    /// Loads the slots. `count` reads the number of steps from a stepped parameter's state, which also holds the
-    /// tensors named in `besides`. On an error nothing has changed.
-    pub(super) fn load(
-        &mut self,
-        state: &[ParameterState],
-        besides: &[&str],
-        count: impl Fn(&ParameterState) -> Result<u64>,
-    ) -> Result<()> {
-        let wrong =
-            |problem: String| Err(Error::InvalidInput(format!("the optimizer's state {problem}")));
-        let known: BTreeMap<&str, &ParameterState> =
-            state.iter().map(|state| (&state.name[..], state)).collect();
-        if let Some(extra) = known.keys().find(|name| self.places().all(|(_, p)| p.name != **name))
-        {
-            return wrong(format!("has `{extra}`, which is not a parameter of this model"));
-        }
-        let mut copies = Vec::new();
-        let mut steps = BTreeMap::new();
-        for (buffer, place) in self.places() {
-            let name = &place.name;
-            let Some(state) = known.get(&name[..]) else {
-                return wrong(format!(
-                    "has nothing for parameter `{name}`; use the state of the same model"
-                ));
-            };
-            let names = || self.slots.iter().map(|(slot, _)| *slot).chain(besides.iter().copied());
-            if let Some(extra) = state.tensors.keys().find(|key| names().all(|name| name != *key)) {
-                return wrong(format!(
-                    "has `{extra}` for parameter `{name}`, which this optimizer does not keep; it is \
-                     that of another optimizer, or of one with other options"
-                ));
-            }
-            if state.tensors.is_empty() {
-                continue; // not stepped yet
-            }
-            if let Some(missing) = names().find(|slot| !state.tensors.contains_key(*slot)) {
-                return wrong(format!(
-                    "has no `{missing}` for parameter `{name}`; it is that of another optimizer, or \
-                     of one with other options"
-                ));
-            }
-            for (slot, flats) in &self.slots {
-                let from = &state.tensors[*slot];
-                if from.size() != place.shape {
-                    return wrong(format!(
-                        "has a `{slot}` of shape {:?} for parameter `{name}` of shape {:?}",
-                        from.size(),
-                        place.shape
-                    ));
-                }
-                copies.push((place.of(&flats[buffer])?, from));
-            }
-            steps.insert(place.index, count(state)?.min(self.count_to));
-        }
-        let shared = shared_model(&self.buffers);
-        if shared.as_ref().is_none_or(|shared| shared.group().rank() == 0) {
-            let doing = "loading the optimizer's state";
-            for flat in self.slots.iter_mut().flat_map(|(_, flats)| flats) {
-                let _ = flat.f_zero_().doing(doing)?;
-            }
-            for (mut to, from) in copies {
-                tch::no_grad(|| to.f_copy_(from)).doing(doing)?;
-            }
-        }
-        if let Some(shared) = shared {
-            shared.group().barrier()?;
-        }
-        (self.steps, self.groups) = (steps, Vec::new());
-        self.make_groups()
-    }
-
     /// Returns all parameters' places with the indices of their buffers, as of when `groups` were made.
-    fn places(&self) -> impl Iterator<Item = (usize, &ParamSpan)> {
+    pub(super) fn places(&self) -> impl Iterator<Item = (usize, &ParamSpan)> {
         let buffers = self.seen.iter().enumerate();
         buffers.flat_map(|(number, seen)| seen.places.iter().map(move |place| (number, place)))
     }
@@ -381,7 +291,7 @@ struct Runs {
 }
 
 /// Returns this rank's side of the model, if the ranks share one.
-fn shared_model(buffers: &[FlatBuffer]) -> Option<Rc<SharedModel>> {
+pub(super) fn shared_model(buffers: &[FlatBuffer]) -> Option<Rc<SharedModel>> {
     buffers.first().and_then(|buffer| buffer.places.shared())
 }
 

@@ -6,6 +6,7 @@ mod flat;
 mod grad_scaler;
 mod param_layout;
 mod parts;
+mod saved_state;
 mod schedule;
 mod sgd;
 mod shared_model;

@@ -1,0 +1,102 @@
+//! An optimizer's state by parameter, as a checkpoint has it: read from the flat buffers, and loaded into them.
+
+use std::collections::BTreeMap;
+
+use tch::Tensor;
+
+use super::ParameterState;
+use super::flat::{OptimizerState, shared_model};
+use crate::error::{Error, Result};
+use crate::ffi::TorchResult;
+
+impl OptimizerState {
+    /// Returns a copy of each parameter's slots with its number of steps, in creation order. The slots are empty for a
+    /// parameter that has not been stepped.
+    pub(super) fn state(&self) -> Result<Vec<(u64, ParameterState)>> {
+        let steps = self.steps();
+        let mut states = BTreeMap::new();
+        for (buffer, place) in self.places() {
+            let steps = steps.get(&place.index).copied().unwrap_or(0);
+            let value = |(name, flats): &(&'static str, Vec<Tensor>)| {
+                let copied = place.of(&flats[buffer])?.f_detach_copy();
+                Ok(((*name).into(), copied.doing("copying the state")?))
+            };
+            let slots = self.slots.iter().filter(|_| steps > 0);
+            let tensors = slots.map(value).collect::<Result<_>>()?;
+            let state = ParameterState { name: place.name.clone(), tensors };
+            states.insert(place.index, (steps, state));
+        }
+        Ok(states.into_values().collect())
+    }
+
+    /// Loads the slots. `count` reads the number of steps from a stepped parameter's state, which also holds the
+    /// tensors named in `besides`. On an error nothing has changed.
+    pub(super) fn load(
+        &mut self,
+        state: &[ParameterState],
+        besides: &[&str],
+        count: impl Fn(&ParameterState) -> Result<u64>,
+    ) -> Result<()> {
+        let wrong =
+            |problem: String| Err(Error::InvalidInput(format!("the optimizer's state {problem}")));
+        let known: BTreeMap<&str, &ParameterState> =
+            state.iter().map(|state| (&state.name[..], state)).collect();
+        if let Some(extra) = known.keys().find(|name| self.places().all(|(_, p)| p.name != **name))
+        {
+            return wrong(format!("has `{extra}`, which is not a parameter of this model"));
+        }
+        let mut copies = Vec::new();
+        let mut steps = BTreeMap::new();
+        for (buffer, place) in self.places() {
+            let name = &place.name;
+            let Some(state) = known.get(&name[..]) else {
+                return wrong(format!(
+                    "has nothing for parameter `{name}`; use the state of the same model"
+                ));
+            };
+            let names = || self.slots.iter().map(|(slot, _)| *slot).chain(besides.iter().copied());
+            if let Some(extra) = state.tensors.keys().find(|key| names().all(|name| name != *key)) {
+                return wrong(format!(
+                    "has `{extra}` for parameter `{name}`, which this optimizer does not keep; it is \
+                     that of another optimizer, or of one with other options"
+                ));
+            }
+            if state.tensors.is_empty() {
+                continue; // not stepped yet
+            }
+            if let Some(missing) = names().find(|slot| !state.tensors.contains_key(*slot)) {
+                return wrong(format!(
+                    "has no `{missing}` for parameter `{name}`; it is that of another optimizer, or \
+                     of one with other options"
+                ));
+            }
+            for (slot, flats) in &self.slots {
+                let from = &state.tensors[*slot];
+                if from.size() != place.shape {
+                    return wrong(format!(
+                        "has a `{slot}` of shape {:?} for parameter `{name}` of shape {:?}",
+                        from.size(),
+                        place.shape
+                    ));
+                }
+                copies.push((place.of(&flats[buffer])?, from));
+            }
+            steps.insert(place.index, count(state)?.min(self.count_to));
+        }
+        let shared = shared_model(&self.buffers);
+        if shared.as_ref().is_none_or(|shared| shared.group().rank() == 0) {
+            let doing = "loading the optimizer's state";
+            for flat in self.slots.iter_mut().flat_map(|(_, flats)| flats) {
+                let _ = flat.f_zero_().doing(doing)?;
+            }
+            for (mut to, from) in copies {
+                tch::no_grad(|| to.f_copy_(from)).doing(doing)?;
+            }
+        }
+        if let Some(shared) = shared {
+            shared.group().barrier()?;
+        }
+        (self.steps, self.groups) = (steps, Vec::new());
+        self.make_groups()
+    }
+}
