@@ -108,7 +108,7 @@ fn numbers_can_be_checked_by_hand() {
 fn shared_model_is_told_with_the_same_numbers() {
     let [replicas, shared] =
         [&[][..], &["--share-model"]].map(|more| told(&[&TWO[..], more].concat()));
-    check_numbers(&shared, 2, 0.1, false);
+    check_numbers(&shared, 2, 0.001, false);
     for heading in [": Step 0: different", ": Step 0: the same update", ": Step 1: "] {
         assert_eq!(rows(&shared, heading), rows(&replicas, heading));
     }

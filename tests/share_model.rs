@@ -155,7 +155,7 @@ fn one_copy_per_process_has_the_bits_of_replicas() {
 #[test]
 fn failure_of_a_rank_that_shares_a_model_ends_the_run() {
     for (fault, words) in [
-        ("panic:rank=1,at=step,step=3", "rank 1 (CPU:1) panicked"),
+        ("panic:rank=1,at=step,step=3", "rank 1 (CPU:1) failed in step #3: panicked"),
         ("error:rank=0,at=step,step=3", "rank 0 (CPU:0) failed"),
         ("stall:rank=2,at=step,step=3", "rank 2"),
     ] {
@@ -176,20 +176,21 @@ fn verify_finds_no_difference_with_a_shared_model() {
 }
 
 /// A further rank takes its gradients and activations. As a replica it also takes parameters and the optimizer's state.
+/// (Tensors below 32 MiB may stay with malloc when they are freed.)
 #[test]
 fn further_rank_of_a_shared_model_takes_memory_for_its_gradients_only() {
     let peak = |ranks: usize, more: &[&str]| {
         let count = format!("--nproc-per-node={ranks}");
-        let model = ["--model=mlp", "--hidden=1536,1536,1536", "--optimizer=adamw"];
-        let length = ["--num-samples=512", "--max-steps=4", &count];
+        let model = ["--model=mlp", "--hidden=3072,3072,3072", "--optimizer=adamw"];
+        let length = ["--num-samples=512", "--max-steps=3", &count];
         let end = events(&[&model[..], &length, more].concat()).pop().unwrap();
         end["peak_memory_bytes"].as_f64().unwrap()
     };
-    let parameters = 4.0 * (20.0 * 1536.0 + 2.0 * 1536.0 * 1536.0);
+    let parameters = 4.0 * (20.0 * 3072.0 + 2.0 * 3072.0 * 3072.0);
     let of_a_rank = |more: &[&str]| (peak(3, more) - peak(1, more)) / 2.0 / parameters;
     let (replica, shared) = (of_a_rank(&[]), of_a_rank(&["--share-model"]));
     println!("a further rank takes {shared:.2} times its parameters, a replica {replica:.2} times");
-    assert!(shared < 2.0 && replica > 3.0, "{shared} {replica}");
+    assert!(shared < 1.5 && replica > 3.5, "{shared} {replica}");
 }
 
 /// A checkpoint of one form continues in the other, to the bits of a run without interruption.

@@ -270,7 +270,8 @@ impl Layout {
         self.num_flat = self.buffers.len();
         for (index, slot) in self.slots.iter().enumerate() {
             let Some(gradients) = slot.stays() else { continue };
-            let flat = slot.tensor.f_data().and_then(|tensor| tensor.f_view(-1));
+            // In this order: a view would keep its base, and with it memory that `share_parameters` has replaced.
+            let flat = slot.tensor.f_view(-1).and_then(|tensor| tensor.f_data());
             let span =
                 ParamSpan { name: slot.name.clone(), index, start: 0, shape: slot.tensor.size() };
             self.buffers.push(FlatBuffer {

@@ -2,7 +2,7 @@
 
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
-use xxhash_rust::xxh3::{Xxh3Default, xxh3_64};
+use xxhash_rust::xxh3::Xxh3Default;
 
 use super::options::DdpOptions;
 use crate::error::{Error, Result};
@@ -189,7 +189,7 @@ pub(super) fn hash(tensors: &[NamedTensor]) -> Result<u64> {
         hasher.update(dtype_name(tensor.kind()).as_bytes());
         hasher.update(&(shape.len() as u64).to_le_bytes());
         shape.iter().for_each(|n| hasher.update(&n.to_le_bytes()));
-        hasher.update(&bytes_of(tensor)?);
+        add_bytes(&mut hasher, tensor)?;
     }
     Ok(hasher.digest())
 }
@@ -198,18 +198,43 @@ pub(super) fn hash(tensors: &[NamedTensor]) -> Result<u64> {
 /// ignored tensors.
 pub(super) fn hash_each(tensors: &[NamedTensor], buffers: bool) -> Result<Vec<(String, u64)>> {
     let wanted = tensors.iter().filter(|named| !named.is_ignored && (buffers || !named.is_buffer));
-    wanted.map(|named| Ok((named.name.clone(), xxh3_64(&bytes_of(&named.tensor)?)))).collect()
+    let hash = |named: &NamedTensor| {
+        let mut hasher = Xxh3Default::new();
+        add_bytes(&mut hasher, &named.tensor)?;
+        Ok((named.name.clone(), hasher.digest()))
+    };
+    wanted.map(hash).collect()
+}
+
+/// Adds the bytes of `tensor`, of any dtype and on any device, to a hash. Copies them in pieces.
+fn add_bytes(hasher: &mut Xxh3Default, tensor: &Tensor) -> Result<()> {
+    const PIECE: usize = 64 << 10;
+    let numel = tensor.numel();
+    let mut bytes = vec![0; num_bytes(tensor.kind(), numel.min(PIECE))];
+    let mut add = || {
+        let values = on_host(tensor)?;
+        for start in (0..numel).step_by(PIECE) {
+            let len = PIECE.min(numel - start);
+            let bytes = &mut bytes[..num_bytes(tensor.kind(), len)];
+            values.f_narrow(0, start as i64, len as i64)?.f_copy_data_u8(bytes, len)?;
+            hasher.update(bytes);
+        }
+        Ok(())
+    };
+    add().doing("reading the parameters")
 }
 
 /// Returns the bytes of `tensor`, of any dtype and on any device.
 pub(crate) fn bytes_of(tensor: &Tensor) -> Result<Vec<u8>> {
     let mut bytes = vec![0; num_bytes(tensor.kind(), tensor.numel())];
-    let mut read = || {
-        let local = tensor.f_detach()?.f_to_device(Device::Cpu)?.f_contiguous()?;
-        // Read as bytes, because tch copies only some dtypes to the host.
-        let local = if local.kind() == Kind::Bool { local.f_to_kind(Kind::Uint8)? } else { local };
-        local.f_copy_data_u8(&mut bytes, tensor.numel())
-    };
-    read().doing("reading the parameters")?;
+    let read = on_host(tensor).and_then(|it| it.f_copy_data_u8(&mut bytes, tensor.numel()));
+    read.doing("reading the parameters")?;
     Ok(bytes)
+}
+
+/// Returns the values in sequence, in the host's memory. Their bytes can be copied.
+fn on_host(tensor: &Tensor) -> std::result::Result<Tensor, tch::TchError> {
+    let local = tensor.f_detach()?.f_to_device(Device::Cpu)?.f_contiguous()?.f_view(-1)?;
+    // Read as bytes, because tch copies only some dtypes to the host.
+    if local.kind() == Kind::Bool { local.f_to_kind(Kind::Uint8) } else { Ok(local) }
 }
