@@ -62,8 +62,8 @@ impl Bucket {
             let copied = tch::no_grad(|| one.shallow_clone().f_copy_(joined));
             return copied.doing("taking over what a hook has made");
         }
-        let spans = self.parameters.iter();
-        spans.map(|span| slots[span.index].restore_gradient(&span.of(joined)?)).collect()
+        let mut spans = self.parameters.iter();
+        spans.try_for_each(|span| slots[span.index].restore_gradient(&span.of(joined)?))
     }
 }
 

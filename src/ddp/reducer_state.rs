@@ -248,7 +248,10 @@ impl ReducerState {
         let began = Instant::now();
         let Self { layout, group, comm_hook, reduce_path, weight, .. } = self;
         let (index, group) = (self.next, &**group);
-        group.set_context(CallContext { call_site: self.call_site, bucket: u16::try_from(index).ok() });
+        group.set_context(CallContext {
+            call_site: self.call_site,
+            bucket: u16::try_from(index).ok(),
+        });
         if let Some(weight) = weight {
             let gradients = &mut layout.buckets[index].gradients;
             gradients.iter_mut().try_for_each(|tensor| weight.apply(tensor))?;

@@ -251,7 +251,7 @@ impl OptimizerState {
             let ranges: Vec<_> = ranges.collect();
             let gradients = ranges.iter().map(|(.., (_, gradient))| gradient.shallow_clone());
             let gradients: Vec<Tensor> = gradients.collect();
-            shared.for_my_slice(&gradients, is_averaged, &|range, piece, mean| {
+            shared.for_my_slice(&gradients, is_averaged, |range, piece, mean| {
                 let (index, group, (range, _)) = &ranges[range];
                 kernel(*index, &group.parts.piece(*range, &piece, mean)?)
             })?;

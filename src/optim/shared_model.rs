@@ -73,7 +73,7 @@ impl SharedModel {
         &self,
         gradients: &[Tensor],
         is_averaged: bool,
-        on_piece: &dyn Fn(usize, Range<usize>, Option<&Tensor>) -> Result<()>,
+        on_piece: impl Fn(usize, Range<usize>, Option<&Tensor>) -> Result<()>,
     ) -> Result<()> {
         let Some(first) = gradients.first() else { return Ok(()) };
         let scratch = self.scratch(first.kind())?;
