@@ -8,7 +8,7 @@ use std::process::Command;
 use std::rc::Rc;
 
 use ddp_mp::ffi::cuda;
-use ddp_mp::launch::{Joining, detect};
+use ddp_mp::launch::{JoinLaunchOptions, detect};
 use ddp_mp::{Backend, ProcessGroup};
 
 use crate::harness::{TIMEOUT, free_port, join};
@@ -55,7 +55,9 @@ fn child() {
     let Some((name, options)) = scene::mine() else { return };
     let cuda = cuda::load();
     let launch = detect(&|_| None, &options, cuda.usable()).unwrap();
-    let launched = launch.join(&cuda, Joining { timeout: TIMEOUT, ..Joining::default() }).unwrap();
+    let launched = launch
+        .join(&cuda, JoinLaunchOptions { timeout: TIMEOUT, ..JoinLaunchOptions::default() })
+        .unwrap();
     assert_eq!(launched.placement.backend, Backend::Nccl);
     let play: fn(&Rc<ProcessGroup>) -> anyhow::Result<()> = match &name[..] {
         "asynchronous" => |group| groups::asynchronous(group),
