@@ -33,7 +33,7 @@ SIZES = {
     64 << 20: "64 MB",
 }
 OURS = "ddp-mp"
-# After so many seconds a peer hangs.
+# Seconds after which a peer counts as hung.
 LIMIT = 300
 # The machine is busy above this load average, or if other programs took more cores than this.
 BUSY_LOAD, BUSY_CORES = 1, 0.2
@@ -44,7 +44,7 @@ def times(peer, output, errors=""):
     rows = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
     found = {row["bytes"]: row["time_us"] for row in rows}
     if list(found) != list(SIZES) or any(row.get("wrong") for row in rows):
-        sys.exit(f"{peer}: wrong results, or not all sizes: {output}{errors}")
+        sys.exit(f"{peer}: wrong results or missing sizes: {output}{errors}")
     return found
 
 
@@ -64,12 +64,12 @@ def build_with_open_mpi(binary):
     if builds():
         return None
     if os.geteuid() != 0 or not shutil.which("apt-get"):
-        return "openmpi-bin and libopenmpi-dev (the names are Debian's) are not installed"
+        return "no mpicc can build mpi_all_reduce.c; install openmpi-bin and libopenmpi-dev (Debian's names)"
     for step in [["update"], ["install", "-y", "--no-install-recommends", "openmpi-bin", "libopenmpi-dev"]]:
         done = subprocess.run(["apt-get", "-qq", *step], capture_output=True, text=True, stdin=subprocess.DEVNULL)
         if done.returncode:
             return f"apt-get {step[0]} failed: {done.stderr.strip()}"
-    return None if builds() else "its mpicc does not build mpi_all_reduce.c"
+    return None if builds() else "mpicc cannot build mpi_all_reduce.c"
 
 
 def peers(program, ranks, folder):
@@ -131,8 +131,8 @@ def table(title, found):
                 behind.append(f"{peer} at {name} ({digits(ratio)})")
         lines.append(line)
     if behind:
-        return [*lines, f"by the medians, {OURS} is not ahead of {', '.join(behind)}"]
-    return [*lines, f"by the medians, {OURS} is ahead at every size of {', '.join(others)}"]
+        return [*lines, f"by the medians, {OURS} is not faster than {', '.join(behind)}"]
+    return [*lines, f"by the medians, {OURS} is faster at every size than {', '.join(others)}"]
 
 
 def core_seconds():
@@ -167,7 +167,7 @@ def main(program, rounds):
     all_before, own_before = core_seconds()
     has = "has a" if shared_memory_of_gloo() else "has no"
     print(f"all_reduce of float32 (sum) on {os.cpu_count()} cores of {processor()}")
-    print(f"median (min to max) of {rounds} rounds in us, and its ratio to that of {OURS}; ~ where the spreads overlap")
+    print(f"median (min to max) of {rounds} rounds in us; ratio: above 1, {OURS} is faster; ~: the spreads overlap")
     print(f"the Gloo of PyTorch {importlib.metadata.version('torch')} {has} shared-memory all-reduce", flush=True)
     for ranks in [2, 4]:
         with tempfile.TemporaryDirectory() as folder:

@@ -113,8 +113,8 @@ fn shared_model_is_told_with_the_same_numbers() {
         assert_eq!(rows(&shared, heading), rows(&replicas, heading));
     }
     let shared = in_one_line(&shared);
-    assert!(shared.contains("one copy of the parameters (--share-model)"), "{shared}");
-    assert!(shared.contains("steps its part of the parameters for all"), "{shared}");
+    assert!(shared.contains("share one copy of the parameters (--share-model)"), "{shared}");
+    assert!(shared.contains("updates its part of the parameters for all ranks"), "{shared}");
 }
 
 #[test]

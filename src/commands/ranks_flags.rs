@@ -28,7 +28,7 @@ pub struct RanksFlags {
     pub backend: BackendChoice,
     /// CPUs of each rank
     ///
-    /// auto: core if the threads of all ranks fit
+    /// auto: core if every thread of every rank gets a CPU; else none
     #[arg(long, value_name = "NAME", value_parser = name::<BindChoice>(), default_value_t)]
     pub bind: BindChoice,
     /// Longest wait for other ranks, as 500ms, 30s, 10m

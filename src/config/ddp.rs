@@ -66,7 +66,7 @@ pub struct DdpSection {
     pub bucket_cap_mb: f64,
     /// One copy of the model for all ranks of a process
     ///
-    /// Each rank steps a part of the parameters for all. The results are the same to the bit
+    /// Each rank updates one part of the parameters, for all ranks. The results are the same to the bit
     #[arg(long, add = Conflict(shares_memory), add = MayDiffer::OnResume)]
     pub share_model: bool,
     /// Gradients weighted by each rank's number of samples

@@ -40,7 +40,7 @@ pub struct LaunchSection {
     pub backend: BackendChoice,
     /// CPUs of each rank
     ///
-    /// auto: core for ranks on the CPU, if the threads of all ranks fit
+    /// auto: core for ranks on the CPU, if every thread of every rank gets a CPU; else none
     #[arg(long, value_name = "NAME", value_parser = name::<BindChoice>())]
     #[arg(default_value_t, add = MayDiffer::BetweenProcesses, add = RefusedBy::VERIFY)]
     pub bind: BindChoice,

@@ -72,9 +72,8 @@ impl<M> DistributedDataParallel<M> {
             return Ok(());
         }
         Err(Error::Unsupported(
-            "join needs ranks with a model of their own: with share_model each rank steps a part of the parameters, and \
-             a rank that has run out of inputs makes no steps; leave share_model out, or give every rank the same \
-             number of batches"
+            "join cannot be used with share_model: a rank without inputs makes no optimizer steps, so its part of the \
+             parameters would not be updated; leave share_model out, or give every rank the same number of batches"
                 .into(),
         ))
     }

@@ -21,8 +21,8 @@ pub(super) struct Bucket {
     pub gradients: Vec<Tensor>,
     /// Their shapes, as the ranks compare them.
     pub shapes: Vec<i64>,
-    /// All of them in sequence, for a communication hook. `None` until a hook needs a copy.
-    joined: Option<Tensor>,
+    /// A copy of all gradients in sequence, for a communication hook. `None` until a hook needs it.
+    concatenated: Option<Tensor>,
     pub dtype: Kind,
     /// The number of elements, with gaps.
     pub numel: usize,
@@ -35,35 +35,36 @@ pub(super) struct Bucket {
 }
 
 impl Bucket {
-    /// Returns the gradients in one tensor: the memory itself if they are in one, otherwise a copy.
-    pub(super) fn join(&mut self, slots: &[ParamSlot]) -> Result<Tensor> {
+    /// Returns the gradients in one tensor: their own memory if they are in one range, otherwise a copy.
+    pub(super) fn concat_gradients(&mut self, slots: &[ParamSlot]) -> Result<Tensor> {
         if let [one] = &self.gradients[..] {
             return Ok(one.shallow_clone());
         }
         let doing = "joining the gradients of a bucket";
-        if self.joined.is_none() {
+        if self.concatenated.is_none() {
             let options = (self.dtype, slots[self.parameters[0].index].tensor.device());
-            self.joined = Some(Tensor::f_zeros([self.numel as i64], options).doing(doing)?);
+            self.concatenated = Some(Tensor::f_zeros([self.numel as i64], options).doing(doing)?);
         }
-        let joined = self.joined.as_ref().map_or_else(Tensor::new, Tensor::shallow_clone);
+        let concatenated =
+            self.concatenated.as_ref().map_or_else(Tensor::new, Tensor::shallow_clone);
         for span in &self.parameters {
             let gradient = slots[span.index].gradient()?;
-            tch::no_grad(|| span.of(&joined)?.f_copy_(&gradient).doing(doing))?;
+            tch::no_grad(|| span.of(&concatenated)?.f_copy_(&gradient).doing(doing))?;
         }
-        Ok(joined)
+        Ok(concatenated)
     }
 
-    /// Copies the gradients back from `joined`, unless that is their memory.
-    pub(super) fn part(&self, joined: &Tensor, slots: &[ParamSlot]) -> Result<()> {
+    /// Copies the gradients back from `concatenated`, unless that is their memory.
+    pub(super) fn copy_back(&self, concatenated: &Tensor, slots: &[ParamSlot]) -> Result<()> {
         if let [one] = &self.gradients[..] {
-            if joined.data_ptr() == one.data_ptr() {
+            if concatenated.data_ptr() == one.data_ptr() {
                 return Ok(());
             }
-            let copied = tch::no_grad(|| one.shallow_clone().f_copy_(joined));
-            return copied.doing("taking over what a hook has made");
+            let copied = tch::no_grad(|| one.shallow_clone().f_copy_(concatenated));
+            return copied.doing("copying the result of a communication hook");
         }
         let mut spans = self.parameters.iter();
-        spans.try_for_each(|span| slots[span.index].restore_gradient(&span.of(joined)?))
+        spans.try_for_each(|span| slots[span.index].restore_gradient(&span.of(concatenated)?))
     }
 }
 
@@ -134,8 +135,8 @@ impl Layout {
         self.slots.iter().map(place).collect()
     }
 
-    /// Removes all gradients. The next gradient of each parameter is then copied to its place, which is cheaper than to
-    /// zero the place and add.
+    /// Removes all gradients. The next gradient of each parameter then replaces the old values, which is cheaper than
+    /// to set them to zero and add.
     pub(super) fn zero_grad(&mut self) -> Result<()> {
         self.set_gradients(GradState::Cleared);
         self.slots.iter_mut().try_for_each(ParamSlot::remove_gradient)
@@ -146,7 +147,7 @@ impl Layout {
         for buffer in &mut self.buffers[..self.num_flat] {
             let _ = buffer.gradients.f_zero_().doing("zero_")?;
         }
-        let mut staying = self.slots.iter().filter(|slot| slot.stays().is_some());
+        let mut staying = self.slots.iter().filter(|slot| slot.in_place_memory().is_some());
         staying.try_for_each(ParamSlot::zero_gradient)
     }
 
@@ -209,7 +210,7 @@ impl Layout {
                 let (name, shape) = (slot.name.clone(), slot.tensor.size());
                 let span = ParamSpan { name, index, start: numel, shape };
                 numel += slot.padded_numel();
-                match (slot.stays(), &flat) {
+                match (slot.in_place_memory(), &flat) {
                     (None, Some((buffer, _))) => {
                         spans[*buffer].push(ParamSpan { start: ends[*buffer], ..span.clone() });
                         ends[*buffer] += slot.padded_numel();
@@ -233,7 +234,7 @@ impl Layout {
             buckets.push(Bucket {
                 gradients,
                 shapes,
-                joined: None,
+                concatenated: None,
                 dtype,
                 numel,
                 parameters,
@@ -256,12 +257,14 @@ impl Layout {
             let slot = &self.slots[index];
             let (dtype, device) = (slot.tensor.kind(), slot.tensor.device());
             let known = self.buffers.iter().any(|buffer| buffer.parameters.kind() == dtype);
-            if known || slot.stays().is_some() {
+            if known || slot.in_place_memory().is_some() {
                 continue;
             }
             let same = self.slots.iter().filter(|slot| slot.tensor.kind() == dtype);
-            let numel: usize =
-                same.filter(|slot| slot.stays().is_none()).map(ParamSlot::padded_numel).sum();
+            let numel: usize = same
+                .filter(|slot| slot.in_place_memory().is_none())
+                .map(ParamSlot::padded_numel)
+                .sum();
             let zeros =
                 || Tensor::f_zeros([numel as i64], (dtype, device)).doing("making the buckets");
             let places = ParamLayout::default();
@@ -269,7 +272,7 @@ impl Layout {
         }
         self.num_flat = self.buffers.len();
         for (index, slot) in self.slots.iter().enumerate() {
-            let Some(gradients) = slot.stays() else { continue };
+            let Some(gradients) = slot.in_place_memory() else { continue };
             // In this order: a view would keep its base, and with it memory that `share_parameters` has replaced.
             let flat = slot.tensor.f_view(-1).and_then(|tensor| tensor.f_data());
             let span =
@@ -292,7 +295,7 @@ impl Layout {
             let grad = slot.tensor.grad();
             (slot.tensor.copy(), grad.defined().then(|| grad.copy()))
         };
-        let moves = |slot: &ParamSlot| slot.stays().is_none();
+        let moves = |slot: &ParamSlot| slot.in_place_memory().is_none();
         let copies: Vec<_> =
             self.slots.iter().map(|slot| moves(slot).then(|| copy(slot))).collect();
         for FlatBuffer { parameters, gradients, .. } in &mut self.buffers[..self.num_flat] {

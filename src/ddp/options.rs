@@ -2,8 +2,8 @@
 
 /// The options of [`DistributedDataParallel`](super::DistributedDataParallel), with PyTorch's names and defaults.
 ///
-/// PyTorch's `gradient_as_bucket_view` is always on: each gradient is a view of its bucket. Large gradients of CPU ranks
-/// in one process are not even moved: the ranks average them where autograd has put them.
+/// Gradients are views of their buckets, as with PyTorch's `gradient_as_bucket_view`. Large gradients of CPU ranks in
+/// one process are not: the ranks average them where autograd has put them.
 #[derive(Debug, Clone, PartialEq)]
 pub struct DdpOptions {
     /// Capacity of a bucket, in MiB. PyTorch's `bucket_cap_mb`.
@@ -41,12 +41,12 @@ pub struct DdpOptions {
     /// [`flat_buffers`](super::DistributedDataParallel::flat_buffers). Each rank keeps its own values and gradients.
     /// Follows `_set_params_and_buffers_to_ignore_for_model`.
     pub ignore: Vec<String>,
-    /// One copy of the parameters and of the optimizer's state for all ranks of a process, which must be on the CPU or on
-    /// one GPU. The optimizer's step becomes a collective, in which each rank steps a part of the parameters for all.
-    /// Buffers and gradients stay per rank. Results are the same to the bit.
+    /// Keep one copy of the parameters and of the optimizer's state for all ranks of a process. These ranks must be on
+    /// the CPU or on one GPU. The optimizer's step becomes a collective: each rank updates one part of the parameters,
+    /// for all ranks. Each rank keeps its own buffers and gradients. Results are the same to the bit.
     ///
-    /// What writes to a parameter writes to that of all ranks. If one process has all ranks, gradients are averaged only
-    /// as the optimizer steps: call [`average_gradients`](crate::optim::average_gradients) before reading them.
+    /// A write to a parameter changes it for all ranks. In a run of one process, gradients are averaged only during the
+    /// optimizer's step: call [`average_gradients`](crate::optim::average_gradients) before you read them.
     pub share_model: bool,
 }
 

@@ -12,9 +12,9 @@ use crate::process_group::num_bytes;
 /// The size of a cache line in bytes.
 const CACHE_LINE: usize = 64;
 
-/// The size in bytes from which a gradient stays where autograd has put it. A smaller one is copied: many small places
-/// cost more to reduce than a copy.
-const LARGE: usize = 64 << 10;
+/// The smallest gradient, in bytes, that stays where autograd has put it. Smaller gradients are copied into a flat
+/// buffer, because it costs more to reduce many small tensors than to copy them.
+const MIN_IN_PLACE_BYTES: usize = 64 << 10;
 
 /// The memory of a gradient.
 #[derive(Debug)]
@@ -24,7 +24,7 @@ enum GradMemory {
     InBuffer { view: Tensor, data: *const c_void },
     /// The memory that autograd has allocated for it. The tensor, of one dimension, shares that memory; it is empty
     /// while there is no gradient.
-    OfAutograd(Tensor),
+    InPlace(Tensor),
 }
 
 /// A parameter with its bucket and its gradient.
@@ -50,13 +50,13 @@ impl ParamSlot {
     pub(super) fn new(named: &NamedTensor, in_place: bool) -> Result<Self> {
         let tensor = named.tensor.shallow_clone();
         let bytes = num_bytes(tensor.kind(), tensor.numel());
-        // Without a gap behind it, kernels take the same vector paths as in a flat buffer and give the same bits.
-        let stays = in_place
-            && bytes >= LARGE
+        // A multiple of a cache line, so that kernels take the same vector paths as in a flat buffer: the same bits.
+        let is_in_place = in_place
+            && bytes >= MIN_IN_PLACE_BYTES
             && bytes.is_multiple_of(CACHE_LINE)
             && tensor.is_contiguous();
-        let gradient = if stays {
-            GradMemory::OfAutograd(nothing(&tensor)?)
+        let gradient = if is_in_place {
+            GradMemory::InPlace(empty_like(&tensor)?)
         } else {
             GradMemory::InBuffer { view: Tensor::new(), data: std::ptr::null() }
         };
@@ -86,9 +86,9 @@ impl ParamSlot {
 
     /// Returns a handle to the gradient's memory, of one dimension, if the gradient stays where autograd puts it. `None`
     /// if it has a place in the flat buffer.
-    pub(super) fn stays(&self) -> Option<Tensor> {
+    pub(super) fn in_place_memory(&self) -> Option<Tensor> {
         match &self.gradient {
-            GradMemory::OfAutograd(flat) => Some(flat.shallow_clone()),
+            GradMemory::InPlace(flat) => Some(flat.shallow_clone()),
             GradMemory::InBuffer { .. } => None,
         }
     }
@@ -105,7 +105,7 @@ impl ParamSlot {
 
     fn take(&self, in_hook: bool) -> Result<()> {
         match &self.gradient {
-            GradMemory::OfAutograd(flat) => adopt_grad(&self.tensor, flat, in_hook),
+            GradMemory::InPlace(flat) => adopt_grad(&self.tensor, flat, in_hook),
             GradMemory::InBuffer { view, data } if view.data_ptr().cast_const() == *data => {
                 move_grad(&self.tensor, view)
             }
@@ -128,8 +128,8 @@ impl ParamSlot {
     pub(super) fn remove_gradient(&mut self) -> Result<()> {
         (self.used, self.has_gradient) = (false, false);
         set_grad(&self.tensor, &Tensor::new())?;
-        let GradMemory::OfAutograd(flat) = &mut self.gradient else { return Ok(()) };
-        let freed = flat.f_set_data(&nothing(&self.tensor)?);
+        let GradMemory::InPlace(flat) = &mut self.gradient else { return Ok(()) };
+        let freed = flat.f_set_data(&empty_like(&self.tensor)?);
         freed.doing("freeing a gradient")
     }
 
@@ -142,7 +142,7 @@ impl ParamSlot {
     /// Sets the gradient to zeros.
     pub(super) fn zero_gradient(&self) -> Result<()> {
         let flat = match &self.gradient {
-            GradMemory::OfAutograd(flat) => {
+            GradMemory::InPlace(flat) => {
                 self.take_gradient()?;
                 flat
             }
@@ -154,7 +154,7 @@ impl ParamSlot {
     /// Returns the gradient in the parameter's shape.
     pub(super) fn gradient(&self) -> Result<Tensor> {
         match &self.gradient {
-            GradMemory::OfAutograd(flat) => flat.f_view(&self.tensor.size()[..]).doing("view"),
+            GradMemory::InPlace(flat) => flat.f_view(&self.tensor.size()[..]).doing("view"),
             GradMemory::InBuffer { view, .. } => Ok(view.shallow_clone()),
         }
     }
@@ -183,6 +183,6 @@ impl ParamSlot {
 }
 
 /// Returns an empty tensor of the dtype and device of `tensor`.
-fn nothing(tensor: &Tensor) -> Result<Tensor> {
+fn empty_like(tensor: &Tensor) -> Result<Tensor> {
     Tensor::f_empty([0], (tensor.kind(), tensor.device())).doing("empty")
 }

@@ -268,7 +268,7 @@ impl ReducerState {
             self.times.communication += began.elapsed();
             return Ok(());
         }
-        let mut gradients = bucket.join(slots)?;
+        let mut gradients = bucket.concat_gradients(slots)?;
         // A single bucket cannot overlap with anything.
         let is_async = self.mode == Mode::Overlap && !(is_last && index == 0);
         if is_async
@@ -283,7 +283,7 @@ impl ReducerState {
             comm_hook
                 .reduce(&mut GradBucket { index, is_last, gradients, parameters, weight }, group)?;
             // A hook may have replaced the tensor, as a Python hook would return a new one.
-            bucket.part(gradients, slots)
+            bucket.copy_back(gradients, slots)
         })?;
         self.times.communication += began.elapsed();
         Ok(())

@@ -53,9 +53,9 @@ use crate::records::Parameter;
 /// Follows `torch.nn.parallel.DistributedDataParallel`. Its steps, in order:
 ///
 /// 1. At construction it compares the models of all ranks and copies rank 0's parameters and buffers to all. It moves
-///    the parameters into flat buffers ("buckets"), each with a twin for its gradients. Every parameter and its `grad`
-///    are views; backward's gradients are moved there. Among CPU ranks of one process, large parameters and their
-///    gradients stay where they are.
+///    the parameters into flat buffers, and makes a second buffer for the gradients of each. Buckets are ranges of
+///    these. Each parameter and its `grad` are views; backward's gradients are moved there. CPU ranks of one process
+///    leave large parameters and gradients where they are.
 /// 2. [`forward`](Replica::forward) runs the model's own forward pass.
 /// 3. [`backward`](Self::backward) runs autograd. Hooks report each complete gradient. A bucket with all of its
 ///    gradients is summed over the ranks and divided by their number. With `nccl`, and between
@@ -267,8 +267,8 @@ impl<M> DistributedDataParallel<M> {
     }
 
     /// Returns the averaged gradient of the parameter `name`; `None` if no rank has one. With
-    /// [`share_model`](DdpOptions::share_model) it is a collective, which averages all gradients now and not as the
-    /// optimizer steps.
+    /// [`share_model`](DdpOptions::share_model) this is a collective, and averages all gradients before the optimizer's
+    /// step.
     ///
     /// # Errors
     /// [`Error::InvalidInput`] if the model has no such parameter, and the errors of [`average_gradients`].

@@ -1,18 +1,19 @@
 // A CPU allocator for libtorch that keeps large blocks for reuse. Declared in ffi/kept_memory.rs.
 //
-// glibc's malloc unmaps a large block when it is freed: a step pays a page fault for every 4 KiB of its gradients and
-// activations. malloc's settings only help on the main thread, because the heaps of other threads end at 64 MiB.
+// glibc's malloc unmaps a large block when it is freed. Each step then has a page fault for every 4 KiB of its
+// gradients and activations. malloc's settings only help on the main thread, because the heaps of other threads end at
+// 64 MiB.
 //
-// Blocks from 256 KiB on are mapped, in sizes of at most 12.5 % more than asked for; what nobody writes to takes no
-// memory. A freed block goes to a shelf. Each thread has a shelf of its own, so ranks do not wait for each other; a
-// thread that finds nothing there looks at the others before it maps a new block. Smaller blocks are malloc's, and are
-// aligned here: libtorch's posix_memalign takes twice as long as malloc.
+// Blocks of 256 KiB and more are mapped, and are at most 12.5 % larger than requested. Pages that no thread writes to
+// take no memory. A freed block goes to the free lists of the thread that freed it, so ranks do not wait for each
+// other. A thread whose lists have no block of the size takes one from other threads before it maps a new one. Smaller
+// blocks come from malloc and are aligned here: libtorch's posix_memalign takes twice as long as malloc.
 //
-// The bound: used and kept blocks together take at most half more than the most that was in use at once, or 256 MiB more
-// if that is more. A step needs each size at another time, so that the sizes' own peaks add up to more than the most in
-// use: with a quarter more the CNN mapped blocks in each step. Beyond the bound, the blocks that were not used for the
-// longest time are unmapped first. Blocks not used for a while are unmapped in any case, so that a large tensor from the
-// start of a run does not stay.
+// The size of used and kept blocks together is bounded: by 1.5 times the peak of the used blocks, or by this peak plus
+// 256 MiB if that is more. A factor is needed because the sizes have their peaks at different times in a step. With
+// 1.25 the CNN mapped blocks in each step. Above the bound, the blocks that were freed first are unmapped first. Blocks
+// that were not used for 4096 allocations of large blocks are unmapped in any case: a large tensor from the start of a
+// run does not stay.
 
 #include <sys/mman.h>
 
@@ -37,12 +38,12 @@ constexpr uint64_t kMaxAge = 4096, kCheckInterval = 256;
 
 constexpr size_t kAlwaysKept = size_t{256} << 20;
 
-constexpr unsigned kShelves = 64;
+constexpr unsigned kThreadSlots = 64;
 
 constexpr size_t kAlignment = 64;
 
 // Stands directly ahead of each tensor's memory.
-struct alignas(16) Origin {
+struct alignas(16) BlockHeader {
   void* base;
   bool is_mapped;
 };
@@ -54,12 +55,12 @@ struct Block {
   Block* next;
 };
 
-static_assert(sizeof(Block) + sizeof(Origin) <= kAlignment);
+static_assert(sizeof(Block) + sizeof(BlockHeader) <= kAlignment);
 
 // Returns the tensor's memory in an allocation of at least kAlignment bytes more, which starts at `base`.
 void* data_in(void* base, bool is_mapped) {
-  auto address = reinterpret_cast<uintptr_t>(base) + sizeof(Origin) + kAlignment - 1;
-  auto* data = reinterpret_cast<Origin*>(address & ~(kAlignment - 1));
+  auto address = reinterpret_cast<uintptr_t>(base) + sizeof(BlockHeader) + kAlignment - 1;
+  auto* data = reinterpret_cast<BlockHeader*>(address & ~(kAlignment - 1));
   data[-1] = {base, is_mapped};
   return data;
 }
@@ -79,9 +80,9 @@ size_t bytes_of(int size_class) {
 std::atomic<uint64_t> allocations{0};
 std::atomic<size_t> in_use{0}, peak{0}, mapped{0};
 
-// The free blocks of one thread (of several, if there are more threads than shelves). Each list is in the order in which
+// The free blocks of one thread (of several, if there are more threads than free_lists). Each list is in the order in which
 // its blocks were freed, the last one first.
-class Shelf {
+class FreeLists {
  public:
   void put(Block* block) {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -124,12 +125,12 @@ class Shelf {
   Block* lists_[kClasses] = {};
 };
 
-Shelf shelves[kShelves];
+FreeLists free_lists[kThreadSlots];
 std::atomic<unsigned> threads{0};
-thread_local const unsigned own_shelf = threads.fetch_add(1, std::memory_order_relaxed);
+thread_local const unsigned own_lists = threads.fetch_add(1, std::memory_order_relaxed);
 
 void unmap_until(uint64_t time) {
-  for (auto& shelf : shelves) shelf.unmap_until(time);
+  for (auto& lists : free_lists) lists.unmap_until(time);
 }
 
 // Maps a new block. Returns null if the system refuses.
@@ -173,8 +174,8 @@ Block* take(int size_class) {
   while (used > most && !peak.compare_exchange_weak(most, used, std::memory_order_relaxed)) {
   }
   Block* block = nullptr;
-  for (unsigned i = 0; block == nullptr && i < kShelves; i++) {
-    block = shelves[(own_shelf + i) % kShelves].take(size_class);
+  for (unsigned i = 0; block == nullptr && i < kThreadSlots; i++) {
+    block = free_lists[(own_lists + i) % kThreadSlots].take(size_class);
   }
   if (block == nullptr) block = map(size_class);
   if (block == nullptr) in_use.fetch_sub(bytes, std::memory_order_relaxed);
@@ -184,13 +185,13 @@ Block* take(int size_class) {
 void release(void* data) {
   if (data == nullptr) return;
   c10::profiledCPUMemoryReporter().Delete(data);
-  Origin origin = static_cast<Origin*>(data)[-1];
-  if (origin.is_mapped) {
-    auto* block = static_cast<Block*>(origin.base);
+  BlockHeader header = static_cast<BlockHeader*>(data)[-1];
+  if (header.is_mapped) {
+    auto* block = static_cast<Block*>(header.base);
     in_use.fetch_sub(bytes_of(block->size_class), std::memory_order_relaxed);
-    shelves[own_shelf % kShelves].put(block);
+    free_lists[own_lists % kThreadSlots].put(block);
   } else {
-    free(origin.base);
+    free(header.base);
   }
 }
 

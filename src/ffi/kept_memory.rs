@@ -13,9 +13,10 @@ const SWITCH: &str = "DDP_MP_KEEP_MEMORY";
 /// Makes libtorch keep freed CPU blocks of 256 KiB and more for the next tensors, unless the environment has
 /// `DDP_MP_KEEP_MEMORY=0`.
 ///
-/// By default libtorch returns the memory of large gradients and activations to the system and gets it back in each
-/// step, at the price of a page fault for every 4 KiB. Used and kept blocks together take at most half more than the
-/// most that was in use at once, or 256 MiB more if that is more. Each run of ranks returns the kept blocks to the system at its end.
+/// By default libtorch returns the memory of large gradients and activations to the system in each step, and gets it
+/// back with a page fault for every 4 KiB. The size of used and kept blocks together is bounded: by 1.5 times the peak
+/// of the used blocks, or by this peak plus 256 MiB if that is more. At its end, a run returns the kept blocks to the
+/// system.
 ///
 /// The `ddp-mp` program calls this first. In a program of your own it is your decision, because it replaces the CPU
 /// allocator of the whole process: call it at the start of `main`, before other threads use libtorch. An allocator
@@ -28,7 +29,7 @@ pub fn keep_memory() {
     }
 }
 
-/// Returns whether libtorch keeps freed CPU memory: whether [`keep_memory`] has had an effect.
+/// Returns whether libtorch keeps freed CPU memory. False without [`keep_memory`], or where that had no effect.
 pub fn keeps_memory() -> bool {
     // SAFETY: compares two pointers.
     unsafe { ddp_keeps_memory() }

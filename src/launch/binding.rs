@@ -1,8 +1,8 @@
 //! The CPUs of each rank: `--bind`.
 //!
 //! A bound rank stays on its CPUs, and so do the threads that it starts: loader workers, the communication thread,
-//! libtorch's OpenMP threads. Its memory is on its NUMA node, because the kernel takes a page from the node of the
-//! thread that writes to it first.
+//! libtorch's OpenMP threads. Most of its memory is on its NUMA node, because the kernel takes a page from the node of
+//! the thread that writes to it first.
 
 use std::ops::Range;
 
@@ -19,25 +19,25 @@ use crate::os::affinity::{CpuList, Topology};
 )]
 #[strum(serialize_all = "lowercase")]
 pub enum BindChoice {
-    /// `core` for ranks on the CPU whose threads fit the CPUs, else `none`.
+    /// `Core` for two or more ranks on the CPU, if each of their threads gets a CPU. Otherwise `None`.
     #[default]
     Auto,
-    /// Those that the process may use.
+    /// All CPUs that the process may use.
     None,
-    /// Its share of them, which no other rank has. The SMT siblings of a core stay together.
+    /// An equal share of these CPUs, for this rank alone. The SMT siblings of a core stay together where possible.
     Core,
-    /// Those of one NUMA node. The ranks are spread evenly over the nodes.
+    /// The CPUs of one NUMA node. The ranks are spread evenly over the nodes.
     Numa,
 }
 
 /// The ranks that may share a machine's CPUs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct LocalRanks {
-    /// The places of this process's ranks among those of the machine.
+    /// The local ranks of this process's ranks: their numbers on the machine, from 0.
     pub here: Range<usize>,
     /// The number of ranks on the machine.
     pub on_machine: usize,
-    /// How many threads libtorch uses in each.
+    /// The number of threads that libtorch uses per rank.
     pub threads: usize,
     pub device: Device,
 }
@@ -59,7 +59,7 @@ impl BindChoice {
     pub(crate) fn binding(self, ranks: &LocalRanks) -> Result<Binding> {
         let binding = match Topology::read() {
             Ok(topology) => self.decide(&topology, ranks),
-            Err(error) => Err(format!("the system does not tell this process's CPUs: {error}")),
+            Err(error) => Err(format!("cannot read which CPUs this process may use: {error}")),
         };
         match binding {
             Err(reason) if matches!(self, Self::Auto | Self::None) => Ok(Binding::Unbound(reason)),
@@ -75,9 +75,9 @@ impl BindChoice {
     /// [`Error::InvalidInput`] when the system refuses; with `auto` the rank then runs unbound.
     pub(crate) fn bind_this_thread(self, cpus: &CpuList) -> Result<()> {
         match cpus.bind_this_thread() {
-            Err(error) if self != Self::Auto => {
-                Err(Error::InvalidInput(format!("--bind {self}: CPUs {cpus}: {error}")))
-            }
+            Err(error) if self != Self::Auto => Err(Error::InvalidInput(format!(
+                "--bind {self}: cannot bind a rank to CPUs {cpus}: {error}; use --bind none"
+            ))),
             _ => Ok(()),
         }
     }
@@ -86,7 +86,7 @@ impl BindChoice {
     fn decide(self, topology: &Topology, ranks: &LocalRanks) -> Result<Binding, String> {
         let LocalRanks { here, on_machine, threads, device } = ranks;
         let (allowed, cpus) = (&topology.allowed, topology.allowed.0.len());
-        // A process that may not use the whole machine has been given its part: other processes have theirs.
+        // A launcher has given this process a part of the machine. Other processes have other parts.
         let is_part = allowed.0.len() < topology.online.0.len();
         let (here, count) =
             if is_part { (0..here.len(), here.len()) } else { (here.clone(), *on_machine) };
@@ -94,7 +94,7 @@ impl BindChoice {
         match self {
             Self::None => Ok(Binding::Unbound("--bind none".into())),
             Self::Numa => {
-                let nodes = topology.nodes.iter().map(|node| node.shared_with(allowed));
+                let nodes = topology.nodes.iter().map(|node| node.intersection(allowed));
                 let mut nodes: Vec<CpuList> = nodes.filter(|node| !node.0.is_empty()).collect();
                 if nodes.is_empty() {
                     nodes.push(allowed.clone());
@@ -105,7 +105,9 @@ impl BindChoice {
             Self::Auto if *device != Device::Cpu => {
                 Ok(Binding::Unbound("auto binds ranks on the CPU only".into()))
             }
-            Self::Auto if count == 1 => Ok(Binding::Unbound("one rank has all CPUs".into())),
+            Self::Auto if count == 1 => {
+                Ok(Binding::Unbound("a single rank uses all CPUs of its process".into()))
+            }
             Self::Auto if threads.saturating_mul(count) > cpus => {
                 let each = if *threads == 1 { "1 thread" } else { &format!("{threads} threads") };
                 Err(format!("{count} ranks with {each} each do not fit {}", named(allowed)))
@@ -149,7 +151,7 @@ fn joined(cores: &[CpuList]) -> Vec<usize> {
 /// Returns the allowed CPUs of each core, with the cores of a NUMA node beside each other.
 fn cores(topology: &Topology) -> Vec<CpuList> {
     let node = |cpu: &usize| topology.nodes.iter().position(|node| node.0.contains(cpu));
-    let allowed = topology.cores.iter().map(|core| core.shared_with(&topology.allowed));
+    let allowed = topology.cores.iter().map(|core| core.intersection(&topology.allowed));
     let mut cores: Vec<CpuList> = allowed.collect();
     cores.sort_by_key(|core| (core.0.first().and_then(node), core.0.clone()));
     cores.dedup();
@@ -271,7 +273,10 @@ mod tests {
     #[test]
     fn auto_binds_only_ranks_that_fit() {
         let four = machine(4, 1, 1, "0-3");
-        assert_eq!(bound(AUTO, &four, &threads(1, 4)), ["one rank has all CPUs"]);
+        assert_eq!(
+            bound(AUTO, &four, &threads(1, 4)),
+            ["a single rank uses all CPUs of its process"]
+        );
         assert_eq!(
             bound(AUTO, &four, &threads(3, 2)),
             ["3 ranks with 2 threads each do not fit the 4 CPUs that this process may use (0-3)"]
@@ -314,7 +319,7 @@ mod tests {
         assert_eq!(bound(AUTO, &whole, &of(2..4)), ["4-5", "6-7"]);
         assert_eq!(bound(NUMA, &machine(8, 1, 2, "0-7"), &of(2..3)), ["4-7"]);
         let part = machine(8, 1, 1, "4-5");
-        assert_eq!(bound(AUTO, &part, &of(2..3)), ["one rank has all CPUs"]);
+        assert_eq!(bound(AUTO, &part, &of(2..3)), ["a single rank uses all CPUs of its process"]);
         assert_eq!(bound(AUTO, &part, &of(2..4)), ["4", "5"]);
         assert_eq!(bound(CORE, &part, &of(2..3)), ["4-5"]);
     }

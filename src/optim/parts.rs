@@ -40,7 +40,7 @@ impl Parts {
         self.parameters.len()
     }
 
-    /// Returns the elements `piece` of the range at `index`, with `gradient` in place of theirs, if there is one.
+    /// Returns the elements `piece` of the range at `index`, with `gradient` instead of theirs, if given.
     pub(super) fn piece(
         &self,
         index: usize,

@@ -1,4 +1,4 @@
-//! An optimizer's state by parameter, as a checkpoint has it: read from the flat buffers, and loaded into them.
+//! An optimizer's state by parameter, in the form of a checkpoint: reads it from the flat buffers, and loads it.
 
 use std::collections::BTreeMap;
 
@@ -29,8 +29,8 @@ impl OptimizerState {
         Ok(states.into_values().collect())
     }
 
-    /// Loads the slots. `count` reads the number of steps from a stepped parameter's state, which also holds the
-    /// tensors named in `besides`. On an error nothing has changed.
+    /// Loads the slots. `count` reads the number of steps from the state of a parameter that was stepped. This state
+    /// also holds the tensors named in `besides`. A state that does not match is refused before anything changes.
     pub(super) fn load(
         &mut self,
         state: &[ParameterState],

@@ -1,10 +1,10 @@
 //! One copy of a model for all ranks of a process: `DdpOptions::share_model`.
 //!
 //! The ranks have the same parameters and the same optimizer state in every step. As threads they can have the same
-//! memory, too. Each rank then steps its slice of the parameters, for all ranks: it adds up the ranks' gradients of a
-//! piece, steps that piece while it is in the processor's cache, and goes on to the next. Averaged gradients are not
-//! written back, and no rank repeats another's step. It is what ZeRO does among machines; here nobody has to gather the
-//! parameters afterwards.
+//! memory, too. Each rank then updates one slice of the parameters, for all ranks. It works piece by piece: it adds up
+//! the ranks' gradients and updates the parameters from their mean. Averaged gradients are not written back, and no
+//! rank repeats another's update. ZeRO divides the step in the same way, but its ranks must gather the parameters
+//! afterwards.
 
 use std::cell::{Cell, RefCell};
 use std::fmt;
@@ -19,9 +19,10 @@ use crate::error::Result;
 use crate::ffi::TorchResult;
 use crate::process_group::{ProcessGroup, ReduceOp, join_shapes};
 
-/// Elements per piece: it fits into a processor's second-level cache, and a kernel's call costs little beside it. A
-/// multiple of a cache line, so that kernels give the same bits as on a whole tensor.
-const PIECE: i64 = 64 << 10;
+/// Elements per piece: 256 KiB of float32. Small, so that the mean can stay in a cache until the optimizer reads it;
+/// large, so that the kernel calls cost little. A multiple of a cache line, so that kernels give the same bits as on a
+/// whole tensor.
+const PIECE_NUMEL: i64 = 64 << 10;
 
 /// One rank's side of a model that all ranks of its process share.
 pub(crate) struct SharedModel {
@@ -61,14 +62,16 @@ impl SharedModel {
         self.average.get().0.is_some()
     }
 
-    /// Marks the gradients as averaged. Each rank has their mean.
+    /// Clears what [`set_average`](Self::set_average) has set: the optimizer has nothing to average.
     pub(crate) fn clear_average(&self) {
         self.average.set((None, None));
     }
 
-    /// Averages `gradients`, of one dtype, unless they are averaged already, and passes this rank's slice of them to
-    /// `on_piece`: the index of the gradient, the elements there, and their mean if it is not in the gradient itself.
-    /// Returns once all ranks are done.
+    /// Averages this rank's slice of `gradients`, which have one dtype, and calls `on_piece` for each piece of it. Does
+    /// not average if `is_averaged`. Returns once all ranks are done.
+    ///
+    /// `on_piece` gets the index of the gradient, the elements in it, and their mean. The mean is `None` if the
+    /// gradient itself holds it.
     pub(super) fn for_my_slice(
         &self,
         gradients: &[Tensor],
@@ -95,7 +98,7 @@ impl SharedModel {
         if let Some(known) = scratch.iter().find(|known| known.kind() == kind) {
             return Ok(known.clone());
         }
-        let made = Tensor::f_zeros([PIECE], (kind, self.group.device())).doing("zeros")?;
+        let made = Tensor::f_zeros([PIECE_NUMEL], (kind, self.group.device())).doing("zeros")?;
         let made = Rc::new(made);
         scratch.push(made.clone());
         Ok(made)

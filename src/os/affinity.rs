@@ -19,11 +19,11 @@ pub(crate) struct CpuList(pub Vec<usize>);
 pub(crate) struct Topology {
     /// The CPUs that the thread may use. The kernel leaves out those that are offline.
     pub allowed: CpuList,
-    /// The CPUs that are online. Empty if the system does not tell.
+    /// The CPUs that are online. Empty if the system does not list them.
     pub online: CpuList,
     /// For each allowed CPU the CPUs of its core: itself, and its SMT siblings.
     pub cores: Vec<CpuList>,
-    /// The CPUs of each NUMA node. Empty if the system does not tell.
+    /// The CPUs of each NUMA node. Empty if the system does not list them.
     pub nodes: Vec<CpuList>,
 }
 
@@ -37,7 +37,7 @@ impl CpuList {
     }
 
     /// Returns the CPUs that are also in `other`.
-    pub(crate) fn shared_with(&self, other: &Self) -> Self {
+    pub(crate) fn intersection(&self, other: &Self) -> Self {
         Self(self.0.iter().copied().filter(|cpu| other.0.binary_search(cpu).is_ok()).collect())
     }
 
@@ -61,7 +61,7 @@ impl CpuList {
 
 /// Lets the calling thread, which a bound thread has started, use all CPUs that the main thread may use.
 pub(crate) fn unbind_this_thread() {
-    // If the system refuses, the thread stays where it is, which is slower but right.
+    // If the system refuses, the thread stays bound: slower, but with the same results.
     let _ = CpuList::of_thread(Some(getpid())).and_then(|cpus| cpus.bind_this_thread());
 }
 
@@ -69,7 +69,7 @@ impl Topology {
     /// Reads the topology of this machine. Without `/sys`, each CPU is a core of its own.
     ///
     /// # Errors
-    /// If the system does not tell the CPUs that the calling thread may use.
+    /// If the CPUs that the calling thread may use cannot be read.
     pub(crate) fn read() -> io::Result<Self> {
         let allowed = CpuList::of_thread(None)?;
         let system = Path::new("/sys/devices/system");
@@ -135,7 +135,7 @@ mod tests {
         }
         assert_eq!("7,1-2,2".parse::<CpuList>().unwrap().to_string(), "1-2,7");
         assert!("0-x".parse::<CpuList>().is_err() && "1-2-3".parse::<CpuList>().is_err());
-        assert_eq!(CpuList::new([3, 1, 2]).shared_with(&CpuList::new([2, 3, 9])).0, [2, 3]);
+        assert_eq!(CpuList::new([3, 1, 2]).intersection(&CpuList::new([2, 3, 9])).0, [2, 3]);
     }
 
     #[test]

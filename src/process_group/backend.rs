@@ -1,4 +1,4 @@
-//! The interface of a backend: how a rank joins it, its collectives, and one that continues in the background.
+//! The interface of a backend: how a rank joins it, its collectives, and collectives that continue in the background.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,21 +15,22 @@ use super::traffic::Traffic;
 use crate::error::{Error, Result};
 use crate::operation::{OpId, Operation};
 
-/// What a backend's folder says about it, in its `BACKEND`. The table of all is in `backends.rs`.
+/// The description of a backend: the `BACKEND` of its folder. `backends.rs` lists all of them.
 pub(super) struct BackendType {
     /// The name, as in messages and on the command line.
     pub name: &'static str,
     /// The devices whose ranks it serves.
     pub devices: Devices,
-    /// The processes that it connects. A group of a backend for several processes that has all its ranks in one uses
-    /// the default backend there.
+    /// The processes that it connects. With [`Reach::BetweenProcesses`], a group whose ranks are all in one process
+    /// uses the default backend for one process instead.
     pub reach: Reach,
     /// Whether a call launches work on a device and returns before the work is done. Such a backend launches messages,
     /// too.
     pub is_stream_ordered: bool,
     /// Checks that its library is installed, if it needs one.
     pub check_library: fn() -> Result<()>,
-    /// Whether ranks read each other's tensors in memory, so that a reduction may take a list of tensors as they lie.
+    /// Whether ranks read each other's tensors in memory, so that a reduction can take a list of tensors without
+    /// copies.
     pub reduces_in_place: bool,
     /// Checks that the backend can reduce tensors of this dtype in this way.
     pub check_reduction: fn(Operation, ReduceOp, Kind) -> Result<()>,
@@ -88,7 +89,8 @@ pub(super) trait RankBackend: Send {
     /// Runs this rank's part of a collective.
     fn run(&mut self, call: &Call) -> Result<()>;
 
-    /// Starts this rank's part of a collective. Returns the operation if it continues in the background.
+    /// Starts this rank's part of a collective. Returns the operation if it continues in the
+    /// background, `None` if it is done.
     fn start(&mut self, call: &Call) -> Result<Option<Box<dyn InFlight>>> {
         self.run(call).map(|()| None)
     }

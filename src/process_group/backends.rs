@@ -1,5 +1,5 @@
-//! The table of all backends, and which of them serves given ranks. A backend takes a folder, its `mod` line, and here
-//! its variant and its line in `entry`.
+//! The table of all backends, and the choice of a backend for the ranks of a group. A new backend needs a folder, a
+//! `mod` line, a variant of `Backend` and a line in `Backend::entry`.
 
 use std::str::FromStr;
 
@@ -12,7 +12,7 @@ use super::{gloo, nccl, threaded};
 use crate::error::{Error, Result};
 use crate::operation::Operation;
 
-/// The communication backend of a process group. If several serve some ranks, the first here is their default.
+/// The communication backend of a process group. The default is the first variant that supports the ranks' devices.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, EnumIter)]
 pub enum Backend {
     /// NCCL: each rank on a GPU of its own.
@@ -24,7 +24,7 @@ pub enum Backend {
 }
 
 impl Backend {
-    /// Returns what the backend's folder says about it.
+    /// Returns the backend's description, which is in its folder.
     pub(super) fn entry(self) -> &'static BackendType {
         match self {
             Self::Nccl => &nccl::BACKEND,
@@ -45,13 +45,16 @@ impl Backend {
 
     /// Returns the default backend for ranks on these devices in one process.
     pub(crate) fn for_threads(devices: &[Device]) -> Self {
-        let suits = |it: &Self| it.works_within_process() && it.devices().include(devices);
+        let suits =
+            |backend: &Self| backend.works_within_process() && backend.devices().include(devices);
         Self::iter().find(suits).unwrap_or(Self::Threaded)
     }
 
     /// Returns the default backend for ranks on these devices in several processes; `None` if none serves them.
     pub(crate) fn for_processes(devices: &[Device]) -> Option<Self> {
-        let suits = |it: &Self| it.works_between_processes() && it.devices().include(devices);
+        let suits = |backend: &Self| {
+            backend.works_between_processes() && backend.devices().include(devices)
+        };
         Self::iter().find(suits)
     }
 

@@ -1,7 +1,7 @@
-//! Reductions of tensors where they lie in the memory of a process, for the gradients of ranks that are its threads.
+//! Reductions of tensors in place, for the gradients of ranks that are threads of one process.
 //!
-//! A list of tensors takes one collective, and is not copied into one tensor. Its elements are distributed evenly over the
-//! ranks, in whole cache lines.
+//! One collective reduces a whole list of tensors, which need not be copied into one tensor. Each rank reduces an equal
+//! part of the list's elements, in whole cache lines.
 
 use std::ops::Range;
 use std::panic::Location;
@@ -75,7 +75,7 @@ impl ProcessGroup {
         &self,
         make: impl FnOnce() -> Result<Vec<Tensor>>,
     ) -> Result<Vec<Tensor>> {
-        self.barrier()?; // nobody is still using what `make` reads
+        self.barrier()?; // no rank uses the tensors any more that `make` reads
         let (sequence, ranks) = (self.sequence()?, self.local_world_size());
         let make = || Ok(Arc::new(Mutex::new(make()?)));
         let tensors = self.shared.tensors().fetch(sequence, ranks, make)?;

@@ -56,7 +56,7 @@ impl Catalog for Chinese {
             text += "。";
         }
         if run_info.shares_model {
-            text += "同一进程中的 rank 是线程，参数只需一份（--share-model），每个 rank 的模型就是这一份。";
+            text += "同一进程里的 rank 都是线程，因此共用一份参数（--share-model）。";
         }
         text += "参数的 64 位哈希：";
         Section::new("相同的起点", text)
@@ -144,10 +144,10 @@ impl Catalog for Chinese {
         }
         if run_info.shares_model {
             let text = format!(
-                "一个进程里只有一份模型，所以只需更新一次：每个 rank 的优化器（{optimizer}，学习率 {lr}）替所有 rank \
-                 更新其中一部分参数，并等待其余部分更新完毕。"
+                "同一进程里的 rank 共用一份模型，只需更新一次：每个 rank 的优化器（{optimizer}，学习率 {lr}）负责更新\
+                 其中一部分参数，然后等其他 rank 更新完其余部分。"
             );
-            return Section::new(format!("第 {step} 步：每个 rank 得到同样的更新"), text);
+            return Section::new(format!("第 {step} 步：各 rank 共同完成一次更新"), text);
         }
         let text = format!(
             "每个 rank 的优化器（{optimizer}，学习率 {lr}）用同样的数做同样的计算，所以各 rank 的模型保持一致，\

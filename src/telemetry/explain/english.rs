@@ -25,9 +25,9 @@ impl Catalog for English {
                  PyTorch's ranks are processes, and meet at MASTER_PORT.)"
             ),
             (_, p, "nccl") => format!(
-                "The {n} ranks are in {p} processes, which have met in a TCPStore. The first has NCCL make a unique id \
-                 (128 bytes) and puts it into the store, where the others get it{}. With the id each joins the same \
-                 communicator, through which the GPUs talk.",
+                "The {n} ranks are in {p} processes, which are connected to a TCPStore. The first process has NCCL \
+                 make a unique id (128 bytes) and stores it there for the others{}. With the id each rank joins one \
+                 communicator, over which the GPUs communicate.",
                 if *n > p { ", and within a process it goes over a channel" } else { "" }
             ),
             (_, p, _) => format!(
@@ -62,8 +62,7 @@ impl Catalog for English {
             }
         }
         if run_info.shares_model {
-            text += "The ranks of a process are threads, so they need only one copy of the parameters (--share-model), \
-                     and each rank's model is that copy. ";
+            text += "The ranks of a process are threads and share one copy of the parameters (--share-model). ";
         }
         text += "Their hash, of 64 bits:";
         Section::new("The same start", text)
@@ -158,9 +157,9 @@ impl Catalog for English {
         }
         if run_info.shares_model {
             let text = format!(
-                "There is one copy of the model in a process, so there is one step to make. Each rank's optimizer \
-                 ({optimizer}, lr {lr}) steps its part of the parameters for all, and waits until the other parts are \
-                 done."
+                "A process has one copy of the model, so one update is enough. Each rank's optimizer ({optimizer}, lr \
+                 {lr}) updates its part of the parameters for all ranks. It then waits until the other ranks have \
+                 updated theirs."
             );
             return Section::new(format!("Step {step}: the same update for every rank"), text);
         }
