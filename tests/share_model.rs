@@ -2,7 +2,8 @@
 
 use ddp_mp::ddp::JoinOptions;
 use ddp_mp::optim::{
-    AdamW, AdamWOptions, GradState, Optimizer, Sgd, SgdOptions, average_gradients,
+    AdamW, AdamWOptions, GradState, Optimizer, ParamSpan, Sgd, SgdOptions, average_gradients,
+    clip_grad_norm,
 };
 use ddp_mp::{DdpOptions, DistributedDataParallel, ReduceOp};
 use serde_json::Value;
@@ -196,10 +197,12 @@ fn further_rank_of_a_shared_model_takes_memory_for_its_gradients_only() {
 /// A checkpoint of one form continues in the other, to the bits of a run without interruption.
 #[test]
 fn checkpoint_of_a_shared_model_resumes_with_replicas_and_back() {
-    let args = [MLP, &["--nproc-per-node=2", "--optimizer=adamw", "--max-epochs=3"]].concat();
-    let whole = events(&args);
-    for before in [true, false] {
-        for after in [true, false] {
+    let hook = ["--comm-hook=powersgd", "--powersgd-start-iter=2"];
+    for more in [&[][..], &hook] {
+        let length = ["--nproc-per-node=2", "--optimizer=adamw", "--max-epochs=3"];
+        let args = [MLP, &length, more].concat();
+        let whole = events(&args);
+        for (before, after) in [(true, true), (true, false), (false, true)] {
             let folder = tempfile::tempdir().unwrap();
             let dir = format!("--checkpoint-dir={}", folder.path().display());
             let shared = |yes: bool| if yes { &["--share-model"][..] } else { &[] };
@@ -208,7 +211,7 @@ fn checkpoint_of_a_shared_model_resumes_with_replicas_and_back() {
             let second = [&args[..], &[&dir, "--resume=auto"], shared(after)].concat();
             let resumed = events(&second);
             let hash = |events: &[Value]| events.last().unwrap()["parameters_hash"].clone();
-            assert_eq!(hash(&resumed), hash(&whole), "{before} {after}");
+            assert_eq!(hash(&resumed), hash(&whole), "{more:?} {before} {after}");
         }
     }
 }
@@ -339,6 +342,61 @@ fn step_of_a_shared_model_raises_the_version_of_its_parameters() {
         optimizer.step(0.1)?;
         let error = ddp.backward(&older).unwrap_err().to_string();
         assert!(error.contains("modified by an inplace operation"), "{error}");
+        Ok(())
+    });
+}
+
+/// Parameters of several dtypes, of which one is empty, and clipping of a part of them: each is stepped once.
+#[test]
+fn dtypes_and_parts_of_a_shared_model_are_stepped_as_replicas() {
+    let train = |share_model: bool| {
+        ranks(3, move |_, group| {
+            let vs = VarStore::new(Device::Cpu);
+            let var = |name: &str, shape: &[i64], kind| {
+                let mut root = vs.root();
+                root.set_kind(kind);
+                root.var(name, shape, nn::Init::Const(0.5))
+            };
+            let (empty, bias) = (var("empty", &[0], Kind::Float), var("bias", &[256], Kind::Float));
+            let scale = var("scale", &[256], Kind::Double);
+            let weight = var("weight", &[256, 256], Kind::Float);
+            let options = DdpOptions { share_model, ..DdpOptions::default() };
+            let mut ddp = DistributedDataParallel::new((), &vs, group.clone(), options)?;
+            let options = AdamWOptions { decays: ParamSpan::is_weight, ..AdamWOptions::default() };
+            let mut optimizer = AdamW::new(ddp.flat_buffers(), options)?;
+            for step in 0..3 {
+                ddp.zero_grad()?;
+                let x = inputs(group.rank(), step).view([2, 256]);
+                let y = (x.matmul(&weight) + &bias) * scale.to_kind(Kind::Float);
+                let loss = y.square().mean(Kind::Float) + empty.sum(Kind::Float);
+                ddp.backward(&loss)?;
+                if step > 0 {
+                    let _ = clip_grad_norm(&ddp.flat_buffers()[..1], 0.01)?;
+                }
+                optimizer.step(0.1)?;
+            }
+            Ok(ddp.parameters_hash()?)
+        })
+    };
+    assert_eq!(train(true), train(false));
+}
+
+/// A gradient that shares its memory with another tensor's is copied before it is averaged in place.
+#[test]
+fn gradient_of_an_ignored_parameter_stays_its_rank_s_own() {
+    ranks(2, |_, group| {
+        let vs = VarStore::new(Device::Cpu);
+        let root = vs.root();
+        let var = |name: &str| root.var(name, &[128, 128], nn::Init::Const(0.5));
+        let (trained, ignored) = (var("trained"), var("ignored"));
+        let options = DdpOptions { ignore: vec!["ignored".into()], ..DdpOptions::default() };
+        let mut ddp = DistributedDataParallel::new((), &vs, group.clone(), options)?;
+        let factor = 1.0 + group.rank() as f64;
+        let sum = trained.view(-1) + ignored.view(-1);
+        ddp.backward(&((sum * factor).square().sum(Kind::Float)))?;
+        // The derivative of (f (a + b))^2 is 2 f^2 (a + b).
+        assert_eq!(ignored.grad().double_value(&[0, 0]), 2.0 * factor * factor);
+        assert_eq!(trained.grad().double_value(&[0, 0]), (2.0 + 8.0) / 2.0);
         Ok(())
     });
 }

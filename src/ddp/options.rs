@@ -47,6 +47,9 @@ pub struct DdpOptions {
     ///
     /// A write to a parameter changes it for all ranks. In a run of one process, gradients are averaged only during the
     /// optimizer's step: call [`average_gradients`](crate::optim::average_gradients) before you read them.
+    ///
+    /// Step with the optimizers of this crate only. tch's do not know of the other ranks: each rank would update the one
+    /// copy with its own gradients.
     pub share_model: bool,
 }
 

@@ -100,12 +100,8 @@ impl ParamSlot {
 
     /// Moves the gradient to its place in the buffer, or finds where autograd has put it; zeros if there is none.
     pub(super) fn take_gradient(&self) -> Result<()> {
-        self.take(false)
-    }
-
-    fn take(&self, in_hook: bool) -> Result<()> {
         match &self.gradient {
-            GradMemory::InPlace(flat) => adopt_grad(&self.tensor, flat, in_hook),
+            GradMemory::InPlace(flat) => adopt_grad(&self.tensor, flat),
             GradMemory::InBuffer { view, data } if view.data_ptr().cast_const() == *data => {
                 move_grad(&self.tensor, view)
             }
@@ -119,7 +115,7 @@ impl ParamSlot {
 
     /// Takes the gradient that backward has computed, in a hook of autograd.
     pub(super) fn complete(&mut self) -> Result<()> {
-        self.take(true)?;
+        self.take_gradient()?;
         self.used = true;
         self.kept_grad.take().map_or(Ok(()), |kept| self.restore_gradient(&kept))
     }

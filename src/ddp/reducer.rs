@@ -71,6 +71,9 @@ impl Reducer {
     /// Makes the parameters of all ranks of this process the same memory. A collective.
     pub(super) fn share_parameters(&self) -> Result<()> {
         let mut state = self.state.borrow_mut();
+        if state.group.is_stream_ordered() {
+            return one_rank_per_gpu(&state.group);
+        }
         let shared = Rc::new(SharedModel::new(local_group(&state.group)?));
         state.layout.share_parameters(&shared)?;
         state.shared = Some(shared);
@@ -236,4 +239,16 @@ impl Reducer {
 /// Returns the group of the ranks in this process. A collective.
 fn local_group(group: &Rc<ProcessGroup>) -> Result<Rc<ProcessGroup>> {
     if group.spans_processes() { group.new_local_group().map(Rc::new) } else { Ok(group.clone()) }
+}
+
+/// Checks that this process has one rank, which then shares its model with nobody: each rank has a GPU of its own.
+fn one_rank_per_gpu(group: &ProcessGroup) -> Result<()> {
+    if group.local_world_size() == 1 {
+        return Ok(());
+    }
+    Err(Error::InvalidInput(format!(
+        "share_model: with backend {} each rank has a GPU of its own, and GPUs do not share memory; leave share_model \
+         out, or start the ranks on the CPU or on one GPU",
+        group.backend()
+    )))
 }

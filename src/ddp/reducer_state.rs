@@ -248,6 +248,9 @@ impl ReducerState {
         let began = Instant::now();
         let Self { layout, group, comm_hook, reduce_path, weight, .. } = self;
         let (index, group) = (self.next, &**group);
+        if layout.buckets[index].gradients.is_empty() {
+            return Ok(()); // all of its parameters are empty
+        }
         group.set_context(CallContext {
             call_site: self.call_site,
             bucket: u16::try_from(index).ok(),
@@ -306,7 +309,7 @@ impl ReducerState {
         self.shared.is_some()
             && !self.group.spans_processes()
             && is_plain
-            && self.next == 0
+            && self.mode != Mode::Overlap
             && self.joining.is_none()
             && self.layout.probe.is_none()
             && !self.unused.must_agree(options)

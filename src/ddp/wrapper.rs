@@ -66,8 +66,8 @@ use crate::records::Parameter;
 /// With batches of equal size and a mean loss, the average is the gradient of the whole batch. With batches of
 /// different sizes it is not, as in PyTorch: see [`backward_weighted`](Self::backward_weighted).
 ///
-/// Zero gradients with [`zero_grad`](Self::zero_grad). The `zero_grad` of tch's optimizers fills them with zeros
-/// (`set_to_none=False`), which takes longer. The `backward_step` of tch's optimizers is refused, because it would not
+/// Zero gradients with [`zero_grad`](Self::zero_grad). The `zero_grad` of tch's optimizers only removes each parameter's
+/// `grad`; large gradients then keep their memory until the next backward. The `backward_step` of tch's optimizers is refused, because it would not
 /// average.
 ///
 /// The type is `!Send`, like its group: it stays on its rank's thread.

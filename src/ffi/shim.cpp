@@ -195,8 +195,8 @@ char* ddp_move_grad(at::Tensor* parameter, at::Tensor* place) {
 }
 
 // Makes `flat`, a tensor of one dimension, share the memory of parameter.grad, which stays where it is. Without a
-// gradient it becomes zeros. `in_hook`: autograd has just computed the gradient and still holds it.
-char* ddp_adopt_grad(at::Tensor* parameter, at::Tensor* flat, bool in_hook) {
+// gradient it becomes zeros.
+char* ddp_adopt_grad(at::Tensor* parameter, at::Tensor* flat) {
   return guarded([&] {
     at::Tensor& grad = parameter->mutable_grad();
     if (grad.defined() && grad.has_storage() && grad.data_ptr() == flat->data_ptr()) return;
@@ -205,8 +205,8 @@ char* ddp_adopt_grad(at::Tensor* parameter, at::Tensor* flat, bool in_hook) {
       grad = at::zeros_like(*parameter, at::MemoryFormat::Contiguous);
     } else if (grad.layout() != at::kStrided) {
       grad = grad.to_dense();  // an embedding's gradient may be sparse
-    } else if (!grad.is_contiguous() || grad.storage().use_count() > (in_hook ? 2 : 1)) {
-      // Gradients of several parameters may share memory, of which each will be reduced in place.
+    } else if (!grad.is_contiguous() || grad.storage().use_count() > 1) {
+      // Another gradient may have the same memory, which will be reduced in place.
       grad = grad.clone(at::MemoryFormat::Contiguous);
     }
     flat->set_data(grad.view({-1}));

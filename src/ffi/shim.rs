@@ -58,7 +58,7 @@ unsafe extern "C" {
         index: usize,
     ) -> *mut c_char;
     fn ddp_move_grad(parameter: *mut C_tensor, place: *mut C_tensor) -> *mut c_char;
-    fn ddp_adopt_grad(parameter: *mut C_tensor, flat: *mut C_tensor, in_hook: bool) -> *mut c_char;
+    fn ddp_adopt_grad(parameter: *mut C_tensor, flat: *mut C_tensor) -> *mut c_char;
     fn ddp_add_scaled(to: *mut C_tensor, from: *mut C_tensor, alpha: f64) -> *mut c_char;
     fn ddp_tensor_list_new(
         tensors: *const *mut C_tensor,
@@ -223,10 +223,10 @@ pub(crate) fn move_grad(parameter: &Tensor, place: &Tensor) -> Result<()> {
 }
 
 /// Makes `flat`, a tensor of one dimension, share the memory of `parameter.grad`, which stays where it is. Without a
-/// gradient, it becomes zeros. With `in_hook`, autograd has just computed the gradient.
-pub(crate) fn adopt_grad(parameter: &Tensor, flat: &Tensor, in_hook: bool) -> Result<()> {
+/// gradient, it becomes zeros.
+pub(crate) fn adopt_grad(parameter: &Tensor, flat: &Tensor) -> Result<()> {
     // SAFETY: both point to live tensors.
-    check("taking over a gradient", unsafe { ddp_adopt_grad(raw(parameter), raw(flat), in_hook) })
+    check("taking over a gradient", unsafe { ddp_adopt_grad(raw(parameter), raw(flat)) })
 }
 
 /// Computes `to += alpha * from` in one pass and outside autograd, like a step of `torch.optim.SGD`.

@@ -29,6 +29,8 @@ pub(super) struct Group {
     /// The number of steps that they have made.
     pub steps: u64,
     pub parts: Parts,
+    /// The index of the buffer of each range in `parts`.
+    buffers: Vec<usize>,
     pub device: Device,
     /// The indices of the parameters.
     members: Vec<usize>,
@@ -172,6 +174,7 @@ impl OptimizerState {
                     ranges(&|buffer| self.buffers[buffer].gradients.shallow_clone())?,
                     slots.collect::<Result<_>>()?,
                 )?,
+                buffers: runs.iter().map(|run| run.buffer).collect(),
                 device: self.buffers[runs[0].buffer].parameters.device(),
                 tensors: self.tensors(&members)?,
                 members,
@@ -232,28 +235,37 @@ impl OptimizerState {
         self.groups.iter().try_for_each(|group| bump_versions(&group.tensors))
     }
 
-    /// Steps this rank's slice of the parameters of each dtype, piece by piece. A collective.
+    /// Steps this rank's slice of the parameters, piece by piece. A collective for each dtype, and for those gradients that
+    /// are averaged already.
     fn step_my_slice(
         &self,
         shared: &SharedModel,
         kernel: &dyn Fn(usize, &Parts) -> Result<()>,
     ) -> Result<()> {
-        let state = |buffer: &FlatBuffer| buffer.places.gradients();
-        let is_averaged = self.buffers.iter().any(|buffer| state(buffer) == GradState::Averaged);
-        let kind = |group: &Group| group.parts.parameters[0].kind();
-        let mut kinds: Vec<Kind> = self.groups.iter().map(kind).collect();
-        kinds.dedup();
-        for dtype in kinds {
-            let groups = self.groups.iter().enumerate().filter(|(_, group)| kind(group) == dtype);
-            let ranges = groups.flat_map(|(index, group)| {
-                group.parts.gradients.iter().enumerate().map(move |range| (index, group, range))
-            });
-            let ranges: Vec<_> = ranges.collect();
-            let gradients = ranges.iter().map(|(.., (_, gradient))| gradient.shallow_clone());
-            let gradients: Vec<Tensor> = gradients.collect();
-            shared.for_my_slice(&gradients, is_averaged, |range, piece, mean| {
-                let (index, group, (range, _)) = &ranges[range];
-                kernel(*index, &group.parts.piece(*range, &piece, mean)?)
+        let mut ranges = Vec::new();
+        for (index, group) in self.groups.iter().enumerate() {
+            for (range, gradient) in group.parts.gradients.iter().enumerate() {
+                let buffer = &self.buffers[group.buffers[range]];
+                let is_averaged = buffer.places.gradients() == GradState::Averaged;
+                ranges.push((gradient.kind(), is_averaged, index, range));
+            }
+        }
+        let mut calls: Vec<(Kind, bool)> = Vec::new();
+        for &(kind, is_averaged, ..) in &ranges {
+            if !calls.contains(&(kind, is_averaged)) {
+                calls.push((kind, is_averaged));
+            }
+        }
+        for (kind, is_averaged) in calls {
+            let ranges = ranges.iter().filter(|range| (range.0, range.1) == (kind, is_averaged));
+            let ranges: Vec<(usize, usize)> = ranges.map(|range| (range.2, range.3)).collect();
+            let gradient = |&(group, range): &(usize, usize)| {
+                self.groups[group].parts.gradients[range].shallow_clone()
+            };
+            let gradients: Vec<Tensor> = ranges.iter().map(gradient).collect();
+            shared.for_my_slice(&gradients, is_averaged, |place, piece, mean| {
+                let (group, range) = ranges[place];
+                kernel(group, &self.groups[group].parts.piece(range, &piece, mean)?)
             })?;
         }
         Ok(())

@@ -30,7 +30,7 @@ use crate::error::Result;
 /// An optimizer, which steps parameters by their gradients.
 pub trait Optimizer: Debug {
     /// Makes one step with the current gradients and learning rate `lr`. Does nothing without gradients, as before the
-    /// first backward, like PyTorch. Allocates nothing.
+    /// first backward, like PyTorch.
     ///
     /// The step is an in-place change of the parameters: backward refuses an older graph that needs their values. For a
     /// [shared model](crate::DdpOptions::share_model) it is a collective of the ranks that share it.

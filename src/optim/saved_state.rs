@@ -84,6 +84,8 @@ impl OptimizerState {
             steps.insert(place.index, count(state)?.min(self.count_to));
         }
         let shared = shared_model(&self.buffers);
+        let wait_for_all = || shared.as_ref().map_or(Ok(()), |shared| shared.group().barrier());
+        wait_for_all()?; // no rank is still reading the state
         if shared.as_ref().is_none_or(|shared| shared.group().rank() == 0) {
             let doing = "loading the optimizer's state";
             for flat in self.slots.iter_mut().flat_map(|(_, flats)| flats) {
@@ -93,9 +95,7 @@ impl OptimizerState {
                 tch::no_grad(|| to.f_copy_(from)).doing(doing)?;
             }
         }
-        if let Some(shared) = shared {
-            shared.group().barrier()?;
-        }
+        wait_for_all()?;
         (self.steps, self.groups) = (steps, Vec::new());
         self.make_groups()
     }

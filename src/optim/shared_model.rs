@@ -114,22 +114,20 @@ impl SharedModel {
 /// # Errors
 /// The errors of [`ProcessGroup::all_reduce`].
 pub fn average_gradients(buffers: &[FlatBuffer]) -> Result<()> {
-    let complete = |buffer: &&FlatBuffer| buffer.places.gradients() == GradState::Complete;
-    let Some(first) = buffers.iter().find(complete) else { return Ok(()) };
-    let Some(shared) = first.places.shared() else { return Ok(()) };
-    let (Some(op), weight) = shared.average.get() else { return Ok(()) };
-    let mut kinds: Vec<Kind> = Vec::new();
-    for kind in buffers.iter().map(|buffer| buffer.parameters.kind()) {
-        if kinds.contains(&kind) {
-            continue;
-        }
-        kinds.push(kind);
-        let same = buffers.iter().filter(|buffer| buffer.parameters.kind() == kind);
-        let gradients: Vec<Tensor> = same.map(|buffer| buffer.gradients.shallow_clone()).collect();
+    let is_complete = |buffer: &&FlatBuffer| buffer.places.gradients() == GradState::Complete;
+    while let Some(first) = buffers.iter().find(is_complete) {
+        let Some(shared) = first.places.shared() else { return Ok(()) };
+        let (Some(op), weight) = shared.average.get() else { return Ok(()) };
+        let is_like_first = |buffer: &&FlatBuffer| {
+            let same = buffer.places.shared().is_some_and(|other| Rc::ptr_eq(&other, &shared));
+            same && buffer.parameters.kind() == first.parameters.kind()
+        };
+        let alike: Vec<_> = buffers.iter().filter(is_complete).filter(is_like_first).collect();
+        let gradients: Vec<Tensor> =
+            alike.iter().map(|buffer| buffer.gradients.shallow_clone()).collect();
         let shapes = join_shapes(gradients.iter().map(Tensor::size));
         shared.group.all_reduce_list(&gradients, &shapes, op, weight)?;
+        alike.iter().for_each(|buffer| buffer.places.set_gradients(GradState::Averaged));
     }
-    shared.clear_average();
-    buffers.iter().for_each(|buffer| buffer.places.set_gradients(GradState::Averaged));
     Ok(())
 }

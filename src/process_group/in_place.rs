@@ -12,7 +12,7 @@ use tch::Tensor;
 
 use super::call::{NEXT_SHAPE, OnPiece, Options};
 use super::{ProcessGroup, ReduceOp};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::ffi::TorchResult;
 use crate::operation::Operation;
 
@@ -58,6 +58,12 @@ impl ProcessGroup {
         (op, weight): (Option<ReduceOp>, Option<f64>),
         on_piece: &dyn Fn(usize, Range<usize>, bool) -> Result<()>,
     ) -> Result<()> {
+        if !self.reduces_in_place() {
+            return Err(Error::Unsupported(format!(
+                "backend {} cannot reduce in pieces",
+                self.backend()
+            )));
+        }
         let options = Options { reduce_op: op, weight, ..Options::default() };
         let output = std::slice::from_ref(scratch);
         let mut call =

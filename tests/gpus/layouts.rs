@@ -30,6 +30,7 @@ fn torchrun_processes_have_the_bits_of_cpu_ranks() {
     for (ranks, row) in [
         (2, "mlp --max-epochs=2"),
         (3, "mlp --bucket-cap-mb=0.001 --optimizer=adamw"),
+        (2, "mlp --share-model --momentum=0.9"),
         (2, "cnn --sync-batch-norm --val-fraction=0.2"),
         (2, "mlp --strategy=dp --grad-accum-steps=2"),
     ] {

@@ -65,6 +65,7 @@ pub(crate) const OPTIMIZERS: &[(usize, &str)] = &[
     (3, "mlp --momentum=0.9 --dampening=0.1 --weight-decay=0.01"),
     (2, "mlp --weight-decay=0.1 --no-decay-on-bias-and-norm"),
     (2, "mlp --optimizer=adamw"),
+    (1, "mlp --optimizer=adamw --share-model"),
     (3, "mlp --optimizer=adamw --beta1=0.8 --beta2=0.9 --eps=0.001 --weight-decay=0.1"),
     (2, "cnn --optimizer=adamw --no-decay-on-bias-and-norm"),
     (2, "mlp --max-epochs=3 --schedule=cosine --eta-min=0.0001"),
