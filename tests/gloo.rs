@@ -415,21 +415,24 @@ fn tensor_mismatch_is_reported_in_both_processes() {
 
 #[test]
 fn wait_for_a_missing_message_ends_with_the_cause() {
-    // Nobody receives, and nobody sends: little, which is there already, and much.
-    let limit = Duration::from_secs(1);
-    for len in [1, 100_000] {
-        for sends in [true, false] {
-            let told = failing(&[1, 1], limit, move |me, group| {
-                let mut tensor = Tensor::zeros([len], (Kind::Float, Device::Cpu));
-                match me {
-                    0 if sends => group.send(&tensor, 1, 0),
-                    0 => group.recv(&mut tensor, Some(1), 0).map(drop),
-                    _ => group.recv(&mut tensor, Some(0), 1).map(drop),
-                }
-            });
-            assert!(told[0].contains("waited 1s in"), "{told:?}");
+    // Nobody receives, and nobody sends: little, which is there already, and much. The limit holds for the rendezvous
+    // too, which takes more than a second on a busy machine; so the cases run at the same time, with one of 10 seconds.
+    let ends_after_the_limit = |len, sends| {
+        let told = failing(&[1, 1], Duration::from_secs(10), move |me, group| {
+            let mut tensor = Tensor::zeros([len], (Kind::Float, Device::Cpu));
+            match me {
+                0 if sends => group.send(&tensor, 1, 0),
+                0 => group.recv(&mut tensor, Some(1), 0).map(drop),
+                _ => group.recv(&mut tensor, Some(0), 1).map(drop),
+            }
+        });
+        assert!(told[0].contains("waited 10s in"), "{told:?}");
+    };
+    thread::scope(|scope| {
+        for (len, sends) in [(1, true), (1, false), (100_000, true), (100_000, false)] {
+            scope.spawn(move || ends_after_the_limit(len, sends));
         }
-    }
+    });
     // The other process has ended.
     let told = try_processes(&[1, 1], TIMEOUT, |rank, group| match rank.rank() {
         0 => Ok(group.recv(&mut one(0), Some(1), 0).map(drop)?),

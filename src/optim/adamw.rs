@@ -88,12 +88,11 @@ impl Optimizer for AdamW {
         }
         let Self { options, counts, flat } = self;
         let AdamWOptions { betas, eps, .. } = *options;
-        let decays: Vec<bool> = flat.groups.iter().map(|group| group.decays).collect();
-        flat.step(|group, parts| {
+        flat.step(|index, group, parts| {
             let [exp_avgs, exp_avg_sqs] = &parts.slot_lists[..] else { return Ok(()) };
-            let weight_decay = if decays[group] { options.weight_decay } else { 0.0 };
+            let weight_decay = if group.decays { options.weight_decay } else { 0.0 };
             let step = AdamWStep { lr, betas, weight_decay, eps };
-            let Count { one, list, .. } = &counts[group];
+            let Count { one, list, .. } = &counts[index];
             let steps = if parts.len() == 1 { one } else { list };
             let (parameters, gradients) = (&parts.parameter_list, &parts.gradient_list);
             fused_adamw(parameters, gradients, exp_avgs, exp_avg_sqs, steps, step)

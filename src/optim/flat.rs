@@ -220,12 +220,15 @@ impl OptimizerState {
 
     /// Steps all parameters with a gradient. `kernel` steps the parts that it is given, of the group with this index.
     /// Ranks that share a model each step a slice of it.
-    pub(super) fn step(&mut self, kernel: impl Fn(usize, &Parts) -> Result<()>) -> Result<()> {
+    pub(super) fn step(
+        &mut self,
+        kernel: impl Fn(usize, &Group, &Parts) -> Result<()>,
+    ) -> Result<()> {
         match shared_model(&self.buffers) {
             Some(shared) => self.step_my_slice(&shared, &kernel)?,
             None => {
                 let mut groups = self.groups.iter().enumerate();
-                groups.try_for_each(|(index, group)| kernel(index, &group.parts))?;
+                groups.try_for_each(|(index, group)| kernel(index, group, &group.parts))?;
             }
         }
         for group in &mut self.groups {
@@ -240,7 +243,7 @@ impl OptimizerState {
     fn step_my_slice(
         &self,
         shared: &SharedModel,
-        kernel: &dyn Fn(usize, &Parts) -> Result<()>,
+        kernel: &dyn Fn(usize, &Group, &Parts) -> Result<()>,
     ) -> Result<()> {
         let mut ranges = Vec::new();
         for (index, group) in self.groups.iter().enumerate() {
@@ -264,8 +267,9 @@ impl OptimizerState {
             };
             let gradients: Vec<Tensor> = ranges.iter().map(gradient).collect();
             shared.for_my_slice(&gradients, is_averaged, |place, piece, mean| {
-                let (group, range) = ranges[place];
-                kernel(group, &self.groups[group].parts.piece(range, &piece, mean)?)
+                let (index, range) = ranges[place];
+                let group = &self.groups[index];
+                kernel(index, group, &group.parts.piece(range, &piece, mean)?)
             })?;
         }
         Ok(())
@@ -379,7 +383,7 @@ mod tests {
         assert!(flat.refresh().unwrap() && !flat.refresh().unwrap());
         let parted = vec![run(0, 0, 16), run(0, 32, 48), run(1, 0, 16)];
         assert_eq!(runs(&flat), [(false, 0, parted), (false, 0, vec![run(2, 0, 8)])]);
-        flat.step(|_, _| Ok(())).unwrap();
+        flat.step(|_, _, _| Ok(())).unwrap();
         flat.buffers.iter().for_each(|buffer| buffer.places.set_unused(&[]));
         assert!(flat.refresh().unwrap());
         let again = [

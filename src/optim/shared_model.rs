@@ -13,8 +13,7 @@ use std::rc::Rc;
 
 use tch::{Kind, Tensor};
 
-use super::FlatBuffer;
-use super::GradState;
+use super::{FlatBuffer, GradState};
 use crate::error::Result;
 use crate::ffi::TorchResult;
 use crate::process_group::{ProcessGroup, ReduceOp, join_shapes};
