@@ -18,7 +18,7 @@ use ddp_mp::optim::{
 };
 use ddp_mp::trainer::{Callback, Epoch, Loss, TrainContext, Trainer};
 use ddp_mp::{
-    AdamWOptions, DataLoader, DdpOptions, DistributedDataParallel, DistributedSampler,
+    AdamWOptions, DataLoader, DdpOptions, DistributedDataParallel, DistributedSampler, FlatBuffer,
     ProcessGroup, ReduceOp, Schedule, Sgd, SgdOptions, SyncBatchNorm, Targets, TensorDataset,
 };
 use serde::Deserialize;
@@ -522,6 +522,52 @@ fn optimizers_match_pytorch() {
         // The kernels of SGD round as PyTorch's default does, that of AdamW not in each last bit.
         let bound = if name.starts_with("sgd") { 0. } else { 1e-6 };
         assert!(differences.iter().all(|it| *it <= bound), "{name}: {differences:?}");
+    }
+}
+
+#[derive(Deserialize)]
+struct HalfCase {
+    dtype: String,
+    name: String,
+    options: Options,
+    r#final: Vec<f32>,
+    state: BTreeMap<String, Vec<f32>>,
+}
+
+/// SGD has the bits of PyTorch's default, and AdamW those of its fused kernel, which rounds less often.
+#[test]
+fn optimizers_of_half_precision_match_pytorch() {
+    let recorded = recorded("half_precision.json");
+    let cases: Vec<HalfCase> = serde_json::from_value(recorded["cases"].clone()).unwrap();
+    assert!(cases.len() >= 12);
+    for HalfCase { dtype, name, options, r#final, state } in cases {
+        let kind = if dtype == "float16" { Kind::Half } else { Kind::BFloat16 };
+        let numbers =
+            Tensor::arange(recorded["numel"].as_i64().unwrap(), (Kind::Int64, Device::Cpu));
+        let exact = |factor: i64, modulus: i64, less: f64| {
+            let sixteenths = (&numbers * factor).remainder(modulus).to_kind(Kind::Float);
+            (sixteenths / 16. - less).to_kind(kind)
+        };
+        let span =
+            ParamSpan { name: "parameter".into(), index: 0, start: 0, shape: numbers.size() };
+        let (parameters, mut gradients) = (exact(1, 17, 0.5), numbers.to_kind(kind));
+        let buffer = FlatBuffer {
+            parameters: parameters.shallow_clone(),
+            gradients: gradients.shallow_clone(),
+            places: vec![span].into(),
+        };
+        let mut optimizer = options.config(&name).build(vec![buffer]).unwrap();
+        let lr = recorded["lr"].as_f64().unwrap();
+        for step in 0..recorded["steps"].as_i64().unwrap() {
+            gradients.copy_(&exact(step + 3, 29, 0.875));
+            optimizer.step(if name.starts_with("adamw") { lr / 10. } else { lr }).unwrap();
+        }
+        let flat = |tensor: &Tensor| Vec::<f32>::try_from(tensor.to_kind(Kind::Float).view(-1));
+        assert_eq!(flat(&parameters).unwrap(), r#final, "{dtype} {name}");
+        let kept = &optimizer.state().unwrap()[0].tensors;
+        let kept: BTreeMap<String, Vec<f32>> =
+            kept.iter().map(|(key, tensor)| (key.clone(), flat(tensor).unwrap())).collect();
+        assert_eq!(kept, state, "{dtype} {name}");
     }
 }
 

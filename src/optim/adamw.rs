@@ -41,6 +41,7 @@ impl OptimizerOptions for AdamWOptions {
 /// Follows `torch.optim.AdamW` without amsgrad. One libtorch call steps all parameters that have the same
 /// weight decay. On a CPU the running means are those of PyTorch's default implementation to the bit, and
 /// the parameters to 1e-7 (its `fused=True` differs from its default as much).
+/// In half precision on a CPU both are those of `fused=True`, which computes in float32.
 #[derive(Debug)]
 pub struct AdamW {
     options: AdamWOptions,

@@ -13,7 +13,7 @@ pub(super) struct Parts {
     pub parameters: Vec<Tensor>,
     pub gradients: Vec<Tensor>,
     /// For each of the optimizer's slots, in their order, the ranges of its values.
-    slots: Vec<Vec<Tensor>>,
+    pub slots: Vec<Vec<Tensor>>,
     pub parameter_list: TensorList,
     pub gradient_list: TensorList,
     pub slot_lists: Vec<TensorList>,

@@ -470,6 +470,34 @@ def optimizers():
     return settings | {"hidden": ODD_HIDDEN, "cases": cases}
 
 
+HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+HALF_NUMEL, HALF_STEPS = 100, 8  # whole vectors of a processor, and a rest
+
+
+def half(dtype, name, options):
+    """A parameter of half precision and its state, after steps with gradients that are exact in each dtype."""
+    torch.set_num_threads(1)
+    numbers = torch.arange(HALF_NUMEL)
+    parameter = nn.Parameter((numbers % 17 / 16 - 0.5).to(HALF[dtype]))
+    if name.startswith("adamw"):
+        optimizer = torch.optim.AdamW([parameter], lr=LR / 10, fused=True, **options)
+    else:
+        optimizer = torch.optim.SGD([parameter], lr=LR, **options)
+    for step in range(HALF_STEPS):
+        parameter.grad = (numbers * (step + 3) % 29 / 16 - 0.875).to(HALF[dtype])
+        optimizer.step()
+    state = {key: flat(value) for key, value in optimizer.state[parameter].items() if value is not None}
+    return {"dtype": dtype, "name": name, "options": options, "final": flat(parameter), "state": state}
+
+
+def half_precision():
+    """What PyTorch's optimizers make of a parameter of half precision on a CPU."""
+    rows = [row for row in OPTIMIZERS.items() if "clip" not in row[0] and "groups" not in row[0]]
+    rows += [("adamw all options", OPTIMIZERS["adamw groups"])]
+    cases = [half(dtype, name, options) for dtype in HALF for name, options in rows]
+    return {"lr": LR, "numel": HALF_NUMEL, "steps": HALF_STEPS, "cases": cases}
+
+
 SCALER = {"init_scale": 1024.0, "growth_interval": 3}
 # The first step is skipped: what an optimizer keeps must not begin with it.
 NOT_FINITE = {0: "inf", 1: "-inf", 6: "nan", 13: "inf", 14: "nan"}
@@ -776,7 +804,7 @@ def main():
     parser.add_argument("--check", action="store_true")
     check = parser.parse_args().check
     different = False
-    records = [sampler, ddp, gradients, models, optimizers]
+    records = [sampler, ddp, gradients, models, optimizers, half_precision]
     records += [amp, schedules, batch_norm, collectives, functional]
     for record in records:
         name = record.__name__
