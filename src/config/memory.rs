@@ -58,14 +58,23 @@ impl Config {
         let shuffled = if self.data.no_shuffle { 0.0 } else { samples as f64 };
         let in_each =
             if processes > 1 { format!(" in {processes} processes") } else { String::new() };
+        let (copies, model) = if self.ddp.share_model {
+            let model = format!(
+                "a model of {parameters:.0} parameters, with the optimizer's state and the gradients of {ranks} ranks, \
+                 takes"
+            );
+            (processes, model)
+        } else {
+            let model = format!(
+                "{ranks} replicas ({parameters:.0} parameters each, with gradients and the optimizer's state) take"
+            );
+            (ranks, model)
+        };
         let parts = [
             (
-                ranks as f64 * parameters * (2.0 + states) * FLOAT,
+                (ranks as f64 + copies as f64 * (1.0 + states)) * parameters * FLOAT,
                 self.largest(&self.widths()),
-                format!(
-                    "{ranks} replicas ({parameters:.0} parameters each, with gradients and the optimizer's state) \
-                     take"
-                ),
+                model,
                 "use a smaller model, or fewer ranks with --nproc-per-node",
             ),
             (
@@ -143,6 +152,7 @@ impl Config {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config::OptimizerKind;
     use crate::models::ModelKind;
 
     fn refused(flags: &str) -> Option<String> {
@@ -185,6 +195,14 @@ mod tests {
             error.starts_with("--hidden: 1099511627776 replicas (22001 parameters each, with "),
             "{error}"
         );
+        // 3 GB of parameters and the optimizer's state in each copy, and 1 GB of gradients for each rank.
+        fits.optimization.optimizer = OptimizerKind::AdamW;
+        fits.model.hidden = vec![15_800, 15_800];
+        assert!(fits.check_memory_of(Some(15_000_000_000), 4, 1).is_err());
+        fits.ddp.share_model = true;
+        assert!(fits.check_memory_of(Some(8_000_000_000), 4, 1).is_ok());
+        let error = fits.check_memory_of(Some(6_000_000_000), 4, 1).unwrap_err().to_string();
+        assert!(error.contains("and the gradients of 4 ranks, takes 7.0 GB"), "{error}");
     }
 
     #[test]

@@ -34,10 +34,24 @@ pub(crate) fn place_all(config: &Config, cuda: &Cuda) -> Result<(Placement, Bind
 /// Returns where the ranks of this process of a launch run.
 pub(crate) fn place_threads(config: &Config, launch: &Launch, cuda: &Cuda) -> Result<Placement> {
     let placement = launch.place(config.launch.backend, cuda)?;
+    check_shared_model(config, &placement)?;
     if placement.devices[0] == Device::Cpu {
         config.check_memory_for(placement.devices.len(), 1)?;
     }
     Ok(placement)
+}
+
+/// Refuses to share the model among the ranks of `placement` if they have different devices.
+pub(crate) fn check_shared_model(config: &Config, placement: &Placement) -> Result<()> {
+    let devices = &placement.devices;
+    if !config.ddp.share_model || devices.iter().all(|device| *device == devices[0]) {
+        return Ok(());
+    }
+    Err(Error::InvalidInput(format!(
+        "--share-model: the {} ranks of this process have a GPU each, and GPUs do not share memory; leave it out, or use \
+         --backend threaded (all ranks on one GPU) or --nproc-per-node cpu",
+        devices.len()
+    )))
 }
 
 /// Returns where the ranks run when each is a process.
@@ -73,4 +87,36 @@ pub(crate) fn place_ranks(
         )));
     }
     launch.place(backend, cuda)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::process_group::Backend;
+
+    #[test]
+    fn share_model_is_refused_for_ranks_with_a_gpu_each() {
+        let mut config = Config::default();
+        let check = |config: &Config, devices: &[Device]| {
+            let placement = Placement {
+                backend: Backend::Nccl,
+                devices: devices.to_vec(),
+                gpu_count: 2,
+                threads_per_rank: 1,
+                note: None,
+            };
+            check_shared_model(config, &placement).map_err(|error| error.to_string())
+        };
+        let gpus = [Device::Cuda(0), Device::Cuda(1)];
+        assert_eq!(check(&config, &gpus), Ok(()));
+        config.ddp.share_model = true;
+        let error = check(&config, &gpus).unwrap_err();
+        assert!(
+            error.starts_with("--share-model: the 2 ranks of this process have a GPU each"),
+            "{error}"
+        );
+        for same in [&gpus[..1], &[gpus[1]; 3], &[Device::Cpu; 2]] {
+            assert_eq!(check(&config, same), Ok(()));
+        }
+    }
 }

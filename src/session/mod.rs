@@ -36,7 +36,7 @@ use crate::telemetry::{Event, LogFormat, MetricsLogger, Printer, Start};
 use artifacts::RunArtifacts;
 use end_messages::{failure, outcome};
 
-pub(crate) use checked_placement::{place_all, place_ranks};
+pub(crate) use checked_placement::{check_shared_model, place_all, place_ranks};
 pub(crate) use configured_launch::{configured_spawn, join_launch};
 pub(crate) use data::open_data;
 pub(crate) use explainer::explainer;

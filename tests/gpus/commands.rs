@@ -53,6 +53,25 @@ fn verify_passes_for_every_gpu_variant() {
 }
 
 #[test]
+fn share_model_is_wrong_input_with_a_gpu_for_each_rank() {
+    for args in [&[][..], &["bench", "step"], &["bench", "scaling"]] {
+        let args = [args, &["--nproc-per-node=2", "--share-model"]].concat();
+        let (code, stdout, stderr) = run_command(on_gpus(2, &args));
+        assert_eq!((code, &*stdout), (Some(2), ""), "{args:?}: {stderr}");
+        assert!(
+            stderr.contains("--share-model: the 2 ranks of this process have a GPU each"),
+            "{stderr}"
+        );
+    }
+    // `verify` leaves that way out, and the remedy works.
+    for args in [&["verify"][..], &["--max-epochs=1", "--backend=threaded"]] {
+        let args = [args, &["--nproc-per-node=2", "--share-model"]].concat();
+        let (code, _, stderr) = run_command(on_gpus(2, &args));
+        assert_eq!(code, Some(0), "{args:?}: {stderr}");
+    }
+}
+
+#[test]
 fn bench_of_every_operation_and_step_measures() {
     let ops = [
         "all-reduce",

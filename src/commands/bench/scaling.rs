@@ -18,7 +18,7 @@ use crate::error::Error;
 use crate::ffi::cuda::Cuda;
 use crate::launch::{Nproc, Placement, Spawn, SpawnChoice};
 use crate::os::cores;
-use crate::session::{open_data, place_ranks};
+use crate::session::{check_shared_model, open_data, place_ranks};
 use crate::telemetry::{LogFormat, Printer};
 
 /// The work that stays the same when there are more ranks.
@@ -124,7 +124,9 @@ pub fn bench_scaling(
     }
     let (backend, bind) = (config.launch.backend, config.launch.bind);
     let place = |nproc| place_ranks(nproc, backend, bind, cuda);
-    let ranks = place(config.launch.nproc_per_node)?.devices.len();
+    let placement = place(config.launch.nproc_per_node)?;
+    check_shared_model(&config, &placement)?;
+    let ranks = placement.devices.len();
     // Steps of fewer samples would not be the same work.
     let mut config = config.without_validation();
     config.data.drop_last_batch = true;

@@ -16,7 +16,7 @@ use crate::ffi::cuda::Cuda;
 use crate::launch::{BackendChoice, BindChoice, Nproc, Placement, Rank, Spawn};
 use crate::process_group::{Backend, Devices, ProcessGroup};
 use crate::runtime::FaultKind;
-use crate::session::{StartPoint, Training, open_data, place_ranks};
+use crate::session::{StartPoint, Training, check_shared_model, open_data, place_ranks};
 use crate::telemetry::{LogFormat, Printer};
 use crate::trainer::{Amp, Trainer};
 use difference::{Bound, Comparison, write_head};
@@ -93,7 +93,7 @@ pub fn verify(
     config.validate_for(ranks)?;
     check_fault(&config, steps)?;
     let config = Arc::new(config);
-    let (placements, left_out) = placements(config.launch.nproc_per_node, ranks, cuda)?;
+    let (placements, left_out) = placements(&config, ranks, cuda)?;
     let notes = note
         .into_iter()
         .chain(left_out)
@@ -279,11 +279,12 @@ fn unequal_batches(
 
 /// Returns where `ranks` ranks can run here, and notes on what is left out and why.
 fn placements(
-    nproc: Nproc,
+    config: &Config,
     ranks: usize,
     cuda: &Cuda,
 ) -> anyhow::Result<(Vec<Placement>, Vec<String>)> {
     let (mut placements, mut left_out) = (Vec::new(), Vec::new());
+    let nproc = config.launch.nproc_per_node;
     let on_gpus = cuda.usable() > 0 && nproc != Nproc::Cpu;
     let no_gpu_because = match (&cuda.problem, nproc) {
         (_, Nproc::Cpu) => "ranks on the CPU were asked for",
@@ -293,7 +294,10 @@ fn placements(
     for backend in Backend::all() {
         let name = backend.name();
         let (all, choice) = (Nproc::Count(ranks), BackendChoice::Given(backend));
-        let place = |cuda: &Cuda| place_ranks(all, choice, BindChoice::Auto, cuda);
+        let place = |cuda: &Cuda| {
+            let placement = place_ranks(all, choice, BindChoice::Auto, cuda)?;
+            check_shared_model(config, &placement).map(|()| placement)
+        };
         match backend.devices() {
             _ if !backend.works_within_process() => left_out
                 .push(format!("without {name}: it is for several processes, and this is one")),
