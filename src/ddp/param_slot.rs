@@ -6,7 +6,7 @@ use tch::Tensor;
 
 use super::parameters::NamedTensor;
 use crate::error::{Error, Result};
-use crate::ffi::{TorchResult, adopt_grad, move_grad, set_grad};
+use crate::ffi::{TorchResult, adopt_grad, move_grad, set_grad, shares_memory};
 use crate::process_group::num_bytes;
 
 /// The size of a cache line in bytes.
@@ -46,15 +46,21 @@ pub(super) struct ParamSlot {
 }
 
 impl ParamSlot {
-    /// Returns the slot of a parameter. With `in_place`, a large gradient stays where autograd puts it.
+    /// Returns the slot of a parameter. With `in_place`, a large gradient stays where autograd puts it. The parameter then
+    /// stays where it is, too, if the memory is its own.
     pub(super) fn new(named: &NamedTensor, in_place: bool) -> Result<Self> {
-        let tensor = named.tensor.shallow_clone();
+        let mut tensor = named.tensor.shallow_clone();
         let bytes = num_bytes(tensor.kind(), tensor.numel());
         // A multiple of a cache line, so that kernels take the same vector paths as in a flat buffer: the same bits.
         let is_in_place = in_place
             && bytes >= MIN_IN_PLACE_BYTES
             && bytes.is_multiple_of(CACHE_LINE)
             && tensor.is_contiguous();
+        if is_in_place && shares_memory(&tensor) {
+            // An earlier `share_model` has left one memory for all ranks.
+            let own = tensor.f_detach_copy().and_then(|own| tensor.f_set_data(&own));
+            own.doing("copying a parameter")?;
+        }
         let gradient = if is_in_place {
             GradMemory::InPlace(empty_like(&tensor)?)
         } else {

@@ -213,6 +213,9 @@ char* ddp_adopt_grad(at::Tensor* parameter, at::Tensor* flat) {
   });
 }
 
+// Returns whether another tensor has the same memory, or memory in the same allocation.
+bool ddp_shares_memory(at::Tensor* tensor) { return tensor->storage().use_count() > 1; }
+
 // Computes destination += alpha * source in one pass, outside autograd, like torch.optim.SGD.
 char* ddp_add_scaled(at::Tensor* destination, at::Tensor* source, double alpha) {
   return guarded([&] {

@@ -59,6 +59,7 @@ unsafe extern "C" {
     ) -> *mut c_char;
     fn ddp_move_grad(parameter: *mut C_tensor, place: *mut C_tensor) -> *mut c_char;
     fn ddp_adopt_grad(parameter: *mut C_tensor, flat: *mut C_tensor) -> *mut c_char;
+    fn ddp_shares_memory(tensor: *mut C_tensor) -> bool;
     fn ddp_add_scaled(to: *mut C_tensor, from: *mut C_tensor, alpha: f64) -> *mut c_char;
     fn ddp_tensor_list_new(
         tensors: *const *mut C_tensor,
@@ -227,6 +228,12 @@ pub(crate) fn move_grad(parameter: &Tensor, place: &Tensor) -> Result<()> {
 pub(crate) fn adopt_grad(parameter: &Tensor, flat: &Tensor) -> Result<()> {
     // SAFETY: both point to live tensors.
     check("taking over a gradient", unsafe { ddp_adopt_grad(raw(parameter), raw(flat)) })
+}
+
+/// Returns whether another tensor has the same memory as `tensor`, or memory in the same allocation.
+pub(crate) fn shares_memory(tensor: &Tensor) -> bool {
+    // SAFETY: the tensor lives, and has memory of its own kind: it is no sparse tensor.
+    unsafe { ddp_shares_memory(raw(tensor)) }
 }
 
 /// Computes `to += alpha * from` in one pass and outside autograd, like a step of `torch.optim.SGD`.
