@@ -1,9 +1,13 @@
 //! Memory: it does not grow with the steps, and what is kept for the next tensors is bounded.
 
 use std::env;
+use std::os::unix::process::CommandExt;
 use std::process::Command;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
 
 use ddp_mp::ffi::{keep_memory, keeps_memory, kept_memory};
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use serde_json::Value;
 use tch::{Device, Kind, Tensor};
 
@@ -72,6 +76,8 @@ fn child() {
     match scene.as_str() {
         "sizes" => many_sizes(),
         "run" => one_run(),
+        "small" => small_blocks(),
+        "fork" => forks(),
         _ => one_block(),
     }
 }
@@ -128,6 +134,48 @@ fn one_run() {
     assert_eq!(kept_memory(), 0, "after the run");
 }
 
+/// The limit on addresses leaves no room for small blocks beside the kept one.
+fn small_blocks() {
+    drop(uninitialised(1024 * MIB));
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let size = status.lines().find_map(|line| line.strip_prefix("VmSize:")).unwrap();
+    let kib: u64 = size.trim().trim_end_matches(" kB").parse().unwrap();
+    let limit = kib * 1024 + 64 * MIB as u64;
+    let Rlimit { maximum, .. } = getrlimit(Resource::As);
+    setrlimit(Resource::As, Rlimit { current: Some(limit), maximum }).unwrap();
+    let small: Vec<Tensor> = (0..2048).map(|_| uninitialised(MIB / 8)).collect();
+    assert_eq!(kept_memory(), 0, "{} small blocks", small.len());
+}
+
+/// Two threads allocate and free without pause. A child of fork allocates, too.
+fn forks() {
+    let is_done = AtomicBool::new(false);
+    thread::scope(|scope| {
+        for _ in 0..2 {
+            scope.spawn(|| {
+                while !is_done.load(Ordering::Relaxed) {
+                    drop(uninitialised(MIB));
+                }
+            });
+        }
+        for _ in 0..300 {
+            let mut child = Command::new("true");
+            // SAFETY: glibc's malloc works in a child of fork, and so must libtorch's allocator. The alarm ends a child
+            // that waits for ever.
+            unsafe {
+                child.pre_exec(|| {
+                    libc::alarm(20);
+                    drop(uninitialised(MIB));
+                    libc::alarm(0);
+                    Ok(())
+                });
+            }
+            assert!(child.status().unwrap().success());
+        }
+        is_done.store(true, Ordering::Relaxed);
+    });
+}
+
 fn one_block() {
     drop(uninitialised(64 * MIB));
     println!("keeps: {}, kept: {}", keeps_memory(), kept_memory() / MIB);
@@ -141,6 +189,16 @@ fn kept_memory_is_bounded_with_many_sizes() {
 #[test]
 fn memory_is_kept_across_ranks_and_given_back_at_the_end_of_a_run() {
     play("run", None);
+}
+
+#[test]
+fn kept_memory_is_given_back_for_small_blocks() {
+    play("small", None);
+}
+
+#[test]
+fn child_of_fork_allocates_while_other_threads_do() {
+    play("fork", None);
 }
 
 #[test]

@@ -15,6 +15,7 @@
 // that were not used for 4096 allocations of large blocks are unmapped in any case: a large tensor from the start of a
 // run does not stay.
 
+#include <pthread.h>
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -102,6 +103,9 @@ class FreeLists {
     return block;
   }
 
+  void lock() { mutex_.lock(); }
+  void unlock() { mutex_.unlock(); }
+
   // Unmaps the blocks that were freed at `time` or before.
   void unmap_until(uint64_t time) {
     if (count_.load(std::memory_order_relaxed) == 0) return;
@@ -131,6 +135,14 @@ thread_local const unsigned own_lists = threads.fetch_add(1, std::memory_order_r
 
 void unmap_until(uint64_t time) {
   for (auto& lists : free_lists) lists.unmap_until(time);
+}
+
+void lock_all() {
+  for (auto& lists : free_lists) lists.lock();
+}
+
+void unlock_all() {
+  for (auto& lists : free_lists) lists.unlock();
 }
 
 // Maps a new block. Returns null if the system refuses.
@@ -205,6 +217,10 @@ struct KeepingAllocator final : c10::Allocator {
       base = take(class_of(bytes));
     } else if (bytes <= PTRDIFF_MAX) {
       base = malloc(bytes + kAlignment);
+      if (base == nullptr) {
+        unmap_until(UINT64_MAX);  // the kept blocks may be all that is missing
+        base = malloc(bytes + kAlignment);
+      }
     }
     if (base == nullptr) {
       c10::profiledCPUMemoryReporter().OutOfMemory(bytes);
@@ -229,7 +245,12 @@ KeepingAllocator allocator;
 extern "C" {
 
 // Makes libtorch allocate CPU tensors here, unless it has an allocator of higher priority.
-void ddp_keep_memory() { c10::SetCPUAllocator(&allocator, /*priority=*/1); }
+void ddp_keep_memory() {
+  // A child of fork has no other thread, which would unlock the lists.
+  static const int registered = pthread_atfork(lock_all, unlock_all, unlock_all);
+  static_cast<void>(registered);
+  c10::SetCPUAllocator(&allocator, /*priority=*/1);
+}
 
 // Returns whether libtorch allocates CPU tensors here.
 bool ddp_keeps_memory() { return c10::GetCPUAllocator() == &allocator; }
