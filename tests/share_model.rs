@@ -1,6 +1,6 @@
 //! `share_model`: one copy of the model gives the bits of a replica for each rank, whatever the options.
 
-use ddp_mp::ddp::JoinOptions;
+use ddp_mp::ddp::{self, JoinOptions, PowerSgd, PowerSgdOptions};
 use ddp_mp::optim::{
     AdamW, AdamWOptions, GradState, Optimizer, ParamSpan, Sgd, SgdOptions, average_gradients,
     clip_grad_norm,
@@ -144,7 +144,8 @@ fn join_with_a_shared_model_is_refused() {
 /// One process of each pair has one copy, and the pairs go on as replicas.
 #[test]
 fn one_copy_per_process_has_the_bits_of_replicas() {
-    let args = [MLP, &["--optimizer=adamw", "--max-grad-norm=0.1"]].concat();
+    let buckets = "--bucket-cap-mb=0.1"; // several, which are rebuilt after the first step
+    let args = [MLP, &["--optimizer=adamw", "--max-grad-norm=0.1", buckets]].concat();
     let shared = [&args[..], &["--share-model"]].concat();
     for processes in [&[2, 2][..], &[1, 3]] {
         let hash = |args: &[&str]| end(args, processes)["parameters_hash"].clone();
@@ -397,6 +398,146 @@ fn gradient_of_an_ignored_parameter_stays_its_rank_s_own() {
         // The derivative of (f (a + b))^2 is 2 f^2 (a + b).
         assert_eq!(ignored.grad().double_value(&[0, 0]), 2.0 * factor * factor);
         assert_eq!(trained.grad().double_value(&[0, 0]), (2.0 + 8.0) / 2.0);
+        Ok(())
+    });
+}
+
+/// A model that was shared before has one memory on all ranks. Each rank of a new wrap gets its own, or all share it again.
+#[test]
+fn shared_model_can_be_wrapped_again() {
+    let train = |shared: [bool; 2], init_sync| {
+        let hashes = ranks(3, move |_, group| {
+            let vs = VarStore::new(Device::Cpu);
+            let model = model(&vs);
+            for share_model in shared {
+                let options = DdpOptions { share_model, init_sync, ..DdpOptions::default() };
+                let mut ddp = DistributedDataParallel::new((), &vs, group.clone(), options)?;
+                let mut optimizer = Sgd::new(ddp.flat_buffers(), SgdOptions::default())?;
+                for step in 0..2 {
+                    ddp.zero_grad()?;
+                    let outputs = model.forward_t(&inputs(group.rank(), step), true);
+                    ddp.backward(&outputs.square().mean(Kind::Float))?;
+                    optimizer.step(0.1)?;
+                }
+            }
+            group.barrier()?; // no rank reads parameters that another still steps
+            Ok(ddp::parameters_hash(&vs)?)
+        });
+        assert_eq!(hashes, [hashes[0]; 3], "{shared:?} {init_sync}");
+        hashes[0]
+    };
+    let replicas = train([false, false], true);
+    for shared in [[true, false], [true, true], [false, true]] {
+        for init_sync in [true, false] {
+            assert_eq!(train(shared, init_sync), replicas, "{shared:?} {init_sync}");
+        }
+    }
+}
+
+/// After the first step the buckets follow rank 0's gradients. A communication hook makes results depend on the buckets.
+#[test]
+fn buckets_of_a_shared_model_are_those_of_replicas() {
+    let train = |share_model: bool| {
+        ranks(2, move |_, group| {
+            let vs = VarStore::new(Device::Cpu);
+            let root = vs.root();
+            let var = |name: &str, shape: [i64; 2]| root.var(name, &shape, nn::Init::Const(0.01));
+            let (a, b, c) = (var("a", [128, 64]), var("b", [32, 128]), var("c", [64, 32]));
+            let cap = 0.02; // two parameters, or a larger one
+            let options = DdpOptions {
+                share_model,
+                bucket_cap_mb: cap,
+                first_bucket_mb: cap,
+                ..DdpOptions::default()
+            };
+            let mut ddp = DistributedDataParallel::new((), &vs, group.clone(), options)?;
+            let hook = PowerSgdOptions { start_iter: 2, ..PowerSgdOptions::default() };
+            ddp.register_comm_hook(Box::new(PowerSgd::new(hook)))?;
+            let momentum = SgdOptions { momentum: 0.9, ..SgdOptions::default() };
+            let mut optimizer = Sgd::new(ddp.flat_buffers(), momentum)?;
+            let before = ddp.statistics().bucket_bytes;
+            for step in 0..5 {
+                ddp.zero_grad()?;
+                // The last one that is used has the first gradient, against the order of creation.
+                let y = inputs(group.rank(), step).matmul(&c).sin().matmul(&b).sin().matmul(&a);
+                ddp.backward(&(y + 1.0).square().mean(Kind::Float))?;
+                optimizer.step(0.1)?;
+            }
+            let after = ddp.statistics().bucket_bytes;
+            assert_ne!(before, after, "the buckets have changed");
+            Ok((after, ddp.parameters_hash()?))
+        })
+    };
+    assert_eq!(train(true), train(false));
+}
+
+/// One backward through two shared models. Those that overlap are averaged during it, the others in their steps.
+#[test]
+fn two_shared_models_have_the_bits_of_replicas_in_one_backward() {
+    let train = |share_model: bool, overlaps: [Option<bool>; 2]| {
+        ranks(3, move |_, group| {
+            let wrap = |overlap| {
+                let vs = VarStore::new(Device::Cpu);
+                let model = model(&vs);
+                let options = DdpOptions { share_model, overlap, ..DdpOptions::default() };
+                let wrapped = DistributedDataParallel::new(model, &vs, group.clone(), options)?;
+                let momentum = SgdOptions { momentum: 0.9, ..SgdOptions::default() };
+                let optimizer = Sgd::new(wrapped.flat_buffers(), momentum)?;
+                Ok::<_, ddp_mp::Error>((wrapped, optimizer))
+            };
+            let [first, second] = overlaps;
+            let ((mut first, mut of_first), (mut second, mut of_second)) =
+                (wrap(first)?, wrap(second)?);
+            for step in 0..3 {
+                first.zero_grad()?;
+                second.zero_grad()?;
+                let outputs = first.forward(&inputs(group.rank(), step));
+                let loss = (outputs * second.forward(&inputs(group.rank(), step + 7))).square();
+                let models: &mut [&mut dyn ddp::Averaged] = &mut [&mut first, &mut second];
+                ddp::backward(&loss.mean(Kind::Float), models, Default::default())?;
+                of_second.step(0.1)?;
+                of_first.step(0.1)?;
+            }
+            Ok((first.parameters_hash()?, second.parameters_hash()?))
+        })
+    };
+    for overlaps in [[Some(true); 2], [Some(true), Some(false)], [None, Some(true)], [None; 2]] {
+        assert_eq!(train(true, overlaps), train(false, overlaps), "{overlaps:?}");
+    }
+}
+
+/// A rank loads the state only when no other rank reads it any more.
+#[test]
+fn state_of_a_shared_model_is_loaded_after_all_have_read_it() {
+    let (send, receive) = crossbeam::channel::bounded(1);
+    ranks(2, move |_, group| {
+        let vs = VarStore::new(Device::Cpu);
+        let options = DdpOptions { share_model: true, ..DdpOptions::default() };
+        let mut ddp = DistributedDataParallel::new(model(&vs), &vs, group.clone(), options)?;
+        let mut optimizer = AdamW::new(ddp.flat_buffers(), AdamWOptions::default())?;
+        let values = |optimizer: &AdamW| -> anyhow::Result<Vec<Tensor>> {
+            let states = optimizer.state()?.into_iter();
+            Ok(states.flat_map(|state| state.tensors.into_values()).collect())
+        };
+        let mut states = Vec::new();
+        for step in 0..2 {
+            ddp.zero_grad()?;
+            ddp.backward(&ddp.forward(&inputs(group.rank(), step)).square().mean(Kind::Float))?;
+            optimizer.step(0.1)?;
+            states.push((optimizer.state()?, values(&optimizer)?));
+        }
+        group.barrier()?;
+        let [(older, before), (_, now)] = &states[..] else { unreachable!() };
+        if group.rank() == 0 {
+            send.send(())?;
+        } else {
+            receive.recv()?;
+            for _ in 0..300 {
+                assert_eq!(values(&optimizer)?, *now);
+            }
+        }
+        optimizer.load_state(older)?;
+        assert_eq!(values(&optimizer)?, *before);
         Ok(())
     });
 }

@@ -43,8 +43,8 @@ impl BucketOrder {
         group: &ProcessGroup,
     ) -> Result<()> {
         let Some(mut order) = self.ready.take() else { return Ok(()) };
-        if options.find_unused_parameters || layout.buckets.len() == 1 || options.share_model {
-            // Some parameters may be missing, one bucket gains nothing, or other ranks use the same memory.
+        if options.find_unused_parameters || layout.buckets.len() == 1 {
+            // Some parameters may be missing, or one bucket gains nothing.
             return Ok(());
         }
         if order.len() < layout.slots.len() {

@@ -167,9 +167,6 @@ impl Reducer {
         if !order.is_empty() {
             let ReducerState { order: bucket_order, layout, .. } = &mut *state;
             bucket_order.set(order, layout, &self.options)?;
-            if let Some(shared) = state.shared.clone() {
-                state.layout.share_parameters(&shared)?; // the new order has moved them
-            }
         }
         state.comm_hook.as_mut().map_or(Ok(()), |hook| hook.load_state(kept))
     }

@@ -54,7 +54,9 @@ impl<M> DistributedDataParallel<M> {
         options: JoinOptions,
         train: impl FnOnce(&mut Self) -> anyhow::Result<T>,
     ) -> anyhow::Result<T> {
-        self.refuse_shared_model()?;
+        if self.reducer.options.share_model {
+            return Err(no_shared_model().into());
+        }
         self.reducer.set_joining(Some(options));
         let result = train(self);
         self.reducer.set_joining(None);
@@ -62,20 +64,6 @@ impl<M> DistributedDataParallel<M> {
         let last = self.reducer.shadow_until_all_joined(options)?;
         self.sync_module_states(last)?;
         Ok(result)
-    }
-}
-
-impl<M> DistributedDataParallel<M> {
-    /// Refuses `join` with a shared model.
-    fn refuse_shared_model(&self) -> Result<()> {
-        if !self.reducer.options.share_model {
-            return Ok(());
-        }
-        Err(Error::Unsupported(
-            "join cannot be used with share_model: a rank without inputs makes no optimizer steps, so its part of the \
-             parameters would not be updated; leave share_model out, or give every rank the same number of batches"
-                .into(),
-        ))
     }
 }
 
@@ -96,4 +84,14 @@ impl Reducer {
         let mine = if is_last { group.rank() as i64 } else { -1 };
         Ok(all_reduce_number(&group, mine, ReduceOp::Max)?.max(0) as usize)
     }
+}
+
+/// Returns the error for `join` with a shared model. A rank that has run out of inputs has no optimizer here, and does not
+/// know when the others step.
+fn no_shared_model() -> Error {
+    Error::Unsupported(
+        "join cannot be used with share_model: a rank without inputs makes no optimizer steps, so its part of the \
+         parameters would not be updated; leave share_model out, or give every rank the same number of batches"
+            .into(),
+    )
 }

@@ -8,6 +8,7 @@ use super::bucket::{self, Size};
 use super::options::DdpOptions;
 use super::param_slot::ParamSlot;
 use super::parameters::NamedTensor;
+use super::weight::Weight;
 use crate::error::{Error, Result};
 use crate::ffi::{TorchResult, set_grad};
 use crate::optim::{FlatBuffer, GradState, ParamLayout, ParamSpan, SharedModel};
@@ -35,6 +36,11 @@ pub(super) struct Bucket {
 }
 
 impl Bucket {
+    /// Scales the gradients of all batches of a step to their mean over the samples.
+    pub(super) fn weigh(&mut self, weight: Weight) -> Result<()> {
+        self.gradients.iter_mut().try_for_each(|gradient| weight.apply(gradient))
+    }
+
     /// Returns the gradients in one tensor: their own memory if they are in one range, otherwise a copy.
     pub(super) fn concat_gradients(&mut self, slots: &[ParamSlot]) -> Result<Tensor> {
         if let [one] = &self.gradients[..] {
@@ -184,7 +190,8 @@ impl Layout {
         (0..self.slots.len()).rev().collect()
     }
 
-    /// Assigns the parameters to buckets in `order`, and moves values and gradients there.
+    /// Assigns the parameters to buckets in `order`, and moves values and gradients there. A collective of the ranks that
+    /// share the model, if there are any.
     pub(super) fn fill_buckets(&mut self, order: &[usize], options: &DdpOptions) -> Result<()> {
         if self.buffers.is_empty() {
             self.allocate(order)?;
@@ -247,7 +254,8 @@ impl Layout {
         for (buffer, spans) in self.buffers.iter().zip(spans) {
             buffer.places.set(spans);
         }
-        Ok(())
+        let shared = self.buffers.first().and_then(|buffer| buffer.places.shared());
+        shared.map_or(Ok(()), |shared| self.share_parameters(&shared)) // they have moved
     }
 
     /// Makes the buffers: for each dtype one, in the order in which `order` has them, and one for each parameter whose

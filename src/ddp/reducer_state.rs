@@ -255,10 +255,7 @@ impl ReducerState {
             call_site: self.call_site,
             bucket: u16::try_from(index).ok(),
         });
-        if let Some(weight) = weight {
-            let gradients = &mut layout.buckets[index].gradients;
-            gradients.iter_mut().try_for_each(|tensor| weight.apply(tensor))?;
-        }
+        weight.map_or(Ok(()), |weight| layout.buckets[index].weigh(weight))?;
         let weight = weight.map(|weight| weight.samples);
         layout.copy_to_probe(index)?;
         let is_last = layout.buckets[index + 1..].iter().all(|bucket| bucket.is_skipped);
@@ -318,9 +315,8 @@ impl ReducerState {
     /// Leaves the gradients to the optimizer's step.
     fn leave_to_step(&mut self) -> Result<()> {
         let Self { layout, group, weight, shared, .. } = self;
-        if let Some(weight) = weight {
-            let mut gradients = layout.buckets.iter_mut().flat_map(|bucket| &mut bucket.gradients);
-            gradients.try_for_each(|tensor| weight.apply(tensor))?;
+        if let Some(weight) = *weight {
+            layout.buckets.iter_mut().try_for_each(|bucket| bucket.weigh(weight))?;
         }
         if let Some(shared) = shared {
             shared.set_average(average(group), weight.map(|weight| weight.samples));

@@ -6,9 +6,10 @@ use std::rc::Rc;
 use tch::{Device, Kind, Tensor};
 
 use super::parts::Parts;
-use super::{FlatBuffer, GradState, ParamSpan, SharedModel};
+use super::{FlatBuffer, GradState, ParamSpan, SharedModel, average_gradients};
 use crate::error::{Error, Result};
 use crate::ffi::{TensorList, TorchResult, bump_versions};
+use crate::process_group::join_shapes;
 
 /// A half-open range `start..end` of adjacent parameters in a flat buffer.
 ///
@@ -29,13 +30,21 @@ pub(super) struct Group {
     /// The number of steps that they have made.
     pub steps: u64,
     pub parts: Parts,
-    /// The index of the buffer of each range in `parts`.
-    buffers: Vec<usize>,
     pub device: Device,
     /// The indices of the parameters.
     members: Vec<usize>,
     /// The model's own tensors of the parameters.
     tensors: TensorList,
+}
+
+/// The ranges of one dtype, which the ranks of a shared model step in one collective.
+#[derive(Debug)]
+struct SharedRanges {
+    gradients: Vec<Tensor>,
+    /// The lengths of the gradients, as the ranks compare them.
+    shapes: Vec<i64>,
+    /// For each gradient the index of its group, and of its range in the group's parts.
+    ranges: Vec<(usize, usize)>,
 }
 
 /// A buffer's layout and its parameters without a gradient, at the time at which the groups were made.
@@ -60,6 +69,8 @@ pub(super) struct OptimizerState {
     /// The number of steps of each parameter when `groups` were made, by its index.
     pub(super) steps: BTreeMap<usize, u64>,
     pub groups: Vec<Group>,
+    /// The ranges of `groups`, if the ranks share the model.
+    shared_ranges: Vec<SharedRanges>,
 }
 
 impl OptimizerState {
@@ -72,9 +83,9 @@ impl OptimizerState {
         let zeros = || slot_names.iter().map(|_| buffers.iter().map(zeros_like).collect());
         let slots = on_one_rank(&buffers, slot_names.len(), || zeros().collect())?;
         let slots = slot_names.iter().copied().zip(slots).collect();
-        let (steps, groups) = (BTreeMap::new(), Vec::new());
-        let seen = Vec::new();
-        let mut flat = Self { buffers, seen, slots, decays, count_to, steps, groups };
+        let (seen, steps, groups, shared_ranges) = Default::default();
+        let mut flat =
+            Self { buffers, seen, slots, decays, count_to, steps, groups, shared_ranges };
         flat.make_groups()?;
         Ok(flat)
     }
@@ -174,14 +185,41 @@ impl OptimizerState {
                     ranges(&|buffer| self.buffers[buffer].gradients.shallow_clone())?,
                     slots.collect::<Result<_>>()?,
                 )?,
-                buffers: runs.iter().map(|run| run.buffer).collect(),
                 device: self.buffers[runs[0].buffer].parameters.device(),
                 tensors: self.tensors(&members)?,
                 members,
             });
         }
         self.groups = groups;
+        self.shared_ranges = match shared_model(&self.buffers) {
+            Some(_) => self.shared_ranges(),
+            None => Vec::new(),
+        };
         Ok(())
+    }
+
+    /// Returns the ranges of all groups by dtype.
+    fn shared_ranges(&self) -> Vec<SharedRanges> {
+        let dtype = |group: &Group| group.parts.parameters[0].kind();
+        let mut dtypes: Vec<Kind> = Vec::new();
+        for group in &self.groups {
+            if !dtypes.contains(&dtype(group)) {
+                dtypes.push(dtype(group));
+            }
+        }
+        let same_dtype = |wanted: Kind| {
+            let groups = self.groups.iter().enumerate();
+            let groups = groups.filter(move |(_, group)| dtype(group) == wanted);
+            let ranges = groups
+                .flat_map(|(index, group)| (0..group.parts.len()).map(move |range| (index, range)));
+            let ranges: Vec<(usize, usize)> = ranges.collect();
+            let parts = || ranges.iter().map(|&(group, range)| (&self.groups[group].parts, range));
+            let gradients = parts().map(|(parts, range)| parts.gradients[range].shallow_clone());
+            // A gradient that moves from step to step has no length before the first backward.
+            let shapes = join_shapes(parts().map(|(parts, range)| parts.parameters[range].size()));
+            SharedRanges { gradients: gradients.collect(), shapes, ranges }
+        };
+        dtypes.into_iter().map(same_dtype).collect()
     }
 
     /// Returns the parameters with a gradient, grouped by key.
@@ -238,41 +276,24 @@ impl OptimizerState {
         self.groups.iter().try_for_each(|group| bump_versions(&group.tensors))
     }
 
-    /// Steps this rank's slice of the parameters, piece by piece. A collective for each dtype, and for those gradients that
-    /// are averaged already.
+    /// Steps this rank's slice of the parameters, piece by piece. A collective for each dtype.
     fn step_my_slice(
         &self,
         shared: &SharedModel,
         kernel: &dyn Fn(usize, &Group, &Parts) -> Result<()>,
     ) -> Result<()> {
-        let mut ranges = Vec::new();
-        for (index, group) in self.groups.iter().enumerate() {
-            for (range, gradient) in group.parts.gradients.iter().enumerate() {
-                let buffer = &self.buffers[group.buffers[range]];
-                let is_averaged = buffer.places.gradients() == GradState::Averaged;
-                ranges.push((gradient.kind(), is_averaged, index, range));
-            }
+        let is_averaged = |buffer: &FlatBuffer| buffer.places.gradients() == GradState::Averaged;
+        let is_averaged = self.buffers.iter().any(is_averaged);
+        if is_averaged {
+            average_gradients(&self.buffers)?; // some of them may have been averaged alone
         }
-        let mut calls: Vec<(Kind, bool)> = Vec::new();
-        for &(kind, is_averaged, ..) in &ranges {
-            if !calls.contains(&(kind, is_averaged)) {
-                calls.push((kind, is_averaged));
-            }
-        }
-        for (kind, is_averaged) in calls {
-            let ranges = ranges.iter().filter(|range| (range.0, range.1) == (kind, is_averaged));
-            let ranges: Vec<(usize, usize)> = ranges.map(|range| (range.2, range.3)).collect();
-            let gradient = |&(group, range): &(usize, usize)| {
-                self.groups[group].parts.gradients[range].shallow_clone()
-            };
-            let gradients: Vec<Tensor> = ranges.iter().map(gradient).collect();
-            shared.for_my_slice(&gradients, is_averaged, |place, piece, mean| {
+        self.shared_ranges.iter().try_for_each(|SharedRanges { gradients, shapes, ranges }| {
+            shared.for_my_slice(gradients, shapes, is_averaged, |place, piece, mean| {
                 let (index, range) = ranges[place];
                 let group = &self.groups[index];
                 kernel(index, group, &group.parts.piece(range, &piece, mean)?)
-            })?;
-        }
-        Ok(())
+            })
+        })
     }
 
     /// Returns the number of steps of each parameter, by its index.

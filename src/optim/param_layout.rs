@@ -126,7 +126,7 @@ impl ParamLayout {
     }
 
     /// Returns this rank's side of the model, if the ranks of its process share one.
-    pub(super) fn shared(&self) -> Option<Rc<SharedModel>> {
+    pub(crate) fn shared(&self) -> Option<Rc<SharedModel>> {
         self.0.borrow().shared.clone()
     }
 

@@ -66,24 +66,24 @@ impl SharedModel {
         self.average.set((None, None));
     }
 
-    /// Averages this rank's slice of `gradients`, which have one dtype, and calls `on_piece` for each piece of it. Does
-    /// not average if `is_averaged`. Returns once all ranks are done.
+    /// Averages this rank's slice of `gradients`, which have one dtype and these `shapes`, and calls `on_piece` for each
+    /// piece of it. Does not average if `is_averaged`. Returns once all ranks are done.
     ///
     /// `on_piece` gets the index of the gradient, the elements in it, and their mean. The mean is `None` if the
     /// gradient itself holds it.
     pub(super) fn for_my_slice(
         &self,
         gradients: &[Tensor],
+        shapes: &[i64],
         is_averaged: bool,
         on_piece: impl Fn(usize, Range<usize>, Option<&Tensor>) -> Result<()>,
     ) -> Result<()> {
         let Some(first) = gradients.first() else { return Ok(()) };
         let scratch = self.scratch(first.kind())?;
-        let shapes = join_shapes(gradients.iter().map(Tensor::size));
         let average = if is_averaged { (None, None) } else { self.average.get() };
         self.group.reduce_scatter_in_pieces(
             gradients,
-            &shapes,
+            shapes,
             &scratch,
             average,
             &|index, piece, is_in_scratch| {
