@@ -6,6 +6,7 @@ mod autocast;
 mod autograd;
 mod c10d;
 pub mod cuda;
+mod facts;
 mod fused;
 mod generator;
 pub(crate) mod gloo;
@@ -28,6 +29,7 @@ pub use rng::fork_rng;
 pub use shared::SharedTensor;
 
 pub(crate) use autograd::{linear, run_backward};
+pub(crate) use facts::{Shape, TensorFacts, shape};
 pub(crate) use fused::{
     AdamWStep, SgdStep, TensorList, amp_unscale, bump_versions, fused_adamw, fused_sgd, scale_all,
     total_norm,

@@ -143,6 +143,31 @@ char* ddp_autocast_swap(bool on_cuda, AutocastState* state) {
   });
 }
 
+// A tensor's memory and shape.
+struct TensorFacts {
+  // Null without memory, as in a sparse tensor.
+  void* data;
+  size_t numel;
+  const int64_t* sizes;
+  size_t dim;
+  // Whether the memory holds the elements one after the other, with their values.
+  bool is_plain;
+};
+
+// Looks at a tensor once, and allocates nothing.
+char* ddp_tensor_facts(at::Tensor* tensor, TensorFacts* facts) {
+  return guarded([&] {
+    *facts = {};
+    if (!tensor->defined()) return;
+    facts->numel = tensor->numel();
+    facts->sizes = tensor->sizes().data();
+    facts->dim = tensor->dim();
+    if (tensor->layout() != at::kStrided || !tensor->has_storage()) return;
+    facts->data = tensor->data_ptr();
+    facts->is_plain = tensor->is_contiguous() && !tensor->is_conj() && !tensor->is_neg();
+  });
+}
+
 // Sets parameter.grad = grad without a copy.
 char* ddp_set_grad(at::Tensor* parameter, at::Tensor* grad) {
   return guarded([&] { parameter->mutable_grad() = *grad; });

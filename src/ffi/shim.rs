@@ -30,6 +30,17 @@ pub(super) struct AutocastState {
     pub cache_enabled: bool,
 }
 
+/// A tensor's memory and shape.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(super) struct RawTensorFacts {
+    pub data: *mut c_void,
+    pub numel: usize,
+    pub sizes: *const i64,
+    pub dim: usize,
+    pub is_plain: bool,
+}
+
 /// `std::vector<at::Tensor>`, only ever behind a pointer.
 #[repr(C)]
 pub(super) struct RawTensorList {
@@ -49,6 +60,7 @@ unsafe extern "C" {
     fn ddp_set_multithreading_enabled(enabled: bool);
     fn ddp_hide_stack_traces();
     fn ddp_autocast_swap(on_cuda: bool, state: *mut AutocastState) -> *mut c_char;
+    fn ddp_tensor_facts(tensor: *mut C_tensor, facts: *mut RawTensorFacts) -> *mut c_char;
     fn ddp_set_grad(parameter: *mut C_tensor, grad: *mut C_tensor) -> *mut c_char;
     fn ddp_backward(loss: *mut C_tensor, retain_graph: bool) -> *mut c_char;
     fn ddp_set_grad_hook(
@@ -185,6 +197,15 @@ pub(super) fn autocast_swap(on_cuda: bool, mut state: AutocastState) -> Result<A
     // `Autocast` names, or the one that was set before.
     check("autocast", unsafe { ddp_autocast_swap(on_cuda, &mut state) })?;
     Ok(state)
+}
+
+/// Returns the memory and the shape of `tensor`. The pointers are valid until the tensor changes.
+pub(super) fn tensor_facts(tensor: &Tensor) -> Result<RawTensorFacts> {
+    let (data, sizes) = (std::ptr::null_mut(), std::ptr::null());
+    let mut facts = RawTensorFacts { data, numel: 0, sizes, dim: 0, is_plain: false };
+    // SAFETY: points to a live tensor; writes one plain struct.
+    check("looking at a tensor", unsafe { ddp_tensor_facts(raw(tensor), &mut facts) })?;
+    Ok(facts)
 }
 
 /// Sets `parameter.grad = grad` without a copy: backward then adds into `grad` in place. An undefined tensor removes

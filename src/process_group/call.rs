@@ -43,7 +43,7 @@ impl fmt::Debug for OnPiece<'_> {
     }
 }
 
-/// One rank's call of a collective: its arguments and its contiguous tensors.
+/// One rank's call of a collective: its arguments and its tensors, which are contiguous for a backend.
 ///
 /// The operation determines which tensors there are. A list has one tensor for each rank, in rank order.
 #[derive(Debug)]
@@ -57,6 +57,10 @@ pub(crate) struct Call<'a> {
     pub root: Option<usize>,
     /// The dtype of all tensors; `Uint8` if there are none.
     pub kind: Kind,
+    /// The number of elements of all inputs, or of all outputs if they have more.
+    pub numel: usize,
+    /// Whether all tensors are contiguous.
+    pub is_contiguous: bool,
     /// The shape that must be the same on all ranks.
     pub shape: &'a [i64],
     pub inputs: &'a [Tensor],
@@ -81,6 +85,8 @@ impl Call<'_> {
             reduce_op: None,
             root: None,
             kind: Kind::Uint8,
+            numel: 0,
+            is_contiguous: true,
             shape: &[],
             inputs: &[],
             outputs: &[],

@@ -8,6 +8,7 @@ use super::{ProcessGroup, ReduceOp};
 #[cfg(doc)]
 use crate::error::Error;
 use crate::error::Result;
+use crate::ffi;
 use crate::operation::Operation;
 
 impl ProcessGroup {
@@ -50,7 +51,7 @@ impl ProcessGroup {
     pub fn all_reduce(&self, tensor: &mut Tensor, op: ReduceOp) -> Result<()> {
         let options = Options { reduce_op: Some(op), ..Options::default() };
         let tensors = std::slice::from_ref(&*tensor);
-        self.collective(Operation::AllReduce, options, &tensor.size(), tensors, tensors)
+        self.collective(Operation::AllReduce, options, &ffi::shape(tensor)?, tensors, tensors)
     }
 
     /// Combines `tensor` over all ranks and leaves the result in rank `dst`'s `tensor`. The other ranks' tensors do

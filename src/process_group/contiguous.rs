@@ -4,7 +4,7 @@ use tch::Tensor;
 
 use super::refuse::undefined;
 use crate::error::{Error, Result};
-use crate::ffi::TorchResult;
+use crate::ffi::{TensorFacts, TorchResult};
 use crate::operation::Operation;
 
 /// A contiguous tensor: the original or a copy.
@@ -58,13 +58,9 @@ impl Contiguous {
     }
 }
 
-/// Returns whether a tensor's memory holds its elements one after the other, with their values. (Lazily conjugated
-/// and negated tensors differ from their memory by a flag bit.)
+/// Returns whether a tensor's memory holds its elements one after the other, with their values.
 pub(super) fn is_plain_contiguous(tensor: &Tensor) -> Result<bool> {
-    let doing = "looking at a tensor";
-    Ok(tensor.is_contiguous()
-        && !tensor.f_is_conj().doing(doing)?
-        && !tensor.f_is_neg().doing(doing)?)
+    Ok(TensorFacts::of(tensor)?.is_plain)
 }
 
 /// Returns whether two elements of a tensor of this shape share memory. Strides are in elements, and not negative.

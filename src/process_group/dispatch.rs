@@ -16,9 +16,10 @@ use tch::Tensor;
 
 use super::backend::{InFlight, RankBackend};
 use super::call::{Call, Options};
-use super::contiguous::{Contiguous, is_plain_contiguous};
+use super::contiguous::Contiguous;
 use super::{ProcessGroup, ReduceOp, weights};
 use crate::error::Result;
+use crate::ffi::{self, TensorFacts};
 use crate::operation::Operation;
 use crate::runtime::{CallSite, FaultSite, SpanId};
 
@@ -35,7 +36,7 @@ impl ProcessGroup {
     ) -> Result<()> {
         let call_site = Location::caller();
         let call = self.check_call(operation, options, shape, inputs, outputs)?;
-        if are_plain_contiguous(call.inputs)? && are_plain_contiguous(call.further_outputs())? {
+        if call.is_contiguous {
             return self.run_call(call, call_site);
         }
         outputs.iter().try_for_each(|output| self.check_output(operation, output))?;
@@ -54,7 +55,12 @@ impl ProcessGroup {
         let contiguous_inputs =
             if call.is_in_place() { handles(&results) } else { handles(&contiguous(inputs)?) };
         self.run_call(
-            Call { inputs: &contiguous_inputs, outputs: &contiguous_outputs, ..call },
+            Call {
+                inputs: &contiguous_inputs,
+                outputs: &contiguous_outputs,
+                is_contiguous: true,
+                ..call
+            },
             call_site,
         )?;
         results
@@ -71,7 +77,7 @@ impl ProcessGroup {
         op: ReduceOp,
         weight: Option<f64>,
     ) -> Result<Option<(Box<dyn InFlight>, SpanId)>> {
-        let (tensors, shape) = (std::slice::from_ref(tensor), tensor.size());
+        let (tensors, shape) = (std::slice::from_ref(tensor), ffi::shape(tensor)?);
         let options = Options { reduce_op: Some(op), weight, ..Options::default() };
         let call = self.check_call(Operation::AllReduce, options, &shape, tensors, tensors)?;
         let start = |backend: &mut dyn RankBackend, call: &Call| backend.start(call);
@@ -101,7 +107,16 @@ impl ProcessGroup {
             (Some(op), Some(weight)) => Some(weights::check(op, kind, weight, self.global_rank())?),
             (_, weight) => weight,
         };
-        Ok(Call { reduce_op, root, kind, weight, timeout, ..call })
+        let mut is_contiguous = true;
+        let mut count = |tensors: &[Tensor]| -> Result<usize> {
+            tensors.iter().try_fold(0, |numel, tensor| {
+                let facts = TensorFacts::of(tensor)?;
+                is_contiguous &= facts.is_plain;
+                Ok(numel + facts.numel)
+            })
+        };
+        let numel = count(inputs)?.max(count(call.further_outputs())?);
+        Ok(Call { reduce_op, root, kind, numel, is_contiguous, weight, timeout, ..call })
     }
 
     /// Runs a call with contiguous tensors, from the start of its record to the end.
@@ -139,8 +154,4 @@ impl ProcessGroup {
         self.activity().restore(before);
         Ok((result, record))
     }
-}
-
-fn are_plain_contiguous(tensors: &[Tensor]) -> Result<bool> {
-    tensors.iter().try_fold(true, |all, tensor| Ok(all && is_plain_contiguous(tensor)?))
 }

@@ -113,13 +113,11 @@ impl ProcessGroup {
     /// Records that this rank begins `call`. The returned id is for [`ProcessGroup::record_end`].
     pub(super) fn record_call(&self, call: &Call) -> SpanId {
         let CallContext { bucket, .. } = self.phase_tracker.context.get();
-        let numel = |tensors: &[Tensor]| -> usize { tensors.iter().map(Tensor::numel).sum() };
-        let most = numel(call.inputs).max(numel(call.outputs));
         self.record(OpStart {
             at: call.at(),
             group: Some(self.phase_tracker.group),
             bucket,
-            amount: num_bytes(call.kind, most) as u64,
+            amount: num_bytes(call.kind, call.numel) as u64,
             call_site: call.call_site,
             on_comm_thread: self.phase_tracker.on_comm_thread,
         })

@@ -15,15 +15,15 @@ use crate::operation::OpId;
 ///
 /// `rank` here is the place in the group. The run and the errors use the rank's number in the run.
 ///
-/// One word decides every round. Either all ranks have arrived and the round is complete for all of them. Or a rank
-/// that gave up (cancelled, or past its deadline) has poisoned the round, and no rank ever completes it. So after an
-/// error no other rank continues as if this one had arrived. The shared-memory backend relies on that for its pointers.
+/// Each rank counts its arrivals in a word of its own, which the others read. Either all ranks have arrived and the round
+/// is complete for all of them. Or a rank that gave up (cancelled, or past its deadline) has poisoned the word of a
+/// missing rank. That rank can never arrive, so no rank ever completes the round. After an error no other rank continues
+/// as if this one had arrived. The shared-memory backend relies on that for its pointers.
+///
+/// A common word for all ranks would take longer. They would write it one after the other, and read it once more.
 #[derive(Debug)]
 pub(crate) struct Barrier {
-    /// Round (upper half), poison bit, and number of arrived ranks (the lower bits). The last rank to arrive opens the
-    /// next round in the same atomic operation, so a full round is never visible.
-    state: CachePadded<AtomicU64>,
-    slots: Box<[CachePadded<Slot>]>,
+    slots: Box<[Slot]>,
     run: Arc<RunContext>,
     /// The rank of the run at each place of the group.
     members: Arc<[usize]>,
@@ -31,23 +31,43 @@ pub(crate) struct Barrier {
     spins: u32,
 }
 
+/// One rank's part of a barrier.
 #[derive(Debug, Default)]
 struct Slot {
-    /// Twice the number of rounds that this rank has entered, plus one while it is entering one.
-    entered: AtomicU64,
+    arrival: CachePadded<Arrival>,
+    spinning: CachePadded<Spinning>,
+}
+
+impl Slot {
+    fn has_arrived(&self, round: u64) -> bool {
+        self.arrival.word.load(Ordering::SeqCst) / ARRIVAL >= round
+    }
+}
+
+/// The state of a rank that the others read.
+#[derive(Debug, Default)]
+struct Arrival {
+    /// Twice the number of rounds in which this rank has arrived, plus one if another rank has poisoned the next.
+    word: AtomicU64,
     /// Whether the rank's thread is parked, or about to park.
     parked: AtomicBool,
-    /// The number of next waits that do not spin, and the value after the last spin without success. Used only by the
-    /// rank's own thread.
-    no_spin: AtomicU64,
-    spins_lost: AtomicU64,
     /// The thread that parks for this rank: its own, or its communication thread. Locked only when a thread parks or is
     /// unparked, so the cost is negligible.
     thread: Mutex<Option<Thread>>,
 }
 
-const ROUND: u64 = 1 << 32;
-const POISON: u64 = 1 << 31;
+/// One arrival in [`Arrival::word`].
+const ARRIVAL: u64 = 2;
+const POISON: u64 = 1;
+
+/// The state of a rank that only its own thread uses. It has its own cache line, which the others do not take away.
+#[derive(Debug, Default)]
+struct Spinning {
+    /// The number of next waits that do not spin.
+    pause: AtomicU64,
+    /// The value of `pause` after the last spin without success.
+    last_pause: AtomicU64,
+}
 
 /// About 50 microseconds of checks. Longer than the gap between ranks with equal work, and a good deal shorter than a
 /// time slice. For a model checker one check is enough.
@@ -60,8 +80,7 @@ impl Barrier {
     /// Returns a barrier for the ranks `members` of `run`.
     pub(crate) fn new(run: Arc<RunContext>, members: Arc<[usize]>) -> Self {
         Self {
-            state: CachePadded::new(AtomicU64::new(0)),
-            slots: members.iter().map(|_| CachePadded::default()).collect(),
+            slots: members.iter().map(|_| Slot::default()).collect(),
             // Ranks of other groups count too: they may be running meanwhile.
             spins: if run.ranks_here <= run.cores { SPINS } else { 0 },
             run,
@@ -111,26 +130,23 @@ impl Barrier {
         }
     }
 
-    /// Counts this rank as arrived. Returns the round to wait for; `None` if this rank completed the round.
+    /// Counts this rank as arrived. Returns the round to wait for, from 1; `None` if the round is complete.
     fn arrive(&self, rank: usize) -> Result<Option<u64>> {
-        let world_size = self.slots.len() as u64;
-        let slot = &self.slots[rank];
-        let entered = slot.entered.load(Ordering::Relaxed);
-        slot.entered.store(entered + 1, Ordering::Release);
-        let counted = self.state.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |state| {
-            let is_last = state % ROUND + 1 == world_size;
-            let next = if is_last { state.wrapping_add(ROUND) & !(ROUND - 1) } else { state + 1 };
-            (state & POISON == 0).then_some(next)
-        });
-        // A rank that was not counted keeps its odd `entered`, which ranks that gave up look for.
-        let Ok(before) = counted else { return Err(self.wait_for_the_cause(rank)) };
-        slot.entered.store(entered + 2, Ordering::Release);
-        if before % ROUND + 1 < world_size {
-            return Ok(Some(before / ROUND));
+        let word = &self.slots[rank].arrival.word;
+        let before = word.load(Ordering::Relaxed) & !POISON;
+        let counted =
+            word.compare_exchange(before, before + ARRIVAL, Ordering::SeqCst, Ordering::SeqCst);
+        if counted.is_err() {
+            return Err(self.wait_for_the_cause(rank));
         }
-        for other in &self.slots {
-            if other.parked.load(Ordering::SeqCst)
-                && let Some(thread) = &*other.thread.lock()
+        let round = before / ARRIVAL + 1;
+        if !self.is_complete(round) {
+            return Ok(Some(round));
+        }
+        // At least the last of the ranks gets here, and wakes those that found it missing.
+        for Slot { arrival, .. } in &self.slots {
+            if arrival.parked.load(Ordering::SeqCst)
+                && let Some(thread) = &*arrival.thread.lock()
             {
                 thread.unpark();
             }
@@ -138,30 +154,36 @@ impl Barrier {
         Ok(None)
     }
 
+    /// Returns whether all ranks have arrived in `round`.
+    fn is_complete(&self, round: u64) -> bool {
+        self.slots.iter().all(|slot| slot.has_arrived(round))
+    }
+
     /// Spins for a while. Returns true if the round is complete.
     ///
     /// Spinning fails when another thread needs the core, or when the others are simply later. After each failure the
     /// next one, two, up to four waits do not spin. The limit is low because two ranks on one core that never spin look
     /// idle to the system, which then leaves them there.
-    fn spin(&self, slot: &Slot, round: u64) -> bool {
+    fn spin(&self, rank: usize, round: u64) -> bool {
         if self.spins == 0 {
             return self.give_way(round);
         }
-        let no_spin = slot.no_spin.load(Ordering::Relaxed);
-        if no_spin > 0 {
-            slot.no_spin.store(no_spin - 1, Ordering::Relaxed);
+        let Spinning { pause, last_pause } = &*self.slots[rank].spinning;
+        let pauses = pause.load(Ordering::Relaxed);
+        if pauses > 0 {
+            pause.store(pauses - 1, Ordering::Relaxed);
             return false;
         }
         for _ in 0..self.spins {
-            if self.state.load(Ordering::Acquire) / ROUND != round {
-                slot.spins_lost.store(0, Ordering::Relaxed);
+            if self.is_complete(round) {
+                last_pause.store(0, Ordering::Relaxed);
                 return true;
             }
             std::hint::spin_loop();
         }
-        let lost = (slot.spins_lost.load(Ordering::Relaxed) * 2).clamp(1, 4);
-        slot.spins_lost.store(lost, Ordering::Relaxed);
-        slot.no_spin.store(lost, Ordering::Relaxed);
+        let pauses = (last_pause.load(Ordering::Relaxed) * 2).clamp(1, 4);
+        last_pause.store(pauses, Ordering::Relaxed);
+        pause.store(pauses, Ordering::Relaxed);
         false
     }
 
@@ -171,7 +193,7 @@ impl Barrier {
     /// each other, and the system would not separate them.
     fn give_way(&self, round: u64) -> bool {
         for _ in 0..YIELDS {
-            if self.state.load(Ordering::Acquire) / ROUND != round {
+            if self.is_complete(round) {
                 return true;
             }
             yield_now();
@@ -181,14 +203,14 @@ impl Barrier {
 
     /// Waits for `round` to complete. Without a `limit` it never gives up.
     fn wait_for(&self, rank: usize, round: u64, limit: Option<(OpId, Duration)>) -> Result<()> {
-        let slot = &self.slots[rank];
-        if self.spin(slot, round) {
+        if self.spin(rank, round) {
             return Ok(());
         }
-        *slot.thread.lock() = Some(current());
-        slot.parked.store(true, Ordering::SeqCst);
+        let Arrival { parked, thread, .. } = &*self.slots[rank].arrival;
+        *thread.lock() = Some(current());
+        parked.store(true, Ordering::SeqCst);
         let result = self.sleep_until(rank, round, limit);
-        slot.parked.store(false, Ordering::SeqCst);
+        parked.store(false, Ordering::SeqCst);
         result
     }
 
@@ -197,7 +219,7 @@ impl Barrier {
         loop {
             // The order matters: a complete round counts, whatever else has happened. And a rank that has ended may
             // have done so because it failed.
-            if self.state.load(Ordering::SeqCst) / ROUND != round {
+            if self.is_complete(round) {
                 return Ok(());
             }
             let Some((at, timeout)) = limit else {
@@ -205,7 +227,7 @@ impl Barrier {
                 continue;
             };
             let waiting = self.members[rank];
-            let gone = self.missing(rank).into_iter().find(|&other| self.run.is_done(other));
+            let gone = self.missing(round).into_iter().find(|&other| self.run.is_done(other));
             if self.run.cancel.cancelled_by().is_some() {
                 return if self.poison(round) { self.run.check(waiting) } else { Ok(()) };
             }
@@ -215,7 +237,7 @@ impl Barrier {
             let Some(time_left) = timeout.checked_sub(began.elapsed()) else {
                 let waited = timeout;
                 return self.give_up(round, waiting, || {
-                    let missing = self.run.missing_ranks(self.missing(rank));
+                    let missing = self.run.missing_ranks(self.missing(round));
                     Error::Timeout { at, waiting, waited, missing }
                 });
             };
@@ -233,23 +255,26 @@ impl Barrier {
         Err(error)
     }
 
-    /// Prevents the round from completing. Returns false if it is complete.
+    /// Prevents the round from completing: poisons the word of a missing rank, if no other rank has. Returns false if the
+    /// round is complete.
     fn poison(&self, round: u64) -> bool {
-        let poison = |state| (state / ROUND == round).then_some(state | POISON);
-        self.state.fetch_update(Ordering::SeqCst, Ordering::SeqCst, poison).is_ok()
+        let missing = (round - 1) * ARRIVAL;
+        self.slots.iter().any(|Slot { arrival, .. }| {
+            let poisoned = missing | POISON;
+            let word = arrival.word.compare_exchange(
+                missing,
+                poisoned,
+                Ordering::SeqCst,
+                Ordering::SeqCst,
+            );
+            word.is_ok() || word == Err(poisoned)
+        })
     }
 
-    /// Returns the members that have not entered the round in which place `rank` waits. If all are at least entering
-    /// it, returns those that are no further.
-    fn missing(&self, rank: usize) -> Vec<usize> {
-        let entered = |rank: usize| self.slots[rank].entered.load(Ordering::Acquire);
-        let mine = entered(rank);
-        let below = |limit| {
-            let missing = (0..self.slots.len()).filter(|&place| entered(place) < limit);
-            missing.map(|place| self.members[place]).collect()
-        };
-        let missing: Vec<usize> = below(mine - 1);
-        if missing.is_empty() { below(mine) } else { missing }
+    /// Returns the members that have not arrived in `round`.
+    fn missing(&self, round: u64) -> Vec<usize> {
+        let ranks = self.slots.iter().zip(&*self.members);
+        ranks.filter(|(slot, _)| !slot.has_arrived(round)).map(|(_, &rank)| rank).collect()
     }
 
     /// Waits for the cause after another rank gave up before this one arrived. That rank is about to report, which

@@ -24,7 +24,7 @@ use tch::{Device, Kind, Tensor};
 use super::backend::{self, BackendType, Devices, Join, RankBackend, Reach};
 use super::call::Call;
 use super::local::{
-    self, CallSlot, CollectiveFingerprint, Memory, Place, Shared, exchange_calls, my_slice,
+    self, CallSlot, CollectiveFingerprint, Extras, Memory, Place, Shared, exchange_calls, my_slice,
 };
 use super::network::{Network, ProcessMap, SplitSizes};
 use super::{ReduceOp, Traffic, num_bytes, weights};
@@ -93,7 +93,8 @@ impl GlooBackend {
     /// Runs the exchange of this process's ranks. It checks that their calls agree and their tensors do not overlap.
     fn exchange_local(&mut self, call: &Call) -> Result<()> {
         let first = self.packer.network.process_map().here().start;
-        exchange_calls(&mut self.slot, first, call, true, Some(&mut self.memory))
+        let extras = Extras { device: true, contents: false };
+        exchange_calls(&mut self.slot, first, call, extras, Some(&mut self.memory))
     }
 
     /// Sets the mean weight of this process's ranks, which goes to other processes. Call it after the local exchange.

@@ -1,7 +1,7 @@
 //! The exchange before each collective: every rank of the process announces its call, and all compare.
 
 use super::conflict::{self, Memory};
-use super::fingerprint::CollectiveFingerprint;
+use super::fingerprint::{CollectiveFingerprint, Extras};
 use super::mismatch::{RankCall, mismatch};
 use super::shared::CallSlot;
 use crate::error::Result;
@@ -11,18 +11,18 @@ use crate::process_group::call::Call;
 /// Announces this rank's call, waits for the others' and compares them.
 ///
 /// On success all ranks make the same call, with tensors of matching sizes. With `memory`, no rank writes where another
-/// reads or writes. With `on_one_device`, all tensors are also on one device. `first_place` is the group rank of the
+/// reads or writes. With [`Extras::device`], all tensors are also on one device. `first_place` is the group rank of the
 /// first rank of this process.
 pub(crate) fn exchange_calls(
     slot: &mut CallSlot,
     first_place: usize,
     call: &Call,
-    on_one_device: bool,
+    extras: Extras,
     memory: Option<&mut Memory>,
 ) -> Result<()> {
     let timeout = call.timeout.unwrap_or(slot.barrier().run().timeout);
     let place = first_place + slot.rank();
-    slot.exchange(call.at(), timeout, |announced| announced.publish(call, place, on_one_device))?;
+    slot.exchange(call.at(), timeout, |announced| announced.publish(call, place, extras))?;
     let members = slot.barrier().members();
     compare(slot.published(), members, call.sequence)?;
     let spans = slot.published().map(|call| call.spans.len()).sum::<usize>();

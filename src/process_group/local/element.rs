@@ -249,13 +249,24 @@ unsafe fn reduce_kind(reduction: Reduction<'_>) {
 /// Elements per piece: small enough for the first-level cache, large enough to hide the loop around it.
 const PIECE_ELEMENTS: usize = 1024;
 
+/// Elements for which there is a smaller buffer, because to clear a large one takes longer than the reduction.
+const FEW_ELEMENTS: usize = 128;
+
 /// # Safety
 /// The requirements of [`reduce`], for inputs of type `T` and outputs of type `R`.
 #[inline(always)]
 unsafe fn reduce_as<T: Element, R: Element<Wide = T::Wide>>(reduction: Reduction<'_>) {
     let Reduction { inputs, outputs, len, op, factors, .. } = reduction;
-    let mut room = [T::ZERO; PIECE_ELEMENTS];
-    let mut results = [R::narrow(R::ZERO); PIECE_ELEMENTS];
+    let (mut small_room, mut small_results, mut large_room, mut large_results);
+    let (room, results) = if len <= FEW_ELEMENTS {
+        small_room = [T::ZERO; FEW_ELEMENTS];
+        small_results = [R::narrow(R::ZERO); FEW_ELEMENTS];
+        (&mut small_room[..], &mut small_results[..])
+    } else {
+        large_room = [T::ZERO; PIECE_ELEMENTS];
+        large_results = [R::narrow(R::ZERO); PIECE_ELEMENTS];
+        (&mut large_room[..], &mut large_results[..])
+    };
     for start in (0..len).step_by(PIECE_ELEMENTS) {
         let len = PIECE_ELEMENTS.min(len - start);
         // SAFETY: `start + len` stays within the elements that the caller vouches for.

@@ -22,7 +22,7 @@ pub(crate) struct Exchange<T> {
 /// fast rank cannot reach the exchange after that before the slow rank has moved on.
 #[derive(Debug)]
 struct Slot<T> {
-    cells: [UnsafeCell<T>; 2],
+    cells: [CachePadded<UnsafeCell<T>>; 2],
     /// `true` once the rank has taken its [`ExchangeSlot`].
     taken: AtomicBool,
 }
@@ -37,7 +37,8 @@ impl<T> Exchange<T> {
     /// Creates the exchange for all members of `barrier`.
     pub(crate) fn new(barrier: Barrier, nothing: impl Fn() -> T) -> Self {
         let slot = |_: &usize| {
-            let cells = [nothing(), nothing()].map(UnsafeCell::new);
+            let cells =
+                [nothing(), nothing()].map(|value| CachePadded::new(UnsafeCell::new(value)));
             CachePadded::new(Slot { cells, taken: AtomicBool::new(false) })
         };
         Self { slots: barrier.members().iter().map(slot).collect(), barrier }
@@ -94,6 +95,13 @@ impl<T: Send + Sync> ExchangeSlot<T> {
         // SAFETY: no rank writes these cells before this rank has entered the next exchange (see `Slot`), for which the
         // borrow of `self` must have ended.
         slots.map(move |slot| slot.cells[parity].with(|place| unsafe { &*place }))
+    }
+
+    /// Returns what this rank has published in the last exchange.
+    pub(crate) fn announced(&self) -> &T {
+        let cell = &self.exchange.slots[self.rank].cells[1 - self.parity];
+        // SAFETY: our own slot, which this rank writes only in an exchange, for which the borrow of `self` must have ended.
+        cell.with(|place| unsafe { &*place })
     }
 
     /// Runs `work`, then waits until all ranks have finished theirs. Also waits if `work` panics.

@@ -4,9 +4,10 @@ use std::sync::OnceLock;
 
 use tch::{Device, Kind, Tensor};
 
-use super::span::{Conflict, Place, Span};
+use super::contents::{self, Contents};
+use super::span::{Conflict, Place, Places, Span, Spans};
 use crate::error::Result;
-use crate::ffi::cuda;
+use crate::ffi::{Shape, TensorFacts, cuda};
 use crate::operation::Operation;
 use crate::process_group::call::{Call, NEXT_SHAPE};
 use crate::process_group::device_name::device_name;
@@ -17,7 +18,18 @@ use crate::runtime;
 /// The text before the sizes of an all_to_all, which may differ between ranks.
 pub(super) const SIZES: &str = " sending ";
 
+/// What an announcement has besides the call.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Extras {
+    /// The device of the tensors, if all ranks must use the same one.
+    pub device: bool,
+    /// The elements of an all_reduce, if they are few and on the CPU.
+    pub contents: bool,
+}
+
 /// One rank's call: everything that must be equal on all ranks, and the memory of its tensors.
+///
+/// Its lists are in place for a call with one tensor. The other ranks need not follow pointers to read them then.
 #[derive(Debug)]
 pub(crate) struct CollectiveFingerprint {
     pub(super) operation: Operation,
@@ -29,15 +41,18 @@ pub(crate) struct CollectiveFingerprint {
     pub device: Device,
     /// CUDA stream of the rank's work; 0 on a CPU. Equal on all ranks, so the work is in order.
     stream: usize,
-    shape: Vec<i64>,
+    shape: Shape,
     /// Line of the program that makes the call.
     pub call_site: Option<runtime::CallSite>,
-    pub(crate) inputs: Vec<Place>,
-    pub(crate) outputs: Vec<Place>,
+    pub(crate) inputs: Places,
+    pub(crate) outputs: Places,
     /// Memory of inputs and outputs, with adjacent spans joined. The ranks compare these spans.
-    pub(super) spans: Vec<Span>,
+    pub(super) spans: Spans,
     /// Conflict found by the first rank of the process, if it alone looks for conflicts.
     pub(super) verdict: OnceLock<Option<Conflict>>,
+    /// Whether `contents` has the elements of the inputs.
+    has_contents: bool,
+    contents: Contents,
 }
 
 impl CollectiveFingerprint {
@@ -50,26 +65,21 @@ impl CollectiveFingerprint {
             kind: Kind::Uint8,
             device: Device::Cpu,
             stream: 0,
-            shape: Vec::new(),
+            shape: Shape::new(),
             call_site: None,
-            inputs: Vec::new(),
-            outputs: Vec::new(),
-            spans: Vec::new(),
+            inputs: Places::new(),
+            outputs: Places::new(),
+            spans: Spans::new(),
             verdict: OnceLock::new(),
+            has_contents: false,
+            contents: Contents::nothing(),
         }
     }
 
-    /// Records `call` of the group rank `at_place`. Records its device only with `on_one_device`, that is, if all ranks
-    /// must use the same one.
-    pub(super) fn publish(
-        &mut self,
-        call: &Call,
-        at_place: usize,
-        on_one_device: bool,
-    ) -> Result<()> {
-        let place = |t: &Tensor| Place { data: t.data_ptr().cast(), numel: t.numel() };
+    /// Records `call` of the group rank `at_place`.
+    pub(super) fn publish(&mut self, call: &Call, at_place: usize, extras: Extras) -> Result<()> {
         let mut tensors = call.inputs.iter().chain(call.outputs);
-        let device = tensors.next().filter(|_| on_one_device).map(Tensor::device);
+        let device = tensors.next().filter(|_| extras.device).map(Tensor::device);
         self.operation = call.operation;
         (self.reduce_op, self.root, self.kind) = (call.reduce_op, call.root, call.kind);
         (self.weight, self.call_site) = (call.weight, call.call_site);
@@ -80,12 +90,24 @@ impl CollectiveFingerprint {
         };
         self.shape.clear();
         self.shape.extend_from_slice(call.shape);
-        self.inputs.clear();
-        self.inputs.extend(call.inputs.iter().map(place));
-        self.outputs.clear();
-        self.outputs.extend(call.outputs.iter().map(place));
+        list(&mut self.inputs, call.inputs)?;
+        if call.is_in_place() {
+            self.outputs.clone_from(&self.inputs);
+        } else {
+            list(&mut self.outputs, call.outputs)?;
+        }
         self.join_spans(at_place);
         self.verdict.take();
+        let numel = self.inputs.iter().map(|input| input.numel).sum();
+        // The ranks announce all of this, so it is the same on all of them, unless their calls differ.
+        self.has_contents = extras.contents
+            && self.operation == Operation::AllReduce
+            && self.device == Device::Cpu
+            && num_bytes(self.kind, numel) <= contents::MAX_BYTES;
+        if self.has_contents {
+            // SAFETY: tensors of this rank, on the CPU. It writes to them only after the exchange.
+            unsafe { self.contents.copy(&self.inputs, num_bytes(self.kind, 1)) };
+        }
         Ok(())
     }
 
@@ -102,6 +124,17 @@ impl CollectiveFingerprint {
         let read = (0..self.inputs.len()).filter(|&input| !self.is_kept(input, at_place));
         read.for_each(|input| add(&self.inputs[input], false));
         self.spans = spans;
+    }
+
+    /// Returns whether the elements of the inputs are in the announcement. If so, no rank touches another's tensors.
+    pub(crate) fn has_contents(&self) -> bool {
+        self.has_contents
+    }
+
+    /// Returns the address of the copied inputs from their byte `offset` on, to read from until this rank announces its
+    /// next call but one.
+    pub(crate) fn contents(&self, offset: usize) -> *mut u8 {
+        self.contents.at(offset)
     }
 
     pub(super) fn agrees_with(&self, other: &CollectiveFingerprint) -> bool {
@@ -162,4 +195,14 @@ impl CollectiveFingerprint {
         };
         self.outputs.get(output) == Some(&self.inputs[input])
     }
+}
+
+/// Fills `places` with the memory of these tensors.
+fn list(places: &mut Places, tensors: &[Tensor]) -> Result<()> {
+    places.clear();
+    for tensor in tensors {
+        let TensorFacts { data, numel, .. } = TensorFacts::of(tensor)?;
+        places.push(Place { data, numel });
+    }
+    Ok(())
 }

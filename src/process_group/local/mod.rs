@@ -6,6 +6,7 @@
 
 mod compare;
 mod conflict;
+mod contents;
 mod element;
 mod exchange;
 mod fingerprint;
@@ -19,7 +20,7 @@ mod span;
 pub(super) use compare::exchange_calls;
 pub(super) use conflict::Memory;
 pub(super) use element::{Kinds, Reduction, reduce};
-pub(super) use fingerprint::CollectiveFingerprint;
+pub(super) use fingerprint::{CollectiveFingerprint, Extras};
 pub(super) use mail::{
     Carrier, Completion, Contents, Incoming, Mailboxes, Outcome, P2pRequest, PostedOp, Side,
     describe,

@@ -8,7 +8,7 @@ use tch::{Kind, Tensor};
 
 use super::super::backend::RankBackend;
 use super::super::call::Call;
-use super::super::local::{exchange_calls, to_text};
+use super::super::local::{Extras, exchange_calls, to_text};
 use super::super::network::Network;
 use super::super::traffic::{Traffic, first_bytes, split_traffic};
 use super::super::{P2POp, ReduceOp, dtype_name, num_bytes, weights};
@@ -152,7 +152,8 @@ impl NcclBackend {
             let timeout = call.timeout.unwrap_or(self.shared.run().timeout);
             return self.slot.barrier().wait_at_most(self.slot.rank(), call.at(), timeout);
         }
-        exchange_calls(&mut self.slot, self.shared.here().start, call, false, None)?;
+        let extras = Extras { device: false, contents: false };
+        exchange_calls(&mut self.slot, self.shared.here().start, call, extras, None)?;
         if let Some(network) = self.elsewhere().filter(|_| compares) {
             if self.slot.rank() == 0 {
                 let describe = || to_text(self.slot.published());

@@ -113,20 +113,54 @@ pub(super) unsafe fn run<'a>(
     }
 }
 
-/// Returns the bytes that cross between `rank` and the others in [`run`]. Received: what it reads from their tensors
-/// and they write to its own. Sent: the reverse.
-pub(super) fn traffic(call: &Call, rank: usize, world_size: usize) -> Traffic {
+/// Reduces the elements that all ranks have announced into the tensors of this rank.
+///
+/// # Safety
+/// All ranks have exchanged this call. Their announcements agree, and have contents. No other rank touches the tensors
+/// of `mine`, this rank's announcement.
+pub(super) unsafe fn reduce_contents<'a>(
+    call: &Call,
+    mine: &CollectiveFingerprint,
+    calls: impl Iterator<Item = &'a CollectiveFingerprint> + Clone,
+    places: &mut SpanScratch,
+) -> Result<()> {
+    places.fill_factors(call, calls.clone())?;
+    let mut offset = 0;
+    mine.outputs.iter().try_for_each(|output| {
+        places.inputs.clear();
+        places.inputs.extend(calls.clone().map(|other| other.contents(offset)));
+        places.outputs.clear();
+        places.outputs.push(output.data);
+        offset += num_bytes(mine.kind, output.numel);
+        // SAFETY: no rank writes to announced elements before all ranks have announced their next calls; the rest as the
+        // caller promises.
+        unsafe { reduce(mine, places, 0, 0..output.numel, call.op()) }
+    })
+}
+
+/// Returns the bytes that cross between `rank` and the others in the call that it has announced as `mine`. Received: what
+/// it reads from their tensors and they write to its own. Sent: the reverse.
+pub(super) fn traffic(
+    call: &Call,
+    mine: &CollectiveFingerprint,
+    rank: usize,
+    world_size: usize,
+) -> Traffic {
     let others = world_size as u64 - 1;
     let first = |tensors| first_bytes(call, tensors);
     let (inputs, outputs) = (call.inputs, call.outputs);
     let is_root = rank == call.root();
     let (sent, received) = match call.operation {
         Operation::ReduceScatter if call.on_piece.is_some() => {
-            let (all, slice) = sizes(call, rank, world_size);
+            let (all, slice) = sizes(mine, rank, world_size);
             if call.reduce_op.is_some() { (all - slice, slice * others) } else { (0, 0) }
         }
+        Operation::AllReduce if mine.has_contents() => {
+            let (all, _) = sizes(mine, rank, world_size);
+            (all * others, all * others)
+        }
         Operation::AllReduce | Operation::Reduce => {
-            let (all, slice) = sizes(call, rank, world_size);
+            let (all, slice) = sizes(mine, rank, world_size);
             // Other ranks reduce the rest of its tensor, and its slice has results for them.
             let results_for = match call.operation {
                 Operation::AllReduce => others,
@@ -144,10 +178,10 @@ pub(super) fn traffic(call: &Call, rank: usize, world_size: usize) -> Traffic {
 }
 
 /// Returns the size of all inputs and of the slices that `rank` reduces, in bytes.
-fn sizes(call: &Call, rank: usize, world_size: usize) -> (u64, u64) {
-    let numel = call.inputs.iter().map(Tensor::numel).sum();
+fn sizes(mine: &CollectiveFingerprint, rank: usize, world_size: usize) -> (u64, u64) {
+    let numel = mine.inputs.iter().map(|input| input.numel).sum();
     let slice = my_slice(numel, rank, world_size).len();
-    (num_bytes(call.kind, numel) as u64, num_bytes(call.kind, slice) as u64)
+    (num_bytes(mine.kind, numel) as u64, num_bytes(mine.kind, slice) as u64)
 }
 
 /// Reduces this rank's slices of the inputs piece by piece into its scratch memory, the call's output, and passes on

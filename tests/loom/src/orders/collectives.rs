@@ -1,4 +1,4 @@
-//! Exchanges in a row, and an all_reduce as `threaded/mod.rs` and `threaded/kernels.rs` do it.
+//! Exchanges in a row, and both kinds of all_reduce as `threaded/mod.rs` and `threaded/kernels.rs` do them.
 
 use std::time::Duration;
 
@@ -70,6 +70,24 @@ impl Rank {
         Ok(())
     }
 
+    /// Reduces elements that are part of the announcement. No rank touches another's memory, so none waits for the others
+    /// after the exchange.
+    fn all_reduce_contents(&mut self, sequence: u64) {
+        let rank = self.slot.rank();
+        let own: Memory = [Watched::new(input(rank, sequence, 0))].into();
+        self.slot
+            .exchange(AT, self.timeout, |place| {
+                place.set(Some((sequence, own)));
+                Ok(())
+            })
+            .unwrap();
+        let announced = self.slot.published().map(|place| place.get().unwrap().1[0].get());
+        self.memory[0].set(announced.sum());
+        let sum = (0..self.memory.len()).map(|rank| input(rank, sequence, 0)).sum();
+        assert_eq!(self.memory[0].get(), sum);
+        assert_eq!(self.slot.announced().get().unwrap().0, sequence);
+    }
+
     /// Drops this rank's tensor. loom sees every rank that still touches it.
     pub(super) fn go(self) {
         self.memory.iter().for_each(|element| element.set(u64::MAX));
@@ -109,6 +127,28 @@ fn reduce_again_and_again(world_size: usize, times: u64, preemptions: Option<usi
     );
 }
 
+/// Reduces announced elements. Every third all_reduce is one in the ranks' memory, if there are so many.
+fn reduce_contents_again_and_again(world_size: usize, times: u64, preemptions: Option<usize>) {
+    in_every_order(
+        &format!("{times} all_reduce of what {world_size} ranks announce"),
+        world_size,
+        preemptions,
+        move || exchange_of(barrier_of(world_size)),
+        move |rank, exchange| {
+            let mut rank = Rank::new(rank, exchange);
+            for sequence in 0..times {
+                if sequence % 3 == 2 {
+                    rank.all_reduce(sequence).unwrap();
+                } else {
+                    rank.all_reduce_contents(sequence);
+                }
+            }
+            rank.go();
+        },
+        drop,
+    );
+}
+
 #[test]
 fn two_ranks_exchange_in_every_order() {
     exchange_again_and_again(2, 1, None);
@@ -130,4 +170,15 @@ fn two_ranks_reduce_in_every_order() {
 #[test]
 fn three_ranks_reduce_in_every_order() {
     reduce_again_and_again(3, 2, Some(2));
+}
+
+#[test]
+fn two_ranks_reduce_their_announcements_in_every_order() {
+    reduce_contents_again_and_again(2, 1, None);
+    reduce_contents_again_and_again(2, 4, Some(4));
+}
+
+#[test]
+fn three_ranks_reduce_their_announcements_in_every_order() {
+    reduce_contents_again_and_again(3, 3, Some(2));
 }

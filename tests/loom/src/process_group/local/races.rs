@@ -18,11 +18,15 @@ const MINUTE: Duration = Duration::from_secs(60);
 /// The number of elements: enough for a rank to be in the middle of its slice while another leaves.
 const NUMEL: usize = 3000;
 
-/// A rank's announcement: the number of its collective, and the address of its tensor.
+/// The number of elements that are part of an announcement.
+const CONTENTS: usize = 200;
+
+/// A rank's announcement: the number of its collective, the address of its tensor, and its first elements.
 #[derive(Debug)]
 struct CollectiveFingerprint {
     sequence: u64,
     data: *mut f32,
+    contents: [f32; CONTENTS],
 }
 
 // SAFETY: ranks use the pointer between the two barriers of a collective only.
@@ -63,12 +67,43 @@ impl Rank {
         self.delay();
         let data = self.tensor.as_mut_ptr();
         self.slot.exchange(AT, timeout, |place| {
-            *place = CollectiveFingerprint { sequence, data };
+            (place.sequence, place.data) = (sequence, data);
             Ok(())
         })?;
         self.delay();
         assert!(self.slot.published().all(|theirs| theirs.sequence == sequence));
         Ok(self.slot.published().map(|theirs| theirs.data).collect())
+    }
+
+    /// Reduces the announced elements into this rank's tensor, and leaves at once.
+    fn all_reduce_contents(&mut self, sequence: u64) {
+        let input = |rank: usize, place: usize| (sequence as usize + 7 * rank + place) as f32;
+        self.delay();
+        let rank = self.rank;
+        let publish = |place: &mut CollectiveFingerprint| {
+            place.sequence = sequence;
+            place.contents = std::array::from_fn(|place| input(rank, place));
+            Ok(())
+        };
+        self.slot.exchange(AT, MINUTE, publish).unwrap();
+        self.delay();
+        let contents = |theirs: &CollectiveFingerprint| theirs.contents.as_ptr().cast_mut().cast();
+        let inputs: Vec<*mut u8> = self.slot.published().map(contents).collect();
+        let reduction = element::Reduction {
+            kinds: element::Kinds::same(Kind::Float),
+            inputs: &inputs,
+            outputs: &[self.tensor.as_mut_ptr().cast()],
+            len: CONTENTS,
+            op: ReduceOp::Sum,
+            factors: &[],
+        };
+        // SAFETY: no rank writes to these announcements before all have entered the next exchange, and no other rank
+        // touches this tensor.
+        unsafe { element::reduce(reduction) };
+        for place in 0..CONTENTS {
+            let sum: f32 = (0..inputs.len()).map(|rank| input(rank, place)).sum();
+            assert_eq!(self.tensor[place], sum);
+        }
     }
 
     /// Follows `threaded/mod.rs` and `threaded/kernels.rs`. `at_last` may panic.
@@ -125,7 +160,11 @@ fn on_threads<R: Send>(
 ) -> Vec<R> {
     let run = Arc::new(RunContext::new(world_size, MINUTE, None));
     let barrier = Barrier::new(run.clone(), (0..world_size).collect());
-    let nothing = || CollectiveFingerprint { sequence: 0, data: std::ptr::null_mut() };
+    let nothing = || CollectiveFingerprint {
+        sequence: 0,
+        data: std::ptr::null_mut(),
+        contents: [0.; CONTENTS],
+    };
     let exchange = Arc::new(Exchange::new(barrier, nothing));
     thread::scope(|scope| {
         let start = |rank| {
@@ -164,6 +203,22 @@ fn repeated_reductions_have_no_race() {
         on_threads(world_size, 0, |mut rank| {
             for sequence in 0..200 {
                 rank.all_reduce(sequence, MINUTE, || ()).unwrap();
+            }
+            rank.go();
+        });
+    }
+}
+
+#[test]
+fn repeated_reductions_of_announcements_have_no_race() {
+    for world_size in 1..=4 {
+        on_threads(world_size, 0, |mut rank| {
+            for sequence in 0..400 {
+                if sequence % 5 == 4 {
+                    rank.all_reduce(sequence, MINUTE, || ()).unwrap();
+                } else {
+                    rank.all_reduce_contents(sequence);
+                }
             }
             rank.go();
         });

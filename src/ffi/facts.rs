@@ -1,0 +1,40 @@
+//! What a collective needs to know about a tensor, in one call: tch makes several, and allocates in `size` and `numel`.
+
+use smallvec::SmallVec;
+use tch::Tensor;
+
+use super::shim;
+use crate::error::Result;
+
+/// A tensor's memory.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct TensorFacts {
+    /// Address of the first element; null for a tensor without memory, such as a sparse one.
+    pub data: *mut u8,
+    /// Number of elements.
+    pub numel: usize,
+    /// Whether the memory holds the elements one after the other, with their values. (Lazily conjugated and negated
+    /// tensors differ from their memory by a flag bit.)
+    pub is_plain: bool,
+}
+
+impl TensorFacts {
+    /// Looks at `tensor`. An undefined tensor has no elements and no memory.
+    pub(crate) fn of(tensor: &Tensor) -> Result<Self> {
+        let facts = shim::tensor_facts(tensor)?;
+        Ok(Self { data: facts.data.cast(), numel: facts.numel, is_plain: facts.is_plain })
+    }
+}
+
+/// A tensor's shape, in place for up to four dimensions.
+pub(crate) type Shape = SmallVec<[i64; 4]>;
+
+/// Returns the shape of `tensor`; of an undefined one, that of a single number.
+pub(crate) fn shape(tensor: &Tensor) -> Result<Shape> {
+    let facts = shim::tensor_facts(tensor)?;
+    if facts.dim == 0 {
+        return Ok(Shape::new());
+    }
+    // SAFETY: the sizes of a live tensor, which this thread does not change meanwhile.
+    Ok(Shape::from_slice(unsafe { std::slice::from_raw_parts(facts.sizes, facts.dim) }))
+}
