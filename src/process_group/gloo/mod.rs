@@ -93,7 +93,7 @@ impl GlooBackend {
     /// Runs the exchange of this process's ranks. It checks that their calls agree and their tensors do not overlap.
     fn exchange_local(&mut self, call: &Call) -> Result<()> {
         let first = self.packer.network.process_map().here().start;
-        let extras = Extras { device: true, contents: false };
+        let extras = Extras { device: true, contents: 0 };
         exchange_calls(&mut self.slot, first, call, extras, Some(&mut self.memory))
     }
 

@@ -23,13 +23,13 @@ pub(super) const SIZES: &str = " sending ";
 pub(crate) struct Extras {
     /// The device of the tensors, if all ranks must use the same one.
     pub device: bool,
-    /// The elements of an all_reduce, if they are few and on the CPU.
-    pub contents: bool,
+    /// The elements of an all_reduce on the CPU, if they have at most this size in bytes; 0 for none.
+    pub contents: usize,
 }
 
 /// One rank's call: everything that must be equal on all ranks, and the memory of its tensors.
 ///
-/// Its lists are in place for a call with one tensor. The other ranks need not follow pointers to read them then.
+/// Lists of one are in place, so that the other ranks need not follow pointers to read them.
 #[derive(Debug)]
 pub(crate) struct CollectiveFingerprint {
     pub(super) operation: Operation,
@@ -100,10 +100,10 @@ impl CollectiveFingerprint {
         self.verdict.take();
         let numel = self.inputs.iter().map(|input| input.numel).sum();
         // The ranks announce all of this, so it is the same on all of them, unless their calls differ.
-        self.has_contents = extras.contents
+        self.has_contents = extras.contents > 0
             && self.operation == Operation::AllReduce
             && self.device == Device::Cpu
-            && num_bytes(self.kind, numel) <= contents::MAX_BYTES;
+            && num_bytes(self.kind, numel) <= extras.contents.min(contents::MAX_BYTES);
         if self.has_contents {
             // SAFETY: tensors of this rank, on the CPU. It writes to them only after the exchange.
             unsafe { self.contents.copy(&self.inputs, num_bytes(self.kind, 1)) };

@@ -152,7 +152,7 @@ impl NcclBackend {
             let timeout = call.timeout.unwrap_or(self.shared.run().timeout);
             return self.slot.barrier().wait_at_most(self.slot.rank(), call.at(), timeout);
         }
-        let extras = Extras { device: false, contents: false };
+        let extras = Extras { device: false, contents: 0 };
         exchange_calls(&mut self.slot, self.shared.here().start, call, extras, None)?;
         if let Some(network) = self.elsewhere().filter(|_| compares) {
             if self.slot.rank() == 0 {

@@ -9,7 +9,7 @@
 //! 4. leave together: a second barrier holds every rank until no other rank uses its memory.
 //!
 //! The elements of a small `all_reduce` are part of the announcement. Each rank reduces them all into its own tensors. No
-//! rank uses another's memory then, and the second barrier, half of the time, is not needed.
+//! rank uses another's tensors then, so the second barrier is not needed.
 //!
 //! With very many tensors, the first rank alone looks for conflicts, and one more barrier publishes its verdict. Only
 //! the barriers before the work can be cancelled or time out. During the work no rank waits for another.
@@ -42,6 +42,9 @@ fn prepare(shared: &Arc<Shared>, _: Option<&Arc<Network>>) -> Result<Join> {
     Ok(Arc::new(move |rank, _| Ok(Box::new(ThreadedBackend::join(shared.slot(rank))?))))
 }
 
+/// The most bytes that all ranks together announce as elements of an all_reduce.
+const MAX_CONTENTS: usize = 2 << 10;
+
 /// One rank's side of the backend.
 struct ThreadedBackend {
     slot: CallSlot,
@@ -63,16 +66,21 @@ impl ThreadedBackend {
 impl RankBackend for ThreadedBackend {
     fn run(&mut self, call: &Call) -> Result<()> {
         let Self { slot, memory, places } = self;
-        let extras = Extras { device: true, contents: slot.barrier().members().len() > 1 };
+        // Each rank reads the elements of all, so the limit is for all together.
+        let members = slot.barrier().members().len();
+        let contents = if members > 1 { MAX_CONTENTS / members } else { 0 };
+        let extras = Extras { device: true, contents };
         exchange_calls(slot, 0, call, extras, Some(memory))?;
         if matches!(call.operation, Operation::Barrier | Operation::NewGroup) {
             return Ok(()); // the exchange is the barrier
         }
         if slot.announced().has_contents() {
             // SAFETY: the exchange establishes all that this function requires.
-            return unsafe {
-                kernels::reduce_contents(call, slot.announced(), slot.published(), places)
-            };
+            unsafe {
+                kernels::reduce_contents(call, slot.announced(), slot.published(), places)?;
+            }
+            slot.fetch_next();
+            return Ok(());
         }
         // All tensors stay valid: their owners are in this collective, hold them, and leave it together.
         slot.and_leave_together(|| {
