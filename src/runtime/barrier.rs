@@ -272,7 +272,8 @@ impl Barrier {
                 Ordering::SeqCst,
                 Ordering::SeqCst,
             );
-            word.is_ok() || word == Err(poisoned)
+            // A lower word was poisoned in an earlier round, which this rank gave up as well.
+            word.map_or_else(|found| found <= poisoned, |_| true)
         })
     }
 
