@@ -379,6 +379,16 @@ mod tests {
         });
     }
 
+    #[test]
+    fn round_after_a_poisoned_one_is_not_complete() {
+        let run = Arc::new(RunContext::new(2, Duration::from_secs(60), None));
+        let barrier = Barrier::new(run, (0..2).collect());
+        for round in 1..=2 {
+            assert_eq!(barrier.arrive(0).unwrap(), Some(round));
+            assert!(barrier.poison(round) && barrier.missing(round) == [1]);
+        }
+    }
+
     /// A timeout while the last rank arrives fails the round for all ranks or for none, and always with a rank to
     /// blame.
     #[test]
