@@ -1,7 +1,6 @@
 //! Backward passes through one or several wrapped models, with the averaging of their gradients.
 
 use std::panic::Location;
-use std::time::Instant;
 
 use tch::Tensor;
 
@@ -132,7 +131,6 @@ fn run_all(
     options: BackwardOptions,
     call_site: CallSite,
 ) -> Result<()> {
-    let began = Instant::now();
     let all = || models.iter().map(|model| model.reducer());
     let averaged = || models.iter().filter(|model| model.averages()).map(|model| model.reducer());
     let mut turns = Turn::order_of(models.len());
@@ -150,7 +148,7 @@ fn run_all(
     backward?;
     all().try_for_each(Reducer::take_gradients)?;
     averaged().try_for_each(Reducer::reduce_rest)?;
-    averaged().try_for_each(|reducer| reducer.finish(began))
+    averaged().try_for_each(Reducer::finish)
 }
 
 /// Returns `loss`, the mean over `samples` samples, scaled for the weights of the `models`. Adds the samples to the

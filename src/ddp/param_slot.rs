@@ -6,7 +6,7 @@ use tch::Tensor;
 
 use super::parameters::NamedTensor;
 use crate::error::{Error, Result};
-use crate::ffi::{TorchResult, adopt_grad, move_grad, set_grad, shares_memory};
+use crate::ffi::{TorchResult, adopt_grad, move_grad, remove_grad, shares_memory};
 use crate::process_group::num_bytes;
 
 /// The size of a cache line in bytes.
@@ -129,7 +129,7 @@ impl ParamSlot {
     /// Removes the gradient. In a flat buffer its values stay behind, because the next gradient overwrites them.
     pub(super) fn remove_gradient(&mut self) -> Result<()> {
         (self.used, self.has_gradient) = (false, false);
-        set_grad(&self.tensor, &Tensor::new())?;
+        remove_grad(&self.tensor)?;
         let GradMemory::InPlace(flat) = &mut self.gradient else { return Ok(()) };
         let freed = flat.f_set_data(&empty_like(&self.tensor)?);
         freed.doing("freeing a gradient")
@@ -138,7 +138,7 @@ impl ParamSlot {
     /// Removes the gradient and leaves zeros for the optimizer, whatever a communication hook has left there.
     pub(super) fn clear_grad(&self) -> Result<()> {
         self.zero_gradient()?;
-        set_grad(&self.tensor, &Tensor::new())
+        remove_grad(&self.tensor)
     }
 
     /// Sets the gradient to zeros.

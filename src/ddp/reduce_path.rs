@@ -1,6 +1,6 @@
 //! The path of a bucket's reduction: on a separate stream or thread during backward, or by the rank itself.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use tch::Device;
 
@@ -101,23 +101,24 @@ impl ReducePath {
     }
 
     /// Makes all later work of this rank wait for all reductions. No reduction is pending afterwards, even on an error.
-    pub(super) fn wait(&mut self, group: &ProcessGroup) -> Result<()> {
+    /// Returns how long the rank itself has waited.
+    pub(super) fn wait(&mut self, group: &ProcessGroup) -> Result<Duration> {
         match self {
             Self::OnGpu(OnGpu { gpu, reduced, pending, .. }) => {
                 if std::mem::take(pending) {
-                    group.record_gpu_wait(|| reduced.block(*gpu))
-                } else {
-                    Ok(())
+                    group.record_gpu_wait(|| reduced.block(*gpu))?;
                 }
+                Ok(Duration::ZERO)
             }
             Self::OnThread(works, started) => {
                 *started = None;
                 let began = Instant::now();
                 let result = works.drain(..).map(Work::wait).fold(Ok(()), Result::and);
-                group.record_wait(began.elapsed());
-                result
+                let waited = began.elapsed();
+                group.record_wait(waited);
+                result.map(|()| waited)
             }
-            Self::InPlace => Ok(()),
+            Self::InPlace => Ok(Duration::ZERO),
         }
     }
 }

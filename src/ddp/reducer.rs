@@ -4,7 +4,7 @@ use std::cell::RefCell;
 use std::ffi::CStr;
 use std::fmt;
 use std::rc::Rc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use tch::{Device, Tensor};
 
@@ -211,10 +211,11 @@ impl Reducer {
         result
     }
 
-    /// Waits for the reductions and ends the step. The backward began at `began`.
-    pub(super) fn finish(&self, began: Instant) -> Result<()> {
+    /// Waits for the reductions and ends the step.
+    pub(super) fn finish(&self) -> Result<()> {
         let mut state = self.state.borrow_mut();
         state.finish(&self.options)?;
+        let (began, _) = state.began;
         state.times.total += began.elapsed();
         state.times.count += 1;
         Ok(())

@@ -50,7 +50,7 @@ pub(super) struct ReducerState {
     /// The next bucket to reduce in this step.
     next: usize,
     /// The time at which backward began, and `times.communication` at that time.
-    began: (Instant, Duration),
+    pub began: (Instant, Duration),
     /// Time from the start of backward to the completion of each bucket, without reductions. `None` if incomplete.
     pub bucket_times: Vec<Option<Duration>>,
     /// The call site of backward.
@@ -329,9 +329,7 @@ impl ReducerState {
     /// Waits for the reductions and ends the step.
     pub(super) fn finish(&mut self, options: &DdpOptions) -> Result<()> {
         let Self { group, layout, unused, .. } = self;
-        let began = Instant::now();
-        self.reduce_path.wait(group)?;
-        self.times.communication += began.elapsed();
+        self.times.communication += self.reduce_path.wait(group)?;
         if let Some(active) = self.active.take() {
             let factor = group.world_size() as f64 / active as f64;
             for buffer in &mut layout.buffers {

@@ -20,7 +20,7 @@ use super::reducer::Reducer;
 use super::replica::Replica;
 use super::statistics::DdpStatistics;
 use crate::error::{Error, Result};
-use crate::ffi::set_grad;
+use crate::ffi::remove_grad;
 use crate::optim::{FlatBuffer, average_gradients, clip_grad_norm};
 use crate::process_group::ProcessGroup;
 use crate::records::Parameter;
@@ -180,9 +180,7 @@ impl<M> DistributedDataParallel<M> {
     /// [`Error::Torch`].
     pub fn zero_grad(&mut self) -> Result<()> {
         let ignored = self.tensors.iter().filter(|named| named.is_ignored && !named.is_buffer);
-        ignored
-            .map(|named| &named.tensor)
-            .try_for_each(|tensor| set_grad(tensor, &Tensor::new()))?;
+        ignored.map(|named| &named.tensor).try_for_each(remove_grad)?;
         self.reducer.zero_grad()
     }
 

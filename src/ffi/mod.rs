@@ -38,8 +38,8 @@ pub(crate) use gloo::{GlooGroup, GlooWork, Reduce, check_interfaces};
 pub(crate) use hooks::GradHooks;
 pub(crate) use mapped::{MappedFile, open_file};
 pub(crate) use shim::{
-    add_scaled, adopt_grad, hide_stack_traces, move_grad, set_grad, set_multithreading_enabled,
-    shares_memory,
+    add_scaled, adopt_grad, hide_stack_traces, move_grad, remove_grad, set_grad,
+    set_multithreading_enabled, shares_memory,
 };
 pub(crate) use store::TcpStore;
 

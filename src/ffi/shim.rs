@@ -62,6 +62,7 @@ unsafe extern "C" {
     fn ddp_autocast_swap(on_cuda: bool, state: *mut AutocastState) -> *mut c_char;
     fn ddp_tensor_facts(tensor: *mut C_tensor, facts: *mut RawTensorFacts) -> *mut c_char;
     fn ddp_set_grad(parameter: *mut C_tensor, grad: *mut C_tensor) -> *mut c_char;
+    fn ddp_remove_grad(parameter: *mut C_tensor) -> *mut c_char;
     fn ddp_backward(loss: *mut C_tensor, retain_graph: bool) -> *mut c_char;
     fn ddp_set_grad_hook(
         parameter: *mut C_tensor,
@@ -208,11 +209,16 @@ pub(super) fn tensor_facts(tensor: &Tensor) -> Result<RawTensorFacts> {
     Ok(facts)
 }
 
-/// Sets `parameter.grad = grad` without a copy: backward then adds into `grad` in place. An undefined tensor removes
-/// the gradient.
+/// Sets `parameter.grad = grad` without a copy: backward then adds into `grad` in place.
 pub(crate) fn set_grad(parameter: &Tensor, grad: &Tensor) -> Result<()> {
     // SAFETY: both point to live tensors.
     check("set_grad", unsafe { ddp_set_grad(raw(parameter), raw(grad)) })
+}
+
+/// Removes the gradient of `parameter`, as if it had never had one.
+pub(crate) fn remove_grad(parameter: &Tensor) -> Result<()> {
+    // SAFETY: points to a live tensor.
+    check("removing a gradient", unsafe { ddp_remove_grad(raw(parameter)) })
 }
 
 /// Runs backward from `loss`, and keeps its graph for another backward if `retain_graph`.
