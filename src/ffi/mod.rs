@@ -39,7 +39,7 @@ pub(crate) use hooks::GradHooks;
 pub(crate) use mapped::{MappedFile, open_file};
 pub(crate) use shim::{
     add_scaled, adopt_grad, hide_stack_traces, move_grad, remove_grad, set_grad,
-    set_multithreading_enabled, shares_memory,
+    set_multithreading_enabled, set_view, shares_memory,
 };
 pub(crate) use store::TcpStore;
 

@@ -260,6 +260,19 @@ char* ddp_add_scaled(at::Tensor* destination, at::Tensor* source, double alpha) 
   });
 }
 
+// Makes `view` the elements from `start` on of `whole`, which has one dimension. Unlike narrow, it makes no new tensor.
+char* ddp_set_view(at::Tensor* view, at::Tensor* whole, int64_t start, int64_t len) {
+  return guarded([&] {
+    TORCH_CHECK(whole->is_contiguous() && view->options().type_equal(whole->options()) &&
+                    start >= 0 && len >= 0 && start + len <= whole->numel(),
+                "elements ", start, " to ", start + len, " of a tensor of ", whole->numel());
+    auto* tensor = view->unsafeGetTensorImpl();
+    tensor->set_storage_keep_dtype(whole->storage());
+    tensor->set_storage_offset(whole->storage_offset() + start);
+    tensor->set_sizes_contiguous({len});
+  });
+}
+
 // --- whole lists of tensors in one call: the kernels of optimizers ------------------------------
 
 using TensorList = std::vector<at::Tensor>;

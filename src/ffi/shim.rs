@@ -1,6 +1,7 @@
 //! Rust bindings for `shim.cpp`.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
+use std::ops::Range;
 use std::sync::Once;
 
 use tch::Tensor;
@@ -63,6 +64,8 @@ unsafe extern "C" {
     fn ddp_tensor_facts(tensor: *mut C_tensor, facts: *mut RawTensorFacts) -> *mut c_char;
     fn ddp_set_grad(parameter: *mut C_tensor, grad: *mut C_tensor) -> *mut c_char;
     fn ddp_remove_grad(parameter: *mut C_tensor) -> *mut c_char;
+    fn ddp_set_view(view: *mut C_tensor, whole: *mut C_tensor, start: i64, len: i64)
+    -> *mut c_char;
     fn ddp_backward(loss: *mut C_tensor, retain_graph: bool) -> *mut c_char;
     fn ddp_set_grad_hook(
         parameter: *mut C_tensor,
@@ -213,6 +216,14 @@ pub(super) fn tensor_facts(tensor: &Tensor) -> Result<RawTensorFacts> {
 pub(crate) fn set_grad(parameter: &Tensor, grad: &Tensor) -> Result<()> {
     // SAFETY: both point to live tensors.
     check("set_grad", unsafe { ddp_set_grad(raw(parameter), raw(grad)) })
+}
+
+/// Makes `view` the elements `range` of `whole`, which is contiguous and has one dimension. Unlike
+/// [`narrow`](Tensor::narrow), it makes no new tensor.
+pub(crate) fn set_view(view: &Tensor, whole: &Tensor, range: Range<usize>) -> Result<()> {
+    let (start, len) = (range.start as i64, range.len() as i64);
+    // SAFETY: both point to live tensors. The shim checks the range.
+    check("a view", unsafe { ddp_set_view(raw(view), raw(whole), start, len) })
 }
 
 /// Removes the gradient of `parameter`, as if it had never had one.

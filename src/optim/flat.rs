@@ -287,11 +287,14 @@ impl OptimizerState {
         if is_averaged {
             average_gradients(&self.buffers)?; // some of them may have been averaged alone
         }
+        let windows = self.groups.iter().map(|group| group.parts.window());
+        let windows = windows.collect::<Result<Vec<_>>>()?;
         self.shared_ranges.iter().try_for_each(|SharedRanges { gradients, shapes, ranges }| {
             shared.for_my_slice(gradients, shapes, is_averaged, |place, piece, mean| {
                 let (index, range) = ranges[place];
-                let group = &self.groups[index];
-                kernel(index, group, &group.parts.piece(range, &piece, mean)?)
+                let (group, window) = (&self.groups[index], &windows[index]);
+                window.show(&group.parts, range, &piece, mean)?;
+                kernel(index, group, window)
             })
         })
     }

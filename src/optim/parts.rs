@@ -5,7 +5,7 @@ use std::ops::Range;
 use tch::Tensor;
 
 use crate::error::Result;
-use crate::ffi::{TensorList, TorchResult};
+use crate::ffi::{TensorList, TorchResult, set_view};
 
 /// Ranges of parameters, each with its gradient and its slots of optimizer state, as lists for a kernel.
 #[derive(Debug)]
@@ -40,24 +40,32 @@ impl Parts {
         self.parameters.len()
     }
 
-    /// Returns the elements `piece` of the range at `index`, with `gradient` instead of theirs, if given.
-    pub(super) fn piece(
+    /// Returns empty parts of one range, for [`show`](Self::show).
+    pub(super) fn window(&self) -> Result<Self> {
+        let empty =
+            |tensor: &Tensor| Tensor::f_empty([0], (tensor.kind(), tensor.device())).doing("empty");
+        let one = |tensors: &[Tensor]| -> Result<Vec<Tensor>> {
+            tensors.iter().take(1).map(empty).collect()
+        };
+        let slots = self.slots.iter().map(|slot| one(slot)).collect::<Result<Vec<_>>>()?;
+        Self::new(one(&self.parameters)?, one(&self.gradients)?, slots)
+    }
+
+    /// Makes this window the elements `piece` of the range of `parts` at `index`, with `gradient` instead of theirs, if
+    /// given.
+    pub(super) fn show(
         &self,
+        parts: &Self,
         index: usize,
         piece: &Range<usize>,
         gradient: Option<&Tensor>,
-    ) -> Result<Self> {
-        let (start, len) = (piece.start as i64, piece.len() as i64);
-        let cut = |tensor: &Tensor| tensor.f_narrow(0, start, len).doing("narrow");
-        let gradient = match gradient {
-            Some(gradient) => gradient.f_narrow(0, 0, len).doing("narrow"),
-            None => cut(&self.gradients[index]),
-        };
-        let slots = self.slots.iter().map(|slot| Ok(vec![cut(&slot[index])?]));
-        Self::new(
-            vec![cut(&self.parameters[index])?],
-            vec![gradient?],
-            slots.collect::<Result<_>>()?,
-        )
+    ) -> Result<()> {
+        set_view(&self.parameters[0], &parts.parameters[index], piece.clone())?;
+        match gradient {
+            Some(gradient) => set_view(&self.gradients[0], gradient, 0..piece.len())?,
+            None => set_view(&self.gradients[0], &parts.gradients[index], piece.clone())?,
+        }
+        let mut slots = self.slots.iter().zip(&parts.slots);
+        slots.try_for_each(|(window, slot)| set_view(&window[0], &slot[index], piece.clone()))
     }
 }
