@@ -94,7 +94,7 @@ fn folder_with(name: &str, foreign: Foreign, has_run: bool) -> (TempDir, PathBuf
         let dir = CheckpointDir::create(&run, 3).unwrap();
         for step in [1, 3] {
             let state = TrainerState { step, ..TrainerState::default() };
-            dir.write(&Snapshot::take(state, &[], &[]).unwrap()).unwrap();
+            dir.write(&Snapshot::take(state, &[], Vec::new()).unwrap()).unwrap();
         }
     }
     let path = run.join(name);
@@ -244,7 +244,7 @@ fn parts_left_by_a_killed_run_are_removed() {
     fs::write(dir.join("best.new"), "").unwrap();
     let opened = CheckpointDir::open(&dir, 1).unwrap();
     let state = TrainerState { step: 4, ..TrainerState::default() };
-    opened.write(&Snapshot::take(state, &[], &[]).unwrap()).unwrap();
+    opened.write(&Snapshot::take(state, &[], Vec::new()).unwrap()).unwrap();
     let mut names: Vec<String> = fs::read_dir(&dir)
         .unwrap()
         .map(|it| it.unwrap().file_name().into_string().unwrap())

@@ -188,7 +188,7 @@ fn changed_checkpoints_are_read_or_refused() {
     let dir = CheckpointDir::create(&run, 3).unwrap();
     for step in [1, 2] {
         let state = TrainerState { step, loss_sums: vec![0.5; 2], ..TrainerState::default() };
-        dir.write(&Snapshot::take(state, &model, &[]).unwrap()).unwrap();
+        dir.write(&Snapshot::take(state, &model, Vec::new()).unwrap()).unwrap();
     }
     drop(dir);
     let files = [

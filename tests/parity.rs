@@ -93,6 +93,9 @@ struct DdpCase {
     static_graph: bool,
     #[serde(default)]
     sync_batch_norm: bool,
+    /// With PyTorch's ZeroRedundancyOptimizer.
+    #[serde(default)]
+    zero: bool,
     join: Option<Join>,
     hook: Option<String>,
     losses: Vec<f64>,
@@ -270,6 +273,7 @@ impl DdpCase {
         let options = DdpOptions {
             find_unused_parameters: self.skip.is_some() && !self.static_graph,
             static_graph: self.static_graph,
+            zero: self.zero,
             ..DdpOptions::default()
         };
         let mut ddp = DistributedDataParallel::new(model, vs, group.clone(), options)?;

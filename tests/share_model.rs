@@ -14,8 +14,8 @@ use crate::harness::{ranks, run};
 use crate::processes::end;
 
 /// Large and small parameters, with lengths that are multiples of a cache line and others.
-const MLP: &[&str] = &["--model=mlp", "--hidden=300,256,129,130", "--num-samples=401"];
-const CNN: &[&str] =
+pub(crate) const MLP: &[&str] = &["--model=mlp", "--hidden=300,256,129,130", "--num-samples=401"];
+pub(crate) const CNN: &[&str] =
     &["--model=cnn", "--dataset=digits", "--loss=cross-entropy", "--num-samples=150"];
 const DIGITS: &[&str] = &[
     "--model=mlp",
@@ -27,7 +27,7 @@ const DIGITS: &[&str] = &[
 
 /// Returns the events of a run on CPU ranks.
 #[track_caller]
-fn events(args: &[&str]) -> Vec<Value> {
+pub(crate) fn events(args: &[&str]) -> Vec<Value> {
     let (code, output, errors) = run(&[args, &["--log-format=json"]].concat());
     assert_eq!(code, Some(0), "{args:?}\n{errors}");
     output.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
@@ -46,19 +46,28 @@ fn results(events: &[Value]) -> Vec<Value> {
         "validation",
     ];
     let picked = events.iter().filter(|event| event["event"] == "epoch" || event["event"] == "end");
-    picked.map(|event| keys.iter().map(|key| event[*key].clone()).collect()).collect()
+    let pick = |event: &Value| keys.iter().map(|key| event[*key].clone()).collect();
+    let mut results: Vec<Value> = picked.map(pick).collect();
+    results.sort_by_key(Value::to_string); // processes write their lines in any order
+    results
 }
 
 #[track_caller]
 fn same(base: &[&str], rows: &[(usize, &str)]) {
+    same_with("--share-model", base, rows);
+}
+
+/// Checks that runs with `option` have the results of those without it: a row has the number of ranks and more options.
+#[track_caller]
+pub(crate) fn same_with(option: &str, base: &[&str], rows: &[(usize, &str)]) {
     for &(count, row) in rows {
         let count = format!("--nproc-per-node={count}");
         let row: Vec<&str> = row.split_whitespace().collect();
         let args = [base, &row, &[&count]].concat();
         let apart = events(&args);
-        let shared = events(&[&args[..], &["--share-model"]].concat());
-        assert_eq!(results(&shared), results(&apart), "{args:?}");
-        assert!(shared.last().unwrap()["parameters_hash"].is_string());
+        let with = events(&[&args[..], &[option]].concat());
+        assert_eq!(results(&with), results(&apart), "{args:?}");
+        assert!(with.last().unwrap()["parameters_hash"].is_string());
     }
 }
 
@@ -218,7 +227,7 @@ fn checkpoint_of_a_shared_model_resumes_with_replicas_and_back() {
 }
 
 /// Returns a model with a large weight, and with the same values in each run.
-fn model(vs: &VarStore) -> impl ModuleT + use<> {
+pub(crate) fn model(vs: &VarStore) -> impl ModuleT + use<> {
     let root = vs.root();
     let model = nn::seq_t()
         .add(nn::linear(&root / "a", 64, 512, Default::default()))
@@ -234,7 +243,7 @@ fn model(vs: &VarStore) -> impl ModuleT + use<> {
     model
 }
 
-fn inputs(rank: usize, step: i64) -> Tensor {
+pub(crate) fn inputs(rank: usize, step: i64) -> Tensor {
     let values = Tensor::arange(8 * 64, (Kind::Float, Device::Cpu));
     (values * (0.1 + rank as f64 + step as f64)).sin().view([8, 64])
 }

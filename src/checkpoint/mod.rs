@@ -35,7 +35,7 @@
 //!         let mut writer = Writer::new(dir.clone());
 //!         let state = TrainerState { step: 1, world_size: 2, ..TrainerState::default() };
 //!         // Copies; the files are written while training goes on.
-//!         writer.save(Snapshot::take(state, &ddp.state_dict(), &optimizer.state()?)?)?;
+//!         writer.save(Snapshot::take(state, &ddp.state_dict(), optimizer.state()?)?)?;
 //!         writer.finish()?;
 //!     }
 //!     Ok(())

@@ -1,5 +1,6 @@
 //! A copy of a run's tensors and progress, taken between two steps.
 
+use std::borrow::Borrow;
 use std::collections::BTreeMap;
 
 use tch::Tensor;
@@ -28,11 +29,11 @@ impl Snapshot {
     pub fn take(
         state: TrainerState,
         model: &[(String, Tensor)],
-        optimizer: &[ParameterState],
+        optimizer: Vec<ParameterState>,
     ) -> Result<Self> {
-        let slots = optimizer.iter().flat_map(|parameter| {
-            let name = &parameter.name;
-            parameter.tensors.iter().map(move |(slot, tensor)| (format!("{name}/{slot}"), tensor))
+        // Each tensor is dropped as soon as it is copied, so that there is never a second copy of all state.
+        let slots = optimizer.into_iter().flat_map(|ParameterState { name, tensors }| {
+            tensors.into_iter().map(move |(slot, tensor)| (format!("{name}/{slot}"), tensor))
         });
         let model = model.iter().map(|(name, tensor)| (name.clone(), tensor));
         Ok(Self { state, model: copies(model)?, optimizer: copies(slots)?, comm_hook: None })
@@ -54,11 +55,11 @@ impl Snapshot {
 }
 
 /// Returns copies of `tensors` by name.
-fn copies<'a>(
-    tensors: impl Iterator<Item = (String, &'a Tensor)>,
+fn copies<T: Borrow<Tensor>>(
+    tensors: impl Iterator<Item = (String, T)>,
 ) -> Result<BTreeMap<String, Copied>> {
-    let copy = |(name, tensor): (String, &Tensor)| {
-        let copied = Copied::of(&name, tensor)?;
+    let copy = |(name, tensor): (String, T)| {
+        let copied = Copied::of(&name, tensor.borrow())?;
         Ok((name, copied))
     };
     tensors.map(copy).collect()

@@ -69,6 +69,12 @@ pub struct DdpSection {
     /// Each rank updates one part of the parameters, for all ranks. The results are the same to the bit
     #[arg(long, add = Conflict(shares_memory), add = MayDiffer::OnResume)]
     pub share_model: bool,
+    /// Optimizer state divided over the ranks
+    ///
+    /// Each rank updates a part of the parameters and sends it to the others. For processes and GPUs, whose memory is
+    /// not shared; stage 1 of ZeRO
+    #[arg(long, add = Conflict(divides_optimizer), add = MayDiffer::OnResume)]
+    pub zero: bool,
     /// Gradients weighted by each rank's number of samples
     #[arg(long, add = Conflict(equal_batches))]
     pub exact_mean: bool,
@@ -128,6 +134,13 @@ fn shares_memory(config: &Config) -> Option<String> {
     needs_ddp(config).or(is_alone)
 }
 
+fn divides_optimizer(config: &Config) -> Option<String> {
+    let shares = config.ddp.share_model.then(|| {
+        "cannot be used with --share-model: one copy of the optimizer's state is all that a process has then".into()
+    });
+    needs_ddp(config).or(shares)
+}
+
 fn equal_batches(config: &Config) -> Option<String> {
     let problem = needs_ddp(config)?;
     Some(problem + ": with dp rank 0 gives every rank a batch of the same size")
@@ -148,6 +161,7 @@ impl Config {
             static_graph: self.ddp.static_graph,
             broadcast_buffers: !self.ddp.no_broadcast_buffers,
             share_model: self.ddp.share_model,
+            zero: self.ddp.zero,
             overlap: self.ddp.no_overlap.then_some(false),
             ..default
         }

@@ -21,6 +21,11 @@ impl BucketOrder {
         Self { ready: Some(Vec::with_capacity(count)) }
     }
 
+    /// Returns whether the buckets have their final order.
+    pub(super) fn is_final(&self) -> bool {
+        self.ready.is_none()
+    }
+
     /// Begins a backward.
     pub(super) fn begin(&mut self) {
         if let Some(ready) = &mut self.ready {

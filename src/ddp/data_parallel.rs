@@ -76,7 +76,7 @@ impl<M> DataParallel<M> {
         let options = DdpOptions::default();
         let replica = Replica::new(module, vs, group, &options)?;
         let group = &replica.group;
-        let layout = Layout::new(&replica.trained(), &options, false)?;
+        let layout = Layout::new(&replica.trained(), &options, false, None)?;
         let gathered = if group.rank() == 0 {
             let gather_all = |buffer: &FlatBuffer| {
                 let own = std::iter::once(Ok(buffer.gradients.shallow_clone()));

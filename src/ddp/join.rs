@@ -1,6 +1,7 @@
 //! Training on uneven inputs: ranks that have run out take part in the other ranks' collectives.
 
 use super::active_ranks::{Inputs, JoinOptions, all_reduce_number, count_active};
+use super::options::DdpOptions;
 use super::reducer::Reducer;
 use super::wrapper::DistributedDataParallel;
 use crate::error::{Error, Result};
@@ -54,9 +55,7 @@ impl<M> DistributedDataParallel<M> {
         options: JoinOptions,
         train: impl FnOnce(&mut Self) -> anyhow::Result<T>,
     ) -> anyhow::Result<T> {
-        if self.reducer.options.share_model {
-            return Err(no_shared_model().into());
-        }
+        refuse_joint_step(&self.reducer.options)?;
         self.reducer.set_joining(Some(options));
         let result = train(self);
         self.reducer.set_joining(None);
@@ -86,12 +85,16 @@ impl Reducer {
     }
 }
 
-/// Returns the error for `join` with a shared model. A rank that has run out of inputs has no optimizer here, and does not
-/// know when the others step.
-fn no_shared_model() -> Error {
-    Error::Unsupported(
-        "join cannot be used with share_model: a rank without inputs makes no optimizer steps, so its part of the \
-         parameters would not be updated; leave share_model out, or give every rank the same number of batches"
-            .into(),
-    )
+/// Refuses `join` with an optimizer's step in which every rank must take part. A rank that has run out of inputs has no
+/// optimizer here, and does not know when the others step.
+fn refuse_joint_step(options: &DdpOptions) -> Result<()> {
+    let option = match options {
+        DdpOptions { share_model: true, .. } => "share_model",
+        DdpOptions { zero: true, .. } => "zero",
+        _ => return Ok(()),
+    };
+    Err(Error::Unsupported(format!(
+        "join cannot be used with {option}: a rank without inputs makes no optimizer steps, so its part of the \
+         parameters would not be updated; leave {option} out, or give every rank the same number of batches"
+    )))
 }

@@ -1,18 +1,19 @@
 //! The memory of parameters and gradients: flat buffers, of which buckets are ranges.
 
+use std::ops::Range;
 use std::rc::Rc;
 
 use tch::{Device, Kind, Tensor};
 
 use super::bucket::{self, Size};
 use super::options::DdpOptions;
-use super::param_slot::ParamSlot;
+use super::param_slot::{ParamSlot, cache_line_numel};
 use super::parameters::NamedTensor;
 use super::weight::Weight;
 use crate::error::{Error, Result};
 use crate::ffi::{TorchResult, set_grad};
-use crate::optim::{FlatBuffer, GradState, ParamLayout, ParamSpan, SharedModel};
-use crate::process_group::{device_name, join_shapes};
+use crate::optim::{FlatBuffer, GradState, ParamLayout, ParamSpan, Partitions, SharedModel};
+use crate::process_group::{ProcessGroup, device_name, join_shapes};
 use crate::records::Parameter;
 
 /// Parameters that are reduced together.
@@ -87,21 +88,24 @@ pub(super) struct Layout {
     pub slots: Vec<ParamSlot>,
     /// Storage for this rank's own gradient of the first parameter, if a probe watches it.
     pub probe: Option<Tensor>,
+    /// The ranks that divide the optimizer, if they do.
+    divided_over: Option<Rc<ProcessGroup>>,
 }
 
 impl Layout {
     /// Moves `parameters` into flat buffers, and makes their `grad`s views. With `in_place`, large parameters stay where
-    /// they are, and so do their gradients.
+    /// they are, and so do their gradients. The ranks of `divided_over` divide each bucket into equal partitions.
     pub(super) fn new(
         parameters: &[&NamedTensor],
         options: &DdpOptions,
         in_place: bool,
+        divided_over: Option<Rc<ProcessGroup>>,
     ) -> Result<Self> {
         let slot = |named: &&NamedTensor| ParamSlot::new(named, in_place);
         let slots = parameters.iter().map(slot).collect::<Result<Vec<_>>>()?;
         let tensors: Rc<[Tensor]> = slots.iter().map(|slot| slot.tensor.shallow_clone()).collect();
         let (buffers, num_flat, buckets, probe) = Default::default();
-        let mut layout = Self { buffers, num_flat, buckets, slots, probe };
+        let mut layout = Self { buffers, num_flat, buckets, slots, probe, divided_over };
         layout.fill_buckets(&layout.default_order(), options)?;
         layout.buffers.iter().for_each(|buffer| buffer.places.set_tensors(tensors.clone()));
         Ok(layout)
@@ -204,6 +208,7 @@ impl Layout {
         let mut buckets = Vec::new();
         let mut spans: Vec<Vec<ParamSpan>> = vec![Vec::new(); self.num_flat];
         let mut ends = vec![0; self.num_flat];
+        let mut ranges: Vec<Vec<Range<usize>>> = vec![Vec::new(); self.num_flat];
         for places in bucket::assign(&sizes, &options.bucket_caps()) {
             let dtype = sizes[places[0]].dtype;
             let flat = self.buffers[..self.num_flat].iter();
@@ -232,6 +237,9 @@ impl Layout {
             if let Some((buffer, flat)) = flat
                 && ends[buffer] > first
             {
+                ends[buffer] =
+                    first + (ends[buffer] - first).next_multiple_of(self.partition_multiple(dtype));
+                ranges[buffer].push(first..ends[buffer]);
                 let len = ends[buffer] - first;
                 let range = flat.gradients.f_narrow(0, first as i64, len as i64);
                 gradients.insert(0, range.doing("making the buckets")?);
@@ -251,11 +259,23 @@ impl Layout {
         }
         self.buckets = buckets;
         tch::no_grad(|| self.move_to(&spans))?;
-        for (buffer, spans) in self.buffers.iter().zip(spans) {
-            buffer.places.set(spans);
+        for ((buffer, spans), ranges) in self.buffers.iter().zip(spans).zip(ranges) {
+            let partitions = self.divided_over.clone().map(|group| Partitions::new(group, ranges));
+            buffer.places.set(spans, partitions);
         }
         let shared = self.buffers.first().and_then(|buffer| buffer.places.shared());
         shared.map_or(Ok(()), |shared| self.share_parameters(&shared)) // they have moved
+    }
+
+    /// Returns the number of elements of which each bucket has a multiple, so that its partitions are equal.
+    fn partition_multiple(&self, dtype: Kind) -> usize {
+        let ranks = self.divided_over.as_ref().map(|group| group.world_size());
+        ranks.map_or(1, |ranks| ranks * cache_line_numel(dtype))
+    }
+
+    /// Returns whether the ranks divide the optimizer.
+    pub(super) fn is_partitioned(&self) -> bool {
+        self.divided_over.is_some()
     }
 
     /// Makes the buffers: for each dtype one, in the order in which `order` has them, and one for each parameter whose
@@ -269,9 +289,11 @@ impl Layout {
                 continue;
             }
             let same = self.slots.iter().filter(|slot| slot.tensor.kind() == dtype);
+            // A bucket has at least one parameter, and takes up to one multiple more.
+            let gap = self.partition_multiple(dtype) - 1;
             let numel: usize = same
                 .filter(|slot| slot.in_place_memory().is_none())
-                .map(ParamSlot::padded_numel)
+                .map(|slot| slot.padded_numel() + gap)
                 .sum();
             let zeros =
                 || Tensor::f_zeros([numel as i64], (dtype, device)).doing("making the buckets");
@@ -298,14 +320,13 @@ impl Layout {
     /// Moves each parameter and its gradient to its span in the buffers.
     fn move_to(&mut self, spans: &[Vec<ParamSpan>]) -> Result<()> {
         let doing = "making the buckets";
-        // Copies first, because new and old places of different parameters may overlap.
+        // Copies first, because new and old places of the gradients of different parameters may overlap.
         let copy = |slot: &ParamSlot| {
             let grad = slot.tensor.grad();
-            (slot.tensor.copy(), grad.defined().then(|| grad.copy()))
+            let moves = slot.in_place_memory().is_none() && grad.defined();
+            moves.then(|| grad.copy())
         };
-        let moves = |slot: &ParamSlot| slot.in_place_memory().is_none();
-        let copies: Vec<_> =
-            self.slots.iter().map(|slot| moves(slot).then(|| copy(slot))).collect();
+        let grads: Vec<Option<Tensor>> = self.slots.iter().map(copy).collect();
         for FlatBuffer { parameters, gradients, .. } in &mut self.buffers[..self.num_flat] {
             let _ = gradients.f_zero_().doing(doing)?;
             // Gives the same handles new memory: a graph whose backward has not run yet still needs the old values.
@@ -315,13 +336,12 @@ impl Layout {
         for (buffer, spans) in self.buffers.iter().zip(spans) {
             for span in spans {
                 let slot = &mut self.slots[span.index];
-                let Some((value, grad)) = &copies[span.index] else { continue };
                 let mut new_value = span.of(&buffer.parameters)?;
                 // `f_data` hides the view from autograd: `zero_grad` of tch's optimizers detaches gradients, which
                 // views refuse.
                 let mut new_grad = span.of(&buffer.gradients)?.f_data().doing(doing)?;
-                new_value.f_copy_(value).doing(doing)?;
-                if let Some(grad) = grad {
+                new_value.f_copy_(&slot.tensor).doing(doing)?;
+                if let Some(grad) = &grads[span.index] {
                     new_grad.f_copy_(grad).doing(doing)?;
                     set_grad(&slot.tensor, &new_grad)?;
                 }

@@ -2,7 +2,7 @@
 
 use std::ffi::c_void;
 
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
 use super::parameters::NamedTensor;
 use crate::error::{Error, Result};
@@ -87,7 +87,7 @@ impl ParamSlot {
     /// Each parameter starts at a cache line, as if it were allocated alone. Kernels then take the same vector paths
     /// and give the same bits.
     pub(super) fn padded_numel(&self) -> usize {
-        self.tensor.numel().next_multiple_of(CACHE_LINE / self.tensor.kind().elt_size_in_bytes())
+        self.tensor.numel().next_multiple_of(cache_line_numel(self.tensor.kind()))
     }
 
     /// Returns a handle to the gradient's memory, of one dimension, if the gradient stays where autograd puts it. `None`
@@ -182,6 +182,11 @@ impl ParamSlot {
         let mut gradient = self.gradient()?;
         tch::no_grad(|| gradient.f_copy_(values)).doing("copying a gradient")
     }
+}
+
+/// Returns the number of elements in a cache line.
+pub(super) fn cache_line_numel(dtype: Kind) -> usize {
+    CACHE_LINE / dtype.elt_size_in_bytes()
 }
 
 /// Returns an empty tensor of the dtype and device of `tensor`.

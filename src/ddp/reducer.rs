@@ -53,8 +53,10 @@ impl Reducer {
     ) -> Result<Self> {
         let handles: Vec<Tensor> = parameters.iter().map(|p| p.tensor.shallow_clone()).collect();
         // On GPUs a copy into a bucket costs little, and a kernel for each gradient would cost more.
-        let in_place = group.reduces_in_place() && group.device() == Device::Cpu;
-        let state = ReducerState::new(Layout::new(parameters, &options, in_place)?, group)?;
+        let in_place = group.reduces_in_place() && group.device() == Device::Cpu && !options.zero;
+        let divided_over = (options.zero && group.world_size() > 1).then(|| group.clone());
+        let layout = Layout::new(parameters, &options, in_place, divided_over)?;
+        let state = ReducerState::new(layout, group)?;
         let state = Rc::new(RefCell::new(state));
         let in_hooks = state.clone();
         let hooks = GradHooks::register(handles, move |index| match in_hooks.try_borrow_mut() {
@@ -82,6 +84,11 @@ impl Reducer {
 
     pub(super) fn flat_buffers(&self) -> Vec<FlatBuffer> {
         self.state.borrow().layout.flat_buffers()
+    }
+
+    /// Returns whether each rank keeps a part of the optimizer's state only.
+    pub(super) fn divides_optimizer(&self) -> bool {
+        self.state.borrow().layout.is_partitioned()
     }
 
     pub(super) fn zero_grad(&self) -> Result<()> {

@@ -104,7 +104,7 @@ impl ReducerState {
         }
         let mut states = self.layout.buffers.iter().map(|buffer| buffer.places.gradients());
         let have_averages =
-            states.any(|state| matches!(state, GradState::Averaged | GradState::Complete));
+            states.any(|state| !matches!(state, GradState::Cleared | GradState::Local));
         if !averages && self.weight.is_none() && have_averages {
             return Err(Error::InvalidInput(
                 "backward_weighted: within no_sync it cannot add to gradients that an earlier step has averaged; \
@@ -246,6 +246,7 @@ impl ReducerState {
 
     fn reduce_next_bucket(&mut self) -> Result<()> {
         let began = Instant::now();
+        let scatters = self.scatters();
         let Self { layout, group, comm_hook, reduce_path, weight, .. } = self;
         let (index, group) = (self.next, &**group);
         if layout.buckets[index].gradients.is_empty() {
@@ -258,6 +259,9 @@ impl ReducerState {
         weight.map_or(Ok(()), |weight| layout.buckets[index].weigh(weight))?;
         let weight = weight.map(|weight| weight.samples);
         layout.copy_to_probe(index)?;
+        if scatters {
+            return self.scatter_bucket(index, began);
+        }
         let is_last = layout.buckets[index + 1..].iter().all(|bucket| bucket.is_skipped);
         let Layout { buckets, slots, .. } = layout;
         let bucket = &mut buckets[index];
@@ -289,6 +293,33 @@ impl ReducerState {
         Ok(())
     }
 
+    /// Returns whether each rank receives only its partitions of the averages in this step.
+    fn scatters(&self) -> bool {
+        let is_whole = self.weight.is_some() || self.layout.probe.is_some() || self.has_hook();
+        self.layout.is_partitioned() && self.order.is_final() && !is_whole
+    }
+
+    /// Returns whether a communication hook does other than to average each bucket as it is.
+    fn has_hook(&self) -> bool {
+        self.comm_hook.as_ref().is_some_and(|hook| !hook.is_plain_all_reduce())
+    }
+
+    /// Averages a bucket, and leaves on each rank its partition of the result.
+    fn scatter_bucket(&mut self, index: usize, began: Instant) -> Result<()> {
+        let Self { layout, group, reduce_path, mode, .. } = self;
+        let [gradients] = &layout.buckets[index].gradients[..] else { return Ok(()) };
+        let op = average(group);
+        if *mode == Mode::Overlap
+            && let Some(works) = reduce_path.async_works()
+        {
+            works.push(group.reduce_scatter_async(gradients, op)?);
+            return Ok(());
+        }
+        reduce_path.run(group, |group| group.reduce_scatter_in_place(gradients, op))?;
+        self.times.communication += began.elapsed();
+        Ok(())
+    }
+
     /// Reduces all remaining buckets.
     pub(super) fn reduce_rest(&mut self, options: &DdpOptions) -> Result<()> {
         self.unused.account(&mut self.layout, options, &self.group)?;
@@ -302,10 +333,9 @@ impl ReducerState {
     /// Returns whether the optimizer averages the gradients as it steps: if the ranks share the model, all are in this
     /// process, and nothing else reads the averages or writes to them.
     fn steps_average(&self, options: &DdpOptions) -> bool {
-        let is_plain = self.comm_hook.as_ref().is_none_or(|hook| hook.is_plain_all_reduce());
         self.shared.is_some()
             && !self.group.spans_processes()
-            && is_plain
+            && !self.has_hook()
             && self.mode != Mode::Overlap
             && self.joining.is_none()
             && self.layout.probe.is_none()
@@ -328,6 +358,7 @@ impl ReducerState {
 
     /// Waits for the reductions and ends the step.
     pub(super) fn finish(&mut self, options: &DdpOptions) -> Result<()> {
+        let scatters = self.scatters();
         let Self { group, layout, unused, .. } = self;
         self.times.communication += self.reduce_path.wait(group)?;
         if let Some(active) = self.active.take() {
@@ -339,8 +370,11 @@ impl ReducerState {
         self.weight = None;
         unused.restore_unused(layout, options, group)?;
         self.order.rebuild_buckets(layout, options, group)?;
-        let is_averaged = !self.shared.as_ref().is_some_and(|shared| shared.averages());
-        layout.set_gradients(if is_averaged { GradState::Averaged } else { GradState::Complete });
+        layout.set_gradients(match &self.shared {
+            Some(shared) if shared.averages() => GradState::Complete,
+            _ if scatters => GradState::Partitioned,
+            _ => GradState::Averaged,
+        });
         unused.clear_gradients(layout)
     }
 

@@ -87,6 +87,14 @@ impl<M> Strategy<M> {
         }
     }
 
+    /// Returns whether each rank keeps a part of the optimizer's state only: [`zero`](super::DdpOptions::zero).
+    pub(crate) fn divides_optimizer(&self) -> bool {
+        match self {
+            Strategy::Ddp(ddp) => ddp.reducer.divides_optimizer(),
+            Strategy::Dp(_) => false,
+        }
+    }
+
     /// Calls [`DistributedDataParallel::backward`] or its counterpart: computes the gradients of `loss`, and their mean
     /// over the ranks on each rank that makes a step.
     ///

@@ -61,7 +61,8 @@ use crate::records::Parameter;
 ///    gradients is summed over the ranks and divided by their number. With `nccl`, and between
 ///    processes, this happens during backward.
 /// 4. Every rank makes the same optimizer step with the same numbers, so the replicas stay identical. With
-///    [`share_model`](DdpOptions::share_model) there is one copy, and each rank steps a part of it.
+///    [`share_model`](DdpOptions::share_model) there is one copy, and each rank steps a part of it. With
+///    [`zero`](DdpOptions::zero) each rank steps a part of its replica, which the others then copy.
 ///
 /// With batches of equal size and a mean loss, the average is the gradient of the whole batch. With batches of
 /// different sizes it is not, as in PyTorch: see [`backward_weighted`](Self::backward_weighted).
@@ -110,6 +111,13 @@ impl<M> DistributedDataParallel<M> {
         group: Rc<ProcessGroup>,
         options: DdpOptions,
     ) -> Result<Self> {
+        if options.share_model && options.zero {
+            return Err(Error::InvalidInput(
+                "zero cannot be used with share_model: the ranks of a process then have one optimizer state already; \
+                 leave one of the two out"
+                    .into(),
+            ));
+        }
         let replica = Replica::new(module, vs, group.clone(), &options)?;
         let reducer = Reducer::new(&replica.trained(), group, options.clone())?;
         let ddp = Self { replica, reducer, options };
@@ -265,7 +273,7 @@ impl<M> DistributedDataParallel<M> {
     }
 
     /// Returns the averaged gradient of the parameter `name`; `None` if no rank has one. With
-    /// [`share_model`](DdpOptions::share_model) this is a collective, and averages all gradients before the optimizer's
+    /// [`share_model`](DdpOptions::share_model) or [`zero`](DdpOptions::zero) this is a collective, and averages all gradients before the optimizer's
     /// step.
     ///
     /// # Errors

@@ -102,7 +102,7 @@ impl Optimizer for AdamW {
 
     fn state(&self) -> Result<Vec<ParameterState>> {
         let with_step = |(steps, mut state): (u64, ParameterState)| {
-            if steps > 0 {
+            if !state.tensors.is_empty() {
                 state.tensors.insert(Self::STEP.into(), Tensor::from(steps as f32));
             }
             state
@@ -125,6 +125,10 @@ impl Optimizer for AdamW {
         self.flat.load(state, &[Self::STEP], count)?;
         self.counts = counts(&self.flat)?;
         Ok(())
+    }
+
+    fn parameter_names(&self) -> Vec<String> {
+        self.flat.parameter_names()
     }
 }
 

@@ -1,10 +1,13 @@
 //! The optimizer state for each element of the flat buffers, and the groups of parameters that one kernel call steps.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::rc::Rc;
 
 use tch::{Device, Kind, Tensor};
 
+use super::layout_version::{LayoutVersion, copy_range};
+use super::partitions::gather_parameters;
 use super::parts::Parts;
 use super::{FlatBuffer, GradState, ParamSpan, SharedModel, average_gradients};
 use crate::error::{Error, Result};
@@ -20,6 +23,15 @@ struct SpanRun {
     buffer: usize,
     start: usize,
     end: usize,
+}
+
+/// A part of a run that this rank steps.
+struct Owned {
+    buffer: usize,
+    /// The elements of the buffer.
+    range: Range<usize>,
+    /// The place of the first of them in a slot.
+    at: usize,
 }
 
 /// The parameters that one kernel call steps.
@@ -47,20 +59,13 @@ struct SharedRanges {
     ranges: Vec<(usize, usize)>,
 }
 
-/// A buffer's layout and its parameters without a gradient, at the time at which the groups were made.
-#[derive(Debug)]
-struct LayoutVersion {
-    places: Rc<[ParamSpan]>,
-    unused: Rc<[usize]>,
-}
-
 /// Flat buffers, with further buffers of the same layout (`slots`) for the optimizer's state.
 #[derive(Debug)]
 pub(super) struct OptimizerState {
     pub buffers: Vec<FlatBuffer>,
     /// The layout of each buffer when `groups` were made.
-    seen: Vec<LayoutVersion>,
-    /// Name and, for each buffer, values of each slot; zero at first.
+    pub(super) seen: Vec<LayoutVersion>,
+    /// Name and, for each buffer, values of each slot; zero at first. With partitions, the values of this rank's partitions.
     pub(super) slots: Vec<(&'static str, Vec<Tensor>)>,
     /// Selects the parameters with weight decay; `None` for no weight decay.
     decays: Option<fn(&ParamSpan) -> bool>,
@@ -80,14 +85,22 @@ impl OptimizerState {
         decays: Option<fn(&ParamSpan) -> bool>,
         count_to: u64,
     ) -> Result<Self> {
-        let zeros = || slot_names.iter().map(|_| buffers.iter().map(zeros_like).collect());
-        let slots = on_one_rank(&buffers, slot_names.len(), || zeros().collect())?;
-        let slots = slot_names.iter().copied().zip(slots).collect();
+        let slots = slot_names.iter().map(|name| (*name, Vec::new())).collect();
         let (seen, steps, groups, shared_ranges) = Default::default();
         let mut flat =
             Self { buffers, seen, slots, decays, count_to, steps, groups, shared_ranges };
+        flat.make_slots()?;
         flat.make_groups()?;
         Ok(flat)
+    }
+
+    /// Fills the slots with zeros, in place of what they have had.
+    fn make_slots(&mut self) -> Result<()> {
+        self.slots.iter_mut().for_each(|(_, flats)| flats.clear());
+        let zeros = || self.slots.iter().map(|_| self.buffers.iter().map(zeros_like).collect());
+        let slots = on_one_rank(&self.buffers, self.slots.len(), || zeros().collect())?;
+        self.slots.iter_mut().zip(slots).for_each(|((_, slot), zeros)| *slot = zeros);
+        Ok(())
     }
 
     /// Returns whether there are gradients to step with. Local gradients are an error: with them the ranks would
@@ -97,7 +110,7 @@ impl OptimizerState {
         for buffer in &self.buffers {
             match buffer.places.gradients() {
                 GradState::Cleared => {}
-                GradState::Averaged | GradState::Complete => any = true,
+                GradState::Averaged | GradState::Partitioned | GradState::Complete => any = true,
                 GradState::Local => {
                     return Err(Error::InvalidInput(
                         "the gradients of this rank were not averaged, and a step with them would make the ranks \
@@ -130,22 +143,27 @@ impl OptimizerState {
 
     /// Moves the optimizer state to the parameters' current places.
     fn relocate_state(&mut self) -> Result<()> {
-        let before: BTreeMap<usize, (usize, &ParamSpan)> =
-            self.places().map(|(buffer, place)| (place.index, (buffer, place))).collect();
+        if self.steps().values().all(|&steps| steps == 0) {
+            return self.make_slots(); // no parameter has any state yet
+        }
+        let now: Vec<LayoutVersion> = self.buffers.iter().map(LayoutVersion::of).collect();
+        let places = now.iter().enumerate().flat_map(|(buffer, layout)| {
+            layout.places.iter().map(move |place| (place.index, (buffer, place.start)))
+        });
+        let places: BTreeMap<usize, (usize, usize)> = places.collect();
         let relocate = |old: &[Tensor]| {
-            let mut new = Vec::with_capacity(old.len());
-            for ((buffer, seen), known) in self.buffers.iter().zip(&self.seen).zip(old) {
-                if buffer.places.is(&seen.places) {
-                    new.push(known.shallow_clone());
-                    continue;
-                }
-                let flat = zeros_like(buffer)?;
-                for place in buffer.places.get().iter() {
-                    let Some((buffer, was)) = before.get(&place.index) else { continue };
-                    let (mut to, from) = (place.of(&flat)?, was.of(&old[*buffer])?);
-                    tch::no_grad(|| to.f_copy_(&from)).doing("moving the optimizer's state")?;
-                }
-                new.push(flat);
+            let new = self.buffers.iter().map(zeros_like).collect::<Result<Vec<_>>>()?;
+            for (layout, old) in self.seen.iter().zip(old) {
+                layout.each_section(old, true, |section, values| {
+                    for was in layout.places_in(section) {
+                        let Some(&(buffer, start)) = places.get(&was.index) else { continue };
+                        for (owned, at) in now[buffer].owned(start..start + was.numel()) {
+                            let from = was.start + owned.start - start - section.start;
+                            copy_range((&new[buffer], at), (values, from), owned.len())?;
+                        }
+                    }
+                    Ok(())
+                })?;
             }
             Ok(new)
         };
@@ -157,35 +175,38 @@ impl OptimizerState {
 
     pub(super) fn make_groups(&mut self) -> Result<()> {
         self.steps = self.steps();
-        let seen = |buffer: &FlatBuffer| LayoutVersion {
-            places: buffer.places.get(),
-            unused: buffer.places.unused(),
-        };
-        self.seen = self.buffers.iter().map(seen).collect();
+        self.seen = self.buffers.iter().map(LayoutVersion::of).collect();
         let mut groups = Vec::new();
         for (Key { decays, steps, .. }, Runs { runs, members }) in self.runs() {
-            let ranges = |flats: &dyn Fn(usize) -> Tensor| -> Result<Vec<Tensor>> {
-                let range = |run: &SpanRun| {
-                    let (start, len) = (run.start as i64, (run.end - run.start) as i64);
-                    let flat = flats(run.buffer);
-                    if run.end - run.start == self.buffers[run.buffer].parameters.numel() {
-                        return Ok(flat); // this handle follows a gradient that moves from step to step
-                    }
-                    flat.f_narrow(0, start, len).doing("narrow")
-                };
-                runs.iter().map(range).collect()
+            let device = self.buffers[runs[0].buffer].parameters.device();
+            let owned = runs.iter().flat_map(|run| {
+                let owned = self.seen[run.buffer].owned(run.start..run.end).into_iter();
+                owned.map(|(range, at)| Owned { buffer: run.buffer, range, at })
+            });
+            let runs: Vec<Owned> = owned.collect();
+            let cut = |run: &Owned, flat: &Tensor, start: usize| {
+                if run.range.len() == self.buffers[run.buffer].parameters.numel() {
+                    return Ok(flat.shallow_clone()); // follows a gradient that moves from step to step
+                }
+                flat.f_narrow(0, start as i64, run.range.len() as i64).doing("narrow")
             };
-            let slots = self.slots.iter();
-            let slots = slots.map(|(_, flats)| ranges(&|buffer| flats[buffer].shallow_clone()));
+            let ranges = |flat: fn(&FlatBuffer) -> &Tensor| {
+                let range =
+                    |run: &Owned| cut(run, flat(&self.buffers[run.buffer]), run.range.start);
+                runs.iter().map(range).collect::<Result<_>>()
+            };
+            let slots = self.slots.iter().map(|(_, flats)| {
+                runs.iter().map(|run| cut(run, &flats[run.buffer], run.at)).collect()
+            });
             groups.push(Group {
                 decays,
                 steps,
                 parts: Parts::new(
-                    ranges(&|buffer| self.buffers[buffer].parameters.shallow_clone())?,
-                    ranges(&|buffer| self.buffers[buffer].gradients.shallow_clone())?,
+                    ranges(|buffer| &buffer.parameters)?,
+                    ranges(|buffer| &buffer.gradients)?,
                     slots.collect::<Result<_>>()?,
                 )?,
-                device: self.buffers[runs[0].buffer].parameters.device(),
+                device,
                 tensors: self.tensors(&members)?,
                 members,
             });
@@ -225,7 +246,7 @@ impl OptimizerState {
     /// Returns the parameters with a gradient, grouped by key.
     fn runs(&self) -> Vec<(Key, Runs)> {
         let mut groups: Vec<(Key, Runs)> = Vec::new();
-        for (buffer, LayoutVersion { places, unused }) in self.seen.iter().enumerate() {
+        for (buffer, LayoutVersion { places, unused, .. }) in self.seen.iter().enumerate() {
             let FlatBuffer { parameters, .. } = &self.buffers[buffer];
             let starts = places.iter().skip(1).map(|next| next.start);
             for (place, end) in places.iter().zip(starts.chain([parameters.numel()])) {
@@ -265,8 +286,10 @@ impl OptimizerState {
         match shared_model(&self.buffers) {
             Some(shared) => self.step_my_slice(&shared, &kernel)?,
             None => {
-                let mut groups = self.groups.iter().enumerate();
+                let groups = self.groups.iter().enumerate();
+                let mut groups = groups.filter(|(_, group)| group.parts.len() > 0);
                 groups.try_for_each(|(index, group)| kernel(index, group, &group.parts))?;
+                gather_parameters(&self.buffers)?;
             }
         }
         for group in &mut self.groups {
@@ -306,6 +329,12 @@ impl OptimizerState {
             steps.extend(group.members.iter().map(|&index| (index, group.steps)));
         }
         steps
+    }
+
+    /// Returns the names of all parameters, in creation order.
+    pub(super) fn parameter_names(&self) -> Vec<String> {
+        let names = self.places().map(|(_, place)| (place.index, place.name.clone()));
+        names.collect::<BTreeMap<_, _>>().into_values().collect()
     }
 
     /// Returns all parameters' places with the indices of their buffers, as of when `groups` were made.
@@ -348,8 +377,16 @@ fn on_one_rank(
     Ok((0..count).map(|_| tensors.by_ref().take(buffers.len()).collect()).collect())
 }
 
+/// Returns a slot for the parts of a buffer that this rank steps.
 fn zeros_like(buffer: &FlatBuffer) -> Result<Tensor> {
-    buffer.parameters.f_zeros_like().doing("making the optimizer's state")
+    let FlatBuffer { parameters, places, .. } = buffer;
+    let zeros = match places.partitions() {
+        Some(partitions) => {
+            Tensor::f_zeros([partitions.numel() as i64], (parameters.kind(), parameters.device()))
+        }
+        None => parameters.f_zeros_like(),
+    };
+    zeros.doing("making the optimizer's state")
 }
 
 #[cfg(test)]

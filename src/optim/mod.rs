@@ -4,7 +4,9 @@ mod adamw;
 mod clip;
 mod flat;
 mod grad_scaler;
+mod layout_version;
 mod param_layout;
+mod partitions;
 mod parts;
 mod saved_state;
 mod schedule;
@@ -15,6 +17,7 @@ pub use adamw::{AdamW, AdamWOptions};
 pub use clip::clip_grad_norm;
 pub use grad_scaler::{GradScaler, GradScalerOptions, GradScalerState};
 pub use param_layout::{FlatBuffer, GradState, ParamLayout, ParamSpan};
+pub(crate) use partitions::Partitions;
 pub use schedule::{Schedule, Unit};
 pub use sgd::{Sgd, SgdOptions};
 pub(crate) use shared_model::SharedModel;
@@ -33,7 +36,8 @@ pub trait Optimizer: Debug {
     /// first backward, like PyTorch.
     ///
     /// The step is an in-place change of the parameters: backward refuses an older graph that needs their values. For a
-    /// [shared model](crate::DdpOptions::share_model) it is a collective of the ranks that share it.
+    /// [shared model](crate::DdpOptions::share_model) it is a collective of the ranks that share it, and with
+    /// [`zero`](crate::DdpOptions::zero) of all ranks.
     ///
     /// # Errors
     /// [`Error::InvalidInput`](crate::Error::InvalidInput) when the gradients are not averaged because the last
@@ -43,17 +47,24 @@ pub trait Optimizer: Debug {
     /// Returns a copy of all state of the next step besides parameters and gradients, per parameter in creation order.
     /// Allocates; may wait for the device.
     ///
+    /// With [`zero`](crate::DdpOptions::zero) it is a collective. Rank 0 gets the whole state, on the CPU, and the other
+    /// ranks get no tensors. Follows `ZeroRedundancyOptimizer.consolidate_state_dict`.
+    ///
     /// # Errors
     /// [`Error::Torch`](crate::Error::Torch).
     fn state(&self) -> Result<Vec<ParameterState>>;
 
     /// Restores `state`, which an optimizer of the same type and options has returned for a model with the same
-    /// parameters. The layout of the flat buffers may differ.
+    /// parameters. The layout of the flat buffers may differ. With [`zero`](crate::DdpOptions::zero) each rank takes its
+    /// part of the whole state.
     ///
     /// # Errors
     /// [`Error::InvalidInput`](crate::Error::InvalidInput) when it does not fit; the optimizer is then unchanged.
     /// [`Error::Torch`](crate::Error::Torch).
     fn load_state(&mut self, state: &[ParameterState]) -> Result<()>;
+
+    /// Returns the names of all parameters, in creation order.
+    fn parameter_names(&self) -> Vec<String>;
 }
 
 /// The optimizer state of one parameter.

@@ -5,7 +5,7 @@ use std::rc::Rc;
 
 use tch::Tensor;
 
-use super::SharedModel;
+use super::{Partitions, SharedModel};
 use crate::error::Result;
 use crate::ffi::TorchResult;
 
@@ -49,6 +49,9 @@ pub enum GradState {
     /// This rank's own gradients of a whole step, which the optimizer of a
     /// [shared model](crate::DdpOptions::share_model) averages as it steps.
     Complete,
+    /// The mean of all ranks' gradients, in this rank's [partitions](crate::DdpOptions::zero) only. Elsewhere there are
+    /// this rank's own gradients.
+    Partitioned,
     /// The mean of all ranks' gradients.
     Averaged,
 }
@@ -63,6 +66,8 @@ struct Arrangement {
     tensors: Rc<[Tensor]>,
     /// This rank's side of the model, if the ranks of its process share one.
     shared: Option<Rc<SharedModel>>,
+    /// The ranks' partitions of the buffer, if they divide the optimizer.
+    partitions: Option<Rc<Partitions>>,
 }
 
 impl Default for ParamLayout {
@@ -79,6 +84,7 @@ impl From<Vec<ParamSpan>> for ParamLayout {
             gradients: GradState::Averaged,
             tensors: Rc::new([]),
             shared: None,
+            partitions: None,
         };
         Self(Rc::new(RefCell::new(arrangement)))
     }
@@ -134,8 +140,14 @@ impl ParamLayout {
         self.0.borrow_mut().shared = Some(shared);
     }
 
-    pub(crate) fn set(&self, places: Vec<ParamSpan>) {
-        self.0.borrow_mut().places = places.into();
+    /// Returns the ranks' partitions of the buffer, if they divide the optimizer.
+    pub(super) fn partitions(&self) -> Option<Rc<Partitions>> {
+        self.0.borrow().partitions.clone()
+    }
+
+    pub(crate) fn set(&self, places: Vec<ParamSpan>, partitions: Option<Partitions>) {
+        let mut arrangement = self.0.borrow_mut();
+        (arrangement.places, arrangement.partitions) = (places.into(), partitions.map(Rc::new));
     }
 
     pub(crate) fn set_unused(&self, unused: &[usize]) {

@@ -2,10 +2,8 @@
 
 use std::collections::BTreeMap;
 
-use tch::Tensor;
-
-use super::ParameterState;
 use super::flat::{OptimizerState, shared_model};
+use super::{ParamSpan, ParameterState};
 use crate::error::{Error, Result};
 use crate::ffi::TorchResult;
 
@@ -14,17 +12,26 @@ impl OptimizerState {
     /// parameter that has not been stepped.
     pub(super) fn state(&self) -> Result<Vec<(u64, ParameterState)>> {
         let steps = self.steps();
-        let mut states = BTreeMap::new();
-        for (buffer, place) in self.places() {
+        let fresh = |(_, place): (usize, &ParamSpan)| {
             let steps = steps.get(&place.index).copied().unwrap_or(0);
-            let value = |(name, flats): &(&'static str, Vec<Tensor>)| {
-                let copied = place.of(&flats[buffer])?.f_detach_copy();
-                Ok(((*name).into(), copied.doing("copying the state")?))
-            };
-            let slots = self.slots.iter().filter(|_| steps > 0);
-            let tensors = slots.map(value).collect::<Result<_>>()?;
-            let state = ParameterState { name: place.name.clone(), tensors };
-            states.insert(place.index, (steps, state));
+            let state = ParameterState { name: place.name.clone(), tensors: BTreeMap::new() };
+            (place.index, (steps, state))
+        };
+        let mut states: BTreeMap<usize, (u64, ParameterState)> = self.places().map(fresh).collect();
+        for (slot, flats) in &self.slots {
+            for (layout, flat) in self.seen.iter().zip(flats) {
+                layout.each_section(flat, false, |section, values| {
+                    for place in layout.places_in(section) {
+                        let Some((steps, state)) = states.get_mut(&place.index) else { continue };
+                        if *steps > 0 {
+                            let start = place.start - section.start;
+                            let value = ParamSpan { start, ..place.clone() }.of(values)?;
+                            state.tensors.insert((*slot).into(), layout.copy(&value)?);
+                        }
+                    }
+                    Ok(())
+                })?;
+            }
         }
         Ok(states.into_values().collect())
     }
@@ -79,7 +86,15 @@ impl OptimizerState {
                         place.shape
                     ));
                 }
-                copies.push((place.of(&flats[buffer])?, from));
+                let doing = "loading the optimizer's state";
+                let from = from.f_reshape([-1]).doing(doing)?;
+                let end = place.start + place.numel();
+                for (owned, at) in self.seen[buffer].owned(place.start..end) {
+                    let (at, len) = (at as i64, owned.len() as i64);
+                    let to = flats[buffer].f_narrow(0, at, len).doing(doing)?;
+                    let start = (owned.start - place.start) as i64;
+                    copies.push((to, from.f_narrow(0, start, len).doing(doing)?));
+                }
             }
             steps.insert(place.index, count(state)?.min(self.count_to));
         }
@@ -92,7 +107,7 @@ impl OptimizerState {
                 let _ = flat.f_zero_().doing(doing)?;
             }
             for (mut to, from) in copies {
-                tch::no_grad(|| to.f_copy_(from)).doing(doing)?;
+                tch::no_grad(|| to.f_copy_(&from)).doing(doing)?;
             }
         }
         wait_for_all()?;

@@ -109,6 +109,10 @@ impl Optimizer for Sgd {
     fn load_state(&mut self, state: &[ParameterState]) -> Result<()> {
         self.flat.load(state, &[], |_| Ok(1))
     }
+
+    fn parameter_names(&self) -> Vec<String> {
+        self.flat.parameter_names()
+    }
 }
 
 /// Returns whether libtorch has no usable `_fused_sgd_` for `parameter`. In half precision, that for CPUs reads the

@@ -13,6 +13,7 @@ use std::rc::Rc;
 
 use tch::{Kind, Tensor};
 
+use super::partitions::gather_gradients;
 use super::{FlatBuffer, GradState};
 use crate::error::Result;
 use crate::ffi::TorchResult;
@@ -105,7 +106,8 @@ impl SharedModel {
 }
 
 /// Averages the gradients in all `buffers` of a model over the ranks that [share](crate::DdpOptions::share_model) it, if
-/// they are still each rank's own. A collective then. Otherwise, and without a shared model, it does nothing.
+/// they are still each rank's own. With [`zero`](crate::DdpOptions::zero), gathers the averages that other ranks have. A
+/// collective then. Otherwise it does nothing.
 ///
 /// Clipping and the gradient scaler call it. So must other code that reads averaged gradients before the optimizer's
 /// step.
@@ -113,6 +115,7 @@ impl SharedModel {
 /// # Errors
 /// The errors of [`ProcessGroup::all_reduce`].
 pub fn average_gradients(buffers: &[FlatBuffer]) -> Result<()> {
+    gather_gradients(buffers)?;
     let is_complete = |buffer: &&FlatBuffer| buffer.places.gradients() == GradState::Complete;
     while let Some(first) = buffers.iter().find(is_complete) {
         let Some(shared) = first.places.shared() else { return Ok(()) };

@@ -87,6 +87,15 @@ impl ProcessGroup {
         }))
     }
 
+    /// Starts [`reduce_scatter_in_place`](Self::reduce_scatter_in_place), like [`async_op`](Self::async_op).
+    pub(crate) fn reduce_scatter_async(&self, tensor: &Tensor, op: ReduceOp) -> Result<Work> {
+        let (tensor, context) = (tensor.shallow_clone(), self.phase_tracker.context.get());
+        self.async_op(move |group| {
+            group.set_context(context);
+            group.reduce_scatter_in_place(&tensor, op)
+        })
+    }
+
     /// Queues `operation` on the communication thread, behind earlier ones. Starts the thread if there is none.
     fn queue(&self, operation: comm_thread::Operation) -> Result<Work> {
         let thread = match self.communication.get() {

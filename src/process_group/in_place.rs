@@ -1,7 +1,7 @@
-//! Reductions of tensors in place, for the gradients of ranks that are threads of one process.
+//! Collectives on tensors in place, for gradients and parameters.
 //!
-//! One collective reduces a whole list of tensors, which need not be copied into one tensor. Each rank reduces an equal
-//! part of the list's elements, in whole cache lines.
+//! Among threads, one collective reduces a whole list of tensors, which need not be copied into one tensor. Each rank
+//! reduces an equal part of the list's elements, in whole cache lines.
 
 use std::ops::Range;
 use std::panic::Location;
@@ -70,6 +70,35 @@ impl ProcessGroup {
             self.check_call(Operation::ReduceScatter, options, shapes, tensors, output)?;
         call.on_piece = Some(OnPiece(on_piece));
         self.run_call(call, Location::caller())
+    }
+
+    /// Averages or sums `tensor` over all ranks, and leaves in this rank's part of it the result. The parts are equal, one
+    /// for each rank. The rest of the tensor then has unspecified values. A part has the bits that
+    /// [`all_reduce`](Self::all_reduce) gives.
+    #[track_caller]
+    pub(crate) fn reduce_scatter_in_place(&self, tensor: &Tensor, op: ReduceOp) -> Result<()> {
+        let op = match op {
+            // NCCL has no such operation; its all_reduce multiplies first, too.
+            ReduceOp::PremulSum(factor) if self.is_stream_ordered() => {
+                let multiply = || tensor.shallow_clone().f_mul_scalar_(factor).map(drop);
+                tch::no_grad(multiply).doing("mul_")?;
+                ReduceOp::Sum
+            }
+            op => op,
+        };
+        self.reduce_scatter_tensor(&mut self.my_part(tensor)?, tensor, op)
+    }
+
+    /// Copies this rank's part of `tensor` to the other ranks. The parts are equal, one for each rank.
+    #[track_caller]
+    pub(crate) fn all_gather_in_place(&self, tensor: &Tensor) -> Result<()> {
+        self.all_gather_into_tensor(&mut tensor.shallow_clone(), &self.my_part(tensor)?)
+    }
+
+    /// Returns this rank's part of a tensor of one dimension, which has a part for each rank.
+    fn my_part(&self, tensor: &Tensor) -> Result<Tensor> {
+        let len = (tensor.numel() / self.world_size()) as i64;
+        tensor.f_narrow(0, self.rank() as i64 * len, len).doing("narrow")
     }
 
     /// Returns the tensors that one rank of this process makes with `make`. All of the process's ranks get handles of

@@ -207,7 +207,7 @@ mod tests {
         let path = folder.path();
         let save = |step| {
             let state = TrainerState { step, ..TrainerState::default() };
-            let snapshot = Snapshot::take(state, &[], &[]).unwrap();
+            let snapshot = Snapshot::take(state, &[], Vec::new()).unwrap();
             CheckpointDir::open(path, 3).unwrap().write(&snapshot).unwrap()
         };
         let printer = Printer::new(LogFormat::Text);

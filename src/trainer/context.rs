@@ -14,7 +14,7 @@ use crate::data::{Batch, BatchSource};
 use crate::ddp::Strategy;
 use crate::error::{Error, Result};
 use crate::ffi::Generator;
-use crate::optim::{GradScaler, Optimizer, Schedule};
+use crate::optim::{GradScaler, Optimizer, ParameterState, Schedule};
 use crate::process_group::{ProcessGroup, rank_label};
 use crate::runtime::{StopReason, StopRequest};
 use crate::telemetry::Sample;
@@ -70,6 +70,13 @@ impl<M> TrainContext<M> {
     /// Returns the loss scaler; enabled for float16 only.
     pub fn scaler(&self) -> &GradScaler {
         &self.scaler
+    }
+
+    /// Returns the optimizer's whole state for a checkpoint, on rank 0. A collective if the ranks divide the optimizer.
+    pub(super) fn optimizer_state(&self) -> Result<Vec<ParameterState>> {
+        let is_needed = self.group().rank() == 0 || self.ddp.divides_optimizer();
+        let optimizer = self.optimizer.as_ref().filter(|_| is_needed);
+        optimizer.map_or(Ok(Vec::new()), |optimizer| optimizer.state())
     }
 
     /// Returns the progress of the run, as a checkpoint stores it.

@@ -24,7 +24,10 @@ impl<M: ModuleT> TrainContext<M> {
             let no_sync = self.ddp.no_sync();
             self.ddp.backward(&self.scaler.scale(&loss)?)?;
             drop(no_sync);
-            if let Some(optimizer) = &mut self.optimizer {
+            // An optimizer that the ranks divide is left out: its state cannot be set aside on each rank.
+            if let Some(optimizer) = &mut self.optimizer
+                && !self.ddp.divides_optimizer()
+            {
                 for mut buffer in self.ddp.flat_buffers().into_iter().flatten() {
                     let _ = buffer.gradients.f_zero_().doing("zero_")?;
                     buffer.places.set_gradients(GradState::Averaged); // the average of zeros is zero

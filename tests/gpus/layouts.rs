@@ -16,6 +16,7 @@ fn ranks_on_one_gpu_have_the_bits_of_cpu_ranks() {
         (4, "linear --exact-mean"),
         (2, "mlp --share-model --optimizer=adamw"),
         (3, "cnn --share-model --max-grad-norm=0.1 --momentum=0.9 --val-fraction=0.2"),
+        (3, "mlp --zero --optimizer=adamw"),
     ] {
         let count = format!("--nproc-per-node={ranks}");
         let shared = [&args(row)[..], &["--backend=threaded", &count]].concat();
@@ -31,6 +32,7 @@ fn torchrun_processes_have_the_bits_of_cpu_ranks() {
         (2, "mlp --max-epochs=2"),
         (3, "mlp --bucket-cap-mb=0.001 --optimizer=adamw"),
         (2, "mlp --share-model --momentum=0.9"),
+        (3, "mlp --zero --optimizer=adamw --max-epochs=2"),
         (2, "cnn --sync-batch-norm --val-fraction=0.2"),
         (2, "mlp --strategy=dp --grad-accum-steps=2"),
     ] {
@@ -59,6 +61,7 @@ fn checkpoints_move_between_gpu_and_cpu() {
     for row in [
         "mlp --momentum=0.9 --dropout=0.2",
         "mlp --optimizer=adamw --schedule=cosine --schedule-by=step --warmup-steps=3",
+        "mlp --optimizer=adamw --zero",
         "mlp --amp=fp16",
         "cnn --sync-batch-norm --val-fraction=0.2 --optimizer=adamw",
         "mlp --comm-hook=powersgd --powersgd-start-iter=2",

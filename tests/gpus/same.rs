@@ -66,6 +66,8 @@ pub(crate) const OPTIMIZERS: &[(usize, &str)] = &[
     (2, "mlp --weight-decay=0.1 --no-decay-on-bias-and-norm"),
     (2, "mlp --optimizer=adamw"),
     (1, "mlp --optimizer=adamw --share-model"),
+    (3, "mlp --optimizer=adamw --zero"),
+    (2, "mlp --momentum=0.9 --zero --max-grad-norm=0.1 --bucket-cap-mb=0.001"),
     (3, "mlp --optimizer=adamw --beta1=0.8 --beta2=0.9 --eps=0.001 --weight-decay=0.1"),
     (2, "cnn --optimizer=adamw --no-decay-on-bias-and-norm"),
     (2, "mlp --max-epochs=3 --schedule=cosine --eta-min=0.0001"),

@@ -21,6 +21,7 @@ import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.nn import functional as collectives_with_gradient
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.functional import cross_entropy, mse_loss
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -161,6 +162,9 @@ def ddp_cases(world_size):
         yield case(name, "small mlp", SGD, join=join)
     for hook in ["fp16", "bf16", "power_sgd"]:
         yield case(hook, "small mlp", MOMENTUM, hook=hook)
+    yield case("zero", "small mlp", MOMENTUM, zero=True)
+    yield case("zero no_sync", "small mlp", MOMENTUM, zero=True, accumulate=4, epochs=17)
+    yield case("zero adamw", "mlp", ADAMW, zero=True, max_norm=0.5)
 
 
 class Skipping(nn.Sequential):
@@ -210,7 +214,10 @@ def train(case):
             ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     settings = dict(case["optimizer"])
     kind = torch.optim.AdamW if settings.pop("kind") == "adamw" else torch.optim.SGD
-    optimizer = kind(ddp.parameters(), **settings)
+    if option("zero"):
+        optimizer = ZeroRedundancyOptimizer(ddp.parameters(), optimizer_class=kind, **settings)
+    else:
+        optimizer = kind(ddp.parameters(), **settings)
     losses = []
     for epoch in range(case["epochs"]):
         order.set_epoch(epoch)

@@ -149,6 +149,14 @@ impl Catalog for Chinese {
             );
             return Section::new(format!("第 {step} 步：各 rank 共同完成一次更新"), text);
         }
+        if run_info.divides_optimizer {
+            let text = format!(
+                "各 rank 分担优化器（--zero）：每个 rank 的优化器（{optimizer}，学习率 {lr}）只保存一部分参数（它的\
+                 分区）的状态，也只更新这一部分，然后从其他 rank 取得其余参数的新值。以后各步，每个 rank 只收到自己分区\
+                 的平均梯度。"
+            );
+            return Section::new(format!("第 {step} 步：各 rank 分担同一次更新"), text);
+        }
         let text = format!(
             "每个 rank 的优化器（{optimizer}，学习率 {lr}）用同样的数做同样的计算，所以各 rank 的模型保持一致，\
              不必再次发送。"
@@ -175,11 +183,16 @@ impl Catalog for Chinese {
     }
 
     fn end(&self, run_info: &RunInfo, steps: u64) -> Section {
+        let unsent = if run_info.divides_optimizer {
+            ""
+        } else {
+            "（开头广播之后再没有发送过）"
+        };
         let text = match run_info.world_size {
             1 => format!("{steps} 步之后，这个 rank 结束。参数的哈希："),
             _ => format!(
                 "{steps} 步之后，所有 rank 在屏障（barrier）处等齐，退出进程组，然后结束；只有 rank 0 负责汇总和\
-                 写文件。参数（开头广播之后再没有发送过）的哈希："
+                 写文件。参数{unsent}的哈希："
             ),
         };
         Section::new("结束", text)

@@ -163,6 +163,14 @@ impl Catalog for English {
             );
             return Section::new(format!("Step {step}: the same update for every rank"), text);
         }
+        if run_info.divides_optimizer {
+            let text = format!(
+                "The ranks divide the optimizer (--zero). Each rank's ({optimizer}, lr {lr}) keeps the state of one \
+                 part of the parameters, its partition, and updates these. Every rank then copies the other parts from \
+                 the ranks that have updated them. In later steps a rank receives the averages of its partition only."
+            );
+            return Section::new(format!("Step {step}: the same update for every rank"), text);
+        }
         let text = format!(
             "Every rank's optimizer ({optimizer}, lr {lr}) does the same with the same numbers, so the models stay \
              the same and need not be sent again."
@@ -197,11 +205,16 @@ impl Catalog for English {
 
     fn end(&self, run_info: &RunInfo, steps: u64) -> Section {
         let steps = if steps == 1 { "1 step" } else { &format!("{steps} steps") };
+        let unsent = if run_info.divides_optimizer {
+            ""
+        } else {
+            ", which no rank has sent since the start"
+        };
         let text = match run_info.world_size {
             1 => format!("After {steps} the rank ends. The hash of its parameters:"),
             _ => format!(
                 "After {steps} the ranks wait at a barrier and end. Rank 0 alone prints the summary and writes files. \
-                 The hash of the parameters, which no rank has sent since the start:"
+                 The hash of the parameters{unsent}:"
             ),
         };
         Section::new("The end", text)

@@ -132,6 +132,7 @@ impl Checkpoints {
         let comm_hook = context.ddp.comm_hook_state()?;
         group.enter_save(step);
         self.saved_at = Some(step);
+        let optimizer = context.optimizer_state()?;
         if let (Some(loss_sums), Some(writer)) = (loss_sums, &mut self.writer) {
             let state = TrainerState {
                 loss_sums,
@@ -142,9 +143,7 @@ impl Checkpoints {
                 options: self.options.clone(),
                 ..context.state.clone()
             };
-            let optimizer = context.optimizer.as_ref();
-            let optimizer = optimizer.map_or(Ok(Vec::new()), |optimizer| optimizer.state())?;
-            let snapshot = Snapshot::take(state, &context.ddp.state_dict(), &optimizer)?;
+            let snapshot = Snapshot::take(state, &context.ddp.state_dict(), optimizer)?;
             writer.save(snapshot.with_comm_hook(comm_hook.as_ref())?)?;
         }
         group.end_phase();

@@ -1,0 +1,80 @@
+//! The layout of a flat buffer at one time, and the parts of it that this rank steps.
+
+use std::ops::Range;
+use std::rc::Rc;
+
+use tch::{Device, Tensor};
+
+use super::partitions::Partitions;
+use super::{FlatBuffer, ParamSpan};
+use crate::error::Result;
+use crate::ffi::TorchResult;
+
+/// A buffer's layout and its parameters without a gradient, at the time at which the groups were made.
+#[derive(Debug)]
+pub(super) struct LayoutVersion {
+    pub places: Rc<[ParamSpan]>,
+    pub unused: Rc<[usize]>,
+    partitions: Option<Rc<Partitions>>,
+}
+
+impl LayoutVersion {
+    pub(super) fn of(buffer: &FlatBuffer) -> Self {
+        let FlatBuffer { places, .. } = buffer;
+        Self { places: places.get(), unused: places.unused(), partitions: places.partitions() }
+    }
+
+    /// Returns the parts of `range` that this rank steps: ranges of the buffer, each with the place of its first element
+    /// in a slot.
+    pub(super) fn owned(&self, range: Range<usize>) -> Vec<(Range<usize>, usize)> {
+        match &self.partitions {
+            Some(partitions) => partitions.owned(&range).collect(),
+            None => vec![(range.clone(), range.start)],
+        }
+    }
+
+    /// Returns a copy of a parameter's values for a checkpoint: on the CPU, with partitions, because one device need not have
+    /// room for the whole state.
+    pub(super) fn copy(&self, values: &Tensor) -> Result<Tensor> {
+        let doing = "copying the optimizer's state";
+        match &self.partitions {
+            Some(_) if values.device() != Device::Cpu => {
+                values.f_to_device(Device::Cpu).doing(doing)
+            }
+            _ => values.f_detach_copy().doing(doing),
+        }
+    }
+
+    /// Returns the parameters in a section of the buffer.
+    pub(super) fn places_in(&self, section: &Range<usize>) -> impl Iterator<Item = &ParamSpan> {
+        let is_in = |place: &&ParamSpan| {
+            section.start <= place.start && place.start + place.numel() <= section.end
+        };
+        self.places.iter().filter(is_in)
+    }
+
+    /// Passes the values of a slot to `f`, with their range in the buffer: section by section on rank 0, or on all ranks
+    /// with `on_all`. Without partitions every rank has all values. A collective with partitions.
+    pub(super) fn each_section(
+        &self,
+        slot: &Tensor,
+        on_all: bool,
+        mut f: impl FnMut(&Range<usize>, &Tensor) -> Result<()>,
+    ) -> Result<()> {
+        match &self.partitions {
+            Some(partitions) => partitions.gather_slot(slot, on_all, f),
+            None => f(&(0..slot.numel()), slot),
+        }
+    }
+}
+
+/// Copies `len` elements of one-dimensional tensors from one place to another.
+pub(super) fn copy_range(
+    (to, to_start): (&Tensor, usize),
+    (from, from_start): (&Tensor, usize),
+    len: usize,
+) -> Result<()> {
+    let part = |tensor: &Tensor, start: usize| tensor.f_narrow(0, start as i64, len as i64);
+    let copy = || part(to, to_start)?.f_copy_(&part(from, from_start)?).map(drop);
+    tch::no_grad(copy).doing("copying the optimizer's state")
+}

@@ -1,0 +1,127 @@
+//! The division of a model's optimizer over the ranks: `DdpOptions::zero`.
+//!
+//! Every rank has all parameters, but each needs the optimizer's state only of those that it steps. The ranks divide each
+//! bucket into equal partitions, one per rank. A rank receives the averaged gradients of its partitions, steps them, and gathers
+//! the parameters that the others have stepped. This is stage 1 of ZeRO, and PyTorch's `ZeroRedundancyOptimizer`.
+
+use std::fmt;
+use std::ops::Range;
+use std::rc::Rc;
+
+use tch::Tensor;
+
+use super::{FlatBuffer, GradState};
+use crate::error::Result;
+use crate::ffi::TorchResult;
+use crate::process_group::ProcessGroup;
+
+/// The partitions of a flat buffer.
+pub(crate) struct Partitions {
+    group: Rc<ProcessGroup>,
+    /// The buckets in the buffer, in order. The length of each is a multiple of the number of ranks.
+    buckets: Vec<Range<usize>>,
+}
+
+impl fmt::Debug for Partitions {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Partitions").field("buckets", &self.buckets).finish_non_exhaustive()
+    }
+}
+
+impl Partitions {
+    /// Returns the partitions of a buffer with these buckets, for the ranks of `group`.
+    pub(crate) fn new(group: Rc<ProcessGroup>, buckets: Vec<Range<usize>>) -> Self {
+        Self { group, buckets }
+    }
+
+    /// Returns this rank's partition of each bucket, as a range of the buffer.
+    fn mine(&self) -> impl Iterator<Item = Range<usize>> {
+        let (rank, ranks) = (self.group.rank(), self.group.world_size());
+        self.buckets.iter().map(move |bucket| {
+            let part = bucket.len() / ranks;
+            let start = bucket.start + rank * part;
+            start..start + part
+        })
+    }
+
+    /// Returns the number of elements in all of this rank's partitions.
+    pub(super) fn numel(&self) -> usize {
+        self.mine().map(|partition| partition.len()).sum()
+    }
+
+    /// Returns the parts of `range` in this rank's partitions. Each is a range of the buffer, with the place of its first
+    /// element in a slot of the optimizer's state. A slot has this rank's partitions in sequence.
+    pub(super) fn owned(
+        &self,
+        range: &Range<usize>,
+    ) -> impl Iterator<Item = (Range<usize>, usize)> {
+        let (from, to) = (range.start, range.end);
+        let starts = self
+            .mine()
+            .scan(0, |end, partition| Some(std::mem::replace(end, *end + partition.len())));
+        self.mine().zip(starts).filter_map(move |(partition, start)| {
+            let part = partition.start.max(from)..partition.end.min(to);
+            (part.start < part.end).then(|| (part.clone(), start + part.start - partition.start))
+        })
+    }
+
+    /// Copies each rank's partitions of `flat`, a tensor of the buffer's length, to all ranks. A collective.
+    pub(super) fn gather_in_place(&self, flat: &Tensor) -> Result<()> {
+        self.buckets.iter().try_for_each(|bucket| {
+            let (start, len) = (bucket.start as i64, bucket.len() as i64);
+            self.group.all_gather_in_place(&flat.f_narrow(0, start, len).doing("narrow")?)
+        })
+    }
+
+    /// Gathers all ranks' partitions of `slot`, bucket by bucket, and passes the values of each bucket to `f` with the
+    /// bucket's range in the buffer: on rank 0, or on all ranks with `on_all`. A collective.
+    pub(super) fn gather_slot(
+        &self,
+        slot: &Tensor,
+        on_all: bool,
+        mut f: impl FnMut(&Range<usize>, &Tensor) -> Result<()>,
+    ) -> Result<()> {
+        let doing = "gathering the optimizer's state";
+        let (group, mut start) = (&self.group, 0);
+        for bucket in &self.buckets {
+            let len = (bucket.len() / group.world_size()) as i64;
+            let mine = slot.f_narrow(0, start, len).doing(doing)?;
+            start += len;
+            let whole = || Tensor::f_empty([bucket.len() as i64], (slot.kind(), slot.device()));
+            if on_all {
+                let mut whole = whole().doing(doing)?;
+                group.all_gather_into_tensor(&mut whole, &mine)?;
+                f(bucket, &whole)?;
+            } else if group.rank() == 0 {
+                let whole = whole().doing(doing)?;
+                let mut parts = whole.f_split(len, 0).doing(doing)?;
+                group.gather(&mine, Some(&mut parts), 0)?;
+                group.synchronize()?;
+                f(bucket, &whole)?;
+            } else {
+                group.gather(&mine, None, 0)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Gathers the averaged gradients in those of `buffers` that have only this rank's partitions of them. A collective then.
+pub(super) fn gather_gradients(buffers: &[FlatBuffer]) -> Result<()> {
+    for FlatBuffer { gradients, places, .. } in buffers {
+        if let Some(partitions) =
+            places.partitions().filter(|_| places.gradients() == GradState::Partitioned)
+        {
+            partitions.gather_in_place(gradients)?;
+            places.set_gradients(GradState::Averaged);
+        }
+    }
+    Ok(())
+}
+
+/// Gathers the parameters, of which each rank has stepped its partitions. A collective if there are partitions.
+pub(super) fn gather_parameters(buffers: &[FlatBuffer]) -> Result<()> {
+    buffers.iter().try_for_each(|FlatBuffer { parameters, places, .. }| {
+        places.partitions().map_or(Ok(()), |partitions| partitions.gather_in_place(parameters))
+    })
+}

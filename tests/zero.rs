@@ -1,0 +1,295 @@
+//! `zero`: an optimizer that the ranks divide gives the bits of whole ones, whatever the options.
+
+use std::fs;
+use std::path::Path;
+
+use ddp_mp::ddp::JoinOptions;
+use ddp_mp::optim::{AdamW, AdamWOptions, GradState, Optimizer, ParameterState};
+use ddp_mp::{DdpOptions, DistributedDataParallel};
+use serde_json::Value;
+use tch::nn::{ModuleT, VarStore};
+use tch::{Device, Kind, Tensor};
+
+use crate::harness::{ranks, run};
+use crate::processes::end;
+use crate::share_model::{CNN, MLP, events, inputs, model, same_with};
+
+#[track_caller]
+fn same(base: &[&str], rows: &[(usize, &str)]) {
+    same_with("--zero", base, rows);
+}
+
+#[test]
+fn divided_optimizer_has_the_bits_of_whole_ones() {
+    same(
+        MLP,
+        &[
+            (1, "--optimizer=adamw"),
+            (2, "--max-epochs=2"),
+            (3, "--momentum=0.9 --dampening=0.1 --weight-decay=0.01"),
+            (2, "--momentum=0.9 --nesterov --bucket-cap-mb=0.1"),
+            (2, "--optimizer=adamw --max-epochs=2 --weight-decay=0.1"),
+            (4, "--optimizer=adamw --no-decay-on-bias-and-norm --bucket-cap-mb=0.05"),
+            (2, "--max-epochs=2 --schedule=cosine --schedule-by=step --warmup-steps=3"),
+        ],
+    );
+}
+
+#[test]
+fn divided_optimizer_has_the_bits_of_whole_ones_with_gradient_options() {
+    same(
+        MLP,
+        &[
+            (2, "--max-grad-norm=0.1 --momentum=0.9"),
+            (3, "--optimizer=adamw --max-grad-norm=0.01 --grad-accum-steps=2"),
+            (2, "--skip-nonfinite=5 --inject-fault=nan:rank=1,at=step,step=3"),
+            (3, "--exact-mean --momentum=0.9"),
+            (2, "--find-unused-parameters --momentum=0.9"),
+            (2, "--static-graph --optimizer=adamw"),
+            (2, "--comm-hook=bf16 --optimizer=adamw"),
+            (2, "--comm-hook=powersgd --powersgd-start-iter=2 --bucket-cap-mb=0.2"),
+            (2, "--check-replicas-every=2 --explain --momentum=0.9"),
+        ],
+    );
+}
+
+#[test]
+fn divided_optimizer_has_the_bits_of_whole_ones_with_amp_buffers_and_validation() {
+    same(
+        CNN,
+        &[
+            (3, "--sync-batch-norm --val-fraction=0.25 --optimizer=adamw"),
+            (2, "--amp=bf16 --optimizer=adamw"),
+            (2, "--amp=fp16 --max-grad-norm=1 --momentum=0.9"),
+        ],
+    );
+}
+
+/// Between processes, buckets are reduce-scattered during backward.
+#[test]
+fn processes_that_divide_the_optimizer_have_the_bits_of_whole_ones() {
+    let separate = [MLP, &["--spawn=processes"]].concat();
+    same(
+        &separate,
+        &[
+            (2, "--optimizer=adamw --max-epochs=2"),
+            (3, "--momentum=0.9 --bucket-cap-mb=0.1"),
+            (2, "--optimizer=adamw --max-grad-norm=0.01 --no-overlap"),
+            (2, "--exact-mean --optimizer=adamw --grad-accum-steps=2"),
+        ],
+    );
+}
+
+#[test]
+fn processes_of_several_ranks_that_divide_the_optimizer_have_the_bits_of_whole_ones() {
+    let args = [MLP, &["--optimizer=adamw", "--bucket-cap-mb=0.2"]].concat();
+    let divided = [&args[..], &["--zero"]].concat();
+    for processes in [&[2, 2][..], &[1, 3]] {
+        let hash = |args: &[&str]| end(args, processes)["parameters_hash"].clone();
+        assert_eq!(hash(&divided), hash(&args), "{processes:?}");
+    }
+}
+
+#[test]
+fn zero_is_refused_where_it_divides_nothing() {
+    for (option, reason) in [
+        ("--share-model", "--zero: cannot be used with --share-model"),
+        ("--strategy=dp", "--zero: needs --strategy ddp"),
+    ] {
+        let (code, _, errors) = run(&[option, "--zero", "--nproc-per-node=2"]);
+        assert_eq!(code, Some(2), "{errors}");
+        assert!(errors.contains(reason), "{errors}");
+    }
+    ranks(2, |_, group| {
+        let vs = VarStore::new(Device::Cpu);
+        let options = DdpOptions { zero: true, share_model: true, ..DdpOptions::default() };
+        let wrapped = DistributedDataParallel::new(model(&vs), &vs, group.clone(), options);
+        let error = wrapped.unwrap_err().to_string();
+        assert!(error.contains("zero cannot be used with share_model"), "{error}");
+        let options = DdpOptions { zero: true, ..DdpOptions::default() };
+        let mut ddp = DistributedDataParallel::new(model(&vs), &vs, group.clone(), options)?;
+        let error = ddp.join(JoinOptions::default(), |_| Ok(())).unwrap_err().to_string();
+        assert!(error.contains("join cannot be used with zero"), "{error}");
+        Ok(())
+    });
+}
+
+/// A rank that fails or stalls in its part of a step ends the run.
+#[test]
+fn failure_of_a_rank_that_divides_the_optimizer_ends_the_run() {
+    for (fault, words) in [
+        ("panic:rank=1,at=step,step=3", "rank 1 (CPU:1) failed in step #3: panicked"),
+        ("stall:rank=2,at=step,step=3", "rank 2"),
+    ] {
+        for spawn in ["--spawn=threads", "--spawn=processes"] {
+            let fault = format!("--inject-fault={fault}");
+            let more = ["--nproc-per-node=3", "--zero", "--timeout=3s", spawn, &fault];
+            let (code, _, errors) = run(&[MLP, &more].concat());
+            assert_eq!(code, Some(1), "{errors}");
+            assert!(errors.contains(words), "{fault} {spawn}: {errors}");
+        }
+    }
+}
+
+#[test]
+fn verify_finds_no_difference_with_a_divided_optimizer() {
+    let args = ["verify", "--nproc-per-node=2", "--model=mlp", "--hidden=300", "--zero"];
+    let (code, output, errors) = run(&args);
+    assert_eq!(code, Some(0), "{output}{errors}");
+}
+
+/// Four ranks with a whole optimizer each keep 8 states of AdamW; four that divide one keep 2, and as many gradients.
+#[test]
+fn divided_optimizer_takes_its_part_of_the_memory() {
+    let peak = |more: &[&str]| {
+        let model = ["--model=mlp", "--hidden=2048,2048,2048", "--optimizer=adamw"];
+        let length =
+            ["--num-samples=512", "--max-steps=3", "--nproc-per-node=4", "--spawn=processes"];
+        let end = events(&[&model[..], &length, more].concat()).pop().unwrap();
+        end["peak_memory_bytes"].as_f64().unwrap()
+    };
+    let parameters = 4.0 * (20.0 * 2048.0 + 2.0 * 2048.0 * 2048.0);
+    let saved = (peak(&[]) - peak(&["--zero"])) / parameters;
+    println!("4 ranks save {saved:.2} times the memory of the parameters");
+    assert!(saved > 4.5, "{saved}");
+}
+
+/// Returns the bytes of the optimizer's state in the newest checkpoint of a folder.
+fn saved_state(folder: &Path) -> Vec<u8> {
+    let newest = fs::read_to_string(folder.join("latest")).unwrap();
+    fs::read(folder.join(newest.trim()).join("optimizer.safetensors")).unwrap()
+}
+
+/// A checkpoint has the whole state, whoever kept it, and continues with or without `--zero`, on any number of ranks.
+#[test]
+fn checkpoint_of_a_divided_optimizer_is_whole_and_resumes_anywhere() {
+    let hook = ["--comm-hook=powersgd", "--powersgd-start-iter=2", "--bucket-cap-mb=0.2"];
+    for (spawn, more) in
+        [("--spawn=threads", &[][..]), ("--spawn=processes", &[]), ("--spawn=threads", &hook)]
+    {
+        let args = [MLP, &["--optimizer=adamw", "--max-epochs=3", spawn], more].concat();
+        let divided = |yes: bool| if yes { &["--zero"][..] } else { &[] };
+        let train = |folder: &Path, ranks: &str, zero: bool, length: &str| {
+            let dir = format!("--checkpoint-dir={}", folder.display());
+            let run = [&args[..], &[&dir, ranks, length], divided(zero)].concat();
+            events(&run).last().unwrap()["parameters_hash"].clone()
+        };
+        let folders = [(); 2].map(|()| tempfile::tempdir().unwrap());
+        let [whole, in_parts] = folders.each_ref().map(|folder| folder.path());
+        train(whole, "--nproc-per-node=2", false, "--max-steps=9");
+        train(in_parts, "--nproc-per-node=2", true, "--max-steps=9");
+        assert_eq!(saved_state(in_parts), saved_state(whole), "{spawn} {more:?}");
+        for ranks in ["--nproc-per-node=2", "--nproc-per-node=3"] {
+            let resumed = [true, false].map(|zero| {
+                let copy = tempfile::tempdir().unwrap();
+                copy_folder(in_parts, copy.path());
+                train(copy.path(), ranks, zero, "--resume=auto")
+            });
+            assert_eq!(resumed[0], resumed[1], "{spawn} {more:?} {ranks}");
+        }
+    }
+}
+
+fn copy_folder(from: &Path, to: &Path) {
+    fs::create_dir_all(to).unwrap();
+    for entry in fs::read_dir(from).unwrap() {
+        let path = entry.unwrap().path();
+        let copy = to.join(path.file_name().unwrap());
+        if path.is_dir() {
+            copy_folder(&path, &copy);
+        } else {
+            fs::copy(&path, &copy).unwrap();
+        }
+    }
+}
+
+/// From the second backward on a rank has the averages of its partitions only; it gathers the others on request.
+#[test]
+fn averages_of_other_partitions_are_gathered_on_request() {
+    let train = |averages_first: bool, zero: bool| {
+        ranks(2, move |_, group| {
+            let vs = VarStore::new(Device::Cpu);
+            let model = model(&vs);
+            let options = DdpOptions { zero, ..DdpOptions::default() };
+            let mut ddp = DistributedDataParallel::new(model, &vs, group.clone(), options)?;
+            let mut optimizer = AdamW::new(ddp.flat_buffers(), AdamWOptions::default())?;
+            for step in 0..3 {
+                ddp.zero_grad()?;
+                let mut own = Vec::new();
+                for part in 0..2 {
+                    let inputs = inputs(group.rank(), 2 * step + part);
+                    let loss = ddp.forward(&inputs).square().mean(Kind::Float);
+                    ddp.backward(&loss)?; // the second one adds to the mean of the first
+                    own = ddp.flat_buffers();
+                }
+                let expected = if zero { GradState::Partitioned } else { GradState::Averaged };
+                assert!(own.iter().all(|buffer| buffer.places.gradients() == expected));
+                if averages_first {
+                    let (name, weight) = ddp.state_dict().swap_remove(0);
+                    let averaged = ddp.averaged_grad(&name)?.unwrap();
+                    assert!(averaged.equal(&weight.grad()));
+                    let mut first = averaged.copy();
+                    group.broadcast(&mut first, 0)?;
+                    assert!(first.equal(&averaged)); // every rank has the same
+                    assert!(own.iter().all(|b| b.places.gradients() == GradState::Averaged));
+                }
+                optimizer.step(0.1)?;
+                optimizer.step(0.01)?; // with the same gradients
+            }
+            Ok(ddp.parameters_hash()?)
+        })
+    };
+    let whole = train(false, false);
+    assert_eq!(train(false, true), whole);
+    assert_eq!(train(true, true), whole);
+}
+
+/// Only rank 0 gets the state, and every rank takes its part of a whole one.
+#[test]
+fn state_of_a_divided_optimizer_is_whole_on_rank_0() {
+    let states = |zero: bool| {
+        let each = ranks(3, move |_, group| {
+            let vs = VarStore::new(Device::Cpu);
+            let model = model(&vs);
+            let options = DdpOptions { zero, ..DdpOptions::default() };
+            let mut ddp = DistributedDataParallel::new(model, &vs, group.clone(), options)?;
+            let mut optimizer = AdamW::new(ddp.flat_buffers(), AdamWOptions::default())?;
+            for step in 0..2 {
+                ddp.zero_grad()?;
+                let loss = ddp.forward(&inputs(group.rank(), step)).square().mean(Kind::Float);
+                ddp.backward(&loss)?;
+                optimizer.step(0.1)?;
+            }
+            let state = optimizer.state()?;
+            assert_eq!(state.len(), optimizer.parameter_names().len());
+            let values = |(slot, tensor): (&String, &Tensor)| {
+                (slot.clone(), Vec::<f32>::try_from(tensor.flatten(0, -1)).unwrap())
+            };
+            let values =
+                |state: &ParameterState| state.tensors.iter().map(values).collect::<Vec<_>>();
+            Ok(state.iter().map(values).collect::<Vec<_>>())
+        });
+        each
+    };
+    let (whole, divided) = (states(false), states(true));
+    assert_eq!(divided[0], whole[0]);
+    assert!(divided[1..].iter().flatten().all(Vec::is_empty));
+}
+
+/// The recorded call of each bucket is a reduce_scatter, with an all_gather per bucket in the optimizer's step.
+#[test]
+fn trace_shows_a_reduce_scatter_and_an_all_gather_per_bucket() {
+    let folder = tempfile::tempdir().unwrap();
+    let trace = folder.path().join("trace.json");
+    let args = ["--nproc-per-node=2", "--zero", "--num-samples=256", "--max-epochs=1"];
+    let path = format!("--trace={}", trace.display());
+    let end = events(&[&args[..], &["--batch-size=32", &path]].concat()).pop().unwrap();
+    assert_eq!(end["event"], "end");
+    let trace: Value = serde_json::from_slice(&fs::read(&trace).unwrap()).unwrap();
+    let events = trace["traceEvents"].as_array().or(trace.as_array()).unwrap();
+    let is =
+        |event: &&Value, name: &str| event["name"].as_str().is_some_and(|it| it.starts_with(name));
+    let count = |name: &str| events.iter().filter(|event| is(event, name)).count();
+    // Four steps on two ranks; the first one all-reduces, because it finds the order of the buckets.
+    assert_eq!((count("reduce_scatter"), count("all_gather")), (2 * 3, 2 * 4));
+}
