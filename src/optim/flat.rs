@@ -6,7 +6,7 @@ use std::rc::Rc;
 
 use tch::{Device, Kind, Tensor};
 
-use super::layout_version::{LayoutVersion, copy_range};
+use super::layout_version::{LayoutVersion, copy_range, zeros_like};
 use super::partitions::gather_parameters;
 use super::parts::Parts;
 use super::{FlatBuffer, GradState, ParamSpan, SharedModel, average_gradients};
@@ -375,18 +375,6 @@ fn on_one_rank(
     let make = || Ok(make()?.into_iter().flatten().collect());
     let mut tensors = shared.group().share_tensors(make)?.into_iter();
     Ok((0..count).map(|_| tensors.by_ref().take(buffers.len()).collect()).collect())
-}
-
-/// Returns a slot for the parts of a buffer that this rank steps.
-fn zeros_like(buffer: &FlatBuffer) -> Result<Tensor> {
-    let FlatBuffer { parameters, places, .. } = buffer;
-    let zeros = match places.partitions() {
-        Some(partitions) => {
-            Tensor::f_zeros([partitions.numel() as i64], (parameters.kind(), parameters.device()))
-        }
-        None => parameters.f_zeros_like(),
-    };
-    zeros.doing("making the optimizer's state")
 }
 
 #[cfg(test)]

@@ -68,6 +68,18 @@ impl LayoutVersion {
     }
 }
 
+/// Returns a slot for the parts of a buffer that this rank steps.
+pub(super) fn zeros_like(buffer: &FlatBuffer) -> Result<Tensor> {
+    let FlatBuffer { parameters, places, .. } = buffer;
+    let zeros = match places.partitions() {
+        Some(partitions) => {
+            Tensor::f_zeros([partitions.numel() as i64], (parameters.kind(), parameters.device()))
+        }
+        None => parameters.f_zeros_like(),
+    };
+    zeros.doing("making the optimizer's state")
+}
+
 /// Copies `len` elements of one-dimensional tensors from one place to another.
 pub(super) fn copy_range(
     (to, to_start): (&Tensor, usize),
