@@ -7,7 +7,7 @@ use ddp_mp::ddp::JoinOptions;
 use ddp_mp::optim::{AdamW, AdamWOptions, GradState, Optimizer, ParameterState};
 use ddp_mp::{DdpOptions, DistributedDataParallel};
 use serde_json::Value;
-use tch::nn::{ModuleT, VarStore};
+use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
 
 use crate::harness::{ranks, run};
