@@ -83,6 +83,8 @@ pub(super) struct Layout {
     pub buffers: Vec<FlatBuffer>,
     /// The number of buffers with a dtype's parameters.
     num_flat: usize,
+    /// The indices of the parameters in the order in which they were assigned to buckets.
+    order: Vec<usize>,
     pub buckets: Vec<Bucket>,
     /// The parameters, in the order of their creation.
     pub slots: Vec<ParamSlot>,
@@ -104,8 +106,8 @@ impl Layout {
         let slot = |named: &&NamedTensor| ParamSlot::new(named, in_place);
         let slots = parameters.iter().map(slot).collect::<Result<Vec<_>>>()?;
         let tensors: Rc<[Tensor]> = slots.iter().map(|slot| slot.tensor.shallow_clone()).collect();
-        let (buffers, num_flat, buckets, probe) = Default::default();
-        let mut layout = Self { buffers, num_flat, buckets, slots, probe, divided_over };
+        let (buffers, num_flat, order, buckets, probe) = Default::default();
+        let mut layout = Self { buffers, num_flat, order, buckets, slots, probe, divided_over };
         layout.fill_buckets(&layout.default_order(), options)?;
         layout.buffers.iter().for_each(|buffer| buffer.places.set_tensors(tensors.clone()));
         Ok(layout)
@@ -194,9 +196,13 @@ impl Layout {
         (0..self.slots.len()).rev().collect()
     }
 
-    /// Assigns the parameters to buckets in `order`, and moves values and gradients there. A collective of the ranks that
-    /// share the model, if there are any.
+    /// Assigns the parameters to buckets in `order`, and moves values and gradients there, unless that is their order
+    /// already. A collective of the ranks that share the model, if there are any.
     pub(super) fn fill_buckets(&mut self, order: &[usize], options: &DdpOptions) -> Result<()> {
+        if self.order == order {
+            return Ok(());
+        }
+        self.order = order.to_vec();
         if self.buffers.is_empty() {
             self.allocate(order)?;
         }
