@@ -17,7 +17,7 @@ use serde_json::{Value, json};
 use tch::nn::{self, Module, VarStore};
 use tch::{Device, Kind, Reduction, Tensor};
 
-use crate::harness::{ranks, run};
+use crate::harness::{linear, ranks, run};
 
 const FLOAT: (Kind, Device) = (Kind::Float, Device::Cpu);
 
@@ -68,7 +68,7 @@ fn autocast_weight_used_twice_accumulates_in_float32() {
 fn train_alone(seed: i64) -> Vec<f32> {
     let vs = VarStore::new(Device::Cpu);
     let layer = |name: &str, from, to| {
-        let linear = nn::linear(&vs.root() / name, from, to, nn::LinearConfig::default());
+        let linear = linear(vs.root() / name, from, to);
         let numbers = Tensor::arange(from * to, FLOAT).view([to, from]);
         tch::no_grad(|| linear.ws.shallow_clone().copy_(&((numbers * 0.37 + seed).sin() * 0.3)));
         let _ = tch::no_grad(|| linear.bs.as_ref().unwrap().shallow_clone().zero_());
@@ -425,7 +425,7 @@ fn run_without_finite_gradients_fails_with_a_remedy() {
 fn fp16_with_data_parallel_is_refused() {
     ranks(2, |rank, group| {
         let vs = VarStore::new(rank.device());
-        let layer = nn::linear(vs.root(), 3, 1, nn::LinearConfig::default());
+        let layer = linear(vs.root(), 3, 1);
         let dp = DataParallel::new(layer, &vs, group)?;
         let dataset = Arc::new(TensorDataset::random(8, 3, Targets::Values(1), 0)?);
         let sampler = DistributedSampler::new(8, 2, rank.rank())?;

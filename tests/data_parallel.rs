@@ -14,7 +14,7 @@ use serde_json::Value;
 use tch::nn::{self, Module, VarStore};
 use tch::{Kind, Reduction, Tensor};
 
-use crate::harness::{ranks, run, try_ranks};
+use crate::harness::{linear, ranks, run, try_ranks};
 
 const MEAN: Reduction = Reduction::Mean;
 
@@ -54,8 +54,8 @@ fn data_parallel_has_the_bits_of_ddp() {
 }
 
 /// 64 numbers for each rank: weights, and a bias that has a cache line to itself.
-fn linear(vs: &VarStore, world_size: usize) -> nn::Linear {
-    nn::linear(vs.root(), 64 * world_size as i64 - 16, 1, nn::LinearConfig::default())
+fn layer(vs: &VarStore, world_size: usize) -> nn::Linear {
+    linear(vs.root(), 64 * world_size as i64 - 16, 1)
 }
 
 /// Two samples for each rank.
@@ -81,7 +81,7 @@ fn data_parallel_moves_all_bytes_through_rank_0() {
         let others = world_size as u64 - 1;
         let old_way = ranks(world_size, |rank, group| {
             let vs = VarStore::new(rank.device());
-            let model = linear(&vs, rank.world_size());
+            let model = layer(&vs, rank.world_size());
             let _buffer = vs.root().add("count", Tensor::from(0i64), false);
             let mut dp = DataParallel::new(model, &vs, group.clone())?;
             let loader = scatter_loader(rank, &group)?;
@@ -103,7 +103,7 @@ fn data_parallel_moves_all_bytes_through_rank_0() {
 
         let ddp = ranks(world_size, |rank, group| {
             let vs = VarStore::new(rank.device());
-            let (model, options) = (linear(&vs, rank.world_size()), DdpOptions::default());
+            let (model, options) = (layer(&vs, rank.world_size()), DdpOptions::default());
             let mut ddp = DistributedDataParallel::new(model, &vs, group.clone(), options)?;
             let before = group.traffic();
             for batch in own_loader(rank, rank.rank()).epoch(0)? {
@@ -323,9 +323,9 @@ fn optimizer_is_required_on_rank_0_only() {
     ranks(2, |rank, group| {
         for (dp, given) in [(false, 0), (true, 1)] {
             let vs = VarStore::new(rank.device());
-            let model = linear(&vs, rank.world_size());
+            let model = layer(&vs, rank.world_size());
             let vs_of_sgd = VarStore::new(rank.device());
-            let _ = linear(&vs_of_sgd, rank.world_size());
+            let _ = layer(&vs_of_sgd, rank.world_size());
             let own =
                 DistributedDataParallel::new((), &vs_of_sgd, group.clone(), DdpOptions::default())?;
             let sgd = Sgd::new(own.flat_buffers(), SgdOptions::default())?;

@@ -14,7 +14,7 @@ use serde_json::Value;
 use tch::nn::{self, OptimizerConfig, VarStore};
 use tch::{Device, Kind, Tensor};
 
-use crate::harness::{ranks, try_ranks};
+use crate::harness::{linear, ranks, try_ranks};
 use crate::parity::recorded;
 
 /// Caps that give every parameter a bucket of its own.
@@ -202,7 +202,7 @@ impl Layers {
     fn new(widths: [i64; 3], values: &Value) -> anyhow::Result<Self> {
         let vs = VarStore::new(Device::Cpu);
         let layer = |name: &str, from: i64, to: i64| {
-            let layer = nn::linear(vs.root() / name, from, to, nn::LinearConfig::default());
+            let layer = linear(vs.root() / name, from, to);
             for (key, tensor) in [("weight", Some(&layer.ws)), ("bias", layer.bs.as_ref())] {
                 let values: Vec<f32> =
                     serde_json::from_value(values[format!("{name}.{key}")].clone())?;
@@ -657,7 +657,7 @@ fn wrong_shape_error_has_the_user_line_and_no_frames() {
         // In the process that the other half of this test starts.
         let result = try_ranks(2, |rank, group| {
             let vs = VarStore::new(rank.device());
-            let model = nn::linear(vs.root(), 4, 3, nn::LinearConfig::default());
+            let model = linear(vs.root(), 4, 3);
             let ddp = DistributedDataParallel::new(model, &vs, group, DdpOptions::default())?;
             forward_of_a_wrong_shape(&ddp);
             Ok(())

@@ -1,16 +1,25 @@
 //! What the tests share: running ranks, running the program.
 
+use std::borrow::Borrow;
 use std::net::TcpListener;
 use std::path::PathBuf;
 use std::process::{Child, Command, Output, Stdio};
 use std::rc::Rc;
 use std::time::Duration;
 
+use ddp_mp::ffi::fork_rng;
 use ddp_mp::{Backend, ProcessGroup, Rank, Spawn, SpawnError};
+use tch::nn::{self, Linear, LinearConfig, Path};
 use wait_timeout::ChildExt;
 
 /// Long enough for a machine under load, short enough to end a hang.
 pub(crate) const TIMEOUT: Duration = Duration::from_secs(60);
+
+/// Returns a linear layer. It draws its values in turn with other tests: all threads have one generator, and some tests
+/// compare what they draw from it.
+pub(crate) fn linear<'a>(path: impl Borrow<Path<'a>>, inputs: i64, outputs: i64) -> Linear {
+    fork_rng(0, || nn::linear(path, inputs, outputs, LinearConfig::default())).unwrap()
+}
 
 /// Runs `f` on `world_size` ranks in a group, and returns what each rank returned, in their order.
 pub(crate) fn try_ranks<T: Send + 'static>(

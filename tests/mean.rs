@@ -16,7 +16,7 @@ use serde_json::Value;
 use tch::nn::{self, Module, ModuleT, VarStore};
 use tch::{Device, Kind, Reduction, Tensor};
 
-use crate::harness::{ranks, run, try_ranks};
+use crate::harness::{linear, ranks, run, try_ranks};
 use crate::processes;
 
 /// Sizes of the batches of a step by rank, each rank's in their order.
@@ -36,9 +36,7 @@ struct Net(nn::Linear, nn::Linear);
 
 impl Net {
     fn new(vs: &VarStore) -> Self {
-        let layer = |name: &str, inputs, outputs| {
-            nn::linear(vs.root() / name, inputs, outputs, Default::default())
-        };
+        let layer = |name: &str, inputs, outputs| linear(vs.root() / name, inputs, outputs);
         let net = Self(layer("a", 3, 5), layer("b", 5, 2));
         let tensors = [Some(&net.0.ws), net.0.bs.as_ref(), Some(&net.1.ws), net.1.bs.as_ref()];
         tch::no_grad(|| {

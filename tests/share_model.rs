@@ -10,7 +10,7 @@ use serde_json::Value;
 use tch::nn::{self, ModuleT, VarStore};
 use tch::{Device, Kind, Tensor};
 
-use crate::harness::{ranks, run};
+use crate::harness::{linear, ranks, run};
 use crate::processes::end;
 
 /// Large and small parameters, with lengths that are multiples of a cache line and others.
@@ -229,10 +229,11 @@ fn checkpoint_of_a_shared_model_resumes_with_replicas_and_back() {
 /// Returns a model with a large weight, and with the same values in each run.
 pub(crate) fn model(vs: &VarStore) -> impl ModuleT + use<> {
     let root = vs.root();
-    let model = nn::seq_t()
-        .add(nn::linear(&root / "a", 64, 512, Default::default()))
-        .add_fn(|x| x.relu())
-        .add(nn::linear(&root / "b", 512, 3, Default::default()));
+    let model = nn::seq_t().add(linear(&root / "a", 64, 512)).add_fn(|x| x.relu()).add(linear(
+        &root / "b",
+        512,
+        3,
+    ));
     tch::no_grad(|| {
         for mut tensor in vs.trainable_variables() {
             let numel = tensor.numel() as i64;

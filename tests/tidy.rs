@@ -168,6 +168,19 @@ fn threads_start_through_thread_builder() {
     }
 }
 
+/// A test that drew from libtorch's generator on its own would change what another one draws at the same time.
+#[test]
+fn tests_draw_layers_in_turn() {
+    for entry in fs::read_dir(repository("tests")).unwrap() {
+        let path = entry.unwrap().path();
+        let is_test = path.extension().is_some_and(|extension| extension == "rs");
+        if is_test && !path.ends_with("harness.rs") && !path.ends_with("tidy.rs") {
+            let draws = ["nn::linear(", "nn::conv2d("].iter().any(|it| code(&path).contains(it));
+            assert!(!draws, "{}: use harness::linear", path.display());
+        }
+    }
+}
+
 /// `make test-fast` runs the modules that the Makefile names in `FAST_TESTS`.
 #[test]
 fn fast_modules_do_not_start_the_program() {
