@@ -145,8 +145,7 @@ fn divided_optimizer_takes_its_part_of_the_memory() {
     let peak = |more: &[&str]| {
         let model = ["--model=mlp", "--hidden=2048,2048,2048", "--optimizer=adamw"];
         let length = ["--num-samples=512", "--max-steps=3", "--nproc-per-node=4"];
-        let mut program = program();
-        program.args([&model[..], &length, &["--log-format=json"], more].concat());
+        let mut program = program(&[&model[..], &length, &["--log-format=json"], more].concat());
         program.env("DDP_MP_KEEP_MEMORY", "0"); // memory that is free would count
         let (code, output, errors) = run_command(program);
         assert_eq!(code, Some(0), "{errors}");
