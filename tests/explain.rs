@@ -119,14 +119,14 @@ fn shared_model_is_told_with_the_same_numbers() {
 
 /// The numbers are those of whole optimizers, and the text says what differs.
 #[test]
-fn divided_optimizer_is_told_with_the_same_numbers() {
+fn explain_shows_the_same_numbers_with_zero() {
     let [whole, divided] = [&[][..], &["--zero"]].map(|more| told(&[&TWO[..], more].concat()));
     check_numbers(&divided, 2, 0.001, false);
     for heading in [": Step 0: different", ": Step 1: "] {
         assert_eq!(rows(&divided, heading), rows(&whole, heading));
     }
     let divided = in_one_line(&divided);
-    assert!(divided.contains("The ranks divide the optimizer (--zero)."), "{divided}");
+    assert!(divided.contains("The ranks partition the optimizer (--zero)."), "{divided}");
 }
 
 #[test]

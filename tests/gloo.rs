@@ -415,8 +415,9 @@ fn tensor_mismatch_is_reported_in_both_processes() {
 
 #[test]
 fn wait_for_a_missing_message_ends_with_the_cause() {
-    // Nobody receives, and nobody sends: little, which is there already, and much. The limit holds for the rendezvous
-    // too, which takes more than a second on a busy machine; so the cases run at the same time, with one of 10 seconds.
+    // A send without a receiver, and a receive without a sender; each with a small and a large message. The limit also
+    // applies to the rendezvous, which takes more than a second on a busy machine. So the limit is 10 seconds, and the
+    // cases run at the same time.
     let ends_after_the_limit = |len, sends| {
         let told = failing(&[1, 1], Duration::from_secs(10), move |me, group| {
             let mut tensor = Tensor::zeros([len], (Kind::Float, Device::Cpu));

@@ -134,7 +134,7 @@ fn one_run() {
     assert_eq!(kept_memory(), 0, "after the run");
 }
 
-/// The limit on addresses leaves no room for small blocks beside the kept one.
+/// The limit on the address space leaves no room for the small blocks while the large one is kept.
 fn small_blocks() {
     drop(uninitialised(1024 * MIB));
     let status = std::fs::read_to_string("/proc/self/status").unwrap();

@@ -412,7 +412,7 @@ fn gradient_of_an_ignored_parameter_stays_its_rank_s_own() {
     });
 }
 
-/// A model that was shared before has one memory on all ranks. Each rank of a new wrap gets its own, or all share it again.
+/// After a wrap with `share_model` all ranks use one memory. A new wrap gives each rank its own, or shares it again.
 #[test]
 fn shared_model_can_be_wrapped_again() {
     let train = |shared: [bool; 2], init_sync| {
@@ -468,7 +468,7 @@ fn buckets_of_a_shared_model_are_those_of_replicas() {
             let before = ddp.statistics().bucket_bytes;
             for step in 0..5 {
                 ddp.zero_grad()?;
-                // The last one that is used has the first gradient, against the order of creation.
+                // Backward computes the gradient of `a` first, although `a` was created first.
                 let y = inputs(group.rank(), step).matmul(&c).sin().matmul(&b).sin().matmul(&a);
                 ddp.backward(&(y + 1.0).square().mean(Kind::Float))?;
                 optimizer.step(0.1)?;

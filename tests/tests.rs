@@ -55,4 +55,4 @@ mod tidy; // the rules of the source that a compiler does not check
 mod trace; // what happened when, for Perfetto
 mod verify; // N ranks against one, in every way; what really differs is found
 mod written; // files of a run: never over inputs, whole after a kill, no part of one on a full disk
-mod zero; // an optimizer that the ranks divide: the bits of whole ones
+mod zero; // an optimizer that the ranks partition: the bits of one on each rank

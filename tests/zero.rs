@@ -1,4 +1,4 @@
-//! `zero`: an optimizer that the ranks divide gives the bits of whole ones, whatever the options.
+//! `zero`: an optimizer that the ranks partition gives the bits of one on each rank, whatever the options.
 
 use std::fs;
 use std::path::Path;
@@ -20,7 +20,7 @@ fn same(base: &[&str], rows: &[(usize, &str)]) {
 }
 
 #[test]
-fn divided_optimizer_has_the_bits_of_whole_ones() {
+fn partitioned_optimizer_has_the_bits_of_replicated_ones() {
     same(
         MLP,
         &[
@@ -36,7 +36,7 @@ fn divided_optimizer_has_the_bits_of_whole_ones() {
 }
 
 #[test]
-fn divided_optimizer_has_the_bits_of_whole_ones_with_gradient_options() {
+fn partitioned_optimizer_has_the_bits_of_replicated_ones_with_gradient_options() {
     same(
         MLP,
         &[
@@ -54,7 +54,7 @@ fn divided_optimizer_has_the_bits_of_whole_ones_with_gradient_options() {
 }
 
 #[test]
-fn divided_optimizer_has_the_bits_of_whole_ones_with_amp_buffers_and_validation() {
+fn partitioned_optimizer_has_the_bits_of_replicated_ones_with_amp_buffers_and_validation() {
     same(
         CNN,
         &[
@@ -67,7 +67,7 @@ fn divided_optimizer_has_the_bits_of_whole_ones_with_amp_buffers_and_validation(
 
 /// Between processes, buckets are reduce-scattered during backward.
 #[test]
-fn processes_that_divide_the_optimizer_have_the_bits_of_whole_ones() {
+fn processes_that_partition_the_optimizer_have_the_bits_of_replicated_ones() {
     let separate = [MLP, &["--spawn=processes"]].concat();
     same(
         &separate,
@@ -81,7 +81,7 @@ fn processes_that_divide_the_optimizer_have_the_bits_of_whole_ones() {
 }
 
 #[test]
-fn processes_of_several_ranks_that_divide_the_optimizer_have_the_bits_of_whole_ones() {
+fn processes_of_several_ranks_that_partition_the_optimizer_have_the_bits_of_replicated_ones() {
     let args = [MLP, &["--optimizer=adamw", "--bucket-cap-mb=0.2"]].concat();
     let divided = [&args[..], &["--zero"]].concat();
     for processes in [&[2, 2][..], &[1, 3]] {
@@ -91,7 +91,7 @@ fn processes_of_several_ranks_that_divide_the_optimizer_have_the_bits_of_whole_o
 }
 
 #[test]
-fn zero_is_refused_where_it_divides_nothing() {
+fn zero_is_refused_with_share_model_dp_and_join() {
     for (option, reason) in [
         ("--share-model", "--zero: cannot be used with --share-model"),
         ("--strategy=dp", "--zero: needs --strategy ddp"),
@@ -116,7 +116,7 @@ fn zero_is_refused_where_it_divides_nothing() {
 
 /// A rank that fails or stalls in its part of a step ends the run.
 #[test]
-fn failure_of_a_rank_that_divides_the_optimizer_ends_the_run() {
+fn failure_of_a_rank_that_partitions_the_optimizer_ends_the_run() {
     for (fault, words) in [
         ("panic:rank=1,at=step,step=3", "rank 1 (CPU:1) failed in step #3: panicked"),
         ("stall:rank=2,at=step,step=3", "rank 2"),
@@ -132,16 +132,16 @@ fn failure_of_a_rank_that_divides_the_optimizer_ends_the_run() {
 }
 
 #[test]
-fn verify_finds_no_difference_with_a_divided_optimizer() {
+fn verify_finds_no_difference_with_a_partitioned_optimizer() {
     let args = ["verify", "--nproc-per-node=2", "--model=mlp", "--hidden=300", "--zero"];
     let (code, output, errors) = run(&args);
     assert_eq!(code, Some(0), "{output}{errors}");
 }
 
-/// Four whole optimizers keep 8 times the memory of the parameters, and one divided among four ranks 2 times. With whole
-/// ones, large gradients need no place in a bucket (here, among threads), which takes back half of that.
+/// Four whole states of AdamW take 8 times the memory of the parameters; one that four ranks partition takes 2 times.
+/// Among threads the saving is half of that, because only without `--zero` do large gradients stay outside of buckets.
 #[test]
-fn divided_optimizer_takes_its_part_of_the_memory() {
+fn partitioned_optimizer_takes_its_part_of_the_memory() {
     let peak = |more: &[&str]| {
         let model = ["--model=mlp", "--hidden=2048,2048,2048", "--optimizer=adamw"];
         let length = ["--num-samples=512", "--max-steps=3", "--nproc-per-node=4"];
@@ -164,9 +164,9 @@ fn saved_state(folder: &Path) -> Vec<u8> {
     fs::read(folder.join(newest.trim()).join("optimizer.safetensors")).unwrap()
 }
 
-/// A checkpoint has the whole state, whoever kept it, and continues with or without `--zero`, on any number of ranks.
+/// A checkpoint contains the whole state. A run resumes from it with or without `--zero`, on any number of ranks.
 #[test]
-fn checkpoint_of_a_divided_optimizer_is_whole_and_resumes_anywhere() {
+fn checkpoint_of_a_partitioned_optimizer_is_whole_and_resumes_anywhere() {
     let hook = ["--comm-hook=powersgd", "--powersgd-start-iter=2", "--bucket-cap-mb=0.2"];
     for (spawn, more) in
         [("--spawn=threads", &[][..]), ("--spawn=processes", &[]), ("--spawn=threads", &hook)]
@@ -207,7 +207,7 @@ fn copy_folder(from: &Path, to: &Path) {
     }
 }
 
-/// From the second backward on a rank has the averages of its partitions only; it gathers the others on request.
+/// From the second backward on, a rank has the averages of its partitions only. It gathers the others on request.
 #[test]
 fn averages_of_other_partitions_are_gathered_on_request() {
     let train = |averages_first: bool, zero: bool| {
@@ -250,7 +250,7 @@ fn averages_of_other_partitions_are_gathered_on_request() {
 
 /// Only rank 0 gets the state, and every rank takes its part of a whole one.
 #[test]
-fn state_of_a_divided_optimizer_is_whole_on_rank_0() {
+fn state_of_a_partitioned_optimizer_is_whole_on_rank_0() {
     let states = |zero: bool| {
         let each = ranks(3, move |_, group| {
             let vs = VarStore::new(Device::Cpu);
@@ -280,7 +280,7 @@ fn state_of_a_divided_optimizer_is_whole_on_rank_0() {
     assert!(divided[1..].iter().flatten().all(Vec::is_empty));
 }
 
-/// The recorded call of each bucket is a reduce_scatter, with an all_gather per bucket in the optimizer's step.
+/// Backward records a reduce_scatter per bucket, and the optimizer's step an all_gather per bucket.
 #[test]
 fn trace_shows_a_reduce_scatter_and_an_all_gather_per_bucket() {
     let folder = tempfile::tempdir().unwrap();

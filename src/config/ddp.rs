@@ -69,11 +69,11 @@ pub struct DdpSection {
     /// Each rank updates one part of the parameters, for all ranks. The results are the same to the bit
     #[arg(long, add = Conflict(shares_memory), add = MayDiffer::OnResume)]
     pub share_model: bool,
-    /// Optimizer state divided over the ranks
+    /// Optimizer state partitioned among the ranks
     ///
-    /// Each rank updates a part of the parameters and sends it to the others. For processes and GPUs, whose memory is
-    /// not shared; stage 1 of ZeRO
-    #[arg(long, add = Conflict(divides_optimizer), add = MayDiffer::OnResume)]
+    /// Stage 1 of ZeRO. Each rank updates its partitions of the parameters, and the others copy them. For ranks that do
+    /// not share memory: processes, or a GPU for each rank
+    #[arg(long, add = Conflict(partitions_optimizer), add = MayDiffer::OnResume)]
     pub zero: bool,
     /// Gradients weighted by each rank's number of samples
     #[arg(long, add = Conflict(equal_batches))]
@@ -134,9 +134,9 @@ fn shares_memory(config: &Config) -> Option<String> {
     needs_ddp(config).or(is_alone)
 }
 
-fn divides_optimizer(config: &Config) -> Option<String> {
+fn partitions_optimizer(config: &Config) -> Option<String> {
     let shares = config.ddp.share_model.then(|| {
-        "cannot be used with --share-model: one copy of the optimizer's state is all that a process has then".into()
+        "cannot be used with --share-model: the ranks of a process then share one optimizer state; leave one out".into()
     });
     needs_ddp(config).or(shares)
 }

@@ -85,8 +85,7 @@ impl Reducer {
     }
 }
 
-/// Refuses `join` with an optimizer's step in which every rank must take part. A rank that has run out of inputs has no
-/// optimizer here, and does not know when the others step.
+/// Refuses `join` if the optimizer's step is a collective: a rank that has run out of inputs makes no steps.
 fn refuse_joint_step(options: &DdpOptions) -> Result<()> {
     let option = match options {
         DdpOptions { share_model: true, .. } => "share_model",

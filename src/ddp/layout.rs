@@ -90,24 +90,24 @@ pub(super) struct Layout {
     pub slots: Vec<ParamSlot>,
     /// Storage for this rank's own gradient of the first parameter, if a probe watches it.
     pub probe: Option<Tensor>,
-    /// The ranks that divide the optimizer, if they do.
-    divided_over: Option<Rc<ProcessGroup>>,
+    /// The ranks that partition the optimizer, if they do.
+    partitioned_over: Option<Rc<ProcessGroup>>,
 }
 
 impl Layout {
     /// Moves `parameters` into flat buffers, and makes their `grad`s views. With `in_place`, large parameters stay where
-    /// they are, and so do their gradients. The ranks of `divided_over` divide each bucket into equal partitions.
+    /// they are, and so do their gradients. The ranks of `partitioned_over` partition each bucket into equal partitions.
     pub(super) fn new(
         parameters: &[&NamedTensor],
         options: &DdpOptions,
         in_place: bool,
-        divided_over: Option<Rc<ProcessGroup>>,
+        partitioned_over: Option<Rc<ProcessGroup>>,
     ) -> Result<Self> {
         let slot = |named: &&NamedTensor| ParamSlot::new(named, in_place);
         let slots = parameters.iter().map(slot).collect::<Result<Vec<_>>>()?;
         let tensors: Rc<[Tensor]> = slots.iter().map(|slot| slot.tensor.shallow_clone()).collect();
         let (buffers, num_flat, order, buckets, probe) = Default::default();
-        let mut layout = Self { buffers, num_flat, order, buckets, slots, probe, divided_over };
+        let mut layout = Self { buffers, num_flat, order, buckets, slots, probe, partitioned_over };
         layout.fill_buckets(&layout.default_order(), options)?;
         layout.buffers.iter().for_each(|buffer| buffer.places.set_tensors(tensors.clone()));
         Ok(layout)
@@ -196,8 +196,8 @@ impl Layout {
         (0..self.slots.len()).rev().collect()
     }
 
-    /// Assigns the parameters to buckets in `order`, and moves values and gradients there, unless that is their order
-    /// already. A collective of the ranks that share the model, if there are any.
+    /// Assigns the parameters to buckets in `order`, and moves values and gradients there. Does nothing if they have
+    /// this order already. A collective if the ranks share the model.
     pub(super) fn fill_buckets(&mut self, order: &[usize], options: &DdpOptions) -> Result<()> {
         if self.order == order {
             return Ok(());
@@ -266,22 +266,23 @@ impl Layout {
         self.buckets = buckets;
         tch::no_grad(|| self.move_to(&spans))?;
         for ((buffer, spans), ranges) in self.buffers.iter().zip(spans).zip(ranges) {
-            let partitions = self.divided_over.clone().map(|group| Partitions::new(group, ranges));
+            let partitions =
+                self.partitioned_over.clone().map(|group| Partitions::new(group, ranges));
             buffer.places.set(spans, partitions);
         }
         let shared = self.buffers.first().and_then(|buffer| buffer.places.shared());
         shared.map_or(Ok(()), |shared| self.share_parameters(&shared)) // they have moved
     }
 
-    /// Returns the number of elements of which each bucket has a multiple, so that its partitions are equal.
+    /// Returns the number of elements to a multiple of which each bucket is padded, so that its partitions are equal.
     fn partition_multiple(&self, dtype: Kind) -> usize {
-        let ranks = self.divided_over.as_ref().map(|group| group.world_size());
+        let ranks = self.partitioned_over.as_ref().map(|group| group.world_size());
         ranks.map_or(1, |ranks| ranks * cache_line_numel(dtype))
     }
 
-    /// Returns whether the ranks divide the optimizer.
+    /// Returns whether the ranks partition the optimizer.
     pub(super) fn is_partitioned(&self) -> bool {
-        self.divided_over.is_some()
+        self.partitioned_over.is_some()
     }
 
     /// Makes the buffers: for each dtype one, in the order in which `order` has them, and one for each parameter whose
@@ -295,7 +296,7 @@ impl Layout {
                 continue;
             }
             let same = self.slots.iter().filter(|slot| slot.tensor.kind() == dtype);
-            // A bucket has at least one parameter, and takes up to one multiple more.
+            // Each bucket has at least one parameter, and at most this much padding.
             let gap = self.partition_multiple(dtype) - 1;
             let numel: usize = same
                 .filter(|slot| slot.in_place_memory().is_none())

@@ -51,17 +51,20 @@ pub struct DdpOptions {
     /// Step with the optimizers of this crate only. tch's do not know of the other ranks: each rank would update the one
     /// copy with its own gradients.
     pub share_model: bool,
-    /// Divide the optimizer's state over all ranks. Each rank keeps the state of its partitions of the parameters, and steps
-    /// these. Buckets are reduce-scattered, and the optimizer's step is a collective: the ranks gather the parameters that
-    /// the others have stepped. Results are the same to the bit, except with `nccl` and three ranks or more. Its
-    /// reduce_scatter may add in another order than its all_reduce.
+    /// Partition the optimizer's state among all ranks. Each bucket has an equal partition for each rank. A rank keeps
+    /// the state of its partitions of the parameters, and updates only these. Buckets are reduce-scattered. The
+    /// optimizer's step is a collective: at its end every rank gathers the partitions that the other ranks have
+    /// updated. Results are the same to the bit, except with `nccl` and three ranks or more: NCCL's reduce_scatter may
+    /// add in another order than its all_reduce.
     ///
-    /// After [`backward`](super::DistributedDataParallel::backward) a gradient has averages in this rank's partitions only.
-    /// Call [`average_gradients`](crate::optim::average_gradients) before you read it. Where a step needs whole buckets
-    /// anyway they are all-reduced: in the first step, with a communication hook, and with weights.
+    /// After [`backward`](super::DistributedDataParallel::backward) a rank has the averages of its partitions only.
+    /// Call [`average_gradients`](crate::optim::average_gradients) on all ranks before you read gradients. Buckets are
+    /// still all-reduced in the first step, with a communication hook, and with weights.
     ///
-    /// This is stage 1 of ZeRO. PyTorch has it as `torch.distributed.optim.ZeroRedundancyOptimizer`. Ranks that are
-    /// threads on the CPU save more with `share_model`.
+    /// Step with the optimizers of this crate only. tch's would update all parameters, also those without averages.
+    ///
+    /// This is stage 1 of ZeRO. PyTorch has it as `torch.distributed.optim.ZeroRedundancyOptimizer`. Ranks that share
+    /// memory (threads on the CPU or on one GPU) save more with `share_model`.
     #[doc(alias = "ZeroRedundancyOptimizer")]
     pub zero: bool,
 }

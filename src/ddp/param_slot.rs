@@ -46,8 +46,8 @@ pub(super) struct ParamSlot {
 }
 
 impl ParamSlot {
-    /// Returns the slot of a parameter. With `in_place`, a large gradient stays where autograd puts it. The parameter then
-    /// stays where it is, too, if the memory is its own.
+    /// Returns the slot of a parameter. With `in_place`, a large gradient stays where autograd puts it. Its parameter
+    /// also stays where it is, unless it shares its memory with another tensor.
     pub(super) fn new(named: &NamedTensor, in_place: bool) -> Result<Self> {
         let mut tensor = named.tensor.shallow_clone();
         let bytes = num_bytes(tensor.kind(), tensor.numel());
@@ -57,7 +57,7 @@ impl ParamSlot {
             && bytes.is_multiple_of(CACHE_LINE)
             && tensor.is_contiguous();
         if is_in_place && shares_memory(&tensor) {
-            // An earlier `share_model` has left one memory for all ranks.
+            // After an earlier wrap with `share_model`, the ranks still share this memory.
             let own = tensor.f_detach_copy().and_then(|own| tensor.f_set_data(&own));
             own.doing("copying a parameter")?;
         }

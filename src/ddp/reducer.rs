@@ -54,8 +54,8 @@ impl Reducer {
         let handles: Vec<Tensor> = parameters.iter().map(|p| p.tensor.shallow_clone()).collect();
         // On GPUs a copy into a bucket costs little, and a kernel for each gradient would cost more.
         let in_place = group.reduces_in_place() && group.device() == Device::Cpu && !options.zero;
-        let divided_over = (options.zero && group.world_size() > 1).then(|| group.clone());
-        let layout = Layout::new(parameters, &options, in_place, divided_over)?;
+        let partitioned_over = (options.zero && group.world_size() > 1).then(|| group.clone());
+        let layout = Layout::new(parameters, &options, in_place, partitioned_over)?;
         let state = ReducerState::new(layout, group)?;
         let state = Rc::new(RefCell::new(state));
         let in_hooks = state.clone();
@@ -87,7 +87,7 @@ impl Reducer {
     }
 
     /// Returns whether each rank keeps a part of the optimizer's state only.
-    pub(super) fn divides_optimizer(&self) -> bool {
+    pub(super) fn partitions_optimizer(&self) -> bool {
         self.state.borrow().layout.is_partitioned()
     }
 

@@ -299,12 +299,12 @@ impl ReducerState {
         self.layout.is_partitioned() && self.order.is_final() && !is_whole
     }
 
-    /// Returns whether a communication hook does other than to average each bucket as it is.
+    /// Returns whether a communication hook does anything but average each bucket.
     fn has_hook(&self) -> bool {
         self.comm_hook.as_ref().is_some_and(|hook| !hook.is_plain_all_reduce())
     }
 
-    /// Averages a bucket, and leaves on each rank its partition of the result.
+    /// Reduce-scatters a bucket: each rank gets the averages of its partition.
     fn scatter_bucket(&mut self, index: usize, began: Instant) -> Result<()> {
         let Self { layout, group, reduce_path, mode, .. } = self;
         let [gradients] = &layout.buckets[index].gradients[..] else { return Ok(()) };

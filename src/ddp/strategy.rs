@@ -88,9 +88,9 @@ impl<M> Strategy<M> {
     }
 
     /// Returns whether each rank keeps a part of the optimizer's state only: [`zero`](super::DdpOptions::zero).
-    pub(crate) fn divides_optimizer(&self) -> bool {
+    pub(crate) fn partitions_optimizer(&self) -> bool {
         match self {
-            Strategy::Ddp(ddp) => ddp.reducer.divides_optimizer(),
+            Strategy::Ddp(ddp) => ddp.reducer.partitions_optimizer(),
             Strategy::Dp(_) => false,
         }
     }

@@ -62,7 +62,7 @@ use crate::records::Parameter;
 ///    processes, this happens during backward.
 /// 4. Every rank makes the same optimizer step with the same numbers, so the replicas stay identical. With
 ///    [`share_model`](DdpOptions::share_model) there is one copy, and each rank steps a part of it. With
-///    [`zero`](DdpOptions::zero) each rank steps a part of its replica, which the others then copy.
+///    [`zero`](DdpOptions::zero) each rank updates its partitions of the parameters, which the others then copy.
 ///
 /// With batches of equal size and a mean loss, the average is the gradient of the whole batch. With batches of
 /// different sizes it is not, as in PyTorch: see [`backward_weighted`](Self::backward_weighted).
@@ -113,8 +113,8 @@ impl<M> DistributedDataParallel<M> {
     ) -> Result<Self> {
         if options.share_model && options.zero {
             return Err(Error::InvalidInput(
-                "zero cannot be used with share_model: the ranks of a process then have one optimizer state already; \
-                 leave one of the two out"
+                "zero cannot be used with share_model: the ranks of a process then share one optimizer state; leave \
+                 one out"
                     .into(),
             ));
         }
@@ -273,8 +273,8 @@ impl<M> DistributedDataParallel<M> {
     }
 
     /// Returns the averaged gradient of the parameter `name`; `None` if no rank has one. With
-    /// [`share_model`](DdpOptions::share_model) or [`zero`](DdpOptions::zero) this is a collective, and averages all gradients before the optimizer's
-    /// step.
+    /// [`share_model`](DdpOptions::share_model) or [`zero`](DdpOptions::zero) this is a collective: it calls
+    /// [`average_gradients`] first.
     ///
     /// # Errors
     /// [`Error::InvalidInput`] if the model has no such parameter, and the errors of [`average_gradients`].
@@ -292,7 +292,8 @@ impl<M> DistributedDataParallel<M> {
     /// Call it between [`backward`](Self::backward) and the optimizer's step.
     ///
     /// Follows `torch.nn.utils.clip_grad_norm_`. All ranks have the same averaged gradients, so each computes the same
-    /// norm without communication.
+    /// norm without communication. With [`share_model`](DdpOptions::share_model) or [`zero`](DdpOptions::zero) this is
+    /// a collective: it calls [`average_gradients`] first.
     ///
     /// # Errors
     /// [`Error::Torch`].

@@ -218,7 +218,7 @@ struct KeepingAllocator final : c10::Allocator {
     } else if (bytes <= PTRDIFF_MAX) {
       base = malloc(bytes + kAlignment);
       if (base == nullptr) {
-        unmap_until(UINT64_MAX);  // the kept blocks may be all that is missing
+        unmap_until(UINT64_MAX);  // the kept blocks may hold the memory that is needed
         base = malloc(bytes + kAlignment);
       }
     }
@@ -246,7 +246,8 @@ extern "C" {
 
 // Makes libtorch allocate CPU tensors here, unless it has an allocator of higher priority.
 void ddp_keep_memory() {
-  // A child of fork has no other thread, which would unlock the lists.
+  // A child of fork has only the forking thread: a list that another thread has locked would stay
+  // locked.
   static const int registered = pthread_atfork(lock_all, unlock_all, unlock_all);
   static_cast<void>(registered);
   c10::SetCPUAllocator(&allocator, /*priority=*/1);

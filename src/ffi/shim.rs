@@ -270,7 +270,7 @@ pub(crate) fn adopt_grad(parameter: &Tensor, flat: &Tensor) -> Result<()> {
 
 /// Returns whether another tensor has the same memory as `tensor`, or memory in the same allocation.
 pub(crate) fn shares_memory(tensor: &Tensor) -> bool {
-    // SAFETY: the tensor lives, and has memory of its own kind: it is no sparse tensor.
+    // SAFETY: the tensor is live. It is dense, so it has a storage.
     unsafe { ddp_shares_memory(raw(tensor)) }
 }
 

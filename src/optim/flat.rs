@@ -25,12 +25,12 @@ struct SpanRun {
     end: usize,
 }
 
-/// A part of a run that this rank steps.
+/// A part of a [`SpanRun`] that this rank updates.
 struct Owned {
     buffer: usize,
-    /// The elements of the buffer.
+    /// The range of elements in the buffer.
     range: Range<usize>,
-    /// The place of the first of them in a slot.
+    /// The offset of the first element in a slot.
     at: usize,
 }
 
@@ -94,7 +94,7 @@ impl OptimizerState {
         Ok(flat)
     }
 
-    /// Fills the slots with zeros, in place of what they have had.
+    /// Allocates all slots again, filled with zeros.
     fn make_slots(&mut self) -> Result<()> {
         self.slots.iter_mut().for_each(|(_, flats)| flats.clear());
         let zeros = || self.slots.iter().map(|_| self.buffers.iter().map(zeros_like).collect());

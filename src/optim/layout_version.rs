@@ -24,8 +24,8 @@ impl LayoutVersion {
         Self { places: places.get(), unused: places.unused(), partitions: places.partitions() }
     }
 
-    /// Returns the parts of `range` that this rank steps: ranges of the buffer, each with the place of its first element
-    /// in a slot.
+    /// Returns the parts of `range` that this rank updates: ranges of the buffer, each with the offset of its first
+    /// element in a slot.
     pub(super) fn owned(&self, range: Range<usize>) -> Vec<(Range<usize>, usize)> {
         match &self.partitions {
             Some(partitions) => partitions.owned(&range).collect(),
@@ -33,8 +33,8 @@ impl LayoutVersion {
         }
     }
 
-    /// Returns a copy of a parameter's values for a checkpoint: on the CPU, with partitions, because one device need not have
-    /// room for the whole state.
+    /// Returns a copy of a parameter's values for a checkpoint. With partitions the copy is on the CPU, because one
+    /// GPU may not have enough memory for the whole state.
     pub(super) fn copy(&self, values: &Tensor) -> Result<Tensor> {
         let doing = "copying the optimizer's state";
         match &self.partitions {
@@ -53,8 +53,10 @@ impl LayoutVersion {
         self.places.iter().filter(is_in)
     }
 
-    /// Passes the values of a slot to `f`, with their range in the buffer: section by section on rank 0, or on all ranks
-    /// with `on_all`. Without partitions every rank has all values. A collective with partitions.
+    /// Calls `f` with the values of a slot and their range in the buffer.
+    ///
+    /// With partitions this is a collective: it gathers one bucket at a time, and calls `f` for each on rank 0, or on
+    /// all ranks with `on_all`. Without partitions every rank has the whole slot, and calls `f` once.
     pub(super) fn each_section(
         &self,
         slot: &Tensor,

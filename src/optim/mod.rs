@@ -36,8 +36,8 @@ pub trait Optimizer: Debug {
     /// first backward, like PyTorch.
     ///
     /// The step is an in-place change of the parameters: backward refuses an older graph that needs their values. For a
-    /// [shared model](crate::DdpOptions::share_model) it is a collective of the ranks that share it, and with
-    /// [`zero`](crate::DdpOptions::zero) of all ranks.
+    /// [shared model](crate::DdpOptions::share_model) it is a collective of the ranks that share it. With
+    /// [`zero`](crate::DdpOptions::zero) it is a collective of all ranks.
     ///
     /// # Errors
     /// [`Error::InvalidInput`](crate::Error::InvalidInput) when the gradients are not averaged because the last
@@ -47,11 +47,12 @@ pub trait Optimizer: Debug {
     /// Returns a copy of all state of the next step besides parameters and gradients, per parameter in creation order.
     /// Allocates; may wait for the device.
     ///
-    /// With [`zero`](crate::DdpOptions::zero) it is a collective. Rank 0 gets the whole state, on the CPU, and the other
-    /// ranks get no tensors. Follows `ZeroRedundancyOptimizer.consolidate_state_dict`.
+    /// With [`zero`](crate::DdpOptions::zero) it is a collective. Rank 0 gets the whole state, on the CPU. The other
+    /// ranks get the names without tensors. Follows `ZeroRedundancyOptimizer.consolidate_state_dict`.
     ///
     /// # Errors
-    /// [`Error::Torch`](crate::Error::Torch).
+    /// [`Error::Torch`](crate::Error::Torch). With `zero` also the errors of
+    /// [`ProcessGroup::gather`](crate::ProcessGroup::gather).
     fn state(&self) -> Result<Vec<ParameterState>>;
 
     /// Restores `state`, which an optimizer of the same type and options has returned for a model with the same

@@ -49,8 +49,8 @@ pub enum GradState {
     /// This rank's own gradients of a whole step, which the optimizer of a
     /// [shared model](crate::DdpOptions::share_model) averages as it steps.
     Complete,
-    /// The mean of all ranks' gradients, in this rank's [partitions](crate::DdpOptions::zero) only. Elsewhere there are
-    /// this rank's own gradients.
+    /// The mean of all ranks' gradients, in this rank's [partitions](crate::DdpOptions::zero) only. The other values
+    /// are unspecified.
     Partitioned,
     /// The mean of all ranks' gradients.
     Averaged,
@@ -66,7 +66,7 @@ struct Arrangement {
     tensors: Rc<[Tensor]>,
     /// This rank's side of the model, if the ranks of its process share one.
     shared: Option<Rc<SharedModel>>,
-    /// The ranks' partitions of the buffer, if they divide the optimizer.
+    /// The ranks' partitions of the buffer, if they partition the optimizer.
     partitions: Option<Rc<Partitions>>,
 }
 
@@ -140,7 +140,7 @@ impl ParamLayout {
         self.0.borrow_mut().shared = Some(shared);
     }
 
-    /// Returns the ranks' partitions of the buffer, if they divide the optimizer.
+    /// Returns the ranks' partitions of the buffer, if they partition the optimizer.
     pub(super) fn partitions(&self) -> Option<Rc<Partitions>> {
         self.0.borrow().partitions.clone()
     }

@@ -1,8 +1,9 @@
-//! The division of a model's optimizer over the ranks: `DdpOptions::zero`.
+//! The partitions of a model's optimizer: `DdpOptions::zero`.
 //!
-//! Every rank has all parameters, but each needs the optimizer's state only of those that it steps. The ranks divide each
-//! bucket into equal partitions, one per rank. A rank receives the averaged gradients of its partitions, steps them, and gathers
-//! the parameters that the others have stepped. This is stage 1 of ZeRO, and PyTorch's `ZeroRedundancyOptimizer`.
+//! Every rank has all parameters, but keeps the optimizer's state of its own partitions only. Each bucket has an equal
+//! partition for each rank. A rank receives the averaged gradients of its partitions, updates their parameters, and
+//! gathers the partitions that the other ranks have updated. This is stage 1 of ZeRO, as in PyTorch's
+//! `ZeroRedundancyOptimizer`.
 
 use std::fmt;
 use std::ops::Range;
@@ -49,8 +50,8 @@ impl Partitions {
         self.mine().map(|partition| partition.len()).sum()
     }
 
-    /// Returns the parts of `range` in this rank's partitions. Each is a range of the buffer, with the place of its first
-    /// element in a slot of the optimizer's state. A slot has this rank's partitions in sequence.
+    /// Returns the parts of `range` that lie in this rank's partitions. Each is a range of the buffer, with the offset
+    /// of its first element in a slot of the optimizer's state. A slot contains this rank's partitions in sequence.
     pub(super) fn owned(
         &self,
         range: &Range<usize>,
@@ -106,7 +107,8 @@ impl Partitions {
     }
 }
 
-/// Gathers the averaged gradients in those of `buffers` that have only this rank's partitions of them. A collective then.
+/// Gathers the averages of all partitions in each of `buffers` whose gradients are [`GradState::Partitioned`]. A
+/// collective if there is such a buffer.
 pub(super) fn gather_gradients(buffers: &[FlatBuffer]) -> Result<()> {
     for FlatBuffer { gradients, places, .. } in buffers {
         if let Some(partitions) =
@@ -119,7 +121,7 @@ pub(super) fn gather_gradients(buffers: &[FlatBuffer]) -> Result<()> {
     Ok(())
 }
 
-/// Gathers the parameters, of which each rank has stepped its partitions. A collective if there are partitions.
+/// Gathers the parameters after each rank has updated its partitions. A collective if there are partitions.
 pub(super) fn gather_parameters(buffers: &[FlatBuffer]) -> Result<()> {
     buffers.iter().try_for_each(|FlatBuffer { parameters, places, .. }| {
         places.partitions().map_or(Ok(()), |partitions| partitions.gather_in_place(parameters))

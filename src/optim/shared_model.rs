@@ -3,7 +3,7 @@
 //! The ranks have the same parameters and the same optimizer state in every step. As threads they can have the same
 //! memory, too. Each rank then updates one slice of the parameters, for all ranks. It works piece by piece: it adds up
 //! the ranks' gradients and updates the parameters from their mean. Averaged gradients are not written back, and no
-//! rank repeats another's update. ZeRO divides the step in the same way, but its ranks must gather the parameters
+//! rank repeats another's update. ZeRO also gives each rank a part of the step, but its ranks must gather the parameters
 //! afterwards.
 
 use std::cell::{Cell, RefCell};
@@ -105,9 +105,11 @@ impl SharedModel {
     }
 }
 
-/// Averages the gradients in all `buffers` of a model over the ranks that [share](crate::DdpOptions::share_model) it, if
-/// they are still each rank's own. With [`zero`](crate::DdpOptions::zero), gathers the averages that other ranks have. A
-/// collective then. Otherwise it does nothing.
+/// Makes the averaged gradients of a model complete in all `buffers` on every rank. A collective if they are not
+/// complete yet; otherwise it does nothing.
+///
+/// With [`share_model`](crate::DdpOptions::share_model) it averages gradients that the optimizer's step would
+/// otherwise average. With [`zero`](crate::DdpOptions::zero) it gathers the averages of the other ranks' partitions.
 ///
 /// Clipping and the gradient scaler call it. So must other code that reads averaged gradients before the optimizer's
 /// step.

@@ -72,13 +72,13 @@ impl ProcessGroup {
         self.run_call(call, Location::caller())
     }
 
-    /// Averages or sums `tensor` over all ranks, and leaves in this rank's part of it the result. The parts are equal, one
-    /// for each rank. The rest of the tensor then has unspecified values. A part has the bits that
-    /// [`all_reduce`](Self::all_reduce) gives.
+    /// Averages or sums `tensor` over all ranks, and writes this rank's part of the result into the same part of
+    /// `tensor`. The parts are equal, one for each rank. The other parts of `tensor` then have unspecified values. The
+    /// result has the bits of [`all_reduce`](Self::all_reduce), except with `nccl` and three ranks or more.
     #[track_caller]
     pub(crate) fn reduce_scatter_in_place(&self, tensor: &Tensor, op: ReduceOp) -> Result<()> {
         let op = match op {
-            // NCCL has no such operation; its all_reduce multiplies first, too.
+            // The nccl backend has `PremulSum` only for all_reduce, which also multiplies the tensor first.
             ReduceOp::PremulSum(factor) if self.is_stream_ordered() => {
                 let multiply = || tensor.shallow_clone().f_mul_scalar_(factor).map(drop);
                 tch::no_grad(multiply).doing("mul_")?;

@@ -48,8 +48,8 @@ pub(crate) fn check_shared_model(config: &Config, placement: &Placement) -> Resu
         return Ok(());
     }
     Err(Error::InvalidInput(format!(
-        "--share-model: the {} ranks of this process have a GPU each, and GPUs do not share memory; leave it out, or use \
-         --backend threaded (all ranks on one GPU) or --nproc-per-node cpu",
+        "--share-model: the {} ranks of this process have a GPU each, and GPUs do not share memory; use --zero instead, \
+         or put all ranks on one GPU (--backend threaded) or on the CPU (--nproc-per-node cpu)",
         devices.len()
     )))
 }

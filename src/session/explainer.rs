@@ -21,7 +21,7 @@ pub(crate) fn explainer(session: &Session, parameters: usize) -> Explainer {
         accumulate: config.ddp.grad_accum_steps,
         exact_mean: config.ddp.exact_mean,
         shares_model: config.ddp.share_model,
-        divides_optimizer: config.ddp.zero,
+        partitions_optimizer: config.ddp.zero,
         steps_per_epoch: config.steps_per_epoch(joined_launch.world_size()),
         compression: match config.ddp.comm_hook {
             CommHookKind::None => None,

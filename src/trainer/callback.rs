@@ -92,8 +92,9 @@ pub trait Callback<M> {
         Ok(())
     }
 
-    /// Runs between backward and the optimizer, which [`Step::skip`] leaves out. The gradients are averaged; with
-    /// float16 they are still scaled.
+    /// Runs between backward and the optimizer's step, which [`Step::skip`] leaves out. The gradients are averaged;
+    /// with float16 they are still scaled. With `share_model` or `zero`, call
+    /// [`average_gradients`](crate::optim::average_gradients) on all ranks before you read them.
     fn on_after_backward(&mut self, context: &mut TrainContext<M>, step: &mut Step) -> Result<()> {
         Ok(())
     }

@@ -72,9 +72,10 @@ impl<M> TrainContext<M> {
         &self.scaler
     }
 
-    /// Returns the optimizer's whole state for a checkpoint, on rank 0. A collective if the ranks divide the optimizer.
+    /// Returns the optimizer's whole state on rank 0, for a checkpoint. The other ranks get no tensors. A collective
+    /// if the ranks partition the optimizer.
     pub(super) fn optimizer_state(&self) -> Result<Vec<ParameterState>> {
-        let is_needed = self.group().rank() == 0 || self.ddp.divides_optimizer();
+        let is_needed = self.group().rank() == 0 || self.ddp.partitions_optimizer();
         let optimizer = self.optimizer.as_ref().filter(|_| is_needed);
         optimizer.map_or(Ok(Vec::new()), |optimizer| optimizer.state())
     }

@@ -230,7 +230,8 @@ fn all_finite(tensor: &Tensor) -> Result<bool> {
     Ok(sum.is_finite() || is_finite(tensor)?)
 }
 
-/// Returns whether the averaged gradients of all parameters are finite. A collective if the ranks share the model.
+/// Returns whether the averaged gradients of all parameters are finite. A collective if the ranks share the
+/// model or partition the optimizer.
 pub(super) fn gradients_finite(buffers: &[FlatBuffer]) -> Result<bool> {
     average_gradients(buffers)?;
     for buffer in buffers.iter().filter(|buffer| buffer.places.gradients() != GradState::Cleared) {

@@ -24,9 +24,10 @@ impl<M: ModuleT> TrainContext<M> {
             let no_sync = self.ddp.no_sync();
             self.ddp.backward(&self.scaler.scale(&loss)?)?;
             drop(no_sync);
-            // An optimizer that the ranks divide is left out: its state cannot be set aside on each rank.
+            // A partitioned optimizer makes no step here: only rank 0 gets its state, so the others could not restore
+            // it.
             if let Some(optimizer) = &mut self.optimizer
-                && !self.ddp.divides_optimizer()
+                && !self.ddp.partitions_optimizer()
             {
                 for mut buffer in self.ddp.flat_buffers().into_iter().flatten() {
                     let _ = buffer.gradients.f_zero_().doing("zero_")?;

@@ -63,7 +63,7 @@ fn share_model_is_wrong_input_with_a_gpu_for_each_rank() {
             "{stderr}"
         );
     }
-    // `verify` leaves that way out, and the remedy works.
+    // `verify` skips that placement, and the remedy in the message works.
     for args in [&["verify"][..], &["--max-epochs=1", "--backend=threaded"]] {
         let args = [args, &["--nproc-per-node=2", "--share-model"]].concat();
         let (code, _, stderr) = run_command(on_gpus(2, &args));

@@ -149,11 +149,11 @@ impl Catalog for Chinese {
             );
             return Section::new(format!("第 {step} 步：各 rank 共同完成一次更新"), text);
         }
-        if run_info.divides_optimizer {
+        if run_info.partitions_optimizer {
             let text = format!(
                 "各 rank 分担优化器（--zero）：每个 rank 的优化器（{optimizer}，学习率 {lr}）只保存一部分参数（它的\
-                 分区）的状态，也只更新这一部分，然后从其他 rank 取得其余参数的新值。以后各步，每个 rank 只收到自己分区\
-                 的平均梯度。"
+                 分区）的状态，也只更新这一部分，然后从其他 rank 取得其余参数的新值。演示的这几步之后，每个 rank 收到的\
+                 也只是自己分区的平均梯度，除非某个选项要用到全部平均梯度。"
             );
             return Section::new(format!("第 {step} 步：各 rank 分担同一次更新"), text);
         }
@@ -183,7 +183,7 @@ impl Catalog for Chinese {
     }
 
     fn end(&self, run_info: &RunInfo, steps: u64) -> Section {
-        let unsent = if run_info.divides_optimizer {
+        let unsent = if run_info.partitions_optimizer {
             ""
         } else {
             "（开头广播之后再没有发送过）"

@@ -163,13 +163,17 @@ impl Catalog for English {
             );
             return Section::new(format!("Step {step}: the same update for every rank"), text);
         }
-        if run_info.divides_optimizer {
+        if run_info.partitions_optimizer {
             let text = format!(
-                "The ranks divide the optimizer (--zero). Each rank's ({optimizer}, lr {lr}) keeps the state of one \
-                 part of the parameters, its partition, and updates these. Every rank then copies the other parts from \
-                 the ranks that have updated them. In later steps a rank receives the averages of its partition only."
+                "The ranks partition the optimizer (--zero). Each rank's optimizer ({optimizer}, lr {lr}) keeps the \
+                 state of its own partitions of the parameters, and updates only these. Every rank then copies the \
+                 other partitions from the ranks that have updated them. After the steps shown here, a rank \
+                 receives only its partitions of the averages, unless an option needs all of them."
             );
-            return Section::new(format!("Step {step}: the same update for every rank"), text);
+            return Section::new(
+                format!("Step {step}: each rank makes a part of the update"),
+                text,
+            );
         }
         let text = format!(
             "Every rank's optimizer ({optimizer}, lr {lr}) does the same with the same numbers, so the models stay \
@@ -205,7 +209,7 @@ impl Catalog for English {
 
     fn end(&self, run_info: &RunInfo, steps: u64) -> Section {
         let steps = if steps == 1 { "1 step" } else { &format!("{steps} steps") };
-        let unsent = if run_info.divides_optimizer {
+        let unsent = if run_info.partitions_optimizer {
             ""
         } else {
             ", which no rank has sent since the start"

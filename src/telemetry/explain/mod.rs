@@ -66,7 +66,7 @@ pub struct RunInfo {
     /// `true` if the ranks of a process share one copy of the model.
     pub shares_model: bool,
     /// `true` if each rank keeps a part of the optimizer's state only.
-    pub divides_optimizer: bool,
+    pub partitions_optimizer: bool,
     /// Steps per epoch.
     pub steps_per_epoch: u64,
     /// The compressed form of gradients and the first step that uses it; `None` without compression.
