@@ -58,21 +58,27 @@ impl Config {
         let shuffled = if self.data.no_shuffle { 0.0 } else { samples as f64 };
         let in_each =
             if processes > 1 { format!(" in {processes} processes") } else { String::new() };
-        let (copies, model) = if self.ddp.share_model {
+        let (copies, state_copies, model) = if self.ddp.share_model {
             let model = format!(
                 "a model of {parameters:.0} parameters, with the optimizer's state and the gradients of {ranks} ranks, \
                  takes"
             );
-            (processes, model)
+            (processes, processes, model)
+        } else if self.ddp.zero {
+            let model = format!(
+                "{ranks} replicas ({parameters:.0} parameters each, with gradients) and one optimizer's state take"
+            );
+            (ranks, 1, model)
         } else {
             let model = format!(
                 "{ranks} replicas ({parameters:.0} parameters each, with gradients and the optimizer's state) take"
             );
-            (ranks, model)
+            (ranks, ranks, model)
         };
+        let numbers = (ranks + copies) as f64 + state_copies as f64 * states;
         let parts = [
             (
-                (ranks as f64 + copies as f64 * (1.0 + states)) * parameters * FLOAT,
+                numbers * parameters * FLOAT,
                 self.largest(&self.widths()),
                 model,
                 "use a smaller model, or fewer ranks with --nproc-per-node",
@@ -203,6 +209,13 @@ mod tests {
         assert!(fits.check_memory_of(Some(8_000_000_000), 4, 1).is_ok());
         let error = fits.check_memory_of(Some(6_000_000_000), 4, 1).unwrap_err().to_string();
         assert!(error.contains("and the gradients of 4 ranks, takes 7.0 GB"), "{error}");
+        (fits.ddp.share_model, fits.ddp.zero) = (false, true);
+        assert!(fits.check_memory_of(Some(11_000_000_000), 4, 1).is_ok());
+        let error = fits.check_memory_of(Some(9_000_000_000), 4, 1).unwrap_err().to_string();
+        assert!(
+            error.contains("with gradients) and one optimizer's state take 10.0 GB"),
+            "{error}"
+        );
     }
 
     #[test]
