@@ -34,7 +34,7 @@
 //!     if rank.rank() == 0 {
 //!         let mut writer = Writer::new(dir.clone());
 //!         let state = TrainerState { step: 1, world_size: 2, ..TrainerState::default() };
-//!         // Copies; the files are written while training goes on.
+//!         // Copies; the files are written while training goes on. (With `zero` every rank calls `state`.)
 //!         writer.save(Snapshot::take(state, &ddp.state_dict(), optimizer.state()?)?)?;
 //!         writer.finish()?;
 //!     }

@@ -259,15 +259,12 @@ impl ReducerState {
         weight.map_or(Ok(()), |weight| layout.buckets[index].weigh(weight))?;
         let weight = weight.map(|weight| weight.samples);
         layout.copy_to_probe(index)?;
-        if scatters {
-            return self.scatter_bucket(index, began);
-        }
         let is_last = layout.buckets[index + 1..].iter().all(|bucket| bucket.is_skipped);
         let Layout { buckets, slots, .. } = layout;
         let bucket = &mut buckets[index];
         let mut plain = AllReduce;
         let comm_hook = comm_hook.as_deref_mut().unwrap_or(&mut plain);
-        if group.reduces_in_place() && comm_hook.is_plain_all_reduce() {
+        if group.reduces_in_place() && comm_hook.is_plain_all_reduce() && !scatters {
             group.all_reduce_list(&bucket.gradients, &bucket.shapes, average(group), weight)?;
             self.times.communication += began.elapsed();
             return Ok(());
@@ -279,10 +276,17 @@ impl ReducerState {
             && comm_hook.is_plain_all_reduce()
             && let Some(works) = reduce_path.async_works()
         {
-            works.push(group.all_reduce_async(&gradients, average(group), weight)?);
+            works.push(if scatters {
+                group.reduce_scatter_async(&gradients, average(group))?
+            } else {
+                group.all_reduce_async(&gradients, average(group), weight)?
+            });
             return Ok(());
         }
         reduce_path.run(group, |group| {
+            if scatters {
+                return group.reduce_scatter_in_place(&gradients, average(group));
+            }
             let (gradients, parameters) = (&mut gradients, &bucket.parameters);
             comm_hook
                 .reduce(&mut GradBucket { index, is_last, gradients, parameters, weight }, group)?;
@@ -302,22 +306,6 @@ impl ReducerState {
     /// Returns whether a communication hook does anything but average each bucket.
     fn has_hook(&self) -> bool {
         self.comm_hook.as_ref().is_some_and(|hook| !hook.is_plain_all_reduce())
-    }
-
-    /// Reduce-scatters a bucket: each rank gets the averages of its partition.
-    fn scatter_bucket(&mut self, index: usize, began: Instant) -> Result<()> {
-        let Self { layout, group, reduce_path, mode, .. } = self;
-        let [gradients] = &layout.buckets[index].gradients[..] else { return Ok(()) };
-        let op = average(group);
-        if *mode == Mode::Overlap
-            && let Some(works) = reduce_path.async_works()
-        {
-            works.push(group.reduce_scatter_async(gradients, op)?);
-            return Ok(());
-        }
-        reduce_path.run(group, |group| group.reduce_scatter_in_place(gradients, op))?;
-        self.times.communication += began.elapsed();
-        Ok(())
     }
 
     /// Reduces all remaining buckets.

@@ -292,7 +292,7 @@ impl<M> DistributedDataParallel<M> {
     /// Call it between [`backward`](Self::backward) and the optimizer's step.
     ///
     /// Follows `torch.nn.utils.clip_grad_norm_`. All ranks have the same averaged gradients, so each computes the same
-    /// norm without communication. With [`share_model`](DdpOptions::share_model) or [`zero`](DdpOptions::zero) this is
+    /// norm. With [`share_model`](DdpOptions::share_model) or [`zero`](DdpOptions::zero) this is
     /// a collective: it calls [`average_gradients`] first.
     ///
     /// # Errors

@@ -102,7 +102,7 @@ impl Optimizer for AdamW {
 
     fn state(&self) -> Result<Vec<ParameterState>> {
         let with_step = |(steps, mut state): (u64, ParameterState)| {
-            if !state.tensors.is_empty() {
+            if steps > 0 {
                 state.tensors.insert(Self::STEP.into(), Tensor::from(steps as f32));
             }
             state

@@ -11,10 +11,10 @@ use crate::ffi::{TensorList, TorchResult, scale_all, total_norm};
 ///
 /// Follows `torch.nn.utils.clip_grad_norm_`. The norm is that of the parameters' norms in creation order, so it does
 /// not depend on the buckets. On a CPU it equals PyTorch's to the bit. It is 0 without gradients. Does not wait for the
-/// device.
+/// device. A collective where [`average_gradients`] is one.
 ///
 /// # Errors
-/// [`Error::Torch`](crate::Error::Torch).
+/// [`Error::Torch`](crate::Error::Torch), and the errors of [`average_gradients`].
 pub fn clip_grad_norm(buffers: &[FlatBuffer], max_norm: f64) -> Result<Tensor> {
     if buffers.iter().all(|buffer| buffer.places.gradients() == GradState::Cleared) {
         let device = buffers.first().map_or(Device::Cpu, |buffer| buffer.gradients.device());

@@ -94,8 +94,10 @@ impl OptimizerState {
         Ok(flat)
     }
 
-    /// Allocates all slots again, filled with zeros.
-    fn make_slots(&mut self) -> Result<()> {
+    /// Allocates all slots again, filled with zeros. The groups must be made again after it.
+    pub(super) fn make_slots(&mut self) -> Result<()> {
+        self.steps = self.steps();
+        self.groups.clear(); // they have views of the slots
         self.slots.iter_mut().for_each(|(_, flats)| flats.clear());
         let zeros = || self.slots.iter().map(|_| self.buffers.iter().map(zeros_like).collect());
         let slots = on_one_rank(&self.buffers, self.slots.len(), || zeros().collect())?;
@@ -143,31 +145,34 @@ impl OptimizerState {
 
     /// Moves the optimizer state to the parameters' current places.
     fn relocate_state(&mut self) -> Result<()> {
-        if self.steps().values().all(|&steps| steps == 0) {
-            return self.make_slots(); // no parameter has any state yet
-        }
         let now: Vec<LayoutVersion> = self.buffers.iter().map(LayoutVersion::of).collect();
-        let places = now.iter().enumerate().flat_map(|(buffer, layout)| {
-            layout.places.iter().map(move |place| (place.index, (buffer, place.start)))
-        });
-        let places: BTreeMap<usize, (usize, usize)> = places.collect();
-        let relocate = |old: &[Tensor]| {
-            let new = self.buffers.iter().map(zeros_like).collect::<Result<Vec<_>>>()?;
-            for (layout, old) in self.seen.iter().zip(old) {
-                layout.each_section(old, true, |section, values| {
-                    for was in layout.places_in(section) {
-                        let Some(&(buffer, start)) = places.get(&was.index) else { continue };
-                        for (owned, at) in now[buffer].owned(start..start + was.numel()) {
-                            let from = was.start + owned.start - start - section.start;
-                            copy_range((&new[buffer], at), (values, from), owned.len())?;
-                        }
-                    }
-                    Ok(())
-                })?;
+        if self.steps().values().all(|&steps| steps == 0) {
+            // No parameter has any state yet. Only partitions can change the length of a slot.
+            let is_partitioned = now.iter().any(LayoutVersion::is_partitioned);
+            return if is_partitioned { self.make_slots() } else { Ok(()) };
+        }
+        let relocate = |(buffer, old): (usize, &Tensor)| -> Result<Tensor> {
+            let (was, now) = (&self.seen[buffer], &now[buffer]);
+            if Rc::ptr_eq(&was.places, &now.places) {
+                return Ok(old.shallow_clone());
             }
+            let new = zeros_like(&self.buffers[buffer])?;
+            was.each_section(old, true, |section, values| {
+                for from in was.places_in(section) {
+                    let Some(to) = now.places.iter().find(|to| to.index == from.index) else {
+                        continue;
+                    };
+                    for (owned, at) in now.owned(to.start..to.start + to.numel()) {
+                        let start = from.start - section.start + owned.start - to.start;
+                        copy_range((&new, at), (values, start), owned.len())?;
+                    }
+                }
+                Ok(())
+            })?;
             Ok(new)
         };
-        let old = || self.slots.iter().map(|(_, old)| relocate(old));
+        let old =
+            || self.slots.iter().map(|(_, old)| old.iter().enumerate().map(relocate).collect());
         let moved = on_one_rank(&self.buffers, self.slots.len(), || old().collect())?;
         self.slots.iter_mut().zip(moved).for_each(|((_, slot), moved)| *slot = moved);
         Ok(())

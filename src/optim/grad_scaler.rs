@@ -183,7 +183,7 @@ impl GradScaler {
 
     /// Divides the averaged gradients by the scale and checks whether they are finite. Call it after the last backward
     /// of a step and before code that reads gradients; otherwise [`step`](Self::step) calls it. Does not wait for the
-    /// device.
+    /// device. A collective where [`average_gradients`] is one.
     ///
     /// # Errors
     /// [`Error::InvalidInput`] when it has been called since the last [`update`](Self::update), or when there was no

@@ -24,6 +24,16 @@ impl LayoutVersion {
         Self { places: places.get(), unused: places.unused(), partitions: places.partitions() }
     }
 
+    /// Returns whether the ranks partition the optimizer.
+    pub(super) fn is_partitioned(&self) -> bool {
+        self.partitions.is_some()
+    }
+
+    /// Returns whether this rank gets what [`each_section`](Self::each_section) gathers on one rank.
+    pub(super) fn gathers_here(&self) -> bool {
+        self.partitions.as_ref().is_none_or(|partitions| partitions.is_on_rank_0())
+    }
+
     /// Returns the parts of `range` that this rank updates: ranges of the buffer, each with the offset of its first
     /// element in a slot.
     pub(super) fn owned(&self, range: Range<usize>) -> Vec<(Range<usize>, usize)> {

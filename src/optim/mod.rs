@@ -48,7 +48,7 @@ pub trait Optimizer: Debug {
     /// Allocates; may wait for the device.
     ///
     /// With [`zero`](crate::DdpOptions::zero) it is a collective. Rank 0 gets the whole state, on the CPU. The other
-    /// ranks get the names without tensors. Follows `ZeroRedundancyOptimizer.consolidate_state_dict`.
+    /// ranks get an empty list. Follows `ZeroRedundancyOptimizer.consolidate_state_dict`.
     ///
     /// # Errors
     /// [`Error::Torch`](crate::Error::Torch). With `zero` also the errors of

@@ -45,6 +45,11 @@ impl Partitions {
         })
     }
 
+    /// Returns whether this is rank 0.
+    pub(super) fn is_on_rank_0(&self) -> bool {
+        self.group.rank() == 0
+    }
+
     /// Returns the number of elements in all of this rank's partitions.
     pub(super) fn numel(&self) -> usize {
         self.mine().map(|partition| partition.len()).sum()

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use super::flat::{OptimizerState, shared_model};
+use super::layout_version::{LayoutVersion, copy_range};
 use super::{ParamSpan, ParameterState};
 use crate::error::{Error, Result};
 use crate::ffi::TorchResult;
@@ -33,7 +34,9 @@ impl OptimizerState {
                 })?;
             }
         }
-        Ok(states.into_values().collect())
+        // On the other ranks the states would be those of parameters that have not been stepped.
+        let is_whole = self.seen.iter().all(LayoutVersion::gathers_here);
+        Ok(if is_whole { states.into_values().collect() } else { Vec::new() })
     }
 
     /// Loads the slots. `count` reads the number of steps from the state of a parameter that was stepped. This state
@@ -52,9 +55,12 @@ impl OptimizerState {
         {
             return wrong(format!("has `{extra}`, which is not a parameter of this model"));
         }
+        let now: Vec<LayoutVersion> = self.buffers.iter().map(LayoutVersion::of).collect();
+        let places = now.iter().enumerate();
+        let places = places.flat_map(|(buffer, now)| now.places.iter().map(move |it| (buffer, it)));
         let mut copies = Vec::new();
         let mut steps = BTreeMap::new();
-        for (buffer, place) in self.places() {
+        for (buffer, place) in places {
             let name = &place.name;
             let Some(state) = known.get(&name[..]) else {
                 return wrong(format!(
@@ -77,7 +83,7 @@ impl OptimizerState {
                      of one with other options"
                 ));
             }
-            for (slot, flats) in &self.slots {
+            for (number, (slot, _)) in self.slots.iter().enumerate() {
                 let from = &state.tensors[*slot];
                 if from.size() != place.shape {
                     return wrong(format!(
@@ -89,29 +95,22 @@ impl OptimizerState {
                 let doing = "loading the optimizer's state";
                 let from = from.f_reshape([-1]).doing(doing)?;
                 let end = place.start + place.numel();
-                for (owned, at) in self.seen[buffer].owned(place.start..end) {
-                    let (at, len) = (at as i64, owned.len() as i64);
-                    let to = flats[buffer].f_narrow(0, at, len).doing(doing)?;
-                    let start = (owned.start - place.start) as i64;
-                    copies.push((to, from.f_narrow(0, start, len).doing(doing)?));
+                for (owned, at) in now[buffer].owned(place.start..end) {
+                    let (start, len) = (owned.start - place.start, owned.len());
+                    copies.push(((number, buffer, at), (from.shallow_clone(), start), len));
                 }
             }
             steps.insert(place.index, count(state)?.min(self.count_to));
         }
+        self.make_slots()?; // ranks that share them wait here until none reads them any more
         let shared = shared_model(&self.buffers);
-        let wait_for_all = || shared.as_ref().map_or(Ok(()), |shared| shared.group().barrier());
-        wait_for_all()?; // no rank is still reading the state
         if shared.as_ref().is_none_or(|shared| shared.group().rank() == 0) {
-            let doing = "loading the optimizer's state";
-            for flat in self.slots.iter_mut().flat_map(|(_, flats)| flats) {
-                let _ = flat.f_zero_().doing(doing)?;
-            }
-            for (mut to, from) in copies {
-                tch::no_grad(|| to.f_copy_(&from)).doing(doing)?;
+            for ((slot, buffer, at), (from, start), len) in copies {
+                copy_range((&self.slots[slot].1[buffer], at), (&from, start), len)?;
             }
         }
-        wait_for_all()?;
-        (self.steps, self.groups) = (steps, Vec::new());
+        shared.map_or(Ok(()), |shared| shared.group().barrier())?;
+        self.steps = steps;
         self.make_groups()
     }
 }

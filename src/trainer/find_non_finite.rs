@@ -8,6 +8,7 @@ use crate::data::{Batch, DataLoader};
 use crate::error::{Error, Result};
 use crate::ffi::TorchResult;
 use crate::optim::{FlatBuffer, GradState, average_gradients};
+use crate::process_group::ProcessGroup;
 
 impl<M> TrainContext<M> {
     /// Returns whether gradients are checked before each step. A gradient scaler has a rule of its own.
@@ -232,8 +233,9 @@ fn all_finite(tensor: &Tensor) -> Result<bool> {
 
 /// Returns whether the averaged gradients of all parameters are finite. A collective if the ranks share the
 /// model or partition the optimizer.
-pub(super) fn gradients_finite(buffers: &[FlatBuffer]) -> Result<bool> {
+pub(super) fn gradients_finite(buffers: &[FlatBuffer], group: &ProcessGroup) -> Result<bool> {
     average_gradients(buffers)?;
+    group.synchronize()?; // this wait ends if another rank fails; so do those below
     for buffer in buffers.iter().filter(|buffer| buffer.places.gradients() != GradState::Cleared) {
         if !all_finite(&buffer.gradients)? {
             return Ok(false);

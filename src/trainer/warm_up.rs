@@ -24,11 +24,7 @@ impl<M: ModuleT> TrainContext<M> {
             let no_sync = self.ddp.no_sync();
             self.ddp.backward(&self.scaler.scale(&loss)?)?;
             drop(no_sync);
-            // A partitioned optimizer makes no step here: only rank 0 gets its state, so the others could not restore
-            // it.
-            if let Some(optimizer) = &mut self.optimizer
-                && !self.ddp.partitions_optimizer()
-            {
+            if let Some(optimizer) = &mut self.optimizer {
                 for mut buffer in self.ddp.flat_buffers().into_iter().flatten() {
                     let _ = buffer.gradients.f_zero_().doing("zero_")?;
                     buffer.places.set_gradients(GradState::Averaged); // the average of zeros is zero
@@ -37,10 +33,14 @@ impl<M: ModuleT> TrainContext<M> {
                 if let Some(max_norm) = self.max_grad_norm {
                     let _ = self.ddp.clip_grad_norm(max_norm)?;
                 }
-                // Gradients and learning rate are zero. The optimizer's state is restored afterwards.
-                let state = optimizer.state()?;
-                self.scaler.step(&mut **optimizer, 0.0)?;
-                optimizer.load_state(&state)?;
+                // A partitioned optimizer makes no step here: only rank 0 gets its state, so the others could not
+                // restore it.
+                if !self.ddp.partitions_optimizer() {
+                    // Gradients and learning rate are zero. The optimizer's state is restored afterwards.
+                    let state = optimizer.state()?;
+                    self.scaler.step(&mut **optimizer, 0.0)?;
+                    optimizer.load_state(&state)?;
+                }
             }
             if let Some(state) = self.scaler.state() {
                 self.scaler.load_state(&state)?; // as before the warm-up, and ready for the next step

@@ -132,6 +132,9 @@ fn check_modelled(config: &Config) -> Result<()> {
     if config.ddp.strategy == StrategyKind::Dp {
         return refuse("--strategy dp");
     }
+    if config.ddp.zero {
+        return refuse("--zero");
+    }
     if config.ddp.comm_hook != CommHookKind::None { refuse("--comm-hook") } else { Ok(()) }
 }
 

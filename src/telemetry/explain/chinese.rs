@@ -47,8 +47,12 @@ impl Catalog for Chinese {
             None => {}
         }
         if *n > 1 {
-            text += "，然后 rank 0 把自己的参数广播给所有 rank：此后 rank 之间只交换梯度，\
-                     初始权重不同的 rank 永远无法与其他 rank 一致。";
+            text += "，然后 rank 0 把自己的参数广播给所有 rank：";
+            text += if run_info.partitions_optimizer {
+                "此后每个 rank 只更新其中一部分，其他 rank 再复制这一部分（--zero）。"
+            } else {
+                "此后 rank 之间只交换梯度，初始权重不同的 rank 永远无法与其他 rank 一致。"
+            };
             if were_same {
                 text += "（这里原本就相同，但 DDP 不依赖这一点。）";
             }

@@ -54,8 +54,12 @@ impl Catalog for English {
             None => {}
         }
         if *n > 1 {
-            text += "Then rank 0 broadcasts its parameters. From here on the ranks exchange only gradients, so a rank \
-                     with other weights would never catch up. ";
+            text += "Then rank 0 broadcasts its parameters. ";
+            text += if run_info.partitions_optimizer {
+                "From here on each rank updates a part of them, which the others copy (--zero). "
+            } else {
+                "From here on the ranks exchange only gradients, so a rank with other weights would never catch up. "
+            };
             if were_same {
                 text +=
                     "(The same seed has made them equal already, but DDP does not rely on that.) ";

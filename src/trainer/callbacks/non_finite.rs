@@ -48,8 +48,7 @@ impl<M: ModuleT> Callback<M> for NonFiniteGuard {
     fn on_after_backward(&mut self, context: &mut TrainContext<M>, step: &mut Step) -> Result<()> {
         let Some(snapshot) = self.buffers.take() else { return Ok(()) };
         let buffers = context.ddp.flat_buffers().unwrap_or_default();
-        context.group().synchronize()?; // this wait ends if another rank fails; so do those below
-        if gradients_finite(&buffers)? {
+        if gradients_finite(&buffers, context.group())? {
             return Ok(());
         }
         if context.state.skipped_steps >= context.skip_nonfinite.unwrap_or(0) {
