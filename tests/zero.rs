@@ -310,7 +310,7 @@ fn state_loaded_after_the_buckets_are_rebuilt_is_that_of_each_parameter() {
 #[test]
 fn state_of_a_partitioned_optimizer_is_whole_on_rank_0() {
     let states = |zero: bool| {
-        let each = ranks(3, move |_, group| {
+        ranks(3, move |_, group| {
             let vs = VarStore::new(Device::Cpu);
             let model = model(&vs);
             let options = DdpOptions { zero, ..DdpOptions::default() };
@@ -333,8 +333,7 @@ fn state_of_a_partitioned_optimizer_is_whole_on_rank_0() {
             let values =
                 |state: &ParameterState| state.tensors.iter().map(values).collect::<Vec<_>>();
             Ok(state.iter().map(values).collect::<Vec<_>>())
-        });
-        each
+        })
     };
     let (whole, divided) = (states(false), states(true));
     assert_eq!(divided[0], whole[0]);

@@ -174,10 +174,7 @@ impl Catalog for English {
                  other partitions from the ranks that have updated them. After the steps shown here, a rank \
                  receives only its partitions of the averages, unless an option needs all of them."
             );
-            return Section::new(
-                format!("Step {step}: each rank makes a part of the update"),
-                text,
-            );
+            return Section::new(format!("Step {step}: the same update, in parts"), text);
         }
         let text = format!(
             "Every rank's optimizer ({optimizer}, lr {lr}) does the same with the same numbers, so the models stay \
