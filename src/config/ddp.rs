@@ -130,7 +130,7 @@ pub(super) fn needs_ddp(config: &Config) -> Option<String> {
 fn shares_memory(config: &Config) -> Option<String> {
     let is_alone = config.launch.spawn == SpawnChoice::Processes;
     let is_alone = is_alone
-        .then(|| "needs --spawn threads: a process of its own has memory of its own".into());
+        .then(|| "needs --spawn threads: a process of its own has memory of its own; for processes use --zero".into());
     needs_ddp(config).or(is_alone)
 }
 

@@ -147,9 +147,14 @@ impl OptimizerState {
     fn relocate_state(&mut self) -> Result<()> {
         let now: Vec<LayoutVersion> = self.buffers.iter().map(LayoutVersion::of).collect();
         if self.steps().values().all(|&steps| steps == 0) {
-            // No parameter has any state yet. Only partitions can change the length of a slot.
-            let is_partitioned = now.iter().any(LayoutVersion::is_partitioned);
-            return if is_partitioned { self.make_slots() } else { Ok(()) };
+            // No parameter has any state yet. Only with partitions the length of a slot can change.
+            let fit = |flats: &[Tensor]| {
+                let lengths =
+                    now.iter().zip(&self.buffers).map(|(now, buffer)| now.slot_numel(buffer));
+                flats.iter().map(Tensor::numel).eq(lengths)
+            };
+            let all_fit = self.slots.iter().all(|(_, flats)| fit(flats));
+            return if all_fit { Ok(()) } else { self.make_slots() };
         }
         let relocate = |(buffer, old): (usize, &Tensor)| -> Result<Tensor> {
             let (was, now) = (&self.seen[buffer], &now[buffer]);

@@ -24,9 +24,9 @@ impl LayoutVersion {
         Self { places: places.get(), unused: places.unused(), partitions: places.partitions() }
     }
 
-    /// Returns whether the ranks partition the optimizer.
-    pub(super) fn is_partitioned(&self) -> bool {
-        self.partitions.is_some()
+    /// Returns the length of a slot: the elements of `buffer` that this rank updates.
+    pub(super) fn slot_numel(&self, buffer: &FlatBuffer) -> usize {
+        self.partitions.as_ref().map_or(buffer.parameters.numel(), |partitions| partitions.numel())
     }
 
     /// Returns whether this rank gets what [`each_section`](Self::each_section) gathers on one rank.
@@ -82,14 +82,9 @@ impl LayoutVersion {
 
 /// Returns a slot for the parts of a buffer that this rank steps.
 pub(super) fn zeros_like(buffer: &FlatBuffer) -> Result<Tensor> {
-    let FlatBuffer { parameters, places, .. } = buffer;
-    let zeros = match places.partitions() {
-        Some(partitions) => {
-            Tensor::f_zeros([partitions.numel() as i64], (parameters.kind(), parameters.device()))
-        }
-        None => parameters.f_zeros_like(),
-    };
-    zeros.doing("making the optimizer's state")
+    let numel = LayoutVersion::of(buffer).slot_numel(buffer) as i64;
+    let options = (buffer.parameters.kind(), buffer.parameters.device());
+    Tensor::f_zeros([numel], options).doing("making the optimizer's state")
 }
 
 /// Copies `len` elements of one-dimensional tensors from one place to another.

@@ -135,6 +135,9 @@ fn check_modelled(config: &Config) -> Result<()> {
     if config.ddp.zero {
         return refuse("--zero");
     }
+    if config.ddp.share_model {
+        return refuse("--share-model");
+    }
     if config.ddp.comm_hook != CommHookKind::None { refuse("--comm-hook") } else { Ok(()) }
 }
 
