@@ -365,6 +365,25 @@ fn split_sizes_of_a_matrix_count_rows() {
     });
 }
 
+/// The elements of a sparse tensor have no addresses at which other ranks could read them.
+#[test]
+fn sparse_tensors_are_refused() {
+    ranks(2, |_, group| {
+        let dense = || Tensor::ones([2, 3], (Kind::Float, Device::Cpu));
+        let mut sparse = dense().to_sparse_sparse_dim(2);
+        let mut list = [dense(), dense()];
+        for result in [
+            group.all_reduce(&mut sparse, ReduceOp::Sum),
+            group.all_gather(&mut list, &sparse),
+            group.broadcast(&mut sparse, 0),
+        ] {
+            let error = result.unwrap_err().to_string();
+            assert!(error.contains("the tensor is not dense"), "{error}");
+        }
+        Ok(())
+    });
+}
+
 #[test]
 fn all_gather_in_place_works_and_all_to_all_is_refused() {
     ranks(2, |rank, group| {

@@ -117,8 +117,9 @@ impl Layout {
     /// values. A collective of these ranks.
     pub(super) fn share_parameters(&mut self, shared: &Rc<SharedModel>) -> Result<()> {
         let doing = "sharing the parameters";
-        let own = || self.buffers.iter().map(|buffer| buffer.parameters.shallow_clone()).collect();
-        let tensors = shared.group().share_tensors(|| Ok(own()))?;
+        // Handles of their own: another rank uses these while this one changes its buffers.
+        let own = |buffer: &FlatBuffer| buffer.parameters.f_data().doing(doing);
+        let tensors = shared.group().share_tensors(|| self.buffers.iter().map(own).collect())?;
         for (buffer, tensor) in self.buffers.iter_mut().zip(&tensors) {
             check_device(tensor.device(), buffer.parameters.device())?;
             buffer.parameters.f_set_data(tensor).doing(doing)?;
@@ -202,7 +203,6 @@ impl Layout {
         if self.order == order {
             return Ok(());
         }
-        self.order = order.to_vec();
         if self.buffers.is_empty() {
             self.allocate(order)?;
         }
@@ -271,7 +271,9 @@ impl Layout {
             buffer.places.set(spans, partitions);
         }
         let shared = self.buffers.first().and_then(|buffer| buffer.places.shared());
-        shared.map_or(Ok(()), |shared| self.share_parameters(&shared)) // they have moved
+        shared.map_or(Ok(()), |shared| self.share_parameters(&shared))?; // they have moved
+        self.order = order.to_vec();
+        Ok(())
     }
 
     /// Returns the number of elements to a multiple of which each bucket is padded, so that its partitions are equal.

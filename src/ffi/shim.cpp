@@ -180,13 +180,7 @@ char* ddp_remove_grad(at::Tensor* parameter) {
 
 // Runs Tensor.backward(retain_graph=...). tch does not offer the option.
 char* ddp_backward(at::Tensor* loss, bool retain_graph) {
-  return guarded([&] {
-    // The gradient of the usual loss. libtorch would make it in each call, which takes as long as a small kernel.
-    thread_local const at::Tensor one = at::ones({}, at::kFloat);
-    bool is_usual = loss->defined() && loss->dim() == 0 && loss->is_cpu() &&
-                    loss->layout() == at::kStrided && loss->scalar_type() == at::kFloat;
-    loss->backward(is_usual ? one : at::Tensor(), retain_graph);
-  });
+  return guarded([&] { loss->backward({}, retain_graph); });
 }
 
 // Makes backward call `call(context, index)` on its thread whenever it has added to parameter.grad. A null `call`

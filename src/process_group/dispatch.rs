@@ -18,7 +18,7 @@ use super::backend::{InFlight, RankBackend};
 use super::call::{Call, Options};
 use super::contiguous::Contiguous;
 use super::{ProcessGroup, ReduceOp, weights};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::ffi::{self, TensorFacts};
 use crate::operation::Operation;
 use crate::runtime::{CallSite, FaultSite, SpanId};
@@ -111,6 +111,12 @@ impl ProcessGroup {
         let mut count = |tensors: &[Tensor]| -> Result<usize> {
             tensors.iter().try_fold(0, |numel, tensor| {
                 let facts = TensorFacts::of(tensor)?;
+                if facts.data.is_null() && facts.numel > 0 {
+                    return Err(Error::InvalidInput(format!(
+                        "{operation}: the tensor is not dense, so its elements have no addresses; pass \
+                         `tensor.to_dense(..)`"
+                    )));
+                }
                 is_contiguous &= facts.is_plain;
                 Ok(numel + facts.numel)
             })

@@ -56,7 +56,7 @@ pub(super) fn split_traffic(call: &Call, rank: usize, world_size: usize) -> Traf
     Traffic { sent, received }
 }
 
-/// The total traffic of one rank. One thread at a time writes it.
+/// The total traffic of one rank.
 #[derive(Debug, Default)]
 pub(super) struct TrafficCounter {
     sent: AtomicU64,
@@ -65,12 +65,9 @@ pub(super) struct TrafficCounter {
 
 impl TrafficCounter {
     pub(super) fn add(&self, Traffic { sent, received }: Traffic) {
-        // With one writer, an atomic addition, which is slower, is not needed.
-        let add = |counter: &AtomicU64, bytes| {
-            counter.store(counter.load(Ordering::Relaxed) + bytes, Ordering::Relaxed);
-        };
-        add(&self.sent, sent);
-        add(&self.received, received);
+        // The rank's thread counts messages while its communication thread counts collectives.
+        self.sent.fetch_add(sent, Ordering::Relaxed);
+        self.received.fetch_add(received, Ordering::Relaxed);
     }
 
     pub(super) fn total(&self) -> Traffic {

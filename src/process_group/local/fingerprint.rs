@@ -146,6 +146,7 @@ impl CollectiveFingerprint {
             && self.device == other.device
             && self.stream == other.stream
             && self.shape == other.shape
+            && self.has_contents == other.has_contents
     }
 
     pub(crate) fn describe(&self) -> String {
