@@ -547,6 +547,33 @@ fn matrix(
     Ok((weight, ddp))
 }
 
+/// Low-rank factors replace the matrices on the way; only vectors such as biases are sent as they are.
+#[test]
+fn power_sgd_sends_a_fraction_of_the_bytes() {
+    ranks(2, |_, group| {
+        let sent = |compresses: bool| {
+            let vs = VarStore::new(Device::Cpu);
+            let model = linear(vs.root(), 256, 256);
+            let options = DdpOptions::default();
+            let mut ddp = DistributedDataParallel::new(model, &vs, group.clone(), options)?;
+            if compresses {
+                let options = PowerSgdOptions { start_iter: 0, ..PowerSgdOptions::default() };
+                ddp.register_comm_hook(Box::new(PowerSgd::new(options)))?;
+            }
+            let before = group.traffic().sent;
+            for _ in 0..3 {
+                ddp.zero_grad()?;
+                let inputs = Tensor::ones([4, 256], (Kind::Float, Device::Cpu));
+                ddp.backward(&ddp.forward(&inputs).square().mean(Kind::Float))?;
+            }
+            anyhow::Ok(group.traffic().sent - before)
+        };
+        let (all, factors) = (sent(false)?, sent(true)?);
+        assert!(factors * 20 < all, "{factors} of {all} bytes");
+        Ok(())
+    });
+}
+
 #[test]
 fn power_sgd_state_resumes_with_another_world_size() {
     let saved = ranks(2, |rank, group| {

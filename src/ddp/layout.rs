@@ -203,7 +203,8 @@ impl Layout {
         if self.order == order {
             return Ok(());
         }
-        if self.buffers.is_empty() {
+        let are_new = self.buffers.is_empty();
+        if are_new {
             self.allocate(order)?;
         }
         let size = |&index: &usize| {
@@ -264,7 +265,7 @@ impl Layout {
             });
         }
         self.buckets = buckets;
-        tch::no_grad(|| self.move_to(&spans))?;
+        tch::no_grad(|| self.move_to(&spans, are_new))?;
         for ((buffer, spans), ranges) in self.buffers.iter().zip(spans).zip(ranges) {
             let partitions =
                 self.partitioned_over.clone().map(|group| Partitions::new(group, ranges));
@@ -326,8 +327,8 @@ impl Layout {
         Ok(())
     }
 
-    /// Moves each parameter and its gradient to its span in the buffers.
-    fn move_to(&mut self, spans: &[Vec<ParamSpan>]) -> Result<()> {
+    /// Moves each parameter and its gradient to its span in the buffers, whose memory may be new and zero.
+    fn move_to(&mut self, spans: &[Vec<ParamSpan>], are_new: bool) -> Result<()> {
         let doing = "making the buckets";
         // Copies first, because new and old places of the gradients of different parameters may overlap.
         let copy = |slot: &ParamSlot| {
@@ -336,7 +337,8 @@ impl Layout {
             moves.then(|| grad.copy())
         };
         let grads: Vec<Option<Tensor>> = self.slots.iter().map(copy).collect();
-        for FlatBuffer { parameters, gradients, .. } in &mut self.buffers[..self.num_flat] {
+        let used = if are_new { 0 } else { self.num_flat };
+        for FlatBuffer { parameters, gradients, .. } in &mut self.buffers[..used] {
             let _ = gradients.f_zero_().doing(doing)?;
             // Gives the same handles new memory: a graph whose backward has not run yet still needs the old values.
             let fresh = parameters.f_zeros_like().doing(doing)?;

@@ -237,14 +237,7 @@ impl PowerSgd {
             let matrix = view(bucket.gradients, start, n, m).doing(doing)?;
             ps.push(matrix.f_matmul(&q).doing(doing)?.f_contiguous().doing(doing)?);
         }
-        // Averages the uncompressed parameters as they are. The compressed ones are zero here, and written below.
-        let mut rest = bucket.gradients.copy();
-        for &(start, n, m, _) in &matrices {
-            let _ = view(&rest, start, n, m).and_then(|mut v| v.f_zero_()).doing(doing)?;
-        }
-        group.all_reduce_weighted(&mut rest, average(group), bucket.weight)?;
-        bucket.gradients.f_copy_(&rest).doing(doing)?;
-
+        average_uncompressed(bucket, &matrices, group)?;
         for (&(start, n, m, _), p) in matrices.iter().zip(&mut ps) {
             group.all_reduce_weighted(p, average(group), bucket.weight)?;
             *p = orthogonalize(p).doing(doing)?;
@@ -271,6 +264,29 @@ impl PowerSgd {
         }
         Ok(())
     }
+}
+
+/// Averages the gradients that are not among `matrices` as they are, in one tensor.
+fn average_uncompressed(
+    bucket: &GradBucket<'_>,
+    matrices: &[(usize, i64, i64, i64)],
+    group: &ProcessGroup,
+) -> Result<()> {
+    let doing = "PowerSGD";
+    let is_compressed = |span: &&ParamSpan| matrices.iter().any(|matrix| matrix.0 == span.start);
+    let rest = bucket.parameters.iter().filter(|span| !is_compressed(span) && span.numel() > 0);
+    let part =
+        |span: &ParamSpan| bucket.gradients.f_narrow(0, span.start as i64, span.numel() as i64);
+    let mut parts: Vec<Tensor> = rest.map(part).collect::<Result<_, _>>().doing(doing)?;
+    if parts.is_empty() {
+        return Ok(());
+    }
+    let mut joined = Tensor::f_cat(&parts, 0).doing(doing)?;
+    group.all_reduce_weighted(&mut joined, average(group), bucket.weight)?;
+    let lengths: Vec<i64> = parts.iter().map(|part| part.numel() as i64).collect();
+    let averages = joined.f_split_with_sizes(&lengths[..], 0).doing(doing)?;
+    let mut pairs = parts.iter_mut().zip(&averages);
+    pairs.try_for_each(|(part, average)| part.f_copy_(average)).doing(doing)
 }
 
 /// Returns an error if a saved tensor does not have the model's shape.

@@ -341,12 +341,6 @@ impl OptimizerState {
         steps
     }
 
-    /// Returns the names of all parameters, in creation order.
-    pub(super) fn parameter_names(&self) -> Vec<String> {
-        let names = self.places().map(|(_, place)| (place.index, place.name.clone()));
-        names.collect::<BTreeMap<_, _>>().into_values().collect()
-    }
-
     /// Returns all parameters' places with the indices of their buffers, as of when `groups` were made.
     pub(super) fn places(&self) -> impl Iterator<Item = (usize, &ParamSpan)> {
         let buffers = self.seen.iter().enumerate();

@@ -39,6 +39,12 @@ impl OptimizerState {
         Ok(if is_whole { states.into_values().collect() } else { Vec::new() })
     }
 
+    /// Returns the names of all parameters, in creation order.
+    pub(super) fn parameter_names(&self) -> Vec<String> {
+        let names = self.places().map(|(_, place)| (place.index, place.name.clone()));
+        names.collect::<BTreeMap<_, _>>().into_values().collect()
+    }
+
     /// Loads the slots. `count` reads the number of steps from the state of a parameter that was stepped. This state
     /// also holds the tensors named in `besides`. A state that does not match is refused before anything changes.
     pub(super) fn load(
