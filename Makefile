@@ -24,7 +24,7 @@ endif
 LIBTORCH_OF_PYTHON = import os, torch; print(os.path.dirname(torch.__file__))
 LIBTORCH_FOLDER = $(or $(LIBTORCH),$(if $(LIBTORCH_USE_PYTORCH),$(shell python3 -c '$(LIBTORCH_OF_PYTHON)'),.libtorch/torch))
 
-.PHONY: help run test test-fast test-gpus loom check docs install parity safetensors tensorboard report page trace mutated mixed compare simulated-cluster simulated-gpus gpu-pack test-gpu-pack test-launchers python libtorch cargo
+.PHONY: help run test test-fast test-gpus loom check docs install parity safetensors tensorboard report page trace live mutated mixed compare simulated-cluster simulated-gpus gpu-pack test-gpu-pack test-launchers python libtorch cargo
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST)
 
@@ -36,7 +36,7 @@ test: cargo libtorch ## build and run the tests
 	cargo test --release
 
 # The modules of tests/ whose ranks are threads of the test program.
-FAST_TESTS = c10d callbacks coalesced collectives data engine functional gradients groups messages mutated optim outputs parity properties tidy
+FAST_TESTS = c10d callbacks coalesced collectives data engine functional gradients groups messages mutated optim outputs parity parity_gpt properties tidy
 
 test-fast: cargo libtorch ## run the unit tests, and the tests that do not start the program: under a minute once built
 	cargo test --release --lib
@@ -100,15 +100,20 @@ report: cargo python ## open the report of a run in Chromium, and try all of it;
 	cargo build --release
 	.python/bin/python tests/interop/report_page.py $(PROGRAM) $(PICTURES)
 
-page: cargo libtorch ## make the pictures of assets/ anew: the terminal, and with Chromium the page of a run
+page: cargo libtorch ## make the pictures of assets/ anew: the terminal, with tmux the live view, with Chromium the page of a run
 	cargo build --release
 	python3 docs/record.py $(PROGRAM) assets/demo.svg
+	python3 docs/record_live.py $(PROGRAM) assets/live.svg
 	cd assets && CUDA_VISIBLE_DEVICES= $(abspath $(PROGRAM)) --max-epochs=2 --batch-size=32 --nproc-per-node=2 --report=report.html
 	chromium --headless --no-sandbox --hide-scrollbars --window-size=1280,1860 --screenshot=assets/report.png assets/report.html
 
 trace: cargo python ## have Perfetto's trace processor, in Chromium, read the traces of runs
 	cargo build --release
 	.python/bin/python tests/interop/trace_in_perfetto.py $(PROGRAM)
+
+live: cargo libtorch ## drive the live view and replay in tmux
+	cargo build --release
+	python3 tests/interop/live.py $(PROGRAM)
 
 mutated: cargo libtorch ## run the program on inputs that were changed at random; more: make mutated COUNT=20000 SEED=2
 	cargo build --release

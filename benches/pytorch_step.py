@@ -1,6 +1,8 @@
-"""A training step in PyTorch: mp.spawn, Gloo, DistributedDataParallel, SGD. Prints the median as JSON.
+"""A training step in PyTorch: mp.spawn, Gloo, DistributedDataParallel. Prints the median as JSON.
 
-pytorch_step.py linear|mlp|cnn RANKS STEPS
+pytorch_step.py linear|mlp|cnn|gpt RANKS STEPS
+
+The optimizer is SGD. A gpt is that of configs/gpt.toml, with its batches, AdamW and clipping.
 """
 
 import json
@@ -21,6 +23,10 @@ HIDDEN = {"linear": [], "mlp": [1024, 1024, 1024]}
 
 def build(kind, samples=32):
     """A model, its loss, and so many samples."""
+    if kind == "gpt":
+        import pytorch_gpt  # it reads files of the repository, which the pack for GPUs lacks
+
+        return pytorch_gpt.build()
     if kind == "cnn":
         layers, channels_in = [nn.Unflatten(1, (1, 28, 28))], 1
         for channels in [16, 32]:
@@ -36,6 +42,15 @@ def build(kind, samples=32):
     return nn.Sequential(*layers[:-1]), mse_loss, torch.rand(samples, 20), torch.rand(samples, 1)
 
 
+def optimizer_of(kind, model):
+    """The optimizer, and the largest norm of the gradients, if they are clipped."""
+    if kind == "gpt":
+        import pytorch_gpt
+
+        return pytorch_gpt.optimizer_of(model)
+    return torch.optim.SGD(model.parameters(), lr=0.001), None
+
+
 def main(rank, world_size, port, kind, steps):
     torch.set_num_threads(max(1, os.cpu_count() // world_size))
     address = f"tcp://127.0.0.1:{port}"
@@ -43,12 +58,14 @@ def main(rank, world_size, port, kind, steps):
     torch.manual_seed(0)
     model, criterion, inputs, targets = build(kind)
     model = DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+    optimizer, max_norm = optimizer_of(kind, model)
     times = []
     for _ in range(20 + steps):
         began = time.perf_counter()
         optimizer.zero_grad()
         criterion(model(inputs), targets).backward()
+        if max_norm:
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         optimizer.step()
         times.append(time.perf_counter() - began)
     if rank == 0:

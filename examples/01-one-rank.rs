@@ -10,6 +10,9 @@ use anyhow::ensure;
 use ddp_mp::prelude::*;
 use tch::nn::{self, Module, OptimizerConfig, VarStore};
 
+/// The samples of the first of two ranks that share a batch of 64.
+const FIRST: i64 = 32; // exercise
+
 fn main() -> anyhow::Result<()> {
     // The model learns the sine from 1024 points.
     let x = Tensor::linspace(-1.0, 1.0, 1024, tch::kind::FLOAT_CPU).unsqueeze(1);
@@ -52,8 +55,9 @@ fn main() -> anyhow::Result<()> {
         let loss = compute_loss(&x.narrow(0, start, count), &y.narrow(0, start, count));
         Tensor::f_run_backward(&[loss], &vs.trainable_variables(), false, false)
     };
-    let (whole, first, second) = (gradients(0, 64)?, gradients(0, 32)?, gradients(32, 32)?);
-    println!("the first number of each gradient, from 64 samples, and from 32 and 32 of them:");
+    let (whole, first, second) =
+        (gradients(0, 64)?, gradients(0, FIRST)?, gradients(FIRST, 64 - FIRST)?);
+    println!("the first number of each gradient: of 64 samples, of {FIRST}, and of {}", 64 - FIRST);
     for (index, name) in ["in.weight", "in.bias", "out.weight", "out.bias"].iter().enumerate() {
         let [whole, first, second] = [&whole, &first, &second].map(|all| all[index].flatten(0, -1));
         let number = |gradient: &Tensor| gradient.double_value(&[0]);

@@ -27,7 +27,7 @@ struct Shared {
 /// The work of one rank. Every rank runs the same function with its own rank number.
 fn rank_by_hand(rank: usize, shared: &Shared) -> usize {
     shared.slots[rank].store(10 * rank, Ordering::Relaxed);
-    shared.barrier.wait(); // otherwise this rank could read a slot before its rank has written it
+    shared.barrier.wait(); // exercise; otherwise a rank may read a slot too early
     shared.slots.iter().map(|slot| slot.load(Ordering::Relaxed)).sum()
 }
 

@@ -9,7 +9,7 @@
 use anyhow::ensure;
 use ddp_mp::prelude::*;
 
-const RANKS: usize = 4;
+const RANKS: usize = 4; // exercise
 const LEN: i64 = 1 << 16;
 
 /// The simplest algorithm: all ranks send their tensor to rank 0, which adds them up and sends the sum back. With more
@@ -71,7 +71,7 @@ fn main() -> anyhow::Result<()> {
         let expected = sum(all_reduce, &fractions)?;
         if rank.rank() == 0 {
             println!("{RANKS} ranks add up {LEN} numbers each, {} KiB", (4 * LEN) >> 10);
-            println!("                KiB sent by rank 0, 1, 2, 3   sums unlike all_reduce's");
+            println!("                KiB sent by rank 0, 1, 2, ...   sums unlike all_reduce's");
         }
         for (name, algorithm) in ALGORITHMS {
             let before = group.traffic().sent;

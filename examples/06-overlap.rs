@@ -37,8 +37,8 @@ fn train(rank: &Rank, group: &Rc<ddp_mp::ProcessGroup>, overlap: bool) -> anyhow
             model.add(linear).add_fn(|x| x.tanh())
         })
     })?;
-    // A layer is slightly larger than 1 MiB, so each bucket holds one layer.
-    let options = DdpOptions { overlap: Some(overlap), bucket_cap_mb: 1.0, ..Default::default() };
+    let bucket_cap_mb = 1.0; // exercise. A layer is slightly larger, so each bucket holds one layer.
+    let options = DdpOptions { overlap: Some(overlap), bucket_cap_mb, ..Default::default() };
     let mut ddp = DistributedDataParallel::new(model, &vs, group.clone(), options)?;
     let mut optimizer = Sgd::new(ddp.flat_buffers(), SgdOptions::default())?;
 

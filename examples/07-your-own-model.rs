@@ -48,7 +48,8 @@ fn main() -> anyhow::Result<()> {
             DistributedDataParallel::new(model, &vs, group.clone(), DdpOptions::default())?;
         let mut optimizer = Sgd::new(ddp.flat_buffers(), SgdOptions::default())?;
 
-        let sampler = DistributedSampler::new(dataset.len(), rank.world_size(), rank.rank())?;
+        let (ranks, number) = (rank.world_size(), rank.rank()); // exercise
+        let sampler = DistributedSampler::new(dataset.len(), ranks, number)?;
         let loader = DataLoader::new(dataset.clone(), sampler, 50, rank.device())?;
         let mut accuracy = 0.;
         for epoch in 0..16 {
@@ -67,7 +68,8 @@ fn main() -> anyhow::Result<()> {
             group.all_reduce(&mut correct, ReduceOp::Sum)?;
             accuracy = correct.double_value(&[0]) / correct.double_value(&[1]);
             if rank.rank() == 0 && (epoch + 1).is_power_of_two() {
-                println!("epoch {epoch}: {:.1} % of the points right", 100. * accuracy);
+                let count = correct.double_value(&[1]);
+                println!("epoch {epoch}: {:.1} % of {count} points right", 100. * accuracy);
             }
         }
         ensure!(accuracy > 0.95, "the model has not learned the spirals");

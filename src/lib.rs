@@ -63,9 +63,9 @@
 //! [`prelude`] has the names that a program needs. A rank's function returns an `anyhow::Result`, so that `?` takes
 //! every error; this crate's own are [`Error`].
 //!
-//! The folder `examples/` has eleven lessons, each with fewer than 100 lines: lesson 7 is a model and a data set of
-//! your own. The book in `docs/` has a tutorial, the names of PyTorch beside those here, and the `Cargo.toml` of a
-//! project of your own.
+//! The folder `examples/` has the lessons of a course, each with fewer than 100 lines: lesson 7 is a model and a data
+//! set of your own. `ddp-mp lesson` checks answers to their exercises. The book in `docs/` has the whole course, the
+//! names of PyTorch beside those here, and the `Cargo.toml` of a project of your own.
 //!
 //! # Rules for a rank's function
 //!
@@ -89,7 +89,7 @@
 //! | `DistributedDataParallel`, `Sgd`, `AdamW`, `DataLoader`, `Trainer` | neither `Send` nor `Sync` | stays with its group |
 //! | `Autocast` | neither `Send` nor `Sync` | stays: libtorch has the state in the thread |
 //! | `Spawn`, `SpawnError`, `Error`, `Launch`, `JoinedLaunch`, `Placement`, `ProcessWorld` | `Send + Sync` | may be shared |
-//! | `StopRequest`, `Dataset`, `TensorDataset`, `Checkpoint`, `CheckpointDir` | `Send + Sync` | may be shared: what a rank's function captures |
+//! | `StopRequest`, `Dataset`, `TensorDataset`, `TextDataset`, `Checkpoint`, `CheckpointDir` | `Send + Sync` | may be shared: what a rank's function captures |
 //! | `Schedule`, `ReduceOp`, `Backend` | `Send + Sync` | may be shared: plain values |
 //!
 //! # Reading order
@@ -101,7 +101,7 @@
 //! |---|---|
 //! | `main` | parse, resolve, load CUDA, run, exit code |
 //! | `cli` | the command line, its help and its mistakes |
-//! | [`commands`] | `train` puts the pieces together; `comm`, `bench`, `verify`, `sampler`, `env` |
+//! | [`commands`] | `train` puts the pieces together; `comm`, `bench`, `verify`, `sample`, `sampler`, `replay`, `env`, `lesson` |
 //! | `session` | what commands share: joining the launch, where a run starts, its files, its summary |
 //! | [`config`] | what can be said: defaults, then a file, then flags |
 //! | [`launch`] | a thread for each rank; how they meet and how they fail, in one process or several |
@@ -156,7 +156,7 @@ pub mod trainer;
 pub use checkpoint::{Checkpoint, CheckpointDir};
 pub use data::{
     Batch, DataLoader, Dataset, DatasetSpec, DistributedSampler, FileDataset, ScatterLoader,
-    Subset, TargetKind, Targets, TensorDataset, random_split,
+    Subset, TargetKind, Targets, TensorDataset, TextDataset, random_split,
 };
 pub use ddp::{
     CommHook, DataParallel, DdpOptions, DistributedDataParallel, GradBucket, JoinOptions, hook_fn,

@@ -81,6 +81,11 @@ fn run(command: Command) -> anyhow::Result<u8> {
             }
         },
         Command::Verify(flags) => verify(&flags),
+        Command::Replay(flags) => commands::replay(&flags, &Printer::new(LogFormat::Text)),
+        Command::Sample(flags) => {
+            commands::sample(&flags, &cuda::load(), &Printer::new(LogFormat::Text))
+        }
+        Command::Lesson(flags) => commands::lesson(&flags, &Printer::new(LogFormat::Text)),
         Command::Sampler(flags) => commands::sampler(&flags, &Printer::new(flags.log_format)),
     };
     result.map(|()| 0)
@@ -89,7 +94,7 @@ fn run(command: Command) -> anyhow::Result<u8> {
 /// Trains and returns the exit code.
 fn train(flags: &TrainFlags) -> anyhow::Result<u8> {
     let config = flags.resolve()?;
-    let printer = Arc::new(Printer::new(config.output.log_format));
+    let printer = Arc::new(Printer::new(config.output.log_format).live(config.output.live));
     commands::train(config, &cuda::load(), &printer).map(exit_code)
 }
 

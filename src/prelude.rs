@@ -8,7 +8,8 @@ pub use tch::{Device, Kind, Reduction, Tensor};
 
 pub use crate::checkpoint::{Checkpoint, CheckpointDir};
 pub use crate::data::{
-    Batch, DataLoader, Dataset, DistributedSampler, Subset, Targets, TensorDataset, random_split,
+    Batch, DataLoader, Dataset, DistributedSampler, Subset, Targets, TensorDataset, TextDataset,
+    random_split,
 };
 pub use crate::ddp::{
     DdpOptions, DistributedDataParallel, GradBucket, JoinOptions, hook_fn, parameters_hash,

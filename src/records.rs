@@ -60,6 +60,9 @@ pub struct TrainMetrics {
     pub step_us: f64,
     /// Samples that all ranks together processed per second.
     pub samples_per_second: f64,
+    /// Tokens that all ranks together processed per second; `None` unless samples are sequences of tokens.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tokens_per_second: Option<f64>,
 }
 
 /// Metrics of the model on data that it is not trained on.
@@ -71,7 +74,10 @@ pub struct ValidationMetrics {
     pub epoch: u64,
     /// The mean loss over all samples.
     pub loss: f64,
-    /// Fraction of samples whose class is predicted correctly, from 0 to 1; `None` unless the model classifies.
+    /// The loss in bits: cross-entropy for each token of sequences. `None` unless the model predicts tokens.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub bits_per_token: Option<f64>,
+    /// Fraction of samples, or of tokens, whose class is predicted correctly, from 0 to 1; `None` unless the model classifies.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub accuracy: Option<f64>,
     /// `true` if the loss is smaller than that of every earlier validation of the run.

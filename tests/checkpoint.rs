@@ -283,10 +283,10 @@ fn damaged_checkpoint_is_refused_and_an_older_one_offered() {
         let error = refused(args, &[&dir, "--resume=auto"]);
         let named = format!("checkpoint {}: ", all[2].display());
         assert!(error.contains(&named) && error.contains(reason), "{error}");
-        let older = format!("--resume {}", all[1].display());
-        assert!(error.contains(&older), "{error}");
+        let older = all[1].display();
+        assert!(error.contains(&format!("use {older}")), "{error}");
         // What is offered works, with the damaged one out of the way.
-        let end = train(args, &[&dir, &older.replace(' ', "=")]);
+        let end = train(args, &[&dir, &format!("--resume={older}")]);
         assert_eq!(end.hash, whole.hash);
         assert_eq!(checkpoints(&folder).len(), 4, "one of them aside");
     }
@@ -295,10 +295,10 @@ fn damaged_checkpoint_is_refused_and_an_older_one_offered() {
     let all = checkpoints(&folder);
     all[1..].iter().for_each(|it| cut_off(&it.join("model.safetensors")));
     let error = refused(args, &[&dir, "--resume=auto"]);
-    assert!(error.contains(&format!("--resume {}", all[0].display())), "{error}");
+    assert!(error.contains(&format!("use {}", all[0].display())), "{error}");
     cut_off(&all[0].join("model.safetensors"));
     let error = refused(args, &[&dir, "--resume=auto"]);
-    assert!(error.contains("no older one to use instead: start over without --resume"), "{error}");
+    assert!(error.contains("no older one to use instead: start over in another folder"), "{error}");
 }
 
 fn cut_off(file: &Path) {
@@ -573,8 +573,7 @@ fn resume_from_an_invalid_path_names_the_newest() {
     train(args, &[&dir]);
     let run = folder.path().join("run");
     let at = |path: &str| format!("--resume={}", run.join(path).display());
-    let newest =
-        format!("; the newest checkpoint in {0} is --resume {0}/step-00000128", run.display());
+    let newest = format!("; the newest checkpoint in {0} is {0}/step-00000128", run.display());
     let refuses = |resume: &str, problem: &str| {
         let error = refused(args, &[resume]);
         assert!(error.trim_end().ends_with(problem), "{resume}: {error}");
@@ -589,8 +588,7 @@ fn resume_from_an_invalid_path_names_the_newest() {
     fs::write(run.join("best"), "step-00000001").unwrap();
     refuses(&at("best"), &format!("names step-00000001, which does not exist{newest}"));
     let oldest = run.join("step-00000064");
-    let named =
-        format!("this is a file of a checkpoint; name its folder: --resume {}", oldest.display());
+    let named = format!("this is a file of a checkpoint; name its folder, {}", oldest.display());
     refuses(&at("step-00000064/trainer.json"), &named);
     let empty = folder.path().join("empty");
     refuses(&format!("--resume={}", empty.display()), "or that of its run");

@@ -55,7 +55,7 @@ fn blocks(page: &Path) -> Vec<Block> {
 /// A folder to run commands in, which has what the pages name: configurations and data.
 fn working_folder() -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
-    for name in ["configs", "tests"] {
+    for name in ["assets", "configs", "tests"] {
         symlink(repository(name), folder.path().join(name)).unwrap();
     }
     folder
@@ -282,15 +282,18 @@ const OTHERS: [&str; 26] = [
     "locked",
 ];
 
-const COMMANDS: [&[&str]; 8] = [
+const COMMANDS: [&[&str]; 11] = [
     &[],
     &["comm"],
+    &["sample"],
     &["sampler"],
     &["bench"],
     &["bench", "step"],
     &["bench", "scaling"],
     &["verify"],
+    &["replay"],
     &["env"],
+    &["lesson"],
 ];
 
 fn help(command: &[&str]) -> String {

@@ -45,7 +45,7 @@ fn takes(argument: &Arg) -> Option<Takes> {
     }
     let name = argument.get_value_names().and_then(|names| names.first())?;
     Some(match name.as_str() {
-        "N" | "N,..." | "STEPS" | "PORT" | "W" | "R" | "E" | "S" => Takes::Count,
+        "N" | "N,..." | "STEPS" | "PORT" | "W" | "R" | "E" | "S" | "K" => Takes::Count,
         "X" | "P" | "F" | "MIB" => Takes::Number,
         "TIME" => Takes::Time,
         "SIZE" => Takes::Size,
@@ -53,7 +53,7 @@ fn takes(argument: &Arg) -> Option<Takes> {
         "FILE" => Takes::File,
         "DTYPE" | "OP" | "auto|gpu|cpu|N" | "DATA" | "KIND:rank=R,at=STAGE[,step=N]" => Takes::Name,
         "KEY=VALUE,..." => Takes::Pairs,
-        "HOST" | "auto|PATH" => Takes::Text,
+        "ANSWER" | "HOST" | "auto|PATH" | "TEXT" => Takes::Text, // tests/lesson.rs tries answers
         other => panic!("--{}: what does {other} take?", argument.get_id()),
     })
 }
@@ -131,13 +131,18 @@ fn commands() -> Vec<(Vec<&'static str>, Vec<&'static str>, Command)> {
             sub(&["bench", "scaling"]),
         ),
         (vec!["verify"], vec!["--nproc-per-node=2", "--steps=1"], sub(&["verify"])),
+        (vec!["sample"], vec!["--checkpoint=trained", "--num-tokens=1"], sub(&["sample"])),
+        (vec!["lesson", "demo"], vec![], sub(&["lesson"])),
     ]
 }
+
+const GPT: &[&str] = &["--model=gpt", "--dataset=text:a text"];
 
 /// What a flag does nothing without.
 fn companions(flag: &str) -> &'static [&'static str] {
     match flag {
         "hidden" | "dropout" | "activation" => &["--model=mlp"],
+        "n-layer" | "n-head" | "n-embd" | "block-size" => GPT,
         "channels" => &["--model=cnn", "--in-features=64"],
         "beta1" | "beta2" | "eps" => &["--optimizer=adamw"],
         "dampening" => &["--momentum=0.9"],
@@ -178,7 +183,9 @@ fn cases(of: fn(Takes) -> &'static [&'static str]) -> Vec<Case> {
                 continue;
             }
             let Some(takes) = takes(argument) else { continue };
-            let others = base.iter().chain(companions(flag));
+            // `lesson` has no options of training.
+            let companions = if path[..] == ["lesson", "demo"] { &[] } else { companions(flag) };
+            let others = base.iter().chain(companions);
             let others = others.filter(|it| it.split('=').next() != Some(&format!("--{flag}")));
             let args: Vec<String> = path.iter().chain(others).map(ToString::to_string).collect();
             for &value in of(takes) {
@@ -235,7 +242,14 @@ fn extreme_value_of_any_flag_runs_or_is_refused_by_name() {
     let folder = tempfile::tempdir().unwrap();
     fs::write(folder.path().join("a file"), "something else").unwrap();
     fs::create_dir(folder.path().join("a folder")).unwrap();
-    let left = Mutex::new(cases(Takes::extreme));
+    fs::write(folder.path().join("a text"), "To be, or not to be. ".repeat(400)).unwrap();
+    let few = ["--checkpoint-dir=trained", "--max-steps=1", "--nproc-per-node=1"];
+    let mut training = program(&[GPT, &few].concat());
+    training.current_dir(&folder);
+    assert_eq!(run_command(training).0, Some(0));
+    let mut all = cases(Takes::extreme);
+    all.retain(|case| case.flag != "--num-tokens"); // it writes as many as it is asked for
+    let left = Mutex::new(all);
     let wrong = Mutex::new(Vec::new());
     let work = || {
         loop {
@@ -245,7 +259,7 @@ fn extreme_value_of_any_flag_runs_or_is_refused_by_name() {
                 Some(text) => (Some(2), text),
                 None => {
                     let own = tempfile::tempdir_in(&folder).unwrap();
-                    for name in ["a file", "a folder"] {
+                    for name in ["a file", "a folder", "a text", "trained"] {
                         std::os::unix::fs::symlink(folder.path().join(name), own.path().join(name))
                             .unwrap();
                     }

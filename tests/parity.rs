@@ -27,7 +27,7 @@ use tch::nn::{BatchNormConfig, Linear, Module, ModuleT, VarStore};
 use tch::{Device, Kind, Tensor};
 
 /// Collects the loss of each epoch.
-struct EpochLosses(Rc<RefCell<Vec<f64>>>);
+pub(crate) struct EpochLosses(pub(crate) Rc<RefCell<Vec<f64>>>);
 
 impl<M> Callback<M> for EpochLosses {
     fn on_epoch_end(&mut self, _: &mut TrainContext<M>, epoch: &mut Epoch) -> anyhow::Result<()> {
@@ -44,7 +44,7 @@ pub(crate) fn recorded(name: &str) -> Value {
 }
 
 /// FNV-1a, 64 bits, over the numbers as 8 little-endian bytes each.
-fn digest(numbers: impl Iterator<Item = usize>) -> String {
+pub(crate) fn digest(numbers: impl Iterator<Item = usize>) -> String {
     let bytes = numbers.flat_map(|number| (number as u64).to_le_bytes());
     let step = |value: u64, byte| (value ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
     format!("{:016x}", bytes.fold(0xcbf2_9ce4_8422_2325, step))
@@ -347,7 +347,8 @@ impl DdpCase {
     }
 
     /// How far losses and values may be from PyTorch's, relative to each or, for a small one, to a hundredth. Where
-    /// the same kernels add the same numbers in the same order not a bit may differ, but the last of a float64.
+    /// the same kernels add the same numbers in the same order not a bit may differ, but the last of a float64. (On
+    /// another processor than the recorded one libtorch may have other kernels.)
     fn bounds(&self, world_size: usize, adds_as_gloo: bool) -> (f64, f64) {
         // Two numbers have one sum.
         let is_same_sum = world_size < 3 || adds_as_gloo;
@@ -361,7 +362,7 @@ impl DdpCase {
             // with a cnn.
             "cnn adamw" => (1e-6, 3e-5),
             name if name.contains("adamw") => (1e-6, 1e-5),
-            _ if is_same_sum => (1e-15, 0.),
+            _ if is_same_sum && has_recorded_kernels() => (1e-15, 0.),
             // Sums have 11 and 8 bits, and are rounded with each rank.
             "fp16" => (3e-4, 1e-2),
             "bf16" => (1e-3, 1e-1),
@@ -369,6 +370,30 @@ impl DdpCase {
             _ => (1e-6, 1e-5),
         }
     }
+}
+
+/// Whether libtorch rounds here as where PyTorch's values were recorded: some steps of two layers give the same bits.
+/// Uses nothing of this crate.
+pub(crate) fn has_recorded_kernels() -> bool {
+    let numbers = |rows: i64, columns: i64, modulus: i64, divisor: f64| {
+        let values = Tensor::arange(rows * columns, (Kind::Int64, Device::Cpu)).remainder(modulus);
+        ((values - modulus / 2).to_kind(Kind::Float) / divisor).view([rows, columns])
+    };
+    let (inputs, targets) = (numbers(16, 20, 7, 10.0), numbers(16, 1, 5, 10.0));
+    let layers = [numbers(64, 20, 11, 30.0), numbers(1, 64, 13, 30.0), numbers(1, 20, 11, 30.0)]
+        .map(|layer| layer.set_requires_grad(true));
+    for _ in 0..20 {
+        let [first, second, alone] = &layers;
+        let deep = inputs.matmul(&first.tr()).relu().matmul(&second.tr());
+        let loss = deep.mse_loss(&targets, tch::Reduction::Mean)
+            + inputs.matmul(&alone.tr()).mse_loss(&targets, tch::Reduction::Mean);
+        let grads = Tensor::run_backward(&[loss], &layers, false, false);
+        for (layer, grad) in layers.iter().zip(grads) {
+            let _ = tch::no_grad(|| layer.shallow_clone().subtract_(&(grad * 0.1)));
+        }
+    }
+    let bits = layers.iter().flat_map(flat).map(|value| value.to_bits() as usize);
+    recorded("kernels.json")["rows"][0][0] == digest(bits)
 }
 
 #[test]
@@ -449,7 +474,7 @@ impl Options {
 }
 
 /// The largest difference, relative to the number or, for a small one, to a hundredth.
-fn difference<T: Copy + Into<f64>>(ours: &[T], theirs: &[T]) -> f64 {
+pub(crate) fn difference<T: Copy + Into<f64>>(ours: &[T], theirs: &[T]) -> f64 {
     assert_eq!(ours.len(), theirs.len());
     let relative = |(a, b): (&T, &T)| {
         let (a, b): (f64, f64) = ((*a).into(), (*b).into());
@@ -524,7 +549,11 @@ fn optimizers_match_pytorch() {
         ];
         println!("{name}: parameters, state, losses, norms differ by {differences:?}");
         // The kernels of SGD round as PyTorch's default does, that of AdamW not in each last bit.
-        let bound = if name.starts_with("sgd") { 0. } else { 1e-6 };
+        let bound = match has_recorded_kernels() {
+            true if name.starts_with("sgd") => 0.,
+            true => 1e-6,
+            false => 1e-5,
+        };
         assert!(differences.iter().all(|it| *it <= bound), "{name}: {differences:?}");
     }
 }
@@ -677,7 +706,11 @@ fn grad_scaler_matches_pytorch() {
                 difference(&losses, &expected),
             ];
             println!("{name}: parameters, state, losses differ by {differences:?}");
-            let bound = if name == "adamw" { 1e-6 } else { 0. };
+            let bound = match has_recorded_kernels() {
+                true if name == "adamw" => 1e-6,
+                true => 0.,
+                false => 1e-5,
+            };
             assert!(differences.iter().all(|it| *it <= bound), "{name}: {differences:?}");
         }
         Ok(())
@@ -767,12 +800,12 @@ fn schedules_match_pytorch() {
     }
 }
 
-fn flat(tensor: &Tensor) -> Vec<f32> {
+pub(crate) fn flat(tensor: &Tensor) -> Vec<f32> {
     Vec::try_from(tensor.detach().to_kind(Kind::Float).flatten(0, -1)).unwrap()
 }
 
 #[allow(clippy::disallowed_methods)] // into a map with an order of its own
-fn state(vs: &VarStore) -> BTreeMap<String, Vec<f32>> {
+pub(crate) fn state(vs: &VarStore) -> BTreeMap<String, Vec<f32>> {
     vs.variables().into_iter().map(|(name, tensor)| (name, flat(&tensor))).collect()
 }
 

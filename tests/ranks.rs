@@ -459,6 +459,7 @@ fn documented_thread_rules_match_send_and_sync() {
         StopRequest => ddp_mp::StopRequest,
         Dataset => dyn Dataset,
         TensorDataset => TensorDataset,
+        TextDataset => TextDataset,
         Checkpoint => Checkpoint,
         CheckpointDir => CheckpointDir,
         Schedule => Schedule,

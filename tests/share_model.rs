@@ -162,28 +162,39 @@ fn one_copy_per_process_has_the_bits_of_replicas() {
     }
 }
 
-/// A rank that fails, stalls or goes on alone ends the run; no other rank waits for its part for ever.
-#[test]
-fn failure_of_a_rank_that_shares_a_model_ends_the_run() {
+/// A rank that fails or stalls ends the run; no other rank waits for its part for ever. `more` has the flags of three
+/// ranks that depend on one another in the optimizer's step.
+#[track_caller]
+pub(crate) fn failures_end_the_run(more: &[&str]) {
     for (fault, words) in [
         ("panic:rank=1,at=step,step=3", "rank 1 (CPU:1) failed in step #3: panicked"),
         ("error:rank=0,at=step,step=3", "rank 0 (CPU:0) failed"),
         ("stall:rank=2,at=step,step=3", "rank 2"),
     ] {
         let fault = format!("--inject-fault={fault}");
-        let more = ["--nproc-per-node=3", "--share-model", "--timeout=2s", &fault];
-        let (code, _, errors) = run(&[MLP, &more].concat());
+        let args = ["--nproc-per-node=3", "--timeout=3s", &fault];
+        let (code, _, errors) = run(&[MLP, &args, more].concat());
         assert_eq!(code, Some(1), "{errors}");
-        assert!(errors.contains(words), "{fault}: {errors}");
+        assert!(errors.contains(words), "{fault} {more:?}: {errors}");
     }
 }
 
-/// The last word of `verify` is the same with one copy.
-#[test]
-fn verify_finds_no_difference_with_a_shared_model() {
-    let args = ["verify", "--nproc-per-node=2", "--model=mlp", "--hidden=300", "--share-model"];
+/// `verify` trains the same with `option` and without.
+#[track_caller]
+pub(crate) fn verify_finds_no_difference(option: &str) {
+    let args = ["verify", "--nproc-per-node=2", "--model=mlp", "--hidden=300", option];
     let (code, output, errors) = run(&args);
     assert_eq!(code, Some(0), "{output}{errors}");
+}
+
+#[test]
+fn failure_of_a_rank_that_shares_a_model_ends_the_run() {
+    failures_end_the_run(&["--share-model"]);
+}
+
+#[test]
+fn verify_finds_no_difference_with_a_shared_model() {
+    verify_finds_no_difference("--share-model");
 }
 
 /// A further rank takes its gradients and activations. As a replica it also takes parameters and the optimizer's state.

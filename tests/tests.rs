@@ -28,9 +28,12 @@ mod flags; // every flag with wrong values, from clap's own list
 mod foreign; // what a run did not write, where it saves
 mod functional; // collectives that gradients flow through
 mod gloo; // ranks of several processes: what they reduce, and messages between them
+mod gpt; // a gpt on a text: samples, options, validation
 mod gradients; // what is in grad, as PyTorch has it: unused parameters, several models, retained graphs
 mod groups; // some of the ranks, asynchronous operations, groups whose run has failed
+mod lesson; // ddp-mp lesson: right and wrong answers, and the exercises of the book
 mod limits; // open files and threads: each limit named with its remedy
+mod live; // the live view without a terminal, and traces that are played
 mod many_ranks; // hundreds of threads: memory, and lists of tensors
 mod matrix; // every kind of failure at every stage, where ranks are processes
 mod mean; // the exact mean: N ranks with unequal batches are one rank on all samples
@@ -41,11 +44,13 @@ mod non_finite; // losses and gradients that are not finite
 mod optim; // optimizers on buckets: state, groups, clipping
 mod outputs; // tensors that are written to: those that overlap themselves are refused
 mod parity; // against values recorded from PyTorch
+mod parity_gpt; // a gpt on a text, against values recorded from PyTorch
 mod processes; // several processes: collectives, training, failures
 mod properties; // whatever the sizes: shards, slices, splits
 mod ranks; // what spawn promises
 mod report; // the page of a run
 mod restarts; // --max-restarts: every kind of failure, as if nothing had happened
+mod sample; // text from a gpt: the tokens that nanoGPT draws
 mod seen; // who is missing where, and what each rank does
 mod share_model; // one copy of the model for all ranks: the bits of replicas
 mod spawn_processes; // --spawn=processes: as threads, one report, nobody left behind

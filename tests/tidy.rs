@@ -211,7 +211,9 @@ fn tests_readme_names_every_module() {
 
 #[test]
 fn examples_are_short_and_in_the_book() {
-    let lessons_page = fs::read_to_string(repository("docs/src/tutorial/lessons.md")).unwrap();
+    let pages = fs::read_dir(repository("docs/src/tutorial")).unwrap();
+    let course: String =
+        pages.map(|page| fs::read_to_string(page.unwrap().path()).unwrap()).collect();
     let mut lessons = Vec::new();
     for entry in fs::read_dir(repository("examples")).unwrap() {
         let file = entry.unwrap().path();
@@ -227,7 +229,7 @@ fn examples_are_short_and_in_the_book() {
             text.contains(&format!("//!     {command}\n")),
             "{name} does not say how to run it"
         );
-        let shown = lessons_page.contains(&format!("```sh\n{command}\n```\n"));
+        let shown = course.contains(&format!("```sh\n{command}\n```\n"));
         assert!(shown, "the lessons of the book do not show {name}");
         if let Some((number, _)) = name.split_once('-') {
             // Whatever the prelude has is not named on its own.
@@ -309,10 +311,11 @@ fn numbers(text: &str) -> Vec<String> {
     numbers
 }
 
-/// What a translation keeps of a block: a block of code as it is (of what `--explain` prints the numbers); of a row each
+/// What a translation keeps of a block: a block of code as it is (of what is printed in Chinese the numbers); of a row each
 /// cell in its place; of others, in any order, the mark that they begin with, inline code, where links lead, and numbers.
 fn kept(block: &str, anchors: &[String]) -> Vec<String> {
-    if block.starts_with("```console\n") && block.contains(" --explain") {
+    let is_translated = [" --explain", "ddp-mp lesson"].iter().any(|it| block.contains(it));
+    if block.starts_with("```console\n") && is_translated {
         return numbers(&block.replace(" --language=zh", ""));
     }
     if block.starts_with("```") || block.starts_with("    ") {
@@ -398,7 +401,14 @@ fn chinese_readme_matches_the_english_one() {
 
 #[test]
 fn chinese_tutorial_matches_the_english_one() {
-    for page in ["demo.md", "lessons.md"] {
+    let pages = |folder: &str| -> BTreeSet<String> {
+        let files = fs::read_dir(repository(&format!("docs/src/{folder}"))).unwrap();
+        files.map(|file| file.unwrap().file_name().into_string().unwrap()).collect()
+    };
+    let english = pages("tutorial");
+    assert!(english.len() > 5, "{english:?}");
+    assert_eq!(english, pages("zh"), "each page is there in both languages");
+    for page in english {
         let files = [format!("docs/src/tutorial/{page}"), format!("docs/src/zh/{page}")];
         assert_in_step([&files[0], &files[1]], ["# ", "# "]);
     }

@@ -12,7 +12,9 @@ use tch::{Device, Kind, Tensor};
 
 use crate::harness::{linear, program, ranks, run, run_command};
 use crate::processes::end;
-use crate::share_model::{CNN, MLP, events, inputs, model, same_with};
+use crate::share_model::{
+    CNN, MLP, events, failures_end_the_run, inputs, model, same_with, verify_finds_no_difference,
+};
 
 #[track_caller]
 fn same(base: &[&str], rows: &[(usize, &str)]) {
@@ -117,25 +119,13 @@ fn zero_is_refused_with_share_model_dp_and_join() {
 /// A rank that fails or stalls in its part of a step ends the run.
 #[test]
 fn failure_of_a_rank_that_partitions_the_optimizer_ends_the_run() {
-    for (fault, words) in [
-        ("panic:rank=1,at=step,step=3", "rank 1 (CPU:1) failed in step #3: panicked"),
-        ("stall:rank=2,at=step,step=3", "rank 2"),
-    ] {
-        for spawn in ["--spawn=threads", "--spawn=processes"] {
-            let fault = format!("--inject-fault={fault}");
-            let more = ["--nproc-per-node=3", "--zero", "--timeout=3s", spawn, &fault];
-            let (code, _, errors) = run(&[MLP, &more].concat());
-            assert_eq!(code, Some(1), "{errors}");
-            assert!(errors.contains(words), "{fault} {spawn}: {errors}");
-        }
-    }
+    failures_end_the_run(&["--zero", "--spawn=threads"]);
+    failures_end_the_run(&["--zero", "--spawn=processes"]);
 }
 
 #[test]
 fn verify_finds_no_difference_with_a_partitioned_optimizer() {
-    let args = ["verify", "--nproc-per-node=2", "--model=mlp", "--hidden=300", "--zero"];
-    let (code, output, errors) = run(&args);
-    assert_eq!(code, Some(0), "{output}{errors}");
+    verify_finds_no_difference("--zero");
 }
 
 /// Four whole states of AdamW take 8 times the memory of the parameters; one that four ranks partition takes 2 times.
@@ -172,10 +162,10 @@ fn checkpoint_of_a_partitioned_optimizer_is_whole_and_resumes_anywhere() {
         [("--spawn=threads", &[][..]), ("--spawn=processes", &[]), ("--spawn=threads", &hook)]
     {
         let args = [MLP, &["--optimizer=adamw", "--max-epochs=3", spawn], more].concat();
-        let divided = |yes: bool| if yes { &["--zero"][..] } else { &[] };
+        let flags = |zero: bool| if zero { &["--zero"][..] } else { &[] };
         let train = |folder: &Path, ranks: &str, zero: bool, length: &str| {
             let dir = format!("--checkpoint-dir={}", folder.display());
-            let run = [&args[..], &[&dir, ranks, length], divided(zero)].concat();
+            let run = [&args[..], &[&dir, ranks, length], flags(zero)].concat();
             events(&run).last().unwrap()["parameters_hash"].clone()
         };
         let folders = [(); 2].map(|()| tempfile::tempdir().unwrap());

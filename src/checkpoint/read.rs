@@ -41,10 +41,9 @@ impl Checkpoint {
         Self::read_one(path).map_err(|problem| {
             let instead = match older(path) {
                 Some(older) => {
-                    format!("the one before it is intact: use --resume {}", older.display())
+                    format!("the one before it is intact: use {}", older.display())
                 }
-                None => "there is no older one to use instead: start over without --resume, in another --checkpoint-dir"
-                    .into(),
+                None => "there is no older one to use instead: start over in another folder".into(),
             };
             Error::InvalidInput(format!("checkpoint {}: {problem}; {instead}", path.display()))
         })
@@ -185,10 +184,9 @@ fn find(path: &Path) -> Result<PathBuf> {
         None if path.is_file() && is_pointer => {
             wrong(&format!("the file names none{}", instead(beside)))
         }
-        None if path.is_file() && beside.join(TRAINER).exists() => wrong(&format!(
-            "this is a file of a checkpoint; name its folder: --resume {}",
-            beside.display()
-        )),
+        None if path.is_file() && beside.join(TRAINER).exists() => {
+            wrong(&format!("this is a file of a checkpoint; name its folder, {}", beside.display()))
+        }
         None if path.is_file() => {
             wrong("this is a file, but a checkpoint is a folder; name that folder")
         }
@@ -209,7 +207,7 @@ fn find(path: &Path) -> Result<PathBuf> {
 fn instead(run: &Path) -> String {
     match newest_in(run) {
         Ok(Some(newest)) => {
-            format!("; the newest checkpoint in {} is --resume {}", run.display(), newest.display())
+            format!("; the newest checkpoint in {} is {}", run.display(), newest.display())
         }
         _ => String::new(),
     }
@@ -282,7 +280,7 @@ mod tests {
         fs::write(saved.join(MODEL), "").unwrap();
         for link in [&absolute, &to_folder] {
             let error = Checkpoint::read(link).unwrap_err().to_string();
-            let older = format!("--resume {}", run.join("step-00000001").display());
+            let older = format!("use {}", run.join("step-00000001").display());
             assert!(error.ends_with(&older), "{error}");
         }
         assert_eq!(CheckpointDir::around(&elsewhere.join("nothing")), None);

@@ -171,6 +171,7 @@ mod tests {
             loss_sums: vec![f64::MIN_POSITIVE, -0.0, 1e300 / 3.0],
             scaler: Some(scaler),
             best: Some(ValidationMetrics {
+                bits_per_token: None,
                 step: 3,
                 epoch: 1,
                 loss: 0.1 + 0.7,

@@ -28,7 +28,9 @@ pub(super) fn check_utf8(args: &[OsString]) -> Result<(), String> {
         }
     };
     let flag = flag.map_or(String::new(), |flag| format!("{flag}: "));
-    Err(format!("{flag}\"{value}\" is not UTF-8; use a name in UTF-8, or a link that has one"))
+    Err(format!(
+        "{flag}\"{value}\" is not UTF-8; write it in UTF-8 (for a file, use a link that has such a name)"
+    ))
 }
 
 /// Returns what clap says of a mistake.

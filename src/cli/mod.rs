@@ -7,7 +7,7 @@ mod train;
 use std::ffi::OsString;
 
 use clap::{Arg, CommandFactory, FromArgMatches, Parser, Subcommand};
-use ddp_mp::commands::{CommFlags, SamplerFlags};
+use ddp_mp::commands::{CommFlags, LessonFlags, ReplayFlags, SampleFlags, SamplerFlags};
 use ddp_mp::config::InShortHelp;
 
 pub(crate) use tools::{Bench, BenchCommand, ScalingFlags, StepFlags, VerifyFlags};
@@ -31,14 +31,20 @@ pub(crate) enum Command {
     Train(TrainFlags),
     /// Effect of each collective, on all ranks
     Comm(CommFlags),
+    /// Text from a trained gpt
+    Sample(SampleFlags),
     /// Samples of each rank
     Sampler(SamplerFlags),
     /// Time of a collective or a training step; scaling
     Bench(Bench),
     /// Difference between N ranks and one with the N-fold batch
     Verify(VerifyFlags),
+    /// Recorded traces, played in the live view
+    Replay(ReplayFlags),
     /// This machine, and the run that these options give
     Env(TrainFlags),
+    /// Lessons of the course, and checks of answers
+    Lesson(LessonFlags),
 }
 
 const EXAMPLES: &str = "\

@@ -5,9 +5,11 @@ use clap::builder::ArgPredicate;
 use serde::Serialize;
 use serde_with::skip_serializing_none;
 
-use super::option_rules::{InShortHelp, MayDiffer, OnlyIf, RefusedBy};
+use super::Config;
+use super::option_rules::{Conflict, InShortHelp, MayDiffer, OnlyIf, RefusedBy};
 use super::values::{number, whole};
 use crate::data::DatasetSpec;
+use crate::models::ModelKind;
 
 /// The samples, and how they are dealt to the ranks.
 #[skip_serializing_none]
@@ -16,7 +18,7 @@ use crate::data::DatasetSpec;
 #[group(skip)]
 pub struct DataSection {
     /// Data set
-    #[arg(long, value_name = "DATA", default_value_t = DatasetSpec::RANDOM, add = InShortHelp)]
+    #[arg(long, value_name = "DATA", default_value_t = DatasetSpec::RANDOM, add = InShortHelp, add = Conflict(needs_gpt))]
     #[arg(long_help = format!("Data set\n\n{}", DatasetSpec::forms()))]
     pub dataset: DatasetSpec,
     /// Number of random samples, or of a file's first samples
@@ -37,7 +39,7 @@ pub struct DataSection {
     pub out_features: Option<i64>,
     /// Fraction of the samples held back for validation [default: none]
     ///
-    /// They are chosen at random. idx uses the t10k files instead, if they are there
+    /// They are chosen at random; of a text they are the end. idx uses the t10k files instead, if they are there
     #[arg(long, value_name = "F", value_parser = number(0.0..1.0), add = RefusedBy::TOOLS)]
     pub val_fraction: Option<f64>,
     /// Epochs between validations; the last epoch always validates
@@ -63,6 +65,13 @@ pub struct DataSection {
     #[arg(long, value_name = "N", value_parser = whole::<usize>(1..=MOST_PREFETCHED))]
     #[arg(default_value_t = 2, add = WORKERS, add = MayDiffer::BetweenProcesses)]
     pub prefetch_factor: usize,
+}
+
+/// Refuses a text for a model that does not read tokens.
+fn needs_gpt(config: &Config) -> Option<String> {
+    let is_text = config.data.dataset.text_file().is_some();
+    (is_text && config.model.kind != ModelKind::Gpt)
+        .then(|| "a text is for a gpt; use --model gpt".into())
 }
 
 const VALIDATION: OnlyIf = OnlyIf(

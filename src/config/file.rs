@@ -237,7 +237,7 @@ mod tests {
             ),
             (
                 "model = \"mlq\"",
-                "  [possible values: linear, mlp, cnn]\n\n  tip: a similar value exists: 'mlp'",
+                "  [possible values: linear, mlp, cnn, gpt]\n\n  tip: a similar value exists: 'mlp'",
             ),
         ] {
             fs::write(&file, text).unwrap();

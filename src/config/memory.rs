@@ -4,6 +4,7 @@ use super::open_data::SIZES;
 use super::{Config, Invalid, StrategyKind};
 use crate::data::DatasetSpec;
 use crate::error::{Error, Result};
+use crate::models::ModelConfig;
 use crate::telemetry::{gigabytes, total_memory};
 use crate::trainer::Loss;
 
@@ -90,6 +91,15 @@ impl Config {
                 "use fewer samples, or fewer ranks with --nproc-per-node",
             ),
             (
+                ranks as f64 * self.activation_bytes(ranks),
+                "block_size",
+                format!(
+                    "contexts of {} tokens take, in a step of {ranks} ranks,",
+                    self.model.block_size
+                ),
+                "use a smaller one, or a smaller --batch-size",
+            ),
+            (
                 orders as f64 * shuffled * ORDER,
                 "num_samples",
                 format!("the shuffled order of {samples} samples on {orders} ranks takes"),
@@ -126,14 +136,39 @@ impl Config {
         Some(samples as f64 * (inputs as f64 * FLOAT + target))
     }
 
+    /// Returns the least bytes that forward keeps for backward on a rank. 0 but for a gpt, where they may be much more
+    /// than its parameters.
+    fn activation_bytes(&self, ranks: usize) -> f64 {
+        let ModelConfig {
+            kind, in_features, out_features, n_layer, n_head, n_embd, dropout, ..
+        } = self.model_config();
+        if !kind.uses("block_size") {
+            return 0.0;
+        }
+        let [tokens, vocabulary, layers, heads, width] =
+            [in_features, out_features, n_layer, n_head, n_embd].map(|size| size as f64);
+        let share = self.data.num_samples.unwrap_or_default() as f64 / ranks as f64;
+        let contexts = (self.training.batch_size as f64).min(share.ceil());
+        // Each token has its logits, and in each layer the inputs of two norms and four dense layers. With dropout
+        // attention is computed step by step, and each pair of tokens has a weight.
+        let pairs = if dropout > 0.0 { heads * tokens } else { 0.0 };
+        contexts * tokens * (vocabulary + layers * (9.0 * width + pairs)) * FLOAT
+    }
+
     fn parameters(&self) -> f64 {
         self.model_config().num_parameters()
     }
 
     /// Returns the keys that determine the size of the model.
     fn widths(&self) -> Vec<&'static str> {
-        let layers = ["hidden", "channels"].into_iter().filter(|key| self.model.kind.uses(key));
-        ["in_features", "out_features"].into_iter().chain(layers).collect()
+        let kind = self.model.kind;
+        let of_data = ["in_features", "out_features"].into_iter();
+        let layers = ["hidden", "channels", "n_layer", "n_embd", "block_size"].into_iter();
+        // The number of different tokens is always the same, and that of inputs is the block size.
+        of_data
+            .filter(|_| !kind.uses("block_size"))
+            .chain(layers.filter(|key| kind.uses(key)))
+            .collect()
     }
 
     /// Returns the one of `keys` whose value is the largest relative to its default.
@@ -146,6 +181,9 @@ impl Config {
                 "in_features" => config.data.in_features,
                 "out_features" => config.data.out_features,
                 "hidden" => most(&config.model.hidden),
+                "n_layer" => Some(config.model.n_layer),
+                "n_embd" => Some(config.model.n_embd),
+                "block_size" => Some(config.model.block_size),
                 _ => most(&config.model.channels),
             }
             .unwrap_or(1) as f64
@@ -173,6 +211,8 @@ mod tests {
     #[test]
     fn oversized_values_are_refused_with_their_key() {
         const HUGE: &str = "9223372036854775807";
+        let gpt =
+            "model = \"gpt\"\ndataset = \"text:book.txt\"\nin_features = 64\nout_features = 256";
         let mlp = "model = \"mlp\"\nin_features = 20\nhidden =";
         for (flags, key) in [
             (format!("num_samples = {HUGE}"), Some("num_samples")),
@@ -182,6 +222,12 @@ mod tests {
             (format!("{mlp} [{HUGE}, {HUGE}, {HUGE}]"), Some("hidden")),
             (format!("{mlp} [30000, 30000]"), None),
             (format!("{mlp} [40000, 40000]"), Some("hidden")),
+            (format!("{gpt}\nn_layer = {HUGE}"), Some("n_layer")),
+            (format!("{gpt}\nn_embd = {HUGE}"), Some("n_embd")),
+            (format!("{gpt}\nblock_size = {HUGE}"), Some("block_size")),
+            (format!("{gpt}\nn_embd = 16384\nn_layer = 24"), Some("n_embd")),
+            (format!("{gpt}\nn_embd = 1024\nn_layer = 1000"), Some("n_layer")),
+            (gpt.into(), None),
             (format!("model = \"cnn\"\nin_features = 64\nchannels = [{HUGE}]"), Some("channels")),
             ("num_samples = 100000000".into(), None),
             ("num_samples = 200000000".into(), Some("num_samples")),
@@ -216,6 +262,25 @@ mod tests {
             error.contains("with gradients) and one optimizer's state take 10.0 GB"),
             "{error}"
         );
+    }
+
+    #[test]
+    fn memory_of_a_gpt_counts_what_backward_needs() {
+        let mut config = Config::default();
+        (config.model.kind, config.model.block_size) = (ModelKind::Gpt, 20_000);
+        let data = &mut config.data;
+        (data.num_samples, data.in_features, data.out_features) =
+            (Some(50), Some(20_000), Some(256));
+        // 25 contexts of each rank: 20,000 x (256 + 4 x 9 x 128) x 4 bytes.
+        assert!(config.check_memory_of(Some(20_000_000_000), 2, 1).is_ok());
+        let error = config.check_memory_of(Some(15_000_000_000), 2, 1).unwrap_err().to_string();
+        let expected = "--block-size: contexts of 20000 tokens take, in a step of 2 ranks, 19.5 GB";
+        assert!(error.starts_with(expected), "{error}");
+        // With dropout 16 weights for each pair of tokens.
+        config.model.dropout = 0.1;
+        assert!(config.check_memory_of(Some(500_000_000_000), 2, 1).is_err());
+        config.training.batch_size = 1;
+        assert!(config.check_memory_of(Some(60_000_000_000), 2, 1).is_ok());
     }
 
     #[test]

@@ -39,7 +39,7 @@ pub use option_rules::{InShortHelp, Tool};
 pub use other_names::{option_of_other_name, options_with_other_names};
 pub use output::OutputSection;
 pub use training::TrainingSection;
-pub(crate) use values::backend_in_one_process;
+pub(crate) use values::{MOST, backend_in_one_process, number};
 pub use values::{name, positive_duration, whole};
 
 /// The configuration of a run. Each option is a flag, and a key of a TOML file (with `_` or `-`).

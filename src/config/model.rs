@@ -8,6 +8,7 @@ use super::ddp::needs_ddp;
 use super::option_rules::{Conflict, InShortHelp, OnlyIf};
 use super::values::{name, number, whole};
 use crate::models::{Activation, ModelConfig, ModelKind};
+use crate::trainer::Loss;
 
 /// The architecture of the model. The data gives the numbers of inputs and outputs.
 #[derive(Debug, Clone, PartialEq, Args, Serialize)]
@@ -16,7 +17,7 @@ use crate::models::{Activation, ModelConfig, ModelKind};
 pub struct ModelSection {
     /// Model
     #[arg(id = "model", long = "model", value_name = "NAME", value_parser = name::<ModelKind>())]
-    #[arg(default_value_t = ModelKind::Linear, add = InShortHelp)]
+    #[arg(default_value_t = ModelKind::Linear, add = InShortHelp, add = Conflict(needs_text))]
     #[serde(rename = "model")]
     pub kind: ModelKind,
     /// Widths of an mlp's hidden layers, with commas
@@ -27,7 +28,7 @@ pub struct ModelSection {
     #[arg(long, value_name = "NAME", value_parser = name::<Activation>())]
     #[arg(default_value_t = Activation::Relu, add = ACTIVATION)]
     pub activation: Activation,
-    /// Dropout probability between an mlp's layers
+    /// Dropout probability in an mlp or gpt
     #[arg(long, value_name = "P", value_parser = number(0.0..=1.0), default_value_t = 0.0)]
     #[arg(add = DROPOUT)]
     pub dropout: f64,
@@ -40,32 +41,83 @@ pub struct ModelSection {
     /// Batch norm of a cnn over all ranks' samples
     #[arg(long, add = Conflict(needs_ddp), add = BATCH_NORM)]
     pub sync_batch_norm: bool,
+    /// Blocks of a gpt
+    #[arg(long, value_name = "N", value_parser = whole::<i64>(1..))]
+    #[arg(default_value_t = ModelConfig::default().n_layer, add = N_LAYER)]
+    pub n_layer: i64,
+    /// Attention heads in each block of a gpt
+    #[arg(long, value_name = "N", value_parser = whole::<i64>(1..))]
+    #[arg(default_value_t = ModelConfig::default().n_head, add = N_HEAD)]
+    pub n_head: i64,
+    /// Width of a gpt, a multiple of its heads
+    #[arg(long, value_name = "N", value_parser = whole::<i64>(1..))]
+    #[arg(default_value_t = ModelConfig::default().n_embd, add = N_EMBD)]
+    pub n_embd: i64,
+    /// Tokens of a gpt's context
+    #[arg(long, value_name = "N", value_parser = whole::<i64>(1..), default_value_t = 64)]
+    #[arg(add = BLOCK_SIZE)]
+    pub block_size: i64,
+    /// No biases in the dense layers and norms of a gpt
+    #[arg(long, add = NO_BIAS)]
+    pub no_bias: bool,
+}
+
+/// Refuses a gpt without a text, or with another loss than cross-entropy.
+fn needs_text(config: &Config) -> Option<String> {
+    let is_text = config.data.dataset.text_file().is_some();
+    match config.model.kind {
+        ModelKind::Gpt if !is_text => Some("a gpt reads text; use --dataset text:FILE".into()),
+        ModelKind::Gpt if config.training.loss != Loss::CrossEntropy => {
+            Some("a gpt predicts classes, the next token; use --loss cross-entropy".into())
+        }
+        _ => None,
+    }
 }
 
 const MLP: &str = "is for an mlp; use --model mlp";
 const CNN: &str = "is for a cnn; use --model cnn";
+const GPT: &str = "is for a gpt; use --model gpt";
 
 const HIDDEN: OnlyIf = OnlyIf(|config| config.model.kind.uses("hidden"), MLP);
-const DROPOUT: OnlyIf = OnlyIf(|config| config.model.kind.uses("dropout"), MLP);
+const DROPOUT: OnlyIf = OnlyIf(
+    |config| config.model.kind.uses("dropout"),
+    "is for an mlp or gpt; use --model mlp or gpt",
+);
 const CHANNELS: OnlyIf = OnlyIf(|config| config.model.kind.uses("channels"), CNN);
 const BATCH_NORM: OnlyIf = OnlyIf(|config| config.model.kind.uses("sync_batch_norm"), CNN);
+const N_LAYER: OnlyIf = OnlyIf(|config| config.model.kind.uses("n_layer"), GPT);
+const N_HEAD: OnlyIf = OnlyIf(|config| config.model.kind.uses("n_head"), GPT);
+const N_EMBD: OnlyIf = OnlyIf(|config| config.model.kind.uses("n_embd"), GPT);
+const BLOCK_SIZE: OnlyIf = OnlyIf(|config| config.model.kind.uses("block_size"), GPT);
+const NO_BIAS: OnlyIf = OnlyIf(|config| config.model.kind.uses("no_bias"), GPT);
 const ACTIVATION: OnlyIf = OnlyIf(
     |config| config.model.kind.uses("activation"),
-    "a linear model has no activation; use --model mlp or cnn",
+    "is for an mlp or cnn; use --model mlp or cnn",
 );
 
 impl Config {
+    /// Returns the number of predictions that a sample asks for: one, or one for each token of a text.
+    pub(crate) fn tokens_per_sample(&self) -> usize {
+        if self.model.kind.uses("block_size") { self.model.block_size as usize } else { 1 }
+    }
+
     /// Returns the configuration of the model.
     pub fn model_config(&self) -> ModelConfig {
         let default = ModelConfig::default();
         let ModelSection { kind, hidden, channels, activation, dropout, .. } = &self.model;
+        let ModelSection { n_layer, n_head, n_embd, block_size, no_bias, .. } = self.model;
+        let in_features = Some(block_size).filter(|_| kind.uses("block_size"));
         ModelConfig {
             kind: *kind,
-            in_features: self.data.in_features.unwrap_or(default.in_features),
+            in_features: in_features.or(self.data.in_features).unwrap_or(default.in_features),
             out_features: self.data.out_features.unwrap_or(default.out_features),
             hidden: if kind.uses("channels") { channels.clone() } else { hidden.clone() },
             activation: *activation,
             dropout: *dropout,
+            n_layer,
+            n_head,
+            n_embd,
+            bias: !no_bias,
         }
     }
 }

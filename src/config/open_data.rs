@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::{Config, Invalid, flag_name};
 use crate::data::{
     Dataset, DatasetSpec, DistributedSampler, FileDataset, Subset, TargetKind, Targets,
-    TensorDataset, random_split,
+    TensorDataset, TextDataset, random_split,
 };
 use crate::error::{Error, Result};
 use crate::trainer::Loss;
@@ -68,6 +68,10 @@ impl Config {
             let validation: Arc<dyn Dataset> = Arc::new(Subset::new(dataset, validation));
             return Ok((self, Data { training, validation: Some(validation), notes: Vec::new() }));
         }
+        if let Some(file) = self.data.dataset.text_file() {
+            let text = TextDataset::open(file, self.model.block_size as usize)?;
+            return self.open_text(text);
+        }
         let mut notes = Vec::new();
         if self.training.loss == Loss::Mse && self.data.dataset.has_classes() {
             notes.push(format!(
@@ -101,6 +105,31 @@ impl Config {
         self.data.num_samples = Some(training.len() as i64);
         let validation = Some(validation.into_dataset()?);
         Ok((self, Data { training: training.into_dataset()?, validation, notes }))
+    }
+
+    /// Returns the contexts of `text`, and this configuration with their sizes. The validation samples are the end of
+    /// the text.
+    fn open_text(mut self, text: TextDataset) -> Result<(Self, Data)> {
+        let named = |key| move |error| Error::InvalidInput(format!("{}: {error}", flag_name(key)));
+        let text = match self.data.num_samples {
+            Some(samples) => text.first(samples as usize).map_err(named("num_samples"))?,
+            None => text,
+        };
+        let (training, validation) = match self.held_back() {
+            Some(fraction) => {
+                let (training, tail) = text.split_tail(fraction).map_err(named("val_fraction"))?;
+                (training, Some(tail))
+            }
+            None => (text, None),
+        };
+        let data = &self.data;
+        let inputs = self.same("in_features", data.in_features, self.model.block_size)?;
+        let outputs = self.same("out_features", data.out_features, TextDataset::VOCAB_SIZE)?;
+        self.data.num_samples = Some(training.len() as i64);
+        (self.data.in_features, self.data.out_features) = (inputs, outputs);
+        self.validate_sizes()?;
+        let validation = validation.map(|tail| Arc::new(tail) as Arc<dyn Dataset>);
+        Ok((self, Data { training: Arc::new(training), validation, notes: Vec::new() }))
     }
 
     /// Returns whether there may be validation samples. For files that are not open yet, this is not certain.
@@ -158,20 +187,14 @@ impl Config {
         }
     }
 
+    /// Takes the sizes of a file, which must be those that are given.
     fn take_sizes_of(&mut self, data: &FileDataset) -> Result<()> {
         let name = &self.data.dataset;
-        let same = |key, given: Option<i64>, found: i64| match given.filter(|&given| given != found)
-        {
-            None => Ok(Some(found)),
-            Some(given) => Err(Error::InvalidInput(format!(
-                "{}: {name} has {found}, not {given}; leave this out",
-                flag_name(key)
-            ))),
-        };
         self.data.num_samples = Some(data.len() as i64);
-        self.data.in_features = same("in_features", self.data.in_features, data.in_features())?;
+        self.data.in_features =
+            self.same("in_features", self.data.in_features, data.in_features())?;
         self.data.out_features = match (data.targets(), self.data.out_features) {
-            (Targets::Values(values), given) => same("out_features", given, values)?,
+            (Targets::Values(values), given) => self.same("out_features", given, values)?,
             (Targets::Classes(classes), None) => Some(classes),
             (Targets::Classes(_), Some(given)) => {
                 let named = |error| Error::InvalidInput(format!("--out-features: {error}"));
@@ -184,6 +207,24 @@ impl Config {
             let problem = "0 is too small; use 1 or more";
             return Err(Error::InvalidInput(format!("{}: {problem} ({name})", flag_name(key))));
         }
+        self.validate_sizes()
+    }
+
+    /// Returns the size that was `found` in the file. The one `given` for the option `key`, if any, must be the same.
+    fn same(&self, key: &str, given: Option<i64>, found: i64) -> Result<Option<i64>> {
+        match given.filter(|&given| given != found) {
+            None => Ok(Some(found)),
+            Some(given) => Err(Error::InvalidInput(format!(
+                "{}: {} has {found}, not {given}; leave this out",
+                flag_name(key),
+                self.data.dataset
+            ))),
+        }
+    }
+
+    /// Checks the configuration with the sizes of a file.
+    fn validate_sizes(&self) -> Result<()> {
+        let name = &self.data.dataset;
         let named = |Invalid { key, problem }| {
             Error::InvalidInput(format!("{}: {problem} ({name})", flag_name(&key)))
         };

@@ -41,6 +41,11 @@ pub struct OutputSection {
     #[arg(long, value_name = "N", value_parser = whole::<u64>(1..))]
     #[arg(add = MayDiffer::OnResume, add = RefusedBy::TOOLS)]
     pub log_every: Option<u64>,
+    /// Live view of the ranks in the terminal
+    ///
+    /// ? shows its keys
+    #[arg(long, add = InShortHelp, add = MayDiffer::BetweenProcesses, add = RefusedBy::TOOLS)]
+    pub live: bool,
     /// Format of the results on stdout
     #[arg(long, value_name = "FORMAT", value_parser = name::<LogFormat>())]
     #[arg(default_value_t = LogFormat::Text, add = MayDiffer::BetweenProcesses)]

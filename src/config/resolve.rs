@@ -227,10 +227,7 @@ mod tests {
                 "invalid value '' for '--hidden <N,...>': expected a whole number from 1",
             ),
             ("channels = [8]", "--channels: is for a cnn; use --model cnn"),
-            (
-                "activation = \"tanh\"",
-                "--activation: a linear model has no activation; use --model mlp or cnn",
-            ),
+            ("activation = \"tanh\"", "--activation: is for an mlp or cnn; use --model mlp or cnn"),
             (
                 "activation = \"swish\"",
                 "invalid value 'swish' for '--activation <NAME>'\n  [possible values: relu",

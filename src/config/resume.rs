@@ -4,6 +4,7 @@ use clap::Command;
 use clap::builder::ValueHint;
 use serde_json::{Map, Value};
 
+use super::file::{message, option, to_arg};
 use super::open_data::SIZES;
 use super::option_rules::MayDiffer;
 use super::{Config, ScheduleKind, flag_name};
@@ -44,6 +45,28 @@ impl Config {
             may_differ(&command, key) < Some(MayDiffer::OnResume) || (is_cosine && key == OF_COSINE)
         });
         Ok(all)
+    }
+
+    /// Returns the configuration of a run from the options that its checkpoint saved. Those that it did not save have
+    /// their defaults.
+    ///
+    /// # Errors
+    /// [`Error::InvalidInput`] if an option is unknown or has a wrong value: the checkpoint is from another version.
+    pub fn of_saved(saved: &Map<String, Value>) -> Result<Self> {
+        let command = Self::command();
+        let to_arg = |(key, value): (&String, &Value)| {
+            let value = toml::Value::try_from(value).map_err(|error| error.to_string())?;
+            to_arg(option(&command, key)?, &value)
+        };
+        let args = saved.iter().filter_map(|saved| to_arg(saved).transpose());
+        let parsed = args
+            .collect::<Result<_, _>>()
+            .and_then(|args: Vec<String>| Self::parse(args).map_err(|error| message(&error)));
+        parsed.map_err(|problem| {
+            Error::InvalidInput(format!(
+                "it is from another version of ddp-mp; use the version that saved it ({problem})"
+            ))
+        })
     }
 
     /// Returns the options that must be the same in all processes of a run, with their values. Processes may write to
@@ -95,7 +118,7 @@ impl Config {
         };
         let (noted, mut wrong): (Vec<&&String>, Vec<&&String>) =
             keys.iter().filter(differ).partition(is_noted);
-        if wrong.iter().any(|key| ["dataset", "val_fraction"].contains(&&key[..])) {
+        if wrong.iter().any(|key| ["dataset", "val_fraction", "block_size"].contains(&&key[..])) {
             wrong.retain(|key| !SIZES.contains(&&key[..])); // the sizes follow from these
         }
         let note = |key: &&String| {

@@ -9,6 +9,7 @@ use serde_with::skip_serializing_none;
 use super::option_rules::{Conflict, InShortHelp, MayDiffer, RefusedBy};
 use super::values::{name, positive_duration, whole};
 use super::{CommHookKind, Config, StrategyKind};
+use crate::models::ModelKind;
 use crate::trainer::{Amp, Loss};
 
 /// The most samples of a batch, and the most batches of a step: their product fits into 63 bits.
@@ -45,6 +46,7 @@ pub struct TrainingSection {
     pub batch_size: usize,
     /// Loss function
     #[arg(long, value_name = "NAME", value_parser = name::<Loss>(), default_value_t = Loss::Mse)]
+    #[arg(default_value_if("model", "gpt", "cross-entropy"))]
     #[arg(add = InShortHelp, add = Conflict(needs_classes))]
     pub loss: Loss,
     /// Mixed precision of the forward pass
@@ -60,7 +62,8 @@ pub struct TrainingSection {
 }
 
 fn needs_classes(config: &Config) -> Option<String> {
-    let is_one_column = config.data.out_features.is_some_and(|classes| classes < 2);
+    let is_one_column = config.model.kind != ModelKind::Gpt // its data is text, which says how many
+        && config.data.out_features.is_some_and(|classes| classes < 2);
     (config.training.loss == Loss::CrossEntropy && is_one_column).then(|| {
         "cross-entropy over one column is always 0, and so is its gradient: nothing would be learned; use \
          --out-features 2 or more, or --loss mse"

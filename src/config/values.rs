@@ -79,7 +79,7 @@ fn expected_whole(text: &str, least: u64, most: u64) -> String {
 }
 
 /// Parses a number in `range`, with or without a fraction.
-pub(super) fn number(
+pub(crate) fn number(
     range: impl RangeBounds<f64> + Clone + Send + Sync + 'static,
 ) -> impl TypedValueParser<Value = f64> {
     move |text: &str| {
@@ -101,7 +101,7 @@ pub(super) fn number(
 }
 
 /// The largest number that the optimizers accept. They step in float32, whose largest number is a little above.
-pub(super) const MOST: f64 = 3.4e38;
+pub(crate) const MOST: f64 = 3.4e38;
 
 /// Numbers above 0 that float32 can hold.
 pub(super) const POSITIVE: (Bound<f64>, Bound<f64>) = (Bound::Excluded(0.0), Bound::Included(MOST));

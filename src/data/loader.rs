@@ -5,7 +5,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use tch::{Device, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use super::gathered_batches::GatheredBatches;
 use super::staging::Staging;
@@ -29,6 +29,13 @@ impl Batch {
     /// Returns the number of samples in the batch.
     pub fn len(&self) -> usize {
         self.len as usize
+    }
+
+    /// Returns the number of tokens in a sample. `None` unless samples are sequences: targets of more than one int64
+    /// each.
+    pub fn tokens_per_sample(&self) -> Option<usize> {
+        let is_sequence = self.targets.kind() == Kind::Int64 && self.targets.dim() > 1;
+        is_sequence.then(|| self.targets.size()[1..].iter().product::<i64>() as usize)
     }
 
     /// Returns whether the batch has no samples. This occurs with [`DataLoader::in_step`], if other ranks have more.

@@ -10,6 +10,7 @@ mod scatter;
 mod split;
 mod staging;
 mod subset;
+mod text_dataset;
 mod workers;
 
 pub use batch_source::BatchSource;
@@ -21,6 +22,7 @@ pub use sampler::DistributedSampler;
 pub use scatter::ScatterLoader;
 pub use split::random_split;
 pub use subset::Subset;
+pub use text_dataset::TextDataset;
 
 use crate::error::{Error, first_line};
 

@@ -12,6 +12,17 @@ use crate::error::{Error, Result};
 /// # Errors
 /// [`Error::InvalidInput`] if a part would have no samples, or if there is no memory for the order.
 pub fn random_split(len: usize, fraction: f64, seed: u64) -> Result<(Vec<usize>, Vec<usize>)> {
+    let first = size_of_first_part(len, fraction)?;
+    let mut order = randperm(len, seed)?;
+    let rest = order.split_off(first);
+    Ok((order, rest))
+}
+
+/// Returns the number of samples in the first of two parts of `len` samples. The second has `fraction` of them.
+///
+/// # Errors
+/// [`Error::InvalidInput`] if a part would have no samples.
+pub(super) fn size_of_first_part(len: usize, fraction: f64) -> Result<usize> {
     let refuse = |problem: &str| {
         Err(Error::InvalidInput(format!("a fraction of {fraction} of {len} samples {problem}")))
     };
@@ -25,9 +36,7 @@ pub fn random_split(len: usize, fraction: f64, seed: u64) -> Result<(Vec<usize>,
     if first == 0 || first >= len {
         return refuse("leaves a part without samples; use another fraction, or more samples");
     }
-    let mut order = randperm(len, seed)?;
-    let rest = order.split_off(first);
-    Ok((order, rest))
+    Ok(first)
 }
 
 #[cfg(test)]

@@ -79,6 +79,15 @@ impl Generator {
         unsafe { shim::generator_normal(self.raw, tensor) }
     }
 
+    /// Fills `tensor` with numbers of the exponential distribution of rate 1. Follows `Tensor.exponential_`.
+    ///
+    /// # Errors
+    /// [`Error::Torch`](crate::Error::Torch).
+    pub fn exponential_(&self, tensor: &mut Tensor) -> Result<()> {
+        // SAFETY: ours, and not freed before `drop`.
+        unsafe { shim::generator_exponential(self.raw, tensor) }
+    }
+
     /// Returns `input` with each element zeroed with probability `p`, and the others scaled so that the mean stays.
     /// Follows `torch.nn.functional.dropout`, with the same numbers for the same seed.
     ///

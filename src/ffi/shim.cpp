@@ -418,6 +418,13 @@ char* ddp_generator_normal(at::Generator* generator, at::Tensor* tensor) {
   });
 }
 
+char* ddp_generator_exponential(at::Generator* generator, at::Tensor* tensor) {
+  return guarded([&] {
+    c10::AutoGradMode no_grad(false);
+    tensor->exponential_(1, *generator);
+  });
+}
+
 // --- CUDA, once libtorch_cuda is loaded --------------------------------------------------------
 
 // Returns the number of CUDA devices, or -1 while libtorch_cuda is not loaded.

@@ -140,6 +140,10 @@ unsafe extern "C" {
         p: f64,
     ) -> *mut c_char;
     fn ddp_generator_normal(generator: *mut RawGenerator, tensor: *mut C_tensor) -> *mut c_char;
+    fn ddp_generator_exponential(
+        generator: *mut RawGenerator,
+        tensor: *mut C_tensor,
+    ) -> *mut c_char;
 }
 
 /// Takes over the message that a shim function returned.
@@ -401,4 +405,14 @@ pub(super) unsafe fn generator_bernoulli(
 pub(super) unsafe fn generator_normal(generator: *mut RawGenerator, tensor: &Tensor) -> Result<()> {
     // SAFETY: as the caller promises; the tensor is live.
     check("normal_", unsafe { ddp_generator_normal(generator, raw(tensor)) })
+}
+
+/// # Safety
+/// `generator` comes from [`generator_new`] and has not been freed.
+pub(super) unsafe fn generator_exponential(
+    generator: *mut RawGenerator,
+    tensor: &Tensor,
+) -> Result<()> {
+    // SAFETY: as the caller promises; the tensor is live.
+    check("exponential_", unsafe { ddp_generator_exponential(generator, raw(tensor)) })
 }

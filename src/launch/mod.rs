@@ -9,6 +9,7 @@ mod heartbeat;
 mod heartbeat_monitor;
 mod joined_launch;
 mod launchers;
+mod live;
 mod messages;
 mod placement;
 mod processes;
@@ -34,6 +35,7 @@ pub use joined_launch::{JoinLaunchOptions, JoinedLaunch};
 pub use launchers::{
     Launch, LaunchChoice, LaunchKind, LaunchOptions, MasterEndpoint, Processes, SpawnChoice, detect,
 };
+pub(crate) use live::Live;
 pub use placement::{BackendChoice, NodeSlice, Nproc, Placement, place};
 pub(crate) use processes::{Children, Ended, Report, SpawnProcesses};
 pub use rank::Rank;

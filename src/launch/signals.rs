@@ -116,6 +116,7 @@ fn end_at_signals() -> io::Result<Arc<AtomicBool>> {
 
 pub(super) fn end_at_second_interrupt() -> io::Result<()> {
     let interrupted = Arc::new(AtomicBool::new(false));
+    os::terminal::restore_at_interrupt(interrupted.clone())?;
     // The order matters: the first SIGINT must not see the flag that it sets itself.
     flag::register_conditional_shutdown(SIGINT, code_of(SIGINT).into(), interrupted.clone())?;
     flag::register(SIGINT, interrupted)?;

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::operation::{OpId, Operation};
-use crate::runtime::{Entry, OpSnapshot, RunContext};
+use crate::runtime::{Entry, OpSnapshot, RemoteSnapshots, RunContext};
 
 /// The callback that receives reports for the user.
 #[derive(Clone)]
@@ -77,7 +77,7 @@ impl Stall {
         let mut text = format!("{} has not ended for {}", what(&first), seconds(first.started_ago));
         let (mut arrived, mut missing, mut on_gpus) = (Vec::new(), String::new(), String::new());
         for &rank in members.iter() {
-            let seen = seen(run, &here, rank);
+            let seen = seen(run, &here, &run.remote_snapshots, rank);
             if let Some(gpu) = on_gpu(&seen) {
                 let _ = write!(on_gpus, "\n  rank {rank} {gpu}");
             }
@@ -108,11 +108,15 @@ impl Stall {
 }
 
 /// Returns what each rank of this process, `here`, does and since when, one line for each. Includes those ranks
-/// elsewhere whose status is known.
-pub(super) fn status_table(run: &RunContext, here: Range<usize>) -> String {
+/// elsewhere whose status is in `elsewhere`.
+pub(super) fn status_table(
+    run: &RunContext,
+    here: Range<usize>,
+    elsewhere: &RemoteSnapshots,
+) -> String {
     let mut lines = Vec::new();
     for rank in 0..run.activity.len() {
-        let seen = seen(run, &here, rank);
+        let seen = seen(run, &here, elsewhere, rank);
         if !here.contains(&rank) && seen.is_empty() {
             continue;
         }
@@ -142,12 +146,13 @@ fn on_gpu(seen: &[OpSnapshot]) -> Option<String> {
 }
 
 /// Returns the known operations of `rank`, the newest last.
-fn seen(run: &RunContext, here: &Range<usize>, rank: usize) -> Vec<OpSnapshot> {
-    if here.contains(&rank) {
-        run.flight_recorder.seen(rank)
-    } else {
-        run.remote_snapshots.of(rank)
-    }
+fn seen(
+    run: &RunContext,
+    here: &Range<usize>,
+    elsewhere: &RemoteSnapshots,
+    rank: usize,
+) -> Vec<OpSnapshot> {
+    if here.contains(&rank) { run.flight_recorder.seen(rank) } else { elsewhere.of(rank) }
 }
 
 /// Returns what `rank` does now, or did last, as text.

@@ -30,14 +30,19 @@ impl Conv3x3 {
 /// Creates a weight of shape `shape` and a bias, initialised as by PyTorch's `reset_parameters`. The first dimension
 /// is the layer's outputs.
 fn weight_and_bias(path: &Path, shape: &[i64]) -> Result<(Tensor, Tensor), TchError> {
-    let fan_in = shape[1..].iter().product::<i64>() as f64;
-    // kaiming_uniform_ with a = sqrt(5), computed in PyTorch's steps for bit-identical results.
-    let gain = (2.0 / (1.0 + 5f64.sqrt().powi(2))).sqrt();
-    let weight_bound = 3f64.sqrt() * (gain / fan_in.sqrt());
-    let bias_bound = 1.0 / fan_in.sqrt();
+    let (weight_bound, bias_bound) = default_bounds(shape[1..].iter().product());
     let uniform = |bound: f64| Init::Uniform { lo: -bound, up: bound };
     Ok((
         path.f_var("weight", shape, uniform(weight_bound))?,
         path.f_var("bias", &shape[..1], uniform(bias_bound))?,
     ))
+}
+
+/// Returns the bounds of the uniform distributions from which PyTorch draws the weights and biases of a layer. `fan_in`
+/// is the number of inputs of each output.
+pub(super) fn default_bounds(fan_in: i64) -> (f64, f64) {
+    let fan_in = fan_in as f64;
+    // kaiming_uniform_ with a = sqrt(5), computed in PyTorch's steps for bit-identical results.
+    let gain = (2.0 / (1.0 + 5f64.sqrt().powi(2))).sqrt();
+    (3f64.sqrt() * (gain / fan_in.sqrt()), 1.0 / fan_in.sqrt())
 }

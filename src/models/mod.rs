@@ -4,6 +4,8 @@ mod activation;
 mod batch_norm;
 mod cnn;
 mod dropout;
+mod generate;
+mod gpt;
 mod layers;
 mod mlp;
 mod sync_batch_norm;
@@ -20,6 +22,7 @@ use tch::{Device, TchError, Tensor};
 pub use activation::Activation;
 pub use batch_norm::BatchNorm;
 pub use dropout::Dropout;
+pub use generate::{Generate, GenerateOptions};
 pub use sync_batch_norm::SyncBatchNorm;
 
 use crate::error::{Error, Result};
@@ -59,6 +62,12 @@ pub enum ModelKind {
     /// )
     /// ```
     Cnn,
+    /// A decoder-only transformer over tokens, with the shape and the parameter names of nanoGPT's `GPT`. The output
+    /// layer has the weight of the token embedding.
+    ///
+    /// Its parameters are those of nanoGPT after `torch.manual_seed(seed)`, to the bit. Attention is
+    /// `torch.nn.functional.scaled_dot_product_attention`; with dropout, in training, it is computed step by step.
+    Gpt,
 }
 
 impl ModelKind {
@@ -67,6 +76,7 @@ impl ModelKind {
             ModelKind::Linear => &mlp::LINEAR,
             ModelKind::Mlp => &mlp::MLP,
             ModelKind::Cnn => &cnn::CNN,
+            ModelKind::Gpt => &gpt::GPT,
         }
     }
 
@@ -107,16 +117,26 @@ trait Layers: ModuleT {
 pub struct ModelConfig {
     /// The sort of model.
     pub kind: ModelKind,
-    /// The number of inputs per sample. For a cnn: the pixels of a square image.
+    /// The number of inputs per sample. For a cnn: the pixels of a square image. For a gpt: the most positions of its
+    /// context, nanoGPT's `block_size`.
     pub in_features: i64,
-    /// The number of outputs per sample.
+    /// The number of outputs per sample. For a gpt: the number of different tokens, nanoGPT's `vocab_size`.
     pub out_features: i64,
     /// The widths of an mlp's hidden layers, or the channels of a cnn's convolutions, first to last.
     pub hidden: Vec<i64>,
     /// The activation function between layers.
     pub activation: Activation,
-    /// The probability that dropout zeros a number between an mlp's layers in training.
+    /// The probability that dropout zeros a number in training: between an mlp's layers, or in a gpt's embedding,
+    /// attention and blocks.
     pub dropout: f64,
+    /// The number of a gpt's blocks.
+    pub n_layer: i64,
+    /// The number of attention heads in each block of a gpt.
+    pub n_head: i64,
+    /// The width of a gpt: the numbers that it has for each position. A multiple of `n_head`.
+    pub n_embd: i64,
+    /// Whether the dense layers and norms of a gpt have biases.
+    pub bias: bool,
 }
 
 impl Default for ModelConfig {
@@ -129,6 +149,10 @@ impl Default for ModelConfig {
             hidden: Vec::new(),
             activation: Activation::Relu,
             dropout: 0.0,
+            n_layer: 4,
+            n_head: 4,
+            n_embd: 128,
+            bias: true,
         }
     }
 }
@@ -153,7 +177,7 @@ impl ModelConfig {
     /// The parameters are bit for bit those of PyTorch after `torch.manual_seed(seed)`, for an `nn.Linear`, an
     /// `nn.Sequential` with activations, or that of [`ModelKind::Cnn`]. This holds on a GPU too, because they are
     /// drawn on the CPU. Their names are those of `nn.Sequential`: `weight` and `bias` for a single layer, or
-    /// `0.weight`, `0.bias`, `2.weight`, ...
+    /// `0.weight`, `0.bias`, `2.weight`, ... A gpt has the parameters and the names of nanoGPT.
     ///
     /// Dropout draws the same numbers on every rank, until [`Model::with_generator`] sets the rank's own generator.
     ///
@@ -222,11 +246,15 @@ mod tests {
         for name in ModelKind::VARIANTS {
             let kind = name.parse().unwrap();
             let (in_features, hidden) = (81, vec![3, 5]);
-            let config =
-                ModelConfig { kind, in_features, out_features: 4, hidden, ..Default::default() };
-            let (vs, _) = config.build(Device::Cpu, 0).unwrap();
-            let built: usize = vs.trainable_variables().iter().map(Tensor::numel).sum();
-            assert_eq!(config.num_parameters(), built as f64, "{name}");
+            for bias in [true, false] {
+                let hidden = hidden.clone();
+                let sizes =
+                    ModelConfig { kind, in_features, out_features: 4, ..Default::default() };
+                let config = ModelConfig { hidden, bias, ..sizes };
+                let (vs, _) = config.build(Device::Cpu, 0).unwrap();
+                let built: usize = vs.trainable_variables().iter().map(Tensor::numel).sum();
+                assert_eq!(config.num_parameters(), built as f64, "{name}");
+            }
         }
     }
 }

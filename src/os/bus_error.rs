@@ -87,6 +87,7 @@ extern "C" fn on_bus_error(_: c_int, info: *mut libc::siginfo_t, _: *mut c_void)
     // SAFETY: null, or one of the list, which are never freed.
     while let Some(watched) = unsafe { next.as_ref() } {
         if watched.holds(address) {
+            super::terminal::restore();
             let message = watched.message.as_bytes();
             // SAFETY: writes memory that is there; `_exit` does not return.
             unsafe {

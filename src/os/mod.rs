@@ -1,10 +1,11 @@
-//! Operating-system calls that the standard library lacks: signals, limits, CPUs of threads, faults of mapped memory, and the exit.
+//! Operating-system calls that the standard library lacks: signals, limits, CPUs of threads, the terminal, faults of mapped memory, and the exit.
 
 pub(crate) mod affinity;
 mod bus_error;
 pub(crate) mod limits;
 mod openmp;
 mod process;
+pub(crate) mod terminal;
 
 pub(crate) use bus_error::{WatchedMapping, watch_mapping};
 pub(crate) use limits::cores;

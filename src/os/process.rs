@@ -66,7 +66,11 @@ pub(crate) fn release_signals(signals: &[i32]) -> io::Result<()> {
     mask(libc::SIG_UNBLOCK, signals)
 }
 
-fn mask(how: i32, signals: &[i32]) -> io::Result<()> {
+/// Blocks or unblocks `signals` for this thread.
+///
+/// # Errors
+/// If the system call fails.
+pub(super) fn mask(how: i32, signals: &[i32]) -> io::Result<()> {
     let mut set = MaybeUninit::uninit();
     // SAFETY: `sigemptyset` initialises the set, to which the other calls add and from which they read.
     let refused = unsafe {

@@ -11,6 +11,7 @@ mod flight_recorder;
 mod flight_recorder_dump;
 mod op_snapshots;
 pub(crate) mod panics;
+mod peer_status;
 pub(crate) mod primitives;
 mod remote_snapshots;
 mod run;
@@ -26,7 +27,8 @@ pub(crate) use flight_recorder::{
 pub(crate) use flight_recorder_dump::{Clock, FlightRecorderDump, RankRecords};
 pub(crate) use op_snapshots::OpSnapshot;
 pub use panics::install_panic_hook;
+pub(crate) use peer_status::{PeerHeartbeat, PeerStatus};
 pub(crate) use remote_snapshots::RemoteSnapshots;
-pub(crate) use run::{Activity, PeerStatus, Peers, ReportedFailure, RunContext};
+pub(crate) use run::{Activity, Peers, ReportedFailure, RunContext};
 pub(crate) use stop::StopMessage;
 pub use stop::{StopReason, StopRequest};

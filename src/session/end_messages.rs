@@ -56,12 +56,13 @@ pub(super) fn through_rank_0(end: &End) -> Option<String> {
 
 /// Returns a line about the best validation of a run, and where it is saved.
 pub(super) fn best(best: &ValidationMetrics, dir: Option<&CheckpointDir>) -> String {
-    let ValidationMetrics { epoch, loss, accuracy, .. } = best;
+    let ValidationMetrics { epoch, loss, bits_per_token, accuracy, .. } = best;
+    let bits = bits_per_token.map_or(String::new(), |bits| format!(", {bits:.3} bits per token"));
     let accuracy =
         accuracy.map_or(String::new(), |share| format!(", accuracy {:.2} %", 100.0 * share));
     let pointer = dir.map(|dir| dir.path().join("best")).filter(|pointer| pointer.exists());
     let place = pointer.map_or(String::new(), |path| format!(" ({})", path.display()));
-    format!("best: epoch {epoch}, loss {loss:.6}{accuracy}{place}")
+    format!("best: epoch {epoch}, loss {loss:.6}{bits}{accuracy}{place}")
 }
 
 /// Returns a line about a run that has stopped.

@@ -27,10 +27,10 @@ use crate::config::{Config, Data};
 use crate::error::Result;
 use crate::ffi::cuda::Cuda;
 use crate::launch::{
-    JoinedLaunch, Launch, LaunchKind, Rank, Restarts, Spawn, SpawnError, StopReason, StopRequest,
-    await_termination, end_at_signals_in, status_signal, stop_on_signals,
+    JoinedLaunch, Launch, LaunchKind, Live, Rank, Restarts, Spawn, SpawnError, StopReason,
+    StopRequest, await_termination, end_at_signals_in, status_signal, stop_on_signals,
 };
-use crate::os::cores;
+use crate::os::{cores, terminal::screen_problem};
 use crate::process_group::ProcessGroup;
 use crate::telemetry::{Event, LogFormat, MetricsLogger, Printer, Start};
 use artifacts::RunArtifacts;
@@ -150,6 +150,10 @@ impl Session {
         let notes = joined_launch.notes().into_iter().chain(data.notes.iter().cloned());
         let steps = config.steps(world_size);
         let idle = [config.idle_hook_warning(steps), config.idle_schedule_warning(steps)];
+        let live_note = screen_problem().filter(|_| config.output.live);
+        if let Some(problem) = live_note {
+            printer.info(&format!("--live: {problem}, so there is no live view"));
+        }
         let notes = notes.chain(lr_note).chain(idle.into_iter().flatten());
         notes.for_each(|note| printer.info(&note));
     }
@@ -175,6 +179,21 @@ impl Session {
             .dump_status_on(self.status_requests.clone())
             .dump(self.artifacts.dump())
             .stop_request(self.stop.clone())
+            .live(self.live())
+    }
+
+    /// Returns the live view of the run. `None` if it is not wanted or cannot be shown, and in a process without rank 0.
+    fn live(&self) -> Option<Live> {
+        let Self { config, joined_launch, printer, .. } = self;
+        let count = joined_launch.world_size();
+        let title = format!(
+            "{} on {count} {} ({})",
+            config.model.kind.name(),
+            if count == 1 { "rank" } else { "ranks" },
+            joined_launch.placement.backend.name()
+        );
+        let is_shown = printer.shows_live() && joined_launch.is_first();
+        is_shown.then(|| Live { printer: printer.clone(), title })
     }
 
     /// Returns on every rank whether the run logs metrics, which all ranks reduce. With several processes, rank 0

@@ -55,7 +55,8 @@ impl ChildProcesses {
         }
         let (timeout, grace_period) = (config.launch.timeout, config.launch.grace_period);
         let children = placement.as_ref().map_or(Children::Threads, Children::Ranks);
-        let spawn = SpawnProcesses { children, timeout, grace_period, stops, max_restarts };
+        let live = printer.shows_live();
+        let spawn = SpawnProcesses { children, timeout, grace_period, stops, max_restarts, live };
         let from = match &config.checkpoints.checkpoint_dir {
             Some(dir) => format!("from the newest checkpoint in {}", dir.display()),
             None => "from the beginning, because nothing is saved without --checkpoint-dir".into(),

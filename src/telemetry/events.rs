@@ -69,6 +69,9 @@ pub struct Epoch {
     pub loss: f64,
     /// Samples that this rank processed per second.
     pub samples_per_second: f64,
+    /// Tokens that this rank processed per second; `None` unless samples are sequences of tokens.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tokens_per_second: Option<f64>,
     /// The validation after the epoch, which is an event of its own.
     #[serde(skip)]
     pub validation: Option<ValidationMetrics>,

@@ -1,4 +1,4 @@
-//! Writes a run's metrics: to a progress bar, TensorBoard's files, lines of JSON and the report.
+//! Writes a run's metrics: to a progress bar or the live view, TensorBoard's files, lines of JSON and the report.
 
 use std::io;
 use std::path::Path;
@@ -93,10 +93,14 @@ impl MetricsLogger {
     /// # Errors
     /// [`Error::Write`], like the functions below.
     pub fn train(&mut self, metrics: &TrainMetrics) -> Result<()> {
-        let TrainMetrics { step, loss, lr, grad_norm, step_us, samples_per_second, .. } = *metrics;
+        let TrainMetrics { step, loss, lr, grad_norm, step_us, .. } = *metrics;
+        let TrainMetrics { samples_per_second, tokens_per_second, .. } = *metrics;
         let skipped_steps = metrics.skipped_steps.map(|steps| steps as f64);
-        let message = format!("loss {loss:.4}, lr {lr:.3e}, {samples_per_second:.0} samples/s");
-        self.printer.progress(step, &message);
+        let rate = match tokens_per_second {
+            Some(tokens) => format!("{tokens:.0} tokens/s"),
+            None => format!("{samples_per_second:.0} samples/s"),
+        };
+        self.printer.progress(metrics, &rate);
         let scalars = [
             ("train/loss", Some(loss)),
             ("train/lr", Some(lr)),
@@ -104,6 +108,7 @@ impl MetricsLogger {
             ("train/skipped_steps", skipped_steps),
             ("train/step_us", Some(step_us)),
             ("train/samples_per_second", Some(samples_per_second)),
+            ("train/tokens_per_second", tokens_per_second),
         ];
         self.scalars(step, &scalars)?;
         self.draw(|curves| curves.train(metrics));
@@ -121,8 +126,13 @@ impl MetricsLogger {
         samples: &[Sample],
         state_dict: &[(String, Tensor)],
     ) -> Result<()> {
-        let ValidationMetrics { step, loss, accuracy, .. } = *metrics;
-        self.scalars(step, &[("validation/loss", Some(loss)), ("validation/accuracy", accuracy)])?;
+        let ValidationMetrics { step, loss, bits_per_token, accuracy, .. } = *metrics;
+        let scalars = [
+            ("validation/loss", Some(loss)),
+            ("validation/bits_per_token", bits_per_token),
+            ("validation/accuracy", accuracy),
+        ];
+        self.scalars(step, &scalars)?;
         if let Some(tensorboard) = &mut self.tensorboard {
             if let Some(picture) = picture(samples) {
                 // One tag for all validations, so that TensorBoard shows the change. It has the form of each sample's

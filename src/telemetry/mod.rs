@@ -4,6 +4,8 @@
 
 mod events;
 mod explain;
+mod held_output;
+mod live;
 mod memory;
 mod metrics;
 mod metrics_logger;
@@ -16,9 +18,13 @@ mod slices;
 mod straggler;
 mod tensorboard;
 mod trace;
+mod utf8_stream;
 
 pub use events::{End, Epoch, Event, Failure, Start};
+pub(crate) use explain::paragraph;
 pub use explain::{Explainer, Language, RankStep, RunInfo, Step};
+pub(crate) use held_output::{HeldOutput, Stream};
+pub(crate) use live::{LiveView, Look, Op, Player, RankLook, RankSource, SPEEDS};
 pub(crate) use memory::gigabytes;
 pub use memory::{peak_memory, total_memory};
 pub use metrics_logger::MetricsLogger;
@@ -29,3 +35,4 @@ pub(crate) use straggler::find_straggler_over;
 pub use straggler::{Straggler, find_straggler};
 pub use tensorboard::TensorBoard;
 pub(crate) use trace::{TRACED, trace_output, trace_path, write_trace};
+pub(crate) use utf8_stream::Utf8Stream;

@@ -2,17 +2,20 @@
 
 use std::collections::BTreeMap;
 use std::io::{self, ErrorKind, IsTerminal, Write};
+use std::sync::Arc;
 
 use parking_lot::Mutex;
 use serde::Serialize;
 use serde_with::SerializeDisplay;
 use strum::{Display, EnumString, VariantNames};
 
+use super::live::Feed;
 use super::progress::Progress;
-use super::{Epoch, Event, Straggler};
+use super::{Epoch, Event, Straggler, Stream};
 use crate::error::escaped;
 use crate::os::limits::explain;
-use crate::records::ValidationMetrics;
+use crate::os::terminal::screen_problem;
+use crate::records::{TrainMetrics, ValidationMetrics};
 
 /// The format of results: `--log-format`.
 #[derive(
@@ -34,13 +37,35 @@ pub struct Printer {
     format: LogFormat,
     /// Reports of epochs that not all ranks have finished, by epoch.
     waiting: Mutex<BTreeMap<u64, Vec<Epoch>>>,
-    progress: Mutex<Option<Progress>>,
+    display: Mutex<Display>,
+    /// Whether the live view is to be shown, and can be.
+    shows_live: bool,
+}
+
+/// What is shown on the terminal besides lines.
+#[derive(Debug, Default)]
+enum Display {
+    #[default]
+    Nothing,
+    Progress(Progress),
+    /// The live view, which gets the lines.
+    Live(Arc<Feed>),
 }
 
 impl Printer {
     /// Creates a printer for the process's stdout and stderr.
     pub fn new(format: LogFormat) -> Self {
-        Self { format, waiting: Mutex::default(), progress: Mutex::default() }
+        Self { format, waiting: Mutex::default(), display: Mutex::default(), shows_live: false }
+    }
+
+    /// Sets whether the live view is to be shown where there is a terminal for it.
+    pub fn live(self, wanted: bool) -> Self {
+        Self { shows_live: wanted && screen_problem().is_none(), ..self }
+    }
+
+    /// Returns whether the live view is to be shown, and can be.
+    pub(crate) fn shows_live(&self) -> bool {
+        self.shows_live
     }
 
     /// Returns the format of results.
@@ -71,12 +96,15 @@ impl Printer {
             }
             (LogFormat::Text, Event::Epoch(epoch)) => self.line(&epoch_line(epoch)),
             (LogFormat::Text, Event::Validation(validation)) => {
-                let ValidationMetrics { epoch, loss, accuracy, best, .. } = validation;
+                let ValidationMetrics { epoch, loss, bits_per_token, accuracy, best, .. } =
+                    validation;
+                let bits = bits_per_token
+                    .map_or(String::new(), |bits| format!(", {bits:.3} bits per token"));
                 let accuracy = accuracy
                     .map_or(String::new(), |share| format!(", accuracy {:.2} %", 100.0 * share));
                 let best = if *best { " (best so far)" } else { "" };
                 self.info(&format!(
-                    "validation after epoch {epoch}: loss {loss:.6}{accuracy}{best}"
+                    "validation after epoch {epoch}: loss {loss:.6}{bits}{accuracy}{best}"
                 ));
                 Ok(())
             }
@@ -188,12 +216,43 @@ impl Printer {
         self.lines(|out| writeln!(out, "{line}"))
     }
 
+    /// Prints text on stdout, perhaps a part of a line. Returns `false` if the reader has closed the pipe.
+    ///
+    /// # Errors
+    /// The errors of [`Printer::event`].
+    pub(super) fn text(&self, text: &str) -> io::Result<bool> {
+        let mut out = io::stdout().lock();
+        match out.write_all(escaped(text).as_bytes()).and_then(|()| out.flush()) {
+            Err(error) if error.kind() == ErrorKind::BrokenPipe => Ok(false),
+            result => {
+                result.map(|()| true).map_err(|error| io::Error::new(error.kind(), explain(&error)))
+            }
+        }
+    }
+
     /// Prints many lines on stdout at once.
     ///
     /// # Errors
     /// The errors of [`Printer::event`].
     pub fn lines(&self, write: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> io::Result<()> {
-        self.without_progress(|| Self::write(write))
+        let display = self.display.lock();
+        match &*display {
+            Display::Nothing => Self::write(write),
+            Display::Progress(progress) => progress.suspend(|| Self::write(write)),
+            Display::Live(feed) => {
+                let mut text = Escaping { out: Vec::new(), line: Vec::new() };
+                write(&mut text)?;
+                text.flush()?;
+                if self.format == LogFormat::Text {
+                    feed.line(&String::from_utf8_lossy(&text.out));
+                }
+                if io::stdout().is_terminal() {
+                    feed.hold(Stream::Stdout, &text.out);
+                    return Ok(());
+                }
+                Self::write(|out| out.write_all(&text.out))
+            }
+        }
     }
 
     fn write(write: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> io::Result<()> {
@@ -213,39 +272,70 @@ impl Printer {
         // One write: stderr has no buffer, and the lines of several processes must not mix.
         let line = format!("ddp-mp: {}\n", escaped(&explain(note)));
         // Errors are ignored: without stderr they cannot be reported.
-        self.without_progress(|| drop(io::stderr().lock().write_all(line.as_bytes())));
-    }
-
-    /// Returns whether a progress bar is shown: stderr is a terminal, and results are text for people.
-    pub fn shows_progress(&self) -> bool {
-        self.format == LogFormat::Text && io::stderr().is_terminal()
-    }
-
-    /// Shows a progress bar if stderr is a terminal, until [`end_progress`](Self::end_progress). The run has `steps`
-    /// steps, of which `done` have been made.
-    pub fn start_progress(&self, steps: u64, done: u64) {
-        if self.shows_progress() {
-            *self.progress.lock() = Some(Progress::new(steps, done));
+        let print = || drop(io::stderr().lock().write_all(line.as_bytes()));
+        match &*self.display.lock() {
+            Display::Nothing => print(),
+            Display::Progress(progress) => progress.suspend(print),
+            Display::Live(feed) => {
+                feed.line(&line);
+                feed.hold(Stream::Stderr, line.as_bytes());
+            }
         }
     }
 
-    /// Shows that `step` steps have been made, followed by `message`.
-    pub fn progress(&self, step: u64, message: &str) {
-        if let Some(progress) = &*self.progress.lock() {
-            progress.set(step, message);
+    /// Returns whether progress is shown: in the live view, or as a bar, if stderr is a terminal and results are text
+    /// for people.
+    pub fn shows_progress(&self) -> bool {
+        self.shows_live || self.shows_bar()
+    }
+
+    fn shows_bar(&self) -> bool {
+        self.format == LogFormat::Text && io::stderr().is_terminal()
+    }
+
+    /// Shows a progress bar if stderr is a terminal, until [`end_progress`](Self::end_progress), unless the live view
+    /// is shown. The run has `steps` steps, of which `done` have been made.
+    pub fn start_progress(&self, steps: u64, done: u64) {
+        let mut display = self.display.lock();
+        match &*display {
+            Display::Live(feed) => feed.begin(steps, done),
+            _ if self.shows_bar() => *display = Display::Progress(Progress::new(steps, done)),
+            _ => {}
+        }
+    }
+
+    /// Shows the metrics of training, whose rate is `rate` as text.
+    pub(super) fn progress(&self, metrics: &TrainMetrics, rate: &str) {
+        let TrainMetrics { step, loss, lr, .. } = *metrics;
+        match &*self.display.lock() {
+            Display::Nothing => {}
+            Display::Progress(progress) => {
+                progress.set(step, &format!("loss {loss:.4}, lr {lr:.3e}, {rate}"));
+            }
+            Display::Live(feed) => feed.train(metrics, rate),
         }
     }
 
     /// Removes the progress bar.
     pub fn end_progress(&self) {
-        *self.progress.lock() = None;
+        let mut display = self.display.lock();
+        if matches!(*display, Display::Progress(_)) {
+            *display = Display::Nothing;
+        }
     }
 
-    /// Prints while the progress bar is hidden.
-    fn without_progress<T>(&self, print: impl FnOnce() -> T) -> T {
-        match &*self.progress.lock() {
-            Some(progress) => progress.suspend(print),
-            None => print(),
+    /// Hands all lines for the terminal to the live view from now on, and the metrics.
+    pub(super) fn open_live(&self) -> Arc<Feed> {
+        let feed = Arc::<Feed>::default();
+        *self.display.lock() = Display::Live(feed.clone());
+        feed
+    }
+
+    /// Prints the lines for the terminal that the live view got, and all later ones.
+    pub(super) fn close_live(&self) {
+        let mut display = self.display.lock();
+        if let Display::Live(feed) = std::mem::take(&mut *display) {
+            feed.print_held();
         }
     }
 }

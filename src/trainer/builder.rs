@@ -1,5 +1,6 @@
 //! The settings of a trainer. Most add a callback.
 
+use std::cell::OnceCell;
 use std::sync::Arc;
 
 use serde_json::{Map, Value};
@@ -66,6 +67,7 @@ impl<M: ModuleT> Trainer<M> {
             ended_by: None,
             state: TrainerState::default(),
             loss_sum,
+            tokens_per_sample: OnceCell::new(),
             shows_samples: false,
             samples_shown: Vec::new(),
         };

@@ -1,5 +1,6 @@
 //! The state of a training run: what the loop works on and callbacks see.
 
+use std::cell::OnceCell;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Instant;
@@ -46,6 +47,8 @@ pub struct TrainContext<M> {
     pub(super) ended_by: Option<StopReason>,
     pub(super) state: TrainerState,
     pub(super) loss_sum: LossSum,
+    /// Tokens in each sample, which the first step counts; `None` unless samples are sequences of tokens.
+    pub(super) tokens_per_sample: OnceCell<Option<usize>>,
     /// Whether to show samples of each validation, and those of the last one. Rank 0 alone shows some.
     pub(super) shows_samples: bool,
     pub(super) samples_shown: Vec<Sample>,
@@ -147,6 +150,8 @@ impl<M> TrainContext<M> {
     /// Counts a step that has just been made or skipped.
     pub(super) fn count_step(&mut self, step: &Step) {
         let samples = self.samples_of_all_ranks(&step.batches);
+        self.tokens_per_sample
+            .get_or_init(|| step.batches.first().and_then(Batch::tokens_per_sample));
         if step.is_skipped() {
             self.state.skipped_steps += 1;
             self.state.skipped_samples += samples;
@@ -167,6 +172,7 @@ impl<M> TrainContext<M> {
         state.epoch += 1;
         (state.epoch_steps, state.samples_seen, state.skipped_samples) = (0, 0, 0);
         let group = self.group();
+        let samples_per_second = samples as f64 / started.elapsed().as_secs_f64();
         Ok(Epoch {
             rank: group.rank(),
             local_rank: group.local_rank(),
@@ -175,9 +181,16 @@ impl<M> TrainContext<M> {
             batch_size: self.loader.batch_size(),
             steps,
             loss,
-            samples_per_second: samples as f64 / started.elapsed().as_secs_f64(),
+            samples_per_second,
+            tokens_per_second: self.tokens_per_second(samples_per_second),
             validation: None,
         })
+    }
+
+    /// Returns the tokens per second at a rate of samples; `None` unless samples are sequences of tokens.
+    pub(super) fn tokens_per_second(&self, samples_per_second: f64) -> Option<f64> {
+        let tokens = self.tokens_per_sample.get().copied().flatten();
+        tokens.map(|tokens| samples_per_second * tokens as f64)
     }
 
     /// Returns the mean loss of the epoch so far, and resets it. A collective.

@@ -32,22 +32,23 @@ TOML = [
     'max_epochs = 1\nbatch_size = 16\nlr = 0.01\noptimizer = "adamw"\nweight_decay = 0.1\n',
     'model = "mlp"\nhidden = [8, 4]\nactivation = "tanh"\nloss = "cross-entropy"\nout_features = 3\ndataset = "random"\n',
     'schedule = "multi-step"\nmilestones = [1, 2]\ngamma = 0.5\ntimeout = "90s"\nval_fraction = 0.2\npatience = 2\n',
+    'model = "gpt"\ndataset = "text:plain.csv"\nn_layer = 1\nn_head = 2\nn_embd = 8\nblock_size = 4\nno_bias = true\n',
     'inject_fault = "nan:rank=0,at=step,step=1"\nskip_nonfinite = 3\ngrad_accum_steps = 2\nmax_grad_norm = 1.0\nseed = 7\n',
 ]
 WORDS = ["0", "-1", "1e999", "nan", "18446744073709551616", "9223372036854775807", '""', "[]", "[[", "{}", "true",
          "\0", "\xff", "'", '"', "\n", "=", ",", ":", "/", "..", "-", "--", "é", "\u202e", "a" * 5000, "%s", "$HOME", "*"]
 FLAGS = ["max-epochs", "batch-size", "model", "hidden", "activation", "dropout", "channels", "loss", "amp", "lr",
          "optimizer", "momentum", "weight-decay", "beta1", "eps", "schedule", "schedule-by", "milestones", "gamma",
-         "warmup-steps", "max-grad-norm", "skip-nonfinite", "check-replicas-every", "dataset", "num-samples", "in-features",
+         "warmup-steps", "n-layer", "n-head", "n-embd", "block-size", "max-grad-norm", "skip-nonfinite", "check-replicas-every", "dataset", "num-samples", "in-features",
          "out-features", "log-every", "val-fraction", "val-every", "num-workers", "prefetch-factor", "seed",
          "save-every", "save-every-epochs", "keep-last", "resume", "init-from", "max-steps", "patience",
          "nproc-per-node", "bucket-cap-mb", "grad-accum-steps", "comm-hook", "powersgd-start-iter", "timeout",
          "grace-period", "stall-warning", "log-format", "language", "inject-fault", "backend", "strategy", "spawn", "bind", "config"]
-SWITCHES = ["nesterov", "no-shuffle", "drop-last", "drop-last-batch", "scale-lr", "explain", "static-graph",
-            "check-collectives", "find-unused-parameters", "no-overlap", "sync-batch-norm"]
-VALUES = ["0", "1", "2", "7", "-1", "0.5", "1e-3", "1e30", "nan", "inf", "mlp", "cnn", "mse", "cross-entropy", "fp16",
+SWITCHES = ["nesterov", "no-shuffle", "drop-last", "drop-last-batch", "scale-lr", "explain", "live", "static-graph",
+            "check-collectives", "find-unused-parameters", "no-overlap", "sync-batch-norm", "no-bias"]
+VALUES = ["0", "1", "2", "7", "-1", "0.5", "1e-3", "1e30", "nan", "inf", "mlp", "cnn", "gpt", "mse", "cross-entropy", "fp16",
           "bf16", "auto", "cpu", "gloo", "threaded", "nccl", "dp", "none", "8,8", "1,2,3", "10s", "0s", "best", "random",
-          "digits", "csv:plain.csv", "npy:x.npy,y.npy", "step", "cosine", "powersgd", "zh", "json", "threads", "core", "numa"]
+          "digits", "csv:plain.csv", "text:plain.csv", "npy:x.npy,y.npy", "step", "cosine", "powersgd", "zh", "json", "threads", "core", "numa"]
 
 
 def mutate(data, chance):

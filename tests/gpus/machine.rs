@@ -55,7 +55,7 @@ pub(crate) fn cpu_events(ranks: usize, args: &[&str]) -> Vec<Value> {
 }
 
 /// The keys of an event that depend on time, on the machine, or on how the backend moves bytes.
-const DIFFERENT: [&str; 15] = [
+const DIFFERENT: [&str; 16] = [
     "backend",
     "backward_us",
     "bytes_received_by_rank",
@@ -70,6 +70,7 @@ const DIFFERENT: [&str; 15] = [
     "peak_memory_bytes",
     "samples_per_second",
     "seconds",
+    "tokens_per_second",
     "us_per_step",
 ];
 

@@ -5,12 +5,21 @@ use serde_json::Value;
 use crate::machine::{cpu_events, end, gpu_events, results};
 
 /// What the rows of the tables begin with.
-const BASES: [(&str, &[&str]); 5] = [
+const BASES: [(&str, &[&str]); 6] = [
     ("linear", &["--num-samples=500"]),
     ("mlp", &["--model=mlp", "--num-samples=401"]),
     ("cnn", &["--model=cnn", "--dataset=digits", "--loss=cross-entropy", "--num-samples=150"]),
     ("images", &["--model=cnn", "--in-features=64", "--num-samples=150"]),
     ("digits", &["--model=mlp", "--dataset=digits", "--loss=cross-entropy", "--num-samples=300"]),
+    (
+        "gpt",
+        &[
+            "--model=gpt",
+            "--dataset=text:assets/shakespeare.txt",
+            "--n-embd=32",
+            "--num-samples=60",
+        ],
+    ),
 ];
 
 /// Returns the arguments of a row such as `mlp --amp=fp16`.
@@ -57,6 +66,17 @@ pub(crate) const MODELS: &[(usize, &str)] = &[
 #[test]
 fn models_have_the_bits_of_cpu_ranks() {
     same(MODELS);
+}
+
+/// With dropout, attention is computed step by step. Without, see [`CLOSE`]. Not in [`MODELS`], whose rows read no file.
+const TEXTS: &[(usize, &str)] = &[
+    (2, "gpt --dropout=0.1 --optimizer=adamw --max-grad-norm=1"),
+    (3, "gpt --dropout=0.1 --no-bias --batch-size=8"),
+];
+
+#[test]
+fn gpts_have_the_bits_of_cpu_ranks() {
+    same(TEXTS);
 }
 
 pub(crate) const OPTIMIZERS: &[(usize, &str)] = &[
@@ -170,12 +190,15 @@ const CLOSE: &[(usize, &str, f64, &str)] = &[
     (2, "cnn --amp=fp16 --val-fraction=0.2", 1e-3, CROSS_ENTROPY),
     (2, "digits --amp=bf16", 1e-2, CROSS_ENTROPY),
     (2, "digits --amp=fp16 --optimizer=adamw", 1e-3, CROSS_ENTROPY),
+    (2, "gpt --max-epochs=3 --optimizer=adamw --max-grad-norm=1", 1e-5, ATTENTION),
+    (3, "gpt --max-epochs=2 --batch-size=8 --no-bias --val-fraction=0.2", 1e-5, ATTENTION),
 ];
 
 const HALF: &str = "NCCL rounds a half-precision sum after each rank, the CPU's ranks once, at the end; with two \
                     ranks that is the same";
 const TWO_FACTORS: &str = "with nccl a weight is two factors, 1 / ranks and the rank's part, each rounded; they are \
                            exact where the number of ranks is a power of two";
+const ATTENTION: &str = "scaled_dot_product_attention has other kernels on CUDA than on the CPU";
 const CROSS_ENTROPY: &str = "autocast gives cross_entropy float32 on the CPU, and on CUDA nll_loss alone: log_softmax \
                              stays in half precision there";
 

@@ -26,6 +26,8 @@ from torch.nn.functional import cross_entropy, mse_loss
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from gpt import Gpt, contexts, loss_of
+
 FOLDER = pathlib.Path(__file__).parent
 
 
@@ -57,6 +59,30 @@ def sampler():
                         indices += list(one)
                     rows.append([n, ranks, shuffle, drop_last, seed, epoch, digest(indices)])
     return rows
+
+
+def kernels():
+    """[a digest of the bits after some steps of two layers]: on another processor libtorch may have other kernels, which
+    round otherwise"""
+
+    def numbers(rows, columns, modulus, divisor):
+        values = torch.arange(rows * columns).remainder(modulus) - modulus // 2
+        return (values.float() / divisor).view(rows, columns)
+
+    inputs, targets = numbers(16, 20, 7, 10), numbers(16, 1, 5, 10)
+    layers = [numbers(64, 20, 11, 30), numbers(1, 64, 13, 30), numbers(1, 20, 11, 30)]
+    for layer in layers:
+        layer.requires_grad_()
+    for _ in range(20):
+        first, second, alone = layers
+        outputs = [(inputs @ first.t()).relu() @ second.t(), inputs @ alone.t()]
+        loss = mse_loss(outputs[0], targets) + mse_loss(outputs[1], targets)
+        grads = torch.autograd.grad(loss, layers)
+        with torch.no_grad():
+            for layer, grad in zip(layers, grads):
+                layer -= grad * 0.1
+    bits = torch.cat([layer.detach().flatten() for layer in layers]).view(torch.int32)
+    return [[digest(number & 0xFFFFFFFF for number in bits.tolist())]]
 
 
 BATCH, LR, SEED = 16, 0.1, 7
@@ -363,6 +389,108 @@ def all_gradients():
 def gradients():
     """What each rank has in `grad` after each of several backwards."""
     return {"cases": [case for size in [1, 2, 3] for case in ranks(size, all_gradients)]}
+
+
+TEXT = FOLDER.parents[1] / "assets" / "shakespeare.txt"
+GPT_SIZES = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 16}
+GPT_BATCH, GPT_EPOCHS = 4, 5
+# nanoGPT's, with a larger learning rate and a shorter warm-up for so few steps.
+GPT_ADAMW = {"lr": 0.01, "betas": (0.9, 0.99), "weight_decay": 0.1}
+GPT_SCHEDULE = {"warmup": 10, "start_factor": 0.01, "eta_min": 0.001}
+GPT_MAX_NORM = 1.0
+
+
+def bits(*tensors):
+    """A digest of every bit of float32 tensors."""
+    tensors = [tensor.detach().flatten() for tensor in tensors]
+    return digest(number % 2**32 for number in torch.cat(tensors).view(torch.int32).tolist())
+
+
+def some(name, tensor):
+    """The norm of a tensor in float64, and a few of its numbers."""
+    tensor = tensor.detach().flatten()
+    if name.endswith("c_attn.bias"):
+        # Without that of the keys: softmax takes it away, and its gradient is what rounding leaves.
+        queries, _, values = tensor.chunk(3)
+        tensor = torch.cat([queries, values])
+    return [tensor.double().norm().item(), *flat(tensor[:: len(tensor) // 4])]
+
+
+def new_gpt(bias):
+    torch.manual_seed(SEED)
+    return Gpt(**GPT_SIZES, bias=bias)
+
+
+def gpt_data(samples):
+    return TensorDataset(*contexts(TEXT.read_bytes(), samples, GPT_SIZES["block_size"]))
+
+
+def initial_gpt(bias):
+    """Digests of the initial parameters, and the loss of a batch with 8 times those, for logits that differ, in
+    bfloat16 as well."""
+    torch.set_num_threads(1)
+    model = new_gpt(bias)
+    parameters = {name: bits(parameter) for name, parameter in model.named_parameters()}
+    inputs, targets = gpt_data(GPT_BATCH)[:]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter *= 8
+        loss = loss_of(model(inputs), targets).item()
+        with torch.autocast("cpu", torch.bfloat16):
+            half = loss_of(model(inputs), targets).item()
+    return {"bias": bias, "parameters": parameters, "float32": loss, "bfloat16": half}
+
+
+def train_gpt(case):
+    """Trains a GPT on this rank: epochs of ten steps, of which the last has a shorter batch."""
+    model, data = new_gpt(case["bias"]), gpt_data(case["samples"])
+    order = DistributedSampler(data, seed=SEED)
+    loader = DataLoader(data, batch_size=GPT_BATCH, sampler=order)
+    ddp = DistributedDataParallel(model)
+    parameters = list(ddp.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.dim() > 1]},
+        {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, **GPT_ADAMW, fused=case["fused"])
+    schedulers = torch.optim.lr_scheduler
+    warmup, start_factor, eta_min = GPT_SCHEDULE.values()
+    rise = schedulers.LinearLR(optimizer, start_factor, total_iters=warmup)
+    fall = schedulers.CosineAnnealingLR(optimizer, GPT_EPOCHS * len(loader) - warmup, eta_min)
+    schedule = schedulers.SequentialLR(optimizer, [rise, fall], milestones=[warmup])
+    losses = []
+    for epoch in range(GPT_EPOCHS):
+        order.set_epoch(epoch)
+        total = torch.zeros(2, dtype=torch.float64)
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            loss = loss_of(ddp(inputs), targets)
+            loss.backward()
+            nn.utils.clip_grad_norm_(parameters, GPT_MAX_NORM)
+            optimizer.step()
+            schedule.step()
+            total += torch.tensor([loss.item() * len(inputs), len(inputs)], dtype=torch.float64)
+        dist.all_reduce(total)
+        losses.append((total[0] / total[1]).item())
+    final = {name: some(name, parameter) for name, parameter in model.named_parameters()}
+    return {"losses": losses, "bits": bits(*parameters), "final": final}
+
+
+def train_gpts():
+    world_size = dist.get_world_size()
+    samples = 39 * world_size - 1  # not divisible by the ranks, nor a rank's share by the batches
+    sizes = {"world_size": world_size, "samples": samples}
+    choices = itertools.product([True, False], [False, True])
+    cases = [sizes | {"bias": bias, "fused": fused} for bias, fused in choices]
+    return [case | train_gpt(case) for case in cases]
+
+
+def gpt():
+    """Losses and values of a GPT on a text, with real DistributedDataParallel over Gloo."""
+    settings = {"seed": SEED, "batch": GPT_BATCH, "epochs": GPT_EPOCHS, "max_norm": GPT_MAX_NORM}
+    settings |= GPT_SIZES | GPT_ADAMW | GPT_SCHEDULE
+    settings |= {"initial": [initial_gpt(bias) for bias in [True, False]]}
+    return settings | {"cases": [case for size in [1, 2, 3] for case in ranks(size, train_gpts)]}
 
 
 NOISE, HIDDEN, SAMPLE, GAN_STEPS, GAN_LR = 4, 6, 3, 8, 0.2
@@ -811,7 +939,7 @@ def main():
     parser.add_argument("--check", action="store_true")
     check = parser.parse_args().check
     different = False
-    records = [sampler, ddp, gradients, models, optimizers, half_precision]
+    records = [sampler, kernels, ddp, gpt, gradients, models, optimizers, half_precision]
     records += [amp, schedules, batch_norm, collectives, functional]
     for record in records:
         name = record.__name__

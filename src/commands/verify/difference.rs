@@ -15,13 +15,13 @@ const MAX_ALWAYS_LISTED: usize = 4;
 
 /// The largest difference between two runs that rounding explains.
 ///
-/// A step rounds each number of size `largest` once. Its update is a sum of `samples` numbers, each made of sums of
+/// A step rounds each number of size `largest` once. Its update is a sum of `terms` numbers, each made of sums of
 /// `width` numbers, and every addition rounds. A rounding is at most 2^-24 of the size, in each of the two runs.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Bound {
     pub steps: u64,
-    /// Samples in the batch of a step, over all ranks.
-    pub samples: usize,
+    /// Samples in the batch of a step, over all ranks; of texts their tokens.
+    pub terms: usize,
     /// The most inputs of one number that a layer computes.
     pub width: usize,
     /// The largest absolute value in the model after training.
@@ -35,7 +35,7 @@ impl Bound {
     ///
     /// # Errors
     /// [`Error::InvalidInput`] if a value of `reference` is not finite.
-    pub(super) fn of(reference: &RunResult, steps: u64, samples: usize) -> Result<Self> {
+    pub(super) fn of(reference: &RunResult, steps: u64, terms: usize) -> Result<Self> {
         let RunResult { before, after, .. } = reference;
         let all = |tensors: &[ParamValues]| -> Vec<f32> {
             tensors.iter().flat_map(|tensor| tensor.values.iter().copied()).collect()
@@ -50,7 +50,7 @@ impl Bound {
         let updates = values.iter().zip(before).map(|(after, before)| (after - before).abs());
         Ok(Self {
             steps,
-            samples,
+            terms,
             width: after.iter().map(|tensor| tensor.width).max().unwrap_or(1),
             largest: values.iter().map(|value| value.abs()).fold(0.0, f32::max),
             max_update: updates.fold(0.0, f32::max),
@@ -59,8 +59,8 @@ impl Bound {
 
     /// Returns the bound as a number.
     fn value(&self) -> f64 {
-        let Self { steps, samples, width, largest, max_update } = *self;
-        let terms = (samples + width) as f64;
+        let Self { steps, terms, width, largest, max_update } = *self;
+        let terms = (terms + width) as f64;
         f64::from(f32::EPSILON)
             * (steps as f64 * f64::from(largest) + terms * f64::from(max_update))
     }
@@ -162,7 +162,7 @@ impl Comparison {
         let (difference, parameter) = (self.difference, &self.parameter);
         writeln!(
             out,
-            " {name:<40}{difference:>9.1e}  {bits_of_all:<8}{parameter:<17}{verdict}{since}"
+            " {name:<40}{difference:>9.1e}  {bits_of_all:<8}{parameter:<15}  {verdict}{since}"
         )?;
         let all = per_parameter || self.parameters.len() <= MAX_ALWAYS_LISTED;
         // NaN is beyond the bound, too.
@@ -194,13 +194,15 @@ pub(super) fn write_head(
     bound: &Bound,
     out: &mut dyn Write,
 ) -> io::Result<()> {
-    let Bound { steps, samples, width, largest, max_update } = bound;
+    let Bound { steps, terms, width, largest, max_update } = bound;
+    let samples = ranks * config.training.batch_size;
+    let of_sum = if config.tokens_per_sample() > 1 { "tokens" } else { "samples" };
     let (model, batch) = (config.model.kind.name(), config.training.batch_size);
     writeln!(
         out,
         "# {model}, {steps} steps: {ranks} ranks with batch {batch} compared with 1 rank with batch {samples}\n\
          # bound: {:.1e} = 2^-23 ({steps} steps x {largest:.2}, the largest parameter,\n\
-         #   + ({samples} samples + {width} inputs of a layer) x {max_update:.4}, the largest change of a parameter)\n\
+         #   + ({terms} {of_sum} + {width} inputs of a layer) x {max_update:.4}, the largest change of a parameter)\n\
          #{:<40}{:>10}  {:<8}largest in",
         bound.value(),
         "ranks x batch",

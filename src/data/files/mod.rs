@@ -11,6 +11,7 @@ mod npy;
 mod random;
 mod safetensors;
 mod spec;
+mod text;
 
 pub use file_dataset::FileDataset;
 pub use spec::DatasetSpec;
@@ -18,13 +19,14 @@ pub use spec::DatasetSpec;
 use format::Format;
 
 /// All formats, in the order in which messages list them.
-const FORMATS: [&dyn Format; 6] = [
+const FORMATS: [&dyn Format; 7] = [
     &random::Random,
     &digits::Digits,
     &safetensors::SafetensorsFile,
     &npy::Npy,
     &idx::Idx,
     &csv::Csv,
+    &text::Text,
 ];
 
 /// The meaning of a file's targets.

@@ -1,7 +1,7 @@
 //! [`DatasetSpec`]: the value of `--dataset`.
 
 use std::fmt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use serde::{Serialize, Serializer};
@@ -12,6 +12,7 @@ use super::array::Array;
 use super::digits::Digits;
 use super::format::Format;
 use super::random::Random;
+use super::text::Text;
 use crate::error::{Error, Result};
 
 /// The source of the samples: `--dataset`.
@@ -54,6 +55,11 @@ impl DatasetSpec {
     /// Returns whether the targets are known to be classes.
     pub(crate) fn has_classes(&self) -> bool {
         self.format.has_classes()
+    }
+
+    /// Returns the file of a text; `None` for other formats.
+    pub(crate) fn text_file(&self) -> Option<&Path> {
+        (self.format.name() == Text.name()).then(|| Path::new(&self.location))
     }
 
     /// Returns the files that may be read.
@@ -138,13 +144,14 @@ mod tests {
             ("x.npy,y.npy", Some("npy:x.npy,y.npy")),
             ("src", Some("idx:src")),
             ("mnist:folder", Some("idx:folder")),
+            ("poem.txt", Some("text:poem.txt")),
             (".csv", None),
             ("pets", None),
             ("", None),
         ] {
             let error = text.parse::<DatasetSpec>().unwrap_err().to_string();
             let end =
-                meant.map_or("or csv:FILE".into(), |meant| format!("; did you mean {meant}?"));
+                meant.map_or("or text:FILE".into(), |meant| format!("; did you mean {meant}?"));
             assert!(error.ends_with(&end), "{error}");
         }
     }

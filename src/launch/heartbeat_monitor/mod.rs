@@ -1,6 +1,8 @@
 //! The heartbeat monitor: a thread in each process stores what its ranks do, and stops them when a rank elsewhere
 //! fails.
 
+mod peer_status;
+
 use std::convert::Infallible;
 use std::ops::Range;
 use std::sync::Arc;
@@ -16,7 +18,7 @@ use parking_lot::{Mutex, MutexGuard};
 use super::heartbeat::{Heartbeat, RankStatus};
 use super::messages::FailureReport;
 use super::stall;
-use crate::error::{Error, MissingRank, Result};
+use crate::error::{Error, Result};
 use crate::ffi::TcpStore;
 use crate::operation::{OpId, Operation};
 use crate::os::limits::not_started;
@@ -400,47 +402,6 @@ fn publish_failure(store: &TcpStore, report: &FailureReport) -> Result<()> {
 
 fn alive(process: usize) -> String {
     format!("alive/{process}")
-}
-
-impl PeerStatus for Shared {
-    /// Reads the heartbeats twice: a process without a new one in between is silent. If the store does not answer,
-    /// the process that serves it is the silent one.
-    fn refresh(&self, run: &RunContext) -> Vec<MissingRank> {
-        let cancelled = run.cancel.tripped();
-        let store = self.with_short_timeout(cancelled.clone());
-        let twice = self.heartbeats_elsewhere(&store, run).and_then(|before| {
-            // Only time shows that no heartbeat arrives.
-            select_biased! {
-                recv(cancelled) -> _ => Ok((before.clone(), Vec::new())),
-                default(HEARTBEAT_TIMEOUT) => Ok((before, self.heartbeats_elsewhere(&store, run)?)),
-            }
-        });
-        // If another process has timed out first, it has ended its ranks: they are not stragglers.
-        if twice.is_ok() && run.cancel.cancelled_by().is_none() {
-            let _ = self.read_failure(&store, run); // the heartbeat thread reports a store that is gone
-        }
-        let silent: Vec<usize> = match twice {
-            _ if run.cancel.cancelled_by().is_some() => Vec::new(),
-            Ok((before, now)) => {
-                let both = before.iter().zip(&now);
-                let same = self.others().zip(both).filter(|(_, (before, now))| before == now);
-                same.map(|(process, _)| process).collect()
-            }
-            Err(_) => {
-                let serves = |process: &usize| self.server.rank == Some(self.ranks[*process].start);
-                self.others().filter(serves).collect()
-            }
-        };
-        let ranks = silent.into_iter().flat_map(|process| self.ranks[process].clone());
-        let seen =
-            |rank: usize| MissingRank { rank, last_seen: run.activity[rank].now(), silent: true };
-        ranks.map(seen).collect()
-    }
-
-    fn poll(&self, run: &RunContext) {
-        // A status that cannot be read stays as it was.
-        let _ = self.heartbeats_elsewhere(&self.with_short_timeout(never()), run);
-    }
 }
 
 #[cfg(test)]

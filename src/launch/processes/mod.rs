@@ -1,6 +1,7 @@
 //! `--spawn=processes`: a process for each rank of this machine, as `torch.multiprocessing.spawn` starts them. Also
 //! `--max-restarts`, which restarts them after a failure, or restarts one process with all ranks as threads.
 
+mod held_output;
 mod report;
 mod running;
 
@@ -29,10 +30,12 @@ use crate::ffi::TcpStore;
 use crate::os::{
     self,
     limits::{not_started, require_files},
+    terminal::LentTerminal,
 };
 use crate::process_group::rank_label;
 use crate::runtime::{self, StopReason};
 use crate::telemetry::Failure;
+use held_output::OutputOfProcesses;
 pub(crate) use report::Report;
 use report::store_prefix;
 use running::RunningProcesses;
@@ -84,6 +87,8 @@ pub(crate) struct SpawnProcesses<'a> {
     pub stops: bool,
     /// How many times the processes are restarted after a failure, at most.
     pub max_restarts: usize,
+    /// Whether the process of rank 0 shows the live view on the terminal.
+    pub live: bool,
 }
 
 impl SpawnProcesses<'_> {
@@ -94,10 +99,11 @@ impl SpawnProcesses<'_> {
     /// [`Error::Store`] when the store cannot be served, [`Error::InvalidInput`] when processes cannot be started.
     pub(crate) fn run(&self, before_restart: impl Fn(usize, &Report)) -> Result<Ended> {
         require_files(files_of_store(self.count()), "serving a store to the ranks")?;
+        let lent = self.live.then(LentTerminal::new).flatten();
         let (_open, never) = bounded(0);
         let store = TcpStore::serve("127.0.0.1", 0, self.timeout, never)?;
         let (handle, signals) = self.listen().map_err(cannot_start)?;
-        let ended = self.run_starts(&store, &signals, before_restart);
+        let ended = self.run_starts(&store, &signals, lent.as_ref(), before_restart);
         handle.close();
         ended
     }
@@ -106,6 +112,7 @@ impl SpawnProcesses<'_> {
         &self,
         store: &TcpStore,
         signals: &Receiver<i32>,
+        lent: Option<&LentTerminal>,
         before_restart: impl Fn(usize, &Report),
     ) -> Result<Ended> {
         let (began, mut restarts) = (Instant::now(), Restarts::default());
@@ -114,7 +121,14 @@ impl SpawnProcesses<'_> {
             let number = restarts.reasons.len();
             let start = Start { spawn: self, store: store.under(&store_prefix(number)), number };
             let mut all = start.begin(store)?;
-            let mut stops = start.wait(&mut all, store, signals);
+            if let (Some(lent), Some(Some(rank_0))) = (lent, all.children.first()) {
+                lent.lend_to(rank_0.id());
+            }
+            let mut stops = start.wait(&mut all, store, signals, lent);
+            if let Some(lent) = lent {
+                lent.take_back();
+            }
+            std::mem::take(&mut all.output).print();
             let Some(mut report) = start.failure(&all) else {
                 return Ok(Ended::Well(all.reason_of_rank_0()));
             };
@@ -202,12 +216,18 @@ struct Start<'a> {
 impl Start<'_> {
     /// Starts the processes, whose store is `store`. If one cannot be started, kills the others.
     fn begin(&self, store: &TcpStore) -> Result<RunningProcesses> {
-        let mut all = RunningProcesses { children: Vec::new(), ended: Vec::new() };
+        let mut all = RunningProcesses::default();
         for rank in 0..self.spawn.count() {
-            match self.start(rank, store.port()) {
-                Ok(child) => all.children.push(Some(child)),
+            let started = self.start(rank, store.port()).and_then(|mut child| {
+                let read = all.output.read(&mut child);
+                all.children.push(Some(child));
+                read
+            });
+            match started {
+                Ok(()) => {}
                 Err(error) => {
                     all.kill();
+                    std::mem::take(&mut all.output).print();
                     return Err(cannot_start(error));
                 }
             }
@@ -231,6 +251,9 @@ impl Start<'_> {
                 None => command.env_remove(name),
             };
         }
+        if self.spawn.live && rank > 0 {
+            OutputOfProcesses::capture(&mut command);
+        }
         let held: &[i32] = if self.spawn.stops { &SIGNALS } else { &[] };
         os::tie_to_this_process(&mut command, held);
         command.spawn()
@@ -238,7 +261,13 @@ impl Start<'_> {
 
     /// Waits until all processes have ended. Forwards signals, and kills processes that do not exit after a failure.
     /// Returns whether a signal has asked the run to stop.
-    fn wait(&self, all: &mut RunningProcesses, store: &TcpStore, signals: &Receiver<i32>) -> bool {
+    fn wait(
+        &self,
+        all: &mut RunningProcesses,
+        store: &TcpStore,
+        signals: &Receiver<i32>,
+        lent: Option<&LentTerminal>,
+    ) -> bool {
         let mut stops = false;
         let mut final_signals = [SIGTERM, SIGKILL].into_iter();
         let mut deadline: Option<Instant> = None;
@@ -259,6 +288,9 @@ impl Start<'_> {
                 }
             }
             all.reap();
+            if let (Some(lent), Some(None)) = (lent, all.children.first()) {
+                lent.take_back(); // the user needs Ctrl-C while the others end
+            }
             if let (None, Some(&(rank, pid, status))) = (deadline, all.first_failure()) {
                 deadline =
                     Some(runtime::deadline(self.spawn.grace_period.saturating_add(TERM_TIMEOUT)));
@@ -351,6 +383,7 @@ mod tests {
             grace_period: time,
             stops: true,
             max_restarts: 3,
+            live: false,
         };
         let (_open, never) = bounded(0);
         let store = TcpStore::serve("127.0.0.1", 0, time, never).unwrap();
@@ -360,7 +393,8 @@ mod tests {
             let exit = format!("exit {code}");
             let status = Command::new("sh").args(["-c", &exit]).status().unwrap();
             start.tell(&placement, &store, 1, status, "ended").unwrap();
-            let all = RunningProcesses { children: Vec::new(), ended: vec![(1, 7, status)] };
+            let all =
+                RunningProcesses { ended: vec![(1, 7, status)], ..RunningProcesses::default() };
             let report = start.failure(&all).unwrap();
             assert_eq!(report.wrong_input, code == 2, "{report:?}");
             assert_eq!(report.failure.is_none(), code == 2, "{report:?}");

@@ -2,16 +2,20 @@
 
 use std::process::{Child, ExitStatus};
 
+use super::held_output::OutputOfProcesses;
 use crate::launch::signals::reason_of;
 use crate::os;
 use crate::runtime::StopReason;
 
 /// The processes, by rank.
+#[derive(Default)]
 pub(super) struct RunningProcesses {
     /// `None` for each process that has ended.
     pub children: Vec<Option<Child>>,
     /// The rank, process id and exit status of each process that has ended, the earliest first.
     pub ended: Vec<(usize, u32, ExitStatus)>,
+    /// What they have written while the live view was shown.
+    pub output: OutputOfProcesses,
 }
 
 impl RunningProcesses {

@@ -13,8 +13,8 @@ use tch::Device;
 use super::rank_thread::RankThread;
 use super::stall::Notifier;
 use super::{
-    BindChoice, JoinLaunchOptions, Launch, LaunchKind, LaunchOptions, Placement, ProcessWorld,
-    Rank, SpawnError,
+    BindChoice, JoinLaunchOptions, Launch, LaunchKind, LaunchOptions, Live, Placement,
+    ProcessWorld, Rank, SpawnError,
 };
 use crate::error::Result;
 use crate::ffi;
@@ -125,6 +125,7 @@ pub struct Spawn {
     stop: Option<Arc<StopRequest>>,
     trace: Option<PathBuf>,
     dump: Option<Arc<OnceLock<FlightRecorderDump>>>,
+    live: Option<Live>,
     /// The launcher that gets the reason of a failure, if there is one.
     launch: Option<Arc<Launch>>,
 }
@@ -154,6 +155,7 @@ impl Spawn {
             stop: None,
             trace: None,
             dump: None,
+            live: None,
             launch: None,
         }
     }
@@ -289,6 +291,11 @@ impl Spawn {
     /// Keeps more records, and stores the dump of the flight recorder in `dump` when all ranks have ended.
     pub(crate) fn dump(self, dump: Option<Arc<OnceLock<FlightRecorderDump>>>) -> Self {
         Self { dump, ..self }
+    }
+
+    /// Shows the ranks in the terminal while they run.
+    pub(crate) fn live(self, live: Option<Live>) -> Self {
+        Self { live, ..self }
     }
 
     /// Makes the ranks part of a run of several processes. They are numbered after those of the processes before.

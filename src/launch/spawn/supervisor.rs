@@ -64,6 +64,11 @@ impl Spawn {
             run.report(first, Some(&error), error.to_string());
             Vec::new()
         });
+        // Before the ranks print their first lines, which would be lost on the view's screen.
+        let view = self.live.as_ref().and_then(|live| {
+            let labels = (0..world_size).map(|rank| self.device(rank)).collect();
+            live.start(&run, first..first + count, labels, self.stop.clone())
+        });
         for (local_rank, rendezvous) in rendezvous::channels(count).into_iter().enumerate() {
             let rank = first + local_rank;
             let thread = RankThread {
@@ -93,6 +98,7 @@ impl Spawn {
         }
         drop(ended);
         let table = self.wait(&run, &ends, &mut threads, join);
+        drop(view);
         give_back_memory();
         if let Some(world) = &self.world {
             let failed = run.cancel.cancelled_by().is_some();
@@ -221,7 +227,7 @@ impl Spawn {
         while running > 0 && run.cancel.cancelled_by().is_none() {
             select! {
                 recv(self.asks) -> _ => {
-                    self.tell.notify(&format!("what each rank does\n{}", status_table(run, here.clone())));
+                    self.tell.notify(&format!("what each rank does\n{}", status_table(run, here.clone(), &run.remote_snapshots)));
                     continue;
                 }
                 default(self.stall_warning.div_f64(8.0).clamp(STALL_POLL_INTERVALS.0, STALL_POLL_INTERVALS.1)) => {
@@ -246,7 +252,7 @@ impl Spawn {
             if run.failures().first().is_some_and(|failure| failure.waited) {
                 run.poll_peers();
             }
-            status_table(run, here)
+            status_table(run, here, &run.remote_snapshots)
         });
         let deadline = deadline(self.grace_period);
         while running > 0 {

@@ -1,7 +1,6 @@
 //! The shared state of one run: what each rank does, which rank failed first, and whether to continue.
 
 use std::collections::BTreeMap;
-use std::fmt;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -12,7 +11,7 @@ use super::primitives::{
     AtomicBool, AtomicU64, AtomicUsize, Mutex, MutexGuard, Ordering, Thread, available_parallelism,
     current, park, park_timeout, yield_now,
 };
-use super::{CancelToken, Fault, FaultSite, FlightRecorder, RemoteSnapshots};
+use super::{CancelToken, Fault, FaultSite, FlightRecorder, PeerStatus, RemoteSnapshots};
 use crate::error::{Blame, Error, MissingRank, Result};
 use crate::operation::{OpId, Operation};
 
@@ -57,16 +56,6 @@ pub(crate) struct ReportedFailure {
     pub error: String,
     /// Whether the reporter timed out while waiting, or found another rank in a different call.
     pub waited: bool,
-}
-
-/// The source of the state of ranks in other processes.
-pub(crate) trait PeerStatus: fmt::Debug + Send + Sync {
-    /// Updates [`RunContext::activity`] and [`RunContext::remote_snapshots`] for the ranks of other processes, as far
-    /// as possible. Returns the ranks that no longer answer. Blocks for a moment, unless the run is cancelled.
-    fn refresh(&self, run: &RunContext) -> Vec<MissingRank>;
-
-    /// Updates the same state once, even if the run is cancelled.
-    fn poll(&self, run: &RunContext);
 }
 
 /// The ranks that a rank waits for.

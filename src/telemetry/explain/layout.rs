@@ -9,7 +9,7 @@ use textwrap::{Options, WordSeparator, WordSplitter, wrap};
 const WIDTH: usize = 80;
 
 /// Returns the lines of a paragraph; none if it is empty.
-pub(super) fn paragraph(text: &str) -> Vec<String> {
+pub(crate) fn paragraph(text: &str) -> Vec<String> {
     let options = Options::new(WIDTH).initial_indent("  ").subsequent_indent("  ");
     let options = options.word_separator(WordSeparator::Custom(words));
     let lines = wrap(text.trim(), options.word_splitter(WordSplitter::NoHyphenation));

@@ -12,7 +12,8 @@ use serde_with::SerializeDisplay;
 use strum::{Display, EnumString, VariantNames};
 
 use super::Printer;
-use layout::{number, numbers, paragraph, samples, shown, signed, table};
+pub(crate) use layout::paragraph;
+use layout::{number, numbers, samples, shown, signed, table};
 use texts::{Catalog, Section};
 
 /// The language of the explanation: `--language`.

@@ -44,6 +44,21 @@ impl<M> Callback<M> for FaultInjection {
         Ok(())
     }
 
+    /// Makes the loss NaN where the sample cannot be: tokens are integers.
+    fn on_before_backward(
+        &mut self,
+        _: &mut TrainContext<M>,
+        step: &Step,
+        batch: usize,
+        loss: &mut Tensor,
+    ) -> Result<()> {
+        let is_here = self.kind == FaultKind::Nan && step.number == self.step && batch == 0;
+        if is_here && step.batches.iter().any(|batch| !batch.inputs.is_floating_point()) {
+            *loss = loss.f_mul_scalar(f64::NAN).doing("making a loss NaN")?;
+        }
+        Ok(())
+    }
+
     fn on_step_end(&mut self, context: &mut TrainContext<M>, step: &Step) -> Result<()> {
         if step.number == self.step
             && self.kind == FaultKind::Desync
@@ -55,9 +70,12 @@ impl<M> Callback<M> for FaultInjection {
     }
 }
 
-/// Overwrites the step's first sample with NaN.
+/// Overwrites the step's first sample with NaN. Integers, which have no NaN, stay.
 fn make_sample_nan(batches: &mut [Batch]) -> crate::error::Result<()> {
     let Some(batch) = batches.iter_mut().find(|batch| !batch.is_empty()) else { return Ok(()) };
+    if !batch.inputs.is_floating_point() {
+        return Ok(());
+    }
     // A copy: the data set itself stays unchanged.
     let doing = "making a sample NaN";
     batch.inputs = batch.inputs.f_detach_copy().doing(doing)?;

@@ -50,6 +50,7 @@ impl Metrics {
         let grad_norm = self.grad_norm.take().map(|norm| norm.f_double_value(&[]));
         let grad_norm = grad_norm.transpose().doing(doing)?;
         let seconds = self.since.elapsed().as_secs_f64();
+        let samples_per_second = totals[2] / seconds;
         let metrics = TrainMetrics {
             step: context.state.step,
             epoch: context.state.epoch,
@@ -58,7 +59,8 @@ impl Metrics {
             lr: step.lr,
             grad_norm,
             step_us: seconds * 1e6 / self.steps as f64,
-            samples_per_second: totals[2] / seconds,
+            samples_per_second,
+            tokens_per_second: context.tokens_per_second(samples_per_second),
         };
         self.loss_sum = if step.ends_epoch { 0.0 } else { loss_sum };
         (self.steps, self.samples, self.counted) = (0, 0, 0);

@@ -1,5 +1,7 @@
 //! Validation: loss and accuracy on samples that the model is not trained on.
 
+use std::f64::consts::LN_2;
+
 use anyhow::Result;
 use tch::nn::ModuleT;
 use tch::{Kind, Tensor};
@@ -77,10 +79,13 @@ impl Validation {
             return Err(context.nonfinite_validation(&self.loader, loss)?.into());
         }
         context.samples_shown = samples;
+        let is_text = classifies && context.tokens_per_sample.get().is_some_and(Option::is_some);
         let state = &mut context.state;
         let best = state.best.as_ref().is_none_or(|best| loss < best.loss);
         let accuracy = classifies.then(|| totals[1] / totals[2]);
-        let metrics = ValidationMetrics { step: state.step, epoch, loss, accuracy, best };
+        let bits_per_token = is_text.then(|| loss / LN_2);
+        let metrics =
+            ValidationMetrics { step: state.step, epoch, loss, bits_per_token, accuracy, best };
         state.validations_since_best += 1;
         if best {
             (state.best, state.validations_since_best) = (Some(metrics.clone()), 0);
@@ -101,7 +106,13 @@ fn batch_totals(
     let len = batch.len() as f64;
     let correct = match classifies {
         false => Tensor::f_zeros_like(loss)?,
-        true => output.f_argmax(-1, false)?.f_eq_tensor(&batch.targets)?.f_sum(Kind::Double)?,
+        true => {
+            let correct = output.f_argmax(-1, false)?.f_eq_tensor(&batch.targets)?;
+            // A sequence counts with the part of its tokens that are correct.
+            correct
+                .f_sum(Kind::Double)?
+                .f_div_scalar(batch.tokens_per_sample().unwrap_or(1) as f64)?
+        }
     };
     let sum = loss.f_to_kind(Kind::Double)?.f_mul_scalar(len)?;
     let count = sum.f_full_like(len)?;

@@ -91,8 +91,9 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("record_stream", &record_stream);
   library.impl("_local_scalar_dense", &local_scalar);
   library.impl("copy_", &copy_);
-  // These would choose among CUDA's own kernels.
-  for (auto* name : {"convolution", "convolution_backward", "_foreach_norm.Scalar"}) {
+  // The first three would choose among CUDA's own kernels. The last has a kernel for devices that lack one, which rounds
+  // differently.
+  for (auto* name : {"convolution", "convolution_backward", "_foreach_norm.Scalar", "native_layer_norm"}) {
     library.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
   }
 }

@@ -94,59 +94,49 @@ impl Rank {
     }
 }
 
-fn exchange_again_and_again(world_size: usize, exchanges: u64, preemptions: Option<usize>) {
+/// Tries every order in which `world_size` ranks make `times` calls of `work`, which gets the number of the call.
+fn again_and_again(
+    what: &str,
+    [world_size, times]: [usize; 2],
+    preemptions: Option<usize>,
+    work: fn(&mut Rank, u64),
+) {
     in_every_order(
-        &format!("{exchanges} exchanges of {world_size} ranks"),
+        &format!("{times} times {what}, {world_size} ranks"),
         world_size,
         preemptions,
         move || exchange_of(barrier_of(world_size)),
         move |rank, exchange| {
             let mut rank = Rank::new(rank, exchange);
-            for sequence in 0..exchanges {
-                rank.exchange(sequence).unwrap();
-            }
+            (0..times as u64).for_each(|sequence| work(&mut rank, sequence));
+            rank.go();
         },
         drop,
     );
 }
 
-fn reduce_again_and_again(world_size: usize, times: u64, preemptions: Option<usize>) {
-    in_every_order(
-        &format!("{times} all_reduce of {world_size} ranks"),
-        world_size,
-        preemptions,
-        move || exchange_of(barrier_of(world_size)),
-        move |rank, exchange| {
-            let mut rank = Rank::new(rank, exchange);
-            for sequence in 0..times {
-                rank.all_reduce(sequence).unwrap();
-            }
-            rank.go();
-        },
-        drop,
-    );
+fn exchange_again_and_again(world_size: usize, times: usize, preemptions: Option<usize>) {
+    again_and_again("an exchange", [world_size, times], preemptions, |rank, sequence| {
+        rank.exchange(sequence).unwrap();
+    });
+}
+
+fn reduce_again_and_again(world_size: usize, times: usize, preemptions: Option<usize>) {
+    again_and_again("an all_reduce", [world_size, times], preemptions, |rank, sequence| {
+        rank.all_reduce(sequence).unwrap();
+    });
 }
 
 /// Reduces announced elements. Every third all_reduce is one in the ranks' memory, if there are so many.
-fn reduce_contents_again_and_again(world_size: usize, times: u64, preemptions: Option<usize>) {
-    in_every_order(
-        &format!("{times} all_reduce of what {world_size} ranks announce"),
-        world_size,
-        preemptions,
-        move || exchange_of(barrier_of(world_size)),
-        move |rank, exchange| {
-            let mut rank = Rank::new(rank, exchange);
-            for sequence in 0..times {
-                if sequence % 3 == 2 {
-                    rank.all_reduce(sequence).unwrap();
-                } else {
-                    rank.all_reduce_contents(sequence);
-                }
-            }
-            rank.go();
-        },
-        drop,
-    );
+fn reduce_contents_again_and_again(world_size: usize, times: usize, preemptions: Option<usize>) {
+    let what = "an all_reduce of what is announced";
+    again_and_again(what, [world_size, times], preemptions, |rank, sequence| {
+        if sequence % 3 == 2 {
+            rank.all_reduce(sequence).unwrap();
+        } else {
+            rank.all_reduce_contents(sequence);
+        }
+    });
 }
 
 #[test]

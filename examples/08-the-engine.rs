@@ -1,6 +1,6 @@
-//! 09. A full training loop: the features around `DistributedDataParallel`.
+//! 08. A full training loop: the features around `DistributedDataParallel`.
 //!
-//!     cargo run --release --example 09-the-engine
+//!     cargo run --release --example 08-the-engine
 //!
 //! Gradient accumulation, mixed precision, gradient clipping, a communication hook, dropout with each rank's own random
 //! number generator, and evaluation.
@@ -8,6 +8,7 @@
 #![allow(clippy::print_stdout)]
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use anyhow::ensure;
 use ddp_mp::prelude::*;
@@ -39,7 +40,10 @@ fn main() -> anyhow::Result<()> {
         let mut ddp =
             DistributedDataParallel::new(model, &vs, group.clone(), DdpOptions::default())?;
         // The same as DDP's default. A hook may do anything that gives all ranks the same gradients.
-        ddp.register_comm_hook(hook_fn("mine", |bucket, group| {
+        let calls = Arc::new(AtomicUsize::new(0));
+        let counted = calls.clone();
+        ddp.register_comm_hook(hook_fn("mine", move |bucket, group| {
+            counted.fetch_add(1, Ordering::Relaxed);
             group.all_reduce(bucket.gradients, ReduceOp::PremulSum(1.0 / group.world_size() as f64))
         }))?;
         let mut optimizer = AdamW::new(ddp.flat_buffers(), AdamWOptions::default())?;
@@ -59,7 +63,7 @@ fn main() -> anyhow::Result<()> {
                 ddp.zero_grad()?;
                 for (number, batch) in step_batches.iter().enumerate() {
                     // The backward of the last batch averages the sum of all batches.
-                    let is_last = number + 1 == step_batches.len();
+                    let is_last = number + 1 == step_batches.len(); // exercise
                     let _no_sync = (!is_last).then(|| ddp.no_sync());
                     let loss = {
                         let _autocast = Autocast::new(rank.device(), Kind::Half)?;
@@ -79,9 +83,9 @@ fn main() -> anyhow::Result<()> {
             let output = tch::no_grad(|| ddp.forward_t(&whole_x, false));
             error = output.f_mse_loss(&whole_y, Reduction::Mean)?.double_value(&[]);
             if rank.rank() == 0 && epoch % 10 == 9 {
-                let lr = schedule.lr(epoch, step);
+                let calls = calls.load(Ordering::Relaxed);
                 println!(
-                    "epoch {epoch}: error {error:.5}, lr {lr:.4}, {clipped} of {step} steps clipped"
+                    "epoch {epoch}: error {error:.5}, {clipped} of {step} clipped, {calls} calls"
                 );
             }
         }

@@ -1,15 +1,15 @@
-//! 08. Several machines: the same ranks in several processes, which a launcher's environment variables connect.
+//! 13. Several machines: the same ranks in several processes, which a launcher's environment variables connect.
 //!
-//!     cargo run --release --example 08-several-machines
+//!     cargo run --release --example 13-several-machines
 //!
 //! Without a launcher, it launches itself twice, as on two machines. With torchrun, run this on each machine:
 //!
 //!     torchrun --nnodes=2 --nproc-per-node=1 --rdzv-backend=c10d --rdzv-endpoint=node0:29400 \
-//!         --no-python target/release/examples/08-several-machines
+//!         --no-python target/release/examples/13-several-machines
 //!
 //! By hand, pass torchrun's flags as variables, with PET_NODE_RANK=1 on the second machine:
 //!
-//!     PET_NNODES=2 PET_NODE_RANK=0 MASTER_ADDR=node0 target/release/examples/08-several-machines
+//!     PET_NNODES=2 PET_NODE_RANK=0 MASTER_ADDR=node0 target/release/examples/13-several-machines
 
 #![allow(clippy::print_stdout)]
 

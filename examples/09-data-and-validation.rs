@@ -1,6 +1,6 @@
-//! 10. Data and validation: a data set of your own, loaded by worker threads, with a part held back for validation.
+//! 09. Data and validation: a data set of your own, loaded by worker threads, with a part held back for validation.
 //!
-//!     cargo run --release --example 10-data-and-validation
+//!     cargo run --release --example 09-data-and-validation
 //!
 //! In Python: `__len__` and `__getitem__`, `random_split`, `DataLoader(num_workers=2, sampler=DistributedSampler(..))`,
 //! and `dist.all_reduce` of the number of correct samples. There padding makes some samples count twice; with `uneven`
@@ -63,7 +63,7 @@ fn main() -> anyhow::Result<()> {
         };
         let sampler = |len| DistributedSampler::new(len, rank.world_size(), rank.rank());
         let batches = loader(&training, sampler(training.len())?)?;
-        let validation = loader(&held_back, sampler(held_back.len())?.uneven())?;
+        let validation = loader(&held_back, sampler(held_back.len())?.uneven())?; // exercise
         let mut accuracy = 0.0;
         for epoch in 0..6 {
             for batch in batches.epoch(epoch)? {
@@ -82,7 +82,7 @@ fn main() -> anyhow::Result<()> {
             }
             group.all_reduce(&mut correct, ReduceOp::Sum)?; // each rank has counted its own samples
             let [hits, count] = [0, 1].map(|index| correct.double_value(&[index]));
-            ensure!(count as usize == held_back.len(), "each sample must count once");
+            ensure!(count as usize == held_back.len(), "{count} counted, of {}", held_back.len());
             accuracy = hits / count;
             if rank.rank() == 0 {
                 println!("epoch {epoch}: {:.1} % of {count} that were held back", 100.0 * accuracy);

@@ -1,6 +1,6 @@
-//! 11. Checkpoints: a run that is stopped within an epoch, and resumed with the same result.
+//! 10. Checkpoints: a run that is stopped within an epoch, and resumed with the same result.
 //!
-//!     cargo run --release --example 11-checkpoints
+//!     cargo run --release --example 10-checkpoints
 //!
 //! In Python: `torch.save` of `model.state_dict()`, `optimizer.state_dict()` and more on rank 0, and
 //! `sampler.set_epoch`; the position within the epoch is lost. Here `Trainer` saves and restores all of it. PyTorch's
@@ -41,7 +41,7 @@ fn train(folder: &Path, max_steps: Option<u64>) -> anyhow::Result<u64> {
         let optimizer: Box<dyn Optimizer> = Box::new(optimizer);
         let sampler = DistributedSampler::new(dataset.len(), rank.world_size(), rank.rank())?;
         let loader = DataLoader::new(dataset.clone(), sampler, 16, rank.device())?;
-        let every = SaveEvery { steps: Some(10), epochs: None };
+        let every = SaveEvery { steps: Some(10), epochs: None }; // exercise
         let mut trainer =
             Trainer::new(ddp, optimizer, Schedule::constant(0.01), loader, Loss::Mse)?
                 .checkpoints(dir.clone(), every, Default::default())

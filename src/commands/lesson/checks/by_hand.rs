@@ -1,0 +1,207 @@
+//! The lessons that build data parallelism by hand: gradients of shares, all-reduce, buckets, overlap.
+
+use std::cell::RefCell;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use anyhow::Context;
+use tch::nn::{self, Module, OptimizerConfig, VarStore};
+use tch::{Device, Kind, Reduction, Tensor};
+
+use super::{Found, on_ranks, sine, sine_model, whole};
+use crate::commands::lesson::answer::Answer;
+use crate::data::{DataLoader, Dataset, DistributedSampler};
+use crate::ddp::{DdpOptions, DistributedDataParallel, hook_fn, parameters_hash};
+use crate::ffi::fork_rng;
+use crate::process_group::{ProcessGroup, ReduceOp};
+
+/// Lesson 1 with 48 and 16 samples: the weight of the first gradient with which the sum is that of all 64.
+pub(in super::super) fn one_rank() -> anyhow::Result<Found> {
+    const FIRST: i64 = 48;
+    const BATCH: i64 = 64;
+    let weights = on_ranks(1, |rank, _| {
+        let vs = VarStore::new(rank.device());
+        let model = fork_rng(7, || sine_model(&vs))?;
+        let (x, y) = sine()?.batch(&(0..BATCH as usize).collect::<Vec<_>>())?;
+        let gradient = |start, count| {
+            let output = model.forward(&x.narrow(0, start, count));
+            let loss = output.mse_loss(&y.narrow(0, start, count), Reduction::Mean);
+            let gradients =
+                Tensor::f_run_backward(&[loss], &vs.trainable_variables(), false, false)?;
+            let flat: Vec<Tensor> = gradients.iter().map(|it| it.flatten(0, -1)).collect();
+            anyhow::Ok(Tensor::cat(&flat, 0).to_kind(Kind::Double))
+        };
+        let whole = gradient(0, BATCH)?;
+        let (first, second) = (gradient(0, FIRST)?, gradient(FIRST, BATCH - FIRST)?);
+        // The w for which w * first + (1 - w) * second is closest to the whole.
+        let apart = &first - &second;
+        let weight = (&whole - &second).dot(&apart) / apart.dot(&apart);
+        let difference = (&whole - (&first + &second) / 2.0).abs().max();
+        Ok((weight.double_value(&[]), difference.double_value(&[])))
+    })?;
+    let (weight, difference) = *weights.first().context("there is no rank 0")?;
+    let numbers =
+        [format!("{weight:.6}"), format!("{:.6}", 1.0 - weight), format!("{difference:.1e}")];
+    Ok(Found { answer: Answer::Decimal(weight), numbers: numbers.to_vec() })
+}
+
+/// Adds up all ranks' tensors on rank 0, which sends the sum to all.
+fn through_rank_0(group: &ProcessGroup, tensor: &mut Tensor) -> anyhow::Result<()> {
+    if group.rank() > 0 {
+        group.send(tensor, 0, 0)?;
+        group.recv(tensor, Some(0), 0)?;
+        return Ok(());
+    }
+    let mut received = tensor.zeros_like();
+    for src in 1..group.world_size() {
+        group.recv(&mut received, Some(src), 0)?;
+        *tensor += &received;
+    }
+    (1..group.world_size()).try_for_each(|dst| Ok(group.send(tensor, dst, 0)?))
+}
+
+/// Adds up all ranks' tensors in a ring. The number of ranks must divide the length.
+fn ring(group: &ProcessGroup, tensor: &mut Tensor) -> anyhow::Result<()> {
+    let (rank, ranks) = (group.rank(), group.world_size());
+    let (left, right) = ((rank + ranks - 1) % ranks, (rank + 1) % ranks);
+    let mut chunks = tensor.chunk(ranks as i64, 0);
+    let mut received = chunks[0].zeros_like();
+    for turn in 0..2 * (ranks - 1) {
+        let (to_right, from_left) = (rank + 2 * ranks - turn, rank + 2 * ranks - turn - 1);
+        let work = group.isend(&chunks[to_right % ranks], right, 0)?;
+        group.recv(&mut received, Some(left), 0)?;
+        work.wait()?;
+        let chunk = &mut chunks[from_left % ranks];
+        if turn < ranks - 1 { *chunk += &received } else { chunk.copy_(&received) }
+    }
+    Ok(())
+}
+
+/// Lesson 3 with 8 ranks: the KiB that rank 0 sends through itself, and in the ring.
+pub(in super::super) fn all_reduce() -> anyhow::Result<Found> {
+    const RANKS: usize = 8;
+    const LEN: i64 = 1 << 16;
+    let sent = on_ranks(RANKS, |_, group| {
+        let sent_by = |algorithm: fn(&ProcessGroup, &mut Tensor) -> anyhow::Result<()>| {
+            let mut tensor = Tensor::ones([LEN], (Kind::Float, Device::Cpu));
+            let before = group.traffic().sent;
+            algorithm(&group, &mut tensor)?;
+            anyhow::ensure!(tensor.eq(RANKS as f64).all().int64_value(&[]) == 1, "a wrong sum");
+            anyhow::Ok((group.traffic().sent - before) >> 10)
+        };
+        Ok([sent_by(through_rank_0)?, sent_by(ring)?])
+    })?;
+    let [through, ring] = *sent.first().context("there is no rank 0")?;
+    let numbers = [through, ring, sent.last().map_or(0, |last| last[0])].map(|it| it.to_string());
+    Ok(whole([through, ring], &numbers))
+}
+
+/// Lesson 4 without its broadcast: whether the replicas are equal in the end.
+pub(in super::super) fn naive_ddp() -> anyhow::Result<Found> {
+    const RANKS: usize = 4;
+    let dataset: Arc<dyn Dataset> = Arc::new(sine()?);
+    let trained = on_ranks(RANKS, move |rank, group| {
+        let sampler = DistributedSampler::new(dataset.len(), RANKS, rank.rank())?;
+        let loader = DataLoader::new(dataset.clone(), sampler, 64 / RANKS, rank.device())?;
+        let vs = VarStore::new(rank.device());
+        let model = fork_rng(7 + rank.rank() as u64, || sine_model(&vs))?;
+        let mut optimizer = nn::Sgd::default().build(&vs, 0.03)?;
+        let parameters = vs.trainable_variables();
+        let mut losses = Vec::new();
+        for epoch in 0..8 {
+            let mut sum = Tensor::from_slice(&[0f64]);
+            for batch in loader.epoch(epoch)? {
+                let batch = batch?;
+                optimizer.zero_grad();
+                let loss = model.forward(&batch.inputs).mse_loss(&batch.targets, Reduction::Mean);
+                loss.f_backward()?;
+                for parameter in &parameters {
+                    group.all_reduce(&mut parameter.grad(), ReduceOp::Avg)?;
+                }
+                optimizer.step();
+                sum += loss.double_value(&[]);
+            }
+            group.all_reduce(&mut sum, ReduceOp::Avg)?;
+            losses.push(sum.double_value(&[0]) / loader.num_batches() as f64);
+        }
+        Ok((losses, parameters_hash(&vs)?))
+    })?;
+    let (losses, hash) = trained.first().context("there is no rank 0")?;
+    let are_equal = trained.iter().all(|(_, other)| other == hash);
+    let mut hashes: Vec<u64> = trained.iter().map(|(_, hash)| *hash).collect();
+    hashes.sort_unstable();
+    hashes.dedup();
+    let ends =
+        [losses.first(), losses.last()].map(|loss| format!("{:.6}", loss.unwrap_or(&f64::NAN)));
+    let numbers = [vec![hashes.len().to_string()], ends.to_vec()].concat();
+    Ok(Found { answer: Answer::YesNo(are_equal), numbers })
+}
+
+/// Lesson 5 with 6 parameters in a bucket: the all-reduces of a step.
+pub(in super::super) fn buckets() -> anyhow::Result<Found> {
+    const PARAMETERS_PER_BUCKET: usize = 6;
+    let counted = on_ranks(2, |rank, group| {
+        let vs = VarStore::new(rank.device());
+        let model = fork_rng(7, || {
+            (0..20).fold(nn::seq(), |model, layer| {
+                let linear = nn::linear(vs.root() / layer, 32, 32, Default::default());
+                model.add(linear).add_fn(|x| x.tanh())
+            })
+        })?;
+        let inputs =
+            fork_rng(rank.rank() as u64, || Tensor::rand([8, 32], (Kind::Float, Device::Cpu)))?;
+        model.forward(&inputs).square().mean(Kind::Float).f_backward()?;
+        let parameters = vs.trainable_variables();
+        let last_first: Vec<&Tensor> = parameters.iter().rev().collect();
+        let before = group.traffic().sent;
+        let mut calls = 0u64;
+        for parameters in last_first.chunks(PARAMETERS_PER_BUCKET) {
+            let flat: Vec<Tensor> =
+                parameters.iter().map(|parameter| parameter.grad().flatten(0, -1)).collect();
+            group.all_reduce(&mut Tensor::cat(&flat, 0), ReduceOp::Avg)?;
+            calls += 1;
+        }
+        Ok((calls, parameters.len() as u64, group.traffic().sent - before))
+    })?;
+    let (calls, parameters, bytes) = *counted.first().context("there is no rank 0")?;
+    Ok(whole([calls], &[calls, parameters, bytes].map(|number| number.to_string())))
+}
+
+/// Lesson 6 with buckets of 3 MiB: the buckets, and the gradients that are ready when the first goes out.
+pub(in super::super) fn overlap() -> anyhow::Result<Found> {
+    let ready = on_ranks(2, |rank, group| {
+        let vs = VarStore::new(rank.device());
+        let model = fork_rng(7, || {
+            (0..6).fold(nn::seq(), |model, layer| {
+                let linear = nn::linear(vs.root() / layer, 512, 512, Default::default());
+                model.add(linear).add_fn(|x| x.tanh())
+            })
+        })?;
+        let options =
+            DdpOptions { overlap: Some(true), bucket_cap_mb: 3.0, ..DdpOptions::default() };
+        let mut ddp = DistributedDataParallel::new(model, &vs, group, options)?;
+        let (ready, parameters) = (Rc::new(RefCell::new(Vec::new())), vs.trainable_variables());
+        let counts = ready.clone();
+        ddp.register_comm_hook(hook_fn("counting", move |bucket, group| {
+            let count = parameters.iter().filter(|parameter| parameter.grad().defined()).count();
+            counts.borrow_mut().push(count as u64);
+            let share = 1.0 / group.world_size() as f64;
+            group.all_reduce(bucket.gradients, ReduceOp::PremulSum(share))
+        }))?;
+        let inputs =
+            fork_rng(rank.rank() as u64, || Tensor::rand([64, 512], (Kind::Float, Device::Cpu)))?;
+        // DDP orders the buckets anew after the first step; the second has the final ones.
+        for _step in 0..2 {
+            ready.borrow_mut().clear();
+            ddp.zero_grad()?;
+            let loss = ddp.forward(&inputs).square().mean(Kind::Float);
+            ddp.backward(&loss)?;
+        }
+        Ok(ready.take())
+    })?;
+    let ready = ready.into_iter().next().context("there is no rank 0")?;
+    let first = *ready.first().context("no bucket went out")?;
+    let list: Vec<String> = ready.iter().map(u64::to_string).collect();
+    let numbers = [ready.len().to_string(), first.to_string(), list.join(", ")];
+    Ok(whole([ready.len() as u64, first], &numbers))
+}

@@ -1,0 +1,51 @@
+//! The lesson about several machines: two processes with two ranks each, against one with four.
+
+use std::net::TcpListener;
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, ensure};
+
+use super::Found;
+use crate::commands::lesson::answer::Answer;
+
+/// The flags with which `ddp-mp` prints the hash of its parameters as JSON, and does not wait long for a lost process.
+const FLAGS: [&str; 3] = ["--launch=local", "--log-format=json", "--timeout=60s"];
+
+/// Two processes of `ddp-mp` with two ranks each: whether the parameters have the bits of one process with four.
+pub(in super::super) fn two_by_two() -> anyhow::Result<Found> {
+    let alone = train(&[&["--nproc-per-node=4"]])?;
+    // Nobody listens on this port any more, and the system does not give it away again soon.
+    let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
+    let port = format!("--master-port={port}");
+    let machine =
+        |number| [number, "--nnodes=2", "--master-addr=127.0.0.1", "--nproc-per-node=2", &port];
+    let together = train(&[&machine("--node-rank=0"), &machine("--node-rank=1")])?;
+    let answer = Answer::YesNo(alone == together);
+    Ok(Found { answer, numbers: vec![alone, together] })
+}
+
+/// Runs a process of `ddp-mp` for each of `machines`, which have these flags. Returns the hash of the parameters.
+fn train(machines: &[&[&str]]) -> anyhow::Result<String> {
+    let start = |flags: &&[&str]| {
+        let mut command = Command::new(std::env::current_exe()?);
+        command.args(FLAGS).args(*flags).env("CUDA_VISIBLE_DEVICES", ""); // ranks on the CPU
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()
+    };
+    let started = machines.iter().map(start).collect::<Result<Vec<_>, _>>();
+    let mut outputs = Vec::new();
+    for process in started.context("starting ddp-mp")? {
+        outputs.push(process.wait_with_output().context("waiting for ddp-mp")?);
+    }
+    for output in &outputs {
+        let problem = String::from_utf8_lossy(&output.stderr);
+        ensure!(output.status.success(), "a process failed ({}): {problem}", output.status);
+    }
+    // The process of rank 0 prints the results.
+    let output = outputs.first().context("there is no process")?;
+    let text = String::from_utf8_lossy(&output.stdout);
+    let mut events = text.lines().filter_map(|line| serde_json::from_str(line).ok());
+    let hash = events.find_map(|event: serde_json::Value| {
+        Some(event.get("parameters_hash")?.as_str()?.to_owned())
+    });
+    hash.context("ddp-mp printed no hash of its parameters")
+}

@@ -1,0 +1,136 @@
+//! The lessons in the order of the course: each with its chapter and the check of its exercise.
+
+use strum::{EnumIter, EnumString, IntoEnumIterator, IntoStaticStr};
+
+use super::answer::{Answer, Form};
+use super::checks::{by_hand, gpt, own_model, program, several_machines};
+
+/// A lesson of the course. Its name is that of the variant, such as `all-reduce-by-hand`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, EnumIter, EnumString, IntoStaticStr)]
+#[strum(serialize_all = "kebab-case")]
+#[allow(missing_docs)] // `texts` describes each in every language
+pub enum Lesson {
+    Demo,
+    Shards,
+    Update,
+    Batch,
+    Straggler,
+    Desync,
+    OneRank,
+    ThreadsThatMeet,
+    AllReduceByHand,
+    NaiveDdp,
+    Buckets,
+    Overlap,
+    YourOwnModel,
+    TheEngine,
+    DataAndValidation,
+    Checkpoints,
+    Gpt,
+    WhatGrows,
+    SeveralMachines,
+}
+
+/// A chapter of the course.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Chapter {
+    Demo,
+    Explain,
+    Watch,
+    Break,
+    ByHand,
+    OwnModel,
+    Gpt,
+    SeveralMachines,
+}
+
+/// What a run has found.
+#[derive(Debug)]
+pub(super) struct Found {
+    pub answer: Answer,
+    /// The measured numbers, which stand in the texts for `{0}`, `{1}` and so on.
+    pub numbers: Vec<String>,
+}
+
+/// How an answer is checked.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Check {
+    /// By a run, which takes a second or two.
+    Run { form: Form, run: fn() -> anyhow::Result<Found> },
+    /// Not at all: no run can decide.
+    None,
+}
+
+/// The exercise of a lesson, without its texts.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Exercise {
+    pub chapter: Chapter,
+    pub check: Check,
+}
+
+/// The largest difference from a weight that is computed from numbers with six digits.
+const WEIGHT_TOLERANCE: f64 = 1e-5;
+/// The largest difference from a weight of a mean, which rounding changes.
+const SHARE_TOLERANCE: f64 = 1e-3;
+/// The largest difference from a factor between bytes, to which the ranks' agreements add a few.
+const FACTOR_TOLERANCE: f64 = 0.01;
+
+impl Lesson {
+    /// Returns the number of the program of `examples` that is this lesson. `None` for the lessons before, which use
+    /// `ddp-mp`.
+    pub(super) fn number(self) -> Option<usize> {
+        let programs = Lesson::iter().skip_while(|lesson| *lesson != Lesson::OneRank);
+        programs.zip(1..).find_map(|(lesson, number)| (lesson == self).then_some(number))
+    }
+
+    /// Returns what a user types for this lesson: its number, or its name if it has none.
+    pub(super) fn id(self) -> String {
+        self.number().map_or_else(|| self.name().to_owned(), |number| number.to_string())
+    }
+
+    fn name(self) -> &'static str {
+        self.into()
+    }
+
+    /// Returns the exercise at the end of this lesson.
+    pub(super) fn exercise(self) -> Exercise {
+        let run = |chapter, form, run| Exercise { chapter, check: Check::Run { form, run } };
+        let (one, two, yes_no) = (Form::Whole(1), Form::Whole(2), Form::YesNo);
+        let weight = Form::Decimal { tolerance: WEIGHT_TOLERANCE };
+        let factor = Form::Decimal { tolerance: FACTOR_TOLERANCE };
+        let share = Form::Decimal { tolerance: SHARE_TOLERANCE };
+        match self {
+            Lesson::Demo => run(Chapter::Demo, one, program::demo),
+            Lesson::Shards => run(Chapter::Demo, one, program::shards),
+            Lesson::Update => run(Chapter::Explain, weight, program::update),
+            Lesson::Batch => run(Chapter::Explain, yes_no, program::batch),
+            Lesson::Straggler => run(Chapter::Watch, one, program::straggler),
+            Lesson::Desync => run(Chapter::Break, one, program::desync),
+            Lesson::OneRank => run(Chapter::ByHand, share, by_hand::one_rank),
+            Lesson::ThreadsThatMeet => Exercise { chapter: Chapter::ByHand, check: Check::None },
+            Lesson::AllReduceByHand => run(Chapter::ByHand, two, by_hand::all_reduce),
+            Lesson::NaiveDdp => run(Chapter::ByHand, yes_no, by_hand::naive_ddp),
+            Lesson::Buckets => run(Chapter::ByHand, one, by_hand::buckets),
+            Lesson::Overlap => run(Chapter::ByHand, two, by_hand::overlap),
+            Lesson::YourOwnModel => run(Chapter::OwnModel, one, own_model::sampler),
+            Lesson::TheEngine => run(Chapter::OwnModel, one, own_model::no_sync),
+            Lesson::DataAndValidation => run(Chapter::OwnModel, one, own_model::validation),
+            Lesson::Checkpoints => run(Chapter::OwnModel, one, own_model::checkpoints),
+            Lesson::Gpt => run(Chapter::Gpt, one, gpt::predictions),
+            Lesson::WhatGrows => run(Chapter::Gpt, factor, gpt::traffic),
+            Lesson::SeveralMachines => {
+                run(Chapter::SeveralMachines, yes_no, several_machines::two_by_two)
+            }
+        }
+    }
+}
+
+/// Reads the number or the name of a lesson.
+pub(super) fn parse(text: &str) -> Result<Lesson, String> {
+    let by_name = || text.parse().ok();
+    let by_number = |number| Lesson::iter().find(|lesson| lesson.number() == Some(number));
+    text.parse().ok().map_or_else(by_name, by_number).ok_or_else(|| {
+        let ids: Vec<String> = Lesson::iter().map(Lesson::id).collect();
+        format!("there is no such lesson; use one of {}", ids.join(", "))
+    })
+}

@@ -1,0 +1,101 @@
+//! `ddp-mp sample`: text from a trained gpt.
+
+use std::path::{Path, PathBuf};
+
+use clap::Args;
+use tch::Device;
+
+use crate::checkpoint::Checkpoint;
+use crate::config::{Config, MOST, number, whole};
+use crate::error::{Error, Result};
+use crate::ffi::cuda::Cuda;
+use crate::models::{Generate, GenerateOptions, ModelConfig, ModelKind};
+use crate::telemetry::{Printer, Utf8Stream};
+
+/// The flags of `sample`.
+#[derive(Debug, Clone, Args)]
+pub struct SampleFlags {
+    /// Folder of a run or of one checkpoint
+    ///
+    /// For a run it reads the newest checkpoint. RUN/best is the one with the smallest validation loss
+    #[arg(long, value_name = "DIR")]
+    pub checkpoint: PathBuf,
+    /// Text to continue
+    #[arg(long, value_name = "TEXT", default_value = "\n", hide_default_value = true)]
+    #[arg(allow_hyphen_values = true)]
+    #[arg(help = "Text to continue [default: a line break]")]
+    pub prompt: String,
+    /// Bytes to write after the prompt
+    #[arg(long, value_name = "N", value_parser = whole::<usize>(0..=u64::MAX), default_value_t = 500)]
+    pub num_tokens: usize,
+    /// Divisor of the logits; 0 takes the likeliest byte
+    #[arg(long, value_name = "X", value_parser = number(0.0..=MOST), default_value_t = 0.8)]
+    pub temperature: f64,
+    /// Number of likeliest bytes to draw from [default: all]
+    #[arg(long, value_name = "K", value_parser = whole::<i64>(1..))]
+    pub top_k: Option<i64>,
+    /// Random seed
+    #[arg(long, value_name = "N", value_parser = whole::<u64>(..), default_value_t = 0)]
+    pub seed: u64,
+}
+
+/// Writes the prompt and what a gpt writes after it to stdout, as it writes it. The gpt is on the first GPU, if there
+/// is one.
+///
+/// # Errors
+/// [`Error::InvalidInput`] when the checkpoint cannot be read or holds another model; an error when stdout cannot be
+/// written.
+pub fn sample(flags: &SampleFlags, cuda: &Cuda, printer: &Printer) -> anyhow::Result<()> {
+    let device = if cuda.usable() > 0 { Device::Cuda(0) } else { Device::Cpu };
+    let checkpoint = Checkpoint::read(&flags.checkpoint).map_err(of_flag("--checkpoint"))?;
+    let config = gpt_of(&checkpoint, &flags.checkpoint)?;
+    let (vs, model) = config.build(device, 0)?;
+    checkpoint.load_model(&vs)?;
+
+    let options = GenerateOptions {
+        block_size: config.in_features,
+        temperature: flags.temperature,
+        top_k: flags.top_k,
+        seed: flags.seed,
+    };
+    let prompt: Vec<i64> = flags.prompt.bytes().map(i64::from).collect();
+    let tokens = Generate::new(&model, &prompt, options, device).map_err(of_flag("--prompt"))?;
+    let mut text = Utf8Stream::new(printer);
+    text.write(flags.prompt.as_bytes())?;
+    for token in tokens.take(flags.num_tokens) {
+        if !text.write(&[token? as u8])? {
+            break; // the reader has closed the pipe
+        }
+    }
+    Ok(text.end()?)
+}
+
+/// Returns the configuration of the gpt that `checkpoint` holds.
+fn gpt_of(checkpoint: &Checkpoint, path: &Path) -> Result<ModelConfig> {
+    let wrong = |problem: String| {
+        Err(Error::InvalidInput(format!("--checkpoint {}: {problem}", path.display())))
+    };
+    let saved = &checkpoint.state().options;
+    if !saved.contains_key("model") {
+        return wrong(
+            "it does not say which model it holds, because the program that saved it passed no options; use \
+             models::Generate in that program"
+                .into(),
+        );
+    }
+    match Config::of_saved(saved).map(|config| config.model_config()) {
+        Ok(config) if config.kind == ModelKind::Gpt => Ok(config),
+        Ok(ModelConfig { kind, .. }) => wrong(format!(
+            "it holds a {kind} model, which writes no text; use the checkpoint of a run with --model gpt"
+        )),
+        Err(error) => wrong(error.to_string()),
+    }
+}
+
+/// Returns a function that names the flag in an error about its value.
+fn of_flag(flag: &str) -> impl FnOnce(Error) -> Error {
+    move |error| match error {
+        Error::InvalidInput(problem) => Error::InvalidInput(format!("{flag}: {problem}")),
+        other => other,
+    }
+}

@@ -1,0 +1,170 @@
+//! The ranks of a run, for the live view: those of this process from the flight recorder, others from heartbeats.
+
+use std::collections::BTreeMap;
+use std::convert::Infallible;
+use std::ops::Range;
+use std::sync::Arc;
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use crossbeam::channel::{Receiver, RecvTimeoutError, Sender, bounded};
+use parking_lot::Mutex;
+
+use super::stall::status_table;
+use crate::operation::{OpId, Operation};
+use crate::runtime::{PeerStatus, RemoteSnapshots, RunContext, StopRequest};
+use crate::telemetry::{LiveView, Look, Op, Printer, RankLook, RankSource};
+
+/// The number of newest records that a look reads: of all ranks together, and the limits for each.
+const RECORDS: usize = 4096;
+const RECORDS_PER_RANK: Range<usize> = 16..256;
+
+/// The time between two readings of heartbeats.
+const HEARTBEATS: Duration = Duration::from_millis(500);
+
+/// The live view that a run is to show.
+#[derive(Debug, Clone)]
+pub(crate) struct Live {
+    pub printer: Arc<Printer>,
+    /// The run in a few words.
+    pub title: String,
+}
+
+impl Live {
+    /// Shows the view of `run` until the returned value is dropped. `here` are the ranks of this process, `labels`
+    /// those of all ranks. `None` if the terminal cannot be used.
+    pub(super) fn start(
+        &self,
+        run: &Arc<RunContext>,
+        here: Range<usize>,
+        labels: Vec<String>,
+        stop: Option<Arc<StopRequest>>,
+    ) -> Option<LiveView> {
+        let (run, title) = (run.clone(), self.title.clone());
+        let peers = run.peer_status.clone().map(Peers::start);
+        LiveView::start(&self.printer, title, stop, Box::new(Ranks { run, here, labels, peers }))
+    }
+}
+
+/// The ranks of a run.
+struct Ranks {
+    run: Arc<RunContext>,
+    /// The ranks of this process.
+    here: Range<usize>,
+    labels: Vec<String>,
+    /// The ranks of other processes; `None` without any.
+    peers: Option<Peers>,
+}
+
+impl RankSource for Ranks {
+    fn labels(&self) -> Vec<String> {
+        self.labels.clone()
+    }
+
+    fn look(&mut self) -> Look {
+        let count = self.run.activity.len();
+        let limits = RECORDS_PER_RANK;
+        let records = (RECORDS / self.here.len().max(1)).clamp(limits.start, limits.end) as u64;
+        let recorder = &self.run.flight_recorder;
+        let now = recorder.now();
+        let of_rank = |rank: usize| {
+            if !self.here.contains(&rank) {
+                return self.peers.as_ref().map_or_else(unknown, |peers| peers.look(rank, now));
+            }
+            let newest = recorder.records(rank, recorder.count(rank).saturating_sub(records));
+            let lasting = newest.filter(|entry| entry.begin.at.operation != Operation::Gradient);
+            let at = self.run.activity[rank].now();
+            RankLook {
+                at,
+                // As of `now`: the ranks are read one after the other.
+                ops: lasting.filter_map(|entry| Op::of_entry(&entry).seen_at(now)).collect(),
+                heartbeat_age: None,
+            }
+        };
+        Look {
+            now,
+            ranks: (0..count).map(of_rank).collect(),
+            groups: self.run.known_groups(),
+            failed: self.run.cancel.cancelled_by(),
+            has_heartbeats: self.peers.is_some(),
+        }
+    }
+
+    fn status_table(&self) -> String {
+        let remote = self.peers.as_ref().map(|peers| &peers.known.snapshots);
+        status_table(&self.run, self.here.clone(), remote.unwrap_or(&self.run.remote_snapshots))
+    }
+}
+
+fn unknown() -> RankLook {
+    let at = OpId { operation: Operation::Start, sequence: 0 };
+    RankLook { at, ops: Vec::new(), heartbeat_age: Some(Duration::MAX) }
+}
+
+/// The ranks of other processes: a thread reads their heartbeats, since that may take a moment.
+///
+/// It keeps them for itself: what a failure report says does not depend on the view.
+struct Peers {
+    known: Arc<Known>,
+    thread: Option<(Sender<Infallible>, JoinHandle<()>)>,
+}
+
+/// What the heartbeats have told.
+#[derive(Default)]
+struct Known {
+    snapshots: RemoteSnapshots,
+    /// For each rank: the number of its process's newest heartbeat, when that was read, and what the rank does.
+    heartbeats: Mutex<BTreeMap<usize, (u64, Instant, OpId)>>,
+}
+
+impl Peers {
+    fn start(source: Arc<dyn PeerStatus>) -> Self {
+        let known = Arc::<Known>::default();
+        let (stop, stopped) = bounded(0);
+        let shared = known.clone();
+        let thread = thread::Builder::new().name("live peers".into());
+        let thread = thread.spawn(move || shared.read(&*source, &stopped));
+        // Without the thread nothing is known of these ranks.
+        Self { known, thread: thread.ok().map(|thread| (stop, thread)) }
+    }
+
+    fn look(&self, rank: usize, now: Duration) -> RankLook {
+        let Some((_, when, at)) = self.known.heartbeats.lock().get(&rank).copied() else {
+            return unknown();
+        };
+        let seen = self.known.snapshots.of(rank);
+        let lasting = seen.iter().filter(|op| op.at.operation != Operation::Gradient);
+        let ops = lasting.map(|op| Op::of_snapshot(op, now)).collect();
+        RankLook { at, ops, heartbeat_age: Some(when.elapsed()) }
+    }
+}
+
+impl Known {
+    fn read(&self, source: &dyn PeerStatus, stopped: &Receiver<Infallible>) {
+        loop {
+            let began = Instant::now();
+            for heartbeat in source.heartbeats(stopped.clone()) {
+                let mut known = self.heartbeats.lock();
+                let (rank, number) = (heartbeat.rank, heartbeat.number);
+                if known.get(&rank).is_none_or(|(before, ..)| *before != number) {
+                    self.snapshots.note(rank, &heartbeat.seen);
+                    known.insert(rank, (number, Instant::now(), heartbeat.at));
+                }
+            }
+            // Many processes are asked less often.
+            let next = HEARTBEATS.max(20 * began.elapsed());
+            if stopped.recv_timeout(next) == Err(RecvTimeoutError::Disconnected) {
+                return;
+            }
+        }
+    }
+}
+
+impl Drop for Peers {
+    fn drop(&mut self) {
+        if let Some((stop, thread)) = self.thread.take() {
+            drop(stop);
+            let _ = thread.join();
+        }
+    }
+}

@@ -1,0 +1,286 @@
+//! A small GPT: nanoGPT's shape, with its names and its initialisation.
+
+use std::sync::Arc;
+
+use tch::nn::{Init, ModuleT, Path};
+use tch::{Kind, TchError, Tensor};
+
+use super::layers::default_bounds;
+use super::{Architecture, Dropout, Layers, Model, ModelConfig, or_throw};
+use crate::ffi::{Generator, TorchResult};
+
+/// A decoder-only transformer over tokens.
+pub(super) const GPT: Architecture = Architecture {
+    keys: &["n_layer", "n_head", "n_embd", "block_size", "no_bias", "dropout"],
+    check,
+    num_parameters: |config| {
+        let [vocabulary, context, layers, width] =
+            [config.out_features, config.in_features, config.n_layer, config.n_embd]
+                .map(|size| size as f64);
+        let biases = if config.bias { 1.0 } else { 0.0 };
+        // Two norms; four matrices of 3, 1, 4 and 4 times width x width, with as many biases as outputs.
+        let block = 2.0 * (1.0 + biases) * width + 12.0 * width * width + biases * 9.0 * width;
+        (vocabulary + context) * width + layers * block + (1.0 + biases) * width
+    },
+    build: |root, config, dropout| {
+        let gpt = Gpt::new(root, config, dropout)?;
+        gpt.draw_parameters(config)?;
+        Ok(Model::new(gpt))
+    },
+};
+
+/// The standard deviation of GPT-2's initial weights.
+const STD: f64 = 0.02;
+
+/// The layers of [`ModelKind::Gpt`](super::ModelKind::Gpt).
+#[derive(Debug)]
+struct Gpt {
+    /// A row for each token: the embedding, and the weight of the last layer.
+    wte: Tensor,
+    /// A row for each position of the context.
+    wpe: Tensor,
+    blocks: Vec<Block>,
+    ln_f: LayerNorm,
+    dropout: Option<Dropout>,
+}
+
+/// Attention and an mlp, each with a norm before and a sum with its input after.
+#[derive(Debug)]
+struct Block {
+    ln_1: LayerNorm,
+    attn: Attention,
+    ln_2: LayerNorm,
+    c_fc: Linear,
+    c_proj: Linear,
+}
+
+/// Causal self-attention: a position sees itself and those before it.
+#[derive(Debug)]
+struct Attention {
+    heads: i64,
+    c_attn: Linear,
+    c_proj: Linear,
+}
+
+/// `torch.nn.Linear`, with or without bias.
+#[derive(Debug)]
+struct Linear {
+    weight: Tensor,
+    bias: Option<Tensor>,
+}
+
+/// `torch.nn.LayerNorm`, with or without bias.
+#[derive(Debug)]
+struct LayerNorm {
+    weight: Tensor,
+    bias: Option<Tensor>,
+}
+
+impl Gpt {
+    /// Creates the parameters, which [`draw_parameters`](Self::draw_parameters) fills, in the order of nanoGPT.
+    fn new(root: &Path, config: &ModelConfig, dropout: Option<Dropout>) -> Result<Self, TchError> {
+        let root = root / "transformer";
+        let (width, bias) = (config.n_embd, config.bias);
+        let embedding =
+            |name, rows| (&root / name).f_var("weight", &[rows, width], Init::Const(0.0));
+        let wte = embedding("wte", config.out_features)?;
+        let wpe = embedding("wpe", config.in_features)?;
+        let block = |number| Block::new(&(&root / "h" / number), config);
+        let blocks = (0..config.n_layer).map(block).collect::<Result<_, _>>()?;
+        let ln_f = LayerNorm::new(&(&root / "ln_f"), width, bias)?;
+        Ok(Self { wte, wpe, blocks, ln_f, dropout })
+    }
+
+    /// Draws the parameters from libtorch's generator, bit for bit as nanoGPT does. It draws PyTorch's default values
+    /// first, and then replaces them by GPT-2's.
+    fn draw_parameters(&self, config: &ModelConfig) -> Result<(), TchError> {
+        let normal = |tensor: &Tensor, std| tensor.shallow_clone().f_normal_(0.0, std).map(drop);
+        let uniform = |tensor: &Tensor, bound: f64| {
+            tensor.shallow_clone().f_uniform_(-bound, bound).map(drop)
+        };
+        tch::no_grad(|| {
+            normal(&self.wte, 1.0)?;
+            normal(&self.wpe, 1.0)?;
+            for Linear { weight, bias } in self.linears() {
+                let (weight_bound, bias_bound) = default_bounds(weight.size()[1]);
+                uniform(weight, weight_bound)?;
+                bias.as_ref().map_or(Ok(()), |bias| uniform(bias, bias_bound))?;
+            }
+            // The last layer, before it shares the embedding's weight.
+            uniform(&self.wte, default_bounds(config.n_embd).0)?;
+
+            normal(&self.wte, STD)?;
+            normal(&self.wpe, STD)?;
+            for Linear { weight, bias } in self.linears() {
+                normal(weight, STD)?;
+                bias.as_ref().map_or(Ok(()), |bias| bias.shallow_clone().f_zero_().map(drop))?;
+            }
+            normal(&self.wte, STD)?; // again, as the last layer's weight
+            // Each block adds two terms to its input. Smaller weights keep the sum of all terms in scale.
+            let std = STD / (2.0 * config.n_layer as f64).sqrt();
+            let mut terms =
+                self.blocks.iter().flat_map(|block| [&block.attn.c_proj, &block.c_proj]);
+            terms.try_for_each(|term| normal(&term.weight, std))
+        })
+    }
+
+    /// Returns the dense layers of all blocks, in the order of creation.
+    fn linears(&self) -> impl Iterator<Item = &Linear> {
+        self.blocks
+            .iter()
+            .flat_map(|block| [&block.attn.c_attn, &block.attn.c_proj, &block.c_fc, &block.c_proj])
+    }
+
+    /// Returns the logits of the next token at each position, of shape batch x positions x vocabulary. `tokens` has
+    /// the shape batch x positions.
+    fn f_forward_t(&self, tokens: &Tensor, train: bool) -> Result<Tensor, TchError> {
+        let dropout = self.dropout.as_ref().filter(|_| train);
+        let positions = Tensor::f_arange(tokens.size()[1], (Kind::Int64, tokens.device()))?;
+        let embed =
+            |table: &Tensor, rows: &Tensor| Tensor::f_embedding(table, rows, -1, false, false);
+        let sum = embed(&self.wte, tokens)?.f_add(&embed(&self.wpe, &positions)?)?;
+        let mut x = dropped(sum, dropout);
+        for block in &self.blocks {
+            x = block.forward(&x, dropout)?;
+        }
+        self.ln_f.forward(&x)?.f_linear(&self.wte, None::<&Tensor>)
+    }
+}
+
+impl Block {
+    fn new(path: &Path, config: &ModelConfig) -> Result<Self, TchError> {
+        let (width, bias) = (config.n_embd, config.bias);
+        let linear = |path: &Path, inputs, outputs| Linear::new(path, inputs, outputs, bias);
+        let (attn, mlp) = (path / "attn", path / "mlp");
+        Ok(Self {
+            ln_1: LayerNorm::new(&(path / "ln_1"), width, bias)?,
+            attn: Attention {
+                heads: config.n_head,
+                c_attn: linear(&(&attn / "c_attn"), width, 3 * width)?,
+                c_proj: linear(&(&attn / "c_proj"), width, width)?,
+            },
+            ln_2: LayerNorm::new(&(path / "ln_2"), width, bias)?,
+            c_fc: linear(&(&mlp / "c_fc"), width, 4 * width)?,
+            c_proj: linear(&(&mlp / "c_proj"), 4 * width, width)?,
+        })
+    }
+
+    /// `x` has the shape batch x positions x width, and so has the result.
+    fn forward(&self, x: &Tensor, dropout: Option<&Dropout>) -> Result<Tensor, TchError> {
+        let x = x.f_add(&self.attn.forward(&self.ln_1.forward(x)?, dropout)?)?;
+        let hidden = self.c_fc.forward(&self.ln_2.forward(&x)?)?.f_gelu("none")?;
+        x.f_add(&dropped(self.c_proj.forward(&hidden)?, dropout))
+    }
+}
+
+impl Attention {
+    fn forward(&self, x: &Tensor, dropout: Option<&Dropout>) -> Result<Tensor, TchError> {
+        let [batch, positions, width] = x.size()[..] else {
+            unreachable!("x has three dimensions")
+        };
+        let of_head = [batch, positions, self.heads, width / self.heads];
+        let queries_keys_values = self.c_attn.forward(x)?.f_split(width, 2)?;
+        let heads = queries_keys_values.iter().map(|all| all.f_view(of_head)?.f_transpose(1, 2));
+        let [q, k, v] = &heads.collect::<Result<Vec<_>, _>>()?[..] else {
+            unreachable!("c_attn has three times the width")
+        };
+        let seen = match dropout {
+            None => Tensor::f_scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                None::<&Tensor>,
+                0.0,
+                true,
+                None,
+                false,
+            )?,
+            Some(dropout) => attend_with_dropout(q, k, v, dropout)?,
+        };
+        let seen = seen.f_transpose(1, 2)?.f_reshape([batch, positions, width])?;
+        Ok(dropped(self.c_proj.forward(&seen)?, dropout))
+    }
+}
+
+/// Returns causal attention with dropout from the rank's generator. libtorch's own would draw from a generator that
+/// ranks share.
+fn attend_with_dropout(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    dropout: &Dropout,
+) -> Result<Tensor, TchError> {
+    let (positions, width) = (q.size()[2], q.size()[3]);
+    let scaled = q.f_mul_scalar(1.0 / (width as f64).sqrt())?; // before the product, which float16 could not hold
+    let scores = scaled.f_matmul(&k.f_transpose(-2, -1)?)?;
+    let is_later = Tensor::f_ones([positions, positions], (Kind::Bool, q.device()))?.f_triu(1)?;
+    let weights = scores.f_masked_fill(&is_later, f64::NEG_INFINITY)?.f_softmax(-1, None)?;
+    dropout.forward_t(&weights, true).f_matmul(v)
+}
+
+/// Applies `dropout`, if any, in training.
+fn dropped(x: Tensor, dropout: Option<&Dropout>) -> Tensor {
+    match dropout {
+        Some(dropout) => dropout.forward_t(&x, true),
+        None => x,
+    }
+}
+
+impl Linear {
+    fn new(path: &Path, inputs: i64, outputs: i64, bias: bool) -> Result<Self, TchError> {
+        let zeros = |name, shape: &[i64]| path.f_var(name, shape, Init::Const(0.0));
+        let weight = zeros("weight", &[outputs, inputs])?;
+        Ok(Self { weight, bias: bias.then(|| zeros("bias", &[outputs])).transpose()? })
+    }
+
+    fn forward(&self, x: &Tensor) -> Result<Tensor, TchError> {
+        x.f_linear(&self.weight, self.bias.as_ref())
+    }
+}
+
+impl LayerNorm {
+    fn new(path: &Path, width: i64, bias: bool) -> Result<Self, TchError> {
+        let fill = |name, value| path.f_var(name, &[width], Init::Const(value));
+        let weight = fill("weight", 1.0)?;
+        Ok(Self { weight, bias: bias.then(|| fill("bias", 0.0)).transpose()? })
+    }
+
+    fn forward(&self, x: &Tensor) -> Result<Tensor, TchError> {
+        x.f_layer_norm(&self.weight.size()[..], Some(&self.weight), self.bias.as_ref(), 1e-5, true)
+    }
+}
+
+impl Layers for Gpt {
+    fn set_generator(&mut self, generator: &Arc<Generator>) {
+        if let Some(dropout) = &mut self.dropout {
+            dropout.set_generator(generator);
+        }
+    }
+}
+
+impl ModuleT for Gpt {
+    fn forward_t(&self, tokens: &Tensor, train: bool) -> Tensor {
+        or_throw(self.f_forward_t(tokens, train).doing("gpt"))
+    }
+}
+
+fn check(config: &ModelConfig) -> Result<(), (&'static str, String)> {
+    let ModelConfig { n_layer, n_head, n_embd, in_features, out_features, .. } = *config;
+    let sizes = [
+        ("n_layer", n_layer),
+        ("n_head", n_head),
+        ("n_embd", n_embd),
+        ("block_size", in_features),
+        ("out_features", out_features),
+    ];
+    if let Some((key, size)) = sizes.into_iter().find(|(_, size)| *size < 1) {
+        return Err((key, format!("{size} is too small; use 1 or more")));
+    }
+    if n_embd % n_head != 0 {
+        let problem = format!(
+            "{n_head} heads cannot share a width of {n_embd} equally; use an --n-embd that is a multiple of --n-head"
+        );
+        return Err(("n_head", problem));
+    }
+    Ok(())
+}

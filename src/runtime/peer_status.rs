@@ -1,0 +1,35 @@
+//! [`PeerStatus`]: where the state of the ranks of other processes comes from.
+
+use std::convert::Infallible;
+use std::fmt;
+
+use crossbeam::channel::Receiver;
+
+use super::{OpSnapshot, RunContext};
+use crate::error::MissingRank;
+use crate::operation::OpId;
+
+/// The source of the state of ranks in other processes.
+pub(crate) trait PeerStatus: fmt::Debug + Send + Sync {
+    /// Updates [`RunContext::activity`] and [`RunContext::remote_snapshots`] for the ranks of other processes, as far
+    /// as possible. Returns the ranks that no longer answer. Blocks for a moment, unless the run is cancelled.
+    fn refresh(&self, run: &RunContext) -> Vec<MissingRank>;
+
+    /// Updates the same state once, even if the run is cancelled.
+    fn poll(&self, run: &RunContext);
+
+    /// Returns what the newest heartbeats say of the ranks of other processes, and updates nothing. May block for a
+    /// moment, until `cancelled` closes.
+    fn heartbeats(&self, cancelled: Receiver<Infallible>) -> Vec<PeerHeartbeat>;
+}
+
+/// What the newest heartbeat of another process says of one of its ranks.
+#[derive(Debug)]
+pub(crate) struct PeerHeartbeat {
+    pub rank: usize,
+    /// The number of the heartbeat, from 1.
+    pub number: u64,
+    pub at: OpId,
+    /// The rank's last operations, the newest last.
+    pub seen: Vec<OpSnapshot>,
+}

@@ -1,0 +1,101 @@
+//! What the rest of the program hands to the live view: its lines, and the metrics of training.
+
+use parking_lot::Mutex;
+
+use crate::error::escaped;
+use crate::records::TrainMetrics;
+use crate::telemetry::{HeldOutput, Stream};
+
+/// What the view shows besides the ranks. The ranks and other threads write, the view reads.
+#[derive(Debug, Default)]
+pub(crate) struct Feed(Mutex<Contents>);
+
+#[derive(Debug, Default)]
+struct Contents {
+    /// Lines that the view has not taken yet.
+    lines: Vec<String>,
+    /// Text for the terminal, which is printed when the view has closed.
+    held: HeldOutput,
+    /// Metrics that the view has not taken yet.
+    points: Vec<Point>,
+    /// The steps of the run, and those made before it was resumed.
+    steps: Option<[u64; 2]>,
+}
+
+/// The metrics of training after a step.
+#[derive(Debug, Clone)]
+pub(super) struct Point {
+    pub step: u64,
+    pub loss: f64,
+    pub lr: f64,
+    /// The rate of the run, such as `1234 samples/s`.
+    pub rate: String,
+}
+
+impl Feed {
+    /// Adds a line to the view's events.
+    pub(crate) fn line(&self, line: &str) {
+        self.0.lock().lines.extend(line.lines().map(str::to_owned));
+    }
+
+    /// Keeps text for the terminal until the view has closed.
+    pub(crate) fn hold(&self, stream: Stream, text: &[u8]) {
+        self.0.lock().held.add(stream, text);
+    }
+
+    /// Adds a note to the events, and keeps it for stderr.
+    pub(crate) fn note(&self, text: &str) {
+        let line = format!("ddp-mp: {}\n", escaped(text));
+        self.line(&line);
+        self.hold(Stream::Stderr, line.as_bytes());
+    }
+
+    /// Notes that the run has `steps` steps, of which `done` have been made.
+    pub(crate) fn begin(&self, steps: u64, done: u64) {
+        self.0.lock().steps = Some([steps, done]);
+    }
+
+    /// Adds the metrics of training; `rate` is the text of their rate.
+    pub(crate) fn train(&self, metrics: &TrainMetrics, rate: &str) {
+        let TrainMetrics { step, loss, lr, .. } = *metrics;
+        self.0.lock().points.push(Point { step, loss, lr, rate: rate.into() });
+    }
+
+    /// Takes the lines that have come since the last call.
+    pub(super) fn take_lines(&self) -> Vec<String> {
+        std::mem::take(&mut self.0.lock().lines)
+    }
+
+    /// Takes the metrics that have come since the last call.
+    pub(super) fn take_points(&self) -> Vec<Point> {
+        std::mem::take(&mut self.0.lock().points)
+    }
+
+    /// Returns the steps of the run, and those made before it was resumed; `None` until that is known.
+    pub(super) fn steps(&self) -> Option<[u64; 2]> {
+        self.0.lock().steps
+    }
+
+    /// Prints the text that was held, in its order.
+    pub(in crate::telemetry) fn print_held(&self) {
+        self.0.lock().held.print();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lines_and_metrics_are_taken_once() {
+        let feed = Feed::default();
+        feed.line("one\ntwo\n");
+        assert_eq!(
+            (feed.take_lines(), feed.take_lines().len()),
+            (vec!["one".into(), "two".into()], 0)
+        );
+        assert_eq!(feed.steps(), None);
+        feed.begin(10, 3);
+        assert_eq!(feed.steps(), Some([10, 3]));
+    }
+}

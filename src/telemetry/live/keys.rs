@@ -1,0 +1,65 @@
+//! Key presses, read by a thread of their own.
+
+use std::fs::File;
+use std::io::{self, IsTerminal};
+use std::os::fd::AsFd;
+use std::sync::OnceLock;
+use std::thread;
+use std::time::Duration;
+
+use crossbeam::channel::{Receiver, Sender, unbounded};
+use crossterm::event::{self, Event, KeyEvent, KeyEventKind};
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::io::Errno;
+
+use crate::os::terminal;
+
+/// How long to wait before looking again whether the terminal is this process's.
+const BACKGROUND: Duration = Duration::from_millis(200);
+
+/// The shortest time for which crossterm looks at the terminal. With 0 it does not look.
+const AT_ONCE: Duration = Duration::from_millis(1);
+
+/// Returns the keys that are pressed from now on. They end when the terminal is gone, and where there is none for input.
+///
+/// Nobody joins the thread that reads them: after an incomplete escape sequence a read may block until the next key.
+pub(super) fn keys() -> &'static Receiver<KeyEvent> {
+    static KEYS: OnceLock<Receiver<KeyEvent>> = OnceLock::new();
+    KEYS.get_or_init(|| {
+        let (sender, keys) = unbounded();
+        let reader = thread::Builder::new().name("keys".into());
+        let _ = reader.spawn(move || read(&sender)); // without the thread there are no keys
+        keys
+    })
+}
+
+/// Sends keys to `keys` until the terminal is gone.
+fn read(keys: &Sender<KeyEvent>) {
+    let opened = if io::stdin().is_terminal() { None } else { File::open("/dev/tty").ok() };
+    let stdin = io::stdin();
+    let input = opened.as_ref().map_or_else(|| stdin.as_fd(), AsFd::as_fd);
+    loop {
+        let mut ready = [PollFd::new(&input, PollFlags::IN)];
+        match poll(&mut ready, None) {
+            Err(Errno::INTR) => continue,
+            Ok(_) if ready[0].revents() == PollFlags::IN => {}
+            _ => return,
+        }
+        if !terminal::is_ours() {
+            thread::park_timeout(BACKGROUND); // what is typed is for the shell
+            continue;
+        }
+        // One read may give several keys.
+        while event::poll(AT_ONCE).unwrap_or(false) {
+            match event::read() {
+                Ok(Event::Key(key)) if key.kind != KeyEventKind::Release => {
+                    if keys.send(key).is_err() {
+                        return;
+                    }
+                }
+                Ok(_) => {}
+                Err(_) => return,
+            }
+        }
+    }
+}

@@ -1,0 +1,201 @@
+//! The state of the view: what it draws, as plain data, and how looks and keys change it.
+
+use std::collections::VecDeque;
+use std::time::Duration;
+
+use super::arrivals::{Arrivals, LastRanks, Presence};
+use super::feed::Point;
+use super::lanes::{Lane, Phase, lanes};
+use super::look::Look;
+use crate::operation::Operation;
+
+/// The number of events that are kept.
+const EVENTS: usize = 200;
+
+/// The number of points of the loss curve; of more, every second one is dropped.
+const POINTS: usize = 1000;
+
+/// The window of the lanes of ranks that are known from heartbeats only.
+const HEARTBEAT_WINDOW: Duration = Duration::from_secs(10);
+
+/// All that the view draws.
+#[derive(Debug, Default)]
+pub(super) struct LiveState {
+    /// The run in a few words.
+    pub title: String,
+    /// A label for each rank, such as `CPU:0`.
+    pub labels: Vec<String>,
+    pub look: Look,
+    pub lanes: Vec<Lane>,
+    /// The time that the lanes show, up to now.
+    pub window: Duration,
+    pub last_ranks: LastRanks,
+    pub presence: Presence,
+    /// The newest metrics.
+    pub metrics: Option<Point>,
+    /// The step and the loss of the curve.
+    pub curve: Vec<(f64, f64)>,
+    /// The steps of the run, and those made before it was resumed; `None` if they are not known.
+    pub steps: Option<[u64; 2]>,
+    /// The memory of the process and the memory that it may use, in bytes.
+    pub memory: [Option<u64>; 2],
+    /// The newest events, newest last, each with its time.
+    pub events: VecDeque<(Duration, String)>,
+    pub selected: usize,
+    pub frozen: bool,
+    pub shows_help: bool,
+    /// The playback of a recorded trace; `None` for a run.
+    pub playback: Option<Playback>,
+    /// The step that rank 0 was in at the first look, and its time.
+    first_step: Option<(u64, Duration)>,
+    /// The phases of all ranks at earlier looks, for ranks that are known from heartbeats only.
+    history: VecDeque<(Duration, Vec<Phase>)>,
+}
+
+/// The playback of a recorded trace.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct Playback {
+    pub length: Duration,
+    pub speed: f64,
+    pub paused: bool,
+}
+
+impl LiveState {
+    /// Returns the state before the first look, for ranks with these labels.
+    pub(super) fn new(title: String, labels: Vec<String>) -> Self {
+        Self { title, labels, ..Self::default() }
+    }
+
+    /// Shows another look at the ranks.
+    pub(super) fn update(&mut self, look: Look) {
+        let arrivals = Arrivals::new(&look);
+        self.lanes = lanes(&look, &arrivals);
+        if look.has_heartbeats {
+            self.sample(&look);
+        } else {
+            self.last_ranks.count(&arrivals);
+            self.window = window(&look);
+        }
+        self.look = look;
+        self.selected = self.selected.min(self.lanes.len().saturating_sub(1));
+        if let (None, Some(step)) = (self.first_step, self.step()) {
+            self.first_step = Some((step, self.look.now));
+        }
+    }
+
+    /// Forgets what came before, because the playback has jumped.
+    pub(super) fn forget(&mut self) {
+        self.last_ranks = LastRanks::default();
+        self.presence = Presence::default();
+        self.first_step = None;
+        self.history.clear();
+    }
+
+    /// Makes lanes of the phases at the looks so far: heartbeats do not tell more.
+    fn sample(&mut self, look: &Look) {
+        let phases: Vec<Phase> = self.lanes.iter().map(|lane| lane.phase).collect();
+        let is_there = |phase: &Phase| matches!(phase, Phase::Communication | Phase::Waiting);
+        self.presence.count(phases.iter().map(is_there).collect());
+        self.history.push_back((look.now, phases));
+        let start = look.now.saturating_sub(HEARTBEAT_WINDOW);
+        while self.history.front().is_some_and(|(at, _)| *at < start) {
+            self.history.pop_front();
+        }
+        self.window = HEARTBEAT_WINDOW;
+        for (rank, lane) in self.lanes.iter_mut().enumerate() {
+            let mut before = start;
+            lane.spans.clear();
+            for (at, phases) in &self.history {
+                lane.spans.push((before..*at, phases.get(rank).copied().unwrap_or_default()));
+                before = *at;
+            }
+        }
+    }
+
+    /// Adds metrics of training.
+    pub(super) fn add_points(&mut self, points: Vec<Point>) {
+        for point in points {
+            self.curve.push((point.step as f64, point.loss));
+            if self.curve.len() > POINTS {
+                let mut number = 0;
+                self.curve.retain(|_| {
+                    number += 1;
+                    number % 2 == 1
+                });
+            }
+            self.metrics = Some(point);
+        }
+    }
+
+    /// Adds events of the time `now`.
+    pub(super) fn add_events(&mut self, now: Duration, lines: Vec<String>) {
+        self.events.extend(lines.into_iter().map(|line| (now, line)));
+        self.events.drain(..self.events.len().saturating_sub(EVENTS));
+    }
+
+    /// Selects the rank `by` places further down.
+    pub(super) fn select(&mut self, by: isize) {
+        let last = self.lanes.len().saturating_sub(1);
+        self.selected = self.selected.saturating_add_signed(by).min(last);
+    }
+
+    /// Returns the newest step that any rank is known to be in; `None` before the first step.
+    pub(super) fn step(&self) -> Option<u64> {
+        let ops = self.look.ranks.iter().flat_map(|rank| &rank.ops);
+        ops.filter(|op| is_phase(op.at.operation)).map(|op| op.at.sequence).max()
+    }
+
+    /// Returns the steps per second since the first look; `None` until two steps have begun.
+    pub(super) fn steps_per_second(&self) -> Option<f64> {
+        let (first, at) = self.first_step?;
+        let steps = self.step()?.checked_sub(first).filter(|steps| *steps > 0)?;
+        let time = self.look.now.checked_sub(at)?.as_secs_f64();
+        (time > 0.0).then(|| steps as f64 / time)
+    }
+
+    /// Returns the time that the run still needs at its present rate; `None` while that is unknown.
+    pub(super) fn time_left(&self) -> Option<Duration> {
+        let [steps, _] = self.steps?;
+        let left = steps.saturating_sub(self.step()?) as f64 / self.steps_per_second()?;
+        Duration::try_from_secs_f64(left).ok()
+    }
+
+    /// Returns the share of collectives in which `rank` came last, or of looks in which it was in one, from 0 to 1.
+    pub(super) fn share(&self, rank: usize) -> Option<f64> {
+        if self.look.has_heartbeats {
+            self.presence.share(rank)
+        } else {
+            self.last_ranks.share(rank)
+        }
+    }
+
+    /// Returns a sentence on the rank that the others wait for.
+    pub(super) fn straggler(&self) -> Option<String> {
+        if self.look.has_heartbeats {
+            self.presence.straggler()
+        } else {
+            self.last_ranks.straggler()
+        }
+    }
+}
+
+fn is_phase(operation: Operation) -> bool {
+    use Operation::{Backward, Data, Forward, Optimizer, Step};
+    matches!(operation, Step | Data | Forward | Backward | Optimizer)
+}
+
+/// Returns a window of about two steps of the first rank that makes any.
+fn window(look: &Look) -> Duration {
+    const SHORTEST: Duration = Duration::from_micros(100);
+    let steps = |ops: &[super::look::Op]| -> Vec<Duration> {
+        let steps = ops.iter().filter(|op| op.at.operation == Operation::Step);
+        steps.map(|op| op.started_at).collect()
+    };
+    let starts = look.ranks.iter().map(|rank| steps(&rank.ops)).find(|starts| !starts.is_empty());
+    let Some(starts) = starts else { return Duration::from_secs(1) };
+    let mut each: Vec<Duration> =
+        starts.windows(2).map(|pair| pair[1].saturating_sub(pair[0])).collect();
+    each.sort_unstable();
+    let median = each.get(each.len() / 2).copied();
+    median.map_or(look.now.saturating_sub(starts[0]), |median| 2 * median).max(SHORTEST)
+}

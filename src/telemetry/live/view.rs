@@ -1,0 +1,238 @@
+//! The live view of a run: a thread that looks at the ranks, draws, and reads keys. The ranks do not notice it.
+
+use std::io::{self, BufWriter, Stderr};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use crossbeam::channel::{Receiver, RecvTimeoutError};
+use crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
+use ratatui::Terminal;
+use ratatui::backend::CrosstermBackend;
+
+use super::draw::{Theme, draw};
+use super::feed::Feed;
+use super::keys::keys;
+use super::look::RankSource;
+use super::state::LiveState;
+use crate::os::limits::not_started;
+use crate::os::terminal;
+use crate::runtime::{StopReason, StopRequest};
+use crate::telemetry::Printer;
+use crate::telemetry::memory::{resident_memory, total_memory};
+
+/// The shortest and the longest time between two frames.
+const FRAMES: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(1));
+
+/// A frame may take this fraction of the time until the next one, so that the view costs less than 1 % of a run.
+const FRAME_SHARE: u32 = 200;
+
+/// How long to wait for a key before the end of the run is noticed.
+const KEY_WAIT: Duration = Duration::from_millis(20);
+
+/// The live view of a run, until it is dropped. Lines for the terminal are printed then.
+#[derive(Debug)]
+pub(crate) struct LiveView {
+    printer: Arc<Printer>,
+    ends: Arc<AtomicBool>,
+    thread: Option<JoinHandle<io::Result<()>>>,
+}
+
+impl LiveView {
+    /// Shows the ranks of `source` on the terminal, under `title`. The key to stop sets `stop`. Returns `None`, with a
+    /// note, if the terminal cannot be used.
+    pub(crate) fn start(
+        printer: &Arc<Printer>,
+        title: String,
+        stop: Option<Arc<StopRequest>>,
+        source: Box<dyn RankSource>,
+    ) -> Option<Self> {
+        let screen = match Screen::enter() {
+            Ok(screen) => screen,
+            Err(error) => {
+                printer.info(&format!("--live: the terminal cannot be used: {error}"));
+                return None;
+            }
+        };
+        let feed = printer.open_live();
+        let ends = Arc::new(AtomicBool::new(false));
+        let view = View {
+            state: LiveState::new(title, source.labels()),
+            source,
+            feed,
+            stop,
+            theme: Theme::from_env(),
+            ends: ends.clone(),
+            keys: keys(),
+            looked: Instant::now(),
+        };
+        let thread = thread::Builder::new().name("live".into());
+        let closes = CloseLive(printer.clone());
+        let run = move || {
+            let _closes = closes; // also if the view ends before the run, so that the terminal gets the lines again
+            view.run(screen)
+        };
+        match thread.spawn(run) {
+            Ok(thread) => Some(Self { printer: printer.clone(), ends, thread: Some(thread) }),
+            Err(error) => {
+                printer.close_live();
+                printer.info(&not_started("the thread of --live", &error));
+                None
+            }
+        }
+    }
+}
+
+/// Gives the terminal's lines back to the printer when it is dropped.
+struct CloseLive(Arc<Printer>);
+
+impl Drop for CloseLive {
+    fn drop(&mut self) {
+        self.0.close_live();
+    }
+}
+
+impl Drop for LiveView {
+    fn drop(&mut self) {
+        self.ends.store(true, Ordering::Release);
+        let ended = self.thread.take().map(JoinHandle::join);
+        self.printer.close_live();
+        match ended {
+            Some(Err(_)) => {
+                self.printer.info("--live: the view has failed; the run was not affected")
+            }
+            Some(Ok(Err(error))) => {
+                self.printer.info(&format!("--live: the view has ended: {error}"))
+            }
+            Some(Ok(Ok(()))) | None => {}
+        }
+    }
+}
+
+/// The terminal while it shows a view. Brought back to normal when it is dropped.
+pub(super) struct Screen {
+    pub terminal: Terminal<CrosstermBackend<BufWriter<Stderr>>>,
+}
+
+impl Screen {
+    /// Switches to the view's screen.
+    pub(super) fn enter() -> io::Result<Self> {
+        terminal::enter_screen().inspect_err(|_| terminal::restore())?;
+        // One write for a frame: stderr itself has no buffer.
+        let backend = CrosstermBackend::new(BufWriter::with_capacity(1 << 16, io::stderr()));
+        let terminal = Terminal::new(backend).inspect_err(|_| terminal::restore())?;
+        Ok(Self { terminal })
+    }
+
+    /// Clears the screen, so that the next frame draws all of it. (`Terminal::clear` would ask the terminal for the
+    /// cursor, on stdout.)
+    fn clear(&mut self) -> io::Result<()> {
+        let size = self.terminal.size()?;
+        self.terminal.resize(size.into())
+    }
+}
+
+impl Drop for Screen {
+    fn drop(&mut self) {
+        // The terminal writes its own last words first.
+        let _ = self.terminal.show_cursor();
+        terminal::restore();
+    }
+}
+
+struct View {
+    state: LiveState,
+    source: Box<dyn RankSource>,
+    feed: Arc<Feed>,
+    stop: Option<Arc<StopRequest>>,
+    theme: Theme,
+    ends: Arc<AtomicBool>,
+    keys: &'static Receiver<KeyEvent>,
+    /// When the ranks were last looked at.
+    looked: Instant,
+}
+
+impl View {
+    fn run(mut self, mut screen: Screen) -> io::Result<()> {
+        let mut was_ours = true;
+        while !self.ends.load(Ordering::Acquire) {
+            // In the background, after Ctrl-Z and `bg`, the terminal is the shell's.
+            if !terminal::is_ours() {
+                was_ours = false;
+                thread::park_timeout(FRAMES.0);
+                continue;
+            }
+            if !std::mem::replace(&mut was_ours, true) {
+                screen.clear()?;
+            }
+            let began = Instant::now();
+            self.refresh();
+            screen.terminal.draw(|frame| draw(frame, &self.state, self.theme))?;
+            let next = (began.elapsed() * FRAME_SHARE).clamp(FRAMES.0, FRAMES.1);
+            self.wait(&mut screen, next)?;
+        }
+        Ok(())
+    }
+
+    /// Looks at the ranks and takes what has come since.
+    fn refresh(&mut self) {
+        if !self.state.frozen {
+            self.state.update(self.source.look());
+            self.looked = Instant::now();
+        }
+        let now = self.state.look.now.saturating_add(self.looked.elapsed());
+        self.state.add_events(now, self.feed.take_lines());
+        if self.state.frozen {
+            return;
+        }
+        self.state.steps = self.feed.steps();
+        self.state.add_points(self.feed.take_points());
+        self.state.memory = [resident_memory(), total_memory()];
+    }
+
+    /// Waits for `time`, or until a key was pressed or the run ends.
+    fn wait(&mut self, screen: &mut Screen, time: Duration) -> io::Result<()> {
+        let began = Instant::now();
+        while !self.ends.load(Ordering::Acquire) && began.elapsed() < time {
+            match self.keys.recv_timeout(KEY_WAIT) {
+                Ok(key) => return self.press(screen, key),
+                Err(RecvTimeoutError::Timeout) => {}
+                // Without a terminal for input there are no keys.
+                Err(RecvTimeoutError::Disconnected) => thread::park_timeout(KEY_WAIT),
+            }
+        }
+        Ok(())
+    }
+
+    fn press(&mut self, screen: &mut Screen, key: KeyEvent) -> io::Result<()> {
+        let state = &mut self.state;
+        match key.code {
+            KeyCode::Char('c') if key.modifiers.contains(KeyModifiers::CONTROL) => {
+                terminal::interrupt();
+            }
+            KeyCode::Char('l') if key.modifiers.contains(KeyModifiers::CONTROL) => {
+                screen.clear()?;
+            }
+            KeyCode::Up | KeyCode::Char('k') => state.select(-1),
+            KeyCode::Down | KeyCode::Char('j') => state.select(1),
+            KeyCode::Char(' ') => state.frozen = !state.frozen,
+            KeyCode::Char('?' | 'h') => state.shows_help = !state.shows_help,
+            KeyCode::Esc => state.shows_help = false,
+            KeyCode::Char('d') => self.dump(),
+            KeyCode::Char('s' | 'q') => {
+                if let Some(stop) = &self.stop {
+                    stop.ask(StopReason::Interrupt);
+                }
+            }
+            _ => {}
+        }
+        Ok(())
+    }
+
+    /// Adds the table of what each rank does to the events, and prints it when the view has closed.
+    fn dump(&self) {
+        let text = format!("what each rank does\n{}", self.source.status_table());
+        self.feed.note(&text);
+    }
+}

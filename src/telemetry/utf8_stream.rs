@@ -1,0 +1,77 @@
+//! [`Utf8Stream`]: text that arrives byte by byte, written as soon as characters are complete.
+
+use std::io;
+
+use super::Printer;
+
+/// A writer of text to stdout. A character is written when its last byte has arrived. Bytes that are no UTF-8 are
+/// replaced by U+FFFD.
+pub(crate) struct Utf8Stream<'a> {
+    printer: &'a Printer,
+    /// The beginning of a character.
+    incomplete: Vec<u8>,
+    ends_line: bool,
+}
+
+impl<'a> Utf8Stream<'a> {
+    pub(crate) fn new(printer: &'a Printer) -> Self {
+        Self { printer, incomplete: Vec::new(), ends_line: true }
+    }
+
+    /// Writes `bytes`, except for an incomplete character at their end. Returns `false` if the reader has closed the pipe.
+    ///
+    /// # Errors
+    /// When stdout cannot be written.
+    pub(crate) fn write(&mut self, bytes: &[u8]) -> io::Result<bool> {
+        self.incomplete.extend_from_slice(bytes);
+        let complete = complete_len(&self.incomplete);
+        let rest = self.incomplete.split_off(complete);
+        self.flush(rest)
+    }
+
+    /// Writes what is left, and a line break if the last line has none.
+    ///
+    /// # Errors
+    /// When stdout cannot be written.
+    pub(crate) fn end(mut self) -> io::Result<()> {
+        self.flush(Vec::new())?;
+        if self.ends_line { Ok(()) } else { self.printer.text("\n").map(drop) }
+    }
+
+    /// Writes the collected bytes, and keeps `rest`.
+    fn flush(&mut self, rest: Vec<u8>) -> io::Result<bool> {
+        let text = std::mem::replace(&mut self.incomplete, rest);
+        if let Some(last) = text.last() {
+            self.ends_line = *last == b'\n';
+        }
+        self.printer.text(&String::from_utf8_lossy(&text))
+    }
+}
+
+/// Returns the number of bytes before an incomplete character at the end of `bytes`.
+fn complete_len(bytes: &[u8]) -> usize {
+    let mut start = 0;
+    while let Err(error) = str::from_utf8(&bytes[start..]) {
+        start += error.valid_up_to();
+        match error.error_len() {
+            Some(invalid) => start += invalid,
+            None => return start,
+        }
+    }
+    bytes.len()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn character_is_complete_with_its_last_byte() {
+        let text = "aé\u{1f600}".as_bytes();
+        let complete: Vec<usize> = (0..=text.len()).map(|len| complete_len(&text[..len])).collect();
+        assert_eq!(complete, [0, 1, 1, 3, 3, 3, 3, 7]);
+        // What can never become a character does not wait.
+        assert_eq!(complete_len(b"\xff\xc3"), 1);
+        assert_eq!(complete_len(b"\xc3a"), 2);
+    }
+}

@@ -1,0 +1,237 @@
+"""Drives `--live` and `replay` in tmux: what is on the screen, each key, resizing, and the terminal afterwards.
+
+live.py PROGRAM
+"""
+
+import json
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+
+from tmux import Terminal
+
+SIZES = [(80, 24), (200, 60)]
+SLOW = ["--max-epochs=1000", "--nproc-per-node=3", "--inject-fault=slow=50ms:rank=1,at=step"]
+STALL = ["--max-epochs=1000", "--nproc-per-node=3", "--inject-fault=stall:rank=1,at=step,step=9"]
+SHORT = ["--max-epochs=3", "--nproc-per-node=2", "--log-format=json"]
+# What a shell leaves on when it starts a program, and a view turns off.
+SETTINGS = ["icanon", "echo", "isig", "opost", "ixon"]
+
+
+def check_terminal(terminal):
+    """The terminal is as before: its settings, and the screen that the shell writes to."""
+    terminal.type("stty -a")
+    screen = terminal.wait_for(r"(?s)(.*)code:0")[1].split()
+    settings = {word.rstrip(";") for word in screen}
+    assert settings.issuperset(SETTINGS), screen
+    assert terminal.tmux("display-message", "-p", "#{alternate_on} #{cursor_flag}").split() == ["0", "1"]
+
+
+def threads(program, folder, size):
+    with Terminal(*size, folder) as terminal:
+        terminal.start(program, *SLOW, "--live")
+        terminal.wait_for(r"rank 1 came last in \d+ of \d+ ")
+        terminal.wait_for(r"[ >]0 CPU:0 W waits for rank 1")
+        terminal.wait_for(r"[ >]1 CPU:1 S step #\d+")
+        terminal.wait_for(r"WWWWWWWW")
+        terminal.wait_for(r"loss \d\.\d+  lr 1\.000e-3  \d+ samples/s")
+        terminal.wait_for(r"\d+:\d\d left.*$")
+        terminal.wait_for(r"CPU:2 \| Epoch: 0")  # an event
+        terminal.keys("Down")
+        terminal.wait_for(r"^.>1 CPU:1")
+        terminal.wait_for(r"rank 1 \(CPU:1\)")
+        terminal.keys("k")
+        terminal.wait_for(r"^.>0 CPU:0")
+        terminal.keys("?")
+        terminal.wait_for(r"stop after this step, as Ctrl-C does")
+        terminal.keys("Escape")
+        terminal.wait_for(r"(?s)\A(?!.*as Ctrl-C does).*rank 0 ")
+        terminal.keys("C-l")
+        terminal.wait_for(r"^.>0 CPU:0")
+        terminal.keys("Space")
+        terminal.wait_for(r"FROZEN")
+        frozen = terminal.screen()
+        terminal.keys("?")
+        terminal.wait_for(r"freeze the view, and go on")
+        terminal.keys("?")
+        terminal.wait_for(r"called at ")
+        # The header, with the step and the time, has not changed.
+        assert terminal.screen().splitlines()[:3] == frozen.splitlines()[:3]
+        terminal.keys("Space")
+        step = re.search(r"step (\d+)", frozen)[1]
+        terminal.wait_for(rf"step (?!{step} )\d+ of")
+        assert "FROZEN" not in terminal.screen()
+        terminal.keys("d")
+        terminal.wait_for(r"rank 1 last seen in step #\d+")
+        # Resizing: down, where only the lanes have room, and up.
+        terminal.resize(50, 10)
+        terminal.wait_for(r"(?s)\A(.*\n){9}\? help")
+        terminal.resize(size[0] + 40, size[1])
+        terminal.wait_for(r"who came last" if size[0] + 40 >= 120 else r"loss")
+        terminal.resize(*size)
+        terminal.keys("s")
+        assert terminal.exit_code() == 130
+        for line in [r"what each rank does", r"stopped by SIGINT after \d+ steps"]:
+            terminal.wait_for(line)
+        check_terminal(terminal)
+
+
+def processes(program, folder, size):
+    with Terminal(*size, folder) as terminal:
+        terminal.start(program, *SLOW, "--live", "--spawn=processes")
+        terminal.wait_for(r"the others wait for rank 1")
+        for rank in range(3):
+            terminal.wait_for(rf"^.[ >]{rank} CPU:{rank} ")
+        terminal.wait_for(r"CPU:0 \| Epoch: 0")
+        terminal.keys("s")
+        assert terminal.exit_code() == 130
+        for rank in range(3):  # the lines of all processes are printed afterwards
+            terminal.wait_for(rf"^CPU:{rank} \| Epoch: 0")
+        check_terminal(terminal)
+
+
+def stalls(program, folder):
+    for spawn in ["threads", "processes"]:
+        with Terminal(100, 24, folder) as terminal:
+            terminal.start(program, *STALL, "--live", f"--spawn={spawn}", "--stall-warning=2s")
+            terminal.wait_for(r"[ >]0 CPU:0 W waits for rank 1 \d+\.\d s: all_reduce #")
+            terminal.wait_for(r"[ >]2 CPU:2 W waits for rank 1 \d+\.\d s: all_reduce #")
+            terminal.wait_for(r"all_reduce #\d+ .* has not ended for")
+            # The step of a rank that stalls does not end, so a second Ctrl-C ends the process.
+            terminal.keys("C-c")
+            terminal.keys("C-c")
+            assert terminal.exit_code() == 130
+            check_terminal(terminal)
+
+
+def ends(program, folder):
+    """However a run ends, the terminal is as before."""
+    kill = "--inject-fault=kill:rank=0,at=step,step=40"
+    for options, code in [
+        (["--inject-fault=error:rank=1,at=step,step=40"], 1),
+        (["--inject-fault=panic:rank=1,at=step,step=40", "--spawn=processes"], 1),
+        ([kill, "--spawn=processes"], 1),
+        ([kill, "--max-restarts=1"], 0),
+        (["--max-steps=30"], 0),
+    ]:
+        with Terminal(90, 30, folder) as terminal:
+            terminal.start(program, "--max-epochs=2", "--nproc-per-node=2", "--live", *options)
+            assert terminal.exit_code() == code, options
+            check_terminal(terminal)
+    with Terminal(90, 30, folder) as terminal:  # an incomplete key: nobody waits for its rest
+        slow = "--inject-fault=slow=50ms:rank=1,at=step"
+        terminal.start(program, "--max-steps=60", "--nproc-per-node=2", "--live", slow)
+        terminal.wait_for(r"W waits for rank 1")
+        terminal.keys("-H", "1b", "5b")
+        assert terminal.exit_code() == 0
+        check_terminal(terminal)
+    with Terminal(90, 30, folder) as terminal:  # signals of others
+        terminal.start(program, *STALL, "--live")
+        terminal.wait_for(r"W waits for rank 1 \d+\.\d s")
+        name = pathlib.Path(program).name
+        shell = terminal.tmux("display-message", "-p", "#{pane_pid}").strip()
+        found = subprocess.run(["pgrep", "-P", shell, name], check=True, text=True, stdout=subprocess.PIPE)
+        for _ in range(2):
+            subprocess.run(["kill", "-INT", found.stdout.strip()], check=True)
+        assert terminal.exit_code() == 130
+        check_terminal(terminal)
+
+
+def same_results(program, folder):
+    """The view changes nothing: stdout has the same events, and the parameters have the same bits."""
+
+    def results(*options):
+        with Terminal(90, 30, folder) as terminal:
+            terminal.start(f"{program} {' '.join(SHORT)} {' '.join(options)} > results.json")
+            assert terminal.exit_code() == 0
+        events = [json.loads(line) for line in (folder / "results.json").read_text().splitlines()]
+        hashes = [event["parameters_hash"] for event in events if event["event"] == "end"]
+        assert len(hashes) == 1, events
+        return [event["event"] for event in events], hashes
+
+    for spawn in ["--spawn=threads", "--spawn=processes"]:
+        assert results(spawn, "--live") == results(spawn), spawn
+
+
+def without_screen(program, folder):
+    """Where the view cannot be shown, a note says why, and the run goes on."""
+    command = f"{program} --live --max-epochs=1 --nproc-per-node=2"
+    for line, problem in [
+        (f"{command} 2> notes", "stderr is no terminal"),
+        (f"TERM=dumb {command} 2>&1 | cat > notes", "stderr is no terminal"),
+        (f"env TERM=dumb script -qec '{command}' notes > /dev/null", r"TERM=dumb"),
+    ]:
+        with Terminal(90, 30, folder) as terminal:
+            terminal.start(line)
+            assert terminal.exit_code() == 0
+            notes = (folder / "notes").read_text()
+            assert f"--live: " in notes and problem in notes, notes
+    with Terminal(90, 30, folder) as terminal:
+        terminal.type(f"set -m; {command} & wait $!")
+        assert terminal.exit_code() == 0
+        terminal.wait_for(r"--live: this process runs in the background")
+
+
+def colours(program, folder):
+    background = re.compile(r"\x1b\[48;5;\d+m")
+    for environment, are_used in [([], True), (["NO_COLOR=1"], False)]:
+        with Terminal(100, 30, folder, environment) as terminal:
+            terminal.start(program, *SLOW, "--live")
+            terminal.wait_for(r"W waits for rank 1")
+            found = background.search(terminal.screen(colours=True))
+            assert (found is not None) == are_used, environment
+            terminal.keys("q")
+            assert terminal.exit_code() == 130
+
+
+def replay(program, folder):
+    run = [program, "--max-epochs=1", "--nproc-per-node=2", "--inject-fault=slow=20ms:rank=1,at=step"]
+    subprocess.run([*run, "--trace=one.json"], cwd=folder, check=True, capture_output=True)
+    several = [*run, "--spawn=processes", "--trace=many.json"]
+    subprocess.run(several, cwd=folder, check=True, capture_output=True)
+    for traces in [["one.json"], ["many.0.json", "many.1.json"]]:
+        with Terminal(100, 24, folder) as terminal:
+            terminal.start(program, "replay", *traces, "--speed=0.25")
+            terminal.wait_for(r"rank 1 came last in \d+ of \d+ ")
+            terminal.wait_for(r"[ >]0 CPU:0 W waits for rank 1")
+            terminal.wait_for(r"all_reduce #\d+: rank 1, \d+\.\d+ ms after the first")
+            terminal.keys("Space")
+            terminal.wait_for(r"at speed 0.25, paused")
+            terminal.keys("+")
+            terminal.wait_for(r"at speed 0.5, paused")
+            terminal.keys("-", "-")
+            terminal.wait_for(r"at speed 0.125, paused")
+            terminal.keys("Home")
+            terminal.wait_for(r"^0\.000 of ")
+            terminal.keys("Right")
+            terminal.wait_for(r"^step 0 ")
+            terminal.keys("Right", "Right", "Right")
+            terminal.wait_for(r"^step [1-3] ")
+            terminal.keys("End")
+            terminal.wait_for(r"E done")
+            terminal.keys("Down")
+            terminal.wait_for(r"^.>1 CPU:1")
+            terminal.keys("?")
+            terminal.wait_for(r"play faster, slower")
+            terminal.keys("q")
+            assert terminal.exit_code() == 0
+            check_terminal(terminal)
+
+
+def main(program):
+    program = str(pathlib.Path(program).resolve())
+    with tempfile.TemporaryDirectory() as folder:
+        folder = pathlib.Path(folder)
+        for size in SIZES:
+            threads(program, folder, size)
+            processes(program, folder, size)
+            print(f"{size[0]}x{size[1]}: the straggler is named, all keys work, the terminal is as before", flush=True)
+        for check in [stalls, ends, same_results, without_screen, colours, replay]:
+            check(program, folder)
+            print(f"{check.__name__}: ok", flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,174 @@
+//! `ddp-mp lesson`: every check accepts the answer of a run and refuses another; the book shows the same exercises.
+
+use std::fs;
+
+use crate::harness::{repository, run};
+
+/// Returns what a user types for each lesson, in the order of the list.
+fn lessons() -> Vec<String> {
+    let (code, list, stderr) = run(&["lesson"]);
+    assert_eq!(code, Some(0), "{stderr}");
+    let rows = list.lines().filter_map(|line| line.strip_prefix("  "));
+    let ids: Vec<String> =
+        rows.map(|row| row.split_whitespace().next().unwrap().to_owned()).collect();
+    assert!(ids.len() > 15, "{list}");
+    ids
+}
+
+/// Runs `ddp-mp lesson` and returns its exit code and stdout.
+fn lesson(args: &[&str]) -> (Option<i32>, String) {
+    let (code, stdout, stderr) = run(&[&["lesson"], args].concat());
+    assert_eq!(stderr, "", "{args:?}");
+    (code, stdout)
+}
+
+/// Returns the answer that a run gives; `None` if no run can check this lesson.
+fn solution(id: &str) -> Option<String> {
+    let (code, stdout) = lesson(&[id, "--solution"]);
+    assert_eq!(code, Some(0), "{id}: {stdout}");
+    let answer = stdout.lines().next().unwrap().strip_prefix("Answer: ")?.to_owned();
+    for part in ["\n  Measured: ", "\n  Why: "] {
+        assert!(stdout.contains(part), "{id}: {stdout}");
+    }
+    assert!(!stdout.contains(['{', '}']), "{id}: {stdout}");
+    Some(answer)
+}
+
+/// Returns an answer in the same form that is not `right`.
+fn wrong(right: &str) -> String {
+    match right {
+        "yes" => "no".into(),
+        "no" => "yes".into(),
+        _ => {
+            let (first, rest) = right.split_once(' ').unwrap_or((right, ""));
+            let other = match first.parse::<u64>() {
+                Ok(number) => (number + 1).to_string(),
+                Err(_) => (first.parse::<f64>().unwrap() + 0.1).to_string(),
+            };
+            format!("{other} {rest}").trim_end().to_owned()
+        }
+    }
+}
+
+#[test]
+fn checks_accept_the_answer_of_a_run_and_refuse_another() {
+    let mut unchecked = Vec::new();
+    for id in lessons() {
+        let Some(right) = solution(&id) else {
+            unchecked.push(id);
+            continue;
+        };
+        let (code, stdout) = lesson(&[&id, &format!("--answer={right}")]);
+        assert_eq!(code, Some(0), "{id}: {stdout}");
+        assert!(stdout.starts_with(&format!("Right: {right}\n")), "{id}: {stdout}");
+        let (code, stdout) = lesson(&[&id, &format!("--answer={}", wrong(&right))]);
+        assert_eq!(code, Some(1), "{id}: {stdout}");
+        assert!(stdout.starts_with("Not right: "), "{id}: {stdout}");
+        assert!(stdout.contains("\n  Hint: ") && !stdout.contains("Measured"), "{id}: {stdout}");
+    }
+    assert_eq!(unchecked, ["2"], "a race has no answer of its own");
+}
+
+#[test]
+fn wrong_input_is_told_with_the_form_of_an_answer() {
+    for (args, expected) in [
+        (&["0"][..], "there is no such lesson; use one of demo, "),
+        (&["99"], "there is no such lesson"),
+        (&["-1"], "there is no such lesson"),
+        (&["Demo"], "there is no such lesson"),
+        (&[""], "there is no such lesson"),
+        (&["demo", "--answer="], "lesson demo: expected a whole number, and not \"\""),
+        (&["demo", "--answer=4e1"], "expected a whole number, and not \"4e1\""),
+        (&["demo", "--answer=-43"], "expected a whole number"),
+        (&["demo", "--answer", "-43"], "expected a whole number"),
+        (&["3", "--answer=1792"], "lesson 3: expected 2 whole numbers with a space between them"),
+        (&["3", "--answer=1 2 3"], "expected 2 whole numbers"),
+        (&["update", "--answer=nan"], "expected a number such as 0.5, and not \"nan\""),
+        (&["batch", "--answer=perhaps"], "expected yes or no, and not \"perhaps\""),
+        (&["2", "--answer=3"], "lesson 2 has no check. A race has another result each time"),
+        (&["--answer=43"], "<LESSON>"),
+        (&["--solution"], "<LESSON>"),
+        (&["demo", "--answer=43", "--solution"], "cannot be used with"),
+        (&["demo", "--language=fr"], "[possible values: en, zh]"),
+    ] {
+        let (code, stdout, stderr) = run(&[&["lesson"], args].concat());
+        assert_eq!((code, &*stdout), (Some(2), ""), "{args:?}: {stderr}");
+        assert!(stderr.contains(expected), "{args:?}: {stderr}");
+    }
+}
+
+#[test]
+fn answers_in_chinese_are_those_in_english() {
+    let (code, stdout) = lesson(&["batch", "--language=zh", "--answer=否"]);
+    assert_eq!(code, Some(0), "{stdout}");
+    assert!(stdout.starts_with("正确：否\n"), "{stdout}");
+    let (code, stdout) = lesson(&["batch", "--language=zh", "--answer=yes"]);
+    assert_eq!(code, Some(1), "{stdout}");
+    assert!(stdout.starts_with("不对：是\n  提示："), "{stdout}");
+}
+
+/// `text` without its line breaks, spaces and backticks: what a page and a terminal have in common.
+fn squeezed(text: &str) -> String {
+    text.chars().filter(|c| !c.is_whitespace() && *c != '`').collect()
+}
+
+/// Returns the exercise of a lesson, without its heading and its last line.
+fn exercise(id: &str, language: &str) -> String {
+    let (code, stdout) = lesson(&[id, "--language", language]);
+    assert_eq!(code, Some(0), "{stdout}");
+    let lines: Vec<&str> = stdout.lines().collect();
+    let (last, others) = lines.split_last().unwrap();
+    assert!(last.ends_with(&format!("ddp-mp lesson {id} --solution")), "{last}");
+    others[1..].join("\n")
+}
+
+#[test]
+fn book_shows_every_exercise_in_the_order_of_the_list() {
+    let summary = fs::read_to_string(repository("docs/src/SUMMARY.md")).unwrap();
+    for (folder, language, mark) in
+        [("tutorial", "en", "**Exercise.**"), ("zh", "zh", "**练习。**")]
+    {
+        let folder_of_links = format!("({folder}/");
+        let links = summary.split(&folder_of_links).skip(1);
+        let pages =
+            links.map(|link| format!("docs/src/{folder}/{}", link.split(')').next().unwrap()));
+        let text: String =
+            pages.map(|page| fs::read_to_string(repository(&page)).unwrap()).collect();
+        let shown: Vec<String> = text
+            .split(mark)
+            .skip(1)
+            .map(|rest| squeezed(rest.split("\n\n").next().unwrap()))
+            .collect();
+        let expected: Vec<String> =
+            lessons().iter().map(|id| squeezed(&exercise(id, language))).collect();
+        for (shown, expected) in shown.iter().zip(&expected) {
+            assert_eq!(shown, expected, "a page of docs/src/{folder}, and what the program prints");
+        }
+        assert_eq!(shown.len(), expected.len(), "exercises of docs/src/{folder}");
+    }
+}
+
+#[test]
+fn lines_to_change_are_marked_in_the_examples() {
+    let files = fs::read_dir(repository("examples")).unwrap();
+    let names = files.map(|file| file.unwrap().file_name().into_string().unwrap());
+    let programs: Vec<String> =
+        names.filter(|name| name.starts_with(|c: char| c.is_ascii_digit())).collect();
+    let numbered = lessons().into_iter().filter(|id| id.parse::<usize>().is_ok());
+    assert_eq!(numbered.count(), programs.len(), "each program has its exercise");
+    for program in programs {
+        let (number, name) = program.trim_end_matches(".rs").split_once('-').unwrap();
+        let id = number.trim_start_matches('0');
+        assert_eq!(lesson(&[id]), lesson(&[name]), "{program}");
+        let text = fs::read_to_string(repository(&format!("examples/{program}"))).unwrap();
+        let marked: Vec<&str> = text.lines().filter(|line| line.contains("// exercise")).collect();
+        let exercise = exercise(id, "en").split_whitespace().collect::<Vec<_>>().join(" ");
+        let code = exercise.split('`').nth(1).unwrap();
+        if code.starts_with("ddp-mp ") {
+            assert_eq!(marked.len(), 0, "{program}: its exercise changes a command");
+        } else {
+            assert_eq!(marked.len(), 1, "{program}: {marked:?}");
+            assert!(marked[0].contains(code), "{program}: {code:?} is not in {:?}", marked[0]);
+        }
+    }
+}

@@ -1,0 +1,200 @@
+//! Text from a gpt: the same tokens as nanoGPT's `generate` draws, and `ddp-mp sample`.
+
+use std::io::Read;
+use std::path::Path;
+use std::process::Stdio;
+
+use ddp_mp::ffi::fork_rng;
+use ddp_mp::models::{Generate, GenerateOptions, Model, ModelConfig, ModelKind};
+use tch::nn::{ModuleT, VarStore};
+use tch::{Device, Kind, Tensor};
+
+use crate::harness::{TIMEOUT, program, run};
+use wait_timeout::ChildExt;
+
+const CONTEXT: i64 = 8;
+
+/// A gpt with its initial parameters: all tokens are about as likely.
+fn gpt() -> (VarStore, Model) {
+    let (n_layer, n_head, n_embd) = (1, 2, 16);
+    let sizes = ModelConfig { n_layer, n_head, n_embd, ..ModelConfig::default() };
+    let (kind, in_features) = (ModelKind::Gpt, CONTEXT);
+    let config = ModelConfig { kind, in_features, out_features: 256, ..sizes };
+    config.build(Device::Cpu, 3).unwrap()
+}
+
+fn prompt() -> Vec<i64> {
+    b"First Citizen:".iter().map(|&byte| byte.into()).collect()
+}
+
+/// Returns `count` tokens after the prompt.
+fn generated(model: &Model, options: GenerateOptions, count: usize) -> Vec<i64> {
+    let options = GenerateOptions { block_size: CONTEXT, ..options };
+    let tokens = Generate::new(model, &prompt(), options, Device::Cpu).unwrap();
+    tokens.take(count).collect::<Result<_, _>>().unwrap()
+}
+
+/// Returns the same as nanoGPT's `generate` after `torch.manual_seed(seed)`, with libtorch's own `multinomial`.
+fn generated_with_multinomial(model: &Model, options: GenerateOptions, count: usize) -> Vec<i64> {
+    let GenerateOptions { temperature, top_k, seed, .. } = options;
+    let mut tokens = prompt();
+    let draw_all = || {
+        for _ in 0..count {
+            let seen = &tokens[tokens.len().saturating_sub(CONTEXT as usize)..];
+            let logits = model.forward_t(&Tensor::from_slice(seen).unsqueeze(0), false);
+            let mut logits = logits.get(0).get(-1) / temperature;
+            if let Some(k) = top_k {
+                let smallest = logits.topk(k, -1, true, true).0.get(-1);
+                logits = logits.masked_fill(&logits.lt_tensor(&smallest), f64::NEG_INFINITY);
+            }
+            let token = logits.softmax(-1, Kind::Float).multinomial(1, false);
+            tokens.push(token.int64_value(&[0]));
+        }
+    };
+    tch::no_grad(|| fork_rng(seed, draw_all)).unwrap();
+    tokens.split_off(prompt().len())
+}
+
+#[test]
+fn tokens_are_those_that_multinomial_draws() {
+    let (_vs, model) = gpt();
+    for (temperature, top_k, seed) in
+        [(1.0, None, 0), (0.8, Some(200), 1337), (2.5, Some(3), 5), (0.01, None, 9)]
+    {
+        let options = GenerateOptions { temperature, top_k, seed, ..Default::default() };
+        let expected = generated_with_multinomial(&model, options, 60);
+        assert_eq!(generated(&model, options, 60), expected, "{options:?}");
+    }
+}
+
+#[test]
+fn temperature_and_top_k_restrict_the_draws() {
+    let (_vs, model) = gpt();
+    let of = |temperature, top_k| {
+        generated(&model, GenerateOptions { temperature, top_k, ..Default::default() }, 40)
+    };
+    let likeliest = of(0.0, None);
+    assert_eq!(of(1.0, Some(1)), likeliest);
+    assert_eq!(of(1e-9, None), likeliest);
+    assert_eq!(of(1.0, Some(1000)), of(1.0, None), "there are 256 tokens");
+    assert_ne!(of(1.0, None), likeliest);
+}
+
+#[test]
+fn wrong_options_are_refused() {
+    let (_vs, model) = gpt();
+    let valid = GenerateOptions::default();
+    for (options, prompt, problem) in [
+        (valid, vec![], "the prompt is empty"),
+        (GenerateOptions { block_size: 0, ..valid }, vec![1], "a context of 0 tokens"),
+        (GenerateOptions { temperature: -1.0, ..valid }, vec![1], "the temperature -1"),
+        (GenerateOptions { temperature: f64::NAN, ..valid }, vec![1], "the temperature NaN"),
+        (GenerateOptions { top_k: Some(0), ..valid }, vec![1], "top_k is too small"),
+    ] {
+        let error = Generate::new(&model, &prompt, options, Device::Cpu).unwrap_err().to_string();
+        assert!(error.contains(problem), "{error}");
+    }
+    // No row of the embedding: an error, and not a panic.
+    let mut tokens = Generate::new(&model, &[256], valid, Device::Cpu).unwrap();
+    let error = tokens.next().unwrap().unwrap_err().to_string();
+    assert!(error.contains("index out of range"), "{error}");
+}
+
+/// Trains a small gpt for a few steps, and returns what `sample` takes to read it.
+fn trained(folder: &Path) -> String {
+    let text = folder.join("text.txt");
+    std::fs::write(&text, "To be, or not to be: that is the question. ".repeat(20)).unwrap();
+    let run_folder = folder.join("run");
+    let [text, saved] = [&text, &run_folder].map(|path| path.to_str().unwrap());
+    let (dataset, dir) = (format!("--dataset=text:{text}"), format!("--checkpoint-dir={saved}"));
+    let model = ["--model=gpt", "--n-layer=1", "--n-head=2", "--n-embd=16", "--block-size=8"];
+    let more = [&dataset, &dir, "--nproc-per-node=2", "--batch-size=4", "--lr=0.1"];
+    let (code, _, stderr) = run(&[&model[..], &more].concat());
+    assert_eq!(code, Some(0), "{stderr}");
+    format!("--checkpoint={saved}")
+}
+
+#[test]
+fn model_without_finite_logits_is_an_error() {
+    let (vs, model) = gpt();
+    for mut parameter in vs.trainable_variables() {
+        let _ = tch::no_grad(|| parameter.fill_(f64::NAN));
+    }
+    for temperature in [0.0, 1.0] {
+        let options = GenerateOptions { block_size: CONTEXT, temperature, ..Default::default() };
+        let mut tokens = Generate::new(&model, &prompt(), options, Device::Cpu).unwrap();
+        let error = tokens.next().unwrap().unwrap_err().to_string();
+        assert!(error.contains("the model's largest logit is NaN"), "{error}");
+    }
+}
+
+#[test]
+fn sample_continues_the_prompt_and_follows_its_seed() {
+    let folder = tempfile::tempdir().unwrap();
+    let checkpoint = &trained(folder.path());
+    let text = |flags: &[&str]| {
+        let (code, stdout, stderr) = run(&[&["sample", checkpoint], flags].concat());
+        assert_eq!((code, &stderr[..]), (Some(0), ""), "{stdout}");
+        stdout
+    };
+    let one = text(&["--prompt=To be", "--num-tokens=50"]);
+    assert!(one.starts_with("To be") && one.ends_with('\n'), "{one:?}");
+    assert_eq!(text(&["--prompt=To be", "--num-tokens=50"]), one);
+    assert_ne!(text(&["--prompt=To be", "--num-tokens=50", "--seed=1"]), one);
+    assert_eq!(text(&["--prompt=To be", "--num-tokens=0"]), "To be\n");
+    assert_eq!(text(&["--num-tokens=0"]), "\n");
+    let same = ["--temperature=0", "--num-tokens=20"];
+    assert_eq!(text(&same), text(&[&same[..], &["--seed=7"]].concat()));
+}
+
+#[test]
+fn sample_ends_when_nobody_reads() {
+    let folder = tempfile::tempdir().unwrap();
+    let checkpoint = &trained(folder.path());
+    let mut command = program(&["sample", checkpoint, "--num-tokens=1000000000"]);
+    let mut child = command.stdout(Stdio::piped()).spawn().unwrap();
+    let mut first = [0; 4];
+    child.stdout.take().unwrap().read_exact(&mut first).unwrap(); // then the pipe is closed
+    let ended = child.wait_timeout(TIMEOUT).unwrap();
+    if ended.is_none() {
+        child.kill().unwrap();
+    }
+    assert_eq!(ended.and_then(|status| status.code()), Some(0));
+}
+
+#[test]
+fn sample_refuses_wrong_input() {
+    let folder = tempfile::tempdir().unwrap();
+    let checkpoint = &trained(folder.path());
+    let linear = folder.path().join("linear");
+    let linear = linear.to_str().unwrap();
+    let (code, _, stderr) = run(&[&format!("--checkpoint-dir={linear}"), "--nproc-per-node=1"]);
+    assert_eq!(code, Some(0), "{stderr}");
+    let newest = std::fs::read_to_string(folder.path().join("run/latest")).unwrap();
+    let in_checkpoint = &format!("{checkpoint}/{}/model.safetensors", newest.trim());
+    let (of_linear, nowhere) = (&format!("--checkpoint={linear}"), "--checkpoint=/nowhere");
+    for (flags, problem) in [
+        (&[][..], "--checkpoint"),
+        (&[nowhere], "/nowhere"),
+        (&[of_linear], "it holds a linear model, which writes no text"),
+        (&[in_checkpoint], "this is a file of a checkpoint; name its folder, "),
+        (&[checkpoint, "--prompt="], "--prompt: the prompt is empty"),
+        (&[checkpoint, "--temperature=-1"], "--temperature"),
+        (&[checkpoint, "--temperature=nan"], "--temperature"),
+        (&[checkpoint, "--top-k=0"], "--top-k"),
+        (&[checkpoint, "--num-tokens=-1"], "--num-tokens"),
+    ] {
+        let (code, stdout, stderr) = run(&[&["sample"], flags].concat());
+        assert_eq!((code, &stdout[..]), (Some(2), ""), "{flags:?}");
+        assert!(stderr.contains(problem) && stderr.lines().count() < 12, "{stderr}");
+    }
+}
+
+#[test]
+fn sample_escapes_what_could_change_the_terminal() {
+    let folder = tempfile::tempdir().unwrap();
+    let checkpoint = &trained(folder.path());
+    let flags = ["sample", checkpoint, "--prompt=a\u{1b}[2Jé", "--num-tokens=0"];
+    let (code, stdout, _) = run(&flags);
+    assert_eq!((code, &stdout[..]), (Some(0), "a\\u001b[2Jé\n"));
+}
