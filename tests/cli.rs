@@ -567,3 +567,15 @@ fn ddp_flags_change_the_schedule_but_no_bit() {
     assert!(end["bytes_sent_by_rank"][1].as_u64() > Some(0) && end["overlapped"] == 0.0, "{end}");
     assert!(end["communication_us"].as_f64() < end["backward_us"].as_f64(), "{end}");
 }
+
+#[test]
+fn epochs_that_end_before_max_steps_are_named() {
+    let (code, _, stderr) = run(&["--nproc-per-node=2", "--num-samples=256", "--max-steps=9"]);
+    assert_eq!(code, Some(0), "{stderr}");
+    let expected = "has ended after 4 steps, before --max-steps 9, because of --max-epochs 1\n";
+    assert!(stderr.ends_with(expected), "{stderr}");
+    for more in [&["--max-steps=4"][..], &["--max-steps=3"], &[]] {
+        let (_, _, stderr) = run(&[&["--nproc-per-node=2", "--num-samples=256"], more].concat());
+        assert!(!stderr.contains("before --max-steps"), "{more:?}: {stderr}");
+    }
+}

@@ -1,10 +1,12 @@
 //! What the tests share: running ranks, running the program.
 
 use std::borrow::Borrow;
+use std::io::Read;
 use std::net::TcpListener;
 use std::path::PathBuf;
 use std::process::{Child, Command, Output, Stdio};
 use std::rc::Rc;
+use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use ddp_mp::ffi::fork_rng;
@@ -135,15 +137,14 @@ pub(crate) fn run(args: &[&str]) -> (Option<i32>, String, String) {
 /// As [`run`]; panics if it does not end by itself.
 pub(crate) fn run_command(mut command: Command) -> (Option<i32>, String, String) {
     command.stdout(Stdio::piped()).stderr(Stdio::piped());
-    let mut child = command.spawn().expect("it starts");
-    // The outputs of these tests fit into a pipe, so that nobody needs to read while it runs.
-    if child.wait_timeout(TIMEOUT).expect("it can be waited for").is_none() {
-        child.kill().expect("it can be killed");
-        panic!("{command:?} ran longer than {TIMEOUT:?}");
-    }
-    let output = child.wait_with_output().expect("it has ended");
+    let output = output(command.spawn().expect("it starts"));
     let text = |bytes: Vec<u8>| String::from_utf8(bytes).expect("UTF-8");
     (output.status.code(), text(output.stdout), text(output.stderr))
+}
+
+/// Waits for a process and returns how it ended. Panics if it does not end by itself.
+pub(crate) fn output(child: Child) -> Output {
+    join(vec![child]).remove(0)
 }
 
 /// Returns a port that is free now.
@@ -151,19 +152,41 @@ pub(crate) fn free_port() -> u16 {
     TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
 }
 
-/// Waits for all, and returns how they ended.
+/// Waits for all, and returns how they ended. Panics if one does not end by itself.
+///
+/// Threads read the outputs meanwhile: a process would wait for its reader once the pipe is full.
 pub(crate) fn join(children: Vec<Child>) -> Vec<Output> {
-    let mut outputs = Vec::new();
-    for mut child in children {
-        let ended = child.wait_timeout(TIMEOUT).unwrap();
+    let running: Vec<_> = children
+        .into_iter()
+        .map(|mut child| {
+            let stdout = child.stdout.take().map(read_beside);
+            let stderr = child.stderr.take().map(read_beside);
+            (child, stdout, stderr)
+        })
+        .collect();
+    let read =
+        |pipe: Option<JoinHandle<Vec<u8>>>| pipe.map_or_else(Vec::new, |it| it.join().unwrap());
+    let end = |(mut child, stdout, stderr): (Child, _, _)| {
+        let ended = child.wait_timeout(TIMEOUT).expect("it can be waited for");
         if ended.is_none() {
-            child.kill().unwrap();
+            child.kill().expect("it can be killed");
         }
-        let output = child.wait_with_output().unwrap();
+        let status = child.wait().expect("it can be waited for");
+        let output = Output { status, stdout: read(stdout), stderr: read(stderr) };
         assert!(ended.is_some(), "it ran longer than {TIMEOUT:?}: {output:?}");
-        outputs.push(output);
-    }
-    outputs
+        output
+    };
+    running.into_iter().map(end).collect()
+}
+
+/// Reads all that a process prints, on a thread of its own.
+pub(crate) fn read_beside(mut pipe: impl Read + Send + 'static) -> JoinHandle<Vec<u8>> {
+    let read = move || {
+        let mut bytes = Vec::new();
+        pipe.read_to_end(&mut bytes).expect("its output can be read");
+        bytes
+    };
+    thread::Builder::new().spawn(read).expect("a thread can be started")
 }
 
 /// A file of the repository.

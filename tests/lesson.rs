@@ -112,14 +112,17 @@ fn squeezed(text: &str) -> String {
     text.chars().filter(|c| !c.is_whitespace() && *c != '`').collect()
 }
 
-/// Returns the exercise of a lesson, without its heading and its last line.
+/// Returns the exercise of a lesson, without its heading, its program and its last line.
 fn exercise(id: &str, language: &str) -> String {
     let (code, stdout) = lesson(&[id, "--language", language]);
     assert_eq!(code, Some(0), "{stdout}");
     let lines: Vec<&str> = stdout.lines().collect();
     let (last, others) = lines.split_last().unwrap();
     assert!(last.ends_with(&format!("ddp-mp lesson {id} --solution")), "{last}");
-    others[1..].join("\n")
+    let is_program = |line: &&&str| line.contains("examples/") || line.contains("--example");
+    let programs = others.iter().filter(is_program).count();
+    assert_eq!(programs, if id.parse::<usize>().is_ok() { 2 } else { 0 }, "{stdout}");
+    others[1 + programs..].join("\n")
 }
 
 #[test]
@@ -159,7 +162,9 @@ fn lines_to_change_are_marked_in_the_examples() {
     for program in programs {
         let (number, name) = program.trim_end_matches(".rs").split_once('-').unwrap();
         let id = number.trim_start_matches('0');
-        assert_eq!(lesson(&[id]), lesson(&[name]), "{program}");
+        let question = lesson(&[id]);
+        assert_eq!(question, lesson(&[name]), "{program}");
+        assert!(question.1.contains(&format!("  Program: examples/{program}\n")), "{question:?}");
         let text = fs::read_to_string(repository(&format!("examples/{program}"))).unwrap();
         let marked: Vec<&str> = text.lines().filter(|line| line.contains("// exercise")).collect();
         let exercise = exercise(id, "en").split_whitespace().collect::<Vec<_>>().join(" ");

@@ -12,7 +12,7 @@ use std::time::Instant;
 use serde_json::Value;
 use wait_timeout::ChildExt;
 
-use crate::harness::{TIMEOUT, in_the_environment_of, program, run, run_command};
+use crate::harness::{TIMEOUT, in_the_environment_of, output, program, run, run_command};
 
 const PROCESSES: &str = "--spawn=processes";
 
@@ -155,13 +155,8 @@ fn rest(mut stdout: BufReader<ChildStdout>) -> String {
 }
 
 /// Its exit code and stderr.
-fn end(mut child: Child) -> (Option<i32>, String) {
-    let status = child.wait_timeout(TIMEOUT).unwrap();
-    if status.is_none() {
-        child.kill().unwrap();
-    }
-    let output = child.wait_with_output().unwrap();
-    assert!(status.is_some(), "it ran longer than {TIMEOUT:?}");
+fn end(child: Child) -> (Option<i32>, String) {
+    let output = output(child);
     (output.status.code(), String::from_utf8(output.stderr).unwrap())
 }
 

@@ -130,8 +130,8 @@ pub(super) fn reason_of(code: i32) -> Option<Option<StopReason>> {
     reasons.into_iter().find(|&reason| i32::from(exit_code(reason)) == code)
 }
 
-/// Returns the program's exit code after a run that stopped because of `reason`. SIGUSR1 and limits are planned
-/// ends: 0, like the end of training.
+/// Returns the program's exit code after a run that stopped because of `reason`. SIGUSR1, a key and limits are
+/// planned ends: 0, like the end of training.
 pub fn exit_code(reason: Option<StopReason>) -> u8 {
     match reason {
         Some(StopReason::Interrupt) => code_of(SIGINT),
@@ -141,6 +141,7 @@ pub fn exit_code(reason: Option<StopReason>) -> u8 {
             | StopReason::Time
             | StopReason::Steps
             | StopReason::NoProgress
+            | StopReason::Key
             | StopReason::Callback,
         )
         | None => 0,

@@ -1,6 +1,7 @@
 //! How a run ended: for the report, the failure event, and the lines that rank 0 prints.
 
 use crate::checkpoint::{CheckpointDir, TrainerState};
+use crate::config::TrainingSection;
 use crate::launch::{SpawnError, StopReason};
 use crate::records::ValidationMetrics;
 use crate::telemetry::report::Outcome;
@@ -93,4 +94,13 @@ pub(super) fn stopped(
             "stopped by {name} after {steps} steps; nothing is saved, because there is no --checkpoint-dir"
         ),
     }
+}
+
+/// Returns a line about a run whose epochs ended before `--max-steps`; `None` for any other run.
+pub(super) fn before_max_steps(state: &TrainerState, training: &TrainingSection) -> Option<String> {
+    let steps = training.max_steps.filter(|max| *max > state.step)?;
+    Some(format!(
+        "the run has ended after {} steps, before --max-steps {steps}, because of --max-epochs {}",
+        state.step, training.max_epochs
+    ))
 }

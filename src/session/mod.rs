@@ -58,10 +58,12 @@ pub(crate) fn stop_at_signals(
 ) -> anyhow::Result<Arc<StopRequest>> {
     let printer = printer.clone();
     let time = config.training.max_seconds.map(|time| time.saturating_sub(restarts.elapsed));
-    let stop = StopRequest::new(time).on_stop(move |reason| {
-        if reason == StopReason::Interrupt {
+    let stop = StopRequest::new(time).on_stop(move |reason| match reason {
+        StopReason::Interrupt => {
             printer.info("stopping after this step; Ctrl-C again ends the process at once");
         }
+        StopReason::Key => printer.info("stopping after this step"),
+        _ => {}
     });
     let stop = Arc::new(stop);
     stop_on_signals(&stop).context("watching for signals")?;

@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use tch::Device;
 
 use super::Session;
-use super::end_messages::{best, stopped, through_rank_0};
+use super::end_messages::{before_max_steps, best, stopped, through_rank_0};
 use crate::config::StrategyKind;
 use crate::data::DatasetSpec;
 use crate::ddp::Strategy;
@@ -134,10 +134,12 @@ pub(crate) fn print_end(
     {
         printer.info(&best(metrics, dir));
     }
-    if let Some(reason) = reason
-        && replicas_equal
-    {
-        printer.info(&stopped(reason, trainer.state(), dir));
+    if replicas_equal {
+        let text = match reason {
+            Some(reason) => Some(stopped(reason, trainer.state(), dir)),
+            None => before_max_steps(trainer.state(), &config.training),
+        };
+        text.iter().for_each(|text| printer.info(text));
     }
     Ok(())
 }

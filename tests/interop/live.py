@@ -6,6 +6,7 @@ live.py PROGRAM
 import json
 import pathlib
 import re
+import socket
 import subprocess
 import sys
 import tempfile
@@ -45,9 +46,9 @@ def threads(program, folder, size):
         terminal.keys("k")
         terminal.wait_for(r"^.>0 CPU:0")
         terminal.keys("?")
-        terminal.wait_for(r"stop after this step, as Ctrl-C does")
+        terminal.wait_for(r"stop after this step, with exit code 0")
         terminal.keys("Escape")
-        terminal.wait_for(r"(?s)\A(?!.*as Ctrl-C does).*rank 0 ")
+        terminal.wait_for(r"(?s)\A(?!.*with exit code 0).*rank 0 ")
         terminal.keys("C-l")
         terminal.wait_for(r"^.>0 CPU:0")
         terminal.keys("Space")
@@ -72,8 +73,8 @@ def threads(program, folder, size):
         terminal.wait_for(r"who came last" if size[0] + 40 >= 120 else r"loss")
         terminal.resize(*size)
         terminal.keys("s")
-        assert terminal.exit_code() == 130
-        for line in [r"what each rank does", r"stopped by SIGINT after \d+ steps"]:
+        assert terminal.exit_code() == 0
+        for line in [r"what each rank does", r"stopped by key after \d+ steps"]:
             terminal.wait_for(line)
         check_terminal(terminal)
 
@@ -86,9 +87,31 @@ def processes(program, folder, size):
             terminal.wait_for(rf"^.[ >]{rank} CPU:{rank} ")
         terminal.wait_for(r"CPU:0 \| Epoch: 0")
         terminal.keys("s")
-        assert terminal.exit_code() == 130
+        assert terminal.exit_code() == 0
         for rank in range(3):  # the lines of all processes are printed afterwards
             terminal.wait_for(rf"^CPU:{rank} \| Epoch: 0")
+        check_terminal(terminal)
+
+
+def several_machines(program, folder):
+    """The terminal of rank 0's process shows the ranks of both, those of the other one from heartbeats."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    run = [*SLOW, "--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={port}"]
+    with Terminal(120, 30, folder) as terminal:
+        other = subprocess.Popen([program, *run, "--node-rank=1"], stdout=subprocess.DEVNULL)
+        try:
+            terminal.start(program, *run, "--node-rank=0", "--live")
+            terminal.wait_for(r"the others wait for rank 1")
+            for rank in range(3):
+                terminal.wait_for(rf"^.[ >]{rank} CPU:{rank} ")
+                terminal.wait_for(rf"^.[ >]{rank + 3} CPU:{rank} .*\d\.\d s ago: ")
+            terminal.keys("s")
+            assert terminal.exit_code() == 0
+            assert other.wait(timeout=60) == 0, "all ranks stop after the same step"
+        finally:
+            other.kill()
+            other.wait()
         check_terminal(terminal)
 
 
@@ -183,7 +206,7 @@ def colours(program, folder):
             found = background.search(terminal.screen(colours=True))
             assert (found is not None) == are_used, environment
             terminal.keys("q")
-            assert terminal.exit_code() == 130
+            assert terminal.exit_code() == 0
 
 
 def replay(program, folder):
@@ -228,7 +251,7 @@ def main(program):
             threads(program, folder, size)
             processes(program, folder, size)
             print(f"{size[0]}x{size[1]}: the straggler is named, all keys work, the terminal is as before", flush=True)
-        for check in [stalls, ends, same_results, without_screen, colours, replay]:
+        for check in [several_machines, stalls, ends, same_results, without_screen, colours, replay]:
             check(program, folder)
             print(f"{check.__name__}: ok", flush=True)
 

@@ -25,6 +25,7 @@ impl Catalog for English {
 
     fn words(&self) -> Words {
         Words {
+            program: "Program: ",
             check: "Check: ",
             give_up: "Solution: ",
             right: "Right: ",
@@ -45,8 +46,8 @@ impl Catalog for English {
             Lesson::Demo => Texts {
                 title: "Start it",
                 learn: "how many steps each rank makes",
-                task: "In the command of the demo, change `--nproc-per-node=4` to `--nproc-per-node=3`. How many steps \
-                       does each rank make in an epoch?",
+                task: "In `ddp-mp --max-epochs=2 --batch-size=32 --nproc-per-node=4`, change `--nproc-per-node=4` to \
+                       `--nproc-per-node=3`. How many steps does each rank make in an epoch?",
                 hint: "Each rank gets a third of the 4096 samples, rounded up. The last batch may be smaller than 32, \
                        and still needs a step.",
                 measured: "each rank got {0} samples and made {1} steps.",
@@ -89,8 +90,9 @@ impl Catalog for English {
             Lesson::Straggler => Texts {
                 title: "A slow rank",
                 learn: "where a straggler shows in the timeline",
-                task: "To the command that writes `slow.html`, add `--inject-fault=slow=20ms:rank=1,at=step`. Rank 1 \
-                       then sleeps at the start of each step. Which rank has the long all-reduces, 0 or 1?",
+                task: "To `ddp-mp --max-epochs=1 --batch-size=32 --nproc-per-node=2 --report=ranks.html`, add \
+                       `--inject-fault=slow=20ms:rank=1,at=step`. Rank 1 then sleeps at the start of each step. Which \
+                       rank has the long all-reduces, 0 or 1?",
                 hint: "An all-reduce ends when the last rank has arrived. The rank that arrives last does not wait in \
                        it.",
                 measured: "in all-reduces rank 0 spent {0} s, and rank 1 {1} s.",
@@ -98,10 +100,11 @@ impl Catalog for English {
                       another rank is slow, and the report names that one as the straggler.",
             },
             Lesson::Desync => Texts {
-                title: "A rank that drifts away",
+                title: "Replicas that differ",
                 learn: "when a difference between the ranks is found",
-                task: "In the command above, change `--check-replicas-every=1` to `--check-replicas-every=4`. After \
-                       which step does the program find the difference? Steps count from 0.",
+                task: "In `ddp-mp --nproc-per-node=3 --inject-fault=desync:rank=1,at=step,step=5 \
+                       --check-replicas-every=1`, change `--check-replicas-every=1` to `--check-replicas-every=4`. \
+                       After which step does the program find the difference? Steps count from 0.",
                 hint: "The ranks compare after 4 steps, after 8, and so on. Rank 1 changes its parameter after step 5.",
                 measured: "after step {0} the comparison found rank {1}.",
                 why: "Steps 0 to {0} are {2} steps. Until the comparison the ranks continued to train, and all steps \
@@ -112,8 +115,9 @@ impl Catalog for English {
                 learn: "why ranks can share a batch",
                 task: "Change `FIRST: i64 = 32` to `FIRST: i64 = 48`. The gradients are then those of 48 and of 16 \
                        samples, and their mean is not the gradient of all 64. By which weight must the first one be \
-                       multiplied, so that the sum is right again?",
-                hint: "The two weights add up to 1. Each sample must count equally.",
+                       multiplied, so that the sum is right again? The weight of the second one is 1 minus that of \
+                       the first.",
+                hint: "Each sample must count equally.",
                 measured: "the weights {0} and {1} give the gradient of all 64; with equal weights the difference is \
                            {2}.",
                 why: "48 / 64 = 0.75: a gradient is a mean over its samples, so its weight is its share of the \
@@ -124,7 +128,8 @@ impl Catalog for English {
                 learn: "how ranks meet, and how they fail",
                 task: "Delete the line `shared.barrier.wait();`, and run the program twenty times. Which sum does rank \
                        0 get most often, and why is it not always the same?",
-                hint: "Rank 0 allocates the memory and goes on at once. The other ranks must receive it first.",
+                hint: "Rank 0 allocates the slots and the barrier, and goes on at once. The other ranks must first \
+                       receive a pointer to them.",
                 measured: "A race has another result each time, so no run can check an answer.",
                 why: "Most often rank 0 gets 0: it adds up before any other rank has written its slot. Now and then \
                       another rank is fast enough, and rank 0 gets 20 or even 60. A race can be right by chance, so \
@@ -160,16 +165,16 @@ impl Catalog for English {
                        all-reduces does a step make?",
                 hint: "There are 20 weights and 20 biases. The last bucket may be smaller.",
                 measured: "{0} all-reduces for {1} parameters; a rank sent {2} bytes.",
-                why: "40 / 6 rounded up is {0}. The bytes do not depend on the buckets; only the number of \
-                      all-reduces does.",
+                why: "20 weights and 20 biases are 40 parameters, and 40 / 6 rounded up is {0}. The bytes do not \
+                      depend on the buckets; only the number of all-reduces does.",
             },
             Lesson::Overlap => Texts {
                 title: "Overlap",
                 learn: "when a bucket can go out during backward",
                 task: "Change `bucket_cap_mb = 1.0` to `bucket_cap_mb = 3.0`. How many buckets are there, and how \
                        many gradients are ready when the first one goes out?",
-                hint: "The first bucket has a capacity of its own, 1 MiB (`first_bucket_mb`), so that it goes out \
-                       early. A bucket is closed by the gradient that reaches its capacity.",
+                hint: "The first bucket has a capacity of its own, 1 MiB (`first_bucket_mb` in `DdpOptions`), so that \
+                       it goes out early. A bucket is closed by the gradient that reaches its capacity.",
                 measured: "{0} buckets; when they went out, {2} gradients were ready.",
                 why: "A layer has slightly more than 1 MiB. The first bucket has one layer, that is {1} gradients. The \
                       next one takes three layers to reach 3 MiB, and two are left. With larger buckets there are \
@@ -229,8 +234,8 @@ impl Catalog for English {
             Lesson::WhatGrows => Texts {
                 title: "What grows with a model",
                 learn: "traffic and memory, and what one can do about each",
-                task: "Change `RANKS: usize = 4` to `RANKS: usize = 8`. By which factor do the KiB grow that a rank \
-                       sends for a batch, with two decimals?",
+                task: "Change `RANKS: usize = 4` to `RANKS: usize = 8`. By which factor do the KiB in the rows \
+                       `replicas` grow, with two decimals?",
                 hint: "A rank sends 2 (N - 1) / N times the bytes of the gradients, as in the ring of lesson 3.",
                 measured: "a rank sent {0} KiB with 4 ranks and {1} KiB with 8, which is {2} times as much.",
                 why: "(2 * 7 / 8) / (2 * 3 / 4) = 1.17. However many ranks there are, a rank never sends twice its \
@@ -239,8 +244,10 @@ impl Catalog for English {
             Lesson::SeveralMachines => Texts {
                 title: "Several machines",
                 learn: "the same ranks in several processes",
-                task: "Four ranks train the demo in one process: `ddp-mp --nproc-per-node=4`. Then use two machines \
-                       with `--nproc-per-node=2` each, as above. Are the parameters the same to the bit?",
+                task: "Four ranks train the demo in one process: `ddp-mp --nproc-per-node=4`. Two machines train it \
+                       with two ranks each: `ddp-mp --nnodes=2 --node-rank=0 --master-addr=node0 --nproc-per-node=2` \
+                       on the first, and the same with `--node-rank=1` on the second. Are the parameters the same to \
+                       the bit?",
                 hint: "All four ranks have the same samples as before. In which order are their four gradients added?",
                 measured: "parameters {0} in one process, and {1} on two machines.",
                 why: "One process adds in the order of the ranks, ((a + b) + c) + d. Two processes first add within \

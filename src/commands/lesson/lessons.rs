@@ -88,6 +88,11 @@ impl Lesson {
         self.number().map_or_else(|| self.name().to_owned(), |number| number.to_string())
     }
 
+    /// Returns the name of its program in `examples`. `None` for the lessons that use `ddp-mp`.
+    pub(super) fn program(self) -> Option<String> {
+        self.number().map(|number| format!("{number:02}-{}", self.name()))
+    }
+
     fn name(self) -> &'static str {
         self.into()
     }

@@ -137,6 +137,11 @@ fn question(
 ) -> Vec<String> {
     let (id, words) = (lesson.id(), catalog.words());
     let mut lines = vec![catalog.heading(&id, texts.title)];
+    if let Some(program) = lesson.program() {
+        let run = format!("cargo run --release --example {program}");
+        lines.push(format!("  {}examples/{program}.rs", words.program));
+        lines.push(format!("  {run}"));
+    }
     lines.extend(paragraph(texts.task));
     match exercise.check {
         Check::Run { form, .. } => {

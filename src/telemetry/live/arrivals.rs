@@ -1,6 +1,7 @@
 //! Which rank came last in each collective, and which ranks a collective still waits for.
 
 use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
 use std::time::Duration;
 
 use super::look::{Look, Op};
@@ -35,8 +36,10 @@ struct Arrival {
 pub(super) struct Arrivals<'a> {
     look: &'a Look,
     known: HashMap<Key, Arrival>,
-    /// The newest collective of each rank in each group, of the ranks that are known at once and of all.
+    /// For each rank, the number of its newest collective in each group; ranks known from heartbeats included.
     newest: Vec<HashMap<u32, u64>>,
+    /// The ranks of group 0.
+    all: Arc<[usize]>,
 }
 
 impl<'a> Arrivals<'a> {
@@ -62,13 +65,19 @@ impl<'a> Arrivals<'a> {
                 arrival.last = arrival.last.max(mine);
             }
         }
-        Self { look, known, newest }
+        let all = (0..look.ranks.len()).collect();
+        Self { look, known, newest, all }
+    }
+
+    /// Returns the ranks of a group; `None` if it is unknown.
+    fn members(&self, group: u32) -> Option<&Arc<[usize]>> {
+        if group == 0 { Some(&self.all) } else { self.look.groups.get(&group) }
     }
 
     /// Returns the ranks that have not entered the collective `op`, as far as is known.
     pub(super) fn missing(&self, op: &Op) -> Vec<usize> {
         let Some((group, sequence)) = key(op) else { return Vec::new() };
-        let members = self.look.members(group).unwrap_or_default();
+        let Some(members) = self.members(group) else { return Vec::new() };
         let has_entered = |rank: usize| {
             // A heartbeat from before the wait says nothing about it.
             let is_older = |age: Duration| {
@@ -84,7 +93,7 @@ impl<'a> Arrivals<'a> {
     /// Returns when the last rank entered the collective `op`, or now if one has not. `None` if that is unknown.
     pub(super) fn last(&self, op: &Op) -> Option<Duration> {
         let key = key(op)?;
-        let members = self.look.members(key.0)?;
+        let members = self.members(key.0)?;
         let arrival = self.known.get(&key)?;
         if arrival.ranks == members.len() {
             return Some(arrival.last.0);
@@ -96,7 +105,7 @@ impl<'a> Arrivals<'a> {
     fn complete(&self) -> Vec<(Key, Arrival)> {
         let is_complete = |(key, arrival): &(&Key, &Arrival)| {
             arrival.ranks > 1
-                && self.look.members(key.0).is_some_and(|members| members.len() == arrival.ranks)
+                && self.members(key.0).is_some_and(|members| members.len() == arrival.ranks)
         };
         let complete = self.known.iter().filter(is_complete);
         let mut complete: Vec<_> = complete.map(|(key, arrival)| (*key, *arrival)).collect();

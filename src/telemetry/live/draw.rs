@@ -87,7 +87,7 @@ pub(super) fn draw(frame: &mut Frame<'_>, state: &LiveState, theme: Theme) {
 fn keys(state: &LiveState) -> &'static str {
     match state.playback {
         Some(_) => "? help  up/down rank  space pause  left/right seek  +/- speed  q quit",
-        None => "? help  up/down rank  space freeze  d status  s stop after this step",
+        None => "? help  up/down rank  space freeze  d status  s or q stop after this step",
     }
 }
 
@@ -192,7 +192,7 @@ fn draw_lanes(frame: &mut Frame<'_>, area: Rect, state: &LiveState, theme: Theme
             state.share(rank).map_or("   -".into(), |share| format!("{:3.0}%", 100.0 * share));
         let style =
             if is_selected { Style::new().add_modifier(Modifier::BOLD) } else { Style::new() };
-        let text: String = texts[rank].chars().take(text_width).collect();
+        let text = shortened(&texts[rank], text_width);
         let mut spans = vec![
             Span::styled(format!("{mark}{rank} {label} "), style),
             Span::styled(lane.phase.letter().to_string(), theme.phase(lane.phase).patch(style)),
@@ -206,18 +206,33 @@ fn draw_lanes(frame: &mut Frame<'_>, area: Rect, state: &LiveState, theme: Theme
     }
 }
 
+/// Returns `text` in at most `width` characters. What is left out ends with a word if it can.
+fn shortened(text: &str, width: usize) -> String {
+    if text.chars().count() <= width {
+        return text.to_owned();
+    }
+    let kept: String = text.chars().take(width).collect();
+    kept.rsplit_once(' ').map_or(kept.as_str(), |(words, _)| words).to_owned()
+}
+
 /// Returns what a rank does, for its lane: `waits for rank 2 0.1 s: all_reduce #118`.
 fn doing(lane: &Lane, now: Duration) -> String {
     let since = lane.since.map(|since| now.saturating_sub(since).as_secs_f64());
-    let since =
-        since.filter(|since| *since >= 0.1).map_or(String::new(), |since| format!(" {since:.1} s"));
-    match &lane.waits_for[..] {
+    // What a heartbeat told is over, unless it takes longer than the time between two.
+    let shown_from = if lane.heartbeat_age.is_some() { 2.0 } else { 0.1 };
+    let since = since
+        .filter(|since| *since >= shown_from)
+        .map_or(String::new(), |since| format!(" {since:.1} s"));
+    let age =
+        lane.heartbeat_age.map_or(String::new(), |age| format!("{:.1} s ago: ", age.as_secs_f64()));
+    let doing = match &lane.waits_for[..] {
         [] => format!("{}{since}", lane.doing),
         [rank] => format!("waits for rank {rank}{since}: {}", lane.doing),
         [first, rest @ ..] => {
             format!("waits for ranks {first} and {} more{since}: {}", rest.len(), lane.doing)
         }
-    }
+    };
+    age + &doing
 }
 
 /// Returns the lane's phases over the window, a letter for each of `width` moments.
@@ -333,7 +348,7 @@ mod tests {
                 "SSSS",
                 "called at src/a.rs:7",
                 "CPU:0 | Epoch: 0",
-                "s stop after this step",
+                "s or q stop after this step",
             ] {
                 assert!(text.contains(part), "{part:?} is not in\n{text}");
             }

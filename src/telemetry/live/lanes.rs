@@ -82,6 +82,8 @@ pub(super) struct Lane {
     pub doing: String,
     /// The start of the operation; `None` if it is unknown.
     pub since: Option<Duration>,
+    /// The age of the heartbeat that told it; `None` for a rank whose operations are known at once.
+    pub heartbeat_age: Option<Duration>,
     /// The ranks that have not entered the collective that this rank waits in.
     pub waits_for: Vec<usize>,
     /// The phases of the rank's newest operations, in the order in which they are drawn: a later one lies on top.
@@ -90,7 +92,11 @@ pub(super) struct Lane {
 
 /// Returns a lane for each rank of `look`.
 pub(super) fn lanes(look: &Look, arrivals: &Arrivals<'_>) -> Vec<Lane> {
-    (0..look.ranks.len()).map(|rank| lane(look, arrivals, rank)).collect()
+    let with_age = |(rank, mine): (usize, &RankLook)| {
+        let heartbeat_age = mine.heartbeat_age.filter(|age| *age < Duration::MAX);
+        Lane { heartbeat_age, ..lane(look, arrivals, rank) }
+    };
+    look.ranks.iter().enumerate().map(with_age).collect()
 }
 
 fn lane(look: &Look, arrivals: &Arrivals<'_>, rank: usize) -> Lane {
@@ -108,6 +114,10 @@ fn lane(look: &Look, arrivals: &Arrivals<'_>, rank: usize) -> Lane {
     let own = || mine.ops.iter().rev().filter(|op| !op.on_comm_thread);
     let Some(op) = own().find(is_open) else {
         let Some(last) = own().next() else {
+            let doing = match mine.heartbeat_age {
+                Some(Duration::MAX) => "no heartbeat yet".into(),
+                _ => doing,
+            };
             return Lane { phase: known(mine, phase), doing, spans, ..Lane::default() };
         };
         let (phase, doing) = (known(mine, Phase::Other), format!("after {last}"));
@@ -123,7 +133,8 @@ fn lane(look: &Look, arrivals: &Arrivals<'_>, rank: usize) -> Lane {
     let shown = on_thread.unwrap_or(op);
     let doing =
         within.map_or_else(|| shown.to_string(), |phase| format!("{shown} of {}", phase.at));
-    Lane { phase: known(mine, phase), doing, since: Some(op.started_at), waits_for, spans }
+    let (phase, since) = (known(mine, phase), Some(op.started_at));
+    Lane { phase, doing, since, waits_for, spans, ..Lane::default() }
 }
 
 /// Returns `phase`, or [`Phase::Unknown`] if the rank's last heartbeat is too old to tell.

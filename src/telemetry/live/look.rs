@@ -68,16 +68,6 @@ pub(crate) enum Site {
     Text(Arc<str>),
 }
 
-impl Look {
-    /// Returns the ranks of a group; `None` if it is unknown.
-    pub(super) fn members(&self, group: u32) -> Option<Arc<[usize]>> {
-        match group {
-            0 => Some((0..self.ranks.len()).collect()),
-            _ => self.groups.get(&group).cloned(),
-        }
-    }
-}
-
 impl Op {
     /// Returns the operation of a record.
     pub(crate) fn of_entry(entry: &Entry) -> Self {

@@ -1,5 +1,7 @@
 //! The panels below the lanes of the live view: the loss curve, the selected rank, the events; and the help.
 
+use std::time::Duration;
+
 use ratatui::Frame;
 use ratatui::layout::Rect;
 use ratatui::symbols::Marker;
@@ -61,8 +63,10 @@ pub(super) fn draw_rank(frame: &mut Frame<'_>, area: Rect, state: &LiveState) {
     let open = look.ops.iter().rev().find(|op| op.is_open());
     let site = open.map(|op| op.site.to_string()).filter(|site| !site.is_empty());
     lines.extend(site.map(|site| format!("called at {site}")));
-    if let Some(age) = look.heartbeat_age {
-        lines.push(format!("its last heartbeat came {:.1} s ago", age.as_secs_f64()));
+    match look.heartbeat_age {
+        None => {}
+        Some(Duration::MAX) => lines.push("no heartbeat has come yet".into()),
+        Some(age) => lines.push(format!("its last heartbeat came {:.1} s ago", age.as_secs_f64())),
     }
     for op in look.ops.iter().rev().filter(|op| !op.is_open()).take(usize::from(area.height)) {
         let time = op.end(now).saturating_sub(op.started_at).as_secs_f64() * 1e3;
@@ -91,7 +95,7 @@ pub(super) fn draw_events(frame: &mut Frame<'_>, area: Rect, state: &LiveState) 
     let block = Block::bordered().title(title);
     let count = usize::from(block.inner(area).height);
     let skipped = state.events.len().saturating_sub(count);
-    let line = |(at, text): &(std::time::Duration, String)| {
+    let line = |(at, text): &(Duration, String)| {
         Line::raw(format!(
             "{:8.2} {}",
             at.as_secs_f64(),
@@ -107,7 +111,9 @@ const KEYS: &[[&str; 2]] = &[
     ["up, down, k, j", "select a rank"],
     ["space", "freeze the view, and go on"],
     ["d", "add the table of what each rank does to the events"],
-    ["s, q", "stop after this step, as Ctrl-C does"],
+    ["s, q", "stop after this step, with exit code 0"],
+    ["Ctrl-C", "stop after this step; again: end at once"],
+    ["Ctrl-L", "draw all anew"],
     ["?, Esc", "show this help, and hide it"],
 ];
 
@@ -119,7 +125,7 @@ const PLAYBACK_KEYS: &[[&str; 2]] = &[
     ["Page Up, Down", "go back, go on, by a twentieth"],
     ["Home, End", "go to the start, to the end"],
     ["+, -", "play faster, slower"],
-    ["q", "quit"],
+    ["q, Ctrl-C", "quit"],
     ["?, Esc", "show this help, and hide it"],
 ];
 

@@ -141,6 +141,9 @@ impl Recording {
 impl Reader {
     fn file(&mut self, path: &Path) -> Result<(), String> {
         let bytes = read_regular(path, MOST_BYTES).map_err(|error| explain(&error))?;
+        if bytes.is_empty() {
+            return Err("the file is empty; use a file that --trace has written".into());
+        }
         let file: TraceFile = serde_json::from_slice(&bytes).map_err(|error| {
             format!("this is no trace of ddp-mp ({error}); use a file that --trace has written")
         })?;

@@ -222,7 +222,7 @@ impl View {
             KeyCode::Char('d') => self.dump(),
             KeyCode::Char('s' | 'q') => {
                 if let Some(stop) = &self.stop {
-                    stop.ask(StopReason::Interrupt);
+                    stop.ask(StopReason::Key);
                 }
             }
             _ => {}

@@ -137,19 +137,29 @@ pub(in super::super) fn naive_ddp() -> anyhow::Result<Found> {
     Ok(Found { answer: Answer::YesNo(are_equal), numbers })
 }
 
+/// Returns a model of `layers` layers with `width` inputs and outputs, each followed by a tanh.
+fn deep_model(vs: &VarStore, layers: usize, width: i64) -> anyhow::Result<nn::Sequential> {
+    let model = fork_rng(7, || {
+        (0..layers).fold(nn::seq(), |model, layer| {
+            let linear = nn::linear(vs.root() / layer, width, width, Default::default());
+            model.add(linear).add_fn(|x| x.tanh())
+        })
+    })?;
+    Ok(model)
+}
+
+/// Returns random inputs, others for each rank.
+fn inputs(rank: usize, shape: [i64; 2]) -> anyhow::Result<Tensor> {
+    Ok(fork_rng(rank as u64, || Tensor::rand(shape, (Kind::Float, Device::Cpu)))?)
+}
+
 /// Lesson 5 with 6 parameters in a bucket: the all-reduces of a step.
 pub(in super::super) fn buckets() -> anyhow::Result<Found> {
     const PARAMETERS_PER_BUCKET: usize = 6;
     let counted = on_ranks(2, |rank, group| {
         let vs = VarStore::new(rank.device());
-        let model = fork_rng(7, || {
-            (0..20).fold(nn::seq(), |model, layer| {
-                let linear = nn::linear(vs.root() / layer, 32, 32, Default::default());
-                model.add(linear).add_fn(|x| x.tanh())
-            })
-        })?;
-        let inputs =
-            fork_rng(rank.rank() as u64, || Tensor::rand([8, 32], (Kind::Float, Device::Cpu)))?;
+        let model = deep_model(&vs, 20, 32)?;
+        let inputs = inputs(rank.rank(), [8, 32])?;
         model.forward(&inputs).square().mean(Kind::Float).f_backward()?;
         let parameters = vs.trainable_variables();
         let last_first: Vec<&Tensor> = parameters.iter().rev().collect();
@@ -171,12 +181,7 @@ pub(in super::super) fn buckets() -> anyhow::Result<Found> {
 pub(in super::super) fn overlap() -> anyhow::Result<Found> {
     let ready = on_ranks(2, |rank, group| {
         let vs = VarStore::new(rank.device());
-        let model = fork_rng(7, || {
-            (0..6).fold(nn::seq(), |model, layer| {
-                let linear = nn::linear(vs.root() / layer, 512, 512, Default::default());
-                model.add(linear).add_fn(|x| x.tanh())
-            })
-        })?;
+        let model = deep_model(&vs, 6, 512)?;
         let options =
             DdpOptions { overlap: Some(true), bucket_cap_mb: 3.0, ..DdpOptions::default() };
         let mut ddp = DistributedDataParallel::new(model, &vs, group, options)?;
@@ -188,8 +193,7 @@ pub(in super::super) fn overlap() -> anyhow::Result<Found> {
             let share = 1.0 / group.world_size() as f64;
             group.all_reduce(bucket.gradients, ReduceOp::PremulSum(share))
         }))?;
-        let inputs =
-            fork_rng(rank.rank() as u64, || Tensor::rand([64, 512], (Kind::Float, Device::Cpu)))?;
+        let inputs = inputs(rank.rank(), [64, 512])?;
         // DDP orders the buckets anew after the first step; the second has the final ones.
         for _step in 0..2 {
             ready.borrow_mut().clear();
