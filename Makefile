@@ -15,6 +15,9 @@ LOOM = --locked --manifest-path tests/loom/Cargo.toml --target-dir $(or $(CARGO_
 # What builds the book. It is built into .tools/, once.
 MDBOOK = 0.5.4
 
+# What checks the dependencies. It is built into .tools/, once.
+CARGO_DENY = 0.20.2
+
 # An empty LIBTORCH is none.
 ifeq ($(LIBTORCH),)
 unexport LIBTORCH
@@ -24,7 +27,7 @@ endif
 LIBTORCH_OF_PYTHON = import os, torch; print(os.path.dirname(torch.__file__))
 LIBTORCH_FOLDER = $(or $(LIBTORCH),$(if $(LIBTORCH_USE_PYTORCH),$(shell python3 -c '$(LIBTORCH_OF_PYTHON)'),.libtorch/torch))
 
-.PHONY: help run test test-fast test-gpus loom check docs install parity safetensors tensorboard report page trace live mutated mixed compare simulated-cluster simulated-gpus gpu-pack test-gpu-pack test-launchers python libtorch cargo
+.PHONY: help run test test-fast test-gpus loom check lint deny docs install parity safetensors tensorboard flight-recorder report page trace live mutated mixed compare simulated-cluster simulated-gpus gpu-pack test-gpu-pack test-launchers python libtorch cargo
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST)
 
@@ -72,6 +75,16 @@ check: cargo libtorch ## formatting, lints and documentation, warnings being err
 	RUSTDOCFLAGS="-D warnings" cargo doc --release --no-deps
 	python3 -B -m unittest discover --start-directory benches
 
+lint: python ## have hadolint read the Dockerfile
+	.python/bin/hadolint Dockerfile
+
+deny: cargo ## check the licences, sources and known faults of all dependencies with cargo-deny, which it builds into .tools/
+	@.tools/bin/cargo-deny --version 2>/dev/null | grep -qx "cargo-deny $(CARGO_DENY)" || \
+	    cargo install cargo-deny --locked --version $(CARGO_DENY) --root .tools
+	.tools/bin/cargo-deny check licenses bans sources
+	@if .tools/bin/cargo-deny fetch db 2>/dev/null; then .tools/bin/cargo-deny check advisories; \
+	else echo "skipped: known faults, whose database cannot be fetched from here"; fi
+
 docs: cargo ## build the book with mdBook, which it builds into .tools/, and check the links of all Markdown files
 	@.tools/bin/mdbook --version 2>/dev/null | grep -qx "mdbook v$(MDBOOK)" || \
 	    cargo install mdbook --locked --version $(MDBOOK) --root .tools --no-default-features --features search
@@ -99,6 +112,10 @@ test-launchers: cargo python simulated-gpus ## run over several processes with t
 report: cargo python ## open the report of a run in Chromium, and try all of it; its pictures: make report PICTURES=folder
 	cargo build --release
 	.python/bin/python tests/interop/report_page.py $(PROGRAM) $(PICTURES)
+
+flight-recorder: cargo python ## have PyTorch's torchfrtrace analyse the flight recorders of runs
+	cargo build --release
+	.python/bin/python tests/interop/flight_recorder.py $(PROGRAM)
 
 page: cargo libtorch ## make the pictures of assets/ anew: the terminal, with tmux the live view, with Chromium the page of a run
 	cargo build --release

@@ -28,6 +28,11 @@ pub struct OutputSection {
     /// For Perfetto (ui.perfetto.dev) and chrome://tracing
     #[arg(long, value_name = "FILE", add = MayDiffer::OnResume, add = RefusedBy::TOOLS)]
     pub trace: Option<PathBuf>,
+    /// Folder for each rank's newest collectives, for torchfrtrace
+    ///
+    /// In the format of PyTorch's flight recorder
+    #[arg(long, value_name = "DIR", add = MayDiffer::OnResume, add = RefusedBy::TOOLS)]
+    pub flight_recorder: Option<PathBuf>,
     /// File for a web page about the run
     ///
     /// Curves, timeline, samples, buckets and a verdict

@@ -1,4 +1,4 @@
-//! The files that a run writes for people to look at: `--trace` and `--report`.
+//! The files that a run writes for people to look at: `--trace`, `--report` and `--flight-recorder`.
 
 use std::io;
 use std::path::Path;
@@ -21,7 +21,9 @@ use crate::runtime::FlightRecorderDump;
 use crate::telemetry::report::{
     Curves, Moved, Outcome, Parameters, Ranks, Replicas, Report, Tracks, Verdict,
 };
-use crate::telemetry::{End, Output, Printer, trace_output, write_trace};
+use crate::telemetry::{
+    End, Output, Printer, flight_recorder_output, trace_output, write_flight_recorder, write_trace,
+};
 
 /// The trace and the report of this process, and the data for them.
 #[derive(Debug)]
@@ -30,6 +32,8 @@ pub(crate) struct RunArtifacts {
     trace: Option<Output>,
     /// The report file. `None` without `--report`, and in processes without rank 0.
     report: Option<Output>,
+    /// The flight recorder's file of each rank of this process, in order of rank. Empty without `--flight-recorder`.
+    flight_recorder: Vec<Output>,
     dump: Arc<OnceLock<FlightRecorderDump>>,
     report_data: Mutex<ReportData>,
     curves: Arc<Mutex<Curves>>,
@@ -65,9 +69,15 @@ impl RunArtifacts {
         let trace = trace.map(|path| opened("--trace", path, trace_output(path, process)));
         let report = report.filter(|_| joined_launch.is_first());
         let report = report.map(|path| opened("--report", path, Report::output(path)));
+        let of_ranks = config.output.flight_recorder.iter().flat_map(|folder| {
+            let of_rank = |rank| flight_recorder_output(folder, rank);
+            let of_rank = move |rank| opened("--flight-recorder", folder, of_rank(rank));
+            joined_launch.ranks_here().map(of_rank)
+        });
         Ok(Self {
             trace: trace.transpose()?,
             report: report.transpose()?,
+            flight_recorder: of_ranks.collect::<Result<_>>()?,
             dump: Arc::default(),
             report_data: Mutex::default(),
             curves: Arc::default(),
@@ -75,9 +85,11 @@ impl RunArtifacts {
         })
     }
 
-    /// Returns where to leave the flight recorder's dump. `None` without a trace or a report.
+    /// Returns where to leave the flight recorder's dump. `None` without a file that needs it.
     pub(crate) fn dump(&self) -> Option<Arc<OnceLock<FlightRecorderDump>>> {
-        (self.trace.is_some() || self.report.is_some()).then(|| self.dump.clone())
+        let is_needed =
+            self.trace.is_some() || self.report.is_some() || !self.flight_recorder.is_empty();
+        is_needed.then(|| self.dump.clone())
     }
 
     /// Returns where to leave the curves of training. `None` without a report.
@@ -153,7 +165,12 @@ impl RunArtifacts {
             printer.info(&format!("the report is in {path}: open it in a browser"));
             Ok(())
         });
-        trace.and(report)
+        let mut of_ranks = self.flight_recorder.iter().zip(&dump.ranks);
+        let flight_recorder = of_ranks.try_for_each(|(output, rank)| {
+            let written = output.write(|file| write_flight_recorder(dump, rank, file));
+            written.map_err(unwritable("--flight-recorder", output))
+        });
+        trace.and(report).and(flight_recorder)
     }
 
     fn page(

@@ -4,6 +4,7 @@
 
 mod events;
 mod explain;
+mod flight_recorder_file;
 mod held_output;
 mod live;
 mod memory;
@@ -23,6 +24,7 @@ mod utf8_stream;
 pub use events::{End, Epoch, Event, Failure, Start};
 pub(crate) use explain::paragraph;
 pub use explain::{Explainer, Language, RankStep, RunInfo, Step};
+pub(crate) use flight_recorder_file::{flight_recorder_output, write_flight_recorder};
 pub(crate) use held_output::{HeldOutput, Stream};
 pub(crate) use live::{LiveView, Look, Op, Player, RankLook, RankSource, SPEEDS};
 pub(crate) use memory::gigabytes;

@@ -24,7 +24,7 @@ SETTINGS = ["icanon", "echo", "isig", "opost", "ixon"]
 def check_terminal(terminal):
     """The terminal is as before: its settings, and the screen that the shell writes to."""
     terminal.type("stty -a")
-    screen = terminal.wait_for(r"(?s)(.*)code:0")[1].split()
+    screen = terminal.wait_for(rf"(?s)(.*)code {terminal.typed}:0")[1].split()
     settings = {word.rstrip(";") for word in screen}
     assert settings.issuperset(SETTINGS), screen
     assert terminal.tmux("display-message", "-p", "#{alternate_on} #{cursor_flag}").split() == ["0", "1"]

@@ -207,32 +207,30 @@ fn draw_lanes(frame: &mut Frame<'_>, area: Rect, state: &LiveState, theme: Theme
 }
 
 /// Returns `text` in at most `width` characters. What is left out ends with a word if it can.
-fn shortened(text: &str, width: usize) -> String {
-    if text.chars().count() <= width {
-        return text.to_owned();
-    }
-    let kept: String = text.chars().take(width).collect();
-    kept.rsplit_once(' ').map_or(kept.as_str(), |(words, _)| words).to_owned()
+fn shortened(text: &str, width: usize) -> &str {
+    let Some((end, _)) = text.char_indices().nth(width) else { return text };
+    let kept = &text[..end];
+    kept.rsplit_once(' ').map_or(kept, |(words, _)| words.trim_end_matches(':'))
 }
+
+/// What a heartbeat told is over, unless it has lasted for this long: longer than the time between two heartbeats.
+const LASTING: Duration = Duration::from_secs(2);
 
 /// Returns what a rank does, for its lane: `waits for rank 2 0.1 s: all_reduce #118`.
 fn doing(lane: &Lane, now: Duration) -> String {
-    let since = lane.since.map(|since| now.saturating_sub(since).as_secs_f64());
-    // What a heartbeat told is over, unless it takes longer than the time between two.
-    let shown_from = if lane.heartbeat_age.is_some() { 2.0 } else { 0.1 };
-    let since = since
-        .filter(|since| *since >= shown_from)
-        .map_or(String::new(), |since| format!(" {since:.1} s"));
-    let age =
-        lane.heartbeat_age.map_or(String::new(), |age| format!("{:.1} s ago: ", age.as_secs_f64()));
-    let doing = match &lane.waits_for[..] {
-        [] => format!("{}{since}", lane.doing),
-        [rank] => format!("waits for rank {rank}{since}: {}", lane.doing),
+    let since = lane.since.map(|since| now.saturating_sub(since));
+    let shown_from = lane.heartbeat_age.map_or(Duration::from_millis(100), |_| LASTING);
+    let since = since.filter(|since| *since >= shown_from);
+    let age = lane.heartbeat_age.filter(|_| since.is_none());
+    let age = age.map_or(String::new(), |age| format!("{:.1} s ago: ", age.as_secs_f64()));
+    let since = since.map_or(String::new(), |since| format!(" {:.1} s", since.as_secs_f64()));
+    match &lane.waits_for[..] {
+        [] => format!("{age}{}{since}", lane.doing),
+        [rank] => format!("{age}waits for rank {rank}{since}: {}", lane.doing),
         [first, rest @ ..] => {
-            format!("waits for ranks {first} and {} more{since}: {}", rest.len(), lane.doing)
+            format!("{age}waits for ranks {first} and {} more{since}: {}", rest.len(), lane.doing)
         }
-    };
-    age + &doing
+    }
 }
 
 /// Returns the lane's phases over the window, a letter for each of `width` moments.
