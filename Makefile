@@ -24,7 +24,7 @@ endif
 LIBTORCH_OF_PYTHON = import os, torch; print(os.path.dirname(torch.__file__))
 LIBTORCH_FOLDER = $(or $(LIBTORCH),$(if $(LIBTORCH_USE_PYTORCH),$(shell python3 -c '$(LIBTORCH_OF_PYTHON)'),.libtorch/torch))
 
-.PHONY: help run test test-fast test-gpus loom check docs install parity safetensors tensorboard report page trace live mutated mixed compare simulated-cluster simulated-gpus gpu-pack test-gpu-pack test-launchers python libtorch cargo
+.PHONY: help run test test-fast test-gpus loom check docs install wheel parity safetensors tensorboard report page trace live mutated mixed compare simulated-cluster simulated-gpus gpu-pack test-gpu-pack test-launchers python libtorch cargo
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST)
 
@@ -80,6 +80,10 @@ docs: cargo ## build the book with mdBook, which it builds into .tools/, and che
 
 install: cargo libtorch ## install the program with cargo
 	cargo install --locked --path .
+
+wheel: cargo libtorch ## build a Python wheel of the program into dist/
+	cargo build --release
+	python3 python/wheel.py $(PROGRAM) $(LIBTORCH_FOLDER) dist
 
 parity: python ## compare the recorded values with those of PyTorch
 	.python/bin/python tests/parity/record.py --check
