@@ -24,9 +24,17 @@ OF_TORCH = ["libtorch_cpu.so", "libc10.so", "libnccl.so.2"]
 def run(*command, **environment):
     path = {"PATH": f"{TOOLS}/bin:{os.environ['PATH']}", "PYTHONPATH": str(TOOLS)}
     command = [str(part) for part in command]
-    done = subprocess.run(command, cwd=REPOSITORY, env={**os.environ, **path, **environment})
+    done = subprocess.run(
+        command,
+        cwd=REPOSITORY,
+        env={**os.environ, **path, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     if done.returncode != 0:
-        sys.exit(f"wheel: failed with exit code {done.returncode}: {' '.join(command)}")
+        sys.stderr.write(done.stdout)
+        sys.exit(f"wheel: {' '.join(command)} failed, for the reason above")
 
 
 def install_tools():
