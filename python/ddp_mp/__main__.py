@@ -6,7 +6,7 @@ import sys
 
 def main():
     # Not a child process, so signals and exit codes are the program's.
-    program = os.path.join(os.path.dirname(os.path.realpath(__file__)), "ddp-mp")
+    program = os.path.join(os.path.dirname(__file__), "ddp-mp")
     os.execv(program, ["ddp-mp", *sys.argv[1:]])
 
 

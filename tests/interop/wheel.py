@@ -102,7 +102,8 @@ def make_environment(folder, wheel):
     for source in pathlib.Path(sysconfig.get_path("platlib")).iterdir():
         target = packages / source.name
         if source.is_dir() and not target.exists():
-            shutil.copytree(source, target, copy_function=link_or_copy, symlinks=True)
+            no_headers = shutil.ignore_patterns("include")
+            shutil.copytree(source, target, ignore=no_headers, copy_function=link_or_copy)
         elif source.is_file() and not target.exists():
             link_or_copy(source, target)
     # This PyTorch is without the CUDA packages, which pip would fetch.
@@ -161,14 +162,23 @@ def check_file(wheel, libtorch, packages):
 def check_signal(program, file):
     """The command becomes the program, which gets the signal."""
     process = subprocess.Popen(
-        [program, *ENDLESS], env=clean_environment(), stdout=subprocess.PIPE, text=True
+        [program, *ENDLESS],
+        env=clean_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
     )
     with process:
-        process.stdout.readline()
-        started = pathlib.Path(f"/proc/{process.pid}/exe").resolve()
-        process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=LIMIT)
-    check(started == file, f"the process runs {started}, not {file}")
+        try:
+            process.stdout.readline()
+            started = pathlib.Path(f"/proc/{process.pid}/exe").resolve()
+            check(started == file, f"the process runs {started}, not {file}")
+            process.send_signal(signal.SIGTERM)
+            process.communicate(timeout=LIMIT)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # what a failed check leaves
     code = process.returncode
     check(code == 128 + signal.SIGTERM, f"exit code {code} after SIGTERM")
     passed("the command is replaced by the program, which stops at a signal")
