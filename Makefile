@@ -27,7 +27,8 @@ endif
 LIBTORCH_OF_PYTHON = import os, torch; print(os.path.dirname(torch.__file__))
 LIBTORCH_FOLDER = $(or $(LIBTORCH),$(if $(LIBTORCH_USE_PYTORCH),$(shell python3 -c '$(LIBTORCH_OF_PYTHON)'),.libtorch/torch))
 
-.PHONY: help run test test-fast test-gpus loom check lint deny docs install parity safetensors tensorboard flight-recorder report page trace live mutated mixed compare simulated-cluster simulated-gpus gpu-pack test-gpu-pack test-launchers python libtorch cargo
+# Every target with a description.
+.PHONY: $(shell sed -n 's/^\([a-z-]*\):.*\#\# .*/\1/p' $(firstword $(MAKEFILE_LIST))) cargo
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST)
 
@@ -93,6 +94,13 @@ docs: cargo ## build the book with mdBook, which it builds into .tools/, and che
 
 install: cargo libtorch ## install the program with cargo
 	cargo install --locked --path .
+
+wheel: cargo libtorch ## build a Python wheel of the program into dist/
+	cargo build --release
+	python3 python/wheel.py $(PROGRAM) $(LIBTORCH_FOLDER) dist
+
+test-wheel: wheel python simulated-gpus ## install the wheel into an environment of its own, move .libtorch/ away, and use it
+	.python/bin/python tests/interop/wheel.py dist/ddp_mp-*.whl $(PROGRAM) $(LIBTORCH_FOLDER) $(SIMULATED_GPUS)
 
 parity: python ## compare the recorded values with those of PyTorch
 	.python/bin/python tests/parity/record.py --check
@@ -165,7 +173,7 @@ gpu-pack: cargo libtorch ## build a folder that tests and measures on a machine 
 test-gpu-pack: python gpu-pack simulated-gpus ## try the folder of gpu-pack on a simulated GPU
 	LIMIT=1800 OUT=$(GPU_PACK) PYTHON=$(abspath .python/bin/python) $(GPU_PACK)/run.sh --simulated $(SIMULATED_GPUS)
 
-python: libtorch ## put a Python with PyTorch for the CPU, TensorBoard and Selenium into .python/, for parity, test-gpu-pack, safetensors, tensorboard, report, mixed and test-launchers
+python: libtorch ## put a Python with PyTorch for the CPU, TensorBoard and Selenium into .python/, for parity, test-gpu-pack, test-wheel, safetensors, tensorboard, report, mixed and test-launchers
 	@.cargo/fetch-libtorch.sh $(TORCH) python
 
 libtorch: ## fetch libtorch if need be; for a GPU or not: make libtorch LIBTORCH_SET=cuda (or cpu)

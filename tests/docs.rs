@@ -225,6 +225,11 @@ fn page_commands_without_output_succeed() {
                     "torchrun" | "mpirun" => {
                         assert!(ci.contains("make test-launchers\n"), "{ci}");
                     }
+                    // tests/interop/wheel.py runs it.
+                    "pip" => {
+                        assert_eq!(command, "pip install dist/ddp_mp-*.whl", "{place}");
+                        assert!(ci.contains("make test-wheel\n"), "{ci}");
+                    }
                     _ => panic!("{place}: nothing runs {command:?}"),
                 }
             }
@@ -253,10 +258,11 @@ fn book_code_blocks_have_a_known_language() {
 }
 
 /// Flags of torchrun, mpirun, srun, cargo and others.
-const OTHERS: [&str; 26] = [
+const OTHERS: [&str; 27] = [
     "cpus-per-task",
     "device",
     "example",
+    "from",
     "gpus-per-node",
     "hostfile",
     "kill-on-bad-exit",
