@@ -1,8 +1,10 @@
 # The program in an image, with a libtorch for machines with or without GPUs:
 #
 #     docker build -t ddp-mp .
-#     docker build -t ddp-mp --build-arg LIBTORCH_SET=cuda .
-#     docker run --rm --gpus all --shm-size=1g ddp-mp --max-epochs=2 --batch-size=32
+#     docker run --rm ddp-mp --max-epochs=2 --batch-size=32
+#
+#     docker build -t ddp-mp:cuda --build-arg LIBTORCH_SET=cuda .
+#     docker run --rm --gpus all --shm-size=1g ddp-mp:cuda --max-epochs=2 --batch-size=32
 #
 # hadolint reads it (`make lint`). No check of this project builds it: its CI has no Docker.
 
@@ -12,15 +14,16 @@ RUN apt-get update \
     && apt-get install -y --no-install-recommends g++ make python3-pip \
     && rm -rf /var/lib/apt/lists/*
 WORKDIR /opt/ddp-mp
-COPY . .
-# cpu or cuda: the libraries that go into the image.
+# cpu or cuda: the libraries that go into the image. Fetched first: changes of the source do not fetch them again.
 ARG LIBTORCH_SET=cpu
-RUN make libtorch LIBTORCH_SET="$LIBTORCH_SET" \
-    && cargo install --locked --path . --root /usr/local \
-    && find .libtorch -name '*.a' -delete \
+COPY Makefile .
+COPY .cargo .cargo
+RUN make libtorch LIBTORCH_SET="$LIBTORCH_SET"
+COPY . .
+RUN cargo install --locked --path . --root /usr/local \
     && rm -rf .libtorch/torch/include
 
-# The program finds libtorch where it was built.
+# The program's rpath is /opt/ddp-mp/.libtorch, so libtorch is copied to the same place.
 FROM debian:bookworm-slim
 COPY --from=build /opt/ddp-mp/.libtorch /opt/ddp-mp/.libtorch
 COPY --from=build /usr/local/bin/ddp-mp /usr/local/bin/ddp-mp

@@ -79,12 +79,12 @@ check: cargo libtorch ## formatting, lints and documentation, warnings being err
 lint: python ## have hadolint read the Dockerfile
 	.python/bin/hadolint Dockerfile
 
-deny: cargo ## check the licences, sources and known faults of all dependencies with cargo-deny, which it builds into .tools/
+deny: cargo ## check the licences, sources and security advisories of all dependencies with cargo-deny, which it builds into .tools/
 	@.tools/bin/cargo-deny --version 2>/dev/null | grep -qx "cargo-deny $(CARGO_DENY)" || \
 	    cargo install cargo-deny --locked --version $(CARGO_DENY) --root .tools
 	.tools/bin/cargo-deny check licenses bans sources
-	@if .tools/bin/cargo-deny fetch db 2>/dev/null; then .tools/bin/cargo-deny check advisories; \
-	else echo "skipped: known faults, whose database cannot be fetched from here"; fi
+	@if .tools/bin/cargo-deny fetch db; then .tools/bin/cargo-deny check advisories; \
+	else echo "skipped: the security advisories, whose database cannot be fetched, for the reason above"; fi
 
 docs: cargo ## build the book with mdBook, which it builds into .tools/, and check the links of all Markdown files
 	@.tools/bin/mdbook --version 2>/dev/null | grep -qx "mdbook v$(MDBOOK)" || \
@@ -173,7 +173,7 @@ gpu-pack: cargo libtorch ## build a folder that tests and measures on a machine 
 test-gpu-pack: python gpu-pack simulated-gpus ## try the folder of gpu-pack on a simulated GPU
 	LIMIT=1800 OUT=$(GPU_PACK) PYTHON=$(abspath .python/bin/python) $(GPU_PACK)/run.sh --simulated $(SIMULATED_GPUS)
 
-python: libtorch ## put a Python with PyTorch for the CPU, TensorBoard and Selenium into .python/, for parity, test-gpu-pack, test-wheel, safetensors, tensorboard, report, mixed and test-launchers
+python: libtorch ## put a Python with PyTorch for the CPU, TensorBoard and Selenium into .python/, for parity, test-gpu-pack, test-wheel, lint, safetensors, tensorboard, flight-recorder, report, mixed and test-launchers
 	@.cargo/fetch-libtorch.sh $(TORCH) python
 
 libtorch: ## fetch libtorch if need be; for a GPU or not: make libtorch LIBTORCH_SET=cuda (or cpu)

@@ -102,6 +102,9 @@ fn output_path_equal_to_an_input_or_output_is_refused() {
         ("--spawn=processes --metrics=t.1.json --trace=t.json", "--metrics", "--trace"),
         ("--config=c.toml --flight-recorder=c.toml", "--flight-recorder", "--config"),
         ("--flight-recorder=new --metrics=new", "--flight-recorder", "--metrics"),
+        ("--flight-recorder=new --trace=new/rank_0", "--flight-recorder", "--trace"),
+        ("--flight-recorder=new --tensorboard=new", "--flight-recorder", "--tensorboard"),
+        ("--flight-recorder=new --checkpoint-dir=new/run", "--checkpoint-dir", "--flight-recorder"),
     ] {
         let (code, stdout, stderr) = run_in(folder.path(), flags);
         assert_eq!((code, &stdout[..]), (Some(2), ""), "{flags}: {stderr}");

@@ -13,7 +13,7 @@ use parking_lot::Mutex;
 use super::stall::status_table;
 use crate::operation::{OpId, Operation};
 use crate::runtime::{PeerStatus, RemoteSnapshots, RunContext, StopRequest};
-use crate::telemetry::{LiveView, Look, Op, Printer, RankLook, RankSource};
+use crate::telemetry::{LiveView, Look, Op, Printer, RankLook, RankSource, Source};
 
 /// The number of newest records that a look reads: of all ranks together, and the limits for each.
 const RECORDS: usize = 4096;
@@ -78,7 +78,7 @@ impl RankSource for Ranks {
                 at,
                 // As of `now`: the ranks are read one after the other.
                 ops: lasting.filter_map(|entry| Op::of_entry(&entry).seen_at(now)).collect(),
-                heartbeat_age: None,
+                source: Source::Direct,
             }
         };
         Look {
@@ -98,7 +98,7 @@ impl RankSource for Ranks {
 
 fn unknown() -> RankLook {
     let at = OpId { operation: Operation::Start, sequence: 0 };
-    RankLook { at, ops: Vec::new(), heartbeat_age: Some(Duration::MAX) }
+    RankLook { at, ops: Vec::new(), source: Source::Unknown("no heartbeat yet") }
 }
 
 /// The ranks of other processes: a thread reads their heartbeats, since that may take a moment.
@@ -135,7 +135,7 @@ impl Peers {
         let seen = self.known.snapshots.of(rank);
         let lasting = seen.iter().filter(|op| op.at.operation != Operation::Gradient);
         let ops = lasting.map(|op| Op::of_snapshot(op, now)).collect();
-        RankLook { at, ops, heartbeat_age: Some(when.elapsed()) }
+        RankLook { at, ops, source: Source::Heartbeat(when.elapsed()) }
     }
 }
 

@@ -22,10 +22,11 @@ use crate::telemetry::report::{
     Curves, Moved, Outcome, Parameters, Ranks, Replicas, Report, Tracks, Verdict,
 };
 use crate::telemetry::{
-    End, Output, Printer, flight_recorder_output, trace_output, write_flight_recorder, write_trace,
+    End, Output, Printer, flight_recorder_output, remove_further_ranks, trace_output,
+    write_flight_recorder, write_trace,
 };
 
-/// The trace and the report of this process, and the data for them.
+/// The trace, the report and the flight recorder's files of this process, and the data for them.
 #[derive(Debug)]
 pub(crate) struct RunArtifacts {
     /// The trace file of this process. `None` without `--trace`.
@@ -69,15 +70,26 @@ impl RunArtifacts {
         let trace = trace.map(|path| opened("--trace", path, trace_output(path, process)));
         let report = report.filter(|_| joined_launch.is_first());
         let report = report.map(|path| opened("--report", path, Report::output(path)));
-        let of_ranks = config.output.flight_recorder.iter().flat_map(|folder| {
-            let of_rank = |rank| flight_recorder_output(folder, rank);
-            let of_rank = move |rank| opened("--flight-recorder", folder, of_rank(rank));
-            joined_launch.ranks_here().map(of_rank)
-        });
+        let flight_recorder = match &config.output.flight_recorder {
+            None => Vec::new(),
+            Some(folder) => {
+                let refused = |error: io::Error| {
+                    let (folder, reason) = (folder.display(), explain(&error));
+                    Error::InvalidInput(format!("--flight-recorder {folder}: {reason}"))
+                };
+                let output = |rank| flight_recorder_output(folder, rank);
+                let outputs = joined_launch.ranks_here().map(output).collect::<io::Result<_>>();
+                let outputs = outputs.map_err(refused)?;
+                if joined_launch.is_first() {
+                    remove_further_ranks(folder, joined_launch.world_size()).map_err(refused)?;
+                }
+                outputs
+            }
+        };
         Ok(Self {
             trace: trace.transpose()?,
             report: report.transpose()?,
-            flight_recorder: of_ranks.collect::<Result<_>>()?,
+            flight_recorder,
             dump: Arc::default(),
             report_data: Mutex::default(),
             curves: Arc::default(),
@@ -165,11 +177,20 @@ impl RunArtifacts {
             printer.info(&format!("the report is in {path}: open it in a browser"));
             Ok(())
         });
-        let mut of_ranks = self.flight_recorder.iter().zip(&dump.ranks);
-        let flight_recorder = of_ranks.try_for_each(|(output, rank)| {
-            let written = output.write(|file| write_flight_recorder(dump, rank, file));
-            written.map_err(unwritable("--flight-recorder", output))
-        });
+        let files = self.flight_recorder.iter().zip(&dump.ranks);
+        let written: Vec<Result<()>> = files
+            .map(|(output, rank)| {
+                let written = output.write(|file| write_flight_recorder(dump, rank, file));
+                written.map_err(unwritable("--flight-recorder", output))
+            })
+            .collect();
+        let flight_recorder: Result<()> = written.into_iter().collect();
+        if let (Ok(()), true, Some(folder)) =
+            (&flight_recorder, joined_launch.is_first(), &config.output.flight_recorder)
+        {
+            let folder = folder.display();
+            printer.info(&format!("the flight recorder is in {folder}: run torchfrtrace {folder}"));
+        }
         trace.and(report).and(flight_recorder)
     }
 

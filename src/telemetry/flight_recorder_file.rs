@@ -6,6 +6,7 @@
 //! messages, so the file has no sends and receives.
 
 use std::collections::BTreeMap;
+use std::fs;
 use std::io::{self, Write};
 use std::path::Path;
 use std::time::{Duration, SystemTime};
@@ -20,7 +21,10 @@ use crate::runtime::{Entry, FlightRecorderDump, RankRecords};
 /// The version of PyTorch's format that `torchfrtrace` of PyTorch 2.11 reads.
 const VERSION: &str = "2.10";
 
-/// What follows the pickle, which Python's `pickle.load` does not read.
+/// The name of a rank's file, before its number.
+const PREFIX: &str = "rank_";
+
+/// The bytes after the pickle, which Python's `pickle.load` ignores.
 const MARKS: Marks = Marks { begins: "", before: "\nddp-mp flight recorder ", after: "\n" };
 
 /// The file of one rank.
@@ -60,10 +64,10 @@ struct Collective {
     time_discovered_started_ns: u64,
     time_discovered_completed_ns: Option<u64>,
     duration_ms: Option<f64>,
-    input_sizes: [Vec<u64>; 1],
-    input_dtypes: [&'static str; 1],
-    output_sizes: [Vec<u64>; 1],
-    output_dtypes: [&'static str; 1],
+    input_sizes: Vec<Vec<u64>>,
+    input_dtypes: Vec<&'static str>,
+    output_sizes: Vec<Vec<u64>>,
+    output_dtypes: Vec<&'static str>,
     state: &'static str,
     retired: bool,
     frames: Vec<Frame>,
@@ -77,12 +81,30 @@ struct Frame {
     line: u32,
 }
 
-/// Returns the file of `rank` in `folder`, which is created if needed.
+/// Returns the file of `rank` in `folder`, which is created if needed. Removes the file of an earlier run: if this one is
+/// killed, it must not be taken for the rank's.
 ///
 /// # Errors
 /// When it cannot be written.
 pub(crate) fn flight_recorder_output(folder: &Path, rank: usize) -> io::Result<Output> {
-    Output::new(&folder.join(format!("rank_{rank}")), MARKS)
+    let output = Output::new(&folder.join(format!("{PREFIX}{rank}")), MARKS)?;
+    output.remove()?;
+    Ok(output)
+}
+
+/// Removes the files of an earlier run with more ranks than `world_size` from `folder`.
+///
+/// # Errors
+/// When one cannot be removed, or this program did not write it.
+pub(crate) fn remove_further_ranks(folder: &Path, world_size: usize) -> io::Result<()> {
+    for file in fs::read_dir(folder)? {
+        let name = file?.file_name();
+        let rank = name.to_str().and_then(|name| name.strip_prefix(PREFIX)?.parse::<usize>().ok());
+        if let Some(rank) = rank.filter(|rank| *rank >= world_size) {
+            flight_recorder_output(folder, rank)?;
+        }
+    }
+    Ok(())
 }
 
 /// Writes the collectives of `rank`, which is one of `dump`.
@@ -119,12 +141,14 @@ fn name(operation: Operation) -> Option<&'static str> {
 }
 
 /// Returns the input's and the output's size of a collective of `world_size` ranks that moves `bytes`. Empty where the
-/// recorder does not tell them.
+/// recorder does not record them.
 fn sizes(operation: Operation, bytes: u64, world_size: u64) -> [Vec<u64>; 2] {
+    // The last part may be shorter, but `torchfrtrace` expects equal ones.
+    let part = bytes.div_ceil(world_size);
     match operation {
-        Operation::AllGather => [vec![bytes / world_size], vec![bytes]],
-        Operation::ReduceScatter => [vec![bytes], vec![bytes / world_size]],
-        // Only the root knows all of it.
+        Operation::AllGather => [vec![part], vec![part * world_size]],
+        Operation::ReduceScatter => [vec![part * world_size], vec![part]],
+        // Only the root's record has the bytes of all ranks.
         Operation::Gather | Operation::Scatter => [vec![], vec![]],
         _ => [vec![bytes], vec![bytes]],
     }
@@ -174,10 +198,10 @@ fn collectives(dump: &FlightRecorderDump, rank: &RankRecords) -> Vec<Collective>
             time_discovered_started_ns: at(entry.started_at),
             time_discovered_completed_ns: entry.finished_at.map(at),
             duration_ms: entry.finished_at.map(took),
-            input_sizes: [input],
-            input_dtypes: ["Byte"],
-            output_sizes: [output],
-            output_dtypes: ["Byte"],
+            input_sizes: vec![input],
+            input_dtypes: vec!["Byte"],
+            output_sizes: vec![output],
+            output_dtypes: vec!["Byte"],
             state: if entry.finished_at.is_some() { "completed" } else { "started" },
             retired: entry.finished_at.is_some(),
             frames: entry

@@ -24,9 +24,11 @@ mod utf8_stream;
 pub use events::{End, Epoch, Event, Failure, Start};
 pub(crate) use explain::paragraph;
 pub use explain::{Explainer, Language, RankStep, RunInfo, Step};
-pub(crate) use flight_recorder_file::{flight_recorder_output, write_flight_recorder};
+pub(crate) use flight_recorder_file::{
+    flight_recorder_output, remove_further_ranks, write_flight_recorder,
+};
 pub(crate) use held_output::{HeldOutput, Stream};
-pub(crate) use live::{LiveView, Look, Op, Player, RankLook, RankSource, SPEEDS};
+pub(crate) use live::{LiveView, Look, Op, Player, RankLook, RankSource, SPEEDS, Source};
 pub(crate) use memory::gigabytes;
 pub use memory::{peak_memory, total_memory};
 pub use metrics_logger::MetricsLogger;

@@ -19,9 +19,15 @@ def check(is_true, what):
         sys.exit(f"flight_recorder.py: {what}")
 
 
+def found(pattern, text):
+    match = re.search(pattern, text)
+    check(match, f"{pattern!r} is not in {text}")
+    return match[1]
+
+
 def analysis(folder, *options):
     command = [*ANALYSIS, str(folder), *options]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     check(done.returncode == 0, f"{command}: {done.stdout}{done.stderr}")
     return done.stdout + done.stderr
 
@@ -40,11 +46,12 @@ def sound(program, folder, spawn):
     told = analysis(folder, f"--output={database}")
     check("Culprit" not in told and "missing ranks" not in told, told)
     with open(database, "rb") as file:
-        _, found = pickle.load(file)
-    check(all(one.pass_check and one.expected_ranks == {0, 1, 2} for one in found.collectives), found)
-    names = {one.collective_name for one in found.collectives}
+        _, contents = pickle.load(file)
+    collectives = contents.collectives
+    check(all(one.pass_check and one.expected_ranks == {0, 1, 2} for one in collectives), collectives)
+    names = {one.collective_name for one in collectives}
     check({"nccl:all_reduce", "nccl:broadcast"} <= names, names)
-    of_step = [one for one in found.collectives if one.collective_frames[0]["filename"] == "src/trainer/mod.rs"]
+    of_step = [one for one in collectives if one.collective_frames[0]["filename"] == "src/trainer/mod.rs"]
     check(len(of_step) == 20, f"{len(of_step)} all_reduces of buckets in 20 steps")
     # 21 gradients of 4 bytes. The bucket begins each parameter on a boundary for vectors.
     check(all(84 <= one.input_sizes[0][0] <= 256 for one in of_step), of_step)
@@ -60,9 +67,24 @@ def long(program, folder, spawn):
     check(entries[0]["record_id"] > 300 and len(entries) > 80, f"{len(entries)} entries: {entries[:1]}")
 
 
+def shared(program, folder, spawn):
+    """The collectives of one copy for all ranks, whose parts differ in length."""
+    recorded(program, folder, spawn, "--max-steps=20", "--share-model", "--model=mlp", code=0)
+    told = analysis(folder)
+    check("Culprit" not in told and "mismatch" not in told, told)
+
+
+def again(program, folder, spawn):
+    """The files of an earlier run do not stay: neither those of more ranks, nor those of a rank that is killed."""
+    recorded(program, folder, spawn, "--max-steps=20", "--nproc-per-node=4", code=0)
+    recorded(program, folder, spawn, "--max-steps=20", "--inject-fault=kill:rank=1,at=step,step=7", code=1)
+    files = sorted(file.name for file in folder.iterdir())
+    check(files == ["rank_0", "rank_2"], files)
+
+
 def stalled(program, folder, spawn):
     said = recorded(program, folder, spawn, "--inject-fault=stall:rank=1,at=step,step=7", code=1)
-    number = re.search(r"waited 3s in all_reduce #(\d+) for rank 1", said)[1]
+    number = found(r"waited 3s in all_reduce #(\d+) for rank 1", said)
     told = analysis(folder, "--allow-incomplete-ranks")
     check(f"Not all ranks joining collective, sequence number: {number}\n" in told, told)
     check("missing ranks: {1}" in told and "all_reduce at src/trainer/mod.rs" in told, told)
@@ -70,7 +92,7 @@ def stalled(program, folder, spawn):
 
 def different(program, folder, spawn):
     said = recorded(program, folder, spawn, "--inject-fault=wrong-shape:rank=1,at=step,step=7", code=1)
-    number = re.search(r"collective #(\d+) differs between ranks", said)[1]
+    number = found(r"collective #(\d+) differs between ranks", said)
     told = analysis(folder)
     check(f"Collective sequence number: {number} has errors" in told, told)
     check("Culprit rank 1; Error type: SIZE_OR_SYNTAX_MISMATCH" in told, told)
@@ -82,8 +104,10 @@ def main(program):
     for case, spawns in [
         (sound, [threads, processes]),
         (long, [threads]),
+        (shared, [threads]),
+        (again, [processes]),
         (stalled, [threads, processes]),
-        (different, [processes]),
+        (different, [threads, processes]),
     ]:
         for spawn in spawns:
             with tempfile.TemporaryDirectory() as folder:

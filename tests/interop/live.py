@@ -74,7 +74,7 @@ def threads(program, folder, size):
         terminal.resize(*size)
         terminal.keys("s")
         assert terminal.exit_code() == 0
-        for line in [r"what each rank does", r"stopped by key after \d+ steps"]:
+        for line in [r"what each rank does", r"stopped by live view after \d+ steps"]:
             terminal.wait_for(line)
         check_terminal(terminal)
 

@@ -30,6 +30,7 @@ impl Catalog for Chinese {
     fn words(&self) -> Words {
         Words {
             program: "程序：",
+            run: "运行：",
             check: "检查答案：",
             give_up: "看答案：",
             right: "正确：",

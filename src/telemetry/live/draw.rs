@@ -206,14 +206,19 @@ fn draw_lanes(frame: &mut Frame<'_>, area: Rect, state: &LiveState, theme: Theme
     }
 }
 
-/// Returns `text` in at most `width` characters. What is left out ends with a word if it can.
+/// Returns `text` in at most `width` characters, cut at the end of a word if possible.
 fn shortened(text: &str, width: usize) -> &str {
-    let Some((end, _)) = text.char_indices().nth(width) else { return text };
+    let Some((end, next)) = text.char_indices().nth(width) else { return text };
     let kept = &text[..end];
-    kept.rsplit_once(' ').map_or(kept, |(words, _)| words.trim_end_matches(':'))
+    let words = match kept.rsplit_once(' ') {
+        Some((words, _)) if !matches!(next, ' ' | ':') => words,
+        _ => kept,
+    };
+    words.trim_end_matches(':')
 }
 
-/// What a heartbeat told is over, unless it has lasted for this long: longer than the time between two heartbeats.
+/// The shortest duration that is shown for an operation known from a heartbeat. Longer than the time between two
+/// heartbeats.
 const LASTING: Duration = Duration::from_secs(2);
 
 /// Returns what a rank does, for its lane: `waits for rank 2 0.1 s: all_reduce #118`.
@@ -221,7 +226,7 @@ fn doing(lane: &Lane, now: Duration) -> String {
     let since = lane.since.map(|since| now.saturating_sub(since));
     let shown_from = lane.heartbeat_age.map_or(Duration::from_millis(100), |_| LASTING);
     let since = since.filter(|since| *since >= shown_from);
-    let age = lane.heartbeat_age.filter(|_| since.is_none());
+    let age = lane.heartbeat_age.filter(|age| since.is_none() || *age >= LASTING);
     let age = age.map_or(String::new(), |age| format!("{:.1} s ago: ", age.as_secs_f64()));
     let since = since.map_or(String::new(), |since| format!(" {:.1} s", since.as_secs_f64()));
     match &lane.waits_for[..] {
@@ -279,7 +284,7 @@ mod tests {
     use super::*;
     use crate::operation::{OpId, Operation};
     use crate::telemetry::live::feed::Point;
-    use crate::telemetry::live::look::{Look, Op, RankLook, Site};
+    use crate::telemetry::live::look::{Look, Op, RankLook, Site, Source};
     use crate::telemetry::live::state::Playback;
 
     /// Rank 1 is late: the others wait for it in all_reduce #2.
@@ -304,7 +309,7 @@ mod tests {
                 ops.push(op(Operation::AllReduce, 2, Some(0), 110, None));
             }
             let at = OpId { operation: Operation::UserCode, sequence: 0 };
-            RankLook { at, ops, heartbeat_age: None }
+            RankLook { at, ops, source: Source::Direct }
         };
         let labels = (0..ranks).map(|rank| format!("CPU:{rank}")).collect();
         let mut state = LiveState::new("mlp on ranks".into(), labels);
@@ -384,6 +389,22 @@ mod tests {
         state.select(250);
         let text = text(&drawn(&state, [80, 24], false));
         assert!(text.contains(">250 CPU:250") && text.contains("rank 250 (CPU:250)"), "{text}");
+    }
+
+    #[test]
+    fn text_of_a_lane_is_cut_between_words() {
+        let text = "waits for rank 12 0.1 s: all_reduce #118";
+        for (width, expected) in [
+            (40, text),
+            (39, "waits for rank 12 0.1 s: all_reduce"),
+            (24, "waits for rank 12 0.1 s"),
+            (23, "waits for rank 12 0.1 s"),
+            (17, "waits for rank 12"),
+            (16, "waits for rank"),
+            (3, "wai"),
+        ] {
+            assert_eq!(shortened(text, width), expected, "{width}");
+        }
     }
 
     #[test]

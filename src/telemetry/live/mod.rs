@@ -16,6 +16,6 @@ mod state;
 mod view;
 
 pub(super) use feed::Feed;
-pub(crate) use look::{Look, Op, RankLook, RankSource};
+pub(crate) use look::{Look, Op, RankLook, RankSource, Source};
 pub(crate) use player::{Player, SPEEDS};
 pub(crate) use view::LiveView;

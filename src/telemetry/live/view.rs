@@ -222,7 +222,7 @@ impl View {
             KeyCode::Char('d') => self.dump(),
             KeyCode::Char('s' | 'q') => {
                 if let Some(stop) = &self.stop {
-                    stop.ask(StopReason::Key);
+                    stop.ask_unless_asked(StopReason::Key); // the exit code of a signal stays
                 }
             }
             _ => {}
