@@ -78,8 +78,19 @@ docs: cargo ## build the book with mdBook, which it builds into .tools/, and che
 	.tools/bin/mdbook build docs
 	python3 tests/interop/links.py docs/book
 
-install: cargo libtorch ## install the program with cargo
-	cargo install --locked --path .
+# Below it `make install` puts bin/ddp-mp, and in share/ the manual pages and the completions of bash, zsh and fish.
+PREFIX = $(HOME)/.local
+SHARE = $(abspath $(PREFIX))/share
+
+install: cargo libtorch ## install the program, its manual pages and completions; elsewhere: make install PREFIX=/usr/local
+	cargo install --locked --path . --root $(abspath $(PREFIX))
+	$(abspath $(PREFIX))/bin/ddp-mp man $(SHARE)/man/man1
+	@set -ex; completions() { \
+	    mkdir -p "$(SHARE)/$$(dirname $$2)"; $(abspath $(PREFIX))/bin/ddp-mp completions $$1 >"$(SHARE)/$$2"; \
+	}; \
+	completions bash bash-completion/completions/ddp-mp; \
+	completions zsh zsh/site-functions/_ddp-mp; \
+	completions fish fish/vendor_completions.d/ddp-mp.fish
 
 parity: python ## compare the recorded values with those of PyTorch
 	.python/bin/python tests/parity/record.py --check

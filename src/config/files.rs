@@ -52,7 +52,7 @@ impl Config {
     pub(crate) fn validate_files(&self, processes: usize) -> Result<()> {
         let checked = self.check_files(None, processes);
         checked.map_err(|invalid| {
-            Error::InvalidInput(format!("{}: {}", flag_name(&invalid.key), invalid.problem))
+            Error::InvalidInput(format!("{}: {}", self.name_of(&invalid.key), invalid.problem))
         })
     }
 

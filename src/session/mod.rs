@@ -260,14 +260,14 @@ impl Session {
                 None => printer.event(&Event::Failure(failure(error))),
             });
             if let Err(unwritable) = printed {
-                printer.info(&format!("writing to stdout: {unwritable}"));
+                printer.report(&format!("writing to stdout: {unwritable}"));
             }
         }
         let stopped = self.stopped.get().copied();
         let outcome = outcome(&result, stopped, &self.restarts.reasons);
         let written = self.artifacts.write(config, joined_launch, data, outcome, printer);
         if let (Err(unwritable), true) = (&written, result.is_err()) {
-            printer.info(&unwritable.to_string());
+            printer.report(&unwritable.to_string());
         }
         result?;
         written?;
