@@ -282,7 +282,7 @@ const OTHERS: [&str; 26] = [
     "locked",
 ];
 
-const COMMANDS: [&[&str]; 11] = [
+const COMMANDS: [&[&str]; 13] = [
     &[],
     &["comm"],
     &["sample"],
@@ -294,6 +294,8 @@ const COMMANDS: [&[&str]; 11] = [
     &["replay"],
     &["env"],
     &["lesson"],
+    &["completions"],
+    &["man"],
 ];
 
 fn help(command: &[&str]) -> String {

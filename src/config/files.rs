@@ -98,6 +98,7 @@ impl Config {
         for (key, usage, path) in [
             ("report", Use::Writes, self.output.report.as_ref()),
             ("metrics", Use::Writes, self.output.metrics.as_ref()),
+            ("prometheus", Use::Writes, self.output.prometheus.as_ref()),
             ("tensorboard", Use::Fills, self.output.tensorboard.as_ref()),
             ("checkpoint_dir", Use::Keeps, self.checkpoints.checkpoint_dir.as_ref()),
         ] {
@@ -173,8 +174,16 @@ mod tests {
     fn empty_path_is_refused_with_its_key() {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("run.toml");
-        let keys =
-            ["resume", "init_from", "checkpoint_dir", "tensorboard", "metrics", "trace", "report"];
+        let keys = [
+            "resume",
+            "init_from",
+            "checkpoint_dir",
+            "tensorboard",
+            "metrics",
+            "prometheus",
+            "trace",
+            "report",
+        ];
         for key in keys {
             fs::write(&file, format!("{key} = \"\"\n")).unwrap();
             let error = Config::resolve(Some(&file), &toml::Table::new()).unwrap_err().to_string();

@@ -1,4 +1,4 @@
-//! The files that a run writes for people to look at: `--trace` and `--report`.
+//! The files that a run writes until its end: `--trace`, `--report` and `--prometheus`.
 
 use std::io;
 use std::path::Path;
@@ -21,7 +21,9 @@ use crate::runtime::FlightRecorderDump;
 use crate::telemetry::report::{
     Curves, Moved, Outcome, Parameters, Ranks, Replicas, Report, Tracks, Verdict,
 };
-use crate::telemetry::{End, Output, Printer, trace_output, write_trace};
+use crate::telemetry::{
+    End, Output, Printer, PrometheusFile, RunFacts, RunState, trace_output, write_trace,
+};
 
 /// The trace and the report of this process, and the data for them.
 #[derive(Debug)]
@@ -30,6 +32,8 @@ pub(crate) struct RunArtifacts {
     trace: Option<Output>,
     /// The report file. `None` without `--report`, and in processes without rank 0.
     report: Option<Output>,
+    /// The metrics for Prometheus. `None` without `--prometheus`, and in processes without rank 0.
+    prometheus: Option<Arc<PrometheusFile>>,
     dump: Arc<OnceLock<FlightRecorderDump>>,
     report_data: Mutex<ReportData>,
     curves: Arc<Mutex<Curves>>,
@@ -65,9 +69,18 @@ impl RunArtifacts {
         let trace = trace.map(|path| opened("--trace", path, trace_output(path, process)));
         let report = report.filter(|_| joined_launch.is_first());
         let report = report.map(|path| opened("--report", path, Report::output(path)));
+        let prometheus = config.output.prometheus.as_deref().filter(|_| joined_launch.is_first());
+        let facts = RunFacts {
+            model: config.model.kind.name(),
+            backend: joined_launch.placement.backend.name(),
+            world_size: joined_launch.world_size(),
+            restarts: joined_launch.launch.restart_count,
+        };
+        let prometheus = prometheus.map(|path| PrometheusFile::new(path, facts));
         Ok(Self {
             trace: trace.transpose()?,
             report: report.transpose()?,
+            prometheus: prometheus.transpose()?.map(Arc::new),
             dump: Arc::default(),
             report_data: Mutex::default(),
             curves: Arc::default(),
@@ -83,6 +96,11 @@ impl RunArtifacts {
     /// Returns where to leave the curves of training. `None` without a report.
     pub(crate) fn curves(&self) -> Option<Arc<Mutex<Curves>>> {
         self.report.is_some().then(|| self.curves.clone())
+    }
+
+    /// Returns the file for Prometheus, if there is one.
+    pub(crate) fn prometheus(&self) -> Option<Arc<PrometheusFile>> {
+        self.prometheus.clone()
     }
 
     /// Returns the mean loss of the first quarter of the run, and of the last. `None` without a report.
@@ -126,7 +144,9 @@ impl RunArtifacts {
         outcome: Outcome,
         printer: &Printer,
     ) -> Result<()> {
-        let Some(dump) = self.dump.get() else { return Ok(()) };
+        let state = RunState::named(outcome.kind);
+        let prometheus = self.prometheus.as_ref().map_or(Ok(()), |file| file.finish(state));
+        let Some(dump) = self.dump.get() else { return prometheus };
         let unwritable = |flag: &str, output: &Output| {
             let what = format!("{flag} {}", output.path().display());
             |error: io::Error| Error::Write { what, reason: explain(&error) }
@@ -153,7 +173,7 @@ impl RunArtifacts {
             printer.info(&format!("the report is in {path}: open it in a browser"));
             Ok(())
         });
-        trace.and(report)
+        trace.and(report).and(prometheus)
     }
 
     fn page(

@@ -172,7 +172,8 @@ impl Session {
             Restarts::note_saving(&joined_launch.launch)?;
         }
         start_point.make_room(printer)?;
-        Ok((logger.curves(self.artifacts.curves()), start_point))
+        let logger = logger.curves(self.artifacts.curves()).prometheus(self.artifacts.prometheus());
+        Ok((logger, start_point))
     }
 
     /// Returns how to start the ranks of this process.
