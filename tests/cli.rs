@@ -320,10 +320,9 @@ fn env_json_is_one_object() {
     assert_eq!(report["libtorch"], "2.11.0");
     let options = &report["options"];
     assert_eq!(options.as_array().unwrap().len(), 2, "{options}");
-    let option =
-        |key, value, origin| serde_json::json!({"key": key, "value": value, "origin": origin});
-    assert_eq!(options[0], option("nproc_per_node", "3", "flag"));
-    assert_eq!(options[1], option("log_format", "json", "flag"));
+    let option = |key: &str, value: serde_json::Value, origin: &str| serde_json::json!({"key": key, "value": value, "origin": origin});
+    assert_eq!(options[0], option("nproc_per_node", 3.into(), "flag"));
+    assert_eq!(options[1], option("log_format", "json".into(), "flag"));
     assert!(report["libtorch_folder"].as_str().unwrap().starts_with('/'));
     assert_eq!(
         (&report["data"]["dataset"], &report["data"]["training"]),

@@ -76,7 +76,9 @@ fn file_has_the_last_metrics_and_the_end_of_the_run() {
     let fault = "--inject-fault=error:rank=1,at=step,step=4";
     let (code, ..) = run(&[&flag, "--nproc-per-node=2", "--log-every=1", fault]);
     let found = samples(&file);
-    assert_eq!((code, state(&found), found["ddpmp_steps_total"]), (Some(1), "failed", 4.0));
+    assert_eq!((code, state(&found)), (Some(1), "failed"));
+    // Rank 0 may end before it has written the last of the four steps.
+    assert!((3.0..=4.0).contains(&found["ddpmp_steps_total"]), "{found:?}");
     assert!(!found.contains_key("ddpmp_validation_loss"));
     let (_, _, stderr) = run(&[&flag, "--nproc-per-node=2", "--max-steps=3"]);
     let found = samples(&file);

@@ -23,6 +23,9 @@ pub enum CompletedShell {
 #[derive(Debug, Clone, Args)]
 pub struct CompletionsFlags {
     /// Shell
+    ///
+    /// bash reads completions from ~/.local/share/bash-completion/completions/ddp-mp, fish from
+    /// ~/.local/share/fish/vendor_completions.d/ddp-mp.fish, zsh from a file _ddp-mp in a folder of fpath
     #[arg(value_name = "SHELL", value_parser = name::<CompletedShell>())]
     pub shell: CompletedShell,
 }
@@ -42,7 +45,13 @@ pub fn completions(
         CompletedShell::Fish => Shell::Fish,
     };
     let program = command.get_name().to_owned();
+    let [wrong, right] = ["__subcmd__", "__"].map(|dash| program.replace('-', dash));
     let mut script = Vec::new(); // clap_complete panics where it cannot write
     generate(shell, &mut command, program, &mut script);
-    Ok(printer.lines(|out| out.write_all(&script))?)
+    let mut script = String::from_utf8(script)?;
+    if shell == Shell::Bash {
+        // clap_complete 4.6 gives a subcommand of a program with `-` in its name two names, of which it looks up one.
+        script = script.replace(&wrong, &right);
+    }
+    Ok(printer.lines(|out| out.write_all(script.as_bytes()))?)
 }

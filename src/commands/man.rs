@@ -14,6 +14,8 @@ use crate::telemetry::Printer;
 #[derive(Debug, Clone, Args)]
 pub struct ManFlags {
     /// Folder for all pages; without it the first is printed
+    ///
+    /// One page for each command, such as ddp-mp-train.1. man finds those in ~/.local/share/man/man1
     #[arg(value_name = "DIR")]
     pub folder: Option<PathBuf>,
 }
