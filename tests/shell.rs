@@ -54,6 +54,18 @@ fn zsh_and_fish_read_their_completions() {
         }
         let (code, _, stderr) = with_input(check, &script);
         assert_eq!((code, stderr.as_str()), (Some(0), ""), "{shell}");
+        if shell == "fish" {
+            let mut fish = Command::new("fish");
+            fish.env("HOME", "/dev/null").args(["--no-config", "--command"]).arg(
+                "source -; complete -C 'ddp-mp --max-ep'; complete -C 'ddp-mp train --n-l'; \
+                 complete -C 'ddp-mp bench sca'; complete -C 'ddp-mp --model=m'",
+            );
+            let (_, found, stderr) = with_input(fish, &script);
+            let found: Vec<&str> =
+                found.lines().map(|line| line.split('\t').next().unwrap()).collect();
+            let expected = ["--max-epochs", "--n-layer", "scaling", "--model=mlp"];
+            assert_eq!((&found[..], stderr.as_str()), (&expected[..], ""));
+        }
     }
 }
 
