@@ -3,7 +3,7 @@
 use std::fs;
 use std::process::{Command, Stdio};
 
-use crate::harness::{in_the_environment_of, program, run, run_command};
+use crate::harness::{program, run, run_command};
 
 fn completions(shell: &str) -> String {
     let (code, script, stderr) = run(&["completions", shell]);
@@ -37,7 +37,7 @@ fn bash_completes_commands_flags_and_values() {
     assert_eq!(completed(&["ddp-mp", "--max-ep"]), "--max-epochs");
     assert_eq!(completed(&["ddp-mp", "train", "--tensorb"]), "--tensorboard");
     assert_eq!(completed(&["ddp-mp", "--model", "m"]), "mlp");
-    assert_eq!(completed(&["ddp-mp", "bench", "sc"]), "scaling");
+    assert_eq!(completed(&["ddp-mp", "bench", "scal"]), "scaling");
     assert_eq!(completed(&["ddp-mp", "completions", ""]), "-q -h --quiet --help bash zsh fish");
 }
 
@@ -166,6 +166,7 @@ fn quiet_keeps_results_and_failures() {
     assert!(stderr.lines().count() > 10, "{stderr}");
 }
 
+/// On a terminal `make live` tries the live view's.
 #[test]
 fn colours_follow_the_environment() {
     let colours = |args: &[&str], variables: &[(&str, &str)]| {
@@ -182,62 +183,5 @@ fn colours_follow_the_environment() {
         assert!(colours(args, &[("CLICOLOR_FORCE", "1")]), "{args:?}");
         assert!(!colours(args, &[("CLICOLOR_FORCE", "1"), ("NO_COLOR", "1")]), "{args:?}");
         assert!(colours(args, &[("CLICOLOR_FORCE", "1"), ("NO_COLOR", "")]), "{args:?}");
-    }
-}
-
-/// What `args` writes to a terminal that has colours, with these variables; `None` without the program `script`.
-fn on_terminal(args: &[&str], variables: &[(&str, &str)]) -> Option<String> {
-    let program = program(args);
-    let folder = tempfile::tempdir().unwrap();
-    let file = folder.path().join("typescript");
-    let line: Vec<&str> = std::iter::once(program.get_program())
-        .chain(program.get_args())
-        .map(|arg| arg.to_str().unwrap())
-        .collect();
-    let mut script = Command::new("script");
-    script
-        .args([
-            "--quiet",
-            "--return",
-            "--command",
-            &format!("stty rows 40 cols 120 && {}", line.join(" ")),
-        ])
-        .arg(&file);
-    let mut script = in_the_environment_of(&program, script);
-    for name in ["NO_COLOR", "CLICOLOR", "CLICOLOR_FORCE", "CI"] {
-        script.env_remove(name);
-    }
-    script.env("TERM", "xterm-256color").envs(variables.iter().copied());
-    script.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
-    if Command::new("script").arg("--version").output().is_err() {
-        println!("skipped: there is no script");
-        return None;
-    }
-    assert_eq!(script.status().unwrap().code(), Some(0), "{args:?}");
-    Some(String::from_utf8_lossy(&fs::read(&file).unwrap()).into_owned())
-}
-
-/// Whether a text sets a colour: not only bold, underlined or reversed letters.
-fn has_colour(text: &str) -> bool {
-    text.split("\u{1b}[").skip(1).any(|code| {
-        let Some((numbers, _)) = code.split_once('m') else { return false };
-        let numbers = numbers.split(';').map(|it| it.parse::<u32>().unwrap_or(0));
-        numbers.into_iter().any(|it| matches!(it, 30..=38 | 40..=48 | 90..=97 | 100..=107))
-    })
-}
-
-#[test]
-fn live_view_has_colours_unless_they_are_unwanted() {
-    let args = ["--live", "--nproc-per-node=2", "--max-epochs=20"];
-    for (variables, expected) in [
-        (&[][..], true),
-        (&[("NO_COLOR", "1")], false),
-        (&[("NO_COLOR", "")], true),
-        (&[("CLICOLOR", "0")], false),
-        (&[("CLICOLOR", "0"), ("CLICOLOR_FORCE", "1")], true),
-    ] {
-        let Some(text) = on_terminal(&args, variables) else { return };
-        assert!(text.contains("\u{1b}[?1049h"), "there is no view: {text:?}");
-        assert_eq!(has_colour(&text), expected, "{variables:?}: {text:?}");
     }
 }
