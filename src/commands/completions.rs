@@ -54,7 +54,7 @@ pub fn completions(
 }
 
 /// Returns the script for bash with one name for each subcommand. If there is a `-` in the name of the program,
-/// clap_complete 4.6 sets one name and looks up another.
+/// clap_complete 4.6 sets one name and looks up another (clap-rs/clap#6421).
 fn with_one_name(script: &str, program: &str) -> String {
     let [found, expected] = ["__subcmd__", "__"].map(|dash| program.replace('-', dash));
     script.replace(&found, &expected)
