@@ -92,8 +92,19 @@ docs: cargo ## build the book with mdBook, which it builds into .tools/, and che
 	.tools/bin/mdbook build docs
 	python3 tests/interop/links.py docs/book
 
-install: cargo libtorch ## install the program with cargo
-	cargo install --locked --path .
+# Below it `make install` puts bin/ddp-mp, and in share/ the manual pages and the completions of bash, zsh and fish.
+PREFIX = $(HOME)/.local
+SHARE = $(abspath $(PREFIX))/share
+
+install: cargo libtorch ## install the program, its manual pages and completions; elsewhere: make install PREFIX=/usr/local
+	cargo install --locked --path . --root $(abspath $(PREFIX))
+	$(abspath $(PREFIX))/bin/ddp-mp man $(SHARE)/man/man1
+	@set -ex; completions() { \
+	    mkdir -p "$(SHARE)/$$(dirname $$2)"; $(abspath $(PREFIX))/bin/ddp-mp completions $$1 >"$(SHARE)/$$2"; \
+	}; \
+	completions bash bash-completion/completions/ddp-mp; \
+	completions zsh zsh/site-functions/_ddp-mp; \
+	completions fish fish/vendor_completions.d/ddp-mp.fish
 
 wheel: cargo libtorch ## build a Python wheel of the program into dist/
 	cargo build --release
@@ -112,6 +123,10 @@ safetensors: cargo python ## have PyTorch read the program's models and the prog
 tensorboard: cargo python ## have TensorBoard read the program's files
 	cargo build --release
 	.python/bin/python tests/interop/tensorboard_reads.py $(PROGRAM)
+
+prometheus: cargo python ## have a parser of Prometheus read the file of a run
+	cargo build --release
+	.python/bin/python tests/interop/prometheus_reads.py $(PROGRAM)
 
 test-launchers: cargo python simulated-gpus ## run over several processes with torchrun, mpirun, Slurm and two hosts, as far as they are there
 	cargo build --release
@@ -173,7 +188,7 @@ gpu-pack: cargo libtorch ## build a folder that tests and measures on a machine 
 test-gpu-pack: python gpu-pack simulated-gpus ## try the folder of gpu-pack on a simulated GPU
 	LIMIT=1800 OUT=$(GPU_PACK) PYTHON=$(abspath .python/bin/python) $(GPU_PACK)/run.sh --simulated $(SIMULATED_GPUS)
 
-python: libtorch ## put a Python with PyTorch for the CPU, TensorBoard and Selenium into .python/, for parity, test-gpu-pack, test-wheel, lint, safetensors, tensorboard, flight-recorder, report, mixed and test-launchers
+python: libtorch ## put a Python with PyTorch for the CPU, TensorBoard and Selenium into .python/, for parity, test-gpu-pack, test-wheel, lint, safetensors, tensorboard, flight-recorder, prometheus, report, mixed and test-launchers
 	@.cargo/fetch-libtorch.sh $(TORCH) python
 
 libtorch: ## fetch libtorch if need be; for a GPU or not: make libtorch LIBTORCH_SET=cuda (or cpu)

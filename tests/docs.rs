@@ -258,7 +258,9 @@ fn book_code_blocks_have_a_known_language() {
 }
 
 /// Flags of torchrun, mpirun, srun, cargo and others.
-const OTHERS: [&str; 27] = [
+const OTHERS: &[&str] = &[
+    "allow-incomplete-ranks",
+    "collector",
     "cpus-per-task",
     "device",
     "example",
@@ -288,7 +290,7 @@ const OTHERS: [&str; 27] = [
     "locked",
 ];
 
-const COMMANDS: [&[&str]; 11] = [
+const COMMANDS: [&[&str]; 13] = [
     &[],
     &["comm"],
     &["sample"],
@@ -300,6 +302,8 @@ const COMMANDS: [&[&str]; 11] = [
     &["replay"],
     &["env"],
     &["lesson"],
+    &["completions"],
+    &["man"],
 ];
 
 fn help(command: &[&str]) -> String {
@@ -398,8 +402,8 @@ fn options() -> String {
         "# Options\n\n\
         <!-- Made from the help by `TRYCMD=overwrite cargo test --release --test tests docs::book_options`. -->\n\n\
         `ddp-mp -h` shows the options that most runs need, and `ddp-mp --help` all of them. In a flag `_` is accepted for `-`.\n\
-        Every flag of training but `--config` is also a key of a file for `--config`, with `_` for `-`. Flags win over\n\
-        the file.\n",
+        Every flag of training but `--config` and `--quiet` is also a key of a file for `--config`, with `_` for `-`. Flags\n\
+        win over the file. Every command takes `--quiet`.\n",
     );
     let mut training: Vec<Entry> = Vec::new();
     for command in COMMANDS {
@@ -416,6 +420,7 @@ fn options() -> String {
         for (heading, mut entries) in sections {
             entries.retain(|entry| !["-h, --help", "-V, --version"].contains(&&*entry.name));
             entries.retain(|entry| !(has_training && training.contains(entry)));
+            entries.retain(|entry| name.is_empty() || entry.name != "-q, --quiet");
             if entries.is_empty() {
                 continue;
             }

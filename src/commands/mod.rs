@@ -2,25 +2,31 @@
 
 mod bench;
 mod comm;
+mod completions;
 mod env;
 mod lesson;
+mod man;
 mod ranks_flags;
 mod replay;
 mod sample;
 mod sampler;
 mod train;
 mod verify;
+mod version;
 
 pub use bench::{BenchFlags, BenchOp, SimulatedCluster, bench, bench_scaling, bench_step};
 pub use comm::{CommFlags, CommOp, comm};
+pub use completions::{CompletionsFlags, completions};
 pub use env::env;
 pub use lesson::{Lesson, LessonFlags, lesson};
+pub use man::{ManFlags, man};
 pub use ranks_flags::RanksFlags;
 pub use replay::{ReplayFlags, replay};
 pub use sample::{SampleFlags, sample};
 pub use sampler::{SamplerFlags, sampler};
 pub use train::train;
 pub use verify::verify;
+pub use version::Versions;
 
 pub use crate::session::AlreadyReported;
 

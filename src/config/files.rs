@@ -54,7 +54,7 @@ impl Config {
     pub(crate) fn validate_files(&self, processes: usize) -> Result<()> {
         let checked = self.check_files(None, processes);
         checked.map_err(|invalid| {
-            Error::InvalidInput(format!("{}: {}", flag_name(&invalid.key), invalid.problem))
+            Error::InvalidInput(format!("{}: {}", self.name_of(&invalid.key), invalid.problem))
         })
     }
 
@@ -100,6 +100,7 @@ impl Config {
         for (key, usage, path) in [
             ("report", Use::Writes, self.output.report.as_ref()),
             ("metrics", Use::Writes, self.output.metrics.as_ref()),
+            ("prometheus", Use::Writes, self.output.prometheus.as_ref()),
             ("tensorboard", Use::Fills, self.output.tensorboard.as_ref()),
             ("flight_recorder", Use::Owns, self.output.flight_recorder.as_ref()),
             ("checkpoint_dir", Use::Keeps, self.checkpoints.checkpoint_dir.as_ref()),
@@ -191,6 +192,7 @@ mod tests {
             "checkpoint_dir",
             "tensorboard",
             "metrics",
+            "prometheus",
             "trace",
             "report",
             "flight_recorder",

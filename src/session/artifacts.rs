@@ -1,4 +1,4 @@
-//! The files that a run writes for people to look at: `--trace`, `--report` and `--flight-recorder`.
+//! The files that a run writes until its end: `--trace`, `--report`, `--flight-recorder` and `--prometheus`.
 
 use std::io;
 use std::path::Path;
@@ -22,8 +22,8 @@ use crate::telemetry::report::{
     Curves, Moved, Outcome, Parameters, Ranks, Replicas, Report, Tracks, Verdict,
 };
 use crate::telemetry::{
-    End, Output, Printer, flight_recorder_output, remove_further_ranks, trace_output,
-    write_flight_recorder, write_trace,
+    End, Output, Printer, PrometheusFile, RunFacts, RunState, flight_recorder_output,
+    remove_further_ranks, trace_output, write_flight_recorder, write_trace,
 };
 
 /// The trace, the report and the flight recorder's files of this process, and the data for them.
@@ -35,6 +35,8 @@ pub(crate) struct RunArtifacts {
     report: Option<Output>,
     /// The flight recorder's file of each rank of this process, in order of rank. Empty without `--flight-recorder`.
     flight_recorder: Vec<Output>,
+    /// The metrics for Prometheus. `None` without `--prometheus`, and in processes without rank 0.
+    prometheus: Option<Arc<PrometheusFile>>,
     dump: Arc<OnceLock<FlightRecorderDump>>,
     report_data: Mutex<ReportData>,
     curves: Arc<Mutex<Curves>>,
@@ -86,10 +88,19 @@ impl RunArtifacts {
                 outputs
             }
         };
+        let prometheus = config.output.prometheus.as_deref().filter(|_| joined_launch.is_first());
+        let facts = RunFacts {
+            model: config.model.kind.name(),
+            backend: joined_launch.placement.backend.name(),
+            world_size: joined_launch.world_size(),
+            restarts: joined_launch.launch.restart_count,
+        };
+        let prometheus = prometheus.map(|path| PrometheusFile::new(path, facts));
         Ok(Self {
             trace: trace.transpose()?,
             report: report.transpose()?,
             flight_recorder,
+            prometheus: prometheus.transpose()?.map(Arc::new),
             dump: Arc::default(),
             report_data: Mutex::default(),
             curves: Arc::default(),
@@ -107,6 +118,11 @@ impl RunArtifacts {
     /// Returns where to leave the curves of training. `None` without a report.
     pub(crate) fn curves(&self) -> Option<Arc<Mutex<Curves>>> {
         self.report.is_some().then(|| self.curves.clone())
+    }
+
+    /// Returns the file for Prometheus, if there is one.
+    pub(crate) fn prometheus(&self) -> Option<Arc<PrometheusFile>> {
+        self.prometheus.clone()
     }
 
     /// Returns the mean loss of the first quarter of the run, and of the last. `None` without a report.
@@ -150,7 +166,9 @@ impl RunArtifacts {
         outcome: Outcome,
         printer: &Printer,
     ) -> Result<()> {
-        let Some(dump) = self.dump.get() else { return Ok(()) };
+        let state = RunState::named(outcome.kind);
+        let prometheus = self.prometheus.as_ref().map_or(Ok(()), |file| file.finish(state));
+        let Some(dump) = self.dump.get() else { return prometheus };
         let unwritable = |flag: &str, output: &Output| {
             let what = format!("{flag} {}", output.path().display());
             |error: io::Error| Error::Write { what, reason: explain(&error) }
@@ -191,7 +209,7 @@ impl RunArtifacts {
             let folder = folder.display();
             printer.info(&format!("the flight recorder is in {folder}: run torchfrtrace {folder}"));
         }
-        trace.and(report).and(flight_recorder)
+        trace.and(report).and(flight_recorder).and(prometheus)
     }
 
     fn page(

@@ -199,7 +199,13 @@ def without_screen(program, folder):
 
 def colours(program, folder):
     background = re.compile(r"\x1b\[48;5;\d+m")
-    for environment, are_used in [([], True), (["NO_COLOR=1"], False)]:
+    for environment, are_used in [
+        ([], True),
+        (["NO_COLOR=1"], False),
+        (["NO_COLOR="], True),
+        (["CLICOLOR=0"], False),
+        (["CLICOLOR=0", "CLICOLOR_FORCE=1"], True),
+    ]:
         with Terminal(100, 30, folder, environment) as terminal:
             terminal.start(program, *SLOW, "--live")
             terminal.wait_for(r"W waits for rank 1")

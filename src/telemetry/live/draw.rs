@@ -1,7 +1,9 @@
 //! Draws the state of the live view into a frame of any size.
 
+use std::io;
 use std::time::Duration;
 
+use anstream::{AutoStream, ColorChoice};
 use ratatui::Frame;
 use ratatui::layout::{Constraint, Layout, Rect};
 use ratatui::style::{Color, Modifier, Style};
@@ -20,9 +22,10 @@ pub(super) struct Theme {
 }
 
 impl Theme {
-    /// Returns the theme that the environment asks for: a variable `NO_COLOR` that is not empty means no colours.
+    /// Returns the theme that the environment asks for: `NO_COLOR`, `CLICOLOR` and `CLICOLOR_FORCE`, as `--help` reads
+    /// them, too.
     pub(super) fn from_env() -> Self {
-        Self { colours: std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty()) }
+        Self { colours: AutoStream::choice(&io::stderr()) != ColorChoice::Never }
     }
 
     fn phase(self, phase: Phase) -> Style {
