@@ -69,7 +69,7 @@ check: cargo libtorch ## formatting, lints and documentation, warnings being err
 	cargo fmt --check --manifest-path tests/loom/Cargo.toml
 	cargo clippy --release $(LOOM) --all-targets -- -D warnings
 	cargo clippy --release $(LOOM) --all-targets --features loom -- -D warnings
-	RUSTDOCFLAGS="-D warnings" cargo doc --release --no-deps
+	LIBTORCH=/nowhere RUSTDOCFLAGS="-D warnings" cargo doc --release --no-deps --features doc-only # as docs.rs does
 	python3 -B -m unittest discover --start-directory benches
 
 docs: cargo ## build the book with mdBook, which it builds into .tools/, and check the links of all Markdown files
