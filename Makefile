@@ -66,6 +66,7 @@ check: cargo libtorch ## formatting, lints and documentation, warnings being err
 	cargo fmt --check
 	cargo clippy --release --all-targets -- -D warnings
 	cargo clippy --release --test gpus -- -D warnings
+	cargo clippy --release --no-default-features --lib -- -D warnings
 	cargo fmt --check --manifest-path tests/loom/Cargo.toml
 	cargo clippy --release $(LOOM) --all-targets -- -D warnings
 	cargo clippy --release $(LOOM) --all-targets --features loom -- -D warnings

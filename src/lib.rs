@@ -132,8 +132,12 @@
 //! * No global state but the handlers of signals and panics, and the lock of libtorch's generator. The group, the
 //!   configuration and the printer are passed on.
 
+#![cfg_attr(not(feature = "cli"), allow(dead_code, unused_imports))] // what only the command line uses
+
 pub mod checkpoint;
+#[cfg(feature = "cli")]
 pub mod commands;
+#[cfg(feature = "cli")]
 pub mod config;
 pub mod data;
 pub mod ddp;
@@ -149,6 +153,7 @@ pub mod prelude;
 pub mod process_group;
 pub mod records;
 mod runtime;
+#[cfg(feature = "cli")]
 mod session;
 pub mod telemetry;
 pub mod trainer;

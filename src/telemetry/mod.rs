@@ -4,13 +4,16 @@
 
 mod events;
 mod explain;
+mod feed;
 mod held_output;
+#[cfg(feature = "cli")]
 mod live;
 mod memory;
 mod metrics;
 mod metrics_logger;
 mod output;
 mod printer;
+#[cfg_attr(not(feature = "cli"), path = "no_progress.rs")]
 mod progress;
 pub(crate) mod report;
 mod samples;
@@ -24,6 +27,7 @@ pub use events::{End, Epoch, Event, Failure, Start};
 pub(crate) use explain::paragraph;
 pub use explain::{Explainer, Language, RankStep, RunInfo, Step};
 pub(crate) use held_output::{HeldOutput, Stream};
+#[cfg(feature = "cli")]
 pub(crate) use live::{LiveView, Look, Op, Player, RankLook, RankSource, SPEEDS};
 pub(crate) use memory::gigabytes;
 pub use memory::{peak_memory, total_memory};
