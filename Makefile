@@ -24,11 +24,12 @@ endif
 LIBTORCH_OF_PYTHON = import os, torch; print(os.path.dirname(torch.__file__))
 LIBTORCH_FOLDER = $(or $(LIBTORCH),$(if $(LIBTORCH_USE_PYTORCH),$(shell python3 -c '$(LIBTORCH_OF_PYTHON)'),.libtorch/torch))
 
-.PHONY: help run test test-fast test-gpus loom check docs install parity safetensors tensorboard report page trace live mutated mixed compare simulated-cluster simulated-gpus gpu-pack test-gpu-pack test-launchers python libtorch cargo
+.PHONY: help run crate test test-fast test-gpus loom check docs install parity safetensors tensorboard report page trace live mutated mixed compare simulated-cluster simulated-gpus gpu-pack test-gpu-pack test-launchers python libtorch cargo
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST)
 
 run: cargo libtorch ## build and run the demo; its flags: make run ARGS="--help"
+	@[ -e $(PROGRAM) ] || echo "Building ddp-mp; the first time takes about 5 minutes on two cores." >&2
 	cargo build --release
 	@cargo run --release --quiet -- $(ARGS)
 
@@ -70,7 +71,7 @@ check: cargo libtorch ## formatting, lints and documentation, warnings being err
 	cargo fmt --check --manifest-path tests/loom/Cargo.toml
 	cargo clippy --release $(LOOM) --all-targets -- -D warnings
 	cargo clippy --release $(LOOM) --all-targets --features loom -- -D warnings
-	LIBTORCH=/nowhere RUSTDOCFLAGS="-D warnings" cargo doc --release --no-deps --features doc-only # as docs.rs does
+	LIBTORCH=/nowhere RUSTDOCFLAGS="-D warnings" cargo doc --release --no-deps --lib --features doc-only # as docs.rs does
 	python3 -B -m unittest discover --start-directory benches
 
 docs: cargo ## build the book with mdBook, which it builds into .tools/, and check the links of all Markdown files
@@ -78,6 +79,10 @@ docs: cargo ## build the book with mdBook, which it builds into .tools/, and che
 	    cargo install mdbook --locked --version $(MDBOOK) --root .tools --no-default-features --features search
 	.tools/bin/mdbook build docs
 	python3 tests/interop/links.py docs/book
+
+crate: cargo libtorch ## pack the crate, and try it from a project that `ddp-mp new` writes
+	cargo build --release
+	tests/interop/crate.sh $(PROGRAM) $(abspath $(or $(CARGO_TARGET_DIR),target))
 
 install: cargo libtorch ## install the program with cargo
 	cargo install --locked --path .

@@ -86,6 +86,7 @@ fn run(command: Command) -> anyhow::Result<u8> {
             commands::sample(&flags, &cuda::load(), &Printer::new(LogFormat::Text))
         }
         Command::Lesson(flags) => commands::lesson(&flags, &Printer::new(LogFormat::Text)),
+        Command::New(flags) => commands::new(&flags, &Printer::new(LogFormat::Text)),
         Command::Sampler(flags) => commands::sampler(&flags, &Printer::new(flags.log_format)),
     };
     result.map(|()| 0)

@@ -282,7 +282,7 @@ const OTHERS: [&str; 26] = [
     "locked",
 ];
 
-const COMMANDS: [&[&str]; 11] = [
+const COMMANDS: [&[&str]; 12] = [
     &[],
     &["comm"],
     &["sample"],
@@ -294,6 +294,7 @@ const COMMANDS: [&[&str]; 11] = [
     &["replay"],
     &["env"],
     &["lesson"],
+    &["new"],
 ];
 
 fn help(command: &[&str]) -> String {

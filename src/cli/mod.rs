@@ -7,7 +7,7 @@ mod train;
 use std::ffi::OsString;
 
 use clap::{Arg, CommandFactory, FromArgMatches, Parser, Subcommand};
-use ddp_mp::commands::{CommFlags, LessonFlags, ReplayFlags, SampleFlags, SamplerFlags};
+use ddp_mp::commands::{CommFlags, LessonFlags, NewFlags, ReplayFlags, SampleFlags, SamplerFlags};
 use ddp_mp::config::InShortHelp;
 
 pub(crate) use tools::{Bench, BenchCommand, ScalingFlags, StepFlags, VerifyFlags};
@@ -45,6 +45,8 @@ pub(crate) enum Command {
     Env(TrainFlags),
     /// Lessons of the course, and checks of answers
     Lesson(LessonFlags),
+    /// Cargo project for a model of your own
+    New(NewFlags),
 }
 
 const EXAMPLES: &str = "\

@@ -4,6 +4,7 @@ mod bench;
 mod comm;
 mod env;
 mod lesson;
+mod new;
 mod ranks_flags;
 mod replay;
 mod sample;
@@ -15,6 +16,7 @@ pub use bench::{BenchFlags, BenchOp, SimulatedCluster, bench, bench_scaling, ben
 pub use comm::{CommFlags, CommOp, comm};
 pub use env::env;
 pub use lesson::{Lesson, LessonFlags, lesson};
+pub use new::{NewFlags, new};
 pub use ranks_flags::RanksFlags;
 pub use replay::{ReplayFlags, replay};
 pub use sample::{SampleFlags, sample};
