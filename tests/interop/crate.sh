@@ -29,9 +29,7 @@ cargo fmt --check
 cargo build --release --offline --package ddp-mp --package my-run --bins
 cargo test --release --offline
 cd "$folder"
-for ranks in 1 2; do
-    output=$(env -i OMP_NUM_THREADS=1 LOCAL_WORLD_SIZE=1 PATH="$PATH" "$CARGO_TARGET_DIR/release/my-run")
-    echo "$output"
-    [[ $output == *"epoch 19: loss 0.0"* ]] || die "the project has not learned"
-done
+output=$(env -i "$CARGO_TARGET_DIR/release/my-run")
+echo "$output"
+[[ $output == *"epoch 19: loss 0.0"* ]] || die "the project has not learned"
 env -i "$CARGO_TARGET_DIR/release/ddp-mp" --max-epochs=2 --batch-size=32

@@ -65,11 +65,12 @@ fn main() -> anyhow::Result<()> {
     let ranks = Spawn::from_env()?; // first of all, because it looks for GPUs
     let dataset = Arc::new(data::spirals(1000)?); // all ranks share one copy
     let trained = ranks.run(move |rank| train(rank, &dataset, 20))?;
-    println!(
-        "{} ranks, parameters {:016x}",
-        trained.len(),
-        trained[0].parameters_hash
-    );
+    let Trained {
+        losses,
+        parameters_hash,
+    } = &trained[0];
+    let (ranks, last) = (trained.len(), losses[losses.len() - 1]);
+    println!("ranks here: {ranks}, loss {last:.4}, parameters {parameters_hash:016x}");
     Ok(())
 }
 
