@@ -52,9 +52,9 @@ pub fn new(flags: &NewFlags, printer: &Printer) -> anyhow::Result<()> {
     let has_libtorch = libtorch.is_some();
     let libtorch = libtorch.unwrap_or_else(|| PathBuf::from("/path/to/libtorch"));
     let values = [
-        ("{name}", name.to_owned()),
-        ("{dependency}", dependency),
-        ("{libtorch}", toml_text(text_of(&libtorch)?)),
+        ("__NAME__", name.to_owned()),
+        ("__DDP_MP__", dependency),
+        ("__LIBTORCH__", toml_text(text_of(&libtorch)?)),
     ];
     create(&flags.name, &values)?;
     let folder = flags.name.display();
