@@ -33,6 +33,7 @@ help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST)
 
 run: cargo libtorch ## build and run the demo; its flags: make run ARGS="--help"
+	@[ -e $(PROGRAM) ] || echo "Building ddp-mp; the first time takes about 5 minutes on two cores." >&2
 	cargo build --release
 	@cargo run --release --quiet -- $(ARGS)
 
@@ -70,10 +71,11 @@ check: cargo libtorch ## formatting, lints and documentation, warnings being err
 	cargo fmt --check
 	cargo clippy --release --all-targets -- -D warnings
 	cargo clippy --release --test gpus -- -D warnings
+	cargo clippy --release --no-default-features --lib -- -D warnings
 	cargo fmt --check --manifest-path tests/loom/Cargo.toml
 	cargo clippy --release $(LOOM) --all-targets -- -D warnings
 	cargo clippy --release $(LOOM) --all-targets --features loom -- -D warnings
-	RUSTDOCFLAGS="-D warnings" cargo doc --release --no-deps
+	LIBTORCH=/nowhere RUSTDOCFLAGS="-D warnings" cargo doc --release --no-deps --lib --features doc-only # as docs.rs does
 	python3 -B -m unittest discover --start-directory benches
 
 lint: python ## have hadolint read the Dockerfile
@@ -91,6 +93,10 @@ docs: cargo ## build the book with mdBook, which it builds into .tools/, and che
 	    cargo install mdbook --locked --version $(MDBOOK) --root .tools --no-default-features --features search
 	.tools/bin/mdbook build docs
 	python3 tests/interop/links.py docs/book
+
+crate: cargo libtorch ## pack the crate, and try it from a project that `ddp-mp new` writes
+	cargo build --release
+	tests/interop/crate.sh $(PROGRAM) $(abspath $(or $(CARGO_TARGET_DIR),target))
 
 # Below it `make install` puts bin/ddp-mp, and in share/ the manual pages and the completions of bash, zsh and fish.
 PREFIX = $(HOME)/.local

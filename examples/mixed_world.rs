@@ -33,7 +33,7 @@ impl Drop for Other {
 }
 
 fn main() -> anyhow::Result<()> {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let folder = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/.."));
     let python = match env::var_os("PYTHON") {
         Some(python) => python.into(),
         None => folder.join(".python/bin/python"),

@@ -101,7 +101,7 @@
 //! |---|---|
 //! | `main` | parse, resolve, load CUDA, run, exit code |
 //! | `cli` | the command line, its help and its mistakes |
-//! | [`commands`] | `train` puts the pieces together; `comm`, `bench`, `verify`, `sample`, `sampler`, `replay`, `env`, `lesson`, `completions`, `man` |
+//! | [`commands`] | `train` puts the pieces together; `comm`, `bench`, `verify`, `sample`, `sampler`, `replay`, `env`, `lesson`, `new`, `completions`, `man` |
 //! | `session` | what commands share: joining the launch, where a run starts, its files, its summary |
 //! | [`config`] | what can be said: defaults, then a file, then flags |
 //! | [`launch`] | a thread for each rank; how they meet and how they fail, in one process or several |
@@ -132,8 +132,12 @@
 //! * No global state but the handlers of signals and panics, and the lock of libtorch's generator. The group, the
 //!   configuration and the printer are passed on.
 
+#![cfg_attr(not(feature = "cli"), allow(dead_code, unused_imports))] // what only the command line uses
+
 pub mod checkpoint;
+#[cfg(feature = "cli")]
 pub mod commands;
+#[cfg(feature = "cli")]
 pub mod config;
 pub mod data;
 pub mod ddp;
@@ -149,6 +153,7 @@ pub mod prelude;
 pub mod process_group;
 pub mod records;
 mod runtime;
+#[cfg(feature = "cli")]
 mod session;
 pub mod telemetry;
 pub mod trainer;

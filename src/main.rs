@@ -113,6 +113,7 @@ fn run(command: Command, quiet: bool) -> anyhow::Result<u8> {
         Command::Replay(flags) => commands::replay(&flags, &text()),
         Command::Sample(flags) => commands::sample(&flags, &cuda::load(), &text()),
         Command::Lesson(flags) => commands::lesson(&flags, &text()),
+        Command::New(flags) => commands::new(&flags, &text()),
         Command::Completions(flags) => commands::completions(&flags, cli::command(), &text()),
         Command::Man(flags) => commands::man(&flags, cli::command(), &text()),
         Command::Sampler(flags) => commands::sampler(&flags, &printer(flags.log_format)),

@@ -290,7 +290,7 @@ const OTHERS: &[&str] = &[
     "locked",
 ];
 
-const COMMANDS: [&[&str]; 13] = [
+const COMMANDS: &[&[&str]] = &[
     &[],
     &["comm"],
     &["sample"],
@@ -302,6 +302,7 @@ const COMMANDS: [&[&str]; 13] = [
     &["replay"],
     &["env"],
     &["lesson"],
+    &["new"],
     &["completions"],
     &["man"],
 ];

@@ -40,6 +40,7 @@ mod mean; // the exact mean: N ranks with unequal batches are one rank on all sa
 mod memory; // as much after ten thousand steps as after a thousand; blocks kept for the next tensors
 mod messages; // from one rank to one other, and objects
 mod mutated; // inputs that were changed at random
+mod new; // ddp-mp new: what it writes, and what it refuses (`make crate` builds and runs it)
 mod non_finite; // losses and gradients that are not finite
 mod optim; // optimizers on buckets: state, groups, clipping
 mod outputs; // tensors that are written to: those that overlap themselves are refused

@@ -214,6 +214,7 @@ fn examples_are_short_and_in_the_book() {
     let pages = fs::read_dir(repository("docs/src/tutorial")).unwrap();
     let course: String =
         pages.map(|page| fs::read_to_string(page.unwrap().path()).unwrap()).collect();
+    let manifest = fs::read_to_string(repository("examples/Cargo.toml")).unwrap();
     let mut lessons = Vec::new();
     for entry in fs::read_dir(repository("examples")).unwrap() {
         let file = entry.unwrap().path();
@@ -224,6 +225,8 @@ fn examples_are_short_and_in_the_book() {
         let text = fs::read_to_string(&file).unwrap();
         let lines = text.lines().count();
         assert!(lines < 100, "{name} has {lines} lines: a lesson is read in one go");
+        let is_built = manifest.contains(&format!("path = \"{name}.rs\"\n"));
+        assert!(is_built, "examples/Cargo.toml does not name {name}");
         let command = format!("cargo run --release --example {name}");
         assert!(
             text.contains(&format!("//!     {command}\n")),

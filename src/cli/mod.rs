@@ -8,7 +8,8 @@ use std::ffi::OsString;
 
 use clap::{Arg, CommandFactory, FromArgMatches, Parser, Subcommand};
 use ddp_mp::commands::{
-    CommFlags, CompletionsFlags, LessonFlags, ManFlags, ReplayFlags, SampleFlags, SamplerFlags,
+    CommFlags, CompletionsFlags, LessonFlags, ManFlags, NewFlags, ReplayFlags, SampleFlags,
+    SamplerFlags,
 };
 use ddp_mp::config::InShortHelp;
 
@@ -50,6 +51,8 @@ pub(crate) enum Command {
     Env(EnvFlags),
     /// Lessons of the course, and checks of answers
     Lesson(LessonFlags),
+    /// Cargo project for a model of your own
+    New(NewFlags),
     /// Completions of a shell, for its configuration
     Completions(CompletionsFlags),
     /// Manual pages of all commands

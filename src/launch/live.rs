@@ -1,5 +1,6 @@
 //! The ranks of a run, for the live view: those of this process from the flight recorder, others from heartbeats.
 
+use std::any::Any;
 use std::collections::BTreeMap;
 use std::convert::Infallible;
 use std::ops::Range;
@@ -10,6 +11,7 @@ use std::time::{Duration, Instant};
 use crossbeam::channel::{Receiver, RecvTimeoutError, Sender, bounded};
 use parking_lot::Mutex;
 
+use super::RunView;
 use super::stall::status_table;
 use crate::operation::{OpId, Operation};
 use crate::runtime::{PeerStatus, RemoteSnapshots, RunContext, StopRequest};
@@ -30,19 +32,19 @@ pub(crate) struct Live {
     pub title: String,
 }
 
-impl Live {
-    /// Shows the view of `run` until the returned value is dropped. `here` are the ranks of this process, `labels`
-    /// those of all ranks. `None` if the terminal cannot be used.
-    pub(super) fn start(
+impl RunView for Live {
+    fn start(
         &self,
         run: &Arc<RunContext>,
         here: Range<usize>,
         labels: Vec<String>,
         stop: Option<Arc<StopRequest>>,
-    ) -> Option<LiveView> {
+    ) -> Option<Box<dyn Any>> {
         let (run, title) = (run.clone(), self.title.clone());
         let peers = run.peer_status.clone().map(Peers::start);
-        LiveView::start(&self.printer, title, stop, Box::new(Ranks { run, here, labels, peers }))
+        let ranks = Ranks { run, here, labels, peers };
+        let view = LiveView::start(&self.printer, title, stop, Box::new(ranks))?;
+        Some(Box::new(view))
     }
 }
 

@@ -9,6 +9,7 @@ mod heartbeat;
 mod heartbeat_monitor;
 mod joined_launch;
 mod launchers;
+#[cfg(feature = "cli")]
 mod live;
 mod messages;
 mod placement;
@@ -35,6 +36,7 @@ pub use joined_launch::{JoinLaunchOptions, JoinedLaunch};
 pub use launchers::{
     Launch, LaunchChoice, LaunchKind, LaunchOptions, MasterEndpoint, Processes, SpawnChoice, detect,
 };
+#[cfg(feature = "cli")]
 pub(crate) use live::Live;
 pub use placement::{BackendChoice, NodeSlice, Nproc, Placement, place};
 pub(crate) use processes::{Children, Ended, Report, SpawnProcesses};
@@ -42,5 +44,6 @@ pub use rank::Rank;
 pub(crate) use restarts::Restarts;
 pub(crate) use signals::{await_termination, end_at_signals_in};
 pub use signals::{exit_code, status_signal, stop_on_signals};
+pub(crate) use spawn::RunView;
 pub use spawn::{Spawn, spawn, spawn_scoped};
 pub use world::ProcessWorld;

@@ -27,7 +27,7 @@ use crate::config::{Config, Data};
 use crate::error::Result;
 use crate::ffi::cuda::Cuda;
 use crate::launch::{
-    JoinedLaunch, Launch, LaunchKind, Live, Rank, Restarts, Spawn, SpawnError, StopReason,
+    JoinedLaunch, Launch, LaunchKind, Live, Rank, Restarts, RunView, Spawn, SpawnError, StopReason,
     StopRequest, await_termination, end_at_signals_in, status_signal, stop_on_signals,
 };
 use crate::os::{cores, terminal::screen_problem};
@@ -182,11 +182,11 @@ impl Session {
             .dump_status_on(self.status_requests.clone())
             .dump(self.artifacts.dump())
             .stop_request(self.stop.clone())
-            .live(self.live())
+            .view(self.live_view())
     }
 
     /// Returns the live view of the run. `None` if it is not wanted or cannot be shown, and in a process without rank 0.
-    fn live(&self) -> Option<Live> {
+    fn live_view(&self) -> Option<Arc<dyn RunView>> {
         let Self { config, joined_launch, printer, .. } = self;
         let count = joined_launch.world_size();
         let title = format!(
@@ -196,7 +196,7 @@ impl Session {
             joined_launch.placement.backend.name()
         );
         let is_shown = printer.shows_live() && joined_launch.is_first();
-        is_shown.then(|| Live { printer: printer.clone(), title })
+        is_shown.then(|| Arc::new(Live { printer: printer.clone(), title }) as Arc<dyn RunView>)
     }
 
     /// Returns on every rank whether the run logs metrics, which all ranks reduce. With several processes, rank 0

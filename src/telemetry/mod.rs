@@ -4,14 +4,18 @@
 
 mod events;
 mod explain;
+mod feed;
+#[cfg(feature = "cli")]
 mod flight_recorder_file;
 mod held_output;
+#[cfg(feature = "cli")]
 mod live;
 mod memory;
 mod metrics;
 mod metrics_logger;
 mod output;
 mod printer;
+#[cfg_attr(not(feature = "cli"), path = "no_progress.rs")]
 mod progress;
 mod prometheus;
 pub(crate) mod report;
@@ -25,10 +29,12 @@ mod utf8_stream;
 pub use events::{End, Epoch, Event, Failure, Start};
 pub(crate) use explain::paragraph;
 pub use explain::{Explainer, Language, RankStep, RunInfo, Step};
+#[cfg(feature = "cli")]
 pub(crate) use flight_recorder_file::{
     flight_recorder_output, remove_further_ranks, write_flight_recorder,
 };
 pub(crate) use held_output::{HeldOutput, Stream};
+#[cfg(feature = "cli")]
 pub(crate) use live::{LiveView, Look, Op, Player, RankLook, RankSource, SPEEDS, Source};
 pub(crate) use memory::gigabytes;
 pub use memory::{peak_memory, total_memory};

@@ -9,7 +9,7 @@ use serde::Serialize;
 use serde_with::SerializeDisplay;
 use strum::{Display, EnumString, VariantNames};
 
-use super::live::Feed;
+use super::feed::Feed;
 use super::progress::Progress;
 use super::{Epoch, Event, Straggler, Stream};
 use crate::error::escaped;
@@ -315,8 +315,8 @@ impl Printer {
         let mut display = self.display.lock();
         match &*display {
             Display::Live(feed) => feed.begin(steps, done),
-            _ if self.shows_bar() => *display = Display::Progress(Progress::new(steps, done)),
-            _ => {}
+            _ if !self.shows_bar() => {}
+            _ => *display = Progress::new(steps, done).map_or(Display::Nothing, Display::Progress),
         }
     }
 

@@ -8,7 +8,7 @@ pub(super) struct Progress(ProgressBar);
 
 impl Progress {
     /// Creates the bar of a run of `steps` steps, of which `done` have been made.
-    pub(super) fn new(steps: u64, done: u64) -> Self {
+    pub(super) fn new(steps: u64, done: u64) -> Option<Self> {
         // Hidden automatically where stderr is no terminal.
         let bar = ProgressBar::with_draw_target(Some(steps), ProgressDrawTarget::stderr());
         // Text that exceeds the terminal's width is cut off: a second line would not be cleared.
@@ -19,7 +19,7 @@ impl Progress {
         // Otherwise the estimate would count the steps before a resume as made in no time.
         bar.set_position(done);
         bar.reset_eta();
-        Self(bar)
+        Some(Self(bar))
     }
 
     /// Shows that `step` steps have been made, followed by `message`.

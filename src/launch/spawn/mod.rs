@@ -2,6 +2,9 @@
 
 mod supervisor;
 
+use std::any::Any;
+use std::fmt;
+use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 use std::thread::{self, JoinHandle, ScopedJoinHandle};
@@ -13,14 +16,14 @@ use tch::Device;
 use super::rank_thread::RankThread;
 use super::stall::Notifier;
 use super::{
-    BindChoice, JoinLaunchOptions, Launch, LaunchKind, LaunchOptions, Live, Placement,
-    ProcessWorld, Rank, SpawnError,
+    BindChoice, JoinLaunchOptions, Launch, LaunchKind, LaunchOptions, Placement, ProcessWorld,
+    Rank, SpawnError,
 };
 use crate::error::Result;
 use crate::ffi;
 use crate::os;
 use crate::process_group::Backend;
-use crate::runtime::{Fault, FlightRecorderDump, MAX_WAIT, StopRequest};
+use crate::runtime::{Fault, FlightRecorderDump, MAX_WAIT, RunContext, StopRequest};
 use crate::telemetry::{LogFormat, Printer};
 
 /// Runs `f` on `world_size` CPU ranks and returns their results in rank order: [`Spawn`] with its defaults.
@@ -125,9 +128,22 @@ pub struct Spawn {
     stop: Option<Arc<StopRequest>>,
     trace: Option<PathBuf>,
     dump: Option<Arc<OnceLock<FlightRecorderDump>>>,
-    live: Option<Live>,
+    view: Option<Arc<dyn RunView>>,
     /// The launcher that gets the reason of a failure, if there is one.
     launch: Option<Arc<Launch>>,
+}
+
+/// What shows the ranks of a run while they work.
+pub(crate) trait RunView: fmt::Debug + Send + Sync {
+    /// Shows `run` until the returned value is dropped. `here` are the ranks of this process, `labels` those of all
+    /// ranks. Returns `None` if it cannot be shown.
+    fn start(
+        &self,
+        run: &Arc<RunContext>,
+        here: Range<usize>,
+        labels: Vec<String>,
+        stop: Option<Arc<StopRequest>>,
+    ) -> Option<Box<dyn Any>>;
 }
 
 impl Spawn {
@@ -155,7 +171,7 @@ impl Spawn {
             stop: None,
             trace: None,
             dump: None,
-            live: None,
+            view: None,
             launch: None,
         }
     }
@@ -294,8 +310,8 @@ impl Spawn {
     }
 
     /// Shows the ranks in the terminal while they run.
-    pub(crate) fn live(self, live: Option<Live>) -> Self {
-        Self { live, ..self }
+    pub(crate) fn view(self, view: Option<Arc<dyn RunView>>) -> Self {
+        Self { view, ..self }
     }
 
     /// Makes the ranks part of a run of several processes. They are numbered after those of the processes before.

@@ -65,9 +65,9 @@ impl Spawn {
             Vec::new()
         });
         // Before the ranks print their first lines, which would be lost on the view's screen.
-        let view = self.live.as_ref().and_then(|live| {
+        let view = self.view.as_ref().and_then(|view| {
             let labels = (0..world_size).map(|rank| self.device(rank)).collect();
-            live.start(&run, first..first + count, labels, self.stop.clone())
+            view.start(&run, first..first + count, labels, self.stop.clone())
         });
         for (local_rank, rendezvous) in rendezvous::channels(count).into_iter().enumerate() {
             let rank = first + local_rank;

@@ -286,7 +286,7 @@ mod tests {
 
     use super::*;
     use crate::operation::{OpId, Operation};
-    use crate::telemetry::live::feed::Point;
+    use crate::telemetry::feed::Point;
     use crate::telemetry::live::look::{Look, Op, RankLook, Site, Source};
     use crate::telemetry::live::state::Playback;
 

@@ -5,7 +5,6 @@
 
 mod arrivals;
 mod draw;
-mod feed;
 mod keys;
 mod lanes;
 mod look;
@@ -15,7 +14,6 @@ mod recording;
 mod state;
 mod view;
 
-pub(super) use feed::Feed;
 pub(crate) use look::{Look, Op, RankLook, RankSource, Source};
 pub(crate) use player::{Player, SPEEDS};
 pub(crate) use view::LiveView;

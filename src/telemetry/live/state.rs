@@ -4,10 +4,10 @@ use std::collections::VecDeque;
 use std::time::Duration;
 
 use super::arrivals::{Arrivals, LastRanks, Presence};
-use super::feed::Point;
 use super::lanes::{Lane, Phase, lanes};
 use super::look::Look;
 use crate::operation::Operation;
+use crate::telemetry::feed::Point;
 
 /// The number of events that are kept.
 const EVENTS: usize = 200;

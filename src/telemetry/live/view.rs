@@ -12,7 +12,6 @@ use ratatui::Terminal;
 use ratatui::backend::CrosstermBackend;
 
 use super::draw::{Theme, draw};
-use super::feed::Feed;
 use super::keys::keys;
 use super::look::RankSource;
 use super::state::LiveState;
@@ -20,6 +19,7 @@ use crate::os::limits::not_started;
 use crate::os::terminal;
 use crate::runtime::{StopReason, StopRequest};
 use crate::telemetry::Printer;
+use crate::telemetry::feed::Feed;
 use crate::telemetry::memory::{resident_memory, total_memory};
 
 /// The shortest and the longest time between two frames.

@@ -2,9 +2,9 @@
 
 use parking_lot::Mutex;
 
+use super::{HeldOutput, Stream};
 use crate::error::escaped;
 use crate::records::TrainMetrics;
-use crate::telemetry::{HeldOutput, Stream};
 
 /// What the view shows besides the ranks. The ranks and other threads write, the view reads.
 #[derive(Debug, Default)]
@@ -77,7 +77,7 @@ impl Feed {
     }
 
     /// Prints the text that was held, in its order.
-    pub(in crate::telemetry) fn print_held(&self) {
+    pub(super) fn print_held(&self) {
         self.0.lock().held.print();
     }
 }

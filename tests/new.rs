@@ -1,0 +1,91 @@
+//! `ddp-mp new`: what it writes, and what it refuses. `make crate` builds, tests and runs the project.
+
+use std::fs;
+use std::os::unix::fs::symlink;
+use std::path::Path;
+
+use toml::Table;
+
+use crate::harness::{repository, run};
+
+fn table(file: &Path) -> Table {
+    fs::read_to_string(file).unwrap().parse().unwrap()
+}
+
+fn text<'a>(table: &'a Table, keys: &[&str]) -> &'a str {
+    let (first, rest) = keys.split_first().unwrap();
+    rest.iter().fold(&table[*first], |value, key| &value[*key]).as_str().unwrap()
+}
+
+#[test]
+fn project_has_the_versions_and_the_profile_of_the_clone() {
+    let folder = tempfile::tempdir().unwrap();
+    let clone = repository("").canonicalize().unwrap();
+    for path in [Some(clone.to_str().unwrap()), None] {
+        let project = folder.path().join(if path.is_some() { "with-path" } else { "released" });
+        let mut args = vec!["new", project.to_str().unwrap()];
+        args.extend(path.iter().flat_map(|path| ["--path", path]));
+        let (code, stdout, stderr) = run(&args);
+        assert_eq!((code, &*stderr), (Some(0), ""), "{stdout}");
+        assert!(stdout.ends_with("    cargo run --release\n"), "{stdout}");
+
+        let (manifest, ours) =
+            (table(&project.join("Cargo.toml")), table(&clone.join("Cargo.toml")));
+        assert_eq!(text(&manifest, &["package", "name"]), project.file_name().unwrap());
+        let dependency = &manifest["dependencies"]["ddp-mp"];
+        match path {
+            Some(path) => assert_eq!(dependency["path"].as_str(), Some(path)),
+            None => assert_eq!(dependency, &ours["package"]["version"]),
+        }
+        assert_eq!(manifest["dependencies"]["tch"], ours["dependencies"]["tch"]);
+        assert_eq!(manifest["profile"], ours["profile"]);
+        for key in ["edition", "rust-version"] {
+            assert_eq!(manifest["package"][key], ours["package"][key], "{key}");
+        }
+
+        let config = table(&project.join(".cargo/config.toml"));
+        let libtorch = Path::new(text(&config, &["env", "LIBTORCH"]));
+        assert!(libtorch.join("lib/libtorch_cpu.so").exists(), "{}", libtorch.display());
+        for file in ["build.rs", "src/main.rs", "src/model.rs", "src/data.rs"] {
+            let template = repository("assets/project").join(file);
+            assert_eq!(fs::read(project.join(file)).unwrap(), fs::read(template).unwrap());
+        }
+    }
+}
+
+#[test]
+fn what_is_there_is_kept() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name);
+    fs::write(at("file"), "mine").unwrap();
+    fs::create_dir(at("empty")).unwrap();
+    symlink("nowhere", at("link")).unwrap();
+    for name in ["file", "empty", "link", "no-folder/project"] {
+        let (code, stdout, stderr) = run(&["new", at(name).to_str().unwrap()]);
+        assert_eq!((code, &*stdout), (Some(2), ""), "{name}: {stderr}");
+        assert!(stderr.contains(name), "{name}: {stderr}");
+    }
+    assert_eq!(fs::read_to_string(at("file")).unwrap(), "mine");
+    assert_eq!(fs::read_dir(at("empty")).unwrap().count(), 0);
+    assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 3);
+}
+
+#[test]
+fn names_that_cargo_refuses_are_wrong_input() {
+    let folder = tempfile::tempdir().unwrap();
+    for name in
+        ["", ".", "..", "7up", "a b", "Big", "tch", "ddp-mp", "test", "é", "a\"b", "-x", "a.b"]
+    {
+        let path = folder.path().join(name);
+        let (code, _, stderr) = run(&["new", path.to_str().unwrap()]);
+        assert_eq!(code, Some(2), "{name:?}: {stderr}");
+    }
+    for clone in ["nowhere", "docs", "tests/loom", "Cargo.toml"] {
+        let (path, clone) = (folder.path().join("project"), repository(clone));
+        let clone = clone.to_str().unwrap();
+        let (code, _, stderr) = run(&["new", path.to_str().unwrap(), "--path", clone]);
+        assert_eq!(code, Some(2), "{clone}: {stderr}");
+        assert!(stderr.contains("--path: ") && stderr.contains(clone), "{stderr}");
+    }
+    assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
+}
