@@ -8,6 +8,7 @@ use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 
 fn main() -> Result<(), Box<dyn Error>> {
+    println!("cargo:rustc-check-cfg=cfg(in_own_repository)");
     if cfg!(feature = "doc-only") {
         return Ok(()); // the documentation needs no library to link with
     }
@@ -19,7 +20,6 @@ fn main() -> Result<(), Box<dyn Error>> {
     // A dependent's build script reads it as DEP_DDP_MP_LIBTORCH_LIB.
     println!("cargo:LIBTORCH_LIB={}", libtorch_lib.display());
     // A folder above that is a repository is another project's.
-    println!("cargo:rustc-check-cfg=cfg(in_own_repository)");
     if Path::new(".git").exists() {
         println!("cargo:rustc-cfg=in_own_repository");
     }
@@ -64,7 +64,7 @@ fn link_nccl_name(libtorch_lib: &Path) -> Result<(), Box<dyn Error>> {
     // Beside the library, where the project has fetched it and made the link itself.
     if nccl.with_file_name("libnccl.so").exists() {
         let folder = nccl.parent().ok_or("libnccl.so.2 lies in no folder")?;
-        println!("cargo:rustc-link-arg=-Wl,-rpath,{}", folder.display());
+        add_nccl_folder(folder);
         return Ok(());
     }
     let folder = PathBuf::from(env::var("OUT_DIR")?).join("nccl");
@@ -74,6 +74,12 @@ fn link_nccl_name(libtorch_lib: &Path) -> Result<(), Box<dyn Error>> {
         Err(error) if error.kind() != ErrorKind::NotFound => return Err(error.into()),
         _ => symlink(nccl, link)?,
     }
-    println!("cargo:rustc-link-arg=-Wl,-rpath,{}", folder.display());
+    add_nccl_folder(&folder);
     Ok(())
+}
+
+/// Adds the folder to the rpath. A dependent's build script reads it as DEP_DDP_MP_NCCL_LIB.
+fn add_nccl_folder(folder: &Path) {
+    println!("cargo:rustc-link-arg=-Wl,-rpath,{}", folder.display());
+    println!("cargo:NCCL_LIB={}", folder.display());
 }
