@@ -15,6 +15,9 @@ LOOM = --locked --manifest-path tests/loom/Cargo.toml --target-dir $(or $(CARGO_
 # What builds the book. It is built into .tools/, once.
 MDBOOK = 0.5.4
 
+# What checks the dependencies. It is built into .tools/, once.
+CARGO_DENY = 0.20.2
+
 # An empty LIBTORCH is none.
 ifeq ($(LIBTORCH),)
 unexport LIBTORCH
@@ -24,7 +27,8 @@ endif
 LIBTORCH_OF_PYTHON = import os, torch; print(os.path.dirname(torch.__file__))
 LIBTORCH_FOLDER = $(or $(LIBTORCH),$(if $(LIBTORCH_USE_PYTORCH),$(shell python3 -c '$(LIBTORCH_OF_PYTHON)'),.libtorch/torch))
 
-.PHONY: help run crate test test-fast test-gpus loom check docs install parity safetensors tensorboard report page trace live mutated mixed compare simulated-cluster simulated-gpus gpu-pack test-gpu-pack test-launchers python libtorch cargo
+# Every target with a description.
+.PHONY: $(shell sed -n 's/^\([a-z-]*\):.*\#\# .*/\1/p' $(firstword $(MAKEFILE_LIST))) cargo
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST)
 
@@ -74,6 +78,16 @@ check: cargo libtorch ## formatting, lints and documentation, warnings being err
 	LIBTORCH=/nowhere RUSTDOCFLAGS="-D warnings" cargo doc --release --no-deps --lib --features doc-only # as docs.rs does
 	python3 -B -m unittest discover --start-directory benches
 
+lint: python ## have hadolint read the Dockerfile
+	.python/bin/hadolint Dockerfile
+
+deny: cargo ## check the licences, sources and security advisories of all dependencies with cargo-deny, which it builds into .tools/
+	@.tools/bin/cargo-deny --version 2>/dev/null | grep -qx "cargo-deny $(CARGO_DENY)" || \
+	    cargo install cargo-deny --locked --version $(CARGO_DENY) --root .tools
+	.tools/bin/cargo-deny check licenses bans sources
+	@if .tools/bin/cargo-deny fetch db; then .tools/bin/cargo-deny check advisories; \
+	else echo "skipped: the security advisories, whose database cannot be fetched, for the reason above"; fi
+
 docs: cargo ## build the book with mdBook, which it builds into .tools/, and check the links of all Markdown files
 	@.tools/bin/mdbook --version 2>/dev/null | grep -qx "mdbook v$(MDBOOK)" || \
 	    cargo install mdbook --locked --version $(MDBOOK) --root .tools --no-default-features --features search
@@ -84,8 +98,26 @@ crate: cargo libtorch ## pack the crate, and try it from a project that `ddp-mp 
 	cargo build --release
 	tests/interop/crate.sh $(PROGRAM) $(abspath $(or $(CARGO_TARGET_DIR),target))
 
-install: cargo libtorch ## install the program with cargo
-	cargo install --locked --path .
+# Below it `make install` puts bin/ddp-mp, and in share/ the manual pages and the completions of bash, zsh and fish.
+PREFIX = $(HOME)/.local
+SHARE = $(abspath $(PREFIX))/share
+
+install: cargo libtorch ## install the program, its manual pages and completions; elsewhere: make install PREFIX=/usr/local
+	cargo install --locked --path . --root $(abspath $(PREFIX))
+	$(abspath $(PREFIX))/bin/ddp-mp man $(SHARE)/man/man1
+	@set -ex; completions() { \
+	    mkdir -p "$(SHARE)/$$(dirname $$2)"; $(abspath $(PREFIX))/bin/ddp-mp completions $$1 >"$(SHARE)/$$2"; \
+	}; \
+	completions bash bash-completion/completions/ddp-mp; \
+	completions zsh zsh/site-functions/_ddp-mp; \
+	completions fish fish/vendor_completions.d/ddp-mp.fish
+
+wheel: cargo libtorch ## build a Python wheel of the program into dist/
+	cargo build --release
+	python3 python/wheel.py $(PROGRAM) $(LIBTORCH_FOLDER) dist
+
+test-wheel: wheel python simulated-gpus ## install the wheel into an environment of its own, move .libtorch/ away, and use it
+	.python/bin/python tests/interop/wheel.py dist/ddp_mp-*.whl $(PROGRAM) $(LIBTORCH_FOLDER) $(SIMULATED_GPUS)
 
 parity: python ## compare the recorded values with those of PyTorch
 	.python/bin/python tests/parity/record.py --check
@@ -98,6 +130,10 @@ tensorboard: cargo python ## have TensorBoard read the program's files
 	cargo build --release
 	.python/bin/python tests/interop/tensorboard_reads.py $(PROGRAM)
 
+prometheus: cargo python ## have a parser of Prometheus read the file of a run
+	cargo build --release
+	.python/bin/python tests/interop/prometheus_reads.py $(PROGRAM)
+
 test-launchers: cargo python simulated-gpus ## run over several processes with torchrun, mpirun, Slurm and two hosts, as far as they are there
 	cargo build --release
 	.python/bin/python tests/launchers/launchers.py $(PROGRAM) $(SIMULATED_GPUS)
@@ -105,6 +141,10 @@ test-launchers: cargo python simulated-gpus ## run over several processes with t
 report: cargo python ## open the report of a run in Chromium, and try all of it; its pictures: make report PICTURES=folder
 	cargo build --release
 	.python/bin/python tests/interop/report_page.py $(PROGRAM) $(PICTURES)
+
+flight-recorder: cargo python ## have PyTorch's torchfrtrace analyse the flight recorders of runs
+	cargo build --release
+	.python/bin/python tests/interop/flight_recorder.py $(PROGRAM)
 
 page: cargo libtorch ## make the pictures of assets/ anew: the terminal, with tmux the live view, with Chromium the page of a run
 	cargo build --release
@@ -154,7 +194,7 @@ gpu-pack: cargo libtorch ## build a folder that tests and measures on a machine 
 test-gpu-pack: python gpu-pack simulated-gpus ## try the folder of gpu-pack on a simulated GPU
 	LIMIT=1800 OUT=$(GPU_PACK) PYTHON=$(abspath .python/bin/python) $(GPU_PACK)/run.sh --simulated $(SIMULATED_GPUS)
 
-python: libtorch ## put a Python with PyTorch for the CPU, TensorBoard and Selenium into .python/, for parity, test-gpu-pack, safetensors, tensorboard, report, mixed and test-launchers
+python: libtorch ## put a Python with PyTorch for the CPU, TensorBoard and Selenium into .python/, for parity, test-gpu-pack, test-wheel, lint, safetensors, tensorboard, flight-recorder, prometheus, report, mixed and test-launchers
 	@.cargo/fetch-libtorch.sh $(TORCH) python
 
 libtorch: ## fetch libtorch if need be; for a GPU or not: make libtorch LIBTORCH_SET=cuda (or cpu)

@@ -18,6 +18,11 @@ fn main() -> Result<(), Box<dyn Error>> {
     println!("cargo:rustc-link-arg=-Wl,-rpath,{}", libtorch_lib.display());
     // A dependent's build script reads it as DEP_DDP_MP_LIBTORCH_LIB.
     println!("cargo:LIBTORCH_LIB={}", libtorch_lib.display());
+    // A folder above that is a repository is another project's.
+    println!("cargo:rustc-check-cfg=cfg(in_own_repository)");
+    if Path::new(".git").exists() {
+        println!("cargo:rustc-cfg=in_own_repository");
+    }
     link_nccl_name(&libtorch_lib)
 }
 

@@ -101,7 +101,7 @@
 //! |---|---|
 //! | `main` | parse, resolve, load CUDA, run, exit code |
 //! | `cli` | the command line, its help and its mistakes |
-//! | [`commands`] | `train` puts the pieces together; `comm`, `bench`, `verify`, `sample`, `sampler`, `replay`, `env`, `lesson`, `new` |
+//! | [`commands`] | `train` puts the pieces together; `comm`, `bench`, `verify`, `sample`, `sampler`, `replay`, `env`, `lesson`, `new`, `completions`, `man` |
 //! | `session` | what commands share: joining the launch, where a run starts, its files, its summary |
 //! | [`config`] | what can be said: defaults, then a file, then flags |
 //! | [`launch`] | a thread for each rank; how they meet and how they fail, in one process or several |

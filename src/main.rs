@@ -5,14 +5,18 @@ mod cli;
 use std::io::{self, Write};
 use std::sync::Arc;
 
+use clap::error::ErrorKind;
 use ddp_mp::commands;
+use ddp_mp::commands::Versions;
 use ddp_mp::config::Tool;
 use ddp_mp::ffi::{cuda, keep_memory};
 use ddp_mp::launch::{exit_code, install_panic_hook};
 use ddp_mp::os;
 use ddp_mp::telemetry::{LogFormat, Printer};
 
-use cli::{Bench, BenchCommand, Command, ScalingFlags, StepFlags, TrainFlags, VerifyFlags};
+use cli::{
+    Bench, BenchCommand, Command, EnvFlags, ScalingFlags, StepFlags, TrainFlags, VerifyFlags,
+};
 
 /// Limits spinning. Runs before `main` and before libtorch's constructors.
 #[used]
@@ -24,6 +28,16 @@ const FAILED: u8 = 1;
 /// Exit code for invalid input, and for a request that this machine cannot fulfil.
 const WRONG_INPUT: u8 = 2;
 
+/// The commit that this program was built from, empty without a repository. Only this file is compiled again after a
+/// commit.
+#[cfg(in_own_repository)]
+const COMMIT: &str = git_version::git_version!(
+    args = ["--always", "--exclude=*", "--abbrev=12", "--dirty=-modified"],
+    fallback = ""
+);
+#[cfg(not(in_own_repository))]
+const COMMIT: &str = "";
+
 fn main() {
     install_panic_hook();
     os::ignore_file_size_signal();
@@ -32,18 +46,22 @@ fn main() {
         Ok(cli) => cli,
         Err(message) => {
             // Errors go to stderr, requested help to stdout.
-            let printed = message.print();
+            let printed = if message.kind() == ErrorKind::DisplayVersion && is_long_version() {
+                text_printer().lines(|out| write!(out, "{}", Versions::find(COMMIT)))
+            } else {
+                message.print()
+            };
             if message.use_stderr() {
                 os::exit(WRONG_INPUT)
             }
             os::exit(if is_written(printed) { 0 } else { FAILED })
         }
     };
-    let code = match run(cli.command.unwrap_or(Command::Train(cli.train))) {
+    let code = match run(cli.command.unwrap_or(Command::Train(cli.train)), cli.quiet) {
         Ok(code) => code,
         Err(error) => {
             if !error.is::<commands::AlreadyReported>() {
-                Printer::new(LogFormat::Text).info(&format!("{error:#}"));
+                text_printer().report(&format!("{error:#}"));
             }
             let wrong_input = matches!(error.downcast_ref(), Some(ddp_mp::Error::InvalidInput(_)));
             if wrong_input { WRONG_INPUT } else { FAILED }
@@ -52,11 +70,20 @@ fn main() {
     os::exit(code)
 }
 
+fn text_printer() -> Printer {
+    Printer::new(LogFormat::Text)
+}
+
+/// Returns whether `--version` asks for the versions, and not `-V`, which prints one line.
+fn is_long_version() -> bool {
+    std::env::args_os().any(|arg| arg == "--version")
+}
+
 /// Returns whether the output was written to stdout. Reports an error, unless the reader closed the pipe.
 fn is_written(printed: io::Result<()>) -> bool {
     match printed.and_then(|()| io::stdout().flush()) {
         Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
-            Printer::new(LogFormat::Text).info(&format!("writing to stdout: {error}"));
+            text_printer().report(&format!("writing to stdout: {error}"));
             false
         }
         _ => true,
@@ -64,63 +91,71 @@ fn is_written(printed: io::Result<()>) -> bool {
 }
 
 /// Runs `command`, and returns the exit code.
-fn run(command: Command) -> anyhow::Result<u8> {
+fn run(command: Command, quiet: bool) -> anyhow::Result<u8> {
+    let printer = |format| Arc::new(Printer::new(format).quiet(quiet));
+    let text = || printer(LogFormat::Text);
     let result = match command {
-        Command::Train(flags) => return train(&flags),
+        Command::Train(flags) => return train(&flags, quiet),
         Command::Comm(flags) => {
-            let printer = Arc::new(Printer::new(flags.log_format));
+            let printer = printer(flags.log_format);
             commands::comm(flags, &cuda::load(), &printer)
         }
         Command::Env(flags) => env(&flags),
         Command::Bench(Bench { subcommand, collective: flags }) => match subcommand {
-            Some(BenchCommand::Step(flags)) => bench_step(&flags),
-            Some(BenchCommand::Scaling(flags)) => bench_scaling(&flags),
+            Some(BenchCommand::Step(flags)) => bench_step(&flags, printer),
+            Some(BenchCommand::Scaling(flags)) => bench_scaling(&flags, printer),
             None => {
-                let printer = Arc::new(Printer::new(flags.log_format));
+                let printer = printer(flags.log_format);
                 commands::bench(flags, &cuda::load(), &printer)
             }
         },
-        Command::Verify(flags) => verify(&flags),
-        Command::Replay(flags) => commands::replay(&flags, &Printer::new(LogFormat::Text)),
-        Command::Sample(flags) => {
-            commands::sample(&flags, &cuda::load(), &Printer::new(LogFormat::Text))
-        }
-        Command::Lesson(flags) => commands::lesson(&flags, &Printer::new(LogFormat::Text)),
-        Command::New(flags) => commands::new(&flags, &Printer::new(LogFormat::Text)),
-        Command::Sampler(flags) => commands::sampler(&flags, &Printer::new(flags.log_format)),
+        Command::Verify(flags) => verify(&flags, printer),
+        Command::Replay(flags) => commands::replay(&flags, &text()),
+        Command::Sample(flags) => commands::sample(&flags, &cuda::load(), &text()),
+        Command::Lesson(flags) => commands::lesson(&flags, &text()),
+        Command::New(flags) => commands::new(&flags, &text()),
+        Command::Completions(flags) => commands::completions(&flags, cli::command(), &text()),
+        Command::Man(flags) => commands::man(&flags, cli::command(), &text()),
+        Command::Sampler(flags) => commands::sampler(&flags, &printer(flags.log_format)),
     };
     result.map(|()| 0)
 }
 
 /// Trains and returns the exit code.
-fn train(flags: &TrainFlags) -> anyhow::Result<u8> {
+fn train(flags: &TrainFlags, quiet: bool) -> anyhow::Result<u8> {
     let config = flags.resolve()?;
-    let printer = Arc::new(Printer::new(config.output.log_format).live(config.output.live));
-    commands::train(config, &cuda::load(), &printer).map(exit_code)
+    let printer = Printer::new(config.output.log_format).quiet(quiet).live(config.output.live);
+    commands::train(config, &cuda::load(), &Arc::new(printer)).map(exit_code)
 }
 
-fn bench_step(flags: &StepFlags) -> anyhow::Result<()> {
+fn bench_step(
+    flags: &StepFlags,
+    printer: impl Fn(LogFormat) -> Arc<Printer>,
+) -> anyhow::Result<()> {
     let config = flags.train.resolve_for(Tool::BenchStep)?;
-    let printer = Arc::new(Printer::new(config.output.log_format));
+    let printer = printer(config.output.log_format);
     let cluster = flags.simulate_cluster.clone();
     commands::bench_step(config, flags.steps as usize, cluster, &cuda::load(), &printer)
 }
 
-fn bench_scaling(flags: &ScalingFlags) -> anyhow::Result<()> {
+fn bench_scaling(
+    flags: &ScalingFlags,
+    printer: impl Fn(LogFormat) -> Arc<Printer>,
+) -> anyhow::Result<()> {
     let config = flags.train.resolve_for(Tool::BenchScaling)?;
-    let printer = Printer::new(config.output.log_format);
+    let printer = printer(config.output.log_format);
     let (steps, repetitions) = (flags.steps as usize, flags.repetitions as usize);
     commands::bench_scaling(config, steps, repetitions, &cuda::load(), &printer)
 }
 
-fn verify(flags: &VerifyFlags) -> anyhow::Result<()> {
+fn verify(flags: &VerifyFlags, printer: impl Fn(LogFormat) -> Arc<Printer>) -> anyhow::Result<()> {
     let config = flags.train.resolve_for(Tool::Verify)?;
-    let printer = Printer::new(config.output.log_format);
+    let printer = printer(config.output.log_format);
     commands::verify(config, flags.steps, flags.per_parameter, &cuda::load(), &printer)
 }
 
-fn env(flags: &TrainFlags) -> anyhow::Result<()> {
-    let config = flags.resolve()?;
+fn env(flags: &EnvFlags) -> anyhow::Result<()> {
+    let config = flags.train.resolve()?;
     let printer = Printer::new(config.output.log_format);
-    commands::env(&config, &cuda::load(), &printer)
+    commands::env(&config, flags.all, Versions::find(COMMIT), &cuda::load(), &printer)
 }

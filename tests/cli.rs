@@ -160,6 +160,8 @@ fn full_stdout_fails_every_command() {
         "help bench",
         "env",
         "env --log-format=json",
+        "completions bash",
+        "man",
         "sampler --len=4 --world-size=2 --log-format=json",
         "verify --nproc-per-node=2 --steps=2",
         "bench step --nproc-per-node=1 --steps=1",
@@ -316,6 +318,11 @@ fn env_json_is_one_object() {
     assert_eq!(report["plan"]["world_size"], 3);
     assert_eq!(report["plan"]["backend"], "threaded");
     assert_eq!(report["libtorch"], "2.11.0");
+    let options = &report["options"];
+    assert_eq!(options.as_array().unwrap().len(), 2, "{options}");
+    let option = |key: &str, value: serde_json::Value, origin: &str| serde_json::json!({"key": key, "value": value, "origin": origin});
+    assert_eq!(options[0], option("nproc_per_node", 3.into(), "flag"));
+    assert_eq!(options[1], option("log_format", "json".into(), "flag"));
     assert!(report["libtorch_folder"].as_str().unwrap().starts_with('/'));
     assert_eq!(
         (&report["data"]["dataset"], &report["data"]["training"]),
@@ -578,4 +585,67 @@ fn epochs_that_end_before_max_steps_are_named() {
         let (_, _, stderr) = run(&[&["--nproc-per-node=2", "--num-samples=256"], more].concat());
         assert!(!stderr.contains("before --max-steps"), "{more:?}: {stderr}");
     }
+}
+
+#[test]
+fn env_shows_the_origin_of_each_option() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("run.toml");
+    fs::write(&file, "lr = 0.5\nbatch_size = 8\nhidden = [4, 2]\nmodel = \"mlp\"\n").unwrap();
+    let path = file.to_str().unwrap();
+    let listed = |args: &[&str]| {
+        let (code, stdout, stderr) = run(&[&["env"], args].concat());
+        assert_eq!(code, Some(0), "{stderr}");
+        stdout.rsplit("\n\n").next().unwrap().to_owned()
+    };
+    let given = listed(&["--config", path, "--lr=0.1", "--timeout=90"]);
+    let rows: Vec<(&str, &str)> = given
+        .lines()
+        .map(|row| row.split_once('#').unwrap())
+        .map(|(a, b)| (a.trim(), b.trim()))
+        .collect();
+    let expected = [
+        ("batch_size = 8", path),
+        ("model = \"mlp\"", path),
+        ("hidden = [4, 2]", path),
+        ("lr = 0.1", "flag"),
+        ("timeout = \"1m 30s\"", "flag"),
+    ];
+    assert_eq!(rows, expected);
+    // The list is a file that gives the same options.
+    let again = folder.path().join("again.toml");
+    let all = listed(&["--all", "--config", path, "--lr=0.1", "--timeout=90"]);
+    assert!(all.contains("\nseed = 0  ") && all.contains("# max_steps is not set"), "{all}");
+    for text in [&given, &all] {
+        fs::write(&again, text).unwrap();
+        let of_file = listed(&["--config", again.to_str().unwrap()]);
+        let values = |text: &str| {
+            let lines = text.lines().filter_map(|row| row.split_once('#'));
+            lines.map(|(row, _)| row.trim().to_owned()).collect::<Vec<_>>()
+        };
+        let kept = values(&of_file);
+        assert!(values(&given).iter().all(|row| kept.contains(row)), "{of_file}");
+    }
+    assert_eq!(listed(&[]), "all options have their defaults; --all lists them\n");
+    let (_, stdout, _) = under_torchrun(&["env"]);
+    assert!(
+        stdout.contains("\n# master_port = 29500 ") && stdout.contains(" # torchrun\n"),
+        "{stdout}"
+    );
+}
+
+#[test]
+fn error_names_the_file_that_gave_the_value() {
+    let mut command = program(&[
+        "--config=configs/gpt.toml",
+        "--num-samples=64",
+        "--max-epochs=1",
+        "--nproc-per-node=1",
+    ]);
+    command.current_dir(repository("."));
+    let (code, _, stderr) = run_command(command);
+    assert_eq!(code, Some(2));
+    let expected =
+        "configs/gpt.toml: warmup_steps: 100 steps of warm-up fill the whole run, which has 4;";
+    assert!(stderr.contains(expected), "{stderr}");
 }

@@ -225,6 +225,11 @@ fn page_commands_without_output_succeed() {
                     "torchrun" | "mpirun" => {
                         assert!(ci.contains("make test-launchers\n"), "{ci}");
                     }
+                    // tests/interop/wheel.py runs it.
+                    "pip" => {
+                        assert_eq!(command, "pip install dist/ddp_mp-*.whl", "{place}");
+                        assert!(ci.contains("make test-wheel\n"), "{ci}");
+                    }
                     _ => panic!("{place}: nothing runs {command:?}"),
                 }
             }
@@ -253,10 +258,13 @@ fn book_code_blocks_have_a_known_language() {
 }
 
 /// Flags of torchrun, mpirun, srun, cargo and others.
-const OTHERS: [&str; 26] = [
+const OTHERS: &[&str] = &[
+    "allow-incomplete-ranks",
+    "collector",
     "cpus-per-task",
     "device",
     "example",
+    "from",
     "gpus-per-node",
     "hostfile",
     "kill-on-bad-exit",
@@ -282,7 +290,7 @@ const OTHERS: [&str; 26] = [
     "locked",
 ];
 
-const COMMANDS: [&[&str]; 12] = [
+const COMMANDS: &[&[&str]] = &[
     &[],
     &["comm"],
     &["sample"],
@@ -295,6 +303,8 @@ const COMMANDS: [&[&str]; 12] = [
     &["env"],
     &["lesson"],
     &["new"],
+    &["completions"],
+    &["man"],
 ];
 
 fn help(command: &[&str]) -> String {
@@ -393,8 +403,8 @@ fn options() -> String {
         "# Options\n\n\
         <!-- Made from the help by `TRYCMD=overwrite cargo test --release --test tests docs::book_options`. -->\n\n\
         `ddp-mp -h` shows the options that most runs need, and `ddp-mp --help` all of them. In a flag `_` is accepted for `-`.\n\
-        Every flag of training but `--config` is also a key of a file for `--config`, with `_` for `-`. Flags win over\n\
-        the file.\n",
+        Every flag of training but `--config` and `--quiet` is also a key of a file for `--config`, with `_` for `-`. Flags\n\
+        win over the file. Every command takes `--quiet`.\n",
     );
     let mut training: Vec<Entry> = Vec::new();
     for command in COMMANDS {
@@ -411,6 +421,7 @@ fn options() -> String {
         for (heading, mut entries) in sections {
             entries.retain(|entry| !["-h, --help", "-V, --version"].contains(&&*entry.name));
             entries.retain(|entry| !(has_training && training.contains(entry)));
+            entries.retain(|entry| name.is_empty() || entry.name != "-q, --quiet");
             if entries.is_empty() {
                 continue;
             }

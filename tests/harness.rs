@@ -6,6 +6,7 @@ use std::net::TcpListener;
 use std::path::PathBuf;
 use std::process::{Child, Command, Output, Stdio};
 use std::rc::Rc;
+use std::sync::{Arc, Mutex};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
@@ -137,7 +138,8 @@ pub(crate) fn run(args: &[&str]) -> (Option<i32>, String, String) {
 /// As [`run`]; panics if it does not end by itself.
 pub(crate) fn run_command(mut command: Command) -> (Option<i32>, String, String) {
     command.stdout(Stdio::piped()).stderr(Stdio::piped());
-    let output = output(command.spawn().expect("it starts"));
+    let child = command.spawn().expect("it starts");
+    let output = join_named(vec![(format!("{command:?}"), child)]).remove(0);
     let text = |bytes: Vec<u8>| String::from_utf8(bytes).expect("UTF-8");
     (output.status.code(), text(output.stdout), text(output.stderr))
 }
@@ -153,40 +155,67 @@ pub(crate) fn free_port() -> u16 {
 }
 
 /// Waits for all, and returns how they ended. Panics if one does not end by itself.
-///
-/// Threads read the outputs meanwhile: a process would wait for its reader once the pipe is full.
 pub(crate) fn join(children: Vec<Child>) -> Vec<Output> {
-    let running: Vec<_> = children
-        .into_iter()
-        .map(|mut child| {
-            let stdout = child.stdout.take().map(read_beside);
-            let stderr = child.stderr.take().map(read_beside);
-            (child, stdout, stderr)
-        })
-        .collect();
-    let read =
-        |pipe: Option<JoinHandle<Vec<u8>>>| pipe.map_or_else(Vec::new, |it| it.join().unwrap());
-    let end = |(mut child, stdout, stderr): (Child, _, _)| {
-        let ended = child.wait_timeout(TIMEOUT).expect("it can be waited for");
-        if ended.is_none() {
-            child.kill().expect("it can be killed");
-        }
-        let status = child.wait().expect("it can be waited for");
-        let output = Output { status, stdout: read(stdout), stderr: read(stderr) };
-        assert!(ended.is_some(), "it ran longer than {TIMEOUT:?}: {output:?}");
-        output
+    let named = |child: Child| (format!("process {}", child.id()), child);
+    join_named(children.into_iter().map(named).collect())
+}
+
+/// As [`join`], with a name for each process.
+fn join_named(children: Vec<(String, Child)>) -> Vec<Output> {
+    let reading = |(name, mut child): (String, Child)| {
+        let stdout = child.stdout.take().map(Reading::of);
+        let stderr = child.stderr.take().map(Reading::of);
+        (name, child, stdout, stderr)
+    };
+    let mut running: Vec<_> = children.into_iter().map(reading).collect();
+    let late = running.iter_mut().position(|(_, child, ..)| {
+        child.wait_timeout(TIMEOUT).expect("it can be waited for").is_none()
+    });
+    if let Some(late) = late {
+        running.iter_mut().for_each(|(_, child, ..)| drop(child.kill()));
+        let (name, _, stdout, stderr) = &running[late];
+        let printed = [stdout, stderr].map(|pipe| pipe.as_ref().map(Reading::so_far));
+        panic!("{name} ran longer than {TIMEOUT:?}; it has printed {printed:?}");
+    }
+    let read = |pipe: Option<Reading>| pipe.map_or_else(Vec::new, Reading::end);
+    let end = |(_, mut child, stdout, stderr): (_, Child, _, _)| {
+        let status = child.wait().expect("it has ended");
+        Output { status, stdout: read(stdout), stderr: read(stderr) }
     };
     running.into_iter().map(end).collect()
 }
 
-/// Reads all that a process prints, on a thread of its own.
-pub(crate) fn read_beside(mut pipe: impl Read + Send + 'static) -> JoinHandle<Vec<u8>> {
-    let read = move || {
-        let mut bytes = Vec::new();
-        pipe.read_to_end(&mut bytes).expect("its output can be read");
-        bytes
-    };
-    thread::Builder::new().spawn(read).expect("a thread can be started")
+/// What a process prints, read on a thread of its own: a process would wait for its reader once the pipe is full.
+pub(crate) struct Reading {
+    bytes: Arc<Mutex<Vec<u8>>>,
+    thread: JoinHandle<()>,
+}
+
+impl Reading {
+    pub(crate) fn of(mut pipe: impl Read + Send + 'static) -> Self {
+        let bytes = Arc::<Mutex<Vec<u8>>>::default();
+        let read = bytes.clone();
+        let read = move || {
+            let mut part = [0; 1 << 12];
+            loop {
+                match pipe.read(&mut part).expect("its output can be read") {
+                    0 => return,
+                    count => read.lock().unwrap().extend(&part[..count]),
+                }
+            }
+        };
+        Self { bytes, thread: thread::Builder::new().spawn(read).expect("a thread can be started") }
+    }
+
+    /// Waits until all that could print have ended.
+    pub(crate) fn end(self) -> Vec<u8> {
+        self.thread.join().unwrap();
+        std::mem::take(&mut *self.bytes.lock().unwrap())
+    }
+
+    fn so_far(&self) -> String {
+        String::from_utf8_lossy(&self.bytes.lock().unwrap()).into_owned()
+    }
 }
 
 /// A file of the repository.

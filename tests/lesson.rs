@@ -85,7 +85,7 @@ fn wrong_input_is_told_with_the_form_of_an_answer() {
         (&["3", "--answer=1 2 3"], "expected 2 whole numbers"),
         (&["update", "--answer=nan"], "expected a number such as 0.5, and not \"nan\""),
         (&["batch", "--answer=perhaps"], "expected yes or no, and not \"perhaps\""),
-        (&["2", "--answer=3"], "lesson 2 has no check. A race has another result each time"),
+        (&["2", "--answer=3"], "lesson 2 has no check. A race gives a different result each time"),
         (&["--answer=43"], "<LESSON>"),
         (&["--solution"], "<LESSON>"),
         (&["demo", "--answer=43", "--solution"], "cannot be used with"),

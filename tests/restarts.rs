@@ -9,7 +9,7 @@ use std::process::{Command, Stdio};
 use serde_json::Value;
 use wait_timeout::ChildExt;
 
-use crate::harness::{TIMEOUT, program, read_beside, run, run_command};
+use crate::harness::{Reading, TIMEOUT, program, run, run_command};
 use crate::spawn_processes::{process_of, processes_of, send};
 
 const RUN: [&str; 5] =
@@ -227,13 +227,13 @@ fn signal_stops_the_run_without_a_restart() {
             stdout.read_line(&mut text).unwrap();
             let pid = child.id().to_string();
             assert!(Command::new("kill").args([signal, &pid]).status().unwrap().success());
-            let rest = read_beside(stdout);
+            let rest = Reading::of(stdout);
             let ended = child.wait_timeout(TIMEOUT).unwrap();
             if ended.is_none() {
                 child.kill().unwrap();
             }
             // The end comes when the last process that could write has ended.
-            text += &String::from_utf8(rest.join().unwrap()).unwrap();
+            text += &String::from_utf8(rest.end()).unwrap();
             assert_eq!(ended.expect("it ends").code(), Some(code), "{spawn} {signal}");
             let last: Value = serde_json::from_str(text.lines().last().unwrap()).unwrap();
             assert_eq!(last["stopped"], name, "{text}");

@@ -47,6 +47,7 @@ mod outputs; // tensors that are written to: those that overlap themselves are r
 mod parity; // against values recorded from PyTorch
 mod parity_gpt; // a gpt on a text, against values recorded from PyTorch
 mod processes; // several processes: collectives, training, failures
+mod prometheus; // the file for Prometheus: the last metrics, and how the run has ended
 mod properties; // whatever the sizes: shards, slices, splits
 mod ranks; // what spawn promises
 mod report; // the page of a run
@@ -54,6 +55,7 @@ mod restarts; // --max-restarts: every kind of failure, as if nothing had happen
 mod sample; // text from a gpt: the tokens that nanoGPT draws
 mod seen; // who is missing where, and what each rank does
 mod share_model; // one copy of the model for all ranks: the bits of replicas
+mod shell; // completions, manual pages, --version, --quiet, colours
 mod spawn_processes; // --spawn=processes: as threads, one report, nobody left behind
 mod surface; // every public method of a group, with threads and with processes
 mod sync_batch_norm; // the sum that gradients flow through, and batch norm over all ranks

@@ -84,6 +84,8 @@ fn output_path_equal_to_an_input_or_output_is_refused() {
         ("--report=here/new.json --trace=dangling", "--report", "--trace"),
         ("--report=new --trace=new/trace.json", "--report", "--trace"),
         ("--tensorboard=new --metrics=new", "--tensorboard", "--metrics"),
+        ("--prometheus=new --metrics=new", "--prometheus", "--metrics"),
+        ("--prometheus=c.toml --config=c.toml", "--prometheus", "--config"),
         ("--tensorboard=new/board --metrics=new", "--tensorboard", "--metrics"),
         ("--checkpoint-dir=new --metrics=new", "--checkpoint-dir", "--metrics"),
         ("--checkpoint-dir=new --metrics=new/latest", "--checkpoint-dir", "--metrics"),
@@ -100,6 +102,11 @@ fn output_path_equal_to_an_input_or_output_is_refused() {
             "--tensorboard",
         ),
         ("--spawn=processes --metrics=t.1.json --trace=t.json", "--metrics", "--trace"),
+        ("--config=c.toml --flight-recorder=c.toml", "--flight-recorder", "--config"),
+        ("--flight-recorder=new --metrics=new", "--flight-recorder", "--metrics"),
+        ("--flight-recorder=new --trace=new/rank_0", "--flight-recorder", "--trace"),
+        ("--flight-recorder=new --tensorboard=new", "--flight-recorder", "--tensorboard"),
+        ("--flight-recorder=new --checkpoint-dir=new/run", "--checkpoint-dir", "--flight-recorder"),
     ] {
         let (code, stdout, stderr) = run_in(folder.path(), flags);
         assert_eq!((code, &stdout[..]), (Some(2), ""), "{flags}: {stderr}");
@@ -113,7 +120,7 @@ fn output_path_equal_to_an_input_or_output_is_refused() {
     assert_eq!(fs::read_to_string(at("d.csv")).unwrap(), "1,2\n3,4\n5,6\n");
     // In a folder beside what belongs there is room for others.
     let beside = "--checkpoint-dir=all --metrics=all/metrics.jsonl --tensorboard=all/board --trace=all/trace.json \
-                  --report=all/page.html --config=c.toml";
+                  --report=all/page.html --flight-recorder=all/recorder --config=c.toml";
     for again in ["", " --resume=auto --max-epochs=2"] {
         let (code, _, stderr) = run_in(folder.path(), &format!("{beside}{again}"));
         assert_eq!(code, Some(0), "{stderr}");
@@ -209,7 +216,9 @@ fn pipes_and_devices_work_or_are_refused_without_a_hang() {
         ("--metrics=.", "--metrics .: Is a directory"),
         ("--trace=pipe", "that is no plain file"),
         ("--report=/dev/zero", "that is no plain file"),
+        ("--prometheus=pipe", "--prometheus pipe: that is no plain file"),
         ("--tensorboard=pipe", "--tensorboard pipe: "),
+        ("--flight-recorder=pipe", "--flight-recorder pipe: "),
         ("--checkpoint-dir=pipe", "pipe cannot hold checkpoints"),
         ("--checkpoint-dir=/dev/null", "/dev/null cannot hold checkpoints"),
     ] {

@@ -7,10 +7,13 @@ mod train;
 use std::ffi::OsString;
 
 use clap::{Arg, CommandFactory, FromArgMatches, Parser, Subcommand};
-use ddp_mp::commands::{CommFlags, LessonFlags, NewFlags, ReplayFlags, SampleFlags, SamplerFlags};
+use ddp_mp::commands::{
+    CommFlags, CompletionsFlags, LessonFlags, ManFlags, NewFlags, ReplayFlags, SampleFlags,
+    SamplerFlags,
+};
 use ddp_mp::config::InShortHelp;
 
-pub(crate) use tools::{Bench, BenchCommand, ScalingFlags, StepFlags, VerifyFlags};
+pub(crate) use tools::{Bench, BenchCommand, EnvFlags, ScalingFlags, StepFlags, VerifyFlags};
 pub(crate) use train::TrainFlags;
 
 /// Data-parallel training: one rank per visible GPU, each a thread of this process.
@@ -21,6 +24,9 @@ pub(crate) use train::TrainFlags;
 pub(crate) struct Cli {
     #[command(subcommand)]
     pub(crate) command: Option<Command>,
+    /// Results and failures only: no notes on stderr
+    #[arg(long, short, global = true, add = InShortHelp)]
+    pub(crate) quiet: bool,
     #[command(flatten)]
     pub(crate) train: TrainFlags,
 }
@@ -42,11 +48,15 @@ pub(crate) enum Command {
     /// Recorded traces, played in the live view
     Replay(ReplayFlags),
     /// This machine, and the run that these options give
-    Env(TrainFlags),
+    Env(EnvFlags),
     /// Lessons of the course, and checks of answers
     Lesson(LessonFlags),
     /// Cargo project for a model of your own
     New(NewFlags),
+    /// Completions of a shell, for its configuration
+    Completions(CompletionsFlags),
+    /// Manual pages of all commands
+    Man(ManFlags),
 }
 
 const EXAMPLES: &str = "\
@@ -63,24 +73,29 @@ fn with_short_help(command: clap::Command) -> clap::Command {
     })
 }
 
+/// Returns the declaration of the command line, with its help.
+pub(crate) fn command() -> clap::Command {
+    // A negative number is a wrong value, and not an unknown flag.
+    let negative = |arg: Arg| {
+        let takes_value = arg.get_num_args().is_none_or(|range| range.takes_values());
+        if takes_value { arg.allow_negative_numbers(true) } else { arg }
+    };
+    with_short_help(Cli::command())
+        .after_help(format!("{EXAMPLES}\n\n--help lists all options."))
+        .after_long_help(EXAMPLES)
+        .mut_args(negative)
+        .mut_subcommands(|subcommand| subcommand.mut_args(negative))
+        .mut_subcommand("train", with_short_help)
+        .mut_subcommand("env", with_short_help)
+}
+
 /// Reads the command line. `_` is as good as `-` in a flag's name, as Python programs write them.
 ///
 /// # Errors
 /// What clap wants to say and leave with: a mistake, or the help that was asked for.
 pub(crate) fn parse(args: impl Iterator<Item = OsString>) -> Result<Cli, clap::Error> {
     let mut flags_end = false;
-    // A negative number is a wrong value, and not an unknown flag.
-    let negative = |arg: Arg| {
-        let takes_value = arg.get_num_args().is_none_or(|range| range.takes_values());
-        if takes_value { arg.allow_negative_numbers(true) } else { arg }
-    };
-    let command = with_short_help(Cli::command())
-        .after_help(format!("{EXAMPLES}\n\n--help lists all options."))
-        .after_long_help(EXAMPLES)
-        .mut_args(negative)
-        .mut_subcommands(|subcommand| subcommand.mut_args(negative))
-        .mut_subcommand("train", with_short_help)
-        .mut_subcommand("env", with_short_help);
+    let command = command();
     let args: Vec<OsString> = args
         .map(|arg| {
             flags_end |= arg == "--";

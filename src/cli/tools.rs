@@ -1,8 +1,8 @@
-//! The flags of `bench` with its subcommands, and of `verify`.
+//! The flags of `bench` with its subcommands, of `verify`, and of `env`.
 
 use clap::{Args, Subcommand};
 use ddp_mp::commands::{BenchFlags, MOST_STEPS, SimulatedCluster};
-use ddp_mp::config::whole;
+use ddp_mp::config::{InShortHelp, whole};
 
 use super::TrainFlags;
 
@@ -63,6 +63,16 @@ pub(crate) struct VerifyFlags {
     /// Difference of each parameter, however many there are
     #[arg(long)]
     pub(crate) per_parameter: bool,
+    #[command(flatten)]
+    pub(crate) train: TrainFlags,
+}
+
+/// The flags of `env`: those of training.
+#[derive(Debug, Args)]
+pub(crate) struct EnvFlags {
+    /// All options, also those that have their default
+    #[arg(long, add = InShortHelp)]
+    pub(crate) all: bool,
     #[command(flatten)]
     pub(crate) train: TrainFlags,
 }

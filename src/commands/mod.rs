@@ -2,8 +2,10 @@
 
 mod bench;
 mod comm;
+mod completions;
 mod env;
 mod lesson;
+mod man;
 mod new;
 mod ranks_flags;
 mod replay;
@@ -11,11 +13,14 @@ mod sample;
 mod sampler;
 mod train;
 mod verify;
+mod version;
 
 pub use bench::{BenchFlags, BenchOp, SimulatedCluster, bench, bench_scaling, bench_step};
 pub use comm::{CommFlags, CommOp, comm};
+pub use completions::{CompletionsFlags, completions};
 pub use env::env;
 pub use lesson::{Lesson, LessonFlags, lesson};
+pub use man::{ManFlags, man};
 pub use new::{NewFlags, new};
 pub use ranks_flags::RanksFlags;
 pub use replay::{ReplayFlags, replay};
@@ -23,6 +28,7 @@ pub use sample::{SampleFlags, sample};
 pub use sampler::{SamplerFlags, sampler};
 pub use train::train;
 pub use verify::verify;
+pub use version::Versions;
 
 pub use crate::session::AlreadyReported;
 

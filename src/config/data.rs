@@ -39,7 +39,7 @@ pub struct DataSection {
     pub out_features: Option<i64>,
     /// Fraction of the samples held back for validation [default: none]
     ///
-    /// They are chosen at random; of a text they are the end. idx uses the t10k files instead, if they are there
+    /// Random samples, or the end of a text. idx uses the t10k files instead, if present
     #[arg(long, value_name = "F", value_parser = number(0.0..1.0), add = RefusedBy::TOOLS)]
     pub val_fraction: Option<f64>,
     /// Epochs between validations; the last epoch always validates

@@ -20,6 +20,8 @@ enum Use {
     Fills,
     /// Reads or writes checkpoints in a folder.
     Keeps,
+    /// Writes into a folder that nothing else uses.
+    Owns,
 }
 
 /// A path that a run uses.
@@ -52,7 +54,7 @@ impl Config {
     pub(crate) fn validate_files(&self, processes: usize) -> Result<()> {
         let checked = self.check_files(None, processes);
         checked.map_err(|invalid| {
-            Error::InvalidInput(format!("{}: {}", flag_name(&invalid.key), invalid.problem))
+            Error::InvalidInput(format!("{}: {}", self.name_of(&invalid.key), invalid.problem))
         })
     }
 
@@ -98,7 +100,9 @@ impl Config {
         for (key, usage, path) in [
             ("report", Use::Writes, self.output.report.as_ref()),
             ("metrics", Use::Writes, self.output.metrics.as_ref()),
+            ("prometheus", Use::Writes, self.output.prometheus.as_ref()),
             ("tensorboard", Use::Fills, self.output.tensorboard.as_ref()),
+            ("flight_recorder", Use::Owns, self.output.flight_recorder.as_ref()),
             ("checkpoint_dir", Use::Keeps, self.checkpoints.checkpoint_dir.as_ref()),
         ] {
             all.extend(path.map(|path| used(key, usage, path)));
@@ -128,7 +132,7 @@ impl Config {
 
 /// Returns the problem with two paths of a run, worded for the later one. `None` if there is no problem.
 fn conflict(earlier: &Used, later: &Used) -> Option<String> {
-    use Use::{Fills, Keeps, Reads, Writes};
+    use Use::{Fills, Keeps, Owns, Reads, Writes};
     let other = flag_name(earlier.key);
     let is_file = |used: &Used| matches!(used.usage, Reads | Writes);
     if later.usage == Reads || (earlier.usage, later.usage) == (Keeps, Keeps) {
@@ -148,9 +152,18 @@ fn conflict(earlier: &Used, later: &Used) -> Option<String> {
     if is_file(later) && earlier.place.within(&later.place).is_some() {
         return Some(format!("the path of {other} treats this file as a folder; use another"));
     }
+    for (owner, used) in [(earlier, later), (later, earlier)] {
+        let is_there = used.place.is(&owner.place) || used.place.within(&owner.place).is_some();
+        if owner.usage == Owns && is_there {
+            let owner = flag_name(owner.key);
+            return Some(format!(
+                "{other} uses that folder too, and the folder of {owner} is for nothing else"
+            ));
+        }
+    }
     let taken = match (earlier.usage, later.usage) {
-        (Keeps, Writes | Fills) => is_of_checkpoint(&later.place, &earlier.place),
-        (Writes | Fills, Keeps) => is_of_checkpoint(&earlier.place, &later.place),
+        (Keeps, Writes | Fills | Owns) => is_of_checkpoint(&later.place, &earlier.place),
+        (Writes | Fills | Owns, Keeps) => is_of_checkpoint(&earlier.place, &later.place),
         _ => false,
     };
     taken.then(|| format!("{other} has a name that checkpoints in this folder use; use another"))
@@ -173,8 +186,17 @@ mod tests {
     fn empty_path_is_refused_with_its_key() {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("run.toml");
-        let keys =
-            ["resume", "init_from", "checkpoint_dir", "tensorboard", "metrics", "trace", "report"];
+        let keys = [
+            "resume",
+            "init_from",
+            "checkpoint_dir",
+            "tensorboard",
+            "metrics",
+            "prometheus",
+            "trace",
+            "report",
+            "flight_recorder",
+        ];
         for key in keys {
             fs::write(&file, format!("{key} = \"\"\n")).unwrap();
             let error = Config::resolve(Some(&file), &toml::Table::new()).unwrap_err().to_string();

@@ -111,7 +111,7 @@ impl Config {
         let Some((bytes, key, what, remedy)) = largest.filter(|_| sum > total) else {
             return Ok(());
         };
-        let flag = super::flag_name(key);
+        let flag = self.name_of(key);
         let more = match sum - bytes {
             _ if bytes > total => String::new(),
             rest => format!(" and what else the ranks need {}", gigabytes(rest)),

@@ -14,6 +14,7 @@ mod model;
 mod open_data;
 mod optimization;
 mod option_rules;
+mod origins;
 mod other_names;
 mod output;
 mod resolve;
@@ -36,6 +37,7 @@ pub use model::ModelSection;
 pub use open_data::Data;
 pub use optimization::{OptimizationSection, OptimizerKind, ScheduleKind};
 pub use option_rules::{InShortHelp, Tool};
+pub use origins::{OptionValue, Origin};
 pub use other_names::{option_of_other_name, options_with_other_names};
 pub use output::OutputSection;
 pub use training::TrainingSection;
@@ -78,6 +80,10 @@ pub struct Config {
     #[command(flatten)]
     #[serde(flatten)]
     pub output: OutputSection,
+    /// Where the values come from.
+    #[arg(skip)]
+    #[serde(skip)]
+    origins: origins::Origins,
 }
 
 impl Config {

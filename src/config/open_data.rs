@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::{Config, Invalid, flag_name};
+use super::{Config, Invalid};
 use crate::data::{
     Dataset, DatasetSpec, DistributedSampler, FileDataset, Subset, TargetKind, Targets,
     TensorDataset, TextDataset, random_split,
@@ -49,7 +49,8 @@ impl Config {
     /// # Errors
     /// [`Error::InvalidInput`] when a data file is invalid, or when given sizes differ from those of the file.
     pub fn open_data(mut self, seed: u64) -> Result<(Self, Data)> {
-        let named = |error| Error::InvalidInput(format!("--val-fraction: {error}"));
+        let name = self.name_of("val_fraction");
+        let named = |error| Error::InvalidInput(format!("{name}: {error}"));
         if self.data.dataset == DatasetSpec::RANDOM {
             let [samples, inputs, outputs] = self.sizes_of_random()?;
             let targets = match self.training.loss {
@@ -85,7 +86,8 @@ impl Config {
             data.check_number_of_classes()?;
         }
         if let Some(samples) = self.data.num_samples {
-            let named = |error| Error::InvalidInput(format!("--num-samples: {error}"));
+            let named =
+                |error| Error::InvalidInput(format!("{}: {error}", self.name_of("num_samples")));
             data = data.first(samples as usize).map_err(named)?;
         }
         self.take_sizes_of(&data)?;
@@ -110,7 +112,10 @@ impl Config {
     /// Returns the contexts of `text`, and this configuration with their sizes. The validation samples are the end of
     /// the text.
     fn open_text(mut self, text: TextDataset) -> Result<(Self, Data)> {
-        let named = |key| move |error| Error::InvalidInput(format!("{}: {error}", flag_name(key)));
+        let named = |key| {
+            let name = self.name_of(key);
+            move |error| Error::InvalidInput(format!("{name}: {error}"))
+        };
         let text = match self.data.num_samples {
             Some(samples) => text.first(samples as usize).map_err(named("num_samples"))?,
             None => text,
@@ -161,7 +166,8 @@ impl Config {
             )));
         }
         if let (Targets::Classes(_), Some(classes)) = (files.targets(), self.data.out_features) {
-            let named = |error| Error::InvalidInput(format!("--out-features: {error}"));
+            let name = self.name_of("out_features");
+            let named = |error| Error::InvalidInput(format!("{name}: {error}"));
             files.check_classes(classes).map_err(named)?;
         }
         Ok(Some(files))
@@ -197,7 +203,8 @@ impl Config {
             (Targets::Values(values), given) => self.same("out_features", given, values)?,
             (Targets::Classes(classes), None) => Some(classes),
             (Targets::Classes(_), Some(given)) => {
-                let named = |error| Error::InvalidInput(format!("--out-features: {error}"));
+                let name = self.name_of("out_features");
+                let named = |error| Error::InvalidInput(format!("{name}: {error}"));
                 data.check_classes(given).map_err(named)?;
                 Some(given)
             }
@@ -205,7 +212,7 @@ impl Config {
         let sizes = [self.data.num_samples, self.data.in_features, self.data.out_features];
         if let Some((key, _)) = SIZES.iter().zip(sizes).find(|(_, size)| *size == Some(0)) {
             let problem = "0 is too small; use 1 or more";
-            return Err(Error::InvalidInput(format!("{}: {problem} ({name})", flag_name(key))));
+            return Err(Error::InvalidInput(format!("{}: {problem} ({name})", self.name_of(key))));
         }
         self.validate_sizes()
     }
@@ -216,7 +223,7 @@ impl Config {
             None => Ok(Some(found)),
             Some(given) => Err(Error::InvalidInput(format!(
                 "{}: {} has {found}, not {given}; leave this out",
-                flag_name(key),
+                self.name_of(key),
                 self.data.dataset
             ))),
         }
@@ -226,7 +233,7 @@ impl Config {
     fn validate_sizes(&self) -> Result<()> {
         let name = &self.data.dataset;
         let named = |Invalid { key, problem }| {
-            Error::InvalidInput(format!("{}: {problem} ({name})", flag_name(&key)))
+            Error::InvalidInput(format!("{}: {problem} ({name})", self.name_of(&key)))
         };
         self.validate(&self.changed(&Self::command())?).map_err(named)
     }

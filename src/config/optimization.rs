@@ -286,14 +286,16 @@ impl Config {
         let (lr, _) = self.lr_for(world_size);
         if lr > MOST {
             return Err(Error::InvalidInput(format!(
-                "--scale-lr: a learning rate of {} for {world_size} ranks is too large; use a smaller --lr",
+                "{}: a learning rate of {} for {world_size} ranks is too large; use a smaller --lr",
+                self.name_of("scale_lr"),
                 shown(lr)
             )));
         }
         let steps = self.training.max_epochs.saturating_mul(self.steps_per_epoch(world_size));
         if self.optimization.warmup_steps >= steps.max(1) {
             return Err(Error::InvalidInput(format!(
-                "--warmup-steps: {} steps of warm-up fill the whole run, which has {steps}; use fewer",
+                "{}: {} steps of warm-up fill the whole run, which has {steps}; use fewer",
+                self.name_of("warmup_steps"),
                 self.optimization.warmup_steps
             )));
         }

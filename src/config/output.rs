@@ -28,6 +28,11 @@ pub struct OutputSection {
     /// For Perfetto (ui.perfetto.dev) and chrome://tracing
     #[arg(long, value_name = "FILE", add = MayDiffer::OnResume, add = RefusedBy::TOOLS)]
     pub trace: Option<PathBuf>,
+    /// Folder for each rank's newest collectives, for torchfrtrace
+    ///
+    /// In the format of PyTorch's flight recorder
+    #[arg(long, value_name = "DIR", add = MayDiffer::OnResume, add = RefusedBy::TOOLS)]
+    pub flight_recorder: Option<PathBuf>,
     /// File for a web page about the run
     ///
     /// Curves, timeline, samples, buckets and a verdict
@@ -37,6 +42,12 @@ pub struct OutputSection {
     #[arg(long, value_name = "FILE")]
     #[arg(add = MayDiffer::BetweenProcesses, add = RefusedBy::TOOLS)]
     pub metrics: Option<PathBuf>,
+    /// File for Prometheus: the latest metrics
+    ///
+    /// For the textfile collector of the node exporter, which reads FILE.prom
+    #[arg(long, value_name = "FILE")]
+    #[arg(add = MayDiffer::BetweenProcesses, add = RefusedBy::TOOLS)]
+    pub prometheus: Option<PathBuf>,
     /// Steps between reports of progress [default: 50; with --report 10]
     #[arg(long, value_name = "N", value_parser = whole::<u64>(1..))]
     #[arg(add = MayDiffer::OnResume, add = RefusedBy::TOOLS)]

@@ -7,7 +7,8 @@ use toml::Table;
 
 use super::file::{message, option, read, to_arg};
 use super::option_rules::{Conflict, OnlyIf};
-use super::{Config, Invalid, flag_name};
+use super::origins::Origins;
+use super::{Config, Invalid};
 use crate::error::{Error, Result};
 
 impl Config {
@@ -25,10 +26,10 @@ impl Config {
             option(&command, key).and_then(|arg| to_arg(arg, value)).transpose()
         });
         let args = args.collect::<Result<Vec<_>, _>>().map_err(Error::InvalidInput)?;
-        let config = Self::parse(args).map_err(|error| Error::InvalidInput(message(&error)))?;
-        let origin = ValueSource { file, from_file, flags };
+        let parsed = Self::parse(args).map_err(|error| Error::InvalidInput(message(&error)))?;
+        let config = Self { origins: Origins::new(file, &from_file, flags), ..parsed };
         let named = |Invalid { key, problem }| {
-            Error::InvalidInput(format!("{}: {problem}", origin.name(&key)))
+            Error::InvalidInput(format!("{}: {problem}", config.name_of(&key)))
         };
         let changed = config.changed(&command)?;
         config.validate(&changed).map_err(named)?;
@@ -81,30 +82,13 @@ fn refuse(options: &[&Arg], problem: impl Fn(&Arg) -> Option<String>) -> Result<
     options.iter().find_map(invalid).map_or(Ok(()), Err)
 }
 
-/// The source of each value, for error messages.
-struct ValueSource<'a> {
-    file: Option<&'a Path>,
-    from_file: Table,
-    flags: &'a Table,
-}
-
-impl ValueSource<'_> {
-    fn name(&self, key: &str) -> String {
-        match &self.file {
-            Some(file) if !self.flags.contains_key(key) && self.from_file.contains_key(key) => {
-                format!("{}: {key}", file.display())
-            }
-            _ => flag_name(key),
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use std::fs;
     use std::time::Duration;
 
     use super::*;
+    use crate::config::Origin;
     use crate::launch::Nproc;
 
     fn flags(toml: &str) -> Table {
@@ -121,6 +105,30 @@ mod tests {
         (expected.training.max_epochs, expected.training.batch_size) = (3, 8);
         expected.launch.timeout = Duration::from_secs(90);
         assert_eq!(config, expected);
+    }
+
+    #[test]
+    fn origin_of_each_value_is_known_and_errors_name_the_file() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("run.toml");
+        let of_file = "max_epochs = 1\nwarmup_steps = 200\nval-fraction = 0.0001\nlr = 0.5\n";
+        fs::write(&file, of_file).unwrap();
+        let config = Config::resolve(Some(&file), &flags("lr = 0.1")).unwrap();
+        let origin = |key: &str| {
+            let options = config.values_with_origins().unwrap();
+            options.into_iter().find(|option| option.key == key).unwrap().origin
+        };
+        assert_eq!(origin("lr"), Origin::Flag);
+        assert_eq!(origin("val_fraction"), Origin::File(&file));
+        assert_eq!(origin("batch_size"), Origin::Default);
+        let named = |key: &str| format!("{}: {key}: ", file.display());
+        let error = config.validate_for(1).unwrap_err().to_string();
+        assert!(error.starts_with(&named("warmup_steps")), "{error}");
+        let error = config.clone().open_data(0).unwrap_err().to_string();
+        assert!(error.starts_with(&named("val_fraction")), "{error}");
+        let config = Config::resolve(Some(&file), &flags("warmup_steps = 300")).unwrap();
+        let error = config.validate_for(1).unwrap_err().to_string();
+        assert!(error.starts_with("--warmup-steps: 300 steps"), "{error}");
     }
 
     #[test]

@@ -23,8 +23,8 @@ impl Config {
         }
         if self.steps_per_epoch(world_size) == 0 {
             return Err(Error::InvalidInput(format!(
-                "--drop-last-batch: {world_size} ranks with {samples} samples have no whole batch of {}; use a \
-                 smaller batch size",
+                "{}: {world_size} ranks with {samples} samples have no whole batch of {}; use a smaller batch size",
+                self.name_of("drop_last_batch"),
                 self.training.batch_size
             )));
         }
@@ -32,7 +32,8 @@ impl Config {
         let Some(fault) = self.launch.inject_fault else { return Ok(()) };
         let samples = self.training.batch_size as u64 * self.ddp.grad_accum_steps;
         let checked = fault.check(world_size, self.steps(world_size), samples);
-        checked.map_err(|error| Error::InvalidInput(format!("--inject-fault: {error}")))
+        let name = || self.name_of("inject_fault");
+        checked.map_err(|error| Error::InvalidInput(format!("{}: {error}", name())))
     }
 
     /// Returns the number of steps that each of `world_size` ranks makes in the whole run.

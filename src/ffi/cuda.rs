@@ -44,7 +44,8 @@ pub fn load() -> Cuda {
     }
     if let Err(reason) = load_library("libtorch_cuda.so") {
         cuda.problem = Some(format!(
-            "libtorch_cuda cannot be loaded ({reason}); `make libtorch` fetches the CUDA libraries"
+            "libtorch_cuda cannot be loaded ({reason}); fetch the CUDA libraries with `make libtorch`, or \
+             `pip install torch` for the wheel"
         ));
         return cuda;
     }

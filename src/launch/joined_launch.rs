@@ -3,6 +3,7 @@
 use std::convert::Infallible;
 use std::env::var_os;
 use std::fmt;
+use std::ops::Range;
 use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
@@ -168,6 +169,11 @@ impl JoinedLaunch {
     /// Returns how many ranks all processes have together.
     pub fn world_size(&self) -> usize {
         self.world.as_ref().map_or(self.placement.devices.len(), |world| world.world_size())
+    }
+
+    /// Returns the ranks of this process.
+    pub fn ranks_here(&self) -> Range<usize> {
+        self.world.as_ref().map_or(0..self.placement.devices.len(), |world| world.ranks_here())
     }
 
     /// Returns how many machines there are.

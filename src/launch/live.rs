@@ -15,7 +15,7 @@ use super::RunView;
 use super::stall::status_table;
 use crate::operation::{OpId, Operation};
 use crate::runtime::{PeerStatus, RemoteSnapshots, RunContext, StopRequest};
-use crate::telemetry::{LiveView, Look, Op, Printer, RankLook, RankSource};
+use crate::telemetry::{LiveView, Look, Op, Printer, RankLook, RankSource, Source};
 
 /// The number of newest records that a look reads: of all ranks together, and the limits for each.
 const RECORDS: usize = 4096;
@@ -80,7 +80,7 @@ impl RankSource for Ranks {
                 at,
                 // As of `now`: the ranks are read one after the other.
                 ops: lasting.filter_map(|entry| Op::of_entry(&entry).seen_at(now)).collect(),
-                heartbeat_age: None,
+                source: Source::Direct,
             }
         };
         Look {
@@ -100,7 +100,7 @@ impl RankSource for Ranks {
 
 fn unknown() -> RankLook {
     let at = OpId { operation: Operation::Start, sequence: 0 };
-    RankLook { at, ops: Vec::new(), heartbeat_age: Some(Duration::MAX) }
+    RankLook { at, ops: Vec::new(), source: Source::Unknown("no heartbeat yet") }
 }
 
 /// The ranks of other processes: a thread reads their heartbeats, since that may take a moment.
@@ -137,7 +137,7 @@ impl Peers {
         let seen = self.known.snapshots.of(rank);
         let lasting = seen.iter().filter(|op| op.at.operation != Operation::Gradient);
         let ops = lasting.map(|op| Op::of_snapshot(op, now)).collect();
-        RankLook { at, ops, heartbeat_age: Some(when.elapsed()) }
+        RankLook { at, ops, source: Source::Heartbeat(when.elapsed()) }
     }
 }
 

@@ -32,7 +32,7 @@ pub enum StopReason {
     #[strum(to_string = "patience")]
     NoProgress,
     /// A key in the live view.
-    #[strum(to_string = "key")]
+    #[strum(to_string = "live view")]
     Key,
     /// A callback of the trainer asked for it.
     #[strum(to_string = "callback")]
@@ -141,6 +141,12 @@ impl StopRequest {
     /// Requests the run to stop at its next step. The last request gives the reason.
     pub fn ask(&self, reason: StopReason) {
         self.asked.store(reason as usize, Ordering::Relaxed);
+    }
+
+    /// Requests the run to stop at its next step, unless that is requested already.
+    pub(crate) fn ask_unless_asked(&self, reason: StopReason) {
+        let relaxed = Ordering::Relaxed;
+        let _ = self.asked.compare_exchange(0, reason as usize, relaxed, relaxed);
     }
 
     /// Returns the number that a signal handler sets to its reason.

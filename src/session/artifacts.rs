@@ -1,4 +1,4 @@
-//! The files that a run writes for people to look at: `--trace` and `--report`.
+//! The files that a run writes until its end: `--trace`, `--report`, `--flight-recorder` and `--prometheus`.
 
 use std::io;
 use std::path::Path;
@@ -21,15 +21,22 @@ use crate::runtime::FlightRecorderDump;
 use crate::telemetry::report::{
     Curves, Moved, Outcome, Parameters, Ranks, Replicas, Report, Tracks, Verdict,
 };
-use crate::telemetry::{End, Output, Printer, trace_output, write_trace};
+use crate::telemetry::{
+    End, Output, Printer, PrometheusFile, RunFacts, RunState, flight_recorder_output,
+    remove_further_ranks, trace_output, write_flight_recorder, write_trace,
+};
 
-/// The trace and the report of this process, and the data for them.
+/// The trace, the report and the flight recorder's files of this process, and the data for them.
 #[derive(Debug)]
 pub(crate) struct RunArtifacts {
     /// The trace file of this process. `None` without `--trace`.
     trace: Option<Output>,
     /// The report file. `None` without `--report`, and in processes without rank 0.
     report: Option<Output>,
+    /// The flight recorder's file of each rank of this process, in order of rank. Empty without `--flight-recorder`.
+    flight_recorder: Vec<Output>,
+    /// The metrics for Prometheus. `None` without `--prometheus`, and in processes without rank 0.
+    prometheus: Option<Arc<PrometheusFile>>,
     dump: Arc<OnceLock<FlightRecorderDump>>,
     report_data: Mutex<ReportData>,
     curves: Arc<Mutex<Curves>>,
@@ -65,9 +72,35 @@ impl RunArtifacts {
         let trace = trace.map(|path| opened("--trace", path, trace_output(path, process)));
         let report = report.filter(|_| joined_launch.is_first());
         let report = report.map(|path| opened("--report", path, Report::output(path)));
+        let flight_recorder = match &config.output.flight_recorder {
+            None => Vec::new(),
+            Some(folder) => {
+                let refused = |error: io::Error| {
+                    let (folder, reason) = (folder.display(), explain(&error));
+                    Error::InvalidInput(format!("--flight-recorder {folder}: {reason}"))
+                };
+                let output = |rank| flight_recorder_output(folder, rank);
+                let outputs = joined_launch.ranks_here().map(output).collect::<io::Result<_>>();
+                let outputs = outputs.map_err(refused)?;
+                if joined_launch.is_first() {
+                    remove_further_ranks(folder, joined_launch.world_size()).map_err(refused)?;
+                }
+                outputs
+            }
+        };
+        let prometheus = config.output.prometheus.as_deref().filter(|_| joined_launch.is_first());
+        let facts = RunFacts {
+            model: config.model.kind.name(),
+            backend: joined_launch.placement.backend.name(),
+            world_size: joined_launch.world_size(),
+            restarts: joined_launch.launch.restart_count,
+        };
+        let prometheus = prometheus.map(|path| PrometheusFile::new(path, facts));
         Ok(Self {
             trace: trace.transpose()?,
             report: report.transpose()?,
+            flight_recorder,
+            prometheus: prometheus.transpose()?.map(Arc::new),
             dump: Arc::default(),
             report_data: Mutex::default(),
             curves: Arc::default(),
@@ -75,14 +108,21 @@ impl RunArtifacts {
         })
     }
 
-    /// Returns where to leave the flight recorder's dump. `None` without a trace or a report.
+    /// Returns where to leave the flight recorder's dump. `None` without a file that needs it.
     pub(crate) fn dump(&self) -> Option<Arc<OnceLock<FlightRecorderDump>>> {
-        (self.trace.is_some() || self.report.is_some()).then(|| self.dump.clone())
+        let is_needed =
+            self.trace.is_some() || self.report.is_some() || !self.flight_recorder.is_empty();
+        is_needed.then(|| self.dump.clone())
     }
 
     /// Returns where to leave the curves of training. `None` without a report.
     pub(crate) fn curves(&self) -> Option<Arc<Mutex<Curves>>> {
         self.report.is_some().then(|| self.curves.clone())
+    }
+
+    /// Returns the file for Prometheus, if there is one.
+    pub(crate) fn prometheus(&self) -> Option<Arc<PrometheusFile>> {
+        self.prometheus.clone()
     }
 
     /// Returns the mean loss of the first quarter of the run, and of the last. `None` without a report.
@@ -126,7 +166,9 @@ impl RunArtifacts {
         outcome: Outcome,
         printer: &Printer,
     ) -> Result<()> {
-        let Some(dump) = self.dump.get() else { return Ok(()) };
+        let state = RunState::named(outcome.kind);
+        let prometheus = self.prometheus.as_ref().map_or(Ok(()), |file| file.finish(state));
+        let Some(dump) = self.dump.get() else { return prometheus };
         let unwritable = |flag: &str, output: &Output| {
             let what = format!("{flag} {}", output.path().display());
             |error: io::Error| Error::Write { what, reason: explain(&error) }
@@ -153,7 +195,21 @@ impl RunArtifacts {
             printer.info(&format!("the report is in {path}: open it in a browser"));
             Ok(())
         });
-        trace.and(report)
+        let files = self.flight_recorder.iter().zip(&dump.ranks);
+        let written: Vec<Result<()>> = files
+            .map(|(output, rank)| {
+                let written = output.write(|file| write_flight_recorder(dump, rank, file));
+                written.map_err(unwritable("--flight-recorder", output))
+            })
+            .collect();
+        let flight_recorder: Result<()> = written.into_iter().collect();
+        if let (Ok(()), true, Some(folder)) =
+            (&flight_recorder, joined_launch.is_first(), &config.output.flight_recorder)
+        {
+            let folder = folder.display();
+            printer.info(&format!("the flight recorder is in {folder}: run torchfrtrace {folder}"));
+        }
+        trace.and(report).and(flight_recorder).and(prometheus)
     }
 
     fn page(

@@ -47,7 +47,7 @@ pub(crate) fn configured_spawn(
     joined_launch
         .spawn()
         .timeout(config.launch.timeout)
-        .stall_warning(config.launch.stall_warning, move |text| printer.info(text))
+        .stall_warning(config.launch.stall_warning, move |text| printer.report(text))
         .check_collectives(config.ddp.check_collectives)
         .fault(fault)
 }

@@ -172,7 +172,8 @@ impl Session {
             Restarts::note_saving(&joined_launch.launch)?;
         }
         start_point.make_room(printer)?;
-        Ok((logger.curves(self.artifacts.curves()), start_point))
+        let logger = logger.curves(self.artifacts.curves()).prometheus(self.artifacts.prometheus());
+        Ok((logger, start_point))
     }
 
     /// Returns how to start the ranks of this process.
@@ -260,14 +261,14 @@ impl Session {
                 None => printer.event(&Event::Failure(failure(error))),
             });
             if let Err(unwritable) = printed {
-                printer.info(&format!("writing to stdout: {unwritable}"));
+                printer.report(&format!("writing to stdout: {unwritable}"));
             }
         }
         let stopped = self.stopped.get().copied();
         let outcome = outcome(&result, stopped, &self.restarts.reasons);
         let written = self.artifacts.write(config, joined_launch, data, outcome, printer);
         if let (Err(unwritable), true) = (&written, result.is_err()) {
-            printer.info(&unwritable.to_string());
+            printer.report(&unwritable.to_string());
         }
         result?;
         written?;

@@ -62,11 +62,11 @@ impl ChildProcesses {
             None => "from the beginning, because nothing is saved without --checkpoint-dir".into(),
         };
         let ended = spawn.run(|number, Report { text, failure, .. }| {
-            printer.info(text);
+            printer.report(text);
             let again = failure.as_ref().and_then(Failure::again).map_or(String::new(), |again| {
                 format!("; {again}: without a change this start will probably fail there, too")
             });
-            printer.info(&format!("restart {number} of {max_restarts}, {from}{again}"));
+            printer.report(&format!("restart {number} of {max_restarts}, {from}{again}"));
         });
         let (Report { mut text, wrong_input, failure }, restarts) = match ended? {
             Ended::Well(reason) => return Ok(reason),
@@ -132,7 +132,7 @@ pub(crate) fn leave_error<T>(
 ) -> anyhow::Result<T> {
     result.map_err(|error| {
         if let Err(unwritable) = launch.report_failure(&format!("{error:#}")) {
-            printer.info(&unwritable);
+            printer.report(&unwritable);
         }
         leave_with_parent(launch, error)
     })

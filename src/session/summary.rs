@@ -95,6 +95,9 @@ pub(crate) fn gather_summary(
         steps_now: summary.steps_now,
         first_loss: summary.first_loss,
     };
+    if let Some(prometheus) = session.artifacts.prometheus() {
+        prometheus.keep(&end);
+    }
     session.artifacts.update(|draft| {
         // The buckets have been rebuilt since the start.
         draft.model.buckets.clone_from(&end.bucket_bytes);

@@ -125,7 +125,7 @@ pub struct End {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub best: Option<ValidationMetrics>,
     /// Why the run ended before its last epoch: `SIGINT`, `SIGTERM`, `SIGUSR1`, `max-seconds`, `max-steps`, `patience`,
-    /// `key` in the live view. `None` if it did not.
+    /// `live view`, `callback`. `None` if it did not.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub stopped: Option<&'static str>,
     /// Reasons for the restarts by `--max-restarts`, the first one first.

@@ -1,4 +1,5 @@
-//! Writes a run's metrics: to a progress bar or the live view, TensorBoard's files, lines of JSON and the report.
+//! Writes a run's metrics: to a progress bar or the live view, TensorBoard's files, lines of JSON, the file for
+//! Prometheus and the report.
 
 use std::io;
 use std::path::Path;
@@ -9,6 +10,7 @@ use serde::Serialize;
 use tch::{Kind, Tensor};
 
 use super::metrics::{Event, MetricsFile};
+use super::prometheus::PrometheusFile;
 use super::report::Curves;
 use super::samples::{Sample, picture};
 use super::{Printer, TensorBoard};
@@ -23,6 +25,7 @@ pub struct MetricsLogger {
     printer: Arc<Printer>,
     tensorboard: Option<TensorBoard>,
     metrics: Option<MetricsFile>,
+    prometheus: Option<Arc<PrometheusFile>>,
     /// The curves of the report.
     curves: Option<Arc<Mutex<Curves>>>,
 }
@@ -54,7 +57,7 @@ impl MetricsLogger {
                 })
             })
             .transpose()?;
-        Ok(Self { printer: printer.clone(), tensorboard, metrics, curves: None })
+        Ok(Self { printer: printer.clone(), tensorboard, metrics, prometheus: None, curves: None })
     }
 
     /// Refuses a file for `metrics` that this program did not write. Changes nothing.
@@ -70,10 +73,16 @@ impl MetricsLogger {
         Self { curves, ..self }
     }
 
+    /// Writes the metrics to `file` too; `None` without `--prometheus`.
+    pub(crate) fn prometheus(self, file: Option<Arc<PrometheusFile>>) -> Self {
+        Self { prometheus: file, ..self }
+    }
+
     /// Returns whether any output is configured.
     pub fn is_wanted(&self) -> bool {
         self.tensorboard.is_some()
             || self.metrics.is_some()
+            || self.prometheus.is_some()
             || self.curves.is_some()
             || self.printer.shows_progress()
     }
@@ -84,14 +93,18 @@ impl MetricsLogger {
     }
 
     /// Starts the progress bar of a run of `steps` steps, of which `done` have been made.
-    pub fn begin(&self, steps: u64, done: u64) {
+    ///
+    /// # Errors
+    /// [`Error::Write`], like the functions below.
+    pub fn begin(&self, steps: u64, done: u64) -> Result<()> {
         self.printer.start_progress(steps, done);
+        self.prometheus.as_ref().map_or(Ok(()), |file| file.begin(done))
     }
 
     /// Writes training metrics.
     ///
     /// # Errors
-    /// [`Error::Write`], like the functions below.
+    /// [`Error::Write`].
     pub fn train(&mut self, metrics: &TrainMetrics) -> Result<()> {
         let TrainMetrics { step, loss, lr, grad_norm, step_us, .. } = *metrics;
         let TrainMetrics { samples_per_second, tokens_per_second, .. } = *metrics;
@@ -112,6 +125,7 @@ impl MetricsLogger {
         ];
         self.scalars(step, &scalars)?;
         self.draw(|curves| curves.train(metrics));
+        self.prometheus.as_ref().map_or(Ok(()), |file| file.train(metrics))?;
         self.row(Event::Train, metrics)?;
         self.flush() // a run that is killed keeps every row written so far
     }
@@ -150,6 +164,7 @@ impl MetricsLogger {
             }
         }
         self.draw(|curves| curves.validation.push(metrics.clone()));
+        self.prometheus.as_ref().map_or(Ok(()), |file| file.validation(metrics))?;
         self.row(Event::Validation, metrics)?;
         self.flush()
     }

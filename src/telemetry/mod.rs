@@ -5,6 +5,8 @@
 mod events;
 mod explain;
 mod feed;
+#[cfg(feature = "cli")]
+mod flight_recorder_file;
 mod held_output;
 #[cfg(feature = "cli")]
 mod live;
@@ -15,6 +17,7 @@ mod output;
 mod printer;
 #[cfg_attr(not(feature = "cli"), path = "no_progress.rs")]
 mod progress;
+mod prometheus;
 pub(crate) mod report;
 mod samples;
 mod slices;
@@ -26,14 +29,19 @@ mod utf8_stream;
 pub use events::{End, Epoch, Event, Failure, Start};
 pub(crate) use explain::paragraph;
 pub use explain::{Explainer, Language, RankStep, RunInfo, Step};
+#[cfg(feature = "cli")]
+pub(crate) use flight_recorder_file::{
+    flight_recorder_output, remove_further_ranks, write_flight_recorder,
+};
 pub(crate) use held_output::{HeldOutput, Stream};
 #[cfg(feature = "cli")]
-pub(crate) use live::{LiveView, Look, Op, Player, RankLook, RankSource, SPEEDS};
+pub(crate) use live::{LiveView, Look, Op, Player, RankLook, RankSource, SPEEDS, Source};
 pub(crate) use memory::gigabytes;
 pub use memory::{peak_memory, total_memory};
 pub use metrics_logger::MetricsLogger;
 pub(crate) use output::{Marks, Output};
 pub use printer::{LogFormat, Printer};
+pub(crate) use prometheus::{PrometheusFile, RunFacts, RunState};
 pub use samples::Sample;
 pub(crate) use straggler::find_straggler_over;
 pub use straggler::{Straggler, find_straggler};

@@ -106,6 +106,18 @@ impl Output {
         temporary.persist(self.place()).map(drop).map_err(|error| error.error)
     }
 
+    /// Removes the file of an earlier run, if there is one.
+    ///
+    /// # Errors
+    /// When it cannot be removed, or this program did not write it.
+    pub(crate) fn remove(&self) -> io::Result<()> {
+        self.check()?;
+        match fs::remove_file(self.place()) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+            _ => Ok(()),
+        }
+    }
+
     /// Checks that a file at the path is of the same kind, or empty.
     fn check(&self) -> io::Result<()> {
         let found = match fs::metadata(&self.path) {

@@ -40,6 +40,8 @@ pub struct Printer {
     display: Mutex<Display>,
     /// Whether the live view is to be shown, and can be.
     shows_live: bool,
+    /// Whether notes and the progress bar are left out.
+    is_quiet: bool,
 }
 
 /// What is shown on the terminal besides lines.
@@ -55,7 +57,13 @@ enum Display {
 impl Printer {
     /// Creates a printer for the process's stdout and stderr.
     pub fn new(format: LogFormat) -> Self {
-        Self { format, waiting: Mutex::default(), display: Mutex::default(), shows_live: false }
+        let (waiting, display) = Default::default();
+        Self { format, waiting, display, shows_live: false, is_quiet: false }
+    }
+
+    /// Sets whether notes and the progress bar are left out. Failures are still printed.
+    pub fn quiet(self, wanted: bool) -> Self {
+        Self { is_quiet: wanted, ..self }
     }
 
     /// Sets whether the live view is to be shown where there is a terminal for it.
@@ -121,7 +129,7 @@ impl Printer {
                 };
                 if end.replicas_equal == Some(false) {
                     // The run fails: its last line reports that, and no other line may report success.
-                    self.info(
+                    self.report(
                         "the ranks do not hold the same parameters; --check-replicas-every 1 finds the step at which they \
                          began to differ",
                     );
@@ -267,10 +275,18 @@ impl Printer {
         }
     }
 
-    /// Prints a note on stderr. If a system limit caused an error in it, the limit is explained.
+    /// Prints a note on stderr, unless notes are left out.
     pub fn info(&self, note: &str) {
+        if !self.is_quiet {
+            self.report(note);
+        }
+    }
+
+    /// Prints on stderr what the user must see or has asked for: a failure, a warning of one, a status table. If a
+    /// system limit caused an error in it, the limit is explained.
+    pub fn report(&self, text: &str) {
         // One write: stderr has no buffer, and the lines of several processes must not mix.
-        let line = format!("ddp-mp: {}\n", escaped(&explain(note)));
+        let line = format!("ddp-mp: {}\n", escaped(&explain(text)));
         // Errors are ignored: without stderr they cannot be reported.
         let print = || drop(io::stderr().lock().write_all(line.as_bytes()));
         match &*self.display.lock() {
@@ -290,7 +306,7 @@ impl Printer {
     }
 
     fn shows_bar(&self) -> bool {
-        self.format == LogFormat::Text && io::stderr().is_terminal()
+        !self.is_quiet && self.format == LogFormat::Text && io::stderr().is_terminal()
     }
 
     /// Shows a progress bar if stderr is a terminal, until [`end_progress`](Self::end_progress), unless the live view

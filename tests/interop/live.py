@@ -24,7 +24,7 @@ SETTINGS = ["icanon", "echo", "isig", "opost", "ixon"]
 def check_terminal(terminal):
     """The terminal is as before: its settings, and the screen that the shell writes to."""
     terminal.type("stty -a")
-    screen = terminal.wait_for(r"(?s)(.*)code:0")[1].split()
+    screen = terminal.wait_for(rf"(?s)(.*)code {terminal.typed}:0")[1].split()
     settings = {word.rstrip(";") for word in screen}
     assert settings.issuperset(SETTINGS), screen
     assert terminal.tmux("display-message", "-p", "#{alternate_on} #{cursor_flag}").split() == ["0", "1"]
@@ -74,7 +74,7 @@ def threads(program, folder, size):
         terminal.resize(*size)
         terminal.keys("s")
         assert terminal.exit_code() == 0
-        for line in [r"what each rank does", r"stopped by key after \d+ steps"]:
+        for line in [r"what each rank does", r"stopped by live view after \d+ steps"]:
             terminal.wait_for(line)
         check_terminal(terminal)
 
@@ -199,7 +199,13 @@ def without_screen(program, folder):
 
 def colours(program, folder):
     background = re.compile(r"\x1b\[48;5;\d+m")
-    for environment, are_used in [([], True), (["NO_COLOR=1"], False)]:
+    for environment, are_used in [
+        ([], True),
+        (["NO_COLOR=1"], False),
+        (["NO_COLOR="], True),
+        (["CLICOLOR=0"], False),
+        (["CLICOLOR=0", "CLICOLOR_FORCE=1"], True),
+    ]:
         with Terminal(100, 30, folder, environment) as terminal:
             terminal.start(program, *SLOW, "--live")
             terminal.wait_for(r"W waits for rank 1")

@@ -13,6 +13,7 @@ class Terminal:
     """A shell in a tmux server of its own, which ends with it."""
 
     def __init__(self, columns, lines, folder, environment=()):
+        self.typed = 0
         self.socket = f"ddp-mp-{time.time_ns()}-{next(NUMBERS)}"
         shell = ["env", *environment, "PS1=$ ", "bash", "--norc", "--noprofile"]
         self.tmux(
@@ -41,7 +42,8 @@ class Terminal:
         self.type(shlex.join(command) if len(command) > 1 else command[0])
 
     def type(self, line):
-        self.tmux("send-keys", "-l", "clear; " + line + "; echo code:$?")
+        self.typed += 1  # the code of an earlier line may still be on the screen
+        self.tmux("send-keys", "-l", f"clear; {line}; echo code {self.typed}:$?")
         self.keys("Enter")
 
     def keys(self, *keys):
@@ -63,4 +65,4 @@ class Terminal:
             time.sleep(0.05)  # tmux has no event for it
 
     def exit_code(self, seconds=60):
-        return int(self.wait_for(r"^code:(\d+)$", seconds)[1])
+        return int(self.wait_for(rf"^code {self.typed}:(\d+)$", seconds)[1])

@@ -30,6 +30,7 @@ impl Catalog for Chinese {
     fn words(&self) -> Words {
         Words {
             program: "程序：",
+            run: "运行：",
             check: "检查答案：",
             give_up: "看答案：",
             right: "正确：",
@@ -90,7 +91,7 @@ impl Catalog for Chinese {
                 title: "一个慢的 rank",
                 learn: "掉队者在时间线上怎样显现",
                 task: "在 `ddp-mp --max-epochs=1 --batch-size=32 --nproc-per-node=2 --report=ranks.html` 后面加上 \
-                       `--inject-fault=slow=20ms:rank=1,at=step`，让 rank 1 在每一步开始时休眠 20 毫秒。哪个 rank 的 \
+                       `--inject-fault=slow=20ms:rank=1,at=step`，让 rank 1 在每一步开始时休眠一会儿。哪个 rank 的 \
                        all-reduce 变长，0 还是 1？",
                 hint: "最后一个 rank 到达时，all-reduce 才结束。最后到的那个 rank 并不在里面等待。",
                 measured: "rank 0 在 all-reduce 里用了 {0} 秒，rank 1 用了 {1} 秒。",

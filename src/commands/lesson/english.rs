@@ -26,6 +26,7 @@ impl Catalog for English {
     fn words(&self) -> Words {
         Words {
             program: "Program: ",
+            run: "Run: ",
             check: "Check: ",
             give_up: "Solution: ",
             right: "Right: ",
@@ -130,7 +131,7 @@ impl Catalog for English {
                        0 get most often, and why is it not always the same?",
                 hint: "Rank 0 allocates the slots and the barrier, and goes on at once. The other ranks must first \
                        receive a pointer to them.",
-                measured: "A race has another result each time, so no run can check an answer.",
+                measured: "A race gives a different result each time, so no run can check an answer.",
                 why: "Most often rank 0 gets 0: it adds up before any other rank has written its slot. Now and then \
                       another rank is fast enough, and rank 0 gets 20 or even 60. A race can be right by chance, so \
                       tests may pass. The collectives of the library have the barrier inside.",
@@ -234,8 +235,8 @@ impl Catalog for English {
             Lesson::WhatGrows => Texts {
                 title: "What grows with a model",
                 learn: "traffic and memory, and what one can do about each",
-                task: "Change `RANKS: usize = 4` to `RANKS: usize = 8`. By which factor do the KiB in the rows \
-                       `replicas` grow, with two decimals?",
+                task: "Change `RANKS: usize = 4` to `RANKS: usize = 8`. By which factor do the KiB in the `replicas` \
+                       rows grow, with two decimals?",
                 hint: "A rank sends 2 (N - 1) / N times the bytes of the gradients, as in the ring of lesson 3.",
                 measured: "a rank sent {0} KiB with 4 ranks and {1} KiB with 8, which is {2} times as much.",
                 why: "(2 * 7 / 8) / (2 * 3 / 4) = 1.17. However many ranks there are, a rank never sends twice its \

@@ -138,9 +138,8 @@ fn question(
     let (id, words) = (lesson.id(), catalog.words());
     let mut lines = vec![catalog.heading(&id, texts.title)];
     if let Some(program) = lesson.program() {
-        let run = format!("cargo run --release --example {program}");
         lines.push(format!("  {}examples/{program}.rs", words.program));
-        lines.push(format!("  {run}"));
+        lines.push(format!("  {}cargo run --release --example {program}", words.run));
     }
     lines.extend(paragraph(texts.task));
     match exercise.check {

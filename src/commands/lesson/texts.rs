@@ -24,6 +24,7 @@ pub(super) struct Texts {
 /// The words around the texts, each with the space that follows it.
 pub(super) struct Words {
     pub program: &'static str,
+    pub run: &'static str,
     pub check: &'static str,
     pub give_up: &'static str,
     pub right: &'static str,

@@ -167,7 +167,7 @@ impl Spawn {
             world: None,
             stall_warning: Self::STALL_WARNING,
             asks: never(),
-            tell: Notifier::new(|text| Printer::new(LogFormat::Text).info(text)),
+            tell: Notifier::new(|text| Printer::new(LogFormat::Text).report(text)),
             stop: None,
             trace: None,
             dump: None,
@@ -378,7 +378,7 @@ impl Spawn {
                 && !error.stuck.is_empty()
             {
                 // Returning would wait for the rank's thread for ever, and leaving that thread behind is unsound.
-                Printer::new(LogFormat::Text).info(&error.to_string());
+                Printer::new(LogFormat::Text).report(&error.to_string());
                 os::exit(1);
             }
             result

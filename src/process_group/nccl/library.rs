@@ -22,8 +22,8 @@ pub(super) fn require_library() -> Result<()> {
         return Ok(());
     }
     Err(Error::InvalidInput(
-        "backend nccl: libnccl was not found; `make libtorch` fetches it on a machine with an NVIDIA \
-         driver, or use --backend threaded"
+        "backend nccl: libnccl was not found; fetch it with `make libtorch` on a machine with an NVIDIA \
+         driver, or `pip install torch` for the wheel, or use --backend threaded"
             .into(),
     ))
 }

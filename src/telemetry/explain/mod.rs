@@ -274,7 +274,7 @@ impl Explainer {
         let Section { heading, text } = section;
         let text = paragraph(text);
         let all: Vec<&str> = text.iter().chain(lines).map(String::as_str).collect();
-        self.printer.info(&[&[heading.as_str()][..], &all].concat().join("\n"));
+        self.printer.report(&[&[heading.as_str()][..], &all].concat().join("\n"));
     }
 }
 

@@ -4,7 +4,7 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::look::{Look, Op};
+use super::look::{Look, Op, Source};
 use crate::operation::{OpId, Operation};
 
 /// The interval between heartbeats: a status from one may be this old when it is read.
@@ -50,7 +50,7 @@ impl<'a> Arrivals<'a> {
             for (op, key) in ops.ops.iter().filter_map(|op| Some((op, key(op)?))) {
                 let sequence = newest[rank].entry(key.0).or_insert(key.1);
                 *sequence = key.1.max(*sequence);
-                if ops.heartbeat_age.is_some() {
+                if ops.source != Source::Direct {
                     continue; // the clock is that of another process
                 }
                 let mine = (op.started_at, rank);
@@ -79,12 +79,15 @@ impl<'a> Arrivals<'a> {
         let Some((group, sequence)) = key(op) else { return Vec::new() };
         let Some(members) = self.members(group) else { return Vec::new() };
         let has_entered = |rank: usize| {
-            // A heartbeat from before the wait says nothing about it.
-            let is_older = |age: Duration| {
-                self.look.now.saturating_sub(age.saturating_add(HEARTBEAT)) < op.started_at
+            let may_have = match self.look.ranks[rank].source {
+                Source::Direct => false,
+                // A heartbeat from before the wait says nothing about it.
+                Source::Heartbeat(age) => {
+                    self.look.now.saturating_sub(age.saturating_add(HEARTBEAT)) < op.started_at
+                }
+                Source::Unknown(_) => true,
             };
-            self.newest[rank].get(&group).is_some_and(|newest| *newest >= sequence)
-                || self.look.ranks[rank].heartbeat_age.is_some_and(is_older)
+            may_have || self.newest[rank].get(&group).is_some_and(|newest| *newest >= sequence)
         };
         let here = members.iter().copied().filter(|&rank| rank < self.newest.len());
         here.filter(|&rank| !has_entered(rank)).collect()
@@ -255,7 +258,7 @@ mod tests {
 
     fn look(now: u64, ranks: Vec<Vec<Op>>) -> Look {
         let at = OpId { operation: Operation::UserCode, sequence: 0 };
-        let rank = |ops| RankLook { at, ops, heartbeat_age: None };
+        let rank = |ops| RankLook { at, ops, source: Source::Direct };
         let ranks = ranks.into_iter().map(rank).collect();
         Look { now: Duration::from_millis(now), ranks, ..Look::default() }
     }
@@ -307,7 +310,7 @@ mod tests {
     fn heartbeat_from_before_a_wait_does_not_name_a_rank() {
         let mut look =
             look(1000, vec![vec![all_reduce(7, 800, None)], vec![all_reduce(3, 1, None)]]);
-        look.ranks[1].heartbeat_age = Some(Duration::from_millis(100));
+        look.ranks[1].source = Source::Heartbeat(Duration::from_millis(100));
         assert!(Arrivals::new(&look).missing(&look.ranks[0].ops[0]).is_empty());
         look.now = Duration::from_millis(2000);
         assert_eq!(Arrivals::new(&look).missing(&look.ranks[0].ops[0]), [1]);

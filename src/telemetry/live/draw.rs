@@ -1,7 +1,9 @@
 //! Draws the state of the live view into a frame of any size.
 
+use std::io;
 use std::time::Duration;
 
+use anstream::{AutoStream, ColorChoice};
 use ratatui::Frame;
 use ratatui::layout::{Constraint, Layout, Rect};
 use ratatui::style::{Color, Modifier, Style};
@@ -20,9 +22,10 @@ pub(super) struct Theme {
 }
 
 impl Theme {
-    /// Returns the theme that the environment asks for: a variable `NO_COLOR` that is not empty means no colours.
+    /// Returns the theme that the environment asks for: `NO_COLOR`, `CLICOLOR` and `CLICOLOR_FORCE`, as `--help` reads
+    /// them, too.
     pub(super) fn from_env() -> Self {
-        Self { colours: std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty()) }
+        Self { colours: AutoStream::choice(&io::stderr()) != ColorChoice::Never }
     }
 
     fn phase(self, phase: Phase) -> Style {
@@ -206,33 +209,36 @@ fn draw_lanes(frame: &mut Frame<'_>, area: Rect, state: &LiveState, theme: Theme
     }
 }
 
-/// Returns `text` in at most `width` characters. What is left out ends with a word if it can.
-fn shortened(text: &str, width: usize) -> String {
-    if text.chars().count() <= width {
-        return text.to_owned();
-    }
-    let kept: String = text.chars().take(width).collect();
-    kept.rsplit_once(' ').map_or(kept.as_str(), |(words, _)| words).to_owned()
+/// Returns `text` in at most `width` characters, cut at the end of a word if possible.
+fn shortened(text: &str, width: usize) -> &str {
+    let Some((end, next)) = text.char_indices().nth(width) else { return text };
+    let kept = &text[..end];
+    let words = match kept.rsplit_once(' ') {
+        Some((words, _)) if !matches!(next, ' ' | ':') => words,
+        _ => kept,
+    };
+    words.trim_end_matches(':')
 }
+
+/// The shortest duration that is shown for an operation known from a heartbeat. Longer than the time between two
+/// heartbeats.
+const LASTING: Duration = Duration::from_secs(2);
 
 /// Returns what a rank does, for its lane: `waits for rank 2 0.1 s: all_reduce #118`.
 fn doing(lane: &Lane, now: Duration) -> String {
-    let since = lane.since.map(|since| now.saturating_sub(since).as_secs_f64());
-    // What a heartbeat told is over, unless it takes longer than the time between two.
-    let shown_from = if lane.heartbeat_age.is_some() { 2.0 } else { 0.1 };
-    let since = since
-        .filter(|since| *since >= shown_from)
-        .map_or(String::new(), |since| format!(" {since:.1} s"));
-    let age =
-        lane.heartbeat_age.map_or(String::new(), |age| format!("{:.1} s ago: ", age.as_secs_f64()));
-    let doing = match &lane.waits_for[..] {
-        [] => format!("{}{since}", lane.doing),
-        [rank] => format!("waits for rank {rank}{since}: {}", lane.doing),
+    let since = lane.since.map(|since| now.saturating_sub(since));
+    let shown_from = lane.heartbeat_age.map_or(Duration::from_millis(100), |_| LASTING);
+    let since = since.filter(|since| *since >= shown_from);
+    let age = lane.heartbeat_age.filter(|age| since.is_none() || *age >= LASTING);
+    let age = age.map_or(String::new(), |age| format!("{:.1} s ago: ", age.as_secs_f64()));
+    let since = since.map_or(String::new(), |since| format!(" {:.1} s", since.as_secs_f64()));
+    match &lane.waits_for[..] {
+        [] => format!("{age}{}{since}", lane.doing),
+        [rank] => format!("{age}waits for rank {rank}{since}: {}", lane.doing),
         [first, rest @ ..] => {
-            format!("waits for ranks {first} and {} more{since}: {}", rest.len(), lane.doing)
+            format!("{age}waits for ranks {first} and {} more{since}: {}", rest.len(), lane.doing)
         }
-    };
-    age + &doing
+    }
 }
 
 /// Returns the lane's phases over the window, a letter for each of `width` moments.
@@ -281,7 +287,7 @@ mod tests {
     use super::*;
     use crate::operation::{OpId, Operation};
     use crate::telemetry::feed::Point;
-    use crate::telemetry::live::look::{Look, Op, RankLook, Site};
+    use crate::telemetry::live::look::{Look, Op, RankLook, Site, Source};
     use crate::telemetry::live::state::Playback;
 
     /// Rank 1 is late: the others wait for it in all_reduce #2.
@@ -306,7 +312,7 @@ mod tests {
                 ops.push(op(Operation::AllReduce, 2, Some(0), 110, None));
             }
             let at = OpId { operation: Operation::UserCode, sequence: 0 };
-            RankLook { at, ops, heartbeat_age: None }
+            RankLook { at, ops, source: Source::Direct }
         };
         let labels = (0..ranks).map(|rank| format!("CPU:{rank}")).collect();
         let mut state = LiveState::new("mlp on ranks".into(), labels);
@@ -386,6 +392,22 @@ mod tests {
         state.select(250);
         let text = text(&drawn(&state, [80, 24], false));
         assert!(text.contains(">250 CPU:250") && text.contains("rank 250 (CPU:250)"), "{text}");
+    }
+
+    #[test]
+    fn text_of_a_lane_is_cut_between_words() {
+        let text = "waits for rank 12 0.1 s: all_reduce #118";
+        for (width, expected) in [
+            (40, text),
+            (39, "waits for rank 12 0.1 s: all_reduce"),
+            (24, "waits for rank 12 0.1 s"),
+            (23, "waits for rank 12 0.1 s"),
+            (17, "waits for rank 12"),
+            (16, "waits for rank"),
+            (3, "wai"),
+        ] {
+            assert_eq!(shortened(text, width), expected, "{width}");
+        }
     }
 
     #[test]

@@ -6,7 +6,7 @@ use std::time::Duration;
 use strum::{EnumIter, IntoStaticStr};
 
 use super::arrivals::{Arrivals, HEARTBEAT, is_collective};
-use super::look::{Look, Op, RankLook};
+use super::look::{Look, Op, RankLook, Source};
 use crate::operation::Operation;
 
 /// What a rank does, as a lane shows it.
@@ -82,7 +82,7 @@ pub(super) struct Lane {
     pub doing: String,
     /// The start of the operation; `None` if it is unknown.
     pub since: Option<Duration>,
-    /// The age of the heartbeat that told it; `None` for a rank whose operations are known at once.
+    /// The age of the rank's last heartbeat; `None` for a rank whose operations are known at once.
     pub heartbeat_age: Option<Duration>,
     /// The ranks that have not entered the collective that this rank waits in.
     pub waits_for: Vec<usize>,
@@ -93,7 +93,10 @@ pub(super) struct Lane {
 /// Returns a lane for each rank of `look`.
 pub(super) fn lanes(look: &Look, arrivals: &Arrivals<'_>) -> Vec<Lane> {
     let with_age = |(rank, mine): (usize, &RankLook)| {
-        let heartbeat_age = mine.heartbeat_age.filter(|age| *age < Duration::MAX);
+        let heartbeat_age = match mine.source {
+            Source::Heartbeat(age) => Some(age),
+            Source::Direct | Source::Unknown(_) => None,
+        };
         Lane { heartbeat_age, ..lane(look, arrivals, rank) }
     };
     look.ranks.iter().enumerate().map(with_age).collect()
@@ -114,9 +117,9 @@ fn lane(look: &Look, arrivals: &Arrivals<'_>, rank: usize) -> Lane {
     let own = || mine.ops.iter().rev().filter(|op| !op.on_comm_thread);
     let Some(op) = own().find(is_open) else {
         let Some(last) = own().next() else {
-            let doing = match mine.heartbeat_age {
-                Some(Duration::MAX) => "no heartbeat yet".into(),
-                _ => doing,
+            let doing = match mine.source {
+                Source::Unknown(reason) => reason.into(),
+                Source::Direct | Source::Heartbeat(_) => doing,
             };
             return Lane { phase: known(mine, phase), doing, spans, ..Lane::default() };
         };
@@ -139,8 +142,11 @@ fn lane(look: &Look, arrivals: &Arrivals<'_>, rank: usize) -> Lane {
 
 /// Returns `phase`, or [`Phase::Unknown`] if the rank's last heartbeat is too old to tell.
 fn known(rank: &RankLook, phase: Phase) -> Phase {
-    let is_silent = rank.heartbeat_age.is_some_and(|age| age > 6 * HEARTBEAT);
-    if is_silent { Phase::Unknown } else { phase }
+    match rank.source {
+        Source::Heartbeat(age) if age > 6 * HEARTBEAT => Phase::Unknown,
+        Source::Unknown(_) => Phase::Unknown,
+        Source::Direct | Source::Heartbeat(_) => phase,
+    }
 }
 
 /// Returns the spans of a rank's own operations: phases first, then what lies within them.

@@ -42,8 +42,18 @@ pub(crate) struct RankLook {
     pub at: OpId,
     /// Oldest first.
     pub ops: Vec<Op>,
-    /// Time since the last heartbeat; `None` for a rank whose operations are known at once.
-    pub heartbeat_age: Option<Duration>,
+    pub source: Source,
+}
+
+/// How the operations of a rank are known.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) enum Source {
+    /// At once.
+    Direct,
+    /// From a heartbeat of this age.
+    Heartbeat(Duration),
+    /// Not at all, for this reason.
+    Unknown(&'static str),
 }
 
 /// An operation of a rank.

@@ -14,6 +14,6 @@ mod recording;
 mod state;
 mod view;
 
-pub(crate) use look::{Look, Op, RankLook, RankSource};
+pub(crate) use look::{Look, Op, RankLook, RankSource, Source};
 pub(crate) use player::{Player, SPEEDS};
 pub(crate) use view::LiveView;

@@ -63,10 +63,8 @@ pub(super) fn draw_rank(frame: &mut Frame<'_>, area: Rect, state: &LiveState) {
     let open = look.ops.iter().rev().find(|op| op.is_open());
     let site = open.map(|op| op.site.to_string()).filter(|site| !site.is_empty());
     lines.extend(site.map(|site| format!("called at {site}")));
-    match look.heartbeat_age {
-        None => {}
-        Some(Duration::MAX) => lines.push("no heartbeat has come yet".into()),
-        Some(age) => lines.push(format!("its last heartbeat came {:.1} s ago", age.as_secs_f64())),
+    if let Some(age) = lane.heartbeat_age {
+        lines.push(format!("its last heartbeat came {:.1} s ago", age.as_secs_f64()));
     }
     for op in look.ops.iter().rev().filter(|op| !op.is_open()).take(usize::from(area.height)) {
         let time = op.end(now).saturating_sub(op.started_at).as_secs_f64() * 1e3;

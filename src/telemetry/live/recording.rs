@@ -9,7 +9,7 @@ use std::time::Duration;
 use serde::Deserialize;
 use serde_json::{Map, Value};
 
-use super::look::{Look, Op, RankLook, Site};
+use super::look::{Look, Op, RankLook, Site, Source};
 use crate::error::{Error, Result};
 use crate::files::read_regular;
 use crate::operation::{OpId, Operation};
@@ -118,9 +118,11 @@ impl Recording {
                 _ => Operation::UserCode,
             };
             let at = OpId { operation: at, sequence: 0 };
-            // A rank whose process left no trace.
-            let heartbeat_age = ops.is_empty().then_some(Duration::MAX);
-            RankLook { at, ops: newest.map(until_now).collect(), heartbeat_age }
+            let source = match ops.is_empty() {
+                true => Source::Unknown("not in these traces"),
+                false => Source::Direct,
+            };
+            RankLook { at, ops: newest.map(until_now).collect(), source }
         };
         let ranks = self.ops.iter().map(of_rank).collect();
         Look { now, ranks, groups: self.groups.clone(), ..Look::default() }

@@ -51,7 +51,7 @@ impl LiveView {
         let screen = match Screen::enter() {
             Ok(screen) => screen,
             Err(error) => {
-                printer.info(&format!("--live: the terminal cannot be used: {error}"));
+                printer.report(&format!("--live: the terminal cannot be used: {error}"));
                 return None;
             }
         };
@@ -77,7 +77,7 @@ impl LiveView {
             Ok(thread) => Some(Self { printer: printer.clone(), ends, thread: Some(thread) }),
             Err(error) => {
                 printer.close_live();
-                printer.info(&not_started("the thread of --live", &error));
+                printer.report(&not_started("the thread of --live", &error));
                 None
             }
         }
@@ -100,10 +100,10 @@ impl Drop for LiveView {
         self.printer.close_live();
         match ended {
             Some(Err(_)) => {
-                self.printer.info("--live: the view has failed; the run was not affected")
+                self.printer.report("--live: the view has failed; the run was not affected")
             }
             Some(Ok(Err(error))) => {
-                self.printer.info(&format!("--live: the view has ended: {error}"))
+                self.printer.report(&format!("--live: the view has ended: {error}"))
             }
             Some(Ok(Ok(()))) | None => {}
         }
@@ -222,7 +222,7 @@ impl View {
             KeyCode::Char('d') => self.dump(),
             KeyCode::Char('s' | 'q') => {
                 if let Some(stop) = &self.stop {
-                    stop.ask(StopReason::Key);
+                    stop.ask_unless_asked(StopReason::Key); // the exit code of a signal stays
                 }
             }
             _ => {}

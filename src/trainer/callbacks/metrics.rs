@@ -80,7 +80,7 @@ impl<M> Callback<M> for Metrics {
             let steps_per_epoch = context.loader.num_batches().div_ceil(context.accumulate) as u64;
             let steps = context.max_epochs.saturating_mul(steps_per_epoch);
             let steps = context.max_steps.map_or(steps, |max| max.min(steps));
-            logger.begin(steps, context.state.step);
+            logger.begin(steps, context.state.step)?;
         }
         Ok(())
     }

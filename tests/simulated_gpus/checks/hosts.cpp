@@ -96,11 +96,10 @@ void sees_end(Rank& rank, bool is_other_host) {
   EXPECT(ncclCommAbort(rank.comm) == Success && rank.ends());
 }
 
-// Its peer comes after the abort.
+// Its peer comes after the abort. An operation that began before could still give its data to the peer: what withdraws
+// them travels behind them.
 void aborts(Rank& rank, const Steps& steps) {
   EXPECT(rank.state() == Success);
-  EXPECT(rank.all_reduce() == Success);
-  EXPECT(rank.hangs());
   EXPECT(ncclCommAbort(rank.comm) == Success && rank.ends());
   steps.tell();
 }
@@ -118,14 +117,16 @@ void dies(Rank& rank, const Steps&) {
 }  // namespace
 
 void check_hosts() {
-  const std::pair<const char*, const char*> gpus{"SIM_GPUS", "2"}, cuts{"SIM_NCCL_ABORT_CUTS", "1"};
+  // The proxy holds back for longer than a busy machine takes to get to the abort.
+  const std::pair<const char*, const char*> gpus{"SIM_GPUS", "2"}, cuts{"SIM_NCCL_ABORT_CUTS", "1"},
+      hold{"SIM_NCCL_HOLD_US", "5000000"};
   check("two processes sum", {gpus}, [] { run_processes("a", sum, sum); });
   check("two hosts sum", {gpus}, [] { run_processes("b", sum, sum); });
-  check("an abort after the end cuts off another host", {gpus, cuts},
+  check("an abort after the end cuts off another host", {gpus, cuts, hold},
         [] { run_processes("b", sum_and_abort, is_cut_off); });
-  check("an abort after the end cuts nothing off on the same host", {gpus, cuts},
+  check("an abort after the end cuts nothing off on the same host", {gpus, cuts, hold},
         [] { run_processes("a", sum_and_abort, gets_all); });
-  check("finalize delivers all", {gpus, cuts}, [] { run_processes("b", sum_and_finalize, gets_all); });
+  check("finalize delivers all", {gpus, cuts, hold}, [] { run_processes("b", sum_and_finalize, gets_all); });
   check("an abort frees only its rank, also between processes", {gpus}, [] {
     run_processes("a", [](Rank& rank, const Steps& steps) { sees_abort(rank, steps, false); }, aborts);
   });

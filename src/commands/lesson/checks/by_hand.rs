@@ -148,7 +148,7 @@ fn deep_model(vs: &VarStore, layers: usize, width: i64) -> anyhow::Result<nn::Se
     Ok(model)
 }
 
-/// Returns random inputs, others for each rank.
+/// Returns random inputs, different on each rank.
 fn inputs(rank: usize, shape: [i64; 2]) -> anyhow::Result<Tensor> {
     Ok(fork_rng(rank as u64, || Tensor::rand(shape, (Kind::Float, Device::Cpu)))?)
 }

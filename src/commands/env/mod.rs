@@ -1,36 +1,40 @@
 //! `ddp-mp env`: the software and devices of this machine, and the run that they would give.
 
+mod options;
+
 use std::io::Write;
 
 use serde::Serialize;
 
+use super::Versions;
 use crate::config::{Config, Data};
 use crate::error::Result;
 use crate::ffi::{self, cuda::Cuda};
 use crate::launch::{Binding, Launch, LaunchKind, Placement, SpawnChoice};
 use crate::os::cores;
-use crate::process_group::{nccl_version, rank_label};
+use crate::process_group::rank_label;
 use crate::session::{open_data, place_all};
 use crate::telemetry::Printer;
+use options::{ShownOption, options, write_options};
 
 #[derive(Serialize)]
 struct Report {
-    version: &'static str,
+    #[serde(flatten)]
+    versions: Versions,
     cpu_cores: usize,
     cuda_driver: Option<String>,
     cuda_visible_devices: Option<String>,
     gpus: Vec<String>,
     gpu_problem: Option<String>,
-    libtorch: String,
     libtorch_folder: Option<String>,
     keeps_memory: bool,
-    nccl: Option<String>,
     /// `None` if the launcher's variables are invalid.
     launcher: Option<&'static str>,
     launch: Option<Launched>,
     data: Option<Samples>,
     plan: Option<Plan>,
     plan_problem: Option<String>,
+    options: Vec<ShownOption>,
 }
 
 /// The settings of the launcher, or the defaults without one.
@@ -101,35 +105,41 @@ impl Plan {
     }
 }
 
-/// Prints what was found on this machine, and what `ddp-mp` with `config` would run. Opens the data for that.
+/// Prints what was found on this machine, and what `ddp-mp` with `config` would run. Opens the data for that. Lists
+/// `all` options, or those without their default.
 ///
 /// # Errors
 /// When stdout can't be written. A configuration that can't be run here is part of the report.
-pub fn env(config: &Config, cuda: &Cuda, printer: &Printer) -> anyhow::Result<()> {
+pub fn env(
+    config: &Config,
+    all: bool,
+    versions: Versions,
+    cuda: &Cuda,
+    printer: &Printer,
+) -> anyhow::Result<()> {
     let launch = Launch::from_env(&config.launch_options(), cuda);
     let (data, plan) = match open_data(config.clone()) {
         Ok((config, data)) => (Some(Samples::of(&config, &data)), place_all(&config, cuda)),
         Err(error) => (None, Err(error)),
     };
     let report = Report {
-        version: env!("CARGO_PKG_VERSION"),
+        versions,
         cpu_cores: cores(),
         cuda_driver: cuda.driver.clone(),
         cuda_visible_devices: std::env::var_os("CUDA_VISIBLE_DEVICES")
             .map(|value| value.to_string_lossy().into_owned()),
         gpus: cuda.gpus.clone(),
         gpu_problem: cuda.problem.clone(),
-        libtorch: ffi::version(),
         libtorch_folder: ffi::library_folder().map(|folder| folder.display().to_string()),
         keeps_memory: ffi::keeps_memory(),
-        nccl: nccl_version(),
         launcher: launch.as_ref().ok().map(|launch| launch.kind.name()),
         launch: launch.as_ref().ok().map(Launched::of),
         data,
         plan_problem: plan.as_ref().err().map(ToString::to_string),
         plan: plan.ok().map(|(placement, binding)| Plan::of(&placement, binding)),
+        options: options(config, launch.as_ref().ok(), all)?,
     };
-    Ok(printer.result(&report, |out| write_text(&report, &launch, config, out))?)
+    Ok(printer.result(&report, |out| write_text(&report, &launch, config, all, out))?)
 }
 
 impl Launched {
@@ -156,11 +166,12 @@ fn write_text(
     report: &Report,
     launch: &Result<Launch>,
     config: &Config,
+    all: bool,
     out: &mut dyn Write,
 ) -> std::io::Result<()> {
     let none = || "none".to_string();
     let mut row = |name: &str, value: String| writeln!(out, "{name:<22}{value}");
-    row("ddp-mp", report.version.into())?;
+    row("ddp-mp", report.versions.program())?;
     row("CPU cores", report.cpu_cores.to_string())?;
     row("NVIDIA driver", report.cuda_driver.as_ref().map_or_else(none, |v| format!("CUDA {v}")))?;
     if let Some(value) = &report.cuda_visible_devices {
@@ -173,10 +184,10 @@ fn write_text(
     if let Some(problem) = &report.gpu_problem {
         row("  cannot be used", problem.clone())?;
     }
-    row("libtorch", report.libtorch.clone())?;
+    row("libtorch", report.versions.libtorch.clone())?;
     row("  loaded from", report.libtorch_folder.clone().unwrap_or_else(none))?;
     row("  freed CPU memory", if report.keeps_memory { "kept" } else { "returned" }.into())?;
-    row("NCCL", report.nccl.clone().unwrap_or_else(none))?;
+    row("NCCL", report.versions.nccl.clone().unwrap_or_else(none))?;
     match launch {
         Ok(launch) if launch.kind == LaunchKind::Local => {
             let are = match config.launch.spawn {
@@ -223,5 +234,5 @@ fn write_text(
         }
         (None, problem) => row("would fail", problem.clone().unwrap_or_default())?,
     }
-    writeln!(out, "\nconfiguration, as a file for --config:\n\n{config}")
+    write_options(&report.options, all, out)
 }

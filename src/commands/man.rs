@@ -1,0 +1,55 @@
+//! `ddp-mp man`: the manual pages of the program and of its commands.
+
+use std::path::{Path, PathBuf};
+use std::{fs, io};
+
+use clap::{Args, Command};
+use clap_mangen::Man;
+
+use crate::error::Error;
+use crate::os::limits::explain;
+use crate::telemetry::Printer;
+
+/// The flags of `man`.
+#[derive(Debug, Clone, Args)]
+pub struct ManFlags {
+    /// Folder for all pages; without it the first is printed
+    ///
+    /// One page for each command, such as ddp-mp-train.1. man finds those in ~/.local/share/man/man1
+    #[arg(value_name = "DIR")]
+    pub folder: Option<PathBuf>,
+}
+
+/// Writes the manual page of `command` and of each of its subcommands into a folder, or prints the first one.
+///
+/// # Errors
+/// [`Error::InvalidInput`] when the folder cannot be written, and an error when stdout can't be written.
+pub fn man(flags: &ManFlags, command: Command, printer: &Printer) -> anyhow::Result<()> {
+    let mut command = command.disable_help_subcommand(true);
+    command.build(); // gives each subcommand its whole name
+    let Some(folder) = &flags.folder else {
+        let mut text = Vec::new();
+        page(command).render(&mut text)?;
+        return Ok(printer.lines(|out| out.write_all(&text))?);
+    };
+    let written = fs::create_dir_all(folder).and_then(|()| write_pages(command, folder));
+    written.map_err(|error| {
+        let problem = format!("man {}: {}; use another folder", folder.display(), explain(&error));
+        Error::InvalidInput(problem).into()
+    })
+}
+
+fn write_pages(command: Command, folder: &Path) -> io::Result<()> {
+    for subcommand in command.get_subcommands() {
+        write_pages(subcommand.clone(), folder)?;
+    }
+    page(command).generate_to(folder).map(drop)
+}
+
+/// Returns the page of `command`, with all options and the usage of its help.
+fn page(mut command: Command) -> Man {
+    let usage = command.render_usage().to_string();
+    let usage = usage.strip_prefix("Usage: ").unwrap_or(&usage).to_owned();
+    let command = command.override_usage(usage).mut_args(|arg| arg.hide_short_help(false));
+    Man::new(command).source(concat!("ddp-mp ", env!("CARGO_PKG_VERSION")))
+}

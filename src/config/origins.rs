@@ -1,0 +1,99 @@
+//! The origin of each option's value: a flag, the file of `--config`, or the default.
+
+use std::collections::BTreeSet;
+use std::fmt;
+use std::path::{Path, PathBuf};
+
+use toml::Table;
+
+use super::{Config, flag_name};
+use crate::error::Result;
+
+/// The options that flags and a file gave. Two configurations with the same values are equal, whatever their origins.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Origins {
+    file: Option<PathBuf>,
+    in_file: BTreeSet<String>,
+    flags: BTreeSet<String>,
+}
+
+impl PartialEq for Origins {
+    fn eq(&self, _: &Self) -> bool {
+        true
+    }
+}
+
+/// The origin of an option's value.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Origin<'a> {
+    /// Neither a flag nor a file gives it.
+    Default,
+    /// The file of `--config`.
+    File(&'a Path),
+    /// A flag, which wins over a file.
+    Flag,
+}
+
+impl fmt::Display for Origin<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Origin::Default => f.write_str("default"),
+            Origin::File(path) => path.display().fmt(f),
+            Origin::Flag => f.write_str("flag"),
+        }
+    }
+}
+
+/// An option with its value and the origin of the value.
+#[derive(Debug, Clone)]
+pub struct OptionValue<'a> {
+    /// The key in a file.
+    pub key: String,
+    /// The value. `None` if it has none.
+    pub value: Option<serde_json::Value>,
+    /// The origin of the value.
+    pub origin: Origin<'a>,
+}
+
+impl Origins {
+    pub(super) fn new(file: Option<&Path>, in_file: &Table, flags: &Table) -> Self {
+        let keys = |table: &Table| table.keys().cloned().collect();
+        Self { file: file.map(Path::to_owned), in_file: keys(in_file), flags: keys(flags) }
+    }
+
+    fn of(&self, key: &str) -> Origin<'_> {
+        match &self.file {
+            _ if self.flags.contains(key) => Origin::Flag,
+            Some(file) if self.in_file.contains(key) => Origin::File(file),
+            _ => Origin::Default,
+        }
+    }
+}
+
+impl Config {
+    /// Returns the name of the option `key` for an error about its value: the flag, or the file and the key.
+    pub(crate) fn name_of(&self, key: &str) -> String {
+        match self.origins.of(key) {
+            Origin::File(file) => format!("{}: {key}", file.display()),
+            Origin::Flag | Origin::Default => flag_name(key),
+        }
+    }
+
+    /// Returns all options, in the order of the help, with their values and where these come from.
+    ///
+    /// # Errors
+    /// As [`Config::options`].
+    pub fn values_with_origins(&self) -> Result<Vec<OptionValue<'_>>> {
+        let values = self.values()?;
+        let command = Self::command();
+        let option = |arg: &clap::Arg| {
+            let key = arg.get_id().as_str();
+            OptionValue {
+                key: key.to_owned(),
+                value: values.get(key).cloned(),
+                origin: self.origins.of(key),
+            }
+        };
+        Ok(command.get_arguments().map(option).collect())
+    }
+}

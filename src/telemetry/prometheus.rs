@@ -1,0 +1,366 @@
+//! The file of `--prometheus`: the latest metrics in Prometheus' text format, for the node exporter's textfile collector.
+//!
+//! Each write replaces the whole file, so that the collector never reads a part of one.
+
+use std::fmt::{self, Write};
+use std::path::Path;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use parking_lot::Mutex;
+
+use super::{End, Marks, Output};
+use crate::error::{Error, Result};
+use crate::os::limits::explain;
+use crate::records::{TrainMetrics, ValidationMetrics};
+
+const MARKS: Marks = Marks { begins: "# HELP ddpmp_", before: "# ddp-mp ", after: "\n" };
+
+/// What is known of a run before its first step.
+#[derive(Debug, Clone)]
+pub(crate) struct RunFacts {
+    pub model: &'static str,
+    pub backend: &'static str,
+    pub world_size: usize,
+    /// The number of restarts before this start.
+    pub restarts: usize,
+}
+
+/// The state of a run.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) enum RunState {
+    #[default]
+    Running,
+    Done,
+    /// Ended before its last epoch, by a signal or a limit.
+    Stopped,
+    Failed,
+}
+
+impl RunState {
+    const ALL: [Self; 4] = [Self::Running, Self::Done, Self::Stopped, Self::Failed];
+
+    /// Returns the state in which a run with the outcome `name` ends: `done`, `stopped` or `failed`.
+    pub(crate) fn named(name: &str) -> Self {
+        Self::ALL.into_iter().find(|state| state.name() == name).unwrap_or_default()
+    }
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Running => "running",
+            Self::Done => "done",
+            Self::Stopped => "stopped",
+            Self::Failed => "failed",
+        }
+    }
+}
+
+/// The file, and the latest metrics.
+#[derive(Debug)]
+pub(crate) struct PrometheusFile {
+    output: Output,
+    /// The file's name without its ending: the label `run`, which differs between the files of one folder.
+    run: String,
+    facts: RunFacts,
+    began: SystemTime,
+    latest: Mutex<Latest>,
+}
+
+/// The latest metrics. `None` if there are none yet.
+#[derive(Debug, Default)]
+struct Latest {
+    state: RunState,
+    /// The steps that had been made at the start.
+    first_step: u64,
+    train: Option<TrainMetrics>,
+    validation: Option<ValidationMetrics>,
+    end: Option<End>,
+}
+
+impl PrometheusFile {
+    /// Checks that a file can be written at `path`. Writes nothing.
+    ///
+    /// # Errors
+    /// [`Error::InvalidInput`] that names the path.
+    pub(crate) fn new(path: &Path, facts: RunFacts) -> Result<Self> {
+        let output = Output::new(path, MARKS).map_err(|error| {
+            let reason = explain(&error);
+            Error::InvalidInput(format!("--prometheus {}: {reason}", path.display()))
+        })?;
+        let run = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+        Ok(Self { output, run, facts, began: SystemTime::now(), latest: Mutex::default() })
+    }
+
+    /// Writes that the run has started, of which `done` steps have been made.
+    ///
+    /// # Errors
+    /// [`Error::Write`], like the functions below.
+    pub(super) fn begin(&self, done: u64) -> Result<()> {
+        self.write(|latest| latest.first_step = done)
+    }
+
+    pub(super) fn train(&self, metrics: &TrainMetrics) -> Result<()> {
+        self.write(|latest| latest.train = Some(metrics.clone()))
+    }
+
+    pub(super) fn validation(&self, metrics: &ValidationMetrics) -> Result<()> {
+        self.write(|latest| latest.validation = Some(metrics.clone()))
+    }
+
+    /// Keeps the numbers of a run that is over, for [`finish`](Self::finish).
+    pub(crate) fn keep(&self, end: &End) {
+        self.latest.lock().end = Some(end.clone());
+    }
+
+    /// Writes how the run has ended.
+    pub(crate) fn finish(&self, state: RunState) -> Result<()> {
+        self.write(|latest| latest.state = state)
+    }
+
+    fn write(&self, update: impl FnOnce(&mut Latest)) -> Result<()> {
+        let mut latest = self.latest.lock();
+        update(&mut latest);
+        let text = self.text(&latest, SystemTime::now());
+        self.output.write(|file| file.write_all(text.as_bytes())).map_err(|error| {
+            let what = format!("--prometheus {}", self.output.path().display());
+            Error::Write { what, reason: explain(&error) }
+        })
+    }
+
+    /// Returns all metrics as text. A metric without a value is left out.
+    fn text(&self, latest: &Latest, now: SystemTime) -> String {
+        let Self { facts, began, .. } = self;
+        let Latest { state, first_step, train, validation, end } = latest;
+        let mut text = Text { text: String::new(), run: &self.run };
+        let program = [
+            ("version", env!("CARGO_PKG_VERSION")),
+            ("model", facts.model),
+            ("backend", facts.backend),
+        ];
+        text.gauge("run_info", "Version, model and backend of the run", &program, Some(1.0));
+        text.head("run_state", "gauge", "State of the run: 1 for the current one");
+        for one in RunState::ALL {
+            let value = f64::from(u8::from(one == *state));
+            text.sample("run_state", &[("state", one.name())], value);
+        }
+        let start = "Time of this start, since the epoch";
+        text.gauge("start_time_seconds", start, &[], seconds(*began));
+        let update = "Time of the last update of this file, since the epoch";
+        text.gauge("last_update_time_seconds", update, &[], seconds(now));
+        text.gauge("ranks", "Number of ranks", &[], Some(facts.world_size as f64));
+        text.counter("restarts_total", "Restarts after a failure", Some(facts.restarts as f64));
+        let train_step = train.as_ref().map(|train| train.step);
+        let step = train_step.unwrap_or(*first_step).max(end.as_ref().map_or(0, |end| end.steps));
+        text.counter(
+            "steps_total",
+            "Steps of the run, with those before a resume",
+            Some(step as f64),
+        );
+        if let Some(train) = train {
+            let skipped = train.skipped_steps.map(|steps| steps as f64);
+            text.counter("skipped_steps_total", "Steps without finite values", skipped);
+            for (name, help, value) in [
+                ("epoch", "Epoch, from 0", Some(train.epoch as f64)),
+                ("loss", "Mean loss since the last update", Some(train.loss)),
+                ("learning_rate", "Learning rate of the last step", Some(train.lr)),
+                ("gradient_norm", "Norm of the last step's gradients", train.grad_norm),
+                ("step_seconds", "Mean duration of a step", Some(train.step_us / 1e6)),
+                ("samples_per_second", "Samples of all ranks", Some(train.samples_per_second)),
+                ("tokens_per_second", "Tokens of all ranks", train.tokens_per_second),
+            ] {
+                text.gauge(name, help, &[], value);
+            }
+        }
+        if let Some(validation) = validation {
+            let ValidationMetrics { loss, bits_per_token, accuracy, .. } = validation;
+            for (name, help, value) in [
+                ("validation_loss", "Loss of the last validation", Some(*loss)),
+                (
+                    "validation_bits_per_token",
+                    "Loss of the last validation in bits",
+                    *bits_per_token,
+                ),
+                ("validation_accuracy", "Accuracy of the last validation, from 0 to 1", *accuracy),
+            ] {
+                text.gauge(name, help, &[], value);
+            }
+        }
+        if let Some(end) = end {
+            text.by_rank(
+                "rank_data_wait_seconds",
+                "Time that a rank waited for data, at the end of the run",
+                &end.data_wait_seconds_by_rank,
+            );
+            text.by_rank(
+                "rank_collective_seconds",
+                "Time of a rank in collectives, with waiting, at the end of the run",
+                &end.collective_seconds_by_rank,
+            );
+            if let Some(straggler) = &end.straggler {
+                let rank = straggler.rank.to_string();
+                let labels = [("rank", &rank[..]), ("phase", straggler.phase)];
+                let help = "Time that the others waited for the straggler";
+                text.gauge("straggler_seconds", help, &labels, Some(straggler.seconds));
+            }
+        }
+        text.text
+    }
+}
+
+fn seconds(time: SystemTime) -> Option<f64> {
+    time.duration_since(UNIX_EPOCH).ok().map(|since| since.as_secs_f64())
+}
+
+/// The text of the metrics of one run.
+struct Text<'a> {
+    text: String,
+    /// The label `run` of each sample.
+    run: &'a str,
+}
+
+impl Text<'_> {
+    fn counter(&mut self, name: &str, help: &str, value: Option<f64>) {
+        if let Some(value) = value {
+            self.head(name, "counter", help);
+            self.sample(name, &[], value);
+        }
+    }
+
+    fn gauge(&mut self, name: &str, help: &str, labels: &[(&str, &str)], value: Option<f64>) {
+        if let Some(value) = value {
+            self.head(name, "gauge", help);
+            self.sample(name, labels, value);
+        }
+    }
+
+    fn by_rank(&mut self, name: &str, help: &str, values: &[f64]) {
+        self.head(name, "gauge", help);
+        for (rank, value) in values.iter().enumerate() {
+            self.sample(name, &[("rank", &rank.to_string())], *value);
+        }
+    }
+
+    fn head(&mut self, name: &str, kind: &str, help: &str) {
+        self.line(format_args!("# HELP ddpmp_{name} {help}"));
+        self.line(format_args!("# TYPE ddpmp_{name} {kind}"));
+    }
+
+    fn sample(&mut self, name: &str, labels: &[(&str, &str)], value: f64) {
+        let label = |(name, value): &(&str, &str)| format!(",{name}=\"{}\"", in_quotes(value));
+        let labels: String = labels.iter().map(label).collect();
+        let run = in_quotes(self.run);
+        self.line(format_args!("ddpmp_{name}{{run=\"{run}\"{labels}}} {}", number(value)));
+    }
+
+    fn line(&mut self, line: fmt::Arguments<'_>) {
+        let _ = writeln!(self.text, "{line}"); // a String takes everything
+    }
+}
+
+/// Returns a label's value as it is written between quotes.
+fn in_quotes(value: &str) -> String {
+    value.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n")
+}
+
+fn number(value: f64) -> String {
+    match value {
+        f64::INFINITY => "+Inf".into(),
+        f64::NEG_INFINITY => "-Inf".into(),
+        _ if value.fract() == 0.0 && value.abs() < 1e15 => format!("{value:.0}"),
+        _ => format!("{value:?}"), // the shortest digits that give this number, or NaN
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::time::Duration;
+
+    use super::*;
+
+    fn file(path: &Path) -> PrometheusFile {
+        let facts = RunFacts { model: "mlp", backend: "gloo", world_size: 2, restarts: 1 };
+        let began = UNIX_EPOCH + Duration::from_millis(1500);
+        PrometheusFile { began, ..PrometheusFile::new(path, facts).unwrap() }
+    }
+
+    #[test]
+    fn text_has_the_format_of_prometheus() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = file(&folder.path().join("a \"b\"\\c\n.prom"));
+        let mut latest = Latest { first_step: 7, ..Latest::default() };
+        let now = UNIX_EPOCH + Duration::from_secs(3);
+        let version = env!("CARGO_PKG_VERSION");
+        let run = "run=\"a \\\"b\\\"\\\\c\\n\"";
+        let first = format!(
+            "# HELP ddpmp_run_info Version, model and backend of the run\n\
+             # TYPE ddpmp_run_info gauge\n\
+             ddpmp_run_info{{{run},version=\"{version}\",model=\"mlp\",backend=\"gloo\"}} 1\n\
+             # HELP ddpmp_run_state State of the run: 1 for the current one\n\
+             # TYPE ddpmp_run_state gauge\n\
+             ddpmp_run_state{{{run},state=\"running\"}} 1\n\
+             ddpmp_run_state{{{run},state=\"done\"}} 0\n\
+             ddpmp_run_state{{{run},state=\"stopped\"}} 0\n\
+             ddpmp_run_state{{{run},state=\"failed\"}} 0\n\
+             # HELP ddpmp_start_time_seconds Time of this start, since the epoch\n\
+             # TYPE ddpmp_start_time_seconds gauge\n\
+             ddpmp_start_time_seconds{{{run}}} 1.5\n\
+             # HELP ddpmp_last_update_time_seconds Time of the last update of this file, since the epoch\n\
+             # TYPE ddpmp_last_update_time_seconds gauge\n\
+             ddpmp_last_update_time_seconds{{{run}}} 3\n\
+             # HELP ddpmp_ranks Number of ranks\n\
+             # TYPE ddpmp_ranks gauge\n\
+             ddpmp_ranks{{{run}}} 2\n\
+             # HELP ddpmp_restarts_total Restarts after a failure\n\
+             # TYPE ddpmp_restarts_total counter\n\
+             ddpmp_restarts_total{{{run}}} 1\n\
+             # HELP ddpmp_steps_total Steps of the run, with those before a resume\n\
+             # TYPE ddpmp_steps_total counter\n\
+             ddpmp_steps_total{{{run}}} 7\n"
+        );
+        assert_eq!(file.text(&latest, now), first);
+        latest.train = Some(TrainMetrics {
+            step: 20,
+            epoch: 1,
+            loss: f64::INFINITY,
+            lr: 1e-20,
+            grad_norm: Some(f64::NAN),
+            skipped_steps: None,
+            step_us: 250.0,
+            samples_per_second: 1234.5,
+            tokens_per_second: None,
+        });
+        let text = file.text(&latest, now);
+        for (name, value) in [
+            ("steps_total", "20"),
+            ("epoch", "1"),
+            ("loss", "+Inf"),
+            ("learning_rate", "1e-20"),
+            ("gradient_norm", "NaN"),
+            ("step_seconds", "0.00025"),
+            ("samples_per_second", "1234.5"),
+        ] {
+            assert!(text.contains(&format!("\nddpmp_{name}{{{run}}} {value}\n")), "{text}");
+        }
+        assert!(!text.contains("skipped") && !text.contains("tokens"), "{text}");
+    }
+
+    #[test]
+    fn file_is_replaced_whole_and_no_other_file_is() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("new/run.prom");
+        let read = || fs::read_to_string(&path).unwrap();
+        let first = file(&path);
+        assert!(!path.exists());
+        first.begin(3).unwrap();
+        assert!(read().contains("ddpmp_steps_total{run=\"run\"} 3\n"), "{}", read());
+        first.finish(RunState::Failed).unwrap();
+        assert!(read().contains("{run=\"run\",state=\"failed\"} 1\n"), "{}", read());
+        file(&path).begin(0).unwrap(); // that of a later start
+        assert!(read().contains("{run=\"run\",state=\"failed\"} 0\n"), "{}", read());
+        assert_eq!(fs::read_dir(path.parent().unwrap()).unwrap().count(), 1);
+        fs::write(&path, "other_metric 1\n").unwrap();
+        let error = first.begin(0).unwrap_err().to_string();
+        assert!(error.contains("--prometheus") && error.contains("did not write that file"));
+        assert_eq!(read(), "other_metric 1\n");
+    }
+}

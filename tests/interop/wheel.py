@@ -1,0 +1,244 @@
+"""Installs the wheel into an environment of its own, and uses it there as its users do.
+
+wheel.py WHEEL PROGRAM LIBTORCH SIMULATED_GPUS
+
+The environment gets PyTorch from the Python that runs this. It lies outside the clone, and while it is used, the
+libtorch of the clone is moved away. PROGRAM is what the wheel was built from, with the libtorch in the folder LIBTORCH.
+SIMULATED_GPUS is the folder that `make simulated-gpus` builds.
+"""
+
+import contextlib
+import fcntl
+import importlib.metadata
+import json
+import os
+import pathlib
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+
+REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
+LIMIT = 180
+FLAGS = ["--model=mlp", "--hidden=64,64", "--max-epochs=2", "--log-format=json"]
+TWO = ["--nproc-per-node=2", *FLAGS]
+# Until it is ended.
+ENDLESS = ["--max-epochs=1000000", "--num-samples=65536"]
+
+
+def fail(what):
+    sys.exit(f"wheel.py: {what}")
+
+
+def check(is_true, what):
+    if not is_true:
+        fail(what)
+
+
+def passed(what):
+    print(f"wheel: {what}", flush=True)
+
+
+def clean_environment(**variables):
+    """Without the variables that could lead to a libtorch or a Python package of the clone. One core's threads, as
+    torchrun sets it: another number of threads adds up in another order."""
+    kept = {name: os.environ[name] for name in ["PATH", "HOME", "TMPDIR"] if name in os.environ}
+    return {**kept, "OMP_NUM_THREADS": "1", **variables}
+
+
+def run(*command, code=0, folder=None, **variables):
+    command = [str(part) for part in command]
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=clean_environment(**variables),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+    )
+    shown = f"{' '.join(command)}:\n{done.stdout}{done.stderr}"
+    check(done.returncode == code, f"exit code {done.returncode}, not {code}: {shown}")
+    return done
+
+
+def parameters(done):
+    """The hash of the trained parameters."""
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    [end] = [event for event in map(json.loads, lines) if event["event"] == "end"]
+    return end["parameters_hash"]
+
+
+def sampled(folder, *program):
+    """What a small gpt writes after it was trained a little."""
+    folder.mkdir()
+    text = f"--dataset=text:{REPOSITORY / 'assets/shakespeare.txt'}"
+    size = ["--n-layer=1", "--n-head=2", "--n-embd=32", "--block-size=16", "--batch-size=8"]
+    saving = ["--max-steps=5", "--checkpoint-dir=run"]
+    run(*program, "--model=gpt", text, *size, *saving, "--nproc-per-node=2", folder=folder)
+    sample = ["sample", "--checkpoint=run", "--prompt=ROMEO:", "--num-tokens=20"]
+    text = run(*program, *sample, folder=folder).stdout
+    check(text.startswith("ROMEO:") and len(text) > len("ROMEO:") + 5, f"sample wrote {text!r}")
+    return text
+
+
+def link_or_copy(source, target):
+    try:
+        os.link(source, target)
+    except OSError:  # another file system
+        shutil.copy2(source, target)
+
+
+def make_environment(folder, wheel):
+    """Makes a virtual environment with the PyTorch of this Python, and installs the wheel. Returns the folders of its
+    programs and of its packages."""
+    run(sys.executable, "-m", "venv", folder)
+    python = folder / "bin/python"
+    where = "import sysconfig; print(sysconfig.get_path('platlib'))"
+    packages = pathlib.Path(run(python, "-c", where).stdout.strip())
+    for source in pathlib.Path(sysconfig.get_path("platlib")).iterdir():
+        target = packages / source.name
+        if source.is_dir() and not target.exists():
+            no_headers = shutil.ignore_patterns("include")
+            shutil.copytree(source, target, ignore=no_headers, copy_function=link_or_copy)
+        elif source.is_file() and not target.exists():
+            link_or_copy(source, target)
+    # This PyTorch is without the CUDA packages, which pip would fetch.
+    run(python, "-m", "pip", "install", "--no-index", "--no-deps", wheel)
+    return folder / "bin", packages
+
+
+@contextlib.contextmanager
+def moved_away(libtorch):
+    """Moves the clone's `.libtorch` away, if `libtorch` is in it. A libtorch of the user's own stays."""
+    place = REPOSITORY / ".libtorch"
+    away = REPOSITORY / ".libtorch.away"
+    if place not in libtorch.parents:
+        passed("the libtorch of the build is not the clone's, and stays where it is")
+        yield False
+        return
+    # The lock that .cargo/fetch-libtorch.sh takes: it does not fetch what is only away.
+    lock = os.open(REPOSITORY / ".cargo", os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    if away.exists():  # of a run that was killed; another was fetched since
+        shutil.rmtree(away)
+    try:
+        place.rename(away)
+        yield True
+    finally:
+        away.rename(place)
+        os.close(lock)
+
+
+def check_file(wheel, libtorch, packages):
+    """What the wheel says of itself, and what its program says of the machine that built it."""
+    [found] = importlib.metadata.distributions(name="ddp-mp", path=[str(packages)])
+    check(found.requires == ["torch==2.11.*"], f"it depends on {found.requires}")
+    program = packages / "ddp_mp/ddp-mp"
+    symbols = run("objdump", "-T", program).stdout
+    needed = max(int(minor) for minor in re.findall(r"\(GLIBC_2\.(\d+)", symbols))
+    tag = re.search(r"-py3-none-manylinux_2_(\d+)_\w+\.whl$", wheel.name)
+    check(tag, f"{wheel.name} does not name a glibc")
+    # libstdc++ can make it newer than the functions of glibc do.
+    text = f"it needs glibc 2.{needed}, and {wheel.name} names 2.{tag[1]}"
+    check(int(tag[1]) >= needed, text)
+    passed(f"{wheel.stat().st_size / 1e6:.1f} MB; {text}")
+
+    cargo = os.environ.get("CARGO_HOME", pathlib.Path.home() / ".cargo")
+    for file in [program, packages / "ddp_mp/libnccl.so"]:
+        contents = file.read_bytes()
+        for path in [REPOSITORY, libtorch, libtorch.resolve(), cargo]:
+            check(str(path).encode() not in contents, f"{file.name} names {path}")
+        dynamic = run("readelf", "-d", file).stdout
+        [places] = re.findall(r"\((?:RUNPATH|RPATH)\).*\[(.*)\]", dynamic)
+        relative = [place.startswith("$ORIGIN") for place in places.split(":")]
+        check(all(relative), f"{file.name} looks for libraries in {places}")
+    passed("it names no folder of the machine that built it")
+
+
+def check_signal(program, file):
+    """The command becomes the program, which gets the signal."""
+    process = subprocess.Popen(
+        [program, *ENDLESS],
+        env=clean_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
+    with process:
+        try:
+            process.stdout.readline()
+            started = pathlib.Path(f"/proc/{process.pid}/exe").resolve()
+            check(started == file, f"the process runs {started}, not {file}")
+            process.send_signal(signal.SIGTERM)
+            process.communicate(timeout=LIMIT)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # what a failed check leaves
+    code = process.returncode
+    check(code == 128 + signal.SIGTERM, f"exit code {code} after SIGTERM")
+    passed("the command is replaced by the program, which stops at a signal")
+
+
+def check_gpus(program, packages, stand_ins, folder, expected):
+    """On simulated GPUs, with NCCL where the CUDA packages have it, and without."""
+    folder.mkdir()
+    for name in ["libcuda.so.1", "libtorch_cuda.so"]:
+        (folder / name).symlink_to(stand_ins / name)
+    gpus = {"LD_LIBRARY_PATH": str(folder), "SIM_GPUS": "2"}
+    nccl = packages / "nvidia/nccl/lib/libnccl.so.2"
+    check(not nccl.exists(), f"{nccl} is there already")
+    error = run(program, *TWO, code=2, **gpus).stderr
+    check("libnccl was not found" in error, f"without NCCL: {error}")
+    nccl.parent.mkdir(parents=True)
+    shutil.copy(stand_ins / nccl.name, nccl)
+    for spawn in ["threads", "processes"]:
+        done = run(program, *TWO, f"--spawn={spawn}", **gpus)
+        check('"nccl"' in done.stdout and "GPU:1" in done.stdout, f"no NCCL: {done.stdout}")
+        check(parameters(done) == expected, f"{spawn} on GPUs: {done.stdout}")
+    passed("simulated GPUs, with the NCCL of the environment: the same parameters")
+
+
+def main():
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    wheel, program, libtorch, stand_ins = (pathlib.Path(it).absolute() for it in sys.argv[1:])
+    with tempfile.TemporaryDirectory() as folder:
+        folder = pathlib.Path(folder).resolve()
+        expected = parameters(run(program, *TWO))
+        expected_text = sampled(folder / "expected", program)
+        commands, packages = make_environment(folder / "environment", wheel)
+        check_file(wheel, libtorch, packages)
+        file = packages / "ddp_mp/ddp-mp"
+        command, python = commands / "ddp-mp", commands / "python"
+        with moved_away(libtorch) as is_away:
+            if is_away:
+                run(program, "--version", code=127)  # the loader does not find libtorch
+            loaded = json.loads(run(command, "env", "--log-format=json").stdout)["libtorch_folder"]
+            check(os.path.realpath(loaded) == f"{packages}/torch/lib", f"libtorch is in {loaded}")
+
+            run(command, "--max-epochs=2", folder=folder)
+            torchrun = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+            for what, start in {
+                "ddp-mp": [command, *TWO],
+                "python -m ddp_mp": [python, "-m", "ddp_mp", *TWO],
+                "--spawn=processes": [command, *TWO, "--spawn=processes"],
+                "torchrun --no-python": [*torchrun, "--no-python", command, *FLAGS],
+                "torchrun -m ddp_mp": [*torchrun, "-m", "ddp_mp", *FLAGS],
+            }.items():
+                found = parameters(run(*start))
+                check(found == expected, f"{what}: parameters {found}, in the clone {expected}")
+                passed(f"{what}: parameters {found}, as in the clone")
+            text = sampled(folder / "found", command)
+            check(text == expected_text, f"sample wrote {text!r}, in the clone {expected_text!r}")
+            passed("sample writes the text that it writes in the clone")
+            run(command, "--no-such-flag", code=2)
+            check_signal(command, file)
+            check_gpus(command, packages, stand_ins, folder / "gpus", expected)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,187 @@
+//! What a user of a Unix shell expects: completions, manual pages, the versions, --quiet, and colours on request only.
+
+use std::fs;
+use std::process::{Command, Stdio};
+
+use crate::harness::{program, run, run_command};
+
+fn completions(shell: &str) -> String {
+    let (code, script, stderr) = run(&["completions", shell]);
+    assert_eq!((code, stderr.as_str()), (Some(0), ""));
+    assert!(script.contains("max-epochs") && script.contains("simulate-cluster"), "{script}");
+    script
+}
+
+/// What bash completes the last of `words` to.
+fn completed(words: &[&str]) -> String {
+    let script = "source <(cat); COMP_WORDS=(\"$@\"); COMP_CWORD=$(($# - 1)); f=$(complete -p ddp-mp); f=${f##*-F }; \
+                  ${f%% *} ddp-mp \"${COMP_WORDS[COMP_CWORD]}\" \"${COMP_WORDS[COMP_CWORD - 1]}\"; \
+                  echo \"${COMPREPLY[*]}\"";
+    let mut bash = Command::new("bash");
+    bash.args(["--norc", "-euc", script, "bash"]).args(words);
+    let (code, stdout, stderr) = with_input(bash, &completions("bash"));
+    assert_eq!((code, stderr.as_str()), (Some(0), ""), "{words:?}");
+    stdout.trim().to_owned()
+}
+
+fn with_input(mut command: Command, text: &str) -> (Option<i32>, String, String) {
+    let mut file = tempfile::tempfile().unwrap();
+    std::io::Write::write_all(&mut file, text.as_bytes()).unwrap();
+    std::io::Seek::rewind(&mut file).unwrap();
+    command.stdin(file);
+    run_command(command)
+}
+
+#[test]
+fn bash_completes_commands_flags_and_values() {
+    assert_eq!(completed(&["ddp-mp", "--max-ep"]), "--max-epochs");
+    assert_eq!(completed(&["ddp-mp", "train", "--tensorb"]), "--tensorboard");
+    assert_eq!(completed(&["ddp-mp", "--model", "m"]), "mlp");
+    assert_eq!(completed(&["ddp-mp", "bench", "scal"]), "scaling");
+    assert_eq!(completed(&["ddp-mp", "completions", ""]), "-q -h --quiet --help bash zsh fish");
+}
+
+#[test]
+fn zsh_and_fish_read_their_completions() {
+    for (shell, begins) in [("zsh", "#compdef ddp-mp\n"), ("fish", "# Print an optspec")] {
+        let script = completions(shell);
+        assert!(script.starts_with(begins), "{script}");
+        let mut check = Command::new(shell);
+        check.arg("-n").arg("/dev/stdin").stdout(Stdio::null());
+        if Command::new(shell).arg("--version").output().is_err() {
+            println!("skipped: there is no {shell}");
+            continue;
+        }
+        let (code, _, stderr) = with_input(check, &script);
+        assert_eq!((code, stderr.as_str()), (Some(0), ""), "{shell}");
+        if shell == "fish" {
+            let mut fish = Command::new("fish");
+            fish.env("HOME", "/dev/null").args(["--no-config", "--command"]).arg(
+                "source -; complete -C 'ddp-mp --max-ep'; complete -C 'ddp-mp train --n-l'; \
+                 complete -C 'ddp-mp bench sca'; complete -C 'ddp-mp --model=m'",
+            );
+            let (_, found, stderr) = with_input(fish, &script);
+            let found: Vec<&str> =
+                found.lines().map(|line| line.split('\t').next().unwrap()).collect();
+            let expected = ["--max-epochs", "--n-layer", "scaling", "--model=mlp"];
+            assert_eq!((&found[..], stderr.as_str()), (&expected[..], ""));
+        }
+    }
+}
+
+#[test]
+fn every_command_has_a_manual_page() {
+    let folder = tempfile::tempdir().unwrap();
+    let pages = folder.path().join("share/man1");
+    assert_eq!(run(&["man", pages.to_str().unwrap()]), (Some(0), "".into(), "".into()));
+    for (name, usage) in [
+        ("ddp-mp", "\n\\fBddp\\-mp\\fR [OPTIONS]\n.br\n\\fBddp\\-mp\\fR <COMMAND>\n"),
+        ("ddp-mp-train", "\n\\fBddp\\-mp train\\fR [OPTIONS]\n"),
+        ("ddp-mp-bench-scaling", "\n\\fBddp\\-mp bench scaling\\fR [OPTIONS]\n"),
+        ("ddp-mp-lesson", "\n\\fBddp\\-mp lesson\\fR [OPTIONS] [LESSON]\n"),
+        ("ddp-mp-man", "\n\\fBddp\\-mp man\\fR [OPTIONS] [DIR]\n"),
+    ] {
+        let file = pages.join(format!("{name}.1"));
+        let page = fs::read_to_string(&file).unwrap();
+        let version = env!("CARGO_PKG_VERSION");
+        assert!(page.contains(&format!(".TH {name} 1  \"ddp-mp {version}\"")), "{page}");
+        assert!(page.contains(".SH NAME\n") && page.contains(".SH OPTIONS\n"), "{page}");
+        assert!(page.contains(&format!(".SH SYNOPSIS{usage}")), "{page}");
+        // An option without its text.
+        let bare = page.split(".TP\n").skip(1).find(|option| {
+            let mut lines = option.lines();
+            lines.next();
+            lines.next().is_none_or(|text| text.is_empty() || text.starts_with(".SH"))
+        });
+        assert_eq!(bare, None, "{name}");
+        // groff writes the page without a complaint, where it is installed.
+        let mut groff = Command::new("groff");
+        groff.args(["-man", "-Tutf8", "-wmac", "-wsyntax"]).arg(&file);
+        if let Ok(output) = groff.output() {
+            assert!(output.status.success() && output.stderr.is_empty(), "{name}: {output:?}");
+            assert!(String::from_utf8(output.stdout).unwrap().contains("OPTIONS"), "{name}");
+        }
+    }
+    let first = fs::read_to_string(pages.join("ddp-mp.1")).unwrap();
+    assert_eq!(run(&["man"]), (Some(0), first, "".into()));
+    let count = fs::read_dir(&pages).unwrap().count();
+    let commands = run(&["--help"]).1;
+    let commands = commands.split("Commands:\n").nth(1).unwrap().split("\n\n").next().unwrap();
+    // Those that --help lists without `help`, two of bench, and the program.
+    assert_eq!(count, commands.lines().count() - 1 + 3);
+    let (code, _, stderr) = run(&["man", "/dev/null/man"]);
+    assert_eq!(code, Some(2));
+    assert!(stderr.contains("man /dev/null/man: Not a directory"), "{stderr}");
+}
+
+#[test]
+fn version_is_one_line_and_long_version_names_the_libraries() {
+    let version = env!("CARGO_PKG_VERSION");
+    assert_eq!(run(&["-V"]), (Some(0), format!("ddp-mp {version}\n"), "".into()));
+    let (code, stdout, _) = run(&["--version"]);
+    let rows: Vec<Vec<&str>> = stdout.lines().map(|row| row.split("  ").collect()).collect();
+    let names: Vec<&str> = rows.iter().map(|row| row[0]).collect();
+    assert_eq!((code, &names[..]), (Some(0), &["ddp-mp", "commit", "libtorch", "NCCL"][..]));
+    let value = |row: usize| rows[row].last().unwrap().trim();
+    let report: serde_json::Value =
+        serde_json::from_str(&run(&["env", "--log-format=json"]).1).unwrap();
+    let of_env = |name: &str, or: &str| report[name].as_str().unwrap_or(or).to_owned();
+    assert_eq!(value(0), of_env("version", ""));
+    assert_eq!(value(1), of_env("commit", "unknown"));
+    assert_eq!(value(2), of_env("libtorch", ""));
+    assert_eq!(value(3), of_env("nccl", "none"));
+    let commit = value(1).trim_end_matches("-modified");
+    let is_hash = commit.len() == 12 && commit.chars().all(|it| it.is_ascii_hexdigit());
+    assert!(commit == "unknown" || is_hash, "{stdout}");
+}
+
+#[test]
+fn quiet_keeps_results_and_failures() {
+    for args in [
+        &["--nproc-per-node=2", "--val-fraction=0.2"][..],
+        &["--nproc-per-node=2", "--spawn=processes", "--max-steps=3"],
+        &["comm", "barrier", "--nproc-per-node=2"],
+    ] {
+        let (code, stdout, stderr) = run(args);
+        assert!(code == Some(0) && !stdout.is_empty() && !stderr.is_empty(), "{args:?}");
+        for quiet in ["--quiet", "-q"] {
+            let args = [args, &[quiet]].concat();
+            assert_eq!(run(&args), (Some(0), stdout.clone(), "".into()), "{args:?}");
+        }
+    }
+    let fault = "--inject-fault=error:rank=1,at=step,step=2";
+    for spawn in ["threads", "processes"] {
+        let spawn = format!("--spawn={spawn}");
+        let (code, _, stderr) = run(&["--quiet", "--nproc-per-node=2", fault, &spawn]);
+        assert_eq!(code, Some(1));
+        assert!(stderr.starts_with("ddp-mp: rank 1 (CPU:1) failed in"), "{stderr}");
+    }
+    // A rank that the others wait for, and the explanation that was asked for.
+    let slow = ["--inject-fault=slow=700ms:rank=1,at=step,step=2", "--stall-warning=200ms"];
+    let slow = [&["--quiet", "--nproc-per-node=2", "--max-steps=3"][..], &slow].concat();
+    let (code, _, stderr) = run(&slow);
+    assert_eq!(code, Some(0));
+    assert!(stderr.contains("rank 1 has not entered all_reduce"), "{stderr}");
+    let (_, _, stderr) = run(&["-q", "--explain", "--nproc-per-node=2", "--max-steps=3"]);
+    assert!(stderr.lines().count() > 10, "{stderr}");
+}
+
+/// On a terminal `make live` tries the live view's.
+#[test]
+fn colours_follow_the_environment() {
+    let colours = |args: &[&str], variables: &[(&str, &str)]| {
+        let mut command = program(args);
+        for name in ["NO_COLOR", "CLICOLOR", "CLICOLOR_FORCE", "CI"] {
+            command.env_remove(name);
+        }
+        command.envs(variables.iter().copied());
+        let (_, stdout, stderr) = run_command(command);
+        (stdout + &stderr).contains("\u{1b}[")
+    };
+    for args in [&["--help"][..], &["--max-epoch"]] {
+        assert!(!colours(args, &[]), "{args:?} into a pipe");
+        assert!(colours(args, &[("CLICOLOR_FORCE", "1")]), "{args:?}");
+        assert!(!colours(args, &[("CLICOLOR_FORCE", "1"), ("NO_COLOR", "1")]), "{args:?}");
+        assert!(colours(args, &[("CLICOLOR_FORCE", "1"), ("NO_COLOR", "")]), "{args:?}");
+    }
+}
