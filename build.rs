@@ -8,11 +8,7 @@ use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 
 fn main() -> Result<(), Box<dyn Error>> {
-    // A folder above that is a repository is another project's.
     println!("cargo:rustc-check-cfg=cfg(in_own_repository)");
-    if Path::new(".git").exists() {
-        println!("cargo:rustc-cfg=in_own_repository");
-    }
     if cfg!(feature = "doc-only") {
         return Ok(()); // the documentation needs no library to link with
     }
@@ -20,14 +16,14 @@ fn main() -> Result<(), Box<dyn Error>> {
     let libtorch_lib = PathBuf::from(env::var("DEP_TCH_LIBTORCH_LIB")?);
     build_shim(&libtorch_lib);
     // So that the binary runs from any folder with no environment variable set.
-    let mut rpath = libtorch_lib.display().to_string();
-    if let Some(nccl) = nccl_folder(&libtorch_lib)? {
-        rpath = format!("{rpath}:{}", nccl.display());
+    println!("cargo:rustc-link-arg=-Wl,-rpath,{}", libtorch_lib.display());
+    // A dependent's build script reads it as DEP_DDP_MP_LIBTORCH_LIB.
+    println!("cargo:LIBTORCH_LIB={}", libtorch_lib.display());
+    // A folder above that is a repository is another project's.
+    if Path::new(".git").exists() {
+        println!("cargo:rustc-cfg=in_own_repository");
     }
-    println!("cargo:rustc-link-arg=-Wl,-rpath,{rpath}");
-    // A dependent's build script reads it as DEP_DDP_MP_RPATH.
-    println!("cargo:RPATH={rpath}");
-    Ok(())
+    link_nccl_name(&libtorch_lib)
 }
 
 fn build_shim(libtorch_lib: &Path) {
@@ -53,10 +49,10 @@ fn build_shim(libtorch_lib: &Path) {
         .compile("ddp_shim");
 }
 
-/// Returns the folder in which cudarc finds NCCL. It looks for `libnccl.so`, the wheels ship `libnccl.so.2` only: a link
-/// by the right name. The loader sees that both names are one file, so the process has one NCCL. `None` without NCCL (a CPU
-/// machine).
-fn nccl_folder(libtorch_lib: &Path) -> Result<Option<PathBuf>, Box<dyn Error>> {
+/// cudarc looks for `libnccl.so`, the wheels ship `libnccl.so.2` only: a link by the right name, in a
+/// folder of its own on the rpath. The loader sees that both names are one file, so the process has
+/// one NCCL. Without NCCL (a CPU machine) there is nothing to link.
+fn link_nccl_name(libtorch_lib: &Path) -> Result<(), Box<dyn Error>> {
     let nccl = libtorch_lib.join("../../nvidia/nccl/lib/libnccl.so.2");
     // Written anew when another set of wheels is fetched. (Watching a file that is not there would
     // make every build start over.)
@@ -64,10 +60,12 @@ fn nccl_folder(libtorch_lib: &Path) -> Result<Option<PathBuf>, Box<dyn Error>> {
     for file in [&nccl, &fetched].into_iter().filter(|file| file.exists()) {
         println!("cargo:rerun-if-changed={}", file.display());
     }
-    let Ok(nccl) = nccl.canonicalize() else { return Ok(None) };
+    let Ok(nccl) = nccl.canonicalize() else { return Ok(()) };
     // Beside the library, where the project has fetched it and made the link itself.
     if nccl.with_file_name("libnccl.so").exists() {
-        return Ok(nccl.parent().map(Path::to_path_buf));
+        let folder = nccl.parent().ok_or("libnccl.so.2 lies in no folder")?;
+        add_nccl_folder(folder);
+        return Ok(());
     }
     let folder = PathBuf::from(env::var("OUT_DIR")?).join("nccl");
     fs::create_dir_all(&folder)?;
@@ -76,5 +74,12 @@ fn nccl_folder(libtorch_lib: &Path) -> Result<Option<PathBuf>, Box<dyn Error>> {
         Err(error) if error.kind() != ErrorKind::NotFound => return Err(error.into()),
         _ => symlink(nccl, link)?,
     }
-    Ok(Some(folder))
+    add_nccl_folder(&folder);
+    Ok(())
+}
+
+/// Adds the folder to the rpath. A dependent's build script reads it as DEP_DDP_MP_NCCL_LIB.
+fn add_nccl_folder(folder: &Path) {
+    println!("cargo:rustc-link-arg=-Wl,-rpath,{}", folder.display());
+    println!("cargo:NCCL_LIB={}", folder.display());
 }

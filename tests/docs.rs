@@ -372,7 +372,9 @@ fn sections(help: &str) -> Vec<(String, Vec<Entry>)> {
             }
             let begins = (1..10).contains(&indent) && text.starts_with(['-', '<', '[']);
             if begins {
-                let (name, text) = (text.to_owned(), String::new());
+                // A short help has the text on the same line.
+                let (name, text) = text.split_once("  ").unwrap_or((text, ""));
+                let (name, text) = (name.to_owned(), text.trim().to_owned());
                 entries.push(Entry { name, text, values: String::new(), default: String::new() });
             } else if let Some(entry) = entries.last_mut().filter(|_| heading != "Commands") {
                 // An empty line begins another paragraph.
@@ -404,7 +406,7 @@ fn options() -> String {
         <!-- Made from the help by `TRYCMD=overwrite cargo test --release --test tests docs::book_options`. -->\n\n\
         `ddp-mp -h` shows the options that most runs need, and `ddp-mp --help` all of them. In a flag `_` is accepted for `-`.\n\
         Every flag of training but `--config` and `--quiet` is also a key of a file for `--config`, with `_` for `-`. Flags\n\
-        win over the file. Every command takes `--quiet`.\n",
+        win over the file. Every command takes `--quiet` after its name.\n",
     );
     let mut training: Vec<Entry> = Vec::new();
     for command in COMMANDS {

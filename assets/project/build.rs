@@ -1,6 +1,9 @@
 //! Tells the linker where libtorch and NCCL are when the program runs. A library cannot pass that on by itself.
 
 fn main() {
-    let rpath = std::env::var("DEP_DDP_MP_RPATH").expect("ddp-mp is a dependency");
-    println!("cargo:rustc-link-arg=-Wl,-rpath,{rpath}");
+    let libtorch = std::env::var("DEP_DDP_MP_LIBTORCH_LIB").expect("ddp-mp is a dependency");
+    let nccl = std::env::var("DEP_DDP_MP_NCCL_LIB").ok(); // none where libtorch is without CUDA
+    for folder in std::iter::once(libtorch).chain(nccl) {
+        println!("cargo:rustc-link-arg=-Wl,-rpath,{folder}");
+    }
 }

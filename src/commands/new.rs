@@ -23,7 +23,19 @@ const FILES: [(&str, &str); 7] = [
 ];
 
 /// Names that cargo refuses for a program, or that the project's dependencies have.
-const TAKEN: [&str; 8] = ["anyhow", "build", "core", "ddp-mp", "ddp_mp", "std", "tch", "test"];
+const TAKEN: [&str; 11] = [
+    "anyhow",
+    "build",
+    "core",
+    "ddp-mp",
+    "ddp_mp",
+    "deps",
+    "examples",
+    "incremental",
+    "std",
+    "tch",
+    "test",
+];
 
 /// The flags of `new`.
 #[derive(Debug, Clone, Args)]
@@ -61,8 +73,14 @@ pub fn new(flags: &NewFlags, printer: &Printer) -> anyhow::Result<()> {
     create(&flags.name, &values)?;
     let folder = flags.name.display();
     if !has_libtorch {
-        printer.info(&format!(
+        printer.report(&format!(
             "this libtorch has no headers; name the folder of one that has them in {folder}/.cargo/config.toml"
+        ));
+    }
+    if flags.path.is_none() {
+        printer.report(&format!(
+            "the project depends on ddp-mp {} of crates.io; until that is published, use --path",
+            env!("CARGO_PKG_VERSION")
         ));
     }
     printer.line(&format!("{folder} has a model, a data set, a training loop and a test."))?;

@@ -167,13 +167,26 @@ impl RunArtifacts {
         printer: &Printer,
     ) -> Result<()> {
         let state = RunState::named(outcome.kind);
+        let written = self.write_dump(config, joined_launch, data, outcome, printer);
+        let state = if written.is_ok() { state } else { RunState::Failed };
         let prometheus = self.prometheus.as_ref().map_or(Ok(()), |file| file.finish(state));
-        let Some(dump) = self.dump.get() else { return prometheus };
+        written.and(prometheus)
+    }
+
+    /// Writes the files that the flight recorder's dump is for. If one cannot be written, the others still are.
+    fn write_dump(
+        &self,
+        config: &Config,
+        joined_launch: &JoinedLaunch,
+        data: &Data,
+        outcome: Outcome,
+        printer: &Printer,
+    ) -> Result<()> {
+        let Some(dump) = self.dump.get() else { return Ok(()) };
         let unwritable = |flag: &str, output: &Output| {
             let what = format!("{flag} {}", output.path().display());
             |error: io::Error| Error::Write { what, reason: explain(&error) }
         };
-        // If one file cannot be written, the other one still is.
         let trace = self.trace.as_ref().map_or(Ok(()), |output| {
             output.write(|file| write_trace(dump, file)).map_err(unwritable("--trace", output))?;
             if let (true, Some(path)) = (joined_launch.is_first(), &config.output.trace) {
@@ -209,7 +222,7 @@ impl RunArtifacts {
             let folder = folder.display();
             printer.info(&format!("the flight recorder is in {folder}: run torchfrtrace {folder}"));
         }
-        trace.and(report).and(flight_recorder).and(prometheus)
+        trace.and(report).and(flight_recorder)
     }
 
     fn page(

@@ -154,7 +154,7 @@ impl Session {
         let idle = [config.idle_hook_warning(steps), config.idle_schedule_warning(steps)];
         let live_note = screen_problem().filter(|_| config.output.live);
         if let Some(problem) = live_note {
-            printer.info(&format!("--live: {problem}, so there is no live view"));
+            printer.report(&format!("--live: {problem}, so there is no live view"));
         }
         let notes = notes.chain(lr_note).chain(idle.into_iter().flatten());
         notes.for_each(|note| printer.info(&note));

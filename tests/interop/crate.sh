@@ -7,8 +7,8 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 program=$(realpath "$1")
 export CARGO_TARGET_DIR=$2
-LIBTORCH=${LIBTORCH:-$PWD/.libtorch/torch}
-export LIBTORCH
+[ -n "${LIBTORCH:-}${LIBTORCH_USE_PYTORCH:-}" ] || export LIBTORCH=$PWD/.libtorch/torch
+clone=$PWD
 die() { echo "crate: $*" >&2; exit 1; }
 
 cargo package --package ddp-mp --no-verify --allow-dirty --locked
@@ -31,5 +31,8 @@ cargo test --release --offline
 cd "$folder"
 output=$(env -i "$CARGO_TARGET_DIR/release/my-run")
 echo "$output"
-[[ $output == *"epoch 19: loss 0.0"* ]] || die "the project has not learned"
+echo "$output" | awk '/^epoch/ { if (first == "") first = $NF; last = $NF } END { exit !(last < first / 2) }' ||
+    die "the project has not learned"
 env -i "$CARGO_TARGET_DIR/release/ddp-mp" --max-epochs=2 --batch-size=32
+# Its place in the target folder is the clone's again.
+(cd "$clone" && cargo build --release --quiet)
