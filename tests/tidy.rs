@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use crate::harness::repository;
 
@@ -254,6 +255,23 @@ fn examples_are_short_and_in_the_book() {
     }
     lessons.sort_unstable();
     assert_eq!(lessons, (1..=lessons.len()).collect::<Vec<_>>(), "no lesson is missing");
+}
+
+/// Otherwise the first test or lesson would compile libtorch's bindings and the library once more.
+#[test]
+fn tests_use_the_dependencies_of_the_program_with_the_same_features() {
+    let packages = |edges: &str| -> BTreeSet<String> {
+        let mut cargo = Command::new(env!("CARGO"));
+        cargo.args(["tree", "--locked", "--prefix=none", "--format={p} has {f}", "--edges", edges]);
+        let output = cargo.current_dir(repository("")).output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        let lines = String::from_utf8(output.stdout).unwrap();
+        lines.lines().map(|line| line.trim_end_matches(" (*)").trim_end().to_owned()).collect()
+    };
+    let (program, tests) = (packages("normal,build"), packages("normal,build,dev"));
+    assert!(program.len() > 100, "{program:?}");
+    let differ: Vec<_> = program.difference(&tests).collect();
+    assert!(differ.is_empty(), "add their features to examples/Cargo.toml: {differ:?}");
 }
 
 #[test]

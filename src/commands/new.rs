@@ -44,6 +44,8 @@ pub struct NewFlags {
     #[arg(value_name = "NAME")]
     pub name: PathBuf,
     /// Clone of ddp-mp to depend on, instead of the released crate
+    ///
+    /// Cargo.toml then has its absolute path
     #[arg(long, value_name = "DIR")]
     pub path: Option<PathBuf>,
 }
