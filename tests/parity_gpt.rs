@@ -191,7 +191,9 @@ fn gpt_has_the_loss_of_pytorch_with_and_without_autocast() {
                 let logits = tch::no_grad(|| model.forward_t(&inputs, false));
                 Ok(Loss::CrossEntropy.of(&logits, &targets)?.double_value(&[]))
             };
-            assert_eq!(loss()?, initial.float32);
+            let rounding = if has_recorded_kernels() { 0.0 } else { 1e-6 * initial.float32 };
+            let (ours, theirs) = (loss()?, initial.float32);
+            assert!((ours - theirs).abs() <= rounding, "{ours}, PyTorch {theirs}");
             let _autocast = Autocast::new(Device::Cpu, Kind::BFloat16)?;
             let (half, theirs, without) = (loss()?, initial.bfloat16, initial.float32);
             println!("bfloat16: {half}, PyTorch {theirs}; float32: {without}");
