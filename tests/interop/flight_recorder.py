@@ -11,7 +11,7 @@ import sys
 import tempfile
 
 ANALYSIS = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace"]
-RUN = ["--nproc-per-node=3", "--timeout=3s", "--grace-period=1s"]
+RUN = ["--timeout=3s", "--grace-period=1s"]
 
 
 def check(is_true, what):
@@ -32,9 +32,9 @@ def analysis(folder, *options):
     return done.stdout + done.stderr
 
 
-def recorded(program, folder, *options, code):
+def recorded(program, folder, *options, code, ranks=3):
     """Runs the program, and returns what it says about its ranks."""
-    command = [program, *RUN, f"--flight-recorder={folder}", *options]
+    command = [program, *RUN, f"--nproc-per-node={ranks}", f"--flight-recorder={folder}", *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     check(done.returncode == code, f"{options}: exit code {done.returncode}: {done.stderr}")
     return done.stderr
@@ -76,7 +76,7 @@ def shared(program, folder, spawn):
 
 def again(program, folder, spawn):
     """The files of an earlier run do not stay: neither those of more ranks, nor those of a rank that is killed."""
-    recorded(program, folder, spawn, "--max-steps=20", "--nproc-per-node=4", code=0)
+    recorded(program, folder, spawn, "--max-steps=20", code=0, ranks=4)
     recorded(program, folder, spawn, "--max-steps=20", "--inject-fault=kill:rank=1,at=step,step=7", code=1)
     files = sorted(file.name for file in folder.iterdir())
     check(files == ["rank_0", "rank_2"], files)
