@@ -180,9 +180,14 @@ fn collectives(dump: &FlightRecorderDump, rank: &RankRecords) -> Vec<Collective>
     let begun = rank.totals.iter().filter(|(operation, _)| name(*operation).is_some());
     let begun: u64 = begun.map(|(_, [calls, _])| calls).sum();
     let numbers = begun.saturating_sub(kept.len() as u64)..;
+    // Without a list of members for each of thousands of records.
+    let world_size = |group: u32| match group {
+        0 => dump.world_size as u64,
+        _ => dump.groups.get(&group).map_or(1, |members| members.len() as u64),
+    };
     let collective = |(record_id, (entry, (name, group))): (u64, (&Entry, (&'static str, u32)))| {
-        let world_size = dump.members(group).map_or(1, |members| members.len() as u64);
-        let [input, output] = sizes(entry.begin.at.operation, entry.begin.amount, world_size);
+        let [input, output] =
+            sizes(entry.begin.at.operation, entry.begin.amount, world_size(group));
         let at = |time: Duration| (start + time).as_nanos() as u64;
         let took = |end: Duration| end.saturating_sub(entry.started_at).as_secs_f64() * 1e3;
         Collective {
