@@ -30,7 +30,7 @@ install_missing() {
         die "apt-get could not install ${missing[*]}, for the reason above"
 }
 
-# A virtual environment may be without pip: then the system's Python does.
+# A virtual environment may be without what is needed: then the system's Python does.
 find_python() { # find_python ARGUMENTS: the first Python that runs with them
     for python in python3 /usr/bin/python3; do
         "$python" "$@" >/dev/null 2>&1 && return
@@ -72,7 +72,7 @@ cpu | cuda | '')
             set=cuda accepted=cuda
         fi
     fi
-    has_python=(-m pip --version) python_package=python3-pip
+    has_python=(--version) python_package=python3
     is_complete() {
         [ -e .libtorch/torch/lib/libtorch_cpu.so ] &&
             [[ $(cat .libtorch/complete 2>/dev/null) =~ ^"torch $version $arch "($accepted)$ ]]
@@ -136,6 +136,14 @@ print(get_path("purelib"), get_config_var("EXT_SUFFIX"))')
         die "PyTorch does not run in .python, for the reason above"
     echo "$wanted" >.python/complete
     exit
+fi
+
+# Debian's Python comes without pip, whose own wheel runs as it is.
+if ! find_python -m pip --version; then
+    python=python3
+    run .cargo/fetch-pip.sh "$partial/pip.whl" ||
+        die "could not fetch pip, for the reason above: please install it (Debian: python3-pip)"
+    export PYTHONPATH=$PWD/$partial/pip.whl
 fi
 
 # The wheels are chosen for the Python that runs pip, if there are any for it, so that .python can have them; for
