@@ -11,7 +11,7 @@
 FROM rust:1-bookworm AS build
 # hadolint ignore=DL3008
 RUN apt-get update \
-    && apt-get install -y --no-install-recommends g++ make python3-pip \
+    && apt-get install -y --no-install-recommends g++ make python3 \
     && rm -rf /var/lib/apt/lists/*
 WORKDIR /opt/ddp-mp
 # cpu or cuda: the libraries that go into the image. Fetched first: changes of the source do not fetch them again.

@@ -27,7 +27,7 @@ fn main() -> Result<(), Box<dyn Error>> {
 }
 
 fn build_shim(libtorch_lib: &Path) {
-    for source in ["shim.cpp", "kept_memory.cpp", "c10d.cpp", "guarded.h", "gloo_forward"] {
+    for source in ["all.cpp", "shim.cpp", "kept_memory.cpp", "c10d.cpp", "guarded.h", "gloo_forward"] {
         println!("cargo:rerun-if-changed=src/ffi/{source}");
     }
     println!("cargo:rerun-if-env-changed=LIBTORCH_INCLUDE");
@@ -39,7 +39,7 @@ fn build_shim(libtorch_lib: &Path) {
     cc::Build::new()
         .cpp(true)
         .std("c++17")
-        .files(["src/ffi/shim.cpp", "src/ffi/kept_memory.cpp", "src/ffi/c10d.cpp"])
+        .file("src/ffi/all.cpp")
         .define("USE_C10D_GLOO", None) // it is in libtorch_cpu
         .include("src/ffi/gloo_forward")
         .include(&include)

@@ -406,7 +406,7 @@ fn options() -> String {
         <!-- Made from the help by `TRYCMD=overwrite cargo test --release --test tests docs::book_options`. -->\n\n\
         `ddp-mp -h` shows the options that most runs need, and `ddp-mp --help` all of them. In a flag `_` is accepted for `-`.\n\
         Every flag of training but `--config` and `--quiet` is also a key of a file for `--config`, with `_` for `-`. Flags\n\
-        win over the file. Every command takes `--quiet` after its name.\n",
+        win over the file. Every command takes `--quiet`, before or after its name.\n",
     );
     let mut training: Vec<Entry> = Vec::new();
     for command in COMMANDS {

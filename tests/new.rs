@@ -3,6 +3,7 @@
 use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::Path;
+use std::process::Command;
 
 use toml::Table;
 
@@ -52,6 +53,18 @@ fn project_has_the_versions_and_the_profile_of_the_clone() {
             assert_eq!(fs::read(project.join(file)).unwrap(), fs::read(template).unwrap());
         }
     }
+}
+
+#[test]
+fn next_step_can_be_pasted_into_a_shell() {
+    let folder = tempfile::tempdir().unwrap();
+    let project = folder.path().join("it's $HOME/run");
+    fs::create_dir(project.parent().unwrap()).unwrap();
+    let (code, stdout, stderr) = run(&["new", project.to_str().unwrap()]);
+    assert_eq!(code, Some(0), "{stderr}");
+    let step = stdout.lines().find(|line| line.trim().starts_with("cd ")).unwrap();
+    let output = Command::new("sh").args(["-c", &format!("{step} && pwd")]).output().unwrap();
+    assert_eq!(String::from_utf8_lossy(&output.stdout).trim_end(), project.to_str().unwrap());
 }
 
 #[test]

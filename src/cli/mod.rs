@@ -96,7 +96,7 @@ pub(crate) fn command() -> clap::Command {
 pub(crate) fn parse(args: impl Iterator<Item = OsString>) -> Result<Cli, clap::Error> {
     let mut flags_end = false;
     let command = command();
-    let args: Vec<OsString> = args
+    let mut args: Vec<OsString> = args
         .map(|arg| {
             flags_end |= arg == "--";
             match arg.to_str() {
@@ -108,9 +108,20 @@ pub(crate) fn parse(args: impl Iterator<Item = OsString>) -> Result<Cli, clap::E
             }
         })
         .collect();
+    quiet_after_command(&command, &mut args);
     mistakes::check_utf8(&args).map_err(|problem| mistakes::error(&command, problem))?;
     let matches = command.clone().try_get_matches_from(&args);
     Cli::from_arg_matches(&matches.map_err(|error| mistakes::suggest(error, &command, &args))?)
+}
+
+/// Moves `--quiet` from before a command to behind it: clap takes no flag before a command.
+fn quiet_after_command(command: &clap::Command, args: &mut [OsString]) {
+    if let [_, quiet, name, ..] = args
+        && (*quiet == "--quiet" || *quiet == "-q")
+        && command.find_subcommand(&*name).is_some()
+    {
+        std::mem::swap(quiet, name);
+    }
 }
 
 #[cfg(test)]
@@ -136,6 +147,15 @@ mod tests {
         (expected.training.max_epochs, expected.training.batch_size) = (2, 8);
         expected.data.no_shuffle = true;
         assert_eq!(config, expected);
+    }
+
+    #[test]
+    fn quiet_may_come_before_a_command() {
+        for line in ["-q env", "--quiet env", "env -q", "env --quiet"] {
+            let args = line.split(' ').map(OsString::from);
+            let cli = parse(std::iter::once("ddp-mp".into()).chain(args)).unwrap();
+            assert!(cli.quiet && matches!(cli.command, Some(Command::Env(_))), "{line}");
+        }
     }
 
     #[test]

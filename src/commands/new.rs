@@ -1,5 +1,6 @@
 //! `ddp-mp new`: a cargo project with a model, a data set, a training loop and a test, to start from.
 
+use std::borrow::Cow;
 use std::fs;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
@@ -86,8 +87,13 @@ pub fn new(flags: &NewFlags, printer: &Printer) -> anyhow::Result<()> {
     printer.line(&format!("{folder} has a model, a data set, a training loop and a test."))?;
     printer.line("The first build takes about 5 minutes on two cores:")?;
     printer.line("")?;
-    printer.line(&format!("    cd {folder}"))?;
+    printer.line(&format!("    cd {}", quote_for_shell(&flags.name.to_string_lossy())))?;
     Ok(printer.line("    cargo run --release")?)
+}
+
+/// Returns `text` as one word for a shell.
+fn quote_for_shell(text: &str) -> Cow<'_, str> {
+    shlex::try_quote(text).unwrap_or(Cow::Borrowed(text)) // only text with a NUL, which no path has, is refused
 }
 
 /// Returns the last part of `folder`, if cargo accepts it as the name of a program.
