@@ -43,8 +43,15 @@ def install_tools():
         return
     shutil.rmtree(TOOLS, ignore_errors=True)
     settings = {"PIP_USER": "0", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--prefix=", "--target", TOOLS]
-    run(*pip, "-r", REQUIREMENTS, PYTHONPATH="", **settings)
+    pip = [sys.executable, "-m", "pip"]
+    install = ["install", "--quiet", "--prefix=", "--target", TOOLS, "-r", REQUIREMENTS]
+    with tempfile.TemporaryDirectory() as folder:
+        path = ""
+        # Debian's Python comes without pip, whose own wheel runs as it is.
+        if subprocess.run([*pip, "--version"], capture_output=True).returncode != 0:
+            path = f"{folder}/pip.whl"
+            run(REPOSITORY / ".cargo/fetch-pip.sh", path)
+        run(*pip, *install, PYTHONPATH=path, **settings)
     complete.write_text(wanted)
 
 
