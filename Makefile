@@ -194,7 +194,7 @@ gpu-pack: cargo libtorch ## build a folder that tests and measures on a machine 
 test-gpu-pack: python gpu-pack simulated-gpus ## try the folder of gpu-pack on a simulated GPU
 	LIMIT=1800 OUT=$(GPU_PACK) PYTHON=$(abspath .python/bin/python) $(GPU_PACK)/run.sh --simulated $(SIMULATED_GPUS)
 
-python: libtorch ## put a Python with PyTorch for the CPU, TensorBoard and Selenium into .python/, for parity, test-gpu-pack, test-wheel, lint, safetensors, tensorboard, flight-recorder, prometheus, report, mixed and test-launchers
+python: libtorch ## put a Python with PyTorch for the CPU, TensorBoard and Selenium into .python/, for the checks that need them
 	@.cargo/fetch-libtorch.sh $(TORCH) python
 
 libtorch: ## fetch libtorch if need be; for a GPU or not: make libtorch LIBTORCH_SET=cuda (or cpu)

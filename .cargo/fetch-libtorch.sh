@@ -30,7 +30,7 @@ install_missing() {
         die "apt-get could not install ${missing[*]}, for the reason above"
 }
 
-# A virtual environment may be without what is needed: then the system's Python does.
+# A virtual environment may lack a module: then the system's Python is used.
 find_python() { # find_python ARGUMENTS: the first Python that runs with them
     for python in python3 /usr/bin/python3; do
         "$python" "$@" >/dev/null 2>&1 && return
@@ -81,8 +81,8 @@ cpu | cuda | '')
 *) die "the set is cpu or cuda, not '$set'" ;;
 esac
 
-# One at a time: a second run waits for the first, and then finds all done. The lock goes with the
-# last process that has it open, so a partial download that is there under it is a killed run's.
+# One at a time: a second run waits for the first, and then finds all done. The kernel releases the lock when the last
+# process that holds it ends. So whoever has the lock and finds a partial download knows that a killed run left it.
 exec 9<.cargo
 if [ ${#missing[@]} -eq 0 ] && is_complete; then
     if flock -n 9; then rm -rf .libtorch.partial.*; fi

@@ -96,7 +96,7 @@ fn quote_for_shell(text: &str) -> Cow<'_, str> {
     shlex::try_quote(text).unwrap_or(Cow::Borrowed(text)) // only text with a NUL, which no path has, is refused
 }
 
-/// Returns the last part of `folder`, if cargo accepts it as the name of a program.
+/// Returns the last part of `folder`, if it can name the project.
 fn project_name(folder: &Path) -> Result<&str> {
     let name = folder.file_name().and_then(|name| name.to_str()).unwrap_or_default();
     let is_known = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || "-_".contains(c);
@@ -105,8 +105,8 @@ fn project_name(folder: &Path) -> Result<&str> {
         return Ok(name);
     }
     Err(Error::InvalidInput(format!(
-        "{}: cargo takes no such name for this project; use a letter and then letters, digits, - and _, all of them \
-         lower case, such as my-run",
+        "{}: the last part cannot name a project; use a letter and then letters, digits, - and _, all of them lower \
+         case, such as my-run, and no name that cargo or a dependency has",
         folder.display()
     )))
 }
