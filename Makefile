@@ -32,9 +32,11 @@ LIBTORCH_FOLDER = $(or $(LIBTORCH),$(if $(LIBTORCH_USE_PYTORCH),$(shell python3 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST)
 
-run: cargo libtorch ## build and run the demo; its flags: make run ARGS="--help"
+build: cargo libtorch ## build the program
 	@[ -e $(PROGRAM) ] || echo "Building ddp-mp; the first time takes about 5 minutes on two cores." >&2
 	cargo build --release
+
+run: build ## build and run the demo; its flags: make run ARGS="--help"
 	@cargo run --release --quiet -- $(ARGS)
 
 test: cargo libtorch ## build and run the tests
@@ -100,20 +102,20 @@ crate: cargo libtorch ## pack the crate, and try it from a project that `ddp-mp 
 
 # Below it `make install` puts bin/ddp-mp, and in share/ the manual pages and the completions of bash, zsh and fish.
 PREFIX = $(HOME)/.local
-SHARE = $(abspath $(PREFIX))/share
+INSTALLED = $(DESTDIR)$(abspath $(PREFIX))
+SHARE = $(INSTALLED)/share
 
-install: cargo libtorch ## install the program, its manual pages and completions; elsewhere: make install PREFIX=/usr/local
-	cargo install --locked --path . --root $(abspath $(PREFIX))
-	$(abspath $(PREFIX))/bin/ddp-mp man $(SHARE)/man/man1
-	@set -ex; completions() { \
-	    mkdir -p "$(SHARE)/$$(dirname $$2)"; $(abspath $(PREFIX))/bin/ddp-mp completions $$1 >"$(SHARE)/$$2"; \
-	}; \
-	completions bash bash-completion/completions/ddp-mp; \
-	completions zsh zsh/site-functions/_ddp-mp; \
-	completions fish fish/vendor_completions.d/ddp-mp.fish
+# Who does not own the clone, such as root under sudo, builds nothing in it: the owner could not replace those files.
+install: $(shell [ ! -O Makefile ] || echo build) ## install the program, its manual pages and completions; elsewhere: make install PREFIX=/usr/local
+	@[ -e $(PROGRAM) ] || { echo "The owner of this folder has to run 'make build' first." >&2; exit 1; }
+	install -D $(PROGRAM) $(INSTALLED)/bin/ddp-mp
+	$(INSTALLED)/bin/ddp-mp man $(SHARE)/man/man1
+	@mkdir -p $(SHARE)/bash-completion/completions $(SHARE)/zsh/site-functions $(SHARE)/fish/vendor_completions.d
+	$(INSTALLED)/bin/ddp-mp completions bash >$(SHARE)/bash-completion/completions/ddp-mp
+	$(INSTALLED)/bin/ddp-mp completions zsh >$(SHARE)/zsh/site-functions/_ddp-mp
+	$(INSTALLED)/bin/ddp-mp completions fish >$(SHARE)/fish/vendor_completions.d/ddp-mp.fish
 
-wheel: cargo libtorch ## build a Python wheel of the program into dist/
-	cargo build --release
+wheel: build ## build a Python wheel of the program into dist/
 	python3 python/wheel.py $(PROGRAM) $(LIBTORCH_FOLDER) dist
 
 test-wheel: wheel python simulated-gpus ## install the wheel into an environment of its own, move .libtorch/ away, and use it
