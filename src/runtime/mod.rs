@@ -16,6 +16,7 @@ pub(crate) mod primitives;
 mod remote_snapshots;
 mod run;
 mod stop;
+mod watchdog;
 
 pub(crate) use barrier::Barrier;
 pub(crate) use cancel::CancelToken;
@@ -32,3 +33,4 @@ pub(crate) use remote_snapshots::RemoteSnapshots;
 pub(crate) use run::{Activity, Peers, ReportedFailure, RunContext};
 pub(crate) use stop::StopMessage;
 pub use stop::{StopReason, StopRequest};
+pub(crate) use watchdog::{LaunchedWork, Watchdog};

@@ -10,8 +10,9 @@ use std::sync::Arc;
 
 use cudarc::nccl::sys::{self, ncclResult_t};
 
-use super::status::is_failure;
+use super::status::{check, is_failure};
 use super::unique_id::UniqueId;
+use crate::error::Result;
 use crate::runtime::RunContext;
 
 thread_local! {
@@ -63,6 +64,11 @@ impl Communicator {
             ncclResult_t::ncclSuccess => state,
             failed => failed,
         }
+    }
+
+    /// Returns NCCL's error if the communicator has failed. `call` is the call that is to blame.
+    pub(super) fn check(&self, call: &'static str) -> Result<()> {
+        check(call, self.state(), self.comm)
     }
 
     /// Leaves the communicator, without waiting. All launched work still finishes, unless the run has failed.

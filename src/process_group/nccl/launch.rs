@@ -22,7 +22,7 @@ impl NcclBackend {
     /// Launches this rank's part of a collective between two barriers.
     pub(super) fn launch(&mut self, call: &Call) -> Result<()> {
         let stream = cuda::current_stream(self.gpu)?.cast();
-        let (comm, root) = (self.communicator.raw(), call.root() as c_int);
+        let (comm, root) = (self.launched.lock().communicator.raw(), call.root() as c_int);
         // Any dtype can travel as bytes.
         let byte = ncclDataType_t::ncclUint8;
         let bytes = |tensor: &Tensor| num_bytes(tensor.kind(), tensor.numel());
@@ -209,7 +209,7 @@ impl NcclBackend {
     /// Launches messages in a communicator of two.
     pub(super) fn exchange(&mut self, messages: &[&P2POp]) -> Result<()> {
         let stream = cuda::current_stream(self.gpu)?.cast();
-        let comm = self.communicator.raw();
+        let comm = self.launched.lock().communicator.raw();
         let peer = 1 - self.rank as c_int;
         let Some(first) = messages.first() else { return Ok(()) };
         let call = Call::bare(first.operation());

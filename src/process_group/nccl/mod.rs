@@ -9,7 +9,7 @@
 //!   cancellable and gives it a deadline.
 //! * Each rank ends its own communicator ([`communicator`]). NCCL frees them when the last rank has.
 //! * The host waits for the GPU only by polling an event ([`RankBackend::synchronize`]): a kernel whose peer has failed
-//!   never ends by itself.
+//!   never ends by itself. Where libtorch makes a rank's thread wait nevertheless, the watchdog looks ([`launched`]).
 //!
 //! The members of a sub-group, and the two ranks of a message, have barriers of their own, so the first rule holds for
 //! them only. During their calls no other rank of the process may allocate or free GPU memory.
@@ -18,6 +18,7 @@
 
 mod communicator;
 mod launch;
+mod launched;
 mod library;
 mod status;
 mod unique_id;
@@ -37,6 +38,7 @@ use crate::error::{Error, Result};
 use crate::ffi::{TorchResult, cuda};
 use crate::operation::Operation;
 use communicator::{Communicator, end_all};
+use launched::Launched;
 pub(crate) use library::version;
 use status::{check, is_failure};
 use unique_id::UniqueId;
@@ -81,7 +83,7 @@ fn prepare(shared: &Arc<Shared>, network: Option<&Arc<Network>>) -> Result<Join>
 
 /// One rank's side of the backend.
 struct NcclBackend {
-    communicator: Communicator,
+    launched: Arc<Launched>,
     rank: usize,
     gpu: usize,
     shared: Arc<Shared>,
@@ -119,8 +121,10 @@ impl NcclBackend {
     ) -> Result<Self> {
         let token = Tensor::f_zeros([1], (Kind::Float, Device::Cuda(gpu)))
             .doing("allocating on the GPU")?;
+        let communicator = Communicator::new(shared.run().clone());
+        let launched = Arc::new(Launched::new(shared.members()[rank], gpu, communicator)?);
         let mut nccl = Self {
-            communicator: Communicator::new(shared.run().clone()),
+            launched,
             rank,
             gpu,
             slot: shared.slot(rank),
@@ -139,6 +143,9 @@ impl NcclBackend {
         nccl.with_launch_barrier(&Call::bare(Operation::Init), "ncclCommInitRankConfig", |comm| {
             comm.join(id, size, rank)
         })?;
+        if size > 1 {
+            nccl.shared.run().watchdog.watch(&nccl.launched);
+        }
         Ok(nccl)
     }
 
@@ -155,9 +162,9 @@ impl NcclBackend {
         launch: impl FnOnce(&mut Communicator) -> ncclResult_t,
     ) -> Result<()> {
         self.exchange_local(call)?;
-        let result = launch(&mut self.communicator);
+        let result = launch(&mut self.launched.lock().communicator);
         let launched = self.poll_until_ready(name, result);
-        self.report_failure(launched)?;
+        self.report_failure(launched.and_then(|()| self.launched.note(call.at())))?;
         self.slot.barrier().wait(self.slot.rank(), call.at())
     }
 
@@ -186,7 +193,7 @@ impl NcclBackend {
     fn leave(&mut self) {
         self.pairs.clear();
         let none = Communicator::new(self.shared.run().clone());
-        std::mem::replace(&mut self.communicator, none).leave();
+        self.launched.take(none).leave();
     }
 
     /// Returns the communicator for messages with `peer`. The two ranks make it together, at the first message.
@@ -219,10 +226,13 @@ impl NcclBackend {
 
     /// Polls until a call that returned "in progress" is done.
     fn poll_until_ready(&self, call: &'static str, result: ncclResult_t) -> Result<()> {
-        check(call, result, self.communicator.raw())?;
-        self.poll(|| match self.communicator.state() {
-            ncclResult_t::ncclInProgress => Ok(false),
-            state => check(call, state, self.communicator.raw()).map(|()| true),
+        check(call, result, self.launched.lock().communicator.raw())?;
+        self.poll(|| {
+            let communicator = &self.launched.lock().communicator;
+            match communicator.state() {
+                ncclResult_t::ncclInProgress => Ok(false),
+                state => check(call, state, communicator.raw()).map(|()| true),
+            }
         })
     }
 
@@ -276,8 +286,7 @@ impl RankBackend for NcclBackend {
             self.poll(|| {
                 meanwhile();
                 for nccl in std::iter::once(self as &Self).chain(self.pairs.values()) {
-                    let communicator = &nccl.communicator;
-                    check("a collective", communicator.state(), communicator.raw())?;
+                    nccl.launched.lock().communicator.check("a collective")?;
                 }
                 self.done.is_done()
             })

@@ -11,7 +11,7 @@ use super::primitives::{
     AtomicBool, AtomicU64, AtomicUsize, Mutex, MutexGuard, Ordering, Thread, available_parallelism,
     current, park, park_timeout, yield_now,
 };
-use super::{CancelToken, Fault, FaultSite, FlightRecorder, PeerStatus, RemoteSnapshots};
+use super::{CancelToken, Fault, FaultSite, FlightRecorder, PeerStatus, RemoteSnapshots, Watchdog};
 use crate::error::{Blame, Error, MissingRank, Result};
 use crate::operation::{OpId, Operation};
 
@@ -86,6 +86,7 @@ pub(crate) struct RunContext {
     pub cores: usize,
     /// The source of the state of other processes' ranks; `None` without other processes.
     pub peer_status: Option<Arc<dyn PeerStatus>>,
+    pub watchdog: Watchdog,
     /// The timeout of a rank's wait for other ranks.
     pub timeout: Duration,
     /// The planned fault, if any.
@@ -116,6 +117,7 @@ impl RunContext {
             ranks_here: world_size,
             cores: available_parallelism().map_or(1, usize::from),
             peer_status: None,
+            watchdog: Watchdog::default(),
             timeout,
             fault,
             check_collectives: false,
@@ -338,7 +340,7 @@ impl RunContext {
 
     /// Returns the ranks of other processes that have not reached the operation of `waiting`, those that wait for no
     /// rank first. Refreshes their state, which takes a moment.
-    fn missing_elsewhere(&self, waiting: usize) -> Vec<MissingRank> {
+    pub(crate) fn missing_elsewhere(&self, waiting: usize) -> Vec<MissingRank> {
         let silent = self.refresh_peers();
         if !silent.is_empty() {
             return silent;
@@ -356,6 +358,7 @@ impl RunContext {
             return Vec::new();
         }
         let mut missing = self.missing_ranks(missing);
+        missing.retain(|missing| missing.rank != waiting); // seems to compute while it is blocked in libtorch
         missing.sort_by_key(|rank| rank.last_seen.operation.may_wait());
         missing
     }
