@@ -100,14 +100,14 @@ crate: cargo libtorch ## pack the crate, and try it from a project that `ddp-mp 
 	cargo build --release
 	tests/interop/crate.sh $(PROGRAM) $(abspath $(or $(CARGO_TARGET_DIR),target))
 
-# Below it `make install` puts bin/ddp-mp, and in share/ the manual pages and the completions of bash, zsh and fish.
+# `make install` puts bin/ddp-mp, and in share/ the manual pages and completions, below PREFIX. A DESTDIR is put in front.
 PREFIX = $(HOME)/.local
 INSTALLED = $(DESTDIR)$(abspath $(PREFIX))
 SHARE = $(INSTALLED)/share
 
-# Who does not own the clone, such as root under sudo, builds nothing in it: the owner could not replace those files.
+# Only the owner of the clone builds in it: the owner could not replace files of root under sudo.
 install: $(shell [ ! -O Makefile ] || echo build) ## install the program, its manual pages and completions; elsewhere: make install PREFIX=/usr/local
-	@[ -e $(PROGRAM) ] || { echo "The owner of this folder has to run 'make build' first." >&2; exit 1; }
+	@[ -e $(PROGRAM) ] || { echo "$(PROGRAM) is missing, and only the owner of this folder builds it: run 'make build' as the owner first (with the same CARGO_TARGET_DIR)." >&2; exit 1; }
 	install -D $(PROGRAM) $(INSTALLED)/bin/ddp-mp
 	$(INSTALLED)/bin/ddp-mp man $(SHARE)/man/man1
 	@mkdir -p $(SHARE)/bash-completion/completions $(SHARE)/zsh/site-functions $(SHARE)/fish/vendor_completions.d

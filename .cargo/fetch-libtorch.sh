@@ -81,8 +81,8 @@ cpu | cuda | '')
 *) die "the set is cpu or cuda, not '$set'" ;;
 esac
 
-# One at a time: a second run waits for the first, and then finds all done. The kernel releases the lock when the last
-# process that holds it ends. So whoever has the lock and finds a partial download knows that a killed run left it.
+# One run at a time: a second run waits for the first, and then finds everything in place. The kernel releases the lock
+# when the last process that holds it ends. A partial download that is found under the lock is left by a killed run.
 exec 9<.cargo
 if [ ${#missing[@]} -eq 0 ] && is_complete; then
     if flock -n 9; then rm -rf .libtorch.partial.*; fi
@@ -138,7 +138,7 @@ print(get_path("purelib"), get_config_var("EXT_SUFFIX"))')
     exit
 fi
 
-# Debian's Python comes without pip, whose own wheel runs as it is.
+# Debian's Python has no pip. pip's wheel runs without being installed.
 if ! find_python -m pip --version; then
     python=python3
     run .cargo/fetch-pip.sh "$partial/pip.whl" ||

@@ -47,7 +47,7 @@ def install_tools():
     install = ["install", "--quiet", "--prefix=", "--target", TOOLS, "-r", REQUIREMENTS]
     with tempfile.TemporaryDirectory() as folder:
         path = ""
-        # Debian's Python comes without pip, whose own wheel runs as it is.
+        # Debian's Python has no pip. pip's wheel runs without being installed.
         if subprocess.run([*pip, "--version"], capture_output=True).returncode != 0:
             path = f"{folder}/pip.whl"
             run(REPOSITORY / ".cargo/fetch-pip.sh", path)

@@ -28,7 +28,7 @@ fn project_has_the_versions_and_the_profile_of_the_clone() {
         args.extend(path.iter().flat_map(|path| ["--path", path]));
         let (code, stdout, stderr) = run(&args);
         assert_eq!(code, Some(0), "{stderr}");
-        assert_eq!(stderr.contains("of crates.io"), path.is_none(), "{stderr}");
+        assert_eq!(stderr.contains("from crates.io"), path.is_none(), "{stderr}");
         assert!(stdout.ends_with("    cargo run --release\n"), "{stdout}");
 
         let (manifest, ours) =

@@ -114,7 +114,7 @@ pub(crate) fn parse(args: impl Iterator<Item = OsString>) -> Result<Cli, clap::E
     Cli::from_arg_matches(&matches.map_err(|error| mistakes::suggest(error, &command, &args))?)
 }
 
-/// Moves `--quiet` from before a command to behind it: clap takes no flag before a command.
+/// Moves a leading `--quiet` behind the command: this parser accepts no flag before a command.
 fn quiet_after_command(command: &clap::Command, args: &mut [OsString]) {
     if let [_, quiet, name, ..] = args
         && (*quiet == "--quiet" || *quiet == "-q")

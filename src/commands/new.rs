@@ -80,7 +80,7 @@ pub fn new(flags: &NewFlags, printer: &Printer) -> anyhow::Result<()> {
     }
     if flags.path.is_none() {
         printer.report(&format!(
-            "the project depends on ddp-mp {} of crates.io; until that is published, use --path",
+            "the project depends on ddp-mp {} from crates.io; until it is published there, use --path",
             env!("CARGO_PKG_VERSION")
         ));
     }
@@ -93,7 +93,7 @@ pub fn new(flags: &NewFlags, printer: &Printer) -> anyhow::Result<()> {
 
 /// Returns `text` as one word for a shell.
 fn quote_for_shell(text: &str) -> Cow<'_, str> {
-    shlex::try_quote(text).unwrap_or(Cow::Borrowed(text)) // only text with a NUL, which no path has, is refused
+    shlex::try_quote(text).unwrap_or(Cow::Borrowed(text)) // fails only for text with a NUL, which no path has
 }
 
 /// Returns the last part of `folder`, if it can name the project.
@@ -105,8 +105,8 @@ fn project_name(folder: &Path) -> Result<&str> {
         return Ok(name);
     }
     Err(Error::InvalidInput(format!(
-        "{}: the last part cannot name a project; use a letter and then letters, digits, - and _, all of them lower \
-         case, such as my-run, and no name that cargo or a dependency has",
+        "{}: the last part of the path is no valid name for a project; use lower-case letters, digits, - and _, \
+         beginning with a letter, such as my-run, and no name of a dependency or that cargo reserves",
         folder.display()
     )))
 }

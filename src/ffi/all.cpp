@@ -1,4 +1,4 @@
-// All C++ of this crate, compiled at once: libtorch's headers are then read once, which halves the time.
+// All C++ of this crate as one translation unit: libtorch's headers are then parsed once, which halves the time.
 
 #include "c10d.cpp"
 #include "kept_memory.cpp"

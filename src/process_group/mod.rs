@@ -201,9 +201,9 @@ impl ProcessGroup {
     /// Waits until no operation that this rank has launched on its device waits for another rank. Not a collective.
     ///
     /// With `nccl`, everything launched is done then; `threaded` launches nothing that waits. Call this before you
-    /// read a result on the host (`double_value`, a copy to the CPU). If another rank fails, this wait ends, and
-    /// libtorch's does not. If a rank is blocked in libtorch, the supervisor still reports a collective that fails or
-    /// exceeds the timeout, and gives up on the rank after the grace period.
+    /// read a result on the host (`double_value`, a copy to the CPU). If another rank fails, this returns an error,
+    /// but a read that blocks in libtorch may never return. The supervisor then reports the collective that failed or
+    /// exceeded the timeout. After the grace period it stops waiting for the blocked rank.
     ///
     /// # Errors
     /// [`Error::Cancelled`], [`Error::Timeout`], and the backend's own errors.

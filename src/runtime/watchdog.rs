@@ -1,8 +1,8 @@
-//! The watchdog: notices that launched work has failed, or never ends, while its rank's thread cannot look.
+//! The watchdog: detects collectives that fail or time out while their rank's thread is blocked.
 //!
-//! A rank that waits in a collective polls ([`RunContext::poll`]). But its thread may also block in libtorch, for
-//! example where it reads a loss, behind a collective that never ends. Then only another thread can notice. Follows the
-//! watchdog of PyTorch's `ProcessGroupNCCL`.
+//! A rank that waits in a collective polls for failures itself ([`RunContext::poll`]). A thread that blocks in libtorch,
+//! for example while it reads a loss, cannot poll. The supervisor's thread does it then. Follows the watchdog of
+//! PyTorch's `ProcessGroupNCCL`.
 
 use std::fmt;
 use std::sync::{Arc, Weak};
@@ -13,7 +13,7 @@ use super::primitives::Mutex;
 /// The collectives that one rank has launched in one group, and that may still run on its device.
 pub(crate) trait LaunchedWork: fmt::Debug + Send + Sync {
     /// Reports to `run` that the work has failed, or that it has run for longer than the timeout. Does nothing while
-    /// the rank itself looks.
+    /// the rank itself polls.
     fn check(&self, run: &RunContext);
 }
 

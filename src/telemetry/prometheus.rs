@@ -157,7 +157,11 @@ impl PrometheusFile {
         );
         if let Some(train) = train {
             let skipped = train.skipped_steps.map(|steps| steps as f64);
-            text.counter("skipped_steps_total", "Steps without finite values", skipped);
+            text.counter(
+                "skipped_steps_total",
+                "Steps skipped because a value was not finite",
+                skipped,
+            );
             for (name, help, value) in [
                 ("epoch", "Epoch, from 0", Some(train.epoch as f64)),
                 ("loss", "Mean loss since the last update", Some(train.loss)),

@@ -34,7 +34,7 @@ impl Case {
         self.run_on_gpus_with_delay(0)
     }
 
-    /// Does the same on GPUs that start each piece of work so many microseconds late, so that their hosts are ahead.
+    /// Does the same on GPUs that sleep for `delay_us` microseconds before each piece of work, so that the host is ahead.
     fn run_on_gpus_with_delay(&self, delay_us: usize) -> (Value, String) {
         let Self { kind, rank, launch, spawn } = self;
         let args = [&RUN[..], &["--timeout=1h", "--grace-period=2s", spawn]].concat();
@@ -95,8 +95,7 @@ fn failed_launch_on_one_rank_names_it() {
     is_named("launch", "unhandled cuda error");
 }
 
-/// Rank 0 has sent the checkpoint's length to the others, and copies its model to the GPU: libtorch makes it wait there
-/// for the broadcast.
+/// Rank 0 broadcasts the checkpoint, then copies its model to the GPU. libtorch blocks the copy until the broadcast ends.
 #[test]
 fn failure_behind_a_blocked_host_names_its_rank() {
     let case = Case { kind: "system", rank: 0, launch: 4, spawn: "--spawn=processes" };
@@ -113,7 +112,7 @@ fn read_at_once(group: &Rc<ProcessGroup>) -> anyhow::Result<()> {
     anyhow::bail!("the sum has ended")
 }
 
-/// Nothing, unless a test of this file has started this process for a scene.
+/// The processes of the scenes. Does nothing unless a test of this file has started it.
 #[test]
 fn child() {
     let Some((name, options)) = scene::mine() else { return };
@@ -150,7 +149,7 @@ fn play(name: &str, fault: &str) -> String {
 }
 
 #[test]
-fn blocked_rank_is_told_of_its_failure() {
+fn failure_of_a_blocked_rank_is_reported() {
     let said = play("fails", "remote:rank=0,call=1");
     let error =
         "rank 0 (GPU:0) failed in all_reduce #0: a collective failed: remote process exited";
@@ -158,7 +157,7 @@ fn blocked_rank_is_told_of_its_failure() {
 }
 
 #[test]
-fn blocked_rank_runs_into_the_timeout() {
+fn timeout_of_a_blocked_rank_names_the_missing_rank() {
     let said = play("late", "");
     assert!(said.contains("rank 0 waited 2s in all_reduce #0 for rank 1"), "{said}");
 }

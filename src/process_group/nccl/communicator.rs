@@ -66,7 +66,7 @@ impl Communicator {
         }
     }
 
-    /// Returns NCCL's error if the communicator has failed. `call` is the call that is to blame.
+    /// Returns NCCL's error if the communicator has failed. `call` is the name of the call in the error.
     pub(super) fn check(&self, call: &'static str) -> Result<()> {
         check(call, self.state(), self.comm)
     }

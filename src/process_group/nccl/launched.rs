@@ -1,4 +1,4 @@
-//! The collectives that a rank has launched in one communicator, as the watchdog sees them.
+//! The collectives that a rank has launched in one communicator, for the watchdog.
 
 use std::fmt;
 use std::time::Instant;
@@ -11,8 +11,10 @@ use crate::ffi::cuda;
 use crate::operation::OpId;
 use crate::runtime::{LaunchedWork, RunContext};
 
-/// A communicator and the newest collective in it. The rank's thread locks it for each NCCL call, and the watchdog
-/// looks only while it is free, so that no call waits for the other.
+/// A communicator and the newest collective in it.
+///
+/// The rank's thread holds the lock during each NCCL call. The watchdog skips its check while the lock is taken. So the
+/// watchdog never waits for NCCL, and the rank waits for one check at most.
 pub(super) struct Launched {
     /// The rank's number in the run.
     rank: usize,
@@ -23,15 +25,16 @@ pub(super) struct Launched {
 /// What [`Launched`] guards.
 pub(super) struct State {
     pub communicator: Communicator,
-    /// The newest collective, and when it was launched. `None` before the first, and after the end.
+    /// The newest collective, and when it was launched. `None` before the first, and after the rank has left the
+    /// communicator.
     newest: Option<(OpId, Instant)>,
-    /// The event behind the newest collective.
-    behind: cuda::Event,
+    /// The event that is recorded after the newest collective.
+    ended: cuda::Event,
 }
 
 impl Launched {
     pub(super) fn new(rank: usize, gpu: usize, communicator: Communicator) -> Result<Self> {
-        let state = State { communicator, newest: None, behind: cuda::Event::new()? };
+        let state = State { communicator, newest: None, ended: cuda::Event::new()? };
         Ok(Self { rank, gpu, state: Mutex::new(state) })
     }
 
@@ -42,7 +45,7 @@ impl Launched {
     /// Notes that `at` has been launched on the current stream.
     pub(super) fn note(&self, at: OpId) -> Result<()> {
         let mut state = self.state.lock();
-        state.behind.record(self.gpu)?;
+        state.ended.record(self.gpu)?;
         state.newest = Some((at, Instant::now()));
         Ok(())
     }
@@ -54,7 +57,8 @@ impl Launched {
         std::mem::replace(&mut state.communicator, none)
     }
 
-    /// Returns the collective that has failed, or run for longer than the timeout, and its error.
+    /// Returns the collective that has failed, or run for longer than the timeout, and its error. `None` if there is
+    /// none, or if the lock is taken.
     fn failure(&self, run: &RunContext) -> Option<(OpId, Error)> {
         let state = self.state.try_lock()?;
         let (at, since) = state.newest?;
@@ -65,7 +69,7 @@ impl Launched {
             return None;
         }
         // The watchdog's thread has no device yet; a query would start a context on the first one.
-        let is_done = cuda::set_device(self.gpu).and_then(|()| state.behind.is_done());
+        let is_done = cuda::set_device(self.gpu).and_then(|()| state.ended.is_done());
         drop(state);
         match is_done {
             Ok(true) => None,
@@ -80,7 +84,7 @@ impl Launched {
 
 impl LaunchedWork for Launched {
     fn check(&self, run: &RunContext) {
-        // In an operation that waits, the rank polls, and can tell more.
+        // In an operation that waits, the rank polls itself, and reports more.
         let polls = || !run.activity[self.rank].now().operation.is_compute();
         if polls() {
             return;

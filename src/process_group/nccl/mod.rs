@@ -9,7 +9,7 @@
 //!   cancellable and gives it a deadline.
 //! * Each rank ends its own communicator ([`communicator`]). NCCL frees them when the last rank has.
 //! * The host waits for the GPU only by polling an event ([`RankBackend::synchronize`]): a kernel whose peer has failed
-//!   never ends by itself. Where libtorch makes a rank's thread wait nevertheless, the watchdog looks ([`launched`]).
+//!   never ends by itself. Where a rank's thread blocks in libtorch all the same, the watchdog polls ([`launched`]).
 //!
 //! The members of a sub-group, and the two ranks of a message, have barriers of their own, so the first rule holds for
 //! them only. During their calls no other rank of the process may allocate or free GPU memory.

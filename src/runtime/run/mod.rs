@@ -358,7 +358,7 @@ impl RunContext {
             return Vec::new();
         }
         let mut missing = self.missing_ranks(missing);
-        missing.retain(|missing| missing.rank != waiting); // seems to compute while it is blocked in libtorch
+        missing.retain(|missing| missing.rank != waiting); // its status is a computation while libtorch blocks it
         missing.sort_by_key(|rank| rank.last_seen.operation.may_wait());
         missing
     }
