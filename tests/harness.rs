@@ -3,6 +3,7 @@
 use std::borrow::Borrow;
 use std::io::Read;
 use std::net::TcpListener;
+use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::{Child, Command, Output, Stdio};
 use std::rc::Rc;
@@ -12,6 +13,7 @@ use std::time::Duration;
 
 use ddp_mp::ffi::fork_rng;
 use ddp_mp::{Backend, ProcessGroup, Rank, Spawn, SpawnError};
+use rustix::process::{Signal, set_parent_process_death_signal};
 use tch::nn::{self, Linear, LinearConfig, Path};
 use wait_timeout::ChildExt;
 
@@ -74,13 +76,16 @@ const LAUNCHERS: [&str; 12] = [
     "PET_NNODES",
 ];
 
-/// The program, seeing no GPU, with nothing of the tests' environment that it would react to.
+/// The program, seeing no GPU, with nothing of the tests' environment that it would react to. It ends with the thread that
+/// starts it: a test that fails leaves nothing behind that would slow the others.
 pub(crate) fn program(args: &[&str]) -> Command {
     // On another machine than the one that has built the tests it lies elsewhere.
     let path = std::env::var_os("DDP_MP_PROGRAM").unwrap_or(env!("CARGO_BIN_EXE_ddp-mp").into());
     let mut command = Command::new(path);
     without_launcher(command.args(args)).env_remove("RUST_BACKTRACE");
     command.stdin(Stdio::null());
+    // SAFETY: between fork and exec this makes one system call.
+    unsafe { command.pre_exec(|| Ok(set_parent_process_death_signal(Some(Signal::KILL))?)) };
     command
 }
 

@@ -4,6 +4,7 @@ use std::fs;
 use std::io::{BufRead, BufReader, Read};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixDatagram;
+use std::os::unix::process::ExitStatusExt;
 use std::process::{Child, ChildStdout, Command, Stdio};
 use std::sync::mpsc::channel;
 use std::thread;
@@ -281,4 +282,14 @@ fn config_readable_only_once_is_refused() {
         assert!(stdout.is_empty(), "{stdout}");
         assert!(stderr.contains("--config: /dev/stdin can be read only once"), "{stderr}");
     }
+}
+
+/// A test that fails must not leave programs behind, which would slow the others.
+#[test]
+fn program_of_a_test_ends_with_the_thread_that_starts_it() {
+    let start = || program(&["--max-epochs=1000000"]).stdout(Stdio::null()).spawn().unwrap();
+    let mut child = thread::spawn(start).join().unwrap();
+    let status = child.wait_timeout(TIMEOUT).unwrap();
+    let _ = child.kill();
+    assert_eq!(status.and_then(|status| status.signal()), Some(9));
 }

@@ -29,8 +29,13 @@ impl RemoteSnapshots {
     pub(crate) fn is_behind(&self, rank: usize, seen: &[OpSnapshot]) -> bool {
         let is_global = |op: &&OpSnapshot| op.group == Some(0);
         let Some(last) = seen.iter().rev().find(is_global) else { return false };
-        let theirs = self.of(rank).iter().filter(is_global).map(|op| op.at.sequence).max();
-        theirs.is_none_or(|sequence| sequence < last.at.sequence)
+        self.last_entered(rank, 0).is_none_or(|sequence| sequence < last.at.sequence)
+    }
+
+    /// Returns the number of the last collective of `group` that `rank` has entered; `None` if its snapshots have none.
+    pub(crate) fn last_entered(&self, rank: usize, group: u32) -> Option<u64> {
+        let of_group = |op: &OpSnapshot| (op.group == Some(group)).then_some(op.at.sequence);
+        self.of(rank).iter().filter_map(of_group).max()
     }
 
     fn all(&self) -> MutexGuard<'_, BTreeMap<usize, (Instant, Vec<OpSnapshot>)>> {

@@ -1,6 +1,6 @@
 //! Calls of NCCL's that fail on one rank: it is named with NCCL's words, and nobody waits for it.
 
-use std::rc::Rc;
+use std::thread;
 use std::time::Duration;
 
 use ddp_mp::ffi::cuda;
@@ -79,12 +79,12 @@ fn failed_system_call_names_its_rank() {
 #[test]
 fn rank_that_never_connects_ends_in_a_timeout() {
     for spawn in ["--spawn=threads", "--spawn=processes"] {
-        let args = [&RUN[..], &["--timeout=3s", "--grace-period=1s", spawn]].concat();
+        let args = [&RUN[..], &["--timeout=10s", "--grace-period=1s", spawn]].concat();
         let mut command = on_gpus(RANKS, &args);
         command.env("SIM_NCCL_FAULT", "init:rank=1,call=1");
         let (code, stdout, stderr) = run_command(command);
         assert_eq!(code, Some(1), "{spawn}: {stderr}");
-        let told = "waited 3s in init for NCCL to connect all ranks";
+        let told = "waited 10s in init for NCCL to connect all ranks";
         assert!(stderr.contains(told) && stdout.contains(told), "{spawn}: {stdout}{stderr}");
     }
 }
@@ -104,60 +104,91 @@ fn failure_behind_a_blocked_host_names_its_rank() {
     assert!(failure["error"].as_str().unwrap().contains("unhandled system error"), "{stderr}");
 }
 
-/// Reads a sum on the host without [`ProcessGroup::synchronize`]. The sum never ends, so this blocks.
-fn read_at_once(group: &Rc<ProcessGroup>) -> anyhow::Result<()> {
-    let mut sum = Tensor::zeros([1], (Kind::Float, group.device()));
+/// Sums over the group, and reads the sum on the host without [`ProcessGroup::synchronize`].
+fn read_at_once(group: &ProcessGroup) -> anyhow::Result<f64> {
+    let mut sum = Tensor::ones([1], (Kind::Float, group.device()));
     group.all_reduce(&mut sum, ReduceOp::Sum)?;
-    sum.double_value(&[0]);
-    anyhow::bail!("the sum has ended")
+    Ok(sum.double_value(&[0]))
 }
+
+/// A rank's part in a scene. Rank 0 blocks in libtorch, if it reads a sum that never ends.
+fn part(scene: &str, group: &ProcessGroup) -> anyhow::Result<f64> {
+    match (scene, group.rank()) {
+        // Rank 1 waits for rank 0 in the next launch. NCCL fails on one of them, or on a rank that does not block.
+        ("fails", 1) => {
+            let mut sum = Tensor::ones([1], (Kind::Float, group.device()));
+            loop {
+                group.all_reduce(&mut sum, ReduceOp::Sum)?;
+            }
+        }
+        // Rank 1 does not come, and waits for the end of the run.
+        ("late", 1) => loop {
+            group.synchronize()?;
+        },
+        // All are longer at something else than a collective may take.
+        ("healthy", _) => {
+            read_at_once(group)?;
+            thread::sleep(2 * TIMEOUT + Duration::from_secs(3));
+            read_at_once(group)
+        }
+        _ => read_at_once(group),
+    }
+}
+
+/// The timeout of the scenes in which one passes.
+const TIMEOUT: Duration = Duration::from_secs(4);
 
 /// The processes of the scenes. Does nothing unless a test of this file has started it.
 #[test]
 fn child() {
-    let Some((name, options)) = scene::mine() else { return };
+    let Some((scene, options)) = scene::mine() else { return };
     let cuda = cuda::load();
     let launch = detect(&|_| None, &options, cuda.usable()).unwrap();
-    let timeout = Duration::from_secs(if name == "late" { 2 } else { 3600 });
-    let join = JoinLaunchOptions { timeout, ..JoinLaunchOptions::default() };
-    let spawn = launch.join(&cuda, join).unwrap().spawn();
+    let spawn = launch.join(&cuda, JoinLaunchOptions::default()).unwrap().spawn();
+    let timeout = if scene == "fails" { Duration::from_secs(3600) } else { TIMEOUT };
     let spawn = spawn.timeout(timeout).grace_period(Duration::from_millis(100));
-    let result = spawn.run(move |rank| {
-        let group = rank.init_process_group(Backend::Nccl)?;
-        if name == "late" && rank.rank() == 1 {
-            loop {
-                group.synchronize()?; // ends when rank 0 fails
-            }
-        }
-        read_at_once(&group)
-    });
-    println!("{}", result.unwrap_err());
-    os::exit(0); // the thread of rank 0 is still blocked
+    match spawn.run(move |rank| part(&scene, &*rank.init_process_group(Backend::Nccl)?)) {
+        Ok(sums) => println!("the sums are {sums:?}"),
+        Err(error) => println!("{error}"),
+    }
+    os::exit(0); // the thread of rank 0 may still be blocked
 }
 
-/// Plays the scene `name` with two processes of one rank each, and returns what they print.
-fn play(name: &str, fault: &str) -> String {
+/// Plays the scene `name` with processes of so many `ranks`, and returns what they print.
+fn play(name: &str, ranks: &[usize], fault: &str) -> String {
     let port = free_port();
     let start = |process: usize| {
-        let mut command = scene::process("nccl_faults::child", name, process, &[1, 1], port);
-        simulate(&mut command, 2).env("CUDA_VISIBLE_DEVICES", process.to_string());
+        let mut command = scene::process("nccl_faults::child", name, process, ranks, port);
+        let gpus = if ranks.len() == 1 { "0,1" } else { ["0", "1"][process] };
+        simulate(&mut command, 2).env("CUDA_VISIBLE_DEVICES", gpus);
         command.env("SIM_NCCL_FAULT", fault).env("SIM_DELAY_MAIN_US", "20000");
         command.spawn().unwrap()
     };
-    let outputs = join([0, 1].map(start).into());
+    let outputs = join((0..ranks.len()).map(start).collect());
     outputs.iter().map(|output| String::from_utf8_lossy(&output.stdout)).collect()
 }
 
 #[test]
-fn failure_of_a_blocked_rank_is_reported() {
-    let said = play("fails", "remote:rank=0,call=1");
-    let error =
-        "rank 0 (GPU:0) failed in all_reduce #0: a collective failed: remote process exited";
-    assert!(said.contains(error), "{said}");
+fn failure_while_a_rank_is_blocked_names_the_failed_rank() {
+    for (ranks, failed) in [(&[1, 1][..], 0), (&[1, 1], 1), (&[2], 0), (&[2], 1)] {
+        let said = play("fails", ranks, &format!("remote:rank={failed},call=1"));
+        let named = format!("rank {failed} (GPU:");
+        let line = said.lines().find(|line| line.contains(" failed in all_reduce #"));
+        let (named, why) = (|line: &&str| line.starts_with(&named), "remote process exited");
+        assert!(line.filter(named).is_some_and(|line| line.contains(why)), "{ranks:?}: {said}");
+    }
 }
 
 #[test]
 fn timeout_of_a_blocked_rank_names_the_missing_rank() {
-    let said = play("late", "");
-    assert!(said.contains("rank 0 waited 2s in all_reduce #0 for rank 1"), "{said}");
+    let said = play("late", &[1, 1], "");
+    assert!(said.contains("rank 0 waited 4s in all_reduce #0 for rank 1 (last seen"), "{said}");
+}
+
+#[test]
+fn rank_may_compute_longer_than_the_timeout() {
+    for ranks in [&[1, 1][..], &[2]] {
+        let said = play("healthy", ranks, "");
+        assert_eq!(said.matches("2.0").count(), 2, "{ranks:?}: {said}");
+    }
 }

@@ -231,7 +231,6 @@ impl Spawn {
                     continue;
                 }
                 default(self.stall_warning.div_f64(8.0).clamp(STALL_POLL_INTERVALS.0, STALL_POLL_INTERVALS.1)) => {
-                    run.watchdog.check(run);
                     if let Some(stall) = stalled(run, here.clone(), self.stall_warning)
                         && last_notice != Some(stall)
                         && let Some(text) = stall.text(run, here.clone(), self.stall_warning)
@@ -265,7 +264,7 @@ impl Spawn {
     }
 }
 
-/// The shortest and the longest interval between checks for stalls and for failures of launched work.
+/// The shortest and the longest interval between checks for stalls.
 const STALL_POLL_INTERVALS: (Duration, Duration) =
     (Duration::from_millis(10), Duration::from_secs(1));
 

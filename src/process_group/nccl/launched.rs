@@ -1,6 +1,8 @@
 //! The collectives that a rank has launched in one communicator, for the watchdog.
 
+use std::collections::VecDeque;
 use std::fmt;
+use std::sync::Arc;
 use std::time::Instant;
 
 use parking_lot::{Mutex, MutexGuard};
@@ -11,31 +13,60 @@ use crate::ffi::cuda;
 use crate::operation::OpId;
 use crate::runtime::{LaunchedWork, RunContext};
 
-/// A communicator and the newest collective in it.
+/// A communicator and the collectives that may still run in it.
 ///
-/// The rank's thread holds the lock during each NCCL call. The watchdog skips its check while the lock is taken. So the
-/// watchdog never waits for NCCL, and the rank waits for one check at most.
+/// Until the rank leaves the communicator, its thread holds the lock during each NCCL call. The watchdog skips its check
+/// while the lock is taken. So the watchdog never waits for NCCL, and the rank waits for one check at most.
 pub(super) struct Launched {
     /// The rank's number in the run.
     rank: usize,
     gpu: usize,
+    /// The communicator's ranks, by their numbers in the run.
+    members: Arc<[usize]>,
     state: Mutex<State>,
 }
 
-/// What [`Launched`] guards.
+/// The state that [`Launched`] guards.
 pub(super) struct State {
     pub communicator: Communicator,
-    /// The newest collective, and when it was launched. `None` before the first, and after the rank has left the
-    /// communicator.
-    newest: Option<(OpId, Instant)>,
-    /// The event that is recorded after the newest collective.
+    /// The collectives that may still run, the oldest first.
+    running: VecDeque<Running>,
+    /// Events of collectives that have ended, for the next ones.
+    spare: Vec<cuda::Event>,
+    /// The collective that the last check has found to be failed or late.
+    suspect: Option<OpId>,
+}
+
+/// A collective that may still run.
+struct Running {
+    at: OpId,
+    since: Instant,
+    /// The event that is recorded after the collective.
     ended: cuda::Event,
 }
 
+impl State {
+    /// Forgets the collectives that have ended.
+    fn forget_ended(&mut self) -> Result<()> {
+        while let Some(oldest) = self.running.front()
+            && oldest.ended.is_done()?
+        {
+            self.spare.extend(self.running.pop_front().map(|ended| ended.ended));
+        }
+        Ok(())
+    }
+}
+
 impl Launched {
-    pub(super) fn new(rank: usize, gpu: usize, communicator: Communicator) -> Result<Self> {
-        let state = State { communicator, newest: None, ended: cuda::Event::new()? };
-        Ok(Self { rank, gpu, state: Mutex::new(state) })
+    pub(super) fn new(
+        rank: usize,
+        gpu: usize,
+        members: Arc<[usize]>,
+        communicator: Communicator,
+    ) -> Self {
+        let (running, spare) = Default::default();
+        let state = Mutex::new(State { communicator, running, spare, suspect: None });
+        Self { rank, gpu, members, state }
     }
 
     pub(super) fn lock(&self) -> MutexGuard<'_, State> {
@@ -45,52 +76,59 @@ impl Launched {
     /// Notes that `at` has been launched on the current stream.
     pub(super) fn note(&self, at: OpId) -> Result<()> {
         let mut state = self.state.lock();
-        state.ended.record(self.gpu)?;
-        state.newest = Some((at, Instant::now()));
+        state.forget_ended()?;
+        let ended = state.spare.pop().map_or_else(cuda::Event::new, Ok)?;
+        ended.record(self.gpu)?;
+        state.running.push_back(Running { at, since: Instant::now(), ended });
         Ok(())
     }
 
-    /// Takes the communicator to end it, and leaves `none`.
+    /// Takes the communicator to end it, and leaves `none`. The rank's thread frees the events: on another thread, CUDA
+    /// might start a context on another GPU.
     pub(super) fn take(&self, none: Communicator) -> Communicator {
         let mut state = self.state.lock();
-        state.newest = None;
+        state.running.clear();
+        state.spare.clear();
         std::mem::replace(&mut state.communicator, none)
     }
 
-    /// Returns the collective that has failed, or run for longer than the timeout, and its error. `None` if there is
-    /// none, or if the lock is taken.
+    /// Returns the oldest collective that has not ended, and its error if it has failed or timed out, if the previous
+    /// check has found the same. Then a rank that polls would have reported it.
     fn failure(&self, run: &RunContext) -> Option<(OpId, Error)> {
-        let state = self.state.try_lock()?;
-        let (at, since) = state.newest?;
-        if let Err(error) = state.communicator.check("a collective") {
-            return Some((at, error));
-        }
-        if since.elapsed() < run.timeout {
+        let mut state = self.state.try_lock()?;
+        // A rank that does not compute is in a wait of its own, with the same timeout, that may have begun later.
+        let computes = run.activity[self.rank].now().operation.is_compute();
+        let limit = if computes { run.timeout } else { run.timeout.saturating_mul(2) };
+        let is_late = |running: &Running| running.since.elapsed() >= limit;
+        let before = state.suspect.take();
+        let failed =
+            state.running.front().and_then(|_| state.communicator.check("a collective").err());
+        if failed.is_none() && !state.running.front().is_some_and(is_late) {
             return None;
         }
-        // The watchdog's thread has no device yet; a query would start a context on the first one.
-        let is_done = cuda::set_device(self.gpu).and_then(|()| state.ended.is_done());
-        drop(state);
-        match is_done {
-            Ok(true) => None,
-            Ok(false) => {
-                let missing = run.missing_elsewhere(self.rank);
-                Some((at, Error::Timeout { at, waiting: self.rank, waited: run.timeout, missing }))
-            }
-            Err(error) => Some((at, error)),
+        // A query on a thread without a device would start a context on the first GPU. If it fails, so does the wait of
+        // the rank.
+        cuda::set_device(self.gpu).and_then(|()| state.forget_ended()).ok()?;
+        let oldest = state.running.front().filter(|oldest| failed.is_some() || is_late(oldest))?;
+        let at = oldest.at;
+        state.suspect = Some(at);
+        if before != Some(at) {
+            return None;
         }
+        drop(state);
+        Some((at, failed.unwrap_or_else(|| self.timeout(run, at))))
+    }
+
+    fn timeout(&self, run: &RunContext, at: OpId) -> Error {
+        let missing = run.behind_elsewhere(&self.members, at.sequence);
+        Error::Timeout { at, waiting: self.rank, waited: run.timeout, missing }
     }
 }
 
 impl LaunchedWork for Launched {
     fn check(&self, run: &RunContext) {
-        // In an operation that waits, the rank polls itself, and reports more.
-        let polls = || !run.activity[self.rank].now().operation.is_compute();
-        if polls() {
-            return;
-        }
-        if let Some((at, error)) = self.failure(run)
-            && !polls()
+        if run.cancel.cancelled_by().is_none()
+            && let Some((at, error)) = self.failure(run)
             && run.cancel.cancelled_by().is_none()
         {
             run.report_at(self.rank, Some(at), Some(&error), error.to_string());

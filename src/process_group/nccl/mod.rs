@@ -37,6 +37,7 @@ use super::{P2POp, Traffic};
 use crate::error::{Error, Result};
 use crate::ffi::{TorchResult, cuda};
 use crate::operation::Operation;
+use crate::os::limits::not_started;
 use communicator::{Communicator, end_all};
 use launched::Launched;
 pub(crate) use library::version;
@@ -122,9 +123,10 @@ impl NcclBackend {
         let token = Tensor::f_zeros([1], (Kind::Float, Device::Cuda(gpu)))
             .doing("allocating on the GPU")?;
         let communicator = Communicator::new(shared.run().clone());
-        let launched = Arc::new(Launched::new(shared.members()[rank], gpu, communicator)?);
+        let members = shared.members();
+        let launched = Launched::new(members[rank], gpu, members.clone(), communicator);
         let mut nccl = Self {
-            launched,
+            launched: Arc::new(launched),
             rank,
             gpu,
             slot: shared.slot(rank),
@@ -144,7 +146,11 @@ impl NcclBackend {
             comm.join(id, size, rank)
         })?;
         if size > 1 {
-            nccl.shared.run().watchdog.watch(&nccl.launched);
+            let run = nccl.shared.run();
+            let started = run.watch(&nccl.launched);
+            started.map_err(|error| {
+                Error::InvalidInput(not_started("the watchdog, a thread,", &error))
+            })?;
         }
         Ok(nccl)
     }
@@ -164,8 +170,10 @@ impl NcclBackend {
         self.exchange_local(call)?;
         let result = launch(&mut self.launched.lock().communicator);
         let launched = self.poll_until_ready(name, result);
-        self.report_failure(launched.and_then(|()| self.launched.note(call.at())))?;
-        self.slot.barrier().wait(self.slot.rank(), call.at())
+        self.report_failure(launched)?;
+        self.slot.barrier().wait(self.slot.rank(), call.at())?;
+        let waits_for_others = call.operation != Operation::Init && self.shared.members().len() > 1;
+        if waits_for_others { self.launched.note(call.at()) } else { Ok(()) }
     }
 
     /// Runs several NCCL calls like [`NcclBackend::with_launch_barrier`]. `launch` returns the first result that is a

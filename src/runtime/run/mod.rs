@@ -86,7 +86,8 @@ pub(crate) struct RunContext {
     pub cores: usize,
     /// The source of the state of other processes' ranks; `None` without other processes.
     pub peer_status: Option<Arc<dyn PeerStatus>>,
-    pub watchdog: Watchdog,
+    /// Collectives that a rank's thread may block on: [`RunContext::watch`].
+    pub(super) watchdog: Watchdog,
     /// The timeout of a rank's wait for other ranks.
     pub timeout: Duration,
     /// The planned fault, if any.
@@ -340,7 +341,7 @@ impl RunContext {
 
     /// Returns the ranks of other processes that have not reached the operation of `waiting`, those that wait for no
     /// rank first. Refreshes their state, which takes a moment.
-    pub(crate) fn missing_elsewhere(&self, waiting: usize) -> Vec<MissingRank> {
+    fn missing_elsewhere(&self, waiting: usize) -> Vec<MissingRank> {
         let silent = self.refresh_peers();
         if !silent.is_empty() {
             return silent;
@@ -358,9 +359,30 @@ impl RunContext {
             return Vec::new();
         }
         let mut missing = self.missing_ranks(missing);
-        missing.retain(|missing| missing.rank != waiting); // its status is a computation while libtorch blocks it
         missing.sort_by_key(|rank| rank.last_seen.operation.may_wait());
         missing
+    }
+
+    /// Returns those of the ranks `members`, in other processes, that have not entered collective number `sequence` of
+    /// their group, the furthest behind first. Refreshes their state, which takes a moment.
+    pub(crate) fn behind_elsewhere(&self, members: &[usize], sequence: u64) -> Vec<MissingRank> {
+        let mut silent = self.refresh_peers();
+        silent.retain(|missing| members.contains(&missing.rank));
+        if !silent.is_empty() {
+            return silent;
+        }
+        let is_group = |group: &u32| self.members(*group).is_some_and(|of| *of == *members);
+        let known = self.known_groups();
+        let Some(group) = std::iter::once(0).chain(known.into_keys()).find(is_group) else {
+            return Vec::new();
+        };
+        let entered = |rank: &usize| self.remote_snapshots.last_entered(*rank, group);
+        let is_behind = |rank: &usize| {
+            self.threads[*rank].lock().is_none() && entered(rank).is_none_or(|last| last < sequence)
+        };
+        let mut behind: Vec<usize> = members.iter().copied().filter(is_behind).collect();
+        behind.sort_by_key(entered);
+        self.last_seen(behind)
     }
 
     /// Polls `is_done` until it returns true, the run is cancelled, or the timeout has passed. `waiting` is the rank
