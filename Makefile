@@ -102,18 +102,11 @@ crate: cargo libtorch ## pack the crate, and try it from a project that `ddp-mp 
 
 # `make install` puts bin/ddp-mp, and in share/ the manual pages and completions, below PREFIX. A DESTDIR is put in front.
 PREFIX = $(HOME)/.local
-INSTALLED = $(DESTDIR)$(abspath $(PREFIX))
-SHARE = $(INSTALLED)/share
 
 # Only the owner of the clone builds in it: the owner could not replace files of root under sudo.
 install: $(shell [ ! -O Makefile ] || echo build) ## install the program, its manual pages and completions; elsewhere: make install PREFIX=/usr/local
 	@[ -e $(PROGRAM) ] || { echo "$(PROGRAM) is missing, and only the owner of this folder builds it: run 'make build' as the owner first (with the same CARGO_TARGET_DIR)." >&2; exit 1; }
-	install -D $(PROGRAM) $(INSTALLED)/bin/ddp-mp
-	$(INSTALLED)/bin/ddp-mp man $(SHARE)/man/man1
-	@mkdir -p $(SHARE)/bash-completion/completions $(SHARE)/zsh/site-functions $(SHARE)/fish/vendor_completions.d
-	$(INSTALLED)/bin/ddp-mp completions bash >$(SHARE)/bash-completion/completions/ddp-mp
-	$(INSTALLED)/bin/ddp-mp completions zsh >$(SHARE)/zsh/site-functions/_ddp-mp
-	$(INSTALLED)/bin/ddp-mp completions fish >$(SHARE)/fish/vendor_completions.d/ddp-mp.fish
+	.cargo/install.sh $(PROGRAM) $(LIBTORCH_FOLDER) "$(DESTDIR)$$(realpath -ms "$(PREFIX)")"
 
 wheel: build ## build a Python wheel of the program into dist/
 	python3 python/wheel.py $(PROGRAM) $(LIBTORCH_FOLDER) dist

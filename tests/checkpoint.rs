@@ -19,7 +19,7 @@ use serde_json::Value;
 use tempfile::TempDir;
 use wait_timeout::ChildExt;
 
-use crate::harness::{TIMEOUT, program, run, run_command, try_ranks};
+use crate::harness::{TIMEOUT, program, run, run_command, send, try_ranks};
 
 /// What a run came to.
 #[derive(Debug, PartialEq)]
@@ -177,11 +177,6 @@ fn signal_stops_all_ranks_after_the_same_step() {
         rest.losses.extend(stopped.losses);
         assert_eq!(rest, whole);
     }
-}
-
-fn send(signal: &str, process: u32) {
-    let status = Command::new("kill").args([format!("-{signal}"), process.to_string()]).status();
-    assert!(status.unwrap().success());
 }
 
 #[test]

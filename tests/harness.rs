@@ -154,6 +154,13 @@ pub(crate) fn output(child: Child) -> Output {
     join(vec![child]).remove(0)
 }
 
+/// Sends a signal, such as `TERM`, to a process. The shell does it: Debian's minimal system has no program `kill`.
+pub(crate) fn send(signal: &str, process: u32) {
+    let (signal, process) = (format!("-{signal}"), process.to_string());
+    let status = Command::new("sh").args(["-c", "kill \"$0\" \"$1\"", &signal, &process]).status();
+    assert!(status.unwrap().success(), "{signal} {process}");
+}
+
 /// Returns a port that is free now.
 pub(crate) fn free_port() -> u16 {
     TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()

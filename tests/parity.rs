@@ -37,6 +37,7 @@ impl<M> Callback<M> for EpochLosses {
 }
 
 use crate::harness::{ranks, repository};
+use crate::kernels::has_recorded_kernels;
 
 pub(crate) fn recorded(name: &str) -> Value {
     let text = fs::read_to_string(repository("tests/parity").join(name)).unwrap();
@@ -371,30 +372,6 @@ impl DdpCase {
             _ => (1e-6, 1e-5),
         }
     }
-}
-
-/// Whether libtorch rounds here as where PyTorch's values were recorded: some steps of two layers give the same bits.
-/// Uses nothing of this crate.
-pub(crate) fn has_recorded_kernels() -> bool {
-    let numbers = |rows: i64, columns: i64, modulus: i64, divisor: f64| {
-        let values = Tensor::arange(rows * columns, (Kind::Int64, Device::Cpu)).remainder(modulus);
-        ((values - modulus / 2).to_kind(Kind::Float) / divisor).view([rows, columns])
-    };
-    let (inputs, targets) = (numbers(16, 20, 7, 10.0), numbers(16, 1, 5, 10.0));
-    let layers = [numbers(64, 20, 11, 30.0), numbers(1, 64, 13, 30.0), numbers(1, 20, 11, 30.0)]
-        .map(|layer| layer.set_requires_grad(true));
-    for _ in 0..20 {
-        let [first, second, alone] = &layers;
-        let deep = inputs.matmul(&first.tr()).relu().matmul(&second.tr());
-        let loss = deep.mse_loss(&targets, tch::Reduction::Mean)
-            + inputs.matmul(&alone.tr()).mse_loss(&targets, tch::Reduction::Mean);
-        let grads = Tensor::run_backward(&[loss], &layers, false, false);
-        for (layer, grad) in layers.iter().zip(grads) {
-            let _ = tch::no_grad(|| layer.shallow_clone().subtract_(&(grad * 0.1)));
-        }
-    }
-    let bits = layers.iter().flat_map(flat).map(|value| value.to_bits() as usize);
-    recorded("kernels.json")["rows"][0][0] == digest(bits)
 }
 
 #[test]

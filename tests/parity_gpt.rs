@@ -18,7 +18,8 @@ use tch::nn::ModuleT;
 use tch::{Device, Kind, Tensor};
 
 use crate::harness::{ranks, repository};
-use crate::parity::{EpochLosses, difference, digest, flat, has_recorded_kernels, recorded, state};
+use crate::kernels::has_recorded_kernels;
+use crate::parity::{EpochLosses, difference, digest, flat, recorded, state};
 
 #[derive(Deserialize, Clone)]
 struct Recorded {

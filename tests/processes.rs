@@ -22,7 +22,7 @@ use tch::{Kind, Tensor};
 use wait_timeout::ChildExt;
 
 use crate::harness::{
-    TIMEOUT, as_torchrun, free_port, join, program, run, run_command, without_launcher,
+    TIMEOUT, as_torchrun, free_port, join, program, run, run_command, send, without_launcher,
 };
 use crate::shared::surface::{self, Surface};
 use crate::shared::{coalesced, functional, groups, scene};
@@ -697,16 +697,7 @@ fn killed_or_stopped_process_is_named() {
             let stdout = children[0].stdout.as_mut().unwrap();
             BufReader::new(stdout).read_line(&mut first).unwrap();
             assert!(first.contains("start"), "{first}");
-            let send = |signal: &str| {
-                let pid = children[victim].id().to_string();
-                assert!(
-                    Command::new("kill")
-                        .args([&format!("-{signal}"), &pid])
-                        .status()
-                        .unwrap()
-                        .success()
-                );
-            };
+            let send = |signal: &str| send(signal, children[victim].id());
             send(signal);
             if signal == "STOP" {
                 // Until the others have ended.
@@ -850,15 +841,14 @@ fn loopback_master_addr_is_warned_of_once() {
 
 #[test]
 fn signal_ends_the_wait_for_other_processes() {
-    for (signal, code) in [("-TERM", 143), ("-INT", 130)] {
+    for (signal, code) in [("TERM", 143), ("INT", 130)] {
         // Somebody is there, who never answers.
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let port = format!("--master-port={}", listener.local_addr().unwrap().port());
         let by_hand = ["--nnodes=2", "--node-rank=1", "--master-addr=127.0.0.1", &port];
         let mut waits = program(&by_hand).spawn().unwrap();
         let _connection = listener.accept().unwrap();
-        let pid = waits.id().to_string();
-        assert!(Command::new("kill").args([signal, &pid]).status().unwrap().success());
+        send(signal, waits.id());
         let ended = waits.wait_timeout(TIMEOUT).unwrap();
         if ended.is_none() {
             waits.kill().unwrap();
@@ -996,8 +986,7 @@ fn processes_stop_save_and_resume_together() {
         line.clear();
         assert!(stdout.read_line(&mut line).unwrap() > 0);
     }
-    let pid = children[1].id().to_string();
-    assert!(Command::new("kill").args(["-TERM", &pid]).status().unwrap().success());
+    send("TERM", children[1].id());
     let mut rest = String::new();
     std::io::Read::read_to_string(&mut stdout, &mut rest).unwrap();
     for output in join(children) {

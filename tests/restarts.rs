@@ -4,13 +4,13 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::Stdio;
 
 use serde_json::Value;
 use wait_timeout::ChildExt;
 
-use crate::harness::{Reading, TIMEOUT, program, run, run_command};
-use crate::spawn_processes::{process_of, processes_of, send};
+use crate::harness::{Reading, TIMEOUT, program, run, run_command, send};
+use crate::spawn_processes::{process_of, processes_of};
 
 const RUN: [&str; 5] =
     ["--nproc-per-node=2", "--model=mlp", "--momentum=0.9", "--max-epochs=2", "--log-format=json"];
@@ -133,7 +133,7 @@ fn killed_in_each_start(spawn: &str, restarts: usize) -> (Option<i32>, Vec<Value
                 "--spawn=threads" => processes_of(&child).next(),
                 _ => process_of(&child, 1),
             };
-            send("-KILL", victim.unwrap());
+            send("KILL", victim.unwrap());
         }
         events.push(event);
     }
@@ -218,15 +218,14 @@ fn max_restarts_under_a_launcher_is_refused() {
 #[test]
 fn signal_stops_the_run_without_a_restart() {
     for spawn in ["--spawn=threads", "--spawn=processes"] {
-        for (signal, code, name) in [("-INT", 130, "SIGINT"), ("-TERM", 143, "SIGTERM")] {
+        for (signal, code, name) in [("INT", 130, "SIGINT"), ("TERM", 143, "SIGTERM")] {
             let args = ["--nproc-per-node=2", "--max-epochs=1000000", "--max-restarts=3", spawn];
             let mut command = program(&[&args[..], &["--log-format=json"]].concat());
             let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
             let mut stdout = BufReader::new(child.stdout.take().unwrap());
             let mut text = String::new();
             stdout.read_line(&mut text).unwrap();
-            let pid = child.id().to_string();
-            assert!(Command::new("kill").args([signal, &pid]).status().unwrap().success());
+            send(signal, child.id());
             let rest = Reading::of(stdout);
             let ended = child.wait_timeout(TIMEOUT).unwrap();
             if ended.is_none() {
@@ -251,8 +250,7 @@ fn failure_while_stopping_is_not_restarted() {
     let mut stdout = BufReader::new(child.stdout.take().unwrap());
     let mut text = String::new();
     stdout.read_line(&mut text).unwrap();
-    let pid = child.id().to_string();
-    assert!(Command::new("kill").args(["-TERM", &pid]).status().unwrap().success());
+    send("TERM", child.id());
     stdout.read_to_string(&mut text).unwrap();
     let output = child.wait_with_output().unwrap();
     assert_eq!(output.status.code(), Some(1));

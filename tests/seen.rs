@@ -2,7 +2,7 @@
 
 use std::io::{BufRead, BufReader};
 use std::os::unix::process::ExitStatusExt;
-use std::process::{Command, Stdio};
+use std::process::Stdio;
 use std::sync::Mutex;
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use ddp_mp::{Backend, Error, ProcessGroup, ReduceOp, Spawn};
 use serde_json::Value;
 use tch::Tensor;
 
-use crate::harness::{TIMEOUT, program, run};
+use crate::harness::{TIMEOUT, program, run, send};
 use crate::processes::failures;
 
 /// Whatever takes so long in these tests is a stall.
@@ -149,16 +149,11 @@ fn watch(args: &[&str], f: impl FnOnce(u32, &mut dyn Iterator<Item = String>)) {
     child.wait().unwrap();
 }
 
-fn send(signal: &str, pid: u32) {
-    let status = Command::new("kill").args([signal, &pid.to_string()]).status().unwrap();
-    assert!(status.success());
-}
-
 #[test]
 fn sigusr2_prints_the_status_of_every_rank() {
     for args in [&["--nproc-per-node=2"][..], &["--nproc-per-node=2", "--spawn=processes"]] {
         watch(args, |pid, lines| {
-            send("-USR2", pid);
+            send("USR2", pid);
             let mut table: Vec<String> =
                 lines.filter(|it| it.starts_with("  rank ")).take(2).collect();
             table.sort();
@@ -327,7 +322,7 @@ fn stall_warning_names_a_process_that_does_not_answer() {
         let mut first = String::new();
         BufReader::new(children[0].stdout.as_mut().unwrap()).read_line(&mut first).unwrap();
         assert!(first.contains("start"), "{first}");
-        send("-STOP", children[1].id());
+        send("STOP", children[1].id());
         let mut lines = BufReader::new(children[0].stderr.as_mut().unwrap()).lines();
         let missing = lines.find_map(|it| {
             let line = it.unwrap();

@@ -13,7 +13,7 @@ use std::time::Instant;
 use serde_json::Value;
 use wait_timeout::ChildExt;
 
-use crate::harness::{TIMEOUT, in_the_environment_of, output, program, run, run_command};
+use crate::harness::{TIMEOUT, in_the_environment_of, output, program, run, run_command, send};
 
 const PROCESSES: &str = "--spawn=processes";
 
@@ -138,11 +138,6 @@ pub(crate) fn process_of(parent: &Child, rank: usize) -> Option<u32> {
     })
 }
 
-pub(crate) fn send(signal: &str, pid: u32) {
-    let status = Command::new("kill").args([signal, &pid.to_string()]).status().unwrap();
-    assert!(status.success());
-}
-
 /// All that is written until nobody is left who could write.
 fn rest(mut stdout: BufReader<ChildStdout>) -> String {
     let (done, ended) = channel();
@@ -163,7 +158,7 @@ fn end(child: Child) -> (Option<i32>, String) {
 
 #[test]
 fn killed_process_is_named() {
-    for (victim, signal, name) in [(1, "-KILL", "SIGKILL"), (0, "-ABRT", "SIGABRT")] {
+    for (victim, signal, name) in [(1, "KILL", "SIGKILL"), (0, "ABRT", "SIGABRT")] {
         let (child, stdout) = long_run(&["--nproc-per-node=3"]);
         let pid = process_of(&child, victim).unwrap();
         send(signal, pid);
@@ -197,7 +192,7 @@ fn signal_stops_all_processes_and_saves() {
     let folder = tempfile::tempdir().unwrap();
     let dir = format!("--checkpoint-dir={}", folder.path().join("run").display());
     for (signal, code, name) in
-        [("-INT", 130, "SIGINT"), ("-TERM", 143, "SIGTERM"), ("-USR1", 0, "SIGUSR1")]
+        [("INT", 130, "SIGINT"), ("TERM", 143, "SIGTERM"), ("USR1", 0, "SIGUSR1")]
     {
         let args = ["--nproc-per-node=2", &dir, "--save-every=1000000", "--resume=auto"];
         let (child, stdout) = long_run(&args);
@@ -233,7 +228,7 @@ fn signal_during_the_start_is_not_lost() {
         assert!(began.elapsed() < TIMEOUT);
         thread::yield_now();
     }
-    send("-INT", child.id());
+    send("INT", child.id());
     let last = rest(BufReader::new(child.stdout.take().unwrap())).lines().last().map(str::to_owned);
     let (code, stderr) = end(child);
     assert_eq!(code, Some(130), "{stderr}");
@@ -288,7 +283,7 @@ fn config_readable_only_once_is_refused() {
 #[test]
 fn program_of_a_test_ends_with_the_thread_that_starts_it() {
     let start = || program(&["--max-epochs=1000000"]).stdout(Stdio::null()).spawn().unwrap();
-    let mut child = thread::spawn(start).join().unwrap();
+    let mut child = thread::Builder::new().spawn(start).unwrap().join().unwrap();
     let status = child.wait_timeout(TIMEOUT).unwrap();
     let _ = child.kill();
     assert_eq!(status.and_then(|status| status.signal()), Some(9));

@@ -31,6 +31,7 @@ mod gloo; // ranks of several processes: what they reduce, and messages between 
 mod gpt; // a gpt on a text: samples, options, validation
 mod gradients; // what is in grad, as PyTorch has it: unused parameters, several models, retained graphs
 mod groups; // some of the ranks, asynchronous operations, groups whose run has failed
+mod kernels; // whether libtorch rounds as where the values of parity were recorded
 mod lesson; // ddp-mp lesson: right and wrong answers, and the exercises of the book
 mod limits; // open files and threads: each limit named with its remedy
 mod live; // the live view without a terminal, and traces that are played

@@ -62,27 +62,62 @@ def sampler():
 
 
 def kernels():
-    """[a digest of the bits after some steps of two layers]: on another processor libtorch may have other kernels, which
-    round otherwise"""
+    """[digests of the bits after some steps of dense layers, convolutions, and attention]: on another processor libtorch
+    may have other kernels, which round otherwise"""
 
     def numbers(rows, columns, modulus, divisor):
         values = torch.arange(rows * columns).remainder(modulus) - modulus // 2
         return (values.float() / divisor).view(rows, columns)
 
+    def digest_after_steps(parameters, loss_of_parameters):
+        for parameter in parameters:
+            parameter.requires_grad_()
+        for _ in range(20):
+            grads = torch.autograd.grad(loss_of_parameters(), parameters)
+            with torch.no_grad():
+                for parameter, grad in zip(parameters, grads):
+                    parameter -= grad * 0.1
+        bits = torch.cat([parameter.detach().flatten() for parameter in parameters]).view(torch.int32)
+        return digest(number & 0xFFFFFFFF for number in bits.tolist())
+
     inputs, targets = numbers(16, 20, 7, 10), numbers(16, 1, 5, 10)
     layers = [numbers(64, 20, 11, 30), numbers(1, 64, 13, 30), numbers(1, 20, 11, 30)]
-    for layer in layers:
-        layer.requires_grad_()
-    for _ in range(20):
+
+    def dense():
         first, second, alone = layers
         outputs = [(inputs @ first.t()).relu() @ second.t(), inputs @ alone.t()]
-        loss = mse_loss(outputs[0], targets) + mse_loss(outputs[1], targets)
-        grads = torch.autograd.grad(loss, layers)
-        with torch.no_grad():
-            for layer, grad in zip(layers, grads):
-                layer -= grad * 0.1
-    bits = torch.cat([layer.detach().flatten() for layer in layers]).view(torch.int32)
-    return [[digest(number & 0xFFFFFFFF for number in bits.tolist())]]
+        return mse_loss(outputs[0], targets) + mse_loss(outputs[1], targets)
+
+    images = numbers(16, 64, 17, 10).view(16, 1, 8, 8)
+    filters = [numbers(8, 9, 11, 30).view(8, 1, 3, 3), numbers(16, 72, 13, 30).view(16, 8, 3, 3), numbers(1, 64, 7, 30)]
+
+    def convolutions():
+        values = images
+        for weight in filters[:2]:
+            values = nn.functional.conv2d(values, weight, padding=1)
+            values = nn.functional.batch_norm(values, None, None, training=True)
+            values = nn.functional.max_pool2d(values.relu(), 2)
+        return mse_loss(values.flatten(1) @ filters[2].t(), targets)
+
+    tokens = numbers(16 * 8, 64, 19, 10).view(16, 8, 64)
+    weights = [numbers(192, 64, 11, 60), numbers(256, 64, 13, 60), numbers(1, 256, 7, 60)]
+
+    def attention():
+        heads = nn.functional.layer_norm(tokens, [64]) @ weights[0].t()
+        heads = [part.view(16, 8, 4, 16).transpose(1, 2) for part in heads.split(64, 2)]
+        mixed = nn.functional.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).reshape(16, 8, 64)
+        values = nn.functional.gelu((tokens + mixed) @ weights[1].t())
+        return mse_loss((values @ weights[2].t()).mean(1), targets)
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    digests = [
+        digest_after_steps(layers, dense),
+        digest_after_steps(filters, convolutions),
+        digest_after_steps(weights, attention),
+    ]
+    torch.set_num_threads(threads)
+    return [digests]
 
 
 BATCH, LR, SEED = 16, 0.1, 7

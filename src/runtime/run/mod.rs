@@ -1,5 +1,7 @@
 //! The shared state of one run: what each rank does, which rank failed first, and whether to continue.
 
+mod missing;
+
 use std::collections::BTreeMap;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
@@ -324,67 +326,6 @@ impl RunContext {
         Err(error)
     }
 
-    /// Returns the timeout error of rank `waiting`, which alone waited for `missing`, ranks of other processes.
-    /// Refreshes the state of these ranks first.
-    pub(crate) fn not_come(&self, waiting: usize, missing: Vec<usize>) -> Error {
-        let silent = self.refresh_peers();
-        let is_silent = |rank: usize| silent.iter().any(|other| other.rank == rank);
-        let seen = |rank: usize| MissingRank {
-            rank,
-            last_seen: self.activity[rank].now(),
-            silent: is_silent(rank),
-        };
-        let missing = missing.into_iter().map(seen).collect();
-        let at = self.activity[waiting].now();
-        Error::Timeout { at, waiting, waited: self.timeout, missing }
-    }
-
-    /// Returns the ranks of other processes that have not reached the operation of `waiting`, those that wait for no
-    /// rank first. Refreshes their state, which takes a moment.
-    fn missing_elsewhere(&self, waiting: usize) -> Vec<MissingRank> {
-        let silent = self.refresh_peers();
-        if !silent.is_empty() {
-            return silent;
-        }
-        let at = self.activity[waiting].now();
-        let is_elsewhere = |rank: &usize| self.threads[*rank].lock().is_none();
-        let all = || (0..self.activity.len()).filter(is_elsewhere);
-        let mine = self.flight_recorder.seen(waiting);
-        let mut missing: Vec<usize> =
-            all().filter(|rank| self.remote_snapshots.is_behind(*rank, &mine)).collect();
-        if missing.is_empty() {
-            missing = all().filter(|rank| self.activity[*rank].now() != at).collect();
-        }
-        if self.peer_status.is_none() || missing.is_empty() {
-            return Vec::new();
-        }
-        let mut missing = self.missing_ranks(missing);
-        missing.sort_by_key(|rank| rank.last_seen.operation.may_wait());
-        missing
-    }
-
-    /// Returns those of the ranks `members`, in other processes, that have not entered collective number `sequence` of
-    /// their group, the furthest behind first. Refreshes their state, which takes a moment.
-    pub(crate) fn behind_elsewhere(&self, members: &[usize], sequence: u64) -> Vec<MissingRank> {
-        let mut silent = self.refresh_peers();
-        silent.retain(|missing| members.contains(&missing.rank));
-        if !silent.is_empty() {
-            return silent;
-        }
-        let is_group = |group: &u32| self.members(*group).is_some_and(|of| *of == *members);
-        let known = self.known_groups();
-        let Some(group) = std::iter::once(0).chain(known.into_keys()).find(is_group) else {
-            return Vec::new();
-        };
-        let entered = |rank: &usize| self.remote_snapshots.last_entered(*rank, group);
-        let is_behind = |rank: &usize| {
-            self.threads[*rank].lock().is_none() && entered(rank).is_none_or(|last| last < sequence)
-        };
-        let mut behind: Vec<usize> = members.iter().copied().filter(is_behind).collect();
-        behind.sort_by_key(entered);
-        self.last_seen(behind)
-    }
-
     /// Polls `is_done` until it returns true, the run is cancelled, or the timeout has passed. `waiting` is the rank
     /// that waits for NCCL or its device.
     ///
@@ -438,25 +379,6 @@ impl RunContext {
         if let Some(peers) = &self.peer_status {
             peers.poll(self);
         }
-    }
-
-    /// Returns `missing`, the ranks that are waited for, with their last known operations.
-    ///
-    /// If all of them wait in collectives or messages, another rank delays them. Computing ranks then come first.
-    pub(crate) fn missing_ranks(&self, missing: Vec<usize>) -> Vec<MissingRank> {
-        let mut missing = self.last_seen(missing);
-        if missing.iter().all(|missing| missing.last_seen.operation.may_wait()) {
-            let mut computing = self.last_seen(0..self.activity.len());
-            computing.retain(|rank| rank.last_seen.operation.is_compute());
-            missing.splice(0..0, computing);
-        }
-        missing
-    }
-
-    /// Returns `ranks` with their last known operations.
-    pub(crate) fn last_seen(&self, ranks: impl IntoIterator<Item = usize>) -> Vec<MissingRank> {
-        let seen = |rank| MissingRank { rank, last_seen: self.activity[rank].now(), silent: false };
-        ranks.into_iter().map(seen).collect()
     }
 }
 
