@@ -37,6 +37,11 @@ fn bash_completes_commands_flags_and_values() {
     assert_eq!(completed(&["ddp-mp", "--max-ep"]), "--max-epochs");
     assert_eq!(completed(&["ddp-mp", "train", "--tensorb"]), "--tensorboard");
     assert_eq!(completed(&["ddp-mp", "--model", "m"]), "mlp");
+    assert_eq!(completed(&["ddp-mp", "--model", "=", "m"]), "mlp");
+    assert_eq!(completed(&["ddp-mp", "--config", "confi"]), "configs");
+    let script = completions("bash");
+    let files = script.matches("compgen -f").count();
+    assert!(files > 0 && script.matches("compopt -o filenames").count() == files, "{script}");
     assert_eq!(completed(&["ddp-mp", "bench", "scal"]), "scaling");
     assert_eq!(completed(&["ddp-mp", "completions", ""]), "-q -h --quiet --help bash zsh fish");
 }

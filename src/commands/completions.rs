@@ -46,7 +46,7 @@ pub fn completions(
         String::from_utf8(script)
     };
     let script = match flags.shell {
-        CompletedShell::Bash => with_one_name(&script(Shell::Bash)?, &program),
+        CompletedShell::Bash => with_values(&with_one_name(&script(Shell::Bash)?, &program)),
         CompletedShell::Zsh => script(Shell::Zsh)?,
         CompletedShell::Fish => with_own_letters(&script(Shell::Fish)?),
     };
@@ -58,6 +58,18 @@ pub fn completions(
 fn with_one_name(script: &str, program: &str) -> String {
     let [found, expected] = ["__subcmd__", "__"].map(|dash| program.replace('-', dash));
     script.replace(&found, &expected)
+}
+
+/// Returns the script for bash with two additions. In `--model=m` bash takes `=` for a word of its own, so that the word
+/// before the value is not the flag. And a folder gets a `/` instead of a space.
+fn with_values(script: &str) -> String {
+    let previous = "    prev=\"$3\"\n";
+    let flag = "    [[ $prev != = ]] || prev=\"${COMP_WORDS[COMP_CWORD - 2]}\"\n";
+    let files = "COMPREPLY=($(compgen -f \"${cur}\"))";
+    let as_files = "compopt -o filenames 2>/dev/null || :"; // fails outside of a completion
+    script
+        .replace(previous, &format!("{previous}{flag}"))
+        .replace(files, &format!("{files}; {as_files}"))
 }
 
 /// Returns the script for fish with a letter for each flag such as `n-layer`, which fish would read as `-n, --layer`. The
