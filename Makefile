@@ -195,5 +195,9 @@ python: libtorch ## put a Python with PyTorch for the CPU, TensorBoard and Selen
 libtorch: ## fetch libtorch if need be; for a GPU or not: make libtorch LIBTORCH_SET=cuda (or cpu)
 	@.cargo/fetch-libtorch.sh $(TORCH) $(LIBTORCH_SET)
 
+RUST = $(shell sed -n 's/^rust-version = "1\.\([0-9]*\)"$$/\1/p' Cargo.toml)
+
 cargo:
 	@command -v cargo >/dev/null || { echo "cargo is missing: install Rust from https://rustup.rs" >&2; exit 1; }
+	@rustc --version | awk -F '[ .]' '$$2 == 1 && $$3 < $(RUST) { exit 1 }' || \
+	    { echo "$$(rustc --version) is too old: ddp-mp needs Rust 1.$(RUST) (rustup update stable)" >&2; exit 1; }
