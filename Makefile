@@ -106,7 +106,7 @@ PREFIX = $(HOME)/.local
 # Only the owner of the clone builds in it: the owner could not replace files of root under sudo.
 install: $(shell [ ! -O Makefile ] || echo build) ## install the program, its manual pages and completions; elsewhere: make install PREFIX=/usr/local
 	@[ -e $(PROGRAM) ] || { echo "$(PROGRAM) is missing, and only the owner of this folder builds it: run 'make build' as the owner first (with the same CARGO_TARGET_DIR)." >&2; exit 1; }
-	.cargo/install.sh $(PROGRAM) $(LIBTORCH_FOLDER) "$(DESTDIR)$$(realpath -ms "$(PREFIX)")"
+	.cargo/install.sh $(PROGRAM) "$(DESTDIR)$$(realpath -ms "$(PREFIX)")"
 
 wheel: build ## build a Python wheel of the program into dist/
 	python3 python/wheel.py $(PROGRAM) $(LIBTORCH_FOLDER) dist

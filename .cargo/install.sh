@@ -1,9 +1,7 @@
 #!/usr/bin/env bash
-# install.sh PROGRAM LIBTORCH FOLDER  installs the program, its manual pages and completions below FOLDER
-#
-# The program loads libtorch from the folder LIBTORCH.
+# install.sh PROGRAM FOLDER  installs the program, its manual pages and completions below FOLDER
 set -euo pipefail
-program=$1 libtorch=$(realpath "$2") folder=$3 share=$3/share
+program=$1 folder=$2 share=$2/share
 
 install -D "$program" "$folder/bin/ddp-mp"
 "$folder/bin/ddp-mp" man "$share/man/man1"
@@ -12,8 +10,10 @@ mkdir -p "$share"/{bash-completion/completions,zsh/site-functions,fish/vendor_co
 "$folder/bin/ddp-mp" completions zsh >"$share/zsh/site-functions/_ddp-mp"
 "$folder/bin/ddp-mp" completions fish >"$share/fish/vendor_completions.d/ddp-mp.fish"
 
-if [[ $folder/ == "$HOME"/* ]]; then exit; fi # for one user only
+if [[ $folder/ == "${HOME-/nowhere}"/* ]]; then exit; fi # for one user only
 # Debian's adduser makes home folders that only their owner can enter.
+libtorch=$(ldd "$program" | awk '$1 == "libtorch_cpu.so" && $3 ~ "/" { print $3 }')
+libtorch=$(dirname "$(realpath "${libtorch:-/}")")
 while [ "$libtorch" != / ]; do
     if [[ $(stat --format=%A "$libtorch") != *[xt] ]]; then
         echo "Other users cannot enter $libtorch, so the program does not start for them: it loads libtorch from there." >&2

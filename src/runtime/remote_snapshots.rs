@@ -5,6 +5,7 @@ use std::time::Instant;
 
 use super::op_snapshots::OpSnapshot;
 use super::primitives::{Mutex, MutexGuard};
+use crate::operation::Operation;
 
 /// The latest snapshots received from other processes, with the time of receipt.
 #[derive(Debug, Default)]
@@ -29,13 +30,18 @@ impl RemoteSnapshots {
     pub(crate) fn is_behind(&self, rank: usize, seen: &[OpSnapshot]) -> bool {
         let is_global = |op: &&OpSnapshot| op.group == Some(0);
         let Some(last) = seen.iter().rev().find(is_global) else { return false };
-        self.last_entered(rank, 0).is_none_or(|sequence| sequence < last.at.sequence)
+        let theirs = self.of(rank).iter().filter(is_global).map(|op| op.at.sequence).max();
+        theirs.is_none_or(|sequence| sequence < last.at.sequence)
     }
 
     /// Returns the number of the last collective of `group` that `rank` has entered; `None` if its snapshots have none.
     pub(crate) fn last_entered(&self, rank: usize, group: u32) -> Option<u64> {
-        let of_group = |op: &OpSnapshot| (op.group == Some(group)).then_some(op.at.sequence);
-        self.of(rank).iter().filter_map(of_group).max()
+        let entered = |op: &OpSnapshot| match op.at.operation {
+            Operation::Synchronize => op.at.sequence.checked_sub(1), // it has the number of the next collective
+            _ => Some(op.at.sequence),
+        };
+        let all = self.of(rank);
+        all.iter().filter(|op| op.group == Some(group)).filter_map(entered).max()
     }
 
     fn all(&self) -> MutexGuard<'_, BTreeMap<usize, (Instant, Vec<OpSnapshot>)>> {
@@ -48,7 +54,7 @@ mod tests {
     use std::panic::Location;
 
     use super::*;
-    use crate::operation::{OpId, Operation};
+    use crate::operation::OpId;
     use crate::runtime::OpStart;
     use crate::runtime::flight_recorder::{FlightRecorder, RECORDS};
 
@@ -77,5 +83,13 @@ mod tests {
         assert!(!snapshots.is_behind(3, &mine.seen(0)));
         begin_on(&mine, Operation::AllReduce, 52, Some(0));
         assert!(snapshots.is_behind(3, &mine.seen(0)) && !snapshots.is_behind(3, &[]));
+        assert_eq!(
+            [0, 9, 5].map(|group| snapshots.last_entered(3, group)),
+            [Some(51), Some(4), None]
+        );
+        // A rank that exchanges a stop request before collective 52 has not entered it.
+        begin_on(&theirs, Operation::Synchronize, 52, Some(0));
+        snapshots.note(3, &theirs.recent_ops(0, 8));
+        assert_eq!(snapshots.last_entered(3, 0), Some(51));
     }
 }

@@ -10,7 +10,7 @@ use parking_lot::{Mutex, MutexGuard};
 use super::communicator::Communicator;
 use crate::error::{Error, Result};
 use crate::ffi::cuda;
-use crate::operation::OpId;
+use crate::operation::{OpId, Operation};
 use crate::runtime::{LaunchedWork, RunContext};
 
 /// A communicator and the collectives that may still run in it.
@@ -33,12 +33,16 @@ pub(super) struct State {
     running: VecDeque<Running>,
     /// Events of collectives that have ended, for the next ones.
     spare: Vec<cuda::Event>,
-    /// The collective that the last check has found to be failed or late.
-    suspect: Option<OpId>,
+    /// How many collectives have been launched.
+    launches: u64,
+    /// The number of the collective that the last check has found to be failed or late.
+    suspect: Option<u64>,
 }
 
 /// A collective that may still run.
 struct Running {
+    /// Its number among the launches.
+    number: u64,
     at: OpId,
     since: Instant,
     /// The event that is recorded after the collective.
@@ -65,7 +69,8 @@ impl Launched {
         communicator: Communicator,
     ) -> Self {
         let (running, spare) = Default::default();
-        let state = Mutex::new(State { communicator, running, spare, suspect: None });
+        let state = State { communicator, running, spare, launches: 0, suspect: None };
+        let state = Mutex::new(state);
         Self { rank, gpu, members, state }
     }
 
@@ -75,11 +80,17 @@ impl Launched {
 
     /// Notes that `at` has been launched on the current stream.
     pub(super) fn note(&self, at: OpId) -> Result<()> {
+        let spare = {
+            let mut state = self.state.lock();
+            state.forget_ended()?;
+            state.spare.pop()
+        };
+        let ended = spare.map_or_else(cuda::Event::new, Ok)?;
+        ended.record(self.gpu)?; // without the lock: this blocks while the GPU's queue is full
         let mut state = self.state.lock();
-        state.forget_ended()?;
-        let ended = state.spare.pop().map_or_else(cuda::Event::new, Ok)?;
-        ended.record(self.gpu)?;
-        state.running.push_back(Running { at, since: Instant::now(), ended });
+        state.launches += 1;
+        let number = state.launches;
+        state.running.push_back(Running { number, at, since: Instant::now(), ended });
         Ok(())
     }
 
@@ -110,9 +121,9 @@ impl Launched {
         // the rank.
         cuda::set_device(self.gpu).and_then(|()| state.forget_ended()).ok()?;
         let oldest = state.running.front().filter(|oldest| failed.is_some() || is_late(oldest))?;
-        let at = oldest.at;
-        state.suspect = Some(at);
-        if before != Some(at) {
+        let (number, at) = (oldest.number, oldest.at);
+        state.suspect = Some(number);
+        if before != Some(number) {
             return None;
         }
         drop(state);
@@ -120,7 +131,8 @@ impl Launched {
     }
 
     fn timeout(&self, run: &RunContext, at: OpId) -> Error {
-        let missing = run.behind_elsewhere(&self.members, at.sequence);
+        let is_message = matches!(at.operation, Operation::Send | Operation::Recv);
+        let missing = run.behind_elsewhere(&self.members, (!is_message).then_some(at.sequence));
         Error::Timeout { at, waiting: self.rank, waited: run.timeout, missing }
     }
 }

@@ -173,7 +173,7 @@ impl NcclBackend {
         self.report_failure(launched)?;
         self.slot.barrier().wait(self.slot.rank(), call.at())?;
         let waits_for_others = call.operation != Operation::Init && self.shared.members().len() > 1;
-        if waits_for_others { self.launched.note(call.at()) } else { Ok(()) }
+        if waits_for_others { self.report_failure(self.launched.note(call.at())) } else { Ok(()) }
     }
 
     /// Runs several NCCL calls like [`NcclBackend::with_launch_barrier`]. `launch` returns the first result that is a

@@ -44,24 +44,30 @@ impl RunContext {
     }
 
     /// Returns those of the ranks `members`, in other processes, that have not entered collective number `sequence` of
-    /// their group, the furthest behind first. Refreshes their state, which takes a moment.
-    pub(crate) fn behind_elsewhere(&self, members: &[usize], sequence: u64) -> Vec<MissingRank> {
+    /// their group, the furthest behind first; all in other processes if there is no number. Refreshes their state, which
+    /// takes a moment.
+    pub(crate) fn behind_elsewhere(
+        &self,
+        members: &[usize],
+        sequence: Option<u64>,
+    ) -> Vec<MissingRank> {
         let mut silent = self.refresh_peers();
         silent.retain(|missing| members.contains(&missing.rank));
         if !silent.is_empty() {
             return silent;
         }
-        let is_group = |group: &u32| self.members(*group).is_some_and(|of| *of == *members);
-        let known = self.known_groups();
-        let Some(group) = std::iter::once(0).chain(known.into_keys()).find(is_group) else {
-            return Vec::new();
-        };
-        let entered = |rank: &usize| self.remote_snapshots.last_entered(*rank, group);
-        let is_behind = |rank: &usize| {
-            self.threads[*rank].lock().is_none() && entered(rank).is_none_or(|last| last < sequence)
-        };
-        let mut behind: Vec<usize> = members.iter().copied().filter(is_behind).collect();
-        behind.sort_by_key(entered);
+        let is_elsewhere = |rank: &usize| self.threads[*rank].lock().is_none();
+        let mut behind: Vec<usize> = members.iter().copied().filter(is_elsewhere).collect();
+        if let Some(sequence) = sequence {
+            let is_group = |group: &u32| self.members(*group).is_some_and(|of| *of == *members);
+            let known = self.known_groups();
+            let Some(group) = std::iter::once(0).chain(known.into_keys()).find(is_group) else {
+                return Vec::new();
+            };
+            let entered = |rank: &usize| self.remote_snapshots.last_entered(*rank, group);
+            behind.retain(|rank| entered(rank).is_none_or(|last| last < sequence));
+            behind.sort_by_key(entered);
+        }
         self.last_seen(behind)
     }
 
