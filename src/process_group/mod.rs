@@ -202,8 +202,8 @@ impl ProcessGroup {
     ///
     /// With `nccl`, everything launched is done then; `threaded` launches nothing that waits. Call this before you
     /// read a result on the host (`double_value`, a copy to the CPU). If another rank fails, this returns an error,
-    /// but a read that blocks in libtorch may never return. The supervisor then reports the collective that failed or
-    /// exceeded the timeout. After the grace period it stops waiting for the blocked rank.
+    /// but a read that blocks in libtorch may never return. A watchdog then reports the collective that failed or
+    /// exceeded the timeout, and after the grace period the run ends without the blocked rank.
     ///
     /// # Errors
     /// [`Error::Cancelled`], [`Error::Timeout`], and the backend's own errors.
