@@ -39,7 +39,7 @@ build: cargo libtorch ## build the program
 run: build ## build and run the demo; its flags: make run ARGS="--help"
 	@cargo run --release --quiet -- $(ARGS)
 
-test: cargo libtorch ## build and run the tests
+test: build ## build and run the tests
 	cargo test --release
 
 # The modules of tests/ whose ranks are threads of the test program.
@@ -50,7 +50,7 @@ test-fast: cargo libtorch ## run the unit tests, and the tests that do not start
 	cargo test --release --test tests -- $(addsuffix ::,$(FAST_TESTS))
 
 test-gpus: cargo simulated-gpus ## run the tests of the GPU path on simulated GPUs
-	cargo build --release --examples
+	cargo build --release --bins --examples
 	cargo test --release --no-run --test tests --test gpus
 	@set -ex; for gpus in 1 2 4; do \
 	    SIM_GPUS=$$gpus LD_LIBRARY_PATH=$(abspath $(SIMULATED_GPUS)) cargo test --release --test tests cuda::; \

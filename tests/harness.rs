@@ -1,10 +1,11 @@
 //! What the tests share: running ranks, running the program.
 
 use std::borrow::Borrow;
+use std::fs;
 use std::io::Read;
 use std::net::TcpListener;
 use std::os::unix::process::CommandExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::rc::Rc;
 use std::sync::{Arc, Mutex};
@@ -14,7 +15,7 @@ use std::time::Duration;
 use ddp_mp::ffi::fork_rng;
 use ddp_mp::{Backend, ProcessGroup, Rank, Spawn, SpawnError};
 use rustix::process::{Signal, set_parent_process_death_signal};
-use tch::nn::{self, Linear, LinearConfig, Path};
+use tch::nn::{self, Linear, LinearConfig};
 use wait_timeout::ChildExt;
 
 /// Long enough for a machine under load, short enough to end a hang.
@@ -22,7 +23,7 @@ pub(crate) const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Returns a linear layer. It draws its values in turn with other tests: all threads have one generator, and some tests
 /// compare what they draw from it.
-pub(crate) fn linear<'a>(path: impl Borrow<Path<'a>>, inputs: i64, outputs: i64) -> Linear {
+pub(crate) fn linear<'a>(path: impl Borrow<nn::Path<'a>>, inputs: i64, outputs: i64) -> Linear {
     fork_rng(0, || nn::linear(path, inputs, outputs, LinearConfig::default())).unwrap()
 }
 
@@ -79,14 +80,28 @@ const LAUNCHERS: [&str; 12] = [
 /// The program, seeing no GPU, with nothing of the tests' environment that it would react to. It ends with the thread that
 /// starts it: a test that fails leaves nothing behind that would slow the others.
 pub(crate) fn program(args: &[&str]) -> Command {
-    // On another machine than the one that has built the tests it lies elsewhere.
-    let path = std::env::var_os("DDP_MP_PROGRAM").unwrap_or(env!("CARGO_BIN_EXE_ddp-mp").into());
-    let mut command = Command::new(path);
+    let mut command = Command::new(program_path());
     without_launcher(command.args(args)).env_remove("RUST_BACKTRACE");
     command.stdin(Stdio::null());
     // SAFETY: between fork and exec this makes one system call.
     unsafe { command.pre_exec(|| Ok(set_parent_process_death_signal(Some(Signal::KILL))?)) };
     command
+}
+
+/// Returns the path of the program. Panics if it is older than the library: cargo builds a program with the tests of its own
+/// package only, and these are a package of their own.
+pub(crate) fn program_path() -> PathBuf {
+    // On another machine than the one that has built the tests it lies elsewhere.
+    if let Some(path) = std::env::var_os("DDP_MP_PROGRAM") {
+        return path.into();
+    }
+    let tests = std::env::current_exe().unwrap();
+    let built = tests.ancestors().nth(2).expect("cargo puts tests into a folder of their own");
+    let program = built.join("ddp-mp");
+    let age = |file: &Path| fs::metadata(file).and_then(|file| file.modified()).ok();
+    let is_current = age(&program) >= age(&built.join("libddp_mp.rlib"));
+    assert!(is_current, "{} is older than the library: run `make build` first", program.display());
+    program
 }
 
 /// The program, seeing the GPUs that the tests see.
@@ -232,5 +247,5 @@ impl Reading {
 
 /// A file of the repository.
 pub(crate) fn repository(path: &str) -> PathBuf {
-    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join(path)
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("tests/ is a folder of it").join(path)
 }

@@ -1,12 +1,12 @@
 //! What a user runs, on simulated GPUs: the commands, what a run writes, and the lessons.
 
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::Command;
 
 use serde_json::Value;
 
-use crate::harness::{program, repository, run_command, without_launcher};
+use crate::harness::{program, program_path, repository, run_command, without_launcher};
 use crate::machine::{cpu_events, end, events, gpu_events, in_parallel, on_gpus, simulate};
 
 /// Returns stdout and stderr of a command that must succeed.
@@ -159,7 +159,7 @@ fn env_lists_the_gpus() {
 
 /// Returns the lessons that `make test-gpus` has built.
 fn lessons() -> Vec<(String, PathBuf)> {
-    let built = Path::new(env!("CARGO_BIN_EXE_ddp-mp")).with_file_name("examples");
+    let built = program_path().with_file_name("examples");
     let files = fs::read_dir(repository("examples")).unwrap();
     let names = files.map(|it| it.unwrap().file_name().to_str().unwrap().to_owned());
     let names = names.filter(|it| it.starts_with(|c: char| c.is_ascii_digit()));
