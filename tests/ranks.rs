@@ -65,7 +65,8 @@ fn spawn_returns_results_in_rank_order() {
 #[test]
 fn rank_thread_has_a_deep_stack_and_its_share_of_cores() {
     fn deep(level: usize) -> usize {
-        let room = std::hint::black_box([level as u8; 1 << 20]);
+        let room = [level as u8; 1 << 20];
+        let room = std::hint::black_box(&room);
         if level == 0 { usize::from(room[7]) } else { 1 + deep(level - 1) }
     }
     Spawn::new(2)
