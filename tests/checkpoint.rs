@@ -19,7 +19,9 @@ use serde_json::Value;
 use tempfile::TempDir;
 use wait_timeout::ChildExt;
 
-use crate::harness::{TIMEOUT, program, run, run_command, send, try_ranks};
+use crate::harness::{
+    TIMEOUT, in_parallel, program, run, run_command, runs_every_case, send, some_of, try_ranks,
+};
 
 /// What a run came to.
 #[derive(Debug, PartialEq)]
@@ -91,7 +93,7 @@ fn checkpoints(folder: &TempDir) -> Vec<PathBuf> {
 
 #[test]
 fn resume_after_two_stops_ends_with_the_same_bits() {
-    for args in [
+    let all = [
         "--model=mlp --momentum=0.9 --lr=0.05 --schedule=cosine --schedule-by=step --warmup-steps=5",
         "--model=mlp --optimizer=adamw --lr=0.01 --dropout=0.3 --grad-accum-steps=3 --num-samples=5000",
         "--model=mlp --optimizer=adamw --lr=0.01 --amp=fp16 --max-grad-norm=0.5 --bucket-cap-mb=0.001",
@@ -102,7 +104,8 @@ fn resume_after_two_stops_ends_with_the_same_bits() {
         "--model=mlp --comm-hook=powersgd --powersgd-start-iter=2 --momentum=0.9 --lr=0.05 --bucket-cap-mb=0.002",
         "--model=mlp --comm-hook=powersgd --powersgd-start-iter=0 --lr=0.05 --nproc-per-node=3 --spawn=processes",
         "--model=mlp --comm-hook=powersgd --powersgd-start-iter=90 --optimizer=adamw --bucket-cap-mb=0.002",
-    ] {
+    ];
+    in_parallel(&some_of(all, 3), |args| {
         let args = format!("{args} --max-epochs=3");
         let whole = train(&args, &[]);
         let per_epoch = whole.steps / 3;
@@ -121,7 +124,7 @@ fn resume_after_two_stops_ends_with_the_same_bits() {
         // There is nothing left to do, and that is said with the same numbers.
         let again = train(&args, &[&dir, "--resume=auto"]);
         assert_eq!((again.hash, again.last_loss), (whole.hash, whole.last_loss), "{args}");
-    }
+    });
 }
 
 #[test]
@@ -201,10 +204,11 @@ fn max_seconds_stops_the_run() {
     assert_eq!(stopped.stopped.as_deref(), Some("max-seconds"));
 }
 
-/// 15 times; as often as `KILLS` says, if it is set: `KILLS=500 cargo test --release run_killed_at_any_moment`.
+/// As often as `KILLS` says, if it is set: `KILLS=500 cargo test --release run_killed_at_any_moment`.
 #[test]
 fn run_killed_at_any_moment_resumes_to_the_same_bits() {
-    let rounds = std::env::var("KILLS").map_or(15, |kills| kills.parse().unwrap());
+    let usual = if runs_every_case() { 15 } else { 8 };
+    let rounds = std::env::var("KILLS").map_or(usual, |kills| kills.parse().unwrap());
     let args = "--num-samples=32768 --model=mlp --hidden=32 --optimizer=adamw --max-epochs=6";
     let whole = train(args, &[]);
     let (folder, dir) = folder();

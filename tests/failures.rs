@@ -2,8 +2,8 @@
 
 use serde_json::Value;
 
-use crate::harness::run;
-use crate::shared::faults::{self, RANKS, RUN, STAGES};
+use crate::harness::{in_parallel, run, some_of};
+use crate::shared::faults::{self, RUN};
 
 /// Runs with a fault, and checks the exit code and that the report blames `rank`.
 fn report(fault: &str, rank: usize) -> (Value, String) {
@@ -21,18 +21,16 @@ fn report(fault: &str, rank: usize) -> (Value, String) {
     (failure, stderr)
 }
 
-fn everywhere(kind: &str, check: impl Fn(&str, &Value, &str)) {
-    for (stage, operation) in STAGES {
-        for rank in 0..RANKS {
-            let fault = format!("{kind}:rank={rank},at={stage}");
-            let (failure, stderr) = report(&fault, rank);
-            assert_eq!(failure["operation"], operation, "{fault}");
-            if let Some((_, step)) = stage.split_once("step=") {
-                assert_eq!(failure["sequence"].to_string(), step, "{fault}");
-            }
-            check(&fault, &failure, &stderr);
+fn everywhere(kind: &str, check: impl Fn(&str, &Value, &str) + Sync) {
+    in_parallel(&some_of(faults::everywhere(), 5), |&(stage, operation, rank)| {
+        let fault = format!("{kind}:rank={rank},at={stage}");
+        let (failure, stderr) = report(&fault, rank);
+        assert_eq!(failure["operation"], operation, "{fault}");
+        if let Some((_, step)) = stage.split_once("step=") {
+            assert_eq!(failure["sequence"].to_string(), step, "{fault}");
         }
-    }
+        check(&fault, &failure, &stderr);
+    });
 }
 
 #[test]

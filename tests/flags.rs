@@ -2,14 +2,14 @@
 //! list of them, so that a new one is tried too.
 
 use std::ffi::OsString;
+use std::fs;
 use std::os::unix::ffi::OsStringExt;
 use std::sync::Mutex;
-use std::{fs, thread};
 
 use clap::{Arg, Command, CommandFactory};
 use ddp_mp::config::options_with_other_names;
 
-use crate::harness::{program, run_command};
+use crate::harness::{in_parallel, program, run_command, some_of};
 
 #[allow(dead_code, unused_imports)] // the program uses the rest
 #[path = "../src/cli/mod.rs"]
@@ -249,37 +249,28 @@ fn extreme_value_of_any_flag_runs_or_is_refused_by_name() {
     assert_eq!(run_command(training).0, Some(0));
     let mut all = cases(Takes::extreme);
     all.retain(|case| case.flag != "--num-tokens"); // it writes as many as it is asked for
-    let left = Mutex::new(all);
+    let kept = all.len() / 4;
     let wrong = Mutex::new(Vec::new());
-    let work = || {
-        loop {
-            let Some(Case { args, flag, .. }) = left.lock().unwrap().pop() else { return };
-            // What is refused at once needs no process.
-            let result = match said(args.iter().map(OsString::from)) {
-                Some(text) => (Some(2), text),
-                None => {
-                    let own = tempfile::tempdir_in(&folder).unwrap();
-                    for name in ["a file", "a folder", "a text", "trained"] {
-                        std::os::unix::fs::symlink(folder.path().join(name), own.path().join(name))
-                            .unwrap();
-                    }
-                    let mut command = program(&args.iter().map(String::as_str).collect::<Vec<_>>());
-                    command.current_dir(&own);
-                    let (code, _, stderr) = run_command(command);
-                    (code, stderr)
+    in_parallel(&some_of(all, kept), |Case { args, flag, .. }| {
+        // What is refused at once needs no process.
+        let result = match said(args.iter().map(OsString::from)) {
+            Some(text) => (Some(2), text),
+            None => {
+                let own = tempfile::tempdir_in(&folder).unwrap();
+                for name in ["a file", "a folder", "a text", "trained"] {
+                    std::os::unix::fs::symlink(folder.path().join(name), own.path().join(name))
+                        .unwrap();
                 }
-            };
-            let (code, text) = result;
-            if !(code == Some(0) || code == Some(2) && text.contains(&flag))
-                || text.contains("panicked")
-            {
-                wrong.lock().unwrap().push(format!("{args:?}: {code:?}: {text}"));
+                let mut command = program(&args.iter().map(String::as_str).collect::<Vec<_>>());
+                command.current_dir(&own);
+                let (code, _, stderr) = run_command(command);
+                (code, stderr)
             }
-        }
-    };
-    thread::scope(|scope| {
-        for _ in 0..4 {
-            scope.spawn(work);
+        };
+        let (code, text) = result;
+        if !(code == Some(0) || code == Some(2) && text.contains(flag)) || text.contains("panicked")
+        {
+            wrong.lock().unwrap().push(format!("{args:?}: {code:?}: {text}"));
         }
     });
     let wrong = wrong.into_inner().unwrap();

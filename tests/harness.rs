@@ -8,6 +8,7 @@ use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::rc::Rc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
@@ -77,10 +78,13 @@ const LAUNCHERS: [&str; 12] = [
     "PET_NNODES",
 ];
 
-/// The program, seeing no GPU, with nothing of the tests' environment that it would react to. It ends with the thread that
-/// starts it: a test that fails leaves nothing behind that would slow the others.
+/// The program in the folder of the repository, seeing no GPU, with nothing of the tests' environment that it would react to.
+/// It ends with the thread that starts it: a test that fails leaves nothing behind that would slow the others.
 pub(crate) fn program(args: &[&str]) -> Command {
     let mut command = Command::new(program_path());
+    if repository("").exists() {
+        command.current_dir(repository(""));
+    }
     without_launcher(command.args(args)).env_remove("RUST_BACKTRACE");
     command.stdin(Stdio::null());
     // SAFETY: between fork and exec this makes one system call.
@@ -174,6 +178,34 @@ pub(crate) fn send(signal: &str, process: u32) {
     let (signal, process) = (format!("-{signal}"), process.to_string());
     let status = Command::new("sh").args(["-c", "kill \"$0\" \"$1\"", &signal, &process]).status();
     assert!(status.unwrap().success(), "{signal} {process}");
+}
+
+/// Returns about `kept` of the cases, evenly spaced; all of them in `make test-all`.
+pub(crate) fn some_of<T>(all: impl IntoIterator<Item = T>, kept: usize) -> Vec<T> {
+    let all: Vec<T> = all.into_iter().collect();
+    let step = if runs_every_case() { 1 } else { all.len().div_ceil(kept).max(1) };
+    all.into_iter().step_by(step).collect()
+}
+
+/// Returns whether the tests with many cases run all of them: `make test-all`.
+pub(crate) fn runs_every_case() -> bool {
+    std::env::var_os("DDP_MP_TESTS").is_some_and(|tests| tests == "all")
+}
+
+/// Runs `check` on every case, four at a time, because most of them wait. Panics if one of them does.
+pub(crate) fn in_parallel<T: Sync>(cases: &[T], check: impl Fn(&T) + Sync) {
+    in_parallel_by(4, cases, check);
+}
+
+/// Runs `check` on every case, `at_once` at a time.
+pub(crate) fn in_parallel_by<T: Sync>(at_once: usize, cases: &[T], check: impl Fn(&T) + Sync) {
+    let next = AtomicUsize::new(0);
+    let work = || {
+        while let Some(case) = cases.get(next.fetch_add(1, Ordering::Relaxed)) {
+            check(case);
+        }
+    };
+    thread::scope(|scope| (0..at_once).for_each(|_| drop(scope.spawn(work))));
 }
 
 /// Returns a port that is free now.

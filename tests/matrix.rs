@@ -1,12 +1,11 @@
 //! `--inject-fault` on ranks that are processes: every kind at every stage names the rank, once, and leaves nobody behind.
 //!
-//! Each stage meets one of the ranks; with `MATRIX=all` it meets all of them. `make test-launchers` does the same under
-//! torchrun, and `failures` on threads.
+//! `make test-launchers` does the same under torchrun, and `failures` on threads.
 
 use serde_json::Value;
 
-use crate::harness::run;
-use crate::shared::faults::{self, RANKS, RUN, STAGES};
+use crate::harness::{in_parallel, run, some_of};
+use crate::shared::faults::{self, RUN};
 
 /// The failure event and stderr of a run in which `rank` fails in this way.
 fn failure(kind: &str, stage: &str, rank: usize) -> (Value, String) {
@@ -18,22 +17,16 @@ fn failure(kind: &str, stage: &str, rank: usize) -> (Value, String) {
     (faults::failure(&fault, &output, rank, "CPU"), output.2)
 }
 
-fn everywhere(kind: &str, check: impl Fn(&str, &Value, &str)) {
-    let all = std::env::var("MATRIX").is_ok_and(|it| it == "all");
-    let mut runs = 0;
-    for (number, (stage, operation)) in STAGES.into_iter().enumerate() {
-        for rank in (0..RANKS).filter(|rank| all || number % RANKS == *rank) {
-            let (failure, stderr) = failure(kind, stage, rank);
-            let what = format!("{kind} of rank {rank} at {stage}: {stderr}");
-            // A rank that is killed cannot tell: the others know its step, or nothing.
-            if kind != "kill" {
-                assert_eq!(failure["operation"], operation, "{what}");
-            }
-            check(&what, &failure, &stderr);
-            runs += 1;
+fn everywhere(kind: &str, check: impl Fn(&str, &Value, &str) + Sync) {
+    in_parallel(&some_of(faults::everywhere(), 4), |&(stage, operation, rank)| {
+        let (failure, stderr) = failure(kind, stage, rank);
+        let what = format!("{kind} of rank {rank} at {stage}: {stderr}");
+        // A rank that is killed cannot tell: the others know its step, or nothing.
+        if kind != "kill" {
+            assert_eq!(failure["operation"], operation, "{what}");
         }
-    }
-    println!("{kind}: {runs} runs, the rank named in each");
+        check(&what, &failure, &stderr);
+    });
 }
 
 #[test]

@@ -22,7 +22,8 @@ use tch::{Kind, Tensor};
 use wait_timeout::ChildExt;
 
 use crate::harness::{
-    TIMEOUT, as_torchrun, free_port, join, program, run, run_command, send, without_launcher,
+    TIMEOUT, as_torchrun, free_port, in_parallel, join, program, run, run_command, send, some_of,
+    without_launcher,
 };
 use crate::shared::surface::{self, Surface};
 use crate::shared::{coalesced, functional, groups, scene};
@@ -683,14 +684,15 @@ fn failure_on_any_process_is_reported_on_all() {
 fn killed_or_stopped_process_is_named() {
     let long = ["--max-epochs=1000000", "--grace-period=5s", "--timeout=4s"];
     let buckets = [&long[..], &["--model=mlp", "--hidden=500,500", "--bucket-cap-mb=0.1"]].concat();
-    for (signal, victim, ranks, args) in [
+    let all = [
         ("KILL", 1, &[1, 1][..], &long[..]),
         ("KILL", 0, &[1, 1], &long),
         ("KILL", 1, &[1, 1], &buckets),
         ("STOP", 1, &[1, 1], &buckets),
         ("KILL", 1, &[2, 2, 1], &long),
         ("STOP", 1, &[2, 2], &long),
-    ] {
+    ];
+    in_parallel(&some_of(all, 2), |&(signal, victim, ranks, args)| {
         let told = failures(args, ranks, |children| {
             // They have met when rank 0 says so.
             let mut first = String::new();
@@ -719,26 +721,27 @@ fn killed_or_stopped_process_is_named() {
                 );
             }
         }
-    }
+    });
 }
 
 /// Each process waits for others in the store, or in Gloo, when one of its own ranks is not the one that is missing.
 #[test]
 fn stall_is_blamed_on_the_stalled_rank() {
-    for (ranks, victim) in [(&[1, 1][..], 0), (&[1, 1], 1), (&[2, 2], 2), (&[2, 2], 3)] {
-        for stage in ["rendezvous", "init", "step,step=5"] {
-            let fault = format!("--inject-fault=stall:rank={victim},at={stage}");
-            let args = [&fault, "--timeout=5s", "--grace-period=1s"];
-            for (code, stderr) in failures(&args, ranks, |_| {}) {
-                let what = format!("{fault} {ranks:?}: {stderr}");
-                assert_eq!(code, Some(1), "{what}");
-                let named = format!("rank {victim} (CPU:{victim}");
-                let first = stderr.lines().find(|line| line.contains(" failed in ")).unwrap();
-                assert!(first.starts_with(&format!("ddp-mp: {named}")), "{what}");
-                assert!(!first.contains("failed in start"), "{what}");
-            }
+    let stages = ["rendezvous", "init", "step,step=5"];
+    let victims = [(&[1, 1][..], 0), (&[1, 1], 1), (&[2, 2], 2), (&[2, 2], 3)];
+    let all = victims.iter().flat_map(|victim| stages.map(|stage| (*victim, stage)));
+    in_parallel(&some_of(all, 3), |&((ranks, victim), stage)| {
+        let fault = format!("--inject-fault=stall:rank={victim},at={stage}");
+        let args = [&fault, "--timeout=5s", "--grace-period=1s"];
+        for (code, stderr) in failures(&args, ranks, |_| {}) {
+            let what = format!("{fault} {ranks:?}: {stderr}");
+            assert_eq!(code, Some(1), "{what}");
+            let named = format!("rank {victim} (CPU:{victim}");
+            let first = stderr.lines().find(|line| line.contains(" failed in ")).unwrap();
+            assert!(first.starts_with(&format!("ddp-mp: {named}")), "{what}");
+            assert!(!first.contains("failed in start"), "{what}");
         }
-    }
+    });
 }
 
 /// What a terminal would take for a command, and a line that would look like one of the program's own.

@@ -9,7 +9,7 @@ use std::process::Stdio;
 use serde_json::Value;
 use wait_timeout::ChildExt;
 
-use crate::harness::{Reading, TIMEOUT, program, run, run_command, send};
+use crate::harness::{Reading, TIMEOUT, in_parallel, program, run, run_command, send, some_of};
 use crate::spawn_processes::{process_of, processes_of};
 
 const RUN: [&str; 5] =
@@ -43,38 +43,38 @@ fn saved_whole(folder: &Path) -> bool {
 #[test]
 fn restart_after_any_failure_ends_with_the_same_bits() {
     let whole = hash_undisturbed();
-    for spawn in ["--spawn=threads", "--spawn=processes"] {
-        for kind in ["error", "panic", "kill", "stall"] {
-            let folder = tempfile::tempdir().unwrap();
-            let dir = folder.path().join("run");
-            let save = format!("--checkpoint-dir={}", dir.display());
-            let fault = format!("--inject-fault={kind}:rank=1,at=step,step=40");
-            let timeout = if kind == "stall" { "--timeout=3s" } else { "--timeout=50s" };
-            let more = [spawn, "--max-restarts=2", "--save-every=7", "--grace-period=1s"];
-            let (code, events, stderr) =
-                events(&[&RUN[..], &more, &[&save, &fault, timeout]].concat());
-            let what = format!("{spawn} {kind}: {stderr}");
-            assert_eq!(code, Some(0), "{what}");
-            let end = events.last().unwrap();
-            assert_eq!(end["parameters_hash"], whole, "{what}");
-            assert_eq!(end["steps"], 128, "{what}");
-            let [reason] = restarts(end)[..] else { panic!("{end}") };
-            let named = match (kind, spawn) {
-                ("kill", "--spawn=threads") => "the process of all ranks (process ",
-                ("kill", _) => "rank 1 (process ",
-                _ => "rank 1 (CPU:1) failed in step #40: ",
-            };
-            assert!(reason.starts_with(named), "{what}");
-            assert_eq!(reason.contains("was killed by SIGKILL"), kind == "kill", "{what}");
-            assert!(stderr.contains(&format!("ddp-mp: {reason}\n")), "{what}");
-            let told = format!("restart 1 of 2, from the newest checkpoint in {}\n", dir.display());
-            assert!(stderr.contains(&told), "{what}");
-            assert!(stderr.contains("resuming from "), "{what}");
-            // A failure that is made good is no failure of the run.
-            assert!(events.iter().all(|it| it["event"] != "failure"), "{what}");
-            assert!(saved_whole(&dir), "{what}");
-        }
-    }
+    let kinds = ["error", "panic", "kill", "stall"];
+    let ways = ["--spawn=threads", "--spawn=processes"];
+    let all = kinds.iter().flat_map(|kind| ways.map(|spawn| (*kind, spawn)));
+    in_parallel(&some_of(all, 3), |&(kind, spawn)| {
+        let folder = tempfile::tempdir().unwrap();
+        let dir = folder.path().join("run");
+        let save = format!("--checkpoint-dir={}", dir.display());
+        let fault = format!("--inject-fault={kind}:rank=1,at=step,step=40");
+        let timeout = if kind == "stall" { "--timeout=3s" } else { "--timeout=50s" };
+        let more = [spawn, "--max-restarts=2", "--save-every=7", "--grace-period=1s"];
+        let (code, events, stderr) = events(&[&RUN[..], &more, &[&save, &fault, timeout]].concat());
+        let what = format!("{spawn} {kind}: {stderr}");
+        assert_eq!(code, Some(0), "{what}");
+        let end = events.last().unwrap();
+        assert_eq!(end["parameters_hash"], whole, "{what}");
+        assert_eq!(end["steps"], 128, "{what}");
+        let [reason] = restarts(end)[..] else { panic!("{end}") };
+        let named = match (kind, spawn) {
+            ("kill", "--spawn=threads") => "the process of all ranks (process ",
+            ("kill", _) => "rank 1 (process ",
+            _ => "rank 1 (CPU:1) failed in step #40: ",
+        };
+        assert!(reason.starts_with(named), "{what}");
+        assert_eq!(reason.contains("was killed by SIGKILL"), kind == "kill", "{what}");
+        assert!(stderr.contains(&format!("ddp-mp: {reason}\n")), "{what}");
+        let told = format!("restart 1 of 2, from the newest checkpoint in {}\n", dir.display());
+        assert!(stderr.contains(&told), "{what}");
+        assert!(stderr.contains("resuming from "), "{what}");
+        // A failure that is made good is no failure of the run.
+        assert!(events.iter().all(|it| it["event"] != "failure"), "{what}");
+        assert!(saved_whole(&dir), "{what}");
+    });
 }
 
 #[test]

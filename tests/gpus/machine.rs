@@ -2,11 +2,11 @@
 
 use std::path::PathBuf;
 use std::process::Command;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::{env, fs, process, thread};
+use std::{env, fs, process};
 
 use serde_json::Value;
 
+pub(crate) use crate::harness::{in_parallel, in_parallel_by};
 use crate::harness::{program, run_command};
 
 /// Returns the folder with the libraries that simulate GPUs.
@@ -91,22 +91,6 @@ pub(crate) fn end(events: &[Value]) -> &Value {
     let end = events.last().unwrap();
     assert_eq!(end["event"], "end", "{events:?}");
     end
-}
-
-/// Runs `check` on every case, four at a time, because most of them wait. Panics with the first that fails.
-pub(crate) fn in_parallel<T: Sync>(cases: &[T], check: impl Fn(&T) + Sync) {
-    in_parallel_by(4, cases, check);
-}
-
-/// Runs `check` on every case, `at_once` at a time.
-pub(crate) fn in_parallel_by<T: Sync>(at_once: usize, cases: &[T], check: impl Fn(&T) + Sync) {
-    let next = AtomicUsize::new(0);
-    let work = || {
-        while let Some(case) = cases.get(next.fetch_add(1, Ordering::Relaxed)) {
-            check(case);
-        }
-    };
-    thread::scope(|scope| (0..at_once).for_each(|_| drop(scope.spawn(work))));
 }
 
 /// Runs `command` for the test case `case`, and returns its exit code, stdout and stderr. Panics if a process that it

@@ -18,6 +18,13 @@ pub(crate) const STAGES: [(&str, &str); 6] = [
     ("barrier", "barrier"),
 ];
 
+/// Returns every stage with its operation, for every rank.
+pub(crate) fn everywhere() -> impl Iterator<Item = (&'static str, &'static str, usize)> {
+    STAGES
+        .iter()
+        .flat_map(|(stage, operation)| (0..RANKS).map(move |rank| (*stage, *operation, rank)))
+}
+
 /// Returns the one failure that a run reports, which must be of `rank`, on a device such as `CPU`.
 #[track_caller]
 pub(crate) fn failure(
