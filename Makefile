@@ -39,15 +39,17 @@ build: cargo libtorch ## build the program
 run: build ## build and run the demo; its flags: make run ARGS="--help"
 	@cargo run --release --quiet -- $(ARGS)
 
-test: build ## build and run the tests
-	cargo test --release
+test: build ## build and run the tests: one row of each kind, where a test has many cases
+	python3 -B tests/run.py
+
+test-all: build ## run every case of all tests
+	python3 -B tests/run.py --all
 
 # The modules of tests/ whose ranks are threads of the test program.
 FAST_TESTS = c10d callbacks coalesced collectives data engine functional gradients groups messages mutated optim outputs parity parity_gpt properties tidy
 
 test-fast: cargo libtorch ## run the unit tests, and the tests that do not start the program: under a minute once built
-	cargo test --release --lib
-	cargo test --release --test tests -- $(addsuffix ::,$(FAST_TESTS))
+	python3 -B tests/run.py $(addsuffix ::,$(FAST_TESTS))
 
 test-gpus: cargo simulated-gpus ## run the tests of the GPU path on simulated GPUs
 	cargo build --release --bins --examples

@@ -122,7 +122,7 @@ fn all_to_all_on_256_ranks_stays_below_700_mb() {
 }
 
 #[test]
-#[ignore = "a thousand threads: run by .ci/run, by name"]
+#[ignore = "a thousand threads: `make test-all` runs it"]
 fn run_of_1000_ranks_stays_below_1_gb() {
     let (code, stdout, stderr) = run(&["comm", "barrier", "--nproc-per-node=1000"]);
     assert_eq!(code, Some(0), "{stderr}");

@@ -1,0 +1,99 @@
+"""Builds and runs the tests, and prints the ten that took longest.
+
+run.py [--all] [FILTER ...]: the unit tests and the integration tests whose names contain a FILTER; without one all of them,
+and the documentation's examples. --all runs every case of the tests that have many.
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+
+# Unit tests compile in a third of the time without optimization.
+UNIT_TESTS = ["--lib", "--config=profile.release.package.ddp-mp.opt-level=0"]
+INTEGRATION_TESTS = ["--package=ddp-mp-tests", "--test=tests"]
+# Most tests wait, for a time-out or for a process.
+THREADS = 4 * len(os.sched_getaffinity(0))
+# Longer tests have a line that begins with this, and says why.
+LONG_SECONDS, REASON = 5, "/// Long: "
+
+
+def build(targets):
+    """Returns the test program of cargo's `targets`, and the folder that it runs in."""
+    command = ["cargo", "test", "--release", "--no-run", "--message-format=json-render-diagnostics", *targets]
+    built = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if built.returncode != 0:
+        sys.exit(built.returncode)
+    messages = map(json.loads, built.stdout.splitlines())
+    programs = [it for it in messages if it.get("executable") and it["profile"]["test"]]
+    return programs[-1]["executable"], os.path.dirname(programs[-1]["manifest_path"])
+
+
+class Tests:
+    """A test program that runs, whose output is printed as it comes."""
+
+    def __init__(self, targets, filters, environment):
+        program, folder = build(targets)
+        # Only unstable options print how long a test took.
+        options = ["-Zunstable-options", "--report-time", f"--test-threads={THREADS}"]
+        if "DDP_MP_TESTS" in environment:
+            options.append("--include-ignored")
+        environment = dict(environment, RUSTC_BOOTSTRAP="1")
+        self.process = subprocess.Popen(
+            [program, *options, *filters], cwd=folder, env=environment, stdout=subprocess.PIPE, text=True
+        )
+        self.seconds = {}
+        self.reader = threading.Thread(target=self.read)
+        self.reader.start()
+
+    def read(self):
+        for line in self.process.stdout:
+            print(line, end="", flush=True)
+            if timed := re.fullmatch(r"test (\S+) .*<([0-9.]+)s>\n", line):
+                self.seconds[timed[1]] = float(timed[2])
+
+    def end(self):
+        """Waits for the end, and returns whether all tests passed."""
+        self.reader.join()
+        return self.process.wait() == 0
+
+
+def says_why(test):
+    """Returns whether the source says why an integration test takes long."""
+    path = test.split("::")
+    file = os.path.join("tests", f"{path[0]}.rs")
+    if not os.path.exists(file):
+        return True
+    with open(file, encoding="utf-8") as source:
+        above = source.read().split(f"fn {path[-1]}(")[0].rsplit("\n}\n", 1)[-1]
+    return REASON in above
+
+
+def main():
+    arguments = argparse.ArgumentParser()
+    arguments.add_argument("--all", action="store_true")
+    arguments.add_argument("filters", nargs="*", metavar="FILTER")
+    arguments = arguments.parse_args()
+    environment = dict(os.environ)
+    if arguments.all:
+        environment["DDP_MP_TESTS"] = "all"
+    # The integration tests run while the unit tests are compiled.
+    integration = Tests(INTEGRATION_TESTS, arguments.filters, environment)
+    unit = Tests(UNIT_TESTS, [], environment)
+    passed = [unit.end(), integration.end()]
+    if not arguments.filters:
+        passed.append(subprocess.run(["cargo", "test", "--release", "--doc"], check=False).returncode == 0)
+    seconds = {**unit.seconds, **integration.seconds}
+    print("The ten slowest tests:")
+    for test in sorted(seconds, key=seconds.get, reverse=True)[:10]:
+        note = "" if seconds[test] <= LONG_SECONDS or says_why(test) else f"  (no line `{REASON}` says why)"
+        print(f"{seconds[test]:8.1f} s  {test}{note}")
+    if not all(passed):
+        sys.exit("some tests failed; their output is above")
+
+
+if __name__ == "__main__":
+    main()
