@@ -20,7 +20,7 @@ use tch::nn::{self, Linear, LinearConfig};
 use wait_timeout::ChildExt;
 
 /// Long enough for a machine under load, short enough to end a hang.
-pub(crate) const TIMEOUT: Duration = Duration::from_secs(60);
+pub(crate) const TIMEOUT: Duration = Duration::from_secs(240);
 
 /// Returns a linear layer. It draws its values in turn with other tests: all threads have one generator, and some tests
 /// compare what they draw from it.

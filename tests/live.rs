@@ -7,7 +7,7 @@ use crate::harness::{program, run, run_command};
 
 /// Trains two ranks, of which the second is slow, and writes a trace into `folder`.
 fn traced(folder: &Path, options: &[&str]) {
-    let slow = "--inject-fault=slow=20ms:rank=1,at=step";
+    let slow = "--inject-fault=slow=60ms:rank=1,at=step";
     let args = ["--nproc-per-node=2", "--max-steps=12", "--trace=t.json", slow];
     let mut command = program(&[&args, options].concat());
     command.current_dir(folder);
@@ -62,11 +62,13 @@ fn replayed_frame_names_the_slow_rank() {
             " 1 CPU:1 ",
             "S step #8",
             "rank 1 came last in ",
-            ": rank 1, 2", // milliseconds after the first
             "called at src/",
         ] {
             assert!(frame.contains(part), "{part:?} is not in\n{frame}");
         }
+        let (_, delay) = frame.split_once(": rank 1, ").unwrap();
+        let milliseconds = delay.split(|c: char| !c.is_ascii_digit()).next().unwrap();
+        assert!(milliseconds.parse::<u32>().unwrap() >= 60, "{frame}");
     }
     // Of one process alone it is not known who came last.
     let (code, frame, stderr) = replay(folder.path(), &["t.0.json", "--frame=0.2"]);
