@@ -12,7 +12,7 @@ use ddp_mp::config::Tool;
 use ddp_mp::ffi::{cuda, keep_memory};
 use ddp_mp::launch::{exit_code, install_panic_hook};
 use ddp_mp::os;
-use ddp_mp::telemetry::{LogFormat, Printer};
+use ddp_mp::telemetry::{LogFormat, Printer, unwritable_stdout};
 
 use cli::{
     Bench, BenchCommand, Command, EnvFlags, ScalingFlags, StepFlags, TrainFlags, VerifyFlags,
@@ -49,7 +49,7 @@ fn main() {
             let printed = if message.kind() == ErrorKind::DisplayVersion && is_long_version() {
                 text_printer().lines(|out| write!(out, "{}", Versions::find(COMMIT)))
             } else {
-                message.print()
+                message.print().map_err(unwritable_stdout)
             };
             if message.use_stderr() {
                 os::exit(WRONG_INPUT)
@@ -81,9 +81,9 @@ fn is_long_version() -> bool {
 
 /// Returns whether the output was written to stdout. Reports an error, unless the reader closed the pipe.
 fn is_written(printed: io::Result<()>) -> bool {
-    match printed.and_then(|()| io::stdout().flush()) {
+    match printed.and_then(|()| io::stdout().flush().map_err(unwritable_stdout)) {
         Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
-            text_printer().report(&format!("writing to stdout: {error}"));
+            text_printer().report(&error.to_string());
             false
         }
         _ => true,

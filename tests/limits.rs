@@ -89,5 +89,6 @@ fn thread_limit_is_named_and_no_process_is_left() {
 #[test]
 fn address_space_limit_is_named_in_the_error() {
     // Each rank's stack takes 64 MiB of addresses, and all of them 4 GiB more than there are.
-    assert!(is_named("ulimit -v 16000000", &["--nproc-per-node=300"], "(ulimit -v)"));
+    let named = "bytes of memory that it may have (ulimit -v); raise the limit (ulimit -v), or";
+    assert!(is_named("ulimit -v 16000000", &["--nproc-per-node=300"], named));
 }

@@ -161,6 +161,14 @@ fn only_telemetry_prints() {
     }
 }
 
+/// The name of a file may have a line break, and text of others must not look like a line of the program.
+#[test]
+fn paths_in_messages_are_escaped() {
+    for file in sources() {
+        assert!(!code(&file).contains(".display()"), "{}: use error::Shown", name(&file));
+    }
+}
+
 #[test]
 fn threads_start_through_thread_builder() {
     for file in sources().into_iter().filter(|file| !name(file).ends_with("tests.rs")) {

@@ -7,7 +7,7 @@ use std::process::{Command, Stdio};
 
 use serde_json::Value;
 
-use crate::harness::{program, run, run_command};
+use crate::harness::{program, program_under, run, run_command};
 
 const SHORT: [&str; 2] = ["--nproc-per-node=2", "--num-samples=640"];
 
@@ -186,6 +186,7 @@ fn pipes_and_devices_work_or_are_refused_without_a_hang() {
     fs::create_dir_all(at("damaged/step-00000001")).unwrap();
     make_pipe(&at("damaged/step-00000001/trainer.json"));
     make_pipe(&at("latest"));
+    symlink("loop", at("loop")).unwrap();
     // A file that is larger than any disk, and takes no room.
     fs::File::create(at("zeros.csv")).unwrap().set_len(1 << 40).unwrap();
     fs::create_dir(at("idx")).unwrap();
@@ -200,9 +201,12 @@ fn pipes_and_devices_work_or_are_refused_without_a_hang() {
         ("--init-from=pipe", "--init-from: pipe: this is a pipe; use a regular file"),
         ("--init-from=/dev/zero", "--init-from: /dev/zero: this is a device"),
         ("--init-from=latest", "--init-from: latest: this is a pipe"),
-        ("--resume=pipe", "checkpoint pipe: this path does not exist"),
-        ("--resume=latest", "checkpoint latest: this path does not exist"),
-        ("--resume=/dev/zero", "checkpoint /dev/zero: this path does not exist"),
+        ("--resume=pipe", "checkpoint pipe: this is a pipe, but a checkpoint is a folder"),
+        ("--resume=latest", "checkpoint latest: this is a pipe"),
+        ("--resume=/dev/null", "checkpoint /dev/null: this is a device, but a checkpoint is"),
+        ("--resume=zeros.csv/step-00000001", "checkpoint zeros.csv/step-00000001: Not a directory"),
+        ("--resume=loop", "loop: Too many levels of symbolic links"),
+        ("--resume=/dev/zero", "checkpoint /dev/zero: this is a device, but a checkpoint is"),
         ("--resume=damaged", "trainer.json cannot be read: this is a pipe"),
         ("--resume=damaged/step-00000001", "trainer.json cannot be read: this is a pipe"),
         ("--dataset=csv:pipe", "pipe: this is a pipe"),
@@ -313,4 +317,56 @@ fn full_disk_is_reported_and_leaves_no_partial_file() {
     }
     let (code, _, stderr) = run(&["--trace=/dev/full"]);
     assert_eq!(code, Some(2), "{stderr}");
+    let (code, stderr, _) = run_out_of_room("ulimit -f 1", "--prometheus=run.prom");
+    assert_eq!(code, Some(1), "{stderr}");
+    assert_eq!(stderr.matches("writing --prometheus").count(), 1, "{stderr}");
+    let folder = tempfile::tempdir().unwrap();
+    for command in ["man", "new"] {
+        let path = folder.path().join(command);
+        let limited = program_under("ulimit -f 1", &[command, path.to_str().unwrap()]);
+        let (code, _, stderr) = run_command(limited);
+        assert_eq!(code, Some(1), "{command}: {stderr}");
+        assert!(stderr.contains("File too large"), "{command}: {stderr}");
+    }
+}
+
+/// Folders and files whose names would break a line, or a command of a shell.
+#[test]
+fn names_with_line_breaks_stay_on_one_line() {
+    let folder = tempfile::tempdir().unwrap();
+    let flags = ["trace=t\n.json", "report=r\n.html", "checkpoint-dir=c\n", "metrics=m\n"];
+    let mut args: Vec<String> = flags.iter().map(|flag| format!("--{flag}")).collect();
+    args.extend(["--max-steps=2".into(), "--flight-recorder=-f\n".into()]);
+    let mut command = program(&SHORT);
+    command.args(args).current_dir(&folder);
+    let (code, _, stderr) = run_command(command);
+    assert_eq!(code, Some(0), "{stderr}");
+    for note in [
+        "the trace is in t\\u000a.json: open it",
+        "the report is in r\\u000a.html: open it",
+        "the flight recorder is in -f\\u000a: run torchfrtrace $'./-f\\u000a'\n",
+        "which are saved in c\\u000a; to go on",
+    ] {
+        assert!(stderr.contains(note), "{note}: {stderr}");
+    }
+    assert!(stderr.lines().all(|line| line.starts_with("ddp-mp: ")), "{stderr}");
+    // Where they cannot be used, too.
+    let at = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
+    for flag in ["trace", "report", "flight-recorder", "metrics", "prometheus", "tensorboard"]
+        .map(|flag| format!("--{flag}={}", at("m\n/x")))
+        .into_iter()
+        .chain(["--config", "--resume", "--init-from"].map(|flag| format!("{flag}={}", at("no\n"))))
+        .chain(
+            ["csv:", "idx:", "npy:x,", "safetensors:"]
+                .map(|it| format!("--dataset={it}{}", at("no\n"))),
+        )
+    {
+        let (code, _, stderr) = run(&[&flag]);
+        assert_eq!(code, Some(2), "{flag}: {stderr}");
+        assert_eq!(
+            stderr.lines().filter(|line| !line.starts_with("ddp-mp: ")).count(),
+            0,
+            "{stderr}"
+        );
+    }
 }

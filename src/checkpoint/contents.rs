@@ -11,7 +11,7 @@ use super::layout::{
     is_pointer_name, name_of, paths_in, step_of,
 };
 use super::state::Manifest;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, Shown};
 use crate::files::open_regular;
 
 /// The parts of a run's folder that this program wrote.
@@ -38,13 +38,13 @@ impl Contents {
                 Err(Foreign::Unreadable(error)) => {
                     return Err(Error::InvalidInput(format!(
                         "{} cannot be read: {error}; use another folder for --checkpoint-dir",
-                        path.display()
+                        path.shown()
                     )));
                 }
                 Err(Foreign::Is(path, what)) => {
                     return Err(Error::InvalidInput(format!(
                         "{} {what}: a run that saves here uses this name; move it away, or use another --checkpoint-dir",
-                        path.display()
+                        path.shown()
                     )));
                 }
                 Ok(()) => {}
@@ -107,7 +107,7 @@ impl Contents {
         let remove = |path: &PathBuf| {
             let result =
                 if path.is_dir() { remove_checkpoint(path) } else { fs::remove_file(path) };
-            result.map_err(|error| io::Error::other(format!("{}: {error}", path.display())))
+            result.map_err(|error| io::Error::other(format!("{}: {error}", path.shown())))
         };
         self.leftovers.iter().try_for_each(remove)
     }
@@ -138,7 +138,7 @@ const NOT_OURS: &str = "was not written by this program";
 pub(super) fn remove_checkpoint(folder: &Path) -> io::Result<()> {
     let found = files_of_checkpoint(folder);
     let files = found.map_err(|foreign| match foreign {
-        Foreign::Is(path, what) => io::Error::other(format!("{} {what}", path.display())),
+        Foreign::Is(path, what) => io::Error::other(format!("{} {what}", path.shown())),
         Foreign::Unreadable(error) => error,
     })?;
     files.iter().try_for_each(fs::remove_file)?;

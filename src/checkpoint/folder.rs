@@ -15,7 +15,7 @@ use super::layout::{
 };
 use super::state::{FileMark, Manifest};
 use super::{Checkpoint, Snapshot, tensors};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, Shown};
 use crate::files::Place;
 use crate::os::limits::explain;
 
@@ -69,7 +69,7 @@ impl CheckpointDir {
         let wrong = |error: io::Error| {
             Error::InvalidInput(format!(
                 "checkpoints cannot be written to {}: {}; use another --checkpoint-dir",
-                path.display(),
+                path.shown(),
                 explain(&error)
             ))
         };
@@ -84,7 +84,7 @@ impl CheckpointDir {
         if let Err(TryLockError::WouldBlock) = lock.try_lock() {
             return Err(Error::InvalidInput(format!(
                 "another run is saving checkpoints in {}; wait for its end, or use another --checkpoint-dir",
-                path.display()
+                path.shown()
             )));
         }
         let locked =
@@ -156,7 +156,7 @@ impl CheckpointDir {
     fn write_as(&self, unfinished: &Path, folder: &Path, snapshot: &Snapshot) -> Result<()> {
         if fs::symlink_metadata(folder).is_ok() {
             let reason = "this folder exists already; move it away".into();
-            return Err(Error::Save { doing: format!("saving {}", folder.display()), reason });
+            return Err(Error::Save { doing: format!("saving {}", folder.shown()), reason });
         }
         fs::create_dir(unfinished).map_err(saving(unfinished))?;
         let mut files = BTreeMap::new();
@@ -184,7 +184,7 @@ impl CheckpointDir {
     fn point(&self, pointer: &str, folder: &Path) -> Result<()> {
         let (new, pointer) = (self.path.join(format!("{pointer}{NEW}")), self.path.join(pointer));
         if !may_point(&pointer) {
-            let doing = format!("saving {}", pointer.display());
+            let doing = format!("saving {}", pointer.shown());
             let reason =
                 "another program has created this file since the run began; move it away".into();
             return Err(Error::Save { doing, reason });
@@ -208,7 +208,7 @@ impl CheckpointDir {
             let unfinished = self.unfinished(&name_of(folder));
             fs::rename(folder, &unfinished).and_then(|()| remove_checkpoint(&unfinished)).map_err(
                 |error| Error::Save {
-                    doing: format!("removing the old checkpoint {}", folder.display()),
+                    doing: format!("removing the old checkpoint {}", folder.shown()),
                     reason: explain(&error),
                 },
             )?;
@@ -267,7 +267,7 @@ fn refuse_any_in(path: &Path, contents: &Contents) -> Result<()> {
         Err(Error::InvalidInput(format!(
             "{} holds checkpoints already, the newest is {}; continue from it with --resume auto, or use another \
              --checkpoint-dir",
-            path.display(),
+            path.shown(),
             name_of(newest)
         )))
     })
@@ -289,8 +289,5 @@ fn sync_folder(path: &Path) -> Result<()> {
 }
 
 fn saving(path: &Path) -> impl Fn(io::Error) -> Error {
-    move |error| Error::Save {
-        doing: format!("saving {}", path.display()),
-        reason: explain(&error),
-    }
+    move |error| Error::Save { doing: format!("saving {}", path.shown()), reason: explain(&error) }
 }

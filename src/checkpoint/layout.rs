@@ -6,7 +6,7 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, Shown};
 use crate::files::{Place, read_regular};
 
 pub(super) const MODEL: &str = "model.safetensors";
@@ -102,7 +102,7 @@ pub(super) fn paths_in(folder: &Path) -> Result<Vec<PathBuf>> {
     entries.map_err(|error| {
         Error::InvalidInput(format!(
             "{} cannot hold checkpoints: {error}; use another folder for --checkpoint-dir",
-            folder.display()
+            folder.shown()
         ))
     })
 }

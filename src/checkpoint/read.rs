@@ -1,6 +1,7 @@
 //! Reads checkpoints. Their files may have been damaged or changed.
 
 use std::collections::BTreeMap;
+use std::fs;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
@@ -14,8 +15,8 @@ use super::layout::{
 use super::state::{FileMark, Manifest};
 use super::{TensorFile, TrainerState};
 use crate::ddp::SavedCommHook;
-use crate::error::{Error, Result};
-use crate::files::open_regular;
+use crate::error::{Error, Result, Shown};
+use crate::files::{name_of_kind, open_regular};
 use crate::optim::{Optimizer, ParameterState};
 use crate::process_group::ProcessGroup;
 
@@ -41,11 +42,11 @@ impl Checkpoint {
         Self::read_one(path).map_err(|problem| {
             let instead = match older(path) {
                 Some(older) => {
-                    format!("the one before it is intact: use {}", older.display())
+                    format!("the one before it is intact: use {}", older.shown())
                 }
                 None => "there is no older one to use instead: start over in another folder".into(),
             };
-            Error::InvalidInput(format!("checkpoint {}: {problem}; {instead}", path.display()))
+            Error::InvalidInput(format!("checkpoint {}: {problem}; {instead}", path.shown()))
         })
     }
 
@@ -145,7 +146,7 @@ impl Checkpoint {
             let path = self.path.join(OPTIMIZER);
             return Err(Error::InvalidInput(format!(
                 "{} has `{name}`, which is not a parameter of this model; use the model of the run that was saved",
-                path.display()
+                path.shown()
             )));
         }
         optimizer.load_state(&state)
@@ -158,13 +159,15 @@ impl Checkpoint {
 /// [`Error::InvalidInput`] that describes what is there instead, and suggests another path.
 fn find(path: &Path) -> Result<PathBuf> {
     let path = &*followed(path);
-    let wrong = |problem: &str| {
-        Err(Error::InvalidInput(format!("checkpoint {}: {problem}", path.display())))
-    };
+    let wrong =
+        |problem: &str| Err(Error::InvalidInput(format!("checkpoint {}: {problem}", path.shown())));
     let is_pointer = is_pointer_name(&name_of(path));
     // `Path::new("best").parent()` is empty.
     let beside = path.parent().filter(|folder| *folder != Path::new("")).unwrap_or(Path::new("."));
     if path.is_dir() {
+        if let Err(error) = fs::read_dir(path) {
+            return wrong(&error.to_string());
+        }
         let is_checkpoint = path.join(TRAINER).exists() || step_of(path).is_some();
         return match newest_in(path)? {
             _ if is_checkpoint => Ok(path.into()),
@@ -185,20 +188,24 @@ fn find(path: &Path) -> Result<PathBuf> {
             wrong(&format!("the file names none{}", instead(beside)))
         }
         None if path.is_file() && beside.join(TRAINER).exists() => {
-            wrong(&format!("this is a file of a checkpoint; name its folder, {}", beside.display()))
+            wrong(&format!("this is a file of a checkpoint; name its folder, {}", beside.shown()))
         }
-        None if path.is_file() => {
-            wrong("this is a file, but a checkpoint is a folder; name that folder")
-        }
-        None if name_of(path) == BEST && beside.is_dir() => wrong(&format!(
-            "this file does not exist: only a run that validates writes it, as with --val-fraction{}",
-            instead(beside)
-        )),
-        None => match &*instead(beside) {
-            "" => wrong(
-                "this path does not exist; name the folder of a checkpoint, or that of its run",
-            ),
-            newest => wrong(&format!("this path does not exist{newest}")),
+        None => match fs::metadata(path) {
+            Ok(found) => wrong(&format!(
+                "this is {}, but a checkpoint is a folder; name that folder",
+                name_of_kind(found.file_type())
+            )),
+            Err(error) if error.kind() != io::ErrorKind::NotFound => wrong(&error.to_string()),
+            Err(_) if name_of(path) == BEST && beside.is_dir() => wrong(&format!(
+                "this file does not exist: only a run that validates writes it, as with --val-fraction{}",
+                instead(beside)
+            )),
+            Err(_) => match &*instead(beside) {
+                "" => wrong(
+                    "this path does not exist; name the folder of a checkpoint, or that of its run",
+                ),
+                newest => wrong(&format!("this path does not exist{newest}")),
+            },
         },
     }
 }
@@ -207,7 +214,7 @@ fn find(path: &Path) -> Result<PathBuf> {
 fn instead(run: &Path) -> String {
     match newest_in(run) {
         Ok(Some(newest)) => {
-            format!("; the newest checkpoint in {} is {}", run.display(), newest.display())
+            format!("; the newest checkpoint in {} is {}", run.shown(), newest.shown())
         }
         _ => String::new(),
     }
@@ -243,7 +250,6 @@ fn read_known(file: &Path, known: &FileMark) -> Result<Vec<u8>, String> {
 
 #[cfg(test)]
 mod tests {
-    use std::fs;
     use std::os::unix::fs::symlink;
 
     use super::super::layout::LATEST;

@@ -10,7 +10,7 @@ use tch::{Kind, Tensor};
 
 use super::layout::{MODEL, newest_in, pointed};
 use crate::ddp::{bytes_of, state_dict};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, Shown};
 use crate::ffi::{MappedFile, TorchResult};
 use crate::process_group::dtype_name;
 
@@ -100,7 +100,7 @@ impl TensorFile {
         let mut bytes = Vec::new();
         bytes
             .try_reserve_exact(file.len())
-            .map_err(|error| Error::InvalidInput(format!("{}: {error}", path.display())))?;
+            .map_err(|error| Error::InvalidInput(format!("{}: {error}", path.shown())))?;
         bytes.extend_from_slice(&file);
         Ok(Self { path, bytes })
     }
@@ -121,7 +121,7 @@ impl TensorFile {
     /// [`Error::InvalidInput`] for dtypes that libtorch does not have.
     pub fn tensors(&self) -> Result<BTreeMap<String, Tensor>> {
         let wrong =
-            |problem: String| Error::InvalidInput(format!("{}: {problem}", self.path.display()));
+            |problem: String| Error::InvalidInput(format!("{}: {problem}", self.path.shown()));
         let parsed = SafeTensors::deserialize(&self.bytes).map_err(|e| wrong(e.to_string()))?;
         let tensor = |(name, view): (&str, safetensors::tensor::TensorView<'_>)| {
             let known = DTYPES.into_iter().find(|(_, dtype)| *dtype == view.dtype());
@@ -167,7 +167,7 @@ impl TensorFile {
         if !problems.is_empty() {
             return Err(Error::InvalidInput(format!(
                 "{} does not fit the model; {}",
-                self.path.display(),
+                self.path.shown(),
                 problems.join("; ")
             )));
         }
@@ -178,9 +178,8 @@ impl TensorFile {
 
 /// Checks that `bytes` are a complete safetensors file.
 fn check(path: &Path, bytes: &[u8]) -> Result<()> {
-    let wrong = |error| {
-        Error::InvalidInput(format!("{} is not a safetensors file: {error}", path.display()))
-    };
+    let wrong =
+        |error| Error::InvalidInput(format!("{} is not a safetensors file: {error}", path.shown()));
     SafeTensors::deserialize(bytes).map(drop).map_err(wrong)
 }
 

@@ -6,8 +6,8 @@ use std::{fs, io};
 use clap::{Args, Command};
 use clap_mangen::Man;
 
-use crate::error::Error;
-use crate::os::limits::explain;
+use crate::error::{Error, Shown};
+use crate::os::limits::unwritable;
 use crate::telemetry::Printer;
 
 /// The flags of `man`.
@@ -23,7 +23,7 @@ pub struct ManFlags {
 /// Writes the manual page of `command` and of each of its subcommands into a folder, or prints the first one.
 ///
 /// # Errors
-/// [`Error::InvalidInput`] when the folder cannot be written, and an error when stdout can't be written.
+/// [`Error::InvalidInput`] when the folder cannot be written, and an error when the disk or stdout can't be written.
 pub fn man(flags: &ManFlags, command: Command, printer: &Printer) -> anyhow::Result<()> {
     let mut command = command.disable_help_subcommand(true);
     command.build(); // gives each subcommand its whole name
@@ -33,10 +33,11 @@ pub fn man(flags: &ManFlags, command: Command, printer: &Printer) -> anyhow::Res
         return Ok(printer.lines(|out| out.write_all(&text))?);
     };
     let written = fs::create_dir_all(folder).and_then(|()| write_pages(command, folder));
-    written.map_err(|error| {
-        let problem = format!("man {}: {}; use another folder", folder.display(), explain(&error));
-        Error::InvalidInput(problem).into()
-    })
+    let unwritable = |error| match unwritable(format!("man {}", folder.shown()), &error) {
+        Error::InvalidInput(problem) => Error::InvalidInput(problem + "; use another folder"),
+        failure => failure,
+    };
+    Ok(written.map_err(unwritable)?)
 }
 
 fn write_pages(command: Command, folder: &Path) -> io::Result<()> {

@@ -7,7 +7,7 @@ use tch::Device;
 
 use crate::checkpoint::Checkpoint;
 use crate::config::{Config, MOST, number, whole};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, Shown};
 use crate::ffi::cuda::Cuda;
 use crate::models::{Generate, GenerateOptions, ModelConfig, ModelKind};
 use crate::telemetry::{Printer, Utf8Stream};
@@ -73,7 +73,7 @@ pub fn sample(flags: &SampleFlags, cuda: &Cuda, printer: &Printer) -> anyhow::Re
 /// Returns the configuration of the gpt that `checkpoint` holds.
 fn gpt_of(checkpoint: &Checkpoint, path: &Path) -> Result<ModelConfig> {
     let wrong = |problem: String| {
-        Err(Error::InvalidInput(format!("--checkpoint {}: {problem}", path.display())))
+        Err(Error::InvalidInput(format!("--checkpoint {}: {problem}", path.shown())))
     };
     let saved = &checkpoint.state().options;
     if !saved.contains_key("model") {

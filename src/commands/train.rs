@@ -2,8 +2,6 @@
 
 use std::sync::Arc;
 
-use anyhow::Context;
-
 use crate::config::Config;
 use crate::data::{DataLoader, DistributedSampler};
 use crate::ffi::cuda::Cuda;
@@ -105,8 +103,7 @@ fn train_on(rank: &Rank, session: &Session) -> anyhow::Result<()> {
     group.barrier()?;
     let (end, replicas_equal) = gather_summary(&trainer, &summary, session, &group)?;
     if let Some(end) = end {
-        print_end(end, replicas_equal, &trainer, summary.stopped, session)
-            .context("writing to stdout")?;
+        print_end(end, replicas_equal, &trainer, summary.stopped, session)?;
     }
     session.note_stop(summary.stopped);
     if replicas_equal { Ok(()) } else { Ok(refuse_different_replicas(&trainer, session)?) }

@@ -230,8 +230,9 @@ impl Config {
         let lr = self.optimization.lr * world_size as f64;
         let ranks = if world_size == 1 { "rank" } else { "ranks" };
         let note = format!(
-            "--scale-lr: learning rate {} x {world_size} {ranks} = {lr}",
-            self.optimization.lr
+            "--scale-lr: learning rate {} x {world_size} {ranks} = {}",
+            shown(self.optimization.lr),
+            shown(lr)
         );
         (lr, Some(note))
     }

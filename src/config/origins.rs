@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use toml::Table;
 
 use super::{Config, flag_name};
-use crate::error::Result;
+use crate::error::{Result, Shown};
 
 /// The options that flags and a file gave. Two configurations with the same values are equal, whatever their origins.
 #[derive(Debug, Clone, Default)]
@@ -38,7 +38,7 @@ impl fmt::Display for Origin<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Origin::Default => f.write_str("default"),
-            Origin::File(path) => path.display().fmt(f),
+            Origin::File(path) => f.write_str(&path.shown()),
             Origin::Flag => f.write_str("flag"),
         }
     }
@@ -74,7 +74,7 @@ impl Config {
     /// Returns the name of the option `key` for an error about its value: the flag, or the file and the key.
     pub(crate) fn name_of(&self, key: &str) -> String {
         match self.origins.of(key) {
-            Origin::File(file) => format!("{}: {key}", file.display()),
+            Origin::File(file) => format!("{}: {key}", file.shown()),
             Origin::Flag | Origin::Default => flag_name(key),
         }
     }

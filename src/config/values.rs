@@ -108,7 +108,8 @@ pub(super) const POSITIVE: (Bound<f64>, Bound<f64>) = (Bound::Excluded(0.0), Bou
 
 /// Returns `value` as text, with an exponent where it would be long.
 pub(super) fn shown(value: f64) -> String {
-    if value.abs() < 1e16 { format!("{value}") } else { format!("{value:e}") }
+    let is_short = value == 0.0 || (1e-5..1e16).contains(&value.abs());
+    if is_short { format!("{value}") } else { format!("{value:e}") }
 }
 
 /// Parses a duration: `500ms`, `30s`, `10m`; a plain number is in seconds.

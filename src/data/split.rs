@@ -24,7 +24,7 @@ pub fn random_split(len: usize, fraction: f64, seed: u64) -> Result<(Vec<usize>,
 /// [`Error::InvalidInput`] if a part would have no samples.
 pub(super) fn size_of_first_part(len: usize, fraction: f64) -> Result<usize> {
     let refuse = |problem: &str| {
-        Err(Error::InvalidInput(format!("a fraction of {fraction} of {len} samples {problem}")))
+        Err(Error::InvalidInput(format!("a fraction of {fraction:?} of {len} samples {problem}")))
     };
     if !(fraction > 0.0 && fraction < 1.0) {
         return refuse("does not make two parts; use a number between 0 and 1");
@@ -62,6 +62,7 @@ mod tests {
         assert!(
             error(5, 0.01).starts_with("a fraction of 0.01 of 5 samples leaves a part without")
         );
+        assert!(error(5, 1e-300).starts_with("a fraction of 1e-300 of 5 samples leaves"));
         for fraction in [0.0, 1.0, -0.5, f64::NAN] {
             assert!(error(5, fraction).contains("use a number between 0 and 1"), "{fraction}");
         }

@@ -4,6 +4,7 @@ mod suspects;
 
 use std::borrow::Cow;
 use std::fmt;
+use std::path::Path;
 use std::time::Duration;
 
 use crate::operation::{OpId, Operation};
@@ -378,6 +379,18 @@ pub(crate) fn escaped(text: &str) -> Cow<'_, str> {
 /// Escapes like [`escaped`], and also line breaks and tabs, so that the text stays on one line.
 pub(crate) fn escaped_line(text: &str) -> Cow<'_, str> {
     escape_all_but(text, &[])
+}
+
+/// A path, or what names paths, in a message.
+pub(crate) trait Shown {
+    /// Returns it as text on one line: the name of a file may have line breaks and other control characters.
+    fn shown(&self) -> Cow<'_, str>;
+}
+
+impl Shown for Path {
+    fn shown(&self) -> Cow<'_, str> {
+        Cow::Owned(escaped_line(&self.to_string_lossy()).into_owned())
+    }
 }
 
 fn escape_all_but<'a>(text: &'a str, kept: &[char]) -> Cow<'a, str> {

@@ -11,7 +11,7 @@ use memmap2::{MmapMut, MmapOptions};
 use tch::Tensor;
 
 use super::shim;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, Shown};
 use crate::files::open_regular;
 use crate::os::{WatchedMapping, watch_mapping};
 
@@ -35,7 +35,7 @@ impl Drop for Mapping {
 
 /// Opens a regular file that is not empty. Also returns its length in bytes.
 pub(crate) fn open_file(path: &Path) -> Result<(File, u64)> {
-    let wrong = |error: io::Error| Error::InvalidInput(format!("{}: {error}", path.display()));
+    let wrong = |error: io::Error| Error::InvalidInput(format!("{}: {error}", path.shown()));
     let file = open_regular(path).map_err(wrong)?;
     match file.metadata().map_err(wrong)?.len() {
         0 => Err(wrong(io::Error::other("the file is empty"))),
@@ -46,7 +46,7 @@ pub(crate) fn open_file(path: &Path) -> Result<(File, u64)> {
 impl MappedFile {
     /// Maps a file that is not empty.
     pub(crate) fn open(path: &Path) -> Result<Self> {
-        let name = path.display().to_string();
+        let name = path.shown().into_owned();
         let (file, _) = open_file(path)?;
         // A private mapping: writing to such a tensor does not change the file or other mappings of it. Without a
         // reserve, so that a file may be larger than memory.

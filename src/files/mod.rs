@@ -6,7 +6,7 @@ mod read;
 
 pub(crate) use append::{Appender, LinesBefore, lines_before};
 pub(crate) use place::Place;
-pub(crate) use read::{open_regular, read_regular, read_stream, refuse_special};
+pub(crate) use read::{name_of_kind, open_regular, read_regular, read_stream, refuse_special};
 
 use std::io;
 use std::os::fd::AsFd;

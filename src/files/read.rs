@@ -82,12 +82,18 @@ fn not_regular(kind: FileType) -> Error {
     if kind.is_dir() {
         return Error::from_raw_os_error(libc::EISDIR);
     }
-    let what = match kind {
+    Error::other(format!("this is {}; use a regular file", name_of_kind(kind)))
+}
+
+/// Returns what is at a path.
+pub(crate) fn name_of_kind(kind: FileType) -> &'static str {
+    match kind {
+        _ if kind.is_file() => "a file",
+        _ if kind.is_dir() => "a folder",
         _ if kind.is_fifo() => "a pipe",
-        _ if kind.is_char_device() || kind.is_block_device() => "a device",
-        _ => "not a file",
-    };
-    Error::other(format!("this is {what}; use a regular file"))
+        _ if kind.is_socket() => "a socket",
+        _ => "a device",
+    }
 }
 
 fn too_long(limit: u64) -> Error {

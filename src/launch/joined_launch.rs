@@ -14,7 +14,7 @@ use super::{
     BackendChoice, Binding, Launch, LaunchKind, LaunchOptions, LocalRanks, Placement, ProcessWorld,
     Processes, Spawn, detect, place, write_error_file,
 };
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, Shown};
 use crate::ffi::cuda::Cuda;
 use crate::os::cores;
 use crate::os::limits::not_started;
@@ -156,7 +156,7 @@ impl Launch {
     pub fn report_failure(&self, error: &str) -> std::result::Result<(), String> {
         let Some(file) = &self.error_file else { return Ok(()) };
         write_error_file(file, error)
-            .map_err(|unwritable| format!("{} cannot be written: {unwritable}", file.display()))
+            .map_err(|unwritable| format!("{} cannot be written: {unwritable}", file.shown()))
     }
 }
 

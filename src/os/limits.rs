@@ -2,7 +2,7 @@
 
 use std::fmt::Display;
 use std::fs::{self, File};
-use std::io;
+use std::io::{self, ErrorKind};
 use std::thread;
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
@@ -29,6 +29,16 @@ const THREADS: Mendable = Mendable {
     why: Some(threads),
     remedy: "raise the limit (ulimit -u), or use fewer ranks or workers",
 };
+
+/// The same error as [`THREADS`], if there is no room for a thread's stack.
+const MEMORY: Mendable = Mendable {
+    words: THREADS.words,
+    why: Some(memory),
+    remedy: "raise the limit (ulimit -v), or use fewer ranks or workers",
+};
+
+/// The bytes that must be free for the error to be that of another limit than memory: two stacks of a rank.
+const STACKS: u64 = 128 << 20;
 
 /// The errors, in order. The first one whose text is part of an error applies.
 const MENDABLE: [Mendable; 7] = [
@@ -68,8 +78,21 @@ pub(crate) fn explain(error: impl Display) -> String {
     // Libraries do not report why they cannot open a file.
     let found = found.or_else(|| (error.contains("to open ") && !can_open(1)).then_some(&FILES));
     match found {
+        Some(limit) if limit.words == THREADS.words => explain_threads(error),
         Some(limit) if !error.contains(limit.remedy) => limit.explain(&error),
         _ => error,
+    }
+}
+
+/// Returns the error of a file, `what`, that cannot be written: a failure of the run if the disk is full; otherwise
+/// wrong input, such as a path that nobody may write to.
+pub(crate) fn unwritable(what: String, error: &io::Error) -> Error {
+    let reason = explain(error);
+    match error.kind() {
+        ErrorKind::StorageFull | ErrorKind::QuotaExceeded | ErrorKind::FileTooLarge => {
+            Error::Write { what, reason }
+        }
+        _ => Error::InvalidInput(format!("{what}: {reason}")),
     }
 }
 
@@ -83,7 +106,31 @@ impl Mendable {
 /// Describes why `what`, a thread or a process, could not be started. The text has the system's reason, this process's
 /// number of threads, the limits, and the remedy.
 pub(crate) fn not_started(what: &str, error: &io::Error) -> String {
-    THREADS.explain(&format!("{what} cannot be started: {error}"))
+    explain_threads(format!("{what} cannot be started: {error}"))
+}
+
+/// Returns `error` with the limit that has kept a thread or a process from starting, unless it has one already.
+fn explain_threads(error: String) -> String {
+    let is_explained = [&THREADS, &MEMORY].iter().any(|limit| error.contains(limit.remedy));
+    let is_memory = limited_memory().is_some_and(|[used, limit]| used + STACKS > limit);
+    match is_explained {
+        true => error,
+        false => if is_memory { MEMORY } else { THREADS }.explain(&error),
+    }
+}
+
+/// Returns the bytes of memory that this process has reserved, and those that it may (`ulimit -v`). `None` without a
+/// limit.
+fn limited_memory() -> Option<[u64; 2]> {
+    let limit = getrlimit(Resource::As).current?;
+    let used: u64 = status("VmSize:")?.strip_suffix(" kB")?.parse().ok()?;
+    Some([used << 10, limit])
+}
+
+fn memory() -> String {
+    limited_memory().map_or(String::new(), |[used, limit]| {
+        format!("this process has reserved {used} of the {limit} bytes of memory that it may have (ulimit -v)")
+    })
 }
 
 /// Returns the number of CPU cores that this process may use.
@@ -136,14 +183,15 @@ fn threads() -> String {
             known.push(format!("{whose} {limit}"));
         }
     }
-    if let Some(limit) = getrlimit(Resource::As).current {
-        known.push(format!("its memory is limited to {limit} bytes (ulimit -v)"));
-    }
-    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let threads = status.lines().find_map(|line| line.strip_prefix("Threads:"));
-    let threads = threads.map_or("an unknown number of", str::trim);
+    let threads = status("Threads:").unwrap_or_else(|| "an unknown number of".into());
     let known = known.join(", ");
     format!("this process has {threads} threads; {known}")
+}
+
+/// Returns what the kernel says about this process after `key`.
+fn status(key: &str) -> Option<String> {
+    let status = fs::read_to_string("/proc/self/status").ok()?;
+    status.lines().find_map(|line| line.strip_prefix(key)).map(|value| value.trim().to_owned())
 }
 
 fn number_in(file: &str) -> Option<u64> {

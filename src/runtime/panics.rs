@@ -64,7 +64,8 @@ fn caller_of_tch() -> Option<String> {
     backtrace::trace(|frame| {
         backtrace::resolve_frame(frame, |symbol| {
             let function = symbol.name().map_or(String::new(), |name| format!("{name:#}"));
-            let file = symbol.filename().map_or(String::new(), |file| file.display().to_string());
+            let file =
+                symbol.filename().map_or(String::new(), |file| file.to_string_lossy().into_owned());
             if is_of_tch(&function, &file) {
                 is_inside = true;
             } else if is_inside && !is_of_std(&function, &file) {

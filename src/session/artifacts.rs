@@ -8,11 +8,11 @@ use std::time::SystemTime;
 use parking_lot::Mutex;
 
 use super::dealt_samples::dealt_samples;
-use super::report_facts::{collectives, command, date, options, steps_of};
+use super::report_facts::{collectives, command, date, options, path_in_shell, steps_of};
 use crate::checkpoint::TrainerState;
 use crate::config::{Config, Data};
 use crate::ddp::Strategy;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, Shown};
 use crate::ffi;
 use crate::launch::JoinedLaunch;
 use crate::models::Model;
@@ -65,7 +65,7 @@ impl RunArtifacts {
         config.validate_files(process[1])?;
         let opened = |flag: &str, path: &Path, output: io::Result<Output>| {
             output.map_err(|error| {
-                Error::InvalidInput(format!("{flag} {}: {}", path.display(), explain(&error)))
+                Error::InvalidInput(format!("{flag} {}: {}", path.shown(), explain(&error)))
             })
         };
         let (trace, report) = (config.output.trace.as_deref(), config.output.report.as_deref());
@@ -76,7 +76,7 @@ impl RunArtifacts {
             None => Vec::new(),
             Some(folder) => {
                 let refused = |error: io::Error| {
-                    let (folder, reason) = (folder.display(), explain(&error));
+                    let (folder, reason) = (folder.shown(), explain(&error));
                     Error::InvalidInput(format!("--flight-recorder {folder}: {reason}"))
                 };
                 let output = |rank| flight_recorder_output(folder, rank);
@@ -184,13 +184,13 @@ impl RunArtifacts {
     ) -> Result<()> {
         let Some(dump) = self.dump.get() else { return Ok(()) };
         let unwritable = |flag: &str, output: &Output| {
-            let what = format!("{flag} {}", output.path().display());
+            let what = format!("{flag} {}", output.path().shown());
             |error: io::Error| Error::Write { what, reason: explain(&error) }
         };
         let trace = self.trace.as_ref().map_or(Ok(()), |output| {
             output.write(|file| write_trace(dump, file)).map_err(unwritable("--trace", output))?;
             if let (true, Some(path)) = (joined_launch.is_first(), &config.output.trace) {
-                let path = path.display();
+                let path = path.shown();
                 printer.info(&match dump.process {
                     [_, 1] => format!("the trace is in {path}: open it in ui.perfetto.dev"),
                     [_, count] => format!(
@@ -204,7 +204,7 @@ impl RunArtifacts {
         let report = self.report.as_ref().map_or(Ok(()), |output| {
             let report = self.page(config, joined_launch, data, outcome, dump)?;
             output.write(|file| report.write(file)).map_err(unwritable("--report", output))?;
-            let path = config.output.report.as_deref().unwrap_or(output.path()).display();
+            let path = config.output.report.as_deref().unwrap_or(output.path()).shown();
             printer.info(&format!("the report is in {path}: open it in a browser"));
             Ok(())
         });
@@ -219,8 +219,9 @@ impl RunArtifacts {
         if let (Ok(()), true, Some(folder)) =
             (&flight_recorder, joined_launch.is_first(), &config.output.flight_recorder)
         {
-            let folder = folder.display();
-            printer.info(&format!("the flight recorder is in {folder}: run torchfrtrace {folder}"));
+            let (shown, in_shell) = (folder.shown(), path_in_shell(folder));
+            printer
+                .info(&format!("the flight recorder is in {shown}: run torchfrtrace {in_shell}"));
         }
         trace.and(report).and(flight_recorder)
     }

@@ -2,6 +2,7 @@
 
 use crate::checkpoint::{CheckpointDir, TrainerState};
 use crate::config::TrainingSection;
+use crate::error::Shown;
 use crate::launch::{SpawnError, StopReason};
 use crate::records::ValidationMetrics;
 use crate::telemetry::report::Outcome;
@@ -62,7 +63,7 @@ pub(super) fn best(best: &ValidationMetrics, dir: Option<&CheckpointDir>) -> Str
     let accuracy =
         accuracy.map_or(String::new(), |share| format!(", accuracy {:.2} %", 100.0 * share));
     let pointer = dir.map(|dir| dir.path().join("best")).filter(|pointer| pointer.exists());
-    let place = pointer.map_or(String::new(), |path| format!(" ({})", path.display()));
+    let place = pointer.map_or(String::new(), |path| format!(" ({})", path.shown()));
     format!("best: epoch {epoch}, loss {loss:.6}{bits}{accuracy}{place}")
 }
 
@@ -87,7 +88,7 @@ pub(super) fn stopped(
             format!(
                 "stopped by {name} after {steps} steps, which are saved in {}; to go on, run the same command with \
                  --resume auto{unless}",
-                dir.path().display()
+                dir.path().shown()
             )
         }
         (None, _) => format!(

@@ -27,8 +27,8 @@ use crate::config::{Config, Data};
 use crate::error::Result;
 use crate::ffi::cuda::Cuda;
 use crate::launch::{
-    JoinedLaunch, Launch, LaunchKind, Live, Rank, Restarts, RunView, Spawn, SpawnError, StopReason,
-    StopRequest, await_termination, end_at_signals_in, status_signal, stop_on_signals,
+    JoinedLaunch, Launch, LaunchKind, Live, Rank, Restarts, RunView, Spawn, SpawnError,
+    StopReason, StopRequest, await_termination, end_at_signals_in, status_signal, stop_on_signals,
 };
 use crate::os::{cores, terminal::screen_problem};
 use crate::process_group::ProcessGroup;
@@ -42,6 +42,7 @@ pub(crate) use data::open_data;
 pub(crate) use explainer::explainer;
 pub use processes::AlreadyReported;
 pub(crate) use processes::{ChildProcesses, leave_error};
+pub(crate) use report_facts::path_in_shell;
 pub(crate) use start_point::{StartPoint, after_restart};
 pub(crate) use summary::{gather_summary, print_end, refuse_different_replicas};
 pub(crate) use training::Training;
@@ -233,7 +234,7 @@ impl Session {
             restart: launch.restart_count,
             gpu_count: placement.gpu_count,
         };
-        self.printer.event(&Event::Start(start)).context("writing to stdout")?;
+        self.printer.event(&Event::Start(start))?;
         Ok(Restarts::note_started(launch)?)
     }
 
@@ -261,7 +262,7 @@ impl Session {
                 None => printer.event(&Event::Failure(failure(error))),
             });
             if let Err(unwritable) = printed {
-                printer.report(&format!("writing to stdout: {unwritable}"));
+                printer.report(&unwritable.to_string());
             }
         }
         let stopped = self.stopped.get().copied();

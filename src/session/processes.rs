@@ -3,12 +3,10 @@
 
 use std::fmt::{self, Write};
 
-use anyhow::Context;
-
 use super::checked_placement::{place_processes, starts_processes};
 use super::end_messages::failure;
 use crate::config::Config;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, Shown};
 use crate::ffi::cuda::Cuda;
 use crate::launch::{
     Children, Ended, Launch, LaunchKind, Report, SpawnChoice, SpawnError, SpawnProcesses,
@@ -58,7 +56,7 @@ impl ChildProcesses {
         let live = printer.shows_live();
         let spawn = SpawnProcesses { children, timeout, grace_period, stops, max_restarts, live };
         let from = match &config.checkpoints.checkpoint_dir {
-            Some(dir) => format!("from the newest checkpoint in {}", dir.display()),
+            Some(dir) => format!("from the newest checkpoint in {}", dir.shown()),
             None => "from the beginning, because nothing is saved without --checkpoint-dir".into(),
         };
         let ended = spawn.run(|number, Report { text, failure, .. }| {
@@ -88,7 +86,7 @@ impl ChildProcesses {
             && printer.format() == LogFormat::Json
         {
             let failure = Failure { restarts, ..failure };
-            printer.event(&Event::Failure(failure)).context("writing to stdout")?;
+            printer.event(&Event::Failure(failure))?;
         }
         Err(if wrong_input { Error::InvalidInput(text).into() } else { anyhow::Error::msg(text) })
     }

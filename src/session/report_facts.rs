@@ -2,13 +2,14 @@
 
 use std::borrow::Cow;
 use std::ffi::OsString;
+use std::path::Path;
 use std::time::{Duration, SystemTime};
 
 use serde_json::Value;
 use strum::IntoEnumIterator;
 
 use crate::config::Config;
-use crate::error::Result;
+use crate::error::{Result, escaped_line};
 use crate::operation::Operation;
 use crate::runtime::{Entry, FlightRecorderDump, RankRecords};
 use crate::telemetry::report::CollectiveTotals;
@@ -21,7 +22,7 @@ pub(super) fn date(time: SystemTime) -> String {
 
 /// Returns the command line, quoted so that a shell reads the same arguments.
 pub(super) fn command() -> String {
-    let quoted = |text: &str| shlex::try_quote(text).map_or_else(|_| text.into(), Cow::into_owned);
+    let quoted = |text: &str| in_shell(text).into_owned();
     let shown = |arg: OsString| {
         let arg = arg.to_string_lossy();
         match arg.split_once('=') {
@@ -31,6 +32,23 @@ pub(super) fn command() -> String {
     };
     let args = std::env::args_os().skip(1).map(shown);
     ["ddp-mp".to_owned()].into_iter().chain(args).collect::<Vec<_>>().join(" ")
+}
+
+/// Returns `text` as one word of a shell, on one line: bash and zsh read line breaks and other control characters in
+/// `$''`.
+fn in_shell(text: &str) -> Cow<'_, str> {
+    if !text.contains(char::is_control) {
+        return shlex::try_quote(text).unwrap_or(Cow::Borrowed(text)); // fails for a NUL, which no argument has
+    }
+    let text = text.replace('\\', "\\\\").replace('\'', "\\'");
+    Cow::Owned(format!("$'{}'", escaped_line(&text)))
+}
+
+/// Returns `path` as a word of a shell that no program takes for a flag.
+pub(crate) fn path_in_shell(path: &Path) -> String {
+    let text = path.to_string_lossy();
+    let is_flag = text.starts_with('-');
+    in_shell(&if is_flag { Cow::Owned(format!("./{text}")) } else { text }).into_owned()
 }
 
 /// Returns all options as text. Those that differ from their default come first.
@@ -74,7 +92,23 @@ pub(super) fn collectives(dump: &FlightRecorderDump) -> Vec<CollectiveTotals> {
 
 #[cfg(test)]
 mod tests {
+    use std::process::Command;
+
     use super::*;
+
+    #[test]
+    fn shell_reads_a_path_as_it_is() {
+        for path in ["a b", "-x", "it's $HOME", "a\nb", "\\n'\t\u{9b}\u{202e}", "", "ä"] {
+            let word = path_in_shell(Path::new(path));
+            assert!(!word.contains('\n'), "{word}");
+            let mut bash = Command::new("bash");
+            let output =
+                bash.env("LC_ALL", "C.UTF-8").args(["-c", &format!("printf %s {word}")]).output();
+            let read = String::from_utf8(output.unwrap().stdout).unwrap();
+            assert_eq!(read.strip_prefix("./").unwrap_or(&read), path, "{word}");
+        }
+        assert_eq!(path_in_shell(Path::new("-x")), "./-x");
+    }
 
     #[test]
     fn date_of_a_wrong_clock_is_clamped() {

@@ -8,7 +8,7 @@ use tch::nn::VarStore;
 
 use crate::checkpoint::{Checkpoint, CheckpointDir, TensorFile};
 use crate::config::Config;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, Shown};
 use crate::launch::Restarts;
 use crate::process_group::ProcessGroup;
 use crate::telemetry::Printer;
@@ -72,7 +72,7 @@ impl StartPoint {
         {
             return Err(Error::InvalidInput(format!(
                 "another run has just saved {}; start again to continue from that",
-                newest.display()
+                newest.shown()
             )));
         }
         Ok(opened)
@@ -90,7 +90,7 @@ impl StartPoint {
         for aside in dir.set_aside_after(checkpoint)? {
             printer.info(&format!(
                 "a newer checkpoint was renamed to {}; remove it if you do not need it",
-                aside.display()
+                aside.shown()
             ));
         }
         Ok(())
@@ -140,8 +140,7 @@ pub(crate) fn after_restart(
         return Ok(config);
     }
     if config.checkpoints.resume.is_none() {
-        printer
-            .info(&format!("no checkpoint in {} yet: starting from the beginning", dir.display()));
+        printer.info(&format!("no checkpoint in {} yet: starting from the beginning", dir.shown()));
     }
     Ok(config)
 }
@@ -152,7 +151,7 @@ fn init_from(error: Error) -> Error {
 
 fn newest(dir: &Path, printer: &Printer) -> Result<Option<Checkpoint>> {
     let Some(newest) = CheckpointDir::newest_in(dir)? else {
-        let dir = dir.display();
+        let dir = dir.shown();
         printer.info(&format!(
             "--resume auto: no checkpoint in {dir} yet: starting from the beginning"
         ));
@@ -169,7 +168,7 @@ fn compare(
     printer: &Printer,
 ) -> Result<()> {
     let state = checkpoint.state();
-    let path = checkpoint.path().display();
+    let path = checkpoint.path().shown();
     let remarks = config
         .check_resume(&state.options)
         .map_err(|error| Error::InvalidInput(format!("checkpoint {path}: {error}")))?;

@@ -6,7 +6,7 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, Shown};
 use crate::files::{Appender, LinesBefore, lines_before};
 use crate::os::limits::explain;
 
@@ -100,7 +100,7 @@ impl MetricsFile {
 }
 
 fn name(path: &Path) -> String {
-    format!("--metrics {}", path.display())
+    format!("--metrics {}", path.shown())
 }
 
 fn refused(path: &Path, error: &io::Error) -> Error {

@@ -14,7 +14,7 @@ use super::prometheus::PrometheusFile;
 use super::report::Curves;
 use super::samples::{Sample, picture};
 use super::{Printer, TensorBoard};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, Shown};
 use crate::ffi::TorchResult;
 use crate::os::limits::explain;
 use crate::records::{TrainMetrics, ValidationMetrics};
@@ -43,7 +43,7 @@ impl MetricsLogger {
         metrics: Option<&Path>,
     ) -> Result<Self> {
         if let Some(file) = tensorboard.filter(|path| path.exists() && !path.is_dir()) {
-            let file = file.display();
+            let file = file.shown();
             return Err(Error::InvalidInput(format!(
                 "--tensorboard {file}: that is a file, and TensorBoard reads a folder; use another name"
             )));
@@ -53,7 +53,7 @@ impl MetricsLogger {
             .map(|folder| {
                 TensorBoard::create(folder).map_err(|error| {
                     let reason = explain(&error);
-                    Error::InvalidInput(format!("--tensorboard {}: {reason}", folder.display()))
+                    Error::InvalidInput(format!("--tensorboard {}: {reason}", folder.shown()))
                 })
             })
             .transpose()?;

@@ -40,7 +40,7 @@ pub(crate) use memory::gigabytes;
 pub use memory::{peak_memory, total_memory};
 pub use metrics_logger::MetricsLogger;
 pub(crate) use output::{Marks, Output};
-pub use printer::{LogFormat, Printer};
+pub use printer::{LogFormat, Printer, unwritable_stdout};
 pub(crate) use prometheus::{PrometheusFile, RunFacts, RunState};
 pub use samples::Sample;
 pub(crate) use straggler::find_straggler_over;

@@ -232,9 +232,7 @@ impl Printer {
         let mut out = io::stdout().lock();
         match out.write_all(escaped(text).as_bytes()).and_then(|()| out.flush()) {
             Err(error) if error.kind() == ErrorKind::BrokenPipe => Ok(false),
-            result => {
-                result.map(|()| true).map_err(|error| io::Error::new(error.kind(), explain(&error)))
-            }
+            result => result.map(|()| true).map_err(unwritable_stdout),
         }
     }
 
@@ -271,7 +269,7 @@ impl Printer {
                 let _ = out.out.into_parts(); // drops the output that could not be written
                 Ok(())
             }
-            result => result.map_err(|error| io::Error::new(error.kind(), explain(&error))),
+            result => result.map_err(unwritable_stdout),
         }
     }
 
@@ -354,6 +352,11 @@ impl Printer {
             feed.print_held();
         }
     }
+}
+
+/// Returns the error of writing to stdout, with the limit of the system that caused it explained.
+pub fn unwritable_stdout(error: io::Error) -> io::Error {
+    io::Error::new(error.kind(), format!("writing to stdout: {}", explain(error)))
 }
 
 /// A writer of whole lines, escaped: names of hosts, files and variables are untrusted text.

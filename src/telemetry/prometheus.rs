@@ -9,7 +9,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use parking_lot::Mutex;
 
 use super::{End, Marks, Output};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, Shown};
 use crate::os::limits::explain;
 use crate::records::{TrainMetrics, ValidationMetrics};
 
@@ -74,6 +74,8 @@ struct Latest {
     train: Option<TrainMetrics>,
     validation: Option<ValidationMetrics>,
     end: Option<End>,
+    /// Whether the file could not be written at some time.
+    has_failed: bool,
 }
 
 impl PrometheusFile {
@@ -84,7 +86,7 @@ impl PrometheusFile {
     pub(crate) fn new(path: &Path, facts: RunFacts) -> Result<Self> {
         let output = Output::new(path, MARKS).map_err(|error| {
             let reason = explain(&error);
-            Error::InvalidInput(format!("--prometheus {}: {reason}", path.display()))
+            Error::InvalidInput(format!("--prometheus {}: {reason}", path.shown()))
         })?;
         let run = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
         Ok(Self { output, run, facts, began: SystemTime::now(), latest: Mutex::default() })
@@ -111,9 +113,14 @@ impl PrometheusFile {
         self.latest.lock().end = Some(end.clone());
     }
 
-    /// Writes how the run has ended.
+    /// Writes how the run has ended. A failure is no error here if an earlier write has failed, too: the run has ended
+    /// with that error.
     pub(crate) fn finish(&self, state: RunState) -> Result<()> {
-        self.write(|latest| latest.state = state)
+        let has_failed = self.latest.lock().has_failed;
+        self.write(|latest| latest.state = state).or_else(|error| match has_failed {
+            true => Ok(()),
+            false => Err(error),
+        })
     }
 
     fn write(&self, update: impl FnOnce(&mut Latest)) -> Result<()> {
@@ -121,7 +128,8 @@ impl PrometheusFile {
         update(&mut latest);
         let text = self.text(&latest, SystemTime::now());
         self.output.write(|file| file.write_all(text.as_bytes())).map_err(|error| {
-            let what = format!("--prometheus {}", self.output.path().display());
+            latest.has_failed = true;
+            let what = format!("--prometheus {}", self.output.path().shown());
             Error::Write { what, reason: explain(&error) }
         })
     }
@@ -129,7 +137,7 @@ impl PrometheusFile {
     /// Returns all metrics as text. A metric without a value is left out.
     fn text(&self, latest: &Latest, now: SystemTime) -> String {
         let Self { facts, began, .. } = self;
-        let Latest { state, first_step, train, validation, end } = latest;
+        let Latest { state, first_step, train, validation, end, .. } = latest;
         let mut text = Text { text: String::new(), run: &self.run };
         let program = [
             ("version", env!("CARGO_PKG_VERSION")),
@@ -365,6 +373,7 @@ mod tests {
         fs::write(&path, "other_metric 1\n").unwrap();
         let error = first.begin(0).unwrap_err().to_string();
         assert!(error.contains("--prometheus") && error.contains("did not write that file"));
+        first.finish(RunState::Failed).unwrap(); // that failure is known
         assert_eq!(read(), "other_metric 1\n");
     }
 }

@@ -23,9 +23,10 @@ pub(crate) fn trace_path(path: &Path, [process, count]: [usize; 2]) -> PathBuf {
     if count == 1 || path.file_name().is_none() {
         return path.into();
     }
-    let extension =
-        path.extension().map_or(String::new(), |extension| format!(".{}", extension.display()));
-    let stem = path.file_stem().unwrap_or_default().display();
+    let extension = path
+        .extension()
+        .map_or(String::new(), |extension| format!(".{}", extension.to_string_lossy()));
+    let stem = path.file_stem().unwrap_or_default().to_string_lossy();
     path.with_file_name(format!("{stem}.{process}{extension}"))
 }
 

@@ -4,7 +4,7 @@ use tch::nn::ModuleT;
 
 use super::{TrainContext, Trainer};
 use crate::checkpoint::Checkpoint;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, Shown};
 
 impl<M: ModuleT> Trainer<M> {
     /// Resumes from `checkpoint`, at the sample after the last one seen. Call on all ranks, with models from
@@ -38,7 +38,7 @@ impl<M> TrainContext<M> {
                 "checkpoint {}: its run has {} samples in batches of {}, and this run has {samples} in batches of \
                  {batch_size}, so the place in the epoch differs; use the same data and batch size, or load only the \
                  parameters (Checkpoint::load_model)",
-                checkpoint.path().display(),
+                checkpoint.path().shown(),
                 saved.num_samples,
                 saved.batch_size,
             )));

@@ -17,7 +17,6 @@ mod table;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use anyhow::Context;
 use clap::Args;
 use serde::Serialize;
 use tch::{Device, Kind, Tensor};
@@ -202,7 +201,7 @@ fn bench_on(
     let mut total = (0, 0.0, 0);
     let mut spreads = Vec::new();
     if leads && printer.format() == LogFormat::Text {
-        printer.lines(|out| write_head(out, flags, &group)).context("writing to stdout")?;
+        printer.lines(|out| write_head(out, flags, &group))?;
     }
     for count in flags.sizes(rank.world_size()) {
         let mut case = BenchCase::new(flags, count, &group)?;
@@ -225,18 +224,16 @@ fn bench_on(
         };
         total = (total.0 + 1, total.1 + row.busbw, total.2 + wrong);
         if leads {
-            printer
-                .result(&row, |out| writeln!(out, "{}", row.text()))
-                .context("writing to stdout")?;
+            printer.result(&row, |out| writeln!(out, "{}", row.text()))?;
         }
     }
     let (rows, busbw, wrong) = total;
     if leads && printer.format() == LogFormat::Text {
         let verdict = if wrong == 0 { "OK" } else { "FAILED" };
         let average = busbw / f64::from(rows);
-        printer
-            .line(&format!("# wrong values: {wrong} {verdict}\n# average busbw: {average:.3} GB/s"))
-            .context("writing to stdout")?;
+        printer.line(&format!(
+            "# wrong values: {wrong} {verdict}\n# average busbw: {average:.3} GB/s"
+        ))?;
     }
     if leads {
         let spread = Sorted::new(spreads).median();

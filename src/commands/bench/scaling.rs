@@ -202,8 +202,7 @@ pub fn bench_scaling(
             let on_gpu = cases[0].placement.devices[0] != Device::Cpu;
             printer.lines(|out| write_text(&rows, on_gpu, batch_size, [steps, repetitions], out))
         }
-    }
-    .context("writing to stdout")?;
+    }?;
     let slowest = times.iter().map(|times| times.sorted().spread()).fold(1.0, f64::max);
     // Ranks that share a core have slow steps even on an idle machine.
     let has_cores = |case: &Case| case.ranks <= cores();

@@ -4,7 +4,6 @@ use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use anyhow::Context;
 use serde::Serialize;
 use tch::Device;
 
@@ -112,13 +111,12 @@ fn measure_here(
         let Some(times) = times else { return Ok(()) };
         let on_gpu = rank.device() != Device::Cpu;
         let write = |out: &mut dyn io::Write| write_text(&times, &config, steps, on_gpu, out);
-        printer.result(&times, write).context("writing to stdout")?;
+        printer.result(&times, write)?;
         note_if_busy("the median step took", times.us_per_step / times.us_min, &printer);
-        match &cluster {
-            Some(cluster) => print_on(cluster, &times, &config, rank, &printer),
-            None => Ok(()),
+        if let Some(cluster) = &cluster {
+            print_on(cluster, &times, &config, rank, &printer)?;
         }
-        .context("writing to stdout")
+        Ok(())
     })?;
     Ok(())
 }

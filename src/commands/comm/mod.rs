@@ -10,7 +10,6 @@ use std::io::Write;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-use anyhow::Context;
 use clap::Args;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use serde::{Deserialize, Serialize};
@@ -188,7 +187,7 @@ fn show_on(rank: &Rank, job: &Job) -> anyhow::Result<()> {
         let (sent, received) = (later.sent - earlier.sent, later.received - earlier.received);
         let row = Row { before, after, sent, received };
         if let Some(rows) = group.gather_object(&row, 0)? {
-            job.print(op, &rows).context("writing to stdout")?;
+            job.print(op, &rows)?;
         }
     }
     Ok(())

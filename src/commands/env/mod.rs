@@ -8,7 +8,7 @@ use serde::Serialize;
 
 use super::Versions;
 use crate::config::{Config, Data};
-use crate::error::Result;
+use crate::error::{Result, Shown};
 use crate::ffi::{self, cuda::Cuda};
 use crate::launch::{Binding, Launch, LaunchKind, Placement, SpawnChoice};
 use crate::os::cores;
@@ -130,7 +130,7 @@ pub fn env(
             .map(|value| value.to_string_lossy().into_owned()),
         gpus: cuda.gpus.clone(),
         gpu_problem: cuda.problem.clone(),
-        libtorch_folder: ffi::library_folder().map(|folder| folder.display().to_string()),
+        libtorch_folder: ffi::library_folder().map(|folder| folder.shown().into_owned()),
         keeps_memory: ffi::keeps_memory(),
         launcher: launch.as_ref().ok().map(|launch| launch.kind.name()),
         launch: launch.as_ref().ok().map(Launched::of),
@@ -157,7 +157,7 @@ impl Launched {
             run_id: launch.run_id.clone(),
             restart_count: launch.restart_count,
             max_restarts: launch.max_restarts,
-            error_file: launch.error_file.as_ref().map(|file| file.display().to_string()),
+            error_file: launch.error_file.as_ref().map(|file| file.shown().into_owned()),
         }
     }
 }

@@ -77,6 +77,10 @@ pub(super) fn write_options(
             Some(value) => {
                 let value = toml::Value::try_from(value).map_err(io::Error::other)?;
                 let hidden = if *is_given || origin == DEFAULT { "" } else { "# " };
+                let value = match value {
+                    toml::Value::Float(number) => format!("{number:?}"), // with an exponent where it is long
+                    value => value.to_string(),
+                };
                 format!("{hidden}{key} = {value}")
             }
             None => format!("# {key} is not set"),

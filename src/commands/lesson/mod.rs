@@ -100,7 +100,7 @@ pub fn lesson(flags: &LessonFlags, printer: &Printer) -> anyhow::Result<()> {
 
 fn print(printer: &Printer, lines: &[String]) -> anyhow::Result<()> {
     let write = |out: &mut dyn Write| lines.iter().try_for_each(|line| writeln!(out, "{line}"));
-    printer.lines(write).context("writing to stdout")
+    Ok(printer.lines(write)?)
 }
 
 /// Returns all lessons, by chapter: what to type, the title, and what one learns.

@@ -121,9 +121,7 @@ pub fn verify(
             none => {
                 let bound = none.insert(Bound::of(&reference, steps, step_terms)?);
                 if printer.format() == LogFormat::Text {
-                    printer
-                        .lines(|out| write_head(&config, ranks, bound, out))
-                        .context("writing to stdout")?;
+                    printer.lines(|out| write_head(&config, ranks, bound, out))?;
                 }
                 bound
             }
@@ -144,9 +142,7 @@ pub fn verify(
                 comparison.first_step = Some(step);
                 broken.push((step, comparison.replicas_equal));
             }
-            printer
-                .result(&comparison, |out| comparison.write(per_parameter, out))
-                .context("writing to stdout")?;
+            printer.result(&comparison, |out| comparison.write(per_parameter, out))?;
         }
     }
     if let Some((step, _)) = broken.iter().min() {

@@ -1,6 +1,7 @@
 //! CSV files of numbers.
 
 use std::io::{self, BufRead, BufReader, Read};
+use std::path::Path;
 
 use csv::{ByteRecord, ReaderBuilder, Terminator, Trim};
 use flate2::bufread::MultiGzDecoder;
@@ -9,7 +10,7 @@ use tch::Tensor;
 use super::TargetKind;
 use super::array::Array;
 use super::format::Format;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, Shown};
 use crate::ffi::{TorchResult, open_file};
 
 /// A CSV file of numbers, with a sample in each line.
@@ -28,14 +29,15 @@ impl Format for Csv {
     /// Reads the file into memory, and decompresses it if it is a gzip file.
     fn read(&self, location: &str, kind: TargetKind) -> Result<(Array, Array)> {
         let (file, _) = open_file(location.as_ref())?;
+        let name = Path::new(location).shown();
         let mut file = BufReader::new(file);
         let begin = file.fill_buf();
-        let begin = begin.map_err(|error| Error::InvalidInput(format!("{location}: {error}")))?;
+        let begin = begin.map_err(|error| Error::InvalidInput(format!("{name}: {error}")))?;
         // Checks the contents: a file may keep its name when it is compressed or decompressed.
         if begin.starts_with(&GZIP) {
-            return parse(&format!("{location} (gzip)"), MultiGzDecoder::new(file), kind);
+            return parse(&format!("{name} (gzip)"), MultiGzDecoder::new(file), kind);
         }
-        parse(location, file, kind)
+        parse(&name, file, kind)
     }
 }
 

@@ -10,7 +10,7 @@ use tch::{Kind, Tensor};
 use super::TargetKind;
 use super::array::{Array, Layout, sizes};
 use super::format::Format;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, Shown};
 use crate::ffi::{MappedFile, TorchResult, open_file};
 
 /// A folder with files in MNIST's format.
@@ -67,7 +67,7 @@ fn read(folder: &Path, part: &str) -> Result<(Array, Array)> {
         let name = holds.file_name(part);
         let file = find(folder, &name).ok_or_else(|| {
             let problem = format!("there is no {name} here, nor {name}.gz");
-            Error::InvalidInput(format!("{}: {problem}", folder.display()))
+            Error::InvalidInput(format!("{}: {problem}", folder.shown()))
         })?;
         array(&file, holds)
     };
@@ -101,7 +101,7 @@ impl Holds {
 
 /// Returns a view of the file, or its decompressed copy in memory.
 fn array(path: &Path, holds: Holds) -> Result<Array> {
-    let wrong = |problem: String| Error::InvalidInput(format!("{}: {problem}", path.display()));
+    let wrong = |problem: String| Error::InvalidInput(format!("{}: {problem}", path.shown()));
     if path.extension().is_some_and(|extension| extension == "gz") {
         let (file, len) = open_file(path)?;
         let mut unpacked = MultiGzDecoder::new(BufReader::new(file));

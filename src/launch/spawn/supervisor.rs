@@ -10,7 +10,7 @@ use crossbeam::channel::{Receiver, unbounded};
 use crossbeam::select;
 
 use super::{Spawn, leave_failure};
-use crate::error::Result;
+use crate::error::{Result, Shown};
 use crate::ffi::give_back_memory;
 use crate::launch::heartbeat_monitor::Stay;
 use crate::launch::rank_thread::{Ended, RankThread};
@@ -144,8 +144,7 @@ impl Spawn {
             let written = trace_output(path, process)
                 .and_then(|output| output.write(|file| write_trace(&dump, file)));
             if let Err(error) = written {
-                self.tell
-                    .notify(&format!("the trace {} cannot be written: {error}", path.display()));
+                self.tell.notify(&format!("the trace {} cannot be written: {error}", path.shown()));
             }
         }
         if let Some(slot) = &self.dump {

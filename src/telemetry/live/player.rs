@@ -14,7 +14,7 @@ use super::keys::keys;
 use super::recording::Recording;
 use super::state::{LiveState, Playback};
 use super::view::Screen;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, Shown};
 use crate::os::terminal::{self, screen_problem};
 
 /// The time between two frames.
@@ -39,7 +39,7 @@ impl Player {
     /// [`Error::InvalidInput`] if one is no trace, or they are not of one run.
     pub(crate) fn new(traces: &[PathBuf], speed: f64) -> Result<Self> {
         let recording = Recording::read(traces)?;
-        let names: Vec<String> = traces.iter().map(|path| path.display().to_string()).collect();
+        let names: Vec<String> = traces.iter().map(|path| path.shown().into_owned()).collect();
         let title = format!("replay of {}", names.join(", "));
         let playback = Playback { length: recording.length, speed, paused: false };
         let state = LiveState::new(title, recording.labels.clone());

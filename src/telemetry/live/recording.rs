@@ -10,7 +10,7 @@ use serde::Deserialize;
 use serde_json::{Map, Value};
 
 use super::look::{Look, Op, RankLook, Site, Source};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, Shown};
 use crate::files::read_regular;
 use crate::operation::{OpId, Operation};
 use crate::os::limits::explain;
@@ -97,7 +97,7 @@ impl Recording {
         for path in paths {
             reader
                 .file(path)
-                .map_err(|problem| Error::InvalidInput(format!("{}: {problem}", path.display())))?;
+                .map_err(|problem| Error::InvalidInput(format!("{}: {problem}", path.shown())))?;
         }
         reader.recording().map_err(Error::InvalidInput)
     }
@@ -165,7 +165,7 @@ impl Reader {
         }
         self.about = Some([processes, world_size]);
         if let Some(other) = self.processes.insert(process, path.into()) {
-            let other = other.display();
+            let other = other.shown();
             return Err(format!(
                 "this trace and {other} are both of process {process}; give each file once"
             ));

@@ -5,7 +5,7 @@ use serde_json::{Map, Value};
 
 use super::replica_check::compare_before_save;
 use crate::checkpoint::{Checkpoint, CheckpointDir, Snapshot, TrainerState, Writer};
-use crate::error::Error;
+use crate::error::{Error, Shown};
 use crate::process_group::ProcessGroup;
 use crate::trainer::{Callback, Epoch, Step, TrainContext};
 
@@ -96,8 +96,8 @@ impl Checkpoints {
                 return Err(Error::InvalidInput(format!(
                     "this run continues from {}, but the folder to save in has other checkpoints already, the newest \
                      is {}; save in the folder of its own checkpoints, or in a new one",
-                    checkpoint.path().display(),
-                    newest.display()
+                    checkpoint.path().shown(),
+                    newest.shown()
                 ))
                 .into());
             }

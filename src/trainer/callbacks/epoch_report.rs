@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 
 use crate::telemetry::Printer;
 use crate::trainer::{Callback, Epoch, TrainContext};
@@ -16,6 +16,6 @@ pub(in crate::trainer) struct EpochReport {
 impl<M> Callback<M> for EpochReport {
     fn on_epoch_end(&mut self, context: &mut TrainContext<M>, epoch: &mut Epoch) -> Result<()> {
         let local_ranks = context.group().local_world_size();
-        self.printer.epoch(epoch.clone(), local_ranks).context("writing to stdout")
+        Ok(self.printer.epoch(epoch.clone(), local_ranks)?)
     }
 }
