@@ -16,7 +16,7 @@ CONFIG = tomllib.loads((ROOT / "configs" / "gpt.toml").read_text())
 def build():
     """The model, its loss, and a batch."""
     sizes = {key: CONFIG[key] for key in ["n_layer", "n_head", "n_embd", "block_size"]}
-    text = (ROOT / CONFIG["dataset"].removeprefix("text:")).read_bytes()
+    text = (ROOT / "configs" / CONFIG["dataset"].removeprefix("text:")).read_bytes()
     batch = contexts(text, CONFIG["batch_size"], CONFIG["block_size"])
     return Gpt(**sizes, bias=not CONFIG.get("no_bias", False)), loss_of, *batch
 

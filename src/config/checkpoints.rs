@@ -71,6 +71,11 @@ fn resumes(config: &Config) -> Option<String> {
     path.map(|_| "a run that is resumed has its own parameters; leave out one of the two".into())
 }
 
+/// Returns whether `text` is the name of a checkpoint in the folder of a run: `best`, `latest` or `step-...`.
+pub(super) fn is_checkpoint_name(text: &str) -> bool {
+    ["best", "latest"].contains(&text) || (text.starts_with("step-") && !text.contains('/'))
+}
+
 impl Config {
     /// Returns how often to save.
     pub fn save_every(&self) -> SaveEvery {
@@ -84,9 +89,8 @@ impl Config {
     pub fn resume_path(&self) -> Option<PathBuf> {
         let CheckpointsSection { resume, checkpoint_dir, .. } = &self.checkpoints;
         let path = resume.as_deref().filter(|path| *path != "auto" || checkpoint_dir.is_none())?;
-        let is_name = ["best", "latest"].contains(&path) || path.starts_with("step-");
         Some(match checkpoint_dir {
-            Some(dir) if is_name && !path.contains('/') => dir.join(path),
+            Some(dir) if is_checkpoint_name(path) => dir.join(path),
             _ => path.into(),
         })
     }

@@ -10,20 +10,22 @@ use serde::Deserializer;
 use serde::de::{DeserializeSeed, Error as _, MapAccess, Visitor};
 use toml::{Table, Value};
 
+use super::files::put_into_folder_of;
 use super::{Config, flag_name, option_of_other_name};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, Shown};
 use crate::files::read_stream;
 use crate::launch::Nproc;
 
 /// The size limit of a file, in bytes.
 const LONGEST_FILE: u64 = 1 << 20;
 
-/// Reads the options of `file`, with `_` in their keys. Of values that `flags` override it checks only the type.
+/// Reads the options of `file`, with `_` in their keys. Paths are made relative to the working directory. Of values that
+/// `flags` override it checks only the type.
 ///
 /// # Errors
 /// [`Error::InvalidInput`] that names the file and the line.
 pub(super) fn read(file: &Path, flags: &Table) -> Result<Table> {
-    let name = file.display();
+    let name = file.shown();
     let input = |problem: String| Error::InvalidInput(format!("--config {name}: {problem}"));
     let bytes = read_stream(file, LONGEST_FILE).map_err(|error| input(error.to_string()))?;
     let text = str::from_utf8(&bytes).map_err(|error| {
@@ -35,7 +37,9 @@ pub(super) fn read(file: &Path, flags: &Table) -> Result<Table> {
     })?;
     let options = toml::Deserializer::parse(text)
         .and_then(|deserializer| deserializer.deserialize_map(Options { flags }));
-    options.map_err(|error| input(error.to_string().trim_end().into()))
+    let mut options = options.map_err(|error| input(error.to_string().trim_end().into()))?;
+    put_into_folder_of(file, &mut options, flags).map_err(input)?;
+    Ok(options)
 }
 
 /// Reads the keys and values of a file. The errors of a visitor have the line of what it reads.

@@ -3,9 +3,14 @@
 use std::io;
 use std::path::Path;
 
+use clap::builder::ValueHint;
+use toml::{Table, Value};
+
+use super::checkpoints::is_checkpoint_name;
 use super::{Config, Invalid, flag_name};
 use crate::checkpoint::CheckpointDir;
-use crate::error::{Error, Result};
+use crate::data::DatasetSpec;
+use crate::error::{Error, Result, Shown};
 use crate::files::Place;
 use crate::launch::SpawnChoice;
 use crate::telemetry::trace_path;
@@ -29,6 +34,41 @@ struct Used {
     key: &'static str,
     usage: Use,
     place: Place,
+}
+
+/// Makes the paths in `options`, which are relative to the folder of `file`, relative to the working directory. The names
+/// of checkpoints in `--checkpoint-dir` are no paths. A pipe, and a file that only this process has opened, are in no
+/// folder.
+///
+/// # Errors
+/// An explanation for the user if the name of the folder is not UTF-8.
+pub(super) fn put_into_folder_of(
+    file: &Path,
+    options: &mut Table,
+    flags: &Table,
+) -> Result<(), String> {
+    let folder = file.parent().unwrap_or(Path::new(""));
+    if !file.is_file() || Place::of(file).is_of_this_process() {
+        return Ok(());
+    }
+    let join = |path: &str| {
+        let not_utf8 = |_| "its folder has a name that is not UTF-8; use another folder".to_owned();
+        folder.join(path).into_os_string().into_string().map_err(not_utf8)
+    };
+    let saves = [&*options, flags].iter().any(|given| given.contains_key("checkpoint_dir"));
+    for arg in Config::command().get_arguments() {
+        let key = arg.get_id().as_str();
+        let Some(Value::String(text)) = options.get_mut(key) else { continue };
+        *text = match text.parse::<DatasetSpec>() {
+            Ok(spec) if key == "dataset" => spec.with_paths(join)?.to_string(),
+            _ if key == "resume" && (text == "auto" || saves && is_checkpoint_name(text)) => {
+                continue;
+            }
+            _ if key == "resume" || arg.get_value_hint() == ValueHint::AnyPath => join(text)?,
+            _ => continue,
+        };
+    }
+    Ok(())
 }
 
 impl Config {
@@ -68,7 +108,7 @@ impl Config {
         let problem = format!(
             "{} can be read only once, and the processes that --spawn=processes and --max-restarts start read it \
              again; save it as a file",
-            file.display()
+            file.shown()
         );
         Err(Invalid { key: "config".into(), problem })
     }
@@ -204,6 +244,50 @@ mod tests {
             assert!(error.contains("run.toml: TOML parse error at line 1"), "{error}");
             assert!(error.contains(&format!("a value is required for '{flag} <")), "{error}");
         }
+    }
+
+    #[test]
+    fn paths_in_a_file_are_relative_to_it_and_those_of_flags_are_not() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("run.toml");
+        let of = |text: &str, flags: &str| {
+            fs::write(&file, text).unwrap();
+            Config::resolve(Some(&file), &flags.parse().unwrap()).unwrap().values().unwrap()
+        };
+        let at = |path: &str| folder.path().join(path).into_os_string().into_string().unwrap();
+        let command = Config::command();
+        let paths =
+            command.get_arguments().filter(|arg| arg.get_value_hint() == ValueHint::AnyPath);
+        let keys: Vec<&str> = paths.map(|arg| arg.get_id().as_str()).collect();
+        assert!(keys.contains(&"trace") && keys.len() > 7, "{keys:?}");
+        for key in keys.into_iter().chain(["resume"]) {
+            assert_eq!(of(&format!("{key} = \"../x\""), "")[key], at("../x"), "{key}");
+            assert_eq!(of(&format!("{key} = \"/x\""), "")[key], "/x", "{key}");
+            let given = format!("{key} = \"flag\"");
+            assert_eq!(of(&format!("{key} = \"x\""), &given)[key], "flag", "{key}");
+        }
+        for (dataset, expected) in [
+            ("digits", "digits".into()),
+            ("csv:a.csv", format!("csv:{}", at("a.csv"))),
+            ("npy:x.npy,/y.npy", format!("npy:{},/y.npy", at("x.npy"))),
+            ("idx:.", format!("idx:{}", at("."))),
+        ] {
+            let text = format!("dataset = \"{dataset}\"");
+            assert_eq!(of(&text, "")["dataset"], expected);
+        }
+        // A name of a checkpoint in the folder of the run is no path.
+        for name in ["auto", "best", "latest", "step-00000003"] {
+            let text = format!("resume = \"{name}\"");
+            assert_eq!(of(&text, "checkpoint_dir = \"run\"")["resume"], name);
+            assert_eq!(of(&format!("{text}\ncheckpoint_dir = \"run\""), "")["resume"], name);
+        }
+        assert_eq!(of("resume = \"best\"", "")["resume"], at("best"));
+        // What is read through a descriptor is in no folder.
+        fs::write(&file, "trace = \"t.json\"").unwrap();
+        let opened = File::open(&file).unwrap();
+        let descriptor = format!("/dev/fd/{}", opened.as_raw_fd());
+        let config = Config::resolve(Some(descriptor.as_ref()), &Table::new()).unwrap();
+        assert_eq!(config.output.trace.as_deref(), Some(Path::new("t.json")));
     }
 
     #[test]

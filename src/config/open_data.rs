@@ -7,7 +7,7 @@ use crate::data::{
     Dataset, DatasetSpec, DistributedSampler, FileDataset, Subset, TargetKind, Targets,
     TensorDataset, TextDataset, random_split,
 };
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, Shown};
 use crate::trainer::Loss;
 
 /// The training and validation data of a run.
@@ -78,7 +78,7 @@ impl Config {
             notes.push(format!(
                 "{} has classes, and --loss mse treats their numbers as values; --loss cross-entropy treats them as \
                  classes",
-                self.data.dataset
+                self.data.dataset.shown()
             ));
         }
         let mut data = FileDataset::open(&self.data.dataset, self.target_kind())?;
@@ -162,7 +162,7 @@ impl Config {
             return Err(Error::InvalidInput(format!(
                 "{} has {there} numbers a sample, and {} has {here}; use --val-fraction 0 to train without it",
                 files.name(),
-                self.data.dataset
+                self.data.dataset.shown()
             )));
         }
         if let (Targets::Classes(_), Some(classes)) = (files.targets(), self.data.out_features) {
@@ -195,7 +195,7 @@ impl Config {
 
     /// Takes the sizes of a file, which must be those that are given.
     fn take_sizes_of(&mut self, data: &FileDataset) -> Result<()> {
-        let name = &self.data.dataset;
+        let name = self.data.dataset.shown();
         self.data.num_samples = Some(data.len() as i64);
         self.data.in_features =
             self.same("in_features", self.data.in_features, data.in_features())?;
@@ -224,14 +224,14 @@ impl Config {
             Some(given) => Err(Error::InvalidInput(format!(
                 "{}: {} has {found}, not {given}; leave this out",
                 self.name_of(key),
-                self.data.dataset
+                self.data.dataset.shown()
             ))),
         }
     }
 
     /// Checks the configuration with the sizes of a file.
     fn validate_sizes(&self) -> Result<()> {
-        let name = &self.data.dataset;
+        let name = self.data.dataset.shown();
         let named = |Invalid { key, problem }| {
             Error::InvalidInput(format!("{}: {problem} ({name})", self.name_of(&key)))
         };

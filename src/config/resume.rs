@@ -8,6 +8,7 @@ use super::file::{message, option, to_arg};
 use super::open_data::SIZES;
 use super::option_rules::MayDiffer;
 use super::{Config, ScheduleKind, flag_name};
+use crate::data::DatasetSpec;
 use crate::error::{Error, Result};
 
 /// The length of a cosine schedule, which spans the whole run. Checkpoints save it with that schedule, and the user
@@ -113,8 +114,14 @@ impl Config {
         };
         let differ = |key: &&&String| mine.get(**key) != saved.get(**key);
         let command = Self::command();
-        let is_noted = |key: &&&String| {
-            **key == OF_COSINE || may_differ(&command, key) == Some(MayDiffer::OnResumeWithNote)
+        // The files may have been moved, or are named from another folder.
+        let names = |map: &Map<String, Value>| {
+            map.get("dataset")?.as_str()?.parse().ok().map(|spec: DatasetSpec| spec.names())
+        };
+        let is_noted = |key: &&&String| match &key[..] {
+            OF_COSINE => true,
+            "dataset" => names(saved).is_some_and(|was| names(&mine) == Some(was)),
+            key => may_differ(&command, key) == Some(MayDiffer::OnResumeWithNote),
         };
         let (noted, mut wrong): (Vec<&&String>, Vec<&&String>) =
             keys.iter().filter(differ).partition(is_noted);
@@ -199,6 +206,27 @@ mod tests {
         older.remove("max_epochs");
         let now = config(&format!("{cosine} = 3"));
         assert_eq!(now.check_resume(&older).unwrap(), [""; 0]);
+    }
+
+    #[test]
+    fn resume_moved_data_warns_and_other_data_is_refused() {
+        let of = |data: &str| {
+            config(&format!(
+                "dataset = \"{data}\"\nnum_samples = 9\nin_features = 2\nout_features = 1"
+            ))
+        };
+        let saved = of("npy:a/x.npy,a/y.npy").options().unwrap();
+        let moved = of("npy:/b/x.npy,../y.npy").check_resume(&saved).unwrap();
+        assert_eq!(
+            moved,
+            [
+                "--dataset was \"npy:a/x.npy,a/y.npy\" in the checkpoint and is \"npy:/b/x.npy,../y.npy\" now"
+            ]
+        );
+        for other in ["npy:a/x.npy,a/z.npy", "safetensors:a/x.npy", "random"] {
+            let error = of(other).check_resume(&saved).unwrap_err();
+            assert!(error.to_string().contains("--dataset was"), "{error}");
+        }
     }
 
     #[test]

@@ -51,9 +51,14 @@ pub(super) trait Format: fmt::Debug + Sync {
         self.endings().iter().any(is_named).then(|| path.into())
     }
 
+    /// Returns the paths in `location`, between which there are commas.
+    fn paths<'a>(&self, location: &'a str) -> Vec<&'a str> {
+        if self.has_files() { vec![location] } else { Vec::new() }
+    }
+
     /// Returns the files that may be read.
     fn files(&self, location: &str) -> Vec<PathBuf> {
-        if self.has_files() { vec![location.into()] } else { Vec::new() }
+        self.paths(location).into_iter().map(PathBuf::from).collect()
     }
 
     /// Returns whether the targets are known to be classes.

@@ -1,6 +1,6 @@
 //! `.npy` files, as `numpy.save` writes them: C or Fortran order, either byte order.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use serde::Deserialize;
 use tch::Kind;
@@ -36,8 +36,8 @@ impl Format for Npy {
         is_npy.then_some(both)
     }
 
-    fn files(&self, location: &str) -> Vec<PathBuf> {
-        location.split(',').map(PathBuf::from).collect()
+    fn paths<'a>(&self, location: &'a str) -> Vec<&'a str> {
+        location.split(',').collect()
     }
 
     fn read(&self, location: &str, _kind: TargetKind) -> Result<(Array, Array)> {

@@ -1,5 +1,7 @@
 //! [`DatasetSpec`]: the value of `--dataset`.
 
+use std::borrow::Cow;
+use std::convert::Infallible;
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
@@ -13,7 +15,7 @@ use super::digits::Digits;
 use super::format::Format;
 use super::random::Random;
 use super::text::Text;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, Shown, escaped_line};
 
 /// The source of the samples: `--dataset`.
 ///
@@ -67,6 +69,25 @@ impl DatasetSpec {
         self.format.files(&self.location)
     }
 
+    /// Returns this data set with `change` applied to each of its paths.
+    pub(crate) fn with_paths<E>(
+        &self,
+        change: impl Fn(&str) -> Result<String, E>,
+    ) -> Result<Self, E> {
+        let paths = self.format.paths(&self.location).into_iter().map(change);
+        Ok(Self { location: paths.collect::<Result<Vec<_>, E>>()?.join(","), ..*self })
+    }
+
+    /// Returns the format, and the names of the files without their folders.
+    pub(crate) fn names(&self) -> String {
+        let name = |path: &str| {
+            let name = Path::new(path).file_name().unwrap_or(path.as_ref());
+            Ok::<_, Infallible>(name.to_string_lossy().into_owned())
+        };
+        let Ok(names) = self.with_paths(name);
+        names.to_string()
+    }
+
     /// Returns whether there may be validation samples in files of their own.
     pub(crate) fn may_have_validation(&self) -> bool {
         self.format.validation_name().is_some()
@@ -105,7 +126,7 @@ fn unknown(text: &str) -> Error {
     let (prefix, path) = text.split_once(':').unwrap_or(("", text));
     let meant = FORMATS.iter().find_map(|format| {
         let location = format.guess(prefix, path)?;
-        Some(format!("; did you mean {}:{location}?", format.name()))
+        Some(format!("; did you mean {}:{}?", format.name(), escaped_line(&location)))
     });
     let [others @ .., last] = &FORMATS.map(Format::usage);
     Error::InvalidInput(format!(
@@ -120,6 +141,12 @@ impl fmt::Display for DatasetSpec {
         let Self { format, location } = self;
         f.write_str(format.name())?;
         if format.has_files() { write!(f, ":{location}") } else { Ok(()) }
+    }
+}
+
+impl Shown for DatasetSpec {
+    fn shown(&self) -> Cow<'_, str> {
+        Cow::Owned(escaped_line(&self.to_string()).into_owned())
     }
 }
 
