@@ -1,15 +1,15 @@
 //! `ddp-mp new`: a cargo project with a model, a data set, a training loop and a test, to start from.
 
-use std::borrow::Cow;
 use std::fs;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use clap::Args;
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, Shown};
 use crate::ffi::library_folder;
-use crate::os::limits::explain;
+use crate::os::limits::unwritable;
+use crate::session::path_in_shell;
 use crate::telemetry::Printer;
 
 /// The project's files, from `assets/project`, and what each is there. The package of the lessons compiles them here.
@@ -38,15 +38,22 @@ const TAKEN: [&str; 11] = [
     "test",
 ];
 
+/// The folder that this program was built in.
+const BUILT_IN: &str = env!("CARGO_MANIFEST_DIR");
+
+/// The folder in which cargo keeps released crates.
+const RELEASED: &str = "/registry/src/";
+
 /// The flags of `new`.
 #[derive(Debug, Clone, Args)]
 pub struct NewFlags {
     /// Folder to create, whose last part names the project
     #[arg(value_name = "NAME")]
     pub name: PathBuf,
-    /// Clone of ddp-mp to depend on, instead of the released crate
+    /// Clone of ddp-mp to depend on
     ///
-    /// Cargo.toml then has its absolute path
+    /// Cargo.toml has its absolute path. Without it the project depends on the clone that this program was built in, or on
+    /// the released crate if this is its program
     #[arg(long, value_name = "DIR")]
     pub path: Option<PathBuf>,
 }
@@ -54,13 +61,14 @@ pub struct NewFlags {
 /// Writes the project.
 ///
 /// # Errors
-/// [`Error::InvalidInput`] when there is something of that name, when cargo would refuse the name, or when `--path` is
-/// no clone of ddp-mp; and an error when the files can't be written.
+/// [`Error::InvalidInput`] when there is something of that name, when cargo would refuse the name, or when there is no
+/// clone of ddp-mp to depend on; and an error when the files can't be written.
 pub fn new(flags: &NewFlags, printer: &Printer) -> anyhow::Result<()> {
     let name = project_name(&flags.name)?;
-    let dependency = match &flags.path {
+    let clone = clone_to_use(flags.path.as_deref(), BUILT_IN)?;
+    let dependency = match &clone {
         None => toml_text(env!("CARGO_PKG_VERSION")),
-        Some(clone) => format!("{{ path = {} }}", toml_text(text_of(&clone_folder(clone)?)?)),
+        Some(clone) => format!("{{ path = {} }}", toml_text(text_of(clone)?)),
     };
     let libtorch = library_folder().and_then(|lib| lib.parent().map(Path::to_path_buf));
     let libtorch = libtorch.filter(|folder| folder.join("include").is_dir());
@@ -72,28 +80,23 @@ pub fn new(flags: &NewFlags, printer: &Printer) -> anyhow::Result<()> {
         ("__LIBTORCH__", toml_text(text_of(&libtorch)?)),
     ];
     create(&flags.name, &values)?;
-    let folder = flags.name.display();
+    let folder = flags.name.shown();
     if !has_libtorch {
         printer.report(&format!(
             "this libtorch has no headers; name the folder of one that has them in {folder}/.cargo/config.toml"
         ));
     }
-    if flags.path.is_none() {
-        printer.report(&format!(
-            "the project depends on ddp-mp {} from crates.io; until it is published there, use --path",
-            env!("CARGO_PKG_VERSION")
+    if let (None, Some(clone)) = (&flags.path, &clone) {
+        let clone = clone.shown();
+        printer.info(&format!(
+            "the project depends on ddp-mp in {clone}, where this program was built; --path names another clone"
         ));
     }
     printer.line(&format!("{folder} has a model, a data set, a training loop and a test."))?;
     printer.line("The first build takes about 5 minutes on two cores:")?;
     printer.line("")?;
-    printer.line(&format!("    cd {}", quote_for_shell(&flags.name.to_string_lossy())))?;
+    printer.line(&format!("    cd {}", path_in_shell(&flags.name)))?;
     Ok(printer.line("    cargo run --release")?)
-}
-
-/// Returns `text` as one word for a shell.
-fn quote_for_shell(text: &str) -> Cow<'_, str> {
-    shlex::try_quote(text).unwrap_or(Cow::Borrowed(text)) // fails only for text with a NUL, which no path has
 }
 
 /// Returns the last part of `folder`, if it can name the project.
@@ -107,24 +110,35 @@ fn project_name(folder: &Path) -> Result<&str> {
     Err(Error::InvalidInput(format!(
         "{}: the last part of the path is no valid name for a project; use lower-case letters, digits, - and _, \
          beginning with a letter, such as my-run, and no name of a dependency or that cargo reserves",
-        folder.display()
+        folder.shown()
     )))
 }
 
-/// Returns the absolute path of the clone of ddp-mp in `folder`.
-fn clone_folder(folder: &Path) -> Result<PathBuf> {
-    let refuse = |problem: &str| {
-        let text = format!("--path: {}: {problem}; name a clone of ddp-mp", folder.display());
-        Error::InvalidInput(text)
+/// Returns the absolute path of the clone of ddp-mp to depend on: `path`, or else the folder `built_in`. `None` if this
+/// program was built from the released crate.
+fn clone_to_use(path: Option<&Path>, built_in: &str) -> Result<Option<PathBuf>> {
+    let found = match path {
+        Some(path) => clone_folder(path).map_err(|problem| {
+            format!("--path: {}: {problem}; name a clone of ddp-mp", path.shown())
+        }),
+        None if built_in.contains(RELEASED) => return Ok(None),
+        None => clone_folder(built_in.as_ref()).map_err(|problem| {
+            format!("{built_in}, where this program was built: {problem}; name a clone of ddp-mp with --path")
+        }),
     };
-    let clone = folder.canonicalize().map_err(|error| refuse(&error.to_string()))?;
+    found.map(Some).map_err(Error::InvalidInput)
+}
+
+/// Returns the absolute path of `folder`, or why it is no clone of ddp-mp.
+fn clone_folder(folder: &Path) -> Result<PathBuf, String> {
+    let clone = folder.canonicalize().map_err(|error| error.to_string())?;
     let manifest = fs::read_to_string(clone.join("Cargo.toml"));
-    let manifest = manifest.map_err(|error| refuse(&format!("Cargo.toml: {error}")))?;
-    let table: toml::Table = manifest.parse().map_err(|_| refuse("Cargo.toml is no TOML"))?;
+    let manifest = manifest.map_err(|error| format!("Cargo.toml: {error}"))?;
+    let table: toml::Table = manifest.parse().map_err(|_| "Cargo.toml is no TOML")?;
     let name = table.get("package").and_then(|package| package.get("name"));
     match name.and_then(toml::Value::as_str) {
         Some(env!("CARGO_PKG_NAME")) => Ok(clone),
-        _ => Err(refuse("its Cargo.toml is that of something else")),
+        _ => Err("its Cargo.toml is that of something else".into()),
     }
 }
 
@@ -133,7 +147,7 @@ fn text_of(path: &Path) -> Result<&str> {
     path.to_str().ok_or_else(|| {
         Error::InvalidInput(format!(
             "{} is no UTF-8, which cargo's files need; move it to another folder",
-            path.display()
+            path.shown()
         ))
     })
 }
@@ -146,14 +160,12 @@ fn toml_text(text: &str) -> String {
 /// Creates `folder` with all files, with `values` in the place of their names. Removes what it has created if a file
 /// cannot be written.
 fn create(folder: &Path, values: &[(&str, String)]) -> Result<()> {
-    let failed = |path: &Path, error: &std::io::Error| {
-        Error::InvalidInput(format!("{}: {}", path.display(), explain(error)))
-    };
+    let failed = |path: &Path, error: &std::io::Error| unwritable(path.shown().into_owned(), error);
     match fs::create_dir(folder) {
         Err(error) if error.kind() == ErrorKind::AlreadyExists => {
             return Err(Error::InvalidInput(format!(
                 "{} is there already; use another name, or remove it",
-                folder.display()
+                folder.shown()
             )));
         }
         result => result.map_err(|error| failed(folder, &error))?,
@@ -169,4 +181,34 @@ fn create(folder: &Path, values: &[(&str, String)]) -> Result<()> {
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn project_depends_on_a_clone_that_is_there() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = |name: &str| folder.path().join(name);
+        for name in ["clone", "named", "else"] {
+            fs::create_dir(at(name)).unwrap();
+            let package = if name == "else" { "another" } else { "ddp-mp" };
+            let manifest = format!("[package]\nname = \"{package}\"\n");
+            fs::write(at(name).join("Cargo.toml"), manifest).unwrap();
+        }
+        let depends = |path: Option<&str>, built_in: &str| {
+            clone_to_use(path.map(at).as_deref(), at(built_in).to_str().unwrap())
+        };
+        let found = |name: &str| Some(at(name).canonicalize().unwrap());
+        assert_eq!(depends(None, "clone").unwrap(), found("clone"));
+        assert_eq!(depends(Some("named"), "clone").unwrap(), found("named"));
+        assert_eq!(depends(Some("named"), "gone").unwrap(), found("named"));
+        assert_eq!(depends(None, "registry/src/index/ddp-mp-0.1.0").unwrap(), None);
+        for built_in in ["gone", "else"] {
+            let error = depends(None, built_in).unwrap_err().to_string();
+            assert!(error.contains("where this program was built: "), "{error}");
+            assert!(error.ends_with("; name a clone of ddp-mp with --path"), "{error}");
+        }
+    }
 }

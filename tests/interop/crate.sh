@@ -33,6 +33,9 @@ output=$(env -i "$CARGO_TARGET_DIR/release/my-run")
 echo "$output"
 echo "$output" | awk '/^epoch/ { if (first == "") first = $NF; last = $NF } END { exit !(last < first / 2) }' ||
     die "the project has not learned"
+code=0
+env -i "$CARGO_TARGET_DIR/release/my-run" --batch-size=8 || code=$?
+[ "$code" = 2 ] || die "the project has ended with $code after an argument that it does not know"
 env -i "$CARGO_TARGET_DIR/release/ddp-mp" --max-epochs=2 --batch-size=32
 # Its place in the target folder is the clone's again.
 (cd "$clone" && cargo build --release --quiet)

@@ -3,6 +3,7 @@
 mod data;
 mod model;
 
+use std::process::ExitCode;
 use std::sync::Arc;
 
 use ddp_mp::prelude::*;
@@ -61,7 +62,11 @@ fn train(rank: &Rank, dataset: &Arc<TensorDataset>, epochs: u64) -> anyhow::Resu
     })
 }
 
-fn main() -> anyhow::Result<()> {
+fn main() -> anyhow::Result<ExitCode> {
+    if let Some(unknown) = std::env::args_os().nth(1) {
+        eprintln!("this program has no arguments, and {unknown:?} was given; leave it out");
+        return Ok(ExitCode::from(2));
+    }
     let ranks = Spawn::from_env()?; // first of all, because it looks for GPUs
     let dataset = Arc::new(data::spirals(1000)?); // all ranks share one copy
     let trained = ranks.run(move |rank| train(rank, &dataset, 20))?;
@@ -71,7 +76,7 @@ fn main() -> anyhow::Result<()> {
     } = &trained[0];
     let (ranks, last) = (trained.len(), losses[losses.len() - 1]);
     println!("ranks here: {ranks}, loss {last:.4}, parameters {parameters_hash:016x}");
-    Ok(())
+    Ok(ExitCode::SUCCESS)
 }
 
 #[cfg(test)]
