@@ -30,6 +30,21 @@ pub(crate) struct Live {
     pub printer: Arc<Printer>,
     /// The run in a few words.
     pub title: String,
+    pub shown: ShownView,
+}
+
+/// The view, while it is shown.
+pub(crate) type ShownView = Arc<Mutex<Option<LiveView>>>;
+
+/// Ends the view's looks at the ranks when it is dropped: they have ended.
+struct EndRanks(ShownView);
+
+impl Drop for EndRanks {
+    fn drop(&mut self) {
+        if let Some(view) = &*self.0.lock() {
+            view.end_ranks();
+        }
+    }
 }
 
 impl RunView for Live {
@@ -43,8 +58,8 @@ impl RunView for Live {
         let (run, title) = (run.clone(), self.title.clone());
         let peers = run.peer_status.clone().map(Peers::start);
         let ranks = Ranks { run, here, labels, peers };
-        let view = LiveView::start(&self.printer, title, stop, Box::new(ranks))?;
-        Some(Box::new(view))
+        *self.shown.lock() = Some(LiveView::start(&self.printer, title, stop, Box::new(ranks))?);
+        Some(Box::new(EndRanks(self.shown.clone())))
     }
 }
 

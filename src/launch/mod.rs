@@ -37,7 +37,7 @@ pub use launchers::{
     Launch, LaunchChoice, LaunchKind, LaunchOptions, MasterEndpoint, Processes, SpawnChoice, detect,
 };
 #[cfg(feature = "cli")]
-pub(crate) use live::Live;
+pub(crate) use live::{Live, ShownView};
 pub use placement::{BackendChoice, NodeSlice, Nproc, Placement, place};
 pub(crate) use processes::{Children, Ended, Report, SpawnProcesses};
 pub use rank::Rank;

@@ -15,6 +15,7 @@ mod start_point;
 mod summary;
 mod training;
 
+use std::io::{self, IsTerminal};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
@@ -27,7 +28,7 @@ use crate::config::{Config, Data};
 use crate::error::Result;
 use crate::ffi::cuda::Cuda;
 use crate::launch::{
-    JoinedLaunch, Launch, LaunchKind, Live, Rank, Restarts, RunView, Spawn, SpawnError,
+    JoinedLaunch, Launch, LaunchKind, Live, Rank, Restarts, RunView, ShownView, Spawn, SpawnError,
     StopReason, StopRequest, await_termination, end_at_signals_in, status_signal, stop_on_signals,
 };
 use crate::os::{cores, terminal::screen_problem};
@@ -91,6 +92,8 @@ pub(crate) struct Session {
     logs_metrics: bool,
     /// The requests to print what the ranks are doing.
     status_requests: Receiver<()>,
+    /// The live view, while it is shown.
+    live: ShownView,
     /// The reason why the run ended before its last epoch, if it did.
     stopped: OnceLock<StopReason>,
 }
@@ -133,6 +136,7 @@ impl Session {
             metrics_logger: Mutex::default(),
             logs_metrics: false,
             status_requests,
+            live: ShownView::default(),
             stopped: OnceLock::new(),
         };
         if session.joined_launch.is_first() {
@@ -197,7 +201,8 @@ impl Session {
             joined_launch.placement.backend.name()
         );
         let is_shown = printer.shows_live() && joined_launch.is_first();
-        is_shown.then(|| Arc::new(Live { printer: printer.clone(), title }) as Arc<dyn RunView>)
+        let (printer, shown) = (printer.clone(), self.live.clone());
+        is_shown.then(|| Arc::new(Live { printer, title, shown }) as Arc<dyn RunView>)
     }
 
     /// Returns on every rank whether the run logs metrics, which all ranks reduce. With several processes, rank 0
@@ -255,6 +260,7 @@ impl Session {
         result: Result<T, Box<SpawnError>>,
     ) -> anyhow::Result<Option<StopReason>> {
         let Self { config, joined_launch, data, printer, .. } = self;
+        let view = self.live.lock().take(); // closes when it is dropped
         printer.end_progress();
         if let Err(error) = &result {
             let printed = printer.flush_epochs().and_then(|()| match joined_launch.launch.parent {
@@ -273,6 +279,14 @@ impl Session {
         }
         result?;
         written?;
+        let Launch { parent, has_agent, .. } = &joined_launch.launch;
+        if let Some(view) = view
+            && parent.is_none()
+            && !has_agent
+            && io::stdin().is_terminal()
+        {
+            view.keep_until_key();
+        }
         if stopped == Some(StopReason::Terminate) && joined_launch.launch.has_agent {
             let grace_period = config.launch.grace_period.min(AGENT_POLL_INTERVAL);
             await_termination(&self.stop, grace_period).context("watching for signals")?;

@@ -17,6 +17,7 @@ SIZES = [(80, 24), (200, 60)]
 SLOW = ["--max-epochs=1000", "--nproc-per-node=3", "--inject-fault=slow=50ms:rank=1,at=step"]
 STALL = ["--max-epochs=1000", "--nproc-per-node=3", "--inject-fault=stall:rank=1,at=step,step=9"]
 SHORT = ["--max-epochs=3", "--nproc-per-node=2", "--log-format=json"]
+LAST_SCREEN = r"the run has ended; any key closes this view"
 # What a shell leaves on when it starts a program, and a view turns off.
 SETTINGS = ["icanon", "echo", "isig", "opost", "ixon"]
 
@@ -28,6 +29,13 @@ def check_terminal(terminal):
     settings = {word.rstrip(";") for word in screen}
     assert settings.issuperset(SETTINGS), screen
     assert terminal.tmux("display-message", "-p", "#{alternate_on} #{cursor_flag}").split() == ["0", "1"]
+
+
+def process_of(program, terminal):
+    """The number of the process of the program that the shell has started."""
+    shell = terminal.tmux("display-message", "-p", "#{pane_pid}").strip()
+    command = ["pgrep", "-P", shell, pathlib.Path(program).name]
+    return subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE).stdout.strip()
 
 
 def threads(program, folder, size):
@@ -137,7 +145,7 @@ def ends(program, folder):
         (["--inject-fault=panic:rank=1,at=step,step=40", "--spawn=processes"], 1),
         ([kill, "--spawn=processes"], 1),
         ([kill, "--max-restarts=1"], 0),
-        (["--max-steps=30"], 0),
+        (["--spawn=processes", "--max-steps=30"], 0),
     ]:
         with Terminal(90, 30, folder) as terminal:
             terminal.start(program, "--max-epochs=2", "--nproc-per-node=2", "--live", *options)
@@ -148,17 +156,38 @@ def ends(program, folder):
         terminal.start(program, "--max-steps=60", "--nproc-per-node=2", "--live", slow)
         terminal.wait_for(r"W waits for rank 1")
         terminal.keys("-H", "1b", "5b")
+        terminal.wait_for(LAST_SCREEN)
+        terminal.keys("-H", "41")
         assert terminal.exit_code() == 0
         check_terminal(terminal)
     with Terminal(90, 30, folder) as terminal:  # signals of others
         terminal.start(program, *STALL, "--live")
         terminal.wait_for(r"W waits for rank 1 \d+\.\d s")
-        name = pathlib.Path(program).name
-        shell = terminal.tmux("display-message", "-p", "#{pane_pid}").strip()
-        found = subprocess.run(["pgrep", "-P", shell, name], check=True, text=True, stdout=subprocess.PIPE)
+        process = process_of(program, terminal)
         for _ in range(2):
-            subprocess.run(["kill", "-INT", found.stdout.strip()], check=True)
+            subprocess.run(["kill", "-INT", process], check=True)
         assert terminal.exit_code() == 130
+        check_terminal(terminal)
+
+
+def last_screen(program, folder):
+    """The last screen of a run that has ended by itself stays until a key, and the run's files are there by then."""
+    for key in ["x", "C-c", "Enter"]:
+        with Terminal(100, 24, folder) as terminal:
+            terminal.start(program, "--max-steps=3", "--nproc-per-node=2", "--live", "--report=page.html")
+            terminal.wait_for(LAST_SCREEN)
+            terminal.wait_for(r"step 2 of 3 |step 3 of 3 ")
+            terminal.wait_for(r"the report is in page.html")
+            (folder / "page.html").unlink()
+            terminal.keys(key)
+            assert terminal.exit_code() == 0
+            terminal.wait_for(r"^ddp-mp: the report is in page.html")
+            check_terminal(terminal)
+    with Terminal(100, 24, folder) as terminal:  # a signal, as that of a shell that ends
+        terminal.start(program, "--max-steps=3", "--nproc-per-node=2", "--live")
+        terminal.wait_for(LAST_SCREEN)
+        subprocess.run(["kill", "-TERM", process_of(program, terminal)], check=True)
+        assert terminal.exit_code() == 0
         check_terminal(terminal)
 
 
@@ -167,7 +196,7 @@ def same_results(program, folder):
 
     def results(*options):
         with Terminal(90, 30, folder) as terminal:
-            terminal.start(f"{program} {' '.join(SHORT)} {' '.join(options)} > results.json")
+            terminal.start(f"{program} {' '.join(SHORT)} {' '.join(options)} > results.json < /dev/null")
             assert terminal.exit_code() == 0
         events = [json.loads(line) for line in (folder / "results.json").read_text().splitlines()]
         hashes = [event["parameters_hash"] for event in events if event["event"] == "end"]
@@ -257,7 +286,7 @@ def main(program):
             threads(program, folder, size)
             processes(program, folder, size)
             print(f"{size[0]}x{size[1]}: the straggler is named, all keys work, the terminal is as before", flush=True)
-        for check in [several_machines, stalls, ends, same_results, without_screen, colours, replay]:
+        for check in [several_machines, stalls, ends, last_screen, same_results, without_screen, colours, replay]:
             check(program, folder)
             print(f"{check.__name__}: ok", flush=True)
 

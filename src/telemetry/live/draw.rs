@@ -89,6 +89,7 @@ pub(super) fn draw(frame: &mut Frame<'_>, state: &LiveState, theme: Theme) {
 
 fn keys(state: &LiveState) -> &'static str {
     match state.playback {
+        None if state.has_ended => "the run has ended; any key closes this view",
         Some(_) => "? help  up/down rank  space pause  left/right seek  +/- speed  q quit",
         None => "? help  up/down rank  space freeze  d status  s or q stop after this step",
     }
@@ -165,7 +166,9 @@ fn draw_header(frame: &mut Frame<'_>, area: Rect, state: &LiveState, theme: Them
         (None, Some(straggler)) => Line::styled(straggler, theme.note()),
         (None, None) => Line::raw("no rank keeps the others waiting"),
     };
-    let lines = vec![Line::styled(first.join("  "), bold), Line::raw(second.join("  ")), third];
+    let [first, second] = [first, second].map(|parts| parts.join("  "));
+    let [first, second] = [&first, &second].map(|line| shortened(line, area.width.into()));
+    let lines = vec![Line::styled(first, bold), Line::raw(second), third];
     frame.render_widget(Paragraph::new(lines), area);
 }
 
@@ -209,15 +212,19 @@ fn draw_lanes(frame: &mut Frame<'_>, area: Rect, state: &LiveState, theme: Theme
     }
 }
 
-/// Returns `text` in at most `width` characters, cut at the end of a word if possible.
-fn shortened(text: &str, width: usize) -> &str {
+/// Returns `text` in at most `width` characters, cut at the end of a word if possible, and not within parentheses.
+pub(super) fn shortened(text: &str, width: usize) -> &str {
     let Some((end, next)) = text.char_indices().nth(width) else { return text };
     let kept = &text[..end];
     let words = match kept.rsplit_once(' ') {
         Some((words, _)) if !matches!(next, ' ' | ':') => words,
         _ => kept,
     };
-    words.trim_end_matches(':')
+    let complete = match words.rsplit_once(" (") {
+        Some((before, inside)) if !inside.contains(')') => before,
+        _ => words,
+    };
+    complete.trim_end_matches(':')
 }
 
 /// The shortest duration that is shown for an operation known from a heartbeat. Longer than the time between two
@@ -367,6 +374,25 @@ mod tests {
     }
 
     #[test]
+    fn numbers_are_shown_whole_or_not_at_all() {
+        let mut state = state(4);
+        state.select(2);
+        for op in &mut state.look.ranks[2].ops {
+            op.at.sequence += 123_456;
+        }
+        state.add_events(Duration::ZERO, vec!["epoch 0: loss 0.123456".into()]);
+        let known = ["123456", "123458", "123496", "123497", "0.123456"];
+        for width in 30..130 {
+            let text = text(&drawn(&state, [width, 40], false));
+            for start in ["1234", "0.1234"] {
+                let mut found = text.match_indices(start).map(|(at, _)| &text[at..]);
+                let cut = found.find(|rest| !known.iter().any(|known| rest.starts_with(known)));
+                assert_eq!(cut, None, "{width}");
+            }
+        }
+    }
+
+    #[test]
     fn view_can_be_drawn_at_any_size() {
         for ranks in [0, 1, 3, 300] {
             let mut state = state(ranks);
@@ -408,6 +434,12 @@ mod tests {
         ] {
             assert_eq!(shortened(text, width), expected, "{width}");
         }
+        let bucket = "all_reduce #169 (bucket 0) of backward #16";
+        let cut = [40, 25, 13].map(|width| shortened(bucket, width));
+        assert_eq!(
+            cut,
+            ["all_reduce #169 (bucket 0) of backward", "all_reduce #169", "all_reduce"]
+        );
     }
 
     #[test]

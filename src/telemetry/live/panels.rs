@@ -9,7 +9,7 @@ use ratatui::text::Line;
 use ratatui::widgets::{Axis, Block, Chart, Clear, Dataset, GraphType, Paragraph, Wrap};
 use strum::IntoEnumIterator;
 
-use super::draw::Theme;
+use super::draw::{Theme, shortened};
 use super::lanes::Phase;
 use super::state::LiveState;
 use crate::error::list_ranks;
@@ -71,15 +71,13 @@ pub(super) fn draw_rank(frame: &mut Frame<'_>, area: Rect, state: &LiveState) {
         lines.push(format!("{time:9.3} ms {op}"));
     }
     let lines: Vec<Line<'_>> = lines.into_iter().map(Line::raw).collect();
-    frame.render_widget(Paragraph::new(lines).block(block), area);
+    frame.render_widget(Paragraph::new(lines).wrap(Wrap { trim: false }).block(block), area);
 }
 
 /// Draws the newest collectives, the newest at the top, each with the rank that came last.
 pub(super) fn draw_last(frame: &mut Frame<'_>, area: Rect, state: &LiveState) {
-    let lines = state.last_ranks.lines().take(usize::from(area.height));
-    let lines: Vec<Line<'_>> = lines.map(Line::raw).collect();
-    let block = Block::bordered().title("who came last");
-    frame.render_widget(Paragraph::new(lines).block(block), area);
+    let lines = state.last_ranks.lines().take(usize::from(area.height)).collect();
+    draw_lines(frame, area, Block::bordered().title("who came last"), lines);
 }
 
 /// Draws the newest events, the newest at the bottom.
@@ -94,13 +92,15 @@ pub(super) fn draw_events(frame: &mut Frame<'_>, area: Rect, state: &LiveState) 
     let count = usize::from(block.inner(area).height);
     let skipped = state.events.len().saturating_sub(count);
     let line = |(at, text): &(Duration, String)| {
-        Line::raw(format!(
-            "{:8.2} {}",
-            at.as_secs_f64(),
-            text.strip_prefix("ddp-mp: ").unwrap_or(text)
-        ))
+        format!("{:8.2} {}", at.as_secs_f64(), text.strip_prefix("ddp-mp: ").unwrap_or(text))
     };
-    let lines: Vec<Line<'_>> = state.events.iter().skip(skipped).map(line).collect();
+    draw_lines(frame, area, block, state.events.iter().skip(skipped).map(line).collect());
+}
+
+/// Draws lines in a block, each cut at the end of a word.
+fn draw_lines(frame: &mut Frame<'_>, area: Rect, block: Block<'_>, lines: Vec<String>) {
+    let width = usize::from(block.inner(area).width);
+    let lines: Vec<Line<'_>> = lines.iter().map(|line| shortened(line, width).into()).collect();
     frame.render_widget(Paragraph::new(lines).block(block), area);
 }
 

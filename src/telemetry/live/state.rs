@@ -44,6 +44,8 @@ pub(super) struct LiveState {
     pub selected: usize,
     pub frozen: bool,
     pub shows_help: bool,
+    /// Whether the ranks have ended.
+    pub has_ended: bool,
     /// The playback of a recorded trace; `None` for a run.
     pub playback: Option<Playback>,
     /// The step that rank 0 was in at the first look, and its time.

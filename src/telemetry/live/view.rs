@@ -1,12 +1,13 @@
 //! The live view of a run: a thread that looks at the ranks, draws, and reads keys. The ranks do not notice it.
 
+use std::convert::Infallible;
 use std::io::{self, BufWriter, Stderr};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use crossbeam::channel::{Receiver, RecvTimeoutError};
+use crossbeam::channel::{Receiver, RecvTimeoutError, Sender, bounded};
 use crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
 use ratatui::Terminal;
 use ratatui::backend::CrosstermBackend;
@@ -35,8 +36,19 @@ const KEY_WAIT: Duration = Duration::from_millis(20);
 #[derive(Debug)]
 pub(crate) struct LiveView {
     printer: Arc<Printer>,
-    ends: Arc<AtomicBool>,
+    progress: Arc<Progress>,
+    /// Disconnected when the view looks at the ranks no more.
+    looks: Receiver<Infallible>,
     thread: Option<JoinHandle<io::Result<()>>>,
+}
+
+/// How far a run is, for its view.
+#[derive(Debug, Default)]
+struct Progress {
+    /// Whether the ranks have ended.
+    ranks_ended: AtomicBool,
+    /// Whether the view is to close.
+    closes: AtomicBool,
 }
 
 impl LiveView {
@@ -56,14 +68,15 @@ impl LiveView {
             }
         };
         let feed = printer.open_live();
-        let ends = Arc::new(AtomicBool::new(false));
+        let progress = Arc::<Progress>::default();
+        let (looking, looks) = bounded(0);
         let view = View {
             state: LiveState::new(title, source.labels()),
-            source,
+            source: Some((source, looking)),
             feed,
             stop,
             theme: Theme::from_env(),
-            ends: ends.clone(),
+            progress: progress.clone(),
             keys: keys(),
             looked: Instant::now(),
         };
@@ -74,12 +87,40 @@ impl LiveView {
             view.run(screen)
         };
         match thread.spawn(run) {
-            Ok(thread) => Some(Self { printer: printer.clone(), ends, thread: Some(thread) }),
+            Ok(thread) => {
+                Some(Self { printer: printer.clone(), progress, looks, thread: Some(thread) })
+            }
             Err(error) => {
                 printer.close_live();
                 printer.report(&not_started("the thread of --live", &error));
                 None
             }
+        }
+    }
+
+    /// Has the view look at the ranks, which have ended, for the last time. Returns when it has.
+    pub(crate) fn end_ranks(&self) {
+        self.progress.ranks_ended.store(true, Ordering::Release);
+        let _ = self.looks.recv(); // nothing is sent
+    }
+
+    /// Keeps the last screen until the user presses a key, or a signal asks the run to stop.
+    pub(crate) fn keep_until_key(mut self) {
+        self.join();
+    }
+
+    /// Waits until the view has closed, and prints the lines for the terminal.
+    fn join(&mut self) {
+        let ended = self.thread.take().map(JoinHandle::join);
+        self.printer.close_live();
+        match ended {
+            Some(Err(_)) => {
+                self.printer.report("--live: the view has failed; the run was not affected")
+            }
+            Some(Ok(Err(error))) => {
+                self.printer.report(&format!("--live: the view has ended: {error}"))
+            }
+            Some(Ok(Ok(()))) | None => {}
         }
     }
 }
@@ -95,18 +136,9 @@ impl Drop for CloseLive {
 
 impl Drop for LiveView {
     fn drop(&mut self) {
-        self.ends.store(true, Ordering::Release);
-        let ended = self.thread.take().map(JoinHandle::join);
-        self.printer.close_live();
-        match ended {
-            Some(Err(_)) => {
-                self.printer.report("--live: the view has failed; the run was not affected")
-            }
-            Some(Ok(Err(error))) => {
-                self.printer.report(&format!("--live: the view has ended: {error}"))
-            }
-            Some(Ok(Ok(()))) | None => {}
-        }
+        self.progress.ranks_ended.store(true, Ordering::Release);
+        self.progress.closes.store(true, Ordering::Release);
+        self.join();
     }
 }
 
@@ -143,11 +175,12 @@ impl Drop for Screen {
 
 struct View {
     state: LiveState,
-    source: Box<dyn RankSource>,
+    /// The ranks, until they have ended; and what is dropped when the view looks at them no more.
+    source: Option<(Box<dyn RankSource>, Sender<Infallible>)>,
     feed: Arc<Feed>,
     stop: Option<Arc<StopRequest>>,
     theme: Theme,
-    ends: Arc<AtomicBool>,
+    progress: Arc<Progress>,
     keys: &'static Receiver<KeyEvent>,
     /// When the ranks were last looked at.
     looked: Instant,
@@ -156,7 +189,13 @@ struct View {
 impl View {
     fn run(mut self, mut screen: Screen) -> io::Result<()> {
         let mut was_ours = true;
-        while !self.ends.load(Ordering::Acquire) {
+        while !self.is_over() {
+            if self.progress.ranks_ended.load(Ordering::Acquire) && self.source.is_some() {
+                self.state.frozen = false;
+                self.state.has_ended = true;
+                self.refresh();
+                self.source = None;
+            }
             // In the background, after Ctrl-Z and `bg`, the terminal is the shell's.
             if !terminal::is_ours() {
                 was_ours = false;
@@ -177,8 +216,10 @@ impl View {
 
     /// Looks at the ranks and takes what has come since.
     fn refresh(&mut self) {
-        if !self.state.frozen {
-            self.state.update(self.source.look());
+        if let Some((source, _)) = &mut self.source
+            && !self.state.frozen
+        {
+            self.state.update(source.look());
             self.looked = Instant::now();
         }
         let now = self.state.look.now.saturating_add(self.looked.elapsed());
@@ -191,21 +232,37 @@ impl View {
         self.state.memory = [resident_memory(), total_memory()];
     }
 
-    /// Waits for `time`, or until a key was pressed or the run ends.
+    /// Returns whether the view closes: nobody keeps it, or the user has seen how the run has ended.
+    fn is_over(&self) -> bool {
+        let is_asked = self.stop.as_ref().is_some_and(|stop| stop.request_reason().is_some());
+        self.progress.closes.load(Ordering::Acquire) || (self.source.is_none() && is_asked)
+    }
+
+    /// Waits for `time`, or until a key was pressed or the ranks end.
     fn wait(&mut self, screen: &mut Screen, time: Duration) -> io::Result<()> {
         let began = Instant::now();
-        while !self.ends.load(Ordering::Acquire) && began.elapsed() < time {
+        let runs = self.source.is_some();
+        while !(self.is_over() || (runs && self.progress.ranks_ended.load(Ordering::Acquire)))
+            && began.elapsed() < time
+        {
             match self.keys.recv_timeout(KEY_WAIT) {
                 Ok(key) => return self.press(screen, key),
                 Err(RecvTimeoutError::Timeout) => {}
                 // Without a terminal for input there are no keys.
-                Err(RecvTimeoutError::Disconnected) => thread::park_timeout(KEY_WAIT),
+                Err(RecvTimeoutError::Disconnected) if runs => thread::park_timeout(KEY_WAIT),
+                Err(RecvTimeoutError::Disconnected) => {
+                    self.progress.closes.store(true, Ordering::Release);
+                }
             }
         }
         Ok(())
     }
 
     fn press(&mut self, screen: &mut Screen, key: KeyEvent) -> io::Result<()> {
+        if self.source.is_none() {
+            self.progress.closes.store(true, Ordering::Release);
+            return Ok(());
+        }
         let state = &mut self.state;
         match key.code {
             KeyCode::Char('c') if key.modifiers.contains(KeyModifiers::CONTROL) => {
@@ -232,7 +289,8 @@ impl View {
 
     /// Adds the table of what each rank does to the events, and prints it when the view has closed.
     fn dump(&self) {
-        let text = format!("what each rank does\n{}", self.source.status_table());
-        self.feed.note(&text);
+        if let Some((source, _)) = &self.source {
+            self.feed.note(&format!("what each rank does\n{}", source.status_table()));
+        }
     }
 }
