@@ -1,6 +1,7 @@
 """Checks the links within the repository: links.py [BOOK]
 
-In each Markdown file of the repository a link must lead to a file that exists, and its anchor to a heading there. BOOK is
+In each Markdown file of the repository a link must lead to a file that exists, and its anchor to a heading there. A
+picture must be one of its kind: git can leave a file with a path in the place of a link. BOOK is
 the folder of the book that mdBook has built: each link in its pages must lead to a file and an anchor of the book. Links to
 other sites are not followed.
 """
@@ -13,6 +14,8 @@ import sys
 import urllib.parse
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
+# The first bytes of a picture, by the end of its name.
+PICTURES = {".svg": b"<svg ", ".png": b"\x89PNG\r\n\x1a\n"}
 OTHER_SITES = ("http://", "https://", "mailto:", "data:", "javascript:")
 
 
@@ -45,6 +48,11 @@ def links(page):
     yield from re.findall(r"(?:href|src)=\"([^\"]+)\"", text)
 
 
+def is_picture_of_another_kind(path):
+    begins = PICTURES.get(path.suffix)
+    return begins is not None and path.is_file() and not path.read_bytes().startswith(begins)
+
+
 def markdown_files():
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md"]
     listed = subprocess.run(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, check=True)
@@ -63,6 +71,8 @@ def check_markdown():
             where = f"{page.relative_to(REPOSITORY)}: {link}"
             if not target.exists():
                 wrong.append(f"{where}: there is no such file")
+            elif is_picture_of_another_kind(target):
+                wrong.append(f"{where}: this is no {target.suffix}")
             elif not target.is_relative_to(REPOSITORY):
                 wrong.append(f"{where}: outside of the repository")
             elif anchor and target.suffix == ".md" and anchor not in anchors(target):
@@ -106,6 +116,8 @@ def check_book(folder):
             target = (path.parent / name).resolve() if name else path
             if not target.exists():
                 wrong.append(f"{path.name}: {link}: there is no such file in the book")
+            elif is_picture_of_another_kind(target):
+                wrong.append(f"{path.name}: {link}: this is no {target.suffix}")
             elif anchor and target in pages and anchor not in pages[target].ids:
                 wrong.append(f"{path.name}: {link}: no element has this anchor")
     return wrong, count
