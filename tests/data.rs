@@ -4,10 +4,14 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use crossbeam::channel::{Receiver, Sender, unbounded};
-use ddp_mp::{Batch, DataLoader, Dataset, DistributedSampler, ProcessGroup, Rank, TensorDataset};
+use ddp_mp::models::{ModelConfig, ModelKind};
+use ddp_mp::{
+    Batch, DataLoader, Dataset, DdpOptions, DistributedDataParallel, DistributedSampler, Optimizer,
+    ProcessGroup, Rank, Sgd, SgdOptions, Targets, TensorDataset,
+};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
-use tch::{Device, Kind, Tensor};
+use tch::{Device, Kind, Reduction, Tensor};
 
 use crate::harness::{ranks, try_ranks};
 
@@ -43,6 +47,9 @@ fn numbers(batch: &Batch) -> Vec<usize> {
         (vec![batch.len() as i64, 2], vec![batch.len() as i64, 1])
     );
     assert_eq!(first, column(batch.inputs.select(1, 1)));
+    for tensor in [&batch.inputs, &batch.targets] {
+        assert!((tensor.data_ptr() as usize).is_multiple_of(64), "as a new tensor");
+    }
     assert_eq!(
         first.iter().map(|x| 10. * x).collect::<Vec<_>>(),
         column(batch.targets.select(1, 0))
@@ -115,6 +122,76 @@ fn dataset_larger_than_a_block_is_loaded_whole() {
         assert!(found.iter().map(|x| *x as usize).eq(indices));
         Ok(())
     });
+}
+
+/// Trains on the batches of an epoch after the first `steps` steps, whose parameters are `from`. Returns the parameters
+/// after each step.
+fn train_after(
+    steps: usize,
+    from: Option<&[Tensor]>,
+    config: &ModelConfig,
+    loader: &DataLoader,
+    group: &Rc<ProcessGroup>,
+) -> anyhow::Result<Vec<Vec<Tensor>>> {
+    let (vs, model) = config.build(Device::Cpu, 0)?;
+    let parameters = vs.trainable_variables();
+    for (parameter, value) in parameters.iter().zip(from.unwrap_or_default()) {
+        tch::no_grad(|| parameter.shallow_clone().copy_(value));
+    }
+    let mut ddp = DistributedDataParallel::new(model, &vs, group.clone(), DdpOptions::default())?;
+    let mut optimizer = Sgd::new(ddp.flat_buffers(), SgdOptions::default())?;
+    let mut after = Vec::new();
+    for batch in loader.epoch_from(0, steps * loader.batch_size() * group.world_size())? {
+        let batch = batch?;
+        ddp.zero_grad()?;
+        let loss = ddp.forward(&batch.inputs).mse_loss(&batch.targets, Reduction::Mean);
+        ddp.backward(&loss)?;
+        optimizer.step(0.05)?;
+        after.push(parameters.iter().map(|parameter| parameter.detach_copy()).collect());
+    }
+    Ok(after)
+}
+
+#[test]
+fn run_resumed_at_any_step_has_the_bits_of_new_tensors() {
+    const WIDTHS: [i64; 11] = [1, 3, 5, 7, 9, 11, 13, 15, 17, 21, 33];
+    const BATCHES: [usize; 7] = [1, 2, 3, 5, 7, 9, 33];
+    for world_size in 1..=3 {
+        ranks(world_size, move |rank, group| {
+            for (number, width) in WIDTHS.into_iter().enumerate() {
+                // More ranks have the same loaders: a part of the sizes is enough.
+                for &batch in BATCHES.iter().skip(number % world_size).step_by(world_size) {
+                    let samples = (world_size * 5 * batch - batch / 2) as i64;
+                    let data = TensorDataset::random(samples, width, Targets::Values(4), 1)?;
+                    let data: Arc<dyn Dataset> = Arc::new(data);
+                    let loaders = [0, 1].map(|it| loader(data.clone(), batch, it, rank, &group));
+                    let [without_workers, with_workers] = loaders;
+                    let (without_workers, with_workers) = (without_workers?, with_workers?);
+                    for kind in [ModelKind::Linear, ModelKind::Mlp] {
+                        let config = ModelConfig {
+                            kind,
+                            in_features: width,
+                            out_features: 4,
+                            hidden: if kind == ModelKind::Mlp { vec![13] } else { Vec::new() },
+                            ..ModelConfig::default()
+                        };
+                        let train = |steps, from: Option<&[Tensor]>, loader| {
+                            train_after(steps, from, &config, loader, &group)
+                        };
+                        // A worker makes a new tensor for each batch, as PyTorch does.
+                        let expected = train(0, None, &with_workers)?;
+                        assert_eq!(train(0, None, &without_workers)?, expected, "{width} {batch}");
+                        for steps in 1..expected.len() {
+                            let from = Some(&expected[steps - 1][..]);
+                            let rest = train(steps, from, &without_workers)?;
+                            assert_eq!(rest, expected[steps..], "{kind:?} {width} {batch} {steps}");
+                        }
+                    }
+                }
+            }
+            Ok(())
+        });
+    }
 }
 
 #[test]

@@ -1,5 +1,7 @@
 //! Keeps freed CPU memory for the next tensor: the allocator of `kept_memory.cpp`.
 
+use tch::Device;
+
 unsafe extern "C" {
     fn ddp_keep_memory();
     fn ddp_keeps_memory() -> bool;
@@ -45,4 +47,10 @@ pub fn give_back_memory() {
 pub fn kept_memory() -> usize {
     // SAFETY: reads atomic numbers.
     unsafe { ddp_kept_memory() }
+}
+
+/// Returns the number of bytes of which the address of a new tensor on `device` is a multiple, in libtorch's allocators
+/// and in this one.
+pub(crate) fn alignment(device: Device) -> usize {
+    if matches!(device, Device::Cuda(_)) { 512 } else { 64 }
 }

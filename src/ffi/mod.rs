@@ -36,6 +36,7 @@ pub(crate) use fused::{
 };
 pub(crate) use gloo::{GlooGroup, GlooWork, Reduce, check_interfaces};
 pub(crate) use hooks::GradHooks;
+pub(crate) use kept_memory::alignment;
 pub(crate) use mapped::{MappedFile, open_file};
 pub(crate) use shim::{
     add_scaled, adopt_grad, hide_stack_traces, move_grad, remove_grad, set_grad,
