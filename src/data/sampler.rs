@@ -141,6 +141,14 @@ impl DistributedSampler {
         if self.drop_last { left / self.num_replicas } else { left.div_ceil(self.num_replicas) }
     }
 
+    /// Returns the number of samples that all ranks together get after the first `start` of an epoch.
+    pub(super) fn dealt_from(&self, start: usize) -> usize {
+        if self.uneven {
+            return self.len.saturating_sub(start);
+        }
+        self.num_samples_from(start) * self.num_replicas
+    }
+
     /// Returns [`num_samples`](Self::num_samples) times the number of ranks. With equal shares, these are the samples
     /// that all ranks together get in an epoch.
     pub fn total_size(&self) -> usize {

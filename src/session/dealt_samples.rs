@@ -61,30 +61,42 @@ mod tests {
     fn trained(config: &Config, samples: usize, ranks: usize) -> Vec<Vec<Vec<usize>>> {
         let data =
             Arc::new(TensorDataset::random(samples as i64, 1, Targets::Values(1), 0).unwrap());
-        let rank_samples = |rank, epoch| {
+        let loader = |rank| {
             let sampler = config.sampler(samples, ranks, rank).unwrap();
             let loader =
                 DataLoader::new(data.clone(), sampler, config.training.batch_size, Device::Cpu);
             let loader = loader.unwrap().drop_last(config.data.drop_last_batch);
-            let loader = loader.in_step(config.ddp.exact_mean);
+            loader.in_step(config.ddp.exact_mean)
+        };
+        let rank_samples = |rank, epoch| {
+            let loader = loader(rank);
             let batches = loader.num_batches();
             let steps = batches.div_ceil(config.ddp.grad_accum_steps as usize) as u64;
             assert_eq!(steps, config.steps_per_epoch(ranks), "{samples} on {ranks}: {config}");
             loader.samples(epoch, 0, 0, batches).unwrap()
         };
-        let epoch_samples = |epoch| (0..ranks).map(|rank| rank_samples(rank, epoch)).collect();
+        let epoch_samples = |epoch| {
+            let all: Vec<Vec<usize>> = (0..ranks).map(|rank| rank_samples(rank, epoch)).collect();
+            let loader = loader(0);
+            let dealt = loader.dealt_in(0, loader.num_batches());
+            let total = all.iter().map(Vec::len).sum::<usize>();
+            assert!(dealt.is_none_or(|dealt| dealt == total), "{dealt:?} {total}: {config}");
+            all
+        };
         (0..config.training.max_epochs).map(epoch_samples).collect()
     }
 
     #[test]
     fn listed_samples_are_those_trained_on() {
-        const FLAGS: [[bool; 3]; 6] = [
+        const FLAGS: [[bool; 3]; 8] = [
             [false, false, false],
             [true, false, false],
             [false, true, false],
             [false, false, true],
             [true, false, true],
             [false, true, true],
+            [true, true, false],
+            [true, true, true],
         ];
         for [drop_last, exact_mean, drop_last_batch] in FLAGS {
             for (samples, ranks, accumulate) in
