@@ -7,6 +7,7 @@ use std::sync::Arc;
 use anyhow::{Result, bail};
 use ddp_mp::models::Model;
 use ddp_mp::prelude::*;
+use ddp_mp::telemetry::{LogFormat, MetricsLogger, Printer};
 use ddp_mp::{StopReason, StopRequest};
 
 use crate::harness::{ranks, try_ranks};
@@ -190,4 +191,53 @@ fn callback_error_ends_the_run_and_names_the_rank() {
     let result = try_ranks(2, |rank, group| trainer(rank, group)?.callback(Failing).train(1));
     let error = result.unwrap_err().to_string();
     assert!(error.contains("rank 1") && error.contains("the disk is full"), "{error}");
+}
+
+/// Ends training after a step, on all ranks alike.
+struct EndAfter {
+    step: u64,
+}
+
+impl<M> Callback<M> for EndAfter {
+    fn on_step_end(&mut self, context: &mut TrainContext<M>, step: &Step) -> Result<()> {
+        if step.number == self.step {
+            context.end_training();
+        }
+        Ok(())
+    }
+}
+
+#[test]
+fn metrics_end_with_the_last_step() {
+    let folder = tempfile::tempdir().unwrap();
+    let rows = |name: &str, max_steps: Option<u64>, end_after: u64| -> Vec<(u64, f64)> {
+        let path = folder.path().join(name);
+        let file = path.clone();
+        ranks(2, move |rank, group| {
+            let printer = Arc::new(Printer::new(LogFormat::Text));
+            let logger = MetricsLogger::new(&printer, None, Some(&file));
+            let logger = (rank.rank() == 0).then_some(logger).transpose()?;
+            let trainer = trainer(rank, group)?.log_metrics(3, logger).max_steps(max_steps);
+            trainer.callback(EndAfter { step: end_after }).train(2)
+        });
+        let text = std::fs::read_to_string(path).unwrap();
+        let rows =
+            text.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
+        rows.map(|row| (row["step"].as_u64().unwrap(), row["loss"].as_f64().unwrap())).collect()
+    };
+    let whole = rows("whole", None, 99);
+    let steps = |rows: &[(u64, f64)]| -> Vec<u64> { rows.iter().map(|row| row.0).collect() };
+    assert_eq!(steps(&whole), [3, 6, 8, 11, 14, 16]);
+    // Epochs of 8 steps; a stop that the trainer knows before, one by a callback, and each where a row is due.
+    for (name, max_steps, end_after) in
+        [("a", Some(10), 99), ("b", None, 9), ("c", Some(11), 99), ("d", None, 7), ("e", None, 10)]
+    {
+        let rows = rows(name, max_steps, end_after);
+        let last = max_steps.unwrap_or(end_after + 1);
+        assert_eq!(rows.last().unwrap().0, last);
+        assert!(steps(&rows).is_sorted_by(|a, b| a < b), "{rows:?}");
+        let before: Vec<_> = whole.iter().filter(|row| row.0 < last).copied().collect();
+        assert_eq!(rows[..rows.len() - 1], before);
+        assert!(rows.last().unwrap().1.is_finite());
+    }
 }

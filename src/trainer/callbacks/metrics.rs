@@ -27,17 +27,22 @@ pub(in crate::trainer) struct Metrics {
     loss_sum: f64,
     /// The norm of the last step's gradients; `None` if it was not measured.
     grad_norm: Option<Tensor>,
+    /// The learning rate of the last step.
+    lr: f64,
 }
 
 impl Metrics {
     pub(in crate::trainer) fn new(every: u64, logger: Option<MetricsLogger>) -> Self {
-        let (steps, samples, counted, loss_sum, grad_norm) = Default::default();
+        let (steps, samples, counted, loss_sum, grad_norm, lr) = Default::default();
         let since = Instant::now();
-        Self { every, logger, since, steps, samples, counted, loss_sum, grad_norm }
+        Self { every, logger, since, steps, samples, counted, loss_sum, grad_norm, lr }
     }
 
-    /// Writes the metrics of the steps since the last report. A collective.
-    fn report<M>(&mut self, context: &TrainContext<M>, step: &Step) -> Result<()> {
+    /// Writes the metrics of the steps since the last report, if there were any. A collective in that case.
+    fn report<M>(&mut self, context: &TrainContext<M>) -> Result<()> {
+        if self.steps == 0 {
+            return Ok(());
+        }
         let group = context.group();
         let loss_sum = context.loss_sum.sum(group)?;
         context.check_loss_sum(loss_sum)?;
@@ -56,13 +61,13 @@ impl Metrics {
             epoch: context.state.epoch,
             loss: totals[0] / totals[1],
             skipped_steps: context.counts_skipped_steps().then_some(context.state.skipped_steps),
-            lr: step.lr,
+            lr: self.lr,
             grad_norm,
             step_us: seconds * 1e6 / self.steps as f64,
             samples_per_second,
             tokens_per_second: context.tokens_per_second(samples_per_second),
         };
-        self.loss_sum = if step.ends_epoch { 0.0 } else { loss_sum };
+        self.loss_sum = loss_sum;
         (self.steps, self.samples, self.counted) = (0, 0, 0);
         self.since = Instant::now();
         if let Some(logger) = &mut self.logger {
@@ -95,8 +100,13 @@ impl<M> Callback<M> for Metrics {
         if let Some(norm) = &step.grad_norm {
             self.grad_norm = Some(norm.shallow_clone());
         }
-        if step.ends_epoch || context.state.epoch_steps.is_multiple_of(self.every) {
-            self.report(context, step)?;
+        self.lr = step.lr;
+        let is_due = context.state.epoch_steps.is_multiple_of(self.every);
+        if is_due || step.ends_epoch || context.stopped().is_some() {
+            self.report(context)?;
+        }
+        if step.ends_epoch {
+            self.loss_sum = 0.0;
         }
         Ok(())
     }
@@ -111,7 +121,9 @@ impl<M> Callback<M> for Metrics {
         Ok(())
     }
 
-    fn on_train_end(&mut self, _: &mut TrainContext<M>) -> Result<()> {
+    /// Writes the metrics of the last steps, if a callback that runs after this one has ended training.
+    fn on_train_end(&mut self, context: &mut TrainContext<M>) -> Result<()> {
+        self.report(context)?;
         Ok(self.logger.as_mut().map_or(Ok(()), MetricsLogger::end)?)
     }
 }
