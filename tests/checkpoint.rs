@@ -8,7 +8,7 @@ use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
 
-use ddp_mp::checkpoint::{Checkpoint, CheckpointDir, TrainerState};
+use ddp_mp::checkpoint::{Checkpoint, CheckpointDir, Snapshot, TrainerState};
 use ddp_mp::models::ModelConfig;
 use ddp_mp::trainer::{Loss, SaveEvery, Trainer};
 use ddp_mp::{
@@ -100,7 +100,7 @@ fn resume_after_two_stops_ends_with_the_same_bits() {
         "--model=cnn --in-features=64 --momentum=0.9 --nesterov --lr=0.02",
         "--model=cnn --in-features=64 --sync-batch-norm --optimizer=adamw --num-samples=3001",
         "--model=mlp --strategy=dp --optimizer=adamw --drop-last --num-samples=4099",
-        "--find-unused-parameters --comm-hook=bf16 --lr=0.1 --no-shuffle",
+        "--find-unused-parameters --comm-hook=bf16 --lr=0.1 --no-shuffle --in-features=9 --batch-size=5 --num-samples=470",
         "--model=mlp --comm-hook=powersgd --powersgd-start-iter=2 --momentum=0.9 --lr=0.05 --bucket-cap-mb=0.002",
         "--model=mlp --comm-hook=powersgd --powersgd-start-iter=0 --lr=0.05 --nproc-per-node=3 --spawn=processes",
         "--model=mlp --comm-hook=powersgd --powersgd-start-iter=90 --optimizer=adamw --bucket-cap-mb=0.002",
@@ -479,6 +479,35 @@ fn patience_stops_a_run_without_improvement() {
     assert_eq!(rest[..], whole[validations.len()..]);
     let error = refused("--patience=3", &[]);
     assert!(error.contains("--patience: there are no validation samples"), "{error}");
+}
+
+#[test]
+fn save_error_says_what_is_left_of_earlier_checkpoints() {
+    let (folder, _) = folder();
+    let run = folder.path().join("new/parents/run");
+    let dir = CheckpointDir::create(&run, 2).unwrap();
+    let save = |step| {
+        let state = TrainerState { step, ..TrainerState::default() };
+        dir.write(&Snapshot::take(state, &[], Vec::new()).unwrap()).map_err(|it| it.to_string())
+    };
+    let blocked = |step: u64| fs::create_dir(run.join(format!(".unfinished-step-0000000{step}")));
+    blocked(1).unwrap();
+    let told = save(1).unwrap_err();
+    assert!(
+        told.ends_with("run has no earlier checkpoint: remove the cause, and start again"),
+        "{told}"
+    );
+    save(2).unwrap();
+    blocked(3).unwrap();
+    let told = save(3).unwrap_err();
+    let intact = "; earlier checkpoints are intact: remove the cause, and continue from step-00000002 with --resume";
+    assert!(told.contains(intact), "{told}");
+    fs::remove_dir_all(&run).unwrap();
+    let told = save(4).unwrap_err();
+    assert!(
+        told.contains("run was removed during the run, with all checkpoints: start again"),
+        "{told}"
+    );
 }
 
 #[test]

@@ -178,6 +178,45 @@ fn repeated_failure_at_one_step_is_reported() {
 }
 
 #[test]
+fn folder_removed_during_the_run_is_a_warning() {
+    let folder = tempfile::tempdir().unwrap();
+    let run = folder.path().join("run");
+    let dir = format!("--checkpoint-dir={}", run.display());
+    let args = [
+        "--nproc-per-node=2",
+        "--max-epochs=1000000",
+        "--max-restarts=1",
+        "--save-every=50",
+        "--max-seconds=60",
+    ];
+    let mut command = program(&[&args[..], &[&dir]].concat());
+    let mut child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+    while !run.join("latest").exists() {
+        assert!(child.try_wait().unwrap().is_none(), "it has ended");
+        std::thread::yield_now();
+    }
+    let away = folder.path().join("away");
+    fs::rename(&run, &away).unwrap();
+    let lines = BufReader::new(child.stderr.take().unwrap()).lines().map_while(Result::ok);
+    let mut told = Vec::new();
+    for line in lines {
+        if line.contains("warning: ") {
+            send("TERM", child.id());
+        }
+        told.push(line);
+    }
+    assert_eq!(child.wait().unwrap().code(), Some(143), "{told:?}");
+    let run = run.display();
+    for expected in [
+        format!("{run} was removed during the run, with all checkpoints: start again"),
+        format!("restart 1 of 1, from the start of the run, because {run} has no checkpoint"),
+        format!("warning: {run} was removed during the run, with all checkpoints: the run starts"),
+    ] {
+        assert!(told.iter().any(|line| line.contains(&expected)), "{expected}: {told:?}");
+    }
+}
+
+#[test]
 fn restarted_run_prints_its_start_once() {
     for spawn in ["--spawn=threads", "--spawn=processes"] {
         for at in ["rendezvous", "step,step=40"] {

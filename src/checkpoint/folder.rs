@@ -74,7 +74,7 @@ impl CheckpointDir {
             ))
         };
         check(path, &Contents::of(path)?)?; // before anything is written there
-        fs::create_dir_all(path).map_err(wrong)?;
+        create_folder(path).map_err(wrong)?;
         // An existing lock file was found to be empty. Links are not followed.
         let mut options = OpenOptions::new();
         options.write(true).create(true).truncate(false);
@@ -141,7 +141,7 @@ impl CheckpointDir {
     /// Writes a checkpoint, then removes old ones. Returns the folder of the new checkpoint.
     ///
     /// # Errors
-    /// [`Error::Save`]. The existing checkpoints stay.
+    /// [`Error::Save`]. The existing checkpoints stay. The error says whether there are any.
     pub fn write(&self, snapshot: &Snapshot) -> Result<PathBuf> {
         let name = folder_of(snapshot.state.step);
         let (folder, unfinished) = (self.path.join(&name), self.unfinished(&name));
@@ -150,7 +150,32 @@ impl CheckpointDir {
             // Frees space on a full disk. If this fails, the folder's name is not that of a checkpoint.
             let _ = remove_checkpoint(&unfinished);
         }
-        written.and_then(|()| self.remove_old()).map(|()| folder)
+        written
+            .and_then(|()| self.remove_old())
+            .map(|()| folder)
+            .map_err(|error| self.explain(error))
+    }
+
+    /// Adds to an error what is left of the earlier checkpoints, and what to do.
+    fn explain(&self, error: Error) -> Error {
+        let Error::Save { doing, reason } = error else { return error };
+        let dir = self.path.display();
+        let rest = match self.newest() {
+            Ok(Some(newest)) => format!(
+                "earlier checkpoints are intact: remove the cause, and continue from {} with --resume auto",
+                name_of(&newest)
+            ),
+            _ if !Self::was_opened(&self.path) => format!(
+                "{dir} was removed during the run, with all checkpoints: start again, and leave the folder in its place"
+            ),
+            _ => format!("{dir} has no earlier checkpoint: remove the cause, and start again"),
+        };
+        Error::Save { doing, reason: format!("{reason}; {rest}") }
+    }
+
+    /// Returns whether a run has opened the folder at `path`, and nobody has removed it since.
+    pub(crate) fn was_opened(path: &Path) -> bool {
+        path.join(LOCK).exists()
     }
 
     fn write_as(&self, unfinished: &Path, folder: &Path, snapshot: &Snapshot) -> Result<()> {
@@ -271,6 +296,23 @@ fn refuse_any_in(path: &Path, contents: &Contents) -> Result<()> {
             name_of(newest)
         )))
     })
+}
+
+/// Creates a folder with the missing ones above it. Syncs each folder that has a new entry, so that no name is lost.
+fn create_folder(path: &Path) -> io::Result<()> {
+    let missing =
+        path.ancestors().take_while(|folder| *folder != Path::new("") && !folder.exists());
+    let missing: Vec<&Path> = missing.collect();
+    fs::create_dir_all(path)?;
+    for folder in missing.into_iter().filter_map(Path::parent) {
+        let folder = if folder == Path::new("") { Path::new(".") } else { folder };
+        match File::open(folder) {
+            // A folder without read permission can have new entries, too.
+            Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {}
+            opened => opened?.sync_all()?,
+        }
+    }
+    Ok(())
 }
 
 /// Writes a new file and syncs it to the disk.

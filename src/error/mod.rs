@@ -217,11 +217,11 @@ pub enum Error {
     },
 
     /// A checkpoint cannot be written.
-    #[error("{doing} failed: {reason}; earlier checkpoints are intact")]
+    #[error("{doing} failed: {reason}")]
     Save {
         /// The failed action, with the file.
         doing: String,
-        /// The operating system's message.
+        /// The operating system's message, what is left of the earlier checkpoints, and what to do.
         reason: String,
     },
 

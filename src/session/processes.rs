@@ -5,6 +5,7 @@ use std::fmt::{self, Write};
 
 use super::checked_placement::{place_processes, starts_processes};
 use super::end_messages::failure;
+use crate::checkpoint::CheckpointDir;
 use crate::config::Config;
 use crate::error::{Error, Result, Shown};
 use crate::ffi::cuda::Cuda;
@@ -55,7 +56,10 @@ impl ChildProcesses {
         let children = placement.as_ref().map_or(Children::Threads, Children::Ranks);
         let live = printer.shows_live();
         let spawn = SpawnProcesses { children, timeout, grace_period, stops, max_restarts, live };
-        let from = match &config.checkpoints.checkpoint_dir {
+        let from = || match &config.checkpoints.checkpoint_dir {
+            Some(dir) if matches!(CheckpointDir::newest_in(dir), Ok(None)) => {
+                format!("from the start of the run, because {} has no checkpoint", dir.shown())
+            }
             Some(dir) => format!("from the newest checkpoint in {}", dir.shown()),
             None => "from the beginning, because nothing is saved without --checkpoint-dir".into(),
         };
@@ -64,7 +68,7 @@ impl ChildProcesses {
             let again = failure.as_ref().and_then(Failure::again).map_or(String::new(), |again| {
                 format!("; {again}: without a change this start will probably fail there, too")
             });
-            printer.report(&format!("restart {number} of {max_restarts}, {from}{again}"));
+            printer.report(&format!("restart {number} of {max_restarts}, {}{again}", from()));
         });
         let (Report { mut text, wrong_input, failure }, restarts) = match ended? {
             Ended::Well(reason) => return Ok(reason),
