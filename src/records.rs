@@ -4,6 +4,15 @@ use serde::{Deserialize, Serialize};
 
 use crate::operation::Operation;
 
+/// A data file of a run.
+#[derive(Debug, Default, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DataFile {
+    /// The path, as the run named it.
+    pub path: String,
+    /// The xxh3 hash of its contents, in hex.
+    pub xxh3: String,
+}
+
 /// Time that a rank spent in each phase of its training steps without collectives, and in collectives. The latter
 /// include the rank's own work and its waiting for others. In seconds.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Serialize, Deserialize)]

@@ -159,7 +159,7 @@ impl CheckpointDir {
     /// Adds to an error what is left of the earlier checkpoints, and what to do.
     fn explain(&self, error: Error) -> Error {
         let Error::Save { doing, reason } = error else { return error };
-        let dir = self.path.display();
+        let dir = self.path.shown();
         let rest = match self.newest() {
             Ok(Some(newest)) => format!(
                 "earlier checkpoints are intact: remove the cause, and continue from {} with --resume auto",

@@ -12,7 +12,7 @@ use crate::files::{Place, read_regular};
 pub(super) const MODEL: &str = "model.safetensors";
 pub(super) const OPTIMIZER: &str = "optimizer.safetensors";
 pub(super) const COMM_HOOK: &str = "comm_hook.safetensors";
-pub(super) const TRAINER: &str = "trainer.json";
+pub(crate) const TRAINER: &str = "trainer.json";
 
 /// The files of a checkpoint: name, number of leading bytes to skip, and the bytes with which this program continues.
 /// The first 8 bytes of a safetensors file are the length of its header, which may be any.

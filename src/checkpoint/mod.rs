@@ -58,6 +58,7 @@ mod tensors;
 mod writer;
 
 pub use folder::CheckpointDir;
+pub(crate) use layout::TRAINER;
 pub use read::Checkpoint;
 pub use snapshot::Snapshot;
 pub use state::TrainerState;

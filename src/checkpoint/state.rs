@@ -11,7 +11,7 @@ use super::layout::TRAINER;
 use crate::ddp::CommHookRecord;
 use crate::files::read_regular;
 use crate::optim::GradScalerState;
-use crate::records::ValidationMetrics;
+use crate::records::{DataFile, ValidationMetrics};
 
 /// The progress of a run, without its tensors. All counts are for the whole run, however often it was resumed.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
@@ -32,6 +32,12 @@ pub struct TrainerState {
     /// The number of samples in a rank's batch. 0 if not known.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub batch_size: usize,
+    /// The number of epochs after which the run would have ended. 0 if not known.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub max_epochs: u64,
+    /// The data files. Empty without data files, and if not known.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub data_files: Vec<DataFile>,
     /// The number of steps skipped because gradients were not finite.
     pub skipped_steps: u64,
     /// The number of samples of this epoch in skipped steps, on all ranks together. They count for no loss.
@@ -58,9 +64,65 @@ pub struct TrainerState {
     pub options: Map<String, Value>,
 }
 
-#[allow(clippy::trivially_copy_pass_by_ref)] // serde's signature
-fn is_zero(number: &usize) -> bool {
-    *number == 0
+fn is_zero<T: Default + PartialEq>(number: &T) -> bool {
+    *number == T::default()
+}
+
+impl TrainerState {
+    /// Checks that all counts can belong to one run, which trains on `num_samples` samples. A forged file may have
+    /// others, and a right hash.
+    ///
+    /// # Errors
+    /// The file, and the field with its value and what it contradicts, as text.
+    pub(crate) fn check(&self, num_samples: usize) -> Result<(), String> {
+        let Self { epoch, step, epoch_steps, samples_seen, world_size, .. } = *self;
+        let best = self.best.as_ref();
+        let max_epochs = if self.max_epochs == 0 { u64::MAX } else { self.max_epochs };
+        // Every step takes a sample, and an epoch ends with its last sample.
+        let most_seen = (num_samples as u64).saturating_sub(1);
+        let most_steps = (num_samples as u64).saturating_mul(epoch);
+        let earlier_steps = step.saturating_sub(epoch_steps);
+        for (field, value, what, limit) in [
+            ("epoch_steps", epoch_steps, "step is", step),
+            ("epoch", epoch, "the number of steps in completed epochs is", earlier_steps),
+            ("epoch", epoch, "max_epochs is", max_epochs),
+            (
+                "step without epoch_steps",
+                earlier_steps,
+                "the samples in completed epochs are",
+                most_steps,
+            ),
+            (
+                "samples_seen",
+                samples_seen as u64,
+                "the samples before the last of an epoch are",
+                most_seen,
+            ),
+            ("epoch_steps", epoch_steps, "samples_seen is", samples_seen as u64),
+            ("skipped_steps", self.skipped_steps, "step is", step),
+            (
+                "skipped_samples",
+                self.skipped_samples as u64,
+                "samples_seen is",
+                samples_seen as u64,
+            ),
+            ("best.step", best.map_or(0, |best| best.step), "step is", step),
+            ("best.epoch", best.map_or(0, |best| best.epoch), "epoch is", epoch),
+            ("validations_since_best", self.validations_since_best as u64, "epoch is", epoch),
+            ("the length of epoch_losses", self.epoch_losses.len() as u64, "epoch is", epoch),
+        ] {
+            if value > limit {
+                return Err(format!("{TRAINER}: {field} is {value}, and {what} {limit}"));
+            }
+        }
+        let sums = self.loss_sums.len();
+        if world_size == 0 || (sums > 0 && sums != world_size) {
+            return Err(format!(
+                "{TRAINER}: world_size is {world_size}, and loss_sums has {sums} numbers"
+            ));
+        }
+        Ok(())
+    }
 }
 
 /// The contents of `trainer.json`.

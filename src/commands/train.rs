@@ -90,7 +90,9 @@ fn train_on(rank: &Rank, session: &Session) -> anyhow::Result<()> {
     }
     if config.checkpoints.checkpoint_dir.is_some() {
         let dir = start_point.checkpoint_dir.clone();
-        trainer = trainer.checkpoints(dir, config.save_every(), config.options()?);
+        trainer = trainer
+            .checkpoints(dir, config.save_every(), config.options()?)
+            .data_files(start_point.data_files.clone());
     }
     if let Some(checkpoint) = &checkpoint {
         trainer.resume(checkpoint)?;

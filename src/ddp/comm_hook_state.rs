@@ -1,11 +1,11 @@
 //! The state of communication hooks in a checkpoint.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
 use tch::{Device, Tensor};
 
-use super::comm_hooks::CommHookState;
+use super::comm_hooks::{CommHook, CommHookState};
 use super::reducer::Reducer;
 use super::reducer_state::ReducerState;
 use super::wrapper::DistributedDataParallel;
@@ -65,6 +65,47 @@ impl SavedCommHook {
         Ok(state)
     }
 
+    /// Checks that `hook` could be restored from `saved`. `parameters` are the names of the model's.
+    ///
+    /// # Errors
+    /// [`Error::InvalidInput`] that names what does not fit.
+    pub(crate) fn check(
+        saved: Option<&Self>,
+        hook: Option<Box<dyn CommHook>>,
+        parameters: &BTreeSet<String>,
+    ) -> Result<()> {
+        let hook = match hook {
+            Some(hook) if hook.state()?.is_some() => Some(hook),
+            _ => None,
+        };
+        Self::check_name(saved, hook.as_ref().map(|hook| hook.name()))?;
+        let (Some(saved), Some(mut hook)) = (saved, hook) else { return Ok(()) };
+        let CommHookRecord { order, world_size, .. } = &saved.record;
+        let ordered: BTreeSet<String> = order.iter().cloned().collect();
+        if !order.is_empty() && (ordered.len() != order.len() || ordered != *parameters) {
+            return Err(Error::InvalidInput(format!(
+                "comm_hook.order is {order:?}, and the model's parameters are {parameters:?}"
+            )));
+        }
+        hook.load_state(saved.state_of(0, *world_size)?)
+    }
+
+    /// Checks that `saved` is the state of the hook `needed`. `None` for a hook without state.
+    fn check_name(saved: Option<&Self>, needed: Option<&str>) -> Result<()> {
+        let saved = saved.map(|saved| &saved.record.name[..]);
+        if saved == needed {
+            return Ok(());
+        }
+        let text =
+            |name: Option<&str>| name.map_or("none".into(), |name| format!("that of `{name}`"));
+        Err(Error::InvalidInput(format!(
+            "the state of the communication hook does not fit: saved is {}, and needed is {}; use the hook of the \
+             run that was saved",
+            text(saved),
+            text(needed)
+        )))
+    }
+
     /// Returns the mean of the tensors of all ranks, added in rank order from `first` on.
     fn mean<'a>(
         &self,
@@ -122,21 +163,9 @@ impl<M> DistributedDataParallel<M> {
     /// # Errors
     /// [`Error::InvalidInput`] if the state belongs to another hook or model.
     pub fn load_comm_hook_state(&mut self, saved: Option<&SavedCommHook>) -> Result<()> {
-        let mine = self.reducer.comm_hook_state()?.map(|(name, _)| name);
-        let theirs = saved.map(|saved| &saved.record.name[..]);
-        let Some(saved) = saved.filter(|_| mine == theirs) else {
-            if mine == theirs {
-                return Ok(());
-            }
-            let text =
-                |name: Option<&str>| name.map_or("none".into(), |name| format!("that of `{name}`"));
-            return Err(Error::InvalidInput(format!(
-                "the state of the communication hook does not fit: saved is {}, and needed is {}; use the hook of \
-                 the run that was saved",
-                text(theirs),
-                text(mine)
-            )));
-        };
+        let needed = self.reducer.comm_hook_state()?.map(|(name, _)| name);
+        SavedCommHook::check_name(saved, needed)?;
+        let Some(saved) = saved else { return Ok(()) };
         let state = saved.state_of(self.group.rank(), self.group.world_size())?;
         self.reducer.load_comm_hook_state(state, &saved.record.order)
     }

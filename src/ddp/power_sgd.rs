@@ -122,6 +122,12 @@ impl CommHook for PowerSgd {
             })
         };
         let (iteration, draws) = (count(ITERATION)?, count(DRAWS)?);
+        // The draws are repeated below, one by one.
+        if draws > u32::MAX.into() {
+            return Err(Error::InvalidInput(format!(
+                "the state of the communication hook `powerSGD` has {draws} draws, more than a run can make"
+            )));
+        }
         let is_resumed = iteration > self.options.start_iter;
         *self = Self { iteration, loaded: state, is_resumed, ..Self::new(self.options) };
         for _ in 0..draws {

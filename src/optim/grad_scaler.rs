@@ -289,6 +289,7 @@ impl GradScaler {
         if !self.options.enabled {
             return Ok(());
         }
+        state.check()?;
         let GradScalerState {
             scale,
             growth_factor,
@@ -296,13 +297,6 @@ impl GradScaler {
             growth_interval,
             growth_tracker,
         } = *state;
-        check(scale, growth_factor, backoff_factor, growth_interval)?;
-        if growth_tracker >= growth_interval {
-            return Err(Error::InvalidInput(format!(
-                "the scaler's state: {growth_tracker} good steps are not fewer than its growth_interval of \
-                 {growth_interval}"
-            )));
-        }
         self.options =
             GradScalerOptions { growth_factor, backoff_factor, growth_interval, ..self.options };
         (self.scale, self.growth_tracker, self.stage) =
@@ -318,6 +312,24 @@ impl GradScaler {
         self.group.synchronize()?; // this wait ends if another rank fails
         let found = self.found_inf.f_double_value(&[]).doing("reading found_inf")?;
         Ok(found != 0.0)
+    }
+}
+
+impl GradScalerState {
+    /// Checks the state.
+    ///
+    /// # Errors
+    /// [`Error::InvalidInput`] that names the wrong number.
+    pub(crate) fn check(&self) -> Result<()> {
+        let Self { growth_interval, growth_tracker, .. } = *self;
+        check(self.scale, self.growth_factor, self.backoff_factor, growth_interval)?;
+        if growth_tracker >= growth_interval {
+            return Err(Error::InvalidInput(format!(
+                "the scaler's state: {growth_tracker} good steps are not fewer than its growth_interval of \
+                 {growth_interval}"
+            )));
+        }
+        Ok(())
     }
 }
 

@@ -6,12 +6,16 @@ use std::sync::Arc;
 use tch::Device;
 use tch::nn::VarStore;
 
-use crate::checkpoint::{Checkpoint, CheckpointDir, TensorFile};
+use crate::checkpoint::{Checkpoint, CheckpointDir, TRAINER, TensorFile, TrainerState};
 use crate::config::Config;
-use crate::error::{Error, Result, Shown};
+use crate::ddp::SavedCommHook;
+use crate::error::{Error, Result, Shown, escaped_line};
 use crate::launch::Restarts;
+use crate::optim::GradScalerState;
 use crate::process_group::ProcessGroup;
+use crate::records::DataFile;
 use crate::telemetry::Printer;
+use crate::trainer::Amp;
 
 /// The starting point of a run, shared by its ranks.
 #[derive(Debug, Default)]
@@ -20,6 +24,8 @@ pub(crate) struct StartPoint {
     /// The weights of `--init-from`. `None` without it, and if there is a checkpoint.
     weights: Option<TensorFile>,
     pub checkpoint_dir: Option<CheckpointDir>,
+    /// The data files. Empty if nothing is saved and nothing was.
+    pub data_files: Vec<DataFile>,
 }
 
 impl StartPoint {
@@ -33,8 +39,10 @@ impl StartPoint {
             (None, Some(dir)) if config.checkpoints.resume.is_some() => newest(dir, printer)?,
             (None, _) => None,
         };
+        let needs_hashes = checkpoint.is_some() || checkpoint_dir.is_some();
+        let data_files = if needs_hashes { config.data.dataset.data_files()? } else { Vec::new() };
         if let Some(checkpoint) = &checkpoint {
-            compare(checkpoint, config, world_size, printer)?;
+            compare(checkpoint, config, &data_files, world_size, printer)?;
             if config.checkpoints.init_from.is_some() {
                 printer.info("--init-from is ignored: the run continues from a checkpoint");
             }
@@ -44,14 +52,28 @@ impl StartPoint {
             _ => None,
         };
         let checkpoint = checkpoint.map(Arc::new);
-        let mut start_point = Self { checkpoint, weights, checkpoint_dir: None };
+        let mut start_point = Self { checkpoint, weights, checkpoint_dir: None, data_files };
         if start_point.checkpoint.is_some() || start_point.weights.is_some() {
             let (vs, _) = config.model_config().build(Device::Cpu, config.training.seed)?;
             start_point.load_model(&vs)?;
+            start_point.check_comm_hook(&vs, config)?;
         }
         let open = |dir| start_point.open(dir, config);
         start_point.checkpoint_dir = checkpoint_dir.map(open).transpose()?;
         Ok(start_point)
+    }
+
+    /// Checks the state of the communication hook, as the ranks would.
+    fn check_comm_hook(&self, vs: &VarStore, config: &Config) -> Result<()> {
+        let Some(checkpoint) = &self.checkpoint else { return Ok(()) };
+        #[allow(clippy::disallowed_methods)] // the order is not used
+        let parameters = vs.variables().into_iter().filter(|(_, tensor)| tensor.requires_grad());
+        let parameters = parameters.map(|(name, _)| name).collect();
+        let saved = checkpoint.comm_hook()?;
+        SavedCommHook::check(saved.as_ref(), config.comm_hook(), &parameters).map_err(|error| {
+            let path = checkpoint.path().shown();
+            Error::InvalidInput(format!("checkpoint {path}: {TRAINER}: {error}"))
+        })
     }
 
     /// Opens the folder to save in. Other files in it must not be lost.
@@ -139,7 +161,12 @@ pub(crate) fn after_restart(
         config.checkpoints.resume = Some("auto".into());
         return Ok(config);
     }
-    if config.checkpoints.resume.is_none() {
+    if restarts.saves && !CheckpointDir::was_opened(dir) {
+        printer.report(&format!(
+            "warning: {} was removed during the run, with all checkpoints: the run starts where its first start began",
+            dir.shown()
+        ));
+    } else if config.checkpoints.resume.is_none() {
         printer.info(&format!("no checkpoint in {} yet: starting from the beginning", dir.shown()));
     }
     Ok(config)
@@ -160,18 +187,72 @@ fn newest(dir: &Path, printer: &Printer) -> Result<Option<Checkpoint>> {
     Checkpoint::read(&newest).map(Some)
 }
 
+/// Checks the rest of `trainer.json` against this run, which has these data files. They may be in another folder.
+fn check(state: &TrainerState, config: &Config, data_files: &[DataFile]) -> Result<()> {
+    let wrong = |problem: String| Err(Error::InvalidInput(format!("{TRAINER}: {problem}")));
+    let (samples, batch_size) =
+        (config.data.num_samples.unwrap_or_default() as usize, config.training.batch_size);
+    for (field, saved, here) in
+        [("num_samples", state.num_samples, samples), ("batch_size", state.batch_size, batch_size)]
+    {
+        if saved != 0 && saved != here {
+            return wrong(format!(
+                "{field} is {saved}, and this run has {here}; use another checkpoint"
+            ));
+        }
+    }
+    let checked = state.check(samples);
+    checked.map_err(|problem| Error::InvalidInput(format!("{problem}; use another checkpoint")))?;
+    if state.scaler.is_some() != (config.training.amp == Amp::Fp16) {
+        let saved = if state.scaler.is_some() { "set" } else { "not set" };
+        return wrong(format!("scaler is {saved} with --amp {}", config.training.amp));
+    }
+    if let Some(Err(error)) = state.scaler.as_ref().map(GradScalerState::check) {
+        return wrong(error.to_string());
+    }
+    let hook = state.comm_hook.as_ref();
+    if let Some(hook) = hook.filter(|hook| hook.world_size != state.world_size) {
+        return wrong(format!(
+            "comm_hook.world_size is {}, and world_size is {}",
+            hook.world_size, state.world_size
+        ));
+    }
+    if state.data_files.is_empty() {
+        return Ok(()); // saved by an older version
+    }
+    let (files, saved) = (data_files.len(), state.data_files.len());
+    if files != saved {
+        return Err(Error::InvalidInput(format!(
+            "the data set has {files} files and had {saved}; use the files of the run that was saved"
+        )));
+    }
+    for (file, saved) in data_files.iter().zip(&state.data_files) {
+        if file.xxh3 != saved.xxh3 {
+            return Err(Error::InvalidInput(format!(
+                "the data file {} has changed since: its xxh3 was {} and is {}; put the old file back, or start another \
+                 run without --resume",
+                escaped_line(&file.path),
+                escaped_line(&saved.xxh3),
+                file.xxh3
+            )));
+        }
+    }
+    Ok(())
+}
+
 /// Refuses to resume another run, and prints what will differ.
 fn compare(
     checkpoint: &Checkpoint,
     config: &Config,
+    data_files: &[DataFile],
     world_size: usize,
     printer: &Printer,
 ) -> Result<()> {
     let state = checkpoint.state();
     let path = checkpoint.path().shown();
-    let remarks = config
-        .check_resume(&state.options)
-        .map_err(|error| Error::InvalidInput(format!("checkpoint {path}: {error}")))?;
+    let wrong = |error| Error::InvalidInput(format!("checkpoint {path}: {error}"));
+    let remarks = config.check_resume(&state.options).map_err(wrong)?;
+    check(state, config, data_files).map_err(wrong)?;
     printer.info(&format!("resuming from {path}: epoch {}, step {}", state.epoch, state.step));
     if state.epoch >= config.training.max_epochs {
         let (done, epochs) =
@@ -196,9 +277,156 @@ fn compare(
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeMap;
+    use std::fs;
+
     use super::*;
-    use crate::checkpoint::{Snapshot, TrainerState};
+    use crate::checkpoint::Snapshot;
+    use crate::config::CommHookKind;
+    use crate::ddp::{CommHookRecord, state_dict};
     use crate::telemetry::LogFormat;
+
+    /// Resumes with `config` on 2 ranks, from a checkpoint of such a run with this state, and with this state of a hook.
+    fn resume(
+        config: &Config,
+        state: TrainerState,
+        comm_hook: Option<CommHookRecord>,
+    ) -> Result<StartPoint, String> {
+        let folder = tempfile::tempdir().unwrap();
+        let (vs, _) = config.model_config().build(Device::Cpu, 0).unwrap();
+        let state = TrainerState { options: config.options().unwrap(), ..state };
+        let snapshot = Snapshot::take(state, &state_dict(&vs).unwrap(), Vec::new()).unwrap();
+        let snapshot = match comm_hook {
+            Some(record) => {
+                let saved = SavedCommHook { record, tensors: BTreeMap::new() };
+                snapshot.with_comm_hook(Some(&saved)).unwrap()
+            }
+            None => snapshot,
+        };
+        let saved = CheckpointDir::open(folder.path(), 3).unwrap().write(&snapshot).unwrap();
+        let mut config = config.clone();
+        config.checkpoints.resume = Some(saved.display().to_string());
+        let started = StartPoint::of(&config, 2, &Printer::new(LogFormat::Text));
+        started.map_err(|error| match error {
+            Error::InvalidInput(text) => text,
+            other => panic!("not exit code 2: {other}"),
+        })
+    }
+
+    /// Returns the state of a run of the default configuration in its second epoch, on 2 ranks.
+    fn state() -> TrainerState {
+        TrainerState {
+            epoch: 1,
+            step: 70,
+            epoch_steps: 6,
+            samples_seen: 384,
+            world_size: 2,
+            num_samples: 4096,
+            batch_size: 32,
+            max_epochs: 3,
+            loss_sums: vec![0.5; 2],
+            epoch_losses: vec![0.5],
+            ..TrainerState::default()
+        }
+    }
+
+    #[test]
+    fn forged_state_is_refused_by_its_field() {
+        let config = Config::default();
+        resume(&config, state(), None).unwrap();
+        // Older checkpoints lack these.
+        let older = TrainerState { num_samples: 0, batch_size: 0, max_epochs: 0, ..state() };
+        resume(&config, older, None).unwrap();
+        type Change = fn(&mut TrainerState);
+        let changes: [(&str, Change); 19] = [
+            ("batch_size is 16, and this run has 32", |it| it.batch_size = 16),
+            ("num_samples is 512, and this run has 4096", |it| it.num_samples = 512),
+            ("epoch is 65, and the number of steps in completed epochs is 64", |it| it.epoch = 65),
+            ("epoch is 4, and max_epochs is 3", |it| it.epoch = 4),
+            ("epoch is 18446744073709551615, and the number", |it| it.epoch = u64::MAX),
+            ("samples_seen is 9223372036854775808, and", |it| it.samples_seen = 1 << 63),
+            ("samples_seen is 4096, and", |it| it.samples_seen = 4096),
+            ("epoch_steps is 6, and samples_seen is 5", |it| it.samples_seen = 5),
+            ("epoch_steps is 71, and step is 70", |it| it.epoch_steps = 71),
+            ("step without epoch_steps is 18446744073709551609", |it| it.step = u64::MAX),
+            ("world_size is 0, and loss_sums has 2", |it| it.world_size = 0),
+            ("world_size is 3, and loss_sums has 2", |it| it.world_size = 3),
+            ("world_size is 0, and loss_sums has 0", |it| {
+                (it.world_size, it.loss_sums) = (0, Vec::new());
+            }),
+            ("skipped_steps is 71, and step is 70", |it| it.skipped_steps = 71),
+            ("skipped_samples is 400, and samples_seen is 384", |it| it.skipped_samples = 400),
+            ("validations_since_best is 2, and epoch is 1", |it| it.validations_since_best = 2),
+            ("the length of epoch_losses is 2, and epoch is 1", |it| it.epoch_losses.push(0.5)),
+            ("scaler is set with --amp off", |it| {
+                it.scaler = serde_json::from_value(serde_json::json!({
+                    "scale": 1.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000,
+                    "_growth_tracker": 0
+                }))
+                .unwrap();
+            }),
+            ("comm_hook.safetensors", |it| it.comm_hook = Some(CommHookRecord::default())),
+        ];
+        for (expected, change) in changes {
+            let mut forged = state();
+            change(&mut forged);
+            let told = resume(&config, forged, None).unwrap_err();
+            assert!(told.contains("trainer.json") && told.contains(expected), "{expected}: {told}");
+        }
+    }
+
+    #[test]
+    fn forged_state_of_a_hook_is_refused() {
+        let counters = |draws| BTreeMap::from([("iteration".into(), 70), ("draws".into(), draws)]);
+        let order = vec!["bias".into(), "weight".into()];
+        let name = "powerSGD".to_owned();
+        let right = CommHookRecord { name, counters: counters(3), order, world_size: 2 };
+        let mut config = Config::default();
+        let told = resume(&config, state(), Some(right.clone())).unwrap_err();
+        assert!(told.contains("saved is that of `powerSGD`, and needed is none"), "{told}");
+        config.ddp.comm_hook = CommHookKind::PowerSgd;
+        resume(&config, state(), Some(right.clone())).unwrap();
+        let told = resume(&config, state(), None).unwrap_err();
+        assert!(told.contains("saved is none, and needed is that of `powerSGD`"), "{told}");
+        for (expected, forged) in [
+            ("saved is that of `other`", CommHookRecord { name: "other".into(), ..right.clone() }),
+            ("comm_hook.world_size is 3, and", CommHookRecord { world_size: 3, ..right.clone() }),
+            ("comm_hook.order is [\"bias\"], and", {
+                CommHookRecord { order: vec!["bias".into()], ..right.clone() }
+            }),
+            ("has 9223372036854775808 draws", {
+                CommHookRecord { counters: counters(1 << 63), ..right.clone() }
+            }),
+            ("has no `iteration`", CommHookRecord { counters: BTreeMap::new(), ..right.clone() }),
+        ] {
+            let told = resume(&config, state(), Some(forged)).unwrap_err();
+            assert!(told.contains("trainer.json: ") && told.contains(expected), "{told}");
+        }
+    }
+
+    #[test]
+    fn changed_data_file_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("data.csv");
+        fs::write(&file, "1,2,3\n4,5,6\n").unwrap();
+        let toml = format!("dataset = \"csv:{}\"", file.display());
+        let config = Config::resolve(None, &toml.parse().unwrap()).unwrap();
+        let (config, _) = config.open_data(0).unwrap();
+        let known = config.data.dataset.data_files().unwrap();
+        let state = |data_files| TrainerState {
+            world_size: 2,
+            num_samples: 2,
+            batch_size: 32,
+            data_files,
+            ..TrainerState::default()
+        };
+        assert_eq!(resume(&config, state(known.clone()), None).unwrap().data_files, known);
+        fs::write(&file, "1,2,3\n4,5,7\n").unwrap();
+        let told = resume(&config, state(known), None).unwrap_err();
+        let expected = format!("the data file {} has changed since: its xxh3 was ", file.display());
+        assert!(told.contains(&expected), "{told}");
+        resume(&config, state(Vec::new()), None).unwrap(); // an older checkpoint
+    }
 
     #[test]
     fn open_fails_after_another_run_saved_a_newer_checkpoint() {

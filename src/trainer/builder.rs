@@ -18,6 +18,7 @@ use crate::ddp::Strategy;
 use crate::error::{Error, Result};
 use crate::ffi::Generator;
 use crate::optim::{GradScaler, Optimizer, Schedule};
+use crate::records::DataFile;
 use crate::runtime::StopRequest;
 use crate::telemetry::{Explainer, MetricsLogger, Printer};
 
@@ -225,7 +226,13 @@ impl<M: ModuleT> Trainer<M> {
         self
     }
 
-    /// Writes metrics to `logger` after every `every` steps of an epoch (at least 1), and at its end. Call on all ranks
+    /// Sets the data files, whose hashes checkpoints save: [`TrainerState::data_files`].
+    pub(crate) fn data_files(mut self, files: Vec<DataFile>) -> Self {
+        self.context.state.data_files = files;
+        self
+    }
+
+    /// Writes metrics to `logger` after every `every` steps of an epoch (at least 1), and at its end and that of the run. Call on all ranks
     /// alike, because they reduce their numbers first. Rank 0 alone needs a logger.
     #[must_use]
     pub fn log_metrics(mut self, every: u64, logger: Option<MetricsLogger>) -> Self {

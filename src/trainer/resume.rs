@@ -3,7 +3,7 @@
 use tch::nn::ModuleT;
 
 use super::{TrainContext, Trainer};
-use crate::checkpoint::Checkpoint;
+use crate::checkpoint::{Checkpoint, TrainerState};
 use crate::error::{Error, Result, Shown};
 
 impl<M: ModuleT> Trainer<M> {
@@ -43,7 +43,10 @@ impl<M> TrainContext<M> {
                 saved.batch_size,
             )));
         }
-        Ok(())
+        saved.check(samples).map_err(|problem| {
+            let path = checkpoint.path().shown();
+            Error::InvalidInput(format!("checkpoint {path}: {problem}; use another checkpoint"))
+        })
     }
 
     /// Loads all state but the model's.
@@ -62,7 +65,8 @@ impl<M> TrainContext<M> {
             sums if group.rank() == 0 => sums.iter().sum(),
             _ => 0.0,
         })?;
-        self.state = saved.clone();
+        let data_files = std::mem::take(&mut self.state.data_files);
+        self.state = TrainerState { data_files, ..saved.clone() };
         Ok(())
     }
 }

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use serde::{Serialize, Serializer};
+use xxhash_rust::xxh3::xxh3_64;
 
 use super::FORMATS;
 use super::TargetKind;
@@ -16,6 +17,8 @@ use super::format::Format;
 use super::random::Random;
 use super::text::Text;
 use crate::error::{Error, Result, Shown, escaped_line};
+use crate::ffi::MappedFile;
+use crate::records::DataFile;
 
 /// The source of the samples: `--dataset`.
 ///
@@ -86,6 +89,21 @@ impl DatasetSpec {
         };
         let Ok(names) = self.with_paths(name);
         names.to_string()
+    }
+
+    /// Returns each file that may be read and is not empty, with the hash of its contents. Reads all of them.
+    ///
+    /// # Errors
+    /// [`Error::InvalidInput`] that names the file that cannot be read.
+    pub(crate) fn data_files(&self) -> Result<Vec<DataFile>> {
+        let files = self.files().into_iter();
+        let files = files.filter(|file| file.metadata().is_ok_and(|file| file.len() > 0));
+        let hash = |file: PathBuf| {
+            let bytes = MappedFile::open(&file)?;
+            let path = file.to_string_lossy().into_owned();
+            Ok(DataFile { path, xxh3: format!("{:016x}", xxh3_64(&bytes)) })
+        };
+        files.map(hash).collect()
     }
 
     /// Returns whether there may be validation samples in files of their own.

@@ -139,6 +139,7 @@ impl Checkpoints {
                 world_size: group.world_size(),
                 num_samples: context.loader.dataset_len(),
                 batch_size: context.loader.batch_size(),
+                max_epochs: context.max_epochs.max(context.state.epoch),
                 scaler: context.scaler.state(),
                 options: self.options.clone(),
                 ..context.state.clone()
