@@ -17,14 +17,14 @@ use tch::{Kind, Tensor};
 use super::super::lost;
 use super::context::MessageContext;
 use super::frame::{EAGER_MAX_BYTES, Frame, Offer};
+use super::offered::Offered;
 use super::pending::Pending;
 use super::transfer::{Outgoing, size};
 use crate::error::Error;
-use crate::ffi::TorchResult;
 use crate::operation::OpId;
 use crate::process_group::dtype::dtype_name;
 use crate::process_group::local::{
-    Carrier, Completion, Contents, Incoming, Outcome, P2pRequest, Side, describe,
+    Carrier, Completion, Contents, Outcome, P2pRequest, Side, describe,
 };
 
 /// One end of the connection to another process.
@@ -79,6 +79,11 @@ pub(super) struct Sent {
     pub delivery: Arc<Completion>,
     /// Kept until the bytes are written.
     pub pending: Option<Pending>,
+    /// Whether the thread that writes reads the tensor now. The send must not complete meanwhile: its rank may change the
+    /// tensor then.
+    pub is_writing: bool,
+    /// The outcome, if it was known before the writing had ended.
+    pub outcome: Option<Outcome>,
 }
 
 /// A tensor to be filled by the other process.
@@ -162,27 +167,48 @@ impl Link {
             kind: dtype_name(sent.tensor.kind()).into(),
             shape: sent.tensor.size(),
         });
-        let bytes = (bytes <= EAGER_MAX_BYTES).then(|| (id, sent.tensor.shallow_clone()));
+        let bytes = (bytes <= EAGER_MAX_BYTES).then_some(id);
         sent.pending = Some(self.context.pending(sent.rank));
         state.sends.insert(id, sent);
         state.put(Outgoing { frame: offer, bytes });
     }
 
-    fn reply(&self, frame: Frame) {
+    /// Asks for the bytes of `id`, which fill the tensor of `expected`.
+    pub(super) fn expect(&self, id: u64, expected: Expected) {
+        let mut state = self.state();
+        if let Stage::Closed(reason) = &state.stage {
+            return expected.delivery.complete(self.lost(reason));
+        }
+        state.receives.insert(id, expected);
+        state.put(Outgoing { frame: Frame::Ready { id }, bytes: None });
+    }
+
+    pub(super) fn reply(&self, frame: Frame) {
         self.state().put(Outgoing { frame, bytes: None });
     }
 
-    /// Notes that the bytes of `id` have been written.
-    pub(super) fn written(&self, id: u64) {
+    /// Returns the tensor of `id`, to write its bytes. `None` once the message has ended.
+    pub(super) fn begin_writing(&self, id: u64) -> Option<Writing<'_>> {
+        let mut state = self.state();
+        let sent = state.sends.get_mut(&id).filter(|sent| !sent.is_writing)?;
+        sent.is_writing = true;
+        Some(Writing { link: self, id, tensor: sent.tensor.shallow_clone(), is_written: false })
+    }
+
+    fn end_writing(&self, id: u64, is_written: bool) {
         let mut state = self.state();
         let Some(sent) = state.sends.get_mut(&id) else { return };
-        drop(sent.pending.take());
-        // The receiver has asked for bytes that travel alone, so writing them completes the send. The receiver must
-        // still take inline bytes.
-        if size(&sent.tensor) > EAGER_MAX_BYTES
-            && let Some(sent) = state.sends.remove(&id)
-        {
-            sent.delivery.complete(Outcome::From(sent.source));
+        sent.is_writing = false;
+        if is_written {
+            drop(sent.pending.take());
+            // The receiver has asked for bytes that travel alone, so writing them completes the send. The receiver must
+            // still take inline bytes.
+            if size(&sent.tensor) > EAGER_MAX_BYTES {
+                sent.outcome.get_or_insert(Outcome::From(sent.source));
+            }
+        }
+        if let Some(outcome) = sent.outcome.take() {
+            state.complete(id, outcome);
         }
     }
 
@@ -209,36 +235,35 @@ impl Link {
     /// Queues the bytes of `id`, which the receiver has asked for.
     pub(super) fn ready(&self, id: u64) -> Result<(), String> {
         let state = self.state();
-        let sent = state.sends.get(&id).ok_or_else(|| format!("nothing was sent as {id}"))?;
-        let bytes = Some((id, sent.tensor.shallow_clone()));
-        state.put(Outgoing { frame: Frame::Data { id }, bytes });
+        if !state.sends.contains_key(&id) {
+            return Err(not_sent(id));
+        }
+        state.put(Outgoing { frame: Frame::Data { id }, bytes: Some(id) });
         Ok(())
     }
 
     /// Completes the send of `id`, whose bytes the receiver has taken.
     pub(super) fn taken(&self, id: u64) -> Result<(), String> {
-        let sent = self.take_sent(id)?;
-        sent.delivery.complete(Outcome::From(sent.source));
+        let mut state = self.state();
+        let source = state.sends.get(&id).ok_or_else(|| not_sent(id))?.source;
+        state.complete(id, Outcome::From(source));
         Ok(())
     }
 
     /// Fails the send of `id`, because the receiver expects another dtype or shape.
     pub(super) fn refused(&self, id: u64, expected: String) -> Result<(), String> {
-        let sent = self.take_sent(id)?;
+        let mut state = self.state();
+        let sent = state.sends.get(&id).ok_or_else(|| not_sent(id))?;
+        let (rank, at) = (sent.rank, sent.at);
         let error = Error::SendMismatch {
-            source_rank: sent.rank,
+            source_rank: rank,
             destination: self.context.members[sent.destination],
             sent: describe(sent.tensor.kind(), &sent.tensor.size()),
             expected,
         };
-        self.context.run.report_at(sent.rank, Some(sent.at), Some(&error), error.to_string());
-        sent.delivery.complete(Outcome::Reported);
+        self.context.run.report_at(rank, Some(at), Some(&error), error.to_string());
+        state.complete(id, Outcome::Reported);
         Ok(())
-    }
-
-    fn take_sent(&self, id: u64) -> Result<Sent, String> {
-        let sent = self.state().sends.remove(&id);
-        sent.ok_or_else(|| format!("nothing was sent as {id}"))
     }
 
     /// Returns the tensor that the bytes of `id` are for.
@@ -287,14 +312,15 @@ impl Link {
     /// Ends the connection, for this `reason`. Messages that wait for the other process are lost. Fails each rank that
     /// has sent a message which has not gone, unless the connections are closing.
     pub(super) fn lose(&self, reason: &str) {
-        let sends = self.end(reason);
+        // Kept until the failures are reported: the ranks, and the connections, end without them.
+        let unsent = self.end(reason);
         let run = &self.context.run;
         if self.context.is_closing() {
             return;
         }
-        for sent in sends.values().filter(|sent| sent.pending.is_some()) {
-            let error = lost::connection_lost(run, sent.at, sent.rank, self.ranks(), reason.into());
-            run.report_at(sent.rank, Some(sent.at), Some(&error), error.to_string());
+        for &(rank, at, _) in &unsent {
+            let error = lost::connection_lost(run, at, rank, self.ranks(), reason.into());
+            run.report_at(rank, Some(at), Some(&error), error.to_string());
         }
     }
 
@@ -303,25 +329,30 @@ impl Link {
         drop(self.end(reason));
     }
 
-    /// Ends the connection, and completes all its messages as lost. Returns the sends among them.
-    fn end(&self, reason: &str) -> HashMap<u64, Sent> {
-        let (sends, receives) = {
+    /// Ends the connection, and completes all its messages as lost; one whose tensor is being written, when that has
+    /// ended. Returns the ranks and operations of the messages that have not gone, with their guards.
+    fn end(&self, reason: &str) -> Vec<(usize, OpId, Pending)> {
+        let unsent = {
             let mut state = self.state();
             match &state.stage {
-                Stage::Closed(_) => return HashMap::new(),
+                Stage::Closed(_) => return Vec::new(),
                 Stage::Open(stream) => drop(stream.shutdown(Shutdown::Both)),
                 Stage::Idle | Stage::Connecting => {}
             }
             state.stage = Stage::Closed(reason.into());
             (state.outbox, state.queued) = (None, None);
-            (std::mem::take(&mut state.sends), std::mem::take(&mut state.receives))
+            let sends = state.sends.values_mut();
+            let unsent = sends.filter_map(|sent| Some((sent.rank, sent.at, sent.pending.take()?)));
+            let unsent = unsent.collect();
+            let ids: Vec<u64> = state.sends.keys().copied().collect();
+            ids.into_iter().for_each(|id| state.complete(id, self.lost(reason)));
+            for expected in std::mem::take(&mut state.receives).into_values() {
+                expected.delivery.complete(self.lost(reason));
+            }
+            unsent
         };
-        let deliveries = sends.values().map(|sent| &sent.delivery);
-        for delivery in deliveries.chain(receives.values().map(|expected| &expected.delivery)) {
-            delivery.complete(self.lost(reason));
-        }
         self.fail_receives();
-        sends
+        unsent
     }
 
     /// Ends all receives that wait for the other process, if the connection has ended.
@@ -346,10 +377,41 @@ impl Link {
 }
 
 impl State {
+    /// Completes the send of `id`; if its tensor is being written, when that has ended. The first outcome counts.
+    fn complete(&mut self, id: u64, outcome: Outcome) {
+        match self.sends.get_mut(&id) {
+            Some(sent) if sent.is_writing => drop(sent.outcome.get_or_insert(outcome)),
+            _ => {
+                if let Some(sent) = self.sends.remove(&id) {
+                    sent.delivery.complete(outcome);
+                }
+            }
+        }
+    }
+
     fn put(&self, outgoing: Outgoing) {
         if let Some(outbox) = &self.outbox {
             let _ = outbox.send(outgoing); // fails once the connection is closed
         }
+    }
+}
+
+fn not_sent(id: u64) -> String {
+    format!("nothing was sent as {id}")
+}
+
+/// A tensor whose bytes the thread that writes reads until this is dropped.
+pub(super) struct Writing<'a> {
+    link: &'a Link,
+    id: u64,
+    pub tensor: Tensor,
+    /// Whether all bytes have been written.
+    pub is_written: bool,
+}
+
+impl Drop for Writing<'_> {
+    fn drop(&mut self) {
+        self.link.end_writing(self.id, self.is_written);
     }
 }
 
@@ -362,46 +424,5 @@ impl Carrier for Link {
 impl fmt::Debug for Link {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Link").field("process", &self.process).finish_non_exhaustive()
-    }
-}
-
-/// An offer in a mailbox.
-#[derive(Debug)]
-struct Offered {
-    link: Arc<Link>,
-    id: u64,
-    source: usize,
-    destination: usize,
-    inline: Option<Tensor>,
-}
-
-impl Incoming for Offered {
-    fn accept(self: Box<Self>, mut into: Tensor, delivery: Arc<Completion>) {
-        let Self { link, id, source, destination, inline } = *self;
-        let rank = link.context.members[destination];
-        if let Some(tensor) = inline {
-            let copied = tch::no_grad(|| into.f_copy_(&tensor).map(drop));
-            return match copied.doing("copy_") {
-                Ok(()) => {
-                    link.reply(Frame::Taken { id });
-                    delivery.complete(Outcome::From(source));
-                }
-                Err(error) => {
-                    link.context.run.report(rank, Some(&error), error.to_string());
-                    delivery.complete(Outcome::Reported);
-                }
-            };
-        }
-        delivery.carried_by(link.clone());
-        let mut state = link.state();
-        if let Stage::Closed(reason) = &state.stage {
-            return delivery.complete(link.lost(reason));
-        }
-        state.receives.insert(id, Expected { into, source, rank, delivery });
-        state.put(Outgoing { frame: Frame::Ready { id }, bytes: None });
-    }
-
-    fn refuse(self: Box<Self>, expected: &str) {
-        self.link.reply(Frame::Refused { id: self.id, expected: expected.into() });
     }
 }

@@ -8,6 +8,7 @@ mod frame;
 mod guard;
 mod keeper;
 mod link;
+mod offered;
 mod open;
 mod pending;
 mod reader;
@@ -49,8 +50,9 @@ struct Connections {
     context: Arc<MessageContext>,
     /// One per process; the one to this process is never used.
     links: Vec<Arc<Link>>,
-    /// `None` once a thread accepts connections.
-    listener: Mutex<Option<TcpListener>>,
+    listener: Arc<TcpListener>,
+    /// Whether a thread accepts connections.
+    accepts: Mutex<bool>,
     address: SocketAddr,
     /// Closes when all messages have gone, and no more can be sent.
     sent: Receiver<Infallible>,
@@ -99,9 +101,18 @@ impl Messages {
         };
         let context = Arc::new(context);
         let links = (0..processes).map(|process| Link::new(process, context.clone())).collect();
-        let listener = Mutex::new(Some(listener));
-        let connections =
-            Connections { context, links, listener, address, sent, written, ended, _open: open };
+        let (listener, accepts) = (Arc::new(listener), Mutex::new(false));
+        let connections = Connections {
+            context,
+            links,
+            listener,
+            accepts,
+            address,
+            sent,
+            written,
+            ended,
+            _open: open,
+        };
         Self(Arc::new(connections))
     }
 
@@ -126,7 +137,10 @@ impl Messages {
         delivery.carried_by(link.clone());
         let tensor = Contiguous::new(at.operation, tensor)?.handle();
         let rank = context.members[source];
-        link.send(Sent { tensor, source, destination, rank, at, delivery, pending: None }, tag);
+        let (pending, is_writing, outcome) = Default::default();
+        let message =
+            Sent { tensor, source, destination, rank, at, delivery, pending, is_writing, outcome };
+        link.send(message, tag);
         // If the link cannot start, nothing else would end this send.
         let started = self.0.listen().and_then(|()| open::start(link));
         started.inspect_err(|error| link.close(&error.to_string()))?;
@@ -151,15 +165,15 @@ impl Messages {
 
 impl Connections {
     fn listen(&self) -> Result<()> {
-        let mut listener = self.listener.lock();
-        if listener.is_none() {
+        let mut accepts = self.accepts.lock();
+        if *accepts {
             return Ok(());
         }
         let share = || (self.context.clone(), self.links.clone());
         let ((context, links), ended) = (share(), self.ended.clone());
         self.context.thread(move |_| keeper::run(&context, &links, &ended))?;
-        let Some(listener) = listener.take() else { return Ok(()) };
-        let (context, links) = share();
+        *accepts = true;
+        let ((context, links), listener) = (share(), self.listener.clone());
         self.context.thread(move |_| open::accept(&context, &links, &listener))
     }
 }
@@ -202,9 +216,8 @@ impl Drop for Messages {
 impl Drop for Connections {
     fn drop(&mut self) {
         self.context.closing.store(true, Ordering::Release);
-        if self.listener.lock().is_none() {
-            open::knock(self.address);
-        }
+        // Wakes the thread that accepts connections, without one: there may be no file left to open.
+        let _ = rustix::net::shutdown(&self.listener, rustix::net::Shutdown::Both);
         let cancelled = self.context.run.cancel.tripped();
         for link in &self.links {
             link.finish();

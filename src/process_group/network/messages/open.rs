@@ -1,12 +1,14 @@
 //! Setup of the one connection between two processes for messages. Each process listens, and writes its address and a
 //! token to the store.
 
-use std::io::{self, ErrorKind};
-use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
+use std::collections::VecDeque;
+use std::io::{self, ErrorKind, Read};
+use std::net::{IpAddr, Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crossbeam::channel::RecvTimeoutError;
+use parking_lot::Mutex;
 use rustix::io::Errno;
 
 use super::context::MessageContext;
@@ -17,9 +19,13 @@ use super::stoppable_reader::{STOP_POLL_INTERVAL, StoppableReader};
 use crate::error::{Error, Result};
 use crate::ffi::TcpStore;
 use crate::os::limits::require_files;
+use crate::runtime::deadline;
 
-/// Longest wait for the greeting of a new connection.
+/// Longest wait for the whole greeting of a new connection.
 const GREETING: Duration = Duration::from_secs(10);
+
+/// The most connections that have not greeted yet: each has a thread.
+pub(super) const MAX_STRANGERS: usize = 16;
 
 /// The listener to which other processes connect, and its address.
 #[derive(Debug)]
@@ -139,6 +145,7 @@ fn greet(link: &Link, stream: &TcpStream, token: u64) -> io::Result<bool> {
 
 /// Accepts connections until the messages of this process end.
 pub(super) fn accept(context: &Arc<MessageContext>, links: &[Arc<Link>], listener: &TcpListener) {
+    let strangers = Arc::<Strangers>::default();
     for stream in listener.incoming() {
         if context.is_closing() {
             return;
@@ -159,17 +166,57 @@ pub(super) fn accept(context: &Arc<MessageContext>, links: &[Arc<Link>], listene
                 }
             }
         };
-        let links = links.to_vec();
-        let admitted = context.clone();
+        strangers.enter(&stream);
+        let (links, strangers, admitted) = (links.to_vec(), strangers.clone(), context.clone());
         let begun = context.thread(move |serving| {
+            let link = admit(&admitted, &links, &stream);
+            strangers.leave(&stream);
             // A stranger is disconnected without an answer.
-            if let Ok(Some(link)) = admit(&admitted, &links, &stream) {
+            if let Ok(Some(link)) = link {
                 reader::run(&link, &stream, serving);
             }
         });
         if let Err(error) = begun {
             return context.run.report(context.first_rank(), Some(&error), error.to_string());
         }
+    }
+}
+
+/// The connections that have not greeted yet, the oldest first.
+#[derive(Default)]
+struct Strangers(Mutex<VecDeque<Arc<TcpStream>>>);
+
+impl Strangers {
+    /// Adds a connection. Ends the oldest if there are too many: the processes of a run greet as soon as they connect.
+    fn enter(&self, stream: &Arc<TcpStream>) {
+        let mut strangers = self.0.lock();
+        strangers.push_back(stream.clone());
+        if strangers.len() > MAX_STRANGERS
+            && let Some(oldest) = strangers.pop_front()
+        {
+            let _ = oldest.shutdown(Shutdown::Both); // fails if it has ended already
+        }
+    }
+
+    fn leave(&self, stream: &Arc<TcpStream>) {
+        self.0.lock().retain(|other| !Arc::ptr_eq(other, stream));
+    }
+}
+
+/// A stream that can be read until a time.
+pub(super) struct UntilDeadline<'a> {
+    pub stream: &'a TcpStream,
+    pub deadline: Instant,
+}
+
+impl Read for UntilDeadline<'_> {
+    fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+        let left = self.deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(ErrorKind::TimedOut.into());
+        }
+        self.stream.set_read_timeout(Some(left))?;
+        self.stream.read(bytes)
     }
 }
 
@@ -189,13 +236,15 @@ fn require_connection_file(context: &MessageContext) -> Result<(), String> {
     })
 }
 
+/// Makes `stream` the connection to the process that greets, within [`GREETING`]. Returns its link. `None` if the stream
+/// is not used.
 pub(super) fn admit(
     context: &MessageContext,
     links: &[Arc<Link>],
     stream: &Arc<TcpStream>,
 ) -> io::Result<Option<Arc<Link>>> {
-    stream.set_read_timeout(Some(GREETING))?;
-    let Some(Frame::Hello { token, process }) = Frame::read(&mut &**stream)? else {
+    let mut greeting = UntilDeadline { stream, deadline: deadline(GREETING) };
+    let Some(Frame::Hello { token, process }) = Frame::read(&mut greeting)? else {
         return Ok(None);
     };
     let link = links
@@ -212,9 +261,4 @@ pub(super) fn admit(
         Adoption::Busy => Frame::Busy.write(&mut &**stream).map(|()| None),
         Adoption::Closed => Ok(None), // the other process sees that no connection will come
     }
-}
-
-/// Wakes the thread that accepts connections, so that it checks whether to end.
-pub(super) fn knock(address: SocketAddr) {
-    let _ = TcpStream::connect_timeout(&address, STOP_POLL_INTERVAL); // fails if no thread listens
 }

@@ -5,7 +5,7 @@
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crossbeam::channel::{bounded, never};
 use tch::{Device, Kind, Tensor};
@@ -13,8 +13,8 @@ use tch::{Device, Kind, Tensor};
 use super::super::lost;
 use super::super::process_map::ProcessMap;
 use super::frame::{Frame, Offer};
-use super::link::Adoption;
-use super::open::{MessageListener, address_of, admit, key};
+use super::link::{Adoption, Link};
+use super::open::{MAX_STRANGERS, MessageListener, UntilDeadline, address_of, admit, key};
 use super::{Connections, Messages, OutgoingMessage};
 use crate::error::Error;
 use crate::ffi::TcpStore;
@@ -144,6 +144,80 @@ fn send_ends_when_no_thread_serves_its_connection() {
         let told = mine.end_with_a_message(cause);
         assert!(told[0].contains(expected), "{told:?}");
         drop(other);
+    }
+}
+
+/// Until the thread that writes has finished with a tensor, its rank must not change it: not if the connection ends, and
+/// not if the peer answers too early.
+#[test]
+fn send_completes_only_when_its_tensor_is_not_being_written() {
+    let taken = |link: &Link| link.taken(0).unwrap();
+    let cut = |link: &Link| link.close("the cause");
+    let ends: [(fn(&Link), bool); 2] = [(taken, true), (cut, false)];
+    for (end, arrives) in ends {
+        let store = TcpStore::serve("127.0.0.1", 0, TIMEOUT, never()).unwrap();
+        let mine = process(&store, 1);
+        let link = &mine.messages.0.links[0];
+        let _ = link.begin_to_connect(); // no thread serves it
+        let tensor = Tensor::from_slice(&[7i64]);
+        let message =
+            OutgoingMessage { tensor: &tensor, source: 1, destination: 0, tag: 0, at: SEND };
+        let sent = mine.messages.send(&message).unwrap();
+        let writing = link.begin_writing(0).unwrap();
+        end(link);
+        assert!(!sent.is_completed(), "its tensor is being written");
+        drop(writing);
+        let outcome = sent.outcome();
+        match arrives {
+            true => assert!(matches!(outcome, Some(Outcome::From(1))), "{outcome:?}"),
+            false => assert!(matches!(outcome, Some(Outcome::Lost { .. })), "{outcome:?}"),
+        }
+        assert!(link.begin_writing(0).is_none());
+        mine.run.report(1, None, "over".into()); // nobody waits for the rest
+    }
+}
+
+/// Many that connect and say nothing do not keep a process of the run out, nor get a thread each.
+#[test]
+fn strangers_that_say_nothing_are_few() {
+    let store = TcpStore::serve("127.0.0.1", 0, TIMEOUT, never()).unwrap();
+    let [one, other] = [0, 1].map(|mine| process(&store, mine));
+    let (address, _) = address(&store, 1);
+    other.messages.expect(None).unwrap();
+    let silent: Vec<_> =
+        (0..3 * MAX_STRANGERS).map(|_| TcpStream::connect(address).unwrap()).collect();
+    let (oldest, newest) = silent.split_at(2 * MAX_STRANGERS);
+    for mut stranger in oldest {
+        assert!(matches!(stranger.read(&mut [0]), Ok(0) | Err(_)));
+    }
+    one.send_to(&other, 5);
+    newest[1].set_nonblocking(true).unwrap();
+    let waits = (&newest[1]).read(&mut [0]).map_err(|error| error.kind());
+    assert_eq!(waits, Err(std::io::ErrorKind::WouldBlock));
+}
+
+/// A byte in time does not extend the time for a greeting.
+#[test]
+fn greeting_has_one_deadline_for_all_its_bytes() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let mut stranger = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    let (stream, _) = listener.accept().unwrap();
+    stranger.write_all(&[0]).unwrap();
+    let mut greeting = UntilDeadline { stream: &stream, deadline: Instant::now() };
+    assert_eq!(greeting.read(&mut [0]).unwrap_err().kind(), std::io::ErrorKind::TimedOut);
+}
+
+#[test]
+fn thread_that_accepts_ends_without_a_connection() {
+    let store = TcpStore::serve("127.0.0.1", 0, TIMEOUT, never()).unwrap();
+    let mine = process(&store, 1);
+    mine.messages.expect(None).unwrap();
+    let listener = mine.messages.0.listener.clone();
+    let Process { run: _run, shared: _shared, messages } = mine;
+    drop(messages);
+    // The thread and this test held the listener. Only a connection would have woken the thread otherwise.
+    while Arc::strong_count(&listener) > 1 {
+        std::thread::yield_now();
     }
 }
 

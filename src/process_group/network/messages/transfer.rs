@@ -9,10 +9,10 @@ use super::frame::Frame;
 use crate::process_group::contiguous::is_plain_contiguous;
 use crate::process_group::dtype::num_bytes;
 
-/// A frame to write. `bytes` has the id of an offer and the tensor whose bytes follow.
+/// A frame to write. `bytes` is the offer whose tensor follows.
 pub(super) struct Outgoing {
     pub frame: Frame,
-    pub bytes: Option<(u64, Tensor)>,
+    pub bytes: Option<u64>,
 }
 
 /// Returns the size of a tensor in bytes.
@@ -23,15 +23,15 @@ pub(super) fn size(tensor: &Tensor) -> usize {
 /// Writes the bytes of `tensor`, which must be contiguous and on the CPU.
 pub(super) fn write_tensor(to: &mut impl Write, tensor: &Tensor) -> io::Result<()> {
     let (start, len) = memory(tensor)?;
-    // SAFETY: these bytes are the tensor's. The handle keeps them alive, and the rank does not touch them until the
-    // message has been received.
+    // SAFETY: these bytes are the tensor's. The handle keeps them alive. The rank does not change them before its send
+    // completes, which waits for this write.
     to.write_all(unsafe { std::slice::from_raw_parts(start, len) })
 }
 
 /// Fills `tensor`, which must be contiguous, on the CPU and used nowhere else.
 pub(super) fn read_tensor(from: &mut impl Read, tensor: &mut Tensor) -> io::Result<()> {
     let (start, len) = memory(tensor)?;
-    // SAFETY: as in `write_tensor`.
+    // SAFETY: as in `write_tensor`. The receive completes after this read.
     from.read_exact(unsafe { std::slice::from_raw_parts_mut(start, len) })
 }
 

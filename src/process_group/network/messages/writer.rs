@@ -1,5 +1,6 @@
 //! The thread that writes the frames to another process.
 
+use std::io;
 use std::net::{Shutdown, TcpStream};
 
 use crossbeam::channel::Receiver;
@@ -12,11 +13,15 @@ pub(super) fn run(link: &Link, stream: &TcpStream, queue: &Receiver<Outgoing>) {
     for Outgoing { frame, bytes } in queue {
         let write = || {
             frame.write(&mut &*stream)?;
-            bytes.as_ref().map_or(Ok(()), |(_, tensor)| write_tensor(&mut &*stream, tensor))
+            let Some(mut writing) = bytes.and_then(|id| link.begin_writing(id)) else {
+                return Ok(());
+            };
+            write_tensor(&mut &*stream, &writing.tensor)?;
+            writing.is_written = true;
+            Ok(())
         };
-        match write() {
-            Ok(()) => bytes.iter().for_each(|(id, _)| link.written(*id)),
-            Err(error) => return link.lose(&error.to_string()),
+        if let Err(error) = write() {
+            return link.lose(&io::Error::to_string(&error));
         }
     }
     let _ = stream.shutdown(Shutdown::Write); // fails if the peer is gone already
