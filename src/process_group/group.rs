@@ -50,7 +50,8 @@ impl ProcessGroup {
         let Ok(place) = ranks.binary_search(&self.rank) else { return Ok(None) };
         let members: Arc<[usize]> = ranks.iter().map(|&rank| self.shared.members()[rank]).collect();
         let here = ranks.iter().filter(|rank| self.shared.here().contains(rank)).count();
-        let bootstrap = self.sub_groups.fetch(sequence, here, || match &self.network {
+        let caller = (&**self.run(), self.global_rank());
+        let bootstrap = self.sub_groups.fetch(sequence, here, caller, || match &self.network {
             Some(network) if here < ranks.len() => {
                 let name = format!("group/{sequence}");
                 let connect = |members| network.part(&ranks, &name, members);

@@ -113,7 +113,8 @@ impl ProcessGroup {
         self.barrier()?; // no rank uses the tensors any more that `make` reads
         let (sequence, ranks) = (self.sequence()?, self.local_world_size());
         let make = || Ok(Arc::new(Mutex::new(make()?)));
-        let tensors = self.shared.tensors().fetch(sequence, ranks, make)?;
+        let caller = (&**self.run(), self.global_rank());
+        let tensors = self.shared.tensors().fetch(sequence, ranks, caller, make)?;
         let tensors = tensors.lock();
         tensors.iter().map(|tensor| tensor.f_data().doing("sharing a tensor")).collect()
     }

@@ -220,9 +220,11 @@ impl NcclBackend {
                     let id = UniqueId::through(store, &key, makes_it, run.timeout, late)?;
                     (id, share(place..place + 1))
                 }
-                None => self
-                    .local_pairs
-                    .fetch((low, high), 2, || Ok((UniqueId::new()?, share(0..2))))?,
+                None => {
+                    let caller = (&**run, members[place]);
+                    let make = || Ok((UniqueId::new()?, share(0..2)));
+                    self.local_pairs.fetch((low, high), 2, caller, make)?
+                }
             };
             let pair = NcclBackend::join(shared, None, Arc::default(), place, self.gpu, id)?;
             self.pairs.insert(peer, pair);
