@@ -9,6 +9,9 @@ use parking_lot::Mutex;
 
 use crate::telemetry::{HeldOutput, Stream};
 
+/// The most bytes of a line that are read at once.
+const MAX_LINE_BYTES: u64 = 64 << 10;
+
 /// What the processes of one start have written to the terminal.
 #[derive(Debug, Default)]
 pub(super) struct OutputOfProcesses {
@@ -42,7 +45,9 @@ impl OutputOfProcesses {
         let held = self.held.clone();
         let read = move || {
             let (mut pipe, mut line) = (BufReader::new(pipe), Vec::new());
-            while pipe.read_until(b'\n', &mut line).is_ok_and(|bytes| bytes > 0) {
+            let most = MAX_LINE_BYTES;
+            while pipe.by_ref().take(most).read_until(b'\n', &mut line).is_ok_and(|bytes| bytes > 0)
+            {
                 held.lock().add(stream, &line);
                 line.clear();
             }
