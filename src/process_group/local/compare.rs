@@ -5,7 +5,6 @@ use super::fingerprint::{CollectiveFingerprint, Extras};
 use super::mismatch::{RankCall, mismatch};
 use super::shared::CallSlot;
 use crate::error::Result;
-use crate::operation::Operation;
 use crate::process_group::call::Call;
 
 /// Announces this rank's call, waits for the others' and compares them.
@@ -59,10 +58,5 @@ fn compare<'a>(
         return Ok(());
     }
     let called = members.iter().zip(calls.clone()).map(|(&rank, call)| RankCall::new(rank, call));
-    let operation = |outlier: usize| {
-        let place = members.iter().position(|&rank| rank == outlier);
-        let call = place.and_then(|place| calls.clone().nth(place));
-        call.map_or(Operation::UserCode, |call| call.operation)
-    };
-    Err(mismatch(sequence, &called.collect::<Vec<_>>(), operation))
+    Err(mismatch(sequence, &called.collect::<Vec<_>>()))
 }

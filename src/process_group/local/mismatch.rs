@@ -4,7 +4,7 @@
 
 use super::fingerprint::{CollectiveFingerprint, SIZES};
 use crate::error::{Error, Suspects, list_ranks, runs};
-use crate::operation::Operation;
+use crate::operation::{OpId, Operation};
 use crate::runtime::format_call_site;
 
 /// The number of different calls that an error lists one by one.
@@ -26,6 +26,13 @@ pub(crate) struct RankCall {
 impl RankCall {
     pub(super) fn new(rank: usize, announced: &CollectiveFingerprint) -> Self {
         Self { rank, call: announced.describe(), call_site: format_call_site(announced.call_site) }
+    }
+
+    /// Returns the operation, with which the call begins. `UserCode` for text of another process that names none.
+    fn operation(&self) -> Operation {
+        let is_of_name = |char: char| char.is_ascii_lowercase() || char == '_';
+        let name = self.call.split(|char| !is_of_name(char)).next().unwrap_or_default();
+        OpId::named(name, 0).operation
     }
 
     /// Returns the part of the call that must be the same on all ranks.
@@ -50,13 +57,8 @@ fn groups<'a>(
 }
 
 /// Returns the error of ranks that have made different calls. The rank to look at first is the first rank of the
-/// smallest group with the same call; of equally small groups, the last one counts. `operation` returns the
-/// operation that a rank has called.
-pub(crate) fn mismatch(
-    sequence: u64,
-    calls: &[RankCall],
-    operation: impl Fn(usize) -> Operation,
-) -> Error {
+/// smallest group with the same call; of equally small groups, the last one counts.
+pub(crate) fn mismatch(sequence: u64, calls: &[RankCall]) -> Error {
     let mut groups = groups(calls, RankCall::agreed);
     if groups.len() == 1 {
         // All calls are the same but for the sizes.
@@ -68,12 +70,13 @@ pub(crate) fn mismatch(
     let answers: Vec<(usize, usize)> = (0..groups.len()).flat_map(calls_of).collect();
     let mut suspects = Suspects::of(&answers);
     suspects.ranks.sort_unstable();
+    let called = calls.iter().find(|call| call.rank == outlier);
     Error::Mismatch {
         sequence,
         calls: list(calls, outlier),
         suspects,
         outlier,
-        called: operation(outlier),
+        called: called.map_or(Operation::UserCode, RankCall::operation),
     }
 }
 
@@ -168,7 +171,7 @@ mod tests {
     }
 
     fn told(calls: &[RankCall]) -> (String, usize) {
-        match mismatch(0, calls, |_| Operation::Barrier) {
+        match mismatch(0, calls) {
             Error::Mismatch { calls, outlier, .. } => (calls, outlier),
             other => panic!("{other}"),
         }
@@ -177,7 +180,7 @@ mod tests {
     #[test]
     fn mismatch_of_two_ranks_ties_and_of_more_suspects_the_minority() {
         let end = |calls: &[RankCall]| {
-            let error = mismatch(0, calls, |_| Operation::Barrier);
+            let error = mismatch(0, calls);
             let text = error.to_string();
             let end = text.split("same dtypes and shapes").nth(1).unwrap().to_string();
             (end, error.blames().unwrap().tied)
@@ -204,6 +207,21 @@ mod tests {
         assert_eq!(told(&calls), (expected.into(), 17));
         let two = [called(4, "x", 1), called(5, "y", 1)];
         assert_eq!(told(&two).1, 5);
+    }
+
+    /// What another process was last seen doing may be older than its call.
+    #[test]
+    fn blamed_operation_is_the_one_in_the_call() {
+        for operation in [Operation::AllReduce, Operation::Barrier, Operation::NewGroup] {
+            let text = format!("{operation} of ranks [0, 1]\n at a.rs:3");
+            let calls =
+                [from_text(Some(b"broadcast"), &[0, 1]), from_text(Some(text.as_bytes()), &[2])];
+            let blame = mismatch(7, &calls.concat()).blames().unwrap();
+            assert_eq!((blame.rank, blame.at), (2, Some(OpId { operation, sequence: 7 })));
+        }
+        let unknown = [from_text(Some(b"broadcast"), &[0, 1]), from_text(None, &[2])].concat();
+        let blame = mismatch(7, &unknown).blames().unwrap();
+        assert_eq!(blame.at.map(|at| at.operation), Some(Operation::UserCode));
     }
 
     #[test]

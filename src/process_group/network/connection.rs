@@ -425,12 +425,7 @@ impl Network {
             }
             calls.extend(local::from_text(text.as_deref(), &self.members[places.clone()]));
         }
-        let here = &self.members[self.map.here()];
-        let operation = |rank: usize| match here.contains(&rank) {
-            true => call.operation,
-            false => self.run.activity[rank].now().operation,
-        };
-        Ok(local::mismatch(call.sequence, &calls, operation))
+        Ok(local::mismatch(call.sequence, &calls))
     }
 }
 
