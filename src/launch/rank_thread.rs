@@ -1,5 +1,6 @@
 //! The thread of one rank, from start to end.
 
+use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
@@ -57,20 +58,41 @@ impl<T> RankThread<T> {
             prepare(device, threads)?;
             f(&context)
         }))
-        .unwrap_or_else(|panic| Err(panics::error(panic)));
+        .unwrap_or_else(|panic| Err(error_of(panic)));
         // The order matters. Report how this rank ended, so that no rank waits for it. Wait until the work it has
         // started ends. Shut down the group, which may need the others. Then report that the thread can be joined.
-        if let Err(error) = &result {
-            let cause = error.chain().find_map(|cause| cause.downcast_ref::<Error>());
-            run.report(rank, cause, format!("{error:#}"));
-        }
+        let value = match result {
+            Ok(value) => Some(value),
+            Err(error) => {
+                report(&run, rank, error);
+                None
+            }
+        };
         run.wait_until_idle(rank);
         run.finish(rank);
         context.shut_down();
         drop(context);
         run.activity[rank].enter(Operation::Done, 0);
         // The supervisor has stopped receiving if the grace period is over.
-        let _ = ended.send(Ended { rank, value: result.ok() });
+        let _ = ended.send(Ended { rank, value });
+    }
+}
+
+/// Returns the error of a rank that has panicked. The drop of what it has thrown may panic, too.
+fn error_of(panic: Box<dyn Any + Send>) -> anyhow::Error {
+    catch_unwind(AssertUnwindSafe(|| panics::error(panic)))
+        .unwrap_or_else(|panic| anyhow::Error::msg(panics::describe(&*panic)))
+}
+
+/// Reports the error of a rank. Its text and its drop are the user's code, which may panic.
+fn report(run: &RunContext, rank: usize, error: anyhow::Error) {
+    let report = move || {
+        let cause = error.chain().find_map(|cause| cause.downcast_ref::<Error>());
+        run.report(rank, cause, format!("{error:#}"));
+    };
+    if let Err(panic) = catch_unwind(AssertUnwindSafe(report)) {
+        let why = panics::describe(&*panic);
+        run.report(rank, None, format!("it returned an error, whose text or drop {why}"));
     }
 }
 
@@ -88,4 +110,69 @@ fn prepare(device: Device, threads: usize) -> Result<()> {
         ffi::hide_stack_traces();
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fmt;
+
+    use crate::launch::spawn;
+
+    /// An error whose text panics.
+    #[derive(Debug)]
+    struct Unprintable;
+
+    impl fmt::Display for Unprintable {
+        fn fmt(&self, _: &mut fmt::Formatter<'_>) -> fmt::Result {
+            panic!("no text")
+        }
+    }
+
+    impl std::error::Error for Unprintable {}
+
+    /// An error, or the payload of a panic, whose drop panics.
+    struct Undroppable;
+
+    impl Drop for Undroppable {
+        fn drop(&mut self) {
+            panic!("no drop")
+        }
+    }
+
+    impl fmt::Debug for Undroppable {
+        fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            f.write_str("Undroppable")
+        }
+    }
+
+    impl fmt::Display for Undroppable {
+        fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            f.write_str("its text")
+        }
+    }
+
+    impl std::error::Error for Undroppable {}
+
+    #[test]
+    fn panic_in_the_error_of_a_rank_is_its_failure() {
+        for count in [1, 3] {
+            let fails: [(fn() -> anyhow::Error, _); 2] = [
+                (|| Unprintable.into(), "whose text or drop panicked at"),
+                (|| Undroppable.into(), "its text"),
+            ];
+            for (error, told) in fails {
+                let fail = move |rank: &crate::Rank| match rank.rank() {
+                    0 => Err(error()),
+                    _ => Ok(()),
+                };
+                let error = spawn(count, fail).unwrap_err();
+                assert_eq!(error.failure.rank, 0, "{error}");
+                assert!(error.to_string().contains(told) && error.stuck.is_empty(), "{error}");
+            }
+            let error = spawn(count, |_| -> anyhow::Result<()> {
+                std::panic::panic_any(Undroppable);
+            });
+            assert!(error.is_err());
+        }
+    }
 }
