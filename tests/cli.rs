@@ -684,3 +684,28 @@ fn error_names_the_file_that_gave_the_value() {
         "configs/gpt.toml: warmup_steps: 100 steps of warm-up fill the whole run, which has 4;";
     assert!(stderr.contains(expected), "{stderr}");
 }
+
+/// The first epoch takes longer than two seconds.
+#[test]
+fn long_epoch_shows_the_step_through_a_pipe() {
+    let slow = "--inject-fault=slow=250ms:rank=0,at=step,step=0";
+    let args = ["--nproc-per-node=2", "--max-steps=12", slow];
+    let (code, stdout, stderr) = run(&args);
+    assert_eq!(code, Some(0), "{stderr}");
+    assert!(stderr.contains("ddp-mp: step ") && stderr.contains(" of 12, about "), "{stderr}");
+    assert!(!stdout.contains("step "), "{stdout}");
+    let (_, _, stderr) = run(&[&args[..], &["--quiet"]].concat());
+    assert!(!stderr.contains("step "), "{stderr}");
+}
+
+#[test]
+fn kill_among_threads_says_what_it_ends() {
+    let fault = "--inject-fault=kill:rank=1,at=step,step=0";
+    for (spawn, told) in [("threads", true), ("processes", false)] {
+        let (code, _, stderr) = run(&["--nproc-per-node=2", fault, &format!("--spawn={spawn}")]);
+        assert_ne!(code, Some(0), "{stderr}");
+        let note = "ends all 2 ranks of the process of rank 1 without a report";
+        let found = stderr.contains(note) && stderr.contains("with --spawn=processes it ends one");
+        assert_eq!(found, told, "{stderr}");
+    }
+}

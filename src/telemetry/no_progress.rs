@@ -10,7 +10,7 @@ impl Progress {
         None
     }
 
-    pub(super) fn set(&self, _step: u64, _message: &str) {
+    pub(super) fn set(&mut self, _step: u64, _metrics: Option<String>) {
         match *self {}
     }
 

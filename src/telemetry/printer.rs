@@ -321,13 +321,23 @@ impl Printer {
     /// Shows the metrics of training, whose rate is `rate` as text.
     pub(super) fn progress(&self, metrics: &TrainMetrics, rate: &str) {
         let TrainMetrics { step, loss, lr, .. } = *metrics;
-        match &*self.display.lock() {
+        match &mut *self.display.lock() {
             Display::Nothing => {}
             Display::Progress(progress) => {
-                progress.set(step, &format!("loss {loss:.4}, lr {lr:.3e}, {rate}"));
+                progress.set(step, Some(format!("loss {loss:.4}, lr {lr:.3e}, {rate}")));
             }
             Display::Live(feed) => feed.train(metrics, rate),
         }
+    }
+
+    /// Shows that `step` steps have been made: in the progress bar, or as the note `text` where nothing shows progress.
+    pub(crate) fn step(&self, step: u64, text: &str) {
+        match &mut *self.display.lock() {
+            Display::Nothing => {}
+            Display::Progress(progress) => return progress.set(step, None),
+            Display::Live(_) => return,
+        }
+        self.info(text);
     }
 
     /// Removes the progress bar.

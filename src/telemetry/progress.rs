@@ -4,7 +4,11 @@ use indicatif::{HumanCount, HumanDuration, ProgressBar, ProgressDrawTarget, Prog
 
 /// A bar on stderr, below all other output, removed at the end. Not drawn in a pipe.
 #[derive(Debug)]
-pub(super) struct Progress(ProgressBar);
+pub(super) struct Progress {
+    bar: ProgressBar,
+    /// The newest metrics as text; empty before the first.
+    metrics: String,
+}
 
 impl Progress {
     /// Creates the bar of a run of `steps` steps, of which `done` have been made.
@@ -19,26 +23,27 @@ impl Progress {
         // Otherwise the estimate would count the steps before a resume as made in no time.
         bar.set_position(done);
         bar.reset_eta();
-        Some(Self(bar))
+        Some(Self { bar, metrics: String::new() })
     }
 
-    /// Shows that `step` steps have been made, followed by `message`.
-    pub(super) fn set(&self, step: u64, message: &str) {
-        self.0.set_position(step);
-        let steps = HumanCount(self.0.length().unwrap_or_default());
-        let left = HumanDuration(self.0.eta());
-        let step = HumanCount(step);
-        self.0.set_message(format!("step {step}/{steps}, {left:#} left, {message}"));
+    /// Shows that `step` steps have been made, followed by `metrics`, or by those of the last call without any.
+    pub(super) fn set(&mut self, step: u64, metrics: Option<String>) {
+        self.metrics = metrics.map_or(std::mem::take(&mut self.metrics), |new| format!(", {new}"));
+        self.bar.set_position(step);
+        let steps = HumanCount(self.bar.length().unwrap_or_default());
+        let left = HumanDuration(self.bar.eta());
+        let (step, metrics) = (HumanCount(step), &self.metrics);
+        self.bar.set_message(format!("step {step}/{steps}, {left:#} left{metrics}"));
     }
 
     /// Hides the bar while `print` prints.
     pub(super) fn suspend<T>(&self, print: impl FnOnce() -> T) -> T {
-        self.0.suspend(print)
+        self.bar.suspend(print)
     }
 }
 
 impl Drop for Progress {
     fn drop(&mut self) {
-        self.0.finish_and_clear();
+        self.bar.finish_and_clear();
     }
 }

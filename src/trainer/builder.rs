@@ -8,7 +8,7 @@ use tch::nn::ModuleT;
 
 use super::callbacks::{
     Callbacks, Checkpoints, EarlyStopping, EpochReport, Explanation, FaultInjection, Metrics,
-    NonFiniteGuard, Order, ReplicaCheck, SaveEvery, Validation,
+    NonFiniteGuard, Order, Progress, ReplicaCheck, SaveEvery, Validation,
 };
 use super::loss_sum::LossSum;
 use super::{Amp, Callback, Loss, TrainContext, Trainer};
@@ -241,9 +241,12 @@ impl<M: ModuleT> Trainer<M> {
         self
     }
 
-    /// Prints each epoch with `printer`, which the ranks of this process share.
+    /// Prints each epoch with `printer`, which the ranks of this process share. Rank 0 also prints which step it is at, by
+    /// time: the first time after two seconds.
     #[must_use]
     pub fn report(mut self, printer: Arc<Printer>) -> Self {
+        let is_first = self.context.group().rank() == 0;
+        self.callbacks.set(Order::Progress, is_first.then(|| Progress::new(printer.clone())));
         self.callbacks.set(Order::EpochReport, Some(EpochReport { printer }));
         self
     }

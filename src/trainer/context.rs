@@ -88,6 +88,13 @@ impl<M> TrainContext<M> {
         &self.state
     }
 
+    /// Returns how many steps the whole run has, if nothing ends it early.
+    pub(super) fn total_steps(&self) -> u64 {
+        let steps_per_epoch = self.loader.num_batches().div_ceil(self.accumulate) as u64;
+        let steps = self.max_epochs.saturating_mul(steps_per_epoch);
+        self.max_steps.map_or(steps, |max| max.min(steps))
+    }
+
     /// Ends training after this step or epoch. All ranks must call this alike: because of an epoch's loss, for example,
     /// which is equal on all ranks.
     pub fn end_training(&mut self) {

@@ -82,10 +82,7 @@ impl<M> Callback<M> for Metrics {
         self.loss_sum = context.loss_sum.sum(context.group())?;
         self.since = Instant::now();
         if let Some(logger) = &self.logger {
-            let steps_per_epoch = context.loader.num_batches().div_ceil(context.accumulate) as u64;
-            let steps = context.max_epochs.saturating_mul(steps_per_epoch);
-            let steps = context.max_steps.map_or(steps, |max| max.min(steps));
-            logger.begin(steps, context.state.step)?;
+            logger.begin(context.total_steps(), context.state.step)?;
         }
         Ok(())
     }

@@ -7,6 +7,7 @@ mod explanation;
 mod fault_injection;
 mod metrics;
 mod non_finite;
+mod progress;
 mod replica_check;
 mod validation;
 
@@ -23,6 +24,7 @@ pub(super) use explanation::Explanation;
 pub(super) use fault_injection::FaultInjection;
 pub(super) use metrics::Metrics;
 pub(super) use non_finite::NonFiniteGuard;
+pub(super) use progress::Progress;
 pub(super) use replica_check::ReplicaCheck;
 pub(super) use validation::Validation;
 
@@ -41,6 +43,7 @@ pub(super) enum Order {
     Validation,
     EarlyStopping,
     Metrics,
+    Progress,
     EpochReport,
     User,
     /// After callbacks that may change the model in a step or at the end of an epoch. At the end of training it saves

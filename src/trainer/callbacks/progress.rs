@@ -1,0 +1,80 @@
+//! Signs that a run goes on, by time: an epoch may be long.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use anyhow::Result;
+
+use crate::telemetry::Printer;
+use crate::trainer::{Callback, Step, TrainContext};
+
+/// The time to the first sign. The later ones come ever more rarely.
+const FIRST: Duration = Duration::from_secs(2);
+
+/// The longest time between two signs.
+const LONGEST: Duration = Duration::from_secs(60);
+
+/// Shows on rank 0 which step the run is at.
+#[derive(Debug)]
+pub(in crate::trainer) struct Progress {
+    printer: Arc<Printer>,
+    began: Instant,
+    /// The time after `began` of the next sign.
+    next: Duration,
+    /// The steps that were made before this start of the run.
+    done: u64,
+}
+
+impl Progress {
+    pub(in crate::trainer) fn new(printer: Arc<Printer>) -> Self {
+        Self { printer, began: Instant::now(), next: FIRST, done: 0 }
+    }
+}
+
+impl<M> Callback<M> for Progress {
+    fn on_train_start(&mut self, context: &mut TrainContext<M>) -> Result<()> {
+        self.began = Instant::now();
+        self.done = context.state.step;
+        Ok(())
+    }
+
+    fn on_step_end(&mut self, context: &mut TrainContext<M>, _: &Step) -> Result<()> {
+        let elapsed = self.began.elapsed();
+        if let Some(next) = next_sign(elapsed, self.next, self.printer.shows_progress()) {
+            self.next = next;
+            let (step, steps) = (context.state.step, context.total_steps());
+            let each = elapsed.as_secs_f64() / (step - self.done).max(1) as f64;
+            let left = each * steps.saturating_sub(step) as f64;
+            self.printer.step(step, &format!("step {step} of {steps}, about {left:.0} s left"));
+        }
+        Ok(())
+    }
+}
+
+/// Returns when the sign after that of `elapsed` is due. `None` if `next`, the time of that one, has not come. A bar is
+/// drawn more often than a line is printed.
+fn next_sign(elapsed: Duration, next: Duration, is_bar: bool) -> Option<Duration> {
+    let interval = if is_bar { FIRST / 4 } else { elapsed.clamp(FIRST, LONGEST) };
+    (elapsed >= next).then_some(elapsed + interval)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn signs_come_after_two_seconds_and_then_more_rarely() {
+        let [mut lines, mut draws] = [Vec::new(), Vec::new()];
+        for (is_bar, signs) in [(false, &mut lines), (true, &mut draws)] {
+            let mut next = FIRST;
+            for elapsed in (0..200).map(Duration::from_secs) {
+                if let Some(later) = next_sign(elapsed, next, is_bar) {
+                    next = later;
+                    signs.push(elapsed.as_secs());
+                }
+            }
+        }
+        assert_eq!(lines, [2, 4, 8, 16, 32, 64, 124, 184]);
+        assert!(draws.starts_with(&[2, 3, 4]) && draws.len() == 198, "{draws:?}");
+    }
+}
