@@ -1,5 +1,7 @@
 //! The heartbeat message: proof of life, plus what each rank of the process is doing.
 
+use std::time::Duration;
+
 use serde::{Deserialize, Serialize};
 
 use super::messages::{from_json, to_json, unreadable};
@@ -16,8 +18,8 @@ const MAX_CALL_SITE_BYTES: usize = 200;
 /// Proof that a process is alive, and the status of each of its ranks.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Heartbeat {
-    /// The number of this heartbeat, from 1.
-    pub number: u64,
+    /// The time from the start of the process's run until it sent this.
+    pub sent: Duration,
     pub ranks: Vec<RankStatus>,
 }
 
@@ -87,8 +89,6 @@ impl Heartbeat {
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use proptest::prelude::*;
     use proptest::sample::Index;
     use strum::IntoEnumIterator;
@@ -137,7 +137,7 @@ mod tests {
         let doing = (at(), prop::collection::vec(seen(), 0..=MAX_OPS_PER_RANK));
         let ranks =
             prop::collection::vec(doing.prop_map(|(at, seen)| RankStatus::new(at, seen)), 0..4);
-        (any::<u64>(), ranks).prop_map(|(number, ranks)| Heartbeat { number, ranks })
+        (any::<Duration>(), ranks).prop_map(|(sent, ranks)| Heartbeat { sent, ranks })
     }
 
     /// Checks that reading `bytes` does not panic, and that an error names the key.
@@ -194,7 +194,8 @@ mod tests {
             on_gpu: None,
         };
         let told = |seen: Vec<OpSnapshot>, count| {
-            let heartbeat = Heartbeat { number: 1, ranks: vec![RankStatus::new(plain, seen)] };
+            let heartbeat =
+                Heartbeat { sent: Duration::ZERO, ranks: vec![RankStatus::new(plain, seen)] };
             Heartbeat::from_bytes(KEY, &heartbeat.to_bytes(KEY).unwrap(), count).map(drop)
         };
         assert!(told(vec![seen(" at src/a.rs:7"); MAX_OPS_PER_RANK], 1).is_ok());

@@ -130,8 +130,9 @@ struct Peers {
 #[derive(Default)]
 struct Known {
     snapshots: RemoteSnapshots,
-    /// For each rank: the number of its process's newest heartbeat, when that was read, and what the rank does.
-    heartbeats: Mutex<BTreeMap<usize, (u64, Instant, OpId)>>,
+    /// For each rank: when its process's newest heartbeat was sent, on that process's clock, and when that was read; what
+    /// the rank does.
+    heartbeats: Mutex<BTreeMap<usize, (Duration, Instant, OpId)>>,
 }
 
 impl Peers {
@@ -162,10 +163,10 @@ impl Known {
             let began = Instant::now();
             for heartbeat in source.heartbeats(stopped.clone()) {
                 let mut known = self.heartbeats.lock();
-                let (rank, number) = (heartbeat.rank, heartbeat.number);
-                if known.get(&rank).is_none_or(|(before, ..)| *before != number) {
-                    self.snapshots.note(rank, &heartbeat.seen);
-                    known.insert(rank, (number, Instant::now(), heartbeat.at));
+                let (rank, sent) = (heartbeat.rank, heartbeat.sent);
+                if known.get(&rank).is_none_or(|(before, ..)| *before != sent) {
+                    self.snapshots.note(rank, sent, &heartbeat.seen);
+                    known.insert(rank, (sent, Instant::now(), heartbeat.at));
                 }
             }
             // Many processes are asked less often.

@@ -2,6 +2,7 @@
 
 use std::convert::Infallible;
 use std::fmt;
+use std::time::Duration;
 
 use crossbeam::channel::Receiver;
 
@@ -27,8 +28,8 @@ pub(crate) trait PeerStatus: fmt::Debug + Send + Sync {
 #[derive(Debug)]
 pub(crate) struct PeerHeartbeat {
     pub rank: usize,
-    /// The number of the heartbeat, from 1.
-    pub number: u64,
+    /// The time from the start of its process's run until the heartbeat was sent.
+    pub sent: Duration,
     pub at: OpId,
     /// The rank's last operations, the newest last.
     pub seen: Vec<OpSnapshot>,

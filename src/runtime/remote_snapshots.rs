@@ -1,26 +1,51 @@
 //! [`RemoteSnapshots`]: what the ranks of other processes were last known to do.
 
 use std::collections::BTreeMap;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::op_snapshots::OpSnapshot;
 use super::primitives::{Mutex, MutexGuard};
 use crate::operation::Operation;
 
-/// The latest snapshots received from other processes, with the time of receipt.
+/// The latest snapshots received from other processes.
 #[derive(Debug, Default)]
-pub(crate) struct RemoteSnapshots(Mutex<BTreeMap<usize, (Instant, Vec<OpSnapshot>)>>);
+pub(crate) struct RemoteSnapshots(Mutex<BTreeMap<usize, Received>>);
+
+/// The latest snapshots of one rank.
+#[derive(Debug, Clone)]
+struct Received {
+    /// The start of the sender's run on this process's clock, at the latest. Each message gives a bound: the one that was
+    /// read soonest after it was sent gives the best.
+    start: Instant,
+    /// The time from the start of the sender's run until it sent the snapshots.
+    sent: Duration,
+    seen: Vec<OpSnapshot>,
+}
 
 impl RemoteSnapshots {
-    /// Stores the snapshots of `rank`, newest last.
-    pub(crate) fn note(&self, rank: usize, seen: &[OpSnapshot]) {
-        self.all().insert(rank, (Instant::now(), seen.into()));
+    /// Stores the snapshots of `rank`, newest last. Its process sent them when its run had lasted for `sent`.
+    pub(crate) fn note(&self, rank: usize, sent: Duration, seen: &[OpSnapshot]) {
+        self.note_at(Instant::now(), rank, sent, seen);
+    }
+
+    /// Stores snapshots that are read at the time `now`.
+    fn note_at(&self, now: Instant, rank: usize, sent: Duration, seen: &[OpSnapshot]) {
+        let mut all = self.all();
+        let start = now.checked_sub(sent).unwrap_or(now);
+        let start = all.get(&rank).map_or(start, |known| known.start.min(start));
+        all.insert(rank, Received { start, sent, seen: seen.into() });
     }
 
     /// Returns the snapshots of `rank`, aged to now; empty if none was received.
     pub(crate) fn of(&self, rank: usize) -> Vec<OpSnapshot> {
-        let Some((when, seen)) = self.all().get(&rank).cloned() else { return Vec::new() };
-        let since = when.elapsed();
+        self.of_at(Instant::now(), rank)
+    }
+
+    fn of_at(&self, now: Instant, rank: usize) -> Vec<OpSnapshot> {
+        let Some(Received { start, sent, seen }) = self.all().get(&rank).cloned() else {
+            return Vec::new();
+        };
+        let since = now.saturating_duration_since(start).saturating_sub(sent);
         seen.into_iter().map(|snapshot| snapshot.later(since)).collect()
     }
 
@@ -44,7 +69,7 @@ impl RemoteSnapshots {
         all.iter().filter(|op| op.group == Some(group)).filter_map(entered).max()
     }
 
-    fn all(&self) -> MutexGuard<'_, BTreeMap<usize, (Instant, Vec<OpSnapshot>)>> {
+    fn all(&self) -> MutexGuard<'_, BTreeMap<usize, Received>> {
         self.0.lock()
     }
 }
@@ -71,7 +96,7 @@ mod tests {
         begin_on(&theirs, Operation::AllReduce, 51, Some(0));
         let snapshots = RemoteSnapshots::default();
         assert!(snapshots.of(3).is_empty());
-        snapshots.note(3, &theirs.recent_ops(0, 8));
+        snapshots.note(3, theirs.now(), &theirs.recent_ops(0, 8));
         let [barrier, backward, _] = &snapshots.of(3)[..] else { panic!("three") };
         assert!(
             barrier.finished_ago.is_some() && barrier.finished_ago <= Some(barrier.started_ago)
@@ -89,7 +114,30 @@ mod tests {
         );
         // A rank that exchanges a stop request before collective 52 has not entered it.
         begin_on(&theirs, Operation::Synchronize, 52, Some(0));
-        snapshots.note(3, &theirs.recent_ops(0, 8));
+        snapshots.note(3, theirs.now(), &theirs.recent_ops(0, 8));
         assert_eq!(snapshots.last_entered(3, 0), Some(51));
+    }
+    /// A process that was killed has sent its last heartbeat long before another process reads it.
+    #[test]
+    fn age_counts_from_when_the_snapshots_were_sent() {
+        let recorder = FlightRecorder::new(1, RECORDS);
+        recorder.begin(
+            0,
+            OpStart::alone(
+                OpId { operation: Operation::Backward, sequence: 1 },
+                Location::caller(),
+            ),
+        );
+        let seen = recorder.recent_ops(0, 8);
+        let (snapshots, start, second) =
+            (RemoteSnapshots::default(), Instant::now(), Duration::from_secs(1));
+        let age = |now: Instant| snapshots.of_at(now, 3)[0].started_ago - seen[0].started_ago;
+        // Read as soon as it was sent, which tells when the sender's run began.
+        snapshots.note_at(start + 10 * second, 3, 10 * second, &seen);
+        assert_eq!(age(start + 12 * second), 2 * second);
+        for read in [27, 29] {
+            snapshots.note_at(start + read * second, 3, 20 * second, &seen);
+            assert_eq!(age(start + 30 * second), 10 * second);
+        }
     }
 }

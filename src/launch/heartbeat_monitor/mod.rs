@@ -6,7 +6,7 @@ mod peer_status;
 use std::convert::Infallible;
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
@@ -61,7 +61,6 @@ struct Shared {
     mine: usize,
     ranks: Vec<Range<usize>>,
     server: Server,
-    beats: AtomicU64,
 }
 
 impl HeartbeatMonitor {
@@ -73,7 +72,7 @@ impl HeartbeatMonitor {
         ranks: &[Range<usize>],
     ) -> Result<Self> {
         let store = store.another_connection()?;
-        let shared = Shared { store, mine, ranks: ranks.into(), server, beats: AtomicU64::new(0) };
+        let shared = Shared { store, mine, ranks: ranks.into(), server };
         let (thread, has_begun) = (Mutex::default(), AtomicBool::new(false));
         Ok(Self { shared: Arc::new(shared), thread, has_begun })
     }
@@ -189,14 +188,14 @@ impl Shared {
     fn watch(&self, run: &Arc<RunContext>, stopped: &Receiver<Infallible>) {
         let store = self.store.with_timeout(run.timeout, stopped.clone());
         let mut is_known = false;
-        loop {
+        for turn in 0.. {
             if !is_known && run.cancel.cancelled_by().is_some() {
                 self.send_failure(run);
                 is_known = true;
             }
             let result = self
                 .send_heartbeat(&store, run)
-                .and_then(|()| self.read_store(&store, run, &mut is_known));
+                .and_then(|()| self.read_store(&store, run, &mut is_known, turn));
             let stops = stopped.try_recv() == Err(TryRecvError::Disconnected);
             if let Err(error) = result
                 && !stops
@@ -239,10 +238,10 @@ impl Shared {
 
     /// Stores this process's heartbeat.
     fn send_heartbeat(&self, store: &TcpStore, run: &RunContext) -> Result<()> {
-        let number = self.beats.fetch_add(1, Ordering::Relaxed) + 1;
+        let sent = run.flight_recorder.now();
         let ranks = self.ranks[self.mine].clone().map(|rank| RankStatus::of(run, rank)).collect();
         let key = alive(self.mine);
-        store.set(&key, &Heartbeat { number, ranks }.to_bytes(&key)?)
+        store.set(&key, &Heartbeat { sent, ranks }.to_bytes(&key)?)
     }
 
     /// Stores the first failure of this process, unless another process has already stored one.
@@ -255,12 +254,18 @@ impl Shared {
     }
 
     /// Stops this process's ranks if a rank elsewhere has failed.
-    fn read_store(&self, store: &TcpStore, run: &RunContext, known: &mut bool) -> Result<()> {
+    fn read_store(
+        &self,
+        store: &TcpStore,
+        run: &RunContext,
+        known: &mut bool,
+        turn: usize,
+    ) -> Result<()> {
         if *known {
             return Ok(());
         }
         *known = self.read_failure(store, run)?;
-        if *known { Ok(()) } else { self.follow_server(store, run) }
+        if *known { Ok(()) } else { self.follow(store, run, turn) }
     }
 
     /// Reports the failure that another process has written to the store. Returns whether there is one.
@@ -281,15 +286,16 @@ impl Shared {
         Ok(true)
     }
 
-    /// Records what the ranks of the process that serves the store do. When that process is gone, its heartbeats
-    /// cannot be read any more.
-    fn follow_server(&self, store: &TcpStore, run: &RunContext) -> Result<()> {
-        let is_server = |ranks: &Range<usize>| self.server.rank == Some(ranks.start);
-        let Some(process) = self.ranks.iter().position(is_server) else { return Ok(()) };
-        if process != self.mine
-            && let Some(heartbeat) = self.heartbeat_of(store, process)?
-        {
-            self.record_status(run, process, &heartbeat);
+    /// Records what the ranks of the process that serves the store do: when that process is gone, its heartbeats cannot
+    /// be read any more. Also records one other process in turn, `turn`, whose clock is thereby known.
+    fn follow(&self, store: &TcpStore, run: &RunContext, turn: usize) -> Result<()> {
+        let is_server = |process: &usize| self.server.rank == Some(self.ranks[*process].start);
+        let server = self.others().find(is_server);
+        let next = self.others().nth(turn % (self.ranks.len() - 1).max(1));
+        for process in server.into_iter().chain(next.filter(|next| server != Some(*next))) {
+            if let Some(heartbeat) = self.heartbeat_of(store, process)? {
+                self.record_status(run, process, &heartbeat);
+            }
         }
         Ok(())
     }
@@ -297,7 +303,7 @@ impl Shared {
     fn record_status(&self, run: &RunContext, process: usize, heartbeat: &Heartbeat) {
         for (rank, status) in self.ranks[process].clone().zip(&heartbeat.ranks) {
             run.activity[rank].restore(status.at());
-            run.remote_snapshots.note(rank, &status.seen);
+            run.remote_snapshots.note(rank, heartbeat.sent, &status.seen);
         }
     }
 
@@ -310,13 +316,16 @@ impl Shared {
         (0..self.ranks.len()).filter(|&process| process != self.mine)
     }
 
-    /// Reads and records the heartbeats of all other processes. Returns the number of each; `None` without a
-    /// heartbeat.
-    fn heartbeats_elsewhere(&self, store: &TcpStore, run: &RunContext) -> Result<Vec<Option<u64>>> {
+    /// Reads and records the heartbeats of all other processes. Returns when each was sent; `None` without a heartbeat.
+    fn heartbeats_elsewhere(
+        &self,
+        store: &TcpStore,
+        run: &RunContext,
+    ) -> Result<Vec<Option<Duration>>> {
         let ask = |process| {
             let heartbeat = self.heartbeat_of(store, process)?;
             heartbeat.iter().for_each(|heartbeat| self.record_status(run, process, heartbeat));
-            Ok(heartbeat.map(|heartbeat| heartbeat.number))
+            Ok(heartbeat.map(|heartbeat| heartbeat.sent))
         };
         self.others().map(ask).collect()
     }
@@ -366,13 +375,10 @@ pub(super) fn waited_for(
     let mut now = beats()?;
     // Heartbeats sent after `before` was read were sent after `rank` had ended.
     let is_old = |now: &[Option<Heartbeat>]| {
-        let numbers = |beats: &[Option<Heartbeat>]| -> Vec<_> {
-            beats
-                .iter()
-                .map(|heartbeat| heartbeat.as_ref().map(|heartbeat| heartbeat.number))
-                .collect()
+        let times = |beats: &[Option<Heartbeat>]| -> Vec<_> {
+            beats.iter().map(|beat| beat.as_ref().map(|heartbeat| heartbeat.sent)).collect()
         };
-        let pairs = numbers(&before).into_iter().zip(numbers(now));
+        let pairs = times(&before).into_iter().zip(times(now));
         pairs.into_iter().any(|(before, now)| before.is_some() && before == now)
     };
     while is_old(&now) && began.elapsed() < HEARTBEAT_TIMEOUT {

@@ -55,9 +55,9 @@ impl PeerStatus for Shared {
         for process in self.others() {
             // If the store does not answer, nothing more is known.
             let Ok(heartbeat) = self.heartbeat_of(&store, process) else { break };
-            let Some(Heartbeat { number, ranks }) = heartbeat else { continue };
+            let Some(Heartbeat { sent, ranks }) = heartbeat else { continue };
             for (rank, status) in self.ranks[process].clone().zip(ranks) {
-                all.push(PeerHeartbeat { rank, number, at: status.at(), seen: status.seen });
+                all.push(PeerHeartbeat { rank, sent, at: status.at(), seen: status.seen });
             }
         }
         all

@@ -31,7 +31,7 @@ fn scene() -> Scene {
     let serves = Server { rank: Some(0), name: "the server".into() };
     let monitor = HeartbeatMonitor::new(&store, serves, 2, &RANKS).unwrap();
     let doing = || RankStatus::new(all_reduce(), Vec::new());
-    let beat = Heartbeat { number: 1, ranks: vec![doing(), doing()] };
+    let beat = Heartbeat { sent: Duration::ZERO, ranks: vec![doing(), doing()] };
     server.set("alive/0", &beat.to_bytes("alive/0").unwrap()).unwrap();
     Scene { server, cut, monitor, run: Arc::new(RunContext::new(4, LONG, None)) }
 }
@@ -82,7 +82,7 @@ fn in_time<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
 fn refresh_without_the_store_names_the_ranks_of_its_process() {
     let Scene { server: _server, cut, monitor, run } = scene();
     let store = monitor.shared.store.clone();
-    monitor.shared.read_store(&store, &run, &mut false).unwrap();
+    monitor.shared.read_store(&store, &run, &mut false, 0).unwrap();
     cut.store(true, Ordering::SeqCst);
     let silent = in_time(move || monitor.elsewhere().refresh(&run));
     let named: Vec<_> =
