@@ -842,6 +842,33 @@ fn loopback_master_addr_is_warned_of_once() {
     }
 }
 
+/// Each would wait in vain for a process that the other one does not know.
+#[test]
+fn processes_with_different_numbers_of_processes_are_refused() {
+    let port = format!("--master-port={}", free_port());
+    let start = |node: &str, count: &str| {
+        let place = [format!("--node-rank={node}"), format!("--nnodes={count}")];
+        let args = [&place[0], &place[1], "--master-addr=127.0.0.1", &port, "--nproc-per-node=1"];
+        let mut command = program(&[&args[..], &["--timeout=50s"]].concat());
+        command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+    };
+    for output in join(vec![start("0", "3"), start("1", "2")]) {
+        let stderr = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{stderr}");
+        assert!(stderr.contains("--nnodes is 3 for process 0 and 2 for process 1"), "{stderr}");
+    }
+    // A process too many, while the others wait.
+    let (first, stray) = (start("0", "2"), start("2", "3"));
+    let [stray] = join(vec![stray]).try_into().unwrap();
+    let stderr = text(&stray.stderr);
+    assert_eq!(stray.status.code(), Some(2), "{stderr}");
+    let told = "--nnodes is 2 for process 0 and 3 for process 2: the run has 2 processes";
+    assert!(stderr.contains(told), "{stderr}");
+    for output in join(vec![first, start("1", "2")]) {
+        assert!(output.status.success(), "{}", text(&output.stderr));
+    }
+}
+
 #[test]
 fn signal_ends_the_wait_for_other_processes() {
     for (signal, code) in [("TERM", 143), ("INT", 130)] {

@@ -13,6 +13,7 @@ mod launchers;
 mod live;
 mod messages;
 mod placement;
+mod process_rendezvous;
 mod processes;
 mod rank;
 mod rank_thread;

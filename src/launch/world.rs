@@ -9,21 +9,21 @@ use std::io::ErrorKind;
 use std::net::{IpAddr, TcpListener, ToSocketAddrs};
 use std::ops::Range;
 use std::sync::Arc;
-use std::thread;
 use std::time::{Duration, Instant};
 
 use crossbeam::channel::{Sender, bounded};
 use tch::Device;
 
 use super::heartbeat_monitor::{HeartbeatMonitor, Server, Stay};
-use super::messages::{MOST_RANKS, MissingPeers, Process, check_same, node_of, places, shared_gpu};
+use super::messages::{MOST_RANKS, Process, node_of};
+use super::process_rendezvous::{Rendezvous, files_of_store, prefix};
 use super::{
     Launch, LaunchKind, MasterEndpoint, Placement, clock_sync, messages, restart_generation,
 };
 use crate::error::{Error, Result};
 use crate::ffi::{TcpStore, check_interfaces, cuda};
 use crate::os::limits::require_files;
-use crate::process_group::{Backend, Bootstrap, Devices, Network, ProcessMap, rank_label};
+use crate::process_group::{Backend, Bootstrap, Network, ProcessMap, rank_label};
 use crate::runtime::{Clock, RunContext};
 
 /// All processes of a run, as seen by one of them.
@@ -115,7 +115,9 @@ impl ProcessWorld {
             LaunchKind::Spawned => launch.restart_count as i64,
             _ => 0,
         };
-        let store = store.under(&prefix(&launch.run_id, start));
+        let (all, store) = (store.under("ddp-mp"), store.under(&prefix(&launch.run_id, start)));
+        // An agent's store has the keys of earlier starts.
+        let common = if master.agent_store { store.clone() } else { all };
         let first_local = launch.processes.local_index * placement.devices.len();
         let me = Process {
             version: env!("CARGO_PKG_VERSION").into(),
@@ -129,16 +131,9 @@ impl ProcessWorld {
             gpus: placement.devices.iter().map(gpu_of).collect::<Option<_>>().unwrap_or_default(),
             options,
         };
-        let checked = exchange_processes(&store, &me, [mine, count], began, timeout)
-            .and_then(|processes| check(&processes, &me, mine).map(|ranks| (processes, ranks)));
-        let (processes, ranks) = match checked {
-            Err(error) => {
-                // A process that does not get this error has found it by itself, or will.
-                let _ = end_rendezvous(&store, &error, serves, count);
-                return Err(error);
-            }
-            Ok(checked) => checked,
-        };
+        let rendezvous =
+            Rendezvous { store: &store, common, launch, me: &me, began, timeout, serves };
+        let (processes, ranks) = rendezvous.meet()?;
         let machines = processes.iter().filter(|process| process.first_local == 0).count();
         let nnodes = launch.nnodes.unwrap_or(machines);
         let node_rank = launch.node_rank.unwrap_or_else(|| node_of(&processes, mine));
@@ -324,127 +319,3 @@ fn gpu_of(device: &Device) -> Option<String> {
         _ => None,
     }
 }
-
-/// Stores what this process is, and reads what the others are. Waits until `timeout` after `began`.
-fn exchange_processes(
-    store: &TcpStore,
-    me: &Process,
-    [mine, count]: [usize; 2],
-    began: Instant,
-    timeout: Duration,
-) -> Result<Vec<Process>> {
-    let key = |process: usize| format!("process/{process}");
-    if store.add(&format!("arrivals/{mine}"), 1)? > 1 {
-        return Err(Error::InvalidInput(format!(
-            "two processes have the number {mine} of {count}; give each its own --node-rank (or RANK)"
-        )));
-    }
-    store.set(&key(mine), &me.to_bytes(&key(mine))?)?;
-    let keys: Vec<String> = (0..count).map(key).collect();
-    let read = |process: &String| -> Result<Option<Process>> {
-        if !store.check(std::slice::from_ref(process))? {
-            return Ok(None);
-        }
-        let bytes = store.get(process, POLL_INTERVAL)?.unwrap_or_default();
-        Process::from_bytes(process, &bytes).map(Some)
-    };
-    let all_arrived = loop {
-        let left = timeout.saturating_sub(began.elapsed());
-        if store.wait(&keys, left.min(POLL_INTERVAL))? {
-            break true;
-        }
-        if let Some(bytes) = store.get(MISSING, Duration::ZERO)? {
-            let MissingPeers { missing, there } = MissingPeers::from_bytes(MISSING, &bytes)?;
-            return Err(Error::PeersMissing { missing, count, waited: began.elapsed(), there });
-        }
-        if left <= POLL_INTERVAL {
-            break false;
-        }
-    };
-    let all = keys.iter().map(read).collect::<Result<Vec<_>>>()?;
-    if all_arrived && let Some(all) = all.iter().cloned().collect::<Option<Vec<_>>>() {
-        return Ok(all);
-    }
-    let numbered = || all.iter().enumerate();
-    let missing = numbered().filter(|(_, process)| process.is_none());
-    let there = numbered().filter_map(|(number, process)| {
-        let Process { host, pid, .. } = process.as_ref()?;
-        Some(format!("{number} (on {host}, process {pid})"))
-    });
-    Err(Error::PeersMissing {
-        missing: missing.map(|(number, _)| number.to_string()).collect::<Vec<_>>().join(", "),
-        count,
-        waited: timeout,
-        there: there.collect::<Vec<_>>().join(", "),
-    })
-}
-
-/// Checks that `processes` can train together. Process `mine` is this one, `me`. Returns the ranks of each.
-///
-/// # Errors
-/// [`Error::InvalidInput`] with the reason, the same in all processes.
-fn check(processes: &[Process], me: &Process, mine: usize) -> Result<Vec<Range<usize>>> {
-    if processes[mine] != *me {
-        let count = processes.len();
-        return Err(Error::InvalidInput(format!(
-            "two processes have the number {mine} of {count}; give each its own --node-rank (or RANK)"
-        )));
-    }
-    check_same(processes)?;
-    if let Devices::OwnGpu { shared_if } = me.backend.parse::<Backend>()?.devices()
-        && let Some((gpu, [one, other])) = shared_gpu(processes)
-        && std::env::var_os(shared_if).is_none_or(|value| value != "1")
-    {
-        return Err(Error::InvalidInput(format!(
-            "{one} and {other} have the same GPU, {gpu}, and backend {} needs one for each rank: start fewer, or have \
-             each process see its own (CUDA_VISIBLE_DEVICES, srun --gpus-per-task)",
-            me.backend
-        )));
-    }
-    places(processes)
-}
-
-/// Returns the key prefix of one start of a run.
-pub(super) fn prefix(run_id: &str, start: i64) -> String {
-    format!("ddp-mp/{run_id}/{start}")
-}
-
-/// Reports to the processes that still wait for `process` that it will not arrive.
-pub(super) fn report_absent(store: &TcpStore, process: usize) -> Result<()> {
-    let there = "all others, or on their way".into();
-    store.set(MISSING, &MissingPeers { missing: process.to_string(), there }.to_bytes(MISSING)?)
-}
-
-/// Ends the rendezvous of a process that has found that the run cannot begin. The process that serves the store
-/// reports which processes are missing, and stays until the others have found the same.
-fn end_rendezvous(store: &TcpStore, error: &Error, serves: bool, count: usize) -> Result<()> {
-    if !serves {
-        return store.add(ACKNOWLEDGED, 1).map(drop);
-    }
-    let others = match error {
-        Error::PeersMissing { missing, there, .. } => {
-            let peers = MissingPeers { missing: missing.clone(), there: there.clone() };
-            store.set(MISSING, &peers.to_bytes(MISSING)?)?;
-            count - missing.split(", ").count() - 1
-        }
-        Error::InvalidInput(_) => count - 1,
-        _ => return Ok(()), // the store is gone already
-    };
-    let began = Instant::now();
-    while store.add(ACKNOWLEDGED, 0)? < others as i64 && began.elapsed() < 3 * POLL_INTERVAL {
-        thread::park_timeout(POLL_INTERVAL / 50); // the store has no event for it
-    }
-    Ok(())
-}
-
-/// Returns how many files the store opens for this number of processes: its own, and the connections of each.
-pub(super) fn files_of_store(processes: usize) -> usize {
-    8 + 8 * processes
-}
-
-/// How long to wait for the other processes before checking whether one is reported missing.
-const POLL_INTERVAL: Duration = Duration::from_secs(1);
-
-/// Keys: the missing processes, by the one that serves the store; how many have seen that the run cannot begin.
-const MISSING: &str = "missing";
-const ACKNOWLEDGED: &str = "acknowledged";

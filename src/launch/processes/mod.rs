@@ -18,13 +18,13 @@ use signal_hook::consts::{SIGCHLD, SIGKILL, SIGTERM, SIGUSR2};
 use signal_hook::iterator::{Handle, Signals};
 use signal_hook::low_level::signal_name;
 
+use super::Placement;
 use super::heartbeat_monitor::{report_ended, waited_for};
 use super::launchers::{variables_of_spawned, variables_of_threads};
+use super::process_rendezvous::{files_of_store, prefix, report_absent};
 use super::repeated_failures::RepeatedFailures;
 use super::restarts::Restarts;
 use super::signals::{SIGNALS, end_at_second_interrupt};
-use super::world::files_of_store;
-use super::{Placement, world};
 use crate::error::{Error, Result};
 use crate::ffi::TcpStore;
 use crate::os::{
@@ -314,8 +314,8 @@ impl Start<'_> {
         status: ExitStatus,
         error: &str,
     ) -> Result<()> {
-        let store_of_run = store.under(&world::prefix("none", self.number as i64));
-        world::report_absent(&store_of_run, rank)?;
+        let store_of_run = store.under(&prefix("none", self.number as i64));
+        report_absent(&store_of_run, rank)?;
         if refuses_input(status) || Report::is_in(&self.store, rank)? {
             // The rank has reported its failure itself, to this process or to the user.
             return report_ended(&store_of_run, rank, None, error).map(drop);
