@@ -10,7 +10,7 @@ use ddp_mp::commands;
 use ddp_mp::commands::Versions;
 use ddp_mp::config::Tool;
 use ddp_mp::ffi::{cuda, keep_memory};
-use ddp_mp::launch::{exit_code, install_panic_hook};
+use ddp_mp::launch::{SpawnError, exit_code, install_panic_hook};
 use ddp_mp::os;
 use ddp_mp::telemetry::{LogFormat, Printer, unwritable_stdout};
 
@@ -18,10 +18,10 @@ use cli::{
     Bench, BenchCommand, Command, EnvFlags, ScalingFlags, StepFlags, TrainFlags, VerifyFlags,
 };
 
-/// Limits spinning. Runs before `main` and before libtorch's constructors.
+/// Holds signals until they can be handled, then limits spinning. Runs before `main` and before libtorch's constructors.
 #[used]
 #[unsafe(link_section = ".preinit_array")]
-static LIMIT_SPINNING: os::BeforeMain = os::limit_spinning;
+static BEFORE_MAIN: [os::BeforeMain; 2] = [os::hold_user_signals, os::limit_spinning];
 
 /// Exit code of a run that failed.
 const FAILED: u8 = 1;
@@ -63,8 +63,12 @@ fn main() {
             if !error.is::<commands::AlreadyReported>() {
                 text_printer().report(&format!("{error:#}"));
             }
-            let wrong_input = matches!(error.downcast_ref(), Some(ddp_mp::Error::InvalidInput(_)));
-            if wrong_input { WRONG_INPUT } else { FAILED }
+            let failed = error.downcast_ref::<Box<SpawnError>>();
+            match (error.downcast_ref(), failed.and_then(|failed| failed.stopped)) {
+                (_, Some(reason)) => exit_code(Some(reason)),
+                (Some(ddp_mp::Error::InvalidInput(_)), _) => WRONG_INPUT,
+                _ => FAILED,
+            }
         }
     };
     os::exit(code)
@@ -94,6 +98,9 @@ fn is_written(printed: io::Result<()>) -> bool {
 fn run(command: Command, quiet: bool) -> anyhow::Result<u8> {
     let printer = |format| Arc::new(Printer::new(format).quiet(quiet));
     let text = || printer(LogFormat::Text);
+    if !matches!(command, Command::Train(_)) {
+        os::release_user_signals();
+    }
     let result = match command {
         Command::Train(flags) => return train(&flags, quiet),
         Command::Comm(flags) => {

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -15,12 +15,14 @@ use ddp_mp::{
     DataLoader, DdpOptions, DistributedDataParallel, DistributedSampler, Optimizer, Schedule, Sgd,
     SgdOptions, SpawnError, Targets, TensorDataset,
 };
+use rustix::process::Signal;
 use serde_json::Value;
 use tempfile::TempDir;
 use wait_timeout::ChildExt;
 
 use crate::harness::{
-    TIMEOUT, in_parallel, program, run, run_command, runs_every_case, send, some_of, try_ranks,
+    TIMEOUT, in_parallel, output, program, run, run_command, runs_every_case, send, some_of,
+    try_ranks,
 };
 
 /// What a run came to.
@@ -195,6 +197,91 @@ fn second_interrupt_ends_the_process_at_once() {
     let status = child.wait_timeout(TIMEOUT).unwrap();
     let _ = child.kill();
     assert_eq!(status.expect("it ends").code(), Some(130));
+}
+
+/// Starts a run in which rank 1 stalls in its first step, and returns it once it has printed a line.
+fn stalled_run(more: &[&str]) -> Child {
+    let args = arguments("--inject-fault=stall:rank=1,at=step,step=0 --stall-warning=1h", more);
+    let mut child = program(&args).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut first = String::new();
+    BufReader::new(child.stdout.take().unwrap()).read_line(&mut first).unwrap();
+    child
+}
+
+/// No step ends, so that the ranks cannot stop after one.
+#[test]
+fn signal_ends_a_run_that_hangs_after_the_grace_period() {
+    for (signal, code, spawn) in [("TERM", 143, "threads"), ("INT", 130, "processes")] {
+        let spawn = format!("--spawn={spawn}");
+        let child = stalled_run(&[&spawn, "--grace-period=1s"]);
+        send(signal, child.id());
+        let output = output(child);
+        let stderr = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(code), "{stderr}");
+        for told in [
+            format!("ddp-mp: SIG{signal}: stopping after this step; a second signal ends"),
+            format!("SIG{signal} asked the run to stop, and no rank has gone on for 1s"),
+        ] {
+            assert_eq!(stderr.matches(&told).count(), 1, "{stderr}");
+        }
+        assert!(stderr.contains("rank 1 (CPU:1"), "{stderr}");
+    }
+}
+
+#[test]
+fn second_termination_ends_the_process_at_once() {
+    let mut child = stalled_run(&["--grace-period=1h"]);
+    let mut stderr = BufReader::new(child.stderr.take().unwrap());
+    let mut text = String::new();
+    send("TERM", child.id());
+    while !text.contains("SIGTERM: stopping after this step") {
+        assert!(stderr.read_line(&mut text).unwrap() > 0, "{text}");
+    }
+    // One that comes at once may be the same request, of a launcher's agent.
+    let status = (0..100).find_map(|_| {
+        send("TERM", child.id());
+        child.wait_timeout(Duration::from_millis(200)).unwrap()
+    });
+    let _ = child.kill();
+    assert_eq!(status.expect("it ends").code(), Some(143));
+}
+
+/// Schedulers send SIGUSR1. Without a handler it kills a process, and handlers come after libtorch's constructors.
+#[test]
+fn signal_before_the_handlers_is_not_lost() {
+    for spawn in ["--spawn=threads", "--spawn=processes"] {
+        let args = arguments("--num-samples=65536 --max-epochs=100", &[spawn]);
+        let start =
+            || program(&args).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        let both = 1 << (Signal::USR1.as_raw() - 1) | 1 << (Signal::USR2.as_raw() - 1);
+        // Returns a process that holds the signals. On a machine under load that moment may be missed.
+        let held = (0..20).find_map(|_| {
+            let mut child = start();
+            loop {
+                let status = fs::read_to_string(format!("/proc/{}/status", child.id())).unwrap();
+                let signals = |set: &str| {
+                    let line = status.lines().find_map(|line| line.strip_prefix(set)).unwrap();
+                    u64::from_str_radix(line.trim(), 16).unwrap()
+                };
+                if signals("SigBlk:") & both == both {
+                    return Some(child);
+                }
+                if signals("SigCgt:") & both != 0 {
+                    child.kill().unwrap();
+                    child.wait().unwrap();
+                    return None;
+                }
+                std::thread::yield_now();
+            }
+        });
+        let child = held.expect("it does not hold the signals until it handles them");
+        send("USR2", child.id());
+        send("USR1", child.id());
+        let output = output(child);
+        let stderr = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(0), "{spawn}: {stderr}");
+        assert!(stderr.contains("stopped by SIGUSR1 after "), "{spawn}: {stderr}");
+    }
 }
 
 #[test]

@@ -282,7 +282,7 @@ fn signal_stops_the_run_without_a_restart() {
 
 #[test]
 fn failure_while_stopping_is_not_restarted() {
-    let args = ["--nproc-per-node=2", "--max-restarts=3", "--timeout=3s", "--grace-period=1s"];
+    let args = ["--nproc-per-node=2", "--max-restarts=3", "--timeout=1s", "--grace-period=3s"];
     let stall = ["--inject-fault=stall:rank=1,at=step,step=0", "--log-format=json"];
     let mut command = program(&[&args[..], &stall].concat());
     let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();

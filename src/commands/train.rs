@@ -41,7 +41,7 @@ fn train_here(
 ) -> anyhow::Result<Option<StopReason>> {
     let restarts = Restarts::before(&launch)?;
     let config = after_restart(config, &restarts, printer)?;
-    let stop = stop_at_signals(&config, &restarts, printer)?;
+    let stop = stop_at_signals(&config, &launch, &restarts, printer)?;
     let joined = Session::join(config, launch, restarts, stop.clone(), cuda, printer)?;
     let Some(session) = joined else { return Ok(stop.request_reason()) };
     let session = Arc::new(session);

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use crate::error::runs;
 use crate::operation::{OpId, Operation};
+use crate::runtime::StopReason;
 
 /// How one rank failed.
 #[derive(Debug)]
@@ -80,6 +81,8 @@ pub struct SpawnError {
     /// The operation of each rank of this process when the run failed, one line for each. `None` unless the failure
     /// is that ranks waited for others.
     pub table: Option<String>,
+    /// The signal that asked the run to stop, if the failure is that its ranks did not.
+    pub stopped: Option<StopReason>,
 }
 
 impl fmt::Display for SpawnError {

@@ -182,18 +182,22 @@ pub(super) struct FailureReport {
     pub operation: String,
     pub sequence: u64,
     pub error: String,
+    /// The number of [`ReportedFailure::stopped`].
+    #[serde(default)]
+    pub stopped: Option<usize>,
 }
 
 impl FailureReport {
     pub(super) fn new(rank: usize, at: OpId, error: &str) -> Self {
         let OpId { operation, sequence } = at;
         let (operation, tied) = (operation.to_string(), Vec::new());
-        Self { rank, tied, operation, sequence, error: error.into() }
+        Self { rank, tied, operation, sequence, error: error.into(), stopped: None }
     }
 
     pub(super) fn of(failure: &ReportedFailure) -> Self {
-        let ReportedFailure { rank, tied, at, error, .. } = failure;
-        Self { tied: tied.clone(), ..Self::new(*rank, *at, error) }
+        let ReportedFailure { rank, tied, at, error, stopped, .. } = failure;
+        let stopped = stopped.map(|reason| reason as usize);
+        Self { tied: tied.clone(), stopped, ..Self::new(*rank, *at, error) }
     }
 
     /// Returns what the rank was doing.

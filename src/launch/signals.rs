@@ -33,12 +33,16 @@ const fn code_of(signal: i32) -> u8 {
 }
 
 /// Makes SIGINT, SIGTERM and SIGUSR1 set `stop` from now on. A second SIGINT ends the process at once, as a user
-/// who presses Ctrl-C twice expects.
+/// who presses Ctrl-C twice expects. While ranks of [`Spawn`](super::Spawn) run, so does a second SIGTERM half a second
+/// after the first: launchers send it twice in a row.
 ///
 /// # Errors
 /// When the system refuses.
 pub fn stop_on_signals(stop: &StopRequest) -> io::Result<()> {
     end_at_second_interrupt()?;
+    for signal in [SIGINT, SIGTERM] {
+        os::terminal::end_at(signal, stop.next_signal_ends())?;
+    }
     for (signal, reason) in REASONS {
         flag::register_usize(signal, stop.asked().clone(), reason as usize)?;
     }
@@ -116,9 +120,8 @@ fn end_at_signals() -> io::Result<Arc<AtomicBool>> {
 
 pub(super) fn end_at_second_interrupt() -> io::Result<()> {
     let interrupted = Arc::new(AtomicBool::new(false));
-    os::terminal::restore_at_interrupt(interrupted.clone())?;
     // The order matters: the first SIGINT must not see the flag that it sets itself.
-    flag::register_conditional_shutdown(SIGINT, code_of(SIGINT).into(), interrupted.clone())?;
+    os::terminal::end_at(SIGINT, &interrupted)?;
     flag::register(SIGINT, interrupted)?;
     Ok(())
 }

@@ -11,5 +11,5 @@ pub(crate) use bus_error::{WatchedMapping, watch_mapping};
 pub(crate) use limits::cores;
 pub(crate) use openmp::is_run_by_linker;
 pub use openmp::{BeforeMain, limit_spinning};
-pub use process::{exit, ignore_file_size_signal};
+pub use process::{exit, hold_user_signals, ignore_file_size_signal, release_user_signals};
 pub(crate) use process::{named, release_signals, send_signal, tie_to_this_process};

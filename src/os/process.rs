@@ -1,6 +1,6 @@
 //! Functions for the whole process: signals, child processes, names of threads, and the exit.
 
-use std::ffi::CStr;
+use std::ffi::{CStr, c_char, c_int};
 use std::io::{self, Write};
 use std::mem::MaybeUninit;
 use std::os::unix::process::CommandExt;
@@ -29,6 +29,25 @@ pub fn exit(code: u8) -> ! {
 pub fn ignore_file_size_signal() {
     // SAFETY: takes numbers; no other threads run yet that could see the change halfway.
     unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) };
+}
+
+/// The signals that training handles, and that would end a process which does not handle them yet.
+const USER_SIGNALS: [i32; 2] = [libc::SIGUSR1, libc::SIGUSR2];
+
+/// Blocks SIGUSR1 and SIGUSR2, which schedulers send. One that arrives before training handles it waits until then. Run
+/// this from `.preinit_array`: a program that replaces itself keeps the blocked signals.
+pub extern "C" fn hold_user_signals(
+    _argc: c_int,
+    _argv: *const *const c_char,
+    _envp: *const *const c_char,
+) {
+    // If the system refuses, the signals end the process, as in any program.
+    let _ = mask(libc::SIG_BLOCK, &USER_SIGNALS);
+}
+
+/// Unblocks the signals of [`hold_user_signals`], in a program that does not handle them.
+pub fn release_user_signals() {
+    let _ = mask(libc::SIG_UNBLOCK, &USER_SIGNALS); // fails only for an unknown signal
 }
 
 /// Makes the kernel kill the process that `command` starts when this process ends for any reason. Also blocks the

@@ -156,19 +156,22 @@ fn without_stopping<T>(f: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
     result
 }
 
-/// Makes SIGINT bring the terminal back to normal from now on while `ends` is true: the next handler ends the process.
+/// Makes `signal` end the process from now on while `ends` is true, with the exit code that shells show. Brings the
+/// terminal back to normal first.
 ///
 /// # Errors
 /// If the system refuses.
-pub(crate) fn restore_at_interrupt(ends: Arc<AtomicBool>) -> io::Result<()> {
+pub(crate) fn end_at(signal: i32, ends: &Arc<AtomicBool>) -> io::Result<()> {
+    let is_end = ends.clone();
     let handler = move || {
-        if ends.load(Ordering::SeqCst) {
+        if is_end.load(Ordering::SeqCst) {
             restore();
             take_back();
         }
     };
     // SAFETY: the handler reads atomics and settings that never change, and makes system calls that a handler may make.
-    unsafe { register(SIGINT, handler) }.map(drop)
+    unsafe { register(signal, handler) }?;
+    register_conditional_shutdown(signal, 128 + signal, ends.clone()).map(drop)
 }
 
 /// Makes signals that end a process bring the terminal back to normal first.
@@ -177,7 +180,7 @@ pub(crate) fn restore_at_interrupt(ends: Arc<AtomicBool>) -> io::Result<()> {
 /// If the system refuses.
 pub(crate) fn end_at_signals() -> io::Result<()> {
     for signal in [SIGINT, SIGTERM, SIGHUP] {
-        // SAFETY: as in `restore_at_interrupt`.
+        // SAFETY: as in `end_at`.
         unsafe { register(signal, restore) }?;
         register_conditional_shutdown(signal, 128 + signal, Arc::new(AtomicBool::new(true)))?;
     }

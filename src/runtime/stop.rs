@@ -65,11 +65,14 @@ pub struct StopRequest {
     asked: Arc<AtomicUsize>,
     /// Whether this process itself has received SIGTERM.
     terminated: Arc<AtomicBool>,
+    /// Whether the next SIGINT or SIGTERM ends the process.
+    next_signal_ends: Arc<AtomicBool>,
     deadline: Option<Instant>,
     /// The last step, published by rank 0. `reason` is published with it.
     last_step: AtomicU64,
     reason: AtomicUsize,
     notify: Option<Box<dyn Fn(StopReason) + Send + Sync>>,
+    is_notified: AtomicBool,
 }
 
 impl fmt::Debug for StopRequest {
@@ -118,10 +121,12 @@ impl Default for StopRequest {
         Self {
             asked: Arc::default(),
             terminated: Arc::default(),
+            next_signal_ends: Arc::default(),
             deadline: None,
             last_step: AtomicU64::new(NEVER),
             reason: AtomicUsize::new(0),
             notify: None,
+            is_notified: AtomicBool::new(false),
         }
     }
 }
@@ -132,7 +137,7 @@ impl StopRequest {
         Self { deadline: time.map(deadline), ..Self::default() }
     }
 
-    /// Calls `notify` once, on the thread of rank 0, when the run is going to stop.
+    /// Calls `notify` once: when a signal has asked this process to stop, or when rank 0 decides that the run stops.
     #[must_use]
     pub fn on_stop(self, notify: impl Fn(StopReason) + Send + Sync + 'static) -> Self {
         Self { notify: Some(Box::new(notify)), ..self }
@@ -159,6 +164,20 @@ impl StopRequest {
         &self.terminated
     }
 
+    /// Returns the flag that makes the next SIGINT or SIGTERM end the process.
+    pub(crate) fn next_signal_ends(&self) -> &Arc<AtomicBool> {
+        &self.next_signal_ends
+    }
+
+    /// Calls the function of [`StopRequest::on_stop`], unless it has been called.
+    pub(crate) fn notify(&self, reason: StopReason) {
+        if let Some(notify) = &self.notify
+            && !self.is_notified.swap(true, Ordering::Relaxed)
+        {
+            notify(reason);
+        }
+    }
+
     /// Returns the reason of the request to stop, if there is one.
     pub(crate) fn request_reason(&self) -> Option<StopReason> {
         StopReason::from_repr(self.asked.load(Ordering::Relaxed))
@@ -177,8 +196,8 @@ impl StopRequest {
         if reason != 0 {
             self.reason.store(reason, Ordering::Relaxed);
             self.last_step.store(step, Ordering::Release);
-            if let (Some(notify), Some(reason)) = (&self.notify, StopReason::from_repr(reason)) {
-                notify(reason);
+            if let Some(reason) = StopReason::from_repr(reason) {
+                self.notify(reason);
             }
         }
     }

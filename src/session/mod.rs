@@ -28,8 +28,9 @@ use crate::config::{Config, Data};
 use crate::error::Result;
 use crate::ffi::cuda::Cuda;
 use crate::launch::{
-    JoinedLaunch, Launch, LaunchKind, Live, Rank, Restarts, RunView, ShownView, Spawn, SpawnError,
-    StopReason, StopRequest, await_termination, end_at_signals_in, status_signal, stop_on_signals,
+    FaultKind, JoinedLaunch, Launch, LaunchKind, Live, Rank, Restarts, RunView, ShownView, Spawn,
+    SpawnError, StopReason, StopRequest, await_termination, end_at_signals_in, status_signal,
+    stop_on_signals,
 };
 use crate::os::{cores, terminal::screen_problem};
 use crate::process_group::ProcessGroup;
@@ -55,15 +56,20 @@ const AGENT_POLL_INTERVAL: Duration = Duration::from_secs(10);
 /// Returns what stops a run of `config`: signals, and the end of its time, which its earlier starts have used, too.
 pub(crate) fn stop_at_signals(
     config: &Config,
+    launch: &Launch,
     restarts: &Restarts,
     printer: &Arc<Printer>,
 ) -> anyhow::Result<Arc<StopRequest>> {
     let printer = printer.clone();
     let time = config.training.max_seconds.map(|time| time.saturating_sub(restarts.elapsed));
+    let grace_period = config.launch.grace_period;
+    let is_first_here = launch.processes.local_index == 0;
     let stop = StopRequest::new(time).on_stop(move |reason| match reason {
-        StopReason::Interrupt => {
-            printer.info("stopping after this step; Ctrl-C again ends the process at once");
-        }
+        StopReason::Interrupt | StopReason::Terminate if is_first_here => printer.info(&format!(
+            "{}: stopping after this step; a second signal ends the process at once, and so do {grace_period:?} \
+             (--grace-period) in which no rank goes on",
+            reason.name()
+        )),
         StopReason::Key => printer.info("stopping after this step"),
         _ => {}
     });
@@ -157,6 +163,17 @@ impl Session {
         let notes = joined_launch.notes().into_iter().chain(data.notes.iter().cloned());
         let steps = config.steps(world_size);
         let idle = [config.idle_hook_warning(steps), config.idle_schedule_warning(steps)];
+        let ranks_here = joined_launch.placement.devices.len();
+        let kill = config.launch.inject_fault.filter(|fault| fault.kind == FaultKind::Kill);
+        if let Some(fault) =
+            kill.filter(|_| ranks_here > 1 && joined_launch.launch.restart_count == 0)
+        {
+            printer.info(&format!(
+                "--inject-fault {fault} ends all {ranks_here} ranks of the process of rank {} without a report, because \
+                 they are its threads; with --spawn=processes it ends one rank, and the others report it",
+                fault.rank
+            ));
+        }
         let live_note = screen_problem().filter(|_| config.output.live);
         if let Some(problem) = live_note {
             printer.report(&format!("--live: {problem}, so there is no live view"));
@@ -264,8 +281,9 @@ impl Session {
         printer.end_progress();
         if let Err(error) = &result {
             let printed = printer.flush_epochs().and_then(|()| match joined_launch.launch.parent {
-                Some(_) => Ok(()), // the parent process prints it
-                None => printer.event(&Event::Failure(failure(error))),
+                // The parent process prints it, unless the run was asked to stop.
+                Some(_) if error.stopped.is_none() || !joined_launch.is_first() => Ok(()),
+                _ => printer.event(&Event::Failure(failure(error))),
             });
             if let Err(unwritable) = printed {
                 printer.report(&unwritable.to_string());

@@ -143,6 +143,10 @@ pub(crate) fn leave_error<T>(
 fn leave_with_parent(launch: &Launch, error: anyhow::Error) -> anyhow::Error {
     let Some(parent) = &launch.parent else { return error };
     let failed = error.downcast_ref::<Box<SpawnError>>();
+    if failed.is_some_and(|failed| failed.stopped.is_some()) {
+        // For the parent process the run has stopped, and not failed. The process of rank 0 reports how.
+        return if launch.processes.index == 0 { error } else { error.context(AlreadyReported) };
+    }
     let report = Report {
         text: format!("{error:#}"),
         wrong_input: matches!(error.downcast_ref(), Some(Error::InvalidInput(_))),

@@ -22,7 +22,7 @@ use crate::error::{Error, Result};
 use crate::ffi::TcpStore;
 use crate::operation::{OpId, Operation};
 use crate::os::limits::not_started;
-use crate::runtime::{self, OpSnapshot, PeerStatus, ReportedFailure, RunContext};
+use crate::runtime::{self, OpSnapshot, PeerStatus, ReportedFailure, RunContext, StopReason};
 
 /// The interval between heartbeats.
 const HEARTBEAT_INTERVAL: Duration = Duration::from_millis(500);
@@ -278,8 +278,10 @@ impl Shared {
             Ok(report) => {
                 run.activity[report.rank].restore(report.at());
                 let at = report.at();
-                let FailureReport { rank, tied, error, .. } = report;
-                run.report_remote(ReportedFailure { rank, tied, at, error, waited: false });
+                let FailureReport { rank, tied, error, stopped, .. } = report;
+                let stopped = stopped.and_then(StopReason::from_repr);
+                let waited = false;
+                run.report_failure(ReportedFailure { rank, tied, at, error, waited, stopped });
             }
             Err(error) => run.report(self.ranks[self.mine].start, None, error.to_string()),
         }

@@ -160,6 +160,7 @@ impl SpawnProcesses<'_> {
             handled.extend(SIGNALS);
         }
         let mut signals = Signals::new(handled)?;
+        os::release_signals(&SIGNALS)?;
         let (happened, events) = unbounded();
         let handle = signals.handle();
         let listen = move || signals.forever().try_for_each(|signal| happened.send(signal));

@@ -1,5 +1,6 @@
 //! `spawn`: a thread for each rank, and the handling of a rank's failure.
 
+mod stopping;
 mod supervisor;
 
 use std::any::Any;
@@ -320,7 +321,8 @@ impl Spawn {
         self
     }
 
-    /// Lets signals that set `stop` also end the time for which this process serves the store to others.
+    /// Lets signals that set `stop` end a run whose ranks hang, and the time for which this process serves the store to
+    /// others.
     pub(crate) fn stop_request(self, stop: Arc<StopRequest>) -> Self {
         Self { stop: Some(stop), ..self }
     }

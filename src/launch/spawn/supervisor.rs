@@ -4,11 +4,12 @@ use std::io;
 use std::mem;
 use std::sync::Arc;
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crossbeam::channel::{Receiver, unbounded};
 use crossbeam::select;
 
+use super::stopping::Stopping;
 use super::{Spawn, leave_failure};
 use crate::error::{Result, Shown};
 use crate::ffi::give_back_memory;
@@ -174,6 +175,7 @@ impl Spawn {
     ) -> Result<Vec<T>, Box<SpawnError>> {
         let first = self.first();
         let mut failures = run.failures();
+        let stopped = failures.first().and_then(|failure| failure.stopped);
         let table = table.filter(|_| failures.first().is_some_and(|failure| failure.waited));
         let mut failures =
             failures.drain(..).map(|ReportedFailure { rank, tied, at, error, .. }| RankFailure {
@@ -201,6 +203,7 @@ impl Spawn {
                 .collect(),
             grace_period: self.grace_period,
             table,
+            stopped,
         }))
     }
 
@@ -222,26 +225,49 @@ impl Spawn {
             }
         };
         let here = first..first + running;
-        let mut last_notice = None;
+        let poll =
+            self.stall_warning.div_f64(8.0).clamp(STALL_POLL_INTERVALS.0, STALL_POLL_INTERVALS.1);
+        let (mut last_notice, mut last_look, mut stopping) = (None, Instant::now(), None);
         while running > 0 && run.cancel.cancelled_by().is_none() {
             select! {
                 recv(self.asks) -> _ => {
                     self.tell.notify(&format!("what each rank does\n{}", status_table(run, here.clone(), &run.remote_snapshots)));
                     continue;
                 }
-                default(self.stall_warning.div_f64(8.0).clamp(STALL_POLL_INTERVALS.0, STALL_POLL_INTERVALS.1)) => {
-                    if let Some(stall) = stalled(run, here.clone(), self.stall_warning)
-                        && last_notice != Some(stall)
-                        && let Some(text) = stall.text(run, here.clone(), self.stall_warning)
+                default(poll.min(STOP_POLL_INTERVAL)) => {
+                    let mut limit = (last_look.elapsed() >= poll).then_some(self.stall_warning);
+                    if stopping.is_none() {
+                        stopping = self.stop.as_deref().and_then(Stopping::begin);
+                        if stopping.is_some() {
+                            // The user learns what the stop waits for, also if that is known from an earlier warning.
+                            limit = Some(self.stall_warning.min(STALL_POLL_INTERVALS.1));
+                            last_notice = None;
+                        }
+                    }
+                    if let Some(stopping) = &mut stopping
+                        && let Some(hang) = stopping.hang(run, here.clone(), self.grace_period)
                     {
-                        self.tell.notify(&text);
-                        last_notice = Some(stall);
+                        run.report_failure(hang);
+                        continue;
+                    }
+                    if let Some(limit) = limit {
+                        last_look = Instant::now();
+                        if let Some(stall) = stalled(run, here.clone(), limit)
+                            && last_notice != Some(stall)
+                            && let Some(text) = stall.text(run, here.clone(), limit)
+                        {
+                            self.tell.notify(&text);
+                            last_notice = Some(stall);
+                        }
                     }
                     continue;
                 }
                 recv(ends) -> ended => match ended {
                     Ok(ended) => join(ended),
-                    Err(_) => return None,
+                    Err(_) => {
+                        run.report(first, None, "a rank's thread has ended without a result".into());
+                        break;
+                    }
                 },
                 recv(run.cancel.tripped()) -> _ => break,
             }
@@ -253,7 +279,11 @@ impl Spawn {
             }
             status_table(run, here, &run.remote_snapshots)
         });
-        let deadline = deadline(self.grace_period);
+        // Ranks that hang after a signal have had their grace period.
+        let hangs = run.failures().first().is_some_and(|failure| failure.stopped.is_some());
+        let grace_period =
+            if hangs { self.grace_period.min(AFTER_HANG) } else { self.grace_period };
+        let deadline = deadline(grace_period);
         while running > 0 {
             let Ok(ended) = ends.recv_deadline(deadline) else { break };
             join(ended);
@@ -266,6 +296,12 @@ impl Spawn {
 /// The shortest and the longest interval between checks for stalls.
 const STALL_POLL_INTERVALS: (Duration, Duration) =
     (Duration::from_millis(10), Duration::from_secs(1));
+
+/// The interval between checks for a request to stop.
+const STOP_POLL_INTERVAL: Duration = Duration::from_millis(100);
+
+/// How long the other ranks get to come back from their collectives when some hang after a signal.
+const AFTER_HANG: Duration = Duration::from_secs(1);
 
 /// A rank's thread, as seen by the supervisor.
 enum Thread<T, J> {

@@ -13,7 +13,10 @@ use super::primitives::{
     AtomicBool, AtomicU64, AtomicUsize, Mutex, MutexGuard, Ordering, Thread, available_parallelism,
     current, park, park_timeout, yield_now,
 };
-use super::{CancelToken, Fault, FaultSite, FlightRecorder, PeerStatus, RemoteSnapshots, Watchdog};
+use super::{
+    CancelToken, Fault, FaultSite, FlightRecorder, PeerStatus, RemoteSnapshots, StopReason,
+    Watchdog,
+};
 use crate::error::{Blame, Error, MissingRank, Result};
 use crate::operation::{OpId, Operation};
 
@@ -58,6 +61,8 @@ pub(crate) struct ReportedFailure {
     pub error: String,
     /// Whether the reporter timed out while waiting, or found another rank in a different call.
     pub waited: bool,
+    /// The signal that asked the run to stop, if the failure is that the ranks did not.
+    pub stopped: Option<StopReason>,
 }
 
 /// The ranks that a rank waits for.
@@ -198,12 +203,12 @@ impl RunContext {
         let Blame { rank, tied, at } =
             blamed.unwrap_or_else(|| Blame { rank: reporter, tied: Vec::new(), at });
         let at = at.unwrap_or_else(|| self.activity[rank].now());
-        let failure = ReportedFailure { rank, tied, at, error: text, waited };
+        let failure = ReportedFailure { rank, tied, at, error: text, waited, stopped: None };
         self.record_failure(reporter, failure, echo, blames);
     }
 
-    /// Records a failure that another process has sent, and cancels the run.
-    pub(crate) fn report_remote(&self, failure: ReportedFailure) {
+    /// Records a failure that is known in full, such as that of another process, and cancels the run.
+    pub(crate) fn report_failure(&self, failure: ReportedFailure) {
         let echo = self.notified[failure.rank].load(Ordering::Relaxed);
         self.record_failure(failure.rank, failure, echo, false);
     }
