@@ -9,7 +9,7 @@ use std::time::Duration;
 use tch::{Device, Tensor};
 
 use super::active_ranks::{Active, JoinOptions};
-use super::comm_hooks::CommHook;
+use super::comm_hooks::{CommHook, average};
 use super::layout::{Bucket, Layout};
 use super::model_order::Turn;
 use super::options::DdpOptions;
@@ -105,6 +105,30 @@ impl Reducer {
 
     pub(super) fn parameter_places(&self) -> Vec<Parameter> {
         self.state.borrow().layout.parameter_places()
+    }
+
+    /// Makes the collectives of a step once, if they are launched on a GPU. All gradients must be zero; they stay so. A
+    /// collective.
+    ///
+    /// NCCL connects and allocates memory at the first call of each algorithm, which follows from the operation and the
+    /// size.
+    pub(super) fn warm_up(&self) -> Result<()> {
+        let ReducerState { layout, group, reduce_path, .. } = &mut *self.state.borrow_mut();
+        if !group.is_stream_ordered() {
+            return Ok(());
+        }
+        let is_partitioned = layout.is_partitioned();
+        for gradients in layout.buckets.iter_mut().flat_map(|bucket| &mut bucket.gradients) {
+            reduce_path.run(group, |group| {
+                group.all_reduce(gradients, average(group))?;
+                if is_partitioned {
+                    group.reduce_scatter_in_place(gradients, average(group))?;
+                    group.all_gather_in_place(gradients)?;
+                }
+                Ok(())
+            })?;
+        }
+        reduce_path.wait(group).map(drop)
     }
 
     /// Registers `hook` for averaging; only one can be registered.

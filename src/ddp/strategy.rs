@@ -95,6 +95,17 @@ impl<M> Strategy<M> {
         }
     }
 
+    /// Makes the collectives of a step once, if they are launched on a GPU. All gradients must be zero. A collective.
+    ///
+    /// # Errors
+    /// The errors of [`ProcessGroup::all_reduce`](crate::ProcessGroup::all_reduce).
+    pub(crate) fn warm_up(&self) -> Result<()> {
+        match self {
+            Strategy::Ddp(ddp) => ddp.reducer.warm_up(),
+            Strategy::Dp(_) => Ok(()), // replicate has broadcast all parameters
+        }
+    }
+
     /// Calls [`DistributedDataParallel::backward`] or its counterpart: computes the gradients of `loss`, and their mean
     /// over the ranks on each rank that makes a step.
     ///

@@ -9,10 +9,10 @@ use crate::ffi::TorchResult;
 use crate::optim::GradState;
 
 impl<M: ModuleT> TrainContext<M> {
-    /// Runs the kernels of a step once before the first step, on a GPU.
+    /// Runs the kernels and collectives of a step once before the first step, on a GPU.
     ///
     /// The first launch of a kernel loads the kernel and waits until the GPU is idle. The first use of memory allocates
-    /// it, which stops all GPUs. Both should happen before collectives are in flight, and outside of the measured time.
+    /// it, which stops all GPUs. The first collective of each kind connects the ranks and allocates. All should happen before collectives are in flight, and outside of the measured time.
     /// Parameters, buffers and the loss so far stay unchanged. Other state changes if the model's forward pass changes
     /// it.
     pub(super) fn warm_up(&mut self) -> Result<()> {
@@ -29,6 +29,7 @@ impl<M: ModuleT> TrainContext<M> {
                     let _ = buffer.gradients.f_zero_().doing("zero_")?;
                     buffer.places.set_gradients(GradState::Averaged); // the average of zeros is zero
                 }
+                self.ddp.warm_up()?;
                 self.scaler.unscale_()?;
                 if let Some(max_norm) = self.max_grad_norm {
                     let _ = self.ddp.clip_grad_norm(max_norm)?;
