@@ -1,6 +1,6 @@
 //! The ranks that still have inputs, within `join`.
 
-use tch::{Kind, Tensor};
+use tch::Tensor;
 
 use crate::error::{Error, Result};
 use crate::ffi::TorchResult;
@@ -82,8 +82,7 @@ pub(super) fn count_active(
 
 /// All-reduces one number and reads the result.
 pub(super) fn all_reduce_number(group: &ProcessGroup, mine: i64, op: ReduceOp) -> Result<i64> {
-    let mut number = Tensor::from_slice(&[mine]).to_kind(Kind::Int64).to_device(group.device());
+    let mut number = group.to_device(&Tensor::from_slice(&[mine]))?;
     group.all_reduce(&mut number, op)?;
-    group.synchronize()?;
-    number.f_int64_value(&[0]).doing("reading a number")
+    group.to_host(&number)?.f_int64_value(&[0]).doing("reading a number")
 }

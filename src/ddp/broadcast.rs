@@ -8,8 +8,9 @@ use crate::error::Result;
 use crate::optim::FlatBuffer;
 use crate::process_group::ProcessGroup;
 
-/// Copies the parameters, which are in `flat_buffers`, and the buffers of rank `src` to all ranks. A collective.
-/// Follows `_sync_module_states`.
+/// Copies the parameters, which are in `flat_buffers`, and the buffers of rank `src` to all ranks. A collective, which is
+/// done on return: what the caller copies next between host and GPU would block behind it. Follows
+/// `_sync_module_states`.
 pub(super) fn sync_module_states(
     flat_buffers: &[FlatBuffer],
     tensors: &[NamedTensor],
@@ -19,7 +20,8 @@ pub(super) fn sync_module_states(
     let trained = flat_buffers.iter().map(|buffer| &buffer.parameters);
     // Includes parameters that are not trained.
     let rest = tensors.iter().filter(|named| !named.trainable && !named.is_ignored);
-    broadcast(trained.chain(rest.map(|named| &named.tensor)), group, src)
+    broadcast(trained.chain(rest.map(|named| &named.tensor)), group, src)?;
+    group.await_launched()
 }
 
 /// Copies the buffers of rank `src` to all ranks. A collective. Follows `_sync_buffers`.

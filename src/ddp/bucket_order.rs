@@ -1,6 +1,6 @@
 //! The order of the parameters in the buckets, which follows the order of ready gradients after the first step.
 
-use tch::{Device, Kind, Tensor};
+use tch::Tensor;
 
 use super::layout::Layout;
 use super::options::DdpOptions;
@@ -57,10 +57,9 @@ impl BucketOrder {
             order = layout.default_order();
         }
         let mine: Vec<i64> = order.iter().map(|&index| index as i64).collect();
-        let mut agreed = Tensor::from_slice(&mine).to_device(group.device());
+        let mut agreed = group.to_device(&Tensor::from_slice(&mine))?;
         group.broadcast(&mut agreed, 0)?;
-        group.synchronize()?;
-        let agreed = Vec::<i64>::try_from(agreed.to_device(Device::Cpu).to_kind(Kind::Int64));
+        let agreed = Vec::<i64>::try_from(group.to_host(&agreed)?);
         let agreed = agreed.doing("reading rank 0's order")?;
         order = agreed.into_iter().map(|index| index as usize).collect();
         layout.fill_buckets(&order, options)

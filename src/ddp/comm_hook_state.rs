@@ -187,8 +187,7 @@ impl Reducer {
         // the tensor, while the hook's stream still reads it.
         reduce_path.run(group, |group| {
             for tensor in kept.shared.values_mut().chain(kept.local.values_mut()) {
-                let moved = tensor.f_to_device(group.device());
-                *tensor = moved.doing("moving the state of a hook")?;
+                *tensor = group.to_device(tensor)?;
             }
             Ok(())
         })?;

@@ -139,20 +139,14 @@ fn compare(tensors: &[NamedTensor], options: &DdpOptions, group: &ProcessGroup) 
 /// Returns rank 0's `text` on every rank.
 fn broadcast_text(text: &str, group: &ProcessGroup) -> Result<String> {
     let doing = "exchanging the models' descriptions";
-    let mut length = Tensor::f_from_slice(&[text.len() as i64])
-        .and_then(|t| t.f_to_device(group.device()))
-        .doing(doing)?;
+    let mut length = group.to_device(&Tensor::from_slice(&[text.len() as i64]))?;
     group.broadcast(&mut length, 0)?;
-    group.synchronize()?;
-    let length = length.f_int64_value(&[0]).doing(doing)?;
+    let length = group.to_host(&length)?.f_int64_value(&[0]).doing(doing)?;
     let mut bytes = text.as_bytes().to_vec();
     bytes.resize(length as usize, 0);
-    let mut bytes =
-        Tensor::f_from_slice(&bytes).and_then(|t| t.f_to_device(group.device())).doing(doing)?;
+    let mut bytes = group.to_device(&Tensor::from_slice(&bytes))?;
     group.broadcast(&mut bytes, 0)?;
-    group.synchronize()?;
-    let bytes = Vec::<u8>::try_from(bytes.f_to_device(Device::Cpu).doing(doing)?);
-    let bytes = bytes.doing(doing)?;
+    let bytes = Vec::<u8>::try_from(group.to_host(&bytes)?).doing(doing)?;
     Ok(String::from_utf8_lossy(&bytes).into_owned())
 }
 

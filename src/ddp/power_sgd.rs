@@ -201,7 +201,7 @@ impl PowerSgd {
 
     fn approximate(&mut self, bucket: &mut GradBucket<'_>, group: &ProcessGroup) -> Result<()> {
         let doing = "PowerSGD";
-        let (kind, device) = (bucket.gradients.kind(), bucket.gradients.device());
+        let kind = bucket.gradients.kind();
         let is_new =
             self.state.get(&bucket.index).is_none_or(|s| s.parameters != bucket.parameters);
         let matrices: Vec<(usize, i64, i64, i64)> = bucket
@@ -222,11 +222,12 @@ impl PowerSgd {
         let Some(state) = self.state.get_mut(&bucket.index) else { return Ok(()) };
         if let Some(seed) = seed {
             let draw = |&(start, _, m, r): &(usize, i64, i64, i64)| {
-                let q = Tensor::f_randn([m, r], (kind, Device::Cpu))?;
-                Ok((start, q.f_to_device(device)?))
+                Ok((start, Tensor::f_randn([m, r], (kind, Device::Cpu))?))
             };
-            let drawn = fork_rng(seed, || matrices.iter().map(draw).collect::<Result<_, _>>())?;
-            state.factors = drawn.doing(doing)?;
+            let drawn = fork_rng(seed, || matrices.iter().map(draw).collect::<Result<Vec<_>, _>>());
+            let drawn = drawn?.doing(doing)?.into_iter();
+            let factors = drawn.map(|(start, q)| Ok((start, group.to_device(&q)?)));
+            state.factors = factors.collect::<Result<_>>()?;
         }
         if self.options.use_error_feedback {
             let _ = bucket.gradients.f_add_(&state.error).doing(doing)?;

@@ -1,6 +1,6 @@
 //! Parameters that a step does not use on this rank, or on any rank.
 
-use tch::{Device, Tensor};
+use tch::Tensor;
 
 use super::layout::Layout;
 use super::options::DdpOptions;
@@ -119,10 +119,9 @@ fn unused(layout: &Layout) -> impl Iterator<Item = (usize, &ParamSlot)> {
 /// Returns for each parameter whether no rank had a gradient for it. A collective.
 fn unused_on_all_ranks(layout: &Layout, group: &ProcessGroup) -> Result<Vec<bool>> {
     let used: Vec<i32> = layout.slots.iter().map(|slot| i32::from(slot.used)).collect();
-    let mut used = Tensor::from_slice(&used).to_device(group.device());
+    let mut used = group.to_device(&Tensor::from_slice(&used))?;
     group.all_reduce(&mut used, ReduceOp::Max)?;
-    group.synchronize()?;
-    let used = Vec::<i32>::try_from(used.to_device(Device::Cpu));
+    let used = Vec::<i32>::try_from(group.to_host(&used)?);
     let used = used.doing("reading which parameters are used")?;
     Ok(used.into_iter().map(|used| used == 0).collect())
 }

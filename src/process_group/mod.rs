@@ -45,7 +45,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use crossbeam::channel::{Receiver, select_biased};
-use tch::Device;
+use tch::{Device, Tensor};
 
 pub(crate) use backend::Devices;
 use backend::SequencedBackend;
@@ -71,7 +71,7 @@ pub(crate) use weights::check_weight;
 pub use work::Work;
 
 use crate::error::{Error, Result};
-use crate::ffi::cuda;
+use crate::ffi::{TorchResult, cuda};
 use crate::operation::Operation;
 use crate::runtime::{Activity, RunContext, StopRequest};
 
@@ -213,6 +213,25 @@ impl ProcessGroup {
         side.backend.synchronize(&|| self.note_gpu())?;
         self.activity().restore(before);
         Ok(())
+    }
+
+    /// Copies `tensor` to this rank's device, once all launched work is done. The copy blocks in libtorch until all that
+    /// was launched before it has ended, and no failure of another rank would end that wait.
+    pub(crate) fn to_device(&self, tensor: &Tensor) -> Result<Tensor> {
+        self.await_launched()?;
+        tensor.f_to_device(self.device()).doing("copying to the device")
+    }
+
+    /// Copies `tensor` to the host, once all launched work is done.
+    pub(crate) fn to_host(&self, tensor: &Tensor) -> Result<Tensor> {
+        self.await_launched()?;
+        tensor.f_to_device(Device::Cpu).doing("copying to the host")
+    }
+
+    /// With `nccl`, waits for the launched work. With other backends, a call that has returned is done, and queued
+    /// operations need no wait.
+    pub(crate) fn await_launched(&self) -> Result<()> {
+        if self.is_stream_ordered() { self.synchronize() } else { Ok(()) }
     }
 
     /// Returns whether the group has ranks in other processes. Not a collective.

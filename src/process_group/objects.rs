@@ -1,12 +1,12 @@
 //! Collectives on Rust values instead of tensors: any type that serde can serialize and deserialize.
 //!
-//! The values are sent as MessagePack in byte tensors, in two collectives: the length, then the bytes. Use them for
+//! All launched work is done when a call returns. The values are sent as MessagePack in byte tensors, in two collectives: the length, then the bytes. Use them for
 //! occasional values; a tensor is faster. (MessagePack has a single nil: `Some(())` and `Some(None)` come back as
 //! `None`.)
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
-use tch::{Device, Kind, Tensor};
+use tch::{Kind, Tensor};
 
 use super::{ProcessGroup, ReduceOp};
 use crate::error::{Error, Result};
@@ -44,13 +44,14 @@ impl ProcessGroup {
         const NAME: &str = "broadcast_object_list";
         let is_source = self.rank() == src;
         let bytes = if is_source { to_bytes(NAME, &*object_list)? } else { Vec::new() };
-        let mut len = self.lengths(&[bytes.len()]);
+        let mut len = self.lengths(&[bytes.len()])?;
         self.broadcast(&mut len, src)?;
         let mut bytes = self.tensor_of(&bytes, self.read_lengths(NAME, &len)?[0])?;
         self.broadcast(&mut bytes, src)?;
-        if !is_source {
-            *object_list = from_bytes(NAME, &self.bytes_of(&bytes)?)?;
+        if is_source {
+            return self.await_launched();
         }
+        *object_list = from_bytes(NAME, &self.bytes_of(&bytes)?)?;
         Ok(())
     }
 
@@ -113,7 +114,7 @@ impl ProcessGroup {
         let framed = self.framed(NAME, &to_bytes(NAME, object)?)?;
         if self.rank() != dst {
             self.gather(&framed, None, dst)?;
-            return Ok(None);
+            return self.await_launched().map(|()| None);
         }
         let all = self.room_for_all(&framed)?;
         self.gather(&framed, Some(&mut all.unbind(0)), dst)?;
@@ -161,8 +162,9 @@ impl ProcessGroup {
         }
         let list = scatter_object_input_list.unwrap_or_default();
         let list = list.iter().map(|object| to_bytes(NAME, object)).collect::<Result<Vec<_>>>()?;
-        let mut len = self.lengths(&[0]);
-        let lengths: Vec<Tensor> = list.iter().map(|bytes| self.lengths(&[bytes.len()])).collect();
+        let mut len = self.lengths(&[0])?;
+        let lengths = list.iter().map(|bytes| self.lengths(&[bytes.len()]));
+        let lengths = lengths.collect::<Result<Vec<_>>>()?;
         self.scatter(&mut len, (self.rank() == src).then_some(&lengths[..]), src)?;
         // Only rank `src` sends data in this all_to_all, so nothing needs padding.
         let len = self.read_lengths(NAME, &len)?[0];
@@ -204,8 +206,9 @@ impl ProcessGroup {
     #[track_caller]
     pub fn send_object_list<T: Serialize>(&self, object_list: &[T], dst: usize) -> Result<()> {
         let bytes = to_bytes("send_object_list", &object_list)?;
-        self.send(&self.lengths(&[bytes.len()]), dst, OBJECTS)?;
-        self.send(&self.tensor_of(&bytes, bytes.len())?, dst, OBJECTS)
+        self.send(&self.lengths(&[bytes.len()])?, dst, OBJECTS)?;
+        self.send(&self.tensor_of(&bytes, bytes.len())?, dst, OBJECTS)?;
+        self.await_launched()
     }
 
     /// Receives the list that rank `src` sends with [`ProcessGroup::send_object_list`].
@@ -217,7 +220,7 @@ impl ProcessGroup {
     #[track_caller]
     pub fn recv_object_list<T: DeserializeOwned>(&self, src: usize) -> Result<Vec<T>> {
         const NAME: &str = "recv_object_list";
-        let mut len = self.lengths(&[0]);
+        let mut len = self.lengths(&[0])?;
         self.recv(&mut len, Some(src), OBJECTS)?;
         let mut bytes = self.tensor_of(&[], self.read_lengths(NAME, &len)?[0])?;
         self.recv(&mut bytes, Some(src), OBJECTS)?;
@@ -237,7 +240,7 @@ impl ProcessGroup {
     /// the longest frame of all ranks.
     #[track_caller]
     fn framed(&self, name: &str, bytes: &[u8]) -> Result<Tensor> {
-        let mut longest = self.lengths(&[bytes.len()]);
+        let mut longest = self.lengths(&[bytes.len()])?;
         self.all_reduce(&mut longest, ReduceOp::Max)?;
         let longest = self.read_lengths(name, &longest)?[0];
         let frame = [&(bytes.len() as u64).to_le_bytes(), bytes].concat();
@@ -269,30 +272,21 @@ impl ProcessGroup {
         })?;
         padded.extend_from_slice(&bytes[..bytes.len().min(len)]);
         padded.resize(len, 0);
-        Ok(Tensor::from_slice(&padded).to_device(self.device()))
+        self.to_device(&Tensor::from_slice(&padded))
     }
 
-    fn lengths(&self, lengths: &[usize]) -> Tensor {
+    fn lengths(&self, lengths: &[usize]) -> Result<Tensor> {
         let lengths: Vec<i64> = lengths.iter().map(|&len| len as i64).collect();
-        Tensor::from_slice(&lengths).to_device(self.device())
-    }
-
-    /// With `nccl`, waits for the launched work before the host reads the result. With other backends, a call that
-    /// has returned is done, and queued operations need no wait.
-    fn await_launched(&self) -> Result<()> {
-        if self.is_stream_ordered() { self.synchronize() } else { Ok(()) }
+        self.to_device(&Tensor::from_slice(&lengths))
     }
 
     fn read_lengths(&self, name: &str, lengths: &Tensor) -> Result<Vec<usize>> {
-        self.await_launched()?;
-        let lengths = lengths.to_device(Device::Cpu).to_kind(Kind::Int64);
-        let lengths = Vec::<i64>::try_from(&lengths).doing("reading lengths")?;
+        let lengths = Vec::<i64>::try_from(self.to_host(lengths)?).doing("reading lengths")?;
         lengths.into_iter().map(|len| length(name, len)).collect()
     }
 
     fn bytes_of(&self, tensor: &Tensor) -> Result<Vec<u8>> {
-        self.await_launched()?;
-        Vec::<u8>::try_from(tensor.to_device(Device::Cpu)).doing("reading bytes")
+        Vec::<u8>::try_from(self.to_host(tensor)?).doing("reading bytes")
     }
 }
 

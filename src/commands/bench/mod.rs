@@ -301,18 +301,16 @@ fn round(group: &ProcessGroup, case: &mut BenchCase, iters: u64) -> Result<f64> 
         case.run(group)?;
     }
     group.synchronize()?;
-    let mut seconds = Tensor::from(began.elapsed().as_secs_f64() / iters as f64);
-    seconds = seconds.to_kind(Kind::Double).to_device(group.device());
+    let seconds = Tensor::from(began.elapsed().as_secs_f64() / iters as f64);
+    let mut seconds = group.to_device(&seconds.to_kind(Kind::Double))?;
     group.all_reduce(&mut seconds, ReduceOp::Max)?;
-    group.synchronize()?;
-    Ok(seconds.double_value(&[]))
+    Ok(group.to_host(&seconds)?.double_value(&[]))
 }
 
 fn sum_over_ranks(group: &ProcessGroup, value: i64) -> Result<i64> {
-    let mut sum = Tensor::from(value).to_device(group.device());
+    let mut sum = group.to_device(&Tensor::from(value))?;
     group.all_reduce(&mut sum, ReduceOp::Sum)?;
-    group.synchronize()?;
-    Ok(sum.int64_value(&[]))
+    Ok(group.to_host(&sum)?.int64_value(&[]))
 }
 
 fn write_head(

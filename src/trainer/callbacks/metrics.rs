@@ -48,10 +48,9 @@ impl Metrics {
         context.check_loss_sum(loss_sum)?;
         let mine = [loss_sum - self.loss_sum, self.counted as f64, self.samples as f64];
         let doing = "reducing the metrics";
-        let mut totals = Tensor::from_slice(&mine).f_to_device(group.device()).doing(doing)?;
+        let mut totals = group.to_device(&Tensor::from_slice(&mine))?;
         group.all_reduce(&mut totals, ReduceOp::Sum)?;
-        group.synchronize()?;
-        let totals = Vec::<f64>::try_from(totals).doing(doing)?;
+        let totals = Vec::<f64>::try_from(group.to_host(&totals)?).doing(doing)?;
         let grad_norm = self.grad_norm.take().map(|norm| norm.f_double_value(&[]));
         let grad_norm = grad_norm.transpose().doing(doing)?;
         let seconds = self.since.elapsed().as_secs_f64();

@@ -1,7 +1,7 @@
 //! Replica checks: whether all ranks still hold the same parameters.
 
 use anyhow::Result;
-use tch::{Device, Kind, Tensor};
+use tch::{Kind, Tensor};
 
 use crate::ddp::{DistributedDataParallel, Strategy};
 use crate::error::{Compared, Error, Suspects};
@@ -57,15 +57,11 @@ pub(crate) fn compare_replicas<M>(
     let (names, hashes): (Vec<String>, Vec<u64>) = ddp.tensor_hashes(buffers)?.into_iter().unzip();
     let doing = "comparing the parameters";
     let hashes: Vec<i64> = hashes.into_iter().map(u64::cast_signed).collect();
-    let hashes = Tensor::f_from_slice(&hashes)
-        .and_then(|tensor| tensor.f_to_device(group.device()))
-        .doing(doing)?;
+    let hashes = group.to_device(&Tensor::from_slice(&hashes))?;
     let shape = [group.world_size() as i64, names.len() as i64];
     let mut all = Tensor::f_zeros(shape, (Kind::Int64, group.device())).doing(doing)?;
     group.all_gather_into_tensor(&mut all, &hashes)?;
-    group.synchronize()?;
-    let all =
-        all.f_to_device(Device::Cpu).and_then(|tensor| tensor.f_reshape([-1])).doing(doing)?;
+    let all = group.to_host(&all)?.f_reshape([-1]).doing(doing)?;
     let all = Vec::<i64>::try_from(all).doing(doing)?;
     match difference(&all, &names, group.ranks()) {
         None => Ok(()),
