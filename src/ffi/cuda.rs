@@ -2,6 +2,7 @@
 
 use std::error::Error;
 use std::ffi::c_void;
+use std::fs;
 use std::time::Duration;
 
 use cudarc::driver::result as driver;
@@ -49,17 +50,53 @@ pub fn load() -> Cuda {
         ));
         return cuda;
     }
+    let is_known = |version: &i64| *version > 0;
+    let built_for = shim::cuda_version().ok().filter(is_known).map(version_text);
+    if let (Some(driver), Some(built_for)) = (&cuda.driver, &built_for)
+        && let Some(problem) = too_old(driver, built_for)
+    {
+        cuda.problem = Some(problem);
+        return cuda;
+    }
     match shim::cuda_device_count() {
         Some(count) if count == cuda.gpus.len() => {}
         count => {
             cuda.problem = Some(format!(
-                "the driver shows {} GPUs, libtorch {}; the driver may be too old for this libtorch",
+                "the driver shows {} GPUs, libtorch {}; the driver supports CUDA {}, and libtorch is built for CUDA {}",
                 cuda.gpus.len(),
-                count.unwrap_or(0)
+                count.unwrap_or(0),
+                cuda.driver.as_deref().unwrap_or("of an unknown version"),
+                built_for.as_deref().unwrap_or("of an unknown version")
             ));
         }
     }
     cuda
+}
+
+/// Returns a version such as `13.0`, which CUDA writes as 13000.
+fn version_text(version: i64) -> String {
+    format!("{}.{}", version / 1000, version % 1000 / 10)
+}
+
+/// The first driver for each major version of CUDA. It runs all minor versions.
+const FIRST_DRIVERS: [(u32, u32); 3] = [(11, 450), (12, 525), (13, 580)];
+
+/// Returns the problem if a driver that supports CUDA `driver` cannot run a libtorch that is built for CUDA `built_for`.
+fn too_old(driver: &str, built_for: &str) -> Option<String> {
+    let major = |version: &str| version.split('.').next()?.parse::<u32>().ok();
+    let (supported, needed) = (major(driver)?, major(built_for)?);
+    if supported >= needed {
+        return None;
+    }
+    let known = FIRST_DRIVERS.iter().find(|(cuda, _)| *cuda == needed);
+    let driver_needed = known.map_or_else(
+        || format!("a driver for CUDA {needed}"),
+        |(_, first)| format!("driver {first} or newer (nvidia-smi shows yours)"),
+    );
+    Some(format!(
+        "the NVIDIA driver is too old: it supports CUDA {driver}, and libtorch is built for CUDA {built_for}; install \
+         {driver_needed}, or build with a libtorch for CUDA {supported}"
+    ))
 }
 
 /// Loads a library for the life of the process, because libtorch keeps pointers into it. An error is the text of
@@ -79,7 +116,7 @@ fn find_gpus() -> Cuda {
     let mut version = 0;
     // SAFETY: writes one number to a valid place; allowed before `cuInit`.
     let known = unsafe { cudarc::driver::sys::cuDriverGetVersion(&mut version) }.result().is_ok();
-    let driver = known.then(|| format!("{}.{}", version / 1000, version % 1000 / 10));
+    let driver = known.then(|| version_text(version.into()));
     let names = || -> Result<Vec<String>, driver::DriverError> {
         driver::init()?;
         (0..driver::device::get_count()?)
@@ -93,10 +130,27 @@ fn find_gpus() -> Cuda {
             Cuda { gpus: Vec::new(), driver, problem: None }
         }
         Err(error) => {
-            let problem = Some(format!("the NVIDIA driver fails: {:?}", error.0));
-            Cuda { gpus: Vec::new(), driver, problem }
+            let is_stub = error.0 == CUresult::CUDA_ERROR_STUB_LIBRARY;
+            let remedy = if is_stub {
+                "; this library is only for linking: take its folder out of LD_LIBRARY_PATH, so that the \
+                 libcuda.so.1 of the driver is found"
+            } else {
+                ""
+            };
+            let library = loaded_driver().unwrap_or_else(|| "libcuda".into());
+            let problem = format!("the NVIDIA driver fails: {:?} from {library}{remedy}", error.0);
+            Cuda { gpus: Vec::new(), driver, problem: Some(problem) }
         }
     }
+}
+
+/// Returns the path of the driver's library that this process has loaded. `None` if the system does not show it.
+fn loaded_driver() -> Option<String> {
+    let maps = fs::read_to_string("/proc/self/maps").ok()?;
+    let mut paths = maps.lines().filter_map(|line| Some(&line[line.find('/')?..]));
+    let found = paths
+        .find(|path| path.rsplit('/').next().is_some_and(|name| name.starts_with("libcuda.so")));
+    found.map(String::from)
 }
 
 /// Returns the UUID of GPU `index`, such as `GPU-8c1f...`, as `nvidia-smi -L` prints it. `None` if the driver does not
@@ -208,6 +262,19 @@ impl Drop for Event {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn driver_that_is_too_old_is_named_with_the_one_needed() {
+        for (driver, built_for) in
+            [("13.0", "13.0"), ("13.0", "13.1"), ("14.2", "13.0"), ("12.8", "12.9")]
+        {
+            assert_eq!(too_old(driver, built_for), None, "{driver} {built_for}");
+        }
+        let problem = too_old("12.4", "13.0").unwrap();
+        assert!(problem.contains("supports CUDA 12.4"), "{problem}");
+        assert!(problem.contains("driver 580 or newer"), "{problem}");
+        assert!(too_old("13.0", "14.1").unwrap().contains("a driver for CUDA 14"));
+    }
 
     #[test]
     fn missing_library_error_has_the_reason_of_the_system() {

@@ -18,6 +18,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/Generator.h>
+#include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/AutogradState.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/Event.h>
@@ -433,6 +434,11 @@ int ddp_cuda_device_count() {
   return impl == nullptr ? -1 : static_cast<int>(impl->deviceCount());
 }
 
+// Returns the version of CUDA that libtorch_cuda was built for, such as 13000. Call it once libtorch_cuda is loaded.
+char* ddp_cuda_version(long* version) {
+  return guarded([&] { *version = at::detail::getCUDAHooks().versionCUDART(); });
+}
+
 // Sets the calling thread's device. Follows torch.cuda.set_device.
 char* ddp_cuda_set_device(int index) {
   return guarded([&] { cuda().setDevice(cuda_device(index)); });
@@ -449,7 +455,12 @@ char* ddp_cuda_event_new(bool timed, c10::Event** event) {
   return guarded([&] { *event = new c10::Event(kCUDA, flag); });
 }
 
-void ddp_cuda_event_free(c10::Event* event) { delete event; }
+// libtorch sets the thread's device back after it has destroyed the event. On a thread without a device, that would
+// start a context on the first GPU, so the event's device becomes the thread's.
+void ddp_cuda_event_free(c10::Event* event) {
+  if (event->was_marked_for_recording()) cuda().uncheckedSetDevice(event->device());
+  delete event;
+}
 
 // Records the event on the device's current stream.
 char* ddp_cuda_event_record(c10::Event* event, int index) {

@@ -1,6 +1,6 @@
 //! Rust bindings for the CUDA part of `shim.cpp`: devices, streams and events.
 
-use std::ffi::{c_char, c_int, c_void};
+use std::ffi::{c_char, c_int, c_long, c_void};
 
 use super::shim::check;
 use crate::error::Result;
@@ -19,6 +19,7 @@ pub(super) struct Event {
 
 unsafe extern "C" {
     fn ddp_cuda_device_count() -> c_int;
+    fn ddp_cuda_version(version: *mut c_long) -> *mut c_char;
     fn ddp_cuda_set_device(index: c_int) -> *mut c_char;
     fn ddp_cuda_current_stream(index: c_int, stream: *mut *mut c_void) -> *mut c_char;
     fn ddp_cuda_event_new(timed: bool, event: *mut *mut Event) -> *mut c_char;
@@ -36,6 +37,14 @@ unsafe extern "C" {
 pub(super) fn cuda_device_count() -> Option<usize> {
     // SAFETY: reads c10's registry.
     usize::try_from(unsafe { ddp_cuda_device_count() }).ok()
+}
+
+/// Returns the version of CUDA that libtorch_cuda was built for, such as 13000. Call it once libtorch_cuda is loaded.
+pub(super) fn cuda_version() -> Result<i64> {
+    let mut version = 0;
+    // SAFETY: writes one number to a valid place.
+    check("versionCUDART", unsafe { ddp_cuda_version(&mut version) })?;
+    Ok(version)
 }
 
 pub(super) fn cuda_set_device(index: usize) -> Result<()> {
