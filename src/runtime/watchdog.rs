@@ -1,8 +1,9 @@
-//! The watchdog: detects collectives that fail or time out while their rank's thread is blocked.
+//! The watchdog: detects collectives that fail or time out while their rank's thread is blocked, and ends them after a
+//! failure.
 //!
 //! A rank that waits in a collective polls for failures itself ([`RunContext::poll`]). A thread that blocks in libtorch,
-//! for example while it reads a loss, cannot poll. The watchdog's thread does it then. Follows the watchdog of PyTorch's
-//! `ProcessGroupNCCL`.
+//! for example while it reads a loss, cannot poll. The watchdog's thread does it then. After a failure it aborts what
+//! such a thread waits for, so that the thread comes back. Follows the watchdog of PyTorch's `ProcessGroupNCCL`.
 
 use std::fmt;
 use std::io;
@@ -18,10 +19,16 @@ use super::primitives::Mutex;
 /// How often the watchdog checks. A rank that polls is much faster, so that its own report comes first.
 const INTERVAL: Duration = Duration::from_secs(1);
 
+/// The time from the failure to the abort. A rank that polls has long ended its collectives itself by then.
+const UNTIL_ABORT: Duration = Duration::from_secs(1);
+
 /// The collectives that one rank has launched in one group, and that may still run on its device.
 pub(crate) trait LaunchedWork: fmt::Debug + Send + Sync {
     /// Reports to `run` that a collective has failed or timed out, if the previous check has found the same.
     fn check(&self, run: &RunContext);
+
+    /// Ends the collectives. `run` has failed.
+    fn abort(&self, run: &Arc<RunContext>);
 }
 
 /// The launched work of the ranks of this process. `None` until a rank joins a group in which its thread may block.
@@ -45,11 +52,15 @@ impl RunContext {
             let check_until_the_end = move || {
                 loop {
                     select! {
-                        recv(cancelled) -> _ => return,
+                        recv(cancelled) -> _ => break,
                         default(INTERVAL) => {}
                     }
                     let Some(run) = run.upgrade() else { return };
                     run.check_launched_work();
+                }
+                thread::sleep(UNTIL_ABORT);
+                if let Some(run) = run.upgrade() {
+                    run.abort_launched_work();
                 }
             };
             thread::Builder::new().name("watchdog".into()).spawn(check_until_the_end)?;
@@ -62,8 +73,19 @@ impl RunContext {
     }
 
     fn check_launched_work(&self) {
-        let all: Vec<_> =
-            self.watchdog.0.lock().iter().flatten().filter_map(Weak::upgrade).collect();
-        all.iter().for_each(|work| work.check(self));
+        self.launched_work().iter().for_each(|work| work.check(self));
+    }
+
+    /// Aborts the work of each rank on a thread of its own: an abort may wait for those of other ranks.
+    fn abort_launched_work(self: &Arc<Self>) {
+        for work in self.launched_work() {
+            let run = self.clone();
+            // Without a thread, the rank is named when the grace period is over.
+            let _ = thread::Builder::new().name("abort".into()).spawn(move || work.abort(&run));
+        }
+    }
+
+    fn launched_work(&self) -> Vec<Arc<dyn LaunchedWork>> {
+        self.watchdog.0.lock().iter().flatten().filter_map(Weak::upgrade).collect()
     }
 }

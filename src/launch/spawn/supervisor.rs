@@ -283,11 +283,28 @@ impl Spawn {
         let hangs = run.failures().first().is_some_and(|failure| failure.stopped.is_some());
         let grace_period =
             if hangs { self.grace_period.min(AFTER_HANG) } else { self.grace_period };
-        let deadline = deadline(grace_period);
+        let end = deadline(grace_period);
+        // A rank may hang in a library, such as NCCL's abort, so the failure is shown before the grace period is over.
+        let notice = deadline(NOTICE_AFTER);
+        let mut is_shown = notice >= end;
         while running > 0 {
-            let Ok(ended) = ends.recv_deadline(deadline) else { break };
-            join(ended);
-            running -= 1;
+            match ends.recv_deadline(if is_shown { end } else { notice }) {
+                Ok(ended) => {
+                    join(ended);
+                    running -= 1;
+                }
+                Err(_) if is_shown => break,
+                Err(_) => {
+                    is_shown = true;
+                    if let Some(ReportedFailure { rank, at, error, .. }) = run.failures().first() {
+                        self.tell.notify(&format!(
+                            "rank {rank} ({}) failed in {at}: {error}; {running} ranks of this process have not \
+                             come back, and have {grace_period:?} after the failure (--grace-period)",
+                            self.device(*rank)
+                        ));
+                    }
+                }
+            }
         }
         table
     }
@@ -302,6 +319,9 @@ const STOP_POLL_INTERVAL: Duration = Duration::from_millis(100);
 
 /// How long the other ranks get to come back from their collectives when some hang after a signal.
 const AFTER_HANG: Duration = Duration::from_secs(1);
+
+/// The time from a failure until the user learns of it although ranks have not come back.
+const NOTICE_AFTER: Duration = Duration::from_secs(5);
 
 /// A rank's thread, as seen by the supervisor.
 enum Thread<T, J> {

@@ -56,8 +56,12 @@ impl Communicator {
         self.comm
     }
 
-    /// Returns NCCL's own state of the communicator: success, in progress, or a failure.
+    /// Returns NCCL's own state of the communicator: success, in progress, or a failure. In progress if the watchdog has
+    /// taken it: the run has failed then, which the caller's wait finds.
     pub(super) fn state(&self) -> ncclResult_t {
+        if self.comm.is_null() {
+            return ncclResult_t::ncclInProgress;
+        }
         let mut state = ncclResult_t::ncclSuccess;
         // SAFETY: `comm` is live, and `state` a valid place.
         match unsafe { sys::ncclCommGetAsyncError(self.comm, &mut state) } {
@@ -68,7 +72,7 @@ impl Communicator {
 
     /// Returns NCCL's error if the communicator has failed. `call` is the name of the call in the error.
     pub(super) fn check(&self, call: &'static str) -> Result<()> {
-        check(call, self.state(), self.comm)
+        check(call, self.state())
     }
 
     /// Leaves the communicator, without waiting. All launched work still finishes, unless the run has failed.

@@ -17,6 +17,8 @@ use crate::runtime::{LaunchedWork, RunContext};
 ///
 /// Until the rank leaves the communicator, its thread holds the lock during each NCCL call. The watchdog skips its check
 /// while the lock is taken. So the watchdog never waits for NCCL, and the rank waits for one check at most.
+///
+/// After a failure a rank aborts its communicator itself. If its thread is blocked in libtorch, the watchdog does.
 pub(super) struct Launched {
     /// The rank's number in the run.
     rank: usize,
@@ -145,6 +147,18 @@ impl LaunchedWork for Launched {
         {
             run.report_at(self.rank, Some(at), Some(&error), error.to_string());
         }
+    }
+
+    fn abort(&self, run: &Arc<RunContext>) {
+        // NCCL sets the thread's device back afterwards. On a thread without one, that would start a context on the
+        // first GPU.
+        if cuda::set_device(self.gpu).is_err() {
+            return;
+        }
+        let none = Communicator::new(run.clone());
+        // Only taken under the lock: the abort may wait for other ranks.
+        let taken = std::mem::replace(&mut self.lock().communicator, none);
+        drop(taken);
     }
 }
 

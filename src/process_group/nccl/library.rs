@@ -1,4 +1,7 @@
-//! NCCL's library, which may be missing.
+//! NCCL's library, which may be missing, and what the user has set for it.
+
+use std::path::PathBuf;
+use std::{env, fs};
 
 use cudarc::nccl::sys;
 
@@ -11,8 +14,40 @@ pub(crate) fn version() -> Option<String> {
     let mut version = 0;
     // SAFETY: the library is there, and writes one number to a valid place.
     let result = unsafe { sys::ncclGetVersion(&mut version) };
-    check("ncclGetVersion", result, std::ptr::null_mut()).ok()?;
+    check("ncclGetVersion", result).ok()?;
     Some(format!("{}.{}.{}", version / 10000, version / 100 % 100, version % 100))
+}
+
+/// Returns an error if NCCL is not installed, or if its settings make every call block.
+pub(super) fn check_library() -> Result<()> {
+    require_library()?;
+    let Some((value, place)) = comm_blocking() else { return Ok(()) };
+    if matches!(value.trim(), "" | "0") {
+        return Ok(());
+    }
+    Err(Error::InvalidInput(format!(
+        "backend nccl: {COMM_BLOCKING}={value} in {place} makes NCCL's calls block, so that no timeout and no failure of \
+         another rank can end them; remove it there, or set {COMM_BLOCKING}=0 in the environment"
+    )))
+}
+
+const COMM_BLOCKING: &str = "NCCL_COMM_BLOCKING";
+
+/// Returns the value of `NCCL_COMM_BLOCKING` that NCCL finds, and where. It overrides the configuration of a
+/// communicator.
+fn comm_blocking() -> Option<(String, String)> {
+    if let Ok(value) = env::var(COMM_BLOCKING) {
+        return Some((value, "the environment".into()));
+    }
+    let own = env::var_os("NCCL_CONF_FILE").filter(|path| !path.is_empty()).map(PathBuf::from);
+    let own = own.or_else(|| Some(PathBuf::from(env::var_os("HOME")?).join(".nccl.conf")));
+    // NCCL keeps the value that it reads first.
+    own.into_iter().chain(["/etc/nccl.conf".into()]).find_map(|path| {
+        let text = fs::read_to_string(&path).ok()?;
+        let value =
+            text.lines().find_map(|line| line.strip_prefix(COMM_BLOCKING)?.strip_prefix('='))?;
+        Some((value.into(), path.display().to_string()))
+    })
 }
 
 /// Returns an error if NCCL is not installed: cudarc would panic at the first call.

@@ -9,7 +9,8 @@
 //!   cancellable and gives it a deadline.
 //! * Each rank ends its own communicator ([`communicator`]). NCCL frees them when the last rank has.
 //! * The host waits for the GPU only by polling an event ([`RankBackend::synchronize`]): a kernel whose peer has failed
-//!   never ends by itself. Where a rank's thread blocks in libtorch all the same, the watchdog polls ([`launched`]).
+//!   never ends by itself. Where a rank's thread blocks in libtorch all the same, the watchdog polls, and after a
+//!   failure it aborts the communicator, which frees the thread ([`launched`]).
 //!
 //! The members of a sub-group, and the two ranks of a message, have barriers of their own, so the first rule holds for
 //! them only. During their calls no other rank of the process may allocate or free GPU memory.
@@ -49,7 +50,7 @@ pub(super) const BACKEND: BackendType = BackendType {
     devices: Devices::OwnGpu { shared_if: "NCCL_MULTI_RANK_GPU_ENABLE" },
     reach: Reach::Both,
     is_stream_ordered: true,
-    check_library: library::require_library,
+    check_library: library::check_library,
     reduces_in_place: false,
     check_reduction: |operation, op, kind| launch::reduction(operation, op, kind).map(drop),
     prepare,
@@ -168,7 +169,11 @@ impl NcclBackend {
         launch: impl FnOnce(&mut Communicator) -> ncclResult_t,
     ) -> Result<()> {
         self.exchange_local(call)?;
-        let result = launch(&mut self.launched.lock().communicator);
+        let result = {
+            let mut launched = self.launched.lock();
+            self.shared.run().check(self.global_rank())?; // the watchdog may have taken the communicator
+            launch(&mut launched.communicator)
+        };
         let launched = self.poll_until_ready(name, result);
         self.report_failure(launched)?;
         self.slot.barrier().wait(self.slot.rank(), call.at())?;
@@ -236,13 +241,10 @@ impl NcclBackend {
 
     /// Polls until a call that returned "in progress" is done.
     fn poll_until_ready(&self, call: &'static str, result: ncclResult_t) -> Result<()> {
-        check(call, result, self.launched.lock().communicator.raw())?;
-        self.poll(|| {
-            let communicator = &self.launched.lock().communicator;
-            match communicator.state() {
-                ncclResult_t::ncclInProgress => Ok(false),
-                state => check(call, state, communicator.raw()).map(|()| true),
-            }
+        check(call, result)?;
+        self.poll(|| match self.launched.lock().communicator.state() {
+            ncclResult_t::ncclInProgress => Ok(false),
+            state => check(call, state).map(|()| true),
         })
     }
 

@@ -12,20 +12,26 @@ pub(super) fn is_failure(result: &ncclResult_t) -> bool {
 }
 
 /// Turns NCCL's result into an error with NCCL's own message. "In progress" is no error.
-pub(super) fn check(call: &'static str, result: ncclResult_t, comm: sys::ncclComm_t) -> Result<()> {
+///
+/// NCCL keeps one last error for the whole process, whatever the communicator. Another rank may have written it, so the
+/// error says whose it is.
+pub(super) fn check(call: &'static str, result: ncclResult_t) -> Result<()> {
     if !is_failure(&result) {
         return Ok(());
     }
-    // SAFETY: both functions return NCCL's strings, which live as long as the library. A null communicator is allowed,
-    // and selects the last error of this thread.
+    // SAFETY: both functions return NCCL's strings, which live as long as the library. NCCL does not look at the
+    // communicator.
     let (what, last) = unsafe {
         let text = |string| CStr::from_ptr(string).to_string_lossy().into_owned();
-        let last = sys::ncclGetLastError(comm);
+        let last = sys::ncclGetLastError(std::ptr::null_mut());
         (
             text(sys::ncclGetErrorString(result)),
             if last.is_null() { String::new() } else { text(last) },
         )
     };
-    let reason = if last.is_empty() { what } else { format!("{what} ({})", last.trim()) };
+    let reason = match last.trim() {
+        "" => what,
+        last => format!("{what}; NCCL's last error in this process: {last}"),
+    };
     Err(Error::Nccl { call, reason })
 }

@@ -21,7 +21,7 @@ impl UniqueId {
         let mut id = sys::ncclUniqueId { internal: [0; 128] };
         // SAFETY: the library is there, and fills the id it is given.
         let result = unsafe { sys::ncclGetUniqueId(&mut id) };
-        check("ncclGetUniqueId", result, std::ptr::null_mut())?;
+        check("ncclGetUniqueId", result)?;
         Ok(Self(id))
     }
 
