@@ -2,14 +2,17 @@
 //!
 //! A test starts this very test binary again for each process; `child` is what runs there.
 
-use std::env;
 use std::path::Path;
 use std::process::Command;
 use std::rc::Rc;
+use std::{env, fs};
 
 use ddp_mp::ffi::cuda;
 use ddp_mp::launch::{JoinLaunchOptions, detect};
-use ddp_mp::{Backend, ProcessGroup};
+use ddp_mp::{Backend, DdpOptions, DistributedDataParallel, JoinOptions, ProcessGroup, ReduceOp};
+use serde_json::Value;
+use tch::nn::{self, VarStore};
+use tch::{Kind, Tensor};
 
 use crate::harness::{TIMEOUT, free_port, join};
 use crate::machine::simulate;
@@ -72,6 +75,7 @@ fn child() {
             Ok(kinds::go_where_they_should(group)?)
         },
         "surface" => surface,
+        "waits" => waits,
         other => panic!("no scene {other}"),
     };
     launched
@@ -88,6 +92,64 @@ fn surface(group: &Rc<ProcessGroup>) -> anyhow::Result<()> {
     let seen = Surface::new(group.clone(), Backend::Nccl, of_process, Path::new(&folder)).run();
     println!("{}", surface::lines(group.rank(), &seen));
     Ok(())
+}
+
+/// Sends objects, and trains with uneven inputs, always behind a launched all_reduce.
+fn waits(group: &Rc<ProcessGroup>) -> anyhow::Result<()> {
+    let (rank, device) = (group.rank(), group.device());
+    let mut sum = Tensor::ones([4], (Kind::Float, device));
+    let mut launch = || group.all_reduce(&mut sum, ReduceOp::Sum);
+    launch()?;
+    assert_eq!(group.all_gather_object(&rank)?, [0, 1]);
+    launch()?;
+    assert_eq!(group.gather_object(&rank, 0)?, (rank == 0).then(|| vec![0, 1]));
+    launch()?;
+    let mut list = if rank == 0 { vec![7] } else { Vec::new() };
+    group.broadcast_object_list(&mut list, 0)?;
+    launch()?;
+    let scattered = group.scatter_object_list((rank == 0).then_some(&[5, 6][..]), 0)?;
+    assert_eq!((list, scattered), (vec![7], [5, 6][rank]));
+    launch()?;
+    if rank == 0 {
+        group.send_object_list(&["hello"], 1)?;
+    } else {
+        assert_eq!(group.recv_object_list::<String>(0)?, ["hello"]);
+    }
+    launch()?;
+    let vs = VarStore::new(device);
+    let model = nn::seq().add(nn::linear(vs.root(), 3, 8, Default::default()));
+    let model = model.add(nn::linear(vs.root(), 8, 1, Default::default()));
+    let options = DdpOptions { bucket_cap_mb: 0.00001, ..DdpOptions::default() };
+    let mut ddp = DistributedDataParallel::new(model, &vs, group.clone(), options)?;
+    let samples = Tensor::ones([4, 3], (Kind::Float, device));
+    ddp.join(JoinOptions::default(), |ddp| {
+        for _ in 0..=rank {
+            ddp.zero_grad()?;
+            let loss = ddp.forward(&samples).square().mean(Kind::Float);
+            ddp.backward(&loss)?;
+        }
+        Ok(())
+    })
+}
+
+#[test]
+fn objects_and_join_never_wait_behind_a_collective() {
+    let folder = tempfile::tempdir().unwrap();
+    for ranks in [&[2][..], &[1, 1]] {
+        play_with("waits", ranks, |_, command| {
+            command.env("SIM_REPORT", folder.path().join("%p.json"));
+        });
+    }
+    let reports = fs::read_dir(&folder).unwrap();
+    let reports: Vec<Value> = reports
+        .map(|file| serde_json::from_slice(&fs::read(file.unwrap().path()).unwrap()).unwrap())
+        .collect();
+    assert_eq!(reports.len(), 3);
+    for report in reports {
+        for gpu in report["gpus"].as_array().unwrap() {
+            assert_eq!(gpu["host_waits_behind_nccl"], 0, "{:?}", report["log"]);
+        }
+    }
 }
 
 /// Ranks leave groups, and the run, as soon as they are through. An abort would cut off what they have sent.

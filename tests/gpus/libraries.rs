@@ -62,4 +62,55 @@ fn failing_driver_exits_with_2_and_the_reason() {
     let (code, stdout, stderr) = run_command(command);
     assert_eq!((code, &*stdout), (Some(2), ""), "{stderr}");
     assert!(stderr.contains("CUDA_ERROR_SYSTEM_DRIVER_MISMATCH"), "{stderr}");
+    let library = libraries().join("libcuda.so.1").canonicalize().unwrap();
+    assert!(stderr.contains(library.to_str().unwrap()), "{stderr}");
+}
+
+#[test]
+fn driver_that_is_too_old_exits_with_2_and_the_one_needed() {
+    for (version, is_refused) in [("12080", true), ("13000", false), ("13010", false)] {
+        let mut command = on_gpus(2, &["--nproc-per-node=gpu", "--num-samples=64"]);
+        command.env("SIM_DRIVER_VERSION", version);
+        let (code, _, stderr) = run_command(command);
+        assert_eq!(code, Some(if is_refused { 2 } else { 0 }), "{version}: {stderr}");
+        let named = stderr.contains("it supports CUDA 12.8") && stderr.contains("driver 580");
+        assert_eq!(named, is_refused, "{version}: {stderr}");
+    }
+}
+
+/// The CUDA toolkit has a `libcuda.so` for linking, in a folder that some containers put first.
+#[test]
+fn stub_of_the_driver_exits_with_2_and_its_path() {
+    let stubs = libraries().join("stubs");
+    let mut command = on_gpus(2, &["--nproc-per-node=gpu"]);
+    let folders = format!("{}:{}", stubs.display(), libraries().display());
+    command.env("LD_LIBRARY_PATH", folders);
+    let (code, stdout, stderr) = run_command(command);
+    assert_eq!((code, &*stdout), (Some(2), ""), "{stderr}");
+    let stub = stubs.join("libcuda.so").canonicalize().unwrap();
+    assert!(stderr.contains(stub.to_str().unwrap()), "{stderr}");
+    assert!(stderr.contains("take its folder out of LD_LIBRARY_PATH"), "{stderr}");
+}
+
+/// With it no timeout and no failure of another rank would end a call.
+#[test]
+fn blocking_communicator_exits_with_2_and_its_origin() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("nccl.conf");
+    fs::write(&file, "# for all runs\nNCCL_DEBUG=WARN\nNCCL_COMM_BLOCKING=1\n").unwrap();
+    let file = file.to_str().unwrap();
+    let blocking = "NCCL_COMM_BLOCKING";
+    for (variables, origin) in [
+        (vec![(blocking, "1")], Some("the environment")),
+        (vec![("NCCL_CONF_FILE", file)], Some(file)),
+        (vec![("NCCL_CONF_FILE", file), (blocking, "0")], None),
+        (vec![(blocking, "")], None),
+    ] {
+        let mut command = on_gpus(2, &["--num-samples=64"]);
+        command.envs(variables.clone());
+        let (code, _, stderr) = run_command(command);
+        assert_eq!(code, Some(if origin.is_some() { 2 } else { 0 }), "{variables:?}: {stderr}");
+        let told = origin.is_none_or(|it| stderr.contains(&format!("{blocking}=1 in {it} ")));
+        assert!(told, "{variables:?}: {stderr}");
+    }
 }

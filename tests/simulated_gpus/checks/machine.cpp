@@ -156,6 +156,28 @@ void check_report() {
   EXPECT(log.find("\"event\": \"host wait\", \"detail\": \"check\"") != std::string::npos);
 }
 
+// A wait for what depends on a collective, until the host has seen that it is done; however fast the streams are.
+void check_behind() {
+  auto *main = default_stream(0), *side = new_stream(0);
+  auto waits = [] { return reported(read_file(getenv("SIM_REPORT")), "host_waits_behind_nccl"); };
+  auto* event = new_event(false);
+  launch(side, "collective", [] {});
+  mark_collective(side);
+  record(event, side);
+  sleep_us(50000);
+  synchronize(main, "check");
+  EXPECT(waits() == 0);
+  wait(main, event);
+  synchronize(main, "check");
+  EXPECT(waits() == 1);
+  synchronize(side, "check");  // the host has seen it
+  mark_collective(side);
+  record(event, side);
+  EXPECT(comes_true([&] { return is_done(event); }));
+  synchronize(side, "check");
+  EXPECT(waits() == 1);
+}
+
 std::vector<long> schedule() {
   std::vector<long> delays;
   for (uint64_t index = 0; index < 1000; index++) delays.push_back(random_delay_us(1, index));
@@ -185,6 +207,7 @@ void check_machine() {
   check("cached segments are freed when memory runs out", {{"SIM_MEMORY_MB", "24"}}, check_out_of_memory);
   const auto report = std::filesystem::temp_directory_path() / ("simulated-gpus-report-" + std::to_string(getpid()));
   check("the report counts", {{"SIM_REPORT", report.c_str()}, {"SIM_GPUS", "2"}}, check_report);
+  check("the report counts waits behind a collective", {{"SIM_REPORT", report.c_str()}}, check_behind);
   std::filesystem::remove(report);
   check("a seed makes a schedule", {{"SIM_SEED", "7"}, {"SIM_DELAY_MAX_US", "1000"}}, check_seed);
 }

@@ -172,6 +172,7 @@ void check_launch_fault() {
     EXPECT(ncclGroupStart() == Success);
     EXPECT(ncclAllReduce(rank.buffer, rank.buffer, 4, Float32, Sum, rank.comm, rank.stream) == Success);
     EXPECT(ncclGroupEnd() == (rank.rank == 0 ? UnhandledCudaError : InProgress));
+    EXPECT(rank.rank == 0 || rank.state() == Success);
     EXPECT(rank.rank == 0 ? rank.ends() : rank.hangs());
     EXPECT(ncclCommAbort(rank.comm) == Success);
   });
@@ -203,6 +204,27 @@ void check_config() {
   newer.magic = 0;
   EXPECT(ncclCommInitRankConfig(&comm, 1, id, 0, &newer) == InvalidArgument);
   EXPECT(strstr(ncclGetLastError(nullptr), "NCCL_CONFIG_INITIALIZER") != nullptr);
+}
+
+// The environment wins, so the call returns when the rank has joined.
+void check_blocking() {
+  const Config config;
+  ncclComm* comm = nullptr;
+  EXPECT(ncclCommInitRankConfig(&comm, 1, new_id(), 0, &config) == Success);
+  EXPECT(ncclCommAbort(comm) == Success);
+}
+
+// The launch is later than the call, on a thread that the report counts. A last error is every thread's.
+void check_launch_thread() {
+  run_ranks(2, [](Rank& rank) {
+    EXPECT(rank.state() == Success);
+    EXPECT(ncclAllReduce(rank.buffer, rank.buffer, 4, Float32, Sum, rank.comm, rank.stream) == InProgress);
+    EXPECT(sim::is_idle(rank.stream) && rank.poll() == InProgress);
+    EXPECT(rank.state() == Success && rank.ends());
+    EXPECT(ncclCommAbort(rank.comm) == Success);
+  });
+  std::thread([] { EXPECT(ncclGroupEnd() == InvalidUsage); }).join();
+  EXPECT(strstr(ncclGetLastError(nullptr), "not in a group call") != nullptr);
 }
 
 void print_time() {
@@ -240,6 +262,8 @@ void check_nccl() {
   check("fault launch", {gpus, {"SIM_NCCL_FAULT", "launch:rank=0,call=2"}}, check_launch_fault);
   check("fault init", {gpus, {"SIM_NCCL_FAULT", "init:rank=1"}}, check_init_fault);
   check("a newer configuration is accepted", {gpus, {"SIM_NCCL_VERSION", "22703"}}, check_config);
+  check("NCCL_COMM_BLOCKING overrides the configuration", {gpus, {"NCCL_COMM_BLOCKING", "1"}}, check_blocking);
+  check("a group launches on a thread", {gpus, {"SIM_NCCL_LAUNCH_US", "300000"}}, check_launch_thread);
   check("time", {gpus}, print_time);
 }
 

@@ -77,7 +77,16 @@ int physical_device(int device) { return visible().at(device); }
 
 static thread_local int device_of_thread = 0;
 int current_device() { return device_of_thread; }
-void set_device(int device) { device_of_thread = device; }
+void set_device(int device) {
+  if (device == device_of_thread) return;
+  start_context(device);
+  device_of_thread = device;
+}
+
+void start_context(int device) {
+  static auto* has_context = new std::vector<std::atomic<bool>>(device_count());
+  if (!has_context->at(device).exchange(true)) count(device, Counter::Contexts);
+}
 
 static std::mutex failures_mutex;
 static std::atomic<bool> has_failure{false};

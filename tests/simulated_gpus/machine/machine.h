@@ -36,6 +36,8 @@ int physical_device(int device);
 // The current device of the calling thread.
 int current_device();
 void set_device(int device);
+// Counts the device's context if this is the first call for it: setting a device to another, a query, and work start one.
+void start_context(int device);
 
 // Marks a device as failed for the rest of the process. The first reason stays.
 void fail(int device, const std::string& reason);
@@ -55,6 +57,9 @@ int device_of(const Stream* stream);
 void launch(Stream* stream, const char* name, std::function<void()> work);
 // As `launch`, for what CUDA does without a launch: it is neither counted nor delayed.
 void enqueue(Stream* stream, const char* name, std::function<void()> work);
+// Notes that the stream's last work waits for other ranks. A wait of the host for it, or for what depends on it, is
+// counted as one behind NCCL, unless the host has seen before that it is done: whether it happens to be done is not asked.
+void mark_collective(Stream* stream);
 bool is_idle(Stream* stream);
 // Blocks the host until the queue is empty, as cudaStreamSynchronize. `reason` goes to the report.
 void synchronize(Stream* stream, const char* reason);
@@ -102,7 +107,10 @@ struct Access {
 
 // --- the report (SIM_REPORT) ---
 
-enum class Counter { Launches, CudaMallocs, CudaFrees, PinnedMallocs, HostWaits, NcclOperations, ReservedBytes };
+enum class Counter {
+  Launches, CudaMallocs, CudaFrees, PinnedMallocs, HostWaits, HostWaitsBehindNccl, NcclOperations, NcclThreads, Contexts,
+  ReservedBytes
+};
 void count(int device, Counter counter, long amount = 1);
 // Adds a line to the report's log: an event such as "cudaMalloc" and its detail, with the counts at this moment.
 void log_event(int device, const char* event, const char* detail, size_t bytes = 0);

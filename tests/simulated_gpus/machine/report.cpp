@@ -19,7 +19,8 @@ namespace sim {
 namespace {
 
 constexpr const char* names[] = {"launches", "cuda_mallocs", "cuda_frees", "pinned_mallocs", "host_waits",
-                                 "nccl_operations", "reserved_bytes"};
+                                 "host_waits_behind_nccl", "nccl_operations", "nccl_threads", "contexts",
+                                 "reserved_bytes"};
 constexpr size_t counters = sizeof names / sizeof *names;
 constexpr int width = 16;               // of a number, in characters
 constexpr size_t log_size = 4 << 20;    // in bytes; what comes later is only counted

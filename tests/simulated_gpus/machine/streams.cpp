@@ -2,10 +2,12 @@
 
 #include "machine.h"
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <deque>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -14,6 +16,13 @@
 namespace sim {
 
 using Clock = std::chrono::steady_clock;
+
+// For each stream the number of its last collective, as far as something depends on it.
+using Collectives = std::map<const Stream*, uint64_t>;
+
+static void merge(Collectives& into, const Collectives& from) {
+  for (auto& [stream, number] : from) into[stream] = std::max(into[stream], number);
+}
 
 struct Stream {
   int device;
@@ -30,6 +39,8 @@ struct Stream {
   uint64_t launched = 0;
   uint64_t completed = 0;
   bool is_started = false;
+  uint64_t collectives = 0;
+  Collectives behind;  // those that the end of the queue depends on
 
   // Where its random delays come from.
   uint64_t lane() const { return static_cast<uint64_t>(physical_device(device)) << 32 | static_cast<uint32_t>(number); }
@@ -109,6 +120,7 @@ static void serve(Stream* stream) {
 }
 
 static void push(Stream* stream, Stream::Work work) {
+  start_context(stream->device);
   {
     std::lock_guard<std::mutex> lock(stream->mutex);
     if (!stream->is_started) {
@@ -119,6 +131,30 @@ static void push(Stream* stream, Stream::Work work) {
     stream->launched++;
   }
   stream->changed.notify_all();
+}
+
+// What the host has seen to be done.
+static std::mutex seen_mutex;
+static Collectives seen;
+
+static void see(const Collectives& done) {
+  std::lock_guard<std::mutex> lock(seen_mutex);
+  merge(seen, done);
+}
+
+static bool is_seen(const Collectives& all) {
+  std::lock_guard<std::mutex> lock(seen_mutex);
+  return std::all_of(all.begin(), all.end(), [](auto& each) { return seen[each.first] >= each.second; });
+}
+
+void mark_collective(Stream* stream) {
+  std::lock_guard<std::mutex> lock(stream->mutex);
+  stream->behind[stream] = ++stream->collectives;
+}
+
+static Collectives behind(Stream* stream) {
+  std::lock_guard<std::mutex> lock(stream->mutex);
+  return stream->behind;
 }
 
 void launch(Stream* stream, const char* name, std::function<void()> work) {
@@ -141,26 +177,33 @@ static void drain(Stream* stream) {
   stream->changed.wait(lock, [&] { return stream->completed >= all; });
 }
 
-static void report_wait(int device, const char* reason) {
-  trace("host waits for GPU %d: %s", device, reason);
+static void report_wait(int device, const char* reason, const Collectives& behind) {
+  const bool is_behind = !is_seen(behind);
+  trace("host waits for GPU %d%s: %s", device, is_behind ? " behind NCCL" : "", reason);
   count(device, Counter::HostWaits);
-  log_event(device, "host wait", reason);
+  if (is_behind) count(device, Counter::HostWaitsBehindNccl);
+  log_event(device, is_behind ? "host wait behind NCCL" : "host wait", reason);
 }
 
 void synchronize(Stream* stream, const char* reason) {
-  report_wait(stream->device, reason);
+  const auto all = behind(stream);
+  report_wait(stream->device, reason, all);
   drain(stream);
+  see(all);
 }
 
 void synchronize_device(int device, const char* reason) {
   default_stream(device);
-  report_wait(device, reason);
   std::vector<Stream*> all;
   {
     std::lock_guard<std::mutex> lock(machine_mutex);
     all = streams().at(device);
   }
+  Collectives collectives;
+  for (auto* stream : all) merge(collectives, behind(stream));
+  report_wait(device, reason, collectives);
   for (auto* stream : all) drain(stream);
+  see(collectives);
 }
 
 // --- events ---
@@ -170,6 +213,7 @@ struct Mark {
   std::mutex mutex;
   std::condition_variable passed;
   bool is_passed = false;
+  Collectives behind;         // what the recording depends on
   Clock::time_point at;       // when the stream reached it
   Clock::time_point visible;  // when the host may see that
 };
@@ -206,6 +250,7 @@ void record(Event* event, Stream* stream) {
   {
     std::lock_guard<std::mutex> lock(stream->mutex);
     index = stream->launched;
+    mark->behind = stream->behind;
   }
   const auto lag = std::chrono::microseconds(random_delay_us(~stream->lane(), index));
   push(stream, {"event", [mark, lag] {
@@ -226,22 +271,31 @@ void wait(Stream* stream, Event* event) {
   // As if the program had forgotten all its waits: no test of an order may pass.
   static const bool is_ignored = setting("SIM_IGNORE_WAITS", 0) != 0;
   if (is_ignored) return;
-  if (auto mark = mark_of(event)) push(stream, {"wait", [mark] { await(*mark); }, true});
+  auto mark = mark_of(event);
+  if (mark == nullptr) return;
+  push(stream, {"wait", [mark] { await(*mark); }, true});
+  std::lock_guard<std::mutex> lock(stream->mutex);
+  merge(stream->behind, mark->behind);
 }
 
 bool is_done(Event* event) {
   auto mark = mark_of(event);
   if (mark == nullptr) return true;
-  std::lock_guard<std::mutex> lock(mark->mutex);
-  return mark->is_passed && Clock::now() >= mark->visible;
+  {
+    std::lock_guard<std::mutex> lock(mark->mutex);
+    if (!mark->is_passed || Clock::now() < mark->visible) return false;
+  }
+  see(mark->behind);
+  return true;
 }
 
 void synchronize(Event* event) {
   auto mark = mark_of(event);
   if (mark == nullptr) return;
-  report_wait(event->device, "an event");
+  report_wait(event->device, "an event", mark->behind);
   await(*mark);
   std::this_thread::sleep_until(mark->visible);
+  see(mark->behind);
 }
 
 Elapsed elapsed_ms(Event* start, Event* end, double* milliseconds) {

@@ -1,6 +1,7 @@
 // The functions of libnccl.so.2 that ddp-mp calls.
 //
-// A communicator with `blocking = 0` answers "in progress" first, and refuses calls until it has been polled.
+// A communicator with `blocking = 0` launches on a thread of each group. It answers "in progress" until then and for some
+// polls more, and refuses calls meanwhile.
 
 #include <climits>
 #include <cstdio>
@@ -8,18 +9,26 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <system_error>
 
 #include "communicator.h"
 
 namespace sim_nccl {
 namespace {
 
-thread_local std::string last_error;
+// One for the whole process, whichever thread writes it.
+std::mutex last_error_mutex;
+char last_error[1024] = "";
 
 }  // namespace
 
+void remember(const std::string& reason) {
+  std::lock_guard<std::mutex> lock(last_error_mutex);
+  snprintf(last_error, sizeof last_error, "%s", reason.c_str());
+}
+
 Result failed(Result result, const std::string& reason) {
-  last_error = reason;
+  remember(reason);
   sim::trace("NCCL fails: %s", reason.c_str());
   return result;
 }
@@ -44,6 +53,33 @@ thread_local int group_depth = 0;
 thread_local std::vector<Launch> group;
 thread_local Result group_error = Success;
 
+// Calls `work`, which launches: at once if the communicator blocks, or else on a thread.
+Result launch(Comm comm, std::function<void()> work) {
+  comm->outstanding++;
+  if (comm->is_blocking) {
+    work();
+    return Success;
+  }
+  static const long latency_us = sim::setting("SIM_NCCL_LAUNCH_US", 0);
+  if (comm->launcher.joinable()) comm->launcher.join();
+  comm->is_launching = true;
+  begin_polls(comm);
+  try {
+    comm->launcher = std::thread([comm, work = std::move(work)] {
+      sim::sleep_us(latency_us);
+      work();
+      comm->is_launching = false;
+    });
+  } catch (const std::system_error& error) {
+    comm->outstanding--;
+    comm->is_launching = false;
+    fail(comm, SystemError, std::string("Call to pthread_create failed: ") + error.what());
+    return SystemError;
+  }
+  sim::count(comm->device, sim::Counter::NcclThreads);
+  return InProgress;
+}
+
 Result launch_all() {
   auto launches = std::move(group);
   group.clear();
@@ -57,15 +93,15 @@ Result launch_all() {
       continue;
     }
     sim::count(comm->device, sim::Counter::NcclOperations, static_cast<long>(calls.size()));
-    comm->outstanding++;
-    const char* name = operation_names[calls[0].agreed.operation];
-    sim::launch(stream, name, [comm = comm, calls = std::move(calls), number, fault] {
-      run(comm, calls, static_cast<uint64_t>(number), fault);
-      comm->outstanding--;
-      comm->inbox->wake();
+    const auto launched = launch(comm, [=, comm = comm, stream = stream, calls = std::move(calls)] {
+      sim::launch(stream, operation_names[calls[0].agreed.operation], [=] {
+        run(comm, calls, static_cast<uint64_t>(number), fault);
+        comm->outstanding--;
+        comm->inbox->wake();
+      });
+      if (comm->size > 1) sim::mark_collective(stream);
     });
-    begin_polls(comm);
-    if (comm->polls_left > 0 && result == Success) result = InProgress;
+    if (result == Success || launched == SystemError) result = launched;
   }
   return result;
 }
@@ -98,7 +134,7 @@ Result add(Comm comm, sim::Stream* stream, const Call& call) {
   if (!mistake.empty()) return refuse(InvalidArgument, name + " : " + mistake);
   if (comm->is_finalized) return refuse(InvalidUsage, name + " after ncclCommFinalize");
   if (comm->error != Success) return refuse(static_cast<Result>(comm->error.load()), comm->error_text);
-  if (!comm->is_joined || comm->polls_left > 0) {
+  if (!comm->is_joined || comm->is_launching || comm->polls_left > 0) {
     return refuse(InvalidArgument, "Attempt to use communicator before the previous operation returned ncclSuccess");
   }
   for (auto& each : group) {
@@ -123,6 +159,7 @@ constexpr int undefined = INT_MIN;
 
 Result read_config(const Config* config, bool* is_blocking) {
   *is_blocking = true;
+  const long in_environment = sim::setting("NCCL_COMM_BLOCKING", undefined);
   if (config == nullptr) return Success;
   const size_t known = config->size < offsetof(Config, blocking) + sizeof(int) ? 0 : config->size;
   if (known == 0 || config->magic != config_magic) {
@@ -132,7 +169,7 @@ Result read_config(const Config* config, bool* is_blocking) {
   if (blocking != undefined && blocking != 0 && blocking != 1) {
     return failed(InvalidArgument, "Invalid config blocking attribute value " + std::to_string(blocking));
   }
-  *is_blocking = blocking != 0;
+  *is_blocking = (in_environment == 0 || in_environment == 1 ? in_environment : blocking) != 0;
   return Success;
 }
 
@@ -164,6 +201,7 @@ void end(Comm comm, bool is_abort) {
     comm->inbox->wake();
   }
   if (comm->bootstrap.joinable()) comm->bootstrap.join();
+  if (comm->launcher.joinable()) comm->launcher.join();
   comm->inbox->wait_until([&] { return comm->outstanding == 0; });
   for (auto& peer : comm->group.peers) {
     if (peer != nullptr) peer->end(is_abort);
@@ -199,10 +237,7 @@ const char* ncclGetErrorString(int result) {
   }
 }
 
-const char* ncclGetLastError(Comm comm) {
-  return comm != nullptr && comm->state == ncclComm::alive && comm->error != Success ? comm->error_text.c_str()
-                                                                                     : last_error.c_str();
-}
+const char* ncclGetLastError(Comm) { return last_error; }
 
 int ncclCommInitRankConfig(Comm* comm, int size, UniqueId id, int rank, const Config* config) {
   if (size < 1 || rank < 0 || rank >= size) return failed(InvalidArgument, "Invalid rank requested");

@@ -10,6 +10,7 @@ void fail(Comm comm, Result result, const std::string& reason) {
   std::lock_guard<std::mutex> lock(error_mutex);
   if (comm->error != Success) return;
   sim::trace("NCCL: rank %d fails: %s", comm->rank, reason.c_str());
+  remember(reason);
   comm->error_text = reason;
   comm->error = result;
 }
@@ -29,7 +30,7 @@ void begin_polls(Comm comm) {
 
 Result poll(Comm comm) {
   if (comm->error != Success) return static_cast<Result>(comm->error.load());
-  if (!comm->is_joined || (comm->is_finalized && !is_final(comm))) return InProgress;
+  if (!comm->is_joined || comm->is_launching || (comm->is_finalized && !is_final(comm))) return InProgress;
   if (comm->polls_left > 0) {
     comm->polls_left--;
     return InProgress;

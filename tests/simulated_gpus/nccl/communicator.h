@@ -32,6 +32,8 @@ struct ncclComm {
   std::shared_ptr<sim_nccl::Inbox> inbox;
   sim_nccl::Group group;
   std::thread bootstrap;
+  std::thread launcher;             // of the last group, if the communicator does not block
+  std::atomic<bool> is_launching{false};
   std::atomic<bool> is_joined{false};
   sim_nccl::Stop is_aborted{false};
   bool is_finalized = false;

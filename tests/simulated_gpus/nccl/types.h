@@ -39,5 +39,7 @@ inline int version() {
 
 // Keeps the text for ncclGetLastError. Returns `result`.
 Result failed(Result result, const std::string& reason);
+// Makes `reason` the last error of the process.
+void remember(const std::string& reason);
 
 }  // namespace sim_nccl

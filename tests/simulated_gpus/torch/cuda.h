@@ -32,6 +32,12 @@ inline Device device_or_current(std::optional<Device> device) {
   return device && device->has_index() ? *device : cuda(sim::current_device());
 }
 
+// The CUDA that this libtorch is built for. A driver for an older one shows it no device.
+constexpr long cuda_version = 13000;
+inline int usable_devices() {
+  return sim::setting("SIM_DRIVER_VERSION", cuda_version) < cuda_version ? 0 : sim::device_count();
+}
+
 // Throws if there is no such device, or if it has failed.
 void check_device(int index);
 // Blocks the host until the stream is empty.

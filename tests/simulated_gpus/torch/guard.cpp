@@ -27,9 +27,16 @@ int index_of(Device device) {
 
 sim::Event* as_event(void* event) { return static_cast<sim::Event*>(event); }
 
+// As libtorch around a call for an event: it sets the thread's device back, which starts a context on that device.
+struct DeviceOfEvent {
+  const int before = sim::current_device();
+  explicit DeviceOfEvent(int device) { sim::set_device(device); }
+  ~DeviceOfEvent() { sim::set_device(before); }
+};
+
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return kCUDA; }
-  DeviceIndex deviceCount() const noexcept override { return static_cast<DeviceIndex>(sim::device_count()); }
+  DeviceIndex deviceCount() const noexcept override { return static_cast<DeviceIndex>(usable_devices()); }
   Device getDevice() const override { return cuda(sim::current_device()); }
   Device exchangeDevice(Device device) const override {
     Device before = getDevice();
@@ -80,18 +87,29 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     TORCH_CHECK(index == -1 || index == stream.device_index(), "Event device index ", index,
                 " does not match recording stream's device index ", stream.device_index(), ".");
     check_device(stream.device_index());
+    const DeviceOfEvent device(stream.device_index());
     if (*event == nullptr) *event = sim::new_event(flag == c10::EventFlag::BACKEND_DEFAULT);
     sim::record(as_event(*event), sim_torch::stream_of(stream));
   }
   void block(void* event, const c10::Stream& stream) const override {
     if (event != nullptr) sim::wait(sim_torch::stream_of(stream), as_event(event));
   }
-  bool queryEvent(void* event) const override { return event == nullptr || sim::is_done(as_event(event)); }
+  // cudaEventQuery uses the thread's device, whatever the event's.
+  bool queryEvent(void* event) const override {
+    if (event == nullptr) return true;
+    sim::start_context(sim::current_device());
+    return sim::is_done(as_event(event));
+  }
   void synchronizeEvent(void* event) const override {
     if (event != nullptr) sim::synchronize(as_event(event));
   }
-  void destroyEvent(void* event, const DeviceIndex) const noexcept override { sim::free_event(as_event(event)); }
-  double elapsedTime(void* start, void* end, const DeviceIndex) const override {
+  void destroyEvent(void* event, const DeviceIndex index) const noexcept override {
+    if (event == nullptr) return;
+    const DeviceOfEvent device(index);
+    sim::free_event(as_event(event));
+  }
+  double elapsedTime(void* start, void* end, const DeviceIndex index) const override {
+    const DeviceOfEvent device(index);
     TORCH_CHECK(start != nullptr && end != nullptr, "Both events must be recorded before calculating elapsed time.");
     double milliseconds = 0;
     auto result = sim::elapsed_ms(as_event(start), as_event(end), &milliseconds);

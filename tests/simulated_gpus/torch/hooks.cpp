@@ -65,12 +65,12 @@ struct CUDAHooks final : CUDAHooksInterface {
   explicit CUDAHooks(CUDAHooksArgs) {}
   void init() const override {}
   bool isBuilt() const override { return true; }
-  bool isAvailable() const override { return sim::device_count() > 0; }
-  bool hasCUDA() const override { return sim::device_count() > 0; }
+  bool isAvailable() const override { return sim_torch::usable_devices() > 0; }
+  bool hasCUDA() const override { return sim_torch::usable_devices() > 0; }
   bool hasCUDART() const override { return true; }
   bool hasPrimaryContext(DeviceIndex) const override { return true; }
-  int getNumGPUs() const override { return sim::device_count(); }
-  DeviceIndex deviceCount() const override { return static_cast<DeviceIndex>(sim::device_count()); }
+  int getNumGPUs() const override { return sim_torch::usable_devices(); }
+  DeviceIndex deviceCount() const override { return static_cast<DeviceIndex>(sim_torch::usable_devices()); }
   DeviceIndex current_device() const override { return getCurrentDevice(); }
   DeviceIndex getCurrentDevice() const override { return static_cast<DeviceIndex>(sim::current_device()); }
   void setCurrentDevice(DeviceIndex index) const override { sim::set_device(index); }
@@ -94,7 +94,7 @@ struct CUDAHooks final : CUDAHooksInterface {
   Allocator* getPinnedMemoryAllocator() const override { return &sim_torch::pinned_memory; }
   Allocator* getCUDADeviceAllocator() const override { return &sim_torch::device_memory; }
   std::string showConfig() const override { return "a simulated CUDA"; }
-  long versionCUDART() const override { return 13000; }
+  long versionCUDART() const override { return sim_torch::cuda_version; }
   void deviceSynchronize(DeviceIndex index) const override { sim::synchronize_device(index, "a device"); }
 };
 REGISTER_CUDA_HOOKS(CUDAHooks);
