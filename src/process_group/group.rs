@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::call::Options;
+use super::call::{Call, Options};
 use super::refuse::refuse;
 use super::{Backend, Bootstrap, ProcessGroup};
 use crate::error::{Error, Result};
@@ -47,20 +47,32 @@ impl ProcessGroup {
         let sequence = self.sequence()?;
         self.collective(operation, Options::default(), &shape, &[], &[])?;
 
-        let Ok(place) = ranks.binary_search(&self.rank) else { return Ok(None) };
+        let group = match ranks.binary_search(&self.rank) {
+            Ok(place) => Some(self.join_sub_group(&ranks, place, sequence)?),
+            Err(_) => None,
+        };
+        if self.is_stream_ordered() {
+            // Connecting allocates memory, which may wait until all GPUs are idle: no rank may launch meanwhile.
+            self.side()?.backend.run(&Call { shape: &shape, ..Call::bare(operation) })?;
+        }
+        Ok(group)
+    }
+
+    /// Joins the group of `ranks` that the call `sequence` creates, as its rank `place`.
+    fn join_sub_group(&self, ranks: &[usize], place: usize, sequence: u64) -> Result<ProcessGroup> {
         let members: Arc<[usize]> = ranks.iter().map(|&rank| self.shared.members()[rank]).collect();
         let here = ranks.iter().filter(|rank| self.shared.here().contains(rank)).count();
         let caller = (&**self.run(), self.global_rank());
         let bootstrap = self.sub_groups.fetch(sequence, here, caller, || match &self.network {
             Some(network) if here < ranks.len() => {
                 let name = format!("group/{sequence}");
-                let connect = |members| network.part(&ranks, &name, members);
+                let connect = |members| network.part(ranks, &name, members);
                 Bootstrap::between_processes(self.backend, self.run(), members, connect)
             }
             _ => Bootstrap::within_process(self.backend_here(), self.run(), members),
         })?;
         let group = bootstrap.join(place, self.local_rank, self.device)?;
-        Ok(Some(group.record_as_part_of(self, sequence)))
+        Ok(group.record_as_part_of(self, sequence))
     }
 
     /// Splits this group into groups of `group_size` consecutive ranks each: the first has the ranks below

@@ -201,9 +201,10 @@ impl ProcessGroup {
     /// Waits until no operation that this rank has launched on its device waits for another rank. Not a collective.
     ///
     /// With `nccl`, everything launched is done then; `threaded` launches nothing that waits. Call this before you
-    /// read a result on the host (`double_value`, a copy to the CPU). If another rank fails, this returns an error,
-    /// but a read that blocks in libtorch may never return. A watchdog then reports the collective that failed or
-    /// exceeded the timeout, and after the grace period the run ends without the blocked rank.
+    /// read a result on the host (`double_value`, a copy to the CPU) or copy something to the GPU. If another rank fails,
+    /// this returns an error at once, but a copy that blocks in libtorch does not see it. A watchdog then reports the
+    /// collective that failed or exceeded the timeout, and a second later aborts what the blocked rank waits for. A rank
+    /// that has still not come back after the grace period is left behind.
     ///
     /// # Errors
     /// [`Error::Cancelled`], [`Error::Timeout`], and the backend's own errors.

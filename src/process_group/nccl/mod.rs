@@ -13,7 +13,9 @@
 //!   failure it aborts the communicator, which frees the thread ([`launched`]).
 //!
 //! The members of a sub-group, and the two ranks of a message, have barriers of their own, so the first rule holds for
-//! them only. During their calls no other rank of the process may allocate or free GPU memory.
+//! them only. During their calls no other rank of the process may allocate or free GPU memory. A lock of the process would
+//! not help: two processes that launch in two groups could each hold their own and wait for the other's. All ranks wait
+//! while a sub-group connects, which allocates most ([`new_group`](super::ProcessGroup::new_group)).
 //!
 //! Collectives go to the same stream as the rank's own operations, so nothing else orders them.
 
