@@ -48,6 +48,27 @@ fn stall_warning_names_the_missing_rank() {
     assert!(texts.recv().is_err(), "it is told once");
 }
 
+/// A rank may hang in a library until the grace period is over, or end the process.
+#[test]
+fn failure_is_shown_before_all_ranks_have_come_back() {
+    let (tell, told) = unbounded::<String>();
+    let forever = Duration::from_secs(3600);
+    let spawn = Spawn::new(2).grace_period(forever);
+    let error = spawn
+        .stall_warning(forever, move |text| drop(tell.send(text.into())))
+        .run(move |rank| {
+            anyhow::ensure!(rank.rank() == 1, "lost");
+            let text = told.recv()?; // it comes back when it has been missed
+            anyhow::ensure!(
+                text.starts_with("rank 0 (CPU:0) failed in its function: lost; 1 of "),
+                "{text}"
+            );
+            Ok(())
+        })
+        .unwrap_err();
+    assert!(error.also_failed.is_empty() && error.stuck.is_empty(), "{error}");
+}
+
 #[test]
 fn status_dump_shows_what_each_rank_does() {
     let (ask, asks) = unbounded::<()>();

@@ -166,6 +166,16 @@ impl Spawn {
         self.world.as_ref().map_or(0, |world| world.ranks_here().start)
     }
 
+    /// Returns a failure with the devices of its ranks.
+    fn named(
+        &self,
+        ReportedFailure { rank, tied, at, error, .. }: &ReportedFailure,
+    ) -> RankFailure {
+        let tied = tied.iter().map(|&rank| (rank, self.device(rank))).collect();
+        let (rank, device, at, error) = (*rank, self.device(*rank), *at, error.clone());
+        RankFailure { rank, tied, device, at, error }
+    }
+
     /// Returns the results of the ranks, or the first failure with everything known about it.
     fn result<T, J>(
         &self,
@@ -177,14 +187,7 @@ impl Spawn {
         let mut failures = run.failures();
         let stopped = failures.first().and_then(|failure| failure.stopped);
         let table = table.filter(|_| failures.first().is_some_and(|failure| failure.waited));
-        let mut failures =
-            failures.drain(..).map(|ReportedFailure { rank, tied, at, error, .. }| RankFailure {
-                rank,
-                tied: tied.into_iter().map(|rank| (rank, self.device(rank))).collect(),
-                device: self.device(rank),
-                at,
-                error,
-            });
+        let mut failures = failures.drain(..).map(|failure| self.named(&failure));
         let Some(failure) = failures.next() else {
             // Without a failure, every rank has started, ended and returned a value.
             return Ok(threads.into_iter().filter_map(Thread::value).collect());
@@ -296,11 +299,11 @@ impl Spawn {
                 Err(_) if is_shown => break,
                 Err(_) => {
                     is_shown = true;
-                    if let Some(ReportedFailure { rank, at, error, .. }) = run.failures().first() {
+                    let failure = run.failures().first().map(|failure| self.named(failure));
+                    if let Some(failure) = failure {
                         self.tell.notify(&format!(
-                            "rank {rank} ({}) failed in {at}: {error}; {running} ranks of this process have not \
-                             come back, and have {grace_period:?} after the failure (--grace-period)",
-                            self.device(*rank)
+                            "{failure}; {running} of the ranks here have not come back within {NOTICE_AFTER:?}, and \
+                             have until {grace_period:?} (--grace-period)"
                         ));
                     }
                 }
