@@ -2,7 +2,8 @@
 
 measure.py [--simulated FOLDER]
 
-What a part has found is written when it ends, so that a part that takes too long costs only itself and those after it.
+It prints each command and how it ends. What a part has found is written when it ends, so that a part that takes too long
+costs only itself and those after it. A part goes on after a command that fails, and then fails as a whole.
 """
 
 import argparse
@@ -11,6 +12,7 @@ import json
 import os
 import pathlib
 import re
+import shlex
 import statistics
 import struct
 import subprocess
@@ -34,6 +36,36 @@ CALLS = {
     "event records": 2,
 }
 LARGEST_PART = 150  # seconds, on a GPU
+# cuBLAS has the same bits in each run only with this, because the program uses several streams.
+SAME_BITS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+
+
+class Failures(Exception):
+    """What failed in a part, beside what it has found."""
+
+    def __init__(self, found, failures):
+        super().__init__("; ".join(failures))
+        self.found = found
+
+
+class Attempts:
+    """Runs one thing after the other, and keeps what failed."""
+
+    def __init__(self):
+        self.failures = []
+
+    def run(self, name, action):
+        """What `action` returns; None if it fails."""
+        try:
+            return action()
+        except Exception as error:
+            self.failures.append(f"{name}: {type(error).__name__}: {error}")
+            return None
+
+    def end(self, found):
+        if self.failures:
+            raise Failures(found, self.failures)
+        return found
 
 
 class Machine:
@@ -69,11 +101,23 @@ class Machine:
 
     def run(self, command, limit=None, **more):
         """A command's output; its whole text where it fails."""
-        done = subprocess.run(
-            list(map(str, command)), env=self.environment(**more), capture_output=True, text=True, timeout=limit or self.longest
-        )
+        command = list(map(str, command))
+        variables = [f"{name}={value}" for name, value in more.items()]
+        print(f"  $ {shlex.join([*variables, *command])}", flush=True)
+        began = time.monotonic()
+        try:
+            done = subprocess.run(
+                command, env=self.environment(**more), capture_output=True, text=True, timeout=limit or self.longest
+            )
+        except subprocess.TimeoutExpired as error:
+            written = [text if isinstance(text, str) else (text or b"").decode() for text in (error.stdout, error.stderr)]
+            print(f"    still ran after {error.timeout:.0f} s: {''.join(text[-2000:] for text in written)}", flush=True)
+            raise RuntimeError(f"{command[0]} still ran after {error.timeout:.0f} s") from None
+        print(f"    exit status {done.returncode} after {time.monotonic() - began:.1f} s", flush=True)
         if done.returncode != 0:
-            raise RuntimeError(f"{command} ended with {done.returncode}: {done.stdout[-2000:]}{done.stderr[-3000:]}")
+            text = f"{done.stdout[-4000:]}{done.stderr[-4000:]}"
+            print("    | " + text.strip().replace("\n", "\n    | "), flush=True)
+            raise RuntimeError(f"{command[0]} ended with {done.returncode}: {text[-1500:]}")
         return done.stdout
 
     def events(self, flags, **more):
@@ -139,17 +183,22 @@ def environment(machine):
 
 
 def tests(machine):
-    """The tests that need a GPU. Where one is skipped for want of a second GPU, it says so."""
-    text = machine.run([machine.scratch / "tests-tests", "cuda::", "--nocapture", "--test-threads=1"])
-    [summary] = re.findall(r"test result: (.*?);", text)
-    return {"result": summary, "skipped": "; ".join(re.findall(r"skipped (.*)", text)) or "none"}
+    """The tests that need a GPU, one by one. Where one is skipped for want of a second GPU, it says so."""
+    program = machine.scratch / "tests-tests"
+    names = re.findall(r"^(\S+): test$", machine.run([program, "cuda::", "--list"]), re.MULTILINE)
+    attempts, skipped = Attempts(), []
+    for name in names:
+        text = attempts.run(name, lambda: machine.run([program, "--exact", name, "--nocapture"], limit=90, **SAME_BITS))
+        skipped += re.findall(r"skipped (.*)", text or "")
+    passed = len(names) - len(attempts.failures)
+    return attempts.end({"result": f"{passed} of {len(names)} passed", "skipped": "; ".join(skipped) or "none"})
 
 
 def options(machine):
     """The losses of many sets of options on the GPU, with one rank and with several that share it, and on the CPU."""
     test = [machine.scratch / "tests-gpus", "--ignored", "--exact", "--nocapture"]
     test.append("hardware::gpu_losses_match_the_cpu_of_this_machine")
-    lines = machine.run(test).splitlines()
+    lines = machine.run(test, **SAME_BITS).splitlines()
     rows = [json.loads(line) for line in lines if line.startswith("{")]
     largest = max(rows, key=lambda row: row["difference"])
     equal = sum(row["difference"] == 0 for row in rows)
@@ -176,25 +225,28 @@ def speed_of_pytorch(machine, kind, dtype, epochs):
 def speed(machine):
     """Steps per second of one rank with NCCL, beside PyTorch's DistributedDataParallel: medians over the epochs of two
     runs each, in turns; and per step, by the difference of the two, the calls of CUDA."""
-    rows = []
-    for kind, dtype in WORK:
-        row = {"model": kind, "dtype": dtype}
-        measured = {"PyTorch": (speed_of_pytorch, [], []), "ddp-mp": (speed_of_program, [], [])}
-        for epochs in EPOCHS:
-            for name, (measure, speeds, calls) in measured.items():
-                with Memory() as memory:
-                    more, counts = measure(machine, kind, dtype, epochs)
-                speeds += more
-                calls.append(counts)
-                row[f"{name} MiB"] = memory.most
-        for name, (_, speeds, (few, many)) in measured.items():
-            row[f"{name} steps/s"] = statistics.median(speeds)
-            steps = machine.steps * (EPOCHS[1] - EPOCHS[0])
-            row[f"{name} calls per step"] = {call: (many[call] - few[call]) / steps for call in CALLS}
-        row["ratio"] = row["ddp-mp steps/s"] / row["PyTorch steps/s"]
-        rows.append(row)
-    machine.rows = rows
-    return rows
+    attempts = Attempts()
+    measured = [attempts.run(f"{kind} {dtype}", lambda: speed_of_model(machine, kind, dtype)) for kind, dtype in WORK]
+    machine.rows = [row for row in measured if row]
+    return attempts.end(machine.rows)
+
+
+def speed_of_model(machine, kind, dtype):
+    row = {"model": kind, "dtype": dtype}
+    measured = {"PyTorch": (speed_of_pytorch, [], []), "ddp-mp": (speed_of_program, [], [])}
+    for epochs in EPOCHS:
+        for name, (measure, speeds, calls) in measured.items():
+            with Memory() as memory:
+                more, counts = measure(machine, kind, dtype, epochs)
+            speeds += more
+            calls.append(counts)
+            row[f"{name} MiB"] = memory.most
+    for name, (_, speeds, (few, many)) in measured.items():
+        row[f"{name} steps/s"] = statistics.median(speeds)
+        steps = machine.steps * (EPOCHS[1] - EPOCHS[0])
+        row[f"{name} calls per step"] = {call: (many[call] - few[call]) / steps for call in CALLS}
+    row["ratio"] = row["ddp-mp steps/s"] / row["PyTorch steps/s"]
+    return row
 
 
 def memory_after_warm_up(machine):
@@ -209,35 +261,89 @@ def memory_after_warm_up(machine):
 
 
 def parts_of_a_step(machine):
-    rows = []
-    for kind, dtype in WORK:
+    attempts = Attempts()
+
+    def part(kind, dtype):
         amp = ["--amp=bf16"] if dtype == "bf16" else []
         flags = ["--nproc-per-node=1", "--steps=300", "--log-format=json", *FLAGS[kind], *amp]
         row = json.loads(machine.run([machine.scratch / "ddp-mp", "bench", "step", *flags]))
         parts = ["us_per_step", "forward_us", "backward_us", "communication_us", "optimizer_us"]
-        rows.append({"model": kind, "dtype": dtype, **{part: row[part] for part in parts}})
-    return rows
+        return {"model": kind, "dtype": dtype, **{part: row[part] for part in parts}}
+
+    rows = [attempts.run(f"{kind} {dtype}", lambda: part(kind, dtype)) for kind, dtype in WORK]
+    return attempts.end([row for row in rows if row])
+
+
+# What one call costs the host: NCCL alone, through PyTorch.
+PYTORCH_CALL = """
+import time, torch, torch.distributed as dist
+dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+tensor = torch.ones(1024, device="cuda")
+for count in [100, 2000]:
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(count):
+        dist.all_reduce(tensor)
+    torch.cuda.synchronize()
+print((time.perf_counter() - began) / count * 1e6, flush=True)
+dist.destroy_process_group()
+"""
+
+
+def time_of_a_call(machine):
+    """An all_reduce of 4 KiB by one rank. ddp-mp's communicator does not block, so that NCCL starts a thread for each
+    call; PyTorch's does."""
+    attempts = Attempts()
+
+    def of_program():
+        flags = ["--nproc-per-node=1", "--backend=nccl", "--min-bytes=4K", "--max-bytes=4K", "--log-format=json"]
+        text = machine.run([machine.scratch / "ddp-mp", "bench", "all-reduce", *flags])
+        return json.loads(text.splitlines()[0])["time_us"]
+
+    def of_pytorch():
+        libraries = {"LD_LIBRARY_PATH": os.environ.get("LD_LIBRARY_PATH", "")}
+        return float(machine.run([sys.executable, "-c", PYTORCH_CALL], **libraries))
+
+    found = {"ddp-mp": attempts.run("ddp-mp", of_program)}
+    if not machine.simulated:
+        found["PyTorch"] = attempts.run("PyTorch", of_pytorch)
+    return attempts.end(found)
+
+
+def failure(machine):
+    """A rank that fails is reported, and the run ends, with NCCL in use."""
+    flags = ["--nproc-per-node=1", "--backend=nccl", "--inject-fault=error:rank=0,at=step,step=5", "--grace-period=10s"]
+    try:
+        machine.run([machine.scratch / "ddp-mp", "--log-format=json", *flags], limit=60)
+    except RuntimeError as error:
+        if "ended with 1" in str(error) and "injected by --inject-fault" in str(error):
+            return {"reported": "yes"}
+        raise
+    raise RuntimeError("the run with a fault has ended with 0")
 
 
 def ranks_on_one_gpu(machine):
     """Several ranks that share the GPU, through the threaded backend."""
-    rows = []
-    for kind in ["linear", "mlp"]:
-        for ranks in [1, 2, 4]:
-            flags = [f"--nproc-per-node={ranks}", "--backend=threaded", f"--num-samples={32 * machine.steps}", "--max-epochs=3"]
-            events = machine.events([*flags, *FLAGS[kind]])
-            first = [it for it in events if it["event"] == "epoch" and it["rank"] == 0][1:]
-            samples = statistics.median(it["samples_per_second"] for it in first)
-            rows.append({"model": kind, "ranks": ranks, "samples/s": samples})
-    return rows
+    attempts = Attempts()
+
+    def samples(kind, ranks):
+        flags = [f"--nproc-per-node={ranks}", "--backend=threaded", f"--num-samples={32 * machine.steps}", "--max-epochs=3"]
+        events = machine.events([*flags, *FLAGS[kind]])
+        first = [it for it in events if it["event"] == "epoch" and it["rank"] == 0][1:]
+        return {"model": kind, "ranks": ranks, "samples/s": statistics.median(it["samples_per_second"] for it in first)}
+
+    cases = [(kind, ranks) for kind in ["linear", "mlp"] for ranks in [1, 2, 4]]
+    rows = [attempts.run(f"{kind}, {ranks} ranks", lambda: samples(kind, ranks)) for kind, ranks in cases]
+    return attempts.end([row for row in rows if row])
 
 
 def lessons(machine):
     """Each lesson checks itself."""
     names = sorted(file.name for file in (machine.scratch / "lessons").iterdir())
+    attempts = Attempts()
     for name in names:
-        machine.run([machine.scratch / "lessons" / name])
-    return {"ran": names}
+        attempts.run(name, lambda: machine.run([machine.scratch / "lessons" / name], limit=60))
+    return attempts.end({"ran": names})
 
 
 def two_ranks_with_nccl(machine):
@@ -275,6 +381,8 @@ PARTS = {
     "speed": speed,
     "memory after warm-up": memory_after_warm_up,
     "parts of a step of one rank, in microseconds": parts_of_a_step,
+    "time of a call of NCCL by one rank, in microseconds": time_of_a_call,
+    "failure of a rank": failure,
     "ranks that share the GPU, with threads": ranks_on_one_gpu,
     "two ranks that share the GPU, with NCCL": two_ranks_with_nccl,
     "lessons": lessons,
@@ -307,8 +415,10 @@ def page(results):
         text += f"\n## {name[0].upper()}{name[1:]}\n\n"
         found = part.get("result")
         if not part["ok"]:
-            text += f"Failed: {part['error']}\n"
-        elif name == "speed":
+            text += f"Failed: {part['error']}\n\n"
+        if not found:
+            continue
+        if name == "speed":
             text += table([{key: it for key, it in row.items() if "calls" not in key} for row in found])
             if not simulated:
                 text += "\nCalls of CUDA per step:\n\n" + table([flat(row) for row in found])
@@ -333,17 +443,18 @@ def main():
         for name, part in PARTS.items():
             if options.only and name not in ["environment", options.only]:
                 continue
+            print(f"\n{name}", flush=True)
             began = time.monotonic()
             try:
                 results[name] = {"ok": True, "result": part(machine)}
+            except Failures as error:
+                results[name] = {"ok": False, "error": str(error), "result": error.found}
             except Exception as error:  # the other parts may go well
                 results[name] = {"ok": False, "error": f"{type(error).__name__}: {error}"}
             results[name]["seconds"] = time.monotonic() - began
             print(f"{name}: {'ok' if results[name]['ok'] else results[name]['error']}", flush=True)
             (out / "gpu-results.json").write_text(json.dumps(results, indent=1) + "\n")
             (out / "gpu-results.md").write_text(page(results))
-            if name == "environment" and not results[name]["ok"]:
-                break
     sys.exit(0 if all(part["ok"] for part in results.values()) else 1)
 
 
