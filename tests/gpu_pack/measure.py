@@ -310,18 +310,6 @@ def time_of_a_call(machine):
     return attempts.end(found)
 
 
-def failure(machine):
-    """A rank that fails is reported, and the run ends, with NCCL in use."""
-    flags = ["--nproc-per-node=1", "--backend=nccl", "--inject-fault=error:rank=0,at=step,step=5", "--grace-period=10s"]
-    try:
-        machine.run([machine.scratch / "ddp-mp", "--log-format=json", *flags], limit=60)
-    except RuntimeError as error:
-        if "ended with 1" in str(error) and "injected by --inject-fault" in str(error):
-            return {"reported": "yes"}
-        raise
-    raise RuntimeError("the run with a fault has ended with 0")
-
-
 def ranks_on_one_gpu(machine):
     """Several ranks that share the GPU, through the threaded backend."""
     attempts = Attempts()
@@ -382,7 +370,6 @@ PARTS = {
     "memory after warm-up": memory_after_warm_up,
     "parts of a step of one rank, in microseconds": parts_of_a_step,
     "time of a call of NCCL by one rank, in microseconds": time_of_a_call,
-    "failure of a rank": failure,
     "ranks that share the GPU, with threads": ranks_on_one_gpu,
     "two ranks that share the GPU, with NCCL": two_ranks_with_nccl,
     "lessons": lessons,

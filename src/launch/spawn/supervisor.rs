@@ -324,7 +324,7 @@ const STOP_POLL_INTERVAL: Duration = Duration::from_millis(100);
 const AFTER_HANG: Duration = Duration::from_secs(1);
 
 /// The time from a failure until the user learns of it although ranks have not come back.
-const NOTICE_AFTER: Duration = Duration::from_secs(5);
+const NOTICE_AFTER: Duration = Duration::from_secs(3);
 
 /// A rank's thread, as seen by the supervisor.
 enum Thread<T, J> {
