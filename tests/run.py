@@ -82,7 +82,8 @@ def main():
         environment["DDP_MP_TESTS"] = "all"
     # The integration tests run while the unit tests are compiled.
     integration = Tests(INTEGRATION_TESTS, arguments.filters, environment)
-    unit = Tests(UNIT_TESTS, [], environment)
+    # Frames are larger without optimization.
+    unit = Tests(UNIT_TESTS, [], dict(environment, RUST_MIN_STACK=str(16 << 20)))
     passed = [unit.end(), integration.end()]
     if not arguments.filters:
         passed.append(subprocess.run(["cargo", "test", "--release", "--doc"], check=False).returncode == 0)

@@ -3,7 +3,7 @@
 use std::fs;
 use std::process::{Command, Stdio};
 
-use crate::harness::{program, run, run_command};
+use crate::harness::{program, repository, run, run_command};
 
 fn completions(shell: &str) -> String {
     let (code, script, stderr) = run(&["completions", shell]);
@@ -30,6 +30,13 @@ fn with_input(mut command: Command, text: &str) -> (Option<i32>, String, String)
     std::io::Seek::rewind(&mut file).unwrap();
     command.stdin(file);
     run_command(command)
+}
+
+/// Returns the version of the program.
+fn version() -> String {
+    let manifest = fs::read_to_string(repository("Cargo.toml")).unwrap();
+    let manifest: toml::Table = manifest.parse().unwrap();
+    manifest["package"]["version"].as_str().unwrap().to_owned()
 }
 
 #[test]
@@ -88,7 +95,7 @@ fn every_command_has_a_manual_page() {
     ] {
         let file = pages.join(format!("{name}.1"));
         let page = fs::read_to_string(&file).unwrap();
-        let version = env!("CARGO_PKG_VERSION");
+        let version = version();
         assert!(page.contains(&format!(".TH {name} 1  \"ddp-mp {version}\"")), "{page}");
         assert!(page.contains(".SH NAME\n") && page.contains(".SH OPTIONS\n"), "{page}");
         assert!(page.contains(&format!(".SH SYNOPSIS{usage}")), "{page}");
@@ -121,7 +128,7 @@ fn every_command_has_a_manual_page() {
 
 #[test]
 fn version_is_one_line_and_long_version_names_the_libraries() {
-    let version = env!("CARGO_PKG_VERSION");
+    let version = version();
     assert_eq!(run(&["-V"]), (Some(0), format!("ddp-mp {version}\n"), "".into()));
     let (code, stdout, _) = run(&["--version"]);
     let rows: Vec<Vec<&str>> = stdout.lines().map(|row| row.split("  ").collect()).collect();

@@ -6,7 +6,7 @@ use std::{env, fs};
 use cudarc::nccl::sys;
 
 use super::status::check;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, Shown};
 
 /// Returns NCCL's version, such as `2.28.9`. `None` if NCCL is not installed.
 pub(crate) fn version() -> Option<String> {
@@ -46,7 +46,7 @@ fn comm_blocking() -> Option<(String, String)> {
         let text = fs::read_to_string(&path).ok()?;
         let value =
             text.lines().find_map(|line| line.strip_prefix(COMM_BLOCKING)?.strip_prefix('='))?;
-        Some((value.into(), path.display().to_string()))
+        Some((value.into(), path.shown().into_owned()))
     })
 }
 
