@@ -18,7 +18,7 @@ fn completed(words: &[&str]) -> String {
                   ${f%% *} ddp-mp \"${COMP_WORDS[COMP_CWORD]}\" \"${COMP_WORDS[COMP_CWORD - 1]}\"; \
                   echo \"${COMPREPLY[*]}\"";
     let mut bash = Command::new("bash");
-    bash.args(["--norc", "-euc", script, "bash"]).args(words);
+    bash.args(["--norc", "-euc", script, "bash"]).args(words).current_dir(repository(""));
     let (code, stdout, stderr) = with_input(bash, &completions("bash"));
     assert_eq!((code, stderr.as_str()), (Some(0), ""), "{words:?}");
     stdout.trim().to_owned()

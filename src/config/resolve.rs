@@ -9,7 +9,7 @@ use super::file::{message, option, read, to_arg};
 use super::option_rules::{Conflict, OnlyIf};
 use super::origins::Origins;
 use super::{Config, Invalid};
-use crate::error::{Error, Result, Shown};
+use crate::error::{Error, Result};
 
 impl Config {
     /// Returns the configuration of `flags` over `file` over the defaults. `flags` has the same keys as a file.
@@ -121,7 +121,7 @@ mod tests {
         assert_eq!(origin("lr"), Origin::Flag);
         assert_eq!(origin("val_fraction"), Origin::File(&file));
         assert_eq!(origin("batch_size"), Origin::Default);
-        let named = |key: &str| format!("{}: {key}: ", file.shown());
+        let named = |key: &str| format!("{}: {key}: ", file.display());
         let error = config.validate_for(1).unwrap_err().to_string();
         assert!(error.starts_with(&named("warmup_steps")), "{error}");
         let error = config.clone().open_data(0).unwrap_err().to_string();

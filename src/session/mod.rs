@@ -11,6 +11,7 @@ mod end_messages;
 mod explainer;
 mod processes;
 mod report_facts;
+mod resume_checks;
 mod start_point;
 mod summary;
 mod training;

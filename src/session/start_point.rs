@@ -6,16 +6,15 @@ use std::sync::Arc;
 use tch::Device;
 use tch::nn::VarStore;
 
-use crate::checkpoint::{Checkpoint, CheckpointDir, TRAINER, TensorFile, TrainerState};
+use super::resume_checks::compare;
+use crate::checkpoint::{Checkpoint, CheckpointDir, TRAINER, TensorFile};
 use crate::config::Config;
 use crate::ddp::SavedCommHook;
-use crate::error::{Error, Result, Shown, escaped_line};
+use crate::error::{Error, Result, Shown};
 use crate::launch::Restarts;
-use crate::optim::GradScalerState;
 use crate::process_group::ProcessGroup;
 use crate::records::DataFile;
 use crate::telemetry::Printer;
-use crate::trainer::Amp;
 
 /// The starting point of a run, shared by its ranks.
 #[derive(Debug, Default)]
@@ -187,101 +186,13 @@ fn newest(dir: &Path, printer: &Printer) -> Result<Option<Checkpoint>> {
     Checkpoint::read(&newest).map(Some)
 }
 
-/// Checks the rest of `trainer.json` against this run, which has these data files. They may be in another folder.
-fn check(state: &TrainerState, config: &Config, data_files: &[DataFile]) -> Result<()> {
-    let wrong = |problem: String| Err(Error::InvalidInput(format!("{TRAINER}: {problem}")));
-    let (samples, batch_size) =
-        (config.data.num_samples.unwrap_or_default() as usize, config.training.batch_size);
-    for (field, saved, here) in
-        [("num_samples", state.num_samples, samples), ("batch_size", state.batch_size, batch_size)]
-    {
-        if saved != 0 && saved != here {
-            return wrong(format!(
-                "{field} is {saved}, and this run has {here}; use another checkpoint"
-            ));
-        }
-    }
-    let checked = state.check(samples);
-    checked.map_err(|problem| Error::InvalidInput(format!("{problem}; use another checkpoint")))?;
-    if state.scaler.is_some() != (config.training.amp == Amp::Fp16) {
-        let saved = if state.scaler.is_some() { "set" } else { "not set" };
-        return wrong(format!("scaler is {saved} with --amp {}", config.training.amp));
-    }
-    if let Some(Err(error)) = state.scaler.as_ref().map(GradScalerState::check) {
-        return wrong(error.to_string());
-    }
-    let hook = state.comm_hook.as_ref();
-    if let Some(hook) = hook.filter(|hook| hook.world_size != state.world_size) {
-        return wrong(format!(
-            "comm_hook.world_size is {}, and world_size is {}",
-            hook.world_size, state.world_size
-        ));
-    }
-    if state.data_files.is_empty() {
-        return Ok(()); // saved by an older version
-    }
-    let (files, saved) = (data_files.len(), state.data_files.len());
-    if files != saved {
-        return Err(Error::InvalidInput(format!(
-            "the data set has {files} files and had {saved}; use the files of the run that was saved"
-        )));
-    }
-    for (file, saved) in data_files.iter().zip(&state.data_files) {
-        if file.xxh3 != saved.xxh3 {
-            return Err(Error::InvalidInput(format!(
-                "the data file {} has changed since: its xxh3 was {} and is {}; put the old file back, or start another \
-                 run without --resume",
-                escaped_line(&file.path),
-                escaped_line(&saved.xxh3),
-                file.xxh3
-            )));
-        }
-    }
-    Ok(())
-}
-
-/// Refuses to resume another run, and prints what will differ.
-fn compare(
-    checkpoint: &Checkpoint,
-    config: &Config,
-    data_files: &[DataFile],
-    world_size: usize,
-    printer: &Printer,
-) -> Result<()> {
-    let state = checkpoint.state();
-    let path = checkpoint.path().shown();
-    let wrong = |error| Error::InvalidInput(format!("checkpoint {path}: {error}"));
-    let remarks = config.check_resume(&state.options).map_err(wrong)?;
-    check(state, config, data_files).map_err(wrong)?;
-    printer.info(&format!("resuming from {path}: epoch {}, step {}", state.epoch, state.step));
-    if state.epoch >= config.training.max_epochs {
-        let (done, epochs) =
-            (state.epoch, if state.epoch == 1 { "epoch is" } else { "epochs are" });
-        printer.info(&format!(
-            "nothing to do: {done} {epochs} done, and --max-epochs is {}",
-            config.training.max_epochs
-        ));
-    }
-    for remark in remarks {
-        printer.info(&remark);
-    }
-    if state.world_size != world_size {
-        printer.info(&format!(
-            "the checkpoint is from {} ranks and this run has {world_size}: the rest of the epoch has another order, \
-             and each step another number of samples",
-            state.world_size
-        ));
-    }
-    Ok(())
-}
-
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeMap;
     use std::fs;
 
     use super::*;
-    use crate::checkpoint::Snapshot;
+    use crate::checkpoint::{Snapshot, TrainerState};
     use crate::config::CommHookKind;
     use crate::ddp::{CommHookRecord, state_dict};
     use crate::telemetry::LogFormat;
