@@ -17,7 +17,7 @@ use serde_json::{Value, json};
 use tch::nn::{self, Module, VarStore};
 use tch::{Device, Kind, Reduction, Tensor};
 
-use crate::harness::{linear, ranks, run};
+use crate::harness::{linear, ranks, run, some_of};
 
 const FLOAT: (Kind, Device) = (Kind::Float, Device::Cpu);
 
@@ -365,7 +365,8 @@ fn loss(args: &str) -> f64 {
 fn program_with_amp_gives_the_same_bits_in_every_run() {
     let mlp = "--model=mlp --lr=0.1 --max-epochs=3 --num-samples=512 --nproc-per-node";
     let cnn = "--config=configs/cnn.toml --lr=0.01 --nproc-per-node";
-    for (what, options) in [(mlp, ""), (cnn, ""), (mlp, "--grad-accum-steps=2 --max-grad-norm=0.1")]
+    for (what, options) in
+        some_of([(mlp, ""), (cnn, ""), (mlp, "--grad-accum-steps=2 --max-grad-norm=0.1")], 1)
     {
         let float32 = loss(&format!("{what}=2 {options}"));
         for amp in ["bf16", "fp16"] {

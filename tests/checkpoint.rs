@@ -156,7 +156,7 @@ const LONG: &str =
 #[test]
 fn signal_stops_all_ranks_after_the_same_step() {
     let whole = train(LONG, &[]);
-    for (signal, code) in [("INT", 130), ("TERM", 143), ("USR1", 0)] {
+    for (signal, code) in some_of([("INT", 130), ("TERM", 143), ("USR1", 0)], 1) {
         let (_folder, dir) = folder();
         let mut child = program(&arguments(LONG, &[&dir]))
             .stdout(Stdio::piped())
@@ -361,7 +361,7 @@ fn damaged_checkpoint_is_refused_and_an_older_one_offered() {
             "has format 2, but this version of ddp-mp reads format 1",
         ),
     ];
-    for (damage, reason) in damage {
+    for (damage, reason) in some_of(damage, 3) {
         let (folder, dir) = folder();
         train(args, &[&dir]);
         let all = checkpoints(&folder);

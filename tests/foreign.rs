@@ -10,7 +10,7 @@ use ddp_mp::CheckpointDir;
 use ddp_mp::checkpoint::{Checkpoint, Snapshot, TrainerState};
 use tempfile::TempDir;
 
-use crate::harness::run;
+use crate::harness::{run, some_of};
 
 /// Names that a run creates, replaces, renames or removes where it saves. The last step of [`ARGS`] is 4.
 const NAMES: [&str; 15] = [
@@ -125,7 +125,7 @@ fn checkpoint_dir_with_a_foreign_file_under_its_names_is_refused() {
 
 #[test]
 fn run_with_a_foreign_checkpoint_dir_changes_nothing() {
-    for (name, foreign) in NAMES.into_iter().zip(FOREIGN.into_iter().cycle()) {
+    for (name, foreign) in some_of(NAMES.into_iter().zip(FOREIGN.into_iter().cycle()), 2) {
         for resume in [None, Some("--resume=auto")] {
             let (folder, dir) = folder_with(name, foreign, false);
             if resume.is_some() {

@@ -18,7 +18,7 @@ use proptest::prelude::*;
 use proptest::sample::Index;
 use tch::{Device, Kind, Tensor};
 
-use crate::harness::{TIMEOUT, free_port, ranks};
+use crate::harness::{TIMEOUT, free_port, ranks, some_of};
 
 /// Runs `f` on ranks of several processes, `counts` of them each, and returns what each process ended with. The
 /// processes are threads of this one that share nothing but a store and the network.
@@ -163,7 +163,7 @@ const LAYOUTS: [&[usize]; 5] = [&[1, 1], &[1, 1, 1, 1], &[2, 2], &[3, 1], &[1, 2
 
 #[test]
 fn half_precision_reductions_have_the_bits_of_threads() {
-    for counts in LAYOUTS {
+    for counts in some_of(LAYOUTS, 2) {
         let threads = ranks(counts.iter().sum(), |rank, group| reductions(rank, &group));
         let across = processes(counts, |rank, group| reductions(rank, &group));
         for (rank, (threads, across)) in threads.iter().zip(&across).enumerate() {
@@ -177,7 +177,7 @@ fn half_precision_reductions_have_the_bits_of_threads() {
 
 #[test]
 fn compression_hooks_have_the_bits_of_threads() {
-    for counts in LAYOUTS {
+    for counts in some_of(LAYOUTS, 2) {
         let threads = ranks(counts.iter().sum(), |rank, group| averages(rank, &group));
         let across = processes(counts, |rank, group| averages(rank, &group));
         assert!(threads == across, "{counts:?}");

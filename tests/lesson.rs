@@ -69,26 +69,35 @@ fn checks_accept_the_answer_of_a_run_and_refuse_another() {
 
 #[test]
 fn wrong_input_is_told_with_the_form_of_an_answer() {
-    for (args, expected) in [
-        (&["0"][..], "there is no such lesson; use one of demo, "),
-        (&["99"], "there is no such lesson"),
-        (&["-1"], "there is no such lesson"),
-        (&["Demo"], "there is no such lesson"),
-        (&[""], "there is no such lesson"),
-        (&["demo", "--answer="], "lesson demo: expected a whole number, and not \"\""),
-        (&["demo", "--answer=4e1"], "expected a whole number, and not \"4e1\""),
-        (&["demo", "--answer=-43"], "expected a whole number"),
-        (&["demo", "--answer", "-43"], "expected a whole number"),
-        (&["3", "--answer=1792"], "lesson 3: expected 2 whole numbers with a space between them"),
-        (&["3", "--answer=1 2 3"], "expected 2 whole numbers"),
-        (&["update", "--answer=nan"], "expected a number such as 0.5, and not \"nan\""),
-        (&["batch", "--answer=perhaps"], "expected yes or no, and not \"perhaps\""),
-        (&["2", "--answer=3"], "lesson 2 has no check. A race gives a different result each time"),
-        (&["--answer=43"], "<LESSON>"),
-        (&["--solution"], "<LESSON>"),
-        (&["demo", "--answer=43", "--solution"], "cannot be used with"),
-        (&["demo", "--language=fr"], "[possible values: en, zh]"),
-    ] {
+    for (args, expected) in some_of(
+        [
+            (&["0"][..], "there is no such lesson; use one of demo, "),
+            (&["99"], "there is no such lesson"),
+            (&["-1"], "there is no such lesson"),
+            (&["Demo"], "there is no such lesson"),
+            (&[""], "there is no such lesson"),
+            (&["demo", "--answer="], "lesson demo: expected a whole number, and not \"\""),
+            (&["demo", "--answer=4e1"], "expected a whole number, and not \"4e1\""),
+            (&["demo", "--answer=-43"], "expected a whole number"),
+            (&["demo", "--answer", "-43"], "expected a whole number"),
+            (
+                &["3", "--answer=1792"],
+                "lesson 3: expected 2 whole numbers with a space between them",
+            ),
+            (&["3", "--answer=1 2 3"], "expected 2 whole numbers"),
+            (&["update", "--answer=nan"], "expected a number such as 0.5, and not \"nan\""),
+            (&["batch", "--answer=perhaps"], "expected yes or no, and not \"perhaps\""),
+            (
+                &["2", "--answer=3"],
+                "lesson 2 has no check. A race gives a different result each time",
+            ),
+            (&["--answer=43"], "<LESSON>"),
+            (&["--solution"], "<LESSON>"),
+            (&["demo", "--answer=43", "--solution"], "cannot be used with"),
+            (&["demo", "--language=fr"], "[possible values: en, zh]"),
+        ],
+        5,
+    ) {
         let (code, stdout, stderr) = run(&[&["lesson"], args].concat());
         assert_eq!((code, &*stdout), (Some(2), ""), "{args:?}: {stderr}");
         assert!(stderr.contains(expected), "{args:?}: {stderr}");
@@ -127,7 +136,7 @@ fn exercise(id: &str, language: &str) -> String {
 fn book_shows_every_exercise_in_the_order_of_the_list() {
     let summary = fs::read_to_string(repository("docs/src/SUMMARY.md")).unwrap();
     for (folder, language, mark) in
-        [("tutorial", "en", "**Exercise.**"), ("zh", "zh", "**练习。**")]
+        some_of([("tutorial", "en", "**Exercise.**"), ("zh", "zh", "**练习。**")], 1)
     {
         let folder_of_links = format!("({folder}/");
         let links = summary.split(&folder_of_links).skip(1);
@@ -157,7 +166,7 @@ fn lines_to_change_are_marked_in_the_examples() {
         names.filter(|name| name.starts_with(|c: char| c.is_ascii_digit())).collect();
     let numbered = lessons().into_iter().filter(|id| id.parse::<usize>().is_ok());
     assert_eq!(numbered.count(), programs.len(), "each program has its exercise");
-    for program in programs {
+    for program in some_of(programs, 4) {
         let (number, name) = program.trim_end_matches(".rs").split_once('-').unwrap();
         let id = number.trim_start_matches('0');
         let question = lesson(&[id]);

@@ -4,7 +4,7 @@ use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::Path;
 
-use crate::harness::{program_under, run_command};
+use crate::harness::{program_under, run_command, runs_every_case, some_of};
 
 /// Whether the program can be loaded at all under `limit`.
 fn can_be_loaded(limit: &str) -> bool {
@@ -31,7 +31,8 @@ fn is_named(limit: &str, args: &[&str], remedy: &str) -> bool {
 fn open_file_limit_is_named_in_the_error() {
     let folder = tempfile::tempdir().unwrap();
     let mut named = 0;
-    for (number, files) in [8, 10, 12, 14, 16, 18, 20, 24, 28, 36, 48].into_iter().enumerate() {
+    let limits = some_of([8, 10, 12, 14, 16, 18, 20, 24, 28, 36, 48], 4);
+    for (number, files) in limits.into_iter().enumerate() {
         let limit = format!("ulimit -n {files}");
         if !can_be_loaded(&limit) {
             println!("skipped: the program cannot be loaded with {files} open files");
@@ -46,7 +47,7 @@ fn open_file_limit_is_named_in_the_error() {
             named += usize::from(is_named(&limit, args, &remedy));
         }
     }
-    assert!(named > 3, "{named} runs have met a limit");
+    assert!(named > if runs_every_case() { 3 } else { 1 }, "{named} runs have met a limit");
 }
 
 /// Nobody's number, so that no other process counts.
@@ -73,7 +74,7 @@ fn thread_limit_is_named_and_no_process_is_left() {
     let folder = tempfile::tempdir().unwrap();
     fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o777)).unwrap();
     let mut named = 0;
-    for count in (1..=12).chain([15, 20, 30]) {
+    for count in some_of((1..=12).chain([15, 20, 30]), 5) {
         let dir = format!("--checkpoint-dir={}", folder.path().join(count.to_string()).display());
         for args in [
             &["--nproc-per-node=8", "--num-workers=1", &dir][..],
@@ -83,7 +84,7 @@ fn thread_limit_is_named_and_no_process_is_left() {
             assert_eq!(processes_of_user(), [""; 0], "{count} {args:?}");
         }
     }
-    assert!(named > 5, "{named} runs have met a limit");
+    assert!(named > if runs_every_case() { 5 } else { 1 }, "{named} runs have met a limit");
 }
 
 #[test]

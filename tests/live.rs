@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::Path;
 
-use crate::harness::{program, run, run_command};
+use crate::harness::{program, run, run_command, some_of};
 
 /// Trains two ranks, of which the second is slow, and writes a trace into `folder`.
 fn traced(folder: &Path, options: &[&str]) {
@@ -85,43 +85,53 @@ fn wrong_traces_are_refused() {
     let about = r#""otherData":{"program":"ddp-mp 0","process":0,"processes":1,"world_size":1}"#;
     let event = |fields: &str| format!(r#"{{"traceEvents":[{{{fields}}}],{about}}}"#);
     let slice = r#""ph":"X","cat":"phase","name":"forward""#;
-    for (name, text, problem) in [
-        ("empty.json", String::new(), "the file is empty"),
-        ("text.json", "[1, 2]".into(), "no trace of ddp-mp"),
-        ("cut.json", good[..good.len() / 2].into(), "no trace of ddp-mp"),
-        ("other.json", good.replace("\"program\":\"ddp-mp", "\"program\":\"cargo"), "a trace of"),
-        ("none.json", format!(r#"{{"traceEvents":[],{about}}}"#), "no operations"),
-        ("rank.json", event(&format!(r#"{slice},"tid":640"#)), "of rank 10, and the run has 1"),
-        ("long.json", event(&format!(r#"{slice},"tid":0,"ts":0,"dur":1e30"#)), "cannot be"),
-        (
-            "back.json",
-            event(&format!(r#"{slice},"tid":0,"ts":0,"dur":-1"#)),
-            "times that cannot be",
-        ),
-        (
-            "new.json",
-            event(r#""ph":"X","cat":"phase","name":"dream","tid":0,"ts":0,"dur":1"#),
-            "the operation \"dream\" is unknown",
-        ),
-        (
-            "many.json",
-            good.replace("\"world_size\":2", "\"world_size\":99999999999"),
-            "which cannot be",
-        ),
-    ] {
+    for (name, text, problem) in some_of(
+        [
+            ("empty.json", String::new(), "the file is empty"),
+            ("text.json", "[1, 2]".into(), "no trace of ddp-mp"),
+            ("cut.json", good[..good.len() / 2].into(), "no trace of ddp-mp"),
+            (
+                "other.json",
+                good.replace("\"program\":\"ddp-mp", "\"program\":\"cargo"),
+                "a trace of",
+            ),
+            ("none.json", format!(r#"{{"traceEvents":[],{about}}}"#), "no operations"),
+            ("rank.json", event(&format!(r#"{slice},"tid":640"#)), "of rank 10, and the run has 1"),
+            ("long.json", event(&format!(r#"{slice},"tid":0,"ts":0,"dur":1e30"#)), "cannot be"),
+            (
+                "back.json",
+                event(&format!(r#"{slice},"tid":0,"ts":0,"dur":-1"#)),
+                "times that cannot be",
+            ),
+            (
+                "new.json",
+                event(r#""ph":"X","cat":"phase","name":"dream","tid":0,"ts":0,"dur":1"#),
+                "the operation \"dream\" is unknown",
+            ),
+            (
+                "many.json",
+                good.replace("\"world_size\":2", "\"world_size\":99999999999"),
+                "which cannot be",
+            ),
+        ],
+        4,
+    ) {
         fs::write(folder.path().join(name), text).unwrap();
         let (code, stdout, stderr) = replay(folder.path(), &[name, "--frame=1"]);
         assert_eq!((code, &*stdout), (Some(2), ""), "{name}: {stderr}");
         assert!(stderr.contains(problem), "{name}: {stderr}");
     }
-    for (args, problem) in [
-        (&["t.json", "t.json", "--frame=1"][..], "are both of process 0; give each file once"),
-        (&["nothing.json", "--frame=1"], "nothing.json: No such file"),
-        (&["/dev/zero", "--frame=1"], "this is a device"),
-        (&["t.json", "--frame=-1"], "use a number of seconds"),
-        (&["t.json", "--speed=nan"], "use a number from"),
-        (&["t.json"], "stderr is no terminal, so nothing can be played"),
-    ] {
+    for (args, problem) in some_of(
+        [
+            (&["t.json", "t.json", "--frame=1"][..], "are both of process 0; give each file once"),
+            (&["nothing.json", "--frame=1"], "nothing.json: No such file"),
+            (&["/dev/zero", "--frame=1"], "this is a device"),
+            (&["t.json", "--frame=-1"], "use a number of seconds"),
+            (&["t.json", "--speed=nan"], "use a number from"),
+            (&["t.json"], "stderr is no terminal, so nothing can be played"),
+        ],
+        3,
+    ) {
         let (code, stdout, stderr) = replay(folder.path(), args);
         assert_eq!((code, &*stdout), (Some(2), ""), "{args:?}: {stderr}");
         assert!(stderr.contains(problem), "{args:?}: {stderr}");

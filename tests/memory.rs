@@ -11,7 +11,7 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use serde_json::Value;
 use tch::{Device, Kind, Tensor};
 
-use crate::harness::{program, ranks, run_command, without_launcher};
+use crate::harness::{program, ranks, run_command, some_of, without_launcher};
 
 const SWITCH: &str = "DDP_MP_KEEP_MEMORY";
 
@@ -45,7 +45,7 @@ fn memory_does_not_grow_between_1000_and_10000_steps() {
     let mlp = ["--model=mlp", "--hidden=16", "--batch-size=8", "--num-samples=2048"];
     let all =
         ["--num-workers=1", "--amp=bf16", "--val-fraction=0.1", "--max-grad-norm=1", &metrics];
-    for more in [&[][..], &all] {
+    for more in some_of([&all, &[][..]], 1) {
         assert_no_growth(&[&mlp[..], more].concat());
     }
 }

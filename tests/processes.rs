@@ -388,7 +388,7 @@ fn reduced(all: &[Tensor], op: ReduceOp) -> Tensor {
 
 #[test]
 fn collectives_of_processes_are_right() {
-    for ranks in [&[1, 1][..], &[2, 2], &[1, 2, 1], &[3, 1]] {
+    for ranks in some_of([&[1, 1][..], &[2, 2], &[1, 2, 1], &[3, 1]], 2) {
         scene("collectives", ranks);
     }
 }
@@ -618,14 +618,17 @@ pub(crate) fn end(args: &[&str], ranks: &[usize]) -> Value {
 
 #[test]
 fn processes_train_to_the_results_of_threads() {
-    for args in [
-        &["--max-epochs=2"][..],
-        &["--model=mlp", "--hidden=300,300", "--momentum=0.9", "--bucket-cap-mb=0.2"],
-        &["--model=cnn", "--in-features=64", "--sync-batch-norm", "--num-samples=500"],
-        &["--model=mlp", "--hidden=300,300", "--optimizer=adamw", "--share-model"],
-        &["--model=mlp", "--optimizer=adamw", "--strategy=dp", "--grad-accum-steps=2"],
-        &["--dataset=digits", "--loss=cross-entropy", "--model=mlp", "--val-fraction=0.2"],
-    ] {
+    for args in some_of(
+        [
+            &["--max-epochs=2"][..],
+            &["--model=mlp", "--hidden=300,300", "--momentum=0.9", "--bucket-cap-mb=0.2"],
+            &["--model=cnn", "--in-features=64", "--sync-batch-norm", "--num-samples=500"],
+            &["--model=mlp", "--hidden=300,300", "--optimizer=adamw", "--share-model"],
+            &["--model=mlp", "--optimizer=adamw", "--strategy=dp", "--grad-accum-steps=2"],
+            &["--dataset=digits", "--loss=cross-entropy", "--model=mlp", "--val-fraction=0.2"],
+        ],
+        2,
+    ) {
         let threads = |ranks: &str| -> Value {
             let (code, stdout, stderr) = run(&[args, &[ranks, "--log-format=json"]].concat());
             assert_eq!(code, Some(0), "{stderr}");
@@ -663,7 +666,7 @@ pub(crate) fn failures(
 
 #[test]
 fn failure_on_any_process_is_reported_on_all() {
-    for stage in ["rendezvous", "init", "broadcast", "step,step=9", "barrier"] {
+    for stage in some_of(["rendezvous", "init", "broadcast", "step,step=9", "barrier"], 2) {
         for (rank, process) in [(0, 0), (2, 1)] {
             let fault = format!("--inject-fault=error:rank={rank},at={stage}");
             let told = failures(&[&fault, "--grace-period=5s"], &[2, 2], |_| {});
@@ -971,18 +974,29 @@ fn failed_backward_leaves_nothing_in_flight() {
 fn processes_with_different_options_are_refused() {
     let (mlp, data) = (&["--model=mlp"][..], &["--num-samples=100"][..]);
     let bench = &["bench", "step", "--batch-size=8"][..];
-    for (args, differ, told) in [
-        (&[][..], ["--lr=0.1", "--lr=1.0"], "--lr is 0.1 for process 0 (on "),
-        (&[], ["--max-epochs=2", "--max-epochs=1"], "--max-epochs is 2 for process 0 (on "),
-        (data, ["--max-steps=2", "--val-every=1"], "--max-steps is 2 for process 0 (on "),
-        (mlp, ["--bucket-cap-mb=1", "--bucket-cap-mb=2"], "--bucket-cap-mb is 1.0 for process 0"),
-        (
-            &[],
-            ["--seed=0", "--checkpoint-dir=/nowhere"],
-            "--checkpoint-dir is not set for process 0 (on ",
-        ),
-        (bench, ["--steps=2", "--steps=3"], "the command is bench step --steps=2 for process 0"),
-    ] {
+    for (args, differ, told) in some_of(
+        [
+            (&[][..], ["--lr=0.1", "--lr=1.0"], "--lr is 0.1 for process 0 (on "),
+            (&[], ["--max-epochs=2", "--max-epochs=1"], "--max-epochs is 2 for process 0 (on "),
+            (data, ["--max-steps=2", "--val-every=1"], "--max-steps is 2 for process 0 (on "),
+            (
+                mlp,
+                ["--bucket-cap-mb=1", "--bucket-cap-mb=2"],
+                "--bucket-cap-mb is 1.0 for process 0",
+            ),
+            (
+                &[],
+                ["--seed=0", "--checkpoint-dir=/nowhere"],
+                "--checkpoint-dir is not set for process 0 (on ",
+            ),
+            (
+                bench,
+                ["--steps=2", "--steps=3"],
+                "the command is bench step --steps=2 for process 0",
+            ),
+        ],
+        3,
+    ) {
         // The one that serves the store must not be gone before the others have found out.
         for order in [[0, 1, 0], [1, 0, 0]] {
             let outputs = join(start_each(&order.map(|it| [args, &[differ[it]]].concat())));

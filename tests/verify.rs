@@ -4,7 +4,7 @@ use std::fs;
 
 use serde_json::Value;
 
-use crate::harness::run;
+use crate::harness::{run, some_of};
 
 /// The exit code, the comparisons, and stderr.
 fn verify(args: &[&str]) -> (Option<i32>, Vec<Value>, String) {
@@ -133,28 +133,37 @@ fn table_lists_parameters_if_few_or_requested() {
 
 #[test]
 fn invalid_comparisons_are_refused() {
-    for (args, reason) in [
-        (
-            &["--grad-accum-steps=2"][..],
-            "--grad-accum-steps: verify chooses the training variants itself",
-        ),
-        (&["--strategy=dp"], "--strategy: verify chooses"),
-        (&["--backend=threaded"], "--backend: verify chooses"),
-        (&["--max-epochs=2"], "--max-epochs: verify chooses"),
-        (&["--spawn=processes"], "--spawn: verify chooses"),
-        (&["--model=mlp", "--dropout=0.1"], "--dropout: each rank draws its own"),
-        (&["--model=cnn", "--in-features=64"], "--model cnn: each rank normalizes its own batch"),
-        (&["--amp=bf16"], "--amp: verify's bound holds for float32"),
-        (&["--nproc-per-node=1"], "--nproc-per-node: one rank has nothing to be compared with"),
-        (&["--nproc-per-node=2", "--num-samples=63"], "63 samples are less than a step of 2 ranks"),
-        (&["--steps=0"], "invalid value '0'"),
-        (&["--exact-mean", "--drop-last"], "--drop-last: with --exact-mean verify needs the"),
-        (&["--exact-mean", "--drop-last-batch"], "--drop-last-batch: with --exact-mean"),
-        (
-            &["--exact-mean", "--nproc-per-node=2", "--steps=2"],
-            "--steps: 2 are too few for --exact-mean",
-        ),
-    ] {
+    for (args, reason) in some_of(
+        [
+            (
+                &["--grad-accum-steps=2"][..],
+                "--grad-accum-steps: verify chooses the training variants itself",
+            ),
+            (&["--strategy=dp"], "--strategy: verify chooses"),
+            (&["--backend=threaded"], "--backend: verify chooses"),
+            (&["--max-epochs=2"], "--max-epochs: verify chooses"),
+            (&["--spawn=processes"], "--spawn: verify chooses"),
+            (&["--model=mlp", "--dropout=0.1"], "--dropout: each rank draws its own"),
+            (
+                &["--model=cnn", "--in-features=64"],
+                "--model cnn: each rank normalizes its own batch",
+            ),
+            (&["--amp=bf16"], "--amp: verify's bound holds for float32"),
+            (&["--nproc-per-node=1"], "--nproc-per-node: one rank has nothing to be compared with"),
+            (
+                &["--nproc-per-node=2", "--num-samples=63"],
+                "63 samples are less than a step of 2 ranks",
+            ),
+            (&["--steps=0"], "invalid value '0'"),
+            (&["--exact-mean", "--drop-last"], "--drop-last: with --exact-mean verify needs the"),
+            (&["--exact-mean", "--drop-last-batch"], "--drop-last-batch: with --exact-mean"),
+            (
+                &["--exact-mean", "--nproc-per-node=2", "--steps=2"],
+                "--steps: 2 are too few for --exact-mean",
+            ),
+        ],
+        5,
+    ) {
         let (code, rows, stderr) = verify(args);
         assert_eq!((code, rows.len()), (Some(2), 0), "{args:?}: {stderr}");
         assert!(stderr.contains(reason), "{args:?}: {stderr}");

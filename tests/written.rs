@@ -7,7 +7,7 @@ use std::process::{Command, Stdio};
 
 use serde_json::Value;
 
-use crate::harness::{program, program_under, run, run_command};
+use crate::harness::{program, program_under, run, run_command, some_of};
 
 const SHORT: [&str; 2] = ["--nproc-per-node=2", "--num-samples=640"];
 
@@ -47,67 +47,78 @@ fn output_path_equal_to_an_input_or_output_is_refused() {
     let (code, _, stderr) = run_in(folder.path(), "--checkpoint-dir=run --max-epochs=1");
     assert_eq!(code, Some(0), "{stderr}");
     let before = names_in(folder.path());
-    for (flags, one, other) in [
-        ("--config=c.toml --metrics=c.toml", "--metrics", "--config"),
-        ("--config=c.toml --metrics=link", "--metrics", "--config"),
-        ("--config=link --metrics=sub/../c.toml", "--metrics", "--config"),
-        ("--config=c.toml --metrics=here/here/c.toml", "--metrics", "--config"),
-        ("--config=c.toml --trace=c.toml", "--trace", "--config"),
-        ("--config=c.toml --tensorboard=c.toml", "--tensorboard", "--config"),
-        ("--config=c.toml --checkpoint-dir=c.toml/run", "--checkpoint-dir", "--config"),
-        ("--dataset=csv:d.csv --metrics=d.csv", "--metrics", "--dataset"),
-        ("--dataset=csv:d.csv --metrics=hard", "--metrics", "--dataset"),
-        ("--dataset=csv:hard --report=d.csv", "--report", "--dataset"),
-        ("--dataset=npy:x,d.csv --metrics=hard", "--metrics", "--dataset"),
-        ("--dataset=safetensors:d.csv --metrics=./d.csv", "--metrics", "--dataset"),
-        (
-            "--dataset=idx:sub/idx --metrics=here/sub/idx/train-labels-idx1-ubyte",
-            "--metrics",
-            "--dataset",
-        ),
-        ("--init-from=d.csv --metrics=d.csv", "--metrics", "--init-from"),
-        (
-            "--init-from=run --metrics=run/step-00000010/model.safetensors",
-            "--metrics",
-            "--init-from",
-        ),
-        (
-            "--resume=run/step-00000010 --metrics=run/step-00000010/trainer.json",
-            "--metrics",
-            "--resume",
-        ),
-        ("--resume=run/latest --metrics=run/latest", "--metrics", "--resume"),
-        ("--resume=run/latest --tensorboard=run/step-00000010/board", "--tensorboard", "--resume"),
-        ("--resume=run --checkpoint-dir=run/step-00000010", "--checkpoint-dir", "--resume"),
-        ("--metrics=new.json --trace=new.json", "--metrics", "--trace"),
-        ("--metrics=dangling --trace=new.json", "--metrics", "--trace"),
-        ("--report=here/new.json --trace=dangling", "--report", "--trace"),
-        ("--report=new --trace=new/trace.json", "--report", "--trace"),
-        ("--tensorboard=new --metrics=new", "--tensorboard", "--metrics"),
-        ("--prometheus=new --metrics=new", "--prometheus", "--metrics"),
-        ("--prometheus=c.toml --config=c.toml", "--prometheus", "--config"),
-        ("--tensorboard=new/board --metrics=new", "--tensorboard", "--metrics"),
-        ("--checkpoint-dir=new --metrics=new", "--checkpoint-dir", "--metrics"),
-        ("--checkpoint-dir=new --metrics=new/latest", "--checkpoint-dir", "--metrics"),
-        ("--checkpoint-dir=new --metrics=here/new/.lock", "--checkpoint-dir", "--metrics"),
-        ("--checkpoint-dir=new --trace=new/best.new", "--checkpoint-dir", "--trace"),
-        (
-            "--checkpoint-dir=new --report=new/step-00000001/page.html",
-            "--checkpoint-dir",
-            "--report",
-        ),
-        (
-            "--checkpoint-dir=new --tensorboard=new/.unfinished-board",
-            "--checkpoint-dir",
-            "--tensorboard",
-        ),
-        ("--spawn=processes --metrics=t.1.json --trace=t.json", "--metrics", "--trace"),
-        ("--config=c.toml --flight-recorder=c.toml", "--flight-recorder", "--config"),
-        ("--flight-recorder=new --metrics=new", "--flight-recorder", "--metrics"),
-        ("--flight-recorder=new --trace=new/rank_0", "--flight-recorder", "--trace"),
-        ("--flight-recorder=new --tensorboard=new", "--flight-recorder", "--tensorboard"),
-        ("--flight-recorder=new --checkpoint-dir=new/run", "--checkpoint-dir", "--flight-recorder"),
-    ] {
+    for (flags, one, other) in some_of(
+        [
+            ("--config=c.toml --metrics=c.toml", "--metrics", "--config"),
+            ("--config=c.toml --metrics=link", "--metrics", "--config"),
+            ("--config=link --metrics=sub/../c.toml", "--metrics", "--config"),
+            ("--config=c.toml --metrics=here/here/c.toml", "--metrics", "--config"),
+            ("--config=c.toml --trace=c.toml", "--trace", "--config"),
+            ("--config=c.toml --tensorboard=c.toml", "--tensorboard", "--config"),
+            ("--config=c.toml --checkpoint-dir=c.toml/run", "--checkpoint-dir", "--config"),
+            ("--dataset=csv:d.csv --metrics=d.csv", "--metrics", "--dataset"),
+            ("--dataset=csv:d.csv --metrics=hard", "--metrics", "--dataset"),
+            ("--dataset=csv:hard --report=d.csv", "--report", "--dataset"),
+            ("--dataset=npy:x,d.csv --metrics=hard", "--metrics", "--dataset"),
+            ("--dataset=safetensors:d.csv --metrics=./d.csv", "--metrics", "--dataset"),
+            (
+                "--dataset=idx:sub/idx --metrics=here/sub/idx/train-labels-idx1-ubyte",
+                "--metrics",
+                "--dataset",
+            ),
+            ("--init-from=d.csv --metrics=d.csv", "--metrics", "--init-from"),
+            (
+                "--init-from=run --metrics=run/step-00000010/model.safetensors",
+                "--metrics",
+                "--init-from",
+            ),
+            (
+                "--resume=run/step-00000010 --metrics=run/step-00000010/trainer.json",
+                "--metrics",
+                "--resume",
+            ),
+            ("--resume=run/latest --metrics=run/latest", "--metrics", "--resume"),
+            (
+                "--resume=run/latest --tensorboard=run/step-00000010/board",
+                "--tensorboard",
+                "--resume",
+            ),
+            ("--resume=run --checkpoint-dir=run/step-00000010", "--checkpoint-dir", "--resume"),
+            ("--metrics=new.json --trace=new.json", "--metrics", "--trace"),
+            ("--metrics=dangling --trace=new.json", "--metrics", "--trace"),
+            ("--report=here/new.json --trace=dangling", "--report", "--trace"),
+            ("--report=new --trace=new/trace.json", "--report", "--trace"),
+            ("--tensorboard=new --metrics=new", "--tensorboard", "--metrics"),
+            ("--prometheus=new --metrics=new", "--prometheus", "--metrics"),
+            ("--prometheus=c.toml --config=c.toml", "--prometheus", "--config"),
+            ("--tensorboard=new/board --metrics=new", "--tensorboard", "--metrics"),
+            ("--checkpoint-dir=new --metrics=new", "--checkpoint-dir", "--metrics"),
+            ("--checkpoint-dir=new --metrics=new/latest", "--checkpoint-dir", "--metrics"),
+            ("--checkpoint-dir=new --metrics=here/new/.lock", "--checkpoint-dir", "--metrics"),
+            ("--checkpoint-dir=new --trace=new/best.new", "--checkpoint-dir", "--trace"),
+            (
+                "--checkpoint-dir=new --report=new/step-00000001/page.html",
+                "--checkpoint-dir",
+                "--report",
+            ),
+            (
+                "--checkpoint-dir=new --tensorboard=new/.unfinished-board",
+                "--checkpoint-dir",
+                "--tensorboard",
+            ),
+            ("--spawn=processes --metrics=t.1.json --trace=t.json", "--metrics", "--trace"),
+            ("--config=c.toml --flight-recorder=c.toml", "--flight-recorder", "--config"),
+            ("--flight-recorder=new --metrics=new", "--flight-recorder", "--metrics"),
+            ("--flight-recorder=new --trace=new/rank_0", "--flight-recorder", "--trace"),
+            ("--flight-recorder=new --tensorboard=new", "--flight-recorder", "--tensorboard"),
+            (
+                "--flight-recorder=new --checkpoint-dir=new/run",
+                "--checkpoint-dir",
+                "--flight-recorder",
+            ),
+        ],
+        4,
+    ) {
         let (code, stdout, stderr) = run_in(folder.path(), flags);
         assert_eq!((code, &stdout[..]), (Some(2), ""), "{flags}: {stderr}");
         assert!(
@@ -193,39 +204,45 @@ fn pipes_and_devices_work_or_are_refused_without_a_hang() {
     for part in ["images-idx3", "labels-idx1"] {
         make_pipe(&at(&format!("idx/train-{part}-ubyte.gz")));
     }
-    for (flags, problem) in [
-        ("--config=pipe", "--config pipe: nothing was written to this pipe within 10 s"),
-        ("--config=/dev/zero", "--config /dev/zero: this is longer than 1048576 bytes"),
-        ("--config=/dev/random", "--config /dev/random: this is longer than 1048576 bytes"),
-        ("--config=.", "--config .: Is a directory"),
-        ("--init-from=pipe", "--init-from: pipe: this is a pipe; use a regular file"),
-        ("--init-from=/dev/zero", "--init-from: /dev/zero: this is a device"),
-        ("--init-from=latest", "--init-from: latest: this is a pipe"),
-        ("--resume=pipe", "checkpoint pipe: this is a pipe, but a checkpoint is a folder"),
-        ("--resume=latest", "checkpoint latest: this is a pipe"),
-        ("--resume=/dev/null", "checkpoint /dev/null: this is a device, but a checkpoint is"),
-        ("--resume=zeros.csv/step-00000001", "checkpoint zeros.csv/step-00000001: Not a directory"),
-        ("--resume=loop", "loop: Too many levels of symbolic links"),
-        ("--resume=/dev/zero", "checkpoint /dev/zero: this is a device, but a checkpoint is"),
-        ("--resume=damaged", "trainer.json cannot be read: this is a pipe"),
-        ("--resume=damaged/step-00000001", "trainer.json cannot be read: this is a pipe"),
-        ("--dataset=csv:pipe", "pipe: this is a pipe"),
-        ("--dataset=csv:zeros.csv", "zeros.csv: it contains a zero byte, so it is not text"),
-        ("--config=/dev/null --spawn=processes", "--config: /dev/null can be read only once"),
-        ("--dataset=csv:/dev/zero", "/dev/zero: this is a device"),
-        ("--dataset=npy:pipe,pipe", "pipe: this is a pipe"),
-        ("--dataset=safetensors:/dev/random", "/dev/random: this is a device"),
-        ("--dataset=idx:idx", "idx/train-images-idx3-ubyte.gz: this is a pipe"),
-        ("--metrics=pipe", "--metrics pipe: this pipe has no reader; start its reader first"),
-        ("--metrics=.", "--metrics .: Is a directory"),
-        ("--trace=pipe", "that is no plain file"),
-        ("--report=/dev/zero", "that is no plain file"),
-        ("--prometheus=pipe", "--prometheus pipe: that is no plain file"),
-        ("--tensorboard=pipe", "--tensorboard pipe: "),
-        ("--flight-recorder=pipe", "--flight-recorder pipe: "),
-        ("--checkpoint-dir=pipe", "pipe cannot hold checkpoints"),
-        ("--checkpoint-dir=/dev/null", "/dev/null cannot hold checkpoints"),
-    ] {
+    for (flags, problem) in some_of(
+        [
+            ("--config=pipe", "--config pipe: nothing was written to this pipe within 10 s"),
+            ("--config=/dev/zero", "--config /dev/zero: this is longer than 1048576 bytes"),
+            ("--config=/dev/random", "--config /dev/random: this is longer than 1048576 bytes"),
+            ("--config=.", "--config .: Is a directory"),
+            ("--init-from=pipe", "--init-from: pipe: this is a pipe; use a regular file"),
+            ("--init-from=/dev/zero", "--init-from: /dev/zero: this is a device"),
+            ("--init-from=latest", "--init-from: latest: this is a pipe"),
+            ("--resume=pipe", "checkpoint pipe: this is a pipe, but a checkpoint is a folder"),
+            ("--resume=latest", "checkpoint latest: this is a pipe"),
+            ("--resume=/dev/null", "checkpoint /dev/null: this is a device, but a checkpoint is"),
+            (
+                "--resume=zeros.csv/step-00000001",
+                "checkpoint zeros.csv/step-00000001: Not a directory",
+            ),
+            ("--resume=loop", "loop: Too many levels of symbolic links"),
+            ("--resume=/dev/zero", "checkpoint /dev/zero: this is a device, but a checkpoint is"),
+            ("--resume=damaged", "trainer.json cannot be read: this is a pipe"),
+            ("--resume=damaged/step-00000001", "trainer.json cannot be read: this is a pipe"),
+            ("--dataset=csv:pipe", "pipe: this is a pipe"),
+            ("--dataset=csv:zeros.csv", "zeros.csv: it contains a zero byte, so it is not text"),
+            ("--config=/dev/null --spawn=processes", "--config: /dev/null can be read only once"),
+            ("--dataset=csv:/dev/zero", "/dev/zero: this is a device"),
+            ("--dataset=npy:pipe,pipe", "pipe: this is a pipe"),
+            ("--dataset=safetensors:/dev/random", "/dev/random: this is a device"),
+            ("--dataset=idx:idx", "idx/train-images-idx3-ubyte.gz: this is a pipe"),
+            ("--metrics=pipe", "--metrics pipe: this pipe has no reader; start its reader first"),
+            ("--metrics=.", "--metrics .: Is a directory"),
+            ("--trace=pipe", "that is no plain file"),
+            ("--report=/dev/zero", "that is no plain file"),
+            ("--prometheus=pipe", "--prometheus pipe: that is no plain file"),
+            ("--tensorboard=pipe", "--tensorboard pipe: "),
+            ("--flight-recorder=pipe", "--flight-recorder pipe: "),
+            ("--checkpoint-dir=pipe", "pipe cannot hold checkpoints"),
+            ("--checkpoint-dir=/dev/null", "/dev/null cannot hold checkpoints"),
+        ],
+        4,
+    ) {
         let (code, stdout, stderr) = run_in(folder.path(), flags);
         assert_eq!((code, &stdout[..]), (Some(2), ""), "{flags}: {stderr}");
         assert!(stderr.contains(problem), "{flags}: {stderr}");

@@ -10,7 +10,7 @@ use serde_json::Value;
 use tch::nn::{Module, VarStore};
 use tch::{Device, Kind, Tensor};
 
-use crate::harness::{linear, program, ranks, run, run_command};
+use crate::harness::{linear, program, ranks, run, run_command, some_of};
 use crate::processes::end;
 use crate::share_model::{
     CNN, MLP, events, failures_end_the_run, inputs, model, same_with, verify_finds_no_difference,
@@ -173,7 +173,7 @@ fn checkpoint_of_a_partitioned_optimizer_is_whole_and_resumes_anywhere() {
         train(whole, "--nproc-per-node=2", false, "--max-steps=9");
         train(in_parts, "--nproc-per-node=2", true, "--max-steps=9");
         assert_eq!(saved_state(in_parts), saved_state(whole), "{spawn} {more:?}");
-        for ranks in ["--nproc-per-node=2", "--nproc-per-node=3"] {
+        for ranks in some_of(["--nproc-per-node=2", "--nproc-per-node=3"], 1) {
             let resumed = [true, false].map(|zero| {
                 let copy = tempfile::tempdir().unwrap();
                 copy_folder(in_parts, copy.path());
