@@ -39,7 +39,7 @@ build: cargo libtorch ## build the program
 run: build ## build and run the demo; its flags: make run ARGS="--help"
 	@cargo run --release --quiet -- $(ARGS)
 
-test: build ## build and run the tests: one row of each kind, where a test has many cases
+test: build ## build and run the tests, with some cases of each kind
 	python3 -B tests/run.py
 
 test-all: build ## run every case of all tests

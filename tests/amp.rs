@@ -314,7 +314,7 @@ fn scaler_state_follows_pytorch_and_invalid_state_is_refused() {
             (
                 "_growth_tracker",
                 json!(3),
-                "3 good steps are not fewer than its growth_interval of 3",
+                "_growth_tracker of 3, which must be below its growth_interval of 3",
             ),
         ] {
             let mut wrong = expected.clone();

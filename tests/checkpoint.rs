@@ -706,12 +706,12 @@ fn resume_from_an_invalid_path_names_the_newest() {
     let named = format!("this is a file of a checkpoint; name its folder, {}", oldest.display());
     refuses(&at("step-00000064/trainer.json"), &named);
     let empty = folder.path().join("empty");
-    refuses(&format!("--resume={}", empty.display()), "or that of its run");
+    refuses(&format!("--resume={}", empty.display()), "or of its run");
     fs::create_dir(&empty).unwrap();
     refuses(
         &format!("--resume={}", empty.display()),
         "this folder has no checkpoint; name the folder of a \
-        checkpoint, or that of its run",
+        checkpoint or of its run",
     );
 
     // By its name alone, in --checkpoint-dir.

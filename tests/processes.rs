@@ -860,12 +860,19 @@ fn processes_with_different_numbers_of_processes_are_refused() {
         assert_eq!(output.status.code(), Some(2), "{stderr}");
         assert!(stderr.contains("--nnodes is 3 for process 0 and 2 for process 1"), "{stderr}");
     }
+    // All processes of the run are there, whichever comes first.
+    for output in join(vec![start("1", "3"), start("0", "2")]) {
+        let stderr = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{stderr}");
+        assert!(stderr.contains("--nnodes is 2 for process 0"), "{stderr}");
+    }
     // A process too many, while the others wait.
     let (first, stray) = (start("0", "2"), start("2", "3"));
     let [stray] = join(vec![stray]).try_into().unwrap();
     let stderr = text(&stray.stderr);
     assert_eq!(stray.status.code(), Some(2), "{stderr}");
-    let told = "--nnodes is 2 for process 0 and 3 for process 2: the run has 2 processes";
+    let told =
+        "--nnodes is 2 for process 0 and 3 for process 2: process 2 is not part of a run of 2";
     assert!(stderr.contains(told), "{stderr}");
     for output in join(vec![first, start("1", "2")]) {
         assert!(output.status.success(), "{}", text(&output.stderr));

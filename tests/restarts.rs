@@ -210,7 +210,7 @@ fn folder_removed_during_the_run_is_a_warning() {
     for expected in [
         format!("{run} was removed during the run, with all checkpoints: start again"),
         format!("restart 1 of 1, from the start of the run, because {run} has no checkpoint"),
-        format!("warning: {run} was removed during the run, with all checkpoints: the run starts"),
+        format!("warning: {run} was removed during the run, with all checkpoints: this restart"),
     ] {
         assert!(told.iter().any(|line| line.contains(&expected)), "{expected}: {told:?}");
     }

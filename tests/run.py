@@ -1,7 +1,8 @@
 """Builds and runs the tests, and prints the ten that took longest.
 
-run.py [--all] [FILTER ...]: the unit tests and the integration tests whose names contain a FILTER; without one all of them,
-and the documentation's examples. --all runs every case of the tests that have many.
+run.py [--all] [FILTER ...]: Runs all unit tests, and the integration tests whose names contain a FILTER. Without a
+FILTER it runs all integration tests and the documentation's examples. --all runs every case of the tests that have
+many.
 """
 
 import argparse
@@ -90,7 +91,7 @@ def main():
     seconds = {**unit.seconds, **integration.seconds}
     print("The ten slowest tests:")
     for test in sorted(seconds, key=seconds.get, reverse=True)[:10]:
-        note = "" if seconds[test] <= LONG_SECONDS or says_why(test) else f"  (no line `{REASON}` says why)"
+        note = "" if seconds[test] <= LONG_SECONDS or says_why(test) else f"  (add a `{REASON}` line that says why)"
         print(f"{seconds[test]:8.1f} s  {test}{note}")
     if not all(passed):
         sys.exit("some tests failed; their output is above")

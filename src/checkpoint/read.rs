@@ -173,7 +173,7 @@ fn find(path: &Path) -> Result<PathBuf> {
             _ if is_checkpoint => Ok(path.into()),
             Some(newest) => Ok(newest),
             None => wrong(
-                "this folder has no checkpoint; name the folder of a checkpoint, or that of its run",
+                "this folder has no checkpoint; name the folder of a checkpoint or of its run",
             ),
         };
     }
@@ -192,7 +192,7 @@ fn find(path: &Path) -> Result<PathBuf> {
         }
         None => match fs::metadata(path) {
             Ok(found) => wrong(&format!(
-                "this is {}, but a checkpoint is a folder; name that folder",
+                "this is {}, but a checkpoint is a folder; name the folder of a checkpoint",
                 name_of_kind(found.file_type())
             )),
             Err(error) if error.kind() != io::ErrorKind::NotFound => wrong(&error.to_string()),
@@ -201,9 +201,9 @@ fn find(path: &Path) -> Result<PathBuf> {
                 instead(beside)
             )),
             Err(_) => match &*instead(beside) {
-                "" => wrong(
-                    "this path does not exist; name the folder of a checkpoint, or that of its run",
-                ),
+                "" => {
+                    wrong("this path does not exist; name the folder of a checkpoint or of its run")
+                }
                 newest => wrong(&format!("this path does not exist{newest}")),
             },
         },

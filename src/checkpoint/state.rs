@@ -83,42 +83,39 @@ impl TrainerState {
         let most_steps = (num_samples as u64).saturating_mul(epoch);
         let earlier_steps = step.saturating_sub(epoch_steps);
         for (field, value, what, limit) in [
-            ("epoch_steps", epoch_steps, "step is", step),
-            ("epoch", epoch, "the number of steps in completed epochs is", earlier_steps),
-            ("epoch", epoch, "max_epochs is", max_epochs),
+            ("epoch_steps", epoch_steps, "step", step),
+            ("epoch", epoch, "the number of steps in completed epochs", earlier_steps),
+            ("epoch", epoch, "max_epochs", max_epochs),
             (
-                "step without epoch_steps",
+                "step minus epoch_steps",
                 earlier_steps,
-                "the samples in completed epochs are",
+                "the samples in completed epochs",
                 most_steps,
             ),
             (
                 "samples_seen",
                 samples_seen as u64,
-                "the samples before the last of an epoch are",
+                "the samples before the last of an epoch",
                 most_seen,
             ),
-            ("epoch_steps", epoch_steps, "samples_seen is", samples_seen as u64),
-            ("skipped_steps", self.skipped_steps, "step is", step),
-            (
-                "skipped_samples",
-                self.skipped_samples as u64,
-                "samples_seen is",
-                samples_seen as u64,
-            ),
-            ("best.step", best.map_or(0, |best| best.step), "step is", step),
-            ("best.epoch", best.map_or(0, |best| best.epoch), "epoch is", epoch),
-            ("validations_since_best", self.validations_since_best as u64, "epoch is", epoch),
-            ("the length of epoch_losses", self.epoch_losses.len() as u64, "epoch is", epoch),
+            ("epoch_steps", epoch_steps, "samples_seen", samples_seen as u64),
+            ("skipped_steps", self.skipped_steps, "step", step),
+            ("skipped_samples", self.skipped_samples as u64, "samples_seen", samples_seen as u64),
+            ("best.step", best.map_or(0, |best| best.step), "step", step),
+            ("best.epoch", best.map_or(0, |best| best.epoch), "epoch", epoch),
+            ("validations_since_best", self.validations_since_best as u64, "epoch", epoch),
+            ("the length of epoch_losses", self.epoch_losses.len() as u64, "epoch", epoch),
         ] {
             if value > limit {
-                return Err(format!("{TRAINER}: {field} is {value}, and {what} {limit}"));
+                return Err(format!(
+                    "{TRAINER}: {field} is {value}, which is more than {what} ({limit})"
+                ));
             }
         }
         let sums = self.loss_sums.len();
         if world_size == 0 || (sums > 0 && sums != world_size) {
             return Err(format!(
-                "{TRAINER}: world_size is {world_size}, and loss_sums has {sums} numbers"
+                "{TRAINER}: loss_sums has {sums} numbers for a world_size of {world_size}"
             ));
         }
         Ok(())

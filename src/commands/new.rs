@@ -52,8 +52,8 @@ pub struct NewFlags {
     pub name: PathBuf,
     /// Clone of ddp-mp to depend on
     ///
-    /// Cargo.toml has its absolute path. Without it the project depends on the clone that this program was built in, or on
-    /// the released crate if this is its program
+    /// Cargo.toml gets its absolute path. Without --path, the project depends on the clone that this program was built
+    /// in. A program built from the released crate makes it depend on that crate
     #[arg(long, value_name = "DIR")]
     pub path: Option<PathBuf>,
 }
@@ -123,7 +123,9 @@ fn clone_to_use(path: Option<&Path>, built_in: &str) -> Result<Option<PathBuf>> 
         }),
         None if built_in.contains(RELEASED) => return Ok(None),
         None => clone_folder(built_in.as_ref()).map_err(|problem| {
-            format!("{built_in}, where this program was built: {problem}; name a clone of ddp-mp with --path")
+            format!(
+                "cannot use {built_in}, where this program was built: {problem}; name a clone of ddp-mp with --path"
+            )
         }),
     };
     found.map(Some).map_err(Error::InvalidInput)
@@ -134,11 +136,11 @@ fn clone_folder(folder: &Path) -> Result<PathBuf, String> {
     let clone = folder.canonicalize().map_err(|error| error.to_string())?;
     let manifest = fs::read_to_string(clone.join("Cargo.toml"));
     let manifest = manifest.map_err(|error| format!("Cargo.toml: {error}"))?;
-    let table: toml::Table = manifest.parse().map_err(|_| "Cargo.toml is no TOML")?;
+    let table: toml::Table = manifest.parse().map_err(|_| "Cargo.toml is not valid TOML")?;
     let name = table.get("package").and_then(|package| package.get("name"));
     match name.and_then(toml::Value::as_str) {
         Some(env!("CARGO_PKG_NAME")) => Ok(clone),
-        _ => Err("its Cargo.toml is that of something else".into()),
+        _ => Err("its Cargo.toml describes another package".into()),
     }
 }
 

@@ -86,8 +86,12 @@ impl Config {
         let text = |arg: &clap::Arg| {
             let key = arg.get_id().as_str();
             let is_path = arg.get_value_hint() == ValueHint::AnyPath;
-            let value = all.get(key)?;
-            let value = if is_path { "set".into() } else { value.to_string() };
+            let value = match all.get(key)? {
+                _ if is_path => "set".into(),
+                // Each process may have the files in another folder.
+                _ if key == "dataset" => self.data.dataset.names(),
+                value => value.to_string(),
+            };
             Some((flag_name(key), value))
         };
         Ok(shared.filter_map(text).collect())

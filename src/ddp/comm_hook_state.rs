@@ -96,13 +96,11 @@ impl SavedCommHook {
         if saved == needed {
             return Ok(());
         }
-        let text =
-            |name: Option<&str>| name.map_or("none".into(), |name| format!("that of `{name}`"));
+        let saved =
+            saved.map_or("no hook state".into(), |name| format!("the state of hook `{name}`"));
+        let needed = needed.map_or("no hook with state".into(), |name| format!("`{name}`"));
         Err(Error::InvalidInput(format!(
-            "the state of the communication hook does not fit: saved is {}, and needed is {}; use the hook of the \
-             run that was saved",
-            text(saved),
-            text(needed)
+            "the checkpoint has {saved}, but this run uses {needed}; use the hook of the saved run"
         )))
     }
 

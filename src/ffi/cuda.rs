@@ -62,11 +62,11 @@ pub fn load() -> Cuda {
         Some(count) if count == cuda.gpus.len() => {}
         count => {
             cuda.problem = Some(format!(
-                "the driver shows {} GPUs, libtorch {}; the driver supports CUDA {}, and libtorch is built for CUDA {}",
+                "the driver shows {} GPUs, but libtorch finds {} (driver: CUDA {}; libtorch: CUDA {})",
                 cuda.gpus.len(),
                 count.unwrap_or(0),
-                cuda.driver.as_deref().unwrap_or("of an unknown version"),
-                built_for.as_deref().unwrap_or("of an unknown version")
+                cuda.driver.as_deref().unwrap_or("unknown"),
+                built_for.as_deref().unwrap_or("unknown")
             ));
         }
     }
@@ -132,8 +132,8 @@ fn find_gpus() -> Cuda {
         Err(error) => {
             let is_stub = error.0 == CUresult::CUDA_ERROR_STUB_LIBRARY;
             let remedy = if is_stub {
-                "; this library is only for linking: take its folder out of LD_LIBRARY_PATH, so that the \
-                 libcuda.so.1 of the driver is found"
+                "; this is the CUDA toolkit's stub for linking; remove its folder from LD_LIBRARY_PATH so that the \
+                 driver's libcuda.so.1 is found"
             } else {
                 ""
             };

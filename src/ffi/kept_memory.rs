@@ -49,8 +49,7 @@ pub fn kept_memory() -> usize {
     unsafe { ddp_kept_memory() }
 }
 
-/// Returns the number of bytes of which the address of a new tensor on `device` is a multiple, in libtorch's allocators
-/// and in this one.
+/// Returns the alignment, in bytes, of a new tensor on `device`, in libtorch's allocators and in this one.
 pub(crate) fn alignment(device: Device) -> usize {
     if matches!(device, Device::Cuda(_)) { 512 } else { 64 }
 }

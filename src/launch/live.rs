@@ -36,7 +36,7 @@ pub(crate) struct Live {
 /// The view, while it is shown.
 pub(crate) type ShownView = Arc<Mutex<Option<LiveView>>>;
 
-/// Ends the view's looks at the ranks when it is dropped: they have ended.
+/// Stops the view's reads of the ranks' state when it is dropped, after the ranks have ended.
 struct EndRanks(ShownView);
 
 impl Drop for EndRanks {

@@ -68,8 +68,8 @@ impl Rendezvous<'_> {
         let Run { run_id, processes } = from_json(RUN, &bytes)?;
         if run_id != self.launch.run_id {
             return Err(Error::InvalidInput(format!(
-                "the run is {:?} for process 0 and {:?} for process {mine}: start all processes with one launcher, or give \
-                 each run another --master-port (MASTER_PORT)",
+                "process 0 belongs to run {:?}, and process {mine} to run {:?}; start all processes of a run with one \
+                 launcher, and give each run its own --master-port (MASTER_PORT)",
                 escaped_line(&run_id),
                 self.launch.run_id
             )));
@@ -77,15 +77,13 @@ impl Rendezvous<'_> {
         if processes == count {
             return Ok(());
         }
-        let name = match self.launch.kind {
-            LaunchKind::ByHand => "--nnodes",
-            _ => "the number of processes",
-        };
+        let name = name_of_count(&self.launch.kind);
         let differs = format!("{name} is {processes} for process 0 and {count} for process {mine}");
         if mine >= processes {
             // The run does not wait for this process.
             return Err(Error::InvalidInput(format!(
-                "{differs}: the run has {processes} processes, numbered from 0"
+                "{differs}: process {mine} is not part of a run of {processes} processes, numbered from 0; start all \
+                 with the same number"
             )));
         }
         let differs = differs + "; start all with the same number";
@@ -181,6 +179,14 @@ impl Rendezvous<'_> {
 /// Returns the key of what a process is.
 fn key_of(process: usize) -> String {
     format!("process/{process}")
+}
+
+/// Returns the name of the number of processes, as the user gives it.
+pub(super) fn name_of_count(kind: &LaunchKind) -> &'static str {
+    match kind {
+        LaunchKind::ByHand => "--nnodes",
+        _ => "the number of processes",
+    }
 }
 
 /// Checks that `processes` can train together. Process `mine` is this one, `me`. Returns the ranks of each.

@@ -92,7 +92,8 @@ fn report(run: &RunContext, rank: usize, error: anyhow::Error) {
     };
     if let Err(panic) = catch_unwind(AssertUnwindSafe(report)) {
         let why = panics::describe(&*panic);
-        run.report(rank, None, format!("it returned an error, whose text or drop {why}"));
+        let message = format!("it returned an error, and printing or dropping that error {why}");
+        run.report(rank, None, message);
     }
 }
 
@@ -157,7 +158,7 @@ mod tests {
     fn panic_in_the_error_of_a_rank_is_its_failure() {
         for count in [1, 3] {
             let fails: [(fn() -> anyhow::Error, _); 2] = [
-                (|| Unprintable.into(), "whose text or drop panicked at"),
+                (|| Unprintable.into(), "printing or dropping that error panicked at"),
                 (|| Undroppable.into(), "its text"),
             ];
             for (error, told) in fails {

@@ -16,7 +16,7 @@ use tch::Device;
 
 use super::heartbeat_monitor::{HeartbeatMonitor, Server, Stay};
 use super::messages::{MOST_RANKS, Process, node_of};
-use super::process_rendezvous::{Rendezvous, files_of_store, prefix};
+use super::process_rendezvous::{Rendezvous, files_of_store, name_of_count, prefix};
 use super::{
     Launch, LaunchKind, MasterEndpoint, Placement, clock_sync, messages, restart_generation,
 };
@@ -76,7 +76,7 @@ impl ProcessWorld {
         placement: &Placement,
         timeout: Duration,
         interfaces: Option<String>,
-        options: Vec<(String, String)>,
+        mut options: Vec<(String, String)>,
     ) -> Result<Option<Self>> {
         let (Some(master), mine) = (&launch.master, launch.processes.index) else {
             return Ok(None);
@@ -119,6 +119,8 @@ impl ProcessWorld {
         // An agent's store has the keys of earlier starts.
         let common = if master.agent_store { store.clone() } else { all };
         let first_local = launch.processes.local_index * placement.devices.len();
+        // A process that comes before process 0 learns its number here.
+        options.push((name_of_count(&launch.kind).into(), count.to_string()));
         let me = Process {
             version: env!("CARGO_PKG_VERSION").into(),
             host: gethostname::gethostname().to_string_lossy().into_owned(),

@@ -325,8 +325,8 @@ impl GradScalerState {
         check(self.scale, self.growth_factor, self.backoff_factor, growth_interval)?;
         if growth_tracker >= growth_interval {
             return Err(Error::InvalidInput(format!(
-                "the scaler's state: {growth_tracker} good steps are not fewer than its growth_interval of \
-                 {growth_interval}"
+                "the scaler's state has a _growth_tracker of {growth_tracker}, which must be below its \
+                 growth_interval of {growth_interval}"
             )));
         }
         Ok(())

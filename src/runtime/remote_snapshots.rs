@@ -14,8 +14,8 @@ pub(crate) struct RemoteSnapshots(Mutex<BTreeMap<usize, Received>>);
 /// The latest snapshots of one rank.
 #[derive(Debug, Clone)]
 struct Received {
-    /// The start of the sender's run on this process's clock, at the latest. Each message gives a bound: the one that was
-    /// read soonest after it was sent gives the best.
+    /// An upper bound of the sender's start time, on this process's clock. The message read soonest after it was sent
+    /// gives the tightest bound.
     start: Instant,
     /// The time from the start of the sender's run until it sent the snapshots.
     sent: Duration,

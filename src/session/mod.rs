@@ -67,8 +67,8 @@ pub(crate) fn stop_at_signals(
     let is_first_here = launch.processes.local_index == 0;
     let stop = StopRequest::new(time).on_stop(move |reason| match reason {
         StopReason::Interrupt | StopReason::Terminate if is_first_here => printer.info(&format!(
-            "{}: stopping after this step; a second signal ends the process at once, and so do {grace_period:?} \
-             (--grace-period) in which no rank goes on",
+            "{}: stopping after this step; a second signal ends the process at once; if no rank makes progress for \
+             {grace_period:?} (--grace-period), the run ends",
             reason.name()
         )),
         StopReason::Key => printer.info("stopping after this step"),

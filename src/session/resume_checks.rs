@@ -26,7 +26,10 @@ fn check(state: &TrainerState, config: &Config, data_files: &[DataFile]) -> Resu
     checked.map_err(|problem| Error::InvalidInput(format!("{problem}; use another checkpoint")))?;
     if state.scaler.is_some() != (config.training.amp == Amp::Fp16) {
         let saved = if state.scaler.is_some() { "set" } else { "not set" };
-        return wrong(format!("scaler is {saved} with --amp {}", config.training.amp));
+        return wrong(format!(
+            "scaler is {saved}, which does not match --amp {}; use another checkpoint",
+            config.training.amp
+        ));
     }
     if let Some(Err(error)) = state.scaler.as_ref().map(GradScalerState::check) {
         return wrong(error.to_string());
@@ -34,7 +37,7 @@ fn check(state: &TrainerState, config: &Config, data_files: &[DataFile]) -> Resu
     let hook = state.comm_hook.as_ref();
     if let Some(hook) = hook.filter(|hook| hook.world_size != state.world_size) {
         return wrong(format!(
-            "comm_hook.world_size is {}, and world_size is {}",
+            "comm_hook.world_size is {}, but world_size is {}; use another checkpoint",
             hook.world_size, state.world_size
         ));
     }
@@ -44,14 +47,14 @@ fn check(state: &TrainerState, config: &Config, data_files: &[DataFile]) -> Resu
     let (files, saved) = (data_files.len(), state.data_files.len());
     if files != saved {
         return Err(Error::InvalidInput(format!(
-            "the data set has {files} files and had {saved}; use the files of the run that was saved"
+            "the data set has {files} files, but had {saved} when the checkpoint was saved; use the same files"
         )));
     }
     for (file, saved) in data_files.iter().zip(&state.data_files) {
         if file.xxh3 != saved.xxh3 {
             return Err(Error::InvalidInput(format!(
-                "the data file {} has changed since: its xxh3 was {} and is {}; put the old file back, or start another \
-                 run without --resume",
+                "data file {} has changed since the checkpoint was saved (xxh3 {} then, {} now); restore the file, or \
+                 start a new run without --resume",
                 escaped_line(&file.path),
                 escaped_line(&saved.xxh3),
                 file.xxh3

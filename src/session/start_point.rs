@@ -162,7 +162,8 @@ pub(crate) fn after_restart(
     }
     if restarts.saves && !CheckpointDir::was_opened(dir) {
         printer.report(&format!(
-            "warning: {} was removed during the run, with all checkpoints: the run starts where its first start began",
+            "warning: {} was removed during the run, with all checkpoints: this restart begins where the first start \
+             did; do not remove the folder while a run uses it",
             dir.shown()
         ));
     } else if config.checkpoints.resume.is_none() {
@@ -252,24 +253,30 @@ mod tests {
         let changes: [(&str, Change); 19] = [
             ("batch_size is 16, and this run has 32", |it| it.batch_size = 16),
             ("num_samples is 512, and this run has 4096", |it| it.num_samples = 512),
-            ("epoch is 65, and the number of steps in completed epochs is 64", |it| it.epoch = 65),
-            ("epoch is 4, and max_epochs is 3", |it| it.epoch = 4),
-            ("epoch is 18446744073709551615, and the number", |it| it.epoch = u64::MAX),
-            ("samples_seen is 9223372036854775808, and", |it| it.samples_seen = 1 << 63),
-            ("samples_seen is 4096, and", |it| it.samples_seen = 4096),
-            ("epoch_steps is 6, and samples_seen is 5", |it| it.samples_seen = 5),
-            ("epoch_steps is 71, and step is 70", |it| it.epoch_steps = 71),
-            ("step without epoch_steps is 18446744073709551609", |it| it.step = u64::MAX),
-            ("world_size is 0, and loss_sums has 2", |it| it.world_size = 0),
-            ("world_size is 3, and loss_sums has 2", |it| it.world_size = 3),
-            ("world_size is 0, and loss_sums has 0", |it| {
+            ("epoch is 65, which is more than the number of steps in", |it| it.epoch = 65),
+            ("epoch is 4, which is more than max_epochs (3)", |it| it.epoch = 4),
+            ("epoch is 18446744073709551615, which is more than the", |it| it.epoch = u64::MAX),
+            ("samples_seen is 9223372036854775808, which", |it| it.samples_seen = 1 << 63),
+            ("samples_seen is 4096, which", |it| it.samples_seen = 4096),
+            ("epoch_steps is 6, which is more than samples_seen (5)", |it| it.samples_seen = 5),
+            ("epoch_steps is 71, which is more than step (70)", |it| it.epoch_steps = 71),
+            ("step minus epoch_steps is 18446744073709551609", |it| it.step = u64::MAX),
+            ("loss_sums has 2 numbers for a world_size of 0", |it| it.world_size = 0),
+            ("loss_sums has 2 numbers for a world_size of 3", |it| it.world_size = 3),
+            ("loss_sums has 0 numbers for a world_size of 0", |it| {
                 (it.world_size, it.loss_sums) = (0, Vec::new());
             }),
-            ("skipped_steps is 71, and step is 70", |it| it.skipped_steps = 71),
-            ("skipped_samples is 400, and samples_seen is 384", |it| it.skipped_samples = 400),
-            ("validations_since_best is 2, and epoch is 1", |it| it.validations_since_best = 2),
-            ("the length of epoch_losses is 2, and epoch is 1", |it| it.epoch_losses.push(0.5)),
-            ("scaler is set with --amp off", |it| {
+            ("skipped_steps is 71, which is more than step (70)", |it| it.skipped_steps = 71),
+            ("skipped_samples is 400, which is more than samples_seen (384)", |it| {
+                it.skipped_samples = 400;
+            }),
+            ("validations_since_best is 2, which is more than epoch (1)", |it| {
+                it.validations_since_best = 2;
+            }),
+            ("the length of epoch_losses is 2, which is more than epoch (1)", |it| {
+                it.epoch_losses.push(0.5);
+            }),
+            ("scaler is set, which does not match --amp off", |it| {
                 it.scaler = serde_json::from_value(serde_json::json!({
                     "scale": 1.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000,
                     "_growth_tracker": 0
@@ -294,14 +301,14 @@ mod tests {
         let right = CommHookRecord { name, counters: counters(3), order, world_size: 2 };
         let mut config = Config::default();
         let told = resume(&config, state(), Some(right.clone())).unwrap_err();
-        assert!(told.contains("saved is that of `powerSGD`, and needed is none"), "{told}");
+        assert!(told.contains("hook `powerSGD`, but this run uses no hook with state"), "{told}");
         config.ddp.comm_hook = CommHookKind::PowerSgd;
         resume(&config, state(), Some(right.clone())).unwrap();
         let told = resume(&config, state(), None).unwrap_err();
-        assert!(told.contains("saved is none, and needed is that of `powerSGD`"), "{told}");
+        assert!(told.contains("has no hook state, but this run uses `powerSGD`"), "{told}");
         for (expected, forged) in [
-            ("saved is that of `other`", CommHookRecord { name: "other".into(), ..right.clone() }),
-            ("comm_hook.world_size is 3, and", CommHookRecord { world_size: 3, ..right.clone() }),
+            ("the state of hook `other`", CommHookRecord { name: "other".into(), ..right.clone() }),
+            ("comm_hook.world_size is 3, but", CommHookRecord { world_size: 3, ..right.clone() }),
             ("comm_hook.order is [\"bias\"], and", {
                 CommHookRecord { order: vec!["bias".into()], ..right.clone() }
             }),
@@ -334,7 +341,8 @@ mod tests {
         assert_eq!(resume(&config, state(known.clone()), None).unwrap().data_files, known);
         fs::write(&file, "1,2,3\n4,5,7\n").unwrap();
         let told = resume(&config, state(known), None).unwrap_err();
-        let expected = format!("the data file {} has changed since: its xxh3 was ", file.display());
+        let expected =
+            format!("data file {} has changed since the checkpoint was saved (", file.display());
         assert!(told.contains(&expected), "{told}");
         resume(&config, state(Vec::new()), None).unwrap(); // an older checkpoint
     }

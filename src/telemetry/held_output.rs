@@ -44,7 +44,10 @@ impl HeldOutput {
         let Self { texts, left_out, .. } = std::mem::take(self);
         // Errors are ignored: a terminal that is gone shows nothing.
         if left_out > 0 {
-            let _ = writeln!(stderr, "ddp-mp: {left_out} older outputs are left out here");
+            let _ = writeln!(
+                stderr,
+                "ddp-mp: older output was dropped here ({left_out} writes): only the newest 1 MiB is kept"
+            );
         }
         for (stream, text) in texts {
             let _ = match stream {
@@ -72,7 +75,9 @@ mod tests {
         held.print_to(&mut stdout, &mut stderr);
         let [stdout, stderr] = [stdout, stderr].map(|text| String::from_utf8(text).unwrap());
         assert!(stdout.ends_with("2998\n") && stderr.ends_with("2999\n"));
-        assert!(stderr.starts_with("ddp-mp: 1976 older outputs are left out here\n"), "{stderr}");
+        let first =
+            "ddp-mp: older output was dropped here (1976 writes): only the newest 1 MiB is kept\n";
+        assert!(stderr.starts_with(first), "{stderr}");
         assert_eq!(stdout.lines().count() + stderr.lines().count(), 1024 + 1);
         held.add(Stream::Stdout, &vec![b'x'; 2 * MAX_BYTES]);
         assert_eq!((held.texts.len(), held.bytes, held.left_out), (0, 0, 1));

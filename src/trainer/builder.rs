@@ -232,8 +232,8 @@ impl<M: ModuleT> Trainer<M> {
         self
     }
 
-    /// Writes metrics to `logger` after every `every` steps of an epoch (at least 1), and at its end and that of the run. Call on all ranks
-    /// alike, because they reduce their numbers first. Rank 0 alone needs a logger.
+    /// Writes metrics to `logger` after every `every` steps of an epoch (at least 1), and at its end and that of the
+    /// run. Call on all ranks alike, because they reduce their numbers first. Rank 0 alone needs a logger.
     #[must_use]
     pub fn log_metrics(mut self, every: u64, logger: Option<MetricsLogger>) -> Self {
         self.context.shows_samples = logger.as_ref().is_some_and(MetricsLogger::shows_samples);
@@ -241,8 +241,8 @@ impl<M: ModuleT> Trainer<M> {
         self
     }
 
-    /// Prints each epoch with `printer`, which the ranks of this process share. Rank 0 also prints which step it is at, by
-    /// time: the first time after two seconds.
+    /// Prints each epoch with `printer`, which the ranks of this process share. Rank 0 also prints which step it is at,
+    /// by time: the first time after two seconds.
     #[must_use]
     pub fn report(mut self, printer: Arc<Printer>) -> Self {
         let is_first = self.context.group().rank() == 0;

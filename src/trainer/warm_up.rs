@@ -12,7 +12,8 @@ impl<M: ModuleT> TrainContext<M> {
     /// Runs the kernels and collectives of a step once before the first step, on a GPU.
     ///
     /// The first launch of a kernel loads the kernel and waits until the GPU is idle. The first use of memory allocates
-    /// it, which stops all GPUs. The first collective of each kind connects the ranks and allocates. All should happen before collectives are in flight, and outside of the measured time.
+    /// it, which stops all GPUs. The first collective of each kind connects the ranks and allocates. All should happen
+    /// before collectives are in flight, and outside of the measured time.
     /// Parameters, buffers and the loss so far stay unchanged. Other state changes if the model's forward pass changes
     /// it.
     pub(super) fn warm_up(&mut self) -> Result<()> {

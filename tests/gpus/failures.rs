@@ -1,14 +1,13 @@
 //! `--inject-fault` on simulated GPUs: every kind at every stage names the rank and the cause, and leaves no process behind.
 //!
 //! Ranks are threads, processes of `--spawn=processes`, or processes as torchrun starts them. Threads try every rank;
-//! processes try one rank at each stage, and all of them with `MATRIX=all`.
+//! processes try one rank at each stage, and all of them with `DDP_MP_TESTS=all`.
 
-use std::env;
 use std::process::{Command, Stdio};
 
 use serde_json::Value;
 
-use crate::harness::{as_torchrun, free_port, join, run_command};
+use crate::harness::{as_torchrun, free_port, join, run_command, runs_every_case};
 use crate::machine::{in_parallel, in_parallel_by, on_gpus, run_without_survivors};
 use crate::shared::faults::{self, RANKS, RUN, STAGES};
 
@@ -23,7 +22,7 @@ struct Case {
 
 /// Returns a fault of this kind for each stage; of every rank, or of one rank at each stage.
 fn cases(kind: &'static str, every_rank: bool) -> Vec<Case> {
-    let all = every_rank || env::var("MATRIX").is_ok_and(|it| it == "all");
+    let all = every_rank || runs_every_case();
     let of_stage = |(number, (stage, operation)): (usize, (&'static str, &'static str))| {
         let ranks = (0..RANKS).filter(move |rank| all || number % RANKS == *rank);
         ranks.map(move |rank| Case { kind, stage, operation, rank })

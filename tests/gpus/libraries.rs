@@ -89,7 +89,7 @@ fn stub_of_the_driver_exits_with_2_and_its_path() {
     assert_eq!((code, &*stdout), (Some(2), ""), "{stderr}");
     let stub = stubs.join("libcuda.so").canonicalize().unwrap();
     assert!(stderr.contains(stub.to_str().unwrap()), "{stderr}");
-    assert!(stderr.contains("take its folder out of LD_LIBRARY_PATH"), "{stderr}");
+    assert!(stderr.contains("remove its folder from LD_LIBRARY_PATH"), "{stderr}");
 }
 
 /// With it no timeout and no failure of another rank would end a call.

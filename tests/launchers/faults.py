@@ -13,12 +13,12 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no
 
 
 def faults(start, device):
-    """Each stage meets one of the ranks, each on a device of that kind; with MATRIX=all it meets all of them."""
+    """Each stage meets one of the ranks, each on a device of that kind; with DDP_MP_TESTS=all it meets all of them."""
     runs = 0
     for kind in KINDS:
         for number, stage in enumerate(STAGES):
             for rank in range(RANKS):
-                if os.environ.get("MATRIX") == "all" or (number + KINDS.index(kind)) % RANKS == rank:
+                if os.environ.get("DDP_MP_TESTS") == "all" or (number + KINDS.index(kind)) % RANKS == rank:
                     fault(start, device, kind, stage, rank)
                     runs += 1
     passed(f"torchrun and --inject-fault, ranks on {device}s: {runs} runs, the rank named in each")

@@ -1,6 +1,5 @@
 //! What the supervisor does once a signal asks the run to stop: it says so, and ends a run whose ranks hang.
 
-use std::ops::Range;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
@@ -16,7 +15,7 @@ pub(super) struct Stopping<'a> {
     stop: &'a StopRequest,
     reason: StopReason,
     noted: Instant,
-    /// What the ranks of this process do, and since when none of them does anything else.
+    /// What all ranks do, as far as this process knows, and since when none of them does anything else.
     doing: Vec<OpId>,
     since: Instant,
 }
@@ -32,33 +31,31 @@ impl<'a> Stopping<'a> {
         Some(Self { stop, reason, noted: now, doing: Vec::new(), since: now })
     }
 
-    /// Returns the failure of a run in which no rank of this process, `here`, has gone on for `grace_period`. `None`
-    /// while one goes on, saves or validates.
+    /// Returns the failure of a run in which no rank has made progress for `grace_period`. `None` while one does, saves
+    /// or validates.
     pub(super) fn hang(
         &mut self,
         run: &RunContext,
-        here: Range<usize>,
         grace_period: Duration,
     ) -> Option<ReportedFailure> {
         if self.noted.elapsed() >= SAME_REQUEST {
             self.stop.next_signal_ends().store(true, Ordering::SeqCst);
         }
         let now = |rank: usize| run.activity[rank].now();
-        let doing: Vec<OpId> = here.map(now).collect();
-        let is_long = |at: &OpId| matches!(at.operation, Operation::Save | Operation::Validation);
-        if doing != self.doing || doing.iter().any(is_long) {
-            self.doing = doing;
-            self.since = Instant::now();
-        }
-        if self.since.elapsed() < grace_period {
+        if self.goes_on(run) || self.since.elapsed() < grace_period {
             return None;
         }
+        // The ranks of other processes may do something else by now.
         run.poll_peers();
+        if self.goes_on(run) {
+            return None;
+        }
         // A rank that waits for no other one is more likely to be at fault.
         let hangs = |rank: &usize| !now(*rank).operation.may_wait() && !run.is_done(*rank);
         let rank = (0..run.activity.len()).find(hangs).unwrap_or_default();
         let error = format!(
-            "{} asked the run to stop, and no rank has gone on for {grace_period:?} (--grace-period); nothing more is saved",
+            "{} requested a stop, but no rank made progress for {grace_period:?} (--grace-period), so nothing more was \
+             saved; find out what delays this rank, or raise --grace-period",
             self.reason.name()
         );
         let stopped = Some(self.reason);
@@ -70,5 +67,40 @@ impl<'a> Stopping<'a> {
             waited: true,
             stopped,
         })
+    }
+    /// Returns whether a rank has made progress since the last call, or saves or validates, which may take longer.
+    fn goes_on(&mut self, run: &RunContext) -> bool {
+        let doing: Vec<OpId> =
+            (0..run.activity.len()).map(|rank| run.activity[rank].now()).collect();
+        let is_long = |at: &OpId| matches!(at.operation, Operation::Save | Operation::Validation);
+        let goes_on = doing != self.doing || doing.iter().any(is_long);
+        if goes_on {
+            self.doing = doing;
+            self.since = Instant::now();
+        }
+        goes_on
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// One rank may be of another process: its others wait until it has saved.
+    #[test]
+    fn run_in_which_a_rank_saves_does_not_hang() {
+        let (run, stop) =
+            (RunContext::new(2, Duration::from_secs(60), None), StopRequest::new(None));
+        stop.ask(StopReason::Terminate);
+        let mut stopping = Stopping::begin(&stop).unwrap();
+        run.activity[0].enter(Operation::AllReduce, 7);
+        run.activity[1].enter(Operation::Save, 3);
+        for _ in 0..3 {
+            assert!(stopping.hang(&run, Duration::ZERO).is_none());
+        }
+        run.activity[1].enter(Operation::Step, 4);
+        assert!(stopping.hang(&run, Duration::ZERO).is_none(), "it goes on");
+        let hang = stopping.hang(&run, Duration::ZERO).unwrap();
+        assert_eq!((hang.rank, hang.stopped), (1, Some(StopReason::Terminate)));
     }
 }

@@ -248,7 +248,7 @@ impl Spawn {
                         }
                     }
                     if let Some(stopping) = &mut stopping
-                        && let Some(hang) = stopping.hang(run, here.clone(), self.grace_period)
+                        && let Some(hang) = stopping.hang(run, self.grace_period)
                     {
                         run.report_failure(hang);
                         continue;
@@ -280,10 +280,12 @@ impl Spawn {
             if run.failures().first().is_some_and(|failure| failure.waited) {
                 run.poll_peers();
             }
-            status_table(run, here, &run.remote_snapshots)
+            status_table(run, here.clone(), &run.remote_snapshots)
         });
-        // Ranks that hang after a signal have had their grace period.
-        let hangs = run.failures().first().is_some_and(|failure| failure.stopped.is_some());
+        // Ranks that hang after a signal have had their grace period. A checkpoint that is being written is completed.
+        let saves = here.clone().any(|rank| run.activity[rank].now().operation == Operation::Save);
+        let hangs =
+            !saves && run.failures().first().is_some_and(|failure| failure.stopped.is_some());
         let grace_period =
             if hangs { self.grace_period.min(AFTER_HANG) } else { self.grace_period };
         let end = deadline(grace_period);
@@ -302,8 +304,8 @@ impl Spawn {
                     let failure = run.failures().first().map(|failure| self.named(failure));
                     if let Some(failure) = failure {
                         self.tell.notify(&format!(
-                            "{failure}; {running} of the ranks here have not come back within {NOTICE_AFTER:?}, and \
-                             have until {grace_period:?} (--grace-period)"
+                            "{failure}; {running} ranks of this process are still blocked after {NOTICE_AFTER:?}; \
+                             the process ends {grace_period:?} (--grace-period) after the failure"
                         ));
                     }
                 }

@@ -37,7 +37,7 @@ const KEY_WAIT: Duration = Duration::from_millis(20);
 pub(crate) struct LiveView {
     printer: Arc<Printer>,
     progress: Arc<Progress>,
-    /// Disconnected when the view looks at the ranks no more.
+    /// Disconnected when the view stops reading the ranks' state.
     looks: Receiver<Infallible>,
     thread: Option<JoinHandle<io::Result<()>>>,
 }
@@ -98,7 +98,7 @@ impl LiveView {
         }
     }
 
-    /// Has the view look at the ranks, which have ended, for the last time. Returns when it has.
+    /// Makes the view read the ranks' state one last time, after they have ended. Returns when it has.
     pub(crate) fn end_ranks(&self) {
         self.progress.ranks_ended.store(true, Ordering::Release);
         let _ = self.looks.recv(); // nothing is sent
@@ -175,7 +175,7 @@ impl Drop for Screen {
 
 struct View {
     state: LiveState,
-    /// The ranks, until they have ended; and what is dropped when the view looks at them no more.
+    /// The ranks, until they have ended; and what is dropped when the view stops reading their state.
     source: Option<(Box<dyn RankSource>, Sender<Infallible>)>,
     feed: Arc<Feed>,
     stop: Option<Arc<StopRequest>>,
@@ -199,6 +199,9 @@ impl View {
             // In the background, after Ctrl-Z and `bg`, the terminal is the shell's.
             if !terminal::is_ours() {
                 was_ours = false;
+                if self.source.is_none() {
+                    return Ok(()); // nobody could press a key
+                }
                 thread::park_timeout(FRAMES.0);
                 continue;
             }
@@ -232,7 +235,7 @@ impl View {
         self.state.memory = [resident_memory(), total_memory()];
     }
 
-    /// Returns whether the view closes: nobody keeps it, or the user has seen how the run has ended.
+    /// Returns whether the view closes: the view is not being kept open, or the user has seen how the run has ended.
     fn is_over(&self) -> bool {
         let is_asked = self.stop.as_ref().is_some_and(|stop| stop.request_reason().is_some());
         self.progress.closes.load(Ordering::Acquire) || (self.source.is_none() && is_asked)

@@ -40,7 +40,10 @@ impl<M> Callback<M> for Progress {
 
     fn on_step_end(&mut self, context: &mut TrainContext<M>, _: &Step) -> Result<()> {
         let elapsed = self.began.elapsed();
-        if let Some(next) = next_sign(elapsed, self.next, self.printer.shows_progress()) {
+        // Whether there is a bar takes a system call to find out.
+        if elapsed >= self.next
+            && let Some(next) = next_sign(elapsed, self.next, self.printer.shows_progress())
+        {
             self.next = next;
             let (step, steps) = (context.state.step, context.total_steps());
             let each = elapsed.as_secs_f64() / (step - self.done).max(1) as f64;

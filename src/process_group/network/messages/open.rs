@@ -145,7 +145,9 @@ fn greet(link: &Link, stream: &TcpStream, token: u64) -> io::Result<bool> {
 
 /// Accepts connections until the messages of this process end.
 pub(super) fn accept(context: &Arc<MessageContext>, links: &[Arc<Link>], listener: &TcpListener) {
-    let strangers = Arc::<Strangers>::default();
+    // All processes of the run may connect before this one accepts the first.
+    let limit = MAX_STRANGERS.max(2 * links.len());
+    let strangers = Arc::new(Strangers { limit, streams: Mutex::default() });
     for stream in listener.incoming() {
         if context.is_closing() {
             return;
@@ -169,10 +171,12 @@ pub(super) fn accept(context: &Arc<MessageContext>, links: &[Arc<Link>], listene
         strangers.enter(&stream);
         let (links, strangers, admitted) = (links.to_vec(), strangers.clone(), context.clone());
         let begun = context.thread(move |serving| {
-            let link = admit(&admitted, &links, &stream);
-            strangers.leave(&stream);
+            let greeted = greeted(&admitted, &links, &stream);
             // A stranger is disconnected without an answer.
-            if let Ok(Some(link)) = link {
+            if strangers.leave(&stream)
+                && let Ok(Some(link)) = greeted
+                && let Ok(Some(link)) = admit(link, &stream)
+            {
                 reader::run(&link, &stream, serving);
             }
         });
@@ -183,23 +187,29 @@ pub(super) fn accept(context: &Arc<MessageContext>, links: &[Arc<Link>], listene
 }
 
 /// The connections that have not greeted yet, the oldest first.
-#[derive(Default)]
-struct Strangers(Mutex<VecDeque<Arc<TcpStream>>>);
+struct Strangers {
+    /// The most of them.
+    limit: usize,
+    streams: Mutex<VecDeque<Arc<TcpStream>>>,
+}
 
 impl Strangers {
     /// Adds a connection. Ends the oldest if there are too many: the processes of a run greet as soon as they connect.
     fn enter(&self, stream: &Arc<TcpStream>) {
-        let mut strangers = self.0.lock();
+        let mut strangers = self.streams.lock();
         strangers.push_back(stream.clone());
-        if strangers.len() > MAX_STRANGERS
+        if strangers.len() > self.limit
             && let Some(oldest) = strangers.pop_front()
         {
             let _ = oldest.shutdown(Shutdown::Both); // fails if it has ended already
         }
     }
 
-    fn leave(&self, stream: &Arc<TcpStream>) {
-        self.0.lock().retain(|other| !Arc::ptr_eq(other, stream));
+    /// Removes a connection. Returns `false` if it has been ended as the oldest.
+    fn leave(&self, stream: &Arc<TcpStream>) -> bool {
+        let mut strangers = self.streams.lock();
+        let place = strangers.iter().position(|other| Arc::ptr_eq(other, stream));
+        place.is_some_and(|place| strangers.remove(place).is_some())
     }
 }
 
@@ -236,21 +246,22 @@ fn require_connection_file(context: &MessageContext) -> Result<(), String> {
     })
 }
 
-/// Makes `stream` the connection to the process that greets, within [`GREETING`]. Returns its link. `None` if the stream
-/// is not used.
-pub(super) fn admit(
+/// Returns the link of the process that greets, within [`GREETING`]. `None` if it is no process of this run.
+pub(super) fn greeted<'a>(
     context: &MessageContext,
-    links: &[Arc<Link>],
-    stream: &Arc<TcpStream>,
-) -> io::Result<Option<Arc<Link>>> {
+    links: &'a [Arc<Link>],
+    stream: &TcpStream,
+) -> io::Result<Option<&'a Arc<Link>>> {
     let mut greeting = UntilDeadline { stream, deadline: deadline(GREETING) };
     let Some(Frame::Hello { token, process }) = Frame::read(&mut greeting)? else {
         return Ok(None);
     };
-    let link = links
-        .get(process)
-        .filter(|_| token == context.token && process != context.process_map.mine);
-    let Some(link) = link else { return Ok(None) };
+    let is_of_run = token == context.token && process != context.process_map.mine;
+    Ok(links.get(process).filter(|_| is_of_run))
+}
+
+/// Makes `stream` the connection of `link`, which is returned. `None` if the stream is not used.
+pub(super) fn admit(link: &Arc<Link>, stream: &Arc<TcpStream>) -> io::Result<Option<Arc<Link>>> {
     match link.adopt(stream, false) {
         Adoption::Chosen => {
             // From now on, only this thread serves the link.

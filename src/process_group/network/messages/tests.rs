@@ -14,7 +14,7 @@ use super::super::lost;
 use super::super::process_map::ProcessMap;
 use super::frame::{Frame, Offer};
 use super::link::{Adoption, Link};
-use super::open::{MAX_STRANGERS, MessageListener, UntilDeadline, address_of, admit, key};
+use super::open::{MAX_STRANGERS, MessageListener, UntilDeadline, address_of, admit, greeted, key};
 use super::{Connections, Messages, OutgoingMessage};
 use crate::error::Error;
 use crate::ffi::TcpStore;
@@ -232,7 +232,8 @@ fn closed_link_accepts_no_connection() {
     let (token, stream) = (context.token, Arc::new(listener.accept().unwrap().0));
     Frame::Hello { token, process: 0 }.write(&mut other).unwrap();
     stream.shutdown(Shutdown::Write).unwrap();
-    assert!(admit(context, links, &stream).is_err() && links[0].is_closed());
+    let link = greeted(context, links, &stream).unwrap().unwrap();
+    assert!(admit(link, &stream).is_err() && links[0].is_closed());
     // The link sends no answer. Otherwise the other process would wait for a connection of this one.
     mine.messages.expect(None).unwrap();
     let mut other = mine.connect_as(0, &store);
