@@ -27,8 +27,11 @@ const REASONS: [(i32, StopReason); 3] = [
     (SIGUSR1, StopReason::User1),
 ];
 
+/// How long after SIGTERM another one counts as the same request. A launcher and its agent may both send one.
+pub(super) const SAME_REQUEST: Duration = Duration::from_millis(500);
+
 /// Returns the exit code of a process that `signal` ends, as shells count it.
-const fn code_of(signal: i32) -> u8 {
+pub(super) const fn code_of(signal: i32) -> u8 {
     128 + signal as u8
 }
 

@@ -24,7 +24,7 @@ use super::launchers::{variables_of_spawned, variables_of_threads};
 use super::process_rendezvous::{files_of_store, prefix, report_absent};
 use super::repeated_failures::RepeatedFailures;
 use super::restarts::Restarts;
-use super::signals::{SIGNALS, end_at_second_interrupt};
+use super::signals::{SAME_REQUEST, SIGNALS, code_of, end_at_second_interrupt};
 use crate::error::{Error, Result};
 use crate::ffi::TcpStore;
 use crate::os::{
@@ -272,6 +272,7 @@ impl Start<'_> {
         let mut stops = false;
         let mut final_signals = [SIGTERM, SIGKILL].into_iter();
         let mut deadline: Option<Instant> = None;
+        let mut terminated: Option<Instant> = None;
         while all.are_there() {
             let signal = match deadline {
                 None => signals.recv().map_err(|_| RecvTimeoutError::Disconnected),
@@ -280,6 +281,12 @@ impl Start<'_> {
             match signal {
                 Ok(SIGCHLD) => {}
                 Ok(signal) => {
+                    if signal == SIGTERM
+                        && terminated.get_or_insert_with(Instant::now).elapsed() >= SAME_REQUEST
+                    {
+                        os::terminal::restore();
+                        os::exit(code_of(SIGTERM)); // the system kills the processes
+                    }
                     stops |= asks_to_stop(signal);
                     all.send(signal);
                 }

@@ -3,12 +3,9 @@
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use crate::launch::signals::SAME_REQUEST;
 use crate::operation::{OpId, Operation};
 use crate::runtime::{ReportedFailure, RunContext, StopReason, StopRequest};
-
-/// How long after the note on a signal another SIGTERM counts as the same request. A launcher and its agent may both
-/// send one.
-const SAME_REQUEST: Duration = Duration::from_millis(500);
 
 /// A request to stop by SIGINT or SIGTERM that has not ended the run yet.
 pub(super) struct Stopping<'a> {
