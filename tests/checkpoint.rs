@@ -258,6 +258,7 @@ fn signal_before_the_handlers_is_not_lost() {
         let both = 1 << (Signal::USR1.as_raw() - 1) | 1 << (Signal::USR2.as_raw() - 1);
         // Returns a process that holds the signals. On a machine under load that moment may be missed.
         let held = (0..20).find_map(|_| {
+            #[allow(clippy::zombie_processes)] // it is waited for below
             let mut child = start();
             loop {
                 let status = fs::read_to_string(format!("/proc/{}/status", child.id())).unwrap();

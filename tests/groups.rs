@@ -9,7 +9,7 @@ use crossbeam::channel::bounded;
 use ddp_mp::{Backend, Error, P2POp, ReduceOp, Spawn, spawn};
 use tch::{Kind, Tensor};
 
-use crate::harness::{ranks, try_ranks, without_lines};
+use crate::harness::{TIMEOUT, ranks, try_ranks, without_lines};
 use crate::shared::groups::asynchronous;
 
 fn one(value: i64) -> Tensor {
@@ -104,7 +104,7 @@ fn group_errors_name_global_ranks() {
     );
 
     let error = Spawn::new(4)
-        .timeout(Duration::from_millis(200))
+        .timeout(Duration::from_secs(2))
         .run(|rank| {
             let group = rank.init_process_group(Backend::Threaded)?;
             let part = group.new_group(&[1, 3])?;
@@ -118,7 +118,7 @@ fn group_errors_name_global_ranks() {
     // Rank 1 waits for rank 3 in one group, and the others for rank 1 in the other.
     let message = error.to_string();
     let names =
-        ["rank 1 waited 200ms in barrier #0 for rank 3 (last seen: barrier #1)", "for rank 1 ("];
+        ["rank 1 waited 2s in barrier #0 for rank 3 (last seen: barrier #1)", "for rank 1 ("];
     assert!(names.iter().any(|name| message.contains(name)), "{message}");
 }
 
@@ -369,23 +369,26 @@ fn messages_and_objects_bypass_queued_operations() {
 
 #[test]
 fn timeout_in_a_chain_of_waits_blames_its_last_rank() {
-    let (release, held) = bounded::<()>(0);
+    let (release, held) = bounded::<()>(1);
     let error = Spawn::new(3)
-        .timeout(Duration::from_millis(300))
+        .timeout(Duration::from_secs(4)) // also of the rendezvous, on a busy machine
         .run(move |rank| {
             let group = rank.init_process_group(Backend::Threaded)?;
             match rank.rank() {
-                0 => drop(group.recv(&mut one(0), Some(1), 0)?),
+                0 => {
+                    let received = group.recv(&mut one(0), Some(1), 0);
+                    release.send(())?;
+                    received?;
+                }
                 1 => drop(group.recv(&mut one(0), Some(2), 0)?),
                 _ => {
                     group.enter_step(7)?;
-                    let _ = held.recv_timeout(Duration::from_secs(2)); // it does something else
+                    held.recv_timeout(TIMEOUT)?; // it does something else
                 }
             }
             Ok(())
         })
         .unwrap_err();
-    drop(release);
     assert_eq!(error.failure.rank, 2, "{error}");
     assert!(error.failure.error.contains("rank 2 (last seen: step #7)"), "{error}");
 }

@@ -264,7 +264,7 @@ fn swallowed_error_still_fails_the_run() {
     for retry in [false, true] {
         let (gave_up, wait) = crossbeam::channel::bounded::<()>(1);
         let error = Spawn::new(2)
-            .timeout(Duration::from_millis(200))
+            .timeout(Duration::from_secs(2))
             .run(move |rank| {
                 let group = rank.init_process_group(Backend::Threaded)?;
                 if rank.rank() == 1 {
@@ -279,7 +279,7 @@ fn swallowed_error_still_fails_the_run() {
             .unwrap_err();
         let message = error.to_string();
         assert_eq!(error.failure.rank, 1, "{message}");
-        assert!(message.contains("rank 0 waited 200ms in barrier #0 for rank 1"), "{message}");
+        assert!(message.contains("rank 0 waited 2s in barrier #0 for rank 1"), "{message}");
         assert!(error.also_failed.is_empty(), "{message}");
     }
 }

@@ -3,6 +3,7 @@
 use std::rc::Rc;
 use std::time::Duration;
 
+use crossbeam::channel::bounded;
 use ddp_mp::ddp::JoinOptions;
 use ddp_mp::ffi::{backward, fork_rng};
 use ddp_mp::models::{BatchNorm, ModelConfig, ModelKind};
@@ -14,7 +15,7 @@ use ddp_mp::{
 use tch::nn::{BatchNormConfig, Init, ModuleT, VarStore};
 use tch::{Device, Kind, Tensor};
 
-use crate::harness::{ranks, run, try_ranks};
+use crate::harness::{TIMEOUT, ranks, run, try_ranks};
 
 fn largest_difference(a: &Tensor, b: &Tensor) -> f64 {
     assert_eq!(a.size(), b.size());
@@ -126,20 +127,20 @@ fn backward_mismatch_or_stall_is_an_error() {
     .unwrap_err();
     assert!(mismatch.failure.error.contains("differs between ranks"), "{mismatch}");
 
-    let timeout = Spawn::new(2).timeout(Duration::from_millis(200)).run(|rank| {
+    let (gave_up, wait) = bounded::<()>(1);
+    let timeout = Spawn::new(2).timeout(Duration::from_secs(2)).run(move |rank| {
         let group = rank.init_process_group(Backend::Threaded)?;
         let x = Tensor::from_slice(&[1f32]).set_requires_grad(true);
         let sum = all_reduce(&x, &group)?;
         if rank.rank() == 0 {
             let error = backward(&sum.sum(Kind::Float)).unwrap_err();
             assert!(matches!(error, Error::Timeout { .. }), "{error}");
+            gave_up.send(())?;
             return Err(error.into());
         }
-        #[allow(clippy::disallowed_methods)] // it is what is tested
-        std::thread::sleep(Duration::from_millis(600));
-        Ok(())
+        Ok(wait.recv_timeout(TIMEOUT)?)
     });
-    assert!(timeout.unwrap_err().failure.error.contains("waited 200ms in all_reduce"));
+    assert!(timeout.unwrap_err().failure.error.contains("waited 2s in all_reduce"));
 }
 
 #[test]

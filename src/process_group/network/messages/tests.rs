@@ -151,10 +151,11 @@ fn send_ends_when_no_thread_serves_its_connection() {
 /// not if the peer answers too early.
 #[test]
 fn send_completes_only_when_its_tensor_is_not_being_written() {
-    let taken = |link: &Link| link.taken(0).unwrap();
-    let cut = |link: &Link| link.close("the cause");
-    let ends: [(fn(&Link), bool); 2] = [(taken, true), (cut, false)];
-    for (end, arrives) in ends {
+    for arrives in [true, false] {
+        let end = |link: &Link| match arrives {
+            true => link.taken(0).unwrap(),
+            false => link.close("the cause"),
+        };
         let store = TcpStore::serve("127.0.0.1", 0, TIMEOUT, never()).unwrap();
         let mine = process(&store, 1);
         let link = &mine.messages.0.links[0];
