@@ -8,10 +8,10 @@ use crate::shared::faults::{self, RUN};
 /// Runs with a fault, and checks the exit code and that the report blames `rank`.
 fn report(fault: &str, rank: usize) -> (Value, String) {
     // Only a stall is found by waiting.
-    let timeout = if fault.starts_with("stall") { "--timeout=1s" } else { "--timeout=1h" };
+    let timeout = if fault.starts_with("stall") { "--timeout=4s" } else { "--timeout=1h" };
     let fault = format!("--inject-fault={fault}");
     let grace_period =
-        if timeout == "--timeout=1s" { "--grace-period=500ms" } else { "--grace-period=1h" };
+        if timeout == "--timeout=4s" { "--grace-period=500ms" } else { "--grace-period=1h" };
     let output = run(&[&RUN[..], &["--nproc-per-node=3", timeout, grace_period, &fault]].concat());
     let failure = faults::failure(&fault, &output, rank, "CPU");
     let stderr = output.2;
@@ -56,7 +56,7 @@ fn panic_on_any_rank_at_any_stage_ends_the_run() {
 fn stall_on_any_rank_at_any_stage_names_the_rank() {
     everywhere("stall", |fault, failure, stderr| {
         let error = failure["error"].as_str().unwrap();
-        assert!(error.contains(" waited 1s in "), "{fault}: {error}");
+        assert!(error.contains(" waited 4s in "), "{fault}: {error}");
         let lines: Vec<&str> = stderr.lines().collect();
         let last = lines[lines.len() - 1];
         assert!(last.contains("did not come back within 500ms; last seen: "), "{fault}: {stderr}");

@@ -11,7 +11,7 @@ use crate::shared::faults::{self, RUN};
 fn failure(kind: &str, stage: &str, rank: usize) -> (Value, String) {
     let fault = format!("--inject-fault={kind}:rank={rank},at={stage}");
     // A stall alone is found by waiting.
-    let timeout = if kind == "stall" { "--timeout=5s" } else { "--timeout=50s" };
+    let timeout = if kind == "stall" { "--timeout=15s" } else { "--timeout=50s" };
     let args = ["--spawn=processes", "--nproc-per-node=3", "--grace-period=1s", timeout, &fault];
     let output = run(&[&RUN[..], &args].concat());
     (faults::failure(&fault, &output, rank, "CPU"), output.2)
@@ -60,6 +60,6 @@ fn kill_at_any_stage_names_its_rank() {
 #[test]
 fn stall_at_any_stage_names_its_rank() {
     everywhere("stall", |what, failure, _| {
-        assert!(failure["error"].as_str().unwrap().contains(" waited 5s in "), "{what}");
+        assert!(failure["error"].as_str().unwrap().contains(" waited 15s in "), "{what}");
     });
 }

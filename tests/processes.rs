@@ -685,7 +685,7 @@ fn failure_on_any_process_is_reported_on_all() {
 
 #[test]
 fn killed_or_stopped_process_is_named() {
-    let long = ["--max-epochs=1000000", "--grace-period=5s", "--timeout=4s"];
+    let long = ["--max-epochs=1000000", "--grace-period=5s", "--timeout=12s"];
     let buckets = [&long[..], &["--model=mlp", "--hidden=500,500", "--bucket-cap-mb=0.1"]].concat();
     let all = [
         ("KILL", 1, &[1, 1][..], &long[..]),
@@ -735,7 +735,7 @@ fn stall_is_blamed_on_the_stalled_rank() {
     let all = victims.iter().flat_map(|victim| stages.map(|stage| (*victim, stage)));
     in_parallel(&some_of(all, 3), |&((ranks, victim), stage)| {
         let fault = format!("--inject-fault=stall:rank={victim},at={stage}");
-        let args = [&fault, "--timeout=5s", "--grace-period=1s"];
+        let args = [&fault, "--timeout=15s", "--grace-period=1s"];
         for (code, stderr) in failures(&args, ranks, |_| {}) {
             let what = format!("{fault} {ranks:?}: {stderr}");
             assert_eq!(code, Some(1), "{what}");

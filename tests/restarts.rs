@@ -51,7 +51,7 @@ fn restart_after_any_failure_ends_with_the_same_bits() {
         let dir = folder.path().join("run");
         let save = format!("--checkpoint-dir={}", dir.display());
         let fault = format!("--inject-fault={kind}:rank=1,at=step,step=40");
-        let timeout = if kind == "stall" { "--timeout=3s" } else { "--timeout=50s" };
+        let timeout = if kind == "stall" { "--timeout=12s" } else { "--timeout=50s" };
         let more = [spawn, "--max-restarts=2", "--save-every=7", "--grace-period=1s"];
         let (code, events, stderr) = events(&[&RUN[..], &more, &[&save, &fault, timeout]].concat());
         let what = format!("{spawn} {kind}: {stderr}");

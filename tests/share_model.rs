@@ -172,7 +172,7 @@ pub(crate) fn failures_end_the_run(more: &[&str]) {
         ("stall:rank=2,at=step,step=3", "rank 2"),
     ] {
         let fault = format!("--inject-fault={fault}");
-        let args = ["--nproc-per-node=3", "--timeout=3s", "--grace-period=1s", &fault];
+        let args = ["--nproc-per-node=3", "--timeout=10s", "--grace-period=1s", &fault];
         let (code, _, errors) = run(&[MLP, &args, more].concat());
         assert_eq!(code, Some(1), "{errors}");
         assert!(errors.contains(words), "{fault} {more:?}: {errors}");

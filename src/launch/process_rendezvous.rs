@@ -307,10 +307,10 @@ mod tests {
                 thread::yield_now();
             }
             for (stray, told) in [
-                (by_hand(2, 3, "none"), "the run has 2 processes, numbered from 0"),
+                (by_hand(2, 3, "none"), "process 2 is not part of a run of 2 processes"),
                 (
                     by_hand(1, 2, "job"),
-                    "the run is \"none\" for process 0 and \"job\" for process 1",
+                    "process 0 belongs to run \"none\", and process 1 to run \"job\"",
                 ),
             ] {
                 let error = meet(&store, &stray);
