@@ -153,6 +153,7 @@ fn saving_changes_no_bit_and_keeps_the_newest() {
 const LONG: &str =
     "--num-samples=65536 --model=mlp --hidden=16 --momentum=0.9 --lr=0.01 --max-epochs=8";
 
+/// Long: it trains thousands of steps, so that the signal comes in the middle of them.
 #[test]
 fn signal_stops_all_ranks_after_the_same_step() {
     let whole = train(LONG, &[]);
@@ -295,6 +296,7 @@ fn max_seconds_stops_the_run() {
 }
 
 /// As often as `KILLS` says, if it is set: `KILLS=500 cargo test --release run_killed_at_any_moment`.
+/// Long: it starts a run for each kill.
 #[test]
 fn run_killed_at_any_moment_resumes_to_the_same_bits() {
     let usual = if runs_every_case() { 15 } else { 8 };

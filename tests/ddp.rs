@@ -273,6 +273,7 @@ fn loss_decreases_for_every_model_and_loss() {
     }
 }
 
+/// Long: it starts a dozen runs.
 #[test]
 fn same_flags_give_the_same_bits() {
     let hash = |args: &[&str]| {

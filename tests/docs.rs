@@ -180,6 +180,7 @@ fn words(command: &str) -> (Vec<&str>, i32) {
 }
 
 /// Every command in a `sh` block, which has no output. Those of one run on several machines run side by side on this one.
+/// Long: it runs the commands of several pages.
 #[test]
 fn page_commands_without_output_succeed() {
     let ci = fs::read_to_string(repository(".ci/run")).unwrap();

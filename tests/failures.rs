@@ -52,6 +52,7 @@ fn panic_on_any_rank_at_any_stage_ends_the_run() {
     });
 }
 
+/// Long: it waits for time-outs.
 #[test]
 fn stall_on_any_rank_at_any_stage_names_the_rank() {
     everywhere("stall", |fault, failure, stderr| {

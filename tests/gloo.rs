@@ -413,6 +413,7 @@ fn tensor_mismatch_is_reported_in_both_processes() {
     }
 }
 
+/// Long: it waits for time-outs, which also limit the rendezvous on a busy machine.
 #[test]
 fn wait_for_a_missing_message_ends_with_the_cause() {
     // A send without a receiver, and a receive without a sender; each with a small and a large message. The limit also

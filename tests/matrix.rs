@@ -57,6 +57,7 @@ fn kill_at_any_stage_names_its_rank() {
     });
 }
 
+/// Long: it waits for time-outs.
 #[test]
 fn stall_at_any_stage_names_its_rank() {
     everywhere("stall", |what, failure, _| {

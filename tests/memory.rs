@@ -38,6 +38,7 @@ fn assert_no_growth(args: &[&str]) {
     assert!(after - before < BOUND, "{before} bytes after 1000 steps, {after} after 10000");
 }
 
+/// Long: it trains 11,000 steps.
 #[test]
 fn memory_does_not_grow_between_1000_and_10000_steps() {
     let metrics = tempfile::tempdir().unwrap();
@@ -51,6 +52,7 @@ fn memory_does_not_grow_between_1000_and_10000_steps() {
 }
 
 /// The gradient of the second layer has 256 KiB, the smallest block that is kept.
+/// Long: it trains 11,000 steps.
 #[test]
 fn kept_memory_does_not_grow_between_1000_and_10000_steps() {
     assert_no_growth(&["--model=mlp", "--hidden=256,256", "--batch-size=8", "--num-samples=2056"]);

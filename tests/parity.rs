@@ -374,6 +374,7 @@ impl DdpCase {
     }
 }
 
+/// Long: it trains all recorded cases.
 #[test]
 fn training_matches_pytorch_ddp() {
     let settings: DdpSettings = serde_json::from_value(recorded("ddp.json")).unwrap();

@@ -683,6 +683,7 @@ fn failure_on_any_process_is_reported_on_all() {
     }
 }
 
+/// Long: it waits for time-outs.
 #[test]
 fn killed_or_stopped_process_is_named() {
     let long = ["--max-epochs=1000000", "--grace-period=5s", "--timeout=12s"];
@@ -728,6 +729,7 @@ fn killed_or_stopped_process_is_named() {
 }
 
 /// Each process waits for others in the store, or in Gloo, when one of its own ranks is not the one that is missing.
+/// Long: it waits for time-outs.
 #[test]
 fn stall_is_blamed_on_the_stalled_rank() {
     let stages = ["rendezvous", "init", "step,step=5"];
@@ -1022,6 +1024,7 @@ fn processes_with_different_options_are_refused() {
     }
 }
 
+/// Long: it trains thousands of steps, so that the signal comes in the middle of them.
 #[test]
 fn processes_stop_save_and_resume_together() {
     let folder = tempfile::tempdir().unwrap();

@@ -40,6 +40,7 @@ fn saved_whole(folder: &Path) -> bool {
     })
 }
 
+/// Long: it waits for a time-out.
 #[test]
 fn restart_after_any_failure_ends_with_the_same_bits() {
     let whole = hash_undisturbed();

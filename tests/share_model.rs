@@ -71,6 +71,7 @@ pub(crate) fn same_with(option: &str, base: &[&str], rows: &[(usize, &str)]) {
     }
 }
 
+/// Long: it starts a run for each option and layout.
 #[test]
 fn shared_model_has_the_bits_of_replicas_with_each_optimizer() {
     same(
@@ -90,6 +91,7 @@ fn shared_model_has_the_bits_of_replicas_with_each_optimizer() {
     );
 }
 
+/// Long: it starts a run for each option and layout.
 #[test]
 fn shared_model_has_the_bits_of_replicas_with_gradient_options() {
     same(
@@ -187,6 +189,7 @@ pub(crate) fn verify_finds_no_difference(option: &str) {
     assert_eq!(code, Some(0), "{output}{errors}");
 }
 
+/// Long: it waits for a time-out.
 #[test]
 fn failure_of_a_rank_that_shares_a_model_ends_the_run() {
     failures_end_the_run(&["--share-model"]);

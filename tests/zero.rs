@@ -117,6 +117,7 @@ fn zero_is_refused_with_share_model_dp_and_join() {
 }
 
 /// A rank that fails or stalls in its part of a step ends the run.
+/// Long: it waits for time-outs.
 #[test]
 fn failure_of_a_rank_that_partitions_the_optimizer_ends_the_run() {
     failures_end_the_run(&["--zero", "--spawn=threads"]);
