@@ -208,9 +208,21 @@ pub(crate) fn in_parallel_by<T: Sync>(at_once: usize, cases: &[T], check: impl F
     thread::scope(|scope| (0..at_once).for_each(|_| drop(scope.spawn(work))));
 }
 
-/// Returns a port that is free now.
+/// Returns a port that is free now, and that no other call returns. The system gives none of these ports to connections,
+/// which would take a port before its server does.
 pub(crate) fn free_port() -> u16 {
-    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+    const FIRST: usize = 10_000;
+    const COUNT: usize = 20_000;
+    static CALLS: AtomicUsize = AtomicUsize::new(0);
+    // Test programs that run side by side begin at different ports.
+    let begin = std::process::id() as usize * 97;
+    loop {
+        let call = CALLS.fetch_add(1, Ordering::Relaxed);
+        let port = (FIRST + (begin + call) % COUNT) as u16;
+        if TcpListener::bind(("127.0.0.1", port)).is_ok() {
+            return port;
+        }
+    }
 }
 
 /// Waits for all, and returns how they ended. Panics if one does not end by itself.
