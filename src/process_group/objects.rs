@@ -1,8 +1,8 @@
 //! Collectives on Rust values instead of tensors: any type that serde can serialize and deserialize.
 //!
-//! All launched work is done when a call returns. The values are sent as MessagePack in byte tensors, in two collectives: the length, then the bytes. Use them for
-//! occasional values; a tensor is faster. (MessagePack has a single nil: `Some(())` and `Some(None)` come back as
-//! `None`.)
+//! All launched work is done when a call returns. The values are sent as MessagePack in byte tensors, in two collectives:
+//! the length, then the bytes. Use them for occasional values; a tensor is faster. (MessagePack has a single nil: `Some(())`
+//! and `Some(None)` come back as `None`.)
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;

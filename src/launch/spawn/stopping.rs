@@ -3,7 +3,7 @@
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use crate::launch::signals::SAME_REQUEST;
+use super::super::signals::SAME_REQUEST;
 use crate::operation::{OpId, Operation};
 use crate::runtime::{ReportedFailure, RunContext, StopReason, StopRequest};
 
@@ -65,6 +65,7 @@ impl<'a> Stopping<'a> {
             stopped,
         })
     }
+
     /// Returns whether a rank has made progress since the last call, or saves or validates, which may take longer.
     fn goes_on(&mut self, run: &RunContext) -> bool {
         let doing: Vec<OpId> =

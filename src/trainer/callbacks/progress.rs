@@ -1,4 +1,4 @@
-//! Signs that a run goes on, by time: an epoch may be long.
+//! Shows the current step at growing intervals, because an epoch may be long.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -40,11 +40,9 @@ impl<M> Callback<M> for Progress {
 
     fn on_step_end(&mut self, context: &mut TrainContext<M>, _: &Step) -> Result<()> {
         let elapsed = self.began.elapsed();
-        // Whether there is a bar takes a system call to find out.
-        if elapsed >= self.next
-            && let Some(next) = next_sign(elapsed, self.next, self.printer.shows_progress())
-        {
-            self.next = next;
+        if elapsed >= self.next {
+            // Whether there is a bar takes a system call to find out.
+            self.next = elapsed + interval(elapsed, self.printer.shows_progress());
             let (step, steps) = (context.state.step, context.total_steps());
             let each = elapsed.as_secs_f64() / (step - self.done).max(1) as f64;
             let left = each * steps.saturating_sub(step) as f64;
@@ -54,11 +52,9 @@ impl<M> Callback<M> for Progress {
     }
 }
 
-/// Returns when the sign after that of `elapsed` is due. `None` if `next`, the time of that one, has not come. A bar is
-/// drawn more often than a line is printed.
-fn next_sign(elapsed: Duration, next: Duration, is_bar: bool) -> Option<Duration> {
-    let interval = if is_bar { FIRST / 4 } else { elapsed.clamp(FIRST, LONGEST) };
-    (elapsed >= next).then_some(elapsed + interval)
+/// Returns the time from a sign at `elapsed` to the next one. A bar is drawn more often than a line is printed.
+fn interval(elapsed: Duration, is_bar: bool) -> Duration {
+    if is_bar { FIRST / 4 } else { elapsed.clamp(FIRST, LONGEST) }
 }
 
 #[cfg(test)]
@@ -71,8 +67,8 @@ mod tests {
         for (is_bar, signs) in [(false, &mut lines), (true, &mut draws)] {
             let mut next = FIRST;
             for elapsed in (0..200).map(Duration::from_secs) {
-                if let Some(later) = next_sign(elapsed, next, is_bar) {
-                    next = later;
+                if elapsed >= next {
+                    next = elapsed + interval(elapsed, is_bar);
                     signs.push(elapsed.as_secs());
                 }
             }
