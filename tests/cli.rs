@@ -4,7 +4,7 @@ use std::fs;
 use std::io::{BufRead, BufReader};
 use std::process::Stdio;
 
-use crate::harness::{program, repository, run, run_command, runs_every_case};
+use crate::harness::{program, repository, run, run_command, some_of};
 
 /// What is printed for help and for mistakes: tests/cmd/*.trycmd.
 #[test]
@@ -33,15 +33,19 @@ fn terminal_output_matches_the_snapshots() {
     let cases = trycmd::TestCases::new();
     cases.env("CUDA_VISIBLE_DEVICES", "").env("RUST_BACKTRACE", "0");
     // cargo runs tests in the folder of their package.
-    cases.case(if runs_every_case() { "cmd/*.trycmd" } else { "cmd/[ch]*.trycmd" });
+    for name in some_of(["help", "comm", "configs", "datasets", "mistakes"], 2) {
+        cases.case(format!("cmd/{name}.trycmd"));
+    }
 }
 
 #[test]
 fn example_configs_run_from_anywhere() {
     let elsewhere = tempfile::tempdir().unwrap();
-    let mut count = 0;
-    for entry in fs::read_dir(repository("configs")).unwrap() {
-        let file = entry.unwrap().path();
+    let files = fs::read_dir(repository("configs")).unwrap();
+    let mut files: Vec<_> = files.map(|entry| entry.unwrap().path()).collect();
+    files.sort();
+    assert!(files.len() >= 3);
+    for file in some_of(files, 4) {
         let text = fs::read_to_string(&file).unwrap();
         assert!(text.starts_with("# "), "{} does not say what it shows", file.display());
         let args = ["--config", file.to_str().unwrap(), "--max-steps=3"];
@@ -50,9 +54,7 @@ fn example_configs_run_from_anywhere() {
         command.current_dir(&elsewhere);
         let (code, _, stderr) = run_command(command);
         assert_eq!(code, Some(0), "{}: {stderr}", file.display());
-        count += 1;
     }
-    assert!(count >= 3);
 }
 
 /// In child processes too, and when the run is resumed from another folder.
@@ -185,7 +187,7 @@ fn full_stdout_fails_the_run_but_hides_no_earlier_failure() {
 
 #[test]
 fn full_stdout_fails_every_command() {
-    for args in [
+    let commands = [
         "--help",
         "-h",
         "--version",
@@ -200,7 +202,8 @@ fn full_stdout_fails_every_command() {
         "verify --nproc-per-node=2 --steps=2",
         "bench step --nproc-per-node=1 --steps=1",
         "bench all-reduce --nproc-per-node=2 --max-bytes=4 --iters=1",
-    ] {
+    ];
+    for args in some_of(commands, 7) {
         let (code, stderr) = with_full_stdout(&args.split(' ').collect::<Vec<_>>());
         assert_eq!(code, Some(1), "{args}: {stderr}");
         let expected = "writing to stdout: No space left on device";
@@ -580,7 +583,9 @@ fn dropout_draws_the_same_in_every_run() {
 #[test]
 fn activation_flag_applies_to_the_whole_model() {
     let hash = |args: &[&str]| end(args)["parameters_hash"].clone();
-    for model in [&["--model=mlp"][..], &["--model=cnn", "--in-features=64", "--num-samples=64"]] {
+    for model in
+        some_of([&["--model=mlp"][..], &["--model=cnn", "--in-features=64", "--num-samples=64"]], 1)
+    {
         let of = |name: &str| hash(&[model, &[&format!("--activation={name}")]].concat());
         assert_eq!(of("relu"), hash(model), "the default");
         let all = ["relu", "tanh", "gelu", "sigmoid"].map(of);

@@ -3,6 +3,7 @@
 use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
+use std::sync::LazyLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::harness::{
@@ -185,7 +186,7 @@ fn words(command: &str) -> (Vec<&str>, i32) {
 fn page_commands_without_output_succeed() {
     let ci = fs::read_to_string(repository(".ci/run")).unwrap();
     let count = AtomicUsize::new(0);
-    in_parallel(&some_of(pages(), 10), |page| {
+    in_parallel(&some_of(pages(), 5), |page| {
         let folder = working_folder();
         for block in blocks(page).iter().filter(|block| block.language == "sh") {
             let place = &block.place;
@@ -330,11 +331,15 @@ const COMMANDS: &[&[&str]] = &[
     &["man"],
 ];
 
-fn help(command: &[&str]) -> String {
-    let (code, help, stderr) = run(&[command, &["--help"]].concat());
-    assert_eq!(code, Some(0), "{stderr}");
-    help
-}
+/// The help of each of `COMMANDS`.
+static HELPS: LazyLock<Vec<String>> = LazyLock::new(|| {
+    let help = |command: &&[&str]| {
+        let (code, help, stderr) = run(&[*command, &["--help"]].concat());
+        assert_eq!(code, Some(0), "{stderr}");
+        help
+    };
+    COMMANDS.iter().map(help).collect()
+});
 
 /// Names such as `max-epochs` of what begins with two dashes in `text`.
 fn flags(text: &str) -> Vec<String> {
@@ -353,7 +358,7 @@ fn flags(text: &str) -> Vec<String> {
 
 #[test]
 fn flags_named_in_the_pages_exist() {
-    let known: Vec<String> = COMMANDS.iter().flat_map(|command| flags(&help(command))).collect();
+    let known: Vec<String> = HELPS.iter().flat_map(|help| flags(help)).collect();
     for page in pages().into_iter().chain([repository("README.zh.md")]) {
         for flag in flags(&fs::read_to_string(&page).unwrap()) {
             let exists = known.contains(&flag) || OTHERS.contains(&&*flag);
@@ -432,14 +437,13 @@ fn options() -> String {
         win over the file. Every command takes `--quiet`, before or after its name.\n",
     );
     let mut training: Vec<Entry> = Vec::new();
-    for command in COMMANDS {
+    for (command, help) in COMMANDS.iter().zip(&*HELPS) {
         let name = command.join(" ");
-        let help = help(command);
         let about = help.lines().next().unwrap().trim_end_matches('.');
         let title =
             if name.is_empty() { "ddp-mp, ddp-mp train".into() } else { format!("ddp-mp {name}") };
         page += &format!("\n## {title}\n\n{about}.\n");
-        let sections = sections(&help);
+        let sections = sections(help);
         // `bench step` and others have the options of training, too.
         let has_training =
             !name.is_empty() && sections.iter().any(|(heading, _)| heading == "Training");

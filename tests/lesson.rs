@@ -52,7 +52,7 @@ fn wrong(right: &str) -> String {
 
 #[test]
 fn checks_accept_the_answer_of_a_run_and_refuse_another() {
-    in_parallel(&some_of(lessons(), 5), |id| {
+    in_parallel(&some_of(lessons(), 4), |id| {
         let Some(right) = solution(id) else {
             assert_eq!(id, "2", "a race has no answer of its own");
             return;
@@ -149,12 +149,15 @@ fn book_shows_every_exercise_in_the_order_of_the_list() {
             .skip(1)
             .map(|rest| squeezed(rest.split("\n\n").next().unwrap()))
             .collect();
-        let expected: Vec<String> =
-            lessons().iter().map(|id| squeezed(&exercise(id, language))).collect();
-        for (shown, expected) in shown.iter().zip(&expected) {
-            assert_eq!(shown, expected, "a page of docs/src/{folder}, and what the program prints");
+        let lessons = lessons();
+        assert_eq!(shown.len(), lessons.len(), "exercises of docs/src/{folder}");
+        for (shown, id) in some_of(shown.iter().zip(&lessons), 6) {
+            let expected = squeezed(&exercise(id, language));
+            assert_eq!(
+                *shown, expected,
+                "a page of docs/src/{folder}, and what the program prints"
+            );
         }
-        assert_eq!(shown.len(), expected.len(), "exercises of docs/src/{folder}");
     }
 }
 
@@ -166,7 +169,7 @@ fn lines_to_change_are_marked_in_the_examples() {
         names.filter(|name| name.starts_with(|c: char| c.is_ascii_digit())).collect();
     let numbered = lessons().into_iter().filter(|id| id.parse::<usize>().is_ok());
     assert_eq!(numbered.count(), programs.len(), "each program has its exercise");
-    for program in some_of(programs, 4) {
+    for program in some_of(programs, 2) {
         let (number, name) = program.trim_end_matches(".rs").split_once('-').unwrap();
         let id = number.trim_start_matches('0');
         let question = lesson(&[id]);

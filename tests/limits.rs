@@ -74,7 +74,7 @@ fn thread_limit_is_named_and_no_process_is_left() {
     let folder = tempfile::tempdir().unwrap();
     fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o777)).unwrap();
     let mut named = 0;
-    for count in some_of((1..=12).chain([15, 20, 30]), 5) {
+    for count in some_of((1..=12).chain([15, 20, 30]), 3) {
         let dir = format!("--checkpoint-dir={}", folder.path().join(count.to_string()).display());
         for args in [
             &["--nproc-per-node=8", "--num-workers=1", &dir][..],

@@ -18,7 +18,7 @@ fn failure(kind: &str, stage: &str, rank: usize) -> (Value, String) {
 }
 
 fn everywhere(kind: &str, check: impl Fn(&str, &Value, &str) + Sync) {
-    in_parallel(&some_of(faults::everywhere(), 4), |&(stage, operation, rank)| {
+    in_parallel(&some_of(faults::everywhere(), 3), |&(stage, operation, rank)| {
         let (failure, stderr) = failure(kind, stage, rank);
         let what = format!("{kind} of rank {rank} at {stage}: {stderr}");
         // A rank that is killed cannot tell: the others know its step, or nothing.

@@ -207,6 +207,7 @@ fn gpt_has_the_loss_of_pytorch_with_and_without_autocast() {
 }
 
 /// With PyTorch's fused AdamW not a bit differs for one and two ranks, whose two gradients have one sum.
+/// Long: it trains all recorded cases in three layouts.
 #[test]
 fn gpt_trains_as_with_pytorch_ddp() {
     let recorded = Recorded::read();

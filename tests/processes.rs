@@ -388,7 +388,7 @@ fn reduced(all: &[Tensor], op: ReduceOp) -> Tensor {
 
 #[test]
 fn collectives_of_processes_are_right() {
-    for ranks in some_of([&[1, 1][..], &[2, 2], &[1, 2, 1], &[3, 1]], 2) {
+    for ranks in some_of([&[1, 2, 1][..], &[1, 1], &[2, 2], &[3, 1]], 1) {
         scene("collectives", ranks);
     }
 }
@@ -620,14 +620,14 @@ pub(crate) fn end(args: &[&str], ranks: &[usize]) -> Value {
 fn processes_train_to_the_results_of_threads() {
     for args in some_of(
         [
-            &["--max-epochs=2"][..],
-            &["--model=mlp", "--hidden=300,300", "--momentum=0.9", "--bucket-cap-mb=0.2"],
+            &["--model=mlp", "--hidden=300,300", "--momentum=0.9", "--bucket-cap-mb=0.2"][..],
+            &["--max-epochs=2"],
             &["--model=cnn", "--in-features=64", "--sync-batch-norm", "--num-samples=500"],
             &["--model=mlp", "--hidden=300,300", "--optimizer=adamw", "--share-model"],
             &["--model=mlp", "--optimizer=adamw", "--strategy=dp", "--grad-accum-steps=2"],
             &["--dataset=digits", "--loss=cross-entropy", "--model=mlp", "--val-fraction=0.2"],
         ],
-        2,
+        1,
     ) {
         let threads = |ranks: &str| -> Value {
             let (code, stdout, stderr) = run(&[args, &[ranks, "--log-format=json"]].concat());
@@ -1004,7 +1004,7 @@ fn processes_with_different_options_are_refused() {
                 "the command is bench step --steps=2 for process 0",
             ),
         ],
-        3,
+        2,
     ) {
         // The one that serves the store must not be gone before the others have found out.
         for order in [[0, 1, 0], [1, 0, 0]] {
@@ -1024,16 +1024,13 @@ fn processes_with_different_options_are_refused() {
     }
 }
 
-/// Long: it trains thousands of steps, so that the signal comes in the middle of them.
 #[test]
 fn processes_stop_save_and_resume_together() {
     let folder = tempfile::tempdir().unwrap();
     let dir = format!("--checkpoint-dir={}", folder.path().join("run").display());
-    let args =
-        ["--num-samples=65536", "--model=mlp", "--hidden=16", "--momentum=0.9", "--max-epochs=3"];
-    let whole = end(&args, &[1, 1]);
+    let args = ["--model=mlp", "--hidden=16", "--momentum=0.9"];
     // SIGTERM to the process that does not decide.
-    let mut children = start(&[&args[..], &[&dir]].concat(), &[1, 1]);
+    let mut children = start(&[&args[..], &[&dir, "--max-epochs=1000000"]].concat(), &[1, 1]);
     let mut stdout = BufReader::new(children[0].stdout.take().unwrap());
     let mut line = String::new();
     while !line.contains("\"epoch\":0") {
@@ -1048,8 +1045,11 @@ fn processes_stop_save_and_resume_together() {
     }
     let stopped: Value = serde_json::from_str(rest.lines().last().unwrap()).unwrap();
     assert_eq!(stopped["stopped"], "SIGTERM");
+    let epochs = rest.matches("\"event\":\"epoch\",\"rank\":0,").count() + 2;
+    let length = format!("--max-epochs={epochs}");
+    let whole = self::end(&[&args[..], &[&length]].concat(), &[1, 1]);
     assert!(stopped["steps"].as_u64() < whole["steps"].as_u64());
-    let end = end(&[&args[..], &[&dir, "--resume=auto"]].concat(), &[1, 1]);
+    let end = end(&[&args[..], &[&dir, "--resume=auto", &length]].concat(), &[1, 1]);
     assert_eq!(end["parameters_hash"], whole["parameters_hash"]);
     assert_eq!(end["steps"], whole["steps"]);
 }

@@ -238,14 +238,16 @@ fn straggler_is_named_with_its_slow_phase() {
 #[test]
 fn each_mistake_is_reported_with_rank_step_and_cause() {
     let mistakes = [
-        ("nan", "in step 5 on rank 1 the loss is NaN for sample "),
-        ("desync", "after step 5 rank 1 has another `weight` than the others;"),
+        ("nan", &["in step 5 on rank 1 the loss is NaN for sample "][..]),
+        ("desync", &["after step 5 rank 1 has another `weight` than the others;"]),
         (
             "wrong-shape",
-            "rank 1 called all_reduce(sum) of float32 [7] at src/trainer/callbacks/fault_injection.rs:",
+            &[
+                "rank 1 called all_reduce(sum) of float32 [7] at src/trainer/callbacks/fault_injection.rs:",
+                "ranks 0, 2 called all_reduce(premul_sum 0.3333333333333333) of float32 ",
+                "] at src/trainer/mod.rs:",
+            ],
         ),
-        ("wrong-shape", "ranks 0, 2 called all_reduce(premul_sum 0.3333333333333333) of float32 "),
-        ("wrong-shape", "] at src/trainer/mod.rs:"),
     ];
     for (kind, told) in mistakes {
         let fault = format!("--inject-fault={kind}:rank=1,at=step,step=5");
@@ -253,7 +255,7 @@ fn each_mistake_is_reported_with_rank_step_and_cause() {
             let (code, _, stderr) =
                 run(&[&[&fault, "--check-replicas-every=1"][..], layout].concat());
             assert_eq!(code, Some(1), "{kind}: {stderr}");
-            assert!(stderr.contains(told), "{kind}: {stderr}");
+            assert!(told.iter().all(|it| stderr.contains(it)), "{kind}: {stderr}");
             assert!(stderr.contains("ddp-mp: rank 1 (CPU:1"), "{kind}: {stderr}");
         }
     }

@@ -10,7 +10,7 @@ use serde_json::Value;
 use tch::nn::{Module, VarStore};
 use tch::{Device, Kind, Tensor};
 
-use crate::harness::{linear, program, ranks, run, run_command, some_of};
+use crate::harness::{in_parallel, linear, program, ranks, run, run_command, some_of};
 use crate::processes::end;
 use crate::share_model::{
     CNN, MLP, events, failures_end_the_run, inputs, model, same_with, verify_finds_no_difference,
@@ -120,8 +120,9 @@ fn zero_is_refused_with_share_model_dp_and_join() {
 /// Long: it waits for time-outs.
 #[test]
 fn failure_of_a_rank_that_partitions_the_optimizer_ends_the_run() {
-    failures_end_the_run(&["--zero", "--spawn=threads"]);
-    failures_end_the_run(&["--zero", "--spawn=processes"]);
+    in_parallel(&["--spawn=threads", "--spawn=processes"], |spawn| {
+        failures_end_the_run(&["--zero", spawn]);
+    });
 }
 
 #[test]
@@ -159,9 +160,9 @@ fn saved_state(folder: &Path) -> Vec<u8> {
 #[test]
 fn checkpoint_of_a_partitioned_optimizer_is_whole_and_resumes_anywhere() {
     let hook = ["--comm-hook=powersgd", "--powersgd-start-iter=2", "--bucket-cap-mb=0.2"];
-    for (spawn, more) in
-        [("--spawn=threads", &[][..]), ("--spawn=processes", &[]), ("--spawn=threads", &hook)]
-    {
+    let layouts =
+        [("--spawn=processes", &[][..]), ("--spawn=threads", &[]), ("--spawn=threads", &hook)];
+    for (spawn, more) in some_of(layouts, 2) {
         let args = [MLP, &["--optimizer=adamw", "--max-epochs=3", spawn], more].concat();
         let flags = |zero: bool| if zero { &["--zero"][..] } else { &[] };
         let train = |folder: &Path, ranks: &str, zero: bool, length: &str| {
