@@ -14,15 +14,17 @@ use tch::Tensor;
 use crate::harness::{TIMEOUT, program, run, send};
 use crate::processes::failures;
 
-/// Whatever takes so long in these tests is a stall.
 const SHORT: Duration = Duration::from_millis(40);
+
+/// Longer than a rank waits for the others on a busy machine.
+const STALL: Duration = Duration::from_secs(2);
 
 #[test]
 fn stall_warning_names_the_missing_rank() {
     let (tell, told) = unbounded::<String>();
     let (keep, texts) = unbounded::<String>();
     let spawn =
-        Spawn::new(3).timeout(TIMEOUT).grace_period(SHORT).stall_warning(SHORT, move |text| {
+        Spawn::new(3).timeout(TIMEOUT).grace_period(SHORT).stall_warning(STALL, move |text| {
             let _ = (tell.send(text.into()), keep.send(text.into()));
         });
     spawn
@@ -188,11 +190,8 @@ fn sigusr2_prints_the_status_of_every_rank() {
 
 #[test]
 fn stall_warning_of_the_program_names_rank_and_line() {
-    let stall = [
-        "--nproc-per-node=3",
-        "--inject-fault=stall:rank=1,at=step,step=3",
-        "--stall-warning=50ms",
-    ];
+    let stall =
+        ["--nproc-per-node=3", "--inject-fault=stall:rank=1,at=step,step=3", "--stall-warning=2s"];
     watch(&stall, |_, lines| {
         let mut lines = lines.skip_while(|line| !line.contains(" has not ended for "));
         let first = lines.next().unwrap();
@@ -304,7 +303,7 @@ fn killed_process_is_named_with_the_step_of_the_waiting_ranks() {
 #[test]
 fn stall_warning_covers_ranks_of_other_processes() {
     let stall =
-        ["--inject-fault=stall:rank=2,at=step,step=3", "--stall-warning=50ms", "--timeout=6s"];
+        ["--inject-fault=stall:rank=2,at=step,step=3", "--stall-warning=2s", "--timeout=12s"];
     let told = failures(&[&stall[..], &["--grace-period=1s"]].concat(), &[2, 2], |_| {});
     let seen = "last seen in step #3 at src/trainer/mod.rs:";
     for (here, (code, stderr)) in [[0, 1], [2, 3]].iter().zip(&told) {
@@ -340,7 +339,7 @@ fn stall_warning_covers_ranks_of_other_processes() {
 
 #[test]
 fn stall_warning_names_a_process_that_does_not_answer() {
-    let long = ["--max-epochs=1000000", "--stall-warning=50ms"];
+    let long = ["--max-epochs=1000000", "--stall-warning=2s"];
     failures(&long, &[1, 1], |children| {
         let mut first = String::new();
         BufReader::new(children[0].stdout.as_mut().unwrap()).read_line(&mut first).unwrap();

@@ -135,3 +135,21 @@ pub(super) fn pointed(pointer: &Path) -> Option<PathBuf> {
     let folder = followed(pointer).with_file_name(name.trim_end());
     step_of(&folder).map(|_| folder)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_that_a_run_uses_are_no_one_elses() {
+        let files = FILES.map(|(name, _, _)| name);
+        let others =
+            ["latest.new", "best.new", ".unfinished-step-00000064", "aside-1-step-00000064"];
+        for name in [LATEST, BEST, LOCK, "step-00000064"].into_iter().chain(files).chain(others) {
+            assert!(is_used(name), "{name}");
+        }
+        for name in ["metrics.jsonl", "board", "steps", "step-1x", "model.safetensors.old"] {
+            assert!(!is_used(name), "{name}");
+        }
+    }
+}
