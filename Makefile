@@ -1,7 +1,7 @@
 # Builds with the libtorch that `make libtorch` fetches into .libtorch/, or with your own where
 # LIBTORCH or LIBTORCH_USE_PYTORCH is set. All of it is built in release mode: libtorch's bindings
 # take minutes to compile, and so they are compiled once.
-TORCH = 2.11.0
+TORCH = 2.13.0
 ARGS = --max-epochs=2 --batch-size=32
 
 PROGRAM = $(or $(CARGO_TARGET_DIR),target)/release/ddp-mp

@@ -40,7 +40,7 @@ fn build_shim(libtorch_lib: &Path) {
     let cxx11_abi = env::var("LIBTORCH_CXX11_ABI").unwrap_or_else(|_| "1".into());
     cc::Build::new()
         .cpp(true)
-        .std("c++17")
+        .std("c++20")
         .file("src/ffi/all.cpp")
         .define("USE_C10D_GLOO", None) // it is in libtorch_cpu
         .include("src/ffi/gloo_forward")

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use super::shim;
 
-/// Returns the version of libtorch that this binary was built for, such as `2.11.0`.
+/// Returns the version of libtorch that this binary was built for, such as `2.13.0`.
 pub fn version() -> String {
     shim::torch_version()
 }

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Tests and measures ddp-mp on this machine's GPU in under eight minutes. Needs python3 with torch 2.11.0 for CUDA 13.
+# Tests and measures ddp-mp on this machine's GPU in under eight minutes. Needs python3 with torch 2.13.0 for CUDA 13.
 # Prints each step, with its command, and goes on after a failure: one try shows everything. Writes gpu-results.json,
 # gpu-results.md and gpu-run.log, which is what it prints, into the folder named by OUT, or into this one. Ends with 0 if
 # all parts went well.

@@ -8,7 +8,7 @@ use cudarc::nccl::sys;
 use super::status::check;
 use crate::error::{Error, Result, Shown};
 
-/// Returns NCCL's version, such as `2.28.9`. `None` if NCCL is not installed.
+/// Returns NCCL's version, such as `2.29.7`. `None` if NCCL is not installed.
 pub(crate) fn version() -> Option<String> {
     require_library().ok()?;
     let mut version = 0;

@@ -31,9 +31,9 @@ struct UniqueId {
   char internal[128];
 };
 
-// The version that NCCL has, such as 22809: SIM_NCCL_VERSION.
+// The version that NCCL has, such as 22907: SIM_NCCL_VERSION.
 inline int version() {
-  static const int known = static_cast<int>(sim::setting("SIM_NCCL_VERSION", 22809));
+  static const int known = static_cast<int>(sim::setting("SIM_NCCL_VERSION", 22907));
   return known;
 }
 
