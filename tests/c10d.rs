@@ -81,7 +81,7 @@ fn collectives_match_pytorch_definitions() {
             }
             let mut tensor = ints(&[0, 0]);
             let input = Tensor::arange(2 * n, (Kind::Int64, Device::Cpu));
-            group.reduce_scatter_tensor(&mut tensor, &input, ReduceOp::Sum).unwrap();
+            group.reduce_scatter_single(&mut tensor, &input, ReduceOp::Sum).unwrap();
             assert_eq!(tensor, ints(&[n * 2 * rank, n * (2 * rank + 1)]));
             // Rank r sends r rows to rank 0 and none to others.
             let to: Vec<i64> = (0..n).map(|to| if to == 0 { rank } else { 0 }).collect();
@@ -150,7 +150,7 @@ fn unsupported_arguments_are_refused_with_a_reason() {
         refused(all_to_all(three, three), "all_to_all");
         refused(all_to_all(Some(&[-2]), Some(&[2])), "-2 rows");
         let mut part = Tensor::zeros([4], (Kind::Float, Device::Cpu));
-        let scattered = group.reduce_scatter_tensor(&mut part, &floats(), ReduceOp::Sum);
+        let scattered = group.reduce_scatter_single(&mut part, &floats(), ReduceOp::Sum);
         refused(scattered, "the input of shape [2, 3] is not 1 times the output, [4]");
     });
 }

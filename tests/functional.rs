@@ -54,7 +54,7 @@ fn unused_result_has_a_zero_gradient() {
 fn second_derivative_passes_through_the_collectives() {
     ranks(2, |rank, group| {
         let mine = Tensor::from_slice(&[rank.rank() as f64 + 1.0]).set_requires_grad(true);
-        let sum = functional::all_gather_into_tensor(&mine, &group)?.sum(Kind::Double);
+        let sum = functional::all_gather_single(&mine, &group)?.sum(Kind::Double);
         // Of (1 + 2)^3: twice 3 s^2 on each rank, and of the sum of both twice twice 6 s more.
         let first = Tensor::run_backward(&[&sum * &sum * &sum], &[&mine], true, true);
         assert_eq!(numbers(&first[0]), [2.0 * 27.0]);

@@ -57,7 +57,7 @@ fn calls() -> Vec<(&'static str, Call)> {
         ("all_gather", |group, output| {
             // The list in one tensor: two rows for each rank.
             let mut all = output();
-            group.all_gather_into_tensor(&mut all, &mine(group).narrow(0, 0, 2))?;
+            group.all_gather_single(&mut all, &mine(group).narrow(0, 0, 2))?;
             Ok(vec![all])
         }),
         ("gather", |group, output| {
@@ -80,7 +80,7 @@ fn calls() -> Vec<(&'static str, Call)> {
         ("reduce_scatter", |group, output| {
             let mut tensor = output();
             let input = Tensor::cat(&[mine(group), mine(group)], 0);
-            group.reduce_scatter_tensor(&mut tensor, &input, ReduceOp::Sum)?;
+            group.reduce_scatter_single(&mut tensor, &input, ReduceOp::Sum)?;
             Ok(vec![tensor])
         }),
         ("all_to_all", |group, output| {

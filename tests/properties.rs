@@ -61,9 +61,9 @@ proptest! {
         let results = ranks(world_size, move |rank, group| {
             let whole = numbers(rank.rank(), part * world_size as i64);
             let mut mine = whole.narrow(0, 0, part).zeros_like();
-            group.reduce_scatter_tensor(&mut mine, &whole, ReduceOp::Sum)?;
+            group.reduce_scatter_single(&mut mine, &whole, ReduceOp::Sum)?;
             let mut gathered = whole.zeros_like();
-            group.all_gather_into_tensor(&mut gathered, &mine)?;
+            group.all_gather_single(&mut gathered, &mine)?;
             let mut reduced = whole.copy();
             group.all_reduce(&mut reduced, ReduceOp::Sum)?;
             Ok((Vec::<i64>::try_from(gathered)?, Vec::<i64>::try_from(reduced)?))

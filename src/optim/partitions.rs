@@ -96,7 +96,7 @@ impl Partitions {
             let whole = || Tensor::f_empty([bucket.len() as i64], (slot.kind(), slot.device()));
             if on_all {
                 let mut whole = whole().doing(doing)?;
-                group.all_gather_into_tensor(&mut whole, &mine)?;
+                group.all_gather_single(&mut whole, &mine)?;
                 f(bucket, &whole)?;
             } else if group.rank() == 0 {
                 let whole = whole().doing(doing)?;

@@ -254,11 +254,11 @@ impl ProcessGroupGloo {
     /// Combines `input` over all ranks and leaves part `rank` of the result in `output`. `input` has
     /// [`size`](Self::size) times the rows of `output`.
     ///
-    /// Follows `torch.distributed.reduce_scatter_tensor`.
+    /// Follows `torch.distributed.reduce_scatter_single`.
     ///
     /// # Errors
     /// The errors of [`ProcessGroupGloo::all_reduce`].
-    pub fn reduce_scatter_tensor(
+    pub fn reduce_scatter_single(
         &self,
         output: &mut Tensor,
         input: &Tensor,

@@ -58,12 +58,12 @@ impl ProcessGroup {
     }
 
     /// Gathers each of `input_tensors` into the tensor of `output_tensors` at the same index, like
-    /// [`ProcessGroup::all_gather_into_tensor`], in one collective.
+    /// [`ProcessGroup::all_gather_single`], in one collective.
     ///
     /// Follows c10d's `allgather_into_tensor_coalesced`. All tensors have one dtype.
     ///
     /// # Errors
-    /// The errors of [`ProcessGroup::all_gather_into_tensor`]; [`Error::InvalidInput`](crate::Error::InvalidInput) if
+    /// The errors of [`ProcessGroup::all_gather_single`]; [`Error::InvalidInput`](crate::Error::InvalidInput) if
     /// there are no tensors, the numbers of outputs and inputs differ, or dtypes differ.
     ///
     /// ```
@@ -109,12 +109,12 @@ impl ProcessGroup {
     }
 
     /// Reduces each of `inputs` into the tensor of `outputs` at the same index, like
-    /// [`ProcessGroup::reduce_scatter_tensor`], in one collective.
+    /// [`ProcessGroup::reduce_scatter_single`], in one collective.
     ///
     /// Follows c10d's `reduce_scatter_tensor_coalesced`. All tensors have one dtype.
     ///
     /// # Errors
-    /// The errors of [`ProcessGroup::reduce_scatter_tensor`]; [`Error::InvalidInput`](crate::Error::InvalidInput) if
+    /// The errors of [`ProcessGroup::reduce_scatter_single`]; [`Error::InvalidInput`](crate::Error::InvalidInput) if
     /// there are no tensors, the numbers of outputs and inputs differ, or dtypes differ.
     ///
     /// ```

@@ -155,7 +155,7 @@ impl ProcessGroup {
     /// Copies every rank's `input_tensor` into its part of every rank's `output_tensor`: one part after the other,
     /// in rank order.
     ///
-    /// Follows `torch.distributed.all_gather_into_tensor`. `output_tensor` has the elements of all inputs together,
+    /// Follows `torch.distributed.all_gather_single`. `output_tensor` has the elements of all inputs together,
     /// in any shape.
     ///
     /// # Errors
@@ -169,7 +169,7 @@ impl ProcessGroup {
     /// spawn(2, |rank| {
     ///     let group = rank.init_process_group(Backend::Threaded)?;
     ///     let mut all = Tensor::from_slice(&[0i64; 2]);
-    ///     group.all_gather_into_tensor(&mut all, &Tensor::from_slice(&[rank.rank() as i64 + 5]))?;
+    ///     group.all_gather_single(&mut all, &Tensor::from_slice(&[rank.rank() as i64 + 5]))?;
     ///     assert_eq!(Vec::<i64>::try_from(&all)?, [5, 6]);
     ///     Ok(())
     /// })?;
@@ -177,7 +177,7 @@ impl ProcessGroup {
     /// # }
     /// ```
     #[track_caller]
-    pub fn all_gather_into_tensor(
+    pub fn all_gather_single(
         &self,
         output_tensor: &mut Tensor,
         input_tensor: &Tensor,
@@ -311,7 +311,7 @@ impl ProcessGroup {
 
     /// Combines all ranks' `input` and leaves part `rank` of the result in each rank's `output`.
     ///
-    /// Follows `torch.distributed.reduce_scatter_tensor`. `input` has the elements of all outputs together, in any
+    /// Follows `torch.distributed.reduce_scatter_single`. `input` has the elements of all outputs together, in any
     /// shape; dtypes as for [`ProcessGroup::all_reduce`].
     ///
     /// # Errors
@@ -325,7 +325,7 @@ impl ProcessGroup {
     /// spawn(2, |rank| {
     ///     let group = rank.init_process_group(Backend::Threaded)?;
     ///     let mut output = Tensor::from_slice(&[0f32]);
-    ///     group.reduce_scatter_tensor(&mut output, &Tensor::from_slice(&[1f32, 3.0]), ReduceOp::Avg)?;
+    ///     group.reduce_scatter_single(&mut output, &Tensor::from_slice(&[1f32, 3.0]), ReduceOp::Avg)?;
     ///     assert_eq!(output.double_value(&[0]), [1.0, 3.0][rank.rank()]);
     ///     Ok(())
     /// })?;
@@ -333,7 +333,7 @@ impl ProcessGroup {
     /// # }
     /// ```
     #[track_caller]
-    pub fn reduce_scatter_tensor(
+    pub fn reduce_scatter_single(
         &self,
         output: &mut Tensor,
         input: &Tensor,

@@ -157,12 +157,12 @@ pub fn all_gather(tensor: &Tensor, group: &Rc<ProcessGroup>) -> Result<Vec<Tenso
 
 /// Returns the ranks' tensors in one tensor, joined along the first dimension in rank order. A collective.
 ///
-/// Follows `torch.distributed.nn.functional._all_gather_base`, which has a gradient with NCCL only. See
-/// [`all_gather`].
+/// Follows `torch.distributed.nn.functional._all_gather_base`, which has a gradient with NCCL only; the name is that of
+/// `_functional_collectives`. See [`all_gather`].
 ///
 /// # Errors
-/// The errors of [`ProcessGroup::all_gather_into_tensor`] and of the [module](self).
-pub fn all_gather_into_tensor(tensor: &Tensor, group: &Rc<ProcessGroup>) -> Result<Tensor> {
+/// The errors of [`ProcessGroup::all_gather_single`] and of the [module](self).
+pub fn all_gather_single(tensor: &Tensor, group: &Rc<ProcessGroup>) -> Result<Tensor> {
     let mut shape = tensor.size();
     match shape.first_mut() {
         Some(first) => *first *= group.world_size() as i64,
@@ -170,6 +170,9 @@ pub fn all_gather_into_tensor(tensor: &Tensor, group: &Rc<ProcessGroup>) -> Resu
     }
     gathered_by_all(tensor, group)?.f_reshape(shape).doing("reshape")
 }
+
+/// The name that PyTorch had before 2.13.
+pub use self::all_gather_single as all_gather_into_tensor;
 
 /// Returns the sum over the ranks of their tensors for this rank in `input_list`. A collective.
 ///
@@ -342,14 +345,14 @@ fn scattered(all: &Tensor, src: usize, group: &Group) -> Result<Tensor> {
 /// Returns a row for each rank.
 fn all_rows(tensor: &Tensor, group: &Group) -> Result<Tensor> {
     let mut all = room_for_all(tensor, group)?;
-    group.all_gather_into_tensor(&mut all, tensor)?;
+    group.all_gather_single(&mut all, tensor)?;
     Ok(all)
 }
 
 /// Returns the sum over all ranks of their rows for this rank.
 fn sum_of_rows(all: &Tensor, group: &Group) -> Result<Tensor> {
     let mut mine = zeros(&all.size()[1..], all)?;
-    group.reduce_scatter_tensor(&mut mine, all, ReduceOp::Sum)?;
+    group.reduce_scatter_single(&mut mine, all, ReduceOp::Sum)?;
     Ok(mine)
 }
 

@@ -86,13 +86,13 @@ impl ProcessGroup {
             }
             op => op,
         };
-        self.reduce_scatter_tensor(&mut self.my_part(tensor)?, tensor, op)
+        self.reduce_scatter_single(&mut self.my_part(tensor)?, tensor, op)
     }
 
     /// Copies this rank's part of `tensor` to the other ranks. The parts are equal, one for each rank.
     #[track_caller]
     pub(crate) fn all_gather_in_place(&self, tensor: &Tensor) -> Result<()> {
-        self.all_gather_into_tensor(&mut tensor.shallow_clone(), &self.my_part(tensor)?)
+        self.all_gather_single(&mut tensor.shallow_clone(), &self.my_part(tensor)?)
     }
 
     /// Returns this rank's part of a tensor of one dimension, which has a part for each rank.

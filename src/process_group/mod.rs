@@ -32,6 +32,7 @@ mod p2p_op;
 mod point_to_point;
 mod reduce_op;
 mod refuse;
+mod renamed;
 mod threaded;
 mod traffic;
 mod weighted;

@@ -80,7 +80,7 @@ impl ProcessGroup {
         const NAME: &str = "all_gather_object";
         let framed = self.framed(NAME, &to_bytes(NAME, object)?)?;
         let mut all = self.room_for_all(&framed)?;
-        self.all_gather_into_tensor(&mut all, &framed)?;
+        self.all_gather_single(&mut all, &framed)?;
         self.objects(NAME, &all)
     }
 

@@ -86,7 +86,7 @@ fn collectives(group: &ProcessGroupGloo, kind: Kind) -> Result<()> {
         same("scatter", &tensor, &all[rank])?;
     }
     let mut tensor = all[0].zeros_like();
-    group.reduce_scatter_tensor(&mut tensor, &stack.view([-1]), ReduceOp::Sum)?;
+    group.reduce_scatter_single(&mut tensor, &stack.view([-1]), ReduceOp::Sum)?;
     same("reduce_scatter", &tensor, &(&all[rank] * size as i64))?;
     let mut tensor = stack.zeros_like();
     group.all_to_all_single(&mut tensor, &(&stack + rank as i64), None, None)?;

@@ -50,7 +50,7 @@ pub(crate) fn compare(group: &ProcessGroup) -> Result<()> {
         let (mut one_by_one, mut together) = (zeros(count), zeros(count));
         let inputs = tensors(group, 1, kind);
         for (output, input) in one_by_one.iter_mut().zip(&inputs) {
-            group.all_gather_into_tensor(output, input)?;
+            group.all_gather_single(output, input)?;
         }
         group.all_gather_into_tensor_coalesced(&mut together, &inputs)?;
         same(&together, &one_by_one);
@@ -58,7 +58,7 @@ pub(crate) fn compare(group: &ProcessGroup) -> Result<()> {
         let (mut one_by_one, mut together) = (zeros(1), zeros(1));
         let inputs = tensors(group, count, kind);
         for (output, input) in one_by_one.iter_mut().zip(&inputs) {
-            group.reduce_scatter_tensor(output, input, ReduceOp::Max)?;
+            group.reduce_scatter_single(output, input, ReduceOp::Max)?;
         }
         group.reduce_scatter_tensor_coalesced(&mut together, &inputs, ReduceOp::Max)?;
         same(&together, &one_by_one);

@@ -58,7 +58,7 @@ pub(crate) fn asynchronous(group: &ProcessGroup) -> anyhow::Result<()> {
         let (mut gathered, mut all) = (list(), list());
         group.all_gather(&mut gathered, &of(me))?;
         let mut whole = Tensor::zeros([world_size as i64 * 2], (Kind::Float, device));
-        group.all_gather_into_tensor(&mut whole, &of(me))?;
+        group.all_gather_single(&mut whole, &of(me))?;
         group.gather(&of(me), (me == 0).then_some(&mut all[..]), 0)?;
         keep(vec![Tensor::stack(&gathered, 0), whole.copy(), Tensor::stack(&all, 0)]);
         let (mut mine, parts) = (of(9), list());
@@ -66,7 +66,7 @@ pub(crate) fn asynchronous(group: &ProcessGroup) -> anyhow::Result<()> {
         let mut part = of(9);
         group.reduce_scatter(&mut part, &parts, ReduceOp::Sum)?;
         let mut part_of_whole = of(9);
-        group.reduce_scatter_tensor(&mut part_of_whole, &whole, ReduceOp::Sum)?;
+        group.reduce_scatter_single(&mut part_of_whole, &whole, ReduceOp::Sum)?;
         keep(vec![mine, part, part_of_whole]);
         let mut exchanged = list();
         group.all_to_all(&mut exchanged, &list())?;

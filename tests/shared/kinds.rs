@@ -81,8 +81,8 @@ pub(crate) fn are_reduced(group: &ProcessGroup) -> ddp_mp::Result<()> {
                 }
                 let mut single = output.zeros_like();
                 let whole = Tensor::cat(&parts, 0);
-                group.reduce_scatter_tensor(&mut single, &whole, op)?;
-                assert_equal(&single, &output, &format!("reduce_scatter_tensor, {what}"));
+                group.reduce_scatter_single(&mut single, &whole, op)?;
+                assert_equal(&single, &output, &format!("reduce_scatter_single, {what}"));
             }
         }
     }
@@ -107,9 +107,9 @@ pub(crate) fn go_where_they_should(group: &ProcessGroup) -> ddp_mp::Result<()> {
             assert!((0..world_size).all(|r| same(&all[r], &of(r))), "all_gather, {what}");
 
             let mut whole = Tensor::zeros([world_size as i64, len], (kind, group.device()));
-            group.all_gather_into_tensor(&mut whole, &mine)?;
+            group.all_gather_single(&mut whole, &mine)?;
             let stacked = Tensor::stack(&(0..world_size).map(of).collect::<Vec<_>>(), 0);
-            assert!(same(&whole, &stacked), "all_gather_into_tensor, {what}");
+            assert!(same(&whole, &stacked), "all_gather_single, {what}");
 
             for root in 0..world_size {
                 let mut sent = on(of(me));

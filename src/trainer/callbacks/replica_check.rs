@@ -60,7 +60,7 @@ pub(crate) fn compare_replicas<M>(
     let hashes = group.to_device(&Tensor::from_slice(&hashes))?;
     let shape = [group.world_size() as i64, names.len() as i64];
     let mut all = Tensor::f_zeros(shape, (Kind::Int64, group.device())).doing(doing)?;
-    group.all_gather_into_tensor(&mut all, &hashes)?;
+    group.all_gather_single(&mut all, &hashes)?;
     let all = group.to_host(&all)?.f_reshape([-1]).doing(doing)?;
     let all = Vec::<i64>::try_from(all).doing(doing)?;
     match difference(&all, &names, group.ranks()) {

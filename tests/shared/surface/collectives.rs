@@ -60,6 +60,12 @@ pub(super) fn all_gather_into_tensor(it: &Surface) {
     it.is(&all, &it.of_all(3).concat());
 }
 
+pub(super) fn all_gather_single(it: &Surface) {
+    let mut all = it.tensor(&vec![0.0; it.size() * 3], Kind::Double);
+    it.group.all_gather_single(&mut all, &it.mine(3, Kind::Double)).unwrap();
+    it.is(&all, &it.of_all(3).concat());
+}
+
 pub(super) fn gather(it: &Surface) {
     for root in 0..it.size() {
         let mut list: Vec<Tensor> =
@@ -103,11 +109,19 @@ pub(super) fn reduce_scatter(it: &Surface) {
 }
 
 pub(super) fn reduce_scatter_tensor(it: &Surface) {
+    let parts = parts(it);
+    let input = it.tensor(&parts[it.me()], Kind::Double);
+    let mut output = it.tensor(&[0.0; 2], Kind::Double);
+    it.group.reduce_scatter_tensor(&mut output, &input, ReduceOp::Sum).unwrap();
+    it.is(&output, &reduced(ReduceOp::Sum, &parts)[it.me() * 2..][..2]);
+}
+
+pub(super) fn reduce_scatter_single(it: &Surface) {
     for (op, kind) in it.reductions(false) {
         let whole = reduced(op, &parts(it));
         let input = it.tensor(&parts(it)[it.me()], kind);
         let mut output = it.tensor(&[0.0; 2], kind);
-        it.group.reduce_scatter_tensor(&mut output, &input, op).unwrap();
+        it.group.reduce_scatter_single(&mut output, &input, op).unwrap();
         it.is(&output, &whole[it.me() * 2..][..2]);
     }
 }

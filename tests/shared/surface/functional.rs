@@ -119,9 +119,9 @@ pub(super) fn functional_all_gather(it: &Surface) {
     it.goes_back(&results, &mine, &sum(it.everyone().map(|rank| weights(rank, it.me()))));
 }
 
-pub(super) fn functional_all_gather_into_tensor(it: &Surface) {
+pub(super) fn functional_all_gather_single(it: &Surface) {
     let mine = it.trained(LEN);
-    let result = functional::all_gather_into_tensor(&mine, &it.group).unwrap();
+    let result = functional::all_gather_single(&mine, &it.group).unwrap();
     it.is(&result.detach(), &it.of_all(LEN).concat());
     let results = result.split(LEN as i64, 0);
     it.goes_back(&results, &mine, &sum(it.everyone().map(|rank| weights(rank, it.me()))));
