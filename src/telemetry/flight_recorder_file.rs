@@ -18,7 +18,7 @@ use super::{Marks, Output};
 use crate::operation::Operation;
 use crate::runtime::{Entry, FlightRecorderDump, RankRecords};
 
-/// The version of PyTorch's format that `torchfrtrace` of PyTorch 2.11 reads.
+/// The version of PyTorch's format that `torchfrtrace` of PyTorch 2.12 and newer reads.
 const VERSION: &str = "2.10";
 
 /// The name of a rank's file, before its number.
@@ -171,6 +171,8 @@ fn names(group: u32) -> (String, String) {
 }
 
 fn collectives(dump: &FlightRecorderDump, rank: &RankRecords) -> Vec<Collective> {
+    // `torchfrtrace` knows no library of threads.
+    let library = if rank.device.starts_with("GPU") { "nccl" } else { "gloo" };
     let start =
         SystemTime::now().checked_sub(dump.began.elapsed()).unwrap_or(SystemTime::UNIX_EPOCH);
     let start = start.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
@@ -198,7 +200,7 @@ fn collectives(dump: &FlightRecorderDump, rank: &RankRecords) -> Vec<Collective>
             p2p_seq_id: 0,
             op_id: entry.begin.at.sequence,
             is_p2p: false,
-            profiling_name: format!("nccl:{name}"),
+            profiling_name: format!("{library}:{name}"),
             time_created_ns: at(entry.started_at),
             time_discovered_started_ns: at(entry.started_at),
             time_discovered_completed_ns: entry.finished_at.map(at),

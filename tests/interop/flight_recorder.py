@@ -50,7 +50,7 @@ def sound(program, folder, spawn):
     collectives = contents.collectives
     check(all(one.pass_check and one.expected_ranks == {0, 1, 2} for one in collectives), collectives)
     names = {one.collective_name for one in collectives}
-    check({"nccl:all_reduce", "nccl:broadcast"} <= names, names)
+    check({"gloo:all_reduce", "gloo:broadcast"} <= names, names)
     of_step = [one for one in collectives if one.collective_frames[0]["filename"] == "src/trainer/mod.rs"]
     check(len(of_step) == 20, f"{len(of_step)} all_reduces of buckets in 20 steps")
     # 21 gradients of 4 bytes. The bucket begins each parameter on a boundary for vectors.
