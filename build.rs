@@ -27,9 +27,16 @@ fn main() -> Result<(), Box<dyn Error>> {
 }
 
 fn build_shim(libtorch_lib: &Path) {
-    for source in
-        ["all.cpp", "shim.cpp", "kept_memory.cpp", "c10d.cpp", "guarded.h", "gloo_forward"]
-    {
+    for source in [
+        "all.cpp",
+        "assumed.h",
+        "c10d.cpp",
+        "gloo_forward",
+        "guarded.h",
+        "kept_memory.cpp",
+        "library.cpp",
+        "shim.cpp",
+    ] {
         println!("cargo:rerun-if-changed=src/ffi/{source}");
     }
     println!("cargo:rerun-if-env-changed=LIBTORCH_INCLUDE");

@@ -9,7 +9,7 @@ use clap::error::ErrorKind;
 use ddp_mp::commands;
 use ddp_mp::commands::Versions;
 use ddp_mp::config::Tool;
-use ddp_mp::ffi::{cuda, keep_memory};
+use ddp_mp::ffi::{check_version, cuda, keep_memory};
 use ddp_mp::launch::{SpawnError, exit_code, install_panic_hook};
 use ddp_mp::os;
 use ddp_mp::telemetry::{LogFormat, Printer, unwritable_stdout};
@@ -41,6 +41,11 @@ const COMMIT: &str = "";
 fn main() {
     install_panic_hook();
     os::ignore_file_size_signal();
+    // Ahead of every other use of libtorch.
+    if let Err(error) = check_version() {
+        text_printer().report(&error.to_string());
+        os::exit(WRONG_INPUT);
+    }
     keep_memory();
     let cli = match cli::parse(std::env::args_os()) {
         Ok(cli) => cli,

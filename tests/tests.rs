@@ -33,6 +33,7 @@ mod gradients; // what is in grad, as PyTorch has it: unused parameters, several
 mod groups; // some of the ranks, asynchronous operations, groups whose run has failed
 mod kernels; // whether libtorch rounds as where the values of parity were recorded
 mod lesson; // ddp-mp lesson: right and wrong answers, and the exercises of the book
+mod libtorch; // a libtorch of another version than that of the build
 mod limits; // open files and threads: each limit named with its remedy
 mod live; // the live view without a terminal, and traces that are played
 mod many_ranks; // hundreds of threads: memory, and lists of tensors

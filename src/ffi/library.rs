@@ -1,15 +1,87 @@
-//! Which libtorch is loaded, and from where.
+//! Which libtorch is loaded, from where, and whether it is the one that this binary was built for.
 
-use std::path::PathBuf;
+use std::ffi::{CStr, c_char};
+use std::path::{Path, PathBuf};
 
-use super::shim;
+use crate::error::{Error, Result, Shown};
+
+unsafe extern "C" {
+    fn ddp_torch_version() -> *const c_char;
+    fn ddp_loaded_torch_version() -> *const c_char;
+    fn ddp_library_file() -> *const c_char;
+}
 
 /// Returns the version of libtorch that this binary was built for, such as `2.13.0`.
 pub fn version() -> String {
-    shim::torch_version()
+    // SAFETY: takes nothing, and returns a string literal.
+    unsafe { text(ddp_torch_version()) }.unwrap_or_default()
 }
 
 /// Returns the folder that libtorch was loaded from. `None` if not known.
 pub fn library_folder() -> Option<PathBuf> {
-    PathBuf::from(shim::library_file()?).parent().map(PathBuf::from)
+    // SAFETY: the string belongs to the loader, and lives as long as the library.
+    let file = unsafe { text(ddp_library_file()) }?;
+    PathBuf::from(file).parent().map(PathBuf::from)
+}
+
+/// Checks that the loaded libtorch has the version that this binary was built for. Another one has other classes and
+/// functions, so that its use would end in a crash, or in wrong numbers.
+///
+/// # Errors
+/// [`Error::InvalidInput`] if it has another one.
+pub fn check_version() -> Result<()> {
+    // SAFETY: the string belongs to libtorch's table of build options, which stays.
+    let loaded = unsafe { text(ddp_loaded_torch_version()) }.unwrap_or_default();
+    let folder = library_folder().unwrap_or_default();
+    mismatch(&version(), &loaded, &folder).map_or(Ok(()), |text| Err(Error::InvalidInput(text)))
+}
+
+/// Returns what is wrong with a libtorch of the version `loaded` in `folder`, for a binary that was built for `built`.
+fn mismatch(built: &str, loaded: &str, folder: &Path) -> Option<String> {
+    // Patches keep the functions and classes.
+    let minor = |version: &str| version.splitn(3, '.').take(2).collect::<Vec<_>>().join(".");
+    let wanted = minor(built);
+    (minor(loaded) != wanted).then(|| {
+        let loaded = if loaded.is_empty() { "of an unknown version" } else { loaded };
+        format!(
+            "the libtorch in {} is {loaded}, but this program was built for {built}; install that one (pip install \
+             'torch=={wanted}.*'), take the other one out of LD_LIBRARY_PATH if it is there, or build the program with \
+             the tch that fits it",
+            folder.shown()
+        )
+    })
+}
+
+/// Returns a copy of a C string. `None` if it is null.
+///
+/// # Safety
+/// `string` is null, or a string that lives until this returns.
+unsafe fn text(string: *const c_char) -> Option<String> {
+    // SAFETY: not null, and alive.
+    (!string.is_null()).then(|| unsafe { CStr::from_ptr(string) }.to_string_lossy().into_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn this_libtorch_is_the_one_that_was_built_for() {
+        check_version().unwrap();
+    }
+
+    #[test]
+    fn another_minor_version_is_a_mismatch() {
+        let told = |loaded| mismatch("2.13.0", loaded, Path::new("/env/torch/lib"));
+        assert_eq!(told("2.13.0"), None);
+        assert_eq!(told("2.13.1+cpu"), None);
+        for (loaded, text) in [
+            ("2.11.0", "the libtorch in /env/torch/lib is 2.11.0, but this program was built for 2.13.0"),
+            ("2.1.3", "is 2.1.3, but this program was built for 2.13.0; install that one (pip install 'torch==2.13.*')"),
+            ("", "the libtorch in /env/torch/lib is of an unknown version, but"),
+        ] {
+            let told = told(loaded).unwrap();
+            assert!(told.contains(text), "{told}");
+        }
+    }
 }

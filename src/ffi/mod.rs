@@ -24,7 +24,7 @@ pub use autocast::Autocast;
 pub use autograd::backward;
 pub use generator::Generator;
 pub use kept_memory::{give_back_memory, keep_memory, keeps_memory, kept_memory};
-pub use library::{library_folder, version};
+pub use library::{check_version, library_folder, version};
 pub use rng::fork_rng;
 pub use shared::SharedTensor;
 

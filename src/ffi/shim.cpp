@@ -4,8 +4,6 @@
 // only, and accesses CUDA through c10's registry once libtorch_cuda is loaded. No C++ exception may reach Rust: every
 // function that can fail returns null for success, or a message to be freed with ddp_free_message.
 
-#include <dlfcn.h>
-
 #include <cstdlib>
 #include <cstring>
 #include <memory>
@@ -15,7 +13,6 @@
 #include <vector>
 
 #include <ATen/ATen.h>
-#include <ATen/Parallel.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/Generator.h>
 #include <ATen/detail/CUDAHooksInterface.h>
@@ -29,7 +26,6 @@
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/custom_class.h>
-#include <torch/version.h>
 
 #include "guarded.h"
 
@@ -102,15 +98,6 @@ struct Linear : torch::autograd::Function<Linear> {
 extern "C" {
 
 void ddp_free_message(char* message) { free(message); }
-
-const char* ddp_torch_version() { return TORCH_VERSION; }
-
-// Returns the file that libtorch_cpu was loaded from, or null.
-const char* ddp_library_file() {
-  Dl_info info;
-  auto* inside = reinterpret_cast<void*>(&at::get_num_threads);
-  return dladdr(inside, &info) == 0 ? nullptr : info.dli_fname;
-}
 
 // With `false`, backward runs on the calling thread for every device, so that its errors and hooks stay on the thread
 // of their rank. Thread-local, like torch.autograd.set_multithreading_enabled.

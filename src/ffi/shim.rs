@@ -56,8 +56,6 @@ pub(super) struct RawGenerator {
 
 unsafe extern "C" {
     fn ddp_free_message(message: *mut c_char);
-    fn ddp_torch_version() -> *const c_char;
-    fn ddp_library_file() -> *const c_char;
     fn ddp_set_multithreading_enabled(enabled: bool);
     fn ddp_hide_stack_traces();
     fn ddp_autocast_swap(on_cuda: bool, state: *mut AutocastState) -> *mut c_char;
@@ -170,19 +168,6 @@ pub(super) fn take_message(message: *mut c_char) -> Result<(), String> {
 /// shared reference is therefore enough, as for tch's own in-place operations on shallow clones.
 pub(super) fn raw(tensor: &Tensor) -> *mut C_tensor {
     tensor.as_ptr().cast_mut()
-}
-
-pub(super) fn torch_version() -> String {
-    // SAFETY: returns a pointer to a string literal.
-    unsafe { CStr::from_ptr(ddp_torch_version()) }.to_string_lossy().into_owned()
-}
-
-pub(super) fn library_file() -> Option<String> {
-    // SAFETY: null, or a string that belongs to the loader and lives as long as the library.
-    unsafe {
-        let file = ddp_library_file();
-        (!file.is_null()).then(|| CStr::from_ptr(file).to_string_lossy().into_owned())
-    }
 }
 
 /// Sets whether backward may use other threads. With `false`, it runs on the calling thread for every device. For the

@@ -12,7 +12,7 @@ use crossbeam::select;
 use super::stopping::Stopping;
 use super::{Spawn, leave_failure};
 use crate::error::{Result, Shown};
-use crate::ffi::give_back_memory;
+use crate::ffi::{check_version, give_back_memory};
 use crate::launch::heartbeat_monitor::Stay;
 use crate::launch::rank_thread::{Ended, RankThread};
 use crate::launch::stall::{stalled, status_table};
@@ -70,7 +70,13 @@ impl Spawn {
             let labels = (0..world_size).map(|rank| self.device(rank)).collect();
             view.start(&run, first..first + count, labels, self.stop.clone())
         });
-        for (local_rank, rendezvous) in rendezvous::channels(count).into_iter().enumerate() {
+        // Ahead of the ranks, which use libtorch.
+        let libtorch = check_version();
+        if let Err(error) = &libtorch {
+            run.report(first, Some(error), error.to_string());
+        }
+        let startable = if libtorch.is_ok() { count } else { 0 };
+        for (local_rank, rendezvous) in rendezvous::channels(startable).into_iter().enumerate() {
             let rank = first + local_rank;
             let thread = RankThread {
                 rank,

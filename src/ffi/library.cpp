@@ -1,0 +1,27 @@
+// Which libtorch this was compiled for, and which one is loaded. Declared in ffi/library.rs.
+
+#include <dlfcn.h>
+
+#include <ATen/Parallel.h>
+#include <caffe2/core/common.h>
+#include <torch/version.h>
+
+extern "C" {
+
+const char* ddp_torch_version() { return TORCH_VERSION; }
+
+// Returns the version of the libtorch that is loaded, or null if it does not tell.
+const char* ddp_loaded_torch_version() {
+  const auto& options = caffe2::GetBuildOptions();
+  auto version = options.find("TORCH_VERSION");
+  return version == options.end() ? nullptr : version->second.c_str();
+}
+
+// Returns the file that libtorch_cpu was loaded from, or null.
+const char* ddp_library_file() {
+  Dl_info info;
+  auto* inside = reinterpret_cast<void*>(&at::get_num_threads);
+  return dladdr(inside, &info) == 0 ? nullptr : info.dli_fname;
+}
+
+}  // extern "C"

@@ -1,0 +1,70 @@
+//! A libtorch of another version than the program was built for is refused before any rank starts.
+
+use std::env;
+use std::path::PathBuf;
+use std::process::Command;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use ddp_mp::spawn;
+use tempfile::TempDir;
+
+use crate::harness::{program, repository, run_command};
+
+/// Set in processes that have the library of `other_libtorch`.
+const MARK: &str = "DDP_MP_TEST_OTHER_LIBTORCH";
+
+/// Builds the library that changes the version. It lies in the folder until that is dropped.
+fn other_libtorch() -> (TempDir, PathBuf) {
+    let folder = tempfile::tempdir().unwrap();
+    let library = folder.path().join("version.so");
+    let source = repository("tests/other_libtorch/version.cpp");
+    let compiler = env::var("CXX").unwrap_or_else(|_| "c++".into());
+    let mut words = compiler.split_whitespace();
+    let mut command = Command::new(words.next().unwrap());
+    command.args(words).args(["-shared", "-fPIC", "-o"]).arg(&library).arg(source);
+    assert!(command.status().unwrap().success());
+    (folder, library)
+}
+
+fn expected() -> String {
+    let built = ddp_mp::ffi::version();
+    format!(" is 2.1.0, but this program was built for {built}; install that one (pip install 'torch==")
+}
+
+#[test]
+fn the_program_refuses_another_libtorch() {
+    let (_folder, library) = other_libtorch();
+    for args in [&["--max-steps=1"][..], &["--spawn=processes", "--nproc-per-node=2"], &["env"]] {
+        let mut command = program(args);
+        command.env("LD_PRELOAD", &library);
+        let (code, stdout, stderr) = run_command(command);
+        assert_eq!((code, stdout.as_str()), (Some(2), ""), "{args:?}: {stderr}");
+        assert!(stderr.starts_with("ddp-mp: the libtorch in /"), "{args:?}: {stderr}");
+        assert!(stderr.contains(&expected()), "{args:?}: {stderr}");
+        assert_eq!(stderr.lines().count(), 1, "{args:?}: {stderr}");
+    }
+}
+
+/// In a process of its own, because the library holds for a whole process.
+#[test]
+fn spawn_refuses_another_libtorch() {
+    if env::var_os(MARK).is_some() {
+        let started = AtomicBool::new(false);
+        let ranks = ddp_mp::spawn_scoped(2, |_| {
+            started.store(true, Ordering::Relaxed);
+            Ok(())
+        });
+        let error = ranks.unwrap_err().to_string();
+        assert!(error.contains(&expected()), "{error}");
+        assert!(!started.load(Ordering::Relaxed), "a rank has started");
+        return;
+    }
+    spawn(2, |_| Ok(())).unwrap();
+    let (_folder, library) = other_libtorch();
+    let mut command = Command::new(env::current_exe().unwrap());
+    command.args(["libtorch::spawn_refuses_another_libtorch", "--exact"]);
+    command.env("LD_PRELOAD", &library).env(MARK, "1");
+    let (code, stdout, stderr) = run_command(command);
+    assert_eq!(code, Some(0), "{stdout}{stderr}");
+    assert!(stdout.contains("1 passed"), "{stdout}");
+}
