@@ -1,10 +1,16 @@
 # Builds with the libtorch that `make libtorch` fetches into .libtorch/, or with your own where
 # LIBTORCH or LIBTORCH_USE_PYTORCH is set. All of it is built in release mode: libtorch's bindings
 # take minutes to compile, and so they are compiled once.
-TORCH = 2.13.0
+LIBTORCH_VERSION = 2.13.0
 ARGS = --max-epochs=2 --batch-size=32
 
 PROGRAM = $(or $(CARGO_TARGET_DIR),target)/release/ddp-mp
+
+# The PyTorch that checks and `make compare` use. Another one gets a folder of its own: make parity TORCH=2.15.0
+TORCH = $(LIBTORCH_VERSION)
+OTHER_TORCH = $(if $(filter-out $(LIBTORCH_VERSION),$(TORCH)),-$(TORCH))
+PYTHON_FOLDER = .python$(OTHER_TORCH)
+PYTORCH_FOLDER = .pytorch$(OTHER_TORCH)
 
 # Where `make simulated-gpus` builds.
 SIMULATED_GPUS = $(or $(CARGO_TARGET_DIR),target)/simulated_gpus
@@ -51,6 +57,19 @@ FAST_TESTS = c10d callbacks coalesced collectives data engine functional gradien
 test-fast: cargo libtorch ## run the unit tests, and the tests that do not start the program: under a minute once built
 	python3 -B tests/run.py $(addsuffix ::,$(FAST_TESTS))
 
+# The oldest pair in the range of Cargo.toml.
+OLDEST_TCH = 0.24.0
+OLDEST_LIBTORCH = 2.11.0
+OLDEST = $(or $(CARGO_TARGET_DIR),target)/oldest
+
+test-oldest: cargo ## build and test a copy in target/oldest with the oldest tch and libtorch of the range in Cargo.toml
+	@mkdir -p $(OLDEST)
+	find $(OLDEST) -mindepth 1 -maxdepth 1 ! -name target ! -name .libtorch -exec rm -r {} +
+	git ls-files -z | xargs -0 cp --parents --preserve=mode,timestamps --target-directory=$(OLDEST)
+	cd $(OLDEST) && cargo update --quiet --precise $(OLDEST_TCH) tch
+	cd $(OLDEST) && env -u CARGO_TARGET_DIR $(MAKE) build LIBTORCH_VERSION=$(OLDEST_LIBTORCH)
+	cd $(OLDEST) && env -u CARGO_TARGET_DIR $(MAKE) test LIBTORCH_VERSION=$(OLDEST_LIBTORCH)
+
 test-gpus: cargo simulated-gpus ## run the tests of the GPU path on simulated GPUs
 	cargo build --release --bins --examples
 	cargo test --release --no-run --test tests --test gpus
@@ -83,7 +102,7 @@ check: cargo libtorch ## formatting, lints and documentation, warnings being err
 	python3 -B -m unittest discover --start-directory benches
 
 lint: python ## have hadolint read the Dockerfile
-	.python/bin/hadolint Dockerfile
+	$(PYTHON_FOLDER)/bin/hadolint Dockerfile
 
 deny: cargo ## check the licences, sources and security advisories of all dependencies with cargo-deny, which it builds into .tools/
 	@.tools/bin/cargo-deny --version 2>/dev/null | grep -qx "cargo-deny $(CARGO_DENY)" || \
@@ -114,34 +133,34 @@ wheel: build ## build a Python wheel of the program into dist/
 	python3 python/wheel.py $(PROGRAM) $(LIBTORCH_FOLDER) dist
 
 test-wheel: wheel python simulated-gpus ## install the wheel into an environment of its own, move .libtorch/ away, and use it
-	.python/bin/python tests/interop/wheel.py dist/ddp_mp-*.whl $(PROGRAM) $(LIBTORCH_FOLDER) $(SIMULATED_GPUS)
+	$(PYTHON_FOLDER)/bin/python tests/interop/wheel.py dist/ddp_mp-*.whl $(PROGRAM) $(LIBTORCH_FOLDER) $(SIMULATED_GPUS)
 
-parity: python ## compare the recorded values with those of PyTorch
-	.python/bin/python tests/parity/record.py --check
+parity: python ## compare the recorded values with those of PyTorch; of another one: make parity TORCH=2.15.0
+	$(PYTHON_FOLDER)/bin/python tests/parity/record.py --check
 
 safetensors: cargo python ## have PyTorch read the program's models and the program PyTorch's
 	cargo build --release
-	.python/bin/python tests/interop/safetensors_both_ways.py $(PROGRAM)
+	$(PYTHON_FOLDER)/bin/python tests/interop/safetensors_both_ways.py $(PROGRAM)
 
 tensorboard: cargo python ## have TensorBoard read the program's files
 	cargo build --release
-	.python/bin/python tests/interop/tensorboard_reads.py $(PROGRAM)
+	$(PYTHON_FOLDER)/bin/python tests/interop/tensorboard_reads.py $(PROGRAM)
 
 prometheus: cargo python ## have a parser of Prometheus read the file of a run
 	cargo build --release
-	.python/bin/python tests/interop/prometheus_reads.py $(PROGRAM)
+	$(PYTHON_FOLDER)/bin/python tests/interop/prometheus_reads.py $(PROGRAM)
 
 test-launchers: cargo python simulated-gpus ## run over several processes with torchrun, mpirun, Slurm and two hosts, as far as they are there
 	cargo build --release
-	.python/bin/python tests/launchers/launchers.py $(PROGRAM) $(SIMULATED_GPUS)
+	$(PYTHON_FOLDER)/bin/python tests/launchers/launchers.py $(PROGRAM) $(SIMULATED_GPUS)
 
 report: cargo python ## open the report of a run in Chromium, and try all of it; its pictures: make report PICTURES=folder
 	cargo build --release
-	.python/bin/python tests/interop/report_page.py $(PROGRAM) $(PICTURES)
+	$(PYTHON_FOLDER)/bin/python tests/interop/report_page.py $(PROGRAM) $(PICTURES)
 
 flight-recorder: cargo python ## have PyTorch's torchfrtrace analyse the flight recorders of runs
 	cargo build --release
-	.python/bin/python tests/interop/flight_recorder.py $(PROGRAM)
+	$(PYTHON_FOLDER)/bin/python tests/interop/flight_recorder.py $(PROGRAM)
 
 page: cargo libtorch ## make the pictures of assets/ anew: the terminal, with tmux the live view, with Chromium the page of a run
 	cargo build --release
@@ -152,7 +171,7 @@ page: cargo libtorch ## make the pictures of assets/ anew: the terminal, with tm
 
 trace: cargo python ## have Perfetto's trace processor, in Chromium, read the traces of runs
 	cargo build --release
-	.python/bin/python tests/interop/trace_in_perfetto.py $(PROGRAM)
+	$(PYTHON_FOLDER)/bin/python tests/interop/trace_in_perfetto.py $(PROGRAM)
 
 live: cargo libtorch ## drive the live view and replay in tmux
 	cargo build --release
@@ -164,13 +183,13 @@ mutated: cargo libtorch ## run the program on inputs that were changed at random
 
 mixed: cargo python ## have ranks in Rust and ranks of PyTorch in one group
 	cargo build --release --example mixed_rank
-	.python/bin/python tests/interop/mixed_world.py $(dir $(PROGRAM))examples/mixed_rank
+	$(PYTHON_FOLDER)/bin/python tests/interop/mixed_world.py $(dir $(PROGRAM))examples/mixed_rank
 
-compare: cargo libtorch ## measure beside PyTorch, which it fetches into .pytorch/, and Open MPI, and what DDP costs on one rank
-	@.cargo/fetch-libtorch.sh $(TORCH) pytorch
+compare: cargo libtorch ## measure beside PyTorch, which it fetches into .pytorch/, and Open MPI (another PyTorch: TORCH=2.15.0), and what DDP costs on one rank
+	@.cargo/fetch-libtorch.sh $(TORCH) pytorch $(PYTORCH_FOLDER)
 	cargo build --release
-	.pytorch/bin/python benches/compare.py $(PROGRAM)
-	.pytorch/bin/python -B benches/compare_all_reduce.py $(PROGRAM)
+	$(PYTORCH_FOLDER)/bin/python benches/compare.py $(PROGRAM)
+	$(PYTORCH_FOLDER)/bin/python -B benches/compare_all_reduce.py $(PROGRAM)
 	cargo bench --quiet --bench ddp_cost
 
 simulated-cluster: cargo libtorch ## measure two hosts, as network namespaces, beside what bench step --simulate-cluster says
@@ -189,13 +208,13 @@ gpu-pack: cargo libtorch ## build a folder that tests and measures on a machine 
 	python3 tests/gpu_pack/pack.py $(GPU_PACK) $(PROGRAM) $(dir $(PROGRAM))examples <$(GPU_PACK).json
 
 test-gpu-pack: python gpu-pack simulated-gpus ## try the folder of gpu-pack on a simulated GPU
-	LIMIT=1800 OUT=$(GPU_PACK) PYTHON=$(abspath .python/bin/python) $(GPU_PACK)/run.sh --simulated $(SIMULATED_GPUS)
+	LIMIT=1800 OUT=$(GPU_PACK) PYTHON=$(abspath $(PYTHON_FOLDER)/bin/python) $(GPU_PACK)/run.sh --simulated $(SIMULATED_GPUS)
 
 python: libtorch ## put a Python with PyTorch for the CPU, TensorBoard and Selenium into .python/, for the checks that need them
-	@.cargo/fetch-libtorch.sh $(TORCH) python
+	@.cargo/fetch-libtorch.sh $(TORCH) python $(PYTHON_FOLDER)
 
 libtorch: ## fetch libtorch if need be; for a GPU or not: make libtorch LIBTORCH_SET=cuda (or cpu)
-	@.cargo/fetch-libtorch.sh $(TORCH) $(LIBTORCH_SET)
+	@.cargo/fetch-libtorch.sh $(LIBTORCH_VERSION) $(LIBTORCH_SET)
 
 RUST = $(shell sed -n 's/^rust-version = "1\.\([0-9]*\)"$$/\1/p' Cargo.toml)
 

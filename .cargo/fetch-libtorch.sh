@@ -3,6 +3,8 @@
 # fetch-libtorch.sh VERSION python      puts a Python with PyTorch for the CPU into .python/
 # fetch-libtorch.sh VERSION pytorch     puts a whole PyTorch with its own Python into .pytorch/
 #
+# After "python" or "pytorch" comes another folder, if need be: for another version beside that of .libtorch.
+#
 # "cpu" is the torch wheel and the two libraries without which it does not load; "cuda" has all that
 # torch depends on. Without either, an NVIDIA driver decides. What is complete is not fetched again,
 # and whoever has set LIBTORCH or LIBTORCH_USE_PYTORCH keeps their own libtorch. "python" takes what is in
@@ -10,7 +12,12 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 version=$1 set=${2:-}
-cpu_wheels=("torch==$version" nvidia-cuda-runtime==13.0.96 nvidia-cuda-cupti==13.0.85)
+# Of the CUDA that the torch wheel is for.
+case $version in
+2.1[1-3].*) cuda=(nvidia-cuda-runtime==13.0.96 nvidia-cuda-cupti==13.0.85) ;;
+*) cuda=(nvidia-cuda-runtime==13.2.* nvidia-cuda-cupti==13.2.*) ;;
+esac
+cpu_wheels=("torch==$version" "${cuda[@]}")
 
 die() { echo "libtorch: $*" >&2; exit 1; }
 
@@ -44,14 +51,16 @@ run() { "$@" & child=$!; wait "$child" && child=; }
 read -ra compiler <<<"${CXX:-c++}"
 case $set in
 pytorch)
+    folder=${3:-.pytorch}
     has_python=(-c 'import ensurepip, venv') python_package=python3-venv
-    is_complete() { [ -e ".pytorch/complete-$version" ]; }
+    is_complete() { [ -e "$folder/complete-$version" ]; }
     ;;
 python)
+    folder=${3:-.python}
     has_python=(-c 'import ensurepip, venv') python_package=python3-venv
     need g++ "${compiler[@]}" --version
     wanted=$(echo "torch==$version" && cat tests/requirements.txt)
-    is_complete() { [ "$(cat .python/complete 2>/dev/null)" = "$wanted" ]; }
+    is_complete() { [ "$(cat "$folder/complete" 2>/dev/null)" = "$wanted" ]; }
     ;;
 cpu | cuda | '')
     need g++ "${compiler[@]}" --version
@@ -109,16 +118,16 @@ TMPDIR=$PWD/$partial/tmp && mkdir "$TMPDIR" && export TMPDIR
 
 failed="pip could not fetch it, for the reason above"
 if [ "$set" = pytorch ]; then
-    echo "libtorch: fetching PyTorch $version (about 3 GB) into .pytorch" >&2
-    run "$python" -m venv --clear .pytorch || die "could not make a virtual environment in .pytorch"
-    run .pytorch/bin/python -m pip install "torch==$version" numpy || die "$failed"
-    touch ".pytorch/complete-$version"
+    echo "libtorch: fetching PyTorch $version (about 3 GB) into $folder" >&2
+    run "$python" -m venv --clear "$folder" || die "could not make a virtual environment in $folder"
+    run "$folder/bin/python" -m pip install "torch==$version" numpy || die "$failed"
+    touch "$folder/complete-$version"
     exit
 fi
 
 if [ "$set" = python ]; then
-    run "$python" -m venv --clear .python || die "could not make a virtual environment in .python"
-    python=.python/bin/python
+    run "$python" -m venv --clear "$folder" || die "could not make a virtual environment in $folder"
+    python=$folder/bin/python
     # Before torch, whose CUDA libraries pip would miss.
     run "$python" -m pip install --quiet -r tests/requirements.txt || die "$failed"
     read -r packages suffix < <("$python" -c 'from sysconfig import *
@@ -127,14 +136,14 @@ print(get_path("purelib"), get_config_var("EXT_SUFFIX"))')
         # As links, which take no space, and outlive a new .libtorch.
         cp -al .libtorch/. "$packages" 2>/dev/null || cp -a --remove-destination .libtorch/. "$packages"
     else
-        echo "libtorch: fetching torch $version for this Python (about 530 MB) into .python" >&2
+        echo "libtorch: fetching torch $version for this Python (about 530 MB) into $folder" >&2
         run "$python" -m pip install --quiet --no-deps "${cpu_wheels[@]}" || die "$failed"
     fi
-    run .cargo/without-cuda.sh "$packages" || die "could not make up for CUDA's libraries in .python"
+    run .cargo/without-cuda.sh "$packages" || die "could not make up for CUDA's libraries in $folder"
     # Compiles what will be imported each time.
     PYTHONDONTWRITEBYTECODE='' run "$python" -c 'import torch.distributed.run, tensorboard' ||
-        die "PyTorch does not run in .python, for the reason above"
-    echo "$wanted" >.python/complete
+        die "PyTorch does not run in $folder, for the reason above"
+    echo "$wanted" >"$folder/complete"
     exit
 fi
 

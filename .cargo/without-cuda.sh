@@ -20,7 +20,7 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 # Each as FUNCTION, or FUNCTION@VERSION.
 nm -D --undefined-only "${users[@]}" | awk '{ print $2 }' |
-    grep -E '^(cublas|cudnn|cufft|cuFile|curand|cusparse|nccl|nvshmem)' | sort -u >"$work/functions"
+    grep -E '^(cublas|cudnn|cufft|cuFile|curand|cusparse|nccl|nvrtc|nvshmem)' | sort -u >"$work/functions"
 sed 's/\(.*\)@.*/\1/; s/.*/void &(void) { __builtin_trap(); }/' "$work/functions" >"$work/functions.c"
 awk -F@ '
     { version = $2 ? $2 : "NONE"; functions[version] = functions[version] $1 "; " }

@@ -355,7 +355,7 @@ fn env_json_is_one_object() {
     let report: serde_json::Value = serde_json::from_str(&stdout).unwrap();
     assert_eq!(report["plan"]["world_size"], 3);
     assert_eq!(report["plan"]["backend"], "threaded");
-    assert_eq!(report["libtorch"], "2.13.0");
+    assert_eq!(report["libtorch"], ddp_mp::ffi::version());
     let options = &report["options"];
     assert_eq!(options.as_array().unwrap().len(), 2, "{options}");
     let option = |key: &str, value: serde_json::Value, origin: &str| serde_json::json!({"key": key, "value": value, "origin": origin});
