@@ -201,14 +201,14 @@ fn check(processes: &[Process], me: &Process, mine: usize) -> Result<Vec<Range<u
         )));
     }
     check_same(processes)?;
-    if let Devices::OwnGpu { shared_if } = me.backend.parse::<Backend>()?.devices()
+    let backend: Backend = me.backend.parse()?;
+    if backend.devices() == Devices::OwnGpu
         && let Some((gpu, [one, other])) = shared_gpu(processes)
-        && std::env::var_os(shared_if).is_none_or(|value| value != "1")
+        && let Err(reason) = backend.check_shared_gpu()
     {
         return Err(Error::InvalidInput(format!(
-            "{one} and {other} have the same GPU, {gpu}, and backend {} needs one for each rank: start fewer, or have \
-             each process see its own (CUDA_VISIBLE_DEVICES, srun --gpus-per-task)",
-            me.backend
+            "{one} and {other} have the same GPU, {gpu}, and {reason}; start fewer, or have each process see its own \
+             (CUDA_VISIBLE_DEVICES, srun --gpus-per-task)"
         )));
     }
     places(processes)

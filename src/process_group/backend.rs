@@ -29,6 +29,8 @@ pub(super) struct BackendType {
     pub is_stream_ordered: bool,
     /// Checks that its library is installed, if it needs one.
     pub check_library: fn() -> Result<()>,
+    /// Checks that ranks of several processes may have one GPU.
+    pub check_shared_gpu: fn() -> Result<()>,
     /// Whether ranks read each other's tensors in memory, so that a reduction can take a list of tensors without
     /// copies.
     pub reduces_in_place: bool,
@@ -45,11 +47,8 @@ pub(crate) enum Devices {
     Cpu,
     /// The CPU, or one GPU for all ranks of the process.
     CpuOrSharedGpu,
-    /// A GPU for each rank.
-    OwnGpu {
-        /// The environment variable that, set to 1, lets ranks of several processes have one GPU.
-        shared_if: &'static str,
-    },
+    /// A GPU for each rank. Ranks of several processes may share one, if [`BackendType::check_shared_gpu`] says so.
+    OwnGpu,
 }
 
 impl Devices {
@@ -58,7 +57,7 @@ impl Devices {
         match self {
             Self::Cpu => devices.iter().all(|device| *device == Device::Cpu),
             Self::CpuOrSharedGpu => true,
-            Self::OwnGpu { .. } => {
+            Self::OwnGpu => {
                 !devices.is_empty()
                     && devices.iter().all(|device| matches!(device, Device::Cuda(_)))
                     && (1..devices.len()).all(|i| !devices[..i].contains(&devices[i]))

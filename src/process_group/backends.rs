@@ -117,6 +117,14 @@ impl Backend {
         (self.entry().check_library)()
     }
 
+    /// Checks that ranks of several processes may have one GPU.
+    ///
+    /// # Errors
+    /// [`Error::InvalidInput`] that says why not, and what to do.
+    pub(crate) fn check_shared_gpu(self) -> Result<()> {
+        (self.entry().check_shared_gpu)()
+    }
+
     /// Checks that the backend supports `operation` with `op` on tensors of `kind`.
     pub(crate) fn check_reduction(
         self,

@@ -345,7 +345,7 @@ def two_ranks_with_nccl(machine):
         return {"left out": "no NCCL of 2.30.3 or later: name it as NCCL_LIBRARY, or put its pieces into nccl/"}
     more = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
     if machine.simulated:
-        more["SIM_NCCL_VERSION"] = "23003"
+        more["SIM_NCCL_VERSION"] = "23007"
     else:
         folder = machine.scratch / "newer"
         folder.mkdir()

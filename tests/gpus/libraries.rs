@@ -3,8 +3,9 @@
 use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::Path;
+use std::process::Stdio;
 
-use crate::harness::run_command;
+use crate::harness::{as_torchrun, free_port, join, run_command};
 use crate::machine::{libraries, on_gpus};
 
 /// Puts all libraries but `missing` into `folder`.
@@ -42,6 +43,48 @@ fn missing_libnccl_exits_with_2_and_a_remedy() {
     command.env("LD_LIBRARY_PATH", folder.path());
     let (code, _, stderr) = run_command(command);
     assert_eq!(code, Some(0), "{stderr}");
+}
+
+#[test]
+fn nccl_that_is_too_old_exits_with_2_and_its_version() {
+    let mut command = on_gpus(2, &["--max-epochs=1"]);
+    command.env("SIM_NCCL_VERSION", "21304");
+    let (code, stdout, stderr) = run_command(command);
+    assert_eq!((code, &*stdout), (Some(2), ""), "{stderr}");
+    assert!(stderr.contains("backend nccl: NCCL 2.13.4 is too old"), "{stderr}");
+    assert!(stderr.contains("install 2.14.0 or newer"), "{stderr}");
+}
+
+/// The NCCL of torch 2.13, and that of torch 2.15.
+#[test]
+fn two_processes_share_a_gpu_only_with_an_nccl_that_allows_it() {
+    let both = |version: &'static str, switch: Option<&'static str>| {
+        let port = free_port();
+        let start = |process| {
+            let args = ["--backend=nccl", "--nproc-per-node=1", "--max-steps=4", "--model=mlp"];
+            let mut command = on_gpus(1, &args);
+            as_torchrun(&mut command, process, 2, port);
+            command.env("SIM_NCCL_VERSION", version);
+            command.envs(switch.map(|value| ("NCCL_MULTI_RANK_GPU_ENABLE", value)));
+            command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+        };
+        join((0..2).map(start).collect())
+    };
+    for (version, switch, reason) in [
+        ("22907", None, "NCCL 2.29.7 needs one for each rank (from 2.30.3 on they may share one)"),
+        ("22907", Some("1"), "NCCL 2.29.7 needs one for each rank (from 2.30.3 on they may share one)"),
+        ("23007", None, "NCCL 2.30.7 needs one for each rank unless NCCL_MULTI_RANK_GPU_ENABLE=1 is set"),
+        ("23007", Some("0"), "unless NCCL_MULTI_RANK_GPU_ENABLE=1 is set"),
+    ] {
+        for output in both(version, switch) {
+            let stderr = String::from_utf8_lossy(&output.stderr);
+            assert_eq!(output.status.code(), Some(2), "{version}, {switch:?}: {stderr}");
+            assert!(stderr.contains("have the same GPU") && stderr.contains(reason), "{stderr}");
+        }
+    }
+    for output in both("23007", Some("1")) {
+        assert!(output.status.success(), "{output:?}");
+    }
 }
 
 #[test]

@@ -306,10 +306,10 @@ fn placements(
         match backend.devices() {
             _ if !backend.works_within_process() => left_out
                 .push(format!("without {name}: it is for several processes, and this is one")),
-            Devices::OwnGpu { .. } if !on_gpus => {
+            Devices::OwnGpu if !on_gpus => {
                 left_out.push(format!("without {name}: {no_gpu_because}"));
             }
-            Devices::OwnGpu { .. } => match place(cuda) {
+            Devices::OwnGpu => match place(cuda) {
                 Ok(placement) => placements.push(placement),
                 Err(error) => left_out.push(format!("without {name}: {error}")),
             },

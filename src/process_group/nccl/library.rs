@@ -11,16 +11,58 @@ use crate::error::{Error, Result, Shown};
 /// Returns NCCL's version, such as `2.29.7`. `None` if NCCL is not installed.
 pub(crate) fn version() -> Option<String> {
     require_library().ok()?;
+    Some(text(number().ok()?))
+}
+
+/// Returns NCCL's version as NCCL numbers it, such as 22907. The library must be there.
+fn number() -> Result<i32> {
     let mut version = 0;
     // SAFETY: the library is there, and writes one number to a valid place.
     let result = unsafe { sys::ncclGetVersion(&mut version) };
-    check("ncclGetVersion", result).ok()?;
-    Some(format!("{}.{}.{}", version / 10000, version / 100 % 100, version % 100))
+    check("ncclGetVersion", result)?;
+    Ok(version)
 }
 
-/// Returns an error if NCCL is not installed, or if its settings make every call block.
+/// Returns a version as text.
+fn text(version: i32) -> String {
+    format!("{}.{}.{}", version / 10000, version / 100 % 100, version % 100)
+}
+
+/// The first version with communicators that do not block.
+const OLDEST: i32 = 21400;
+
+/// The first version that lets several ranks have one GPU.
+const SHARES_GPUS: i32 = 23003;
+
+/// The variable that, set to 1, lets several ranks have one GPU.
+const MULTI_RANK: &str = "NCCL_MULTI_RANK_GPU_ENABLE";
+
+/// Returns an error if this NCCL, or its settings, do not let ranks of several processes have one GPU.
+pub(super) fn check_shared_gpu() -> Result<()> {
+    require_library()?;
+    let found = number()?;
+    let reason = if found < SHARES_GPUS {
+        format!("NCCL {} needs one for each rank (from {} on they may share one)", text(found), text(SHARES_GPUS))
+    } else if env::var_os(MULTI_RANK).is_none_or(|value| value != "1") {
+        format!("NCCL {} needs one for each rank unless {MULTI_RANK}=1 is set", text(found))
+    } else {
+        return Ok(());
+    };
+    Err(Error::InvalidInput(reason))
+}
+
+/// Returns an error if NCCL is not installed or too old, or if its settings make every call block.
 pub(super) fn check_library() -> Result<()> {
     require_library()?;
+    let found = number()?;
+    if found < OLDEST {
+        return Err(Error::InvalidInput(format!(
+            "backend nccl: NCCL {} is too old: it has no communicators that do not block; install {} or newer (`pip \
+             install torch` brings one), or use --backend threaded",
+            text(found),
+            text(OLDEST)
+        )));
+    }
     let Some((value, place)) = comm_blocking() else { return Ok(()) };
     if matches!(value.trim(), "" | "0") {
         return Ok(());

@@ -49,10 +49,11 @@ use unique_id::UniqueId;
 
 pub(super) const BACKEND: BackendType = BackendType {
     name: "nccl",
-    devices: Devices::OwnGpu { shared_if: "NCCL_MULTI_RANK_GPU_ENABLE" },
+    devices: Devices::OwnGpu,
     reach: Reach::Both,
     is_stream_ordered: true,
     check_library: library::check_library,
+    check_shared_gpu: library::check_shared_gpu,
     reduces_in_place: false,
     check_reduction: |operation, op, kind| launch::reduction(operation, op, kind).map(drop),
     prepare,

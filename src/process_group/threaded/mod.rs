@@ -32,6 +32,7 @@ pub(super) const BACKEND: BackendType = BackendType {
     reach: Reach::WithinProcess,
     is_stream_ordered: false,
     check_library: || Ok(()),
+    check_shared_gpu: || Ok(()),
     reduces_in_place: true,
     check_reduction: |_, _, _| Ok(()),
     prepare,

@@ -253,10 +253,10 @@ void check_nccl() {
   check("an abort frees only its rank", {gpus}, check_abort);
   check("a call before all have joined is refused", {gpus}, check_early_call);
   check("two ranks on a GPU are refused", {gpus}, [] { check_shared_gpu(InvalidUsage); });
-  check("two ranks on a GPU are refused by 2.30", {gpus, {"SIM_NCCL_VERSION", "23003"}},
+  check("two ranks on a GPU are refused by 2.30", {gpus, {"SIM_NCCL_VERSION", "23007"}},
         [] { check_shared_gpu(InvalidUsage); });
   check("two ranks on a GPU are allowed",
-        {gpus, {"SIM_NCCL_VERSION", "23003"}, {"NCCL_MULTI_RANK_GPU_ENABLE", "1"}}, [] { check_shared_gpu(Success); });
+        {gpus, {"SIM_NCCL_VERSION", "23007"}, {"NCCL_MULTI_RANK_GPU_ENABLE", "1"}}, [] { check_shared_gpu(Success); });
   check("fault remote", {gpus, {"SIM_NCCL_FAULT", "remote:rank=1,call=2"}}, [] { check_async_fault(RemoteError); });
   check("fault system", {gpus, {"SIM_NCCL_FAULT", "system:rank=1,call=2"}}, [] { check_async_fault(SystemError); });
   check("fault launch", {gpus, {"SIM_NCCL_FAULT", "launch:rank=0,call=2"}}, check_launch_fault);
