@@ -7,6 +7,7 @@ hosts, as network namespaces, where this may make them: what is skipped is said.
 `make simulated-gpus` builds.
 """
 
+import json
 import os
 import pathlib
 import re
@@ -14,11 +15,13 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
 
 from documented import documented
 from faults import faults
 from hosts import two_hosts
 from runs import (
+    ENDLESS,
     FLAGS,
     Run,
     check,
@@ -59,6 +62,47 @@ def torchrun(program):
     result = nodes[0].result()
     nodes[1].end()
     same(result, expected, "two agents of torchrun with 2 processes each")
+
+
+def torchrun_without_a_port(program):
+    """Two at a time, as from torch 2.12 on: on one machine torchrun takes a free port."""
+    runs = [Run([*TORCHRUN, "--no-python", "--nproc-per-node=2", program, *FLAGS]) for _ in range(2)]
+    expected = threads(program, 2)
+    for run in runs:
+        same(run.result(), expected, "one of two torchruns that choose their ports")
+
+
+def torchrun_prefixes(program):
+    """What the ranks print, with the prefix that torchrun is told to put before each line."""
+    prefix = ["env", "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE=${role_name}/${rank}: "]
+    run = Run([*prefix, *TORCHRUN, "--tee=3", "--no-python", "--nproc-per-node=2", program, *FLAGS]).end()
+    lines = [line.partition("default/0: ")[2] for line in run.lines]
+    ends = [event for event in map(json.loads, filter(None, lines)) if event["event"] == "end"]
+    check(len(ends) == 1, f"{len(ends)} ends with the prefix of rank 0: {run.output()}")
+    same(ends[0], threads(program, 2), "torchrun --tee=3 with a prefix for each line")
+
+
+def torchrun_is_ended(program):
+    """An agent that is ended tells its ranks, and kills those that are there after --shutdown-timeout seconds."""
+    start = [*TORCHRUN, "--no-python", "--nproc-per-node=2"]
+    run = Run([*start, "--shutdown-timeout=60", program, *ENDLESS])
+    run.until('"epoch":0')
+    run.process.terminate()
+    run.end(None)
+    ends = run.events("end")
+    check(len(ends) == 1 and ends[0]["stopped"], f"the run has not stopped: {run.output()}")
+    passed("torchrun --shutdown-timeout=60 is ended: the ranks agree on a last step")
+
+    # Without a time-out of its own the other rank would wait for the one that stalls.
+    stall = ["--inject-fault=stall:rank=1,at=step,step=20", "--timeout=10m"]
+    run = Run([*start, "--shutdown-timeout=3", program, *ENDLESS, *stall])
+    run.until('"start"')
+    began = time.monotonic()
+    run.process.terminate()
+    run.end(None)
+    took = time.monotonic() - began
+    check(took < 25, f"the ranks were there for {took:.0f} s: {run.output()}")
+    passed(f"torchrun --shutdown-timeout=3 with a rank that stalls: all have ended after {took:.0f} s")
 
 
 def torchrun_on_gpus(program, on_gpus):
@@ -164,6 +208,9 @@ def main(program, simulated_gpus):
     with tempfile.TemporaryDirectory() as folder:
         try:
             torchrun(program)
+            torchrun_without_a_port(program)
+            torchrun_prefixes(program)
+            torchrun_is_ended(program)
             restart(program, folder)
             faults([program], "CPU")
             torchrun_on_gpus(program, on_gpus)
