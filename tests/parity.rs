@@ -207,6 +207,7 @@ impl DdpSettings {
             "linear" => (ModelKind::Linear, vec![]),
             "mlp" => (ModelKind::Mlp, vec![24, 12]),
             "small mlp" => (ModelKind::Mlp, vec![8, 8]),
+            "odd mlp" => (ModelKind::Mlp, vec![13, 9]),
             "cnn" => {
                 let (kind, hidden) = (ModelKind::Cnn, self.channels.clone());
                 let (in_features, out_features) = (self.side.pow(2), self.classes);
