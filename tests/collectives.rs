@@ -432,8 +432,7 @@ fn tensor_lists_that_do_not_fit_are_refused() {
         assert!(error.contains("rank 0 (dst) must pass gather_list"), "{error}");
         let error = told(group.scatter(&mut one(), None, 1));
         assert!(error.contains("src is rank 1, but the group has ranks 0 to 0"), "{error}");
-        let error =
-            told(group.all_gather_single(&mut Tensor::cat(&[one(), one()], 0), &one()));
+        let error = told(group.all_gather_single(&mut Tensor::cat(&[one(), one()], 0), &one()));
         assert!(error.contains("output_tensor has 4 elements, but 2 are needed"), "{error}");
         let error = told(group.all_to_all_single(&mut one(), &one(), Some(&[3]), None));
         assert!(error.contains("has 2 rows for 1 ranks, and the splits [3]"), "{error}");

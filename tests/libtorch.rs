@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use ddp_mp::spawn;
+use ddp_mp::{spawn, spawn_scoped};
 use tempfile::TempDir;
 
 use crate::harness::{program, repository, run_command};
@@ -28,7 +28,9 @@ fn other_libtorch() -> (TempDir, PathBuf) {
 
 fn expected() -> String {
     let built = ddp_mp::ffi::version();
-    format!(" is 2.1.0, but this program was built for {built}; install that one (pip install 'torch==")
+    format!(
+        " is 2.1.0, but this program was built for {built}; install that one (pip install 'torch=="
+    )
 }
 
 #[test]
@@ -50,7 +52,7 @@ fn the_program_refuses_another_libtorch() {
 fn spawn_refuses_another_libtorch() {
     if env::var_os(MARK).is_some() {
         let started = AtomicBool::new(false);
-        let ranks = ddp_mp::spawn_scoped(2, |_| {
+        let ranks = spawn_scoped(2, |_| {
             started.store(true, Ordering::Relaxed);
             Ok(())
         });

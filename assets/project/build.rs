@@ -6,4 +6,6 @@ fn main() {
     for folder in std::iter::once(libtorch).chain(nccl) {
         println!("cargo:rustc-link-arg=-Wl,-rpath,{folder}");
     }
+    // So that another libtorch is an error of ddp-mp that names the versions, and not one of the loader.
+    println!("cargo:rustc-link-arg=-Wl,-z,lazy");
 }

@@ -76,8 +76,14 @@ mod tests {
         assert_eq!(told("2.13.0"), None);
         assert_eq!(told("2.13.1+cpu"), None);
         for (loaded, text) in [
-            ("2.11.0", "the libtorch in /env/torch/lib is 2.11.0, but this program was built for 2.13.0"),
-            ("2.1.3", "is 2.1.3, but this program was built for 2.13.0; install that one (pip install 'torch==2.13.*')"),
+            (
+                "2.11.0",
+                "the libtorch in /env/torch/lib is 2.11.0, but this program was built for 2.13.0",
+            ),
+            (
+                "2.1.3",
+                "is 2.1.3, but this program was built for 2.13.0; install that one (pip install 'torch==2.13.*')",
+            ),
             ("", "the libtorch in /env/torch/lib is of an unknown version, but"),
         ] {
             let told = told(loaded).unwrap();

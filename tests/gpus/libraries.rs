@@ -72,8 +72,16 @@ fn two_processes_share_a_gpu_only_with_an_nccl_that_allows_it() {
     };
     for (version, switch, reason) in [
         ("22907", None, "NCCL 2.29.7 needs one for each rank (from 2.30.3 on they may share one)"),
-        ("22907", Some("1"), "NCCL 2.29.7 needs one for each rank (from 2.30.3 on they may share one)"),
-        ("23007", None, "NCCL 2.30.7 needs one for each rank unless NCCL_MULTI_RANK_GPU_ENABLE=1 is set"),
+        (
+            "22907",
+            Some("1"),
+            "NCCL 2.29.7 needs one for each rank (from 2.30.3 on they may share one)",
+        ),
+        (
+            "23007",
+            None,
+            "NCCL 2.30.7 needs one for each rank unless NCCL_MULTI_RANK_GPU_ENABLE=1 is set",
+        ),
         ("23007", Some("0"), "unless NCCL_MULTI_RANK_GPU_ENABLE=1 is set"),
     ] {
         for output in both(version, switch) {

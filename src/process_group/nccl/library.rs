@@ -42,7 +42,11 @@ pub(super) fn check_shared_gpu() -> Result<()> {
     require_library()?;
     let found = number()?;
     let reason = if found < SHARES_GPUS {
-        format!("NCCL {} needs one for each rank (from {} on they may share one)", text(found), text(SHARES_GPUS))
+        format!(
+            "NCCL {} needs one for each rank (from {} on they may share one)",
+            text(found),
+            text(SHARES_GPUS)
+        )
     } else if env::var_os(MULTI_RANK).is_none_or(|value| value != "1") {
         format!("NCCL {} needs one for each rank unless {MULTI_RANK}=1 is set", text(found))
     } else {
