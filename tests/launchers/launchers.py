@@ -68,8 +68,8 @@ def torchrun_without_a_port(program):
     """Two at a time, as from torch 2.12 on: on one machine torchrun takes a free port."""
     runs = [Run([*TORCHRUN, "--no-python", "--nproc-per-node=2", program, *FLAGS]) for _ in range(2)]
     expected = threads(program, 2)
-    for run in runs:
-        same(run.result(), expected, "one of two torchruns that choose their ports")
+    for result in [run.result() for run in runs]:
+        same(result, expected, "one of two torchruns that choose their ports")
 
 
 def torchrun_prefixes(program):
@@ -77,7 +77,8 @@ def torchrun_prefixes(program):
     prefix = ["env", "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE=${role_name}/${rank}: "]
     run = Run([*prefix, *TORCHRUN, "--tee=3", "--no-python", "--nproc-per-node=2", program, *FLAGS]).end()
     lines = [line.partition("default/0: ")[2] for line in run.lines]
-    ends = [event for event in map(json.loads, filter(None, lines)) if event["event"] == "end"]
+    events = [json.loads(line) for line in lines if line.startswith("{")]
+    ends = [event for event in events if event["event"] == "end"]
     check(len(ends) == 1, f"{len(ends)} ends with the prefix of rank 0: {run.output()}")
     same(ends[0], threads(program, 2), "torchrun --tee=3 with a prefix for each line")
 
