@@ -154,7 +154,7 @@ pub(crate) fn in_the_environment_of(program: &Command, mut command: Command) -> 
     command
 }
 
-/// Runs the program, and returns its exit code, stdout and stderr.
+/// Runs the program, and returns its exit code, stdout and stderr, as [`without_progress`].
 pub(crate) fn run(args: &[&str]) -> (Option<i32>, String, String) {
     run_command(program(args))
 }
@@ -165,7 +165,12 @@ pub(crate) fn run_command(mut command: Command) -> (Option<i32>, String, String)
     let child = command.spawn().expect("it starts");
     let output = join_named(vec![(format!("{command:?}"), child)]).remove(0);
     let text = |bytes: Vec<u8>| String::from_utf8(bytes).expect("UTF-8");
-    (output.status.code(), text(output.stdout), text(output.stderr))
+    (output.status.code(), text(output.stdout), without_progress(&text(output.stderr)))
+}
+
+/// Returns what the program has printed, without the lines on the time that is left, which only a slow run has.
+pub(crate) fn without_progress(stderr: &str) -> String {
+    stderr.split_inclusive('\n').filter(|line| !line.ends_with(" s left\n")).collect()
 }
 
 /// Waits for a process and returns how it ended. Panics if it does not end by itself.

@@ -15,6 +15,7 @@ use wait_timeout::ChildExt;
 
 use crate::harness::{
     TIMEOUT, in_the_environment_of, output, program, run, run_command, send, some_of,
+    without_progress,
 };
 
 const PROCESSES: &str = "--spawn=processes";
@@ -23,11 +24,6 @@ const PROCESSES: &str = "--spawn=processes";
 fn events(args: &[&str]) -> (Option<i32>, Vec<Value>, String) {
     let (code, stdout, stderr) = run(&[args, &["--log-format=json"]].concat());
     (code, stdout.lines().map(|line| serde_json::from_str(line).unwrap()).collect(), stderr)
-}
-
-/// Returns the number of lines of stderr, without those about the time that is left: only a slow run has them.
-fn notes(stderr: &str) -> usize {
-    stderr.lines().filter(|line| !line.ends_with(" s left")).count()
 }
 
 #[test]
@@ -40,7 +36,7 @@ fn processes_have_the_bits_of_threads() {
         let [threads, processes] = ["--spawn=threads", PROCESSES].map(|spawn| {
             let (code, events, stderr) = events(&[args, &[spawn]].concat());
             assert_eq!(code, Some(0), "{stderr}");
-            assert_eq!(notes(&stderr), 1, "{stderr}"); // where the ranks run
+            assert_eq!(stderr.lines().count(), 1, "{stderr}"); // where the ranks run
             events
         });
         let hash = |events: &[Value]| events.last().unwrap()["parameters_hash"].clone();
@@ -160,7 +156,7 @@ fn rest(mut stdout: BufReader<ChildStdout>) -> String {
 /// Its exit code and stderr.
 fn end(child: Child) -> (Option<i32>, String) {
     let output = output(child);
-    (output.status.code(), String::from_utf8(output.stderr).unwrap())
+    (output.status.code(), without_progress(&String::from_utf8(output.stderr).unwrap()))
 }
 
 #[test]
@@ -176,7 +172,7 @@ fn killed_process_is_named() {
         let last_line = stderr.lines().last().unwrap();
         assert!(last_line.starts_with(&format!("ddp-mp: {told}; rank ")), "{stderr}");
         assert!(last_line.contains(" waits for it in all_reduce #"), "{stderr}");
-        assert_eq!(notes(&stderr), 2, "{stderr}");
+        assert_eq!(stderr.lines().count(), 2, "{stderr}");
         let event: Value = serde_json::from_str(&last).unwrap();
         assert_eq!(event["event"], "failure");
         assert_eq!((&event["rank"], &event["operation"]), (&victim.into(), &"step".into()));
