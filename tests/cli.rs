@@ -273,9 +273,12 @@ fn events_have_the_documented_fields_in_order() {
                communication_us overlapped bytes_sent_by_rank bytes_received_by_rank \
                data_wait_seconds_by_rank collective_seconds_by_rank \
                peak_memory_bytes";
-    assert_eq!(fields(lines[3]), end);
+    // On a busy machine a rank may have waited for the other.
+    let always =
+        |line: &str| fields(line).replace(" straggler rank seconds phase phase_seconds", "");
+    assert_eq!(always(lines[3]), end);
     let (_, stdout, _) = run(&[&args[..], &["--amp=fp16"]].concat());
-    assert_eq!(fields(stdout.lines().last().unwrap()), format!("{end} skipped_steps scale"));
+    assert_eq!(always(stdout.lines().last().unwrap()), format!("{end} skipped_steps scale"));
 }
 
 /// What the second of two workers of `torchrun --no-python --nproc-per-node=2` sees.
