@@ -67,8 +67,8 @@ test-oldest: cargo ## build and test a copy in target/oldest with the oldest tch
 	find $(OLDEST) -mindepth 1 -maxdepth 1 ! -name target ! -name .libtorch -exec rm -r {} +
 	git ls-files -z | xargs -0 cp --parents --preserve=mode,timestamps --target-directory=$(OLDEST)
 	cd $(OLDEST) && cargo update --quiet --precise $(OLDEST_TCH) tch
-	cd $(OLDEST) && env -u CARGO_TARGET_DIR $(MAKE) build LIBTORCH_VERSION=$(OLDEST_LIBTORCH)
-	cd $(OLDEST) && env -u CARGO_TARGET_DIR $(MAKE) test LIBTORCH_VERSION=$(OLDEST_LIBTORCH)
+	cd $(OLDEST) && env -u CARGO_TARGET_DIR -u LIBTORCH_USE_PYTORCH \
+	    $(MAKE) test LIBTORCH= LIBTORCH_VERSION=$(OLDEST_LIBTORCH)
 
 test-gpus: cargo simulated-gpus ## run the tests of the GPU path on simulated GPUs
 	cargo build --release --bins --examples

@@ -17,8 +17,8 @@ fn main() -> Result<(), Box<dyn Error>> {
     build_shim(&libtorch_lib);
     // So that the binary runs from any folder with no environment variable set.
     println!("cargo:rustc-link-arg=-Wl,-rpath,{}", libtorch_lib.display());
-    // A libtorch of another version lacks some functions. The loader looks for a function at its first call, so that
-    // `ffi::check_version` comes first, and names the versions.
+    // A libtorch of another version lacks some functions. With lazy binding the loader looks for a function at its first
+    // call, and `ffi::check_version` is called before the others.
     println!("cargo:rustc-link-arg=-Wl,-z,lazy");
     // A dependent's build script reads it as DEP_DDP_MP_LIBTORCH_LIB.
     println!("cargo:LIBTORCH_LIB={}", libtorch_lib.display());

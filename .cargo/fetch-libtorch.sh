@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# fetch-libtorch.sh VERSION [cpu|cuda]  puts libtorch, out of PyTorch's wheels, into .libtorch/
-# fetch-libtorch.sh VERSION python      puts a Python with PyTorch for the CPU into .python/
-# fetch-libtorch.sh VERSION pytorch     puts a whole PyTorch with its own Python into .pytorch/
+# fetch-libtorch.sh VERSION [cpu|cuda]        puts libtorch, out of PyTorch's wheels, into .libtorch/
+# fetch-libtorch.sh VERSION python [FOLDER]   puts a Python with PyTorch for the CPU into .python/
+# fetch-libtorch.sh VERSION pytorch [FOLDER]  puts a whole PyTorch with its own Python into .pytorch/
 #
-# After "python" or "pytorch" comes another folder, if need be: for another version beside that of .libtorch.
+# With a FOLDER, "python" and "pytorch" put it there instead: for a version other than that of .libtorch.
 #
 # "cpu" is the torch wheel and the two libraries without which it does not load; "cuda" has all that
 # torch depends on. Without either, an NVIDIA driver decides. What is complete is not fetched again,
@@ -12,7 +12,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 version=$1 set=${2:-}
-# Of the CUDA that the torch wheel is for.
+# The CUDA libraries that the torch wheel needs.
 case $version in
 2.1[1-3].*) cuda=(nvidia-cuda-runtime==13.0.96 nvidia-cuda-cupti==13.0.85) ;;
 *) cuda=(nvidia-cuda-runtime==13.2.* nvidia-cuda-cupti==13.2.*) ;;

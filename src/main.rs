@@ -41,12 +41,6 @@ const COMMIT: &str = "";
 fn main() {
     install_panic_hook();
     os::ignore_file_size_signal();
-    // Ahead of every other use of libtorch.
-    if let Err(error) = check_version() {
-        text_printer().report(&error.to_string());
-        os::exit(WRONG_INPUT);
-    }
-    keep_memory();
     let cli = match cli::parse(std::env::args_os()) {
         Ok(cli) => cli,
         Err(message) => {
@@ -101,6 +95,8 @@ fn is_written(printed: io::Result<()>) -> bool {
 
 /// Runs `command`, and returns the exit code.
 fn run(command: Command, quiet: bool) -> anyhow::Result<u8> {
+    check_version()?; // ahead of every other use of libtorch
+    keep_memory();
     let printer = |format| Arc::new(Printer::new(format).quiet(quiet));
     let text = || printer(LogFormat::Text);
     if !matches!(command, Command::Train(_)) {

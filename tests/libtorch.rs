@@ -5,10 +5,10 @@ use std::path::PathBuf;
 use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use ddp_mp::{spawn, spawn_scoped};
+use ddp_mp::{Spawn, spawn, spawn_scoped};
 use tempfile::TempDir;
 
-use crate::harness::{program, repository, run_command};
+use crate::harness::{as_torchrun, free_port, program, repository, run_command};
 
 /// Set in processes that have the library of `other_libtorch`.
 const MARK: &str = "DDP_MP_TEST_OTHER_LIBTORCH";
@@ -28,9 +28,7 @@ fn other_libtorch() -> (TempDir, PathBuf) {
 
 fn expected() -> String {
     let built = ddp_mp::ffi::version();
-    format!(
-        " is 2.1.0, but this program was built for {built}; install that one (pip install 'torch=="
-    )
+    format!(" is 2.1.0, but this program was built for {built}; install ")
 }
 
 #[test]
@@ -56,8 +54,10 @@ fn spawn_refuses_another_libtorch() {
             started.store(true, Ordering::Relaxed);
             Ok(())
         });
-        let error = ranks.unwrap_err().to_string();
-        assert!(error.contains(&expected()), "{error}");
+        let joined = Spawn::from_env().unwrap_err(); // as a process of torchrun
+        for error in [ranks.unwrap_err().to_string(), joined.to_string()] {
+            assert!(error.contains(&expected()), "{error}");
+        }
         assert!(!started.load(Ordering::Relaxed), "a rank has started");
         return;
     }
@@ -65,6 +65,7 @@ fn spawn_refuses_another_libtorch() {
     let (_folder, library) = other_libtorch();
     let mut command = Command::new(env::current_exe().unwrap());
     command.args(["libtorch::spawn_refuses_another_libtorch", "--exact"]);
+    as_torchrun(&mut command, 0, 2, free_port());
     command.env("LD_PRELOAD", &library).env(MARK, "1");
     let (code, stdout, stderr) = run_command(command);
     assert_eq!(code, Some(0), "{stdout}{stderr}");

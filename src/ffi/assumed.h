@@ -5,9 +5,9 @@
 // Ahead of all other headers, which may fail to compile where the version is another.
 #include <torch/version.h>
 
-static_assert(TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR >= 11 && TORCH_VERSION_MINOR <= 13,
-              "ddp-mp knows libtorch 2.11 to 2.13, and this is another one. Fetch 2.13 with `make libtorch`, or let LIBTORCH "
-              "name the folder of a libtorch that fits the tch in Cargo.lock (tch 0.26: 2.13, tch 0.24: 2.11)");
+static_assert(TORCH_VERSION_MAJOR == 2 && (TORCH_VERSION_MINOR == 11 || TORCH_VERSION_MINOR == 13),
+              "ddp-mp knows libtorch 2.11 (tch 0.24) and 2.13 (tch 0.26), and this is another one. Let LIBTORCH name the folder of "
+              "the one that fits the tch in Cargo.lock, or unset LIBTORCH and run `make libtorch`");
 
 #include <cstdint>
 #include <memory>
@@ -39,15 +39,5 @@ static_assert(RedOpType::SUM == 0 && RedOpType::PRODUCT == 2 && RedOpType::MIN =
 static_assert(std::is_same_v<decltype(c10d::ProcessGroupGloo::Options::devices),
                              std::vector<std::shared_ptr<::gloo::transport::Device>>>,
               "ProcessGroupGloo::Options does not hold Gloo's devices by pointer");
-
-// The functions of ProcessGroupGloo that c10d.cpp calls, which are virtual.
-template <typename F, typename... Arguments>
-constexpr bool starts_work = std::is_same_v<std::invoke_result_t<F, c10d::ProcessGroupGloo&, Arguments...>,
-                                            c10::intrusive_ptr<c10d::Work>>;
-using Tensors = std::vector<at::Tensor>;
-static_assert(starts_work<decltype(&c10d::ProcessGroupGloo::allreduce), Tensors&, const c10d::AllreduceOptions&> &&
-                  starts_work<decltype(&c10d::ProcessGroupGloo::send), Tensors&, int, int> &&
-                  starts_work<decltype(&c10d::ProcessGroupGloo::recv), Tensors&, int, int>,
-              "ProcessGroupGloo's functions have other arguments or results");
 
 }  // namespace

@@ -24,8 +24,8 @@ pub fn library_folder() -> Option<PathBuf> {
     PathBuf::from(file).parent().map(PathBuf::from)
 }
 
-/// Checks that the loaded libtorch has the version that this binary was built for. Another one has other classes and
-/// functions, so that its use would end in a crash, or in wrong numbers.
+/// Checks that the loaded libtorch has the version that this binary was built for. Another version has other classes and
+/// functions: to use it could crash, or give wrong numbers.
 ///
 /// # Errors
 /// [`Error::InvalidInput`] if it has another one.
@@ -44,9 +44,9 @@ fn mismatch(built: &str, loaded: &str, folder: &Path) -> Option<String> {
     (minor(loaded) != wanted).then(|| {
         let loaded = if loaded.is_empty() { "of an unknown version" } else { loaded };
         format!(
-            "the libtorch in {} is {loaded}, but this program was built for {built}; install that one (pip install \
-             'torch=={wanted}.*'), take the other one out of LD_LIBRARY_PATH if it is there, or build the program with \
-             the tch that fits it",
+            "the libtorch in {} is {loaded}, but this program was built for {built}; install {wanted} (pip install \
+             'torch=={wanted}.*'), remove the folder from LD_LIBRARY_PATH if it is there, or build the program with the \
+             tch that fits this libtorch",
             folder.shown()
         )
     })
@@ -82,7 +82,7 @@ mod tests {
             ),
             (
                 "2.1.3",
-                "is 2.1.3, but this program was built for 2.13.0; install that one (pip install 'torch==2.13.*')",
+                "is 2.1.3, but this program was built for 2.13.0; install 2.13 (pip install 'torch==2.13.*')",
             ),
             ("", "the libtorch in /env/torch/lib is of an unknown version, but"),
         ] {

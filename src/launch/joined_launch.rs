@@ -15,6 +15,7 @@ use super::{
     Processes, Spawn, detect, place, write_error_file,
 };
 use crate::error::{Error, Result, Shown};
+use crate::ffi::check_version;
 use crate::ffi::cuda::Cuda;
 use crate::os::cores;
 use crate::os::limits::not_started;
@@ -126,6 +127,7 @@ impl Launch {
             compare_clocks,
             note,
         } = options;
+        check_version()?; // ahead of the store
         let mut placement = self.place(backend, cuda)?;
         let is_restart = self.parent.is_some() && self.restart_count > 0;
         if self.kind == LaunchKind::Spawned || is_restart {

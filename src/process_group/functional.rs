@@ -171,7 +171,7 @@ pub fn all_gather_single(tensor: &Tensor, group: &Rc<ProcessGroup>) -> Result<Te
     gathered_by_all(tensor, group)?.f_reshape(shape).doing("reshape")
 }
 
-/// The name that PyTorch had before 2.13.
+/// Another name of [`all_gather_single`], PyTorch's before 2.13.
 pub use self::all_gather_single as all_gather_into_tensor;
 
 /// Returns the sum over the ranks of their tensors for this rank in `input_list`. A collective.

@@ -18,7 +18,7 @@ use super::{Marks, Output};
 use crate::operation::Operation;
 use crate::runtime::{Entry, FlightRecorderDump, RankRecords};
 
-/// The version of PyTorch's format that `torchfrtrace` of PyTorch 2.12 and newer reads.
+/// The version of PyTorch's format, as `torchfrtrace` reads it.
 const VERSION: &str = "2.10";
 
 /// The name of a rank's file, before its number.
@@ -171,7 +171,7 @@ fn names(group: u32) -> (String, String) {
 }
 
 fn collectives(dump: &FlightRecorderDump, rank: &RankRecords) -> Vec<Collective> {
-    // `torchfrtrace` knows no library of threads.
+    // `torchfrtrace` has no name for threads.
     let library = if rank.device.starts_with("GPU") { "nccl" } else { "gloo" };
     let start =
         SystemTime::now().checked_sub(dump.began.elapsed()).unwrap_or(SystemTime::UNIX_EPOCH);

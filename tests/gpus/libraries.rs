@@ -70,13 +70,10 @@ fn two_processes_share_a_gpu_only_with_an_nccl_that_allows_it() {
         };
         join((0..2).map(start).collect())
     };
+    const OLD: &str = "NCCL 2.29.7 needs one for each rank (from 2.30.3 on they may share one)";
     for (version, switch, reason) in [
-        ("22907", None, "NCCL 2.29.7 needs one for each rank (from 2.30.3 on they may share one)"),
-        (
-            "22907",
-            Some("1"),
-            "NCCL 2.29.7 needs one for each rank (from 2.30.3 on they may share one)",
-        ),
+        ("22907", None, OLD),
+        ("22907", Some("1"), OLD),
         (
             "23007",
             None,

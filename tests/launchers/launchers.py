@@ -65,7 +65,7 @@ def torchrun(program):
 
 
 def torchrun_without_a_port(program):
-    """Two at a time, as from torch 2.12 on: on one machine torchrun takes a free port."""
+    """Two at once: from torch 2.12 on, torchrun takes a free port on one machine."""
     runs = [Run([*TORCHRUN, "--no-python", "--nproc-per-node=2", program, *FLAGS]) for _ in range(2)]
     expected = threads(program, 2)
     for result in [run.result() for run in runs]:
@@ -84,25 +84,25 @@ def torchrun_prefixes(program):
 
 
 def torchrun_is_ended(program):
-    """An agent that is ended tells its ranks, and kills those that are there after --shutdown-timeout seconds."""
+    """torchrun passes SIGTERM on to its ranks, and kills those that are there after --shutdown-timeout seconds."""
     start = [*TORCHRUN, "--no-python", "--nproc-per-node=2"]
-    run = Run([*start, "--shutdown-timeout=60", program, *ENDLESS])
+    run = Run([*start, program, *ENDLESS])
     run.until('"epoch":0')
     run.process.terminate()
     run.end(None)
     ends = run.events("end")
     check(len(ends) == 1 and ends[0]["stopped"], f"the run has not stopped: {run.output()}")
-    passed("torchrun --shutdown-timeout=60 is ended: the ranks agree on a last step")
+    passed("torchrun is ended: the ranks agree on a last step")
 
     # Without a time-out of its own the other rank would wait for the one that stalls.
-    stall = ["--inject-fault=stall:rank=1,at=step,step=20", "--timeout=10m"]
+    stall = ["--inject-fault=stall:rank=1,at=step,step=20", "--timeout=10m", "--stall-warning=1s"]
     run = Run([*start, "--shutdown-timeout=3", program, *ENDLESS, *stall])
-    run.until('"start"')
+    run.until(" has not ended for ")
     began = time.monotonic()
     run.process.terminate()
     run.end(None)
     took = time.monotonic() - began
-    check(took < 25, f"the ranks were there for {took:.0f} s: {run.output()}")
+    check(3 <= took < 25, f"the ranks were there for {took:.0f} s: {run.output()}")
     passed(f"torchrun --shutdown-timeout=3 with a rank that stalls: all have ended after {took:.0f} s")
 
 

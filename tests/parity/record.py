@@ -181,7 +181,7 @@ MODELS = {
     "linear": lambda: build([]),
     "mlp": lambda: build([24, 12]),
     "small mlp": lambda: build([8, 8]),
-    # No multiples of the numbers in a vector register: kernels go other ways.
+    # These do not fill whole vector registers: kernels take their paths for the rest.
     "odd mlp": lambda: build([13, 9]),
     "cnn": lambda: build_cnn(SIDE, CHANNELS, CLASSES),
 }

@@ -63,7 +63,7 @@ fn call(row: &Row, group: &Rc<ProcessGroup>) -> ddp_mp::Result<(Vec<Tensor>, Vec
         "gather" => functional::gather(one, root, group)?,
         "scatter" => vec![functional::scatter(&inputs, root, group)?],
         "all_gather" => functional::all_gather(one, group)?,
-        "all_gather_into_tensor" => vec![functional::all_gather_single(one, group)?],
+        "all_gather_into_tensor" => vec![functional::all_gather_into_tensor(one, group)?],
         "reduce_scatter" => vec![functional::reduce_scatter(&inputs, group)?],
         "all_to_all" => functional::all_to_all(&vec![&[2, 3][..]; count], &inputs, group)?,
         other => panic!("no {other}"),

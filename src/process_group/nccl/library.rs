@@ -25,7 +25,9 @@ fn number() -> Result<i32> {
 
 /// Returns a version as text.
 fn text(version: i32) -> String {
-    format!("{}.{}.{}", version / 10000, version / 100 % 100, version % 100)
+    // Before 2.9 the minor version had one digit: 2804 is 2.8.4.
+    let major = if version < 10_000 { 1000 } else { 10_000 };
+    format!("{}.{}.{}", version / major, version % major / 100, version % 100)
 }
 
 /// The first version with communicators that do not block.
@@ -37,7 +39,7 @@ const SHARES_GPUS: i32 = 23003;
 /// The variable that, set to 1, lets several ranks have one GPU.
 const MULTI_RANK: &str = "NCCL_MULTI_RANK_GPU_ENABLE";
 
-/// Returns an error if this NCCL, or its settings, do not let ranks of several processes have one GPU.
+/// Checks that this NCCL and its settings let ranks of several processes have one GPU.
 pub(super) fn check_shared_gpu() -> Result<()> {
     require_library()?;
     let found = number()?;
@@ -107,4 +109,15 @@ pub(super) fn require_library() -> Result<()> {
          driver, or `pip install torch` for the wheel, or use --backend threaded"
             .into(),
     ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn versions_are_read_as_nccl_numbers_them() {
+        let texts = [2804, 21304, 22907].map(text);
+        assert_eq!(texts, ["2.8.4", "2.13.4", "2.29.7"]);
+    }
 }
