@@ -10,7 +10,7 @@ extern "C" {
 
 const char* ddp_torch_version() { return TORCH_VERSION; }
 
-// Returns the version of the libtorch that is loaded, or null if it does not tell.
+// Returns the version of the libtorch that is loaded, or null if it reports none.
 const char* ddp_loaded_torch_version() {
   const auto& options = caffe2::GetBuildOptions();
   auto version = options.find("TORCH_VERSION");

@@ -1,4 +1,4 @@
-// Makes the libtorch of a process say that it is version 2.1.0. tests/libtorch.rs preloads it.
+// Makes the libtorch of a process report version 2.1.0. tests/libtorch.rs preloads it.
 #include <map>
 #include <string>
 
