@@ -56,7 +56,9 @@ fn gloo_threads_are_named() {
         };
         tasks.map(name).collect::<Vec<_>>()
     });
-    assert!(names[0].iter().any(|name| name == "ddp-mp gloo\n"), "{names:?}");
+    // libtorch 2.13 names them itself.
+    let is_named = |name: &String| ["ddp-mp gloo\n", "pt_gloo_runloop\n"].contains(&name.as_str());
+    assert!(names[0].iter().any(is_named), "{names:?}");
 }
 
 #[test]
