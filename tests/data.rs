@@ -152,6 +152,7 @@ fn train_after(
     Ok(after)
 }
 
+/// Long: it trains models of eleven widths with batches of seven sizes.
 #[test]
 fn run_resumed_at_any_step_has_the_bits_of_new_tensors() {
     const WIDTHS: [i64; 11] = [1, 3, 5, 7, 9, 11, 13, 15, 17, 21, 33];
