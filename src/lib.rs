@@ -123,14 +123,19 @@
 //!
 //! # Invariants
 //!
-//! * Every blocking wait ends: done, cancelled, or past its deadline.
+//! * Every blocking wait ends: done, cancelled, or past its deadline. `runtime/deadline.rs` alone turns a duration into
+//!   a deadline.
 //! * The earliest failure is the root cause, and what the user sees.
 //! * Buckets are reduced in the order of their index on every rank, never in the order of readiness.
 //! * `threaded` adds in the order of the ranks. `gloo` adds within each process first, then in the order of the processes.
 //!   So the same flags and layout give the same bits, on all ranks. NCCL adds in an order of its own.
-//! * Every NCCL launch stands between two meetings of the ranks of the process.
-//! * No global state but the handlers of signals and panics, and the lock of libtorch's generator. The group, the
-//!   configuration and the printer are passed on.
+//! * Every NCCL launch stands between two barriers of the ranks of its process.
+//! * Decisions are collective. Rank 0 decides when to stop, and every rank stops after that step. A callback that decides
+//!   for all decides from what is equal on all ranks, such as an epoch's loss.
+//! * Rank 0 writes checkpoints and metrics. stdout carries results, stderr the rest, and only `telemetry` prints.
+//! * No global state but the handlers of signals and panics, the lock of libtorch's generator, and kept memory. The group,
+//!   the configuration and the printer are passed on.
+//! * `unsafe` has three places: `ffi`, `os` and the folders of `process_group`. Each block says why it is sound.
 
 #![cfg_attr(not(feature = "cli"), allow(dead_code, unused_imports))] // what only the command line uses
 

@@ -7,7 +7,8 @@ use std::process::Command;
 
 use crate::harness::repository;
 
-fn sources() -> Vec<PathBuf> {
+/// Returns all source files of the library and the program, sorted.
+pub(crate) fn sources() -> Vec<PathBuf> {
     fn collect(folder: &Path, files: &mut Vec<PathBuf>) {
         for entry in fs::read_dir(folder).unwrap() {
             let path = entry.unwrap().path();
@@ -25,7 +26,8 @@ fn sources() -> Vec<PathBuf> {
     files
 }
 
-fn name(file: &Path) -> String {
+/// Returns the path of a source file below `src`.
+pub(crate) fn name(file: &Path) -> String {
     let relative = file.strip_prefix(repository("src")).unwrap();
     relative.to_string_lossy().into_owned()
 }
@@ -40,14 +42,21 @@ fn code(file: &Path) -> String {
     lines.collect::<Vec<_>>().join("\n")
 }
 
-/// Returns the modules of the table "Reading order" in lib.rs, from the top to the bottom.
-fn reading_order() -> Vec<String> {
+/// Returns the rows of the table "Reading order" in lib.rs, from the top to the bottom: a module, and what happens there.
+pub(crate) fn rooms() -> Vec<[String; 2]> {
     let library = fs::read_to_string(repository("src/lib.rs")).unwrap();
     let (_, section) = library.split_once("//! # Reading order\n").unwrap();
     let section = section.split("//! # ").next().unwrap();
-    let cells = section.lines().filter_map(|line| line.strip_prefix("//! | ")?.split(" | ").next());
-    let modules = cells.map(|cell| cell.trim_matches(['[', ']', '`']).to_owned());
-    modules.filter(|module| module != "module").collect()
+    let rows = section.lines().filter_map(|line| {
+        line.strip_prefix("//! | ")?.strip_suffix(" |")?.split_once(" | ")
+    });
+    let rooms = rows.map(|(room, text)| [room.trim_matches(['[', ']', '`']), text].map(str::to_owned));
+    rooms.filter(|[room, _]| room != "module").collect()
+}
+
+/// Returns the modules of that table.
+fn reading_order() -> Vec<String> {
+    rooms().into_iter().map(|[room, _]| room).collect()
 }
 
 #[test]

@@ -1,0 +1,118 @@
+//! The pages about the source: the list of all files, the path through them, and the table of rooms.
+
+use std::collections::BTreeMap;
+use std::fs;
+
+use crate::harness::repository;
+use crate::tidy::{name, rooms, sources};
+
+/// The page that lists all files.
+const FILES: &str = "docs/src/files.md";
+/// The page with the path.
+const PATH: &str = "docs/src/reading-the-source.md";
+
+/// Returns the first sentence of a file's purpose.
+fn purpose(text: &str) -> String {
+    let lines = text.lines().map_while(|line| line.strip_prefix("//!"));
+    let paragraph: Vec<&str> = lines.map(str::trim).take_while(|line| !line.is_empty()).collect();
+    let paragraph = paragraph.join(" ");
+    let sentence = paragraph.split_once(". ").map_or(&*paragraph, |(first, _)| first);
+    sentence.trim_end_matches('.').replace('|', "\\|")
+}
+
+/// Returns the page that lists all files, made from the first sentence of each.
+fn list_of_files() -> String {
+    let mut page = String::from(
+        "# What is in which file\n\n\
+        <!-- Made from the first lines of the files by `TRYCMD=overwrite cargo test --release --test tests source_pages`. -->\n\n\
+        Each file begins with its purpose. This is the list, in the order of the modules: a module uses only modules below\n\
+        it. [Reading the source](reading-the-source.md) follows one run through them. All paths are below `src/`.\n",
+    );
+    let mut of_room: BTreeMap<String, Vec<[String; 2]>> = BTreeMap::new();
+    for file in sources() {
+        let name = name(&file);
+        let purpose = purpose(&fs::read_to_string(&file).unwrap());
+        let room = name.split(['/', '.']).next().unwrap().to_owned();
+        of_room.entry(room).or_default().push([name, purpose]);
+    }
+    for [room, description] in rooms() {
+        page += &format!("\n## {room}\n\n{description}\n\n| file | purpose |\n|---|---|\n");
+        let files = of_room.remove(&room).unwrap_or_else(|| panic!("src has no room {room}"));
+        for [file, purpose] in files {
+            page += &format!("| `{file}` | {purpose} |\n");
+        }
+    }
+    let rest: Vec<&String> = of_room.keys().collect();
+    assert_eq!(rest, ["lib", "prelude"], "rooms that the table in lib.rs lacks");
+    page
+}
+
+#[test]
+fn list_of_files_matches_the_sources() {
+    let page = repository(FILES);
+    let expected = list_of_files();
+    if std::env::var_os("TRYCMD").is_some_and(|it| it == "overwrite") {
+        fs::write(&page, &expected).unwrap();
+    }
+    let page = fs::read_to_string(&page).unwrap_or_default();
+    let differs = page.lines().zip(expected.lines()).find(|(page, expected)| page != expected);
+    assert!(page == expected, "make {FILES} anew, as its first lines say: {differs:?}");
+}
+
+/// Returns the number of a file's lines before its unit tests.
+fn num_lines(file: &str) -> usize {
+    let path = repository("src").join(file);
+    let text = fs::read_to_string(&path).unwrap_or_else(|error| panic!("{PATH}: {file}: {error}"));
+    text.lines().take_while(|line| !line.starts_with("#[cfg(test)]")).count()
+}
+
+#[test]
+fn path_through_the_source_is_true() {
+    let page = fs::read_to_string(repository(PATH)).unwrap();
+    let rows = page.lines().filter_map(|line| line.strip_prefix("| `")?.split_once("` | "));
+    let files: Vec<&str> = rows.map(|(file, _)| file).collect();
+    assert!(files.len() > 20, "{files:?}");
+    // A room may come back, but no file twice.
+    for (index, file) in files.iter().enumerate() {
+        assert!(!files[..index].contains(file), "{PATH} names {file} twice");
+    }
+    assert_eq!(files.first(), Some(&"main.rs"));
+
+    let sum: usize = files.iter().map(|file| num_lines(file)).sum();
+    let (before, _) = page.split_once(" lines, without their unit tests").unwrap();
+    let said = before.rsplit(' ').next().unwrap().replace(',', "");
+    let rounded = (sum + 50) / 100 * 100;
+    assert_eq!(said.parse(), Ok(rounded), "{PATH}: {sum} lines");
+
+    // Every other file and folder that the text names.
+    let text: Vec<&str> = page.lines().filter(|line| !line.starts_with("| `")).collect();
+    for word in text.join("\n").split('`').skip(1).step_by(2) {
+        let is_path = word.contains('/') && !word.contains([' ', '<', ':']);
+        let path = repository("src").join(word);
+        assert!(!is_path || word.starts_with("src") || path.exists(), "{PATH}: no {word}");
+    }
+}
+
+#[test]
+fn drawings_name_files_that_exist() {
+    let page = fs::read_to_string(repository("ARCHITECTURE.md")).unwrap();
+    let words = page.split(|c: char| !(c.is_ascii_alphanumeric() || "_/.".contains(c)));
+    let files: Vec<&str> =
+        words.filter(|word| word.ends_with(".rs") && word.contains('/')).collect();
+    assert!(files.len() >= 10, "{files:?}");
+    for file in files {
+        let places = ["", "src/", "src/process_group/"];
+        let is_there = places.iter().any(|place| repository(place).join(file).exists());
+        assert!(is_there, "ARCHITECTURE.md: no {file}");
+    }
+}
+
+#[test]
+fn architecture_has_the_rooms_of_the_crate() {
+    let page = fs::read_to_string(repository("ARCHITECTURE.md")).unwrap();
+    let rows: Vec<String> = rooms()
+        .iter()
+        .map(|[room, description]| format!("| `{room}` | {description} |"))
+        .collect();
+    assert!(page.contains(&rows.join("\n")), "ARCHITECTURE.md: the rooms are not:\n{}", rows.join("\n"));
+}
