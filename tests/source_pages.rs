@@ -110,9 +110,11 @@ fn drawings_name_files_that_exist() {
 #[test]
 fn architecture_has_the_rooms_of_the_crate() {
     let page = fs::read_to_string(repository("ARCHITECTURE.md")).unwrap();
-    let rows: Vec<String> = rooms()
-        .iter()
-        .map(|[room, description]| format!("| `{room}` | {description} |"))
-        .collect();
-    assert!(page.contains(&rows.join("\n")), "ARCHITECTURE.md: the rooms are not:\n{}", rows.join("\n"));
+    let rows: Vec<String> =
+        rooms().iter().map(|[room, description]| format!("| `{room}` | {description} |")).collect();
+    assert!(
+        page.contains(&rows.join("\n")),
+        "ARCHITECTURE.md: the rooms are not:\n{}",
+        rows.join("\n")
+    );
 }

@@ -47,10 +47,11 @@ pub(crate) fn rooms() -> Vec<[String; 2]> {
     let library = fs::read_to_string(repository("src/lib.rs")).unwrap();
     let (_, section) = library.split_once("//! # Reading order\n").unwrap();
     let section = section.split("//! # ").next().unwrap();
-    let rows = section.lines().filter_map(|line| {
-        line.strip_prefix("//! | ")?.strip_suffix(" |")?.split_once(" | ")
-    });
-    let rooms = rows.map(|(room, text)| [room.trim_matches(['[', ']', '`']), text].map(str::to_owned));
+    let rows = section
+        .lines()
+        .filter_map(|line| line.strip_prefix("//! | ")?.strip_suffix(" |")?.split_once(" | "));
+    let rooms =
+        rows.map(|(room, text)| [room.trim_matches(['[', ']', '`']), text].map(str::to_owned));
     rooms.filter(|[room, _]| room != "module").collect()
 }
 
