@@ -3,6 +3,8 @@
 compare.py PROGRAM [PAIRS]
 """
 
+import importlib.metadata
+import inspect
 import itertools
 import json
 import os
@@ -57,17 +59,37 @@ FLAGS = {
     "cnn": ["--model=cnn", "--channels=16,32", *IMAGES],
     "gpt": [f"--config={GPT}"],  # which pytorch_step.py reads, too
 }
+# Options of DistributedDataParallel that save copies of gradients, and the models that are also measured with each.
+DDP_OPTIONS = ["gradient_as_bucket_view", "batched_grad_copy"]
+WITH_DDP_OPTIONS = ["mlp", "cnn"]
+
+
+def options_of_this_pytorch():
+    """Those of DDP_OPTIONS that this PyTorch has: batched_grad_copy exists from 2.12 on."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    known = inspect.signature(DistributedDataParallel).parameters
+    return [option for option in DDP_OPTIONS if option in known]
+
+
+def pytorch_step(kind, ranks, *options):
+    command = [sys.executable, FOLDER / "pytorch_step.py", kind, str(ranks), str(STEPS[kind]), *options]
+    _, out = run(command)
+    return json.loads(out)["us_per_step"]
 
 
 def compare_step(program, pairs, kind, ranks):
-    """Several ranks as threads, and as processes that talk through Gloo, as PyTorch's always do."""
+    """Several ranks as threads, and as processes that talk through Gloo, as PyTorch's always do. A row with the name
+    of one of DDP's options has the time of PyTorch with it."""
     spawns = ["threads"] if ranks == 1 else ["threads", "processes"]
+    options = options_of_this_pytorch() if ranks == 2 and kind in WITH_DDP_OPTIONS else []
     theirs, ours = [], {spawn: [] for spawn in spawns}
-    steps = str(STEPS[kind])
+    with_option = {option: [] for option in options}
     for _ in range(pairs):
-        _, out = run([sys.executable, FOLDER / "pytorch_step.py", kind, str(ranks), steps])
-        theirs.append(json.loads(out)["us_per_step"])
-        flags = [f"--nproc-per-node={ranks}", f"--steps={steps}", "--log-format=json", *FLAGS[kind]]
+        theirs.append(pytorch_step(kind, ranks))
+        for option in options:
+            with_option[option].append(pytorch_step(kind, ranks, option))
+        flags = [f"--nproc-per-node={ranks}", f"--steps={STEPS[kind]}", "--log-format=json", *FLAGS[kind]]
         for spawn in spawns:
             _, out = run([program, "bench", "step", f"--spawn={spawn}", *flags])
             ours[spawn].append(json.loads(out)["us_per_step"])
@@ -76,6 +98,8 @@ def compare_step(program, pairs, kind, ranks):
         mine = statistics.median(ours[spawn])
         name = f"{kind}, {ranks} {'rank' if ranks == 1 else spawn}"
         print(f"{name:>35}{theirs:9.0f} us{mine:9.1f} us{theirs / mine:9.1f}", flush=True)
+    for option, times in with_option.items():
+        print(f"{option:>35}{statistics.median(times):9.0f} us", flush=True)
 
 
 def compare_memory(program):
@@ -103,10 +127,16 @@ def processor():
     return names[0].split(":")[1].strip() if names else platform.machine()
 
 
+def versions(program):
+    """Names what is compared."""
+    _, out = run([program, "env", "--log-format=json"])
+    return f"PyTorch {importlib.metadata.version('torch')} and ddp-mp with libtorch {json.loads(out)['libtorch']}"
+
+
 def main():
     program = os.path.abspath(sys.argv[1])
     pairs = int(sys.argv[2]) if len(sys.argv) > 2 else 5
-    print(f"medians of {pairs} pairs on {os.cpu_count()} cores of {processor()}")
+    print(f"{versions(program)}: medians of {pairs} pairs on {os.cpu_count()} cores of {processor()}", flush=True)
     compare_demo(program, pairs)
     print(f"\n{'a step with DDP, batch 32 or 16 texts':35}{'PyTorch':>12}{'ddp-mp':>12}{'ratio':>9}")
     for kind, ranks in itertools.product(STEPS, [1, 2]):

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 
-from compare import processor
+from compare import processor, versions
 
 FOLDER = pathlib.Path(__file__).parent
 SIZES = {
@@ -166,9 +166,9 @@ def main(program, rounds):
     before, began = os.getloadavg()[0], time.perf_counter()
     all_before, own_before = core_seconds()
     has = "has a" if shared_memory_of_gloo() else "has no"
-    print(f"all_reduce of float32 (sum) on {os.cpu_count()} cores of {processor()}")
+    print(f"{versions(program)}: all_reduce of float32 (sum) on {os.cpu_count()} cores of {processor()}")
     print(f"median (min to max) of {rounds} rounds in us; ratio: above 1, {OURS} is faster; ~: the spreads overlap")
-    print(f"the Gloo of PyTorch {importlib.metadata.version('torch')} {has} shared-memory all-reduce", flush=True)
+    print(f"PyTorch's Gloo {has} shared-memory all-reduce", flush=True)
     for ranks in [2, 4]:
         with tempfile.TemporaryDirectory() as folder:
             found = rounds_of(peers(program, ranks, pathlib.Path(folder)), rounds)

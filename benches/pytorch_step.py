@@ -1,7 +1,8 @@
 """A training step in PyTorch: mp.spawn, Gloo, DistributedDataParallel. Prints the median as JSON.
 
-pytorch_step.py linear|mlp|cnn|gpt RANKS STEPS
+pytorch_step.py linear|mlp|cnn|gpt RANKS STEPS [OPTION...]
 
+An OPTION is one of DistributedDataParallel's that is True or False, such as gradient_as_bucket_view: it is set to True.
 The optimizer is SGD. A gpt is that of configs/gpt.toml, with its batches, AdamW and clipping.
 """
 
@@ -51,13 +52,13 @@ def optimizer_of(kind, model):
     return torch.optim.SGD(model.parameters(), lr=0.001), None
 
 
-def main(rank, world_size, port, kind, steps):
+def main(rank, world_size, port, kind, steps, options):
     torch.set_num_threads(max(1, os.cpu_count() // world_size))
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world_size)
     torch.manual_seed(0)
     model, criterion, inputs, targets = build(kind)
-    model = DistributedDataParallel(model)
+    model = DistributedDataParallel(model, **dict.fromkeys(options, True))
     optimizer, max_norm = optimizer_of(kind, model)
     times = []
     for _ in range(20 + steps):
@@ -76,8 +77,8 @@ def main(rank, world_size, port, kind, steps):
 
 
 if __name__ == "__main__":
-    kind, ranks, steps = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    kind, ranks, steps, options = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    mp.spawn(main, (ranks, port, kind, steps), nprocs=ranks)
+    mp.spawn(main, (ranks, port, kind, steps, options), nprocs=ranks)
