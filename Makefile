@@ -2,6 +2,8 @@
 # LIBTORCH or LIBTORCH_USE_PYTORCH is set. All of it is built in release mode: libtorch's bindings
 # take minutes to compile, and so they are compiled once.
 LIBTORCH_VERSION = 2.13.0
+# The newest PyTorch that the program was tried beside.
+NEWEST_TORCH = 2.15.0
 ARGS = --max-epochs=2 --batch-size=32
 
 PROGRAM = $(or $(CARGO_TARGET_DIR),target)/release/ddp-mp
@@ -69,6 +71,10 @@ test-oldest: cargo ## build and test a copy in target/oldest with the oldest tch
 	cd $(OLDEST) && cargo update --quiet --precise $(OLDEST_TCH) tch
 	cd $(OLDEST) && env -u CARGO_TARGET_DIR -u LIBTORCH_USE_PYTORCH \
 	    $(MAKE) test LIBTORCH= LIBTORCH_VERSION=$(OLDEST_LIBTORCH)
+
+test-newest: ## try the newest PyTorch: its values beside the recorded ones, and its torchrun with this program
+	$(MAKE) parity TORCH=$(NEWEST_TORCH)
+	$(MAKE) test-launchers TORCH=$(NEWEST_TORCH)
 
 test-gpus: cargo simulated-gpus ## run the tests of the GPU path on simulated GPUs
 	cargo build --release --bins --examples
@@ -150,9 +156,9 @@ prometheus: cargo python ## have a parser of Prometheus read the file of a run
 	cargo build --release
 	$(PYTHON_FOLDER)/bin/python tests/interop/prometheus_reads.py $(PROGRAM)
 
-test-launchers: cargo python simulated-gpus ## run over several processes with torchrun, mpirun, Slurm and two hosts, as far as they are there
+test-launchers: cargo python simulated-gpus ## run with torchrun, mpirun, Slurm and two hosts, as far as they are there; with the torchrun of another PyTorch alone: TORCH=2.15.0
 	cargo build --release
-	$(PYTHON_FOLDER)/bin/python tests/launchers/launchers.py $(PROGRAM) $(SIMULATED_GPUS)
+	$(PYTHON_FOLDER)/bin/python tests/launchers/launchers.py $(PROGRAM) $(SIMULATED_GPUS) $(if $(OTHER_TORCH),torchrun)
 
 report: cargo python ## open the report of a run in Chromium, and try all of it; its pictures: make report PICTURES=folder
 	cargo build --release

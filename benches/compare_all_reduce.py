@@ -1,4 +1,4 @@
-"""Runs all_reduce in ddp-mp, Open MPI and PyTorch's Gloo alternately on the ranks of this machine, and prints tables.
+"""Runs all_reduce in ddp-mp, Open MPI, Gloo and DeepSpeed alternately on the ranks of this machine, and prints tables.
 
 compare_all_reduce.py PROGRAM [ROUNDS]
 
@@ -72,6 +72,14 @@ def build_with_open_mpi(binary):
     return None if builds() else "mpicc cannot build mpi_all_reduce.c"
 
 
+def build_deepspeed():
+    """Compiles DeepSpeed's operations. Returns why it could not, `None` if it could."""
+    if not importlib.util.find_spec("deepspeed"):
+        return f"it is not installed; {sys.executable} -m pip install deepspeed"
+    done = subprocess.run([sys.executable, FOLDER / "deepspeed_all_reduce.py"], capture_output=True, text=True)
+    return (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1] if done.returncode else None
+
+
 def peers(program, ranks, folder):
     """Returns the command of each peer by its name."""
     sizes = list(SIZES)
@@ -92,6 +100,11 @@ def peers(program, ranks, folder):
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     commands["Gloo, mp.spawn"] = [sys.executable, *gloo]
     commands["Gloo, torchrun"] = [sys.executable, *torchrun, *gloo]
+    if why_not := build_deepspeed():
+        print(f"skipped: DeepSpeed: {why_not}", flush=True)
+    else:
+        version = importlib.metadata.version("deepspeed")
+        commands[f"DeepSpeed {version}"] = [sys.executable, FOLDER / "deepspeed_all_reduce.py", ranks, *sizes]
     return commands
 
 

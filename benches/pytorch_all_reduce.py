@@ -15,38 +15,50 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 
-def seconds(tensor, iters):
+def seconds(all_reduce, tensor, iters):
     dist.barrier()
     began = time.perf_counter()
     for _ in range(iters):
-        dist.all_reduce(tensor)
+        all_reduce(tensor)
     slowest = torch.tensor((time.perf_counter() - began) / iters, dtype=torch.float64)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     return slowest.item()
 
 
+def measure(rank, all_reduce, sizes):
+    """Measures the function `all_reduce`; rank 0 prints the times."""
+    for size in sizes:
+        tensor = torch.zeros(size // 4)
+        warm_up = seconds(all_reduce, tensor, 3)
+        # As long as ddp-mp's bench: a quarter of a second, in five rounds.
+        iters = max(1, int(0.05 / warm_up))
+        times = sorted(seconds(all_reduce, tensor, iters) for _ in range(5))
+        if rank == 0:
+            print(json.dumps({"bytes": size, "time_us": times[2] * 1e6}), flush=True)
+
+
+def end():
+    """Leaves together, and without the destructors: with Gloo's threads still running they abort the process now and
+    then."""
+    dist.barrier()
+    os._exit(0)
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
 def main(rank, world_size, address, sizes):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world_size)
-    for size in sizes:
-        tensor = torch.zeros(size // 4)
-        warm_up = seconds(tensor, 3)
-        # As long as ddp-mp's bench: a quarter of a second, in five rounds.
-        iters = max(1, int(0.05 / warm_up))
-        times = sorted(seconds(tensor, iters) for _ in range(5))
-        if rank == 0:
-            print(json.dumps({"bytes": size, "time_us": times[2] * 1e6}), flush=True)
-    # Leave together, and without the destructors: with Gloo's threads still running they abort the
-    # process now and then.
-    dist.barrier()
-    os._exit(0)
+    measure(rank, dist.all_reduce, sizes)
+    end()
 
 
 if __name__ == "__main__":
     ranks, *sizes = map(int, sys.argv[1:])
     if "LOCAL_RANK" in os.environ:  # torchrun started this process
         main(int(os.environ["RANK"]), ranks, "env://", sizes)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    mp.spawn(main, (ranks, f"tcp://127.0.0.1:{port}", sizes), nprocs=ranks)
+    mp.spawn(main, (ranks, f"tcp://127.0.0.1:{free_port()}", sizes), nprocs=ranks)

@@ -5,8 +5,9 @@ python3 -m unittest discover --start-directory benches
 
 import json
 import unittest
+import unittest.mock
 
-from compare_all_reduce import OURS, SIZES, load, table, times
+from compare_all_reduce import OURS, SIZES, build_deepspeed, load, table, times
 
 
 def output(**keys):
@@ -26,6 +27,12 @@ class Times(unittest.TestCase):
         for bad in [output(wrong=1), output().rpartition("\n")[0], "", output() + '\n{"bytes": 7, "time_us": 1}']:
             with self.assertRaisesRegex(SystemExit, "peer: wrong results or missing sizes"):
                 times("peer", bad)
+
+
+class DeepSpeed(unittest.TestCase):
+    def test_says_how_to_install_it(self):
+        with unittest.mock.patch("importlib.util.find_spec", return_value=None):
+            self.assertRegex(build_deepspeed(), "^it is not installed; .* -m pip install deepspeed$")
 
 
 class Table(unittest.TestCase):

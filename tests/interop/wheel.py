@@ -184,6 +184,20 @@ def check_signal(program, file):
     passed("the command is replaced by the program, which stops at a signal")
 
 
+def check_other_torch(program, folder):
+    """Another torch in the environment is refused with one sentence. A preloaded library makes libtorch say that it is
+    2.1.0."""
+    library = folder / "version.so"
+    compiler = os.environ.get("CXX", "c++").split()
+    source = REPOSITORY / "tests/other_libtorch/version.cpp"
+    run(*compiler, "-shared", "-fPIC", "-o", library, source)
+    error = run(program, *TWO, code=2, LD_PRELOAD=str(library)).stderr
+    sentence = r"ddp-mp: the libtorch in \S+/torch/lib is 2\.1\.0, but this program was built for 2\.13\.\d+; "
+    sentence += r"install 2\.13 \(pip install 'torch==2\.13\.\*'\), .*\n"
+    check(re.fullmatch(sentence, error), f"with another libtorch: {error}")
+    passed("another torch is refused with its version and the one that is needed")
+
+
 def check_gpus(program, packages, stand_ins, folder, expected):
     """On simulated GPUs, with NCCL where the CUDA packages have it, and without."""
     folder.mkdir()
@@ -237,6 +251,7 @@ def main():
             passed("sample writes the text that it writes in the clone")
             run(command, "--no-such-flag", code=2)
             check_signal(command, file)
+            check_other_torch(command, folder)
             check_gpus(command, packages, stand_ins, folder / "gpus", expected)
 
 

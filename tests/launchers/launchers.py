@@ -1,12 +1,13 @@
 """Starts the program over several processes as its users do, with the real launchers, and checks the outcome.
 
-launchers.py PROGRAM SIMULATED_GPUS
+launchers.py PROGRAM SIMULATED_GPUS [torchrun]
 
 torchrun is that of the Python that runs this. mpirun and Slurm are tried where they are installed, and two
-hosts, as network namespaces, where this may make them: what is skipped is said. SIMULATED_GPUS is the folder that
-`make simulated-gpus` builds.
+hosts, as network namespaces, where this may make them: what is skipped is said. With the word `torchrun` these three
+are left out. SIMULATED_GPUS is the folder that `make simulated-gpus` builds.
 """
 
+import importlib.metadata
 import json
 import os
 import pathlib
@@ -165,7 +166,8 @@ def joined(program, folder):
     place = ["--nnodes=2:3", "--max-restarts=0", "--rdzv-backend=c10d", "--rdzv-id=joined"]
     place += [f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--local-addr=127.0.0.1"]
     command = ["--no-python", "--nproc-per-node=1", program, *flags, "--log-format=json"]
-    # Agents that keep the store of their first round cannot take in another: torchrun itself hangs.
+    # Otherwise the agents keep the store of their first round, which the new one does not know, and all fail after a
+    # minute. Tried with torch 2.13 and 2.15.
     start = ["env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", *TORCHRUN, *place]
     conf = "--rdzv-conf=last_call_timeout=2,is_host="
     agents = [Run([*start, f"{conf}{host}", *command]) for host in [1, 0]]
@@ -201,7 +203,7 @@ def mpirun(program):
         same(run.result(), threads(program, ranks), f"mpirun -n {ranks}")
 
 
-def main(program, simulated_gpus):
+def main(program, simulated_gpus, only=None):
     program = pathlib.Path(program).resolve()
     check(program.is_file(), f"{program} is no program")
     on_gpus = ["env", "SIM_GPUS=2", f"LD_LIBRARY_PATH={pathlib.Path(simulated_gpus).resolve()}", program]
@@ -218,15 +220,17 @@ def main(program, simulated_gpus):
             faults(on_gpus, "GPU")
             elastic(program, folder)
             joined(program, folder)
-            mpirun(program)
             documented(program, folder, TORCHRUN)
-            slurm(program, pathlib.Path(folder))
-            two_hosts(program, on_gpus)
+            if only is None:
+                mpirun(program)
+                slurm(program, pathlib.Path(folder))
+                two_hosts(program, on_gpus)
         finally:
             end_what_is_left()
-    print("launchers: all passed")
+    print(f"launchers: all passed, with the torchrun of PyTorch {importlib.metadata.version('torch')}")
 
 
 if __name__ == "__main__":
-    check(len(sys.argv) == 3, "give it the program, and the folder of the simulated GPUs")
+    is_usage = len(sys.argv) >= 3 and sys.argv[3:] in [[], ["torchrun"]]
+    check(is_usage, "give it the program, the folder of the simulated GPUs, and torchrun if only that is to be tried")
     main(*sys.argv[1:])

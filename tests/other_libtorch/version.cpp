@@ -1,4 +1,4 @@
-// Makes the libtorch of a process report version 2.1.0. tests/libtorch.rs preloads it.
+// Makes the libtorch of a process report version 2.1.0. tests/libtorch.rs and tests/interop/wheel.py preload it.
 #include <map>
 #include <string>
 
