@@ -80,29 +80,34 @@ def build_deepspeed():
     return (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1] if done.returncode else None
 
 
-def peers(program, ranks, folder):
+def skipped_peers(mpi_binary):
+    """Builds what peers need, the program of Open MPI as `mpi_binary`. Returns the peers that cannot run, and prints
+    why."""
+    problems = {"Open MPI": build_with_open_mpi(mpi_binary), "DeepSpeed": build_deepspeed()}
+    skipped = {peer: why_not for peer, why_not in problems.items() if why_not}
+    for peer, why_not in skipped.items():
+        print(f"skipped: {peer}: {why_not}", flush=True)
+    return skipped
+
+
+def peers(program, ranks, mpi_binary, skipped):
     """Returns the command of each peer by its name."""
     sizes = list(SIZES)
     ours = [program, "bench", "all-reduce", "--log-format=json", f"--nproc-per-node={ranks}"]
     step = sizes[1] // sizes[0]
     commands = {OURS: [*ours, f"--min-bytes={sizes[0]}", f"--max-bytes={sizes[-1]}", f"--step-factor={step}"]}
-    binary = folder / "mpi_all_reduce"
-    if why_not := build_with_open_mpi(binary):
-        print(f"skipped: Open MPI: {why_not}", flush=True)
-    else:
+    if "Open MPI" not in skipped:
         version = subprocess.check_output(["mpirun", "--version"], text=True).split()[3]
         # Shared memory only: Open MPI 5 knows vader, its name until then, as another name of sm.
         start = ["mpirun", "--mca", "pml", "ob1", "--mca", "btl", "self,vader"]
         start += ["--allow-run-as-root"] if os.geteuid() == 0 else []
         start += ["--oversubscribe"] if ranks > os.cpu_count() else []
-        commands[f"Open MPI {version}"] = [*start, "-n", ranks, binary, *sizes]
+        commands[f"Open MPI {version}"] = [*start, "-n", ranks, mpi_binary, *sizes]
     gloo = [FOLDER / "pytorch_all_reduce.py", ranks, *sizes]
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     commands["Gloo, mp.spawn"] = [sys.executable, *gloo]
     commands["Gloo, torchrun"] = [sys.executable, *torchrun, *gloo]
-    if why_not := build_deepspeed():
-        print(f"skipped: DeepSpeed: {why_not}", flush=True)
-    else:
+    if "DeepSpeed" not in skipped:
         version = importlib.metadata.version("deepspeed")
         commands[f"DeepSpeed {version}"] = [sys.executable, FOLDER / "deepspeed_all_reduce.py", ranks, *sizes]
     return commands
@@ -182,10 +187,12 @@ def main(program, rounds):
     print(f"{versions(program)}: all_reduce of float32 (sum) on {os.cpu_count()} cores of {processor()}")
     print(f"median (min to max) of {rounds} rounds in us; ratio: above 1, {OURS} is faster; ~: the spreads overlap")
     print(f"PyTorch's Gloo {has} shared-memory all-reduce", flush=True)
-    for ranks in [2, 4]:
-        with tempfile.TemporaryDirectory() as folder:
-            found = rounds_of(peers(program, ranks, pathlib.Path(folder)), rounds)
-        print("\n".join(["", *table(f"{ranks} ranks", found)]), flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        mpi_binary = pathlib.Path(folder) / "mpi_all_reduce"
+        skipped = skipped_peers(mpi_binary)
+        for ranks in [2, 4]:
+            found = rounds_of(peers(program, ranks, mpi_binary, skipped), rounds)
+            print("\n".join(["", *table(f"{ranks} ranks", found)]), flush=True)
     all_after, own_after = core_seconds()
     others = (all_after - all_before - own_after + own_before) / (time.perf_counter() - began)
     print("\n".join(["", *load(before, os.getloadavg()[0], others)]))

@@ -6,13 +6,13 @@ torchrun --nproc-per-node=RANKS pytorch_all_reduce.py RANKS BYTES... is one of t
 
 import json
 import os
-import socket
 import sys
 import time
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from pytorch_step import free_port
 
 
 def seconds(all_reduce, tensor, iters):
@@ -42,12 +42,6 @@ def end():
     then."""
     dist.barrier()
     os._exit(0)
-
-
-def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 def main(rank, world_size, address, sizes):

@@ -5,12 +5,12 @@ pytorch_rendezvous.py ROUNDS
 
 import json
 import os
-import socket
 import sys
 import time
 
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from pytorch_step import free_port
 
 
 def main(rank, port, start, times):
@@ -28,11 +28,8 @@ def main(rank, port, start, times):
 if __name__ == "__main__":
     slowest = []
     for _ in range(int(sys.argv[1])):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
         context = mp.get_context("spawn")
         times = context.Queue()
-        mp.spawn(main, (port, context.Barrier(2), times), nprocs=2)
+        mp.spawn(main, (free_port(), context.Barrier(2), times), nprocs=2)
         slowest.append(max(times.get(), times.get()))
     print(json.dumps({"median_ms": sorted(slowest)[len(slowest) // 2]}))

@@ -76,9 +76,12 @@ def main(rank, world_size, port, kind, steps, options):
     os._exit(0)  # Gloo's threads abort a process that ends with destructors now and then
 
 
-if __name__ == "__main__":
-    kind, ranks, steps, options = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:]
+def free_port():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    mp.spawn(main, (ranks, port, kind, steps, options), nprocs=ranks)
+        return free.getsockname()[1]
+
+
+if __name__ == "__main__":
+    kind, ranks, steps, options = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:]
+    mp.spawn(main, (ranks, free_port(), kind, steps, options), nprocs=ranks)

@@ -7,7 +7,8 @@ use std::sync::LazyLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::harness::{
-    free_port, in_parallel, program, repository, run, run_command, runs_every_case, some_of,
+    assert_generated, free_port, in_parallel, program, repository, run, run_command,
+    runs_every_case, some_of,
 };
 
 /// README.md and the pages of the book, in the order of their paths. README.zh.md has the code blocks of README.md:
@@ -478,12 +479,5 @@ fn options() -> String {
 
 #[test]
 fn book_options_match_the_help() {
-    let file = repository("docs/src/options.md");
-    let options = options();
-    if std::env::var_os("TRYCMD").is_some_and(|it| it == "overwrite") {
-        fs::write(&file, &options).unwrap();
-    }
-    let page = fs::read_to_string(&file).unwrap_or_default();
-    let differs = page.lines().zip(options.lines()).find(|(page, options)| page != options);
-    assert!(page == options, "make docs/src/options.md anew, as its first lines say: {differs:?}");
+    assert_generated("docs/src/options.md", &options());
 }

@@ -298,3 +298,14 @@ impl Reading {
 pub(crate) fn repository(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("tests/ is a folder of it").join(path)
 }
+
+/// Checks that the generated file `path` of the repository is `expected`. With `TRYCMD=overwrite` it is made anew.
+pub(crate) fn assert_generated(path: &str, expected: &str) {
+    let file = repository(path);
+    if std::env::var_os("TRYCMD").is_some_and(|it| it == "overwrite") {
+        fs::write(&file, expected).unwrap();
+    }
+    let found = fs::read_to_string(&file).unwrap_or_default();
+    let differs = found.lines().zip(expected.lines()).find(|(found, expected)| found != expected);
+    assert!(found == expected, "make {path} anew, as its first lines say: {differs:?}");
+}

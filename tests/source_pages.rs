@@ -3,11 +3,9 @@
 use std::collections::BTreeMap;
 use std::fs;
 
-use crate::harness::repository;
-use crate::tidy::{name, rooms, sources};
+use crate::harness::{assert_generated, repository};
+use crate::tidy::{before_tests, name, rooms, sources};
 
-/// The page that lists all files.
-const FILES: &str = "docs/src/files.md";
 /// The page with the path.
 const PATH: &str = "docs/src/reading-the-source.md";
 
@@ -49,21 +47,14 @@ fn list_of_files() -> String {
 
 #[test]
 fn list_of_files_matches_the_sources() {
-    let page = repository(FILES);
-    let expected = list_of_files();
-    if std::env::var_os("TRYCMD").is_some_and(|it| it == "overwrite") {
-        fs::write(&page, &expected).unwrap();
-    }
-    let page = fs::read_to_string(&page).unwrap_or_default();
-    let differs = page.lines().zip(expected.lines()).find(|(page, expected)| page != expected);
-    assert!(page == expected, "make {FILES} anew, as its first lines say: {differs:?}");
+    assert_generated("docs/src/files.md", &list_of_files());
 }
 
 /// Returns the number of a file's lines before its unit tests.
 fn num_lines(file: &str) -> usize {
     let path = repository("src").join(file);
     let text = fs::read_to_string(&path).unwrap_or_else(|error| panic!("{PATH}: {file}: {error}"));
-    text.lines().take_while(|line| !line.starts_with("#[cfg(test)]")).count()
+    before_tests(&text).lines().count()
 }
 
 #[test]

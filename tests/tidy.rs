@@ -32,13 +32,16 @@ pub(crate) fn name(file: &Path) -> String {
     relative.to_string_lossy().into_owned()
 }
 
+/// Returns the part of a file's text before its unit tests.
+pub(crate) fn before_tests(text: &str) -> &str {
+    let attributes = ["#[cfg(test)]", "#[cfg(all(test"];
+    attributes.iter().fold(text, |code, attribute| code.split(attribute).next().unwrap())
+}
+
 /// The code of a file, without comments and tests.
 fn code(file: &Path) -> String {
     let text = fs::read_to_string(file).unwrap();
-    let code = ["#[cfg(test)]", "#[cfg(all(test"]
-        .iter()
-        .fold(&*text, |code, tests| code.split(tests).next().unwrap());
-    let lines = code.lines().filter(|line| !line.trim_start().starts_with("//"));
+    let lines = before_tests(&text).lines().filter(|line| !line.trim_start().starts_with("//"));
     lines.collect::<Vec<_>>().join("\n")
 }
 

@@ -1,4 +1,4 @@
-//! Mistakes on the command line, told with the flag that is wrong and the one that was meant.
+//! Errors of the command line. Each names the flag that is wrong, and the one that was meant.
 
 use std::ffi::OsString;
 

@@ -1,4 +1,4 @@
-//! [`BatchSource`]: the source of a rank's batches, whichever rank loads them.
+//! [`BatchSource`]: the source of a rank's batches. The rank loads them, or rank 0 does for all.
 
 use std::time::Duration;
 

@@ -1,4 +1,4 @@
-//! One interface for a training loop, whichever strategy keeps the model the same on all ranks: `--strategy`.
+//! The interface of `--strategy` for a training loop, which is the same for DDP and DP.
 
 use std::ops::Deref;
 use std::time::Duration;

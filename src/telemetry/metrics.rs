@@ -1,4 +1,4 @@
-//! The file of `--metrics`: JSON lines, appended to those of earlier starts.
+//! The file of `--metrics`: lines of JSON. A run that starts again appends to it.
 
 use std::fs;
 use std::io::{self, Error as IoError, Write};

@@ -1,5 +1,5 @@
-//! The variables that this program sets for the processes that it starts, with `--spawn=processes` or
-//! `--max-restarts`: those of torchrun, and a mark.
+//! The variables of the processes that this program starts (`--spawn=processes`, `--max-restarts`): torchrun's variables,
+//! and a mark.
 
 use super::variables::{Variables, and};
 use super::{Launch, LaunchKind, LaunchOptions, local, torchrun};

@@ -1,5 +1,5 @@
-//! The thread that watches a group's connections, whatever the threads that serve them do. It ends the connections with
-//! the run, and fails the run if a rank cannot end.
+//! The thread that watches a group's connections while other threads serve them. It ends the connections with the run, and
+//! fails the run if a rank cannot end.
 
 use std::convert::Infallible;
 use std::sync::Arc;
