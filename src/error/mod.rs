@@ -8,8 +8,8 @@ use std::path::Path;
 use std::time::Duration;
 
 use crate::operation::{OpId, Operation};
-pub(crate) use suspects::{Blame, list_ranks, runs};
 pub use suspects::{Compared, Suspects};
+pub(crate) use suspects::{list_ranks, runs};
 
 /// `Result` with this crate's [`Error`].
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -335,38 +335,6 @@ fn where_to_look(at: OpId) -> &'static str {
     match at.operation {
         Operation::Init => "; NCCL_DEBUG=INFO shows which ranks have connected",
         _ => "; --check-collectives shows whether all ranks make the same calls",
-    }
-}
-
-impl Error {
-    /// Returns the ranks that this error blames. `None` if it blames the rank that reports it.
-    pub(crate) fn blames(&self) -> Option<Blame> {
-        match self {
-            Error::Timeout { missing, .. } => {
-                missing.first().map(|first| Blame::one(first.rank, Some(first.last_seen)))
-            }
-            Error::PeerExited { left, .. } => Some(Blame::one(*left, None)),
-            Error::ConnectionLost { lost, step, .. } => {
-                let step = step.map(|sequence| OpId { operation: Operation::Step, sequence });
-                lost.first().map(|first| Blame::one(first.rank, step.or(Some(first.last_seen))))
-            }
-            Error::Mismatch { suspects, outlier, called, sequence, .. } => {
-                let at = OpId { operation: *called, sequence: *sequence };
-                Some(Blame::of(suspects, *outlier, Some(at)))
-            }
-            Error::SendMismatch { source_rank, destination, .. } => {
-                let suspects = Suspects::tied(vec![*source_rank, *destination]);
-                Some(Blame::of(&suspects, *destination, None))
-            }
-            Error::OverlappingTensors { first, second } => {
-                Some(Blame::of(&Suspects::tied(vec![*first, *second]), *second, None))
-            }
-            Error::ReplicasDiverged { suspects, step, compared, .. } => {
-                let at = OpId { operation: compared.operation(), sequence: *step };
-                suspects.ranks.first().map(|&rank| Blame::of(suspects, rank, Some(at)))
-            }
-            _ => None,
-        }
     }
 }
 

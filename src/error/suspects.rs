@@ -1,6 +1,6 @@
 //! Decides which ranks are wrong when ranks differ: the minority, if there is a majority.
 
-use crate::operation::{OpId, Operation};
+use crate::operation::Operation;
 
 /// The reason for a comparison of replicas. Only `AfterStep` identifies the step that made them differ.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -29,7 +29,8 @@ impl Compared {
         }
     }
 
-    pub(super) fn operation(self) -> Operation {
+    /// Returns the operation in which replicas that differ are reported.
+    pub(crate) fn operation(self) -> Operation {
         match self {
             Self::AfterStep => Operation::Step,
             Self::BeforeSave | Self::AtEnd => Operation::Compare,
@@ -126,28 +127,6 @@ pub(crate) fn runs(numbers: &[usize]) -> String {
     runs.into_iter().map(text).collect::<Vec<_>>().join(", ")
 }
 
-/// The ranks that an error names as the cause.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Blame {
-    /// The rank to look at first.
-    pub rank: usize,
-    /// All candidates, if there is no majority. Otherwise empty.
-    pub tied: Vec<usize>,
-    /// The operation that the error refers to, in case the rank has moved on since. `None` if not known.
-    pub at: Option<OpId>,
-}
-
-impl Blame {
-    pub(super) fn one(rank: usize, at: Option<OpId>) -> Self {
-        Self { rank, tied: Vec::new(), at }
-    }
-
-    pub(super) fn of(suspects: &Suspects, rank: usize, at: Option<OpId>) -> Self {
-        let tied = if suspects.has_majority { Vec::new() } else { suspects.ranks.clone() };
-        Self { rank, tied, at }
-    }
-}
-
 #[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
@@ -179,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn replica_error_blames_one_rank_only_with_a_majority() {
+    fn replica_error_names_one_rank_only_with_a_majority() {
         let replicas = |answers: &[(usize, char)]| Error::ReplicasDiverged {
             parameter: "weight".into(),
             others: 0,
@@ -195,20 +174,13 @@ mod tests {
             ),
             "{told}"
         );
-        assert_eq!(tie.blames().unwrap().tied, [0, 1]);
         let minority = replicas(&[(0, 'a'), (1, 'b'), (2, 'a')]);
         let told = minority.to_string();
         assert!(
             told.starts_with("after step 5 rank 1 has another `weight` than the others; "),
             "{told}"
         );
-        let Blame { rank, tied, .. } = minority.blames().unwrap();
-        assert_eq!((rank, tied.len()), (1, 0));
         let none = replicas(&[(0, 'a'), (1, 'b'), (2, 'c')]).to_string();
         assert!(none.contains("ranks 0-2 differ in `weight`; no majority agrees"), "{none}");
-        let shared = Error::OverlappingTensors { first: 1, second: 2 };
-        assert_eq!(shared.blames().unwrap().tied, [1, 2]);
-        let alone = Error::OverlappingTensors { first: 2, second: 2 }.blames().unwrap();
-        assert_eq!((alone.rank, alone.tied.len()), (2, 0));
     }
 }

@@ -34,7 +34,7 @@ pub enum BindChoice {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct LocalRanks {
     /// The local ranks of this process's ranks: their numbers on the machine, from 0.
-    pub here: Range<usize>,
+    pub ranks: Range<usize>,
     /// The number of ranks on the machine.
     pub on_machine: usize,
     /// The number of threads that libtorch uses per rank.
@@ -84,13 +84,13 @@ impl BindChoice {
 
     /// Returns the CPUs of the ranks, or why they cannot be bound.
     fn decide(self, topology: &Topology, ranks: &LocalRanks) -> Result<Binding, String> {
-        let LocalRanks { here, on_machine, threads, device } = ranks;
+        let LocalRanks { ranks, on_machine, threads, device } = ranks;
         let (allowed, cpus) = (&topology.allowed, topology.allowed.0.len());
         // A launcher has given this process a part of the machine. Other processes have other parts.
         let is_part = allowed.0.len() < topology.online.0.len();
-        let (here, count) =
-            if is_part { (0..here.len(), here.len()) } else { (here.clone(), *on_machine) };
-        let own = |cpus_of: &dyn Fn(usize) -> CpuList| here.clone().map(cpus_of).collect();
+        let (ranks, count) =
+            if is_part { (0..ranks.len(), ranks.len()) } else { (ranks.clone(), *on_machine) };
+        let own = |cpus_of: &dyn Fn(usize) -> CpuList| ranks.clone().map(cpus_of).collect();
         match self {
             Self::None => Ok(Binding::Unbound("--bind none".into())),
             Self::Numa => {
@@ -188,7 +188,7 @@ mod tests {
     }
 
     fn threads(count: usize, threads: usize) -> LocalRanks {
-        LocalRanks { here: 0..count, on_machine: count, threads, device: Device::Cpu }
+        LocalRanks { ranks: 0..count, on_machine: count, threads, device: Device::Cpu }
     }
 
     /// Returns the CPUs of the ranks, or the reason why they are not bound.
@@ -307,13 +307,13 @@ mod tests {
                 .ends_with("do not fit the 4 CPUs that this process may use (0-3)")
         );
         assert!(bound(CORE, &two, &huge)[0].contains(" do not fit the 4 CPUs "));
-        let last = LocalRanks { here: usize::MAX - 1..usize::MAX, ..huge };
+        let last = LocalRanks { ranks: usize::MAX - 1..usize::MAX, ..huge };
         assert_eq!(bound(NUMA, &two, &last), ["2-3"]);
     }
 
     #[test]
     fn processes_of_a_machine_divide_it_unless_they_have_been_given_a_part() {
-        let of = |here: Range<usize>| LocalRanks { here, on_machine: 4, ..threads(4, 1) };
+        let of = |ranks: Range<usize>| LocalRanks { ranks, on_machine: 4, ..threads(4, 1) };
         let whole = machine(8, 1, 1, "0-7");
         assert_eq!(bound(AUTO, &whole, &of(1..2)), ["2-3"]);
         assert_eq!(bound(AUTO, &whole, &of(2..4)), ["4-5", "6-7"]);

@@ -3,57 +3,8 @@
 use std::fmt;
 use std::time::Duration;
 
-use crate::error::runs;
-use crate::operation::{OpId, Operation};
-use crate::runtime::StopReason;
-
-/// How one rank failed.
-#[derive(Debug)]
-pub struct RankFailure {
-    /// The rank to blame. If another rank waited for it in vain, that rank is only the reporter.
-    pub rank: usize,
-    /// All ranks that may be to blame, with their devices and including `rank`, if the evidence does not single one
-    /// out. Otherwise empty.
-    pub tied: Vec<(usize, String)>,
-    /// Its device, as `CPU:1` or `GPU:0`.
-    pub device: String,
-    /// The operation in which it failed.
-    pub at: OpId,
-    /// The reason, with all causes on one line.
-    pub error: String,
-}
-
-impl fmt::Display for RankFailure {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match &self.tied[..] {
-            [] => write!(f, "rank {} ({}) ", self.rank, self.device)?,
-            tied => write!(f, "ranks {} ", list(tied))?,
-        }
-        match self.at.operation {
-            Operation::UserCode => write!(f, "failed in its function")?,
-            Operation::ShutDown | Operation::Done => write!(f, "ended too early")?,
-            Operation::Compare if self.tied.is_empty() => write!(f, "differs")?,
-            Operation::Compare => write!(f, "differ")?,
-            _ => write!(f, "failed in {}", self.at)?,
-        }
-        write!(f, ": {}", self.error)
-    }
-}
-
-/// Lists ranks as `0 (CPU:0) and 1 (CPU:1)`; leaves out the devices of more than four.
-fn list(ranks: &[(usize, String)]) -> String {
-    const MAX_LISTED_RANKS: usize = 4;
-    let names: Vec<String> = match ranks {
-        few if few.len() <= MAX_LISTED_RANKS => {
-            few.iter().map(|(rank, on)| format!("{rank} ({on})")).collect()
-        }
-        many => return runs(&many.iter().map(|(rank, _)| *rank).collect::<Vec<_>>()),
-    };
-    match names.split_last() {
-        Some((last, others)) if !others.is_empty() => format!("{} and {last}", others.join(", ")),
-        _ => names.concat(),
-    }
-}
+use crate::operation::OpId;
+use crate::runtime::{RankFailure, StopReason};
 
 /// A rank that did not come back after the run had failed.
 #[derive(Debug)]

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use super::messages::{from_json, to_json, unreadable};
 use crate::error::Result;
 use crate::operation::OpId;
-use crate::runtime::{OpSnapshot, RunContext};
+use crate::runtime::{OpSnapshot, RunContext, packed_op};
 
 /// The most operations that a heartbeat carries for each rank.
 const MAX_OPS_PER_RANK: usize = 8;
@@ -26,7 +26,9 @@ pub(super) struct Heartbeat {
 /// The status of a rank: its current operation, and the last ones of its flight recorder.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct RankStatus {
-    at: u64,
+    /// What the rank is doing as a whole.
+    #[serde(with = "packed_op")]
+    pub at: OpId,
     /// The last operations of its flight recorder, the newest last.
     pub seen: Vec<OpSnapshot>,
 }
@@ -40,16 +42,7 @@ impl RankStatus {
                 .find(|&index| call_site.is_char_boundary(index));
             call_site.drain(..start.unwrap_or_default());
         }
-        Self::new(run.activity[rank].now(), seen)
-    }
-
-    pub(super) fn new(at: OpId, seen: Vec<OpSnapshot>) -> Self {
-        Self { at: at.packed(), seen }
-    }
-
-    /// Returns what the rank is doing as a whole; code of its own, if the message holds no operation.
-    pub(super) fn at(&self) -> OpId {
-        OpId::unpacked(self.at).unwrap_or_else(|| OpId::named("", 0))
+        Self { at: run.activity[rank].now(), seen }
     }
 }
 
@@ -65,16 +58,11 @@ impl Heartbeat {
     pub(super) fn from_bytes(key: &str, bytes: &[u8], ranks: usize) -> Result<Self> {
         let heartbeat: Self = from_json(key, bytes)?;
         if heartbeat.ranks.len() != ranks {
-            let told = heartbeat.ranks.len();
-            return Err(unreadable(
-                key,
-                &format!("a process with {ranks} ranks sent the status of {told}"),
-            ));
+            let sent = heartbeat.ranks.len();
+            let why = format!("a process with {ranks} ranks sent the status of {sent}");
+            return Err(unreadable(key, &why));
         }
-        for RankStatus { at, seen } in &heartbeat.ranks {
-            if OpId::unpacked(*at).is_none() {
-                return Err(unreadable(key, &format!("{at:#x} is not an operation")));
-            }
+        for RankStatus { seen, .. } in &heartbeat.ranks {
             // The call site is printed to a terminal.
             let is_wrong = |op: &OpSnapshot| {
                 op.call_site.len() > MAX_CALL_SITE_BYTES || op.call_site.contains(char::is_control)
@@ -136,17 +124,14 @@ mod tests {
     fn heartbeat() -> impl Strategy<Value = Heartbeat> {
         let doing = (at(), prop::collection::vec(seen(), 0..=MAX_OPS_PER_RANK));
         let ranks =
-            prop::collection::vec(doing.prop_map(|(at, seen)| RankStatus::new(at, seen)), 0..4);
+            prop::collection::vec(doing.prop_map(|(at, seen)| RankStatus { at, seen }), 0..4);
         (any::<Duration>(), ranks).prop_map(|(sent, ranks)| Heartbeat { sent, ranks })
     }
 
     /// Checks that reading `bytes` does not panic, and that an error names the key.
     fn read(bytes: &[u8], count: usize) {
         match Heartbeat::from_bytes(KEY, bytes, count) {
-            Ok(heartbeat) => {
-                assert_eq!(heartbeat.ranks.len(), count);
-                heartbeat.ranks.iter().for_each(|doing| assert!(doing.at().packed() == doing.at));
-            }
+            Ok(heartbeat) => assert_eq!(heartbeat.ranks.len(), count),
             Err(error) => assert!(error.to_string().contains(KEY), "{error}"),
         }
     }
@@ -193,22 +178,22 @@ mod tests {
             finished_ago: None,
             on_gpu: None,
         };
-        let told = |seen: Vec<OpSnapshot>, count| {
-            let heartbeat =
-                Heartbeat { sent: Duration::ZERO, ranks: vec![RankStatus::new(plain, seen)] };
+        let read = |seen: Vec<OpSnapshot>, count| {
+            let ranks = vec![RankStatus { at: plain, seen }];
+            let heartbeat = Heartbeat { sent: Duration::ZERO, ranks };
             Heartbeat::from_bytes(KEY, &heartbeat.to_bytes(KEY).unwrap(), count).map(drop)
         };
-        assert!(told(vec![seen(" at src/a.rs:7"); MAX_OPS_PER_RANK], 1).is_ok());
-        for (told, reason) in [
-            (told(vec![], 2), "a process with 2 ranks sent the status of 1"),
-            (told(vec![seen(""); MAX_OPS_PER_RANK + 1], 1), "the status of a rank is too long"),
-            (told(vec![seen("\u{1b}[2J")], 1), "the status of a rank is too long"),
+        assert!(read(vec![seen(" at src/a.rs:7"); MAX_OPS_PER_RANK], 1).is_ok());
+        for (result, reason) in [
+            (read(vec![], 2), "a process with 2 ranks sent the status of 1"),
+            (read(vec![seen(""); MAX_OPS_PER_RANK + 1], 1), "the status of a rank is too long"),
+            (read(vec![seen("\u{1b}[2J")], 1), "the status of a rank is too long"),
             (
-                told(vec![seen(&"x".repeat(MAX_CALL_SITE_BYTES + 1))], 1),
+                read(vec![seen(&"x".repeat(MAX_CALL_SITE_BYTES + 1))], 1),
                 "the status of a rank is too long",
             ),
         ] {
-            let error = told.unwrap_err().to_string();
+            let error = result.unwrap_err().to_string();
             assert!(error.contains(reason), "{error}");
         }
     }

@@ -11,14 +11,17 @@ use std::time::Duration;
 use crossbeam::channel::{RecvTimeoutError, bounded};
 
 use super::{
-    BackendChoice, Binding, Launch, LaunchKind, LaunchOptions, LocalRanks, Placement, ProcessWorld,
-    Processes, Spawn, detect, place, write_error_file,
+    BackendChoice, Binding, Launch, LaunchKind, LaunchOptions, LocalRanks, Nproc, Placement,
+    ProcessWorld, Processes, Spawn, detect, place, write_error_file,
 };
 use crate::error::{Error, Result, Shown};
 use crate::ffi::check_version;
 use crate::ffi::cuda::Cuda;
+use crate::os::affinity::CpuList;
 use crate::os::cores;
 use crate::os::limits::not_started;
+use crate::process_group::{Backend, Bootstrap, RankIdentity, rank_label};
+use crate::runtime::{MAX_WAIT, RunContext};
 
 /// The settings with which a process joins its launch. The default is that of [`Spawn::from_env`], but discards notes.
 pub struct JoinLaunchOptions<'a> {
@@ -64,7 +67,7 @@ impl fmt::Debug for JoinLaunchOptions<'_> {
 /// A launch that this process has joined: how it was started, where its ranks run, and the other processes.
 ///
 /// `Send` and `Sync`: ranks may share it.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct JoinedLaunch {
     /// How this process was started.
     pub launch: Launch,
@@ -72,7 +75,8 @@ pub struct JoinedLaunch {
     pub placement: Placement,
     /// All processes, if there are several.
     pub world: Option<Arc<ProcessWorld>>,
-    grace_period: Duration,
+    /// How long the other ranks and processes may take to exit after a failure.
+    pub(super) grace_period: Duration,
 }
 
 impl Launch {
@@ -107,7 +111,7 @@ impl Launch {
         let count = placement.devices.len();
         self.bind.binding(&LocalRanks {
             // A variable of the launcher may be any number.
-            here: local_index.saturating_mul(count)..(local_index + 1).saturating_mul(count),
+            ranks: local_index.saturating_mul(count)..(local_index + 1).saturating_mul(count),
             on_machine: local_count.saturating_mul(count),
             threads: placement.threads_per_rank,
             device: placement.devices[0],
@@ -119,31 +123,26 @@ impl Launch {
     /// # Errors
     /// The errors of [`Launch::place`] and [`ProcessWorld::meet`].
     pub fn join(self, cuda: &Cuda, options: JoinLaunchOptions) -> Result<JoinedLaunch> {
-        let JoinLaunchOptions {
-            backend,
-            timeout,
-            grace_period,
-            shared_options,
-            compare_clocks,
-            note,
-        } = options;
         check_version()?; // ahead of the store
-        let mut placement = self.place(backend, cuda)?;
+        let mut placement = self.place(options.backend, cuda)?;
         let is_restart = self.parent.is_some() && self.restart_count > 0;
         if self.kind == LaunchKind::Spawned || is_restart {
             placement.note = None; // the parent process, or an earlier start, has printed it
         }
         if let Some(warning) = ProcessWorld::warning(&self) {
-            note(&warning);
+            (options.note)(&warning);
         }
         let interfaces =
             var_os("GLOO_SOCKET_IFNAME").map(|value| value.to_string_lossy().into_owned());
+        let timeout = options.timeout;
+        let shared = options.shared_options;
         let rendezvous =
-            || match ProcessWorld::meet(&self, &placement, timeout, interfaces, shared_options)? {
-                Some(world) if compare_clocks => world.compare_clocks(timeout).map(Some),
+            || match ProcessWorld::meet(&self, &placement, timeout, interfaces, shared)? {
+                Some(world) if options.compare_clocks => world.compare_clocks(timeout).map(Some),
                 world => Ok(world),
             };
-        let world = noting_a_wait(&self, note, rendezvous)?.map(Arc::new);
+        let world = noting_a_wait(&self, options.note, rendezvous)?.map(Arc::new);
+        let grace_period = options.grace_period.min(MAX_WAIT);
         let joined_launch = JoinedLaunch { launch: self, placement, world, grace_period };
         joined_launch.before_ranks(|| {
             joined_launch.world.as_ref().map_or(Ok(()), |world| world.check_interfaces())
@@ -163,6 +162,14 @@ impl Launch {
 }
 
 impl JoinedLaunch {
+    /// Creates the launch of a process that starts the ranks of `placement` without others.
+    pub(super) fn alone(placement: Placement) -> Self {
+        let processes = Processes { index: 0, count: 1, local_index: 0, local_count: 1 };
+        let nproc = Nproc::Count(placement.devices.len());
+        let launch = Launch::new(LaunchKind::Local, processes, nproc, "a function call".into());
+        Self { launch, placement, world: None, grace_period: Spawn::GRACE_PERIOD }
+    }
+
     /// Returns this process's number, and how many processes there are.
     pub fn process(&self) -> [usize; 2] {
         self.world.as_ref().map_or([0, 1], |world| [world.process(), world.num_processes()])
@@ -176,6 +183,58 @@ impl JoinedLaunch {
     /// Returns the ranks of this process.
     pub fn ranks_here(&self) -> Range<usize> {
         self.world.as_ref().map_or(0..self.placement.devices.len(), |world| world.ranks_here())
+    }
+
+    /// Returns this machine's number, from 0.
+    pub(super) fn node_rank(&self) -> usize {
+        self.world.as_ref().map_or(0, |world| world.node_rank())
+    }
+
+    /// Returns the rank with this index among those of this process.
+    pub(super) fn identity(&self, index: usize) -> RankIdentity {
+        RankIdentity {
+            rank: self.ranks_here().start + index,
+            local_rank: self.world.as_ref().map_or(0, |world| world.first_local()) + index,
+            device: self.placement.devices[index],
+        }
+    }
+
+    /// Returns the device of any rank, for the user; with its process if that is another one.
+    pub(super) fn label(&self, rank: usize) -> String {
+        match &self.world {
+            Some(world) => world.label(rank),
+            None => rank_label(self.placement.devices[rank], rank),
+        }
+    }
+
+    /// Returns the CPUs of each rank of this process; none if the ranks are not bound.
+    pub(super) fn cpus(&self) -> Result<Vec<CpuList>> {
+        let Placement { devices, threads_per_rank, .. } = &self.placement;
+        let Some(&device) = devices.first() else { return Ok(Vec::new()) };
+        let world = self.world.as_ref();
+        let first = world.map_or(0, |world| world.ranks_before_on_machine());
+        let ranks = LocalRanks {
+            ranks: first..first + devices.len(),
+            on_machine: world.map_or(devices.len(), |world| world.ranks_on_machine()),
+            threads: *threads_per_rank,
+            device,
+        };
+        Ok(match self.launch.bind.binding(&ranks)? {
+            Binding::Bound(cpus) => cpus,
+            Binding::Unbound(_) => Vec::new(),
+        })
+    }
+
+    /// Creates what the ranks of this process need to join the group of all ranks.
+    ///
+    /// # Errors
+    /// The errors of [`Bootstrap`] and of the connections to other processes.
+    pub(super) fn bootstrap(&self, run: &Arc<RunContext>, backend: Backend) -> Result<Bootstrap> {
+        let members = (0..self.world_size()).collect();
+        match &self.world {
+            Some(world) => world.bootstrap(run, backend, members),
+            None => Bootstrap::within_process(backend, run, members),
+        }
     }
 
     /// Returns how many machines there are.
@@ -216,8 +275,7 @@ impl JoinedLaunch {
 
     /// Returns the ranks of this process, ready to start.
     pub fn spawn(&self) -> Spawn {
-        let spawn = Spawn::at(&self.placement).bind(self.launch.bind);
-        spawn.world(self.world.clone()).grace_period(self.grace_period)
+        Spawn::of(self.clone())
     }
 }
 
@@ -231,9 +289,9 @@ fn noting_a_wait<T>(
     rendezvous: impl FnOnce() -> Result<T>,
 ) -> Result<T> {
     let Some(master) = &launch.master else { return rendezvous() };
-    let (done, is_done) = bounded::<Infallible>(0);
+    let (done_tx, done_rx) = bounded::<Infallible>(0);
     let wait = || {
-        if is_done.recv_timeout(WAIT_NOTICE_AFTER) == Err(RecvTimeoutError::Timeout) {
+        if done_rx.recv_timeout(WAIT_NOTICE_AFTER) == Err(RecvTimeoutError::Timeout) {
             let (processes, addr, port) = (&launch.processes, &master.addr, master.port);
             note(&format!(
                 "process {} of {} (from 0) still waits for the others to connect to {addr}:{port}; Ctrl-C ends the \
@@ -251,7 +309,7 @@ fn noting_a_wait<T>(
             ))
         })?;
         let result = rendezvous();
-        drop(done);
+        drop(done_tx);
         result
     })
 }

@@ -51,13 +51,13 @@ impl RunView for Live {
     fn start(
         &self,
         run: &Arc<RunContext>,
-        here: Range<usize>,
+        local_ranks: Range<usize>,
         labels: Vec<String>,
         stop: Option<Arc<StopRequest>>,
     ) -> Option<Box<dyn Any>> {
         let (run, title) = (run.clone(), self.title.clone());
-        let peers = run.peer_status.clone().map(Peers::start);
-        let ranks = Ranks { run, here, labels, peers };
+        let peers = run.peer_status.clone().map(PeerHeartbeats::start);
+        let ranks = Ranks { run, local_ranks, labels, peers };
         *self.shown.lock() = Some(LiveView::start(&self.printer, title, stop, Box::new(ranks))?);
         Some(Box::new(EndRanks(self.shown.clone())))
     }
@@ -67,10 +67,10 @@ impl RunView for Live {
 struct Ranks {
     run: Arc<RunContext>,
     /// The ranks of this process.
-    here: Range<usize>,
+    local_ranks: Range<usize>,
     labels: Vec<String>,
     /// The ranks of other processes; `None` without any.
-    peers: Option<Peers>,
+    peers: Option<PeerHeartbeats>,
 }
 
 impl RankSource for Ranks {
@@ -81,11 +81,12 @@ impl RankSource for Ranks {
     fn look(&mut self) -> Look {
         let count = self.run.activity.len();
         let limits = RECORDS_PER_RANK;
-        let records = (RECORDS / self.here.len().max(1)).clamp(limits.start, limits.end) as u64;
+        let records =
+            (RECORDS / self.local_ranks.len().max(1)).clamp(limits.start, limits.end) as u64;
         let recorder = &self.run.flight_recorder;
         let now = recorder.now();
         let of_rank = |rank: usize| {
-            if !self.here.contains(&rank) {
+            if !self.local_ranks.contains(&rank) {
                 return self.peers.as_ref().map_or_else(unknown, |peers| peers.look(rank, now));
             }
             let newest = recorder.records(rank, recorder.count(rank).saturating_sub(records));
@@ -109,7 +110,11 @@ impl RankSource for Ranks {
 
     fn status_table(&self) -> String {
         let remote = self.peers.as_ref().map(|peers| &peers.known.snapshots);
-        status_table(&self.run, self.here.clone(), remote.unwrap_or(&self.run.remote_snapshots))
+        status_table(
+            &self.run,
+            self.local_ranks.clone(),
+            remote.unwrap_or(&self.run.remote_snapshots),
+        )
     }
 }
 
@@ -121,12 +126,15 @@ fn unknown() -> RankLook {
 /// The ranks of other processes: a thread reads their heartbeats, since that may take a moment.
 ///
 /// It keeps them for itself: what a failure report says does not depend on the view.
-struct Peers {
+struct PeerHeartbeats {
     known: Arc<Known>,
-    thread: Option<(Sender<Infallible>, JoinHandle<()>)>,
+    /// `None` if it could not be started; nothing is known of these ranks then.
+    thread: Option<JoinHandle<()>>,
+    /// Its drop ends the thread.
+    stop_tx: Option<Sender<Infallible>>,
 }
 
-/// What the heartbeats have told.
+/// What is known from heartbeats.
 #[derive(Default)]
 struct Known {
     snapshots: RemoteSnapshots,
@@ -135,15 +143,14 @@ struct Known {
     heartbeats: Mutex<BTreeMap<usize, (Duration, Instant, OpId)>>,
 }
 
-impl Peers {
+impl PeerHeartbeats {
     fn start(source: Arc<dyn PeerStatus>) -> Self {
         let known = Arc::<Known>::default();
-        let (stop, stopped) = bounded(0);
-        let shared = known.clone();
+        let (stop_tx, stop_rx) = bounded(0);
+        let for_thread = known.clone();
         let thread = thread::Builder::new().name("live peers".into());
-        let thread = thread.spawn(move || shared.read(&*source, &stopped));
-        // Without the thread nothing is known of these ranks.
-        Self { known, thread: thread.ok().map(|thread| (stop, thread)) }
+        let thread = thread.spawn(move || for_thread.read(&*source, &stop_rx)).ok();
+        Self { known, thread, stop_tx: Some(stop_tx) }
     }
 
     fn look(&self, rank: usize, now: Duration) -> RankLook {
@@ -158,10 +165,10 @@ impl Peers {
 }
 
 impl Known {
-    fn read(&self, source: &dyn PeerStatus, stopped: &Receiver<Infallible>) {
+    fn read(&self, source: &dyn PeerStatus, stop_rx: &Receiver<Infallible>) {
         loop {
             let began = Instant::now();
-            for heartbeat in source.heartbeats(stopped.clone()) {
+            for heartbeat in source.heartbeats(stop_rx.clone()) {
                 let mut known = self.heartbeats.lock();
                 let (rank, sent) = (heartbeat.rank, heartbeat.sent);
                 if known.get(&rank).is_none_or(|(before, ..)| *before != sent) {
@@ -171,17 +178,17 @@ impl Known {
             }
             // Many processes are asked less often.
             let next = HEARTBEATS.max(20 * began.elapsed());
-            if stopped.recv_timeout(next) == Err(RecvTimeoutError::Disconnected) {
+            if stop_rx.recv_timeout(next) == Err(RecvTimeoutError::Disconnected) {
                 return;
             }
         }
     }
 }
 
-impl Drop for Peers {
+impl Drop for PeerHeartbeats {
     fn drop(&mut self) {
-        if let Some((stop, thread)) = self.thread.take() {
-            drop(stop);
+        drop(self.stop_tx.take());
+        if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }
     }

@@ -10,8 +10,8 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result, escaped_line};
-use crate::operation::OpId;
-use crate::runtime::ReportedFailure;
+use crate::ffi::TcpStore;
+use crate::runtime::Failure;
 
 /// The most ranks of a run. Some memory is allocated for each rank, so a message must not ask for more.
 pub(super) const MOST_RANKS: usize = 1 << 16;
@@ -103,12 +103,10 @@ pub(super) fn node_of(processes: &[Process], mine: usize) -> usize {
     firsts().take_while(|(index, _)| *index < first).count()
 }
 
-/// Returns how many ranks of the machine of process `mine` come before its own, and how many there are on it.
-pub(super) fn ranks_of_machine(processes: &[Process], mine: usize) -> [usize; 2] {
-    [&processes[..mine], processes].map(|some| {
-        let local = some.iter().filter(|process| process.host == processes[mine].host);
-        local.map(|process| process.ranks.len()).sum()
-    })
+/// Returns how many ranks `processes` have on the machine `host`.
+pub(super) fn ranks_on(host: &str, processes: &[Process]) -> usize {
+    let local = processes.iter().filter(|process| process.host == host);
+    local.map(|process| process.ranks.len()).sum()
 }
 
 /// Returns the range of ranks of each process.
@@ -151,78 +149,55 @@ pub(super) fn shared_gpu(processes: &[Process]) -> Option<(&str, [String; 2])> {
     None
 }
 
-/// The processes that are missing and those that have arrived, as text for the user.
+/// Whether a run begins. Its processes wait for this in the rendezvous; the first that finds it out decides.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct MissingPeers {
-    pub missing: String,
-    pub there: String,
+pub(super) enum Decision {
+    /// All processes have arrived.
+    Begin,
+    /// Processes are missing. Both lists are text for the user.
+    PeersMissing { missing: String, there: String },
+    /// The processes were not started for the same run, for this reason.
+    Refused(String),
 }
 
-impl MissingPeers {
-    pub(super) fn to_bytes(&self, key: &str) -> Result<Vec<u8>> {
-        to_json(key, self)
-    }
-
+impl Decision {
     /// # Errors
     /// [`Error::InvalidInput`] if `bytes` are not a valid message.
     pub(super) fn from_bytes(key: &str, bytes: &[u8]) -> Result<Self> {
-        let Self { missing, there } = from_json(key, bytes)?;
-        let [missing, there] = [missing, there].map(|text| escaped_line(&text).into_owned());
-        Ok(Self { missing, there })
+        let escape = |text: String| escaped_line(&text).into_owned();
+        Ok(match from_json(key, bytes)? {
+            Self::Begin => Self::Begin,
+            Self::PeersMissing { missing, there } => {
+                Self::PeersMissing { missing: escape(missing), there: escape(there) }
+            }
+            Self::Refused(why) => Self::Refused(escape(why)),
+        })
     }
 }
 
-/// The report of a failing rank, for the other processes.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct FailureReport {
-    pub rank: usize,
-    /// See [`ReportedFailure::tied`].
-    #[serde(default)]
-    pub tied: Vec<usize>,
-    pub operation: String,
-    pub sequence: u64,
-    pub error: String,
-    /// The number of [`ReportedFailure::stopped`].
-    #[serde(default)]
-    pub stopped: Option<usize>,
+/// Sets `key` if it is not set. Returns its value. Wakes all that wait for it, which `compare_set` alone does not do on
+/// every server.
+pub(super) fn set_once(store: &TcpStore, key: &str, value: &[u8]) -> Result<Vec<u8>> {
+    let now = store.compare_set(key, b"", value)?;
+    if now == value {
+        store.set(key, value)?;
+    }
+    Ok(now)
 }
 
-impl FailureReport {
-    pub(super) fn new(rank: usize, at: OpId, error: &str) -> Self {
-        let OpId { operation, sequence } = at;
-        let (operation, tied) = (operation.to_string(), Vec::new());
-        Self { rank, tied, operation, sequence, error: error.into(), stopped: None }
+/// Reads the failure that a process of a run with `world_size` ranks reports to the others.
+///
+/// # Errors
+/// [`Error::InvalidInput`] if `bytes` are not a valid message.
+pub(super) fn failure_from_bytes(key: &str, bytes: &[u8], world_size: usize) -> Result<Failure> {
+    let mut failure: Failure = from_json(key, bytes)?;
+    // Users of the library print this text too.
+    failure.error = escaped_line(&failure.error).into_owned();
+    let Failure { rank, tied, error, .. } = &failure;
+    if tied.iter().chain([rank]).all(|rank| *rank < world_size) {
+        return Ok(failure);
     }
-
-    pub(super) fn of(failure: &ReportedFailure) -> Self {
-        let ReportedFailure { rank, tied, at, error, stopped, .. } = failure;
-        let stopped = stopped.map(|reason| reason as usize);
-        Self { tied: tied.clone(), stopped, ..Self::new(*rank, *at, error) }
-    }
-
-    /// Returns what the rank was doing.
-    pub(super) fn at(&self) -> OpId {
-        OpId::named(&self.operation, self.sequence)
-    }
-
-    pub(super) fn to_bytes(&self, key: &str) -> Result<Vec<u8>> {
-        to_json(key, self)
-    }
-
-    /// Reads a report of a run with `world_size` ranks.
-    ///
-    /// # Errors
-    /// [`Error::InvalidInput`] if `bytes` are not a valid message.
-    pub(super) fn from_bytes(key: &str, bytes: &[u8], world_size: usize) -> Result<Self> {
-        let report: Self = from_json(key, bytes)?;
-        // Users of the library print this text too.
-        let error = escaped_line(&report.error).into_owned();
-        let rank = report.rank;
-        if report.tied.iter().chain([&rank]).all(|&rank| rank < world_size) {
-            return Ok(Self { error, ..report });
-        }
-        Err(unreadable(key, &format!("rank {rank} of {world_size} has failed: {error}")))
-    }
+    Err(unreadable(key, &format!("rank {rank} of {world_size} has failed: {error}")))
 }
 
 pub(super) fn unreadable(key: &str, why: &str) -> Error {
@@ -248,7 +223,8 @@ mod tests {
     use strum::IntoEnumIterator;
 
     use super::*;
-    use crate::operation::Operation;
+    use crate::operation::{OpId, Operation};
+    use crate::runtime::StopReason;
 
     const KEY: &str = "some/key";
 
@@ -256,8 +232,8 @@ mod tests {
     fn read_all(bytes: &[u8], count: usize) {
         let refused = [
             Process::from_bytes(KEY, bytes).err(),
-            MissingPeers::from_bytes(KEY, bytes).err(),
-            FailureReport::from_bytes(KEY, bytes, count).err(),
+            Decision::from_bytes(KEY, bytes).err(),
+            failure_from_bytes(KEY, bytes, count).err(),
         ];
         for error in refused.into_iter().flatten() {
             assert!(error.to_string().contains(KEY), "{error}");
@@ -267,16 +243,22 @@ mod tests {
             assert_eq!(places(&twice).is_ok(), 2 * twice[0].ranks.len() <= MOST_RANKS);
             assert_eq!(shared_gpu(&twice).is_some(), !twice[0].gpus.is_empty());
         }
-        if let Ok(report) = FailureReport::from_bytes(KEY, bytes, count) {
-            assert!(report.rank < count);
-            report.at().packed();
+        if let Ok(failure) = failure_from_bytes(KEY, bytes, count) {
+            assert!(failure.rank < count);
         }
     }
 
-    fn at() -> impl Strategy<Value = OpId> {
-        let operations = Operation::iter().collect::<Vec<_>>();
-        (prop::sample::select(operations), 0..1u64 << 56)
-            .prop_map(|(operation, sequence)| OpId { operation, sequence })
+    /// The failure of a rank of a run with 9 ranks.
+    fn failure() -> impl Strategy<Value = Failure> {
+        let operations = prop::sample::select(Operation::iter().collect::<Vec<_>>());
+        let tied = prop::collection::vec(0..9usize, 0..3);
+        let stopped = prop::sample::select(vec![None, Some(StopReason::Terminate)]);
+        (0..9usize, tied, operations, 0..1u64 << 56, ".*", stopped).prop_map(
+            |(rank, tied, operation, sequence, error, stopped)| {
+                let at = OpId { operation, sequence };
+                Failure { tied, stopped, ..Failure::new(rank, at, error) }
+            },
+        )
     }
 
     fn process() -> impl Strategy<Value = Process> {
@@ -291,14 +273,12 @@ mod tests {
 
     /// Each kind of message as bytes, with the number of ranks of its run.
     fn written() -> impl Strategy<Value = (Vec<u8>, usize)> {
-        let report = (0..9usize, at(), ".*").prop_map(|(rank, at, error)| {
-            (FailureReport::new(rank, at, &error).to_bytes(KEY).unwrap(), 9)
-        });
-        let absence = (".*", ".*").prop_map(|(missing, there)| {
-            (MissingPeers { missing, there }.to_bytes(KEY).unwrap(), 1)
+        let failure = failure().prop_map(|failure| (to_json(KEY, &failure).unwrap(), 9));
+        let decision = (".*", ".*").prop_map(|(missing, there)| {
+            (to_json(KEY, &Decision::PeersMissing { missing, there }).unwrap(), 1)
         });
         let process = process().prop_map(|process| (process.to_bytes(KEY).unwrap(), 1));
-        prop_oneof![report, absence, process]
+        prop_oneof![failure, decision, process]
     }
 
     proptest! {
@@ -327,16 +307,15 @@ mod tests {
         #[test]
         fn messages_round_trip_and_errors_are_escaped(
             process in process(),
-            report in (0..9usize, at(), ".*"),
+            failure in failure(),
         ) {
             let bytes = process.to_bytes(KEY).unwrap();
             prop_assert_eq!(Process::from_bytes(KEY, &bytes).unwrap(), process);
-            let (rank, at, error) = report;
-            let report = FailureReport::new(rank, at, &error);
-            let read = FailureReport::from_bytes(KEY, &report.to_bytes(KEY).unwrap(), 9).unwrap();
-            prop_assert_eq!(read.at(), at);
+            let bytes = to_json(KEY, &failure).unwrap();
+            let read = failure_from_bytes(KEY, &bytes, 9).unwrap();
             prop_assert!(!read.error.contains(char::is_control));
-            prop_assert_eq!(read, FailureReport { error: escaped_line(&error).into_owned(), ..report });
+            let error = escaped_line(&failure.error).into_owned();
+            prop_assert_eq!(read, Failure { error, ..failure });
         }
     }
 
@@ -401,10 +380,9 @@ mod tests {
 
     #[test]
     fn numbers_beyond_the_run_are_refused() {
-        let report = FailureReport::new(3, OpId { operation: Operation::Step, sequence: 1 }, "why");
-        let error = FailureReport::from_bytes(KEY, &report.to_bytes(KEY).unwrap(), 3)
-            .unwrap_err()
-            .to_string();
+        let at = OpId { operation: Operation::Step, sequence: 1 };
+        let bytes = to_json(KEY, &Failure::new(3, at, "why".into())).unwrap();
+        let error = failure_from_bytes(KEY, &bytes, 3).unwrap_err().to_string();
         assert!(error.contains("rank 3 of 3 has failed: why"), "{error}");
         for count in [0, MOST_RANKS + 1] {
             let bytes = crowd(count).to_bytes(KEY).unwrap();
@@ -438,7 +416,7 @@ mod tests {
         // Slurm's `--distribution=cyclic`.
         let cyclic = [of(a, 0), of(b, 0), of(a, 1), of(b, 1)];
         assert_eq!(nodes(&cyclic), [0, 1, 0, 1]);
-        assert_eq!([0, 2].map(|mine| ranks_of_machine(&cyclic, mine)), [[0, 2], [1, 2]]);
+        assert_eq!([0, 2, 4].map(|count| ranks_on("a", &cyclic[..count])), [0, 1, 2]);
         // Two processes of one host that count as a machine each, and a process elsewhere.
         assert_eq!(nodes(&[of(a, 0), of(b, 0), of(a, 0)]), [0, 1, 2]);
         // No process counts from 0; no launcher does this.

@@ -18,7 +18,6 @@ mod processes;
 mod rank;
 mod rank_thread;
 mod rendezvous;
-mod repeated_failures;
 mod restart_generation;
 mod restarts;
 mod signals;
@@ -27,12 +26,12 @@ mod stall;
 mod world;
 
 pub use crate::runtime::{
-    Fault, FaultKind, FaultSite, StopReason, StopRequest, install_panic_hook,
+    Fault, FaultKind, FaultSite, RankFailure, StopReason, StopRequest, install_panic_hook,
 };
 pub use binding::BindChoice;
 pub(crate) use binding::{Binding, LocalRanks};
 pub use error_file::write_error_file;
-pub use failure::{RankFailure, SpawnError, StuckRank};
+pub use failure::{SpawnError, StuckRank};
 pub use joined_launch::{JoinLaunchOptions, JoinedLaunch};
 pub use launchers::{
     Launch, LaunchChoice, LaunchKind, LaunchOptions, MasterEndpoint, Processes, SpawnChoice, detect,
@@ -40,7 +39,7 @@ pub use launchers::{
 #[cfg(feature = "cli")]
 pub(crate) use live::{Live, ShownView};
 pub use placement::{BackendChoice, NodeSlice, Nproc, Placement, place};
-pub(crate) use processes::{Children, Ended, Report, SpawnProcesses};
+pub(crate) use processes::{ChildError, Children, Ended, ErrorKind, SpawnProcesses};
 pub use rank::Rank;
 pub(crate) use restarts::Restarts;
 pub(crate) use signals::{await_termination, end_at_signals_in};

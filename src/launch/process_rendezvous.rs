@@ -2,13 +2,14 @@
 //! checks that they fit each other.
 
 use std::ops::Range;
-use std::thread;
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
-use super::messages::{MissingPeers, Process, check_same, from_json, places, shared_gpu, to_json};
-use super::{Launch, LaunchKind};
+use super::messages::{
+    Decision, Process, check_same, from_json, places, set_once, shared_gpu, to_json, unreadable,
+};
+use super::{Launch, LaunchKind, Processes};
 use crate::error::{Error, Result, escaped_line};
 use crate::ffi::TcpStore;
 use crate::process_group::{Backend, Devices};
@@ -51,33 +52,46 @@ impl Rendezvous<'_> {
         })
     }
 
-    /// Checks that this process and process 0 were started for the same run, as far as is known yet.
+    fn time_left(&self) -> Duration {
+        self.timeout.saturating_sub(self.began.elapsed())
+    }
+
+    /// Checks that this process and process 0 were started for the same run. Process 0 publishes which run that is.
     ///
     /// # Errors
     /// [`Error::InvalidInput`], in all processes that wait for this one: it has the number of one of them.
     fn check_run(&self) -> Result<()> {
-        let (mine, count) = (self.launch.processes.index, self.launch.processes.count);
-        if let Some(why) = self.common.get(REFUSED, Duration::ZERO)? {
-            return Err(Error::InvalidInput(
-                escaped_line(&String::from_utf8_lossy(&why)).into_owned(),
-            ));
+        let Self { launch, me, .. } = self;
+        let (mine, count) = (launch.processes.index, launch.processes.count);
+        if launch.kind == LaunchKind::Spawned {
+            return Ok(()); // one process has started all
         }
-        let Some(bytes) = self.common.get(RUN, Duration::ZERO)?.filter(|_| mine > 0) else {
-            return Ok(());
+        if mine == 0 {
+            let run = Run { run_id: launch.run_id.clone(), processes: count };
+            return self.common.set(RUN, &to_json(RUN, &run)?);
+        }
+        let Some(bytes) = self.common.get(RUN, self.time_left())? else {
+            let there = format!("{mine} (on {}, process {})", me.host, me.pid);
+            return Err(Error::PeersMissing {
+                missing: "0".into(),
+                count,
+                waited: self.timeout,
+                there,
+            });
         };
         let Run { run_id, processes } = from_json(RUN, &bytes)?;
-        if run_id != self.launch.run_id {
+        if run_id != launch.run_id {
             return Err(Error::InvalidInput(format!(
                 "process 0 belongs to run {:?}, and process {mine} to run {:?}; start all processes of a run with one \
                  launcher, and give each run its own --master-port (MASTER_PORT)",
                 escaped_line(&run_id),
-                self.launch.run_id
+                launch.run_id
             )));
         }
         if processes == count {
             return Ok(());
         }
-        let name = name_of_count(&self.launch.kind);
+        let name = name_of_count(&launch.kind);
         let differs = format!("{name} is {processes} for process 0 and {count} for process {mine}");
         if mine >= processes {
             // The run does not wait for this process.
@@ -87,18 +101,14 @@ impl Rendezvous<'_> {
             )));
         }
         let differs = differs + "; start all with the same number";
-        self.common.set(REFUSED, differs.as_bytes())?;
+        decide(self.store, &Decision::Refused(differs.clone()))?;
         Err(Error::InvalidInput(differs))
     }
 
     /// Stores what this process is, and reads what the others are.
     fn exchange_processes(&self) -> Result<Vec<Process>> {
-        let Self { store, launch, me, began, timeout, .. } = self;
+        let Self { store, launch, me, .. } = self;
         let (mine, count) = (launch.processes.index, launch.processes.count);
-        if mine == 0 {
-            let run = Run { run_id: launch.run_id.clone(), processes: count };
-            self.common.set(RUN, &to_json(RUN, &run)?)?;
-        }
         self.check_run()?;
         if store.add(&format!("arrivals/{mine}"), 1)? > 1 {
             return Err(Error::InvalidInput(format!(
@@ -106,79 +116,81 @@ impl Rendezvous<'_> {
             )));
         }
         store.set(&key_of(mine), &me.to_bytes(&key_of(mine))?)?;
-        let keys: Vec<String> = (0..count).map(key_of).collect();
-        let read = |process: &String| -> Result<Option<Process>> {
-            if !store.check(std::slice::from_ref(process))? {
-                return Ok(None);
-            }
-            let bytes = store.get(process, POLL_INTERVAL)?.unwrap_or_default();
-            Process::from_bytes(process, &bytes).map(Some)
-        };
-        let all_arrived = loop {
-            let left = timeout.saturating_sub(began.elapsed());
-            if store.wait(&keys, left.min(POLL_INTERVAL))? {
-                break true;
-            }
-            self.check_run()?;
-            if let Some(bytes) = store.get(MISSING, Duration::ZERO)? {
-                let MissingPeers { missing, there } = MissingPeers::from_bytes(MISSING, &bytes)?;
-                return Err(Error::PeersMissing { missing, count, waited: began.elapsed(), there });
-            }
-            if left <= POLL_INTERVAL {
-                break false;
-            }
-        };
-        let all = keys.iter().map(read).collect::<Result<Vec<_>>>()?;
-        self.check_run()?;
-        if all_arrived && let Some(all) = all.iter().cloned().collect::<Option<Vec<_>>>() {
-            return Ok(all);
+        if store.add(ARRIVED, 1)? == count as i64 {
+            decide(store, &Decision::Begin)?;
         }
-        let numbered = || all.iter().enumerate();
-        let missing = numbered().filter(|(_, process)| process.is_none());
-        let there = numbered().filter_map(|(number, process)| {
-            let Process { host, pid, .. } = process.as_ref()?;
-            Some(format!("{number} (on {host}, process {pid})"))
-        });
-        Err(Error::PeersMissing {
-            missing: missing.map(|(number, _)| number.to_string()).collect::<Vec<_>>().join(", "),
-            count,
-            waited: *timeout,
-            there: there.collect::<Vec<_>>().join(", "),
-        })
+        let decision = match store.get(DECISION, self.time_left())? {
+            Some(bytes) => Decision::from_bytes(DECISION, &bytes)?,
+            None => decide(store, &self.missing_peers()?)?,
+        };
+        match decision {
+            Decision::Begin => {
+                let all = self.arrived()?.into_iter().collect::<Option<Vec<_>>>();
+                all.ok_or_else(|| unreadable(DECISION, "not all processes have arrived"))
+            }
+            Decision::PeersMissing { missing, there } => {
+                let waited = self.began.elapsed().min(self.timeout);
+                Err(Error::PeersMissing { missing, count, waited, there })
+            }
+            Decision::Refused(why) => Err(Error::InvalidInput(why)),
+        }
+    }
+
+    /// Returns what each process is; `None` for those that have not arrived.
+    fn arrived(&self) -> Result<Vec<Option<Process>>> {
+        let read = |process: usize| {
+            let key = key_of(process);
+            let bytes = self.store.get(&key, Duration::ZERO)?;
+            bytes.map(|bytes| Process::from_bytes(&key, &bytes)).transpose()
+        };
+        (0..self.launch.processes.count).map(read).collect()
+    }
+
+    /// Returns the decision not to wait any longer for the processes that have not arrived.
+    fn missing_peers(&self) -> Result<Decision> {
+        let mut missing = Vec::new();
+        let mut there = Vec::new();
+        for (number, process) in self.arrived()?.iter().enumerate() {
+            match process {
+                None => missing.push(number.to_string()),
+                Some(Process { host, pid, .. }) => {
+                    there.push(format!("{number} (on {host}, process {pid})"));
+                }
+            }
+        }
+        Ok(Decision::PeersMissing { missing: missing.join(", "), there: there.join(", ") })
     }
 
     /// Ends the rendezvous of a process that has found that the run cannot begin. The process that serves the store
-    /// reports which processes are missing, and stays until the others have found the same.
+    /// stays until the others that have arrived have found the same.
     fn end(&self, error: &Error) -> Result<()> {
-        let store = self.store;
+        let Processes { index, count, .. } = self.launch.processes;
         if !self.serves {
-            return store.add(ACKNOWLEDGED, 1).map(drop);
+            return self.store.add(&acknowledged(index), 1).map(drop);
         }
-        let others = 1..self.launch.processes.count;
-        let others = match error {
-            Error::PeersMissing { missing, there, .. } => {
-                let peers = MissingPeers { missing: missing.clone(), there: there.clone() };
-                store.set(MISSING, &peers.to_bytes(MISSING)?)?;
-                others.len() - missing.split(", ").count()
-            }
-            Error::InvalidInput(_) => {
-                let has_arrived =
-                    |process: &usize| store.check(&[key_of(*process)]).unwrap_or(false);
-                others.filter(has_arrived).count()
-            }
-            _ => return Ok(()), // the store is gone already
-        };
-        let began = Instant::now();
-        while store.add(ACKNOWLEDGED, 0)? < others as i64 && began.elapsed() < 3 * POLL_INTERVAL {
-            thread::park_timeout(POLL_INTERVAL / 50); // the store has no event for it
+        if !matches!(error, Error::PeersMissing { .. } | Error::InvalidInput(_)) {
+            return Ok(()); // the store is gone already
         }
-        Ok(())
+        let has_arrived = |process: &usize| self.store.check(&[key_of(*process)]).unwrap_or(false);
+        let others: Vec<String> = (1..count).filter(has_arrived).map(acknowledged).collect();
+        self.store.wait(&others, ACKNOWLEDGE_TIMEOUT).map(drop)
     }
+}
+
+/// Decides whether the run begins, if no other process has. Returns the decision that counts.
+fn decide(store: &TcpStore, decision: &Decision) -> Result<Decision> {
+    let bytes = set_once(store, DECISION, &to_json(DECISION, decision)?)?;
+    Decision::from_bytes(DECISION, &bytes)
 }
 
 /// Returns the key of what a process is.
 fn key_of(process: usize) -> String {
     format!("process/{process}")
+}
+
+/// Returns the key that a process sets once it has found that the run cannot begin.
+fn acknowledged(process: usize) -> String {
+    format!("acknowledged/{process}")
 }
 
 /// Returns the name of the number of processes, as the user gives it.
@@ -222,7 +234,7 @@ pub(super) fn prefix(run_id: &str, start: i64) -> String {
 /// Reports to the processes that still wait for `process` that it will not arrive.
 pub(super) fn report_absent(store: &TcpStore, process: usize) -> Result<()> {
     let there = "all others, or on their way".into();
-    store.set(MISSING, &MissingPeers { missing: process.to_string(), there }.to_bytes(MISSING)?)
+    decide(store, &Decision::PeersMissing { missing: process.to_string(), there }).map(drop)
 }
 
 /// Returns how many files the store opens for this number of processes: its own, and the connections of each.
@@ -230,19 +242,20 @@ pub(super) fn files_of_store(processes: usize) -> usize {
     8 + 8 * processes
 }
 
-/// How long to wait for the other processes before checking whether one is reported missing.
-const POLL_INTERVAL: Duration = Duration::from_secs(1);
+/// How long the process that serves the store waits until the others have read why the run cannot begin.
+const ACKNOWLEDGE_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// Keys: the missing processes, by the one that serves the store; how many have seen that the run cannot begin.
-const MISSING: &str = "missing";
-const ACKNOWLEDGED: &str = "acknowledged";
+/// Keys of a start: how many processes have arrived, and whether the run begins ([`Decision`]).
+const ARRIVED: &str = "arrived";
+const DECISION: &str = "decision";
 
-/// Keys beside those of the run: what process 0 was started for; why another process does not fit it.
+/// Key beside those of the run: what process 0 was started for.
 const RUN: &str = "run";
-const REFUSED: &str = "refused";
 
 #[cfg(test)]
 mod tests {
+    use std::thread;
+
     use crossbeam::channel::never;
 
     use super::super::{LaunchOptions, detect};
@@ -284,7 +297,7 @@ mod tests {
     #[test]
     fn processes_that_disagree_on_their_number_end_at_once() {
         let store = TcpStore::serve("127.0.0.1", 0, TIMEOUT, never()).unwrap();
-        let told = "--nnodes is 3 for process 0 and 2 for process 1";
+        let expected = "--nnodes is 3 for process 0 and 2 for process 1";
         let [first, second] = [by_hand(0, 3, "none"), by_hand(1, 2, "none")];
         thread::scope(|scope| {
             let first = scope.spawn(|| meet(&store, &first));
@@ -292,7 +305,7 @@ mod tests {
                 thread::yield_now();
             }
             for error in [meet(&store, &second), first.join().unwrap()] {
-                assert!(error.as_ref().is_err_and(|it| it.contains(told)), "{error:?}");
+                assert!(error.as_ref().is_err_and(|it| it.contains(expected)), "{error:?}");
             }
         });
     }
@@ -306,7 +319,7 @@ mod tests {
             while !store.check(&["ddp-mp/none/0/process/0".into()]).unwrap() {
                 thread::yield_now();
             }
-            for (stray, told) in [
+            for (stray, expected) in [
                 (by_hand(2, 3, "none"), "process 2 is not part of a run of 2 processes"),
                 (
                     by_hand(1, 2, "job"),
@@ -314,7 +327,7 @@ mod tests {
                 ),
             ] {
                 let error = meet(&store, &stray);
-                assert!(error.as_ref().is_err_and(|it| it.contains(told)), "{error:?}");
+                assert!(error.as_ref().is_err_and(|it| it.contains(expected)), "{error:?}");
             }
             // The run goes on without them.
             assert_eq!([meet(&store, &second), waiting.join().unwrap()], [Ok(2), Ok(2)]);

@@ -7,11 +7,11 @@ use std::sync::Arc;
 
 use tch::Device;
 
-use super::ProcessWorld;
+use super::JoinedLaunch;
 use super::rendezvous::Rendezvous;
 use crate::error::{Error, Result};
 use crate::operation::Operation;
-use crate::process_group::{Backend, Bootstrap, ProcessGroup};
+use crate::process_group::{Backend, ProcessGroup, RankIdentity};
 use crate::runtime::{FaultSite, RunContext};
 
 /// One rank, as its function sees it: its number, its device, and access to the process group.
@@ -24,15 +24,9 @@ use crate::runtime::{FaultSite, RunContext};
 /// | `LOCAL_RANK` | [`local_rank`](Self::local_rank); [`device`](Self::device) is chosen already |
 /// | `GROUP_RANK`, `GROUP_WORLD_SIZE` | [`node_rank`](Self::node_rank), [`nnodes`](Self::nnodes) |
 pub struct Rank {
-    rank: usize,
-    local_rank: usize,
-    /// The first rank of this process.
-    first: usize,
-    device: Device,
-    backend: Backend,
+    identity: RankIdentity,
+    joined_launch: Arc<JoinedLaunch>,
     run: Arc<RunContext>,
-    /// The processes, if there are several.
-    world: Option<Arc<ProcessWorld>>,
     /// Taken by the first `init_process_group`.
     rendezvous: RefCell<Option<Rendezvous>>,
     /// Kept here too, so that the group outlives the rank function: a rank that fails must first report the failure
@@ -43,35 +37,34 @@ pub struct Rank {
 impl fmt::Debug for Rank {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Rank")
-            .field("rank", &self.rank)
+            .field("rank", &self.rank())
             .field("world_size", &self.world_size())
-            .field("device", &self.device)
+            .field("device", &self.device())
             .finish_non_exhaustive()
     }
 }
 
 impl Rank {
+    /// Creates the rank with this index among those of its process.
     pub(super) fn new(
-        [rank, local_rank, first]: [usize; 3],
-        device: Device,
-        backend: Backend,
+        index: usize,
+        joined_launch: Arc<JoinedLaunch>,
         run: Arc<RunContext>,
-        world: Option<Arc<ProcessWorld>>,
         rendezvous: Rendezvous,
     ) -> Self {
+        let identity = joined_launch.identity(index);
         let rendezvous = RefCell::new(Some(rendezvous));
-        let group = OnceCell::new();
-        Self { rank, local_rank, first, device, backend, run, world, rendezvous, group }
+        Self { identity, joined_launch, run, rendezvous, group: OnceCell::new() }
     }
 
     /// Returns this rank's number, from 0.
     pub fn rank(&self) -> usize {
-        self.rank
+        self.identity.rank
     }
 
     /// Returns this rank's number on its machine, from 0.
     pub fn local_rank(&self) -> usize {
-        self.local_rank
+        self.identity.local_rank
     }
 
     /// Returns how many ranks there are, in all processes.
@@ -81,28 +74,28 @@ impl Rank {
 
     /// Returns the number of this rank's machine, from 0: torchrun's `GROUP_RANK`.
     pub fn node_rank(&self) -> usize {
-        self.world.as_ref().map_or(0, |world| world.node_rank())
+        self.joined_launch.node_rank()
     }
 
     /// Returns how many machines there are.
     pub fn nnodes(&self) -> usize {
-        self.world.as_ref().map_or(1, |world| world.nnodes())
+        self.joined_launch.nnodes()
     }
 
     /// Returns whether this is rank 0, which prints and writes files for all.
     pub fn is_main(&self) -> bool {
-        self.rank == 0
+        self.rank() == 0
     }
 
     /// Returns this rank's device. If it is a GPU, it is the thread's current device already.
     pub fn device(&self) -> Device {
-        self.device
+        self.identity.device
     }
 
     /// Returns the backend that suits the ranks. `nccl` if each has a GPU of its own, `gloo` for CPU ranks in
     /// several processes. `threaded` for CPU ranks of one process and for ranks that share a GPU.
     pub fn backend(&self) -> Backend {
-        self.backend
+        self.joined_launch.placement.backend
     }
 
     /// Joins the other ranks in a process group. Every rank must call it, once. Use [`Rank::backend`] unless you
@@ -121,31 +114,27 @@ impl Rank {
                     .into(),
             ));
         };
-        let activity = &self.run.activity[self.rank];
+        let (run, rank) = (&self.run, self.rank());
+        let activity = &run.activity[rank];
         let before = activity.enter(Operation::Rendezvous, 0);
-        self.run.fault_point(self.rank, FaultSite::Rendezvous, 0)?;
-        let bootstrap = rendezvous.run(&self.run, self.rank, self.first, || {
-            let members = (0..self.world_size()).collect();
-            let bootstrap = match &self.world {
-                Some(world) => world.bootstrap(&self.run, backend, members),
-                None => Bootstrap::within_process(backend, &self.run, members),
-            };
+        run.fault_point(rank, FaultSite::Rendezvous, 0)?;
+        let first = self.joined_launch.ranks_here().start;
+        let bootstrap = rendezvous.run(run, rank, first, || {
+            let bootstrap = self.joined_launch.bootstrap(run, backend);
             // A store request that was cancelled because the run failed is not a failure of its own.
-            bootstrap.or_else(|error| self.run.check(self.rank).and(Err(error)))
+            bootstrap.or_else(|error| run.check(rank).and(Err(error)))
         })?;
         if bootstrap.backend() != backend {
             return Err(Error::InvalidInput(format!(
-                "init_process_group: rank {} asks for backend {}, rank {} for {}; ask for the same",
-                self.first,
+                "init_process_group: rank {first} asks for backend {}, rank {rank} for {}; ask for the same",
                 bootstrap.backend().name(),
-                self.rank,
                 backend.name()
             )));
         }
 
         activity.enter(Operation::Init, 0);
-        self.run.fault_point(self.rank, FaultSite::Init, 0)?;
-        let group = bootstrap.join(self.rank, self.local_rank(), self.device)?;
+        run.fault_point(rank, FaultSite::Init, 0)?;
+        let group = bootstrap.join(self.identity)?;
         activity.restore(before);
         Ok(self.group.get_or_init(|| Rc::new(group)).clone())
     }

@@ -8,54 +8,47 @@ use crossbeam::channel::Sender;
 use tch::Device;
 
 use super::rendezvous::Rendezvous;
-use super::{BindChoice, ProcessWorld, Rank};
+use super::{JoinedLaunch, Rank};
 use crate::error::{Error, Result};
 use crate::ffi;
 use crate::operation::Operation;
 use crate::os::affinity::CpuList;
-use crate::process_group::Backend;
 use crate::runtime::{RunContext, panics};
 
 /// Everything that one rank's thread starts with.
 pub(super) struct RankThread<T> {
-    pub rank: usize,
-    pub local_rank: usize,
-    /// The first rank of the process.
-    pub first: usize,
-    pub world: Option<Arc<ProcessWorld>>,
-    pub device: Device,
-    /// How many threads libtorch uses in this rank.
-    pub threads: usize,
-    pub bind: BindChoice,
+    /// The rank's number among those of its process.
+    pub index: usize,
+    pub joined_launch: Arc<JoinedLaunch>,
     /// The CPUs to bind it to, if it is bound.
     pub cpus: Option<CpuList>,
-    /// The backend that suits the ranks: see [`Rank::backend`].
-    pub backend: Backend,
     pub rendezvous: Rendezvous,
     pub run: Arc<RunContext>,
-    pub ended: Sender<Ended<T>>,
+    pub ended_tx: Sender<Ended<T>>,
 }
 
 /// The end of a rank's thread; the thread can be joined now.
 pub(super) struct Ended<T> {
-    pub rank: usize,
+    /// The rank's number among those of its process.
+    pub index: usize,
     /// The result of the rank's function; `None` if it failed.
     pub value: Option<T>,
 }
 
 impl<T> RankThread<T> {
     pub(super) fn main(self, f: &dyn Fn(&Rank) -> anyhow::Result<T>) {
-        let Self { rank, local_rank, first, device, threads, backend, .. } = self;
+        let Self { index, joined_launch, cpus, rendezvous, run, ended_tx } = self;
         // First of all: memory comes from the node of the CPU that writes to it first.
-        let bound = self.cpus.as_ref().map_or(Ok(()), |cpus| self.bind.bind_this_thread(cpus));
-        let Self { world, rendezvous, run, ended, .. } = self;
+        let bind = joined_launch.launch.bind;
+        let bound = cpus.map_or(Ok(()), |cpus| bind.bind_this_thread(&cpus));
+        let threads = joined_launch.placement.threads_per_rank;
+        let context = Rank::new(index, joined_launch, run.clone(), rendezvous);
+        let rank = context.rank();
         run.start(rank);
         panics::watch_this_thread();
-        let context =
-            Rank::new([rank, local_rank, first], device, backend, run.clone(), world, rendezvous);
         let result = catch_unwind(AssertUnwindSafe(|| {
             bound?;
-            prepare(device, threads)?;
+            prepare(context.device(), threads)?;
             f(&context)
         }))
         .unwrap_or_else(|panic| Err(error_of(panic)));
@@ -74,7 +67,7 @@ impl<T> RankThread<T> {
         drop(context);
         run.activity[rank].enter(Operation::Done, 0);
         // The supervisor has stopped receiving if the grace period is over.
-        let _ = ended.send(Ended { rank, value });
+        let _ = ended_tx.send(Ended { index, value });
     }
 }
 
@@ -161,14 +154,14 @@ mod tests {
                 (|| Unprintable.into(), "printing or dropping that error panicked at"),
                 (|| Undroppable.into(), "its text"),
             ];
-            for (error, told) in fails {
+            for (error, expected) in fails {
                 let fail = move |rank: &crate::Rank| match rank.rank() {
                     0 => Err(error()),
                     _ => Ok(()),
                 };
                 let error = spawn(count, fail).unwrap_err();
                 assert_eq!(error.failure.rank, 0, "{error}");
-                assert!(error.to_string().contains(told) && error.stuck.is_empty(), "{error}");
+                assert!(error.to_string().contains(expected) && error.stuck.is_empty(), "{error}");
             }
             let error = spawn(count, |_| -> anyhow::Result<()> {
                 std::panic::panic_any(Undroppable);

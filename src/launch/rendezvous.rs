@@ -24,10 +24,10 @@ pub(super) enum Rendezvous {
 
 /// Returns the ends for `world_size` ranks, in rank order.
 pub(super) fn channels(world_size: usize) -> Vec<Rendezvous> {
-    let (senders, receivers): (Vec<_>, Vec<_>) = (1..world_size).map(|_| bounded(1)).unzip();
+    let (all_tx, all_rx): (Vec<_>, Vec<_>) = (1..world_size).map(|_| bounded(1)).unzip();
     let has_begun = Arc::new(AtomicBool::new(false));
-    let peers = receivers.into_iter().map(|receiver| Rendezvous::Peer(receiver, has_begun.clone()));
-    let root = Rendezvous::Root(senders, has_begun.clone());
+    let peers = all_rx.into_iter().map(|receiver| Rendezvous::Peer(receiver, has_begun.clone()));
+    let root = Rendezvous::Root(all_tx, has_begun.clone());
     std::iter::once(root).chain(peers).take(world_size).collect()
 }
 

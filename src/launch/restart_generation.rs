@@ -4,27 +4,29 @@
 //! machine joins or leaves. The agents share no count of the restarts: each counts only the failures of its own
 //! processes. One agent may take for a failure what another takes for a machine that joins. So process 0 takes the
 //! next number, and answers the processes that ask for it.
+//!
+//! Processes ask through a queue of messages in the store, which outlives a start, too. Each process confirms the
+//! number through the same queue. So process 0 waits for one key at a time: that of the next message.
 
-use std::thread;
-use std::time::{Duration, Instant, SystemTime};
+use std::collections::HashSet;
+use std::time::{Duration, Instant};
 
-use super::messages::unreadable;
+use super::messages::{set_once, unreadable};
 use crate::error::Result;
 use crate::ffi::TcpStore;
 
-/// Keys: the number of starts, and the number of questions.
-const GENERATION_KEY: &str = "starts";
-const QUESTIONS: &str = "questions";
+/// Key of the number of starts.
+const STARTS: &str = "starts";
 
-/// The timeout for reading a key that is known to exist.
-const READ_TIMEOUT: Duration = Duration::from_secs(1);
+/// Key of the number of messages that a process 0 has read.
+const READ: &str = "read";
 
 /// Returns the number of this start, the same for all `count` processes. `mine` is the number of this process.
 /// `None` if process 0 has not arrived within `timeout`. Process 0 gets a number even if others have not arrived.
 ///
 /// # Errors
-/// [`Error::Store`] when the store cannot be reached, [`Error::InvalidInput`] when the answer is not one that process 0
-/// gives.
+/// [`Error::Store`](crate::Error::Store) when the store cannot be reached, [`Error::InvalidInput`](crate::Error::InvalidInput)
+/// when it has no numbers where they should be.
 pub(super) fn number(
     store: &TcpStore,
     mine: usize,
@@ -34,63 +36,71 @@ pub(super) fn number(
     if mine == 0 { answer(store, count, timeout).map(Some) } else { ask(store, mine, timeout) }
 }
 
-fn question_of(process: usize) -> String {
-    format!("question/{process}")
-}
-
-fn answer_to(question: &[u8]) -> String {
-    format!("answer/{}", String::from_utf8_lossy(question))
-}
-
-fn heard(start: i64) -> String {
-    format!("heard/{start}")
-}
-
-/// Asks process 0 for the number of this start. The question is new each time, so that no older answer fits it.
+/// Asks process 0 for the number of this start.
 fn ask(store: &TcpStore, mine: usize, timeout: Duration) -> Result<Option<i64>> {
-    let now = SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default().as_nanos();
     let host = gethostname::gethostname();
-    let question = format!("{}/{}/{now}", host.to_string_lossy(), std::process::id());
-    store.set(&question_of(mine), question.as_bytes())?;
-    store.add(QUESTIONS, 1)?;
-    let key = answer_to(question.as_bytes());
-    if !store.wait(std::slice::from_ref(&key), timeout)? {
-        return Ok(None);
-    }
-    let answer = store.get(&key, READ_TIMEOUT)?.unwrap_or_default();
-    let start = String::from_utf8_lossy(&answer);
-    let start = start.parse().map_err(|_| unreadable(&key, "it is not the number of a start"))?;
-    store.add(&heard(start), 1)?;
-    Ok(Some(start))
-}
-
-/// Takes the next number, and answers the questions of the other processes. Questions of an earlier start may
-/// remain; answering them does no harm, because no process waits for the answer.
-fn answer(store: &TcpStore, count: usize, timeout: Duration) -> Result<i64> {
-    let began = Instant::now();
-    let start = store.add(GENERATION_KEY, 1)?;
-    let mut answered = vec![Vec::new(); count];
-    let mut known = -1;
-    while store.add(&heard(start), 0)? < count as i64 - 1 && began.elapsed() < timeout {
-        let questions = store.add(QUESTIONS, 0)?;
-        if questions == known {
-            thread::park_timeout(READ_TIMEOUT / 100); // the store has no event for it
-            continue;
-        }
-        known = questions;
-        for (process, last) in answered.iter_mut().enumerate().skip(1) {
-            let key = question_of(process);
-            if !store.check(std::slice::from_ref(&key))? {
-                continue;
-            }
-            let question = store.get(&key, READ_TIMEOUT)?.unwrap_or_default();
-            if question != *last {
-                store.set(&answer_to(&question), start.to_string().as_bytes())?;
-                *last = question;
-            }
-        }
+    let pid = std::process::id();
+    let question = format!("process {mine} (on {}, process {pid}) asks", host.to_string_lossy());
+    let key = answer_to(post(store, &question)?);
+    let start = read_number(store, &key, timeout)?;
+    if let Some(start) = start {
+        post(store, &confirmation(mine, start))?;
     }
     Ok(start)
+}
+
+/// Takes the next number, and answers the questions of the other processes until all have confirmed it. Questions of
+/// an earlier start may remain; answering them does no harm, because no process waits for the answer.
+fn answer(store: &TcpStore, count: usize, timeout: Duration) -> Result<i64> {
+    let began = Instant::now();
+    let start = store.add(STARTS, 1)?;
+    let mut unconfirmed: HashSet<String> =
+        (1..count).map(|process| confirmation(process, start)).collect();
+    let mut next = messages_read(store)?;
+    while !unconfirmed.is_empty() {
+        let left = timeout.saturating_sub(began.elapsed());
+        let Some(text) = store.get(&message(next), left)? else { break };
+        if !unconfirmed.remove(&*String::from_utf8_lossy(&text)) {
+            store.set(&answer_to(next), start.to_string().as_bytes())?;
+        }
+        next += 1;
+        store.set(READ, next.to_string().as_bytes())?;
+    }
+    Ok(start)
+}
+
+/// Appends `text` to the queue. Returns its place there.
+fn post(store: &TcpStore, text: &str) -> Result<i64> {
+    let mut place = messages_read(store)?;
+    // Other processes append, too. Their texts are different ones.
+    while set_once(store, &message(place), text.as_bytes())? != text.as_bytes() {
+        place += 1;
+    }
+    Ok(place)
+}
+
+/// Returns how many messages of the queue have been read.
+fn messages_read(store: &TcpStore) -> Result<i64> {
+    Ok(read_number(store, READ, Duration::ZERO)?.unwrap_or(0))
+}
+
+/// Returns the number at `key`. Waits up to `timeout` until it is there; `None` if it is not.
+fn read_number(store: &TcpStore, key: &str, timeout: Duration) -> Result<Option<i64>> {
+    let Some(text) = store.get(key, timeout)? else { return Ok(None) };
+    let number = String::from_utf8_lossy(&text).parse();
+    number.map(Some).map_err(|_| unreadable(key, "it is not a number"))
+}
+
+fn message(place: i64) -> String {
+    format!("message/{place}")
+}
+
+fn answer_to(place: i64) -> String {
+    format!("answer/{place}")
+}
+
+fn confirmation(process: usize, start: i64) -> String {
+    format!("process {process} takes part in start {start}")
 }
 
 #[cfg(test)]
@@ -108,7 +118,7 @@ mod tests {
         let mut starts = Vec::new();
         // The keys of one start must not mislead the next, whichever process is first, and however many there are.
         for (count, first) in [(3, 0), (3, 1), (2, 0), (4, 2)] {
-            let told = thread::scope(|scope| {
+            let numbers = std::thread::scope(|scope| {
                 let start = |process: usize| {
                     let store = store.another_connection().unwrap();
                     scope.spawn(move || number(&store, process, count, TIMEOUT).unwrap())
@@ -117,9 +127,10 @@ mod tests {
                 let all: Vec<_> = order.map(start).collect();
                 all.into_iter().map(|thread| thread.join().unwrap()).collect::<Vec<_>>()
             });
-            assert!(told.iter().all(|number| number.is_some() && *number == told[0]), "{told:?}");
-            assert!(!starts.contains(&told[0]), "{told:?} after {starts:?}");
-            starts.push(told[0]);
+            assert!(numbers[0].is_some(), "{numbers:?}");
+            assert!(numbers.iter().all(|number| *number == numbers[0]), "{numbers:?}");
+            assert!(!starts.contains(&numbers[0]), "{numbers:?} after {starts:?}");
+            starts.push(numbers[0]);
         }
         // Process 0 takes a new number even if the other process never arrives.
         let soon = Duration::from_millis(50);

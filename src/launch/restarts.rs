@@ -86,10 +86,8 @@ impl Restarts {
 /// Sets `key` in the store of the process that restarts this one, if there is one.
 fn note(launch: &Launch, key: &str) -> Result<()> {
     let (Some(parent), 1..) = (&launch.parent, launch.max_restarts) else { return Ok(()) };
-    let store = connect(parent)?;
-    store.set(key, b"")?;
-    // The answer to the next request shows that it has arrived.
-    store.check(&[key.into()]).map(drop)
+    // The store answers this request, so the key has arrived.
+    connect(parent)?.add(key, 1).map(drop)
 }
 
 /// Opens a connection to the store of the process that started this one.

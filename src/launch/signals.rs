@@ -61,17 +61,17 @@ pub fn stop_on_signals(stop: &StopRequest) -> io::Result<()> {
 /// When the system refuses.
 pub fn status_signal() -> io::Result<Receiver<()>> {
     let mut signals = Signals::new([SIGUSR2])?;
-    let (sender, requests) = bounded(1);
+    let (requests_tx, requests_rx) = bounded(1);
     // Runs until the process ends.
     let listen = move || {
         for _ in signals.forever() {
-            let _ = sender.try_send(()); // once is enough
+            let _ = requests_tx.try_send(()); // once is enough
         }
     };
     let thread = thread::Builder::new().name("signals".into());
     thread.spawn(listen).map_err(|error| not_started("the thread for signals", &error))?;
     os::release_signals(&[SIGUSR2])?;
-    Ok(requests)
+    Ok(requests_rx)
 }
 
 fn not_started(what: &str, error: &io::Error) -> io::Error {

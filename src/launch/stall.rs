@@ -14,8 +14,8 @@ use crate::runtime::{Entry, OpSnapshot, RemoteSnapshots, RunContext};
 pub(super) struct Notifier(Arc<dyn Fn(&str) + Send + Sync>);
 
 impl Notifier {
-    pub(super) fn new(tell: impl Fn(&str) + Send + Sync + 'static) -> Self {
-        Self(Arc::new(tell))
+    pub(super) fn new(notify: impl Fn(&str) + Send + Sync + 'static) -> Self {
+        Self(Arc::new(notify))
     }
 
     pub(super) fn notify(&self, text: &str) {
@@ -36,13 +36,17 @@ pub(super) struct Stall {
     at: OpId,
 }
 
-/// Returns the collective that ranks of this process, `here`, have waited in the longest. `None` if no wait is
+/// Returns the collective that ranks of this process, `local_ranks`, have waited in the longest. `None` if no wait is
 /// longer than `limit`.
-pub(super) fn stalled(run: &RunContext, here: Range<usize>, limit: Duration) -> Option<Stall> {
-    longest(run, here, limit).map(|(stall, _)| stall)
+pub(super) fn stalled(
+    run: &RunContext,
+    local_ranks: Range<usize>,
+    limit: Duration,
+) -> Option<Stall> {
+    longest(run, local_ranks, limit).map(|(stall, _)| stall)
 }
 
-fn longest(run: &RunContext, here: Range<usize>, limit: Duration) -> Option<(Stall, Entry)> {
+fn longest(run: &RunContext, local_ranks: Range<usize>, limit: Duration) -> Option<(Stall, Entry)> {
     let now = run.flight_recorder.now();
     let waits = |entry: &Entry| {
         entry.finished_at.is_none() && now.saturating_sub(entry.started_at) >= limit
@@ -50,7 +54,7 @@ fn longest(run: &RunContext, here: Range<usize>, limit: Duration) -> Option<(Sta
     // Leaves out phases, which have no group: the collective within a phase says more.
     let stalled =
         |entry: Entry| entry.begin.group.map(|group| (Stall { group, at: entry.begin.at }, entry));
-    let waiting = here.flat_map(|rank| run.flight_recorder.records(rank, 0)).filter(waits);
+    let waiting = local_ranks.flat_map(|rank| run.flight_recorder.records(rank, 0)).filter(waits);
     waiting.filter_map(stalled).min_by_key(|(_, entry)| entry.started_at)
 }
 
@@ -60,24 +64,25 @@ impl Stall {
     pub(super) fn text(
         self,
         run: &RunContext,
-        here: Range<usize>,
+        local_ranks: Range<usize>,
         limit: Duration,
     ) -> Option<String> {
         let Self { group, at } = self;
         let members = run.members(group)?;
         let mut silent = Vec::new();
-        if members.iter().any(|rank| !here.contains(rank)) {
+        if members.iter().any(|rank| !local_ranks.contains(rank)) {
             silent = run.refresh_peers();
         }
         if run.cancel.cancelled_by().is_some() {
             return None; // the failure says more
         }
-        let (_, first) = longest(run, here.clone(), limit).filter(|(stall, _)| *stall == self)?;
+        let (_, first) =
+            longest(run, local_ranks.clone(), limit).filter(|(stall, _)| *stall == self)?;
         let first = OpSnapshot::new(&first, run.flight_recorder.now());
         let mut text = format!("{} has not ended for {}", what(&first), seconds(first.started_ago));
         let (mut arrived, mut missing, mut on_gpus) = (Vec::new(), String::new(), String::new());
         for &rank in members.iter() {
-            let seen = seen(run, &here, &run.remote_snapshots, rank);
+            let seen = seen(run, &local_ranks, &run.remote_snapshots, rank);
             if let Some(gpu) = on_gpu(&seen) {
                 let _ = write!(on_gpus, "\n  rank {rank} {gpu}");
             }
@@ -107,17 +112,17 @@ impl Stall {
     }
 }
 
-/// Returns what each rank of this process, `here`, does and since when, one line for each. Includes those ranks
-/// elsewhere whose status is in `elsewhere`.
+/// Returns what each rank of this process, `local_ranks`, does and since when, one line for each. Includes those ranks
+/// of other processes whose status is in `remote`.
 pub(super) fn status_table(
     run: &RunContext,
-    here: Range<usize>,
-    elsewhere: &RemoteSnapshots,
+    local_ranks: Range<usize>,
+    remote: &RemoteSnapshots,
 ) -> String {
     let mut lines = Vec::new();
     for rank in 0..run.activity.len() {
-        let seen = seen(run, &here, elsewhere, rank);
-        if !here.contains(&rank) && seen.is_empty() {
+        let seen = seen(run, &local_ranks, remote, rank);
+        if !local_ranks.contains(&rank) && seen.is_empty() {
             continue;
         }
         let mut line = format!("  rank {rank} {}", last_seen(run, rank, &seen));
@@ -148,11 +153,11 @@ fn on_gpu(seen: &[OpSnapshot]) -> Option<String> {
 /// Returns the known operations of `rank`, the newest last.
 fn seen(
     run: &RunContext,
-    here: &Range<usize>,
-    elsewhere: &RemoteSnapshots,
+    local_ranks: &Range<usize>,
+    remote: &RemoteSnapshots,
     rank: usize,
 ) -> Vec<OpSnapshot> {
-    if here.contains(&rank) { run.flight_recorder.seen(rank) } else { elsewhere.of(rank) }
+    if local_ranks.contains(&rank) { run.flight_recorder.seen(rank) } else { remote.of(rank) }
 }
 
 /// Returns what `rank` does now, or did last, as text.

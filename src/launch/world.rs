@@ -15,11 +15,9 @@ use crossbeam::channel::{Sender, bounded};
 use tch::Device;
 
 use super::heartbeat_monitor::{HeartbeatMonitor, Server, Stay};
-use super::messages::{MOST_RANKS, Process, node_of};
+use super::messages::{MOST_RANKS, Process, node_of, ranks_on};
 use super::process_rendezvous::{Rendezvous, files_of_store, name_of_count, prefix};
-use super::{
-    Launch, LaunchKind, MasterEndpoint, Placement, clock_sync, messages, restart_generation,
-};
+use super::{Launch, LaunchKind, MasterEndpoint, Placement, clock_sync, restart_generation};
 use crate::error::{Error, Result};
 use crate::ffi::{TcpStore, check_interfaces, cuda};
 use crate::os::limits::require_files;
@@ -44,7 +42,7 @@ pub struct ProcessWorld {
     clock: Option<Clock>,
     heartbeat_monitor: HeartbeatMonitor,
     /// Keeps `store` usable: dropping this would cancel requests that are made as the run ends.
-    _cancel: Sender<Infallible>,
+    _cancel_tx: Sender<Infallible>,
 }
 
 impl ProcessWorld {
@@ -88,7 +86,7 @@ impl ProcessWorld {
                 launch.reason
             )));
         }
-        let (cancel, cancelled) = bounded(0);
+        let (cancel_tx, cancel_rx) = bounded(0);
         let serves = mine == 0 && !master.agent_store;
         if serves {
             check_is_here(master)?;
@@ -96,8 +94,8 @@ impl ProcessWorld {
         }
         let (addr, port) = (&master.addr, master.port);
         let store = match serves {
-            true => TcpStore::serve(addr, port, timeout, cancelled)?,
-            false => TcpStore::connect(addr, port, timeout, cancelled)?,
+            true => TcpStore::serve(addr, port, timeout, cancel_rx)?,
+            false => TcpStore::connect(addr, port, timeout, cancel_rx)?,
         };
         let began = Instant::now();
         let start = match launch.kind {
@@ -166,7 +164,7 @@ impl ProcessWorld {
             interfaces,
             clock: None,
             heartbeat_monitor,
-            _cancel: cancel,
+            _cancel_tx: cancel_tx,
         }))
     }
 
@@ -228,9 +226,14 @@ impl ProcessWorld {
         self.processes[self.mine].first_local
     }
 
-    /// Returns how many ranks of this machine come before those of this process, and how many there are on it.
-    pub(super) fn ranks_of_machine(&self) -> [usize; 2] {
-        messages::ranks_of_machine(&self.processes, self.mine)
+    /// Returns how many ranks of this machine come before those of this process.
+    pub(super) fn ranks_before_on_machine(&self) -> usize {
+        ranks_on(&self.processes[self.mine].host, &self.processes[..self.mine])
+    }
+
+    /// Returns how many ranks there are on this machine.
+    pub(super) fn ranks_on_machine(&self) -> usize {
+        ranks_on(&self.processes[self.mine].host, &self.processes)
     }
 
     /// Returns whether this is the process of rank 0, which reads and writes files for all.

@@ -114,13 +114,12 @@ impl ProcessGroup {
 
     /// Returns a function that recreates this membership on the communication thread, without its side.
     pub(super) fn on_another_thread(&self) -> impl FnOnce() -> ProcessGroup + Send + 'static {
-        let (rank, local_rank, device) = (self.rank, self.local_rank, self.device);
+        let identity = self.identity();
         let (backend, shared, network) = (self.backend, self.shared.clone(), self.network.clone());
         let (sub_groups, traffic) = (self.sub_groups.clone(), self.traffic.clone());
         let phase_tracker = self.phase_tracker.for_comm_thread();
         move || {
-            let place = (rank, local_rank, device);
-            let mut group = ProcessGroup::new(place, backend, shared, network, sub_groups);
+            let mut group = ProcessGroup::new(identity, backend, shared, network, sub_groups);
             group.own_activity = Some(Activity::default());
             (group.phase_tracker, group.traffic) = (phase_tracker, traffic);
             group

@@ -3,12 +3,10 @@
 use std::fmt;
 use std::sync::Arc;
 
-use tch::Device;
-
 use super::backend::{Join, SequencedBackend};
 use super::local::{OncePerProcess, Shared};
 use super::network::Network;
-use super::{Backend, ProcessGroup};
+use super::{Backend, ProcessGroup, RankIdentity};
 use crate::error::Result;
 use crate::runtime::RunContext;
 
@@ -73,21 +71,15 @@ impl Bootstrap {
         self.backend
     }
 
-    /// Joins the group as rank `rank`. Returns once all members have joined.
+    /// Joins the group as `rank`. Returns once all members have joined.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`](crate::Error::InvalidInput) if the backend does not support `device`, the errors of the barrier, and
-    /// NCCL's own.
-    pub(crate) fn join(
-        self,
-        rank: usize,
-        local_rank: usize,
-        device: Device,
-    ) -> Result<ProcessGroup> {
-        let rank_backend = (self.join)(rank, device)?;
+    /// [`Error::InvalidInput`](crate::Error::InvalidInput) if the backend does not support the device, the errors of the barrier,
+    /// and NCCL's own.
+    pub(crate) fn join(self, rank: RankIdentity) -> Result<ProcessGroup> {
+        let rank_backend = (self.join)(rank.rank, rank.device)?;
         let Self { backend, shared, network, sub_groups, .. } = self;
-        let place = (rank, local_rank, device);
-        let group = ProcessGroup::new(place, backend, shared, network, sub_groups);
+        let group = ProcessGroup::new(rank, backend, shared, network, sub_groups);
         group.attach(SequencedBackend { sequence: 0, backend: rank_backend });
         group.start_gpu_clock()?;
         Ok(group)

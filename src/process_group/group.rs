@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::call::{Call, Options};
 use super::refuse::refuse;
-use super::{Backend, Bootstrap, ProcessGroup};
+use super::{Backend, Bootstrap, ProcessGroup, RankIdentity};
 use crate::error::{Error, Result};
 use crate::operation::Operation;
 
@@ -71,7 +71,7 @@ impl ProcessGroup {
             }
             _ => Bootstrap::within_process(self.backend_here(), self.run(), members),
         })?;
-        let group = bootstrap.join(place, self.local_rank, self.device)?;
+        let group = bootstrap.join(RankIdentity { rank: place, ..self.identity() })?;
         Ok(group.record_as_part_of(self, sequence))
     }
 

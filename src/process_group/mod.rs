@@ -122,6 +122,16 @@ pub struct ProcessGroup {
     _not_send: PhantomData<Rc<()>>,
 }
 
+/// Which rank this is, and where it runs.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct RankIdentity {
+    /// The rank's number in the group.
+    pub rank: usize,
+    /// The rank's number on its machine.
+    pub local_rank: usize,
+    pub device: Device,
+}
+
 impl fmt::Debug for ProcessGroup {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("ProcessGroup")
@@ -136,7 +146,7 @@ impl fmt::Debug for ProcessGroup {
 impl ProcessGroup {
     /// Creates the membership, without the rank's side of the backend.
     fn new(
-        (rank, local_rank, device): (usize, usize, Device),
+        RankIdentity { rank, local_rank, device }: RankIdentity,
         backend: Backend,
         shared: Arc<Shared>,
         network: Option<Arc<Network>>,
@@ -160,6 +170,10 @@ impl ProcessGroup {
             weight: Rc::default(),
             _not_send: PhantomData,
         }
+    }
+
+    fn identity(&self) -> RankIdentity {
+        RankIdentity { rank: self.rank, local_rank: self.local_rank, device: self.device }
     }
 
     /// Returns this rank's number in the group, from 0. Not a collective.

@@ -399,7 +399,7 @@ mod tests {
             on_threads(2, timeout, |rank, barrier| {
                 for _ in 0..20 {
                     if let Err(error) = barrier.wait(rank, AT) {
-                        let blames_somebody = error.blames().is_some();
+                        let blames_somebody = barrier.run.blamed(&error).is_some();
                         assert!(blames_somebody || matches!(error, Error::Cancelled { .. }));
                         return;
                     }

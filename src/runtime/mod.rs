@@ -6,6 +6,7 @@
 mod barrier;
 mod cancel;
 mod deadline;
+mod failure;
 mod fault;
 mod flight_recorder;
 mod flight_recorder_dump;
@@ -21,16 +22,18 @@ mod watchdog;
 pub(crate) use barrier::Barrier;
 pub(crate) use cancel::CancelToken;
 pub(crate) use deadline::{MAX_WAIT, deadline};
+pub(crate) use failure::Failure;
+pub use failure::RankFailure;
 pub use fault::{Fault, FaultKind, FaultSite};
 pub(crate) use flight_recorder::{
     CallSite, Entry, FlightRecorder, OpStart, SpanId, format_call_site,
 };
 pub(crate) use flight_recorder_dump::{Clock, FlightRecorderDump, RankRecords};
-pub(crate) use op_snapshots::OpSnapshot;
+pub(crate) use op_snapshots::{OpSnapshot, packed as packed_op};
 pub use panics::install_panic_hook;
 pub(crate) use peer_status::{PeerHeartbeat, PeerStatus};
 pub(crate) use remote_snapshots::RemoteSnapshots;
-pub(crate) use run::{Activity, Peers, ReportedFailure, RunContext};
+pub(crate) use run::{Activity, Peers, RunContext};
 pub(crate) use stop::StopMessage;
 pub use stop::{StopReason, StopRequest};
 pub(crate) use watchdog::{LaunchedWork, Watchdog};

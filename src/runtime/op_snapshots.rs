@@ -70,17 +70,17 @@ impl OpSnapshot {
 }
 
 /// Serializes an [`OpId`] as one number.
-mod packed {
+pub(crate) mod packed {
     use serde::de::{Deserialize, Deserializer, Error, Unexpected};
     use serde::ser::Serializer;
 
     use crate::operation::OpId;
 
-    pub(super) fn serialize<S: Serializer>(at: &OpId, to: S) -> Result<S::Ok, S::Error> {
+    pub(crate) fn serialize<S: Serializer>(at: &OpId, to: S) -> Result<S::Ok, S::Error> {
         to.serialize_u64(at.packed())
     }
 
-    pub(super) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<OpId, D::Error> {
+    pub(crate) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<OpId, D::Error> {
         let number = u64::deserialize(from)?;
         OpId::unpacked(number).ok_or_else(|| {
             D::Error::invalid_value(Unexpected::Unsigned(number), &"what a rank does")

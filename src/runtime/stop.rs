@@ -5,12 +5,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
+use serde::{Deserialize, Serialize};
 use strum::{FromRepr, IntoStaticStr};
 
 use super::deadline;
 
 /// Reason for which a run ends before all epochs are done.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, FromRepr, IntoStaticStr)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, FromRepr, IntoStaticStr, Serialize, Deserialize)]
 #[repr(usize)]
 pub enum StopReason {
     /// SIGINT, from Ctrl-C.

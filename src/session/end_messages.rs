@@ -5,8 +5,8 @@ use crate::config::TrainingSection;
 use crate::error::Shown;
 use crate::launch::{SpawnError, StopReason};
 use crate::records::ValidationMetrics;
+use crate::telemetry::End;
 use crate::telemetry::report::Outcome;
-use crate::telemetry::{End, Failure};
 
 /// Returns how the run ended, for its report.
 pub(super) fn outcome<T>(
@@ -23,23 +23,6 @@ pub(super) fn outcome<T>(
         text += &format!("; restart {number} was needed: {reason}");
     }
     Outcome { kind, text }
-}
-
-/// Returns the event of a run that failed.
-pub(super) fn failure(error: &SpawnError) -> Failure {
-    let failure = &error.failure;
-    Failure {
-        rank: failure.tied.is_empty().then_some(failure.rank),
-        ranks: failure.tied.iter().map(|(rank, _)| *rank).collect(),
-        device: Some(match &failure.tied[..] {
-            [] => failure.device.clone(),
-            tied => tied.iter().map(|(_, device)| &device[..]).collect::<Vec<_>>().join(", "),
-        }),
-        operation: Some(failure.at.operation.to_string()),
-        sequence: Some(failure.at.sequence),
-        error: failure.error.clone(),
-        ..Failure::default()
-    }
 }
 
 /// Returns a note on the bytes that went through rank 0 with `--strategy dp`. `None` if there are no other ranks.

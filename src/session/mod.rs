@@ -35,9 +35,9 @@ use crate::launch::{
 };
 use crate::os::{cores, terminal::screen_problem};
 use crate::process_group::ProcessGroup;
-use crate::telemetry::{Event, LogFormat, MetricsLogger, Printer, Start};
+use crate::telemetry::{Event, FailureEvent, LogFormat, MetricsLogger, Printer, Start};
 use artifacts::RunArtifacts;
-use end_messages::{failure, outcome};
+use end_messages::outcome;
 
 pub(crate) use checked_placement::{check_shared_model, place_all, place_ranks};
 pub(crate) use configured_launch::{configured_spawn, join_launch};
@@ -284,7 +284,7 @@ impl Session {
             let printed = printer.flush_epochs().and_then(|()| match joined_launch.launch.parent {
                 // The parent process prints it, unless the run was asked to stop.
                 Some(_) if error.stopped.is_none() || !joined_launch.is_first() => Ok(()),
-                _ => printer.event(&Event::Failure(failure(error))),
+                _ => printer.event(&Event::Failure(FailureEvent::of(&error.failure))),
             });
             if let Err(unwritable) = printed {
                 printer.report(&unwritable.to_string());

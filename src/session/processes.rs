@@ -4,16 +4,15 @@
 use std::fmt::{self, Write};
 
 use super::checked_placement::{place_processes, starts_processes};
-use super::end_messages::failure;
 use crate::checkpoint::CheckpointDir;
 use crate::config::Config;
 use crate::error::{Error, Result, Shown};
 use crate::ffi::cuda::Cuda;
 use crate::launch::{
-    Children, Ended, Launch, LaunchKind, Report, SpawnChoice, SpawnError, SpawnProcesses,
-    StopReason,
+    ChildError, Children, Ended, ErrorKind, Launch, LaunchKind, SpawnChoice, SpawnError,
+    SpawnProcesses, StopReason,
 };
-use crate::telemetry::{Event, Failure, LogFormat, Printer};
+use crate::telemetry::{Event, FailureEvent, LogFormat, Printer};
 
 /// The child processes that run a command in the place of this process: one for each rank, or one for all ranks.
 #[derive(Debug)]
@@ -63,20 +62,34 @@ impl ChildProcesses {
             Some(dir) => format!("from the newest checkpoint in {}", dir.shown()),
             None => "from the beginning, because nothing is saved without --checkpoint-dir".into(),
         };
-        let ended = spawn.run(|number, Report { text, failure, .. }| {
-            printer.report(text);
-            let again = failure.as_ref().and_then(Failure::again).map_or(String::new(), |again| {
+        let ended = spawn.run(|number, error| {
+            printer.report(&error.text);
+            let again = error.again().map_or(String::new(), |again| {
                 format!("; {again}: without a change this start will probably fail there, too")
             });
             printer.report(&format!("restart {number} of {max_restarts}, {}{again}", from()));
         });
-        let (Report { mut text, wrong_input, failure }, restarts) = match ended? {
+        let (error, restarts) = match ended? {
             Ended::Well(reason) => return Ok(reason),
-            Ended::Badly(report, restarts) => (*report, restarts),
+            Ended::Badly(error, restarts) => (error, restarts),
         };
-        if let Some(failure) = &failure
-            && let (Some(again), Some(count)) = (failure.again(), failure.repeated)
-        {
+        if stops && printer.format() == LogFormat::Json {
+            let event = match &error.kind {
+                ErrorKind::Ranks(failure) => Some(FailureEvent::of(failure)),
+                ErrorKind::Process => {
+                    Some(FailureEvent { error: error.text.clone(), ..FailureEvent::default() })
+                }
+                ErrorKind::WrongInput | ErrorKind::Other => None,
+            };
+            if let Some(event) = event {
+                let restarts = restarts.clone();
+                let event = FailureEvent { repeated: error.repeated, restarts, ..event };
+                printer.event(&Event::Failure(event))?;
+            }
+        }
+        let again = error.again();
+        let ChildError { mut text, kind, repeated } = *error;
+        if let (Some(again), Some(count)) = (again, repeated) {
             let _ = write!(
                 text,
                 "\n  {again}: {count} failures in a row, with no progress between them"
@@ -85,14 +98,10 @@ impl ChildProcesses {
         for (number, reason) in (1..).zip(&restarts) {
             let _ = write!(text, "\n  restart {number} was needed: {reason}");
         }
-        if let Some(failure) = failure
-            && stops
-            && printer.format() == LogFormat::Json
-        {
-            let failure = Failure { restarts, ..failure };
-            printer.event(&Event::Failure(failure))?;
-        }
-        Err(if wrong_input { Error::InvalidInput(text).into() } else { anyhow::Error::msg(text) })
+        Err(match kind {
+            ErrorKind::WrongInput => Error::InvalidInput(text).into(),
+            _ => anyhow::Error::msg(text),
+        })
     }
 }
 
@@ -147,12 +156,13 @@ fn leave_with_parent(launch: &Launch, error: anyhow::Error) -> anyhow::Error {
         // For the parent process the run has stopped, and not failed. The process of rank 0 reports how.
         return if launch.processes.index == 0 { error } else { error.context(AlreadyReported) };
     }
-    let report = Report {
-        text: format!("{error:#}"),
-        wrong_input: matches!(error.downcast_ref(), Some(Error::InvalidInput(_))),
-        failure: failed.map(|error| failure(error)),
+    let kind = match (failed, error.downcast_ref()) {
+        (Some(failed), _) => ErrorKind::Ranks(failed.failure.clone()),
+        (None, Some(Error::InvalidInput(_))) => ErrorKind::WrongInput,
+        (None, _) => ErrorKind::Other,
     };
-    match report.leave(parent, launch.restart_count, launch.processes.index) {
+    let left = ChildError::new(format!("{error:#}"), kind);
+    match left.leave(parent, launch.restart_count, launch.processes.index) {
         Ok(()) => error.context(AlreadyReported),
         Err(_) => error,
     }

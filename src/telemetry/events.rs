@@ -1,11 +1,10 @@
 //! Events that a run reports: the fields are the contract of `--log-format json`.
 
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 
 use super::Straggler;
-use crate::error::list_ranks;
-use crate::operation::{OpId, Operation};
 use crate::records::ValidationMetrics;
+use crate::runtime::RankFailure;
 
 /// One line of `--log-format json`; its `event` field comes first.
 #[derive(Debug, Clone, Serialize)]
@@ -20,7 +19,7 @@ pub enum Event {
     /// The run is done.
     End(Box<End>),
     /// The run failed.
-    Failure(Failure),
+    Failure(FailureEvent),
 }
 
 /// The ranks have connected and hold the same model.
@@ -140,78 +139,43 @@ pub struct End {
 }
 
 /// The run failed.
-#[derive(Debug, Clone, Default, Serialize, Deserialize)]
-pub struct Failure {
+#[derive(Debug, Clone, Default, Serialize)]
+pub struct FailureEvent {
     /// The rank that failed first. `None` where ranks differ and the wrong one is unknown, and where the process of all
     /// ranks was killed.
     pub rank: Option<usize>,
     /// The ranks concerned if `rank` is `None`; else empty.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[serde(skip_serializing_if = "Vec::is_empty")]
     pub ranks: Vec<usize>,
     /// The device of that rank, or the devices of those ranks. `None` where the process of all ranks was killed.
     pub device: Option<String>,
-    /// The operation that the rank was in. `None` where its process was killed and left no record.
+    /// The operation that the rank was in. `None` where the process of all ranks was killed.
     pub operation: Option<String>,
     /// The number of that operation, from 0.
     pub sequence: Option<u64>,
     /// The reason.
     pub error: String,
     /// Number of failures in a row in the same training step, with `--max-restarts`; `None` if there was only one.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub repeated: Option<usize>,
     /// Reasons for the earlier restarts by `--max-restarts`, the first one first.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[serde(skip_serializing_if = "Vec::is_empty")]
     pub restarts: Vec<String>,
 }
 
-impl Failure {
-    /// Returns where the run was, if each start reaches the same place: `step #12` for all phases of a step. `None` for
-    /// collectives, because each start numbers them from 0.
-    pub(crate) fn place(&self) -> Option<String> {
-        use Operation::{Backward, Data, Forward, Init, Optimizer, Rendezvous, Start, Step};
-        let at = OpId::named(self.operation.as_deref()?, self.sequence?);
-        match at.operation {
-            Step | Data | Forward | Backward | Optimizer => {
-                Some(OpId { operation: Step, ..at }.to_string())
-            }
-            Start | Rendezvous | Init | Operation::Validation | Operation::Save => {
-                Some(at.to_string())
-            }
-            _ => None,
+impl FailureEvent {
+    /// Returns the event of a failure of ranks.
+    pub(crate) fn of(failure: &RankFailure) -> Self {
+        let RankFailure { rank, tied, device, at, error } = failure;
+        let devices = tied.iter().map(|(_, device)| &device[..]).collect::<Vec<_>>().join(", ");
+        Self {
+            rank: tied.is_empty().then_some(*rank),
+            ranks: tied.iter().map(|(rank, _)| *rank).collect(),
+            device: Some(if tied.is_empty() { device.clone() } else { devices }),
+            operation: Some(at.operation.to_string()),
+            sequence: Some(at.sequence),
+            error: error.clone(),
+            ..Self::default()
         }
-    }
-
-    /// Returns `rank 1 failed again in step #12` if the failure before was there as well; else `None`.
-    pub(crate) fn again(&self) -> Option<String> {
-        self.repeated?;
-        let ranks = self.rank.map_or_else(|| self.ranks.clone(), |rank| vec![rank]);
-        Some(format!("{} failed again in {}", list_ranks(&ranks), self.place()?))
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn repeated_failure_is_described_for_training_phases_only() {
-        let failure = |rank, ranks: &[usize], operation: &str| Failure {
-            rank,
-            ranks: ranks.into(),
-            operation: Some(operation.into()),
-            sequence: Some(12),
-            repeated: Some(2),
-            ..Failure::default()
-        };
-        let again = |failure: Failure| failure.again();
-        for phase in ["step", "data", "forward", "backward", "optimizer"] {
-            let told = "rank 1 failed again in step #12";
-            assert_eq!(again(failure(Some(1), &[], phase)).as_deref(), Some(told));
-        }
-        let told = "ranks 0 and 1 failed again in rendezvous";
-        assert_eq!(again(failure(None, &[0, 1], "rendezvous")).as_deref(), Some(told));
-        assert_eq!(again(failure(Some(1), &[], "all_reduce")), None);
-        assert_eq!(again(Failure { repeated: None, ..failure(Some(1), &[], "step") }), None);
-        assert_eq!(again(Failure { repeated: Some(2), ..Failure::default() }), None);
     }
 }

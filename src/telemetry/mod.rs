@@ -26,7 +26,7 @@ mod tensorboard;
 mod trace;
 mod utf8_stream;
 
-pub use events::{End, Epoch, Event, Failure, Start};
+pub use events::{End, Epoch, Event, FailureEvent, Start};
 pub(crate) use explain::paragraph;
 pub use explain::{Explainer, Language, RankStep, RunInfo, Step};
 #[cfg(feature = "cli")]

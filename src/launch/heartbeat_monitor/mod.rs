@@ -13,16 +13,16 @@ use std::time::{Duration, Instant};
 use crossbeam::channel::{
     Receiver, RecvTimeoutError, Sender, TryRecvError, bounded, never, select_biased,
 };
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 
 use super::heartbeat::{Heartbeat, RankStatus};
-use super::messages::FailureReport;
+use super::messages::{failure_from_bytes, to_json};
 use super::stall;
 use crate::error::{Error, Result};
 use crate::ffi::TcpStore;
 use crate::operation::{OpId, Operation};
 use crate::os::limits::not_started;
-use crate::runtime::{self, OpSnapshot, PeerStatus, ReportedFailure, RunContext, StopReason};
+use crate::runtime::{self, Failure, OpSnapshot, PeerStatus, RunContext};
 
 /// The interval between heartbeats.
 const HEARTBEAT_INTERVAL: Duration = Duration::from_millis(500);
@@ -45,17 +45,23 @@ pub(super) struct Server {
 /// This process's part in the heartbeats.
 #[derive(Debug)]
 pub(super) struct HeartbeatMonitor {
-    shared: Arc<Shared>,
+    heartbeats: Arc<Heartbeats>,
     thread: Mutex<Option<Thread>>,
     /// Whether a run has begun. The keys that one run leaves in the store would mislead a second one.
     has_begun: AtomicBool,
 }
 
-/// The sender whose drop ends the thread, and the thread.
-type Thread = (Sender<Infallible>, JoinHandle<()>);
-
+/// The thread of the monitor.
 #[derive(Debug)]
-struct Shared {
+struct Thread {
+    /// Its drop ends the thread.
+    stop_tx: Sender<Infallible>,
+    handle: JoinHandle<()>,
+}
+
+/// The heartbeats in the store, as the monitor and its thread read and send them.
+#[derive(Debug)]
+struct Heartbeats {
     /// Waits as long as the store of the launch does.
     store: TcpStore,
     mine: usize,
@@ -72,14 +78,13 @@ impl HeartbeatMonitor {
         ranks: &[Range<usize>],
     ) -> Result<Self> {
         let store = store.another_connection()?;
-        let shared = Shared { store, mine, ranks: ranks.into(), server };
-        let (thread, has_begun) = (Mutex::default(), AtomicBool::new(false));
-        Ok(Self { shared: Arc::new(shared), thread, has_begun })
+        let heartbeats = Arc::new(Heartbeats { store, mine, ranks: ranks.into(), server });
+        Ok(Self { heartbeats, thread: Mutex::default(), has_begun: AtomicBool::new(false) })
     }
 
-    /// Returns the source from which [`RunContext`] gets the status of ranks elsewhere.
-    pub(super) fn elsewhere(&self) -> Arc<dyn PeerStatus> {
-        self.shared.clone()
+    /// Returns the source from which [`RunContext`] gets the status of the ranks of other processes.
+    pub(super) fn peer_status(&self) -> Arc<dyn PeerStatus> {
+        self.heartbeats.clone()
     }
 
     /// Starts the heartbeat thread for `run`.
@@ -94,40 +99,37 @@ impl HeartbeatMonitor {
                     .into(),
             ));
         }
-        let (stop, stopped) = bounded(0);
-        let (shared, run) = (self.shared.clone(), run.clone());
+        let (stop_tx, stop_rx) = bounded(0);
+        let (heartbeats, run) = (self.heartbeats.clone(), run.clone());
         let thread = thread::Builder::new().name("watch".into());
-        let thread = thread.spawn(move || shared.watch(&run, &stopped)).map_err(|error| {
+        let handle = thread.spawn(move || heartbeats.watch(&run, &stop_rx)).map_err(|error| {
             Error::InvalidInput(not_started("the thread that sends heartbeats", &error))
         })?;
-        *self.thread() = Some((stop, thread));
+        *self.thread.lock() = Some(Thread { stop_tx, handle });
         Ok(())
-    }
-
-    fn thread(&self) -> MutexGuard<'_, Option<Thread>> {
-        self.thread.lock()
     }
 
     /// Reports to the other processes that this one ends before its ranks have begun. Only for a process that has
     /// not started its heartbeat thread.
     pub(super) fn report_failed_start(&self, error: &str) -> Result<()> {
-        let Shared { store, mine, ranks, .. } = &*self.shared;
+        let Heartbeats { store, mine, ranks, .. } = &*self.heartbeats;
         let at = OpId { operation: Operation::Start, sequence: 0 };
-        publish_failure(store, &FailureReport::new(ranks[*mine].start, at, error))
+        publish_failure(store, &Failure::new(ranks[*mine].start, at, error.into()))
     }
 
     /// Ends the heartbeat thread. The process that serves the store passes `stay`; this returns when the others no
     /// longer need the store.
     pub(super) fn leave(&self, stay: Option<Stay<'_>>) {
-        if let Some((stop, thread)) = self.thread().take() {
-            drop(stop);
-            let _ = thread.join();
+        let thread = self.thread.lock().take();
+        if let Some(Thread { stop_tx, handle }) = thread {
+            drop(stop_tx);
+            let _ = handle.join();
         }
-        let store = self.shared.with_short_timeout(never());
+        let store = self.heartbeats.with_short_timeout(never());
         // If this fails, the other processes are gone.
-        let _ = store.add("left", 1);
+        let _ = store.add(&left(self.heartbeats.mine), 1);
         if let Some(stay) = stay {
-            self.shared.stay(&store, stay);
+            self.heartbeats.stay(&store, stay);
         }
     }
 }
@@ -143,7 +145,7 @@ pub(super) struct Stay<'a> {
     pub asked_to_end: &'a dyn Fn() -> bool,
 }
 
-impl Shared {
+impl Heartbeats {
     /// Returns the store with a short timeout: a store that takes longer counts as unreachable.
     fn with_short_timeout(&self, cancelled: Receiver<Infallible>) -> TcpStore {
         self.store.with_timeout(HEARTBEAT_TIMEOUT, cancelled)
@@ -152,41 +154,43 @@ impl Shared {
     /// Waits until all other processes have left, send no heartbeat any more, or have used up their time.
     fn stay(&self, store: &TcpStore, stay: Stay<'_>) {
         let Stay { patience, failed, asked_to_end } = stay;
-        let all = self.ranks.len() as i64;
-        let have_left = || !store.add("left", 0).is_ok_and(|left| left < all);
+        let others: Vec<String> = self.others().map(left).collect();
         let beats = || {
             self.others().map(|process| self.heartbeat_of(store, process).ok()).collect::<Vec<_>>()
         };
         let mut deadline: Option<Instant> = None;
-        let (mut before, mut last_change, mut looked) = (beats(), Instant::now(), Instant::now());
-        while !have_left() {
+        let mut before = beats();
+        let mut last_change = Instant::now();
+        loop {
             if deadline.is_none() && (failed || asked_to_end()) {
                 deadline = Some(runtime::deadline(patience));
+            }
+            let time_left = deadline.map(|end| end.saturating_duration_since(Instant::now()));
+            let interval =
+                time_left.map_or(HEARTBEAT_INTERVAL, |left| left.min(HEARTBEAT_INTERVAL));
+            // An error shows that the store, and with it this process's part, is over.
+            if !matches!(store.wait(&others, interval), Ok(false)) {
+                return;
+            }
+            let now = beats();
+            if now != before {
+                before = now;
+                last_change = Instant::now();
             }
             let limit = if deadline.is_some() {
                 HEARTBEAT_TIMEOUT
             } else {
                 patience.max(HEARTBEAT_TIMEOUT)
             };
-            if last_change.elapsed() >= limit
-                || deadline.is_some_and(|deadline| Instant::now() >= deadline)
-            {
-                break;
-            }
-            thread::park_timeout(HEARTBEAT_TIMEOUT / 100); // the store has no event for it
-            if looked.elapsed() >= HEARTBEAT_INTERVAL {
-                let now = beats();
-                looked = Instant::now();
-                if now != before {
-                    (before, last_change) = (now, looked);
-                }
+            if last_change.elapsed() >= limit || time_left.is_some_and(|left| left.is_zero()) {
+                return;
             }
         }
     }
 
-    /// Sends heartbeats and checks for failures, until `stopped` closes or the store is gone.
-    fn watch(&self, run: &Arc<RunContext>, stopped: &Receiver<Infallible>) {
-        let store = self.store.with_timeout(run.timeout, stopped.clone());
+    /// Sends heartbeats and checks for failures, until `stop_rx` closes or the store is gone.
+    fn watch(&self, run: &Arc<RunContext>, stop_rx: &Receiver<Infallible>) {
+        let store = self.store.with_timeout(run.timeout, stop_rx.clone());
         let mut is_known = false;
         for turn in 0.. {
             if !is_known && run.cancel.cancelled_by().is_some() {
@@ -196,7 +200,7 @@ impl Shared {
             let result = self
                 .send_heartbeat(&store, run)
                 .and_then(|()| self.read_store(&store, run, &mut is_known, turn));
-            let stops = stopped.try_recv() == Err(TryRecvError::Disconnected);
+            let stops = stop_rx.try_recv() == Err(TryRecvError::Disconnected);
             if let Err(error) = result
                 && !stops
             {
@@ -206,13 +210,13 @@ impl Shared {
                 return;
             }
             if is_known {
-                match stopped.recv_timeout(HEARTBEAT_INTERVAL) {
+                match stop_rx.recv_timeout(HEARTBEAT_INTERVAL) {
                     Err(RecvTimeoutError::Disconnected) => return,
                     _ => continue,
                 }
             }
             select_biased! {
-                recv(stopped) -> _ => {
+                recv(stop_rx) -> _ => {
                     // A rank may have failed since the last check.
                     if run.cancel.cancelled_by().is_some() {
                         self.send_failure(run);
@@ -246,14 +250,14 @@ impl Shared {
 
     /// Stores the first failure of this process, unless another process has already stored one.
     fn send_failure(&self, run: &RunContext) {
-        let report = run.failures().first().map(FailureReport::of);
-        if let Some(report) = report {
+        let first = run.failures().first().cloned();
+        if let Some(failure) = first {
             // If the store is gone, the other processes notice that themselves.
-            let _ = publish_failure(&self.with_short_timeout(never()), &report);
+            let _ = publish_failure(&self.with_short_timeout(never()), &failure);
         }
     }
 
-    /// Stops this process's ranks if a rank elsewhere has failed.
+    /// Stops this process's ranks if a rank of another process has failed.
     fn read_store(
         &self,
         store: &TcpStore,
@@ -274,14 +278,10 @@ impl Shared {
             return Ok(false);
         }
         let text = store.get(FAILURE, HEARTBEAT_TIMEOUT)?.unwrap_or_default();
-        match FailureReport::from_bytes(FAILURE, &text, run.activity.len()) {
-            Ok(report) => {
-                run.activity[report.rank].restore(report.at());
-                let at = report.at();
-                let FailureReport { rank, tied, error, stopped, .. } = report;
-                let stopped = stopped.and_then(StopReason::from_repr);
-                let waited = false;
-                run.report_failure(ReportedFailure { rank, tied, at, error, waited, stopped });
+        match failure_from_bytes(FAILURE, &text, run.activity.len()) {
+            Ok(failure) => {
+                run.activity[failure.rank].restore(failure.at);
+                run.report_failure(failure);
             }
             Err(error) => run.report(self.ranks[self.mine].start, None, error.to_string()),
         }
@@ -304,7 +304,7 @@ impl Shared {
 
     fn record_status(&self, run: &RunContext, process: usize, heartbeat: &Heartbeat) {
         for (rank, status) in self.ranks[process].clone().zip(&heartbeat.ranks) {
-            run.activity[rank].restore(status.at());
+            run.activity[rank].restore(status.at);
             run.remote_snapshots.note(rank, heartbeat.sent, &status.seen);
         }
     }
@@ -319,7 +319,7 @@ impl Shared {
     }
 
     /// Reads and records the heartbeats of all other processes. Returns when each was sent; `None` without a heartbeat.
-    fn heartbeats_elsewhere(
+    fn heartbeats_of_others(
         &self,
         store: &TcpStore,
         run: &RunContext,
@@ -353,11 +353,11 @@ pub(super) fn report_ended(
 ) -> Result<OpId> {
     let status = || -> Result<Option<OpId>> {
         Ok(heartbeat_of(store, rank, 1)?
-            .and_then(|heartbeat| heartbeat.ranks.first().map(RankStatus::at)))
+            .and_then(|heartbeat| heartbeat.ranks.first().map(|status| status.at)))
     };
     let at = at.map_or_else(status, |at| Ok(Some(at)))?;
     let at = at.unwrap_or(OpId { operation: Operation::Start, sequence: 0 });
-    publish_failure(store, &FailureReport::new(rank, at, error))?;
+    publish_failure(store, &Failure::new(rank, at, error.into()))?;
     Ok(at)
 }
 
@@ -369,26 +369,24 @@ pub(super) fn waited_for(
     rank: usize,
     count: usize,
 ) -> Result<Option<(String, Option<OpId>)>> {
+    let others: Vec<usize> = (0..count).filter(|other| *other != rank).collect();
     let beats = || -> Result<Vec<Option<Heartbeat>>> {
-        let others = (0..count).filter(|other| *other != rank);
-        others.map(|other| heartbeat_of(store, other, 1)).collect()
+        others.iter().map(|other| heartbeat_of(store, *other, 1)).collect()
     };
-    let (began, before) = (Instant::now(), beats()?);
+    let began = Instant::now();
+    let before = beats()?;
     let mut now = beats()?;
     // Heartbeats sent after `before` was read were sent after `rank` had ended.
     let is_old = |now: &[Option<Heartbeat>]| {
-        let times = |beats: &[Option<Heartbeat>]| -> Vec<_> {
-            beats.iter().map(|beat| beat.as_ref().map(|heartbeat| heartbeat.sent)).collect()
-        };
-        let pairs = times(&before).into_iter().zip(times(now));
-        pairs.into_iter().any(|(before, now)| before.is_some() && before == now)
+        let sent = |heartbeat: &Option<Heartbeat>| heartbeat.as_ref().map(|beat| beat.sent);
+        let mut pairs = before.iter().zip(now);
+        pairs.any(|(before, now)| before.is_some() && sent(before) == sent(now))
     };
     while is_old(&now) && began.elapsed() < HEARTBEAT_TIMEOUT {
-        thread::park_timeout(HEARTBEAT_INTERVAL / 50); // the store has no event for it
+        thread::park_timeout(HEARTBEAT_INTERVAL / 50); // only time brings the next heartbeat
         now = beats()?;
     }
-    let others = (0..count).filter(|other| *other != rank);
-    for (other, heartbeat) in others.zip(&now) {
+    for (other, heartbeat) in others.iter().zip(&now) {
         let Some(status) = heartbeat.as_ref().and_then(|heartbeat| heartbeat.ranks.first()) else {
             continue;
         };
@@ -404,10 +402,16 @@ pub(super) fn waited_for(
 }
 
 /// Publishes the first failure to the processes of `store`, unless another process has already stored one.
-fn publish_failure(store: &TcpStore, report: &FailureReport) -> Result<()> {
-    store.compare_set(FAILURE, b"", &report.to_bytes(FAILURE)?).map(drop)
+fn publish_failure(store: &TcpStore, failure: &Failure) -> Result<()> {
+    store.compare_set(FAILURE, b"", &to_json(FAILURE, failure)?).map(drop)
 }
 
+/// Returns the key that a process sets when it no longer needs the store.
+fn left(process: usize) -> String {
+    format!("left/{process}")
+}
+
+/// Returns the key of a process's heartbeat.
 fn alive(process: usize) -> String {
     format!("alive/{process}")
 }

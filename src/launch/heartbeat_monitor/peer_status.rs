@@ -4,22 +4,22 @@ use std::convert::Infallible;
 
 use crossbeam::channel::{Receiver, never, select_biased};
 
-use super::{HEARTBEAT_TIMEOUT, Shared};
+use super::{HEARTBEAT_TIMEOUT, Heartbeats};
 use crate::error::MissingRank;
 use crate::launch::heartbeat::Heartbeat;
 use crate::runtime::{PeerHeartbeat, PeerStatus, RunContext};
 
-impl PeerStatus for Shared {
+impl PeerStatus for Heartbeats {
     /// Reads the heartbeats twice: a process without a new one in between is silent. If the store does not answer,
     /// the process that serves it is the silent one.
     fn refresh(&self, run: &RunContext) -> Vec<MissingRank> {
         let cancelled = run.cancel.tripped();
         let store = self.with_short_timeout(cancelled.clone());
-        let twice = self.heartbeats_elsewhere(&store, run).and_then(|before| {
+        let twice = self.heartbeats_of_others(&store, run).and_then(|before| {
             // Only time shows that no heartbeat arrives.
             select_biased! {
                 recv(cancelled) -> _ => Ok((before.clone(), Vec::new())),
-                default(HEARTBEAT_TIMEOUT) => Ok((before, self.heartbeats_elsewhere(&store, run)?)),
+                default(HEARTBEAT_TIMEOUT) => Ok((before, self.heartbeats_of_others(&store, run)?)),
             }
         });
         // If another process has timed out first, it has ended its ranks: they are not stragglers.
@@ -46,7 +46,7 @@ impl PeerStatus for Shared {
 
     fn poll(&self, run: &RunContext) {
         // A status that cannot be read stays as it was.
-        let _ = self.heartbeats_elsewhere(&self.with_short_timeout(never()), run);
+        let _ = self.heartbeats_of_others(&self.with_short_timeout(never()), run);
     }
 
     fn heartbeats(&self, cancelled: Receiver<Infallible>) -> Vec<PeerHeartbeat> {
@@ -57,7 +57,7 @@ impl PeerStatus for Shared {
             let Ok(heartbeat) = self.heartbeat_of(&store, process) else { break };
             let Some(Heartbeat { sent, ranks }) = heartbeat else { continue };
             for (rank, status) in self.ranks[process].clone().zip(ranks) {
-                all.push(PeerHeartbeat { rank, sent, at: status.at(), seen: status.seen });
+                all.push(PeerHeartbeat { rank, sent, at: status.at, seen: status.seen });
             }
         }
         all

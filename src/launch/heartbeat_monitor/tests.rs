@@ -30,7 +30,7 @@ fn scene() -> Scene {
     let store = TcpStore::connect("127.0.0.1", port, LONG, never()).unwrap();
     let serves = Server { rank: Some(0), name: "the server".into() };
     let monitor = HeartbeatMonitor::new(&store, serves, 2, &RANKS).unwrap();
-    let doing = || RankStatus::new(all_reduce(), Vec::new());
+    let doing = || RankStatus { at: all_reduce(), seen: Vec::new() };
     let beat = Heartbeat { sent: Duration::ZERO, ranks: vec![doing(), doing()] };
     server.set("alive/0", &beat.to_bytes("alive/0").unwrap()).unwrap();
     Scene { server, cut, monitor, run: Arc::new(RunContext::new(4, LONG, None)) }
@@ -44,7 +44,7 @@ fn all_reduce() -> OpId {
 /// before it forwards bytes. Once the flag is set, bytes are dropped without an error.
 fn cable(port: u16) -> (u16, Arc<AtomicBool>) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    let here = listener.local_addr().unwrap().port();
+    let listening_port = listener.local_addr().unwrap().port();
     let cut = Arc::new(AtomicBool::new(false));
     let is_cut = cut.clone();
     thread::spawn(move || {
@@ -68,23 +68,23 @@ fn cable(port: u16) -> (u16, Arc<AtomicBool>) {
             }
         }
     });
-    (here, cut)
+    (listening_port, cut)
 }
 
 /// Returns the result of `work`; fails if it hangs.
 fn in_time<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
-    let (done, result) = bounded(1);
-    thread::spawn(move || done.send(work()));
-    result.recv_timeout(LIMIT).expect("it ends")
+    let (result_tx, result_rx) = bounded(1);
+    thread::spawn(move || result_tx.send(work()));
+    result_rx.recv_timeout(LIMIT).expect("it ends")
 }
 
 #[test]
 fn refresh_without_the_store_names_the_ranks_of_its_process() {
     let Scene { server: _server, cut, monitor, run } = scene();
-    let store = monitor.shared.store.clone();
-    monitor.shared.read_store(&store, &run, &mut false, 0).unwrap();
+    let store = monitor.heartbeats.store.clone();
+    monitor.heartbeats.read_store(&store, &run, &mut false, 0).unwrap();
     cut.store(true, Ordering::SeqCst);
-    let silent = in_time(move || monitor.elsewhere().refresh(&run));
+    let silent = in_time(move || monitor.peer_status().refresh(&run));
     let named: Vec<_> =
         silent.iter().map(|rank| (rank.rank, rank.last_seen, rank.silent)).collect();
     assert_eq!(named, [(0, all_reduce(), true), (1, all_reduce(), true)]);
@@ -94,13 +94,13 @@ fn refresh_without_the_store_names_the_ranks_of_its_process() {
 fn poll_updates_the_status_even_after_a_failure() {
     let Scene { server: _server, cut, monitor, run } = scene();
     run.report(3, None, "something".into());
-    monitor.elsewhere().poll(&run);
+    monitor.peer_status().poll(&run);
     assert_eq!(
         (run.activity[1].now(), run.activity[2].now().operation),
         (all_reduce(), Operation::UserCode)
     );
     cut.store(true, Ordering::SeqCst);
-    in_time(move || monitor.elsewhere().poll(&run));
+    in_time(move || monitor.peer_status().poll(&run));
 }
 
 #[test]
@@ -108,7 +108,7 @@ fn refresh_of_a_cancelled_run_names_no_rank() {
     let Scene { server: _server, cut, monitor, run } = scene();
     cut.store(true, Ordering::SeqCst);
     run.report(3, None, "something else".into());
-    assert!(in_time(move || monitor.elsewhere().refresh(&run)).is_empty());
+    assert!(in_time(move || monitor.peer_status().refresh(&run)).is_empty());
 }
 
 #[test]
@@ -145,9 +145,9 @@ fn lost_store_is_a_failure_of_the_rank_that_served_it() {
 #[test]
 fn refresh_reports_the_failure_of_another_process() {
     let Scene { server, monitor, run, .. } = scene();
-    let told = FailureReport::new(1, all_reduce(), "rank 0 waited for rank 1");
-    server.set(FAILURE, &told.to_bytes(FAILURE).unwrap()).unwrap();
-    assert!(monitor.elsewhere().refresh(&run).is_empty());
+    let failure = Failure::new(1, all_reduce(), "rank 0 waited for rank 1".into());
+    publish_failure(&server, &failure).unwrap();
+    assert!(monitor.peer_status().refresh(&run).is_empty());
     let failures = run.failures();
     assert_eq!(run.cancel.cancelled_by(), Some(1));
     assert_eq!((failures[0].rank, failures[0].at), (1, all_reduce()));

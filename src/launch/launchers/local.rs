@@ -35,7 +35,8 @@ pub(super) fn read(options: &LaunchOptions, why: &str) -> Result<Launch> {
     let processes = Processes { index, count: nnodes, local_index: 0, local_count: 1 };
     if nnodes == 1 {
         let mut launch = Launch::new(LaunchKind::Local, processes, options.nproc, why.into());
-        (launch.nnodes, launch.node_rank) = (Some(1), Some(0));
+        launch.nnodes = Some(1);
+        launch.node_rank = Some(0);
         return Ok(launch);
     }
     let Some(addr) = master_addr else {
@@ -46,7 +47,8 @@ pub(super) fn read(options: &LaunchOptions, why: &str) -> Result<Launch> {
         "--nnodes={nnodes} --node-rank={index}, and {why}; ranks are threads of one process a machine"
     );
     let mut launch = Launch::new(LaunchKind::ByHand, processes, options.nproc, reason);
-    (launch.nnodes, launch.node_rank) = (Some(nnodes), Some(index));
+    launch.nnodes = Some(nnodes);
+    launch.node_rank = Some(index);
     launch.master = Some(MasterEndpoint {
         addr: addr.clone(),
         port: master_port.unwrap_or(DEFAULT_PORT),

@@ -97,7 +97,7 @@ impl Default for LaunchOptions {
     }
 }
 
-pub(super) use spawned::{variables as variables_of_spawned, variables_of_threads};
+pub(super) use spawned::{ParentStart, variables as variables_of_spawned, variables_of_threads};
 
 /// Whether the ranks of a machine are threads or processes: `--spawn`.
 #[derive(
@@ -287,17 +287,17 @@ fn ranks_of_one(nproc: Nproc, processes: Processes, gpus: usize) -> (Nproc, Stri
     }
 }
 
-/// Checks that a flag agrees with the launcher. `told` is the launcher's value, if it is known.
+/// Checks that a flag agrees with the launcher. `launcher_value` is the launcher's value, if it is known.
 fn check_flag<T: PartialEq + std::fmt::Display>(
     flag: &str,
     given: Option<&T>,
     launcher: &str,
-    told: Option<&T>,
+    launcher_value: Option<&T>,
 ) -> Result<()> {
-    match (given, told) {
-        (Some(given), Some(told)) if given == told => Ok(()),
-        (Some(given), Some(told)) => Err(Error::InvalidInput(format!(
-            "{flag}={given}: {launcher} says {told}; leave the flag out, or use --launch local to ignore {launcher}"
+    match (given, launcher_value) {
+        (Some(given), Some(launcher_value)) if given == launcher_value => Ok(()),
+        (Some(given), Some(launcher_value)) => Err(Error::InvalidInput(format!(
+            "{flag}={given}: {launcher} says {launcher_value}; leave the flag out, or use --launch local to ignore {launcher}"
         ))),
         (Some(given), None) => Err(Error::InvalidInput(format!(
             "{flag}={given}: {launcher} has started the processes, and sets this itself; leave the flag out"
@@ -346,7 +346,12 @@ fn master(
 
 impl Launch {
     /// Creates a launch without the values that only some launchers set.
-    fn new(kind: LaunchKind, processes: Processes, nproc: Nproc, reason: String) -> Self {
+    pub(super) fn new(
+        kind: LaunchKind,
+        processes: Processes,
+        nproc: Nproc,
+        reason: String,
+    ) -> Self {
         Self {
             kind,
             reason,

@@ -62,15 +62,26 @@ fn lacks(missing: &[&str]) -> Error {
 /// Variables to set; those with `None` are to be unset.
 type Environment = Vec<(&'static str, Option<String>)>;
 
-/// Returns the changes to this process's environment for rank `rank` of `count`, with `threads` threads. `restarts`
-/// holds how many times the ranks were restarted, and how many times they are at most.
+/// A start of the processes by their parent.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::launch) struct ParentStart {
+    /// The port of the parent's store.
+    pub port: u16,
+    /// How many times the processes were restarted before.
+    pub restart_count: usize,
+    /// How many times they are restarted at most.
+    pub max_restarts: usize,
+}
+
+/// Returns the changes to this process's environment for rank `rank` of `count`, with `threads` threads.
 pub(in crate::launch) fn variables(
-    [rank, count, threads]: [usize; 3],
-    port: u16,
-    restarts: [usize; 2],
+    rank: usize,
+    count: usize,
+    threads: usize,
+    start: ParentStart,
 ) -> Environment {
     let number = |number: usize| Some(number.to_string());
-    let mut all = common("1", port, restarts);
+    let mut all = common("1", start);
     all.extend([
         ("RANK", number(rank)),
         ("LOCAL_RANK", number(rank)),
@@ -83,17 +94,17 @@ pub(in crate::launch) fn variables(
 }
 
 /// Returns the same as [`variables`] for one process with all ranks as threads.
-pub(in crate::launch) fn variables_of_threads(port: u16, restarts: [usize; 2]) -> Environment {
-    common(THREADS, port, restarts)
+pub(in crate::launch) fn variables_of_threads(start: ParentStart) -> Environment {
+    common(THREADS, start)
 }
 
-fn common(mark: &str, port: u16, [restart_count, max_restarts]: [usize; 2]) -> Environment {
+fn common(mark: &str, start: ParentStart) -> Environment {
     let mut all = vec![
         (MARK, Some(mark.into())),
         ("MASTER_ADDR", Some("127.0.0.1".into())),
-        ("MASTER_PORT", Some(port.to_string())),
-        ("TORCHELASTIC_RESTART_COUNT", Some(restart_count.to_string())),
-        ("TORCHELASTIC_MAX_RESTARTS", Some(max_restarts.to_string())),
+        ("MASTER_PORT", Some(start.port.to_string())),
+        ("TORCHELASTIC_RESTART_COUNT", Some(start.restart_count.to_string())),
+        ("TORCHELASTIC_MAX_RESTARTS", Some(start.max_restarts.to_string())),
     ];
     // An outer torchrun may have set these, and `--launch=local` ignores them.
     let unset =
@@ -109,7 +120,8 @@ mod tests {
 
     #[test]
     fn spawned_process_reads_the_variables_set_for_it() {
-        let all = variables([1, 3, 2], 4000, [1, 4]);
+        let start = ParentStart { port: 4000, restart_count: 1, max_restarts: 4 };
+        let all = variables(1, 3, 2, start);
         let look_up = |name: &str| all.iter().find(|(key, _)| *key == name)?.1.clone();
         for nproc in [Nproc::Count(3), Nproc::Auto, Nproc::Gpu, Nproc::Cpu] {
             let launch = LaunchChoice::Local;
@@ -129,7 +141,8 @@ mod tests {
     }
     #[test]
     fn spawned_threads_are_a_local_launch_with_a_parent() {
-        let all = variables_of_threads(4000, [2, 3]);
+        let start = ParentStart { port: 4000, restart_count: 2, max_restarts: 3 };
+        let all = variables_of_threads(start);
         let look_up = |name: &str| all.iter().find(|(key, _)| *key == name)?.1.clone();
         let options = LaunchOptions { nproc: Nproc::Count(5), ..LaunchOptions::default() };
         let launch = detect(&look_up, &options, 0).unwrap();

@@ -32,10 +32,10 @@ impl<'a> Variables<'a> {
     /// Returns the variable's value; `None` if it is unset or empty.
     pub(super) fn text(&self, name: &str) -> Option<String> {
         let value = self.get(name)?;
-        let told = format!("{name}={}", shortened(&value));
+        let assignment = format!("{name}={}", shortened(&value));
         let mut read = self.read.borrow_mut();
-        if !read.contains(&told) {
-            read.push(told);
+        if !read.contains(&assignment) {
+            read.push(assignment);
         }
         Some(value)
     }

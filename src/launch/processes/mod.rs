@@ -1,8 +1,8 @@
 //! `--spawn=processes`: a process for each rank of this machine, as `torch.multiprocessing.spawn` starts them. Also
 //! `--max-restarts`, which restarts them after a failure, or restarts one process with all ranks as threads.
 
+mod child_error;
 mod held_output;
-mod report;
 mod running;
 
 use std::env;
@@ -20,24 +20,23 @@ use signal_hook::low_level::signal_name;
 
 use super::Placement;
 use super::heartbeat_monitor::{report_ended, waited_for};
-use super::launchers::{variables_of_spawned, variables_of_threads};
+use super::launchers::{ParentStart, variables_of_spawned, variables_of_threads};
 use super::process_rendezvous::{files_of_store, prefix, report_absent};
-use super::repeated_failures::RepeatedFailures;
 use super::restarts::Restarts;
 use super::signals::{SAME_REQUEST, SIGNALS, code_of, end_at_second_interrupt};
 use crate::error::{Error, Result};
 use crate::ffi::TcpStore;
+use crate::operation::{OpId, Operation};
 use crate::os::{
     self,
     limits::{not_started, require_files},
     terminal::LentTerminal,
 };
 use crate::process_group::rank_label;
-use crate::runtime::{self, StopReason};
-use crate::telemetry::Failure;
+use crate::runtime::{self, RankFailure, StopReason};
+pub(crate) use child_error::{ChildError, ErrorKind};
+use child_error::{RepeatedFailures, store_prefix};
 use held_output::OutputOfProcesses;
-pub(crate) use report::Report;
-use report::store_prefix;
 use running::RunningProcesses;
 
 /// How long a process may run past the grace period before it gets SIGTERM, and after that before it gets SIGKILL.
@@ -56,7 +55,7 @@ pub(crate) enum Ended {
     /// All trained to the end, or stopped because of this reason.
     Well(Option<StopReason>),
     /// The first failure of the last start, and the reason of each restart before.
-    Badly(Box<Report>, Vec<String>),
+    Badly(Box<ChildError>, Vec<String>),
 }
 
 /// The processes to start.
@@ -97,7 +96,7 @@ impl SpawnProcesses<'_> {
     ///
     /// # Errors
     /// [`Error::Store`] when the store cannot be served, [`Error::InvalidInput`] when processes cannot be started.
-    pub(crate) fn run(&self, before_restart: impl Fn(usize, &Report)) -> Result<Ended> {
+    pub(crate) fn run(&self, before_restart: impl Fn(usize, &ChildError)) -> Result<Ended> {
         require_files(files_of_store(self.count()), "serving a store to the ranks")?;
         let lent = self.live.then(LentTerminal::new).flatten();
         let (_open, never) = bounded(0);
@@ -113,7 +112,7 @@ impl SpawnProcesses<'_> {
         store: &TcpStore,
         signals: &Receiver<i32>,
         lent: Option<&LentTerminal>,
-        before_restart: impl Fn(usize, &Report),
+        before_restart: impl Fn(usize, &ChildError),
     ) -> Result<Ended> {
         let (began, mut restarts) = (Instant::now(), Restarts::default());
         let mut in_a_row = RepeatedFailures::default();
@@ -129,18 +128,17 @@ impl SpawnProcesses<'_> {
                 lent.take_back();
             }
             std::mem::take(&mut all.output).print();
-            let Some(mut report) = start.failure(&all) else {
+            let Some(mut error) = start.error(&all) else {
                 return Ok(Ended::Well(all.reason_of_rank_0()));
             };
             stops |= signals.try_iter().any(asks_to_stop);
-            if let Some(failure) = &mut report.failure {
-                failure.repeated = in_a_row.count(failure);
+            error.repeated = in_a_row.count(error.failure().and_then(RankFailure::place));
+            let wrong_input = matches!(error.kind, ErrorKind::WrongInput);
+            if wrong_input || stops || number == self.max_restarts {
+                return Ok(Ended::Badly(Box::new(error), restarts.reasons));
             }
-            if report.wrong_input || stops || number == self.max_restarts {
-                return Ok(Ended::Badly(Box::new(report), restarts.reasons));
-            }
-            before_restart(number + 1, &report);
-            let reason = report.text.lines().next().unwrap_or_default().into();
+            before_restart(number + 1, &error);
+            let reason = error.text.lines().next().unwrap_or_default().into();
             restarts.add(reason, began.elapsed(), store)?;
         }
     }
@@ -161,12 +159,12 @@ impl SpawnProcesses<'_> {
         }
         let mut signals = Signals::new(handled)?;
         os::release_signals(&SIGNALS)?;
-        let (happened, events) = unbounded();
+        let (signals_tx, signals_rx) = unbounded();
         let handle = signals.handle();
-        let listen = move || signals.forever().try_for_each(|signal| happened.send(signal));
+        let listen = move || signals.forever().try_for_each(|signal| signals_tx.send(signal));
         let thread = thread::Builder::new().name("signals".into());
         thread.spawn(listen)?;
-        Ok((handle, events))
+        Ok((handle, signals_rx))
     }
 
     /// Describes how process `rank` has ended.
@@ -209,7 +207,7 @@ fn this_program() -> io::Result<Command> {
 /// One start of all processes.
 struct Start<'a> {
     spawn: &'a SpawnProcesses<'a>,
-    /// Holds the reports of this start.
+    /// Holds the errors that the processes of this start leave.
     store: TcpStore,
     number: usize,
 }
@@ -239,12 +237,13 @@ impl Start<'_> {
     fn start(&self, rank: usize, port: u16) -> io::Result<Child> {
         let mut command = this_program()?;
         command.args(env::args_os().skip(1)).stdin(Stdio::null()).process_group(0);
-        let restarts = [self.number, self.spawn.max_restarts];
+        let (restart_count, max_restarts) = (self.number, self.spawn.max_restarts);
+        let start = ParentStart { port, restart_count, max_restarts };
         let variables = match self.spawn.children {
             Children::Ranks(Placement { devices, threads_per_rank, .. }) => {
-                variables_of_spawned([rank, devices.len(), *threads_per_rank], port, restarts)
+                variables_of_spawned(rank, devices.len(), *threads_per_rank, start)
             }
-            Children::Threads => variables_of_threads(port, restarts),
+            Children::Threads => variables_of_threads(start),
         };
         for (name, value) in variables {
             match value {
@@ -306,69 +305,70 @@ impl Start<'_> {
                     // A killed process cannot report its own end. If the report fails, the other processes notice
                     // the end as they would across machines.
                     let how = self.spawn.how(rank, pid, status);
-                    let _ = self.tell(placement, store, rank, status, &how);
+                    all.first_error =
+                        self.report(placement, store, rank, status, how).ok().flatten();
                 }
             }
         }
         stops
     }
 
-    /// Reports to the other processes that `rank` has ended, and to this one what the rank was last seen doing.
-    fn tell(
+    /// Reports to the other processes that `rank` has ended. `how` says how. Returns its error for the user, with what
+    /// the rank was last seen doing; `None` if the rank has left its own error, or has printed it.
+    fn report(
         &self,
         placement: &Placement,
         store: &TcpStore,
         rank: usize,
         status: ExitStatus,
-        error: &str,
-    ) -> Result<()> {
+        how: String,
+    ) -> Result<Option<ChildError>> {
         let store_of_run = store.under(&prefix("none", self.number as i64));
         report_absent(&store_of_run, rank)?;
-        if refuses_input(status) || Report::is_in(&self.store, rank)? {
-            // The rank has reported its failure itself, to this process or to the user.
-            return report_ended(&store_of_run, rank, None, error).map(drop);
+        if refuses_input(status) || ChildError::is_in(&self.store, rank)? {
+            report_ended(&store_of_run, rank, None, &how)?;
+            return Ok(None);
         }
-        let waits = waited_for(&store_of_run, rank, placement.devices.len())?;
-        let (waits, at) =
-            waits.map_or_else(Default::default, |(waits, at)| (format!("; {waits}"), at));
-        let error = &(error.to_owned() + &waits);
-        let at = report_ended(&store_of_run, rank, at, error)?;
-        let failure = Some(Failure {
-            rank: Some(rank),
-            device: Some(rank_label(placement.devices[rank], rank)),
-            operation: Some(at.operation.to_string()),
-            sequence: Some(at.sequence),
-            error: error.clone(),
-            ..Failure::default()
-        });
-        let report = Report { text: error.clone(), wrong_input: false, failure };
-        report.store(&self.store, rank)
-    }
-
-    /// Returns the report of the first process that failed, or of the rank that its report blames, if that rank
-    /// left one. `None` if no process has failed.
-    fn failure(&self, all: &RunningProcesses) -> Option<Report> {
-        let &(rank, pid, status) = all.first_failure()?;
-        let read = |rank| Report::read(&self.store, rank, TERM_TIMEOUT);
-        let blamed = |report: &Report| report.failure.as_ref().and_then(|failure| failure.rank);
-        let first = read(rank).unwrap_or_else(|| self.unreported(rank, pid, status));
-        let blamed_report = blamed(&first).filter(|other| *other != rank).and_then(read);
-        Some(blamed_report.filter(|report| blamed(report) == blamed(&first)).unwrap_or(first))
-    }
-
-    /// Returns the report of a process that ended without one.
-    fn unreported(&self, rank: usize, pid: u32, status: ExitStatus) -> Report {
-        let text = self.spawn.how(rank, pid, status);
-        let (rank, device) = match self.spawn.children {
-            Children::Ranks(placement) => {
-                (Some(rank), Some(rank_label(placement.devices[rank], rank)))
-            }
-            Children::Threads => (None, None),
+        let (text, step) = match waited_for(&store_of_run, rank, placement.devices.len())? {
+            Some((waits, step)) => (format!("{how}; {waits}"), step),
+            None => (how, None),
         };
-        let wrong_input = refuses_input(status);
-        let failure = Failure { rank, device, error: text.clone(), ..Failure::default() };
-        Report { text, wrong_input, failure: (!wrong_input).then_some(failure) }
+        let at = report_ended(&store_of_run, rank, step, &text)?;
+        Ok(Some(ended_rank(placement, rank, at, text)))
     }
+
+    /// Returns the error of the first process that failed, or of the rank that its error blames, if that rank left
+    /// one. `None` if no process has failed.
+    fn error(&self, all: &RunningProcesses) -> Option<ChildError> {
+        let &(rank, pid, status) = all.first_failure()?;
+        let read = |rank| ChildError::read(&self.store, rank);
+        let blamed = |error: &ChildError| {
+            error.failure().filter(|failure| failure.tied.is_empty()).map(|failure| failure.rank)
+        };
+        let first = read(rank).or_else(|| all.first_error.clone());
+        let first = first.unwrap_or_else(|| self.without_error(rank, pid, status));
+        let blamed_error = blamed(&first).filter(|other| *other != rank).and_then(read);
+        Some(blamed_error.filter(|error| blamed(error) == blamed(&first)).unwrap_or(first))
+    }
+
+    /// Returns the error of a process that has left none.
+    fn without_error(&self, rank: usize, pid: u32, status: ExitStatus) -> ChildError {
+        let text = self.spawn.how(rank, pid, status);
+        match self.spawn.children {
+            _ if refuses_input(status) => ChildError::new(text, ErrorKind::WrongInput),
+            Children::Ranks(placement) => {
+                ended_rank(placement, rank, OpId { operation: Operation::Start, sequence: 0 }, text)
+            }
+            Children::Threads => ChildError::new(text, ErrorKind::Process),
+        }
+    }
+}
+
+/// Returns the error of the process of `rank`, which ended in `at`. `text` says how.
+fn ended_rank(placement: &Placement, rank: usize, at: OpId, text: String) -> ChildError {
+    let device = rank_label(placement.devices[rank], rank);
+    let failure = RankFailure { rank, tied: Vec::new(), device, at, error: text.clone() };
+    ChildError::new(text, ErrorKind::Ranks(failure))
 }
 
 #[cfg(test)]
@@ -400,12 +400,13 @@ mod tests {
             // A process whose --config has changed meanwhile ends like this, before it has joined.
             let exit = format!("exit {code}");
             let status = Command::new("sh").args(["-c", &exit]).status().unwrap();
-            start.tell(&placement, &store, 1, status, "ended").unwrap();
-            let all =
-                RunningProcesses { ended: vec![(1, 7, status)], ..RunningProcesses::default() };
-            let report = start.failure(&all).unwrap();
-            assert_eq!(report.wrong_input, code == 2, "{report:?}");
-            assert_eq!(report.failure.is_none(), code == 2, "{report:?}");
+            let how = "ended".to_owned();
+            let first_error = start.report(&placement, &store, 1, status, how).unwrap();
+            let ended = vec![(1, 7, status)];
+            let all = RunningProcesses { ended, first_error, ..RunningProcesses::default() };
+            let error = start.error(&all).unwrap();
+            assert_eq!(matches!(error.kind, ErrorKind::WrongInput), code == 2, "{error:?}");
+            assert_eq!(error.failure().is_none(), code == 2, "{error:?}");
         }
     }
 }

@@ -2,6 +2,7 @@
 
 use std::process::{Child, ExitStatus};
 
+use super::child_error::ChildError;
 use super::held_output::OutputOfProcesses;
 use crate::launch::signals::reason_of;
 use crate::os;
@@ -14,6 +15,8 @@ pub(super) struct RunningProcesses {
     pub children: Vec<Option<Child>>,
     /// The rank, process id and exit status of each process that has ended, the earliest first.
     pub ended: Vec<(usize, u32, ExitStatus)>,
+    /// The error of the first process that failed, as this process describes it. `None` if that one left its own.
+    pub first_error: Option<ChildError>,
     /// What they have written while the live view was shown.
     pub output: OutputOfProcesses,
 }

@@ -17,13 +17,12 @@ use tch::Device;
 use super::rank_thread::RankThread;
 use super::stall::Notifier;
 use super::{
-    BindChoice, JoinLaunchOptions, Launch, LaunchKind, LaunchOptions, Placement, ProcessWorld,
-    Rank, SpawnError,
+    BindChoice, JoinLaunchOptions, JoinedLaunch, Launch, LaunchKind, LaunchOptions, Placement,
+    ProcessWorld, Rank, SpawnError,
 };
 use crate::error::Result;
 use crate::ffi;
 use crate::os;
-use crate::process_group::Backend;
 use crate::runtime::{Fault, FlightRecorderDump, MAX_WAIT, RunContext, StopRequest};
 use crate::telemetry::{LogFormat, Printer};
 
@@ -114,34 +113,29 @@ where
 /// * The caller gets the result of `f` from each rank; PyTorch drops it.
 #[derive(Debug, Clone)]
 pub struct Spawn {
-    devices: Vec<Device>,
-    backend: Backend,
-    threads_per_rank: usize,
-    bind: BindChoice,
+    joined_launch: JoinedLaunch,
     timeout: Duration,
-    grace_period: Duration,
     fault: Option<Fault>,
     check_collectives: bool,
-    world: Option<Arc<ProcessWorld>>,
     stall_warning: Duration,
-    asks: Receiver<()>,
-    tell: Notifier,
+    status_requests: Receiver<()>,
+    notifier: Notifier,
     stop: Option<Arc<StopRequest>>,
     trace: Option<PathBuf>,
     dump: Option<Arc<OnceLock<FlightRecorderDump>>>,
     view: Option<Arc<dyn RunView>>,
-    /// The launcher that gets the reason of a failure, if there is one.
-    launch: Option<Arc<Launch>>,
+    /// Whether the launcher gets the reason of a failure from here.
+    leaves_error: bool,
 }
 
 /// What shows the ranks of a run while they work.
 pub(crate) trait RunView: fmt::Debug + Send + Sync {
-    /// Shows `run` until the returned value is dropped. `here` are the ranks of this process, `labels` those of all
+    /// Shows `run` until the returned value is dropped. `local_ranks` are those of this process, `labels` those of all
     /// ranks. Returns `None` if it cannot be shown.
     fn start(
         &self,
         run: &Arc<RunContext>,
-        here: Range<usize>,
+        local_ranks: Range<usize>,
         labels: Vec<String>,
         stop: Option<Arc<StopRequest>>,
     ) -> Option<Box<dyn Any>>;
@@ -156,31 +150,30 @@ impl Spawn {
     /// Creates one rank for each of `devices`. Before GPUs can be used, [`cuda::load`](ffi::cuda::load) must have
     /// been called.
     pub fn on(devices: Vec<Device>) -> Self {
-        Self {
-            threads_per_rank: (os::cores() / devices.len().max(1)).max(1),
-            backend: Backend::for_threads(&devices),
-            devices,
-            bind: BindChoice::Auto,
-            timeout: Self::TIMEOUT,
-            grace_period: Self::GRACE_PERIOD,
-            fault: None,
-            check_collectives: false,
-            world: None,
-            stall_warning: Self::STALL_WARNING,
-            asks: never(),
-            tell: Notifier::new(|text| Printer::new(LogFormat::Text).report(text)),
-            stop: None,
-            trace: None,
-            dump: None,
-            view: None,
-            launch: None,
-        }
+        Self::of(JoinedLaunch::alone(Placement::on(devices)))
     }
 
     /// Creates the ranks of `placement`.
     pub fn at(placement: &Placement) -> Self {
-        let Placement { devices, backend, threads_per_rank, .. } = placement;
-        Self { backend: *backend, ..Self::on(devices.clone()) }.threads_per_rank(*threads_per_rank)
+        Self::of(JoinedLaunch::alone(placement.clone()))
+    }
+
+    /// Creates the ranks of this process of a launch.
+    pub(super) fn of(joined_launch: JoinedLaunch) -> Self {
+        Self {
+            joined_launch,
+            timeout: Self::TIMEOUT,
+            fault: None,
+            check_collectives: false,
+            stall_warning: Self::STALL_WARNING,
+            status_requests: never(),
+            notifier: Notifier::new(|text| Printer::new(LogFormat::Text).report(text)),
+            stop: None,
+            trace: None,
+            dump: None,
+            view: None,
+            leaves_error: false,
+        }
     }
 
     /// Creates the ranks of this process as its launcher asks: torchrun, Slurm's srun, mpirun, or Kubeflow on
@@ -216,28 +209,28 @@ impl Spawn {
     /// [`Error::PeersMissing`](crate::Error::PeersMissing) when the rendezvous of the processes fails.
     pub fn from_env() -> Result<Self> {
         let cuda = ffi::cuda::load();
-        let launch = Arc::new(Launch::from_env(&LaunchOptions::default(), &cuda)?);
+        let launch = Launch::from_env(&LaunchOptions::default(), &cuda)?;
         let printer = Printer::new(LogFormat::Text);
         let note = |text: &str| printer.info(text);
         let options = JoinLaunchOptions { note: &note, ..JoinLaunchOptions::default() };
-        let joined_launch = Launch::clone(&launch).join(&cuda, options).inspect_err(|error| {
-            leave_failure(&launch, &error.to_string(), note);
+        let joined_launch = launch.clone().join(&cuda, options).inspect_err(|error| {
+            leave_error(&launch, &error.to_string(), note);
         })?;
         if joined_launch.is_first() {
             joined_launch.notes().iter().for_each(|text| note(text));
         }
-        Ok(Self { launch: Some(launch), ..joined_launch.spawn() })
+        Ok(Self { leaves_error: true, ..joined_launch.spawn() })
     }
 
     /// Returns the name of the launcher that [`Spawn::from_env`] has found, such as `torchrun`; `None` without one.
     pub fn launcher(&self) -> Option<&'static str> {
-        let kind = self.launch.as_ref()?.kind;
+        let kind = self.joined_launch.launch.kind;
         (kind != LaunchKind::Local).then(|| kind.name())
     }
 
     /// Returns how many ranks there will be, in all processes.
     pub fn world_size(&self) -> usize {
-        self.world.as_ref().map_or(self.devices.len(), |world| world.world_size())
+        self.joined_launch.world_size()
     }
 
     /// Default of [`Spawn::timeout`]: PyTorch's 10 minutes for NCCL.
@@ -252,7 +245,7 @@ impl Spawn {
     /// Sets how many threads libtorch uses in each rank. The default is the number of cores divided by the number
     /// of ranks.
     pub fn threads_per_rank(mut self, threads: usize) -> Self {
-        self.threads_per_rank = threads;
+        self.joined_launch.placement.threads_per_rank = threads;
         self
     }
 
@@ -261,7 +254,7 @@ impl Spawn {
     ///
     /// torchrun's `--numa-binding` does this for the processes of GPUs, from the node of each GPU.
     pub fn bind(mut self, bind: BindChoice) -> Self {
-        self.bind = bind;
+        self.joined_launch.launch.bind = bind;
         self
     }
 
@@ -274,26 +267,26 @@ impl Spawn {
 
     /// Sets how long the other ranks get to come back after one has failed; at most a hundred years.
     pub fn grace_period(mut self, grace_period: Duration) -> Self {
-        self.grace_period = grace_period.min(MAX_WAIT);
+        self.joined_launch.grace_period = grace_period.min(MAX_WAIT);
         self
     }
 
-    /// Sets the time in a collective after which `tell` is called, once, with the ranks that are missing there. The
+    /// Sets the time in a collective after which `notify` is called, once, with the ranks that are missing there. The
     /// text may have several lines. By default it goes to stderr after [`Spawn::STALL_WARNING`].
     pub fn stall_warning(
         mut self,
         limit: Duration,
-        tell: impl Fn(&str) + Send + Sync + 'static,
+        notify: impl Fn(&str) + Send + Sync + 'static,
     ) -> Self {
         self.stall_warning = limit.min(MAX_WAIT);
-        self.tell = Notifier::new(tell);
+        self.notifier = Notifier::new(notify);
         self
     }
 
-    /// Reports what each rank does whenever something arrives in `asks`, through the callback of
+    /// Reports what each rank does whenever something arrives in `requests`, through the callback of
     /// [`Spawn::stall_warning`].
-    pub fn dump_status_on(mut self, asks: Receiver<()>) -> Self {
-        self.asks = asks;
+    pub fn dump_status_on(mut self, requests: Receiver<()>) -> Self {
+        self.status_requests = requests;
         self
     }
 
@@ -317,7 +310,7 @@ impl Spawn {
 
     /// Makes the ranks part of a run of several processes. They are numbered after those of the processes before.
     pub fn world(mut self, world: Option<Arc<ProcessWorld>>) -> Self {
-        self.world = world;
+        self.joined_launch.world = world;
         self
     }
 
@@ -389,7 +382,7 @@ impl Spawn {
 }
 
 /// Writes `error` to the launcher's error file, and notes it if that is not possible.
-fn leave_failure(launch: &Launch, error: &str, note: impl Fn(&str)) {
+fn leave_error(launch: &Launch, error: &str, note: impl Fn(&str)) {
     if let Err(unwritable) = launch.report_failure(error) {
         note(&unwritable);
     }

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use super::super::signals::SAME_REQUEST;
 use crate::operation::{OpId, Operation};
-use crate::runtime::{ReportedFailure, RunContext, StopReason, StopRequest};
+use crate::runtime::{Failure, RunContext, StopReason, StopRequest};
 
 /// A request to stop by SIGINT or SIGTERM that has not ended the run yet.
 pub(super) struct Stopping<'a> {
@@ -30,11 +30,7 @@ impl<'a> Stopping<'a> {
 
     /// Returns the failure of a run in which no rank has made progress for `grace_period`. `None` while one does, saves
     /// or validates.
-    pub(super) fn hang(
-        &mut self,
-        run: &RunContext,
-        grace_period: Duration,
-    ) -> Option<ReportedFailure> {
+    pub(super) fn hang(&mut self, run: &RunContext, grace_period: Duration) -> Option<Failure> {
         if self.noted.elapsed() >= SAME_REQUEST {
             self.stop.next_signal_ends().store(true, Ordering::SeqCst);
         }
@@ -56,14 +52,7 @@ impl<'a> Stopping<'a> {
             self.reason.name()
         );
         let stopped = Some(self.reason);
-        Some(ReportedFailure {
-            rank,
-            tied: Vec::new(),
-            at: now(rank),
-            error,
-            waited: true,
-            stopped,
-        })
+        Some(Failure { waited: true, stopped, ..Failure::new(rank, now(rank), error) })
     }
 
     /// Returns whether a rank has made progress since the last call, or saves or validates, which may take longer.

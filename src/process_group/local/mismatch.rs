@@ -162,9 +162,12 @@ pub(crate) fn from_text(text: Option<&[u8]>, ranks: &[usize]) -> Vec<RankCall> {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use proptest::prelude::*;
 
     use super::*;
+    use crate::runtime::{Failure, RunContext};
 
     fn called(rank: usize, call: &str, line: usize) -> RankCall {
         RankCall { rank, call: call.into(), call_site: format!(" at a.rs:{line}") }
@@ -177,13 +180,17 @@ mod tests {
         }
     }
 
+    fn blamed(error: &Error) -> Failure {
+        RunContext::new(8, Duration::ZERO, None).blamed(error).unwrap()
+    }
+
     #[test]
     fn mismatch_of_two_ranks_ties_and_of_more_suspects_the_minority() {
         let end = |calls: &[RankCall]| {
             let error = mismatch(0, calls);
             let text = error.to_string();
             let end = text.split("same dtypes and shapes").nth(1).unwrap().to_string();
-            (end, error.blames().unwrap().tied)
+            (end, blamed(&error).tied)
         };
         let (two, tied) = end(&[called(4, "x", 1), called(5, "y", 1)]);
         assert_eq!(
@@ -216,12 +223,11 @@ mod tests {
             let text = format!("{operation} of ranks [0, 1]\n at a.rs:3");
             let calls =
                 [from_text(Some(b"broadcast"), &[0, 1]), from_text(Some(text.as_bytes()), &[2])];
-            let blame = mismatch(7, &calls.concat()).blames().unwrap();
-            assert_eq!((blame.rank, blame.at), (2, Some(OpId { operation, sequence: 7 })));
+            let failure = blamed(&mismatch(7, &calls.concat()));
+            assert_eq!((failure.rank, failure.at), (2, OpId { operation, sequence: 7 }));
         }
         let unknown = [from_text(Some(b"broadcast"), &[0, 1]), from_text(None, &[2])].concat();
-        let blame = mismatch(7, &unknown).blames().unwrap();
-        assert_eq!(blame.at.map(|at| at.operation), Some(Operation::UserCode));
+        assert_eq!(blamed(&mismatch(7, &unknown)).at.operation, Operation::UserCode);
     }
 
     #[test]

@@ -134,7 +134,7 @@ impl Launched {
 
     fn timeout(&self, run: &RunContext, at: OpId) -> Error {
         let is_message = matches!(at.operation, Operation::Send | Operation::Recv);
-        let missing = run.behind_elsewhere(&self.members, (!is_message).then_some(at.sequence));
+        let missing = run.behind_in_others(&self.members, (!is_message).then_some(at.sequence));
         Error::Timeout { at, waiting: self.rank, waited: run.timeout, missing }
     }
 }

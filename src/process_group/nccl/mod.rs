@@ -69,7 +69,7 @@ fn prepare(shared: &Arc<Shared>, network: Option<&Arc<Network>>) -> Result<Join>
         Some(network) => {
             let (run, members) = (shared.run(), shared.members());
             let makes_it = network.process_map().mine == 0;
-            let late = || run.not_come(members[shared.here().start], vec![members[0]]);
+            let late = || run.timeout_error(members[shared.here().start], vec![members[0]]);
             UniqueId::through(network.store(), "nccl", makes_it, run.timeout, late)?
         }
         None => UniqueId::new()?,
@@ -223,7 +223,7 @@ impl NcclBackend {
             let (id, shared) = match elsewhere {
                 Some(network) => {
                     let key = format!("nccl/{low}-{high}");
-                    let late = || run.not_come(members[1], vec![members[0]]);
+                    let late = || run.timeout_error(members[1], vec![members[0]]);
                     let (store, makes_it) = (network.store(), place == 0);
                     let id = UniqueId::through(store, &key, makes_it, run.timeout, late)?;
                     (id, share(place..place + 1))
@@ -256,7 +256,7 @@ impl NcclBackend {
         run.poll(rank, is_done).map_err(|error| {
             let is_late = matches!(error, Error::Timeout { .. });
             let missing = if is_late { self.not_joined() } else { Vec::new() };
-            if missing.is_empty() { error } else { run.not_come(rank, missing) }
+            if missing.is_empty() { error } else { run.timeout_error(rank, missing) }
         })
     }
 

@@ -76,7 +76,7 @@ impl Network {
         let first = |process: &usize| members[map.processes[*process].start];
         let absent = |missing: Vec<usize>| {
             let ranks = missing.iter().map(first).collect();
-            run.not_come(first(&map.mine), ranks)
+            run.timeout_error(first(&map.mine), ranks)
         };
         let gloo = GlooGroup::new(&store, map.mine, map.len(), timeout, interfaces, absent)?;
         let staging = StagingBuffers::new(map.len())?;

@@ -4,9 +4,9 @@ use super::RunContext;
 use crate::error::{Error, MissingRank};
 
 impl RunContext {
-    /// Returns the timeout error of rank `waiting`, which alone waited for `missing`, ranks of other processes.
+    /// Returns the timeout error of rank `waiting`, which waited for no other ranks than `missing`, of other processes.
     /// Refreshes the state of these ranks first.
-    pub(crate) fn not_come(&self, waiting: usize, missing: Vec<usize>) -> Error {
+    pub(crate) fn timeout_error(&self, waiting: usize, missing: Vec<usize>) -> Error {
         let silent = self.refresh_peers();
         let is_silent = |rank: usize| silent.iter().any(|other| other.rank == rank);
         let seen = |rank: usize| MissingRank {
@@ -21,14 +21,14 @@ impl RunContext {
 
     /// Returns the ranks of other processes that have not reached the operation of `waiting`, those that wait for no
     /// rank first. Refreshes their state, which takes a moment.
-    pub(super) fn missing_elsewhere(&self, waiting: usize) -> Vec<MissingRank> {
+    pub(super) fn missing_in_others(&self, waiting: usize) -> Vec<MissingRank> {
         let silent = self.refresh_peers();
         if !silent.is_empty() {
             return silent;
         }
         let at = self.activity[waiting].now();
-        let is_elsewhere = |rank: &usize| self.threads[*rank].lock().is_none();
-        let all = || (0..self.activity.len()).filter(is_elsewhere);
+        let is_of_another_process = |rank: &usize| self.threads[*rank].lock().is_none();
+        let all = || (0..self.activity.len()).filter(is_of_another_process);
         let mine = self.flight_recorder.seen(waiting);
         let mut missing: Vec<usize> =
             all().filter(|rank| self.remote_snapshots.is_behind(*rank, &mine)).collect();
@@ -46,7 +46,7 @@ impl RunContext {
     /// Returns those of the ranks `members`, in other processes, that have not entered collective number `sequence` of
     /// their group, the furthest behind first; all in other processes if there is no number. Refreshes their state, which
     /// takes a moment.
-    pub(crate) fn behind_elsewhere(
+    pub(crate) fn behind_in_others(
         &self,
         members: &[usize],
         sequence: Option<u64>,
@@ -56,8 +56,9 @@ impl RunContext {
         if !silent.is_empty() {
             return silent;
         }
-        let is_elsewhere = |rank: &usize| self.threads[*rank].lock().is_none();
-        let mut behind: Vec<usize> = members.iter().copied().filter(is_elsewhere).collect();
+        let is_of_another_process = |rank: &usize| self.threads[*rank].lock().is_none();
+        let mut behind: Vec<usize> =
+            members.iter().copied().filter(is_of_another_process).collect();
         if let Some(sequence) = sequence {
             let is_group = |group: &u32| self.members(*group).is_some_and(|of| *of == *members);
             let known = self.known_groups();

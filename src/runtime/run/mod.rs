@@ -14,10 +14,9 @@ use super::primitives::{
     current, park, park_timeout, yield_now,
 };
 use super::{
-    CancelToken, Fault, FaultSite, FlightRecorder, PeerStatus, RemoteSnapshots, StopReason,
-    Watchdog,
+    CancelToken, Failure, Fault, FaultSite, FlightRecorder, PeerStatus, RemoteSnapshots, Watchdog,
 };
-use crate::error::{Blame, Error, MissingRank, Result};
+use crate::error::{Error, MissingRank, Result, Suspects};
 use crate::operation::{OpId, Operation};
 
 /// The current operation of one rank, read by all ranks without a lock. Only that rank writes it; for a remote rank,
@@ -46,23 +45,6 @@ impl Activity {
         OpId::unpacked(self.0.load(Ordering::Acquire))
             .unwrap_or(OpId { operation: Operation::UserCode, sequence: 0 })
     }
-}
-
-/// A failure of a rank, as it was reported.
-#[derive(Debug)]
-pub(crate) struct ReportedFailure {
-    /// The rank to blame: the reporter, or a rank that the reporter waited for in vain.
-    pub rank: usize,
-    /// All ranks that may be at fault if it is unknown which one is; else empty.
-    pub tied: Vec<usize>,
-    /// The operation of the rank to blame.
-    pub at: OpId,
-    /// The error's text.
-    pub error: String,
-    /// Whether the reporter timed out while waiting, or found another rank in a different call.
-    pub waited: bool,
-    /// The signal that asked the run to stop, if the failure is that the ranks did not.
-    pub stopped: Option<StopReason>,
 }
 
 /// The ranks that a rank waits for.
@@ -102,7 +84,7 @@ pub(crate) struct RunContext {
     /// Whether to compare the ranks' calls even with backends that do not require it.
     pub check_collectives: bool,
     /// All failures, oldest first.
-    failures: Mutex<Vec<ReportedFailure>>,
+    failures: Mutex<Vec<Failure>>,
     /// Whether each rank was cancelled or has reported a failure. Its later reports are consequences.
     notified: Box<[AtomicBool]>,
     /// For each rank the number of unfinished operations on its communication threads.
@@ -196,28 +178,69 @@ impl RunContext {
     ) {
         let echo = self.notified[reporter].load(Ordering::Relaxed)
             || matches!(cause, Some(Error::Cancelled { .. }));
-        let blamed = cause.and_then(Error::blames);
-        let waited = matches!(cause, Some(Error::Timeout { .. }))
-            || blamed.is_some() && !matches!(cause, Some(Error::ReplicasDiverged { .. }));
+        let blamed = cause.and_then(|cause| self.blamed(cause));
         let blames = blamed.is_some();
-        let Blame { rank, tied, at } =
-            blamed.unwrap_or_else(|| Blame { rank: reporter, tied: Vec::new(), at });
-        let at = at.unwrap_or_else(|| self.activity[rank].now());
-        let failure = ReportedFailure { rank, tied, at, error: text, waited, stopped: None };
+        let mut failure = blamed.unwrap_or_else(|| self.failure_of(reporter, at));
+        failure.waited = matches!(cause, Some(Error::Timeout { .. }))
+            || blames && !matches!(cause, Some(Error::ReplicasDiverged { .. }));
+        failure.error = text;
         self.record_failure(reporter, failure, echo, blames);
     }
 
+    /// Returns the failure that `error` blames on other ranks, without its text. `None` if it blames the rank that
+    /// reports it.
+    pub(crate) fn blamed(&self, error: &Error) -> Option<Failure> {
+        // If more than half of the ranks agree, one of the others is named alone.
+        let among = |suspects: &Suspects, rank: usize, at: Option<OpId>| {
+            let tied = if suspects.has_majority { Vec::new() } else { suspects.ranks.clone() };
+            Failure { tied, ..self.failure_of(rank, at) }
+        };
+        match error {
+            Error::Timeout { missing, .. } => {
+                let first = missing.first()?;
+                Some(self.failure_of(first.rank, Some(first.last_seen)))
+            }
+            Error::PeerExited { left, .. } => Some(self.failure_of(*left, None)),
+            Error::ConnectionLost { lost, step, .. } => {
+                let first = lost.first()?;
+                let step = step.map(|sequence| OpId { operation: Operation::Step, sequence });
+                Some(self.failure_of(first.rank, step.or(Some(first.last_seen))))
+            }
+            Error::Mismatch { suspects, outlier, called, sequence, .. } => {
+                let at = OpId { operation: *called, sequence: *sequence };
+                Some(among(suspects, *outlier, Some(at)))
+            }
+            Error::SendMismatch { source_rank, destination, .. } => {
+                let suspects = Suspects::tied(vec![*source_rank, *destination]);
+                Some(among(&suspects, *destination, None))
+            }
+            Error::OverlappingTensors { first, second } => {
+                Some(among(&Suspects::tied(vec![*first, *second]), *second, None))
+            }
+            Error::ReplicasDiverged { suspects, step, compared, .. } => {
+                let at = OpId { operation: compared.operation(), sequence: *step };
+                Some(among(suspects, *suspects.ranks.first()?, Some(at)))
+            }
+            _ => None,
+        }
+    }
+
+    /// Returns the failure of `rank` in the operation `at`, or in its current one.
+    fn failure_of(&self, rank: usize, at: Option<OpId>) -> Failure {
+        Failure::new(rank, at.unwrap_or_else(|| self.activity[rank].now()), String::new())
+    }
+
     /// Records a failure that is known in full, such as that of another process, and cancels the run.
-    pub(crate) fn report_failure(&self, failure: ReportedFailure) {
+    pub(crate) fn report_failure(&self, failure: Failure) {
         let echo = self.notified[failure.rank].load(Ordering::Relaxed);
         self.record_failure(failure.rank, failure, echo, false);
     }
 
-    fn record_failure(&self, reporter: usize, failure: ReportedFailure, echo: bool, blames: bool) {
+    fn record_failure(&self, reporter: usize, failure: Failure, echo: bool, blames: bool) {
         let mut failures = self.failures();
         if !echo || failures.is_empty() {
             // Several ranks that wait in vain for the same one report the same failure in different words.
-            let known = |other: &ReportedFailure| {
+            let known = |other: &Failure| {
                 other.error == failure.error || (blames && other.rank == failure.rank)
             };
             if !failures.iter().any(known) {
@@ -232,7 +255,7 @@ impl RunContext {
     }
 
     /// Returns all failures so far, oldest first.
-    pub(crate) fn failures(&self) -> MutexGuard<'_, Vec<ReportedFailure>> {
+    pub(crate) fn failures(&self) -> MutexGuard<'_, Vec<Failure>> {
         self.failures.lock()
     }
 
@@ -345,7 +368,7 @@ impl RunContext {
         if self.poll_at_most(waiting, self.timeout, is_done)? {
             return Ok(());
         }
-        let missing = self.missing_elsewhere(waiting);
+        let missing = self.missing_in_others(waiting);
         self.check(waiting)?; // another process may have reported the cause
         let at = self.activity[waiting].now();
         Err(Error::Timeout { at, waiting, waited: self.timeout, missing })

@@ -6,6 +6,7 @@ use crossbeam::channel::Receiver;
 use strum::IntoEnumIterator;
 
 use super::*;
+use crate::error::Compared;
 use crate::runtime::PeerHeartbeat;
 
 #[test]
@@ -47,8 +48,8 @@ fn errors_after_the_first_failure_are_echoes() {
     run.report(0, None, "an echo in words of its own".into());
     run.report(2, None, "independent".into());
     run.report(2, None, "the same with more words: independent".into());
-    let told: Vec<String> = run.failures().iter().map(|f| f.error.clone()).collect();
-    assert_eq!(told, ["the cause", "independent"]);
+    let errors: Vec<String> = run.failures().iter().map(|f| f.error.clone()).collect();
+    assert_eq!(errors, ["the cause", "independent"]);
 }
 
 #[test]
@@ -101,7 +102,31 @@ fn nccl_timeout_names_the_ranks_that_did_not_arrive() {
         run.activity[0].enter(AllReduce, 4);
         let Err(Error::Timeout { missing, .. }) = run.poll(0, || Ok(false)) else { panic!() };
         assert_eq!(missing.iter().map(|missing| missing.rank).collect::<Vec<_>>(), named);
-        let Error::Timeout { missing, .. } = run.not_come(0, vec![1]) else { panic!() };
+        let Error::Timeout { missing, .. } = run.timeout_error(0, vec![1]) else { panic!() };
         assert_eq!((missing[0].rank, missing[0].last_seen.operation), (1, others[0]));
     }
+}
+
+#[test]
+fn error_blames_one_rank_or_all_that_are_tied() {
+    let run = RunContext::new(3, Duration::ZERO, None);
+    run.activity[2].enter(Operation::AllReduce, 4);
+    let tied = |error: Error| {
+        let failure = run.blamed(&error).unwrap();
+        (failure.rank, failure.tied, failure.at.to_string())
+    };
+    let replicas = |answers: &[(usize, char)]| Error::ReplicasDiverged {
+        parameter: "weight".into(),
+        others: 0,
+        suspects: Suspects::of(answers),
+        step: 5,
+        compared: Compared::AfterStep,
+    };
+    assert_eq!(tied(replicas(&[(0, 'a'), (1, 'b')])), (0, vec![0, 1], "step #5".into()));
+    assert_eq!(tied(replicas(&[(0, 'a'), (1, 'b'), (2, 'a')])), (1, vec![], "step #5".into()));
+    for (first, expected) in [(1, vec![1, 2]), (2, vec![])] {
+        let error = Error::OverlappingTensors { first, second: 2 };
+        assert_eq!(tied(error), (2, expected, "all_reduce #4".into()));
+    }
+    assert_eq!(run.blamed(&Error::Abandoned { rank: 1 }), None);
 }
