@@ -127,7 +127,7 @@ pub(crate) fn runs(numbers: &[usize]) -> String {
     runs.into_iter().map(text).collect::<Vec<_>>().join(", ")
 }
 
-#[cfg(all(test, not(loom)))]
+#[cfg(test)]
 mod tests {
     use super::*;
     use crate::error::Error;

@@ -22,7 +22,7 @@ pub(super) struct RankThread<T> {
     pub joined_launch: Arc<JoinedLaunch>,
     /// The CPUs to bind it to, if it is bound.
     pub cpus: Option<CpuList>,
-    pub rendezvous: Rendezvous,
+    pub rendezvous: Arc<Rendezvous>,
     pub run: Arc<RunContext>,
     pub ended_tx: Sender<Ended<T>>,
 }

@@ -130,7 +130,7 @@ fn list(ranks: &[(usize, String)]) -> String {
     }
 }
 
-#[cfg(all(test, not(loom)))]
+#[cfg(test)]
 mod tests {
     use super::*;
 

@@ -10,9 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use crossbeam::channel::{
-    Receiver, RecvTimeoutError, Sender, TryRecvError, bounded, never, select_biased,
-};
+use crossbeam::channel::{Receiver, Sender, TryRecvError, bounded, never, select_biased};
 use parking_lot::Mutex;
 
 use super::heartbeat::{Heartbeat, RankStatus};
@@ -197,33 +195,30 @@ impl Heartbeats {
                 self.send_failure(run);
                 is_known = true;
             }
-            let result = self
-                .send_heartbeat(&store, run)
-                .and_then(|()| self.read_store(&store, run, &mut is_known, turn));
-            let stops = stop_rx.try_recv() == Err(TryRecvError::Disconnected);
-            if let Err(error) = result
-                && !stops
-            {
-                if !is_known {
-                    self.report_loss(run, &error);
-                }
-                return;
-            }
-            if is_known {
-                match stop_rx.recv_timeout(HEARTBEAT_INTERVAL) {
-                    Err(RecvTimeoutError::Disconnected) => return,
-                    _ => continue,
+            let result = self.send_heartbeat(&store, run).and_then(|()| match is_known {
+                true => Ok(true),
+                false => self.read_store(&store, run, turn),
+            });
+            match result {
+                Ok(known) => is_known = known,
+                Err(_) if stop_rx.try_recv() == Err(TryRecvError::Disconnected) => {}
+                Err(error) => {
+                    if !is_known {
+                        self.report_loss(run, &error);
+                    }
+                    return;
                 }
             }
+            let failed = if is_known { never() } else { run.cancel.tripped().clone() };
             select_biased! {
                 recv(stop_rx) -> _ => {
                     // A rank may have failed since the last check.
-                    if run.cancel.cancelled_by().is_some() {
+                    if !is_known && run.cancel.cancelled_by().is_some() {
                         self.send_failure(run);
                     }
                     return;
                 }
-                recv(run.cancel.tripped()) -> _ => {}
+                recv(failed) -> _ => {}
                 default(HEARTBEAT_INTERVAL) => {}
             }
         }
@@ -257,19 +252,13 @@ impl Heartbeats {
         }
     }
 
-    /// Stops this process's ranks if a rank of another process has failed.
-    fn read_store(
-        &self,
-        store: &TcpStore,
-        run: &RunContext,
-        known: &mut bool,
-        turn: usize,
-    ) -> Result<()> {
-        if *known {
-            return Ok(());
+    /// Stops this process's ranks if a rank of another process has failed. Returns whether one has.
+    fn read_store(&self, store: &TcpStore, run: &RunContext, turn: usize) -> Result<bool> {
+        let has_failed = self.read_failure(store, run)?;
+        if !has_failed {
+            self.follow(store, run, turn)?;
         }
-        *known = self.read_failure(store, run)?;
-        if *known { Ok(()) } else { self.follow(store, run, turn) }
+        Ok(has_failed)
     }
 
     /// Reports the failure that another process has written to the store. Returns whether there is one.

@@ -82,7 +82,7 @@ fn in_time<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
 fn refresh_without_the_store_names_the_ranks_of_its_process() {
     let Scene { server: _server, cut, monitor, run } = scene();
     let store = monitor.heartbeats.store.clone();
-    monitor.heartbeats.read_store(&store, &run, &mut false, 0).unwrap();
+    monitor.heartbeats.read_store(&store, &run, 0).unwrap();
     cut.store(true, Ordering::SeqCst);
     let silent = in_time(move || monitor.peer_status().refresh(&run));
     let named: Vec<_> =

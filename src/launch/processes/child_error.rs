@@ -86,20 +86,12 @@ fn key(rank: usize) -> String {
     format!("error/{rank}")
 }
 
-/// Counts failures in a row at the same place. A run that fails again where it failed before has made no progress.
-#[derive(Debug, Default)]
-pub(super) struct RepeatedFailures {
-    place: Option<String>,
-    count: usize,
-}
-
-impl RepeatedFailures {
-    /// Counts a failure at `place`. Returns how many failures in a row there have been; `None` if it is the first there.
-    pub(super) fn count(&mut self, place: Option<String>) -> Option<usize> {
-        self.count = if place.is_some() && place == self.place { self.count + 1 } else { 1 };
-        self.place = place;
-        (self.count > 1).then_some(self.count)
-    }
+/// Returns how many of the failures at `places`, the last one included, were in a row at its place; `None` if it is the
+/// first there. A run that fails again where it failed before has made no progress.
+pub(super) fn failures_in_a_row(places: &[Option<String>]) -> Option<usize> {
+    let last = places.last()?.as_ref()?;
+    let count = places.iter().rev().take_while(|place| place.as_ref() == Some(last)).count();
+    (count > 1).then_some(count)
 }
 
 #[cfg(test)]
@@ -108,12 +100,10 @@ mod tests {
 
     #[test]
     fn failure_count_restarts_at_another_step() {
-        let mut in_a_row = RepeatedFailures::default();
-        let mut count =
-            |step: Option<u64>| in_a_row.count(step.map(|step| format!("step #{step}")));
         let steps =
             [None, None, Some(3), Some(3), Some(3), Some(4), Some(3), Some(3), None, Some(3)];
-        let counts = steps.map(&mut count);
+        let places = steps.map(|step: Option<u64>| step.map(|step| format!("step #{step}")));
+        let counts: Vec<_> = (1..=10).map(|count| failures_in_a_row(&places[..count])).collect();
         let expected = [None, None, None, Some(2), Some(3), None, None, Some(2), None, None];
         assert_eq!(counts, expected);
     }

@@ -35,7 +35,7 @@ use crate::os::{
 use crate::process_group::rank_label;
 use crate::runtime::{self, RankFailure, StopReason};
 pub(crate) use child_error::{ChildError, ErrorKind};
-use child_error::{RepeatedFailures, store_prefix};
+use child_error::{failures_in_a_row, store_prefix};
 use held_output::OutputOfProcesses;
 use running::RunningProcesses;
 
@@ -115,7 +115,7 @@ impl SpawnProcesses<'_> {
         before_restart: impl Fn(usize, &ChildError),
     ) -> Result<Ended> {
         let (began, mut restarts) = (Instant::now(), Restarts::default());
-        let mut in_a_row = RepeatedFailures::default();
+        let mut places = Vec::new();
         loop {
             let number = restarts.reasons.len();
             let start = Start { spawn: self, store: store.under(&store_prefix(number)), number };
@@ -132,7 +132,8 @@ impl SpawnProcesses<'_> {
                 return Ok(Ended::Well(all.reason_of_rank_0()));
             };
             stops |= signals.try_iter().any(asks_to_stop);
-            error.repeated = in_a_row.count(error.failure().and_then(RankFailure::place));
+            places.push(error.failure().and_then(RankFailure::place));
+            error.repeated = failures_in_a_row(&places);
             let wrong_input = matches!(error.kind, ErrorKind::WrongInput);
             if wrong_input || stops || number == self.max_restarts {
                 return Ok(Ended::Badly(Box::new(error), restarts.reasons));

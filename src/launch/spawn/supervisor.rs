@@ -15,8 +15,9 @@ use crate::error::{Result, Shown};
 use crate::ffi::{check_version, give_back_memory};
 use crate::launch::heartbeat_monitor::Stay;
 use crate::launch::rank_thread::{Ended, RankThread};
+use crate::launch::rendezvous::Rendezvous;
 use crate::launch::stall::{stalled, status_table};
-use crate::launch::{RankFailure, SpawnError, StuckRank, rendezvous};
+use crate::launch::{RankFailure, SpawnError, StuckRank};
 use crate::operation::Operation;
 use crate::os::limits::not_started;
 use crate::runtime::{Failure, FlightRecorder, FlightRecorderDump, RunContext, deadline};
@@ -60,13 +61,14 @@ impl Spawn {
             run.report(local_ranks.start, Some(error), error.to_string());
         }
         let startable = if libtorch.is_ok() { local_ranks.len() } else { 0 };
-        for (index, rendezvous) in rendezvous::channels(startable).into_iter().enumerate() {
+        let rendezvous = Arc::new(Rendezvous::default());
+        for index in 0..startable {
             let rank = local_ranks.start + index;
             let thread = RankThread {
                 index,
                 joined_launch: joined_launch.clone(),
                 cpus: cpus.get(index).cloned(),
-                rendezvous,
+                rendezvous: rendezvous.clone(),
                 run: run.clone(),
                 ended_tx: ended_tx.clone(),
             };

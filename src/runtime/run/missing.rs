@@ -8,13 +8,10 @@ impl RunContext {
     /// Refreshes the state of these ranks first.
     pub(crate) fn timeout_error(&self, waiting: usize, missing: Vec<usize>) -> Error {
         let silent = self.refresh_peers();
-        let is_silent = |rank: usize| silent.iter().any(|other| other.rank == rank);
-        let seen = |rank: usize| MissingRank {
-            rank,
-            last_seen: self.activity[rank].now(),
-            silent: is_silent(rank),
-        };
-        let missing = missing.into_iter().map(seen).collect();
+        let mut missing = self.last_seen(missing);
+        for missing in &mut missing {
+            missing.silent = silent.iter().any(|other| other.rank == missing.rank);
+        }
         let at = self.activity[waiting].now();
         Error::Timeout { at, waiting, waited: self.timeout, missing }
     }
