@@ -10,6 +10,7 @@ use serde_with::SerializeDisplay;
 use strum::{Display, EnumString, VariantNames};
 use tch::Device;
 
+use super::Placement;
 use crate::error::{Error, Result};
 use crate::os::affinity::{CpuList, Topology};
 
@@ -40,6 +41,19 @@ pub(crate) struct LocalRanks {
     /// The number of threads that libtorch uses per rank.
     pub threads: usize,
     pub device: Device,
+}
+
+impl LocalRanks {
+    /// Returns the ranks of `placement`, which has at least one. `before` ranks of the machine, which has `on_machine` in
+    /// all, come before them.
+    pub(super) fn new(placement: &Placement, before: usize, on_machine: usize) -> Self {
+        Self {
+            ranks: before..before.saturating_add(placement.devices.len()),
+            on_machine,
+            threads: placement.threads_per_rank,
+            device: placement.devices[0],
+        }
+    }
 }
 
 /// The result of a [`BindChoice`] on this machine.

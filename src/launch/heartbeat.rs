@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::messages::{from_json, to_json, unreadable};
+use super::messages::{from_json, unreadable};
 use crate::error::Result;
 use crate::operation::OpId;
 use crate::runtime::{OpSnapshot, RunContext, packed_op};
@@ -47,10 +47,6 @@ impl RankStatus {
 }
 
 impl Heartbeat {
-    pub(super) fn to_bytes(&self, key: &str) -> Result<Vec<u8>> {
-        to_json(key, self)
-    }
-
     /// Reads the heartbeat of a process with `ranks` ranks.
     ///
     /// # Errors
@@ -81,6 +77,7 @@ mod tests {
     use proptest::sample::Index;
     use strum::IntoEnumIterator;
 
+    use super::super::messages::to_json;
     use super::*;
     use crate::operation::Operation;
 
@@ -149,7 +146,7 @@ mod tests {
             len: Index,
             cut: bool,
         ) {
-            let mut bytes = heartbeat.to_bytes(KEY).unwrap();
+            let mut bytes = to_json(KEY, &heartbeat).unwrap();
             let whole = bytes.len();
             changes.iter().for_each(|(place, byte)| bytes[place.index(whole)] = *byte);
             if cut {
@@ -160,7 +157,7 @@ mod tests {
 
         #[test]
         fn heartbeat_round_trip_is_exact(heartbeat in heartbeat()) {
-            let bytes = heartbeat.to_bytes(KEY).unwrap();
+            let bytes = to_json(KEY, &heartbeat).unwrap();
             prop_assert_eq!(Heartbeat::from_bytes(KEY, &bytes, heartbeat.ranks.len()).unwrap(), heartbeat);
         }
     }
@@ -181,7 +178,7 @@ mod tests {
         let read = |seen: Vec<OpSnapshot>, count| {
             let ranks = vec![RankStatus { at: plain, seen }];
             let heartbeat = Heartbeat { sent: Duration::ZERO, ranks };
-            Heartbeat::from_bytes(KEY, &heartbeat.to_bytes(KEY).unwrap(), count).map(drop)
+            Heartbeat::from_bytes(KEY, &to_json(KEY, &heartbeat).unwrap(), count).map(drop)
         };
         assert!(read(vec![seen(" at src/a.rs:7"); MAX_OPS_PER_RANK], 1).is_ok());
         for (result, reason) in [

@@ -109,13 +109,9 @@ impl Launch {
     pub(crate) fn binding(&self, placement: &Placement) -> Result<Binding> {
         let Processes { local_index, local_count, .. } = self.processes;
         let count = placement.devices.len();
-        self.bind.binding(&LocalRanks {
-            // A variable of the launcher may be any number.
-            ranks: local_index.saturating_mul(count)..(local_index + 1).saturating_mul(count),
-            on_machine: local_count.saturating_mul(count),
-            threads: placement.threads_per_rank,
-            device: placement.devices[0],
-        })
+        // A variable of the launcher may be any number.
+        let before = local_index.saturating_mul(count);
+        self.bind.binding(&LocalRanks::new(placement, before, local_count.saturating_mul(count)))
     }
 
     /// Places the ranks of this process, and waits for the rendezvous with the other processes, if there are any.
@@ -209,16 +205,14 @@ impl JoinedLaunch {
 
     /// Returns the CPUs of each rank of this process; none if the ranks are not bound.
     pub(super) fn cpus(&self) -> Result<Vec<CpuList>> {
-        let Placement { devices, threads_per_rank, .. } = &self.placement;
-        let Some(&device) = devices.first() else { return Ok(Vec::new()) };
+        let count = self.placement.devices.len();
+        if count == 0 {
+            return Ok(Vec::new());
+        }
         let world = self.world.as_ref();
-        let first = world.map_or(0, |world| world.ranks_before_on_machine());
-        let ranks = LocalRanks {
-            ranks: first..first + devices.len(),
-            on_machine: world.map_or(devices.len(), |world| world.ranks_on_machine()),
-            threads: *threads_per_rank,
-            device,
-        };
+        let before = world.map_or(0, |world| world.ranks_before_on_machine());
+        let on_machine = world.map_or(count, |world| world.ranks_on_machine());
+        let ranks = LocalRanks::new(&self.placement, before, on_machine);
         Ok(match self.launch.bind.binding(&ranks)? {
             Binding::Bound(cpus) => cpus,
             Binding::Unbound(_) => Vec::new(),

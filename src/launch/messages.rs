@@ -35,10 +35,6 @@ pub(super) struct Process {
 }
 
 impl Process {
-    pub(super) fn to_bytes(&self, key: &str) -> Result<Vec<u8>> {
-        to_json(key, self)
-    }
-
     /// # Errors
     /// [`Error::InvalidInput`] if `bytes` are not a valid message.
     pub(super) fn from_bytes(key: &str, bytes: &[u8]) -> Result<Self> {
@@ -277,7 +273,7 @@ mod tests {
         let decision = (".*", ".*").prop_map(|(missing, there)| {
             (to_json(KEY, &Decision::PeersMissing { missing, there }).unwrap(), 1)
         });
-        let process = process().prop_map(|process| (process.to_bytes(KEY).unwrap(), 1));
+        let process = process().prop_map(|process| (to_json(KEY, &process).unwrap(), 1));
         prop_oneof![failure, decision, process]
     }
 
@@ -309,7 +305,7 @@ mod tests {
             process in process(),
             failure in failure(),
         ) {
-            let bytes = process.to_bytes(KEY).unwrap();
+            let bytes = to_json(KEY, &process).unwrap();
             prop_assert_eq!(Process::from_bytes(KEY, &bytes).unwrap(), process);
             let bytes = to_json(KEY, &failure).unwrap();
             let read = failure_from_bytes(KEY, &bytes, 9).unwrap();
@@ -385,11 +381,12 @@ mod tests {
         let error = failure_from_bytes(KEY, &bytes, 3).unwrap_err().to_string();
         assert!(error.contains("rank 3 of 3 has failed: why"), "{error}");
         for count in [0, MOST_RANKS + 1] {
-            let bytes = crowd(count).to_bytes(KEY).unwrap();
+            let bytes = to_json(KEY, &crowd(count)).unwrap();
             let error = Process::from_bytes(KEY, &bytes).unwrap_err().to_string();
             assert!(error.contains(&format!("a process with {count} ranks")), "{error}");
         }
-        let bytes = Process { gpus: vec!["x".into(); 3], ..crowd(2) }.to_bytes(KEY).unwrap();
+        let process = Process { gpus: vec!["x".into(); 3], ..crowd(2) };
+        let bytes = to_json(KEY, &process).unwrap();
         let error = Process::from_bytes(KEY, &bytes).unwrap_err().to_string();
         assert!(error.contains("a process with 2 ranks and 3 GPUs"), "{error}");
         let error = places(&[crowd(MOST_RANKS), crowd(1)]).unwrap_err().to_string();

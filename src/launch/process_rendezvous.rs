@@ -61,7 +61,7 @@ impl Rendezvous<'_> {
     /// # Errors
     /// [`Error::InvalidInput`], in all processes that wait for this one: it has the number of one of them.
     fn check_run(&self) -> Result<()> {
-        let Self { launch, me, .. } = self;
+        let launch = self.launch;
         let (mine, count) = (launch.processes.index, launch.processes.count);
         if launch.kind == LaunchKind::Spawned {
             return Ok(()); // one process has started all
@@ -71,13 +71,7 @@ impl Rendezvous<'_> {
             return self.common.set(RUN, &to_json(RUN, &run)?);
         }
         let Some(bytes) = self.common.get(RUN, self.time_left())? else {
-            let there = format!("{mine} (on {}, process {})", me.host, me.pid);
-            return Err(Error::PeersMissing {
-                missing: "0".into(),
-                count,
-                waited: self.timeout,
-                there,
-            });
+            return Err(process_0_missing(launch, self.timeout));
         };
         let Run { run_id, processes } = from_json(RUN, &bytes)?;
         if run_id != launch.run_id {
@@ -115,7 +109,7 @@ impl Rendezvous<'_> {
                 "two processes have the number {mine} of {count}; give each its own --node-rank (or RANK)"
             )));
         }
-        store.set(&key_of(mine), &me.to_bytes(&key_of(mine))?)?;
+        store.set(&key_of(mine), &to_json(&key_of(mine), me)?)?;
         if store.add(ARRIVED, 1)? == count as i64 {
             decide(store, &Decision::Begin)?;
         }
@@ -193,8 +187,15 @@ fn acknowledged(process: usize) -> String {
     format!("acknowledged/{process}")
 }
 
+/// Returns the error of a process for which process 0 has not arrived within `waited`.
+pub(super) fn process_0_missing(launch: &Launch, waited: Duration) -> Error {
+    let Processes { index, count, .. } = launch.processes;
+    let there = format!("{index}, which is this one");
+    Error::PeersMissing { missing: "0".into(), count, waited, there }
+}
+
 /// Returns the name of the number of processes, as the user gives it.
-pub(super) fn name_of_count(kind: &LaunchKind) -> &'static str {
+fn name_of_count(kind: &LaunchKind) -> &'static str {
     match kind {
         LaunchKind::ByHand => "--nnodes",
         _ => "the number of processes",

@@ -16,7 +16,7 @@ use tch::Device;
 
 use super::heartbeat_monitor::{HeartbeatMonitor, Server, Stay};
 use super::messages::{MOST_RANKS, Process, node_of, ranks_on};
-use super::process_rendezvous::{Rendezvous, files_of_store, name_of_count, prefix};
+use super::process_rendezvous::{Rendezvous, files_of_store, prefix, process_0_missing};
 use super::{Launch, LaunchKind, MasterEndpoint, Placement, clock_sync, restart_generation};
 use crate::error::{Error, Result};
 use crate::ffi::{TcpStore, check_interfaces, cuda};
@@ -74,7 +74,7 @@ impl ProcessWorld {
         placement: &Placement,
         timeout: Duration,
         interfaces: Option<String>,
-        mut options: Vec<(String, String)>,
+        options: Vec<(String, String)>,
     ) -> Result<Option<Self>> {
         let (Some(master), mine) = (&launch.master, launch.processes.index) else {
             return Ok(None);
@@ -101,14 +101,8 @@ impl ProcessWorld {
         let start = match launch.kind {
             LaunchKind::Torchrun if master.agent_store => {
                 let of_run = store.under(&format!("ddp-mp/{}", launch.run_id));
-                restart_generation::number(&of_run, mine, count, timeout)?.ok_or_else(|| {
-                    Error::PeersMissing {
-                        missing: "0".into(),
-                        count,
-                        waited: timeout,
-                        there: format!("{mine}, which is this one"),
-                    }
-                })?
+                let number = restart_generation::number(&of_run, mine, count, timeout)?;
+                number.ok_or_else(|| process_0_missing(launch, timeout))?
             }
             LaunchKind::Spawned => launch.restart_count as i64,
             _ => 0,
@@ -117,8 +111,6 @@ impl ProcessWorld {
         // An agent's store has the keys of earlier starts.
         let common = if master.agent_store { store.clone() } else { all };
         let first_local = launch.processes.local_index * placement.devices.len();
-        // A process that comes before process 0 learns its number here.
-        options.push((name_of_count(&launch.kind).into(), count.to_string()));
         let me = Process {
             version: env!("CARGO_PKG_VERSION").into(),
             host: gethostname::gethostname().to_string_lossy().into_owned(),

@@ -240,7 +240,7 @@ impl Heartbeats {
         let sent = run.flight_recorder.now();
         let ranks = self.ranks[self.mine].clone().map(|rank| RankStatus::of(run, rank)).collect();
         let key = alive(self.mine);
-        store.set(&key, &Heartbeat { sent, ranks }.to_bytes(&key)?)
+        store.set(&key, &to_json(&key, &Heartbeat { sent, ranks })?)
     }
 
     /// Stores the first failure of this process, unless another process has already stored one.

@@ -32,7 +32,7 @@ fn scene() -> Scene {
     let monitor = HeartbeatMonitor::new(&store, serves, 2, &RANKS).unwrap();
     let doing = || RankStatus { at: all_reduce(), seen: Vec::new() };
     let beat = Heartbeat { sent: Duration::ZERO, ranks: vec![doing(), doing()] };
-    server.set("alive/0", &beat.to_bytes("alive/0").unwrap()).unwrap();
+    server.set("alive/0", &to_json("alive/0", &beat).unwrap()).unwrap();
     Scene { server, cut, monitor, run: Arc::new(RunContext::new(4, LONG, None)) }
 }
 
