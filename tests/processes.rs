@@ -752,7 +752,7 @@ fn stall_is_blamed_on_the_stalled_rank() {
 /// What a terminal would take for a command, and a line that would look like one of the program's own.
 #[test]
 fn control_characters_of_other_processes_are_escaped() {
-    let lie = "{\"rank\":1,\"operation\":\"step\",\"sequence\":1,\"error\":\"\\u001b[2J\u{9b}1m\\nddp-mp: x\"}";
+    let lie = "{\"rank\":1,\"tied\":[],\"at\":0,\"error\":\"\\u001b[2J\u{9b}1m\\nddp-mp: x\"}";
     let (port, mut children) = start_at(&["--max-epochs=1000000"], &[1, 1]);
     let mut first = String::new();
     let stdout = children[0].stdout.as_mut().unwrap();

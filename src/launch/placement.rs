@@ -8,7 +8,6 @@ use tch::Device;
 
 use crate::error::{Error, Result};
 use crate::ffi::cuda::Cuda;
-use crate::os::cores;
 use crate::process_group::{Backend, Devices};
 
 /// The number of ranks to start on this machine: `--nproc-per-node`, as in torchrun.
@@ -261,17 +260,6 @@ fn oversubscribed(ranks: usize, cores: usize) -> Option<String> {
 }
 
 impl Placement {
-    /// Places a rank on each of `devices`, with the backend and threads that suit them.
-    pub(super) fn on(devices: Vec<Device>) -> Self {
-        Self {
-            backend: Backend::for_threads(&devices),
-            gpu_count: devices.iter().filter(|device| **device != Device::Cpu).count(),
-            threads_per_rank: (cores() / devices.len().max(1)).max(1),
-            devices,
-            note: None,
-        }
-    }
-
     /// Adapts the placement to a run of `count` processes.
     ///
     /// # Errors

@@ -23,6 +23,7 @@ use super::{
 use crate::error::Result;
 use crate::ffi;
 use crate::os;
+use crate::process_group::Backend;
 use crate::runtime::{Fault, FlightRecorderDump, MAX_WAIT, RunContext, StopRequest};
 use crate::telemetry::{LogFormat, Printer};
 
@@ -150,7 +151,13 @@ impl Spawn {
     /// Creates one rank for each of `devices`. Before GPUs can be used, [`cuda::load`](ffi::cuda::load) must have
     /// been called.
     pub fn on(devices: Vec<Device>) -> Self {
-        Self::of(JoinedLaunch::alone(Placement::on(devices)))
+        Self::at(&Placement {
+            backend: Backend::for_threads(&devices),
+            gpu_count: devices.iter().filter(|device| **device != Device::Cpu).count(),
+            threads_per_rank: (os::cores() / devices.len().max(1)).max(1),
+            devices,
+            note: None,
+        })
     }
 
     /// Creates the ranks of `placement`.
