@@ -119,7 +119,7 @@
 //! | `runtime` | who does what, who failed first, and the cancellable barrier |
 //! | [`records`] | plain data that a run measures |
 //! | `error` | the errors, and which rank to suspect |
-//! | `operation` | the operations that errors and traces name |
+//! | `operation` | the operations that errors and traces name, and what each collective moves |
 //!
 //! # Invariants
 //!

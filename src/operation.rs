@@ -1,12 +1,24 @@
-//! The operations that failure reports name.
+//! The operations of a rank, and the table of collectives: what each moves between the ranks.
 
 use std::fmt;
 use std::str::FromStr;
 
-use strum::{Display, EnumCount, EnumIter, EnumString, FromRepr};
+use strum::{Display, EnumCount, EnumIter, EnumString, FromRepr, IntoStaticStr};
 
 /// An operation of a rank, as failure reports name it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Display, EnumCount, EnumIter, EnumString, FromRepr)]
+#[derive(
+    Debug,
+    Clone,
+    Copy,
+    PartialEq,
+    Eq,
+    Display,
+    EnumCount,
+    EnumIter,
+    EnumString,
+    FromRepr,
+    IntoStaticStr,
+)]
 #[strum(serialize_all = "snake_case")]
 #[repr(u8)]
 #[allow(missing_docs)] // the names are the documentation
@@ -45,6 +57,49 @@ pub enum Operation {
 }
 
 impl Operation {
+    /// Returns what the operation moves, if it is a collective that any rank can call; `None` for others.
+    ///
+    /// This is the table of collectives. The checks of arguments, the traffic, the comparison of calls, the sizes on
+    /// the network, `comm` with its drawings, `bench` and the file of the flight recorder take what they need from it.
+    pub(crate) fn collective(self) -> Option<CollectiveType> {
+        use Holders::{All, OthersThanRoot, Root};
+        let one = |holders| Operand { tensors: Tensors::One, holders };
+        let list = |holders| Operand { tensors: Tensors::OneForEachRank, holders };
+        let nothing = Operand { tensors: Tensors::Nothing, holders: All };
+        let (inputs, outputs) = match self {
+            Operation::AllReduce => (one(All), one(All)),
+            Operation::Reduce => (one(All), one(Root)),
+            Operation::Broadcast => (one(Root), one(OthersThanRoot)),
+            Operation::AllGather => (one(All), list(All)),
+            Operation::Gather => (one(All), list(Root)),
+            Operation::Scatter => (list(Root), one(All)),
+            Operation::ReduceScatter => (list(All), one(All)),
+            Operation::AllToAll => (list(All), list(All)),
+            Operation::Barrier => (nothing, nothing),
+            _ => return None,
+        };
+        Some(CollectiveType {
+            inputs,
+            outputs,
+            reduces: matches!(
+                self,
+                Operation::AllReduce | Operation::Reduce | Operation::ReduceScatter
+            ),
+            has_own_sizes: matches!(self, Operation::AllToAll),
+        })
+    }
+
+    /// Returns the name of a collective's argument for the root.
+    pub(crate) fn root_argument(self) -> &'static str {
+        let sends = |collective: CollectiveType| collective.inputs.holders == Holders::Root;
+        if self.collective().is_some_and(sends) { "src" } else { "dst" }
+    }
+
+    /// Returns whether this is a collective in which each pair of ranks may have a size of its own.
+    pub(crate) fn has_own_sizes(self) -> bool {
+        self.collective().is_some_and(|collective| collective.has_own_sizes)
+    }
+
     /// Returns whether the rank computes in this operation and waits for no other rank, as far as is known.
     pub(crate) fn is_compute(self) -> bool {
         use Operation::{
@@ -58,6 +113,83 @@ impl Operation {
     pub(crate) fn may_wait(self) -> bool {
         use Operation::{Done, Init, Rendezvous, ShutDown, Start};
         !self.is_compute() && !matches!(self, Start | Rendezvous | Init | ShutDown | Done)
+    }
+}
+
+/// What a collective moves between the ranks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct CollectiveType {
+    /// The tensors that it reads.
+    pub inputs: Operand,
+    /// The tensors that it writes.
+    pub outputs: Operand,
+    /// Whether it combines the ranks' elements, with a reduce op.
+    pub reduces: bool,
+    /// Whether each pair of ranks may have a size of its own. If not, all tensors of all ranks have one shape.
+    pub has_own_sizes: bool,
+}
+
+/// The tensors of each rank on one side of a collective.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Operand {
+    pub tensors: Tensors,
+    pub holders: Holders,
+}
+
+/// How many tensors a rank has on one side of a collective.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Tensors {
+    Nothing,
+    One,
+    /// A list with a tensor for each rank, or from each rank.
+    OneForEachRank,
+}
+
+/// The ranks that have tensors on one side of a collective.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Holders {
+    All,
+    /// The rank that the caller names.
+    Root,
+    /// All but the root, which has the result already.
+    OthersThanRoot,
+}
+
+impl Operand {
+    /// Returns whether a rank has these tensors.
+    pub(crate) fn is_held_by(self, is_root: bool) -> bool {
+        match self.holders {
+            Holders::All => true,
+            Holders::Root => is_root,
+            Holders::OthersThanRoot => !is_root,
+        }
+    }
+
+    /// Returns whether this is a list with a tensor for each rank.
+    pub(crate) fn is_list(self) -> bool {
+        self.tensors == Tensors::OneForEachRank
+    }
+}
+
+impl CollectiveType {
+    /// Returns whether one tensor of each rank is both input and output.
+    pub(crate) fn is_in_place(self) -> bool {
+        self.inputs.tensors == Tensors::One && self.outputs.tensors == Tensors::One
+    }
+
+    /// Returns whether a rank has a list with a part for each rank.
+    pub(crate) fn has_parts(self) -> bool {
+        self.inputs.is_list() || self.outputs.is_list()
+    }
+
+    /// Returns the output of `rank` that may be the same memory as its `input`: the part that the rank keeps. `None` if
+    /// the input must have memory of its own.
+    pub(crate) fn kept_output(self, input: usize, rank: usize) -> Option<usize> {
+        if self.is_in_place() {
+            return Some(input);
+        }
+        let place = |operand: Operand| if operand.is_list() { rank } else { 0 };
+        (input == place(self.inputs)).then(|| place(self.outputs))
     }
 }
 

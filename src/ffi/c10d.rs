@@ -6,6 +6,7 @@ use std::ptr;
 use std::time::Duration;
 
 use crossbeam::channel::Sender;
+use strum::IntoStaticStr;
 use torch_sys::C_tensor;
 
 use super::shim::take_message;
@@ -29,8 +30,9 @@ type Done = unsafe extern "C" fn(*mut c_void, *const c_char);
 
 /// The operations of a group, numbered as in `c10d.cpp`.
 #[repr(u8)]
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Operation {
+#[derive(Debug, Clone, Copy, PartialEq, Eq, IntoStaticStr)]
+#[strum(serialize_all = "snake_case")]
+pub(super) enum GlooOperation {
     AllReduce,
     Reduce,
     Broadcast,
@@ -47,7 +49,7 @@ pub(super) enum Operation {
 /// One call of an operation.
 #[repr(C)]
 pub(super) struct Call {
-    pub operation: Operation,
+    pub operation: GlooOperation,
     /// A `c10d::ReduceOp::RedOpType`.
     pub reduce: u8,
     pub peer: c_int,

@@ -89,6 +89,11 @@ impl ProcessGroup {
         )
     }
 
+    /// Checks that the root of a collective is one of the ranks.
+    pub(super) fn check_root(&self, operation: Operation, root: usize) -> Result<()> {
+        self.check_rank(operation, operation.root_argument(), root)
+    }
+
     /// Checks that a list has one tensor for each rank, of this shape if there is one.
     pub(super) fn check_list(
         &self,
@@ -116,12 +121,11 @@ impl ProcessGroup {
     pub(super) fn list_at<'a>(
         &self,
         operation: Operation,
-        name: &str,
         list: Option<&'a [Tensor]>,
-        (role, root): (&str, usize),
+        root: usize,
         shape: &[i64],
     ) -> Result<&'a [Tensor]> {
-        self.check_rank(operation, role, root)?;
+        self.check_root(operation, root)?;
         match list {
             Some(list) if self.rank() == root => {
                 self.check_list(operation, list, Some(shape))?;
@@ -129,7 +133,8 @@ impl ProcessGroup {
             }
             None if self.rank() != root => Ok(&[]),
             _ => Err(Error::InvalidInput(format!(
-                "{operation}: rank {root} ({role}) must pass {name}, and no other rank may; this is rank {}",
+                "{operation}: rank {root} ({}) must pass {operation}_list, and no other rank may; this is rank {}",
+                operation.root_argument(),
                 self.rank()
             ))),
         }
@@ -138,6 +143,7 @@ impl ProcessGroup {
     /// Returns the number of elements to or from each rank when `tensor` is split by rows.
     pub(super) fn rows(
         &self,
+        operation: Operation,
         tensor: &Tensor,
         name: &str,
         splits: Option<&[i64]>,
@@ -146,7 +152,7 @@ impl ProcessGroup {
         let shape = tensor.size();
         let total = shape.first().copied().unwrap_or(1);
         let row: i64 = shape.iter().skip(1).product();
-        let refuse = |why: String| Err(Error::InvalidInput(format!("all_to_all: {name} {why}")));
+        let refuse = |why: String| refuse(operation, format!("{name} {why}"));
         let Some(splits) = splits else {
             if total % world_size != 0 {
                 return refuse(format!(

@@ -2,7 +2,7 @@
 
 use tch::{Device, Tensor};
 
-use super::comm_thread::{self, CommunicationThread};
+use super::comm_thread::{CommunicationThread, QueuedCall};
 use super::instrumentation::CallContext;
 use super::work::State;
 use super::{ProcessGroup, ReduceOp, Work};
@@ -96,8 +96,8 @@ impl ProcessGroup {
         })
     }
 
-    /// Queues `operation` on the communication thread, behind earlier ones. Starts the thread if there is none.
-    fn queue(&self, operation: comm_thread::Operation) -> Result<Work> {
+    /// Queues `call` on the communication thread, behind earlier ones. Starts the thread if there is none.
+    fn queue(&self, call: QueuedCall) -> Result<Work> {
         let thread = match self.communication.get() {
             Some(thread) => thread,
             None => {
@@ -108,7 +108,7 @@ impl ProcessGroup {
         if let Some(side) = self.detach() {
             thread.attach(side);
         }
-        let result = thread.run(self, operation);
+        let result = thread.run(self, call);
         Ok(Work::new(State::Queued(result), self.run().clone(), self.global_rank()))
     }
 

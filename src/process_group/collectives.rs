@@ -80,7 +80,6 @@ impl ProcessGroup {
     /// ```
     #[track_caller]
     pub fn reduce(&self, tensor: &mut Tensor, dst: usize, op: ReduceOp) -> Result<()> {
-        self.check_rank(Operation::Reduce, "dst", dst)?;
         let options = Options { reduce_op: Some(op), root: Some(dst), ..Options::default() };
         let inputs = std::slice::from_ref(&*tensor);
         let outputs = if self.rank() == dst { inputs } else { &[] };
@@ -111,7 +110,6 @@ impl ProcessGroup {
     /// ```
     #[track_caller]
     pub fn broadcast(&self, tensor: &mut Tensor, src: usize) -> Result<()> {
-        self.check_rank(Operation::Broadcast, "src", src)?;
         let options = Options { root: Some(src), ..Options::default() };
         let tensors = std::slice::from_ref(&*tensor);
         let (inputs, outputs): (&[Tensor], &[Tensor]) =
@@ -228,7 +226,7 @@ impl ProcessGroup {
     ) -> Result<()> {
         let shape = tensor.size();
         let list = gather_list.as_deref();
-        let outputs = self.list_at(Operation::Gather, "gather_list", list, ("dst", dst), &shape)?;
+        let outputs = self.list_at(Operation::Gather, list, dst, &shape)?;
         let options = Options { root: Some(dst), ..Options::default() };
         self.collective(Operation::Gather, options, &shape, std::slice::from_ref(tensor), outputs)
     }
@@ -264,8 +262,7 @@ impl ProcessGroup {
         src: usize,
     ) -> Result<()> {
         let shape = tensor.size();
-        let inputs =
-            self.list_at(Operation::Scatter, "scatter_list", scatter_list, ("src", src), &shape)?;
+        let inputs = self.list_at(Operation::Scatter, scatter_list, src, &shape)?;
         let options = Options { root: Some(src), ..Options::default() };
         let output = std::slice::from_ref(&*tensor);
         self.collective(Operation::Scatter, options, &shape, inputs, output)
@@ -428,9 +425,9 @@ impl ProcessGroup {
     ) -> Result<()> {
         let operation = Operation::AllToAll;
         let contiguous = self.contiguous_output(operation, output)?;
-        let outputs = self.rows(output, "output", output_split_sizes)?;
+        let outputs = self.rows(operation, output, "output", output_split_sizes)?;
         let outputs = contiguous.parts(operation, "output", &outputs)?;
-        let inputs = self.rows(input, "input", input_split_sizes)?;
+        let inputs = self.rows(operation, input, "input", input_split_sizes)?;
         let inputs = Contiguous::new(operation, input)?.parts(operation, "input", &inputs)?;
         self.collective(operation, Options::default(), &[], &inputs, &outputs)?;
         contiguous.write_back(output)

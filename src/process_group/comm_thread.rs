@@ -23,8 +23,8 @@ use crate::runtime::{SpanId, panics};
 /// The stack size, that of a rank's own thread: closures of users run here. Only the used part takes memory.
 const STACK_BYTES: usize = 64 << 20;
 
-/// A queued operation. Returns `Some` if it continues in the background while the thread does the next one.
-pub(super) type Operation =
+/// A queued call of an operation. Returns `Some` if it continues in the background while the thread does the next one.
+pub(super) type QueuedCall =
     Box<dyn FnOnce(&ProcessGroup) -> Result<Option<(Box<dyn InFlight>, SpanId)>> + Send>;
 
 /// An operation in the background, the id of its record, and the channel for its result.
@@ -33,8 +33,8 @@ type InBackground = (Box<dyn InFlight>, SpanId, Sender<Result<()>>);
 enum Job {
     /// Take over the rank's side of the group.
     Attach(SequencedBackend),
-    /// Run the operation and send its result.
-    Run(Operation, Sender<Result<()>>),
+    /// Make the call and send its result.
+    Run(QueuedCall, Sender<Result<()>>),
     /// Send the rank's side of the group back.
     GiveBack,
 }
@@ -87,7 +87,7 @@ impl CommunicationThread {
                             let _ = give_back.send(side); // the rank waits for it
                         }
                     }
-                    Job::Run(operation, result) => match run_job(&group, None, operation) {
+                    Job::Run(call, result) => match run_job(&group, None, call) {
                         Ok(Some((work, record))) => in_flight.push_back((work, record, result)),
                         Ok(None) => tell(result, Ok(())),
                         Err(error) => tell(result, Err(error)),
@@ -110,15 +110,15 @@ impl CommunicationThread {
         self.send(Job::Attach(side));
     }
 
-    /// Queues `operation`. Returns the channel that will receive its result.
-    pub(super) fn run(&self, group: &ProcessGroup, operation: Operation) -> Receiver<Result<()>> {
+    /// Queues `call`. Returns the channel that will receive its result.
+    pub(super) fn run(&self, group: &ProcessGroup, call: QueuedCall) -> Receiver<Result<()>> {
         let (sender, result) = bounded(1);
         group.run().begin_pending(group.global_rank());
-        self.send(Job::Run(operation, sender));
+        self.send(Job::Run(call, sender));
         result
     }
 
-    /// Takes the rank's side of the group back. Waits until all queued operations are over; each of them ends.
+    /// Takes the rank's side of the group back. Waits until all queued calls are over; each of them ends.
     pub(super) fn give_back(&self) -> Option<SequencedBackend> {
         self.send(Job::GiveBack);
         self.returned.recv().ok()
@@ -143,19 +143,19 @@ fn ends_before_a_job(
     select.ready_timeout(work.time_left()) != Ok(job)
 }
 
-/// Runs `operation`. `at` names the operation whose end it waits for, if it does only that. Reports a failure to
+/// Runs `call`. `at` names the operation whose end it waits for, if it does only that. Reports a failure to
 /// the run, because the rank may never ask for the result.
 fn run_job<T>(
     group: &ProcessGroup,
     at: Option<OpId>,
-    operation: impl FnOnce(&ProcessGroup) -> Result<T>,
+    call: impl FnOnce(&ProcessGroup) -> Result<T>,
 ) -> Result<T> {
     let (run, rank) = (group.run(), group.global_rank());
     let work = || {
         if let Device::Cuda(gpu) = group.device() {
             cuda::set_device(gpu)?;
         }
-        operation(group)
+        call(group)
     };
     let at = || at.or_else(|| Some(group.activity().now()));
     let result = catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| {

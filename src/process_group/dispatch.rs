@@ -98,6 +98,9 @@ impl ProcessGroup {
         outputs: &'a [Tensor],
     ) -> Result<Call<'a>> {
         let Options { reduce_op, root, weight, timeout } = options;
+        if let Some(root) = root {
+            self.check_root(operation, root)?;
+        }
         let call = Call { shape, inputs, outputs, ..Call::bare(operation) };
         let kind = self.common_kind(operation, inputs, call.further_outputs())?;
         if let Some(op) = reduce_op {

@@ -167,7 +167,12 @@ impl ProcessGroup {
     /// work. Ranks that share a GPU also share a stream, so their work cannot be told apart. Not a collective.
     pub(crate) fn phase_seconds(&self) -> PhaseSeconds {
         let on_gpu = self.gpu_seconds().filter(|_| self.is_stream_ordered());
-        on_gpu.map_or(self.phase_tracker.seconds.get(), |gpu| gpu.phases)
+        on_gpu.map_or(self.host_phase_seconds(), |gpu| gpu.phases)
+    }
+
+    /// Returns the time of this rank itself in each phase so far, in seconds. Not a collective.
+    pub(crate) fn host_phase_seconds(&self) -> PhaseSeconds {
+        self.phase_tracker.seconds.get()
     }
 
     /// Returns the GPU's time for the work that this rank has launched, in seconds; `None` without a GPU. Not a

@@ -8,7 +8,7 @@ use tch::Tensor;
 
 use super::call::Call;
 use super::dtype::num_bytes;
-use crate::operation::Operation;
+use crate::operation::{CollectiveType, Holders, Operand};
 
 /// Bytes of tensors that were transferred between one rank and the others.
 ///
@@ -34,26 +34,29 @@ pub(super) fn first_bytes(call: &Call, tensors: &[Tensor]) -> u64 {
     tensors.first().map_or(0, |tensor| num_bytes(call.kind, tensor.numel()) as u64)
 }
 
-/// Returns the traffic of operations in which each part goes straight to its destination, on every backend; 0 for
-/// other operations.
+/// Returns the traffic of a collective in which each part goes straight to its destination, on every backend; 0 for
+/// operations without tensors.
 pub(super) fn split_traffic(call: &Call, rank: usize, world_size: usize) -> Traffic {
-    let others = world_size as u64 - 1;
-    let first = |tensors| first_bytes(call, tensors);
-    let foreign = |tensors: &[Tensor]| {
-        let theirs = tensors.iter().enumerate().filter(|(other, _)| *other != rank);
-        theirs.map(|(_, tensor)| num_bytes(call.kind, tensor.numel()) as u64).sum()
-    };
-    let (inputs, outputs) = (call.inputs, call.outputs);
+    let Some(collective) = call.operation.collective() else { return Traffic::default() };
     let is_root = rank == call.root();
-    let (sent, received) = match call.operation {
-        Operation::Scatter => (foreign(inputs), if is_root { 0 } else { first(outputs) }),
-        Operation::Gather => (if is_root { 0 } else { first(inputs) }, foreign(outputs)),
-        Operation::AllGather => (first(inputs) * others, foreign(outputs)),
-        Operation::ReduceScatter => (foreign(inputs), first(outputs) * others),
-        Operation::AllToAll => (foreign(inputs), foreign(outputs)),
-        _ => (0, 0),
+    // The number of other ranks that have tensors on the far side.
+    let others = |far: Operand| match far.holders {
+        Holders::Root => u64::from(!is_root),
+        Holders::All | Holders::OthersThanRoot => world_size as u64 - 1,
     };
-    Traffic { sent, received }
+    // The bytes between this rank's tensors, on the near side, and those of the others.
+    let crosses = |tensors: &[Tensor], near: Operand, far: Operand| match near.is_list() {
+        true => {
+            let theirs = tensors.iter().enumerate().filter(|(other, _)| *other != rank);
+            theirs.map(|(_, tensor)| num_bytes(call.kind, tensor.numel()) as u64).sum()
+        }
+        false => first_bytes(call, tensors) * others(far),
+    };
+    let CollectiveType { inputs, outputs, .. } = collective;
+    Traffic {
+        sent: crosses(call.inputs, inputs, outputs),
+        received: crosses(call.outputs, outputs, inputs),
+    }
 }
 
 /// The total traffic of one rank.

@@ -15,7 +15,7 @@ use serde::Serialize;
 use serde_pickle::SerOptions;
 
 use super::{Marks, Output};
-use crate::operation::Operation;
+use crate::operation::{CollectiveType, Holders, Operation};
 use crate::runtime::{Entry, FlightRecorderDump, RankRecords};
 
 /// The version of PyTorch's format, as `torchfrtrace` reads it.
@@ -126,17 +126,10 @@ pub(crate) fn write_flight_recorder(
 
 /// Returns PyTorch's name of a collective; `None` for other operations.
 fn name(operation: Operation) -> Option<&'static str> {
+    operation.collective()?;
     Some(match operation {
-        Operation::AllReduce => "all_reduce",
-        Operation::Reduce => "reduce",
-        Operation::Broadcast => "broadcast",
-        Operation::AllGather => "all_gather",
-        Operation::Gather => "gather",
-        Operation::Scatter => "scatter",
-        Operation::ReduceScatter => "reduce_scatter",
-        Operation::AllToAll => "all_to_all",
         Operation::Barrier => "all_reduce_barrier",
-        _ => return None,
+        _ => operation.into(),
     })
 }
 
@@ -145,12 +138,15 @@ fn name(operation: Operation) -> Option<&'static str> {
 fn sizes(operation: Operation, bytes: u64, world_size: u64) -> [Vec<u64>; 2] {
     // The last part may be shorter, but `torchfrtrace` expects equal ones.
     let part = bytes.div_ceil(world_size);
-    match operation {
-        Operation::AllGather => [vec![part], vec![part * world_size]],
-        Operation::ReduceScatter => [vec![part * world_size], vec![part]],
+    let whole = [vec![bytes], vec![bytes]];
+    let Some(CollectiveType { inputs, outputs, .. }) = operation.collective() else { return whole };
+    match (inputs.is_list(), outputs.is_list()) {
         // Only the root's record has the bytes of all ranks.
-        Operation::Gather | Operation::Scatter => [vec![], vec![]],
-        _ => [vec![bytes], vec![bytes]],
+        (true, _) if inputs.holders == Holders::Root => [vec![], vec![]],
+        (_, true) if outputs.holders == Holders::Root => [vec![], vec![]],
+        (false, true) => [vec![part], vec![part * world_size]],
+        (true, false) => [vec![part * world_size], vec![part]],
+        _ => whole,
     }
 }
 

@@ -15,7 +15,7 @@ use tch::{Device, Tensor};
 use torch_sys::C_tensor;
 
 use crate::error::{Error, Result};
-use crate::ffi::c10d::{Call, Ended, Group, Join, Operation};
+use crate::ffi::c10d::{Call, Ended, GlooOperation, Group, Join};
 use crate::ffi::shim::raw;
 use crate::ffi::store::TcpStore;
 use crate::os::limits;
@@ -147,32 +147,24 @@ impl GlooGroup {
     /// Starts an in-place all-reduce. All ranks get the same bits, in every run. Each part goes round the ring from
     /// another rank, so the order in which three or more floats are added depends on their position.
     pub(crate) fn all_reduce(&self, tensor: &Tensor, reduce: Reduce) -> Result<GlooWork> {
-        self.start(
-            "all_reduce",
-            Operation::AllReduce,
-            Arguments { reduce, outputs: &[tensor], ..none() },
-        )
+        self.start(GlooOperation::AllReduce, Arguments { reduce, outputs: &[tensor], ..none() })
     }
 
     /// Starts an in-place reduce to `root`. The contents of `tensor` are undefined on the other ranks.
     pub(crate) fn reduce(&self, tensor: &Tensor, root: usize, reduce: Reduce) -> Result<GlooWork> {
         let arguments = Arguments { reduce, peer: root, outputs: &[tensor], ..none() };
-        self.start("reduce", Operation::Reduce, arguments)
+        self.start(GlooOperation::Reduce, arguments)
     }
 
     /// Starts an in-place broadcast from `root`.
     pub(crate) fn broadcast(&self, tensor: &Tensor, root: usize) -> Result<GlooWork> {
         let arguments = Arguments { peer: root, outputs: &[tensor], ..none() };
-        self.start("broadcast", Operation::Broadcast, arguments)
+        self.start(GlooOperation::Broadcast, arguments)
     }
 
     /// Starts an all-gather: fills one of `outputs` from each rank.
     pub(crate) fn all_gather(&self, outputs: &[&Tensor], input: &Tensor) -> Result<GlooWork> {
-        self.start(
-            "all_gather",
-            Operation::AllGather,
-            Arguments { inputs: &[input], outputs, ..none() },
-        )
+        self.start(GlooOperation::AllGather, Arguments { inputs: &[input], outputs, ..none() })
     }
 
     /// Starts a gather: fills one of the root's `outputs` from each rank. The other ranks pass no outputs.
@@ -183,7 +175,7 @@ impl GlooGroup {
         root: usize,
     ) -> Result<GlooWork> {
         let arguments = Arguments { peer: root, inputs: &[input], outputs, ..none() };
-        self.start("gather", Operation::Gather, arguments)
+        self.start(GlooOperation::Gather, arguments)
     }
 
     /// Starts a scatter: sends one of the root's `inputs` to each rank. The other ranks pass no inputs.
@@ -194,7 +186,7 @@ impl GlooGroup {
         root: usize,
     ) -> Result<GlooWork> {
         let arguments = Arguments { peer: root, inputs, outputs: &[output], ..none() };
-        self.start("scatter", Operation::Scatter, arguments)
+        self.start(GlooOperation::Scatter, arguments)
     }
 
     /// Starts a reduce-scatter: reduces `input`, and splits the result into equal parts, one for each rank.
@@ -205,7 +197,7 @@ impl GlooGroup {
         reduce: Reduce,
     ) -> Result<GlooWork> {
         let arguments = Arguments { reduce, inputs: &[input], outputs: &[output], ..none() };
-        self.start("reduce_scatter", Operation::ReduceScatter, arguments)
+        self.start(GlooOperation::ReduceScatter, arguments)
     }
 
     /// Starts an all-to-all: sends `input_splits` rows of `input` to each rank, and fills `output_splits` rows of
@@ -228,25 +220,25 @@ impl GlooGroup {
             output_splits,
             ..none()
         };
-        self.start("all_to_all", Operation::AllToAll, arguments)
+        self.start(GlooOperation::AllToAll, arguments)
     }
 
     /// Starts a barrier. It ends when all ranks have called it and their earlier operations have ended.
     pub(crate) fn barrier(&self) -> Result<GlooWork> {
-        self.start("barrier", Operation::Barrier, none())
+        self.start(GlooOperation::Barrier, none())
     }
 
     /// Starts a send to one rank. Tensors with the same tag arrive in order. The send ends when the operating system
     /// has taken the data.
     pub(crate) fn send(&self, tensor: &Tensor, destination: usize, tag: u16) -> Result<GlooWork> {
         let arguments = Arguments { peer: destination, tag, inputs: &[tensor], ..none() };
-        self.start("send", Operation::Send, arguments)
+        self.start(GlooOperation::Send, arguments)
     }
 
     /// Starts a receive from one rank.
     pub(crate) fn recv(&self, tensor: &Tensor, source: usize, tag: u16) -> Result<GlooWork> {
         let arguments = Arguments { peer: source, tag, outputs: &[tensor], ..none() };
-        self.start("recv", Operation::Recv, arguments)
+        self.start(GlooOperation::Recv, arguments)
     }
 
     /// Makes all operations fail, here at once, and on other ranks as soon as they notice. The group cannot be used
@@ -257,12 +249,8 @@ impl GlooGroup {
         aborted.map_err(|reason| Error::Gloo { doing: "abort", reason })
     }
 
-    fn start(
-        &self,
-        doing: &'static str,
-        operation: Operation,
-        arguments: Arguments<'_>,
-    ) -> Result<GlooWork> {
+    fn start(&self, operation: GlooOperation, arguments: Arguments<'_>) -> Result<GlooWork> {
+        let doing = operation.into();
         let fail = |reason| Error::Gloo { doing, reason: plain(reason) };
         let Arguments { reduce, peer, tag, inputs, outputs, input_splits, output_splits } =
             arguments;

@@ -235,13 +235,13 @@ impl RankBackend for GlooBackend {
             // The results go out from behind the slices, because other ranks may still read the slices.
             network.reserve(sent + received, sent.max(received))
         };
-        if self.is_first() && call.operation != Operation::AllToAll {
+        if self.is_first() && !call.operation.has_own_sizes() {
             self.run.check(self.global_rank())?;
             reserve(&self.packer.network, &parts)?;
         }
         self.exchange_local(call)?;
         self.set_weight(call);
-        if call.operation == Operation::AllToAll {
+        if call.operation.has_own_sizes() {
             parts = self.parts_of_all_to_all(call);
             self.on_leader(call, |network| reserve(network, &parts))?;
         }

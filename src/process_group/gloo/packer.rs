@@ -9,7 +9,7 @@ use super::super::call::Call;
 use super::super::local::{CallSlot, Kinds, Reduction, my_slice, reduce};
 use super::super::network::{Network, ProcessMap, SplitSizes};
 use super::super::{ReduceOp, num_bytes, weights};
-use crate::operation::Operation;
+use crate::operation::{CollectiveType, Holders, Operation};
 
 /// The pointer lists with which a rank packs and unpacks.
 pub(super) struct Packer {
@@ -86,7 +86,13 @@ impl Packer {
             // SAFETY: there is room for the tensor, and no other rank writes there.
             unsafe { tensor.data_ptr().cast::<u8>().copy_to_nonoverlapping(to, whole(tensor)) };
         };
-        let is_root = place == call.root();
+        let Some(collective) = call.operation.collective() else { return };
+        let CollectiveType { inputs, outputs, .. } = collective;
+        let root = process_map.process_of(call.root());
+        let receivers = match outputs.holders {
+            Holders::Root => root..root + 1,
+            Holders::All | Holders::OthersThanRoot => 0..process_map.len(),
+        };
         match call.operation {
             Operation::AllReduce if sliced => {
                 for process in 0..process_map.len() {
@@ -94,13 +100,9 @@ impl Packer {
                     add(0, slice, &mut [part(process, 0)].into_iter());
                 }
             }
-            Operation::AllReduce => {
-                let all = &mut (0..process_map.len()).map(|process| part(process, 0));
-                add(0, 0..call.inputs[0].numel(), all);
-            }
-            Operation::Reduce => {
-                let root = process_map.process_of(call.root());
-                add(0, 0..call.inputs[0].numel(), &mut [part(root, 0)].into_iter());
+            Operation::AllReduce | Operation::Reduce => {
+                let to = &mut receivers.map(|process| part(process, 0));
+                add(0, 0..call.inputs[0].numel(), to);
             }
             Operation::ReduceScatter => {
                 let numel = call.outputs[0].numel();
@@ -108,26 +110,6 @@ impl Packer {
                     for (offset, place) in places.clone().enumerate() {
                         let offset = offset * num_bytes(partial, numel);
                         add(place, 0..numel, &mut [part(process, offset)].into_iter());
-                    }
-                }
-            }
-            Operation::Broadcast if is_root => {
-                (0..process_map.len()).for_each(|process| copy(&call.inputs[0], part(process, 0)));
-            }
-            Operation::AllGather => {
-                let offset = index * whole(&call.inputs[0]);
-                (0..process_map.len())
-                    .for_each(|process| copy(&call.inputs[0], part(process, offset)));
-            }
-            Operation::Gather => {
-                let root = process_map.process_of(call.root());
-                copy(&call.inputs[0], part(root, index * whole(&call.inputs[0])));
-            }
-            Operation::Scatter if is_root => {
-                for (process, places) in process_map.processes.iter().enumerate() {
-                    for (offset, place) in places.clone().enumerate() {
-                        let input = &call.inputs[place];
-                        copy(input, part(process, offset * whole(input)));
                     }
                 }
             }
@@ -144,7 +126,21 @@ impl Packer {
                     }
                 }
             }
-            _ => {}
+            // The other collectives copy.
+            _ if !inputs.is_held_by(place == call.root()) => {}
+            _ if inputs.is_list() => {
+                for (process, places) in process_map.processes.iter().enumerate() {
+                    for (offset, place) in places.clone().enumerate() {
+                        let input = &call.inputs[place];
+                        copy(input, part(process, offset * whole(input)));
+                    }
+                }
+            }
+            _ => {
+                let Some(input) = call.inputs.first() else { return };
+                let offset = if outputs.is_list() { index * whole(input) } else { 0 };
+                receivers.for_each(|process| copy(input, part(process, offset)));
+            }
         }
     }
 

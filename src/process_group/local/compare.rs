@@ -40,7 +40,7 @@ pub(crate) fn exchange_calls(
         }
     };
     let Some(conflict) = conflict else { return Ok(()) };
-    Err(conflict.error(slot.published(), members, first_place, call.sequence))
+    Err(conflict.error(slot.published(), members, first_place, call.at()))
 }
 
 /// Compares the calls of this process's ranks, in rank order. `members` are their global ranks.

@@ -1,11 +1,11 @@
 //! Conflicts between the tensors that the ranks of a process have announced: memory that one rank writes and another
-//! touches, and in an all_to_all the sizes on which two ranks disagree.
+//! touches, and the sizes on which two ranks disagree where each pair of ranks has its own.
 
 use super::fingerprint::CollectiveFingerprint;
 use super::mismatch::sizes_differ;
 use super::span::Conflict;
 use crate::error::Error;
-use crate::operation::Operation;
+use crate::operation::OpId;
 use crate::runtime::format_call_site;
 
 impl Conflict {
@@ -16,7 +16,7 @@ impl Conflict {
         calls: impl Iterator<Item = &'a CollectiveFingerprint> + Clone,
         members: &[usize],
         first_place: usize,
-        sequence: u64,
+        call_at: OpId,
     ) -> Error {
         let (from, to) = match self {
             Conflict::Memory(first, second) => {
@@ -34,17 +34,17 @@ impl Conflict {
             [from, to].map(|place| format_call_site(call(place).and_then(|call| call.call_site)));
         let [from, to] =
             [(from, at), (to, there)].map(|(rank, line)| (&members[rank..=rank], line));
-        sizes_differ(sequence, from, to, [sent, expected])
+        sizes_differ(call_at, from, to, [sent, expected])
     }
 }
 
-/// Returns the first pair of ranks in an all_to_all that disagree on a size. `None` for other operations: what their
-/// ranks have agreed on determines the sizes.
+/// Returns the first pair of ranks that disagree on a size, in a collective in which each pair has its own. `None` for
+/// other operations: what their ranks have agreed on determines the sizes.
 pub(super) fn sizes<'a>(
     calls: impl Iterator<Item = &'a CollectiveFingerprint> + Clone,
     first_place: usize,
 ) -> Option<Conflict> {
-    if calls.clone().next()?.operation != Operation::AllToAll {
+    if !calls.clone().next()?.operation.has_own_sizes() {
         return None;
     }
     let differs = |(from, sender): (usize, &CollectiveFingerprint)| {

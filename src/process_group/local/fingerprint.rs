@@ -15,7 +15,7 @@ use crate::process_group::dtype::{dtype_name, num_bytes};
 use crate::process_group::reduce_op::ReduceOp;
 use crate::runtime;
 
-/// The text before the sizes of an all_to_all, which may differ between ranks.
+/// The text before sizes that may differ between ranks.
 pub(super) const SIZES: &str = " sending ";
 
 /// What an announcement has besides the call.
@@ -121,8 +121,14 @@ impl CollectiveFingerprint {
             Span { start, end, written }.join(&mut spans);
         };
         self.outputs.iter().for_each(|place| add(place, true));
-        let read = (0..self.inputs.len()).filter(|&input| !self.is_kept(input, at_place));
-        read.for_each(|input| add(&self.inputs[input], false));
+        let collective = self.operation.collective();
+        for (input, place) in self.inputs.iter().enumerate() {
+            // Where it may be, the input is the same memory as an output: as the part that this rank keeps.
+            let kept = collective.and_then(|collective| collective.kept_output(input, at_place));
+            if kept.and_then(|output| self.outputs.get(output)) != Some(place) {
+                add(place, false);
+            }
+        }
         self.spans = spans;
     }
 
@@ -151,10 +157,7 @@ impl CollectiveFingerprint {
 
     pub(crate) fn describe(&self) -> String {
         let CollectiveFingerprint { operation, kind, device, shape, .. } = self;
-        let role = match operation {
-            Operation::Broadcast | Operation::Scatter => "src",
-            _ => "dst",
-        };
+        let role = operation.root_argument();
         let options = match (self.root, self.reduce_op) {
             (Some(root), Some(op)) => format!("({role} {root}, {op})"),
             (Some(root), None) => format!("({role} {root})"),
@@ -171,7 +174,7 @@ impl CollectiveFingerprint {
         let what = match operation {
             Operation::Barrier => return operation.to_string(),
             Operation::NewGroup => return format!("{operation} of ranks {shape:?}"),
-            Operation::AllToAll => {
+            _ if operation.has_own_sizes() => {
                 let [sent, expected] = [&self.inputs, &self.outputs].map(|places| sizes(places));
                 return format!(
                     "{operation} of {kind}{place}{SIZES}{sent:?} and expecting {expected:?}"
@@ -183,18 +186,6 @@ impl CollectiveFingerprint {
             }
         };
         format!("{operation}{options} of {kind} {what}{place}")
-    }
-
-    /// Returns whether the input is the same memory as an output, where it may be: as the part that this rank keeps.
-    fn is_kept(&self, input: usize, rank: usize) -> bool {
-        let output = match self.operation {
-            Operation::AllReduce | Operation::Reduce => input,
-            Operation::AllGather | Operation::Gather if input == 0 => rank,
-            Operation::Scatter | Operation::ReduceScatter if input == rank => 0,
-            Operation::AllToAll if input == rank => rank,
-            _ => return false,
-        };
-        self.outputs.get(output) == Some(&self.inputs[input])
     }
 }
 

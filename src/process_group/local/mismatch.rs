@@ -80,11 +80,11 @@ pub(crate) fn mismatch(sequence: u64, calls: &[RankCall]) -> Error {
     }
 }
 
-/// Returns the error of an all_to_all in which the ranks `from` send another number of elements to the ranks `to`
+/// Returns the error of a collective in which the ranks `from` send another number of elements to the ranks `to`
 /// than these expect: `[sent, expected]`. Each side is one rank or the ranks of one process, with its call site, if
 /// that is known.
 pub(crate) fn sizes_differ(
-    sequence: u64,
+    OpId { operation, sequence }: OpId,
     (from, at): (&[usize], String),
     (to, there): (&[usize], String),
     [sent, expected]: [usize; 2],
@@ -98,10 +98,10 @@ pub(crate) fn sizes_differ(
     };
     let sends = if is_one(from) { "sends" } else { "send" };
     let calls = format!(
-        "in all_to_all {} {sends} {sent} elements{receives} {expected}{there}",
+        "in {operation} {} {sends} {sent} elements{receives} {expected}{there}",
         list_ranks(from)
     );
-    Error::Mismatch { sequence, calls, suspects, outlier, called: Operation::AllToAll }
+    Error::Mismatch { sequence, calls, suspects, outlier, called: operation }
 }
 
 /// Returns the calls as text: "ranks 0-2 called barrier at src/main.rs:7; rank 3 called barrier at src/main.rs:9".

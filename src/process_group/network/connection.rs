@@ -398,7 +398,7 @@ impl Network {
         })
     }
 
-    /// Returns the error of an all_to_all in which `process` sends `sent` bytes and this process expects another
+    /// Returns the error of a collective in which `process` sends `sent` bytes and this process expects another
     /// number. Each call is valid by itself, so the other process does not see the error.
     fn sizes_differ(&self, call: &Call, process: usize, sent: usize, parts: &SplitSizes) -> Error {
         let numel = |bytes| bytes / num_bytes(call.kind, 1);
@@ -406,7 +406,7 @@ impl Network {
         let here = ranks(self.map.mine);
         let line = format_call_site(call.call_site.filter(|_| here.len() == 1));
         let numbers = [sent, parts.from[process]].map(numel);
-        local::sizes_differ(call.sequence, (ranks(process), String::new()), (here, line), numbers)
+        local::sizes_differ(call.at(), (ranks(process), String::new()), (here, line), numbers)
     }
 
     /// Returns the error when the processes `different` make another call than this one. Every process writes its call

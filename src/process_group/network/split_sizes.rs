@@ -3,7 +3,7 @@
 use tch::Kind;
 
 use super::process_map::ProcessMap;
-use crate::operation::Operation;
+use crate::operation::{CollectiveType, Holders, Operand, Tensors};
 use crate::process_group::call::Call;
 use crate::process_group::dtype::num_bytes;
 use crate::process_group::local::my_slice;
@@ -23,56 +23,44 @@ pub(crate) struct SplitSizes {
 
 impl SplitSizes {
     /// Returns the sizes of `call` in this process, whose tensors have `numel` elements each. For an all_reduce in
-    /// slices they are those of the first exchange. An all_to_all gets zeros, because its parts depend on all ranks of
-    /// the process.
+    /// slices they are those of the first exchange. Zeros if each pair of ranks has its own size: the parts then depend
+    /// on all ranks of the process.
     pub(crate) fn of(call: &Call, numel: usize, process_map: &ProcessMap, sliced: bool) -> Self {
-        let (count, mine, whole) =
-            (process_map.len(), process_map.mine, num_bytes(call.kind, numel));
-        let partial_kind = process_map.partial_kind(call);
-        let partial = num_bytes(partial_kind, numel);
+        let (count, mine) = (process_map.len(), process_map.mine);
+        if sliced {
+            let slices = slices(process_map.partial_kind(call), numel, count);
+            let (from, largest) = (vec![slices[mine]; count], Some(slices[0]));
+            return Self { to: slices, from, largest };
+        }
         let ranks = |process: usize| process_map.processes[process].len();
         let root = process_map.process_of(call.root());
-        let each = |size: &dyn Fn(usize) -> usize| (0..count).map(size).collect::<Vec<_>>();
-        let only = |process: usize, is_it: bool, size: usize| {
-            each(&|other| if is_it || other == process { size } else { 0 })
+        let collective = call.operation.collective();
+        let Some(collective) = collective.filter(|collective| !collective.has_own_sizes) else {
+            return Self { to: vec![0; count], from: vec![0; count], largest: Some(0) };
         };
-        let most = (0..count).map(ranks).max().unwrap_or(1);
-        let (to, from, largest) = match call.operation {
-            Operation::AllReduce if sliced => {
-                let slices = slices(partial_kind, numel, count);
-                let (mine, largest) = (slices[mine], slices[0]);
-                (slices, vec![mine; count], largest)
-            }
-            Operation::AllReduce => (vec![partial; count], vec![partial; count], partial),
-            Operation::Reduce => {
-                let from = vec![if mine == root { partial } else { 0 }; count];
-                (only(root, false, partial), from, partial)
-            }
-            Operation::Broadcast => {
-                let to = vec![if mine == root { whole } else { 0 }; count];
-                (to, only(root, false, whole), whole)
-            }
-            Operation::AllGather => (
-                vec![whole * ranks(mine); count],
-                each(&|other| whole * ranks(other)),
-                whole * most,
-            ),
-            Operation::Gather => {
-                let to = only(root, false, whole * ranks(mine));
-                let from = each(&|other| if mine == root { whole * ranks(other) } else { 0 });
-                (to, from, whole * most)
-            }
-            Operation::Scatter => {
-                let to = each(&|other| if mine == root { whole * ranks(other) } else { 0 });
-                (to, only(root, false, whole * ranks(mine)), whole * most)
-            }
-            Operation::ReduceScatter => (
-                each(&|other| partial * ranks(other)),
-                vec![partial * ranks(mine); count],
-                partial * most,
-            ),
-            _ => (vec![0; count], vec![0; count], 0),
+        // A process sends its ranks' tensors, or their sum. It also sends its part to itself.
+        let CollectiveType { inputs, outputs, reduces, .. } = collective;
+        let has =
+            |operand: Operand, process: usize| operand.holders != Holders::Root || process == root;
+        let unit = match (inputs.tensors, reduces) {
+            (Tensors::Nothing, _) => 0,
+            (_, true) => num_bytes(process_map.partial_kind(call), numel),
+            (_, false) => num_bytes(call.kind, numel),
         };
+        // The tensors in a part: one for each rank that receives it, or one from each that sends it.
+        let tensors = |from: usize, to: usize| match (inputs.is_list(), outputs.is_list()) {
+            (true, _) => ranks(to),
+            (_, true) => ranks(from),
+            _ => 1,
+        };
+        let part = |from: usize, to: usize| match has(inputs, from) && has(outputs, to) {
+            true => unit * tensors(from, to),
+            false => 0,
+        };
+        let most = if collective.has_parts() { (0..count).map(ranks).max() } else { None };
+        let to = (0..count).map(|process| part(mine, process)).collect();
+        let from = (0..count).map(|process| part(process, mine)).collect();
+        let largest = unit * most.unwrap_or(1);
         Self { to, from, largest: Some(largest) }
     }
 
@@ -116,6 +104,7 @@ pub(super) fn padded(bytes: usize) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::operation::Operation;
     use crate::process_group::reduce_op::ReduceOp;
 
     #[test]

@@ -8,7 +8,7 @@ use super::super::call::Call;
 use super::super::local::{
     self, CollectiveFingerprint, Kinds, Place, Reduction, my_slice, my_slices,
 };
-use super::super::traffic::{Traffic, first_bytes, split_traffic};
+use super::super::traffic::{Traffic, split_traffic};
 use super::super::{ReduceOp, num_bytes, weights};
 use crate::error::Result;
 use crate::ffi::TorchResult;
@@ -63,12 +63,11 @@ unsafe impl Send for SpanScratch {}
 pub(super) unsafe fn run<'a>(
     call: &Call,
     rank: usize,
-    mut calls: impl ExactSizeIterator<Item = &'a CollectiveFingerprint> + Clone,
+    calls: impl ExactSizeIterator<Item = &'a CollectiveFingerprint> + Clone,
     places: &mut SpanScratch,
 ) -> Result<()> {
     let all = || calls.clone();
     let Some(mine) = calls.clone().nth(rank) else { return Ok(()) };
-    let root = call.root();
     // SAFETY: as the caller promises; sizes fit, because the announcements agree.
     let copy = |from: Place, to: Place| unsafe { copy(mine.kind, mine.device, from, to) };
     match call.operation {
@@ -94,22 +93,19 @@ pub(super) unsafe fn run<'a>(
             // SAFETY: each rank writes to its own output only.
             unsafe { reduce(mine, places, 0, 0..mine.outputs[0].numel, call.op()) }
         }
-        Operation::Broadcast => match (calls.nth(root), mine.outputs.first()) {
-            (Some(source), Some(&to)) => copy(source.inputs[0], to),
-            _ => Ok(()),
-        },
-        Operation::Scatter => match calls.nth(root) {
-            Some(source) => copy(source.inputs[rank], mine.outputs[0]),
-            None => Ok(()),
-        },
-        // The destination of a gather is the only rank with outputs.
-        Operation::AllGather | Operation::Gather => {
-            all().zip(&mine.outputs).try_for_each(|(other, &to)| copy(other.inputs[0], to))
+        // The other collectives copy. A list of inputs has a tensor for each rank, a list of outputs one from each.
+        operation => {
+            let Some(collective) = operation.collective() else { return Ok(()) };
+            let input = if collective.inputs.is_list() { rank } else { 0 };
+            if collective.outputs.is_list() {
+                let mut pairs = all().zip(&mine.outputs);
+                return pairs.try_for_each(|(other, &to)| copy(other.inputs[input], to));
+            }
+            match (all().nth(call.root()), mine.outputs.first()) {
+                (Some(source), Some(&to)) => copy(source.inputs[input], to),
+                _ => Ok(()),
+            }
         }
-        Operation::AllToAll => {
-            all().zip(&mine.outputs).try_for_each(|(other, &to)| copy(other.inputs[rank], to))
-        }
-        _ => Ok(()),
     }
 }
 
@@ -147,8 +143,6 @@ pub(super) fn traffic(
     world_size: usize,
 ) -> Traffic {
     let others = world_size as u64 - 1;
-    let first = |tensors| first_bytes(call, tensors);
-    let (inputs, outputs) = (call.inputs, call.outputs);
     let is_root = rank == call.root();
     let (sent, received) = match call.operation {
         Operation::ReduceScatter if call.on_piece.is_some() => {
@@ -170,8 +164,6 @@ pub(super) fn traffic(
                 if call.operation == Operation::AllReduce || is_root { all - slice } else { 0 };
             (all - slice + slice * results_for, slice * others + results)
         }
-        Operation::Broadcast if is_root => (first(inputs) * others, 0),
-        Operation::Broadcast => (0, first(outputs)),
         _ => return split_traffic(call, rank, world_size),
     };
     Traffic { sent, received }
