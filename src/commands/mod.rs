@@ -2,6 +2,7 @@
 
 mod bench;
 mod comm;
+mod comm_op;
 mod completions;
 mod env;
 mod lesson;
@@ -15,8 +16,9 @@ mod train;
 mod verify;
 mod version;
 
-pub use bench::{BenchFlags, BenchOp, SimulatedCluster, bench, bench_scaling, bench_step};
-pub use comm::{CommFlags, CommOp, comm};
+pub use bench::{BenchFlags, SimulatedCluster, bench, bench_scaling, bench_step};
+pub use comm::{CommFlags, comm};
+pub use comm_op::CommOp;
 pub use completions::{CompletionsFlags, completions};
 pub use env::env;
 pub use lesson::{Lesson, LessonFlags, lesson};

@@ -1,11 +1,8 @@
 //! What the flags of commands have in common that start ranks and have no configuration: `comm` and `bench`.
 
-use std::str::FromStr;
 use std::time::Duration;
 
 use clap::Args;
-use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
-use strum::{ParseError, VariantNames};
 
 use crate::config::{backend_in_one_process, name, positive_duration};
 use crate::error::Result;
@@ -51,17 +48,4 @@ impl RanksFlags {
     pub(super) fn spawn(&self, placement: &Placement) -> Spawn {
         Spawn::at(placement).bind(self.bind).timeout(self.timeout)
     }
-}
-
-/// Parses an operation by its name, with `_` or `-`. The help shows the name with `separator`.
-pub(super) fn operation<T>(separator: &str) -> impl TypedValueParser<Value = T>
-where
-    T: VariantNames + FromStr<Err = ParseError> + Clone + Send + Sync + 'static,
-{
-    let named = |name: &&'static str| {
-        let spellings = [name.to_string(), name.replace('_', "-")];
-        PossibleValue::new(name.replace('_', separator)).aliases(spellings)
-    };
-    PossibleValuesParser::new(T::VARIANTS.iter().map(named))
-        .try_map(|name: String| name.replace('-', "_").parse::<T>())
 }

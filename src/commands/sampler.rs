@@ -5,7 +5,7 @@ use std::io::Write;
 use clap::Args;
 use serde::Serialize;
 
-use crate::config::{name, whole};
+use crate::config::{MemoryPart, check_memory, name, whole};
 use crate::data::DistributedSampler;
 use crate::error::Error;
 use crate::telemetry::{LogFormat, Printer, total_memory};
@@ -61,13 +61,6 @@ struct Shard<'a> {
 /// [`Error::InvalidInput`] when the samples can't be dealt, and an error when stdout can't be written.
 pub fn sampler(flags: &SamplerFlags, printer: &Printer) -> anyhow::Result<()> {
     let world_size = flags.world_size;
-    if !(1..=MOST_RANKS).contains(&world_size) {
-        return Err(Error::InvalidInput(format!(
-            "--world-size: {world_size} ranks cannot be listed; use 1 to {}",
-            MOST_RANKS
-        ))
-        .into());
-    }
     let ranks = match flags.rank {
         Some(rank) if rank >= world_size => {
             return Err(Error::InvalidInput(format!(
@@ -79,14 +72,12 @@ pub fn sampler(flags: &SamplerFlags, printer: &Printer) -> anyhow::Result<()> {
         Some(rank) => rank..rank + 1,
         None => 0..world_size,
     };
-    let bytes = (flags.len as u64).saturating_mul(size_of::<usize>() as u64);
-    if total_memory().is_some_and(|total| bytes > total) {
-        return Err(Error::InvalidInput(format!(
-            "--len: the order of {} samples does not fit into this machine's memory; use fewer samples",
-            flags.len
-        ))
-        .into());
-    }
+    let order = MemoryPart {
+        bytes: flags.len as f64 * size_of::<usize>() as f64,
+        what: format!("--len: the order of {} samples takes", flags.len),
+        remedy: "use fewer samples".into(),
+    };
+    check_memory([order], total_memory())?;
     let sampler = DistributedSampler::new(flags.len, world_size, 0)?
         .shuffle(!flags.no_shuffle)
         .seed(flags.seed)

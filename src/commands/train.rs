@@ -11,7 +11,6 @@ use crate::session::{
     print_end, refuse_different_replicas, stop_at_signals,
 };
 use crate::telemetry::Printer;
-use crate::trainer::Trainer;
 
 /// Trains as `config` says, until all ranks finish. Returns `Some(reason)` if training stopped early.
 ///
@@ -57,17 +56,13 @@ fn train_on(rank: &Rank, session: &Session) -> anyhow::Result<()> {
     let logs_metrics = session.logs_metrics(&group)?;
     let checkpoint = start_point.agreed_checkpoint(&group)?;
 
-    let Training { ddp, optimizer, schedule, generator, loader, hash_before_broadcast } =
-        Training::new(rank, &group, config, &data.training, start_point)?;
+    let training = Training::new(rank, &group, config, &data.training, start_point)?;
     if rank.rank() == 0 {
-        session.print_start(ddp.num_parameters())?;
+        session.print_start(training.ddp.num_parameters())?;
     }
-    let mut trainer = Trainer::new(ddp, optimizer, schedule, loader, config.training.loss)?
-        .generator(generator)
-        .max_grad_norm(config.optimization.max_grad_norm)
-        .accumulate(config.ddp.grad_accum_steps as usize)
-        .exact_mean(config.ddp.exact_mean)?
-        .amp(config.training.amp)?
+    let hash_before_broadcast = training.hash_before_broadcast;
+    let mut trainer = training
+        .trainer(config)?
         .skip_nonfinite(config.optimization.skip_nonfinite)?
         .check_replicas(config.ddp.check_replicas_every)?
         .max_steps(config.training.max_steps)

@@ -1,4 +1,5 @@
-//! The least memory that a configuration needs. If it cannot fit, it is refused before anything is allocated.
+//! The least memory that a command needs, and that of a configuration. If it cannot fit, it is refused before anything
+//! is allocated.
 
 use super::open_data::SIZES;
 use super::{Config, Invalid, StrategyKind};
@@ -14,28 +15,60 @@ const FLOAT: f64 = 4.0;
 /// The bytes of a sample's index in a shuffled order.
 const ORDER: f64 = 8.0;
 
+/// A part of the memory that a command will need.
+pub(crate) struct MemoryPart {
+    pub bytes: f64,
+    /// What takes it, for an error: from the option up to "takes".
+    pub what: String,
+    /// What the user can do if it is too large.
+    pub remedy: String,
+}
+
+/// Refuses `parts` that together do not fit into `total` bytes. Without a `total` they fit.
+///
+/// # Errors
+/// [`Error::InvalidInput`] that names the largest of these parts.
+pub(crate) fn check_memory(
+    parts: impl IntoIterator<Item = MemoryPart>,
+    total: Option<u64>,
+) -> Result<()> {
+    too_large(parts, total).map_or(Ok(()), |problem| Err(Error::InvalidInput(problem)))
+}
+
+/// Returns what to say about `parts` that do not fit into `total` bytes; `None` if they fit.
+fn too_large(parts: impl IntoIterator<Item = MemoryPart>, total: Option<u64>) -> Option<String> {
+    let total = total? as f64;
+    let parts: Vec<MemoryPart> = parts.into_iter().collect();
+    let sum: f64 = parts.iter().map(|part| part.bytes).sum();
+    let largest = parts.into_iter().max_by(|a, b| a.bytes.total_cmp(&b.bytes));
+    let MemoryPart { bytes, what, remedy } = largest.filter(|_| sum > total)?;
+    let more = match sum - bytes {
+        _ if bytes > total => String::new(),
+        rest => format!(" and what else the ranks need {}", gigabytes(rest)),
+    };
+    let (needs, there) = (gigabytes(bytes), gigabytes(total));
+    Some(format!("{what} {needs}{more}, and this machine has {there}; {remedy}"))
+}
+
 impl Config {
     /// Refuses random data, or one replica of the model, that does not fit into `total` bytes.
     pub(super) fn validate_memory(&self, total: Option<u64>) -> Result<(), Invalid> {
-        let Some(total) = total.map(|total| total as f64) else { return Ok(()) };
-        let too_large = |key: &str, what: String, bytes: f64| {
-            let (needs, there) = (gigabytes(bytes), gigabytes(total));
-            let problem =
-                format!("{what} {needs}, and this machine has {there}; use a smaller number");
-            Err(Invalid { key: key.to_owned(), problem })
+        let check = |key: &str, what: String, bytes: f64| {
+            let part = MemoryPart { bytes, what, remedy: "use a smaller number".into() };
+            let problem = |problem| Err(Invalid { key: key.to_owned(), problem });
+            too_large([part], total).map_or(Ok(()), problem)
         };
-        if let Some(bytes) = self.random_bytes().filter(|bytes| *bytes > total)
+        if let Some(bytes) = self.random_bytes()
             && let [Some(samples), Some(inputs), Some(outputs)] =
                 [self.data.num_samples, self.data.in_features, self.data.out_features]
         {
             let what = format!("{samples} random samples of {inputs} + {outputs} numbers take");
-            return too_large(self.largest(&SIZES), what, bytes);
+            check(self.largest(&SIZES), what, bytes)?;
         }
-        let parameters = self.parameters();
-        let bytes = parameters * 2.0 * FLOAT;
-        if self.data.in_features.is_some() && bytes > total {
+        if self.data.in_features.is_some() {
+            let parameters = self.parameters();
             let what = format!("a model of {parameters:.0} parameters takes, with its gradients,");
-            return too_large(self.largest(&self.widths()), what, bytes);
+            check(self.largest(&self.widths()), what, parameters * 2.0 * FLOAT)?;
         }
         Ok(())
     }
@@ -50,7 +83,6 @@ impl Config {
     }
 
     fn check_memory_of(&self, total: Option<u64>, ranks: usize, processes: usize) -> Result<()> {
-        let Some(total) = total.map(|total| total as f64) else { return Ok(()) };
         let states = self.optimizer_options().states().len() as f64;
         let parameters = self.parameters();
         let samples = self.data.num_samples.unwrap_or_default();
@@ -77,20 +109,25 @@ impl Config {
             (ranks, ranks, model)
         };
         let numbers = (ranks + copies) as f64 + state_copies as f64 * states;
+        let part = |bytes: f64, key: &str, what: String, remedy: &str| MemoryPart {
+            bytes,
+            what: format!("{}: {what}", self.name_of(key)),
+            remedy: remedy.into(),
+        };
         let parts = [
-            (
+            part(
                 numbers * parameters * FLOAT,
                 self.largest(&self.widths()),
                 model,
                 "use a smaller model, or fewer ranks with --nproc-per-node",
             ),
-            (
+            part(
                 processes as f64 * self.random_bytes().unwrap_or_default(),
                 self.largest(&SIZES),
                 format!("{samples} random samples{in_each} take"),
                 "use fewer samples, or fewer ranks with --nproc-per-node",
             ),
-            (
+            part(
                 ranks as f64 * self.activation_bytes(ranks),
                 "block_size",
                 format!(
@@ -99,28 +136,14 @@ impl Config {
                 ),
                 "use a smaller one, or a smaller --batch-size",
             ),
-            (
+            part(
                 orders as f64 * shuffled * ORDER,
                 "num_samples",
                 format!("the shuffled order of {samples} samples on {orders} ranks takes"),
                 "use fewer samples, fewer ranks with --nproc-per-node, or --no-shuffle",
             ),
         ];
-        let sum: f64 = parts.iter().map(|(bytes, ..)| bytes).sum();
-        let largest = parts.into_iter().max_by(|a, b| a.0.total_cmp(&b.0));
-        let Some((bytes, key, what, remedy)) = largest.filter(|_| sum > total) else {
-            return Ok(());
-        };
-        let flag = self.name_of(key);
-        let more = match sum - bytes {
-            _ if bytes > total => String::new(),
-            rest => format!(" and what else the ranks need {}", gigabytes(rest)),
-        };
-        Err(Error::InvalidInput(format!(
-            "{flag}: {what} {}{more}, and this machine has {}; {remedy}",
-            gigabytes(bytes),
-            gigabytes(total)
-        )))
+        check_memory(parts, total)
     }
 
     /// Returns the bytes of the random data; `None` if the data is not random.

@@ -33,6 +33,7 @@ pub use data::DataSection;
 pub use ddp::{CommHookKind, DdpSection, StrategyKind};
 pub use given_options::Given;
 pub use launch::LaunchSection;
+pub(crate) use memory::{MemoryPart, check_memory};
 pub use model::ModelSection;
 pub use open_data::Data;
 pub use optimization::{OptimizationSection, OptimizerKind, ScheduleKind};

@@ -194,11 +194,6 @@ impl<M> DataParallel<M> {
         Ok(())
     }
 
-    /// Returns the total time that this rank has spent gathering gradients or waiting for other ranks to.
-    pub(crate) fn communication_time(&self) -> std::time::Duration {
-        self.times.communication
-    }
-
     /// Scales the averaged gradients on rank 0 so that their total 2-norm is at most `max_norm`. Returns the norm
     /// before scaling.
     ///

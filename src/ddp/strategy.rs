@@ -179,8 +179,4 @@ impl<M> Strategy<M> {
     pub(crate) fn parameter_places(&self) -> Vec<Parameter> {
         either!(self, parameter_places())
     }
-
-    pub(crate) fn communication_time(&self) -> Duration {
-        either!(self, communication_time())
-    }
 }

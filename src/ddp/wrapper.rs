@@ -149,11 +149,6 @@ impl<M> DistributedDataParallel<M> {
         self.reducer.parameter_places()
     }
 
-    /// Returns the total time that this rank has spent reducing gradients or waiting for other ranks to.
-    pub(crate) fn communication_time(&self) -> Duration {
-        self.reducer.times().communication
-    }
-
     /// Returns the time from the start of the last backward to the completion of each bucket, without reductions; on a
     /// GPU, the time to launch it. `None` for a bucket that lacked a gradient.
     pub(crate) fn bucket_times(&self) -> Vec<Option<Duration>> {

@@ -41,13 +41,19 @@ pub(crate) fn configured_spawn(
     config: &Config,
     printer: &Arc<Printer>,
 ) -> Spawn {
-    let printer = printer.clone();
     // A fault is injected once, not again after a restart.
     let fault = config.launch.inject_fault.filter(|_| joined_launch.launch.restart_count == 0);
-    joined_launch
-        .spawn()
+    configure(joined_launch.spawn(), config, printer).fault(fault)
+}
+
+/// Sets all that `config` says about how ranks run.
+pub(crate) fn configure(spawn: Spawn, config: &Config, printer: &Arc<Printer>) -> Spawn {
+    let printer = printer.clone();
+    spawn
+        .bind(config.launch.bind)
         .timeout(config.launch.timeout)
+        .grace_period(config.launch.grace_period)
         .stall_warning(config.launch.stall_warning, move |text| printer.report(text))
         .check_collectives(config.ddp.check_collectives)
-        .fault(fault)
+        .fault(config.launch.inject_fault)
 }

@@ -40,7 +40,7 @@ use artifacts::RunArtifacts;
 use end_messages::outcome;
 
 pub(crate) use checked_placement::{check_shared_model, place_all, place_ranks};
-pub(crate) use configured_launch::{configured_spawn, join_launch};
+pub(crate) use configured_launch::{configure, configured_spawn, join_launch};
 pub(crate) use data::open_data;
 pub(crate) use explainer::explainer;
 pub use processes::AlreadyReported;

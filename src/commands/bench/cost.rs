@@ -140,7 +140,7 @@ fn gloo_ring_of_two(bytes: f64, link: Link) -> f64 {
 
 /// The measured times of a step on one rank, in seconds.
 #[derive(Debug, Clone, PartialEq)]
-pub(super) struct Measured {
+pub(super) struct MeasuredStep {
     pub forward: f64,
     /// Autograd alone.
     pub backward: f64,
@@ -166,7 +166,7 @@ pub(super) struct Forecast {
     pub exposed: f64,
 }
 
-impl Measured {
+impl MeasuredStep {
     /// Returns the forecast of this step on `shape` of `cluster`. Buckets are reduced one after the other, each when
     /// it is complete. Where two can be in flight, they share the line.
     pub(super) fn on(&self, cluster: &SimulatedCluster, shape: Shape) -> Forecast {
@@ -279,9 +279,9 @@ mod tests {
         near(ring(5.0, 10.0), 2.0 * 2.0 * (5.0 / 6.0 + 20.0));
     }
 
-    fn measured(overlaps: bool) -> Measured {
+    fn measured(overlaps: bool) -> MeasuredStep {
         let buckets = vec![(1e6, 1e-3), (2e6, 3e-3)];
-        Measured { forward: 2e-3, backward: 3e-3, optimizer: 1e-3, buckets, overlaps }
+        MeasuredStep { forward: 2e-3, backward: 3e-3, optimizer: 1e-3, buckets, overlaps }
     }
 
     #[test]

@@ -6,7 +6,7 @@ use serde::Serialize;
 
 use super::NOISY_RATIO;
 use super::cluster::SimulatedCluster;
-use super::cost::{Forecast, Measured};
+use super::cost::{Forecast, MeasuredStep};
 use super::table::{self, Column, numbers, text};
 use crate::telemetry::{LogFormat, Printer};
 
@@ -34,7 +34,7 @@ struct Row<'a> {
 pub(super) fn print(
     model: &'static str,
     batch_size: usize,
-    measured: &Measured,
+    measured: &MeasuredStep,
     cluster: &SimulatedCluster,
     on_cpu: bool,
     spread: f64,
@@ -70,7 +70,7 @@ pub(super) fn print(
 }
 
 fn write_head(
-    measured: &Measured,
+    measured: &MeasuredStep,
     cluster: &SimulatedCluster,
     batch_size: usize,
     out: &mut dyn Write,

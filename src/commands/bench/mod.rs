@@ -18,18 +18,19 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use clap::Args;
+use clap::builder::TypedValueParser;
 use serde::Serialize;
 use tch::{Device, Kind, Tensor};
 
-use super::ranks_flags::{RanksFlags, operation};
-use crate::config::{name, whole};
+use super::comm_op::{CommOp, op_parser};
+use super::ranks_flags::RanksFlags;
+use crate::config::{MemoryPart, check_memory, name, whole};
 use crate::error::{Error, Result};
 use crate::ffi::cuda::Cuda;
 use crate::launch::Rank;
-use crate::process_group::{Backend, ProcessGroup, ReduceOp, dtype_name, parse_dtype};
-use crate::telemetry::{LogFormat, Printer, gigabytes, total_memory};
+use crate::process_group::{Backend, ProcessGroup, ReduceOp, dtype_name, num_bytes, parse_dtype};
+use crate::telemetry::{LogFormat, Printer, total_memory};
 use bench_case::BenchCase;
-pub use bench_case::BenchOp;
 pub use cluster::SimulatedCluster;
 use roofline::MemoryRoofline;
 pub use scaling::bench_scaling;
@@ -45,9 +46,9 @@ const MOST_ITERS: u64 = 1_000_000;
 pub struct BenchFlags {
     /// Collective
     // With a subcommand the operation may be left out, and its default counts.
-    #[arg(value_name = "OP", value_parser = operation::<BenchOp>("-"), required = true)]
+    #[arg(value_name = "OP", value_parser = op(), required = true)]
     #[arg(default_value = "all-reduce", hide_default_value = true)]
-    pub op: BenchOp,
+    pub op: CommOp,
     /// Smallest size, as 4, 16K or 128M
     #[arg(long, value_name = "SIZE", value_parser = size, default_value = "4")]
     pub min_bytes: u64,
@@ -77,6 +78,10 @@ pub struct BenchFlags {
     /// text: a table. json: one object per size
     #[arg(long, value_name = "FORMAT", value_parser = name::<LogFormat>(), default_value = "text")]
     pub log_format: LogFormat,
+}
+
+fn op() -> impl TypedValueParser<Value = CommOp> {
+    op_parser(bench_case::OPS.map(|op| (bench_case::name(op), op)).to_vec(), "-")
 }
 
 /// Parses a size in bytes, as nccl-tests reads it: K is 1024.
@@ -135,11 +140,11 @@ pub fn bench(flags: BenchFlags, cuda: &Cuda, printer: &Arc<Printer>) -> anyhow::
 impl BenchFlags {
     fn check(&self, world_size: usize) -> Result<()> {
         let refuse = |why: String| Err(Error::InvalidInput(why));
-        if self.op.reduces() {
-            let allowed = self.reduce_op.check_kind(self.op.operation(), self.dtype);
+        if let Some(operation) = self.op.reduction() {
+            let allowed = self.reduce_op.check_kind(operation, self.dtype);
             allowed.or_else(|error| refuse(error.to_string()))?;
         }
-        if self.op == BenchOp::SendRecv && world_size == 1 {
+        if self.op == CommOp::IsendIrecv && world_size == 1 {
             return refuse("send-recv needs 2 ranks; use --nproc-per-node 2 or more".into());
         }
         if self.min_bytes == 0 || self.min_bytes > self.max_bytes {
@@ -151,29 +156,20 @@ impl BenchFlags {
         if self.max_bytes > 1 << 40 {
             return refuse(format!("--max-bytes {}: use at most 1T", self.max_bytes));
         }
-        if self.step_factor < 2 {
-            return refuse("--step-factor: use 2 or more; for one row give --min-bytes and --max-bytes the same size".into());
-        }
-        if self.iters == Some(0) {
-            return refuse("--iters: use 1 or more".into());
-        }
         Ok(())
     }
 
-    /// Refuses sizes that do not fit into `total` bytes of memory. Each rank has at least one side of the operation,
-    /// and the limit takes as much again.
+    /// Refuses sizes that do not fit into `total` bytes of memory. The limit takes at least as much as the tensors.
     fn check_memory(&self, world_size: usize, total: Option<u64>) -> Result<()> {
-        let needs = 2.0 * self.max_bytes as f64 * world_size as f64;
-        match total.map(|total| total as f64).filter(|total| needs > *total) {
-            None => Ok(()),
-            Some(total) => Err(Error::InvalidInput(format!(
-                "--max-bytes {}: {world_size} ranks take {} for that, and this machine has {} of memory; use a \
-                 smaller size, or fewer ranks",
-                self.max_bytes,
-                gigabytes(needs),
-                gigabytes(total)
-            ))),
-        }
+        let largest = self.max_bytes / self.dtype.elt_size_in_bytes() as u64;
+        let numel = bench_case::count(self.op, largest, world_size) as usize;
+        let tensors = self.op.tensors(world_size) * num_bytes(self.dtype, numel) as f64;
+        let part = MemoryPart {
+            bytes: 2.0 * tensors,
+            what: format!("--max-bytes {}: {world_size} ranks take", self.max_bytes),
+            remedy: "use a smaller size, or fewer ranks".into(),
+        };
+        check_memory([part], total)
     }
 
     /// Returns the sizes as counts of whole elements, without repetitions.
@@ -183,7 +179,7 @@ impl BenchFlags {
         });
         let element = self.dtype.elt_size_in_bytes() as u64;
         let mut counts: Vec<u64> =
-            sizes.map(|size| self.op.count(size / element, world_size)).collect();
+            sizes.map(|size| bench_case::count(self.op, size / element, world_size)).collect();
         counts.dedup();
         counts
     }
@@ -207,18 +203,18 @@ fn bench_on(
         let mut case = BenchCase::new(flags, count, &group)?;
         let Measurement { time, limit, spread } = measure(flags, &mut case, &group)?;
         spreads.push(spread);
-        let wrong = sum_over_ranks(&group, case.check(&group)?)?;
+        let wrong = sum_over_ranks(&group, case.check()?)?;
         let bytes = case.bytes();
         let algbw = bytes as f64 / time / 1e9;
         let row = Row {
-            op: flags.op.name(),
+            op: bench_case::name(flags.op),
             bytes,
             count,
             dtype: dtype_name(flags.dtype),
-            reduce_op: flags.op.reduces().then(|| flags.reduce_op.to_string()),
+            reduce_op: flags.op.reduction().map(|_| flags.reduce_op.to_string()),
             time_us: time * 1e6,
             algbw,
-            busbw: algbw * flags.op.bus_factor(rank.world_size()),
+            busbw: algbw * bench_case::bus_factor(flags.op, rank.world_size()),
             limit_us: limit.map(|limit| limit * 1e6),
             wrong,
         };
@@ -298,7 +294,7 @@ fn round(group: &ProcessGroup, case: &mut BenchCase, iters: u64) -> Result<f64> 
     group.barrier()?;
     let began = Instant::now();
     for _ in 0..iters {
-        case.run(group)?;
+        case.run()?;
     }
     group.synchronize()?;
     let seconds = Tensor::from(began.elapsed().as_secs_f64() / iters as f64);
@@ -320,7 +316,7 @@ fn write_head(
 ) -> std::io::Result<()> {
     let ranks = if group.world_size() == 1 { "rank" } else { "ranks" };
     let place = if group.device() == Device::Cpu { "CPU" } else { "GPU" };
-    let (op, backend, n) = (flags.op.name(), group.backend(), group.world_size());
+    let (op, backend, n) = (bench_case::name(flags.op), group.backend(), group.world_size());
     writeln!(out, "# {op}: {n} {ranks} on the {place}, backend {backend}")?;
     if group.device() == Device::Cpu {
         writeln!(

@@ -7,8 +7,9 @@ use std::time::{Duration, Instant};
 
 use crossbeam::channel::bounded;
 
-use super::BenchOp;
+use crate::commands::CommOp;
 use crate::error::{Error, Result};
+use crate::operation::{CollectiveType, Operation};
 use crate::os::affinity::unbind_this_thread;
 use crate::os::limits::not_started;
 
@@ -27,13 +28,24 @@ pub(super) struct MemoryRoofline(Vec<ThreadBuffers>);
 const PIECE_BYTES: usize = 4096;
 
 impl MemoryRoofline {
-    pub(super) fn new(op: BenchOp, world_size: usize, bytes: u64) -> Self {
+    /// Allocates what the ranks must read and write of `bytes` bytes. They share the work.
+    pub(super) fn new(op: CommOp, world_size: usize, bytes: u64) -> Self {
+        let CollectiveType { inputs, outputs, reduces, .. } = op.moves();
+        let (bytes, part) = (bytes as usize, (bytes as usize).div_ceil(world_size));
+        let in_place = op == CommOp::Collective(Operation::AllReduce);
         let share = |rank| {
-            let (inputs, outputs, part) = op.share(rank, world_size, bytes as usize);
-            let buffers = |count| vec![vec![1; part]; count];
-            let in_place = op == BenchOp::AllReduce;
-            let outputs = if in_place { Vec::new() } else { buffers(outputs) };
-            ThreadBuffers { inputs: buffers(inputs), outputs, in_place }
+            let size = match outputs.is_held_by(rank == 0) {
+                _ if reduces => part,
+                false => 0,
+                true if inputs.is_list() && !outputs.is_list() => part,
+                true => bytes,
+            };
+            let buffers = |count| vec![vec![1; size]; count];
+            ThreadBuffers {
+                inputs: buffers(if reduces { world_size } else { 1 }),
+                outputs: buffers(if in_place { 0 } else { 1 }),
+                in_place,
+            }
         };
         Self((0..world_size).map(share).collect())
     }

@@ -18,7 +18,7 @@ use crate::error::Error;
 use crate::ffi::cuda::Cuda;
 use crate::launch::{Nproc, Placement, Spawn, SpawnChoice};
 use crate::os::cores;
-use crate::session::{check_shared_model, open_data, place_ranks};
+use crate::session::{check_shared_model, configure, open_data, place_ranks};
 use crate::telemetry::{LogFormat, Printer};
 
 /// The work that stays the same when there are more ranks.
@@ -115,7 +115,7 @@ pub fn bench_scaling(
     steps: usize,
     repetitions: usize,
     cuda: &Cuda,
-    printer: &Printer,
+    printer: &Arc<Printer>,
 ) -> anyhow::Result<()> {
     if config.ddp.grad_accum_steps > 1 || config.launch.spawn == SpawnChoice::Processes {
         let problem = "bench scaling measures steps of one batch, with ranks as threads; remove grad_accum_steps and \
@@ -129,6 +129,7 @@ pub fn bench_scaling(
     let ranks = placement.devices.len();
     // Steps of fewer samples would not be the same work.
     let mut config = config.without_validation();
+    config.launch.inject_fault = None; // of a file, for training
     config.data.drop_last_batch = true;
     let (config, data) = open_data(config)?;
     let (batch_size, samples) = (config.training.batch_size, data.training.len());
@@ -165,7 +166,7 @@ pub fn bench_scaling(
     let mut times = vec![Times::default(); measured.len()];
     for _ in 0..repetitions {
         for (case, times) in measured.iter().zip(&mut times) {
-            let (median, fastest) = measure(case, &config, &data.training, steps)?;
+            let (median, fastest) = measure(case, &config, &data.training, steps, printer)?;
             times.medians.push(median);
             times.spread = times.spread.max(median / fastest);
         }
@@ -235,6 +236,7 @@ fn measure(
     config: &Config,
     dataset: &Arc<dyn Dataset>,
     steps: usize,
+    printer: &Arc<Printer>,
 ) -> anyhow::Result<(f64, f64)> {
     let Case { ranks, batch_size, placement, .. } = case;
     let nproc_per_node = Nproc::Count(*ranks);
@@ -244,10 +246,7 @@ fn measure(
     if placement.devices[0] == Device::Cpu {
         config.check_memory_for(*ranks, 1)?;
     }
-    let spawn = Spawn::at(placement)
-        .bind(config.launch.bind)
-        .timeout(config.launch.timeout)
-        .grace_period(config.launch.grace_period);
+    let spawn = configure(Spawn::at(placement), &config, printer);
     let (backend, dataset) = (placement.backend, dataset.clone());
     let times = spawn.run(move |rank| step_on(rank, backend, &config, &dataset, steps))?;
     let times = times.into_iter().flatten().next().context("rank 0 has no times")?;

@@ -1,6 +1,8 @@
 //! `ddp-mp bench step`: the time of a training step, and of its parts.
 
+use std::cell::RefCell;
 use std::io;
+use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -8,7 +10,7 @@ use serde::Serialize;
 use tch::Device;
 
 use super::cluster::SimulatedCluster;
-use super::cost::Measured;
+use super::cost::MeasuredStep;
 use super::forecast;
 use super::note_if_busy;
 use super::sorted::Sorted;
@@ -18,14 +20,14 @@ use crate::error::{Error, Result};
 use crate::ffi::cuda::Cuda;
 use crate::launch::{Launch, Nproc, Rank};
 use crate::operation::Operation;
-use crate::process_group::Backend;
+use crate::process_group::{Backend, ProcessGroup};
 use crate::records::PhaseSeconds;
 use crate::session::{self, ChildProcesses, StartPoint, Training, leave_error, open_data};
 use crate::telemetry::Printer;
-use crate::trainer::Amp;
+use crate::trainer::{Amp, Callback, Step, TrainContext};
 
-/// The times of rank 0, in microseconds: medians over the steps. With a GPU, the times of the parts are the GPU's.
-/// Then all collectives that the GPU waits for are communication, and the extra time of the host is in no part.
+/// The times of rank 0, in microseconds: medians over the steps. The parts are the phases that `--report` shows. With a
+/// GPU they are the GPU's, and the extra time of the host is in no part.
 #[derive(Debug, Serialize)]
 pub(super) struct StepTimes {
     model: &'static str,
@@ -42,7 +44,7 @@ pub(super) struct StepTimes {
     forward_us: f64,
     /// Autograd alone.
     backward_us: f64,
-    /// Averaging the gradients, or waiting for the other ranks.
+    /// All collectives, which average the gradients, and waiting for the other ranks.
     communication_us: f64,
     optimizer_us: f64,
     /// The bytes of each bucket of gradients; empty with `--strategy dp`.
@@ -139,7 +141,7 @@ fn check_modelled(config: &Config) -> Result<()> {
     if config.ddp.comm_hook != CommHookKind::None { refuse("--comm-hook") } else { Ok(()) }
 }
 
-/// Measures `steps` steps on one rank. Returns the times on rank 0, `None` on the others.
+/// Measures `steps` steps of a trainer on one rank. Returns the times on rank 0, `None` on the others.
 pub(super) fn step_on(
     rank: &Rank,
     backend: Backend,
@@ -148,77 +150,28 @@ pub(super) fn step_on(
     steps: usize,
 ) -> anyhow::Result<Option<StepTimes>> {
     let group = rank.init_process_group(backend)?;
-    let Training { mut ddp, mut optimizer, schedule, loader, .. } =
-        Training::new(rank, &group, config, dataset, &StartPoint::default())?;
-    let mut scaler = config.training.amp.grad_scaler(&ddp)?;
-    let mut times: Vec<[f64; 5]> = Vec::with_capacity(steps);
-    let mut complete: Vec<Vec<f64>> = Vec::with_capacity(steps); // when each bucket is complete, as a share of backward
-    // A batch from rank 0 is part of the step. A rank's own batch is only two views of existing tensors.
-    let is_scattered = matches!(loader, BatchSource::Scattered(_));
-    let mut epoch = 0;
-    while times.len() < WARM_UP + steps {
-        let mut batches = loader.epoch(epoch)?.take(WARM_UP + steps - times.len());
-        loop {
-            let mut began = Instant::now();
-            let earlier = group.gpu_seconds();
-            if is_scattered {
-                group.enter_step(times.len() as u64)?;
-            }
-            let Some(batch) = batches.next().transpose()? else { break };
-            if !is_scattered {
-                group.enter_step(times.len() as u64)?;
-                began = Instant::now();
-            }
-            ddp.begin_step()?;
-            let loss = {
-                let _autocast = config.training.amp.autocast(rank.device())?;
-                config.training.loss.of(&ddp.forward(&batch.inputs), &batch.targets)?
-            };
-            let forward = began.elapsed();
-            let before = ddp.communication_time();
-            let scaled = scaler.scale(&loss)?;
-            match config.ddp.exact_mean {
-                true => ddp.backward_part(&scaled, batch.len() as f64)?,
-                false => ddp.backward(&scaled)?,
-            }
-            let backward = began.elapsed() - forward;
-            let communication = ddp.communication_time() - before;
-            let autograd = backward.saturating_sub(communication);
-            let whole = autograd.as_secs_f64();
-            let share =
-                |time: Option<Duration>| time.map_or(1.0, |time| time.as_secs_f64() / whole);
-            complete.push(ddp.bucket_times().into_iter().map(share).collect());
-            group.next_phase(Operation::Optimizer);
-            if let Some(optimizer) = &mut optimizer {
-                scaler.unscale_()?;
-                if let Some(max_norm) = config.optimization.max_grad_norm {
-                    let _ = ddp.clip_grad_norm(max_norm)?;
-                }
-                scaler.step(&mut **optimizer, schedule.lr(epoch, times.len() as u64))?;
-                scaler.update()?;
-            }
-            group.end_phase();
-            group.synchronize()?;
-            group.wait_for_gpu()?;
-            let total = began.elapsed();
-            let on_host = [total, forward, autograd, communication, total - forward - backward]
-                .map(|time| time.as_secs_f64());
-            let on_gpu = earlier.zip(group.gpu_seconds()).map(|(earlier, later)| {
-                parts_on_gpu(total.as_secs_f64(), &earlier.phases, &later.phases)
-            });
-            times.push(on_gpu.unwrap_or(on_host));
-        }
-        epoch += 1;
-    }
+    let training = Training::new(rank, &group, config, dataset, &StartPoint::default())?;
+    let times = Rc::new(RefCell::new(Vec::with_capacity(WARM_UP + steps)));
+    let timer = StepTimer {
+        is_scattered: matches!(training.loader, BatchSource::Scattered(_)),
+        began: Instant::now(),
+        on_host: PhaseSeconds::default(),
+        on_gpu: None,
+        times: times.clone(),
+    };
+    let mut trainer =
+        training.trainer(config)?.max_steps(Some((WARM_UP + steps) as u64)).callback(timer);
+    trainer.train(u64::MAX)?;
     group.barrier()?;
     if rank.rank() != 0 {
         return Ok(None);
     }
-    let (times, complete) = (&times[WARM_UP..], &complete[WARM_UP..]);
-    let part_us = |part: usize| Sorted::new(times.iter().map(|step| step[part] * 1e6));
-    let totals = part_us(0);
-    let backward_us = part_us(2).median();
-    let shares = |bucket: usize| Sorted::new(complete.iter().map(|step| step[bucket]));
+    let times = &times.borrow()[WARM_UP..];
+    let us =
+        |seconds: fn(&TimedStep) -> f64| Sorted::new(times.iter().map(|step| seconds(step) * 1e6));
+    let totals = us(|step| step.total);
+    let backward_us = us(|step| step.backward).median();
+    let shares = |bucket: usize| Sorted::new(times.iter().map(|step| step.complete[bucket]));
     let bucket_complete_us = |bucket| shares(bucket).median().min(1.0) * backward_us;
     Ok(Some(StepTimes {
         model: config.model.kind.name(),
@@ -229,26 +182,93 @@ pub(super) fn step_on(
         us_min: totals.smallest(),
         us_max: totals.largest(),
         us_per_step: totals.median(),
-        forward_us: part_us(1).median(),
+        forward_us: us(|step| step.forward).median(),
         backward_us,
-        communication_us: part_us(3).median(),
-        optimizer_us: part_us(4).median(),
-        bucket_bytes: ddp.statistics().bucket_bytes,
-        bucket_complete_us: (0..complete[0].len()).map(bucket_complete_us).collect(),
+        communication_us: us(|step| step.communication).median(),
+        optimizer_us: us(|step| step.optimizer).median(),
+        bucket_bytes: trainer.ddp().statistics().bucket_bytes,
+        bucket_complete_us: (0..times[0].complete.len()).map(bucket_complete_us).collect(),
     }))
 }
 
-/// Returns the parts of a step of `total` seconds on the rank's GPU: the increase of the phase times from `earlier`
-/// to `later`, in seconds.
-fn parts_on_gpu(total: f64, earlier: &PhaseSeconds, later: &PhaseSeconds) -> [f64; 5] {
-    let part = |seconds: fn(&PhaseSeconds) -> f64| seconds(later) - seconds(earlier);
-    [
-        total,
-        part(|phases| phases.step + phases.data + phases.forward),
-        part(|phases| phases.backward),
-        part(|phases| phases.collectives),
-        part(|phases| phases.optimizer),
-    ]
+/// The times of one step, in seconds.
+struct TimedStep {
+    total: f64,
+    forward: f64,
+    /// Autograd alone.
+    backward: f64,
+    communication: f64,
+    optimizer: f64,
+    /// When each bucket is complete, as a share of backward.
+    complete: Vec<f64>,
+}
+
+/// Takes the times of a trainer's steps.
+struct StepTimer {
+    /// Whether rank 0 sends the batches: then the batch is part of the step. A rank's own batch is only two views of
+    /// existing tensors.
+    is_scattered: bool,
+    began: Instant,
+    /// The rank's time in each phase before the step.
+    on_host: PhaseSeconds,
+    /// Likewise on its GPU, if it has one.
+    on_gpu: Option<PhaseSeconds>,
+    times: Rc<RefCell<Vec<TimedStep>>>,
+}
+
+impl StepTimer {
+    fn begin(&mut self, group: &ProcessGroup) {
+        self.on_host = group.host_phase_seconds();
+        self.on_gpu = group.gpu_seconds().map(|gpu| gpu.phases);
+        self.began = Instant::now();
+    }
+}
+
+impl<M> Callback<M> for StepTimer {
+    fn on_epoch_start(&mut self, context: &mut TrainContext<M>) -> anyhow::Result<()> {
+        self.begin(context.group());
+        Ok(())
+    }
+
+    fn on_step_start(
+        &mut self,
+        context: &mut TrainContext<M>,
+        step: &mut Step,
+    ) -> anyhow::Result<()> {
+        if !self.is_scattered {
+            let group = context.group();
+            group.enter_phase(Operation::Step, step.number); // ends the phase of the data
+            self.begin(group);
+        }
+        Ok(())
+    }
+
+    fn on_step_end(&mut self, context: &mut TrainContext<M>, _: &Step) -> anyhow::Result<()> {
+        let group = context.group();
+        group.synchronize()?;
+        group.wait_for_gpu()?;
+        let total = self.began.elapsed().as_secs_f64();
+        let on_host = group.host_phase_seconds();
+        let backward = on_host.backward - self.on_host.backward;
+        let share = |time: Option<Duration>| time.map_or(1.0, |time| time.as_secs_f64() / backward);
+        let complete = context.ddp().bucket_times().into_iter().map(share).collect();
+        let (earlier, later) = match (self.on_gpu, group.gpu_seconds()) {
+            (Some(earlier), Some(later)) => (earlier, later.phases),
+            _ => (self.on_host, on_host),
+        };
+        let part = |seconds: fn(&PhaseSeconds) -> f64| seconds(&later) - seconds(&earlier);
+        let data = if self.is_scattered { part(|phases| phases.data) } else { 0.0 };
+        self.times.borrow_mut().push(TimedStep {
+            total,
+            forward: part(|phases| phases.step + phases.forward) + data,
+            backward: part(|phases| phases.backward),
+            communication: part(|phases| phases.collectives),
+            optimizer: part(|phases| phases.optimizer),
+            complete,
+        });
+        self.begin(group);
+        Ok(())
+    }
 }
 
 /// Prints the forecast of the step on `cluster`.
@@ -260,7 +280,7 @@ fn print_on(
     printer: &Printer,
 ) -> io::Result<()> {
     let complete = times.bucket_complete_us.iter().map(|us| us / 1e6);
-    let measured = Measured {
+    let measured = MeasuredStep {
         forward: times.forward_us / 1e6,
         backward: times.backward_us / 1e6,
         optimizer: times.optimizer_us / 1e6,

@@ -1,7 +1,8 @@
 //! Drawings of the operations in letters: A is rank 0's tensor, B is rank 1's, and A1 is the part of A for rank 1.
 
-use super::operations::CommOp;
 use super::shorten::{GAP, join, ranks};
+use crate::commands::CommOp;
+use crate::operation::{CollectiveType, Holders, Operation, Tensors};
 use crate::process_group::ReduceOp;
 
 /// Returns the meaning of the letters.
@@ -41,7 +42,7 @@ pub(super) fn draw(op: CommOp, world_size: usize, reduce_op: ReduceOp) -> Vec<St
             let name = name(*rank);
             let from = if *gives { "---" } else { "   " };
             let to = if *gets { "--->" } else { "    " };
-            let through = if op == CommOp::Barrier { '|' } else { '+' };
+            let through = if op == CommOp::Collective(Operation::Barrier) { '|' } else { '+' };
             format!(
                 "{name:names$}   {before:befores$}  {from}{through}{to}  {name:names$}   {after}"
             )
@@ -51,27 +52,30 @@ pub(super) fn draw(op: CommOp, world_size: usize, reduce_op: ReduceOp) -> Vec<St
 }
 
 fn row(op: CommOp, rank: usize, world_size: usize, reduce_op: ReduceOp) -> RankRow {
+    let CollectiveType { inputs, outputs, reduces, .. } = op.moves();
     let mine = letters(rank);
-    let part = |from: usize, to: usize| format!("{}{to}", letters(from));
     let most = if world_size <= 8 { 8 } else { 3 };
     let list = |item: &dyn Fn(usize) -> String| join(world_size, most, " ", item);
-    let parts = list(&|to| part(rank, to));
-    let reduced = |item: &dyn Fn(usize) -> String| reduced(reduce_op, world_size, item);
+    // What a rank has for this one: its tensor, or a part of it.
+    let from = |other: usize| match inputs.is_list() {
+        true => format!("{}{rank}", letters(other)),
+        false => letters(other),
+    };
     let is_root = rank == 0;
-    let at_root = |text: String| if is_root { text } else { String::new() };
-    let (before, gives, gets, after) = match op {
-        CommOp::Broadcast => (mine, is_root, true, letters(0)),
-        CommOp::Scatter => (at_root(parts), is_root, true, part(0, rank)),
-        CommOp::Gather => (mine, true, is_root, at_root(list(&letters))),
-        CommOp::AllGather => (mine, true, true, list(&letters)),
-        CommOp::Reduce if is_root => (mine, true, true, reduced(&letters)),
-        CommOp::Reduce => (mine.clone(), true, false, mine),
-        CommOp::AllReduce => (mine, true, true, reduced(&letters)),
-        CommOp::ReduceScatter => (parts, true, true, reduced(&|from| part(from, rank))),
-        CommOp::AllToAll => (parts, true, true, list(&|from| part(from, rank))),
-        CommOp::Barrier | CommOp::SendRecv | CommOp::IsendIrecv => {
-            (String::new(), true, true, String::new())
-        }
+    let gives = inputs.is_held_by(is_root);
+    // The root of a broadcast gets what it has.
+    let gets = is_root || outputs.holders != Holders::Root;
+    let before = match inputs.tensors {
+        Tensors::One => mine.clone(),
+        Tensors::OneForEachRank if gives => list(&|part| format!("{mine}{part}")),
+        _ => String::new(),
+    };
+    let after = match outputs.tensors {
+        Tensors::One if !gets => mine,
+        Tensors::One if reduces => reduced(reduce_op, world_size, &from),
+        Tensors::One => from(0),
+        Tensors::OneForEachRank if gets => list(&from),
+        _ => String::new(),
     };
     RankRow { before, gives, gets, after }
 }
@@ -120,9 +124,8 @@ fn letters(rank: usize) -> String {
 
 #[cfg(test)]
 mod tests {
-    use strum::IntoEnumIterator;
-
     use super::*;
+    use crate::commands::comm::operations::OPS;
 
     #[test]
     fn rank_letters_are_unique() {
@@ -134,11 +137,13 @@ mod tests {
     fn drawing_of_every_op_fits_78_columns() {
         let ops = [ReduceOp::Sum, ReduceOp::Avg, ReduceOp::Min, ReduceOp::Bxor];
         for world_size in (1..=20).chain([128]) {
-            for (op, reduce_op) in CommOp::iter().flat_map(|op| ops.map(|r| (op, r))) {
-                let texts = [draw(op, world_size, reduce_op), op.about(world_size, reduce_op)];
-                let calls = op.calls().map(|call| format!("PyTorch  {call}"));
+            for (shown, reduce_op) in OPS.iter().flat_map(|op| ops.map(|r| (op, r))) {
+                let texts =
+                    [draw(shown.op, world_size, reduce_op), shown.about(world_size, reduce_op)];
+                let calls = [shown.pytorch_call, shown.rust_call];
+                let calls = calls.map(|call| format!("PyTorch  {call}"));
                 for line in texts.iter().flatten().chain(&calls) {
-                    assert!(line.len() <= 78, "{} {world_size}: {line}", op.name());
+                    assert!(line.len() <= 78, "{} {world_size}: {line}", shown.op.name());
                 }
             }
         }

@@ -8,24 +8,26 @@ mod values;
 
 use std::io::Write;
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use clap::Args;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use serde::{Deserialize, Serialize};
-use strum::IntoEnumIterator;
 use tch::{Device, Kind};
 
-use super::ranks_flags::{RanksFlags, operation};
-use crate::config::{name, whole};
+use super::comm_op::{CommOp, OpTensors, op_parser};
+use super::ranks_flags::RanksFlags;
+use crate::config::{MemoryPart, check_memory, name, whole};
 use crate::error::{Error, Result};
 use crate::ffi::cuda::Cuda;
 use crate::launch::Rank;
-use crate::process_group::{Backend, DTYPES, ReduceOp, dtype_name, num_bytes, parse_dtype};
-use crate::telemetry::{LogFormat, Printer, gigabytes, total_memory};
-
-pub use operations::CommOp;
-use values::{Data, Plain, Value};
+use crate::operation::Operation;
+use crate::process_group::{
+    Backend, DTYPES, ProcessGroup, ReduceOp, dtype_name, num_bytes, parse_dtype,
+};
+use crate::telemetry::{LogFormat, Printer, total_memory};
+use operations::{OPS, ShownOp};
+use values::{Numbers, Plain, Value, fill};
 
 /// The most elements of a tensor, which people are to read.
 const MOST_NUMEL: u64 = 1_000_000;
@@ -34,7 +36,7 @@ const MOST_NUMEL: u64 = 1_000_000;
 #[derive(Debug, Clone, Args)]
 pub struct CommFlags {
     /// Operation; without it, all of them
-    #[arg(value_name = "OP", value_parser = operation::<CommOp>("_"))]
+    #[arg(value_name = "OP", value_parser = op())]
     pub op: Option<CommOp>,
     /// Elements of each tensor
     #[arg(long, value_name = "N", value_parser = whole::<i64>(0..=MOST_NUMEL), default_value_t = 2)]
@@ -55,6 +57,10 @@ pub struct CommFlags {
     pub log_format: LogFormat,
 }
 
+fn op() -> impl TypedValueParser<Value = CommOp> {
+    op_parser(OPS.iter().map(|shown| (shown.op.name(), shown.op)).collect(), "_")
+}
+
 fn dtype() -> impl TypedValueParser<Value = Kind> {
     PossibleValuesParser::new(DTYPES.map(dtype_name)).try_map(|name| parse_dtype(&name))
 }
@@ -67,7 +73,7 @@ fn reduce_op() -> impl TypedValueParser<Value = ReduceOp> {
 /// The state that all ranks share.
 struct Job {
     flags: CommFlags,
-    ops: Vec<CommOp>,
+    ops: Vec<ShownOp>,
     backend: Backend,
     printer: Arc<Printer>,
     /// The ranks that have arrived at the barrier.
@@ -100,11 +106,12 @@ struct Line<'a> {
 /// [`Error::InvalidInput`] when these operations can't run here, and [`SpawnError`](crate::SpawnError) when a rank failed.
 pub fn comm(flags: CommFlags, cuda: &Cuda, printer: &Arc<Printer>) -> anyhow::Result<()> {
     let placement = flags.ranks.place(cuda)?;
-    let ops = flags.op.map_or_else(|| CommOp::iter().collect(), |op| vec![op]);
+    let is_asked_for = |shown: &ShownOp| flags.op.is_none_or(|op| op == shown.op);
+    let ops: Vec<ShownOp> = OPS.into_iter().filter(is_asked_for).collect();
     let world_size = placement.devices.len();
     check(&flags, &ops, placement.backend, world_size)?;
     if placement.devices[0] == Device::Cpu {
-        check_memory(&flags, &ops, world_size, total_memory())?;
+        check_tensors(&flags, &ops, world_size, total_memory())?;
     }
     if let Some(note) = &placement.note {
         printer.info(note);
@@ -122,14 +129,14 @@ pub fn comm(flags: CommFlags, cuda: &Cuda, printer: &Arc<Printer>) -> anyhow::Re
 }
 
 /// Refuses arguments that an operation would refuse, before anything is printed.
-fn check(flags: &CommFlags, ops: &[CommOp], backend: Backend, world_size: usize) -> Result<()> {
+fn check(flags: &CommFlags, ops: &[ShownOp], backend: Backend, world_size: usize) -> Result<()> {
     let CommFlags { numel, dtype, reduce_op, .. } = *flags;
     if numel.checked_mul(world_size as i64).is_none() {
         return Err(Error::InvalidInput(format!(
             "--numel {numel}: {world_size} tensors of that size are too large; use fewer elements"
         )));
     }
-    for operation in ops.iter().filter_map(|op| op.reduction()) {
+    for operation in ops.iter().filter_map(|shown| shown.op.reduction()) {
         backend.check_reduction(operation, reduce_op, dtype).map_err(|error| {
             Error::InvalidInput(format!(
                 "--reduce-op {reduce_op} --dtype {}: {error}",
@@ -147,85 +154,118 @@ const TENSOR_OVERHEAD_BYTES: f64 = 600.0;
 ///
 /// # Errors
 /// [`Error::InvalidInput`] that names how many ranks would fit.
-fn check_memory(
+fn check_tensors(
     flags: &CommFlags,
-    ops: &[CommOp],
+    ops: &[ShownOp],
     world_size: usize,
     total: Option<u64>,
 ) -> Result<()> {
-    let Some(total) = total.map(|total| total as f64) else { return Ok(()) };
     let tensor_bytes = TENSOR_OVERHEAD_BYTES + num_bytes(flags.dtype, flags.numel as usize) as f64;
-    let op_bytes = |ranks| ops.iter().map(move |op| (op.tensors(ranks) * tensor_bytes, op.name()));
-    let needs = |ranks| op_bytes(ranks).max_by(|a, b| a.0.total_cmp(&b.0));
-    let Some((bytes, op)) = needs(world_size).filter(|(bytes, _)| *bytes > total) else {
-        return Ok(());
+    let bytes = |op: CommOp, ranks: usize| op.tensors(ranks) * tensor_bytes;
+    let of_all = ops.iter().map(|shown| (shown.op, bytes(shown.op, world_size)));
+    let Some((op, largest)) = of_all.max_by(|a, b| a.1.total_cmp(&b.1)) else { return Ok(()) };
+    let fits = |ranks: &usize| total.is_none_or(|total| bytes(op, *ranks) <= total as f64);
+    let most = (1..=world_size).rev().find(fits).unwrap_or(1);
+    let (numel, op) = (flags.numel, op.name());
+    let part = MemoryPart {
+        bytes: largest,
+        what: format!("--numel {numel}: the tensors of {op} on {world_size} ranks take"),
+        remedy: format!(
+            "use fewer elements, another operation, or up to {most} ranks with --nproc-per-node"
+        ),
     };
-    let (mut most, mut too_many) = (1, world_size);
-    while too_many - most > 1 {
-        let ranks = most.midpoint(too_many);
-        let fits = needs(ranks).is_none_or(|(bytes, _)| bytes <= total);
-        *(if fits { &mut most } else { &mut too_many }) = ranks;
-    }
-    Err(Error::InvalidInput(format!(
-        "--numel {}: the tensors of {op} on {world_size} ranks take {}, and this machine has {}; use fewer elements, \
-         another operation, or up to {most} ranks with --nproc-per-node",
-        flags.numel,
-        gigabytes(bytes),
-        gigabytes(total)
-    )))
+    check_memory([part], total)
 }
 
 /// Runs every operation on one rank, and sends its row to rank 0, which prints.
 fn show_on(rank: &Rank, job: &Job) -> anyhow::Result<()> {
     let group = rank.init_process_group(job.backend)?;
-    let CommFlags { numel, dtype, reduce_op, .. } = job.flags;
-    let data = Data { group: &group, numel, dtype };
-    for &op in &job.ops {
-        let earlier = group.traffic();
-        let [before, after] = op.run(&data, reduce_op, &job.arrived)?;
-        let later = group.traffic();
-        let (sent, received) = (later.sent - earlier.sent, later.received - earlier.received);
-        let row = Row { before, after, sent, received };
+    for shown in &job.ops {
+        let row = job.run(shown.op, &group)?;
         if let Some(rows) = group.gather_object(&row, 0)? {
-            job.print(op, &rows)?;
+            job.print(shown, &rows)?;
         }
     }
     Ok(())
 }
 
 impl Job {
-    fn print(&self, op: CommOp, rows: &[Row]) -> std::io::Result<()> {
+    /// Runs the operation on this rank. Returns the rank's tensors before and after.
+    fn run(&self, op: CommOp, group: &ProcessGroup) -> Result<Row> {
+        let CommFlags { numel, dtype, reduce_op, .. } = self.flags;
+        let (rank, world_size) = (group.rank(), group.world_size());
+        let moves = op.moves();
+        let mut tensors = OpTensors::new(op, reduce_op, numel, dtype, group)?;
+        fill(&tensors.input, rank)?;
+        group.synchronize()?;
+        let before = match op.has(moves.inputs, rank == 0) {
+            true => Some(Value::of(&tensors.input, tensors.input_list.as_deref())?),
+            false => None,
+        };
+        let is_barrier = op == CommOp::Collective(Operation::Barrier);
+        if is_barrier {
+            self.arrived[rank].store(true, Ordering::Release);
+        }
+        let earlier = group.traffic();
+        tensors.run()?;
+        let later = group.traffic();
+        group.synchronize()?;
+        let has_result = match op {
+            CommOp::SendRecv => rank > 0,
+            CommOp::IsendIrecv => world_size > 1,
+            CommOp::Collective(_) => op.has(moves.outputs, rank == 0),
+        };
+        let after = if is_barrier {
+            // The order of arrival varies, but all ranks have arrived after the barrier.
+            let has_arrived = |rank: &usize| self.arrived[*rank].load(Ordering::Acquire);
+            let arrived = (0..world_size).filter(has_arrived).map(|rank| rank as i64);
+            Some(Value::Tensor(Numbers::Integer(arrived.collect())))
+        } else if has_result {
+            Some(Value::of(&tensors.output, tensors.output_list.as_deref())?)
+        } else {
+            None
+        };
+        let (sent, received) = (later.sent - earlier.sent, later.received - earlier.received);
+        Ok(Row { before, after, sent, received })
+    }
+
+    fn print(&self, shown: &ShownOp, rows: &[Row]) -> std::io::Result<()> {
         if self.printer.format() == LogFormat::Json {
             return rows.iter().enumerate().try_for_each(|(rank, row)| {
                 let Row { sent, received, .. } = *row;
                 let [before, after] = [&row.before, &row.after].map(|v| v.as_ref().map(Plain));
-                let op = op.name();
+                let op = shown.op.name();
                 self.printer.object(&Line { op, rank, before, after, sent, received })
             });
         }
         self.printer.lines(|out| {
-            if op == self.ops[0] {
+            if shown.op == self.ops[0].op {
                 writeln!(out, "{}", drawing::legend(rows.len()))?;
                 writeln!(out, "sent and recv are in bytes.")?;
             }
-            self.write_text(op, rows, out)
+            self.write_text(shown, rows, out)
         })
     }
 
-    fn write_text(&self, op: CommOp, rows: &[Row], out: &mut dyn Write) -> std::io::Result<()> {
+    fn write_text(
+        &self,
+        shown: &ShownOp,
+        rows: &[Row],
+        out: &mut dyn Write,
+    ) -> std::io::Result<()> {
         let (world_size, reduce_op) = (rows.len(), self.flags.reduce_op);
-        let [pytorch, rust] = op.calls();
+        let ShownOp { op, pytorch_call, rust_call, .. } = *shown;
         writeln!(out, "\n{}", op.name())?;
         let mut paragraph = |lines: &[String]| {
             lines.iter().try_for_each(|line| writeln!(out, "{}", format!("  {line}").trim_end()))
         };
-        paragraph(&op.about(world_size, reduce_op))?;
+        paragraph(&shown.about(world_size, reduce_op))?;
         paragraph(&[String::new()])?;
         paragraph(&drawing::draw(op, world_size, reduce_op))?;
         paragraph(&[
             String::new(),
-            format!("PyTorch  {pytorch}"),
-            format!("Rust     {rust}"),
+            format!("PyTorch  {pytorch_call}"),
+            format!("Rust     {rust_call}"),
             String::new(),
         ])?;
         paragraph(&table::table(rows))
@@ -244,31 +284,36 @@ mod tests {
         CommFlags::from_arg_matches(&matches).unwrap()
     }
 
+    fn shown(names: &str) -> Vec<ShownOp> {
+        OPS.into_iter()
+            .filter(|shown| names.split(' ').any(|name| name == shown.op.name()))
+            .collect()
+    }
+
     #[test]
     fn oversized_tensors_are_refused_before_allocation() {
-        let (flags, all) = (flags(1_000_000), CommOp::iter().collect::<Vec<_>>());
-        let check = |ops: &[CommOp], total| check_memory(&flags, ops, 100, Some(total));
-        let error = check(&[CommOp::AllGather], 40_000_000_000).unwrap_err().to_string();
+        let flags = flags(1_000_000);
+        let check = |ops: &[ShownOp], total| check_tensors(&flags, ops, 100, Some(total));
+        let error = check(&shown("all_gather"), 40_000_000_000).unwrap_err().to_string();
         assert_eq!(
             error,
             "--numel 1000000: the tensors of all_gather on 100 ranks take 40.4 GB, and this machine has 40.0 GB; use \
              fewer elements, another operation, or up to 99 ranks with --nproc-per-node"
         );
-        assert!(check(&[CommOp::AllGather], 41_000_000_000).is_ok());
-        assert!(check(&[CommOp::AllReduce, CommOp::Gather], 801_000_000).is_ok());
-        let error = check(&all, 41_000_000_000).unwrap_err().to_string();
+        assert!(check(&shown("all_gather"), 41_000_000_000).is_ok());
+        assert!(check(&shown("all_reduce gather"), 801_000_000).is_ok());
+        let error = check(&OPS, 41_000_000_000).unwrap_err().to_string();
         assert!(error.contains("the tensors of all_to_all on 100 ranks take 80.0 GB"), "{error}");
     }
 
     #[test]
     fn oversized_tensor_lists_are_refused_with_the_rank_limit() {
-        let (flags, all) = (flags(2), CommOp::iter().collect::<Vec<_>>());
-        let total = Some(24_000_000_000);
-        let check = |ops: &[CommOp], ranks| check_memory(&flags, ops, ranks, total);
-        let error = check(&all, 8192).unwrap_err().to_string();
+        let (flags, total) = (flags(2), Some(24_000_000_000));
+        let check = |ops: &[ShownOp], ranks| check_tensors(&flags, ops, ranks, total);
+        let error = check(&OPS, 8192).unwrap_err().to_string();
         assert!(error.contains("the tensors of all_to_all on 8192 ranks take 81.6 GB"), "{error}");
         assert!(error.ends_with("or up to 4442 ranks with --nproc-per-node"), "{error}");
-        assert!(check(&all, 4442).is_ok() && check(&all, 4443).is_err());
-        assert!(check(&[CommOp::Barrier, CommOp::AllReduce], 8192).is_ok());
+        assert!(check(&OPS, 4442).is_ok() && check(&OPS, 4443).is_err());
+        assert!(check(&shown("barrier all_reduce"), 8192).is_ok());
     }
 }

@@ -1,4 +1,4 @@
-//! The initial data of a rank, and tensors as numbers to print.
+//! The initial numbers of a rank, and tensors as numbers to print.
 
 use std::fmt::{Display, LowerExp};
 
@@ -7,60 +7,16 @@ use tch::{Device, Kind, TchError, Tensor};
 
 use crate::error::Result;
 use crate::ffi::TorchResult;
-use crate::process_group::ProcessGroup;
 
-/// The process group, length and dtype of one rank's tensors.
-pub(super) struct Data<'a> {
-    pub group: &'a ProcessGroup,
-    pub numel: i64,
-    pub dtype: Kind,
-}
-
-impl Data<'_> {
-    /// Returns the tensor of rank r: (r + 1) * (i + 1) at index i.
-    pub(super) fn tensor(&self) -> Result<Tensor> {
-        self.first(self.numel).doing("making a tensor")
-    }
-
-    /// Returns a longer tensor of the same numbers, cut into a part for each rank.
-    pub(super) fn parts(&self) -> Result<Vec<Tensor>> {
-        let parts = || -> Result<Vec<Tensor>, TchError> {
-            let ranks = self.group.world_size() as i64;
-            let whole = self.first(self.numel * ranks)?;
-            (0..ranks).map(|rank| whole.f_narrow(0, rank * self.numel, self.numel)).collect()
-        };
-        parts().doing("making tensors")
-    }
-
-    /// Returns a tensor to write to.
-    pub(super) fn empty(&self) -> Result<Tensor> {
-        Tensor::f_zeros([self.numel], (self.dtype, self.group.device())).doing("making a tensor")
-    }
-
-    /// Returns a tensor to write to for each rank.
-    pub(super) fn empties(&self) -> Result<Vec<Tensor>> {
-        (0..self.group.world_size()).map(|_| self.empty()).collect()
-    }
-
-    /// Returns the numbers of a tensor.
-    pub(super) fn read(&self, tensor: &Tensor) -> Result<Option<Value>> {
-        self.group.synchronize()?;
-        Ok(Some(Value::Tensor(Numbers::of(tensor)?)))
-    }
-
-    /// Returns the numbers of a list of tensors. `None` without a list.
-    pub(super) fn read_list(&self, list: Option<&[Tensor]>) -> Result<Option<Value>> {
-        self.group.synchronize()?;
-        let numbers = |list: &[Tensor]| list.iter().map(Numbers::of).collect();
-        Ok(list.map(numbers).transpose()?.map(Value::List))
-    }
-
-    fn first(&self, len: i64) -> Result<Tensor, TchError> {
+/// Fills the input of `rank` with (rank + 1) * (i + 1) at index i.
+pub(super) fn fill(input: &Tensor, rank: usize) -> Result<()> {
+    let fill = || -> Result<(), TchError> {
         // Not `f_arange`: tch panics when a function with scalar arguments fails, here for lack of memory.
-        let ones = Tensor::f_ones([len], (Kind::Int64, Device::Cpu))?;
-        let multiples = ones.f_cumsum(0, None)?.f_mul_scalar_(self.group.rank() as i64 + 1)?;
-        multiples.f_to_kind(self.dtype)?.f_to_device(self.group.device())
-    }
+        let ones = Tensor::f_ones([input.numel() as i64], (Kind::Int64, Device::Cpu))?;
+        let multiples = ones.f_cumsum(0, None)?.f_mul_scalar_(rank as i64 + 1)?;
+        input.shallow_clone().f_copy_(&multiples.f_to_kind(input.f_kind()?)?).map(drop)
+    };
+    fill().doing("filling a tensor")
 }
 
 /// The tensors of a rank before or after an operation, in the form that rank 0 receives.
@@ -80,6 +36,16 @@ pub(super) enum Numbers {
     /// Includes dtypes with less precision.
     Single(Vec<f32>),
     Double(Vec<f64>),
+}
+
+impl Value {
+    /// Returns the numbers of `list`, or of the one tensor if there is no list.
+    pub(super) fn of(tensor: &Tensor, list: Option<&[Tensor]>) -> Result<Self> {
+        match list {
+            Some(list) => list.iter().map(Numbers::of).collect::<Result<_>>().map(Value::List),
+            None => Numbers::of(tensor).map(Value::Tensor),
+        }
+    }
 }
 
 impl Numbers {

@@ -17,9 +17,9 @@ use crate::launch::{BackendChoice, BindChoice, Nproc, Placement, Rank, Spawn};
 use crate::models::ModelKind;
 use crate::process_group::{Backend, Devices, ProcessGroup};
 use crate::runtime::FaultKind;
-use crate::session::{StartPoint, Training, check_shared_model, open_data, place_ranks};
+use crate::session::{StartPoint, Training, check_shared_model, configure, open_data, place_ranks};
 use crate::telemetry::{LogFormat, Printer};
-use crate::trainer::{Amp, Trainer};
+use crate::trainer::Amp;
 use difference::{Bound, Comparison, write_head};
 
 /// A way of training. All ways must give the same result.
@@ -59,7 +59,7 @@ pub fn verify(
     steps: u64,
     per_parameter: bool,
     cuda: &Cuda,
-    printer: &Printer,
+    printer: &Arc<Printer>,
 ) -> anyhow::Result<()> {
     check_comparable(&config)?;
     let ranks = match config.launch.nproc_per_node {
@@ -71,7 +71,9 @@ pub fn verify(
         return Err(Error::InvalidInput(problem.into()).into());
     }
     let mut config = config.without_validation();
+    // A file may have them for training.
     config.ddp.grad_accum_steps = 1;
+    config.launch.bind = BindChoice::Auto;
     let (mut config, data) = open_data(config)?;
     let step_samples = ranks.saturating_mul(config.training.batch_size);
     let (dataset, note) = match config.ddp.exact_mean {
@@ -105,7 +107,7 @@ pub fn verify(
     notes.for_each(|note| printer.info(&note));
 
     let train = |placement: &Placement, variant, steps| {
-        trained(placement, variant, &config, &dataset, steps)
+        trained(placement, variant, &config, &dataset, steps, printer)
     };
     let (mut bound, mut device, mut compared, mut broken) = (None, None, 0, Vec::new());
     for placement in &placements {
@@ -174,8 +176,12 @@ fn bisect_divergence(
     // The ways agree after `lo` steps, and differ after `hi` steps.
     let (mut lo, mut hi) = (0, steps);
     while hi - lo > 1 {
-        let middle = lo + (hi - lo) / 2;
-        *(if is_ok(middle)? { &mut lo } else { &mut hi }) = middle;
+        let middle = lo.midpoint(hi);
+        if is_ok(middle)? {
+            lo = middle;
+        } else {
+            hi = middle;
+        }
     }
     Ok(hi - 1)
 }
@@ -369,6 +375,7 @@ fn trained(
     config: &Arc<Config>,
     dataset: &Arc<dyn Dataset>,
     steps: u64,
+    printer: &Arc<Printer>,
 ) -> anyhow::Result<RunResult> {
     let mut placement = placement.clone();
     placement.devices.truncate(variant.ranks);
@@ -380,12 +387,10 @@ fn trained(
     if variant.ranks == 1 || strategy == StrategyKind::Dp {
         config.ddp.comm_hook = CommHookKind::None; // only ranks that average gradients with `ddp` compress
     }
-    let spawn = Spawn::at(&placement)
-        .timeout(config.launch.timeout)
-        .grace_period(config.launch.grace_period)
-        .check_collectives(config.ddp.check_collectives)
-        // One rank with the whole batch is the reference.
-        .fault(config.launch.inject_fault.filter(|_| variant.ranks > 1));
+    if variant.ranks == 1 {
+        config.launch.inject_fault = None; // one rank with the whole batch is the reference
+    }
+    let spawn = configure(Spawn::at(&placement), &config, printer);
     let dataset = dataset.clone();
     let results = spawn.run(move |rank| {
         train_on(rank, &rank.init_process_group(backend)?, &config, &dataset, steps)
@@ -401,15 +406,9 @@ fn train_on(
     dataset: &Arc<dyn Dataset>,
     steps: u64,
 ) -> anyhow::Result<Option<RunResult>> {
-    let Training { ddp, optimizer, schedule, generator, loader, .. } =
-        Training::new(rank, group, config, dataset, &StartPoint::default())?;
-    let before = values(&ddp.state_dict())?;
-    let mut trainer = Trainer::new(ddp, optimizer, schedule, loader, config.training.loss)?
-        .generator(generator)
-        .max_grad_norm(config.optimization.max_grad_norm)
-        .accumulate(config.ddp.grad_accum_steps as usize)
-        .exact_mean(config.ddp.exact_mean)?
-        .max_steps(Some(steps));
+    let training = Training::new(rank, group, config, dataset, &StartPoint::default())?;
+    let before = values(&training.ddp.state_dict())?;
+    let mut trainer = training.trainer(config)?.max_steps(Some(steps));
     trainer.train(config.training.max_epochs)?;
     let ddp = trainer.ddp();
     ddp.replicate()?;
