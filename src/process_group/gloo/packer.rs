@@ -225,6 +225,8 @@ impl Packer {
             // SAFETY: both places have `size` bytes, and `to` belongs to this rank.
             unsafe { from.copy_to_nonoverlapping(to, size) };
         };
+        let Some(collective) = call.operation.collective() else { return };
+        let CollectiveType { inputs, outputs, .. } = collective;
         match call.operation {
             Operation::AllReduce if sliced => {
                 let output = data(&call.outputs[0]);
@@ -244,23 +246,6 @@ impl Packer {
                     self.add_up(call, sources, offset, output.numel(), [data(output)].into_iter())
                 };
             }
-            Operation::Broadcast | Operation::Scatter => {
-                let Some(output) = call.outputs.first() else { return };
-                let scattered = call.operation == Operation::Scatter;
-                let offset = if scattered { index * whole(output) } else { 0 };
-                let root = sources[process_map.process_of(call.root())];
-                copy(root.wrapping_add(offset), data(output), whole(output));
-            }
-            Operation::AllGather | Operation::Gather => {
-                for (source, places) in sources.iter().zip(&process_map.processes) {
-                    for (offset, output) in
-                        call.outputs.iter().skip(places.start).take(places.len()).enumerate()
-                    {
-                        let size = whole(output);
-                        copy(source.wrapping_add(offset * size), data(output), size);
-                    }
-                }
-            }
             Operation::AllToAll => {
                 for (source, places) in sources.iter().zip(&process_map.processes) {
                     let mut offset = 0;
@@ -275,7 +260,23 @@ impl Packer {
                     }
                 }
             }
-            _ => {}
+            // The other collectives copy.
+            _ if outputs.is_list() => {
+                for (source, places) in sources.iter().zip(&process_map.processes) {
+                    for (offset, output) in
+                        call.outputs.iter().skip(places.start).take(places.len()).enumerate()
+                    {
+                        let size = whole(output);
+                        copy(source.wrapping_add(offset * size), data(output), size);
+                    }
+                }
+            }
+            _ => {
+                let Some(output) = call.outputs.first() else { return };
+                let offset = if inputs.is_list() { index * whole(output) } else { 0 };
+                let root = sources[process_map.process_of(call.root())];
+                copy(root.wrapping_add(offset), data(output), whole(output));
+            }
         }
     }
 }

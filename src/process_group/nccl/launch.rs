@@ -137,7 +137,7 @@ impl NcclBackend {
                     }
                 })
             }),
-            _ => Ok(()),
+            other => Err(Error::Unsupported(format!("backend nccl has no {other}"))),
         }
     }
 
