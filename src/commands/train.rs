@@ -7,8 +7,8 @@ use crate::data::{DataLoader, DistributedSampler};
 use crate::ffi::cuda::Cuda;
 use crate::launch::{Launch, Rank, Restarts, StopReason};
 use crate::session::{
-    ChildProcesses, Session, Training, after_restart, explainer, gather_summary, leave_error,
-    print_end, refuse_different_replicas, stop_at_signals,
+    ChildProcesses, Session, Training, after_restart, explainer, leave_error,
+    refuse_different_replicas, show_end, stop_at_signals,
 };
 use crate::telemetry::Printer;
 
@@ -93,15 +93,12 @@ fn train_on(rank: &Rank, session: &Session) -> anyhow::Result<()> {
         trainer.resume(checkpoint)?;
     }
     if rank.rank() == 0 {
-        session.artifacts.record_model(config, trainer.ddp(), trainer.state());
+        session.artifacts.record_start(trainer.ddp(), trainer.state());
     }
     let summary = trainer.train(config.training.max_epochs)?;
 
     group.barrier()?;
-    let (end, replicas_equal) = gather_summary(&trainer, &summary, session, &group)?;
-    if let Some(end) = end {
-        print_end(end, replicas_equal, &trainer, summary.stopped, session)?;
-    }
+    let replicas_equal = show_end(&trainer, &summary, session, &group)?;
     session.note_stop(summary.stopped);
     if replicas_equal { Ok(()) } else { Ok(refuse_different_replicas(&trainer, session)?) }
 }

@@ -7,23 +7,22 @@ use std::time::SystemTime;
 
 use parking_lot::Mutex;
 
-use super::dealt_samples::dealt_samples;
-use super::report_facts::{collectives, command, date, options, path_in_shell, steps_of};
+use super::Session;
+use super::end_messages::Outcome;
+use super::page::{page, path_in_shell};
 use crate::checkpoint::TrainerState;
-use crate::config::{Config, Data};
+use crate::config::Config;
 use crate::ddp::Strategy;
 use crate::error::{Error, Result, Shown};
-use crate::ffi;
 use crate::launch::JoinedLaunch;
 use crate::models::Model;
 use crate::os::limits::explain;
+use crate::records::Parameter;
 use crate::runtime::FlightRecorderDump;
-use crate::telemetry::report::{
-    Curves, Moved, Outcome, Parameters, Ranks, Replicas, Report, Tracks, Verdict,
-};
+use crate::telemetry::report::{Curves, Page};
 use crate::telemetry::{
-    End, Output, Printer, PrometheusFile, RunFacts, RunState, flight_recorder_output,
-    remove_further_ranks, trace_output, write_flight_recorder, write_trace,
+    End, Output, PrometheusFile, RunFacts, RunState, flight_recorder_output, remove_further_ranks,
+    trace_output, write_flight_recorder, write_trace,
 };
 
 /// The trace, the report and the flight recorder's files of this process, and the data for them.
@@ -38,20 +37,21 @@ pub(crate) struct RunArtifacts {
     /// The metrics for Prometheus. `None` without `--prometheus`, and in processes without rank 0.
     prometheus: Option<Arc<PrometheusFile>>,
     dump: Arc<OnceLock<FlightRecorderDump>>,
-    report_data: Mutex<ReportData>,
+    record: Mutex<RunRecord>,
     curves: Arc<Mutex<Curves>>,
-    began: SystemTime,
 }
 
-/// The data that rank 0 collects for the report.
-#[derive(Debug, Default)]
-pub(crate) struct ReportData {
-    pub model: Parameters,
+/// What rank 0 records of a run for these files.
+#[derive(Debug)]
+pub(super) struct RunRecord {
+    pub began: SystemTime,
     /// The state of training at the start.
     pub first: TrainerState,
-    pub moved: Moved,
-    pub replicas: Option<Replicas>,
-    pub verdict: Verdict,
+    /// The parameters of the model, as they are in buckets.
+    pub parameters: Vec<Parameter>,
+    /// Bytes of each bucket.
+    pub buckets: Vec<usize>,
+    /// How the run went. `None` until it is over, and if it failed.
     pub end: Option<End>,
 }
 
@@ -63,48 +63,47 @@ impl RunArtifacts {
     pub(crate) fn new(config: &Config, joined_launch: &JoinedLaunch) -> Result<Self> {
         let process = joined_launch.process();
         config.validate_files(process[1])?;
-        let opened = |flag: &str, path: &Path, output: io::Result<Output>| {
-            output.map_err(|error| {
-                Error::InvalidInput(format!("{flag} {}: {}", path.shown(), explain(&error)))
-            })
+        let refused = |flag: &str, path: &Path, error: io::Error| {
+            Error::InvalidInput(format!("{flag} {}: {}", path.shown(), explain(&error)))
         };
-        let (trace, report) = (config.output.trace.as_deref(), config.output.report.as_deref());
-        let trace = trace.map(|path| opened("--trace", path, trace_output(path, process)));
-        let report = report.filter(|_| joined_launch.is_first());
-        let report = report.map(|path| opened("--report", path, Report::output(path)));
-        let flight_recorder = match &config.output.flight_recorder {
-            None => Vec::new(),
-            Some(folder) => {
-                let refused = |error: io::Error| {
-                    let (folder, reason) = (folder.shown(), explain(&error));
-                    Error::InvalidInput(format!("--flight-recorder {folder}: {reason}"))
-                };
-                let output = |rank| flight_recorder_output(folder, rank);
-                let outputs = joined_launch.ranks_here().map(output).collect::<io::Result<_>>();
-                let outputs = outputs.map_err(refused)?;
-                if joined_launch.is_first() {
-                    remove_further_ranks(folder, joined_launch.world_size()).map_err(refused)?;
-                }
-                outputs
-            }
-        };
-        let prometheus = config.output.prometheus.as_deref().filter(|_| joined_launch.is_first());
+        let is_first = joined_launch.is_first();
+        let output = &config.output;
+        let trace = output.trace.as_deref().map(|path| {
+            trace_output(path, process).map_err(|error| refused("--trace", path, error))
+        });
+        let report = output
+            .report
+            .as_deref()
+            .filter(|_| is_first)
+            .map(|path| Page::output(path).map_err(|error| refused("--report", path, error)));
+        let flight_recorder = output.flight_recorder.as_deref().map(|folder| {
+            flight_recorder_outputs(folder, joined_launch)
+                .map_err(|error| refused("--flight-recorder", folder, error))
+        });
         let facts = RunFacts {
             model: config.model.kind.name(),
             backend: joined_launch.placement.backend.name(),
             world_size: joined_launch.world_size(),
             restarts: joined_launch.launch.restart_count,
         };
-        let prometheus = prometheus.map(|path| PrometheusFile::new(path, facts));
+        let prometheus = output.prometheus.as_deref().filter(|_| is_first).map(|path| {
+            PrometheusFile::new(path, facts).map_err(|error| refused("--prometheus", path, error))
+        });
+        let record = RunRecord {
+            began: SystemTime::now(),
+            first: TrainerState::default(),
+            parameters: Vec::new(),
+            buckets: Vec::new(),
+            end: None,
+        };
         Ok(Self {
             trace: trace.transpose()?,
             report: report.transpose()?,
-            flight_recorder,
+            flight_recorder: flight_recorder.transpose()?.unwrap_or_default(),
             prometheus: prometheus.transpose()?.map(Arc::new),
             dump: Arc::default(),
-            report_data: Mutex::default(),
+            record: Mutex::new(record),
             curves: Arc::default(),
-            began: SystemTime::now(),
         })
     }
 
@@ -125,146 +124,104 @@ impl RunArtifacts {
         self.prometheus.clone()
     }
 
-    /// Returns the mean loss of the first quarter of the run, and of the last. `None` without a report.
-    pub(crate) fn losses(&self) -> Option<[f64; 2]> {
-        self.curves.lock().losses()
+    /// Records the model that rank 0 begins to train, in the state `first`.
+    pub(crate) fn record_start(&self, ddp: &Strategy<Model>, first: &TrainerState) {
+        let mut record = self.record.lock();
+        record.first = first.clone();
+        record.parameters = ddp.parameter_places();
+        record.buckets = ddp.statistics().bucket_bytes;
     }
 
-    /// Updates the data of the report, if there is one.
-    pub(crate) fn update(&self, write: impl FnOnce(&mut ReportData)) {
-        if self.report.is_some() {
-            write(&mut self.report_data.lock());
-        }
+    /// Records how the run went, and the buckets, which have been rebuilt since the start.
+    pub(crate) fn record_end(&self, ddp: &Strategy<Model>, end: &End) {
+        let mut record = self.record.lock();
+        record.parameters = ddp.parameter_places();
+        record.buckets.clone_from(&end.bucket_bytes);
+        record.end = Some(end.clone());
     }
 
-    /// Records the model that rank 0 begins to train.
-    pub(crate) fn record_model(
-        &self,
-        config: &Config,
-        ddp: &Strategy<Model>,
-        first: &TrainerState,
-    ) {
-        self.update(|report_data| {
-            report_data.first = first.clone();
-            report_data.model = Parameters {
-                name: config.model.kind.name().into(),
-                parameters: ddp.parameter_places(),
-                buckets: ddp.statistics().bucket_bytes,
-            };
-        });
-    }
-
-    /// Writes the files after the ranks have ended.
+    /// Writes the files of `session` after its ranks have ended.
     ///
     /// # Errors
     /// [`Error::Write`].
-    pub(crate) fn write(
-        &self,
-        config: &Config,
-        joined_launch: &JoinedLaunch,
-        data: &Data,
-        outcome: Outcome,
-        printer: &Printer,
-    ) -> Result<()> {
-        let state = RunState::named(outcome.kind);
-        let written = self.write_dump(config, joined_launch, data, outcome, printer);
-        let state = if written.is_ok() { state } else { RunState::Failed };
-        let prometheus = self.prometheus.as_ref().map_or(Ok(()), |file| file.finish(state));
+    pub(super) fn write(&self, session: &Session, outcome: &Outcome) -> Result<()> {
+        let end = self.record.lock().end.clone();
+        let written = match self.dump.get() {
+            // If one cannot be written, the others still are.
+            Some(dump) => {
+                let trace = self.write_trace(session, dump);
+                let report = self.write_report(session, outcome, dump);
+                trace.and(report).and(self.write_flight_recorder(session, dump))
+            }
+            None => Ok(()),
+        };
+        let state = if written.is_ok() { outcome.kind } else { RunState::Failed };
+        let prometheus = self.prometheus.as_ref().map_or(Ok(()), |file| file.finish(state, end));
         written.and(prometheus)
     }
 
-    /// Writes the files that the flight recorder's dump is for. If one cannot be written, the others still are.
-    fn write_dump(
-        &self,
-        config: &Config,
-        joined_launch: &JoinedLaunch,
-        data: &Data,
-        outcome: Outcome,
-        printer: &Printer,
-    ) -> Result<()> {
-        let Some(dump) = self.dump.get() else { return Ok(()) };
-        let unwritable = |flag: &str, output: &Output| {
-            let what = format!("{flag} {}", output.path().shown());
-            |error: io::Error| Error::Write { what, reason: explain(&error) }
-        };
-        let trace = self.trace.as_ref().map_or(Ok(()), |output| {
-            output.write(|file| write_trace(dump, file)).map_err(unwritable("--trace", output))?;
-            if let (true, Some(path)) = (joined_launch.is_first(), &config.output.trace) {
-                let path = path.shown();
-                printer.info(&match dump.process {
-                    [_, 1] => format!("the trace is in {path}: open it in ui.perfetto.dev"),
-                    [_, count] => format!(
-                        "the traces of {count} processes are beside {path}, each with its number in its name: open them \
-                         in ui.perfetto.dev"
-                    ),
-                });
-            }
-            Ok(())
-        });
-        let report = self.report.as_ref().map_or(Ok(()), |output| {
-            let report = self.page(config, joined_launch, data, outcome, dump)?;
-            output.write(|file| report.write(file)).map_err(unwritable("--report", output))?;
-            let path = config.output.report.as_deref().unwrap_or(output.path()).shown();
-            printer.info(&format!("the report is in {path}: open it in a browser"));
-            Ok(())
-        });
-        let files = self.flight_recorder.iter().zip(&dump.ranks);
-        let written: Vec<Result<()>> = files
-            .map(|(output, rank)| {
-                let written = output.write(|file| write_flight_recorder(dump, rank, file));
-                written.map_err(unwritable("--flight-recorder", output))
-            })
-            .collect();
-        let flight_recorder: Result<()> = written.into_iter().collect();
-        if let (Ok(()), true, Some(folder)) =
-            (&flight_recorder, joined_launch.is_first(), &config.output.flight_recorder)
+    fn write_trace(&self, session: &Session, dump: &FlightRecorderDump) -> Result<()> {
+        let Some(output) = &self.trace else { return Ok(()) };
+        output.write(|file| write_trace(dump, file)).map_err(unwritable("--trace", output))?;
+        if let (true, Some(path)) = (session.joined_launch.is_first(), &session.config.output.trace)
         {
-            let (shown, in_shell) = (folder.shown(), path_in_shell(folder));
-            printer
-                .info(&format!("the flight recorder is in {shown}: run torchfrtrace {in_shell}"));
+            let path = path.shown();
+            session.printer.info(&match dump.process {
+                [_, 1] => format!("the trace is in {path}: open it in ui.perfetto.dev"),
+                [_, count] => format!(
+                    "the traces of {count} processes are beside {path}, each with its number in its name: open them \
+                     in ui.perfetto.dev"
+                ),
+            });
         }
-        trace.and(report).and(flight_recorder)
+        Ok(())
     }
 
-    fn page(
+    fn write_report(
         &self,
-        config: &Config,
-        joined_launch: &JoinedLaunch,
-        data: &Data,
-        outcome: Outcome,
+        session: &Session,
+        outcome: &Outcome,
         dump: &FlightRecorderDump,
-    ) -> Result<Report> {
-        let report_data = std::mem::take(&mut *self.report_data.lock());
+    ) -> Result<()> {
+        let Some(output) = &self.report else { return Ok(()) };
         let curves = self.curves.lock().clone();
-        let steps = steps_of(dump).saturating_sub(report_data.first.step);
-        let ReportData { first, model, moved, replicas, verdict, end, .. } = report_data;
-        let (end, world_size) = (end.as_ref(), joined_launch.world_size());
-        Ok(Report {
-            version: 1,
-            program: format!("ddp-mp {}", env!("CARGO_PKG_VERSION")),
-            command: command(),
-            began: date(self.began),
-            libtorch: ffi::version(),
-            outcome,
-            seconds: end.map(|end| end.seconds),
-            steps: end.map(|end| end.steps_now),
-            us_per_step: end.map(|end| end.us_per_step),
-            loss: end.map(|end| end.loss),
-            parameters_hash: end.map(|end| end.parameters_hash.clone()),
-            options: options(config)?,
-            world: Ranks {
-                size: world_size,
-                nnodes: joined_launch.nnodes(),
-                backend: joined_launch.placement.backend.name(),
-                devices: dump.ranks.iter().map(|rank| rank.device.clone()).collect(),
-            },
-            model,
-            curves,
-            samples: dealt_samples(config, data.training.len(), world_size, &first, steps)?,
-            timeline: Tracks::new(dump),
-            traffic: Moved { collectives: collectives(dump), ..moved },
-            replicas,
-            verdict,
-        })
+        let page = page(session, &self.record.lock(), curves, outcome, dump)?;
+        output.write(|file| page.write(file)).map_err(unwritable("--report", output))?;
+        let path = session.config.output.report.as_deref().unwrap_or(output.path()).shown();
+        session.printer.info(&format!("the report is in {path}: open it in a browser"));
+        Ok(())
     }
+
+    fn write_flight_recorder(&self, session: &Session, dump: &FlightRecorderDump) -> Result<()> {
+        let mut all_written = Ok(());
+        for (output, rank) in self.flight_recorder.iter().zip(&dump.ranks) {
+            let written = output.write(|file| write_flight_recorder(dump, rank, file));
+            all_written = all_written.and(written.map_err(unwritable("--flight-recorder", output)));
+        }
+        all_written?;
+        if let (true, Some(folder)) =
+            (session.joined_launch.is_first(), &session.config.output.flight_recorder)
+        {
+            let (shown, in_shell) = (folder.shown(), path_in_shell(folder));
+            let text = format!("the flight recorder is in {shown}: run torchfrtrace {in_shell}");
+            session.printer.info(&text);
+        }
+        Ok(())
+    }
+}
+
+/// Prepares the flight recorder's file of each rank of this process in `folder`.
+fn flight_recorder_outputs(folder: &Path, joined_launch: &JoinedLaunch) -> io::Result<Vec<Output>> {
+    let output = |rank| flight_recorder_output(folder, rank);
+    let outputs = joined_launch.ranks_here().map(output).collect::<io::Result<_>>()?;
+    if joined_launch.is_first() {
+        remove_further_ranks(folder, joined_launch.world_size())?;
+    }
+    Ok(outputs)
+}
+
+/// Returns how to report that the file of `flag` cannot be written.
+fn unwritable(flag: &str, output: &Output) -> impl FnOnce(io::Error) -> Error {
+    let what = format!("{flag} {}", output.path().shown());
+    |error| Error::Write { what, reason: explain(&error) }
 }

@@ -1,13 +1,32 @@
 //! The samples that the sampler dealt to the ranks of a run, for its report.
 
+use serde::Serialize;
+
 use crate::checkpoint::TrainerState;
 use crate::config::Config;
 use crate::data::{DistributedSampler, batches_of_all};
 use crate::error::Result;
-use crate::telemetry::report::{OfEpoch, Samples};
 
 /// The most samples that a report lists.
 const MAX_LISTED_SAMPLES: usize = 200_000;
+
+/// The samples of each rank.
+#[derive(Debug, Serialize)]
+pub(super) struct DealtSamples {
+    /// Number of samples in the data set.
+    dataset: usize,
+    batch_size: usize,
+    /// Whether all samples that ranks used are listed.
+    complete: bool,
+    epochs: Vec<EpochSamples>,
+}
+
+#[derive(Debug, Serialize)]
+struct EpochSamples {
+    epoch: u64,
+    /// The samples of each rank, in order.
+    ranks: Vec<Vec<usize>>,
+}
 
 /// Returns the samples that the sampler dealt to each rank in `steps` steps, from the state `first` on.
 pub(super) fn dealt_samples(
@@ -16,11 +35,12 @@ pub(super) fn dealt_samples(
     world_size: usize,
     first: &TrainerState,
     mut steps: u64,
-) -> Result<Samples> {
+) -> Result<DealtSamples> {
     let batch = config.training.batch_size;
     let sampler = |rank| config.sampler(dataset, world_size, rank);
     let samplers = (0..world_size).map(sampler).collect::<Result<Vec<DistributedSampler>>>()?;
-    let mut listed = Samples { dataset, batch_size: batch, complete: true, epochs: Vec::new() };
+    let mut listed =
+        DealtSamples { dataset, batch_size: batch, complete: true, epochs: Vec::new() };
     let (mut epoch, mut seen, mut room) =
         (first.epoch, first.samples_seen, MAX_LISTED_SAMPLES / world_size);
     while steps > 0 && listed.complete {
@@ -40,7 +60,7 @@ pub(super) fn dealt_samples(
             let longest = most.min(samplers[0].num_samples_from(seen));
             listed.complete = longest <= room;
             room -= longest.min(room);
-            listed.epochs.push(OfEpoch { epoch, ranks });
+            listed.epochs.push(EpochSamples { epoch, ranks });
         }
         steps -= now;
         (epoch, seen) = (epoch + 1, 0);

@@ -1,23 +1,31 @@
 //! How a run ended: for the report, the failure event, and the lines that rank 0 prints.
 
+use serde::Serialize;
+
 use crate::checkpoint::{CheckpointDir, TrainerState};
 use crate::config::TrainingSection;
 use crate::error::Shown;
 use crate::launch::{SpawnError, StopReason};
 use crate::records::ValidationMetrics;
-use crate::telemetry::End;
-use crate::telemetry::report::Outcome;
+use crate::telemetry::{End, RankEnd, RunState, validation_text};
 
-/// Returns how the run ended, for its report.
+/// How a run ended.
+#[derive(Debug, Serialize)]
+pub(super) struct Outcome {
+    pub kind: RunState,
+    pub text: String,
+}
+
+/// Returns how the run ended.
 pub(super) fn outcome<T>(
     result: &Result<T, Box<SpawnError>>,
     stopped: Option<StopReason>,
     restarts: &[String],
 ) -> Outcome {
     let (kind, mut text) = match (result, stopped) {
-        (Err(error), _) => ("failed", error.to_string()),
-        (Ok(_), Some(reason)) => ("stopped", format!("stopped by {}", reason.name())),
-        (Ok(_), None) => ("done", "done".into()),
+        (Err(error), _) => (RunState::Failed, error.to_string()),
+        (Ok(_), Some(reason)) => (RunState::Stopped, format!("stopped by {}", reason.name())),
+        (Ok(_), None) => (RunState::Done, "done".into()),
     };
     for (number, reason) in (1..).zip(restarts) {
         text += &format!("; restart {number} was needed: {reason}");
@@ -27,27 +35,23 @@ pub(super) fn outcome<T>(
 
 /// Returns a note on the bytes that went through rank 0 with `--strategy dp`. `None` if there are no other ranks.
 pub(super) fn through_rank_0(end: &End) -> Option<String> {
-    let [sent, others_sent @ ..] = &end.bytes_sent_by_rank[..] else { return None };
-    let [received, others_received @ ..] = &end.bytes_received_by_rank[..] else { return None };
-    let kb = |bytes: &u64| (bytes + 500) / 1000;
+    let (first, others) = end.ranks.split_first()?;
+    let most = |bytes: fn(&RankEnd) -> u64| others.iter().map(bytes).max();
+    let kb = |bytes: u64| (bytes + 500) / 1000;
     Some(format!(
         "all went through rank 0, which sent {} kB and received {} kB; any other rank {} and {}",
-        kb(sent),
-        kb(received),
-        others_sent.iter().max().map(kb)?,
-        others_received.iter().max().map(kb)?
+        kb(first.bytes_sent),
+        kb(first.bytes_received),
+        kb(most(|rank| rank.bytes_sent)?),
+        kb(most(|rank| rank.bytes_received)?)
     ))
 }
 
 /// Returns a line about the best validation of a run, and where it is saved.
 pub(super) fn best(best: &ValidationMetrics, dir: Option<&CheckpointDir>) -> String {
-    let ValidationMetrics { epoch, loss, bits_per_token, accuracy, .. } = best;
-    let bits = bits_per_token.map_or(String::new(), |bits| format!(", {bits:.3} bits per token"));
-    let accuracy =
-        accuracy.map_or(String::new(), |share| format!(", accuracy {:.2} %", 100.0 * share));
     let pointer = dir.map(|dir| dir.path().join("best")).filter(|pointer| pointer.exists());
     let place = pointer.map_or(String::new(), |path| format!(" ({})", path.shown()));
-    format!("best: epoch {epoch}, loss {loss:.6}{bits}{accuracy}{place}")
+    format!("best: epoch {}, {}{place}", best.epoch, validation_text(best))
 }
 
 /// Returns a line about a run that has stopped.

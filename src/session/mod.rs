@@ -9,8 +9,8 @@ mod data;
 mod dealt_samples;
 mod end_messages;
 mod explainer;
+mod page;
 mod processes;
-mod report_facts;
 mod resume_checks;
 mod start_point;
 mod summary;
@@ -43,11 +43,11 @@ pub(crate) use checked_placement::{check_shared_model, place_all, place_ranks};
 pub(crate) use configured_launch::{configure, configured_spawn, join_launch};
 pub(crate) use data::open_data;
 pub(crate) use explainer::explainer;
+pub(crate) use page::path_in_shell;
 pub use processes::AlreadyReported;
 pub(crate) use processes::{ChildProcesses, leave_error};
-pub(crate) use report_facts::path_in_shell;
 pub(crate) use start_point::{StartPoint, after_restart};
-pub(crate) use summary::{gather_summary, print_end, refuse_different_replicas};
+pub(crate) use summary::{refuse_different_replicas, show_end};
 pub(crate) use training::Training;
 
 /// How long to wait for torchrun's agent to stop us after a membership change. If we exit first, the agent counts it
@@ -277,7 +277,7 @@ impl Session {
         &self,
         result: Result<T, Box<SpawnError>>,
     ) -> anyhow::Result<Option<StopReason>> {
-        let Self { config, joined_launch, data, printer, .. } = self;
+        let Self { joined_launch, printer, .. } = self;
         let view = self.live.lock().take(); // closes when it is dropped
         printer.end_progress();
         if let Err(error) = &result {
@@ -292,7 +292,7 @@ impl Session {
         }
         let stopped = self.stopped.get().copied();
         let outcome = outcome(&result, stopped, &self.restarts.reasons);
-        let written = self.artifacts.write(config, joined_launch, data, outcome, printer);
+        let written = self.artifacts.write(self, &outcome);
         if let (Err(unwritable), true) = (&written, result.is_err()) {
             printer.report(&unwritable.to_string());
         }
@@ -307,7 +307,7 @@ impl Session {
             view.keep_until_key();
         }
         if stopped == Some(StopReason::Terminate) && joined_launch.launch.has_agent {
-            let grace_period = config.launch.grace_period.min(AGENT_POLL_INTERVAL);
+            let grace_period = self.config.launch.grace_period.min(AGENT_POLL_INTERVAL);
             await_termination(&self.stop, grace_period).context("watching for signals")?;
         }
         Ok(stopped)

@@ -1,9 +1,10 @@
 //! Events that a run reports: the fields are the contract of `--log-format json`.
 
-use serde::Serialize;
+use serde::ser::SerializeMap;
+use serde::{Deserialize, Serialize, Serializer};
 
 use super::Straggler;
-use crate::records::ValidationMetrics;
+use crate::records::{PhaseSeconds, ValidationMetrics};
 use crate::runtime::RankFailure;
 
 /// One line of `--log-format json`; its `event` field comes first.
@@ -76,8 +77,9 @@ pub struct Epoch {
     pub validation: Option<ValidationMetrics>,
 }
 
-/// The run is done.
-#[derive(Debug, Clone, Serialize)]
+/// The run is done: all that rank 0 knows of it. The event, the text, the page of `--report` and the file of
+/// `--prometheus` are written from this.
+#[derive(Debug, Clone, Default, Serialize)]
 pub struct End {
     /// Duration of the training.
     pub seconds: f64,
@@ -100,14 +102,9 @@ pub struct End {
     pub communication_us: f64,
     /// Fraction of `communication_us` that had passed when autograd ended, from 0 to 1.
     pub overlapped: f64,
-    /// Bytes sent by each rank in the whole run, rank 0 first.
-    pub bytes_sent_by_rank: Vec<u64>,
-    /// Bytes received by each rank.
-    pub bytes_received_by_rank: Vec<u64>,
-    /// Seconds that each rank waited for data: for workers, or while it gathered samples itself.
-    pub data_wait_seconds_by_rank: Vec<f64>,
-    /// Seconds that each rank spent in collectives within its steps, including waiting for others.
-    pub collective_seconds_by_rank: Vec<f64>,
+    /// What each rank did, rank 0 first. The event has a list for each number.
+    #[serde(flatten, serialize_with = "by_rank")]
+    pub ranks: Vec<RankEnd>,
     /// The rank that the others waited for, on CPUs only; `None` if they did not wait long.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub straggler: Option<Straggler>,
@@ -136,6 +133,50 @@ pub struct End {
     /// The mean loss of the first epoch; in text only.
     #[serde(skip)]
     pub first_loss: f64,
+    /// Fraction of the reductions' time that was hidden behind backward, from 0 to 1; on the page only.
+    #[serde(skip)]
+    pub hidden: f64,
+    /// Whether reductions can run beside backward. Ranks in threads reduce on the same cores that compute. On the page
+    /// only.
+    #[serde(skip)]
+    pub can_overlap: bool,
+}
+
+impl End {
+    /// Returns the times of each rank.
+    pub(crate) fn phases(&self) -> Vec<PhaseSeconds> {
+        self.ranks.iter().map(|rank| rank.phases).collect()
+    }
+}
+
+/// What one rank did in the whole run.
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+pub struct RankEnd {
+    /// Bytes that it sent.
+    pub bytes_sent: u64,
+    /// Bytes that it received.
+    pub bytes_received: u64,
+    /// Seconds that it waited for data: for workers, or while it gathered samples itself.
+    pub data_wait_seconds: f64,
+    /// Its times within its steps. Those in collectives include waiting for others.
+    pub phases: PhaseSeconds,
+    /// A 64-bit hash of what must be equal on all ranks. `None` if rank 0 alone has the model.
+    pub replica_hash: Option<u64>,
+}
+
+/// Serializes a list for each number of the ranks.
+fn by_rank<S: Serializer>(ranks: &[RankEnd], to: S) -> Result<S::Ok, S::Error> {
+    fn list<T>(ranks: &[RankEnd], number: fn(&RankEnd) -> T) -> Vec<T> {
+        ranks.iter().map(number).collect()
+    }
+    let mut lists = to.serialize_map(Some(4))?;
+    lists.serialize_entry("bytes_sent_by_rank", &list(ranks, |rank| rank.bytes_sent))?;
+    lists.serialize_entry("bytes_received_by_rank", &list(ranks, |rank| rank.bytes_received))?;
+    let waits = list(ranks, |rank| rank.data_wait_seconds);
+    lists.serialize_entry("data_wait_seconds_by_rank", &waits)?;
+    let collectives = list(ranks, |rank| rank.phases.collectives);
+    lists.serialize_entry("collective_seconds_by_rank", &collectives)?;
+    lists.end()
 }
 
 /// The run failed.

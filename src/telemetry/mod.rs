@@ -26,7 +26,7 @@ mod tensorboard;
 mod trace;
 mod utf8_stream;
 
-pub use events::{End, Epoch, Event, FailureEvent, Start};
+pub use events::{End, Epoch, Event, FailureEvent, RankEnd, Start};
 pub(crate) use explain::paragraph;
 pub use explain::{Explainer, Language, RankStep, RunInfo, Step};
 #[cfg(feature = "cli")]
@@ -41,6 +41,7 @@ pub use memory::{peak_memory, total_memory};
 pub use metrics_logger::MetricsLogger;
 pub(crate) use output::{Marks, Output};
 pub use printer::{LogFormat, Printer, unwritable_stdout};
+pub(crate) use printer::validation_text;
 pub(crate) use prometheus::{PrometheusFile, RunFacts, RunState};
 pub use samples::Sample;
 pub(crate) use straggler::find_straggler_over;

@@ -11,7 +11,7 @@ use strum::{Display, EnumString, VariantNames};
 
 use super::feed::Feed;
 use super::progress::Progress;
-use super::{Epoch, Event, Straggler, Stream};
+use super::{End, Epoch, Event, Straggler, Stream};
 use crate::error::escaped;
 use crate::os::limits::explain;
 use crate::os::terminal::screen_problem;
@@ -86,16 +86,8 @@ impl Printer {
     /// # Errors
     /// When stdout cannot be written, unless its reader has closed the pipe.
     pub fn event(&self, event: &Event) -> io::Result<()> {
-        if let Event::End(end) = event
-            && let Some(skipped @ 1..) = end.skipped_steps
-        {
-            let why = match end.scale {
-                Some(scale) => {
-                    format!("scaled gradients were not finite; the loss scale is {scale} now")
-                }
-                None => "losses or gradients were not finite".into(),
-            };
-            self.info(&format!("{skipped} of {} steps skipped: {why}", end.steps));
+        if let Event::End(end) = event {
+            self.skipped_steps(end);
         }
         match (self.format, event) {
             (LogFormat::Json, event) => self.object(event),
@@ -104,58 +96,68 @@ impl Printer {
             }
             (LogFormat::Text, Event::Epoch(epoch)) => self.line(&epoch_line(epoch)),
             (LogFormat::Text, Event::Validation(validation)) => {
-                let ValidationMetrics { epoch, loss, bits_per_token, accuracy, best, .. } =
-                    validation;
-                let bits = bits_per_token
-                    .map_or(String::new(), |bits| format!(", {bits:.3} bits per token"));
-                let accuracy = accuracy
-                    .map_or(String::new(), |share| format!(", accuracy {:.2} %", 100.0 * share));
-                let best = if *best { " (best so far)" } else { "" };
-                self.info(&format!(
-                    "validation after epoch {epoch}: loss {loss:.6}{bits}{accuracy}{best}"
-                ));
+                let best = if validation.best { " (best so far)" } else { "" };
+                let (epoch, text) = (validation.epoch, validation_text(validation));
+                self.info(&format!("validation after epoch {epoch}: {text}{best}"));
                 Ok(())
             }
             (LogFormat::Text, Event::End(end)) => {
-                let (first, last) = (end.first_loss, end.loss);
-                let losses = if first.to_bits() == last.to_bits() {
-                    format!("{last:.6}")
-                } else {
-                    format!("{first:.6} -> {last:.6}")
-                };
-                let each = match end.steps_now {
-                    0 => String::new(),
-                    _ => format!(", {:.0} us each", end.us_per_step),
-                };
-                if end.replicas_equal == Some(false) {
-                    // The run fails: its last line reports that, and no other line may report success.
-                    self.report(
-                        "the ranks do not hold the same parameters; --check-replicas-every 1 finds the step at which they \
-                         began to differ",
-                    );
-                    return Ok(());
-                }
-                if let Some(straggler) = &end.straggler {
-                    let Straggler { rank, seconds, phase_seconds, .. } = straggler;
-                    let place = straggler.place();
-                    self.info(&format!(
-                        "rank {rank} was the straggler: the others waited {seconds:.1} of {:.1} s for it; it was \
-                         {phase_seconds:.1} s slower than they were {place}",
-                        end.seconds
-                    ));
-                }
-                for (number, reason) in (1..).zip(&end.restarts) {
-                    self.info(&format!("restart {number} was needed: {reason}"));
-                }
-                self.info(&format!(
-                    "loss {losses}; {} steps in {:.3} s{each}; parameters {}",
-                    end.steps_now, end.seconds, end.parameters_hash
-                ));
+                self.end(end);
                 Ok(())
             }
             // The text of a failure goes to stderr, with all that is known.
             (LogFormat::Text, Event::Failure(_)) => Ok(()),
         }
+    }
+
+    /// Prints how many steps of a run were skipped, if any were.
+    fn skipped_steps(&self, end: &End) {
+        let Some(skipped @ 1..) = end.skipped_steps else { return };
+        let why = match end.scale {
+            Some(scale) => {
+                format!("scaled gradients were not finite; the loss scale is {scale} now")
+            }
+            None => "losses or gradients were not finite".into(),
+        };
+        self.info(&format!("{skipped} of {} steps skipped: {why}", end.steps));
+    }
+
+    /// Prints how a run ended.
+    fn end(&self, end: &End) {
+        if end.replicas_equal == Some(false) {
+            // The run fails: its last line reports that, and no other line may report success.
+            self.report(
+                "the ranks do not hold the same parameters; --check-replicas-every 1 finds the step at which they \
+                 began to differ",
+            );
+            return;
+        }
+        if let Some(straggler) = &end.straggler {
+            let Straggler { rank, seconds, phase_seconds, .. } = straggler;
+            let place = straggler.place();
+            self.info(&format!(
+                "rank {rank} was the straggler: the others waited {seconds:.1} of {:.1} s for it; it was \
+                 {phase_seconds:.1} s slower than they were {place}",
+                end.seconds
+            ));
+        }
+        for (number, reason) in (1..).zip(&end.restarts) {
+            self.info(&format!("restart {number} was needed: {reason}"));
+        }
+        let (first, last) = (end.first_loss, end.loss);
+        let losses = if first.to_bits() == last.to_bits() {
+            format!("{last:.6}")
+        } else {
+            format!("{first:.6} -> {last:.6}")
+        };
+        let each = match end.steps_now {
+            0 => String::new(),
+            _ => format!(", {:.0} us each", end.us_per_step),
+        };
+        self.info(&format!(
+            "loss {losses}; {} steps in {:.3} s{each}; parameters {}",
+            end.steps_now, end.seconds, end.parameters_hash
+        ));
     }
 
     /// Adds one rank's report of an epoch. Prints the reports of all `world_size` ranks once the last has arrived.
@@ -362,6 +364,15 @@ impl Printer {
             feed.print_held();
         }
     }
+}
+
+/// Returns the numbers of a validation: `loss 1.234567, accuracy 51.20 %`.
+pub(crate) fn validation_text(validation: &ValidationMetrics) -> String {
+    let ValidationMetrics { loss, bits_per_token, accuracy, .. } = validation;
+    let bits = bits_per_token.map_or(String::new(), |bits| format!(", {bits:.3} bits per token"));
+    let accuracy =
+        accuracy.map_or(String::new(), |share| format!(", accuracy {:.2} %", 100.0 * share));
+    format!("loss {loss:.6}{bits}{accuracy}")
 }
 
 /// Returns the error of writing to stdout, with the limit of the system that caused it explained.

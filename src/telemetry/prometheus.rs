@@ -3,10 +3,13 @@
 //! Each write replaces the whole file, so that the collector never reads a part of one.
 
 use std::fmt::{self, Write};
+use std::io;
 use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use parking_lot::Mutex;
+use serde::Serialize;
+use strum::{EnumIter, IntoEnumIterator, IntoStaticStr};
 
 use super::{End, Marks, Output};
 use crate::error::{Error, Result, Shown};
@@ -26,7 +29,9 @@ pub(crate) struct RunFacts {
 }
 
 /// The state of a run.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, EnumIter, IntoStaticStr, Serialize)]
+#[serde(rename_all = "lowercase")]
+#[strum(serialize_all = "lowercase")]
 pub(crate) enum RunState {
     #[default]
     Running,
@@ -34,24 +39,6 @@ pub(crate) enum RunState {
     /// Ended before its last epoch, by a signal or a limit.
     Stopped,
     Failed,
-}
-
-impl RunState {
-    const ALL: [Self; 4] = [Self::Running, Self::Done, Self::Stopped, Self::Failed];
-
-    /// Returns the state in which a run with the outcome `name` ends: `done`, `stopped` or `failed`.
-    pub(crate) fn named(name: &str) -> Self {
-        Self::ALL.into_iter().find(|state| state.name() == name).unwrap_or_default()
-    }
-
-    fn name(self) -> &'static str {
-        match self {
-            Self::Running => "running",
-            Self::Done => "done",
-            Self::Stopped => "stopped",
-            Self::Failed => "failed",
-        }
-    }
 }
 
 /// The file, and the latest metrics.
@@ -73,6 +60,7 @@ struct Latest {
     first_step: u64,
     train: Option<TrainMetrics>,
     validation: Option<ValidationMetrics>,
+    /// How the run went. `None` until it is over, and if it failed.
     end: Option<End>,
     /// Whether the file could not be written at some time.
     has_failed: bool,
@@ -82,12 +70,9 @@ impl PrometheusFile {
     /// Checks that a file can be written at `path`. Writes nothing.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] that names the path.
-    pub(crate) fn new(path: &Path, facts: RunFacts) -> Result<Self> {
-        let output = Output::new(path, MARKS).map_err(|error| {
-            let reason = explain(&error);
-            Error::InvalidInput(format!("--prometheus {}: {reason}", path.shown()))
-        })?;
+    /// When it cannot.
+    pub(crate) fn new(path: &Path, facts: RunFacts) -> io::Result<Self> {
+        let output = Output::new(path, MARKS)?;
         let run = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
         Ok(Self { output, run, facts, began: SystemTime::now(), latest: Mutex::default() })
     }
@@ -108,19 +93,15 @@ impl PrometheusFile {
         self.write(|latest| latest.validation = Some(metrics.clone()))
     }
 
-    /// Keeps the numbers of a run that is over, for [`finish`](Self::finish).
-    pub(crate) fn keep(&self, end: &End) {
-        self.latest.lock().end = Some(end.clone());
-    }
-
     /// Writes how the run has ended. A failure is no error here if an earlier write has failed, too: the run has ended
     /// with that error.
-    pub(crate) fn finish(&self, state: RunState) -> Result<()> {
+    pub(crate) fn finish(&self, state: RunState, end: Option<End>) -> Result<()> {
         let has_failed = self.latest.lock().has_failed;
-        self.write(|latest| latest.state = state).or_else(|error| match has_failed {
-            true => Ok(()),
-            false => Err(error),
-        })
+        let written = self.write(|latest| {
+            latest.state = state;
+            latest.end = end;
+        });
+        if has_failed { Ok(()) } else { written }
     }
 
     fn write(&self, update: impl FnOnce(&mut Latest)) -> Result<()> {
@@ -146,9 +127,9 @@ impl PrometheusFile {
         ];
         text.gauge("run_info", "Version, model and backend of the run", &program, Some(1.0));
         text.head("run_state", "gauge", "State of the run: 1 for the current one");
-        for one in RunState::ALL {
+        for one in RunState::iter() {
             let value = f64::from(u8::from(one == *state));
-            text.sample("run_state", &[("state", one.name())], value);
+            text.sample("run_state", &[("state", one.into())], value);
         }
         let start = "Time of this start, since the epoch";
         text.gauge("start_time_seconds", start, &[], seconds(*began));
@@ -200,12 +181,12 @@ impl PrometheusFile {
             text.by_rank(
                 "rank_data_wait_seconds",
                 "Time that a rank waited for data, at the end of the run",
-                &end.data_wait_seconds_by_rank,
+                end.ranks.iter().map(|rank| rank.data_wait_seconds),
             );
             text.by_rank(
                 "rank_collective_seconds",
                 "Time of a rank in collectives, with waiting, at the end of the run",
-                &end.collective_seconds_by_rank,
+                end.ranks.iter().map(|rank| rank.phases.collectives),
             );
             if let Some(straggler) = &end.straggler {
                 let rank = straggler.rank.to_string();
@@ -244,10 +225,10 @@ impl Text<'_> {
         }
     }
 
-    fn by_rank(&mut self, name: &str, help: &str, values: &[f64]) {
+    fn by_rank(&mut self, name: &str, help: &str, values: impl Iterator<Item = f64>) {
         self.head(name, "gauge", help);
-        for (rank, value) in values.iter().enumerate() {
-            self.sample(name, &[("rank", &rank.to_string())], *value);
+        for (rank, value) in values.enumerate() {
+            self.sample(name, &[("rank", &rank.to_string())], value);
         }
     }
 
@@ -365,7 +346,7 @@ mod tests {
         assert!(!path.exists());
         first.begin(3).unwrap();
         assert!(read().contains("ddpmp_steps_total{run=\"run\"} 3\n"), "{}", read());
-        first.finish(RunState::Failed).unwrap();
+        first.finish(RunState::Failed, None).unwrap();
         assert!(read().contains("{run=\"run\",state=\"failed\"} 1\n"), "{}", read());
         file(&path).begin(0).unwrap(); // that of a later start
         assert!(read().contains("{run=\"run\",state=\"failed\"} 0\n"), "{}", read());
@@ -373,7 +354,7 @@ mod tests {
         fs::write(&path, "other_metric 1\n").unwrap();
         let error = first.begin(0).unwrap_err().to_string();
         assert!(error.contains("--prometheus") && error.contains("did not write that file"));
-        first.finish(RunState::Failed).unwrap(); // that failure is known
+        first.finish(RunState::Failed, None).unwrap(); // that failure is known
         assert_eq!(read(), "other_metric 1\n");
     }
 }

@@ -210,10 +210,13 @@ class Report:
             dict(data["options"]),
             "options",
         )
-        kind, text = data["outcome"].values()
+        kind, text = data["outcome"]["kind"], data["outcome"]["text"]
         equal(self.terms("#facts")["outcome"][0], kind, "the outcome")
         check(kind == "done" or text[1:] in self.text("#subtitle"), f"it is not told that {text!r}")
-        phases = [[rank, *row.values()] for rank, row in enumerate(verdict["phases"])]
+        columns = ["step", "data", "forward", "backward", "optimizer", "save", "collectives"]
+        for row in verdict["phases"]:
+            equal(sorted(row), sorted(columns), "the phases")
+        phases = [[rank, *map(row.get, columns)] for rank, row in enumerate(verdict["phases"])]
         for row, wanted in zip(self.rows("#phases"), phases, strict=True):
             equal(row[0], str(wanted[0]), "the rank of a row")
             for text, seconds in zip(row[2:], wanted[1:], strict=True):

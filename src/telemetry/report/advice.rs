@@ -1,23 +1,16 @@
 //! Advice: conclusions from a run's times, and what to try next.
 
 use crate::records::PhaseSeconds;
-use crate::telemetry::Straggler;
+use crate::telemetry::{End, Straggler};
 
-/// Measurements of a run.
+/// The conditions of a run that its end does not tell.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Measured<'a> {
-    /// Phase times of each rank.
-    pub phases: &'a [PhaseSeconds],
+pub(crate) struct Conditions<'a> {
     pub straggler: Option<&'a Straggler>,
+    /// Fraction of the reductions' time that was hidden behind backward. `None` without reductions.
     pub overlapped: Option<f64>,
-    pub us_per_step: f64,
-    pub bucket_bytes: &'a [usize],
     pub batch_size: usize,
     pub num_workers: usize,
-    /// Whether reductions can run beside backward. Ranks in threads reduce on the same cores that compute.
-    pub can_overlap: bool,
-    /// Duration of the run.
-    pub seconds: f64,
     /// The cores that ranks use; `None` if the ranks are on GPUs.
     pub cores: Option<Cores>,
     /// The mean loss of the first quarter of the run, and of the last; `None` if it was recorded too rarely.
@@ -89,13 +82,14 @@ const NO_PROGRESS_RATIO: f64 = 0.95;
 /// Above this size an all-reduce is bound by bandwidth, not latency.
 const BANDWIDTH_BOUND_BYTES: usize = 1 << 20;
 
-/// Returns what to try next, each a sentence, the most important first.
-pub(crate) fn advice(run: Measured<'_>) -> Vec<String> {
+/// Returns what to try next after a run that ended with `end`, each a sentence, the most important first.
+pub(crate) fn advice(end: &End, run: Conditions<'_>) -> Vec<String> {
     let mut advice = Vec::new();
-    let Some(outside) = outside_collectives(run.phases) else { return advice };
-    let ranks = run.phases.len() as f64;
-    let total: f64 = run.phases.iter().map(|rank| rank.own() + rank.collectives).sum();
-    let share = |of: fn(&PhaseSeconds) -> f64| run.phases.iter().map(of).sum::<f64>() / total;
+    let phases = end.phases();
+    let Some(outside) = outside_collectives(&phases) else { return advice };
+    let ranks = phases.len() as f64;
+    let total: f64 = phases.iter().map(|rank| rank.own() + rank.collectives).sum();
+    let share = |of: fn(&PhaseSeconds) -> f64| phases.iter().map(of).sum::<f64>() / total;
     let mut say = |text: String| advice.push(text);
     if let Some(straggler) = run.straggler {
         let (Straggler { rank, seconds, .. }, place) = (straggler, straggler.place());
@@ -136,11 +130,11 @@ pub(crate) fn advice(run: Measured<'_>) -> Vec<String> {
         ));
     }
     let lost = 1.0 - outside;
-    let bytes: usize = run.bucket_bytes.iter().sum();
+    let bytes: usize = end.bucket_bytes.iter().sum();
     if ranks > 1.0 && lost > MIN_ADVICE_SHARE {
         let percent = 100.0 * lost;
-        if run.us_per_step < SHORT_STEP {
-            let (step, batch) = (run.us_per_step, run.batch_size);
+        if end.us_per_step < SHORT_STEP {
+            let (step, batch) = (end.us_per_step, run.batch_size);
             say(format!(
                 "{percent:.0} % of the steps' time goes into collectives, and a step is only {step:.0} us long: a \
                  larger --batch-size (now {batch}) or fewer ranks help a model this small."
@@ -156,8 +150,8 @@ pub(crate) fn advice(run: Measured<'_>) -> Vec<String> {
                  makes fewer of them{smaller}."
             ));
         }
-        let may_hide = bytes >= BANDWIDTH_BOUND_BYTES && run.can_overlap;
-        if may_hide && run.bucket_bytes.len() == 1 {
+        let may_hide = bytes >= BANDWIDTH_BOUND_BYTES && end.can_overlap;
+        if may_hide && end.bucket_bytes.len() == 1 {
             say("All gradients are in one bucket, which can only go out when backward is through: a smaller \
                  --bucket-cap-mb lets the first go out earlier."
                 .into());
@@ -170,7 +164,7 @@ pub(crate) fn advice(run: Measured<'_>) -> Vec<String> {
         }
     }
     if advice.is_empty() {
-        let (own, seconds) = (100.0 * outside, run.seconds);
+        let (own, seconds) = (100.0 * outside, end.seconds);
         let stands_out = match ranks > 1.0 {
             true => format!(
                 "Nothing stands out: the ranks spent {own:.0} % of their steps outside collectives."
@@ -186,23 +180,36 @@ pub(crate) fn advice(run: Measured<'_>) -> Vec<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::telemetry::RankEnd;
 
-    fn run(phases: &[PhaseSeconds]) -> Measured<'_> {
-        Measured {
-            phases,
-            straggler: None,
-            overlapped: None,
+    fn end(phases: &[PhaseSeconds]) -> End {
+        let rank = |phases: &PhaseSeconds| RankEnd { phases: *phases, ..RankEnd::default() };
+        End {
+            ranks: phases.iter().map(rank).collect(),
             us_per_step: 5000.0,
-            bucket_bytes: &[4 << 20],
-            batch_size: 32,
-            num_workers: 0,
+            bucket_bytes: vec![4 << 20],
             can_overlap: true,
             seconds: 10.0,
-            cores: Some(Cores { count: 8, local_ranks: phases.len(), threads_per_rank: 1 }),
+            ..End::default()
+        }
+    }
+
+    fn conditions<'a>(ranks: usize) -> Conditions<'a> {
+        Conditions {
+            straggler: None,
+            overlapped: None,
+            batch_size: 32,
+            num_workers: 0,
+            cores: Some(Cores { count: 8, local_ranks: ranks, threads_per_rank: 1 }),
             losses: Some([1.0, 0.5]),
             lr: 0.001,
             fitting_config: None,
         }
+    }
+
+    /// Returns the advice after a run with these times, under the usual conditions.
+    fn usual(phases: &[PhaseSeconds]) -> Vec<String> {
+        advice(&end(phases), conditions(phases.len()))
     }
 
     #[test]
@@ -211,41 +218,40 @@ mod tests {
             PhaseSeconds { forward: 4.0, backward: 5.0, collectives: 1.0, ..Default::default() };
         assert_eq!(outside_collectives(&[well, well]), Some(0.9));
         assert_eq!(outside_collectives(&[]), None);
-        assert!(advice(run(&[])).is_empty());
+        assert!(usual(&[]).is_empty());
         assert_eq!(
-            advice(run(&[well, well])),
+            usual(&[well, well]),
             [
                 "Nothing stands out: the ranks spent 90 % of their steps outside collectives. ddp-mp bench scaling \
               measures whether more ranks pay on the 8 cores of this machine."
             ]
         );
         assert!(
-            advice(run(&[well]))[0]
+            usual(&[well])[0]
                 .starts_with("This was one rank alone, for 10.0 s. ddp-mp bench scaling")
         );
 
         let waiting = PhaseSeconds { collectives: 9.0, ..well };
-        let told = advice(run(&[waiting, waiting]));
+        let told = usual(&[waiting, waiting]);
         assert!(
             told[0].starts_with("50 % of the steps' time goes into collectives: a larger"),
             "{told:?}"
         );
         assert!(told[1].contains("in one bucket"), "{told:?}");
-        let told = advice(Measured {
-            overlapped: Some(0.2),
-            bucket_bytes: &[1 << 20; 4],
-            ..run(&[waiting, waiting])
-        });
+        let four_buckets = End { bucket_bytes: vec![1 << 20; 4], ..end(&[waiting, waiting]) };
+        let told = advice(&four_buckets, Conditions { overlapped: Some(0.2), ..conditions(2) });
         assert!(told[1].starts_with("Only 20 % of the communication"), "{told:?}");
-        let told =
-            advice(Measured { us_per_step: 50.0, bucket_bytes: &[84], ..run(&[waiting, waiting]) });
+        let bucket_bytes = vec![84];
+        let short = End { us_per_step: 50.0, bucket_bytes, ..end(&[waiting, waiting]) };
+        let told = advice(&short, conditions(2));
         assert!(told.len() == 1 && told[0].contains("only 50 us long"), "{told:?}");
 
         let hungry = PhaseSeconds { data: 9.0, ..well };
-        assert!(advice(run(&[hungry, hungry]))[0].ends_with("try --num-workers 2."));
+        assert!(usual(&[hungry, hungry])[0].ends_with("try --num-workers 2."));
         let still = |fitting_config| {
             let losses = Some([2.31, 2.30]);
-            advice(Measured { losses, fitting_config, ..run(&[well, well]) }).remove(0)
+            advice(&end(&[well, well]), Conditions { losses, fitting_config, ..conditions(2) })
+                .remove(0)
         };
         let told = still(None);
         let expected = "The loss hardly moved: from 2.3100 in the first quarter of the run to 2.3000 in the last.";
@@ -257,7 +263,8 @@ mod tests {
             "{told}"
         );
         let held = Straggler { rank: 1, seconds: 2.0, phase: "data", phase_seconds: 2.0 };
-        let told = advice(Measured { straggler: Some(&held), ..run(&[well, well]) });
+        let told =
+            advice(&end(&[well, well]), Conditions { straggler: Some(&held), ..conditions(2) });
         assert!(told[0].starts_with(
             "Rank 1 was the straggler: it delayed the others by 2.0 s in its phase data"
         ));
@@ -267,7 +274,7 @@ mod tests {
         let well = PhaseSeconds { forward: 4.0, backward: 5.0, ..Default::default() };
         let told = |phases: &[PhaseSeconds], count, threads_per_rank| {
             let cores = Cores { count, local_ranks: phases.len(), threads_per_rank };
-            advice(Measured { cores: Some(cores), ..run(phases) }).remove(0)
+            advice(&end(phases), Conditions { cores: Some(cores), ..conditions(0) }).remove(0)
         };
         let none = ": more ranks need more cores, here or on other machines.";
         for (ranks, count, threads) in [(2, 2, 1), (4, 2, 1), (2, 8, 4), (1, 1, 1)] {
@@ -283,7 +290,7 @@ mod tests {
         }
         // More ranks on GPUs do not need more cores.
         assert_eq!(
-            advice(Measured { cores: None, ..run(&[well; 2]) }),
+            advice(&end(&[well; 2]), Conditions { cores: None, ..conditions(2) }),
             ["Nothing stands out: the ranks spent 100 % of their steps outside collectives."]
         );
     }

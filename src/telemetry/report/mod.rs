@@ -7,14 +7,15 @@ use std::io::{self, Write};
 use std::path::Path;
 
 use serde::Serialize;
+use serde_json::Value;
 
-use super::{Marks, Output, Straggler};
-use crate::records::{Parameter, PhaseSeconds, TrainMetrics, ValidationMetrics};
-pub(crate) use advice::{Cores, Measured, advice, outside_collectives};
+use super::{Marks, Output};
+use crate::records::{TrainMetrics, ValidationMetrics};
+pub(crate) use advice::{Conditions, Cores, advice, outside_collectives};
 pub(crate) use tracks::Tracks;
 
-/// The page, and the parts that are inserted into it.
-const PAGE: &str = include_str!("page.html");
+/// The page's HTML, and the parts that are inserted into it.
+const HTML: &str = include_str!("page.html");
 const PARTS: [(&str, &str); 2] =
     [("__REPORT_CSS__", include_str!("page.css")), ("__REPORT_JS__", SCRIPT)];
 /// The page's script, in reading order.
@@ -28,58 +29,15 @@ const SCRIPT: &str = concat!(
 );
 const DATA: &str = "__REPORT_DATA__";
 
-/// The contents of a page; `None` for what the run did not reach.
+/// The data of a page: its scripts know each value by its key.
 #[derive(Debug, Serialize)]
-pub(crate) struct Report {
-    pub version: u32,
-    pub program: String,
-    /// The command line as typed.
-    pub command: String,
-    /// Start of the run, in UTC.
-    pub began: String,
-    pub libtorch: String,
-    pub outcome: Outcome,
-    pub seconds: Option<f64>,
-    pub steps: Option<u64>,
-    pub us_per_step: Option<f64>,
-    pub loss: Option<f64>,
-    pub parameters_hash: Option<String>,
-    /// All options; those that differ from the defaults come first.
-    pub options: Vec<(String, String)>,
-    pub world: Ranks,
-    pub model: Parameters,
+pub(crate) struct Page {
+    /// All but the two below.
+    #[serde(flatten)]
+    pub facts: Value,
     #[serde(flatten)]
     pub curves: Curves,
-    pub samples: Samples,
     pub timeline: Tracks,
-    pub traffic: Moved,
-    pub replicas: Option<Replicas>,
-    pub verdict: Verdict,
-}
-
-/// The outcome of a run.
-#[derive(Debug, Serialize)]
-pub(crate) struct Outcome {
-    /// `done`, `stopped` or `failed`.
-    pub kind: &'static str,
-    pub text: String,
-}
-
-#[derive(Debug, Serialize)]
-pub(crate) struct Ranks {
-    pub size: usize,
-    pub nnodes: usize,
-    pub backend: &'static str,
-    /// Devices of the ranks of this process.
-    pub devices: Vec<String>,
-}
-
-#[derive(Debug, Default, Clone, Serialize)]
-pub(crate) struct Parameters {
-    pub name: String,
-    pub parameters: Vec<Parameter>,
-    /// Bytes of each bucket.
-    pub buckets: Vec<usize>,
 }
 
 /// Training and validation metrics over the run.
@@ -115,67 +73,13 @@ impl Curves {
     }
 }
 
-/// The samples of each rank.
-#[derive(Debug, Serialize)]
-pub(crate) struct Samples {
-    /// Number of samples in the data set.
-    pub dataset: usize,
-    pub batch_size: usize,
-    /// `true` if all samples that ranks used are listed.
-    pub complete: bool,
-    pub epochs: Vec<OfEpoch>,
-}
-
-#[derive(Debug, Serialize)]
-pub(crate) struct OfEpoch {
-    pub epoch: u64,
-    /// The samples of each rank, in order.
-    pub ranks: Vec<Vec<usize>>,
-}
-
-/// Bytes transferred.
-#[derive(Debug, Default, Clone, Serialize)]
-pub(crate) struct Moved {
-    /// Bytes sent by each rank.
-    pub sent: Vec<u64>,
-    pub received: Vec<u64>,
-    /// Collectives that the ranks of this process called.
-    pub collectives: Vec<CollectiveTotals>,
-}
-
-#[derive(Debug, Clone, Serialize)]
-pub(crate) struct CollectiveTotals {
-    pub operation: String,
-    pub calls: Vec<u64>,
-    pub bytes: Vec<u64>,
-}
-
-/// The hash of each rank's parameters at the end.
-#[derive(Debug, Clone, Serialize)]
-pub(crate) struct Replicas {
-    pub hashes: Vec<String>,
-    pub equal: bool,
-    pub checked_every: Option<u64>,
-}
-
-/// Conclusions from the run's times.
-#[derive(Debug, Default, Clone, Serialize)]
-pub(crate) struct Verdict {
-    /// Fraction of its steps that a rank spends outside collectives, on average, from 0 to 1.
-    pub outside_collectives: Option<f64>,
-    pub overlapped: Option<f64>,
-    pub phases: Vec<PhaseSeconds>,
-    pub straggler: Option<Straggler>,
-    pub advice: Vec<String>,
-}
-
-impl Report {
+impl Page {
     /// Returns the file of a page at `path`.
     ///
     /// # Errors
     /// When it cannot be written.
     pub(crate) fn output(path: &Path) -> io::Result<Output> {
-        let (first_lines, _) = PAGE.split_once("\n<html").unwrap_or((PAGE, ""));
+        let (first_lines, _) = HTML.split_once("\n<html").unwrap_or((HTML, ""));
         Output::new(path, Marks { begins: first_lines, before: "<!-- xxh3 ", after: " -->\n" })
     }
 
@@ -187,7 +91,7 @@ impl Report {
         // Escaped: no text in the data can end the script.
         let data = serde_json::to_string(self)?.replace('<', "\\u003c");
         let page =
-            PARTS.iter().fold(PAGE.to_owned(), |page, (place, part)| page.replace(place, part));
+            PARTS.iter().fold(HTML.to_owned(), |page, (place, part)| page.replace(place, part));
         // Inserted last, so that its text is not taken for a placeholder.
         out.write_all(page.replacen(DATA, &data, 1).as_bytes())
     }

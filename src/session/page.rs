@@ -1,0 +1,243 @@
+//! The data of the page of `--report`: all that it shows of a run.
+
+use std::borrow::Cow;
+use std::ffi::OsString;
+use std::path::Path;
+use std::time::{Duration, SystemTime};
+
+use serde_json::{Value, json};
+use strum::IntoEnumIterator;
+use tch::Device;
+
+use super::Session;
+use super::artifacts::RunRecord;
+use super::dealt_samples::dealt_samples;
+use super::end_messages::Outcome;
+use crate::config::{Config, StrategyKind};
+use crate::data::DatasetSpec;
+use crate::error::{Result, escaped_line};
+use crate::ffi;
+use crate::operation::Operation;
+use crate::runtime::{Entry, FlightRecorderDump, RankRecords};
+use crate::telemetry::report::{
+    Conditions, Cores, Curves, Page, Tracks, advice, outside_collectives,
+};
+use crate::telemetry::{End, RankEnd, find_straggler_over};
+
+/// Returns the data of the page of a run that has ended with `outcome`. A value that the run did not reach is null, or
+/// an empty list.
+pub(super) fn page(
+    session: &Session,
+    record: &RunRecord,
+    curves: Curves,
+    outcome: &Outcome,
+    dump: &FlightRecorderDump,
+) -> Result<Page> {
+    let Session { config, joined_launch, data, .. } = session;
+    let RunRecord { began, first, parameters, buckets, end } = record;
+    let end = end.as_ref();
+    let world_size = joined_launch.world_size();
+    let steps = steps_of(dump).saturating_sub(first.step);
+    let bytes = |bytes: fn(&RankEnd) -> u64| -> Vec<u64> {
+        end.iter().flat_map(|end| &end.ranks).map(bytes).collect()
+    };
+    let facts = json!({
+        "version": 1,
+        "program": format!("ddp-mp {}", env!("CARGO_PKG_VERSION")),
+        "command": command(),
+        "began": date(*began),
+        "libtorch": ffi::version(),
+        "outcome": outcome,
+        "seconds": end.map(|end| end.seconds),
+        "steps": end.map(|end| end.steps_now),
+        "us_per_step": end.map(|end| end.us_per_step),
+        "loss": end.map(|end| end.loss),
+        "parameters_hash": end.map(|end| &end.parameters_hash),
+        "options": options(config)?,
+        "world": {
+            "size": world_size,
+            "nnodes": joined_launch.nnodes(),
+            "backend": joined_launch.placement.backend.name(),
+            // Those of this process.
+            "devices": dump.ranks.iter().map(|rank| &rank.device).collect::<Vec<_>>(),
+        },
+        "model": {
+            "name": config.model.kind.name(),
+            "parameters": parameters,
+            "buckets": buckets,
+        },
+        "samples": dealt_samples(config, data.training.len(), world_size, first, steps)?,
+        "traffic": {
+            "sent": bytes(|rank| rank.bytes_sent),
+            "received": bytes(|rank| rank.bytes_received),
+            "collectives": collectives(dump),
+        },
+        "replicas": end.and_then(|end| replicas(end, config)),
+        // Of a run that has failed, nothing can be concluded.
+        "verdict": verdict(end.unwrap_or(&End::default()), &curves, session),
+    });
+    Ok(Page { facts, curves, timeline: Tracks::new(dump) })
+}
+
+/// Returns the hash of each rank's parameters; `None` if rank 0 alone has the model.
+fn replicas(end: &End, config: &Config) -> Option<Value> {
+    let hash = |rank: &RankEnd| rank.replica_hash.map(|hash| format!("{hash:016x}"));
+    Some(json!({
+        "hashes": end.ranks.iter().map(hash).collect::<Vec<_>>(),
+        "equal": end.replicas_equal?,
+        "checked_every": config.ddp.check_replicas_every,
+    }))
+}
+
+/// The least time, in seconds, that other ranks waited for a straggler to name it in the report.
+const MIN_STRAGGLER_SECONDS: f64 = 0.05;
+
+/// Returns the conclusions from the run's times.
+fn verdict(end: &End, curves: &Curves, session: &Session) -> Value {
+    let Session { config, joined_launch, .. } = session;
+    let placement = &joined_launch.placement;
+    let phases = end.phases();
+    let overlaps = config.ddp.strategy == StrategyKind::Ddp && end.ranks.len() > 1;
+    let straggler = find_straggler_over(&phases, end.seconds, MIN_STRAGGLER_SECONDS);
+    let conditions = Conditions {
+        straggler: straggler.as_ref(),
+        overlapped: overlaps.then_some(end.hidden),
+        batch_size: config.training.batch_size,
+        num_workers: config.data.num_workers,
+        cores: (placement.devices[0] == Device::Cpu).then_some(Cores {
+            count: session.cores,
+            local_ranks: placement.devices.len(),
+            threads_per_rank: placement.threads_per_rank,
+        }),
+        losses: curves.losses(),
+        lr: config.lr_for(joined_launch.world_size()).0,
+        fitting_config: (config.data.dataset == DatasetSpec::DIGITS)
+            .then_some("configs/digits.toml"),
+    };
+    let advice = match end.replicas_equal {
+        Some(false) => vec![
+            "First of all find out why the ranks do not hold the same parameters: --check-replicas-every 1 names the \
+             step, the rank and the parameter."
+                .into(),
+        ],
+        _ => advice(end, conditions),
+    };
+    json!({
+        "outside_collectives": outside_collectives(&phases),
+        "overlapped": conditions.overlapped,
+        "phases": phases,
+        "straggler": straggler,
+        "advice": advice,
+    })
+}
+
+/// Returns `time` as a date, at the nearest end of the years 1970 to 9999 if a wrong clock is outside them.
+fn date(time: SystemTime) -> String {
+    let latest = SystemTime::UNIX_EPOCH + Duration::from_secs(253_402_300_799);
+    humantime::format_rfc3339_seconds(time.clamp(SystemTime::UNIX_EPOCH, latest)).to_string()
+}
+
+/// Returns the command line, quoted so that a shell reads the same arguments.
+fn command() -> String {
+    let quoted = |text: &str| in_shell(text).into_owned();
+    let shown = |arg: OsString| {
+        let arg = arg.to_string_lossy();
+        match arg.split_once('=') {
+            Some((flag, value)) if flag.starts_with("--") => format!("{flag}={}", quoted(value)),
+            _ => quoted(&arg),
+        }
+    };
+    let args = std::env::args_os().skip(1).map(shown);
+    ["ddp-mp".to_owned()].into_iter().chain(args).collect::<Vec<_>>().join(" ")
+}
+
+/// Returns `text` as one word of a shell, on one line: bash and zsh read line breaks and other control characters in
+/// `$''`.
+fn in_shell(text: &str) -> Cow<'_, str> {
+    if !text.contains(char::is_control) {
+        return shlex::try_quote(text).unwrap_or(Cow::Borrowed(text)); // fails for a NUL, which no argument has
+    }
+    let text = text.replace('\\', "\\\\").replace('\'', "\\'");
+    Cow::Owned(format!("$'{}'", escaped_line(&text)))
+}
+
+/// Returns `path` as a word of a shell that no program takes for a flag.
+pub(crate) fn path_in_shell(path: &Path) -> String {
+    let text = path.to_string_lossy();
+    let is_flag = text.starts_with('-');
+    in_shell(&if is_flag { Cow::Owned(format!("./{text}")) } else { text }).into_owned()
+}
+
+/// Returns all options as text. Those that differ from their default come first.
+fn options(config: &Config) -> Result<Vec<(String, String)>> {
+    let (all, default) = (config.values()?, Config::default().values()?);
+    let (given, rest): (Vec<_>, Vec<_>) =
+        all.into_iter().partition(|(key, value)| default.get(key) != Some(value));
+    let text = |(key, value): (String, Value)| match value {
+        Value::String(text) => (key, text),
+        value => (key, value.to_string()),
+    };
+    Ok(given.into_iter().chain(rest).map(text).collect())
+}
+
+/// Returns the number of steps of the whole run that rank 0 has finished.
+fn steps_of(dump: &FlightRecorderDump) -> u64 {
+    let records = dump.ranks.first().into_iter().flat_map(|rank| &rank.records);
+    let stepped = |entry: &&Entry| {
+        entry.begin.at.operation == Operation::Optimizer && entry.finished_at.is_some()
+    };
+    records.filter(stepped).map(|entry| entry.begin.at.sequence + 1).max().unwrap_or(0)
+}
+
+/// Returns the collectives that the ranks of this process have called.
+fn collectives(dump: &FlightRecorderDump) -> Vec<Value> {
+    let called = |operation: Operation| {
+        let rank_totals = |rank: &RankRecords| {
+            let found = rank.totals.iter().find(|(called, _)| *called == operation);
+            found.map_or([0, 0], |(_, totals)| *totals)
+        };
+        let totals: Vec<[u64; 2]> = dump.ranks.iter().map(rank_totals).collect();
+        let is_called = totals.iter().any(|[calls, _]| *calls > 0);
+        is_called.then(|| {
+            json!({
+                "operation": operation.to_string(),
+                "calls": totals.iter().map(|[calls, _]| *calls).collect::<Vec<u64>>(),
+                "bytes": totals.iter().map(|[_, bytes]| *bytes).collect::<Vec<u64>>(),
+            })
+        })
+    };
+    Operation::iter().filter_map(called).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::Command;
+
+    use super::*;
+
+    #[test]
+    fn shell_reads_a_path_as_it_is() {
+        for path in ["a b", "-x", "it's $HOME", "a\nb", "\\n'\t\u{9b}\u{202e}", "", "ä"] {
+            let word = path_in_shell(Path::new(path));
+            assert!(!word.contains('\n'), "{word}");
+            let mut bash = Command::new("bash");
+            let output =
+                bash.env("LC_ALL", "C.UTF-8").args(["-c", &format!("printf %s {word}")]).output();
+            let read = String::from_utf8(output.unwrap().stdout).unwrap();
+            assert_eq!(read.strip_prefix("./").unwrap_or(&read), path, "{word}");
+        }
+        assert_eq!(path_in_shell(Path::new("-x")), "./-x");
+    }
+
+    #[test]
+    fn date_of_a_wrong_clock_is_clamped() {
+        let day = Duration::from_secs(86400);
+        for (time, text) in [
+            (SystemTime::UNIX_EPOCH - day * 400, "1970-01-01T00:00:00Z"),
+            (SystemTime::UNIX_EPOCH + day, "1970-01-02T00:00:00Z"),
+            (SystemTime::UNIX_EPOCH + day * 366 * 9000, "9999-12-31T23:59:59Z"),
+        ] {
+            assert_eq!(date(time), text);
+        }
+    }
+}
