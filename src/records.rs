@@ -49,7 +49,7 @@ impl PhaseSeconds {
 }
 
 /// Training metrics over the last few steps, of all ranks together.
-#[derive(Debug, Clone, PartialEq, Serialize)]
+#[derive(Debug, Default, Clone, PartialEq, Serialize)]
 pub struct TrainMetrics {
     /// Steps made so far.
     pub step: u64,

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use super::messages::{from_json, unreadable};
 use crate::error::Result;
 use crate::operation::OpId;
-use crate::runtime::{OpSnapshot, RunContext, packed_op};
+use crate::runtime::{OpRecord, RunContext, packed_op};
 
 /// The most operations that a heartbeat carries for each rank.
 const MAX_OPS_PER_RANK: usize = 8;
@@ -29,18 +29,19 @@ pub(super) struct RankStatus {
     /// What the rank is doing as a whole.
     #[serde(with = "packed_op")]
     pub at: OpId,
-    /// The last operations of its flight recorder, the newest last.
-    pub seen: Vec<OpSnapshot>,
+    /// The last operations of its flight recorder, the newest last. Times are on the clock of `sent`.
+    pub seen: Vec<OpRecord>,
 }
 
 impl RankStatus {
     /// Returns the status of `rank`, which must be a rank of this process.
     pub(super) fn of(run: &RunContext, rank: usize) -> Self {
         let mut seen = run.flight_recorder.recent_ops(rank, MAX_OPS_PER_RANK);
-        for OpSnapshot { call_site, .. } in &mut seen {
-            let start = (call_site.len().saturating_sub(MAX_CALL_SITE_BYTES)..)
-                .find(|&index| call_site.is_char_boundary(index));
-            call_site.drain(..start.unwrap_or_default());
+        for op in &mut seen {
+            let line = op.source_line.to_string();
+            let start = (line.len().saturating_sub(MAX_CALL_SITE_BYTES)..)
+                .find(|&index| line.is_char_boundary(index));
+            op.source_line = line[start.unwrap_or_default()..].into();
         }
         Self { at: run.activity[rank].now(), seen }
     }
@@ -60,8 +61,9 @@ impl Heartbeat {
         }
         for RankStatus { seen, .. } in &heartbeat.ranks {
             // The call site is printed to a terminal.
-            let is_wrong = |op: &OpSnapshot| {
-                op.call_site.len() > MAX_CALL_SITE_BYTES || op.call_site.contains(char::is_control)
+            let is_wrong = |op: &OpRecord| {
+                let line = op.source_line.to_string();
+                line.len() > MAX_CALL_SITE_BYTES || line.contains(char::is_control)
             };
             if seen.len() > MAX_OPS_PER_RANK || seen.iter().any(is_wrong) {
                 return Err(unreadable(key, "the status of a rank is too long"));
@@ -89,33 +91,27 @@ mod tests {
             .prop_map(|(operation, sequence)| OpId { operation, sequence })
     }
 
-    fn seen() -> impl Strategy<Value = OpSnapshot> {
+    fn seen() -> impl Strategy<Value = OpRecord> {
         let call_site = "[a-zä/]{0,90}";
-        (at(), any::<(Option<u32>, Option<u16>)>(), call_site, any::<bool>(), any::<[u32; 3]>())
-            .prop_map(
-                |(
+        let times = any::<(Duration, Option<Duration>, Option<[Duration; 2]>)>();
+        let group_and_size = any::<(Option<u32>, Option<u16>, u64)>();
+        (at(), group_and_size, call_site, any::<bool>(), times).prop_map(
+            |(at, (group, bucket, amount), call_site, on_comm_thread, times)| {
+                let (started_at, finished_at, on_gpu) = times;
+                let source_line = call_site.into();
+                OpRecord {
                     at,
-                    (group, bucket),
-                    call_site,
+                    group,
+                    bucket,
+                    amount,
+                    source_line,
                     on_comm_thread,
-                    [started_ago, finished_ago, on_gpu],
-                )| {
-                    let started_ago = Duration::from_millis(started_ago.into());
-                    let finished_ago =
-                        (finished_ago % 2 == 0).then(|| Duration::from_nanos(finished_ago.into()));
-                    let on_gpu = (on_gpu % 2 == 0).then(|| Duration::from_nanos(on_gpu.into()));
-                    OpSnapshot {
-                        at,
-                        group,
-                        bucket,
-                        call_site,
-                        on_comm_thread,
-                        started_ago,
-                        finished_ago,
-                        on_gpu,
-                    }
-                },
-            )
+                    started_at,
+                    finished_at,
+                    on_gpu,
+                }
+            },
+        )
     }
 
     fn heartbeat() -> impl Strategy<Value = Heartbeat> {
@@ -165,22 +161,16 @@ mod tests {
     #[test]
     fn heartbeat_invalid_status_is_refused() {
         let plain = OpId { operation: Operation::Step, sequence: 1 };
-        let seen = |call_site: &str| OpSnapshot {
-            at: plain,
-            group: None,
-            bucket: None,
-            call_site: call_site.into(),
-            on_comm_thread: false,
-            started_ago: Duration::MAX,
-            finished_ago: None,
-            on_gpu: None,
+        let seen = |call_site: &str| OpRecord {
+            source_line: call_site.into(),
+            ..OpRecord::new(plain, Duration::MAX)
         };
-        let read = |seen: Vec<OpSnapshot>, count| {
+        let read = |seen: Vec<OpRecord>, count| {
             let ranks = vec![RankStatus { at: plain, seen }];
             let heartbeat = Heartbeat { sent: Duration::ZERO, ranks };
             Heartbeat::from_bytes(KEY, &to_json(KEY, &heartbeat).unwrap(), count).map(drop)
         };
-        assert!(read(vec![seen(" at src/a.rs:7"); MAX_OPS_PER_RANK], 1).is_ok());
+        assert!(read(vec![seen("src/a.rs:7"); MAX_OPS_PER_RANK], 1).is_ok());
         for (result, reason) in [
             (read(vec![], 2), "a process with 2 ranks sent the status of 1"),
             (read(vec![seen(""); MAX_OPS_PER_RANK + 1], 1), "the status of a rank is too long"),

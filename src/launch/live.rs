@@ -1,7 +1,6 @@
 //! The ranks of a run, for the live view: those of this process from the flight recorder, others from heartbeats.
 
 use std::any::Any;
-use std::collections::BTreeMap;
 use std::convert::Infallible;
 use std::ops::Range;
 use std::sync::Arc;
@@ -15,7 +14,7 @@ use super::RunView;
 use super::stall::status_table;
 use crate::operation::{OpId, Operation};
 use crate::runtime::{PeerStatus, RemoteSnapshots, RunContext, StopRequest};
-use crate::telemetry::{LiveView, Look, Op, Printer, RankLook, RankSource, Source};
+use crate::telemetry::{LiveView, Look, Printer, RankLook, RankSource, Source};
 
 /// The number of newest records that a look reads: of all ranks together, and the limits for each.
 const RECORDS: usize = 4096;
@@ -90,12 +89,12 @@ impl RankSource for Ranks {
                 return self.peers.as_ref().map_or_else(unknown, |peers| peers.look(rank, now));
             }
             let newest = recorder.records(rank, recorder.count(rank).saturating_sub(records));
-            let lasting = newest.filter(|entry| entry.begin.at.operation != Operation::Gradient);
+            let lasting = newest.filter(|op| op.at.operation != Operation::Gradient);
             let at = self.run.activity[rank].now();
             RankLook {
                 at,
                 // As of `now`: the ranks are read one after the other.
-                ops: lasting.filter_map(|entry| Op::of_entry(&entry).seen_at(now)).collect(),
+                ops: lasting.filter_map(|op| op.seen_at(now)).collect(),
                 source: Source::Direct,
             }
         };
@@ -109,7 +108,7 @@ impl RankSource for Ranks {
     }
 
     fn status_table(&self) -> String {
-        let remote = self.peers.as_ref().map(|peers| &peers.known.snapshots);
+        let remote = self.peers.as_ref().map(|peers| &*peers.snapshots);
         status_table(
             &self.run,
             self.local_ranks.clone(),
@@ -127,60 +126,42 @@ fn unknown() -> RankLook {
 ///
 /// It keeps them for itself: what a failure report says does not depend on the view.
 struct PeerHeartbeats {
-    known: Arc<Known>,
+    snapshots: Arc<RemoteSnapshots>,
     /// `None` if it could not be started; nothing is known of these ranks then.
     thread: Option<JoinHandle<()>>,
     /// Its drop ends the thread.
     stop_tx: Option<Sender<Infallible>>,
 }
 
-/// What is known from heartbeats.
-#[derive(Default)]
-struct Known {
-    snapshots: RemoteSnapshots,
-    /// For each rank: when its process's newest heartbeat was sent, on that process's clock, and when that was read; what
-    /// the rank does.
-    heartbeats: Mutex<BTreeMap<usize, (Duration, Instant, OpId)>>,
-}
-
 impl PeerHeartbeats {
     fn start(source: Arc<dyn PeerStatus>) -> Self {
-        let known = Arc::<Known>::default();
+        let snapshots = Arc::<RemoteSnapshots>::default();
         let (stop_tx, stop_rx) = bounded(0);
-        let for_thread = known.clone();
+        let for_thread = snapshots.clone();
         let thread = thread::Builder::new().name("live peers".into());
-        let thread = thread.spawn(move || for_thread.read(&*source, &stop_rx)).ok();
-        Self { known, thread, stop_tx: Some(stop_tx) }
+        let thread = thread.spawn(move || read(&for_thread, &*source, &stop_rx)).ok();
+        Self { snapshots, thread, stop_tx: Some(stop_tx) }
     }
 
     fn look(&self, rank: usize, now: Duration) -> RankLook {
-        let Some((_, when, at)) = self.known.heartbeats.lock().get(&rank).copied() else {
-            return unknown();
-        };
-        let seen = self.known.snapshots.of(rank);
-        let lasting = seen.iter().filter(|op| op.at.operation != Operation::Gradient);
-        let ops = lasting.map(|op| Op::of_snapshot(op, now)).collect();
-        RankLook { at, ops, source: Source::Heartbeat(when.elapsed()) }
+        let Some((heartbeat, age)) = self.snapshots.heartbeat(rank, now) else { return unknown() };
+        let mut ops = heartbeat.seen;
+        ops.retain(|op| op.at.operation != Operation::Gradient);
+        RankLook { at: heartbeat.at, ops, source: Source::Heartbeat(age) }
     }
 }
 
-impl Known {
-    fn read(&self, source: &dyn PeerStatus, stop_rx: &Receiver<Infallible>) {
-        loop {
-            let began = Instant::now();
-            for heartbeat in source.heartbeats(stop_rx.clone()) {
-                let mut known = self.heartbeats.lock();
-                let (rank, sent) = (heartbeat.rank, heartbeat.sent);
-                if known.get(&rank).is_none_or(|(before, ..)| *before != sent) {
-                    self.snapshots.note(rank, sent, &heartbeat.seen);
-                    known.insert(rank, (sent, Instant::now(), heartbeat.at));
-                }
-            }
-            // Many processes are asked less often.
-            let next = HEARTBEATS.max(20 * began.elapsed());
-            if stop_rx.recv_timeout(next) == Err(RecvTimeoutError::Disconnected) {
-                return;
-            }
+/// Reads heartbeats until the sender of `stop_rx` is dropped.
+fn read(snapshots: &RemoteSnapshots, source: &dyn PeerStatus, stop_rx: &Receiver<Infallible>) {
+    loop {
+        let began = Instant::now();
+        for heartbeat in source.heartbeats(stop_rx.clone()) {
+            snapshots.note(heartbeat);
+        }
+        // Many processes are asked less often.
+        let next = HEARTBEATS.max(20 * began.elapsed());
+        if stop_rx.recv_timeout(next) == Err(RecvTimeoutError::Disconnected) {
+            return;
         }
     }
 }

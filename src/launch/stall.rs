@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::operation::{OpId, Operation};
-use crate::runtime::{Entry, OpSnapshot, RemoteSnapshots, RunContext};
+use crate::runtime::{OpRecord, RemoteSnapshots, RunContext};
 
 /// The callback that receives reports for the user.
 #[derive(Clone)]
@@ -46,16 +46,17 @@ pub(super) fn stalled(
     longest(run, local_ranks, limit).map(|(stall, _)| stall)
 }
 
-fn longest(run: &RunContext, local_ranks: Range<usize>, limit: Duration) -> Option<(Stall, Entry)> {
+fn longest(
+    run: &RunContext,
+    local_ranks: Range<usize>,
+    limit: Duration,
+) -> Option<(Stall, OpRecord)> {
     let now = run.flight_recorder.now();
-    let waits = |entry: &Entry| {
-        entry.finished_at.is_none() && now.saturating_sub(entry.started_at) >= limit
-    };
+    let waits = |op: &OpRecord| op.is_open() && now.saturating_sub(op.started_at) >= limit;
     // Leaves out phases, which have no group: the collective within a phase says more.
-    let stalled =
-        |entry: Entry| entry.begin.group.map(|group| (Stall { group, at: entry.begin.at }, entry));
+    let stalled = |op: OpRecord| op.group.map(|group| (Stall { group, at: op.at }, op));
     let waiting = local_ranks.flat_map(|rank| run.flight_recorder.records(rank, 0)).filter(waits);
-    waiting.filter_map(stalled).min_by_key(|(_, entry)| entry.started_at)
+    waiting.filter_map(stalled).min_by_key(|(_, op)| op.started_at)
 }
 
 impl Stall {
@@ -78,11 +79,12 @@ impl Stall {
         }
         let (_, first) =
             longest(run, local_ranks.clone(), limit).filter(|(stall, _)| *stall == self)?;
-        let first = OpSnapshot::new(&first, run.flight_recorder.now());
-        let mut text = format!("{} has not ended for {}", what(&first), seconds(first.started_ago));
+        let now = run.flight_recorder.now();
+        let waited = seconds_since(first.started_at, now);
+        let mut text = format!("{} has not ended for {waited}", what(&first));
         let (mut arrived, mut missing, mut on_gpus) = (Vec::new(), String::new(), String::new());
         for &rank in members.iter() {
-            let seen = seen(run, &local_ranks, &run.remote_snapshots, rank);
+            let seen = seen(run, &local_ranks, &run.remote_snapshots, rank, now);
             if let Some(gpu) = on_gpu(&seen) {
                 let _ = write!(on_gpus, "\n  rank {rank} {gpu}");
             }
@@ -90,7 +92,7 @@ impl Stall {
             let late = match same_group().find(|op| op.at.sequence == at.sequence) {
                 // Only the first rank of a process exchanges stop requests, on behalf of the others.
                 Some(op) if op.at == at || at.operation == Operation::Synchronize => {
-                    arrived.push(format!("rank {rank} {} ago", seconds(op.started_ago)));
+                    arrived.push(format!("rank {rank} {} ago", seconds_since(op.started_at, now)));
                     continue;
                 }
                 Some(op) => format!("is in {} instead", what(op)),
@@ -100,7 +102,7 @@ impl Stall {
                     continue;
                 }
                 None => {
-                    format!("has not entered {}; {}", name(&first), last_seen(run, rank, &seen))
+                    format!("has not entered {first}; {}", last_seen(run, rank, &seen, now))
                 }
             };
             let is_silent = silent.iter().any(|missing| missing.rank == rank);
@@ -119,20 +121,21 @@ pub(super) fn status_table(
     local_ranks: Range<usize>,
     remote: &RemoteSnapshots,
 ) -> String {
+    let now = run.flight_recorder.now();
     let mut lines = Vec::new();
     for rank in 0..run.activity.len() {
-        let seen = seen(run, &local_ranks, remote, rank);
+        let seen = seen(run, &local_ranks, remote, rank, now);
         if !local_ranks.contains(&rank) && seen.is_empty() {
             continue;
         }
-        let mut line = format!("  rank {rank} {}", last_seen(run, rank, &seen));
+        let mut line = format!("  rank {rank} {}", last_seen(run, rank, &seen, now));
         line += &on_gpu(&seen).map_or(String::new(), |gpu| format!("; {gpu}"));
-        for op in seen.iter().filter(|op| op.on_comm_thread && op.finished_ago.is_none()) {
+        for op in seen.iter().filter(|op| op.on_comm_thread && op.is_open()) {
             let _ = write!(
                 line,
                 "; its communication thread has been in {} for {}",
                 what(op),
-                seconds(op.started_ago)
+                seconds_since(op.started_at, now)
             );
         }
         lines.push(line);
@@ -142,59 +145,54 @@ pub(super) fn status_table(
 
 /// Returns the progress of a rank's GPU; `None` for a rank without a GPU:
 /// `launched up to all_reduce #120; its GPU had completed all_reduce #117 when it last looked`.
-fn on_gpu(seen: &[OpSnapshot]) -> Option<String> {
+fn on_gpu(seen: &[OpRecord]) -> Option<String> {
     let mut newest = seen.iter().rev().filter(|op| op.group.is_some() && !op.on_comm_thread);
     let done = newest.clone().find(|op| op.on_gpu.is_some())?;
-    let launched = name(newest.find(|op| op.finished_ago.is_some() && op.group == done.group)?);
-    let done = name(done);
+    let launched = newest.find(|op| !op.is_open() && op.group == done.group)?;
     Some(format!("launched up to {launched}; its GPU had completed {done} when it last looked"))
 }
 
-/// Returns the known operations of `rank`, the newest last.
+/// Returns the known operations of `rank`, the newest last, on the clock of this process, which shows `now`.
 fn seen(
     run: &RunContext,
     local_ranks: &Range<usize>,
     remote: &RemoteSnapshots,
     rank: usize,
-) -> Vec<OpSnapshot> {
-    if local_ranks.contains(&rank) { run.flight_recorder.seen(rank) } else { remote.of(rank) }
+    now: Duration,
+) -> Vec<OpRecord> {
+    if local_ranks.contains(&rank) { run.flight_recorder.seen(rank) } else { remote.of(rank, now) }
 }
 
 /// Returns what `rank` does now, or did last, as text.
-fn last_seen(run: &RunContext, rank: usize, seen: &[OpSnapshot]) -> String {
+fn last_seen(run: &RunContext, rank: usize, seen: &[OpRecord], now: Duration) -> String {
     let Some(newest) = seen.iter().rev().find(|op| !op.on_comm_thread) else {
         return format!("last seen in {}", run.activity[rank].now());
     };
-    match newest.finished_ago {
+    match newest.finished_at {
         None => {
-            let entered = seconds(newest.started_ago);
+            let entered = seconds_since(newest.started_at, now);
             format!("last seen in {}, entered {entered} ago", within(newest, seen))
         }
-        Some(finished_ago) => {
-            format!("last seen leaving {}, {} ago", what(newest), seconds(finished_ago))
+        Some(finished_at) => {
+            format!("last seen leaving {}, {} ago", what(newest), seconds_since(finished_at, now))
         }
     }
 }
 
 /// Returns a collective that a rank waits in, with the phase of the step that calls it:
 /// `all_reduce #118 (bucket 3) of backward #40 at src/main.rs:40`.
-pub(super) fn within(op: &OpSnapshot, seen: &[OpSnapshot]) -> String {
+pub(super) fn within(op: &OpRecord, seen: &[OpRecord]) -> String {
     let phase = seen.iter().rev().find(|phase| op.group.is_some() && phase.is_open_phase());
     let phase = phase.map_or(String::new(), |phase| format!(" of {}", phase.at));
-    name(op) + &phase + &op.call_site
+    format!("{op}{phase}{}", op.source_line.in_message())
 }
 
 /// Returns an operation with its call site: `all_reduce #118 (bucket 3) at src/main.rs:40`.
-fn what(op: &OpSnapshot) -> String {
-    name(op) + &op.call_site
+fn what(op: &OpRecord) -> String {
+    format!("{op}{}", op.source_line.in_message())
 }
 
-/// Returns the name of an operation: `all_reduce #118 (bucket 3)`.
-fn name(op: &OpSnapshot) -> String {
-    let bucket = op.bucket.map_or(String::new(), |bucket| format!(" (bucket {bucket})"));
-    format!("{}{bucket}", op.at)
-}
-
-fn seconds(time: Duration) -> String {
-    format!("{:.1} s", time.as_secs_f64())
+/// Returns the time from `start` to `now` as text.
+fn seconds_since(start: Duration, now: Duration) -> String {
+    format!("{:.1} s", now.saturating_sub(start).as_secs_f64())
 }

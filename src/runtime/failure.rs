@@ -15,7 +15,7 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 
 use super::StopReason;
-use super::op_snapshots::packed;
+use super::op_record::packed;
 use crate::error::{list_ranks, runs};
 use crate::operation::{OpId, Operation};
 

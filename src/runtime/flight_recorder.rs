@@ -12,6 +12,7 @@ use crossbeam::atomic::AtomicCell;
 use crossbeam::utils::CachePadded;
 use strum::EnumCount;
 
+use super::{OpRecord, SourceLine};
 use crate::operation::{OpId, Operation};
 
 /// The number of newest records kept per rank, unless a trace of all is wanted. A training step has about ten.
@@ -71,16 +72,17 @@ pub(crate) struct SpanId {
     started_at: Duration,
 }
 
-/// One operation of a rank. Times are since the start of the run.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Entry {
-    pub begin: OpStart,
-    pub started_at: Duration,
-    /// `None` while the operation runs, or if it failed.
-    pub finished_at: Option<Duration>,
-    /// Times at which the rank's GPU started and finished the work that the operation launched. `None` on a CPU, and
-    /// until the times are known.
-    pub on_gpu: Option<[Duration; 2]>,
+/// How often a rank has begun a kind of collective or message.
+#[derive(Debug, Default, Clone, Copy)]
+pub(crate) struct OpTotals {
+    pub calls: u64,
+    pub bytes: u64,
+}
+
+#[derive(Debug, Default)]
+struct AtomicTotals {
+    calls: AtomicU64,
+    bytes: AtomicU64,
 }
 
 #[derive(Debug)]
@@ -88,13 +90,13 @@ struct Ring {
     /// The number of records begun.
     next: CachePadded<AtomicU64>,
     /// Allocated with the first record, so the ranks of other processes have none.
-    entries: OnceLock<Box<[RingSlot]>>,
+    slots: OnceLock<Box<[RingSlot]>>,
     /// Allocated with the first GPU time.
     gpu_times: OnceLock<Box<[GpuTimes]>>,
     /// Largest error of the GPU times, in nanoseconds; 0 without a GPU.
     gpu_error: AtomicU64,
-    /// For each kind of collective and message: the number of calls, and the total bytes.
-    totals: [[AtomicU64; 2]; Operation::COUNT],
+    /// For each kind of collective and message.
+    totals: [AtomicTotals; Operation::COUNT],
 }
 
 /// One record. It is consistent if a reader finds the same `number` before and after reading it.
@@ -113,7 +115,7 @@ struct RingSlot {
     call_site: AtomicCell<Option<CallSite>>,
 }
 
-/// The GPU times of a record: see [`Entry`].
+/// The GPU times of a record: see [`OpRecord`].
 #[derive(Debug, Default)]
 struct GpuTimes {
     number: AtomicU64,
@@ -125,7 +127,7 @@ impl FlightRecorder {
     pub(crate) fn new(ranks: usize, keeps: usize) -> Self {
         let ring = |_| Ring {
             next: CachePadded::new(AtomicU64::new(0)),
-            entries: OnceLock::new(),
+            slots: OnceLock::new(),
             gpu_times: OnceLock::new(),
             gpu_error: AtomicU64::new(0),
             totals: Default::default(),
@@ -153,35 +155,35 @@ impl FlightRecorder {
         let OpStart { at, group, bucket, amount, call_site, on_comm_thread } = begin;
         let ring = &self.ranks[rank];
         if at.operation.may_wait() && at.operation != Operation::Synchronize {
-            let [calls, bytes] = &ring.totals[at.operation as usize];
-            calls.fetch_add(1, Ordering::Relaxed);
-            bytes.fetch_add(amount, Ordering::Relaxed);
+            let totals = &ring.totals[at.operation as usize];
+            totals.calls.fetch_add(1, Ordering::Relaxed);
+            totals.bytes.fetch_add(amount, Ordering::Relaxed);
         }
         // Several threads of one rank may get here at once; each has its own record.
         let number = ring.next.fetch_add(1, Ordering::Relaxed);
-        let entry = ring.entry(number, self.keeps);
+        let slot = ring.slot(number, self.keeps);
         let group = group.map_or(0, |group| u64::from(group) + 1);
         let bucket = bucket.map_or(0, |bucket| u64::from(bucket) + 1);
-        entry.number.store(0, Ordering::Relaxed);
+        slot.number.store(0, Ordering::Relaxed);
         std::sync::atomic::fence(Ordering::Release);
-        entry.at.store(at.packed(), Ordering::Relaxed);
-        entry.marks.store(group << 18 | bucket << 1 | u64::from(on_comm_thread), Ordering::Relaxed);
-        entry.amount.store(amount, Ordering::Relaxed);
+        slot.at.store(at.packed(), Ordering::Relaxed);
+        slot.marks.store(group << 18 | bucket << 1 | u64::from(on_comm_thread), Ordering::Relaxed);
+        slot.amount.store(amount, Ordering::Relaxed);
         let started_at = self.now();
-        entry.started_at.store(nanos(started_at), Ordering::Relaxed);
-        entry.finished_at.store(0, Ordering::Relaxed);
-        entry.call_site.store(call_site);
-        entry.number.store(number + 1, Ordering::Release);
+        slot.started_at.store(nanos(started_at), Ordering::Relaxed);
+        slot.finished_at.store(0, Ordering::Relaxed);
+        slot.call_site.store(call_site);
+        slot.number.store(number + 1, Ordering::Release);
         SpanId { number, started_at }
     }
 
     /// Records that the operation has ended. Returns its duration.
     pub(crate) fn end(&self, rank: usize, span: SpanId) -> Duration {
         let SpanId { number, started_at } = span;
-        let (entry, now) = (self.ranks[rank].entry(number, self.keeps), self.now());
+        let (slot, now) = (self.ranks[rank].slot(number, self.keeps), self.now());
         // A newer record may have overwritten this one.
-        if entry.number.load(Ordering::Relaxed) == number + 1 {
-            entry.finished_at.store(nanos(now).max(1), Ordering::Release);
+        if slot.number.load(Ordering::Relaxed) == number + 1 {
+            slot.finished_at.store(nanos(now).max(1), Ordering::Release);
         }
         now.saturating_sub(started_at)
     }
@@ -216,52 +218,57 @@ impl FlightRecorder {
     }
 
     /// Returns the kept records of `rank` from number `from` on, oldest first. Skips records that are being written.
-    pub(crate) fn records(&self, rank: usize, from: u64) -> impl DoubleEndedIterator<Item = Entry> {
+    pub(crate) fn records(
+        &self,
+        rank: usize,
+        from: u64,
+    ) -> impl DoubleEndedIterator<Item = OpRecord> {
         let (ring, count) = (&self.ranks[rank], self.count(rank));
         let first = from.max(count.saturating_sub(self.keeps as u64));
         (first..count).filter_map(|number| ring.read(number, self.keeps))
     }
 
-    /// Returns how many times `rank` has begun this collective or message, and the total bytes.
-    pub(crate) fn total(&self, rank: usize, operation: Operation) -> [u64; 2] {
-        self.ranks[rank].totals[operation as usize]
-            .each_ref()
-            .map(|total| total.load(Ordering::Relaxed))
+    /// Returns how often `rank` has begun each operation, if it is a collective or message.
+    pub(crate) fn totals(&self, rank: usize) -> Vec<OpTotals> {
+        let load = |totals: &AtomicTotals| OpTotals {
+            calls: totals.calls.load(Ordering::Relaxed),
+            bytes: totals.bytes.load(Ordering::Relaxed),
+        };
+        self.ranks[rank].totals.iter().map(load).collect()
     }
 }
 
 impl Ring {
-    fn entry(&self, number: u64, keeps: usize) -> &RingSlot {
-        let entries =
-            self.entries.get_or_init(|| (0..keeps).map(|_| RingSlot::default()).collect());
-        &entries[(number % keeps as u64) as usize]
+    fn slot(&self, number: u64, keeps: usize) -> &RingSlot {
+        let slots = self.slots.get_or_init(|| (0..keeps).map(|_| RingSlot::default()).collect());
+        &slots[(number % keeps as u64) as usize]
     }
 
-    fn read(&self, number: u64, keeps: usize) -> Option<Entry> {
-        let entry = self.entry(number, keeps);
-        if entry.number.load(Ordering::Acquire) != number + 1 {
+    fn read(&self, number: u64, keeps: usize) -> Option<OpRecord> {
+        let slot = self.slot(number, keeps);
+        if slot.number.load(Ordering::Acquire) != number + 1 {
             return None;
         }
-        let (at, marks) = (entry.at.load(Ordering::Relaxed), entry.marks.load(Ordering::Relaxed));
-        let (amount, call_site) = (entry.amount.load(Ordering::Relaxed), entry.call_site.load());
-        let started_at = entry.started_at.load(Ordering::Relaxed);
-        let finished_at = entry.finished_at.load(Ordering::Acquire);
+        let (at, marks) = (slot.at.load(Ordering::Relaxed), slot.marks.load(Ordering::Relaxed));
+        let (amount, call_site) = (slot.amount.load(Ordering::Relaxed), slot.call_site.load());
+        let started_at = slot.started_at.load(Ordering::Relaxed);
+        let finished_at = slot.finished_at.load(Ordering::Acquire);
         std::sync::atomic::fence(Ordering::Acquire);
-        if entry.number.load(Ordering::Relaxed) != number + 1 {
+        if slot.number.load(Ordering::Relaxed) != number + 1 {
             return None;
         }
         let (group, bucket) = (marks >> 18, marks >> 1 & 0x1_ffff);
-        let begin = OpStart {
+        Some(OpRecord {
             at: OpId::unpacked(at)?,
             group: group.checked_sub(1).map(|group| group as u32),
             bucket: bucket.checked_sub(1).map(|bucket| bucket as u16),
             amount,
-            call_site,
+            source_line: call_site.map_or(SourceLine::Unknown, SourceLine::Here),
             on_comm_thread: marks & 1 == 1,
-        };
-        let finished_at = (finished_at > 0).then(|| Duration::from_nanos(finished_at));
-        let started_at = Duration::from_nanos(started_at);
-        Some(Entry { begin, started_at, finished_at, on_gpu: self.read_gpu(number, keeps) })
+            started_at: Duration::from_nanos(started_at),
+            finished_at: (finished_at > 0).then(|| Duration::from_nanos(finished_at)),
+            on_gpu: self.read_gpu(number, keeps),
+        })
     }
 
     fn read_gpu(&self, number: u64, keeps: usize) -> Option<[Duration; 2]> {
@@ -305,10 +312,10 @@ mod tests {
         let number = recorder.begin(1, begin(7));
         let open = newest(&recorder).unwrap();
         assert_eq!(open.finished_at, None);
-        assert_eq!(open.begin.at.to_string(), "all_reduce #7");
-        assert_eq!((open.begin.group, open.begin.bucket), (Some(u32::MAX), Some(u16::MAX)));
-        assert_eq!((open.begin.amount, open.begin.on_comm_thread), (21, false));
-        assert!(open.begin.call_site.unwrap().file().ends_with("flight_recorder.rs"));
+        assert_eq!(open.at.to_string(), "all_reduce #7");
+        assert_eq!((open.group, open.bucket), (Some(u32::MAX), Some(u16::MAX)));
+        assert_eq!((open.amount, open.on_comm_thread), (21, false));
+        assert!(open.source_line.to_string().contains("flight_recorder.rs:"));
         recorder.end(1, number);
         let done = newest(&recorder).unwrap();
         assert!(done.finished_at.unwrap() >= done.started_at && done.started_at == open.started_at);
@@ -321,8 +328,8 @@ mod tests {
         };
         recorder.begin(1, other);
         let last = newest(&recorder).unwrap();
-        assert!(last.begin.on_comm_thread && last.begin.call_site.is_none());
-        assert_eq!((last.begin.group, last.begin.bucket), (None, None));
+        assert!(last.on_comm_thread && last.source_line == SourceLine::Unknown);
+        assert_eq!((last.group, last.bucket), (None, None));
         assert_eq!(recorder.records(0, 0).count(), 0);
     }
 
@@ -335,9 +342,9 @@ mod tests {
             recorder.end(0, number);
         }
         recorder.end(0, first); // too late: the slot holds a newer record
-        let records: Vec<Entry> = recorder.records(0, 0).collect();
+        let records: Vec<OpRecord> = recorder.records(0, 0).collect();
         assert_eq!(records.len(), RECORDS);
-        let sequences = records.iter().map(|record| record.begin.at.sequence);
+        let sequences = records.iter().map(|record| record.at.sequence);
         assert!(
             sequences.eq(3000 - 1024..3000)
                 && records.iter().all(|record| record.finished_at.is_some())
@@ -359,7 +366,7 @@ mod tests {
             let writers = [scope.spawn(|| write(0)), scope.spawn(|| write(1))];
             while writers.iter().any(|writer| !writer.is_finished()) {
                 for record in recorder.records(0, 0) {
-                    assert_eq!(record.begin.amount, record.begin.at.sequence * 3);
+                    assert_eq!(record.amount, record.at.sequence * 3);
                     assert!(
                         record
                             .finished_at

@@ -5,9 +5,8 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use strum::IntoEnumIterator;
-
-use super::{Entry, RunContext};
+use super::flight_recorder::OpTotals;
+use super::{OpRecord, RunContext};
 use crate::operation::Operation;
 
 /// The flight recorder's records of the ranks of one process, at the end of the run.
@@ -35,13 +34,16 @@ pub(crate) struct RankRecords {
     pub rank: usize,
     pub device: String,
     /// The kept records, oldest first.
-    pub records: Vec<Entry>,
+    pub records: Vec<OpRecord>,
+    /// Records of the work that the rank's GPU did, on the clock of the host. Empty without a GPU, and if the times are
+    /// not known.
+    pub gpu_records: Vec<OpRecord>,
     /// The number of older records that were discarded.
     pub lost: u64,
     /// Largest error of the GPU times; `None` without a GPU.
     pub gpu_error: Option<Duration>,
-    /// For each kind of collective and message: the number of calls, and the total bytes.
-    pub totals: Vec<(Operation, [u64; 2])>,
+    /// For each operation, by its number; 0 for all but collectives and messages.
+    pub totals: Vec<OpTotals>,
 }
 
 /// A point in time on two clocks: this process's, and that of rank 0's process.
@@ -67,21 +69,20 @@ impl FlightRecorderDump {
         let recorder = &run.flight_recorder;
         let rank_records = |rank| {
             let count = recorder.count(rank);
-            let mut records: Vec<Entry> = recorder.records(rank, 0).collect();
+            let mut records: Vec<OpRecord> = recorder.records(rank, 0).collect();
             if (records.len() as u64) < count {
                 // Starts at the first step of which all records are kept.
-                let is_step = |entry: &Entry| entry.begin.at.operation == Operation::Step;
+                let is_step = |op: &OpRecord| op.at.operation == Operation::Step;
                 records.drain(..records.iter().position(is_step).unwrap_or(0));
             }
-            let totals =
-                Operation::iter().map(|operation| (operation, recorder.total(rank, operation)));
             RankRecords {
                 rank,
                 device: device(rank),
                 lost: count.saturating_sub(records.len() as u64),
+                gpu_records: records.iter().filter_map(OpRecord::of_gpu).collect(),
                 gpu_error: recorder.gpu_clock_error(rank),
                 records,
-                totals: totals.filter(|(_, [calls, _])| *calls > 0).collect(),
+                totals: recorder.totals(rank),
             }
         };
         Self {

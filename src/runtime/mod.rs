@@ -10,7 +10,7 @@ mod failure;
 mod fault;
 mod flight_recorder;
 mod flight_recorder_dump;
-mod op_snapshots;
+mod op_record;
 pub(crate) mod panics;
 mod peer_status;
 pub(crate) mod primitives;
@@ -25,11 +25,9 @@ pub(crate) use deadline::{MAX_WAIT, deadline};
 pub(crate) use failure::Failure;
 pub use failure::RankFailure;
 pub use fault::{Fault, FaultKind, FaultSite};
-pub(crate) use flight_recorder::{
-    CallSite, Entry, FlightRecorder, OpStart, SpanId, format_call_site,
-};
+pub(crate) use flight_recorder::{CallSite, FlightRecorder, OpStart, SpanId, format_call_site};
 pub(crate) use flight_recorder_dump::{Clock, FlightRecorderDump, RankRecords};
-pub(crate) use op_snapshots::{OpSnapshot, packed as packed_op};
+pub(crate) use op_record::{OpRecord, SourceLine, packed as packed_op};
 pub use panics::install_panic_hook;
 pub(crate) use peer_status::{PeerHeartbeat, PeerStatus};
 pub(crate) use remote_snapshots::RemoteSnapshots;

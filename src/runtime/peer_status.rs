@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use crossbeam::channel::Receiver;
 
-use super::{OpSnapshot, RunContext};
+use super::{OpRecord, RunContext};
 use crate::error::MissingRank;
 use crate::operation::OpId;
 
@@ -25,12 +25,12 @@ pub(crate) trait PeerStatus: fmt::Debug + Send + Sync {
 }
 
 /// What the newest heartbeat of another process says of one of its ranks.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(crate) struct PeerHeartbeat {
     pub rank: usize,
     /// The time from the start of its process's run until the heartbeat was sent.
     pub sent: Duration,
     pub at: OpId,
-    /// The rank's last operations, the newest last.
-    pub seen: Vec<OpSnapshot>,
+    /// The rank's last operations, the newest last, on the clock of its process.
+    pub seen: Vec<OpRecord>,
 }

@@ -3,70 +3,87 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use super::op_snapshots::OpSnapshot;
 use super::primitives::{Mutex, MutexGuard};
+use super::{OpRecord, PeerHeartbeat};
 use crate::operation::Operation;
 
-/// The latest snapshots received from other processes.
+/// The latest heartbeats received from other processes.
 #[derive(Debug, Default)]
 pub(crate) struct RemoteSnapshots(Mutex<BTreeMap<usize, Received>>);
 
-/// The latest snapshots of one rank.
+/// The latest heartbeat of one rank.
 #[derive(Debug, Clone)]
 struct Received {
     /// An upper bound of the sender's start time, on this process's clock. The message read soonest after it was sent
     /// gives the tightest bound.
     start: Instant,
-    /// The time from the start of the sender's run until it sent the snapshots.
-    sent: Duration,
-    seen: Vec<OpSnapshot>,
+    heartbeat: PeerHeartbeat,
 }
 
 impl RemoteSnapshots {
-    /// Stores the snapshots of `rank`, newest last. Its process sent them when its run had lasted for `sent`.
-    pub(crate) fn note(&self, rank: usize, sent: Duration, seen: &[OpSnapshot]) {
-        self.note_at(Instant::now(), rank, sent, seen);
+    /// Stores the heartbeat of a rank.
+    pub(crate) fn note(&self, heartbeat: PeerHeartbeat) {
+        self.note_at(Instant::now(), heartbeat);
     }
 
-    /// Stores snapshots that are read at the time `now`.
-    fn note_at(&self, now: Instant, rank: usize, sent: Duration, seen: &[OpSnapshot]) {
+    /// Stores a heartbeat that is read at the time `read_at`.
+    fn note_at(&self, read_at: Instant, heartbeat: PeerHeartbeat) {
         let mut all = self.all();
-        let start = now.checked_sub(sent).unwrap_or(now);
-        let start = all.get(&rank).map_or(start, |known| known.start.min(start));
-        all.insert(rank, Received { start, sent, seen: seen.into() });
+        let start = read_at.checked_sub(heartbeat.sent).unwrap_or(read_at);
+        let start = all.get(&heartbeat.rank).map_or(start, |known| known.start.min(start));
+        all.insert(heartbeat.rank, Received { start, heartbeat });
     }
 
-    /// Returns the snapshots of `rank`, aged to now; empty if none was received.
-    pub(crate) fn of(&self, rank: usize) -> Vec<OpSnapshot> {
-        self.of_at(Instant::now(), rank)
+    /// Returns the heartbeat of `rank` and its age, with the times of operations on a clock that shows `now`. `None` if
+    /// none was received.
+    pub(crate) fn heartbeat(
+        &self,
+        rank: usize,
+        now: Duration,
+    ) -> Option<(PeerHeartbeat, Duration)> {
+        self.heartbeat_at(Instant::now(), rank, now)
     }
 
-    fn of_at(&self, now: Instant, rank: usize) -> Vec<OpSnapshot> {
-        let Some(Received { start, sent, seen }) = self.all().get(&rank).cloned() else {
-            return Vec::new();
-        };
-        let since = now.saturating_duration_since(start).saturating_sub(sent);
-        seen.into_iter().map(|snapshot| snapshot.later(since)).collect()
+    fn heartbeat_at(
+        &self,
+        read_at: Instant,
+        rank: usize,
+        now: Duration,
+    ) -> Option<(PeerHeartbeat, Duration)> {
+        let Received { start, heartbeat } = self.all().get(&rank).cloned()?;
+        let sender_now = read_at.saturating_duration_since(start);
+        let convert = |time: Duration| now.saturating_sub(sender_now.saturating_sub(time));
+        let seen = heartbeat.seen.into_iter().map(|op| op.convert_times(convert)).collect();
+        let age = sender_now.saturating_sub(heartbeat.sent);
+        Some((PeerHeartbeat { seen, ..heartbeat }, age))
+    }
+
+    /// Returns the operations of `rank`, with times on a clock that shows `now`; empty if none was received.
+    pub(crate) fn of(&self, rank: usize, now: Duration) -> Vec<OpRecord> {
+        self.heartbeat(rank, now).map_or(Vec::new(), |(heartbeat, _)| heartbeat.seen)
     }
 
     /// Returns whether `rank` has not yet entered the last collective of all ranks in `seen`, as far as its snapshots
     /// show. While `rank` is entering a collective, [`RunContext::activity`](super::RunContext::activity) already shows
     /// it.
-    pub(crate) fn is_behind(&self, rank: usize, seen: &[OpSnapshot]) -> bool {
-        let is_global = |op: &&OpSnapshot| op.group == Some(0);
+    pub(crate) fn is_behind(&self, rank: usize, seen: &[OpRecord]) -> bool {
+        let is_global = |op: &&OpRecord| op.group == Some(0);
         let Some(last) = seen.iter().rev().find(is_global) else { return false };
-        let theirs = self.of(rank).iter().filter(is_global).map(|op| op.at.sequence).max();
+        let all = self.all();
+        let theirs = all.get(&rank).into_iter().flat_map(|received| &received.heartbeat.seen);
+        let theirs = theirs.filter(is_global).map(|op| op.at.sequence).max();
         theirs.is_none_or(|sequence| sequence < last.at.sequence)
     }
 
     /// Returns the number of the last collective of `group` that `rank` has entered; `None` if its snapshots have none.
     pub(crate) fn last_entered(&self, rank: usize, group: u32) -> Option<u64> {
-        let entered = |op: &OpSnapshot| match op.at.operation {
+        let entered = |op: &OpRecord| match op.at.operation {
             Operation::Synchronize => op.at.sequence.checked_sub(1), // it has the number of the next collective
             _ => Some(op.at.sequence),
         };
-        let all = self.of(rank);
-        all.iter().filter(|op| op.group == Some(group)).filter_map(entered).max()
+        let all = self.all();
+        let theirs = all.get(&rank).into_iter().flat_map(|received| &received.heartbeat.seen);
+        theirs.filter(|op| op.group == Some(group)).filter_map(entered).max()
     }
 
     fn all(&self) -> MutexGuard<'_, BTreeMap<usize, Received>> {
@@ -83,6 +100,12 @@ mod tests {
     use crate::runtime::OpStart;
     use crate::runtime::flight_recorder::{FlightRecorder, RECORDS};
 
+    /// A heartbeat of rank 3.
+    fn heartbeat(sent: Duration, seen: Vec<OpRecord>) -> PeerHeartbeat {
+        let at = OpId { operation: Operation::Backward, sequence: 50 };
+        PeerHeartbeat { rank: 3, sent, at, seen }
+    }
+
     #[test]
     fn snapshots_of_another_process_age_and_show_who_is_behind() {
         let begin_on = |recorder: &FlightRecorder, operation, sequence, group| {
@@ -95,13 +118,14 @@ mod tests {
         begin_on(&theirs, Operation::Backward, 50, None);
         begin_on(&theirs, Operation::AllReduce, 51, Some(0));
         let snapshots = RemoteSnapshots::default();
-        assert!(snapshots.of(3).is_empty());
-        snapshots.note(3, theirs.now(), &theirs.recent_ops(0, 8));
-        let [barrier, backward, _] = &snapshots.of(3)[..] else { panic!("three") };
-        assert!(
-            barrier.finished_ago.is_some() && barrier.finished_ago <= Some(barrier.started_ago)
-        );
-        assert!(backward.is_open_phase() && backward.call_site.contains("remote_snapshots.rs:"));
+        assert!(snapshots.of(3, Duration::ZERO).is_empty());
+        snapshots.note(heartbeat(theirs.now(), theirs.recent_ops(0, 8)));
+        let [barrier, backward, _] = &snapshots.of(3, Duration::from_secs(60))[..] else {
+            panic!("three")
+        };
+        assert!(barrier.finished_at >= Some(barrier.started_at));
+        let line = backward.source_line.to_string();
+        assert!(backward.is_open_phase() && line.contains("remote_snapshots.rs:"), "{line}");
         // The rank has entered the same collectives as `mine`, but not the next one.
         let mine = FlightRecorder::new(1, RECORDS);
         begin_on(&mine, Operation::AllReduce, 51, Some(0));
@@ -114,7 +138,7 @@ mod tests {
         );
         // A rank that exchanges a stop request before collective 52 has not entered it.
         begin_on(&theirs, Operation::Synchronize, 52, Some(0));
-        snapshots.note(3, theirs.now(), &theirs.recent_ops(0, 8));
+        snapshots.note(heartbeat(theirs.now(), theirs.recent_ops(0, 8)));
         assert_eq!(snapshots.last_entered(3, 0), Some(51));
     }
     /// A process that was killed has sent its last heartbeat long before another process reads it.
@@ -131,13 +155,18 @@ mod tests {
         let seen = recorder.recent_ops(0, 8);
         let (snapshots, start, second) =
             (RemoteSnapshots::default(), Instant::now(), Duration::from_secs(1));
-        let age = |now: Instant| snapshots.of_at(now, 3)[0].started_ago - seen[0].started_ago;
+        let now = 100 * second;
+        // The time on the sender's clock, and the age of its heartbeat.
+        let read = |read_at: Instant| {
+            let (heartbeat, age) = snapshots.heartbeat_at(read_at, 3, now).unwrap();
+            (now - heartbeat.seen[0].started_at + seen[0].started_at, age)
+        };
         // Read as soon as it was sent, which tells when the sender's run began.
-        snapshots.note_at(start + 10 * second, 3, 10 * second, &seen);
-        assert_eq!(age(start + 12 * second), 2 * second);
-        for read in [27, 29] {
-            snapshots.note_at(start + read * second, 3, 20 * second, &seen);
-            assert_eq!(age(start + 30 * second), 10 * second);
+        snapshots.note_at(start + 10 * second, heartbeat(10 * second, seen.clone()));
+        assert_eq!(read(start + 12 * second), (12 * second, 2 * second));
+        for seconds in [27, 29] {
+            snapshots.note_at(start + seconds * second, heartbeat(20 * second, seen.clone()));
+            assert_eq!(read(start + 30 * second), (30 * second, 10 * second));
         }
     }
 }

@@ -18,7 +18,7 @@ use crate::data::DatasetSpec;
 use crate::error::{Result, escaped_line};
 use crate::ffi;
 use crate::operation::Operation;
-use crate::runtime::{Entry, FlightRecorderDump, RankRecords};
+use crate::runtime::{FlightRecorderDump, OpRecord};
 use crate::telemetry::report::{
     Conditions, Cores, Curves, Page, Tracks, advice, outside_collectives,
 };
@@ -26,20 +26,20 @@ use crate::telemetry::{End, RankEnd, find_straggler_over};
 
 /// Returns the data of the page of a run that has ended with `outcome`. A value that the run did not reach is null, or
 /// an empty list.
-pub(super) fn page(
+pub(super) fn page<'a>(
     session: &Session,
     record: &RunRecord,
     curves: Curves,
     outcome: &Outcome,
-    dump: &FlightRecorderDump,
-) -> Result<Page> {
+    dump: &'a FlightRecorderDump,
+) -> Result<Page<'a>> {
     let Session { config, joined_launch, data, .. } = session;
     let RunRecord { began, first, parameters, buckets, end } = record;
     let end = end.as_ref();
     let world_size = joined_launch.world_size();
     let steps = steps_of(dump).saturating_sub(first.step);
     let bytes = |bytes: fn(&RankEnd) -> u64| -> Vec<u64> {
-        end.iter().flat_map(|end| &end.ranks).map(bytes).collect()
+        end.into_iter().flat_map(|end| &end.ranks).map(bytes).collect()
     };
     let facts = json!({
         "version": 1,
@@ -183,26 +183,19 @@ fn options(config: &Config) -> Result<Vec<(String, String)>> {
 /// Returns the number of steps of the whole run that rank 0 has finished.
 fn steps_of(dump: &FlightRecorderDump) -> u64 {
     let records = dump.ranks.first().into_iter().flat_map(|rank| &rank.records);
-    let stepped = |entry: &&Entry| {
-        entry.begin.at.operation == Operation::Optimizer && entry.finished_at.is_some()
-    };
-    records.filter(stepped).map(|entry| entry.begin.at.sequence + 1).max().unwrap_or(0)
+    let stepped = |op: &&OpRecord| op.at.operation == Operation::Optimizer && !op.is_open();
+    records.filter(stepped).map(|op| op.at.sequence + 1).max().unwrap_or(0)
 }
 
 /// Returns the collectives that the ranks of this process have called.
 fn collectives(dump: &FlightRecorderDump) -> Vec<Value> {
     let called = |operation: Operation| {
-        let rank_totals = |rank: &RankRecords| {
-            let found = rank.totals.iter().find(|(called, _)| *called == operation);
-            found.map_or([0, 0], |(_, totals)| *totals)
-        };
-        let totals: Vec<[u64; 2]> = dump.ranks.iter().map(rank_totals).collect();
-        let is_called = totals.iter().any(|[calls, _]| *calls > 0);
-        is_called.then(|| {
+        let totals = || dump.ranks.iter().map(|rank| rank.totals[operation as usize]);
+        totals().any(|totals| totals.calls > 0).then(|| {
             json!({
                 "operation": operation.to_string(),
-                "calls": totals.iter().map(|[calls, _]| *calls).collect::<Vec<u64>>(),
-                "bytes": totals.iter().map(|[_, bytes]| *bytes).collect::<Vec<u64>>(),
+                "calls": totals().map(|totals| totals.calls).collect::<Vec<u64>>(),
+                "bytes": totals().map(|totals| totals.bytes).collect::<Vec<u64>>(),
             })
         })
     };

@@ -17,19 +17,9 @@ struct Contents {
     /// Text for the terminal, which is printed when the view has closed.
     held: HeldOutput,
     /// Metrics that the view has not taken yet.
-    points: Vec<Point>,
+    points: Vec<TrainMetrics>,
     /// The steps of the run, and those made before it was resumed.
     steps: Option<[u64; 2]>,
-}
-
-/// The metrics of training after a step.
-#[derive(Debug, Clone)]
-pub(super) struct Point {
-    pub step: u64,
-    pub loss: f64,
-    pub lr: f64,
-    /// The rate of the run, such as `1234 samples/s`.
-    pub rate: String,
 }
 
 impl Feed {
@@ -55,10 +45,9 @@ impl Feed {
         self.0.lock().steps = Some([steps, done]);
     }
 
-    /// Adds the metrics of training; `rate` is the text of their rate.
-    pub(crate) fn train(&self, metrics: &TrainMetrics, rate: &str) {
-        let TrainMetrics { step, loss, lr, .. } = *metrics;
-        self.0.lock().points.push(Point { step, loss, lr, rate: rate.into() });
+    /// Adds the metrics of training.
+    pub(crate) fn train(&self, metrics: &TrainMetrics) {
+        self.0.lock().points.push(metrics.clone());
     }
 
     /// Takes the lines that have come since the last call.
@@ -67,7 +56,7 @@ impl Feed {
     }
 
     /// Takes the metrics that have come since the last call.
-    pub(super) fn take_points(&self) -> Vec<Point> {
+    pub(super) fn take_points(&self) -> Vec<TrainMetrics> {
         std::mem::take(&mut self.0.lock().points)
     }
 

@@ -13,10 +13,11 @@ use std::time::{Duration, SystemTime};
 
 use serde::Serialize;
 use serde_pickle::SerOptions;
+use strum::IntoEnumIterator;
 
 use super::{Marks, Output};
 use crate::operation::{CollectiveType, Holders, Operation};
-use crate::runtime::{Entry, FlightRecorderDump, RankRecords};
+use crate::runtime::{FlightRecorderDump, OpRecord, RankRecords, SourceLine};
 
 /// The version of PyTorch's format, as `torchfrtrace` reads it.
 const VERSION: &str = "2.10";
@@ -172,47 +173,45 @@ fn collectives(dump: &FlightRecorderDump, rank: &RankRecords) -> Vec<Collective>
     let start =
         SystemTime::now().checked_sub(dump.began.elapsed()).unwrap_or(SystemTime::UNIX_EPOCH);
     let start = start.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-    let named = |entry: &Entry| Some((name(entry.begin.at.operation)?, entry.begin.group?));
-    let kept: Vec<_> =
-        rank.records.iter().filter_map(|entry| Some((entry, named(entry)?))).collect();
-    let begun = rank.totals.iter().filter(|(operation, _)| name(*operation).is_some());
-    let begun: u64 = begun.map(|(_, [calls, _])| calls).sum();
+    let named = |op: &OpRecord| Some((name(op.at.operation)?, op.group?));
+    let kept: Vec<_> = rank.records.iter().filter_map(|op| Some((op, named(op)?))).collect();
+    let named_operations = Operation::iter().filter(|operation| name(*operation).is_some());
+    let begun: u64 = named_operations.map(|operation| rank.totals[operation as usize].calls).sum();
     let numbers = begun.saturating_sub(kept.len() as u64)..;
     // Without a list of members for each of thousands of records.
     let world_size = |group: u32| match group {
         0 => dump.world_size as u64,
         _ => dump.groups.get(&group).map_or(1, |members| members.len() as u64),
     };
-    let collective = |(record_id, (entry, (name, group))): (u64, (&Entry, (&'static str, u32)))| {
-        let [input, output] =
-            sizes(entry.begin.at.operation, entry.begin.amount, world_size(group));
+    let collective = |(record_id, (op, (name, group))): (u64, (&OpRecord, (&'static str, u32)))| {
+        let [input, output] = sizes(op.at.operation, op.amount, world_size(group));
         let at = |time: Duration| (start + time).as_nanos() as u64;
-        let took = |end: Duration| end.saturating_sub(entry.started_at).as_secs_f64() * 1e3;
+        let took = |end: Duration| end.saturating_sub(op.started_at).as_secs_f64() * 1e3;
         Collective {
             record_id,
             pg_id: group,
             process_group: names(group),
-            collective_seq_id: entry.begin.at.sequence,
+            collective_seq_id: op.at.sequence,
             p2p_seq_id: 0,
-            op_id: entry.begin.at.sequence,
+            op_id: op.at.sequence,
             is_p2p: false,
             profiling_name: format!("{library}:{name}"),
-            time_created_ns: at(entry.started_at),
-            time_discovered_started_ns: at(entry.started_at),
-            time_discovered_completed_ns: entry.finished_at.map(at),
-            duration_ms: entry.finished_at.map(took),
+            time_created_ns: at(op.started_at),
+            time_discovered_started_ns: at(op.started_at),
+            time_discovered_completed_ns: op.finished_at.map(at),
+            duration_ms: op.finished_at.map(took),
             input_sizes: vec![input],
             input_dtypes: vec!["Byte"],
             output_sizes: vec![output],
             output_dtypes: vec!["Byte"],
-            state: if entry.finished_at.is_some() { "completed" } else { "started" },
-            retired: entry.finished_at.is_some(),
-            frames: entry
-                .begin
-                .call_site
-                .iter()
-                .map(|site| Frame { name, filename: site.file(), line: site.line() })
-                .collect(),
+            state: if !op.is_open() { "completed" } else { "started" },
+            retired: !op.is_open(),
+            frames: match &op.source_line {
+                SourceLine::Here(line) => {
+                    vec![Frame { name, filename: line.file(), line: line.line() }]
+                }
+                SourceLine::Unknown | SourceLine::Text(_) => Vec::new(),
+            },
         }
     };
     numbers.zip(kept).map(collective).collect()

@@ -22,7 +22,7 @@ pub(super) struct MetricsFile {
 
 #[derive(Serialize)]
 struct Row<'a, M> {
-    event: Event,
+    event: RowKind,
     run: u64,
     #[serde(flatten)]
     metrics: &'a M,
@@ -31,7 +31,7 @@ struct Row<'a, M> {
 /// The kinds of rows: the field `event`.
 #[derive(Debug, Clone, Copy, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub(super) enum Event {
+pub(super) enum RowKind {
     Train,
     Validation,
 }
@@ -40,7 +40,7 @@ pub(super) enum Event {
 #[derive(Deserialize)]
 struct Known {
     #[serde(rename = "event")]
-    _event: Event,
+    _event: RowKind,
     #[serde(default)]
     run: u64,
     #[serde(rename = "step")]
@@ -80,7 +80,7 @@ impl MetricsFile {
     ///
     /// # Errors
     /// [`Error::Write`].
-    pub(super) fn row(&mut self, event: Event, metrics: &impl Serialize) -> Result<()> {
+    pub(super) fn row(&mut self, event: RowKind, metrics: &impl Serialize) -> Result<()> {
         let row = serde_json::to_string(&Row { event, run: self.run, metrics });
         let written = row.map_err(IoError::from).and_then(|row| writeln!(self.out, "{row}"));
         written.map_err(|error| self.unwritable(&error))
@@ -131,7 +131,7 @@ mod tests {
 
     fn write(path: &Path, step: u64) -> Result<()> {
         let mut file = MetricsFile::open(path)?;
-        file.row(Event::Train, &serde_json::json!({"step": step, "epoch": 0, "loss": 0.5}))?;
+        file.row(RowKind::Train, &serde_json::json!({"step": step, "epoch": 0, "loss": 0.5}))?;
         file.flush()
     }
 

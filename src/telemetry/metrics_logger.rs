@@ -9,7 +9,7 @@ use parking_lot::Mutex;
 use serde::Serialize;
 use tch::{Kind, Tensor};
 
-use super::metrics::{Event, MetricsFile};
+use super::metrics::{MetricsFile, RowKind};
 use super::prometheus::PrometheusFile;
 use super::report::Curves;
 use super::samples::{Sample, picture};
@@ -109,11 +109,7 @@ impl MetricsLogger {
         let TrainMetrics { step, loss, lr, grad_norm, step_us, .. } = *metrics;
         let TrainMetrics { samples_per_second, tokens_per_second, .. } = *metrics;
         let skipped_steps = metrics.skipped_steps.map(|steps| steps as f64);
-        let rate = match tokens_per_second {
-            Some(tokens) => format!("{tokens:.0} tokens/s"),
-            None => format!("{samples_per_second:.0} samples/s"),
-        };
-        self.printer.progress(metrics, &rate);
+        self.printer.progress(metrics);
         let scalars = [
             ("train/loss", Some(loss)),
             ("train/lr", Some(lr)),
@@ -126,7 +122,7 @@ impl MetricsLogger {
         self.scalars(step, &scalars)?;
         self.draw(|curves| curves.train(metrics));
         self.prometheus.as_ref().map_or(Ok(()), |file| file.train(metrics))?;
-        self.row(Event::Train, metrics)?;
+        self.row(RowKind::Train, metrics)?;
         self.flush() // a run that is killed keeps every row written so far
     }
 
@@ -165,7 +161,7 @@ impl MetricsLogger {
         }
         self.draw(|curves| curves.validation.push(metrics.clone()));
         self.prometheus.as_ref().map_or(Ok(()), |file| file.validation(metrics))?;
-        self.row(Event::Validation, metrics)?;
+        self.row(RowKind::Validation, metrics)?;
         self.flush()
     }
 
@@ -201,9 +197,18 @@ impl MetricsLogger {
         Ok(())
     }
 
-    fn row(&mut self, event: Event, metrics: &impl Serialize) -> Result<()> {
+    fn row(&mut self, event: RowKind, metrics: &impl Serialize) -> Result<()> {
         self.metrics.as_mut().map_or(Ok(()), |file| file.row(event, metrics))
     }
+}
+
+/// Drops every second of the points of a curve, which has too many.
+pub(super) fn drop_every_second<T>(points: &mut Vec<T>) {
+    let mut number = 0;
+    points.retain(|_| {
+        number += 1;
+        number % 2 == 1
+    });
 }
 
 fn board(error: io::Error) -> Error {

@@ -2,6 +2,7 @@
 //!
 //! stdout carries results: text for people, or one JSON object per line. stderr carries the rest.
 
+mod arrivals;
 mod events;
 mod explain;
 mod feed;
@@ -35,13 +36,14 @@ pub(crate) use flight_recorder_file::{
 };
 pub(crate) use held_output::{HeldOutput, Stream};
 #[cfg(feature = "cli")]
-pub(crate) use live::{LiveView, Look, Op, Player, RankLook, RankSource, SPEEDS, Source};
+pub(crate) use live::{LiveView, Look, Player, RankLook, RankSource, SPEEDS, Source};
 pub(crate) use memory::gigabytes;
 pub use memory::{peak_memory, total_memory};
 pub use metrics_logger::MetricsLogger;
 pub(crate) use output::{Marks, Output};
 pub use printer::{LogFormat, Printer, unwritable_stdout};
-pub(crate) use printer::validation_text;
+#[cfg(feature = "cli")]
+pub(crate) use printer::{rate_text, validation_text};
 pub(crate) use prometheus::{PrometheusFile, RunFacts, RunState};
 pub use samples::Sample;
 pub(crate) use straggler::find_straggler_over;

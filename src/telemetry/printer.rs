@@ -320,15 +320,16 @@ impl Printer {
         }
     }
 
-    /// Shows the metrics of training, whose rate is `rate` as text.
-    pub(super) fn progress(&self, metrics: &TrainMetrics, rate: &str) {
+    /// Shows the metrics of training.
+    pub(super) fn progress(&self, metrics: &TrainMetrics) {
         let TrainMetrics { step, loss, lr, .. } = *metrics;
         match &mut *self.display.lock() {
             Display::Nothing => {}
             Display::Progress(progress) => {
+                let rate = rate_text(metrics);
                 progress.set(step, Some(format!("loss {loss:.4}, lr {lr:.3e}, {rate}")));
             }
-            Display::Live(feed) => feed.train(metrics, rate),
+            Display::Live(feed) => feed.train(metrics),
         }
     }
 
@@ -363,6 +364,14 @@ impl Printer {
         if let Display::Live(feed) = std::mem::take(&mut *display) {
             feed.print_held();
         }
+    }
+}
+
+/// Returns the rate of training, such as `1234 samples/s`.
+pub(crate) fn rate_text(metrics: &TrainMetrics) -> String {
+    match metrics.tokens_per_second {
+        Some(tokens) => format!("{tokens:.0} tokens/s"),
+        None => format!("{:.0} samples/s", metrics.samples_per_second),
     }
 }
 

@@ -1,19 +1,17 @@
 //! Slices of a timeline: each record with the step it belongs to, and the time that a rank waited in it.
 
-use std::collections::HashMap;
 use std::time::Duration;
 
+use super::arrivals::Arrivals;
 use crate::operation::Operation;
-use crate::runtime::{Entry, FlightRecorderDump, OpStart, RankRecords};
+use crate::runtime::{FlightRecorderDump, OpRecord};
 
 /// A record, with values derived from the other records.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Slice {
-    pub begin: OpStart,
-    pub started_at: Duration,
+pub(super) struct Slice<'a> {
+    pub op: &'a OpRecord,
     /// End of the operation. For one that never finished: the end of its enclosing phase, or of the run.
-    pub finished_at: Duration,
-    pub unfinished: bool,
+    pub end: Duration,
     /// 0 is the rank's own track. Simultaneous operations of communication threads have different tracks.
     pub track: usize,
     /// The training step; `None` outside of steps.
@@ -22,120 +20,84 @@ pub(super) struct Slice {
     pub waited: Option<(Duration, usize)>,
 }
 
-/// The arrivals of ranks at collectives, by the group's number and the call's sequence number.
-type Arrivals = HashMap<(u32, u64), Arrival>;
-
-#[derive(Debug)]
-struct Arrival {
-    ranks: usize,
-    last: (Duration, usize),
+impl Slice<'_> {
+    /// Returns the duration of the operation.
+    pub(super) fn duration(&self) -> Duration {
+        self.end.saturating_sub(self.op.started_at)
+    }
 }
 
 /// Returns the slices of each rank of `dump`, in the order in which they began.
-pub(super) fn slices(dump: &FlightRecorderDump) -> Vec<Vec<Slice>> {
-    let mut arrivals = Arrivals::new();
-    for RankRecords { rank, records, .. } in &dump.ranks {
-        for Entry { begin, started_at, .. } in records {
-            let Some(key) = collective_key(begin) else { continue };
-            let mine = (*started_at, *rank);
-            let arrival = arrivals.entry(key).or_insert(Arrival { ranks: 0, last: mine });
-            arrival.ranks += 1;
-            arrival.last = arrival.last.max(mine);
-        }
-    }
-    // Drops collectives that span processes: this process cannot tell which rank arrived last.
-    let mut members: HashMap<u32, usize> = HashMap::new();
-    arrivals.retain(|(group, _), arrival| {
-        let group_size = || dump.members(*group).map_or(0, |members| members.len());
-        arrival.ranks == *members.entry(*group).or_insert_with(group_size)
-    });
-    dump.ranks.iter().map(|rank| slices_of_rank(rank, &arrivals, dump)).collect()
+pub(super) fn slices(dump: &FlightRecorderDump) -> Vec<Vec<Slice<'_>>> {
+    slices_of(dump, dump.ranks.iter().map(|rank| &rank.records[..]).collect())
 }
 
-/// Returns the slices of the GPU work that each rank of `dump` launched, in the order in which they began, all on
-/// track `track`. Empty for a rank without a GPU, or whose GPU times are not known.
-///
-/// A rank waits on its GPU, for the rank whose GPU arrives last at a collective. Times are on the clock of the host.
-pub(super) fn gpu_slices(dump: &FlightRecorderDump, track: usize) -> Vec<Vec<Slice>> {
-    let on_gpu = |rank: &RankRecords| {
-        let done = |entry: &Entry| {
-            let [started_at, finished_at] = entry.on_gpu?;
-            Some(Entry { started_at, finished_at: Some(finished_at), on_gpu: None, ..*entry })
-        };
-        RankRecords {
-            rank: rank.rank,
-            device: rank.device.clone(),
-            records: rank.records.iter().filter_map(done).collect(),
-            lost: rank.lost,
-            gpu_error: rank.gpu_error,
-            totals: Vec::new(),
-        }
-    };
-    let ranks = dump.ranks.iter().map(on_gpu).collect();
-    let mut slices = slices(&FlightRecorderDump { ranks, groups: dump.groups.clone(), ..*dump });
+/// Returns the slices of the work of each rank's GPU, all on track `track`, in the order in which they began. A rank
+/// waits on its GPU, for the rank whose GPU arrives last at a collective.
+pub(super) fn gpu_slices(dump: &FlightRecorderDump, track: usize) -> Vec<Vec<Slice<'_>>> {
+    let mut slices = slices_of(dump, dump.ranks.iter().map(|rank| &rank.gpu_records[..]).collect());
     slices.iter_mut().flatten().for_each(|slice| slice.track = track);
     slices
 }
 
-/// Returns a rank of this process that has not arrived at that collective; `None` if there is none.
-fn missing(dump: &FlightRecorderDump, (group, sequence): (u32, u64)) -> Option<usize> {
-    let members = dump.members(group)?;
-    let here = dump.ranks.iter().filter(|rank| members.contains(&rank.rank));
-    let has_arrived = |rank: &RankRecords| {
-        rank.records.iter().any(|record| collective_key(&record.begin) == Some((group, sequence)))
-    };
-    here.filter(|rank| !has_arrived(rank)).map(|rank| rank.rank).next()
+/// Returns the slices of the `records` of each rank of `dump`.
+fn slices_of<'a>(dump: &FlightRecorderDump, records: Vec<&'a [OpRecord]>) -> Vec<Vec<Slice<'a>>> {
+    let mut arrivals = Arrivals::new(dump.world_size, &dump.groups);
+    for (rank, records) in dump.ranks.iter().zip(&records) {
+        arrivals.add(rank.rank, records, true);
+    }
+    let ranks = dump.ranks.iter().zip(records);
+    ranks.map(|(rank, records)| slices_of_rank(rank.rank, records, &arrivals, dump)).collect()
 }
 
-fn slices_of_rank(
-    rank: &RankRecords,
+fn slices_of_rank<'a>(
+    rank: usize,
+    records: &'a [OpRecord],
     arrivals: &Arrivals,
     dump: &FlightRecorderDump,
-) -> Vec<Slice> {
-    let (mut step, mut phase_ends) = (None, None);
-    let mut slices = Vec::with_capacity(rank.records.len());
+) -> Vec<Slice<'a>> {
+    let mut step = None;
+    let mut phase_end = None;
+    let mut slices = Vec::with_capacity(records.len());
     let mut track_ends: Vec<Duration> = Vec::new(); // the end of the last slice of each
-    for Entry { begin, started_at, finished_at, .. } in &rank.records {
-        let at = begin.at;
-        match at.operation {
-            Operation::Step
-            | Operation::Data
-            | Operation::Forward
-            | Operation::Backward
-            | Operation::Optimizer => (step, phase_ends) = (Some(at.sequence), *finished_at),
-            Operation::Validation | Operation::Save => (step, phase_ends) = (None, *finished_at),
-            // An operation after a step's last phase is not part of the step.
-            _ if !begin.on_comm_thread
-                && phase_ends.is_some_and(|phase_end| phase_end < *started_at) =>
-            {
-                step = None
-            }
-            _ => {}
+    for op in records {
+        let started_at = op.started_at;
+        if op.is_step_phase() {
+            step = Some(op.at.sequence);
+            phase_end = op.finished_at;
+        } else if matches!(op.at.operation, Operation::Validation | Operation::Save) {
+            step = None;
+            phase_end = op.finished_at;
+        } else if !op.on_comm_thread && phase_end.is_some_and(|phase_end| phase_end < started_at) {
+            step = None; // an operation after a step's last phase is not part of the step
         }
-        let own_end = phase_ends.filter(|phase_end| phase_end >= started_at).unwrap_or(dump.taken);
-        let end = finished_at.unwrap_or(own_end).max(*started_at);
-        let waited = collective_key(begin).and_then(|key| {
-            let (last, by) = match arrivals.get(&key) {
-                Some(arrival) => arrival.last,
-                None if finished_at.is_none() => (end, missing(dump, key)?),
-                None => return None,
-            };
-            let waited = last.min(end).saturating_sub(*started_at);
-            (by != rank.rank && !waited.is_zero()).then_some((waited, by))
-        });
-        let track =
-            if begin.on_comm_thread { 1 + free(&mut track_ends, *started_at, end) } else { 0 };
-        slices.push(Slice {
-            begin: *begin,
-            started_at: *started_at,
-            finished_at: end,
-            unfinished: finished_at.is_none(),
-            track,
-            step,
-            waited,
-        });
+        let own_end = phase_end.filter(|phase_end| *phase_end >= started_at);
+        let end = op.end(own_end.unwrap_or(dump.taken));
+        let track = if op.on_comm_thread { 1 + free(&mut track_ends, started_at, end) } else { 0 };
+        let waited = waited(rank, op, end, arrivals, dump);
+        slices.push(Slice { op, end, track, step, waited });
     }
     slices
+}
+
+/// Returns how long `rank` waited in `op`, which ended at `end`, and for which rank. `None` if it did not wait.
+fn waited(
+    rank: usize,
+    op: &OpRecord,
+    end: Duration,
+    arrivals: &Arrivals,
+    dump: &FlightRecorderDump,
+) -> Option<(Duration, usize)> {
+    let (until, by) = match arrivals.complete(op) {
+        Some(entered) => (entered.last.min(end), entered.last_rank),
+        None if op.is_open() => {
+            let is_here = |rank: &usize| dump.ranks.iter().any(|here| here.rank == *rank);
+            (end, arrivals.missing(op).find(is_here)?)
+        }
+        None => return None,
+    };
+    let waited = until.saturating_sub(op.started_at);
+    (by != rank && !waited.is_zero()).then_some((waited, by))
 }
 
 /// Maximum number of tracks of a rank besides its own.
@@ -151,13 +113,6 @@ fn free(track_ends: &mut Vec<Duration>, from: Duration, to: Duration) -> usize {
     track_ends.resize(track_ends.len().max(track + 1), to);
     track_ends[track] = to;
     track
-}
-
-/// Returns the group and sequence number of a collective; `None` for an operation in which ranks do not wait for
-/// others.
-fn collective_key(begin: &OpStart) -> Option<(u32, u64)> {
-    let waits = begin.at.operation != Operation::Synchronize;
-    begin.group.filter(|_| waits).map(|group| (group, begin.at.sequence))
 }
 
 /// Returns `time` in microseconds.

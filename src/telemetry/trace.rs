@@ -3,11 +3,12 @@
 //! The format is Chromium's "Trace Event Format": a JSON object whose `traceEvents` are slices (`X`), names of tracks
 //! (`M`), arrows (`s`, `f`) and counters (`C`). Times are in microseconds.
 
+use std::borrow::Cow;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
 use super::slices::{MAX_TRACKS, Slice, gpu_slices, micros, slices};
@@ -48,27 +49,36 @@ pub(crate) fn write_trace(dump: &FlightRecorderDump, out: &mut dyn Write) -> io:
 
 const MARKS: Marks = Marks { begins: "{\"traceEvents\":[", before: ",\"xxh3\":\"", after: "\"}\n" };
 
-/// One event. The fields' names are those of the format.
-#[derive(Debug, Default, Serialize)]
-struct Event<'a> {
-    name: &'a str,
-    ph: &'a str,
-    #[serde(skip_serializing_if = "str::is_empty")]
-    cat: &'a str,
+/// One event, as it is written and read again. The fields' names are those of the format.
+#[derive(Debug, Default, Serialize, Deserialize)]
+pub(super) struct TraceEvent<'a> {
+    pub name: Cow<'a, str>,
+    pub ph: Cow<'a, str>,
+    #[serde(default, skip_serializing_if = "str::is_empty")]
+    pub cat: Cow<'a, str>,
+    #[serde(default)]
     pid: usize,
-    tid: usize,
+    pub tid: usize,
     /// Start, in microseconds.
-    ts: f64,
+    #[serde(default)]
+    pub ts: f64,
     #[serde(skip_serializing_if = "Option::is_none")]
-    dur: Option<f64>,
+    pub dur: Option<f64>,
     /// The number of an arrow; `None` for other events.
     #[serde(skip_serializing_if = "Option::is_none")]
     id: Option<u64>,
     /// The binding point of an arrow's end: `e` is the slice around it.
     #[serde(skip_serializing_if = "Option::is_none")]
-    bp: Option<&'a str>,
-    #[serde(skip_serializing_if = "Map::is_empty")]
-    args: Map<String, Value>,
+    bp: Option<Cow<'a, str>>,
+    #[serde(default, skip_serializing_if = "Map::is_empty")]
+    pub args: Map<String, Value>,
+}
+
+impl<'a> TraceEvent<'a> {
+    /// Returns an event of the kind `ph` on track `tid`, which starts at `ts`.
+    fn new(ph: &'a str, name: &'a str, tid: usize, ts: f64) -> Self {
+        Self { ph: ph.into(), name: name.into(), tid, ts, ..Self::default() }
+    }
 }
 
 struct Trace<'a> {
@@ -137,12 +147,13 @@ impl Trace<'_> {
     }
 
     /// Writes one rank's slices, and the arrows between them.
-    fn rank(&mut self, rank: usize, slices: &[Slice]) -> io::Result<()> {
+    fn rank(&mut self, rank: usize, slices: &[Slice<'_>]) -> io::Result<()> {
         self.steps(rank, slices)?;
         // Slices from which the next arrows start: gradients to their buckets, buckets to the optimizer.
-        let (mut gradients, mut buckets): (Vec<&Slice>, Vec<&Slice>) = (Vec::new(), Vec::new());
+        let (mut gradients, mut buckets): (Vec<&Slice<'_>>, Vec<&Slice<'_>>) =
+            (Vec::new(), Vec::new());
         for slice in slices {
-            let operation = slice.begin.at.operation;
+            let operation = slice.op.at.operation;
             if operation == Operation::Step {
                 // Slices that an earlier step left over get no arrow.
                 gradients.clear();
@@ -150,7 +161,7 @@ impl Trace<'_> {
                 continue; // `steps` writes the slice of the whole step
             }
             self.slice(rank, slice)?;
-            match (operation, slice.begin.bucket) {
+            match (operation, slice.op.bucket) {
                 (Operation::Gradient, _) => gradients.push(slice),
                 (Operation::Optimizer, _) => {
                     for bucket in buckets.drain(..) {
@@ -159,9 +170,9 @@ impl Trace<'_> {
                 }
                 (_, Some(number)) => {
                     let (bucket_gradients, others) =
-                        gradients.iter().partition(|slice| slice.begin.bucket == Some(number));
+                        gradients.iter().partition(|slice| slice.op.bucket == Some(number));
                     gradients = others;
-                    let bucket_gradients: Vec<&Slice> = bucket_gradients;
+                    let bucket_gradients: Vec<&Slice<'_>> = bucket_gradients;
                     for gradient in bucket_gradients {
                         self.arrow(rank, "gradient", gradient, slice)?;
                     }
@@ -175,21 +186,19 @@ impl Trace<'_> {
     }
 
     /// Writes the time that the rank waited in a slice, if it did.
-    fn waiting(&mut self, rank: usize, slice: &Slice) -> io::Result<()> {
+    fn waiting(&mut self, rank: usize, slice: &Slice<'_>) -> io::Result<()> {
         let Some((waited, by)) = slice.waited else { return Ok(()) };
-        self.event(Event {
-            name: &format!("waiting for rank {by}"),
-            cat: "wait",
-            ph: "X",
-            ts: self.time(slice.started_at + BEFORE_WAITING),
+        let name = format!("waiting for rank {by}");
+        let ts = self.time(slice.op.started_at + BEFORE_WAITING);
+        self.event(TraceEvent {
+            cat: "wait".into(),
             dur: Some(micros(waited.saturating_sub(BEFORE_WAITING))),
-            tid: track_id(rank, slice.track),
-            ..Event::default()
+            ..TraceEvent::new("X", &name, track_id(rank, slice.track), ts)
         })
     }
 
     /// Writes a slice around each training step, and counters of its samples and bytes.
-    fn steps(&mut self, rank: usize, slices: &[Slice]) -> io::Result<()> {
+    fn steps(&mut self, rank: usize, slices: &[Slice<'_>]) -> io::Result<()> {
         let mut rest = slices;
         while let Some((at, step)) =
             rest.iter().enumerate().find_map(|(at, slice)| Some((at, slice.step?)))
@@ -197,35 +206,26 @@ impl Trace<'_> {
             let end = rest[at..].iter().position(|slice| slice.step != Some(step));
             let (step_slices, after) = rest[at..].split_at(end.unwrap_or(rest.len() - at));
             rest = after;
-            let own = step_slices.iter().filter(|slice| !slice.begin.on_comm_thread);
-            let (Some(first), Some(end)) =
-                (step_slices.first(), own.map(|slice| slice.finished_at).max())
+            let own = step_slices.iter().filter(|slice| !slice.op.on_comm_thread);
+            let (Some(first), Some(end)) = (step_slices.first(), own.map(|slice| slice.end).max())
             else {
                 continue;
             };
-            let time = end.saturating_sub(first.started_at);
-            let (ts, tid) = (self.time(first.started_at), track_id(rank, 0));
+            let time = end.saturating_sub(first.op.started_at);
+            let (ts, tid) = (self.time(first.op.started_at), track_id(rank, 0));
             let amount = |of: fn(Operation) -> bool| -> u64 {
                 step_slices
                     .iter()
-                    .filter(|slice| of(slice.begin.at.operation))
-                    .map(|slice| slice.begin.amount)
+                    .filter(|slice| of(slice.op.at.operation))
+                    .map(|slice| slice.op.amount)
                     .sum()
             };
             let samples = amount(|operation| operation == Operation::Forward);
             let name = format!("step {step}");
             let args = to_args([("samples", samples.into())]);
             let dur = Some(micros(time));
-            self.event(Event {
-                name: &name,
-                cat: "step",
-                ph: "X",
-                ts,
-                dur,
-                tid,
-                args,
-                ..Event::default()
-            })?;
+            let event = TraceEvent::new("X", &name, tid, ts);
+            self.event(TraceEvent { cat: "step".into(), dur, args, ..event })?;
             let counters = [
                 ("samples per second", samples as f64 / time.as_secs_f64().max(1e-9)),
                 ("bytes in collectives", amount(Operation::may_wait) as f64),
@@ -233,95 +233,84 @@ impl Trace<'_> {
             for (what, value) in counters {
                 let name = format!("rank {rank}: {what}");
                 let args = to_args([(what, value.into())]);
-                self.event(Event { name: &name, ph: "C", ts, tid, args, ..Event::default() })?;
+                self.event(TraceEvent { args, ..TraceEvent::new("C", &name, tid, ts) })?;
             }
         }
         Ok(())
     }
 
-    fn slice(&mut self, rank: usize, slice: &Slice) -> io::Result<()> {
-        let begin = &slice.begin;
-        let operation = begin.at.operation;
-        let cat = match begin.group {
+    fn slice(&mut self, rank: usize, slice: &Slice<'_>) -> io::Result<()> {
+        let op = slice.op;
+        let operation = op.at.operation;
+        let cat = match op.group {
             Some(_) => "collective",
             None if operation == Operation::Gradient => "gradient",
             None if operation.is_compute() => "phase",
             None => "message",
         };
-        let name = match begin.bucket {
+        let name = match op.bucket {
             Some(bucket) => format!("{operation} (bucket {bucket})"),
             None => operation.to_string(),
         };
-        let call_site =
-            begin.call_site.map(|call_site| format!("{}:{}", call_site.file(), call_site.line()));
+        let source_line =
+            Some(op.source_line.to_string()).filter(|source_line| !source_line.is_empty());
         let (waited, waited_for) = slice.waited.unzip();
         let moves_data = !operation.is_compute();
         let all = [
-            ("sequence", Some(begin.at.sequence.into())),
+            ("sequence", Some(op.at.sequence.into())),
             ("step", slice.step.map(Value::from)),
-            ("bytes", moves_data.then(|| begin.amount.into())),
-            ("group", begin.group.map(Value::from)),
+            ("bytes", moves_data.then(|| op.amount.into())),
+            ("group", op.group.map(Value::from)),
             ("waited_us", waited.map(|waited| micros(waited).into())),
             ("waited_for_rank", waited_for.map(Value::from)),
-            ("at", call_site.map(Value::from)),
-            ("unfinished", slice.unfinished.then(|| true.into())),
+            ("at", source_line.map(Value::from)),
+            ("unfinished", op.is_open().then(|| true.into())),
         ];
-        let event = Event {
-            name: &name,
-            cat,
-            ph: "X",
-            ts: self.time(slice.started_at),
-            dur: Some(micros(slice.finished_at.saturating_sub(slice.started_at))),
-            tid: track_id(rank, slice.track),
+        let event = TraceEvent {
+            cat: cat.into(),
+            dur: Some(micros(slice.duration())),
             args: all.into_iter().filter_map(|(key, value)| Some((key.into(), value?))).collect(),
-            ..Event::default()
+            ..TraceEvent::new("X", &name, track_id(rank, slice.track), self.time(op.started_at))
         };
         self.event(event)
     }
 
     /// Writes an arrow from one slice to another.
-    fn arrow(&mut self, rank: usize, name: &str, from: &Slice, to: &Slice) -> io::Result<()> {
+    fn arrow(
+        &mut self,
+        rank: usize,
+        name: &str,
+        from: &Slice<'_>,
+        to: &Slice<'_>,
+    ) -> io::Result<()> {
         self.arrows += 1;
         // Unique among the processes of a run.
         let id = Some(((self.dump.process[0] as u64) << 40) + self.arrows);
+        let cat = Cow::Borrowed("gradients");
         let ts = self.time(inside(from));
-        let begin = Event {
-            name,
-            cat: "gradients",
-            ph: "s",
-            ts,
-            id,
-            tid: track_id(rank, from.track),
-            ..Event::default()
-        };
-        self.event(begin)?;
+        let begin = TraceEvent::new("s", name, track_id(rank, from.track), ts);
+        self.event(TraceEvent { cat: cat.clone(), id, ..begin })?;
         // Drawn forwards even if the optimizer began while a bucket was still in flight.
         let ts = self.time(inside(to).max(inside(from)));
-        let (tid, bp) = (track_id(rank, to.track), Some("e"));
-        self.event(Event { name, cat: "gradients", ph: "f", ts, id, tid, bp, ..Event::default() })
+        let end = TraceEvent::new("f", name, track_id(rank, to.track), ts);
+        self.event(TraceEvent { cat, id, bp: Some("e".into()), ..end })
     }
 
     fn name(&mut self, what: &str, tid: usize, name: &str) -> io::Result<()> {
         let args = to_args([("name", name.into())]);
-        self.event(Event { name: what, ph: "M", tid, args, ..Event::default() })?;
+        self.event(TraceEvent { args, ..TraceEvent::new("M", what, tid, 0.0) })?;
         if what == "thread_name" {
             let args = to_args([("sort_index", tid.into())]);
-            self.event(Event {
-                name: "thread_sort_index",
-                ph: "M",
-                tid,
-                args,
-                ..Event::default()
-            })?;
+            self.event(TraceEvent { args, ..TraceEvent::new("M", "thread_sort_index", tid, 0.0) })?;
         }
         Ok(())
     }
 
-    fn event(&mut self, event: Event<'_>) -> io::Result<()> {
+    fn event(&mut self, event: TraceEvent<'_>) -> io::Result<()> {
         if !std::mem::replace(&mut self.first, false) {
             self.out.write_all(b",\n")?;
         }
-        let event = Event { pid: self.dump.process[0], ..event };
+        let event = TraceEvent { pid: self.dump.process[0], ..event };
         serde_json::to_writer(&mut *self.out, &event).map_err(io::Error::from)
     }
 
@@ -339,10 +328,9 @@ fn to_args<const N: usize>(args: [(&str, Value); N]) -> Map<String, Value> {
 const BEFORE_WAITING: Duration = Duration::from_nanos(2);
 
 /// Returns a time in `slice` before any slice within it begins: an arrow binds to the innermost slice.
-fn inside(slice: &Slice) -> Duration {
-    let whole = slice.finished_at.saturating_sub(slice.started_at);
-    let free = if slice.waited.is_some() { BEFORE_WAITING } else { whole };
-    slice.started_at + free / 2
+fn inside(slice: &Slice<'_>) -> Duration {
+    let free = if slice.waited.is_some() { BEFORE_WAITING } else { slice.duration() };
+    slice.op.started_at + free / 2
 }
 
 /// The number of the track of a rank's GPU.

@@ -20,7 +20,7 @@ use crate::error::{Error, Result};
 use crate::ffi::TcpStore;
 use crate::operation::{OpId, Operation};
 use crate::os::limits::not_started;
-use crate::runtime::{self, Failure, OpSnapshot, PeerStatus, RunContext};
+use crate::runtime::{self, Failure, OpRecord, PeerHeartbeat, PeerStatus, RunContext};
 
 /// The interval between heartbeats.
 const HEARTBEAT_INTERVAL: Duration = Duration::from_millis(500);
@@ -294,7 +294,8 @@ impl Heartbeats {
     fn record_status(&self, run: &RunContext, process: usize, heartbeat: &Heartbeat) {
         for (rank, status) in self.ranks[process].clone().zip(&heartbeat.ranks) {
             run.activity[rank].restore(status.at);
-            run.remote_snapshots.note(rank, heartbeat.sent, &status.seen);
+            let (sent, at, seen) = (heartbeat.sent, status.at, status.seen.clone());
+            run.remote_snapshots.note(PeerHeartbeat { rank, sent, at, seen });
         }
     }
 
@@ -379,8 +380,8 @@ pub(super) fn waited_for(
         let Some(status) = heartbeat.as_ref().and_then(|heartbeat| heartbeat.ranks.first()) else {
             continue;
         };
-        if let Some(waits) = status.seen.iter().find(|op| op.is_open_collective()) {
-            let step = status.seen.iter().find_map(OpSnapshot::step);
+        if let Some(waits) = status.seen.iter().find(|op| op.group.is_some() && op.is_open()) {
+            let step = status.seen.iter().find_map(OpRecord::step);
             let at = step.map(|sequence| OpId { operation: Operation::Step, sequence });
             let text =
                 format!("rank {other} waits for it in {}", stall::within(waits, &status.seen));

@@ -6,7 +6,7 @@ use crossbeam::channel::select_biased;
 
 use crate::error::{Error, MissingRank, Result};
 use crate::operation::{OpId, Operation};
-use crate::runtime::{OpSnapshot, RunContext};
+use crate::runtime::{OpRecord, RunContext};
 
 /// Longest wait for the cause of a failure, which another process may be about to report.
 pub(super) const FAILURE_CAUSE_TIMEOUT: Duration = Duration::from_secs(3);
@@ -25,10 +25,10 @@ pub(super) fn timed_out(
     };
     // Only an open record proves that a rank has entered the call: `RunContext::activity` names the call before the
     // rank enters it. `synchronize` is no call, and has no record.
-    let is_open = |record: &OpSnapshot| record.at == at && record.finished_ago.is_none();
+    let is_open = |record: &OpRecord| record.at == at && record.is_open();
     let has_entered = |rank: &usize| match at.operation {
         Operation::Synchronize => run.activity[*rank].now() == at,
-        _ => run.remote_snapshots.of(*rank).iter().any(is_open),
+        _ => run.remote_snapshots.of(*rank, run.flight_recorder.now()).iter().any(is_open),
     };
     let missing: Vec<usize> = ranks.iter().copied().filter(|rank| !has_entered(rank)).collect();
     let missing = match (silent.is_empty(), missing.is_empty()) {

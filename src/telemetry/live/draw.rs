@@ -13,7 +13,7 @@ use ratatui::widgets::{Block, Paragraph};
 use super::lanes::{Lane, Phase};
 use super::panels::{draw_curve, draw_events, draw_help, draw_last, draw_rank};
 use super::state::LiveState;
-use crate::telemetry::gigabytes;
+use crate::telemetry::{gigabytes, rate_text};
 
 /// Whether the view uses colours. Its letters say the same.
 #[derive(Debug, Clone, Copy)]
@@ -152,7 +152,7 @@ fn draw_header(frame: &mut Frame<'_>, area: Rect, state: &LiveState, theme: Them
     if let Some(metrics) = &state.metrics {
         second.push(format!("loss {:.4}", metrics.loss));
         second.push(format!("lr {:.3e}", metrics.lr));
-        second.push(metrics.rate.clone());
+        second.push(rate_text(metrics));
     }
     second.extend(state.steps_per_second().map(|rate| format!("{rate:.1} steps/s")));
     if let [Some(used), total] = state.memory {
@@ -293,20 +293,19 @@ mod tests {
 
     use super::*;
     use crate::operation::{OpId, Operation};
-    use crate::telemetry::feed::Point;
-    use crate::telemetry::live::look::{Look, Op, RankLook, Site, Source};
+    use crate::records::TrainMetrics;
+    use crate::runtime::OpRecord;
+    use crate::telemetry::live::look::{Look, RankLook, Source};
     use crate::telemetry::live::state::Playback;
 
     /// Rank 1 is late: the others wait for it in all_reduce #2.
     fn state(ranks: usize) -> LiveState {
-        let op = |operation, sequence, group, from, to: Option<u64>| Op {
-            at: OpId { operation, sequence },
+        let op = |operation, sequence, group, from, to: Option<u64>| OpRecord {
             group,
             bucket: group.map(|_| 0),
-            on_comm_thread: false,
-            started_at: Duration::from_millis(from),
+            source_line: "src/a.rs:7".into(),
             finished_at: to.map(Duration::from_millis),
-            site: Site::Text("src/a.rs:7".into()),
+            ..OpRecord::new(OpId { operation, sequence }, Duration::from_millis(from))
         };
         let of_rank = |rank: usize| {
             let mut ops = vec![
@@ -329,7 +328,8 @@ mod tests {
             ..Look::default()
         });
         state.steps = Some([100, 0]);
-        let point = |step, loss| Point { step, loss, lr: 0.1, rate: "9 samples/s".into() };
+        let all = TrainMetrics { lr: 0.1, samples_per_second: 9.0, ..TrainMetrics::default() };
+        let point = |step, loss| TrainMetrics { step, loss, ..all.clone() };
         state.add_points(vec![point(1, 2.0), point(2, f64::NAN), point(3, 1.0)]);
         state.add_events(Duration::ZERO, vec!["CPU:0 | Epoch: 0".into()]);
         state

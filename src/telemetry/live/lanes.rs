@@ -5,9 +5,10 @@ use std::time::Duration;
 
 use strum::{EnumIter, IntoStaticStr};
 
-use super::arrivals::{Arrivals, HEARTBEAT, is_collective};
-use super::look::{Look, Op, RankLook, Source};
+use super::look::{HEARTBEAT, Look, RankLook, Source};
 use crate::operation::Operation;
+use crate::runtime::OpRecord;
+use crate::telemetry::arrivals::Arrivals;
 
 /// What a rank does, as a lane shows it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, EnumIter, IntoStaticStr)]
@@ -91,7 +92,7 @@ pub(super) struct Lane {
 }
 
 /// Returns a lane for each rank of `look`.
-pub(super) fn lanes(look: &Look, arrivals: &Arrivals<'_>) -> Vec<Lane> {
+pub(super) fn lanes(look: &Look, arrivals: &Arrivals) -> Vec<Lane> {
     let with_age = |(rank, mine): (usize, &RankLook)| {
         let heartbeat_age = match mine.source {
             Source::Heartbeat(age) => Some(age),
@@ -102,7 +103,7 @@ pub(super) fn lanes(look: &Look, arrivals: &Arrivals<'_>) -> Vec<Lane> {
     look.ranks.iter().enumerate().map(with_age).collect()
 }
 
-fn lane(look: &Look, arrivals: &Arrivals<'_>, rank: usize) -> Lane {
+fn lane(look: &Look, arrivals: &Arrivals, rank: usize) -> Lane {
     let mine = &look.ranks[rank];
     let spans = spans(look, arrivals, rank);
     let phase = Phase::of(mine.at.operation);
@@ -113,7 +114,7 @@ fn lane(look: &Look, arrivals: &Arrivals<'_>, rank: usize) -> Lane {
     if phase == Phase::Ended {
         return Lane { phase, doing, spans, ..Lane::default() };
     }
-    let is_open = |op: &&Op| op.is_open();
+    let is_open = |op: &&OpRecord| op.is_open();
     let own = || mine.ops.iter().rev().filter(|op| !op.on_comm_thread);
     let Some(op) = own().find(is_open) else {
         let Some(last) = own().next() else {
@@ -129,7 +130,7 @@ fn lane(look: &Look, arrivals: &Arrivals<'_>, rank: usize) -> Lane {
     // A rank that waits for its communication thread waits in that thread's oldest collective.
     let on_thread = mine.ops.iter().filter(|op| op.on_comm_thread).find(is_open);
     let on_thread = on_thread.filter(|_| op.at.operation == Operation::Synchronize);
-    let waits_for = arrivals.missing(on_thread.unwrap_or(op));
+    let waits_for = look.missing(arrivals, on_thread.unwrap_or(op));
     let phase = if waits_for.is_empty() { Phase::of(op.at.operation) } else { Phase::Waiting };
     let within = own().filter(is_open).find(|op| op.at.operation.is_compute());
     let within = within.filter(|within| within.at != op.at);
@@ -150,15 +151,13 @@ fn known(rank: &RankLook, phase: Phase) -> Phase {
 }
 
 /// Returns the spans of a rank's own operations: phases first, then what lies within them.
-fn spans(look: &Look, arrivals: &Arrivals<'_>, rank: usize) -> Vec<(Range<Duration>, Phase)> {
+fn spans(look: &Look, arrivals: &Arrivals, rank: usize) -> Vec<(Range<Duration>, Phase)> {
     let own = || look.ranks[rank].ops.iter().filter(|op| !op.on_comm_thread);
-    let span = |op: &Op| (op.started_at..op.end(look.now), Phase::of(op.at.operation));
+    let span = |op: &OpRecord| (op.started_at..op.end(look.now), Phase::of(op.at.operation));
     let mut spans: Vec<_> = own().filter(|op| op.group.is_none()).map(span).collect();
     for op in own().filter(|op| op.group.is_some()) {
         spans.push(span(op));
-        if is_collective(op)
-            && let Some(last) = arrivals.last(op)
-        {
+        if let Some(last) = look.last_arrival(arrivals, op) {
             spans.push((op.started_at..last.min(op.end(look.now)), Phase::Waiting));
         }
     }

@@ -1,12 +1,12 @@
 //! A look at the ranks: their newest operations at one moment of a run, or of a recorded trace.
 
 use std::collections::BTreeMap;
-use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
 use crate::operation::OpId;
-use crate::runtime::{CallSite, Entry, OpSnapshot};
+use crate::runtime::OpRecord;
+use crate::telemetry::arrivals::Arrivals;
 
 /// The ranks of a run, to be looked at again and again.
 pub(crate) trait RankSource: Send {
@@ -41,7 +41,7 @@ pub(crate) struct RankLook {
     /// The operation that the rank recorded last.
     pub at: OpId,
     /// Oldest first.
-    pub ops: Vec<Op>,
+    pub ops: Vec<OpRecord>,
     pub source: Source,
 }
 
@@ -56,90 +56,37 @@ pub(crate) enum Source {
     Unknown(&'static str),
 }
 
-/// An operation of a rank.
-#[derive(Debug, Clone)]
-pub(crate) struct Op {
-    pub at: OpId,
-    /// The group of ranks, for a collective.
-    pub group: Option<u32>,
-    pub bucket: Option<u16>,
-    pub on_comm_thread: bool,
-    pub started_at: Duration,
-    /// `None` while it runs, or if it failed.
-    pub finished_at: Option<Duration>,
-    pub site: Site,
-}
+/// The interval between heartbeats: a status from one may be this old when it is read.
+pub(super) const HEARTBEAT: Duration = Duration::from_millis(500);
 
-/// The source line that called the library.
-#[derive(Debug, Clone)]
-pub(crate) enum Site {
-    Unknown,
-    Here(CallSite),
-    Text(Arc<str>),
-}
-
-impl Op {
-    /// Returns the operation of a record.
-    pub(crate) fn of_entry(entry: &Entry) -> Self {
-        let Entry { begin, started_at, finished_at, .. } = entry;
-        Self {
-            at: begin.at,
-            group: begin.group,
-            bucket: begin.bucket,
-            on_comm_thread: begin.on_comm_thread,
-            started_at: *started_at,
-            finished_at: *finished_at,
-            site: begin.call_site.map_or(Site::Unknown, Site::Here),
+impl Look {
+    /// Returns the arrivals of the ranks at their newest collectives.
+    pub(super) fn arrivals(&self) -> Arrivals {
+        let mut arrivals = Arrivals::new(self.ranks.len(), &self.groups);
+        for (rank, RankLook { ops, source, .. }) in self.ranks.iter().enumerate() {
+            arrivals.add(rank, ops, *source == Source::Direct);
         }
+        arrivals
     }
 
-    /// Returns the operation as it was at the time `now`; `None` if it had not begun.
-    pub(crate) fn seen_at(self, now: Duration) -> Option<Self> {
-        let finished_at = self.finished_at.filter(|end| *end <= now);
-        (self.started_at <= now).then_some(Self { finished_at, ..self })
+    /// Returns the ranks that have not entered the collective `op`, as far as is known.
+    pub(super) fn missing(&self, arrivals: &Arrivals, op: &OpRecord) -> Vec<usize> {
+        let is_missing = |rank: &usize| match self.ranks.get(*rank).map(|rank| rank.source) {
+            Some(Source::Direct) => true,
+            // A heartbeat from before the wait says nothing about it.
+            Some(Source::Heartbeat(age)) => {
+                self.now.saturating_sub(age.saturating_add(HEARTBEAT)) >= op.started_at
+            }
+            Some(Source::Unknown(_)) | None => false,
+        };
+        arrivals.missing(op).filter(is_missing).collect()
     }
 
-    /// Returns the operation of a snapshot at the time `now`.
-    pub(crate) fn of_snapshot(op: &OpSnapshot, now: Duration) -> Self {
-        let site = op.call_site.strip_prefix(" at ").unwrap_or(&op.call_site);
-        Self {
-            at: op.at,
-            group: op.group,
-            bucket: op.bucket,
-            on_comm_thread: op.on_comm_thread,
-            started_at: now.saturating_sub(op.started_ago),
-            finished_at: op.finished_ago.map(|ago| now.saturating_sub(ago)),
-            site: if site.is_empty() { Site::Unknown } else { Site::Text(site.into()) },
-        }
-    }
-
-    /// Returns whether the operation runs.
-    pub(super) fn is_open(&self) -> bool {
-        self.finished_at.is_none()
-    }
-
-    /// Returns the end of the operation, or `now` while it runs.
-    pub(super) fn end(&self, now: Duration) -> Duration {
-        self.finished_at.unwrap_or(now).max(self.started_at)
-    }
-}
-
-impl fmt::Display for Op {
-    /// Writes `all_reduce #118 (bucket 3)`.
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.bucket {
-            Some(bucket) => write!(f, "{} (bucket {bucket})", self.at),
-            None => write!(f, "{}", self.at),
-        }
-    }
-}
-
-impl fmt::Display for Site {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Unknown => Ok(()),
-            Self::Here(site) => write!(f, "{}:{}", site.file(), site.line()),
-            Self::Text(text) => f.write_str(text),
+    /// Returns when the last rank entered the collective `op`, or now if one has not. `None` if that is unknown.
+    pub(super) fn last_arrival(&self, arrivals: &Arrivals, op: &OpRecord) -> Option<Duration> {
+        match arrivals.complete(op) {
+            Some(entered) => Some(entered.last),
+            None => (op.is_open() && !self.missing(arrivals, op).is_empty()).then_some(self.now),
         }
     }
 }

@@ -3,7 +3,6 @@
 //! A [`RankSource`](look::RankSource) looks at the ranks, [`state`] keeps what is shown, [`draw`] draws it, and [`view`]
 //! does so a few times a second.
 
-mod arrivals;
 mod draw;
 mod keys;
 mod lanes;
@@ -13,7 +12,8 @@ mod player;
 mod recording;
 mod state;
 mod view;
+mod waited_for;
 
-pub(crate) use look::{Look, Op, RankLook, RankSource, Source};
+pub(crate) use look::{Look, RankLook, RankSource, Source};
 pub(crate) use player::{Player, SPEEDS};
 pub(crate) use view::LiveView;

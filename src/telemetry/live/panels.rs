@@ -61,8 +61,8 @@ pub(super) fn draw_rank(frame: &mut Frame<'_>, area: Rect, state: &LiveState) {
         lines.push(format!("waits for {}", list_ranks(&lane.waits_for)));
     }
     let open = look.ops.iter().rev().find(|op| op.is_open());
-    let site = open.map(|op| op.site.to_string()).filter(|site| !site.is_empty());
-    lines.extend(site.map(|site| format!("called at {site}")));
+    let line = open.map(|op| op.source_line.to_string()).filter(|line| !line.is_empty());
+    lines.extend(line.map(|line| format!("called at {line}")));
     if let Some(age) = lane.heartbeat_age {
         lines.push(format!("its last heartbeat came {:.1} s ago", age.as_secs_f64()));
     }

@@ -7,14 +7,16 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use serde::Deserialize;
-use serde_json::{Map, Value};
+use serde_json::Value;
 
-use super::look::{Look, Op, RankLook, Site, Source};
+use super::look::{Look, RankLook, Source};
 use crate::error::{Error, Result, Shown};
 use crate::files::read_regular;
 use crate::operation::{OpId, Operation};
 use crate::os::limits::explain;
+use crate::runtime::OpRecord;
 use crate::telemetry::slices::MAX_TRACKS;
+use crate::telemetry::trace::TraceEvent;
 
 /// The largest trace that is read, in bytes.
 const MOST_BYTES: u64 = 1 << 31;
@@ -30,7 +32,7 @@ const OPS: usize = 256;
 pub(super) struct Recording {
     pub labels: Vec<String>,
     /// The operations of each rank, oldest first.
-    ops: Vec<Vec<Op>>,
+    ops: Vec<Vec<OpRecord>>,
     groups: BTreeMap<u32, Arc<[usize]>>,
     /// The time from the first operation to the end of the last.
     pub length: Duration,
@@ -40,7 +42,7 @@ pub(super) struct Recording {
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase")]
 struct TraceFile {
-    trace_events: Vec<TraceEvent>,
+    trace_events: Vec<TraceEvent<'static>>,
     other_data: About,
 }
 
@@ -53,28 +55,14 @@ struct About {
     world_size: usize,
 }
 
-#[derive(Deserialize)]
-struct TraceEvent {
-    name: String,
-    ph: String,
-    #[serde(default)]
-    cat: String,
-    tid: usize,
-    #[serde(default)]
-    ts: f64,
-    #[serde(default)]
-    dur: f64,
-    #[serde(default)]
-    args: Map<String, Value>,
-}
-
-/// An operation with its times in microseconds, which may lie before the start of process 0.
-struct TimedOp {
+/// An operation before the start of the first one is known. Its times in microseconds may lie before the start of
+/// process 0; those in the record are not set.
+struct UntimedOp {
     rank: usize,
     from: f64,
     to: f64,
     is_unfinished: bool,
-    op: Op,
+    op: OpRecord,
 }
 
 /// What the traces have in common, while they are read.
@@ -84,7 +72,7 @@ struct Reader {
     processes: BTreeMap<usize, PathBuf>,
     about: Option<[usize; 2]>,
     labels: BTreeMap<usize, String>,
-    ops: Vec<TimedOp>,
+    ops: Vec<UntimedOp>,
 }
 
 impl Recording {
@@ -104,13 +92,9 @@ impl Recording {
 
     /// Returns the ranks at a time of the run.
     pub(super) fn look_at(&self, now: Duration) -> Look {
-        let of_rank = |ops: &Vec<Op>| {
+        let of_rank = |ops: &Vec<OpRecord>| {
             let begun = ops.partition_point(|op| op.started_at <= now);
             let newest = ops[..begun].iter().rev().take(OPS).rev();
-            let until_now = |op: &Op| {
-                let finished_at = op.finished_at.filter(|end| *end <= now);
-                Op { finished_at, ..op.clone() }
-            };
             let is_over = now >= self.length && !ops.iter().any(|op| op.is_open());
             let at = match begun {
                 0 => Operation::Start,
@@ -122,7 +106,7 @@ impl Recording {
                 true => Source::Unknown("not in these traces"),
                 false => Source::Direct,
             };
-            RankLook { at, ops: newest.map(until_now).collect(), source }
+            RankLook { at, ops: newest.filter_map(|op| op.clone().seen_at(now)).collect(), source }
         };
         let ranks = self.ops.iter().map(of_rank).collect();
         Look { now, ranks, groups: self.groups.clone(), ..Look::default() }
@@ -178,7 +162,7 @@ impl Reader {
                 ));
             }
             // The rank's own track is 0; that of its GPU is the last one, and repeats what the rank launched.
-            match (event.ph.as_str(), event.cat.as_str()) {
+            match (&*event.ph, &*event.cat) {
                 ("M", _) if event.name == "thread_name" && track == 0 => {
                     let name = event.args.get("name").and_then(Value::as_str).unwrap_or_default();
                     let label = name.split_once('(').map_or(name, |(_, label)| label);
@@ -214,16 +198,16 @@ impl Reader {
             is_sane.then(|| Duration::from_secs_f64(seconds.max(0.0))).ok_or_else(problem)
         };
         let mut groups: BTreeMap<u32, Vec<usize>> = BTreeMap::new();
-        let mut ops: Vec<Vec<Op>> = vec![Vec::new(); world_size];
+        let mut ops: Vec<Vec<OpRecord>> = vec![Vec::new(); world_size];
         let mut length = Duration::ZERO;
-        for TimedOp { rank, from, to, is_unfinished, op } in self.ops {
+        for UntimedOp { rank, from, to, is_unfinished, op } in self.ops {
             if let Some(group @ 1..) = op.group {
                 groups.entry(group).or_default().push(rank);
             }
             let (started_at, end) = (time(from)?, time(to)?);
             length = length.max(end);
             let finished_at = (!is_unfinished).then_some(end);
-            ops[rank].push(Op { started_at, finished_at, ..op });
+            ops[rank].push(OpRecord { started_at, finished_at, ..op });
         }
         for ops in &mut ops {
             // A step begins at once with its first phase, and lies around it.
@@ -241,12 +225,13 @@ impl Reader {
 }
 
 /// Returns the operation of a slice.
-fn operation(event: &TraceEvent, rank: usize, track: usize) -> Result<TimedOp, String> {
-    let TraceEvent { name, cat, ts, dur, args, .. } = event;
+fn operation(event: &TraceEvent<'_>, rank: usize, track: usize) -> Result<UntimedOp, String> {
+    let TraceEvent { name, cat, ts, args, .. } = event;
+    let dur = event.dur.unwrap_or(0.0);
     let number = |key: &str| args.get(key).and_then(Value::as_u64);
     let (name, bucket) = match name.split_once(" (bucket ") {
         Some((name, bucket)) => (name, bucket.trim_end_matches(')').parse().ok()),
-        None => (name.as_str(), None),
+        None => (&**name, None),
     };
     let at = match name.strip_prefix("step ").filter(|_| cat == "step") {
         Some(step) => {
@@ -262,19 +247,17 @@ fn operation(event: &TraceEvent, rank: usize, track: usize) -> Result<TimedOp, S
     };
     let group = number("group").map(u32::try_from).transpose();
     let group = group.map_err(|_| format!("{at} has a group that cannot be"))?;
-    if !(ts.is_finite() && dur.is_finite() && *dur >= 0.0) {
+    if !(ts.is_finite() && dur.is_finite() && dur >= 0.0) {
         return Err(format!("{at} has times that cannot be"));
     }
-    let site = args.get("at").and_then(Value::as_str);
-    let op = Op {
-        at,
+    let op = OpRecord {
         group,
         bucket,
+        amount: number("bytes").unwrap_or(0),
+        source_line: args.get("at").and_then(Value::as_str).unwrap_or_default().into(),
         on_comm_thread: track > 0,
-        started_at: Duration::ZERO,
-        finished_at: None,
-        site: site.map_or(Site::Unknown, |site| Site::Text(site.into())),
+        ..OpRecord::new(at, Duration::ZERO)
     };
     let is_unfinished = args.get("unfinished").and_then(Value::as_bool).unwrap_or(false);
-    Ok(TimedOp { rank, from: *ts, to: ts + dur, is_unfinished, op })
+    Ok(UntimedOp { rank, from: *ts, to: ts + dur, is_unfinished, op })
 }

@@ -3,11 +3,13 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use super::arrivals::{Arrivals, LastRanks, Presence};
 use super::lanes::{Lane, Phase, lanes};
 use super::look::Look;
+use super::waited_for::{LastRanks, Presence};
 use crate::operation::Operation;
-use crate::telemetry::feed::Point;
+use crate::records::TrainMetrics;
+use crate::runtime::OpRecord;
+use crate::telemetry::metrics_logger::drop_every_second;
 
 /// The number of events that are kept.
 const EVENTS: usize = 200;
@@ -32,7 +34,7 @@ pub(super) struct LiveState {
     pub last_ranks: LastRanks,
     pub presence: Presence,
     /// The newest metrics.
-    pub metrics: Option<Point>,
+    pub metrics: Option<TrainMetrics>,
     /// The step and the loss of the curve.
     pub curve: Vec<(f64, f64)>,
     /// The steps of the run, and those made before it was resumed; `None` if they are not known.
@@ -70,7 +72,7 @@ impl LiveState {
 
     /// Shows another look at the ranks.
     pub(super) fn update(&mut self, look: Look) {
-        let arrivals = Arrivals::new(&look);
+        let arrivals = look.arrivals();
         self.lanes = lanes(&look, &arrivals);
         if look.has_heartbeats {
             self.sample(&look);
@@ -115,15 +117,11 @@ impl LiveState {
     }
 
     /// Adds metrics of training.
-    pub(super) fn add_points(&mut self, points: Vec<Point>) {
+    pub(super) fn add_points(&mut self, points: Vec<TrainMetrics>) {
         for point in points {
             self.curve.push((point.step as f64, point.loss));
             if self.curve.len() > POINTS {
-                let mut number = 0;
-                self.curve.retain(|_| {
-                    number += 1;
-                    number % 2 == 1
-                });
+                drop_every_second(&mut self.curve);
             }
             self.metrics = Some(point);
         }
@@ -144,7 +142,7 @@ impl LiveState {
     /// Returns the newest step that any rank is known to be in; `None` before the first step.
     pub(super) fn step(&self) -> Option<u64> {
         let ops = self.look.ranks.iter().flat_map(|rank| &rank.ops);
-        ops.filter(|op| is_phase(op.at.operation)).map(|op| op.at.sequence).max()
+        ops.filter(|op| op.is_step_phase()).map(|op| op.at.sequence).max()
     }
 
     /// Returns the steps per second since the first look; `None` until two steps have begun.
@@ -181,15 +179,10 @@ impl LiveState {
     }
 }
 
-fn is_phase(operation: Operation) -> bool {
-    use Operation::{Backward, Data, Forward, Optimizer, Step};
-    matches!(operation, Step | Data | Forward | Backward | Optimizer)
-}
-
 /// Returns a window of about two steps of the first rank that makes any.
 fn window(look: &Look) -> Duration {
     const SHORTEST: Duration = Duration::from_micros(100);
-    let steps = |ops: &[super::look::Op]| -> Vec<Duration> {
+    let steps = |ops: &[OpRecord]| -> Vec<Duration> {
         let steps = ops.iter().filter(|op| op.at.operation == Operation::Step);
         steps.map(|op| op.started_at).collect()
     };

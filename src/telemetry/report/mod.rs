@@ -9,6 +9,7 @@ use std::path::Path;
 use serde::Serialize;
 use serde_json::Value;
 
+use super::metrics_logger::drop_every_second;
 use super::{Marks, Output};
 use crate::records::{TrainMetrics, ValidationMetrics};
 pub(crate) use advice::{Conditions, Cores, advice, outside_collectives};
@@ -31,13 +32,13 @@ const DATA: &str = "__REPORT_DATA__";
 
 /// The data of a page: its scripts know each value by its key.
 #[derive(Debug, Serialize)]
-pub(crate) struct Page {
+pub(crate) struct Page<'a> {
     /// All but the two below.
     #[serde(flatten)]
     pub facts: Value,
     #[serde(flatten)]
     pub curves: Curves,
-    pub timeline: Tracks,
+    pub timeline: Tracks<'a>,
 }
 
 /// Training and validation metrics over the run.
@@ -53,11 +54,7 @@ const MAX_CURVE_POINTS: usize = 4000;
 impl Curves {
     pub(super) fn train(&mut self, metrics: &TrainMetrics) {
         if self.train.len() == MAX_CURVE_POINTS {
-            let mut number = 0;
-            self.train.retain(|_| {
-                number += 1;
-                number % 2 == 0
-            });
+            drop_every_second(&mut self.train);
         }
         self.train.push(metrics.clone());
     }
@@ -73,7 +70,7 @@ impl Curves {
     }
 }
 
-impl Page {
+impl Page<'_> {
     /// Returns the file of a page at `path`.
     ///
     /// # Errors

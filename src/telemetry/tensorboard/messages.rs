@@ -2,9 +2,9 @@
 
 use prost::{Message, Oneof};
 
-/// One record of a file.
+/// One record of a file: TensorFlow's message `Event`.
 #[derive(Clone, PartialEq, Message)]
-pub(super) struct Event {
+pub(super) struct EventMessage {
     /// Seconds since 1970.
     #[prost(double, tag = "1")]
     pub wall_time: f64,

@@ -10,7 +10,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use prost::Message;
 
 use crate::files::Appender;
-use messages::{Event, Histogram, Image, Kind, Summary, Value, What};
+use messages::{EventMessage, Histogram, Image, Kind, Summary, Value, What};
 
 /// A writer of one event file in the folder of a run. Follows `torch.utils.tensorboard.SummaryWriter`.
 ///
@@ -125,7 +125,7 @@ impl TensorBoard {
 
     /// Writes a record: its length and contents, each with a checksum.
     fn write(&mut self, step: u64, what: What) -> io::Result<()> {
-        let event = Event { wall_time: seconds(), step: step as i64, what: Some(what) };
+        let event = EventMessage { wall_time: seconds(), step: step as i64, what: Some(what) };
         let contents = event.encode_to_vec();
         let length = (contents.len() as u64).to_le_bytes();
         for part in [&length[..], &contents] {
@@ -183,7 +183,7 @@ mod tests {
     use super::*;
 
     /// Returns the records of a file, and checks their checksums.
-    fn read(path: &Path) -> Vec<Event> {
+    fn read(path: &Path) -> Vec<EventMessage> {
         let mut rest = &fs::read(path).unwrap()[..];
         let mut events = Vec::new();
         let mut take = |len: usize| {
@@ -196,7 +196,7 @@ mod tests {
         loop {
             let length = u64::from_le_bytes(take(8).0.try_into().unwrap());
             let (contents, is_last) = take(length as usize);
-            events.push(Event::decode(contents).unwrap());
+            events.push(EventMessage::decode(contents).unwrap());
             if is_last {
                 return events;
             }

@@ -1,121 +1,10 @@
-//! Which rank came last in each collective, and which ranks a collective still waits for.
+//! The ranks that the others wait for: which rank came last in the newest collectives, and which is hardly ever in one.
 
 use std::collections::{HashMap, VecDeque};
-use std::sync::Arc;
 use std::time::Duration;
 
-use super::look::{Look, Op, Source};
 use crate::operation::{OpId, Operation};
-
-/// The interval between heartbeats: a status from one may be this old when it is read.
-pub(super) const HEARTBEAT: Duration = Duration::from_millis(500);
-
-/// Returns whether an operation is a collective in which ranks wait for others.
-pub(super) fn is_collective(op: &Op) -> bool {
-    op.group.is_some() && op.at.operation != Operation::Synchronize
-}
-
-/// A collective: its group, and its number among the collectives of the group.
-type Key = (u32, u64);
-
-fn key(op: &Op) -> Option<Key> {
-    op.group.filter(|_| is_collective(op)).map(|group| (group, op.at.sequence))
-}
-
-/// The ranks that have entered a collective, as far as a look shows.
-#[derive(Debug, Clone, Copy)]
-struct Arrival {
-    ranks: usize,
-    first: Duration,
-    last: (Duration, usize),
-    operation: Operation,
-}
-
-/// The arrivals at the collectives of one look.
-#[derive(Debug)]
-pub(super) struct Arrivals<'a> {
-    look: &'a Look,
-    known: HashMap<Key, Arrival>,
-    /// For each rank, the number of its newest collective in each group; ranks known from heartbeats included.
-    newest: Vec<HashMap<u32, u64>>,
-    /// The ranks of group 0.
-    all: Arc<[usize]>,
-}
-
-impl<'a> Arrivals<'a> {
-    pub(super) fn new(look: &'a Look) -> Self {
-        let mut known: HashMap<Key, Arrival> = HashMap::new();
-        let mut newest = vec![HashMap::new(); look.ranks.len()];
-        for (rank, ops) in look.ranks.iter().enumerate() {
-            for (op, key) in ops.ops.iter().filter_map(|op| Some((op, key(op)?))) {
-                let sequence = newest[rank].entry(key.0).or_insert(key.1);
-                *sequence = key.1.max(*sequence);
-                if ops.source != Source::Direct {
-                    continue; // the clock is that of another process
-                }
-                let mine = (op.started_at, rank);
-                let arrival = known.entry(key).or_insert(Arrival {
-                    ranks: 0,
-                    first: mine.0,
-                    last: mine,
-                    operation: op.at.operation,
-                });
-                arrival.ranks += 1;
-                arrival.first = arrival.first.min(mine.0);
-                arrival.last = arrival.last.max(mine);
-            }
-        }
-        let all = (0..look.ranks.len()).collect();
-        Self { look, known, newest, all }
-    }
-
-    /// Returns the ranks of a group; `None` if it is unknown.
-    fn members(&self, group: u32) -> Option<&Arc<[usize]>> {
-        if group == 0 { Some(&self.all) } else { self.look.groups.get(&group) }
-    }
-
-    /// Returns the ranks that have not entered the collective `op`, as far as is known.
-    pub(super) fn missing(&self, op: &Op) -> Vec<usize> {
-        let Some((group, sequence)) = key(op) else { return Vec::new() };
-        let Some(members) = self.members(group) else { return Vec::new() };
-        let has_entered = |rank: usize| {
-            let may_have = match self.look.ranks[rank].source {
-                Source::Direct => false,
-                // A heartbeat from before the wait says nothing about it.
-                Source::Heartbeat(age) => {
-                    self.look.now.saturating_sub(age.saturating_add(HEARTBEAT)) < op.started_at
-                }
-                Source::Unknown(_) => true,
-            };
-            may_have || self.newest[rank].get(&group).is_some_and(|newest| *newest >= sequence)
-        };
-        let here = members.iter().copied().filter(|&rank| rank < self.newest.len());
-        here.filter(|&rank| !has_entered(rank)).collect()
-    }
-
-    /// Returns when the last rank entered the collective `op`, or now if one has not. `None` if that is unknown.
-    pub(super) fn last(&self, op: &Op) -> Option<Duration> {
-        let key = key(op)?;
-        let members = self.members(key.0)?;
-        let arrival = self.known.get(&key)?;
-        if arrival.ranks == members.len() {
-            return Some(arrival.last.0);
-        }
-        (op.is_open() && !self.missing(op).is_empty()).then_some(self.look.now)
-    }
-
-    /// Returns the collectives that all ranks of their group have entered, oldest first.
-    fn complete(&self) -> Vec<(Key, Arrival)> {
-        let is_complete = |(key, arrival): &(&Key, &Arrival)| {
-            arrival.ranks > 1
-                && self.members(key.0).is_some_and(|members| members.len() == arrival.ranks)
-        };
-        let complete = self.known.iter().filter(is_complete);
-        let mut complete: Vec<_> = complete.map(|(key, arrival)| (*key, *arrival)).collect();
-        complete.sort_by_key(|(_, arrival)| arrival.last);
-        complete
-    }
-}
+use crate::telemetry::arrivals::Arrivals;
 
 /// How many of the newest collectives count.
 const KEPT: usize = 100;
@@ -141,17 +30,19 @@ struct Last {
 
 impl LastRanks {
     /// Counts the collectives of a look that have not been counted yet.
-    pub(super) fn count(&mut self, arrivals: &Arrivals<'_>) {
-        for ((group, sequence), arrival) in arrivals.complete() {
+    pub(super) fn count(&mut self, arrivals: &Arrivals) {
+        for ((group, sequence), entered) in arrivals.all_complete() {
             let is_new = self.counted.get(&group).is_none_or(|counted| *counted < sequence);
             if !is_new {
                 continue;
             }
             self.counted.insert(group, sequence);
-            let (when, rank) = arrival.last;
-            let waited = when.saturating_sub(arrival.first);
-            let at = OpId { operation: arrival.operation, sequence };
-            self.newest.push_back(Last { rank, at, waited, when });
+            self.newest.push_back(Last {
+                rank: entered.last_rank,
+                at: OpId { operation: entered.operation, sequence },
+                waited: entered.last.saturating_sub(entered.first),
+                when: entered.last,
+            });
         }
         self.newest.drain(..self.newest.len().saturating_sub(KEPT));
     }
@@ -242,21 +133,19 @@ impl Presence {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::telemetry::live::look::{RankLook, Site};
+    use crate::runtime::OpRecord;
+    use crate::telemetry::live::look::{Look, RankLook, Source};
 
-    fn all_reduce(sequence: u64, from: u64, to: Option<u64>) -> Op {
-        Op {
-            at: OpId { operation: Operation::AllReduce, sequence },
+    fn all_reduce(sequence: u64, from: u64, to: Option<u64>) -> OpRecord {
+        let at = OpId { operation: Operation::AllReduce, sequence };
+        OpRecord {
             group: Some(0),
-            bucket: None,
-            on_comm_thread: false,
-            started_at: Duration::from_millis(from),
             finished_at: to.map(Duration::from_millis),
-            site: Site::Unknown,
+            ..OpRecord::new(at, Duration::from_millis(from))
         }
     }
 
-    fn look(now: u64, ranks: Vec<Vec<Op>>) -> Look {
+    fn look(now: u64, ranks: Vec<Vec<OpRecord>>) -> Look {
         let at = OpId { operation: Operation::UserCode, sequence: 0 };
         let rank = |ops| RankLook { at, ops, source: Source::Direct };
         let ranks = ranks.into_iter().map(rank).collect();
@@ -271,7 +160,7 @@ mod tests {
             let start = 100 * number;
             quick.push(all_reduce(number, start, Some(start + 51)));
             slow.push(all_reduce(number, start + 50, Some(start + 51)));
-            last.count(&Arrivals::new(&look(start + 60, vec![quick.clone(), slow.clone()])));
+            last.count(&look(start + 60, vec![quick.clone(), slow.clone()]).arrivals());
         }
         assert_eq!((last.share(0), last.share(1)), (Some(0.0), Some(1.0)));
         let line = last.lines().next().unwrap();
@@ -292,7 +181,7 @@ mod tests {
             slow.push(all_reduce(number, second, Some(start + 1)));
         }
         let mut last = LastRanks::default();
-        last.count(&Arrivals::new(&look(1000, vec![quick, slow])));
+        last.count(&look(1000, vec![quick, slow]).arrivals());
         assert_eq!((last.share(0), last.share(1)), (Some(8.0 / 12.0), Some(4.0 / 12.0)));
         assert!(last.straggler().unwrap().starts_with("rank 1 came last in 4 of 12 all_reduces"));
     }
@@ -301,9 +190,9 @@ mod tests {
     fn rank_that_has_not_entered_is_missing() {
         let waiting = || vec![all_reduce(7, 10, None)];
         let look = look(30, vec![waiting(), vec![all_reduce(6, 1, Some(2))], waiting()]);
-        let arrivals = Arrivals::new(&look);
-        assert_eq!(arrivals.missing(&look.ranks[0].ops[0]), [1]);
-        assert_eq!(arrivals.last(&look.ranks[0].ops[0]), Some(look.now));
+        let (arrivals, op) = (look.arrivals(), &look.ranks[0].ops[0]);
+        assert_eq!(look.missing(&arrivals, op), [1]);
+        assert_eq!(look.last_arrival(&arrivals, op), Some(look.now));
     }
 
     #[test]
@@ -311,9 +200,9 @@ mod tests {
         let mut look =
             look(1000, vec![vec![all_reduce(7, 800, None)], vec![all_reduce(3, 1, None)]]);
         look.ranks[1].source = Source::Heartbeat(Duration::from_millis(100));
-        assert!(Arrivals::new(&look).missing(&look.ranks[0].ops[0]).is_empty());
+        assert!(look.missing(&look.arrivals(), &look.ranks[0].ops[0]).is_empty());
         look.now = Duration::from_millis(2000);
-        assert_eq!(Arrivals::new(&look).missing(&look.ranks[0].ops[0]), [1]);
+        assert_eq!(look.missing(&look.arrivals(), &look.ranks[0].ops[0]), [1]);
     }
 
     #[test]
