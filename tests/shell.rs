@@ -14,7 +14,9 @@ fn completions(shell: &str) -> String {
 
 /// What bash completes the last of `words` to.
 fn completed(words: &[&str]) -> String {
-    let script = "source <(cat); COMP_WORDS=(\"$@\"); COMP_CWORD=$(($# - 1)); f=$(complete -p ddp-mp); f=${f##*-F }; \
+    // Outside of a completion, compopt would fail.
+    let script = "compopt() { :; }; source <(cat); COMP_WORDS=(\"$@\"); COMP_CWORD=$(($# - 1)); \
+                  f=$(complete -p ddp-mp); f=${f##*-F }; \
                   ${f%% *} ddp-mp \"${COMP_WORDS[COMP_CWORD]}\" \"${COMP_WORDS[COMP_CWORD - 1]}\"; \
                   echo \"${COMPREPLY[*]}\"";
     let mut bash = Command::new("bash");

@@ -1,6 +1,6 @@
 //! `ddp-mp completions`: the script with which a shell completes commands, flags and values.
 
-use clap::{Args, Command};
+use clap::{Arg, Args, Command, ValueHint};
 use clap_complete::{Shell, generate};
 use strum::{Display, EnumString, VariantNames};
 
@@ -36,58 +36,38 @@ pub struct CompletionsFlags {
 /// When stdout cannot be written.
 pub fn completions(
     flags: &CompletionsFlags,
-    mut command: Command,
+    command: Command,
     printer: &Printer,
 ) -> anyhow::Result<()> {
     let program = command.get_name().to_owned();
-    let mut script = |shell: Shell| {
-        let mut script = Vec::new(); // clap_complete panics where it cannot write
-        generate(shell, &mut command, program.clone(), &mut script);
-        String::from_utf8(script)
-    };
     let script = match flags.shell {
-        CompletedShell::Bash => with_values(&with_one_name(&script(Shell::Bash)?, &program)),
-        CompletedShell::Zsh => script(Shell::Zsh)?,
-        CompletedShell::Fish => with_own_letters(&script(Shell::Fish)?),
+        // With a `-` in the name, clap_complete 4.6 sets one name for a subcommand and looks up another
+        // (clap-rs/clap#6421).
+        CompletedShell::Bash => {
+            let generated = generated(Shell::Bash, with_file_hints(command), "ddp_mp");
+            [&generated, include_bytes!("completions.bash").as_slice()].concat()
+        }
+        CompletedShell::Zsh => generated(Shell::Zsh, command, program),
+        CompletedShell::Fish => {
+            let generated = generated(Shell::Fish, command, program);
+            [&generated, include_bytes!("completions.fish").as_slice()].concat()
+        }
     };
-    Ok(printer.lines(|out| out.write_all(script.as_bytes()))?)
+    Ok(printer.lines(|out| out.write_all(&script))?)
 }
 
-/// Returns the script for bash with one name for each subcommand. If there is a `-` in the name of the program,
-/// clap_complete 4.6 sets one name and looks up another (clap-rs/clap#6421).
-fn with_one_name(script: &str, program: &str) -> String {
-    let [found, expected] = ["__subcmd__", "__"].map(|dash| program.replace('-', dash));
-    script.replace(&found, &expected)
-}
-
-/// Returns the script for bash with two additions. In `--model=m` bash takes `=` for a word of its own, so that the word
-/// before the value is not the flag. And a folder gets a `/` instead of a space.
-fn with_values(script: &str) -> String {
-    let previous = "    prev=\"$3\"\n";
-    let flag = "    [[ $prev != = ]] || prev=\"${COMP_WORDS[COMP_CWORD - 2]}\"\n";
-    let files = "COMPREPLY=($(compgen -f \"${cur}\"))";
-    let as_files = "compopt -o filenames 2>/dev/null || :"; // fails outside of a completion
+/// Returns clap_complete's script that completes `command` as `program`.
+fn generated(shell: Shell, mut command: Command, program: impl Into<String>) -> Vec<u8> {
+    let mut script = Vec::new(); // clap_complete panics where it cannot write
+    generate(shell, &mut command, program, &mut script);
     script
-        .replace(previous, &format!("{previous}{flag}"))
-        .replace(files, &format!("{files}; {as_files}"))
 }
 
-/// Returns the script for fish with a letter for each flag such as `n-layer`, which fish would read as `-n, --layer`. The
-/// letters, `0` and so on, complete nothing.
-fn with_own_letters(script: &str) -> String {
-    let mut letters = '0'..='9';
-    let mut own_letter = |flag: &str| match flag.as_bytes() {
-        [_, b'-', ..] => {
-            letters.next().map_or(flag.to_owned(), |letter| format!("{letter}-{flag}"))
-        }
-        _ => flag.to_owned(),
+/// Returns `command` with the hint that a free value is a file, so that bash ends a folder with `/` and not with a space.
+fn with_file_hints(command: Command) -> Command {
+    let with_hint = |arg: Arg| {
+        let is_free = arg.get_action().takes_values() && arg.get_possible_values().is_empty();
+        if is_free { arg.value_hint(ValueHint::FilePath) } else { arg }
     };
-    let mut line = |line: &str| match line.split_once("string join \\n ") {
-        Some((before, flags)) => {
-            let flags: Vec<String> = flags.split(' ').map(&mut own_letter).collect();
-            format!("{before}string join \\n {}\n", flags.join(" "))
-        }
-        None => format!("{line}\n"),
-    };
-    script.lines().map(&mut line).collect()
+    command.mut_args(with_hint).mut_subcommands(with_file_hints)
 }

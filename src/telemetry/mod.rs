@@ -9,6 +9,7 @@ mod feed;
 #[cfg(feature = "cli")]
 mod flight_recorder_file;
 mod held_output;
+mod language;
 #[cfg(feature = "cli")]
 mod live;
 mod memory;
@@ -29,12 +30,15 @@ mod utf8_stream;
 
 pub use events::{End, Epoch, Event, FailureEvent, RankEnd, Start};
 pub(crate) use explain::paragraph;
-pub use explain::{Explainer, Language, RankStep, RunInfo, Step};
+pub use explain::{Explainer, RankStep, RunInfo, Step};
 #[cfg(feature = "cli")]
 pub(crate) use flight_recorder_file::{
     flight_recorder_output, remove_further_ranks, write_flight_recorder,
 };
 pub(crate) use held_output::{HeldOutput, Stream};
+pub use language::Language;
+#[cfg(feature = "cli")]
+pub(crate) use language::filled;
 #[cfg(feature = "cli")]
 pub(crate) use live::{LiveView, Look, Player, RankLook, RankSource, SPEEDS, Source};
 pub(crate) use memory::gigabytes;

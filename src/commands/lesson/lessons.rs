@@ -1,12 +1,27 @@
 //! The lessons in the order of the course: each with its chapter and the check of its exercise.
 
+use std::fmt::Display;
+
+use serde_with::DeserializeFromStr;
 use strum::{EnumIter, EnumString, IntoEnumIterator, IntoStaticStr};
 
 use super::answer::{Answer, Form};
 use super::checks::{by_hand, gpt, own_model, program, several_machines};
 
 /// A lesson of the course. Its name is that of the variant, such as `all-reduce-by-hand`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, EnumIter, EnumString, IntoStaticStr)]
+#[derive(
+    Debug,
+    Clone,
+    Copy,
+    PartialEq,
+    Eq,
+    PartialOrd,
+    Ord,
+    EnumIter,
+    EnumString,
+    IntoStaticStr,
+    DeserializeFromStr,
+)]
 #[strum(serialize_all = "kebab-case")]
 #[allow(missing_docs)] // `texts` describes each in every language
 pub enum Lesson {
@@ -31,25 +46,19 @@ pub enum Lesson {
     SeveralMachines,
 }
 
-/// A chapter of the course.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Chapter {
-    Demo,
-    Explain,
-    Watch,
-    Break,
-    ByHand,
-    OwnModel,
-    Gpt,
-    SeveralMachines,
-}
-
 /// What a run has found.
 #[derive(Debug)]
 pub(super) struct Found {
     pub answer: Answer,
-    /// The measured numbers, which stand in the texts for `{0}`, `{1}` and so on.
-    pub numbers: Vec<String>,
+    /// The measured numbers, each with the placeholder that it replaces in the texts.
+    pub numbers: Vec<(&'static str, String)>,
+}
+
+impl Found {
+    pub(super) fn new(answer: Answer, numbers: &[(&'static str, &dyn Display)]) -> Self {
+        let numbers = numbers.iter().map(|(name, number)| (*name, number.to_string())).collect();
+        Self { answer, numbers }
+    }
 }
 
 /// How an answer is checked.
@@ -59,13 +68,6 @@ pub(super) enum Check {
     Run { form: Form, run: fn() -> anyhow::Result<Found> },
     /// Not at all: no run can decide.
     None,
-}
-
-/// The exercise of a lesson, without its texts.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Exercise {
-    pub chapter: Chapter,
-    pub check: Check,
 }
 
 /// The largest difference from a weight that is computed from numbers with six digits.
@@ -97,35 +99,33 @@ impl Lesson {
         self.into()
     }
 
-    /// Returns the exercise at the end of this lesson.
-    pub(super) fn exercise(self) -> Exercise {
-        let run = |chapter, form, run| Exercise { chapter, check: Check::Run { form, run } };
+    /// Returns how an answer to the exercise of this lesson is checked.
+    pub(super) fn check(self) -> Check {
+        let run = |form, run| Check::Run { form, run };
         let (one, two, yes_no) = (Form::Whole(1), Form::Whole(2), Form::YesNo);
         let weight = Form::Decimal { tolerance: WEIGHT_TOLERANCE };
         let factor = Form::Decimal { tolerance: FACTOR_TOLERANCE };
         let share = Form::Decimal { tolerance: SHARE_TOLERANCE };
         match self {
-            Lesson::Demo => run(Chapter::Demo, one, program::demo),
-            Lesson::Shards => run(Chapter::Demo, one, program::shards),
-            Lesson::Update => run(Chapter::Explain, weight, program::update),
-            Lesson::Batch => run(Chapter::Explain, yes_no, program::batch),
-            Lesson::Straggler => run(Chapter::Watch, one, program::straggler),
-            Lesson::Desync => run(Chapter::Break, one, program::desync),
-            Lesson::OneRank => run(Chapter::ByHand, share, by_hand::one_rank),
-            Lesson::ThreadsThatMeet => Exercise { chapter: Chapter::ByHand, check: Check::None },
-            Lesson::AllReduceByHand => run(Chapter::ByHand, two, by_hand::all_reduce),
-            Lesson::NaiveDdp => run(Chapter::ByHand, yes_no, by_hand::naive_ddp),
-            Lesson::Buckets => run(Chapter::ByHand, one, by_hand::buckets),
-            Lesson::Overlap => run(Chapter::ByHand, two, by_hand::overlap),
-            Lesson::YourOwnModel => run(Chapter::OwnModel, one, own_model::sampler),
-            Lesson::TheEngine => run(Chapter::OwnModel, one, own_model::no_sync),
-            Lesson::DataAndValidation => run(Chapter::OwnModel, one, own_model::validation),
-            Lesson::Checkpoints => run(Chapter::OwnModel, one, own_model::checkpoints),
-            Lesson::Gpt => run(Chapter::Gpt, one, gpt::predictions),
-            Lesson::WhatGrows => run(Chapter::Gpt, factor, gpt::traffic),
-            Lesson::SeveralMachines => {
-                run(Chapter::SeveralMachines, yes_no, several_machines::two_by_two)
-            }
+            Lesson::Demo => run(one, program::demo),
+            Lesson::Shards => run(one, program::shards),
+            Lesson::Update => run(weight, program::update),
+            Lesson::Batch => run(yes_no, program::batch),
+            Lesson::Straggler => run(one, program::straggler),
+            Lesson::Desync => run(one, program::desync),
+            Lesson::OneRank => run(share, by_hand::one_rank),
+            Lesson::ThreadsThatMeet => Check::None,
+            Lesson::AllReduceByHand => run(two, by_hand::all_reduce),
+            Lesson::NaiveDdp => run(yes_no, by_hand::naive_ddp),
+            Lesson::Buckets => run(one, by_hand::buckets),
+            Lesson::Overlap => run(two, by_hand::overlap),
+            Lesson::YourOwnModel => run(one, own_model::sampler),
+            Lesson::TheEngine => run(one, own_model::no_sync),
+            Lesson::DataAndValidation => run(one, own_model::validation),
+            Lesson::Checkpoints => run(one, own_model::checkpoints),
+            Lesson::Gpt => run(one, gpt::predictions),
+            Lesson::WhatGrows => run(factor, gpt::traffic),
+            Lesson::SeveralMachines => run(yes_no, several_machines::two_by_two),
         }
     }
 }

@@ -1,12 +1,10 @@
 //! `ddp-mp lesson`: the lessons of the course, their exercises, and the check of an answer.
 //!
-//! `lessons` declares them, `checks` runs what an exercise is about, and `english` and `chinese` have the texts, which
-//! the book shows, too.
+//! `lessons` declares them, `checks` runs what an exercise is about, and `texts` reads what is said about each from the
+//! file of a language. The book shows the exercises, too: `tests/lesson.rs` compares them.
 
 mod answer;
 mod checks;
-mod chinese;
-mod english;
 mod lessons;
 mod texts;
 
@@ -20,10 +18,10 @@ use textwrap::core::display_width;
 use crate::config::name;
 use crate::error::Error;
 use crate::session::AlreadyReported;
-use crate::telemetry::{Language, Printer, paragraph};
+use crate::telemetry::{Language, Printer, filled, paragraph};
 use answer::Answer;
-use lessons::{Check, Exercise};
-use texts::{Catalog, Texts, filled};
+use lessons::{Check, Found};
+use texts::{Catalog, Texts, Words};
 
 pub use lessons::Lesson;
 
@@ -54,12 +52,12 @@ pub struct LessonFlags {
 /// [`Error::InvalidInput`] when the answer has another form than the exercise asks for, or when no run can check it;
 /// [`AlreadyReported`] when it is wrong; the failure of a run; and an error when stdout can't be written.
 pub fn lesson(flags: &LessonFlags, printer: &Printer) -> anyhow::Result<()> {
-    let catalog = texts::catalog(flags.language);
+    let catalog = Catalog::new(flags.language);
     let Some(lesson) = flags.lesson else {
-        return print(printer, &list(catalog));
+        return print(printer, &list(&catalog));
     };
-    let (id, exercise, texts) = (lesson.id(), lesson.exercise(), catalog.texts(lesson));
-    match (&flags.answer, exercise.check) {
+    let (id, words, texts) = (lesson.id(), &catalog.words, catalog.texts(lesson));
+    match (&flags.answer, lesson.check()) {
         (Some(_), Check::None) => Err(Error::InvalidInput(format!(
             "--answer: lesson {id} has no check. {} Compare yours with ddp-mp lesson {id} --solution",
             texts.measured
@@ -70,29 +68,25 @@ pub fn lesson(flags: &LessonFlags, printer: &Printer) -> anyhow::Result<()> {
                 Error::InvalidInput(format!("--answer: lesson {id}: {problem}"))
             })?;
             let found = run().with_context(|| format!("running lesson {id}"))?;
-            let words = catalog.words();
             if form.accepts(&answer, &found.answer) {
-                let mut lines = vec![format!("{}{}", words.right, shown(&answer, catalog))];
-                lines.extend(reason(catalog, &texts, &found.numbers));
+                let mut lines = vec![format!("{}{}", words.right, shown(&answer, words))];
+                lines.extend(reason(texts, words, &found));
                 return print(printer, &lines);
             }
-            let mut lines = vec![format!("{}{}", words.wrong, shown(&answer, catalog))];
+            let mut lines = vec![format!("{}{}", words.wrong, shown(&answer, words))];
             lines.extend(paragraph(&format!("{}{}", words.hint, texts.hint)));
             print(printer, &lines)?;
             Err(anyhow::Error::msg(AlreadyReported))
         }
-        (None, _) if !flags.solution => {
-            print(printer, &question(lesson, exercise, catalog, &texts))
-        }
+        (None, check) if !flags.solution => print(printer, &question(lesson, check, &catalog)),
         (None, Check::Run { run, .. }) => {
             let found = run().with_context(|| format!("running lesson {id}"))?;
-            let answer = shown(&found.answer, catalog);
-            let mut lines = vec![format!("{}{answer}", catalog.words().answer)];
-            lines.extend(reason(catalog, &texts, &found.numbers));
+            let mut lines = vec![format!("{}{}", words.answer, shown(&found.answer, words))];
+            lines.extend(reason(texts, words, &found));
             print(printer, &lines)
         }
         (None, Check::None) => {
-            let lines = [paragraph(texts.measured), paragraph(texts.why)];
+            let lines = [paragraph(&texts.measured), paragraph(&texts.why)];
             print(printer, &lines.concat())
         }
     }
@@ -104,52 +98,42 @@ fn print(printer: &Printer, lines: &[String]) -> anyhow::Result<()> {
 }
 
 /// Returns all lessons, by chapter: what to type, the title, and what one learns.
-fn list(catalog: &dyn Catalog) -> Vec<String> {
-    let rows: Vec<(Lesson, Texts)> =
-        Lesson::iter().map(|lesson| (lesson, catalog.texts(lesson))).collect();
-    let widest = |width: fn(&(Lesson, Texts)) -> usize| rows.iter().map(width).max().unwrap_or(0);
-    let id_width = widest(|(lesson, _)| lesson.id().len());
-    let title_width = widest(|(_, texts)| display_width(texts.title));
-    let (mut lines, mut chapter) = (Vec::new(), None);
-    for (lesson, texts) in &rows {
-        let Exercise { chapter: its_chapter, check } = lesson.exercise();
-        if chapter.replace(its_chapter) != Some(its_chapter) {
-            lines.push(catalog.chapter(its_chapter).to_owned());
-        }
-        let gap = " ".repeat(title_width - display_width(texts.title));
-        let note = match check {
+fn list(catalog: &Catalog) -> Vec<String> {
+    let id_width = Lesson::iter().map(|lesson| lesson.id().len()).max().unwrap_or(0);
+    let titles = Lesson::iter().map(|lesson| display_width(&catalog.texts(lesson).title));
+    let title_width = titles.max().unwrap_or(0);
+    let mut lines = Vec::new();
+    for lesson in Lesson::iter() {
+        let Texts { chapter, title, learn, .. } = catalog.texts(lesson);
+        lines.extend(chapter.clone());
+        let gap = " ".repeat(title_width - display_width(title));
+        let note = match lesson.check() {
             Check::Run { .. } => "",
-            Check::None => catalog.words().unchecked,
+            Check::None => &catalog.words.unchecked,
         };
-        let (id, title, learn) = (lesson.id(), texts.title, texts.learn);
-        lines.push(format!("  {id:id_width$}  {title}{gap}  {learn}{note}"));
+        lines.push(format!("  {:id_width$}  {title}{gap}  {learn}{note}", lesson.id()));
     }
-    lines.extend([String::new(), catalog.words().how.to_owned()]);
+    lines.extend([String::new(), catalog.words.how.clone()]);
     lines
 }
 
 /// Returns the exercise of `lesson`, and how to answer it.
-fn question(
-    lesson: Lesson,
-    exercise: Exercise,
-    catalog: &dyn Catalog,
-    texts: &Texts,
-) -> Vec<String> {
-    let (id, words) = (lesson.id(), catalog.words());
-    let mut lines = vec![catalog.heading(&id, texts.title)];
+fn question(lesson: Lesson, check: Check, catalog: &Catalog) -> Vec<String> {
+    let (id, words, texts) = (lesson.id(), &catalog.words, catalog.texts(lesson));
+    let mut lines = vec![catalog.heading(lesson)];
     if let Some(program) = lesson.program() {
         lines.push(format!("  {}examples/{program}.rs", words.program));
         lines.push(format!("  {}cargo run --release --example {program}", words.run));
     }
-    lines.extend(paragraph(texts.task));
-    match exercise.check {
+    lines.extend(paragraph(&texts.task));
+    match check {
         Check::Run { form, .. } => {
             let answer = format!("ddp-mp lesson {id} --answer=\"{}\"", form.example());
             lines.extend(paragraph(&format!("{}{answer}", words.check)));
         }
         Check::None => {
-            lines.extend(paragraph(texts.measured));
-            lines.extend(paragraph(texts.hint));
+            lines.extend(paragraph(&texts.measured));
+            lines.extend(paragraph(&texts.hint));
         }
     }
     lines.extend(paragraph(&format!("{}ddp-mp lesson {id} --solution", words.give_up)));
@@ -157,22 +141,19 @@ fn question(
 }
 
 /// Returns what a run has measured, and why it is so.
-fn reason(catalog: &dyn Catalog, texts: &Texts, numbers: &[String]) -> Vec<String> {
-    let words = catalog.words();
-    let measured = format!("{}{}", words.measured, filled(texts.measured, numbers));
-    let why = format!("{}{}", words.why, filled(texts.why, numbers));
+fn reason(texts: &Texts, words: &Words, found: &Found) -> Vec<String> {
+    let measured = format!("{}{}", words.measured, filled(&texts.measured, &found.numbers));
+    let why = format!("{}{}", words.why, filled(&texts.why, &found.numbers));
     [paragraph(&measured), paragraph(&why)].concat()
 }
 
-/// Returns `answer` as text in the language of `catalog`.
-fn shown(answer: &Answer, catalog: &dyn Catalog) -> String {
+/// Returns `answer` as text.
+fn shown(answer: &Answer, words: &Words) -> String {
     match answer {
         Answer::Whole(numbers) => numbers.iter().map(u64::to_string).collect::<Vec<_>>().join(" "),
         Answer::Decimal(number) => format!("{number:.6}"),
-        Answer::YesNo(is_yes) => {
-            let words = catalog.words();
-            if *is_yes { words.yes } else { words.no }.to_owned()
-        }
+        Answer::YesNo(true) => words.yes.clone(),
+        Answer::YesNo(false) => words.no.clone(),
     }
 }
 
@@ -181,30 +162,28 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_language_names_every_lesson_and_uses_the_same_numbers() {
-        let placeholders = |text: &str| {
-            let found: Vec<String> = (0..8).map(|number| format!("{{{number}}}")).collect();
-            found.into_iter().filter(|mark| text.contains(mark)).collect::<Vec<_>>()
+    fn every_lesson_has_texts_in_every_language() {
+        let texts = |language, lesson| {
+            let catalog = Catalog::new(language);
+            let Texts { title, learn, task, hint, measured, why, .. } = catalog.texts(lesson);
+            [title, learn, task, hint, measured, why].map(String::clone)
         };
-        let [english, chinese] = [Language::En, Language::Zh].map(texts::catalog);
         for lesson in Lesson::iter() {
-            let [en, zh] = [english.texts(lesson), chinese.texts(lesson)];
-            for (en, zh) in [(en.measured, zh.measured), (en.why, zh.why)] {
-                assert_eq!(placeholders(en), placeholders(zh), "{}", lesson.id());
-            }
-            for text in [en.title, en.learn, en.task, en.hint, en.measured, en.why] {
-                assert!(text.is_ascii() && !text.is_empty() && !text.contains("  "), "{text:?}");
-            }
-            for text in [zh.title, zh.learn, zh.task, zh.hint, zh.measured, zh.why] {
-                assert!(!text.is_empty() && !text.is_ascii() && !text.contains("  "), "{text:?}");
+            let english = texts(Language::En, lesson);
+            assert!(english.iter().all(|text| !text.is_empty() && text.is_ascii()), "{english:?}");
+            for language in Language::iter().filter(|language| *language != Language::En) {
+                for (english, translated) in english.iter().zip(texts(language, lesson)) {
+                    assert!(!translated.is_empty(), "{language}: {english:?}");
+                    assert_ne!(*english, translated, "{language}: not translated");
+                }
             }
         }
     }
 
     #[test]
     fn lines_of_the_list_fit_into_100_columns() {
-        for language in [Language::En, Language::Zh] {
-            for line in list(texts::catalog(language)) {
+        for language in Language::iter() {
+            for line in list(&Catalog::new(language)) {
                 assert!(display_width(&line) <= 100, "{line}");
             }
         }

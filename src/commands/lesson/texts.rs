@@ -1,73 +1,82 @@
-//! The texts of the lessons, for every language: one that lacks a text does not compile.
+//! The texts of the lessons in one language.
 
-use super::chinese::Chinese;
-use super::english::English;
-use super::lessons::{Chapter, Lesson};
-use crate::telemetry::Language;
+use std::collections::BTreeMap;
+
+use serde::Deserialize;
+
+use super::lessons::Lesson;
+use crate::telemetry::{Language, filled};
 
 /// The texts of a lesson.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub(super) struct Texts {
-    pub title: &'static str,
+    /// The title of the chapter that this lesson begins. `None` if it continues one.
+    pub chapter: Option<String>,
+    pub title: String,
     /// What one learns.
-    pub learn: &'static str,
+    pub learn: String,
     /// The line to change, and what to predict.
-    pub task: &'static str,
+    pub task: String,
     /// Help after a wrong answer.
-    pub hint: &'static str,
-    /// What the run has measured, with `{0}` and so on for its numbers. Where no run can check an answer: a
-    /// sentence that says why.
-    pub measured: &'static str,
+    pub hint: String,
+    /// What the run has measured, with placeholders for its numbers. Where no run can check an answer: a sentence that
+    /// says why.
+    pub measured: String,
     /// Why the answer is right, with the same numbers.
-    pub why: &'static str,
+    pub why: String,
 }
 
-/// The words around the texts, each with the space that follows it.
+/// The words around the texts, most with the space that follows them.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub(super) struct Words {
-    pub program: &'static str,
-    pub run: &'static str,
-    pub check: &'static str,
-    pub give_up: &'static str,
-    pub right: &'static str,
-    pub wrong: &'static str,
-    pub hint: &'static str,
-    pub answer: &'static str,
-    pub measured: &'static str,
-    pub why: &'static str,
-    pub yes: &'static str,
-    pub no: &'static str,
+    pub program: String,
+    pub run: String,
+    pub check: String,
+    pub give_up: String,
+    pub right: String,
+    pub wrong: String,
+    pub hint: String,
+    pub answer: String,
+    pub measured: String,
+    pub why: String,
+    pub yes: String,
+    pub no: String,
     /// The mark of a lesson whose exercise no run can check.
-    pub unchecked: &'static str,
+    pub unchecked: String,
     /// How to go on from the list.
-    pub how: &'static str,
+    pub how: String,
+    /// The heading of a lesson with a number.
+    heading: String,
+    /// The heading of a lesson without a number.
+    named_heading: String,
 }
 
 /// All texts in one language.
-pub(super) trait Catalog {
-    /// Returns the title of a chapter.
-    fn chapter(&self, chapter: Chapter) -> &'static str;
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Catalog {
+    pub words: Words,
+    lessons: BTreeMap<Lesson, Texts>,
+}
 
-    /// Returns the heading of a lesson.
-    fn heading(&self, id: &str, title: &str) -> String;
+impl Catalog {
+    pub(super) fn new(language: Language) -> Self {
+        language.texts("course")
+    }
 
     /// Returns the texts of a lesson.
-    fn texts(&self, lesson: Lesson) -> Texts;
-
-    /// Returns the words around them.
-    fn words(&self) -> Words;
-}
-
-/// Returns all texts in `language`.
-pub(super) fn catalog(language: Language) -> &'static dyn Catalog {
-    match language {
-        Language::En => &English,
-        Language::Zh => &Chinese,
+    pub(super) fn texts(&self, lesson: Lesson) -> &Texts {
+        &self.lessons[&lesson]
     }
-}
 
-/// Returns `text` with `numbers` in place of `{0}`, `{1}` and so on.
-pub(super) fn filled(text: &str, numbers: &[String]) -> String {
-    let fill = |text: String, (index, number): (usize, &String)| {
-        text.replace(&format!("{{{index}}}"), number)
-    };
-    numbers.iter().enumerate().fold(text.to_owned(), fill)
+    /// Returns the heading of a lesson.
+    pub(super) fn heading(&self, lesson: Lesson) -> String {
+        let heading = match lesson.number() {
+            Some(_) => &self.words.heading,
+            None => &self.words.named_heading,
+        };
+        filled(heading, &[("id", &lesson.id()), ("title", &self.texts(lesson).title)])
+    }
 }

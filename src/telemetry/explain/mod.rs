@@ -1,41 +1,16 @@
 //! `--explain`: explains how a run trains, with the numbers of this run.
 
-mod chinese;
-mod english;
 mod layout;
 mod texts;
 
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
-use serde_with::SerializeDisplay;
-use strum::{Display, EnumString, VariantNames};
 
-use super::Printer;
+use super::{Language, Printer};
 pub(crate) use layout::paragraph;
 use layout::{number, numbers, samples, shown, signed, table};
-use texts::{Catalog, Section};
-
-/// The language of the explanation: `--language`.
-#[derive(
-    Debug, Clone, Copy, PartialEq, Eq, Display, EnumString, VariantNames, SerializeDisplay,
-)]
-#[strum(serialize_all = "lowercase")]
-pub enum Language {
-    /// English.
-    En,
-    /// Chinese, in simplified characters.
-    Zh,
-}
-
-impl Language {
-    fn texts(self) -> &'static dyn Catalog {
-        match self {
-            Language::En => &english::English,
-            Language::Zh => &chinese::Chinese,
-        }
-    }
-}
+use texts::{Section, Texts};
 
 /// The run_info of a run, known before it begins.
 #[derive(Debug, Clone)]
@@ -138,7 +113,7 @@ impl Step {
 /// An explainer that explains a run on stderr, in the process of rank 0.
 #[derive(Debug)]
 pub struct Explainer {
-    language: Language,
+    texts: Texts,
     run_info: RunInfo,
     printer: Arc<Printer>,
 }
@@ -146,67 +121,50 @@ pub struct Explainer {
 impl Explainer {
     /// Creates an explainer of the run that `run_info` describes.
     pub fn new(language: Language, run_info: RunInfo, printer: Arc<Printer>) -> Self {
-        Self { language, run_info, printer }
+        Self { texts: language.texts("explain"), run_info, printer }
     }
 
     /// Explains how the ranks connected, and that they begin with the same parameters. `hashes` has two 64-bit hashes
     /// per rank: of the parameters that it built, and of those that it begins with. `epoch` is the first epoch.
     /// `resumed` is the step of the checkpoint, `None` without one.
     pub fn begin(&self, hashes: &[(u64, u64)], epoch: u64, resumed: Option<u64>) {
-        let (texts, run_info) = (self.language.texts(), &self.run_info);
-        self.print(&texts.rendezvous(run_info), &[]);
+        self.print(&self.explain_rendezvous(), &[]);
         let were_same = hashes.iter().all(|hash| hash.0 == hashes[0].0);
-        let [built, now] = texts.built_and_now();
-        let mut rows = vec![vec![String::new(), built.into(), now.into()]];
+        let header = ["", &self.texts.column_built, &self.texts.column_start];
+        let mut rows = vec![header.map(String::from).to_vec()];
         rows.extend(each_rank(hashes, |(built, now)| vec![hex(*built), hex(*now)]));
-        self.print(&texts.start(run_info, were_same, resumed), &table(&rows));
-        self.print(&texts.data(run_info, epoch), &[]);
+        self.print(&self.explain_start(were_same, resumed), &table(&rows));
+        self.print(&self.explain_data(epoch), &[]);
     }
 
     /// Explains the first step: how gradients are averaged, and the update.
     pub fn first_step(&self, step: &Step) {
-        let (texts, run_info) = (self.language.texts(), &self.run_info);
-        let section = texts.gradients(run_info, step, self.compression(step.step));
         let mut lines = self.gradients(step, false);
-        let mean = match step.weighed(run_info) {
+        let mean = match step.weighed(&self.run_info) {
             Some(samples) => weighted_mean(&step.ranks, samples),
             None => mean(&step.ranks),
         };
-        lines.push(format!("  {}{mean}", texts.by_hand()));
-        self.print(&section, &lines);
-
-        let mut section = texts.update(run_info, step.step, &number(step.lr));
-        let first = &step.ranks[0];
-        if let Some(max_norm) = run_info.max_grad_norm
-            && first.averaged.to_bits() != first.stepped_by.to_bits()
-        {
-            let [from, to] = [first.averaged, first.stepped_by].map(number);
-            section.text += &texts.clipped(&number(max_norm), &from, &to);
-        }
-        self.print(&section, &self.updates(step));
+        lines.push(format!("  {}{mean}", self.texts.by_hand));
+        self.print(&self.explain_gradients(step, self.compression(step.step)), &lines);
+        self.print(&self.explain_update(step), &self.updates(step));
     }
 
     /// Explains the second step, in short.
     pub fn second_step(&self, step: &Step) {
-        let texts = self.language.texts();
-        let mut section = texts.next_step(step.step);
         let was_compressed = self.compression(step.step.saturating_sub(1)).is_some();
-        if let Some(name) = self.compression(step.step).filter(|_| !was_compressed) {
-            section.text = texts.compressed(name);
-        }
+        let newly_compressed = self.compression(step.step).filter(|_| !was_compressed);
         let mut lines = self.gradients(step, true);
-        lines.extend(paragraph(&texts.remaining_steps(self.run_info.steps_per_epoch)));
-        self.print(&section, &lines);
+        lines.extend(paragraph(&self.explain_remaining_steps()));
+        self.print(&self.explain_next_step(step.step, newly_compressed), &lines);
     }
 
     /// Explains the end, after `steps` steps of the whole run. `hashes` has a 64-bit hash of each rank's parameters.
     pub fn end(&self, steps: u64, hashes: &[u64]) {
-        let texts = self.language.texts();
         let rows: Vec<_> = each_rank(hashes, |hash| vec![hex(*hash)]).collect();
         let mut lines = table(&rows);
         let are_same = hashes.iter().all(|hash| hash == &hashes[0]);
-        lines.extend(paragraph(&texts.verdict(&self.run_info, are_same)));
-        self.print(&texts.end(&self.run_info, steps), &lines);
+        lines.extend(paragraph(&self.explain_hashes(are_same)));
+        self.print(&self.explain_end(steps), &lines);
     }
 
     fn compression(&self, step: u64) -> Option<&'static str> {
@@ -225,7 +183,7 @@ impl Explainer {
         let mut header = vec![String::new()];
         let count = ranks[0].num_samples;
         let count = ranks.iter().all(|rank| rank.num_samples == count).then_some(count);
-        header.extend(self.language.texts().columns(count));
+        header.extend(self.columns(count));
         let row = |rank: usize| {
             let this = &ranks[rank];
             let loss = if this.num_samples == 0 { &NONE.to_string() } else { &losses[rank] };
@@ -254,7 +212,7 @@ impl Explainer {
         let gradients = numbers(&gradients, 6);
         let lr = number(step.lr);
         let rows: Vec<usize> = (0..step.ranks.len()).collect();
-        let header = vec![String::new(), self.language.texts().rule(self.run_info.is_plain).into()];
+        let header = vec![String::new(), self.update_column()];
         let rows = each_rank(&rows, |&rank| {
             let [before, after] = [&weights[2 * rank], &weights[2 * rank + 1]];
             let gradient = match gradients[rank].strip_prefix('-') {

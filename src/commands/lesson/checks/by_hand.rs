@@ -1,6 +1,7 @@
 //! The lessons that build data parallelism by hand: gradients of shares, all-reduce, buckets, overlap.
 
 use std::cell::RefCell;
+use std::collections::BTreeSet;
 use std::rc::Rc;
 use std::sync::Arc;
 
@@ -8,10 +9,10 @@ use anyhow::Context;
 use tch::nn::{self, Module, OptimizerConfig, VarStore};
 use tch::{Device, Kind, Reduction, Tensor};
 
-use super::{Found, on_ranks, sine, sine_model, whole};
+use super::{Found, first, on_rank_0, on_ranks, sine, sine_model, watching_hook};
 use crate::commands::lesson::answer::Answer;
 use crate::data::{DataLoader, Dataset, DistributedSampler};
-use crate::ddp::{DdpOptions, DistributedDataParallel, hook_fn, parameters_hash};
+use crate::ddp::{DdpOptions, DistributedDataParallel, parameters_hash};
 use crate::ffi::fork_rng;
 use crate::process_group::{ProcessGroup, ReduceOp};
 
@@ -19,7 +20,7 @@ use crate::process_group::{ProcessGroup, ReduceOp};
 pub(in super::super) fn one_rank() -> anyhow::Result<Found> {
     const FIRST: i64 = 48;
     const BATCH: i64 = 64;
-    let weights = on_ranks(1, |rank, _| {
+    let (weight, difference) = on_rank_0(1, |rank, _| {
         let vs = VarStore::new(rank.device());
         let model = fork_rng(7, || sine_model(&vs))?;
         let (x, y) = sine()?.batch(&(0..BATCH as usize).collect::<Vec<_>>())?;
@@ -39,10 +40,14 @@ pub(in super::super) fn one_rank() -> anyhow::Result<Found> {
         let difference = (&whole - (&first + &second) / 2.0).abs().max();
         Ok((weight.double_value(&[]), difference.double_value(&[])))
     })?;
-    let (weight, difference) = *weights.first().context("there is no rank 0")?;
-    let numbers =
-        [format!("{weight:.6}"), format!("{:.6}", 1.0 - weight), format!("{difference:.1e}")];
-    Ok(Found { answer: Answer::Decimal(weight), numbers: numbers.to_vec() })
+    Ok(Found::new(
+        Answer::Decimal(weight),
+        &[
+            ("first_weight", &format_args!("{weight:.6}")),
+            ("second_weight", &format_args!("{:.6}", 1.0 - weight)),
+            ("difference", &format_args!("{difference:.1e}")),
+        ],
+    ))
 }
 
 /// Adds up all ranks' tensors on rank 0, which sends the sum to all.
@@ -77,6 +82,12 @@ fn ring(group: &ProcessGroup, tensor: &mut Tensor) -> anyhow::Result<()> {
     Ok(())
 }
 
+/// The KiB that a rank sends through rank 0, and in the ring.
+struct Sent {
+    central: u64,
+    ring: u64,
+}
+
 /// Lesson 3 with 8 ranks: the KiB that rank 0 sends through itself, and in the ring.
 pub(in super::super) fn all_reduce() -> anyhow::Result<Found> {
     const RANKS: usize = 8;
@@ -89,11 +100,14 @@ pub(in super::super) fn all_reduce() -> anyhow::Result<Found> {
             anyhow::ensure!(tensor.eq(RANKS as f64).all().int64_value(&[]) == 1, "a wrong sum");
             anyhow::Ok((group.traffic().sent - before) >> 10)
         };
-        Ok([sent_by(through_rank_0)?, sent_by(ring)?])
+        Ok(Sent { central: sent_by(through_rank_0)?, ring: sent_by(ring)? })
     })?;
-    let [through, ring] = *sent.first().context("there is no rank 0")?;
-    let numbers = [through, ring, sent.last().map_or(0, |last| last[0])].map(|it| it.to_string());
-    Ok(whole([through, ring], &numbers))
+    let others = sent.last().map_or(0, |last| last.central);
+    let Sent { central, ring } = first(sent)?;
+    Ok(Found::new(
+        Answer::Whole(vec![central, ring]),
+        &[("central", &central), ("ring", &ring), ("others", &others)],
+    ))
 }
 
 /// Lesson 4 without its broadcast: whether the replicas are equal in the end.
@@ -126,15 +140,16 @@ pub(in super::super) fn naive_ddp() -> anyhow::Result<Found> {
         }
         Ok((losses, parameters_hash(&vs)?))
     })?;
-    let (losses, hash) = trained.first().context("there is no rank 0")?;
-    let are_equal = trained.iter().all(|(_, other)| other == hash);
-    let mut hashes: Vec<u64> = trained.iter().map(|(_, hash)| *hash).collect();
-    hashes.sort_unstable();
-    hashes.dedup();
-    let ends =
-        [losses.first(), losses.last()].map(|loss| format!("{:.6}", loss.unwrap_or(&f64::NAN)));
-    let numbers = [vec![hashes.len().to_string()], ends.to_vec()].concat();
-    Ok(Found { answer: Answer::YesNo(are_equal), numbers })
+    let hashes: BTreeSet<u64> = trained.iter().map(|(_, hash)| *hash).collect();
+    let (losses, _) = first(trained)?;
+    Ok(Found::new(
+        Answer::YesNo(hashes.len() == 1),
+        &[
+            ("hashes", &hashes.len()),
+            ("first_loss", &format_args!("{:.6}", losses[0])),
+            ("last_loss", &format_args!("{:.6}", losses[losses.len() - 1])),
+        ],
+    ))
 }
 
 /// Returns a model of `layers` layers with `width` inputs and outputs, each followed by a tanh.
@@ -156,7 +171,7 @@ fn inputs(rank: usize, shape: [i64; 2]) -> anyhow::Result<Tensor> {
 /// Lesson 5 with 6 parameters in a bucket: the all-reduces of a step.
 pub(in super::super) fn buckets() -> anyhow::Result<Found> {
     const PARAMETERS_PER_BUCKET: usize = 6;
-    let counted = on_ranks(2, |rank, group| {
+    let (calls, parameters, bytes) = on_rank_0(2, |rank, group| {
         let vs = VarStore::new(rank.device());
         let model = deep_model(&vs, 20, 32)?;
         let inputs = inputs(rank.rank(), [8, 32])?;
@@ -171,15 +186,17 @@ pub(in super::super) fn buckets() -> anyhow::Result<Found> {
             group.all_reduce(&mut Tensor::cat(&flat, 0), ReduceOp::Avg)?;
             calls += 1;
         }
-        Ok((calls, parameters.len() as u64, group.traffic().sent - before))
+        Ok((calls, parameters.len(), group.traffic().sent - before))
     })?;
-    let (calls, parameters, bytes) = *counted.first().context("there is no rank 0")?;
-    Ok(whole([calls], &[calls, parameters, bytes].map(|number| number.to_string())))
+    Ok(Found::new(
+        Answer::Whole(vec![calls]),
+        &[("calls", &calls), ("parameters", &parameters), ("bytes", &bytes)],
+    ))
 }
 
 /// Lesson 6 with buckets of 3 MiB: the buckets, and the gradients that are ready when the first goes out.
 pub(in super::super) fn overlap() -> anyhow::Result<Found> {
-    let ready = on_ranks(2, |rank, group| {
+    let ready = on_rank_0(2, |rank, group| {
         let vs = VarStore::new(rank.device());
         let model = deep_model(&vs, 6, 512)?;
         let options =
@@ -187,11 +204,9 @@ pub(in super::super) fn overlap() -> anyhow::Result<Found> {
         let mut ddp = DistributedDataParallel::new(model, &vs, group, options)?;
         let (ready, parameters) = (Rc::new(RefCell::new(Vec::new())), vs.trainable_variables());
         let counts = ready.clone();
-        ddp.register_comm_hook(hook_fn("counting", move |bucket, group| {
+        ddp.register_comm_hook(watching_hook(move || {
             let count = parameters.iter().filter(|parameter| parameter.grad().defined()).count();
             counts.borrow_mut().push(count as u64);
-            let share = 1.0 / group.world_size() as f64;
-            group.all_reduce(bucket.gradients, ReduceOp::PremulSum(share))
         }))?;
         let inputs = inputs(rank.rank(), [64, 512])?;
         // DDP orders the buckets anew after the first step; the second has the final ones.
@@ -203,9 +218,10 @@ pub(in super::super) fn overlap() -> anyhow::Result<Found> {
         }
         Ok(ready.take())
     })?;
-    let ready = ready.into_iter().next().context("there is no rank 0")?;
     let first = *ready.first().context("no bucket went out")?;
     let list: Vec<String> = ready.iter().map(u64::to_string).collect();
-    let numbers = [ready.len().to_string(), first.to_string(), list.join(", ")];
-    Ok(whole([ready.len() as u64, first], &numbers))
+    Ok(Found::new(
+        Answer::Whole(vec![ready.len() as u64, first]),
+        &[("buckets", &ready.len()), ("first", &first), ("ready", &list.join(", "))],
+    ))
 }

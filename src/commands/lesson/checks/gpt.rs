@@ -5,7 +5,7 @@ use std::sync::Arc;
 use anyhow::Context;
 use tch::{Device, Kind, Tensor};
 
-use super::{Found, on_ranks, whole};
+use super::{Found, on_rank_0};
 use crate::commands::lesson::answer::Answer;
 use crate::data::{DataLoader, Dataset, DistributedSampler, TextDataset};
 use crate::ddp::{DdpOptions, DistributedDataParallel};
@@ -38,7 +38,7 @@ pub(in super::super) fn predictions() -> anyhow::Result<Found> {
     let text = line.repeat((RANKS * BATCH * BLOCK_SIZE).div_ceil(line.len()) + 1);
     std::fs::write(&path, text).context("writing a text")?;
     let dataset: Arc<dyn Dataset> = Arc::new(TextDataset::open(&path, BLOCK_SIZE)?);
-    let counted = on_ranks(RANKS, move |rank, group| {
+    let [predictions, contexts, losses] = on_rank_0(RANKS, move |rank, group| {
         let (vs, model) = model_config(BLOCK_SIZE, 64).build(rank.device(), 0)?;
         let ddp = DistributedDataParallel::new(model, &vs, group.clone(), DdpOptions::default())?;
         let sampler = DistributedSampler::new(dataset.len(), RANKS, rank.rank())?;
@@ -51,26 +51,37 @@ pub(in super::super) fn predictions() -> anyhow::Result<Found> {
         group.all_reduce(&mut sums, ReduceOp::Sum)?;
         Ok([0, 1, 2].map(|index| sums.double_value(&[index])))
     })?;
-    let [predictions, contexts, losses] = *counted.first().context("there is no rank 0")?;
     let bits = losses / RANKS as f64 / std::f64::consts::LN_2;
-    let numbers = [format!("{predictions:.0}"), format!("{contexts:.0}"), format!("{bits:.1}")];
-    Ok(whole([predictions as u64], &numbers))
+    Ok(Found::new(
+        Answer::Whole(vec![predictions as u64]),
+        &[
+            ("predictions", &predictions),
+            ("contexts", &contexts),
+            ("bits", &format_args!("{bits:.1}")),
+        ],
+    ))
 }
 
 /// Lesson 12 with 8 ranks instead of 4: the factor by which the bytes grow that a rank sends for a batch.
 pub(in super::super) fn traffic() -> anyhow::Result<Found> {
-    let (of_four, of_eight) = (sent(4)?, sent(8)?);
+    let of_four = sent(4)?;
+    let of_eight = sent(8)?;
     let factor = of_eight as f64 / of_four as f64;
-    let numbers =
-        [(of_four >> 10).to_string(), (of_eight >> 10).to_string(), format!("{factor:.3}")];
-    Ok(Found { answer: Answer::Decimal(factor), numbers: numbers.to_vec() })
+    Ok(Found::new(
+        Answer::Decimal(factor),
+        &[
+            ("of_four", &(of_four >> 10)),
+            ("of_eight", &(of_eight >> 10)),
+            ("factor", &format_args!("{factor:.3}")),
+        ],
+    ))
 }
 
 /// Returns the bytes that rank 0 of `ranks` sends in the second step of a small model, after the ranks have agreed on
 /// the order of the buckets.
 fn sent(ranks: usize) -> anyhow::Result<u64> {
     const BLOCK_SIZE: usize = 32;
-    let sent = on_ranks(ranks, |rank, group| {
+    on_rank_0(ranks, |rank, group| {
         let (vs, model) = model_config(BLOCK_SIZE, 32).build(rank.device(), 0)?;
         let mut ddp =
             DistributedDataParallel::new(model, &vs, group.clone(), DdpOptions::default())?;
@@ -86,6 +97,5 @@ fn sent(ranks: usize) -> anyhow::Result<u64> {
             sent = group.traffic().sent - before;
         }
         Ok(sent)
-    })?;
-    sent.first().copied().context("there is no rank 0")
+    })
 }

@@ -9,14 +9,15 @@ pub(super) mod several_machines;
 use std::rc::Rc;
 use std::time::Duration;
 
+use anyhow::Context;
 use tch::nn::{self, Module, VarStore};
 use tch::{Kind, Tensor};
 
-use super::answer::Answer;
 use super::lessons::Found;
 use crate::data::TensorDataset;
+use crate::ddp::{CommHook, hook_fn};
 use crate::launch::{Rank, Spawn, SpawnError};
-use crate::process_group::{Backend, ProcessGroup};
+use crate::process_group::{Backend, ProcessGroup, ReduceOp};
 
 /// How long a rank of a check waits for the others.
 const TIMEOUT: Duration = Duration::from_secs(60);
@@ -35,9 +36,25 @@ fn on_ranks<T: Send + 'static>(
     ranks(count).run(move |rank| f(rank, rank.init_process_group(Backend::Threaded)?))
 }
 
-/// Returns what a run has found: whole numbers as the answer, and the numbers of the texts.
-fn whole<const N: usize>(answer: [u64; N], numbers: &[String]) -> Found {
-    Found { answer: Answer::Whole(answer.to_vec()), numbers: numbers.to_vec() }
+/// Runs `f` on each of `count` ranks, and returns the result of rank 0.
+fn on_rank_0<T: Send + 'static>(
+    count: usize,
+    f: impl Fn(&Rank, Rc<ProcessGroup>) -> anyhow::Result<T> + Send + Sync + 'static,
+) -> anyhow::Result<T> {
+    first(on_ranks(count, f)?)
+}
+
+/// Returns the result of rank 0.
+fn first<T>(results: Vec<T>) -> anyhow::Result<T> {
+    results.into_iter().next().context("there is no rank 0")
+}
+
+/// Returns a hook that averages as DDP does by default, and calls `watch` first.
+fn watching_hook(watch: impl Fn() + 'static) -> Box<dyn CommHook> {
+    hook_fn("watching", move |bucket, group| {
+        watch();
+        group.all_reduce(bucket.gradients, ReduceOp::PremulSum(1.0 / group.world_size() as f64))
+    })
 }
 
 /// The model of lessons 1 and 4: one input, 64 hidden numbers, one output.

@@ -1,8 +1,10 @@
 //! The lessons that run `ddp-mp`: the demo, the first steps, the report, and a fault.
 
+use std::collections::BTreeSet;
+
 use anyhow::{Context, bail};
 
-use super::{Found, on_ranks, ranks, whole};
+use super::{Found, first, on_rank_0, ranks};
 use crate::commands::lesson::answer::Answer;
 use crate::config::Config;
 use crate::data::DistributedSampler;
@@ -68,7 +70,7 @@ fn train(count: usize, config: Config) -> anyhow::Result<Result<Vec<Trained>, Bo
 
 /// Trains the demo, which must succeed, and returns what rank 0 has.
 fn train_rank_0(count: usize, config: Config) -> anyhow::Result<Trained> {
-    train(count, config)??.into_iter().next().context("there is no rank 0")
+    first(train(count, config)??)
 }
 
 /// `--nproc-per-node=3`: the steps of each rank.
@@ -79,38 +81,45 @@ pub(in super::super) fn demo() -> anyhow::Result<Found> {
     let trained = train_rank_0(RANKS, config)?;
     let samples = DistributedSampler::new(trained.dataset_len, RANKS, 0)?.num_samples();
     let last = (samples - 1) % batch_size + 1;
-    let numbers = [samples as u64, trained.steps, last as u64].map(|number| number.to_string());
-    Ok(whole([trained.steps], &numbers))
+    Ok(Found::new(
+        Answer::Whole(vec![trained.steps]),
+        &[("samples", &samples), ("steps", &trained.steps), ("last_batch", &last)],
+    ))
 }
 
 /// `--world-size=4` for 6 samples: how many are dealt twice.
 pub(in super::super) fn shards() -> anyhow::Result<Found> {
     const LEN: usize = 6;
     const RANKS: usize = 4;
-    let dealt = on_ranks(RANKS, |rank, group| {
+    let shards = on_rank_0(RANKS, |rank, group| {
         let mine = DistributedSampler::new(LEN, RANKS, rank.rank())?.indices(0)?;
         Ok(group.all_gather_object(&mine)?)
     })?;
-    let shards = dealt.into_iter().next().context("there is no rank 0")?;
-    let count: usize = shards.iter().map(Vec::len).sum();
-    let mut seen: Vec<usize> = shards.concat();
-    seen.sort_unstable();
-    seen.dedup();
-    let padding = (count - seen.len()) as u64;
-    let numbers = [count as u64, padding, shards[0].len() as u64].map(|number| number.to_string());
-    Ok(whole([padding], &numbers))
+    let dealt = shards.concat();
+    let distinct: BTreeSet<&usize> = dealt.iter().collect();
+    let repeated = dealt.len() - distinct.len();
+    Ok(Found::new(
+        Answer::Whole(vec![repeated as u64]),
+        &[("dealt", &dealt.len()), ("repeated", &repeated), ("each", &shards[0].len())],
+    ))
 }
 
 /// `--lr=0.01`: the explained weight after a step.
 pub(in super::super) fn update() -> anyhow::Result<Found> {
     let mut config = Config::default();
-    (config.optimization.lr, config.training.max_steps) = (0.01, Some(1));
-    let lr = config.optimization.lr;
+    let lr = 0.01;
+    config.optimization.lr = lr;
+    config.training.max_steps = Some(1);
     let trained = train_rank_0(2, config)?;
     let [before, after] = trained.weight;
-    let gradient = format!("{:.6}", trained.gradient(lr));
-    let numbers = [format!("{before:.8}"), gradient, format!("{after:.8}")];
-    Ok(Found { answer: Answer::Decimal(after), numbers: numbers.to_vec() })
+    Ok(Found::new(
+        Answer::Decimal(after),
+        &[
+            ("before", &format_args!("{before:.8}")),
+            ("gradient", &format_args!("{:.6}", trained.gradient(lr))),
+            ("after", &format_args!("{after:.8}")),
+        ],
+    ))
 }
 
 /// One rank with the batch of two: whether the parameters have the same bits.
@@ -119,10 +128,15 @@ pub(in super::super) fn batch() -> anyhow::Result<Found> {
     let mut config = Config::default();
     config.training.batch_size *= 2;
     let one = train_rank_0(1, config)?;
-    let hashes = [&two, &one].map(|trained| format!("{:016x}", trained.hash));
-    let losses = [&two, &one].map(|trained| format!("{:.6}", trained.loss));
-    let answer = Answer::YesNo(two.hash == one.hash);
-    Ok(Found { answer, numbers: [losses, hashes].concat() })
+    Ok(Found::new(
+        Answer::YesNo(two.hash == one.hash),
+        &[
+            ("loss_of_two", &format_args!("{:.6}", two.loss)),
+            ("loss_of_one", &format_args!("{:.6}", one.loss)),
+            ("hash_of_two", &format_args!("{:016x}", two.hash)),
+            ("hash_of_one", &format_args!("{:016x}", one.hash)),
+        ],
+    ))
 }
 
 /// A slow rank 1: the rank that spends more time in all-reduces.
@@ -132,8 +146,13 @@ pub(in super::super) fn straggler() -> anyhow::Result<Found> {
     let trained = train(2, config)??;
     let seconds: Vec<f64> = trained.iter().map(|rank| rank.communication_seconds).collect();
     let [rank_0, rank_1] = seconds[..] else { bail!("there are not two ranks") };
-    let numbers = [rank_0, rank_1].map(|seconds| format!("{seconds:.2}"));
-    Ok(whole([u64::from(rank_1 > rank_0)], &numbers))
+    Ok(Found::new(
+        Answer::Whole(vec![u64::from(rank_1 > rank_0)]),
+        &[
+            ("seconds_of_0", &format_args!("{rank_0:.2}")),
+            ("seconds_of_1", &format_args!("{rank_1:.2}")),
+        ],
+    ))
 }
 
 /// `--check-replicas-every=4`: the step after which the difference is found.
@@ -147,5 +166,8 @@ pub(in super::super) fn desync() -> anyhow::Result<Found> {
         bail!("the run failed in another way: {failure}");
     }
     let step = failure.at.sequence;
-    Ok(whole([step], &[step.to_string(), failure.rank.to_string(), (step + 1).to_string()]))
+    Ok(Found::new(
+        Answer::Whole(vec![step]),
+        &[("step", &step), ("rank", &failure.rank), ("steps", &(step + 1))],
+    ))
 }

@@ -21,7 +21,7 @@ pub(in super::super) fn two_by_two() -> anyhow::Result<Found> {
         |number| [number, "--nnodes=2", "--master-addr=127.0.0.1", "--nproc-per-node=2", &port];
     let together = train(&[&machine("--node-rank=0"), &machine("--node-rank=1")])?;
     let answer = Answer::YesNo(alone == together);
-    Ok(Found { answer, numbers: vec![alone, together] })
+    Ok(Found::new(answer, &[("one_process", &alone), ("two_machines", &together)]))
 }
 
 /// Runs a process of `ddp-mp` for each of `machines`, which have these flags. Returns the hash of the parameters.
