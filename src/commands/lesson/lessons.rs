@@ -1,4 +1,4 @@
-//! The lessons in the order of the course: each with its chapter and the check of its exercise.
+//! The lessons in the order of the course: each with the check of its exercise.
 
 use std::fmt::Display;
 
