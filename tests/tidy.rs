@@ -91,12 +91,12 @@ fn modules_use_only_modules_below_them() {
 }
 
 #[test]
-fn files_state_their_purpose_and_have_at_most_450_lines() {
+fn files_state_their_purpose_and_have_at_most_600_lines() {
     for file in sources() {
         let text = fs::read_to_string(&file).unwrap();
         assert!(text.starts_with("//! "), "{} does not say what it is for", name(&file));
         let lines = text.lines().count();
-        assert!(lines <= 450, "{} has {lines} lines: one purpose each?", name(&file));
+        assert!(lines <= 600, "{} has {lines} lines: one purpose each?", name(&file));
     }
 }
 

@@ -131,7 +131,8 @@ impl Config {
         let inputs = self.same("in_features", data.in_features, self.model.block_size)?;
         let outputs = self.same("out_features", data.out_features, TextDataset::VOCAB_SIZE)?;
         self.data.num_samples = Some(training.len() as i64);
-        (self.data.in_features, self.data.out_features) = (inputs, outputs);
+        self.data.in_features = inputs;
+        self.data.out_features = outputs;
         self.validate_sizes()?;
         let validation = validation.map(|tail| Arc::new(tail) as Arc<dyn Dataset>);
         Ok((self, Data { training: Arc::new(training), validation, notes: Vec::new() }))
@@ -175,7 +176,8 @@ impl Config {
 
     /// Returns this configuration without validation, for a command of a few steps.
     pub(crate) fn without_validation(mut self) -> Self {
-        (self.data.val_fraction, self.training.patience) = (Some(0.0), None);
+        self.data.val_fraction = Some(0.0);
+        self.training.patience = None;
         self
     }
 

@@ -1,13 +1,17 @@
-//! The origin of each option's value: a flag, the file of `--config`, or the default.
+//! The options that a command line gives, and the origin of each option's value: a flag, the file of `--config`, or the
+//! default.
 
 use std::collections::BTreeSet;
 use std::fmt;
 use std::path::{Path, PathBuf};
 
-use toml::Table;
+use clap::parser::ValueSource;
+use clap::{Arg, ArgAction, ArgMatches, Args, Command, Error as ClapError, FromArgMatches};
+use toml::{Table, Value};
 
+use super::option_rules::{RefusedBy, Tool};
 use super::{Config, flag_name};
-use crate::error::{Result, Shown};
+use crate::error::{Error, Result, Shown};
 
 /// The options that flags and a file gave. Two configurations with the same values are equal, whatever their origins.
 #[derive(Debug, Clone, Default)]
@@ -95,5 +99,74 @@ impl Config {
             }
         };
         Ok(command.get_arguments().map(option).collect())
+    }
+}
+
+/// The given options: texts by key, as a file has them.
+#[derive(Debug, Clone, Default)]
+pub struct Given(Table);
+
+impl Given {
+    /// Refuses an option that has no effect on `tool`.
+    ///
+    /// # Errors
+    /// [`Error::InvalidInput`](crate::Error::InvalidInput) that names the flag.
+    pub fn check_for(&self, tool: Tool) -> Result<()> {
+        let command = Config::command();
+        let is_refused = |arg: &&Arg| {
+            let by = arg.get::<RefusedBy>();
+            by.is_some_and(|by| by.0.contains(&tool)) && self.0.contains_key(arg.get_id().as_str())
+        };
+        match command.get_arguments().find(is_refused) {
+            Some(arg) => Err(Error::InvalidInput(format!(
+                "{}: {}; leave this out",
+                flag_name(arg.get_id().as_str()),
+                tool.purpose()
+            ))),
+            None => Ok(()),
+        }
+    }
+}
+
+impl std::ops::Deref for Given {
+    type Target = Table;
+
+    fn deref(&self) -> &Table {
+        &self.0
+    }
+}
+
+impl Args for Given {
+    fn augment_args(command: Command) -> Command {
+        Config::augment_args(command)
+    }
+
+    fn augment_args_for_update(command: Command) -> Command {
+        Config::augment_args_for_update(command)
+    }
+}
+
+impl FromArgMatches for Given {
+    fn from_arg_matches(matches: &ArgMatches) -> Result<Self, ClapError> {
+        let text = |arg: &Arg| {
+            let key = arg.get_id().as_str();
+            if matches.value_source(key) != Some(ValueSource::CommandLine) {
+                return None;
+            }
+            let value = match arg.get_action() {
+                ArgAction::SetTrue => Value::Boolean(true),
+                _ => {
+                    let texts = matches.get_raw(key)?.map(|text| text.to_string_lossy());
+                    Value::String(texts.collect::<Vec<_>>().join(","))
+                }
+            };
+            Some((key.to_owned(), value))
+        };
+        Ok(Self(Config::command().get_arguments().filter_map(text).collect()))
+    }
+
+    fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> Result<(), ClapError> {
+        self.0.extend(Self::from_arg_matches(matches)?.0);
+        Ok(())
     }
 }

@@ -102,7 +102,8 @@ mod tests {
         fs::write(&file, "max-epochs = 3\nbatch_size = 16\ntimeout = \"90s\"\n").unwrap();
         let config = Config::resolve(Some(&file), &flags("batch_size = 8")).unwrap();
         let mut expected = Config::default();
-        (expected.training.max_epochs, expected.training.batch_size) = (3, 8);
+        expected.training.max_epochs = 3;
+        expected.training.batch_size = 8;
         expected.launch.timeout = Duration::from_secs(90);
         assert_eq!(config, expected);
     }

@@ -257,7 +257,8 @@ mod tests {
 
         // Differences that follow from another one are not named. Many differences have one cause.
         let mut held_back = config("");
-        (held_back.data.num_samples, held_back.data.val_fraction) = (Some(3277), Some(0.2));
+        held_back.data.num_samples = Some(3277);
+        held_back.data.val_fraction = Some(0.2);
         let error = config("").check_resume(&held_back.options().unwrap()).unwrap_err().to_string();
         let expected = "saved: --val-fraction was 0.2 in the checkpoint and is not set now; give the same values, or";
         assert!(error.contains(expected), "{error}");

@@ -7,11 +7,9 @@ mod gathered_batches;
 mod loader;
 mod sampler;
 mod scatter;
-mod split;
 mod staging;
 mod subset;
 mod text_dataset;
-mod workers;
 
 pub use batch_source::BatchSource;
 pub use dataset::{Dataset, Targets, TensorDataset};
@@ -20,8 +18,7 @@ pub(crate) use loader::batches_of_all;
 pub use loader::{Batch, Batches, DataLoader};
 pub use sampler::DistributedSampler;
 pub use scatter::ScatterLoader;
-pub use split::random_split;
-pub use subset::Subset;
+pub use subset::{Subset, random_split};
 pub use text_dataset::TextDataset;
 
 use crate::error::{Error, first_line};

@@ -7,7 +7,7 @@ use anyhow::ensure;
 use tch::{Kind, Tensor};
 
 use super::Dataset;
-use super::split::size_of_first_part;
+use super::subset::size_of_first_part;
 use crate::error::{Error, Result};
 use crate::ffi::{MappedFile, SharedTensor, TorchResult};
 

@@ -10,7 +10,7 @@
 //! | `weight`, `unused`, `active_ranks`, `model_order` | who counts how much in a step, and which model is next |
 //! | `reducer_state`, `reducer` | reduces each bucket when its gradients are complete; `statistics` measures it |
 //! | `backward` | one backward through one or several models |
-//! | `replica` | what all wrappers have; `broadcast`: the same start on all ranks; `no_sync` |
+//! | `replica` | what all wrappers have; `broadcast`: the same start on all ranks |
 //! | `wrapper` | `DistributedDataParallel` |
 //! | `join`, `comm_hook_state`, `grad_probe` | uneven inputs, checkpoints of hooks, one gradient to look at |
 //! | `data_parallel`, `strategy` | the older form, for comparison, and one interface to both |
@@ -27,7 +27,6 @@ mod grad_probe;
 mod join;
 mod layout;
 mod model_order;
-mod no_sync;
 mod options;
 mod param_slot;
 mod parameters;
@@ -48,12 +47,11 @@ pub use comm_hook_state::{CommHookRecord, SavedCommHook};
 pub use comm_hooks::{CommHook, CommHookState, Compress, GradBucket, hook_fn};
 pub use data_parallel::DataParallel;
 pub(crate) use grad_probe::GradProbe;
-pub use no_sync::NoSync;
 pub use options::DdpOptions;
 pub(crate) use parameters::bytes_of;
 pub use parameters::{parameters_hash, state_dict};
 pub use power_sgd::{PowerSgd, PowerSgdOptions};
-pub use replica::Replica;
+pub use replica::{NoSync, Replica};
 pub use statistics::DdpStatistics;
 pub use strategy::Strategy;
 pub use wrapper::DistributedDataParallel;

@@ -128,7 +128,8 @@ impl ParamSlot {
 
     /// Removes the gradient. In a flat buffer its values stay behind, because the next gradient overwrites them.
     pub(super) fn remove_gradient(&mut self) -> Result<()> {
-        (self.used, self.has_gradient) = (false, false);
+        self.used = false;
+        self.has_gradient = false;
         remove_grad(&self.tensor)?;
         let GradMemory::InPlace(flat) = &mut self.gradient else { return Ok(()) };
         let freed = flat.f_set_data(&empty_like(&self.tensor)?);

@@ -158,7 +158,9 @@ impl ReducerState {
             true if overlaps => Mode::Overlap,
             true => Mode::AfterBackward,
         };
-        (self.turn, self.call_site, self.is_in_autograd) = (turn, Some(call_site), true);
+        self.turn = turn;
+        self.call_site = Some(call_site);
+        self.is_in_autograd = true;
         Ok(())
     }
 
@@ -181,7 +183,8 @@ impl ReducerState {
         self.bucket_times.clear();
         self.bucket_times.resize(buckets.len(), None);
         for bucket in buckets.iter_mut() {
-            (bucket.pending, bucket.is_skipped) = (bucket.parameters.len(), false);
+            bucket.pending = bucket.parameters.len();
+            bucket.is_skipped = false;
         }
         slots.iter_mut().for_each(|slot| slot.ready = false);
         for &index in self.unused.always.iter().flatten() {
@@ -382,7 +385,8 @@ impl ReducerState {
         self.layout.slots.iter_mut().for_each(|slot| slot.used = uses_all);
         self.weight = active.weighted.then(Weight::default);
         self.active = active.to_divide_by(join);
-        (self.mode, self.turn) = (Mode::AfterBackward, Turn::default());
+        self.mode = Mode::AfterBackward;
+        self.turn = Turn::default();
         self.reduce_rest(options)?;
         self.finish(options)?;
         self.unused.always = always_unused;

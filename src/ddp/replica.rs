@@ -1,4 +1,4 @@
-//! [`Replica`]: what both wrappers of a model have in common.
+//! [`Replica`]: what both wrappers of a model have in common, such as gradient accumulation ([`NoSync`]).
 
 use std::cell::Cell;
 use std::fmt;
@@ -7,7 +7,6 @@ use std::rc::Rc;
 use tch::Tensor;
 use tch::nn::{ModuleT, VarStore};
 
-use super::no_sync::NoSync;
 use super::options::DdpOptions;
 use super::parameters::{self, NamedTensor};
 #[cfg(doc)]
@@ -111,5 +110,25 @@ impl<M: ModuleT> Replica<M> {
             self.group.enter_forward(inputs);
         }
         self.module.forward_t(inputs, train)
+    }
+}
+
+/// A guard: gradients stay on their rank until it is dropped. From [`Replica::no_sync`].
+#[derive(Debug)]
+#[must_use = "gradients are averaged again when it is dropped"]
+pub struct NoSync {
+    depth: Rc<Cell<u32>>,
+}
+
+impl NoSync {
+    fn new(depth: &Rc<Cell<u32>>) -> Self {
+        depth.set(depth.get() + 1);
+        Self { depth: depth.clone() }
+    }
+}
+
+impl Drop for NoSync {
+    fn drop(&mut self) {
+        self.depth.set(self.depth.get() - 1);
     }
 }

@@ -85,7 +85,8 @@ impl UnusedParams {
             self.have_agreed = options.static_graph;
         }
         for slot in &mut layout.slots {
-            (slot.used, slot.has_gradient) = (false, true);
+            slot.used = false;
+            slot.has_gradient = true;
         }
         for &index in &self.undefined {
             layout.slots[index].has_gradient = false;

@@ -29,7 +29,8 @@ impl Weight {
 
     /// Adds a batch of `samples` samples.
     pub(super) fn add(&mut self, samples: f64) {
-        (self.samples, self.is_called) = (self.samples + samples, true);
+        self.samples += samples;
+        self.is_called = true;
         if self.unit == 0.0 {
             self.unit = samples;
         }

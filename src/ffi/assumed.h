@@ -19,11 +19,11 @@ static_assert(TORCH_VERSION_MAJOR == 2 && (TORCH_VERSION_MINOR == 11 || TORCH_VE
 #include <c10/core/ScalarType.h>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
-// tch's C_tensor is a pointer to an at::Tensor, and ffi/shim.rs and ffi/c10d.rs pass such pointers on.
+// tch's C_tensor is a pointer to an at::Tensor, and the files of ffi/ pass such pointers on.
 static_assert(sizeof(at::Tensor) == sizeof(void*), "at::Tensor is more than a pointer");
 static_assert(sizeof(at::Generator) == sizeof(void*), "at::Generator is more than a pointer");
 
-// AutocastState in ffi/shim.rs.
+// AutocastState in ffi/autocast.rs.
 static_assert(std::is_same_v<std::underlying_type_t<c10::ScalarType>, int8_t>, "c10::ScalarType is not an i8");
 
 namespace {

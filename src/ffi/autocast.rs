@@ -1,11 +1,26 @@
 //! Autocast: mixed precision, where each operation chooses its dtype.
 
+use std::ffi::c_char;
 use std::marker::PhantomData;
 
 use tch::{Device, Kind};
 
-use super::shim::{self, AutocastState};
+use super::shim::check;
 use crate::error::{Error, Result};
+
+/// The state that `torch.autocast` sets for a thread.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct AutocastState {
+    enabled: bool,
+    /// A `c10::ScalarType`.
+    dtype: i8,
+    cache_enabled: bool,
+}
+
+unsafe extern "C" {
+    fn ddp_autocast_swap(on_cuda: bool, state: *mut AutocastState) -> *mut c_char;
+}
 
 /// Enables autocast for this thread, on the CPU or on all GPUs, until it is dropped. Operations for which `kind` is
 /// precise enough, such as matrix products, compute in `kind`. Others, such as losses, compute in float32. Inputs are
@@ -68,7 +83,7 @@ impl Autocast {
             }
         };
         let state = AutocastState { enabled: true, dtype, cache_enabled: false };
-        let before = shim::autocast_swap(on_cuda, state)?;
+        let before = swap(on_cuda, state)?;
         Ok(Self { on_cuda, before, _not_send: PhantomData })
     }
 }
@@ -76,6 +91,14 @@ impl Autocast {
 impl Drop for Autocast {
     fn drop(&mut self) {
         // Cannot fail: this state was set before.
-        let _ = shim::autocast_swap(self.on_cuda, self.before);
+        let _ = swap(self.on_cuda, self.before);
     }
+}
+
+/// Sets the autocast state of the calling thread, for CUDA devices or for the CPU. Returns the previous state.
+fn swap(on_cuda: bool, mut state: AutocastState) -> Result<AutocastState> {
+    // SAFETY: reads and writes one plain struct, whose `dtype` is a kind that libtorch knows: one that `Autocast`
+    // names, or the one that was set before.
+    check("autocast", unsafe { ddp_autocast_swap(on_cuda, &mut state) })?;
+    Ok(state)
 }

@@ -10,8 +10,25 @@ use send_wrapper::SendWrapper;
 use tch::Tensor;
 use torch_sys::C_tensor;
 
-use super::shim;
+use super::shim::{Release, check, new_tensor, raw};
 use crate::error::{Error, Result};
+
+/// The function that C++ calls to apply a linear function. Its arguments are the context, the input, whether to apply
+/// the transpose, and a buffer for the reason of a failure with its size in bytes. Returns a new C++ tensor, which C++
+/// takes over, or null after a failure.
+type Apply =
+    unsafe extern "C" fn(*mut c_void, *mut C_tensor, bool, *mut c_char, usize) -> *mut C_tensor;
+
+unsafe extern "C" {
+    fn ddp_backward(loss: *mut C_tensor, retain_graph: bool) -> *mut c_char;
+    fn ddp_linear(
+        input: *mut C_tensor,
+        apply: Apply,
+        release: Release,
+        context: *mut c_void,
+        output: *mut *mut C_tensor,
+    ) -> *mut c_char;
+}
 
 /// A linear function or, if the argument is true, its transpose. Only the thread that made it may call it: a graph may
 /// be sent to other threads, but the rank's group that the function holds may not.
@@ -42,7 +59,9 @@ pub fn backward(loss: &Tensor) -> Result<()> {
 /// Computes gradients like [`backward`]. With `retain_graph`, the graph is kept for another backward.
 pub(crate) fn run_backward(loss: &Tensor, retain_graph: bool) -> Result<()> {
     CAUGHT.take();
-    shim::backward(loss, retain_graph).map_err(|error| caught().unwrap_or(error))
+    // SAFETY: points to a live tensor.
+    let result = check("backward", unsafe { ddp_backward(raw(loss), retain_graph) });
+    result.map_err(|error| caught().unwrap_or(error))
 }
 
 /// Returns `f(input, false)` under autograd, for a linear `f`. Backward calls the transpose, `f(gradient, true)`, which
@@ -52,10 +71,13 @@ pub(crate) fn linear(
     f: impl Fn(&Tensor, bool) -> Result<Tensor> + 'static,
 ) -> Result<Tensor> {
     let map: Box<LinearMap> = Box::new(SendWrapper::new(Box::new(f)));
+    let context = Box::into_raw(map).cast();
     CAUGHT.take();
-    // SAFETY: the context is a `LinearMap` in a box, as `apply` and `release` require.
-    let output =
-        unsafe { shim::linear(input, apply, release, Box::into_raw(map).cast::<c_void>()) };
+    // SAFETY: `input` is live; the context is a `LinearMap` in a box, as `apply` and `release` require. libtorch may call
+    // `apply` until it calls `release`, once. On success the shim writes a new C++ tensor.
+    let output = unsafe {
+        new_tensor("autograd", |output| ddp_linear(raw(input), apply, release, context, output))
+    };
     output.map_err(|error| caught().unwrap_or(error))
 }
 

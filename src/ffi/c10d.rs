@@ -28,20 +28,31 @@ struct RawGroup {
 type Take = unsafe extern "C" fn(*mut c_void, *const u8, usize);
 type Done = unsafe extern "C" fn(*mut c_void, *const c_char);
 
-/// The operations of a group, numbered as in `c10d.cpp`.
+/// The operations of a group, numbered as in `c10d.cpp`. Each returns when it has started.
 #[repr(u8)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, IntoStaticStr)]
 #[strum(serialize_all = "snake_case")]
-pub(super) enum GlooOperation {
+pub(crate) enum GlooOperation {
+    /// In place. All ranks get the same bits, in every run. Each part goes round the ring from another rank, so the order
+    /// in which three or more floats are added depends on their position.
     AllReduce,
+    /// In place. The result is undefined on all ranks but the root.
     Reduce,
+    /// In place.
     Broadcast,
+    /// Fills one of the outputs from each rank.
     AllGather,
+    /// Fills one of the root's outputs from each rank. The other ranks pass none.
     Gather,
+    /// Sends one of the root's inputs to each rank. The other ranks pass none.
     Scatter,
+    /// Reduces the input, and splits the result into equal parts, one for each rank.
     ReduceScatter,
+    /// Sends rows of the input to each rank, and fills rows of the output from each. Without splits, all parts are equal.
     AllToAll,
+    /// Ends when all ranks have called it and their earlier operations have ended.
     Barrier,
+    /// Tensors with the same tag arrive in order. Ends when the operating system has taken the data.
     Send,
     Recv,
 }

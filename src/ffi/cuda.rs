@@ -1,16 +1,49 @@
 //! Finds CUDA at run time, so that one binary works on machines with and without GPUs.
 
 use std::error::Error;
-use std::ffi::c_void;
+use std::ffi::{c_char, c_int, c_long, c_void};
 use std::fs;
+use std::ptr;
 use std::time::Duration;
 
 use cudarc::driver::result as driver;
 use cudarc::driver::sys::CUresult;
 use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
 
-use super::shim_cuda as shim;
+use super::shim::check;
 use crate::error::Result;
+
+/// `c10::Stream`, only ever behind a pointer.
+#[repr(C)]
+struct RawStream {
+    _opaque: [u8; 0],
+}
+
+/// `c10::Event`, only ever behind a pointer.
+#[repr(C)]
+struct RawEvent {
+    _opaque: [u8; 0],
+}
+
+unsafe extern "C" {
+    safe fn ddp_cuda_device_count() -> c_int;
+    fn ddp_cuda_version(version: *mut c_long) -> *mut c_char;
+    safe fn ddp_cuda_set_device(index: c_int) -> *mut c_char;
+    fn ddp_cuda_current_stream(index: c_int, stream: *mut *mut c_void) -> *mut c_char;
+    fn ddp_cuda_event_new(timed: bool, event: *mut *mut RawEvent) -> *mut c_char;
+    fn ddp_cuda_event_free(event: *mut RawEvent);
+    fn ddp_cuda_event_record(event: *mut RawEvent, index: c_int) -> *mut c_char;
+    fn ddp_cuda_event_query(event: *mut RawEvent, done: *mut bool) -> *mut c_char;
+    fn ddp_cuda_event_since(
+        event: *mut RawEvent,
+        earlier: *mut RawEvent,
+        ms: *mut f64,
+    ) -> *mut c_char;
+    fn ddp_cuda_event_block(event: *mut RawEvent, index: c_int) -> *mut c_char;
+    fn ddp_cuda_stream_new(index: c_int, stream: *mut *mut RawStream) -> *mut c_char;
+    fn ddp_cuda_stream_free(stream: *mut RawStream);
+    fn ddp_cuda_stream_swap(stream: *mut RawStream) -> *mut c_char;
+}
 
 /// The GPUs and the driver found at the start of the process.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -50,15 +83,18 @@ pub fn load() -> Cuda {
         ));
         return cuda;
     }
-    let is_known = |version: &i64| *version > 0;
-    let built_for = shim::cuda_version().ok().filter(is_known).map(version_text);
+    let mut version = 0;
+    // SAFETY: writes one number to a valid place.
+    let found = unsafe { check("versionCUDART", ddp_cuda_version(&mut version)) };
+    let built_for = (found.is_ok() && version > 0).then(|| version_text(version));
     if let (Some(driver), Some(built_for)) = (&cuda.driver, &built_for)
         && let Some(problem) = too_old(driver, built_for)
     {
         cuda.problem = Some(problem);
         return cuda;
     }
-    match shim::cuda_device_count() {
+    // A negative number while libtorch_cuda is not loaded.
+    match usize::try_from(ddp_cuda_device_count()).ok() {
         Some(count) if count == cuda.gpus.len() => {}
         count => {
             cuda.problem = Some(format!(
@@ -168,21 +204,28 @@ pub(crate) fn uuid(index: usize) -> Option<String> {
 /// # Errors
 /// If libtorch_cuda is not loaded or there is no such device.
 pub fn set_device(index: usize) -> Result<()> {
-    shim::cuda_set_device(index)
+    check("set_device", ddp_cuda_set_device(index as c_int))
 }
 
 /// Returns the `cudaStream_t` of this thread's current stream on device `index`.
 pub(crate) fn current_stream(index: usize) -> Result<*mut c_void> {
-    shim::cuda_current_stream(index)
+    let mut stream = ptr::null_mut();
+    // SAFETY: writes one pointer to a valid place.
+    check("current_stream", unsafe { ddp_cuda_current_stream(index as c_int, &mut stream) })?;
+    Ok(stream)
 }
 
 /// An additional CUDA stream.
 #[derive(Debug)]
-pub(crate) struct Stream(*mut shim::Stream);
+pub(crate) struct Stream(*mut RawStream);
 
 impl Stream {
     pub(crate) fn new(index: usize) -> Result<Self> {
-        shim::cuda_stream_new(index).map(Self)
+        let mut stream = ptr::null_mut();
+        // SAFETY: writes one pointer to a valid place.
+        let made = unsafe { ddp_cuda_stream_new(index as c_int, &mut stream) };
+        check("creating a CUDA stream", made)?;
+        Ok(Self(stream))
     }
 
     /// Runs `f` with this stream as the thread's current stream.
@@ -191,71 +234,87 @@ impl Stream {
         struct Back<'a>(&'a Stream);
         impl Drop for Back<'_> {
             fn drop(&mut self) {
-                // Cannot fail: that stream was the current one before.
-                // SAFETY: the pointer lives as long as the stream.
-                let _ = unsafe { shim::cuda_stream_swap(self.0.0) };
+                let _ = self.0.swap(); // cannot fail: that stream was the current one before
             }
         }
-        // SAFETY: the pointer lives as long as `self`.
-        unsafe { shim::cuda_stream_swap(self.0) }?;
+        self.swap()?;
         let _back = Back(self);
         f()
+    }
+
+    /// Exchanges this stream and the thread's current one.
+    fn swap(&self) -> Result<()> {
+        // SAFETY: the pointer lives as long as `self`.
+        check("changing the CUDA stream", unsafe { ddp_cuda_stream_swap(self.0) })
     }
 }
 
 impl Drop for Stream {
     fn drop(&mut self) {
         // SAFETY: the pointer is ours, and this is its last use.
-        unsafe { shim::cuda_stream_free(self.0) }
+        unsafe { ddp_cuda_stream_free(self.0) }
     }
 }
 
 /// A CUDA event: a mark on a stream. Querying whether the device has passed the mark does not wait.
 #[derive(Debug)]
-pub(crate) struct Event(*mut shim::Event);
+pub(crate) struct Event(*mut RawEvent);
 
 // SAFETY: any thread may use an event, one thread at a time.
 unsafe impl Send for Event {}
 
 impl Event {
     pub(crate) fn new() -> Result<Self> {
-        shim::cuda_event_new(false).map(Self)
+        Self::make(false)
     }
 
     /// Creates an event that also records the time at which the device passes it.
     pub(crate) fn timed() -> Result<Self> {
-        shim::cuda_event_new(true).map(Self)
+        Self::make(true)
+    }
+
+    fn make(timed: bool) -> Result<Self> {
+        let mut event = ptr::null_mut();
+        // SAFETY: writes one pointer to a valid place.
+        check("creating a CUDA event", unsafe { ddp_cuda_event_new(timed, &mut event) })?;
+        Ok(Self(event))
     }
 
     /// Records the event on the calling thread's current stream on device `index`.
     pub(crate) fn record(&self, index: usize) -> Result<()> {
         // SAFETY: the pointer lives as long as `self`.
-        unsafe { shim::cuda_event_record(self.0, index) }
+        let recorded = unsafe { ddp_cuda_event_record(self.0, index as c_int) };
+        check("recording a CUDA event", recorded)
     }
 
     /// Makes the work that this thread launches on device `index` from now on wait for the event.
     pub(crate) fn block(&self, index: usize) -> Result<()> {
         // SAFETY: the pointer lives as long as `self`.
-        unsafe { shim::cuda_event_block(self.0, index) }
+        let blocked = unsafe { ddp_cuda_event_block(self.0, index as c_int) };
+        check("waiting for a CUDA event", blocked)
     }
 
     /// Returns the time from `earlier` to this event. Both must record times, and the device must have passed them.
     pub(crate) fn since(&self, earlier: &Event) -> Result<Duration> {
-        // SAFETY: the pointers live as long as the events.
-        let milliseconds = unsafe { shim::cuda_event_since(self.0, earlier.0) }?;
+        let mut milliseconds = 0.0;
+        // SAFETY: the pointers live as long as the events; writes one number to a valid place.
+        let read = unsafe { ddp_cuda_event_since(self.0, earlier.0, &mut milliseconds) };
+        check("reading the time of a CUDA event", read)?;
         Ok(Duration::try_from_secs_f64(milliseconds / 1e3).unwrap_or_default())
     }
 
     pub(crate) fn is_done(&self) -> Result<bool> {
-        // SAFETY: the pointer lives as long as `self`.
-        unsafe { shim::cuda_event_query(self.0) }
+        let mut is_done = false;
+        // SAFETY: the pointer lives as long as `self`; writes one bool to a valid place.
+        check("querying a CUDA event", unsafe { ddp_cuda_event_query(self.0, &mut is_done) })?;
+        Ok(is_done)
     }
 }
 
 impl Drop for Event {
     fn drop(&mut self) {
         // SAFETY: the pointer is ours, and this is its last use.
-        unsafe { shim::cuda_event_free(self.0) }
+        unsafe { ddp_cuda_event_free(self.0) }
     }
 }
 

@@ -1,9 +1,59 @@
 //! Operations of libtorch on whole lists of tensors: fused optimizer steps, norms, and scaling.
 
-use tch::Tensor;
+use std::ffi::c_char;
+use std::ptr;
 
-use super::shim::{self, RawTensorList, check};
+use tch::Tensor;
+use torch_sys::C_tensor;
+
+use super::shim::{check, new_tensor, raw};
 use crate::error::{Error, Result};
+
+/// `std::vector<at::Tensor>`, only ever behind a pointer.
+#[repr(C)]
+struct RawTensorList {
+    _opaque: [u8; 0],
+}
+
+unsafe extern "C" {
+    fn ddp_tensor_list_new(
+        tensors: *const *mut C_tensor,
+        len: usize,
+        list: *mut *mut RawTensorList,
+    ) -> *mut c_char;
+    fn ddp_tensor_list_free(list: *mut RawTensorList);
+    fn ddp_bump_versions(list: *mut RawTensorList) -> *mut c_char;
+    fn ddp_fused_sgd(
+        parameters: *mut RawTensorList,
+        gradients: *mut RawTensorList,
+        momentum_buffers: *mut RawTensorList,
+        lr: f64,
+        weight_decay: f64,
+        momentum: f64,
+        dampening: f64,
+        nesterov: bool,
+        is_first_step: bool,
+    ) -> *mut c_char;
+    fn ddp_fused_adamw(
+        parameters: *mut RawTensorList,
+        gradients: *mut RawTensorList,
+        exp_avgs: *mut RawTensorList,
+        exp_avg_sqs: *mut RawTensorList,
+        steps: *mut RawTensorList,
+        lr: f64,
+        beta1: f64,
+        beta2: f64,
+        weight_decay: f64,
+        eps: f64,
+    ) -> *mut c_char;
+    fn ddp_scale_all(tensors: *mut RawTensorList, factor: *mut C_tensor) -> *mut c_char;
+    fn ddp_total_norm(tensors: *mut RawTensorList, norm: *mut *mut C_tensor) -> *mut c_char;
+    fn ddp_amp_unscale(
+        gradients: *mut RawTensorList,
+        found_inf: *mut C_tensor,
+        inv_scale: *mut C_tensor,
+    ) -> *mut c_char;
+}
 
 /// A list of tensors for fused calls, built once so that the calls do not allocate.
 #[derive(Debug)]
@@ -15,14 +65,20 @@ pub(crate) struct TensorList {
 impl TensorList {
     /// Creates a list of these tensors, without copies.
     pub(crate) fn new(tensors: &[Tensor]) -> Result<Self> {
-        Ok(Self { list: shim::tensor_list_new(tensors)?, len: tensors.len() })
+        let handles: Vec<*mut C_tensor> = tensors.iter().map(raw).collect();
+        let mut list = ptr::null_mut();
+        // SAFETY: `handles` are pointers to live tensors, and the list has handles of its own to them; writes one
+        // pointer to a valid place.
+        let made = unsafe { ddp_tensor_list_new(handles.as_ptr(), handles.len(), &mut list) };
+        check("listing tensors", made)?;
+        Ok(Self { list, len: tensors.len() })
     }
 }
 
 impl Drop for TensorList {
     fn drop(&mut self) {
         // SAFETY: the pointer is ours, and this is its last use.
-        unsafe { shim::ddp_tensor_list_free(self.list) }
+        unsafe { ddp_tensor_list_free(self.list) }
     }
 }
 
@@ -30,7 +86,7 @@ impl Drop for TensorList {
 /// them then refuses to run backward. Follows `torch.autograd.graph.increment_version`.
 pub(crate) fn bump_versions(tensors: &TensorList) -> Result<()> {
     // SAFETY: the pointer lives as long as `tensors`.
-    check("increment_version", unsafe { shim::ddp_bump_versions(tensors.list) })
+    check("increment_version", unsafe { ddp_bump_versions(tensors.list) })
 }
 
 /// The options of one SGD step.
@@ -59,7 +115,7 @@ pub(crate) fn fused_sgd(
     let SgdStep { lr, weight_decay, momentum, dampening, nesterov, is_first_step } = step;
     // SAFETY: all point to live lists, which libtorch reads to the end of `parameters`: none is shorter.
     check("_fused_sgd_", unsafe {
-        shim::ddp_fused_sgd(
+        ddp_fused_sgd(
             parameters.list,
             gradients.list,
             momentum_buffers.list,
@@ -94,7 +150,7 @@ pub(crate) fn fused_adamw(
     same_len("_fused_adamw_", parameters, &[gradients, exp_avgs, exp_avg_sqs, steps])?;
     // SAFETY: all point to live lists, which libtorch reads to the end of `parameters`: none is shorter.
     check("_fused_adamw_", unsafe {
-        shim::ddp_fused_adamw(
+        ddp_fused_adamw(
             parameters.list,
             gradients.list,
             exp_avgs.list,
@@ -111,8 +167,8 @@ pub(crate) fn fused_adamw(
 
 /// Returns the 2-norm of all `tensors` together, as a tensor without dimensions on their device.
 pub(crate) fn total_norm(tensors: &TensorList) -> Result<Tensor> {
-    // SAFETY: the pointer lives as long as `tensors`.
-    unsafe { shim::total_norm(tensors.list) }
+    // SAFETY: the pointer lives as long as `tensors`; on success the shim writes a new C++ tensor.
+    unsafe { new_tensor("the norm of the gradients", |norm| ddp_total_norm(tensors.list, norm)) }
 }
 
 /// Multiplies `gradients` by `inv_scale`, and sets `found_inf` to 1 if one of them is not finite. Both are float32
@@ -124,14 +180,14 @@ pub(crate) fn amp_unscale(
 ) -> Result<()> {
     // SAFETY: all point to what lives as long as the call; libtorch checks the tensors.
     check("_amp_foreach_non_finite_check_and_unscale_", unsafe {
-        shim::ddp_amp_unscale(gradients.list, shim::raw(found_inf), shim::raw(inv_scale))
+        ddp_amp_unscale(gradients.list, raw(found_inf), raw(inv_scale))
     })
 }
 
 /// Multiplies each of `tensors` by `factor`, a tensor without dimensions on their device.
 pub(crate) fn scale_all(tensors: &TensorList, factor: &Tensor) -> Result<()> {
-    // SAFETY: the pointer lives as long as `tensors`.
-    unsafe { shim::scale_all(tensors.list, factor) }
+    // SAFETY: the pointer lives as long as `tensors`; `factor` is live.
+    check("scaling gradients", unsafe { ddp_scale_all(tensors.list, raw(factor)) })
 }
 
 fn same_len(doing: &'static str, first: &TensorList, others: &[&TensorList]) -> Result<()> {

@@ -1,13 +1,41 @@
-//! [`Generator`]: a random number generator for one rank.
+//! Random numbers: [`Generator`], a generator for one rank, and [`fork_rng`] for libtorch's own.
 
-use std::fmt;
+use std::ffi::{c_char, c_int};
+use std::{fmt, ptr};
 
+use parking_lot::Mutex;
 use tch::{Device, Tensor};
+use torch_sys::C_tensor;
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::TorchResult;
-use super::shim::{self, RawGenerator};
+use super::shim::{check, new_tensor, raw};
 use crate::error::Result;
+
+/// `at::Generator`, only ever behind a pointer.
+#[repr(C)]
+struct RawGenerator {
+    _opaque: [u8; 0],
+}
+
+unsafe extern "C" {
+    fn ddp_cpu_rng_get_state(state: *mut *mut C_tensor) -> *mut c_char;
+    fn ddp_cpu_rng_set_state(state: *mut C_tensor) -> *mut c_char;
+    safe fn ddp_cpu_rng_seed(seed: u64) -> *mut c_char;
+    fn ddp_generator_new(gpu: c_int, generator: *mut *mut RawGenerator) -> *mut c_char;
+    fn ddp_generator_free(generator: *mut RawGenerator);
+    fn ddp_generator_seed(generator: *mut RawGenerator, seed: u64) -> *mut c_char;
+    fn ddp_generator_bernoulli(
+        generator: *mut RawGenerator,
+        tensor: *mut C_tensor,
+        p: f64,
+    ) -> *mut c_char;
+    fn ddp_generator_normal(generator: *mut RawGenerator, tensor: *mut C_tensor) -> *mut c_char;
+    fn ddp_generator_exponential(
+        generator: *mut RawGenerator,
+        tensor: *mut C_tensor,
+    ) -> *mut c_char;
+}
 
 /// A random number generator for one rank, on its device. Other ranks do not affect its numbers. Follows
 /// `torch.Generator`.
@@ -33,10 +61,13 @@ impl Generator {
     /// [`Error::Torch`](crate::Error::Torch) if there is no such device.
     pub fn new(device: Device, seed: u64, rank: usize) -> Result<Self> {
         let gpu = match device {
-            Device::Cuda(gpu) => Some(gpu),
-            _ => None,
+            Device::Cuda(gpu) => gpu as c_int,
+            _ => -1, // the CPU
         };
-        let generator = Self { raw: shim::generator_new(gpu)?, seed, rank: rank as u64 };
+        let mut raw = ptr::null_mut();
+        // SAFETY: writes one pointer to a valid place.
+        check("making a generator", unsafe { ddp_generator_new(gpu, &mut raw) })?;
+        let generator = Self { raw, seed, rank: rank as u64 };
         generator.begin_step(0)?;
         Ok(generator)
     }
@@ -58,7 +89,7 @@ impl Generator {
     /// [`Error::Torch`](crate::Error::Torch).
     pub fn manual_seed(&self, seed: u64) -> Result<()> {
         // SAFETY: ours, and not freed before `drop`.
-        unsafe { shim::generator_seed(self.raw, seed) }
+        check("seeding a generator", unsafe { ddp_generator_seed(self.raw, seed) })
     }
 
     /// Fills `tensor` with ones, each with probability `p`, and zeros. Follows `Tensor.bernoulli_`.
@@ -66,8 +97,9 @@ impl Generator {
     /// # Errors
     /// [`Error::Torch`](crate::Error::Torch).
     pub fn bernoulli_(&self, tensor: &mut Tensor, p: f64) -> Result<()> {
-        // SAFETY: ours, and not freed before `drop`.
-        unsafe { shim::generator_bernoulli(self.raw, tensor, p) }
+        // SAFETY: ours, and not freed before `drop`; the tensor is live.
+        let filled = unsafe { ddp_generator_bernoulli(self.raw, raw(tensor), p) };
+        check("bernoulli_", filled)
     }
 
     /// Fills `tensor` with numbers of the standard normal distribution. Follows `Tensor.normal_`.
@@ -75,8 +107,8 @@ impl Generator {
     /// # Errors
     /// [`Error::Torch`](crate::Error::Torch).
     pub fn normal_(&self, tensor: &mut Tensor) -> Result<()> {
-        // SAFETY: ours, and not freed before `drop`.
-        unsafe { shim::generator_normal(self.raw, tensor) }
+        // SAFETY: ours, and not freed before `drop`; the tensor is live.
+        check("normal_", unsafe { ddp_generator_normal(self.raw, raw(tensor)) })
     }
 
     /// Fills `tensor` with numbers of the exponential distribution of rate 1. Follows `Tensor.exponential_`.
@@ -84,8 +116,8 @@ impl Generator {
     /// # Errors
     /// [`Error::Torch`](crate::Error::Torch).
     pub fn exponential_(&self, tensor: &mut Tensor) -> Result<()> {
-        // SAFETY: ours, and not freed before `drop`.
-        unsafe { shim::generator_exponential(self.raw, tensor) }
+        // SAFETY: ours, and not freed before `drop`; the tensor is live.
+        check("exponential_", unsafe { ddp_generator_exponential(self.raw, raw(tensor)) })
     }
 
     /// Returns `input` with each element zeroed with probability `p`, and the others scaled so that the mean stays.
@@ -116,7 +148,38 @@ unsafe impl Sync for Generator {}
 impl Drop for Generator {
     fn drop(&mut self) {
         // SAFETY: the pointer is ours, and this is its last use.
-        unsafe { shim::ddp_generator_free(self.raw) }
+        unsafe { ddp_generator_free(self.raw) }
+    }
+}
+
+/// Runs `f` with libtorch's CPU generator seeded with `seed`, then restores the generator.
+///
+/// Follows `torch.random.fork_rng` with a `torch.manual_seed(seed)` inside. All threads share the generator, so calls
+/// take turns. With `fork_rng` around the creation of a model, every rank draws the same numbers in every run, namely
+/// PyTorch's for this seed. Meanwhile other threads must draw only through `fork_rng`. Do not wait for another rank
+/// in `f`: that rank may be waiting for its turn.
+///
+/// # Errors
+/// If libtorch fails. The result of `f` is returned inside `Ok`.
+pub fn fork_rng<T>(seed: u64, f: impl FnOnce() -> T) -> Result<T> {
+    static TURN: Mutex<()> = Mutex::new(());
+    let _turn = TURN.lock();
+    let doing = "the CPU generator";
+    // SAFETY: on success the shim writes a new C++ tensor.
+    let state = unsafe { new_tensor(doing, |state| ddp_cpu_rng_get_state(state)) }?;
+    let _restore = Restore(state);
+    check(doing, ddp_cpu_rng_seed(seed))?;
+    Ok(f())
+}
+
+/// Restores the state, even if `f` panics.
+struct Restore(Tensor);
+
+impl Drop for Restore {
+    fn drop(&mut self) {
+        // SAFETY: points to a live tensor; libtorch checks that it holds a state.
+        let restored = unsafe { ddp_cpu_rng_set_state(raw(&self.0)) };
+        let _ = check("the CPU generator", restored); // cannot fail: the state was read from this generator
     }
 }
 
@@ -125,7 +188,6 @@ mod tests {
     use tch::Kind;
 
     use super::*;
-    use crate::ffi::fork_rng;
 
     fn mask(generator: &Generator) -> Vec<f32> {
         let ones = Tensor::ones([200], (Kind::Float, Device::Cpu));
@@ -156,5 +218,23 @@ mod tests {
             other.begin_step(7).unwrap();
             assert_ne!(mask(&other), at_seven, "{other:?}");
         }
+    }
+
+    fn draw() -> f64 {
+        Tensor::rand([1], (Kind::Double, Device::Cpu)).double_value(&[0])
+    }
+
+    #[test]
+    fn fork_rng_same_seed_draws_the_same_on_every_thread() {
+        let expected = fork_rng(42, draw).unwrap();
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| {
+                    for _ in 0..50 {
+                        assert_eq!(fork_rng(42, draw).unwrap(), expected);
+                    }
+                });
+            }
+        });
     }
 }

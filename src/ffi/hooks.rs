@@ -3,15 +3,27 @@
 use std::any::Any;
 use std::cell::RefCell;
 use std::ffi::{CStr, c_char, c_void};
-use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr;
 use std::thread::{self, ThreadId};
 
 use tch::Tensor;
+use torch_sys::C_tensor;
 
-use super::shim;
+use super::shim::{check, raw};
 use crate::error::Result;
+
+/// The function that a gradient hook calls. Returns null, or the reason why backward must fail, a static text.
+type HookFn = extern "C" fn(context: *mut c_void, index: usize) -> *const c_char;
+
+unsafe extern "C" {
+    fn ddp_set_grad_hook(
+        parameter: *mut C_tensor,
+        call: Option<HookFn>,
+        context: *mut c_void,
+        index: usize,
+    ) -> *mut c_char;
+}
 
 /// Hooks on the gradients of some parameters, removed on drop. Follows
 /// `Tensor.register_post_accumulate_grad_hook`, but a parameter has at most one such hook.
@@ -32,12 +44,6 @@ struct Target {
     panic: RefCell<Option<Box<dyn Any + Send>>>,
 }
 
-impl fmt::Debug for GradHooks {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("GradHooks").field("parameters", &self.parameters.len()).finish()
-    }
-}
-
 impl GradHooks {
     /// Registers `call`. Backward calls `call(index)` for each of `parameters` when its gradient is complete. Backward
     /// must run on this thread: on another thread, it fails.
@@ -48,15 +54,20 @@ impl GradHooks {
         let (thread, call) = (thread::current().id(), Box::new(call));
         let target = Box::new(Target { thread, call, panic: RefCell::default() });
         let hooks = Self { parameters, target };
-        let context: *const Target = &*hooks.target;
+        let context = hooks.context();
         for (index, parameter) in hooks.parameters.iter().enumerate() {
             // SAFETY: the target lives until `drop` has removed the hooks, and is only used on this thread:
             // backward runs on the thread that calls it, which is the thread of these tensors.
-            unsafe {
-                shim::set_grad_hook(parameter, Some(on_grad), context.cast_mut().cast(), index)
-            }?;
+            let set = unsafe { ddp_set_grad_hook(raw(parameter), Some(on_grad), context, index) };
+            check("register_post_accumulate_grad_hook", set)?;
         }
         Ok(hooks)
+    }
+
+    /// Returns the argument of the hooks.
+    fn context(&self) -> *mut c_void {
+        let target: *const Target = &*self.target;
+        target.cast_mut().cast()
     }
 
     /// Resumes the panic of a hook, if there was one. Call this after backward has returned.
@@ -69,11 +80,11 @@ impl GradHooks {
 
 impl Drop for GradHooks {
     fn drop(&mut self) {
-        let context: *const Target = &*self.target;
         for parameter in &self.parameters {
-            // Removing cannot fail, as setting did not. A hook with another context stays.
             // SAFETY: no hook, so nothing is called.
-            let _ = unsafe { shim::set_grad_hook(parameter, None, context.cast_mut().cast(), 0) };
+            let removed = unsafe { ddp_set_grad_hook(raw(parameter), None, self.context(), 0) };
+            // Removing cannot fail, as setting did not. A hook with another context stays.
+            let _ = check("register_post_accumulate_grad_hook", removed);
         }
     }
 }

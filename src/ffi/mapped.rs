@@ -1,6 +1,6 @@
 //! Memory-mapped files as tensors. The kernel loads pages when they are used, and may drop them again.
 
-use std::ffi::c_void;
+use std::ffi::{c_char, c_void};
 use std::fs::File;
 use std::io;
 use std::ops::{Deref, Range};
@@ -9,11 +9,22 @@ use std::sync::Arc;
 
 use memmap2::{MmapMut, MmapOptions};
 use tch::Tensor;
+use torch_sys::C_tensor;
 
-use super::shim;
+use super::shim::{Release, new_tensor};
 use crate::error::{Error, Result, Shown};
 use crate::files::open_regular;
 use crate::os::{WatchedMapping, watch_mapping};
+
+unsafe extern "C" {
+    fn ddp_from_bytes(
+        bytes: *mut c_void,
+        len: usize,
+        release: Release,
+        context: *mut c_void,
+        tensor: *mut *mut C_tensor,
+    ) -> *mut c_char;
+}
 
 /// A memory-mapped file. Tensors made from it keep the mapping alive.
 ///
@@ -72,11 +83,15 @@ impl MappedFile {
             drop(unsafe { Arc::from_raw(context.cast::<Mapping>().cast_const()) });
         }
         let bytes = &self[range];
-        let start = bytes.as_ptr().cast_mut();
+        let start = bytes.as_ptr().cast_mut().cast();
         let context = Arc::into_raw(self.0.clone()).cast_mut().cast();
         // SAFETY: the bytes are in the map, a private and writable one, and that lives until `release`. (If this
-        // fails the map stays for good.)
-        unsafe { shim::from_bytes(start, bytes.len(), release, context) }
+        // fails the map stays for good.) On success the shim writes a new C++ tensor.
+        unsafe {
+            new_tensor("making a tensor of a mapped file", |tensor| {
+                ddp_from_bytes(start, bytes.len(), release, context, tensor)
+            })
+        }
     }
 }
 

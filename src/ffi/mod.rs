@@ -14,27 +14,25 @@ mod hooks;
 mod kept_memory;
 mod library;
 mod mapped;
-mod rng;
 mod shared;
 mod shim;
-mod shim_cuda;
 pub(crate) mod store;
 
 pub use autocast::Autocast;
 pub use autograd::backward;
-pub use generator::Generator;
+pub use generator::{Generator, fork_rng};
 pub use kept_memory::{give_back_memory, keep_memory, keeps_memory, kept_memory};
 pub use library::{check_version, library_folder, version};
-pub use rng::fork_rng;
 pub use shared::SharedTensor;
 
 pub(crate) use autograd::{linear, run_backward};
+pub(crate) use c10d::GlooOperation;
 pub(crate) use facts::{Shape, TensorFacts, shape};
 pub(crate) use fused::{
     AdamWStep, SgdStep, TensorList, amp_unscale, bump_versions, fused_adamw, fused_sgd, scale_all,
     total_norm,
 };
-pub(crate) use gloo::{GlooGroup, GlooWork, Reduce, check_interfaces};
+pub(crate) use gloo::{GlooCall, GlooGroup, GlooWork, Reduce, check_interfaces};
 pub(crate) use hooks::GradHooks;
 pub(crate) use kept_memory::alignment;
 pub(crate) use mapped::{MappedFile, open_file};

@@ -1,4 +1,4 @@
-// Functions of libtorch that tch lacks, behind a C ABI. Each is declared in ffi/shim.rs or ffi/shim_cuda.rs.
+// Functions of libtorch that tch lacks, behind a C ABI. Each is declared beside its wrapper in ffi/*.rs.
 //
 // Rules of this file: Use no CUDA header and no symbol of libtorch_cuda. The binary links libtorch_cpu and libc10
 // only, and accesses CUDA through c10's registry once libtorch_cuda is loaded. No C++ exception may reach Rust: every

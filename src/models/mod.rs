@@ -1,9 +1,7 @@
 //! The built-in models, with PyTorch's default initialisation, and batch norm.
 
-mod activation;
 mod batch_norm;
 mod cnn;
-mod dropout;
 mod generate;
 mod gpt;
 mod layers;
@@ -19,10 +17,9 @@ use strum::{Display, EnumString, IntoStaticStr, VariantNames};
 use tch::nn::{self, ModuleT, Path};
 use tch::{Device, TchError, Tensor};
 
-pub use activation::Activation;
 pub use batch_norm::BatchNorm;
-pub use dropout::Dropout;
 pub use generate::{Generate, GenerateOptions};
+pub use layers::{Activation, Dropout};
 pub use sync_batch_norm::SyncBatchNorm;
 
 use crate::error::{Error, Result};

@@ -1,4 +1,5 @@
-//! The optimizer state for each element of the flat buffers, and the groups of parameters that one kernel call steps.
+//! The optimizer state for each element of the flat buffers, and the groups of parameters that one kernel call steps,
+//! with their tensors.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -6,12 +7,11 @@ use std::rc::Rc;
 
 use tch::{Device, Kind, Tensor};
 
-use super::layout_version::{LayoutVersion, copy_range, zeros_like};
+use super::param_layout::{LayoutVersion, copy_range, zeros_like};
 use super::partitions::gather_parameters;
-use super::parts::Parts;
 use super::{FlatBuffer, GradState, ParamSpan, SharedModel, average_gradients};
 use crate::error::{Error, Result};
-use crate::ffi::{TensorList, TorchResult, bump_versions};
+use crate::ffi::{TensorList, TorchResult, bump_versions, set_view};
 use crate::process_group::join_shapes;
 
 /// A half-open range `start..end` of adjacent parameters in a flat buffer.
@@ -169,7 +169,7 @@ impl OptimizerState {
                     };
                     for (owned, at) in now.owned(to.start..to.start + to.numel()) {
                         let start = from.start - section.start + owned.start - to.start;
-                        copy_range((&new, at), (values, start), owned.len())?;
+                        copy_range(&new, at, values, start, owned.len())?;
                     }
                 }
                 Ok(())
@@ -379,6 +379,69 @@ fn on_one_rank(
     let make = || Ok(make()?.into_iter().flatten().collect());
     let mut tensors = shared.group().share_tensors(make)?.into_iter();
     Ok((0..count).map(|_| tensors.by_ref().take(buffers.len()).collect()).collect())
+}
+
+/// Ranges of parameters, each with its gradient and its slots of optimizer state, as lists for a kernel.
+#[derive(Debug)]
+pub(super) struct Parts {
+    pub parameters: Vec<Tensor>,
+    pub gradients: Vec<Tensor>,
+    /// For each of the optimizer's slots, in their order, the ranges of its values.
+    pub slots: Vec<Vec<Tensor>>,
+    pub parameter_list: TensorList,
+    pub gradient_list: TensorList,
+    pub slot_lists: Vec<TensorList>,
+}
+
+impl Parts {
+    pub(super) fn new(
+        parameters: Vec<Tensor>,
+        gradients: Vec<Tensor>,
+        slots: Vec<Vec<Tensor>>,
+    ) -> Result<Self> {
+        Ok(Self {
+            parameter_list: TensorList::new(&parameters)?,
+            gradient_list: TensorList::new(&gradients)?,
+            slot_lists: slots.iter().map(|slot| TensorList::new(slot)).collect::<Result<_>>()?,
+            parameters,
+            gradients,
+            slots,
+        })
+    }
+
+    /// Returns the number of ranges.
+    pub(super) fn len(&self) -> usize {
+        self.parameters.len()
+    }
+
+    /// Returns empty parts of one range, for [`show`](Self::show).
+    pub(super) fn window(&self) -> Result<Self> {
+        let empty =
+            |tensor: &Tensor| Tensor::f_empty([0], (tensor.kind(), tensor.device())).doing("empty");
+        let one = |tensors: &[Tensor]| -> Result<Vec<Tensor>> {
+            tensors.iter().take(1).map(empty).collect()
+        };
+        let slots = self.slots.iter().map(|slot| one(slot)).collect::<Result<Vec<_>>>()?;
+        Self::new(one(&self.parameters)?, one(&self.gradients)?, slots)
+    }
+
+    /// Makes this window the elements `piece` of the range of `parts` at `index`, with `gradient` instead of theirs, if
+    /// given.
+    pub(super) fn show(
+        &self,
+        parts: &Self,
+        index: usize,
+        piece: &Range<usize>,
+        gradient: Option<&Tensor>,
+    ) -> Result<()> {
+        set_view(&self.parameters[0], &parts.parameters[index], piece.clone())?;
+        match gradient {
+            Some(gradient) => set_view(&self.gradients[0], gradient, 0..piece.len())?,
+            None => set_view(&self.gradients[0], &parts.gradients[index], piece.clone())?,
+        }
+        let mut slots = self.slots.iter().zip(&parts.slots);
+        slots.try_for_each(|(window, slot)| set_view(&window[0], &slot[index], piece.clone()))
+    }
 }
 
 #[cfg(test)]

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use super::flat::{OptimizerState, shared_model};
-use super::layout_version::{LayoutVersion, copy_range};
+use super::param_layout::{LayoutVersion, copy_range};
 use super::{ParamSpan, ParameterState};
 use crate::error::{Error, Result};
 use crate::ffi::TorchResult;
@@ -112,7 +112,7 @@ impl OptimizerState {
         let shared = shared_model(&self.buffers);
         if shared.as_ref().is_none_or(|shared| shared.group().rank() == 0) {
             for ((slot, buffer, at), (from, start), len) in copies {
-                copy_range((&self.slots[slot].1[buffer], at), (&from, start), len)?;
+                copy_range(&self.slots[slot].1[buffer], at, &from, start, len)?;
             }
         }
         shared.map_or(Ok(()), |shared| shared.group().barrier())?;

@@ -17,7 +17,7 @@ use super::partitions::gather_gradients;
 use super::{FlatBuffer, GradState};
 use crate::error::Result;
 use crate::ffi::TorchResult;
-use crate::process_group::{ProcessGroup, ReduceOp, join_shapes};
+use crate::process_group::{ProcessGroup, ReduceOp, WeightedReduction, join_shapes};
 
 /// Elements per piece: 128 KiB of float32. Small, so that the mean can stay in a cache until the optimizer reads it;
 /// large, so that the kernel calls cost little. 16 Ki to 128 Ki elements take the same time within 5 %. A multiple of a
@@ -28,9 +28,8 @@ const PIECE_NUMEL: i64 = 32 << 10;
 pub(crate) struct SharedModel {
     /// The ranks that share the model.
     group: Rc<ProcessGroup>,
-    /// How to average the ranks' own gradients: the operation and this rank's weight, while they are
-    /// [`GradState::Complete`].
-    average: Cell<(Option<ReduceOp>, Option<f64>)>,
+    /// How to average the ranks' own gradients, while they are [`GradState::Complete`].
+    average: Cell<Option<WeightedReduction>>,
     /// Memory for a piece of averaged gradients: a tensor for each dtype.
     scratch: RefCell<Vec<Rc<Tensor>>>,
 }
@@ -54,17 +53,17 @@ impl SharedModel {
 
     /// Sets how to average the gradients, which are complete on each rank.
     pub(crate) fn set_average(&self, op: ReduceOp, weight: Option<f64>) {
-        self.average.set((Some(op), weight));
+        self.average.set(Some(WeightedReduction { op, weight }));
     }
 
     /// Returns whether the optimizer is to average the gradients as it steps.
     pub(crate) fn averages(&self) -> bool {
-        self.average.get().0.is_some()
+        self.average.get().is_some()
     }
 
     /// Clears what [`set_average`](Self::set_average) has set: the optimizer has nothing to average.
     pub(crate) fn clear_average(&self) {
-        self.average.set((None, None));
+        self.average.set(None);
     }
 
     /// Averages this rank's slice of `gradients`, which have one dtype and these `shapes`, and calls `on_piece` for each
@@ -81,7 +80,7 @@ impl SharedModel {
     ) -> Result<()> {
         let Some(first) = gradients.first() else { return Ok(()) };
         let scratch = self.scratch(first.kind())?;
-        let average = if is_averaged { (None, None) } else { self.average.get() };
+        let average = if is_averaged { None } else { self.average.get() };
         self.group.reduce_scatter_in_pieces(
             gradients,
             shapes,
@@ -121,7 +120,7 @@ pub fn average_gradients(buffers: &[FlatBuffer]) -> Result<()> {
     let is_complete = |buffer: &&FlatBuffer| buffer.places.gradients() == GradState::Complete;
     while let Some(first) = buffers.iter().find(is_complete) {
         let Some(shared) = first.places.shared() else { return Ok(()) };
-        let (Some(op), weight) = shared.average.get() else { return Ok(()) };
+        let Some(WeightedReduction { op, weight }) = shared.average.get() else { return Ok(()) };
         let is_like_first = |buffer: &&FlatBuffer| {
             let same = buffer.places.shared().is_some_and(|other| Rc::ptr_eq(&other, &shared));
             same && buffer.parameters.kind() == first.parameters.kind()

@@ -2,8 +2,8 @@
 
 use tch::{Kind, Tensor};
 
+use super::call::{refuse, undefined};
 use super::contiguous::{Contiguous, overlaps_itself};
-use super::refuse::{refuse, undefined};
 use super::{ProcessGroup, device_name};
 use crate::error::{Error, Result};
 use crate::ffi::TorchResult;

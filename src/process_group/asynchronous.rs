@@ -115,13 +115,17 @@ impl ProcessGroup {
     /// Returns a function that recreates this membership on the communication thread, without its side.
     pub(super) fn on_another_thread(&self) -> impl FnOnce() -> ProcessGroup + Send + 'static {
         let identity = self.identity();
-        let (backend, shared, network) = (self.backend, self.shared.clone(), self.network.clone());
-        let (sub_groups, traffic) = (self.sub_groups.clone(), self.traffic.clone());
+        let backend = self.backend;
+        let shared = self.shared.clone();
+        let network = self.network.clone();
+        let sub_groups = self.sub_groups.clone();
+        let traffic = self.traffic.clone();
         let phase_tracker = self.phase_tracker.for_comm_thread();
         move || {
             let mut group = ProcessGroup::new(identity, backend, shared, network, sub_groups);
             group.own_activity = Some(Activity::default());
-            (group.phase_tracker, group.traffic) = (phase_tracker, traffic);
+            group.phase_tracker = phase_tracker;
+            group.traffic = traffic;
             group
         }
     }

@@ -9,7 +9,7 @@ use tch::{Device, Kind};
 use super::call::Call;
 use super::local::Shared;
 use super::network::Network;
-use super::p2p_op::P2POp;
+use super::point_to_point::P2POp;
 use super::reduce_op::ReduceOp;
 use super::traffic::Traffic;
 use crate::error::{Error, Result};

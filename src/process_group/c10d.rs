@@ -10,11 +10,11 @@ use std::time::Duration;
 use crossbeam::channel::never;
 use tch::{Device, Tensor};
 
-use super::refuse::refuse;
+use super::call::refuse;
 use super::{ReduceOp, device_name};
 use crate::error::{Error, Result};
 use crate::ffi;
-use crate::ffi::{GlooGroup, GlooWork, Reduce, TorchResult};
+use crate::ffi::{GlooCall, GlooGroup, GlooOperation, Reduce, TorchResult};
 use crate::operation::Operation;
 
 /// A key-value store for rendezvous: one process serves it, the others connect to it.
@@ -182,7 +182,8 @@ impl ProcessGroupGloo {
     /// [`ReduceOp::PremulSum`].
     pub fn all_reduce(&self, tensor: &mut Tensor, op: ReduceOp) -> Result<()> {
         let reduce = self.reduction(Operation::AllReduce, op, tensor)?;
-        done(self.0.all_reduce(tensor, reduce))
+        let call = GlooCall { reduce, outputs: &[tensor], ..GlooCall::default() };
+        self.run(GlooOperation::AllReduce, call)
     }
 
     /// Combines `tensor` over all ranks and leaves the result in rank `dst`'s `tensor`. The content of the other
@@ -194,7 +195,8 @@ impl ProcessGroupGloo {
     /// The errors of [`ProcessGroupGloo::all_reduce`].
     pub fn reduce(&self, tensor: &mut Tensor, dst: usize, op: ReduceOp) -> Result<()> {
         let reduce = self.reduction(Operation::Reduce, op, tensor)?;
-        done(self.0.reduce(tensor, dst, reduce))
+        let call = GlooCall { reduce, peer: dst, outputs: &[tensor], ..GlooCall::default() };
+        self.run(GlooOperation::Reduce, call)
     }
 
     /// Copies `tensor` of rank `src` into every other rank's `tensor`.
@@ -205,7 +207,8 @@ impl ProcessGroupGloo {
     /// The errors of [`ProcessGroupGloo::all_reduce`].
     pub fn broadcast(&self, tensor: &mut Tensor, src: usize) -> Result<()> {
         check(Operation::Broadcast, &[tensor])?;
-        done(self.0.broadcast(tensor, src))
+        let call = GlooCall { peer: src, outputs: &[tensor], ..GlooCall::default() };
+        self.run(GlooOperation::Broadcast, call)
     }
 
     /// Copies every rank's `tensor` into `tensor_list[rank]` of every rank.
@@ -216,7 +219,8 @@ impl ProcessGroupGloo {
     /// The errors of [`ProcessGroupGloo::all_reduce`].
     pub fn all_gather(&self, tensor_list: &mut [Tensor], tensor: &Tensor) -> Result<()> {
         let outputs = self.list(Operation::AllGather, Some(tensor_list), self.rank(), tensor)?;
-        done(self.0.all_gather(&outputs, tensor))
+        let call = GlooCall { inputs: &[tensor], outputs: &outputs, ..GlooCall::default() };
+        self.run(GlooOperation::AllGather, call)
     }
 
     /// Copies every rank's `tensor` into `gather_list[rank]` of rank `dst`; the other ranks pass no list.
@@ -232,7 +236,9 @@ impl ProcessGroupGloo {
         dst: usize,
     ) -> Result<()> {
         let outputs = self.list(Operation::Gather, gather_list.as_deref(), dst, tensor)?;
-        done(self.0.gather(&outputs, tensor, dst))
+        let inputs = &[tensor];
+        let call = GlooCall { peer: dst, inputs, outputs: &outputs, ..GlooCall::default() };
+        self.run(GlooOperation::Gather, call)
     }
 
     /// Copies `scatter_list[rank]` of rank `src` into every rank's `tensor`; the other ranks pass no list.
@@ -248,7 +254,9 @@ impl ProcessGroupGloo {
         src: usize,
     ) -> Result<()> {
         let inputs = self.list(Operation::Scatter, scatter_list, src, tensor)?;
-        done(self.0.scatter(tensor, &inputs, src))
+        let outputs = &[&*tensor];
+        let call = GlooCall { peer: src, inputs: &inputs, outputs, ..GlooCall::default() };
+        self.run(GlooOperation::Scatter, call)
     }
 
     /// Combines `input` over all ranks and leaves part `rank` of the result in `output`. `input` has
@@ -280,7 +288,9 @@ impl ProcessGroupGloo {
                 format!("the input of shape {whole:?} is not {size} times the output, {part:?}"),
             );
         }
-        done(self.0.reduce_scatter(output, input, reduce))
+        let outputs = &[&*output];
+        let call = GlooCall { reduce, inputs: &[input], outputs, ..GlooCall::default() };
+        self.run(GlooOperation::ReduceScatter, call)
     }
 
     /// Sends `input_split_sizes[rank]` rows of `input` to each rank, and fills `output_split_sizes[rank]` rows of
@@ -298,12 +308,18 @@ impl ProcessGroupGloo {
         input_split_sizes: Option<&[i64]>,
     ) -> Result<()> {
         check(Operation::AllToAll, &[output, input])?;
-        let (to, from) =
-            (input_split_sizes.unwrap_or_default(), output_split_sizes.unwrap_or_default());
-        if let Some(split) = to.iter().chain(from).find(|&&split| split < 0) {
+        let call = GlooCall {
+            inputs: &[input],
+            outputs: &[output],
+            input_splits: input_split_sizes.unwrap_or_default(),
+            output_splits: output_split_sizes.unwrap_or_default(),
+            ..GlooCall::default()
+        };
+        let mut splits = call.input_splits.iter().chain(call.output_splits);
+        if let Some(split) = splits.find(|&&split| split < 0) {
             return refuse(Operation::AllToAll, format!("{split} rows cannot be sent"));
         }
-        done(self.0.all_to_all(output, input, from, to))
+        self.run(GlooOperation::AllToAll, call)
     }
 
     /// Waits until all ranks have called this. Follows `torch.distributed.barrier`.
@@ -311,7 +327,7 @@ impl ProcessGroupGloo {
     /// # Errors
     /// [`Error::Gloo`] if other ranks do not call it in time, or are gone.
     pub fn barrier(&self) -> Result<()> {
-        done(self.0.barrier())
+        self.run(GlooOperation::Barrier, GlooCall::default())
     }
 
     /// Sends `tensor` to rank `dst`. Messages with the same tag arrive in order.
@@ -323,7 +339,8 @@ impl ProcessGroupGloo {
     /// The errors of [`ProcessGroupGloo::all_reduce`].
     pub fn send(&self, tensor: &Tensor, dst: usize, tag: u16) -> Result<()> {
         self.check_message(Operation::Send, tensor, dst)?;
-        done(self.0.send(tensor, dst, tag))
+        let call = GlooCall { peer: dst, tag, inputs: &[tensor], ..GlooCall::default() };
+        self.run(GlooOperation::Send, call)
     }
 
     /// Receives into `tensor` the message that rank `src` sends with this tag.
@@ -334,7 +351,13 @@ impl ProcessGroupGloo {
     /// The errors of [`ProcessGroupGloo::all_reduce`].
     pub fn recv(&self, tensor: &mut Tensor, src: usize, tag: u16) -> Result<()> {
         self.check_message(Operation::Recv, tensor, src)?;
-        done(self.0.recv(tensor, src, tag))
+        let call = GlooCall { peer: src, tag, outputs: &[tensor], ..GlooCall::default() };
+        self.run(GlooOperation::Recv, call)
+    }
+
+    /// Runs an operation, and waits for its end.
+    fn run(&self, operation: GlooOperation, call: GlooCall<'_>) -> Result<()> {
+        self.0.start(operation, call)?.wait(&never())
     }
 
     fn reduction(&self, operation: Operation, op: ReduceOp, tensor: &Tensor) -> Result<Reduce> {
@@ -385,6 +408,20 @@ impl ProcessGroupGloo {
         check(operation, &list)?;
         Ok(list)
     }
+
+    /// Does what [`reduce_scatter_single`](Self::reduce_scatter_single) does, under the name that PyTorch had before
+    /// 2.13.
+    ///
+    /// # Errors
+    /// The errors of [`reduce_scatter_single`](Self::reduce_scatter_single).
+    pub fn reduce_scatter_tensor(
+        &self,
+        output: &mut Tensor,
+        input: &Tensor,
+        op: ReduceOp,
+    ) -> Result<()> {
+        self.reduce_scatter_single(output, input, op)
+    }
 }
 
 /// Checks the tensors for problems that libtorch would not report as errors.
@@ -402,8 +439,4 @@ fn check(operation: Operation, tensors: &[&Tensor]) -> Result<()> {
         }
     }
     Ok(())
-}
-
-fn done(work: Result<GlooWork>) -> Result<()> {
-    work?.wait(&never())
 }

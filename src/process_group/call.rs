@@ -1,13 +1,12 @@
-//! One rank's call of a collective: its arguments and its tensors.
+//! One rank's call of a collective: its arguments and its tensors, and the error that refuses them.
 
-use std::fmt;
 use std::ops::Range;
 use std::time::Duration;
 
 use tch::{Kind, Tensor};
 
 use super::reduce_op::ReduceOp;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::operation::{OpId, Operation};
 use crate::runtime::CallSite;
 
@@ -37,16 +36,9 @@ impl OnPiece<'_> {
     }
 }
 
-impl fmt::Debug for OnPiece<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("OnPiece")
-    }
-}
-
 /// One rank's call of a collective: its arguments and its tensors, which are contiguous for a backend.
 ///
 /// The operation determines which tensors there are. A list has one tensor for each rank, in rank order.
-#[derive(Debug)]
 pub(crate) struct Call<'a> {
     pub operation: Operation,
     /// The call's number in the order of this rank's collectives, from 0.
@@ -121,4 +113,14 @@ impl Call<'_> {
     pub(super) fn root(&self) -> usize {
         self.root.unwrap_or(0)
     }
+}
+
+/// Returns an error in the arguments of `operation`.
+pub(super) fn refuse<T>(operation: Operation, why: String) -> Result<T> {
+    Err(Error::InvalidInput(format!("{operation}: {why}")))
+}
+
+/// Returns the error of a tensor that is undefined.
+pub(super) fn undefined<T>(operation: Operation) -> Result<T> {
+    refuse(operation, "the tensor is undefined; make one first".into())
 }

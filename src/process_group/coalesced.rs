@@ -5,9 +5,8 @@
 
 use tch::Tensor;
 
-use super::call::Options;
+use super::call::{Options, refuse};
 use super::in_place::join_shapes;
-use super::refuse::refuse;
 use super::{ProcessGroup, ReduceOp};
 use crate::error::Result;
 use crate::ffi::TorchResult;

@@ -1,5 +1,7 @@
 //! Every collective, with PyTorch's names and argument order.
 
+use std::time::Duration;
+
 use tch::Tensor;
 
 use super::call::Options;
@@ -431,5 +433,58 @@ impl ProcessGroup {
         let inputs = Contiguous::new(operation, input)?.parts(operation, "input", &inputs)?;
         self.collective(operation, Options::default(), &[], &inputs, &outputs)?;
         contiguous.write_back(output)
+    }
+
+    /// Does what [`all_gather_single`](Self::all_gather_single) does, under the name that PyTorch had before 2.13.
+    ///
+    /// # Errors
+    /// The errors of [`all_gather_single`](Self::all_gather_single).
+    #[track_caller]
+    pub fn all_gather_into_tensor(
+        &self,
+        output_tensor: &mut Tensor,
+        input_tensor: &Tensor,
+    ) -> Result<()> {
+        self.all_gather_single(output_tensor, input_tensor)
+    }
+
+    /// Does what [`reduce_scatter_single`](Self::reduce_scatter_single) does, under the name that PyTorch had before
+    /// 2.13.
+    ///
+    /// # Errors
+    /// The errors of [`reduce_scatter_single`](Self::reduce_scatter_single).
+    #[track_caller]
+    pub fn reduce_scatter_tensor(
+        &self,
+        output: &mut Tensor,
+        input: &Tensor,
+        op: ReduceOp,
+    ) -> Result<()> {
+        self.reduce_scatter_single(output, input, op)
+    }
+
+    /// Waits until every rank has called this.
+    ///
+    /// Follows `torch.distributed.barrier`.
+    ///
+    /// # Errors
+    /// The errors of [`ProcessGroup::all_reduce`].
+    #[track_caller]
+    pub fn barrier(&self) -> Result<()> {
+        self.collective(Operation::Barrier, Options::default(), &[], &[], &[])
+    }
+
+    /// Waits like [`barrier`](Self::barrier), but for at most `timeout`. The error names all ranks that have not
+    /// called it.
+    ///
+    /// Follows `torch.distributed.monitored_barrier` with `wait_all_ranks`. (Here, every collective names the ranks
+    /// that it waited for in vain.)
+    ///
+    /// # Errors
+    /// The errors of [`ProcessGroup::all_reduce`].
+    #[track_caller]
+    pub fn monitored_barrier(&self, timeout: Duration) -> Result<()> {
+        let options = Options { timeout: Some(timeout), ..Options::default() };
+        self.collective(Operation::Barrier, options, &[], &[], &[])
     }
 }

@@ -2,7 +2,7 @@
 
 use tch::Tensor;
 
-use super::refuse::undefined;
+use super::call::undefined;
 use crate::error::{Error, Result};
 use crate::ffi::{TensorFacts, TorchResult};
 use crate::operation::Operation;

@@ -16,7 +16,7 @@ use std::rc::Rc;
 
 use tch::Tensor;
 
-use super::refuse::refuse;
+use super::call::refuse;
 use super::{ProcessGroup, ReduceOp};
 use crate::error::Result;
 use crate::ffi::{TorchResult, linear};
@@ -68,12 +68,11 @@ pub fn all_reduce(tensor: &Tensor, group: &Rc<ProcessGroup>) -> Result<Tensor> {
 /// # Errors
 /// The errors of [`ProcessGroup::broadcast`] and of the [module](self).
 pub fn broadcast(tensor: &Tensor, src: usize, group: &Rc<ProcessGroup>) -> Result<Tensor> {
-    let group = group.clone();
-    unweighted(tensor, group.clone(), move |tensor, transposed| {
+    unweighted(tensor, group, move |tensor, transposed, group| {
         if !transposed {
-            return broadcasted(tensor, src, &group);
+            return broadcasted(tensor, src, group);
         }
-        let sum = reduced(tensor, src, &group)?;
+        let sum = reduced(tensor, src, group)?;
         if group.rank() == src { Ok(sum) } else { zeros(&sum.size(), &sum) }
     })
 }
@@ -87,9 +86,8 @@ pub fn broadcast(tensor: &Tensor, src: usize, group: &Rc<ProcessGroup>) -> Resul
 /// # Errors
 /// The errors of [`ProcessGroup::reduce`] and of the [module](self).
 pub fn reduce(tensor: &Tensor, dst: usize, group: &Rc<ProcessGroup>) -> Result<Tensor> {
-    let group = group.clone();
-    unweighted(tensor, group.clone(), move |tensor, transposed| {
-        if transposed { broadcasted(tensor, dst, &group) } else { reduced(tensor, dst, &group) }
+    unweighted(tensor, group, move |tensor, transposed, group| {
+        if transposed { broadcasted(tensor, dst, group) } else { reduced(tensor, dst, group) }
     })
 }
 
@@ -101,9 +99,8 @@ pub fn reduce(tensor: &Tensor, dst: usize, group: &Rc<ProcessGroup>) -> Result<T
 /// # Errors
 /// The errors of [`ProcessGroup::gather`] and of the [module](self).
 pub fn gather(tensor: &Tensor, dst: usize, group: &Rc<ProcessGroup>) -> Result<Vec<Tensor>> {
-    let group = group.clone();
-    let all = unweighted(tensor, group.clone(), move |tensor, transposed| {
-        if transposed { scattered(tensor, dst, &group) } else { gathered(tensor, dst, &group) }
+    let all = unweighted(tensor, group, move |tensor, transposed, group| {
+        if transposed { scattered(tensor, dst, group) } else { gathered(tensor, dst, group) }
     })?;
     rows(&all)
 }
@@ -118,9 +115,8 @@ pub fn gather(tensor: &Tensor, dst: usize, group: &Rc<ProcessGroup>) -> Result<V
 /// The errors of [`ProcessGroup::scatter`] and of the [module](self).
 pub fn scatter(tensors: &[Tensor], src: usize, group: &Rc<ProcessGroup>) -> Result<Tensor> {
     let all = stacked(Operation::Scatter, tensors, group)?;
-    let group = group.clone();
-    unweighted(&all, group.clone(), move |tensor, transposed| {
-        if transposed { gathered(tensor, src, &group) } else { scattered(tensor, src, &group) }
+    unweighted(&all, group, move |tensor, transposed, group| {
+        if transposed { gathered(tensor, src, group) } else { scattered(tensor, src, group) }
     })
 }
 
@@ -183,9 +179,8 @@ pub use self::all_gather_single as all_gather_into_tensor;
 /// The errors of [`ProcessGroup::reduce_scatter`] and of the [module](self).
 pub fn reduce_scatter(input_list: &[Tensor], group: &Rc<ProcessGroup>) -> Result<Tensor> {
     let all = stacked(Operation::ReduceScatter, input_list, group)?;
-    let group = group.clone();
-    unweighted(&all, group.clone(), move |tensor, transposed| {
-        if transposed { all_rows(tensor, &group) } else { sum_of_rows(tensor, &group) }
+    unweighted(&all, group, move |tensor, transposed, group| {
+        if transposed { all_rows(tensor, group) } else { sum_of_rows(tensor, group) }
     })
 }
 
@@ -238,12 +233,12 @@ pub fn all_to_all_single(
     input_split_sizes: Option<&[i64]>,
     group: &Rc<ProcessGroup>,
 ) -> Result<Tensor> {
-    let group = group.clone();
-    let splits = [output_split_sizes, input_split_sizes].map(|splits| splits.map(<[i64]>::to_vec));
+    let output_splits = output_split_sizes.map(<[i64]>::to_vec);
+    let input_splits = input_split_sizes.map(<[i64]>::to_vec);
     let shape = input.size();
-    unweighted(input, group.clone(), move |tensor, transposed| {
-        let [output, input] = &splits;
-        let [to, from] = if transposed { [input, output] } else { [output, input] };
+    unweighted(input, group, move |tensor, transposed, group| {
+        let to = if transposed { &input_splits } else { &output_splits };
+        let from = if transposed { &output_splits } else { &input_splits };
         let mut shape = shape.clone();
         if let (Some(rows), Some(splits)) = (shape.first_mut(), to) {
             *rows = splits.iter().sum();
@@ -256,9 +251,8 @@ pub fn all_to_all_single(
 
 /// Gathers like [`all_gather`] into one tensor with a row for each rank.
 fn gathered_by_all(tensor: &Tensor, group: &Group) -> Result<Tensor> {
-    let group = group.clone();
-    unweighted(tensor, group.clone(), move |tensor, transposed| {
-        if transposed { sum_of_rows(tensor, &group) } else { all_rows(tensor, &group) }
+    unweighted(tensor, group, move |tensor, transposed, group| {
+        if transposed { sum_of_rows(tensor, group) } else { all_rows(tensor, group) }
     })
 }
 
@@ -289,14 +283,15 @@ fn copy(tensor: &Tensor) -> Result<Tensor> {
 /// Applies [`linear`] for a collective without weighted gradients: `backward_weighted` through it is refused.
 fn unweighted(
     input: &Tensor,
-    group: Group,
-    f: impl Fn(&Tensor, bool) -> Result<Tensor> + 'static,
+    group: &Group,
+    f: impl Fn(&Tensor, bool, &Group) -> Result<Tensor> + 'static,
 ) -> Result<Tensor> {
+    let group = group.clone();
     linear(input, move |tensor, transposed| {
         if transposed {
             group.refuse_weights_in_autograd()?;
         }
-        f(tensor, transposed)
+        f(tensor, transposed, &group)
     })
 }
 

@@ -2,8 +2,7 @@
 
 use std::sync::Arc;
 
-use super::call::{Call, Options};
-use super::refuse::refuse;
+use super::call::{Call, Options, refuse};
 use super::{Backend, Bootstrap, ProcessGroup, RankIdentity};
 use crate::error::{Error, Result};
 use crate::operation::Operation;
@@ -62,15 +61,16 @@ impl ProcessGroup {
     fn join_sub_group(&self, ranks: &[usize], place: usize, sequence: u64) -> Result<ProcessGroup> {
         let members: Arc<[usize]> = ranks.iter().map(|&rank| self.shared.members()[rank]).collect();
         let here = ranks.iter().filter(|rank| self.shared.here().contains(rank)).count();
-        let caller = (&**self.run(), self.global_rank());
-        let bootstrap = self.sub_groups.fetch(sequence, here, caller, || match &self.network {
+        let rank = self.global_rank();
+        let connect = || match &self.network {
             Some(network) if here < ranks.len() => {
                 let name = format!("group/{sequence}");
                 let connect = |members| network.part(ranks, &name, members);
                 Bootstrap::between_processes(self.backend, self.run(), members, connect)
             }
             _ => Bootstrap::within_process(self.backend_here(), self.run(), members),
-        })?;
+        };
+        let bootstrap = self.sub_groups.fetch(sequence, here, self.run(), rank, connect)?;
         let group = bootstrap.join(RankIdentity { rank: place, ..self.identity() })?;
         Ok(group.record_as_part_of(self, sequence))
     }

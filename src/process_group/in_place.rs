@@ -16,6 +16,13 @@ use crate::error::{Error, Result};
 use crate::ffi::TorchResult;
 use crate::operation::Operation;
 
+/// How to combine the ranks' tensors: the operation, and this rank's weight if ranks have weights.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct WeightedReduction {
+    pub op: ReduceOp,
+    pub weight: Option<f64>,
+}
+
 impl ProcessGroup {
     /// Returns whether the ranks read each other's tensors in memory, so that lists of tensors can be reduced in place.
     pub(crate) fn reduces_in_place(&self) -> bool {
@@ -43,7 +50,7 @@ impl ProcessGroup {
     /// which it is reduced while it is in the processor's cache. No rank leaves before every rank is done.
     ///
     /// `on_piece` gets the index of the tensor, the elements there, and whether `scratch` holds their result. If not, the
-    /// tensor itself does: a single rank has its result already, and so have all ranks without an `op`.
+    /// tensor itself does: a single rank has its result already, and so have all ranks without a `reduction`.
     ///
     /// Only for a group that [`reduces_in_place`](Self::reduces_in_place), with contiguous tensors.
     ///
@@ -55,7 +62,7 @@ impl ProcessGroup {
         tensors: &[Tensor],
         shapes: &[i64],
         scratch: &Tensor,
-        (op, weight): (Option<ReduceOp>, Option<f64>),
+        reduction: Option<WeightedReduction>,
         on_piece: &dyn Fn(usize, Range<usize>, bool) -> Result<()>,
     ) -> Result<()> {
         if !self.reduces_in_place() {
@@ -64,7 +71,11 @@ impl ProcessGroup {
                 self.backend()
             )));
         }
-        let options = Options { reduce_op: op, weight, ..Options::default() };
+        let options = Options {
+            reduce_op: reduction.map(|reduction| reduction.op),
+            weight: reduction.and_then(|reduction| reduction.weight),
+            ..Options::default()
+        };
         let output = std::slice::from_ref(scratch);
         let mut call =
             self.check_call(Operation::ReduceScatter, options, shapes, tensors, output)?;
@@ -111,10 +122,11 @@ impl ProcessGroup {
         make: impl FnOnce() -> Result<Vec<Tensor>>,
     ) -> Result<Vec<Tensor>> {
         self.barrier()?; // no rank uses the tensors any more that `make` reads
-        let (sequence, ranks) = (self.sequence()?, self.local_world_size());
+        let sequence = self.sequence()?;
+        let ranks = self.local_world_size();
         let make = || Ok(Arc::new(Mutex::new(make()?)));
-        let caller = (&**self.run(), self.global_rank());
-        let tensors = self.shared.tensors().fetch(sequence, ranks, caller, make)?;
+        let rank = self.global_rank();
+        let tensors = self.shared.tensors().fetch(sequence, ranks, self.run(), rank, make)?;
         let tensors = tensors.lock();
         tensors.iter().map(|tensor| tensor.f_data().doing("sharing a tensor")).collect()
     }

@@ -7,7 +7,6 @@ mod arguments;
 mod asynchronous;
 mod backend;
 mod backends;
-mod barriers;
 mod bootstrap;
 pub mod c10d;
 mod call;
@@ -15,7 +14,6 @@ mod coalesced;
 mod collectives;
 mod comm_thread;
 mod contiguous;
-mod device_name;
 mod dispatch;
 mod dtype;
 pub mod functional;
@@ -28,14 +26,10 @@ mod local;
 mod nccl;
 mod network;
 mod objects;
-mod p2p_op;
 mod point_to_point;
 mod reduce_op;
-mod refuse;
-mod renamed;
 mod threaded;
 mod traffic;
-mod weighted;
 mod weights;
 mod work;
 
@@ -53,18 +47,17 @@ use backend::SequencedBackend;
 pub use backends::Backend;
 pub(crate) use bootstrap::Bootstrap;
 use comm_thread::CommunicationThread;
-pub(crate) use device_name::{device_name, rank_label};
 pub(crate) use dtype::num_bytes;
 pub use dtype::{DTYPES, dtype_name, parse_dtype};
 pub(crate) use gloo::DIRECT_MAX_BYTES;
 use gpu_clock::GpuClock;
-pub(crate) use in_place::join_shapes;
+pub(crate) use in_place::{WeightedReduction, join_shapes};
 pub(crate) use instrumentation::CallContext;
 use instrumentation::PhaseTracker;
 use local::{OncePerProcess, Shared};
 pub(crate) use nccl::version as nccl_version;
 pub(crate) use network::{HEADER_BYTES, HEADER_MAX_DATA_BYTES, Network, ProcessMap};
-pub use p2p_op::P2POp;
+pub use point_to_point::P2POp;
 pub use reduce_op::ReduceOp;
 pub use traffic::Traffic;
 use traffic::TrafficCounter;
@@ -330,4 +323,19 @@ impl ProcessGroup {
     fn detach(&self) -> Option<SequencedBackend> {
         self.sequenced.borrow_mut().take()
     }
+}
+
+/// Returns a device as this program prints it: `CPU`, `GPU:0`.
+pub(crate) fn device_name(device: Device) -> String {
+    match device {
+        Device::Cuda(index) => format!("GPU:{index}"),
+        Device::Cpu => "CPU".into(),
+        other => format!("{other:?}"),
+    }
+}
+
+/// Returns a rank's label: its device type and its number on its machine, such as `CPU:1` or `GPU:0`.
+pub(crate) fn rank_label(device: Device, local_rank: usize) -> String {
+    let device_type = if matches!(device, Device::Cuda(_)) { "GPU" } else { "CPU" };
+    format!("{device_type}:{local_rank}")
 }

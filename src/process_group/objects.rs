@@ -44,9 +44,9 @@ impl ProcessGroup {
         const NAME: &str = "broadcast_object_list";
         let is_source = self.rank() == src;
         let bytes = if is_source { to_bytes(NAME, &*object_list)? } else { Vec::new() };
-        let mut len = self.lengths(&[bytes.len()])?;
+        let mut len = self.length_tensor(bytes.len())?;
         self.broadcast(&mut len, src)?;
-        let mut bytes = self.tensor_of(&bytes, self.read_lengths(NAME, &len)?[0])?;
+        let mut bytes = self.tensor_of(&bytes, self.read_length(NAME, &len)?)?;
         self.broadcast(&mut bytes, src)?;
         if is_source {
             return self.await_launched();
@@ -162,12 +162,12 @@ impl ProcessGroup {
         }
         let list = scatter_object_input_list.unwrap_or_default();
         let list = list.iter().map(|object| to_bytes(NAME, object)).collect::<Result<Vec<_>>>()?;
-        let mut len = self.lengths(&[0])?;
-        let lengths = list.iter().map(|bytes| self.lengths(&[bytes.len()]));
+        let mut len = self.length_tensor(0)?;
+        let lengths = list.iter().map(|bytes| self.length_tensor(bytes.len()));
         let lengths = lengths.collect::<Result<Vec<_>>>()?;
         self.scatter(&mut len, (self.rank() == src).then_some(&lengths[..]), src)?;
         // Only rank `src` sends data in this all_to_all, so nothing needs padding.
-        let len = self.read_lengths(NAME, &len)?[0];
+        let len = self.read_length(NAME, &len)?;
         let none = vec![0; self.world_size()];
         let (mut from, mut to) = (none.clone(), none);
         from[src] = len as i64;
@@ -206,7 +206,7 @@ impl ProcessGroup {
     #[track_caller]
     pub fn send_object_list<T: Serialize>(&self, object_list: &[T], dst: usize) -> Result<()> {
         let bytes = to_bytes("send_object_list", &object_list)?;
-        self.send(&self.lengths(&[bytes.len()])?, dst, OBJECTS)?;
+        self.send(&self.length_tensor(bytes.len())?, dst, OBJECTS)?;
         self.send(&self.tensor_of(&bytes, bytes.len())?, dst, OBJECTS)?;
         self.await_launched()
     }
@@ -220,9 +220,9 @@ impl ProcessGroup {
     #[track_caller]
     pub fn recv_object_list<T: DeserializeOwned>(&self, src: usize) -> Result<Vec<T>> {
         const NAME: &str = "recv_object_list";
-        let mut len = self.lengths(&[0])?;
+        let mut len = self.length_tensor(0)?;
         self.recv(&mut len, Some(src), OBJECTS)?;
-        let mut bytes = self.tensor_of(&[], self.read_lengths(NAME, &len)?[0])?;
+        let mut bytes = self.tensor_of(&[], self.read_length(NAME, &len)?)?;
         self.recv(&mut bytes, Some(src), OBJECTS)?;
         from_bytes(NAME, &self.bytes_of(&bytes)?)
     }
@@ -240,9 +240,9 @@ impl ProcessGroup {
     /// the longest frame of all ranks.
     #[track_caller]
     fn framed(&self, name: &str, bytes: &[u8]) -> Result<Tensor> {
-        let mut longest = self.lengths(&[bytes.len()])?;
+        let mut longest = self.length_tensor(bytes.len())?;
         self.all_reduce(&mut longest, ReduceOp::Max)?;
-        let longest = self.read_lengths(name, &longest)?[0];
+        let longest = self.read_length(name, &longest)?;
         let frame = [&(bytes.len() as u64).to_le_bytes(), bytes].concat();
         self.tensor_of(&frame, LENGTH + longest)
     }
@@ -275,14 +275,15 @@ impl ProcessGroup {
         self.to_device(&Tensor::from_slice(&padded))
     }
 
-    fn lengths(&self, lengths: &[usize]) -> Result<Tensor> {
-        let lengths: Vec<i64> = lengths.iter().map(|&len| len as i64).collect();
-        self.to_device(&Tensor::from_slice(&lengths))
+    /// Returns a length as a tensor on the rank's device.
+    fn length_tensor(&self, len: usize) -> Result<Tensor> {
+        self.to_device(&Tensor::from_slice(&[len as i64]))
     }
 
-    fn read_lengths(&self, name: &str, lengths: &Tensor) -> Result<Vec<usize>> {
-        let lengths = Vec::<i64>::try_from(self.to_host(lengths)?).doing("reading lengths")?;
-        lengths.into_iter().map(|len| length(name, len)).collect()
+    /// Reads a length that another rank may have sent.
+    fn read_length(&self, name: &str, len: &Tensor) -> Result<usize> {
+        let len = self.to_host(len)?.f_int64_value(&[0]).doing("reading a length")?;
+        length(name, len)
     }
 
     fn bytes_of(&self, tensor: &Tensor) -> Result<Vec<u8>> {

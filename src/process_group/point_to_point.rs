@@ -4,17 +4,17 @@ use std::panic::Location;
 
 use tch::{Device, Tensor};
 
+use super::call::refuse;
 use super::contiguous::Contiguous;
-use super::local::{Contents, P2pRequest};
+use super::local::{Contents, P2pRequest, Side};
 use super::network::OutgoingMessage;
-use super::refuse::refuse;
 use super::work::{OtherSide, State};
-use super::{P2POp, ProcessGroup, Traffic, Work, num_bytes};
+use super::{ProcessGroup, Traffic, Work, num_bytes};
 #[cfg(doc)]
 use crate::error::Error;
 use crate::error::Result;
 use crate::ffi::cuda;
-use crate::operation::OpId;
+use crate::operation::{OpId, Operation};
 use crate::runtime::OpStart;
 
 impl ProcessGroup {
@@ -277,5 +277,37 @@ impl ProcessGroup {
         }
         self.messages.set(self.messages.get() + ops.len() as u64);
         ops.iter().map(|_| self.launched()).collect()
+    }
+}
+
+/// One message of [`ProcessGroup::batch_isend_irecv`]. Follows `torch.distributed.P2POp`.
+#[derive(Debug)]
+pub struct P2POp {
+    pub(super) side: Side,
+    pub(super) tensor: Tensor,
+    /// The other rank. `None` to receive from any rank.
+    pub(super) peer: Option<usize>,
+    pub(super) tag: u64,
+}
+
+impl P2POp {
+    /// Describes a message to send, as [`ProcessGroup::isend`] sends it.
+    pub fn isend(tensor: &Tensor, dst: usize, tag: u64) -> Self {
+        let tensor = tensor.shallow_clone();
+        Self { side: Side::Send, tensor, peer: Some(dst), tag }
+    }
+
+    /// Describes a message to receive, as [`ProcessGroup::irecv`] receives it.
+    pub fn irecv(tensor: &mut Tensor, src: Option<usize>, tag: u64) -> Self {
+        let tensor = tensor.shallow_clone();
+        Self { side: Side::Receive, tensor, peer: src, tag }
+    }
+
+    pub(super) fn is_send(&self) -> bool {
+        self.side == Side::Send
+    }
+
+    pub(super) fn operation(&self) -> Operation {
+        if self.is_send() { Operation::Send } else { Operation::Recv }
     }
 }

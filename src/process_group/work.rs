@@ -201,9 +201,9 @@ mod tests {
     #[test]
     fn lost_communication_thread_is_a_failure_of_its_rank() {
         let run = Arc::new(RunContext::new(4, Duration::from_secs(60), None));
-        let (ending, ended) = bounded(1);
-        let work = Work::new(State::Queued(ended), run.clone(), 3);
-        drop(ending);
+        let (ended_tx, ended_rx) = bounded(1);
+        let work = Work::new(State::Queued(ended_rx), run.clone(), 3);
+        drop(ended_tx);
         let error = work.wait().unwrap_err();
         assert!(matches!(error, Error::Abandoned { rank: 3 }), "{error}");
         let told: Vec<_> =

@@ -10,7 +10,7 @@ use super::callbacks::{
     Callbacks, Checkpoints, EarlyStopping, EpochReport, Explanation, FaultInjection, Metrics,
     NonFiniteGuard, Order, Progress, ReplicaCheck, SaveEvery, Validation,
 };
-use super::loss_sum::LossSum;
+use super::loss::LossSum;
 use super::{Amp, Callback, Loss, TrainContext, Trainer};
 use crate::checkpoint::{CheckpointDir, TrainerState};
 use crate::data::{BatchSource, DataLoader};

@@ -8,13 +8,13 @@ use std::time::Instant;
 use tch::Tensor;
 use tch::nn::ModuleT;
 
-use super::loss_sum::LossSum;
+use super::loss::LossSum;
 use super::{Amp, Epoch, Loss, Step};
 use crate::checkpoint::TrainerState;
 use crate::data::{Batch, BatchSource};
 use crate::ddp::Strategy;
 use crate::error::{Error, Result};
-use crate::ffi::Generator;
+use crate::ffi::{Generator, TorchResult};
 use crate::optim::{GradScaler, Optimizer, ParameterState, Schedule};
 use crate::process_group::{ProcessGroup, rank_label};
 use crate::runtime::{StopReason, StopRequest};
@@ -177,7 +177,9 @@ impl<M> TrainContext<M> {
         state.epoch_losses.push(loss);
         let (epoch, steps) = (state.epoch, state.epoch_steps);
         state.epoch += 1;
-        (state.epoch_steps, state.samples_seen, state.skipped_samples) = (0, 0, 0);
+        state.epoch_steps = 0;
+        state.samples_seen = 0;
+        state.skipped_samples = 0;
         let group = self.group();
         let samples_per_second = samples as f64 / started.elapsed().as_secs_f64();
         Ok(Epoch {
@@ -216,5 +218,25 @@ impl<M: ModuleT> TrainContext<M> {
     pub(super) fn loss_of(&self, batch: &Batch) -> Result<Tensor> {
         let _autocast = self.amp.autocast(self.group().device())?;
         self.loss.of(&self.ddp.forward(&batch.inputs), &batch.targets)
+    }
+}
+
+/// A model's buffers, which a forward pass in training changes, such as the running statistics of batch norms: pairs of
+/// a copy of the former value and the buffer itself.
+#[derive(Debug)]
+pub(super) struct BufferSnapshot(Vec<(Tensor, Tensor)>);
+
+impl BufferSnapshot {
+    /// Copies the buffers of `ddp`'s model.
+    pub(super) fn of<M>(ddp: &Strategy<M>) -> Result<Self> {
+        let buffers = ddp.state_dict().into_iter().filter(|(_, tensor)| !tensor.requires_grad());
+        let copy = |(_, tensor): (String, Tensor)| Ok((tensor.f_detach_copy()?, tensor));
+        buffers.map(copy).collect::<Result<_, _>>().map(Self).doing("copying buffers")
+    }
+
+    /// Copies the former values back.
+    pub(super) fn restore(self) -> Result<()> {
+        tch::no_grad(|| self.0.into_iter().try_for_each(|(copy, mut buffer)| buffer.f_copy_(&copy)))
+            .doing("restoring buffers")
     }
 }

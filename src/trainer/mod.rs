@@ -2,14 +2,12 @@
 //! happens during training is a [`Callback`].
 
 mod amp;
-mod buffers;
 mod builder;
 mod callback;
 mod callbacks;
 mod context;
 mod find_non_finite;
 mod loss;
-mod loss_sum;
 mod resume;
 mod step;
 mod summary;
@@ -50,7 +48,8 @@ impl<M: ModuleT> Trainer<M> {
     /// The first error on any rank.
     pub fn train(&mut self, max_epochs: u64) -> anyhow::Result<Summary> {
         let context = &mut self.context;
-        (context.max_epochs, context.ended_by) = (max_epochs.max(1), None);
+        context.max_epochs = max_epochs.max(1);
+        context.ended_by = None;
         if matches!(context.group().device(), Device::Cuda(_)) {
             context.warm_up()?;
         }

@@ -3,7 +3,7 @@
 use tch::nn::ModuleT;
 
 use super::TrainContext;
-use super::buffers::BufferSnapshot;
+use super::context::BufferSnapshot;
 use crate::error::Result;
 use crate::ffi::TorchResult;
 use crate::optim::GradState;

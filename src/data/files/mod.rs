@@ -1,14 +1,12 @@
 //! Data sets in files, of any supported format: `--dataset`.
 
 mod array;
-mod classes;
+mod built_in;
 mod csv;
-mod digits;
 mod file_dataset;
 mod format;
 mod idx;
 mod npy;
-mod random;
 mod safetensors;
 mod spec;
 mod text;
@@ -20,8 +18,8 @@ use format::Format;
 
 /// All formats, in the order in which messages list them.
 const FORMATS: [&dyn Format; 7] = [
-    &random::Random,
-    &digits::Digits,
+    &built_in::Random,
+    &built_in::Digits,
     &safetensors::SafetensorsFile,
     &npy::Npy,
     &idx::Idx,

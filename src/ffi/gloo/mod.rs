@@ -23,9 +23,10 @@ use crate::os::named;
 
 /// The reduction. Gloo has no average, and no bitwise reduction of floats.
 #[repr(u8)]
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) enum Reduce {
     // The numbers of `c10d::ReduceOp::RedOpType`.
+    #[default]
     Sum = 0,
     Product = 2,
     Min = 3,
@@ -129,9 +130,15 @@ impl GlooGroup {
         // Gloo's network threads inherit the name of the thread that creates them.
         let connect =
             move |store: &mut _, _: &_| named(c"ddp-mp gloo", || Group::new(store, &join));
-        let group = own.ask(("connecting to all ranks under", prefix), timeout, connect)?;
-        let (running, all_ended) = bounded(0);
-        Ok(Self { group: Mutex::new(Some(group)), rank, size, running: Some(running), all_ended })
+        let group = own.ask("connecting to all ranks under", prefix, timeout, connect)?;
+        let (running_tx, ended_rx) = bounded(0);
+        Ok(Self {
+            group: Mutex::new(Some(group)),
+            rank,
+            size,
+            running: Some(running_tx),
+            all_ended: ended_rx,
+        })
     }
 
     /// Returns this rank's number in the group.
@@ -144,103 +151,6 @@ impl GlooGroup {
         self.size
     }
 
-    /// Starts an in-place all-reduce. All ranks get the same bits, in every run. Each part goes round the ring from
-    /// another rank, so the order in which three or more floats are added depends on their position.
-    pub(crate) fn all_reduce(&self, tensor: &Tensor, reduce: Reduce) -> Result<GlooWork> {
-        self.start(GlooOperation::AllReduce, Arguments { reduce, outputs: &[tensor], ..none() })
-    }
-
-    /// Starts an in-place reduce to `root`. The contents of `tensor` are undefined on the other ranks.
-    pub(crate) fn reduce(&self, tensor: &Tensor, root: usize, reduce: Reduce) -> Result<GlooWork> {
-        let arguments = Arguments { reduce, peer: root, outputs: &[tensor], ..none() };
-        self.start(GlooOperation::Reduce, arguments)
-    }
-
-    /// Starts an in-place broadcast from `root`.
-    pub(crate) fn broadcast(&self, tensor: &Tensor, root: usize) -> Result<GlooWork> {
-        let arguments = Arguments { peer: root, outputs: &[tensor], ..none() };
-        self.start(GlooOperation::Broadcast, arguments)
-    }
-
-    /// Starts an all-gather: fills one of `outputs` from each rank.
-    pub(crate) fn all_gather(&self, outputs: &[&Tensor], input: &Tensor) -> Result<GlooWork> {
-        self.start(GlooOperation::AllGather, Arguments { inputs: &[input], outputs, ..none() })
-    }
-
-    /// Starts a gather: fills one of the root's `outputs` from each rank. The other ranks pass no outputs.
-    pub(crate) fn gather(
-        &self,
-        outputs: &[&Tensor],
-        input: &Tensor,
-        root: usize,
-    ) -> Result<GlooWork> {
-        let arguments = Arguments { peer: root, inputs: &[input], outputs, ..none() };
-        self.start(GlooOperation::Gather, arguments)
-    }
-
-    /// Starts a scatter: sends one of the root's `inputs` to each rank. The other ranks pass no inputs.
-    pub(crate) fn scatter(
-        &self,
-        output: &Tensor,
-        inputs: &[&Tensor],
-        root: usize,
-    ) -> Result<GlooWork> {
-        let arguments = Arguments { peer: root, inputs, outputs: &[output], ..none() };
-        self.start(GlooOperation::Scatter, arguments)
-    }
-
-    /// Starts a reduce-scatter: reduces `input`, and splits the result into equal parts, one for each rank.
-    pub(crate) fn reduce_scatter(
-        &self,
-        output: &Tensor,
-        input: &Tensor,
-        reduce: Reduce,
-    ) -> Result<GlooWork> {
-        let arguments = Arguments { reduce, inputs: &[input], outputs: &[output], ..none() };
-        self.start(GlooOperation::ReduceScatter, arguments)
-    }
-
-    /// Starts an all-to-all: sends `input_splits` rows of `input` to each rank, and fills `output_splits` rows of
-    /// `output` from each. If both are empty, all parts are equal.
-    pub(crate) fn all_to_all(
-        &self,
-        output: &Tensor,
-        input: &Tensor,
-        output_splits: &[i64],
-        input_splits: &[i64],
-    ) -> Result<GlooWork> {
-        if input_splits.len() != output_splits.len() {
-            let reason = "splits are for all ranks, on both sides".to_string();
-            return Err(Error::Gloo { doing: "all_to_all", reason });
-        }
-        let arguments = Arguments {
-            inputs: &[input],
-            outputs: &[output],
-            input_splits,
-            output_splits,
-            ..none()
-        };
-        self.start(GlooOperation::AllToAll, arguments)
-    }
-
-    /// Starts a barrier. It ends when all ranks have called it and their earlier operations have ended.
-    pub(crate) fn barrier(&self) -> Result<GlooWork> {
-        self.start(GlooOperation::Barrier, none())
-    }
-
-    /// Starts a send to one rank. Tensors with the same tag arrive in order. The send ends when the operating system
-    /// has taken the data.
-    pub(crate) fn send(&self, tensor: &Tensor, destination: usize, tag: u16) -> Result<GlooWork> {
-        let arguments = Arguments { peer: destination, tag, inputs: &[tensor], ..none() };
-        self.start(GlooOperation::Send, arguments)
-    }
-
-    /// Starts a receive from one rank.
-    pub(crate) fn recv(&self, tensor: &Tensor, source: usize, tag: u16) -> Result<GlooWork> {
-        let arguments = Arguments { peer: source, tag, outputs: &[tensor], ..none() };
-        self.start(GlooOperation::Recv, arguments)
-    }
-
     /// Makes all operations fail, here at once, and on other ranks as soon as they notice. The group cannot be used
     /// afterwards.
     pub(crate) fn abort(&self) -> Result<()> {
@@ -249,11 +159,11 @@ impl GlooGroup {
         aborted.map_err(|reason| Error::Gloo { doing: "abort", reason })
     }
 
-    fn start(&self, operation: GlooOperation, arguments: Arguments<'_>) -> Result<GlooWork> {
+    /// Starts an operation. It ends as described for [`GlooOperation`].
+    pub(crate) fn start(&self, operation: GlooOperation, call: GlooCall<'_>) -> Result<GlooWork> {
         let doing = operation.into();
         let fail = |reason| Error::Gloo { doing, reason: plain(reason) };
-        let Arguments { reduce, peer, tag, inputs, outputs, input_splits, output_splits } =
-            arguments;
+        let GlooCall { reduce, peer, tag, inputs, outputs, input_splits, output_splits } = call;
         let mut tensors = inputs.iter().chain(outputs);
         // Gloo uses only the address and the number of elements.
         if tensors.any(|tensor| tensor.device() != Device::Cpu || !tensor.is_contiguous()) {
@@ -262,10 +172,14 @@ impl GlooGroup {
         if peer >= self.size {
             return Err(fail(format!("there is no rank {peer} in a group of {}", self.size)));
         }
+        if input_splits.len() != output_splits.len() {
+            return Err(fail("splits are for all ranks, on both sides".into()));
+        }
         let handles = |tensors: &[&Tensor]| -> Vec<*mut C_tensor> {
             tensors.iter().map(|tensor| raw(tensor)).collect()
         };
-        let (inputs, outputs) = (handles(inputs), handles(outputs));
+        let inputs = handles(inputs);
+        let outputs = handles(outputs);
         let or_null =
             |splits: &[i64]| if splits.is_empty() { ptr::null() } else { splits.as_ptr() };
         let call = Call {
@@ -285,34 +199,26 @@ impl GlooGroup {
         let (Some(group), Some(running)) = (group.as_mut(), self.running.clone()) else {
             return Err(fail("the group is gone".into()));
         };
-        let (ending, result) = bounded(1);
+        let (result_tx, result_rx) = bounded(1);
         // SAFETY: pointers to live tensors and splits, with their lengths; both lists of splits are equally long.
-        unsafe { group.start(&call, Ended { result: ending, running }) }.map_err(fail)?;
-        Ok(GlooWork { doing, result })
+        unsafe { group.start(&call, Ended { result: result_tx, running }) }.map_err(fail)?;
+        Ok(GlooWork { doing, result: result_rx })
     }
 }
 
-/// The arguments of a call. [`none`] has the defaults.
-struct Arguments<'a> {
-    reduce: Reduce,
-    peer: usize,
-    tag: u16,
-    inputs: &'a [&'a Tensor],
-    outputs: &'a [&'a Tensor],
-    input_splits: &'a [i64],
-    output_splits: &'a [i64],
-}
-
-fn none<'a>() -> Arguments<'a> {
-    Arguments {
-        reduce: Reduce::Sum,
-        peer: 0,
-        tag: 0,
-        inputs: &[],
-        outputs: &[],
-        input_splits: &[],
-        output_splits: &[],
-    }
+/// The arguments of an operation, which uses some of them.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct GlooCall<'a> {
+    pub reduce: Reduce,
+    /// The root, the destination or the source.
+    pub peer: usize,
+    pub tag: u16,
+    pub inputs: &'a [&'a Tensor],
+    pub outputs: &'a [&'a Tensor],
+    /// The rows of the input for each rank.
+    pub input_splits: &'a [i64],
+    /// The rows of the output from each rank.
+    pub output_splits: &'a [i64],
 }
 
 impl fmt::Debug for GlooGroup {

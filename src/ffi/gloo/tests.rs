@@ -10,13 +10,53 @@ use std::time::Duration;
 use crossbeam::channel::{bounded, never};
 use tch::{Device, Kind, Tensor};
 
-use super::{GlooGroup, GlooWork, Reduce};
+use super::{GlooCall, GlooGroup, GlooWork, Reduce};
 use crate::error::{Error, Result};
+use crate::ffi::c10d::GlooOperation;
 use crate::ffi::store::TcpStore;
 use crate::ffi::store::tests::{TIMEOUT, connect, reason, serve};
 
 fn join(store: &TcpStore, rank: usize, size: usize) -> GlooGroup {
     GlooGroup::new(store, rank, size, TIMEOUT, None, absent).unwrap()
+}
+
+/// The operations that several tests start.
+impl GlooGroup {
+    fn all_reduce(&self, tensor: &Tensor, reduce: Reduce) -> Result<GlooWork> {
+        let call = GlooCall { reduce, outputs: &[tensor], ..GlooCall::default() };
+        self.start(GlooOperation::AllReduce, call)
+    }
+
+    fn broadcast(&self, tensor: &Tensor, root: usize) -> Result<GlooWork> {
+        let call = GlooCall { peer: root, outputs: &[tensor], ..GlooCall::default() };
+        self.start(GlooOperation::Broadcast, call)
+    }
+
+    fn all_to_all(
+        &self,
+        output: &Tensor,
+        input: &Tensor,
+        output_splits: &[i64],
+        input_splits: &[i64],
+    ) -> Result<GlooWork> {
+        let (inputs, outputs) = (&[input], &[output]);
+        let call = GlooCall { inputs, outputs, input_splits, output_splits, ..GlooCall::default() };
+        self.start(GlooOperation::AllToAll, call)
+    }
+
+    fn barrier(&self) -> Result<GlooWork> {
+        self.start(GlooOperation::Barrier, GlooCall::default())
+    }
+
+    fn send(&self, tensor: &Tensor, destination: usize, tag: u16) -> Result<GlooWork> {
+        let call = GlooCall { peer: destination, tag, inputs: &[tensor], ..GlooCall::default() };
+        self.start(GlooOperation::Send, call)
+    }
+
+    fn recv(&self, tensor: &Tensor, source: usize, tag: u16) -> Result<GlooWork> {
+        let call = GlooCall { peer: source, tag, outputs: &[tensor], ..GlooCall::default() };
+        self.start(GlooOperation::Recv, call)
+    }
 }
 
 fn on_ranks<T: Send>(size: usize, f: impl Fn(GlooGroup) -> T + Sync) -> Vec<T> {
@@ -84,7 +124,8 @@ fn collectives_return_the_defined_values() {
             }
             for root in 0..size {
                 let tensor = ints(&[rank, 1]);
-                done(gloo.reduce(&tensor, root, Reduce::Sum));
+                let call = GlooCall { peer: root, outputs: &[&tensor], ..GlooCall::default() };
+                done(gloo.start(GlooOperation::Reduce, call));
                 if gloo.rank() == root {
                     same(&tensor, &[n * (n - 1) / 2, n]);
                 }
@@ -97,18 +138,35 @@ fn collectives_return_the_defined_values() {
                     vec![]
                 };
                 let lists: Vec<&Tensor> = parts.iter().collect();
-                done(gloo.gather(&lists, &ints(&[rank, -rank]), root));
+                let mine = ints(&[rank, -rank]);
+                let call = GlooCall {
+                    peer: root,
+                    inputs: &[&mine],
+                    outputs: &lists,
+                    ..GlooCall::default()
+                };
+                done(gloo.start(GlooOperation::Gather, call));
                 parts.iter().zip(0..).for_each(|(part, r)| same(part, &[r, -r]));
                 let mine = ints(&[9, 9]);
-                done(gloo.scatter(&mine, &lists, root));
+                let call = GlooCall {
+                    peer: root,
+                    inputs: &lists,
+                    outputs: &[&mine],
+                    ..GlooCall::default()
+                };
+                done(gloo.start(GlooOperation::Scatter, call));
                 same(&mine, &[rank, -rank]);
             }
             let parts: Vec<Tensor> = (0..n).map(|_| ints(&[0])).collect();
-            done(gloo.all_gather(&parts.iter().collect::<Vec<_>>(), &ints(&[10 * rank])));
+            let mine = ints(&[10 * rank]);
+            let outputs: Vec<&Tensor> = parts.iter().collect();
+            let call = GlooCall { inputs: &[&mine], outputs: &outputs, ..GlooCall::default() };
+            done(gloo.start(GlooOperation::AllGather, call));
             parts.iter().zip(0..).for_each(|(part, r)| same(part, &[10 * r]));
             let mine = ints(&[0, 0]);
             let input = Tensor::arange(2 * n, (Kind::Int64, Device::Cpu));
-            done(gloo.reduce_scatter(&mine, &input, Reduce::Sum));
+            let call = GlooCall { inputs: &[&input], outputs: &[&mine], ..GlooCall::default() };
+            done(gloo.start(GlooOperation::ReduceScatter, call));
             same(&mine, &[n * 2 * rank, n * (2 * rank + 1)]);
             let output = ints(&all(&|_| 0));
             done(gloo.all_to_all(&output, &ints(&all(&|to| 10 * rank + to)), &[], &[]));

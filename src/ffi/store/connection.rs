@@ -58,27 +58,27 @@ impl StoreConnection {
         cancelled: &Receiver<Infallible>,
         open: impl FnOnce(&GivenUp) -> Result<Opened, String> + Send + 'static,
     ) -> Result<Self, String> {
-        let (requests, to_do) = unbounded::<Request>();
-        let (opening, opened) = bounded(1);
-        let (waiting, given_up) = bounded::<Infallible>(0);
-        let (running, ended) = bounded::<Infallible>(0);
+        let (requests_tx, requests_rx) = unbounded::<Request>();
+        let (opened_tx, opened_rx) = bounded(1);
+        let (waiting_tx, given_up_rx) = bounded::<Infallible>(0);
+        let (running_tx, ended_rx) = bounded::<Infallible>(0);
         let work = move || {
-            let _running = running; // closed last
-            let Opened { mut connection, server, local } = match open(&given_up) {
+            let _running = running_tx; // closed last
+            let Opened { mut connection, server, local } = match open(&given_up_rx) {
                 Ok(opened) => opened,
-                Err(reason) => return drop(opening.send(Err(reason))),
+                Err(reason) => return drop(opened_tx.send(Err(reason))),
             };
-            if opening.send(Ok((server, local))).is_ok() {
-                to_do.into_iter().for_each(|request| request(&mut connection));
+            if opened_tx.send(Ok((server, local))).is_ok() {
+                requests_rx.into_iter().for_each(|request| request(&mut connection));
             }
         };
         let thread = thread::Builder::new().name("ddp-mp store".into());
         thread.spawn(work).map_err(|error| limits::not_started("its thread", &error))?;
         // `open` respects the timeout itself, unless the server hangs.
-        let answer = answer(&opened, cancelled, timeout.saturating_add(WAIT_SLICE));
-        drop(waiting);
+        let answer = answer(&opened_rx, cancelled, timeout.saturating_add(WAIT_SLICE));
+        drop(waiting_tx);
         let (server, local) = answer?;
-        Ok(Self { requests: Some(requests), ended, server, local })
+        Ok(Self { requests: Some(requests_tx), ended: ended_rx, server, local })
     }
 
     /// Runs `request` on the thread, after earlier requests. Waits for the result for `timeout`, or until `cancelled`
@@ -89,20 +89,20 @@ impl StoreConnection {
         cancelled: &Receiver<Infallible>,
         request: impl FnOnce(&mut Connection, &GivenUp) -> Result<T, String> + Send + 'static,
     ) -> Result<T, String> {
-        let (replying, reply) = bounded(1);
-        let (waiting, given_up) = bounded::<Infallible>(0);
+        let (reply_tx, reply_rx) = bounded(1);
+        let (waiting_tx, given_up_rx) = bounded::<Infallible>(0);
         let request: Request = Box::new(move |store| {
-            if !is_closed(&given_up) {
+            if !is_closed(&given_up_rx) {
                 // The send fails if the caller no longer waits.
-                let _ = replying.send(request(store, &given_up));
+                let _ = reply_tx.send(request(store, &given_up_rx));
             }
         });
         if let Some(requests) = &self.requests {
-            // If the thread has ended, `reply` is closed as well.
+            // If the thread has ended, `reply_rx` is closed as well.
             let _ = requests.send(request);
         }
-        let answer = answer(&reply, cancelled, timeout);
-        drop(waiting);
+        let answer = answer(&reply_rx, cancelled, timeout);
+        drop(waiting_tx);
         answer
     }
 

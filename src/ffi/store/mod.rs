@@ -135,34 +135,34 @@ impl TcpStore {
     pub(crate) fn set(&self, key: &str, value: &[u8]) -> Result<()> {
         let (full, value) = (self.key(key), value.to_vec());
         self.check_size(&full, &[&value])?;
-        self.ask(("set", key), Duration::ZERO, move |store, _| store.set(&full, &value))
+        self.ask("set", key, Duration::ZERO, move |store, _| store.set(&full, &value))
     }
 
     /// Returns the value of `key`. Waits up to `timeout` until it is set. `None` if it is not.
     pub(crate) fn get(&self, key: &str, timeout: Duration) -> Result<Option<Vec<u8>>> {
         let full = self.key(key);
         self.check_size(&full, &[])?;
-        self.when_set(("get", key), vec![full], timeout, |store, keys| store.get(&keys[0]))
+        self.when_set("get", key, vec![full], timeout, |store, keys| store.get(&keys[0]))
     }
 
     /// Waits up to `timeout` until all `keys` are set. Returns `false` if they are not.
     pub(crate) fn wait(&self, keys: &[String], timeout: Duration) -> Result<bool> {
         let full = self.keys(keys)?;
-        let set = self.when_set(("wait", &told(keys)), full, timeout, |_, _| Ok(()))?;
+        let set = self.when_set("wait", &told(keys), full, timeout, |_, _| Ok(()))?;
         Ok(set.is_some())
     }
 
     /// Returns whether all `keys` are set.
     pub(crate) fn check(&self, keys: &[String]) -> Result<bool> {
         let full = self.keys(keys)?;
-        self.ask(("check", &told(keys)), Duration::ZERO, move |store, _| store.check(&full))
+        self.ask("check", &told(keys), Duration::ZERO, move |store, _| store.check(&full))
     }
 
     /// Adds to a counter, which starts at 0. Returns the sum.
     pub(crate) fn add(&self, key: &str, amount: i64) -> Result<i64> {
         let full = self.key(key);
         self.check_size(&full, &[])?;
-        self.ask(("add", key), Duration::ZERO, move |store, _| store.add(&full, amount))
+        self.ask("add", key, Duration::ZERO, move |store, _| store.add(&full, amount))
     }
 
     /// Sets `key` to `desired` if its value is `expected`, or if it is not set and `expected` is empty. Returns the
@@ -176,7 +176,7 @@ impl TcpStore {
         let full = self.key(key);
         self.check_size(&full, &[expected, desired])?;
         let (expected, desired) = (expected.to_vec(), desired.to_vec());
-        self.ask(("compare_set", key), Duration::ZERO, move |store, _| {
+        self.ask("compare_set", key, Duration::ZERO, move |store, _| {
             store.compare_set(&full, &expected, &desired)
         })
     }
@@ -208,25 +208,27 @@ impl TcpStore {
     /// Runs `request` on the connection's thread. It may take up to `waits` in addition to the response timeout.
     pub(super) fn ask<T: Send + 'static>(
         &self,
-        doing: (&str, &str),
+        doing: &str,
+        key: &str,
         waits: Duration,
         request: impl FnOnce(&mut Connection, &GivenUp) -> Result<T, String> + Send + 'static,
     ) -> Result<T> {
         let timeout = self.timeout.saturating_add(waits);
         let answer = self.client.connection.ask(timeout, &self.cancelled, request);
-        answer.map_err(|reason| self.failed(doing, reason))
+        answer.map_err(|reason| self.failed(doing, key, reason))
     }
 
     /// Returns the result of `read` once all `keys` are set. `None` if they are not set within `timeout`.
     fn when_set<T: Send + 'static>(
         &self,
-        doing: (&str, &str),
+        doing: &str,
+        key: &str,
         keys: Vec<String>,
         timeout: Duration,
         read: impl Fn(&mut Connection, &[String]) -> Result<T, String> + Copy + Send + 'static,
     ) -> Result<Option<T>> {
         let (began, known) = (Instant::now(), keys.clone());
-        let at_once = self.ask(doing, Duration::ZERO, move |store, _| {
+        let at_once = self.ask(doing, key, Duration::ZERO, move |store, _| {
             store.check(&known)?.then(|| read(store, &known)).transpose()
         })?;
         if at_once.is_some() || timeout.is_zero() {
@@ -242,10 +244,10 @@ impl TcpStore {
             self.client.keep(connection);
             Ok(answer)
         };
-        waits().map_err(|reason| self.failed(doing, reason))
+        waits().map_err(|reason| self.failed(doing, key, reason))
     }
 
-    fn failed(&self, (doing, key): (&str, &str), reason: String) -> Error {
+    fn failed(&self, doing: &str, key: &str, reason: String) -> Error {
         let address = self.client.name.clone();
         Error::Store { address, doing: format!("{doing} {key:?}"), reason }
     }

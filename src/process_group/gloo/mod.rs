@@ -12,13 +12,13 @@
 //! per process these are the bits of `threaded`. With more, each process first reduces the tensors of its own ranks.
 //! Sums and products of float16 and bfloat16 then travel in float32, and are narrowed once, at the end.
 
-mod in_flight;
 mod packer;
 
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
+use crossbeam::channel::Receiver;
 use tch::{Device, Kind, Tensor};
 
 use super::backend::{self, BackendType, Devices, Join, RankBackend, Reach};
@@ -26,12 +26,11 @@ use super::call::Call;
 use super::local::{
     self, CallSlot, CollectiveFingerprint, Extras, Memory, Place, Shared, exchange_calls, my_slice,
 };
-use super::network::{Network, ProcessMap, SplitSizes};
+use super::network::{Network, ProcessMap, SplitSizes, Started};
 use super::{ReduceOp, Traffic, num_bytes, weights};
 use crate::error::{Error, Result};
 use crate::operation::{OpId, Operation};
 use crate::runtime::RunContext;
-use in_flight::InFlight;
 use packer::{Packer, sources};
 
 pub(super) const BACKEND: BackendType = BackendType {
@@ -299,5 +298,29 @@ impl RankBackend for GlooBackend {
 
     fn synchronize(&mut self, _: &dyn Fn()) -> Result<()> {
         self.run.check(self.global_rank())
+    }
+}
+
+/// An operation in the background, from when the processes have agreed on the call until Gloo has finished.
+struct InFlight {
+    network: Arc<Network>,
+    started: Started,
+}
+
+impl backend::InFlight for InFlight {
+    fn at(&self) -> OpId {
+        self.started.at
+    }
+
+    fn ended(&self) -> &Receiver<std::result::Result<(), String>> {
+        self.started.work.ended()
+    }
+
+    fn time_left(&self) -> Duration {
+        self.started.time_left()
+    }
+
+    fn wait(self: Box<Self>) -> Result<()> {
+        self.network.finish(&self.started)
     }
 }

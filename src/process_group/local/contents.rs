@@ -1,6 +1,6 @@
 //! The elements of small tensors, which travel with a rank's announcement.
 
-use super::span::Place;
+use super::conflict::Place;
 
 /// The largest size of a call's inputs, in bytes, with which they travel with the announcement. Every rank then reads all
 /// inputs, and not only a slice of each.

@@ -4,13 +4,13 @@ use std::sync::OnceLock;
 
 use tch::{Device, Kind, Tensor};
 
+use super::conflict::{Conflict, Place, Places, Span, Spans};
 use super::contents::{self, Contents};
-use super::span::{Conflict, Place, Places, Span, Spans};
 use crate::error::Result;
 use crate::ffi::{Shape, TensorFacts, cuda};
 use crate::operation::Operation;
 use crate::process_group::call::{Call, NEXT_SHAPE};
-use crate::process_group::device_name::device_name;
+use crate::process_group::device_name;
 use crate::process_group::dtype::{dtype_name, num_bytes};
 use crate::process_group::reduce_op::ReduceOp;
 use crate::runtime;

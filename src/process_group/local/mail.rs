@@ -7,7 +7,6 @@
 //! The thread that reads from another process posts its messages here too. Their [`Incoming`] then delivers or refuses
 //! the tensor.
 
-use std::fmt;
 use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 use std::thread::{self, Thread};
@@ -21,7 +20,6 @@ use crate::process_group::dtype::dtype_name;
 use crate::runtime::RunContext;
 
 /// The mailboxes of a group's ranks.
-#[derive(Debug)]
 pub(crate) struct Mailboxes {
     boxes: Box<[Mutex<Mailbox>]>,
     run: Arc<RunContext>,
@@ -29,14 +27,13 @@ pub(crate) struct Mailboxes {
 }
 
 /// Unmatched sends to one rank, and unmatched receives of that rank. Never both with the same source and tag.
-#[derive(Debug, Default)]
+#[derive(Default)]
 struct Mailbox {
     sent: Vec<Waiting>,
     expected: Vec<Waiting>,
 }
 
 /// One side of a message.
-#[derive(Debug)]
 pub(crate) struct P2pRequest {
     /// Send or receive.
     pub side: Side,
@@ -55,7 +52,6 @@ pub(crate) struct P2pRequest {
 }
 
 /// The tensor of a message.
-#[derive(Debug)]
 pub(crate) enum Contents {
     /// In the memory of this process.
     Here(Tensor),
@@ -64,7 +60,7 @@ pub(crate) enum Contents {
 }
 
 /// A message from a rank of another process.
-pub(crate) trait Incoming: fmt::Debug + Send {
+pub(crate) trait Incoming: Send {
     /// Fills `into`, now or when the bytes arrive, and then completes `delivery`.
     fn accept(self: Box<Self>, into: Tensor, delivery: Arc<Completion>);
 
@@ -73,7 +69,7 @@ pub(crate) trait Incoming: fmt::Debug + Send {
 }
 
 /// The connection that carries messages to and from another process.
-pub(crate) trait Carrier: fmt::Debug + Send + Sync {
+pub(crate) trait Carrier: Send + Sync {
     /// Ends the connection, which completes everything on it at once.
     fn cut(&self);
 }
@@ -103,7 +99,6 @@ impl P2pRequest {
     }
 }
 
-#[derive(Debug)]
 struct Waiting {
     request: P2pRequest,
     delivery: Arc<Completion>,
@@ -115,7 +110,6 @@ pub(crate) fn describe(kind: Kind, shape: &[i64]) -> String {
 }
 
 /// The outcome of one side of a message, once it is known.
-#[derive(Debug)]
 pub(crate) struct Completion {
     outcome: OnceLock<Outcome>,
     /// Thread that may wait for the outcome.
@@ -160,7 +154,6 @@ impl Completion {
 }
 
 /// One side of a message: posted, and perhaps not completed yet.
-#[derive(Debug)]
 pub(crate) struct PostedOp(Arc<Completion>);
 
 impl PostedOp {

@@ -14,12 +14,10 @@ mod mail;
 mod mismatch;
 mod once;
 mod shared;
-mod slice;
-mod span;
 
 pub(super) use compare::exchange_calls;
-pub(super) use conflict::Memory;
-pub(super) use element::{Kinds, Reduction, reduce};
+pub(super) use conflict::{Memory, Place};
+pub(super) use element::{Kinds, Reduction, my_slice, my_slices, reduce};
 pub(super) use fingerprint::{CollectiveFingerprint, Extras};
 pub(super) use mail::{
     Carrier, Completion, Contents, Incoming, Mailboxes, Outcome, P2pRequest, PostedOp, Side,
@@ -28,5 +26,3 @@ pub(super) use mail::{
 pub(super) use mismatch::{from_text, mismatch, sizes_differ, to_text};
 pub(super) use once::OncePerProcess;
 pub(super) use shared::{CallSlot, Shared};
-pub(super) use slice::{my_slice, my_slices};
-pub(super) use span::Place;

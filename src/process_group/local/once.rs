@@ -42,7 +42,8 @@ impl<K: Eq + Hash + Copy, T: Clone> OncePerProcess<K, T> {
         &self,
         key: K,
         ranks: usize,
-        (run, rank): (&RunContext, usize),
+        run: &RunContext,
+        rank: usize,
         make: impl FnOnce() -> Result<T>,
     ) -> Result<T> {
         let begins = || Entry { made: None, maker: rank, left: ranks, waiting: Vec::new() };
@@ -122,7 +123,7 @@ mod tests {
         let (its, of) = (once.clone(), run.clone());
         let maker = thread::spawn(move || {
             of.start(0);
-            its.fetch(7, 2, (&of, 0), || {
+            its.fetch(7, 2, &of, 0, || {
                 begun.send(()).unwrap();
                 results.recv().unwrap()
             })
@@ -132,7 +133,7 @@ mod tests {
         let waiter = thread::spawn(move || {
             of.start(1);
             let mut made = false;
-            let value = its.fetch(7, 2, (&of, 1), || {
+            let value = its.fetch(7, 2, &of, 1, || {
                 made = true;
                 Ok(0)
             });

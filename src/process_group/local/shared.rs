@@ -16,7 +16,6 @@ use crate::runtime::{Barrier, RunContext};
 pub(crate) type CallSlot = ExchangeSlot<CollectiveFingerprint>;
 
 /// The state of a group in one process. One rank creates it and hands it to the others.
-#[derive(Debug)]
 pub(crate) struct Shared {
     exchange: Arc<Exchange<CollectiveFingerprint>>,
     mail: Arc<Mailboxes>,

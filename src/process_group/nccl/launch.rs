@@ -13,7 +13,7 @@ use super::super::network::Network;
 use super::super::traffic::{Traffic, first_bytes, split_traffic};
 use super::super::{P2POp, ReduceOp, dtype_name, num_bytes, weights};
 use super::NcclBackend;
-use super::status::is_failure;
+use super::library::is_failure;
 use crate::error::{Error, Result};
 use crate::ffi::{TorchResult, cuda};
 use crate::operation::Operation;

@@ -1,11 +1,11 @@
-//! NCCL's library, which may be missing, and what the user has set for it.
+//! NCCL's library, which may be missing, what the user has set for it, and the results of its functions.
 
+use std::ffi::CStr;
 use std::path::PathBuf;
 use std::{env, fs};
 
-use cudarc::nccl::sys;
+use cudarc::nccl::sys::{self, ncclResult_t};
 
-use super::status::check;
 use crate::error::{Error, Result, Shown};
 
 /// Returns NCCL's version, such as `2.29.7`. `None` if NCCL is not installed.
@@ -109,6 +109,36 @@ pub(super) fn require_library() -> Result<()> {
          driver, or `pip install torch` for the wheel, or use --backend threaded"
             .into(),
     ))
+}
+
+/// Returns whether `result` is an error. "In progress" is none.
+pub(super) fn is_failure(result: &ncclResult_t) -> bool {
+    !matches!(result, ncclResult_t::ncclSuccess | ncclResult_t::ncclInProgress)
+}
+
+/// Turns NCCL's result into an error with NCCL's own message. "In progress" is no error.
+///
+/// NCCL keeps one last error for the whole process, whatever the communicator. Another rank may have written it, so the
+/// error says whose it is.
+pub(super) fn check(call: &'static str, result: ncclResult_t) -> Result<()> {
+    if !is_failure(&result) {
+        return Ok(());
+    }
+    // SAFETY: both functions return NCCL's strings, which live as long as the library. NCCL does not look at the
+    // communicator.
+    let (what, last) = unsafe {
+        let text = |string| CStr::from_ptr(string).to_string_lossy().into_owned();
+        let last = sys::ncclGetLastError(std::ptr::null_mut());
+        (
+            text(sys::ncclGetErrorString(result)),
+            if last.is_null() { String::new() } else { text(last) },
+        )
+    };
+    let reason = match last.trim() {
+        "" => what,
+        last => format!("{what}; NCCL's last error in this process: {last}"),
+    };
+    Err(Error::Nccl { call, reason })
 }
 
 #[cfg(test)]

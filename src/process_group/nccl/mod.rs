@@ -23,8 +23,6 @@ mod communicator;
 mod launch;
 mod launched;
 mod library;
-mod status;
-mod unique_id;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -41,11 +39,10 @@ use crate::error::{Error, Result};
 use crate::ffi::{TorchResult, cuda};
 use crate::operation::Operation;
 use crate::os::limits::not_started;
-use communicator::{Communicator, end_all};
+use communicator::{Communicator, UniqueId, end_all};
 use launched::Launched;
 pub(crate) use library::version;
-use status::{check, is_failure};
-use unique_id::UniqueId;
+use library::{check, is_failure};
 
 pub(super) const BACKEND: BackendType = BackendType {
     name: "nccl",
@@ -229,9 +226,8 @@ impl NcclBackend {
                     (id, share(place..place + 1))
                 }
                 None => {
-                    let caller = (&**run, members[place]);
                     let make = || Ok((UniqueId::new()?, share(0..2)));
-                    self.local_pairs.fetch((low, high), 2, caller, make)?
+                    self.local_pairs.fetch((low, high), 2, run, members[place], make)?
                 }
             };
             let pair = NcclBackend::join(shared, None, Arc::default(), place, self.gpu, id)?;

@@ -3,7 +3,6 @@
 //! Each exchange begins with headers of a fixed size: the call, and the size of each part. Gloo itself compares
 //! nothing, and a message of unexpected length would end the process. Small parts travel inside the header.
 
-use std::fmt;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -13,15 +12,15 @@ use crossbeam::channel::select_biased;
 use tch::{Kind, Tensor};
 use xxhash_rust::xxh3::xxh3_64;
 
-use super::header::{ExchangeHeader, HEADER_BYTES, HEADER_INT_BYTES, HEADER_MAX_DATA_BYTES};
+use super::header::{
+    ExchangeHeader, HEADER_BYTES, HEADER_INT_BYTES, HEADER_MAX_DATA_BYTES, StagingBuffers,
+};
 use super::lost::{self, FAILURE_CAUSE_TIMEOUT};
 use super::messages::{MessageListener, Messages};
 use super::process_map::ProcessMap;
 use super::split_sizes::{SplitSizes, padded};
-use super::staging::StagingBuffers;
-use super::started::Started;
 use crate::error::{Error, Result};
-use crate::ffi::{GlooGroup, GlooWork, Reduce, TcpStore, TorchResult};
+use crate::ffi::{GlooCall, GlooGroup, GlooOperation, GlooWork, TcpStore, TorchResult};
 use crate::operation::{OpId, Operation};
 use crate::process_group::call::Call;
 use crate::process_group::dtype::{dtype_name, num_bytes};
@@ -49,12 +48,6 @@ pub(crate) struct Network {
     /// The listener to which other processes connect for messages. `None` once `messages` has it, or without messages.
     listener: Option<MessageListener>,
     messages: Option<Messages>,
-}
-
-impl fmt::Debug for Network {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Network").field("map", &self.map).finish_non_exhaustive()
-    }
 }
 
 impl Network {
@@ -106,10 +99,15 @@ impl Network {
     pub(crate) fn with_messages_to(mut self, mail: &Arc<Mailboxes>) -> Result<Self> {
         let taken = || Error::Unsupported("a network has messages once".into());
         let listener = self.listener.take().ok_or_else(taken)?;
-        let (run, members) = (self.run.clone(), self.members.clone());
-        let store = self.store.clone();
-        self.messages =
-            Some(Messages::new((run, store), members, self.map.clone(), listener, mail));
+        let messages = Messages::new(
+            self.run.clone(),
+            self.store.clone(),
+            self.members.clone(),
+            self.map.clone(),
+            listener,
+            mail,
+        );
+        self.messages = Some(messages);
         Ok(self)
     }
 
@@ -232,7 +230,14 @@ impl Network {
         self.write_headers(call, parts, inline.then_some((begin, &send[..])));
         let equal = vec![HEADER_BYTES as i64; self.map.len()];
         let [mine, theirs] = self.staging.headers();
-        self.wait(call.at(), call.timeout, self.gloo.all_to_all(theirs, mine, &equal, &equal))?;
+        let headers = GlooCall {
+            inputs: &[mine],
+            outputs: &[theirs],
+            input_splits: &equal,
+            output_splits: &equal,
+            ..GlooCall::default()
+        };
+        self.wait(call.at(), call.timeout, self.gloo.start(GlooOperation::AllToAll, headers))?;
         self.read_headers(call, parts, inline.then_some(&receive[..]), describe)?;
         if inline { Ok(()) } else { self.send_parts(call, parts, begin) }
     }
@@ -261,7 +266,8 @@ impl Network {
                 tch::no_grad(multiply).doing("mul_")?;
             }
         }
-        self.started(call.at(), call.timeout, self.gloo.all_reduce(tensor, Reduce::Sum))
+        let sum = GlooCall { outputs: &[tensor], ..GlooCall::default() };
+        self.started(call.at(), call.timeout, self.gloo.start(GlooOperation::AllReduce, sum))
     }
 
     /// Exchanges the parts of a call whose headers have been read.
@@ -277,8 +283,16 @@ impl Network {
             tensor.f_narrow(0, begin as i64, sizes.iter().sum()).doing("narrow")
         };
         let [send, receive] = self.staging.parts();
-        let (send, receive) = (cut(send, begin, &to)?, cut(receive, 0, &from)?);
-        self.wait(call.at(), call.timeout, self.gloo.all_to_all(&receive, &send, &from, &to))
+        let send = cut(send, begin, &to)?;
+        let receive = cut(receive, 0, &from)?;
+        let parts = GlooCall {
+            inputs: &[&send],
+            outputs: &[&receive],
+            input_splits: &to,
+            output_splits: &from,
+            ..GlooCall::default()
+        };
+        self.wait(call.at(), call.timeout, self.gloo.start(GlooOperation::AllToAll, parts))
     }
 
     fn begins(&self, sizes: &[usize]) -> Vec<usize> {
@@ -435,4 +449,21 @@ fn fingerprint(call: &Call) -> u64 {
     let weighted = if weight.is_some() { " weighted" } else { "" };
     let kind = dtype_name(*kind);
     xxh3_64(format!("{operation} {reduce_op:?} {root:?} {kind} {shape:?}{weighted}").as_bytes())
+}
+
+/// A Gloo operation that was started for a call.
+pub(crate) struct Started {
+    pub work: GlooWork,
+    pub at: OpId,
+    /// Global rank that waits for it.
+    pub waiting: usize,
+    pub began: Instant,
+    pub timeout: Duration,
+}
+
+impl Started {
+    /// Returns the time left until the deadline.
+    pub(crate) fn time_left(&self) -> Duration {
+        self.timeout.saturating_sub(self.began.elapsed())
+    }
 }

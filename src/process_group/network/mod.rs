@@ -9,13 +9,11 @@ mod lost;
 mod messages;
 mod process_map;
 mod split_sizes;
-mod staging;
-mod started;
 
 pub(crate) use connection::Network;
+pub(super) use connection::Started;
 pub(crate) use header::{HEADER_BYTES, HEADER_MAX_DATA_BYTES};
 pub(super) use lost::connection_lost;
 pub(super) use messages::OutgoingMessage;
 pub(crate) use process_map::ProcessMap;
 pub(super) use split_sizes::SplitSizes;
-pub(super) use started::Started;

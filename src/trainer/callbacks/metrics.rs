@@ -67,7 +67,9 @@ impl Metrics {
             tokens_per_second: context.tokens_per_second(samples_per_second),
         };
         self.loss_sum = loss_sum;
-        (self.steps, self.samples, self.counted) = (0, 0, 0);
+        self.steps = 0;
+        self.samples = 0;
+        self.counted = 0;
         self.since = Instant::now();
         if let Some(logger) = &mut self.logger {
             logger.train(&metrics)?;

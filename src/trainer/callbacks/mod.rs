@@ -1,8 +1,6 @@
-//! The callbacks of this crate, a file each, and the order in which callbacks run.
+//! The callbacks of this crate, and the order in which callbacks run.
 
 mod checkpoints;
-mod early_stopping;
-mod epoch_report;
 mod explanation;
 mod fault_injection;
 mod metrics;
@@ -18,15 +16,13 @@ use anyhow::Result;
 use super::Callback;
 
 pub(super) use checkpoints::Checkpoints;
-pub(super) use early_stopping::EarlyStopping;
-pub(super) use epoch_report::EpochReport;
 pub(super) use explanation::Explanation;
 pub(super) use fault_injection::FaultInjection;
 pub(super) use metrics::Metrics;
 pub(super) use non_finite::NonFiniteGuard;
-pub(super) use progress::Progress;
+pub(super) use progress::{EpochReport, Progress};
 pub(super) use replica_check::ReplicaCheck;
-pub(super) use validation::Validation;
+pub(super) use validation::{EarlyStopping, Validation};
 
 pub use checkpoints::SaveEvery;
 pub(crate) use replica_check::compare_replicas;

@@ -5,7 +5,7 @@ use tch::nn::ModuleT;
 use tch::{Device, Tensor};
 
 use crate::ffi::TorchResult;
-use crate::trainer::buffers::BufferSnapshot;
+use crate::trainer::context::BufferSnapshot;
 use crate::trainer::find_non_finite::{gradients_finite, is_finite};
 use crate::trainer::{Callback, Step, TrainContext};
 

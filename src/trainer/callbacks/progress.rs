@@ -1,4 +1,4 @@
-//! Shows the current step at growing intervals, because an epoch may be long.
+//! Shows the current step at growing intervals, because an epoch may be long, and prints each epoch.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use anyhow::Result;
 
 use crate::telemetry::Printer;
-use crate::trainer::{Callback, Step, TrainContext};
+use crate::trainer::{Callback, Epoch, Step, TrainContext};
 
 /// The time to the first sign. The later ones come ever more rarely.
 const FIRST: Duration = Duration::from_secs(2);
@@ -55,6 +55,19 @@ impl<M> Callback<M> for Progress {
 /// Returns the time from a sign at `elapsed` to the next one. A bar is drawn more often than a line is printed.
 fn interval(elapsed: Duration, is_bar: bool) -> Duration {
     if is_bar { FIRST / 4 } else { elapsed.clamp(FIRST, LONGEST) }
+}
+
+/// Prints each epoch, once for all ranks of the process.
+#[derive(Debug)]
+pub(in crate::trainer) struct EpochReport {
+    pub printer: Arc<Printer>,
+}
+
+impl<M> Callback<M> for EpochReport {
+    fn on_epoch_end(&mut self, context: &mut TrainContext<M>, epoch: &mut Epoch) -> Result<()> {
+        let local_ranks = context.group().local_world_size();
+        Ok(self.printer.epoch(epoch.clone(), local_ranks)?)
+    }
 }
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! Validation: loss and accuracy on samples that the model is not trained on.
+//! Validation: loss and accuracy on samples that the model is not trained on. Ends a run that makes no progress.
 
 use std::f64::consts::LN_2;
 
@@ -11,6 +11,7 @@ use crate::ffi::TorchResult;
 use crate::operation::Operation;
 use crate::process_group::ReduceOp;
 use crate::records::ValidationMetrics;
+use crate::runtime::StopReason;
 use crate::telemetry::Sample;
 use crate::trainer::{Callback, Epoch, Loss, TrainContext};
 
@@ -88,7 +89,8 @@ impl Validation {
             ValidationMetrics { step: state.step, epoch, loss, bits_per_token, accuracy, best };
         state.validations_since_best += 1;
         if best {
-            (state.best, state.validations_since_best) = (Some(metrics.clone()), 0);
+            state.best = Some(metrics.clone());
+            state.validations_since_best = 0;
         }
         context.group().end_phase();
         Ok(metrics)
@@ -140,3 +142,31 @@ fn pictures(batch: &Batch, output: &Tensor, max: i64) -> Result<Vec<Sample>, tch
 
 /// The action that the errors of libtorch name.
 const DOING: &str = "validation";
+
+/// The most validations in a row that may not improve on the best one. All ranks see the same loss, so all decide
+/// alike.
+#[derive(Debug)]
+pub(in crate::trainer) struct EarlyStopping {
+    pub patience: u64,
+}
+
+impl EarlyStopping {
+    fn check<M>(&self, context: &mut TrainContext<M>) {
+        if context.state.validations_since_best as u64 >= self.patience {
+            context.ended_by.get_or_insert(StopReason::NoProgress);
+        }
+    }
+}
+
+impl<M> Callback<M> for EarlyStopping {
+    /// A resumed run may have no patience left.
+    fn on_train_start(&mut self, context: &mut TrainContext<M>) -> Result<()> {
+        self.check(context);
+        Ok(())
+    }
+
+    fn on_epoch_end(&mut self, context: &mut TrainContext<M>, _: &mut Epoch) -> Result<()> {
+        self.check(context);
+        Ok(())
+    }
+}

@@ -6,7 +6,6 @@
 //! waits only in the sender's tensor.
 
 use std::collections::HashMap;
-use std::fmt;
 use std::net::{Shutdown, TcpStream};
 use std::sync::Arc;
 
@@ -15,16 +14,15 @@ use parking_lot::{Mutex, MutexGuard};
 use tch::{Kind, Tensor};
 
 use super::super::lost;
-use super::context::MessageContext;
+use super::context::{MessageContext, Pending};
 use super::frame::{EAGER_MAX_BYTES, Frame, Offer};
-use super::offered::Offered;
-use super::pending::Pending;
-use super::transfer::{Outgoing, size};
+use super::reader::{Outgoing, size};
 use crate::error::Error;
+use crate::ffi::TorchResult;
 use crate::operation::OpId;
 use crate::process_group::dtype::dtype_name;
 use crate::process_group::local::{
-    Carrier, Completion, Contents, Outcome, P2pRequest, Side, describe,
+    Carrier, Completion, Contents, Incoming, Outcome, P2pRequest, Side, describe,
 };
 
 /// One end of the connection to another process.
@@ -97,11 +95,11 @@ pub(super) struct Expected {
 
 impl Link {
     pub(super) fn new(process: usize, context: Arc<MessageContext>) -> Arc<Self> {
-        let (outbox, queued) = unbounded();
+        let (outgoing_tx, outgoing_rx) = unbounded();
         let state = State {
             stage: Stage::Idle,
-            outbox: Some(outbox),
-            queued: Some(queued),
+            outbox: Some(outgoing_tx),
+            queued: Some(outgoing_rx),
             next_id: 0,
             sends: HashMap::new(),
             receives: HashMap::new(),
@@ -340,7 +338,8 @@ impl Link {
                 Stage::Idle | Stage::Connecting => {}
             }
             state.stage = Stage::Closed(reason.into());
-            (state.outbox, state.queued) = (None, None);
+            state.outbox = None;
+            state.queued = None;
             let sends = state.sends.values_mut();
             let unsent = sends.filter_map(|sent| Some((sent.rank, sent.at, sent.pending.take()?)));
             let unsent = unsent.collect();
@@ -421,8 +420,38 @@ impl Carrier for Link {
     }
 }
 
-impl fmt::Debug for Link {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Link").field("process", &self.process).finish_non_exhaustive()
+/// An offer in the mailbox of the rank that it is for.
+struct Offered {
+    link: Arc<Link>,
+    id: u64,
+    source: usize,
+    destination: usize,
+    /// The bytes, if they came with the offer.
+    inline: Option<Tensor>,
+}
+
+impl Incoming for Offered {
+    fn accept(self: Box<Self>, mut into: Tensor, delivery: Arc<Completion>) {
+        let Self { link, id, source, destination, inline } = *self;
+        let rank = link.context.members[destination];
+        if let Some(tensor) = inline {
+            let copied = tch::no_grad(|| into.f_copy_(&tensor).map(drop));
+            return match copied.doing("copy_") {
+                Ok(()) => {
+                    link.reply(Frame::Taken { id });
+                    delivery.complete(Outcome::From(source));
+                }
+                Err(error) => {
+                    link.context.run.report(rank, Some(&error), error.to_string());
+                    delivery.complete(Outcome::Reported);
+                }
+            };
+        }
+        delivery.carried_by(link.clone());
+        link.expect(id, Expected { into, source, rank, delivery });
+    }
+
+    fn refuse(self: Box<Self>, expected: &str) {
+        self.link.reply(Frame::Refused { id: self.id, expected: expected.into() });
     }
 }

@@ -5,24 +5,16 @@
 
 mod context;
 mod frame;
-mod guard;
-mod keeper;
 mod link;
-mod offered;
 mod open;
-mod pending;
 mod reader;
-mod stoppable_reader;
-mod transfer;
-mod writer;
 
 use std::convert::Infallible;
-use std::fmt;
-use std::net::{SocketAddr, TcpListener};
+use std::net::TcpListener;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use crossbeam::channel::{Receiver, Sender, bounded};
+use crossbeam::channel::{Receiver, Sender, bounded, select_biased};
 use parking_lot::Mutex;
 use tch::Tensor;
 
@@ -34,11 +26,10 @@ use crate::process_group::contiguous::Contiguous;
 use crate::process_group::dtype::{dtype_name, plain_kind};
 use crate::process_group::local::{Mailboxes, PostedOp};
 use crate::runtime::RunContext;
-use context::MessageContext;
-use guard::Serving;
+use context::{MessageContext, Pending, Serving};
 use link::{Link, Sent};
 pub(super) use open::MessageListener;
-use pending::Pending;
+use reader::{CLOSE_TIMEOUT, STOP_POLL_INTERVAL};
 
 /// The messages of a group between this process and others. Dropping it ends the connections once all messages have
 /// gone, or at once if the run has failed. It does not wait for the receiving ranks.
@@ -53,7 +44,6 @@ struct Connections {
     listener: Arc<TcpListener>,
     /// Whether a thread accepts connections.
     accepts: Mutex<bool>,
-    address: SocketAddr,
     /// Closes when all messages have gone, and no more can be sent.
     sent: Receiver<Infallible>,
     /// Closes when all queued data has been written.
@@ -77,41 +67,38 @@ impl Messages {
     /// Creates the messages for the ranks of `process_map`, which are `members` of `run`. Ranks of this process receive from
     /// `mail`. Other processes connect through `listener`, and publish their own address in `store`.
     pub(super) fn new(
-        (run, store): (Arc<RunContext>, TcpStore),
+        run: Arc<RunContext>,
+        store: TcpStore,
         members: Arc<[usize]>,
         process_map: ProcessMap,
         listener: MessageListener,
         mail: &Arc<Mailboxes>,
     ) -> Self {
-        let [(sending, sent), (writing, written), (open, ended)] = [0; 3].map(bounded);
-        let MessageListener { listener, address, token } = listener;
-        let (mail, processes) = (Arc::downgrade(mail), process_map.len());
-        let [sending, writing] = [sending, writing].map(|sender| Mutex::new(Some(sender)));
-        let closing = AtomicBool::default();
-        let context = MessageContext {
+        let (sending_tx, sent_rx) = bounded(0);
+        let (writing_tx, written_rx) = bounded(0);
+        let (open_tx, ended_rx) = bounded(0);
+        let MessageListener { listener, token } = listener;
+        let processes = process_map.len();
+        let context = Arc::new(MessageContext {
             run,
             store,
             members,
             process_map,
             token,
-            mail,
-            closing,
-            sending,
-            writing,
-        };
-        let context = Arc::new(context);
-        let links = (0..processes).map(|process| Link::new(process, context.clone())).collect();
-        let (listener, accepts) = (Arc::new(listener), Mutex::new(false));
+            mail: Arc::downgrade(mail),
+            closing: AtomicBool::default(),
+            sending: Mutex::new(Some(sending_tx)),
+            writing: Mutex::new(Some(writing_tx)),
+        });
         let connections = Connections {
+            links: (0..processes).map(|process| Link::new(process, context.clone())).collect(),
             context,
-            links,
-            listener,
-            accepts,
-            address,
-            sent,
-            written,
-            ended,
-            _open: open,
+            listener: Arc::new(listener),
+            accepts: Mutex::new(false),
+            sent: sent_rx,
+            written: written_rx,
+            ended: ended_rx,
+            _open: open_tx,
         };
         Self(Arc::new(connections))
     }
@@ -137,9 +124,17 @@ impl Messages {
         delivery.carried_by(link.clone());
         let tensor = Contiguous::new(at.operation, tensor)?.handle();
         let rank = context.members[source];
-        let (pending, is_writing, outcome) = Default::default();
-        let message =
-            Sent { tensor, source, destination, rank, at, delivery, pending, is_writing, outcome };
+        let message = Sent {
+            tensor,
+            source,
+            destination,
+            rank,
+            at,
+            delivery,
+            pending: None,
+            is_writing: false,
+            outcome: None,
+        };
         link.send(message, tag);
         // If the link cannot start, nothing else would end this send.
         let started = self.0.listen().and_then(|()| open::start(link));
@@ -169,18 +164,15 @@ impl Connections {
         if *accepts {
             return Ok(());
         }
-        let share = || (self.context.clone(), self.links.clone());
-        let ((context, links), ended) = (share(), self.ended.clone());
-        self.context.thread(move |_| keeper::run(&context, &links, &ended))?;
+        let context = self.context.clone();
+        let links = self.links.clone();
+        let ended = self.ended.clone();
+        self.context.thread(move |_| watch(&context, &links, &ended))?;
         *accepts = true;
-        let ((context, links), listener) = (share(), self.listener.clone());
+        let context = self.context.clone();
+        let links = self.links.clone();
+        let listener = self.listener.clone();
         self.context.thread(move |_| open::accept(&context, &links, &listener))
-    }
-}
-
-impl fmt::Debug for Messages {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Messages").field("address", &self.0.address).finish_non_exhaustive()
     }
 }
 
@@ -200,7 +192,7 @@ impl Drop for Messages {
             senders.into_iter().map(|rank| Pending::new(&context.run, rank, None)).collect();
         let (connections, cancelled) = (self.0.clone(), context.run.cancel.tripped().clone());
         let stay = move |_: &Serving| {
-            crossbeam::channel::select_biased! {
+            select_biased! {
                 recv(connections.sent) -> _ => {}
                 recv(cancelled) -> _ => {}
             }
@@ -223,10 +215,24 @@ impl Drop for Connections {
             link.finish();
         }
         drop(self.context.writing.lock().take());
-        crossbeam::channel::select_biased! {
+        select_biased! {
             recv(self.written) -> _ => {}
             recv(cancelled) -> _ => {}
-            default(stoppable_reader::CLOSE_TIMEOUT) => {}
+            default(CLOSE_TIMEOUT) => {}
+        }
+    }
+}
+
+/// Watches `links` while other threads serve them, until `ended` closes or the run fails. If the run fails, ends every
+/// link and all of its messages. Fails the run if a rank cannot end.
+fn watch(context: &MessageContext, links: &[Arc<Link>], ended: &Receiver<Infallible>) {
+    loop {
+        select_biased! {
+            recv(context.run.cancel.tripped()) -> _ => {
+                return links.iter().for_each(|link| link.close("given up, because the run ends"));
+            }
+            recv(ended) -> _ => return,
+            default(STOP_POLL_INTERVAL) => links.iter().for_each(|link| link.check_deadlines()),
         }
     }
 }

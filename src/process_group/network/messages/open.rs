@@ -14,8 +14,7 @@ use rustix::io::Errno;
 use super::context::MessageContext;
 use super::frame::Frame;
 use super::link::{Adoption, Link};
-use super::reader;
-use super::stoppable_reader::{STOP_POLL_INTERVAL, StoppableReader};
+use super::reader::{self, STOP_POLL_INTERVAL, StoppableReader};
 use crate::error::{Error, Result};
 use crate::ffi::TcpStore;
 use crate::os::limits::require_files;
@@ -27,11 +26,10 @@ const GREETING: Duration = Duration::from_secs(10);
 /// The most connections that have not greeted yet: each has a thread.
 pub(super) const MAX_STRANGERS: usize = 16;
 
-/// The listener to which other processes connect, and its address.
+/// The listener to which other processes connect. Its address is in the store.
 #[derive(Debug)]
 pub(crate) struct MessageListener {
     pub listener: TcpListener,
-    pub address: SocketAddr,
     /// The token that they present. It is no secret, because anyone who reaches the store can read it. It only prevents
     /// accidental connections.
     pub token: u64,
@@ -55,7 +53,7 @@ impl MessageListener {
         let address = listener.local_addr().map_err(fail)?;
         let token = getrandom::u64().map_err(|error| fail(io::Error::other(error.to_string())))?;
         store.set(&key(mine), format!("{address} {token}").as_bytes())?;
-        Ok(Self { listener, address, token })
+        Ok(Self { listener, token })
     }
 }
 

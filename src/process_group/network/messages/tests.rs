@@ -43,8 +43,8 @@ fn one_of(count: usize, store: &TcpStore, mine: usize, timeout: Duration) -> Pro
     let members: Arc<[usize]> = members;
     let shared = Shared::new(run.clone(), Arc::clone(&members), process_map.here());
     let listener = MessageListener::open(store, mine, None).unwrap();
-    let context = (run.clone(), store.clone());
-    let messages = Messages::new(context, members, process_map, listener, shared.mail());
+    let messages =
+        Messages::new(run.clone(), store.clone(), members, process_map, listener, shared.mail());
     Process { run, shared, messages }
 }
 
@@ -137,7 +137,7 @@ fn send_ends_when_no_thread_serves_its_connection() {
         assert!(told[0].contains(expected), "{told:?}");
 
         let mine = one_of(2, &store, 1, timeout);
-        let other = TcpStream::connect(listener.address).unwrap();
+        let other = TcpStream::connect(listener.listener.local_addr().unwrap()).unwrap();
         let (stream, _) = listener.listener.accept().unwrap();
         let adopted = mine.messages.0.links[0].adopt(&Arc::new(stream), false);
         assert_eq!(adopted, Adoption::Chosen);

@@ -1,11 +1,11 @@
-//! The handwritten digits that are built into the program: see assets/README.md.
+//! Data without a file: the handwritten digits that are built into the program (see assets/README.md), and random numbers.
 
 use flate2::read::GzDecoder;
 
 use super::array::Array;
 use super::format::Format;
 use super::{TargetKind, csv};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::ffi::TorchResult;
 
 const DIGITS: &[u8] = include_bytes!("../../../assets/digits.csv.gz");
@@ -32,5 +32,19 @@ impl Format for Digits {
         let shades = inputs.tensor.f_div_scalar(16.0);
         let shades = shades.doing("reading the digits")?;
         Ok((Array::plain(shades), targets))
+    }
+}
+
+/// Random numbers.
+#[derive(Debug)]
+pub(super) struct Random;
+
+impl Format for Random {
+    fn usage(&self) -> &'static str {
+        "random"
+    }
+
+    fn read(&self, _location: &str, _kind: TargetKind) -> Result<(Array, Array)> {
+        Err(Error::InvalidInput("random data has no file; use TensorDataset::random".into()))
     }
 }
