@@ -91,7 +91,9 @@ fn expected(
 
 #[test]
 fn every_operation_shows_the_right_values_on_every_rank() {
-    for (world_size, numel) in [(1, 2), (2, 3), (3, 70), (3, 100), (4, 1), (5, 2), (2, 0)] {
+    // The numbers of elements on both sides of `few` below are among them.
+    let sizes = [(1, 2), (2, 3), (3, 64), (3, 65), (3, 100), (4, 1), (5, 51), (5, 52), (2, 0)];
+    for (world_size, numel) in sizes {
         let flags = format!("--nproc-per-node={world_size} --numel={numel} --dtype=int64");
         let objects = objects(&flags);
         assert_eq!(objects.len(), OPS.len() * world_size);
@@ -111,7 +113,7 @@ fn every_operation_shows_the_right_values_on_every_rank() {
         // all or to rank 0, which reduces the first 64 itself. Few elements of an all_reduce go to all ranks, which
         // reduce them for themselves.
         let others = world_size - 1;
-        let few = 8 * numel * world_size <= 2048;
+        let few = 8 * numel <= usize::min(512, 2048 / world_size);
         let results = [
             ("reduce", numel * others + numel.saturating_sub(64)),
             ("all_reduce", numel * others * if few { world_size } else { 2 }),

@@ -4,7 +4,7 @@ use super::conflict::Place;
 
 /// The largest size of a call's inputs, in bytes, with which they travel with the announcement. Every rank then reads all
 /// inputs, and not only a slice of each.
-pub(super) const MAX_BYTES: usize = 1 << 10;
+pub(super) const MAX_BYTES: usize = 512;
 
 /// Copies of a call's inputs, one after the other.
 #[derive(Debug)]
