@@ -98,11 +98,6 @@ impl Barrier {
         &self.members
     }
 
-    /// Returns the word that `rank` writes when it arrives.
-    pub(crate) fn arrival(&self, rank: usize) -> &AtomicU64 {
-        &self.slots[rank].arrival.word
-    }
-
     /// Waits until every rank has arrived. `at` is this rank's operation, for errors. Only one thread at a time may
     /// call it for one `rank`.
     ///

@@ -104,31 +104,10 @@ impl<T: Send + Sync> ExchangeSlot<T> {
         cell.with(|place| unsafe { &*place })
     }
 
-    /// Starts to fetch the memory that this rank writes in its next exchange, and does not wait for it. The other ranks
-    /// have read it, so it is in their caches. Only a hint: it saves time where the next exchange follows soon.
-    pub(crate) fn fetch_next(&self) {
-        fetch_to_write(self.exchange.barrier.arrival(self.rank));
-        fetch_to_write(&self.exchange.slots[self.rank].cells[self.parity]);
-    }
-
     /// Runs `work`, then waits until all ranks have finished theirs. Also waits if `work` panics.
     pub(crate) fn and_leave_together<R>(&self, work: impl FnOnce() -> R) -> R {
         let _exit = CommonExit { barrier: &self.exchange.barrier, rank: self.rank };
         work()
-    }
-}
-
-/// Asks the processor for the cache lines of `place`, to write to them. Changes nothing.
-fn fetch_to_write<T>(place: &T) {
-    let lines = (0..size_of::<T>()).step_by(64);
-    for line in lines.map(|offset| std::ptr::from_ref(place).cast::<u8>().wrapping_add(offset)) {
-        #[cfg(target_arch = "x86_64")]
-        // SAFETY: a hint, which may be for any address.
-        unsafe {
-            std::arch::asm!("prefetchw [{}]", in(reg) line, options(nostack, preserves_flags));
-        }
-        #[cfg(not(target_arch = "x86_64"))]
-        let _ = line;
     }
 }
 

@@ -80,7 +80,6 @@ impl RankBackend for ThreadedBackend {
             unsafe {
                 kernels::reduce_contents(call, slot.announced(), slot.published(), places)?;
             }
-            slot.fetch_next();
             return Ok(());
         }
         // All tensors stay valid: their owners are in this collective, hold them, and leave it together.
