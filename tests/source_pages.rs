@@ -4,21 +4,24 @@ use std::collections::BTreeMap;
 use std::fs;
 
 use crate::harness::{assert_generated, repository};
-use crate::tidy::{before_tests, name, rooms, sources};
+use crate::tidy::{before_tests, files_with, name, rooms};
 
 /// The page with the path.
 const PATH: &str = "docs/src/reading-the-source.md";
 
-/// Returns the first sentence of a file's purpose.
+/// Returns the purpose of a file: the first paragraph of its comment.
 fn purpose(text: &str) -> String {
-    let lines = text.lines().map_while(|line| line.strip_prefix("//!"));
-    let paragraph: Vec<&str> = lines.map(str::trim).take_while(|line| !line.is_empty()).collect();
-    let paragraph = paragraph.join(" ");
-    let sentence = paragraph.split_once(". ").map_or(&*paragraph, |(first, _)| first);
-    sentence.trim_end_matches('.').replace('|', "\\|")
+    let marks = ["//!", "//", "#", "/*", "<!--"];
+    // A page of HTML begins with its type.
+    let lines = text.lines().skip_while(|line| line.is_empty() || line.starts_with("<!doctype"));
+    let words = lines.map_while(|line| marks.iter().find_map(|mark| line.strip_prefix(mark)));
+    let paragraph: Vec<&str> = words.map(str::trim).take_while(|line| !line.is_empty()).collect();
+    let text = paragraph.join(" ");
+    let text = text.trim_end_matches("*/").trim_end_matches("-->").trim_end();
+    text.trim_end_matches('.').replace('|', "\\|")
 }
 
-/// Returns the page that lists all files, made from the first sentence of each.
+/// Returns the page that lists all files, made from the first paragraph of each.
 fn list_of_files() -> String {
     let mut page = String::from(
         "# What is in which file\n\n\
@@ -27,7 +30,7 @@ fn list_of_files() -> String {
         it. [Reading the source](reading-the-source.md) follows one run through them. All paths are below `src/`.\n",
     );
     let mut of_room: BTreeMap<String, Vec<[String; 2]>> = BTreeMap::new();
-    for file in sources() {
+    for file in files_with(&["rs", "cpp", "h", "toml", "js", "css", "html"]) {
         let name = name(&file);
         let purpose = purpose(&fs::read_to_string(&file).unwrap());
         let room = name.split(['/', '.']).next().unwrap().to_owned();

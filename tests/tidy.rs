@@ -7,20 +7,25 @@ use std::process::Command;
 
 use crate::harness::repository;
 
-/// Returns all source files of the library and the program, sorted.
+/// Returns all Rust files of the library and the program, sorted.
 pub(crate) fn sources() -> Vec<PathBuf> {
-    fn collect(folder: &Path, files: &mut Vec<PathBuf>) {
+    files_with(&["rs"])
+}
+
+/// Returns the files below `src` with one of the `extensions`, sorted.
+pub(crate) fn files_with(extensions: &[&str]) -> Vec<PathBuf> {
+    fn collect(folder: &Path, extensions: &[&str], files: &mut Vec<PathBuf>) {
         for entry in fs::read_dir(folder).unwrap() {
             let path = entry.unwrap().path();
             if path.is_dir() {
-                collect(&path, files);
-            } else if path.extension().is_some_and(|extension| extension == "rs") {
+                collect(&path, extensions, files);
+            } else if path.extension().is_some_and(|it| extensions.iter().any(|one| it == *one)) {
                 files.push(path);
             }
         }
     }
     let mut files = Vec::new();
-    collect(&repository("src"), &mut files);
+    collect(&repository("src"), extensions, &mut files);
     assert!(files.len() > 30);
     files.sort();
     files

@@ -1,4 +1,4 @@
-//! Checkpoints. Each is complete or absent, and holds everything needed to resume training exactly.
+//! Checkpoints: the files of a checkpoint, each complete or absent, with everything needed to resume training exactly.
 //!
 //! A checkpoint is a folder, `step-00000123`, in the folder of its run:
 //!

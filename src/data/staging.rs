@@ -7,7 +7,7 @@ use tch::{Device, TchError, Tensor};
 
 use crate::error::Result;
 use crate::ffi::TorchResult;
-use crate::ffi::cuda::Event;
+use crate::ffi::cuda::CudaEvent;
 use crate::process_group::ProcessGroup;
 
 /// Pinned buffers, filled in turn. They are allocated once, because allocating or freeing pinned memory waits for
@@ -26,7 +26,7 @@ struct Buffer {
     inputs: Tensor,
     targets: Tensor,
     /// Done when the GPU has copied the buffer's last batch. Also done if the buffer was never used.
-    copied: Event,
+    copied: CudaEvent,
 }
 
 impl Staging {
@@ -48,7 +48,7 @@ impl Staging {
             let doing = "allocating pinned memory for batches";
             let both = || Ok((room(&sample.0)?, room(&sample.1)?));
             let (inputs, targets) = both().doing(doing)?;
-            Ok(Buffer { inputs, targets, copied: Event::new()? })
+            Ok(Buffer { inputs, targets, copied: CudaEvent::new()? })
         };
         let buffers = (0..count).map(buffer).collect::<Result<_>>()?;
         Ok(Self { group: group.clone(), gpu, buffers, next: Cell::new(0) })

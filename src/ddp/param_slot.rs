@@ -24,7 +24,7 @@ enum GradMemory {
     InBuffer { view: Tensor, data: *const c_void },
     /// The memory that autograd has allocated for it. The tensor, of one dimension, shares that memory; it is empty
     /// while there is no gradient.
-    InPlace(Tensor),
+    KeptByAutograd(Tensor),
 }
 
 /// A parameter with its bucket and its gradient.
@@ -62,7 +62,7 @@ impl ParamSlot {
             own.doing("copying a parameter")?;
         }
         let gradient = if is_in_place {
-            GradMemory::InPlace(empty_like(&tensor)?)
+            GradMemory::KeptByAutograd(empty_like(&tensor)?)
         } else {
             GradMemory::InBuffer { view: Tensor::new(), data: std::ptr::null() }
         };
@@ -94,7 +94,7 @@ impl ParamSlot {
     /// if it has a place in the flat buffer.
     pub(super) fn in_place_memory(&self) -> Option<Tensor> {
         match &self.gradient {
-            GradMemory::InPlace(flat) => Some(flat.shallow_clone()),
+            GradMemory::KeptByAutograd(flat) => Some(flat.shallow_clone()),
             GradMemory::InBuffer { .. } => None,
         }
     }
@@ -107,7 +107,7 @@ impl ParamSlot {
     /// Moves the gradient to its place in the buffer, or finds where autograd has put it; zeros if there is none.
     pub(super) fn take_gradient(&self) -> Result<()> {
         match &self.gradient {
-            GradMemory::InPlace(flat) => adopt_grad(&self.tensor, flat),
+            GradMemory::KeptByAutograd(flat) => adopt_grad(&self.tensor, flat),
             GradMemory::InBuffer { view, data } if view.data_ptr().cast_const() == *data => {
                 move_grad(&self.tensor, view)
             }
@@ -131,7 +131,7 @@ impl ParamSlot {
         self.used = false;
         self.has_gradient = false;
         remove_grad(&self.tensor)?;
-        let GradMemory::InPlace(flat) = &mut self.gradient else { return Ok(()) };
+        let GradMemory::KeptByAutograd(flat) = &mut self.gradient else { return Ok(()) };
         let freed = flat.f_set_data(&empty_like(&self.tensor)?);
         freed.doing("freeing a gradient")
     }
@@ -145,7 +145,7 @@ impl ParamSlot {
     /// Sets the gradient to zeros.
     pub(super) fn zero_gradient(&self) -> Result<()> {
         let flat = match &self.gradient {
-            GradMemory::InPlace(flat) => {
+            GradMemory::KeptByAutograd(flat) => {
                 self.take_gradient()?;
                 flat
             }
@@ -157,7 +157,7 @@ impl ParamSlot {
     /// Returns the gradient in the parameter's shape.
     pub(super) fn gradient(&self) -> Result<Tensor> {
         match &self.gradient {
-            GradMemory::InPlace(flat) => flat.f_view(&self.tensor.size()[..]).doing("view"),
+            GradMemory::KeptByAutograd(flat) => flat.f_view(&self.tensor.size()[..]).doing("view"),
             GradMemory::InBuffer { view, .. } => Ok(view.shallow_clone()),
         }
     }

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use tch::Device;
 
 use crate::error::Result;
-use crate::ffi::cuda::{Event, Stream};
+use crate::ffi::cuda::{CudaEvent, CudaStream};
 use crate::process_group::{ProcessGroup, Work};
 
 /// The place where reductions run.
@@ -17,17 +17,17 @@ pub(super) enum ReducePath {
     /// Between processes on CPUs: the operations on the group's communication thread, and when the first one started.
     OnThread(Vec<Work>, Option<Instant>),
     /// By the rank itself.
-    InPlace,
+    ByRank,
 }
 
 #[derive(Debug)]
 pub(super) struct OnGpu {
     gpu: usize,
-    stream: Stream,
+    stream: CudaStream,
     /// Recorded when the gradients are complete.
-    computed: Event,
+    computed: CudaEvent,
     /// Recorded when they are reduced.
-    reduced: Event,
+    reduced: CudaEvent,
     /// Whether a launched reduction has not been waited for.
     pending: bool,
 }
@@ -38,13 +38,13 @@ impl ReducePath {
             // Ranks that share a GPU communicate through one stream, which orders their work.
             Device::Cuda(gpu) if group.is_stream_ordered() => Self::OnGpu(OnGpu {
                 gpu,
-                stream: Stream::new(gpu)?,
-                computed: Event::new()?,
-                reduced: Event::new()?,
+                stream: CudaStream::new(gpu)?,
+                computed: CudaEvent::new()?,
+                reduced: CudaEvent::new()?,
                 pending: false,
             }),
             _ if group.spans_processes() => Self::OnThread(Vec::new(), None),
-            _ => Self::InPlace,
+            _ => Self::ByRank,
         };
         Ok(path)
     }
@@ -56,7 +56,7 @@ impl ReducePath {
     /// measured there (`ddp-mp bench step`, an MLP of 2.1 million parameters, 2 ranks on 2 cores). A rank that waits
     /// for a late one during backward gives up its core, while after backward both ranks are at the same point.
     pub(super) fn overlaps(&self) -> bool {
-        !matches!(self, Self::InPlace)
+        !matches!(self, Self::ByRank)
     }
 
     /// Returns the list for asynchronous operations, to be kept until [`wait`](Self::wait); `None` if this path has
@@ -118,7 +118,7 @@ impl ReducePath {
                 group.record_wait(waited);
                 result.map(|()| waited)
             }
-            Self::InPlace => Ok(Duration::ZERO),
+            Self::ByRank => Ok(Duration::ZERO),
         }
     }
 }

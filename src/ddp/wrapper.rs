@@ -58,7 +58,7 @@ use crate::records::Parameter;
 ///    leave large parameters and gradients where they are.
 /// 2. [`forward`](Replica::forward) runs the model's own forward pass.
 /// 3. [`backward`](Self::backward) runs autograd. Hooks report each complete gradient. A bucket with all of its
-///    gradients is summed over the ranks and divided by their number. With `nccl`, and between
+///    gradients is averaged: each rank's is multiplied by 1/N, and the sum goes to all. With `nccl`, and between
 ///    processes, this happens during backward.
 /// 4. Every rank makes the same optimizer step with the same numbers, so the replicas stay identical. With
 ///    [`share_model`](DdpOptions::share_model) there is one copy, and each rank steps a part of it. With

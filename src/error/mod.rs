@@ -1,4 +1,4 @@
-//! The library's errors. Each message names the rank, the operation, and the remedy.
+//! The library's errors with their messages, which name the rank, the operation and the remedy.
 
 mod suspects;
 

@@ -59,7 +59,7 @@ pub(crate) enum GlooOperation {
 
 /// One call of an operation.
 #[repr(C)]
-pub(super) struct Call {
+pub(super) struct GlooArguments {
     pub operation: GlooOperation,
     /// A `c10d::ReduceOp::RedOpType`.
     pub reduce: u8,
@@ -138,7 +138,7 @@ unsafe extern "C" {
     fn ddp_gloo_free(group: *mut RawGroup);
     fn ddp_gloo_start(
         group: *mut RawGroup,
-        call: *const Call,
+        call: *const GlooArguments,
         done: Done,
         context: *mut c_void,
     ) -> *mut c_char;
@@ -245,12 +245,12 @@ impl Connection {
 }
 
 /// A `ProcessGroupGloo`. Dropping it waits until its operations have ended.
-pub(super) struct Group(*mut RawGroup);
+pub(super) struct GlooHandle(*mut RawGroup);
 
 // SAFETY: nothing in the C++ object belongs to a thread. Not Sync: only one thread may call it at a time.
-unsafe impl Send for Group {}
+unsafe impl Send for GlooHandle {}
 
-impl Drop for Group {
+impl Drop for GlooHandle {
     fn drop(&mut self) {
         // SAFETY: comes from `ddp_gloo_new`, and is freed only here.
         unsafe { ddp_gloo_free(self.0) }
@@ -259,7 +259,7 @@ impl Drop for Group {
 
 /// The arguments with which a rank joins a group.
 #[derive(Debug, Clone)]
-pub(super) struct Join {
+pub(super) struct GlooJoin {
     pub prefix: String,
     pub rank: usize,
     pub size: usize,
@@ -268,9 +268,9 @@ pub(super) struct Join {
     pub address: String,
 }
 
-impl Group {
+impl GlooHandle {
     /// Joins a group. Blocks until all ranks are connected, at most for the timeout.
-    pub(super) fn new(store: &mut Connection, join: &Join) -> Result<Self> {
+    pub(super) fn new(store: &mut Connection, join: &GlooJoin) -> Result<Self> {
         let (prefix, address) = (text(&join.prefix)?, text(&join.address)?);
         let (interfaces, mut group) = (Texts::new(&join.interfaces)?, ptr::null_mut());
         // SAFETY: the store is live, and C++ keeps a handle of its own to it; reads strings with their number,
@@ -295,14 +295,14 @@ impl Group {
     ///
     /// # Safety
     /// The pointers of `call` point to live tensors and splits, in the numbers that it states.
-    pub(super) unsafe fn start(&mut self, call: &Call, ended: Ended) -> Result<()> {
+    pub(super) unsafe fn start(&mut self, call: &GlooArguments, ended: GlooEnd) -> Result<()> {
         let context = Box::into_raw(Box::new(ended)).cast();
         // SAFETY: `self` is live; the call is as the caller promises, and libtorch has handles of its own to the
         // tensors while it works; `done` is called once, with the box that is its context, unless this fails.
         let started = unsafe { take_message(ddp_gloo_start(self.0, call, done, context)) };
         if started.is_err() {
             // SAFETY: it was not started, so the box is still ours.
-            drop(unsafe { Box::from_raw(context.cast::<Ended>()) });
+            drop(unsafe { Box::from_raw(context.cast::<GlooEnd>()) });
         }
         started
     }
@@ -315,7 +315,7 @@ impl Group {
 }
 
 /// The channels on which the end of an operation is reported.
-pub(super) struct Ended {
+pub(super) struct GlooEnd {
     pub result: Sender<Result<()>>,
     /// A clone of the group's sender. Its channel closes when all operations have ended.
     pub running: Sender<Infallible>,
@@ -323,7 +323,7 @@ pub(super) struct Ended {
 
 unsafe extern "C" fn done(context: *mut c_void, error: *const c_char) {
     // SAFETY: the box of `start`, which is given back here, once.
-    let ended = unsafe { Box::from_raw(context.cast::<Ended>()) };
+    let ended = unsafe { Box::from_raw(context.cast::<GlooEnd>()) };
     let result = if error.is_null() {
         Ok(())
     } else {

@@ -217,9 +217,9 @@ pub(crate) fn current_stream(index: usize) -> Result<*mut c_void> {
 
 /// An additional CUDA stream.
 #[derive(Debug)]
-pub(crate) struct Stream(*mut RawStream);
+pub(crate) struct CudaStream(*mut RawStream);
 
-impl Stream {
+impl CudaStream {
     pub(crate) fn new(index: usize) -> Result<Self> {
         let mut stream = ptr::null_mut();
         // SAFETY: writes one pointer to a valid place.
@@ -231,7 +231,7 @@ impl Stream {
     /// Runs `f` with this stream as the thread's current stream.
     pub(crate) fn with<T>(&self, f: impl FnOnce() -> Result<T>) -> Result<T> {
         /// Restores the previous stream, even if `f` panics.
-        struct Back<'a>(&'a Stream);
+        struct Back<'a>(&'a CudaStream);
         impl Drop for Back<'_> {
             fn drop(&mut self) {
                 let _ = self.0.swap(); // cannot fail: that stream was the current one before
@@ -249,7 +249,7 @@ impl Stream {
     }
 }
 
-impl Drop for Stream {
+impl Drop for CudaStream {
     fn drop(&mut self) {
         // SAFETY: the pointer is ours, and this is its last use.
         unsafe { ddp_cuda_stream_free(self.0) }
@@ -258,12 +258,12 @@ impl Drop for Stream {
 
 /// A CUDA event: a mark on a stream. Querying whether the device has passed the mark does not wait.
 #[derive(Debug)]
-pub(crate) struct Event(*mut RawEvent);
+pub(crate) struct CudaEvent(*mut RawEvent);
 
 // SAFETY: any thread may use an event, one thread at a time.
-unsafe impl Send for Event {}
+unsafe impl Send for CudaEvent {}
 
-impl Event {
+impl CudaEvent {
     pub(crate) fn new() -> Result<Self> {
         Self::make(false)
     }
@@ -295,7 +295,7 @@ impl Event {
     }
 
     /// Returns the time from `earlier` to this event. Both must record times, and the device must have passed them.
-    pub(crate) fn since(&self, earlier: &Event) -> Result<Duration> {
+    pub(crate) fn since(&self, earlier: &CudaEvent) -> Result<Duration> {
         let mut milliseconds = 0.0;
         // SAFETY: the pointers live as long as the events; writes one number to a valid place.
         let read = unsafe { ddp_cuda_event_since(self.0, earlier.0, &mut milliseconds) };
@@ -311,7 +311,7 @@ impl Event {
     }
 }
 
-impl Drop for Event {
+impl Drop for CudaEvent {
     fn drop(&mut self) {
         // SAFETY: the pointer is ours, and this is its last use.
         unsafe { ddp_cuda_event_free(self.0) }

@@ -15,7 +15,7 @@ use crate::ffi::TcpStore;
 use crate::process_group::{Backend, Devices};
 
 /// The rendezvous of this process with the others of its run.
-pub(super) struct Rendezvous<'a> {
+pub(super) struct ProcessRendezvous<'a> {
     /// Under the prefix of this start of the run.
     pub store: &'a TcpStore,
     /// Where processes find each other that were started for different runs.
@@ -36,7 +36,7 @@ struct Run {
     processes: usize,
 }
 
-impl Rendezvous<'_> {
+impl ProcessRendezvous<'_> {
     /// Waits for all processes. Returns what they are, and the ranks of each.
     ///
     /// # Errors
@@ -282,7 +282,7 @@ mod tests {
             gpus: Vec::new(),
             options: Vec::new(),
         };
-        let rendezvous = Rendezvous {
+        let rendezvous = ProcessRendezvous {
             store: &store.under(&prefix(&launch.run_id, 0)),
             common: store.under("ddp-mp"),
             launch,

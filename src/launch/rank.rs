@@ -8,7 +8,7 @@ use std::sync::Arc;
 use tch::Device;
 
 use super::JoinedLaunch;
-use super::rendezvous::Rendezvous;
+use super::rendezvous::RankRendezvous;
 use crate::error::{Error, Result};
 use crate::operation::Operation;
 use crate::process_group::{Backend, ProcessGroup, RankIdentity};
@@ -28,7 +28,7 @@ pub struct Rank {
     joined_launch: Arc<JoinedLaunch>,
     run: Arc<RunContext>,
     /// Taken by the first `init_process_group`.
-    rendezvous: RefCell<Option<Arc<Rendezvous>>>,
+    rendezvous: RefCell<Option<Arc<RankRendezvous>>>,
     /// Kept here too, so that the group outlives the rank function: a rank that fails must first report the failure
     /// and then shut the group down.
     group: OnceCell<Rc<ProcessGroup>>,
@@ -50,7 +50,7 @@ impl Rank {
         index: usize,
         joined_launch: Arc<JoinedLaunch>,
         run: Arc<RunContext>,
-        rendezvous: Arc<Rendezvous>,
+        rendezvous: Arc<RankRendezvous>,
     ) -> Self {
         let identity = joined_launch.identity(index);
         let rendezvous = RefCell::new(Some(rendezvous));

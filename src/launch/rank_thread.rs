@@ -7,7 +7,7 @@ use std::sync::Arc;
 use crossbeam::channel::Sender;
 use tch::Device;
 
-use super::rendezvous::Rendezvous;
+use super::rendezvous::RankRendezvous;
 use super::{JoinedLaunch, Rank};
 use crate::error::{Error, Result};
 use crate::ffi;
@@ -22,13 +22,13 @@ pub(super) struct RankThread<T> {
     pub joined_launch: Arc<JoinedLaunch>,
     /// The CPUs to bind it to, if it is bound.
     pub cpus: Option<CpuList>,
-    pub rendezvous: Arc<Rendezvous>,
+    pub rendezvous: Arc<RankRendezvous>,
     pub run: Arc<RunContext>,
-    pub ended_tx: Sender<Ended<T>>,
+    pub ended_tx: Sender<RankThreadEnd<T>>,
 }
 
 /// The end of a rank's thread; the thread can be joined now.
-pub(super) struct Ended<T> {
+pub(super) struct RankThreadEnd<T> {
     /// The rank's number among those of its process.
     pub index: usize,
     /// The result of the rank's function; `None` if it failed.
@@ -67,7 +67,7 @@ impl<T> RankThread<T> {
         drop(context);
         run.activity[rank].enter(Operation::Done, 0);
         // The supervisor has stopped receiving if the grace period is over.
-        let _ = ended_tx.send(Ended { index, value });
+        let _ = ended_tx.send(RankThreadEnd { index, value });
     }
 }
 

@@ -12,14 +12,14 @@ use crate::runtime::{Peers, RunContext};
 
 /// What the ranks of one process share until they have joined the group of all ranks.
 #[derive(Default)]
-pub(super) struct Rendezvous {
+pub(super) struct RankRendezvous {
     /// `None` until the first rank has made it.
     bootstrap: Mutex<Option<Bootstrap>>,
     /// Whether the first rank makes it now.
     is_being_made: AtomicBool,
 }
 
-impl Rendezvous {
+impl RankRendezvous {
     /// Runs the rendezvous: the first rank, `first`, calls `make` for the [`Bootstrap`]; the others wait for it.
     pub(super) fn run(
         &self,

@@ -1,5 +1,5 @@
-//! `--max-restarts`: the messages between the parent process, which restarts the ranks, and each start, through the
-//! store of the parent.
+//! `--max-restarts`: the messages between the parent process, which restarts the ranks (`launch/processes/mod.rs`), and
+//! each start, through the store of the parent.
 
 use std::time::Duration;
 

@@ -16,7 +16,7 @@ use tch::Device;
 
 use super::heartbeat_monitor::{HeartbeatMonitor, Server, Stay};
 use super::messages::{MOST_RANKS, Process, node_of, ranks_on};
-use super::process_rendezvous::{Rendezvous, files_of_store, prefix, process_0_missing};
+use super::process_rendezvous::{ProcessRendezvous, files_of_store, prefix, process_0_missing};
 use super::{Launch, LaunchKind, MasterEndpoint, Placement, clock_sync, restart_generation};
 use crate::error::{Error, Result};
 use crate::ffi::{TcpStore, check_interfaces, cuda};
@@ -124,7 +124,7 @@ impl ProcessWorld {
             options,
         };
         let rendezvous =
-            Rendezvous { store: &store, common, launch, me: &me, began, timeout, serves };
+            ProcessRendezvous { store: &store, common, launch, me: &me, began, timeout, serves };
         let (processes, ranks) = rendezvous.meet()?;
         let machines = processes.iter().filter(|process| process.first_local == 0).count();
         let nnodes = launch.nnodes.unwrap_or(machines);

@@ -132,7 +132,7 @@ impl ProcessGroup {
 
     /// Returns the handle of everything launched on this rank's stream so far.
     pub(super) fn launched(&self) -> Result<Work> {
-        let mark = cuda::Event::new()?;
+        let mark = cuda::CudaEvent::new()?;
         if let Device::Cuda(gpu) = self.device {
             mark.record(gpu)?;
         }

@@ -8,7 +8,7 @@ use std::rc::Rc;
 use std::time::{Duration, Instant};
 
 use crate::error::Result;
-use crate::ffi::cuda::{self, Event};
+use crate::ffi::cuda::{self, CudaEvent};
 use crate::operation::Operation;
 use crate::records::PhaseSeconds;
 use crate::runtime::{RunContext, SpanId};
@@ -29,9 +29,9 @@ pub(super) struct GpuClock {
     /// The stream of the rank's own work.
     stream: usize,
     /// The reference event for all other events, and when the GPU passed it.
-    origin: (Rc<Event>, Duration),
-    launched: VecDeque<Launched>,
-    spare: Vec<Event>,
+    origin: (Rc<CudaEvent>, Duration),
+    launched: VecDeque<TimedWork>,
+    spare: Vec<CudaEvent>,
     times: GpuSeconds,
     /// The phase that was done last, and when it ended.
     phase: Option<(Operation, Duration)>,
@@ -60,13 +60,13 @@ pub(super) enum Span {
 }
 
 #[derive(Debug)]
-struct Launched {
+struct TimedWork {
     span: Span,
     operation: Operation,
     /// Whether the work is on a stream other than the rank's own.
     on_side_stream: bool,
-    began: Rc<Event>,
-    ended: Option<Rc<Event>>,
+    began: Rc<CudaEvent>,
+    ended: Option<Rc<CudaEvent>>,
     /// The start and the end on the GPU; `None` if they are not known yet.
     times: Option<[Duration; 2]>,
 }
@@ -99,12 +99,12 @@ impl GpuClock {
         ended: Option<Span>,
         begun: Option<(Span, Operation)>,
     ) -> Result<()> {
-        let is_open = |work: &&mut Launched| work.ended.is_none() && Some(work.span) == ended;
+        let is_open = |work: &&mut TimedWork| work.ended.is_none() && Some(work.span) == ended;
         let open = self.launched.iter_mut().rev().find(is_open);
         if self.stopped || (open.is_none() && begun.is_none()) {
             return Ok(());
         }
-        let event = self.spare.pop().map_or_else(Event::timed, Ok)?;
+        let event = self.spare.pop().map_or_else(CudaEvent::timed, Ok)?;
         event.record(self.gpu)?;
         let event = Rc::new(event);
         if let Some(open) = open {
@@ -116,7 +116,7 @@ impl GpuClock {
             }
             let on_side_stream = cuda::current_stream(self.gpu)? as usize != self.stream;
             let (began, ended, times) = (event, None, None);
-            self.launched.push_back(Launched {
+            self.launched.push_back(TimedWork {
                 span,
                 operation,
                 on_side_stream,
@@ -178,7 +178,7 @@ impl GpuClock {
 
     /// Counts the time of a phase, or of the rank's own work or wait within one, which follows the phase in the
     /// queue. A collective on another stream costs a phase only the wait for it.
-    fn count(&mut self, done: &Launched, [began, ended]: [Duration; 2]) {
+    fn count(&mut self, done: &TimedWork, [began, ended]: [Duration; 2]) {
         let time = ended.saturating_sub(began).as_secs_f64();
         let GpuSeconds { phases, side_streams, waited } = &mut self.times;
         if done.on_side_stream {
@@ -218,12 +218,12 @@ impl GpuSeconds {
 
 /// Returns an event that the GPU has passed, the time of the event, and the possible error of that time. Takes the
 /// most exact of `EVENTS` measurements.
-fn closest(run: &RunContext, rank: usize, gpu: usize) -> Result<(Event, Duration, Duration)> {
+fn closest(run: &RunContext, rank: usize, gpu: usize) -> Result<(CudaEvent, Duration, Duration)> {
     const EVENTS: usize = 8;
     /// The time within which an idle GPU passes an event.
     const AT_ONCE: Duration = Duration::from_millis(1);
-    let measure = |_| -> Result<(Event, Duration, Duration)> {
-        let event = Event::timed()?;
+    let measure = |_| -> Result<(CudaEvent, Duration, Duration)> {
+        let event = CudaEvent::timed()?;
         let before = run.flight_recorder.now();
         event.record(gpu)?;
         let recorded = Instant::now();

@@ -283,7 +283,7 @@ impl ProcessGroup {
     }
 
     /// Waits until the device has passed `mark`. [`Error::Cancelled`] and [`Error::Timeout`] end the wait early.
-    pub(crate) fn wait_for_device(&self, mark: &cuda::Event) -> Result<()> {
+    pub(crate) fn wait_for_device(&self, mark: &cuda::CudaEvent) -> Result<()> {
         self.run().poll(self.global_rank(), || mark.is_done())
     }
 

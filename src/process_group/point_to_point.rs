@@ -6,7 +6,7 @@ use tch::{Device, Tensor};
 
 use super::call::refuse;
 use super::contiguous::Contiguous;
-use super::local::{Contents, P2pRequest, Side};
+use super::local::{MessageTensor, P2pRequest, Side};
 use super::network::OutgoingMessage;
 use super::work::{OtherSide, State};
 use super::{ProcessGroup, Traffic, Work, num_bytes};
@@ -237,7 +237,7 @@ impl ProcessGroup {
             _ => {
                 let request = P2pRequest {
                     side: op.side,
-                    contents: Contents::Here(op.tensor.shallow_clone()),
+                    contents: MessageTensor::Here(op.tensor.shallow_clone()),
                     source: if op.is_send() { Some(self.rank) } else { op.peer },
                     tag: op.tag,
                     kind: op.tensor.kind(),

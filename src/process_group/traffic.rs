@@ -1,4 +1,4 @@
-//! The number of bytes that a rank sends and receives.
+//! The number of bytes that a rank sends and receives, as counters. Each backend says how many a call moves.
 
 use std::ops::AddAssign;
 use std::sync::atomic::{AtomicU64, Ordering};

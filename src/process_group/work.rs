@@ -10,7 +10,7 @@ use crossbeam::channel::{Receiver, RecvTimeoutError};
 
 #[cfg(doc)]
 use super::ProcessGroup;
-use super::local::{Outcome, PostedOp, Shared};
+use super::local::{MessageEnd, PostedOp, Shared};
 use super::network::{Network, connection_lost};
 use crate::error::{Error, Result};
 use crate::ffi::cuda;
@@ -37,7 +37,7 @@ pub(super) enum State {
     /// A message in the mailbox of `destination`, or on its way to another process.
     Posted { posted: PostedOp, shared: Arc<Shared>, destination: usize, side: OtherSide, at: OpId },
     /// Launched on a GPU. Done when the rank's stream has passed this event.
-    Launched(cuda::Event),
+    Launched(cuda::CudaEvent),
     /// Done without an error.
     Done,
     /// Failed; the error has already been reported.
@@ -163,8 +163,8 @@ impl Work {
                     return Ok(None);
                 }
                 match posted.outcome() {
-                    Some(Outcome::From(source)) => Ok(Some(Some(*source))),
-                    Some(Outcome::Lost { ranks, reason }) => {
+                    Some(MessageEnd::From(source)) => Ok(Some(Some(*source))),
+                    Some(MessageEnd::Lost { ranks, reason }) => {
                         self.run.check(self.rank)?;
                         let (ranks, reason) = (ranks.clone(), reason.clone());
                         let error = connection_lost(&self.run, *at, self.rank, ranks, reason);
@@ -172,7 +172,7 @@ impl Work {
                         Err(error)
                     }
                     // The transfer failed, which has been reported.
-                    Some(Outcome::Reported) | None => {
+                    Some(MessageEnd::Reported) | None => {
                         self.run.check(self.rank).map(|()| Some(None))
                     }
                 }

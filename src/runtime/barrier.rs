@@ -258,11 +258,12 @@ impl Barrier {
     /// Prevents the round from completing: poisons the word of a missing rank, if no other rank has. Returns false if the
     /// round is complete.
     fn poison(&self, round: u64) -> bool {
-        let missing = (round - 1) * ARRIVAL;
+        // In round 3, for example, the word of a missing rank is 4, poisoned 5, and 6 once it arrives.
+        let not_arrived = (round - 1) * ARRIVAL;
         self.slots.iter().any(|Slot { arrival, .. }| {
-            let poisoned = missing | POISON;
+            let poisoned = not_arrived | POISON;
             let word = arrival.word.compare_exchange(
-                missing,
+                not_arrived,
                 poisoned,
                 Ordering::SeqCst,
                 Ordering::SeqCst,

@@ -1,4 +1,4 @@
-//! Deadlines of waits whose length the user chooses.
+//! Deadlines of waits whose length the user chooses, with `--timeout` and `--grace-period` (`config/launch.rs`).
 
 use std::time::{Duration, Instant};
 

@@ -53,7 +53,7 @@ pub enum FaultSite {
     Rendezvous,
     /// Before the rank joins the process group.
     Init,
-    /// Before the first broadcast, which copies rank 0's model to all.
+    /// Before rank 0's model is copied to all.
     Broadcast,
     /// At the start of a training step.
     Step,

@@ -9,7 +9,7 @@ use crate::config::Config;
 use crate::error::{Error, Result, Shown};
 use crate::ffi::cuda::Cuda;
 use crate::launch::{
-    ChildError, Children, Ended, ErrorKind, Launch, LaunchKind, SpawnChoice, SpawnError,
+    ChildError, Children, ErrorKind, Launch, LaunchKind, ProcessesEnd, SpawnChoice, SpawnError,
     SpawnProcesses, StopReason,
 };
 use crate::telemetry::{Event, FailureEvent, LogFormat, Printer};
@@ -70,8 +70,8 @@ impl ChildProcesses {
             printer.report(&format!("restart {number} of {max_restarts}, {}{again}", from()));
         });
         let (error, restarts) = match ended? {
-            Ended::Well(reason) => return Ok(reason),
-            Ended::Badly(error, restarts) => (error, restarts),
+            ProcessesEnd::Well(reason) => return Ok(reason),
+            ProcessesEnd::Badly(error, restarts) => (error, restarts),
         };
         if stops && printer.format() == LogFormat::Json {
             let event = match &error.kind {

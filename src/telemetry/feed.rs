@@ -8,10 +8,10 @@ use crate::records::TrainMetrics;
 
 /// What the view shows besides the ranks. The ranks and other threads write, the view reads.
 #[derive(Debug, Default)]
-pub(crate) struct Feed(Mutex<Contents>);
+pub(crate) struct Feed(Mutex<FeedState>);
 
 #[derive(Debug, Default)]
-struct Contents {
+struct FeedState {
     /// Lines that the view has not taken yet.
     lines: Vec<String>,
     /// Text for the terminal, which is printed when the view has closed.

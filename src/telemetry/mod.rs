@@ -30,7 +30,7 @@ mod utf8_stream;
 
 pub use events::{End, Epoch, Event, FailureEvent, RankEnd, Start};
 pub(crate) use explain::paragraph;
-pub use explain::{Explainer, RankStep, RunInfo, Step};
+pub use explain::{ExplainedStep, Explainer, RankStep, RunInfo};
 #[cfg(feature = "cli")]
 pub(crate) use flight_recorder_file::{
     flight_recorder_output, remove_further_ranks, write_flight_recorder,

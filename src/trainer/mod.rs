@@ -107,7 +107,7 @@ impl<M: ModuleT> Trainer<M> {
         let mut step = Step::new(number, context.schedule.lr(epoch, number), batches, ends_epoch);
         callbacks.each(|callback| callback.on_step_start(context, &mut step))?;
 
-        context.ddp.begin_step()?; // zeroes the gradients
+        context.ddp.begin_step()?; // drops the gradients
         if let Some(generator) = &context.generator {
             generator.begin_step(number)?;
         }

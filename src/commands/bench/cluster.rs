@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 
 /// The link from one rank to another.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(super) struct Link {
+pub(super) struct ClusterLink {
     /// The latency of a message, in seconds.
     pub latency: f64,
     /// The bandwidth in each direction, in bytes per second.
@@ -48,9 +48,9 @@ pub struct SimulatedCluster {
     /// `None` for the fastest one.
     pub(super) algorithm: Option<Algorithm>,
     /// The link from node to node. The bandwidth is that of all ranks of a node together.
-    pub(super) between: Link,
+    pub(super) between: ClusterLink,
     /// The link from rank to rank within a node. The bandwidth is that of each rank.
-    pub(super) within: Link,
+    pub(super) within: ClusterLink,
     /// The keys that the user has given.
     given: Vec<&'static str>,
 }
@@ -132,11 +132,11 @@ impl FromStr for SimulatedCluster {
             gpus,
             library,
             algorithm,
-            between: Link {
+            between: ClusterLink {
                 latency: time("latency", latency)?,
                 bandwidth: rate("bandwidth", bandwidth)?,
             },
-            within: Link {
+            within: ClusterLink {
                 latency: time("node-latency", node_latency)?,
                 bandwidth: rate("node-bandwidth", node_bandwidth)?,
             },
@@ -244,13 +244,16 @@ mod tests {
             parse("nodes=64, gpus=4,bandwidth=200Gbit/s,node_latency=1.5us,algorithm=tree");
         assert_eq!((cluster.nodes, cluster.gpus), (64, 4));
         assert_eq!(cluster.algorithm, Some(Algorithm::Tree));
-        assert_eq!(cluster.between, Link { latency: 5e-6, bandwidth: 25e9 });
+        assert_eq!(cluster.between, ClusterLink { latency: 5e-6, bandwidth: 25e9 });
         assert!((cluster.within.latency - 1.5e-6).abs() < 1e-18);
         let defaults = cluster.settings().into_iter().filter(|(_, _, default)| *default);
         let defaults: Vec<String> = defaults.map(|(setting, ..)| setting).collect();
         assert_eq!(defaults, ["backend=nccl", "latency=5us", "node-bandwidth=300GB/s"]);
         assert_eq!(parse("").nodes, 2);
-        assert_eq!(parse("backend=gloo").between, Link { latency: 50e-6, bandwidth: 1.25e9 });
+        assert_eq!(
+            parse("backend=gloo").between,
+            ClusterLink { latency: 50e-6, bandwidth: 1.25e9 }
+        );
     }
 
     #[test]

@@ -3,12 +3,12 @@
 //! A message of n bytes takes `latency + n / bandwidth`. Latencies add up along the path of a slice. Bytes add up on
 //! the busiest link. NCCL weighs its own algorithms in the same way.
 
-use super::cluster::{Algorithm, Library, Link, SimulatedCluster};
+use super::cluster::{Algorithm, ClusterLink, Library, SimulatedCluster};
 use crate::process_group::{DIRECT_MAX_BYTES, HEADER_BYTES, HEADER_MAX_DATA_BYTES};
 
 /// The ranks that take part: `gpus` ranks on each of `nodes` nodes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Shape {
+pub(super) struct ClusterShape {
     pub nodes: usize,
     pub gpus: usize,
 }
@@ -18,20 +18,20 @@ const SEGMENT: f64 = 1048576.0;
 
 impl SimulatedCluster {
     /// Returns the shapes to show: 1, 2, 4, ... ranks of one node, then 2, 4, ... nodes, up to the whole cluster.
-    pub(super) fn shapes(&self) -> Vec<Shape> {
+    pub(super) fn shapes(&self) -> Vec<ClusterShape> {
         let doubled = |most: usize| {
             let powers = std::iter::successors(Some(1), |count| Some(count * 2));
             powers.take_while(move |count| *count < most).chain([most])
         };
-        let mut shapes: Vec<Shape> =
-            doubled(self.gpus).map(|gpus| Shape { nodes: 1, gpus }).collect();
+        let mut shapes: Vec<ClusterShape> =
+            doubled(self.gpus).map(|gpus| ClusterShape { nodes: 1, gpus }).collect();
         let more = doubled(self.nodes).filter(|nodes| *nodes > 1);
-        shapes.extend(more.map(|nodes| Shape { nodes, gpus: self.gpus }));
+        shapes.extend(more.map(|nodes| ClusterShape { nodes, gpus: self.gpus }));
         shapes
     }
 
     /// Returns the time of an all-reduce of `bytes` bytes, in seconds, and the name of its algorithm.
-    pub(super) fn all_reduce(&self, shape: Shape, bytes: f64) -> (f64, &'static str) {
+    pub(super) fn all_reduce(&self, shape: ClusterShape, bytes: f64) -> (f64, &'static str) {
         let time = |algorithm| (self.by(algorithm, shape, bytes), algorithm.name());
         match (self.library, self.algorithm) {
             _ if shape.nodes * shape.gpus == 1 => (0.0, "-"),
@@ -48,9 +48,9 @@ impl SimulatedCluster {
         }
     }
 
-    fn by(&self, algorithm: Algorithm, shape: Shape, bytes: f64) -> f64 {
+    fn by(&self, algorithm: Algorithm, shape: ClusterShape, bytes: f64) -> f64 {
         let Self { between, within, .. } = *self;
-        let Shape { nodes, gpus } = shape;
+        let ClusterShape { nodes, gpus } = shape;
         // Bytes that pass through a node also pass through its ranks.
         let narrowest = match (nodes, gpus) {
             (1, _) => within.bandwidth,
@@ -78,13 +78,14 @@ impl SimulatedCluster {
 
     /// Returns the time of an all-reduce of the backend `gloo` between processes. The data goes into shared memory,
     /// between the first ranks, and out again.
-    fn gloo(&self, Shape { nodes, gpus }: Shape, bytes: f64) -> f64 {
-        let Link { latency, bandwidth } = self.between;
+    fn gloo(&self, ClusterShape { nodes, gpus }: ClusterShape, bytes: f64) -> f64 {
+        let ClusterLink { latency, bandwidth } = self.between;
         let others = (nodes - 1) as f64;
         // The sender waits until the receiver has asked for the data.
         let message = 2.0 * latency;
         // Two processes of one rank each send from their tensors, without a copy.
-        let passes = if self.runs_in_background(Shape { nodes, gpus }, bytes) { 1.0 } else { 2.0 };
+        let passes =
+            if self.runs_in_background(ClusterShape { nodes, gpus }, bytes) { 1.0 } else { 2.0 };
         let local =
             2.0 * (gpus - 1) as f64 * self.within.latency + passes * bytes / self.within.bandwidth;
         let headers = self.headers(nodes);
@@ -104,7 +105,7 @@ impl SimulatedCluster {
     }
 
     /// Returns whether an all-reduce continues by itself while the next one begins.
-    fn runs_in_background(&self, Shape { nodes, gpus }: Shape, bytes: f64) -> bool {
+    fn runs_in_background(&self, ClusterShape { nodes, gpus }: ClusterShape, bytes: f64) -> bool {
         self.library == Library::Gloo
             && (nodes, gpus) == (2, 1)
             && 2.0 * bytes > DIRECT_MAX_BYTES as f64
@@ -112,13 +113,13 @@ impl SimulatedCluster {
 
     /// Returns the time of the headers that precede a collective, in seconds.
     fn headers(&self, nodes: usize) -> f64 {
-        let Link { latency, bandwidth } = self.between;
+        let ClusterLink { latency, bandwidth } = self.between;
         2.0 * latency + ((nodes - 1) * HEADER_BYTES) as f64 / bandwidth
     }
 }
 
 /// Returns the time of an all-reduce in slices around a ring of `count` members with equal links.
-fn ring(count: usize, link: Link, bytes: f64) -> f64 {
+fn ring(count: usize, link: ClusterLink, bytes: f64) -> f64 {
     let others = (count - 1) as f64;
     2.0 * others * link.latency + 2.0 * others / count as f64 * bytes / link.bandwidth
 }
@@ -126,7 +127,7 @@ fn ring(count: usize, link: Link, bytes: f64) -> f64 {
 /// Returns the time of Gloo's own all-reduce of two processes. Each sends the other its half, and then the sums, in
 /// an even number of equal segments of at most 1 MiB. The third segment waits until the first has arrived, and so on.
 /// Each segment also waits until the receiver asks for it.
-fn gloo_ring_of_two(bytes: f64, link: Link) -> f64 {
+fn gloo_ring_of_two(bytes: f64, link: ClusterLink) -> f64 {
     let half = ((bytes / SEGMENT).ceil().max(4.0) / 2.0).ceil();
     let segment = bytes / (2.0 * half) / link.bandwidth;
     // The time when the line is free, and the times when the last two segments arrive.
@@ -154,7 +155,7 @@ pub(super) struct MeasuredStep {
 /// The forecast of a step on the ranks of `shape`. Times are in seconds.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Forecast {
-    pub shape: Shape,
+    pub shape: ClusterShape,
     /// The algorithms that reduce the buckets, joined by `+` if they differ.
     pub algorithm: String,
     pub step: f64,
@@ -169,7 +170,7 @@ pub(super) struct Forecast {
 impl MeasuredStep {
     /// Returns the forecast of this step on `shape` of `cluster`. Buckets are reduced one after the other, each when
     /// it is complete. Where two can be in flight, they share the line.
-    pub(super) fn on(&self, cluster: &SimulatedCluster, shape: Shape) -> Forecast {
+    pub(super) fn on(&self, cluster: &SimulatedCluster, shape: ClusterShape) -> Forecast {
         // Ranks that share memory reduce by themselves, after backward.
         let overlaps = self.overlaps && (cluster.library == Library::Nccl || shape.nodes > 1);
         let (mut free, mut end, mut communication) = (0.0f64, 0.0f64, 0.0);
@@ -211,7 +212,7 @@ mod tests {
     /// Returns the time of an all-reduce, in microseconds.
     fn time(text: &str, nodes: usize, gpus: usize, bytes: f64) -> f64 {
         let cluster = cluster(&format!("{NETWORK},{text}"));
-        cluster.all_reduce(Shape { nodes, gpus }, bytes).0 * 1e6
+        cluster.all_reduce(ClusterShape { nodes, gpus }, bytes).0 * 1e6
     }
 
     fn near(found: f64, expected: f64) {
@@ -235,16 +236,16 @@ mod tests {
         );
         // A fast connection of a node does not help a ring that is slower within the node.
         let narrow = cluster("latency=0us,bandwidth=1TB/s,node-latency=0us,node-bandwidth=1GB/s");
-        near(narrow.all_reduce(Shape { nodes: 2, gpus: 2 }, 1e6).0 * 1e6, 1.5e3);
+        near(narrow.all_reduce(ClusterShape { nodes: 2, gpus: 2 }, 1e6).0 * 1e6, 1.5e3);
     }
 
     #[test]
     fn auto_algorithm_takes_the_faster_of_ring_and_tree() {
         let cluster = cluster(&format!("{NETWORK},nodes=64"));
-        let shape = Shape { nodes: 64, gpus: 8 };
+        let shape = ClusterShape { nodes: 64, gpus: 8 };
         assert_eq!(cluster.all_reduce(shape, 1e3).1, "tree");
         assert_eq!(cluster.all_reduce(shape, 1e9).1, "ring");
-        assert_eq!(cluster.all_reduce(Shape { nodes: 1, gpus: 8 }, 1e3).1, "ring");
+        assert_eq!(cluster.all_reduce(ClusterShape { nodes: 1, gpus: 8 }, 1e3).1, "ring");
     }
 
     #[test]
@@ -266,7 +267,7 @@ mod tests {
     fn gloo_ring_keeps_two_segments_in_flight() {
         let mib = 1048576.0;
         let ring = |mibs: f64, latency| {
-            gloo_ring_of_two(mibs * mib, Link { latency, bandwidth: mib }) // a segment a second
+            gloo_ring_of_two(mibs * mib, ClusterLink { latency, bandwidth: mib }) // a segment a second
         };
         // Two segments there, two back.
         near(ring(4.0, 0.0), 4.0);
@@ -286,7 +287,7 @@ mod tests {
 
     #[test]
     fn buckets_are_reduced_in_order_during_backward() {
-        let two = Shape { nodes: 2, gpus: 1 };
+        let two = ClusterShape { nodes: 2, gpus: 1 };
         let quick = "latency=0us,bandwidth=1GB/s,algorithm=ring";
         // 1 ms from 1 ms on, 2 ms from 3 ms on.
         let forecast = measured(true).on(&cluster(quick), two);
@@ -307,13 +308,16 @@ mod tests {
         near(measured(true).on(&cluster(far), two).exposed * 1e3, second - 3.);
         // Threads reduce after backward.
         let threads = "backend=gloo,node-latency=0us,node-bandwidth=1GB/s";
-        near(measured(true).on(&cluster(threads), Shape { nodes: 1, gpus: 2 }).exposed, 3e-3);
+        near(
+            measured(true).on(&cluster(threads), ClusterShape { nodes: 1, gpus: 2 }).exposed,
+            3e-3,
+        );
     }
 
     #[test]
     fn one_rank_has_no_communication_cost() {
         for text in ["backend=gloo", "algorithm=tree", "latency=1s,bandwidth=1kB/s"] {
-            let forecast = measured(true).on(&cluster(text), Shape { nodes: 1, gpus: 1 });
+            let forecast = measured(true).on(&cluster(text), ClusterShape { nodes: 1, gpus: 1 });
             assert_eq!((forecast.communication, forecast.exposed), (0.0, 0.0));
             assert_eq!((forecast.efficiency, &forecast.algorithm[..]), (1.0, "-"));
         }
@@ -324,7 +328,7 @@ mod tests {
         let ways = ["algorithm=ring", "algorithm=tree", "algorithm=hierarchical", "backend=gloo"];
         for way in ways.into_iter().chain(["algorithm=auto"]) {
             for (nodes, gpus) in [(1, 2), (1, 8), (2, 1), (2, 8), (3, 4), (64, 8), (512, 1)] {
-                let shape = Shape { nodes, gpus };
+                let shape = ClusterShape { nodes, gpus };
                 let time = |network: &str, bytes: f64| {
                     cluster(&format!("{network},{way}")).all_reduce(shape, bytes).0
                 };

@@ -71,7 +71,7 @@ fn reduce_op() -> impl TypedValueParser<Value = ReduceOp> {
 }
 
 /// The state that all ranks share.
-struct Job {
+struct CommRun {
     flags: CommFlags,
     ops: Vec<ShownOp>,
     backend: Backend,
@@ -117,7 +117,7 @@ pub fn comm(flags: CommFlags, cuda: &Cuda, printer: &Arc<Printer>) -> anyhow::Re
         printer.info(note);
     }
     let spawn = flags.ranks.spawn(&placement);
-    let job = Job {
+    let job = CommRun {
         flags,
         ops,
         backend: placement.backend,
@@ -178,7 +178,7 @@ fn check_tensors(
 }
 
 /// Runs every operation on one rank, and sends its row to rank 0, which prints.
-fn show_on(rank: &Rank, job: &Job) -> anyhow::Result<()> {
+fn show_on(rank: &Rank, job: &CommRun) -> anyhow::Result<()> {
     let group = rank.init_process_group(job.backend)?;
     for shown in &job.ops {
         let row = job.run(shown.op, &group)?;
@@ -189,7 +189,7 @@ fn show_on(rank: &Rank, job: &Job) -> anyhow::Result<()> {
     Ok(())
 }
 
-impl Job {
+impl CommRun {
     /// Runs the operation on this rank. Returns the rank's tensors before and after.
     fn run(&self, op: CommOp, group: &ProcessGroup) -> Result<Row> {
         let CommFlags { numel, dtype, reduce_op, .. } = self.flags;

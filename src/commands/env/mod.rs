@@ -30,7 +30,7 @@ struct Report {
     keeps_memory: bool,
     /// `None` if the launcher's variables are invalid.
     launcher: Option<&'static str>,
-    launch: Option<Launched>,
+    launch: Option<LauncherSettings>,
     data: Option<Samples>,
     plan: Option<Plan>,
     plan_problem: Option<String>,
@@ -39,7 +39,7 @@ struct Report {
 
 /// The settings of the launcher, or the defaults without one.
 #[derive(Serialize)]
-struct Launched {
+struct LauncherSettings {
     reason: String,
     process: usize,
     processes: usize,
@@ -133,7 +133,7 @@ pub fn env(
         libtorch_folder: ffi::library_folder().map(|folder| folder.shown().into_owned()),
         keeps_memory: ffi::keeps_memory(),
         launcher: launch.as_ref().ok().map(|launch| launch.kind.name()),
-        launch: launch.as_ref().ok().map(Launched::of),
+        launch: launch.as_ref().ok().map(LauncherSettings::of),
         data,
         plan_problem: plan.as_ref().err().map(ToString::to_string),
         plan: plan.ok().map(|(placement, binding)| Plan::of(&placement, binding)),
@@ -142,7 +142,7 @@ pub fn env(
     Ok(printer.result(&report, |out| write_text(&report, &launch, config, all, out))?)
 }
 
-impl Launched {
+impl LauncherSettings {
     fn of(launch: &Launch) -> Self {
         let Launch { processes, master, .. } = launch;
         Self {

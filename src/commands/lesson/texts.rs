@@ -1,4 +1,4 @@
-//! The texts of the lessons in one language.
+//! The texts of the lessons. The words are in `telemetry/language/*.toml`.
 
 use std::collections::BTreeMap;
 

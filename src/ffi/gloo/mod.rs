@@ -15,7 +15,7 @@ use tch::{Device, Tensor};
 use torch_sys::C_tensor;
 
 use crate::error::{Error, Result};
-use crate::ffi::c10d::{Call, Ended, GlooOperation, Group, Join};
+use crate::ffi::c10d::{GlooArguments, GlooEnd, GlooHandle, GlooJoin, GlooOperation};
 use crate::ffi::shim::raw;
 use crate::ffi::store::TcpStore;
 use crate::os::limits;
@@ -43,7 +43,7 @@ pub(crate) enum Reduce {
 /// the ranks before making them.
 pub(crate) struct GlooGroup {
     /// Locked, because only one thread may call it at a time. The calls do not block. `None` while `self` is dropped.
-    group: Mutex<Option<Group>>,
+    group: Mutex<Option<GlooHandle>>,
     rank: usize,
     size: usize,
     /// Every running operation holds a clone. The channel closes when none is left. `None` while `self` is dropped.
@@ -115,7 +115,7 @@ impl GlooGroup {
         timeout: Duration,
         interfaces: Vec<String>,
     ) -> Result<Self> {
-        let join = Join {
+        let join = GlooJoin {
             prefix: store.key(prefix),
             rank,
             size,
@@ -129,7 +129,7 @@ impl GlooGroup {
         let own = store.another_connection()?;
         // Gloo's network threads inherit the name of the thread that creates them.
         let connect =
-            move |store: &mut _, _: &_| named(c"ddp-mp gloo", || Group::new(store, &join));
+            move |store: &mut _, _: &_| named(c"ddp-mp gloo", || GlooHandle::new(store, &join));
         let group = own.ask("connecting to all ranks under", prefix, timeout, connect)?;
         let (running_tx, ended_rx) = bounded(0);
         Ok(Self {
@@ -155,7 +155,7 @@ impl GlooGroup {
     /// afterwards.
     pub(crate) fn abort(&self) -> Result<()> {
         let mut group = self.group.lock();
-        let aborted = group.as_mut().map_or(Ok(()), Group::abort);
+        let aborted = group.as_mut().map_or(Ok(()), GlooHandle::abort);
         aborted.map_err(|reason| Error::Gloo { doing: "abort", reason })
     }
 
@@ -182,7 +182,7 @@ impl GlooGroup {
         let outputs = handles(outputs);
         let or_null =
             |splits: &[i64]| if splits.is_empty() { ptr::null() } else { splits.as_ptr() };
-        let call = Call {
+        let call = GlooArguments {
             operation,
             reduce: reduce as u8,
             peer: peer as i32,
@@ -201,7 +201,7 @@ impl GlooGroup {
         };
         let (result_tx, result_rx) = bounded(1);
         // SAFETY: pointers to live tensors and splits, with their lengths; both lists of splits are equally long.
-        unsafe { group.start(&call, Ended { result: result_tx, running }) }.map_err(fail)?;
+        unsafe { group.start(&call, GlooEnd { result: result_tx, running }) }.map_err(fail)?;
         Ok(GlooWork { doing, result: result_rx })
     }
 }

@@ -258,8 +258,8 @@ fn detect_any(variables: &Variables, options: &LaunchOptions, gpus: usize) -> Re
         return mpi::read(variables, options, gpus);
     }
     let outside_of_srun = match slurm::step(variables)? {
-        slurm::Step::Task => return slurm::read(variables, options, gpus),
-        slurm::Step::Outside(why) => why,
+        slurm::SrunTask::Task => return slurm::read(variables, options, gpus),
+        slurm::SrunTask::Outside(why) => why,
     };
     if kubernetes::is_here(variables) {
         return kubernetes::read(variables, options);

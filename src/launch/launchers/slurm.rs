@@ -23,7 +23,7 @@ const INTERACTIVE: [&str; 2] = ["interactive", "bash"];
 const TASKS: [&str; 3] = ["SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"];
 
 /// Whether srun has started this process as a task.
-pub(super) enum Step {
+pub(super) enum SrunTask {
     /// srun has started it as a task.
     Task,
     /// srun has not; with the reason for the user, if Slurm is involved.
@@ -32,22 +32,22 @@ pub(super) enum Step {
 
 /// # Errors
 /// [`Error::InvalidInput`] when the variables do not decide it.
-pub(super) fn step(variables: &Variables) -> Result<Step> {
+pub(super) fn step(variables: &Variables) -> Result<SrunTask> {
     let job = variables.first_of(&JOB).and_then(|name| variables.text(name));
     let is_step = step_id(variables)?.is_some();
     let Some(job) = job else {
         let set = is_step || variables.first_of(&OF_A_TASK).is_some();
-        return Ok(if set { Step::Task } else { Step::Outside(None) }); // `read` reports what is missing
+        return Ok(if set { SrunTask::Task } else { SrunTask::Outside(None) }); // `read` reports what is missing
     };
     // A batch script has SLURM_PROCID=0 as well, but no step.
     if !is_step && variables.number("SLURM_PROCID")?.is_none_or(|task| task == 0) {
         let why = format!("srun has not started this process of Slurm job {job}");
-        return Ok(Step::Outside(Some(why)));
+        return Ok(SrunTask::Outside(Some(why)));
     }
     let Some(name) =
         variables.text("SLURM_JOB_NAME").filter(|name| INTERACTIVE.contains(&name.as_str()))
     else {
-        return Ok(Step::Task);
+        return Ok(SrunTask::Task);
     };
     let tasks = tasks(variables)?.unwrap_or(1);
     if tasks > 1 {
@@ -56,7 +56,7 @@ pub(super) fn step(variables: &Variables) -> Result<Step> {
              if srun started ddp-mp itself, or --launch local if a shell did"
         )));
     }
-    Ok(Step::Outside(Some(format!("Slurm job {job} is a shell: SLURM_JOB_NAME={name}"))))
+    Ok(SrunTask::Outside(Some(format!("Slurm job {job} is a shell: SLURM_JOB_NAME={name}"))))
 }
 
 /// Returns the number of the step; `None` if it is unset or not one of srun's.

@@ -51,7 +51,7 @@ fn refuses_input(status: ExitStatus) -> bool {
 
 /// The outcome of all the processes.
 #[derive(Debug)]
-pub(crate) enum Ended {
+pub(crate) enum ProcessesEnd {
     /// All trained to the end, or stopped because of this reason.
     Well(Option<StopReason>),
     /// The first failure of the last start, and the reason of each restart before.
@@ -96,7 +96,7 @@ impl SpawnProcesses<'_> {
     ///
     /// # Errors
     /// [`Error::Store`] when the store cannot be served, [`Error::InvalidInput`] when processes cannot be started.
-    pub(crate) fn run(&self, before_restart: impl Fn(usize, &ChildError)) -> Result<Ended> {
+    pub(crate) fn run(&self, before_restart: impl Fn(usize, &ChildError)) -> Result<ProcessesEnd> {
         require_files(files_of_store(self.count()), "serving a store to the ranks")?;
         let lent = self.live.then(LentTerminal::new).flatten();
         let (_open, never) = bounded(0);
@@ -113,7 +113,7 @@ impl SpawnProcesses<'_> {
         signals: &Receiver<i32>,
         lent: Option<&LentTerminal>,
         before_restart: impl Fn(usize, &ChildError),
-    ) -> Result<Ended> {
+    ) -> Result<ProcessesEnd> {
         let (began, mut restarts) = (Instant::now(), Restarts::default());
         let mut places = Vec::new();
         loop {
@@ -129,14 +129,14 @@ impl SpawnProcesses<'_> {
             }
             std::mem::take(&mut all.output).print();
             let Some(mut error) = start.error(&all) else {
-                return Ok(Ended::Well(all.reason_of_rank_0()));
+                return Ok(ProcessesEnd::Well(all.reason_of_rank_0()));
             };
             stops |= signals.try_iter().any(asks_to_stop);
             places.push(error.failure().and_then(RankFailure::place));
             error.repeated = failures_in_a_row(&places);
             let wrong_input = matches!(error.kind, ErrorKind::WrongInput);
             if wrong_input || stops || number == self.max_restarts {
-                return Ok(Ended::Badly(Box::new(error), restarts.reasons));
+                return Ok(ProcessesEnd::Badly(Box::new(error), restarts.reasons));
             }
             before_restart(number + 1, &error);
             let reason = error.text.lines().next().unwrap_or_default().into();

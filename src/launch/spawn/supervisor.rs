@@ -14,8 +14,8 @@ use super::{Spawn, leave_error};
 use crate::error::{Result, Shown};
 use crate::ffi::{check_version, give_back_memory};
 use crate::launch::heartbeat_monitor::Stay;
-use crate::launch::rank_thread::{Ended, RankThread};
-use crate::launch::rendezvous::Rendezvous;
+use crate::launch::rank_thread::{RankThread, RankThreadEnd};
+use crate::launch::rendezvous::RankRendezvous;
 use crate::launch::stall::{stalled, status_table};
 use crate::launch::{RankFailure, SpawnError, StuckRank};
 use crate::operation::Operation;
@@ -61,7 +61,7 @@ impl Spawn {
             run.report(local_ranks.start, Some(error), error.to_string());
         }
         let startable = if libtorch.is_ok() { local_ranks.len() } else { 0 };
-        let rendezvous = Arc::new(Rendezvous::default());
+        let rendezvous = Arc::new(RankRendezvous::default());
         for index in 0..startable {
             let rank = local_ranks.start + index;
             let thread = RankThread {
@@ -190,14 +190,14 @@ impl Spawn {
     fn wait<T, J>(
         &self,
         run: &RunContext,
-        ended_rx: &Receiver<Ended<T>>,
+        ended_rx: &Receiver<RankThreadEnd<T>>,
         threads: &mut [Thread<T, J>],
         join_thread: impl Fn(J),
     ) -> Option<String> {
         let mut running = threads.len();
         let first = self.joined_launch.ranks_here().start;
         let grace_period = self.joined_launch.grace_period;
-        let mut join = |Ended { index, value }| {
+        let mut join = |RankThreadEnd { index, value }| {
             if let Thread::Runs(thread) = mem::replace(&mut threads[index], Thread::Ended(value)) {
                 join_thread(thread); // this is its last act, and it cannot have panicked
             }

@@ -24,7 +24,8 @@ use tch::{Device, Kind, Tensor};
 use super::backend::{self, BackendType, Devices, Join, RankBackend, Reach};
 use super::call::Call;
 use super::local::{
-    self, CallSlot, CollectiveFingerprint, Extras, Memory, Place, Shared, exchange_calls, my_slice,
+    self, CallSlot, CollectiveFingerprint, Extras, Memory, Shared, TensorMemory, exchange_calls,
+    my_slice,
 };
 use super::network::{Network, ProcessMap, SplitSizes, Started};
 use super::{ReduceOp, Traffic, num_bytes, weights};
@@ -186,7 +187,7 @@ impl GlooBackend {
 
     /// Starts a large all_reduce between two processes of one rank each. Gloo reduces the rank's tensor in place, and
     /// the caller need not wait for the result.
-    fn add_up_in_place(&mut self, call: &Call) -> Result<InFlight> {
+    fn add_up_in_place(&mut self, call: &Call) -> Result<GlooInFlight> {
         self.run.check(self.global_rank())?;
         self.exchange_local(call)?;
         let tensor = &call.outputs[0];
@@ -197,7 +198,7 @@ impl GlooBackend {
         }
         let network = &self.packer.network;
         let started = self.report_failure(network.add_up(call, tensor, || self.describe()))?;
-        let in_flight = InFlight { network: network.clone(), started };
+        let in_flight = GlooInFlight { network: network.clone(), started };
         let size = num_bytes(call.kind, tensor.numel()) as u64;
         self.traffic = Traffic { sent: size, received: size };
         Ok(in_flight)
@@ -206,10 +207,10 @@ impl GlooBackend {
     /// Returns the sizes of an all_to_all, in which every rank may choose how much it sends and expects.
     fn parts_of_all_to_all(&self, call: &Call) -> SplitSizes {
         let process_map = self.packer.network.process_map();
-        let size = |places: &[Place], range: &Range<usize>| -> usize {
+        let size = |places: &[TensorMemory], range: &Range<usize>| -> usize {
             places[range.clone()].iter().map(|place| num_bytes(call.kind, place.numel)).sum()
         };
-        let each = |places: fn(&CollectiveFingerprint) -> &[Place]| {
+        let each = |places: fn(&CollectiveFingerprint) -> &[TensorMemory]| {
             let part = |range| self.slot.published().map(|call| size(places(call), range)).sum();
             process_map.processes.iter().map(part).collect()
         };
@@ -302,12 +303,12 @@ impl RankBackend for GlooBackend {
 }
 
 /// An operation in the background, from when the processes have agreed on the call until Gloo has finished.
-struct InFlight {
+struct GlooInFlight {
     network: Arc<Network>,
     started: Started,
 }
 
-impl backend::InFlight for InFlight {
+impl backend::InFlight for GlooInFlight {
     fn at(&self) -> OpId {
         self.started.at
     }

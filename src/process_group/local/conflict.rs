@@ -9,7 +9,7 @@ use crate::error::Error;
 use crate::operation::OpId;
 use crate::runtime::format_call_site;
 
-impl Conflict {
+impl TensorConflict {
     /// Returns the error for this conflict. `members` are the global ranks of the process. `first_place` is the group
     /// rank of its first rank.
     pub(super) fn error<'a>(
@@ -20,13 +20,13 @@ impl Conflict {
         call_at: OpId,
     ) -> Error {
         let (from, to) = match self {
-            Conflict::Memory(first, second) => {
+            TensorConflict::Memory(first, second) => {
                 return Error::OverlappingTensors {
                     first: members[first],
                     second: members[second],
                 };
             }
-            Conflict::Sizes { from, to } => (from, to),
+            TensorConflict::Sizes { from, to } => (from, to),
         };
         let call = |place| calls.clone().nth(place);
         let sent = call(from).map_or(0, |call| call.inputs[first_place + to].numel);
@@ -44,7 +44,7 @@ impl Conflict {
 pub(super) fn sizes<'a>(
     calls: impl Iterator<Item = &'a CollectiveFingerprint> + Clone,
     first_place: usize,
-) -> Option<Conflict> {
+) -> Option<TensorConflict> {
     if !calls.clone().next()?.operation.has_own_sizes() {
         return None;
     }
@@ -53,7 +53,7 @@ pub(super) fn sizes<'a>(
         let to = receivers.find(|(to, receiver)| {
             sender.inputs[first_place + to].numel != receiver.outputs[first_place + from].numel
         });
-        to.map(|(to, _)| Conflict::Sizes { from, to })
+        to.map(|(to, _)| TensorConflict::Sizes { from, to })
     };
     calls.clone().enumerate().find_map(differs)
 }
@@ -73,7 +73,7 @@ impl Memory {
         &mut self,
         calls: impl Iterator<Item = &'a CollectiveFingerprint> + Clone,
         first_place: usize,
-    ) -> Option<Conflict> {
+    ) -> Option<TensorConflict> {
         sizes(calls.clone(), first_place).or_else(|| self.overlap(calls))
     }
 
@@ -81,7 +81,7 @@ impl Memory {
     fn overlap<'a>(
         &mut self,
         calls: impl Iterator<Item = &'a CollectiveFingerprint>,
-    ) -> Option<Conflict> {
+    ) -> Option<TensorConflict> {
         self.0.clear();
         for (rank, call) in calls.enumerate() {
             self.0.extend(call.spans.iter().map(|span| (span.start, span.end, rank, span.written)));
@@ -94,7 +94,7 @@ impl Memory {
         for &(start, end, rank, written) in &self.0 {
             let before = if written { furthest } else { furthest_written };
             if let Some((_, other)) = before.filter(|&(before_end, _)| before_end > start) {
-                found = Some(Conflict::Memory(rank.min(other), rank.max(other)));
+                found = Some(TensorConflict::Memory(rank.min(other), rank.max(other)));
                 break;
             }
             let later = |known: Option<(usize, usize)>| known.max(Some((end, rank)));
@@ -112,18 +112,18 @@ impl Memory {
 
 /// A tensor's memory: its address and its number of elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Place {
+pub(crate) struct TensorMemory {
     pub data: *mut u8,
     pub numel: usize,
 }
 
 /// The tensors of one side of a call, in place if it is one.
-pub(crate) type Places = SmallVec<[Place; 1]>;
+pub(crate) type Places = SmallVec<[TensorMemory; 1]>;
 
 // SAFETY: the address is only a number. The functions that dereference it state who may do so, and when.
-unsafe impl Send for Place {}
+unsafe impl Send for TensorMemory {}
 // SAFETY: as above.
-unsafe impl Sync for Place {}
+unsafe impl Sync for TensorMemory {}
 
 /// The memory of a call, in place if it is one span.
 pub(super) type Spans = SmallVec<[Span; 1]>;
@@ -151,7 +151,7 @@ impl Span {
 
 /// Two ranks whose tensors do not fit, by their positions in the process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Conflict {
+pub(super) enum TensorConflict {
     /// One rank writes memory that the other touches. The first is not above the second.
     Memory(usize, usize),
     /// `from` sends another number of elements than `to` expects.

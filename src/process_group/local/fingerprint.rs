@@ -1,11 +1,12 @@
-//! A rank's announcement before a collective: everything that must be equal on all ranks.
+//! A rank's announcement before a collective: what must be equal on all ranks, the addresses of its tensors, and the
+//! elements of small ones.
 
 use std::sync::OnceLock;
 
 use tch::{Device, Kind, Tensor};
 
-use super::conflict::{Conflict, Place, Places, Span, Spans};
-use super::contents::{self, Contents};
+use super::conflict::{Places, Span, Spans, TensorConflict, TensorMemory};
+use super::input_copies::{self, InputCopies};
 use crate::error::Result;
 use crate::ffi::{Shape, TensorFacts, cuda};
 use crate::operation::Operation;
@@ -49,10 +50,10 @@ pub(crate) struct CollectiveFingerprint {
     /// Memory of inputs and outputs, with adjacent spans joined. The ranks compare these spans.
     pub(super) spans: Spans,
     /// Conflict found by the first rank of the process, if it alone looks for conflicts.
-    pub(super) verdict: OnceLock<Option<Conflict>>,
+    pub(super) verdict: OnceLock<Option<TensorConflict>>,
     /// Whether `contents` has the elements of the inputs.
     has_contents: bool,
-    contents: Contents,
+    contents: InputCopies,
 }
 
 impl CollectiveFingerprint {
@@ -72,7 +73,7 @@ impl CollectiveFingerprint {
             spans: Spans::new(),
             verdict: OnceLock::new(),
             has_contents: false,
-            contents: Contents::nothing(),
+            contents: InputCopies::nothing(),
         }
     }
 
@@ -103,7 +104,7 @@ impl CollectiveFingerprint {
         self.has_contents = extras.contents > 0
             && self.operation == Operation::AllReduce
             && self.device == Device::Cpu
-            && num_bytes(self.kind, numel) <= extras.contents.min(contents::MAX_BYTES);
+            && num_bytes(self.kind, numel) <= extras.contents.min(input_copies::MAX_BYTES);
         if self.has_contents {
             // SAFETY: tensors of this rank, on the CPU. It writes to them only after the exchange.
             unsafe { self.contents.copy(&self.inputs, num_bytes(self.kind, 1)) };
@@ -115,7 +116,7 @@ impl CollectiveFingerprint {
     fn join_spans(&mut self, at_place: usize) {
         let mut spans = std::mem::take(&mut self.spans);
         spans.clear();
-        let mut add = |place: &Place, written| {
+        let mut add = |place: &TensorMemory, written| {
             let start = place.data as usize;
             let end = start + num_bytes(self.kind, place.numel);
             Span { start, end, written }.join(&mut spans);
@@ -165,7 +166,8 @@ impl CollectiveFingerprint {
             (None, Some(op)) => format!("({op})"),
             (None, None) => String::new(),
         };
-        let sizes = |places: &[Place]| places.iter().map(|place| place.numel).collect::<Vec<_>>();
+        let sizes =
+            |places: &[TensorMemory]| places.iter().map(|place| place.numel).collect::<Vec<_>>();
         let kind = dtype_name(*kind);
         let place = match device {
             Device::Cpu => String::new(),
@@ -194,7 +196,7 @@ fn list(places: &mut Places, tensors: &[Tensor]) -> Result<()> {
     places.clear();
     for tensor in tensors {
         let TensorFacts { data, numel, .. } = TensorFacts::of(tensor)?;
-        places.push(Place { data, numel });
+        places.push(TensorMemory { data, numel });
     }
     Ok(())
 }

@@ -38,7 +38,7 @@ pub(crate) struct P2pRequest {
     /// Send or receive.
     pub side: Side,
     /// The tensor to read from or to write to.
-    pub contents: Contents,
+    pub contents: MessageTensor,
     /// Group rank of the sender. For a receive, `None` accepts any sender.
     pub source: Option<usize>,
     /// Sends match receives of the same tag.
@@ -52,7 +52,7 @@ pub(crate) struct P2pRequest {
 }
 
 /// The tensor of a message.
-pub(crate) enum Contents {
+pub(crate) enum MessageTensor {
     /// In the memory of this process.
     Here(Tensor),
     /// In the memory of another process, which sends it.
@@ -111,7 +111,7 @@ pub(crate) fn describe(kind: Kind, shape: &[i64]) -> String {
 
 /// The outcome of one side of a message, once it is known.
 pub(crate) struct Completion {
-    outcome: OnceLock<Outcome>,
+    outcome: OnceLock<MessageEnd>,
     /// Thread that may wait for the outcome.
     waiter: Thread,
     /// Connection to the other side, if that is in another process.
@@ -120,7 +120,7 @@ pub(crate) struct Completion {
 
 /// The result of one side of a message.
 #[derive(Debug, Clone)]
-pub(crate) enum Outcome {
+pub(crate) enum MessageEnd {
     /// The tensor was handed over. The field is the sender's group rank.
     From(usize),
     /// It failed, and the failure has been reported to the run.
@@ -141,7 +141,7 @@ impl Completion {
     }
 
     /// Records the outcome, unless there is one already, and wakes the waiting thread.
-    pub(crate) fn complete(&self, outcome: Outcome) {
+    pub(crate) fn complete(&self, outcome: MessageEnd) {
         let _ = self.outcome.set(outcome); // the first outcome counts
         self.waiter.unpark();
     }
@@ -169,7 +169,7 @@ impl PostedOp {
     }
 
     /// Returns the outcome. `None` until it has ended.
-    pub(crate) fn outcome(&self) -> Option<&Outcome> {
+    pub(crate) fn outcome(&self) -> Option<&MessageEnd> {
         self.0.outcome.get()
     }
 }
@@ -198,7 +198,7 @@ impl Mailboxes {
                 thread::park();
             }
         }
-        matches!(posted.outcome(), Some(Outcome::Lost { .. }))
+        matches!(posted.outcome(), Some(MessageEnd::Lost { .. }))
     }
 
     /// Ends all receives that wait for a rank of `sources` (group ranks). They are lost, for this `reason`.
@@ -210,7 +210,7 @@ impl Mailboxes {
             let lost: Vec<Waiting> = mailbox.lock().expected.extract_if(.., is_lost).collect();
             for waiting in lost {
                 let ranks = self.members[sources.clone()].to_vec();
-                waiting.delivery.complete(Outcome::Lost { ranks, reason: reason.into() });
+                waiting.delivery.complete(MessageEnd::Lost { ranks, reason: reason.into() });
             }
         }
     }
@@ -248,17 +248,17 @@ impl Mailboxes {
         let source = sent.source.unwrap_or(destination);
         let copied = if sent.fits(&expected) {
             match (sent.contents, expected.contents) {
-                (Contents::Here(from), Contents::Here(mut into)) => {
+                (MessageTensor::Here(from), MessageTensor::Here(mut into)) => {
                     tch::no_grad(|| into.f_copy_(&from).map(drop)).doing("copy_")
                 }
-                (Contents::Elsewhere(incoming), Contents::Here(into)) => {
+                (MessageTensor::Elsewhere(incoming), MessageTensor::Here(into)) => {
                     return incoming.accept(into, receiver);
                 }
-                (_, Contents::Elsewhere(_)) => Ok(()), // a rank receives into memory of its own
+                (_, MessageTensor::Elsewhere(_)) => Ok(()), // a rank receives into memory of its own
             }
         } else {
             let (text, expected) = (sent.describe(), expected.describe());
-            if let Contents::Elsewhere(incoming) = sent.contents {
+            if let MessageTensor::Elsewhere(incoming) = sent.contents {
                 incoming.refuse(&expected);
             }
             let [source_rank, destination] = [source, destination].map(|rank| self.members[rank]);
@@ -269,7 +269,11 @@ impl Mailboxes {
             self.run.report(self.members[destination], Some(error), error.to_string());
         }
         for side in [sender, receiver] {
-            side.complete(if copied.is_ok() { Outcome::From(source) } else { Outcome::Reported });
+            side.complete(if copied.is_ok() {
+                MessageEnd::From(source)
+            } else {
+                MessageEnd::Reported
+            });
         }
     }
 }

@@ -6,22 +6,22 @@
 
 mod compare;
 mod conflict;
-mod contents;
 mod element;
 mod exchange;
 mod fingerprint;
+mod input_copies;
 mod mail;
 mod mismatch;
 mod once;
 mod shared;
 
 pub(super) use compare::exchange_calls;
-pub(super) use conflict::{Memory, Place};
+pub(super) use conflict::{Memory, TensorMemory};
 pub(super) use element::{Kinds, Reduction, my_slice, my_slices, reduce};
 pub(super) use fingerprint::{CollectiveFingerprint, Extras};
 pub(super) use mail::{
-    Carrier, Completion, Contents, Incoming, Mailboxes, Outcome, P2pRequest, PostedOp, Side,
-    describe,
+    Carrier, Completion, Incoming, Mailboxes, MessageEnd, MessageTensor, P2pRequest, PostedOp,
+    Side, describe,
 };
 pub(super) use mismatch::{from_text, mismatch, sizes_differ, to_text};
 pub(super) use once::OncePerProcess;

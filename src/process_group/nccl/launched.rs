@@ -19,7 +19,7 @@ use crate::runtime::{LaunchedWork, RunContext};
 /// while the lock is taken. So the watchdog never waits for NCCL, and the rank waits for one check at most.
 ///
 /// After a failure a rank aborts its communicator itself. If its thread is blocked in libtorch, the watchdog does.
-pub(super) struct Launched {
+pub(super) struct LaunchedOps {
     /// The rank's number in the run.
     rank: usize,
     gpu: usize,
@@ -28,13 +28,13 @@ pub(super) struct Launched {
     state: Mutex<State>,
 }
 
-/// The state that [`Launched`] guards.
+/// The state that [`LaunchedOps`] guards.
 pub(super) struct State {
     pub communicator: Communicator,
     /// The collectives that may still run, the oldest first.
     running: VecDeque<Running>,
     /// Events of collectives that have ended, for the next ones.
-    spare: Vec<cuda::Event>,
+    spare: Vec<cuda::CudaEvent>,
     /// How many collectives have been launched.
     launches: u64,
     /// The number of the collective that the last check has found to be failed or late.
@@ -48,7 +48,7 @@ struct Running {
     at: OpId,
     since: Instant,
     /// The event that is recorded after the collective.
-    ended: cuda::Event,
+    ended: cuda::CudaEvent,
 }
 
 impl State {
@@ -63,7 +63,7 @@ impl State {
     }
 }
 
-impl Launched {
+impl LaunchedOps {
     pub(super) fn new(
         rank: usize,
         gpu: usize,
@@ -87,7 +87,7 @@ impl Launched {
             state.forget_ended()?;
             state.spare.pop()
         };
-        let ended = spare.map_or_else(cuda::Event::new, Ok)?;
+        let ended = spare.map_or_else(cuda::CudaEvent::new, Ok)?;
         ended.record(self.gpu)?; // without the lock: this blocks while the GPU's queue is full
         let mut state = self.state.lock();
         state.launches += 1;
@@ -139,7 +139,7 @@ impl Launched {
     }
 }
 
-impl LaunchedWork for Launched {
+impl LaunchedWork for LaunchedOps {
     fn check(&self, run: &RunContext) {
         if run.cancel.cancelled_by().is_none()
             && let Some((at, error)) = self.failure(run)
@@ -162,8 +162,8 @@ impl LaunchedWork for Launched {
     }
 }
 
-impl fmt::Debug for Launched {
+impl fmt::Debug for LaunchedOps {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Launched").field("rank", &self.rank).finish_non_exhaustive()
+        f.debug_struct("LaunchedOps").field("rank", &self.rank).finish_non_exhaustive()
     }
 }

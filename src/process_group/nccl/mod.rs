@@ -40,7 +40,7 @@ use crate::ffi::{TorchResult, cuda};
 use crate::operation::Operation;
 use crate::os::limits::not_started;
 use communicator::{Communicator, UniqueId, end_all};
-use launched::Launched;
+use launched::LaunchedOps;
 pub(crate) use library::version;
 use library::{check, is_failure};
 
@@ -85,7 +85,7 @@ fn prepare(shared: &Arc<Shared>, network: Option<&Arc<Network>>) -> Result<Join>
 
 /// One rank's side of the backend.
 struct NcclBackend {
-    launched: Arc<Launched>,
+    launched: Arc<LaunchedOps>,
     rank: usize,
     gpu: usize,
     shared: Arc<Shared>,
@@ -95,7 +95,7 @@ struct NcclBackend {
     slot: CallSlot,
     /// `true` if the ranks compare their calls (`--check-collectives`).
     check: bool,
-    done: cuda::Event,
+    done: cuda::CudaEvent,
     /// The tensor that `barrier` reduces. Allocated once: allocating may stop all GPUs.
     token: Tensor,
     /// Communicators of two ranks, for messages: a launch in the group's communicator needs all its ranks.
@@ -125,7 +125,7 @@ impl NcclBackend {
             .doing("allocating on the GPU")?;
         let communicator = Communicator::new(shared.run().clone());
         let members = shared.members();
-        let launched = Launched::new(members[rank], gpu, members.clone(), communicator);
+        let launched = LaunchedOps::new(members[rank], gpu, members.clone(), communicator);
         let mut nccl = Self {
             launched: Arc::new(launched),
             rank,
@@ -134,7 +134,7 @@ impl NcclBackend {
             check: shared.run().check_collectives,
             shared,
             network,
-            done: cuda::Event::new()?,
+            done: cuda::CudaEvent::new()?,
             token,
             pairs: BTreeMap::new(),
             local_pairs,

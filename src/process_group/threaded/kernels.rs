@@ -6,7 +6,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::super::call::Call;
 use super::super::local::{
-    self, CollectiveFingerprint, Kinds, Place, Reduction, my_slice, my_slices,
+    self, CollectiveFingerprint, Kinds, Reduction, TensorMemory, my_slice, my_slices,
 };
 use super::super::traffic::{Traffic, split_traffic};
 use super::super::{ReduceOp, num_bytes, weights};
@@ -27,8 +27,8 @@ impl SpanScratch {
     /// Lists the addresses of these inputs and outputs.
     fn list<'a>(
         &mut self,
-        inputs: impl Iterator<Item = &'a Place>,
-        outputs: impl Iterator<Item = &'a Place>,
+        inputs: impl Iterator<Item = &'a TensorMemory>,
+        outputs: impl Iterator<Item = &'a TensorMemory>,
     ) {
         self.inputs.clear();
         self.inputs.extend(inputs.map(|place| place.data));
@@ -69,7 +69,8 @@ pub(super) unsafe fn run<'a>(
     let all = || calls.clone();
     let Some(mine) = calls.clone().nth(rank) else { return Ok(()) };
     // SAFETY: as the caller promises; sizes fit, because the announcements agree.
-    let copy = |from: Place, to: Place| unsafe { copy(mine.kind, mine.device, from, to) };
+    let copy =
+        |from: TensorMemory, to: TensorMemory| unsafe { copy(mine.kind, mine.device, from, to) };
     match call.operation {
         Operation::AllReduce | Operation::Reduce => {
             places.fill_factors(call, all())?;
@@ -295,7 +296,7 @@ unsafe fn reduce_by_kernels(reduction: Reduction<'_>, device: Device) -> Result<
 /// # Safety
 /// Both places are memory of `kind` on `device`, of equal size. They are the same, or do not overlap. No rank writes to
 /// `from`, and no other rank touches `to`.
-unsafe fn copy(kind: Kind, device: Device, from: Place, to: Place) -> Result<()> {
+unsafe fn copy(kind: Kind, device: Device, from: TensorMemory, to: TensorMemory) -> Result<()> {
     if from.data == to.data || to.numel == 0 {
         return Ok(());
     }
@@ -306,8 +307,9 @@ unsafe fn copy(kind: Kind, device: Device, from: Place, to: Place) -> Result<()>
     }
     let len = to.numel as i64;
     // SAFETY: as the caller promises; the views end with this function.
-    let view =
-        |place: Place| unsafe { Tensor::f_from_blob(place.data, &[len], &[1], kind, device) };
+    let view = |place: TensorMemory| unsafe {
+        Tensor::f_from_blob(place.data, &[len], &[1], kind, device)
+    };
     tch::no_grad(|| view(to)?.f_copy_(&view(from)?)).doing("copying between ranks")
 }
 

@@ -43,7 +43,8 @@ fn prepare(shared: &Arc<Shared>, _: Option<&Arc<Network>>) -> Result<Join> {
     Ok(Arc::new(move |rank, _| Ok(Box::new(ThreadedBackend::join(shared.slot(rank))?))))
 }
 
-/// The most bytes that all ranks together announce as elements of an all_reduce.
+/// The most bytes that all ranks together announce as elements of an all_reduce. One rank announces at most
+/// [`input_copies::MAX_BYTES`](super::local), so this limit matters from five ranks on.
 const MAX_CONTENTS: usize = 2 << 10;
 
 /// One rank's side of the backend.

@@ -1,4 +1,4 @@
-//! The ranks that others wait for, for the errors of waits that last too long.
+//! The ranks that others wait for, which the errors of waits that last too long name.
 
 use super::RunContext;
 use crate::error::{Error, MissingRank};

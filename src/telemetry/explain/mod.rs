@@ -78,7 +78,7 @@ pub struct RankStep {
 
 /// A step of all ranks.
 #[derive(Debug, Clone)]
-pub struct Step {
+pub struct ExplainedStep {
     /// The number of the step in the whole run, from 0.
     pub step: u64,
     /// The learning rate.
@@ -91,7 +91,7 @@ pub struct Step {
     pub ranks: Vec<RankStep>,
 }
 
-impl Step {
+impl ExplainedStep {
     /// Returns the number of all ranks' samples if ranks are weighted by their samples; else `None`.
     fn weighed(&self, run_info: &RunInfo) -> Option<usize> {
         let all = self.ranks.iter().map(|rank| rank.num_samples).sum();
@@ -138,7 +138,7 @@ impl Explainer {
     }
 
     /// Explains the first step: how gradients are averaged, and the update.
-    pub fn first_step(&self, step: &Step) {
+    pub fn first_step(&self, step: &ExplainedStep) {
         let mut lines = self.gradients(step, false);
         let mean = match step.weighed(&self.run_info) {
             Some(samples) => weighted_mean(&step.ranks, samples),
@@ -150,7 +150,7 @@ impl Explainer {
     }
 
     /// Explains the second step, in short.
-    pub fn second_step(&self, step: &Step) {
+    pub fn second_step(&self, step: &ExplainedStep) {
         let was_compressed = self.compression(step.step.saturating_sub(1)).is_some();
         let newly_compressed = self.compression(step.step).filter(|_| !was_compressed);
         let mut lines = self.gradients(step, true);
@@ -173,7 +173,7 @@ impl Explainer {
     }
 
     /// Returns a table with a row per rank: samples, loss, gradient, mean, and the new weight if `with_weight`.
-    fn gradients(&self, step: &Step, with_weight: bool) -> Vec<String> {
+    fn gradients(&self, step: &ExplainedStep, with_weight: bool) -> Vec<String> {
         let ranks = &step.ranks;
         let all = |value: fn(&RankStep) -> f64| ranks.iter().map(value).collect::<Vec<_>>();
         let losses = numbers(&all(|rank| rank.loss), 6);
@@ -205,7 +205,7 @@ impl Explainer {
     }
 
     /// Returns a table of each rank's update.
-    fn updates(&self, step: &Step) -> Vec<String> {
+    fn updates(&self, step: &ExplainedStep) -> Vec<String> {
         let weights = step.ranks.iter().flat_map(|rank| [rank.before, rank.after]);
         let weights = numbers(&weights.collect::<Vec<_>>(), 8);
         let gradients: Vec<f64> = step.ranks.iter().map(|rank| rank.stepped_by).collect();

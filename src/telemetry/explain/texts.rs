@@ -1,11 +1,11 @@
-//! The texts of the explanation in one language, and which of them a run is explained with.
+//! The texts of the explanation: which of them a run is explained with. The words are in `telemetry/language/*.toml`.
 
 use std::fmt::Display;
 
 use serde::Deserialize;
 
 use super::layout::number;
-use super::{Explainer, Step};
+use super::{ExplainedStep, Explainer};
 use crate::telemetry::language::filled;
 
 /// A heading, and a paragraph below it.
@@ -198,7 +198,7 @@ impl Explainer {
     }
 
     /// Explains how gradients are averaged. `form` is that in which they are sent, `None` if unchanged.
-    pub(super) fn explain_gradients(&self, step: &Step, form: Option<&str>) -> Section {
+    pub(super) fn explain_gradients(&self, step: &ExplainedStep, form: Option<&str>) -> Section {
         let (texts, run_info) = (&self.texts, &self.run_info);
         let buckets = match step.buckets {
             1 => texts.gradients_bucket.clone(),
@@ -250,7 +250,7 @@ impl Explainer {
     }
 
     /// Explains why the update is the same on all ranks, and that the gradient was clipped before it.
-    pub(super) fn explain_update(&self, step: &Step) -> Section {
+    pub(super) fn explain_update(&self, step: &ExplainedStep) -> Section {
         let (texts, run_info) = (&self.texts, &self.run_info);
         let first = &step.ranks[0];
         let is_clipped = first.averaged.to_bits() != first.stepped_by.to_bits();
@@ -380,7 +380,7 @@ mod tests {
         ]
     }
 
-    fn step(buckets: usize) -> Step {
+    fn step(buckets: usize) -> ExplainedStep {
         let rank = RankStep {
             samples: vec![0, 1],
             num_samples: 2,
@@ -391,7 +391,13 @@ mod tests {
             before: 1.0,
             after: 0.75,
         };
-        Step { step: 0, lr: 0.1, weight: "weight[0][7]".into(), buckets, ranks: vec![rank; 4] }
+        ExplainedStep {
+            step: 0,
+            lr: 0.1,
+            weight: "weight[0][7]".into(),
+            buckets,
+            ranks: vec![rank; 4],
+        }
     }
 
     /// Returns all that `explainer` can say about its run.

@@ -96,7 +96,7 @@ impl<M> Callback<M> for Explanation {
         numbers.after = values(&probe.parameter)?[index];
         if let (Some(ranks), Some(explainer)) = (group.gather_object(&numbers, 0)?, &self.explainer)
         {
-            let step = telemetry::Step {
+            let step = telemetry::ExplainedStep {
                 step: step.number,
                 lr: step.lr,
                 weight: format!("{}{}", probe.name, indices(index, &probe.parameter.size())),

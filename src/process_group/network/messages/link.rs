@@ -22,7 +22,7 @@ use crate::ffi::TorchResult;
 use crate::operation::OpId;
 use crate::process_group::dtype::dtype_name;
 use crate::process_group::local::{
-    Carrier, Completion, Contents, Incoming, Outcome, P2pRequest, Side, describe,
+    Carrier, Completion, Incoming, MessageEnd, MessageTensor, P2pRequest, Side, describe,
 };
 
 /// One end of the connection to another process.
@@ -81,7 +81,7 @@ pub(super) struct Sent {
     /// tensor then.
     pub is_writing: bool,
     /// The outcome, if it was known before the writing had ended.
-    pub outcome: Option<Outcome>,
+    pub outcome: Option<MessageEnd>,
 }
 
 /// A tensor to be filled by the other process.
@@ -202,7 +202,7 @@ impl Link {
             // The receiver has asked for bytes that travel alone, so writing them completes the send. The receiver must
             // still take inline bytes.
             if size(&sent.tensor) > EAGER_MAX_BYTES {
-                sent.outcome.get_or_insert(Outcome::From(sent.source));
+                sent.outcome.get_or_insert(MessageEnd::From(sent.source));
             }
         }
         if let Some(outcome) = sent.outcome.take() {
@@ -217,7 +217,7 @@ impl Link {
         let contents = Box::new(Offered { link, id, source, destination, inline });
         let request = P2pRequest {
             side: Side::Send,
-            contents: Contents::Elsewhere(contents),
+            contents: MessageTensor::Elsewhere(contents),
             source: Some(source),
             tag,
             kind,
@@ -244,7 +244,7 @@ impl Link {
     pub(super) fn taken(&self, id: u64) -> Result<(), String> {
         let mut state = self.state();
         let source = state.sends.get(&id).ok_or_else(|| not_sent(id))?.source;
-        state.complete(id, Outcome::From(source));
+        state.complete(id, MessageEnd::From(source));
         Ok(())
     }
 
@@ -260,7 +260,7 @@ impl Link {
             expected,
         };
         self.context.run.report_at(rank, Some(at), Some(&error), error.to_string());
-        state.complete(id, Outcome::Reported);
+        state.complete(id, MessageEnd::Reported);
         Ok(())
     }
 
@@ -294,8 +294,8 @@ impl Link {
     }
 
     /// Returns the outcome of messages with the other process when the connection has ended for this `reason`.
-    pub(super) fn lost(&self, reason: &str) -> Outcome {
-        Outcome::Lost { ranks: self.ranks(), reason: reason.into() }
+    pub(super) fn lost(&self, reason: &str) -> MessageEnd {
+        MessageEnd::Lost { ranks: self.ranks(), reason: reason.into() }
     }
 
     /// Ends the link, because the other process cannot be reached. Does nothing if that process has connected
@@ -377,7 +377,7 @@ impl Link {
 
 impl State {
     /// Completes the send of `id`; if its tensor is being written, when that has ended. The first outcome counts.
-    fn complete(&mut self, id: u64, outcome: Outcome) {
+    fn complete(&mut self, id: u64, outcome: MessageEnd) {
         match self.sends.get_mut(&id) {
             Some(sent) if sent.is_writing => drop(sent.outcome.get_or_insert(outcome)),
             _ => {
@@ -439,11 +439,11 @@ impl Incoming for Offered {
             return match copied.doing("copy_") {
                 Ok(()) => {
                     link.reply(Frame::Taken { id });
-                    delivery.complete(Outcome::From(source));
+                    delivery.complete(MessageEnd::From(source));
                 }
                 Err(error) => {
                     link.context.run.report(rank, Some(&error), error.to_string());
-                    delivery.complete(Outcome::Reported);
+                    delivery.complete(MessageEnd::Reported);
                 }
             };
         }

@@ -17,7 +17,7 @@ use crate::error::{Error, first_line};
 use crate::ffi::TorchResult;
 use crate::process_group::contiguous::is_plain_contiguous;
 use crate::process_group::dtype::num_bytes;
-use crate::process_group::local::Outcome;
+use crate::process_group::local::MessageEnd;
 
 /// Reads and writes `stream`, the connection of `link`, until it ends.
 pub(super) fn run(link: &Arc<Link>, stream: &Arc<TcpStream>, serving: &Serving) {
@@ -100,7 +100,7 @@ fn receive(link: &Link, from: &mut impl Read, expected: Expected) -> io::Result<
     };
     match read() {
         Ok(Ok(())) => {
-            delivery.complete(Outcome::From(source));
+            delivery.complete(MessageEnd::From(source));
             Ok(())
         }
         Ok(Err(error)) => {
@@ -109,7 +109,7 @@ fn receive(link: &Link, from: &mut impl Read, expected: Expected) -> io::Result<
         }
         Err(error) => {
             link.context.run.report(rank, Some(&error), error.to_string());
-            delivery.complete(Outcome::Reported);
+            delivery.complete(MessageEnd::Reported);
             Err(io::Error::other(error.to_string()))
         }
     }

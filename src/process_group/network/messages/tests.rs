@@ -19,7 +19,7 @@ use super::{Connections, Messages, OutgoingMessage};
 use crate::error::Error;
 use crate::ffi::TcpStore;
 use crate::operation::{OpId, Operation};
-use crate::process_group::local::{Contents, Outcome, P2pRequest, PostedOp, Shared, Side};
+use crate::process_group::local::{MessageEnd, MessageTensor, P2pRequest, PostedOp, Shared, Side};
 use crate::runtime::RunContext;
 
 const TIMEOUT: Duration = Duration::from_secs(60);
@@ -61,7 +61,7 @@ impl Process {
     /// Posts a receive of this process's rank.
     fn receive(&self, into: &Tensor, source: Option<usize>, tag: u64) -> PostedOp {
         let (kind, shape) = (into.kind(), into.size());
-        let contents = Contents::Here(into.shallow_clone());
+        let contents = MessageTensor::Here(into.shallow_clone());
         let request =
             P2pRequest { side: Side::Receive, contents, source, tag, kind, shape, stream: 0 };
         self.shared.mail().post(request, self.shared.here().start)
@@ -105,7 +105,7 @@ impl Process {
             while !posted.is_completed() {
                 std::thread::park(); // completion unparks this thread
             }
-            assert!(matches!(posted.outcome(), Some(Outcome::From(rank)) if *rank == source));
+            assert!(matches!(posted.outcome(), Some(MessageEnd::From(rank)) if *rank == source));
         }
         assert_eq!(into.int64_value(&[0]), number);
     }
@@ -170,8 +170,8 @@ fn send_completes_only_when_its_tensor_is_not_being_written() {
         drop(writing);
         let outcome = sent.outcome();
         match arrives {
-            true => assert!(matches!(outcome, Some(Outcome::From(1))), "{outcome:?}"),
-            false => assert!(matches!(outcome, Some(Outcome::Lost { .. })), "{outcome:?}"),
+            true => assert!(matches!(outcome, Some(MessageEnd::From(1))), "{outcome:?}"),
+            false => assert!(matches!(outcome, Some(MessageEnd::Lost { .. })), "{outcome:?}"),
         }
         assert!(link.begin_writing(0).is_none());
         mine.run.report(1, None, "over".into()); // nobody waits for the rest
@@ -260,7 +260,7 @@ fn lost_receive_from_any_source_blames_the_sender() {
         std::thread::park();
     }
     let outcome = posted.outcome().cloned();
-    let Some(Outcome::Lost { ranks, reason }) = outcome else { panic!("{outcome:?}") };
+    let Some(MessageEnd::Lost { ranks, reason }) = outcome else { panic!("{outcome:?}") };
     let at = OpId { operation: Operation::Recv, sequence: 0 };
     let error = lost::connection_lost(&mine.run, at, 1, ranks, reason);
     let Error::ConnectionLost { lost, .. } = &error else { panic!("{error}") };
@@ -327,7 +327,9 @@ fn protocol_violation_ends_pending_operations() {
             std::thread::park();
         }
         let outcome = posted.outcome();
-        let Some(Outcome::Lost { reason, .. }) = outcome else { panic!("{said:?}: {outcome:?}") };
+        let Some(MessageEnd::Lost { reason, .. }) = outcome else {
+            panic!("{said:?}: {outcome:?}")
+        };
         assert!(reason.contains("another program uses the connection"), "{said:?}: {reason}");
     }
 }

@@ -1,6 +1,6 @@
 //! The elements of small tensors, which travel with a rank's announcement.
 
-use super::conflict::Place;
+use super::conflict::TensorMemory;
 
 /// The largest size of a call's inputs, in bytes, with which they travel with the announcement. Every rank then reads all
 /// inputs, and not only a slice of each.
@@ -9,9 +9,9 @@ pub(super) const MAX_BYTES: usize = 512;
 /// Copies of a call's inputs, one after the other.
 #[derive(Debug)]
 #[repr(align(64))]
-pub(super) struct Contents([u8; MAX_BYTES]);
+pub(super) struct InputCopies([u8; MAX_BYTES]);
 
-impl Contents {
+impl InputCopies {
     pub(super) fn nothing() -> Self {
         Self([0; MAX_BYTES])
     }
@@ -20,7 +20,7 @@ impl Contents {
     ///
     /// # Safety
     /// The tensors are in the memory of the CPU, and no other thread writes to them.
-    pub(super) unsafe fn copy(&mut self, tensors: &[Place], size: usize) {
+    pub(super) unsafe fn copy(&mut self, tensors: &[TensorMemory], size: usize) {
         let mut free = &mut self.0[..];
         for tensor in tensors {
             let (copy, rest) = free.split_at_mut(tensor.numel * size);
