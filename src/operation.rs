@@ -85,7 +85,7 @@ impl Operation {
                 self,
                 Operation::AllReduce | Operation::Reduce | Operation::ReduceScatter
             ),
-            has_own_sizes: matches!(self, Operation::AllToAll),
+            has_own_sizes: inputs.is_list() && outputs.is_list(),
         })
     }
 
@@ -163,6 +163,11 @@ impl Operand {
             Holders::Root => is_root,
             Holders::OthersThanRoot => !is_root,
         }
+    }
+
+    /// Returns the tensor of `tensors`, this rank's, that `peer` sends or gets. `None` if this rank has none.
+    pub(crate) fn tensor_for<T>(self, peer: usize, tensors: &[T]) -> Option<&T> {
+        tensors.get(if self.is_list() { peer } else { 0 })
     }
 
     /// Returns whether this is a list with a tensor for each rank.

@@ -8,7 +8,6 @@ use tch::{Device, Kind};
 
 use super::backend::{BackendType, Devices, Reach};
 use super::reduce_op::ReduceOp;
-use super::{gloo, nccl, threaded};
 use crate::error::{Error, Result};
 use crate::operation::Operation;
 
@@ -27,9 +26,9 @@ impl Backend {
     /// Returns the backend's description, which is in its folder.
     pub(super) fn entry(self) -> &'static BackendType {
         match self {
-            Self::Nccl => &nccl::BACKEND,
-            Self::Threaded => &threaded::BACKEND,
-            Self::Gloo => &gloo::BACKEND,
+            Self::Nccl => &super::nccl::BACKEND,
+            Self::Threaded => &super::threaded::BACKEND,
+            Self::Gloo => &super::gloo::BACKEND,
         }
     }
 

@@ -1,26 +1,22 @@
 //! One operation on tensors of one size, to measure it and to check its results.
 
+use strum::IntoEnumIterator;
 use tch::{Kind, Tensor};
 
 use super::BenchFlags;
 use crate::commands::comm_op::{CommOp, OpTensors};
 use crate::error::Result;
 use crate::ffi::TorchResult;
-use crate::operation::{CollectiveType, Operation};
+use crate::operation::{CollectiveType, Operation, Tensors};
 use crate::process_group::{ProcessGroup, ReduceOp, num_bytes};
 
 /// The operations that can be measured.
-pub(super) const OPS: [CommOp; 9] = [
-    CommOp::Collective(Operation::AllReduce),
-    CommOp::Collective(Operation::Reduce),
-    CommOp::Collective(Operation::Broadcast),
-    CommOp::Collective(Operation::AllGather),
-    CommOp::Collective(Operation::ReduceScatter),
-    CommOp::Collective(Operation::Gather),
-    CommOp::Collective(Operation::Scatter),
-    CommOp::Collective(Operation::AllToAll),
-    CommOp::IsendIrecv,
-];
+pub(super) fn ops() -> impl Iterator<Item = CommOp> {
+    let moves = |operation: &Operation| {
+        operation.collective().is_some_and(|moves| moves.inputs.tensors != Tensors::Nothing)
+    };
+    Operation::iter().filter(moves).map(CommOp::Collective).chain([CommOp::IsendIrecv])
+}
 
 /// Returns the name of an operation, as nccl-tests has it.
 pub(super) fn name(op: CommOp) -> &'static str {

@@ -81,7 +81,7 @@ pub struct BenchFlags {
 }
 
 fn op() -> impl TypedValueParser<Value = CommOp> {
-    op_parser(bench_case::OPS.map(|op| (bench_case::name(op), op)).to_vec(), "-")
+    op_parser(bench_case::ops().map(|op| (bench_case::name(op), op)).collect(), "-")
 }
 
 /// Parses a size in bytes, as nccl-tests reads it: K is 1024.

@@ -113,7 +113,7 @@ impl Packer {
                     }
                 }
             }
-            Operation::AllToAll => {
+            _ if collective.has_own_sizes => {
                 for (process, places) in process_map.processes.iter().enumerate() {
                     let earlier = slot.published().take(index);
                     let mut offset: usize = earlier
@@ -246,7 +246,7 @@ impl Packer {
                     self.add_up(call, sources, offset, output.numel(), [data(output)].into_iter())
                 };
             }
-            Operation::AllToAll => {
+            _ if collective.has_own_sizes => {
                 for (source, places) in sources.iter().zip(&process_map.processes) {
                     let mut offset = 0;
                     for from in places.clone() {

@@ -3,7 +3,7 @@
 use std::ffi::{c_int, c_void};
 use std::time::Duration;
 
-use cudarc::nccl::sys::{self, ncclDataType_t, ncclRedOp_t, ncclResult_t};
+use cudarc::nccl::sys::{self, ncclDataType_t, ncclRedOp_t};
 use tch::{Kind, Tensor};
 
 use super::super::backend::RankBackend;
@@ -16,7 +16,7 @@ use super::NcclBackend;
 use super::library::is_failure;
 use crate::error::{Error, Result};
 use crate::ffi::{TorchResult, cuda};
-use crate::operation::Operation;
+use crate::operation::{CollectiveType, Operation};
 
 impl NcclBackend {
     /// Launches this rank's part of a collective between two barriers.
@@ -29,9 +29,6 @@ impl NcclBackend {
         let data = |tensor: &Tensor| -> *mut c_void { tensor.data_ptr() };
         let reduction = || reduction(call.operation, call.op(), call.kind);
         let (inputs, outputs) = (call.inputs, call.outputs);
-        let each = |f: &mut dyn FnMut(c_int, usize) -> ncclResult_t| {
-            (0..inputs.len().max(outputs.len())).map(|peer| f(peer as c_int, peer)).find(is_failure)
-        };
         // SAFETY, for all calls below: each pointer is to the stated number of elements of that dtype, on this rank's
         // GPU. They are read and written in the order of the stream on which their tensors were made and on which they
         // will be freed.
@@ -100,45 +97,48 @@ impl NcclBackend {
                 self.synchronize(&|| {})
             }
             Operation::NewGroup => self.exchange_local(call),
-            Operation::Gather => self.grouped(call, "ncclSend and ncclRecv", || {
-                let (from, size) = (data(&inputs[0]), bytes(&inputs[0]));
-                // SAFETY: as above.
-                let sent = unsafe { sys::ncclSend(from, size, byte, root, comm, stream) };
-                let received = || {
-                    outputs.iter().zip(0..).map(|(to, peer)| {
-                        // SAFETY: as above.
-                        unsafe { sys::ncclRecv(data(to), size, byte, peer, comm, stream) }
-                    })
-                };
-                std::iter::once(sent).chain(received()).find(is_failure)
-            }),
-            Operation::Scatter => self.grouped(call, "ncclSend and ncclRecv", || {
-                let (to, size) = (data(&outputs[0]), bytes(&outputs[0]));
-                // SAFETY: as above.
-                let received = unsafe { sys::ncclRecv(to, size, byte, root, comm, stream) };
-                let sent = || {
-                    inputs.iter().zip(0..).map(|(from, peer)| {
-                        // SAFETY: as above.
-                        unsafe { sys::ncclSend(data(from), size, byte, peer, comm, stream) }
-                    })
-                };
-                std::iter::once(received).chain(sent()).find(is_failure)
-            }),
-            Operation::AllToAll => self.grouped(call, "ncclSend and ncclRecv", || {
-                each(&mut |peer, i| {
-                    let (from, to) = (&inputs[i], &outputs[i]);
-                    // SAFETY: as above.
-                    unsafe {
-                        let sent = sys::ncclSend(data(from), bytes(from), byte, peer, comm, stream);
-                        if is_failure(&sent) {
-                            return sent;
-                        }
-                        sys::ncclRecv(data(to), bytes(to), byte, peer, comm, stream)
-                    }
-                })
-            }),
-            other => Err(Error::Unsupported(format!("backend nccl has no {other}"))),
+            other => match other.collective() {
+                Some(collective) if !collective.reduces => self.copy(call, collective),
+                _ => Err(Error::Unsupported(format!("backend nccl has no {other}"))),
+            },
         }
+    }
+
+    /// Launches a collective that only copies: each input goes straight to the ranks that have an output for it.
+    fn copy(&mut self, call: &Call, collective: CollectiveType) -> Result<()> {
+        let CollectiveType { inputs, outputs, .. } = collective;
+        let stream = cuda::current_stream(self.gpu)?.cast();
+        let comm = self.launched.lock().communicator.raw();
+        // Any dtype can travel as bytes.
+        let byte = ncclDataType_t::ncclUint8;
+        let bytes = |tensor: &Tensor| num_bytes(tensor.kind(), tensor.numel());
+        let peers = self.shared.members().len();
+        self.grouped(call, "ncclSend and ncclRecv", || {
+            for peer in 0..peers {
+                let is_root = peer == call.root();
+                let tensor = inputs.tensor_for(peer, call.inputs);
+                if let Some(tensor) = tensor.filter(|_| outputs.is_held_by(is_root)) {
+                    let (data, size) = (tensor.data_ptr(), bytes(tensor));
+                    // SAFETY: the tensor has this many bytes on this rank's GPU, and is used in the order of the stream.
+                    let sent =
+                        unsafe { sys::ncclSend(data, size, byte, peer as c_int, comm, stream) };
+                    if is_failure(&sent) {
+                        return Some(sent);
+                    }
+                }
+                let tensor = outputs.tensor_for(peer, call.outputs);
+                if let Some(tensor) = tensor.filter(|_| inputs.is_held_by(is_root)) {
+                    let (data, size) = (tensor.data_ptr(), bytes(tensor));
+                    // SAFETY: as above.
+                    let received =
+                        unsafe { sys::ncclRecv(data, size, byte, peer as c_int, comm, stream) };
+                    if is_failure(&received) {
+                        return Some(received);
+                    }
+                }
+            }
+            None
+        })
     }
 
     /// Synchronizes the ranks of this process before a call. With `--check-collectives`, weights or a new group, the

@@ -2,18 +2,16 @@
 
 /** The fields of a record, by their places. */
 const [OPERATION, BEGIN, DURATION, SEQUENCE, STEP, BUCKET, BYTES, TRACK, WAITED, WAITED_FOR, PLACE] = Array(11).keys();
-const COLLECTIVES = ["all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "reduce_scatter",
-  "all_to_all", "send", "recv", "new_group", "barrier", "synchronize"];
 
 function timeline() {
-  const { operations, places, ranks, lost } = data.timeline;
+  const { operations, may_wait: isCollective, places, ranks, lost } = data.timeline;
   const total = sum(ranks.map(it => it.records.length));
   if (!total) {
     $("timeline-note").textContent = "Nothing was recorded.";
     $("timeline-body").remove();
     return;
   }
-  const isCollective = operations.map(it => COLLECTIVES.includes(it)), gradient = operations.indexOf("gradient");
+  const gradient = operations.indexOf("gradient");
   let begin = Infinity, last = 0, open = false;
   for (const { records } of ranks) {
     for (const it of records) {

@@ -20,6 +20,8 @@ pub(crate) struct Tracks<'a> {
     lost: u64,
     /// Names of operations, by their number in records.
     operations: Vec<String>,
+    /// For each operation: whether the rank may wait for others in it.
+    may_wait: Vec<bool>,
     /// Call sites, by their number in records.
     places: Vec<String>,
     ranks: Vec<Track<'a>>,
@@ -95,7 +97,15 @@ impl<'a> Tracks<'a> {
             ranks.push(Track { rank: rank.rank, device: &rank.device, on_gpu, records });
         }
         let operations = Operation::iter().map(|operation| operation.to_string()).collect();
-        Self { end: micros(dump.taken), lost, operations, places: call_sites.names, ranks }
+        let may_wait = Operation::iter().map(Operation::may_wait).collect();
+        Self {
+            end: micros(dump.taken),
+            lost,
+            operations,
+            may_wait,
+            places: call_sites.names,
+            ranks,
+        }
     }
 }
 
