@@ -1,4 +1,4 @@
-//! The options of the launch: where the ranks run, and how they wait for each other.
+//! The options of the launch: where the ranks run, and how long they wait for each other (`Spawn` has the defaults).
 
 use std::time::Duration;
 

@@ -1,4 +1,4 @@
-//! The options of training as a whole: its length, its loss and its seed.
+//! The options of training as a whole: its length, its batch size, its loss, its precision and its seed.
 
 use std::time::Duration;
 

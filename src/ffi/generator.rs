@@ -1,4 +1,4 @@
-//! Random numbers: [`Generator`], a generator for one rank, and [`fork_rng`] for libtorch's own.
+//! Random numbers, for dropout: [`Generator`], a generator for one rank, and [`fork_rng`] for libtorch's own.
 
 use std::ffi::{c_char, c_int};
 use std::{fmt, ptr};

@@ -1,4 +1,5 @@
-//! Fault injection: makes a rank fail, to see and to test how the others react.
+//! Fault injection: makes a rank fail, to see and to test how the others react. Faults within a training step are in
+//! `trainer/callbacks/fault_injection.rs`.
 
 use std::fmt;
 use std::str::FromStr;

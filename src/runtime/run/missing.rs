@@ -1,4 +1,5 @@
-//! The ranks that others wait for, which the errors of waits that last too long name.
+//! The ranks that others wait for, as the errors of waits that last too long name them. `runtime/barrier.rs` and the
+//! network find them.
 
 use super::RunContext;
 use crate::error::{Error, MissingRank};

@@ -1,4 +1,4 @@
-//! `--inject-fault`: a fault injected on purpose into a training step.
+//! `--inject-fault`: the faults within a training step, such as `nan` and `skip-sample`. `runtime/fault.rs` has the others.
 
 use anyhow::Result;
 use tch::Tensor;
