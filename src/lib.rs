@@ -88,7 +88,7 @@
 //! | `Rank`, `ProcessGroup`, `Work` | neither `Send` nor `Sync` | stays: only the rank's own thread is woken when another rank fails |
 //! | `DistributedDataParallel`, `Sgd`, `AdamW`, `DataLoader`, `Trainer` | neither `Send` nor `Sync` | stays with its group |
 //! | `Autocast` | neither `Send` nor `Sync` | stays: libtorch has the state in the thread |
-//! | `Spawn`, `SpawnError`, `Error`, `Launch`, `JoinedLaunch`, `Placement`, `ProcessWorld` | `Send + Sync` | may be shared |
+//! | `Spawn`, `SpawnError`, `Error`, `Launch`, `JoinedLaunch`, `Placement` | `Send + Sync` | may be shared |
 //! | `StopRequest`, `Dataset`, `TensorDataset`, `TextDataset`, `Checkpoint`, `CheckpointDir` | `Send + Sync` | may be shared: what a rank's function captures |
 //! | `Schedule`, `ReduceOp`, `Backend` | `Send + Sync` | may be shared: plain values |
 //!

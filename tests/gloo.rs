@@ -7,13 +7,10 @@ use std::time::Duration;
 
 use ddp_mp::ddp::{CommHook, Compress, GradBucket, hook_fn};
 use ddp_mp::ffi::cuda::Cuda;
-use ddp_mp::launch::{
-    BackendChoice, JoinLaunchOptions, Launch, LaunchOptions, NodeSlice, Nproc, ProcessWorld,
-    detect, place,
-};
+use ddp_mp::launch::{JoinLaunchOptions, Launch, LaunchOptions, Nproc, detect};
 use ddp_mp::optim::ParamSpan;
 use ddp_mp::process_group::DTYPES;
-use ddp_mp::{Backend, ProcessGroup, Rank, ReduceOp, Spawn, SpawnError};
+use ddp_mp::{Backend, ProcessGroup, Rank, ReduceOp, SpawnError};
 use proptest::prelude::*;
 use proptest::sample::Index;
 use tch::{Device, Kind, Tensor};
@@ -29,13 +26,9 @@ pub(crate) fn try_processes<T: Send + 'static>(
 ) -> Vec<Result<Vec<T>, Box<SpawnError>>> {
     let (port, f) = (free_port(), Arc::new(f));
     let process = |(process, &count): (usize, &usize)| {
+        let options = JoinLaunchOptions { timeout: TIMEOUT, ..JoinLaunchOptions::default() };
         let launch = launch(counts.len(), process, count, port);
-        let (nproc, choice) = (launch.nproc, BackendChoice::Auto);
-        let placement = place(nproc, choice, &Cuda::default(), &NodeSlice::all(1)).unwrap();
-        let placement = placement.in_processes(launch.processes.count, choice).unwrap();
-        let world =
-            ProcessWorld::meet(&launch, &placement, TIMEOUT, None, Vec::new()).unwrap().unwrap();
-        let spawn = Spawn::at(&placement).threads_per_rank(1).world(Some(world.into()));
+        let spawn = launch.join(&Cuda::default(), options).unwrap().spawn().threads_per_rank(1);
         let f = f.clone();
         spawn.timeout(timeout).grace_period(TIMEOUT).run(move |rank| {
             let group = rank.init_process_group(Backend::Gloo)?;

@@ -437,7 +437,7 @@ macro_rules! threads {
 
 #[test]
 fn documented_thread_rules_match_send_and_sync() {
-    use ddp_mp::launch::{JoinedLaunch, Launch, Placement, ProcessWorld};
+    use ddp_mp::launch::{JoinedLaunch, Launch, Placement};
     use ddp_mp::prelude::*;
     use tch::nn::Linear;
     let types = threads![
@@ -456,7 +456,6 @@ fn documented_thread_rules_match_send_and_sync() {
         Launch => Launch,
         JoinedLaunch => JoinedLaunch,
         Placement => Placement,
-        ProcessWorld => ProcessWorld,
         StopRequest => ddp_mp::StopRequest,
         Dataset => dyn Dataset,
         TensorDataset => TensorDataset,

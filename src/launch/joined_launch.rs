@@ -10,13 +10,14 @@ use std::time::Duration;
 
 use crossbeam::channel::{RecvTimeoutError, bounded};
 
+use super::heartbeat_monitor::Stay;
 use super::{
     BackendChoice, Binding, Launch, LaunchKind, LaunchOptions, LocalRanks, Nproc, Placement,
     ProcessWorld, Processes, Spawn, detect, place, write_error_file,
 };
 use crate::error::{Error, Result, Shown};
-use crate::ffi::check_version;
 use crate::ffi::cuda::Cuda;
+use crate::ffi::{check_interfaces, check_version};
 use crate::os::affinity::CpuList;
 use crate::os::cores;
 use crate::os::limits::not_started;
@@ -74,7 +75,7 @@ pub struct JoinedLaunch {
     /// Where its ranks run.
     pub placement: Placement,
     /// All processes, if there are several.
-    pub world: Option<Arc<ProcessWorld>>,
+    pub(crate) world: Option<Arc<ProcessWorld>>,
     /// How long the other ranks and processes may take to exit after a failure.
     pub(super) grace_period: Duration,
 }
@@ -117,7 +118,9 @@ impl Launch {
     /// Places the ranks of this process, and waits for the rendezvous with the other processes, if there are any.
     ///
     /// # Errors
-    /// The errors of [`Launch::place`] and [`ProcessWorld::meet`].
+    /// The errors of [`Launch::place`]; [`Error::InvalidInput`] when the processes do not fit each other, or the machine
+    /// lacks the network interface of `GLOO_SOCKET_IFNAME`; [`Error::Store`] when the store cannot be reached or served;
+    /// [`Error::PeersMissing`] when others do not arrive within the timeout.
     pub fn join(self, cuda: &Cuda, options: JoinLaunchOptions) -> Result<JoinedLaunch> {
         check_version()?; // ahead of the store
         let mut placement = self.place(options.backend, cuda)?;
@@ -140,9 +143,10 @@ impl Launch {
         let world = noting_a_wait(&self, options.note, rendezvous)?.map(Arc::new);
         let grace_period = options.grace_period.min(MAX_WAIT);
         let joined_launch = JoinedLaunch { launch: self, placement, world, grace_period };
-        joined_launch.before_ranks(|| {
-            joined_launch.world.as_ref().map_or(Ok(()), |world| world.check_interfaces())
-        })?;
+        let world = joined_launch.world.as_ref();
+        if let Some(interfaces) = world.and_then(|world| world.interfaces.as_deref()) {
+            joined_launch.before_ranks(|| check_interfaces(interfaces))?;
+        }
         Ok(joined_launch)
     }
 
@@ -168,7 +172,7 @@ impl JoinedLaunch {
 
     /// Returns this process's number, and how many processes there are.
     pub fn process(&self) -> [usize; 2] {
-        self.world.as_ref().map_or([0, 1], |world| [world.process(), world.num_processes()])
+        self.world.as_ref().map_or([0, 1], |world| [world.mine, world.processes.len()])
     }
 
     /// Returns how many ranks all processes have together.
@@ -183,14 +187,16 @@ impl JoinedLaunch {
 
     /// Returns this machine's number, from 0.
     pub(super) fn node_rank(&self) -> usize {
-        self.world.as_ref().map_or(0, |world| world.node_rank())
+        self.world.as_ref().map_or(0, |world| world.node_rank)
     }
 
     /// Returns the rank with this index among those of this process.
     pub(super) fn identity(&self, index: usize) -> RankIdentity {
+        let first_local =
+            self.world.as_ref().map_or(0, |world| world.processes[world.mine].first_local);
         RankIdentity {
             rank: self.ranks_here().start + index,
-            local_rank: self.world.as_ref().map_or(0, |world| world.first_local()) + index,
+            local_rank: first_local + index,
             device: self.placement.devices[index],
         }
     }
@@ -233,12 +239,12 @@ impl JoinedLaunch {
 
     /// Returns how many machines there are.
     pub fn nnodes(&self) -> usize {
-        self.world.as_ref().map_or(1, |world| world.nnodes())
+        self.world.as_ref().map_or(1, |world| world.nnodes)
     }
 
     /// Returns whether this is the process of rank 0, which reads and writes files for all.
     pub fn is_first(&self) -> bool {
-        self.world.as_ref().is_none_or(|world| world.is_first())
+        self.world.as_ref().is_none_or(|world| world.mine == 0)
     }
 
     /// Returns whether `--spawn=processes` has started this process.
@@ -250,21 +256,25 @@ impl JoinedLaunch {
     pub fn notes(&self) -> Vec<String> {
         let world = self.world.as_ref().filter(|_| !self.is_spawned());
         let world_note = world.map(|world| {
-            format!("{} ranks in {} processes", world.world_size(), world.num_processes())
+            format!("{} ranks in {} processes", world.world_size(), world.processes.len())
         });
         self.placement.note.iter().cloned().chain(world_note).collect()
     }
 
-    /// Runs `work` for this process, before its ranks start. If `work` fails, the other processes get the reason;
-    /// the processes of `--spawn=processes` get it from their parent process.
+    /// Runs `work` for this process, before its ranks start. If `work` fails, the other processes get the reason, as for
+    /// a rank that fails; the processes of `--spawn=processes` get it from their parent process. The process that serves
+    /// the store stays for that, at most for the grace period.
     ///
     /// # Errors
     /// The errors of `work`.
     pub fn before_ranks<T>(&self, work: impl FnOnce() -> Result<T>) -> Result<T> {
-        match self.world.as_ref().filter(|_| !self.is_spawned()) {
-            Some(world) => world.before_ranks(self.grace_period, work),
-            None => work(),
-        }
+        work().inspect_err(|error| {
+            let Some(world) = self.world.as_ref().filter(|_| !self.is_spawned()) else { return };
+            // If this write fails, the others notice the failure as they would a killed process.
+            let _ = world.heartbeat_monitor.report_failed_start(&error.to_string());
+            let patience = self.grace_period;
+            world.leave(Stay { patience, failed: true, asked_to_end: &|| false });
+        })
     }
 
     /// Returns the ranks of this process, ready to start.

@@ -46,4 +46,4 @@ pub(crate) use signals::{await_termination, end_at_signals_in};
 pub use signals::{exit_code, status_signal, stop_on_signals};
 pub(crate) use spawn::RunView;
 pub use spawn::{Spawn, spawn, spawn_scoped};
-pub use world::ProcessWorld;
+use world::ProcessWorld;

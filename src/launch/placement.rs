@@ -11,9 +11,10 @@ use crate::ffi::cuda::Cuda;
 use crate::process_group::{Backend, Devices};
 
 /// The number of ranks to start on this machine: `--nproc-per-node`, as in torchrun.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Nproc {
     /// One for each visible GPU; without a GPU, one for each CPU core.
+    #[default]
     Auto,
     /// One for each visible GPU.
     Gpu,

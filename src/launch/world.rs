@@ -19,28 +19,31 @@ use super::messages::{MOST_RANKS, Process, node_of, ranks_on};
 use super::process_rendezvous::{ProcessRendezvous, files_of_store, prefix, process_0_missing};
 use super::{Launch, LaunchKind, MasterEndpoint, Placement, clock_sync, restart_generation};
 use crate::error::{Error, Result};
-use crate::ffi::{TcpStore, check_interfaces, cuda};
+use crate::ffi::{TcpStore, cuda};
 use crate::os::limits::require_files;
 use crate::process_group::{Backend, Bootstrap, Network, ProcessMap, rank_label};
 use crate::runtime::{Clock, RunContext};
 
 /// All processes of a run, as seen by one of them.
 #[derive(Debug)]
-pub struct ProcessWorld {
-    processes: Vec<Process>,
+pub(crate) struct ProcessWorld {
+    pub(super) processes: Vec<Process>,
     /// The range of ranks of each process.
     ranks: Vec<Range<usize>>,
-    mine: usize,
+    /// This process's number, from 0. Process 0, with rank 0, reads and writes files for all.
+    pub(super) mine: usize,
     /// Uses the prefix of this start of the run.
     store: TcpStore,
     serves: bool,
-    nnodes: usize,
-    node_rank: usize,
+    /// How many machines there are.
+    pub(super) nnodes: usize,
+    /// This machine's number, from 0.
+    pub(super) node_rank: usize,
     /// `GLOO_SOCKET_IFNAME`.
-    interfaces: Option<String>,
+    pub(super) interfaces: Option<String>,
     /// The offset of this process's clock from that of process 0; `None` if clocks were not compared.
-    clock: Option<Clock>,
-    heartbeat_monitor: HeartbeatMonitor,
+    pub(super) clock: Option<Clock>,
+    pub(super) heartbeat_monitor: HeartbeatMonitor,
     /// Keeps `store` usable: dropping this would cancel requests that are made as the run ends.
     _cancel_tx: Sender<Infallible>,
 }
@@ -48,7 +51,7 @@ pub struct ProcessWorld {
 impl ProcessWorld {
     /// Returns a warning if this process is to serve the store under a name that resolves to a loopback address, as a
     /// line in Debian's `/etc/hosts` may cause: no other machine can connect. All processes may be on this one.
-    pub fn warning(launch: &Launch) -> Option<String> {
+    pub(super) fn warning(launch: &Launch) -> Option<String> {
         let master = launch.master.as_ref().filter(|master| !master.agent_store)?;
         let others = launch.processes.index == 0 && launch.nnodes.is_some_and(|nnodes| nnodes > 1);
         if !others || master.addr.parse::<IpAddr>().is_ok() {
@@ -69,7 +72,7 @@ impl ProcessWorld {
     /// # Errors
     /// [`Error::InvalidInput`] when the processes do not fit each other, [`Error::Store`] when the store cannot be
     /// reached or served, [`Error::PeersMissing`] when others do not arrive within `timeout`.
-    pub fn meet(
+    pub(super) fn meet(
         launch: &Launch,
         placement: &Placement,
         timeout: Duration,
@@ -164,58 +167,20 @@ impl ProcessWorld {
     ///
     /// # Errors
     /// [`Error::Store`], [`Error::InvalidInput`] when another process does not answer.
-    pub fn compare_clocks(self, timeout: Duration) -> Result<Self> {
+    pub(super) fn compare_clocks(self, timeout: Duration) -> Result<Self> {
         let count = self.processes.len();
         let clock = clock_sync::estimate_offset(&self.store, self.mine, count, timeout)?;
         Ok(Self { clock: Some(clock), ..self })
     }
 
-    /// Checks that this machine has the network interfaces that Gloo is to use.
-    ///
-    /// # Errors
-    /// [`Error::InvalidInput`] that names `GLOO_SOCKET_IFNAME`.
-    pub fn check_interfaces(&self) -> Result<()> {
-        self.interfaces.as_deref().map_or(Ok(()), check_interfaces)
-    }
-
     /// Returns how many ranks all processes have together.
-    pub fn world_size(&self) -> usize {
+    pub(super) fn world_size(&self) -> usize {
         self.ranks.last().map_or(0, |last| last.end)
     }
 
-    /// Returns how many processes there are.
-    pub fn num_processes(&self) -> usize {
-        self.processes.len()
-    }
-
     /// Returns the ranks of this process.
-    pub fn ranks_here(&self) -> Range<usize> {
+    pub(super) fn ranks_here(&self) -> Range<usize> {
         self.ranks[self.mine].clone()
-    }
-
-    /// Returns how many machines there are.
-    pub fn nnodes(&self) -> usize {
-        self.nnodes
-    }
-
-    /// Returns this machine's number, from 0.
-    pub fn node_rank(&self) -> usize {
-        self.node_rank
-    }
-
-    /// Returns this process's number, from 0.
-    pub fn process(&self) -> usize {
-        self.mine
-    }
-
-    /// Returns the offset of this process's clock from that of process 0; `None` if clocks were not compared.
-    pub(super) fn clock(&self) -> Option<Clock> {
-        self.clock
-    }
-
-    /// Returns the number of this process's first rank among the ranks of its machine.
-    pub(super) fn first_local(&self) -> usize {
-        self.processes[self.mine].first_local
     }
 
     /// Returns how many ranks of this machine come before those of this process.
@@ -226,11 +191,6 @@ impl ProcessWorld {
     /// Returns how many ranks there are on this machine.
     pub(super) fn ranks_on_machine(&self) -> usize {
         ranks_on(&self.processes[self.mine].host, &self.processes)
-    }
-
-    /// Returns whether this is the process of rank 0, which reads and writes files for all.
-    pub fn is_first(&self) -> bool {
-        self.mine == 0
     }
 
     /// Returns a rank's device, with its process if that is another one: `CPU:0 on b, process 71`.
@@ -261,27 +221,6 @@ impl ProcessWorld {
             let store = self.store.reconnect(run.cancel.tripped().clone())?.under("world");
             let layout = ProcessMap { processes: self.ranks.clone(), mine: self.mine };
             Network::connect(store, run.clone(), members, layout, self.interfaces.as_deref())
-        })
-    }
-
-    pub(super) fn heartbeat_monitor(&self) -> &HeartbeatMonitor {
-        &self.heartbeat_monitor
-    }
-
-    /// Runs `work`, which this process must do before its ranks start. If `work` fails, the other processes get the
-    /// reason, as for a rank that fails. The process that serves the store stays for that, at most for `timeout`.
-    ///
-    /// # Errors
-    /// The errors of `work`.
-    pub fn before_ranks<T>(
-        &self,
-        timeout: Duration,
-        work: impl FnOnce() -> Result<T>,
-    ) -> Result<T> {
-        work().inspect_err(|error| {
-            // If this write fails, the others notice the failure as they would a killed process.
-            let _ = self.heartbeat_monitor.report_failed_start(&error.to_string());
-            self.leave(Stay { patience: timeout, failed: true, asked_to_end: &|| false });
         })
     }
 

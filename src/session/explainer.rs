@@ -9,7 +9,7 @@ pub(crate) fn explainer(session: &Session, parameters: usize) -> Explainer {
     let Session { config, joined_launch, data, printer, .. } = session;
     let run_info = RunInfo {
         world_size: joined_launch.world_size(),
-        processes: joined_launch.world.as_ref().map_or(1, |world| world.num_processes()),
+        processes: joined_launch.process()[1],
         backend: joined_launch.placement.backend.name(),
         model: config.model.kind.name(),
         parameters,

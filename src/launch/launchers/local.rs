@@ -34,10 +34,11 @@ pub(super) fn read(options: &LaunchOptions, why: &str) -> Result<Launch> {
     }
     let processes = Processes { index, count: nnodes, local_index: 0, local_count: 1 };
     if nnodes == 1 {
-        let mut launch = Launch::new(LaunchKind::Local, processes, options.nproc, why.into());
-        launch.nnodes = Some(1);
-        launch.node_rank = Some(0);
-        return Ok(launch);
+        return Ok(Launch {
+            nnodes: Some(1),
+            node_rank: Some(0),
+            ..Launch::new(LaunchKind::Local, processes, options.nproc, why.into())
+        });
     }
     let Some(addr) = master_addr else {
         return Err(missing("--master-addr", "the name or address of machine 0"));
@@ -46,13 +47,11 @@ pub(super) fn read(options: &LaunchOptions, why: &str) -> Result<Launch> {
     let reason = format!(
         "--nnodes={nnodes} --node-rank={index}, and {why}; ranks are threads of one process a machine"
     );
-    let mut launch = Launch::new(LaunchKind::ByHand, processes, options.nproc, reason);
-    launch.nnodes = Some(nnodes);
-    launch.node_rank = Some(index);
-    launch.master = Some(MasterEndpoint {
-        addr: addr.clone(),
-        port: master_port.unwrap_or(DEFAULT_PORT),
-        agent_store: false,
-    });
-    Ok(launch)
+    let port = master_port.unwrap_or(DEFAULT_PORT);
+    Ok(Launch {
+        nnodes: Some(nnodes),
+        node_rank: Some(index),
+        master: Some(MasterEndpoint { addr: addr.clone(), port, agent_store: false }),
+        ..Launch::new(LaunchKind::ByHand, processes, options.nproc, reason)
+    })
 }

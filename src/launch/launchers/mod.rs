@@ -65,7 +65,7 @@ pub enum LaunchChoice {
 }
 
 /// The launch options of the command line.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct LaunchOptions {
     /// The launcher whose variables are used.
     pub launch: LaunchChoice,
@@ -81,20 +81,6 @@ pub struct LaunchOptions {
     pub nproc: Nproc,
     /// The CPUs to which its ranks are bound.
     pub bind: BindChoice,
-}
-
-impl Default for LaunchOptions {
-    fn default() -> Self {
-        Self {
-            launch: LaunchChoice::Auto,
-            nnodes: None,
-            node_rank: None,
-            master_addr: None,
-            master_port: None,
-            nproc: Nproc::Auto,
-            bind: BindChoice::Auto,
-        }
-    }
 }
 
 pub(super) use spawned::{ParentStart, variables as variables_of_spawned, variables_of_threads};

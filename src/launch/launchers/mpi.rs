@@ -47,14 +47,7 @@ pub(super) fn read(variables: &Variables, options: &LaunchOptions, gpus: usize) 
     check_flag("--nnodes", options.nnodes.as_ref(), "mpirun", nnodes.as_ref())?;
     let node_rank = nnodes.map(|_| 0);
     check_flag("--node-rank", options.node_rank.as_ref(), "mpirun", node_rank.as_ref())?;
-    if let Some(rank) = variables.number("RANK")?
-        && rank != index
-    {
-        return Err(Error::InvalidInput(format!(
-            "RANK={rank} contradicts {}={index}: unset RANK, or use --launch local to ignore both",
-            names[0]
-        )));
-    }
+    variables.check_rank(names[0], index)?;
 
     let addr = || match nnodes {
         Some(_) => Ok("127.0.0.1".into()),

@@ -94,13 +94,7 @@ pub(super) fn read(variables: &Variables, options: &LaunchOptions, gpus: usize) 
     check_below("SLURM_NODEID", node, nodes, nnodes)?;
     check_flag("--nnodes", options.nnodes.as_ref(), "srun", Some(&nnodes))?;
     check_flag("--node-rank", options.node_rank.as_ref(), "srun", Some(&node))?;
-    if let Some(rank) = variables.number("RANK")?
-        && rank != index
-    {
-        return Err(Error::InvalidInput(format!(
-            "RANK={rank} contradicts SLURM_PROCID={index}: unset RANK, or use --launch local to ignore both"
-        )));
-    }
+    variables.check_rank("SLURM_PROCID", index)?;
 
     let per_node = either(&["SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"]);
     let local_count = match variables.text(per_node) {

@@ -98,6 +98,16 @@ impl<'a> Variables<'a> {
         if missing.is_empty() { Ok(numbers) } else { Err(launcher.lacks(&missing, &set)) }
     }
 
+    /// Checks that `RANK`, if it is set, is the process's number `index`, which `name` holds.
+    pub(super) fn check_rank(&self, name: &str, index: usize) -> Result<()> {
+        match self.number("RANK")? {
+            Some(rank) if rank != index => Err(Error::InvalidInput(format!(
+                "RANK={rank} contradicts {name}={index}: unset RANK, or use --launch local to ignore both"
+            ))),
+            _ => Ok(()),
+        }
+    }
+
     /// Returns `OMP_NUM_THREADS`, set by the user, or by torchrun when it starts several processes. If it is a list
     /// for levels of nesting, returns the first number. `None` if it is unset.
     pub(super) fn threads(&self) -> Result<Option<usize>> {

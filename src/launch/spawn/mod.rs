@@ -18,7 +18,7 @@ use super::rank_thread::RankThread;
 use super::stall::Notifier;
 use super::{
     BindChoice, JoinLaunchOptions, JoinedLaunch, Launch, LaunchKind, LaunchOptions, Placement,
-    ProcessWorld, Rank, SpawnError,
+    Rank, SpawnError,
 };
 use crate::error::Result;
 use crate::ffi;
@@ -313,12 +313,6 @@ impl Spawn {
     /// Shows the ranks in the terminal while they run.
     pub(crate) fn view(self, view: Option<Arc<dyn RunView>>) -> Self {
         Self { view, ..self }
-    }
-
-    /// Makes the ranks part of a run of several processes. They are numbered after those of the processes before.
-    pub fn world(mut self, world: Option<Arc<ProcessWorld>>) -> Self {
-        self.joined_launch.world = world;
-        self
     }
 
     /// Lets signals that set `stop` end a run whose ranks hang, and the time for which this process serves the store to

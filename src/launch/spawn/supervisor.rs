@@ -42,7 +42,7 @@ impl Spawn {
 
         let mut threads: Vec<Thread<T, J>> = Vec::with_capacity(local_ranks.len());
         if let Some(world) = &joined_launch.world
-            && let Err(error) = world.heartbeat_monitor().start(&run)
+            && let Err(error) = world.heartbeat_monitor.start(&run)
         {
             run.report(local_ranks.start, Some(&error), error.to_string());
         }
@@ -115,7 +115,7 @@ impl Spawn {
         }
         if let Some(world) = &self.joined_launch.world {
             run.ranks_here = world.ranks_on_machine();
-            run.peer_status = Some(world.heartbeat_monitor().peer_status());
+            run.peer_status = Some(world.heartbeat_monitor.peer_status());
             for rank in (0..world_size).filter(|rank| !world.ranks_here().contains(rank)) {
                 run.activity[rank].enter(Operation::Start, 0); // until more is known
             }
@@ -130,7 +130,7 @@ impl Spawn {
         }
         let joined_launch = &self.joined_launch;
         let process = joined_launch.process();
-        let clock = joined_launch.world.as_ref().and_then(|world| world.clock());
+        let clock = joined_launch.world.as_ref().and_then(|world| world.clock);
         let (local_ranks, label) = (joined_launch.ranks_here(), |rank| joined_launch.label(rank));
         let dump = FlightRecorderDump::of(run, local_ranks, label, process, clock);
         if let Some(path) = &self.trace {
