@@ -7,6 +7,8 @@ use std::path::{Path, PathBuf};
 
 use clap::parser::ValueSource;
 use clap::{Arg, ArgAction, ArgMatches, Args, Command, Error as ClapError, FromArgMatches};
+use serde::Serialize;
+use serde_with::SerializeDisplay;
 use toml::{Table, Value};
 
 use super::option_rules::{RefusedBy, Tool};
@@ -28,7 +30,7 @@ impl PartialEq for Origins {
 }
 
 /// The origin of an option's value.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, SerializeDisplay)]
 pub enum Origin<'a> {
     /// Neither a flag nor a file gives it.
     Default,
@@ -36,6 +38,8 @@ pub enum Origin<'a> {
     File(&'a Path),
     /// A flag, which wins over a file.
     Flag,
+    /// The launcher of this name, by its variables.
+    Launcher(&'static str),
 }
 
 impl fmt::Display for Origin<'_> {
@@ -44,12 +48,13 @@ impl fmt::Display for Origin<'_> {
             Origin::Default => f.write_str("default"),
             Origin::File(path) => f.write_str(&path.shown()),
             Origin::Flag => f.write_str("flag"),
+            Origin::Launcher(name) => f.write_str(name),
         }
     }
 }
 
 /// An option with its value and the origin of the value.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Serialize)]
 pub struct OptionValue<'a> {
     /// The key in a file.
     pub key: String,
@@ -79,7 +84,7 @@ impl Config {
     pub(crate) fn name_of(&self, key: &str) -> String {
         match self.origins.of(key) {
             Origin::File(file) => format!("{}: {key}", file.shown()),
-            Origin::Flag | Origin::Default => flag_name(key),
+            Origin::Flag | Origin::Launcher(_) | Origin::Default => flag_name(key),
         }
     }
 

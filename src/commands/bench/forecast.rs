@@ -12,9 +12,9 @@ use crate::telemetry::{LogFormat, Printer};
 
 /// A row of the table. Times are in microseconds.
 #[derive(Debug, Serialize)]
-struct Row<'a> {
+struct Row {
     model: &'static str,
-    cluster: &'a str,
+    cluster: String,
     nodes: usize,
     world_size: usize,
     all_reduce: String,
@@ -40,12 +40,11 @@ pub(super) fn print(
     spread: f64,
     printer: &Printer,
 ) -> io::Result<()> {
-    let settings = cluster.to_string();
     let row = |Forecast { shape, algorithm, step, efficiency, communication, exposed }| {
         let world_size = shape.nodes * shape.gpus;
         Row {
             model,
-            cluster: &settings,
+            cluster: cluster.to_string(),
             nodes: shape.nodes,
             world_size,
             all_reduce: algorithm,
@@ -63,7 +62,7 @@ pub(super) fn print(
         LogFormat::Json => rows.try_for_each(|row| printer.object(&row)),
         LogFormat::Text => printer.lines(|out| {
             write_head(measured, cluster, batch_size, out)?;
-            rows.try_for_each(|row| write_row(&row, out))?;
+            rows.try_for_each(|row| writeln!(out, "{}", table::line(&COLUMNS, &row)))?;
             write_foot(on_cpu, spread, out)
         }),
     }
@@ -101,33 +100,19 @@ fn write_head(
     writeln!(out, "\n{}", table::head(&COLUMNS))
 }
 
-const COLUMNS: [Column; 9] = [
-    numbers("nodes", "", 6),
-    numbers("ranks", "", 7),
-    text("all_reduce", 13),
-    numbers("step", "(us)", 11),
-    numbers("samples", "(1/s)", 11),
-    numbers("efficiency", "(%)", 11),
-    numbers("reduction", "(us)", 11),
-    numbers("exposed", "(us)", 10),
-    numbers("hidden", "(%)", 7),
+const COLUMNS: [Column<Row>; 9] = [
+    numbers("nodes", "", 6, |row| row.nodes.to_string()),
+    numbers("ranks", "", 7, |row| row.world_size.to_string()),
+    text("all_reduce", 13, |row| row.all_reduce.clone()),
+    numbers("step", "(us)", 11, |row| format!("{:.1}", row.us_per_step)),
+    numbers("samples", "(1/s)", 11, |row| format!("{:.0}", row.samples_per_second)),
+    numbers("efficiency", "(%)", 11, |row| format!("{:.1}", 100.0 * row.efficiency)),
+    numbers("reduction", "(us)", 11, |row| format!("{:.1}", row.communication_us)),
+    numbers("exposed", "(us)", 10, |row| format!("{:.1}", row.exposed_us)),
+    numbers("hidden", "(%)", 7, |row| {
+        row.hidden.map_or("-".into(), |share| format!("{:.1}", 100.0 * share))
+    }),
 ];
-
-fn write_row(row: &Row, out: &mut dyn Write) -> io::Result<()> {
-    let hidden = row.hidden.map_or("-".into(), |share| format!("{:.1}", share * 100.0));
-    let cells = [
-        row.nodes.to_string(),
-        row.world_size.to_string(),
-        row.all_reduce.clone(),
-        format!("{:.1}", row.us_per_step),
-        format!("{:.0}", row.samples_per_second),
-        format!("{:.1}", row.efficiency * 100.0),
-        format!("{:.1}", row.communication_us),
-        format!("{:.1}", row.exposed_us),
-        hidden,
-    ];
-    writeln!(out, "{}", table::row(&COLUMNS, cells))
-}
 
 fn write_foot(on_cpu: bool, spread: f64, out: &mut dyn Write) -> io::Result<()> {
     writeln!(

@@ -220,7 +220,7 @@ fn bench_on(
         };
         total = (total.0 + 1, total.1 + row.busbw, total.2 + wrong);
         if leads {
-            printer.result(&row, |out| writeln!(out, "{}", row.text()))?;
+            printer.result(&row, |out| writeln!(out, "{}", table::line(&COLUMNS, &row)))?;
         }
     }
     let (rows, busbw, wrong) = total;
@@ -328,38 +328,21 @@ fn write_head(
     writeln!(out, "#\n{}", table::head(&COLUMNS))
 }
 
-const COLUMNS: [Column; 10] = [
-    numbers("size", "(B)", 10),
-    numbers("count", "(elem.)", 9),
-    numbers("type", "", 9),
-    numbers("redop", "", 8),
-    numbers("time", "(us)", 9),
-    numbers("algbw", "GB/s", 7),
-    numbers("busbw", "GB/s", 7),
-    numbers("wrong", "", 6),
-    numbers("limit", "(us)", 9),
-    numbers("ratio", "", 6),
+const COLUMNS: [Column<Row>; 10] = [
+    numbers("size", "(B)", 10, |row| row.bytes.to_string()),
+    numbers("count", "(elem.)", 9, |row| row.count.to_string()),
+    numbers("type", "", 9, |row| row.dtype.into()),
+    numbers("redop", "", 8, |row| row.reduce_op.clone().unwrap_or("none".into())),
+    numbers("time", "(us)", 9, |row| format!("{:.2}", row.time_us)),
+    numbers("algbw", "GB/s", 7, |row| format!("{:.2}", row.algbw)),
+    numbers("busbw", "GB/s", 7, |row| format!("{:.2}", row.busbw)),
+    numbers("wrong", "", 6, |row| row.wrong.to_string()),
+    numbers("limit", "(us)", 9, |row| two_decimals(row.limit_us)),
+    numbers("ratio", "", 6, |row| two_decimals(row.limit_us.map(|limit| limit / row.time_us))),
 ];
 
-impl Row {
-    fn text(&self) -> String {
-        let with_limit = |cell: fn(&Self, f64) -> f64| {
-            self.limit_us.map_or("-".into(), |limit| format!("{:.2}", cell(self, limit)))
-        };
-        let cells = [
-            self.bytes.to_string(),
-            self.count.to_string(),
-            self.dtype.into(),
-            self.reduce_op.clone().unwrap_or("none".into()),
-            format!("{:.2}", self.time_us),
-            format!("{:.2}", self.algbw),
-            format!("{:.2}", self.busbw),
-            self.wrong.to_string(),
-            with_limit(|_, limit| limit),
-            with_limit(|row, limit| limit / row.time_us),
-        ];
-        table::row(&COLUMNS, cells)
-    }
+fn two_decimals(number: Option<f64>) -> String {
+    number.map_or("-".into(), |number| format!("{number:.2}"))
 }
 
 #[cfg(test)]

@@ -6,6 +6,8 @@ use std::sync::Arc;
 
 use anyhow::Context;
 use serde::Serialize;
+use serde_with::SerializeDisplay;
+use strum::Display;
 use tch::Device;
 
 use super::note_if_busy;
@@ -22,8 +24,8 @@ use crate::session::{check_shared_model, configure, open_data, place_ranks};
 use crate::telemetry::{LogFormat, Printer};
 
 /// The work that stays the same when there are more ranks.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
-#[serde(rename_all = "lowercase")]
+#[derive(Debug, Clone, Copy, PartialEq, Display, SerializeDisplay)]
+#[strum(serialize_all = "lowercase")]
 enum Scaling {
     /// The work of each rank.
     Weak,
@@ -253,15 +255,15 @@ fn measure(
     Ok((times.us_per_step, times.us_min))
 }
 
-const COLUMNS: [Column; 8] = [
-    numbers("scaling", "", 8),
-    numbers("ranks", "", 7),
-    numbers("threads", "a rank", 9),
-    numbers("batch", "a rank", 8),
-    numbers("step", "(us)", 12),
-    numbers("samples", "(1/s)", 12),
-    numbers("efficiency", "(%)", 12),
-    numbers("speed-up", "(times)", 10),
+const COLUMNS: [Column<Row>; 8] = [
+    numbers("scaling", "", 8, |row| row.scaling.to_string()),
+    numbers("ranks", "", 7, |row| row.world_size.to_string()),
+    numbers("threads", "a rank", 9, |row| row.threads_per_rank.to_string()),
+    numbers("batch", "a rank", 8, |row| row.batch_size.to_string()),
+    numbers("step", "(us)", 12, |row| format!("{:.1}", row.us_per_step)),
+    numbers("samples", "(1/s)", 12, |row| format!("{:.0}", row.samples_per_second)),
+    numbers("efficiency", "(%)", 12, |row| format!("{:.1}", 100.0 * row.efficiency)),
+    numbers("speed-up", "(times)", 10, |row| format!("{:.2}", row.speedup)),
 ];
 
 fn write_text(
@@ -294,18 +296,7 @@ fn write_text(
         table::head(&COLUMNS)
     )?;
     for row in rows {
-        let scaling = if row.scaling == Scaling::Weak { "weak" } else { "strong" };
-        let cells = [
-            scaling.into(),
-            row.world_size.to_string(),
-            row.threads_per_rank.to_string(),
-            row.batch_size.to_string(),
-            format!("{:.1}", row.us_per_step),
-            format!("{:.0}", row.samples_per_second),
-            format!("{:.1}", 100.0 * row.efficiency),
-            format!("{:.2}", row.speedup),
-        ];
-        writeln!(out, "{}", table::row(&COLUMNS, cells))?;
+        writeln!(out, "{}", table::line(&COLUMNS, row))?;
     }
     if ranks > cores && !on_gpu {
         writeln!(

@@ -1,39 +1,53 @@
 //! Tables in the style of nccl-tests: columns of fixed width, so that a row can be printed before the next is measured.
 
-/// A column of a table.
-pub(super) struct Column {
+/// A column of a table of `R`s.
+pub(super) struct Column<R> {
     title: &'static str,
     unit: &'static str,
     /// The least number of characters.
     width: usize,
     is_text: bool,
+    /// Returns the cell of a row.
+    cell: fn(&R) -> String,
 }
 
 /// Returns a column of numbers, aligned on the right.
-pub(super) const fn numbers(title: &'static str, unit: &'static str, width: usize) -> Column {
-    Column { title, unit, width, is_text: false }
+pub(super) const fn numbers<R>(
+    title: &'static str,
+    unit: &'static str,
+    width: usize,
+    cell: fn(&R) -> String,
+) -> Column<R> {
+    Column { title, unit, width, is_text: false, cell }
 }
 
 /// Returns a column of text, aligned on the left after two spaces.
-pub(super) const fn text(title: &'static str, width: usize) -> Column {
-    Column { title, unit: "", width, is_text: true }
+pub(super) const fn text<R>(
+    title: &'static str,
+    width: usize,
+    cell: fn(&R) -> String,
+) -> Column<R> {
+    Column { title, unit: "", width, is_text: true, cell }
 }
 
 /// Returns the titles and the units, each in a line that begins with `#`. The first column must be of numbers, and
 /// wider than its title.
-pub(super) fn head<const N: usize>(columns: &[Column; N]) -> String {
-    let [titles, units] = [|column: &Column| column.title, |column: &Column| column.unit]
-        .map(|part| row(columns, columns.each_ref().map(part)));
+pub(super) fn head<R>(columns: &[Column<R>]) -> String {
+    let titles: String = columns.iter().map(|column| column.aligned(column.title)).collect();
+    let units: String = columns.iter().map(|column| column.aligned(column.unit)).collect();
     format!("#{}\n#{}", &titles[1..], &units[1..])
 }
 
-/// Returns a line with `cells` in the columns.
-pub(super) fn row<const N: usize, T: AsRef<str>>(columns: &[Column; N], cells: [T; N]) -> String {
-    let aligned = |(column, cell): (&Column, &T)| {
-        let (width, cell) = (column.width, cell.as_ref());
-        if column.is_text { format!("  {cell:<width$}") } else { format!("{cell:>width$}") }
-    };
-    columns.iter().zip(&cells).map(aligned).collect()
+/// Returns a line with the cells of `row` in the columns.
+pub(super) fn line<R>(columns: &[Column<R>], row: &R) -> String {
+    columns.iter().map(|column| column.aligned(&(column.cell)(row))).collect()
+}
+
+impl<R> Column<R> {
+    fn aligned(&self, cell: &str) -> String {
+        let width = self.width;
+        if self.is_text { format!("  {cell:<width$}") } else { format!("{cell:>width$}") }
+    }
 }
 
 #[cfg(test)]
@@ -42,9 +56,17 @@ mod tests {
 
     #[test]
     fn columns_keep_their_width_unless_a_cell_is_wider() {
-        let columns = [numbers("size", "(B)", 6), text("op", 4), numbers("time", "(us)", 5)];
+        struct Row {
+            size: usize,
+            op: &'static str,
+        }
+        let columns = [
+            numbers("size", "(B)", 6, |row: &Row| row.size.to_string()),
+            text("op", 4, |row| row.op.into()),
+            numbers("time", "(us)", 5, |_| "1.5".into()),
+        ];
         assert_eq!(head(&columns), "# size  op   time\n#  (B)       (us)");
-        assert_eq!(row(&columns, ["1024", "sum", "1.5"]), "  1024  sum   1.5");
-        assert_eq!(row(&columns, ["1", "average", "1.5"]), "     1  average  1.5");
+        assert_eq!(line(&columns, &Row { size: 1024, op: "sum" }), "  1024  sum   1.5");
+        assert_eq!(line(&columns, &Row { size: 1, op: "average" }), "     1  average  1.5");
     }
 }

@@ -7,7 +7,7 @@ use std::io::Write;
 use serde::Serialize;
 
 use super::Versions;
-use crate::config::{Config, Data};
+use crate::config::{Config, Data, OptionValue};
 use crate::error::{Result, Shown};
 use crate::ffi::{self, cuda::Cuda};
 use crate::launch::{Binding, Launch, LaunchKind, Placement, SpawnChoice};
@@ -15,10 +15,10 @@ use crate::os::cores;
 use crate::process_group::rank_label;
 use crate::session::{open_data, place_all};
 use crate::telemetry::Printer;
-use options::{ShownOption, options, write_options};
+use options::{options, write_options};
 
 #[derive(Serialize)]
-struct Report {
+struct Report<'a> {
     #[serde(flatten)]
     versions: Versions,
     cpu_cores: usize,
@@ -34,7 +34,7 @@ struct Report {
     data: Option<Samples>,
     plan: Option<Plan>,
     plan_problem: Option<String>,
-    options: Vec<ShownOption>,
+    options: Vec<OptionValue<'a>>,
 }
 
 /// The settings of the launcher, or the defaults without one.
