@@ -124,10 +124,10 @@ impl Rank {
             // A store request that was cancelled because the run failed is not a failure of its own.
             bootstrap.or_else(|error| run.check(rank).and(Err(error)))
         })?;
-        if bootstrap.backend() != backend {
+        if bootstrap.backend != backend {
             return Err(Error::InvalidInput(format!(
                 "init_process_group: rank {first} asks for backend {}, rank {rank} for {}; ask for the same",
-                bootstrap.backend().name(),
+                bootstrap.backend.name(),
                 backend.name()
             )));
         }

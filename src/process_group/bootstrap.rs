@@ -13,7 +13,7 @@ use crate::runtime::RunContext;
 /// The data to join a group, for the ranks of this process.
 #[derive(Clone)]
 pub(crate) struct Bootstrap {
-    pub(super) backend: Backend,
+    pub(crate) backend: Backend,
     pub(super) shared: Arc<Shared>,
     /// The network to the other processes. `None` for a group within this process.
     pub(super) network: Option<Arc<Network>>,
@@ -52,10 +52,10 @@ impl Bootstrap {
     ) -> Result<Self> {
         backend.check_between_processes()?;
         let network = connect(members.clone())?;
-        let shared = Shared::new(run.clone(), members, network.process_map().here());
+        let shared = Shared::new(run.clone(), members, network.map.here());
         let network = match backend.entry().is_stream_ordered {
             true => network.without_messages(),
-            false => network.with_messages_to(shared.mail())?,
+            false => network.with_messages_to(&shared.mail)?,
         };
         Self::new(backend, shared, Some(Arc::new(network)))
     }
@@ -64,11 +64,6 @@ impl Bootstrap {
         let shared = Arc::new(shared);
         let join = (backend.entry().prepare)(&shared, network.as_ref())?;
         Ok(Self { backend, shared, network, sub_groups: Arc::default(), join })
-    }
-
-    /// Returns the group's backend.
-    pub(crate) fn backend(&self) -> Backend {
-        self.backend
     }
 
     /// Joins the group as `rank`. Returns once all members have joined.
@@ -90,7 +85,7 @@ impl fmt::Debug for Bootstrap {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Bootstrap")
             .field("backend", &self.backend.name())
-            .field("members", self.shared.members())
+            .field("members", &self.shared.members)
             .finish_non_exhaustive()
     }
 }

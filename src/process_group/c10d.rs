@@ -163,12 +163,12 @@ impl ProcessGroupGloo {
 
     /// Returns this rank's number in the group, from 0.
     pub fn rank(&self) -> usize {
-        self.0.rank()
+        self.0.rank
     }
 
     /// Returns the number of ranks.
     pub fn size(&self) -> usize {
-        self.0.size()
+        self.0.size
     }
 
     /// Combines `tensor` over all ranks and leaves the result in every rank's `tensor`.

@@ -22,19 +22,9 @@ pub(super) struct Options {
     pub timeout: Option<Duration>,
 }
 
-/// A function that receives a rank's slices of the result of a reduce_scatter, piece by piece.
-#[derive(Clone, Copy)]
-pub(crate) struct OnPiece<'a>(pub &'a PieceFn<'a>);
-
-/// Its arguments: the index of the input, the elements there, and whether they have been reduced into the output. If not,
-/// the input holds the result.
-type PieceFn<'a> = dyn Fn(usize, Range<usize>, bool) -> Result<()> + 'a;
-
-impl OnPiece<'_> {
-    pub(super) fn call(self, input: usize, piece: Range<usize>, is_in_output: bool) -> Result<()> {
-        (self.0)(input, piece, is_in_output)
-    }
-}
+/// A function that receives a rank's slices of the result of a reduce_scatter, piece by piece. Its arguments: the index of
+/// the input, the elements there, and whether they have been reduced into the output. If not, the input holds the result.
+pub(super) type PieceFn<'a> = dyn Fn(usize, Range<usize>, bool) -> Result<()> + 'a;
 
 /// One rank's call of a collective: its arguments and its tensors, which are contiguous for a backend.
 ///
@@ -65,7 +55,7 @@ pub(crate) struct Call<'a> {
     pub call_site: Option<CallSite>,
     /// Receives the result of a reduce_scatter in place of tensors: see
     /// [`reduce_scatter_in_pieces`](super::ProcessGroup::reduce_scatter_in_pieces).
-    pub on_piece: Option<OnPiece<'a>>,
+    pub on_piece: Option<&'a PieceFn<'a>>,
 }
 
 impl Call<'_> {

@@ -32,7 +32,8 @@ pub(super) struct GpuClock {
     origin: (Rc<CudaEvent>, Duration),
     launched: VecDeque<TimedWork>,
     spare: Vec<CudaEvent>,
-    times: GpuSeconds,
+    /// The times of all work that is known to be done.
+    pub(super) times: GpuSeconds,
     /// The phase that was done last, and when it ended.
     phase: Option<(Operation, Duration)>,
     /// Whether recording has stopped because the GPU has failed. The code that uses the GPU reports the failure.
@@ -197,11 +198,6 @@ impl GpuClock {
         if done.span == Span::Wait {
             *waited += time;
         }
-    }
-
-    /// Returns the times of all work that is known to be done.
-    pub(super) fn times(&self) -> GpuSeconds {
-        self.times
     }
 }
 

@@ -59,8 +59,8 @@ impl ProcessGroup {
 
     /// Joins the group of `ranks` that the call `sequence` creates, as its rank `place`.
     fn join_sub_group(&self, ranks: &[usize], place: usize, sequence: u64) -> Result<ProcessGroup> {
-        let members: Arc<[usize]> = ranks.iter().map(|&rank| self.shared.members()[rank]).collect();
-        let here = ranks.iter().filter(|rank| self.shared.here().contains(rank)).count();
+        let members: Arc<[usize]> = ranks.iter().map(|&rank| self.shared.members[rank]).collect();
+        let here = ranks.iter().filter(|rank| self.shared.here.contains(rank)).count();
         let rank = self.global_rank();
         let connect = || match &self.network {
             Some(network) if here < ranks.len() => {
@@ -160,7 +160,7 @@ impl ProcessGroup {
     /// Creates a group of the ranks of each process. Returns that of this rank's process.
     #[track_caller]
     pub(crate) fn new_local_group(&self) -> Result<ProcessGroup> {
-        let starts: Vec<usize> = self.all_gather_object(&self.shared.here().start)?;
+        let starts: Vec<usize> = self.all_gather_object(&self.shared.here.start)?;
         let mut lists: Vec<Vec<usize>> = Vec::new();
         for (rank, start) in starts.iter().enumerate() {
             match lists.last_mut() {
@@ -197,7 +197,7 @@ impl ProcessGroup {
     ///
     /// Follows `torch.distributed.get_process_group_ranks`.
     pub fn ranks(&self) -> &[usize] {
-        self.shared.members()
+        &self.shared.members
     }
 
     /// Returns the backend of a sub-group whose members are all in this process.

@@ -3,14 +3,13 @@
 //! Among threads, one collective reduces a whole list of tensors, which need not be copied into one tensor. Each rank
 //! reduces an equal part of the list's elements, in whole cache lines.
 
-use std::ops::Range;
 use std::panic::Location;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
 use tch::Tensor;
 
-use super::call::{NEXT_SHAPE, OnPiece, Options};
+use super::call::{NEXT_SHAPE, Options, PieceFn};
 use super::{ProcessGroup, ReduceOp};
 use crate::error::{Error, Result};
 use crate::ffi::TorchResult;
@@ -63,7 +62,7 @@ impl ProcessGroup {
         shapes: &[i64],
         scratch: &Tensor,
         reduction: Option<WeightedReduction>,
-        on_piece: &dyn Fn(usize, Range<usize>, bool) -> Result<()>,
+        on_piece: &PieceFn<'_>,
     ) -> Result<()> {
         if !self.reduces_in_place() {
             return Err(Error::Unsupported(format!(
@@ -79,7 +78,7 @@ impl ProcessGroup {
         let output = std::slice::from_ref(scratch);
         let mut call =
             self.check_call(Operation::ReduceScatter, options, shapes, tensors, output)?;
-        call.on_piece = Some(OnPiece(on_piece));
+        call.on_piece = Some(on_piece);
         self.run_call(call, Location::caller())
     }
 
@@ -126,7 +125,7 @@ impl ProcessGroup {
         let ranks = self.local_world_size();
         let make = || Ok(Arc::new(Mutex::new(make()?)));
         let rank = self.global_rank();
-        let tensors = self.shared.tensors().fetch(sequence, ranks, self.run(), rank, make)?;
+        let tensors = self.shared.tensors.fetch(sequence, ranks, self.run(), rank, make)?;
         let tensors = tensors.lock();
         tensors.iter().map(|tensor| tensor.f_data().doing("sharing a tensor")).collect()
     }

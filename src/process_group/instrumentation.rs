@@ -68,7 +68,7 @@ impl ProcessGroup {
             Some(network)
                 if self.is_stream_ordered()
                     && network.shares_stop()
-                    && self.rank == self.shared.here().start =>
+                    && self.rank == self.shared.here.start =>
             {
                 let at = OpId { operation: Operation::Synchronize, sequence: self.sequence()? };
                 let before = self.activity().enter(at.operation, at.sequence);
@@ -179,7 +179,7 @@ impl ProcessGroup {
     /// collective.
     pub(crate) fn gpu_seconds(&self) -> Option<GpuSeconds> {
         self.note_gpu();
-        self.gpu_clock.borrow().as_ref().map(GpuClock::times)
+        self.gpu_clock.borrow().as_ref().map(|clock| clock.times)
     }
 
     /// Runs `block`, which makes this rank's GPU wait for another of its streams. Counts that wait as time in

@@ -181,7 +181,7 @@ impl ProcessGroup {
 
     /// Returns the number of ranks in the group. Not a collective.
     pub fn world_size(&self) -> usize {
-        self.shared.members().len()
+        self.shared.members.len()
     }
 
     /// Returns the device of this rank's tensors. Not a collective.
@@ -245,12 +245,12 @@ impl ProcessGroup {
 
     /// Returns whether the group has ranks in other processes. Not a collective.
     pub fn spans_processes(&self) -> bool {
-        self.shared.here().len() < self.world_size()
+        self.shared.here.len() < self.world_size()
     }
 
     /// Returns the number of the group's ranks in this process. Not a collective.
     pub fn local_world_size(&self) -> usize {
-        self.shared.here().len()
+        self.shared.here.len()
     }
 
     /// Makes all processes stop after the same step: from now on, their exchanges include rank 0's decision to
@@ -288,12 +288,12 @@ impl ProcessGroup {
     }
 
     fn run(&self) -> &Arc<RunContext> {
-        self.shared.run()
+        &self.shared.run
     }
 
     /// Returns this rank's number in the run.
     fn global_rank(&self) -> usize {
-        self.shared.members()[self.rank]
+        self.shared.members[self.rank]
     }
 
     fn activity(&self) -> &Activity {

@@ -224,8 +224,8 @@ impl ProcessGroup {
     fn mail(&self, op: &P2POp) -> Result<Work> {
         let sequence = self.messages.replace(self.messages.get() + 1);
         let at = OpId { operation: op.operation(), sequence };
-        let is_here = |place: usize| self.shared.here().contains(&place);
-        let messages = self.network.as_ref().and_then(|network| network.messages());
+        let is_here = |place: usize| self.shared.here.contains(&place);
+        let messages = self.network.as_ref().and_then(|network| network.messages.as_ref());
         // The network is needed unless the peer is known to be in this process.
         let messages = messages.filter(|_| !op.peer.is_some_and(is_here));
         let destination = op.peer.filter(|_| op.is_send()).unwrap_or(self.rank);
@@ -247,14 +247,14 @@ impl ProcessGroup {
                         _ => 0,
                     },
                 };
-                let posted = self.shared.mail().post(request, destination);
+                let posted = self.shared.mail.post(request, destination);
                 messages.map_or(Ok(()), |messages| messages.expect(op.peer))?;
                 posted
             }
         };
         let others = (0..self.world_size()).filter(|&rank| rank != self.rank);
         let peers = others.filter(|&rank| op.peer.is_none_or(|peer| peer == rank));
-        let ranks = peers.map(|rank| self.shared.members()[rank]).collect();
+        let ranks = peers.map(|rank| self.shared.members[rank]).collect();
         let network = messages.and_then(|_| self.network.clone());
         let side = OtherSide { ranks, network };
         let shared = self.shared.clone();

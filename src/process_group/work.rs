@@ -158,7 +158,7 @@ impl Work {
                 let OtherSide { ranks, network } = side;
                 let peers = Peers { ranks, are_elsewhere: network.is_some(), limit };
                 let is_done = || posted.is_completed();
-                let withdraw = || shared.mail().cancel(posted, *destination);
+                let withdraw = || shared.mail.cancel(posted, *destination);
                 if !self.run.wait_for_peers(self.rank, peers, *at, is_done, withdraw)? {
                     return Ok(None);
                 }

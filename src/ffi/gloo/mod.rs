@@ -44,8 +44,10 @@ pub(crate) enum Reduce {
 pub(crate) struct GlooGroup {
     /// Locked, because only one thread may call it at a time. The calls do not block. `None` while `self` is dropped.
     group: Mutex<Option<GlooHandle>>,
-    rank: usize,
-    size: usize,
+    /// This rank's number in the group.
+    pub(crate) rank: usize,
+    /// The number of ranks.
+    pub(crate) size: usize,
     /// Every running operation holds a clone. The channel closes when none is left. `None` while `self` is dropped.
     running: Option<Sender<Infallible>>,
     all_ended: Receiver<Infallible>,
@@ -139,16 +141,6 @@ impl GlooGroup {
             running: Some(running_tx),
             all_ended: ended_rx,
         })
-    }
-
-    /// Returns this rank's number in the group.
-    pub(crate) fn rank(&self) -> usize {
-        self.rank
-    }
-
-    /// Returns the number of ranks.
-    pub(crate) fn size(&self) -> usize {
-        self.size
     }
 
     /// Makes all operations fail, here at once, and on other ranks as soon as they notice. The group cannot be used

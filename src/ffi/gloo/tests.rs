@@ -88,7 +88,7 @@ fn same(tensor: &Tensor, values: &[i64]) {
 #[test]
 fn gloo_threads_are_named() {
     let names = on_ranks(1, |gloo| {
-        assert_eq!(gloo.size(), 1);
+        assert_eq!(gloo.size, 1);
         let tasks = std::fs::read_dir("/proc/self/task").unwrap();
         // A thread that has just ended has no name.
         let name = |task: std::io::Result<std::fs::DirEntry>| {
@@ -105,7 +105,7 @@ fn gloo_threads_are_named() {
 fn collectives_return_the_defined_values() {
     for size in 1..=4 {
         on_ranks(size, |gloo| {
-            let (rank, n) = (gloo.rank() as i64, size as i64);
+            let (rank, n) = (gloo.rank as i64, size as i64);
             let done = |work: Result<GlooWork>| work.unwrap().wait(&never()).unwrap();
             let all = |f: &dyn Fn(i64) -> i64| (0..n).map(f).collect::<Vec<_>>();
             let fold = |f: fn(i64, i64) -> i64| (0..n).map(|r| r + 5).reduce(f).unwrap();
@@ -126,13 +126,13 @@ fn collectives_return_the_defined_values() {
                 let tensor = ints(&[rank, 1]);
                 let call = GlooCall { peer: root, outputs: &[&tensor], ..GlooCall::default() };
                 done(gloo.start(GlooOperation::Reduce, call));
-                if gloo.rank() == root {
+                if gloo.rank == root {
                     same(&tensor, &[n * (n - 1) / 2, n]);
                 }
                 let tensor = ints(&[rank]);
                 done(gloo.broadcast(&tensor, root));
                 same(&tensor, &[root as i64]);
-                let parts: Vec<Tensor> = if gloo.rank() == root {
+                let parts: Vec<Tensor> = if gloo.rank == root {
                     all(&|_| 0).iter().map(|&x| ints(&[x, x])).collect()
                 } else {
                     vec![]
@@ -184,7 +184,7 @@ fn collectives_return_the_defined_values() {
             }
             // Sends round the ring with two tags at once, received in the opposite order.
             if size > 1 {
-                let (next, last) = ((gloo.rank() + 1) % size, (gloo.rank() + size - 1) % size);
+                let (next, last) = ((gloo.rank + 1) % size, (gloo.rank + size - 1) % size);
                 let (first, second) = (ints(&[rank]), ints(&[rank + 100]));
                 let sends = [gloo.send(&first, next, 1), gloo.send(&second, next, 2)];
                 let (first, second) = (ints(&[0]), ints(&[0]));
@@ -202,7 +202,7 @@ fn collectives_return_the_defined_values() {
 #[test]
 fn all_reduce_fails_after_a_rank_is_gone() {
     let failures = on_ranks(3, |gloo| {
-        if gloo.rank() == 1 {
+        if gloo.rank == 1 {
             return None;
         }
         let tensor = ints(&[1; 1000]);
@@ -217,15 +217,15 @@ fn all_reduce_fails_after_a_rank_is_gone() {
 fn abort_fails_pending_operations_on_every_rank() {
     let both = Barrier::new(2);
     on_ranks(2, |gloo| {
-        let other = 1 - gloo.rank();
+        let other = 1 - gloo.rank;
         let (received, reduced) = (ints(&[0]), ints(&[0]));
         // Neither rank sends, and only rank 0 reduces, so all operations wait.
         let mut works = vec![gloo.recv(&received, other, 0).unwrap()];
-        if gloo.rank() == 0 {
+        if gloo.rank == 0 {
             works.push(gloo.all_reduce(&reduced, Reduce::Sum).unwrap());
         }
         both.wait();
-        if gloo.rank() == 1 {
+        if gloo.rank == 1 {
             gloo.abort().unwrap();
         }
         for work in works {
@@ -240,7 +240,7 @@ fn drop_ends_pending_operations() {
     let both = Barrier::new(2);
     on_ranks(2, |gloo| {
         let received = ints(&[0]);
-        let work = gloo.recv(&received, 1 - gloo.rank(), 0).unwrap();
+        let work = gloo.recv(&received, 1 - gloo.rank, 0).unwrap();
         both.wait();
         drop(gloo);
         assert!(work.wait(&never()).is_err());
@@ -253,7 +253,7 @@ fn cancelled_wait_returns_before_the_operation() {
     on_ranks(2, |gloo| {
         let (running, cancelled) = bounded::<Infallible>(0);
         let received = ints(&[0]);
-        let work = gloo.recv(&received, 1 - gloo.rank(), 0).unwrap();
+        let work = gloo.recv(&received, 1 - gloo.rank, 0).unwrap();
         both.wait();
         drop(running);
         assert!(reason(work.wait(&cancelled)).contains("given up"));
@@ -303,7 +303,7 @@ fn float_sums_have_the_same_bits_in_every_run() {
     let run = || {
         let sums = on_ranks(3, |gloo| {
             let index = Tensor::arange(100_000, (Kind::Float, Device::Cpu));
-            let tensor = (index + gloo.rank() as f64 * 78.233).sin();
+            let tensor = (index + gloo.rank as f64 * 78.233).sin();
             gloo.all_reduce(&tensor, Reduce::Sum).unwrap().wait(&never()).unwrap();
             gloo.barrier().unwrap().wait(&never()).unwrap();
             Vec::<f32>::try_from(&tensor).unwrap()

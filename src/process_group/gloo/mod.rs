@@ -77,7 +77,7 @@ impl GlooBackend {
         let at = OpId { operation: Operation::Init, sequence: 0 };
         slot.barrier().wait(slot.rank(), at)?;
         let packer = Packer::new(network);
-        let (run, memory, traffic) = (shared.run().clone(), Memory::default(), Traffic::default());
+        let (run, memory, traffic) = (shared.run.clone(), Memory::default(), Traffic::default());
         Ok(Self { slot, memory, run, packer, traffic })
     }
 
@@ -93,7 +93,7 @@ impl GlooBackend {
 
     /// Runs the exchange of this process's ranks. It checks that their calls agree and their tensors do not overlap.
     fn exchange_local(&mut self, call: &Call) -> Result<()> {
-        let first = self.packer.network.process_map().here().start;
+        let first = self.packer.network.map.here().start;
         let extras = Extras { device: true, contents: 0 };
         exchange_calls(&mut self.slot, first, call, extras, Some(&mut self.memory))
     }
@@ -139,12 +139,12 @@ impl GlooBackend {
     fn supports_direct(&self, call: &Call) -> bool {
         let sums = matches!(call.op(), ReduceOp::Sum | ReduceOp::PremulSum(_));
         let kind = matches!(call.kind, Kind::Float | Kind::Double);
-        sums && kind && self.packer.network.process_map().len() == 2
+        sums && kind && self.packer.network.map.len() == 2
     }
 
     /// Returns whether the call is an all_reduce above [`DIRECT_MAX_BYTES`], which goes out in slices.
     fn is_sliced(&self, call: &Call, numel: usize) -> bool {
-        let processes = self.packer.network.process_map().len();
+        let processes = self.packer.network.map.len();
         call.operation == Operation::AllReduce
             && num_bytes(call.kind, numel) * processes > DIRECT_MAX_BYTES
     }
@@ -152,7 +152,7 @@ impl GlooBackend {
     /// Runs a large all_reduce between two processes with Gloo's own all_reduce.
     fn all_reduce_direct(&mut self, call: &Call, numel: usize) -> Result<()> {
         let network = self.packer.network.clone();
-        let process_map = network.process_map();
+        let process_map = &network.map;
         if process_map.here().len() == 1 {
             let in_flight = self.add_up_in_place(call)?;
             return self.report_failure(network.finish(&in_flight.started));
@@ -206,7 +206,7 @@ impl GlooBackend {
 
     /// Returns the sizes of an all_to_all, in which every rank may choose how much it sends and expects.
     fn parts_of_all_to_all(&self, call: &Call) -> SplitSizes {
-        let process_map = self.packer.network.process_map();
+        let process_map = &self.packer.network.map;
         let size = |places: &[TensorMemory], range: &Range<usize>| -> usize {
             places[range.clone()].iter().map(|place| num_bytes(call.kind, place.numel)).sum()
         };
@@ -222,7 +222,7 @@ impl GlooBackend {
 impl RankBackend for GlooBackend {
     fn run(&mut self, call: &Call) -> Result<()> {
         let network = self.packer.network.clone();
-        let process_map = network.process_map();
+        let process_map = &network.map;
         let numel = call.inputs.first().or(call.outputs.first()).map_or(0, Tensor::numel);
         let sliced = self.is_sliced(call, numel);
         if sliced && self.supports_direct(call) {
@@ -280,7 +280,7 @@ impl RankBackend for GlooBackend {
     }
 
     fn start(&mut self, call: &Call) -> Result<Option<Box<dyn backend::InFlight>>> {
-        let alone = self.packer.network.process_map().here().len() == 1;
+        let alone = self.packer.network.map.here().len() == 1;
         let numel = call.inputs.first().map_or(0, Tensor::numel);
         if alone && self.is_sliced(call, numel) && self.supports_direct(call) {
             return Ok(Some(Box::new(self.add_up_in_place(call)?)));

@@ -156,7 +156,7 @@ impl Packer {
         len: usize,
         to: impl Iterator<Item = *mut u8>,
     ) {
-        let process_map = self.network.process_map();
+        let process_map = &self.network.map;
         let world_size = process_map.processes.iter().map(ExactSizeIterator::len).sum::<usize>();
         let op = match call.op() {
             op if process_map.is_one_rank_each() => op,
@@ -239,7 +239,7 @@ impl Packer {
             Operation::AllReduce | Operation::Reduce | Operation::ReduceScatter => {
                 let Some(output) = call.outputs.first() else { return };
                 let scattered = call.operation == Operation::ReduceScatter;
-                let part = num_bytes(self.network.process_map().partial_kind(call), output.numel());
+                let part = num_bytes(self.network.map.partial_kind(call), output.numel());
                 let offset = if scattered { index * part } else { 0 };
                 // SAFETY: the parts have these elements there, and the output belongs to this rank.
                 unsafe {
@@ -289,7 +289,7 @@ pub(super) fn mean_here(slot: &CallSlot) -> f64 {
 /// Returns the address of each process's part. It is in the receive buffer, but for this process itself in the send
 /// buffer, in the parts that begin at byte `begin`.
 pub(super) fn sources(network: &Network, parts: &SplitSizes, begin: usize) -> Vec<*mut u8> {
-    let mine = network.process_map().mine;
+    let mine = network.map.mine;
     let (send, receive) = network.places();
     let (to, _) = SplitSizes::places(&parts.to, mine);
     let (from, _) = SplitSizes::places(&parts.from, mine);

@@ -51,8 +51,8 @@ pub(crate) struct CollectiveFingerprint {
     pub(super) spans: Spans,
     /// Conflict found by the first rank of the process, if it alone looks for conflicts.
     pub(super) verdict: OnceLock<Option<TensorConflict>>,
-    /// Whether `contents` has the elements of the inputs.
-    has_contents: bool,
+    /// Whether `contents` has the elements of the inputs. If so, no rank touches another's tensors.
+    pub(crate) has_contents: bool,
     contents: InputCopies,
 }
 
@@ -131,11 +131,6 @@ impl CollectiveFingerprint {
             }
         }
         self.spans = spans;
-    }
-
-    /// Returns whether the elements of the inputs are in the announcement. If so, no rank touches another's tensors.
-    pub(crate) fn has_contents(&self) -> bool {
-        self.has_contents
     }
 
     /// Returns the address of the copied inputs from their byte `offset` on, to read from until this rank announces its

@@ -18,11 +18,16 @@ pub(crate) type CallSlot = ExchangeSlot<CollectiveFingerprint>;
 /// The state of a group in one process. One rank creates it and hands it to the others.
 pub(crate) struct Shared {
     exchange: Arc<Exchange<CollectiveFingerprint>>,
-    mail: Arc<Mailboxes>,
-    run: Arc<RunContext>,
-    members: Arc<[usize]>,
-    here: Range<usize>,
-    tensors: OncePerProcess<u64, SharedTensors>,
+    /// The mailboxes, where sent tensors wait to be received.
+    pub(crate) mail: Arc<Mailboxes>,
+    /// The run that the ranks belong to.
+    pub(crate) run: Arc<RunContext>,
+    /// Global ranks of the group's members, in group order.
+    pub(crate) members: Arc<[usize]>,
+    /// Group ranks of this process.
+    pub(crate) here: Range<usize>,
+    /// The tensors that one rank makes for all, by the sequence numbers of the calls.
+    pub(crate) tensors: OncePerProcess<u64, SharedTensors>,
 }
 
 /// Tensors that one rank has made for all ranks of the process.
@@ -40,31 +45,6 @@ impl Shared {
             here,
             tensors: OncePerProcess::default(),
         }
-    }
-
-    /// Returns the run that the ranks belong to.
-    pub(crate) fn run(&self) -> &Arc<RunContext> {
-        &self.run
-    }
-
-    /// Returns the global ranks of the group's members, in group order.
-    pub(crate) fn members(&self) -> &Arc<[usize]> {
-        &self.members
-    }
-
-    /// Returns the group ranks of this process.
-    pub(crate) fn here(&self) -> Range<usize> {
-        self.here.clone()
-    }
-
-    /// Returns the mailboxes, where sent tensors wait to be received.
-    pub(crate) fn mail(&self) -> &Arc<Mailboxes> {
-        &self.mail
-    }
-
-    /// Returns the tensors that one rank makes for all, by the sequence numbers of the calls.
-    pub(crate) fn tensors(&self) -> &OncePerProcess<u64, SharedTensors> {
-        &self.tensors
     }
 
     /// Takes the exchange slot of group rank `rank`, which must be in this process. Each slot can be taken once.

@@ -23,7 +23,8 @@ thread_local! {
 
 /// A communicator of one rank. Aborted when it is dropped.
 pub(super) struct Communicator {
-    comm: sys::ncclComm_t,
+    /// The handle for NCCL's functions.
+    pub(super) comm: sys::ncclComm_t,
     run: Arc<RunContext>,
 }
 
@@ -50,11 +51,6 @@ impl Communicator {
         // SAFETY: all pointers are to valid places; NCCL copies the configuration. From here on `comm` is set, and
         // ended on every path.
         unsafe { sys::ncclCommInitRankConfig(&mut self.comm, size, id, place, &mut config) }
-    }
-
-    /// Returns the handle for NCCL's functions.
-    pub(super) fn raw(&self) -> sys::ncclComm_t {
-        self.comm
     }
 
     /// Returns NCCL's own state of the communicator: success, in progress, or a failure. In progress if the watchdog has

@@ -22,7 +22,7 @@ impl NcclBackend {
     /// Launches this rank's part of a collective between two barriers.
     pub(super) fn launch(&mut self, call: &Call) -> Result<()> {
         let stream = cuda::current_stream(self.gpu)?.cast();
-        let (comm, root) = (self.launched.lock().communicator.raw(), call.root() as c_int);
+        let (comm, root) = (self.launched.state.lock().communicator.comm, call.root() as c_int);
         // Any dtype can travel as bytes.
         let byte = ncclDataType_t::ncclUint8;
         let bytes = |tensor: &Tensor| num_bytes(tensor.kind(), tensor.numel());
@@ -108,11 +108,11 @@ impl NcclBackend {
     fn copy(&mut self, call: &Call, collective: CollectiveType) -> Result<()> {
         let CollectiveType { inputs, outputs, .. } = collective;
         let stream = cuda::current_stream(self.gpu)?.cast();
-        let comm = self.launched.lock().communicator.raw();
+        let comm = self.launched.state.lock().communicator.comm;
         // Any dtype can travel as bytes.
         let byte = ncclDataType_t::ncclUint8;
         let bytes = |tensor: &Tensor| num_bytes(tensor.kind(), tensor.numel());
-        let peers = self.shared.members().len();
+        let peers = self.shared.members.len();
         self.grouped(call, "ncclSend and ncclRecv", || {
             for peer in 0..peers {
                 let is_root = peer == call.root();
@@ -149,11 +149,11 @@ impl NcclBackend {
     pub(super) fn exchange_local(&mut self, call: &Call) -> Result<()> {
         let compares = self.check || call.weight.is_some() || call.operation == Operation::NewGroup;
         if !compares && call.operation != Operation::AllReduce {
-            let timeout = call.timeout.unwrap_or(self.shared.run().timeout);
+            let timeout = call.timeout.unwrap_or(self.shared.run.timeout);
             return self.slot.barrier().wait_at_most(self.slot.rank(), call.at(), timeout);
         }
         let extras = Extras { device: false, contents: 0 };
-        exchange_calls(&mut self.slot, self.shared.here().start, call, extras, None)?;
+        exchange_calls(&mut self.slot, self.shared.here.start, call, extras, None)?;
         if let Some(network) = self.elsewhere().filter(|_| compares) {
             if self.slot.rank() == 0 {
                 let describe = || to_text(self.slot.published());
@@ -180,7 +180,7 @@ impl NcclBackend {
     }
 
     fn elsewhere(&self) -> Option<&Network> {
-        self.network.as_deref().filter(|network| network.process_map().processes.len() > 1)
+        self.network.as_deref().filter(|network| network.map.processes.len() > 1)
     }
 
     fn weights_here(&self) -> impl Iterator<Item = (f64, usize)> + Clone {
@@ -199,7 +199,7 @@ impl NcclBackend {
     /// take part in the wrong exchanges. Aborting also takes time.
     pub(super) fn report_failure(&self, result: Result<()>) -> Result<()> {
         if let Err(error) = &result {
-            let (run, rank) = (self.shared.run(), self.global_rank());
+            let (run, rank) = (&self.shared.run, self.global_rank());
             run.check(rank)?; // a peer that has gone is not this rank's failure
             run.report(rank, Some(error), error.to_string());
         }
@@ -209,7 +209,7 @@ impl NcclBackend {
     /// Launches messages in a communicator of two.
     pub(super) fn exchange(&mut self, messages: &[&P2POp]) -> Result<()> {
         let stream = cuda::current_stream(self.gpu)?.cast();
-        let comm = self.launched.lock().communicator.raw();
+        let comm = self.launched.state.lock().communicator.comm;
         let peer = 1 - self.rank as c_int;
         let Some(first) = messages.first() else { return Ok(()) };
         let call = Call::bare(first.operation());

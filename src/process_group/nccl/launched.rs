@@ -5,7 +5,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Instant;
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 
 use super::communicator::Communicator;
 use crate::error::{Error, Result};
@@ -25,7 +25,7 @@ pub(super) struct LaunchedOps {
     gpu: usize,
     /// The communicator's ranks, by their numbers in the run.
     members: Arc<[usize]>,
-    state: Mutex<State>,
+    pub(super) state: Mutex<State>,
 }
 
 /// The state that [`LaunchedOps`] guards.
@@ -74,10 +74,6 @@ impl LaunchedOps {
         let state = State { communicator, running, spare, launches: 0, suspect: None };
         let state = Mutex::new(state);
         Self { rank, gpu, members, state }
-    }
-
-    pub(super) fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock()
     }
 
     /// Notes that `at` has been launched on the current stream.
@@ -157,7 +153,7 @@ impl LaunchedWork for LaunchedOps {
         }
         let none = Communicator::new(run.clone());
         // Only taken under the lock: the abort may wait for other ranks.
-        let taken = std::mem::replace(&mut self.lock().communicator, none);
+        let taken = std::mem::replace(&mut self.state.lock().communicator, none);
         drop(taken);
     }
 }

@@ -64,10 +64,10 @@ type Pairs = OncePerProcess<(usize, usize), (UniqueId, Arc<Shared>)>;
 fn prepare(shared: &Arc<Shared>, network: Option<&Arc<Network>>) -> Result<Join> {
     let id = match network {
         Some(network) => {
-            let (run, members) = (shared.run(), shared.members());
-            let makes_it = network.process_map().mine == 0;
-            let late = || run.timeout_error(members[shared.here().start], vec![members[0]]);
-            UniqueId::through(network.store(), "nccl", makes_it, run.timeout, late)?
+            let (run, members) = (&shared.run, &shared.members);
+            let makes_it = network.map.mine == 0;
+            let late = || run.timeout_error(members[shared.here.start], vec![members[0]]);
+            UniqueId::through(&network.store, "nccl", makes_it, run.timeout, late)?
         }
         None => UniqueId::new()?,
     };
@@ -123,15 +123,15 @@ impl NcclBackend {
     ) -> Result<Self> {
         let token = Tensor::f_zeros([1], (Kind::Float, Device::Cuda(gpu)))
             .doing("allocating on the GPU")?;
-        let communicator = Communicator::new(shared.run().clone());
-        let members = shared.members();
+        let communicator = Communicator::new(shared.run.clone());
+        let members = &shared.members;
         let launched = LaunchedOps::new(members[rank], gpu, members.clone(), communicator);
         let mut nccl = Self {
             launched: Arc::new(launched),
             rank,
             gpu,
             slot: shared.slot(rank),
-            check: shared.run().check_collectives,
+            check: shared.run.check_collectives,
             shared,
             network,
             done: cuda::CudaEvent::new()?,
@@ -140,14 +140,14 @@ impl NcclBackend {
             local_pairs,
         };
         if let Some(network) = &nccl.network {
-            network.store().set(&joins(rank), b"")?;
+            network.store.set(&joins(rank), b"")?;
         }
-        let size = nccl.shared.members().len();
+        let size = nccl.shared.members.len();
         nccl.with_launch_barrier(&Call::bare(Operation::Init), "ncclCommInitRankConfig", |comm| {
             comm.join(id, size, rank)
         })?;
         if size > 1 {
-            let run = nccl.shared.run();
+            let run = &nccl.shared.run;
             let started = run.watch(&nccl.launched);
             started.map_err(|error| {
                 Error::InvalidInput(not_started("the watchdog, a thread,", &error))
@@ -158,7 +158,7 @@ impl NcclBackend {
 
     /// Returns this rank's number in the run.
     fn global_rank(&self) -> usize {
-        self.shared.members()[self.rank]
+        self.shared.members[self.rank]
     }
 
     /// Runs one NCCL call between two barriers of the local ranks, and polls until the call is done.
@@ -170,14 +170,14 @@ impl NcclBackend {
     ) -> Result<()> {
         self.exchange_local(call)?;
         let result = {
-            let mut launched = self.launched.lock();
-            self.shared.run().check(self.global_rank())?; // the watchdog may have taken the communicator
+            let mut launched = self.launched.state.lock();
+            self.shared.run.check(self.global_rank())?; // the watchdog may have taken the communicator
             launch(&mut launched.communicator)
         };
         let launched = self.poll_until_ready(name, result);
         self.report_failure(launched)?;
         self.slot.barrier().wait(self.slot.rank(), call.at())?;
-        let waits_for_others = call.operation != Operation::Init && self.shared.members().len() > 1;
+        let waits_for_others = call.operation != Operation::Init && self.shared.members.len() > 1;
         if waits_for_others { self.report_failure(self.launched.note(call.at())) } else { Ok(()) }
     }
 
@@ -205,7 +205,7 @@ impl NcclBackend {
     /// Leaves the communicators, those for messages first.
     fn leave(&mut self) {
         self.pairs.clear();
-        let none = Communicator::new(self.shared.run().clone());
+        let none = Communicator::new(self.shared.run.clone());
         self.launched.take(none).leave();
     }
 
@@ -213,15 +213,15 @@ impl NcclBackend {
     fn pair(&mut self, peer: usize) -> Result<&mut NcclBackend> {
         if !self.pairs.contains_key(&peer) {
             let (low, high) = (self.rank.min(peer), self.rank.max(peer));
-            let (place, run) = (usize::from(self.rank == high), self.shared.run());
-            let members = [low, high].map(|rank| self.shared.members()[rank]);
+            let (place, run) = (usize::from(self.rank == high), &self.shared.run);
+            let members = [low, high].map(|rank| self.shared.members[rank]);
             let share = |here| Arc::new(Shared::new(run.clone(), Arc::new(members), here));
-            let elsewhere = self.network.as_ref().filter(|_| !self.shared.here().contains(&peer));
+            let elsewhere = self.network.as_ref().filter(|_| !self.shared.here.contains(&peer));
             let (id, shared) = match elsewhere {
                 Some(network) => {
                     let key = format!("nccl/{low}-{high}");
                     let late = || run.timeout_error(members[1], vec![members[0]]);
-                    let (store, makes_it) = (network.store(), place == 0);
+                    let (store, makes_it) = (&network.store, place == 0);
                     let id = UniqueId::through(store, &key, makes_it, run.timeout, late)?;
                     (id, share(place..place + 1))
                 }
@@ -241,14 +241,14 @@ impl NcclBackend {
     /// Polls until a call that returned "in progress" is done.
     fn poll_until_ready(&self, call: &'static str, result: ncclResult_t) -> Result<()> {
         check(call, result)?;
-        self.poll(|| match self.launched.lock().communicator.state() {
+        self.poll(|| match self.launched.state.lock().communicator.state() {
             ncclResult_t::ncclInProgress => Ok(false),
             state => check(call, state).map(|()| true),
         })
     }
 
     fn poll(&self, is_done: impl Fn() -> Result<bool>) -> Result<()> {
-        let (run, rank) = (self.shared.run(), self.global_rank());
+        let (run, rank) = (&self.shared.run, self.global_rank());
         run.poll(rank, is_done).map_err(|error| {
             let is_late = matches!(error, Error::Timeout { .. });
             let missing = if is_late { self.not_joined() } else { Vec::new() };
@@ -260,8 +260,8 @@ impl NcclBackend {
     /// which does not name them.
     fn not_joined(&self) -> Vec<usize> {
         let Some(network) = &self.network else { return Vec::new() };
-        let has_come = |place: &usize| network.store().check(&[joins(*place)]).unwrap_or(true);
-        let members = self.shared.members();
+        let has_come = |place: &usize| network.store.check(&[joins(*place)]).unwrap_or(true);
+        let members = &self.shared.members;
         let missing = (0..members.len()).filter(|place| !has_come(place));
         missing.map(|place| members[place]).collect()
     }
@@ -285,7 +285,7 @@ impl RankBackend for NcclBackend {
     }
 
     fn traffic(&self, call: &Call) -> Traffic {
-        launch::traffic(call, self.rank, self.shared.members().len())
+        launch::traffic(call, self.rank, self.shared.members.len())
     }
 
     fn mean_weight(&self) -> f64 {
@@ -297,7 +297,7 @@ impl RankBackend for NcclBackend {
             self.poll(|| {
                 meanwhile();
                 for nccl in std::iter::once(self as &Self).chain(self.pairs.values()) {
-                    nccl.launched.lock().communicator.check("a collective")?;
+                    nccl.launched.state.lock().communicator.check("a collective")?;
                 }
                 self.done.is_done()
             })
@@ -307,7 +307,7 @@ impl RankBackend for NcclBackend {
 
     fn shut_down(&mut self) {
         self.leave();
-        end_all(self.shared.run(), self.global_rank());
+        end_all(&self.shared.run, self.global_rank());
     }
 }
 

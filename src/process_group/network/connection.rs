@@ -31,11 +31,11 @@ use crate::runtime::{RunContext, StopMessage, StopRequest, deadline, format_call
 /// The state of a group of several processes that the ranks of one process share.
 pub(crate) struct Network {
     gloo: GlooGroup,
-    /// Under a prefix of the group's own.
-    store: TcpStore,
+    /// The store that the processes share, under a prefix of the group's own.
+    pub(crate) store: TcpStore,
     run: Arc<RunContext>,
     members: Arc<[usize]>,
-    map: ProcessMap,
+    pub(crate) map: ProcessMap,
     timeout: Duration,
     /// `GLOO_SOCKET_IFNAME`.
     interfaces: Option<String>,
@@ -47,7 +47,8 @@ pub(crate) struct Network {
     staging: StagingBuffers,
     /// The listener to which other processes connect for messages. `None` once `messages` has it, or without messages.
     listener: Option<MessageListener>,
-    messages: Option<Messages>,
+    /// The messages between the processes. `None` if something else carries them.
+    pub(crate) messages: Option<Messages>,
 }
 
 impl Network {
@@ -116,11 +117,6 @@ impl Network {
         Self { listener: None, ..self }
     }
 
-    /// Returns the messages between the processes. `None` if something else carries them.
-    pub(crate) fn messages(&self) -> Option<&Messages> {
-        self.messages.as_ref()
-    }
-
     /// Connects the processes that have any of `ranks` as a sub-group. `ranks` are ascending group ranks.
     pub(crate) fn part(&self, ranks: &[usize], name: &str, members: Arc<[usize]>) -> Result<Self> {
         let members_in = |places: &Range<usize>| {
@@ -134,15 +130,6 @@ impl Network {
         let map = ProcessMap { processes: there.into_iter().map(|(_, part)| part).collect(), mine };
         let (store, run) = (self.store.under(name), self.run.clone());
         Self::connect(store, run, members, map, self.interfaces.as_deref())
-    }
-
-    pub(crate) fn process_map(&self) -> &ProcessMap {
-        &self.map
-    }
-
-    /// Returns the store that the processes share, under the group's prefix.
-    pub(crate) fn store(&self) -> &TcpStore {
-        &self.store
     }
 
     /// Synchronizes `stop` with that of the first process in every exchange from now on.

@@ -150,7 +150,7 @@ pub(super) fn traffic(
             let (all, slice) = sizes(mine, rank, world_size);
             if call.reduce_op.is_some() { (all - slice, slice * others) } else { (0, 0) }
         }
-        Operation::AllReduce if mine.has_contents() => {
+        Operation::AllReduce if mine.has_contents => {
             let (all, _) = sizes(mine, rank, world_size);
             (all * others, all * others)
         }
@@ -204,7 +204,7 @@ unsafe fn reduce_pieces<'a>(
                 // SAFETY: as the caller promises; no other rank touches the scratch memory.
                 unsafe { reduce(mine, places, 0, piece.clone(), op) }?;
             }
-            on_piece.call(index, piece, op.is_some())?;
+            on_piece(index, piece, op.is_some())?;
         }
     }
     Ok(())

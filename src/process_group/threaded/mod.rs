@@ -76,7 +76,7 @@ impl RankBackend for ThreadedBackend {
         if matches!(call.operation, Operation::Barrier | Operation::NewGroup) {
             return Ok(()); // the exchange is the barrier
         }
-        if slot.announced().has_contents() {
+        if slot.announced().has_contents {
             // SAFETY: the exchange establishes all that this function requires.
             unsafe {
                 kernels::reduce_contents(call, slot.announced(), slot.published(), places)?;

@@ -44,7 +44,7 @@ fn one_of(count: usize, store: &TcpStore, mine: usize, timeout: Duration) -> Pro
     let shared = Shared::new(run.clone(), Arc::clone(&members), process_map.here());
     let listener = MessageListener::open(store, mine, None).unwrap();
     let messages =
-        Messages::new(run.clone(), store.clone(), members, process_map, listener, shared.mail());
+        Messages::new(run.clone(), store.clone(), members, process_map, listener, &shared.mail);
     Process { run, shared, messages }
 }
 
@@ -64,7 +64,7 @@ impl Process {
         let contents = MessageTensor::Here(into.shallow_clone());
         let request =
             P2pRequest { side: Side::Receive, contents, source, tag, kind, shape, stream: 0 };
-        self.shared.mail().post(request, self.shared.here().start)
+        self.shared.mail.post(request, self.shared.here.start)
     }
 
     /// Connects to this process as process `number` of the store.
@@ -95,7 +95,7 @@ impl Process {
 
     /// Sends a number from this process to the other one, which receives it.
     fn send_to(&self, other: &Process, number: i64) {
-        let (source, destination) = (self.shared.here().start, other.shared.here().start);
+        let (source, destination) = (self.shared.here.start, other.shared.here.start);
         let (tensor, into) = (Tensor::from_slice(&[number]), Tensor::from_slice(&[-1i64]));
         let received = other.receive(&into, None, 3);
         other.messages.expect(None).unwrap();
