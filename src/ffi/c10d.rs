@@ -10,7 +10,7 @@ use strum::IntoStaticStr;
 use torch_sys::C_tensor;
 
 use super::shim::take_message;
-use crate::error::first_line;
+use crate::error::{Error, first_line};
 use crate::runtime::MAX_WAIT;
 
 /// `c10::intrusive_ptr<c10d::TCPStore>`, only ever behind a pointer.
@@ -314,9 +314,11 @@ impl GlooHandle {
     }
 }
 
-/// The channels on which the end of an operation is reported.
+/// The report of the end of an operation: its name, and the channels.
 pub(super) struct GlooEnd {
-    pub result: Sender<Result<()>>,
+    /// The operation, for its error.
+    pub doing: &'static str,
+    pub result: Sender<crate::error::Result<()>>,
     /// A clone of the group's sender. Its channel closes when all operations have ended.
     pub running: Sender<Infallible>,
 }
@@ -328,11 +330,20 @@ unsafe extern "C" fn done(context: *mut c_void, error: *const c_char) {
         Ok(())
     } else {
         // SAFETY: a NUL-terminated string that lives as long as this call.
-        Err(first_line(&unsafe { CStr::from_ptr(error) }.to_string_lossy()))
+        let reason = first_line(&unsafe { CStr::from_ptr(error) }.to_string_lossy());
+        Err(Error::Gloo { doing: ended.doing, reason: plain(reason) })
     };
-    // The send fails if the caller dropped the handle.
+    // The send fails if the caller dropped the receiver.
     let _ = ended.result.send(result);
     drop(ended.running);
+}
+
+/// Removes the position in Gloo's source from the beginning of its message.
+pub(super) fn plain(reason: String) -> String {
+    match reason.split_once("] ") {
+        Some((place, rest)) if place.starts_with('[') && place.contains(".cc:") => rest.into(),
+        _ => reason,
+    }
 }
 
 unsafe extern "C" fn take(context: *mut c_void, bytes: *const u8, len: usize) {

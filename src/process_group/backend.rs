@@ -1,19 +1,17 @@
 //! The interface of a backend: how a rank joins it, its collectives, and collectives that continue in the background.
 
 use std::sync::Arc;
-use std::time::Duration;
 
-use crossbeam::channel::Receiver;
 use tch::{Device, Kind};
 
 use super::call::Call;
 use super::local::Shared;
-use super::network::Network;
+use super::network::{InFlight, Network};
 use super::point_to_point::P2POp;
 use super::reduce_op::ReduceOp;
 use super::traffic::Traffic;
 use crate::error::{Error, Result};
-use crate::operation::{OpId, Operation};
+use crate::operation::Operation;
 
 /// The description of a backend: the `BACKEND` of its folder. `backends.rs` lists all of them.
 pub(super) struct BackendType {
@@ -90,7 +88,7 @@ pub(super) trait RankBackend: Send {
 
     /// Starts this rank's part of a collective. Returns the operation if it continues in the
     /// background, `None` if it is done.
-    fn start(&mut self, call: &Call) -> Result<Option<Box<dyn InFlight>>> {
+    fn start(&mut self, call: &Call) -> Result<Option<InFlight>> {
         self.run(call).map(|()| None)
     }
 
@@ -111,24 +109,6 @@ pub(super) trait RankBackend: Send {
 
     /// Closes this rank's side of the backend: together with the other ranks, or at once if the run was cancelled.
     fn shut_down(&mut self) {}
-}
-
-/// A collective in the background. Its tensors must not be touched until [`InFlight::wait`] has returned.
-pub(super) trait InFlight: Send {
-    /// Returns the call.
-    fn at(&self) -> OpId;
-
-    /// Returns a channel that is ready once the operation has ended. Only [`InFlight::wait`] may receive from it.
-    fn ended(&self) -> &Receiver<std::result::Result<(), String>>;
-
-    /// Returns the time left until the deadline.
-    fn time_left(&self) -> Duration;
-
-    /// Waits until the operation has ended.
-    ///
-    /// # Errors
-    /// [`Error::Timeout`], [`Error::Cancelled`], [`Error::ConnectionLost`].
-    fn wait(self: Box<Self>) -> Result<()>;
 }
 
 /// A rank's side of a group: the state that its collectives use one at a time, in call order.

@@ -13,7 +13,8 @@ use crossbeam::channel::{Receiver, Select, Sender, bounded, unbounded};
 use tch::Device;
 
 use super::ProcessGroup;
-use super::backend::{InFlight, SequencedBackend};
+use super::backend::SequencedBackend;
+use super::network::{InFlight, Started};
 use crate::error::{Error, Result};
 use crate::ffi::{cuda, set_multithreading_enabled};
 use crate::operation::OpId;
@@ -25,10 +26,10 @@ const STACK_BYTES: usize = 64 << 20;
 
 /// A queued call of an operation. Returns `Some` if it continues in the background while the thread does the next one.
 pub(super) type QueuedCall =
-    Box<dyn FnOnce(&ProcessGroup) -> Result<Option<(Box<dyn InFlight>, SpanId)>> + Send>;
+    Box<dyn FnOnce(&ProcessGroup) -> Result<Option<(InFlight, SpanId)>> + Send>;
 
 /// An operation in the background, the id of its record, and the channel for its result.
-type InBackground = (Box<dyn InFlight>, SpanId, Sender<Result<()>>);
+type InBackground = (InFlight, SpanId, Sender<Result<()>>);
 
 enum Job {
     /// Take over the rank's side of the group.
@@ -66,14 +67,16 @@ impl CommunicationThread {
                 run.end_pending(rank);
             };
             let finish = |(work, record, result): InBackground| {
-                let at = work.at();
-                let end = |group: &ProcessGroup| work.wait().map(|()| group.record_end(record));
-                tell(result, run_job(&group, Some(at), end));
+                let InFlight { network, started } = work;
+                let end = |group: &ProcessGroup| {
+                    network.finish(&started).map(|()| group.record_end(record))
+                };
+                tell(result, run_job(&group, Some(started.at), end));
             };
             loop {
                 // Whichever comes first: a job, or the end of the oldest operation in flight.
                 if let Some((oldest, ..)) = in_flight.front()
-                    && ends_before_a_job(&**oldest, &received, run.cancel.tripped())
+                    && ends_before_a_job(&oldest.started, &received, run.cancel.tripped())
                 {
                     in_flight.pop_front().into_iter().for_each(finish);
                     continue;
@@ -129,18 +132,18 @@ impl CommunicationThread {
     }
 }
 
-/// Waits for the next job, for the end or the deadline of `work`, or for a cancelled run. Returns `false` if a job
+/// Waits for the next job, for the end or the deadline of `started`, or for a cancelled run. Returns `false` if a job
 /// came first.
 fn ends_before_a_job(
-    work: &dyn InFlight,
+    started: &Started,
     jobs: &Receiver<Job>,
     cancelled: &Receiver<Infallible>,
 ) -> bool {
     let mut select = Select::new_biased();
     select.recv(cancelled);
-    select.recv(work.ended());
+    select.recv(&started.ended);
     let job = select.recv(jobs);
-    select.ready_timeout(work.time_left()) != Ok(job)
+    select.ready_timeout(started.time_left()) != Ok(job)
 }
 
 /// Runs `call`. `at` names the operation whose end it waits for, if it does only that. Reports a failure to

@@ -14,9 +14,10 @@ use std::panic::Location;
 
 use tch::Tensor;
 
-use super::backend::{InFlight, RankBackend};
+use super::backend::RankBackend;
 use super::call::{Call, Options};
 use super::contiguous::Contiguous;
+use super::network::InFlight;
 use super::{ProcessGroup, ReduceOp, weights};
 use crate::error::{Error, Result};
 use crate::ffi::{self, TensorFacts};
@@ -76,7 +77,7 @@ impl ProcessGroup {
         tensor: &Tensor,
         op: ReduceOp,
         weight: Option<f64>,
-    ) -> Result<Option<(Box<dyn InFlight>, SpanId)>> {
+    ) -> Result<Option<(InFlight, SpanId)>> {
         let (tensors, shape) = (std::slice::from_ref(tensor), ffi::shape(tensor)?);
         let options = Options { reduce_op: Some(op), weight, ..Options::default() };
         let call = self.check_call(Operation::AllReduce, options, &shape, tensors, tensors)?;

@@ -7,15 +7,13 @@ use std::path::Path;
 use std::ptr;
 use std::time::Duration;
 
-use crossbeam::channel::{
-    Receiver, RecvTimeoutError, Sender, TryRecvError, bounded, select_biased,
-};
+use crossbeam::channel::{Receiver, RecvTimeoutError, Sender, TryRecvError, bounded};
 use parking_lot::Mutex;
 use tch::{Device, Tensor};
 use torch_sys::C_tensor;
 
 use crate::error::{Error, Result};
-use crate::ffi::c10d::{GlooArguments, GlooEnd, GlooHandle, GlooJoin, GlooOperation};
+use crate::ffi::c10d::{GlooArguments, GlooEnd, GlooHandle, GlooJoin, GlooOperation, plain};
 use crate::ffi::shim::raw;
 use crate::ffi::store::TcpStore;
 use crate::os::limits;
@@ -51,13 +49,6 @@ pub(crate) struct GlooGroup {
     /// Every running operation holds a clone. The channel closes when none is left. `None` while `self` is dropped.
     running: Option<Sender<Infallible>>,
     all_ended: Receiver<Infallible>,
-}
-
-/// A started operation.
-#[derive(Debug)]
-pub(crate) struct GlooWork {
-    doing: &'static str,
-    result: Receiver<std::result::Result<(), String>>,
 }
 
 /// How long to wait for aborted operations to end. After that, the group is leaked.
@@ -151,8 +142,16 @@ impl GlooGroup {
         aborted.map_err(|reason| Error::Gloo { doing: "abort", reason })
     }
 
-    /// Starts an operation. It ends as described for [`GlooOperation`].
-    pub(crate) fn start(&self, operation: GlooOperation, call: GlooCall<'_>) -> Result<GlooWork> {
+    /// Starts an operation. It ends as described for [`GlooOperation`]. Returns the channel that receives its result,
+    /// once.
+    ///
+    /// Until then libtorch reads and writes the tensors, even if the channel is dropped. It has handles of its own, so
+    /// their memory stays valid.
+    pub(crate) fn start(
+        &self,
+        operation: GlooOperation,
+        call: GlooCall<'_>,
+    ) -> Result<Receiver<Result<()>>> {
         let doing = operation.into();
         let fail = |reason| Error::Gloo { doing, reason: plain(reason) };
         let GlooCall { reduce, peer, tag, inputs, outputs, input_splits, output_splits } = call;
@@ -193,8 +192,9 @@ impl GlooGroup {
         };
         let (result_tx, result_rx) = bounded(1);
         // SAFETY: pointers to live tensors and splits, with their lengths; both lists of splits are equally long.
-        unsafe { group.start(&call, GlooEnd { result: result_tx, running }) }.map_err(fail)?;
-        Ok(GlooWork { doing, result: result_rx })
+        unsafe { group.start(&call, GlooEnd { doing, result: result_tx, running }) }
+            .map_err(fail)?;
+        Ok(result_rx)
     }
 }
 
@@ -239,31 +239,6 @@ impl Drop for GlooGroup {
             Err(RecvTimeoutError::Disconnected) => drop(group),
             _ => mem::forget(group),
         }
-    }
-}
-
-impl GlooWork {
-    /// Returns a channel that receives the operation's result, once. For `select!`. See [`GlooWork::outcome`].
-    ///
-    /// Until then libtorch reads and writes the tensors, even if this is dropped. It has handles of its own, so their
-    /// memory stays valid.
-    pub(crate) fn ended(&self) -> &Receiver<std::result::Result<(), String>> {
-        &self.result
-    }
-
-    /// Converts a received result.
-    pub(crate) fn outcome(&self, result: std::result::Result<(), String>) -> Result<()> {
-        result.map_err(|reason| Error::Gloo { doing: self.doing, reason: plain(reason) })
-    }
-
-    /// Waits until the operation has ended (at most the group's timeout), or `cancelled` closes. In the latter case,
-    /// abort the group before using the tensors again.
-    pub(crate) fn wait(&self, cancelled: &Receiver<Infallible>) -> Result<()> {
-        let result = select_biased! {
-            recv(self.result) -> result => result.unwrap_or_else(|_| Err("waited for twice".into())),
-            recv(cancelled) -> _ => Err("given up, because the run ends".into()),
-        };
-        self.outcome(result)
     }
 }
 
@@ -313,14 +288,6 @@ fn rendezvous(
         }
     }
     Ok(missing)
-}
-
-/// Removes the position in Gloo's source from the beginning of its message.
-fn plain(reason: String) -> String {
-    match reason.split_once("] ") {
-        Some((place, rest)) if place.starts_with('[') && place.contains(".cc:") => rest.into(),
-        _ => reason,
-    }
 }
 
 #[cfg(test)]

@@ -1,20 +1,27 @@
 //! Tests of `gloo` on loopback. Ranks are threads, or processes in tests that kill one.
 
-use std::convert::Infallible;
 use std::env;
 use std::process::{Child, Command, Stdio};
 use std::sync::Barrier;
 use std::thread;
 use std::time::Duration;
 
-use crossbeam::channel::{bounded, never};
+use crossbeam::channel::Receiver;
 use tch::{Device, Kind, Tensor};
 
-use super::{GlooCall, GlooGroup, GlooWork, Reduce};
+use super::{GlooCall, GlooGroup, Reduce};
 use crate::error::{Error, Result};
 use crate::ffi::c10d::GlooOperation;
 use crate::ffi::store::TcpStore;
 use crate::ffi::store::tests::{TIMEOUT, connect, reason, serve};
+
+/// The channel that receives the result of an operation.
+type Ended = Receiver<Result<()>>;
+
+/// Waits until a started operation has ended.
+fn wait(started: Result<Ended>) -> Result<()> {
+    started?.recv().expect("each operation ends once")
+}
 
 fn join(store: &TcpStore, rank: usize, size: usize) -> GlooGroup {
     GlooGroup::new(store, rank, size, TIMEOUT, None, absent).unwrap()
@@ -22,12 +29,12 @@ fn join(store: &TcpStore, rank: usize, size: usize) -> GlooGroup {
 
 /// The operations that several tests start.
 impl GlooGroup {
-    fn all_reduce(&self, tensor: &Tensor, reduce: Reduce) -> Result<GlooWork> {
+    fn all_reduce(&self, tensor: &Tensor, reduce: Reduce) -> Result<Ended> {
         let call = GlooCall { reduce, outputs: &[tensor], ..GlooCall::default() };
         self.start(GlooOperation::AllReduce, call)
     }
 
-    fn broadcast(&self, tensor: &Tensor, root: usize) -> Result<GlooWork> {
+    fn broadcast(&self, tensor: &Tensor, root: usize) -> Result<Ended> {
         let call = GlooCall { peer: root, outputs: &[tensor], ..GlooCall::default() };
         self.start(GlooOperation::Broadcast, call)
     }
@@ -38,22 +45,22 @@ impl GlooGroup {
         input: &Tensor,
         output_splits: &[i64],
         input_splits: &[i64],
-    ) -> Result<GlooWork> {
+    ) -> Result<Ended> {
         let (inputs, outputs) = (&[input], &[output]);
         let call = GlooCall { inputs, outputs, input_splits, output_splits, ..GlooCall::default() };
         self.start(GlooOperation::AllToAll, call)
     }
 
-    fn barrier(&self) -> Result<GlooWork> {
+    fn barrier(&self) -> Result<Ended> {
         self.start(GlooOperation::Barrier, GlooCall::default())
     }
 
-    fn send(&self, tensor: &Tensor, destination: usize, tag: u16) -> Result<GlooWork> {
+    fn send(&self, tensor: &Tensor, destination: usize, tag: u16) -> Result<Ended> {
         let call = GlooCall { peer: destination, tag, inputs: &[tensor], ..GlooCall::default() };
         self.start(GlooOperation::Send, call)
     }
 
-    fn recv(&self, tensor: &Tensor, source: usize, tag: u16) -> Result<GlooWork> {
+    fn recv(&self, tensor: &Tensor, source: usize, tag: u16) -> Result<Ended> {
         let call = GlooCall { peer: source, tag, outputs: &[tensor], ..GlooCall::default() };
         self.start(GlooOperation::Recv, call)
     }
@@ -106,7 +113,7 @@ fn collectives_return_the_defined_values() {
     for size in 1..=4 {
         on_ranks(size, |gloo| {
             let (rank, n) = (gloo.rank as i64, size as i64);
-            let done = |work: Result<GlooWork>| work.unwrap().wait(&never()).unwrap();
+            let done = |started: Result<Ended>| wait(started).unwrap();
             let all = |f: &dyn Fn(i64) -> i64| (0..n).map(f).collect::<Vec<_>>();
             let fold = |f: fn(i64, i64) -> i64| (0..n).map(|r| r + 5).reduce(f).unwrap();
             for (reduce, expected) in [
@@ -206,7 +213,7 @@ fn all_reduce_fails_after_a_rank_is_gone() {
             return None;
         }
         let tensor = ints(&[1; 1000]);
-        Some(reason(gloo.all_reduce(&tensor, Reduce::Sum).and_then(|work| work.wait(&never()))))
+        Some(reason(wait(gloo.all_reduce(&tensor, Reduce::Sum))))
     });
     for failed in failures.into_iter().flatten() {
         assert!(failed.contains("gloo failed in all_reduce: "), "{failed}");
@@ -220,16 +227,16 @@ fn abort_fails_pending_operations_on_every_rank() {
         let other = 1 - gloo.rank;
         let (received, reduced) = (ints(&[0]), ints(&[0]));
         // Neither rank sends, and only rank 0 reduces, so all operations wait.
-        let mut works = vec![gloo.recv(&received, other, 0).unwrap()];
+        let mut pending = vec![gloo.recv(&received, other, 0).unwrap()];
         if gloo.rank == 0 {
-            works.push(gloo.all_reduce(&reduced, Reduce::Sum).unwrap());
+            pending.push(gloo.all_reduce(&reduced, Reduce::Sum).unwrap());
         }
         both.wait();
         if gloo.rank == 1 {
             gloo.abort().unwrap();
         }
-        for work in works {
-            assert!(reason(work.wait(&never())).contains("gloo failed"));
+        for ended in pending {
+            assert!(reason(wait(Ok(ended))).contains("gloo failed"));
         }
         assert!(gloo.recv(&received, other, 0).is_err());
     });
@@ -240,23 +247,10 @@ fn drop_ends_pending_operations() {
     let both = Barrier::new(2);
     on_ranks(2, |gloo| {
         let received = ints(&[0]);
-        let work = gloo.recv(&received, 1 - gloo.rank, 0).unwrap();
+        let ended = gloo.recv(&received, 1 - gloo.rank, 0).unwrap();
         both.wait();
         drop(gloo);
-        assert!(work.wait(&never()).is_err());
-    });
-}
-
-#[test]
-fn cancelled_wait_returns_before_the_operation() {
-    let both = Barrier::new(2);
-    on_ranks(2, |gloo| {
-        let (running, cancelled) = bounded::<Infallible>(0);
-        let received = ints(&[0]);
-        let work = gloo.recv(&received, 1 - gloo.rank, 0).unwrap();
-        both.wait();
-        drop(running);
-        assert!(reason(work.wait(&cancelled)).contains("given up"));
+        assert!(wait(Ok(ended)).is_err());
     });
 }
 
@@ -276,7 +270,7 @@ fn connect_timeout_names_the_missing_ranks() {
 fn interface_names_follow_pytorch() {
     let server = serve();
     let gloo = GlooGroup::new(&server.under("a"), 0, 1, TIMEOUT, Some("lo"), absent).unwrap();
-    gloo.barrier().unwrap().wait(&never()).unwrap();
+    wait(gloo.barrier()).unwrap();
     let failed = reason(GlooGroup::new(&server.under("b"), 0, 1, TIMEOUT, Some("lo,"), absent));
     assert!(failed.contains("GLOO_SOCKET_IFNAME=lo,: there is an empty name"), "{failed}");
     let failed =
@@ -291,8 +285,8 @@ fn invalid_arguments_are_refused() {
         assert!(reason(gloo.all_reduce(&strided, Reduce::Sum)).contains("contiguous"));
         assert!(reason(gloo.broadcast(&ints(&[1]), 1)).contains("no rank 1 in a group of 1"));
         let floats = Tensor::zeros([2], (Kind::Float, Device::Cpu));
-        let band = gloo.all_reduce(&floats, Reduce::Band).and_then(|work| work.wait(&never()));
-        assert!(reason(band).contains("BAND"));
+        let band = gloo.all_reduce(&floats, Reduce::Band);
+        assert!(reason(wait(band)).contains("BAND"));
         assert!(reason(gloo.all_to_all(&floats, &floats, &[2], &[])).contains("splits"));
     });
 }
@@ -304,8 +298,8 @@ fn float_sums_have_the_same_bits_in_every_run() {
         let sums = on_ranks(3, |gloo| {
             let index = Tensor::arange(100_000, (Kind::Float, Device::Cpu));
             let tensor = (index + gloo.rank as f64 * 78.233).sin();
-            gloo.all_reduce(&tensor, Reduce::Sum).unwrap().wait(&never()).unwrap();
-            gloo.barrier().unwrap().wait(&never()).unwrap();
+            wait(gloo.all_reduce(&tensor, Reduce::Sum)).unwrap();
+            wait(gloo.barrier()).unwrap();
             Vec::<f32>::try_from(&tensor).unwrap()
         });
         let bits = |sum: Vec<f32>| sum.into_iter().map(f32::to_bits).collect::<Vec<_>>();
@@ -324,10 +318,10 @@ fn peer() {
     let Ok(port) = env::var(PORT) else { return };
     let gloo = join(&connect(port.parse().unwrap()).under("group"), 1, 2);
     let tensor = ints(&[2]);
-    gloo.all_reduce(&tensor, Reduce::Sum).unwrap().wait(&never()).unwrap();
+    wait(gloo.all_reduce(&tensor, Reduce::Sum)).unwrap();
     same(&tensor, &[3]);
     // Waits until this process is killed, or the other process sends.
-    gloo.recv(&tensor, 0, 0).unwrap().wait(&never()).unwrap();
+    wait(gloo.recv(&tensor, 0, 0)).unwrap();
 }
 
 fn start_peer(port: u16) -> Child {
@@ -345,10 +339,10 @@ fn barrier_fails_after_a_process_is_killed() {
     let mut peer = start_peer(server.port());
     let gloo = join(&server.under("group"), 0, 2);
     let tensor = ints(&[1]);
-    gloo.all_reduce(&tensor, Reduce::Sum).unwrap().wait(&never()).unwrap();
-    let work = gloo.barrier().unwrap();
+    wait(gloo.all_reduce(&tensor, Reduce::Sum)).unwrap();
+    let ended = gloo.barrier().unwrap();
     peer.kill().unwrap();
-    let failed = reason(work.wait(&never()));
+    let failed = reason(wait(Ok(ended)));
     assert!(failed.contains("gloo failed in barrier: "), "{failed}");
     peer.wait().unwrap();
 }
@@ -360,7 +354,7 @@ fn process_exits_cleanly_after_gloo_was_used() {
     let mut peer = start_peer(server.port());
     let gloo = join(&server.under("group"), 0, 2);
     let tensor = ints(&[1]);
-    gloo.all_reduce(&tensor, Reduce::Sum).unwrap().wait(&never()).unwrap();
-    gloo.send(&tensor, 1, 0).unwrap().wait(&never()).unwrap();
+    wait(gloo.all_reduce(&tensor, Reduce::Sum)).unwrap();
+    wait(gloo.send(&tensor, 1, 0)).unwrap();
     assert!(peer.wait().unwrap().success());
 }

@@ -18,16 +18,15 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crossbeam::channel::Receiver;
 use tch::{Device, Kind, Tensor};
 
-use super::backend::{self, BackendType, Devices, Join, RankBackend, Reach};
+use super::backend::{BackendType, Devices, Join, RankBackend, Reach};
 use super::call::Call;
 use super::local::{
     self, CallSlot, CollectiveFingerprint, Extras, Memory, Shared, TensorMemory, exchange_calls,
     my_slice,
 };
-use super::network::{Network, ProcessMap, SplitSizes, Started};
+use super::network::{InFlight, Network, ProcessMap, SplitSizes};
 use super::{ReduceOp, Traffic, num_bytes, weights};
 use crate::error::{Error, Result};
 use crate::operation::{OpId, Operation};
@@ -187,7 +186,7 @@ impl GlooBackend {
 
     /// Starts a large all_reduce between two processes of one rank each. Gloo reduces the rank's tensor in place, and
     /// the caller need not wait for the result.
-    fn add_up_in_place(&mut self, call: &Call) -> Result<GlooInFlight> {
+    fn add_up_in_place(&mut self, call: &Call) -> Result<InFlight> {
         self.run.check(self.global_rank())?;
         self.exchange_local(call)?;
         let tensor = &call.outputs[0];
@@ -198,7 +197,7 @@ impl GlooBackend {
         }
         let network = &self.packer.network;
         let started = self.report_failure(network.add_up(call, tensor, || self.describe()))?;
-        let in_flight = GlooInFlight { network: network.clone(), started };
+        let in_flight = InFlight { network: network.clone(), started };
         let size = num_bytes(call.kind, tensor.numel()) as u64;
         self.traffic = Traffic { sent: size, received: size };
         Ok(in_flight)
@@ -279,11 +278,11 @@ impl RankBackend for GlooBackend {
         Ok(())
     }
 
-    fn start(&mut self, call: &Call) -> Result<Option<Box<dyn backend::InFlight>>> {
+    fn start(&mut self, call: &Call) -> Result<Option<InFlight>> {
         let alone = self.packer.network.map.here().len() == 1;
         let numel = call.inputs.first().map_or(0, Tensor::numel);
         if alone && self.is_sliced(call, numel) && self.supports_direct(call) {
-            return Ok(Some(Box::new(self.add_up_in_place(call)?)));
+            return Ok(Some(self.add_up_in_place(call)?));
         }
         self.run(call).map(|()| None)
     }
@@ -299,29 +298,5 @@ impl RankBackend for GlooBackend {
 
     fn synchronize(&mut self, _: &dyn Fn()) -> Result<()> {
         self.run.check(self.global_rank())
-    }
-}
-
-/// An operation in the background, from when the processes have agreed on the call until Gloo has finished.
-struct GlooInFlight {
-    network: Arc<Network>,
-    started: Started,
-}
-
-impl backend::InFlight for GlooInFlight {
-    fn at(&self) -> OpId {
-        self.started.at
-    }
-
-    fn ended(&self) -> &Receiver<std::result::Result<(), String>> {
-        self.started.work.ended()
-    }
-
-    fn time_left(&self) -> Duration {
-        self.started.time_left()
-    }
-
-    fn wait(self: Box<Self>) -> Result<()> {
-        self.network.finish(&self.started)
     }
 }

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use crossbeam::channel::select_biased;
+use crossbeam::channel::{Receiver, select_biased};
 use tch::{Kind, Tensor};
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -20,7 +20,7 @@ use super::messages::{MessageListener, Messages};
 use super::process_map::ProcessMap;
 use super::split_sizes::{SplitSizes, padded};
 use crate::error::{Error, Result};
-use crate::ffi::{GlooCall, GlooGroup, GlooOperation, GlooWork, TcpStore, TorchResult};
+use crate::ffi::{GlooCall, GlooGroup, GlooOperation, TcpStore, TorchResult};
 use crate::operation::{OpId, Operation};
 use crate::process_group::call::Call;
 use crate::process_group::dtype::{dtype_name, num_bytes};
@@ -224,7 +224,7 @@ impl Network {
             output_splits: &equal,
             ..GlooCall::default()
         };
-        self.wait(call.at(), call.timeout, self.gloo.start(GlooOperation::AllToAll, headers))?;
+        self.finish(&self.start(call, GlooOperation::AllToAll, headers)?)?;
         self.read_headers(call, parts, inline.then_some(&receive[..]), describe)?;
         if inline { Ok(()) } else { self.send_parts(call, parts, begin) }
     }
@@ -254,7 +254,7 @@ impl Network {
             }
         }
         let sum = GlooCall { outputs: &[tensor], ..GlooCall::default() };
-        self.started(call.at(), call.timeout, self.gloo.start(GlooOperation::AllReduce, sum))
+        self.start(call, GlooOperation::AllReduce, sum)
     }
 
     /// Exchanges the parts of a call whose headers have been read.
@@ -279,7 +279,7 @@ impl Network {
             output_splits: &from,
             ..GlooCall::default()
         };
-        self.wait(call.at(), call.timeout, self.gloo.start(GlooOperation::AllToAll, parts))
+        self.finish(&self.start(call, GlooOperation::AllToAll, parts)?)
     }
 
     fn begins(&self, sizes: &[usize]) -> Vec<usize> {
@@ -358,36 +358,29 @@ impl Network {
         }
     }
 
-    /// Waits on the process's first rank until Gloo has finished, the run is cancelled or the timeout has passed.
-    fn wait(&self, at: OpId, timeout: Option<Duration>, work: Result<GlooWork>) -> Result<()> {
-        self.finish(&self.started(at, timeout, work)?)
-    }
-
-    fn started(
-        &self,
-        at: OpId,
-        timeout: Option<Duration>,
-        work: Result<GlooWork>,
-    ) -> Result<Started> {
-        let timeout = timeout.unwrap_or(self.timeout);
+    /// Starts a Gloo operation for `call`.
+    fn start(&self, call: &Call, operation: GlooOperation, arguments: GlooCall) -> Result<Started> {
+        let ended = self.gloo.start(operation, arguments)?;
+        let timeout = call.timeout.unwrap_or(self.timeout);
         let waiting = self.members[self.map.here().start];
-        Ok(Started { work: work?, at, waiting, began: Instant::now(), timeout })
+        Ok(Started { ended, at: call.at(), waiting, began: Instant::now(), timeout })
     }
 
-    /// Waits like [`Network::wait`], for an operation that was started before.
+    /// Waits on the process's first rank until Gloo has finished, the run is cancelled or the timeout has passed.
+    ///
+    /// # Errors
+    /// [`Error::Timeout`], [`Error::Cancelled`], [`Error::ConnectionLost`].
     pub(crate) fn finish(&self, started: &Started) -> Result<()> {
-        let &Started { ref work, at, waiting, began, timeout } = started;
-        let result = select_biased! {
-            recv(work.ended()) -> result => {
-                work.outcome(result.unwrap_or_else(|_| Err("it is gone".into())))
-            }
-            recv(self.run.cancel.tripped()) -> _ => Err(Error::InvalidInput(String::new())),
-            default(started.time_left()) => Err(Error::InvalidInput(String::new())),
-        };
-        let reason = match result {
-            Ok(()) => return Ok(()),
-            Err(Error::Gloo { reason, .. }) => reason,
-            Err(other) => other.to_string(),
+        let &Started { ref ended, at, waiting, began, timeout } = started;
+        let reason = select_biased! {
+            recv(ended) -> result => match result {
+                Ok(Ok(())) => return Ok(()),
+                Ok(Err(Error::Gloo { reason, .. })) => reason,
+                Ok(Err(other)) => other.to_string(),
+                Err(_) => "it is gone".into(),
+            },
+            recv(self.run.cancel.tripped()) -> _ => String::new(),
+            default(started.time_left()) => String::new(),
         };
         // After the abort nothing uses the buffers any more, and the other processes notice it.
         let _ = self.gloo.abort();
@@ -438,9 +431,17 @@ fn fingerprint(call: &Call) -> u64 {
     xxh3_64(format!("{operation} {reduce_op:?} {root:?} {kind} {shape:?}{weighted}").as_bytes())
 }
 
+/// An operation in the background, from when the processes have agreed on the call until Gloo has finished. Its tensors
+/// must not be touched until [`Network::finish`] has returned.
+pub(crate) struct InFlight {
+    pub network: Arc<Network>,
+    pub started: Started,
+}
+
 /// A Gloo operation that was started for a call.
 pub(crate) struct Started {
-    pub work: GlooWork,
+    /// Receives the result, once. Only [`Network::finish`] may receive from it.
+    pub ended: Receiver<Result<()>>,
     pub at: OpId,
     /// Global rank that waits for it.
     pub waiting: usize,
@@ -452,5 +453,45 @@ impl Started {
     /// Returns the time left until the deadline.
     pub(crate) fn time_left(&self) -> Duration {
         self.timeout.saturating_sub(self.began.elapsed())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Barrier;
+    use std::thread;
+
+    use crossbeam::channel::never;
+
+    use super::*;
+
+    const TIMEOUT: Duration = Duration::from_secs(60);
+
+    #[test]
+    #[allow(clippy::disallowed_methods)] // the threads are processes with one rank each
+    fn cancelled_wait_returns_before_the_operation() {
+        let store = TcpStore::serve("127.0.0.1", 0, TIMEOUT, never()).unwrap();
+        let both = Barrier::new(2);
+        let process = |mine: usize| {
+            let map = ProcessMap { processes: vec![0..1, 1..2], mine };
+            let run = Arc::new(RunContext::new(2, TIMEOUT, None));
+            let (store, members) = (store.under("group"), Arc::new([0, 1]));
+            let network = Network::connect(store, run.clone(), members, map, None).unwrap();
+            // Neither process sends, so both wait.
+            let tensor = Tensor::from_slice(&[0i64]);
+            let recv = GlooCall { peer: 1 - mine, outputs: &[&tensor], ..GlooCall::default() };
+            let call = Call::bare(Operation::Recv);
+            let started = network.start(&call, GlooOperation::Recv, recv).unwrap();
+            both.wait();
+            let began = Instant::now();
+            run.report(1 - mine, None, "it ends the run".into());
+            let cancelled = network.finish(&started).unwrap_err();
+            assert!(matches!(cancelled, Error::Cancelled { .. }), "{cancelled}");
+            assert!(began.elapsed() < TIMEOUT / 2);
+        };
+        thread::scope(|scope| {
+            let threads = [0, 1].map(|mine| scope.spawn(move || process(mine)));
+            threads.into_iter().for_each(|thread| thread.join().unwrap());
+        });
     }
 }

@@ -11,7 +11,7 @@ mod process_map;
 mod split_sizes;
 
 pub(crate) use connection::Network;
-pub(super) use connection::Started;
+pub(super) use connection::{InFlight, Started};
 pub(crate) use header::{HEADER_BYTES, HEADER_MAX_DATA_BYTES};
 pub(super) use lost::connection_lost;
 pub(super) use messages::OutgoingMessage;
