@@ -6,8 +6,7 @@ use tch::{Device, Tensor};
 
 use super::call::refuse;
 use super::contiguous::Contiguous;
-use super::local::{MessageTensor, P2pRequest, Side};
-use super::network::OutgoingMessage;
+use super::local::{MessageTensor, P2pRequest};
 use super::work::{OtherSide, State};
 use super::{ProcessGroup, Traffic, Work, num_bytes};
 #[cfg(doc)]
@@ -185,7 +184,7 @@ impl ProcessGroup {
     fn check(&self, op: &P2POp) -> Result<()> {
         let operation = op.operation();
         self.common_kind(operation, std::slice::from_ref(&op.tensor), &[])?;
-        if !op.is_send() {
+        if !op.is_send {
             self.check_output(operation, &op.tensor)?;
         }
         let Some(peer) = op.peer else {
@@ -200,7 +199,7 @@ impl ProcessGroup {
                 false => Ok(()),
             };
         };
-        self.check_rank(operation, if op.is_send() { "dst" } else { "src" }, peer)?;
+        self.check_rank(operation, if op.is_send { "dst" } else { "src" }, peer)?;
         if peer == self.rank {
             return refuse(operation, format!("rank {peer} is this rank itself; copy the tensor"));
         }
@@ -211,7 +210,7 @@ impl ProcessGroup {
         self.run().check(self.global_rank())?;
         for op in ops {
             let bytes = num_bytes(op.tensor.kind(), op.tensor.numel()) as u64;
-            let sent = if op.is_send() { bytes } else { 0 };
+            let sent = if op.is_send { bytes } else { 0 };
             self.traffic.add(Traffic { sent, received: bytes - sent });
         }
         if self.is_stream_ordered() {
@@ -228,17 +227,16 @@ impl ProcessGroup {
         let messages = self.network.as_ref().and_then(|network| network.messages.as_ref());
         // The network is needed unless the peer is known to be in this process.
         let messages = messages.filter(|_| !op.peer.is_some_and(is_here));
-        let destination = op.peer.filter(|_| op.is_send()).unwrap_or(self.rank);
+        let destination = op.peer.filter(|_| op.is_send).unwrap_or(self.rank);
         let posted = match messages {
-            Some(messages) if op.is_send() => {
-                let (tensor, source, tag) = (&op.tensor, self.rank, op.tag);
-                messages.send(&OutgoingMessage { tensor, source, destination, tag, at })?
+            Some(messages) if op.is_send => {
+                messages.send(&op.tensor, self.rank, destination, op.tag, at)?
             }
             _ => {
                 let request = P2pRequest {
-                    side: op.side,
+                    is_send: op.is_send,
                     contents: MessageTensor::Here(op.tensor.shallow_clone()),
-                    source: if op.is_send() { Some(self.rank) } else { op.peer },
+                    source: if op.is_send { Some(self.rank) } else { op.peer },
                     tag: op.tag,
                     kind: op.tensor.kind(),
                     shape: op.tensor.size(),
@@ -272,7 +270,7 @@ impl ProcessGroup {
             .map(|(op, contiguous)| P2POp { tensor: contiguous.handle(), ..*op })
             .collect();
         self.side()?.backend.point_to_point(&flat)?;
-        for (op, contiguous) in ops.iter().zip(&contiguous).filter(|(op, _)| !op.is_send()) {
+        for (op, contiguous) in ops.iter().zip(&contiguous).filter(|(op, _)| !op.is_send) {
             contiguous.write_back(&op.tensor)?;
         }
         self.messages.set(self.messages.get() + ops.len() as u64);
@@ -283,7 +281,8 @@ impl ProcessGroup {
 /// One message of [`ProcessGroup::batch_isend_irecv`]. Follows `torch.distributed.P2POp`.
 #[derive(Debug)]
 pub struct P2POp {
-    pub(super) side: Side,
+    /// Whether this rank sends. Otherwise it receives.
+    pub(super) is_send: bool,
     pub(super) tensor: Tensor,
     /// The other rank. `None` to receive from any rank.
     pub(super) peer: Option<usize>,
@@ -294,20 +293,16 @@ impl P2POp {
     /// Describes a message to send, as [`ProcessGroup::isend`] sends it.
     pub fn isend(tensor: &Tensor, dst: usize, tag: u64) -> Self {
         let tensor = tensor.shallow_clone();
-        Self { side: Side::Send, tensor, peer: Some(dst), tag }
+        Self { is_send: true, tensor, peer: Some(dst), tag }
     }
 
     /// Describes a message to receive, as [`ProcessGroup::irecv`] receives it.
     pub fn irecv(tensor: &mut Tensor, src: Option<usize>, tag: u64) -> Self {
         let tensor = tensor.shallow_clone();
-        Self { side: Side::Receive, tensor, peer: src, tag }
-    }
-
-    pub(super) fn is_send(&self) -> bool {
-        self.side == Side::Send
+        Self { is_send: false, tensor, peer: src, tag }
     }
 
     pub(super) fn operation(&self) -> Operation {
-        if self.is_send() { Operation::Send } else { Operation::Recv }
+        if self.is_send { Operation::Send } else { Operation::Recv }
     }
 }

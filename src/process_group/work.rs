@@ -10,7 +10,7 @@ use crossbeam::channel::{Receiver, RecvTimeoutError};
 
 #[cfg(doc)]
 use super::ProcessGroup;
-use super::local::{MessageEnd, PostedOp, Shared};
+use super::local::{Completion, MessageEnd, Shared};
 use super::network::{Network, connection_lost};
 use crate::error::{Error, Result};
 use crate::ffi::cuda;
@@ -35,7 +35,13 @@ pub(super) enum State {
     /// Queued on a communication thread, which will send the result.
     Queued(Receiver<Result<()>>),
     /// A message in the mailbox of `destination`, or on its way to another process.
-    Posted { posted: PostedOp, shared: Arc<Shared>, destination: usize, side: OtherSide, at: OpId },
+    Posted {
+        posted: Arc<Completion>,
+        shared: Arc<Shared>,
+        destination: usize,
+        side: OtherSide,
+        at: OpId,
+    },
     /// Launched on a GPU. Done when the rank's stream has passed this event.
     Launched(cuda::CudaEvent),
     /// Done without an error.

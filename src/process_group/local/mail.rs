@@ -35,8 +35,8 @@ struct Mailbox {
 
 /// One side of a message.
 pub(crate) struct P2pRequest {
-    /// Send or receive.
-    pub side: Side,
+    /// Whether this side sends. Otherwise it receives.
+    pub is_send: bool,
     /// The tensor to read from or to write to.
     pub contents: MessageTensor,
     /// Group rank of the sender. For a receive, `None` accepts any sender.
@@ -72,12 +72,6 @@ pub(crate) trait Incoming: Send {
 pub(crate) trait Carrier: Send + Sync {
     /// Ends the connection, which completes everything on it at once.
     fn cut(&self);
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Side {
-    Send,
-    Receive,
 }
 
 impl P2pRequest {
@@ -135,9 +129,20 @@ pub(crate) enum MessageEnd {
 }
 
 impl Completion {
-    fn new() -> Arc<Self> {
+    /// Creates one for the calling thread.
+    pub(crate) fn new() -> Arc<Self> {
         let (outcome, waiter) = (OnceLock::new(), thread::current());
         Arc::new(Self { outcome, waiter, carrier: OnceLock::new() })
+    }
+
+    /// Returns whether this side has ended, successfully or not.
+    pub(crate) fn is_completed(&self) -> bool {
+        self.outcome.get().is_some()
+    }
+
+    /// Returns the outcome. `None` until this side has ended.
+    pub(crate) fn outcome(&self) -> Option<&MessageEnd> {
+        self.outcome.get()
     }
 
     /// Records the outcome, unless there is one already, and wakes the waiting thread.
@@ -153,32 +158,11 @@ impl Completion {
     }
 }
 
-/// One side of a message: posted, and perhaps not completed yet.
-pub(crate) struct PostedOp(Arc<Completion>);
-
-impl PostedOp {
-    /// Creates one for the calling thread, and the [`Completion`] that ends it.
-    pub(crate) fn new() -> (Self, Arc<Completion>) {
-        let delivery = Completion::new();
-        (Self(delivery.clone()), delivery)
-    }
-
-    /// Returns whether it has ended, successfully or not.
-    pub(crate) fn is_completed(&self) -> bool {
-        self.0.outcome.get().is_some()
-    }
-
-    /// Returns the outcome. `None` until it has ended.
-    pub(crate) fn outcome(&self) -> Option<&MessageEnd> {
-        self.0.outcome.get()
-    }
-}
-
 impl Mailboxes {
     /// Withdraws this rank's own side from the mailbox of `destination`. Returns `true` if it was withdrawn or its
     /// connection is lost, `false` if the other side came first. No other thread uses the tensor afterwards.
-    pub(crate) fn cancel(&self, posted: &PostedOp, destination: usize) -> bool {
-        let mine = |waiting: &Waiting| Arc::ptr_eq(&waiting.delivery, &posted.0);
+    pub(crate) fn cancel(&self, posted: &Arc<Completion>, destination: usize) -> bool {
+        let mine = |waiting: &Waiting| Arc::ptr_eq(&waiting.delivery, posted);
         {
             let Mailbox { sent, expected } = &mut *self.boxes[destination].lock();
             let before = sent.len() + expected.len();
@@ -191,7 +175,7 @@ impl Mailboxes {
         // A copy between threads always ends, and its thread unparks this one. A transfer from or to another process
         // may never end by itself.
         while !posted.is_completed() {
-            if let Some(carrier) = posted.0.carrier.get() {
+            if let Some(carrier) = posted.carrier.get() {
                 carrier.cut();
             }
             if !posted.is_completed() {
@@ -221,10 +205,10 @@ impl Mailboxes {
 
     /// Posts one side of a message to `destination`. If the other side is already there, hands the tensor over.
     /// Otherwise leaves this side in the mailbox. The calling thread is unparked on completion.
-    pub(crate) fn post(&self, request: P2pRequest, destination: usize) -> PostedOp {
-        let (posted, delivery) = PostedOp::new();
-        let mine = Waiting { request, delivery };
-        let is_send = mine.request.side == Side::Send;
+    pub(crate) fn post(&self, request: P2pRequest, destination: usize) -> Arc<Completion> {
+        let posted = Completion::new();
+        let mine = Waiting { request, delivery: posted.clone() };
+        let is_send = mine.request.is_send;
         let (sent, expected) = {
             let Mailbox { sent, expected } = &mut *self.boxes[destination].lock();
             let (same_side, other_side) = if is_send { (sent, expected) } else { (expected, sent) };

@@ -20,8 +20,7 @@ pub(super) use conflict::{Memory, TensorMemory};
 pub(super) use element::{Kinds, Reduction, my_slice, my_slices, reduce};
 pub(super) use fingerprint::{CollectiveFingerprint, Extras};
 pub(super) use mail::{
-    Carrier, Completion, Incoming, Mailboxes, MessageEnd, MessageTensor, P2pRequest, PostedOp,
-    Side, describe,
+    Carrier, Completion, Incoming, Mailboxes, MessageEnd, MessageTensor, P2pRequest, describe,
 };
 pub(super) use mismatch::{from_text, mismatch, sizes_differ, to_text};
 pub(super) use once::OncePerProcess;

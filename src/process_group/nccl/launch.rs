@@ -222,7 +222,7 @@ impl NcclBackend {
                 let byte = ncclDataType_t::ncclUint8;
                 // SAFETY: as in `launch`.
                 unsafe {
-                    if op.is_send() {
+                    if op.is_send {
                         sys::ncclSend(data, size, byte, peer, comm, stream)
                     } else {
                         sys::ncclRecv(data, size, byte, peer, comm, stream)

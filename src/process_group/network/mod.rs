@@ -14,6 +14,5 @@ pub(crate) use connection::Network;
 pub(super) use connection::{InFlight, Started};
 pub(crate) use header::{HEADER_BYTES, HEADER_MAX_DATA_BYTES};
 pub(super) use lost::connection_lost;
-pub(super) use messages::OutgoingMessage;
 pub(crate) use process_map::ProcessMap;
 pub(super) use split_sizes::SplitSizes;

@@ -22,7 +22,7 @@ use crate::ffi::TorchResult;
 use crate::operation::OpId;
 use crate::process_group::dtype::dtype_name;
 use crate::process_group::local::{
-    Carrier, Completion, Incoming, MessageEnd, MessageTensor, P2pRequest, Side, describe,
+    Carrier, Completion, Incoming, MessageEnd, MessageTensor, P2pRequest, describe,
 };
 
 /// One end of the connection to another process.
@@ -216,7 +216,7 @@ impl Link {
         let link = self.clone();
         let contents = Box::new(Offered { link, id, source, destination, inline });
         let request = P2pRequest {
-            side: Side::Send,
+            is_send: true,
             contents: MessageTensor::Elsewhere(contents),
             source: Some(source),
             tag,

@@ -24,7 +24,7 @@ use crate::ffi::TcpStore;
 use crate::operation::OpId;
 use crate::process_group::contiguous::Contiguous;
 use crate::process_group::dtype::{dtype_name, plain_kind};
-use crate::process_group::local::{Mailboxes, PostedOp};
+use crate::process_group::local::{Completion, Mailboxes};
 use crate::runtime::RunContext;
 use context::{MessageContext, Pending, Serving};
 use link::{Link, Sent};
@@ -51,16 +51,6 @@ struct Connections {
     /// Carries no value; it closes with these connections.
     ended: Receiver<Infallible>,
     _open: Sender<Infallible>,
-}
-
-/// A message to a rank of another process.
-pub(crate) struct OutgoingMessage<'a> {
-    pub tensor: &'a Tensor,
-    /// Group ranks of the sender and the receiver.
-    pub source: usize,
-    pub destination: usize,
-    pub tag: u64,
-    pub at: OpId,
 }
 
 impl Messages {
@@ -103,13 +93,20 @@ impl Messages {
         Self(Arc::new(connections))
     }
 
-    /// Starts a send. Once it is [completed](PostedOp::is_completed), the receiver has accepted the tensor.
+    /// Starts a send of `tensor` from the group rank `source` to the group rank `destination` of another process. Once it
+    /// is [completed](Completion::is_completed), the receiver has accepted the tensor.
     ///
     /// # Errors
     /// [`Error::Unsupported`] for a dtype that is more than its bytes (a quantized one), and if no thread can be
     /// started.
-    pub(crate) fn send(&self, message: &OutgoingMessage) -> Result<PostedOp> {
-        let &OutgoingMessage { tensor, source, destination, tag, at } = message;
+    pub(crate) fn send(
+        &self,
+        tensor: &Tensor,
+        source: usize,
+        destination: usize,
+        tag: u64,
+        at: OpId,
+    ) -> Result<Arc<Completion>> {
         let Connections { context, links, .. } = &*self.0;
         let link = &links[context.process_map.process_of(destination)];
         let name = dtype_name(tensor.kind());
@@ -120,8 +117,8 @@ impl Messages {
                 at.operation, context.members[source], context.members[destination]
             )));
         }
-        let (posted, delivery) = PostedOp::new();
-        delivery.carried_by(link.clone());
+        let posted = Completion::new();
+        posted.carried_by(link.clone());
         let tensor = Contiguous::new(at.operation, tensor)?.handle();
         let rank = context.members[source];
         let message = Sent {
@@ -130,7 +127,7 @@ impl Messages {
             destination,
             rank,
             at,
-            delivery,
+            delivery: posted.clone(),
             pending: None,
             is_writing: false,
             outcome: None,

@@ -15,11 +15,11 @@ use super::super::process_map::ProcessMap;
 use super::frame::{Frame, Offer};
 use super::link::{Adoption, Link};
 use super::open::{MAX_STRANGERS, MessageListener, UntilDeadline, address_of, admit, greeted, key};
-use super::{Connections, Messages, OutgoingMessage};
+use super::{Connections, Messages};
 use crate::error::Error;
 use crate::ffi::TcpStore;
 use crate::operation::{OpId, Operation};
-use crate::process_group::local::{MessageEnd, MessageTensor, P2pRequest, PostedOp, Shared, Side};
+use crate::process_group::local::{Completion, MessageEnd, MessageTensor, P2pRequest, Shared};
 use crate::runtime::RunContext;
 
 const TIMEOUT: Duration = Duration::from_secs(60);
@@ -59,11 +59,10 @@ const SEND: OpId = OpId { operation: Operation::Send, sequence: 0 };
 
 impl Process {
     /// Posts a receive of this process's rank.
-    fn receive(&self, into: &Tensor, source: Option<usize>, tag: u64) -> PostedOp {
+    fn receive(&self, into: &Tensor, source: Option<usize>, tag: u64) -> Arc<Completion> {
         let (kind, shape) = (into.kind(), into.size());
         let contents = MessageTensor::Here(into.shallow_clone());
-        let request =
-            P2pRequest { side: Side::Receive, contents, source, tag, kind, shape, stream: 0 };
+        let request = P2pRequest { is_send: false, contents, source, tag, kind, shape, stream: 0 };
         self.shared.mail.post(request, self.shared.here.start)
     }
 
@@ -78,9 +77,7 @@ impl Process {
     /// Sends from rank 1, which is this process's, to rank 0, and ends the rank. Returns the failures.
     fn end_with_a_message(self, cut: impl FnOnce(&Self)) -> Vec<String> {
         let tensor = Tensor::from_slice(&[7i64]);
-        let message =
-            OutgoingMessage { tensor: &tensor, source: 1, destination: 0, tag: 0, at: SEND };
-        let sent = self.messages.send(&message).unwrap();
+        let sent = self.messages.send(&tensor, 1, 0, 0, SEND).unwrap();
         cut(&self);
         let (run, (has_ended, ended)) = (self.run.clone(), bounded(1));
         std::thread::spawn(move || {
@@ -99,8 +96,7 @@ impl Process {
         let (tensor, into) = (Tensor::from_slice(&[number]), Tensor::from_slice(&[-1i64]));
         let received = other.receive(&into, None, 3);
         other.messages.expect(None).unwrap();
-        let message = OutgoingMessage { tensor: &tensor, source, destination, tag: 3, at: SEND };
-        let sent = self.messages.send(&message).unwrap();
+        let sent = self.messages.send(&tensor, source, destination, 3, SEND).unwrap();
         for posted in [&sent, &received] {
             while !posted.is_completed() {
                 std::thread::park(); // completion unparks this thread
@@ -161,9 +157,7 @@ fn send_completes_only_when_its_tensor_is_not_being_written() {
         let link = &mine.messages.0.links[0];
         let _ = link.begin_to_connect(); // no thread serves it
         let tensor = Tensor::from_slice(&[7i64]);
-        let message =
-            OutgoingMessage { tensor: &tensor, source: 1, destination: 0, tag: 0, at: SEND };
-        let sent = mine.messages.send(&message).unwrap();
+        let sent = mine.messages.send(&tensor, 1, 0, 0, SEND).unwrap();
         let writing = link.begin_writing(0).unwrap();
         end(link);
         assert!(!sent.is_completed(), "its tensor is being written");
