@@ -16,21 +16,18 @@ mod packer;
 
 use std::ops::Range;
 use std::sync::Arc;
-use std::time::Duration;
 
 use tch::{Device, Kind, Tensor};
 
 use super::backend::{BackendType, Devices, Join, RankBackend, Reach};
 use super::call::Call;
 use super::local::{
-    self, CallSlot, CollectiveFingerprint, Extras, Memory, Shared, TensorMemory, exchange_calls,
-    my_slice,
+    CallSlot, CollectiveFingerprint, Extras, Memory, Shared, TensorMemory, exchange_calls, my_slice,
 };
 use super::network::{InFlight, Network, ProcessMap, SplitSizes};
 use super::{ReduceOp, Traffic, num_bytes, weights};
 use crate::error::{Error, Result};
 use crate::operation::{OpId, Operation};
-use crate::runtime::RunContext;
 use packer::{Packer, sources};
 
 pub(super) const BACKEND: BackendType = BackendType {
@@ -63,7 +60,6 @@ pub(crate) const DIRECT_MAX_BYTES: usize = 64 << 10;
 struct GlooBackend {
     slot: CallSlot,
     memory: Memory,
-    run: Arc<RunContext>,
     packer: Packer,
     /// Bytes that the last call sent and received.
     traffic: Traffic,
@@ -76,18 +72,12 @@ impl GlooBackend {
         let at = OpId { operation: Operation::Init, sequence: 0 };
         slot.barrier().wait(slot.rank(), at)?;
         let packer = Packer::new(network);
-        let (run, memory, traffic) = (shared.run.clone(), Memory::default(), Traffic::default());
-        Ok(Self { slot, memory, run, packer, traffic })
+        Ok(Self { slot, memory: Memory::default(), packer, traffic: Traffic::default() })
     }
 
     /// Returns whether this rank uses the network for all ranks of its process.
     fn is_first(&self) -> bool {
         self.slot.rank() == 0
-    }
-
-    /// Returns this rank's number in the run.
-    fn global_rank(&self) -> usize {
-        self.slot.barrier().members()[self.slot.rank()]
     }
 
     /// Runs the exchange of this process's ranks. It checks that their calls agree and their tensors do not overlap.
@@ -100,31 +90,8 @@ impl GlooBackend {
     /// Sets the mean weight of this process's ranks, which goes to other processes. Call it after the local exchange.
     fn set_weight(&self, call: &Call) {
         if call.weight.is_some() && self.is_first() {
-            self.packer.network.set_weight(packer::mean_here(&self.slot));
+            self.packer.network.set_weight(weights::mean(self.slot.weights()));
         }
-    }
-
-    /// Returns the calls of this process's ranks as text that other processes can read.
-    fn describe(&self) -> String {
-        local::to_text(self.slot.published())
-    }
-
-    /// Runs `work` on the process's first rank. All ranks of the process return once it is done.
-    fn on_leader(&self, call: &Call, work: impl FnOnce(&Network) -> Result<()>) -> Result<()> {
-        if self.is_first() {
-            self.report_failure(work(&self.packer.network))?;
-        }
-        // No timeout: the first rank's work has one.
-        self.slot.barrier().wait_at_most(self.slot.rank(), call.at(), Duration::MAX)
-    }
-
-    /// Reports an error to the other ranks of this process, which wait for this rank without a timeout.
-    fn report_failure<T>(&self, result: Result<T>) -> Result<T> {
-        if let Err(error) = &result {
-            self.run.check(self.global_rank())?; // not if another failure caused it
-            self.run.report(self.global_rank(), Some(error), error.to_string());
-        }
-        result
     }
 
     /// Runs this rank's part of `work`, which waits for no other rank. Returns when all ranks have finished theirs.
@@ -154,11 +121,11 @@ impl GlooBackend {
         let process_map = &network.map;
         if process_map.here().len() == 1 {
             let in_flight = self.add_up_in_place(call)?;
-            return self.report_failure(network.finish(&in_flight.started));
+            return self.slot.report_failure(network.finish(&in_flight.started));
         }
         let size = num_bytes(call.kind, numel);
         if self.is_first() {
-            self.run.check(self.global_rank())?;
+            self.slot.check()?;
             network.reserve(size, 0)?;
         }
         self.exchange_local(call)?;
@@ -170,9 +137,9 @@ impl GlooBackend {
             // SAFETY: the ranks have exchanged this call and leave together; there is room.
             unsafe { packer.pack(slot, &alone, call, &whole, true) }
         });
-        self.on_leader(call, |network| {
+        self.slot.on_leader(call.at(), || {
             let staged = network.staging_tensor(call.kind, size)?;
-            network.finish(&network.add_up(call, &staged, || self.describe())?)
+            network.finish(&network.add_up(call, &staged, || self.slot.describe())?)
         })?;
         let sum = self.packer.network.places().0;
         self.on_local_ranks(|packer, slot| {
@@ -187,7 +154,7 @@ impl GlooBackend {
     /// Starts a large all_reduce between two processes of one rank each. Gloo reduces the rank's tensor in place, and
     /// the caller need not wait for the result.
     fn add_up_in_place(&mut self, call: &Call) -> Result<InFlight> {
-        self.run.check(self.global_rank())?;
+        self.slot.check()?;
         self.exchange_local(call)?;
         let tensor = &call.outputs[0];
         self.set_weight(call);
@@ -196,7 +163,8 @@ impl GlooBackend {
             self.on_local_ranks(|packer, _| unsafe { packer.multiply(call, tensor) });
         }
         let network = &self.packer.network;
-        let started = self.report_failure(network.add_up(call, tensor, || self.describe()))?;
+        let started =
+            self.slot.report_failure(network.add_up(call, tensor, || self.slot.describe()))?;
         let in_flight = InFlight { network: network.clone(), started };
         let size = num_bytes(call.kind, tensor.numel()) as u64;
         self.traffic = Traffic { sent: size, received: size };
@@ -229,26 +197,27 @@ impl RankBackend for GlooBackend {
         }
         let mut parts = SplitSizes::of(call, numel, process_map, sliced);
         let end = |sizes: &[usize]| SplitSizes::places(sizes, process_map.mine).1;
-        let reserve = |network: &Network, parts: &SplitSizes| {
+        let reserve = |parts: &SplitSizes| {
             let (sent, received) = (end(&parts.to), end(&parts.from));
             // The results go out from behind the slices, because other ranks may still read the slices.
             network.reserve(sent + received, sent.max(received))
         };
         if self.is_first() && !call.operation.has_own_sizes() {
-            self.run.check(self.global_rank())?;
-            reserve(&self.packer.network, &parts)?;
+            self.slot.check()?;
+            reserve(&parts)?;
         }
         self.exchange_local(call)?;
         self.set_weight(call);
         if call.operation.has_own_sizes() {
             parts = self.parts_of_all_to_all(call);
-            self.on_leader(call, |network| reserve(network, &parts))?;
+            self.slot.on_leader(call.at(), || reserve(&parts))?;
         }
         self.on_local_ranks(|packer, slot| {
             // SAFETY: the ranks have exchanged this call and leave together; there is room.
             unsafe { packer.pack(slot, process_map, call, &parts, sliced) }
         });
-        self.on_leader(call, |network| network.exchange(call, &parts, 0, || self.describe()))?;
+        self.slot
+            .on_leader(call.at(), || network.exchange(call, &parts, 0, || self.slot.describe()))?;
         self.traffic = parts.traffic(process_map);
         let mut sources = sources(&self.packer.network, &parts, 0);
         if sliced {
@@ -264,7 +233,7 @@ impl RankBackend for GlooBackend {
                 // SAFETY: each rank of the process reads and writes its part of the slice.
                 unsafe { packer.add_up(call, &sources, offset, mine.len(), to) };
             });
-            self.on_leader(call, |network| network.send_parts(call, &sums, begin))?;
+            self.slot.on_leader(call.at(), || network.send_parts(call, &sums, begin))?;
             self.traffic += sums.traffic(process_map);
             sources = self::sources(&self.packer.network, &sums, begin);
         }
@@ -297,6 +266,6 @@ impl RankBackend for GlooBackend {
     }
 
     fn synchronize(&mut self, _: &dyn Fn()) -> Result<()> {
-        self.run.check(self.global_rank())
+        self.slot.check()
     }
 }

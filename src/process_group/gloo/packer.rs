@@ -59,7 +59,7 @@ impl Packer {
         if call.weight.is_some() {
             // Relative to the mean of these ranks: the mean of all ranks is known after the exchange.
             let weights = slot.published().map(|call| call.weight.unwrap_or(0.0));
-            weights::fill_factors(local, mean_here(slot), weights, factors);
+            weights::fill_factors(local, weights::mean(slot.weights()), weights, factors);
         }
         // Reduces the elements `range` of tensor number `input` of the ranks. Each rank reduces its slice of them.
         let mut add = |input: usize, range: Range<usize>, to: &mut dyn Iterator<Item = *mut u8>| {
@@ -279,11 +279,6 @@ impl Packer {
             }
         }
     }
-}
-
-/// Returns the mean weight of this process's ranks in the call that they have exchanged.
-pub(super) fn mean_here(slot: &CallSlot) -> f64 {
-    weights::mean(slot.published().map(|call| (call.weight.unwrap_or(0.0), 1)))
 }
 
 /// Returns the address of each process's part. It is in the receive buffer, but for this process itself in the send

@@ -136,7 +136,7 @@ fn list(calls: &[RankCall], outlier: usize) -> String {
 
 /// Returns the call of this process's ranks as text for other processes. All ranks have made the same call: one
 /// line has the call, and one line per rank has its call site.
-pub(crate) fn to_text<'a>(
+pub(super) fn to_text<'a>(
     mut calls: impl Iterator<Item = &'a CollectiveFingerprint> + Clone,
 ) -> String {
     let places = calls.clone().map(|call| format!("\n{}", format_call_site(call.call_site)));

@@ -22,6 +22,6 @@ pub(super) use fingerprint::{CollectiveFingerprint, Extras};
 pub(super) use mail::{
     Carrier, Completion, Incoming, Mailboxes, MessageEnd, MessageTensor, P2pRequest, describe,
 };
-pub(super) use mismatch::{from_text, mismatch, sizes_differ, to_text};
+pub(super) use mismatch::{from_text, mismatch, sizes_differ};
 pub(super) use once::OncePerProcess;
 pub(super) use shared::{CallSlot, Shared};

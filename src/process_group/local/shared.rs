@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 use std::sync::Arc;
+use std::time::Duration;
 
 use parking_lot::Mutex;
 use tch::Tensor;
@@ -9,11 +10,56 @@ use tch::Tensor;
 use super::exchange::{Exchange, ExchangeSlot};
 use super::fingerprint::CollectiveFingerprint;
 use super::mail::Mailboxes;
+use super::mismatch::to_text;
 use super::once::OncePerProcess;
+use crate::error::Result;
+use crate::operation::OpId;
 use crate::runtime::{Barrier, RunContext};
 
 /// A rank's slot in the exchange of calls.
 pub(crate) type CallSlot = ExchangeSlot<CollectiveFingerprint>;
+
+impl CallSlot {
+    /// Returns this rank's number in the run.
+    pub(crate) fn global_rank(&self) -> usize {
+        self.barrier().members()[self.rank()]
+    }
+
+    /// Returns an error if the run is cancelled.
+    pub(crate) fn check(&self) -> Result<()> {
+        self.barrier().run().check(self.global_rank())
+    }
+
+    /// Reports a failure as soon as it is found, even if the caller ignores it. Other ranks may wait for this one without
+    /// a timeout, and this rank could take part in the wrong exchanges.
+    pub(crate) fn report_failure<T>(&self, result: Result<T>) -> Result<T> {
+        if let Err(error) = &result {
+            self.check()?; // a failure of another rank is not this rank's
+            self.barrier().run().report(self.global_rank(), Some(error), error.to_string());
+        }
+        result
+    }
+
+    /// Runs `work` on the process's first rank. All ranks of the process return once it is done.
+    pub(crate) fn on_leader(&self, at: OpId, work: impl FnOnce() -> Result<()>) -> Result<()> {
+        if self.rank() == 0 {
+            self.report_failure(work())?;
+        }
+        // No timeout: the first rank's work has one.
+        self.barrier().wait_at_most(self.rank(), at, Duration::MAX)
+    }
+
+    /// Returns the weight of each rank of this process in the call that they have exchanged, with 1 as the number of its
+    /// ranks.
+    pub(crate) fn weights(&self) -> impl Iterator<Item = (f64, usize)> + Clone {
+        self.published().map(|call| (call.weight.unwrap_or(0.0), 1))
+    }
+
+    /// Returns the call that this process's ranks have exchanged as text for other processes.
+    pub(crate) fn describe(&self) -> String {
+        to_text(self.published())
+    }
+}
 
 /// The state of a group in one process. One rank creates it and hands it to the others.
 pub(crate) struct Shared {

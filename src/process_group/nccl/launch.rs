@@ -1,14 +1,13 @@
 //! The NCCL calls that make up each collective.
 
 use std::ffi::{c_int, c_void};
-use std::time::Duration;
 
 use cudarc::nccl::sys::{self, ncclDataType_t, ncclRedOp_t};
 use tch::{Kind, Tensor};
 
 use super::super::backend::RankBackend;
 use super::super::call::Call;
-use super::super::local::{Extras, exchange_calls, to_text};
+use super::super::local::{Extras, exchange_calls};
 use super::super::network::Network;
 use super::super::traffic::{Traffic, first_bytes, split_traffic};
 use super::super::{P2POp, ReduceOp, dtype_name, num_bytes, weights};
@@ -17,6 +16,14 @@ use super::library::is_failure;
 use crate::error::{Error, Result};
 use crate::ffi::{TorchResult, cuda};
 use crate::operation::{CollectiveType, Operation};
+
+/// A tensor that this rank sends to a peer, or receives from it.
+struct Transfer<'a> {
+    is_send: bool,
+    tensor: &'a Tensor,
+    /// The peer's rank in the communicator.
+    peer: usize,
+}
 
 impl NcclBackend {
     /// Launches this rank's part of a collective between two barriers.
@@ -107,37 +114,62 @@ impl NcclBackend {
     /// Launches a collective that only copies: each input goes straight to the ranks that have an output for it.
     fn copy(&mut self, call: &Call, collective: CollectiveType) -> Result<()> {
         let CollectiveType { inputs, outputs, .. } = collective;
+        let mut transfers = Vec::new();
+        for peer in 0..self.shared.members.len() {
+            let is_root = peer == call.root();
+            let sent = inputs.tensor_for(peer, call.inputs);
+            if let Some(tensor) = sent.filter(|_| outputs.is_held_by(is_root)) {
+                transfers.push(Transfer { is_send: true, tensor, peer });
+            }
+            let received = outputs.tensor_for(peer, call.outputs);
+            if let Some(tensor) = received.filter(|_| inputs.is_held_by(is_root)) {
+                transfers.push(Transfer { is_send: false, tensor, peer });
+            }
+        }
+        self.transfer(call, &transfers)
+    }
+
+    /// Launches messages in a communicator of two.
+    pub(super) fn exchange(&mut self, messages: &[&P2POp]) -> Result<()> {
+        let Some(first) = messages.first() else { return Ok(()) };
+        let peer = 1 - self.rank;
+        let transfers: Vec<Transfer> = messages
+            .iter()
+            .map(|op| Transfer { is_send: op.is_send, tensor: &op.tensor, peer })
+            .collect();
+        // The calls of the two sides differ, as they should.
+        self.check = false;
+        self.transfer(&Call::bare(first.operation()), &transfers)
+    }
+
+    /// Launches the sends and receives of `call` together.
+    fn transfer(&mut self, call: &Call, transfers: &[Transfer]) -> Result<()> {
         let stream = cuda::current_stream(self.gpu)?.cast();
         let comm = self.launched.state.lock().communicator.comm;
         // Any dtype can travel as bytes.
         let byte = ncclDataType_t::ncclUint8;
-        let bytes = |tensor: &Tensor| num_bytes(tensor.kind(), tensor.numel());
-        let peers = self.shared.members.len();
-        self.grouped(call, "ncclSend and ncclRecv", || {
-            for peer in 0..peers {
-                let is_root = peer == call.root();
-                let tensor = inputs.tensor_for(peer, call.inputs);
-                if let Some(tensor) = tensor.filter(|_| outputs.is_held_by(is_root)) {
-                    let (data, size) = (tensor.data_ptr(), bytes(tensor));
-                    // SAFETY: the tensor has this many bytes on this rank's GPU, and is used in the order of the stream.
-                    let sent =
-                        unsafe { sys::ncclSend(data, size, byte, peer as c_int, comm, stream) };
-                    if is_failure(&sent) {
-                        return Some(sent);
-                    }
-                }
-                let tensor = outputs.tensor_for(peer, call.outputs);
-                if let Some(tensor) = tensor.filter(|_| inputs.is_held_by(is_root)) {
-                    let (data, size) = (tensor.data_ptr(), bytes(tensor));
-                    // SAFETY: as above.
-                    let received =
-                        unsafe { sys::ncclRecv(data, size, byte, peer as c_int, comm, stream) };
-                    if is_failure(&received) {
-                        return Some(received);
-                    }
+        let launch = |&Transfer { is_send, tensor, peer }: &Transfer| {
+            let data: *mut c_void = tensor.data_ptr();
+            let (size, peer) = (num_bytes(tensor.kind(), tensor.numel()), peer as c_int);
+            // SAFETY: the tensor has this many bytes on this rank's GPU, and is used in the order of the stream.
+            unsafe {
+                if is_send {
+                    sys::ncclSend(data, size, byte, peer, comm, stream)
+                } else {
+                    sys::ncclRecv(data, size, byte, peer, comm, stream)
                 }
             }
-            None
+        };
+        self.with_launch_barrier(call, "ncclSend and ncclRecv", |_| {
+            // SAFETY: starts and ends a group on this thread.
+            let begun = unsafe { sys::ncclGroupStart() };
+            if is_failure(&begun) {
+                return begun;
+            }
+            let failed = transfers.iter().map(launch).find(is_failure);
+            // SAFETY: ends the group that was started above.
+            let ended = unsafe { sys::ncclGroupEnd() };
+            failed.unwrap_or(ended)
         })
     }
 
@@ -155,14 +187,10 @@ impl NcclBackend {
         let extras = Extras { device: false, contents: 0 };
         exchange_calls(&mut self.slot, self.shared.here.start, call, extras, None)?;
         if let Some(network) = self.elsewhere().filter(|_| compares) {
-            if self.slot.rank() == 0 {
-                let describe = || to_text(self.slot.published());
-                let mean = call.weight.map(|_| weights::mean(self.weights_here()));
-                self.report_failure(network.compare(call, mean, describe))?;
-            }
-            // No timeout: the first rank's work has one.
-            let barrier = self.slot.barrier();
-            barrier.wait_at_most(self.slot.rank(), call.at(), Duration::MAX)?;
+            self.slot.on_leader(call.at(), || {
+                let mean = call.weight.map(|_| weights::mean(self.slot.weights()));
+                network.compare(call, mean, || self.slot.describe())
+            })?;
         }
         self.weigh(call)
     }
@@ -173,7 +201,7 @@ impl NcclBackend {
         let Some(weight) = call.weight else { return Ok(()) };
         match self.elsewhere() {
             Some(network) => weights::mean_of_all(network.weights())?,
-            None => weights::mean_of_all(self.weights_here())?,
+            None => weights::mean_of_all(self.slot.weights())?,
         };
         let share = weight / self.mean();
         if share == 1.0 { Ok(()) } else { multiply(&call.inputs[0], share) }
@@ -183,54 +211,12 @@ impl NcclBackend {
         self.network.as_deref().filter(|network| network.map.processes.len() > 1)
     }
 
-    fn weights_here(&self) -> impl Iterator<Item = (f64, usize)> + Clone {
-        self.slot.published().map(|call| (call.weight.unwrap_or(0.0), 1))
-    }
-
     /// Returns the mean weight of all ranks in the last call, which must have had weights.
     pub(super) fn mean(&self) -> f64 {
         match self.elsewhere() {
             Some(network) => weights::mean(network.weights()),
-            None => weights::mean(self.weights_here()),
+            None => weights::mean(self.slot.weights()),
         }
-    }
-
-    /// Reports a failure as soon as it is found, even if the caller ignores it. Otherwise this rank could continue, and
-    /// take part in the wrong exchanges. Aborting also takes time.
-    pub(super) fn report_failure(&self, result: Result<()>) -> Result<()> {
-        if let Err(error) = &result {
-            let (run, rank) = (&self.shared.run, self.global_rank());
-            run.check(rank)?; // a peer that has gone is not this rank's failure
-            run.report(rank, Some(error), error.to_string());
-        }
-        result
-    }
-
-    /// Launches messages in a communicator of two.
-    pub(super) fn exchange(&mut self, messages: &[&P2POp]) -> Result<()> {
-        let stream = cuda::current_stream(self.gpu)?.cast();
-        let comm = self.launched.state.lock().communicator.comm;
-        let peer = 1 - self.rank as c_int;
-        let Some(first) = messages.first() else { return Ok(()) };
-        let call = Call::bare(first.operation());
-        // The calls of the two sides differ, as they should.
-        self.check = false;
-        self.grouped(&call, "ncclSend and ncclRecv", || {
-            let launch = |op: &&P2POp| {
-                let data: *mut c_void = op.tensor.data_ptr();
-                let size = num_bytes(op.tensor.kind(), op.tensor.numel());
-                let byte = ncclDataType_t::ncclUint8;
-                // SAFETY: as in `launch`.
-                unsafe {
-                    if op.is_send {
-                        sys::ncclSend(data, size, byte, peer, comm, stream)
-                    } else {
-                        sys::ncclRecv(data, size, byte, peer, comm, stream)
-                    }
-                }
-            };
-            messages.iter().map(launch).find(is_failure)
-        })
     }
 }
 

@@ -27,7 +27,7 @@ mod library;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use cudarc::nccl::sys::{self, ncclResult_t};
+use cudarc::nccl::sys::ncclResult_t;
 use tch::{Device, Kind, Tensor};
 
 use super::backend::{BackendType, Devices, Join, RankBackend, Reach};
@@ -41,8 +41,8 @@ use crate::operation::Operation;
 use crate::os::limits::not_started;
 use communicator::{Communicator, UniqueId, end_all};
 use launched::LaunchedOps;
+use library::check;
 pub(crate) use library::version;
-use library::{check, is_failure};
 
 pub(super) const BACKEND: BackendType = BackendType {
     name: "nccl",
@@ -156,11 +156,6 @@ impl NcclBackend {
         Ok(nccl)
     }
 
-    /// Returns this rank's number in the run.
-    fn global_rank(&self) -> usize {
-        self.shared.members[self.rank]
-    }
-
     /// Runs one NCCL call between two barriers of the local ranks, and polls until the call is done.
     fn with_launch_barrier(
         &mut self,
@@ -171,35 +166,18 @@ impl NcclBackend {
         self.exchange_local(call)?;
         let result = {
             let mut launched = self.launched.state.lock();
-            self.shared.run.check(self.global_rank())?; // the watchdog may have taken the communicator
+            self.slot.check()?; // the watchdog may have taken the communicator
             launch(&mut launched.communicator)
         };
         let launched = self.poll_until_ready(name, result);
-        self.report_failure(launched)?;
+        self.slot.report_failure(launched)?;
         self.slot.barrier().wait(self.slot.rank(), call.at())?;
         let waits_for_others = call.operation != Operation::Init && self.shared.members.len() > 1;
-        if waits_for_others { self.report_failure(self.launched.note(call.at())) } else { Ok(()) }
-    }
-
-    /// Runs several NCCL calls like [`NcclBackend::with_launch_barrier`]. `launch` returns the first result that is a
-    /// failure.
-    fn grouped(
-        &mut self,
-        call: &Call,
-        name: &'static str,
-        launch: impl FnOnce() -> Option<ncclResult_t>,
-    ) -> Result<()> {
-        self.with_launch_barrier(call, name, |_| {
-            // SAFETY: starts and ends a group on this thread; what is in between is up to `launch`.
-            let begun = unsafe { sys::ncclGroupStart() };
-            if is_failure(&begun) {
-                return begun;
-            }
-            let failed = launch();
-            // SAFETY: ends the group that was started above.
-            let ended = unsafe { sys::ncclGroupEnd() };
-            failed.unwrap_or(ended)
-        })
+        if waits_for_others {
+            self.slot.report_failure(self.launched.note(call.at()))
+        } else {
+            Ok(())
+        }
     }
 
     /// Leaves the communicators, those for messages first.
@@ -248,7 +226,7 @@ impl NcclBackend {
     }
 
     fn poll(&self, is_done: impl Fn() -> Result<bool>) -> Result<()> {
-        let (run, rank) = (&self.shared.run, self.global_rank());
+        let (run, rank) = (&self.shared.run, self.slot.global_rank());
         run.poll(rank, is_done).map_err(|error| {
             let is_late = matches!(error, Error::Timeout { .. });
             let missing = if is_late { self.not_joined() } else { Vec::new() };
@@ -302,12 +280,12 @@ impl RankBackend for NcclBackend {
                 self.done.is_done()
             })
         });
-        self.report_failure(waited)
+        self.slot.report_failure(waited)
     }
 
     fn shut_down(&mut self) {
         self.leave();
-        end_all(&self.shared.run, self.global_rank());
+        end_all(&self.shared.run, self.slot.global_rank());
     }
 }
 
