@@ -1,31 +1,26 @@
 //! Each rank's work in an exchange: packing what goes out, and unpacking what has arrived.
 
+use std::iter;
 use std::ops::Range;
 use std::sync::Arc;
 
 use tch::Tensor;
 
 use super::super::call::Call;
-use super::super::local::{CallSlot, Kinds, Reduction, my_slice, reduce};
+use super::super::local::{CallSlot, Kinds, ReductionScratch, my_slice, reduce};
 use super::super::network::{Network, ProcessMap, SplitSizes};
 use super::super::{ReduceOp, num_bytes, weights};
 use crate::operation::{CollectiveType, Holders, Operation};
 
-/// The pointer lists with which a rank packs and unpacks.
+/// The network and the lists with which a rank packs and unpacks.
 pub(super) struct Packer {
     pub network: Arc<Network>,
-    /// Reused by every reduction, to avoid allocating.
-    inputs: Vec<*mut u8>,
-    outputs: Vec<*mut u8>,
-    factors: Vec<f64>,
+    scratch: ReductionScratch,
 }
-
-// SAFETY: no call uses the pointers that an earlier one has left in these lists.
-unsafe impl Send for Packer {}
 
 impl Packer {
     pub(super) fn new(network: Arc<Network>) -> Self {
-        Self { network, inputs: Vec::new(), outputs: Vec::new(), factors: Vec::new() }
+        Self { network, scratch: ReductionScratch::default() }
     }
 
     /// Packs the send buffer (step 2). Every rank writes to its own part of it.
@@ -54,32 +49,35 @@ impl Packer {
             ReduceOp::PremulSum(_) if process_map.is_one_rank_each() => ReduceOp::Sum,
             op => op,
         };
-        let Self { inputs, outputs, factors, .. } = self;
-        factors.clear();
+        let scratch = &mut self.scratch;
+        scratch.factors.clear();
         if call.weight.is_some() {
             // Relative to the mean of these ranks: the mean of all ranks is known after the exchange.
             let weights = slot.published().map(|call| call.weight.unwrap_or(0.0));
-            weights::fill_factors(local, weights::mean(slot.weights()), weights, factors);
+            weights::fill_factors(
+                local,
+                weights::mean(slot.weights()),
+                weights,
+                &mut scratch.factors,
+            );
         }
         // Reduces the elements `range` of tensor number `input` of the ranks. Each rank reduces its slice of them.
         let mut add = |input: usize, range: Range<usize>, to: &mut dyn Iterator<Item = *mut u8>| {
             let slice = my_slice(range.len(), index, ranks);
             let from = num_bytes(call.kind, range.start + slice.start);
             let offset = num_bytes(partial, slice.start);
-            inputs.clear();
-            inputs.extend(slot.published().map(|call| call.inputs[input].data.wrapping_add(from)));
-            outputs.clear();
-            outputs.extend(to.map(|place| place.wrapping_add(offset)));
-            let kinds = Kinds { from: call.kind, to: partial };
-            if slice.is_empty() || outputs.is_empty() {
+            let inputs = slot.published().map(|call| &call.inputs[input]);
+            scratch.list(
+                inputs.map(|place| place.data.wrapping_add(from)),
+                to.map(|place| place.wrapping_add(offset)),
+            );
+            if slice.is_empty() || scratch.outputs.is_empty() {
                 return;
             }
+            let kinds = Kinds { from: call.kind, to: partial };
             // SAFETY: the tensors stay valid and have these elements. The parts are as large, and only this rank writes
             // to this slice of them. There are no factors, or one per tensor.
-            unsafe {
-                let (len, op) = (slice.len(), local);
-                reduce(Reduction { kinds, inputs, outputs, len, op, factors });
-            }
+            unsafe { reduce(scratch.reduction(kinds, slice.len(), local)) };
         };
         // Copies the tensor to a place that only this rank writes.
         let copy = |tensor: &Tensor, to: *mut u8| {
@@ -166,22 +164,19 @@ impl Packer {
             op => op,
         };
         let kinds = Kinds { from: process_map.partial_kind(call), to: call.kind };
-        self.inputs.clear();
-        self.inputs.extend(sources.iter().map(|source| source.wrapping_add(offset)));
-        self.outputs.clear();
-        self.outputs.extend(to);
-        self.factors.clear();
+        let scratch = &mut self.scratch;
+        scratch.list(sources.iter().map(|source| source.wrapping_add(offset)), to);
+        scratch.factors.clear();
         if call.weight.is_some() {
             let mean = weights::mean(self.network.weights());
             let weights = self.network.weights().map(|(weight, _)| weight);
-            weights::fill_factors(op, mean, weights, &mut self.factors);
+            weights::fill_factors(op, mean, weights, &mut scratch.factors);
         }
-        if len == 0 || self.outputs.is_empty() {
+        if len == 0 || scratch.outputs.is_empty() {
             return;
         }
-        let Self { inputs, outputs, factors, .. } = self;
         // SAFETY: as the caller promises; no factors, or one per source.
-        unsafe { reduce(Reduction { kinds, inputs, outputs, len, op, factors }) };
+        unsafe { reduce(scratch.reduction(kinds, len, op)) };
     }
 
     /// Multiplies the elements of `tensor` in place by the factor of [`ReduceOp::PremulSum`].
@@ -189,21 +184,12 @@ impl Packer {
     /// # Safety
     /// No other thread touches `tensor`.
     pub(super) unsafe fn multiply(&mut self, call: &Call, tensor: &Tensor) {
-        self.inputs.clear();
-        self.inputs.push(tensor.data_ptr().cast());
-        self.outputs.clear();
-        self.outputs.push(tensor.data_ptr().cast());
+        let data: *mut u8 = tensor.data_ptr().cast();
+        self.scratch.list(iter::once(data), iter::once(data));
+        self.scratch.factors.clear();
+        let kinds = Kinds::same(call.kind);
         // SAFETY: as the caller promises; each element is computed from itself alone.
-        unsafe {
-            reduce(Reduction {
-                kinds: Kinds::same(call.kind),
-                inputs: &self.inputs,
-                outputs: &self.outputs,
-                len: tensor.numel(),
-                op: call.op(),
-                factors: &[],
-            });
-        }
+        unsafe { reduce(self.scratch.reduction(kinds, tensor.numel(), call.op())) };
     }
 
     /// Unpacks this rank's results (step 4).

@@ -194,6 +194,38 @@ pub(crate) struct Reduction<'a> {
     pub factors: &'a [f64],
 }
 
+/// The lists of one rank's reductions, which each of them reuses, to avoid allocating.
+#[derive(Debug, Default)]
+pub(crate) struct ReductionScratch {
+    pub inputs: Vec<*mut u8>,
+    pub outputs: Vec<*mut u8>,
+    /// Factor of each input. Empty without weights, or if all weights are equal.
+    pub factors: Vec<f64>,
+}
+
+// SAFETY: no reduction uses the pointers that an earlier one has left in these lists.
+unsafe impl Send for ReductionScratch {}
+
+impl ReductionScratch {
+    /// Lists these inputs and outputs.
+    pub(crate) fn list(
+        &mut self,
+        inputs: impl Iterator<Item = *mut u8>,
+        outputs: impl Iterator<Item = *mut u8>,
+    ) {
+        self.inputs.clear();
+        self.inputs.extend(inputs);
+        self.outputs.clear();
+        self.outputs.extend(outputs);
+    }
+
+    /// Returns the reduction of `len` elements of the listed inputs.
+    pub(crate) fn reduction(&self, kinds: Kinds, len: usize, op: ReduceOp) -> Reduction<'_> {
+        let Self { inputs, outputs, factors } = self;
+        Reduction { kinds, inputs, outputs, len, op, factors }
+    }
+}
+
 /// Reduces with AVX2 and F16C instructions if the processor has them. They change no bit, because every element is
 /// computed separately, by the same operations.
 ///

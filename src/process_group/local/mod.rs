@@ -17,7 +17,7 @@ mod shared;
 
 pub(super) use compare::exchange_calls;
 pub(super) use conflict::{Memory, TensorMemory};
-pub(super) use element::{Kinds, Reduction, my_slice, my_slices, reduce};
+pub(super) use element::{Kinds, Reduction, ReductionScratch, my_slice, my_slices, reduce};
 pub(super) use fingerprint::{CollectiveFingerprint, Extras};
 pub(super) use mail::{
     Carrier, Completion, Incoming, Mailboxes, MessageEnd, MessageTensor, P2pRequest, describe,

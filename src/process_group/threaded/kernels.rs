@@ -1,59 +1,20 @@
 //! Each rank's work in a collective, after the exchange.
 
+use std::iter;
 use std::ops::Range;
 
 use tch::{Device, Kind, Tensor};
 
 use super::super::call::Call;
 use super::super::local::{
-    self, CollectiveFingerprint, Kinds, Reduction, TensorMemory, my_slice, my_slices,
+    self, CollectiveFingerprint, Kinds, Reduction, ReductionScratch, TensorMemory, my_slice,
+    my_slices,
 };
 use super::super::traffic::{Traffic, split_traffic};
 use super::super::{ReduceOp, num_bytes, weights};
 use crate::error::Result;
 use crate::ffi::TorchResult;
 use crate::operation::Operation;
-
-/// Pointer lists that every reduction reuses, to avoid allocating.
-#[derive(Debug, Default)]
-pub(super) struct SpanScratch {
-    inputs: Vec<*mut u8>,
-    outputs: Vec<*mut u8>,
-    /// Factor of each input. Empty without weights, or if all weights are equal.
-    factors: Vec<f64>,
-}
-
-impl SpanScratch {
-    /// Lists the addresses of these inputs and outputs.
-    fn list<'a>(
-        &mut self,
-        inputs: impl Iterator<Item = &'a TensorMemory>,
-        outputs: impl Iterator<Item = &'a TensorMemory>,
-    ) {
-        self.inputs.clear();
-        self.inputs.extend(inputs.map(|place| place.data));
-        self.outputs.clear();
-        self.outputs.extend(outputs.map(|place| place.data));
-    }
-
-    /// Computes the factors of the ranks' tensors from the weights that they have announced.
-    fn fill_factors<'a>(
-        &mut self,
-        call: &Call,
-        calls: impl Iterator<Item = &'a CollectiveFingerprint> + Clone,
-    ) -> Result<()> {
-        self.factors.clear();
-        if call.weight.is_some() {
-            let weights = || calls.clone().map(|other| other.weight.unwrap_or(0.0));
-            let mean = weights::mean_of_all(weights().map(|weight| (weight, 1)))?;
-            weights::fill_factors(call.op(), mean, weights(), &mut self.factors);
-        }
-        Ok(())
-    }
-}
-
-// SAFETY: no call uses the pointers that an earlier one has left in these lists.
-unsafe impl Send for SpanScratch {}
 
 /// Runs the part of `rank` in the collective that all ranks have announced.
 ///
@@ -64,7 +25,7 @@ pub(super) unsafe fn run<'a>(
     call: &Call,
     rank: usize,
     calls: impl ExactSizeIterator<Item = &'a CollectiveFingerprint> + Clone,
-    places: &mut SpanScratch,
+    places: &mut ReductionScratch,
 ) -> Result<()> {
     let all = || calls.clone();
     let Some(mine) = calls.clone().nth(rank) else { return Ok(()) };
@@ -73,12 +34,12 @@ pub(super) unsafe fn run<'a>(
         |from: TensorMemory, to: TensorMemory| unsafe { copy(mine.kind, mine.device, from, to) };
     match call.operation {
         Operation::AllReduce | Operation::Reduce => {
-            places.fill_factors(call, all())?;
+            fill_factors(&mut places.factors, call, all())?;
             let lengths = mine.inputs.iter().map(|place| place.numel);
             my_slices(lengths, rank, all().len()).try_for_each(|(index, slice)| {
                 places.list(
-                    all().map(|other| &other.inputs[index]),
-                    all().flat_map(|o| o.outputs.get(index)),
+                    all().map(|other| other.inputs[index].data),
+                    all().filter_map(|other| Some(other.outputs.get(index)?.data)),
                 );
                 // SAFETY: each rank writes to its own slices only.
                 unsafe { reduce(mine, places, slice.start, slice, call.op()) }
@@ -90,7 +51,10 @@ pub(super) unsafe fn run<'a>(
         }
         Operation::ReduceScatter => {
             places.factors.clear();
-            places.list(all().map(|other| &other.inputs[rank]), mine.outputs.iter());
+            places.list(
+                all().map(|other| other.inputs[rank].data),
+                mine.outputs.iter().map(|place| place.data),
+            );
             // SAFETY: each rank writes to its own output only.
             unsafe { reduce(mine, places, 0, 0..mine.outputs[0].numel, call.op()) }
         }
@@ -110,6 +74,21 @@ pub(super) unsafe fn run<'a>(
     }
 }
 
+/// Computes the factors of the ranks' tensors from the weights that they have announced.
+fn fill_factors<'a>(
+    factors: &mut Vec<f64>,
+    call: &Call,
+    calls: impl Iterator<Item = &'a CollectiveFingerprint> + Clone,
+) -> Result<()> {
+    factors.clear();
+    if call.weight.is_some() {
+        let weights = || calls.clone().map(|other| other.weight.unwrap_or(0.0));
+        let mean = weights::mean_of_all(weights().map(|weight| (weight, 1)))?;
+        weights::fill_factors(call.op(), mean, weights(), factors);
+    }
+    Ok(())
+}
+
 /// Reduces the elements that all ranks have announced into the tensors of this rank.
 ///
 /// # Safety
@@ -119,15 +98,13 @@ pub(super) unsafe fn reduce_contents<'a>(
     call: &Call,
     mine: &CollectiveFingerprint,
     calls: impl Iterator<Item = &'a CollectiveFingerprint> + Clone,
-    places: &mut SpanScratch,
+    places: &mut ReductionScratch,
 ) -> Result<()> {
-    places.fill_factors(call, calls.clone())?;
+    fill_factors(&mut places.factors, call, calls.clone())?;
     let mut offset = 0;
     mine.outputs.iter().try_for_each(|output| {
-        places.inputs.clear();
-        places.inputs.extend(calls.clone().map(|other| other.contents(offset)));
-        places.outputs.clear();
-        places.outputs.push(output.data);
+        let inputs = calls.clone().map(|other| other.contents(offset));
+        places.list(inputs, iter::once(output.data));
         offset += num_bytes(mine.kind, output.numel);
         // SAFETY: no rank writes to announced elements before all ranks have announced their next calls; the rest as the
         // caller promises.
@@ -187,20 +164,20 @@ unsafe fn reduce_pieces<'a>(
     mine: &CollectiveFingerprint,
     rank: usize,
     calls: impl ExactSizeIterator<Item = &'a CollectiveFingerprint> + Clone,
-    places: &mut SpanScratch,
+    places: &mut ReductionScratch,
 ) -> Result<()> {
     let (Some(on_piece), Some(scratch)) = (call.on_piece, mine.outputs.first()) else {
         return Ok(());
     };
-    places.fill_factors(call, calls.clone())?;
+    fill_factors(&mut places.factors, call, calls.clone())?;
     let op = call.reduce_op.filter(|op| calls.len() > 1 || !keeps(*op));
     let lengths = mine.inputs.iter().map(|place| place.numel);
     for (index, slice) in my_slices(lengths, rank, calls.len()) {
         for start in slice.clone().step_by(scratch.numel) {
             let piece = start..slice.end.min(start + scratch.numel);
             if let Some(op) = op {
-                let inputs = calls.clone().map(|other| &other.inputs[index]);
-                places.list(inputs, std::iter::once(scratch));
+                let inputs = calls.clone().map(|other| other.inputs[index].data);
+                places.list(inputs, iter::once(scratch.data));
                 // SAFETY: as the caller promises; no other rank touches the scratch memory.
                 unsafe { reduce(mine, places, 0, piece.clone(), op) }?;
             }
@@ -217,7 +194,7 @@ unsafe fn reduce_pieces<'a>(
 /// as many from `to` on. No other rank touches these elements of the outputs, or writes to those of the inputs.
 unsafe fn reduce(
     mine: &CollectiveFingerprint,
-    places: &mut SpanScratch,
+    places: &mut ReductionScratch,
     to: usize,
     slice: Range<usize>,
     op: ReduceOp,
@@ -234,9 +211,7 @@ unsafe fn reduce(
     };
     add(&mut places.inputs, slice.start);
     add(&mut places.outputs, to);
-    let SpanScratch { inputs, outputs, factors } = places;
-    let (kinds, len) = (Kinds::same(mine.kind), slice.len());
-    let reduction = Reduction { kinds, inputs, outputs, len, op, factors };
+    let reduction = places.reduction(Kinds::same(mine.kind), slice.len(), op);
     if mine.device == Device::Cpu {
         // SAFETY: as the caller promises, with pointers moved to the first elements; no factors, or one per input.
         unsafe { local::reduce(reduction) };

@@ -20,7 +20,7 @@ use std::sync::Arc;
 
 use super::backend::{BackendType, Devices, Join, RankBackend, Reach};
 use super::call::Call;
-use super::local::{CallSlot, Extras, Memory, Shared, exchange_calls};
+use super::local::{CallSlot, Extras, Memory, ReductionScratch, Shared, exchange_calls};
 use super::network::Network;
 use super::{Traffic, weights};
 use crate::error::Result;
@@ -52,8 +52,8 @@ struct ThreadedBackend {
     slot: CallSlot,
     /// Memory of all ranks' tensors in this collective. Reused, to avoid allocating.
     memory: Memory,
-    /// Pointer lists for the work, reused likewise.
-    places: kernels::SpanScratch,
+    /// Lists for the work, reused likewise.
+    places: ReductionScratch,
 }
 
 impl ThreadedBackend {
@@ -61,7 +61,7 @@ impl ThreadedBackend {
     pub(super) fn join(slot: CallSlot) -> Result<Self> {
         let at = OpId { operation: Operation::Init, sequence: 0 };
         slot.barrier().wait(slot.rank(), at)?;
-        Ok(Self { slot, memory: Memory::default(), places: kernels::SpanScratch::default() })
+        Ok(Self { slot, memory: Memory::default(), places: ReductionScratch::default() })
     }
 }
 
