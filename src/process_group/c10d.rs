@@ -10,7 +10,7 @@ use std::time::Duration;
 use crossbeam::channel::never;
 use tch::{Device, Tensor};
 
-use super::call::refuse;
+use super::call::{refuse, undefined};
 use super::{ReduceOp, device_name};
 use crate::error::{Error, Result};
 use crate::ffi;
@@ -429,7 +429,7 @@ impl ProcessGroupGloo {
 fn check(operation: Operation, tensors: &[&Tensor]) -> Result<()> {
     for tensor in tensors {
         if !tensor.defined() {
-            return refuse(operation, "the tensor is undefined; make one first".into());
+            return undefined(operation);
         }
         if tensor.device() != Device::Cpu {
             let device = device_name(tensor.device());

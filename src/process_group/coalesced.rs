@@ -6,6 +6,7 @@
 use tch::Tensor;
 
 use super::call::{Options, refuse};
+use super::contiguous::zeros;
 use super::in_place::join_shapes;
 use super::{ProcessGroup, ReduceOp};
 use crate::error::Result;
@@ -94,7 +95,7 @@ impl ProcessGroup {
         self.check_sizes(operation, ["output", "input"], output_tensors, input_tensors)?;
         let input = joined(input_tensors, 1)?;
         let count = self.world_size() as i64;
-        let all = new([count, input.numel() as i64], &input)?;
+        let all = zeros(&[count, input.numel() as i64], &input)?;
         let rows = all.f_unbind(0).doing("unbind")?;
         let one = std::slice::from_ref(&input);
         self.collective(
@@ -145,7 +146,7 @@ impl ProcessGroup {
         self.check_sizes(operation, ["input", "output"], inputs, outputs)?;
         let all = joined(inputs, self.world_size() as i64)?;
         let rows = all.f_unbind(0).doing("unbind")?;
-        let output = new([all.size()[1]], &all)?;
+        let output = zeros(&all.size()[1..], &all)?;
         let options = Options { reduce_op: Some(op), ..Options::default() };
         let one = std::slice::from_ref(&output);
         self.collective(
@@ -229,8 +230,4 @@ fn part(all: &Tensor, tensors: &mut [Tensor], rows: i64) -> Result<()> {
         Ok(())
     };
     tch::no_grad(&mut part).doing("parting tensors")
-}
-
-fn new<const N: usize>(shape: [i64; N], like: &Tensor) -> Result<Tensor> {
-    Tensor::f_zeros(shape, (like.kind(), like.device())).doing("zeros")
 }

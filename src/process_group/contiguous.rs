@@ -2,6 +2,7 @@
 
 use tch::Tensor;
 
+use super::ProcessGroup;
 use super::call::undefined;
 use crate::error::{Error, Result};
 use crate::ffi::{TensorFacts, TorchResult};
@@ -56,6 +57,18 @@ impl Contiguous {
         }
         tch::no_grad(|| original.shallow_clone().f_copy_(&self.0)).doing("copy_")
     }
+}
+
+impl ProcessGroup {
+    /// Returns zeros with one row for a tensor like `tensor` of each rank.
+    pub(super) fn room_for_all(&self, tensor: &Tensor) -> Result<Tensor> {
+        zeros(&[&[self.world_size() as i64], &tensor.size()[..]].concat(), tensor)
+    }
+}
+
+/// Returns zeros of this shape, with the dtype and on the device of `like`.
+pub(super) fn zeros(shape: &[i64], like: &Tensor) -> Result<Tensor> {
+    Tensor::f_zeros(shape, (like.kind(), like.device())).doing("zeros")
 }
 
 /// Returns whether a tensor's memory holds its elements one after the other, with their values.

@@ -17,6 +17,7 @@ use std::rc::Rc;
 use tch::Tensor;
 
 use super::call::refuse;
+use super::contiguous::zeros;
 use super::{ProcessGroup, ReduceOp};
 use crate::error::Result;
 use crate::ffi::{TorchResult, linear};
@@ -269,10 +270,6 @@ fn rows(all: &Tensor) -> Result<Vec<Tensor>> {
     all.f_unbind(0).doing("unbind")
 }
 
-fn zeros(shape: &[i64], like: &Tensor) -> Result<Tensor> {
-    Tensor::f_zeros(shape, (like.kind(), like.device())).doing("zeros")
-}
-
 /// Returns a contiguous copy.
 fn copy(tensor: &Tensor) -> Result<Tensor> {
     let mut copy = zeros(&tensor.size(), tensor)?;
@@ -323,7 +320,7 @@ fn reduced(tensor: &Tensor, dst: usize, group: &Group) -> Result<Tensor> {
 
 /// Returns a row for each rank on `dst`, zeros on the other ranks.
 fn gathered(tensor: &Tensor, dst: usize, group: &Group) -> Result<Tensor> {
-    let all = room_for_all(tensor, group)?;
+    let all = group.room_for_all(tensor)?;
     let mut list = rows(&all)?;
     group.gather(tensor, (group.rank() == dst).then_some(&mut list[..]), dst)?;
     Ok(all)
@@ -339,7 +336,7 @@ fn scattered(all: &Tensor, src: usize, group: &Group) -> Result<Tensor> {
 
 /// Returns a row for each rank.
 fn all_rows(tensor: &Tensor, group: &Group) -> Result<Tensor> {
-    let mut all = room_for_all(tensor, group)?;
+    let mut all = group.room_for_all(tensor)?;
     group.all_gather_single(&mut all, tensor)?;
     Ok(all)
 }
@@ -349,8 +346,4 @@ fn sum_of_rows(all: &Tensor, group: &Group) -> Result<Tensor> {
     let mut mine = zeros(&all.size()[1..], all)?;
     group.reduce_scatter_single(&mut mine, all, ReduceOp::Sum)?;
     Ok(mine)
-}
-
-fn room_for_all(tensor: &Tensor, group: &Group) -> Result<Tensor> {
-    zeros(&[&[group.world_size() as i64], &tensor.size()[..]].concat(), tensor)
 }

@@ -10,7 +10,7 @@ use parking_lot::Mutex;
 use tch::Tensor;
 
 use super::call::{NEXT_SHAPE, Options, PieceFn};
-use super::{ProcessGroup, ReduceOp};
+use super::{ProcessGroup, ReduceOp, weights};
 use crate::error::{Error, Result};
 use crate::ffi::TorchResult;
 use crate::operation::Operation;
@@ -90,8 +90,7 @@ impl ProcessGroup {
         let op = match op {
             // The nccl backend has `PremulSum` only for all_reduce, which also multiplies the tensor first.
             ReduceOp::PremulSum(factor) if self.is_stream_ordered() => {
-                let multiply = || tensor.shallow_clone().f_mul_scalar_(factor).map(drop);
-                tch::no_grad(multiply).doing("mul_")?;
+                weights::multiply(tensor, factor)?;
                 ReduceOp::Sum
             }
             op => op,

@@ -6,7 +6,7 @@
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
-use tch::{Kind, Tensor};
+use tch::Tensor;
 
 use super::{ProcessGroup, ReduceOp};
 use crate::error::{Error, Result};
@@ -245,12 +245,6 @@ impl ProcessGroup {
         let longest = self.read_length(name, &longest)?;
         let frame = [&(bytes.len() as u64).to_le_bytes(), bytes].concat();
         self.tensor_of(&frame, LENGTH + longest)
-    }
-
-    /// Returns a tensor of zeros with one row for the frame of each rank.
-    fn room_for_all(&self, framed: &Tensor) -> Result<Tensor> {
-        let shape = [self.world_size() as i64, framed.numel() as i64];
-        Tensor::f_zeros(shape, (Kind::Uint8, self.device())).doing("zeros")
     }
 
     /// Returns the objects in the frames of all ranks.

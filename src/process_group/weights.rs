@@ -83,6 +83,12 @@ pub(super) fn factor(op: ReduceOp) -> f64 {
     }
 }
 
+/// Multiplies the elements of `tensor` in place, without autograd.
+pub(super) fn multiply(tensor: &Tensor, factor: f64) -> Result<()> {
+    let multiply = || tensor.shallow_clone().f_mul_scalar_(factor).map(drop);
+    tch::no_grad(multiply).doing("mul_")
+}
+
 /// Fills `factors` with the factor of each rank's tensor. Leaves it empty if all weights are `mean`: the operation
 /// is then as without weights.
 pub(super) fn fill_factors(

@@ -71,13 +71,13 @@ impl GlooGroup {
         socket_ifname: Option<&str>,
         absent: impl Fn(Vec<usize>) -> Error,
     ) -> Result<Self> {
-        let interfaces = socket_ifname.map_or_else(|| Ok(vec![]), interfaces)?;
+        socket_ifname.map(interfaces).transpose()?; // an error before the ranks wait for each other
         let rendezvous = |place| match rendezvous(store, place, rank, size, timeout)? {
             missing if missing.is_empty() => Ok(()),
             missing => Err(absent(missing)),
         };
         rendezvous("here")?;
-        let gloo = Self::connect(store, "gloo", rank, size, timeout, interfaces)?;
+        let gloo = Self::new_plain(store, "gloo", rank, size, timeout, socket_ifname)?;
         // A rank that is ready must not exit while others connect to it: their connection would fail.
         rendezvous("connected")?;
         Ok(gloo)
@@ -97,17 +97,6 @@ impl GlooGroup {
         socket_ifname: Option<&str>,
     ) -> Result<Self> {
         let interfaces = socket_ifname.map_or_else(|| Ok(vec![]), interfaces)?;
-        Self::connect(store, prefix, rank, size, timeout, interfaces)
-    }
-
-    fn connect(
-        store: &TcpStore,
-        prefix: &str,
-        rank: usize,
-        size: usize,
-        timeout: Duration,
-        interfaces: Vec<String>,
-    ) -> Result<Self> {
         let join = GlooJoin {
             prefix: store.key(prefix),
             rank,

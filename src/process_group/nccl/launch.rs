@@ -47,7 +47,7 @@ impl NcclBackend {
                 // barriers.
                 let premultiplies = matches!(call.op(), ReduceOp::PremulSum(_));
                 if premultiplies || call.weight.is_some() {
-                    multiply(tensor, weights::factor(call.op()))?;
+                    weights::multiply(tensor, weights::factor(call.op()))?;
                 }
                 let (place, numel) = (data(tensor), tensor.numel());
                 self.with_launch_barrier(call, "ncclAllReduce", |_| {
@@ -204,7 +204,7 @@ impl NcclBackend {
             None => weights::mean_of_all(self.slot.weights())?,
         };
         let share = weight / self.mean();
-        if share == 1.0 { Ok(()) } else { multiply(&call.inputs[0], share) }
+        if share == 1.0 { Ok(()) } else { weights::multiply(&call.inputs[0], share) }
     }
 
     fn elsewhere(&self) -> Option<&Network> {
@@ -263,11 +263,6 @@ fn is_one_piece(tensors: &[Tensor]) -> bool {
     let size = num_bytes(tensors[0].kind(), tensors[0].numel());
     let start = tensors[0].data_ptr() as usize;
     tensors.iter().enumerate().all(|(i, tensor)| tensor.data_ptr() as usize == start + i * size)
-}
-
-fn multiply(tensor: &Tensor, factor: f64) -> Result<()> {
-    let multiply = || tensor.shallow_clone().f_mul_scalar_(factor).map(drop);
-    tch::no_grad(multiply).doing("mul_")
 }
 
 /// Returns the bytes that one rank sends and receives in NCCL's ring algorithm.

@@ -249,8 +249,7 @@ impl Network {
         if call.weight.is_some() {
             let share = self.mean_here() / weights::mean_of_all(self.weights())?;
             if share != 1.0 {
-                let multiply = || tensor.shallow_clone().f_mul_scalar_(share).map(drop);
-                tch::no_grad(multiply).doing("mul_")?;
+                weights::multiply(tensor, share)?;
             }
         }
         let sum = GlooCall { outputs: &[tensor], ..GlooCall::default() };

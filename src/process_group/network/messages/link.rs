@@ -10,7 +10,7 @@ use std::net::{Shutdown, TcpStream};
 use std::sync::Arc;
 
 use crossbeam::channel::{Receiver, Sender, unbounded};
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use tch::{Kind, Tensor};
 
 use super::super::lost;
@@ -107,13 +107,9 @@ impl Link {
         Arc::new(Self { process, context, state: Mutex::new(state) })
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock()
-    }
-
     /// Notes that this process connects. Returns `false` if it does so already, or is connected.
     pub(super) fn begin_to_connect(&self) -> bool {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         let is_idle = matches!(state.stage, Stage::Idle);
         if is_idle {
             state.stage = Stage::Connecting;
@@ -124,7 +120,7 @@ impl Link {
     /// Makes `stream` the connection if both processes choose it. Of two connections opened at the same time, both
     /// choose that of the process with the lower number.
     pub(super) fn adopt(&self, stream: &Arc<TcpStream>, is_mine: bool) -> Adoption {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         match state.stage {
             Stage::Connecting if !is_mine && self.process > self.context.process_map.mine => {
                 Adoption::Busy
@@ -140,18 +136,18 @@ impl Link {
 
     /// Returns whether the connection has ended, so that no rank needs to wait for the other process.
     pub(super) fn is_closed(&self) -> bool {
-        matches!(self.state().stage, Stage::Closed(_))
+        matches!(self.state.lock().stage, Stage::Closed(_))
     }
 
     /// Returns the queue for the thread that writes. `None` from the second call on.
     pub(super) fn take_queue(&self) -> Option<Receiver<Outgoing>> {
-        self.state().queued.take()
+        self.state.lock().queued.take()
     }
 
     /// Offers `sent` to its destination.
     pub(super) fn send(&self, mut sent: Sent, tag: u64) {
         let bytes = size(&sent.tensor);
-        let mut state = self.state();
+        let mut state = self.state.lock();
         if let Stage::Closed(reason) = &state.stage {
             return sent.delivery.complete(self.lost(reason));
         }
@@ -173,7 +169,7 @@ impl Link {
 
     /// Asks for the bytes of `id`, which fill the tensor of `expected`.
     pub(super) fn expect(&self, id: u64, expected: Expected) {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         if let Stage::Closed(reason) = &state.stage {
             return expected.delivery.complete(self.lost(reason));
         }
@@ -182,19 +178,19 @@ impl Link {
     }
 
     pub(super) fn reply(&self, frame: Frame) {
-        self.state().put(Outgoing { frame, bytes: None });
+        self.state.lock().put(Outgoing { frame, bytes: None });
     }
 
     /// Returns the tensor of `id`, to write its bytes. `None` once the message has ended.
     pub(super) fn begin_writing(&self, id: u64) -> Option<Writing<'_>> {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         let sent = state.sends.get_mut(&id).filter(|sent| !sent.is_writing)?;
         sent.is_writing = true;
         Some(Writing { link: self, id, tensor: sent.tensor.shallow_clone(), is_written: false })
     }
 
     fn end_writing(&self, id: u64, is_written: bool) {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         let Some(sent) = state.sends.get_mut(&id) else { return };
         sent.is_writing = false;
         if is_written {
@@ -232,7 +228,7 @@ impl Link {
 
     /// Queues the bytes of `id`, which the receiver has asked for.
     pub(super) fn ready(&self, id: u64) -> Result<(), String> {
-        let state = self.state();
+        let state = self.state.lock();
         if !state.sends.contains_key(&id) {
             return Err(not_sent(id));
         }
@@ -242,7 +238,7 @@ impl Link {
 
     /// Completes the send of `id`, whose bytes the receiver has taken.
     pub(super) fn taken(&self, id: u64) -> Result<(), String> {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         let source = state.sends.get(&id).ok_or_else(|| not_sent(id))?.source;
         state.complete(id, MessageEnd::From(source));
         Ok(())
@@ -250,7 +246,7 @@ impl Link {
 
     /// Fails the send of `id`, because the receiver expects another dtype or shape.
     pub(super) fn refused(&self, id: u64, expected: String) -> Result<(), String> {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         let sent = state.sends.get(&id).ok_or_else(|| not_sent(id))?;
         let (rank, at) = (sent.rank, sent.at);
         let error = Error::SendMismatch {
@@ -266,7 +262,7 @@ impl Link {
 
     /// Returns the tensor that the bytes of `id` are for.
     pub(super) fn take_expected(&self, id: u64) -> Result<Expected, String> {
-        self.state().receives.remove(&id).ok_or_else(|| format!("nobody has asked for {id}"))
+        self.state.lock().receives.remove(&id).ok_or_else(|| format!("nobody has asked for {id}"))
     }
 
     /// Fails the run if a rank has waited at its end for longer than the timeout, because a message that it sent has
@@ -274,7 +270,8 @@ impl Link {
     pub(super) fn check_deadlines(&self) {
         let run = &self.context.run;
         let is_overdue = |sent: &&Sent| sent.pending.is_some() && run.is_overdue(sent.rank);
-        let overdue = self.state().sends.values().find(is_overdue).map(|sent| (sent.rank, sent.at));
+        let overdue =
+            self.state.lock().sends.values().find(is_overdue).map(|sent| (sent.rank, sent.at));
         if let Some((rank, at)) = overdue {
             let error = lost::timed_out(run, at, rank, self.ranks(), run.timeout);
             run.report_at(rank, Some(at), Some(&error), error.to_string());
@@ -283,7 +280,7 @@ impl Link {
 
     /// Returns the global ranks whose messages have not gone yet.
     pub(super) fn senders(&self) -> Vec<usize> {
-        let state = self.state();
+        let state = self.state.lock();
         state.sends.values().filter(|sent| sent.pending.is_some()).map(|sent| sent.rank).collect()
     }
 
@@ -301,7 +298,7 @@ impl Link {
     /// Ends the link, because the other process cannot be reached. Does nothing if that process has connected
     /// meanwhile.
     pub(super) fn fail_to_connect(&self, reason: String) {
-        let is_open = matches!(self.state().stage, Stage::Open(_));
+        let is_open = matches!(self.state.lock().stage, Stage::Open(_));
         if !is_open {
             self.lose(&reason);
         }
@@ -331,7 +328,7 @@ impl Link {
     /// ended. Returns the ranks and operations of the messages that have not gone, with their guards.
     fn end(&self, reason: &str) -> Vec<(usize, OpId, Pending)> {
         let unsent = {
-            let mut state = self.state();
+            let mut state = self.state.lock();
             match &state.stage {
                 Stage::Closed(_) => return Vec::new(),
                 Stage::Open(stream) => drop(stream.shutdown(Shutdown::Both)),
@@ -356,7 +353,7 @@ impl Link {
 
     /// Ends all receives that wait for the other process, if the connection has ended.
     pub(super) fn fail_receives(&self) {
-        let reason = match &self.state().stage {
+        let reason = match &self.state.lock().stage {
             Stage::Closed(reason) => reason.clone(),
             _ => return,
         };
@@ -367,7 +364,7 @@ impl Link {
 
     /// Lets the thread that writes end once its queue is empty.
     pub(super) fn finish(&self) {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         state.outbox = None;
         if !matches!(state.stage, Stage::Open(_)) {
             state.queued = None;
