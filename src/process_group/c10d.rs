@@ -155,9 +155,8 @@ impl ProcessGroupGloo {
                 format!("there is no rank {rank} in a group of {size}; ranks count from 0"),
             );
         }
-        let interfaces =
+        let interfaces: Option<String> =
             env::var_os("GLOO_SOCKET_IFNAME").map(|names| names.to_string_lossy().into());
-        let interfaces: Option<String> = interfaces;
         GlooGroup::new_plain(&store.0, prefix, rank, size, timeout, interfaces.as_deref()).map(Self)
     }
 

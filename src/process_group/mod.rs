@@ -276,7 +276,7 @@ impl ProcessGroup {
         select_biased! {
             recv(channel) -> received => Ok(received.ok()),
             recv(run.cancel.tripped()) -> _ => {
-                run.check(self.ranks()[self.rank])?;
+                run.check(self.global_rank())?;
                 Ok(None)
             }
         }

@@ -46,11 +46,10 @@ impl<K: Eq + Hash + Copy, T: Clone> OncePerProcess<K, T> {
         rank: usize,
         make: impl FnOnce() -> Result<T>,
     ) -> Result<T> {
-        let begins = || Entry { made: None, maker: rank, left: ranks, waiting: Vec::new() };
         let mut is_mine = false;
         self.0.lock().entry(key).or_insert_with(|| {
             is_mine = true;
-            begins()
+            Entry { made: None, maker: rank, left: ranks, waiting: Vec::new() }
         });
         if !is_mine {
             return self.wait(key, run, rank);

@@ -36,7 +36,6 @@ pub(crate) struct Network {
     run: Arc<RunContext>,
     members: Arc<[usize]>,
     pub(crate) map: ProcessMap,
-    timeout: Duration,
     /// `GLOO_SOCKET_IFNAME`.
     interfaces: Option<String>,
     /// Rank 0's decision to stop, which every header carries.
@@ -83,7 +82,6 @@ impl Network {
             run,
             members,
             map,
-            timeout,
             interfaces,
             stop,
             weights,
@@ -216,7 +214,7 @@ impl Network {
         let (send, receive) = (self.begins(&parts.to), self.begins(&parts.from));
         self.write_headers(call, parts, inline.then_some((begin, &send[..])));
         let equal = vec![HEADER_BYTES as i64; self.map.len()];
-        let [mine, theirs] = self.staging.headers();
+        let [mine, theirs] = &self.staging.headers;
         let headers = GlooCall {
             inputs: &[mine],
             outputs: &[theirs],
@@ -294,7 +292,7 @@ impl Network {
         let message = self.stop.get().map_or(StopMessage::NONE, |stop| stop.message());
         let (sequence, fingerprint) = (call.sequence, fingerprint(call));
         let weight = call.weight.map_or(0.0, |_| self.mean_here());
-        let headers: *mut u8 = self.staging.headers()[0].data_ptr().cast();
+        let headers: *mut u8 = self.staging.headers[0].data_ptr().cast();
         for process in self.others() {
             let size = parts.to[process];
             let header =
@@ -320,7 +318,7 @@ impl Network {
         inline: Option<&[usize]>,
         describe: impl Fn() -> String,
     ) -> Result<()> {
-        let headers: *mut u8 = self.staging.headers()[1].data_ptr().cast();
+        let headers: *mut u8 = self.staging.headers[1].data_ptr().cast();
         let fingerprint = fingerprint(call);
         // The first process whose part has an unexpected size, and the processes with another call.
         let (mut uneven, mut different) = (None, Vec::new());
@@ -360,7 +358,7 @@ impl Network {
     /// Starts a Gloo operation for `call`.
     fn start(&self, call: &Call, operation: GlooOperation, arguments: GlooCall) -> Result<Started> {
         let ended = self.gloo.start(operation, arguments)?;
-        let timeout = call.timeout.unwrap_or(self.timeout);
+        let timeout = call.timeout.unwrap_or(self.run.timeout);
         let waiting = self.members[self.map.here().start];
         Ok(Started { ended, at: call.at(), waiting, began: Instant::now(), timeout })
     }

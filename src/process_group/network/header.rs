@@ -72,7 +72,8 @@ impl ExchangeHeader {
 
 /// Send and receive buffers: a header for each process, and room for the largest call so far.
 pub(super) struct StagingBuffers {
-    headers: [Tensor; 2],
+    /// The headers that go out, and those that come in.
+    pub(super) headers: [Tensor; 2],
     parts: UnsafeCell<[Tensor; 2]>,
 }
 
@@ -89,11 +90,6 @@ impl StagingBuffers {
     pub(super) fn new(processes: usize) -> Result<Self> {
         let headers = [bytes(HEADER_BYTES * processes)?, bytes(HEADER_BYTES * processes)?];
         Ok(Self { headers, parts: UnsafeCell::new([bytes(0)?, bytes(0)?]) })
-    }
-
-    /// Returns the headers that go out, and those that come in.
-    pub(super) fn headers(&self) -> &[Tensor; 2] {
-        &self.headers
     }
 
     /// Makes room for this many bytes per direction. Called by the process's first rank, before the others' barrier.

@@ -43,10 +43,6 @@ impl MessageContext {
         self.closing.load(Ordering::Acquire)
     }
 
-    pub(super) fn writing(&self) -> Option<Sender<Infallible>> {
-        self.writing.lock().clone()
-    }
-
     /// Returns a guard for a message that `rank` has sent.
     pub(super) fn pending(&self, rank: usize) -> Pending {
         let sending = self.sending.lock().clone();

@@ -36,7 +36,7 @@ fn begin(link: &Arc<Link>, stream: &Arc<TcpStream>) -> io::Result<()> {
     stream.set_read_timeout(Some(STOP_POLL_INTERVAL))?;
     let Some(queue) = link.take_queue() else { return Ok(()) };
     let (written, to) = (link.clone(), stream.clone());
-    let writing = link.context.writing();
+    let writing = link.context.writing.lock().clone();
     let write = move |_: &Serving| {
         write_frames(&written, &to, &queue);
         drop(writing);
