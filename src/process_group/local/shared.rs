@@ -49,8 +49,8 @@ impl CallSlot {
         self.barrier().wait_at_most(self.rank(), at, Duration::MAX)
     }
 
-    /// Returns the weight of each rank of this process in the call that they have exchanged, with 1 as the number of its
-    /// ranks.
+    /// Returns the weight of each rank of this process in the call that they have exchanged, and the number 1: each is the
+    /// mean of one rank.
     pub(crate) fn weights(&self) -> impl Iterator<Item = (f64, usize)> + Clone {
         self.published().map(|call| (call.weight.unwrap_or(0.0), 1))
     }
