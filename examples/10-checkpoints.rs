@@ -45,7 +45,7 @@ fn train(folder: &Path, max_steps: Option<u64>) -> anyhow::Result<u64> {
         let mut trainer =
             Trainer::new(ddp, optimizer, Schedule::constant(0.01), loader, Loss::Mse)?
                 .checkpoints(dir.clone(), every, Default::default())
-                .max_steps(max_steps);
+                .options(TrainerOptions { max_steps, ..Default::default() })?;
         if let Some(checkpoint) = &checkpoint {
             trainer.resume(checkpoint)?; // optimizer, step, and position in the epoch
         }

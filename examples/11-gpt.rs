@@ -82,7 +82,7 @@ fn main() -> anyhow::Result<()> {
             Schedule::cosine(3e-3, STEPS as u64 - 20, 3e-4).by(Unit::Step).warmup(20, 0.1);
         let loss = Loss::CrossEntropy;
         let mut trainer = Trainer::new(ddp, optimizer, schedule, loader(&training)?, loss)?
-            .max_grad_norm(Some(1.0))
+            .options(TrainerOptions { max_grad_norm: Some(1.0), ..Default::default() })?
             .validation(loader(&validation)?, 1);
         trainer.train(1)?;
         if rank.rank() == 0 {

@@ -21,4 +21,6 @@ pub use crate::optim::{
     AdamW, AdamWOptions, GradScaler, GradScalerOptions, Optimizer, Schedule, Sgd, SgdOptions, Unit,
 };
 pub use crate::process_group::{Backend, P2POp, ProcessGroup, ReduceOp, Work};
-pub use crate::trainer::{Callback, Epoch, Loss, SaveEvery, Step, TrainContext, Trainer};
+pub use crate::trainer::{
+    Callback, Epoch, Loss, SaveEvery, Step, TrainContext, Trainer, TrainerOptions,
+};

@@ -8,7 +8,7 @@ use ddp_mp::ddp::{CommHook, Compress};
 use ddp_mp::ffi::{Autocast, backward};
 use ddp_mp::models::{ModelConfig, ModelKind};
 use ddp_mp::optim::{GradScaler, GradScalerOptions};
-use ddp_mp::trainer::{Amp, Loss, Trainer};
+use ddp_mp::trainer::{Amp, Loss, Trainer, TrainerOptions};
 use ddp_mp::{
     AdamW, AdamWOptions, DataLoader, DataParallel, DdpOptions, DistributedDataParallel,
     DistributedSampler, Error, Optimizer, Schedule, Sgd, SgdOptions, Targets, TensorDataset,
@@ -435,8 +435,9 @@ fn fp16_with_data_parallel_is_refused() {
         let sgd = dp.flat_buffers().map(sgd).transpose()?;
         let optimizer = sgd.map(|sgd| Box::new(sgd) as Box<dyn Optimizer>);
         let trainer = Trainer::new(dp, optimizer, Schedule::constant(0.1), loader, Loss::Mse)?;
+        let options = TrainerOptions { amp: Amp::Fp16, ..TrainerOptions::default() };
         // The ranks would scale their losses by different numbers after the first step that is skipped.
-        let error = trainer.amp(Amp::Fp16).map(drop).unwrap_err().to_string();
+        let error = trainer.options(options).map(drop).unwrap_err().to_string();
         assert!(error.contains("fp16 needs DistributedDataParallel"), "{error}");
         Ok(())
     });

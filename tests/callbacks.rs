@@ -80,7 +80,9 @@ impl<M> Callback<M> for Recorder {
 fn callback_sees_each_step_on_each_rank() {
     let calls = ranks(2, |rank, group| {
         let calls = Rc::new(RefCell::new(Vec::new()));
-        let mut trainer = trainer(rank, group)?.accumulate(2).callback(Recorder(calls.clone()));
+        let options = TrainerOptions { accumulate: 2, ..TrainerOptions::default() };
+        let trainer = trainer(rank, group)?.options(options)?;
+        let mut trainer = trainer.callback(Recorder(calls.clone()));
         trainer.train(2)?;
         drop(trainer);
         Ok(calls.take())
@@ -217,7 +219,8 @@ fn metrics_end_with_the_last_step() {
             let printer = Arc::new(Printer::new(LogFormat::Text));
             let logger = MetricsLogger::new(&printer, None, Some(&file));
             let logger = (rank.rank() == 0).then_some(logger).transpose()?;
-            let trainer = trainer(rank, group)?.log_metrics(3, logger).max_steps(max_steps);
+            let options = TrainerOptions { max_steps, ..TrainerOptions::default() };
+            let trainer = trainer(rank, group)?.log_metrics(3, logger).options(options)?;
             trainer.callback(EndAfter { step: end_after }).train(2)
         });
         let text = std::fs::read_to_string(path).unwrap();

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use ddp_mp::checkpoint::CheckpointDir;
 use ddp_mp::ddp::Compress;
 use ddp_mp::optim::Schedule;
-use ddp_mp::trainer::{Loss, Trainer};
+use ddp_mp::trainer::{Loss, Trainer, TrainerOptions};
 use ddp_mp::{
     DataLoader, DdpOptions, DistributedDataParallel, DistributedSampler, Optimizer, Sgd,
     SgdOptions, TensorDataset,
@@ -222,7 +222,8 @@ fn fails(
         let sgd: Box<dyn Optimizer> =
             Box::new(Sgd::new(ddp.flat_buffers(), SgdOptions::default())?);
         let trainer = Trainer::new(ddp, sgd, Schedule::constant(0.0), loader, loss)?;
-        trainer.skip_nonfinite(Some(0))?.train(1)?;
+        let options = TrainerOptions { skip_nonfinite: Some(0), ..TrainerOptions::default() };
+        trainer.options(options)?.train(1)?;
         Ok(())
     });
     failed.unwrap_err().to_string()

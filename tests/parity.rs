@@ -16,7 +16,7 @@ use ddp_mp::optim::{
     GradScaler, GradScalerOptions, GradScalerState, OptimizerOptions, ParamSpan, ParameterState,
     Unit,
 };
-use ddp_mp::trainer::{Callback, Epoch, Loss, TrainContext, Trainer};
+use ddp_mp::trainer::{Callback, Epoch, Loss, TrainContext, Trainer, TrainerOptions};
 use ddp_mp::{
     AdamWOptions, DataLoader, DdpOptions, DistributedDataParallel, DistributedSampler, FlatBuffer,
     ProcessGroup, ReduceOp, Schedule, Sgd, SgdOptions, SyncBatchNorm, Targets, TensorDataset,
@@ -287,9 +287,13 @@ impl DdpCase {
         let loss = if self.model == "cnn" { Loss::CrossEntropy } else { Loss::Mse };
         let Some(join) = self.join else {
             let losses = Rc::default();
+            let options = TrainerOptions {
+                max_grad_norm: self.max_norm,
+                accumulate: self.accumulate.unwrap_or(1),
+                ..TrainerOptions::default()
+            };
             let mut trainer = Trainer::new(ddp, optimizer, Schedule::constant(*lr), loader, loss)?
-                .max_grad_norm(self.max_norm)
-                .accumulate(self.accumulate.unwrap_or(1))
+                .options(options)?
                 .callback(EpochLosses(Rc::clone(&losses)));
             trainer.train(self.epochs)?;
             return Ok(losses.take());

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use ddp_mp::ffi::Autocast;
 use ddp_mp::models::{ModelConfig, ModelKind};
 use ddp_mp::optim::{OptimizerOptions, ParamSpan, Unit};
-use ddp_mp::trainer::{Loss, Trainer};
+use ddp_mp::trainer::{Loss, Trainer, TrainerOptions};
 use ddp_mp::{
     AdamWOptions, DataLoader, Dataset, DdpOptions, DistributedDataParallel, DistributedSampler,
     Schedule, TextDataset,
@@ -132,8 +132,12 @@ impl Recorded {
             let schedule = Schedule::cosine(recorded.lr, steps - recorded.warmup, recorded.eta_min);
             let schedule = schedule.by(Unit::Step).warmup(recorded.warmup, recorded.start_factor);
             let losses = Rc::new(RefCell::default());
+            let options = TrainerOptions {
+                max_grad_norm: Some(recorded.max_norm),
+                ..TrainerOptions::default()
+            };
             let mut trainer = Trainer::new(ddp, optimizer, schedule, loader, Loss::CrossEntropy)?
-                .max_grad_norm(Some(recorded.max_norm))
+                .options(options)?
                 .callback(EpochLosses(Rc::clone(&losses)));
             trainer.train(recorded.epochs)?;
             let in_order = vs.trainable_variables();

@@ -62,11 +62,7 @@ fn train_on(rank: &Rank, session: &Session) -> anyhow::Result<()> {
     }
     let hash_before_broadcast = training.hash_before_broadcast;
     let mut trainer = training
-        .trainer(config)?
-        .skip_nonfinite(config.optimization.skip_nonfinite)?
-        .check_replicas(config.ddp.check_replicas_every)?
-        .max_steps(config.training.max_steps)
-        .patience(config.training.patience)
+        .trainer(config.training.loss, config.trainer_options())?
         .share_stop(session.stop.clone())
         .report(printer.clone());
     if logs_metrics {

@@ -10,7 +10,7 @@ use super::option_rules::{Conflict, InShortHelp, MayDiffer, RefusedBy};
 use super::values::{name, positive_duration, whole};
 use super::{CommHookKind, Config, StrategyKind};
 use crate::models::ModelKind;
-use crate::trainer::{Amp, Loss};
+use crate::trainer::{Amp, Loss, TrainerOptions};
 
 /// The most samples of a batch, and the most batches of a step: their product fits into 63 bits.
 pub(super) const MOST_IN_A_STEP: u64 = i32::MAX as u64;
@@ -59,6 +59,22 @@ pub struct TrainingSection {
     #[arg(long, value_name = "N", value_parser = whole::<u64>(..), default_value_t = 0)]
     #[arg(add = InShortHelp)]
     pub seed: u64,
+}
+
+impl Config {
+    /// Returns the options of the trainer.
+    pub fn trainer_options(&self) -> TrainerOptions {
+        TrainerOptions {
+            amp: self.training.amp,
+            accumulate: self.ddp.grad_accum_steps as usize,
+            exact_mean: self.ddp.exact_mean,
+            max_grad_norm: self.optimization.max_grad_norm,
+            skip_nonfinite: self.optimization.skip_nonfinite,
+            max_steps: self.training.max_steps,
+            patience: self.training.patience,
+            check_replicas: self.ddp.check_replicas_every,
+        }
+    }
 }
 
 fn needs_classes(config: &Config) -> Option<String> {

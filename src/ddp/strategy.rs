@@ -57,6 +57,11 @@ macro_rules! either {
 }
 
 impl<M> Strategy<M> {
+    /// Returns whether all ranks average their gradients, and each makes the same step.
+    pub(crate) fn is_ddp(&self) -> bool {
+        matches!(self, Strategy::Ddp(_))
+    }
+
     /// Prepares a step: zeroes the gradients, and with [`DataParallel`] copies the parameters from rank 0. A
     /// collective.
     ///

@@ -13,7 +13,7 @@ use crate::launch::Rank;
 use crate::models::Model;
 use crate::optim::{Optimizer, Schedule};
 use crate::process_group::ProcessGroup;
-use crate::trainer::Trainer;
+use crate::trainer::{Loss, Trainer, TrainerOptions};
 
 /// The objects that one rank trains with.
 pub(crate) struct Training {
@@ -84,15 +84,9 @@ impl Training {
         Ok(Self { ddp, optimizer, schedule, generator, loader, hash_before_broadcast })
     }
 
-    /// Returns the trainer of these objects, with all that `config` says about a single step: training, `bench` and
-    /// `verify` make the same. Training adds what only a whole run has, such as checkpoints.
-    pub(crate) fn trainer(self, config: &Config) -> Result<Trainer<Model>> {
+    /// Returns the trainer of these objects.
+    pub(crate) fn trainer(self, loss: Loss, options: TrainerOptions) -> Result<Trainer<Model>> {
         let Self { ddp, optimizer, schedule, generator, loader, .. } = self;
-        Trainer::new(ddp, optimizer, schedule, loader, config.training.loss)?
-            .generator(generator)
-            .max_grad_norm(config.optimization.max_grad_norm)
-            .accumulate(config.ddp.grad_accum_steps as usize)
-            .exact_mean(config.ddp.exact_mean)?
-            .amp(config.training.amp)
+        Trainer::new(ddp, optimizer, schedule, loader, loss)?.generator(generator).options(options)
     }
 }

@@ -5,7 +5,7 @@ use strum::{Display, EnumString, VariantNames};
 use tch::{Device, Kind};
 
 use crate::ddp::Strategy;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::ffi::Autocast;
 use crate::optim::{GradScaler, GradScalerOptions};
 
@@ -35,16 +35,9 @@ impl Amp {
     }
 
     /// Returns the scaler for the gradients of `ddp`. Enabled for float16 only: bfloat16 has the range of float32.
-    pub(crate) fn grad_scaler<M>(self, ddp: &Strategy<M>) -> Result<GradScaler> {
-        let enabled = self == Amp::Fp16;
-        if enabled && matches!(ddp, Strategy::Dp(_)) {
-            return Err(Error::InvalidInput(
-                "fp16 needs DistributedDataParallel: with DataParallel rank 0 alone would know the loss scale and \
-                 which steps to skip"
-                    .into(),
-            ));
-        }
-        let options = GradScalerOptions { enabled, ..GradScalerOptions::default() };
+    pub(super) fn grad_scaler<M>(self, ddp: &Strategy<M>) -> Result<GradScaler> {
+        let options =
+            GradScalerOptions { enabled: self == Amp::Fp16, ..GradScalerOptions::default() };
         GradScaler::new(ddp.flat_buffers().unwrap_or_default(), ddp.group().clone(), options)
     }
 }

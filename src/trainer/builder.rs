@@ -1,4 +1,4 @@
-//! The settings of a trainer. Most add a callback.
+//! The construction of a trainer: its options, its callbacks, and what connects it with the run.
 
 use std::cell::OnceCell;
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use super::callbacks::{
     NonFiniteGuard, Order, Progress, ReplicaCheck, SaveEvery, Validation,
 };
 use super::loss::LossSum;
-use super::{Amp, Callback, Loss, TrainContext, Trainer};
+use super::{Callback, Loss, TrainContext, Trainer, TrainerOptions};
 use crate::checkpoint::{CheckpointDir, TrainerState};
 use crate::data::{BatchSource, DataLoader};
 use crate::ddp::Strategy;
@@ -48,26 +48,21 @@ impl<M: ModuleT> Trainer<M> {
         let mut callbacks = Callbacks::new();
         callbacks.set(Order::FaultInjection, FaultInjection::planned(ddp.group()));
         callbacks.add(Order::NonFiniteGuard, NonFiniteGuard::default());
-        let (loss_sum, amp) = (LossSum::new(ddp.group().device())?, Amp::Off);
+        let options = TrainerOptions::default();
         let context = TrainContext {
-            scaler: amp.grad_scaler(&ddp)?,
+            scaler: options.amp.grad_scaler(&ddp)?,
+            loss_sum: LossSum::new(ddp.group().device())?,
             ddp,
             optimizer,
             schedule,
             loader,
             loss,
-            amp,
-            max_grad_norm: None,
-            accumulate: 1,
-            exact_mean: false,
-            skip_nonfinite: None,
+            options,
             generator: None,
             max_epochs: 1,
-            max_steps: None,
             stop: None,
             ended_by: None,
             state: TrainerState::default(),
-            loss_sum,
             tokens_per_sample: OnceCell::new(),
             shows_samples: false,
             samples_shown: Vec::new(),
@@ -84,67 +79,20 @@ impl<M: ModuleT> Trainer<M> {
         self
     }
 
-    /// Scales gradients with a larger norm down to this norm before each step; see
-    /// [`DistributedDataParallel::clip_grad_norm`](crate::DistributedDataParallel::clip_grad_norm).
-    #[must_use]
-    pub fn max_grad_norm(mut self, max_grad_norm: Option<f64>) -> Self {
-        self.context.max_grad_norm = max_grad_norm;
-        self
-    }
-
-    /// Accumulates the gradients of `batches` batches (at least 1) for each step, and averages them over the ranks
-    /// once. The last step of an epoch may have fewer batches.
-    #[must_use]
-    pub fn accumulate(mut self, batches: usize) -> Self {
-        self.context.accumulate = batches.max(1);
-        self
-    }
-
-    /// Averages gradients over the samples of all ranks instead of over the ranks:
-    /// [`DistributedDataParallel::backward_weighted`](crate::DistributedDataParallel::backward_weighted). For a loader
-    /// that is [in step](crate::DataLoader::in_step), whose ranks have batches of different sizes.
+    /// Replaces all options.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] with [`DataParallel`](crate::DataParallel).
-    pub fn exact_mean(mut self, exact_mean: bool) -> Result<Self> {
-        if exact_mean {
-            self.require_ddp(
-                "an exact mean needs DistributedDataParallel: with DataParallel rank 0 gives every rank a batch of the \
-                 same size",
-            )?;
-        }
-        self.context.exact_mean = exact_mean;
-        Ok(self)
-    }
-
-    /// Runs the model and the loss in mixed precision, with a new [`GradScaler`] for float16. A step that the scaler
-    /// skips counts as a step, also for the schedule.
-    ///
-    /// # Errors
-    /// The errors of [`GradScaler::new`]; [`Error::InvalidInput`] for float16 with
-    /// [`DataParallel`](crate::DataParallel).
-    pub fn amp(mut self, amp: Amp) -> Result<Self> {
-        self.context.scaler = amp.grad_scaler(&self.context.ddp)?;
-        self.context.amp = amp;
-        Ok(self)
-    }
-
-    /// Checks the gradients before each step, and skips up to `steps` steps of the whole run whose losses or gradients
-    /// are not finite. The next such step ends the run. With `None` only losses are checked, and the first that is not
-    /// finite ends the run. With a [`GradScaler`] nothing is checked here: it skips steps by its own rule.
-    ///
-    /// The averaged gradients are the same on all ranks, so all ranks decide alike without communication.
-    ///
-    /// # Errors
-    /// [`Error::InvalidInput`] with [`DataParallel`](crate::DataParallel), where rank 0 alone has the gradients.
-    pub fn skip_nonfinite(mut self, steps: Option<u64>) -> Result<Self> {
-        if steps.is_some() {
-            self.require_ddp(
-                "steps can be skipped with DistributedDataParallel only: with DataParallel rank 0 alone would know \
-                 which",
-            )?;
-        }
-        self.context.skip_nonfinite = steps;
+    /// [`Error::InvalidInput`] for an option that requires [`DistributedDataParallel`](crate::DistributedDataParallel),
+    /// with [`DataParallel`](crate::DataParallel). The errors of [`GradScaler::new`].
+    pub fn options(mut self, mut options: TrainerOptions) -> Result<Self> {
+        options.check(self.context.ddp.is_ddp())?;
+        options.accumulate = options.accumulate.max(1);
+        self.context.scaler = options.amp.grad_scaler(&self.context.ddp)?;
+        let stopping = options.patience.map(|patience| EarlyStopping { patience: patience.max(1) });
+        self.callbacks.set(Order::EarlyStopping, stopping);
+        let check = options.check_replicas.map(|every| ReplicaCheck { every: every.max(1) });
+        self.callbacks.set(Order::ReplicaCheck, check);
+        self.context.options = options;
         Ok(self)
     }
 
@@ -164,22 +112,6 @@ impl<M: ModuleT> Trainer<M> {
         self
     }
 
-    /// Stops after `max_steps` steps of the whole run; `None` for no limit.
-    #[must_use]
-    pub fn max_steps(mut self, max_steps: Option<u64>) -> Self {
-        self.context.max_steps = max_steps;
-        self
-    }
-
-    /// Stops training after `patience` validations in a row (at least 1) without a smaller loss than the best before
-    /// them. `None` never stops. Follows `EarlyStopping` of PyTorch Lightning.
-    #[must_use]
-    pub fn patience(mut self, patience: Option<u64>) -> Self {
-        let callback = patience.map(|patience| EarlyStopping { patience: patience.max(1) });
-        self.callbacks.set(Order::EarlyStopping, callback);
-        self
-    }
-
     /// Validates on the batches of `loader` after every `every` epochs (at least 1), and after the last. Its sampler
     /// should be [`uneven`](crate::DistributedSampler::uneven), so that no sample is counted twice.
     #[must_use]
@@ -187,23 +119,6 @@ impl<M: ModuleT> Trainer<M> {
         let callback = Validation { loader, every: every.max(1) };
         self.callbacks.set(Order::Validation, Some(callback));
         self
-    }
-
-    /// Compares the ranks' parameters after every `every` steps (at least 1), by a 64-bit hash of each parameter's
-    /// values. `None` never compares. All ranks must pass the same value.
-    ///
-    /// # Errors
-    /// [`Error::InvalidInput`] with [`DataParallel`](crate::DataParallel), where rank 0 alone has the parameters.
-    pub fn check_replicas(mut self, every: Option<u64>) -> Result<Self> {
-        if every.is_some() {
-            self.require_ddp(
-                "replicas can be compared with DistributedDataParallel only: with DataParallel rank 0 alone has the \
-                 parameters",
-            )?;
-        }
-        let callback = every.map(|every| ReplicaCheck { every: every.max(1) });
-        self.callbacks.set(Order::ReplicaCheck, callback);
-        Ok(self)
     }
 
     /// Saves into `dir` at the intervals of `every`, after the best validation so far, and when training ends or stops.
@@ -262,21 +177,16 @@ impl<M: ModuleT> Trainer<M> {
         hash_before_broadcast: u64,
         explainer: Option<Explainer>,
     ) -> Result<Self> {
-        self.require_ddp(
-            "explain shows DistributedDataParallel, and this is DataParallel; use DistributedDataParallel, or leave \
-             explain out",
-        )?;
+        if !self.context.ddp.is_ddp() {
+            return Err(Error::InvalidInput(
+                "explain shows DistributedDataParallel, and this is DataParallel; use DistributedDataParallel, or leave \
+                 explain out"
+                    .into(),
+            ));
+        }
         let callback = Explanation::new(hash_before_broadcast, explainer);
         self.callbacks.set(Order::Explanation, Some(callback));
         Ok(self)
-    }
-
-    /// Refuses [`DataParallel`](crate::DataParallel), because of `problem`.
-    fn require_ddp(&self, problem: &str) -> Result<()> {
-        match self.context.ddp {
-            Strategy::Ddp(_) => Ok(()),
-            Strategy::Dp(_) => Err(Error::InvalidInput(problem.into())),
-        }
     }
 
     /// Returns the model in its current state.

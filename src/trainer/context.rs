@@ -9,7 +9,7 @@ use tch::Tensor;
 use tch::nn::ModuleT;
 
 use super::loss::LossSum;
-use super::{Amp, Epoch, Loss, Step};
+use super::{Epoch, Loss, Step, TrainerOptions};
 use crate::checkpoint::TrainerState;
 use crate::data::{Batch, BatchSource};
 use crate::ddp::Strategy;
@@ -30,18 +30,11 @@ pub struct TrainContext<M> {
     pub(super) schedule: Schedule,
     pub(super) loader: BatchSource,
     pub(super) loss: Loss,
-    pub(super) amp: Amp,
+    pub(super) options: TrainerOptions,
     pub(super) scaler: GradScaler,
-    pub(super) max_grad_norm: Option<f64>,
-    /// Batches per step.
-    pub(super) accumulate: usize,
-    pub(super) exact_mean: bool,
-    /// How many steps may be skipped because they are not finite. `None` if gradients are not checked.
-    pub(super) skip_nonfinite: Option<u64>,
     pub(super) generator: Option<Arc<Generator>>,
     /// Epochs of the whole run.
     pub(super) max_epochs: u64,
-    pub(super) max_steps: Option<u64>,
     pub(super) stop: Option<Arc<StopRequest>>,
     /// Why a callback ended training on all ranks alike; `None` if none has.
     pub(super) ended_by: Option<StopReason>,
@@ -90,9 +83,9 @@ impl<M> TrainContext<M> {
 
     /// Returns how many steps the whole run has, if nothing ends it early.
     pub(super) fn total_steps(&self) -> u64 {
-        let steps_per_epoch = self.loader.num_batches().div_ceil(self.accumulate) as u64;
+        let steps_per_epoch = self.loader.num_batches().div_ceil(self.options.accumulate) as u64;
         let steps = self.max_epochs.saturating_mul(steps_per_epoch);
-        self.max_steps.map_or(steps, |max| max.min(steps))
+        self.options.max_steps.map_or(steps, |max| max.min(steps))
     }
 
     /// Ends training after this step or epoch. All ranks must call this alike: because of an epoch's loss, for example,
@@ -120,7 +113,7 @@ impl<M> TrainContext<M> {
     /// Returns why the run stops before its last epoch; `None` if it goes on. Equal on all ranks after the same step.
     pub(super) fn stopped(&self) -> Option<StopReason> {
         let steps = self.state.step;
-        if self.max_steps.is_some_and(|max| steps >= max) {
+        if self.options.max_steps.is_some_and(|max| steps >= max) {
             return Some(StopReason::Steps);
         }
         self.ended_by.or_else(|| self.stop.as_ref()?.after(steps))
@@ -216,7 +209,7 @@ impl<M> TrainContext<M> {
 impl<M: ModuleT> TrainContext<M> {
     /// Returns the loss of a batch, in mixed precision if enabled. Backward must run after this, outside of autocast.
     pub(super) fn loss_of(&self, batch: &Batch) -> Result<Tensor> {
-        let _autocast = self.amp.autocast(self.group().device())?;
+        let _autocast = self.options.amp.autocast(self.group().device())?;
         self.loss.of(&self.ddp.forward(&batch.inputs), &batch.targets)
     }
 }

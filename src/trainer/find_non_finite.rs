@@ -13,12 +13,12 @@ use crate::process_group::ProcessGroup;
 impl<M> TrainContext<M> {
     /// Returns whether gradients are checked before each step. A gradient scaler has a rule of its own.
     pub(super) fn checks_gradients(&self) -> bool {
-        self.skip_nonfinite.is_some() && !self.scaler.is_enabled()
+        self.options.skip_nonfinite.is_some() && !self.scaler.is_enabled()
     }
 
     /// Returns whether steps may be skipped because they are not finite.
     pub(super) fn counts_skipped_steps(&self) -> bool {
-        self.skip_nonfinite.is_some() || self.scaler.is_enabled()
+        self.options.skip_nonfinite.is_some() || self.scaler.is_enabled()
     }
 
     /// Refuses a sum of losses that is not finite.
@@ -172,7 +172,7 @@ impl<M: ModuleT> TrainContext<M> {
         if rows.is_empty() {
             // Evaluation mode: in training, batch norms would mix the samples, and those of other ranks.
             let losses = tch::no_grad(|| {
-                let _autocast = self.amp.autocast(self.group().device())?;
+                let _autocast = self.options.amp.autocast(self.group().device())?;
                 self.loss.per_sample(&self.ddp.forward_t(&batch.inputs, false), &batch.targets)
             })?;
             rows = rows_not_finite(&losses)?;

@@ -8,6 +8,7 @@ mod callbacks;
 mod context;
 mod find_non_finite;
 mod loss;
+mod options;
 mod resume;
 mod step;
 mod summary;
@@ -30,6 +31,7 @@ pub use callbacks::SaveEvery;
 pub(crate) use callbacks::compare_replicas;
 pub use context::TrainContext;
 pub use loss::Loss;
+pub use options::TrainerOptions;
 pub use step::Step;
 pub use summary::Summary;
 
@@ -77,7 +79,8 @@ impl<M: ModuleT> Trainer<M> {
         callbacks.each(|callback| callback.on_epoch_start(context))?;
         let (epoch, samples_seen) = (context.state.epoch, context.state.samples_seen);
         let mut batches = context.loader.epoch_from(epoch, samples_seen)?;
-        let steps = context.loader.num_batches_from(samples_seen).div_ceil(context.accumulate);
+        let steps =
+            context.loader.num_batches_from(samples_seen).div_ceil(context.options.accumulate);
         let mut samples = 0;
         for left in (0..steps).rev() {
             samples += self.run_step(&mut batches, left == 0)?;
@@ -103,7 +106,7 @@ impl<M: ModuleT> Trainer<M> {
         context.decide_stop();
         context.group().enter_step(number)?;
         context.group().enter_phase(Operation::Data, number);
-        let batches = batches.take(context.accumulate).collect::<Result<_>>()?;
+        let batches = batches.take(context.options.accumulate).collect::<Result<_>>()?;
         let mut step = Step::new(number, context.schedule.lr(epoch, number), batches, ends_epoch);
         callbacks.each(|callback| callback.on_step_start(context, &mut step))?;
 
@@ -136,8 +139,8 @@ impl<M: ModuleT> Trainer<M> {
         let mut loss = context.loss_of(&step.batches[batch])?;
         callbacks.each(|callback| callback.on_before_backward(context, step, batch, &mut loss))?;
         let scaled = context.scaler.scale(&loss)?; // for float16
-        let share = step.share_of_mean(scaled, batch, context.exact_mean)?;
-        if context.exact_mean {
+        let share = step.share_of_mean(scaled, batch, context.options.exact_mean)?;
+        if context.options.exact_mean {
             context.ddp.backward_part(&share, step.num_samples() as f64)?;
         } else {
             context.ddp.backward(&share)?;
@@ -153,7 +156,7 @@ impl<M> TrainContext<M> {
         self.group().next_phase(Operation::Optimizer);
         let Some(optimizer) = &mut self.optimizer else { return Ok(()) };
         self.scaler.unscale_()?;
-        if let Some(max_norm) = self.max_grad_norm {
+        if let Some(max_norm) = self.options.max_grad_norm {
             step.grad_norm = Some(self.ddp.clip_grad_norm(max_norm)?);
         }
         let stepped = self.scaler.step(&mut **optimizer, step.lr)?;

@@ -32,7 +32,7 @@ impl<M: ModuleT> TrainContext<M> {
                 }
                 self.ddp.warm_up()?;
                 self.scaler.unscale_()?;
-                if let Some(max_norm) = self.max_grad_norm {
+                if let Some(max_norm) = self.options.max_grad_norm {
                     let _ = self.ddp.clip_grad_norm(max_norm)?;
                 }
                 // A partitioned optimizer makes no step here: only rank 0 gets its state, so the others could not

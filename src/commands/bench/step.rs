@@ -159,8 +159,8 @@ pub(super) fn step_on(
         on_gpu: None,
         times: times.clone(),
     };
-    let mut trainer =
-        training.trainer(config)?.max_steps(Some((WARM_UP + steps) as u64)).callback(timer);
+    let options = config.trainer_options().for_steps((WARM_UP + steps) as u64);
+    let mut trainer = training.trainer(config.training.loss, options)?.callback(timer);
     trainer.train(u64::MAX)?;
     group.barrier()?;
     if rank.rank() != 0 {

@@ -408,7 +408,8 @@ fn train_on(
 ) -> anyhow::Result<Option<RunResult>> {
     let training = Training::new(rank, group, config, dataset, &StartPoint::default())?;
     let before = values(&training.ddp.state_dict())?;
-    let mut trainer = training.trainer(config)?.max_steps(Some(steps));
+    let options = config.trainer_options().for_steps(steps);
+    let mut trainer = training.trainer(config.training.loss, options)?;
     trainer.train(config.training.max_epochs)?;
     let ddp = trainer.ddp();
     ddp.replicate()?;

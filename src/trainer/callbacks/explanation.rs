@@ -58,7 +58,7 @@ impl<M> Callback<M> for Explanation {
     fn on_after_backward(&mut self, context: &mut TrainContext<M>, step: &mut Step) -> Result<()> {
         let Some(probe) = self.probe.as_ref().filter(|_| !step.is_skipped()) else { return Ok(()) };
         context.group().synchronize()?;
-        let samples = context.samples(0, context.accumulate)?;
+        let samples = context.samples(0, context.options.accumulate)?;
         let [local, averaged] = [&probe.local, &probe.parameter.grad()].map(values);
         let (local, averaged, before) = (local?, averaged?, values(&probe.parameter)?);
         // Weighted by samples: the last batch of an epoch may have fewer.

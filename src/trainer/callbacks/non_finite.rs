@@ -51,7 +51,7 @@ impl<M: ModuleT> Callback<M> for NonFiniteGuard {
         if gradients_finite(&buffers, context.group())? {
             return Ok(());
         }
-        if context.state.skipped_steps >= context.skip_nonfinite.unwrap_or(0) {
+        if context.state.skipped_steps >= context.options.skip_nonfinite.unwrap_or(0) {
             return Err(context.find_cause(&step.batches, &buffers)?.into());
         }
         step.skip();

@@ -59,7 +59,7 @@ impl Validation {
         let mut samples = Vec::new();
         for batch in self.loader.epoch(0)? {
             let batch = batch?;
-            let _autocast = context.amp.autocast(device)?;
+            let _autocast = context.options.amp.autocast(device)?;
             let batch_totals = tch::no_grad(|| -> crate::error::Result<Tensor> {
                 let output = context.ddp.forward_t(&batch.inputs, false);
                 let loss = context.loss.of(&output, &batch.targets)?;

@@ -19,7 +19,7 @@ use crate::ffi::fork_rng;
 use crate::models::ModelConfig;
 use crate::optim::{AdamW, AdamWOptions, Optimizer, Schedule};
 use crate::process_group::{ProcessGroup, ReduceOp};
-use crate::trainer::{Loss, SaveEvery, Trainer};
+use crate::trainer::{Loss, SaveEvery, Trainer, TrainerOptions};
 
 /// Lesson 7 with a sampler that deals all samples to each of two ranks: the points that an epoch counts.
 pub(in super::super) fn sampler() -> anyhow::Result<Found> {
@@ -112,7 +112,7 @@ pub(in super::super) fn checkpoints() -> anyhow::Result<Found> {
         let mut trainer =
             Trainer::new(ddp, optimizer, Schedule::constant(0.01), loader, Loss::Mse)?
                 .checkpoints(dir.clone(), every, Default::default())
-                .max_steps(Some(STOP_AFTER));
+                .options(TrainerOptions { max_steps: Some(STOP_AFTER), ..Default::default() })?;
         Ok(trainer.train(3)?.steps)
     })?;
     let newest = CheckpointDir::newest_in(&path)?.context("the run has saved no checkpoint")?;

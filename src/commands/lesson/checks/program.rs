@@ -12,7 +12,6 @@ use crate::launch::SpawnError;
 use crate::operation::Operation;
 use crate::process_group::Backend;
 use crate::session::{StartPoint, Training, open_data};
-use crate::trainer::Trainer;
 
 /// The index of `weight[0][18]`, which `--explain` shows in the demo: the one with the largest gradient.
 const EXPLAINED: i64 = 18;
@@ -43,17 +42,14 @@ fn train(count: usize, config: Config) -> anyhow::Result<Result<Vec<Trained>, Bo
     let spawn = ranks(count).fault(config.launch.inject_fault);
     Ok(spawn.run(move |rank| {
         let group = rank.init_process_group(Backend::Threaded)?;
-        let Training { ddp, optimizer, schedule, generator, loader, .. } =
+        let training =
             Training::new(rank, &group, &config, &data.training, &StartPoint::default())?;
         let explained = |tensors: &[(String, tch::Tensor)]| {
             let weight = tensors.iter().find(|(name, _)| name == "weight");
             weight.map(|(_, weight)| weight.double_value(&[0, EXPLAINED])).context("no weight")
         };
-        let before = explained(&ddp.state_dict())?;
-        let mut trainer = Trainer::new(ddp, optimizer, schedule, loader, config.training.loss)?
-            .generator(generator)
-            .check_replicas(config.ddp.check_replicas_every)?
-            .max_steps(config.training.max_steps);
+        let before = explained(&training.ddp.state_dict())?;
+        let mut trainer = training.trainer(config.training.loss, config.trainer_options())?;
         let summary = trainer.train(config.training.max_epochs)?;
         let ddp = trainer.ddp();
         let backwards = summary.steps_now as f64;
