@@ -1,11 +1,10 @@
 //! The memory of parameters and gradients: flat buffers, of which buckets are ranges.
 
-use std::ops::Range;
 use std::rc::Rc;
 
 use tch::{Device, Kind, Tensor};
 
-use super::bucket::{self, Size};
+use super::bucket::{self, FlatContents, Size};
 use super::options::DdpOptions;
 use super::param_slot::{ParamSlot, cache_line_numel};
 use super::parameters::NamedTensor;
@@ -207,74 +206,80 @@ impl Layout {
         if are_new {
             self.allocate(order)?;
         }
-        let size = |&index: &usize| {
-            let slot = &self.slots[index];
-            Size { dtype: slot.tensor.kind(), num_bytes: slot.num_bytes() }
-        };
-        let sizes: Vec<Size> = order.iter().map(size).collect();
-        let mut buckets = Vec::new();
-        let mut spans: Vec<Vec<ParamSpan>> = vec![Vec::new(); self.num_flat];
-        let mut ends = vec![0; self.num_flat];
-        let mut ranges: Vec<Vec<Range<usize>>> = vec![Vec::new(); self.num_flat];
-        for places in bucket::assign(&sizes, &options.bucket_caps()) {
-            let dtype = sizes[places[0]].dtype;
-            let flat = self.buffers[..self.num_flat].iter();
-            let flat = flat.enumerate().find(|(_, buffer)| buffer.parameters.kind() == dtype);
-            let first = flat.map_or(0, |(buffer, _)| ends[buffer]);
-            let (mut numel, mut parameters) = (0, Vec::new());
-            let (mut gradients, mut shapes) = (Vec::new(), Vec::new());
-            for index in places.iter().map(|&place| order[place]) {
-                let slot = &mut self.slots[index];
-                slot.bucket = buckets.len();
-                let (name, shape) = (slot.name.clone(), slot.tensor.size());
-                let span = ParamSpan { name, index, start: numel, shape };
-                numel += slot.padded_numel();
-                match (slot.in_place_memory(), &flat) {
-                    (None, Some((buffer, _))) => {
-                        spans[*buffer].push(ParamSpan { start: ends[*buffer], ..span.clone() });
-                        ends[*buffer] += slot.padded_numel();
-                    }
-                    (gradient, _) => {
-                        gradients.extend(gradient);
-                        shapes.push(vec![slot.tensor.numel() as i64]);
-                    }
-                }
-                parameters.push(span);
-            }
-            if let Some((buffer, flat)) = flat
-                && ends[buffer] > first
-            {
-                ends[buffer] =
-                    first + (ends[buffer] - first).next_multiple_of(self.partition_multiple(dtype));
-                ranges[buffer].push(first..ends[buffer]);
-                let len = ends[buffer] - first;
-                let range = flat.gradients.f_narrow(0, first as i64, len as i64);
-                gradients.insert(0, range.doing("making the buckets")?);
-                shapes.insert(0, vec![len as i64]);
-            }
-            let shapes = join_shapes(shapes.into_iter());
-            buckets.push(Bucket {
-                gradients,
-                shapes,
-                concatenated: None,
-                dtype,
-                numel,
-                parameters,
-                pending: 0,
-                is_skipped: false,
-            });
+        let mut contents = vec![FlatContents::default(); self.num_flat];
+        let assigned = self.assigned(order, options);
+        let make = |indices: Vec<usize>| self.make_bucket(&indices, &mut contents);
+        self.buckets = assigned.into_iter().map(make).collect::<Result<_>>()?;
+        for (number, bucket) in self.buckets.iter().enumerate() {
+            bucket.parameters.iter().for_each(|span| self.slots[span.index].bucket = number);
         }
-        self.buckets = buckets;
-        tch::no_grad(|| self.move_to(&spans, are_new))?;
-        for ((buffer, spans), ranges) in self.buffers.iter().zip(spans).zip(ranges) {
-            let partitions =
-                self.partitioned_over.clone().map(|group| Partitions::new(group, ranges));
-            buffer.places.set(spans, partitions);
+        tch::no_grad(|| self.move_to(&contents, are_new))?;
+        for (buffer, FlatContents { spans, buckets }) in self.buffers.iter().zip(contents) {
+            let group = self.partitioned_over.clone();
+            buffer.places.set(spans, group.map(|group| Partitions::new(group, buckets)));
         }
         let shared = self.buffers.first().and_then(|buffer| buffer.places.shared());
         shared.map_or(Ok(()), |shared| self.share_parameters(&shared))?; // they have moved
         self.order = order.to_vec();
         Ok(())
+    }
+
+    /// Assigns the parameters to buckets in `order`. Returns the indices of the parameters of each bucket.
+    fn assigned(&self, order: &[usize], options: &DdpOptions) -> Vec<Vec<usize>> {
+        let size = |&index: &usize| {
+            let slot = &self.slots[index];
+            Size { dtype: slot.tensor.kind(), num_bytes: slot.num_bytes() }
+        };
+        let sizes: Vec<Size> = order.iter().map(size).collect();
+        let buckets = bucket::assign(&sizes, &options.bucket_caps()).into_iter();
+        buckets.map(|places| places.into_iter().map(|place| order[place]).collect()).collect()
+    }
+
+    /// Returns a bucket of the parameters with these `indices`, all of one dtype. Those that move into the dtype's flat
+    /// buffer are added to its `contents`.
+    fn make_bucket(&self, indices: &[usize], contents: &mut [FlatContents]) -> Result<Bucket> {
+        let dtype = self.slots[indices[0]].tensor.kind();
+        let (parameters, numel) = self.in_sequence(indices);
+        let (staying, moved): (Vec<usize>, Vec<usize>) =
+            indices.iter().partition(|&&index| self.slots[index].in_place_memory().is_some());
+        let mut gradients = Vec::new();
+        // Without a flat buffer of this dtype all its parameters stay.
+        let mut flat = self.buffers.iter().zip(contents);
+        if let Some((buffer, contents)) = flat.find(|(buffer, _)| buffer.parameters.kind() == dtype)
+        {
+            let (spans, numel) = self.in_sequence(&moved);
+            if let Some(range) = contents.add(spans, numel, self.partition_multiple(dtype)) {
+                let part = buffer.gradients.f_narrow(0, range.start as i64, range.len() as i64);
+                gradients.push(part.doing("making the buckets")?);
+            }
+        }
+        let mut lengths: Vec<Vec<i64>> = gradients.iter().map(Tensor::size).collect();
+        for slot in staying.into_iter().map(|index| &self.slots[index]) {
+            gradients.extend(slot.in_place_memory());
+            // Not the size of the gradient, which is empty until backward has computed it.
+            lengths.push(vec![slot.tensor.numel() as i64]);
+        }
+        Ok(Bucket {
+            gradients,
+            shapes: join_shapes(lengths.into_iter()),
+            concatenated: None,
+            dtype,
+            numel,
+            parameters,
+            pending: 0,
+            is_skipped: false,
+        })
+    }
+
+    /// Returns the places of the parameters with these `indices` in sequence, and the number of elements with the gaps.
+    fn in_sequence(&self, indices: &[usize]) -> (Vec<ParamSpan>, usize) {
+        let (mut spans, mut end) = (Vec::new(), 0);
+        for &index in indices {
+            let slot = &self.slots[index];
+            spans.push(slot.span(index, end));
+            end += slot.padded_numel();
+        }
+        (spans, end)
     }
 
     /// Returns the number of elements to a multiple of which each bucket is padded, so that its partitions are equal.
@@ -315,12 +320,10 @@ impl Layout {
             let Some(gradients) = slot.in_place_memory() else { continue };
             // In this order: a view would keep its base, and with it memory that `share_parameters` has replaced.
             let flat = slot.tensor.f_view(-1).and_then(|tensor| tensor.f_data());
-            let span =
-                ParamSpan { name: slot.name.clone(), index, start: 0, shape: slot.tensor.size() };
             self.buffers.push(FlatBuffer {
                 parameters: flat.doing("making the buckets")?,
                 gradients,
-                places: vec![span].into(),
+                places: vec![slot.span(index, 0)].into(),
             });
         }
         self.set_gradients(GradState::Cleared);
@@ -328,7 +331,7 @@ impl Layout {
     }
 
     /// Moves each parameter and its gradient to its span in the buffers, whose memory may be new and zero.
-    fn move_to(&mut self, spans: &[Vec<ParamSpan>], are_new: bool) -> Result<()> {
+    fn move_to(&mut self, contents: &[FlatContents], are_new: bool) -> Result<()> {
         let doing = "making the buckets";
         // Copies first, because new and old places of the gradients of different parameters may overlap.
         let copy = |slot: &ParamSlot| {
@@ -344,8 +347,8 @@ impl Layout {
             let fresh = parameters.f_zeros_like().doing(doing)?;
             parameters.f_set_data(&fresh).doing(doing)?;
         }
-        for (buffer, spans) in self.buffers.iter().zip(spans) {
-            for span in spans {
+        for (buffer, contents) in self.buffers.iter().zip(contents) {
+            for span in &contents.spans {
                 let slot = &mut self.slots[span.index];
                 let mut new_value = span.of(&buffer.parameters)?;
                 // `f_data` hides the view from autograd: `zero_grad` of tch's optimizers detaches gradients, which

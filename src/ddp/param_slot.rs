@@ -7,6 +7,7 @@ use tch::{Kind, Tensor};
 use super::parameters::NamedTensor;
 use crate::error::{Error, Result};
 use crate::ffi::{TorchResult, adopt_grad, move_grad, remove_grad, shares_memory};
+use crate::optim::ParamSpan;
 use crate::process_group::num_bytes;
 
 /// The size of a cache line in bytes.
@@ -80,6 +81,11 @@ impl ParamSlot {
 
     pub(super) fn num_bytes(&self) -> usize {
         num_bytes(self.tensor.kind(), self.tensor.numel())
+    }
+
+    /// Returns the parameter's place from element `start` on. `index` is its own.
+    pub(super) fn span(&self, index: usize, start: usize) -> ParamSpan {
+        ParamSpan { name: self.name.clone(), index, start, shape: self.tensor.size() }
     }
 
     /// Returns the number of elements that the parameter takes in its buffer, with the gap behind it.
