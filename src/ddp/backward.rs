@@ -107,7 +107,7 @@ pub(super) fn run(
             "backward has no model to average; name at least one".into(),
         ));
     };
-    if models.len() > 1 && models.iter().any(|model| model.reducer().is_joining()) {
+    if models.len() > 1 && models.iter().any(|model| model.reducer().state().joining.is_some()) {
         return Err(Error::Unsupported(
             "backward cannot average several models within join: a rank that has run out of inputs takes part in \
              the steps of one model; give every rank the same number of batches"
@@ -140,13 +140,13 @@ fn run_all(
         let (reducer, averages) = (model.reducer(), model.averages());
         overlaps &= !averages || reducer.overlaps();
         let turn = if averages { turns.following() } else { Turn::default() };
-        reducer.begin(averages, overlaps, turn, call_site)?;
+        reducer.state().begin(averages, overlaps, turn, call_site)?;
     }
     let backward = ffi::run_backward(loss, options.retain_graph);
     // A hook's error takes precedence: it is the cause if backward failed too.
     all().try_for_each(Reducer::end_of_autograd)?;
     backward?;
-    all().try_for_each(Reducer::take_gradients)?;
+    all().try_for_each(|reducer| reducer.state().take_gradients())?;
     averaged().try_for_each(Reducer::reduce_rest)?;
     averaged().try_for_each(Reducer::finish)
 }
@@ -168,7 +168,9 @@ fn weigh(loss: &Tensor, models: &[&dyn Averaged], samples: f64) -> Result<Tensor
             ));
         }
     }
-    models.iter().try_for_each(|model| model.reducer().add_samples(samples, model.averages()))?;
+    for model in models {
+        model.reducer().state().add_samples(samples, model.averages())?;
+    }
     match weight {
         Some(factor) if factor != 1.0 => loss.f_mul_scalar(factor).doing("weighting the loss"),
         _ => Ok(loss.shallow_clone()),

@@ -29,13 +29,13 @@ impl<M> DistributedDataParallel<M> {
             first.ok_or_else(|| Error::InvalidInput("the model has no parameters".into()))?;
         let local = first.tensor.f_detach().and_then(|tensor| tensor.f_zeros_like());
         let local = local.doing("zeros_like")?;
-        self.reducer.set_probe(Some(local.shallow_clone()));
+        self.reducer.state().layout.probe = Some(local.shallow_clone());
         let (name, parameter) = (first.name.clone(), first.tensor.shallow_clone());
         Ok(GradProbe { name, parameter, local })
     }
 
     /// Stops copying.
     pub(crate) fn stop_probe(&self) {
-        self.reducer.set_probe(None);
+        self.reducer.state().layout.probe = None;
     }
 }

@@ -56,9 +56,9 @@ impl<M> DistributedDataParallel<M> {
         train: impl FnOnce(&mut Self) -> anyhow::Result<T>,
     ) -> anyhow::Result<T> {
         refuse_joint_step(&self.reducer.options)?;
-        self.reducer.set_joining(Some(options));
+        self.reducer.state().joining = Some(options);
         let result = train(self);
-        self.reducer.set_joining(None);
+        self.reducer.state().joining = None;
         let result = result?;
         let last = self.reducer.shadow_until_all_joined(options)?;
         self.sync_module_states(last)?;
@@ -78,7 +78,7 @@ impl Reducer {
                 break;
             }
             is_last = false;
-            self.shadow(active, options)?;
+            self.state().shadow(active, options, &self.options)?;
         }
         let mine = if is_last { group.rank() as i64 } else { -1 };
         Ok(all_reduce_number(&group, mine, ReduceOp::Max)?.max(0) as usize)

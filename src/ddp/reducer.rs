@@ -1,28 +1,22 @@
 //! [`Reducer`]: averages gradients over the ranks, bucket by bucket, during backward or after it.
 
-use std::cell::RefCell;
+use std::cell::{RefCell, RefMut};
 use std::ffi::CStr;
 use std::fmt;
 use std::rc::Rc;
-use std::time::Duration;
 
 use tch::{Device, Tensor};
 
-use super::active_ranks::{Active, JoinOptions};
 use super::comm_hooks::{CommHook, average};
 use super::layout::{Bucket, Layout};
-use super::model_order::Turn;
 use super::options::DdpOptions;
 use super::parameters::NamedTensor;
 use super::reducer_state::ReducerState;
-use super::statistics::BackwardTimings;
 use super::weight::Weight;
 use crate::error::{Error, Result};
 use crate::ffi::GradHooks;
-use crate::optim::{FlatBuffer, SharedModel};
+use crate::optim::SharedModel;
 use crate::process_group::{ProcessGroup, num_bytes};
-use crate::records::Parameter;
-use crate::runtime::CallSite;
 
 /// The error for a backward outside of `ddp.backward`, after which the ranks would diverge silently.
 const BACKWARD_BYPASSED: &CStr =
@@ -71,9 +65,14 @@ impl Reducer {
         Ok(Self { state, hooks, options })
     }
 
+    /// Returns the state. The guard must be dropped before autograd runs, because the hooks borrow the state too.
+    pub(super) fn state(&self) -> RefMut<'_, ReducerState> {
+        self.state.borrow_mut()
+    }
+
     /// Makes the parameters of all ranks of this process the same memory. A collective.
     pub(super) fn share_parameters(&self) -> Result<()> {
-        let mut state = self.state.borrow_mut();
+        let mut state = self.state();
         if state.group.is_stream_ordered() {
             return one_rank_per_gpu(&state.group);
         }
@@ -83,17 +82,8 @@ impl Reducer {
         Ok(())
     }
 
-    pub(super) fn flat_buffers(&self) -> Vec<FlatBuffer> {
-        self.state.borrow().layout.flat_buffers()
-    }
-
-    /// Returns whether each rank keeps a part of the optimizer's state only.
-    pub(super) fn partitions_optimizer(&self) -> bool {
-        self.state.borrow().layout.is_partitioned()
-    }
-
     pub(super) fn zero_grad(&self) -> Result<()> {
-        let state = &mut *self.state.borrow_mut();
+        let state = &mut *self.state();
         state.weight = None;
         state.layout.zero_grad()
     }
@@ -103,17 +93,13 @@ impl Reducer {
         self.state.borrow().layout.buckets.iter().map(bytes).collect()
     }
 
-    pub(super) fn parameter_places(&self) -> Vec<Parameter> {
-        self.state.borrow().layout.parameter_places()
-    }
-
     /// Makes the collectives of a step once, if they are launched on a GPU. All gradients must be zero; they stay so. A
     /// collective.
     ///
     /// NCCL connects and allocates memory at the first call of each algorithm, which follows from the operation and the
     /// size.
     pub(super) fn warm_up(&self) -> Result<()> {
-        let ReducerState { layout, group, reduce_path, .. } = &mut *self.state.borrow_mut();
+        let ReducerState { layout, group, reduce_path, .. } = &mut *self.state();
         if !group.is_stream_ordered() {
             return Ok(());
         }
@@ -133,7 +119,7 @@ impl Reducer {
 
     /// Registers `hook` for averaging; only one can be registered.
     pub(super) fn set_comm_hook(&self, hook: Box<dyn CommHook>) -> Result<()> {
-        let mut state = self.state.borrow_mut();
+        let mut state = self.state();
         if let Some(known) = &state.comm_hook {
             return Err(Error::InvalidInput(format!(
                 "the communication hook `{}` cannot be registered: `{}` is already registered, and a model has one; \
@@ -146,31 +132,8 @@ impl Reducer {
         Ok(())
     }
 
-    /// Sets the storage for this rank's own gradient of the first parameter; `None` for no probe.
-    pub(super) fn set_probe(&self, local: Option<Tensor>) {
-        self.state.borrow_mut().layout.probe = local;
-    }
-
-    pub(super) fn times(&self) -> BackwardTimings {
-        self.state.borrow().times
-    }
-
-    /// Returns the time that the last backward took to complete each bucket; `None` for a bucket that lacked a
-    /// gradient.
-    pub(super) fn bucket_times(&self) -> Vec<Option<Duration>> {
-        self.state.borrow().bucket_times.clone()
-    }
-
     pub(super) fn group(&self) -> Rc<ProcessGroup> {
         self.state.borrow().group.clone()
-    }
-
-    pub(super) fn is_joining(&self) -> bool {
-        self.state.borrow().joining.is_some()
-    }
-
-    pub(super) fn set_joining(&self, joining: Option<JoinOptions>) {
-        self.state.borrow_mut().joining = joining;
     }
 
     /// Returns the factor for the loss of a batch of `samples` samples.
@@ -183,17 +146,12 @@ impl Reducer {
         Ok(state.weight.unwrap_or_default().factor(samples))
     }
 
-    /// Adds the samples of a batch to the weight of this step.
-    pub(super) fn add_samples(&self, samples: f64, averages: bool) -> Result<()> {
-        self.state.borrow_mut().add_samples(samples, averages)
-    }
-
     /// Sets the weight of a whole step of `samples` samples, whose losses are already multiplied.
     ///
     /// # Errors
     /// [`Error::InvalidInput`] if a backward with this weight is not possible.
     pub(super) fn set_samples(&self, samples: f64, averages: bool) -> Result<()> {
-        let mut state = self.state.borrow_mut();
+        let mut state = self.state();
         state.check_weight(samples, averages)?;
         state.weight = Some(Weight::whole(samples));
         Ok(())
@@ -209,33 +167,17 @@ impl Reducer {
         overlap.unwrap_or_else(pays) && !self.options.skip_all_reduce_unused_params
     }
 
-    /// Prepares for the gradients of a backward that was called at `call_site`.
-    pub(super) fn begin(
-        &self,
-        averages: bool,
-        overlaps: bool,
-        turn: Turn,
-        call_site: CallSite,
-    ) -> Result<()> {
-        self.state.borrow_mut().begin(averages, overlaps, turn, call_site)
-    }
-
     /// Returns the error of a hook, if any. No hook runs after this.
     pub(super) fn end_of_autograd(&self) -> Result<()> {
         self.hooks.resume_panic();
-        let mut state = self.state.borrow_mut();
+        let mut state = self.state();
         state.leave_autograd();
         state.error.take().map_or(Ok(()), Err)
     }
 
-    /// Takes all gradients, and zeros for those that backward has not computed.
-    pub(super) fn take_gradients(&self) -> Result<()> {
-        self.state.borrow().take_gradients()
-    }
-
     /// Reduces the buckets that were not reduced during autograd.
     pub(super) fn reduce_rest(&self) -> Result<()> {
-        let mut state = self.state.borrow_mut();
+        let mut state = self.state();
         state.record_overlap();
         let result = state.reduce_rest(&self.options);
         drop(state);
@@ -245,7 +187,7 @@ impl Reducer {
 
     /// Waits for the reductions and ends the step.
     pub(super) fn finish(&self) -> Result<()> {
-        let mut state = self.state.borrow_mut();
+        let mut state = self.state();
         state.finish(&self.options)?;
         let (began, _) = state.began;
         state.times.total += began.elapsed();
@@ -255,17 +197,12 @@ impl Reducer {
 
     /// Waits for reductions that still use the gradients, after a failure.
     pub(super) fn give_up(&self) {
-        let mut state = self.state.borrow_mut();
+        let mut state = self.state();
         state.leave_autograd();
         // The wait ends: either the other ranks take part in these reductions, or the run ends. The error is already
         // known.
         let ReducerState { reduce_path, group, .. } = &mut *state;
         let _ = reduce_path.wait(group);
-    }
-
-    /// Takes part with zero gradients in a step of the `active` ranks.
-    pub(super) fn shadow(&self, active: Active, join: JoinOptions) -> Result<()> {
-        self.state.borrow_mut().shadow(active, join, &self.options)
     }
 }
 

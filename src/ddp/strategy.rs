@@ -95,7 +95,7 @@ impl<M> Strategy<M> {
     /// Returns whether each rank keeps a part of the optimizer's state only: [`zero`](super::DdpOptions::zero).
     pub(crate) fn partitions_optimizer(&self) -> bool {
         match self {
-            Strategy::Ddp(ddp) => ddp.reducer.partitions_optimizer(),
+            Strategy::Ddp(ddp) => ddp.reducer.state().layout.is_partitioned(),
             Strategy::Dp(_) => false,
         }
     }
@@ -172,16 +172,20 @@ impl<M> Strategy<M> {
         either!(self, statistics())
     }
 
-    /// Calls [`DistributedDataParallel::bucket_times`]; returns an empty list with [`DataParallel`].
+    /// Returns the time from the start of the last backward to the completion of each bucket, without reductions; on a
+    /// GPU, the time to launch it. `None` for a bucket that lacked a gradient. Empty with [`DataParallel`].
     pub(crate) fn bucket_times(&self) -> Vec<Option<Duration>> {
         match self {
-            Strategy::Ddp(ddp) => ddp.bucket_times(),
+            Strategy::Ddp(ddp) => ddp.reducer.state().bucket_times.clone(),
             Strategy::Dp(_) => Vec::new(),
         }
     }
 
     /// Returns each parameter with its bucket, in the order in which hooks number them.
     pub(crate) fn parameter_places(&self) -> Vec<Parameter> {
-        either!(self, parameter_places())
+        match self {
+            Strategy::Ddp(ddp) => ddp.reducer.state().layout.parameter_places(),
+            Strategy::Dp(dp) => dp.parameter_places(),
+        }
     }
 }

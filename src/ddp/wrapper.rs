@@ -4,7 +4,6 @@ use std::fmt;
 use std::ops::Deref;
 use std::panic::Location;
 use std::rc::Rc;
-use std::time::Duration;
 
 use tch::Tensor;
 use tch::nn::VarStore;
@@ -23,7 +22,6 @@ use crate::error::{Error, Result};
 use crate::ffi::remove_grad;
 use crate::optim::{FlatBuffer, average_gradients, clip_grad_norm};
 use crate::process_group::ProcessGroup;
-use crate::records::Parameter;
 
 /// A model that all ranks train together. Each rank has a replica, and gradients are averaged.
 ///
@@ -144,20 +142,9 @@ impl<M> DistributedDataParallel<M> {
         self.reducer.set_comm_hook(hook)
     }
 
-    /// Returns each parameter with its bucket, in the order in which hooks number them.
-    pub(crate) fn parameter_places(&self) -> Vec<Parameter> {
-        self.reducer.parameter_places()
-    }
-
-    /// Returns the time from the start of the last backward to the completion of each bucket, without reductions; on a
-    /// GPU, the time to launch it. `None` for a bucket that lacked a gradient.
-    pub(crate) fn bucket_times(&self) -> Vec<Option<Duration>> {
-        self.reducer.bucket_times()
-    }
-
     /// Returns statistics over every [`backward`](Self::backward) so far that averaged.
     pub fn statistics(&self) -> DdpStatistics {
-        let times = self.reducer.times();
+        let times = self.reducer.state().times;
         let statistics = DdpStatistics::new(times, self.reducer.bucket_bytes());
         match self.group().gpu_seconds().filter(|gpu| gpu.side_streams > 0.0) {
             Some(gpu) => DdpStatistics {
@@ -173,7 +160,7 @@ impl<M> DistributedDataParallel<M> {
     /// Returns parameters and gradients as flat buffers for an optimizer: one per dtype, and one for each large parameter
     /// whose gradient stays where autograd puts it. Buckets are made of ranges of these buffers.
     pub fn flat_buffers(&self) -> Vec<FlatBuffer> {
-        self.reducer.flat_buffers()
+        self.reducer.state().layout.flat_buffers()
     }
 
     /// Removes all gradients, as PyTorch's `zero_grad` does by default (`set_to_none`). Until the next
@@ -322,7 +309,7 @@ impl<M> Sealed for DistributedDataParallel<M> {
     }
 
     fn broadcast_buffers(&self) -> Result<()> {
-        let is_due = self.options.broadcast_buffers && !self.reducer.is_joining();
+        let is_due = self.options.broadcast_buffers && self.reducer.state().joining.is_none();
         if is_due { sync_buffers(&self.tensors, &self.group, 0) } else { Ok(()) }
     }
 }
