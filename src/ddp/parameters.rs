@@ -109,12 +109,10 @@ fn compare(tensors: &[NamedTensor], options: &DdpOptions, group: &ProcessGroup) 
     let compared = tensors.iter().filter(|tensor| !tensor.is_ignored);
     let described = compared.map(NamedTensor::describe);
     let mine: Vec<String> = std::iter::once(options.clone()).chain(described).collect();
-    let theirs = broadcast_text(&mine.join("\n"), group)?;
-    let theirs: Vec<&str> = theirs.lines().collect();
+    let mut theirs = mine.clone();
+    group.broadcast_object_list(&mut theirs, 0)?;
     let count = theirs.len().max(mine.len());
-    let first_difference =
-        (0..count).find(|&i| mine.get(i).map(String::as_str) != theirs.get(i).copied());
-    let Some(at) = first_difference else { return Ok(()) };
+    let Some(at) = (0..count).find(|&i| mine.get(i) != theirs.get(i)) else { return Ok(()) };
     if at == 0 {
         return Err(Error::ModelMismatch(format!(
             "rank 0 has {}, rank {} has {options}",
@@ -123,31 +121,17 @@ fn compare(tensors: &[NamedTensor], options: &DdpOptions, group: &ProcessGroup) 
         )));
     }
     let side =
-        |tensor: Option<&str>| tensor.map_or("nothing".into(), |tensor| format!("({tensor})"));
+        |tensor: Option<&String>| tensor.map_or("nothing".into(), |tensor| format!("({tensor})"));
     Err(Error::ModelMismatch(format!(
         "at tensor {} (of {} on rank 0, {} on rank {}) rank 0 has {}, rank {} has {}",
         at - 1,
         theirs.len() - 1,
         mine.len() - 1,
         group.rank(),
-        side(theirs.get(at).copied()),
+        side(theirs.get(at)),
         group.rank(),
-        side(mine.get(at).map(String::as_str)),
+        side(mine.get(at)),
     )))
-}
-
-/// Returns rank 0's `text` on every rank.
-fn broadcast_text(text: &str, group: &ProcessGroup) -> Result<String> {
-    let doing = "exchanging the models' descriptions";
-    let mut length = group.to_device(&Tensor::from_slice(&[text.len() as i64]))?;
-    group.broadcast(&mut length, 0)?;
-    let length = group.to_host(&length)?.f_int64_value(&[0]).doing(doing)?;
-    let mut bytes = text.as_bytes().to_vec();
-    bytes.resize(length as usize, 0);
-    let mut bytes = group.to_device(&Tensor::from_slice(&bytes))?;
-    group.broadcast(&mut bytes, 0)?;
-    let bytes = Vec::<u8>::try_from(group.to_host(&bytes)?).doing(doing)?;
-    Ok(String::from_utf8_lossy(&bytes).into_owned())
 }
 
 /// Returns all tensors of `vs` by name, as views: those of PyTorch's `state_dict`. The order is the same on all ranks.
