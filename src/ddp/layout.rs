@@ -235,8 +235,8 @@ impl Layout {
         buckets.map(|places| places.into_iter().map(|place| order[place]).collect()).collect()
     }
 
-    /// Returns a bucket of the parameters with these `indices`, all of one dtype. Those that move into the dtype's flat
-    /// buffer are added to its `contents`.
+    /// Returns a bucket of the parameters with these `indices`, all of one dtype. `contents` has an entry for each
+    /// flat buffer: the parameters that move into the buffer of this dtype are added to its entry.
     fn make_bucket(&self, indices: &[usize], contents: &mut [FlatContents]) -> Result<Bucket> {
         let dtype = self.slots[indices[0]].tensor.kind();
         let (parameters, numel) = self.in_sequence(indices);

@@ -83,7 +83,7 @@ impl ParamSlot {
         num_bytes(self.tensor.kind(), self.tensor.numel())
     }
 
-    /// Returns the parameter's place from element `start` on. `index` is its own.
+    /// Returns the parameter's place if it starts at element `start`. `index` is the parameter's own number.
     pub(super) fn span(&self, index: usize, start: usize) -> ParamSpan {
         ParamSpan { name: self.name.clone(), index, start, shape: self.tensor.size() }
     }

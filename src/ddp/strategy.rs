@@ -57,7 +57,7 @@ macro_rules! either {
 }
 
 impl<M> Strategy<M> {
-    /// Returns whether all ranks average their gradients, and each makes the same step.
+    /// Returns whether this is [`DistributedDataParallel`], with which every rank has the averaged gradients.
     pub(crate) fn is_ddp(&self) -> bool {
         matches!(self, Strategy::Ddp(_))
     }

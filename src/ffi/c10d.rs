@@ -314,9 +314,9 @@ impl GlooHandle {
     }
 }
 
-/// The report of the end of an operation: its name, and the channels.
+/// The channels on which the end of an operation is reported, and its name.
 pub(super) struct GlooEnd {
-    /// The operation, for its error.
+    /// The operation's name, for its error.
     pub doing: &'static str,
     pub result: Sender<crate::error::Result<()>>,
     /// A clone of the group's sender. Its channel closes when all operations have ended.

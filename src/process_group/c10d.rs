@@ -356,8 +356,8 @@ impl ProcessGroupGloo {
 
     /// Runs an operation, and waits for its end.
     fn run(&self, operation: GlooOperation, call: GlooCall<'_>) -> Result<()> {
-        let gone = Error::Gloo { doing: operation.into(), reason: "it is gone".into() };
-        self.0.start(operation, call)?.recv().unwrap_or(Err(gone))
+        let gone = |_| Err(Error::Gloo { doing: operation.into(), reason: "it is gone".into() });
+        self.0.start(operation, call)?.recv().unwrap_or_else(gone)
     }
 
     fn reduction(&self, operation: Operation, op: ReduceOp, tensor: &Tensor) -> Result<Reduce> {

@@ -87,7 +87,9 @@ impl<M: ModuleT> Trainer<M> {
     pub fn options(mut self, mut options: TrainerOptions) -> Result<Self> {
         options.check(self.context.ddp.is_ddp())?;
         options.accumulate = options.accumulate.max(1);
-        self.context.scaler = options.amp.grad_scaler(&self.context.ddp)?;
+        if options.amp != self.context.options.amp {
+            self.context.scaler = options.amp.grad_scaler(&self.context.ddp)?;
+        }
         let stopping = options.patience.map(|patience| EarlyStopping { patience: patience.max(1) });
         self.callbacks.set(Order::EarlyStopping, stopping);
         let check = options.check_replicas.map(|every| ReplicaCheck { every: every.max(1) });
@@ -126,7 +128,7 @@ impl<M: ModuleT> Trainer<M> {
     /// are compared. Training ends with [`Error::ReplicasDiverged`] if they differ, so the newest checkpoint holds
     /// equal replicas.
     ///
-    /// `options` is stored as [`TrainerState::options`]. A program that resumes can compare it with its own options, as
+    /// `options`, other than [`TrainerOptions`], are only stored, as [`TrainerState::options`]. A program that resumes can compare it with its own options, as
     /// `ddp-mp` does. [`resume`](Self::resume) itself compares only parameters, optimizer, number of samples and batch
     /// size.
     #[must_use]

@@ -8,7 +8,7 @@ use crate::error::{Error, Result, Shown};
 
 impl<M: ModuleT> Trainer<M> {
     /// Resumes from `checkpoint`, at the sample after the last one seen. Call on all ranks, with models from
-    /// [`Checkpoint::load_model`], after [`amp`](Self::amp) and [`checkpoints`](Self::checkpoints). A collective.
+    /// [`Checkpoint::load_model`], after [`options`](Self::options) and [`checkpoints`](Self::checkpoints). A collective.
     ///
     /// The run continues as if it had never ended if the number of ranks is the same. Otherwise the rest of the epoch's
     /// samples is divided among the present ranks.

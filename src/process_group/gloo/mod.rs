@@ -139,7 +139,7 @@ impl GlooBackend {
         });
         self.slot.on_leader(call.at(), || {
             let staged = network.staging_tensor(call.kind, size)?;
-            network.finish(&network.add_up(call, &staged, || self.slot.describe())?)
+            network.finish(&network.add_up(call, &staged, || self.slot.call_text())?)
         })?;
         let sum = self.packer.network.places().0;
         self.on_local_ranks(|packer, slot| {
@@ -164,7 +164,7 @@ impl GlooBackend {
         }
         let network = &self.packer.network;
         let started =
-            self.slot.report_failure(network.add_up(call, tensor, || self.slot.describe()))?;
+            self.slot.report_failure(network.add_up(call, tensor, || self.slot.call_text()))?;
         let in_flight = InFlight { network: network.clone(), started };
         let size = num_bytes(call.kind, tensor.numel()) as u64;
         self.traffic = Traffic { sent: size, received: size };
@@ -217,7 +217,7 @@ impl RankBackend for GlooBackend {
             unsafe { packer.pack(slot, process_map, call, &parts, sliced) }
         });
         self.slot
-            .on_leader(call.at(), || network.exchange(call, &parts, 0, || self.slot.describe()))?;
+            .on_leader(call.at(), || network.exchange(call, &parts, 0, || self.slot.call_text()))?;
         self.traffic = parts.traffic(process_map);
         let mut sources = sources(&self.packer.network, &parts, 0);
         if sliced {

@@ -194,7 +194,7 @@ pub(crate) struct Reduction<'a> {
     pub factors: &'a [f64],
 }
 
-/// The lists of one rank's reductions, which each of them reuses, to avoid allocating.
+/// The lists for a rank's reductions. Every reduction reuses them, to avoid allocating.
 #[derive(Debug, Default)]
 pub(crate) struct ReductionScratch {
     pub inputs: Vec<*mut u8>,

@@ -129,7 +129,7 @@ pub(crate) enum MessageEnd {
 }
 
 impl Completion {
-    /// Creates one for the calling thread.
+    /// Creates the completion of a message for which the calling thread may wait.
     pub(crate) fn new() -> Arc<Self> {
         let (outcome, waiter) = (OnceLock::new(), thread::current());
         Arc::new(Self { outcome, waiter, carrier: OnceLock::new() })

@@ -30,8 +30,11 @@ impl CallSlot {
         self.barrier().run().check(self.global_rank())
     }
 
-    /// Reports a failure as soon as it is found, even if the caller ignores it. Other ranks may wait for this one without
-    /// a timeout, and this rank could take part in the wrong exchanges.
+    /// Reports the failure in `result`, if it is one, to the run. Returns `result`; if another rank has failed before,
+    /// returns that failure and reports nothing.
+    ///
+    /// The report is made at once: other ranks may wait for this one without a timeout, and the caller may ignore the
+    /// error and take part in the wrong exchanges.
     pub(crate) fn report_failure<T>(&self, result: Result<T>) -> Result<T> {
         if let Err(error) = &result {
             self.check()?; // a failure of another rank is not this rank's
@@ -40,7 +43,8 @@ impl CallSlot {
         result
     }
 
-    /// Runs `work` on the process's first rank. All ranks of the process return once it is done.
+    /// Runs `work` on the process's first rank. All ranks of the process must call it, and return once it is done. If
+    /// `work` fails, the first rank returns its error; the report of it ends the wait of the others.
     pub(crate) fn on_leader(&self, at: OpId, work: impl FnOnce() -> Result<()>) -> Result<()> {
         if self.rank() == 0 {
             self.report_failure(work())?;
@@ -49,14 +53,14 @@ impl CallSlot {
         self.barrier().wait_at_most(self.rank(), at, Duration::MAX)
     }
 
-    /// Returns the weight of each rank of this process in the call that they have exchanged, and the number 1: each is the
-    /// mean of one rank.
+    /// Returns the weight of each rank of this process in the call that they have exchanged, with the number of ranks that
+    /// it stands for: 1.
     pub(crate) fn weights(&self) -> impl Iterator<Item = (f64, usize)> + Clone {
         self.published().map(|call| (call.weight.unwrap_or(0.0), 1))
     }
 
     /// Returns the call that this process's ranks have exchanged as text for other processes.
-    pub(crate) fn describe(&self) -> String {
+    pub(crate) fn call_text(&self) -> String {
         to_text(self.published())
     }
 }

@@ -189,7 +189,7 @@ impl NcclBackend {
         if let Some(network) = self.elsewhere().filter(|_| compares) {
             self.slot.on_leader(call.at(), || {
                 let mean = call.weight.map(|_| weights::mean(self.slot.weights()));
-                network.compare(call, mean, || self.slot.describe())
+                network.compare(call, mean, || self.slot.call_text())
             })?;
         }
         self.weigh(call)
