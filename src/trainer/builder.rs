@@ -128,9 +128,9 @@ impl<M: ModuleT> Trainer<M> {
     /// are compared. Training ends with [`Error::ReplicasDiverged`] if they differ, so the newest checkpoint holds
     /// equal replicas.
     ///
-    /// `options`, other than [`TrainerOptions`], are only stored, as [`TrainerState::options`]. A program that resumes can compare it with its own options, as
-    /// `ddp-mp` does. [`resume`](Self::resume) itself compares only parameters, optimizer, number of samples and batch
-    /// size.
+    /// `options` is stored as [`TrainerState::options`], and sets nothing, unlike [`TrainerOptions`]. A program that
+    /// resumes can compare it with its own options, as `ddp-mp` does. [`resume`](Self::resume) itself compares only
+    /// parameters, optimizer, number of samples and batch size.
     #[must_use]
     pub fn checkpoints(
         mut self,
