@@ -99,8 +99,7 @@
 //!
 //! | module | what happens there |
 //! |---|---|
-//! | `main` | parse, resolve, load CUDA, run, exit code |
-//! | `cli` | the command line, its help and its mistakes |
+//! | [`app`] | the command line, its help and its mistakes; the commands and the exit code |
 //! | [`commands`] | `train` puts the pieces together; `comm`, `bench`, `verify`, `sample`, `sampler`, `replay`, `env`, `lesson`, `new`, `completions`, `man` |
 //! | `session` | what commands share: joining the launch, where a run starts, its files, its summary |
 //! | [`config`] | what can be said: defaults, then a file, then flags |
@@ -139,6 +138,8 @@
 
 #![cfg_attr(not(feature = "cli"), allow(dead_code, unused_imports))] // what only the command line uses
 
+#[cfg(feature = "cli")]
+pub mod app;
 pub mod checkpoint;
 #[cfg(feature = "cli")]
 pub mod commands;

@@ -6,16 +6,11 @@ use std::fs;
 use std::os::unix::ffi::OsStringExt;
 use std::sync::Mutex;
 
-use clap::{Arg, Command, CommandFactory};
+use clap::{Arg, Command};
+use ddp_mp::app;
 use ddp_mp::config::options_with_other_names;
 
 use crate::harness::{in_parallel, program, run_command, some_of};
-
-#[allow(dead_code, unused_imports)] // the program uses the rest
-#[path = "../src/cli/mod.rs"]
-mod command_line;
-
-use command_line::Cli;
 
 /// What a flag takes, by the name of its value in the help.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -110,7 +105,7 @@ impl Takes {
 /// A command, what it needs beside a flag that is tried, and its flags.
 fn commands() -> Vec<(Vec<&'static str>, Vec<&'static str>, Command)> {
     const FEW: [&str; 3] = ["--nproc-per-node=1", "--num-samples=64", "--max-steps=1"];
-    let all = Cli::command();
+    let all = app::command();
     let sub = |path: &[&str]| {
         path.iter()
             .fold(all.clone(), |command, name| command.find_subcommand(name).unwrap().clone())
@@ -173,7 +168,7 @@ struct Case {
 fn cases(of: fn(Takes) -> &'static [&'static str]) -> Vec<Case> {
     let mut cases = Vec::new();
     let training: Vec<String> =
-        Cli::command().get_arguments().map(|argument| argument.get_id().to_string()).collect();
+        app::command().get_arguments().map(|argument| argument.get_id().to_string()).collect();
     for (path, base, command) in commands() {
         for argument in command.get_arguments() {
             let Some(flag) = argument.get_long() else { continue };
@@ -201,17 +196,7 @@ fn cases(of: fn(Takes) -> &'static [&'static str]) -> Vec<Case> {
 /// What is said before anything is run: an error, unless the flags are accepted.
 fn said(args: impl IntoIterator<Item = OsString>) -> Option<String> {
     let args = ["ddp-mp".into()].into_iter().chain(args);
-    let cli = match command_line::parse(args) {
-        Ok(cli) => cli,
-        Err(error) => {
-            assert_eq!(error.exit_code(), 2);
-            return Some(error.to_string());
-        }
-    };
-    if cli.command.is_some() {
-        return None;
-    }
-    match cli.train.resolve() {
+    match app::config_of(args) {
         Ok(_) => None,
         Err(ddp_mp::Error::InvalidInput(text)) => Some(text),
         Err(other) => panic!("no wrong input: {other}"),

@@ -3,7 +3,8 @@
 use std::path::PathBuf;
 
 use clap::Args;
-use ddp_mp::config::{Config, Given, InShortHelp, Tool};
+
+use crate::config::{Config, Given, InShortHelp, Tool};
 
 /// The options of a run, and a file of them.
 #[derive(Debug, Args)]
@@ -17,12 +18,12 @@ pub(crate) struct TrainFlags {
 
 impl TrainFlags {
     /// Returns the configuration of these flags over the file over the defaults.
-    pub(crate) fn resolve(&self) -> ddp_mp::Result<Config> {
+    pub(crate) fn resolve(&self) -> crate::error::Result<Config> {
         Config::resolve(self.config.as_deref(), &self.given)
     }
 
     /// Returns the configuration for `tool`, which refuses some flags.
-    pub(crate) fn resolve_for(&self, tool: Tool) -> ddp_mp::Result<Config> {
+    pub(crate) fn resolve_for(&self, tool: Tool) -> crate::error::Result<Config> {
         self.given.check_for(tool)?;
         self.resolve()
     }

@@ -1,10 +1,10 @@
 //! The flags of `bench` with its subcommands, of `verify`, and of `env`.
 
 use clap::{Args, Subcommand};
-use ddp_mp::commands::{BenchFlags, MOST_STEPS, SimulatedCluster};
-use ddp_mp::config::{InShortHelp, whole};
 
 use super::TrainFlags;
+use crate::commands::{BenchFlags, MOST_STEPS, SimulatedCluster};
+use crate::config::{InShortHelp, whole};
 
 /// The flags of `bench`: a collective, or a subcommand.
 #[derive(Debug, Args)]

@@ -7,12 +7,12 @@ mod train;
 use std::ffi::OsString;
 
 use clap::{Arg, CommandFactory, FromArgMatches, Parser, Subcommand};
-use ddp_mp::commands::{
+
+use crate::commands::{
     CommFlags, CompletionsFlags, LessonFlags, ManFlags, NewFlags, ReplayFlags, SampleFlags,
     SamplerFlags,
 };
-use ddp_mp::config::InShortHelp;
-
+use crate::config::InShortHelp;
 pub(crate) use tools::{Bench, BenchCommand, EnvFlags, ScalingFlags, StepFlags, VerifyFlags};
 pub(crate) use train::TrainFlags;
 
@@ -74,7 +74,7 @@ fn with_short_help(command: clap::Command) -> clap::Command {
 }
 
 /// Returns the declaration of the command line, with its help.
-pub(crate) fn command() -> clap::Command {
+pub fn command() -> clap::Command {
     // A negative number is a wrong value, and not an unknown flag.
     let negative = |arg: Arg| {
         let takes_value = arg.get_num_args().is_none_or(|range| range.takes_values());
@@ -126,7 +126,7 @@ fn quiet_after_command(command: &clap::Command, args: &mut [OsString]) {
 
 #[cfg(test)]
 mod tests {
-    use ddp_mp::config::Config;
+    use crate::config::Config;
 
     use super::*;
 

@@ -5,7 +5,8 @@ use std::ffi::OsString;
 use clap::builder::StyledStr;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Command, Error};
-use ddp_mp::config::option_of_other_name;
+
+use crate::config::option_of_other_name;
 
 /// Refuses an argument that is not UTF-8: neither a configuration nor a message could hold it. Names the flag it
 /// belongs to.
