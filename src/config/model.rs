@@ -2,12 +2,15 @@
 
 use clap::Args;
 use serde::Serialize;
+use tch::Device;
+use tch::nn::VarStore;
 
 use super::Config;
 use super::ddp::needs_ddp;
 use super::option_rules::{Conflict, InShortHelp, OnlyIf};
 use super::values::{name, number, whole};
-use crate::models::{Activation, ModelConfig, ModelKind};
+use crate::error::Result;
+use crate::models::{Activation, Model, ModelConfig, ModelKind};
 use crate::trainer::Loss;
 
 /// The architecture of the model. The data gives the numbers of inputs and outputs.
@@ -99,6 +102,19 @@ impl Config {
     /// Returns the number of predictions that a sample asks for: one, or one for each token of a text.
     pub(crate) fn tokens_per_sample(&self) -> usize {
         if self.model.kind.uses("block_size") { self.model.block_size as usize } else { 1 }
+    }
+
+    /// Returns the model's name, for reports.
+    pub(crate) fn model_name(&self) -> &'static str {
+        self.model.kind.name()
+    }
+
+    /// Builds the model on `device`, with the parameters that the seed gives, the same on every rank.
+    ///
+    /// # Errors
+    /// The errors of [`ModelConfig::build`].
+    pub(crate) fn build_model(&self, device: Device) -> Result<(VarStore, Model)> {
+        self.model_config().build(device, self.training.seed)
     }
 
     /// Returns the configuration of the model.

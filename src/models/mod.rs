@@ -183,23 +183,36 @@ impl ModelConfig {
     /// example without enough memory.
     pub fn build(&self, device: Device, seed: u64) -> Result<(nn::VarStore, Model)> {
         self.check().map_err(|(key, problem)| Error::InvalidInput(format!("{key}: {problem}")))?;
-        let doing = "making the model";
-        let vs = nn::VarStore::new(Device::Cpu);
         let dropout = if self.dropout > 0.0 {
             Some(Dropout::new(self.dropout, &Arc::new(Generator::new(device, seed, 0)?)))
         } else {
             None
         };
         let build = self.kind.architecture().build;
-        let model = fork_rng(seed, || build(&vs.root(), self, dropout))?.doing(doing)?;
-        // The layers and the VarStore keep the same tensor objects.
-        #[allow(clippy::disallowed_methods)] // the order does not matter
-        for mut tensor in vs.variables().into_values() {
-            let moved = tch::no_grad(|| tensor.f_to_device(device)).doing(doing)?;
-            tensor.f_set_data(&moved).doing(doing)?;
-        }
-        Ok((vs, model))
+        build_on(device, seed, |path| build(path, self, dropout))
     }
+}
+
+/// Calls `build` with the root of a new `VarStore`, and moves its tensors to `device`. `build` draws from libtorch's
+/// generator on the CPU, which has `seed` meanwhile: the parameters are the same on every device.
+///
+/// # Errors
+/// [`Error::Torch`] if libtorch fails, for example without enough memory.
+pub(crate) fn build_on(
+    device: Device,
+    seed: u64,
+    build: impl FnOnce(&Path) -> Result<Model, TchError>,
+) -> Result<(nn::VarStore, Model)> {
+    let doing = "making the model";
+    let vs = nn::VarStore::new(Device::Cpu);
+    let model = fork_rng(seed, || build(&vs.root()))?.doing(doing)?;
+    // The layers and the VarStore keep the same tensor objects.
+    #[allow(clippy::disallowed_methods)] // the order does not matter
+    for mut tensor in vs.variables().into_values() {
+        let moved = tch::no_grad(|| tensor.f_to_device(device)).doing(doing)?;
+        tensor.f_set_data(&moved).doing(doing)?;
+    }
+    Ok((vs, model))
 }
 
 impl Model {

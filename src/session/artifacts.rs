@@ -81,7 +81,7 @@ impl RunArtifacts {
                 .map_err(|error| refused("--flight-recorder", folder, error))
         });
         let facts = RunFacts {
-            model: config.model.kind.name(),
+            model: config.model_name(),
             backend: joined_launch.placement.backend.name(),
             world_size: joined_launch.world_size(),
             restarts: joined_launch.launch.restart_count,

@@ -11,7 +11,7 @@ pub(crate) fn explainer(session: &Session, parameters: usize) -> Explainer {
         world_size: joined_launch.world_size(),
         processes: joined_launch.process()[1],
         backend: joined_launch.placement.backend.name(),
-        model: config.model.kind.name(),
+        model: config.model_name(),
         parameters,
         seed: config.training.seed,
         starts_from_file: config.checkpoints.init_from.is_some(),

@@ -214,7 +214,7 @@ impl Session {
         let count = joined_launch.world_size();
         let title = format!(
             "{} on {count} {} ({})",
-            config.model.kind.name(),
+            config.model_name(),
             if count == 1 { "rank" } else { "ranks" },
             joined_launch.placement.backend.name()
         );
@@ -252,7 +252,7 @@ impl Session {
             nnodes: self.joined_launch.nnodes(),
             backend: placement.backend.name(),
             device: if on_gpus { "GPU" } else { "CPU" },
-            model: self.config.model.kind.name(),
+            model: self.config.model_name(),
             parameters,
             restart: launch.restart_count,
             gpu_count: placement.gpu_count,

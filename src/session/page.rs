@@ -62,7 +62,7 @@ pub(super) fn page<'a>(
             "devices": dump.ranks.iter().map(|rank| &rank.device).collect::<Vec<_>>(),
         },
         "model": {
-            "name": config.model.kind.name(),
+            "name": config.model_name(),
             "parameters": parameters,
             "buckets": buckets,
         },

@@ -53,7 +53,7 @@ impl StartPoint {
         let checkpoint = checkpoint.map(Arc::new);
         let mut start_point = Self { checkpoint, weights, checkpoint_dir: None, data_files };
         if start_point.checkpoint.is_some() || start_point.weights.is_some() {
-            let (vs, _) = config.model_config().build(Device::Cpu, config.training.seed)?;
+            let (vs, _) = config.build_model(Device::Cpu)?;
             start_point.load_model(&vs)?;
             start_point.check_comm_hook(&vs, config)?;
         }

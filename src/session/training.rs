@@ -51,7 +51,7 @@ impl Training {
                 .num_workers(config.data.num_workers, config.data.prefetch_factor, group)
                 .pin_memory(group)
         };
-        let (vs, mut model) = config.model_config().build(rank.device(), config.training.seed)?;
+        let (vs, mut model) = config.build_model(rank.device())?;
         if rank.rank() == 0 {
             start_point.load_model(&vs)?;
         }

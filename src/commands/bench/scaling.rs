@@ -185,7 +185,7 @@ pub fn bench_scaling(
     let row = |(case, base): (&Case, &Case)| {
         let (all, one) = (samples_per_second(case), samples_per_second(base));
         Row {
-            model: config.model.kind.name(),
+            model: config.model_name(),
             scaling: case.scaling,
             cores: cores(),
             world_size: case.ranks,

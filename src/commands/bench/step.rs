@@ -174,7 +174,7 @@ pub(super) fn step_on(
     let shares = |bucket: usize| Sorted::new(times.iter().map(|step| step.complete[bucket]));
     let bucket_complete_us = |bucket| shares(bucket).median().min(1.0) * backward_us;
     Ok(Some(StepTimes {
-        model: config.model.kind.name(),
+        model: config.model_name(),
         strategy: config.ddp.strategy,
         amp: config.training.amp,
         batch_size: config.training.batch_size,

@@ -197,7 +197,7 @@ pub(super) fn write_head(
     let Bound { steps, terms, width, largest, max_update } = bound;
     let samples = ranks * config.training.batch_size;
     let of_sum = if config.tokens_per_sample() > 1 { "tokens" } else { "samples" };
-    let (model, batch) = (config.model.kind.name(), config.training.batch_size);
+    let (model, batch) = (config.model_name(), config.training.batch_size);
     writeln!(
         out,
         "# {model}, {steps} steps: {ranks} ranks with batch {batch} compared with 1 rank with batch {samples}\n\
