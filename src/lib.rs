@@ -99,6 +99,7 @@
 //!
 //! | module | what happens there |
 //! |---|---|
+//! | `main` | what must run before the library, and the call of `app` |
 //! | [`app`] | the command line, its help and its mistakes; the commands and the exit code |
 //! | [`commands`] | `train` puts the pieces together; `comm`, `bench`, `verify`, `sample`, `sampler`, `replay`, `env`, `lesson`, `new`, `completions`, `man` |
 //! | `session` | what commands share: joining the launch, where a run starts, its files, its summary |
