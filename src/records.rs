@@ -1,6 +1,8 @@
 //! Plain records of a run: measured by one module, printed or saved by another.
 
-use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::operation::Operation;
 
@@ -89,6 +91,9 @@ pub struct ValidationMetrics {
     /// Fraction of samples, or of tokens, whose class is predicted correctly, from 0 to 1; `None` unless the model classifies.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub accuracy: Option<f64>,
+    /// The further parts of the loss and the metrics of the program's own criterion, by their names.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty", deserialize_with = "null_as_nan")]
+    pub metrics: BTreeMap<String, f64>,
     /// `true` if the loss is smaller than that of every earlier validation of the run.
     pub best: bool,
 }
@@ -100,4 +105,10 @@ pub(crate) struct Parameter {
     pub shape: Vec<i64>,
     pub bytes: usize,
     pub bucket: Option<usize>,
+}
+
+/// Reads `null` as NaN, which JSON cannot have.
+fn null_as_nan<'de, D: Deserializer<'de>>(from: D) -> Result<BTreeMap<String, f64>, D::Error> {
+    let numbers = BTreeMap::<String, Option<f64>>::deserialize(from)?;
+    Ok(numbers.into_iter().map(|(name, number)| (name, number.unwrap_or(f64::NAN))).collect())
 }

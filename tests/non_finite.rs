@@ -2,14 +2,15 @@
 
 use std::fs;
 use std::sync::Arc;
+use std::time::Duration;
 
 use ddp_mp::checkpoint::CheckpointDir;
 use ddp_mp::ddp::Compress;
 use ddp_mp::optim::Schedule;
 use ddp_mp::trainer::{Loss, Trainer, TrainerOptions};
 use ddp_mp::{
-    DataLoader, DdpOptions, DistributedDataParallel, DistributedSampler, Optimizer, Sgd,
-    SgdOptions, TensorDataset,
+    Backend, DataLoader, DdpOptions, DistributedDataParallel, DistributedSampler, Optimizer, Sgd,
+    SgdOptions, Spawn, TensorDataset,
 };
 use serde_json::Value;
 use tch::nn::{self, VarStore};
@@ -249,4 +250,52 @@ fn nonfinite_gradient_is_traced_to_its_samples() {
     let error = fails(Loss::CrossEntropy, inputs, targets, overflow, true);
     assert!(error.contains("in step 0 on rank"), "{error}");
     assert!(error.contains("the mean of all ranks' gradients is not finite; check"), "{error}");
+}
+
+/// Trains on tokens with 2 ranks, where rank 1 has a fault in step 1. Returns how many steps are skipped, and the hash.
+fn with_nan_in_tokens(
+    has_own_step: bool,
+    skip_nonfinite: Option<u64>,
+) -> Result<Vec<(u64, u64)>, String> {
+    let spawn = Spawn::new(2).threads_per_rank(1).timeout(Duration::from_secs(60));
+    let spawn = spawn.fault(Some("nan:rank=1,at=step,step=1".parse().unwrap()));
+    let results = spawn.run(move |rank| {
+        let vs = VarStore::new(Device::Cpu);
+        let weight = vs.root().var("weight", &[1, 1], nn::Init::Const(0.5));
+        let forward = nn::func_t(move |x, _| x.to_kind(Kind::Float).matmul(&weight));
+        let group = rank.init_process_group(Backend::Threaded)?;
+        let ddp = DistributedDataParallel::new(forward, &vs, group, DdpOptions::default())?;
+        let tokens = Tensor::arange(8, (Kind::Int64, Device::Cpu)).view([8, 1]);
+        let data =
+            Arc::new(TensorDataset::new(tokens.shallow_clone(), tokens.to_kind(Kind::Float))?);
+        let sampler = DistributedSampler::new(8, 2, rank.rank())?.shuffle(false);
+        let loader = DataLoader::new(data, sampler, 2, rank.device())?;
+        let sgd: Box<dyn Optimizer> =
+            Box::new(Sgd::new(ddp.flat_buffers(), SgdOptions::default())?);
+        let options = TrainerOptions { skip_nonfinite, ..TrainerOptions::default() };
+        let mut trainer = Trainer::new(ddp, sgd, Schedule::constant(0.001), loader, Loss::Mse)?
+            .options(options)?;
+        if has_own_step {
+            trainer = trainer.step(|context, batch| {
+                let loss = Loss::Mse.of(&context.forward(batch, true), &batch.targets)?;
+                context.backward(&loss)?;
+                Ok(loss)
+            });
+        }
+        trainer.train(2)?;
+        Ok((trainer.state().skipped_steps, trainer.ddp().parameters_hash()?))
+    });
+    results.map_err(|error| error.to_string())
+}
+
+#[test]
+fn injected_nan_reaches_tokens_with_and_without_own_step() {
+    for has_own_step in [false, true] {
+        let error = with_nan_in_tokens(has_own_step, None).unwrap_err();
+        let told = "in step 1 on rank 1 the loss is NaN for samples 5, 7; check";
+        assert!(error.contains(told), "{has_own_step}: {error}");
+    }
+    let built_in = with_nan_in_tokens(false, Some(1)).unwrap();
+    assert_eq!(built_in[0].0, 1);
+    assert_eq!(with_nan_in_tokens(true, Some(1)).unwrap(), built_in);
 }

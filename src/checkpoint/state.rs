@@ -55,6 +55,10 @@ pub struct TrainerState {
     /// For each rank, the sum of the losses of this epoch's samples so far.
     #[serde(with = "exact")]
     pub loss_sums: Vec<f64>,
+    /// For each rank, what this epoch's batches so far count as. Empty unless the criterion counts something else than
+    /// samples.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub counts: Vec<u64>,
     /// The state of the gradient scaler, if there is one.
     pub scaler: Option<GradScalerState>,
     /// The state of the communication hook, if it has any.
@@ -235,6 +239,7 @@ mod tests {
                 epoch: 1,
                 loss: 0.1 + 0.7,
                 accuracy: Some(1.0 / 3.0),
+                metrics: [("f1".into(), 0.1 + 0.2)].into(),
                 best: true,
             }),
             validations_since_best: 2,
@@ -252,6 +257,16 @@ mod tests {
         let changed = text.replace("mlp", "cnn");
         assert!(!serde_json::from_str::<Manifest>(&changed).unwrap().is_intact());
         assert_eq!(read.files["a"], FileMark::of(b"abc"));
+        // A metric that is no number stays one.
+        let mut without_number = state.clone();
+        let best = without_number.best.as_mut().unwrap();
+        best.metrics.insert("none".into(), f64::NAN);
+        let written = Manifest::new(without_number, BTreeMap::new()).unwrap();
+        let value = serde_json::to_value(&written).unwrap();
+        let read: Manifest = serde_json::from_value(value).unwrap();
+        assert!(read.is_intact());
+        let metrics = read.state.best.unwrap().metrics;
+        assert!(metrics["none"].is_nan() && metrics["f1"] == 0.1 + 0.2);
         // Older files do not have these keys, and are still intact.
         let unknown = serde_json::to_value(TrainerState::default()).unwrap();
         assert!(unknown.get("num_samples").is_none() && unknown.get("batch_size").is_none());

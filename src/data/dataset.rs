@@ -2,11 +2,13 @@
 
 use std::fmt;
 
+use anyhow::Context;
 use parking_lot::Mutex;
 use tch::{Device, Kind, Tensor};
 
 use crate::error::{Error, Result};
 use crate::ffi::{SharedTensor, TorchResult, fork_rng};
+use crate::runtime::panics;
 
 /// The sort of targets that a model predicts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -70,15 +72,32 @@ pub trait Dataset: fmt::Debug + Send + Sync {
     fn batch(&self, indices: &[usize]) -> anyhow::Result<(Tensor, Tensor)> {
         let mut samples = (Vec::with_capacity(indices.len()), Vec::with_capacity(indices.len()));
         for &index in indices {
-            let (input, target) = self.get(index)?;
+            let sample = panics::in_closure("the data set", || self.get(index));
+            let (input, target) = sample
+                .map_err(anyhow::Error::from)
+                .and_then(|sample| sample)
+                .with_context(|| format!("sample {index}"))?;
+            check_like_first(&samples.0, &input, "inputs", index)?;
+            check_like_first(&samples.1, &target, "targets", index)?;
             samples.0.push(input);
             samples.1.push(target);
         }
         Ok((Tensor::f_stack(&samples.0, 0)?, Tensor::f_stack(&samples.1, 0)?))
     }
 
+    /// Returns the further inputs of several samples, for a model of [several inputs](crate::models::Forward): one
+    /// tensor for each input after the first, with the samples in its first dimension. Empty by default.
+    ///
+    /// # Errors
+    /// Any error that prevents reading the samples. It ends the run.
+    fn more_inputs(&self, indices: &[usize]) -> anyhow::Result<Vec<Tensor>> {
+        let _ = indices;
+        Ok(Vec::new())
+    }
+
     /// Returns all inputs and targets on `device`, if the data set keeps them there. A loader then picks batches from
-    /// them and does not call [`batch`](Self::batch). `None` by default.
+    /// them and does not call [`batch`](Self::batch), unless the samples have [more inputs](Self::more_inputs). `None` by
+    /// default.
     ///
     /// # Errors
     /// [`Error::Torch`] if they cannot be copied there.
@@ -86,6 +105,22 @@ pub trait Dataset: fmt::Debug + Send + Sync {
         let _ = device;
         Ok(None)
     }
+}
+
+/// Refuses sample `index`, whose `part` has another shape than that of the first sample of its batch.
+fn check_like_first(
+    batch: &[Tensor],
+    part: &Tensor,
+    name: &str,
+    index: usize,
+) -> anyhow::Result<()> {
+    let Some(first) = batch.first().filter(|first| first.size() != part.size()) else {
+        return Ok(());
+    };
+    let (expected, found) = (first.size(), part.size());
+    anyhow::bail!(
+        "sample {index} has {name} of shape {found:?}, and the first of its batch {expected:?}; all must have one shape"
+    )
 }
 
 /// Inputs and targets as two tensors, whose first dimension is the samples. Follows

@@ -94,7 +94,8 @@ impl GatheredBatches {
         }
         let len = self.batch_size.min(self.total - number * self.batch_size);
         let batch = |rows: &Rows| rows.batch(within as usize, len, self.batch_size);
-        Ok(Batch { inputs: batch(&self.inputs)?, targets: batch(&self.targets)?, len })
+        let (inputs, targets) = (batch(&self.inputs)?, batch(&self.targets)?);
+        Ok(Batch { inputs, targets, more_inputs: Vec::new(), len })
     }
 }
 

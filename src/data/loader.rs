@@ -8,7 +8,7 @@ use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
 use crossbeam::channel::{Receiver, Sender, bounded};
-use tch::{Device, Kind, Tensor};
+use tch::{Device, Kind, TchError, Tensor};
 
 use super::gathered_batches::GatheredBatches;
 use super::staging::Staging;
@@ -26,10 +26,38 @@ pub struct Batch {
     pub inputs: Tensor,
     /// The samples' targets.
     pub targets: Tensor,
+    /// The samples' further inputs, for a model of several: [`Dataset::more_inputs`]. Empty for all others.
+    pub more_inputs: Vec<Tensor>,
     pub(super) len: i64,
 }
 
 impl Batch {
+    /// Reads the samples `indices` of `dataset`, which are on the CPU.
+    fn read(dataset: &dyn Dataset, indices: &[usize]) -> anyhow::Result<Self> {
+        let (inputs, targets) = dataset.batch(indices)?;
+        let more_inputs = dataset.more_inputs(indices)?;
+        let rows = |tensor: &Tensor| tensor.size().first().copied().unwrap_or(0);
+        let len = rows(&inputs);
+        if let Some(wrong) = more_inputs.iter().map(rows).find(|&rows| rows != len) {
+            anyhow::bail!(
+                "the first input has {len} samples, and a further one has {wrong}; return a row for each sample from \
+                 more_inputs"
+            );
+        }
+        Ok(Self { inputs, targets, more_inputs, len })
+    }
+
+    /// Returns the results of `f` for each tensor, as a batch of `len` samples.
+    pub(super) fn map(
+        &self,
+        len: i64,
+        mut f: impl FnMut(&Tensor) -> Result<Tensor, TchError>,
+    ) -> Result<Self, TchError> {
+        let (inputs, targets) = (f(&self.inputs)?, f(&self.targets)?);
+        let more_inputs = self.more_inputs.iter().map(f).collect::<Result<_, _>>()?;
+        Ok(Self { inputs, targets, more_inputs, len })
+    }
+
     /// Returns the number of samples in the batch.
     pub fn len(&self) -> usize {
         self.len as usize
@@ -109,7 +137,9 @@ impl DataLoader {
                 "the data set has {len} samples, and the sampler deals {expected}"
             )));
         }
-        let resident = dataset.resident(device)?;
+        // The gathered batches of what is on the device have one tensor of inputs.
+        let has_more = !dataset.more_inputs(&[0]).map_err(Error::data(&[0]))?.is_empty();
+        let resident = if has_more { None } else { dataset.resident(device)? };
         let (drop_last, in_step, workers, staging, waited) = Default::default();
         Ok(Self {
             dataset,
@@ -227,8 +257,8 @@ impl DataLoader {
     }
 
     /// Returns the first sample as a batch of one, for its shapes and dtypes.
-    pub(super) fn sample(&self) -> Result<(Tensor, Tensor)> {
-        self.dataset.batch(&[0]).map_err(Error::data(&[0]))
+    pub(super) fn sample(&self) -> Result<Batch> {
+        Batch::read(&*self.dataset, &[0]).map_err(Error::data(&[0]))
     }
 
     /// Returns the batches of `epoch`.
@@ -279,15 +309,17 @@ impl DataLoader {
         })
     }
 
-    /// Returns inputs and targets with 0 samples.
-    fn empty(&self) -> Result<(Tensor, Tensor)> {
-        let (inputs, targets) = match &self.resident {
-            Some((inputs, targets)) => (inputs.shallow_clone(), targets.shallow_clone()),
+    /// Returns a batch of 0 samples.
+    fn empty(&self) -> Result<Batch> {
+        let sample = match &self.resident {
+            Some((inputs, targets)) => {
+                let (inputs, targets) = (inputs.shallow_clone(), targets.shallow_clone());
+                Batch { inputs, targets, more_inputs: Vec::new(), len: 1 }
+            }
             None => self.sample()?,
         };
-        let none = |tensor: Tensor| tensor.f_narrow(0, 0, 0)?.f_to_device(self.device);
-        let both = || Ok((none(inputs)?, none(targets)?));
-        both().doing("a batch without samples")
+        let none = |tensor: &Tensor| tensor.f_narrow(0, 0, 0)?.f_to_device(self.device);
+        sample.map(0, none).doing("a batch without samples")
     }
 }
 
@@ -299,7 +331,7 @@ pub struct Batches {
     num_batches: usize,
     /// The number of batches that have samples.
     own: usize,
-    empty: Option<(Tensor, Tensor)>,
+    empty: Option<Batch>,
     batch_size: usize,
     device: Device,
     staging: Option<Rc<Staging>>,
@@ -341,26 +373,22 @@ impl ExactSizeIterator for Batches {}
 
 impl Batches {
     fn load(&mut self, number: usize) -> Result<Batch> {
-        if let Some((inputs, targets)) = self.empty.as_ref().filter(|_| number >= self.own) {
-            let (inputs, targets) = (inputs.shallow_clone(), targets.shallow_clone());
-            return Ok(Batch { inputs, targets, len: 0 });
+        let doing = "copying a batch to the device";
+        if let Some(empty) = self.empty.as_ref().filter(|_| number >= self.own) {
+            return empty.map(0, |tensor| Ok(tensor.shallow_clone())).doing(doing);
         }
-        let (inputs, targets) = match &mut self.source {
+        let batch = match &mut self.source {
             Source::Gathered(batches) => return batches.batch(number),
             Source::Each { dataset, indices } => {
                 let indices = indices.chunks(self.batch_size).nth(number).unwrap_or_default();
-                dataset.batch(indices).map_err(Error::data(indices))?
+                Batch::read(&**dataset, indices).map_err(Error::data(indices))?
             }
             Source::Workers(loading) => loading.next()?,
         };
-        let on_device =
-            |tensor: Tensor| tensor.f_to_device(self.device).doing("copying a batch to the device");
-        let (inputs, targets) = match &self.staging {
-            Some(staging) => staging.send(&inputs, &targets)?,
-            None => (on_device(inputs)?, on_device(targets)?),
-        };
-        let len = inputs.size().first().copied().unwrap_or(0);
-        Ok(Batch { inputs, targets, len })
+        match &self.staging {
+            Some(staging) => staging.send(&batch),
+            None => batch.map(batch.len, |tensor| tensor.f_to_device(self.device)).doing(doing),
+        }
     }
 }
 
@@ -371,7 +399,7 @@ pub(super) struct Workers {
     pub prefetch: usize,
 }
 
-type Loaded = Result<(Tensor, Tensor)>;
+type Loaded = Result<Batch>;
 
 /// The worker threads of one epoch. Dropping it ends them.
 #[derive(Debug)]
@@ -422,7 +450,7 @@ fn load<'a>(
     tch::set_num_threads(1);
     panics::watch_this_thread();
     for indices in batches {
-        let batch = catch_unwind(AssertUnwindSafe(|| dataset.batch(indices)));
+        let batch = catch_unwind(AssertUnwindSafe(|| Batch::read(dataset, indices)));
         let batch = batch.unwrap_or_else(|panic| Err(panics::error(panic)));
         let failed = batch.is_err();
         // The send fails if the epoch ended early.

@@ -48,7 +48,8 @@ impl ScatterLoader {
     /// each rank, the others none. A collective.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] for a wrong number of loaders, or if their batches differ in more than the samples; the
+    /// [`Error::InvalidInput`] for a wrong number of loaders, or if their batches differ in more than the samples;
+    /// [`Error::Unsupported`] if samples have [more inputs](super::Dataset::more_inputs) than one tensor; the
     /// errors of [`ProcessGroup::broadcast_object_list`].
     pub fn new(loaders: Vec<DataLoader>, group: Rc<ProcessGroup>) -> Result<Self> {
         let expected = if group.rank() == 0 { group.world_size() } else { 0 };
@@ -132,14 +133,21 @@ impl ScatterLoader {
             let inputs = plan.inputs.scatter(len, &inputs, &group)?;
             let targets = plan.targets.scatter(len, &targets, &group)?;
             waited.set(waited.get() + began.elapsed());
-            Ok(Batch { inputs, targets, len })
+            Ok(Batch { inputs, targets, more_inputs: Vec::new(), len })
         }))
     }
 }
 
 impl ScatterPlan {
     fn new(loader: &DataLoader) -> Result<Self> {
-        let (inputs, targets) = loader.sample()?;
+        let Batch { inputs, targets, more_inputs, .. } = loader.sample()?;
+        if !more_inputs.is_empty() {
+            return Err(Error::Unsupported(format!(
+                "DataParallel scatters one tensor of inputs, and the samples of this data set have {}; use \
+                 DistributedDataParallel",
+                1 + more_inputs.len()
+            )));
+        }
         Ok(Self {
             sampler: loader.sampler.for_rank(0),
             drop_last: loader.drop_last,

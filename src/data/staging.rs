@@ -5,6 +5,7 @@ use std::rc::Rc;
 
 use tch::{Device, TchError, Tensor};
 
+use super::Batch;
 use crate::error::Result;
 use crate::ffi::TorchResult;
 use crate::ffi::cuda::CudaEvent;
@@ -23,8 +24,7 @@ pub(super) struct Staging {
 /// A pinned buffer for one batch.
 #[derive(Debug)]
 struct Buffer {
-    inputs: Tensor,
-    targets: Tensor,
+    room: Batch,
     /// Done when the GPU has copied the buffer's last batch. Also done if the buffer was never used.
     copied: CudaEvent,
 }
@@ -32,7 +32,7 @@ struct Buffer {
 impl Staging {
     /// Allocates `count` buffers for batches of up to `batch_size` samples like `sample`, a batch of one.
     pub(super) fn new(
-        sample: &(Tensor, Tensor),
+        sample: &Batch,
         batch_size: usize,
         count: usize,
         gpu: usize,
@@ -46,9 +46,8 @@ impl Staging {
         };
         let buffer = |_| {
             let doing = "allocating pinned memory for batches";
-            let both = || Ok((room(&sample.0)?, room(&sample.1)?));
-            let (inputs, targets) = both().doing(doing)?;
-            Ok(Buffer { inputs, targets, copied: CudaEvent::new()? })
+            let room = sample.map(batch_size as i64, room).doing(doing)?;
+            Ok(Buffer { room, copied: CudaEvent::new()? })
         };
         let buffers = (0..count).map(buffer).collect::<Result<_>>()?;
         Ok(Self { group: group.clone(), gpu, buffers, next: Cell::new(0) })
@@ -56,22 +55,23 @@ impl Staging {
 
     /// Launches the copy of a batch to the GPU. Work that this rank launches later may use the result. Waits only if
     /// all buffers are in use, because the GPU is behind.
-    pub(super) fn send(&self, inputs: &Tensor, targets: &Tensor) -> Result<(Tensor, Tensor)> {
+    pub(super) fn send(&self, batch: &Batch) -> Result<Batch> {
         let number = self.next.get();
         let buffer = &self.buffers[number];
         self.next.set((number + 1) % self.buffers.len());
         self.group.wait_for_device(&buffer.copied)?;
-        let copy =
-            || Ok((self.through(&buffer.inputs, inputs)?, self.through(&buffer.targets, targets)?));
-        let copies = copy().doing("copying a batch to the device");
-        // Recorded after an error too: one of the two copies may be in flight.
+        let Batch { inputs, targets, more_inputs, .. } = &buffer.room;
+        let mut rooms = [inputs, targets].into_iter().chain(more_inputs);
+        let copies = batch.map(batch.len, |tensor| self.through(rooms.next(), tensor));
+        // Recorded after an error too: one of the copies may be in flight.
         buffer.copied.record(self.gpu)?;
-        copies
+        copies.doing("copying a batch to the device")
     }
 
     /// Copies `tensor` to the GPU through `pinned`. If it does not fit there, copies it directly.
-    fn through(&self, pinned: &Tensor, tensor: &Tensor) -> Result<Tensor, TchError> {
+    fn through(&self, pinned: Option<&Tensor>, tensor: &Tensor) -> Result<Tensor, TchError> {
         let device = Device::Cuda(self.gpu);
+        let Some(pinned) = pinned else { return tensor.f_to_device(device) };
         let (room, size) = (pinned.size(), tensor.size());
         let fits = pinned.kind() == tensor.kind()
             && size.len() == room.len()

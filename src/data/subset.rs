@@ -27,6 +27,10 @@ impl Subset {
         let whole = self.indices.get(index).copied();
         whole.ok_or_else(|| anyhow::anyhow!("there is no sample {index}: this subset has {len}"))
     }
+
+    fn whole_indices(&self, indices: &[usize]) -> anyhow::Result<Vec<usize>> {
+        indices.iter().map(|&index| self.whole_index(index)).collect()
+    }
 }
 
 impl Dataset for Subset {
@@ -43,8 +47,11 @@ impl Dataset for Subset {
     }
 
     fn batch(&self, indices: &[usize]) -> anyhow::Result<(Tensor, Tensor)> {
-        let indices = indices.iter().map(|&index| self.whole_index(index));
-        self.dataset.batch(&indices.collect::<anyhow::Result<Vec<_>>>()?)
+        self.dataset.batch(&self.whole_indices(indices)?)
+    }
+
+    fn more_inputs(&self, indices: &[usize]) -> anyhow::Result<Vec<Tensor>> {
+        self.dataset.more_inputs(&self.whole_indices(indices)?)
     }
 }
 

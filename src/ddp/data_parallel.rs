@@ -103,6 +103,11 @@ impl<M> DataParallel<M> {
         sync_module_states(&self.layout.buffers, &self.tensors, &self.group, 0)
     }
 
+    /// Returns how often [`backward`](Self::backward) has gathered.
+    pub(super) fn num_averages(&self) -> u32 {
+        self.times.count
+    }
+
     /// Returns each parameter with its bucket, in creation order.
     pub(crate) fn parameter_places(&self) -> Vec<Parameter> {
         self.layout.parameter_places()

@@ -3,15 +3,17 @@
 use std::cell::Cell;
 use std::fmt;
 use std::rc::Rc;
+use std::slice;
 
 use tch::Tensor;
-use tch::nn::{ModuleT, VarStore};
+use tch::nn::VarStore;
 
 use super::options::DdpOptions;
 use super::parameters::{self, NamedTensor};
 #[cfg(doc)]
 use crate::error::Error;
 use crate::error::Result;
+use crate::models::Forward;
 use crate::process_group::ProcessGroup;
 
 /// One rank's replica of a model, with the group that trains it.
@@ -95,7 +97,7 @@ impl<M> Replica<M> {
     }
 }
 
-impl<M: ModuleT> Replica<M> {
+impl<M: Forward> Replica<M> {
     /// Runs the model's own forward pass in training mode.
     #[track_caller]
     pub fn forward(&self, inputs: &Tensor) -> Tensor {
@@ -106,10 +108,16 @@ impl<M: ModuleT> Replica<M> {
     /// and `model.eval()`.
     #[track_caller]
     pub fn forward_t(&self, inputs: &Tensor, train: bool) -> Tensor {
-        if train {
-            self.group.enter_forward(inputs);
+        self.forward_inputs(slice::from_ref(inputs), train)
+    }
+
+    /// Runs [`forward_t`](Self::forward_t) for a model of several inputs.
+    #[track_caller]
+    pub fn forward_inputs(&self, inputs: &[Tensor], train: bool) -> Tensor {
+        if train && let Some(first) = inputs.first() {
+            self.group.enter_forward(first);
         }
-        self.module.forward_t(inputs, train)
+        self.module.forward_inputs(inputs, train)
     }
 }
 

@@ -167,6 +167,14 @@ impl<M> Strategy<M> {
         }
     }
 
+    /// Returns how often [`backward`](Self::backward) has averaged.
+    pub(crate) fn num_averages(&self) -> u32 {
+        match self {
+            Strategy::Ddp(ddp) => ddp.reducer.state().times.count,
+            Strategy::Dp(dp) => dp.num_averages(),
+        }
+    }
+
     /// Returns statistics over every [`backward`](Self::backward) so far that averaged.
     pub fn statistics(&self) -> DdpStatistics {
         either!(self, statistics())

@@ -25,7 +25,7 @@ pub use kept_memory::{give_back_memory, keep_memory, keeps_memory, kept_memory};
 pub use library::{check_version, library_folder, version};
 pub use shared::SharedTensor;
 
-pub(crate) use autograd::{linear, run_backward};
+pub(crate) use autograd::{linear, run_backward, unknown_leaf};
 pub(crate) use c10d::GlooOperation;
 pub(crate) use facts::{Shape, TensorFacts, shape};
 pub(crate) use fused::{

@@ -10,6 +10,7 @@
 #include <mutex>
 #include <stdexcept>
 #include <string>
+#include <unordered_set>
 #include <vector>
 
 #include <ATen/ATen.h>
@@ -24,6 +25,7 @@
 #include <c10/util/Logging.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/custom_class.h>
 
@@ -169,6 +171,32 @@ char* ddp_remove_grad(at::Tensor* parameter) {
 // Runs Tensor.backward(retain_graph=...). tch does not offer the option.
 char* ddp_backward(at::Tensor* loss, bool retain_graph) {
   return guarded([&] { loss->backward({}, retain_graph); });
+}
+
+// Sets `found` to a leaf that `loss` depends on, that requires a gradient, and that is none of `known`; to null if there
+// is none.
+char* ddp_unknown_leaf(at::Tensor* loss, at::Tensor* const* known, size_t count, at::Tensor** found) {
+  return guarded([&] {
+    *found = nullptr;
+    std::unordered_set<const at::TensorImpl*> tensors;
+    for (size_t i = 0; i < count; ++i) tensors.insert(known[i]->unsafeGetTensorImpl());
+    std::unordered_set<const torch::autograd::Node*> seen;
+    std::vector<torch::autograd::Node*> open;
+    const auto add = [&](torch::autograd::Node* node) {
+      if (node != nullptr && seen.insert(node).second) open.push_back(node);
+    };
+    add(loss->grad_fn().get());
+    while (!open.empty()) {
+      auto* node = open.back();
+      open.pop_back();
+      const auto* leaf = dynamic_cast<const torch::autograd::AccumulateGrad*>(node);
+      if (leaf != nullptr && tensors.count(leaf->variable.unsafeGetTensorImpl()) == 0) {
+        *found = new at::Tensor(leaf->variable);
+        return;
+      }
+      for (const auto& edge : node->next_edges()) add(edge.function.get());
+    }
+  });
 }
 
 // Makes backward call `call(context, index)` on its thread whenever it has added to parameter.grad. A null `call`

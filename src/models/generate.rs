@@ -1,10 +1,11 @@
 //! [`Generate`]: continues a sequence of tokens with a model that predicts the next one.
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::slice;
 
-use tch::nn::ModuleT;
 use tch::{Device, Kind, TchError, Tensor};
 
+use super::Forward;
 use crate::error::{Error, Result};
 use crate::ffi::{Generator, TorchResult};
 
@@ -61,7 +62,7 @@ pub struct Generate<'a, M> {
     context: Tensor,
 }
 
-impl<'a, M: ModuleT> Generate<'a, M> {
+impl<'a, M: Forward> Generate<'a, M> {
     /// Starts after `prompt`, with a `model` on `device`.
     ///
     /// # Errors
@@ -146,7 +147,7 @@ impl<'a, M: ModuleT> Generate<'a, M> {
     }
 }
 
-impl<M: ModuleT> Iterator for Generate<'_, M> {
+impl<M: Forward> Iterator for Generate<'_, M> {
     type Item = Result<i64>;
 
     fn next(&mut self) -> Option<Result<i64>> {
@@ -154,12 +155,12 @@ impl<M: ModuleT> Iterator for Generate<'_, M> {
     }
 }
 
-/// Returns the logits for `tokens`. A model of this crate unwinds with its error, because `forward_t` returns none.
-fn forward(model: &impl ModuleT, tokens: &Tensor) -> Result<Tensor> {
-    catch_unwind(AssertUnwindSafe(|| model.forward_t(tokens, false))).map_err(|payload| {
-        match payload.downcast::<Error>() {
+/// Returns the logits for `tokens`. A model of this crate unwinds with its error, because `Forward` returns none.
+fn forward(model: &impl Forward, tokens: &Tensor) -> Result<Tensor> {
+    catch_unwind(AssertUnwindSafe(|| model.forward_inputs(slice::from_ref(tokens), false))).map_err(
+        |payload| match payload.downcast::<Error>() {
             Ok(error) => *error,
             Err(panic) => resume_unwind(panic),
-        }
-    })
+        },
+    )
 }

@@ -8,8 +8,11 @@ mod layers;
 mod mlp;
 mod sync_batch_norm;
 
+use std::any::Any;
+use std::fmt;
 use std::panic::resume_unwind;
 use std::rc::Rc;
+use std::slice;
 use std::sync::Arc;
 
 use serde_with::SerializeDisplay;
@@ -100,13 +103,63 @@ struct Architecture {
     build: fn(&Path, &ModelConfig, Option<Dropout>) -> Result<Model, TchError>,
 }
 
+/// A model that computes its output from the inputs of a batch.
+///
+/// Every [`ModuleT`] of tch is one, for batches of one tensor of inputs. A model of several inputs implements it itself:
+///
+/// ```
+/// use ddp_mp::models::Forward;
+/// use tch::nn::{Linear, Module};
+/// use tch::{Kind, Tensor};
+///
+/// /// Scores pairs of a user and an item.
+/// #[derive(Debug)]
+/// struct Pairs {
+///     users: Linear,
+///     items: Linear,
+/// }
+///
+/// impl Forward for Pairs {
+///     fn forward_inputs(&self, inputs: &[Tensor], _train: bool) -> Tensor {
+///         let product = self.users.forward(&inputs[0]) * self.items.forward(&inputs[1]);
+///         product.sum_dim_intlist(1, false, Kind::Float)
+///     }
+/// }
+/// ```
+pub trait Forward: fmt::Debug + Send {
+    /// Computes the output, in training or evaluation mode. `inputs` are the `inputs` of the batch, and
+    /// then its `more_inputs`.
+    fn forward_inputs(&self, inputs: &[Tensor], train: bool) -> Tensor;
+}
+
+impl<M: ModuleT> Forward for M {
+    fn forward_inputs(&self, inputs: &[Tensor], train: bool) -> Tensor {
+        match inputs {
+            [inputs] => self.forward_t(inputs, train),
+            _ => {
+                let problem = format!(
+                    "the model takes one tensor of inputs, and the batch has {}; implement Forward for the model in place \
+                     of ModuleT or Module",
+                    inputs.len()
+                );
+                or_throw(Err(Error::InvalidInput(problem)))
+            }
+        }
+    }
+}
+
 /// The layers of a model.
-trait Layers: ModuleT {
+trait Layers: Forward {
     /// Replaces every batch norm by a [`SyncBatchNorm`] over the ranks of `group`.
     fn convert_sync_batchnorm(&mut self, _group: &Rc<ProcessGroup>) {}
 
     /// Lets dropout draw from `generator`.
     fn set_generator(&mut self, _generator: &Arc<Generator>) {}
+
+    /// Returns a user's own model. `None` for a built-in one.
+    fn own(&self) -> Option<&dyn Any> {
+        None
+    }
 }
 
 /// The architecture of a model.
@@ -154,7 +207,7 @@ impl Default for ModelConfig {
     }
 }
 
-/// A model built from a [`ModelConfig`].
+/// A model built from a [`ModelConfig`], or one of your own.
 #[derive(Debug)]
 pub struct Model(Box<dyn Layers>);
 
@@ -216,6 +269,17 @@ pub(crate) fn build_on(
 }
 
 impl Model {
+    /// Returns `model` as the type that the program trains. Its batch norms and its dropout stay as they are.
+    pub fn of(model: impl Forward + 'static) -> Self {
+        Self::new(Own(model))
+    }
+
+    /// Returns the model that [`of`](Self::of) has taken, for a [`step`](crate::trainer::Trainer::step) of your own.
+    /// `None` for a model of another type.
+    pub fn downcast_ref<M: 'static>(&self) -> Option<&M> {
+        self.0.own()?.downcast_ref()
+    }
+
     fn new(layers: impl Layers + 'static) -> Self {
         Self(Box::new(layers))
     }
@@ -229,6 +293,11 @@ impl Model {
         self
     }
 
+    /// Runs the forward pass on one tensor of inputs, in training or evaluation mode.
+    pub fn forward_t(&self, inputs: &Tensor, train: bool) -> Tensor {
+        self.forward_inputs(slice::from_ref(inputs), train)
+    }
+
     /// Returns the same model with dropout, if any, from `generator`, the rank's own.
     pub fn with_generator(mut self, generator: &Arc<Generator>) -> Self {
         self.0.set_generator(generator);
@@ -236,9 +305,25 @@ impl Model {
     }
 }
 
-impl ModuleT for Model {
-    fn forward_t(&self, inputs: &Tensor, train: bool) -> Tensor {
-        self.0.forward_t(inputs, train)
+impl Forward for Model {
+    fn forward_inputs(&self, inputs: &[Tensor], train: bool) -> Tensor {
+        self.0.forward_inputs(inputs, train)
+    }
+}
+
+/// A user's own model.
+#[derive(Debug)]
+struct Own<M>(M);
+
+impl<M: Forward> Forward for Own<M> {
+    fn forward_inputs(&self, inputs: &[Tensor], train: bool) -> Tensor {
+        self.0.forward_inputs(inputs, train)
+    }
+}
+
+impl<M: Forward + 'static> Layers for Own<M> {
+    fn own(&self) -> Option<&dyn Any> {
+        Some(&self.0)
     }
 }
 

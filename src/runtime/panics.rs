@@ -2,10 +2,10 @@
 
 use std::any::Any;
 use std::cell::{Cell, RefCell};
-use std::panic;
+use std::panic::{self, AssertUnwindSafe};
 use std::sync::Once;
 
-use crate::error::Error;
+use crate::error::{Error, Result};
 
 thread_local! {
     /// The message and source location of this thread's last panic.
@@ -70,8 +70,9 @@ fn caller_of_tch() -> Option<String> {
                 is_inside = true;
             } else if is_inside && !is_of_std(&function, &file) {
                 let line = symbol.lineno().filter(|_| !file.is_empty());
-                let is_mine =
-                    ["ddp_mp::", "<ddp_mp::"].iter().any(|prefix| function.starts_with(prefix));
+                // The last is a method of this crate for all types.
+                let mine_begin = ["ddp_mp::", "<ddp_mp::", "<M as ddp_mp::"];
+                let is_mine = mine_begin.iter().any(|prefix| function.starts_with(prefix));
                 let place =
                     line.map_or(format!(" in {function}"), |line| format!(" at {file}:{line}"));
                 if is_mine { &mut mine } else { &mut user }.get_or_insert(place);
@@ -95,6 +96,21 @@ pub(crate) fn error(payload: Box<dyn Any + Send>) -> anyhow::Error {
         Ok(error) => anyhow::Error::new(*error),
         Err(payload) => anyhow::Error::msg(describe(&*payload)),
     }
+}
+
+/// Runs a closure of the user. Its panic is an error that names the closure, `what`, and the place.
+///
+/// # Errors
+/// [`Error::InvalidInput`] for a panic, and the error that a function of this crate has thrown.
+pub(crate) fn in_closure<T>(what: &str, f: impl FnOnce() -> T) -> Result<T> {
+    install_panic_hook();
+    let was_watched = WATCHED.replace(true);
+    let result = panic::catch_unwind(AssertUnwindSafe(f));
+    WATCHED.set(was_watched);
+    result.map_err(|payload| match payload.downcast::<Error>() {
+        Ok(error) => *error,
+        Err(payload) => Error::InvalidInput(format!("{what} {}", describe(&*payload))),
+    })
 }
 
 /// Returns the message of a caught panic.

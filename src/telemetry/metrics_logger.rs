@@ -143,6 +143,9 @@ impl MetricsLogger {
             ("validation/accuracy", accuracy),
         ];
         self.scalars(step, &scalars)?;
+        for (name, value) in &metrics.metrics {
+            self.scalars(step, &[(&format!("validation/{name}"), Some(*value))])?;
+        }
         if let Some(tensorboard) = &mut self.tensorboard {
             if let Some(picture) = picture(samples) {
                 // One tag for all validations, so that TensorBoard shows the change. It has the form of each sample's

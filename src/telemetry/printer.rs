@@ -375,13 +375,15 @@ pub(crate) fn rate_text(metrics: &TrainMetrics) -> String {
     }
 }
 
-/// Returns the numbers of a validation: `loss 1.234567, accuracy 51.20 %`.
+/// Returns the numbers of a validation: `loss 1.234567, accuracy 51.20 %, f1 0.765432`.
 pub(crate) fn validation_text(validation: &ValidationMetrics) -> String {
-    let ValidationMetrics { loss, bits_per_token, accuracy, .. } = validation;
+    let ValidationMetrics { loss, bits_per_token, accuracy, metrics, .. } = validation;
     let bits = bits_per_token.map_or(String::new(), |bits| format!(", {bits:.3} bits per token"));
     let accuracy =
         accuracy.map_or(String::new(), |share| format!(", accuracy {:.2} %", 100.0 * share));
-    format!("loss {loss:.6}{bits}{accuracy}")
+    let metrics: String =
+        metrics.iter().map(|(name, value)| format!(", {name} {value:.6}")).collect();
+    format!("loss {loss:.6}{bits}{accuracy}{metrics}")
 }
 
 /// Returns the error of writing to stdout, with the limit of the system that caused it explained.

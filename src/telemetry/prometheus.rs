@@ -164,7 +164,7 @@ impl PrometheusFile {
             }
         }
         if let Some(validation) = validation {
-            let ValidationMetrics { loss, bits_per_token, accuracy, .. } = validation;
+            let ValidationMetrics { loss, bits_per_token, accuracy, metrics, .. } = validation;
             for (name, help, value) in [
                 ("validation_loss", "Loss of the last validation", Some(*loss)),
                 (
@@ -175,6 +175,13 @@ impl PrometheusFile {
                 ("validation_accuracy", "Accuracy of the last validation, from 0 to 1", *accuracy),
             ] {
                 text.gauge(name, help, &[], value);
+            }
+            if !metrics.is_empty() {
+                let help = "A metric of the program's own, of the last validation";
+                text.head("validation_metric", "gauge", help);
+                for (name, value) in metrics {
+                    text.sample("validation_metric", &[("name", name)], *value);
+                }
             }
         }
         if let Some(end) = end {
@@ -335,6 +342,23 @@ mod tests {
             assert!(text.contains(&format!("\nddpmp_{name}{{{run}}} {value}\n")), "{text}");
         }
         assert!(!text.contains("skipped") && !text.contains("tokens"), "{text}");
+        assert!(!text.contains("validation"), "{text}");
+        latest.validation = Some(ValidationMetrics {
+            step: 20,
+            epoch: 1,
+            loss: 0.5,
+            bits_per_token: None,
+            accuracy: None,
+            metrics: [("a \"b\"".into(), 0.25), ("f1".into(), f64::NAN)].into(),
+            best: true,
+        });
+        let text = file.text(&latest, now);
+        let expected = format!(
+            "ddpmp_validation_metric{{{run},name=\"a \\\"b\\\"\"}} 0.25\n\
+             ddpmp_validation_metric{{{run},name=\"f1\"}} NaN\n"
+        );
+        assert!(text.ends_with(&expected), "{text}");
+        assert_eq!(text.matches("TYPE ddpmp_validation_metric gauge").count(), 1, "{text}");
     }
 
     #[test]

@@ -4,39 +4,43 @@ use std::cell::OnceCell;
 use std::sync::Arc;
 
 use serde_json::{Map, Value};
-use tch::nn::ModuleT;
 
 use super::callbacks::{
     Callbacks, Checkpoints, EarlyStopping, EpochReport, Explanation, FaultInjection, Metrics,
     NonFiniteGuard, Order, Progress, ReplicaCheck, SaveEvery, Validation,
 };
 use super::loss::LossSum;
-use super::{Callback, Loss, TrainContext, Trainer, TrainerOptions};
+use super::own_step::{OwnStep, Share};
+use super::{Callback, Criterion, LossParts, TrainContext, Trainer, TrainerOptions};
 use crate::checkpoint::{CheckpointDir, TrainerState};
-use crate::data::{BatchSource, DataLoader};
+use crate::data::{Batch, BatchSource, DataLoader};
 use crate::ddp::Strategy;
 use crate::error::{Error, Result};
 use crate::ffi::Generator;
+use crate::models::Forward;
 use crate::optim::{GradScaler, Optimizer, Schedule};
 use crate::records::DataFile;
 use crate::runtime::StopRequest;
 use crate::telemetry::{Explainer, MetricsLogger, Printer};
 
-impl<M: ModuleT> Trainer<M> {
-    /// Creates a trainer for `ddp`'s model on the batches of `loader`, with the learning rates of `schedule`.
+impl<M: Forward> Trainer<M> {
+    /// Creates a trainer for `ddp`'s model on the batches of `loader`, with the learning rates of `schedule`. `loss` is a
+    /// built-in [`Loss`](super::Loss), or a [`Criterion`].
     /// `optimizer` is `None` where [`Strategy::flat_buffers`] is `None`: such a rank steps no parameters.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] when a rank that steps parameters has no optimizer, or the reverse. [`Error::Torch`]
-    /// when the device is out of memory.
+    /// [`Error::InvalidInput`] when a rank that steps parameters has no optimizer, or the reverse, and when two numbers
+    /// of the criterion have one name. [`Error::Torch`] when the device is out of memory.
     pub fn new(
         ddp: impl Into<Strategy<M>>,
         optimizer: impl Into<Option<Box<dyn Optimizer>>>,
         schedule: Schedule,
         loader: impl Into<BatchSource>,
-        loss: Loss,
+        loss: impl Into<Criterion>,
     ) -> Result<Self> {
         let (ddp, optimizer, loader) = (ddp.into(), optimizer.into(), loader.into());
+        let criterion = loss.into();
+        criterion.check()?;
         if optimizer.is_some() != ddp.flat_buffers().is_some() {
             let rank = ddp.group().rank();
             let has = if optimizer.is_some() { "an optimizer" } else { "no optimizer" };
@@ -56,13 +60,20 @@ impl<M: ModuleT> Trainer<M> {
             optimizer,
             schedule,
             loader,
-            loss,
+            criterion,
+            own_step: None,
+            share: Share::default(),
+            has_checked_graph: false,
+            has_weighed: false,
+            makes_loss_nan: false,
             options,
             generator: None,
             max_epochs: 1,
             stop: None,
             ended_by: None,
             state: TrainerState::default(),
+            counted: 0,
+            counted_here: 0,
             tokens_per_sample: OnceCell::new(),
             shows_samples: false,
             samples_shown: Vec::new(),
@@ -96,6 +107,46 @@ impl<M: ModuleT> Trainer<M> {
         self.callbacks.set(Order::ReplicaCheck, check);
         self.context.options = options;
         Ok(self)
+    }
+
+    /// Replaces forward pass, loss and backward of each batch by `step`: for several models, for more than one backward,
+    /// or for one of your own. It returns the mean loss of the batch, as the closure of [`Criterion::own`] does; the
+    /// trainer's criterion still validates.
+    ///
+    /// ```
+    /// # use ddp_mp::prelude::*;
+    /// # fn with_penalty(trainer: Trainer<Model>) -> Trainer<Model> {
+    /// trainer.step(|context, batch| {
+    ///     let autocast = context.autocast()?;
+    ///     let output = context.forward(batch, true);
+    ///     let loss = output.mse_loss(&batch.targets, Reduction::Mean);
+    ///     drop(autocast);
+    ///     context.backward(&(&loss + output.abs().mean(Kind::Float) * 0.1))?;
+    ///     Ok(loss)
+    /// })
+    /// # }
+    /// ```
+    ///
+    /// The step must keep to this:
+    ///
+    /// * It averages the gradients of the trainer's model exactly once, by [`TrainContext::backward`]. Any backward
+    ///   before that is within [`no_sync`](crate::ddp::Replica::no_sync). With `accumulate` it runs for each batch, and
+    ///   the trainer holds `no_sync` for all but the last. This is checked.
+    /// * It makes the same collectives on all ranks.
+    /// * Forward pass and loss run within [`TrainContext::autocast`], and backward outside.
+    /// * For a backward of [`TrainContext::ddp_mut`], the step scales the loss with [`TrainContext::scaler`], divides it
+    ///   by the number of accumulated batches, and has no `exact_mean`.
+    /// * Other models are its own: it wraps them, and steps their optimizers.
+    ///
+    /// [`Callback::on_before_backward`] does not run, and of a loss that is not finite only samples with such data are
+    /// named.
+    #[must_use]
+    pub fn step<L: Into<LossParts>>(
+        mut self,
+        step: impl FnMut(&mut TrainContext<M>, &Batch) -> anyhow::Result<L> + 'static,
+    ) -> Self {
+        self.context.own_step = Some(OwnStep::new(step));
+        self
     }
 
     /// Reseeds `generator`, from which the model draws, at the start of each step. Its random numbers then depend on

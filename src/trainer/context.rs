@@ -2,19 +2,21 @@
 
 use std::cell::OnceCell;
 use std::rc::Rc;
+use std::slice;
 use std::sync::Arc;
 use std::time::Instant;
 
 use tch::Tensor;
-use tch::nn::ModuleT;
 
 use super::loss::LossSum;
-use super::{Epoch, Loss, Step, TrainerOptions};
+use super::own_step::{OwnStep, Share};
+use super::{Criterion, Epoch, Step, TrainerOptions};
 use crate::checkpoint::TrainerState;
 use crate::data::{Batch, BatchSource};
 use crate::ddp::Strategy;
 use crate::error::{Error, Result};
-use crate::ffi::{Generator, TorchResult};
+use crate::ffi::{Generator, TorchResult, unknown_leaf};
+use crate::models::Forward;
 use crate::optim::{GradScaler, Optimizer, ParameterState, Schedule};
 use crate::process_group::{ProcessGroup, rank_label};
 use crate::runtime::{StopReason, StopRequest};
@@ -29,7 +31,17 @@ pub struct TrainContext<M> {
     pub(super) optimizer: Option<Box<dyn Optimizer>>,
     pub(super) schedule: Schedule,
     pub(super) loader: BatchSource,
-    pub(super) loss: Loss,
+    pub(super) criterion: Criterion,
+    /// A step of the program's own; `None` for the forward pass and the criterion.
+    pub(super) own_step: Option<OwnStep<M>>,
+    /// The share of the batch that the step is at.
+    pub(super) share: Share,
+    /// Whether the graph of a loss has been checked.
+    pub(super) has_checked_graph: bool,
+    /// Whether this step has run a backward that weighs by samples.
+    pub(super) has_weighed: bool,
+    /// Whether an injected fault makes the loss of the next batch NaN.
+    pub(super) makes_loss_nan: bool,
     pub(super) options: TrainerOptions,
     pub(super) scaler: GradScaler,
     pub(super) generator: Option<Arc<Generator>>,
@@ -40,6 +52,10 @@ pub struct TrainContext<M> {
     pub(super) ended_by: Option<StopReason>,
     pub(super) state: TrainerState,
     pub(super) loss_sum: LossSum,
+    /// What this rank's batches of the epoch that count for its loss count as, if the criterion counts.
+    pub(super) counted: u64,
+    /// What this rank's batches since the start of the epoch, or of its rest, count as.
+    pub(super) counted_here: usize,
     /// Tokens in each sample, which the first step counts; `None` unless samples are sequences of tokens.
     pub(super) tokens_per_sample: OnceCell<Option<usize>>,
     /// Whether to show samples of each validation, and those of the last one. Rank 0 alone shows some.
@@ -143,8 +159,22 @@ impl<M> TrainContext<M> {
 
     /// Adds the losses of a step to those of the epoch.
     pub(super) fn add_losses(&mut self, step: &Step) -> Result<()> {
-        let mut losses = step.losses.iter().zip(&step.batches);
-        losses.try_for_each(|(loss, batch)| self.loss_sum.add(loss, batch.len()))
+        self.counted += step.count() as u64;
+        let mut losses = step.losses.iter().enumerate();
+        losses.try_for_each(|(batch, loss)| self.loss_sum.add(loss, step.count_of(batch)))
+    }
+
+    /// Counts the batches of a step as the criterion says.
+    pub(super) fn count_batches(&self, step: &mut Step) -> Result<()> {
+        if self.criterion.has_count() {
+            let count = |(number, batch)| {
+                let count = self.criterion.count_of(batch);
+                count.map_err(|error| self.with_samples(error, Some(number)))
+            };
+            let counts = step.batches.iter().enumerate().map(count).collect::<Result<_>>()?;
+            step.set_counts(counts);
+        }
+        Ok(())
     }
 
     /// Counts a step that has just been made or skipped.
@@ -156,6 +186,7 @@ impl<M> TrainContext<M> {
             self.state.skipped_steps += 1;
             self.state.skipped_samples += samples;
         }
+        self.counted_here += step.count();
         self.state.step += 1;
         self.state.epoch_steps += 1;
         self.state.samples_seen += samples;
@@ -174,7 +205,8 @@ impl<M> TrainContext<M> {
         state.samples_seen = 0;
         state.skipped_samples = 0;
         let group = self.group();
-        let samples_per_second = samples as f64 / started.elapsed().as_secs_f64();
+        let seconds = started.elapsed().as_secs_f64();
+        let samples_per_second = samples as f64 / seconds;
         Ok(Epoch {
             rank: group.rank(),
             local_rank: group.local_rank(),
@@ -184,13 +216,22 @@ impl<M> TrainContext<M> {
             steps,
             loss,
             samples_per_second,
-            tokens_per_second: self.tokens_per_second(samples_per_second),
+            tokens_per_second: self
+                .tokens_per_second(samples_per_second, self.counted_here as f64 / seconds),
             validation: None,
         })
     }
 
-    /// Returns the tokens per second at a rate of samples; `None` unless samples are sequences of tokens.
-    pub(super) fn tokens_per_second(&self, samples_per_second: f64) -> Option<f64> {
+    /// Returns the tokens per second: what the criterion counts, or the tokens of a rate of samples. `None` unless
+    /// samples are sequences of tokens.
+    pub(super) fn tokens_per_second(
+        &self,
+        samples_per_second: f64,
+        counted_per_second: f64,
+    ) -> Option<f64> {
+        if self.criterion.has_count() {
+            return Some(counted_per_second);
+        }
         let tokens = self.tokens_per_sample.get().copied().flatten();
         tokens.map(|tokens| samples_per_second * tokens as f64)
     }
@@ -198,19 +239,55 @@ impl<M> TrainContext<M> {
     /// Returns the mean loss of the epoch so far, and resets it. A collective.
     pub(super) fn take_loss(&mut self) -> Result<f64> {
         let group = self.ddp.group();
-        // The number of all ranks' samples is the same on every rank, so rank 0 alone counts them.
-        let counted = self.state.samples_seen - self.state.skipped_samples;
-        self.loss_sum.count(if group.rank() == 0 { counted } else { 0 })?;
+        let counted = if self.criterion.has_count() {
+            self.counted as usize
+        } else if group.rank() == 0 {
+            // The number of all ranks' samples is the same on every rank, so rank 0 alone counts them.
+            self.state.samples_seen - self.state.skipped_samples
+        } else {
+            0
+        };
+        self.loss_sum.count(counted)?;
+        self.counted = 0;
         self.check_loss_sum(self.loss_sum.sum(group)?)?;
         self.loss_sum.take_mean(group)
     }
 }
 
-impl<M: ModuleT> TrainContext<M> {
+impl<M: Forward> TrainContext<M> {
     /// Returns the loss of a batch, in mixed precision if enabled. Backward must run after this, outside of autocast.
-    pub(super) fn loss_of(&self, batch: &Batch) -> Result<Tensor> {
-        let _autocast = self.options.amp.autocast(self.group().device())?;
-        self.loss.of(&self.ddp.forward(&batch.inputs), &batch.targets)
+    /// `number` is the batch's number in the step; `None` outside of one.
+    pub(super) fn loss_of(&self, batch: &Batch, number: Option<usize>) -> Result<Tensor> {
+        let _autocast = self.autocast()?;
+        let loss = self.criterion.loss(&self.forward(batch, true), batch);
+        loss.map_err(|error| self.with_samples(error, number))
+    }
+
+    /// Refuses, in the first batch of a run, a `loss` that depends on a tensor that requires a gradient and is neither a
+    /// parameter nor an input: it would not be trained.
+    pub(super) fn check_graph(&mut self, loss: &Tensor, batch: &Batch) -> Result<()> {
+        if std::mem::replace(&mut self.has_checked_graph, true) {
+            return Ok(());
+        }
+        let inputs = [&batch.inputs, &batch.targets].into_iter().chain(&batch.more_inputs);
+        let mut known: Vec<Tensor> = inputs.map(Tensor::shallow_clone).collect();
+        known.extend(self.ddp.state_dict().into_iter().map(|(_, tensor)| tensor));
+        let Some(unknown) = unknown_leaf(loss, &known)? else { return Ok(()) };
+        Err(Error::InvalidInput(format!(
+            "the loss depends on a tensor of shape {:?} that requires a gradient and is not in the model's VarStore, so it \
+             would not be trained; create it with the path of the model, or call set_requires_grad(false) on it",
+            unknown.size()
+        )))
+    }
+
+    /// Runs the model's own forward pass on the inputs of `batch`, in training or evaluation mode.
+    pub fn forward(&self, batch: &Batch, train: bool) -> Tensor {
+        let first = slice::from_ref(&batch.inputs);
+        if batch.more_inputs.is_empty() {
+            return self.ddp.forward_inputs(first, train);
+        }
+        let all = first.iter().chain(&batch.more_inputs).map(Tensor::shallow_clone);
+        self.ddp.forward_inputs(&all.collect::<Vec<_>>(), train)
     }
 }
 

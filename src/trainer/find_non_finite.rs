@@ -1,12 +1,12 @@
 //! Values that are infinite or NaN: how they are found, and the rank, the step and the samples they come from.
 
-use tch::nn::ModuleT;
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use super::TrainContext;
 use crate::data::{Batch, DataLoader};
 use crate::error::{Error, Result};
 use crate::ffi::TorchResult;
+use crate::models::Forward;
 use crate::optim::{FlatBuffer, GradState, average_gradients};
 use crate::process_group::ProcessGroup;
 
@@ -68,6 +68,12 @@ impl<M> TrainContext<M> {
         self.not_finite_for(what, samples.map_or(String::new(), |samples| list(&samples)))
     }
 
+    /// Returns the error of a closure with the samples of batch `number` of this step, if they are known.
+    pub(super) fn with_samples(&self, error: Error, number: Option<usize>) -> Error {
+        let samples = number.and_then(|number| self.samples(number, 1).ok()).unwrap_or_default();
+        closure_error(error, &samples)
+    }
+
     /// Returns the error that `what` was found not to be finite after the last step.
     fn not_finite_since(&self, what: String) -> Error {
         let (rank, step) = (self.group().rank(), self.state.step.saturating_sub(1));
@@ -81,26 +87,33 @@ impl<M> TrainContext<M> {
     }
 }
 
-impl<M: ModuleT> TrainContext<M> {
+impl<M: Forward> TrainContext<M> {
     /// Finds the rank whose loss or gradients made the mean non-finite. Each rank repeats its part of the step without
     /// the others. A collective: the rank that finds the cause in its own part returns first.
     pub(super) fn find_cause(
         &mut self,
         batches: &[Batch],
         buffers: &[FlatBuffer],
-    ) -> Result<Error> {
+    ) -> anyhow::Result<Error> {
         self.ddp.begin_step()?;
         if let Some(generator) = &self.generator {
             generator.begin_step(self.state.step)?; // the same dropout as before
         }
         let no_sync = self.ddp.no_sync();
         for (number, batch) in batches.iter().enumerate() {
-            let loss = self.loss_of(batch)?;
+            let own_step = self.own_step.clone();
+            self.share.is_empty = batch.is_empty();
+            let loss = match &own_step {
+                Some(own) => own.run(self, batch, number)?, // with its backward
+                None => self.loss_of(batch, Some(number))?,
+            };
             self.group().synchronize()?;
             if !is_finite(&loss)? {
-                return self.nonfinite_loss(&loss, number, batch);
+                return Ok(self.nonfinite_loss(&loss, number, batch)?);
             }
-            self.ddp.backward(&loss)?;
+            if own_step.is_none() {
+                self.ddp.backward(&loss)?;
+            }
         }
         drop(no_sync);
         self.group().synchronize()?;
@@ -115,21 +128,26 @@ impl<M: ModuleT> TrainContext<M> {
         Ok(self.not_finite("the mean of all ranks' gradients is not finite".into(), None))
     }
 
+    /// Refuses a loss that is not finite, on the CPU: on a GPU each check would wait for the device, so the sum of the
+    /// losses is checked instead.
+    pub(super) fn check_loss(&self, loss: &Tensor, number: usize, batch: &Batch) -> Result<()> {
+        let is_checked = loss.device() == Device::Cpu && !self.scaler.is_enabled();
+        if self.checks_gradients() || !is_checked || is_finite(loss)? {
+            return Ok(());
+        }
+        Err(self.nonfinite_loss(loss, number, batch)?)
+    }
+
     /// Returns the error for a batch's loss that is not finite, with the samples that cause it if they are known.
     /// `number` is the batch's number in the step.
-    pub(super) fn nonfinite_loss(
-        &self,
-        loss: &Tensor,
-        number: usize,
-        batch: &Batch,
-    ) -> Result<Error> {
+    fn nonfinite_loss(&self, loss: &Tensor, number: usize, batch: &Batch) -> Result<Error> {
         let value = loss.f_double_value(&[]).doing("reading the loss")?;
         let what = format!("the loss is {value}");
         if let Some(why) = self.nonfinite_parameter()? {
             return Ok(self.not_finite(what + &why, None));
         }
         let Ok(samples) = self.samples(number, 1) else { return Ok(self.not_finite(what, None)) };
-        let NonFiniteRows { rows, why } = self.nonfinite_rows(batch)?;
+        let NonFiniteRows { rows, why } = self.nonfinite_rows(batch, self.own_step.is_none())?;
         let found: Vec<usize> = rows.iter().filter_map(|&i| samples.get(i).copied()).collect();
         // The losses of all samples may overflow together where no single one does.
         let named = list(if found.is_empty() { &samples } else { &found });
@@ -150,7 +168,7 @@ impl<M: ModuleT> TrainContext<M> {
         }
         let (mut found, mut in_data) = (Vec::new(), true);
         for (number, batch) in loader.epoch(0)?.enumerate() {
-            let NonFiniteRows { rows, why } = self.nonfinite_rows(&batch?)?;
+            let NonFiniteRows { rows, why } = self.nonfinite_rows(&batch?, true)?;
             let samples = loader.samples(0, 0, number, 1)?;
             found.extend(rows.iter().filter_map(|&i| samples.get(i).copied()));
             in_data &= rows.is_empty() || why == NON_FINITE_DATA;
@@ -164,16 +182,19 @@ impl<M: ModuleT> TrainContext<M> {
         Ok(error(", though each sample's loss is finite: their sum is too large", String::new()))
     }
 
-    /// Returns the samples of `batch` whose data are not finite; if there are none, those whose losses are not.
-    fn nonfinite_rows(&self, batch: &Batch) -> Result<NonFiniteRows> {
+    /// Returns the samples of `batch` whose data are not finite; if there are none, those whose losses are not, if
+    /// `has_losses`: a step of the program's own computes none for a sample.
+    fn nonfinite_rows(&self, batch: &Batch, has_losses: bool) -> Result<NonFiniteRows> {
         let mut rows = rows_not_finite(&batch.inputs)?;
-        rows.extend(rows_not_finite(&batch.targets)?);
+        for tensor in batch.more_inputs.iter().chain([&batch.targets]) {
+            rows.extend(rows_not_finite(tensor)?);
+        }
         let why = if rows.is_empty() { "" } else { NON_FINITE_DATA };
-        if rows.is_empty() {
+        if rows.is_empty() && has_losses {
             // Evaluation mode: in training, batch norms would mix the samples, and those of other ranks.
             let losses = tch::no_grad(|| {
-                let _autocast = self.options.amp.autocast(self.group().device())?;
-                self.loss.per_sample(&self.ddp.forward_t(&batch.inputs, false), &batch.targets)
+                let _autocast = self.autocast()?;
+                self.criterion.per_sample(&self.forward(batch, false), &batch.targets)
             })?;
             rows = rows_not_finite(&losses)?;
         }
@@ -203,6 +224,16 @@ fn rows_not_finite(tensor: &Tensor) -> Result<Vec<usize>> {
     };
     let rows = rows().doing("looking for what is not finite")?;
     Ok(rows.into_iter().map(|row| row as usize).collect())
+}
+
+/// Adds `samples` to the error of a closure of the user. Other errors stay as they are.
+pub(super) fn closure_error(error: Error, samples: &[usize]) -> Error {
+    match error {
+        Error::InvalidInput(problem) if !samples.is_empty() => {
+            Error::InvalidInput(format!("{problem}; this happened{}", list(samples)))
+        }
+        other => other,
+    }
 }
 
 /// Lists the first few of `samples`, as the end of a sentence.

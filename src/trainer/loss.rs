@@ -4,7 +4,7 @@ use serde_with::SerializeDisplay;
 use strum::{Display, EnumString, VariantNames};
 use tch::{Device, Kind, Reduction, TchError, Tensor};
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::ffi::{TorchResult, add_scaled};
 use crate::process_group::{ProcessGroup, ReduceOp};
 
@@ -24,48 +24,68 @@ impl Loss {
     /// Returns the mean loss over the samples of a batch as a tensor without dimensions; 0 for an empty batch.
     ///
     /// # Errors
-    /// [`Error::Torch`](crate::Error::Torch) when the shapes don't fit.
+    /// [`Error::InvalidInput`] or [`Error::Torch`] when the shapes don't fit.
     pub fn of(self, output: &Tensor, targets: &Tensor) -> Result<Tensor> {
         let reduction = if targets.numel() == 0 { Reduction::Sum } else { Reduction::Mean };
         match self {
-            Loss::Mse => output.f_mse_loss(targets, reduction),
+            Loss::Mse => {
+                check_shapes(output, targets)?;
+                output.f_mse_loss(targets, reduction).doing("the loss")
+            }
             Loss::CrossEntropy => cross_entropy(output, targets, reduction),
         }
-        .doing("the loss")
     }
 
     /// Returns the loss of each sample of a batch, without reduction.
     pub(super) fn per_sample(self, output: &Tensor, targets: &Tensor) -> Result<Tensor> {
+        let doing = "the loss of each sample";
         match self {
-            Loss::Mse => output.f_mse_loss(targets, Reduction::None),
+            Loss::Mse => output.f_mse_loss(targets, Reduction::None).doing(doing),
             Loss::CrossEntropy => {
-                let loss = cross_entropy(output, targets, Reduction::None);
-                let of_sample = |loss: Tensor| {
-                    loss.f_view_as(targets)?.f_flatten(1, -1)?.f_mean_dim(1, false, None)
-                };
-                if is_sequence(output, targets) { loss.and_then(of_sample) } else { loss }
+                let loss = cross_entropy(output, targets, Reduction::None)?;
+                if !is_sequence(output, targets) {
+                    return Ok(loss);
+                }
+                let of_sample =
+                    || loss.f_view_as(targets)?.f_flatten(1, -1)?.f_mean_dim(1, false, None);
+                of_sample().doing(doing)
             }
         }
-        .doing("the loss of each sample")
     }
 }
 
+/// Refuses shapes that differ. Libtorch would repeat the smaller tensor, which PyTorch warns of.
+fn check_shapes(output: &Tensor, targets: &Tensor) -> Result<()> {
+    let (has, wants) = (output.size(), targets.size());
+    if has == wants {
+        return Ok(());
+    }
+    Err(Error::InvalidInput(format!(
+        "the model returns the shape {has:?}, and the targets of the mean squared error have {wants:?}; they must be equal"
+    )))
+}
+
 /// Returns the cross-entropy of logits against class numbers. The classes of sequences are in the last dimension of
-/// `output`, and `targets` has its other dimensions; for other shapes PyTorch's rules hold.
-fn cross_entropy(
-    output: &Tensor,
-    targets: &Tensor,
-    reduction: Reduction,
-) -> Result<Tensor, TchError> {
+/// `output`, and `targets` has its other dimensions; for other shapes PyTorch's rules hold. Refuses a single class.
+fn cross_entropy(output: &Tensor, targets: &Tensor, reduction: Reduction) -> Result<Tensor> {
     let of_rows = |output: &Tensor, targets: &Tensor| {
         output.f_cross_entropy_loss(targets, None::<&Tensor>, reduction, -100, 0.0)
     };
-    match output.size()[..] {
-        [.., classes] if is_sequence(output, targets) => {
-            of_rows(&output.f_reshape([-1, classes])?, &targets.f_reshape([-1])?)
+    let of_sequences = |classes: i64| -> Result<Tensor, TchError> {
+        of_rows(&output.f_reshape([-1, classes])?, &targets.f_reshape([-1])?)
+    };
+    let size = output.size();
+    let loss = match size[..] {
+        [.., classes] if is_sequence(output, targets) => of_sequences(classes),
+        [_, 1, ..] => {
+            return Err(Error::InvalidInput(format!(
+                "cross-entropy over one class is always 0, and the model returns the shape {size:?}; the model must \
+                 return one number for each class"
+            )));
         }
         _ => of_rows(output, targets),
-    }
+    };
+    loss.doing("the loss")
 }
 
 /// Returns whether each sample is a sequence with a class for each of its elements.
@@ -158,6 +178,10 @@ mod tests {
         let of_samples = value(Loss::CrossEntropy.per_sample(&logits, &targets));
         assert_eq!(of_samples.len(), 2);
         assert!(((of_samples[0] + of_samples[1]) / 2.0 - last).abs() < 1e-6);
+        let one_class =
+            Loss::CrossEntropy.of(&logits.view([24, 1]), &targets.repeat([4, 1]).view(24));
+        let error = one_class.unwrap_err().to_string();
+        assert!(error.contains("cross-entropy over one class is always 0"), "{error}");
         // Images with the classes second, and probabilities as targets.
         assert!((of(&logits.transpose(1, 2), &targets) - last).abs() < 1e-6);
         let (rows, classes) = (logits.view([6, 4]), targets.view(6));

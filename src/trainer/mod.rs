@@ -6,9 +6,11 @@ mod builder;
 mod callback;
 mod callbacks;
 mod context;
+mod criterion;
 mod find_non_finite;
 mod loss;
 mod options;
+mod own_step;
 mod resume;
 mod step;
 mod summary;
@@ -17,10 +19,10 @@ mod warm_up;
 use std::time::Instant;
 
 use tch::Device;
-use tch::nn::ModuleT;
 
 use crate::data::Batch;
 use crate::error::Result;
+use crate::models::Forward;
 use crate::operation::Operation;
 use callbacks::Callbacks;
 
@@ -30,6 +32,7 @@ pub use callback::Callback;
 pub use callbacks::SaveEvery;
 pub(crate) use callbacks::compare_replicas;
 pub use context::TrainContext;
+pub use criterion::{Criterion, LossParts};
 pub use loss::Loss;
 pub use options::TrainerOptions;
 pub use step::Step;
@@ -43,7 +46,7 @@ pub struct Trainer<M> {
     callbacks: Callbacks<M>,
 }
 
-impl<M: ModuleT> Trainer<M> {
+impl<M: Forward> Trainer<M> {
     /// Trains until `max_epochs` epochs (at least 1) are done or the run stops. A collective.
     ///
     /// # Errors
@@ -81,6 +84,7 @@ impl<M: ModuleT> Trainer<M> {
         let mut batches = context.loader.epoch_from(epoch, samples_seen)?;
         let steps =
             context.loader.num_batches_from(samples_seen).div_ceil(context.options.accumulate);
+        context.counted_here = 0;
         let mut samples = 0;
         for left in (0..steps).rev() {
             samples += self.run_step(&mut batches, left == 0)?;
@@ -109,15 +113,21 @@ impl<M: ModuleT> Trainer<M> {
         let batches = batches.take(context.options.accumulate).collect::<Result<_>>()?;
         let mut step = Step::new(number, context.schedule.lr(epoch, number), batches, ends_epoch);
         callbacks.each(|callback| callback.on_step_start(context, &mut step))?;
+        context.count_batches(&mut step)?;
 
         context.ddp.begin_step()?; // drops the gradients
         if let Some(generator) = &context.generator {
             generator.begin_step(number)?;
         }
+        let averages = context.ddp.num_averages();
+        context.has_weighed = false;
         for batch in 0..step.batches.len() {
             self.run_batch(&mut step, batch)?;
         }
         let Self { context, callbacks } = self;
+        if context.own_step.is_some() {
+            context.check_own_step(averages)?;
+        }
         callbacks.each(|callback| callback.on_after_backward(context, &mut step))?;
         if !step.is_skipped() {
             context.add_losses(&step)?;
@@ -136,15 +146,26 @@ impl<M: ModuleT> Trainer<M> {
         let Self { context, callbacks } = self;
         let is_last = batch + 1 == step.batches.len();
         let _no_sync = (!is_last).then(|| context.ddp.no_sync());
-        let mut loss = context.loss_of(&step.batches[batch])?;
-        callbacks.each(|callback| callback.on_before_backward(context, step, batch, &mut loss))?;
-        let scaled = context.scaler.scale(&loss)?; // for float16
-        let share = step.share_of_mean(scaled, batch, context.options.exact_mean)?;
-        if context.options.exact_mean {
-            context.ddp.backward_part(&share, step.num_samples() as f64)?;
-        } else {
-            context.ddp.backward(&share)?;
-        }
+        context.share = step.share(batch, context.options.exact_mean);
+        let loss = match context.own_step.clone() {
+            Some(own) => {
+                let loss = own.run(context, &step.batches[batch], batch)?;
+                let loss = context.with_fault(&loss)?;
+                context.check_loss(&loss, batch, &step.batches[batch])?;
+                loss
+            }
+            None => {
+                let loss = context.loss_of(&step.batches[batch], Some(batch))?;
+                context.check_graph(&loss, &step.batches[batch])?;
+                let mut loss = context.with_fault(&loss)?;
+                callbacks.each(|callback| {
+                    callback.on_before_backward(context, step, batch, &mut loss)
+                })?;
+                context.backward(&loss)?;
+                loss
+            }
+        };
+        context.makes_loss_nan = false;
         step.losses.push(loss);
         Ok(())
     }

@@ -1,12 +1,11 @@
 //! Resuming a run from a checkpoint.
 
-use tch::nn::ModuleT;
-
 use super::{TrainContext, Trainer};
 use crate::checkpoint::{Checkpoint, TrainerState};
 use crate::error::{Error, Result, Shown};
+use crate::models::Forward;
 
-impl<M: ModuleT> Trainer<M> {
+impl<M: Forward> Trainer<M> {
     /// Resumes from `checkpoint`, at the sample after the last one seen. Call on all ranks, with models from
     /// [`Checkpoint::load_model`], after [`options`](Self::options) and [`checkpoints`](Self::checkpoints). A collective.
     ///
@@ -18,10 +17,13 @@ impl<M: ModuleT> Trainer<M> {
     ///
     /// # Errors
     /// [`Error::InvalidInput`] when the checkpoint is of another model, optimizer or scaler, or of a run with another
-    /// number of samples or another batch size. Also when the folder of this run holds other checkpoints.
+    /// number of samples or another batch size. Also when it was saved within an epoch that has a
+    /// [count](crate::trainer::Criterion::count) and this run has none, or the reverse, and when the folder of this run
+    /// holds other checkpoints.
     pub fn resume(&mut self, checkpoint: &Checkpoint) -> anyhow::Result<()> {
         let Self { context, callbacks } = self;
         context.check_same_data(checkpoint)?;
+        context.check_same_count(checkpoint)?;
         callbacks.each(|callback| callback.on_load_checkpoint(context, checkpoint))?;
         Ok(context.load(checkpoint)?)
     }
@@ -49,6 +51,26 @@ impl<M> TrainContext<M> {
         })
     }
 
+    /// Checks that the losses of the epoch so far, if `checkpoint` has some, weigh as those of this run do.
+    fn check_same_count(&self, checkpoint: &Checkpoint) -> Result<()> {
+        let saved = checkpoint.state();
+        let had_count = !saved.counts.is_empty();
+        let has_count = self.criterion.has_count();
+        if saved.samples_seen == 0 || had_count == has_count {
+            return Ok(());
+        }
+        let what =
+            |is_count| if is_count { "by the count of a criterion" } else { "by its samples" };
+        Err(Error::InvalidInput(format!(
+            "checkpoint {}: its run weighs each batch {}, and this run {}, so the mean loss of the epoch would be wrong; \
+             use the same Criterion::count, a checkpoint of the end of an epoch, or load only the parameters \
+             (Checkpoint::load_model)",
+            checkpoint.path().shown(),
+            what(had_count),
+            what(has_count),
+        )))
+    }
+
     /// Loads all state but the model's.
     fn load(&mut self, checkpoint: &Checkpoint) -> Result<()> {
         if let Some(optimizer) = &mut self.optimizer {
@@ -65,6 +87,11 @@ impl<M> TrainContext<M> {
             sums if group.rank() == 0 => sums.iter().sum(),
             _ => 0.0,
         })?;
+        self.counted = match &saved.counts[..] {
+            counts if counts.len() == group.world_size() => counts[group.rank()],
+            _ if group.rank() > 0 => 0,
+            counts => counts.iter().fold(0, |sum, count| sum.saturating_add(*count)),
+        };
         let data_files = std::mem::take(&mut self.state.data_files);
         self.state = TrainerState { data_files, ..saved.clone() };
         Ok(())

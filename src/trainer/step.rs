@@ -2,9 +2,8 @@
 
 use tch::Tensor;
 
+use super::own_step::Share;
 use crate::data::Batch;
-use crate::error::Result;
-use crate::ffi::TorchResult;
 
 /// One training step of one rank.
 #[derive(Debug)]
@@ -21,18 +20,36 @@ pub struct Step {
     pub grad_norm: Option<Tensor>,
     /// Whether this is the last step of its epoch.
     pub ends_epoch: bool,
+    /// What each batch counts as, where that is not its number of samples.
+    counts: Vec<usize>,
     is_skipped: bool,
 }
 
 impl Step {
     pub(super) fn new(number: u64, lr: f64, batches: Vec<Batch>, ends_epoch: bool) -> Self {
         let losses = Vec::with_capacity(batches.len());
-        Self { number, lr, batches, losses, grad_norm: None, ends_epoch, is_skipped: false }
+        let (counts, grad_norm, is_skipped) = Default::default();
+        Self { number, lr, batches, losses, grad_norm, ends_epoch, counts, is_skipped }
     }
 
     /// Returns the number of this rank's samples.
     pub fn num_samples(&self) -> usize {
         self.batches.iter().map(Batch::len).sum()
+    }
+
+    /// Sets what each batch counts as.
+    pub(super) fn set_counts(&mut self, counts: Vec<usize>) {
+        self.counts = counts;
+    }
+
+    /// Returns what batch number `batch` counts as: its samples, unless the criterion says otherwise.
+    pub(super) fn count_of(&self, batch: usize) -> usize {
+        self.counts.get(batch).copied().unwrap_or_else(|| self.batches[batch].len())
+    }
+
+    /// Returns what this rank's batches together count as.
+    pub(super) fn count(&self) -> usize {
+        (0..self.batches.len()).map(|batch| self.count_of(batch)).sum()
     }
 
     /// Leaves out the optimizer in this step, which counts as skipped; its losses do not count. Buffers that the forward
@@ -47,22 +64,20 @@ impl Step {
         self.is_skipped
     }
 
-    /// Returns the share of batch number `batch` in the mean over the step: `loss`, the batch's mean, divided by the
-    /// number of batches. With `exact_mean` each sample has the same share, also where batches have different sizes.
-    pub(super) fn share_of_mean(
-        &self,
-        loss: Tensor,
-        batch: usize,
-        exact_mean: bool,
-    ) -> Result<Tensor> {
-        let divisor = match (exact_mean, self.batches.len(), self.num_samples()) {
-            (_, 1, _) | (true, _, 0) => return Ok(loss),
-            (false, batches, _) => batches as f64,
-            (true, _, samples) => samples as f64 / self.batches[batch].len() as f64, // infinite for an empty batch
+    /// Returns the share of batch number `batch` in the mean over the step: its mean loss, divided by the number of
+    /// batches. With `exact_mean` each sample has the same share, or whatever the criterion counts, also where batches
+    /// have different sizes.
+    pub(super) fn share(&self, batch: usize, exact_mean: bool) -> Share {
+        let all = self.count();
+        let divisor = match (exact_mean, self.batches.len(), all) {
+            (_, 1, _) | (true, _, 0) => None,
+            (false, batches, _) => Some(batches as f64),
+            (true, _, all) => Some(all as f64 / self.count_of(batch) as f64), // infinite for an empty batch
         };
-        if divisor == 1.0 {
-            return Ok(loss);
+        Share {
+            divisor: divisor.filter(|divisor| *divisor != 1.0),
+            of: all as f64,
+            is_empty: self.batches[batch].is_empty(),
         }
-        loss.f_div_scalar(divisor).doing("div")
     }
 }

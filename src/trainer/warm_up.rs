@@ -1,14 +1,15 @@
 //! Warm-up: does a GPU's first-time work before the first step.
 
-use tch::nn::ModuleT;
+use tch::{Kind, Tensor};
 
 use super::TrainContext;
 use super::context::BufferSnapshot;
 use crate::error::Result;
 use crate::ffi::TorchResult;
+use crate::models::Forward;
 use crate::optim::GradState;
 
-impl<M: ModuleT> TrainContext<M> {
+impl<M: Forward> TrainContext<M> {
     /// Runs the kernels and collectives of a step once before the first step, on a GPU.
     ///
     /// The first launch of a kernel loads the kernel and waits until the GPU is idle. The first use of memory allocates
@@ -21,10 +22,16 @@ impl<M: ModuleT> TrainContext<M> {
         let buffers = BufferSnapshot::of(&self.ddp)?;
         if let Some(batch) = self.loader.epoch(0)?.next() {
             let batch = batch?;
-            let loss = self.loss_of(&batch)?;
-            let no_sync = self.ddp.no_sync();
-            self.ddp.backward(&self.scaler.scale(&loss)?)?;
-            drop(no_sync);
+            // A step of the program's own may change what nobody could restore.
+            let loss = if self.own_step.is_some() {
+                Tensor::f_zeros([1], (Kind::Float, self.group().device())).doing("zeros")?
+            } else {
+                let loss = self.loss_of(&batch, None)?;
+                let no_sync = self.ddp.no_sync();
+                self.ddp.backward(&self.scaler.scale(&loss)?)?;
+                drop(no_sync);
+                loss
+            };
             if let Some(optimizer) = &mut self.optimizer {
                 for mut buffer in self.ddp.flat_buffers().into_iter().flatten() {
                     let _ = buffer.gradients.f_zero_().doing("zero_")?;

@@ -62,7 +62,9 @@ pub struct RankStep {
     pub samples: Vec<usize>,
     /// Number of the rank's samples.
     pub num_samples: usize,
-    /// The mean loss of the rank's samples.
+    /// What the rank's batches count as: its number of samples, unless the criterion says otherwise.
+    pub count: usize,
+    /// The mean loss over what the rank's batches count as.
     pub loss: f64,
     /// The gradient that the rank computed.
     pub local: f64,
@@ -92,21 +94,26 @@ pub struct ExplainedStep {
 }
 
 impl ExplainedStep {
-    /// Returns the number of all ranks' samples if ranks are weighted by their samples; else `None`.
+    /// Returns what all ranks' batches count as if ranks are weighted by that; else `None`.
     fn weighed(&self, run_info: &RunInfo) -> Option<usize> {
-        let all = self.ranks.iter().map(|rank| rank.num_samples).sum();
+        let all = self.ranks.iter().map(|rank| rank.count).sum();
         (run_info.exact_mean && self.ranks.len() > 1).then_some(all)
     }
 
     /// Returns the weights of the first few ranks, such as `17/33, 16/33`; `None` if ranks are not weighted.
     fn shares(&self, run_info: &RunInfo) -> Option<String> {
         let all = self.weighed(run_info)?;
-        let share = |rank: &RankStep| format!("{}/{all}", rank.num_samples);
+        let share = |rank: &RankStep| format!("{}/{all}", rank.count);
         let mut shares: Vec<String> = self.ranks.iter().take(MAX_LISTED_RANKS).map(share).collect();
         if self.ranks.len() > MAX_LISTED_RANKS {
             shares.push("...".into());
         }
         Some(shares.join(", "))
+    }
+
+    /// Returns whether a rank's batches count as something else than its samples.
+    fn has_count(&self) -> bool {
+        self.ranks.iter().any(|rank| rank.count != rank.num_samples)
     }
 }
 
@@ -141,7 +148,7 @@ impl Explainer {
     pub fn first_step(&self, step: &ExplainedStep) {
         let mut lines = self.gradients(step, false);
         let mean = match step.weighed(&self.run_info) {
-            Some(samples) => weighted_mean(&step.ranks, samples),
+            Some(all) => weighted_mean(&step.ranks, all),
             None => mean(&step.ranks),
         };
         lines.push(format!("  {}{mean}", self.texts.by_hand));
@@ -253,22 +260,22 @@ fn mean(ranks: &[RankStep]) -> String {
     format!("{sum} / {} = {mean}", ranks.len())
 }
 
-/// Formats the weighted mean as `(17 * 0.5 + 16 * (-0.25)) / 33 = c`: each rank's gradient counts by its samples. `all`
-/// is the number of all ranks' samples.
+/// Formats the weighted mean as `(17 * 0.5 + 16 * (-0.25)) / 33 = c`: each rank's gradient counts by its samples, or
+/// by what its batches count as. `all` is the sum over all ranks.
 fn weighted_mean(ranks: &[RankStep], all: usize) -> String {
     let mut values: Vec<f64> = ranks.iter().map(|rank| rank.local).collect();
-    let sum: f64 = ranks.iter().map(|rank| rank.num_samples as f64 * rank.local).sum();
+    let sum: f64 = ranks.iter().map(|rank| rank.count as f64 * rank.local).sum();
     values.push(sum / all as f64);
     let texts = numbers(&values, 6);
     let term = |(rank, text): (&RankStep, &String)| match text.starts_with('-') {
-        true => format!("{} * ({text})", rank.num_samples),
-        false => format!("{} * {text}", rank.num_samples),
+        true => format!("{} * ({text})", rank.count),
+        false => format!("{} * {text}", rank.count),
     };
     let mut terms: Vec<String> = ranks.iter().zip(&texts).map(term).collect();
     if ranks.len() > MAX_LISTED_RANKS {
         terms = vec![
-            format!("{} * rank 0", ranks[0].num_samples),
-            format!("{} * rank 1", ranks[1].num_samples),
+            format!("{} * rank 0", ranks[0].count),
+            format!("{} * rank 1", ranks[1].count),
             "...".into(),
         ];
     }

@@ -58,6 +58,7 @@ pub(super) struct Texts {
     gradients_buckets: String,
     gradients_mean: String,
     gradients_weighted_mean: String,
+    gradients_counted_mean: String,
     gradients_compressed: String,
     gradients_largest: String,
     column_samples: String,
@@ -210,6 +211,9 @@ impl Explainer {
         };
         let mean = match step.shares(run_info) {
             None => texts.gradients_mean.clone(),
+            Some(shares) if step.has_count() => {
+                filled(&texts.gradients_counted_mean, &[("shares", shares)])
+            }
             Some(shares) => filled(&texts.gradients_weighted_mean, &[("shares", shares)]),
         };
         let compressed = form.map_or(String::new(), |form| self.compressed(form));
@@ -336,7 +340,7 @@ mod tests {
     use strum::IntoEnumIterator;
 
     use super::*;
-    use crate::telemetry::explain::{RankStep, RunInfo};
+    use crate::telemetry::explain::{RankStep, RunInfo, weighted_mean};
     use crate::telemetry::{Language, LogFormat, Printer};
 
     fn run_info() -> RunInfo {
@@ -384,6 +388,7 @@ mod tests {
         let rank = RankStep {
             samples: vec![0, 1],
             num_samples: 2,
+            count: 2,
             loss: 1.0,
             local: 0.5,
             averaged: 0.5,
@@ -400,6 +405,27 @@ mod tests {
         }
     }
 
+    /// Returns a step whose ranks count 1 and 3, and whose gradients are 1 and 5.
+    fn counted_step() -> ExplainedStep {
+        let mut step = step(1);
+        step.ranks[0] = RankStep { count: 1, local: 1.0, ..step.ranks[0].clone() };
+        step.ranks[1] = RankStep { count: 3, local: 5.0, ..step.ranks[1].clone() };
+        step.ranks.truncate(2);
+        step
+    }
+
+    #[test]
+    fn ranks_are_weighted_by_what_their_batches_count() {
+        let run_info = RunInfo { world_size: 2, exact_mean: true, ..run_info() };
+        let step = counted_step();
+        assert_eq!(step.shares(&run_info).unwrap(), "1/4, 3/4");
+        assert_eq!(weighted_mean(&step.ranks, 4), "(1 * 1.00000 + 3 * 5.00000) / 4 = 4.00000");
+        let printer = Arc::new(Printer::new(LogFormat::Text));
+        let explainer = Explainer::new(Language::En, run_info, printer);
+        let said = explainer.explain_gradients(&step, None).text;
+        assert!(said.contains("over what the batches count"), "{said}");
+    }
+
     /// Returns all that `explainer` can say about its run.
     fn all_texts(explainer: &Explainer) -> Vec<String> {
         let sections = [
@@ -408,6 +434,7 @@ mod tests {
             explainer.explain_start(false, Some(7)),
             explainer.explain_data(3),
             explainer.explain_gradients(&step(1), None),
+            explainer.explain_gradients(&counted_step(), None),
             explainer.explain_gradients(&step(2), Some("bfloat16")),
             explainer.explain_update(&step(1)),
             explainer.explain_next_step(1, Some("bfloat16")),

@@ -130,7 +130,9 @@ function curve(line, x, y, shown, width, bottom) {
 }
 
 {
-  const { train, validation } = data;
+  const { train } = data, metric = name => `metric ${name}`;
+  const validation = data.validation.map(it => ({ ...it, ...Object.fromEntries(
+    Object.entries(it.metrics ?? {}).map(([name, value]) => [metric(name), value])) }));
   const points = (list, field, note) => list.filter(it => it[field] !== undefined)
     .map(it => [it.step, it[field], it.epoch, note?.(it)]);
   const best = validation.findLast(it => it.best);
@@ -139,9 +141,11 @@ function curve(line, x, y, shown, width, bottom) {
   const training = field => ({ name: "training", colour: "var(--hue-0)", points: points(train, field) });
   const tried = field =>
     ({ name: "validation", colour: "var(--hue-5)", dots: true, points: points(validation, field, isBest) });
+  const names = new Set(validation.flatMap(it => Object.keys(it.metrics ?? {})));
   const charts = [
     ["Loss", [training("loss"), tried("loss")], value, []],
     ["Accuracy", [tried("accuracy")], percent, [0, 1]],
+    ...[...names].map(name => [name, [tried(metric(name))], value, []]),
     ["Time of a step", [training("step_us")], micros, [0]],
     ...(new Set(train.map(it => it.lr)).size > 1 ? [["Learning rate", [training("lr")], value, [0]]] : []),
   ].map(([title, lines, ...how]) => [title, lines.filter(line => line.points.length), ...how])

@@ -129,6 +129,11 @@ impl Checkpoints {
         context.check_parameters()?;
         compare_before_save(context)?;
         let loss_sums = group.gather_object(&loss_sum, 0)?;
+        let counts = if context.criterion.has_count() {
+            group.gather_object(&context.counted, 0)?.unwrap_or_default()
+        } else {
+            Vec::new()
+        };
         let comm_hook = context.ddp.comm_hook_state()?;
         group.enter_save(step);
         self.saved_at = Some(step);
@@ -136,6 +141,7 @@ impl Checkpoints {
         if let (Some(loss_sums), Some(writer)) = (loss_sums, &mut self.writer) {
             let state = TrainerState {
                 loss_sums,
+                counts,
                 world_size: group.world_size(),
                 num_samples: context.loader.dataset_len(),
                 batch_size: context.loader.batch_size(),

@@ -61,18 +61,20 @@ impl<M> Callback<M> for Explanation {
         let samples = context.samples(0, context.options.accumulate)?;
         let [local, averaged] = [&probe.local, &probe.parameter.grad()].map(values);
         let (local, averaged, before) = (local?, averaged?, values(&probe.parameter)?);
-        // Weighted by samples: the last batch of an epoch may have fewer.
+        // Weighted by samples, or what the criterion counts: the last batch of an epoch may have fewer.
         let mut loss_sum = 0.0;
-        for (loss, batch) in
-            step.losses.iter().zip(&step.batches).filter(|(_, batch)| !batch.is_empty())
-        {
-            loss_sum += values(loss)?[0] * batch.len() as f64;
+        for (batch, loss) in step.losses.iter().enumerate() {
+            let count = step.count_of(batch);
+            if count > 0 {
+                loss_sum += values(loss)?[0] * count as f64;
+            }
         }
         let index = *self.index.get_or_insert_with(|| index_of_largest(&averaged));
         self.numbers = Some(RankStep {
             num_samples: samples.len(),
+            count: step.count(),
             samples: samples.into_iter().take(MAX_SAMPLES).collect(),
-            loss: loss_sum / step.num_samples().max(1) as f64,
+            loss: loss_sum / step.count().max(1) as f64,
             local: local[index],
             averaged: averaged[index],
             stepped_by: averaged[index],

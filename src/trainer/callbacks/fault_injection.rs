@@ -31,7 +31,12 @@ impl<M> Callback<M> for FaultInjection {
             return Ok(());
         }
         match self.kind {
-            FaultKind::Nan => make_sample_nan(&mut step.batches)?,
+            FaultKind::Nan => {
+                make_sample_nan(&mut step.batches)?;
+                // The loss, where the sample cannot be: tokens are integers.
+                context.makes_loss_nan =
+                    step.batches.iter().any(|batch| !batch.inputs.is_floating_point());
+            }
             FaultKind::SkipSample => skip_sample(&mut step.batches, step.number)?,
             FaultKind::WrongShape => {
                 let group = context.group();
@@ -44,21 +49,6 @@ impl<M> Callback<M> for FaultInjection {
         Ok(())
     }
 
-    /// Makes the loss NaN where the sample cannot be: tokens are integers.
-    fn on_before_backward(
-        &mut self,
-        _: &mut TrainContext<M>,
-        step: &Step,
-        batch: usize,
-        loss: &mut Tensor,
-    ) -> Result<()> {
-        let is_here = self.kind == FaultKind::Nan && step.number == self.step && batch == 0;
-        if is_here && step.batches.iter().any(|batch| !batch.inputs.is_floating_point()) {
-            *loss = loss.f_mul_scalar(f64::NAN).doing("making a loss NaN")?;
-        }
-        Ok(())
-    }
-
     fn on_step_end(&mut self, context: &mut TrainContext<M>, step: &Step) -> Result<()> {
         if step.number == self.step
             && self.kind == FaultKind::Desync
@@ -67,6 +57,16 @@ impl<M> Callback<M> for FaultInjection {
             let _ = tch::no_grad(|| parameter.f_add_scalar_(0.001)).doing("add_")?;
         }
         Ok(())
+    }
+}
+
+impl<M> TrainContext<M> {
+    /// Returns the `loss` of the current batch; NaN if the fault says so.
+    pub(in crate::trainer) fn with_fault(&self, loss: &Tensor) -> crate::error::Result<Tensor> {
+        if self.makes_loss_nan {
+            return loss.f_mul_scalar(f64::NAN).doing("making a loss NaN");
+        }
+        Ok(loss.shallow_clone())
     }
 }
 
@@ -86,12 +86,9 @@ fn make_sample_nan(batches: &mut [Batch]) -> crate::error::Result<()> {
 /// Replaces the step's first sample by its second, so that the number of samples stays the same.
 fn skip_sample(batches: &mut [Batch], step: u64) -> crate::error::Result<()> {
     let doing = "taking a sample twice";
-    let take = |batch: &Batch, row: i64| -> Result<[Tensor; 2], tch::TchError> {
-        Ok([batch.inputs.f_narrow(0, row, 1)?, batch.targets.f_narrow(0, row, 1)?])
-    };
-    let next = match batches {
-        [first, ..] if first.len() > 1 => take(first, 1),
-        [_, second, ..] => take(second, 0),
+    let (other, row) = match batches {
+        [first, ..] if first.len() > 1 => (&*first, 1),
+        [_, second, ..] => (&*second, 0),
         _ => {
             return Err(Error::InvalidInput(format!(
                 "--inject-fault skip-sample: a rank has one sample in step {step}, and no other one to take instead; use a \
@@ -99,12 +96,15 @@ fn skip_sample(batches: &mut [Batch], step: u64) -> crate::error::Result<()> {
             )));
         }
     };
-    let [inputs, targets] = next.doing(doing)?;
-    let first = &mut batches[0];
-    let put = |to: &mut Tensor, from: &Tensor| -> Result<(), tch::TchError> {
+    let all = [&other.inputs, &other.targets].into_iter().chain(&other.more_inputs);
+    let next: Result<Vec<Tensor>, _> = all.map(|tensor| tensor.f_narrow(0, row, 1)).collect();
+    let next = next.doing(doing)?;
+    let Batch { inputs, targets, more_inputs, .. } = &mut batches[0];
+    for (to, next) in [inputs, targets].into_iter().chain(more_inputs).zip(next) {
         // A copy: the data set itself stays unchanged.
-        *to = to.f_detach_copy()?;
-        to.f_narrow(0, 0, 1)?.f_copy_(from).map(drop)
-    };
-    put(&mut first.inputs, &inputs).and_then(|()| put(&mut first.targets, &targets)).doing(doing)
+        *to = to.f_detach_copy().doing(doing)?;
+        let put = to.f_narrow(0, 0, 1).and_then(|mut first| first.f_copy_(&next).map(drop));
+        put.doing(doing)?;
+    }
+    Ok(())
 }

@@ -21,8 +21,10 @@ pub(in crate::trainer) struct Metrics {
     since: Instant,
     steps: u64,
     samples: usize,
-    /// Samples that count for the loss: all except those of skipped steps.
+    /// What all batches count as: their samples, unless the criterion says otherwise.
     counted: usize,
+    /// The same for the loss: without skipped steps.
+    counted_for_loss: usize,
     /// This rank's sum of the epoch's losses at the last report.
     loss_sum: f64,
     /// The norm of the last step's gradients; `None` if it was not measured.
@@ -33,9 +35,21 @@ pub(in crate::trainer) struct Metrics {
 
 impl Metrics {
     pub(in crate::trainer) fn new(every: u64, logger: Option<MetricsLogger>) -> Self {
-        let (steps, samples, counted, loss_sum, grad_norm, lr) = Default::default();
+        let (steps, samples, counted, counted_for_loss) = Default::default();
+        let (loss_sum, grad_norm, lr) = Default::default();
         let since = Instant::now();
-        Self { every, logger, since, steps, samples, counted, loss_sum, grad_norm, lr }
+        Self {
+            every,
+            logger,
+            since,
+            steps,
+            samples,
+            counted,
+            counted_for_loss,
+            loss_sum,
+            grad_norm,
+            lr,
+        }
     }
 
     /// Writes the metrics of the steps since the last report, if there were any. A collective in that case.
@@ -46,7 +60,11 @@ impl Metrics {
         let group = context.group();
         let loss_sum = context.loss_sum.sum(group)?;
         context.check_loss_sum(loss_sum)?;
-        let mine = [loss_sum - self.loss_sum, self.counted as f64, self.samples as f64];
+        let loss_here = loss_sum - self.loss_sum;
+        let mut mine = vec![loss_here, self.counted_for_loss as f64, self.samples as f64];
+        if context.criterion.has_count() {
+            mine.push(self.counted as f64);
+        }
         let doing = "reducing the metrics";
         let mut totals = group.to_device(&Tensor::from_slice(&mine))?;
         group.all_reduce(&mut totals, ReduceOp::Sum)?;
@@ -55,6 +73,7 @@ impl Metrics {
         let grad_norm = grad_norm.transpose().doing(doing)?;
         let seconds = self.since.elapsed().as_secs_f64();
         let samples_per_second = totals[2] / seconds;
+        let counted = totals.get(3).copied().unwrap_or_default();
         let metrics = TrainMetrics {
             step: context.state.step,
             epoch: context.state.epoch,
@@ -64,12 +83,13 @@ impl Metrics {
             grad_norm,
             step_us: seconds * 1e6 / self.steps as f64,
             samples_per_second,
-            tokens_per_second: context.tokens_per_second(samples_per_second),
+            tokens_per_second: context.tokens_per_second(samples_per_second, counted / seconds),
         };
         self.loss_sum = loss_sum;
         self.steps = 0;
         self.samples = 0;
         self.counted = 0;
+        self.counted_for_loss = 0;
         self.since = Instant::now();
         if let Some(logger) = &mut self.logger {
             logger.train(&metrics)?;
@@ -92,8 +112,9 @@ impl<M> Callback<M> for Metrics {
     fn on_step_end(&mut self, context: &mut TrainContext<M>, step: &Step) -> Result<()> {
         self.steps += 1;
         self.samples += step.num_samples();
+        self.counted += step.count();
         if !step.is_skipped() {
-            self.counted += step.num_samples();
+            self.counted_for_loss += step.count();
         }
         if let Some(norm) = &step.grad_norm {
             self.grad_norm = Some(norm.shallow_clone());

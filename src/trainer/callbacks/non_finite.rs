@@ -1,12 +1,11 @@
 //! Losses and gradients that are infinite or NaN: ends the run, or skips the step.
 
 use anyhow::Result;
-use tch::nn::ModuleT;
-use tch::{Device, Tensor};
+use tch::Tensor;
 
-use crate::ffi::TorchResult;
+use crate::models::Forward;
 use crate::trainer::context::BufferSnapshot;
-use crate::trainer::find_non_finite::{gradients_finite, is_finite};
+use crate::trainer::find_non_finite::gradients_finite;
 use crate::trainer::{Callback, Step, TrainContext};
 
 /// Guards parameters against values that are not finite.
@@ -16,7 +15,7 @@ pub(in crate::trainer) struct NonFiniteGuard {
     buffers: Option<BufferSnapshot>,
 }
 
-impl<M: ModuleT> Callback<M> for NonFiniteGuard {
+impl<M: Forward> Callback<M> for NonFiniteGuard {
     fn on_step_start(&mut self, context: &mut TrainContext<M>, _: &mut Step) -> Result<()> {
         if context.checks_gradients() {
             self.buffers = Some(BufferSnapshot::of(&context.ddp)?);
@@ -24,7 +23,8 @@ impl<M: ModuleT> Callback<M> for NonFiniteGuard {
         Ok(())
     }
 
-    /// Refuses a loss that is not finite, or makes sure that its gradients are not finite either.
+    /// Refuses a loss that is not finite, unless the step may be skipped: [`TrainContext::backward`] makes its gradients
+    /// not finite either.
     fn on_before_backward(
         &mut self,
         context: &mut TrainContext<M>,
@@ -32,16 +32,7 @@ impl<M: ModuleT> Callback<M> for NonFiniteGuard {
         batch: usize,
         loss: &mut Tensor,
     ) -> Result<()> {
-        if context.checks_gradients() {
-            *loss = poison_if_nonfinite(loss)?;
-            return Ok(());
-        }
-        // On a GPU each check would wait for the device, so the sum of the losses is checked instead.
-        let is_checked = loss.device() == Device::Cpu && !context.scaler.is_enabled();
-        if is_checked && !is_finite(loss)? {
-            return Err(context.nonfinite_loss(loss, batch, &step.batches[batch])?.into());
-        }
-        Ok(())
+        Ok(context.check_loss(loss, batch, &step.batches[batch])?)
     }
 
     /// Skips the step if the averaged gradients are not finite. They are the same on all ranks, so all decide alike.
@@ -57,16 +48,4 @@ impl<M: ModuleT> Callback<M> for NonFiniteGuard {
         step.skip();
         Ok(snapshot.restore()?)
     }
-}
-
-/// Returns the loss from which to run backward: with gradients that are not finite if `loss` is not. Without this they
-/// might be finite: the square of a number may overflow where its double does not. Then one rank alone would detect
-/// the loss.
-fn poison_if_nonfinite(loss: &Tensor) -> crate::error::Result<Tensor> {
-    // Multiplies by 1, or by NaN. Reads nothing, so the host does not wait for a GPU.
-    let pass_on = || {
-        let value = loss.f_detach()?;
-        loss.f_mul(&value.f_sub(&value)?.f_add_scalar(1.0)?)
-    };
-    pass_on().doing("looking for what is not finite")
 }

@@ -1,0 +1,306 @@
+//! [`Criterion`]: what a run minimizes and measures.
+
+use std::fmt;
+use std::sync::Arc;
+
+use tch::{Kind, Tensor};
+
+use super::Loss;
+use crate::data::Batch;
+use crate::error::{Error, Result};
+use crate::ffi::TorchResult;
+use crate::runtime::panics;
+
+/// What a run minimizes and measures: a built-in [`Loss`], or a loss of your own. It may have metrics, and a count of
+/// what a batch has.
+///
+/// ```
+/// use ddp_mp::prelude::*;
+///
+/// // The error, and a penalty that is trained on with it.
+/// let criterion = Criterion::own(|output: &Tensor, targets: &Tensor| {
+///     let error = output.mse_loss(targets, Reduction::Mean);
+///     let size = output.square().mean(Kind::Float);
+///     [("loss", &error + &size * 0.01), ("error", error), ("size", size)]
+/// })
+/// .metric("absolute error", |output, targets| (output - targets).abs().mean(Kind::Float));
+/// # let _ = criterion;
+/// ```
+///
+/// Closures get the model's output and the targets of a batch, and run with mixed precision if it is on. They must be
+/// the same on all ranks.
+#[derive(Clone)]
+pub struct Criterion {
+    loss: LossFunction,
+    metrics: Vec<(&'static str, Arc<Metric>)>,
+    count: Option<Arc<Count>>,
+}
+
+#[derive(Clone)]
+enum LossFunction {
+    BuiltIn(Loss),
+    Own(Arc<OwnLoss>),
+}
+
+type OwnLoss = dyn Fn(&Tensor, &Tensor) -> LossParts + Send + Sync;
+type Metric = dyn Fn(&Tensor, &Tensor) -> Tensor + Send + Sync;
+type Count = dyn Fn(&Batch) -> usize + Send + Sync;
+
+/// A loss, and the named parts of it to be shown. Made from a tensor, or from several with names, of which the first is
+/// trained on.
+#[derive(Debug)]
+pub struct LossParts(Vec<(&'static str, Tensor)>);
+
+impl From<Tensor> for LossParts {
+    fn from(loss: Tensor) -> Self {
+        Self(vec![(LOSS, loss)])
+    }
+}
+
+impl<const N: usize> From<[(&'static str, Tensor); N]> for LossParts {
+    fn from(parts: [(&'static str, Tensor); N]) -> Self {
+        Self(parts.into())
+    }
+}
+
+/// The name of the loss itself.
+const LOSS: &str = "loss";
+
+impl From<Loss> for Criterion {
+    fn from(loss: Loss) -> Self {
+        Self { loss: LossFunction::BuiltIn(loss), metrics: Vec::new(), count: None }
+    }
+}
+
+impl Criterion {
+    /// Creates a criterion with a loss of your own: the mean over the samples of a batch, as one number, or several
+    /// numbers with names. The first is trained on; validation shows the others by their names.
+    pub fn own<L: Into<LossParts>>(
+        loss: impl Fn(&Tensor, &Tensor) -> L + Send + Sync + 'static,
+    ) -> Self {
+        let loss = Arc::new(move |output: &Tensor, targets: &Tensor| loss(output, targets).into());
+        Self { loss: LossFunction::Own(loss), metrics: Vec::new(), count: None }
+    }
+
+    /// Adds a metric, which validation shows as `name`: the mean over the samples of a batch, as one number. The mean
+    /// over all batches is that over the samples of all ranks.
+    #[must_use]
+    pub fn metric(
+        mut self,
+        name: &'static str,
+        metric: impl Fn(&Tensor, &Tensor) -> Tensor + Send + Sync + 'static,
+    ) -> Self {
+        self.metrics.push((name, Arc::new(metric)));
+        self
+    }
+
+    /// Sets what a batch counts as in place of its number of samples, such as its tokens that are no padding. The means
+    /// over an epoch, over a validation and of [`exact_mean`](super::TrainerOptions::exact_mean) weigh each batch by it.
+    /// Rates show it as tokens per second.
+    #[must_use]
+    pub fn count(mut self, count: impl Fn(&Batch) -> usize + Send + Sync + 'static) -> Self {
+        self.count = Some(Arc::new(count));
+        self
+    }
+
+    /// Returns whether the loss is a closure of the user.
+    pub(crate) fn has_own_loss(&self) -> bool {
+        matches!(self.loss, LossFunction::Own(_))
+    }
+
+    /// Returns whether there are metrics besides the loss.
+    pub(crate) fn has_metrics(&self) -> bool {
+        !self.metrics.is_empty()
+    }
+
+    /// Returns these metrics and this count with the loss of `other`.
+    pub(crate) fn with_loss_of(self, other: Self) -> Self {
+        Self { loss: other.loss, ..self }
+    }
+
+    /// Returns whether this is the built-in cross-entropy, whose targets are classes.
+    pub(super) fn classifies(&self) -> bool {
+        matches!(self.loss, LossFunction::BuiltIn(Loss::CrossEntropy))
+    }
+
+    /// Returns whether validation has numbers with names.
+    pub(super) fn has_names(&self) -> bool {
+        self.has_own_loss() || self.has_metrics()
+    }
+
+    /// Returns whether batches count as something else than their samples.
+    pub(super) fn has_count(&self) -> bool {
+        self.count.is_some()
+    }
+
+    /// Returns the mean loss of a batch as a tensor without dimensions, for backward; 0 for an empty batch.
+    pub(super) fn loss(&self, output: &Tensor, batch: &Batch) -> Result<Tensor> {
+        if let LossFunction::BuiltIn(loss) = &self.loss {
+            return loss.of(output, &batch.targets);
+        }
+        let Measured { loss, .. } = self.loss_with_parts(output, batch)?;
+        if !loss.requires_grad() {
+            return Err(Error::InvalidInput(
+                "the loss has no gradient; compute it from the model's output, without detach and outside of no_grad"
+                    .into(),
+            ));
+        }
+        Ok(loss)
+    }
+
+    /// Returns the loss of a batch with its parts and all metrics. An empty batch has the loss alone, which is 0.
+    pub(super) fn measure(&self, output: &Tensor, batch: &Batch) -> Result<Measured> {
+        let mut measured = self.loss_with_parts(output, batch)?;
+        for (name, metric) in self.metrics.iter().filter(|_| !batch.is_empty()) {
+            let what = format!("the metric `{name}`");
+            let value = panics::in_closure(&what, || metric(output, &batch.targets))?;
+            measured.named.push((name, one_number(value, || what)?));
+        }
+        Ok(measured)
+    }
+
+    fn loss_with_parts(&self, output: &Tensor, batch: &Batch) -> Result<Measured> {
+        let loss = match &self.loss {
+            LossFunction::BuiltIn(loss) => loss.of(output, &batch.targets)?,
+            // A mean over nothing is no number.
+            LossFunction::Own(_) if batch.is_empty() => {
+                let zero = output.f_sum(output.kind()).and_then(|sum| sum.f_mul_scalar(0.0));
+                zero.doing("the loss of no samples")?
+            }
+            LossFunction::Own(loss) => {
+                let measured =
+                    panics::in_closure("the loss", || loss(output, &batch.targets))?.check()?;
+                if !measured.named.is_empty() {
+                    self.check_names(measured.name, &measured.named)?;
+                }
+                return Ok(measured);
+            }
+        };
+        Ok(Measured { name: LOSS, loss, named: Vec::new() })
+    }
+
+    /// Checks that each metric has a name of its own. Those of the loss's parts are known only later.
+    pub(super) fn check(&self) -> Result<()> {
+        self.check_names(LOSS, &[])
+    }
+
+    /// Checks that each metric, and each further part of the loss, has a name of its own. `loss` is that of the first
+    /// part.
+    fn check_names(&self, loss: &'static str, parts: &[(&'static str, Tensor)]) -> Result<()> {
+        let of_metrics = self.metrics.iter().map(|(name, _)| *name);
+        let mut taken = vec![loss];
+        if self.classifies() {
+            taken.extend(["accuracy", "bits_per_token"]);
+        }
+        for name in parts.iter().map(|(name, _)| *name).chain(of_metrics) {
+            if name == LOSS {
+                return Err(Error::InvalidInput(format!(
+                    "a part of the loss or a metric has the name `{LOSS}`, which is that of the first part, the loss \
+                     itself; give it another name"
+                )));
+            }
+            if taken.contains(&name) {
+                return Err(Error::InvalidInput(format!(
+                    "the name `{name}` is there twice, among the loss, its parts and the metrics; give each a name of \
+                     its own"
+                )));
+            }
+            taken.push(name);
+        }
+        Ok(())
+    }
+
+    /// Returns the loss of each sample of a batch; zeros where it cannot be computed for one sample.
+    pub(super) fn per_sample(&self, output: &Tensor, targets: &Tensor) -> Result<Tensor> {
+        let loss = match &self.loss {
+            LossFunction::BuiltIn(loss) => return loss.per_sample(output, targets),
+            LossFunction::Own(loss) => loss,
+        };
+        let doing = "the loss of each sample";
+        let of_row = |row| -> Result<Tensor> {
+            let row = |tensor: &Tensor| tensor.f_narrow(0, row, 1).doing(doing);
+            let (output, targets) = (row(output)?, row(targets)?);
+            let Measured { loss, .. } =
+                panics::in_closure("the loss", || loss(&output, &targets))?.check()?;
+            loss.f_to_kind(Kind::Double).doing(doing)
+        };
+        let rows = targets.size().first().copied().unwrap_or(1);
+        match (0..rows).map(of_row).collect::<Result<Vec<_>>>() {
+            Ok(losses) => Tensor::f_stack(&losses, 0),
+            Err(_) => Tensor::f_zeros([rows], (Kind::Double, output.device())),
+        }
+        .doing(doing)
+    }
+
+    /// Returns what `batch` counts as: its samples, or what the closure says.
+    pub(super) fn count_of(&self, batch: &Batch) -> Result<usize> {
+        let Some(count) = self.count.as_ref().filter(|_| !batch.is_empty()) else {
+            return Ok(batch.len());
+        };
+        let counted = panics::in_closure("the count", || count(batch))?;
+        if counted == 0 {
+            return Err(Error::InvalidInput(format!(
+                "the count of a batch of {} samples is 0; return at least 1, or leave such samples out of the data set",
+                batch.len()
+            )));
+        }
+        Ok(counted)
+    }
+}
+
+impl fmt::Debug for Criterion {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let loss: &dyn fmt::Debug = match &self.loss {
+            LossFunction::BuiltIn(loss) => loss,
+            LossFunction::Own(_) => &"own",
+        };
+        let metrics: Vec<_> = self.metrics.iter().map(|(name, _)| name).collect();
+        f.debug_struct("Criterion")
+            .field("loss", loss)
+            .field("metrics", &metrics)
+            .field("has_count", &self.has_count())
+            .finish()
+    }
+}
+
+/// A loss, and what is measured with it.
+#[derive(Debug)]
+pub(super) struct Measured {
+    name: &'static str,
+    pub loss: Tensor,
+    /// The further parts of the loss, and the metrics, by their names.
+    pub named: Vec<(&'static str, Tensor)>,
+}
+
+impl LossParts {
+    /// Checks that each part is one number, and gives it no dimensions.
+    pub(super) fn check(self) -> Result<Measured> {
+        let has_names = self.0.len() > 1;
+        let what = |name| if has_names { format!("the loss `{name}`") } else { "the loss".into() };
+        let check = |(name, value)| Ok((name, one_number(value, || what(name))?));
+        let mut parts = self.0.into_iter().map(check);
+        let Some(first) = parts.next() else {
+            return Err(Error::InvalidInput(
+                "the loss has no parts; return at least the one that is trained on".into(),
+            ));
+        };
+        let (name, loss) = first?;
+        Ok(Measured { name, loss, named: parts.collect::<Result<_>>()? })
+    }
+}
+
+/// Returns `value` without dimensions. Its shape is checked and its value is not: to read that would wait for the
+/// device. `what` names what has returned it.
+fn one_number(value: Tensor, what: impl FnOnce() -> String) -> Result<Tensor> {
+    if value.dim() == 0 {
+        return Ok(value);
+    }
+    let size = value.size();
+    if size.iter().any(|&size| size != 1) {
+        return Err(Error::InvalidInput(format!(
+            "{} has shape {size:?}; return one number, such as its mean",
+            what()
+        )));
+    }
+    value.f_squeeze().doing("squeeze")
+}

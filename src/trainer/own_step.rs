@@ -1,0 +1,141 @@
+//! A step of the program's own, in place of forward, loss and backward of each batch.
+
+use std::cell::RefCell;
+use std::fmt;
+use std::rc::Rc;
+
+use tch::Tensor;
+
+use super::{LossParts, TrainContext};
+use crate::data::Batch;
+use crate::ddp::Strategy;
+use crate::error::{Error, Result};
+use crate::ffi::{Autocast, TorchResult};
+use crate::runtime::panics;
+
+/// A step of the program's own: [`Trainer::step`](super::Trainer::step).
+pub(super) struct OwnStep<M>(Rc<RefCell<Run<M>>>);
+
+type Run<M> = dyn FnMut(&mut TrainContext<M>, &Batch) -> anyhow::Result<LossParts>;
+
+impl<M> fmt::Debug for OwnStep<M> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("OwnStep")
+    }
+}
+
+impl<M> Clone for OwnStep<M> {
+    fn clone(&self) -> Self {
+        Self(Rc::clone(&self.0))
+    }
+}
+
+impl<M> OwnStep<M> {
+    pub(super) fn new<L: Into<LossParts>>(
+        mut step: impl FnMut(&mut TrainContext<M>, &Batch) -> anyhow::Result<L> + 'static,
+    ) -> Self {
+        let run =
+            move |context: &mut TrainContext<M>, batch: &Batch| Ok(step(context, batch)?.into());
+        Self(Rc::new(RefCell::new(run)))
+    }
+
+    /// Runs the step for `batch`, which has this `number` in the step, and returns its loss. The step runs backward.
+    pub(super) fn run(
+        &self,
+        context: &mut TrainContext<M>,
+        batch: &Batch,
+        number: usize,
+    ) -> anyhow::Result<Tensor> {
+        let result = panics::in_closure("the step", || (self.0.borrow_mut())(context, batch));
+        let parts = result.map_err(|error| context.with_samples(error, Some(number)))??;
+        let checked = parts.check().map_err(|error| context.with_samples(error, Some(number)));
+        let loss = checked?.loss.f_detach().doing("detach")?;
+        // It counts for nothing, and may be no number.
+        Ok(if batch.is_empty() { loss.f_zeros_like().doing("zeros_like")? } else { loss })
+    }
+}
+
+/// A batch's share of its step.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Share {
+    /// The number that divides the batch's mean loss; `None` for 1.
+    pub divisor: Option<f64>,
+    /// What the step's batches together count as.
+    pub of: f64,
+    /// Whether the batch has no samples: its loss counts for nothing, and may be no number.
+    pub is_empty: bool,
+}
+
+/// Returns the loss from which to run backward: with gradients that are not finite if `loss` is not. Without this they
+/// might be finite: the square of a number may overflow where its double does not. Then one rank alone would detect
+/// the loss.
+fn poison_if_nonfinite(loss: &Tensor) -> Result<Tensor> {
+    // Multiplies by 1, or by NaN. Reads nothing, so the host does not wait for a GPU.
+    let pass_on = || {
+        let value = loss.f_detach()?;
+        loss.f_mul(&value.f_sub(&value)?.f_add_scalar(1.0)?)
+    };
+    pass_on().doing("looking for what is not finite")
+}
+
+impl<M> TrainContext<M> {
+    /// Returns the model in its current state, for a step of your own: see [`Trainer::step`](super::Trainer::step).
+    pub fn ddp_mut(&mut self) -> &mut Strategy<M> {
+        &mut self.ddp
+    }
+
+    /// Enables mixed precision for forward pass and loss, until the returned guard is dropped, as `amp` says. `None`
+    /// without. Backward must run after that.
+    ///
+    /// # Errors
+    /// Those of [`Autocast::new`].
+    pub fn autocast(&self) -> Result<Option<Autocast>> {
+        self.options.amp.autocast(self.group().device())
+    }
+
+    /// Runs backward of `loss`, the mean loss of the current batch, as the trainer itself does: scaled for float16, with
+    /// the batch's share of an accumulated step, and with the weights of `exact_mean`. Averages the gradients, unless
+    /// within [`no_sync`](crate::ddp::Replica::no_sync). With `skip_nonfinite`, a loss that is not finite has gradients
+    /// that are not finite either, so all ranks skip the step. A collective.
+    ///
+    /// # Errors
+    /// Those of [`Strategy::backward`].
+    #[track_caller]
+    pub fn backward(&mut self, loss: &Tensor) -> Result<()> {
+        let mut loss = self.with_fault(loss)?;
+        if self.checks_gradients() && !self.share.is_empty {
+            loss = poison_if_nonfinite(&loss)?;
+        }
+        let scaled = self.scaler.scale(&loss)?; // for float16
+        let share = match self.share.divisor {
+            Some(divisor) => scaled.f_div_scalar(divisor).doing("div")?,
+            None => scaled,
+        };
+        if !self.options.exact_mean {
+            return self.ddp.backward(&share);
+        }
+        self.has_weighed = true;
+        self.ddp.backward_part(&share, self.share.of)
+    }
+
+    /// Checks that a step of the program's own has averaged the gradients once since there were `before` averages, and
+    /// with weights if all samples count alike.
+    pub(super) fn check_own_step(&self, before: u32) -> Result<()> {
+        let problem = match self.ddp.num_averages().wrapping_sub(before) {
+            0 => {
+                "the step has not averaged the gradients, so each rank would train a model of its own; call \
+                 TrainContext::backward once in each step, outside of no_sync"
+            }
+            1 if self.options.exact_mean && !self.has_weighed => {
+                "the step has averaged the gradients over the ranks, and exact_mean averages them over the samples; call \
+                 TrainContext::backward in place of the backward of ddp_mut, or leave exact_mean out"
+            }
+            1 => return Ok(()),
+            _ => {
+                "the step has averaged the gradients more than once; hold no_sync during all calls of backward but the \
+                 last"
+            }
+        };
+        Err(Error::InvalidInput(problem.into()))
+    }
+}

@@ -1,0 +1,596 @@
+//! Losses, metrics, counts and steps of one's own in the trainer.
+
+use std::cell::RefCell;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use ddp_mp::SpawnError;
+use ddp_mp::prelude::*;
+use ddp_mp::records::ValidationMetrics;
+use ddp_mp::telemetry::{LogFormat, MetricsLogger, Printer};
+use ddp_mp::trainer::Amp;
+use tch::nn::{Linear, VarStore};
+
+use crate::harness::{linear, try_ranks};
+use crate::own_model::{CPU, numbers};
+
+/// Keeps each epoch.
+struct Keep(Rc<RefCell<Vec<Epoch>>>);
+
+impl<M> Callback<M> for Keep {
+    fn on_epoch_end(&mut self, _: &mut TrainContext<M>, epoch: &mut Epoch) -> anyhow::Result<()> {
+        self.0.borrow_mut().push(epoch.clone());
+        Ok(())
+    }
+}
+
+/// What a rank has after two epochs.
+#[derive(Debug, PartialEq)]
+struct Outcome {
+    hash: u64,
+    losses: Vec<f64>,
+    validations: Vec<ValidationMetrics>,
+    /// Samples and tokens per second in the last epoch.
+    rates: (f64, Option<f64>),
+}
+
+/// Trains on [`numbers`] for two epochs, each rank on batches of up to 3 samples; a rank may have none.
+fn train(
+    world_size: usize,
+    criterion: impl Into<Criterion>,
+    options: TrainerOptions,
+) -> Result<Vec<Outcome>, Box<SpawnError>> {
+    train_with(world_size, criterion, options, |trainer, _| Ok(trainer))
+}
+
+/// Trains as [`train`] does, with the trainer that `change` returns.
+fn train_with(
+    world_size: usize,
+    criterion: impl Into<Criterion>,
+    options: TrainerOptions,
+    change: impl Fn(Trainer<Linear>, Rc<ProcessGroup>) -> anyhow::Result<Trainer<Linear>>
+    + Send
+    + Sync
+    + 'static,
+) -> Result<Vec<Outcome>, Box<SpawnError>> {
+    let (criterion, dataset) = (criterion.into(), Arc::new(numbers()));
+    try_ranks(world_size, move |rank, group| {
+        let vs = VarStore::new(rank.device());
+        let model = linear(vs.root(), 3, 1);
+        let ddp = DistributedDataParallel::new(model, &vs, group.clone(), DdpOptions::default())?;
+        let sgd: Box<dyn Optimizer> =
+            Box::new(Sgd::new(ddp.flat_buffers(), SgdOptions::default())?);
+        let sampler = DistributedSampler::new(20, world_size, rank.rank())?.shuffle(false);
+        let load = |sampler| DataLoader::new(dataset.clone(), sampler, 3, rank.device());
+        let validation = load(sampler.clone().uneven())?;
+        let loader = load(sampler.without_padding())?.in_step(true);
+        let epochs = Rc::default();
+        let trainer = Trainer::new(ddp, sgd, Schedule::constant(0.01), loader, criterion.clone())?
+            .options(options.clone())?
+            .validation(validation, 1);
+        let mut trainer = change(trainer.callback(Keep(Rc::clone(&epochs))), group)?;
+        trainer.train(2)?;
+        let epochs = epochs.borrow();
+        let last = epochs.last().unwrap();
+        Ok(Outcome {
+            hash: trainer.ddp().parameters_hash()?,
+            losses: epochs.iter().map(|epoch| epoch.loss).collect(),
+            validations: epochs.iter().filter_map(|epoch| epoch.validation.clone()).collect(),
+            rates: (last.samples_per_second, last.tokens_per_second),
+        })
+    })
+}
+
+fn exact_mean() -> TrainerOptions {
+    TrainerOptions { exact_mean: true, ..TrainerOptions::default() }
+}
+
+fn mse(output: &Tensor, targets: &Tensor) -> Tensor {
+    output.mse_loss(targets, Reduction::Mean)
+}
+
+#[test]
+fn own_loss_has_the_bits_of_the_built_in_one() {
+    let bf16 = TrainerOptions { amp: Amp::Bf16, ..exact_mean() };
+    let accumulating = TrainerOptions { accumulate: 2, max_grad_norm: Some(0.5), ..exact_mean() };
+    for options in [exact_mean(), bf16, accumulating] {
+        let expected = train(3, Loss::Mse, options.clone()).unwrap();
+        let parts = |output: &Tensor, targets: &Tensor| {
+            [("mse", mse(output, targets)), ("size", output.square().mean(Kind::Float))]
+        };
+        for own in [Criterion::own(mse), Criterion::own(parts)] {
+            for (expected, outcome) in expected.iter().zip(train(3, own, options.clone()).unwrap())
+            {
+                assert_eq!((outcome.hash, &outcome.losses), (expected.hash, &expected.losses));
+                let losses = |outcome: &Outcome| -> Vec<f64> {
+                    outcome.validations.iter().map(|validation| validation.loss).collect()
+                };
+                assert_eq!(losses(&outcome), losses(expected));
+            }
+        }
+    }
+}
+
+#[test]
+fn parts_and_metrics_are_means_over_the_samples_of_all_ranks() {
+    // With 25 ranks some have no samples, and know no names.
+    for world_size in [1, 3, 25] {
+        let criterion = Criterion::own(|output: &Tensor, targets: &Tensor| {
+            [("loss", mse(output, targets)), ("target", targets.mean(Kind::Float))]
+        })
+        .metric("squared target", |_, targets| targets.square().mean(Kind::Float).view([1]))
+        .metric("nothing", |_, targets| targets.mean(Kind::Float) * f64::NAN);
+        for outcome in train(world_size, criterion, exact_mean()).unwrap() {
+            let ValidationMetrics { metrics, accuracy, .. } = &outcome.validations[1];
+            let names: Vec<&str> = metrics.keys().map(String::as_str).collect();
+            assert_eq!(names, ["nothing", "squared target", "target"]);
+            assert!(accuracy.is_none() && metrics["nothing"].is_nan());
+            assert!((metrics["target"] - 9.5).abs() < 1e-5, "{metrics:?}");
+            assert!((metrics["squared target"] - 123.5).abs() < 1e-4, "{metrics:?}");
+        }
+    }
+    // Beside a built-in loss too; without names there is no key.
+    let classes =
+        Criterion::from(Loss::Mse).metric("target", |_, targets| targets.mean(Kind::Float));
+    let outcome = train(2, classes, exact_mean()).unwrap().remove(0);
+    assert!((outcome.validations[0].metrics["target"] - 9.5).abs() < 1e-5);
+    let outcome = train(2, Loss::Mse, exact_mean()).unwrap().remove(0);
+    let json = serde_json::to_value(&outcome.validations[0]).unwrap();
+    assert!(json.get("metrics").is_none(), "{json}");
+}
+
+#[test]
+fn metrics_file_has_a_value_for_each_name() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("metrics");
+    let file = path.clone();
+    let criterion = Criterion::from(Loss::Mse)
+        .metric("target", |_, targets| targets.mean(Kind::Float))
+        .metric("nothing", |_, targets| targets.mean(Kind::Float) * f64::NAN)
+        .count(|batch| 10 * batch.len());
+    train_with(2, criterion, exact_mean(), move |trainer, group| {
+        let printer = Arc::new(Printer::new(LogFormat::Text));
+        let logger = MetricsLogger::new(&printer, None, Some(&file));
+        Ok(trainer.log_metrics(1, (group.rank() == 0).then_some(logger).transpose()?))
+    })
+    .unwrap();
+    let text = std::fs::read_to_string(path).unwrap();
+    let rows = text.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
+    let (validations, steps): (Vec<_>, Vec<_>) = rows.partition(|row| row["event"] == "validation");
+    assert_eq!((validations.len(), steps.len()), (2, 8));
+    for row in validations {
+        let metrics = row["metrics"].as_object().unwrap();
+        assert!(metrics["nothing"].is_null() && metrics.len() == 2, "{row}");
+        assert!((metrics["target"].as_f64().unwrap() - 9.5).abs() < 1e-5, "{row}");
+    }
+    for row in steps {
+        let rate = |name: &str| row[name].as_f64().unwrap();
+        let each = rate("tokens_per_second") / rate("samples_per_second");
+        assert!((each - 10.).abs() < 1e-9, "{row}");
+    }
+}
+
+/// A loss whose gradient is that of the mean output, and that is the mean target.
+fn mean_target(output: &Tensor, targets: &Tensor) -> Tensor {
+    let mean = output.mean(Kind::Float);
+    &mean - mean.detach() + targets.mean(Kind::Float)
+}
+
+/// The sum of the batch's targets, and one more.
+fn sum_of_targets(batch: &Batch) -> usize {
+    batch.targets.sum(Kind::Double).double_value(&[]) as usize + 1
+}
+
+#[test]
+fn count_weighs_losses_gradients_and_rates() {
+    let criterion = || Criterion::own(mean_target).count(sum_of_targets);
+    let outcomes = train(2, criterion(), exact_mean()).unwrap();
+    // The batches of each rank, by their samples.
+    let batches = [
+        vec![0, 2, 4],
+        vec![1, 3, 5],
+        vec![6, 8, 10],
+        vec![7, 9, 11],
+        vec![12, 14, 16],
+        vec![13, 15, 17],
+        vec![18],
+        vec![19],
+    ];
+    let (mut sum, mut all) = (0., 0.);
+    for batch in &batches {
+        let total = batch.iter().sum::<i32>();
+        let count = f64::from(total + 1);
+        sum += count * f64::from(total) / batch.len() as f64;
+        all += count;
+    }
+    for outcome in &outcomes {
+        for loss in outcome.losses.iter().chain(outcome.validations.iter().map(|it| &it.loss)) {
+            assert!((loss - sum / all).abs() < 1e-4, "{loss} and {}", sum / all);
+        }
+    }
+    let of_rank: f64 =
+        batches.iter().step_by(2).flatten().map(|&it| f64::from(it)).sum::<f64>() + 4.;
+    let (samples, tokens) = outcomes[0].rates;
+    assert!((tokens.unwrap() / samples - of_rank / 10.).abs() < 1e-9, "{:?}", outcomes[0].rates);
+
+    // A count of the samples changes nothing, and any other count does.
+    let plain = train(2, Criterion::own(mean_target), exact_mean()).unwrap().remove(0);
+    let samples = Criterion::own(mean_target).count(Batch::len);
+    let samples = train(2, samples, exact_mean()).unwrap().remove(0);
+    assert_eq!((samples.hash, &samples.losses), (plain.hash, &plain.losses));
+    assert_ne!(outcomes[0].hash, plain.hash);
+}
+
+/// Trains an epoch, or its first steps, from a checkpoint if there is one, and saves each step in `dir`. Returns the
+/// loss of each epoch.
+fn epochs_in(
+    dir: &CheckpointDir,
+    criterion: Criterion,
+    max_steps: Option<u64>,
+    from: Option<Arc<Checkpoint>>,
+    world_size: usize,
+) -> Result<Vec<f64>, Box<SpawnError>> {
+    let dir = dir.clone();
+    let results = try_ranks(world_size, move |rank, group| {
+        let vs = VarStore::new(rank.device());
+        let model = linear(vs.root(), 3, 1);
+        if let Some(from) = &from {
+            from.load_model(&vs)?;
+        }
+        let ddp = DistributedDataParallel::new(model, &vs, group, DdpOptions::default())?;
+        let sgd: Box<dyn Optimizer> =
+            Box::new(Sgd::new(ddp.flat_buffers(), SgdOptions::default())?);
+        let sampler = DistributedSampler::new(20, world_size, rank.rank())?.shuffle(false);
+        let loader = DataLoader::new(Arc::new(numbers()), sampler, 5, rank.device())?;
+        let criterion = criterion.clone();
+        let epochs = Rc::default();
+        let options = TrainerOptions { max_steps, ..TrainerOptions::default() };
+        let every = SaveEvery { steps: Some(1), epochs: None };
+        let mut trainer = Trainer::new(ddp, sgd, Schedule::constant(0.0), loader, criterion)?
+            .options(options)?
+            .callback(Keep(Rc::clone(&epochs)))
+            .checkpoints(dir.clone(), every, Default::default());
+        if let Some(from) = &from {
+            trainer.resume(from)?;
+        }
+        trainer.train(1)?;
+        let losses: Vec<f64> = epochs.borrow().iter().map(|epoch: &Epoch| epoch.loss).collect();
+        Ok(losses)
+    });
+    Ok(results?.remove(0))
+}
+
+fn counted() -> Criterion {
+    Criterion::own(mean_target).count(sum_of_targets)
+}
+
+fn newest(dir: &CheckpointDir) -> Checkpoint {
+    Checkpoint::read(&dir.newest().unwrap().unwrap()).unwrap()
+}
+
+#[test]
+fn count_is_resumed_with_the_epoch() {
+    let folder = tempfile::tempdir().unwrap();
+    let dir = CheckpointDir::open(folder.path(), 9).unwrap();
+    let epochs = |max_steps, from, world_size| {
+        epochs_in(&dir, counted(), max_steps, from, world_size).unwrap()
+    };
+    assert!(epochs(Some(1), None, 2).is_empty());
+    let saved = newest(&dir);
+    // The samples 0, 2, ..., 8 and 1, 3, ..., 9.
+    assert_eq!(saved.state().counts, [21, 26]);
+    let saved = Arc::new(saved);
+    let means = [(21., 4.), (26., 5.), (71., 14.), (76., 15.)];
+    let expected = means.iter().map(|(count, mean)| count * mean).sum::<f64>()
+        / means.iter().map(|(count, _)| count).sum::<f64>();
+    let resumed = epochs(None, Some(saved.clone()), 2);
+    assert!((resumed[0] - expected).abs() < 1e-5, "{resumed:?} and {expected}");
+    // Another number of ranks: the batches are now 10 to 14 and 15 to 19.
+    let means = [(21., 4.), (26., 5.), (61., 12.), (86., 17.)];
+    let expected = means.iter().map(|(count, mean)| count * mean).sum::<f64>() / 194.;
+    let resumed = epochs(None, Some(saved), 1);
+    assert!((resumed[0] - expected).abs() < 1e-5, "{resumed:?} and {expected}");
+}
+
+#[test]
+fn resuming_within_an_epoch_needs_the_same_count() {
+    let plain = || Criterion::own(mean_target);
+    let cases = [
+        (counted(), plain(), "by the count of a criterion, and this run by its samples, so"),
+        (plain(), counted(), "by its samples, and this run by the count of a criterion, so"),
+    ];
+    for (before, after, told) in cases {
+        let folder = tempfile::tempdir().unwrap();
+        let dir = CheckpointDir::open(folder.path(), 9).unwrap();
+        epochs_in(&dir, before.clone(), Some(1), None, 2).unwrap();
+        let saved = Arc::new(newest(&dir));
+        let error = epochs_in(&dir, after.clone(), None, Some(saved.clone()), 2).unwrap_err();
+        assert!(error.to_string().contains(told), "{error}");
+        // At the end of an epoch there is no mean to continue.
+        assert_eq!(epochs_in(&dir, before, None, Some(saved), 2).unwrap().len(), 1);
+        let saved = Arc::new(newest(&dir));
+        assert_eq!(epochs_in(&dir, after, None, Some(saved), 2).unwrap(), [0.; 0]);
+    }
+}
+
+#[test]
+fn mistakes_in_closures_are_one_message_that_names_the_closure() {
+    let metric = |name, metric: fn(&Tensor, &Tensor) -> Tensor| {
+        Criterion::from(Loss::Mse).metric(name, metric)
+    };
+    let cases = [
+        (
+            Criterion::own(|output: &Tensor, targets: &Tensor| output - targets),
+            "the loss has shape [3, 1]; return one number, such as its mean; this happened for samples",
+        ),
+        (
+            Criterion::own(|output: &Tensor, targets: &Tensor| mse(output, targets).detach()),
+            "the loss has no gradient; compute it from the model's output",
+        ),
+        (
+            Criterion::own(|_: &Tensor, _: &Tensor| -> [(&'static str, Tensor); 0] { [] }),
+            "the loss has no parts; return at least the one",
+        ),
+        (
+            Criterion::own(|output: &Tensor, targets: &Tensor| {
+                [("mse", mse(output, targets)), ("rest", output.shallow_clone())]
+            }),
+            "the loss `rest` has shape [3, 1]; return one number",
+        ),
+        (
+            Criterion::own(|output: &Tensor, targets: &Tensor| {
+                let loss = mse(output, targets);
+                [("mse", loss.shallow_clone()), ("kl", loss.shallow_clone()), ("kl", loss)]
+            }),
+            "the name `kl` is there twice",
+        ),
+        (
+            Criterion::own(|output: &Tensor, targets: &Tensor| {
+                let loss = mse(output, targets);
+                [("error", loss.shallow_clone()), ("error", loss)]
+            }),
+            "the name `error` is there twice",
+        ),
+        (
+            metric("f1", mse).metric("f1", mse),
+            "the name `f1` is there twice, among the loss, its parts and the metrics",
+        ),
+        (
+            metric("loss", mse),
+            "has the name `loss`, which is that of the first part, the loss itself; give it another name",
+        ),
+        (
+            Criterion::own(|output: &Tensor, targets: &Tensor| {
+                let loss = mse(output, targets);
+                [("total", loss.shallow_clone()), ("loss", loss)]
+            }),
+            "has the name `loss`, which is that of the first part, the loss itself; give it another name",
+        ),
+        (
+            Criterion::from(Loss::CrossEntropy).metric("accuracy", mse),
+            "the name `accuracy` is there twice",
+        ),
+        (
+            Criterion::from(Loss::CrossEntropy),
+            "cross-entropy over one class is always 0, and the model returns the shape [3, 1]; the model must return \
+             one number for each class; this happened for samples",
+        ),
+        (
+            metric("hits", |output, targets| output.eq_tensor(targets)),
+            "the metric `hits` has shape [3, 1]; return one number, such as its mean; this happened for samples 0,",
+        ),
+        (
+            metric("hits", |_, _| panic!("no hits")),
+            "the metric `hits` panicked at tests/criterion.rs:",
+        ),
+        (
+            Criterion::own(|output: &Tensor, _: &Tensor| {
+                mse(output, &Tensor::zeros([7, 7, 7], CPU))
+            }),
+            "The size of tensor a (3) must match the size of tensor b (7)",
+        ),
+        (
+            Criterion::own(|_: &Tensor, _: &Tensor| -> Tensor { panic!("no loss") }),
+            "the loss panicked at tests/criterion.rs:",
+        ),
+        (
+            Criterion::from(Loss::Mse).count(|_| 0),
+            "the count of a batch of 3 samples is 0; return at least 1",
+        ),
+        (
+            Criterion::from(Loss::Mse).count(|_| panic!("uncountable")),
+            "the count panicked at tests/criterion.rs:",
+        ),
+    ];
+    for (criterion, told) in cases {
+        let about = format!("{criterion:?}");
+        let error = train(2, criterion, exact_mean()).unwrap_err().to_string();
+        assert!(error.starts_with("rank ") && error.contains(told), "{about}: {error}");
+    }
+}
+
+#[test]
+fn own_loss_that_is_not_finite_is_traced_to_its_samples() {
+    // The logarithm of sample 4's target, less 4.
+    let criterion = Criterion::own(|output: &Tensor, targets: &Tensor| {
+        (output.square() + (targets - 4.).abs().log()).mean(Kind::Float)
+    });
+    let error = train(2, criterion, exact_mean()).unwrap_err().to_string();
+    assert!(error.contains("in step 0 on rank 0 the loss is -inf for sample 4; check"), "{error}");
+    // It cannot be computed for one sample: all of the batch are named.
+    let criterion = Criterion::own(|output: &Tensor, targets: &Tensor| {
+        assert!(targets.size()[0] > 1);
+        (output.square() + (targets - 4.).abs().log()).mean(Kind::Float)
+    });
+    let error = train(2, criterion, exact_mean()).unwrap_err().to_string();
+    assert!(error.contains("the loss is -inf for samples 0, 2, 4; check"), "{error}");
+}
+
+#[test]
+fn own_step_has_the_bits_of_the_built_in_one() {
+    let accumulating = |options| TrainerOptions { accumulate: 2, ..options };
+    let bf16 = TrainerOptions { amp: Amp::Bf16, ..TrainerOptions::default() };
+    for options in [TrainerOptions::default(), bf16, exact_mean(), accumulating(exact_mean())] {
+        let expected = train(2, Loss::Mse, options.clone()).unwrap();
+        let found = train_with(2, Loss::Mse, options, |trainer, _| {
+            Ok(trainer.step(|context, batch| {
+                let autocast = context.autocast()?;
+                let output = context.forward(batch, true);
+                let loss = Loss::Mse.of(&output, &batch.targets)?;
+                drop(autocast);
+                context.backward(&loss)?;
+                Ok(loss)
+            }))
+        });
+        for (found, expected) in found.unwrap().iter().zip(&expected) {
+            assert_eq!((found.hash, &found.losses), (expected.hash, &expected.losses));
+            assert_eq!(found.validations, expected.validations);
+        }
+    }
+}
+
+#[test]
+fn own_step_skips_a_loss_that_is_not_finite_as_the_built_in_one_does() {
+    // In training, sample 4 has the loss -inf; its gradient is finite.
+    let in_training = |output: &Tensor, targets: &Tensor| {
+        let loss = mse(output, targets);
+        if output.requires_grad() {
+            loss + (targets - 4.).abs().log().mean(Kind::Float)
+        } else {
+            loss
+        }
+    };
+    let built_in = Criterion::own(in_training);
+    let run = |criterion: Criterion, has_own_step: bool, options: TrainerOptions| {
+        train_with(2, criterion, options, move |trainer, _| {
+            if !has_own_step {
+                return Ok(trainer);
+            }
+            Ok(trainer.step(move |context, batch| {
+                let loss = in_training(&context.forward(batch, true), &batch.targets);
+                context.backward(&loss)?;
+                Ok(loss)
+            }))
+        })
+    };
+    for options in [TrainerOptions::default(), exact_mean()] {
+        let skipping = TrainerOptions { skip_nonfinite: Some(2), ..options.clone() };
+        let expected = run(built_in.clone(), false, skipping.clone()).unwrap();
+        let found = run(Loss::Mse.into(), true, skipping).unwrap();
+        for (found, expected) in found.iter().zip(&expected) {
+            assert!(found.losses.iter().all(|loss| loss.is_finite()), "{found:?}");
+            assert_eq!((found.hash, &found.losses), (expected.hash, &expected.losses));
+        }
+        // It is there once in each epoch.
+        let too_few = TrainerOptions { skip_nonfinite: Some(1), ..options };
+        for has_own_step in [false, true] {
+            let error = run(built_in.clone(), has_own_step, too_few.clone()).unwrap_err();
+            let told = "in step 4 on rank 0 the loss is -inf for sample";
+            assert!(error.to_string().contains(told), "{has_own_step}: {error}");
+        }
+    }
+}
+
+#[test]
+fn own_step_may_train_a_second_model_and_run_backward_twice() {
+    let outcomes = train_with(2, Loss::Mse, TrainerOptions::default(), |trainer, group| {
+        let vs = VarStore::new(Device::Cpu);
+        let other = linear(vs.root(), 1, 1);
+        let mut other = DistributedDataParallel::new(other, &vs, group, DdpOptions::default())?;
+        let mut sgd = Sgd::new(other.flat_buffers(), SgdOptions::default())?;
+        let before = other.parameters_hash()?;
+        Ok(trainer.step(move |context, batch| {
+            let output = context.forward(batch, true);
+            other.zero_grad()?;
+            let of_other = mse(&other.forward(&output.detach()), &batch.targets);
+            other.backward(&of_other)?;
+            sgd.step(0.01)?;
+            assert_ne!(other.parameters_hash()?, before);
+            let loss = mse(&output, &batch.targets);
+            let no_sync = context.ddp().no_sync();
+            context.backward(&(&loss * 0.5))?;
+            drop(no_sync);
+            context.backward(&(mse(&context.forward(batch, true), &batch.targets) * 0.5))?;
+            Ok([("loss", loss), ("other", of_other)])
+        }))
+    });
+    let outcomes = outcomes.unwrap();
+    assert_eq!(outcomes[0].hash, outcomes[1].hash);
+    let plain = train(2, Loss::Mse, TrainerOptions::default()).unwrap();
+    for (loss, expected) in outcomes[0].losses.iter().zip(&plain[0].losses) {
+        assert!((loss / expected - 1.).abs() < 1e-5, "{loss} and {expected}");
+    }
+}
+
+/// How a run of two ranks fails that has this step.
+fn failure<L: Into<LossParts> + 'static>(
+    options: TrainerOptions,
+    step: impl Fn(&mut TrainContext<Linear>, &Batch) -> anyhow::Result<L> + Send + Sync + 'static,
+) -> String {
+    let step = Arc::new(step);
+    let outcomes = train_with(2, Loss::Mse, options, move |trainer, _| {
+        let step = step.clone();
+        Ok(trainer.step(move |context, batch| step(context, batch)))
+    });
+    outcomes.unwrap_err().to_string()
+}
+
+fn loss_of(context: &TrainContext<Linear>, batch: &Batch) -> Tensor {
+    mse(&context.forward(batch, true), &batch.targets)
+}
+
+#[test]
+fn mistakes_in_a_step_are_one_message() {
+    let plain = TrainerOptions::default;
+    let error = failure(plain(), |context, batch| Ok(loss_of(context, batch)));
+    assert!(error.contains("the step has not averaged the gradients"), "{error}");
+    let error = failure(plain(), |context, batch| {
+        let loss = loss_of(context, batch);
+        let _no_sync = context.ddp().no_sync();
+        context.backward(&loss)?;
+        Ok(loss)
+    });
+    assert!(error.contains("the step has not averaged the gradients"), "{error}");
+    let error = failure(plain(), |context, batch| {
+        for _ in 0..2 {
+            let loss = loss_of(context, batch);
+            context.backward(&loss)?;
+        }
+        Ok(loss_of(context, batch))
+    });
+    assert!(error.contains("the step has averaged the gradients more than once; hold"), "{error}");
+    let error = failure(exact_mean(), |context, batch| {
+        let loss = loss_of(context, batch);
+        context.ddp_mut().backward(&loss)?;
+        Ok(loss)
+    });
+    assert!(error.contains("exact_mean averages them over the samples; call"), "{error}");
+    let error = failure(plain(), |context, batch| {
+        let output = context.forward(batch, true);
+        context.backward(&mse(&output, &batch.targets))?;
+        Ok(output)
+    });
+    assert!(error.contains("the loss has shape [3, 1]; return one number"), "{error}");
+    let error = failure(plain(), |_, _| -> anyhow::Result<Tensor> { panic!("no idea") });
+    assert!(error.contains("the step panicked at tests/criterion.rs:"), "{error}");
+    assert!(error.contains(": no idea; this happened for samples "), "{error}");
+    let error = failure(plain(), |_, _| -> anyhow::Result<Tensor> { anyhow::bail!("no data") });
+    assert!(error.starts_with("rank ") && error.contains("failed in step #0: no data"), "{error}");
+    // A value that is not finite, which comes from the data or not.
+    let error = failure(plain(), |context, batch| {
+        let loss = loss_of(context, batch) * f64::INFINITY;
+        context.backward(&loss)?;
+        Ok(loss)
+    });
+    assert!(error.contains("the loss is inf for samples "), "{error}");
+    let skipping = TrainerOptions { skip_nonfinite: Some(0), ..plain() };
+    let error = failure(skipping, |context, batch| {
+        let loss = loss_of(context, batch);
+        context.backward(&(&loss * f64::INFINITY))?;
+        Ok(loss)
+    });
+    assert!(
+        error.contains("the gradient of `") && error.contains("` is not finite for"),
+        "{error}"
+    );
+}
