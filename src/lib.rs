@@ -41,7 +41,8 @@
 //!
 //! The example runs on CPUs. With `Spawn::from_env()?.run(..)` in place of `spawn(2, ..)` it uses all visible GPUs,
 //! and runs under torchrun, Slurm, MPI and Kubernetes. (The GPU path is tested on simulated GPUs; it has not run on a
-//! real one yet.)
+//! real one yet.) To write no loop at all, give model, data and loss to [`App`]: then the program has the flags, files
+//! and commands of `ddp-mp`.
 //!
 //! # Where to begin
 //!
@@ -58,6 +59,7 @@
 //! | train in mixed precision | [`Autocast`], [`GradScaler`] |
 //! | have the loop, checkpoints and validation as well | [`trainer::Trainer`] |
 //! | run code of your own at each step or epoch of that loop | [`trainer::Callback`] |
+//! | have all flags, files and commands of `ddp-mp` for your model | [`App`] |
 //! | find out why a run failed | [`SpawnError`], [`RankFailure`] |
 //!
 //! [`prelude`] has the names that a program needs. A rank's function returns an `anyhow::Result`, so that `?` takes
@@ -100,7 +102,7 @@
 //! | module | what happens there |
 //! |---|---|
 //! | `main` | what must run before the library, and the call of `app` |
-//! | [`app`] | the command line, its help and its mistakes; the commands and the exit code |
+//! | [`app`] | a program: what it brings itself, its command line with help and mistakes, and its exit code |
 //! | [`commands`] | `train` puts the pieces together; `comm`, `bench`, `verify`, `sample`, `sampler`, `replay`, `env`, `lesson`, `new`, `completions`, `man` |
 //! | `session` | what commands share: joining the launch, where a run starts, its files, its summary |
 //! | [`config`] | what can be said: defaults, then a file, then flags |
@@ -165,6 +167,8 @@ mod session;
 pub mod telemetry;
 pub mod trainer;
 
+#[cfg(feature = "cli")]
+pub use app::App;
 pub use checkpoint::{Checkpoint, CheckpointDir};
 pub use data::{
     Batch, DataLoader, Dataset, DatasetSpec, DistributedSampler, FileDataset, ScatterLoader,

@@ -1,6 +1,6 @@
-//! The `ddp-mp` program.
+//! The `ddp-mp` program: an [`App`] with the built-in models and the commands of the course.
 
-use ddp_mp::{app, os};
+use ddp_mp::{App, os};
 
 /// Holds signals until they can be handled, then limits spinning. Runs before `main` and before libtorch's constructors.
 #[used]
@@ -17,6 +17,6 @@ const COMMIT: &str = git_version::git_version!(
 #[cfg(not(in_own_repository))]
 const COMMIT: &str = "";
 
-fn main() {
-    app::run(COMMIT)
+fn main() -> std::process::ExitCode {
+    App::new("ddp-mp", env!("CARGO_PKG_VERSION")).commit(COMMIT).course().run()
 }

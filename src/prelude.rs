@@ -8,19 +8,20 @@ pub use tch::{Device, Kind, Reduction, Tensor};
 
 pub use crate::checkpoint::{Checkpoint, CheckpointDir};
 pub use crate::data::{
-    Batch, DataLoader, Dataset, DistributedSampler, Subset, Targets, TensorDataset, TextDataset,
-    random_split,
+    Batch, DataLoader, Dataset, DatasetSpec, DistributedSampler, FileDataset, Subset, TargetKind,
+    Targets, TensorDataset, TextDataset, random_split,
 };
 pub use crate::ddp::{
     DdpOptions, DistributedDataParallel, GradBucket, JoinOptions, hook_fn, parameters_hash,
 };
 pub use crate::ffi::{Autocast, Generator, fork_rng};
 pub use crate::launch::{Rank, Spawn, SpawnError, spawn, spawn_scoped};
-pub use crate::models::{Dropout, ModelConfig, ModelKind, SyncBatchNorm};
+pub use crate::models::{Dropout, Forward, Model, ModelConfig, ModelKind, SyncBatchNorm};
 pub use crate::optim::{
     AdamW, AdamWOptions, GradScaler, GradScalerOptions, Optimizer, Schedule, Sgd, SgdOptions, Unit,
 };
 pub use crate::process_group::{Backend, P2POp, ProcessGroup, ReduceOp, Work};
 pub use crate::trainer::{
-    Callback, Epoch, Loss, SaveEvery, Step, TrainContext, Trainer, TrainerOptions,
+    Callback, Criterion, Epoch, Loss, LossParts, SaveEvery, Step, TrainContext, Trainer,
+    TrainerOptions,
 };

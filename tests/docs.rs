@@ -282,7 +282,7 @@ fn book_code_blocks_have_a_known_language() {
     }
 }
 
-/// Flags of torchrun, mpirun, srun, cargo and others.
+/// Flags of torchrun, mpirun, srun, cargo and others, and of a program in the book.
 const OTHERS: &[&str] = &[
     "allow-incomplete-ranks",
     "collector",
@@ -313,6 +313,7 @@ const OTHERS: &[&str] = &[
     "tests",
     "fallback-node",
     "locked",
+    "width",
 ];
 
 const COMMANDS: &[&[&str]] = &[

@@ -7,7 +7,7 @@ use std::os::unix::ffi::OsStringExt;
 use std::sync::Mutex;
 
 use clap::{Arg, Command};
-use ddp_mp::app;
+use ddp_mp::App;
 use ddp_mp::config::options_with_other_names;
 
 use crate::harness::{in_parallel, program, run_command, some_of};
@@ -27,6 +27,11 @@ enum Takes {
     File,
     /// Any text.
     Text,
+}
+
+/// The program as its `main` makes it.
+fn ddp_mp_app() -> App {
+    App::new("ddp-mp", env!("CARGO_PKG_VERSION")).course()
 }
 
 fn takes(argument: &Arg) -> Option<Takes> {
@@ -105,7 +110,7 @@ impl Takes {
 /// A command, what it needs beside a flag that is tried, and its flags.
 fn commands() -> Vec<(Vec<&'static str>, Vec<&'static str>, Command)> {
     const FEW: [&str; 3] = ["--nproc-per-node=1", "--num-samples=64", "--max-steps=1"];
-    let all = app::command();
+    let all = ddp_mp_app().command();
     let sub = |path: &[&str]| {
         path.iter()
             .fold(all.clone(), |command, name| command.find_subcommand(name).unwrap().clone())
@@ -167,8 +172,11 @@ struct Case {
 /// commands have as well, are tried there only.
 fn cases(of: fn(Takes) -> &'static [&'static str]) -> Vec<Case> {
     let mut cases = Vec::new();
-    let training: Vec<String> =
-        app::command().get_arguments().map(|argument| argument.get_id().to_string()).collect();
+    let training: Vec<String> = ddp_mp_app()
+        .command()
+        .get_arguments()
+        .map(|argument| argument.get_id().to_string())
+        .collect();
     for (path, base, command) in commands() {
         for argument in command.get_arguments() {
             let Some(flag) = argument.get_long() else { continue };
@@ -196,7 +204,7 @@ fn cases(of: fn(Takes) -> &'static [&'static str]) -> Vec<Case> {
 /// What is said before anything is run: an error, unless the flags are accepted.
 fn said(args: impl IntoIterator<Item = OsString>) -> Option<String> {
     let args = ["ddp-mp".into()].into_iter().chain(args);
-    match app::config_of(args) {
+    match ddp_mp_app().config_of(args) {
         Ok(_) => None,
         Err(ddp_mp::Error::InvalidInput(text)) => Some(text),
         Err(other) => panic!("no wrong input: {other}"),

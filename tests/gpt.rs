@@ -8,7 +8,7 @@ use ddp_mp::ffi::backward;
 use ddp_mp::models::{Model, ModelConfig, ModelKind};
 use ddp_mp::{Dataset, DistributedSampler, TextDataset};
 use serde_json::Value;
-use tch::nn::{ModuleT, VarStore};
+use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
 
 use crate::harness::{ranks, repository, run, some_of};

@@ -1,8 +1,9 @@
 //! `ddp-mp new`: what it writes, and what it refuses. `make crate` builds, tests and runs the project.
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::os::unix::fs::symlink;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use toml::Table;
@@ -47,11 +48,56 @@ fn project_has_the_versions_and_the_profile_of_the_clone() {
         let config = table(&project.join(".cargo/config.toml"));
         let libtorch = Path::new(text(&config, &["env", "LIBTORCH"]));
         assert!(libtorch.join("lib/libtorch_cpu.so").exists(), "{}", libtorch.display());
-        for file in ["build.rs", "src/main.rs", "src/model.rs", "src/data.rs"] {
-            let template = repository("assets/project").join(file);
-            assert_eq!(fs::read(project.join(file)).unwrap(), fs::read(template).unwrap());
+        let build_script = repository("assets/project/build.rs");
+        assert_eq!(fs::read(project.join("build.rs")).unwrap(), fs::read(build_script).unwrap());
+    }
+}
+
+/// Returns the paths of all files below `folder`, from there.
+fn files_below(folder: &Path) -> BTreeSet<PathBuf> {
+    let mut found = BTreeSet::new();
+    let mut folders = vec![folder.to_path_buf()];
+    while let Some(next) = folders.pop() {
+        for entry in fs::read_dir(next).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                folders.push(path);
+            } else {
+                found.insert(path.strip_prefix(folder).unwrap().to_path_buf());
+            }
         }
     }
+    found
+}
+
+#[test]
+fn each_template_writes_its_files_and_the_shared_ones() {
+    let folder = tempfile::tempdir().unwrap();
+    for template in ["spirals", "digits-cnn", "gpt"] {
+        let project = folder.path().join(template);
+        let (code, stdout, stderr) =
+            run(&["new", project.to_str().unwrap(), "--template", template]);
+        assert_eq!(code, Some(0), "{stderr}");
+        assert!(stdout.contains(" tests and run.toml.\n"), "{stdout}");
+        let source = repository("assets/project").join(template);
+        let mut expected = files_below(&source);
+        for file in &expected {
+            let text = |folder: &Path| fs::read_to_string(folder.join(file)).unwrap();
+            assert_eq!(text(&project), text(&source), "{template}: {}", file.display());
+        }
+        expected
+            .extend(["Cargo.toml", ".cargo/config.toml", ".gitignore", "build.rs"].map(Into::into));
+        assert_eq!(files_below(&project), expected, "{template}");
+    }
+    let without = folder.path().join("without");
+    assert_eq!(run(&["new", without.to_str().unwrap()]).0, Some(0));
+    assert_eq!(files_below(&without), files_below(&folder.path().join("spirals")));
+
+    let unknown = folder.path().join("unknown");
+    let (code, _, stderr) = run(&["new", unknown.to_str().unwrap(), "--template=cats"]);
+    assert_eq!(code, Some(2), "{stderr}");
+    assert!(stderr.contains("[possible values: spirals, digits-cnn, gpt]"), "{stderr}");
+    assert!(!unknown.exists());
 }
 
 #[test]

@@ -7,7 +7,7 @@ use ddp_mp::{
     SgdOptions,
 };
 use std::rc::Rc;
-use tch::nn::{Init, ModuleT, VarStore};
+use tch::nn::{Init, VarStore};
 use tch::{Device, Kind, Reduction, Tensor};
 
 use crate::harness::ranks;

@@ -11,7 +11,7 @@ use ddp_mp::ddp::{
     CommHook, Compress, GradBucket, JoinOptions, PowerSgd, PowerSgdOptions, hook_fn,
 };
 use ddp_mp::ffi::{Autocast, backward, fork_rng};
-use ddp_mp::models::{ModelConfig, ModelKind};
+use ddp_mp::models::{Forward, ModelConfig, ModelKind};
 use ddp_mp::optim::{
     GradScaler, GradScalerOptions, GradScalerState, OptimizerOptions, ParamSpan, ParameterState,
     Unit,
@@ -264,7 +264,7 @@ impl DdpSettings {
 }
 
 impl DdpCase {
-    fn train<M: ModuleT>(
+    fn train<M: Forward>(
         &self,
         model: M,
         vs: &VarStore,
@@ -604,7 +604,7 @@ fn mlp_and_batch(
     recorded: &Value,
     key: &str,
     group: std::rc::Rc<ProcessGroup>,
-) -> anyhow::Result<(VarStore, DistributedDataParallel<impl ModuleT + use<>>, Tensor, Tensor)> {
+) -> anyhow::Result<(VarStore, DistributedDataParallel<impl Forward + use<>>, Tensor, Tensor)> {
     let (seed, batch) = (recorded["seed"].as_u64().unwrap(), recorded["batch"].as_i64().unwrap());
     let hidden = serde_json::from_value(recorded[key].clone())?;
     let config = ModelConfig {

@@ -14,7 +14,6 @@ use ddp_mp::{
     Schedule, TextDataset,
 };
 use serde::Deserialize;
-use tch::nn::ModuleT;
 use tch::{Device, Kind, Tensor};
 
 use crate::harness::{ranks, repository};

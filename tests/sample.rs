@@ -6,7 +6,7 @@ use std::process::Stdio;
 
 use ddp_mp::ffi::fork_rng;
 use ddp_mp::models::{Generate, GenerateOptions, Model, ModelConfig, ModelKind};
-use tch::nn::{ModuleT, VarStore};
+use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
 
 use crate::harness::{TIMEOUT, program, run};

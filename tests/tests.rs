@@ -6,6 +6,7 @@ mod harness;
 mod shared;
 
 mod amp; // mixed precision: autocast on several threads, skipped steps
+mod app; // a program of one's own: all flags, files and commands
 mod bench; // ddp-mp bench: right results, right columns, wrong input
 mod bind; // ranks on CPUs of their own, with all threads that they start
 mod c10d; // groups in which PyTorch could be
@@ -15,6 +16,7 @@ mod cli; // the program as a user meets it: help and mistakes
 mod coalesced; // several tensors in one collective
 mod collectives; // every operation, kind, world size and awkward length; mismatches
 mod comm; // what the program shows of the collectives
+mod criterion; // losses, metrics, counts and steps of one's own in the trainer
 mod cuda; // with a GPU; skips and says so without
 mod data; // loaders, with workers and without
 mod data_parallel; // DataParallel: DDP's results the old way
@@ -46,6 +48,7 @@ mod new; // ddp-mp new: what it writes, and what it refuses (`make crate` builds
 mod non_finite; // losses and gradients that are not finite
 mod optim; // optimizers on buckets: state, groups, clipping
 mod outputs; // tensors that are written to: those that overlap themselves are refused
+mod own_model; // models of one's own in the trainer: several inputs, parameters outside of the VarStore
 mod parity; // against values recorded from PyTorch
 mod parity_gpt; // a gpt on a text, against values recorded from PyTorch
 mod processes; // several processes: collectives, training, failures

@@ -1,174 +1,237 @@
 //! A program that trains: its command line, its commands, and its exit code.
 
 mod cli;
+mod run;
 
+use std::any::{Any, TypeId};
 use std::ffi::OsString;
-use std::io::{self, Write};
+use std::marker::PhantomData;
 use std::sync::Arc;
 
-use clap::error::ErrorKind;
+use clap::Args;
+use tch::Tensor;
+use tch::nn::Path;
 
-use crate::commands::{self, Versions};
-use crate::config::{Config, Tool};
+use crate::config::{BuildContext, Config, OwnArgs, OwnOptionsType, Program};
+use crate::data::{Batch, Dataset};
 use crate::error::{Error, Result};
-use crate::ffi::{check_version, cuda, keep_memory};
-use crate::launch::{SpawnError, exit_code, install_panic_hook};
-use crate::os;
-use crate::telemetry::{LogFormat, Printer, unwritable_stdout};
-use cli::{
-    Bench, BenchCommand, Command, EnvFlags, ScalingFlags, StepFlags, TrainFlags, VerifyFlags,
-};
+use crate::models::{Forward, Model};
+use crate::trainer::{Callback, Criterion, LossParts, Trainer};
+use run::Run;
 
-pub use cli::command;
-
-/// Exit code of a run that failed.
-const FAILED: u8 = 1;
-/// Exit code for invalid input, and for a request that this machine cannot fulfil.
-const WRONG_INPUT: u8 = 2;
-
-/// Runs the program that the process's arguments ask for, and ends the process. `commit` is the commit that it was built
-/// from, empty without a repository.
-pub fn run(commit: &'static str) -> ! {
-    install_panic_hook();
-    os::ignore_file_size_signal();
-    let cli = match cli::parse(std::env::args_os()) {
-        Ok(cli) => cli,
-        Err(message) => {
-            // Errors go to stderr, requested help to stdout.
-            let printed = if message.kind() == ErrorKind::DisplayVersion && is_long_version() {
-                text_printer().lines(|out| write!(out, "{}", Versions::find(commit)))
-            } else {
-                message.print().map_err(unwritable_stdout)
-            };
-            if message.use_stderr() {
-                os::exit(WRONG_INPUT)
-            }
-            os::exit(if is_written(printed) { 0 } else { FAILED })
-        }
-    };
-    let code =
-        match run_command(cli.command.unwrap_or(Command::Train(cli.train)), cli.quiet, commit) {
-            Ok(code) => code,
-            Err(error) => {
-                if !error.is::<commands::AlreadyReported>() {
-                    text_printer().report(&format!("{error:#}"));
-                }
-                let failed = error.downcast_ref::<Box<SpawnError>>();
-                match (error.downcast_ref(), failed.and_then(|failed| failed.stopped)) {
-                    (_, Some(reason)) => exit_code(Some(reason)),
-                    (Some(Error::InvalidInput(_)), _) => WRONG_INPUT,
-                    _ => FAILED,
-                }
-            }
-        };
-    os::exit(code)
-}
-
-/// Returns the configuration of the training run that the command line `args` asks for, and runs nothing. `args` begins
-/// with the program's name. `None` for another command than `train`.
+/// A program that trains with all flags, files and commands of `ddp-mp`. What it does not bring itself, options choose:
+/// without a model there is `--model`, without a data set `--dataset`, without a loss `--loss`.
 ///
-/// # Errors
-/// [`Error::InvalidInput`] with what the program would say.
-pub fn config_of(args: impl Iterator<Item = OsString>) -> Result<Option<Config>> {
-    let cli = cli::parse(args).map_err(|error| Error::InvalidInput(error.to_string()))?;
-    match cli.command {
-        None => cli.train.resolve().map(Some),
-        Some(Command::Train(flags)) => flags.resolve().map(Some),
-        Some(_) => Ok(None),
-    }
+/// ```no_run
+/// use ddp_mp::prelude::*;
+/// use tch::nn;
+///
+/// fn main() -> std::process::ExitCode {
+///     ddp_mp::App::new("lines", env!("CARGO_PKG_VERSION"))
+///         .model(|path, _| nn::linear(path, 20, 1, Default::default()))
+///         .dataset(|_| Ok(TensorDataset::random(4096, 20, Targets::Values(1), 1)?))
+///         .loss(|output, targets| output.mse_loss(targets, Reduction::Mean))
+///         .run()
+/// }
+/// ```
+///
+/// `A` is the type of the program's own options, which all closures get: see [`args`](Self::args).
+#[derive(Debug)]
+pub struct App<A = ()> {
+    program: Program,
+    commit: &'static str,
+    has_course: bool,
+    args: PhantomData<fn() -> A>,
 }
 
-fn text_printer() -> Printer {
-    Printer::new(LogFormat::Text)
-}
-
-/// Returns whether `--version` asks for the versions, and not `-V`, which prints one line.
-fn is_long_version() -> bool {
-    std::env::args_os().any(|arg| arg == "--version")
-}
-
-/// Returns whether the output was written to stdout. Reports an error, unless the reader closed the pipe.
-fn is_written(printed: io::Result<()>) -> bool {
-    match printed.and_then(|()| io::stdout().flush().map_err(unwritable_stdout)) {
-        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
-            text_printer().report(&error.to_string());
-            false
+impl App {
+    /// Creates a program of this name and version. Help, completions and the manual page have its name.
+    pub fn new(name: &'static str, version: &'static str) -> Self {
+        Self {
+            program: Program::new(name, version),
+            commit: "",
+            has_course: false,
+            args: PhantomData,
         }
-        _ => true,
+    }
+
+    /// Adds options of the program's own: flags, keys of a file of `--config`, and lines of `env`. A run that resumes
+    /// must have the same. Each field needs `#[arg(long)]`. A list needs `value_delimiter` as well. Call this before the
+    /// methods that take closures.
+    ///
+    /// ```no_run
+    /// use ddp_mp::prelude::*;
+    /// use tch::nn;
+    ///
+    /// #[derive(clap::Args)]
+    /// struct Options {
+    ///     /// Width of the hidden layer
+    ///     #[arg(long, default_value_t = 64)]
+    ///     width: i64,
+    /// }
+    ///
+    /// ddp_mp::App::new("wide", "0.1.0")
+    ///     .args::<Options>()
+    ///     .model(|path, context| {
+    ///         nn::seq()
+    ///             .add(nn::linear(path / 0, 20, context.args.width, Default::default()))
+    ///             .add_fn(|x| x.relu())
+    ///             .add(nn::linear(path / 2, context.args.width, 1, Default::default()))
+    ///     })
+    ///     .run()
+    /// ```
+    pub fn args<A: Args + Send + Sync + 'static>(self) -> App<A> {
+        let Self { program, commit, has_course, .. } = self;
+        let program = Program { options: Some(OwnOptionsType::of::<A>()), ..program };
+        App { program, commit, has_course, args: PhantomData }
     }
 }
 
-/// Runs `command`, and returns the exit code.
-fn run_command(command: Command, quiet: bool, commit: &'static str) -> anyhow::Result<u8> {
-    check_version()?; // ahead of every other use of libtorch
-    keep_memory();
-    let printer = |format| Arc::new(Printer::new(format).quiet(quiet));
-    let text = || printer(LogFormat::Text);
-    if !matches!(command, Command::Train(_)) {
-        os::release_user_signals();
+impl<A: Any + Send + Sync> App<A> {
+    /// Trains the model that `build` makes on each rank, in place of the options of `--model`. It must create every
+    /// parameter and buffer with the path, on the CPU: they are moved to the rank's device. Libtorch's generator has the
+    /// run's seed meanwhile, and all ranks start with rank 0's parameters.
+    ///
+    /// A panic ends the run with an error that names the rank.
+    #[must_use]
+    pub fn model<M: Forward + 'static>(
+        mut self,
+        build: impl Fn(&Path, &BuildContext<'_, A>) -> M + Send + Sync + 'static,
+    ) -> Self {
+        self.program.model = Some(Arc::new(move |path, context| {
+            let BuildContext { args, generator, group, in_features, out_features } = *context;
+            let args = own(args);
+            let context = BuildContext { args, generator, group, in_features, out_features };
+            Model::of(build(path, &context))
+        }));
+        self
     }
-    let result = match command {
-        Command::Train(flags) => return train(&flags, quiet),
-        Command::Comm(flags) => {
-            let printer = printer(flags.log_format);
-            commands::comm(flags, &cuda::load(), &printer)
+
+    /// Trains on the samples that `open` opens once in each process, before the ranks start, in place of the options of
+    /// `--dataset`.
+    #[must_use]
+    pub fn dataset<D: Dataset + 'static>(
+        mut self,
+        open: impl Fn(&A) -> anyhow::Result<D> + Send + Sync + 'static,
+    ) -> Self {
+        self.program.dataset = Some(Arc::new(move |args| Ok(Arc::new(open(own(args))?))));
+        self
+    }
+
+    /// Validates on the samples that `open` opens. Without this, `--val-fraction` holds back some of the training
+    /// samples; with it, that option has its place.
+    #[must_use]
+    pub fn validation_dataset<D: Dataset + 'static>(
+        mut self,
+        open: impl Fn(&A) -> anyhow::Result<D> + Send + Sync + 'static,
+    ) -> Self {
+        self.program.validation = Some(Arc::new(move |args| Ok(Arc::new(open(own(args))?))));
+        self
+    }
+
+    /// Minimizes the loss that `loss` returns for the model's output and the targets of a batch: a mean over its samples
+    /// without dimensions, or several named parts, of which the first is trained on. See [`Criterion::own`].
+    #[must_use]
+    pub fn loss<L: Into<LossParts>>(
+        mut self,
+        loss: impl Fn(&Tensor, &Tensor) -> L + Send + Sync + 'static,
+    ) -> Self {
+        self.program.criterion = self.program.criterion.with_loss_of(Criterion::own(loss));
+        self
+    }
+
+    /// Adds a metric, which validation shows as `name`. See [`Criterion::metric`].
+    #[must_use]
+    pub fn metric(
+        mut self,
+        name: &'static str,
+        metric: impl Fn(&Tensor, &Tensor) -> Tensor + Send + Sync + 'static,
+    ) -> Self {
+        self.program.criterion = self.program.criterion.metric(name, metric);
+        self
+    }
+
+    /// Sets what a batch counts as in place of its number of samples. See [`Criterion::count`].
+    #[must_use]
+    pub fn count(mut self, count: impl Fn(&Batch) -> usize + Send + Sync + 'static) -> Self {
+        self.program.criterion = self.program.criterion.count(count);
+        self
+    }
+
+    /// Adds a callback to each rank's trainer, a clone of this one. Any number, in this order.
+    #[must_use]
+    pub fn callback(self, callback: impl Callback<Model> + Clone + Send + Sync + 'static) -> Self {
+        self.trainer(move |trainer, _| Ok(trainer.callback(callback.clone())))
+    }
+
+    /// Changes each rank's trainer before it trains: adds callbacks that need the program's own options, or a
+    /// [`step`](Trainer::step) of your own. In `train`, `bench step`, `bench scaling` and `verify`; on all ranks alike.
+    #[must_use]
+    pub fn trainer(
+        mut self,
+        change: impl Fn(Trainer<Model>, &A) -> anyhow::Result<Trainer<Model>> + Send + Sync + 'static,
+    ) -> Self {
+        self.program.trainer.push(Arc::new(move |trainer, args| change(trainer, own(args))));
+        self
+    }
+
+    /// Changes the defaults of options to those in `toml`, the text of a file as for `--config`: use `include_str!`.
+    #[must_use]
+    pub fn defaults(mut self, toml: &'static str) -> Self {
+        self.program.defaults = Some(toml);
+        self
+    }
+
+    /// Sets the commit that the program was built from, for `--version` and `env`.
+    #[must_use]
+    pub fn commit(mut self, commit: &'static str) -> Self {
+        self.commit = commit;
+        self
+    }
+
+    /// Adds the commands that teach: `comm`, `sampler`, `lesson` and `new`.
+    #[must_use]
+    pub fn course(mut self) -> Self {
+        self.has_course = true;
+        self
+    }
+
+    /// Runs what the process's arguments ask for, and ends the process. `main` does nothing before: the program starts
+    /// itself anew, with a limit on the spinning of libtorch's threads. Ends with 0, 2 for invalid input, 1 for another
+    /// failure, or 128 and the number of the signal that stopped it.
+    pub fn run(self) -> ! {
+        let Self { program, commit, has_course, .. } = self;
+        Run { program: Arc::new(program), commit, has_course }.run()
+    }
+}
+
+impl<A> App<A> {
+    /// Returns the declaration of the command line, with its help.
+    pub fn command(&self) -> clap::Command {
+        cli::command(&self.program, self.has_course)
+    }
+
+    /// Returns the configuration of the training run that the command line `args` asks for, and runs nothing. `args`
+    /// begins with the program's name. `None` for another command than `train`.
+    ///
+    /// # Errors
+    /// [`Error::InvalidInput`] with what the program would say.
+    pub fn config_of(&self, args: impl Iterator<Item = OsString>) -> Result<Option<Config>> {
+        cli::check(&self.program, self.has_course)?;
+        let parsed = cli::parse(&self.command(), args);
+        let cli = parsed.map_err(|error| Error::InvalidInput(error.to_string()))?;
+        let program = Arc::new(self.program.clone());
+        match cli.command {
+            None => cli.train.resolve(&program).map(Some),
+            Some(cli::Command::Train(flags)) => flags.resolve(&program).map(Some),
+            Some(_) => Ok(None),
         }
-        Command::Env(flags) => env(&flags, commit),
-        Command::Bench(Bench { subcommand, collective: flags }) => match subcommand {
-            Some(BenchCommand::Step(flags)) => bench_step(&flags, printer),
-            Some(BenchCommand::Scaling(flags)) => bench_scaling(&flags, printer),
-            None => {
-                let printer = printer(flags.log_format);
-                commands::bench(flags, &cuda::load(), &printer)
-            }
-        },
-        Command::Verify(flags) => verify(&flags, printer),
-        Command::Replay(flags) => commands::replay(&flags, &text()),
-        Command::Sample(flags) => commands::sample(&flags, &cuda::load(), &text()),
-        Command::Lesson(flags) => commands::lesson(&flags, &text()),
-        Command::New(flags) => commands::new(&flags, &text()),
-        Command::Completions(flags) => commands::completions(&flags, cli::command(), &text()),
-        Command::Man(flags) => commands::man(&flags, cli::command(), &text()),
-        Command::Sampler(flags) => commands::sampler(&flags, &printer(flags.log_format)),
-    };
-    result.map(|()| 0)
+    }
 }
 
-/// Trains and returns the exit code.
-fn train(flags: &TrainFlags, quiet: bool) -> anyhow::Result<u8> {
-    let config = flags.resolve()?;
-    let printer = Printer::new(config.output.log_format).quiet(quiet).live(config.output.live);
-    commands::train(config, &cuda::load(), &Arc::new(printer)).map(exit_code)
-}
-
-fn bench_step(
-    flags: &StepFlags,
-    printer: impl Fn(LogFormat) -> Arc<Printer>,
-) -> anyhow::Result<()> {
-    let config = flags.train.resolve_for(Tool::BenchStep)?;
-    let printer = printer(config.output.log_format);
-    let cluster = flags.simulate_cluster.clone();
-    commands::bench_step(config, flags.steps as usize, cluster, &cuda::load(), &printer)
-}
-
-fn bench_scaling(
-    flags: &ScalingFlags,
-    printer: impl Fn(LogFormat) -> Arc<Printer>,
-) -> anyhow::Result<()> {
-    let config = flags.train.resolve_for(Tool::BenchScaling)?;
-    let printer = printer(config.output.log_format);
-    let (steps, repetitions) = (flags.steps as usize, flags.repetitions as usize);
-    commands::bench_scaling(config, steps, repetitions, &cuda::load(), &printer)
-}
-
-fn verify(flags: &VerifyFlags, printer: impl Fn(LogFormat) -> Arc<Printer>) -> anyhow::Result<()> {
-    let config = flags.train.resolve_for(Tool::Verify)?;
-    let printer = printer(config.output.log_format);
-    commands::verify(config, flags.steps, flags.per_parameter, &cuda::load(), &printer)
-}
-
-fn env(flags: &EnvFlags, commit: &'static str) -> anyhow::Result<()> {
-    let config = flags.train.resolve()?;
-    let printer = Printer::new(config.output.log_format);
-    commands::env(&config, flags.all, Versions::find(commit), &cuda::load(), &printer)
+/// Returns the program's own options as their type. A closure that was given before [`App::args`] gets `()`.
+fn own<A: Any>(args: &OwnArgs) -> &A {
+    let none: &dyn Any = &();
+    let args: &dyn Any = if TypeId::of::<A>() == TypeId::of::<()>() { none } else { args };
+    args.downcast_ref().expect("the program's options have the type that App::args was called with")
 }

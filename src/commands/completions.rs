@@ -40,17 +40,21 @@ pub fn completions(
     printer: &Printer,
 ) -> anyhow::Result<()> {
     let program = command.get_name().to_owned();
+    let identifier = program.replace('-', "_");
+    let adapted = |script: &str| {
+        script.replace("ddp_mp", &identifier).replace("ddp-mp", &program).into_bytes()
+    };
     let script = match flags.shell {
         // With a `-` in the name, clap_complete 4.6 sets one name for a subcommand and looks up another
         // (clap-rs/clap#6421).
         CompletedShell::Bash => {
-            let generated = generated(Shell::Bash, with_file_hints(command), "ddp_mp");
-            [&generated, include_bytes!("completions.bash").as_slice()].concat()
+            let generated = generated(Shell::Bash, with_file_hints(command), &identifier);
+            [generated, adapted(include_str!("completions.bash"))].concat()
         }
-        CompletedShell::Zsh => generated(Shell::Zsh, command, program),
+        CompletedShell::Zsh => generated(Shell::Zsh, command, &program),
         CompletedShell::Fish => {
-            let generated = generated(Shell::Fish, command, program);
-            [&generated, include_bytes!("completions.fish").as_slice()].concat()
+            let generated = generated(Shell::Fish, command, &program);
+            [generated, adapted(include_str!("completions.fish"))].concat()
         }
     };
     Ok(printer.lines(|out| out.write_all(&script))?)

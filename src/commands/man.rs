@@ -25,14 +25,16 @@ pub struct ManFlags {
 /// # Errors
 /// [`Error::InvalidInput`] when the folder cannot be written, and an error when the disk or stdout can't be written.
 pub fn man(flags: &ManFlags, command: Command, printer: &Printer) -> anyhow::Result<()> {
+    let version = command.get_version().unwrap_or_default();
+    let source = format!("{} {version}", command.get_name());
     let mut command = command.disable_help_subcommand(true);
     command.build(); // gives each subcommand its whole name
     let Some(folder) = &flags.folder else {
         let mut text = Vec::new();
-        page(command).render(&mut text)?;
+        page(command, &source).render(&mut text)?;
         return Ok(printer.lines(|out| out.write_all(&text))?);
     };
-    let written = fs::create_dir_all(folder).and_then(|()| write_pages(command, folder));
+    let written = fs::create_dir_all(folder).and_then(|()| write_pages(command, &source, folder));
     let unwritable = |error| match unwritable(format!("man {}", folder.shown()), &error) {
         Error::InvalidInput(problem) => Error::InvalidInput(problem + "; use another folder"),
         failure => failure,
@@ -40,17 +42,17 @@ pub fn man(flags: &ManFlags, command: Command, printer: &Printer) -> anyhow::Res
     Ok(written.map_err(unwritable)?)
 }
 
-fn write_pages(command: Command, folder: &Path) -> io::Result<()> {
+fn write_pages(command: Command, source: &str, folder: &Path) -> io::Result<()> {
     for subcommand in command.get_subcommands() {
-        write_pages(subcommand.clone(), folder)?;
+        write_pages(subcommand.clone(), source, folder)?;
     }
-    page(command).generate_to(folder).map(drop)
+    page(command, source).generate_to(folder).map(drop)
 }
 
-/// Returns the page of `command`, with all options and the usage of its help.
-fn page(mut command: Command) -> Man {
+/// Returns the page of `command`, with all options and the usage of its help. `source` is the program and its version.
+fn page(mut command: Command, source: &str) -> Man {
     let usage = command.render_usage().to_string();
     let usage = usage.strip_prefix("Usage: ").unwrap_or(&usage).to_owned();
     let command = command.override_usage(usage).mut_args(|arg| arg.hide_short_help(false));
-    Man::new(command).source(concat!("ddp-mp ", env!("CARGO_PKG_VERSION")))
+    Man::new(command).source(source)
 }

@@ -1,32 +1,82 @@
-//! `ddp-mp new`: a cargo project with a model, a data set, a training loop and a test, to start from.
+//! `ddp-mp new`: a cargo project with a program of one's own and its tests, to start from.
 
 use std::fs;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use clap::Args;
+use strum::{Display, EnumString, VariantNames};
 
+use crate::config::name;
 use crate::error::{Error, Result, Shown};
 use crate::ffi::library_folder;
 use crate::os::limits::unwritable;
 use crate::session::path_in_shell;
 use crate::telemetry::Printer;
 
-/// The project's files, from `assets/project`, and what each is there. The package of the lessons compiles them here.
-const FILES: [(&str, &str); 7] = [
+/// A file of the project: its path there, and its text.
+type ProjectFile = (&'static str, &'static str);
+
+/// The files that every project has, from `assets/project`.
+const SHARED_FILES: [ProjectFile; 4] = [
     ("Cargo.toml", include_str!("../../assets/project/manifest.toml")),
     (".cargo/config.toml", include_str!("../../assets/project/config.toml")),
-    (".gitignore", "/target\n"),
+    (".gitignore", include_str!("../../assets/project/gitignore")),
     ("build.rs", include_str!("../../assets/project/build.rs")),
-    ("src/main.rs", include_str!("../../assets/project/src/main.rs")),
-    ("src/model.rs", include_str!("../../assets/project/src/model.rs")),
-    ("src/data.rs", include_str!("../../assets/project/src/data.rs")),
 ];
 
+/// What the project is at first: `--template`. The package of the lessons compiles each here.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Display, EnumString, VariantNames)]
+#[strum(serialize_all = "kebab-case")]
+pub enum Template {
+    /// A model and a data set of one's own.
+    Spirals,
+    /// A convolutional network of one's own, on files of images.
+    DigitsCnn,
+    /// The gpt, on a text of one's own.
+    Gpt,
+}
+
+impl Template {
+    /// Returns the files that only this template has.
+    fn files(self) -> &'static [ProjectFile] {
+        match self {
+            Template::Spirals => &[
+                ("run.toml", include_str!("../../assets/project/spirals/run.toml")),
+                ("src/data.rs", include_str!("../../assets/project/spirals/src/data.rs")),
+                ("src/main.rs", include_str!("../../assets/project/spirals/src/main.rs")),
+                ("src/model.rs", include_str!("../../assets/project/spirals/src/model.rs")),
+            ],
+            Template::DigitsCnn => &[
+                ("run.toml", include_str!("../../assets/project/digits-cnn/run.toml")),
+                ("src/main.rs", include_str!("../../assets/project/digits-cnn/src/main.rs")),
+                ("src/model.rs", include_str!("../../assets/project/digits-cnn/src/model.rs")),
+            ],
+            Template::Gpt => &[
+                ("run.toml", include_str!("../../assets/project/gpt/run.toml")),
+                ("src/main.rs", include_str!("../../assets/project/gpt/src/main.rs")),
+                ("text.txt", include_str!("../../assets/project/gpt/text.txt")),
+            ],
+        }
+    }
+
+    /// Returns what the project has, for the message at the end.
+    fn contents(self) -> &'static str {
+        match self {
+            Template::Spirals => "a model, a data set, an option of its own, tests and run.toml",
+            Template::DigitsCnn => {
+                "a convolutional network, options of its own, tests and run.toml"
+            }
+            Template::Gpt => "a text, a metric, tests and run.toml",
+        }
+    }
+}
+
 /// Names that cargo refuses for a program, or that the project's dependencies have.
-const TAKEN: [&str; 11] = [
+const TAKEN: [&str; 12] = [
     "anyhow",
     "build",
+    "clap",
     "core",
     "ddp-mp",
     "ddp_mp",
@@ -50,6 +100,11 @@ pub struct NewFlags {
     /// Folder to create, whose last part names the project
     #[arg(value_name = "NAME")]
     pub name: PathBuf,
+    /// What the project is at first
+    ///
+    /// spirals has a model and a data set of its own, digits-cnn a convolutional network for images, gpt a text
+    #[arg(long, value_name = "NAME", value_parser = name::<Template>(), default_value_t = Template::Spirals)]
+    pub template: Template,
     /// Clone of ddp-mp to depend on
     ///
     /// Cargo.toml gets its absolute path. Without --path, the project depends on the clone that this program was built
@@ -79,7 +134,7 @@ pub fn new(flags: &NewFlags, printer: &Printer) -> anyhow::Result<()> {
         ("__DDP_MP__", dependency),
         ("__LIBTORCH__", toml_text(text_of(&libtorch)?)),
     ];
-    create(&flags.name, &values)?;
+    create(&flags.name, flags.template, &values)?;
     let folder = flags.name.shown();
     if !has_libtorch {
         printer.report(&format!(
@@ -92,7 +147,7 @@ pub fn new(flags: &NewFlags, printer: &Printer) -> anyhow::Result<()> {
             "the project depends on ddp-mp in {clone}, where this program was built; --path names another clone"
         ));
     }
-    printer.line(&format!("{folder} has a model, a data set, a training loop and a test."))?;
+    printer.line(&format!("{folder} has {}.", flags.template.contents()))?;
     printer.line("The first build takes about 5 minutes on two cores:")?;
     printer.line("")?;
     printer.line(&format!("    cd {}", path_in_shell(&flags.name)))?;
@@ -161,7 +216,7 @@ fn toml_text(text: &str) -> String {
 
 /// Creates `folder` with all files, with `values` in the place of their names. Removes what it has created if a file
 /// cannot be written.
-fn create(folder: &Path, values: &[(&str, String)]) -> Result<()> {
+fn create(folder: &Path, template: Template, values: &[(&str, String)]) -> Result<()> {
     let failed = |path: &Path, error: &std::io::Error| unwritable(path.shown().into_owned(), error);
     match fs::create_dir(folder) {
         Err(error) if error.kind() == ErrorKind::AlreadyExists => {
@@ -172,7 +227,7 @@ fn create(folder: &Path, values: &[(&str, String)]) -> Result<()> {
         }
         result => result.map_err(|error| failed(folder, &error))?,
     }
-    for (name, text) in FILES {
+    for &(name, text) in SHARED_FILES.iter().chain(template.files()) {
         let text =
             values.iter().fold(text.to_owned(), |text, (name, value)| text.replace(name, value));
         let path = folder.join(name);

@@ -1,12 +1,13 @@
 //! `ddp-mp sample`: text from a trained gpt.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use clap::Args;
 use tch::Device;
 
 use crate::checkpoint::Checkpoint;
-use crate::config::{Config, MOST, number, whole};
+use crate::config::{Config, MOST, Program, number, whole};
 use crate::error::{Error, Result, Shown};
 use crate::ffi::cuda::Cuda;
 use crate::models::{Generate, GenerateOptions, ModelConfig, ModelKind};
@@ -45,10 +46,15 @@ pub struct SampleFlags {
 /// # Errors
 /// [`Error::InvalidInput`] when the checkpoint cannot be read or holds another model; an error when stdout cannot be
 /// written.
-pub fn sample(flags: &SampleFlags, cuda: &Cuda, printer: &Printer) -> anyhow::Result<()> {
+pub(crate) fn sample(
+    flags: &SampleFlags,
+    program: &Arc<Program>,
+    cuda: &Cuda,
+    printer: &Printer,
+) -> anyhow::Result<()> {
     let device = if cuda.usable() > 0 { Device::Cuda(0) } else { Device::Cpu };
     let checkpoint = Checkpoint::read(&flags.checkpoint).map_err(of_flag("--checkpoint"))?;
-    let config = gpt_of(&checkpoint, &flags.checkpoint)?;
+    let config = gpt_of(program, &checkpoint, &flags.checkpoint)?;
     let (vs, model) = config.build(device, 0)?;
     checkpoint.load_model(&vs)?;
 
@@ -71,7 +77,7 @@ pub fn sample(flags: &SampleFlags, cuda: &Cuda, printer: &Printer) -> anyhow::Re
 }
 
 /// Returns the configuration of the gpt that `checkpoint` holds.
-fn gpt_of(checkpoint: &Checkpoint, path: &Path) -> Result<ModelConfig> {
+fn gpt_of(program: &Arc<Program>, checkpoint: &Checkpoint, path: &Path) -> Result<ModelConfig> {
     let wrong = |problem: String| {
         Err(Error::InvalidInput(format!("--checkpoint {}: {problem}", path.shown())))
     };
@@ -83,7 +89,7 @@ fn gpt_of(checkpoint: &Checkpoint, path: &Path) -> Result<ModelConfig> {
                 .into(),
         );
     }
-    match Config::of_saved(saved).map(|config| config.model_config()) {
+    match Config::of_saved(program, saved).map(|config| config.model_config()) {
         Ok(config) if config.kind == ModelKind::Gpt => Ok(config),
         Ok(ModelConfig { kind, .. }) => wrong(format!(
             "it holds a {kind} model, which writes no text; use the checkpoint of a run with --model gpt"

@@ -62,7 +62,7 @@ fn train_on(rank: &Rank, session: &Session) -> anyhow::Result<()> {
     }
     let hash_before_broadcast = training.hash_before_broadcast;
     let mut trainer = training
-        .trainer(config.training.loss, config.trainer_options())?
+        .trainer(config, config.trainer_options())?
         .share_stop(session.stop.clone())
         .report(printer.clone());
     if logs_metrics {

@@ -70,8 +70,22 @@ pub struct DataSection {
 /// Refuses a text for a model that does not read tokens.
 fn needs_gpt(config: &Config) -> Option<String> {
     let is_text = config.data.dataset.text_file().is_some();
+    let remedy = match config.program.model {
+        Some(_) => "this program has a model of its own; open the text as its data set",
+        None => "use --model gpt",
+    };
     (is_text && config.model.kind != ModelKind::Gpt)
-        .then(|| "a text is for a gpt; use --model gpt".into())
+        .then(|| format!("a text is for a gpt; {remedy}"))
+}
+
+impl Config {
+    /// Returns the name of the data, for reports.
+    pub(crate) fn data_name(&self) -> String {
+        match self.program.dataset {
+            Some(_) => format!("of {}", self.program.name),
+            None => self.data.dataset.to_string(),
+        }
+    }
 }
 
 const VALIDATION: OnlyIf = OnlyIf(

@@ -11,7 +11,7 @@ use serde::de::{DeserializeSeed, Error as _, MapAccess, Visitor};
 use toml::{Table, Value};
 
 use super::files::put_into_folder_of;
-use super::{Config, flag_name, option_of_other_name};
+use super::{Program, flag_name, option_of_other_name};
 use crate::error::{Error, Result, Shown};
 use crate::files::read_stream;
 use crate::launch::Nproc;
@@ -24,7 +24,7 @@ const LONGEST_FILE: u64 = 1 << 20;
 ///
 /// # Errors
 /// [`Error::InvalidInput`] that names the file and the line.
-pub(super) fn read(file: &Path, flags: &Table) -> Result<Table> {
+pub(super) fn read(file: &Path, command: &Command, flags: &Table) -> Result<Table> {
     let name = file.shown();
     let input = |problem: String| Error::InvalidInput(format!("--config {name}: {problem}"));
     let bytes = read_stream(file, LONGEST_FILE).map_err(|error| input(error.to_string()))?;
@@ -35,15 +35,32 @@ pub(super) fn read(file: &Path, flags: &Table) -> Result<Table> {
         let shown = rest.split(|&byte| byte == b'\n').next().unwrap_or_default().escape_ascii();
         input(format!("line {line} is not UTF-8, which a TOML file must be: {shown}"))
     })?;
-    let options = toml::Deserializer::parse(text)
-        .and_then(|deserializer| deserializer.deserialize_map(Options { flags }));
-    let mut options = options.map_err(|error| input(error.to_string().trim_end().into()))?;
-    put_into_folder_of(file, &mut options, flags).map_err(input)?;
+    let mut options = parse(text, command, flags).map_err(input)?;
+    put_into_folder_of(file, command, &mut options, flags).map_err(input)?;
     Ok(options)
+}
+
+/// Reads the defaults of `program`, whose options are those of `command`.
+///
+/// # Errors
+/// [`Error::InvalidInput`] that names the line.
+pub(super) fn read_defaults(program: &Program, command: &Command) -> Result<Table> {
+    let Some(text) = program.defaults else { return Ok(Table::new()) };
+    parse(text, command, &Table::new()).map_err(|problem| {
+        Error::InvalidInput(format!("the defaults of {}: {problem}", program.name))
+    })
+}
+
+/// Reads the options of `command` in `text`.
+fn parse(text: &str, command: &Command, flags: &Table) -> Result<Table, String> {
+    let options = toml::Deserializer::parse(text)
+        .and_then(|deserializer| deserializer.deserialize_map(Options { command, flags }));
+    options.map_err(|error| error.to_string().trim_end().to_owned())
 }
 
 /// Reads the keys and values of a file. The errors of a visitor have the line of what it reads.
 struct Options<'a> {
+    command: &'a Command,
     flags: &'a Table,
 }
 
@@ -51,14 +68,15 @@ impl<'de> Visitor<'de> for Options<'_> {
     type Value = Table;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("options of ddp-mp")
+        write!(f, "options of {}", self.command.get_name())
     }
 
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Table, A::Error> {
-        let (command, mut options) = (Config::command(), Table::new());
-        while let Some(arg) = map.next_key_seed(Key(&command))? {
-            let is_overridden = self.flags.contains_key(arg.get_id().as_str());
-            let value = map.next_value_seed(Checked { arg, is_overridden })?;
+        let Self { command, flags } = self;
+        let mut options = Table::new();
+        while let Some(arg) = map.next_key_seed(Key(command))? {
+            let is_overridden = flags.contains_key(arg.get_id().as_str());
+            let value = map.next_value_seed(Checked { command, arg, is_overridden })?;
             if options.insert(arg.get_id().to_string(), value).is_some() {
                 return Err(A::Error::custom(format!("{} is there twice", arg.get_id())));
             }
@@ -81,6 +99,7 @@ impl<'de, 'a> DeserializeSeed<'de> for Key<'a> {
 
 /// Reads a value, and checks it with the parser of its option.
 struct Checked<'a> {
+    command: &'a Command,
     arg: &'a Arg,
     is_overridden: bool,
 }
@@ -95,7 +114,7 @@ impl<'de> DeserializeSeed<'de> for Checked<'_> {
             return Ok(value);
         }
         let arg = to_arg(self.arg, &value).map_err(D::Error::custom)?;
-        let parsed = Config::parse(arg.into_iter().collect());
+        let parsed = self.command.clone().try_get_matches_from(arg);
         parsed.map(|_| value).map_err(|error| D::Error::custom(message(&error)))
     }
 }
@@ -110,28 +129,51 @@ pub(super) fn option<'a>(command: &'a Command, key: &str) -> Result<&'a Arg, Str
     found.ok_or_else(|| format!("unknown field `{key}`: {}", which_was_meant(command, key)))
 }
 
-/// Checks that `value` has the TOML type of the option `arg`: a number, a text, a list of numbers, or `true` or
+/// Returns whether values of the option `arg` are numbers.
+pub(super) fn is_number(arg: &Arg) -> bool {
+    let types = [
+        TypeId::of::<u8>(),
+        TypeId::of::<u16>(),
+        TypeId::of::<u32>(),
+        TypeId::of::<u64>(),
+        TypeId::of::<usize>(),
+        TypeId::of::<i8>(),
+        TypeId::of::<i16>(),
+        TypeId::of::<i32>(),
+        TypeId::of::<i64>(),
+        TypeId::of::<isize>(),
+    ];
+    is_fraction(arg) || types.iter().any(|one| arg.get_value_parser().type_id() == *one)
+}
+
+/// Returns whether values of the option `arg` are numbers that may have a fraction.
+pub(super) fn is_fraction(arg: &Arg) -> bool {
+    let types = [TypeId::of::<f32>(), TypeId::of::<f64>()];
+    types.iter().any(|one| arg.get_value_parser().type_id() == *one)
+}
+
+/// Returns whether the option `arg` is `true` or `false`, as a flag with a value or without.
+pub(super) fn is_switch(arg: &Arg) -> bool {
+    arg.get_value_parser().type_id() == TypeId::of::<bool>()
+}
+
+/// Checks that `value` has the TOML type of the option `arg`: a number, a text, a list of numbers or texts, or `true` or
 /// `false`. A duration and a number of ranks may be either a number or a text.
 fn check_type(arg: &Arg, value: &Value) -> Result<(), String> {
     let parsed = arg.get_value_parser().type_id();
-    let is = |types: &[TypeId]| types.iter().any(|one| parsed == *one);
-    let is_number = is(&[
-        TypeId::of::<u16>(),
-        TypeId::of::<u64>(),
-        TypeId::of::<usize>(),
-        TypeId::of::<i64>(),
-        TypeId::of::<f64>(),
-    ]);
-    let number = |value: &Value| value.is_integer() || value.is_float();
+    let may_be_text = [TypeId::of::<Duration>(), TypeId::of::<Nproc>()];
+    let may_be_text = may_be_text.iter().any(|one| parsed == *one);
+    let number: fn(&Value) -> bool = |value| value.is_integer() || value.is_float();
+    let is_list_of =
+        |fits: fn(&Value) -> bool| value.as_array().is_some_and(|items| items.iter().all(fits));
     let (expected, fits) = match value {
-        _ if matches!(arg.get_action(), ArgAction::SetTrue) => ("true or false", value.is_bool()),
-        _ if arg.get_value_delimiter().is_some() => {
-            ("a list of numbers", value.as_array().is_some_and(|items| items.iter().all(number)))
+        _ if is_switch(arg) => ("true or false", value.is_bool()),
+        _ if arg.get_value_delimiter().is_some() && is_number(arg) => {
+            ("a list of numbers", is_list_of(number))
         }
-        _ if is_number => ("a number", number(value)),
-        _ if is(&[TypeId::of::<Duration>(), TypeId::of::<Nproc>()]) => {
-            ("a text or a whole number", value.is_str() || value.is_integer())
-        }
+        _ if arg.get_value_delimiter().is_some() => ("a list of texts", is_list_of(Value::is_str)),
+        _ if is_number(arg) => ("a number", number(value)),
+        _ if may_be_text => ("a text or a whole number", value.is_str() || value.is_integer()),
         _ => ("a text", value.is_str()),
     };
     if fits { Ok(()) } else { Err(wrong_type(arg, value, expected)) }
@@ -155,22 +197,30 @@ pub(super) fn to_arg(arg: &Arg, value: &Value) -> Result<Option<String>, String>
         Value::Float(number) => Some(format!("{number:?}")),
         _ => None,
     };
-    let is_switch = matches!(arg.get_action(), ArgAction::SetTrue);
+    let takes_nothing = matches!(arg.get_action(), ArgAction::SetTrue);
     match (value, arg.get_value_delimiter()) {
-        (Value::Boolean(is_on), _) if is_switch => return Ok(is_on.then_some(flag)),
+        (Value::Boolean(is_on), _) if takes_nothing => return Ok(is_on.then_some(flag)),
+        (Value::Boolean(is_on), None) if is_switch(arg) => Some(vec![is_on.to_string()]),
+        (Value::Array(items), Some(delimiter))
+            if items.iter().filter_map(Value::as_str).any(|text| text.contains(delimiter)) =>
+        {
+            return Err(format!(
+                "{flag}: a text of the list contains {delimiter:?}, which divides texts"
+            ));
+        }
         (Value::Array(items), Some(_))
             if items.is_empty() && arg.get_default_values().is_empty() =>
         {
             return Ok(None);
         }
         (Value::Array(items), Some(_)) => items.iter().map(text).collect::<Option<Vec<_>>>(),
-        _ if is_switch => None,
+        _ if takes_nothing => None,
         _ => text(value).map(|text| vec![text]),
     }
     .map(|texts| Some(format!("{flag}={}", texts.join(","))))
     .ok_or_else(|| {
         let expected = match arg.get_value_delimiter() {
-            _ if is_switch => "true or false",
+            _ if takes_nothing => "true or false",
             Some(_) => "a list",
             None => "a text or a number",
         };
@@ -203,7 +253,7 @@ fn which_was_meant(command: &Command, unknown: &str) -> String {
     let nearest = known().max_by(|a, b| likeness(a).total_cmp(&likeness(b)));
     match nearest.filter(|key| likeness(key) > 0.6) {
         Some(key) => format!("did you mean `{key}`?"),
-        None => "keys are the flags of ddp-mp --help, with _ for -".into(),
+        None => format!("keys are the flags of {} --help, with _ for -", command.get_name()),
     }
 }
 
@@ -217,6 +267,7 @@ mod tests {
     use std::fs;
 
     use super::*;
+    use crate::config::Config;
 
     #[test]
     fn unknown_key_error_suggests_the_closest_key() {

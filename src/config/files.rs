@@ -3,6 +3,7 @@
 use std::io;
 use std::path::Path;
 
+use clap::Command;
 use clap::builder::ValueHint;
 use toml::{Table, Value};
 
@@ -44,6 +45,7 @@ struct Used {
 /// An explanation for the user if the name of the folder is not UTF-8.
 pub(super) fn put_into_folder_of(
     file: &Path,
+    command: &Command,
     options: &mut Table,
     flags: &Table,
 ) -> Result<(), String> {
@@ -56,7 +58,7 @@ pub(super) fn put_into_folder_of(
         folder.join(path).into_os_string().into_string().map_err(not_utf8)
     };
     let saves = [&*options, flags].iter().any(|given| given.contains_key("checkpoint_dir"));
-    for arg in Config::command().get_arguments() {
+    for arg in command.get_arguments() {
         let key = arg.get_id().as_str();
         let Some(Value::String(text)) = options.get_mut(key) else { continue };
         *text = match text.parse::<DatasetSpec>() {

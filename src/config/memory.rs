@@ -150,7 +150,7 @@ impl Config {
     fn random_bytes(&self) -> Option<f64> {
         let [samples, inputs, outputs] =
             [self.data.num_samples, self.data.in_features, self.data.out_features];
-        let is_random = self.data.dataset == DatasetSpec::RANDOM;
+        let is_random = self.data.dataset == DatasetSpec::RANDOM && self.program.dataset.is_none();
         let (samples, inputs, outputs) = (samples.filter(|_| is_random)?, inputs?, outputs?);
         let target = match self.training.loss {
             Loss::Mse => outputs as f64 * FLOAT,
@@ -178,7 +178,11 @@ impl Config {
         contexts * tokens * (vocabulary + layers * (9.0 * width + pairs)) * FLOAT
     }
 
+    /// Returns the number of parameters. 0 for a program's own model, which is not known before it is built.
     fn parameters(&self) -> f64 {
+        if self.program.model.is_some() {
+            return 0.0;
+        }
         self.model_config().num_parameters()
     }
 

@@ -16,6 +16,7 @@ mod option_rules;
 mod origins;
 mod other_names;
 mod output;
+mod program;
 mod resolve;
 mod resume;
 mod training;
@@ -23,6 +24,7 @@ mod validation;
 mod values;
 
 use std::fmt;
+use std::sync::Arc;
 
 use clap::{Args, Command, FromArgMatches};
 use serde::Serialize;
@@ -36,9 +38,13 @@ pub use model::ModelSection;
 pub use open_data::Data;
 pub use optimization::{OptimizationSection, OptimizerKind, ScheduleKind};
 pub use option_rules::{InShortHelp, Tool};
+pub(crate) use origins::check_for;
 pub use origins::{Given, OptionValue, Origin};
 pub use other_names::{option_of_other_name, options_with_other_names};
 pub use output::OutputSection;
+pub use program::BuildContext;
+use program::OwnOptions;
+pub(crate) use program::{OwnArgs, OwnOptionsType, Program};
 pub use training::TrainingSection;
 pub(crate) use values::{MOST, backend_in_one_process, number};
 pub use values::{name, positive_duration, whole};
@@ -83,6 +89,14 @@ pub struct Config {
     #[arg(skip)]
     #[serde(skip)]
     origins: origins::Origins,
+    /// The options of the program itself.
+    #[arg(skip)]
+    #[serde(skip)]
+    own: OwnOptions,
+    /// The program that is configured.
+    #[arg(skip)]
+    #[serde(skip)]
+    pub(crate) program: Arc<Program>,
 }
 
 impl Config {
@@ -90,6 +104,12 @@ impl Config {
     fn command() -> Command {
         let command = Command::new("ddp-mp").no_binary_name(true).disable_help_flag(true);
         Self::augment_args(command).args_override_self(true)
+    }
+
+    /// Returns the defaults for `program`, without those that it changes.
+    fn default_of(program: &Arc<Program>) -> Self {
+        let own = program.parse_own(Vec::new()).unwrap_or_default(); // some may be required
+        Self { own, program: program.clone(), ..Self::default() }
     }
 
     /// Returns the configuration that `args` give, over the defaults.
@@ -108,7 +128,8 @@ impl Default for Config {
 impl fmt::Display for Config {
     /// Writes the TOML file that gives this configuration.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(toml::to_string(self).map_err(|_| fmt::Error)?.trim_end())
+        let values = self.values().map_err(|_| fmt::Error)?;
+        f.write_str(toml::to_string(&values).map_err(|_| fmt::Error)?.trim_end())
     }
 }
 

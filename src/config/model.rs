@@ -1,16 +1,22 @@
 //! The options of the model.
 
+use std::rc::Rc;
+use std::sync::Arc;
+
 use clap::Args;
 use serde::Serialize;
 use tch::Device;
 use tch::nn::VarStore;
 
-use super::Config;
 use super::ddp::needs_ddp;
 use super::option_rules::{Conflict, InShortHelp, OnlyIf};
 use super::values::{name, number, whole};
+use super::{BuildContext, Config, DataSection};
 use crate::error::Result;
-use crate::models::{Activation, Model, ModelConfig, ModelKind};
+use crate::ffi::Generator;
+use crate::models::{Activation, Model, ModelConfig, ModelKind, build_on};
+use crate::process_group::ProcessGroup;
+use crate::runtime::panics;
 use crate::trainer::Loss;
 
 /// The architecture of the model. The data gives the numbers of inputs and outputs.
@@ -69,6 +75,9 @@ pub struct ModelSection {
 fn needs_text(config: &Config) -> Option<String> {
     let is_text = config.data.dataset.text_file().is_some();
     match config.model.kind {
+        ModelKind::Gpt if config.program.dataset.is_some() => Some(
+            "a gpt reads the text of --dataset, and this program has a data set of its own".into(),
+        ),
         ModelKind::Gpt if !is_text => Some("a gpt reads text; use --dataset text:FILE".into()),
         ModelKind::Gpt if config.training.loss != Loss::CrossEntropy => {
             Some("a gpt predicts classes, the next token; use --loss cross-entropy".into())
@@ -106,15 +115,40 @@ impl Config {
 
     /// Returns the model's name, for reports.
     pub(crate) fn model_name(&self) -> &'static str {
-        self.model.kind.name()
+        match self.program.model {
+            Some(_) => self.program.name,
+            None => self.model.kind.name(),
+        }
     }
 
-    /// Builds the model on `device`, with the parameters that the seed gives, the same on every rank.
+    /// Builds the model of `rank`, with the parameters that the seed gives, the same on every rank. `group` is `None`
+    /// where the model is built before any rank starts.
     ///
     /// # Errors
-    /// The errors of [`ModelConfig::build`].
-    pub(crate) fn build_model(&self, device: Device) -> Result<(VarStore, Model)> {
-        self.model_config().build(device, self.training.seed)
+    /// The errors of [`ModelConfig::build`], and an error for a panic of the program's own model.
+    pub(crate) fn build_model(
+        &self,
+        device: Device,
+        generator: &Arc<Generator>,
+        group: Option<&Rc<ProcessGroup>>,
+    ) -> Result<(VarStore, Model)> {
+        let seed = self.training.seed;
+        let Some(build) = &self.program.model else {
+            let (vs, model) = self.model_config().build(device, seed)?;
+            let model = model.with_generator(generator);
+            return Ok(match group {
+                Some(group) if self.model.sync_batch_norm => {
+                    (vs, model.convert_sync_batchnorm(group))
+                }
+                _ => (vs, model),
+            });
+        };
+        let DataSection { in_features, out_features, .. } = self.data;
+        let args = &*self.own.args;
+        let context = BuildContext { args, generator, group, in_features, out_features };
+        panics::in_closure("the model", || {
+            build_on(device, seed, |path| Ok(build(path, &context)))
+        })?
     }
 
     /// Returns the configuration of the model.

@@ -2,13 +2,24 @@
 
 use std::sync::Arc;
 
-use super::{Config, Invalid};
+use tch::Kind;
+use toml::Table;
+
+use super::{Config, Invalid, Origin, OwnArgs, Program};
 use crate::data::{
     Dataset, DatasetSpec, DistributedSampler, FileDataset, Subset, TargetKind, Targets,
     TensorDataset, TextDataset, random_split,
 };
 use crate::error::{Error, Result, Shown};
+use crate::runtime::panics;
 use crate::trainer::Loss;
+
+/// A part of a program's own data.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Part {
+    Training,
+    Validation,
+}
 
 /// The training and validation data of a run.
 #[derive(Debug)]
@@ -51,30 +62,24 @@ impl Config {
     pub fn open_data(mut self, seed: u64) -> Result<(Self, Data)> {
         let name = self.name_of("val_fraction");
         let named = |error| Error::InvalidInput(format!("{name}: {error}"));
+        if self.program.dataset.is_some() {
+            return self.open_own(seed);
+        }
         if self.data.dataset == DatasetSpec::RANDOM {
             let [samples, inputs, outputs] = self.sizes_of_random()?;
-            let targets = match self.training.loss {
-                Loss::Mse => Targets::Values(outputs),
-                Loss::CrossEntropy => Targets::Classes(outputs),
+            let targets = match self.target_kind() {
+                TargetKind::Values => Targets::Values(outputs),
+                TargetKind::Classes => Targets::Classes(outputs),
             };
-            let dataset: Arc<dyn Dataset> =
-                Arc::new(TensorDataset::random(samples, inputs, targets, seed)?);
-            let Some(fraction) = self.held_back() else {
-                return Ok((self, Data { training: dataset, validation: None, notes: Vec::new() }));
-            };
-            let parts = random_split(dataset.len(), fraction, seed);
-            let (training, validation) = parts.map_err(named)?;
-            self.data.num_samples = Some(training.len() as i64);
-            let training = Arc::new(Subset::new(dataset.clone(), training));
-            let validation: Arc<dyn Dataset> = Arc::new(Subset::new(dataset, validation));
-            return Ok((self, Data { training, validation: Some(validation), notes: Vec::new() }));
+            let dataset = Arc::new(TensorDataset::random(samples, inputs, targets, seed)?);
+            return self.hold_back(dataset, seed);
         }
         if let Some(file) = self.data.dataset.text_file() {
             let text = TextDataset::open(file, self.model.block_size as usize)?;
             return self.open_text(text);
         }
         let mut notes = Vec::new();
-        if self.training.loss == Loss::Mse && self.data.dataset.has_classes() {
+        if self.target_kind() == TargetKind::Values && self.data.dataset.has_classes() {
             notes.push(format!(
                 "{} has classes, and --loss mse treats their numbers as values; --loss cross-entropy treats them as \
                  classes",
@@ -109,6 +114,82 @@ impl Config {
         Ok((self, Data { training: training.into_dataset()?, validation, notes }))
     }
 
+    /// Returns `dataset`, and this configuration with its size. A fraction of the samples may be held back.
+    fn hold_back(mut self, dataset: Arc<dyn Dataset>, seed: u64) -> Result<(Self, Data)> {
+        self.data.num_samples = Some(dataset.len() as i64);
+        let Some(fraction) = self.held_back() else {
+            return Ok((self, Data { training: dataset, validation: None, notes: Vec::new() }));
+        };
+        let (training, validation) =
+            random_split(dataset.len(), fraction, seed).map_err(|error| {
+                Error::InvalidInput(format!("{}: {error}", self.name_of("val_fraction")))
+            })?;
+        self.data.num_samples = Some(training.len() as i64);
+        let training = Arc::new(Subset::new(dataset.clone(), training));
+        let validation: Arc<dyn Dataset> = Arc::new(Subset::new(dataset, validation));
+        Ok((self, Data { training, validation: Some(validation), notes: Vec::new() }))
+    }
+
+    /// Returns the program's own data, and this configuration with its sizes.
+    fn open_own(mut self, seed: u64) -> Result<(Self, Data)> {
+        let program = self.program.clone();
+        let training = program.open(Part::Training, &*self.own.args)?;
+        let Some(dataset) = training else {
+            return Err(Error::Internal("the program has no data set of its own".into()));
+        };
+        if program.model.is_none() {
+            self.take_sizes_of_samples(&*dataset)?;
+        }
+        let validation = match self.data.val_fraction {
+            Some(_) => None, // held back, or turned off
+            None => program.open(Part::Validation, &*self.own.args)?,
+        };
+        let (config, data) = self.hold_back(dataset, seed)?;
+        Ok((config, Data { validation: validation.or(data.validation), ..data }))
+    }
+
+    /// Takes the sizes of the first sample of the program's own data, for a model of `--model`.
+    fn take_sizes_of_samples(&mut self, dataset: &dyn Dataset) -> Result<()> {
+        let (inputs, targets) = dataset.batch(&[0]).map_err(Error::data(&[0]))?;
+        let inputs = inputs.numel() as i64;
+        if let Some(other) = self.data.in_features.filter(|&given| given != inputs) {
+            return Err(Error::InvalidInput(format!(
+                "{}: a sample has {inputs} numbers, not {other}; leave this out",
+                self.name_of("in_features")
+            )));
+        }
+        self.data.in_features = Some(inputs);
+        if self.origin_of("out_features") == Origin::Default {
+            if targets.kind() == Kind::Int64 {
+                return Err(Error::InvalidInput(
+                    "--out-features: the number of classes is not known; give it".into(),
+                ));
+            }
+            self.data.out_features = Some(targets.numel() as i64);
+        }
+        self.validate(&self.changed(&self.program.command())?).map_err(
+            |Invalid { key, problem }| {
+                Error::InvalidInput(format!("{}: {problem}", self.name_of(&key)))
+            },
+        )
+    }
+
+    /// Returns this configuration without the sizes that options give by default, if the program's own data says them.
+    /// `given` are the options that the user and the program give.
+    pub(super) fn leaving_sizes_to_own_data(mut self, given: &Table) -> Self {
+        if self.program.dataset.is_none() {
+            return self;
+        }
+        self.data.num_samples = None;
+        if !given.contains_key("in_features") {
+            self.data.in_features = None;
+        }
+        if !given.contains_key("out_features") {
+            self.data.out_features = None;
+        }
+        self
+    }
+
     /// Returns the contexts of `text`, and this configuration with their sizes. The validation samples are the end of
     /// the text.
     fn open_text(mut self, text: TextDataset) -> Result<(Self, Data)> {
@@ -140,8 +221,9 @@ impl Config {
 
     /// Returns whether there may be validation samples. For files that are not open yet, this is not certain.
     pub(super) fn may_validate(&self) -> bool {
-        let has_files = self.data.dataset.may_have_validation() && self.data.val_fraction.is_none();
-        has_files || self.held_back().is_some()
+        let has_own = self.program.validation.is_some();
+        let has_files = has_own || self.data.dataset.may_have_validation();
+        has_files && self.data.val_fraction.is_none() || self.held_back().is_some()
     }
 
     /// Returns the fraction of the samples that is held back for validation, if any.
@@ -182,6 +264,10 @@ impl Config {
     }
 
     fn target_kind(&self) -> TargetKind {
+        if self.program.criterion.has_own_loss() {
+            let has_classes = self.data.dataset.has_classes();
+            return if has_classes { TargetKind::Classes } else { TargetKind::Values };
+        }
         match self.training.loss {
             Loss::Mse => TargetKind::Values,
             Loss::CrossEntropy => TargetKind::Classes,
@@ -237,6 +323,30 @@ impl Config {
         let named = |Invalid { key, problem }| {
             Error::InvalidInput(format!("{}: {problem} ({name})", self.name_of(&key)))
         };
-        self.validate(&self.changed(&Self::command())?).map_err(named)
+        self.validate(&self.changed(&self.program.command())?).map_err(named)
+    }
+}
+
+impl Program {
+    /// Opens a part of the program's own data. `None` if it has none.
+    ///
+    /// # Errors
+    /// The error of the program, and [`Error::InvalidInput`] for data without samples.
+    fn open(&self, part: Part, args: &OwnArgs) -> Result<Option<Arc<dyn Dataset>>> {
+        let (open, name) = match part {
+            Part::Training => (&self.dataset, "data set"),
+            Part::Validation => (&self.validation, "validation data"),
+        };
+        let Some(open) = open else { return Ok(None) };
+        let of_program = |problem: String| {
+            Error::InvalidInput(format!("the {name} of {}: {problem}", self.name))
+        };
+        let opened = panics::in_closure("its closure", || open(args));
+        let opened = opened.map_err(anyhow::Error::from).and_then(|opened| opened);
+        let dataset = opened.map_err(|error| of_program(format!("{error:#}")))?;
+        if dataset.is_empty() {
+            return Err(of_program("it has no samples; give it at least one".into()));
+        }
+        Ok(Some(dataset))
     }
 }

@@ -12,13 +12,14 @@ use serde_with::SerializeDisplay;
 use toml::{Table, Value};
 
 use super::option_rules::{RefusedBy, Tool};
-use super::{Config, flag_name};
+use super::{Config, Program, flag_name};
 use crate::error::{Error, Result, Shown};
 
 /// The options that flags and a file gave. Two configurations with the same values are equal, whatever their origins.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Origins {
     file: Option<PathBuf>,
+    of_program: BTreeSet<String>,
     in_file: BTreeSet<String>,
     flags: BTreeSet<String>,
 }
@@ -34,6 +35,8 @@ impl PartialEq for Origins {
 pub enum Origin<'a> {
     /// Neither a flag nor a file gives it.
     Default,
+    /// The program of this name has a default of its own.
+    Program(&'static str),
     /// The file of `--config`.
     File(&'a Path),
     /// A flag, which wins over a file.
@@ -46,6 +49,7 @@ impl fmt::Display for Origin<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Origin::Default => f.write_str("default"),
+            Origin::Program(name) => write!(f, "default of {name}"),
             Origin::File(path) => f.write_str(&path.shown()),
             Origin::Flag => f.write_str("flag"),
             Origin::Launcher(name) => f.write_str(name),
@@ -65,16 +69,19 @@ pub struct OptionValue<'a> {
 }
 
 impl Origins {
-    pub(super) fn new(file: Option<&Path>, in_file: &Table, flags: &Table) -> Self {
+    /// The tables have the options that the program's defaults, the file and the flags give.
+    pub(super) fn new(
+        file: Option<&Path>,
+        of_program: &Table,
+        in_file: &Table,
+        flags: &Table,
+    ) -> Self {
         let keys = |table: &Table| table.keys().cloned().collect();
-        Self { file: file.map(Path::to_owned), in_file: keys(in_file), flags: keys(flags) }
-    }
-
-    fn of(&self, key: &str) -> Origin<'_> {
-        match &self.file {
-            _ if self.flags.contains(key) => Origin::Flag,
-            Some(file) if self.in_file.contains(key) => Origin::File(file),
-            _ => Origin::Default,
+        Self {
+            file: file.map(Path::to_owned),
+            of_program: keys(of_program),
+            in_file: keys(in_file),
+            flags: keys(flags),
         }
     }
 }
@@ -82,9 +89,20 @@ impl Origins {
 impl Config {
     /// Returns the name of the option `key` for an error about its value: the flag, or the file and the key.
     pub(crate) fn name_of(&self, key: &str) -> String {
-        match self.origins.of(key) {
+        match self.origin_of(key) {
             Origin::File(file) => format!("{}: {key}", file.shown()),
+            Origin::Program(name) => format!("the defaults of {name}: {key}"),
             Origin::Flag | Origin::Launcher(_) | Origin::Default => flag_name(key),
+        }
+    }
+
+    pub(super) fn origin_of(&self, key: &str) -> Origin<'_> {
+        let origins = &self.origins;
+        match &origins.file {
+            _ if origins.flags.contains(key) => Origin::Flag,
+            Some(file) if origins.in_file.contains(key) => Origin::File(file),
+            _ if origins.of_program.contains(key) => Origin::Program(self.program.name),
+            _ => Origin::Default,
         }
     }
 
@@ -94,65 +112,27 @@ impl Config {
     /// As [`Config::options`].
     pub fn values_with_origins(&self) -> Result<Vec<OptionValue<'_>>> {
         let values = self.values()?;
-        let command = Self::command();
+        let command = self.program.command();
         let option = |arg: &clap::Arg| {
             let key = arg.get_id().as_str();
             OptionValue {
                 key: key.to_owned(),
                 value: values.get(key).cloned(),
-                origin: self.origins.of(key),
+                origin: self.origin_of(key),
             }
         };
         Ok(command.get_arguments().map(option).collect())
     }
 }
 
-/// The given options: texts by key, as a file has them.
+/// The options that a command line gives, as clap has read them. The program says which there are.
 #[derive(Debug, Clone, Default)]
-pub struct Given(Table);
+pub struct Given(ArgMatches);
 
 impl Given {
-    /// Refuses an option that has no effect on `tool`.
-    ///
-    /// # Errors
-    /// [`Error::InvalidInput`](crate::Error::InvalidInput) that names the flag.
-    pub fn check_for(&self, tool: Tool) -> Result<()> {
-        let command = Config::command();
-        let is_refused = |arg: &&Arg| {
-            let by = arg.get::<RefusedBy>();
-            by.is_some_and(|by| by.0.contains(&tool)) && self.0.contains_key(arg.get_id().as_str())
-        };
-        match command.get_arguments().find(is_refused) {
-            Some(arg) => Err(Error::InvalidInput(format!(
-                "{}: {}; leave this out",
-                flag_name(arg.get_id().as_str()),
-                tool.purpose()
-            ))),
-            None => Ok(()),
-        }
-    }
-}
-
-impl std::ops::Deref for Given {
-    type Target = Table;
-
-    fn deref(&self) -> &Table {
-        &self.0
-    }
-}
-
-impl Args for Given {
-    fn augment_args(command: Command) -> Command {
-        Config::augment_args(command)
-    }
-
-    fn augment_args_for_update(command: Command) -> Command {
-        Config::augment_args_for_update(command)
-    }
-}
-
-impl FromArgMatches for Given {
-    fn from_arg_matches(matches: &ArgMatches) -> Result<Self, ClapError> {
+    /// Returns the given options of `program`: texts by key, as a file has them.
+    pub(crate) fn options(&self, program: &Program) -> Table {
+        let Self(matches) = self;
         let text = |arg: &Arg| {
             let key = arg.get_id().as_str();
             if matches.value_source(key) != Some(ValueSource::CommandLine) {
@@ -167,11 +147,48 @@ impl FromArgMatches for Given {
             };
             Some((key.to_owned(), value))
         };
-        Ok(Self(Config::command().get_arguments().filter_map(text).collect()))
+        program.command().get_arguments().filter_map(text).collect()
+    }
+}
+
+impl Args for Given {
+    /// Adds nothing: a program adds its options.
+    fn augment_args(command: Command) -> Command {
+        command
+    }
+
+    fn augment_args_for_update(command: Command) -> Command {
+        command
+    }
+}
+
+impl FromArgMatches for Given {
+    fn from_arg_matches(matches: &ArgMatches) -> Result<Self, ClapError> {
+        Ok(Self(matches.clone()))
     }
 
     fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> Result<(), ClapError> {
-        self.0.extend(Self::from_arg_matches(matches)?.0);
+        self.0 = matches.clone();
         Ok(())
+    }
+}
+
+/// Refuses an option of `given` that has no effect on `tool`.
+///
+/// # Errors
+/// [`Error::InvalidInput`] that names the flag.
+pub(crate) fn check_for(tool: Tool, program: &Program, given: &Table) -> Result<()> {
+    let command = program.command();
+    let is_refused = |arg: &&Arg| {
+        let by = arg.get::<RefusedBy>();
+        by.is_some_and(|by| by.0.contains(&tool)) && given.contains_key(arg.get_id().as_str())
+    };
+    match command.get_arguments().find(is_refused) {
+        Some(arg) => Err(Error::InvalidInput(format!(
+            "{}: {}; leave this out",
+            flag_name(arg.get_id().as_str()),
+            tool.purpose()
+        ))),
+        None => Ok(()),
     }
 }

@@ -1,14 +1,15 @@
 //! Merges defaults, a file and flags into one valid configuration.
 
 use std::path::Path;
+use std::sync::Arc;
 
 use clap::{Arg, Command};
 use toml::Table;
 
-use super::file::{message, option, read, to_arg};
+use super::file::{message, option, read, read_defaults, to_arg};
 use super::option_rules::{Conflict, OnlyIf};
 use super::origins::Origins;
-use super::{Config, Invalid};
+use super::{Config, Invalid, Program};
 use crate::error::{Error, Result};
 
 impl Config {
@@ -17,17 +18,26 @@ impl Config {
     /// # Errors
     /// [`Error::InvalidInput`], naming the file or flag, the value and the remedy.
     pub fn resolve(file: Option<&Path>, flags: &Table) -> Result<Self> {
-        let command = Self::command();
+        Self::resolve_for(&Arc::default(), file, flags)
+    }
+
+    /// Returns the configuration of `program` as [`resolve`](Self::resolve) does, over the defaults of the program.
+    pub(crate) fn resolve_for(
+        program: &Arc<Program>,
+        file: Option<&Path>,
+        flags: &Table,
+    ) -> Result<Self> {
+        let command = program.command();
         let flags = &with_underscores(&command, flags).map_err(Error::InvalidInput)?;
-        let from_file = file.map(|file| read(file, flags)).transpose()?.unwrap_or_default();
-        let mut merged = from_file.clone();
+        let of_program = read_defaults(program, &command)?;
+        let from_file = file.map(|file| read(file, &command, flags)).transpose()?;
+        let from_file = from_file.unwrap_or_default();
+        let mut merged = of_program.clone();
+        merged.extend(from_file.clone());
         merged.extend(flags.clone());
-        let args = merged.iter().filter_map(|(key, value)| {
-            option(&command, key).and_then(|arg| to_arg(arg, value)).transpose()
-        });
-        let args = args.collect::<Result<Vec<_>, _>>().map_err(Error::InvalidInput)?;
-        let parsed = Self::parse(args).map_err(|error| Error::InvalidInput(message(&error)))?;
-        let config = Self { origins: Origins::new(file, &from_file, flags), ..parsed };
+        let parsed = Self::of_options(program, &command, &merged).map_err(Error::InvalidInput)?;
+        let origins = Origins::new(file, &of_program, &from_file, flags);
+        let config = Self { origins, ..parsed }.leaving_sizes_to_own_data(&merged);
         let named = |Invalid { key, problem }| {
             Error::InvalidInput(format!("{}: {problem}", config.name_of(&key)))
         };
@@ -43,12 +53,31 @@ impl Config {
         Ok(config)
     }
 
+    /// Returns the configuration of `program` with `options`, over the defaults.
+    ///
+    /// # Errors
+    /// An explanation for the user.
+    pub(super) fn of_options(
+        program: &Arc<Program>,
+        command: &Command,
+        options: &Table,
+    ) -> Result<Self, String> {
+        let (mut ours, mut own) = (Vec::new(), Vec::new());
+        for (key, value) in options {
+            let Some(text) = to_arg(option(command, key)?, value)? else { continue };
+            if program.owns(key) { &mut own } else { &mut ours }.push(text);
+        }
+        let parsed = Self::parse(ours).map_err(|error| message(&error))?;
+        let own = program.parse_own(own).map_err(|error| message(&error))?;
+        Ok(Self { own, program: program.clone(), ..parsed })
+    }
+
     /// Returns the options of `command` that have another value than their default.
     ///
     /// # Errors
     /// As [`Config::options`].
     pub(super) fn changed<'a>(&self, command: &'a Command) -> Result<Vec<&'a Arg>> {
-        let (mine, default) = (self.values()?, Self::default().values()?);
+        let (mine, default) = (self.values()?, Self::default_of(&self.program).values()?);
         let is_changed = |arg: &&Arg| {
             let key = arg.get_id().as_str();
             mine.get(key) != default.get(key)

@@ -1,13 +1,14 @@
 //! Options that must be the same: wherever a run continues, and in all its processes.
 
+use std::sync::Arc;
+
 use clap::Command;
 use clap::builder::ValueHint;
 use serde_json::{Map, Value};
 
-use super::file::{message, option, to_arg};
 use super::open_data::SIZES;
 use super::option_rules::MayDiffer;
-use super::{Config, ScheduleKind, flag_name};
+use super::{Config, Program, ScheduleKind, flag_name};
 use crate::data::DatasetSpec;
 use crate::error::{Error, Result};
 
@@ -27,7 +28,11 @@ impl Config {
     /// Returns all options with their values. Those without a value are not there.
     pub(crate) fn values(&self) -> Result<Map<String, Value>> {
         match serde_json::to_value(self) {
-            Ok(Value::Object(values)) => Ok(values),
+            Ok(Value::Object(mut values)) => {
+                values.retain(|key, _| !self.program.replaces(key));
+                values.extend(self.own.values.clone());
+                Ok(values)
+            }
             Ok(other) => Err(Error::Internal(format!("the options were serialized as {other}"))),
             Err(error) => {
                 Err(Error::Internal(format!("the options cannot be serialized: {error}")))
@@ -40,7 +45,7 @@ impl Config {
     /// # Errors
     /// [`Error::Internal`] if an option cannot be written as JSON, which does not happen.
     pub fn options(&self) -> Result<Map<String, Value>> {
-        let (mut all, command) = (self.values()?, Self::command());
+        let (mut all, command) = (self.values()?, self.program.command());
         let is_cosine = self.optimization.schedule == ScheduleKind::Cosine;
         all.retain(|key, _| {
             may_differ(&command, key) < Some(MayDiffer::OnResume) || (is_cosine && key == OF_COSINE)
@@ -48,24 +53,19 @@ impl Config {
         Ok(all)
     }
 
-    /// Returns the configuration of a run from the options that its checkpoint saved. Those that it did not save have
-    /// their defaults.
+    /// Returns the configuration of a run of `program` from the options that its checkpoint saved. Those that it did not
+    /// save have their defaults.
     ///
     /// # Errors
     /// [`Error::InvalidInput`] if an option is unknown or has a wrong value: the checkpoint is from another version.
-    pub fn of_saved(saved: &Map<String, Value>) -> Result<Self> {
-        let command = Self::command();
-        let to_arg = |(key, value): (&String, &Value)| {
-            let value = toml::Value::try_from(value).map_err(|error| error.to_string())?;
-            to_arg(option(&command, key)?, &value)
-        };
-        let args = saved.iter().filter_map(|saved| to_arg(saved).transpose());
-        let parsed = args
-            .collect::<Result<_, _>>()
-            .and_then(|args: Vec<String>| Self::parse(args).map_err(|error| message(&error)));
+    pub(crate) fn of_saved(program: &Arc<Program>, saved: &Map<String, Value>) -> Result<Self> {
+        let options = toml::Table::try_from(saved).map_err(|error| error.to_string());
+        let parsed =
+            options.and_then(|options| Self::of_options(program, &program.command(), &options));
         parsed.map_err(|problem| {
             Error::InvalidInput(format!(
-                "it is from another version of ddp-mp; use the version that saved it ({problem})"
+                "it is from another version of {}; use the version that saved it ({problem})",
+                program.name
             ))
         })
     }
@@ -78,7 +78,7 @@ impl Config {
     pub fn shared_options(&self) -> Result<Vec<(String, String)>> {
         let mut all = self.values()?;
         all.insert("log_every".into(), self.log_every().into()); // the default, too
-        let command = Self::command();
+        let command = self.program.command();
         let is_shared = |arg: &&clap::Arg| {
             arg.get::<MayDiffer>().is_none_or(|where_to| *where_to < MayDiffer::BetweenProcesses)
         };
@@ -104,7 +104,7 @@ impl Config {
     /// [`Error::InvalidInput`] that names the options that must not differ, with both values.
     pub fn check_resume(&self, saved: &Map<String, Value>) -> Result<Vec<String>> {
         let mine = self.options()?;
-        let mut was = Self::default().options()?;
+        let mut was = Self::default_of(&self.program).options()?;
         was.extend(saved.clone());
         let saved = &was;
         let mut keys: Vec<&String> = mine.keys().chain(saved.keys()).collect();
@@ -117,7 +117,7 @@ impl Config {
             map.get(key).map_or("not set".into(), Value::to_string)
         };
         let differ = |key: &&&String| mine.get(**key) != saved.get(**key);
-        let command = Self::command();
+        let command = self.program.command();
         // The files may have been moved, or are named from another folder.
         let names = |map: &Map<String, Value>| {
             map.get("dataset")?.as_str()?.parse().ok().map(|spec: DatasetSpec| spec.names())

@@ -9,8 +9,9 @@ use serde_with::skip_serializing_none;
 use super::option_rules::{Conflict, InShortHelp, MayDiffer, RefusedBy};
 use super::values::{name, positive_duration, whole};
 use super::{CommHookKind, Config, StrategyKind};
-use crate::models::ModelKind;
-use crate::trainer::{Amp, Loss, TrainerOptions};
+use crate::models::{Model, ModelKind};
+use crate::runtime::panics;
+use crate::trainer::{Amp, Criterion, Loss, Trainer, TrainerOptions};
 
 /// The most samples of a batch, and the most batches of a step: their product fits into 63 bits.
 pub(super) const MOST_IN_A_STEP: u64 = i32::MAX as u64;
@@ -62,6 +63,29 @@ pub struct TrainingSection {
 }
 
 impl Config {
+    /// Returns what the run minimizes and measures.
+    pub(crate) fn criterion(&self) -> Criterion {
+        let criterion = self.program.criterion.clone();
+        if criterion.has_own_loss() {
+            return criterion;
+        }
+        criterion.with_loss_of(self.training.loss.into())
+    }
+
+    /// Returns `trainer` as the program changes it.
+    ///
+    /// # Errors
+    /// The errors of the program.
+    pub(crate) fn changed_by_program(
+        &self,
+        trainer: Trainer<Model>,
+    ) -> anyhow::Result<Trainer<Model>> {
+        let args = &*self.own.args;
+        self.program.trainer.iter().try_fold(trainer, |trainer, change| {
+            panics::in_closure("the trainer's closure", || change(trainer, args))?
+        })
+    }
+
     /// Returns the options of the trainer.
     pub fn trainer_options(&self) -> TrainerOptions {
         TrainerOptions {

@@ -54,7 +54,8 @@ impl Config {
     /// Checks that the model fits its data, and this machine's memory.
     pub(super) fn validate_model(&self) -> Result<(), Invalid> {
         // A gpt's own options say all of its sizes.
-        if self.data.in_features.is_some() || self.model.kind.uses("block_size") {
+        let is_ours = self.program.model.is_none();
+        if is_ours && (self.data.in_features.is_some() || self.model.kind.uses("block_size")) {
             let problem = |(key, problem): (&str, _)| Invalid { key: key.into(), problem };
             self.model_config().check().map_err(problem)?;
         }

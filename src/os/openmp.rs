@@ -5,7 +5,10 @@
 //! takes a hundred times longer. 10,000 spins bridge the gaps between the loops of a step on an idle machine. libgomp
 //! reads the number once, before `main`, so the program restarts itself with it.
 
-use std::ffi::{c_char, c_int};
+use std::ffi::{OsStr, c_char, c_int};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::process::CommandExt;
+use std::process::Command;
 use std::ptr;
 
 /// A function that the system runs before `main`, with the arguments and the environment of the process.
@@ -62,6 +65,23 @@ pub unsafe extern "C" fn limit_spinning(
             libc::execve(program.as_ptr().cast(), argv, variables.as_ptr());
         }
     }
+}
+
+/// Restarts the program from `main`, as [`limit_spinning`] does before it, if the environment sets no wait policy. No
+/// other thread may run. For a program whose file has no `.preinit_array` of its own.
+pub(crate) fn limit_spinning_in_main() {
+    let is_set = |name: &[u8]| {
+        let name = name.split_last().map_or(name, |(_, name)| name); // without the =
+        std::env::var_os(OsStr::from_bytes(name)).is_some()
+    };
+    if is_run_by_linker() || CHOSEN.into_iter().any(is_set) {
+        return;
+    }
+    let Ok(program) = std::env::current_exe() else { return };
+    let mut args = std::env::args_os();
+    let mut program = Command::new(program);
+    program.arg0(args.next().unwrap_or_default()).args(args).env("GOMP_SPINCOUNT", "10000");
+    let _ = program.exec(); // returns if the program's file is gone
 }
 
 /// Returns whether the user started the dynamic linker with this program as its argument, as in `ld.so ddp-mp`. The

@@ -45,6 +45,11 @@ pub extern "C" fn hold_user_signals(
     let _ = mask(libc::SIG_BLOCK, &USER_SIGNALS);
 }
 
+/// Blocks these signals in a program that did not do so before `main`.
+pub(crate) fn hold_signals_of_user() {
+    let _ = mask(libc::SIG_BLOCK, &USER_SIGNALS); // fails only for an unknown signal
+}
+
 /// Unblocks the signals of [`hold_user_signals`], in a program that does not handle them.
 pub fn release_user_signals() {
     let _ = mask(libc::SIG_UNBLOCK, &USER_SIGNALS); // fails only for an unknown signal

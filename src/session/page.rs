@@ -43,8 +43,8 @@ pub(super) fn page<'a>(
     };
     let facts = json!({
         "version": 1,
-        "program": format!("ddp-mp {}", env!("CARGO_PKG_VERSION")),
-        "command": command(),
+        "program": config.program.with_version(),
+        "command": command(config.program.name),
         "began": date(*began),
         "libtorch": ffi::version(),
         "outcome": outcome,
@@ -111,7 +111,7 @@ fn verdict(end: &End, curves: &Curves, session: &Session) -> Value {
         }),
         losses: curves.losses(),
         lr: config.lr_for(joined_launch.world_size()).0,
-        fitting_config: (config.data.dataset == DatasetSpec::DIGITS)
+        fitting_config: (config.data.dataset == DatasetSpec::DIGITS && !config.program.is_own())
             .then_some("configs/digits.toml"),
     };
     let advice = match end.replicas_equal {
@@ -138,7 +138,7 @@ fn date(time: SystemTime) -> String {
 }
 
 /// Returns the command line, quoted so that a shell reads the same arguments.
-fn command() -> String {
+fn command(program: &str) -> String {
     let quoted = |text: &str| in_shell(text).into_owned();
     let shown = |arg: OsString| {
         let arg = arg.to_string_lossy();
@@ -148,7 +148,7 @@ fn command() -> String {
         }
     };
     let args = std::env::args_os().skip(1).map(shown);
-    ["ddp-mp".to_owned()].into_iter().chain(args).collect::<Vec<_>>().join(" ")
+    [program.to_owned()].into_iter().chain(args).collect::<Vec<_>>().join(" ")
 }
 
 /// Returns `text` as one word of a shell, on one line: bash and zsh read line breaks and other control characters in

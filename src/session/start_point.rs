@@ -11,6 +11,7 @@ use crate::checkpoint::{Checkpoint, CheckpointDir, TRAINER, TensorFile};
 use crate::config::Config;
 use crate::ddp::SavedCommHook;
 use crate::error::{Error, Result, Shown};
+use crate::ffi::Generator;
 use crate::launch::Restarts;
 use crate::process_group::ProcessGroup;
 use crate::records::DataFile;
@@ -53,7 +54,8 @@ impl StartPoint {
         let checkpoint = checkpoint.map(Arc::new);
         let mut start_point = Self { checkpoint, weights, checkpoint_dir: None, data_files };
         if start_point.checkpoint.is_some() || start_point.weights.is_some() {
-            let (vs, _) = config.build_model(Device::Cpu)?;
+            let generator = Arc::new(Generator::new(Device::Cpu, config.training.seed, 0)?);
+            let (vs, _) = config.build_model(Device::Cpu, &generator, None)?;
             start_point.load_model(&vs)?;
             start_point.check_comm_hook(&vs, config)?;
         }

@@ -13,7 +13,7 @@ use crate::launch::Rank;
 use crate::models::Model;
 use crate::optim::{Optimizer, Schedule};
 use crate::process_group::ProcessGroup;
-use crate::trainer::{Loss, Trainer, TrainerOptions};
+use crate::trainer::{Trainer, TrainerOptions};
 
 /// The objects that one rank trains with.
 pub(crate) struct Training {
@@ -51,17 +51,13 @@ impl Training {
                 .num_workers(config.data.num_workers, config.data.prefetch_factor, group)
                 .pin_memory(group)
         };
-        let (vs, mut model) = config.build_model(rank.device())?;
+        let generator = Arc::new(Generator::new(rank.device(), config.training.seed, rank.rank())?);
+        let (vs, model) = config.build_model(rank.device(), &generator, Some(group))?;
         if rank.rank() == 0 {
             start_point.load_model(&vs)?;
         }
         let hash_before_broadcast =
             config.output.explain.then(|| parameters_hash(&vs)).transpose()?;
-        let generator = Arc::new(Generator::new(rank.device(), config.training.seed, rank.rank())?);
-        model = model.with_generator(&generator);
-        if config.model.sync_batch_norm {
-            model = model.convert_sync_batchnorm(group);
-        }
         let (ddp, loader): (Strategy<Model>, BatchSource) = match config.ddp.strategy {
             StrategyKind::Ddp => {
                 let options = config.ddp_options();
@@ -84,9 +80,16 @@ impl Training {
         Ok(Self { ddp, optimizer, schedule, generator, loader, hash_before_broadcast })
     }
 
-    /// Returns the trainer of these objects.
-    pub(crate) fn trainer(self, loss: Loss, options: TrainerOptions) -> Result<Trainer<Model>> {
+    /// Returns the trainer of these objects, as the program of `config` changes it.
+    pub(crate) fn trainer(
+        self,
+        config: &Config,
+        options: TrainerOptions,
+    ) -> anyhow::Result<Trainer<Model>> {
         let Self { ddp, optimizer, schedule, generator, loader, .. } = self;
-        Trainer::new(ddp, optimizer, schedule, loader, loss)?.generator(generator).options(options)
+        let trainer = Trainer::new(ddp, optimizer, schedule, loader, config.criterion())?
+            .generator(generator)
+            .options(options)?;
+        config.changed_by_program(trainer)
     }
 }

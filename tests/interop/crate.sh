@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# crate.sh PROGRAM TARGET  packs the crate, and tries what is in it from a project that PROGRAM writes
+# crate.sh PROGRAM TARGET  packs the crate, and tries what is in it from the projects that PROGRAM writes
 #
-# The project and the crate are built in the target folder TARGET, whose dependencies are those of the clone. So only
-# this crate is built again.
+# The projects and the crate are built in the target folder TARGET, whose dependencies are those of the clone. So only
+# this crate is built again, once.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 program=$(realpath "$1")
@@ -21,21 +21,53 @@ folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 tar -xzf "$packed" -C "$folder"
 crate=$folder/$(basename "$packed" .crate)
-"$program" new "$folder/my-run" --path "$crate"
-cp "$crate/Cargo.lock" "$folder/my-run"
-cd "$folder/my-run"
-cargo fmt --check
-# The program of the crate, its library and the project at once.
-cargo build --release --offline --package ddp-mp --package my-run --bins
-cargo test --release --offline
-cd "$folder"
-output=$(env -i "$CARGO_TARGET_DIR/release/my-run")
+
+# new_project NAME [FLAG...]  writes a project, and builds and tests it; the crate is built for the first one
+new_project() {
+    local name=$1
+    "$program" new "$folder/$name" --path "$crate" "${@:2}"
+    cp "$crate/Cargo.lock" "$folder/$name"
+    cd "$folder/$name"
+    cargo fmt --check
+    cargo build --release --offline
+    cargo test --release --offline
+}
+# Nothing of this shell's environment: the program finds libtorch by itself.
+run() { env -i "$CARGO_TARGET_DIR/release/$@"; }
+
+new_project my-run
+# The crate's own program as well, which has the same library.
+cargo build --release --offline --package ddp-mp --bins
+output=$(run my-run --nproc-per-node=2 2>&1)
 echo "$output"
-echo "$output" | awk '/^epoch/ { if (first == "") first = $NF; last = $NF } END { exit !(last < first / 2) }' ||
+echo "$output" | awk '/^ddp-mp: epoch / { if (first == "") first = $NF; last = $NF } END { exit !(last < first / 2) }' ||
     die "the project has not learned"
+# Stopped, resumed and killed, and resumed again: it ends with the parameters of a run that nothing has happened to.
+hash() { sed -n 's/.*parameters \([0-9a-f]*\)$/\1/p'; }
+undisturbed=$(run my-run --nproc-per-node=2 --config=run.toml --checkpoint-dir=undisturbed 2>&1 | hash)
+run my-run --nproc-per-node=2 --config=run.toml --max-steps=100
 code=0
-env -i "$CARGO_TARGET_DIR/release/my-run" --batch-size=8 || code=$?
+run my-run --nproc-per-node=2 --config=run.toml --save-every=50 --inject-fault=kill:rank=1,at=step,step=300 || code=$?
+[ "$code" != 0 ] || die "the project has survived a fault that was to kill it"
+output=$(run my-run --nproc-per-node=2 --config=run.toml --report=report.html 2>&1)
+echo "$output"
+resumed=$(echo "$output" | hash)
+[ -n "$resumed" ] && [ "$resumed" = "$undisturbed" ] ||
+    die "the resumed run has the parameters '$resumed', the undisturbed one '$undisturbed'"
+[ -s report.html ] || die "the project has written no report"
+code=0
+run my-run --batch-sise=8 || code=$?
 [ "$code" = 2 ] || die "the project has ended with $code after an argument that it does not know"
+
+new_project my-digits --template=digits-cnn
+output=$(run my-digits --nproc-per-node=2 --max-epochs=2 2>&1)
+echo "$output"
+echo "$output" | grep -q "validation after epoch 1: .* accuracy .* top3" || die "the digits have no accuracy"
+
+new_project my-text --template=gpt
+run my-text --nproc-per-node=2 --config=run.toml --max-steps=20
+run my-text sample --checkpoint=run --num-tokens=40
+
 env -i "$CARGO_TARGET_DIR/release/ddp-mp" --max-epochs=2 --batch-size=32
 # Its place in the target folder is the clone's again.
 (cd "$clone" && cargo build --release --quiet)

@@ -47,12 +47,13 @@ pub(super) fn suggest(mut error: Error, command: &Command, args: &[OsString]) ->
     let Some(ContextValue::String(unknown)) = error.get(ContextKind::InvalidArg) else {
         return error;
     };
+    let program = command.get_name().to_owned();
     let command = invoked(command, args);
     let is_known =
         |name: &str| command.get_arguments().any(|argument| argument.get_long() == Some(name));
     let name = unknown.trim_start_matches('-');
     if let Some(option) = option_of_other_name(name, is_known) {
-        let tip = StyledStr::from(format!("ddp-mp calls it '--{option}'"));
+        let tip = StyledStr::from(format!("{program} calls it '--{option}'"));
         // Clap's own guess, and the usage that it shows for it.
         error.remove(ContextKind::SuggestedArg);
         error.remove(ContextKind::Usage);

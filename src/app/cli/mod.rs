@@ -12,7 +12,7 @@ use crate::commands::{
     CommFlags, CompletionsFlags, LessonFlags, ManFlags, NewFlags, ReplayFlags, SampleFlags,
     SamplerFlags,
 };
-use crate::config::InShortHelp;
+use crate::config::{InShortHelp, Program};
 pub(crate) use tools::{Bench, BenchCommand, EnvFlags, ScalingFlags, StepFlags, VerifyFlags};
 pub(crate) use train::TrainFlags;
 
@@ -65,6 +65,12 @@ Examples:
   ddp-mp --model=mlp --dataset=digits --loss=cross-entropy --lr=0.3 --val-fraction=0.2
   torchrun --standalone --no-python --nproc-per-node=2 ddp-mp --max-epochs=2";
 
+/// The commands that teach, which [`App::course`](super::App::course) adds.
+const COURSE: [&str; 4] = ["comm", "sampler", "lesson", "new"];
+
+/// The commands for a model of `--model`.
+const OF_BUILT_IN: &str = "sample";
+
 /// Returns `command` with a `-h` that lists the common options only.
 fn with_short_help(command: clap::Command) -> clap::Command {
     command.mut_args(|arg| {
@@ -73,29 +79,73 @@ fn with_short_help(command: clap::Command) -> clap::Command {
     })
 }
 
-/// Returns the declaration of the command line, with its help.
-pub fn command() -> clap::Command {
+/// Returns the declaration of `program`'s command line, with its help.
+pub(crate) fn command(program: &Program, with_course: bool) -> clap::Command {
+    let options: Vec<Arg> = program.command().get_arguments().cloned().collect();
+    let with_options = |command: clap::Command| command.args(&options);
+    let declared = Cli::command();
+    let is_there = |name: &str| match name {
+        OF_BUILT_IN => program.model.is_none(),
+        name => with_course || !COURSE.contains(&name),
+    };
+    let commands = declared.get_subcommands().filter(|command| is_there(command.get_name()));
+    let commands = commands.map(|command| match command.get_name() {
+        "train" | "env" => with_short_help(with_options(command.clone())),
+        "verify" => with_options(command.clone()),
+        "bench" => command.clone().mut_subcommands(with_options),
+        _ => command.clone(),
+    });
     // A negative number is a wrong value, and not an unknown flag.
     let negative = |arg: Arg| {
         let takes_value = arg.get_num_args().is_none_or(|range| range.takes_values());
         if takes_value { arg.allow_negative_numbers(true) } else { arg }
     };
-    with_short_help(Cli::command())
-        .after_help(format!("{EXAMPLES}\n\n--help lists all options."))
-        .after_long_help(EXAMPLES)
-        .mut_args(negative)
-        .mut_subcommands(|subcommand| subcommand.mut_args(negative))
-        .mut_subcommand("train", with_short_help)
-        .mut_subcommand("env", with_short_help)
+    let own = clap::Command::new(program.name)
+        .bin_name(program.name)
+        .version(program.version)
+        .about(declared.get_about().cloned().unwrap_or_default())
+        .args_conflicts_with_subcommands(true)
+        .max_term_width(100)
+        .args(declared.get_arguments())
+        .subcommands(commands);
+    let own = with_short_help(with_options(own));
+    let own = match with_course {
+        true => own
+            .long_about(declared.get_long_about().cloned().unwrap_or_default())
+            .after_help(format!("{EXAMPLES}\n\n--help lists all options."))
+            .after_long_help(EXAMPLES),
+        false => own.after_help("--help lists all options."),
+    };
+    own.mut_args(negative).mut_subcommands(|subcommand| subcommand.mut_args(negative))
 }
 
-/// Reads the command line. `_` is as good as `-` in a flag's name, as Python programs write them.
+/// Checks the program's own options: none has the name of another option, in any command.
+///
+/// # Errors
+/// [`Error::InvalidInput`](crate::Error::InvalidInput) that names both options.
+pub(crate) fn check(program: &Program, with_course: bool) -> crate::error::Result<()> {
+    let without = Program { options: None, ..program.clone() };
+    let mut command = command(&without, with_course);
+    command.build(); // adds --help and --version
+    program.check(&args_of_training(&command))
+}
+
+/// Returns the arguments of `command` and of its subcommands that have the options of training.
+fn args_of_training(command: &clap::Command) -> Vec<Arg> {
+    let trains = command.get_arguments().any(|arg| arg.get_id() == "batch_size");
+    let own = command.get_arguments().filter(|_| trains).cloned();
+    own.chain(command.get_subcommands().flat_map(args_of_training)).collect()
+}
+
+/// Reads the command line of `command`. `_` is as good as `-` in a flag's name, as Python programs write them.
 ///
 /// # Errors
 /// What clap wants to say and leave with: a mistake, or the help that was asked for.
-pub(crate) fn parse(args: impl Iterator<Item = OsString>) -> Result<Cli, clap::Error> {
+pub(crate) fn parse(
+    command: &clap::Command,
+    args: impl Iterator<Item = OsString>,
+) -> Result<Cli, clap::Error> {
     let mut flags_end = false;
-    let command = command();
     let mut args: Vec<OsString> = args
         .map(|arg| {
             flags_end |= arg == "--";
@@ -108,10 +158,10 @@ pub(crate) fn parse(args: impl Iterator<Item = OsString>) -> Result<Cli, clap::E
             }
         })
         .collect();
-    quiet_after_command(&command, &mut args);
-    mistakes::check_utf8(&args).map_err(|problem| mistakes::error(&command, problem))?;
+    quiet_after_command(command, &mut args);
+    mistakes::check_utf8(&args).map_err(|problem| mistakes::error(command, problem))?;
     let matches = command.clone().try_get_matches_from(&args);
-    Cli::from_arg_matches(&matches.map_err(|error| mistakes::suggest(error, &command, &args))?)
+    Cli::from_arg_matches(&matches.map_err(|error| mistakes::suggest(error, command, &args))?)
 }
 
 /// Moves a leading `--quiet` behind the command: this parser accepts no flag before a command.
@@ -126,23 +176,28 @@ fn quiet_after_command(command: &clap::Command, args: &mut [OsString]) {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
     use crate::config::Config;
 
     use super::*;
 
-    fn train_flags(line: &str) -> TrainFlags {
+    fn parsed(line: &str) -> Cli {
         let args = line.split(' ').map(OsString::from);
-        parse(std::iter::once("ddp-mp".into()).chain(args)).unwrap().train
+        let command = command(&Program::default(), true);
+        parse(&command, std::iter::once("ddp-mp".into()).chain(args)).unwrap()
     }
 
     #[test]
     fn clap_definitions_pass_the_debug_assert() {
-        Cli::command().debug_assert();
+        command(&Program::default(), true).debug_assert();
+        command(&Program::default(), false).debug_assert();
     }
 
     #[test]
     fn flags_accept_underscores_for_dashes() {
-        let config = train_flags("--max_epochs=2 --batch_size 8 --no_shuffle").resolve().unwrap();
+        let flags = parsed("--max_epochs=2 --batch_size 8 --no_shuffle").train;
+        let config = flags.resolve(&Arc::default()).unwrap();
         let mut expected = Config::default();
         (expected.training.max_epochs, expected.training.batch_size) = (2, 8);
         expected.data.no_shuffle = true;
@@ -152,8 +207,7 @@ mod tests {
     #[test]
     fn quiet_may_come_before_a_command() {
         for line in ["-q env", "--quiet env", "env -q", "env --quiet"] {
-            let args = line.split(' ').map(OsString::from);
-            let cli = parse(std::iter::once("ddp-mp".into()).chain(args)).unwrap();
+            let cli = parsed(line);
             assert!(cli.quiet && matches!(cli.command, Some(Command::Env(_))), "{line}");
         }
     }
@@ -161,7 +215,7 @@ mod tests {
     #[test]
     fn config_keys_are_flags() {
         let defaults = Config::default().to_string().parse::<toml::Table>().unwrap();
-        let command = Cli::command();
+        let command = command(&Program::default(), true);
         for key in defaults.keys() {
             let argument = command.get_arguments().find(|a| a.get_id() == key.as_str());
             let flag = argument.unwrap_or_else(|| panic!("no flag for {key}")).get_long().unwrap();

@@ -1,10 +1,12 @@
 //! The flags of training: the options of a run, and a file of them.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use clap::Args;
 
-use crate::config::{Config, Given, InShortHelp, Tool};
+use crate::config::{Config, Given, InShortHelp, Program, Tool, check_for};
+use crate::error::Result;
 
 /// The options of a run, and a file of them.
 #[derive(Debug, Args)]
@@ -17,14 +19,14 @@ pub(crate) struct TrainFlags {
 }
 
 impl TrainFlags {
-    /// Returns the configuration of these flags over the file over the defaults.
-    pub(crate) fn resolve(&self) -> crate::error::Result<Config> {
-        Config::resolve(self.config.as_deref(), &self.given)
+    /// Returns the configuration of `program` that these flags give over the file over the defaults.
+    pub(crate) fn resolve(&self, program: &Arc<Program>) -> Result<Config> {
+        Config::resolve_for(program, self.config.as_deref(), &self.given.options(program))
     }
 
     /// Returns the configuration for `tool`, which refuses some flags.
-    pub(crate) fn resolve_for(&self, tool: Tool) -> crate::error::Result<Config> {
-        self.given.check_for(tool)?;
-        self.resolve()
+    pub(crate) fn resolve_tool(&self, program: &Arc<Program>, tool: Tool) -> Result<Config> {
+        check_for(tool, program, &self.given.options(program))?;
+        self.resolve(program)
     }
 }

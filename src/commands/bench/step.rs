@@ -160,7 +160,7 @@ pub(super) fn step_on(
         times: times.clone(),
     };
     let options = config.trainer_options().for_steps((WARM_UP + steps) as u64);
-    let mut trainer = training.trainer(config.training.loss, options)?.callback(timer);
+    let mut trainer = training.trainer(config, options)?.callback(timer);
     trainer.train(u64::MAX)?;
     group.barrier()?;
     if rank.rank() != 0 {

@@ -66,7 +66,7 @@ struct Samples {
 impl Samples {
     fn of(config: &Config, data: &Data) -> Self {
         Self {
-            dataset: config.data.dataset.to_string(),
+            dataset: config.data_name(),
             training: data.training.len(),
             validation: data.validation.as_ref().map(|samples| samples.len()),
             in_features: config.data.in_features,
@@ -215,8 +215,9 @@ fn write_text(
         row("data", dataset.clone())?;
         row("  training", format!("{training} samples"))?;
         row("  validation", validation.map_or_else(none, |count| format!("{count} samples")))?;
-        let [from, to] = [in_features, out_features].map(|count| count.unwrap_or_default());
-        row("  model", format!("{from} numbers -> {to}"))?;
+        if let (Some(from), Some(to)) = (in_features, out_features) {
+            row("  model", format!("{from} numbers -> {to}"))?;
+        }
     }
     match (&report.plan, &report.plan_problem) {
         (Some(plan), _) => {

@@ -81,6 +81,8 @@ pub fn verify(
         false => whole_steps(data.training, ranks, config.training.batch_size)?,
     };
     let step_terms = step_samples.saturating_mul(config.tokens_per_sample());
+    let more_inputs = dataset.more_inputs(&[0]).map_err(Error::data(&[0]))?;
+    let with_dp = !config.ddp.exact_mean && more_inputs.is_empty();
     // One rank uses the same learning rate as N ranks.
     (config.optimization.lr, config.optimization.scale_lr) = (config.lr_for(ranks).0, false);
     config.data.num_samples = Some(dataset.len() as i64);
@@ -103,6 +105,8 @@ pub fn verify(
         .chain(left_out)
         .chain(batch_norm_note(&config))
         .chain(exact_mean_note(&config))
+        .chain(own_model_note(&config))
+        .chain(more_inputs_note(&config, with_dp))
         .chain(config.idle_hook_warning(steps));
     notes.for_each(|note| printer.info(&note));
 
@@ -130,7 +134,7 @@ pub fn verify(
         };
         // One rank that accumulates does not communicate: it is compared once per device.
         let alone = device.replace(placement.devices[0]) != Some(placement.devices[0]);
-        for variant in variants(&config, ranks, alone) {
+        for variant in variants(&config, ranks, alone, with_dp) {
             let trained = train(placement, variant, steps)?;
             let mut comparison = Comparison::new(placement, variant, &reference, &trained, bound);
             compared += 1;
@@ -153,7 +157,8 @@ pub fn verify(
             Some(_) => "--comm-hook sends compressed gradients, so their mean is not exact".into(),
             None if broken.iter().all(|(_, replicas_equal)| *replicas_equal) => format!(
                 "all ranks have the same parameters, so the gradients that they average are wrong: check the samples \
-                 of step {step} (sampler, loader), and the divisor of the loss"
+                 of step {step} (sampler, loader), the divisor of the loss{}",
+                if config.program.model.is_some() { ", and the model for dropout and batch norm" } else { "" }
             ),
             None => "the ranks have different parameters: train with --check-replicas-every 1, which names the rank".into(),
         };
@@ -343,8 +348,22 @@ fn exact_mean_note(config: &Config) -> Option<String> {
     (config.ddp.exact_mean && !config.model.sync_batch_norm).then(|| why.into())
 }
 
-/// Returns the ways that must give the same result. `alone`: also one rank that accumulates `ranks` batches.
-fn variants(config: &Config, ranks: usize, alone: bool) -> Vec<Variant> {
+/// Returns a note on why `dp` is not compared with samples of several inputs. `None` if it is, or for another reason.
+fn more_inputs_note(config: &Config, with_dp: bool) -> Option<String> {
+    let why = "without dp, which sends one input to each rank";
+    (!with_dp && !config.ddp.exact_mean).then(|| why.into())
+}
+
+/// Returns a note on what would make a program's own model differ. `None` for a built-in model, which is checked.
+fn own_model_note(config: &Config) -> Option<String> {
+    let why = "if the model has dropout or batch norm, N ranks are not one rank with the N-fold batch, and a step of \
+               several batches is not one of a large batch: leave them out to compare";
+    config.program.model.as_ref().map(|_| why.into())
+}
+
+/// Returns the ways that must give the same result. `alone`: also one rank that accumulates `ranks` batches. `with_dp`: also
+/// `dp`.
+fn variants(config: &Config, ranks: usize, alone: bool, with_dp: bool) -> Vec<Variant> {
     let batch_size = config.training.batch_size;
     let variant = |strategy, ranks, batch_size, grad_accum_steps| Variant {
         strategy,
@@ -364,7 +383,7 @@ fn variants(config: &Config, ranks: usize, alone: bool) -> Vec<Variant> {
             variants.push(variant(dp, ranks, batch_size / 2, 2));
         }
     }
-    variants.retain(|variant| variant.strategy == ddp || !config.ddp.exact_mean);
+    variants.retain(|variant| variant.strategy == ddp || with_dp);
     variants
 }
 
@@ -409,7 +428,7 @@ fn train_on(
     let training = Training::new(rank, group, config, dataset, &StartPoint::default())?;
     let before = values(&training.ddp.state_dict())?;
     let options = config.trainer_options().for_steps(steps);
-    let mut trainer = training.trainer(config.training.loss, options)?;
+    let mut trainer = training.trainer(config, options)?;
     trainer.train(config.training.max_epochs)?;
     let ddp = trainer.ddp();
     ddp.replicate()?;

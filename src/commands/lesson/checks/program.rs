@@ -49,7 +49,7 @@ fn train(count: usize, config: Config) -> anyhow::Result<Result<Vec<Trained>, Bo
             weight.map(|(_, weight)| weight.double_value(&[0, EXPLAINED])).context("no weight")
         };
         let before = explained(&training.ddp.state_dict())?;
-        let mut trainer = training.trainer(config.training.loss, config.trainer_options())?;
+        let mut trainer = training.trainer(&config, config.trainer_options())?;
         let summary = trainer.train(config.training.max_epochs)?;
         let ddp = trainer.ddp();
         let backwards = summary.steps_now as f64;

@@ -1,0 +1,204 @@
+//! One run of a program: what its arguments ask for, and the exit code.
+
+use std::io::{self, Write};
+use std::sync::Arc;
+
+use clap::error::ErrorKind;
+
+use super::cli::{
+    self, Bench, BenchCommand, Cli, Command, EnvFlags, ScalingFlags, StepFlags, TrainFlags,
+    VerifyFlags,
+};
+use crate::commands::{self, Versions};
+use crate::config::{Program, Tool};
+use crate::error::{Error, Result};
+use crate::ffi::{check_version, cuda, keep_memory};
+use crate::launch::{SpawnError, exit_code, install_panic_hook};
+use crate::os;
+use crate::telemetry::{LogFormat, Printer, unwritable_stdout};
+
+/// Exit code of a run that failed.
+const FAILED: u8 = 1;
+/// Exit code for invalid input, and for a request that this machine cannot fulfil.
+const WRONG_INPUT: u8 = 2;
+
+/// One run of a program.
+pub(super) struct Run {
+    pub program: Arc<Program>,
+    /// The commit that the program was built from, empty if not known.
+    pub commit: &'static str,
+    /// Whether the program has the commands that teach.
+    pub has_course: bool,
+}
+
+impl Run {
+    /// Runs what the process's arguments ask for, and ends the process.
+    pub(super) fn run(&self) -> ! {
+        os::hold_signals_of_user();
+        install_panic_hook();
+        os::ignore_file_size_signal();
+        let code = match self.parse() {
+            Err(code) => code,
+            Ok(cli) => match self.run_command(cli) {
+                Ok(code) => code,
+                Err(error) => {
+                    if !error.is::<commands::AlreadyReported>() {
+                        text_printer().report(&format!("{error:#}"));
+                    }
+                    code_of(&error)
+                }
+            },
+        };
+        os::exit(code)
+    }
+
+    /// Returns what was typed, or prints the help or the mistake and returns the exit code.
+    fn parse(&self) -> Result<Cli, u8> {
+        if let Err(error) = cli::check(&self.program, self.has_course) {
+            text_printer().report(&error.to_string());
+            return Err(WRONG_INPUT);
+        }
+        cli::parse(&self.command(), std::env::args_os()).map_err(|message| {
+            // Errors go to stderr, requested help to stdout.
+            let printed = if message.kind() == ErrorKind::DisplayVersion && is_long_version() {
+                text_printer().lines(|out| write!(out, "{}", self.versions()))
+            } else {
+                message.print().map_err(unwritable_stdout)
+            };
+            match message.use_stderr() {
+                true => WRONG_INPUT,
+                false if is_written(printed) => 0,
+                false => FAILED,
+            }
+        })
+    }
+
+    fn command(&self) -> clap::Command {
+        cli::command(&self.program, self.has_course)
+    }
+
+    fn versions(&self) -> Versions {
+        Versions::find(&self.program, self.commit)
+    }
+
+    /// Runs the command, and returns the exit code.
+    fn run_command(&self, cli: Cli) -> anyhow::Result<u8> {
+        if matches!(
+            cli.command,
+            None | Some(Command::Train(_) | Command::Bench(_) | Command::Verify(_))
+        ) {
+            os::limit_spinning_in_main();
+        }
+        check_version()?; // ahead of every other use of libtorch
+        keep_memory();
+        let Cli { command, quiet, train } = cli;
+        let command = command.unwrap_or(Command::Train(train));
+        let printer = |format| Arc::new(Printer::new(format).quiet(quiet));
+        let text = || printer(LogFormat::Text);
+        if !matches!(command, Command::Train(_)) {
+            os::release_user_signals();
+        }
+        let result = match command {
+            Command::Train(flags) => return self.train(&flags, quiet),
+            Command::Comm(flags) => {
+                let printer = printer(flags.log_format);
+                commands::comm(flags, &cuda::load(), &printer)
+            }
+            Command::Env(flags) => self.env(&flags),
+            Command::Bench(Bench { subcommand, collective: flags }) => match subcommand {
+                Some(BenchCommand::Step(flags)) => self.bench_step(&flags, printer),
+                Some(BenchCommand::Scaling(flags)) => self.bench_scaling(&flags, printer),
+                None => {
+                    let printer = printer(flags.log_format);
+                    commands::bench(flags, &cuda::load(), &printer)
+                }
+            },
+            Command::Verify(flags) => self.verify(&flags, printer),
+            Command::Replay(flags) => commands::replay(&flags, &text()),
+            Command::Sample(flags) => {
+                commands::sample(&flags, &self.program, &cuda::load(), &text())
+            }
+            Command::Lesson(flags) => commands::lesson(&flags, &text()),
+            Command::New(flags) => commands::new(&flags, &text()),
+            Command::Completions(flags) => commands::completions(&flags, self.command(), &text()),
+            Command::Man(flags) => commands::man(&flags, self.command(), &text()),
+            Command::Sampler(flags) => commands::sampler(&flags, &printer(flags.log_format)),
+        };
+        result.map(|()| 0)
+    }
+
+    /// Trains and returns the exit code.
+    fn train(&self, flags: &TrainFlags, quiet: bool) -> anyhow::Result<u8> {
+        let config = flags.resolve(&self.program)?;
+        let printer = Printer::new(config.output.log_format).quiet(quiet).live(config.output.live);
+        commands::train(config, &cuda::load(), &Arc::new(printer)).map(exit_code)
+    }
+
+    fn bench_step(
+        &self,
+        flags: &StepFlags,
+        printer: impl Fn(LogFormat) -> Arc<Printer>,
+    ) -> anyhow::Result<()> {
+        let config = flags.train.resolve_tool(&self.program, Tool::BenchStep)?;
+        let printer = printer(config.output.log_format);
+        let cluster = flags.simulate_cluster.clone();
+        commands::bench_step(config, flags.steps as usize, cluster, &cuda::load(), &printer)
+    }
+
+    fn bench_scaling(
+        &self,
+        flags: &ScalingFlags,
+        printer: impl Fn(LogFormat) -> Arc<Printer>,
+    ) -> anyhow::Result<()> {
+        let config = flags.train.resolve_tool(&self.program, Tool::BenchScaling)?;
+        let printer = printer(config.output.log_format);
+        let (steps, repetitions) = (flags.steps as usize, flags.repetitions as usize);
+        commands::bench_scaling(config, steps, repetitions, &cuda::load(), &printer)
+    }
+
+    fn verify(
+        &self,
+        flags: &VerifyFlags,
+        printer: impl Fn(LogFormat) -> Arc<Printer>,
+    ) -> anyhow::Result<()> {
+        let config = flags.train.resolve_tool(&self.program, Tool::Verify)?;
+        let printer = printer(config.output.log_format);
+        commands::verify(config, flags.steps, flags.per_parameter, &cuda::load(), &printer)
+    }
+
+    fn env(&self, flags: &EnvFlags) -> anyhow::Result<()> {
+        let config = flags.train.resolve(&self.program)?;
+        let printer = Printer::new(config.output.log_format);
+        commands::env(&config, flags.all, self.versions(), &cuda::load(), &printer)
+    }
+}
+
+/// Returns the exit code of a command that failed.
+fn code_of(error: &anyhow::Error) -> u8 {
+    let failed = error.downcast_ref::<Box<SpawnError>>();
+    match (error.downcast_ref(), failed.and_then(|failed| failed.stopped)) {
+        (_, Some(reason)) => exit_code(Some(reason)),
+        (Some(Error::InvalidInput(_)), _) => WRONG_INPUT,
+        _ => FAILED,
+    }
+}
+
+fn text_printer() -> Printer {
+    Printer::new(LogFormat::Text)
+}
+
+/// Returns whether `--version` asks for the versions, and not `-V`, which prints one line.
+fn is_long_version() -> bool {
+    std::env::args_os().any(|arg| arg == "--version")
+}
+
+/// Returns whether the output was written to stdout. Reports an error, unless the reader closed the pipe.
+fn is_written(printed: io::Result<()>) -> bool {
+    match printed.and_then(|()| io::stdout().flush().map_err(unwritable_stdout)) {
+        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
+            text_printer().report(&error.to_string());
+            false
+        }
+        _ => true,
+    }
+}

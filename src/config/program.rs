@@ -1,0 +1,296 @@
+//! The program that a configuration is for: its name, its own options, and what it brings itself in place of options.
+
+use std::any::Any;
+use std::fmt;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use clap::builder::ValueHint;
+use clap::{Arg, ArgAction, ArgMatches, Args, Command, Error as ClapError};
+use serde_json::{Map, Value};
+use tch::nn::Path;
+
+use super::data::DataSection;
+use super::file::{is_fraction, is_number, is_switch};
+use super::model::ModelSection;
+use super::option_rules::{InShortHelp, MayDiffer};
+use super::{Config, flag_name};
+use crate::data::Dataset;
+use crate::error::{Error, Result};
+use crate::ffi::Generator;
+use crate::models::Model;
+use crate::process_group::ProcessGroup;
+use crate::trainer::{Criterion, Loss, Trainer};
+
+/// The values of a program's own options.
+pub(crate) type OwnArgs = dyn Any + Send + Sync;
+type BuildModel = dyn Fn(&Path, &BuildContext<'_, OwnArgs>) -> Model + Send + Sync;
+type OpenDataset = dyn Fn(&OwnArgs) -> anyhow::Result<Arc<dyn Dataset>> + Send + Sync;
+type ChangeTrainer =
+    dyn Fn(Trainer<Model>, &OwnArgs) -> anyhow::Result<Trainer<Model>> + Send + Sync;
+
+/// The options of the data that a program's own data set replaces, and those that its own model replaces as well.
+const OF_DATASET: [&str; 2] = ["dataset", "num_samples"];
+const OF_DATA_AND_MODEL: [&str; 2] = ["in_features", "out_features"];
+
+/// What a model is built with, on one rank.
+#[derive(Debug)]
+pub struct BuildContext<'a, A: ?Sized> {
+    /// The program's own options.
+    pub args: &'a A,
+    /// The rank's random generator, for [`Dropout`](crate::Dropout).
+    pub generator: &'a Arc<Generator>,
+    /// The rank's group, for [`SyncBatchNorm`](crate::SyncBatchNorm). `None` where a model is built to check a
+    /// checkpoint, before any rank starts: put a [`BatchNorm`](crate::models::BatchNorm) in its place there, which has
+    /// the same parameters.
+    pub group: Option<&'a Rc<ProcessGroup>>,
+    /// The number of inputs of a sample, if a data set of `--dataset` says so.
+    pub in_features: Option<i64>,
+    /// The number of targets of a sample, or of classes, if a data set of `--dataset` says so.
+    pub out_features: Option<i64>,
+}
+
+/// A program that trains: `ddp-mp`, or one of a user's. What it does not bring itself, options choose.
+#[derive(Clone)]
+pub(crate) struct Program {
+    pub name: &'static str,
+    pub version: &'static str,
+    /// Builds the model. `None` if `--model` chooses it.
+    pub model: Option<Arc<BuildModel>>,
+    /// Opens the training samples. `None` if `--dataset` chooses them.
+    pub dataset: Option<Arc<OpenDataset>>,
+    /// Opens the validation samples. `None` if they are held back, or lie beside the training samples.
+    pub validation: Option<Arc<OpenDataset>>,
+    /// What a run minimizes and measures. `--loss` chooses the loss if it is not the program's own.
+    pub criterion: Criterion,
+    /// What is done to each rank's trainer before it trains, in this order.
+    pub trainer: Vec<Arc<ChangeTrainer>>,
+    /// The program's own options.
+    pub options: Option<OwnOptionsType>,
+    /// The text of a TOML file with other defaults.
+    pub defaults: Option<&'static str>,
+}
+
+impl Program {
+    /// Returns a program that brings nothing itself.
+    pub(crate) fn new(name: &'static str, version: &'static str) -> Self {
+        Self {
+            name,
+            version,
+            model: None,
+            dataset: None,
+            validation: None,
+            criterion: Loss::Mse.into(),
+            trainer: Vec::new(),
+            options: None,
+            defaults: None,
+        }
+    }
+
+    /// Returns the declarations of all options of this program: ours without those that it replaces, then its own.
+    pub(crate) fn command(&self) -> Command {
+        let ours = Config::command();
+        let command = Command::new(self.name).no_binary_name(true).disable_help_flag(true);
+        let kept = ours.get_arguments().filter(|arg| !self.replaces(arg.get_id().as_str()));
+        command.args(kept).args(self.own_args()).args_override_self(true)
+    }
+
+    /// Returns whether this is another program than `ddp-mp`.
+    pub(crate) fn is_own(&self) -> bool {
+        *self != Self::default()
+    }
+
+    /// Returns the name and the version, with the version of `ddp-mp` in another program.
+    pub(crate) fn with_version(&self) -> String {
+        let ours = concat!("ddp-mp ", env!("CARGO_PKG_VERSION"));
+        if self.is_own() { format!("{} {}, {ours}", self.name, self.version) } else { ours.into() }
+    }
+
+    /// Returns whether the program brings what the option `key` of ours would choose.
+    pub(super) fn replaces(&self, key: &str) -> bool {
+        let of_model = || ModelSection::augment_args(Command::new(self.name));
+        let (own_model, own_data) = (self.model.is_some(), self.dataset.is_some());
+        own_model && of_model().get_arguments().any(|arg| arg.get_id() == key)
+            || self.criterion.has_own_loss() && key == "loss"
+            || own_data && OF_DATASET.contains(&key)
+            || own_model && own_data && OF_DATA_AND_MODEL.contains(&key)
+    }
+
+    /// Returns the declarations of the program's own options. A file or a default may give those that are required.
+    fn own_args(&self) -> Vec<Arg> {
+        let Some(options) = self.options else { return Vec::new() };
+        let declared = (options.augment)(Command::new(self.name).next_help_heading("Own options"));
+        let own = |arg: &Arg| {
+            let arg = arg.clone().required(false).add(InShortHelp);
+            let is_path = arg.get_value_hint() == ValueHint::AnyPath;
+            if is_path { arg.add(MayDiffer::OnResumeWithNote) } else { arg }
+        };
+        declared.get_arguments().map(own).collect()
+    }
+
+    /// Returns whether the option `key` is the program's own.
+    pub(super) fn owns(&self, key: &str) -> bool {
+        self.own_args().iter().any(|arg| arg.get_id() == key)
+    }
+
+    /// Returns the values of the program's own options that `args` give, over the defaults.
+    pub(super) fn parse_own(&self, args: Vec<String>) -> Result<OwnOptions, ClapError> {
+        let Some(options) = self.options else { return Ok(OwnOptions::default()) };
+        let command = Command::new(self.name).no_binary_name(true).disable_help_flag(true);
+        let command = (options.augment)(command).args_override_self(true);
+        (options.parse)(&mut command.try_get_matches_from(args)?)
+    }
+
+    /// Checks that each own option is a flag and a key of a file, and has no name of those in `taken`. The names of our
+    /// options of the data stay taken where the program replaces these.
+    ///
+    /// # Errors
+    /// [`Error::InvalidInput`] that names both options, and for validation samples without training samples.
+    pub(crate) fn check(&self, taken: &[Arg]) -> Result<()> {
+        if self.validation.is_some() && self.dataset.is_none() {
+            return Err(Error::InvalidInput(
+                "App::validation_dataset is for a data set of the program's own; add App::dataset"
+                    .into(),
+            ));
+        }
+        let Some(options) = self.options else { return Ok(()) };
+        let of_data = DataSection::augment_args(Command::new(self.name));
+        let refuse = |key: &str, problem: String| {
+            Err(Error::InvalidInput(format!("the option `{key}` of {}: {problem}", options.name)))
+        };
+        for arg in self.own_args() {
+            let key = arg.get_id().as_str();
+            let flag = flag_name(key);
+            if arg.get_long() != Some(flag.trim_start_matches('-')) {
+                return refuse(key, format!("its flag must be {flag}; write #[arg(long)]"));
+            }
+            let problem = match (arg.get_action(), arg.get_value_delimiter()) {
+                (ArgAction::Set | ArgAction::SetTrue, _) | (ArgAction::Append, Some(_)) => None,
+                (ArgAction::Append, None) => Some("a list needs #[arg(value_delimiter = ',')]"),
+                _ => Some("it must take a value, a list or nothing"),
+            };
+            if let Some(problem) = problem {
+                return refuse(key, problem.into());
+            }
+            let mut theirs = taken.iter().chain(of_data.get_arguments());
+            if let Some(theirs) = theirs.find(|theirs| clash(theirs, &arg)) {
+                let theirs = flag_name(theirs.get_id().as_str());
+                let problem =
+                    format!("every program has {theirs} already; give yours another name");
+                return refuse(key, problem);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Returns whether two options have a name in common.
+fn clash(theirs: &Arg, own: &Arg) -> bool {
+    let aliases = own.get_all_aliases().unwrap_or_default();
+    let same_short = theirs.get_short().is_some() && theirs.get_short() == own.get_short();
+    let same_long = |long: &str| Some(long) == own.get_long() || aliases.contains(&long);
+    theirs.get_id() == own.get_id() || theirs.get_long().is_some_and(same_long) || same_short
+}
+
+impl fmt::Debug for Program {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Program").field("name", &self.name).finish_non_exhaustive()
+    }
+}
+
+impl PartialEq for Program {
+    fn eq(&self, other: &Self) -> bool {
+        self.name == other.name
+    }
+}
+
+impl Default for Program {
+    /// Returns `ddp-mp` itself.
+    fn default() -> Self {
+        Self::new("ddp-mp", env!("CARGO_PKG_VERSION"))
+    }
+}
+
+/// The type of a program's own options: how they are declared, and how they are read.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct OwnOptionsType {
+    /// The type's name, for errors.
+    name: &'static str,
+    augment: fn(Command) -> Command,
+    parse: fn(&mut ArgMatches) -> Result<OwnOptions, ClapError>,
+}
+
+impl OwnOptionsType {
+    /// Returns the declaration of the options `A`.
+    pub(crate) fn of<A: Args + Send + Sync + 'static>() -> Self {
+        let name = std::any::type_name::<A>().rsplit("::").next().unwrap_or_default();
+        Self { name, augment: A::augment_args, parse: OwnOptions::parse::<A> }
+    }
+}
+
+/// The values of a program's own options.
+#[derive(Debug, Clone)]
+pub(crate) struct OwnOptions {
+    /// The struct that the program declares.
+    pub args: Arc<OwnArgs>,
+    /// The same values by key. Those without a value are not there.
+    pub values: Map<String, Value>,
+}
+
+impl OwnOptions {
+    /// Reads the options `A` that clap has parsed.
+    fn parse<A: Args + Send + Sync + 'static>(matches: &mut ArgMatches) -> Result<Self, ClapError> {
+        let declared = A::augment_args(Command::new("own"));
+        let mut values = Map::new();
+        for arg in declared.get_arguments() {
+            let key = arg.get_id().as_str();
+            let texts = matches.get_raw(key).unwrap_or_default();
+            let texts: Vec<_> = texts.map(|text| text.to_string_lossy().into_owned()).collect();
+            let typed = texts.iter().map(|text| typed(arg, text));
+            let value = match (arg.get_value_delimiter(), &texts[..]) {
+                (Some(_), _) => Value::Array(typed.collect()),
+                (None, [text]) => typed_switch(arg, text),
+                _ => continue,
+            };
+            values.insert(key.to_owned(), value);
+        }
+        let args = Arc::new(A::from_arg_matches_mut(matches)?);
+        Ok(Self { args, values })
+    }
+}
+
+/// Returns the value of the option `arg` with the type that a file has for it.
+fn typed(arg: &Arg, text: &str) -> Value {
+    let as_text = || Value::from(text);
+    if is_fraction(arg) {
+        return text.parse::<f64>().map_or_else(|_| as_text(), Value::from);
+    }
+    if !is_number(arg) {
+        return as_text();
+    }
+    match (text.parse::<i64>(), text.parse::<u64>()) {
+        (Ok(number), _) => number.into(),
+        (_, Ok(number)) => number.into(),
+        _ => as_text(),
+    }
+}
+
+/// Returns the value of an option that is one value, perhaps `true` or `false`.
+fn typed_switch(arg: &Arg, text: &str) -> Value {
+    match text.parse() {
+        Ok(is_on) if is_switch(arg) => Value::Bool(is_on),
+        _ => typed(arg, text),
+    }
+}
+
+impl Default for OwnOptions {
+    fn default() -> Self {
+        Self { args: Arc::new(()), values: Map::new() }
+    }
+}
+
+impl PartialEq for OwnOptions {
+    fn eq(&self, other: &Self) -> bool {
+        self.values == other.values
+    }
+}

@@ -1,0 +1,416 @@
+//! `App`: a program of one's own with all flags, files and commands, as tests/app_program.rs.
+
+use std::fs;
+use std::process::Command;
+
+use ddp_mp::App;
+use ddp_mp::prelude::*;
+use serde_json::Value;
+
+use crate::harness::{
+    as_torchrun, free_port, join, linear, program, run, run_command, without_launcher,
+};
+
+/// The program, seeing no GPU and no launcher.
+fn app(args: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_app-program"));
+    without_launcher(command.args(args))
+        .env("CUDA_VISIBLE_DEVICES", "")
+        .env_remove("RUST_BACKTRACE");
+    command
+}
+
+fn run_app(args: &[&str]) -> (Option<i32>, String, String) {
+    run_command(app(args))
+}
+
+/// Returns the hash in what a run has printed.
+fn hash(stderr: &str) -> String {
+    let (_, hash) = stderr.split_once("; parameters ").unwrap_or_else(|| panic!("{stderr}"));
+    hash.lines().next().unwrap().to_owned()
+}
+
+const TWO_RANKS: &str = "--nproc-per-node=2";
+
+#[test]
+fn hash_is_that_of_the_built_in_model() {
+    for flags in [
+        &["--max-epochs=2"][..],
+        &["--optimizer=adamw", "--grad-accum-steps=2", "--batch-size=24"],
+        &["--amp=bf16", "--zero", "--optimizer=adamw"],
+        &["--exact-mean", "--batch-size=30", "--max-grad-norm=0.1"],
+        &["--strategy=dp"],
+    ] {
+        let flags = [&[TWO_RANKS][..], flags].concat();
+        let (code, _, theirs) = run_app(&flags);
+        assert_eq!(code, Some(0), "{theirs}");
+        let ours = ["--model=mlp", "--lr=0.002", "--log-every=7"];
+        let (_, _, ours) = run(&[&flags[..], &ours].concat());
+        assert_eq!(hash(&theirs), hash(&ours), "{flags:?}");
+        let (_, _, own_step) = run_app(&[&flags[..], &["--own-step"]].concat());
+        assert_eq!(hash(&own_step), hash(&theirs), "{flags:?}");
+    }
+}
+
+#[test]
+fn ranks_may_be_threads_processes_or_workers_of_torchrun() {
+    let flags = ["--max-epochs=1", TWO_RANKS];
+    let (_, _, threads) = run_app(&flags);
+    let (code, _, processes) = run_app(&[&flags[..], &["--spawn=processes"]].concat());
+    assert_eq!(code, Some(0), "{processes}");
+    assert_eq!(hash(&processes), hash(&threads));
+    let port = free_port();
+    let start = |process| {
+        let mut command = app(&["--max-epochs=1"]);
+        as_torchrun(&mut command, process, 2, port);
+        command.stderr(std::process::Stdio::piped()).stdout(std::process::Stdio::piped());
+        command.spawn().unwrap()
+    };
+    let outputs = join(vec![start(0), start(1)]);
+    assert_eq!(hash(&String::from_utf8_lossy(&outputs[0].stderr)), hash(&threads));
+}
+
+#[test]
+fn run_saves_resumes_and_writes_all_files() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
+    let dir = format!("--checkpoint-dir={}", at("run"));
+    let (report, trace) =
+        (format!("--report={}", at("r.html")), format!("--trace={}", at("t.json")));
+    let metrics = format!("--metrics={}", at("m.jsonl"));
+    let common = [TWO_RANKS, "--val-fraction=0.1", "--explain"];
+    let (_, _, whole) = run_app(&[&common[..], &["--max-epochs=3"]].concat());
+    let files = [dir.as_str(), &report, &trace, &metrics, "--log-format=json"];
+    let (code, stdout, stderr) =
+        run_app(&[&common[..], &files, &["--max-epochs=3", "--max-steps=70"]].concat());
+    assert_eq!(code, Some(0), "{stderr}");
+    let event = |line: &str| serde_json::from_str::<Value>(line).unwrap();
+    let validation = stdout.lines().map(event).find(|event| event["event"] == "validation");
+    let validation = validation.unwrap_or_else(|| panic!("{stdout}"));
+    assert!(validation.to_string().contains("\"distance\":"), "{validation}");
+    for file in ["r.html", "t.json", "m.jsonl"] {
+        assert!(fs::metadata(at(file)).unwrap().len() > 0, "{file}");
+    }
+    let page = fs::read_to_string(at("r.html")).unwrap();
+    assert!(page.contains("\"spirals --nproc-per-node=2 "), "the command of the page");
+    let resumed = [&common[..], &[&dir, "--resume=auto", "--max-epochs=3"]].concat();
+    let (code, _, stderr) = run_app(&resumed);
+    assert_eq!((code, hash(&stderr)), (Some(0), hash(&whole)), "{stderr}");
+
+    // An own option is compared as ours are.
+    let (code, _, stderr) = run_app(&[&resumed[..], &["--width=32"]].concat());
+    assert_eq!(code, Some(2), "{stderr}");
+    assert!(stderr.contains("--width was 64 in the checkpoint and is 32 now"), "{stderr}");
+    let (_, _, stderr) = run_app(&[&resumed[..], &["--notes=x"]].concat());
+    assert!(stderr.contains("--notes was not set in the checkpoint and is \"x\" now"), "{stderr}");
+}
+
+#[test]
+fn own_options_are_flags_keys_and_lines_of_env() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("run.toml");
+    fs::write(&file, "width = 8\nfactors = [1, 2.5]\nnotes = \"n.txt\"\n").unwrap();
+    let config = format!("--config={}", file.display());
+    let (code, stdout, stderr) = run_app(&["env", &config, "--width=16", "--batch-size=8"]);
+    assert_eq!(code, Some(0), "{stderr}");
+    let line = |key: &str| {
+        let start = format!("{key} = ");
+        stdout.lines().find(|line| line.starts_with(&start)).unwrap_or_else(|| panic!("{stdout}"))
+    };
+    assert!(line("width").starts_with("width = 16 ") && line("width").ends_with("# flag"));
+    assert!(line("factors").starts_with("factors = [1.0, 2.5]"), "{}", line("factors"));
+    let notes = folder.path().join("n.txt");
+    assert!(line("notes").contains(notes.to_str().unwrap()), "{}", line("notes"));
+    assert!(line("lr").ends_with("# default of spirals"), "{}", line("lr"));
+    assert!(line("batch_size").ends_with("# flag"));
+    assert!(!stdout.contains("model = ") && !stdout.contains("dataset = "), "{stdout}");
+
+    for (text, complaint) in [
+        ("width = \"x\"", "line 1"),
+        ("width = 0", "0 is not in 1.."),
+        ("factors = [\"x\"]", "expected a list of numbers"),
+        ("model = \"mlp\"", "unknown field `model`"),
+        ("hidden = [3]", "unknown field `hidden`"),
+        ("loss = \"mse\"", "unknown field `loss`"),
+        ("num_samples = 9", "unknown field `num_samples`"),
+    ] {
+        fs::write(&file, text).unwrap();
+        let (code, _, stderr) = run_app(&[&config]);
+        assert_eq!(code, Some(2), "{text}: {stderr}");
+        assert!(stderr.contains(complaint), "{text}: {stderr}");
+    }
+    for flag in ["--model=mlp", "--hidden=3", "--dataset=digits", "--loss=mse", "--in-features=2"] {
+        let (code, _, stderr) = run_app(&[flag]);
+        assert_eq!(code, Some(2), "{flag}: {stderr}");
+        let name = flag.split('=').next().unwrap();
+        assert!(stderr.contains(&format!("unexpected argument '{name}'")), "{stderr}");
+    }
+}
+
+#[test]
+fn commands_and_help_have_the_name_of_the_program() {
+    let (_, help, _) = run_app(&["--help"]);
+    for text in ["Usage: spirals", "--width <N>", "Own options:", "--lr <X>"] {
+        assert!(help.contains(text), "{text}: {help}");
+    }
+    for text in ["ddp-mp --", "--model", "--dataset", "\n  lesson", "\n  new", "\n  sample"] {
+        assert!(!help.contains(text), "{text}: {help}");
+    }
+    let (_, version, _) = run_app(&["--version"]);
+    assert!(version.starts_with("spirals   1.2.3\nddp-mp    "), "{version}");
+    let (_, manual, _) = run_app(&["man"]);
+    assert!(manual.contains("spirals") && manual.contains("width"), "{manual}");
+    for shell in ["bash", "zsh", "fish"] {
+        let (code, script, stderr) = run_app(&["completions", shell]);
+        assert_eq!(code, Some(0), "{stderr}");
+        assert!(script.contains("spirals") && script.contains("width"), "{shell}");
+    }
+    for command in [
+        &["bench", "step", "--steps=20"][..],
+        &["bench", "scaling", "--steps=4", "--repetitions=1"],
+        &["verify", "--steps=3", "--width=8"],
+    ] {
+        let (code, stdout, stderr) = run_app(&[command, &[TWO_RANKS]].concat());
+        assert_eq!(code, Some(0), "{command:?}: {stdout}{stderr}");
+    }
+    let (code, _, _) = run_app(&["lesson"]);
+    assert_eq!(code, Some(2));
+}
+
+#[test]
+fn what_is_wrong_in_a_program_is_one_message_with_its_part() {
+    for (part, code, expected) in [
+        ("model-panic", 1, &["the model panicked at tests/app_program.rs:", "no model today"][..]),
+        (
+            "model-shape",
+            1,
+            &["rank", "the loss panicked", "The size of tensor a (31) must match", "samples "],
+        ),
+        ("model-outside", 1, &["rank", "tensor of shape [1]", "not in the model's VarStore"]),
+        ("dataset-error", 2, &["the data set of spirals: no data today"]),
+        ("dataset-panic", 2, &["the data set of spirals: ", "panicked at", "no data today"]),
+        ("dataset-empty", 2, &["the data set of spirals: it has no samples"]),
+        ("sample-error", 1, &["rank 1", "sample 77: no such sample"]),
+        ("sample-panic", 1, &["rank 1", "sample 77: the data set panicked at", "no such sample"]),
+        ("sample-shape", 1, &["rank 1", "sample 77 has inputs of shape [19]"]),
+        ("callback-error", 1, &["rank 1", "not like this"]),
+        ("callback-panic", 1, &["rank 1", "panicked at", "not like this"]),
+        ("trainer-error", 1, &["no trainer today"]),
+    ] {
+        let (status, _, stderr) = run_app(&[TWO_RANKS, &format!("--wrong={part}")]);
+        for text in expected {
+            assert!(stderr.contains(text), "{part}: {text:?} is not in {stderr}");
+        }
+        assert_eq!(status, Some(code), "{part}: {stderr}");
+        assert!(!stderr.contains("thread '"), "{part}: {stderr}");
+    }
+}
+
+/// Returns the error of a program with the options `A`.
+fn wrong_options<A: clap::Args + Send + Sync + 'static>() -> String {
+    let app = App::new("mine", "1.0.0").args::<A>();
+    app.config_of(["mine".into()].into_iter()).unwrap_err().to_string()
+}
+
+#[test]
+fn own_option_with_a_name_that_is_taken_is_refused() {
+    #[derive(clap::Args)]
+    struct OfTraining {
+        #[arg(long)]
+        lr: Option<f64>,
+    }
+    #[derive(clap::Args)]
+    struct OfBench {
+        #[arg(long)]
+        steps: Option<u64>,
+    }
+    #[derive(clap::Args)]
+    struct Short {
+        #[arg(long, short)]
+        quantity: Option<u64>,
+    }
+    #[derive(clap::Args)]
+    struct OfData {
+        #[arg(long)]
+        dataset: Option<String>,
+    }
+    #[derive(clap::Args)]
+    struct Help {
+        #[arg(long)]
+        version: Option<u64>,
+    }
+    #[derive(clap::Args)]
+    struct Positional {
+        file: Option<String>,
+    }
+    #[derive(clap::Args)]
+    struct Several {
+        #[arg(long)]
+        names: Vec<String>,
+    }
+    for (error, expected) in [
+        (
+            wrong_options::<OfTraining>(),
+            "the option `lr` of OfTraining: every program has --lr already",
+        ),
+        (
+            wrong_options::<OfBench>(),
+            "the option `steps` of OfBench: every program has --steps already",
+        ),
+        (
+            wrong_options::<Short>(),
+            "the option `quantity` of Short: every program has --quiet already",
+        ),
+        (
+            wrong_options::<Help>(),
+            "the option `version` of Help: every program has --version already",
+        ),
+        (wrong_options::<Positional>(), "the option `file` of Positional: its flag must be --file"),
+        (
+            wrong_options::<OfData>(),
+            "the option `dataset` of OfData: every program has --dataset already",
+        ),
+        (wrong_options::<Several>(), "the option `names` of Several: a list needs"),
+    ] {
+        assert!(error.starts_with(expected), "{error}");
+    }
+}
+
+#[test]
+fn option_that_is_replaced_leaves_its_name_free() {
+    #[derive(clap::Args)]
+    struct Options {
+        #[arg(long, default_value_t = 3)]
+        hidden: i64,
+        #[arg(long)]
+        dropout: f64,
+    }
+    let app = App::new("mine", "1.0.0").args::<Options>();
+    let app = app.model(|path, context| linear(path, context.args.hidden, 1));
+    let config_of = |args: &[&str]| app.config_of(args.iter().map(Into::into));
+    let error = config_of(&["mine"]).unwrap_err().to_string();
+    assert!(
+        error.contains("required arguments were not provided") && error.contains("--dropout"),
+        "{error}"
+    );
+    let config = config_of(&["mine", "--dropout=0.5"]).unwrap().unwrap();
+    let text = config.to_string();
+    assert!(text.contains("dropout = 0.5") && text.contains("hidden = 3"), "{text}");
+    assert!(!text.contains("activation"), "{text}");
+}
+
+#[test]
+fn own_values_of_any_type_are_read_back_from_what_is_shown() {
+    #[derive(Debug, Clone, Copy, clap::ValueEnum)]
+    enum Size {
+        Small,
+        VeryLarge,
+    }
+    #[derive(clap::Args)]
+    struct Options {
+        #[arg(long, value_enum, default_value_t = Size::Small)]
+        size: Size,
+        #[arg(long, action = clap::ArgAction::Set, default_value_t = true)]
+        bias: bool,
+        #[arg(long)]
+        fast: bool,
+        #[arg(long, value_delimiter = ',', default_value = "a,b")]
+        names: Vec<String>,
+        #[arg(long, default_value_t = 0.5)]
+        ratio: f32,
+        #[arg(long)]
+        start: Option<i32>,
+    }
+    let app = || App::new("mine", "1.0.0").args::<Options>();
+    let text = |args: &[&str]| {
+        let config = app().config_of(args.iter().map(Into::into)).map_err(|it| it.to_string())?;
+        Ok::<String, String>(config.unwrap().to_string())
+    };
+    let given =
+        ["mine", "--size=very-large", "--bias=false", "--fast", "--names=x,y,z", "--start=-3"];
+    let shown = text(&given).unwrap();
+    for line in [
+        "size = \"very-large\"",
+        "bias = false",
+        "fast = true",
+        "names = [\"x\", \"y\", \"z\"]",
+        "ratio = 0.5",
+        "start = -3",
+    ] {
+        assert!(shown.lines().any(|shown| shown == line), "{line}: {shown}");
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("run.toml");
+    fs::write(&file, &shown).unwrap();
+    let config = format!("--config={}", file.display());
+    assert_eq!(text(&["mine", &config]).unwrap(), shown);
+    for (line, complaint) in [
+        ("names = [\"a,b\"]", "contains ','"),
+        ("bias = 1", "expected true or false"),
+        ("size = \"huge\"", "possible values: small, very-large"),
+        ("ratio = \"x\"", "expected a number"),
+    ] {
+        fs::write(&file, line).unwrap();
+        let error = text(&["mine", &config]).unwrap_err();
+        assert!(error.contains(complaint), "{line}: {error}");
+    }
+}
+
+#[test]
+fn built_in_model_takes_its_sizes_from_own_data() {
+    let data = |targets| move |_: &()| Ok(TensorDataset::random(64, 7, targets, 1)?);
+    let config_of = |app: App, args: &[&str]| {
+        let config = app.config_of(args.iter().map(Into::into)).unwrap().unwrap();
+        config.open_data(0).map(|(config, data)| (config.model_config(), data))
+    };
+    let app = |targets| App::new("mine", "1.0.0").dataset(data(targets));
+    let (model, opened) =
+        config_of(app(Targets::Values(3)), &["mine", "--model=mlp", "--val-fraction=0.25"])
+            .unwrap();
+    assert_eq!((model.in_features, model.out_features), (7, 3));
+    assert_eq!((opened.training.len(), opened.validation.unwrap().len()), (48, 16));
+    let classes = ["mine", "--loss=cross-entropy"];
+    let error = config_of(app(Targets::Classes(5)), &classes).unwrap_err().to_string();
+    assert!(error.contains("--out-features: the number of classes is not known"), "{error}");
+    let with_classes = ["mine", "--loss=cross-entropy", "--out-features=5"];
+    let (model, _) = config_of(app(Targets::Classes(5)), &with_classes).unwrap();
+    assert_eq!((model.in_features, model.out_features), (7, 5));
+    let with_inputs = ["mine", "--in-features=9"];
+    let error = config_of(app(Targets::Values(3)), &with_inputs).unwrap_err().to_string();
+    assert!(error.contains("--in-features: a sample has 7 numbers, not 9"), "{error}");
+
+    let validated = || app(Targets::Values(3)).validation_dataset(data(Targets::Values(3)));
+    let (_, opened) = config_of(validated(), &["mine"]).unwrap();
+    assert_eq!((opened.training.len(), opened.validation.unwrap().len()), (64, 64));
+    let (_, opened) = config_of(validated(), &["mine", "--val-fraction=0"]).unwrap();
+    assert!(opened.validation.is_none());
+    let without = App::new("mine", "1.0.0").validation_dataset(data(Targets::Values(3)));
+    let error = without.config_of(["mine".into()].into_iter()).unwrap_err().to_string();
+    assert!(error.contains("add App::dataset"), "{error}");
+}
+
+#[test]
+fn defaults_of_a_program_that_are_wrong_are_named() {
+    for (defaults, expected) in [
+        ("lr = \"x\"", "the defaults of mine: TOML parse error at line 1"),
+        ("learning_rate = 1", "did you mean `lr`?"),
+        ("loss = \"cross-entropy\"", "the defaults of mine: loss: cross-entropy over one column"),
+    ] {
+        let app = App::new("mine", "1.0.0").defaults(defaults);
+        let error = app.config_of(["mine".into()].into_iter()).unwrap_err().to_string();
+        assert!(error.contains(expected), "{defaults}: {error}");
+    }
+}
+
+#[test]
+fn checkpoint_of_one_program_is_not_that_of_another() {
+    let folder = tempfile::tempdir().unwrap();
+    let dir = format!("--checkpoint-dir={}", folder.path().join("run").display());
+    let (code, _, stderr) = run_app(&[&dir]);
+    assert_eq!(code, Some(0), "{stderr}");
+    let mut ours = program(&["--model=mlp", "--lr=0.002", "--resume=auto", &dir]);
+    let output = ours.output().unwrap();
+    assert_eq!(output.status.code(), Some(2));
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert!(stderr.contains("this is not the run that was saved"), "{stderr}");
+}
