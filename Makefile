@@ -123,7 +123,7 @@ docs: cargo ## build the book with mdBook, which it builds into .tools/, and che
 	.tools/bin/mdbook build docs
 	python3 tests/interop/links.py docs/book
 
-crate: cargo libtorch ## pack the crate, and try it from a project that `ddp-mp new` writes
+crate: cargo libtorch ## pack the crate, and try it from projects that `ddp-mp new` writes
 	cargo build --release
 	tests/interop/crate.sh $(PROGRAM) $(abspath $(or $(CARGO_TARGET_DIR),target))
 

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use ddp_mp::models::{Model, ModelConfig, ModelKind};
 use ddp_mp::{Backend, DdpOptions, DistributedDataParallel, Optimizer, Sgd, SgdOptions, spawn};
-use tch::nn::{self, ModuleT, OptimizerConfig, VarStore};
+use tch::nn::{self, OptimizerConfig, VarStore};
 use tch::{Device, Kind, Tensor};
 
 const BATCH: i64 = 32;

@@ -14,10 +14,9 @@ use std::io::Write;
 use std::sync::Arc;
 
 use anyhow::{Context, ensure};
-use ddp_mp::models::{Generate, GenerateOptions};
+use ddp_mp::models::{Forward, Generate, GenerateOptions};
 use ddp_mp::optim::ParamSpan;
 use ddp_mp::prelude::*;
-use tch::nn::ModuleT;
 
 const TEXT: &[u8] = include_bytes!("../assets/shakespeare.txt");
 
@@ -31,7 +30,7 @@ const BATCH: usize = 16;
 const STEPS: usize = 150;
 
 /// Returns the text that the model writes after a line break.
-fn write(model: &impl ModuleT) -> anyhow::Result<String> {
+fn write(model: &impl Forward) -> anyhow::Result<String> {
     let block_size = BLOCK_SIZE as i64;
     let options = GenerateOptions { block_size, temperature: 0.8, ..Default::default() };
     let tokens = Generate::new(model, &[b'\n'.into()], options, Device::Cpu)?;
