@@ -41,13 +41,13 @@ pub extern "C" fn hold_user_signals(
     _argv: *const *const c_char,
     _envp: *const *const c_char,
 ) {
-    // If the system refuses, the signals end the process, as in any program.
-    let _ = mask(libc::SIG_BLOCK, &USER_SIGNALS);
+    hold_signals_of_user();
 }
 
 /// Blocks these signals in a program that did not do so before `main`.
 pub(crate) fn hold_signals_of_user() {
-    let _ = mask(libc::SIG_BLOCK, &USER_SIGNALS); // fails only for an unknown signal
+    // If the system refuses, the signals end the process, as in any program.
+    let _ = mask(libc::SIG_BLOCK, &USER_SIGNALS);
 }
 
 /// Unblocks the signals of [`hold_user_signals`], in a program that does not handle them.
