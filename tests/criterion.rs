@@ -377,7 +377,7 @@ fn mistakes_in_closures_are_one_message_that_names_the_closure() {
         ),
         (
             metric("hits", |output, targets| output.eq_tensor(targets)),
-            "the metric `hits` has shape [3, 1]; return one number, such as its mean; this happened for samples 0,",
+            "the metric `hits` has shape [3, 1]; return one number, such as its mean; this happened for samples ",
         ),
         (
             metric("hits", |_, _| panic!("no hits")),
