@@ -5,7 +5,7 @@
 //! takes a hundred times longer. 10,000 spins bridge the gaps between the loops of a step on an idle machine. libgomp
 //! reads the number once, before `main`, so the program restarts itself with it.
 
-use std::ffi::{OsStr, c_char, c_int};
+use std::ffi::{CStr, OsStr, c_char, c_int};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::process::CommandExt;
 use std::process::Command;
@@ -15,7 +15,7 @@ use std::ptr;
 pub type BeforeMain = unsafe extern "C" fn(c_int, *const *const c_char, *const *const c_char);
 
 /// The variable that is added to the environment.
-const SPIN_COUNT: &[u8] = b"GOMP_SPINCOUNT=10000\0";
+const SPIN_COUNT: &CStr = c"GOMP_SPINCOUNT=10000";
 
 /// The variables with which users choose a wait policy. They take precedence.
 const CHOSEN: [&[u8]; 2] = [b"GOMP_SPINCOUNT=", b"OMP_WAIT_POLICY="];
@@ -55,7 +55,7 @@ pub unsafe extern "C" fn limit_spinning(
         variables[count] = variable;
         count += 1;
     }
-    variables[count] = SPIN_COUNT.as_ptr().cast();
+    variables[count] = SPIN_COUNT.as_ptr();
     let mut program = [0u8; libc::PATH_MAX as usize];
     let link = c"/proc/self/exe".as_ptr();
     // SAFETY: the length leaves room for the null at the buffer's end; the arrays end with null. If the program's
@@ -78,9 +78,10 @@ pub(crate) fn limit_spinning_in_main() {
         return;
     }
     let Ok(program) = std::env::current_exe() else { return };
+    let variable = SPIN_COUNT.to_str().ok().and_then(|variable| variable.split_once('='));
     let mut args = std::env::args_os();
     let mut program = Command::new(program);
-    program.arg0(args.next().unwrap_or_default()).args(args).env("GOMP_SPINCOUNT", "10000");
+    program.arg0(args.next().unwrap_or_default()).args(args).envs(variable);
     let _ = program.exec(); // returns if the program's file is gone
 }
 
