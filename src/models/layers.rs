@@ -94,7 +94,15 @@ pub struct Dropout {
 
 impl Dropout {
     /// Creates a layer that zeros with probability `p`, from 0 to 1.
+    ///
+    /// # Panics
+    /// Panics for another `p`.
+    #[track_caller]
     pub fn new(p: f64, generator: &Arc<Generator>) -> Self {
+        assert!(
+            (0.0..=1.0).contains(&p),
+            "the dropout probability is {p}; give a number from 0 to 1"
+        );
         Self { p, generator: generator.clone() }
     }
 
@@ -116,7 +124,26 @@ impl ModuleT for Dropout {
 
 #[cfg(test)]
 mod tests {
+    use std::panic::{AssertUnwindSafe, catch_unwind};
+
+    use tch::Device;
+
     use super::*;
+
+    #[test]
+    fn dropout_refuses_what_is_no_probability() {
+        let generator = Arc::new(Generator::new(Device::Cpu, 0, 0).unwrap());
+        for (p, text) in
+            [(1.5, "is 1.5; give"), (-0.1, "is -0.1; give"), (f64::NAN, "is NaN; give")]
+        {
+            let result = catch_unwind(AssertUnwindSafe(|| Dropout::new(p, &generator)));
+            let message = *result.unwrap_err().downcast::<String>().unwrap();
+            assert!(message.contains(text), "{message}");
+        }
+        for p in [0.0, 1.0] {
+            let _ = Dropout::new(p, &generator);
+        }
+    }
 
     /// Compares with the definitions in torch.nn's documentation.
     #[test]
