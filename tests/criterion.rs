@@ -390,6 +390,13 @@ fn mistakes_in_closures_are_one_message_that_names_the_closure() {
             "The size of tensor a (3) must match the size of tensor b (7)",
         ),
         (
+            metric("hits", |_, _| {
+                let every = std::hint::black_box(0);
+                Tensor::from((0..9).step_by(every).count() as f32) // panics in the standard library
+            }),
+            "step != 0",
+        ),
+        (
             Criterion::own(|_: &Tensor, _: &Tensor| -> Tensor { panic!("no loss") }),
             "the loss panicked at tests/criterion.rs:",
         ),
@@ -406,6 +413,9 @@ fn mistakes_in_closures_are_one_message_that_names_the_closure() {
         let about = format!("{criterion:?}");
         let error = train(2, criterion, exact_mean()).unwrap_err().to_string();
         assert!(error.starts_with("rank ") && error.contains(told), "{about}: {error}");
+        for noise in ["/rustc/", "/registry/", "library/", "pthread", "start_thread", "ddp_mp::"] {
+            assert!(!error.contains(noise), "{noise}: {error}");
+        }
     }
 }
 

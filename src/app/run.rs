@@ -12,9 +12,10 @@ use super::cli::{
 use crate::commands::{self, Versions};
 use crate::config::{Program, Tool};
 use crate::error::{Error, Result};
-use crate::ffi::{check_version, cuda, keep_memory};
+use crate::ffi::{check_version, cuda, hide_stack_traces, keep_memory};
 use crate::launch::{SpawnError, exit_code, install_panic_hook};
 use crate::os;
+use crate::runtime::panics;
 use crate::telemetry::{LogFormat, Printer, unwritable_stdout};
 
 /// Exit code of a run that failed.
@@ -91,6 +92,9 @@ impl Run {
         }
         check_version()?; // ahead of every other use of libtorch
         keep_memory();
+        if !panics::wants_backtraces() {
+            hide_stack_traces(); // for closures that run before the ranks start
+        }
         let Cli { command, quiet, train } = cli;
         let command = command.unwrap_or(Command::Train(train));
         let printer = |format| Arc::new(Printer::new(format).quiet(quiet));

@@ -7,6 +7,9 @@ use std::sync::Once;
 
 use crate::error::{Error, Result};
 
+/// The name of [`in_closure`] in a stack trace.
+const IN_CLOSURE: &str = "ddp_mp::runtime::panics::in_closure";
+
 thread_local! {
     /// The message and source location of this thread's last panic.
     static LAST: RefCell<Option<String>> = const { RefCell::new(None) };
@@ -14,7 +17,8 @@ thread_local! {
     static WATCHED: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Installs a panic hook that adds a rank's panic with its location to the failure report and does not print it.
+/// Installs a panic hook that adds a rank's panic to the failure report and does not print it. The report names the place
+/// if it is in the program's own code.
 ///
 /// `spawn` calls this; a program's `main` may call it earlier. It wraps the process's panic hook, which still receives
 /// the panics of all other threads. With `RUST_BACKTRACE` set, that hook also receives those of ranks, for the
@@ -28,8 +32,11 @@ pub fn install_panic_hook() {
                 return before(info);
             }
             let place = info.location().map_or(String::new(), |at| {
-                let caller = is_of_tch("", at.file()).then(caller_of_tch).flatten();
-                caller.unwrap_or_else(|| format!(" at {at}"))
+                if is_foreign_file(at.file()) {
+                    caller().unwrap_or_default()
+                } else {
+                    format!(" at {at}")
+                }
             });
             let message = message(info.payload());
             LAST.with_borrow_mut(|last| *last = Some(format!("panicked{place}: {message}")));
@@ -45,42 +52,50 @@ pub(crate) fn wants_backtraces() -> bool {
     std::env::var_os("RUST_BACKTRACE").is_some_and(|value| value != "0")
 }
 
-/// Returns whether a frame is in tch. Its functions panic in their own files if libtorch refuses their arguments.
-fn is_of_tch(function: &str, file: &str) -> bool {
-    let functions = ["tch::", "<tch::", "<T as tch::"];
-    functions.iter().any(|prefix| function.starts_with(prefix)) || file.contains("/tch-0.")
+/// Returns whether the program's author did not write `file`: it belongs to the standard library, to tch or another crate of
+/// a registry, or to C code. (tch panics in its own files if libtorch refuses the arguments of a function.)
+fn is_foreign_file(file: &str) -> bool {
+    let folders = ["/rustlib/src/", "/registry/src/", "/git/checkouts/", "/tch-0."];
+    !file.ends_with(".rs")
+        || file.starts_with("/rustc/")
+        || folders.iter().any(|folder| file.contains(folder))
 }
 
-/// Returns whether a frame is in the standard library.
-fn is_of_std(function: &str, file: &str) -> bool {
-    let functions = ["core::", "<core::", "std::", "<std::", "alloc::", "<alloc::"];
-    functions.iter().any(|prefix| function.starts_with(prefix)) || file.starts_with("/rustc/")
+/// Returns whether the program's author did not write `function`: it belongs to the standard library, to tch, to this crate
+/// or to C code.
+fn is_foreign_function(function: &str) -> bool {
+    let crates = ["core::", "std::", "alloc::", "tch::", "ddp_mp::", "__rustc"];
+    let of_method = function.trim_start_matches('<');
+    let of_all_types = ["<T as tch::", "<M as ddp_mp::"];
+    !function.contains("::")
+        || crates.iter().any(|name| of_method.starts_with(name))
+        || of_all_types.iter().any(|prefix| function.starts_with(prefix))
 }
 
-/// Returns where the program called the tch function that panics: file and line if the binary has them, else the
-/// function. A frame of this crate is used only if no other is found.
-fn caller_of_tch() -> Option<String> {
-    let (mut is_inside, mut mine, mut user) = (false, None, None);
+/// Returns where the program called the function that panics: file and line if the binary has them, else the function.
+/// `None` outside of the program's own code.
+fn caller() -> Option<String> {
+    let mut has_panicked = false; // the frames of the hook come before
+    let mut has_left_closure = false;
+    let mut place = None;
     backtrace::trace(|frame| {
         backtrace::resolve_frame(frame, |symbol| {
             let function = symbol.name().map_or(String::new(), |name| format!("{name:#}"));
-            let file =
-                symbol.filename().map_or(String::new(), |file| file.to_string_lossy().into_owned());
-            if is_of_tch(&function, &file) {
-                is_inside = true;
-            } else if is_inside && !is_of_std(&function, &file) {
-                let line = symbol.lineno().filter(|_| !file.is_empty());
-                // The last is a method of this crate for all types.
-                let mine_begin = ["ddp_mp::", "<ddp_mp::", "<M as ddp_mp::"];
-                let is_mine = mine_begin.iter().any(|prefix| function.starts_with(prefix));
-                let place =
-                    line.map_or(format!(" in {function}"), |line| format!(" at {file}:{line}"));
-                if is_mine { &mut mine } else { &mut user }.get_or_insert(place);
+            let file = symbol.filename().map(|file| file.to_string_lossy().into_owned());
+            has_left_closure |= function.starts_with(IN_CLOSURE);
+            let is_foreign =
+                is_foreign_function(&function) || file.as_deref().is_some_and(is_foreign_file);
+            if has_panicked && !has_left_closure && !is_foreign {
+                place.get_or_insert_with(|| match (file, symbol.lineno()) {
+                    (Some(file), Some(line)) => format!(" at {file}:{line}"),
+                    _ => format!(" in {function}"),
+                });
             }
+            has_panicked |= function.starts_with("std::panicking::");
         });
-        user.is_none()
+        place.is_none() && !has_left_closure
     });
-    user.or(mine)
+    place
 }
 
 /// Installs the hook and makes it store this thread's panic messages, for [`error`].
@@ -102,6 +117,7 @@ pub(crate) fn error(payload: Box<dyn Any + Send>) -> anyhow::Error {
 ///
 /// # Errors
 /// [`Error::InvalidInput`] for a panic, and the error that a function of this crate has thrown.
+#[inline(never)] // `caller` looks for its name
 pub(crate) fn in_closure<T>(what: &str, f: impl FnOnce() -> T) -> Result<T> {
     install_panic_hook();
     let was_watched = WATCHED.replace(true);
@@ -143,6 +159,33 @@ fn readable(text: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn files_and_functions_of_others_are_no_place_of_a_panic() {
+        for file in [
+            "/rustc/59807616e1fa2540724bfbac14d7976d7e4a3860/library/core/src/iter/traits.rs",
+            "/root/.rustup/toolchains/stable/lib/rustlib/src/rust/library/core/src/slice.rs",
+            "/root/.cargo/registry/src/index.crates.io-1949cf8c6b5b557f/rand-0.9.1/src/lib.rs",
+            "/usr/local/cargo/git/checkouts/x-1/2/src/lib.rs",
+            "./nptl/./nptl/pthread_create.c",
+            "./misc/../sysdeps/unix/sysv/linux/x86_64/clone3.S",
+        ] {
+            assert!(is_foreign_file(file), "{file}");
+        }
+        assert!(!is_foreign_file("src/main.rs") && !is_foreign_file("/home/me/run/src/main.rs"));
+        for function in [
+            "start_thread",
+            "core::ops::function::FnOnce::call_once",
+            "<alloc::boxed::Box<F> as core::ops::function::FnOnce<A>>::call_once",
+            "tch::wrappers::tensor::Tensor::matmul",
+            "<M as ddp_mp::models::Forward>::forward_inputs",
+            "ddp_mp::app::App<A>::loss::{{closure}}",
+        ] {
+            assert!(is_foreign_function(function), "{function}");
+        }
+        assert!(!is_foreign_function("my_run::model::net"));
+        assert!(!is_foreign_function("<my_run::Net as tch::nn::module::Module>::forward"));
+    }
 
     #[test]
     fn panic_message_of_libtorch_loses_its_stack_trace() {
