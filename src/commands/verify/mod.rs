@@ -158,7 +158,10 @@ pub fn verify(
             None if broken.iter().all(|(_, replicas_equal)| *replicas_equal) => format!(
                 "all ranks have the same parameters, so the gradients that they average are wrong: check the samples \
                  of step {step} (sampler, loader), the divisor of the loss{}",
-                if config.program.model.is_some() { ", and the model for dropout and batch norm" } else { "" }
+                match config.program.model {
+                    Some(_) => format!(", and the model of {} for dropout and batch norm", config.program.name),
+                    None => String::new(),
+                }
             ),
             None => "the ranks have different parameters: train with --check-replicas-every 1, which names the rank".into(),
         };
@@ -356,9 +359,12 @@ fn more_inputs_note(config: &Config, with_dp: bool) -> Option<String> {
 
 /// Returns a note on what would make a program's own model differ. `None` for a built-in model, which is checked.
 fn own_model_note(config: &Config) -> Option<String> {
-    let why = "if the model has dropout or batch norm, N ranks are not one rank with the N-fold batch, and a step of \
-               several batches is not one of a large batch: leave them out to compare";
-    config.program.model.as_ref().map(|_| why.into())
+    let name = config.program.name;
+    config.program.model.is_some().then(|| {
+        format!(
+            "the model of {name} must have neither dropout nor batch norm here: with them N ranks differ from one"
+        )
+    })
 }
 
 /// Returns the ways that must give the same result. `alone`: also one rank that accumulates `ranks` batches. `with_dp`: also
