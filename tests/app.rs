@@ -2,13 +2,14 @@
 
 use std::fs;
 use std::process::Command;
+use std::sync::Arc;
 
 use ddp_mp::App;
 use ddp_mp::prelude::*;
 use serde_json::Value;
 
 use crate::harness::{
-    as_torchrun, free_port, join, linear, program, run, run_command, without_launcher,
+    as_torchrun, free_port, join, linear, program, repository, run, run_command, without_launcher,
 };
 
 /// The program, seeing no GPU and no launcher.
@@ -129,31 +130,82 @@ fn own_options_are_flags_keys_and_lines_of_env() {
         ("width = \"x\"", "line 1"),
         ("width = 0", "0 is not in 1.."),
         ("factors = [\"x\"]", "expected a list of numbers"),
-        ("model = \"mlp\"", "unknown field `model`"),
-        ("hidden = [3]", "unknown field `hidden`"),
-        ("loss = \"mse\"", "unknown field `loss`"),
-        ("num_samples = 9", "unknown field `num_samples`"),
+        ("model = \"mlp\"", "unknown field `model`: spirals brings its own model"),
+        ("hidden = [3]", "unknown field `hidden`: spirals brings its own model"),
+        ("loss = \"mse\"", "unknown field `loss`: spirals brings its own loss"),
+        ("num-samples = 9", "unknown field `num-samples`: spirals brings its own data set"),
     ] {
         fs::write(&file, text).unwrap();
         let (code, _, stderr) = run_app(&[&config]);
         assert_eq!(code, Some(2), "{text}: {stderr}");
         assert!(stderr.contains(complaint), "{text}: {stderr}");
     }
-    for flag in ["--model=mlp", "--hidden=3", "--dataset=digits", "--loss=mse", "--in-features=2"] {
-        let (code, _, stderr) = run_app(&[flag]);
-        assert_eq!(code, Some(2), "{flag}: {stderr}");
-        let name = flag.split('=').next().unwrap();
-        assert!(stderr.contains(&format!("unexpected argument '{name}'")), "{stderr}");
+    for (flag, part) in [
+        ("--model=mlp", "model"),
+        ("--hidden=3", "model"),
+        ("--dataset=digits", "data set"),
+        ("--num_samples=3", "data set"),
+        ("--loss=mse", "loss"),
+        ("--in-features=2", "model and data set"),
+    ] {
+        for command in [&[][..], &["train"], &["bench", "step"]] {
+            let (code, _, stderr) = run_app(&[command, &[flag]].concat());
+            assert_eq!(code, Some(2), "{flag}: {stderr}");
+            let name = flag.split('=').next().unwrap().replace('_', "-");
+            assert!(stderr.contains(&format!("unexpected argument '{name}' found")), "{stderr}");
+            let tip = format!("tip: spirals brings its own {part}\n");
+            assert!(stderr.contains(&tip), "{stderr}");
+        }
     }
+    let (_, _, stderr) = run_app(&["replay", "--model=mlp"]);
+    assert!(stderr.contains("'--model' found") && !stderr.contains("brings"), "{stderr}");
+}
+
+#[test]
+fn help_shows_the_defaults_of_the_program() {
+    #[derive(clap::Args)]
+    struct Options {
+        /// Width of the hidden layer
+        #[arg(long, default_value_t = 64)]
+        width: i64,
+    }
+    let defaults = "lr = 0.25\nhidden = [8, 9]\nval_fraction = 0.1\nno-shuffle = true\nwidth = 16\nmodel = \"mlp\"";
+    let app = App::new("mine", "1.0.0").args::<Options>().defaults(defaults);
+    let config = app.config_of(["mine".into()].into_iter()).unwrap().unwrap();
+    assert!((config.optimization.lr - 0.25).abs() < 1e-9 && config.data.no_shuffle);
+    let mut command = app.command();
+    let help = command.render_help().to_string();
+    let long = command.render_long_help().to_string();
+    let train = command.find_subcommand_mut("train").unwrap().render_long_help().to_string();
+    for (flag, default) in [
+        ("--lr <X>", "0.25"),
+        ("--hidden <N,...>", "8,9"),
+        ("--val-fraction", "0.1"),
+        ("--no-shuffle", "true"),
+        ("--width <WIDTH>", "16"),
+        ("--model <NAME>", "mlp"),
+    ] {
+        for help in [&long, &train] {
+            let (_, about) = help.split_once(flag).unwrap_or_else(|| panic!("{flag}: {help}"));
+            let (_, default_and_rest) = about.split_once("[default: ").unwrap();
+            assert!(default_and_rest.starts_with(&format!("{default}]")), "{flag}: {about}");
+        }
+    }
+    assert!(help.contains("[default: 0.25]"), "{help}");
+    assert!(!long.contains("for validation [default: none]"), "{long}");
+    assert!(long.contains("[default: 1]"), "options without such a default keep ours: {long}");
+    // Defaults that are invalid are an error of a run, and not of the help.
+    let wrong = App::new("mine", "1.0.0").defaults("lr = \"x\"").command().render_help();
+    assert!(wrong.to_string().contains("[default: 0.001]"), "{wrong}");
 }
 
 #[test]
 fn commands_and_help_have_the_name_of_the_program() {
     let (_, help, _) = run_app(&["--help"]);
-    for text in ["Usage: spirals", "--width <N>", "Own options:", "--lr <X>"] {
+    for text in ["Usage: spirals", "--width <N>", "Own options:", "--lr <X>", "[default: 0.002]"] {
         assert!(help.contains(text), "{text}: {help}");
     }
-    for text in ["ddp-mp --", "--model", "--dataset", "\n  lesson", "\n  new", "\n  sample"] {
+    for text in ["ddp-mp ", "--model", "--dataset", "\n  lesson", "\n  new", "\n  sample"] {
         assert!(!help.contains(text), "{text}: {help}");
     }
     let (_, version, _) = run_app(&["--version"]);
@@ -165,6 +217,10 @@ fn commands_and_help_have_the_name_of_the_program() {
         assert_eq!(code, Some(0), "{stderr}");
         assert!(script.contains("spirals") && script.contains("width"), "{shell}");
     }
+    for command in ["completions", "man"] {
+        let (_, help, _) = run_app(&[command, "--help"]);
+        assert!(help.contains("Usage: spirals") && !help.contains("ddp-mp"), "{help}");
+    }
     for command in [
         &["bench", "step", "--steps=20"][..],
         &["bench", "scaling", "--steps=4", "--repetitions=1"],
@@ -172,6 +228,8 @@ fn commands_and_help_have_the_name_of_the_program() {
     ] {
         let (code, stdout, stderr) = run_app(&[command, &[TWO_RANKS]].concat());
         assert_eq!(code, Some(0), "{command:?}: {stdout}{stderr}");
+        let note = "the model of spirals must have neither dropout nor batch norm here";
+        assert_eq!(stderr.contains(note), command[0] == "verify", "{command:?}: {stderr}");
     }
     let (code, _, _) = run_app(&["lesson"]);
     assert_eq!(code, Some(2));
@@ -186,8 +244,17 @@ fn what_is_wrong_in_a_program_is_one_message_with_its_part() {
             1,
             &["rank", "the loss panicked", "The size of tensor a (31) must match", "samples "],
         ),
+        (
+            "model-dropout",
+            1,
+            &[
+                "the model panicked at tests/app_program.rs:",
+                "the dropout probability is 1.5; give a",
+            ],
+        ),
         ("model-outside", 1, &["rank", "tensor of shape [1]", "not in the model's VarStore"]),
         ("dataset-error", 2, &["the data set of spirals: no data today"]),
+        ("dataset-torch", 2, &["the data set of spirals: ", "mat1 and mat2 shapes cannot be"]),
         ("dataset-panic", 2, &["the data set of spirals: ", "panicked at", "no data today"]),
         ("dataset-empty", 2, &["the data set of spirals: it has no samples"]),
         ("sample-error", 1, &["rank 1", "sample 77: no such sample"]),
@@ -202,7 +269,11 @@ fn what_is_wrong_in_a_program_is_one_message_with_its_part() {
             assert!(stderr.contains(text), "{part}: {text:?} is not in {stderr}");
         }
         assert_eq!(status, Some(code), "{part}: {stderr}");
-        assert!(!stderr.contains("thread '"), "{part}: {stderr}");
+        for noise in
+            ["thread '", "frame #", "/rustc/", "/registry/", "libc", "start_thread", "ddp_mp::"]
+        {
+            assert!(!stderr.contains(noise), "{part}: {noise:?} is in {stderr}");
+        }
     }
 }
 
@@ -387,6 +458,48 @@ fn built_in_model_takes_its_sizes_from_own_data() {
     let without = App::new("mine", "1.0.0").validation_dataset(data(Targets::Values(3)));
     let error = without.config_of(["mine".into()].into_iter()).unwrap_err().to_string();
     assert!(error.contains("add App::dataset"), "{error}");
+}
+
+/// Windows of a curve; the target is the number after the window.
+#[derive(Debug)]
+struct Windows {
+    curve: Vec<f32>,
+    width: usize,
+}
+
+impl Dataset for Windows {
+    fn len(&self) -> usize {
+        self.curve.len() - self.width
+    }
+
+    fn get(&self, index: usize) -> anyhow::Result<(Tensor, Tensor)> {
+        let end = index + self.width;
+        let inputs = Tensor::from_slice(&self.curve[index..end]);
+        Ok((inputs, Tensor::from_slice(&self.curve[end..=end])))
+    }
+}
+
+#[test]
+fn data_set_in_the_book_is_the_one_above_and_loads() {
+    let page = fs::read_to_string(repository("docs/src/your-own-model.md")).unwrap();
+    let blocks = page.split("```rust\n").map(|text| text.split_once("```").unwrap().0);
+    let shown = blocks.filter(|block| block.contains("impl Dataset for")).collect::<Vec<_>>();
+    assert!(shown.len() == 1 && include_str!("app.rs").contains(shown[0]), "{shown:?}");
+
+    let curve = (0..100).map(|x| x as f32).collect();
+    let data = Arc::new(Windows { curve, width: 5 });
+    let sampler = DistributedSampler::new(data.len(), 1, 0).unwrap().shuffle(false);
+    let loader = DataLoader::new(data, sampler, 8, Device::Cpu).unwrap();
+    let batches: Vec<_> = loader.epoch(0).unwrap().map(Result::unwrap).collect();
+    let last = batches.last().unwrap();
+    assert_eq!(
+        (batches.len(), last.inputs.size(), last.targets.size()),
+        (12, vec![7, 5], vec![7, 1])
+    );
+    assert_eq!(
+        (last.inputs.double_value(&[6, 4]), last.targets.double_value(&[6, 0])),
+        (98.0, 99.0)
+    );
 }
 
 #[test]

@@ -6,6 +6,7 @@ use std::process::ExitCode;
 
 use anyhow::{bail, ensure};
 use ddp_mp::App;
+use ddp_mp::config::BuildContext;
 use ddp_mp::models::Model;
 use ddp_mp::prelude::*;
 use tch::nn::{self, Init, Linear, Path};
@@ -45,8 +46,12 @@ fn linear(path: Path, inputs: i64, outputs: i64) -> Linear {
     Linear { ws, bs: Some(path.var("bias", &[outputs], uniform(bias))) }
 }
 
-fn net(path: &Path, options: &Options) -> nn::SequentialT {
+fn net(path: &Path, context: &BuildContext<'_, Options>) -> nn::SequentialT {
+    let options = context.args;
     assert!(!options.makes_wrong("model-panic"), "no model today");
+    if options.makes_wrong("model-dropout") {
+        return nn::seq_t().add(Dropout::new(1.5, context.generator));
+    }
     let net = nn::seq_t()
         .add(linear(path / "0", 20, options.width))
         .add_fn(|x| x.relu())
@@ -74,6 +79,10 @@ impl Samples {
     fn open(options: &Options) -> anyhow::Result<Self> {
         ensure!(!options.makes_wrong("dataset-error"), "no data today");
         assert!(!options.makes_wrong("dataset-panic"), "no data today");
+        if options.makes_wrong("dataset-torch") {
+            let two = Tensor::zeros([2, 3], (Kind::Float, Device::Cpu));
+            let _ = two.f_matmul(&two)?;
+        }
         let random = TensorDataset::random(4096, 20, Targets::Values(1), 1)?;
         Ok(Self { random, wrong: options.wrong.clone() })
     }
@@ -123,7 +132,7 @@ impl Callback<Model> for Watcher {
 fn main() -> ExitCode {
     App::new("spirals", "1.2.3")
         .args::<Options>()
-        .model(|path, context| net(path, context.args))
+        .model(net)
         .dataset(Samples::open)
         .loss(|output, targets| output.mse_loss(targets, Reduction::Mean))
         .metric("distance", |output, targets| (output - targets).abs().mean(Kind::Float))

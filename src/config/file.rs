@@ -11,7 +11,7 @@ use serde::de::{DeserializeSeed, Error as _, MapAccess, Visitor};
 use toml::{Table, Value};
 
 use super::files::put_into_folder_of;
-use super::{Program, flag_name, option_of_other_name};
+use super::{Program, flag_name, option_of_other_name, why_replaced};
 use crate::error::{Error, Result, Shown};
 use crate::files::read_stream;
 use crate::launch::Nproc;
@@ -239,6 +239,9 @@ pub(super) fn message(error: &ClapError) -> String {
 /// Returns advice on the unknown key `unknown`: the option that was meant.
 fn which_was_meant(command: &Command, unknown: &str) -> String {
     let unknown_key = unknown.replace('-', "_");
+    if let Some(why) = why_replaced(command, &unknown_key) {
+        return why;
+    }
     let known = || command.get_arguments().map(|arg| arg.get_id().as_str());
     let likeness = |key: &str| {
         let is_short = initials(&unknown_key) == key || initials(key) == unknown_key;

@@ -44,7 +44,7 @@ pub use other_names::{option_of_other_name, options_with_other_names};
 pub use output::OutputSection;
 pub use program::BuildContext;
 use program::OwnOptions;
-pub(crate) use program::{OwnArgs, OwnOptionsType, Program};
+pub(crate) use program::{OwnArgs, OwnOptionsType, Program, why_replaced};
 pub use training::TrainingSection;
 pub(crate) use values::{MOST, backend_in_one_process, number};
 pub use values::{name, positive_duration, whole};

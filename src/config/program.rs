@@ -5,13 +5,14 @@ use std::fmt;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use clap::builder::ValueHint;
+use clap::builder::{CommandExt, Resettable, StyledStr, ValueHint};
 use clap::{Arg, ArgAction, ArgMatches, Args, Command, Error as ClapError};
 use serde_json::{Map, Value};
 use tch::nn::Path;
+use toml::Value as TomlValue;
 
 use super::data::DataSection;
-use super::file::{is_fraction, is_number, is_switch};
+use super::file::{is_fraction, is_number, is_switch, read_defaults, to_arg};
 use super::model::ModelSection;
 use super::option_rules::{InShortHelp, MayDiffer};
 use super::{Config, flag_name};
@@ -22,21 +23,21 @@ use crate::models::Model;
 use crate::process_group::ProcessGroup;
 use crate::trainer::{Criterion, Loss, Trainer};
 
-/// The values of a program's own options.
+/// The values of a program's options.
 pub(crate) type OwnArgs = dyn Any + Send + Sync;
 type BuildModel = dyn Fn(&Path, &BuildContext<'_, OwnArgs>) -> Model + Send + Sync;
 type OpenDataset = dyn Fn(&OwnArgs) -> anyhow::Result<Arc<dyn Dataset>> + Send + Sync;
 type ChangeTrainer =
     dyn Fn(Trainer<Model>, &OwnArgs) -> anyhow::Result<Trainer<Model>> + Send + Sync;
 
-/// The options of the data that a program's own data set replaces, and those that its own model replaces as well.
+/// The options of the data that a program's data set replaces, and the options that its model must replace as well.
 const OF_DATASET: [&str; 2] = ["dataset", "num_samples"];
 const OF_DATA_AND_MODEL: [&str; 2] = ["in_features", "out_features"];
 
 /// What a model is built with, on one rank.
 #[derive(Debug)]
 pub struct BuildContext<'a, A: ?Sized> {
-    /// The program's own options.
+    /// The program's options.
     pub args: &'a A,
     /// The rank's random generator, for [`Dropout`](crate::Dropout).
     pub generator: &'a Arc<Generator>,
@@ -50,7 +51,7 @@ pub struct BuildContext<'a, A: ?Sized> {
     pub out_features: Option<i64>,
 }
 
-/// A program that trains: `ddp-mp`, or one of a user's. What it does not bring itself, options choose.
+/// A program that trains: `ddp-mp`, or a user's program. Options choose what it does not bring.
 #[derive(Clone)]
 pub(crate) struct Program {
     pub name: &'static str,
@@ -61,11 +62,11 @@ pub(crate) struct Program {
     pub dataset: Option<Arc<OpenDataset>>,
     /// Opens the validation samples. `None` if they are held back, or lie beside the training samples.
     pub validation: Option<Arc<OpenDataset>>,
-    /// What a run minimizes and measures. `--loss` chooses the loss if it is not the program's own.
+    /// What a run minimizes and measures. `--loss` chooses the loss if the program brings none.
     pub criterion: Criterion,
     /// What is done to each rank's trainer before it trains, in this order.
     pub trainer: Vec<Arc<ChangeTrainer>>,
-    /// The program's own options.
+    /// The type of the program's own options.
     pub options: Option<OwnOptionsType>,
     /// The text of a TOML file with other defaults.
     pub defaults: Option<&'static str>,
@@ -91,8 +92,20 @@ impl Program {
     pub(crate) fn command(&self) -> Command {
         let ours = Config::command();
         let command = Command::new(self.name).no_binary_name(true).disable_help_flag(true);
-        let kept = ours.get_arguments().filter(|arg| !self.replaces(arg.get_id().as_str()));
-        command.args(kept).args(self.own_args()).args_override_self(true)
+        let kept = ours.get_arguments().filter(|arg| self.brings(arg.get_id().as_str()).is_none());
+        command.args(kept).args(self.own_args()).args_override_self(true).add(self.clone())
+    }
+
+    /// Returns the declarations of [`command`](Self::command) with the program's defaults, which the help shows. Leaves
+    /// out defaults that are invalid: an error names them later.
+    pub(crate) fn options_with_defaults(&self) -> Vec<Arg> {
+        let command = self.command();
+        let defaults = read_defaults(self, &command).unwrap_or_default();
+        let with_default = |arg: &Arg| match defaults.get(arg.get_id().as_str()) {
+            Some(value) => with_default(arg, value),
+            None => arg.clone(),
+        };
+        command.get_arguments().map(with_default).collect()
     }
 
     /// Returns whether this is another program than `ddp-mp`.
@@ -106,17 +119,24 @@ impl Program {
         if self.is_own() { format!("{} {}, {ours}", self.name, self.version) } else { ours.into() }
     }
 
-    /// Returns whether the program brings what the option `key` of ours would choose.
-    pub(super) fn replaces(&self, key: &str) -> bool {
+    /// Returns what the program brings in place of the option `key` of ours. `None` if it has this option.
+    pub(super) fn brings(&self, key: &str) -> Option<&'static str> {
         let of_model = || ModelSection::augment_args(Command::new(self.name));
         let (own_model, own_data) = (self.model.is_some(), self.dataset.is_some());
-        own_model && of_model().get_arguments().any(|arg| arg.get_id() == key)
-            || self.criterion.has_own_loss() && key == "loss"
-            || own_data && OF_DATASET.contains(&key)
-            || own_model && own_data && OF_DATA_AND_MODEL.contains(&key)
+        match key {
+            "loss" if self.criterion.has_own_loss() => Some("loss"),
+            _ if own_data && OF_DATASET.contains(&key) => Some("data set"),
+            _ if own_model && own_data && OF_DATA_AND_MODEL.contains(&key) => {
+                Some("model and data set")
+            }
+            _ if own_model && of_model().get_arguments().any(|arg| arg.get_id() == key) => {
+                Some("model")
+            }
+            _ => None,
+        }
     }
 
-    /// Returns the declarations of the program's own options. A file or a default may give those that are required.
+    /// Returns the declarations of the program's own options. None is required as a flag: a file or a default may give it.
     fn own_args(&self) -> Vec<Arg> {
         let Some(options) = self.options else { return Vec::new() };
         let declared = (options.augment)(Command::new(self.name).next_help_heading("Own options"));
@@ -141,15 +161,15 @@ impl Program {
         (options.parse)(&mut command.try_get_matches_from(args)?)
     }
 
-    /// Checks that each own option is a flag and a key of a file, and has no name of those in `taken`. The names of our
-    /// options of the data stay taken where the program replaces these.
+    /// Checks that each own option is a flag and a key of a file, and that no option in `taken` has its name. The names of
+    /// our options of the data stay taken where the program replaces these.
     ///
     /// # Errors
     /// [`Error::InvalidInput`] that names both options, and for validation samples without training samples.
     pub(crate) fn check(&self, taken: &[Arg]) -> Result<()> {
         if self.validation.is_some() && self.dataset.is_none() {
             return Err(Error::InvalidInput(
-                "App::validation_dataset is for a data set of the program's own; add App::dataset"
+                "App::validation_dataset needs training samples from the program too; add App::dataset"
                     .into(),
             ));
         }
@@ -181,6 +201,39 @@ impl Program {
             }
         }
         Ok(())
+    }
+}
+
+impl CommandExt for Program {}
+
+/// Returns why the program of `command` has no option `key`: it brings what this option would choose. `None` for
+/// another reason.
+pub(crate) fn why_replaced(command: &Command, key: &str) -> Option<String> {
+    let program = command.get::<Program>()?;
+    let part = program.brings(key)?;
+    Some(format!("{} brings its own {part}", program.name))
+}
+
+/// Returns the option `arg` with the program's default `value`, which its help shows.
+fn with_default(arg: &Arg, value: &TomlValue) -> Arg {
+    let arg = arg.clone();
+    let Ok(Some(text)) = to_arg(&arg, value) else { return arg };
+    let text = text.split_once('=').map(|(_, text)| text.to_owned());
+    // A help may state our default in words. That of a switch states none.
+    let end = if text.is_some() { "" } else { " [default: true]" };
+    let stated = |help: Option<&StyledStr>| {
+        let help = help?.to_string();
+        let stated = help.split_once(" [default: ");
+        let without =
+            stated.and_then(|(help, rest)| Some([help, rest.split_once(']')?.1].concat()));
+        Some(StyledStr::from(without.unwrap_or(help) + end))
+    };
+    let help = Resettable::from(stated(arg.get_help()));
+    let long_help = Resettable::from(stated(arg.get_long_help()));
+    let arg = arg.help(help).long_help(long_help);
+    match text {
+        Some(text) => arg.default_value(text),
+        None => arg,
     }
 }
 

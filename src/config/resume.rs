@@ -29,7 +29,7 @@ impl Config {
     pub(crate) fn values(&self) -> Result<Map<String, Value>> {
         match serde_json::to_value(self) {
             Ok(Value::Object(mut values)) => {
-                values.retain(|key, _| !self.program.replaces(key));
+                values.retain(|key, _| self.program.brings(key).is_none());
                 values.extend(self.own.values.clone());
                 Ok(values)
             }

@@ -6,12 +6,13 @@ use clap::builder::StyledStr;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Command, Error};
 
-use crate::config::option_of_other_name;
+use super::trains;
+use crate::config::{option_of_other_name, why_replaced};
 
 /// Refuses an argument that is not UTF-8: neither a configuration nor a message could hold it. Names the flag it
 /// belongs to.
 pub(super) fn check_utf8(args: &[OsString]) -> Result<(), String> {
-    // The program's own name is not used.
+    // The program's name is not used.
     let Some(wrong) = args.iter().skip(1).position(|arg| arg.to_str().is_none()) else {
         return Ok(());
     };
@@ -39,7 +40,7 @@ pub(super) fn error(command: &Command, problem: String) -> Error {
     command.clone().error(ErrorKind::InvalidUtf8, problem)
 }
 
-/// Names the flag that does what an unknown one does in other programs.
+/// Names the flag that does what an unknown one does in other programs, or what the program brings in its place.
 pub(super) fn suggest(mut error: Error, command: &Command, args: &[OsString]) -> Error {
     if error.kind() != ErrorKind::UnknownArgument {
         return error;
@@ -47,13 +48,17 @@ pub(super) fn suggest(mut error: Error, command: &Command, args: &[OsString]) ->
     let Some(ContextValue::String(unknown)) = error.get(ContextKind::InvalidArg) else {
         return error;
     };
-    let program = command.get_name().to_owned();
-    let command = invoked(command, args);
+    let program = command.get_name();
+    let invoked = invoked(command, args);
     let is_known =
-        |name: &str| command.get_arguments().any(|argument| argument.get_long() == Some(name));
+        |name: &str| invoked.get_arguments().any(|argument| argument.get_long() == Some(name));
     let name = unknown.trim_start_matches('-');
-    if let Some(option) = option_of_other_name(name, is_known) {
-        let tip = StyledStr::from(format!("{program} calls it '--{option}'"));
+    let why = || why_replaced(command, &name.replace('-', "_")).filter(|_| trains(invoked));
+    let tip = option_of_other_name(name, is_known)
+        .map(|option| format!("{program} calls it '--{option}'"))
+        .or_else(why);
+    if let Some(tip) = tip {
+        let tip = StyledStr::from(tip);
         // Clap's own guess, and the usage that it shows for it.
         error.remove(ContextKind::SuggestedArg);
         error.remove(ContextKind::Usage);

@@ -51,7 +51,7 @@ pub(crate) enum Command {
     Env(EnvFlags),
     /// Lessons of the course, and checks of answers
     Lesson(LessonFlags),
-    /// Cargo project for a model of your own
+    /// Cargo project for your own model
     New(NewFlags),
     /// Completions of a shell, for its configuration
     Completions(CompletionsFlags),
@@ -81,7 +81,7 @@ fn with_short_help(command: clap::Command) -> clap::Command {
 
 /// Returns the declaration of `program`'s command line, with its help.
 pub(crate) fn command(program: &Program, with_course: bool) -> clap::Command {
-    let options: Vec<Arg> = program.command().get_arguments().cloned().collect();
+    let options = program.options_with_defaults();
     let with_options = |command: clap::Command| command.args(&options);
     let declared = Cli::command();
     let is_there = |name: &str| match name {
@@ -107,7 +107,8 @@ pub(crate) fn command(program: &Program, with_course: bool) -> clap::Command {
         .args_conflicts_with_subcommands(true)
         .max_term_width(100)
         .args(declared.get_arguments())
-        .subcommands(commands);
+        .subcommands(commands)
+        .add(program.clone());
     let own = with_short_help(with_options(own));
     let own = match with_course {
         true => own
@@ -119,7 +120,7 @@ pub(crate) fn command(program: &Program, with_course: bool) -> clap::Command {
     own.mut_args(negative).mut_subcommands(|subcommand| subcommand.mut_args(negative))
 }
 
-/// Checks the program's own options: none has the name of another option, in any command.
+/// Checks the program's options: none has the name of an option of ours, in any command.
 ///
 /// # Errors
 /// [`Error::InvalidInput`](crate::Error::InvalidInput) that names both options.
@@ -135,9 +136,13 @@ pub(crate) fn check(program: &Program, with_course: bool) -> crate::error::Resul
 
 /// Returns the arguments of `command` and of its subcommands that have the options of training.
 fn args_of_training(command: &clap::Command) -> Vec<Arg> {
-    let trains = command.get_arguments().any(|arg| arg.get_id() == "batch_size");
-    let own = command.get_arguments().filter(|_| trains).cloned();
+    let own = command.get_arguments().filter(|_| trains(command)).cloned();
     own.chain(command.get_subcommands().flat_map(args_of_training)).collect()
+}
+
+/// Returns whether `command` has the options of training.
+fn trains(command: &clap::Command) -> bool {
+    command.get_arguments().any(|arg| arg.get_id() == "batch_size")
 }
 
 /// Reads the command line of `command`. `_` is as good as `-` in a flag's name, as Python programs write them.
