@@ -24,8 +24,8 @@ pub enum CompletedShell {
 pub struct CompletionsFlags {
     /// Shell
     ///
-    /// bash reads completions from ~/.local/share/bash-completion/completions/ddp-mp, fish from
-    /// ~/.local/share/fish/vendor_completions.d/ddp-mp.fish, zsh from a file _ddp-mp in a folder of fpath
+    /// For a program NAME, bash reads completions from ~/.local/share/bash-completion/completions/NAME, fish from
+    /// ~/.local/share/fish/vendor_completions.d/NAME.fish, zsh from a file _NAME in a folder of fpath
     #[arg(value_name = "SHELL", value_parser = name::<CompletedShell>())]
     pub shell: CompletedShell,
 }

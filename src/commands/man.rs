@@ -15,7 +15,7 @@ use crate::telemetry::Printer;
 pub struct ManFlags {
     /// Folder for all pages; without it the first is printed
     ///
-    /// One page for each command, such as ddp-mp-train.1. man finds those in ~/.local/share/man/man1
+    /// One page for each command. man finds pages in ~/.local/share/man/man1
     #[arg(value_name = "DIR")]
     pub folder: Option<PathBuf>,
 }

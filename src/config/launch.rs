@@ -46,7 +46,7 @@ pub struct LaunchSection {
     pub bind: BindChoice,
     /// Launcher whose variables place this process
     ///
-    /// local: none of them. See ddp-mp env
+    /// local: none of them. See the command env
     #[arg(id = "launch", long = "launch", value_name = "NAME", value_parser = name::<LaunchChoice>())]
     #[arg(default_value_t, add = MayDiffer::BetweenProcesses, add = RefusedBy::ONE_PROCESS)]
     #[serde(rename = "launch")]
