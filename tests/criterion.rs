@@ -357,14 +357,14 @@ fn mistakes_in_closures_are_one_message_that_names_the_closure() {
         ),
         (
             metric("loss", mse),
-            "has the name `loss`, which is that of the first part, the loss itself; give it another name",
+            "has the name `loss`, under which the first part is shown; give it another name",
         ),
         (
             Criterion::own(|output: &Tensor, targets: &Tensor| {
                 let loss = mse(output, targets);
                 [("total", loss.shallow_clone()), ("loss", loss)]
             }),
-            "has the name `loss`, which is that of the first part, the loss itself; give it another name",
+            "has the name `loss`, under which the first part is shown; give it another name",
         ),
         (
             Criterion::from(Loss::CrossEntropy).metric("accuracy", mse),

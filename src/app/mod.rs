@@ -19,7 +19,7 @@ use crate::models::{Forward, Model};
 use crate::trainer::{Callback, Criterion, LossParts, Trainer};
 use run::Run;
 
-/// A program that trains with all flags, files and commands of `ddp-mp`. What it does not bring itself, options choose:
+/// A program that trains with all flags, files and commands of `ddp-mp`. Options choose what the program does not bring:
 /// without a model there is `--model`, without a data set `--dataset`, without a loss `--loss`.
 ///
 /// ```no_run
@@ -35,7 +35,7 @@ use run::Run;
 /// }
 /// ```
 ///
-/// `A` is the type of the program's own options, which all closures get: see [`args`](Self::args).
+/// `A` is the type of the program's options, which all closures get: see [`args`](Self::args).
 #[derive(Debug)]
 pub struct App<A = ()> {
     program: Program,
@@ -45,7 +45,7 @@ pub struct App<A = ()> {
 }
 
 impl App {
-    /// Creates a program of this name and version. Help, completions and the manual page have its name.
+    /// Creates a program of this name and version. Help, completions and the manual page show the name.
     pub fn new(name: &'static str, version: &'static str) -> Self {
         Self {
             program: Program::new(name, version),
@@ -55,9 +55,9 @@ impl App {
         }
     }
 
-    /// Adds options of the program's own: flags, keys of a file of `--config`, and lines of `env`. A run that resumes
-    /// must have the same. Each field needs `#[arg(long)]`. A list needs `value_delimiter` as well. Call this before the
-    /// methods that take closures.
+    /// Adds the program's options. Each is a flag, a key of a file of `--config`, and a line of `env`. A run that resumes
+    /// must have the same values. Each field needs `#[arg(long)]`. A list needs `value_delimiter` as well. Call this
+    /// before the methods that take closures.
     ///
     /// ```no_run
     /// use ddp_mp::prelude::*;
@@ -88,9 +88,9 @@ impl App {
 }
 
 impl<A: Any + Send + Sync> App<A> {
-    /// Trains the model that `build` makes on each rank, in place of the options of `--model`. It must create every
-    /// parameter and buffer with the path, on the CPU: they are moved to the rank's device. Libtorch's generator has the
-    /// run's seed meanwhile, and all ranks start with rank 0's parameters.
+    /// Trains the model that `build` makes on each rank, in place of the options of `--model`. `build` must create every
+    /// parameter and buffer with the path, on the CPU. They are then moved to the rank's device. Meanwhile libtorch's
+    /// generator has the run's seed. All ranks start with rank 0's parameters.
     ///
     /// A panic ends the run with an error that names the rank.
     #[must_use]
@@ -118,8 +118,8 @@ impl<A: Any + Send + Sync> App<A> {
         self
     }
 
-    /// Validates on the samples that `open` opens. Without this, `--val-fraction` holds back some of the training
-    /// samples; with it, that option has its place.
+    /// Validates on the samples that `open` opens. `--val-fraction` replaces them: it holds back some of the training
+    /// samples, or none with 0.
     #[must_use]
     pub fn validation_dataset<D: Dataset + 'static>(
         mut self,
@@ -129,8 +129,8 @@ impl<A: Any + Send + Sync> App<A> {
         self
     }
 
-    /// Minimizes the loss that `loss` returns for the model's output and the targets of a batch: a mean over its samples
-    /// without dimensions, or several named parts, of which the first is trained on. See [`Criterion::own`].
+    /// Minimizes the loss that `loss` returns for the model's output and the targets of a batch. The loss is a mean over
+    /// the samples, as one number, or several numbers with names. The first is trained on. See [`Criterion::own`].
     #[must_use]
     pub fn loss<L: Into<LossParts>>(
         mut self,
@@ -158,14 +158,14 @@ impl<A: Any + Send + Sync> App<A> {
         self
     }
 
-    /// Adds a callback to each rank's trainer, a clone of this one. Any number, in this order.
+    /// Adds a clone of `callback` to each rank's trainer. Callbacks run in the order in which they are added.
     #[must_use]
     pub fn callback(self, callback: impl Callback<Model> + Clone + Send + Sync + 'static) -> Self {
         self.trainer(move |trainer, _| Ok(trainer.callback(callback.clone())))
     }
 
-    /// Changes each rank's trainer before it trains: adds callbacks that need the program's own options, or a
-    /// [`step`](Trainer::step) of your own. In `train`, `bench step`, `bench scaling` and `verify`; on all ranks alike.
+    /// Changes each rank's trainer before it trains. `change` adds callbacks that need the program's options, or its own
+    /// [`step`](Trainer::step). It runs in `train`, `bench step`, `bench scaling` and `verify`, on all ranks alike.
     #[must_use]
     pub fn trainer(
         mut self,
@@ -175,7 +175,8 @@ impl<A: Any + Send + Sync> App<A> {
         self
     }
 
-    /// Changes the defaults of options to those in `toml`, the text of a file as for `--config`: use `include_str!`.
+    /// Changes the defaults of options to the values in `toml`, the text of a file as for `--config`. `include_str!` reads
+    /// such a file. The help shows these defaults.
     #[must_use]
     pub fn defaults(mut self, toml: &'static str) -> Self {
         self.program.defaults = Some(toml);
@@ -196,9 +197,9 @@ impl<A: Any + Send + Sync> App<A> {
         self
     }
 
-    /// Runs what the process's arguments ask for, and ends the process. `main` does nothing before: the program starts
-    /// itself anew, with a limit on the spinning of libtorch's threads. Ends with 0, 2 for invalid input, 1 for another
-    /// failure, or 128 and the number of the signal that stopped it.
+    /// Runs what the process's arguments ask for, and ends the process. `main` must do nothing before: the program
+    /// restarts itself, with a limit on the spinning of libtorch's threads. The exit code is 0, 2 for invalid input, 1 for
+    /// another failure, or 128 and the number of the signal that stopped the program.
     pub fn run(self) -> ! {
         let Self { program, commit, has_course, .. } = self;
         Run { program: Arc::new(program), commit, has_course }.run()
@@ -215,7 +216,7 @@ impl<A> App<A> {
     /// begins with the program's name. `None` for another command than `train`.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] with what the program would say.
+    /// [`Error::InvalidInput`] with the message that the program would print.
     pub fn config_of(&self, args: impl Iterator<Item = OsString>) -> Result<Option<Config>> {
         cli::check(&self.program, self.has_course)?;
         let parsed = cli::parse(&self.command(), args);
@@ -229,7 +230,7 @@ impl<A> App<A> {
     }
 }
 
-/// Returns the program's own options as their type. A closure that was given before [`App::args`] gets `()`.
+/// Returns the program's options as their type. A closure that was given before [`App::args`] gets `()`.
 fn own<A: Any>(args: &OwnArgs) -> &A {
     let none: &dyn Any = &();
     let args: &dyn Any = if TypeId::of::<A>() == TypeId::of::<()>() { none } else { args };

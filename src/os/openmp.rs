@@ -68,7 +68,7 @@ pub unsafe extern "C" fn limit_spinning(
 }
 
 /// Restarts the program from `main`, as [`limit_spinning`] does before it, if the environment sets no wait policy. No
-/// other thread may run. For a program whose file has no `.preinit_array` of its own.
+/// other thread may run. For a program without a `.preinit_array`.
 pub(crate) fn limit_spinning_in_main() {
     let is_set = |name: &[u8]| {
         let name = name.split_last().map_or(name, |(_, name)| name); // without the =

@@ -177,7 +177,7 @@ impl PrometheusFile {
                 text.gauge(name, help, &[], value);
             }
             if !metrics.is_empty() {
-                let help = "A metric of the program's own, of the last validation";
+                let help = "A metric of the program, of the last validation";
                 text.head("validation_metric", "gauge", help);
                 for (name, value) in metrics {
                     text.sample("validation_metric", &[("name", name)], *value);

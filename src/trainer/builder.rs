@@ -81,8 +81,8 @@ impl<M: Forward> Trainer<M> {
         Ok(Self { context, callbacks })
     }
 
-    /// Adds a callback, which runs after those of the settings below and before the checkpoint of a step or an epoch is
-    /// saved. Callbacks run in the order in which they are added; at the end of training in reverse, so the final
+    /// Adds a callback, which runs after the callbacks of the settings below and before the checkpoint of a step or an
+    /// epoch is saved. Callbacks run in the order in which they are added; at the end of training in reverse, so the final
     /// checkpoint is saved first. Add callbacks before [`Trainer::resume`], or they miss the checkpoint.
     #[must_use]
     pub fn callback(mut self, callback: impl Callback<M> + 'static) -> Self {
@@ -109,9 +109,9 @@ impl<M: Forward> Trainer<M> {
         Ok(self)
     }
 
-    /// Replaces forward pass, loss and backward of each batch by `step`: for several models, for more than one backward,
-    /// or for one of your own. It returns the mean loss of the batch, as the closure of [`Criterion::own`] does; the
-    /// trainer's criterion still validates.
+    /// Replaces forward pass, loss and backward of each batch by `step`: for several models, or for another or more than
+    /// one backward. `step` returns the mean loss of the batch, as the closure of [`Criterion::own`] does. The trainer's
+    /// criterion still validates.
     ///
     /// ```
     /// # use ddp_mp::prelude::*;

@@ -32,7 +32,7 @@ pub struct TrainContext<M> {
     pub(super) schedule: Schedule,
     pub(super) loader: BatchSource,
     pub(super) criterion: Criterion,
-    /// A step of the program's own; `None` for the forward pass and the criterion.
+    /// The program's own step; `None` for the forward pass and the criterion.
     pub(super) own_step: Option<OwnStep<M>>,
     /// The share of the batch that the step is at.
     pub(super) share: Share,
@@ -157,7 +157,7 @@ impl<M> TrainContext<M> {
         self.loader.samples(self.state.epoch, self.state.samples_seen, first, count)
     }
 
-    /// Adds the losses of a step to those of the epoch.
+    /// Adds the losses of a step to the losses of the epoch.
     pub(super) fn add_losses(&mut self, step: &Step) -> Result<()> {
         self.counted += step.count() as u64;
         let mut losses = step.losses.iter().enumerate();

@@ -11,8 +11,8 @@ use crate::error::{Error, Result};
 use crate::ffi::TorchResult;
 use crate::runtime::panics;
 
-/// What a run minimizes and measures: a built-in [`Loss`], or a loss of your own. It may have metrics, and a count of
-/// what a batch has.
+/// What a run minimizes and measures: a built-in [`Loss`] or your own loss, with metrics, and a count of what a batch
+/// has.
 ///
 /// ```
 /// use ddp_mp::prelude::*;
@@ -73,8 +73,8 @@ impl From<Loss> for Criterion {
 }
 
 impl Criterion {
-    /// Creates a criterion with a loss of your own: the mean over the samples of a batch, as one number, or several
-    /// numbers with names. The first is trained on; validation shows the others by their names.
+    /// Creates a criterion with your own loss: the mean over the samples of a batch, as one number, or several numbers
+    /// with names. The first is trained on, and always shown as `loss`. Validation shows the others by their names.
     pub fn own<L: Into<LossParts>>(
         loss: impl Fn(&Tensor, &Tensor) -> L + Send + Sync + 'static,
     ) -> Self {
@@ -82,8 +82,8 @@ impl Criterion {
         Self { loss: LossFunction::Own(loss), metrics: Vec::new(), count: None }
     }
 
-    /// Adds a metric, which validation shows as `name`: the mean over the samples of a batch, as one number. The mean
-    /// over all batches is that over the samples of all ranks.
+    /// Adds a metric, which validation shows as `name`: the mean over the samples of a batch, as one number. Validation
+    /// shows its mean over the samples of all ranks.
     #[must_use]
     pub fn metric(
         mut self,
@@ -94,9 +94,9 @@ impl Criterion {
         self
     }
 
-    /// Sets what a batch counts as in place of its number of samples, such as its tokens that are no padding. The means
-    /// over an epoch, over a validation and of [`exact_mean`](super::TrainerOptions::exact_mean) weigh each batch by it.
-    /// Rates show it as tokens per second.
+    /// Sets what a batch counts as in place of its number of samples, such as its tokens without padding. The means over
+    /// an epoch, over a validation and of [`exact_mean`](super::TrainerOptions::exact_mean) weigh each batch by this
+    /// count. Rates show it as tokens per second.
     #[must_use]
     pub fn count(mut self, count: impl Fn(&Batch) -> usize + Send + Sync + 'static) -> Self {
         self.count = Some(Arc::new(count));
@@ -179,13 +179,12 @@ impl Criterion {
         Ok(Measured { name: LOSS, loss, named: Vec::new() })
     }
 
-    /// Checks that each metric has a name of its own. Those of the loss's parts are known only later.
+    /// Checks that each metric has another name. The names of the loss's parts are known only later.
     pub(super) fn check(&self) -> Result<()> {
         self.check_names(LOSS, &[])
     }
 
-    /// Checks that each metric, and each further part of the loss, has a name of its own. `loss` is that of the first
-    /// part.
+    /// Checks that each metric, and each further part of the loss, has another name. `loss` is the name of the first part.
     fn check_names(&self, loss: &'static str, parts: &[(&'static str, Tensor)]) -> Result<()> {
         let of_metrics = self.metrics.iter().map(|(name, _)| *name);
         let mut taken = vec![loss];
@@ -195,14 +194,14 @@ impl Criterion {
         for name in parts.iter().map(|(name, _)| *name).chain(of_metrics) {
             if name == LOSS {
                 return Err(Error::InvalidInput(format!(
-                    "a part of the loss or a metric has the name `{LOSS}`, which is that of the first part, the loss \
-                     itself; give it another name"
+                    "a part of the loss or a metric has the name `{LOSS}`, under which the first part is shown; give it \
+                     another name"
                 )));
             }
             if taken.contains(&name) {
                 return Err(Error::InvalidInput(format!(
-                    "the name `{name}` is there twice, among the loss, its parts and the metrics; give each a name of \
-                     its own"
+                    "the name `{name}` is there twice, among the loss, its parts and the metrics; give each another \
+                     name"
                 )));
             }
             taken.push(name);

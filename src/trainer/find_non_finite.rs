@@ -183,7 +183,7 @@ impl<M: Forward> TrainContext<M> {
     }
 
     /// Returns the samples of `batch` whose data are not finite; if there are none, those whose losses are not, if
-    /// `has_losses`: a step of the program's own computes none for a sample.
+    /// `has_losses`: the program's own step computes none for a sample.
     fn nonfinite_rows(&self, batch: &Batch, has_losses: bool) -> Result<NonFiniteRows> {
         let mut rows = rows_not_finite(&batch.inputs)?;
         for tensor in batch.more_inputs.iter().chain([&batch.targets]) {
@@ -191,7 +191,7 @@ impl<M: Forward> TrainContext<M> {
         }
         let why = if rows.is_empty() { "" } else { NON_FINITE_DATA };
         if rows.is_empty() && has_losses {
-            // Evaluation mode: in training, batch norms would mix the samples, and those of other ranks.
+            // Evaluation mode: in training, batch norms would mix the samples, also of other ranks.
             let losses = tch::no_grad(|| {
                 let _autocast = self.autocast()?;
                 self.criterion.per_sample(&self.forward(batch, false), &batch.targets)

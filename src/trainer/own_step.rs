@@ -1,4 +1,4 @@
-//! A step of the program's own, in place of forward, loss and backward of each batch.
+//! The program's own step, in place of forward, loss and backward of each batch.
 
 use std::cell::RefCell;
 use std::fmt;
@@ -13,7 +13,7 @@ use crate::error::{Error, Result};
 use crate::ffi::{Autocast, TorchResult};
 use crate::runtime::panics;
 
-/// A step of the program's own: [`Trainer::step`](super::Trainer::step).
+/// The program's own step: [`Trainer::step`](super::Trainer::step).
 pub(super) struct OwnStep<M>(Rc<RefCell<Run<M>>>);
 
 type Run<M> = dyn FnMut(&mut TrainContext<M>, &Batch) -> anyhow::Result<LossParts>;
@@ -50,7 +50,7 @@ impl<M> OwnStep<M> {
         let parts = result.map_err(|error| context.with_samples(error, Some(number)))??;
         let checked = parts.check().map_err(|error| context.with_samples(error, Some(number)));
         let loss = checked?.loss.f_detach().doing("detach")?;
-        // It counts for nothing, and may be no number.
+        // The loss of no samples counts for nothing, and may be no number.
         Ok(if batch.is_empty() { loss.f_zeros_like().doing("zeros_like")? } else { loss })
     }
 }
@@ -79,7 +79,7 @@ fn poison_if_nonfinite(loss: &Tensor) -> Result<Tensor> {
 }
 
 impl<M> TrainContext<M> {
-    /// Returns the model in its current state, for a step of your own: see [`Trainer::step`](super::Trainer::step).
+    /// Returns the model in its current state, for your own step: see [`Trainer::step`](super::Trainer::step).
     pub fn ddp_mut(&mut self) -> &mut Strategy<M> {
         &mut self.ddp
     }
@@ -118,12 +118,12 @@ impl<M> TrainContext<M> {
         self.ddp.backward_part(&share, self.share.of)
     }
 
-    /// Checks that a step of the program's own has averaged the gradients once since there were `before` averages, and
-    /// with weights if all samples count alike.
+    /// Checks that the program's own step has averaged the gradients once since there were `before` averages, and with
+    /// weights if all samples count alike.
     pub(super) fn check_own_step(&self, before: u32) -> Result<()> {
         let problem = match self.ddp.num_averages().wrapping_sub(before) {
             0 => {
-                "the step has not averaged the gradients, so each rank would train a model of its own; call \
+                "the step has not averaged the gradients, so the ranks would train different models; call \
                  TrainContext::backward once in each step, outside of no_sync"
             }
             1 if self.options.exact_mean && !self.has_weighed => {

@@ -51,7 +51,7 @@ impl<M> TrainContext<M> {
         })
     }
 
-    /// Checks that the losses of the epoch so far, if `checkpoint` has some, weigh as those of this run do.
+    /// Checks that the losses of the epoch so far, if `checkpoint` has some, weigh as this run's losses do.
     fn check_same_count(&self, checkpoint: &Checkpoint) -> Result<()> {
         let saved = checkpoint.state();
         let had_count = !saved.counts.is_empty();

@@ -65,7 +65,7 @@ impl Step {
     }
 
     /// Returns the share of batch number `batch` in the mean over the step: its mean loss, divided by the number of
-    /// batches. With `exact_mean` each sample has the same share, or whatever the criterion counts, also where batches
+    /// batches. With `exact_mean` each sample has the same share, or what the criterion counts, also where batches
     /// have different sizes.
     pub(super) fn share(&self, batch: usize, exact_mean: bool) -> Share {
         let all = self.count();

@@ -22,7 +22,7 @@ impl<M: Forward> TrainContext<M> {
         let buffers = BufferSnapshot::of(&self.ddp)?;
         if let Some(batch) = self.loader.epoch(0)?.next() {
             let batch = batch?;
-            // A step of the program's own may change what nobody could restore.
+            // The program's own step may change what could not be restored.
             let loss = if self.own_step.is_some() {
                 Tensor::f_zeros([1], (Kind::Float, self.group().device())).doing("zeros")?
             } else {

@@ -25,7 +25,7 @@ pub(crate) enum BenchCommand {
     Scaling(ScalingFlags),
 }
 
-/// The flags of `bench step`: those of training, as far as they change a step.
+/// The flags of `bench step`: the flags of training that change a step.
 #[derive(Debug, Args)]
 pub(crate) struct StepFlags {
     /// Steps to measure
@@ -41,7 +41,7 @@ pub(crate) struct StepFlags {
     pub(crate) train: TrainFlags,
 }
 
-/// The flags of `bench scaling`: those of training, as far as they change a step.
+/// The flags of `bench scaling`: the flags of training that change a step.
 #[derive(Debug, Args)]
 pub(crate) struct ScalingFlags {
     /// Steps of each repetition
@@ -54,7 +54,7 @@ pub(crate) struct ScalingFlags {
     pub(crate) train: TrainFlags,
 }
 
-/// The flags of `verify`: those of training, as far as they change what is compared.
+/// The flags of `verify`: the flags of training that change what is compared.
 #[derive(Debug, Args)]
 pub(crate) struct VerifyFlags {
     /// Steps to make
@@ -67,7 +67,7 @@ pub(crate) struct VerifyFlags {
     pub(crate) train: TrainFlags,
 }
 
-/// The flags of `env`: those of training.
+/// The flags of `env`: all flags of training.
 #[derive(Debug, Args)]
 pub(crate) struct EnvFlags {
     /// All options, also those that have their default

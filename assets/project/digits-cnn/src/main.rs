@@ -1,4 +1,4 @@
-//! Trains a convolutional network of your own on images, with all flags, files and commands of ddp-mp.
+//! Trains your own convolutional network on images, with all flags, files and commands of ddp-mp.
 
 mod model;
 

@@ -1,4 +1,4 @@
-//! Trains a GPT on a text of your own, with all flags, files and commands of ddp-mp, and writes text with it.
+//! Trains a GPT on your own text, with all flags, files and commands of ddp-mp, and writes text with it.
 
 use std::process::ExitCode;
 

@@ -1,4 +1,4 @@
-//! Trains a model of your own with all flags, files and commands of ddp-mp.
+//! Trains your own model with all flags, files and commands of ddp-mp.
 
 mod data;
 mod model;
