@@ -1,6 +1,8 @@
 //! The token that a failing rank trips to end the waits of all other ranks.
 
 use std::convert::Infallible;
+use std::fmt::Debug;
+use std::sync::Weak;
 
 use crossbeam::channel::{Receiver, Sender, bounded};
 
@@ -8,16 +10,24 @@ use super::primitives::{AtomicUsize, Mutex, Ordering, Thread, current};
 
 const NOBODY: usize = usize::MAX;
 
+/// Events that threads wait for.
+pub(crate) trait Notify: Debug + Send + Sync {
+    /// Wakes the waiting threads, so that they check their conditions again.
+    fn notify(&self);
+}
+
 /// A token that the first failing rank trips once and all ranks see.
 ///
 /// A thread cannot be killed from outside, so every wait of this crate checks this token. A thread that parks is
-/// registered here and gets unparked. A thread that waits on a channel also selects on [`CancelToken::tripped`].
+/// registered here and gets unparked; an event that a thread waits for is notified. A thread that waits on a channel also selects on [`CancelToken::tripped`].
 #[derive(Debug)]
 pub(crate) struct CancelToken {
     /// The rank that failed first, or `NOBODY`.
     by: AtomicUsize,
     /// The threads that may park; unparked when the token trips.
     threads: Mutex<Vec<Thread>>,
+    /// Where threads wait for an event; notified when the token trips.
+    events: Mutex<Vec<Weak<dyn Notify>>>,
     /// A channel without messages that closes when the token trips.
     closes: Receiver<Infallible>,
     keeps_open: Mutex<Option<Sender<Infallible>>>,
@@ -29,6 +39,7 @@ impl Default for CancelToken {
         Self {
             by: AtomicUsize::new(NOBODY),
             threads: Mutex::new(Vec::new()),
+            events: Mutex::new(Vec::new()),
             closes,
             keeps_open: Mutex::new(Some(sender)),
         }
@@ -69,10 +80,20 @@ impl CancelToken {
         threads.retain(|thread| thread.id() != me);
     }
 
-    /// Unparks every registered thread, so that it checks its condition again.
+    /// Registers events, to be notified when the token trips, for as long as they exist.
+    pub(crate) fn register_events(&self, events: Weak<dyn Notify>) {
+        let mut all = self.events.lock();
+        all.retain(|known| known.strong_count() > 0);
+        all.push(events);
+    }
+
+    /// Wakes every registered thread and every thread that waits for a registered event, so that it checks its condition
+    /// again.
     pub(crate) fn wake_all(&self) {
         for thread in self.threads.lock().iter() {
             thread.unpark();
         }
+        let events: Vec<_> = self.events.lock().iter().filter_map(Weak::upgrade).collect();
+        events.iter().for_each(|events| events.notify());
     }
 }

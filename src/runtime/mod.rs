@@ -1,9 +1,8 @@
 //! The state that the ranks of one run share, and their waits for each other.
 //!
 //! **Invariant:** every wait here ends: done, cancelled, or past its deadline. The wait at the end of a shared-memory
-//! collective ([`Barrier::wait_to_leave`]) ends because the other ranks only compute there.
+//! collective (`process_group::local::Barrier::wait_to_leave`) ends because the other ranks only compute there.
 
-mod barrier;
 mod cancel;
 mod deadline;
 mod failure;
@@ -19,8 +18,7 @@ mod run;
 mod stop;
 mod watchdog;
 
-pub(crate) use barrier::Barrier;
-pub(crate) use cancel::CancelToken;
+pub(crate) use cancel::{CancelToken, Notify};
 pub(crate) use deadline::{MAX_WAIT, deadline};
 pub(crate) use failure::Failure;
 pub use failure::RankFailure;

@@ -4,9 +4,9 @@ use std::time::Duration;
 
 use crossbeam::utils::CachePadded;
 
+use super::barrier::Barrier;
 use crate::error::Result;
 use crate::operation::OpId;
-use crate::runtime::Barrier;
 use crate::runtime::primitives::{Arc, AtomicBool, Ordering, UnsafeCell};
 
 /// The barrier and the slots that the ranks of one group share.
@@ -90,18 +90,20 @@ impl<T: Send + Sync> ExchangeSlot<T> {
 
     /// Returns what was published by all ranks in the last exchange, in rank order.
     pub(crate) fn published(&self) -> impl ExactSizeIterator<Item = &T> + Clone {
-        let parity = 1 - self.parity;
-        let slots = self.exchange.slots.iter();
-        // SAFETY: no rank writes these cells before this rank has entered the next exchange (see `Slot`), for which the
+        (0..self.exchange.slots.len()).map(|rank| self.published_by(rank))
+    }
+
+    /// Returns what `rank` has published in the last exchange.
+    pub(crate) fn published_by(&self, rank: usize) -> &T {
+        let cell = &self.exchange.slots[rank].cells[1 - self.parity];
+        // SAFETY: no rank writes this cell before this rank has entered the next exchange (see `Slot`), for which the
         // borrow of `self` must have ended.
-        slots.map(move |slot| slot.cells[parity].with(|place| unsafe { &*place }))
+        cell.with(|place| unsafe { &*place })
     }
 
     /// Returns what this rank has published in the last exchange.
     pub(crate) fn announced(&self) -> &T {
-        let cell = &self.exchange.slots[self.rank].cells[1 - self.parity];
-        // SAFETY: our own slot, which this rank writes only in an exchange, for which the borrow of `self` must have ended.
-        cell.with(|place| unsafe { &*place })
+        self.published_by(self.rank)
     }
 
     /// Runs `work`, then waits until all ranks have finished theirs. Also waits if `work` panics.

@@ -1,4 +1,4 @@
-//! The ranks that others wait for, as the errors of waits that last too long name them. `runtime/barrier.rs` and the
+//! The ranks that others wait for, as the errors of waits that last too long name them. The barrier and the
 //! network find them.
 
 use super::RunContext;
@@ -68,6 +68,20 @@ impl RunContext {
             behind.sort_by_key(entered);
         }
         self.last_seen(behind)
+    }
+
+    /// Returns the ranks `missing` of any process like [`missing_ranks`](Self::missing_ranks). If some are of processes that
+    /// do not respond, returns those alone, which takes a moment to find out.
+    pub(crate) fn missing_or_silent(&self, missing: Vec<usize>) -> Vec<MissingRank> {
+        let is_elsewhere = |rank: &usize| self.threads[*rank].lock().is_none();
+        if missing.iter().any(is_elsewhere) {
+            let mut silent = self.refresh_peers();
+            silent.retain(|other| missing.contains(&other.rank));
+            if !silent.is_empty() {
+                return silent;
+            }
+        }
+        self.missing_ranks(missing)
     }
 
     /// Returns `missing`, the ranks that are waited for, with their last known operations.

@@ -55,7 +55,35 @@ macro_rules! atomics {
     )*};
 }
 
-atomics! { AtomicBool: bool; AtomicU64: u64; AtomicUsize: usize; }
+atomics! { AtomicBool: bool; AtomicU32: u32; AtomicU64: u64; AtomicUsize: usize; }
+
+/// A futex, made of a thread that parks: one thread at a time waits for an event here.
+#[derive(Debug, Default)]
+pub(crate) struct Event {
+    count: AtomicU32,
+    /// Not loom's lock: it stands for the kernel's, which a thread holds for no other event.
+    waiting: std::sync::Mutex<Option<Thread>>,
+}
+
+impl Event {
+    pub(crate) fn count(&self) -> u32 {
+        self.count.load(Ordering::SeqCst)
+    }
+
+    pub(crate) fn notify(&self) {
+        self.count.fetch_add(1, Ordering::SeqCst);
+        let waiting = self.waiting.lock().unwrap().clone();
+        waiting.iter().for_each(Thread::unpark);
+    }
+
+    pub(crate) fn wait(&self, seen: u32, _: Option<std::time::Duration>) {
+        *self.waiting.lock().unwrap() = Some(current());
+        // Another event may have unparked the thread before, which must not hide that this one does not.
+        while self.count() == seen {
+            park();
+        }
+    }
+}
 
 /// loom panics when a thread is unparked that waits in `lock`. In `yield_now` it may be.
 #[derive(Debug, Default)]

@@ -4,8 +4,7 @@ use std::time::Duration;
 
 use super::{AT, TIMEOUT, Watched, barrier_of, in_every_order};
 use crate::error::Result;
-use crate::process_group::local::{Exchange, ExchangeSlot};
-use crate::runtime::Barrier;
+use crate::process_group::local::{Barrier, Exchange, ExchangeSlot};
 use crate::runtime::primitives::Arc;
 
 /// A rank's tensor: one element for every rank's slice.

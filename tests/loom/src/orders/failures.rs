@@ -7,9 +7,9 @@ use std::time::Duration;
 use super::collectives::{CollectiveFingerprint, Rank, exchange_of};
 use super::{TIMEOUT, in_every_order};
 use crate::error::{Error, Result};
-use crate::process_group::local::Exchange;
+use crate::process_group::local::{Barrier, Exchange};
+use crate::runtime::RunContext;
 use crate::runtime::primitives::Arc;
-use crate::runtime::{Barrier, RunContext};
 
 struct Ranks {
     run: Arc<RunContext>,

@@ -11,8 +11,9 @@ use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use crate::operation::{OpId, Operation};
+use crate::process_group::local::Barrier;
+use crate::runtime::RunContext;
 use crate::runtime::primitives::{Arc, UnsafeCell};
-use crate::runtime::{Barrier, RunContext};
 
 const AT: OpId = OpId { operation: Operation::AllReduce, sequence: 0 };
 

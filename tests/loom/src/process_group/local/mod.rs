@@ -1,10 +1,13 @@
 //! The exchange of the ranks' calls, and the reduction of their tensors.
 
+#[path = "../../../../../src/process_group/local/barrier.rs"]
+mod barrier;
 #[path = "../../../../../src/process_group/local/element.rs"]
 mod element;
 #[path = "../../../../../src/process_group/local/exchange.rs"]
 mod exchange;
 
+pub(crate) use barrier::Barrier;
 pub(crate) use exchange::{Exchange, ExchangeSlot};
 
 #[cfg(all(test, not(loom)))]

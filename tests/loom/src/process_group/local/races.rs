@@ -5,12 +5,12 @@ use std::thread;
 use std::time::Duration;
 
 use super::super::ReduceOp;
-use super::{Exchange, ExchangeSlot, element};
+use super::{Barrier, Exchange, ExchangeSlot, element};
 use crate::Kind;
 use crate::error::Result;
 use crate::operation::{OpId, Operation};
+use crate::runtime::RunContext;
 use crate::runtime::primitives::Arc;
-use crate::runtime::{Barrier, RunContext};
 
 const AT: OpId = OpId { operation: Operation::AllReduce, sequence: 0 };
 const MINUTE: Duration = Duration::from_secs(60);

@@ -1,17 +1,18 @@
 //! A barrier with cancellation and a timeout, which `std::sync::Barrier` lacks.
 
+use std::any::Any;
+use std::ops::Deref;
+use std::ptr::NonNull;
 use std::time::{Duration, Instant};
 
 use crossbeam::utils::CachePadded;
 
-use super::RunContext;
-use super::primitives::{
-    Arc, AtomicBool, AtomicU64, Mutex, Ordering, Thread, current, park, park_timeout, yield_now,
-};
 use crate::error::{Error, Result};
 use crate::operation::OpId;
+use crate::runtime::primitives::{Arc, AtomicBool, AtomicU64, Event, Ordering, yield_now};
+use crate::runtime::{Notify, RunContext};
 
-/// A barrier for the ranks of a group that are threads of this process.
+/// A barrier for the ranks of a group that share memory: threads of this process, or of several processes of a host.
 ///
 /// `rank` here is the place in the group. The run and the errors use the rank's number in the run.
 ///
@@ -23,7 +24,7 @@ use crate::operation::OpId;
 /// A common word for all ranks would take longer. They would write it one after the other, and read it once more.
 #[derive(Debug)]
 pub(crate) struct Barrier {
-    slots: Box<[Slot]>,
+    slots: Arc<Slots>,
     run: Arc<RunContext>,
     /// The rank of the run at each place of the group.
     members: Arc<[usize]>,
@@ -31,11 +32,59 @@ pub(crate) struct Barrier {
     spins: u32,
 }
 
-/// One rank's part of a barrier.
+/// One rank's part of a barrier. Memory of zeros is a valid one.
 #[derive(Debug, Default)]
-struct Slot {
+#[repr(C)]
+pub(crate) struct Slot {
     arrival: CachePadded<Arrival>,
     spinning: CachePadded<Spinning>,
+}
+
+/// A value that another one keeps in memory.
+#[derive(Debug)]
+pub(crate) struct InMemory<T> {
+    value: NonNull<T>,
+    _memory: Arc<dyn Any + Send + Sync>,
+}
+
+// SAFETY: a reference to the value, as `Arc` gives it.
+unsafe impl<T: Send + Sync> Send for InMemory<T> {}
+// SAFETY: likewise.
+unsafe impl<T: Send + Sync> Sync for InMemory<T> {}
+
+impl<T: Send + Sync + 'static> InMemory<T> {
+    /// Returns the value in the memory of an `Arc`.
+    fn of(value: Arc<T>) -> Self {
+        Self { value: NonNull::from(&*value), _memory: value }
+    }
+
+    /// Returns the value at `value`.
+    ///
+    /// # Safety
+    /// There is a valid `T`, for as long as `memory` exists, and it is changed through its atomics only.
+    pub(crate) unsafe fn at(value: NonNull<T>, memory: Arc<dyn Any + Send + Sync>) -> Self {
+        Self { value, _memory: memory }
+    }
+}
+
+impl<T> Deref for InMemory<T> {
+    type Target = T;
+
+    fn deref(&self) -> &T {
+        // SAFETY: the value exists as long as `_memory`.
+        unsafe { self.value.as_ref() }
+    }
+}
+
+/// The slots of all ranks, in group order.
+#[derive(Debug)]
+struct Slots(Box<[InMemory<Slot>]>);
+
+impl Notify for Slots {
+    fn notify(&self) {
+        // Whether a rank waits is not asked: what has happened may be seen later than that.
+        self.0.iter().for_each(|slot| slot.arrival.event.notify());
+    }
 }
 
 impl Slot {
@@ -46,14 +95,22 @@ impl Slot {
 
 /// The state of a rank that the others read.
 #[derive(Debug, Default)]
+#[repr(C)]
 struct Arrival {
     /// Twice the number of rounds in which this rank has arrived, plus one if another rank has poisoned the next.
     word: AtomicU64,
-    /// Whether the rank's thread is parked, or about to park.
-    parked: AtomicBool,
-    /// The thread that parks for this rank: its own, or its communication thread. Locked only when a thread parks or is
-    /// unparked, so the cost is negligible.
-    thread: Mutex<Option<Thread>>,
+    /// Whether a thread waits for `event` for this rank, or is about to.
+    waits: AtomicBool,
+    event: Event,
+}
+
+impl Arrival {
+    /// Wakes the rank if it waits for others to arrive.
+    fn wake_if_waiting(&self) {
+        if self.waits.load(Ordering::SeqCst) {
+            self.event.notify();
+        }
+    }
 }
 
 /// One arrival in [`Arrival::word`].
@@ -62,6 +119,7 @@ const POISON: u64 = 1;
 
 /// The state of a rank that only its own thread uses. It has its own cache line, which the others do not take away.
 #[derive(Debug, Default)]
+#[repr(C)]
 struct Spinning {
     /// The number of next waits that do not spin.
     pause: AtomicU64,
@@ -79,13 +137,24 @@ const YIELDS: u32 = if cfg!(loom) { 1 } else { 50 };
 impl Barrier {
     /// Returns a barrier for the ranks `members` of `run`.
     pub(crate) fn new(run: Arc<RunContext>, members: Arc<[usize]>) -> Self {
-        Self {
-            slots: members.iter().map(|_| Slot::default()).collect(),
-            // Ranks of other groups count too: they may be running meanwhile.
-            spins: if run.ranks_here <= run.cores { SPINS } else { 0 },
-            run,
-            members,
-        }
+        let slots = members.iter().map(|_| InMemory::of(Arc::<Slot>::default())).collect();
+        let cores = run.cores;
+        Self::of(slots, cores, run, members)
+    }
+
+    /// Returns a barrier with these `slots`, for the ranks `members` of `run`, which may use this many cores together.
+    pub(crate) fn of(
+        slots: Box<[InMemory<Slot>]>,
+        cores: usize,
+        run: Arc<RunContext>,
+        members: Arc<[usize]>,
+    ) -> Self {
+        let slots = Arc::new(Slots(slots));
+        let events: Arc<dyn Notify> = slots.clone();
+        run.cancel.register_events(Arc::downgrade(&events));
+        // Ranks of other groups count too: they may be running meanwhile.
+        let spins = if run.ranks_here <= cores { SPINS } else { 0 };
+        Self { slots, run, members, spins }
     }
 
     /// Returns the run of these ranks.
@@ -132,7 +201,7 @@ impl Barrier {
 
     /// Counts this rank as arrived. Returns the round to wait for, from 1; `None` if the round is complete.
     fn arrive(&self, rank: usize) -> Result<Option<u64>> {
-        let word = &self.slots[rank].arrival.word;
+        let word = &self.slots.0[rank].arrival.word;
         let before = word.load(Ordering::Relaxed) & !POISON;
         let counted =
             word.compare_exchange(before, before + ARRIVAL, Ordering::SeqCst, Ordering::SeqCst);
@@ -144,19 +213,13 @@ impl Barrier {
             return Ok(Some(round));
         }
         // At least the last of the ranks gets here, and wakes those that found it missing.
-        for Slot { arrival, .. } in &self.slots {
-            if arrival.parked.load(Ordering::SeqCst)
-                && let Some(thread) = &*arrival.thread.lock()
-            {
-                thread.unpark();
-            }
-        }
+        self.slots.0.iter().for_each(|slot| slot.arrival.wake_if_waiting());
         Ok(None)
     }
 
     /// Returns whether all ranks have arrived in `round`.
     fn is_complete(&self, round: u64) -> bool {
-        self.slots.iter().all(|slot| slot.has_arrived(round))
+        self.slots.0.iter().all(|slot| slot.has_arrived(round))
     }
 
     /// Spins for a while. Returns true if the round is complete.
@@ -168,7 +231,7 @@ impl Barrier {
         if self.spins == 0 {
             return self.give_way(round);
         }
-        let Spinning { pause, last_pause } = &*self.slots[rank].spinning;
+        let Spinning { pause, last_pause } = &*self.slots.0[rank].spinning;
         let pauses = pause.load(Ordering::Relaxed);
         if pauses > 0 {
             pause.store(pauses - 1, Ordering::Relaxed);
@@ -206,24 +269,24 @@ impl Barrier {
         if self.spin(rank, round) {
             return Ok(());
         }
-        let Arrival { parked, thread, .. } = &*self.slots[rank].arrival;
-        *thread.lock() = Some(current());
-        parked.store(true, Ordering::SeqCst);
+        let waits = &self.slots.0[rank].arrival.waits;
+        waits.store(true, Ordering::SeqCst);
         let result = self.sleep_until(rank, round, limit);
-        parked.store(false, Ordering::SeqCst);
+        waits.store(false, Ordering::SeqCst);
         result
     }
 
     fn sleep_until(&self, rank: usize, round: u64, limit: Option<(OpId, Duration)>) -> Result<()> {
-        let began = Instant::now();
+        let (began, event) = (Instant::now(), &self.slots.0[rank].arrival.event);
         loop {
+            let seen = event.count();
             // The order matters: a complete round counts, whatever else has happened. And a rank that has ended may
             // have done so because it failed.
             if self.is_complete(round) {
                 return Ok(());
             }
             let Some((at, timeout)) = limit else {
-                park();
+                event.wait(seen, None);
                 continue;
             };
             let waiting = self.members[rank];
@@ -237,20 +300,21 @@ impl Barrier {
             let Some(time_left) = timeout.checked_sub(began.elapsed()) else {
                 let waited = timeout;
                 return self.give_up(round, waiting, || {
-                    let missing = self.run.missing_ranks(self.missing(round));
+                    let missing = self.run.missing_or_silent(self.missing(round));
                     Error::Timeout { at, waiting, waited, missing }
                 });
             };
-            park_timeout(time_left);
+            event.wait(seen, Some(time_left));
         }
     }
 
-    /// Poisons the round, reports the error of `why` to the run and returns it. Does nothing if the round is complete.
+    /// Poisons the round, reports the error of `why` to the run and returns it. Does nothing if the round is complete. `why`
+    /// comes first, because it may take a while, and the other ranks wait without a limit once the round is poisoned.
     fn give_up(&self, round: u64, waiting: usize, why: impl FnOnce() -> Error) -> Result<()> {
+        let error = why();
         if !self.poison(round) {
             return Ok(());
         }
-        let error = why();
         self.run.report(waiting, Some(&error), error.to_string());
         Err(error)
     }
@@ -260,9 +324,9 @@ impl Barrier {
     fn poison(&self, round: u64) -> bool {
         // In round 3, for example, the word of a missing rank is 4, poisoned 5, and 6 once it arrives.
         let not_arrived = (round - 1) * ARRIVAL;
-        self.slots.iter().any(|Slot { arrival, .. }| {
+        self.slots.0.iter().any(|slot| {
             let poisoned = not_arrived | POISON;
-            let word = arrival.word.compare_exchange(
+            let word = slot.arrival.word.compare_exchange(
                 not_arrived,
                 poisoned,
                 Ordering::SeqCst,
@@ -275,19 +339,24 @@ impl Barrier {
 
     /// Returns the members that have not arrived in `round`.
     fn missing(&self, round: u64) -> Vec<usize> {
-        let ranks = self.slots.iter().zip(&*self.members);
+        let ranks = self.slots.0.iter().zip(&*self.members);
         ranks.filter(|(slot, _)| !slot.has_arrived(round)).map(|(_, &rank)| rank).collect()
     }
 
     /// Waits for the cause after another rank gave up before this one arrived. That rank is about to report, which
     /// wakes all.
     fn wait_for_the_cause(&self, rank: usize) -> Error {
-        loop {
+        let Arrival { waits, event, .. } = &*self.slots.0[rank].arrival;
+        waits.store(true, Ordering::SeqCst);
+        let cancelled = loop {
+            let seen = event.count();
             if let Err(cancelled) = self.run.check(self.members[rank]) {
-                return cancelled;
+                break cancelled;
             }
-            park();
-        }
+            event.wait(seen, None);
+        };
+        waits.store(false, Ordering::SeqCst);
+        cancelled
     }
 }
 
