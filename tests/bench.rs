@@ -59,6 +59,17 @@ fn bench_of_every_operation_has_no_wrong_values() {
 }
 
 #[test]
+fn bench_of_processes_has_no_wrong_values() {
+    for op in OPS {
+        // Up to several pieces.
+        let sizes = ["--min-bytes=1", "--max-bytes=9M", "--step-factor=3000"];
+        let ranks = ["--nproc-per-node=2", "--spawn=processes", "--shared-memory=require"];
+        let rows = rows(&[&[op], &ranks[..], &sizes].concat());
+        assert!(rows.len() == 3 && rows.iter().all(|row| row["wrong"] == 0), "{op}: {rows:?}");
+    }
+}
+
+#[test]
 fn bench_of_every_dtype_and_reduce_op_has_no_wrong_values() {
     let floats = ["float64", "float32", "float16", "bfloat16"];
     let integers = ["int64", "int32", "int16", "int8", "uint8"];

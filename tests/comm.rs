@@ -130,6 +130,21 @@ fn every_operation_shows_the_right_values_on_every_rank() {
 }
 
 #[test]
+fn processes_show_what_threads_show() {
+    for flags in ["--nproc-per-node=3 --numel=3", "--nproc-per-node=2 --numel=1000 --dtype=float64"]
+    {
+        let threads = objects(flags);
+        assert_eq!(objects(&format!("{flags} --spawn=processes --shared-memory=require")), threads);
+        let over_tcp = objects(&format!("{flags} --spawn=processes --shared-memory=off"));
+        for (tcp, threads) in over_tcp.iter().zip(&threads) {
+            let keys = ["op", "rank", "before", "after"];
+            assert_eq!(keys.map(|key| &tcp[key]), keys.map(|key| &threads[key]));
+        }
+        assert_eq!(over_tcp.len(), threads.len());
+    }
+}
+
+#[test]
 fn json_lines_have_the_documented_fields() {
     let lines = lines("gather --nproc-per-node=2 --numel=2 --log-format=json");
     let expected = [

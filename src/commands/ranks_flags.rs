@@ -1,14 +1,20 @@
 //! What the flags of commands have in common that start ranks and have no configuration: `comm` and `bench`.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use clap::Args;
 
-use crate::config::{backend_in_one_process, name, positive_duration};
+use crate::config::{Config, backend, name, positive_duration};
 use crate::error::Result;
 use crate::ffi::cuda::Cuda;
-use crate::launch::{BackendChoice, BindChoice, Nproc, Placement, Spawn};
-use crate::session::place_ranks;
+use crate::launch::{
+    BackendChoice, BindChoice, Launch, LaunchKind, Nproc, Placement, Rank, SharedMemory,
+    SpawnChoice,
+};
+use crate::process_group::Backend;
+use crate::session::{self, ChildProcesses, leave_error, place_all, refuse_launcher};
+use crate::telemetry::Printer;
 
 /// The ranks to start.
 #[derive(Debug, Clone, Args)]
@@ -18,10 +24,18 @@ pub struct RanksFlags {
     /// auto: one per visible GPU, else one per CPU core
     #[arg(long, value_name = "auto|gpu|cpu|N", default_value = "auto")]
     pub nproc_per_node: Nproc,
+    /// Ranks as threads, or as processes of this machine
+    #[arg(long, value_name = "NAME", value_parser = name::<SpawnChoice>(), default_value_t)]
+    pub spawn: SpawnChoice,
+    /// How processes of one machine exchange tensors on CPUs
+    ///
+    /// auto: through shared memory if all can, else over TCP. off: over TCP. require: an error if they cannot share memory
+    #[arg(long, value_name = "NAME", value_parser = name::<SharedMemory>(), default_value_t)]
+    pub shared_memory: SharedMemory,
     /// Communication backend
     ///
-    /// auto: nccl on GPUs, else threaded
-    #[arg(long, value_name = "NAME", value_parser = backend_in_one_process(), default_value = "auto")]
+    /// auto: nccl on GPUs; on CPUs threaded, or gloo for processes
+    #[arg(long, value_name = "NAME", value_parser = backend(), default_value = "auto")]
     pub backend: BackendChoice,
     /// CPUs of each rank
     ///
@@ -36,16 +50,52 @@ pub struct RanksFlags {
 }
 
 impl RanksFlags {
-    /// Returns where the ranks run.
+    /// Runs `f` on each rank, with the backend to use. `check` looks at the ranks first. All processes must run the same
+    /// `command`.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`](crate::Error::InvalidInput) when they cannot run here.
-    pub(super) fn place(&self, cuda: &Cuda) -> Result<Placement> {
-        place_ranks(self.nproc_per_node, self.backend, self.bind, cuda)
+    /// [`Error::InvalidInput`](crate::Error::InvalidInput) when the ranks cannot run here, the errors of `check`, and
+    /// [`SpawnError`](crate::SpawnError) when a rank failed.
+    pub(super) fn run(
+        &self,
+        command: &str,
+        cuda: &Cuda,
+        printer: &Arc<Printer>,
+        check: impl FnOnce(&Placement) -> Result<()>,
+        f: impl Fn(&Rank, Backend) -> anyhow::Result<()> + Send + Sync + 'static,
+    ) -> anyhow::Result<()> {
+        let config = self.config();
+        let launch = Launch::from_env(&config.launch_options(), cuda)?;
+        if launch.kind != LaunchKind::Spawned {
+            refuse_launcher(&launch)?;
+            let (placement, _) = place_all(&config, cuda)?;
+            check(&placement)?;
+        }
+        if let Some(children) = ChildProcesses::wanted(&config, &launch, false)? {
+            return children.run(&config, &launch, cuda, printer).map(drop);
+        }
+        let run = || {
+            let joined = session::join_launch(&config, command, launch.clone(), cuda, printer)?;
+            if let Some(note) = &joined.placement.note {
+                printer.info(note);
+            }
+            let backend = joined.placement.backend;
+            session::configured_spawn(&joined, &config, printer)
+                .run(move |rank| f(rank, backend))?;
+            Ok(())
+        };
+        leave_error(&launch, run(), printer)
     }
 
-    /// Returns how to start the ranks of `placement`.
-    pub(super) fn spawn(&self, placement: &Placement) -> Spawn {
-        Spawn::at(placement).bind(self.bind).timeout(self.timeout)
+    /// Returns the configuration of a launch with these ranks.
+    fn config(&self) -> Config {
+        let mut config = Config::default();
+        config.launch.nproc_per_node = self.nproc_per_node;
+        config.launch.spawn = self.spawn;
+        config.launch.shared_memory = self.shared_memory;
+        config.launch.backend = self.backend;
+        config.launch.bind = self.bind;
+        config.launch.timeout = self.timeout;
+        config
     }
 }

@@ -26,19 +26,8 @@ where
 }
 
 /// Parses a backend's name, or `auto`. The help lists all of them.
-pub(super) fn backend() -> impl TypedValueParser<Value = BackendChoice> {
-    backend_in(Backend::all())
-}
-
-/// Parses the name of a backend that serves the ranks of one process, or `auto`. The help lists them.
-pub(crate) fn backend_in_one_process() -> impl TypedValueParser<Value = BackendChoice> {
-    backend_in(Backend::all().filter(|backend| backend.works_within_process()))
-}
-
-fn backend_in(
-    backends: impl Iterator<Item = Backend>,
-) -> impl TypedValueParser<Value = BackendChoice> {
-    let names = iter::once("auto").chain(backends.map(Backend::name));
+pub(crate) fn backend() -> impl TypedValueParser<Value = BackendChoice> {
+    let names = iter::once("auto").chain(Backend::all().map(Backend::name));
     PossibleValuesParser::new(names).try_map(|name: String| name.parse::<BackendChoice>())
 }
 

@@ -80,13 +80,22 @@ pub(crate) fn place_ranks(
 ) -> Result<Placement> {
     let options = LaunchOptions { nproc, bind, ..LaunchOptions::default() };
     let launch = Launch::from_env(&options, cuda)?;
-    if launch.processes.count > 1 {
-        return Err(Error::InvalidInput(format!(
-            "this command runs in one process, and this is {}; start only one, or unset the launcher's variables",
-            launch.this_process()
-        )));
-    }
+    refuse_launcher(&launch)?;
     launch.place(backend, cuda)
+}
+
+/// Refuses a launch of several processes, for a command that starts its ranks itself.
+///
+/// # Errors
+/// [`Error::InvalidInput`] that names the launcher.
+pub(crate) fn refuse_launcher(launch: &Launch) -> Result<()> {
+    if launch.processes.count == 1 {
+        return Ok(());
+    }
+    Err(Error::InvalidInput(format!(
+        "this command runs in one process, and this is {}; start only one, or unset the launcher's variables",
+        launch.this_process()
+    )))
 }
 
 #[cfg(test)]

@@ -27,7 +27,7 @@ use super::ranks_flags::RanksFlags;
 use crate::config::{MemoryPart, check_memory, name, whole};
 use crate::error::{Error, Result};
 use crate::ffi::cuda::Cuda;
-use crate::launch::Rank;
+use crate::launch::{Placement, Rank};
 use crate::process_group::{Backend, ProcessGroup, ReduceOp, dtype_name, num_bytes, parse_dtype};
 use crate::telemetry::{LogFormat, Printer, total_memory};
 use bench_case::BenchCase;
@@ -122,19 +122,18 @@ const MIN_MEASURED: Duration = Duration::from_millis(250);
 /// [`Error::InvalidInput`] when this operation can't run here, [`SpawnError`](crate::SpawnError) when a rank failed, and an
 /// error for wrong results.
 pub fn bench(flags: BenchFlags, cuda: &Cuda, printer: &Arc<Printer>) -> anyhow::Result<()> {
-    let placement = flags.ranks.place(cuda)?;
-    let world_size = placement.devices.len();
-    flags.check(world_size)?;
-    if placement.devices[0] == Device::Cpu {
-        flags.check_memory(world_size, total_memory())?;
-    }
-    if let Some(note) = &placement.note {
-        printer.info(note);
-    }
-    let spawn = flags.ranks.spawn(&placement);
-    let (backend, printer) = (placement.backend, printer.clone());
-    spawn.run(move |rank| bench_on(rank, backend, &flags, &printer))?;
-    Ok(())
+    let check = |placement: &Placement| {
+        let world_size = placement.devices.len();
+        flags.check(world_size)?;
+        match placement.devices[0] {
+            Device::Cpu => flags.check_memory(world_size, total_memory()),
+            _ => Ok(()),
+        }
+    };
+    let (command, ranks) = (format!("{flags:?}"), flags.ranks.clone());
+    let (of_ranks, to) = (flags.clone(), printer.clone());
+    let on_rank = move |rank: &Rank, backend| bench_on(rank, backend, &of_ranks, &to);
+    ranks.run(&command, cuda, printer, check, on_rank)
 }
 
 impl BenchFlags {

@@ -8,7 +8,7 @@ mod values;
 
 use std::io::Write;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::SystemTime;
 
 use clap::Args;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
@@ -20,7 +20,7 @@ use super::ranks_flags::RanksFlags;
 use crate::config::{MemoryPart, check_memory, name, whole};
 use crate::error::{Error, Result};
 use crate::ffi::cuda::Cuda;
-use crate::launch::Rank;
+use crate::launch::{Placement, Rank};
 use crate::operation::Operation;
 use crate::process_group::{
     Backend, DTYPES, ProcessGroup, ReduceOp, dtype_name, num_bytes, parse_dtype,
@@ -74,10 +74,7 @@ fn reduce_op() -> impl TypedValueParser<Value = ReduceOp> {
 struct CommRun {
     flags: CommFlags,
     ops: Vec<ShownOp>,
-    backend: Backend,
     printer: Arc<Printer>,
-    /// The ranks that have arrived at the barrier.
-    arrived: Vec<AtomicBool>,
 }
 
 /// One rank's tensors before and after an operation, and the bytes that it sent and received in it.
@@ -105,27 +102,22 @@ struct Line<'a> {
 /// # Errors
 /// [`Error::InvalidInput`] when these operations can't run here, and [`SpawnError`](crate::SpawnError) when a rank failed.
 pub fn comm(flags: CommFlags, cuda: &Cuda, printer: &Arc<Printer>) -> anyhow::Result<()> {
-    let placement = flags.ranks.place(cuda)?;
     let is_asked_for = |shown: &ShownOp| flags.op.is_none_or(|op| op == shown.op);
     let ops: Vec<ShownOp> = OPS.into_iter().filter(is_asked_for).collect();
-    let world_size = placement.devices.len();
-    check(&flags, &ops, placement.backend, world_size)?;
-    if placement.devices[0] == Device::Cpu {
-        check_tensors(&flags, &ops, world_size, total_memory())?;
-    }
-    if let Some(note) = &placement.note {
-        printer.info(note);
-    }
-    let spawn = flags.ranks.spawn(&placement);
-    let job = CommRun {
-        flags,
-        ops,
-        backend: placement.backend,
-        printer: printer.clone(),
-        arrived: (0..world_size).map(|_| AtomicBool::new(false)).collect(),
+    let (ranks, command) = (flags.ranks.clone(), format!("{flags:?}"));
+    let job = Arc::new(CommRun { flags, ops, printer: printer.clone() });
+    let check = |placement: &Placement| {
+        let CommRun { flags, ops, .. } = &*job;
+        let world_size = placement.devices.len();
+        check(flags, ops, placement.backend, world_size)?;
+        match placement.devices[0] {
+            Device::Cpu => check_tensors(flags, ops, world_size, total_memory()),
+            _ => Ok(()),
+        }
     };
-    spawn.run(move |rank| show_on(rank, &job))?;
-    Ok(())
+    let of_ranks = job.clone();
+    ranks
+        .run(&command, cuda, printer, check, move |rank, backend| show_on(rank, backend, &of_ranks))
 }
 
 /// Refuses arguments that an operation would refuse, before anything is printed.
@@ -178,8 +170,8 @@ fn check_tensors(
 }
 
 /// Runs every operation on one rank, and sends its row to rank 0, which prints.
-fn show_on(rank: &Rank, job: &CommRun) -> anyhow::Result<()> {
-    let group = rank.init_process_group(job.backend)?;
+fn show_on(rank: &Rank, backend: Backend, job: &CommRun) -> anyhow::Result<()> {
+    let group = rank.init_process_group(backend)?;
     for shown in &job.ops {
         let row = job.run(shown.op, &group)?;
         if let Some(rows) = group.gather_object(&row, 0)? {
@@ -203,11 +195,10 @@ impl CommRun {
             false => None,
         };
         let is_barrier = op == CommOp::Collective(Operation::Barrier);
-        if is_barrier {
-            self.arrived[rank].store(true, Ordering::Release);
-        }
         let earlier = group.traffic();
+        let arrived = SystemTime::now();
         tensors.run()?;
+        let left = SystemTime::now();
         let later = group.traffic();
         group.synchronize()?;
         let has_result = match op {
@@ -216,10 +207,10 @@ impl CommRun {
             CommOp::Collective(_) => op.has(moves.outputs, rank == 0),
         };
         let after = if is_barrier {
-            // The order of arrival varies, but all ranks have arrived after the barrier.
-            let has_arrived = |rank: &usize| self.arrived[*rank].load(Ordering::Acquire);
-            let arrived = (0..world_size).filter(has_arrived).map(|rank| rank as i64);
-            Some(Value::Tensor(Numbers::Integer(arrived.collect())))
+            // The order of arrival varies, but all ranks have arrived before this one leaves.
+            let arrivals = group.all_gather_object(&arrived)?;
+            let arrived = (0..).zip(arrivals).filter(|(_, arrival)| *arrival <= left);
+            Some(Value::Tensor(Numbers::Integer(arrived.map(|(rank, _)| rank).collect())))
         } else if has_result {
             Some(Value::of(&tensors.output, tensors.output_list.as_deref())?)
         } else {
