@@ -129,8 +129,9 @@
 //!   a deadline.
 //! * The earliest failure is the root cause, and what the user sees.
 //! * Buckets are reduced in the order of their index on every rank, never in the order of readiness.
-//! * `threaded` adds in the order of the ranks. `gloo` adds within each process first, then in the order of the processes.
-//!   So the same flags and layout give the same bits, on all ranks. NCCL adds in an order of its own.
+//! * Ranks that share memory, threads or processes, add in the order of the ranks. Over TCP `gloo` adds within each process
+//!   first, then in the order of the processes. So the same flags and layout give the same bits, on all ranks. NCCL adds
+//!   in an order of its own.
 //! * Every NCCL launch stands between two barriers of the ranks of its process.
 //! * Decisions are collective. Rank 0 decides when to stop, and every rank stops after that step. A callback that decides
 //!   for all decides from what is equal on all ranks, such as an epoch's loss.

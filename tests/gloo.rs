@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use ddp_mp::ddp::{CommHook, Compress, GradBucket, hook_fn};
 use ddp_mp::ffi::cuda::Cuda;
-use ddp_mp::launch::{JoinLaunchOptions, Launch, LaunchOptions, Nproc, detect};
+use ddp_mp::launch::{JoinLaunchOptions, Launch, LaunchOptions, Nproc, SharedMemory, detect};
 use ddp_mp::optim::ParamSpan;
 use ddp_mp::process_group::DTYPES;
 use ddp_mp::{Backend, ProcessGroup, Rank, ReduceOp, SpawnError};
@@ -15,7 +15,7 @@ use proptest::prelude::*;
 use proptest::sample::Index;
 use tch::{Device, Kind, Tensor};
 
-use crate::harness::{TIMEOUT, free_port, ranks, some_of};
+use crate::harness::{TIMEOUT, free_port, ranks, shared_memory, some_of};
 
 /// Runs `f` on ranks of several processes, `counts` of them each, and returns what each process ended with. The
 /// processes are threads of this one that share nothing but a store and the network.
@@ -50,6 +50,7 @@ fn launch(processes: usize, process: usize, count: usize, port: u16) -> Launch {
         master_addr: Some("127.0.0.1".into()),
         master_port: Some(port),
         nproc: Nproc::Count(count),
+        shared_memory: shared_memory(),
         ..LaunchOptions::default()
     };
     detect(&|_| None, &options, 0).unwrap()
@@ -601,6 +602,10 @@ fn all_to_all_size_mismatch_names_the_two_ranks() {
         (&[2, 1], 1, 2, "in all_to_all ranks 0 and 1 send 6 elements to rank 2, which expects 7"),
         (&[1, 3, 1], 4, 2, "in all_to_all rank 4 sends 7 elements to ranks 1-3, which expect 8"),
     ] {
+        // In shared memory every rank sees all sizes.
+        let of_ranks =
+            format!("in all_to_all rank {from} sends 5 elements to rank {to}, which expects 6");
+        let expected = if shared_memory() == SharedMemory::Off { expected } else { &of_ranks };
         let ended = try_processes(counts, TIMEOUT, move |rank, group| {
             let (me, count) = (rank.rank(), rank.world_size());
             let sizes = |mine: bool, other: usize, size: i64| -> Vec<i64> {
@@ -726,7 +731,12 @@ fn extreme_weights_are_handled_as_within_one_process() {
             group.all_reduce_weighted(&mut tensor, ReduceOp::Sum, Some(weight))
         });
         for told in told {
-            let expected = "the weights of the ranks 0, 1 add up to inf: they are too large";
+            let expected = match shared_memory() {
+                SharedMemory::Off => {
+                    "the weights of the ranks 0, 1 add up to inf: they are too large"
+                }
+                _ => "the weights of the ranks 0-2 add up to inf: they are too large",
+            };
             assert!(told.contains(expected), "{told}");
         }
     }

@@ -14,6 +14,7 @@ use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use ddp_mp::ffi::fork_rng;
+use ddp_mp::launch::SharedMemory;
 use ddp_mp::{Backend, ProcessGroup, Rank, Spawn, SpawnError};
 use rustix::process::{Signal, set_parent_process_death_signal};
 use tch::nn::{self, Linear, LinearConfig};
@@ -191,6 +192,17 @@ pub(crate) fn some_of<T>(all: impl IntoIterator<Item = T>, kept: usize) -> Vec<T
     let step = if runs_every_case() { 1 } else { all.len().div_ceil(kept).max(1) };
     all.into_iter().step_by(step).collect()
 }
+
+/// Returns how the processes of a test exchange tensors: through memory, or over TCP in the second run of `make test-all`.
+pub(crate) fn shared_memory() -> SharedMemory {
+    match std::env::var_os(TCP) {
+        Some(_) => SharedMemory::Off,
+        None => SharedMemory::Require,
+    }
+}
+
+/// The variable with which the tests of processes use TCP.
+pub(crate) const TCP: &str = "DDP_MP_TESTS_TCP";
 
 /// Returns whether the tests with many cases run all of them: `make test-all`.
 pub(crate) fn runs_every_case() -> bool {

@@ -93,3 +93,29 @@ fn address_space_limit_is_named_in_the_error() {
     let named = "bytes of memory that it may have (ulimit -v); raise the limit (ulimit -v), or";
     assert!(is_named("ulimit -v 16000000", &["--nproc-per-node=300"], named));
 }
+
+/// The kernel would end a process whose memory is larger than the limit on files.
+#[test]
+fn file_size_limit_makes_processes_use_tcp() {
+    let limit = "ulimit -f 10000"; // in units of 512 bytes
+    let args = ["--nproc-per-node=2", "--spawn=processes", "--max-epochs=1", "--log-format=json"];
+    let hash = |(code, stdout, stderr): (Option<i32>, String, String)| {
+        assert_eq!(code, Some(0), "{stderr}");
+        let end = stdout.lines().find(|line| line.contains("parameters_hash")).unwrap();
+        let hash = end.split("\"parameters_hash\":").nth(1).unwrap();
+        (hash[..18].to_string(), stderr)
+    };
+    let (through_memory, quiet) = hash(run_command(program_under("true", &args)));
+    let (over_tcp, told) = hash(run_command(program_under(limit, &args)));
+    assert_eq!(through_memory, over_tcp);
+    let note = "ddp-mp: the processes exchange tensors over TCP, because they cannot share memory: the limit on file \
+                sizes is 5000 KiB; raise it (ulimit -f unlimited)\n";
+    assert!(!quiet.contains("TCP") && told.matches(note).count() == 1, "{quiet}{told}");
+    let required = [&args[..], &["--shared-memory=require"]].concat();
+    let (code, _, stderr) = run_command(program_under(limit, &required));
+    assert_eq!(code, Some(2), "{stderr}");
+    assert!(
+        stderr.contains("--shared-memory=require: the processes cannot share memory"),
+        "{stderr}"
+    );
+}

@@ -2,7 +2,7 @@
 
 run.py [--all] [FILTER ...]: Runs all unit tests, and the integration tests whose names contain a FILTER. Without a
 FILTER it runs all integration tests and the documentation's examples. --all runs every case of the tests that have
-many.
+many, and those of processes also over TCP.
 """
 
 import argparse
@@ -87,6 +87,10 @@ def main():
     # Frames are larger without optimization.
     unit = Tests(UNIT_TESTS, [], dict(environment, RUST_MIN_STACK=str(16 << 20)))
     passed = [unit.end(), integration.end()]
+    if arguments.all and not arguments.filters:
+        print("The tests of processes once more, over TCP:", flush=True)
+        over_tcp = dict(environment, DDP_MP_TESTS_TCP="1")
+        passed.append(Tests(INTEGRATION_TESTS, ["gloo::", "processes::"], over_tcp).end())
     if not arguments.filters:
         passed.append(subprocess.run(["cargo", "test", "--release", "--doc"], check=False).returncode == 0)
     seconds = {**unit.seconds, **integration.seconds}

@@ -33,8 +33,9 @@ fn processes_have_the_bits_of_threads() {
         &["--nproc-per-node=2", "--max-epochs=2"],
         &["--nproc-per-node=1"],
     ] {
-        let [threads, processes] = ["--spawn=threads", PROCESSES].map(|spawn| {
-            let (code, events, stderr) = events(&[args, &[spawn]].concat());
+        let ways = [&["--spawn=threads"][..], &[PROCESSES], &[PROCESSES, "--shared-memory=off"]];
+        let [threads, processes, over_tcp] = ways.map(|spawn| {
+            let (code, events, stderr) = events(&[args, spawn].concat());
             assert_eq!(code, Some(0), "{stderr}");
             assert_eq!(stderr.lines().count(), 1, "{stderr}"); // where the ranks run
             events
@@ -42,6 +43,7 @@ fn processes_have_the_bits_of_threads() {
         let hash = |events: &[Value]| events.last().unwrap()["parameters_hash"].clone();
         assert!(hash(&threads).is_string());
         assert_eq!(hash(&processes), hash(&threads), "{args:?}");
+        assert_eq!(hash(&over_tcp), hash(&threads), "{args:?}");
         assert_eq!(processes.len(), threads.len(), "{args:?}");
         assert_eq!(processes[0]["nnodes"], 1);
     }

@@ -243,6 +243,7 @@ fn concurrent_operations_have_tracks_of_their_own() {
     let args = [
         "--nproc-per-node=2",
         "--spawn=processes",
+        "--shared-memory=off", // ranks that share memory reduce after backward
         "--num-samples=320",
         "--model=mlp",
         "--hidden=256,256,256",

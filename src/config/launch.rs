@@ -10,7 +10,8 @@ use super::Config;
 use super::option_rules::{InShortHelp, MayDiffer, RefusedBy};
 use super::values::{self, duration, name, positive_duration, whole, written};
 use crate::launch::{
-    BackendChoice, BindChoice, Fault, LaunchChoice, LaunchOptions, Nproc, Spawn, SpawnChoice,
+    BackendChoice, BindChoice, Fault, LaunchChoice, LaunchOptions, Nproc, SharedMemory, Spawn,
+    SpawnChoice,
 };
 
 /// The ranks of a run: how many, where, and how long they wait.
@@ -44,6 +45,12 @@ pub struct LaunchSection {
     #[arg(long, value_name = "NAME", value_parser = name::<BindChoice>())]
     #[arg(default_value_t, add = MayDiffer::BetweenProcesses, add = RefusedBy::VERIFY)]
     pub bind: BindChoice,
+    /// How processes of one machine exchange tensors on CPUs
+    ///
+    /// auto: through shared memory if all can, else over TCP. off: over TCP. require: an error if they cannot share memory
+    #[arg(long, value_name = "NAME", value_parser = name::<SharedMemory>())]
+    #[arg(default_value_t, add = MayDiffer::BetweenProcesses, add = RefusedBy::ONE_PROCESS)]
+    pub shared_memory: SharedMemory,
     /// Launcher whose variables place this process
     ///
     /// local: none of them. See the command env
@@ -112,6 +119,7 @@ impl Config {
             master_port: self.launch.master_port,
             nproc: self.launch.nproc_per_node,
             bind: self.launch.bind,
+            shared_memory: self.launch.shared_memory,
         }
     }
 }

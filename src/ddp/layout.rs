@@ -89,24 +89,29 @@ pub(super) struct Layout {
     pub slots: Vec<ParamSlot>,
     /// Storage for this rank's own gradient of the first parameter, if a probe watches it.
     pub probe: Option<Tensor>,
+    /// The ranks that reduce the gradients, if ranks do.
+    group: Option<Rc<ProcessGroup>>,
     /// The ranks that partition the optimizer, if they do.
     partitioned_over: Option<Rc<ProcessGroup>>,
 }
 
 impl Layout {
     /// Moves `parameters` into flat buffers, and makes their `grad`s views. With `in_place`, large parameters stay where
-    /// they are, and so do their gradients. The ranks of `partitioned_over` partition each bucket into equal partitions.
+    /// they are, and so do their gradients. The ranks of `group` reduce the gradients; with [`DdpOptions::zero`] they
+    /// partition each bucket into equal partitions.
     pub(super) fn new(
         parameters: &[&NamedTensor],
         options: &DdpOptions,
         in_place: bool,
-        partitioned_over: Option<Rc<ProcessGroup>>,
+        group: Option<Rc<ProcessGroup>>,
     ) -> Result<Self> {
         let slot = |named: &&NamedTensor| ParamSlot::new(named, in_place);
         let slots = parameters.iter().map(slot).collect::<Result<Vec<_>>>()?;
         let tensors: Rc<[Tensor]> = slots.iter().map(|slot| slot.tensor.shallow_clone()).collect();
         let (buffers, num_flat, order, buckets, probe) = Default::default();
-        let mut layout = Self { buffers, num_flat, order, buckets, slots, probe, partitioned_over };
+        let partitioned_over = group.clone().filter(|group| options.partitions(group.world_size()));
+        let mut layout =
+            Self { buffers, num_flat, order, buckets, slots, probe, group, partitioned_over };
         layout.fill_buckets(&layout.default_order(), options)?;
         layout.buffers.iter().for_each(|buffer| buffer.places.set_tensors(tensors.clone()));
         Ok(layout)
@@ -310,10 +315,10 @@ impl Layout {
                 .filter(|slot| slot.in_place_memory().is_none())
                 .map(|slot| slot.padded_numel() + gap)
                 .sum();
-            let zeros =
-                || Tensor::f_zeros([numel as i64], (dtype, device)).doing("making the buckets");
-            let places = ParamLayout::default();
-            self.buffers.push(FlatBuffer { parameters: zeros()?, gradients: zeros()?, places });
+            let zeros = |group| zeros(group, numel, dtype, device);
+            let parameters = zeros(self.partitioned_over.as_ref())?;
+            let gradients = zeros(self.group.as_ref())?;
+            self.buffers.push(FlatBuffer { parameters, gradients, places: ParamLayout::default() });
         }
         self.num_flat = self.buffers.len();
         for (index, slot) in self.slots.iter().enumerate() {
@@ -344,7 +349,8 @@ impl Layout {
         for FlatBuffer { parameters, gradients, .. } in &mut self.buffers[..used] {
             let _ = gradients.f_zero_().doing(doing)?;
             // Gives the same handles new memory: a graph whose backward has not run yet still needs the old values.
-            let fresh = parameters.f_zeros_like().doing(doing)?;
+            let group = self.partitioned_over.as_ref();
+            let fresh = zeros(group, parameters.numel(), parameters.kind(), parameters.device())?;
             parameters.f_set_data(&fresh).doing(doing)?;
         }
         for (buffer, contents) in self.buffers.iter().zip(contents) {
@@ -364,6 +370,19 @@ impl Layout {
             }
         }
         Ok(())
+    }
+}
+
+/// Returns zeros for the collectives of `group`, or for none.
+fn zeros(
+    group: Option<&Rc<ProcessGroup>>,
+    numel: usize,
+    dtype: Kind,
+    device: Device,
+) -> Result<Tensor> {
+    match group {
+        Some(group) => group.zeros_for_collectives(numel, dtype),
+        None => Tensor::f_zeros([numel as i64], (dtype, device)).doing("making the buckets"),
     }
 }
 

@@ -70,6 +70,11 @@ pub struct DdpOptions {
 }
 
 impl DdpOptions {
+    /// Returns whether this many ranks partition the optimizer.
+    pub(super) fn partitions(&self, ranks: usize) -> bool {
+        self.zero && ranks > 1
+    }
+
     /// Returns the capacities of the buckets in order, in bytes.
     pub(super) fn bucket_caps(&self) -> Vec<usize> {
         match &self.bucket_cap_mb_list[..] {

@@ -14,7 +14,7 @@ pub(super) enum ReducePath {
     /// On a GPU, with a backend that runs on streams (`nccl`): a separate stream, ordered with the rank's own by events
     /// in both directions.
     OnGpu(OnGpu),
-    /// Between processes on CPUs: the operations on the group's communication thread, and when the first one started.
+    /// Over a network on CPUs: the operations on the group's communication thread, and when the first one started.
     OnThread(Vec<Work>, Option<Instant>),
     /// By the rank itself.
     ByRank,
@@ -43,7 +43,7 @@ impl ReducePath {
                 reduced: CudaEvent::new()?,
                 pending: false,
             }),
-            _ if group.spans_processes() => Self::OnThread(Vec::new(), None),
+            _ if group.uses_network() => Self::OnThread(Vec::new(), None),
             _ => Self::ByRank,
         };
         Ok(path)
@@ -51,8 +51,8 @@ impl ReducePath {
 
     /// Returns whether to reduce during backward by default.
     ///
-    /// It pays on a GPU, where both run at the same time, and between processes, where the network works while the rank
-    /// computes. On CPU ranks of one process nothing is gained, because the rank itself reduces. A slowdown was
+    /// It pays on a GPU, where both run at the same time, and between machines, where the network works while the rank
+    /// computes. On CPU ranks that share memory nothing is gained, because the rank itself reduces. A slowdown was
     /// measured there (`ddp-mp bench step`, an MLP of 2.1 million parameters, 2 ranks on 2 cores). A rank that waits
     /// for a late one during backward gives up its core, while after backward both ranks are at the same point.
     pub(super) fn overlaps(&self) -> bool {

@@ -48,9 +48,8 @@ impl Reducer {
         let handles: Vec<Tensor> = parameters.iter().map(|p| p.tensor.shallow_clone()).collect();
         // On GPUs a copy into a bucket costs little, and a kernel for each gradient would cost more.
         let in_place = group.reduces_in_place() && group.device() == Device::Cpu;
-        let partitioned_over = (options.zero && group.world_size() > 1).then(|| group.clone());
-        let in_place = in_place && partitioned_over.is_none();
-        let layout = Layout::new(parameters, &options, in_place, partitioned_over)?;
+        let in_place = in_place && !options.partitions(group.world_size());
+        let layout = Layout::new(parameters, &options, in_place, Some(group.clone()))?;
         let state = ReducerState::new(layout, group)?;
         let state = Rc::new(RefCell::new(state));
         let in_hooks = state.clone();

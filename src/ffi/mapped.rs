@@ -78,20 +78,31 @@ impl MappedFile {
 
     /// Returns a range of bytes, which must exist, as a tensor.
     pub(crate) fn bytes(&self, range: Range<usize>) -> Result<Tensor> {
-        unsafe extern "C" fn release(context: *mut c_void) {
-            // SAFETY: the context is the `Arc` below, which is given back once.
-            drop(unsafe { Arc::from_raw(context.cast::<Mapping>().cast_const()) });
-        }
         let bytes = &self[range];
-        let start = bytes.as_ptr().cast_mut().cast();
-        let context = Arc::into_raw(self.0.clone()).cast_mut().cast();
-        // SAFETY: the bytes are in the map, a private and writable one, and that lives until `release`. (If this
-        // fails the map stays for good.) On success the shim writes a new C++ tensor.
-        unsafe {
-            new_tensor("making a tensor of a mapped file", |tensor| {
-                ddp_from_bytes(start, bytes.len(), release, context, tensor)
-            })
-        }
+        // SAFETY: the bytes are in the map, a private and writable one.
+        unsafe { memory_tensor(bytes.as_ptr().cast_mut(), bytes.len(), self.0.clone()) }
+    }
+}
+
+/// Returns the `len` bytes at `start` as a tensor, which keeps `memory`. If this fails, the memory stays for good.
+///
+/// # Safety
+/// The bytes exist and may be written for as long as `memory` exists.
+pub(crate) unsafe fn memory_tensor<T: Send + Sync>(
+    start: *mut u8,
+    len: usize,
+    memory: Arc<T>,
+) -> Result<Tensor> {
+    unsafe extern "C" fn release<T>(context: *mut c_void) {
+        // SAFETY: the context is the `Arc` below, which is given back once.
+        drop(unsafe { Arc::from_raw(context.cast::<T>().cast_const()) });
+    }
+    let context = Arc::into_raw(memory).cast_mut().cast();
+    // SAFETY: as the caller promises, until `release`. On success the shim writes a new C++ tensor.
+    unsafe {
+        new_tensor("making a tensor of memory", |tensor| {
+            ddp_from_bytes(start.cast(), len, release::<T>, context, tensor)
+        })
     }
 }
 

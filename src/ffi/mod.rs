@@ -35,7 +35,7 @@ pub(crate) use fused::{
 pub(crate) use gloo::{GlooCall, GlooGroup, Reduce, check_interfaces};
 pub(crate) use hooks::GradHooks;
 pub(crate) use kept_memory::alignment;
-pub(crate) use mapped::{MappedFile, open_file};
+pub(crate) use mapped::{MappedFile, memory_tensor, open_file};
 pub(crate) use shim::{
     add_scaled, adopt_grad, hide_stack_traces, move_grad, remove_grad, set_grad,
     set_multithreading_enabled, set_view, shares_memory,

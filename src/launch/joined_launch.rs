@@ -258,7 +258,8 @@ impl JoinedLaunch {
         let world_note = world.map(|world| {
             format!("{} ranks in {} processes", world.world_size(), world.processes.len())
         });
-        self.placement.note.iter().cloned().chain(world_note).collect()
+        let memory = self.world.as_ref().and_then(|world| world.note());
+        self.placement.note.iter().cloned().chain(world_note).chain(memory).collect()
     }
 
     /// Runs `work` for this process, before its ranks start. If `work` fails, the other processes get the reason, as for

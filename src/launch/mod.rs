@@ -7,6 +7,7 @@ mod error_file;
 mod failure;
 mod heartbeat;
 mod heartbeat_monitor;
+mod host;
 mod joined_launch;
 mod launchers;
 #[cfg(feature = "cli")]
@@ -32,6 +33,7 @@ pub use binding::BindChoice;
 pub(crate) use binding::{Binding, LocalRanks};
 pub use error_file::write_error_file;
 pub use failure::{SpawnError, StuckRank};
+pub use host::SharedMemory;
 pub use joined_launch::{JoinLaunchOptions, JoinedLaunch};
 pub use launchers::{
     Launch, LaunchChoice, LaunchKind, LaunchOptions, MasterEndpoint, Processes, SpawnChoice, detect,

@@ -15,9 +15,12 @@ use crossbeam::channel::{Sender, bounded};
 use tch::Device;
 
 use super::heartbeat_monitor::{HeartbeatMonitor, Server, Stay};
+use super::host::{HostLinks, OFF};
 use super::messages::{MOST_RANKS, Process, node_of, ranks_on};
 use super::process_rendezvous::{ProcessRendezvous, files_of_store, prefix, process_0_missing};
-use super::{Launch, LaunchKind, MasterEndpoint, Placement, clock_sync, restart_generation};
+use super::{
+    Launch, LaunchKind, MasterEndpoint, Placement, SharedMemory, clock_sync, restart_generation,
+};
 use crate::error::{Error, Result};
 use crate::ffi::{TcpStore, cuda};
 use crate::os::limits::require_files;
@@ -44,6 +47,9 @@ pub(crate) struct ProcessWorld {
     /// The offset of this process's clock from that of process 0; `None` if clocks were not compared.
     pub(super) clock: Option<Clock>,
     pub(super) heartbeat_monitor: HeartbeatMonitor,
+    /// The other processes of this host; an error says why they do not share memory. `None` with a backend that does not
+    /// use it.
+    pub(super) host: Option<std::result::Result<HostLinks, String>>,
     /// Keeps `store` usable: dropping this would cancel requests that are made as the run ends.
     _cancel_tx: Sender<Infallible>,
 }
@@ -114,11 +120,12 @@ impl ProcessWorld {
         // An agent's store has the keys of earlier starts.
         let common = if master.agent_store { store.clone() } else { all };
         let first_local = launch.processes.local_index * placement.devices.len();
+        let backend = placement.backend;
         let me = Process {
             version: env!("CARGO_PKG_VERSION").into(),
             host: gethostname::gethostname().to_string_lossy().into_owned(),
             pid: std::process::id(),
-            backend: placement.backend.name().into(),
+            backend: backend.name().into(),
             first_local,
             ranks: (placement.devices.iter().zip(first_local..))
                 .map(|(device, local_rank)| rank_label(*device, local_rank))
@@ -148,6 +155,18 @@ impl ProcessWorld {
             },
         };
         let heartbeat_monitor = HeartbeatMonitor::new(&store, server, mine, &ranks)?;
+        let host = match backend {
+            Backend::Gloo => {
+                let wants = launch.shared_memory != SharedMemory::Off;
+                Some(HostLinks::meet(&store, mine, &ranks, wants, timeout)?)
+            }
+            _ => None,
+        };
+        if let (Some(Err(why)), SharedMemory::Require) = (&host, launch.shared_memory) {
+            return Err(Error::InvalidInput(format!(
+                "--shared-memory=require: the processes cannot share memory: {why}; remove the cause, or use auto"
+            )));
+        }
         Ok(Some(Self {
             processes,
             ranks,
@@ -159,6 +178,7 @@ impl ProcessWorld {
             interfaces,
             clock: None,
             heartbeat_monitor,
+            host,
             _cancel_tx: cancel_tx,
         }))
     }
@@ -207,6 +227,17 @@ impl ProcessWorld {
         }
     }
 
+    /// Returns a note for the user if all processes are on this machine and cannot share memory. `None` if they need not.
+    pub(super) fn note(&self) -> Option<String> {
+        let why = self.host.as_ref()?.as_ref().err()?;
+        let are_here = self.ranks_on_machine() == self.world_size();
+        (are_here && why != OFF).then(|| {
+            format!(
+                "the processes exchange tensors over TCP, because they cannot share memory: {why}"
+            )
+        })
+    }
+
     /// Creates what the ranks of this process need to join the world group.
     ///
     /// # Errors
@@ -220,12 +251,31 @@ impl ProcessWorld {
         Bootstrap::between_processes(backend, run, members, |members| {
             let store = self.store.reconnect(run.cancel.tripped().clone())?.under("world");
             let layout = ProcessMap { processes: self.ranks.clone(), mine: self.mine };
-            Network::connect(store, run.clone(), members, layout, self.interfaces.as_deref())
+            let memory = self.host().map(|host| &host.memory);
+            let interfaces = self.interfaces.as_deref();
+            Network::connect(store, run.clone(), members, layout, interfaces, memory)
         })
+    }
+
+    /// Starts to exchange heartbeats with the other processes of `run`, and to watch those of this host.
+    ///
+    /// # Errors
+    /// [`Error::InvalidInput`] when no thread can be started, and for a second run.
+    pub(super) fn start(&self, run: &Arc<RunContext>) -> Result<()> {
+        self.heartbeat_monitor.start(run)?;
+        self.host().map_or(Ok(()), |host| host.watch(run))
+    }
+
+    /// Returns the other processes of this host, if they share memory.
+    fn host(&self) -> Option<&HostLinks> {
+        self.host.as_ref()?.as_ref().ok()
     }
 
     /// Ends this process's part in the run. A process that serves the store stays while others need it (see `stay`).
     pub(super) fn leave(&self, stay: Stay<'_>) {
+        if let Some(host) = self.host() {
+            host.leave();
+        }
         self.heartbeat_monitor.leave(self.serves.then_some(stay));
     }
 }

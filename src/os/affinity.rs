@@ -53,6 +53,14 @@ impl CpuList {
         Ok(sched_setaffinity(None, &set)?)
     }
 
+    /// Returns the CPUs that the calling thread may use.
+    ///
+    /// # Errors
+    /// If the system refuses.
+    pub(crate) fn of_this_thread() -> io::Result<Self> {
+        Self::of_thread(None)
+    }
+
     fn of_thread(thread: Option<Pid>) -> io::Result<Self> {
         let set = sched_getaffinity(thread)?;
         Ok(Self((0..CpuSet::MAX_CPU).filter(|&cpu| set.is_set(cpu)).collect()))
@@ -71,7 +79,7 @@ impl Topology {
     /// # Errors
     /// If the CPUs that the calling thread may use cannot be read.
     pub(crate) fn read() -> io::Result<Self> {
-        let allowed = CpuList::of_thread(None)?;
+        let allowed = CpuList::of_this_thread()?;
         let system = Path::new("/sys/devices/system");
         let siblings = |cpu: &usize| {
             let file = format!("cpu/cpu{cpu}/topology/thread_siblings_list");

@@ -5,6 +5,7 @@ mod bus_error;
 pub(crate) mod limits;
 mod openmp;
 mod process;
+pub(crate) mod shared_memory;
 pub(crate) mod terminal;
 
 pub(crate) use bus_error::{WatchedMapping, watch_mapping};

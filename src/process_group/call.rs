@@ -1,11 +1,15 @@
 //! One rank's call of a collective: its arguments and its tensors, and the error that refuses them.
 
+use std::hash::{Hash, Hasher};
+use std::mem::discriminant;
 use std::ops::Range;
 use std::time::Duration;
 
 use tch::{Kind, Tensor};
+use xxhash_rust::xxh3::Xxh3Default;
 
 use super::reduce_op::ReduceOp;
+use super::weights;
 use crate::error::{Error, Result};
 use crate::operation::{OpId, Operation};
 use crate::runtime::CallSite;
@@ -97,6 +101,21 @@ impl Call<'_> {
     /// Returns the reduction of an operation that always reduces.
     pub(super) fn op(&self) -> ReduceOp {
         self.reduce_op.unwrap_or(ReduceOp::Sum)
+    }
+
+    /// Returns a hash of what must be equal on all ranks.
+    pub(super) fn fingerprint(&self) -> u64 {
+        let mut hash = Xxh3Default::new();
+        discriminant(&self.operation).hash(&mut hash);
+        if let Some(op) = self.reduce_op {
+            discriminant(&op).hash(&mut hash);
+            weights::factor(op).to_bits().hash(&mut hash);
+        }
+        self.root.hash(&mut hash);
+        self.weight.is_some().hash(&mut hash);
+        discriminant(&self.kind).hash(&mut hash);
+        self.shape.hash(&mut hash);
+        hash.finish()
     }
 
     /// Returns the root rank of an operation that has one.

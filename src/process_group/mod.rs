@@ -40,7 +40,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use crossbeam::channel::{Receiver, select_biased};
-use tch::{Device, Tensor};
+use tch::{Device, Kind, Tensor};
 
 pub(crate) use backend::Devices;
 use backend::SequencedBackend;
@@ -54,6 +54,7 @@ use gpu_clock::GpuClock;
 pub(crate) use in_place::{WeightedReduction, join_shapes};
 pub(crate) use instrumentation::CallContext;
 use instrumentation::PhaseTracker;
+pub(crate) use local::Host;
 use local::{OncePerProcess, Shared};
 pub(crate) use nccl::version as nccl_version;
 pub(crate) use network::{HEADER_BYTES, HEADER_MAX_DATA_BYTES, Network, ProcessMap};
@@ -246,6 +247,24 @@ impl ProcessGroup {
     /// Returns whether the group has ranks in other processes. Not a collective.
     pub fn spans_processes(&self) -> bool {
         self.shared.here.len() < self.world_size()
+    }
+
+    /// Returns whether tensors cross a network, and not memory that the ranks share.
+    pub(crate) fn uses_network(&self) -> bool {
+        self.spans_processes() && self.host().is_none()
+    }
+
+    /// Returns the host of all ranks, if they are processes that share its memory.
+    fn host(&self) -> Option<&Arc<Host>> {
+        self.network.as_ref().and_then(|network| network.on_host()).map(|group| group.host())
+    }
+
+    /// Returns zeros on the rank's device, in memory from which collectives copy nothing.
+    pub(crate) fn zeros_for_collectives(&self, numel: usize, kind: Kind) -> Result<Tensor> {
+        match self.host() {
+            Some(host) => host.zeros(numel, kind),
+            None => Tensor::f_zeros([numel as i64], (kind, self.device)).doing("zeros"),
+        }
     }
 
     /// Returns the number of the group's ranks in this process. Not a collective.

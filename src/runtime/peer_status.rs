@@ -16,7 +16,7 @@ pub(crate) trait PeerStatus: fmt::Debug + Send + Sync {
     /// as possible. Returns the ranks that no longer answer. Blocks for a moment, unless the run is cancelled.
     fn refresh(&self, run: &RunContext) -> Vec<MissingRank>;
 
-    /// Updates the same state once, even if the run is cancelled.
+    /// Updates the same state once, even if the run is cancelled. Also reads whether another process has reported a failure.
     fn poll(&self, run: &RunContext);
 
     /// Returns what the newest heartbeats say of the ranks of other processes, and updates nothing. May block for a

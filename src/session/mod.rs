@@ -39,7 +39,7 @@ use crate::telemetry::{Event, FailureEvent, LogFormat, MetricsLogger, Printer, S
 use artifacts::RunArtifacts;
 use end_messages::outcome;
 
-pub(crate) use checked_placement::{check_shared_model, place_all, place_ranks};
+pub(crate) use checked_placement::{check_shared_model, place_all, place_ranks, refuse_launcher};
 pub(crate) use configured_launch::{configure, configured_spawn, join_launch};
 pub(crate) use data::open_data;
 pub(crate) use explainer::explainer;

@@ -103,7 +103,7 @@ fn end(
         steps_now: summary.steps_now,
         first_loss: summary.first_loss,
         hidden: statistics.hidden,
-        can_overlap: group.is_stream_ordered() || group.spans_processes(),
+        can_overlap: group.is_stream_ordered() || group.uses_network(),
     }
 }
 

@@ -5,6 +5,8 @@ use std::process::{Command, Stdio};
 
 use ddp_mp::launch::{LaunchOptions, Nproc};
 
+use crate::harness::shared_memory;
+
 const SCENE: &str = "DDP_MP_SCENE";
 
 /// Returns the command that starts this test binary as number `process` of those that play the scene `name`, with so many
@@ -34,6 +36,7 @@ pub(crate) fn mine() -> Option<(String, LaunchOptions)> {
         master_addr: Some("127.0.0.1".into()),
         master_port: Some(number(4) as u16),
         nproc: Nproc::Count(number(3)),
+        shared_memory: shared_memory(),
         ..LaunchOptions::default()
     };
     Some((words[0].into(), options))

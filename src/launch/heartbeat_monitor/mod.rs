@@ -268,10 +268,7 @@ impl Heartbeats {
         }
         let text = store.get(FAILURE, HEARTBEAT_TIMEOUT)?.unwrap_or_default();
         match failure_from_bytes(FAILURE, &text, run.activity.len()) {
-            Ok(failure) => {
-                run.activity[failure.rank].restore(failure.at);
-                run.report_failure(failure);
-            }
+            Ok(failure) => record_failure(run, failure),
             Err(error) => run.report(self.ranks[self.mine].start, None, error.to_string()),
         }
         Ok(true)
@@ -293,7 +290,7 @@ impl Heartbeats {
 
     fn record_status(&self, run: &RunContext, process: usize, heartbeat: &Heartbeat) {
         for (rank, status) in self.ranks[process].clone().zip(&heartbeat.ranks) {
-            run.activity[rank].restore(status.at);
+            run.activity[rank].restore_unless_done(status.at);
             let (sent, at, seen) = (heartbeat.sent, status.at, status.seen.clone());
             run.remote_snapshots.note(PeerHeartbeat { rank, sent, at, seen });
         }
@@ -321,6 +318,12 @@ impl Heartbeats {
         };
         self.others().map(ask).collect()
     }
+}
+
+/// Records the failure of another process, and stops this one's ranks.
+pub(super) fn record_failure(run: &RunContext, failure: Failure) {
+    run.activity[failure.rank].restore(failure.at);
+    run.report_failure(failure);
 }
 
 /// Returns the last heartbeat of `process`, which has `ranks` ranks; `None` if there is none that can be read.

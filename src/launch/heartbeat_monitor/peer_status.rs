@@ -46,7 +46,11 @@ impl PeerStatus for Heartbeats {
 
     fn poll(&self, run: &RunContext) {
         // A status that cannot be read stays as it was.
-        let _ = self.heartbeats_of_others(&self.with_short_timeout(never()), run);
+        let store = self.with_short_timeout(never());
+        let _ = self.heartbeats_of_others(&store, run);
+        if run.cancel.cancelled_by().is_none() {
+            let _ = self.read_failure(&store, run);
+        }
     }
 
     fn heartbeats(&self, cancelled: Receiver<Infallible>) -> Vec<PeerHeartbeat> {

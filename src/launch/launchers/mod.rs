@@ -39,7 +39,7 @@ use std::path::PathBuf;
 use serde_with::SerializeDisplay;
 use strum::{Display, EnumString, IntoStaticStr, VariantNames};
 
-use super::{BindChoice, NodeSlice, Nproc};
+use super::{BindChoice, NodeSlice, Nproc, SharedMemory};
 use crate::error::{Error, Result};
 use variables::Variables;
 
@@ -81,6 +81,8 @@ pub struct LaunchOptions {
     pub nproc: Nproc,
     /// The CPUs to which its ranks are bound.
     pub bind: BindChoice,
+    /// Whether processes of one host share memory.
+    pub shared_memory: SharedMemory,
 }
 
 pub(super) use spawned::{ParentStart, variables as variables_of_spawned, variables_of_threads};
@@ -179,6 +181,8 @@ pub struct Launch {
     pub nproc: Nproc,
     /// The CPUs to which its ranks are bound.
     pub bind: BindChoice,
+    /// Whether processes of one host share memory.
+    pub shared_memory: SharedMemory,
     /// The address of the store; `None` if this is the only process.
     pub master: Option<MasterEndpoint>,
     /// How many CPU cores the launcher gave to this process, if it set that.
@@ -218,7 +222,12 @@ pub fn detect(
 ) -> Result<Launch> {
     let variables = Variables::new(variables);
     let launch = read(&variables, options, gpus)?;
-    Ok(Launch { threads_per_rank: variables.threads()?, bind: options.bind, ..launch })
+    Ok(Launch {
+        threads_per_rank: variables.threads()?,
+        bind: options.bind,
+        shared_memory: options.shared_memory,
+        ..launch
+    })
 }
 
 fn read(variables: &Variables, options: &LaunchOptions, gpus: usize) -> Result<Launch> {
@@ -346,6 +355,7 @@ impl Launch {
             node_rank: None,
             nproc,
             bind: BindChoice::Auto,
+            shared_memory: SharedMemory::Auto,
             master: None,
             cores: None,
             threads_per_rank: None,

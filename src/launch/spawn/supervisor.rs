@@ -42,7 +42,7 @@ impl Spawn {
 
         let mut threads: Vec<Thread<T, J>> = Vec::with_capacity(local_ranks.len());
         if let Some(world) = &joined_launch.world
-            && let Err(error) = world.heartbeat_monitor.start(&run)
+            && let Err(error) = world.start(&run)
         {
             run.report(local_ranks.start, Some(&error), error.to_string());
         }

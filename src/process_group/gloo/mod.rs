@@ -1,6 +1,7 @@
 //! The `gloo` backend: CPU ranks of several processes, on one machine or more.
 //!
-//! The ranks of one process share its memory, as with `threaded`. One copy crosses the network for all of them:
+//! If all processes share the memory of their host, their ranks work as those of `threaded` (`local::host`). Otherwise
+//! they use TCP, with libtorch's Gloo. The ranks of one process still share its memory. One copy crosses the network for all of them:
 //!
 //! 1. announce: the ranks of the process compare their calls;
 //! 2. pack: each rank reduces its slice of their tensors, or copies its own, into the send buffer;
@@ -22,9 +23,10 @@ use tch::{Device, Kind, Tensor};
 use super::backend::{BackendType, Devices, Join, RankBackend, Reach};
 use super::call::Call;
 use super::local::{
-    CallSlot, CollectiveFingerprint, Extras, Memory, Shared, TensorMemory, exchange_calls, my_slice,
+    CallSlot, CollectiveFingerprint, Extras, Memory, Shared, TensorMemory, my_slice,
 };
 use super::network::{InFlight, Network, ProcessMap, SplitSizes};
+use super::threaded::ThreadedBackend;
 use super::{ReduceOp, Traffic, num_bytes, weights};
 use crate::error::{Error, Result};
 use crate::operation::{OpId, Operation};
@@ -45,8 +47,12 @@ pub(super) const BACKEND: BackendType = BackendType {
 fn prepare(shared: &Arc<Shared>, network: Option<&Arc<Network>>) -> Result<Join> {
     let alone = || Error::InvalidInput("backend gloo is for ranks of several processes".into());
     let (shared, network) = (shared.clone(), network.cloned().ok_or_else(alone)?);
-    Ok(Arc::new(move |rank, device| match device {
-        Device::Cpu => Ok(Box::new(GlooBackend::join(&shared, network.clone(), rank)?)),
+    let on_host = network.on_host().cloned();
+    Ok(Arc::new(move |rank, device| match (device, &on_host) {
+        (Device::Cpu, Some(group)) => {
+            Ok(Box::new(ThreadedBackend::join(CallSlot::of_host(group, rank))?))
+        }
+        (Device::Cpu, None) => Ok(Box::new(GlooBackend::join(&shared, network.clone(), rank)?)),
         _ => Err(Error::InvalidInput(
             "backend gloo is for ranks on the CPU; use nccl for GPUs of several processes".into(),
         )),
@@ -84,7 +90,7 @@ impl GlooBackend {
     fn exchange_local(&mut self, call: &Call) -> Result<()> {
         let first = self.packer.network.map.here().start;
         let extras = Extras { device: true, contents: 0 };
-        exchange_calls(&mut self.slot, first, call, extras, Some(&mut self.memory))
+        self.slot.exchange_calls(first, call, extras, Some(&mut self.memory))
     }
 
     /// Sets the mean weight of this process's ranks, which goes to other processes. Call it after the local exchange.
@@ -95,9 +101,16 @@ impl GlooBackend {
     }
 
     /// Runs this rank's part of `work`, which waits for no other rank. Returns when all ranks have finished theirs.
-    fn on_local_ranks(&mut self, work: impl FnOnce(&mut Packer, &CallSlot)) {
+    fn on_local_ranks(
+        &mut self,
+        call: &Call,
+        work: impl FnOnce(&mut Packer, &CallSlot),
+    ) -> Result<()> {
         let Self { slot, packer, .. } = self;
-        slot.and_leave_together(|| work(packer, slot));
+        slot.and_leave_together(call, || {
+            work(packer, slot);
+            Ok(())
+        })
     }
 
     /// Returns whether Gloo's own all_reduce can do the sum: with two processes it is the fastest, and adds in rank
@@ -133,19 +146,19 @@ impl GlooBackend {
         // A single part, addressed to no process in particular.
         let alone = ProcessMap { processes: vec![process_map.here()], mine: 0 };
         let whole = SplitSizes { to: vec![size], from: vec![size], largest: None };
-        self.on_local_ranks(|packer, slot| {
+        self.on_local_ranks(call, |packer, slot| {
             // SAFETY: the ranks have exchanged this call and leave together; there is room.
             unsafe { packer.pack(slot, &alone, call, &whole, true) }
-        });
+        })?;
         self.slot.on_leader(call.at(), || {
             let staged = network.staging_tensor(call.kind, size)?;
             network.finish(&network.add_up(call, &staged, || self.slot.call_text())?)
         })?;
         let sum = self.packer.network.places().0;
-        self.on_local_ranks(|packer, slot| {
+        self.on_local_ranks(call, |packer, slot| {
             // SAFETY: the sum has arrived, and no rank writes there until all have left.
             unsafe { packer.unpack(slot, &alone, call, &[sum], true) }
-        });
+        })?;
         let traffic = if self.is_first() { size as u64 } else { 0 };
         self.traffic = Traffic { sent: traffic, received: traffic };
         Ok(())
@@ -160,7 +173,7 @@ impl GlooBackend {
         self.set_weight(call);
         if let ReduceOp::PremulSum(_) = call.op() {
             // SAFETY: an all_reduce has one tensor for input and output, which only this rank touches.
-            self.on_local_ranks(|packer, _| unsafe { packer.multiply(call, tensor) });
+            self.on_local_ranks(call, |packer, _| unsafe { packer.multiply(call, tensor) })?;
         }
         let network = &self.packer.network;
         let started =
@@ -212,10 +225,10 @@ impl RankBackend for GlooBackend {
             parts = self.parts_of_all_to_all(call);
             self.slot.on_leader(call.at(), || reserve(&parts))?;
         }
-        self.on_local_ranks(|packer, slot| {
+        self.on_local_ranks(call, |packer, slot| {
             // SAFETY: the ranks have exchanged this call and leave together; there is room.
             unsafe { packer.pack(slot, process_map, call, &parts, sliced) }
-        });
+        })?;
         self.slot
             .on_leader(call.at(), || network.exchange(call, &parts, 0, || self.slot.call_text()))?;
         self.traffic = parts.traffic(process_map);
@@ -228,19 +241,19 @@ impl RankBackend for GlooBackend {
             let (places, _) = SplitSizes::places(&sums.to, process_map.mine);
             let result = begin + num_bytes(call.kind, mine.start);
             let base = self.packer.network.places().0.wrapping_add(result);
-            self.on_local_ranks(|packer, _| {
+            self.on_local_ranks(call, |packer, _| {
                 let to = places.iter().map(|place| base.wrapping_add(*place));
                 // SAFETY: each rank of the process reads and writes its part of the slice.
                 unsafe { packer.add_up(call, &sources, offset, mine.len(), to) };
-            });
+            })?;
             self.slot.on_leader(call.at(), || network.send_parts(call, &sums, begin))?;
             self.traffic += sums.traffic(process_map);
             sources = self::sources(&self.packer.network, &sums, begin);
         }
-        self.on_local_ranks(|packer, slot| {
+        self.on_local_ranks(call, |packer, slot| {
             // SAFETY: all parts have arrived, and no rank writes there until all have left.
             unsafe { packer.unpack(slot, process_map, call, &sources, sliced) }
-        });
+        })?;
         if !self.is_first() {
             self.traffic = Traffic::default(); // counted on the first rank only
         }

@@ -1,19 +1,15 @@
 //! The exchange before each collective: every rank of the process announces its call, and all compare.
 
 use super::conflict::{self, Memory};
+use super::exchange::ExchangeSlot;
 use super::fingerprint::{CollectiveFingerprint, Extras};
 use super::mismatch::{RankCall, mismatch};
-use super::shared::CallSlot;
 use crate::error::Result;
 use crate::process_group::call::Call;
 
-/// Announces this rank's call, waits for the others' and compares them.
-///
-/// On success all ranks make the same call, with tensors of matching sizes. With `memory`, no rank writes where another
-/// reads or writes. With [`Extras::device`], all tensors are also on one device. `first_place` is the group rank of the
-/// first rank of this process.
+/// Exchanges the calls of the ranks of this process: see [`CallSlot::exchange_calls`](super::CallSlot::exchange_calls).
 pub(crate) fn exchange_calls(
-    slot: &mut CallSlot,
+    slot: &mut ExchangeSlot<CollectiveFingerprint>,
     first_place: usize,
     call: &Call,
     extras: Extras,

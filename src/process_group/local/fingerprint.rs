@@ -133,6 +133,29 @@ impl CollectiveFingerprint {
         self.spans = spans;
     }
 
+    /// Takes over what is equal on all ranks of a call, and forgets the rest.
+    pub(super) fn describe_like(&mut self, other: &Self) {
+        self.operation = other.operation;
+        self.reduce_op = other.reduce_op;
+        self.root = other.root;
+        self.kind = other.kind;
+        self.device = other.device;
+        self.has_contents = other.has_contents;
+        self.spans.clear();
+        self.verdict.take();
+    }
+
+    /// Copies the elements that travel with the announcement, which is `bytes` long.
+    ///
+    /// # Safety
+    /// There are as many bytes at `contents`, and no other thread writes to them. They are at most
+    /// [`input_copies::MAX_BYTES`].
+    pub(super) unsafe fn set_contents(&mut self, contents: *mut u8, bytes: usize) {
+        let contents = TensorMemory { data: contents, numel: bytes };
+        // SAFETY: as the caller promises.
+        unsafe { self.contents.copy(&[contents], 1) };
+    }
+
     /// Returns the address of the copied inputs from their byte `offset` on, to read from until this rank announces its
     /// next call but one.
     pub(crate) fn contents(&self, offset: usize) -> *mut u8 {

@@ -2,10 +2,13 @@
 //!
 //! Processes exchange their ranks' calls as text.
 
+use std::time::{Duration, Instant};
+
 use super::fingerprint::{CollectiveFingerprint, SIZES};
-use crate::error::{Error, Suspects, list_ranks, runs};
+use crate::error::{Error, Result, Suspects, list_ranks, runs};
+use crate::ffi::TcpStore;
 use crate::operation::{OpId, Operation};
-use crate::runtime::format_call_site;
+use crate::runtime::{deadline, format_call_site};
 
 /// The number of different calls that an error lists one by one.
 const MAX_LISTED_CALLS: usize = 8;
@@ -80,6 +83,39 @@ pub(crate) fn mismatch(sequence: u64, calls: &[RankCall]) -> Error {
     }
 }
 
+/// Longest wait for the text of another part's call.
+const TEXT_TIMEOUT: Duration = Duration::from_secs(3);
+
+/// Returns the error of the parts of a group, processes or ranks, that have made different calls. Every part writes its
+/// call to the store, because every part has seen a different one. `parts` are the ranks of each; `mine` is the number
+/// of this one, and `text` its call.
+///
+/// # Errors
+/// The errors of the store.
+pub(crate) fn mismatch_in_store<'a>(
+    store: &TcpStore,
+    sequence: u64,
+    mine: usize,
+    text: &str,
+    parts: impl Iterator<Item = &'a [usize]>,
+    is_different: impl Fn(usize) -> bool,
+) -> Result<Error> {
+    let key = |part| format!("call/{sequence}/{part}");
+    store.set(&key(mine), text.as_bytes())?;
+    let same = text.lines().next().unwrap_or_default();
+    let deadline = deadline(TEXT_TIMEOUT);
+    let mut calls = Vec::new();
+    for (part, ranks) in parts.enumerate() {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let mut text = store.get(&key(part), left)?;
+        if !is_different(part) {
+            text.get_or_insert_with(|| same.into());
+        }
+        calls.extend(from_text(text.as_deref(), ranks));
+    }
+    Ok(mismatch(sequence, &calls))
+}
+
 /// Returns the error of a collective in which the ranks `from` send another number of elements to the ranks `to`
 /// than these expect: `[sent, expected]`. Each side is one rank or the ranks of one process, with its call site, if
 /// that is known.
@@ -146,7 +182,7 @@ pub(super) fn to_text<'a>(
 
 /// Returns the calls in the text of a process with these `ranks`. A missing or empty call is shown as "something
 /// else".
-pub(crate) fn from_text(text: Option<&[u8]>, ranks: &[usize]) -> Vec<RankCall> {
+fn from_text(text: Option<&[u8]>, ranks: &[usize]) -> Vec<RankCall> {
     let text = String::from_utf8_lossy(text.unwrap_or_default());
     // The text goes to a terminal, so it must not have control characters.
     let shown = |line: &str| -> String {

@@ -1,27 +1,31 @@
-//! What the ranks of one process share: the exchange of their calls, their mailboxes, and arithmetic on their tensors.
+//! What ranks that share memory share: the exchange of their calls, their mailboxes, and arithmetic on their tensors. They
+//! are threads of one process, or with [`host`] processes of one host.
 //!
 //! `threaded` and `gloo` compare all calls with [`compare`]; `nccl` compares them with `--check-collectives` only, except
 //! for those that it cannot run without. [`mail`] carries the messages of CPU ranks. [`element`] reduces tensors in the
 //! memory of the process.
 
+mod barrier;
 mod compare;
 mod conflict;
 mod element;
 mod exchange;
 mod fingerprint;
+mod host;
 mod input_copies;
 mod mail;
 mod mismatch;
 mod once;
 mod shared;
 
-pub(super) use compare::exchange_calls;
 pub(super) use conflict::{Memory, TensorMemory};
 pub(super) use element::{Kinds, Reduction, ReductionScratch, my_slice, my_slices, reduce};
 pub(super) use fingerprint::{CollectiveFingerprint, Extras};
+pub(crate) use host::Host;
+pub(super) use host::HostGroup;
 pub(super) use mail::{
     Carrier, Completion, Incoming, Mailboxes, MessageEnd, MessageTensor, P2pRequest, describe,
 };
-pub(super) use mismatch::{from_text, mismatch, sizes_differ};
+pub(super) use mismatch::{mismatch_in_store, sizes_differ};
 pub(super) use once::OncePerProcess;
 pub(super) use shared::{CallSlot, Shared};

@@ -7,7 +7,7 @@ use tch::{Kind, Tensor};
 
 use super::super::backend::RankBackend;
 use super::super::call::Call;
-use super::super::local::{Extras, exchange_calls};
+use super::super::local::Extras;
 use super::super::network::Network;
 use super::super::traffic::{Traffic, first_bytes, split_traffic};
 use super::super::{P2POp, ReduceOp, dtype_name, num_bytes, weights};
@@ -185,7 +185,7 @@ impl NcclBackend {
             return self.slot.barrier().wait_at_most(self.slot.rank(), call.at(), timeout);
         }
         let extras = Extras { device: false, contents: 0 };
-        exchange_calls(&mut self.slot, self.shared.here.start, call, extras, None)?;
+        self.slot.exchange_calls(self.shared.here.start, call, extras, None)?;
         if let Some(network) = self.elsewhere().filter(|_| compares) {
             self.slot.on_leader(call.at(), || {
                 let mean = call.weight.map(|_| weights::mean(self.slot.weights()));

@@ -10,12 +10,11 @@ use std::time::{Duration, Instant};
 
 use crossbeam::channel::{Receiver, select_biased};
 use tch::{Kind, Tensor};
-use xxhash_rust::xxh3::xxh3_64;
 
 use super::header::{
     ExchangeHeader, HEADER_BYTES, HEADER_INT_BYTES, HEADER_MAX_DATA_BYTES, StagingBuffers,
 };
-use super::lost::{self, FAILURE_CAUSE_TIMEOUT};
+use super::lost;
 use super::messages::{MessageListener, Messages};
 use super::process_map::ProcessMap;
 use super::split_sizes::{SplitSizes, padded};
@@ -23,14 +22,22 @@ use crate::error::{Error, Result};
 use crate::ffi::{GlooCall, GlooGroup, GlooOperation, TcpStore, TorchResult};
 use crate::operation::{OpId, Operation};
 use crate::process_group::call::Call;
-use crate::process_group::dtype::{dtype_name, num_bytes};
-use crate::process_group::local::{self, Mailboxes};
+use crate::process_group::dtype::num_bytes;
+use crate::process_group::local::{self, Host, HostGroup, Mailboxes};
 use crate::process_group::weights;
-use crate::runtime::{RunContext, StopMessage, StopRequest, deadline, format_call_site};
+use crate::runtime::{RunContext, StopMessage, StopRequest, format_call_site};
+
+/// How the processes of a group exchange tensors.
+enum Link {
+    /// Over TCP.
+    Gloo(GlooGroup),
+    /// Through the memory of their host.
+    Host(Arc<HostGroup>),
+}
 
 /// The state of a group of several processes that the ranks of one process share.
 pub(crate) struct Network {
-    gloo: GlooGroup,
+    link: Link,
     /// The store that the processes share, under a prefix of the group's own.
     pub(crate) store: TcpStore,
     run: Arc<RunContext>,
@@ -39,7 +46,9 @@ pub(crate) struct Network {
     /// `GLOO_SOCKET_IFNAME`.
     interfaces: Option<String>,
     /// Rank 0's decision to stop, which every header carries.
-    stop: OnceLock<Arc<StopRequest>>,
+    stop: Arc<OnceLock<Arc<StopRequest>>>,
+    /// The memory of this host's processes, if they share it.
+    host: Option<Arc<Host>>,
     /// Mean weight of each process's ranks in the current call, as bits. This process's first rank writes them. Its
     /// other ranks read them after the next barrier.
     weights: Box<[AtomicU64]>,
@@ -62,6 +71,7 @@ impl Network {
         members: Arc<[usize]>,
         map: ProcessMap,
         interfaces: Option<&str>,
+        host: Option<&Arc<Host>>,
     ) -> Result<Self> {
         let timeout = run.timeout;
         // Before the rendezvous, so that no process has to wait for it afterwards.
@@ -71,13 +81,28 @@ impl Network {
             let ranks = missing.iter().map(first).collect();
             run.timeout_error(first(&map.mine), ranks)
         };
-        let gloo = GlooGroup::new(&store, map.mine, map.len(), timeout, interfaces, absent)?;
+        let stop = Arc::<OnceLock<_>>::default();
+        let group = match host.filter(|host| host.has_all(&members)) {
+            Some(host) => HostGroup::join(host, &store, &run, &members, &map, stop.clone())?,
+            None => None,
+        };
+        let link = match group {
+            Some(group) => Link::Host(Arc::new(group)),
+            None => Link::Gloo(GlooGroup::new(
+                &store,
+                map.mine,
+                map.len(),
+                timeout,
+                interfaces,
+                absent,
+            )?),
+        };
         let staging = StagingBuffers::new(map.len())?;
         let weights = (0..map.len()).map(|_| AtomicU64::default()).collect();
-        let stop = OnceLock::new();
         let interfaces = interfaces.map(String::from);
         Ok(Self {
-            gloo,
+            link,
+            host: host.cloned(),
             store,
             run,
             members,
@@ -127,7 +152,15 @@ impl Network {
         let mine = there.iter().position(|(process, _)| *process == self.map.mine).unwrap_or(0);
         let map = ProcessMap { processes: there.into_iter().map(|(_, part)| part).collect(), mine };
         let (store, run) = (self.store.under(name), self.run.clone());
-        Self::connect(store, run, members, map, self.interfaces.as_deref())
+        Self::connect(store, run, members, map, self.interfaces.as_deref(), self.host.as_ref())
+    }
+
+    /// Returns the group's blocks in the memory of its host, if all of its ranks are there.
+    pub(crate) fn on_host(&self) -> Option<&Arc<HostGroup>> {
+        match &self.link {
+            Link::Host(group) => Some(group),
+            Link::Gloo(_) => None,
+        }
     }
 
     /// Synchronizes `stop` with that of the first process in every exchange from now on.
@@ -290,7 +323,7 @@ impl Network {
 
     fn write_headers(&self, call: &Call, parts: &SplitSizes, inline: Option<(usize, &[usize])>) {
         let message = self.stop.get().map_or(StopMessage::NONE, |stop| stop.message());
-        let (sequence, fingerprint) = (call.sequence, fingerprint(call));
+        let (sequence, fingerprint) = (call.sequence, call.fingerprint());
         let weight = call.weight.map_or(0.0, |_| self.mean_here());
         let headers: *mut u8 = self.staging.headers[0].data_ptr().cast();
         for process in self.others() {
@@ -319,7 +352,7 @@ impl Network {
         describe: impl Fn() -> String,
     ) -> Result<()> {
         let headers: *mut u8 = self.staging.headers[1].data_ptr().cast();
-        let fingerprint = fingerprint(call);
+        let fingerprint = call.fingerprint();
         // The first process whose part has an unexpected size, and the processes with another call.
         let (mut uneven, mut different) = (None, Vec::new());
         for process in self.others() {
@@ -357,7 +390,10 @@ impl Network {
 
     /// Starts a Gloo operation for `call`.
     fn start(&self, call: &Call, operation: GlooOperation, arguments: GlooCall) -> Result<Started> {
-        let ended = self.gloo.start(operation, arguments)?;
+        let Link::Gloo(gloo) = &self.link else {
+            return Err(Error::Internal("a group on one host uses no network".into()));
+        };
+        let ended = gloo.start(operation, arguments)?;
         let timeout = call.timeout.unwrap_or(self.run.timeout);
         let waiting = self.members[self.map.here().start];
         Ok(Started { ended, at: call.at(), waiting, began: Instant::now(), timeout })
@@ -380,7 +416,9 @@ impl Network {
             default(started.time_left()) => String::new(),
         };
         // After the abort nothing uses the buffers any more, and the other processes notice it.
-        let _ = self.gloo.abort();
+        if let Link::Gloo(gloo) = &self.link {
+            let _ = gloo.abort();
+        }
         let elsewhere = self.others().flat_map(|process| self.map.processes[process].clone());
         let ranks = elsewhere.map(|place| self.members[place]).collect();
         Err(match began.elapsed() >= timeout {
@@ -400,32 +438,19 @@ impl Network {
         local::sizes_differ(call.at(), (ranks(process), String::new()), (here, line), numbers)
     }
 
-    /// Returns the error when the processes `different` make another call than this one. Every process writes its call
-    /// to the store, because every process has seen a different one.
+    /// Returns the error when the processes `different` make another call than this one.
     fn mismatch(&self, call: &Call, mine: &str, different: &[usize]) -> Result<Error> {
-        let key = |process| format!("call/{}/{process}", call.sequence);
-        self.store.set(&key(self.map.mine), mine.as_bytes())?;
-        let same = mine.lines().next().unwrap_or_default();
-        let deadline = deadline(FAILURE_CAUSE_TIMEOUT);
-        let mut calls = Vec::new();
-        for (process, places) in self.map.processes.iter().enumerate() {
-            let left = deadline.saturating_duration_since(Instant::now());
-            let mut text = self.store.get(&key(process), left)?;
-            if !different.contains(&process) {
-                text.get_or_insert_with(|| same.into());
-            }
-            calls.extend(local::from_text(text.as_deref(), &self.members[places.clone()]));
-        }
-        Ok(local::mismatch(call.sequence, &calls))
+        let parts = self.map.processes.iter().map(|places| &self.members[places.clone()]);
+        let is_different = |process: usize| different.contains(&process);
+        local::mismatch_in_store(
+            &self.store,
+            call.sequence,
+            self.map.mine,
+            mine,
+            parts,
+            is_different,
+        )
     }
-}
-
-/// Returns a hash of what must be equal in all processes.
-fn fingerprint(call: &Call) -> u64 {
-    let Call { operation, reduce_op, root, weight, kind, shape, .. } = call;
-    let weighted = if weight.is_some() { " weighted" } else { "" };
-    let kind = dtype_name(*kind);
-    xxh3_64(format!("{operation} {reduce_op:?} {root:?} {kind} {shape:?}{weighted}").as_bytes())
 }
 
 /// An operation in the background, from when the processes have agreed on the call until Gloo has finished. Its tensors
@@ -473,7 +498,7 @@ mod tests {
             let map = ProcessMap { processes: vec![0..1, 1..2], mine };
             let run = Arc::new(RunContext::new(2, TIMEOUT, None));
             let (store, members) = (store.under("group"), Arc::new([0, 1]));
-            let network = Network::connect(store, run.clone(), members, map, None).unwrap();
+            let network = Network::connect(store, run.clone(), members, map, None, None).unwrap();
             // Neither process sends, so both wait.
             let tensor = Tensor::from_slice(&[0i64]);
             let recv = GlooCall { peer: 1 - mine, outputs: &[&tensor], ..GlooCall::default() };

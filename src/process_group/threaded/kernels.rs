@@ -122,17 +122,20 @@ pub(super) fn traffic(
 ) -> Traffic {
     let others = world_size as u64 - 1;
     let is_root = rank == call.root();
+    // Of a call in several pieces, `mine` is the last.
+    let is_whole =
+        mine.inputs.first().map(|input| input.numel) == call.inputs.first().map(Tensor::numel);
     let (sent, received) = match call.operation {
         Operation::ReduceScatter if call.on_piece.is_some() => {
-            let (all, slice) = sizes(mine, rank, world_size);
+            let (all, slice) = sizes(call, rank, world_size);
             if call.reduce_op.is_some() { (all - slice, slice * others) } else { (0, 0) }
         }
-        Operation::AllReduce if mine.has_contents => {
-            let (all, _) = sizes(mine, rank, world_size);
+        Operation::AllReduce if mine.has_contents && is_whole => {
+            let (all, _) = sizes(call, rank, world_size);
             (all * others, all * others)
         }
         Operation::AllReduce | Operation::Reduce => {
-            let (all, slice) = sizes(mine, rank, world_size);
+            let (all, slice) = sizes(call, rank, world_size);
             // Other ranks reduce the rest of its tensor, and its slice has results for them.
             let results_for = match call.operation {
                 Operation::AllReduce => others,
@@ -148,10 +151,10 @@ pub(super) fn traffic(
 }
 
 /// Returns the size of all inputs and of the slices that `rank` reduces, in bytes.
-fn sizes(mine: &CollectiveFingerprint, rank: usize, world_size: usize) -> (u64, u64) {
-    let numel = mine.inputs.iter().map(|input| input.numel).sum();
+fn sizes(call: &Call, rank: usize, world_size: usize) -> (u64, u64) {
+    let numel = call.inputs.iter().map(Tensor::numel).sum();
     let slice = my_slice(numel, rank, world_size).len();
-    (num_bytes(mine.kind, numel) as u64, num_bytes(mine.kind, slice) as u64)
+    (num_bytes(call.kind, numel) as u64, num_bytes(call.kind, slice) as u64)
 }
 
 /// Reduces this rank's slices of the inputs piece by piece into its scratch memory, the call's output, and passes on

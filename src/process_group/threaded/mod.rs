@@ -18,12 +18,15 @@ mod kernels;
 
 use std::sync::Arc;
 
+use tch::Tensor;
+
 use super::backend::{BackendType, Devices, Join, RankBackend, Reach};
 use super::call::Call;
-use super::local::{CallSlot, Extras, Memory, ReductionScratch, Shared, exchange_calls};
+use super::local::{CallSlot, Extras, Memory, ReductionScratch, Shared};
 use super::network::Network;
 use super::{Traffic, weights};
 use crate::error::Result;
+use crate::ffi::TorchResult;
 use crate::operation::{OpId, Operation};
 
 pub(super) const BACKEND: BackendType = BackendType {
@@ -48,7 +51,7 @@ fn prepare(shared: &Arc<Shared>, _: Option<&Arc<Network>>) -> Result<Join> {
 const MAX_CONTENTS: usize = 2 << 10;
 
 /// One rank's side of the backend.
-struct ThreadedBackend {
+pub(super) struct ThreadedBackend {
     slot: CallSlot,
     /// Memory of all ranks' tensors in this collective. Reused, to avoid allocating.
     memory: Memory,
@@ -63,16 +66,12 @@ impl ThreadedBackend {
         slot.barrier().wait(slot.rank(), at)?;
         Ok(Self { slot, memory: Memory::default(), places: ReductionScratch::default() })
     }
-}
 
-impl RankBackend for ThreadedBackend {
-    fn run(&mut self, call: &Call) -> Result<()> {
+    /// Runs this rank's part of a collective whose tensors one exchange can move.
+    fn run_whole(&mut self, call: &Call) -> Result<()> {
+        let extras = self.extras();
         let Self { slot, memory, places } = self;
-        // Each rank reads the elements of all, so the limit is for all together.
-        let members = slot.barrier().members().len();
-        let contents = if members > 1 { MAX_CONTENTS / members } else { 0 };
-        let extras = Extras { device: true, contents };
-        exchange_calls(slot, 0, call, extras, Some(memory))?;
+        slot.exchange_calls(0, call, extras, Some(memory))?;
         if matches!(call.operation, Operation::Barrier | Operation::NewGroup) {
             return Ok(()); // the exchange is the barrier
         }
@@ -84,10 +83,35 @@ impl RankBackend for ThreadedBackend {
             return Ok(());
         }
         // All tensors stay valid: their owners are in this collective, hold them, and leave it together.
-        slot.and_leave_together(|| {
+        slot.and_leave_together(call, || {
             // SAFETY: the exchange and the common exit establish all that `kernels::run` requires.
             unsafe { kernels::run(call, slot.rank(), slot.published(), places) }
         })
+    }
+
+    /// Returns what the ranks announce besides their calls.
+    fn extras(&self) -> Extras {
+        // Each rank reads the elements of all, so the limit is for all together.
+        let members = self.slot.barrier().members().len();
+        let contents = if members > 1 { MAX_CONTENTS / members } else { 0 };
+        Extras { device: true, contents }
+    }
+}
+
+impl RankBackend for ThreadedBackend {
+    fn run(&mut self, call: &Call) -> Result<()> {
+        let extras = self.extras();
+        let Some((most, numel)) = self.slot.pieces(call, extras)? else {
+            return self.run_whole(call);
+        };
+        for start in (0..numel).step_by(most) {
+            let outputs = cut(call.outputs, start, most)?;
+            let inputs =
+                if call.is_in_place() { None } else { Some(cut(call.inputs, start, most)?) };
+            let inputs = inputs.as_deref().unwrap_or(&outputs);
+            self.run_whole(&Call { inputs, outputs: &outputs, ..*call })?;
+        }
+        Ok(())
     }
 
     fn traffic(&self, call: &Call) -> Traffic {
@@ -103,4 +127,15 @@ impl RankBackend for ThreadedBackend {
         // CPU work is complete on return, and no CUDA work of this backend waits for another rank.
         self.slot.check()
     }
+}
+
+/// Returns at most `len` elements of each of `tensors`, from `start` on.
+fn cut(tensors: &[Tensor], start: usize, len: usize) -> Result<Vec<Tensor>> {
+    let cut = |tensor: &Tensor| {
+        let start = start.min(tensor.numel());
+        let len = len.min(tensor.numel() - start);
+        let piece = || tensor.f_view([-1])?.f_narrow(0, start as i64, len as i64);
+        tch::no_grad(piece).doing("cutting a tensor into pieces")
+    };
+    tensors.iter().map(cut).collect()
 }

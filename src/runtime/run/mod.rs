@@ -39,12 +39,25 @@ impl Activity {
         self.0.store(at.packed(), Ordering::Release);
     }
 
+    /// Records what a heartbeat says, unless the rank has ended: that is newer.
+    pub(crate) fn restore_unless_done(&self, at: OpId) {
+        let _ = self.0.fetch_update(Ordering::AcqRel, Ordering::Acquire, |packed| {
+            let now = OpId::unpacked(packed).map(|now| now.operation);
+            (!now.is_some_and(is_end)).then(|| at.packed())
+        });
+    }
+
     /// Returns the operation that the rank recorded last.
     pub(crate) fn now(&self) -> OpId {
         // A packed value can always be unpacked.
         OpId::unpacked(self.0.load(Ordering::Acquire))
             .unwrap_or(OpId { operation: Operation::UserCode, sequence: 0 })
     }
+}
+
+/// Returns whether a rank in `operation` has ended its function.
+fn is_end(operation: Operation) -> bool {
+    matches!(operation, Operation::ShutDown | Operation::Done)
 }
 
 /// The ranks that a rank waits for.
@@ -296,7 +309,7 @@ impl RunContext {
 
     /// Returns whether `rank` has ended its function.
     pub(crate) fn is_done(&self, rank: usize) -> bool {
-        matches!(self.activity[rank].now().operation, Operation::ShutDown | Operation::Done)
+        is_end(self.activity[rank].now().operation)
     }
 
     /// Waits until `is_done` returns true. The rank that makes it true must then unpark this thread.

@@ -17,8 +17,10 @@ pub(in super::super) fn two_by_two() -> anyhow::Result<Found> {
     // Nobody listens on this port any more, and the system does not give it away again soon.
     let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
     let port = format!("--master-port={port}");
-    let machine =
-        |number| [number, "--nnodes=2", "--master-addr=127.0.0.1", "--nproc-per-node=2", &port];
+    let machine = |number| {
+        let ranks = ["--nnodes=2", "--master-addr=127.0.0.1", "--nproc-per-node=2", &port];
+        [&[number, "--shared-memory=off"][..], &ranks].concat() // two machines share none
+    };
     let together = train(&[&machine("--node-rank=0"), &machine("--node-rank=1")])?;
     let answer = Answer::YesNo(alone == together);
     Ok(Found::new(answer, &[("one_process", &alone), ("two_machines", &together)]))

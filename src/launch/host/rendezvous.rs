@@ -1,0 +1,316 @@
+//! The rendezvous of the processes of one host. Each connects to all others through a Unix socket, and passes its memory
+//! on. A process proves that it shares the host by the number that the others read in its memory.
+
+use std::io::{self, ErrorKind};
+use std::ops::Range;
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+
+use super::{HostLinks, OFF, Peer};
+use crate::error::{Error, Result, escaped_line};
+use crate::ffi::TcpStore;
+use crate::launch::messages::{from_json, to_json};
+use crate::os::affinity::CpuList;
+use crate::os::limits::require_files;
+use crate::os::shared_memory::{self, SharedRegion};
+use crate::process_group::Host;
+
+/// What a process offers the others.
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+struct Offer {
+    /// The name of its socket, in the system's list of names without files.
+    socket: String,
+    /// A number that another process must send: it has read the store.
+    token: u64,
+    /// The number that stands in its memory.
+    mark: u64,
+    /// The CPUs that it may use.
+    cpus: String,
+}
+
+/// What a process has found out; an error is text for the user.
+type Finding<T> = std::result::Result<T, String>;
+
+/// The listener of this process, its memory, and its offer.
+struct Own {
+    region: SharedRegion,
+    listener: UnixListener,
+    offer: Offer,
+}
+
+/// The longest wait for the answer of a process that is about to send it.
+const ANSWER: Duration = Duration::from_secs(10);
+
+/// The size of a greeting: a token, and the number of the process that greets.
+const GREETING: usize = 16;
+
+impl HostLinks {
+    /// Connects this process, `mine`, with all others of `store`, which have these `ranks`. All must call this. `wants` is
+    /// whether this one may share memory. Returns why not all processes share memory if so, the same in all.
+    ///
+    /// # Errors
+    /// [`Error::Store`], [`Error::InvalidInput`] for a message that no process of the run sends.
+    pub(in crate::launch) fn meet(
+        store: &TcpStore,
+        mine: usize,
+        ranks: &[Range<usize>],
+        wants: bool,
+        timeout: Duration,
+    ) -> Result<Finding<Self>> {
+        let meeting = Meeting { store, mine, count: ranks.len(), timeout };
+        let own = if wants { Own::open(meeting.count) } else { Err(OFF.into()) };
+        let offer = own.as_ref().map(|own| own.offer.clone()).map_err(String::clone);
+        let offers = meeting.exchange("offer", offer)?;
+        let (own, offers) = match (own, offers) {
+            (Ok(own), Ok(offers)) => (own, offers),
+            (Err(why), _) | (_, Err(why)) => return Ok(Err(why)),
+        };
+        // Connecting does not wait for the other process: it accepts once all have connected.
+        let greeting = |token: u64| [token.to_le_bytes(), (mine as u64).to_le_bytes()].concat();
+        let connect = |offer: &Offer| own.connect(offer, &greeting(offer.token));
+        let connected: Finding<Vec<UnixStream>> = offers[..mine].iter().map(connect).collect();
+        let status = connected.as_ref().map(drop).map_err(String::clone);
+        if let Err(why) = meeting.exchange("connected", status)? {
+            return Ok(Err(why));
+        }
+        let linked = connected.and_then(|connected| own.link(connected, &offers, mine));
+        let status = linked.as_ref().map(drop).map_err(String::clone);
+        let (linked, all) = (linked, meeting.exchange("linked", status)?);
+        let linked = match (linked, all) {
+            (Ok(linked), Ok(_)) => linked,
+            (Err(why), _) | (_, Err(why)) => return Ok(Err(why)),
+        };
+        let cpus = offers.iter().flat_map(|it| it.cpus.parse::<CpuList>().unwrap_or_default().0);
+        let cores = CpuList::new(cpus).0.len().max(1);
+        let mut peers = Vec::new();
+        let mut regions = Vec::new();
+        for (process, link) in linked.into_iter().enumerate() {
+            let Some((socket, file, region)) = link else { continue };
+            peers.push(Arc::new(Peer { ranks: ranks[process].clone(), socket, process: file }));
+            regions.push(region);
+        }
+        regions.insert(mine, own.region);
+        let memory = Arc::new(Host::new(regions.into(), ranks, mine, cores));
+        let here = ranks[mine].clone();
+        Ok(Ok(Self { memory, peers, here, watch: Mutex::default() }))
+    }
+}
+
+/// The exchanges of a rendezvous in the store.
+struct Meeting<'a> {
+    store: &'a TcpStore,
+    mine: usize,
+    count: usize,
+    timeout: Duration,
+}
+
+impl Meeting<'_> {
+    /// Publishes what this process has found, and returns what all have. If one has found an error, returns the first, with
+    /// the number of its process.
+    fn exchange<T>(&self, what: &str, finding: Finding<T>) -> Result<Finding<Vec<T>>>
+    where
+        T: Serialize + DeserializeOwned,
+    {
+        let key = |process: usize| format!("host/{what}/{process}");
+        let mine = key(self.mine);
+        self.store.set(&mine, &to_json(&mine, &finding)?)?;
+        let mut all = Vec::new();
+        let mut wrong = None;
+        for process in 0..self.count {
+            let key = key(process);
+            let Some(bytes) = self.store.get(&key, self.timeout)? else {
+                return Err(Error::InvalidInput(format!(
+                    "process {process} has met the others, but has not answered for {:?} since: it hangs, or has ended; \
+                     look at its output",
+                    self.timeout
+                )));
+            };
+            match from_json::<Finding<T>>(&key, &bytes)? {
+                Ok(finding) => all.push(finding),
+                Err(why) => {
+                    let why = format!("process {process}: {}", escaped_line(&why));
+                    wrong.get_or_insert(why);
+                }
+            }
+        }
+        Ok(wrong.map_or(Ok(all), Err))
+    }
+}
+
+impl Own {
+    /// Creates this process's memory and its listener, for connections of `count` processes.
+    fn open(count: usize) -> Finding<Self> {
+        let open = || -> io::Result<Self> {
+            let random = || getrandom::u64().map_err(|error| io::Error::other(error.to_string()));
+            let region = SharedRegion::create()?;
+            let offer = Offer {
+                socket: format!("ddp-mp-{:016x}{:016x}", random()?, random()?),
+                token: random()?,
+                mark: random()?,
+                cpus: CpuList::of_this_thread()?.to_string(),
+            };
+            region.mark().store(offer.mark, Ordering::Relaxed);
+            let listener = UnixListener::bind_addr(&address(&offer.socket)?)?;
+            listener.set_nonblocking(true)?;
+            Ok(Self { region, listener, offer })
+        };
+        require_files(8 + 4 * count, "the memory that processes share")
+            .map_err(|error| error.to_string())?;
+        open().map_err(|error| error.to_string())
+    }
+
+    /// Connects to another process and sends this one's memory.
+    fn connect(&self, offer: &Offer, greeting: &[u8]) -> Finding<UnixStream> {
+        let connect = || {
+            let socket = shared_memory::connect(&offer.socket)?;
+            self.region.send(&socket, greeting)?;
+            Ok(socket)
+        };
+        connect().map_err(|error: io::Error| match error.kind() {
+            ErrorKind::ConnectionRefused => "the processes do not share a network namespace".into(),
+            _ => error.to_string(),
+        })
+    }
+
+    /// Completes the connections: accepts those of the processes after `mine`, and answers them. `connected` are those to the
+    /// processes before. All processes have connected.
+    fn link(
+        &self,
+        connected: Vec<UnixStream>,
+        offers: &[Offer],
+        mine: usize,
+    ) -> Finding<Vec<Option<Linked>>> {
+        let began = Instant::now();
+        let mut links: Vec<Option<Linked>> = offers.iter().map(|_| None).collect();
+        while links[mine + 1..].iter().any(Option::is_none) {
+            let accepted = self.listener.accept();
+            let (socket, _) = accepted.map_err(|error| match error.kind() {
+                ErrorKind::WouldBlock => "a connection is missing".into(),
+                _ => error.to_string(),
+            })?;
+            if began.elapsed() >= ANSWER {
+                return Err("too many strangers connect to the socket".into());
+            }
+            // A stranger has sent something else, or nothing: then the next one is accepted.
+            let Ok((process, region)) = self.greeted(&socket) else { continue };
+            let Some(link) = links.get_mut(process).filter(|_| process > mine) else { continue };
+            let file = shared_memory::peer(&socket).map_err(|error| error.to_string())?;
+            let answer = [self.offer.token, mine as u64].map(u64::to_le_bytes).concat();
+            self.region.send(&socket, &answer).map_err(|error| error.to_string())?;
+            *link = Some((socket, file, region));
+        }
+        for (process, socket) in connected.into_iter().enumerate() {
+            let answered = || {
+                let file = shared_memory::peer(&socket)?;
+                socket.set_read_timeout(Some(ANSWER))?;
+                let mut answer = [0; GREETING];
+                let is_token = |it: &[u8]| it[..8] == offers[process].token.to_le_bytes();
+                let region = SharedRegion::receive(&socket, &mut answer, is_token)?;
+                Ok((file, region))
+            };
+            let (file, region) = answered().map_err(|error: io::Error| error.to_string())?;
+            links[process] = Some((socket, file, region));
+        }
+        for (link, offer) in links.iter().zip(offers) {
+            if link.as_ref().is_some_and(|(.., it)| it.mark().load(Ordering::Relaxed) != offer.mark)
+            {
+                return Err("the memory that arrived is not that of the other process".into());
+            }
+        }
+        Ok(links)
+    }
+
+    /// Returns the number of the process that has connected, and its memory.
+    fn greeted(&self, socket: &UnixStream) -> io::Result<(usize, SharedRegion)> {
+        // A process of the run has greeted before.
+        socket.set_nonblocking(true)?;
+        let mut greeting = [0; GREETING];
+        let is_token = |it: &[u8]| it[..8] == self.offer.token.to_le_bytes();
+        let region = SharedRegion::receive(socket, &mut greeting, is_token)?;
+        let [_, process] = [0, 8].map(|at| {
+            let mut number = [0; 8];
+            number.copy_from_slice(&greeting[at..at + 8]);
+            u64::from_le_bytes(number)
+        });
+        Ok((usize::try_from(process).unwrap_or(usize::MAX), region))
+    }
+}
+
+/// The connection to another process, that process, and its memory.
+type Linked = (UnixStream, Option<std::os::fd::OwnedFd>, SharedRegion);
+
+/// Returns the address of a socket that has no file.
+fn address(name: &str) -> io::Result<SocketAddr> {
+    SocketAddr::from_abstract_name(name)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+    use std::thread;
+
+    use crossbeam::channel::never;
+    use tch::{Device, Kind};
+
+    use super::*;
+
+    const TIMEOUT: Duration = Duration::from_secs(60);
+
+    /// Lets as many processes meet as `wants` has elements. `between` is called when the first has made its offer.
+    fn meet(wants: &[bool], between: impl FnOnce(&TcpStore)) -> Vec<Finding<HostLinks>> {
+        let store = TcpStore::serve("127.0.0.1", 0, TIMEOUT, never()).unwrap();
+        let ranks: Vec<Range<usize>> =
+            (0..wants.len()).map(|process| process..process + 1).collect();
+        thread::scope(|scope| {
+            let start = |mine: usize| {
+                let (store, ranks) = (&store, &ranks);
+                scope.spawn(move || {
+                    HostLinks::meet(store, mine, ranks, wants[mine], TIMEOUT).unwrap()
+                })
+            };
+            let first = start(0);
+            store.get("host/offer/0", TIMEOUT).unwrap();
+            between(&store);
+            let others: Vec<_> = (1..wants.len()).map(start).collect();
+            let all = std::iter::once(first).chain(others);
+            all.map(|thread| thread.join().unwrap()).collect()
+        })
+    }
+
+    #[test]
+    fn processes_share_memory_despite_strangers_on_the_socket() {
+        let mut strangers = Vec::new();
+        let links = meet(&[true; 3], |store| {
+            let offer = store.get("host/offer/0", TIMEOUT).unwrap().unwrap();
+            let Ok(offer) = from_json::<Finding<Offer>>("offer", &offer).unwrap() else { panic!() };
+            for message in [&b""[..], b"GET / HTTP/1.0\r\n\r\n", &[0; GREETING]] {
+                let mut stranger =
+                    UnixStream::connect_addr(&address(&offer.socket).unwrap()).unwrap();
+                stranger.write_all(message).unwrap();
+                strangers.push(stranger);
+            }
+        });
+        let links: Vec<HostLinks> = links.into_iter().map(Result::unwrap).collect();
+        assert!(
+            links.iter().all(|links| links.peers.len() == 2 && links.memory.has_all(&[0, 1, 2]))
+        );
+        let zeros = links[1].memory.zeros(1000, Kind::Float).unwrap();
+        assert_eq!((zeros.numel(), zeros.kind(), zeros.device()), (1000, Kind::Float, Device::Cpu));
+        assert_eq!(zeros.abs().sum(Kind::Float).double_value(&[]), 0.0);
+    }
+
+    #[test]
+    fn one_process_without_shared_memory_is_named_by_all() {
+        for why in meet(&[true, false, true], |_| {}) {
+            let why = why.expect_err("one does not take part");
+            assert!(why.contains("--shared-memory=off"), "{why}");
+        }
+    }
+}

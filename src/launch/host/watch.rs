@@ -1,0 +1,282 @@
+//! The watch over the other processes of the host: a thread that waits for their messages and for their end.
+//!
+//! A process sends its first failure, and each rank that has ended its function, before it ends itself. So a connection
+//! that ends without either is that of a process that was killed.
+
+use std::fmt;
+use std::io::{ErrorKind, Read};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Weak};
+use std::thread::{self, JoinHandle};
+
+use parking_lot::Mutex;
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::io::Errno;
+use rustix::net::{SendFlags, send};
+use serde::{Deserialize, Serialize};
+
+use super::{HostLinks, Peer};
+use crate::error::{Error, Result, list_ranks};
+use crate::launch::heartbeat_monitor::record_failure;
+use crate::launch::messages::{failure_from_bytes, from_json, to_json};
+use crate::os::limits::not_started;
+use crate::runtime::{Failure, Notify, RunContext};
+
+/// What a process sends the others of its host. A line of JSON each.
+#[derive(Debug, Serialize, Deserialize)]
+enum Message {
+    /// A rank has ended its function.
+    Done(usize),
+    /// The first failure of the process.
+    Failed(Failure),
+}
+
+/// The longest message in bytes; no process of the run sends a longer one.
+const MAX_MESSAGE: usize = 1 << 20;
+
+/// The thread that watches, and what this process sends.
+pub(super) struct HostWatch {
+    sender: Arc<Sender>,
+    /// Its end ends the thread.
+    stop: Option<UnixStream>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl fmt::Debug for HostWatch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("HostWatch").finish_non_exhaustive()
+    }
+}
+
+impl Drop for HostWatch {
+    fn drop(&mut self) {
+        self.sender.notify(); // what has happened since the last event
+        drop(self.stop.take());
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+impl HostLinks {
+    /// Starts to watch the other processes for `run`.
+    ///
+    /// # Errors
+    /// [`Error::InvalidInput`] if the system refuses a thread.
+    pub(in crate::launch) fn watch(&self, run: &Arc<RunContext>) -> Result<()> {
+        let refuse = |error: std::io::Error| {
+            Error::InvalidInput(not_started("the thread that watches the other processes", &error))
+        };
+        let (stop, stopped) = UnixStream::pair().map_err(refuse)?;
+        let sender = Arc::new(Sender {
+            peers: self.peers.clone(),
+            run: Arc::downgrade(run),
+            done: self.here.clone().map(|rank| (rank, AtomicBool::new(false))).collect(),
+            knows_failure: AtomicBool::new(false),
+            lock: Mutex::new(()),
+        });
+        let events: Arc<dyn Notify> = sender.clone();
+        run.cancel.register_events(Arc::downgrade(&events));
+        let watch = Watch {
+            run: run.clone(),
+            first: self.here.start,
+            sender: sender.clone(),
+            ends: self.peers.iter().map(|peer| Some(End::new(peer.clone()))).collect(),
+        };
+        let thread = thread::Builder::new().name("host".into());
+        let thread = thread.spawn(move || watch.run(&stopped)).map_err(refuse)?;
+        *self.watch.lock() = Some(HostWatch { sender, stop: Some(stop), thread: Some(thread) });
+        Ok(())
+    }
+
+    /// Ends the watch. The other processes then know how this one's ranks have ended.
+    pub(in crate::launch) fn leave(&self) {
+        drop(self.watch.lock().take());
+    }
+}
+
+/// Sends the other processes what happens in this one.
+#[derive(Debug)]
+struct Sender {
+    peers: Vec<Arc<Peer>>,
+    run: Weak<RunContext>,
+    /// For each rank of this process whether its end has been sent.
+    done: Vec<(usize, AtomicBool)>,
+    /// Whether the other processes know of the failure.
+    knows_failure: AtomicBool,
+    lock: Mutex<()>,
+}
+
+impl Notify for Sender {
+    fn notify(&self) {
+        let Some(run) = self.run.upgrade() else { return };
+        if run.cancel.cancelled_by().is_some() && !self.knows_failure.swap(true, Ordering::SeqCst) {
+            let first = run.failures().first().cloned();
+            first.map(Message::Failed).iter().for_each(|message| self.send(message));
+        }
+        for (rank, is_sent) in &self.done {
+            if run.is_done(*rank) && !is_sent.swap(true, Ordering::SeqCst) {
+                self.send(&Message::Done(*rank));
+            }
+        }
+    }
+}
+
+impl Sender {
+    fn send(&self, message: &Message) {
+        let Ok(mut line) = to_json("host", message) else { return };
+        line.push(b'\n');
+        let _whole = self.lock.lock();
+        for peer in &self.peers {
+            // A process that does not take it has ended, or finds out by the heartbeats.
+            let _ = send(&peer.socket, &line, SendFlags::NOSIGNAL | SendFlags::DONTWAIT);
+        }
+    }
+}
+
+/// The state of the thread.
+struct Watch {
+    run: Arc<RunContext>,
+    /// The first rank of this process, which reports.
+    first: usize,
+    sender: Arc<Sender>,
+    /// The other processes that have not ended.
+    ends: Vec<Option<End>>,
+}
+
+/// Another process, and what it has sent of a line.
+struct End {
+    peer: Arc<Peer>,
+    received: Vec<u8>,
+}
+
+impl Watch {
+    /// Waits for the other processes until `stopped` ends.
+    fn run(mut self, stopped: &UnixStream) {
+        loop {
+            let ends: Vec<&End> = self.ends.iter().flatten().collect();
+            let files = ends.iter().flat_map(|end| end.files());
+            let files = std::iter::once(stopped.as_fd()).chain(files);
+            let mut polled: Vec<PollFd<'_>> =
+                files.map(|file| PollFd::from_borrowed_fd(file, PollFlags::IN)).collect();
+            match poll(&mut polled, None) {
+                Err(Errno::INTR) => continue,
+                Err(_) => return, // the heartbeats go on
+                Ok(_) if !polled[0].revents().is_empty() => return,
+                Ok(_) => {}
+            }
+            for index in 0..self.ends.len() {
+                self.look(index);
+            }
+        }
+    }
+
+    /// Reads what another process has sent, and notices its end.
+    fn look(&mut self, index: usize) {
+        let Some(end) = &mut self.ends[index] else { return };
+        // In this order: what it has sent before its end is read after that is noticed.
+        let has_ended = end.process_has_ended();
+        let is_closed = end.read();
+        let peer = end.peer.clone();
+        let lines = end.lines();
+        for line in lines {
+            self.receive(&peer, &line);
+        }
+        if !has_ended && !is_closed {
+            return;
+        }
+        self.ends[index] = None;
+        let ranks: Vec<usize> =
+            peer.ranks.clone().filter(|rank| !self.run.is_done(*rank)).collect();
+        if ranks.is_empty() || self.run.cancel.cancelled_by().is_some() {
+            return;
+        }
+        let (run, waiting) = (&self.run, self.first);
+        // What the ranks did last. A process that fails before its ranks begin says so in the store only.
+        run.poll_peers();
+        if run.cancel.cancelled_by().is_some() {
+            return;
+        }
+        let error = Error::ConnectionLost {
+            at: run.activity[waiting].now(),
+            step: run.flight_recorder.step_of(waiting),
+            lost: run.last_seen(ranks),
+            reason: "its process has ended".into(),
+        };
+        run.report(waiting, Some(&error), error.to_string());
+    }
+
+    fn receive(&self, peer: &Peer, line: &[u8]) {
+        let run = &self.run;
+        match from_json("host", line) {
+            Ok(Message::Done(rank)) if peer.ranks.contains(&rank) => run.finish(rank),
+            Ok(Message::Failed(failure)) => {
+                self.sender.knows_failure.store(true, Ordering::SeqCst);
+                let bytes = to_json("host", &failure).unwrap_or_default();
+                match failure_from_bytes("host", &bytes, run.activity.len()) {
+                    Ok(failure) => record_failure(run, failure),
+                    Err(error) => run.report(self.first, None, error.to_string()),
+                }
+            }
+            _ => {
+                let from = list_ranks(&peer.ranks.clone().collect::<Vec<_>>());
+                let text = format!(
+                    "the process of {from} has sent a message that no process of a run sends; start the same program in \
+                     all processes"
+                );
+                run.report(self.first, None, text);
+            }
+        }
+    }
+}
+
+impl End {
+    fn new(peer: Arc<Peer>) -> Self {
+        let _ = peer.socket.set_nonblocking(true);
+        Self { peer, received: Vec::new() }
+    }
+
+    /// Returns what becomes readable when the process sends something or ends.
+    fn files(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
+        let process = self.peer.process.as_ref().map(AsFd::as_fd);
+        std::iter::once(self.peer.socket.as_fd()).chain(process)
+    }
+
+    fn process_has_ended(&self) -> bool {
+        let Some(process) = &self.peer.process else { return false };
+        let mut polled = [PollFd::new(process, PollFlags::IN)];
+        let now = rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 };
+        poll(&mut polled, Some(&now)).is_ok_and(|ready| ready > 0)
+    }
+
+    /// Reads all that has arrived. Returns whether the other end is closed.
+    fn read(&mut self) -> bool {
+        let mut buffer = [0; 4096];
+        loop {
+            match (&self.peer.socket).read(&mut buffer) {
+                Ok(0) => return true,
+                Ok(count) if self.received.len() + count <= MAX_MESSAGE => {
+                    self.received.extend_from_slice(&buffer[..count]);
+                }
+                Err(error) if error.kind() == ErrorKind::WouldBlock => return false,
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Ok(_) | Err(_) => return true,
+            }
+        }
+    }
+
+    /// Takes the complete lines.
+    fn lines(&mut self) -> Vec<Vec<u8>> {
+        let Some(last) = self.received.iter().rposition(|byte| *byte == b'\n') else {
+            return Vec::new();
+        };
+        let complete: Vec<u8> = self.received.drain(..=last).collect();
+        complete
+            .split(|byte| *byte == b'\n')
+            .filter(|it| !it.is_empty())
+            .map(<[u8]>::to_vec)
+            .collect()
+    }
+}

@@ -1,0 +1,177 @@
+//! The blocks of a group's ranks in the memory of a host.
+
+use std::any::Any;
+use std::ops::Range;
+use std::ptr::NonNull;
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+use parking_lot::Mutex;
+
+use super::super::barrier::{Barrier, InMemory, Slot};
+use super::super::conflict::Spans;
+use super::slot::{Cell, HostSlot};
+use super::{Allocation, Host};
+use crate::error::{Error, Result};
+use crate::ffi::TcpStore;
+use crate::operation::OpId;
+use crate::process_group::network::ProcessMap;
+use crate::runtime::{RunContext, StopRequest};
+
+/// The room for tensors of each rank, in bytes. Larger ones go through it in pieces.
+pub(super) const STAGING: usize = 1 << 20;
+
+/// A group whose ranks are all on one host.
+pub(crate) struct HostGroup {
+    pub(super) host: Arc<Host>,
+    pub(super) barrier: Barrier,
+    /// The block of each rank.
+    blocks: Box<[Block]>,
+    pub(super) cell: Cell,
+    /// The store of the group, through which the ranks exchange texts of calls that differ.
+    pub(super) store: TcpStore,
+    /// Rank 0's decision to stop, which every announcement carries.
+    pub(super) stop: Arc<OnceLock<Arc<StopRequest>>>,
+    /// The group ranks of this process, and the memory that each of them announces, in alternating exchanges.
+    pub(super) here: Range<usize>,
+    pub(super) spans: Box<[Mutex<[Spans; 2]>]>,
+    /// The memory of this process's blocks.
+    _own: Vec<Allocation>,
+}
+
+/// The place of a rank's block: the process whose memory it is in, and its first byte.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Block {
+    pub process: usize,
+    pub offset: usize,
+}
+
+impl HostGroup {
+    /// Creates the blocks of this process's ranks, and finds those of the others. `members` are ranks of `run`, all on
+    /// `host`, in the processes of `map`, each of which must call this. Returns `None` if the memory of one is used up.
+    ///
+    /// # Errors
+    /// The errors of the store.
+    pub(crate) fn join(
+        host: &Arc<Host>,
+        store: &TcpStore,
+        run: &Arc<RunContext>,
+        members: &Arc<[usize]>,
+        map: &ProcessMap,
+        stop: Arc<OnceLock<Arc<StopRequest>>>,
+    ) -> Result<Option<Self>> {
+        let cell = Cell::of(members.len());
+        // A rank that has ended is still read by those that look whether it has arrived.
+        let own: Option<Vec<Allocation>> =
+            map.here().map(|_| host.allocate(cell.block_len(), cell.staging())).collect();
+        let offsets = own.iter().flatten().map(|block| block.range.start.to_string());
+        let offsets = offsets.collect::<Vec<_>>().join(" ");
+        store.set(&key(map.mine), offsets.as_bytes())?;
+        let mut blocks = Vec::new();
+        for (process, places) in map.processes.iter().enumerate() {
+            let Some(text) = store.get(&key(process), run.timeout)? else {
+                let missing = members[places.clone()].to_vec();
+                return Err(run.timeout_error(members[map.here().start], missing));
+            };
+            if text.is_empty() {
+                return Ok(None);
+            }
+            blocks.extend(parse(
+                host,
+                &cell,
+                &String::from_utf8_lossy(&text),
+                &members[places.clone()],
+            )?);
+        }
+        let Some(own) = own else { return Ok(None) };
+        let slots = blocks.iter().map(|block| {
+            let memory: Arc<dyn Any + Send + Sync> = host.clone();
+            let place = host.regions[block.process].at(block.offset, size_of::<Slot>());
+            let place = place.ok().and_then(|place| NonNull::new(place.cast::<Slot>()));
+            // SAFETY: the block begins with a slot, which was zeros at first, and its memory exists as long as the host.
+            place.map(|place| unsafe { InMemory::at(place, memory) })
+        });
+        let slots = slots.collect::<Option<Box<[_]>>>().ok_or_else(not_a_block)?;
+        Ok(Some(Self {
+            barrier: Barrier::of(slots, host.cores, run.clone(), members.clone()),
+            host: host.clone(),
+            blocks: blocks.into(),
+            cell,
+            store: store.clone(),
+            stop,
+            here: map.here(),
+            spans: map.here().map(|_| Mutex::default()).collect(),
+            _own: own,
+        }))
+    }
+
+    /// Takes the slot of group rank `rank`, which must be in this process. Each slot can be taken once.
+    pub(crate) fn slot(self: &Arc<Self>, rank: usize) -> HostSlot {
+        HostSlot::new(rank, self.clone())
+    }
+
+    /// Returns the host, for tensors in its memory.
+    pub(crate) fn host(&self) -> &Arc<Host> {
+        &self.host
+    }
+
+    /// Returns the address of the byte `offset` in the block of `rank`.
+    pub(super) fn in_block(&self, rank: usize, offset: usize) -> Result<*mut u8> {
+        let Block { process, offset: start } = self.blocks[rank];
+        self.address(process, start + offset, 1)
+    }
+
+    /// Returns the address of `len` bytes in the memory of `process`.
+    ///
+    /// # Errors
+    /// [`Error::InvalidInput`] if the memory has no such bytes: another process has written nonsense.
+    pub(super) fn address(&self, process: usize, offset: usize, len: usize) -> Result<*mut u8> {
+        self.host.regions[process].at(offset, len).map_err(|_| not_a_block())
+    }
+
+    /// Returns the process of the group rank `rank`.
+    pub(super) fn process_of(&self, rank: usize) -> usize {
+        self.blocks[rank].process
+    }
+
+    /// Returns the offset of a tensor in this process's memory; `None` if it is elsewhere.
+    pub(super) fn offset_of(&self, data: *const u8, len: usize) -> Option<usize> {
+        self.host.regions[self.host.mine].offset_of(data, len)
+    }
+
+    /// Returns the offset of the room for tensors of `rank`, in the memory of its process.
+    pub(super) fn staging_offset(&self, rank: usize) -> usize {
+        self.blocks[rank].offset + self.cell.staging()
+    }
+
+    /// Waits for all ranks, for as long as `timeout`.
+    pub(super) fn wait(&self, rank: usize, at: OpId, timeout: Duration) -> Result<()> {
+        self.barrier.wait_at_most(rank, at, timeout)
+    }
+}
+
+/// Reads the blocks of the ranks `members`, which are of one process.
+fn parse(host: &Host, cell: &Cell, text: &str, members: &[usize]) -> Result<Vec<Block>> {
+    let offsets: Option<Vec<usize>> = text.split(' ').map(|offset| offset.parse().ok()).collect();
+    let offsets = offsets.filter(|offsets| offsets.len() == members.len());
+    let block = |(&rank, offset): (&usize, usize)| {
+        let process = host.process_of(rank)?;
+        let is_inside = host.regions[process].at(offset, cell.block_len()).is_ok();
+        (is_inside && offset.is_multiple_of(super::PAGE)).then_some(Block { process, offset })
+    };
+    let blocks = offsets.and_then(|offsets| members.iter().zip(offsets).map(block).collect());
+    blocks.ok_or_else(not_a_block)
+}
+
+fn not_a_block() -> Error {
+    Error::InvalidInput(
+        "another process names shared memory that does not exist; another program may use the same store: give each \
+         run a store of its own"
+            .into(),
+    )
+}
+
+/// Returns the key under which a process publishes its blocks.
+fn key(process: usize) -> String {
+    format!("memory/{process}")
+}

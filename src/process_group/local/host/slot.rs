@@ -1,0 +1,367 @@
+//! One rank's exchanges with the ranks of other processes of its host.
+
+use std::slice;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tch::Tensor;
+
+use super::super::barrier::{Barrier, Slot};
+use super::super::conflict::{self, Memory, TensorMemory};
+use super::super::fingerprint::{CollectiveFingerprint, Extras};
+use super::super::input_copies::MAX_BYTES;
+use super::super::mismatch::{mismatch_in_store, to_text};
+use super::group::{HostGroup, STAGING};
+use crate::error::{Error, Result};
+use crate::operation::{Operation, Tensors};
+use crate::process_group::call::Call;
+use crate::process_group::dtype::num_bytes;
+use crate::runtime::StopMessage;
+
+/// What a rank announces to other processes, ahead of the places of its tensors.
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+struct Announcement {
+    sequence: u64,
+    /// The hash of what must be equal on all ranks.
+    fingerprint: u64,
+    weight: f64,
+    stop: [u64; 3],
+    inputs: usize,
+    outputs: usize,
+    /// The size of the contents in bytes.
+    contents: usize,
+}
+
+/// The place of a tensor: its first byte in the memory of its rank's process, and its number of elements.
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+struct Place {
+    offset: usize,
+    numel: usize,
+}
+
+/// The offset of a tensor that the other processes do not use.
+const PRIVATE: usize = usize::MAX;
+
+/// Tensors begin at cache lines, so that every dtype is aligned.
+const LINE: usize = 64;
+
+/// The layout of a rank's block: its slot of the barrier, two announcements, and the room for tensors.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Cell {
+    /// The number of tensors in a list.
+    ranks: usize,
+}
+
+impl Cell {
+    /// Returns the layout for groups of this many ranks.
+    pub(super) fn of(ranks: usize) -> Self {
+        Self { ranks }
+    }
+
+    fn places() -> usize {
+        size_of::<Announcement>().next_multiple_of(LINE)
+    }
+
+    fn contents(self) -> usize {
+        (Self::places() + 2 * self.ranks * size_of::<Place>()).next_multiple_of(LINE)
+    }
+
+    /// Returns how many tensors `rank` puts into `call`.
+    fn inputs(self, call: &Call, rank: usize) -> usize {
+        let Some(collective) = call.operation.collective() else { return 0 };
+        match collective.inputs.tensors {
+            _ if !collective.inputs.is_held_by(rank == call.root()) => 0,
+            Tensors::Nothing => 0,
+            Tensors::One => 1,
+            Tensors::OneForEachRank => self.ranks,
+        }
+    }
+
+    /// Returns the offset of the announcement with this parity in a block.
+    fn announcement(self, parity: usize) -> usize {
+        let len = (self.contents() + MAX_BYTES).next_multiple_of(128);
+        size_of::<Slot>().next_multiple_of(128) + parity * len
+    }
+
+    /// Returns the offset of the room for tensors in a block.
+    pub(super) fn staging(self) -> usize {
+        self.announcement(2).next_multiple_of(super::PAGE)
+    }
+
+    /// Returns the size of a block in bytes.
+    pub(super) fn block_len(self) -> usize {
+        self.staging() + STAGING
+    }
+}
+
+/// One rank's side of a group on one host.
+pub(crate) struct HostSlot {
+    rank: usize,
+    group: Arc<HostGroup>,
+    /// The announcement to write next. It flips with every exchange, as in `ExchangeSlot`, so it is the same on all ranks.
+    parity: usize,
+    /// This rank's call, with its own tensors.
+    mine: CollectiveFingerprint,
+    /// The calls of all ranks, with tensors that this process can reach.
+    published: Vec<CollectiveFingerprint>,
+}
+
+impl HostSlot {
+    pub(super) fn new(rank: usize, group: Arc<HostGroup>) -> Self {
+        let nothing = CollectiveFingerprint::nothing;
+        let published = group.barrier.members().iter().map(|_| nothing()).collect();
+        Self { rank, group, parity: 0, mine: nothing(), published }
+    }
+
+    pub(crate) fn rank(&self) -> usize {
+        self.rank
+    }
+
+    pub(crate) fn barrier(&self) -> &Barrier {
+        &self.group.barrier
+    }
+
+    pub(crate) fn published(&self) -> &[CollectiveFingerprint] {
+        &self.published
+    }
+
+    pub(crate) fn announced(&self) -> &CollectiveFingerprint {
+        &self.mine
+    }
+
+    /// Returns the number of elements of each tensor that one exchange of `call` can move, and the most elements that any
+    /// tensor has; `None` if it moves all.
+    pub(crate) fn pieces(&mut self, call: &Call, extras: Extras) -> Result<Option<(usize, usize)>> {
+        let Some(collective) = call.operation.collective() else { return Ok(None) };
+        let tensors = call.inputs.iter().chain(call.outputs);
+        let mut numel = tensors.map(Tensor::numel).max().unwrap_or(0);
+        if collective.has_own_sizes {
+            // Each rank knows its own sizes only.
+            self.exchange(call, extras, None, false)?;
+            let all = self.published.iter().flat_map(|call| &call.inputs);
+            numel = all.map(|input| input.numel).max().unwrap_or(0);
+        }
+        let unit = num_bytes(call.kind, 1).max(1);
+        let lists = if collective.inputs.is_list() { self.published.len() } else { 1 };
+        // Pieces begin at cache lines.
+        let most = (STAGING / lists / LINE * LINE / unit).max(1);
+        Ok((numel > most).then_some((most, numel)))
+    }
+
+    /// Announces `call`, waits for all ranks, and compares their calls. With `moves`, makes the tensors available to the
+    /// other ranks.
+    pub(crate) fn exchange(
+        &mut self,
+        call: &Call,
+        extras: Extras,
+        memory: Option<&mut Memory>,
+        moves: bool,
+    ) -> Result<()> {
+        let barrier = &self.group.barrier;
+        // After a failure the others may still read what this rank has announced.
+        barrier.run().check(barrier.members()[self.rank])?;
+        self.mine.publish(call, self.rank, extras)?;
+        let fingerprint = call.fingerprint();
+        self.announce(call, fingerprint, moves)?;
+        let timeout = self.timeout(call);
+        self.group.wait(self.rank, call.at(), timeout)?;
+        self.parity = 1 - self.parity;
+        self.read(call, fingerprint, moves)?;
+        let all = self.published.iter();
+        let conflict = match memory {
+            Some(memory) => memory.conflict(all.clone(), 0),
+            None => conflict::sizes(all.clone(), 0),
+        };
+        let members = self.group.barrier.members();
+        conflict.map_or(Ok(()), |conflict| Err(conflict.error(all, members, 0, call.at())))
+    }
+
+    fn timeout(&self, call: &Call) -> Duration {
+        call.timeout.unwrap_or(self.group.barrier.run().timeout)
+    }
+
+    /// Waits until all ranks have done their work, then copies this rank's results into its own tensors.
+    pub(crate) fn leave(&self, call: &Call) -> Result<()> {
+        self.group.wait(self.rank, call.at(), self.timeout(call))?;
+        let reached = &self.published[self.rank].outputs;
+        for (from, to) in reached.iter().zip(&self.mine.outputs) {
+            if from.data != to.data {
+                let size = num_bytes(self.mine.kind, to.numel);
+                // SAFETY: both places have this many bytes: the room for tensors of this rank, and its own tensor.
+                unsafe { from.data.copy_to_nonoverlapping(to.data, size) };
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes this rank's announcement, and copies its tensors to where the others can reach them.
+    fn announce(&mut self, call: &Call, fingerprint: u64, moves: bool) -> Result<()> {
+        let Self { rank, ref group, parity, ref mine, ref mut published } = *self;
+        let cell = group.in_block(rank, group.cell.announcement(parity))?;
+        let places = self::places(cell);
+        let unit = num_bytes(call.kind, 1);
+        let stop = group.stop.get().map_or(StopMessage::NONE, |stop| stop.message());
+        let contents: usize = match mine.has_contents {
+            true => mine.inputs.iter().map(|input| input.numel * unit).sum(),
+            false => 0,
+        };
+        let (inputs, outputs) = (mine.inputs.len(), mine.outputs.len());
+        let reached = &mut published[rank];
+        reached.inputs.clear();
+        let mut used = group.staging_offset(rank);
+        for (number, input) in mine.inputs.iter().enumerate() {
+            let len = input.numel * unit;
+            let shared = group.offset_of(input.data, len);
+            let offset = match shared {
+                _ if !moves || mine.has_contents => PRIVATE,
+                Some(offset) => offset,
+                None => used,
+            };
+            let mut data = input.data;
+            if shared.is_none() && offset != PRIVATE {
+                data = group.address(group.process_of(rank), used, len)?;
+                // SAFETY: the room for tensors has these bytes, because a piece has at most as many; the other ranks read
+                // and write them between the barriers of a call only, and this rank is not in one.
+                unsafe { input.data.copy_to_nonoverlapping(data, len) };
+                used += len.next_multiple_of(LINE);
+            }
+            reached.inputs.push(TensorMemory { data, numel: input.numel });
+            // SAFETY: the cell has places for two lists of tensors, and only this rank writes it now.
+            unsafe { places.add(number).write(Place { offset, numel: input.numel }) };
+        }
+        if writes_to_others(call) && !mine.has_contents && moves {
+            reached.outputs = reached.inputs.iter().take(outputs).copied().collect();
+        } else {
+            reached.outputs.clone_from(&mine.outputs);
+        }
+        for (number, output) in mine.outputs.iter().enumerate() {
+            let place = Place { offset: PRIVATE, numel: output.numel };
+            // SAFETY: as above.
+            unsafe { places.add(inputs + number).write(place) };
+        }
+        let announcement = Announcement {
+            sequence: call.sequence,
+            fingerprint,
+            weight: mine.weight.unwrap_or_default(),
+            stop: stop.to_numbers(),
+            inputs,
+            outputs,
+            contents,
+        };
+        // SAFETY: the cell has room for the announcement and the contents, and only this rank writes it now: the others
+        // have read what was there, because they have entered the exchange after that one.
+        unsafe {
+            cell.cast::<Announcement>().write(announcement);
+            let to = cell.add(group.cell.contents());
+            mine.contents(0).copy_to_nonoverlapping(to, contents);
+        }
+        if group.here.len() > 1 {
+            group.spans[rank - group.here.start].lock()[parity].clone_from(&mine.spans);
+        }
+        Ok(())
+    }
+
+    /// Reads the announcements of the other ranks.
+    ///
+    /// # Errors
+    /// [`Error::Mismatch`] if their calls differ.
+    fn read(&mut self, call: &Call, fingerprint: u64, moves: bool) -> Result<()> {
+        let Self { rank, ref group, parity, ref mine, ref mut published } = *self;
+        let parity = 1 - parity;
+        let unit = num_bytes(call.kind, 1);
+        // All tensors have as many elements, unless each pair of ranks has its own size.
+        let numel = mine.inputs.first().or(mine.outputs.first()).map(|place| place.numel);
+        let numel = numel.filter(|_| !call.operation.has_own_sizes());
+        let mut different = Vec::new();
+        for (other, theirs) in published.iter_mut().enumerate() {
+            theirs.describe_like(mine);
+            if group.here.contains(&other) && group.here.len() > 1 {
+                theirs.spans.clone_from(&group.spans[other - group.here.start].lock()[parity]);
+            }
+            if other == rank {
+                theirs.weight = mine.weight;
+                theirs.spans.clone_from(&mine.spans);
+                if mine.has_contents {
+                    // SAFETY: this rank's own contents, which it writes in an exchange only.
+                    unsafe { theirs.set_contents(mine.contents(0), MAX_BYTES) };
+                }
+                continue;
+            }
+            let cell = group.in_block(other, group.cell.announcement(parity))?;
+            // SAFETY: the rank has written its announcement before the barrier, and writes there again only once this rank
+            // has entered the next exchange.
+            let announcement = unsafe { cell.cast::<Announcement>().read() };
+            let Announcement { sequence, weight, stop, inputs, outputs, contents, .. } =
+                announcement;
+            if let Some(mine) = group.stop.get() {
+                let message = StopMessage::from_numbers(stop).ok_or_else(nonsense)?;
+                mine.merge(group.process_of(other) == 0, message);
+            }
+            if (sequence, announcement.fingerprint) != (call.sequence, fingerprint) {
+                different.push(other);
+                continue;
+            }
+            let most = group.cell.ranks;
+            let fits = inputs == group.cell.inputs(call, other);
+            if !fits || outputs > most || contents > MAX_BYTES {
+                return Err(nonsense());
+            }
+            // SAFETY: as above; the cell has this many places.
+            let places = unsafe { slice::from_raw_parts(self::places(cell), inputs + outputs) };
+            let reach = |place: &Place, is_read: bool| {
+                if numel.is_some_and(|numel| numel != place.numel)
+                    || place.numel > isize::MAX as usize / 16
+                {
+                    return Err(nonsense());
+                }
+                let data = match place.offset {
+                    PRIVATE if is_read => return Err(nonsense()),
+                    PRIVATE => std::ptr::null_mut(),
+                    offset => group.address(group.process_of(other), offset, unit * place.numel)?,
+                };
+                Ok(TensorMemory { data, numel: place.numel })
+            };
+            theirs.weight = mine.weight.map(|_| weight);
+            theirs.inputs.clear();
+            theirs.outputs.clear();
+            for place in &places[..inputs] {
+                theirs.inputs.push(reach(place, moves && !mine.has_contents)?);
+            }
+            for (number, place) in places[inputs..].iter().enumerate() {
+                let reduced = theirs.inputs.get(number).filter(|_| writes_to_others(call));
+                theirs.outputs.push(reduced.copied().map_or_else(|| reach(place, false), Ok)?);
+            }
+            // SAFETY: as above; the cell has this many bytes of contents.
+            unsafe { theirs.set_contents(cell.add(group.cell.contents()), contents) };
+        }
+        if different.is_empty() { Ok(()) } else { Err(self.mismatch(call, &different)?) }
+    }
+
+    /// Returns the error of ranks that have made other calls.
+    fn mismatch(&self, call: &Call, different: &[usize]) -> Result<Error> {
+        let text = to_text(std::iter::once(&self.mine));
+        let parts = self.group.barrier.members().iter().map(slice::from_ref);
+        let is_different = |rank: usize| different.contains(&rank);
+        mismatch_in_store(&self.group.store, call.sequence, self.rank, &text, parts, is_different)
+    }
+}
+
+/// Returns whether ranks write results into the tensors of others. Otherwise each writes its own.
+fn writes_to_others(call: &Call) -> bool {
+    matches!(call.operation, Operation::AllReduce | Operation::Reduce)
+}
+
+/// Returns the places of an announcement.
+fn places(cell: *mut u8) -> *mut Place {
+    cell.wrapping_add(Cell::places()).cast()
+}
+
+/// Returns the error of an announcement that no rank writes.
+fn nonsense() -> Error {
+    Error::InvalidInput(
+        "another process has written into the shared memory what no rank writes; start the same program in all processes"
+            .into(),
+    )
+}
