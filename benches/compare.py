@@ -79,7 +79,7 @@ def pytorch_step(kind, ranks, *options):
 
 
 def compare_step(program, pairs, kind, ranks):
-    """Several ranks as threads, and as processes that talk through Gloo, as PyTorch's always do. A row with the name
+    """Several ranks as threads, and as processes, as PyTorch's always are. A row with the name
     of one of DDP's options has the time of PyTorch with it."""
     spawns = ["threads"] if ranks == 1 else ["threads", "processes"]
     options = options_of_this_pytorch() if ranks == 2 and kind in WITH_DDP_OPTIONS else []

@@ -95,7 +95,8 @@ def peers(program, ranks, mpi_binary, skipped):
     sizes = list(SIZES)
     ours = [program, "bench", "all-reduce", "--log-format=json", f"--nproc-per-node={ranks}"]
     step = sizes[1] // sizes[0]
-    commands = {OURS: [*ours, f"--min-bytes={sizes[0]}", f"--max-bytes={sizes[-1]}", f"--step-factor={step}"]}
+    ours += [f"--min-bytes={sizes[0]}", f"--max-bytes={sizes[-1]}", f"--step-factor={step}"]
+    commands = {OURS: ours, f"{OURS}, processes": [*ours, "--spawn=processes"]}
     if "Open MPI" not in skipped:
         version = subprocess.check_output(["mpirun", "--version"], text=True).split()[3]
         # Shared memory only: Open MPI 5 knows vader, its name until then, as another name of sm.
