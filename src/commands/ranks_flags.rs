@@ -76,8 +76,8 @@ impl RanksFlags {
         }
         let run = || {
             let joined = session::join_launch(&config, command, launch.clone(), cuda, printer)?;
-            if let Some(note) = &joined.placement.note {
-                printer.info(note);
+            if joined.is_first() {
+                joined.notes().iter().for_each(|note| printer.info(note));
             }
             let backend = joined.placement.backend;
             session::configured_spawn(&joined, &config, printer)

@@ -49,7 +49,7 @@ pub struct LaunchSection {
     ///
     /// auto: through shared memory if all can, else over TCP. off: over TCP. require: an error if they cannot share memory
     #[arg(long, value_name = "NAME", value_parser = name::<SharedMemory>())]
-    #[arg(default_value_t, add = MayDiffer::BetweenProcesses, add = RefusedBy::ONE_PROCESS)]
+    #[arg(default_value_t, add = MayDiffer::OnResume, add = RefusedBy::ONE_PROCESS)]
     pub shared_memory: SharedMemory,
     /// Launcher whose variables place this process
     ///

@@ -157,7 +157,7 @@ impl ProcessRendezvous<'_> {
 
     /// Ends the rendezvous of a process that has found that the run cannot begin. The process that serves the store
     /// stays until the others that have arrived have found the same.
-    fn end(&self, error: &Error) -> Result<()> {
+    pub(super) fn end(&self, error: &Error) -> Result<()> {
         let Processes { index, count, .. } = self.launch.processes;
         if !self.serves {
             return self.store.add(&acknowledged(index), 1).map(drop);

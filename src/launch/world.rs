@@ -163,9 +163,11 @@ impl ProcessWorld {
             _ => None,
         };
         if let (Some(Err(why)), SharedMemory::Require) = (&host, launch.shared_memory) {
-            return Err(Error::InvalidInput(format!(
-                "--shared-memory=require: the processes cannot share memory: {why}; remove the cause, or use auto"
-            )));
+            let error = Error::InvalidInput(format!(
+                "--shared-memory=require: the processes cannot share memory: {why}; or use --shared-memory=auto"
+            ));
+            let _ = rendezvous.end(&error); // the others find the same
+            return Err(error);
         }
         Ok(Some(Self {
             processes,

@@ -150,7 +150,13 @@ pub(crate) struct OutOfRange;
 const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW);
 
 fn map(file: &OwnedFd) -> io::Result<MmapRaw> {
-    let map = MmapOptions::new().len(LEN).no_reserve_swap().map_raw(file)?;
+    let map = MmapOptions::new().len(LEN).no_reserve_swap().map_raw(file);
+    let map = map.map_err(|error| match Errno::from_io_error(&error) {
+        Some(Errno::NOMEM) => io::Error::other(
+            "64 GiB of addresses are not available; raise the limit (ulimit -v unlimited)",
+        ),
+        _ => error,
+    })?;
     map.advise(Advice::DontDump)?; // a core dump would allocate every page
     Ok(map)
 }
@@ -158,7 +164,7 @@ fn map(file: &OwnedFd) -> io::Result<MmapRaw> {
 /// Connects to the socket `name`, which has no file, without waiting.
 ///
 /// # Errors
-/// If nobody listens there, or too many connections have not been accepted.
+/// If no process listens there, or too many connections wait to be accepted.
 pub(crate) fn connect(name: &str) -> io::Result<UnixStream> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;

@@ -103,7 +103,7 @@ fn measure_here(
     joined_launch.before_ranks(|| config.validate_for(joined_launch.world_size()))?;
     if joined_launch.is_first() {
         let idle_hook = config.idle_hook_warning((WARM_UP + steps) as u64);
-        let notes = joined_launch.placement.note.clone().into_iter().chain(idle_hook);
+        let notes = joined_launch.notes().into_iter().chain(idle_hook);
         notes.for_each(|note| printer.info(&note));
     }
     let spawn = session::configured_spawn(&joined_launch, &config, printer);

@@ -53,7 +53,8 @@ const GREETING: usize = 16;
 
 impl HostLinks {
     /// Connects this process, `mine`, with all others of `store`, which have these `ranks`. All must call this. `wants` is
-    /// whether this one may share memory. Returns why not all processes share memory if so, the same in all.
+    /// whether this one may share memory. If one cannot share memory, returns the reason, the same in
+    /// all.
     ///
     /// # Errors
     /// [`Error::Store`], [`Error::InvalidInput`] for a message that no process of the run sends.
@@ -70,7 +71,7 @@ impl HostLinks {
         let offers = meeting.exchange("offer", offer)?;
         let (own, offers) = match (own, offers) {
             (Ok(own), Ok(offers)) => (own, offers),
-            (Err(why), _) | (_, Err(why)) => return Ok(Err(why)),
+            (_, Err(why)) | (Err(why), _) => return Ok(Err(why)),
         };
         // Connecting does not wait for the other process: it accepts once all have connected.
         let greeting = |token: u64| [token.to_le_bytes(), (mine as u64).to_le_bytes()].concat();
@@ -85,7 +86,7 @@ impl HostLinks {
         let (linked, all) = (linked, meeting.exchange("linked", status)?);
         let linked = match (linked, all) {
             (Ok(linked), Ok(_)) => linked,
-            (Err(why), _) | (_, Err(why)) => return Ok(Err(why)),
+            (_, Err(why)) | (Err(why), _) => return Ok(Err(why)),
         };
         let cpus = offers.iter().flat_map(|it| it.cpus.parse::<CpuList>().unwrap_or_default().0);
         let cores = CpuList::new(cpus).0.len().max(1);
@@ -174,7 +175,7 @@ impl Own {
             Ok(socket)
         };
         connect().map_err(|error: io::Error| match error.kind() {
-            ErrorKind::ConnectionRefused => "the processes do not share a network namespace".into(),
+            ErrorKind::ConnectionRefused => "the processes are on different machines, or in containers with networks of their own".into(),
             _ => error.to_string(),
         })
     }
@@ -196,9 +197,9 @@ impl Own {
                 _ => error.to_string(),
             })?;
             if began.elapsed() >= ANSWER {
-                return Err("too many strangers connect to the socket".into());
+                return Err("other programs connect to the socket too often; end them".into());
             }
-            // A stranger has sent something else, or nothing: then the next one is accepted.
+            // Another program has sent something else, or nothing: then the next connection is accepted.
             let Ok((process, region)) = self.greeted(&socket) else { continue };
             let Some(link) = links.get_mut(process).filter(|_| process > mine) else { continue };
             let file = shared_memory::peer(&socket).map_err(|error| error.to_string())?;

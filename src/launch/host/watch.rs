@@ -1,4 +1,4 @@
-//! The watch over the other processes of the host: a thread that waits for their messages and for their end.
+//! Exchanges messages with the other processes of the host: a thread waits for their messages and for their end.
 //!
 //! A process sends its first failure, and each rank that has ended its function, before it ends itself. So a connection
 //! that ends without either is that of a process that was killed.

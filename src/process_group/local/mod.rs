@@ -1,5 +1,5 @@
-//! What ranks that share memory share: the exchange of their calls, their mailboxes, and arithmetic on their tensors. They
-//! are threads of one process, or with [`host`] processes of one host.
+//! The state of ranks that share memory: the exchange of their calls, their mailboxes, and arithmetic on their tensors.
+//! They are threads of one process, or with [`host`] processes of one host.
 //!
 //! `threaded` and `gloo` compare all calls with [`compare`]; `nccl` compares them with `--check-collectives` only, except
 //! for those that it cannot run without. [`mail`] carries the messages of CPU ranks. [`element`] reduces tensors in the

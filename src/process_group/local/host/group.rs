@@ -124,7 +124,7 @@ impl HostGroup {
     /// Returns the address of `len` bytes in the memory of `process`.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] if the memory has no such bytes: another process has written nonsense.
+    /// [`Error::InvalidInput`] if the memory has no such bytes: another process has written an invalid offset.
     pub(super) fn address(&self, process: usize, offset: usize, len: usize) -> Result<*mut u8> {
         self.host.regions[process].at(offset, len).map_err(|_| not_a_block())
     }

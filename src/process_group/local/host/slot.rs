@@ -296,7 +296,7 @@ impl HostSlot {
             let Announcement { sequence, weight, stop, inputs, outputs, contents, .. } =
                 announcement;
             if let Some(mine) = group.stop.get() {
-                let message = StopMessage::from_numbers(stop).ok_or_else(nonsense)?;
+                let message = StopMessage::from_numbers(stop).ok_or_else(invalid_announcement)?;
                 mine.merge(group.process_of(other) == 0, message);
             }
             if (sequence, announcement.fingerprint) != (call.sequence, fingerprint) {
@@ -306,7 +306,7 @@ impl HostSlot {
             let most = group.cell.ranks;
             let fits = inputs == group.cell.inputs(call, other);
             if !fits || outputs > most || contents > MAX_BYTES {
-                return Err(nonsense());
+                return Err(invalid_announcement());
             }
             // SAFETY: as above; the cell has this many places.
             let places = unsafe { slice::from_raw_parts(self::places(cell), inputs + outputs) };
@@ -314,10 +314,10 @@ impl HostSlot {
                 if numel.is_some_and(|numel| numel != place.numel)
                     || place.numel > isize::MAX as usize / 16
                 {
-                    return Err(nonsense());
+                    return Err(invalid_announcement());
                 }
                 let data = match place.offset {
-                    PRIVATE if is_read => return Err(nonsense()),
+                    PRIVATE if is_read => return Err(invalid_announcement()),
                     PRIVATE => std::ptr::null_mut(),
                     offset => group.address(group.process_of(other), offset, unit * place.numel)?,
                 };
@@ -359,9 +359,9 @@ fn places(cell: *mut u8) -> *mut Place {
 }
 
 /// Returns the error of an announcement that no rank writes.
-fn nonsense() -> Error {
+fn invalid_announcement() -> Error {
     Error::InvalidInput(
-        "another process has written into the shared memory what no rank writes; start the same program in all processes"
+        "another process has written invalid data into the shared memory; start the same program in all processes"
             .into(),
     )
 }
