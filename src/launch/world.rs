@@ -233,7 +233,7 @@ impl ProcessWorld {
     pub(super) fn note(&self) -> Option<String> {
         let why = self.host.as_ref()?.as_ref().err()?;
         let are_here = self.ranks_on_machine() == self.world_size();
-        (are_here && why != OFF).then(|| {
+        (are_here && !why.ends_with(OFF)).then(|| {
             format!(
                 "the processes exchange tensors over TCP, because they cannot share memory: {why}"
             )
