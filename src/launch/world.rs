@@ -158,7 +158,8 @@ impl ProcessWorld {
         let host = match backend {
             Backend::Gloo => {
                 let wants = launch.shared_memory != SharedMemory::Off;
-                Some(HostLinks::meet(&store, mine, &ranks, wants, timeout)?)
+                let has_agent = launch.has_agent;
+                Some(HostLinks::meet(&store, mine, &ranks, wants, has_agent, timeout)?)
             }
             _ => None,
         };

@@ -41,6 +41,8 @@ pub(super) struct HostLinks {
     peers: Vec<Arc<Peer>>,
     /// The ranks of this process.
     here: Range<usize>,
+    /// Whether torchrun's agent supervises the processes.
+    has_agent: bool,
     watch: Mutex<Option<HostWatch>>,
 }
 

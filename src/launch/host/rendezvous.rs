@@ -53,7 +53,7 @@ const GREETING: usize = 16;
 
 impl HostLinks {
     /// Connects this process, `mine`, with all others of `store`, which have these `ranks`. All must call this. `wants` is
-    /// whether this one may share memory. If one cannot share memory, returns the reason, the same in
+    /// whether this one may share memory; `has_agent`, whether torchrun's agent supervises it. If one cannot share memory, returns the reason, the same in
     /// all.
     ///
     /// # Errors
@@ -63,6 +63,7 @@ impl HostLinks {
         mine: usize,
         ranks: &[Range<usize>],
         wants: bool,
+        has_agent: bool,
         timeout: Duration,
     ) -> Result<Finding<Self>> {
         let meeting = Meeting { store, mine, count: ranks.len(), timeout };
@@ -100,7 +101,7 @@ impl HostLinks {
         regions.insert(mine, own.region);
         let memory = Arc::new(Host::new(regions.into(), ranks, mine, cores));
         let here = ranks[mine].clone();
-        Ok(Ok(Self { memory, peers, here, watch: Mutex::default() }))
+        Ok(Ok(Self { memory, peers, here, has_agent, watch: Mutex::default() }))
     }
 }
 
@@ -273,7 +274,7 @@ mod tests {
             let start = |mine: usize| {
                 let (store, ranks) = (&store, &ranks);
                 scope.spawn(move || {
-                    HostLinks::meet(store, mine, ranks, wants[mine], TIMEOUT).unwrap()
+                    HostLinks::meet(store, mine, ranks, wants[mine], false, TIMEOUT).unwrap()
                 })
             };
             let first = start(0);

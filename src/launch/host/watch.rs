@@ -10,6 +10,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::thread::{self, JoinHandle};
+use std::time::Duration;
 
 use parking_lot::Mutex;
 use rustix::event::{PollFd, PollFlags, poll};
@@ -32,6 +33,9 @@ enum Message {
     /// The first failure of the process.
     Failed(Failure),
 }
+
+/// The time in which torchrun's agent sees that a process has ended: it looks every 0.1 s.
+const AGENT_POLLS: Duration = Duration::from_secs(1);
 
 /// The longest message in bytes; no process of the run sends a longer one.
 const MAX_MESSAGE: usize = 1 << 20;
@@ -82,6 +86,7 @@ impl HostLinks {
         let watch = Watch {
             run: run.clone(),
             first: self.here.start,
+            has_agent: self.has_agent,
             sender: sender.clone(),
             ends: self.peers.iter().map(|peer| Some(End::new(peer.clone()))).collect(),
         };
@@ -141,6 +146,7 @@ struct Watch {
     run: Arc<RunContext>,
     /// The first rank of this process, which reports.
     first: usize,
+    has_agent: bool,
     sender: Arc<Sender>,
     /// The other processes that have not ended.
     ends: Vec<Option<End>>,
@@ -194,6 +200,10 @@ impl Watch {
             return;
         }
         let (run, waiting) = (&self.run, self.first);
+        if self.has_agent {
+            // The agent blames the process that it sees end first: it must see that one before this one fails.
+            let _ = run.cancel.tripped().recv_timeout(AGENT_POLLS);
+        }
         // What the ranks did last. A process that fails before its ranks begin says so in the store only.
         run.poll_peers();
         if run.cancel.cancelled_by().is_some() {
