@@ -186,7 +186,14 @@ pub(super) fn set_once(store: &TcpStore, key: &str, value: &[u8]) -> Result<Vec<
 /// # Errors
 /// [`Error::InvalidInput`] if `bytes` are not a valid message.
 pub(super) fn failure_from_bytes(key: &str, bytes: &[u8], world_size: usize) -> Result<Failure> {
-    let mut failure: Failure = from_json(key, bytes)?;
+    check_failure(key, from_json(key, bytes)?, world_size)
+}
+
+/// Checks a failure that was read from another process, and escapes its text.
+///
+/// # Errors
+/// [`Error::InvalidInput`] if it names a rank that does not exist.
+pub(super) fn check_failure(key: &str, mut failure: Failure, world_size: usize) -> Result<Failure> {
     // Users of the library print this text too.
     failure.error = escaped_line(&failure.error).into_owned();
     let Failure { rank, tied, error, .. } = &failure;

@@ -3,6 +3,7 @@
 
 use std::io::{self, ErrorKind};
 use std::ops::Range;
+use std::os::fd::OwnedFd;
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 use std::sync::Arc;
@@ -75,8 +76,7 @@ impl HostLinks {
             (_, Err(why)) | (Err(why), _) => return Ok(Err(why)),
         };
         // Connecting does not wait for the other process: it accepts once all have connected.
-        let greeting = |token: u64| [token.to_le_bytes(), (mine as u64).to_le_bytes()].concat();
-        let connect = |offer: &Offer| own.connect(offer, &greeting(offer.token));
+        let connect = |offer: &Offer| own.connect(offer, &greeting(offer.token, mine));
         let connected: Finding<Vec<UnixStream>> = offers[..mine].iter().map(connect).collect();
         let status = connected.as_ref().map(drop).map_err(String::clone);
         if let Err(why) = meeting.exchange("connected", status)? {
@@ -176,7 +176,10 @@ impl Own {
             Ok(socket)
         };
         connect().map_err(|error: io::Error| match error.kind() {
-            ErrorKind::ConnectionRefused => "the processes are on different machines, or in containers with networks of their own".into(),
+            ErrorKind::ConnectionRefused => {
+                "the processes are on different machines, or in containers with networks of their own"
+                    .into()
+            }
             _ => error.to_string(),
         })
     }
@@ -201,10 +204,13 @@ impl Own {
                 return Err("other programs connect to the socket too often; end them".into());
             }
             // Another program has sent something else, or nothing: then the next connection is accepted.
-            let Ok((process, region)) = self.greeted(&socket) else { continue };
+            // A process of the run has greeted before.
+            let greeted = socket.set_nonblocking(true);
+            let greeted = greeted.and_then(|()| receive(&socket, self.offer.token));
+            let Ok((process, region)) = greeted else { continue };
             let Some(link) = links.get_mut(process).filter(|_| process > mine) else { continue };
             let file = shared_memory::peer(&socket).map_err(|error| error.to_string())?;
-            let answer = [self.offer.token, mine as u64].map(u64::to_le_bytes).concat();
+            let answer = greeting(self.offer.token, mine);
             self.region.send(&socket, &answer).map_err(|error| error.to_string())?;
             *link = Some((socket, file, region));
         }
@@ -212,9 +218,7 @@ impl Own {
             let answered = || {
                 let file = shared_memory::peer(&socket)?;
                 socket.set_read_timeout(Some(ANSWER))?;
-                let mut answer = [0; GREETING];
-                let is_token = |it: &[u8]| it[..8] == offers[process].token.to_le_bytes();
-                let region = SharedRegion::receive(&socket, &mut answer, is_token)?;
+                let (_, region) = receive(&socket, offers[process].token)?;
                 Ok((file, region))
             };
             let (file, region) = answered().map_err(|error: io::Error| error.to_string())?;
@@ -228,25 +232,25 @@ impl Own {
         }
         Ok(links)
     }
+}
 
-    /// Returns the number of the process that has connected, and its memory.
-    fn greeted(&self, socket: &UnixStream) -> io::Result<(usize, SharedRegion)> {
-        // A process of the run has greeted before.
-        socket.set_nonblocking(true)?;
-        let mut greeting = [0; GREETING];
-        let is_token = |it: &[u8]| it[..8] == self.offer.token.to_le_bytes();
-        let region = SharedRegion::receive(socket, &mut greeting, is_token)?;
-        let [_, process] = [0, 8].map(|at| {
-            let mut number = [0; 8];
-            number.copy_from_slice(&greeting[at..at + 8]);
-            u64::from_le_bytes(number)
-        });
-        Ok((usize::try_from(process).unwrap_or(usize::MAX), region))
-    }
+/// Returns the message of process `mine` that goes with its memory, with a token that both processes know.
+fn greeting(token: u64, mine: usize) -> Vec<u8> {
+    [token, mine as u64].map(u64::to_le_bytes).concat()
+}
+
+/// Receives a [`greeting`] with `token`. Returns the number of the process that has sent it, and its memory.
+fn receive(socket: &UnixStream, token: u64) -> io::Result<(usize, SharedRegion)> {
+    let mut greeting = [0; GREETING];
+    let has_token = |it: &[u8]| it[..8] == token.to_le_bytes();
+    let region = SharedRegion::receive(socket, &mut greeting, has_token)?;
+    let (_, process) = greeting.split_at(8);
+    let process = process.try_into().map(u64::from_le_bytes).ok();
+    Ok((process.and_then(|it| it.try_into().ok()).unwrap_or(usize::MAX), region))
 }
 
 /// The connection to another process, that process, and its memory.
-type Linked = (UnixStream, Option<std::os::fd::OwnedFd>, SharedRegion);
+type Linked = (UnixStream, Option<OwnedFd>, SharedRegion);
 
 /// Returns the address of a socket that has no file.
 fn address(name: &str) -> io::Result<SocketAddr> {

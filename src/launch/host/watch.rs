@@ -21,7 +21,7 @@ use serde::{Deserialize, Serialize};
 use super::{HostLinks, Peer};
 use crate::error::{Error, Result, list_ranks};
 use crate::launch::heartbeat_monitor::record_failure;
-use crate::launch::messages::{failure_from_bytes, from_json, to_json};
+use crate::launch::messages::{check_failure, from_json, to_json};
 use crate::os::limits::not_started;
 use crate::runtime::{Failure, Notify, RunContext};
 
@@ -224,8 +224,7 @@ impl Watch {
             Ok(Message::Done(rank)) if peer.ranks.contains(&rank) => run.finish(rank),
             Ok(Message::Failed(failure)) => {
                 self.sender.knows_failure.store(true, Ordering::SeqCst);
-                let bytes = to_json("host", &failure).unwrap_or_default();
-                match failure_from_bytes("host", &bytes, run.activity.len()) {
+                match check_failure("host", failure, run.activity.len()) {
                     Ok(failure) => record_failure(run, failure),
                     Err(error) => run.report(self.first, None, error.to_string()),
                 }

@@ -4,7 +4,6 @@ use std::any::Any;
 use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::{Arc, OnceLock};
-use std::time::Duration;
 
 use parking_lot::Mutex;
 
@@ -14,7 +13,6 @@ use super::slot::{Cell, HostSlot};
 use super::{Allocation, Host};
 use crate::error::{Error, Result};
 use crate::ffi::TcpStore;
-use crate::operation::OpId;
 use crate::process_group::network::ProcessMap;
 use crate::runtime::{RunContext, StopRequest};
 
@@ -142,11 +140,6 @@ impl HostGroup {
     /// Returns the offset of the room for tensors of `rank`, in the memory of its process.
     pub(super) fn staging_offset(&self, rank: usize) -> usize {
         self.blocks[rank].offset + self.cell.staging()
-    }
-
-    /// Waits for all ranks, for as long as `timeout`.
-    pub(super) fn wait(&self, rank: usize, at: OpId, timeout: Duration) -> Result<()> {
-        self.barrier.wait_at_most(rank, at, timeout)
     }
 }
 
