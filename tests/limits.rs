@@ -108,7 +108,7 @@ fn file_size_limit_makes_processes_use_tcp() {
     let (through_memory, quiet) = hash(run_command(program_under("true", &args)));
     let (over_tcp, stderr) = hash(run_command(program_under(limit, &args)));
     assert_eq!(through_memory, over_tcp);
-    let note = "ddp-mp: the processes exchange tensors over TCP, because they cannot share memory: process 0: the limit \
+    let note = "ddp-mp: processes of one machine exchange tensors over TCP, because they cannot share memory: process 0: the limit \
                 on file sizes is 5000 KiB; raise it (ulimit -f unlimited)\n";
     assert!(!quiet.contains("TCP") && stderr.matches(note).count() == 1, "{quiet}{stderr}");
     let required = [&args[..], &["--shared-memory=require"]].concat();

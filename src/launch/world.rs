@@ -4,6 +4,7 @@
 //! agent or one that process 0 serves. There they exchange what they are. The keys belong to this run and to this
 //! start of it: an agent's store outlives a restart, while process 0 serves a new one each time.
 
+use std::collections::HashMap;
 use std::convert::Infallible;
 use std::io::ErrorKind;
 use std::net::{IpAddr, TcpListener, ToSocketAddrs};
@@ -163,18 +164,11 @@ impl ProcessWorld {
             }
             _ => None,
         };
-        if let (Some(Err(why)), SharedMemory::Require) = (&host, launch.shared_memory) {
-            let error = Error::InvalidInput(format!(
-                "--shared-memory=require: the processes cannot share memory: {why}; or use --shared-memory=auto"
-            ));
-            let _ = rendezvous.end(&error); // the others find the same
-            return Err(error);
-        }
-        Ok(Some(Self {
+        let world = Self {
             processes,
             ranks,
             mine,
-            store,
+            store: store.clone(),
             serves,
             nnodes,
             node_rank,
@@ -183,7 +177,19 @@ impl ProcessWorld {
             heartbeat_monitor,
             host,
             _cancel_tx: cancel_tx,
-        }))
+        };
+        let why = match &world.host {
+            Some(Err(why)) => Some(why.clone()),
+            _ => world.unshared(),
+        };
+        if let (Some(why), SharedMemory::Require) = (why, launch.shared_memory) {
+            let error = Error::InvalidInput(format!(
+                "--shared-memory=require: the processes cannot share memory: {why}; or use --shared-memory=auto"
+            ));
+            let _ = rendezvous.end(&error); // the others find the same
+            return Err(error);
+        }
+        Ok(Some(world))
     }
 
     /// Compares this process's clock with that of process 0, for traces. All must call it, and wait `timeout` at most.
@@ -230,15 +236,35 @@ impl ProcessWorld {
         }
     }
 
-    /// Returns a note for the user if all processes are on this machine and cannot share memory. `None` if they need not.
+    /// Returns a note for the user if processes of one machine cannot share memory. `None` if they need not.
     pub(super) fn note(&self) -> Option<String> {
-        let why = self.host.as_ref()?.as_ref().err()?;
-        let are_here = self.ranks_on_machine() == self.world_size();
-        (are_here && !why.ends_with(OFF)).then(|| {
-            format!(
-                "the processes exchange tensors over TCP, because they cannot share memory: {why}"
-            )
-        })
+        let why = self.unshared().filter(|why| !why.ends_with(OFF))?;
+        Some(format!(
+            "processes of one machine exchange tensors over TCP, because they cannot share memory: {why}"
+        ))
+    }
+
+    /// Returns why processes of one machine do not share memory; `None` if they do.
+    fn unshared(&self) -> Option<String> {
+        let host = self.host.as_ref()?;
+        // The first rank on each machine, and the number of its host.
+        let mut machines = HashMap::new();
+        for (process, ranks) in self.ranks.iter().enumerate() {
+            let machine = &self.processes[process].host;
+            let number = host.as_ref().map_or(process, |links| links.memory.host_of(ranks.start));
+            let (first, number_of_first) = *machines.entry(machine).or_insert((ranks.start, number));
+            if number != number_of_first {
+                let apart = || {
+                    format!(
+                        "rank {first} and rank {} on {machine} have networks of their own, or ranks of other machines are \
+                         between them",
+                        ranks.start
+                    )
+                };
+                return Some(host.as_ref().err().map_or_else(apart, String::clone));
+            }
+        }
+        None
     }
 
     /// Creates what the ranks of this process need to join the world group.

@@ -52,7 +52,7 @@ impl Bootstrap {
     ) -> Result<Self> {
         backend.check_between_processes()?;
         let network = connect(members.clone())?;
-        let shared = Shared::new(run.clone(), members, network.map.here());
+        let shared = Shared::new(run.clone(), members, network.processes.here());
         let network = match backend.entry().is_stream_ordered {
             true => network.without_messages(),
             false => network.with_messages_to(&shared.mail)?,

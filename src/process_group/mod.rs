@@ -251,10 +251,10 @@ impl ProcessGroup {
 
     /// Returns whether tensors cross a network, and not memory that the ranks share.
     pub(crate) fn uses_network(&self) -> bool {
-        self.spans_processes() && self.host().is_none()
+        self.network.as_ref().is_some_and(|network| network.map.len() > 1)
     }
 
-    /// Returns the host of all ranks, if they are processes that share its memory.
+    /// Returns the host of this rank, if it shares its memory with ranks of other processes.
     fn host(&self) -> Option<&Arc<Host>> {
         self.network.as_ref().and_then(|network| network.on_host()).map(|group| group.host())
     }

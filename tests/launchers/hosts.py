@@ -1,4 +1,5 @@
-"""Two hosts, as network namespaces: who listens where, what they come to, and a cable that is cut."""
+"""Two hosts, as network namespaces: who listens where, what they come to, processes of a host that share its memory, and
+a cable that is cut."""
 
 import os
 import shutil
@@ -45,14 +46,38 @@ class Hosts:
 
     def start(self, program, flags, ranks=1):
         """By hand, on both, with the command `program`."""
-        named = ["sh", "-c", 'echo "$0" > /proc/sys/kernel/hostname && exec "$@"']
         flags = [f"--master-addr={self.addresses[0]}", f"--nproc-per-node={ranks}", *flags]
+        command = [*program, "--nnodes=2", *flags]
+        return [self.run(host, [*command, f"--node-rank={host}"]) for host in range(2)]
+
+    def start_processes(self, program, flags, counts):
+        """As torchrun does: as many processes of one rank on each host as `counts` says."""
         runs = []
-        for node, (name, host) in enumerate(zip(self.names, "ab")):
-            command = ["ip", "netns", "exec", name, "unshare", "--uts", *named, f"host-{host}"]
-            command += [*program, "--nnodes=2", f"--node-rank={node}", *flags]
-            runs.append(Run(command, one_core=True))
+        for host, count in enumerate(counts):
+            for local in range(count):
+                place = {"RANK": len(runs), "WORLD_SIZE": sum(counts), "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": count}
+                store = {"MASTER_ADDR": self.addresses[0], "MASTER_PORT": 29500}
+                group = {"GROUP_RANK": host, "GROUP_WORLD_SIZE": len(counts)}
+                variables = [f"{name}={value}" for name, value in {**place, **group, **store}.items()]
+                runs.append(self.run(host, ["env", *variables, *program, *flags]))
         return runs
+
+    def play(self, tests, scene, counts):
+        """The scene of tests/processes.rs, with as many processes on each host as `counts` says."""
+        program, folder = tests
+        child = [program, "processes::child", "--exact", "--nocapture"]
+        runs = []
+        for host, count in enumerate(counts):
+            for _ in range(count):
+                part = f"{scene} {len(runs)} {sum(counts)} 1 {self.addresses[0]} 29500"
+                variables = [f"DDP_MP_SCENE={part}", f"DDP_MP_FOLDER={folder}"]
+                runs.append(self.run(host, ["env", "-C", folder, *variables, *child]))
+        return runs
+
+    def run(self, host, command):
+        named = ["sh", "-c", 'echo "$0" > /proc/sys/kernel/hostname && exec "$@"', f"host-{'ab'[host]}"]
+        inside = ["ip", "netns", "exec", self.names[host], "unshare", "--uts", *named]
+        return Run([*inside, *command], one_core=True)
 
     def listening(self, name):
         """The addresses where somebody listens, with ports."""
@@ -73,14 +98,16 @@ class Hosts:
                 print(f"launchers: {complaint}", file=sys.stderr)
 
 
-def two_hosts(program, on_gpus):
-    """Of ranks on CPUs, and of the command `on_gpus`, which simulates a GPU for each."""
+def two_hosts(program, on_gpus, tests):
+    """Of ranks on CPUs, of the command `on_gpus`, which simulates a GPU for each, and of the integration tests: their
+    program, and the folder that it runs in."""
     hosts = Hosts()
     try:
         if why_not := hosts.why_not():
             return print(f"launchers: skipped: two hosts as network namespaces: {why_not}")
         by_hand(program, hosts, "two hosts")
         by_hand(program, hosts, "two hosts with simulated GPUs", on_gpus)
+        shared_memory(program, hosts, tests)
         who_listens(program, hosts)
         cut(program, hosts)
         slow = ["tc", "-n", hosts.names[0], "qdisc", "add", "dev", "veth0", "root", "netem"]
@@ -102,6 +129,60 @@ def by_hand(program, hosts, what, command=None):
         check(start["nnodes"] == 2 and start["world_size"] == 2 * ranks, f"it began as {start}")
         compare(result, threads(program, 2 * ranks), f"{what}, {ranks} of the ranks on each")
     hosts.nobody_is_left(what)
+
+
+def shared_memory(program, hosts, tests):
+    """Several processes on each host share its memory, and the network carries each sum once for each host."""
+    for counts in [(2, 2), (3, 3), (3, 1), (1, 2)]:
+        what = f"{counts[0]} and {counts[1]} processes on two hosts"
+        for more in [[], ["--zero"]]:
+            flags = [*FLAGS, "--shared-memory=require", *more]
+            runs = hosts.start_processes([program], flags, counts)
+            found = [run.result() for run in runs[:1]][0]
+            for run in runs[1:]:
+                run.end()
+            expected = threads(program, sum(counts), [*FLAGS, *more])
+            near(found, expected, " ".join([what, *more]))
+            if counts[0] == counts[1] and not more:
+                threads_of_hosts = hosts.start([program], FLAGS, counts[0])
+                expected = threads_of_hosts[0].result()
+                threads_of_hosts[1].end()
+                same(found, expected, what)
+                sent = [sum(it["bytes_sent_by_rank"]) for it in [found, expected]]
+                check(sent[0] == sent[1] > 0, f"{what}: {sent[0]} bytes are sent, and {sent[1]} by threads")
+    for scene in ["collectives", "coalesced", "groups", "surface"]:
+        for run in hosts.play(tests, scene, (2, 2)):
+            run.end()
+            check("scene over" in run.text(), run.output())
+        passed(f"2 and 2 processes on two hosts: {scene}")
+    for scene, counts in [("collectives", (1, 3)), ("coalesced", (3, 1)), ("functional", (2, 1))]:
+        for run in hosts.play(tests, scene, counts):
+            run.end()
+            check("scene over" in run.text(), run.output())
+        passed(f"{counts[0]} and {counts[1]} processes on two hosts: {scene}")
+    for run in hosts.play(tests, "mismatch", (2, 1)):
+        text = run.end(101).text()
+        called = "rank 0 called all_reduce(sum) of float32 [100000] at tests/processes.rs:"
+        odd = "rank 2 called all_reduce(sum) of float32 [100001] at tests/processes.rs:"
+        check(called in text and odd in text, f"the calls are not named: {run.output()}")
+    passed("2 and 1 processes on two hosts: calls that differ are named")
+    for victim in range(4):
+        runs = hosts.start_processes([program], ENDLESS, (2, 2))
+        runs[0].until('"epoch":0')
+        runs[victim].process.kill()
+        for rank, run in enumerate(runs):
+            text = run.end(None if rank == victim else 1).text()
+            named = f"rank {victim} (CPU:{victim % 2} on host-{'ab'[victim // 2]}, process " in text
+            check(rank == victim or named, f"rank {victim} is not named: {run.output()}")
+        hosts.nobody_is_left("a killed process")
+    passed("2 and 2 processes on two hosts, and one is killed: all end, and name its rank")
+    for asked in range(4):
+        runs = hosts.start_processes([program], ENDLESS, (2, 2))
+        runs[0].until('"epoch":0')
+        runs[asked].process.terminate()
+        for run in runs:
+            run.end(128 + signal.SIGTERM)
+    passed("2 and 2 processes on two hosts, and one is asked to stop: all do, after the same step")
 
 
 def who_listens(program, hosts):

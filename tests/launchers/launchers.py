@@ -18,6 +18,8 @@ import sys
 import tempfile
 import time
 
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
+
 from documented import documented
 from faults import faults
 from hosts import two_hosts
@@ -33,6 +35,7 @@ from runs import (
     same,
     threads,
 )
+from run import INTEGRATION_TESTS, build
 from slurm import slurm
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
@@ -224,7 +227,7 @@ def main(program, simulated_gpus, only=None):
             if only is None:
                 mpirun(program)
                 slurm(program, pathlib.Path(folder))
-                two_hosts(program, on_gpus)
+                two_hosts(program, on_gpus, build(INTEGRATION_TESTS))
         finally:
             end_what_is_left()
     print(f"launchers: all passed, with the torchrun of PyTorch {importlib.metadata.version('torch')}")

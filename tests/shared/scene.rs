@@ -20,7 +20,7 @@ pub(crate) fn process(
 ) -> Command {
     let mut command = Command::new(env::current_exe().unwrap());
     command.args([child, "--exact", "--nocapture"]);
-    let part = format!("{name} {process} {} {} {port}", ranks.len(), ranks[process]);
+    let part = format!("{name} {process} {} {} 127.0.0.1 {port}", ranks.len(), ranks[process]);
     command.env(SCENE, part).stdout(Stdio::piped()).stderr(Stdio::piped());
     command
 }
@@ -33,8 +33,8 @@ pub(crate) fn mine() -> Option<(String, LaunchOptions)> {
     let options = LaunchOptions {
         nnodes: Some(number(2)),
         node_rank: (number(2) > 1).then_some(number(1)),
-        master_addr: Some("127.0.0.1".into()),
-        master_port: Some(number(4) as u16),
+        master_addr: Some(words[4].into()),
+        master_port: Some(number(5) as u16),
         nproc: Nproc::Count(number(3)),
         shared_memory: shared_memory(),
         ..LaunchOptions::default()

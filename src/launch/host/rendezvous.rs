@@ -1,6 +1,8 @@
-//! The rendezvous of the processes of one host. Each connects to all others through a Unix socket, and passes its memory
-//! on. A process proves that it shares the host by the number that the others read in its memory.
+//! The rendezvous of the processes of each host. A process tries to connect to all others through Unix sockets, which reach
+//! those of its host. It passes its memory on. A process proves that it shares the host by the number that the others read
+//! in its memory.
 
+use std::collections::BTreeMap;
 use std::io::{self, ErrorKind};
 use std::ops::Range;
 use std::os::fd::OwnedFd;
@@ -53,9 +55,11 @@ const ANSWER: Duration = Duration::from_secs(10);
 const GREETING: usize = 16;
 
 impl HostLinks {
-    /// Connects this process, `mine`, with all others of `store`, which have these `ranks`. All must call this. `wants` is
-    /// whether this one may share memory; `has_agent`, whether torchrun's agent supervises it. If one cannot share memory, returns the reason, the same in
-    /// all.
+    /// Connects this process, `mine`, with the others of its host. The processes of `store` have these `ranks`. All must call
+    /// this. `wants` is whether this one may share memory; `has_agent`, whether torchrun's agent supervises it. If one cannot
+    /// share memory, or none shares a host with another, returns the reason, the same in all.
+    ///
+    /// Processes of one host share memory if they are neighbours in rank order.
     ///
     /// # Errors
     /// [`Error::Store`], [`Error::InvalidInput`] for a message that no process of the run sends.
@@ -76,20 +80,31 @@ impl HostLinks {
             (_, Err(why)) | (Err(why), _) => return Ok(Err(why)),
         };
         // Connecting does not wait for the other process: it accepts once all have connected.
-        let connect = |offer: &Offer| own.connect(offer, &greeting(offer.token, mine));
-        let connected: Finding<Vec<UnixStream>> = offers[..mine].iter().map(connect).collect();
-        let status = connected.as_ref().map(drop).map_err(String::clone);
-        if let Err(why) = meeting.exchange("connected", status)? {
-            return Ok(Err(why));
+        let connected = own.connect_to(&offers[..mine], mine);
+        let numbers = |it: &BTreeMap<usize, UnixStream>| it.keys().copied().collect::<Vec<usize>>();
+        let reached = connected.as_ref().map(numbers).map_err(String::clone);
+        let (mut connected, reached) = match (connected, meeting.exchange("connected", reached)?) {
+            (Ok(connected), Ok(reached)) => (connected, reached),
+            (_, Err(why)) | (Err(why), _) => return Ok(Err(why)),
+        };
+        let hosts = hosts(&reached);
+        if hosts.len() == meeting.count {
+            return Ok(Err(
+                "the processes are on different machines, or in containers with networks of their own"
+                    .into(),
+            ));
         }
-        let linked = connected.and_then(|connected| own.link(connected, &offers, mine));
+        let here = hosts.iter().find(|it| it.contains(&mine)).cloned().unwrap_or_default();
+        connected.retain(|process, _| here.contains(process));
+        let linked = own.link(connected, &offers, mine, here.clone());
         let status = linked.as_ref().map(drop).map_err(String::clone);
         let (linked, all) = (linked, meeting.exchange("linked", status)?);
         let linked = match (linked, all) {
             (Ok(linked), Ok(_)) => linked,
             (_, Err(why)) | (Err(why), _) => return Ok(Err(why)),
         };
-        let cpus = offers.iter().flat_map(|it| it.cpus.parse::<CpuList>().unwrap_or_default().0);
+        let cpus = offers[here.clone()].iter();
+        let cpus = cpus.flat_map(|it| it.cpus.parse::<CpuList>().unwrap_or_default().0);
         let cores = CpuList::new(cpus).0.len().max(1);
         let mut peers = Vec::new();
         let mut regions = Vec::new();
@@ -98,9 +113,12 @@ impl HostLinks {
             peers.push(Arc::new(Peer { ranks: ranks[process].clone(), socket, process: file }));
             regions.push(region);
         }
-        regions.insert(mine, own.region);
-        let memory = Arc::new(Host::new(regions.into(), ranks, mine, cores));
-        let here = ranks[mine].clone();
+        let index = mine - here.start;
+        regions.insert(index, own.region);
+        let of_host = |host: &Range<usize>| ranks[host.start].start..ranks[host.end - 1].end;
+        let hosts = hosts.iter().map(of_host).collect();
+        let memory = Host::new(regions.into(), &ranks[here], index, cores, hosts);
+        let (memory, here) = (Arc::new(memory), ranks[mine].clone());
         Ok(Ok(Self { memory, peers, here, has_agent, watch: Mutex::default() }))
     }
 }
@@ -115,35 +133,76 @@ struct Meeting<'a> {
 
 impl Meeting<'_> {
     /// Publishes what this process has found, and returns what all have. If one has found an error, returns the first, with
-    /// the number of its process.
+    /// the number of its process. Process 0 collects, so that the store is not asked by all for all.
     fn exchange<T>(&self, what: &str, finding: Finding<T>) -> Result<Finding<Vec<T>>>
     where
         T: Serialize + DeserializeOwned,
     {
-        let key = |process: usize| format!("host/{what}/{process}");
-        let mine = key(self.mine);
+        let mine = format!("host/{what}/{}", self.mine);
         self.store.set(&mine, &to_json(&mine, &finding)?)?;
-        let mut all = Vec::new();
-        let mut wrong = None;
+        let all = format!("host/{what}");
+        if self.mine == 0 {
+            let collected = self.collect::<T>(&all)?;
+            self.store.set(&all, &to_json(&all, &collected)?)?;
+        }
+        // Process 0 may wait as long for another one first.
+        let collected = match self.store.get(&all, self.timeout.saturating_add(ANSWER))? {
+            Some(bytes) => from_json(&all, &bytes)?,
+            None => Collected::<T>::Missing(0),
+        };
+        match collected {
+            Collected::All(all) => Ok(Ok(all)),
+            Collected::Problem(process, why) => {
+                Ok(Err(format!("process {process}: {}", escaped_line(&why))))
+            }
+            Collected::Missing(process) => Err(Error::InvalidInput(format!(
+                "process {process} has met the others, but has not answered for {:?} since: it hangs, or has ended; look \
+                 at its output",
+                self.timeout
+            ))),
+        }
+    }
+
+    /// Returns what all processes have published under the key `all`.
+    fn collect<T: DeserializeOwned>(&self, all: &str) -> Result<Collected<T>> {
+        let mut findings = Vec::new();
+        let mut problem = None;
         for process in 0..self.count {
-            let key = key(process);
+            let key = format!("{all}/{process}");
             let Some(bytes) = self.store.get(&key, self.timeout)? else {
-                return Err(Error::InvalidInput(format!(
-                    "process {process} has met the others, but has not answered for {:?} since: it hangs, or has ended; \
-                     look at its output",
-                    self.timeout
-                )));
+                return Ok(Collected::Missing(process));
             };
             match from_json::<Finding<T>>(&key, &bytes)? {
-                Ok(finding) => all.push(finding),
-                Err(why) => {
-                    let why = format!("process {process}: {}", escaped_line(&why));
-                    wrong.get_or_insert(why);
-                }
+                Ok(finding) => findings.push(finding),
+                Err(why) => drop(problem.get_or_insert(Collected::Problem(process, why))),
             }
         }
-        Ok(wrong.map_or(Ok(all), Err))
+        Ok(problem.unwrap_or(Collected::All(findings)))
     }
+}
+
+/// What process 0 has collected from all.
+#[derive(Debug, Serialize, Deserialize)]
+enum Collected<T> {
+    All(Vec<T>),
+    /// The first process with an error.
+    Problem(usize, String),
+    /// The first process that does not answer.
+    Missing(usize),
+}
+
+/// Returns the processes of each host, given those before it that each process has reached.
+fn hosts(reached: &[Vec<usize>]) -> Vec<Range<usize>> {
+    let mut hosts: Vec<Range<usize>> = Vec::new();
+    for (process, reached) in reached.iter().enumerate() {
+        match hosts.last_mut() {
+            Some(host) if host.clone().all(|other| reached.contains(&other)) => {
+                host.end = process + 1;
+            }
+            _ => hosts.push(process..process + 1),
+        }
+    }
+    hosts
 }
 
 impl Own {
@@ -168,33 +227,37 @@ impl Own {
         open().map_err(|error| error.to_string())
     }
 
-    /// Connects to another process and sends this one's memory.
-    fn connect(&self, offer: &Offer, greeting: &[u8]) -> Finding<UnixStream> {
-        let connect = || {
-            let socket = shared_memory::connect(&offer.socket)?;
-            self.region.send(&socket, greeting)?;
-            Ok(socket)
-        };
-        connect().map_err(|error: io::Error| match error.kind() {
-            ErrorKind::ConnectionRefused => {
-                "the processes are on different machines, or in containers with networks of their own"
-                    .into()
+    /// Connects to those of the processes of `offers` that this one reaches, and sends them its memory. Returns the sockets
+    /// by the numbers of the processes.
+    fn connect_to(&self, offers: &[Offer], mine: usize) -> Finding<BTreeMap<usize, UnixStream>> {
+        let mut connected = BTreeMap::new();
+        for (process, offer) in offers.iter().enumerate() {
+            let connect = || -> io::Result<UnixStream> {
+                let socket = shared_memory::connect(&offer.socket)?;
+                self.region.send(&socket, &greeting(offer.token, mine))?;
+                Ok(socket)
+            };
+            match connect() {
+                Ok(socket) => drop(connected.insert(process, socket)),
+                Err(error) if error.kind() == ErrorKind::ConnectionRefused => {} // another host
+                Err(error) => return Err(error.to_string()),
             }
-            _ => error.to_string(),
-        })
+        }
+        Ok(connected)
     }
 
-    /// Completes the connections: accepts those of the processes after `mine`, and answers them. `connected` are those to the
-    /// processes before. All processes have connected.
+    /// Completes the connections: accepts those of the processes of this host, `here`, that come after `mine`, and answers
+    /// them. `connected` are those to the processes before. All processes have connected.
     fn link(
         &self,
-        connected: Vec<UnixStream>,
+        connected: BTreeMap<usize, UnixStream>,
         offers: &[Offer],
         mine: usize,
+        here: Range<usize>,
     ) -> Finding<Vec<Option<Linked>>> {
         let began = Instant::now();
         let mut links: Vec<Option<Linked>> = offers.iter().map(|_| None).collect();
-        while links[mine + 1..].iter().any(Option::is_none) {
+        while links[mine + 1..here.end].iter().any(Option::is_none) {
             let accepted = self.listener.accept();
             let (socket, _) = accepted.map_err(|error| match error.kind() {
                 ErrorKind::WouldBlock => "a connection is missing".into(),
@@ -208,13 +271,16 @@ impl Own {
             let greeted = socket.set_nonblocking(true);
             let greeted = greeted.and_then(|()| receive(&socket, self.offer.token));
             let Ok((process, region)) = greeted else { continue };
-            let Some(link) = links.get_mut(process).filter(|_| process > mine) else { continue };
+            let after = mine + 1..here.end;
+            let Some(link) = links.get_mut(process).filter(|_| after.contains(&process)) else {
+                continue;
+            };
             let file = shared_memory::peer(&socket).map_err(|error| error.to_string())?;
             let answer = greeting(self.offer.token, mine);
             self.region.send(&socket, &answer).map_err(|error| error.to_string())?;
             *link = Some((socket, file, region));
         }
-        for (process, socket) in connected.into_iter().enumerate() {
+        for (process, socket) in connected {
             let answered = || {
                 let file = shared_memory::peer(&socket)?;
                 socket.set_read_timeout(Some(ANSWER))?;
@@ -304,12 +370,24 @@ mod tests {
             }
         });
         let links: Vec<HostLinks> = links.into_iter().map(Result::unwrap).collect();
-        assert!(
-            links.iter().all(|links| links.peers.len() == 2 && links.memory.has_all(&[0, 1, 2]))
-        );
+        assert!(links.iter().all(|links| links.peers.len() == 2 && links.memory.host_of(2) == 0));
         let zeros = links[1].memory.zeros(1000, Kind::Float).unwrap();
         assert_eq!((zeros.numel(), zeros.kind(), zeros.device()), (1000, Kind::Float, Device::Cpu));
         assert_eq!(zeros.abs().sum(Kind::Float).double_value(&[]), 0.0);
+    }
+
+    #[test]
+    fn neighbours_that_reach_each_other_are_a_host() {
+        let hosts = |reached: &[&[usize]]| {
+            hosts(&reached.iter().map(|it| it.to_vec()).collect::<Vec<_>>())
+        };
+        assert_eq!(hosts(&[&[], &[0], &[0, 1]]), [0..3]);
+        assert_eq!(hosts(&[&[], &[0], &[], &[2], &[2, 3]]), [0..2, 2..5]);
+        assert_eq!(hosts(&[&[], &[], &[1]]), [0..1, 1..3]);
+        // Alternating between two hosts, as `srun --distribution=cyclic` places them.
+        assert_eq!(hosts(&[&[], &[], &[0], &[1]]), [0..1, 1..2, 2..3, 3..4]);
+        // One reaches only a part of its host.
+        assert_eq!(hosts(&[&[], &[0], &[1]]), [0..2, 2..3]);
     }
 
     #[test]

@@ -1,12 +1,15 @@
 //! The `gloo` backend: CPU ranks of several processes, on one machine or more.
 //!
-//! If all processes share the memory of their host, their ranks work as those of `threaded` (`local::host`). Otherwise
-//! they use TCP, with libtorch's Gloo. The ranks of one process still share its memory. One copy crosses the network for all of them:
+//! If all processes share the memory of one host, their ranks work as those of `threaded` (`local::host`). Otherwise hosts
+//! exchange tensors over TCP, with libtorch's Gloo. The ranks of a host share its memory, and one copy crosses the network
+//! for all of them:
 //!
-//! 1. announce: the ranks of the process compare their calls;
+//! 1. announce: the ranks of the host compare their calls;
 //! 2. pack: each rank reduces its slice of their tensors, or copies its own, into the send buffer;
-//! 3. exchange: the first rank of each process sends and receives ([`Network`]), while the others wait;
+//! 3. exchange: the first rank of each host sends and receives ([`Network`]), while the others wait;
 //! 4. unpack: each rank takes its results.
+//!
+//! Processes that cannot share memory are hosts here, each with the ranks of its threads; so they are called processes.
 //!
 //! A large all_reduce goes out in slices: each process reduces one slice of all, and then all exchange the results.
 //! Parts of several processes are added in process order, so the same run gives the same bits each time. With one rank
@@ -47,15 +50,21 @@ pub(super) const BACKEND: BackendType = BackendType {
 fn prepare(shared: &Arc<Shared>, network: Option<&Arc<Network>>) -> Result<Join> {
     let alone = || Error::InvalidInput("backend gloo is for ranks of several processes".into());
     let (shared, network) = (shared.clone(), network.cloned().ok_or_else(alone)?);
-    let on_host = network.on_host().cloned();
-    Ok(Arc::new(move |rank, device| match (device, &on_host) {
-        (Device::Cpu, Some(group)) => {
-            Ok(Box::new(ThreadedBackend::join(CallSlot::of_host(group, rank))?))
+    Ok(Arc::new(move |rank, device| {
+        if device != Device::Cpu {
+            return Err(Error::InvalidInput(
+                "backend gloo is for ranks on the CPU; use nccl for GPUs of several processes"
+                    .into(),
+            ));
         }
-        (Device::Cpu, None) => Ok(Box::new(GlooBackend::join(&shared, network.clone(), rank)?)),
-        _ => Err(Error::InvalidInput(
-            "backend gloo is for ranks on the CPU; use nccl for GPUs of several processes".into(),
-        )),
+        let slot = match network.on_host() {
+            Some(group) => CallSlot::of_host(group, rank),
+            None => shared.slot(rank),
+        };
+        match network.map.len() {
+            1 => Ok(Box::new(ThreadedBackend::join(slot)?)),
+            _ => Ok(Box::new(GlooBackend::join(slot, network.clone())?)),
+        }
     }))
 }
 
@@ -72,9 +81,8 @@ struct GlooBackend {
 }
 
 impl GlooBackend {
-    /// Joins the group as group rank `rank`. Returns once all ranks of this process have joined.
-    fn join(shared: &Shared, network: Arc<Network>, rank: usize) -> Result<Self> {
-        let slot = shared.slot(rank);
+    /// Joins the group with this `slot`. Returns once all ranks of this process have joined.
+    fn join(slot: CallSlot, network: Arc<Network>) -> Result<Self> {
         let at = OpId { operation: Operation::Init, sequence: 0 };
         slot.barrier().wait(slot.rank(), at)?;
         let packer = Packer::new(network);
@@ -90,7 +98,25 @@ impl GlooBackend {
     fn exchange_local(&mut self, call: &Call) -> Result<()> {
         let first = self.packer.network.map.here().start;
         let extras = Extras { device: true, contents: 0 };
-        self.slot.exchange_calls(first, call, extras, Some(&mut self.memory))
+        self.slot.exchange_calls(first, call, extras, Some(&mut self.memory))?;
+        self.locate_buffers()
+    }
+
+    /// Finds the buffers that the first rank has reserved, after a barrier.
+    fn locate_buffers(&mut self) -> Result<()> {
+        self.packer.buffers = self.slot.report_failure(self.packer.network.buffers())?;
+        Ok(())
+    }
+
+    /// Runs `exchange` on the first rank. All ranks return once it is done, and know what it has received.
+    fn exchange_remote(
+        &self,
+        call: &Call,
+        exchange: impl FnOnce(&Network) -> Result<()>,
+    ) -> Result<()> {
+        let network = &self.packer.network;
+        self.slot.on_leader(call.at(), || exchange(network))?;
+        self.slot.report_failure(network.take_over())
     }
 
     /// Sets the mean weight of this process's ranks, which goes to other processes. Call it after the local exchange.
@@ -150,11 +176,11 @@ impl GlooBackend {
             // SAFETY: the ranks have exchanged this call and leave together; there is room.
             unsafe { packer.pack(slot, &alone, call, &whole, true) }
         })?;
-        self.slot.on_leader(call.at(), || {
+        self.exchange_remote(call, |network| {
             let staged = network.staging_tensor(call.kind, size)?;
             network.finish(&network.add_up(call, &staged, || self.slot.call_text())?)
         })?;
-        let sum = self.packer.network.places().0;
+        let sum = self.packer.buffers.send;
         self.on_local_ranks(call, |packer, slot| {
             // SAFETY: the sum has arrived, and no rank writes there until all have left.
             unsafe { packer.unpack(slot, &alone, call, &[sum], true) }
@@ -224,31 +250,34 @@ impl RankBackend for GlooBackend {
         if call.operation.has_own_sizes() {
             parts = self.parts_of_all_to_all(call);
             self.slot.on_leader(call.at(), || reserve(&parts))?;
+            self.locate_buffers()?;
         }
         self.on_local_ranks(call, |packer, slot| {
             // SAFETY: the ranks have exchanged this call and leave together; there is room.
             unsafe { packer.pack(slot, process_map, call, &parts, sliced) }
         })?;
-        self.slot
-            .on_leader(call.at(), || network.exchange(call, &parts, 0, || self.slot.call_text()))?;
+        self.exchange_remote(call, |network| {
+            network.exchange(call, &parts, 0, || self.slot.call_text())
+        })?;
         self.traffic = parts.traffic(process_map);
-        let mut sources = sources(&self.packer.network, &parts, 0);
+        let (buffers, mine) = (self.packer.buffers, process_map.mine);
+        let mut sources = sources(buffers, mine, &parts, 0);
         if sliced {
-            let slice = my_slice(numel, process_map.mine, process_map.len());
-            let mine = my_slice(slice.len(), self.slot.rank(), process_map.here().len());
-            let offset = num_bytes(process_map.partial_kind(call), mine.start);
+            let slice = my_slice(numel, mine, process_map.len());
+            let part = my_slice(slice.len(), self.slot.rank(), process_map.here().len());
+            let offset = num_bytes(process_map.partial_kind(call), part.start);
             let (begin, sums) = (end(&parts.to), SplitSizes::results(call, numel, process_map));
-            let (places, _) = SplitSizes::places(&sums.to, process_map.mine);
-            let result = begin + num_bytes(call.kind, mine.start);
-            let base = self.packer.network.places().0.wrapping_add(result);
+            let (places, _) = SplitSizes::places(&sums.to, mine);
+            let result = begin + num_bytes(call.kind, part.start);
+            let base = buffers.send.wrapping_add(result);
             self.on_local_ranks(call, |packer, _| {
                 let to = places.iter().map(|place| base.wrapping_add(*place));
                 // SAFETY: each rank of the process reads and writes its part of the slice.
-                unsafe { packer.add_up(call, &sources, offset, mine.len(), to) };
+                unsafe { packer.add_up(call, &sources, offset, part.len(), to) };
             })?;
             self.slot.on_leader(call.at(), || network.send_parts(call, &sums, begin))?;
             self.traffic += sums.traffic(process_map);
-            sources = self::sources(&self.packer.network, &sums, begin);
+            sources = self::sources(buffers, mine, &sums, begin);
         }
         self.on_local_ranks(call, |packer, slot| {
             // SAFETY: all parts have arrived, and no rank writes there until all have left.

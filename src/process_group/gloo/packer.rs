@@ -1,6 +1,6 @@
 //! Each rank's work in an exchange: packing what goes out, and unpacking what has arrived.
 
-use std::iter;
+use std::{iter, ptr};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -8,19 +8,22 @@ use tch::Tensor;
 
 use super::super::call::Call;
 use super::super::local::{CallSlot, Kinds, ReductionScratch, my_slice, reduce};
-use super::super::network::{Network, ProcessMap, SplitSizes};
+use super::super::network::{Buffers, Network, ProcessMap, SplitSizes};
 use super::super::{ReduceOp, num_bytes, weights};
 use crate::operation::{CollectiveType, Holders, Operation};
 
 /// The network and the lists with which a rank packs and unpacks.
 pub(super) struct Packer {
     pub network: Arc<Network>,
+    /// The buffers of the current call.
+    pub buffers: Buffers,
     scratch: ReductionScratch,
 }
 
 impl Packer {
     pub(super) fn new(network: Arc<Network>) -> Self {
-        Self { network, scratch: ReductionScratch::default() }
+        let nowhere = Buffers { send: ptr::null_mut(), receive: ptr::null_mut() };
+        Self { network, buffers: nowhere, scratch: ReductionScratch::default() }
     }
 
     /// Packs the send buffer (step 2). Every rank writes to its own part of it.
@@ -36,9 +39,8 @@ impl Packer {
         sliced: bool,
     ) {
         let (begins, _) = SplitSizes::places(&parts.to, process_map.mine);
-        let send_buffer = self.network.places().0;
-        let part =
-            |process: usize, offset: usize| send_buffer.wrapping_add(begins[process] + offset);
+        let Buffers { send, .. } = self.buffers;
+        let part = |process: usize, offset: usize| send.wrapping_add(begins[process] + offset);
         let (index, ranks) = (slot.rank(), process_map.here().len());
         let place = process_map.here().start + index;
         let whole = |tensor: &Tensor| num_bytes(call.kind, tensor.numel());
@@ -267,11 +269,15 @@ impl Packer {
     }
 }
 
-/// Returns the address of each process's part. It is in the receive buffer, but for this process itself in the send
-/// buffer, in the parts that begin at byte `begin`.
-pub(super) fn sources(network: &Network, parts: &SplitSizes, begin: usize) -> Vec<*mut u8> {
-    let mine = network.map.mine;
-    let (send, receive) = network.places();
+/// Returns the address of the part of each process, of which this is number `mine`. It is in the receive buffer, but for this
+/// process itself in the send buffer, in the parts that begin at byte `begin`.
+pub(super) fn sources(
+    buffers: Buffers,
+    mine: usize,
+    parts: &SplitSizes,
+    begin: usize,
+) -> Vec<*mut u8> {
+    let Buffers { send, receive } = buffers;
     let (to, _) = SplitSizes::places(&parts.to, mine);
     let (from, _) = SplitSizes::places(&parts.from, mine);
     let source = |(process, place): (usize, usize)| {

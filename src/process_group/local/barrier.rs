@@ -54,7 +54,7 @@ unsafe impl<T: Send + Sync> Sync for InMemory<T> {}
 
 impl<T: Send + Sync + 'static> InMemory<T> {
     /// Returns the value in the memory of an `Arc`.
-    fn of(value: Arc<T>) -> Self {
+    pub(crate) fn of(value: Arc<T>) -> Self {
         Self { value: NonNull::from(&*value), _memory: value }
     }
 

@@ -18,11 +18,12 @@ mod mismatch;
 mod once;
 mod shared;
 
+pub(super) use barrier::InMemory;
 pub(super) use conflict::{Memory, TensorMemory};
 pub(super) use element::{Kinds, Reduction, ReductionScratch, my_slice, my_slices, reduce};
 pub(super) use fingerprint::{CollectiveFingerprint, Extras};
 pub(crate) use host::Host;
-pub(super) use host::HostGroup;
+pub(super) use host::{HostGroup, NUMBERS};
 pub(super) use mail::{
     Carrier, Completion, Incoming, Mailboxes, MessageEnd, MessageTensor, P2pRequest, describe,
 };

@@ -1,5 +1,6 @@
 //! The state of a group that the ranks of one process share: its exchange and its mailboxes.
 
+use std::iter;
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
@@ -164,9 +165,10 @@ impl CallSlot {
         self.published().map(|call| (call.weight.unwrap_or(0.0), 1))
     }
 
-    /// Returns the call that this process's ranks have exchanged as text for other processes.
+    /// Returns the call that these ranks have exchanged as text for others. The first of them calls it. It knows no call
+    /// sites of other processes.
     pub(crate) fn call_text(&self) -> String {
-        to_text(self.published())
+        to_text(iter::once(self.announced()).chain(self.published().skip(1)))
     }
 }
 

@@ -1,16 +1,17 @@
-//! The connection between the processes of a group. The first rank of each process makes one exchange at a time.
+//! The connection between the processes of a group. The first rank of each process makes one exchange at a time. Processes
+//! of one host that share memory count as one process here.
 //!
 //! Each exchange begins with headers of a fixed size: the call, and the size of each part. Gloo itself compares
 //! nothing, and a message of unexpected length would end the process. Small parts travel inside the header.
 
 use std::ops::Range;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use crossbeam::channel::{Receiver, select_biased};
 use tch::{Kind, Tensor};
 
+use super::common::{Buffers, Common};
 use super::header::{
     ExchangeHeader, HEADER_BYTES, HEADER_INT_BYTES, HEADER_MAX_DATA_BYTES, StagingBuffers,
 };
@@ -27,31 +28,27 @@ use crate::process_group::local::{self, Host, HostGroup, Mailboxes};
 use crate::process_group::weights;
 use crate::runtime::{RunContext, StopMessage, StopRequest, format_call_site};
 
-/// How the processes of a group exchange tensors.
-enum Link {
-    /// Over TCP.
-    Gloo(GlooGroup),
-    /// Through the memory of their host.
-    Host(Arc<HostGroup>),
-}
-
 /// The state of a group of several processes that the ranks of one process share.
 pub(crate) struct Network {
-    link: Link,
+    /// The connection to the other processes of `map`. `None` if there are none, or if another process of this host has it.
+    gloo: Option<GlooGroup>,
+    /// The group's ranks on this host, if they are in several processes that share memory.
+    on_host: Option<Arc<HostGroup>>,
     /// The store that the processes share, under a prefix of the group's own.
     pub(crate) store: TcpStore,
     run: Arc<RunContext>,
     members: Arc<[usize]>,
+    /// The processes that exchange tensors. If processes share memory, those of a host count as one.
     pub(crate) map: ProcessMap,
+    /// All processes.
+    pub(crate) processes: ProcessMap,
     /// `GLOO_SOCKET_IFNAME`.
     interfaces: Option<String>,
     /// Rank 0's decision to stop, which every header carries.
     stop: Arc<OnceLock<Arc<StopRequest>>>,
     /// The memory of this host's processes, if they share it.
     host: Option<Arc<Host>>,
-    /// Mean weight of each process's ranks in the current call, as bits. This process's first rank writes them. Its
-    /// other ranks read them after the next barrier.
-    weights: Box<[AtomicU64]>,
+    common: Common,
     staging: StagingBuffers,
     /// The listener to which other processes connect for messages. `None` once `messages` has it, or without messages.
     listener: Option<MessageListener>,
@@ -60,8 +57,8 @@ pub(crate) struct Network {
 }
 
 impl Network {
-    /// Connects the processes of `map`, whose ranks are `members` of `run`. All of them must call this, with an
-    /// unused prefix of `store`. Returns when all are connected.
+    /// Connects `processes`, whose ranks are `members` of `run`. All of them must call this, with an unused prefix of
+    /// `store`. Returns when all are connected.
     ///
     /// # Errors
     /// [`Error::Timeout`] that names the first ranks of the missing processes, and the errors of [`GlooGroup::new`].
@@ -69,47 +66,44 @@ impl Network {
         store: TcpStore,
         run: Arc<RunContext>,
         members: Arc<[usize]>,
-        map: ProcessMap,
+        processes: ProcessMap,
         interfaces: Option<&str>,
         host: Option<&Arc<Host>>,
     ) -> Result<Self> {
         let timeout = run.timeout;
         // Before the rendezvous, so that no process has to wait for it afterwards.
-        let listener = Some(MessageListener::open(&store, map.mine, interfaces)?);
+        let listener = Some(MessageListener::open(&store, processes.mine, interfaces)?);
+        let stop = Arc::<OnceLock<_>>::default();
+        let joined = match host {
+            Some(host) => HostGroup::join(host, &store, &run, &members, &processes, stop.clone())?,
+            None => None,
+        };
+        let (map, on_host) = joined.unwrap_or_else(|| (processes.clone(), None));
+        let on_host = on_host.map(Arc::new);
         let first = |process: &usize| members[map.processes[*process].start];
         let absent = |missing: Vec<usize>| {
             let ranks = missing.iter().map(first).collect();
             run.timeout_error(first(&map.mine), ranks)
         };
-        let stop = Arc::<OnceLock<_>>::default();
-        let group = match host.filter(|host| host.has_all(&members)) {
-            Some(host) => HostGroup::join(host, &store, &run, &members, &map, stop.clone())?,
-            None => None,
-        };
-        let link = match group {
-            Some(group) => Link::Host(Arc::new(group)),
-            None => Link::Gloo(GlooGroup::new(
-                &store,
-                map.mine,
-                map.len(),
-                timeout,
-                interfaces,
-                absent,
-            )?),
-        };
+        let exchanges = map.len() > 1 && on_host.as_ref().is_none_or(|group| group.has_first());
+        let connect =
+            || GlooGroup::new(&store, map.mine, map.len(), timeout, interfaces, absent);
+        let gloo = exchanges.then(connect).transpose()?;
+        let common = Common::new(on_host.as_deref(), map.len())?;
         let staging = StagingBuffers::new(map.len())?;
-        let weights = (0..map.len()).map(|_| AtomicU64::default()).collect();
         let interfaces = interfaces.map(String::from);
         Ok(Self {
-            link,
+            gloo,
+            on_host,
             host: host.cloned(),
             store,
             run,
             members,
             map,
+            processes,
             interfaces,
             stop,
-            weights,
+            common,
             staging,
             listener,
             messages: None,
@@ -127,7 +121,7 @@ impl Network {
             self.run.clone(),
             self.store.clone(),
             self.members.clone(),
-            self.map.clone(),
+            self.processes.clone(),
             listener,
             mail,
         );
@@ -146,21 +140,19 @@ impl Network {
             ranks.partition_point(|&rank| rank < places.start)
                 ..ranks.partition_point(|&rank| rank < places.end)
         };
-        let parts = self.map.processes.iter().map(members_in).enumerate();
+        let parts = self.processes.processes.iter().map(members_in).enumerate();
         let there: Vec<(usize, Range<usize>)> =
             parts.filter(|(_, part)| !part.is_empty()).collect();
-        let mine = there.iter().position(|(process, _)| *process == self.map.mine).unwrap_or(0);
+        let is_mine = |(process, _): &(usize, _)| *process == self.processes.mine;
+        let mine = there.iter().position(is_mine).unwrap_or(0);
         let map = ProcessMap { processes: there.into_iter().map(|(_, part)| part).collect(), mine };
         let (store, run) = (self.store.under(name), self.run.clone());
         Self::connect(store, run, members, map, self.interfaces.as_deref(), self.host.as_ref())
     }
 
-    /// Returns the group's blocks in the memory of its host, if all of its ranks are there.
+    /// Returns the group's ranks on this host, if they are in several processes that share memory.
     pub(crate) fn on_host(&self) -> Option<&Arc<HostGroup>> {
-        match &self.link {
-            Link::Host(group) => Some(group),
-            Link::Gloo(_) => None,
-        }
+        self.on_host.as_ref()
     }
 
     /// Synchronizes `stop` with that of the first process in every exchange from now on.
@@ -183,17 +175,17 @@ impl Network {
 
     /// Sets the mean weight of this process's ranks in the next call. Called by the process's first rank.
     pub(crate) fn set_weight(&self, weight: f64) {
-        self.weights[self.map.mine].store(weight.to_bits(), Ordering::Relaxed);
+        self.common.set_weight(self.map.mine, weight);
     }
 
     fn mean_here(&self) -> f64 {
-        f64::from_bits(self.weights[self.map.mine].load(Ordering::Relaxed))
+        self.common.weight(self.map.mine)
     }
 
     /// Returns the mean weight and the number of each process's ranks in this call. Valid after the headers.
     pub(crate) fn weights(&self) -> impl Iterator<Item = (f64, usize)> + Clone {
-        let weights = self.weights.iter().map(|bits| f64::from_bits(bits.load(Ordering::Relaxed)));
-        weights.zip(self.map.processes.iter().map(ExactSizeIterator::len))
+        let ranks = self.map.processes.iter().map(ExactSizeIterator::len);
+        ranks.enumerate().map(|(process, count)| (self.common.weight(process), count))
     }
 
     /// Compares the processes' calls when no collective of this backend does. Also exchanges the mean weights of their
@@ -216,13 +208,36 @@ impl Network {
 
     /// Makes room for this many bytes per direction. Called by the process's first rank, before the others' barrier.
     pub(crate) fn reserve(&self, send: usize, receive: usize) -> Result<()> {
-        self.staging.reserve(send, receive)
+        let on_host = self.on_host.as_deref();
+        self.staging.reserve(send, receive, on_host.map(HostGroup::host))?;
+        on_host.map_or(Ok(()), |group| self.common.set_buffers(group, self.staging.parts()))
     }
 
-    /// Returns the start of the send buffer and that of the receive buffer.
-    pub(crate) fn places(&self) -> (*mut u8, *mut u8) {
-        let [send, receive] = self.staging.parts();
-        (send.data_ptr().cast(), receive.data_ptr().cast())
+    /// Returns where the buffers begin. They stay there until the next call of [`Network::reserve`].
+    ///
+    /// # Errors
+    /// [`Error::InvalidInput`] if another process of the host has written invalid places.
+    pub(crate) fn buffers(&self) -> Result<Buffers> {
+        match &self.on_host {
+            Some(group) if !group.has_first() => self.common.buffers(group),
+            _ => {
+                let [send, receive] = self.staging.parts().each_ref().map(Tensor::data_ptr);
+                Ok(Buffers { send: send.cast(), receive: receive.cast() })
+            }
+        }
+    }
+
+    /// Takes over what the first rank of the host has received besides tensors: rank 0's decision to stop. Ranks of other
+    /// processes of the host call it after an exchange, before they leave the call.
+    ///
+    /// # Errors
+    /// [`Error::InvalidInput`] if another process of the host has written something else.
+    pub(crate) fn take_over(&self) -> Result<()> {
+        let other = self.on_host.as_ref().is_some_and(|group| !group.has_first());
+        match self.stop.get().filter(|_| other) {
+            Some(stop) => Ok(stop.merge(true, self.common.stop()?)),
+            None => Ok(()),
+        }
     }
 
     /// Exchanges the parts in the send buffer from byte `begin` on, in the layout of [`SplitSizes::places`]. Returns
@@ -326,6 +341,7 @@ impl Network {
         let (sequence, fingerprint) = (call.sequence, call.fingerprint());
         let weight = call.weight.map_or(0.0, |_| self.mean_here());
         let headers: *mut u8 = self.staging.headers[0].data_ptr().cast();
+        let send: *mut u8 = self.staging.parts()[0].data_ptr().cast();
         for process in self.others() {
             let size = parts.to[process];
             let header =
@@ -337,7 +353,7 @@ impl Network {
                 let place = headers.add(process * HEADER_BYTES);
                 place.cast::<[u8; HEADER_INT_BYTES]>().write(header);
                 if let Some((begin, places)) = inline {
-                    let part = self.places().0.add(begin + places[process]);
+                    let part = send.add(begin + places[process]);
                     part.copy_to_nonoverlapping(place.add(HEADER_INT_BYTES), size);
                 }
             }
@@ -352,6 +368,7 @@ impl Network {
         describe: impl Fn() -> String,
     ) -> Result<()> {
         let headers: *mut u8 = self.staging.headers[1].data_ptr().cast();
+        let receive: *mut u8 = self.staging.parts()[1].data_ptr().cast();
         let fingerprint = call.fingerprint();
         // The first process whose part has an unexpected size, and the processes with another call.
         let (mut uneven, mut different) = (None, Vec::new());
@@ -368,17 +385,20 @@ impl Network {
                 uneven.get_or_insert((process, header.size as usize));
             }
             let fits = different.is_empty() && uneven.is_none();
-            self.weights[process].store(header.weight.to_bits(), Ordering::Relaxed);
+            self.common.set_weight(process, header.weight);
             if let Some(stop) = self.stop.get() {
                 stop.merge(process == 0, header.stop);
             }
             if let Some(places) = inline.filter(|_| fits) {
                 // SAFETY: the part has the expected size, for which there is room; no other rank uses the room now.
                 unsafe {
-                    let part = self.places().1.add(places[process]);
+                    let part = receive.add(places[process]);
                     part.copy_from_nonoverlapping(place.add(HEADER_INT_BYTES), parts.from[process]);
                 }
             }
+        }
+        if let Some(stop) = self.stop.get() {
+            self.common.set_stop(stop.message());
         }
         match (uneven, call.weight) {
             _ if !different.is_empty() => Err(self.mismatch(call, &describe(), &different)?),
@@ -390,9 +410,8 @@ impl Network {
 
     /// Starts a Gloo operation for `call`.
     fn start(&self, call: &Call, operation: GlooOperation, arguments: GlooCall) -> Result<Started> {
-        let Link::Gloo(gloo) = &self.link else {
-            return Err(Error::Internal("a group on one host uses no network".into()));
-        };
+        let unconnected = || Error::Internal("another process uses the network".into());
+        let gloo = self.gloo.as_ref().ok_or_else(unconnected)?;
         let ended = gloo.start(operation, arguments)?;
         let timeout = call.timeout.unwrap_or(self.run.timeout);
         let waiting = self.members[self.map.here().start];
@@ -416,7 +435,7 @@ impl Network {
             default(started.time_left()) => String::new(),
         };
         // After the abort nothing uses the buffers any more, and the other processes notice it.
-        if let Link::Gloo(gloo) = &self.link {
+        if let Some(gloo) = &self.gloo {
             let _ = gloo.abort();
         }
         let elsewhere = self.others().flat_map(|process| self.map.processes[process].clone());

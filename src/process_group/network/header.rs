@@ -2,6 +2,7 @@
 //! and of the parts, which all calls reuse.
 
 use std::cell::UnsafeCell;
+use std::sync::Arc;
 
 use tch::{Device, Kind, Tensor};
 use zerocopy::little_endian::U64;
@@ -9,6 +10,7 @@ use zerocopy::transmute;
 
 use crate::error::{Error, Result};
 use crate::ffi::TorchResult;
+use crate::process_group::local::Host;
 use crate::runtime::StopMessage;
 
 /// Size of a header in bytes.
@@ -93,12 +95,22 @@ impl StagingBuffers {
     }
 
     /// Makes room for this many bytes per direction. Called by the process's first rank, before the others' barrier.
-    pub(super) fn reserve(&self, send: usize, receive: usize) -> Result<()> {
+    /// If other processes of the `host` use it, it is in its memory.
+    pub(super) fn reserve(
+        &self,
+        send: usize,
+        receive: usize,
+        host: Option<&Arc<Host>>,
+    ) -> Result<()> {
         // SAFETY: see the implementation of `Sync`.
         let parts = unsafe { &mut *self.parts.get() };
         for (tensor, size) in parts.iter_mut().zip([send, receive]) {
             if tensor.numel() < size {
-                *tensor = bytes(size)?;
+                *tensor = match host {
+                    // Its addresses are not used again: few sizes waste few of them.
+                    Some(host) => host.buffer(size.next_power_of_two())?,
+                    None => bytes(size)?,
+                };
             }
         }
         Ok(())

@@ -3,6 +3,7 @@
 //! The `gloo` backend moves its tensors through it. Between processes, `nccl` uses it to compare calls and to exchange
 //! requests to stop. [`messages`] carries tensors from one rank to another. Read [`connection`] next.
 
+mod common;
 mod connection;
 mod header;
 mod lost;
@@ -10,6 +11,7 @@ mod messages;
 mod process_map;
 mod split_sizes;
 
+pub(super) use common::Buffers;
 pub(crate) use connection::Network;
 pub(super) use connection::{InFlight, Started};
 pub(crate) use header::{HEADER_BYTES, HEADER_MAX_DATA_BYTES};

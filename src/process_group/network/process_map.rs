@@ -7,7 +7,8 @@ use tch::Kind;
 use crate::process_group::call::Call;
 use crate::process_group::reduce_op::ReduceOp;
 
-/// The processes of a group: the group ranks of each, and the index of this process.
+/// The processes of a group: the group ranks of each, and the index of this process. A map of hosts is one too: each host
+/// whose processes share memory counts as one process there.
 #[derive(Debug, Clone)]
 pub(crate) struct ProcessMap {
     pub processes: Vec<Range<usize>>,
@@ -15,6 +16,17 @@ pub(crate) struct ProcessMap {
 }
 
 impl ProcessMap {
+    /// Returns the map in which neighbours of the same host count as one process. `host_of` returns the host of a group
+    /// rank.
+    pub(crate) fn by_host(&self, host_of: impl Fn(usize) -> usize) -> Self {
+        let same = |a: &Range<usize>, b: &Range<usize>| host_of(a.start) == host_of(b.start);
+        let ranks = |all: &[Range<usize>]| all[0].start..all[all.len() - 1].end;
+        let hosts: Vec<Range<usize>> = self.processes.chunk_by(same).map(ranks).collect();
+        let place = self.here().start;
+        let mine = hosts.iter().position(|ranks| ranks.contains(&place)).unwrap_or(0);
+        Self { processes: hosts, mine }
+    }
+
     /// Returns the number of processes.
     pub(crate) fn len(&self) -> usize {
         self.processes.len()

@@ -3,6 +3,7 @@
 use std::any::Any;
 use std::ops::Range;
 use std::ptr::NonNull;
+use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, OnceLock};
 
 use parking_lot::Mutex;
@@ -10,27 +11,32 @@ use parking_lot::Mutex;
 use super::super::barrier::{Barrier, InMemory, Slot};
 use super::super::conflict::Spans;
 use super::slot::{Cell, HostSlot};
-use super::{Allocation, Host};
+use super::{Allocation, Host, used_up};
 use crate::error::{Error, Result};
 use crate::ffi::TcpStore;
+use crate::operation::Operation;
+use crate::process_group::call::Call;
 use crate::process_group::network::ProcessMap;
 use crate::runtime::{RunContext, StopRequest};
 
 /// The room for tensors of each rank, in bytes. Larger ones go through it in pieces.
 pub(super) const STAGING: usize = 1 << 20;
 
-/// A group whose ranks are all on one host.
+/// The ranks of a group that are on one host. `rank` here is the place among them.
 pub(crate) struct HostGroup {
     pub(super) host: Arc<Host>,
     pub(super) barrier: Barrier,
     /// The block of each rank.
     blocks: Box<[Block]>,
     pub(super) cell: Cell,
-    /// The store of the group, through which the ranks exchange texts of calls that differ.
+    /// A store of these ranks, through which they exchange texts of calls that differ.
     pub(super) store: TcpStore,
     /// Rank 0's decision to stop, which every announcement carries.
     pub(super) stop: Arc<OnceLock<Arc<StopRequest>>>,
-    /// The group ranks of this process, and the memory that each of them announces, in alternating exchanges.
+    /// The group rank of the first one, and whether these are all of the group.
+    pub(super) first: usize,
+    pub(super) is_whole: bool,
+    /// The ranks of this process, and the memory that each of them announces, in alternating exchanges.
     pub(super) here: Range<usize>,
     pub(super) spans: Box<[Mutex<[Spans; 2]>]>,
     /// The memory of this process's blocks.
@@ -45,8 +51,9 @@ pub(super) struct Block {
 }
 
 impl HostGroup {
-    /// Creates the blocks of this process's ranks, and finds those of the others. `members` are ranks of `run`, all on
-    /// `host`, in the processes of `map`, each of which must call this. Returns `None` if the memory of one is used up.
+    /// Creates the blocks of this process's ranks, and finds those of the others on `host`. `members` are ranks of `run`,
+    /// in the processes of `map`, each of which must call this. Returns the map of the hosts, and the group on this one;
+    /// without a group if all ranks on this host are in this process. `None` if the memory of a process is used up.
     ///
     /// # Errors
     /// The errors of the store.
@@ -57,22 +64,32 @@ impl HostGroup {
         members: &Arc<[usize]>,
         map: &ProcessMap,
         stop: Arc<OnceLock<Arc<StopRequest>>>,
-    ) -> Result<Option<Self>> {
-        let cell = Cell::of(members.len());
+    ) -> Result<Option<(ProcessMap, Option<Self>)>> {
+        let hosts = map.by_host(|place| host.host_of(members[place]));
+        if hosts.len() == map.len() {
+            return Ok(Some((hosts, None)));
+        }
+        let cell = Cell::of(members.len(), hosts.len());
+        let is_shared = hosts.here() != map.here();
+        let in_blocks = if is_shared { map.here() } else { 0..0 };
         // A rank that has ended is still read by those that look whether it has arrived.
         let own: Option<Vec<Allocation>> =
-            map.here().map(|_| host.allocate(cell.block_len(), cell.staging())).collect();
+            in_blocks.map(|_| host.allocate(cell.block_len(), cell.staging())).collect();
         let offsets = own.iter().flatten().map(|block| block.range.start.to_string());
         let offsets = offsets.collect::<Vec<_>>().join(" ");
-        store.set(&key(map.mine), offsets.as_bytes())?;
+        let published = if own.is_some() { &offsets } else { USED_UP };
+        store.set(&key(map.mine), published.as_bytes())?;
         let mut blocks = Vec::new();
         for (process, places) in map.processes.iter().enumerate() {
             let Some(text) = store.get(&key(process), run.timeout)? else {
                 let missing = members[places.clone()].to_vec();
                 return Err(run.timeout_error(members[map.here().start], missing));
             };
-            if text.is_empty() {
+            if text == USED_UP.as_bytes() {
                 return Ok(None);
+            }
+            if !is_shared || !hosts.here().contains(&places.start) {
+                continue;
             }
             blocks.extend(parse(
                 host,
@@ -81,7 +98,7 @@ impl HostGroup {
                 &members[places.clone()],
             )?);
         }
-        let Some(own) = own else { return Ok(None) };
+        let Some(own) = own.filter(|_| is_shared) else { return Ok(Some((hosts, None))) };
         let slots = blocks.iter().map(|block| {
             let memory: Arc<dyn Any + Send + Sync> = host.clone();
             let place = host.regions[block.process].at(block.offset, size_of::<Slot>());
@@ -90,22 +107,53 @@ impl HostGroup {
             place.map(|place| unsafe { InMemory::at(place, memory) })
         });
         let slots = slots.collect::<Option<Box<[_]>>>().ok_or_else(not_a_block)?;
-        Ok(Some(Self {
-            barrier: Barrier::of(slots, host.cores, run.clone(), members.clone()),
+        let first = hosts.here().start;
+        let group = Self {
+            barrier: Barrier::of(slots, host.cores, run.clone(), members[hosts.here()].into()),
             host: host.clone(),
             blocks: blocks.into(),
             cell,
-            store: store.clone(),
+            store: store.under(&format!("host/{}", hosts.mine)),
             stop,
-            here: map.here(),
+            first,
+            is_whole: hosts.len() == 1,
+            here: map.here().start - first..map.here().end - first,
             spans: map.here().map(|_| Mutex::default()).collect(),
             _own: own,
-        }))
+        };
+        Ok(Some((hosts, Some(group))))
     }
 
-    /// Takes the slot of group rank `rank`, which must be in this process. Each slot can be taken once.
+    /// Takes the slot of the group rank `rank`, which must be in this process. Each slot can be taken once.
     pub(crate) fn slot(self: &Arc<Self>, rank: usize) -> HostSlot {
-        HostSlot::new(rank, self.clone())
+        HostSlot::new(rank - self.first, self.clone())
+    }
+
+    /// Returns one of the numbers that all ranks of the host see, which are zeros at first. There are as many as the group
+    /// has hosts, and [`NUMBERS`] more.
+    ///
+    /// # Errors
+    /// [`Error::Internal`] if there are fewer.
+    pub(crate) fn number(&self, index: usize) -> Result<InMemory<AtomicU64>> {
+        let place = self.cell.number(index).map(|offset| self.in_block(0, offset)).transpose()?;
+        let place = place.and_then(|place| NonNull::new(place.cast::<AtomicU64>()));
+        let memory: Arc<dyn Any + Send + Sync> = self.host.clone();
+        // SAFETY: the block of the first rank has zeros there at first, and its memory exists as long as the host.
+        let number = place.map(|place| unsafe { InMemory::at(place, memory) });
+        number.ok_or_else(|| Error::Internal(format!("a block has no number {index}")))
+    }
+
+    /// Returns whether this process has the first rank of the host.
+    pub(crate) fn has_first(&self) -> bool {
+        self.here.start == 0
+    }
+
+    /// Returns the address of a buffer of the process that has the first rank.
+    ///
+    /// # Errors
+    /// As [`Self::address`].
+    pub(crate) fn buffer_of_first(&self, offset: usize, len: usize) -> Result<*mut u8> {
+        self.address(self.process_of(0), offset, len)
     }
 
     /// Returns the host, for tensors in its memory.
@@ -127,14 +175,36 @@ impl HostGroup {
         self.host.regions[process].at(offset, len).map_err(|_| not_a_block())
     }
 
-    /// Returns the process of the group rank `rank`.
+    /// Returns the process of `rank`.
     pub(super) fn process_of(&self, rank: usize) -> usize {
         self.blocks[rank].process
     }
 
     /// Returns the offset of a tensor in this process's memory; `None` if it is elsewhere.
-    pub(super) fn offset_of(&self, data: *const u8, len: usize) -> Option<usize> {
+    pub(crate) fn offset_of(&self, data: *const u8, len: usize) -> Option<usize> {
         self.host.regions[self.host.mine].offset_of(data, len)
+    }
+
+    /// Returns whether `process` has the group rank 0.
+    pub(super) fn has_rank_0(&self, process: usize) -> bool {
+        self.first == 0 && process == self.process_of(0)
+    }
+
+    /// Returns whether ranks write results of `call` into the tensors of others. Otherwise each writes its own.
+    pub(super) fn writes_to_others(&self, call: &Call) -> bool {
+        self.is_whole && matches!(call.operation, Operation::AllReduce | Operation::Reduce)
+    }
+
+    /// Returns the offset of `room`, which gets at least this many bytes.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] if the memory of this process is used up.
+    pub(super) fn room(&self, room: &mut Option<Allocation>, bytes: usize) -> Result<usize> {
+        if room.as_ref().is_none_or(|room| room.range.len() < bytes) {
+            *room = None;
+            *room = self.host.allocate(bytes.next_power_of_two(), 0);
+        }
+        room.as_ref().map(|room| room.range.start).ok_or_else(used_up)
     }
 
     /// Returns the offset of the room for tensors of `rank`, in the memory of its process.
@@ -163,6 +233,9 @@ fn not_a_block() -> Error {
             .into(),
     )
 }
+
+/// The text of a process whose memory is used up.
+const USED_UP: &str = "used up";
 
 /// Returns the key under which a process publishes its blocks.
 fn key(process: usize) -> String {

@@ -11,9 +11,10 @@ use super::super::conflict::{self, Memory, TensorMemory};
 use super::super::fingerprint::{CollectiveFingerprint, Extras};
 use super::super::input_copies::MAX_BYTES;
 use super::super::mismatch::{mismatch_in_store, to_text};
+use super::Allocation;
 use super::group::{HostGroup, STAGING};
 use crate::error::{Error, Result};
-use crate::operation::{Operation, Tensors};
+use crate::operation::Tensors;
 use crate::process_group::call::Call;
 use crate::process_group::dtype::num_bytes;
 use crate::runtime::StopMessage;
@@ -47,17 +48,22 @@ const PRIVATE: usize = usize::MAX;
 /// Tensors begin at cache lines, so that every dtype is aligned.
 const LINE: usize = 64;
 
-/// The layout of a rank's block: its slot of the barrier, two announcements, and the room for tensors.
+/// How many numbers a block has besides one for each host.
+pub(crate) const NUMBERS: usize = 8;
+
+/// The layout of a rank's block: its slot of the barrier, two announcements, numbers, and the room for tensors.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Cell {
     /// The number of tensors in a list.
     ranks: usize,
+    /// The number of hosts of the group.
+    hosts: usize,
 }
 
 impl Cell {
-    /// Returns the layout for groups of this many ranks.
-    pub(super) fn of(ranks: usize) -> Self {
-        Self { ranks }
+    /// Returns the layout for groups of this many ranks on this many hosts.
+    pub(super) fn of(ranks: usize, hosts: usize) -> Self {
+        Self { ranks, hosts }
     }
 
     fn places() -> usize {
@@ -68,7 +74,7 @@ impl Cell {
         (Self::places() + 2 * self.ranks * size_of::<Place>()).next_multiple_of(LINE)
     }
 
-    /// Returns how many tensors `rank` puts into `call`.
+    /// Returns how many tensors the group rank `rank` puts into `call`.
     fn inputs(self, call: &Call, rank: usize) -> usize {
         let Some(collective) = call.operation.collective() else { return 0 };
         match collective.inputs.tensors {
@@ -85,9 +91,19 @@ impl Cell {
         size_of::<Slot>().next_multiple_of(128) + parity * len
     }
 
+    fn numbers(self) -> usize {
+        self.announcement(2)
+    }
+
+    /// Returns the offset of a number of [`HostGroup::number`] in a block; `None` if there are fewer.
+    pub(super) fn number(self, index: usize) -> Option<usize> {
+        (index < NUMBERS + self.hosts).then(|| self.numbers() + index * size_of::<u64>())
+    }
+
     /// Returns the offset of the room for tensors in a block.
     pub(super) fn staging(self) -> usize {
-        self.announcement(2).next_multiple_of(super::PAGE)
+        let numbers = (NUMBERS + self.hosts) * size_of::<u64>();
+        (self.numbers() + numbers).next_multiple_of(super::PAGE)
     }
 
     /// Returns the size of a block in bytes.
@@ -106,13 +122,15 @@ pub(crate) struct HostSlot {
     mine: CollectiveFingerprint,
     /// The calls of all ranks, with tensors that this process can reach.
     published: Vec<CollectiveFingerprint>,
+    /// The room for tensors that are too large for that of the block.
+    room: Option<Allocation>,
 }
 
 impl HostSlot {
     pub(super) fn new(rank: usize, group: Arc<HostGroup>) -> Self {
         let nothing = CollectiveFingerprint::nothing;
         let published = group.barrier.members().iter().map(|_| nothing()).collect();
-        Self { rank, group, parity: 0, mine: nothing(), published }
+        Self { rank, group, parity: 0, mine: nothing(), published, room: None }
     }
 
     pub(crate) fn rank(&self) -> usize {
@@ -144,14 +162,14 @@ impl HostSlot {
             numel = all.map(|input| input.numel).max().unwrap_or(0);
         }
         let unit = num_bytes(call.kind, 1).max(1);
-        let lists = if collective.inputs.is_list() { self.published.len() } else { 1 };
+        let lists = if collective.inputs.is_list() { self.group.cell.ranks } else { 1 };
         // Pieces begin at cache lines.
         let most = (STAGING / lists / LINE * LINE / unit).max(1);
         Ok((numel > most).then_some((most, numel)))
     }
 
     /// Announces `call`, waits for all ranks, and compares their calls. With `moves`, makes the tensors available to the
-    /// other ranks.
+    /// other ranks; if the group has several hosts, only tensors that are reduced.
     pub(crate) fn exchange(
         &mut self,
         call: &Call,
@@ -159,10 +177,12 @@ impl HostSlot {
         memory: Option<&mut Memory>,
         moves: bool,
     ) -> Result<()> {
-        let barrier = &self.group.barrier;
+        let HostGroup { ref barrier, first, is_whole, .. } = *self.group;
         // After a failure the others may still read what this rank has announced.
         barrier.run().check(barrier.members()[self.rank])?;
-        self.mine.publish(call, self.rank, extras)?;
+        let reduces = call.operation.collective().is_some_and(|collective| collective.reduces);
+        let moves = moves && (is_whole || reduces);
+        self.mine.publish(call, first + self.rank, extras)?;
         let fingerprint = call.fingerprint();
         self.announce(call, fingerprint, moves)?;
         let timeout = self.timeout(call);
@@ -171,11 +191,11 @@ impl HostSlot {
         self.read(call, fingerprint, moves)?;
         let all = self.published.iter();
         let conflict = match memory {
-            Some(memory) => memory.conflict(all.clone(), 0),
-            None => conflict::sizes(all.clone(), 0),
+            Some(memory) => memory.conflict(all.clone(), first),
+            None => conflict::sizes(all.clone(), first),
         };
         let members = self.group.barrier.members();
-        conflict.map_or(Ok(()), |conflict| Err(conflict.error(all, members, 0, call.at())))
+        conflict.map_or(Ok(()), |conflict| Err(conflict.error(all, members, first, call.at())))
     }
 
     fn timeout(&self, call: &Call) -> Duration {
@@ -198,7 +218,7 @@ impl HostSlot {
 
     /// Writes this rank's announcement, and copies its tensors to where the others can reach them.
     fn announce(&mut self, call: &Call, fingerprint: u64, moves: bool) -> Result<()> {
-        let Self { rank, ref group, parity, ref mine, ref mut published } = *self;
+        let Self { rank, ref group, parity, ref mine, ref mut published, ref mut room } = *self;
         let cell = group.in_block(rank, group.cell.announcement(parity))?;
         let places = self::places(cell);
         let unit = num_bytes(call.kind, 1);
@@ -211,6 +231,11 @@ impl HostSlot {
         let reached = &mut published[rank];
         reached.inputs.clear();
         let mut used = group.staging_offset(rank);
+        let padded = |input: &TensorMemory| (input.numel * unit).next_multiple_of(LINE);
+        let total: usize = mine.inputs.iter().map(padded).sum();
+        if moves && !mine.has_contents && total > STAGING {
+            used = group.room(room, total)?;
+        }
         for (number, input) in mine.inputs.iter().enumerate() {
             let len = input.numel * unit;
             let shared = group.offset_of(input.data, len);
@@ -222,8 +247,8 @@ impl HostSlot {
             let mut data = input.data;
             if shared.is_none() && offset != PRIVATE {
                 data = group.address(group.process_of(rank), used, len)?;
-                // SAFETY: the room for tensors has these bytes, because a piece has at most as many; the other ranks read
-                // and write them between the barriers of a call only, and this rank is not in one.
+                // SAFETY: the room for tensors has these bytes; the other ranks read and write them between the barriers of
+                // a call only, and this rank is not in one.
                 unsafe { input.data.copy_to_nonoverlapping(data, len) };
                 used += len.next_multiple_of(LINE);
             }
@@ -231,7 +256,7 @@ impl HostSlot {
             // SAFETY: the cell has places for two lists of tensors, and only this rank writes it now.
             unsafe { places.add(number).write(Place { offset, numel: input.numel }) };
         }
-        if writes_to_others(call) && !mine.has_contents && moves {
+        if group.writes_to_others(call) && !mine.has_contents && moves {
             reached.outputs = reached.inputs.iter().take(outputs).copied().collect();
         } else {
             reached.outputs.clone_from(&mine.outputs);
@@ -268,7 +293,7 @@ impl HostSlot {
     /// # Errors
     /// [`Error::Mismatch`] if their calls differ.
     fn read(&mut self, call: &Call, fingerprint: u64, moves: bool) -> Result<()> {
-        let Self { rank, ref group, parity, ref mine, ref mut published } = *self;
+        let Self { rank, ref group, parity, ref mine, ref mut published, .. } = *self;
         let parity = 1 - parity;
         let unit = num_bytes(call.kind, 1);
         // All tensors have as many elements, unless each pair of ranks has its own size.
@@ -297,14 +322,14 @@ impl HostSlot {
                 announcement;
             if let Some(mine) = group.stop.get() {
                 let message = StopMessage::from_numbers(stop).ok_or_else(invalid_announcement)?;
-                mine.merge(group.process_of(other) == 0, message);
+                mine.merge(group.has_rank_0(group.process_of(other)), message);
             }
             if (sequence, announcement.fingerprint) != (call.sequence, fingerprint) {
                 different.push(other);
                 continue;
             }
             let most = group.cell.ranks;
-            let fits = inputs == group.cell.inputs(call, other);
+            let fits = inputs == group.cell.inputs(call, group.first + other);
             if !fits || outputs > most || contents > MAX_BYTES {
                 return Err(invalid_announcement());
             }
@@ -330,7 +355,7 @@ impl HostSlot {
                 theirs.inputs.push(reach(place, moves && !mine.has_contents)?);
             }
             for (number, place) in places[inputs..].iter().enumerate() {
-                let reduced = theirs.inputs.get(number).filter(|_| writes_to_others(call));
+                let reduced = theirs.inputs.get(number).filter(|_| group.writes_to_others(call));
                 theirs.outputs.push(reduced.copied().map_or_else(|| reach(place, false), Ok)?);
             }
             // SAFETY: as above; the cell has this many bytes of contents.
@@ -346,11 +371,6 @@ impl HostSlot {
         let is_different = |rank: usize| different.contains(&rank);
         mismatch_in_store(&self.group.store, call.sequence, self.rank, &text, parts, is_different)
     }
-}
-
-/// Returns whether ranks write results into the tensors of others. Otherwise each writes its own.
-fn writes_to_others(call: &Call) -> bool {
-    matches!(call.operation, Operation::AllReduce | Operation::Reduce)
 }
 
 /// Returns the places of an announcement.

@@ -1,0 +1,118 @@
+//! What the first rank of each process, or of each host, makes known to its other ranks. They read it after the next
+//! barrier, and it stays until the call ends.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use tch::Tensor;
+
+use crate::error::{Error, Result};
+use crate::process_group::local::{HostGroup, InMemory, NUMBERS};
+use crate::runtime::StopMessage;
+
+/// The numbers that the ranks share.
+pub(super) struct Common {
+    /// The mean weight of each process's ranks in the current call, as bits.
+    weights: Box<[InMemory<AtomicU64>]>,
+    /// Rank 0's decision to stop.
+    stop: [InMemory<AtomicU64>; 3],
+    send: Place,
+    receive: Place,
+}
+
+/// The place of a buffer in the memory of the host's first process.
+struct Place {
+    offset: InMemory<AtomicU64>,
+    len: InMemory<AtomicU64>,
+}
+
+/// Where the buffers of the parts that go out and come in begin.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Buffers {
+    pub send: *mut u8,
+    pub receive: *mut u8,
+}
+
+// SAFETY: addresses, which are the same for all threads.
+unsafe impl Send for Buffers {}
+
+impl Common {
+    /// Returns the numbers for this many processes: in the memory of the host, if the ranks are in several processes.
+    pub(super) fn new(on_host: Option<&HostGroup>, processes: usize) -> Result<Self> {
+        let mut index = 0..NUMBERS + processes;
+        let mut number = || match (on_host, index.next()) {
+            (Some(group), Some(index)) => group.number(index),
+            _ => Ok(InMemory::of(Arc::default())),
+        };
+        let common = Self {
+            stop: [number()?, number()?, number()?],
+            send: Place { offset: number()?, len: number()? },
+            receive: Place { offset: number()?, len: number()? },
+            weights: (0..processes).map(|_| number()).collect::<Result<_>>()?,
+        };
+        common.set_stop(StopMessage::NONE);
+        Ok(common)
+    }
+
+    pub(super) fn set_weight(&self, process: usize, weight: f64) {
+        self.weights[process].store(weight.to_bits(), Ordering::Relaxed);
+    }
+
+    pub(super) fn weight(&self, process: usize) -> f64 {
+        f64::from_bits(self.weights[process].load(Ordering::Relaxed))
+    }
+
+    pub(super) fn set_stop(&self, message: StopMessage) {
+        for (number, value) in self.stop.iter().zip(message.to_numbers()) {
+            number.store(value, Ordering::Relaxed);
+        }
+    }
+
+    /// Returns rank 0's decision to stop, as the first rank has received it.
+    ///
+    /// # Errors
+    /// [`Error::InvalidInput`] for numbers that no rank writes.
+    pub(super) fn stop(&self) -> Result<StopMessage> {
+        let numbers = self.stop.each_ref().map(|number| number.load(Ordering::Relaxed));
+        StopMessage::from_numbers(numbers).ok_or_else(|| {
+            Error::InvalidInput(
+                "another process has written invalid data into the shared memory; start the same program in all \
+                 processes"
+                    .into(),
+            )
+        })
+    }
+
+    /// Makes known where the buffers are. They are in the memory of `group`, whose first rank this is.
+    pub(super) fn set_buffers(&self, group: &HostGroup, [send, receive]: &[Tensor; 2]) -> Result<()> {
+        self.send.set(group, send)?;
+        self.receive.set(group, receive)
+    }
+
+    /// Returns where the buffers of the first rank are.
+    ///
+    /// # Errors
+    /// [`Error::InvalidInput`] for places outside of its memory.
+    pub(super) fn buffers(&self, group: &HostGroup) -> Result<Buffers> {
+        Ok(Buffers { send: self.send.get(group)?, receive: self.receive.get(group)? })
+    }
+}
+
+impl Place {
+    fn set(&self, group: &HostGroup, buffer: &Tensor) -> Result<()> {
+        let len = buffer.numel();
+        let offset = match len {
+            0 => Some(0),
+            _ => group.offset_of(buffer.data_ptr().cast(), len),
+        };
+        let elsewhere = || Error::Internal("a buffer is not in the memory of the host".into());
+        self.offset.store(offset.ok_or_else(elsewhere)? as u64, Ordering::Relaxed);
+        self.len.store(len as u64, Ordering::Relaxed);
+        Ok(())
+    }
+
+    fn get(&self, group: &HostGroup) -> Result<*mut u8> {
+        let [offset, len] = [&self.offset, &self.len].map(|it| it.load(Ordering::Relaxed) as usize);
+        group.buffer_of_first(offset, len)
+    }
+}
