@@ -293,6 +293,7 @@ const OTHERS: &[&str] = &[
     "gpus-per-node",
     "hostfile",
     "kill-on-bad-exit",
+    "distribution",
     "map-by",
     "no-deps",
     "no-python",

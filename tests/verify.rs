@@ -69,6 +69,32 @@ fn every_variant_matches_one_rank() {
 }
 
 #[test]
+fn processes_match_one_rank_and_a_wrong_sample_is_found() {
+    for memory in ["require", "off"] {
+        let memory = format!("--shared-memory={memory}");
+        let flags =
+            ["--spawn=processes", "--nproc-per-node=2", "--batch-size=8", "--steps=6", &memory];
+        let (code, rows, stderr) = verify(&flags);
+        assert_eq!(code, Some(0), "{stderr}");
+        let expected = [
+            ("ddp", 1, 8, 2),
+            ("ddp", 2, 8, 1),
+            ("dp", 2, 8, 1),
+            ("ddp", 2, 4, 2),
+            ("dp", 2, 4, 2),
+        ];
+        assert_eq!(rows.iter().map(way).collect::<Vec<_>>(), expected);
+        assert!(rows.iter().all(|row| row["ok"] == true && row["backend"] == "gloo"), "{rows:?}");
+        let fault = "--inject-fault=skip-sample:rank=1,at=step,step=3";
+        let (code, rows, stderr) = verify(&[&flags[..], &[fault]].concat());
+        assert_eq!(code, Some(1), "{stderr}");
+        assert!(rows[1..].iter().all(|row| row["first_step"] == 3), "{rows:?}");
+        let found = "ddp-mp: 4 of 5 comparisons are beyond what rounding explains, from step 3 on; all ranks";
+        assert!(stderr.contains(found), "{stderr}");
+    }
+}
+
+#[test]
 fn sync_batch_norm_matches_one_rank() {
     let model = ["--model=cnn", "--in-features=64", "--channels=4", "--sync-batch-norm"];
     let flags = ["--nproc-per-node=2", "--batch-size=8", "--steps=8", "--lr=0.05"];
@@ -142,7 +168,11 @@ fn invalid_comparisons_are_refused() {
             (&["--strategy=dp"], "--strategy: verify chooses"),
             (&["--backend=threaded"], "--backend: verify chooses"),
             (&["--max-epochs=2"], "--max-epochs: verify chooses"),
-            (&["--spawn=processes"], "--spawn: verify chooses"),
+            (&["--launch=local"], "--launch: verify chooses"),
+            (
+                &["--spawn=processes", "--nproc-per-node=1"],
+                "--nproc-per-node: one rank has nothing to be compared with",
+            ),
             (&["--model=mlp", "--dropout=0.1"], "--dropout: each rank draws its own"),
             (
                 &["--model=cnn", "--in-features=64"],

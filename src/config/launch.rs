@@ -29,7 +29,7 @@ pub struct LaunchSection {
     pub nproc_per_node: Nproc,
     /// Ranks as threads, or as processes of this machine
     #[arg(long, value_name = "NAME", value_parser = name::<SpawnChoice>())]
-    #[arg(default_value_t, add = MayDiffer::BetweenProcesses, add = RefusedBy::ONE_PROCESS)]
+    #[arg(default_value_t, add = MayDiffer::BetweenProcesses, add = RefusedBy::SCALING)]
     pub spawn: SpawnChoice,
     /// Communication backend
     ///
@@ -49,7 +49,7 @@ pub struct LaunchSection {
     ///
     /// auto: through shared memory if all can, else over TCP. off: over TCP. require: an error if they cannot share memory
     #[arg(long, value_name = "NAME", value_parser = name::<SharedMemory>())]
-    #[arg(default_value_t, add = MayDiffer::OnResume, add = RefusedBy::ONE_PROCESS)]
+    #[arg(default_value_t, add = MayDiffer::OnResume, add = RefusedBy::SCALING)]
     pub shared_memory: SharedMemory,
     /// Launcher whose variables place this process
     ///

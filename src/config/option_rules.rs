@@ -61,6 +61,8 @@ impl RefusedBy {
     pub(super) const TOOLS: Self = Self(&[Tool::BenchStep, Tool::BenchScaling, Tool::Verify]);
     /// An option of the launch.
     pub(super) const ONE_PROCESS: Self = Self(&[Tool::BenchScaling, Tool::Verify]);
+    /// An option of processes.
+    pub(super) const SCALING: Self = Self(&[Tool::BenchScaling]);
     /// A fault, which `verify` can find.
     pub(super) const BENCH: Self = Self(&[Tool::BenchStep, Tool::BenchScaling]);
     /// An option that `verify` chooses itself.

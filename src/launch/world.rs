@@ -252,7 +252,8 @@ impl ProcessWorld {
         for (process, ranks) in self.ranks.iter().enumerate() {
             let machine = &self.processes[process].host;
             let number = host.as_ref().map_or(process, |links| links.memory.host_of(ranks.start));
-            let (first, number_of_first) = *machines.entry(machine).or_insert((ranks.start, number));
+            let (first, number_of_first) =
+                *machines.entry(machine).or_insert((ranks.start, number));
             if number != number_of_first {
                 let apart = || {
                     format!(

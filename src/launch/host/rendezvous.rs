@@ -378,10 +378,9 @@ mod tests {
 
     #[test]
     fn neighbours_that_reach_each_other_are_a_host() {
-        let hosts = |reached: &[&[usize]]| {
-            hosts(&reached.iter().map(|it| it.to_vec()).collect::<Vec<_>>())
-        };
-        assert_eq!(hosts(&[&[], &[0], &[0, 1]]), [0..3]);
+        let hosts =
+            |reached: &[&[usize]]| hosts(&reached.iter().map(|it| it.to_vec()).collect::<Vec<_>>());
+        assert_eq!(hosts(&[&[], &[0], &[0, 1], &[]]), [0..3, 3..4]);
         assert_eq!(hosts(&[&[], &[0], &[], &[2], &[2, 3]]), [0..2, 2..5]);
         assert_eq!(hosts(&[&[], &[], &[1]]), [0..1, 1..3]);
         // Alternating between two hosts, as `srun --distribution=cyclic` places them.

@@ -1,8 +1,8 @@
 //! Each rank's work in an exchange: packing what goes out, and unpacking what has arrived.
 
-use std::{iter, ptr};
 use std::ops::Range;
 use std::sync::Arc;
+use std::{iter, ptr};
 
 use tch::Tensor;
 

@@ -84,7 +84,11 @@ impl Common {
     }
 
     /// Makes known where the buffers are. They are in the memory of `group`, whose first rank this is.
-    pub(super) fn set_buffers(&self, group: &HostGroup, [send, receive]: &[Tensor; 2]) -> Result<()> {
+    pub(super) fn set_buffers(
+        &self,
+        group: &HostGroup,
+        [send, receive]: &[Tensor; 2],
+    ) -> Result<()> {
         self.send.set(group, send)?;
         self.receive.set(group, receive)
     }

@@ -86,8 +86,7 @@ impl Network {
             run.timeout_error(first(&map.mine), ranks)
         };
         let exchanges = map.len() > 1 && on_host.as_ref().is_none_or(|group| group.has_first());
-        let connect =
-            || GlooGroup::new(&store, map.mine, map.len(), timeout, interfaces, absent);
+        let connect = || GlooGroup::new(&store, map.mine, map.len(), timeout, interfaces, absent);
         let gloo = exchanges.then(connect).transpose()?;
         let common = Common::new(on_host.as_deref(), map.len())?;
         let staging = StagingBuffers::new(map.len())?;
@@ -234,10 +233,10 @@ impl Network {
     /// [`Error::InvalidInput`] if another process of the host has written something else.
     pub(crate) fn take_over(&self) -> Result<()> {
         let other = self.on_host.as_ref().is_some_and(|group| !group.has_first());
-        match self.stop.get().filter(|_| other) {
-            Some(stop) => Ok(stop.merge(true, self.common.stop()?)),
-            None => Ok(()),
+        if let Some(stop) = self.stop.get().filter(|_| other) {
+            stop.merge(true, self.common.stop()?);
         }
+        Ok(())
     }
 
     /// Exchanges the parts in the send buffer from byte `begin` on, in the layout of [`SplitSizes::places`]. Returns
