@@ -87,6 +87,10 @@ pub(crate) fn program(args: &[&str]) -> Command {
         command.current_dir(repository(""));
     }
     without_launcher(command.args(args)).env_remove("RUST_BACKTRACE");
+    let chooses = args.iter().any(|arg| arg.starts_with("--shared-memory"));
+    if shared_memory() == SharedMemory::Off && args.contains(&"--spawn=processes") && !chooses {
+        command.arg("--shared-memory=off");
+    }
     command.stdin(Stdio::null());
     // SAFETY: between fork and exec this makes one system call.
     unsafe { command.pre_exec(|| Ok(set_parent_process_death_signal(Some(Signal::KILL))?)) };

@@ -90,7 +90,8 @@ def main():
     if arguments.all and not arguments.filters:
         print("The tests of processes once more, over TCP:", flush=True)
         over_tcp = dict(environment, DDP_MP_TESTS_TCP="1")
-        passed.append(Tests(INTEGRATION_TESTS, ["gloo::", "processes::"], over_tcp).end())
+        of_processes = ["gloo::", "processes::", "matrix::", "restarts::"]  # with spawn_processes
+        passed.append(Tests(INTEGRATION_TESTS, of_processes, over_tcp).end())
     if not arguments.filters:
         passed.append(subprocess.run(["cargo", "test", "--release", "--doc"], check=False).returncode == 0)
     seconds = {**unit.seconds, **integration.seconds}
