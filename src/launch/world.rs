@@ -16,7 +16,7 @@ use crossbeam::channel::{Sender, bounded};
 use tch::Device;
 
 use super::heartbeat_monitor::{HeartbeatMonitor, Server, Stay};
-use super::host::{HostLinks, OFF};
+use super::host::{APART, HostLinks, OFF};
 use super::messages::{MOST_RANKS, Process, node_of, ranks_on};
 use super::process_rendezvous::{ProcessRendezvous, files_of_store, prefix, process_0_missing};
 use super::{
@@ -255,13 +255,8 @@ impl ProcessWorld {
             let (first, number_of_first) =
                 *machines.entry(machine).or_insert((ranks.start, number));
             if number != number_of_first {
-                let apart = || {
-                    format!(
-                        "rank {first} and rank {} on {machine} have networks of their own, or ranks of other machines are \
-                         between them",
-                        ranks.start
-                    )
-                };
+                let apart =
+                    || format!("ranks {first} and {} are on {machine}; {APART}", ranks.start);
                 return Some(host.as_ref().err().map_or_else(apart, String::clone));
             }
         }

@@ -57,7 +57,7 @@ use instrumentation::PhaseTracker;
 pub(crate) use local::Host;
 use local::{OncePerProcess, Shared};
 pub(crate) use nccl::version as nccl_version;
-pub(crate) use network::{HEADER_BYTES, HEADER_MAX_DATA_BYTES, Network, ProcessMap};
+pub(crate) use network::{Gathered, HEADER_BYTES, HEADER_MAX_DATA_BYTES, Network, ProcessMap};
 pub use point_to_point::P2POp;
 pub use reduce_op::ReduceOp;
 pub use traffic::Traffic;

@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 
 from runs import ENDLESS, FLAGS, Run, check, near, passed, same, threads
 
@@ -62,16 +63,16 @@ class Hosts:
                 runs.append(self.run(host, ["env", *variables, *program, *flags]))
         return runs
 
-    def play(self, tests, scene, counts):
-        """The scene of tests/processes.rs, with as many processes on each host as `counts` says."""
-        program, folder = tests
+    def play(self, tests, folder, scene, counts):
+        """The scene of tests/processes.rs, with as many processes on each host as `counts` says, which share a folder."""
+        program, package = tests
         child = [program, "processes::child", "--exact", "--nocapture"]
         runs = []
         for host, count in enumerate(counts):
             for _ in range(count):
                 part = f"{scene} {len(runs)} {sum(counts)} 1 {self.addresses[0]} 29500"
                 variables = [f"DDP_MP_SCENE={part}", f"DDP_MP_FOLDER={folder}"]
-                runs.append(self.run(host, ["env", "-C", folder, *variables, *child]))
+                runs.append(self.run(host, ["env", "-C", package, *variables, *child]))
         return runs
 
     def run(self, host, command):
@@ -138,7 +139,7 @@ def shared_memory(program, hosts, tests):
         for more in [[], ["--zero"]]:
             flags = [*FLAGS, "--shared-memory=require", *more]
             runs = hosts.start_processes([program], flags, counts)
-            found = [run.result() for run in runs[:1]][0]
+            found = runs[0].result()
             for run in runs[1:]:
                 run.end()
             expected = threads(program, sum(counts), [*FLAGS, *more])
@@ -150,22 +151,19 @@ def shared_memory(program, hosts, tests):
                 same(found, expected, what)
                 sent = [sum(it["bytes_sent_by_rank"]) for it in [found, expected]]
                 check(sent[0] == sent[1] > 0, f"{what}: {sent[0]} bytes are sent, and {sent[1]} by threads")
-    for scene in ["collectives", "coalesced", "groups", "surface"]:
-        for run in hosts.play(tests, scene, (2, 2)):
-            run.end()
-            check("scene over" in run.text(), run.output())
-        passed(f"2 and 2 processes on two hosts: {scene}")
-    for scene, counts in [("collectives", (1, 3)), ("coalesced", (3, 1)), ("functional", (2, 1))]:
-        for run in hosts.play(tests, scene, counts):
-            run.end()
-            check("scene over" in run.text(), run.output())
+    scenes = [(scene, (2, 2)) for scene in ["collectives", "coalesced", "groups", "surface"]]
+    scenes += [("collectives", (1, 3)), ("coalesced", (3, 1)), ("functional", (2, 1)), ("mismatch", (2, 1))]
+    for scene, counts in scenes:
+        with tempfile.TemporaryDirectory() as folder:
+            for run in hosts.play(tests, folder, scene, counts):
+                if scene == "mismatch":
+                    text = run.end(101).text()
+                    called = "rank 0 called all_reduce(sum) of float32 [100000] at tests/processes.rs:"
+                    odd = "rank 2 called all_reduce(sum) of float32 [100001] at tests/processes.rs:"
+                    check(called in text and odd in text, f"the calls are not named: {run.output()}")
+                else:
+                    check("scene over" in run.end().text(), run.output())
         passed(f"{counts[0]} and {counts[1]} processes on two hosts: {scene}")
-    for run in hosts.play(tests, "mismatch", (2, 1)):
-        text = run.end(101).text()
-        called = "rank 0 called all_reduce(sum) of float32 [100000] at tests/processes.rs:"
-        odd = "rank 2 called all_reduce(sum) of float32 [100001] at tests/processes.rs:"
-        check(called in text and odd in text, f"the calls are not named: {run.output()}")
-    passed("2 and 1 processes on two hosts: calls that differ are named")
     for victim in range(4):
         runs = hosts.start_processes([program], ENDLESS, (2, 2))
         runs[0].until('"epoch":0')

@@ -301,7 +301,6 @@ impl Verification {
             Ranks::Processes(rank, group) if ranks > 1 => {
                 return train_on(rank, group, &config, &self.dataset, steps);
             }
-            Ranks::Processes(rank, _) if rank.rank() > 0 => return Ok(None),
             Ranks::Processes(..) if placement.devices[0] == Device::Cpu => {
                 placement.backend = Backend::Threaded;
             }
@@ -314,11 +313,21 @@ impl Verification {
         let results = spawn.run(move |rank| {
             train_on(rank, &rank.init_process_group(backend)?, &config, &dataset, steps)
         })?;
-        results.into_iter().next().flatten().context("rank 0 has ended without a result").map(Some)
+        let result =
+            results.into_iter().next().flatten().context("rank 0 has ended without a result")?;
+        // Every process has trained the reference, so that none waits for another meanwhile.
+        Ok(on.has_results().then_some(result))
     }
 }
 
 impl Ranks<'_> {
+    fn has_results(&self) -> bool {
+        match self {
+            Self::Threads => true,
+            Self::Processes(rank, _) => rank.rank() == 0,
+        }
+    }
+
     /// Returns on all ranks what rank 0 has found; the others have `None`.
     fn agree(&self, ok: Option<bool>) -> anyhow::Result<bool> {
         let ok = ok.unwrap_or(true);

@@ -21,7 +21,7 @@ use watch::HostWatch;
 )]
 #[strum(serialize_all = "lowercase")]
 pub enum SharedMemory {
-    /// Through memory, if all processes can share it.
+    /// Through memory on each host, if all processes can share it.
     #[default]
     Auto,
     /// Over TCP.
@@ -32,6 +32,10 @@ pub enum SharedMemory {
 
 /// The reason of a process that must not share memory.
 pub(super) const OFF: &str = "--shared-memory=off";
+
+/// The reason if no process shares a host with its neighbour.
+pub(super) const APART: &str = "no two ranks that follow one another share a machine and its network; start the processes of \
+                                a machine one after another (srun --distribution=block), or in one container";
 
 /// This process's connections to the others of its host.
 #[derive(Debug)]

@@ -16,14 +16,14 @@ use parking_lot::Mutex;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use super::{HostLinks, OFF, Peer};
+use super::{APART, HostLinks, OFF, Peer};
 use crate::error::{Error, Result, escaped_line};
 use crate::ffi::TcpStore;
 use crate::launch::messages::{from_json, to_json};
 use crate::os::affinity::CpuList;
 use crate::os::limits::require_files;
 use crate::os::shared_memory::{self, SharedRegion};
-use crate::process_group::Host;
+use crate::process_group::{Gathered, Host};
 
 /// What a process offers the others.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
@@ -72,7 +72,7 @@ impl HostLinks {
         timeout: Duration,
     ) -> Result<Finding<Self>> {
         let meeting = Meeting { store, mine, count: ranks.len(), timeout };
-        let own = if wants { Own::open(meeting.count) } else { Err(OFF.into()) };
+        let own = if wants { Own::open() } else { Err(OFF.into()) };
         let offer = own.as_ref().map(|own| own.offer.clone()).map_err(String::clone);
         let offers = meeting.exchange("offer", offer)?;
         let (own, offers) = match (own, offers) {
@@ -89,10 +89,7 @@ impl HostLinks {
         };
         let hosts = hosts(&reached);
         if hosts.len() == meeting.count {
-            return Ok(Err(
-                "the processes are on different machines, or in containers with networks of their own"
-                    .into(),
-            ));
+            return Ok(Err(APART.into()));
         }
         let here = hosts.iter().find(|it| it.contains(&mine)).cloned().unwrap_or_default();
         connected.retain(|process, _| here.contains(process));
@@ -133,62 +130,34 @@ struct Meeting<'a> {
 
 impl Meeting<'_> {
     /// Publishes what this process has found, and returns what all have. If one has found an error, returns the first, with
-    /// the number of its process. Process 0 collects, so that the store is not asked by all for all.
+    /// the number of its process.
     fn exchange<T>(&self, what: &str, finding: Finding<T>) -> Result<Finding<Vec<T>>>
     where
         T: Serialize + DeserializeOwned,
     {
-        let mine = format!("host/{what}/{}", self.mine);
-        self.store.set(&mine, &to_json(&mine, &finding)?)?;
-        let all = format!("host/{what}");
-        if self.mine == 0 {
-            let collected = self.collect::<T>(&all)?;
-            self.store.set(&all, &to_json(&all, &collected)?)?;
-        }
-        // Process 0 may wait as long for another one first.
-        let collected = match self.store.get(&all, self.timeout.saturating_add(ANSWER))? {
-            Some(bytes) => from_json(&all, &bytes)?,
-            None => Collected::<T>::Missing(0),
+        let Self { store, mine, count, timeout } = *self;
+        let key = format!("host/{what}");
+        let text = String::from_utf8_lossy(&to_json(&key, &finding)?).into_owned();
+        let texts = match Gathered::of(store, &key, mine, count, &text, timeout)? {
+            Gathered::All(texts) => texts,
+            Gathered::Missing(process) => {
+                return Err(Error::InvalidInput(format!(
+                    "process {process} has met the others, but has not answered for {timeout:?} since: it hangs, or has \
+                     ended; look at its output"
+                )));
+            }
         };
-        match collected {
-            Collected::All(all) => Ok(Ok(all)),
-            Collected::Problem(process, why) => {
-                Ok(Err(format!("process {process}: {}", escaped_line(&why))))
-            }
-            Collected::Missing(process) => Err(Error::InvalidInput(format!(
-                "process {process} has met the others, but has not answered for {:?} since: it hangs, or has ended; look \
-                 at its output",
-                self.timeout
-            ))),
-        }
-    }
-
-    /// Returns what all processes have published under the key `all`.
-    fn collect<T: DeserializeOwned>(&self, all: &str) -> Result<Collected<T>> {
-        let mut findings = Vec::new();
-        let mut problem = None;
-        for process in 0..self.count {
-            let key = format!("{all}/{process}");
-            let Some(bytes) = self.store.get(&key, self.timeout)? else {
-                return Ok(Collected::Missing(process));
-            };
-            match from_json::<Finding<T>>(&key, &bytes)? {
-                Ok(finding) => findings.push(finding),
-                Err(why) => drop(problem.get_or_insert(Collected::Problem(process, why))),
+        let mut all = Vec::new();
+        for (process, text) in texts.iter().enumerate() {
+            match from_json::<Finding<T>>(&key, text.as_bytes())? {
+                Ok(finding) => all.push(finding),
+                Err(why) => {
+                    return Ok(Err(format!("process {process}: {}", escaped_line(&why))));
+                }
             }
         }
-        Ok(problem.unwrap_or(Collected::All(findings)))
+        Ok(Ok(all))
     }
-}
-
-/// What process 0 has collected from all.
-#[derive(Debug, Serialize, Deserialize)]
-enum Collected<T> {
-    All(Vec<T>),
-    /// The first process with an error.
-    Problem(usize, String),
-    /// The first process that does not answer.
-    Missing(usize),
 }
 
 /// Returns the processes of each host, given those before it that each process has reached.
@@ -206,8 +175,8 @@ fn hosts(reached: &[Vec<usize>]) -> Vec<Range<usize>> {
 }
 
 impl Own {
-    /// Creates this process's memory and its listener, for connections of `count` processes.
-    fn open(count: usize) -> Finding<Self> {
+    /// Creates this process's memory and its listener.
+    fn open() -> Finding<Self> {
         let open = || -> io::Result<Self> {
             let random = || getrandom::u64().map_err(|error| io::Error::other(error.to_string()));
             let region = SharedRegion::create()?;
@@ -222,8 +191,6 @@ impl Own {
             listener.set_nonblocking(true)?;
             Ok(Self { region, listener, offer })
         };
-        require_files(8 + 4 * count, "the memory that processes share")
-            .map_err(|error| error.to_string())?;
         open().map_err(|error| error.to_string())
     }
 
@@ -255,6 +222,8 @@ impl Own {
         mine: usize,
         here: Range<usize>,
     ) -> Finding<Vec<Option<Linked>>> {
+        require_files(8 + 4 * here.len(), "the memory that processes share")
+            .map_err(|error| error.to_string())?;
         let began = Instant::now();
         let mut links: Vec<Option<Linked>> = offers.iter().map(|_| None).collect();
         while links[mine + 1..here.end].iter().any(Option::is_none) {

@@ -98,11 +98,10 @@ impl GlooBackend {
     fn exchange_local(&mut self, call: &Call) -> Result<()> {
         let first = self.packer.network.map.here().start;
         let extras = Extras { device: true, contents: 0 };
-        self.slot.exchange_calls(first, call, extras, Some(&mut self.memory))?;
-        self.locate_buffers()
+        self.slot.exchange_calls(first, call, extras, Some(&mut self.memory))
     }
 
-    /// Finds the buffers that the first rank has reserved, after a barrier.
+    /// Finds the buffers that the first rank has reserved, between the barrier after that and one before the next time.
     fn locate_buffers(&mut self) -> Result<()> {
         self.packer.buffers = self.slot.report_failure(self.packer.network.buffers())?;
         Ok(())
@@ -168,6 +167,7 @@ impl GlooBackend {
             network.reserve(size, 0)?;
         }
         self.exchange_local(call)?;
+        self.locate_buffers()?;
         self.set_weight(call);
         // A single part, addressed to no process in particular.
         let alone = ProcessMap { processes: vec![process_map.here()], mine: 0 };
@@ -250,8 +250,8 @@ impl RankBackend for GlooBackend {
         if call.operation.has_own_sizes() {
             parts = self.parts_of_all_to_all(call);
             self.slot.on_leader(call.at(), || reserve(&parts))?;
-            self.locate_buffers()?;
         }
+        self.locate_buffers()?;
         self.on_local_ranks(call, |packer, slot| {
             // SAFETY: the ranks have exchanged this call and leave together; there is room.
             unsafe { packer.pack(slot, process_map, call, &parts, sliced) }

@@ -309,12 +309,12 @@ impl Barrier {
     }
 
     /// Poisons the round, reports the error of `why` to the run and returns it. Does nothing if the round is complete. `why`
-    /// comes first, because it may take a while, and the other ranks wait without a limit once the round is poisoned.
+    /// may take a while. A rank that arrives meanwhile must not complete the round: it would wait in vain in the next one.
     fn give_up(&self, round: u64, waiting: usize, why: impl FnOnce() -> Error) -> Result<()> {
-        let error = why();
         if !self.poison(round) {
             return Ok(());
         }
+        let error = why();
         self.run.report(waiting, Some(&error), error.to_string());
         Err(error)
     }
@@ -441,6 +441,22 @@ mod tests {
             } else {
                 assert!(matches!(barrier.wait(0, AT), Err(Error::PeerExited { left: 1, .. })));
             }
+        });
+    }
+
+    #[test]
+    fn rank_that_arrives_during_the_diagnosis_does_not_complete_the_round() {
+        on_threads(2, Duration::from_secs(60), |rank, barrier| {
+            if rank == 1 {
+                return;
+            }
+            assert_eq!(barrier.arrive(0).unwrap(), Some(1));
+            let diagnosis = || {
+                let is_poisoned = barrier.slots.0[1].arrival.word.load(Ordering::SeqCst) == POISON;
+                assert!(is_poisoned, "it could arrive");
+                Error::PeerExited { at: AT, waiting: 0, left: 1 }
+            };
+            assert!(barrier.give_up(1, 0, diagnosis).is_err());
         });
     }
 

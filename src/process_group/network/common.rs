@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use tch::Tensor;
 
 use crate::error::{Error, Result};
-use crate::process_group::local::{HostGroup, InMemory, NUMBERS};
+use crate::process_group::local::{HostGroup, InMemory, NUMBERS, invalid_data};
 use crate::runtime::StopMessage;
 
 /// The numbers that the ranks share.
@@ -40,9 +40,9 @@ impl Common {
     /// Returns the numbers for this many processes: in the memory of the host, if the ranks are in several processes.
     pub(super) fn new(on_host: Option<&HostGroup>, processes: usize) -> Result<Self> {
         let mut index = 0..NUMBERS + processes;
-        let mut number = || match (on_host, index.next()) {
-            (Some(group), Some(index)) => group.number(index),
-            _ => Ok(InMemory::of(Arc::default())),
+        let mut number = || match on_host {
+            Some(group) => group.number(index.next().unwrap_or(usize::MAX)),
+            None => Ok(InMemory::of(Arc::default())),
         };
         let common = Self {
             stop: [number()?, number()?, number()?],
@@ -74,13 +74,7 @@ impl Common {
     /// [`Error::InvalidInput`] for numbers that no rank writes.
     pub(super) fn stop(&self) -> Result<StopMessage> {
         let numbers = self.stop.each_ref().map(|number| number.load(Ordering::Relaxed));
-        StopMessage::from_numbers(numbers).ok_or_else(|| {
-            Error::InvalidInput(
-                "another process has written invalid data into the shared memory; start the same program in all \
-                 processes"
-                    .into(),
-            )
-        })
+        StopMessage::from_numbers(numbers).ok_or_else(invalid_data)
     }
 
     /// Makes known where the buffers are. They are in the memory of `group`, whose first rank this is.

@@ -5,6 +5,7 @@
 
 mod common;
 mod connection;
+mod gather;
 mod header;
 mod lost;
 mod messages;
@@ -14,6 +15,7 @@ mod split_sizes;
 pub(super) use common::Buffers;
 pub(crate) use connection::Network;
 pub(super) use connection::{InFlight, Started};
+pub(crate) use gather::Gathered;
 pub(crate) use header::{HEADER_BYTES, HEADER_MAX_DATA_BYTES};
 pub(super) use lost::connection_lost;
 pub(crate) use process_map::ProcessMap;

@@ -16,7 +16,7 @@ use crate::error::{Error, Result};
 use crate::ffi::TcpStore;
 use crate::operation::Operation;
 use crate::process_group::call::Call;
-use crate::process_group::network::ProcessMap;
+use crate::process_group::network::{Gathered, ProcessMap};
 use crate::runtime::{RunContext, StopRequest};
 
 /// The room for tensors of each rank, in bytes. Larger ones go through it in pieces.
@@ -78,27 +78,24 @@ impl HostGroup {
         let offsets = own.iter().flatten().map(|block| block.range.start.to_string());
         let offsets = offsets.collect::<Vec<_>>().join(" ");
         let published = if own.is_some() { &offsets } else { USED_UP };
-        store.set(&key(map.mine), published.as_bytes())?;
-        let mut blocks = Vec::new();
-        for (process, places) in map.processes.iter().enumerate() {
-            let Some(text) = store.get(&key(process), run.timeout)? else {
-                let missing = members[places.clone()].to_vec();
-                return Err(run.timeout_error(members[map.here().start], missing));
+        let texts =
+            match Gathered::of(store, "memory", map.mine, map.len(), published, run.timeout)? {
+                Gathered::All(texts) if texts.iter().any(|text| text == USED_UP) => {
+                    return Ok(None);
+                }
+                Gathered::All(texts) => texts,
+                Gathered::Missing(process) => {
+                    let missing = members[map.processes[process].clone()].to_vec();
+                    return Err(run.timeout_error(members[map.here().start], missing));
+                }
             };
-            if text == USED_UP.as_bytes() {
-                return Ok(None);
-            }
-            if !is_shared || !hosts.here().contains(&places.start) {
-                continue;
-            }
-            blocks.extend(parse(
-                host,
-                &cell,
-                &String::from_utf8_lossy(&text),
-                &members[places.clone()],
-            )?);
-        }
         let Some(own) = own.filter(|_| is_shared) else { return Ok(Some((hosts, None))) };
+        let mut blocks = Vec::new();
+        for (text, places) in texts.iter().zip(&map.processes) {
+            if hosts.here().contains(&places.start) {
+                blocks.extend(parse(host, &cell, text, &members[places.clone()])?);
+            }
+        }
         let slots = blocks.iter().map(|block| {
             let memory: Arc<dyn Any + Send + Sync> = host.clone();
             let place = host.regions[block.process].at(block.offset, size_of::<Slot>());
@@ -236,8 +233,3 @@ fn not_a_block() -> Error {
 
 /// The text of a process whose memory is used up.
 const USED_UP: &str = "used up";
-
-/// Returns the key under which a process publishes its blocks.
-fn key(process: usize) -> String {
-    format!("memory/{process}")
-}

@@ -16,7 +16,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use tch::{Device, Kind, Tensor};
 
 pub(crate) use group::HostGroup;
-pub(crate) use slot::{HostSlot, NUMBERS};
+pub(crate) use slot::{HostSlot, NUMBERS, invalid_data};
 
 use crate::error::{Error, Result};
 use crate::ffi::{TorchResult, memory_tensor};

@@ -49,7 +49,7 @@ const PRIVATE: usize = usize::MAX;
 const LINE: usize = 64;
 
 /// How many numbers a block has besides one for each host.
-pub(crate) const NUMBERS: usize = 8;
+pub(crate) const NUMBERS: usize = 7;
 
 /// The layout of a rank's block: its slot of the barrier, two announcements, numbers, and the room for tensors.
 #[derive(Debug, Clone, Copy)]
@@ -231,10 +231,13 @@ impl HostSlot {
         let reached = &mut published[rank];
         reached.inputs.clear();
         let mut used = group.staging_offset(rank);
-        let padded = |input: &TensorMemory| (input.numel * unit).next_multiple_of(LINE);
-        let total: usize = mine.inputs.iter().map(padded).sum();
-        if moves && !mine.has_contents && total > STAGING {
-            used = group.room(room, total)?;
+        if moves && !mine.has_contents {
+            let lens = mine.inputs.iter().map(|input| (input.data, input.numel * unit));
+            let copied = lens.filter(|&(data, len)| group.offset_of(data, len).is_none());
+            let total: usize = copied.map(|(_, len)| len.next_multiple_of(LINE)).sum();
+            if total > STAGING {
+                used = group.room(room, total)?;
+            }
         }
         for (number, input) in mine.inputs.iter().enumerate() {
             let len = input.numel * unit;
@@ -321,7 +324,7 @@ impl HostSlot {
             let Announcement { sequence, weight, stop, inputs, outputs, contents, .. } =
                 announcement;
             if let Some(mine) = group.stop.get() {
-                let message = StopMessage::from_numbers(stop).ok_or_else(invalid_announcement)?;
+                let message = StopMessage::from_numbers(stop).ok_or_else(invalid_data)?;
                 mine.merge(group.has_rank_0(group.process_of(other)), message);
             }
             if (sequence, announcement.fingerprint) != (call.sequence, fingerprint) {
@@ -331,7 +334,7 @@ impl HostSlot {
             let most = group.cell.ranks;
             let fits = inputs == group.cell.inputs(call, group.first + other);
             if !fits || outputs > most || contents > MAX_BYTES {
-                return Err(invalid_announcement());
+                return Err(invalid_data());
             }
             // SAFETY: as above; the cell has this many places.
             let places = unsafe { slice::from_raw_parts(self::places(cell), inputs + outputs) };
@@ -339,10 +342,10 @@ impl HostSlot {
                 if numel.is_some_and(|numel| numel != place.numel)
                     || place.numel > isize::MAX as usize / 16
                 {
-                    return Err(invalid_announcement());
+                    return Err(invalid_data());
                 }
                 let data = match place.offset {
-                    PRIVATE if is_read => return Err(invalid_announcement()),
+                    PRIVATE if is_read => return Err(invalid_data()),
                     PRIVATE => std::ptr::null_mut(),
                     offset => group.address(group.process_of(other), offset, unit * place.numel)?,
                 };
@@ -378,8 +381,8 @@ fn places(cell: *mut u8) -> *mut Place {
     cell.wrapping_add(Cell::places()).cast()
 }
 
-/// Returns the error of an announcement that no rank writes.
-fn invalid_announcement() -> Error {
+/// Returns the error of data that no rank writes.
+pub(crate) fn invalid_data() -> Error {
     Error::InvalidInput(
         "another process has written invalid data into the shared memory; start the same program in all processes"
             .into(),
