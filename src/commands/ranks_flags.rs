@@ -29,7 +29,8 @@ pub struct RanksFlags {
     pub spawn: SpawnChoice,
     /// How processes of one machine exchange tensors on CPUs
     ///
-    /// auto: through shared memory if all can, else over TCP. off: over TCP. require: an error if they cannot share memory
+    /// auto: through shared memory if all can, else over TCP. off: over TCP. require: an error if they cannot share memory.
+    /// Machines always use TCP
     #[arg(long, value_name = "NAME", value_parser = name::<SharedMemory>(), default_value_t)]
     pub shared_memory: SharedMemory,
     /// Communication backend

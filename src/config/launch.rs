@@ -47,7 +47,8 @@ pub struct LaunchSection {
     pub bind: BindChoice,
     /// How processes of one machine exchange tensors on CPUs
     ///
-    /// auto: through shared memory if all can, else over TCP. off: over TCP. require: an error if they cannot share memory
+    /// auto: through shared memory if all can, else over TCP. off: over TCP. require: an error if they cannot share memory.
+    /// Machines always use TCP
     #[arg(long, value_name = "NAME", value_parser = name::<SharedMemory>())]
     #[arg(default_value_t, add = MayDiffer::OnResume, add = RefusedBy::SCALING)]
     pub shared_memory: SharedMemory,

@@ -61,7 +61,7 @@ impl RefusedBy {
     pub(super) const TOOLS: Self = Self(&[Tool::BenchStep, Tool::BenchScaling, Tool::Verify]);
     /// An option of the launch.
     pub(super) const ONE_PROCESS: Self = Self(&[Tool::BenchScaling, Tool::Verify]);
-    /// An option of processes.
+    /// An option that only `bench scaling` refuses.
     pub(super) const SCALING: Self = Self(&[Tool::BenchScaling]);
     /// A fault, which `verify` can find.
     pub(super) const BENCH: Self = Self(&[Tool::BenchStep, Tool::BenchScaling]);

@@ -255,8 +255,7 @@ impl ProcessWorld {
             let (first, number_of_first) =
                 *machines.entry(machine).or_insert((ranks.start, number));
             if number != number_of_first {
-                let apart =
-                    || format!("ranks {first} and {} are on {machine}; {APART}", ranks.start);
+                let apart = || format!("ranks {first} and {} on {machine}: {APART}", ranks.start);
                 return Some(host.as_ref().err().map_or_else(apart, String::clone));
             }
         }

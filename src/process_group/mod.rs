@@ -249,6 +249,16 @@ impl ProcessGroup {
         self.shared.here.len() < self.world_size()
     }
 
+    /// Returns how the processes of a CPU group exchange tensors: shared memory, TCP, or both. `None` for other groups.
+    pub(crate) fn transport(&self) -> Option<&'static str> {
+        let network = self.network.as_ref().filter(|_| !self.is_stream_ordered())?;
+        Some(match (network.on_host(), network.map.len()) {
+            (Some(_), 1) => "shared memory",
+            (Some(_), _) => "shared memory and TCP",
+            (None, _) => "TCP",
+        })
+    }
+
     /// Returns whether tensors cross a network, and not memory that the ranks share.
     pub(crate) fn uses_network(&self) -> bool {
         self.network.as_ref().is_some_and(|network| network.map.len() > 1)

@@ -316,11 +316,12 @@ fn write_head(
     let ranks = if group.world_size() == 1 { "rank" } else { "ranks" };
     let place = if group.device() == Device::Cpu { "CPU" } else { "GPU" };
     let (op, backend, n) = (bench_case::name(flags.op), group.backend(), group.world_size());
-    writeln!(out, "# {op}: {n} {ranks} on the {place}, backend {backend}")?;
+    let transport = group.transport().map_or(String::new(), |transport| format!(", {transport}"));
+    writeln!(out, "# {op}: {n} {ranks} on the {place}, backend {backend}{transport}")?;
     if group.device() == Device::Cpu {
         writeln!(
             out,
-            "# limit: what {n} threads need to read all inputs and write all outputs only\n\
+            "# limit: what {n} {ranks} need to read all inputs and write all outputs only\n\
              # ratio: limit / time; about 1 is as fast as the memory"
         )?;
     }

@@ -109,7 +109,7 @@ struct Verification {
 enum Ranks<'a> {
     /// Threads, which each training starts.
     Threads,
-    /// Processes: this rank of them.
+    /// This rank, one of several processes, and its group.
     Processes(&'a Rank, Rc<ProcessGroup>),
 }
 
@@ -380,7 +380,7 @@ fn placements(
         };
         match backend.devices() {
             _ if !backend.works_within_process() => {
-                left_out.push(format!("without {name}: it is for processes; add --spawn=processes"))
+                left_out.push(format!("without {name}: it needs processes; add --spawn=processes"))
             }
             Devices::OwnGpu if !on_gpus => {
                 left_out.push(format!("without {name}: {no_gpu_because}"));

@@ -33,9 +33,10 @@ pub enum SharedMemory {
 /// The reason of a process that must not share memory.
 pub(super) const OFF: &str = "--shared-memory=off";
 
-/// The reason if no process shares a host with its neighbour.
-pub(super) const APART: &str = "no two ranks that follow one another share a machine and its network; start the processes of \
-                                a machine one after another (srun --distribution=block), or in one container";
+/// Why processes of one machine may not find each other.
+pub(super) const APART: &str = "a rank of another machine is between them, or they are in containers with separate networks; \
+                                start the processes of a machine one after another (srun --distribution=block), in one \
+                                container";
 
 /// This process's connections to the others of its host.
 #[derive(Debug)]

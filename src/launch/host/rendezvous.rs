@@ -89,7 +89,7 @@ impl HostLinks {
         };
         let hosts = hosts(&reached);
         if hosts.len() == meeting.count {
-            return Ok(Err(APART.into()));
+            return Ok(Err(format!("each is alone on its machine, or {APART}")));
         }
         let here = hosts.iter().find(|it| it.contains(&mine)).cloned().unwrap_or_default();
         connected.retain(|process, _| here.contains(process));

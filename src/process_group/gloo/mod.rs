@@ -9,7 +9,7 @@
 //! 3. exchange: the first rank of each host sends and receives ([`Network`]), while the others wait;
 //! 4. unpack: each rank takes its results.
 //!
-//! Processes that cannot share memory are hosts here, each with the ranks of its threads; so they are called processes.
+//! Below, "process" means a host, or a process that shares no memory.
 //!
 //! A large all_reduce goes out in slices: each process reduces one slice of all, and then all exchange the results.
 //! Parts of several processes are added in process order, so the same run gives the same bits each time. With one rank

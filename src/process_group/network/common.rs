@@ -26,7 +26,7 @@ struct Place {
     len: InMemory<AtomicU64>,
 }
 
-/// Where the buffers of the parts that go out and come in begin.
+/// The addresses of the send buffer and the receive buffer.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Buffers {
     pub send: *mut u8,

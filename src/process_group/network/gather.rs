@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use crate::error::{Error, Result};
 use crate::ffi::TcpStore;
 
-/// How much longer than the process that collects the others wait.
+/// The extra time that the others wait for process 0.
 const MARGIN: Duration = Duration::from_secs(10);
 
 /// What all processes have published.

@@ -95,7 +95,7 @@ impl StagingBuffers {
     }
 
     /// Makes room for this many bytes per direction. Called by the process's first rank, before the others' barrier.
-    /// If other processes of the `host` use it, it is in its memory.
+    /// The buffers are in the memory of `host`, if given.
     pub(super) fn reserve(
         &self,
         send: usize,
