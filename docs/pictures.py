@@ -213,7 +213,7 @@ LABELS = {
         "2. The first process of each machine sends the sum of its machine to the others.",
         "2. 每台机器的第一个进程把本机的和发给其他机器。",
     ),
-    "writes back": ("3. Each rank gets the sum of all machines.", "3. 每个 rank 得到所有机器的总和。"),
+    "writes back": ("3. Each rank gets the mean of all gradients.", "3. 每个 rank 得到所有梯度的平均值。"),
 }
 
 

@@ -400,8 +400,9 @@ fn kept(block: &str, anchors: &[String]) -> Vec<String> {
             let section = section.unwrap_or_else(|| panic!("{link} leads to no heading"));
             kept.push(format!("a link to heading {section}"));
         } else {
-            // The pages of the tutorial are there in both languages.
-            kept.push(format!("a link to {}", link.replace("src/zh/", "src/tutorial/")));
+            // The pages of the tutorial are there in both languages, and so are the pictures.
+            let english = link.replace("src/zh/", "src/tutorial/").replace(".zh.svg", ".svg");
+            kept.push(format!("a link to {english}"));
         }
     }
     kept.extend(numbers(&prose));
