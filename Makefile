@@ -120,6 +120,7 @@ deny: cargo ## check the licences, sources and security advisories of all depend
 docs: cargo ## build the book with mdBook, which it builds into .tools/, and check the links of all Markdown files
 	@.tools/bin/mdbook --version 2>/dev/null | grep -qx "mdbook v$(MDBOOK)" || \
 	    cargo install mdbook --locked --version $(MDBOOK) --root .tools --no-default-features --features search
+	python3 docs/pictures.py --check
 	.tools/bin/mdbook build docs
 	python3 tests/interop/links.py docs/book
 
