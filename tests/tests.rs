@@ -61,6 +61,7 @@ mod sample; // text from a gpt: the tokens that nanoGPT draws
 mod seen; // who is missing where, and what each rank does
 mod share_model; // one copy of the model for all ranks: the bits of replicas
 mod shell; // completions, manual pages, --version, --quiet, colours
+mod simulated_network; // `--simulate-cluster` in training
 mod source_pages; // the pages about the source: all files, the path through them, the rooms
 mod spawn_processes; // --spawn=processes: as threads, one report, nobody left behind
 mod surface; // every public method of a group, with threads and with processes

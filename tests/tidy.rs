@@ -463,9 +463,9 @@ fn chinese_tutorial_matches_the_english_one() {
 }
 
 #[test]
-fn readmes_have_at_most_150_lines() {
+fn readmes_have_at_most_160_lines() {
     for file in ["README.md", "README.zh.md"] {
         let lines = fs::read_to_string(repository(file)).unwrap().lines().count();
-        assert!(lines <= 150, "{file} has {lines} lines: what is longer belongs into the book");
+        assert!(lines <= 160, "{file} has {lines} lines: what is longer belongs into the book");
     }
 }

@@ -145,8 +145,7 @@ impl Run {
     ) -> anyhow::Result<()> {
         let config = flags.train.resolve_tool(&self.program, Tool::BenchStep)?;
         let printer = printer(config.output.log_format);
-        let cluster = flags.simulate_cluster.clone();
-        commands::bench_step(config, flags.steps as usize, cluster, &cuda::load(), &printer)
+        commands::bench_step(config, flags.steps as usize, &cuda::load(), &printer)
     }
 
     fn bench_scaling(

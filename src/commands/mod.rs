@@ -16,7 +16,7 @@ mod train;
 mod verify;
 mod version;
 
-pub use bench::{BenchFlags, SimulatedCluster, bench, bench_scaling, bench_step};
+pub use bench::{BenchFlags, bench, bench_scaling, bench_step};
 pub use comm::{CommFlags, comm};
 pub use comm_op::CommOp;
 pub use completions::{CompletionsFlags, completions};

@@ -13,6 +13,7 @@ use super::training::MOST_IN_A_STEP;
 use super::values::{name, number, whole};
 use crate::ddp::{CommHook, Compress, DdpOptions, PowerSgd, PowerSgdOptions};
 use crate::launch::SpawnChoice;
+use crate::process_group::SimulatedCluster;
 
 /// The distributed strategy: `--strategy`.
 #[derive(
@@ -100,6 +101,14 @@ pub struct DdpSection {
     /// Buffers, such as running statistics, stay local to each rank
     #[arg(long, add = Conflict(needs_ddp), add = MayDiffer::OnResume)]
     pub no_broadcast_buffers: bool,
+    /// Simulate the network of a cluster
+    ///
+    /// nodes=64,gpus=8,latency=5us,bandwidth=25GB/s,node-latency=3us,node-bandwidth=300GB/s,algorithm=ring|tree|hierarchical|auto,backend=nccl|gloo.
+    /// Keys that are left out have a default. In training, on CPU ranks, each all_reduce takes this time, and the results
+    /// stay the same; without nodes and gpus each rank is a node. bench step forecasts the step's time instead
+    #[arg(long, value_name = "KEY=VALUE,...", add = Conflict(has_no_model))]
+    #[arg(add = MayDiffer::OnResume, add = RefusedBy::ONE_PROCESS)]
+    pub simulate_cluster: Option<SimulatedCluster>,
     /// Comparison of the ranks' collective calls under nccl, too
     ///
     /// threaded and gloo always compare them
@@ -125,6 +134,17 @@ const BUCKET_MIB: (Bound<f64>, Bound<f64>) =
 /// Refuses options that `DataParallel` does not have. It would ignore them, or they would change results.
 pub(super) fn needs_ddp(config: &Config) -> Option<String> {
     (config.ddp.strategy == StrategyKind::Dp).then(|| "needs --strategy ddp".into())
+}
+
+/// Refuses options whose communication `SimulatedCluster` does not model.
+fn has_no_model(config: &Config) -> Option<String> {
+    let options = [
+        ("--strategy dp", config.ddp.strategy == StrategyKind::Dp),
+        ("--zero", config.ddp.zero),
+        ("--share-model", config.ddp.share_model),
+    ];
+    let (option, _) = options.into_iter().find(|(_, is_set)| *is_set)?;
+    Some(format!("has no model of {option}; leave out one of the two"))
 }
 
 fn shares_memory(config: &Config) -> Option<String> {

@@ -59,7 +59,7 @@ pub(super) struct RefusedBy(pub &'static [Tool]);
 impl RefusedBy {
     /// An option of a whole run.
     pub(super) const TOOLS: Self = Self(&[Tool::BenchStep, Tool::BenchScaling, Tool::Verify]);
-    /// An option of the launch.
+    /// An option that only training and `bench step` have.
     pub(super) const ONE_PROCESS: Self = Self(&[Tool::BenchScaling, Tool::Verify]);
     /// An option that only `bench scaling` refuses.
     pub(super) const SCALING: Self = Self(&[Tool::BenchScaling]);

@@ -14,8 +14,8 @@ pub(super) enum ReducePath {
     /// On a GPU, with a backend that runs on streams (`nccl`): a separate stream, ordered with the rank's own by events
     /// in both directions.
     OnGpu(OnGpu),
-    /// Over a network on CPUs: the operations on the group's communication thread, and when the first one started.
-    OnThread(Vec<Work>, Option<Instant>),
+    /// Over a network on CPUs: the operations on the group's communication thread, and its time before the first.
+    OnThread(Vec<Work>, Option<Duration>),
     /// By the rank itself.
     ByRank,
 }
@@ -61,21 +61,21 @@ impl ReducePath {
 
     /// Returns the list for asynchronous operations, to be kept until [`wait`](Self::wait); `None` if this path has
     /// none.
-    pub(super) fn async_works(&mut self) -> Option<&mut Vec<Work>> {
+    pub(super) fn async_works(&mut self, group: &ProcessGroup) -> Option<&mut Vec<Work>> {
         match self {
-            Self::OnThread(works, started) => {
-                started.get_or_insert_with(Instant::now);
+            Self::OnThread(works, before) => {
+                before.get_or_insert_with(|| group.async_time());
                 Some(works)
             }
             _ => None,
         }
     }
 
-    /// Returns when the first of these operations was started; `None` once they have been waited for.
-    pub(super) fn async_started(&self) -> Option<Instant> {
+    /// Returns for how long these operations have been under way; zero once they have been waited for.
+    pub(super) fn async_time(&self, group: &ProcessGroup) -> Duration {
         match self {
-            Self::OnThread(_, started) => *started,
-            _ => None,
+            Self::OnThread(_, Some(before)) => group.async_time().saturating_sub(*before),
+            _ => Duration::ZERO,
         }
     }
 
@@ -110,8 +110,8 @@ impl ReducePath {
                 }
                 Ok(Duration::ZERO)
             }
-            Self::OnThread(works, started) => {
-                *started = None;
+            Self::OnThread(works, before) => {
+                *before = None;
                 let began = Instant::now();
                 let result = works.drain(..).map(Work::wait).fold(Ok(()), Result::and);
                 let waited = began.elapsed();

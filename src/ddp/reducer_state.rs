@@ -277,7 +277,7 @@ impl ReducerState {
         let is_async = self.mode == Mode::Overlap && !(is_last && index == 0);
         if is_async
             && comm_hook.is_plain_all_reduce()
-            && let Some(works) = reduce_path.async_works()
+            && let Some(works) = reduce_path.async_works(group)
         {
             works.push(if scatters {
                 group.reduce_scatter_async(&gradients, average(group))?
@@ -401,8 +401,7 @@ impl ReducerState {
 
     /// Accounts for the reductions before the end of autograd.
     pub(super) fn record_overlap(&mut self) {
-        let started = self.reduce_path.async_started();
-        self.times.hidden += started.map_or(Duration::ZERO, |started| started.elapsed());
+        self.times.hidden += self.reduce_path.async_time(&self.group);
         self.times.overlapped += self.times.communication - self.began.1;
     }
 }

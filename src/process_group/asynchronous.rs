@@ -1,5 +1,7 @@
 //! Asynchronous operations: they run on the communication thread, or on the GPU's stream.
 
+use std::time::Duration;
+
 use tch::{Device, Tensor};
 
 use super::comm_thread::{CommunicationThread, QueuedCall};
@@ -94,6 +96,11 @@ impl ProcessGroup {
             group.set_context(context);
             group.reduce_scatter_in_place(&tensor, op)
         })
+    }
+
+    /// Returns for how long the communication thread has had operations under way.
+    pub(crate) fn async_time(&self) -> Duration {
+        self.communication.get().map_or(Duration::ZERO, CommunicationThread::busy)
     }
 
     /// Queues `call` on the communication thread, behind earlier ones. Starts the thread if there is none.

@@ -7,9 +7,12 @@
 use std::collections::VecDeque;
 use std::convert::Infallible;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
 use std::thread;
+use std::time::{Duration, Instant};
 
 use crossbeam::channel::{Receiver, Select, Sender, bounded, unbounded};
+use parking_lot::Mutex;
 use tch::Device;
 
 use super::ProcessGroup;
@@ -46,6 +49,35 @@ enum Job {
 pub(super) struct CommunicationThread {
     jobs: Sender<Job>,
     returned: Receiver<SequencedBackend>,
+    busy: Arc<Mutex<BusyTime>>,
+}
+
+/// The time in which a communication thread had operations under way.
+#[derive(Debug, Default)]
+struct BusyTime {
+    total: Duration,
+    /// The number of operations under way, and when the first of them began.
+    running: usize,
+    since: Option<Instant>,
+}
+
+impl BusyTime {
+    fn begin(&mut self) {
+        self.since.get_or_insert_with(Instant::now);
+        self.running += 1;
+    }
+
+    fn end(&mut self) {
+        self.running -= 1;
+        if self.running == 0 {
+            self.total = self.so_far();
+            self.since = None;
+        }
+    }
+
+    fn so_far(&self) -> Duration {
+        self.total + self.since.map_or(Duration::ZERO, |since| since.elapsed())
+    }
 }
 
 impl CommunicationThread {
@@ -55,7 +87,10 @@ impl CommunicationThread {
         let (give_back, returned) = bounded(1);
         let make_group = group.on_another_thread();
         let rank = group.global_rank();
+        let busy = Arc::<Mutex<BusyTime>>::default();
+        let busy_there = busy.clone();
         let main = move || {
+            let busy = busy_there;
             let group = make_group();
             let run = group.run();
             run.cancel.register();
@@ -63,6 +98,7 @@ impl CommunicationThread {
             set_multithreading_enabled(false);
             let mut in_flight: VecDeque<InBackground> = VecDeque::new();
             let tell = |result: Sender<Result<()>>, ended| {
+                busy.lock().end();
                 let _ = result.send(ended); // fails if the `Work` was dropped
                 run.end_pending(rank);
             };
@@ -90,11 +126,14 @@ impl CommunicationThread {
                             let _ = give_back.send(side); // the rank waits for it
                         }
                     }
-                    Job::Run(call, result) => match run_job(&group, None, call) {
-                        Ok(Some((work, record))) => in_flight.push_back((work, record, result)),
-                        Ok(None) => tell(result, Ok(())),
-                        Err(error) => tell(result, Err(error)),
-                    },
+                    Job::Run(call, result) => {
+                        busy.lock().begin();
+                        match run_job(&group, None, call) {
+                            Ok(Some((work, record))) => in_flight.push_back((work, record, result)),
+                            Ok(None) => tell(result, Ok(())),
+                            Err(error) => tell(result, Err(error)),
+                        }
+                    }
                 }
             }
             in_flight.drain(..).for_each(finish);
@@ -105,7 +144,7 @@ impl CommunicationThread {
         thread.spawn(main).map_err(|error| {
             Error::Unsupported(not_started(&format!("rank {rank}'s communication thread"), &error))
         })?;
-        Ok(Self { jobs, returned })
+        Ok(Self { jobs, returned, busy })
     }
 
     /// Hands over the rank's side of the group.
@@ -119,6 +158,11 @@ impl CommunicationThread {
         group.run().begin_pending(group.global_rank());
         self.send(Job::Run(call, sender));
         result
+    }
+
+    /// Returns for how long operations have been under way.
+    pub(super) fn busy(&self) -> Duration {
+        self.busy.lock().so_far()
     }
 
     /// Takes the rank's side of the group back. Waits until all queued calls are over; each of them ends.

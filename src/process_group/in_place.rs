@@ -23,9 +23,10 @@ pub(crate) struct WeightedReduction {
 }
 
 impl ProcessGroup {
-    /// Returns whether the ranks read each other's tensors in memory, so that lists of tensors can be reduced in place.
+    /// Returns whether the ranks read each other's tensors in memory, so that lists of tensors can be reduced in place. They
+    /// do not over a simulated network, where buckets travel.
     pub(crate) fn reduces_in_place(&self) -> bool {
-        self.backend.entry().reduces_in_place
+        self.backend.entry().reduces_in_place && !self.simulates_network()
     }
 
     /// Reduces each of `tensors` in place, like [`all_reduce_weighted`](Self::all_reduce_weighted). They are contiguous,

@@ -28,6 +28,7 @@ mod network;
 mod objects;
 mod point_to_point;
 mod reduce_op;
+mod simulated;
 mod threaded;
 mod traffic;
 mod weights;
@@ -49,7 +50,6 @@ pub(crate) use bootstrap::Bootstrap;
 use comm_thread::CommunicationThread;
 pub(crate) use dtype::num_bytes;
 pub use dtype::{DTYPES, dtype_name, parse_dtype};
-pub(crate) use gloo::DIRECT_MAX_BYTES;
 use gpu_clock::GpuClock;
 pub(crate) use in_place::{WeightedReduction, join_shapes};
 pub(crate) use instrumentation::CallContext;
@@ -57,9 +57,11 @@ use instrumentation::PhaseTracker;
 pub(crate) use local::Host;
 use local::{OncePerProcess, Shared};
 pub(crate) use nccl::version as nccl_version;
-pub(crate) use network::{Gathered, HEADER_BYTES, HEADER_MAX_DATA_BYTES, Network, ProcessMap};
+pub(crate) use network::{Gathered, Network, ProcessMap};
 pub use point_to_point::P2POp;
 pub use reduce_op::ReduceOp;
+pub use simulated::SimulatedCluster;
+pub(crate) use simulated::{ClusterShape, Library};
 pub use traffic::Traffic;
 use traffic::TrafficCounter;
 pub(crate) use weights::check_weight;
@@ -69,6 +71,7 @@ use crate::error::{Error, Result};
 use crate::ffi::{TorchResult, cuda};
 use crate::operation::Operation;
 use crate::runtime::{Activity, RunContext, StopRequest};
+use simulated::SimulatedNetwork;
 
 /// One rank's membership in a group of ranks.
 ///
@@ -259,9 +262,15 @@ impl ProcessGroup {
         })
     }
 
-    /// Returns whether tensors cross a network, and not memory that the ranks share.
+    /// Returns whether tensors cross a network, or a simulated one, and not only memory that the ranks share.
     pub(crate) fn uses_network(&self) -> bool {
-        self.network.as_ref().is_some_and(|network| network.map.len() > 1)
+        let is_between_hosts = self.network.as_ref().is_some_and(|network| network.map.len() > 1);
+        is_between_hosts || self.simulates_network()
+    }
+
+    /// Returns whether all_reduces take as long as on a simulated network.
+    fn simulates_network(&self) -> bool {
+        SimulatedNetwork::is_wanted(&self.shared, self.device)
     }
 
     /// Returns the host of this rank, if it shares its memory with ranks of other processes.

@@ -22,6 +22,8 @@ pub(crate) struct FlightRecorderDump {
     pub taken: Duration,
     /// The number of ranks of all processes.
     pub world_size: usize,
+    /// Whether all_reduces have taken as long as on a simulated network.
+    pub simulates_network: bool,
     /// The ranks of this process, in order of rank.
     pub ranks: Vec<RankRecords>,
     /// The ranks of each group that this process has joined, without the group of all ranks.
@@ -91,6 +93,7 @@ impl FlightRecorderDump {
             began: recorder.began(),
             taken: recorder.now(),
             world_size: run.activity.len(),
+            simulates_network: run.network_model.is_some(),
             ranks: here.map(rank_records).collect(),
             groups: run.known_groups(),
         }

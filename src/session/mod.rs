@@ -26,7 +26,7 @@ use parking_lot::Mutex;
 use tch::Device;
 
 use crate::config::{Config, Data};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::ffi::cuda::Cuda;
 use crate::launch::{
     FaultKind, JoinedLaunch, Launch, LaunchKind, Live, Rank, Restarts, RunView, ShownView, Spawn,
@@ -128,6 +128,7 @@ impl Session {
             if may_wait { end_at_signals_in(&stop, join)?.transpose()? } else { Some(join()?) };
         let Some(joined_launch) = joined_launch else { return Ok(None) };
         joined_launch.before_ranks(|| config.validate_for(joined_launch.world_size()))?;
+        joined_launch.before_ranks(|| check_simulated_network(&config, &joined_launch))?;
         let artifacts =
             joined_launch.before_ranks(|| RunArtifacts::new(&config, &joined_launch))?;
         let mut session = Self {
@@ -179,7 +180,13 @@ impl Session {
         if let Some(problem) = live_note {
             printer.report(&format!("--live: {problem}, so there is no live view"));
         }
-        let notes = notes.chain(lr_note).chain(idle.into_iter().flatten());
+        let simulated = config.ddp.simulate_cluster.as_ref().map(|cluster| {
+            format!(
+                "the network is simulated: each all_reduce takes as long as on {}",
+                cluster.describe(world_size)
+            )
+        });
+        let notes = notes.chain(lr_note).chain(simulated).chain(idle.into_iter().flatten());
         notes.for_each(|note| printer.info(&note));
     }
 
@@ -201,7 +208,12 @@ impl Session {
 
     /// Returns how to start the ranks of this process.
     pub(crate) fn spawn(&self) -> Spawn {
-        configured_spawn(&self.joined_launch, &self.config, &self.printer)
+        let spawn = configured_spawn(&self.joined_launch, &self.config, &self.printer);
+        let spawn = match &self.config.ddp.simulate_cluster {
+            Some(cluster) => spawn.simulate_cluster(cluster.clone()),
+            None => spawn,
+        };
+        spawn
             .dump_status_on(self.status_requests.clone())
             .dump(self.artifacts.dump())
             .stop_request(self.stop.clone())
@@ -216,7 +228,7 @@ impl Session {
             "{} on {count} {} ({})",
             config.model_name(),
             if count == 1 { "rank" } else { "ranks" },
-            joined_launch.placement.backend.name()
+            self.backend()
         );
         let is_shown = printer.shows_live() && joined_launch.is_first();
         let (printer, shown) = (printer.clone(), self.live.clone());
@@ -232,6 +244,13 @@ impl Session {
         let mut logs_metrics = vec![self.logs_metrics];
         group.broadcast_object_list(&mut logs_metrics, 0)?;
         Ok(logs_metrics == [true])
+    }
+
+    /// Returns the name of the backend, and whether the network is simulated, for the user.
+    pub(crate) fn backend(&self) -> String {
+        let simulated =
+            if self.config.ddp.simulate_cluster.is_some() { ", simulated network" } else { "" };
+        format!("{}{simulated}", self.joined_launch.placement.backend.name())
     }
 
     /// Takes the metrics logger. `None` except on rank 0.
@@ -312,4 +331,18 @@ impl Session {
         }
         Ok(stopped)
     }
+}
+
+/// Checks that the cluster of `--simulate-cluster` has the ranks of this run, and that they are on CPUs.
+fn check_simulated_network(config: &Config, joined_launch: &JoinedLaunch) -> Result<()> {
+    let Some(cluster) = &config.ddp.simulate_cluster else { return Ok(()) };
+    let problem = match joined_launch.placement.devices[0] {
+        Device::Cpu => cluster.problem_with(joined_launch.world_size()),
+        _ => {
+            Some("training simulates a network for CPU ranks only; use --nproc-per-node=cpu".into())
+        }
+    };
+    problem.map_or(Ok(()), |problem| {
+        Err(Error::InvalidInput(format!("--simulate-cluster: {problem}")))
+    })
 }

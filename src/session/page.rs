@@ -57,7 +57,7 @@ pub(super) fn page<'a>(
         "world": {
             "size": world_size,
             "nnodes": joined_launch.nnodes(),
-            "backend": joined_launch.placement.backend.name(),
+            "backend": session.backend(),
             // Those of this process.
             "devices": dump.ranks.iter().map(|rank| &rank.device).collect::<Vec<_>>(),
         },

@@ -123,7 +123,11 @@ fn print_end(
     {
         printer.info(&note);
     }
+    let hidden = config.ddp.simulate_cluster.as_ref().map(|_| hidden_message(&end));
     printer.event(&Event::End(Box::new(end)))?;
+    if let Some(hidden) = hidden.filter(|_| with_text) {
+        printer.info(&hidden);
+    }
     let dir = start_point.checkpoint_dir.as_ref();
     if let Some(metrics) = &trainer.state().best
         && with_text
@@ -138,6 +142,15 @@ fn print_end(
         text.iter().for_each(|text| printer.info(text));
     }
     Ok(())
+}
+
+/// Returns how much of the communication backward has hidden.
+fn hidden_message(end: &End) -> String {
+    format!(
+        "all-reduces took {:.0} us of a step, and backward hid {:.0} % of that",
+        end.communication_us,
+        100.0 * end.hidden
+    )
 }
 
 /// Ends a run whose replicas differ.

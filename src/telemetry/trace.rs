@@ -95,7 +95,8 @@ impl Trace<'_> {
     fn write(&mut self) -> io::Result<()> {
         let [process, processes] = self.dump.process;
         writeln!(self.out, "{}", MARKS.begins)?;
-        let name = format!("process {process} of {processes}, {}", std::process::id());
+        let network = if self.dump.simulates_network { ", simulated network" } else { "" };
+        let name = format!("process {process} of {processes}, {}{network}", std::process::id());
         self.name("process_name", 0, &name)?;
         let rank_slices = slices(self.dump);
         for (rank, slices) in self.dump.ranks.iter().zip(&rank_slices) {
@@ -103,7 +104,7 @@ impl Trace<'_> {
             for number in 0..=last_track {
                 let name = match number {
                     0 => format!("rank {} ({})", rank.rank, rank.device),
-                    1 => format!("rank {} communication", rank.rank),
+                    1 => format!("rank {} communication{network}", rank.rank),
                     _ => format!("rank {} communication {number}", rank.rank),
                 };
                 self.name("thread_name", track_id(rank.rank, number), &name)?;

@@ -3,7 +3,7 @@
 use clap::{Args, Subcommand};
 
 use super::TrainFlags;
-use crate::commands::{BenchFlags, MOST_STEPS, SimulatedCluster};
+use crate::commands::{BenchFlags, MOST_STEPS};
 use crate::config::{InShortHelp, whole};
 
 /// The flags of `bench`: a collective, or a subcommand.
@@ -31,12 +31,6 @@ pub(crate) struct StepFlags {
     /// Steps to measure
     #[arg(long, value_name = "N", value_parser = whole::<u64>(1..=MOST_STEPS), default_value_t = 500)]
     pub(crate) steps: u64,
-    /// Forecast of the step's time on a cluster
-    ///
-    /// nodes=64,gpus=8,latency=5us,bandwidth=25GB/s,node-latency=3us,node-bandwidth=300GB/s,algorithm=ring|tree|hierarchical|auto,backend=nccl|gloo.
-    /// Keys that are left out have a default, which is shown. One rank is measured, unless --nproc-per-node says otherwise
-    #[arg(long, value_name = "KEY=VALUE,...")]
-    pub(crate) simulate_cluster: Option<SimulatedCluster>,
     #[command(flatten)]
     pub(crate) train: TrainFlags,
 }

@@ -5,9 +5,9 @@ use std::io::{self, Write};
 use serde::Serialize;
 
 use super::NOISY_RATIO;
-use super::cluster::SimulatedCluster;
-use super::cost::{Forecast, MeasuredStep};
+use super::measured_step::{Forecast, MeasuredStep};
 use super::table::{self, Column, numbers, text};
+use crate::process_group::SimulatedCluster;
 use crate::telemetry::{LogFormat, Printer};
 
 /// A row of the table. Times are in microseconds.
@@ -40,11 +40,13 @@ pub(super) fn print(
     spread: f64,
     printer: &Printer,
 ) -> io::Result<()> {
+    let settings = cluster.settings().into_iter().map(|(setting, ..)| setting);
+    let settings: Vec<String> = settings.collect();
     let row = |Forecast { shape, algorithm, step, efficiency, communication, exposed }| {
         let world_size = shape.nodes * shape.gpus;
         Row {
             model,
-            cluster: cluster.to_string(),
+            cluster: settings.join(","),
             nodes: shape.nodes,
             world_size,
             all_reduce: algorithm,

@@ -5,9 +5,8 @@
 //! The columns are those of NVIDIA's nccl-tests, so that tools for those work here, too.
 
 mod bench_case;
-mod cluster;
-mod cost;
 mod forecast;
+mod measured_step;
 mod roofline;
 mod scaling;
 mod sorted;
@@ -31,7 +30,6 @@ use crate::launch::{Placement, Rank};
 use crate::process_group::{Backend, ProcessGroup, ReduceOp, dtype_name, num_bytes, parse_dtype};
 use crate::telemetry::{LogFormat, Printer, total_memory};
 use bench_case::BenchCase;
-pub use cluster::SimulatedCluster;
 use roofline::MemoryRoofline;
 pub use scaling::bench_scaling;
 use sorted::Sorted;

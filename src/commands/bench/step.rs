@@ -9,18 +9,17 @@ use std::time::{Duration, Instant};
 use serde::Serialize;
 use tch::Device;
 
-use super::cluster::SimulatedCluster;
-use super::cost::MeasuredStep;
 use super::forecast;
+use super::measured_step::MeasuredStep;
 use super::note_if_busy;
 use super::sorted::Sorted;
 use crate::config::{CommHookKind, Config, StrategyKind};
 use crate::data::{BatchSource, Dataset};
-use crate::error::{Error, Result};
+use crate::error::Error;
 use crate::ffi::cuda::Cuda;
 use crate::launch::{Launch, Nproc, Rank};
 use crate::operation::Operation;
-use crate::process_group::{Backend, ProcessGroup};
+use crate::process_group::{Backend, ProcessGroup, SimulatedCluster};
 use crate::records::PhaseSeconds;
 use crate::session::{self, ChildProcesses, StartPoint, Training, leave_error, open_data};
 use crate::telemetry::Printer;
@@ -64,7 +63,6 @@ const WARM_UP: usize = 20;
 pub fn bench_step(
     config: Config,
     steps: usize,
-    cluster: Option<SimulatedCluster>,
     cuda: &Cuda,
     printer: &Arc<Printer>,
 ) -> anyhow::Result<()> {
@@ -74,8 +72,12 @@ pub fn bench_step(
         return Err(Error::InvalidInput(problem.into()).into());
     }
     let mut config = config.without_validation();
-    if cluster.is_some() {
-        check_modelled(&config)?;
+    if config.ddp.simulate_cluster.is_some() {
+        if config.ddp.comm_hook != CommHookKind::None {
+            let problem = "--comm-hook: bench step forecasts uncompressed gradients; leave it out, or leave out \
+                           --simulate-cluster";
+            return Err(Error::InvalidInput(problem.into()).into());
+        }
         if config.launch.nproc_per_node == Nproc::Auto {
             config.launch.nproc_per_node = Nproc::Count(1);
         }
@@ -84,7 +86,7 @@ pub fn bench_step(
     if let Some(children) = ChildProcesses::wanted(&config, &launch, false)? {
         return children.run(&config, &launch, cuda, printer).map(drop);
     }
-    let result = measure_here(config, steps, cluster, launch.clone(), cuda, printer);
+    let result = measure_here(config, steps, launch.clone(), cuda, printer);
     leave_error(&launch, result, printer)
 }
 
@@ -92,7 +94,6 @@ pub fn bench_step(
 fn measure_here(
     config: Config,
     steps: usize,
-    cluster: Option<SimulatedCluster>,
     launch: Launch,
     cuda: &Cuda,
     printer: &Arc<Printer>,
@@ -115,30 +116,12 @@ fn measure_here(
         let write = |out: &mut dyn io::Write| write_text(&times, &config, steps, on_gpu, out);
         printer.result(&times, write)?;
         note_if_busy("the median step took", times.us_per_step / times.us_min, &printer);
-        if let Some(cluster) = &cluster {
+        if let Some(cluster) = &config.ddp.simulate_cluster {
             print_on(cluster, &times, &config, rank, &printer)?;
         }
         Ok(())
     })?;
     Ok(())
-}
-
-/// Refuses options that [`SimulatedCluster`] does not model.
-fn check_modelled(config: &Config) -> Result<()> {
-    let refuse = |what: &str| {
-        let why = "--simulate-cluster has no model of it; leave out one of the two";
-        Err(Error::InvalidInput(format!("{what}: {why}")))
-    };
-    if config.ddp.strategy == StrategyKind::Dp {
-        return refuse("--strategy dp");
-    }
-    if config.ddp.zero {
-        return refuse("--zero");
-    }
-    if config.ddp.share_model {
-        return refuse("--share-model");
-    }
-    if config.ddp.comm_hook != CommHookKind::None { refuse("--comm-hook") } else { Ok(()) }
 }
 
 /// Measures `steps` steps of a trainer on one rank. Returns the times on rank 0, `None` on the others.

@@ -23,8 +23,8 @@ use super::{
 use crate::error::Result;
 use crate::ffi;
 use crate::os;
-use crate::process_group::Backend;
-use crate::runtime::{Fault, FlightRecorderDump, MAX_WAIT, RunContext, StopRequest};
+use crate::process_group::{Backend, SimulatedCluster};
+use crate::runtime::{Fault, FlightRecorderDump, MAX_WAIT, NetworkModel, RunContext, StopRequest};
 use crate::telemetry::{LogFormat, Printer};
 
 /// Runs `f` on `world_size` CPU ranks and returns their results in rank order: [`Spawn`] with its defaults.
@@ -118,6 +118,7 @@ pub struct Spawn {
     timeout: Duration,
     fault: Option<Fault>,
     check_collectives: bool,
+    network_model: Option<Arc<dyn NetworkModel>>,
     stall_warning: Duration,
     status_requests: Receiver<()>,
     notifier: Notifier,
@@ -172,6 +173,7 @@ impl Spawn {
             timeout: Self::TIMEOUT,
             fault: None,
             check_collectives: false,
+            network_model: None,
             stall_warning: Self::STALL_WARNING,
             status_requests: never(),
             notifier: Notifier::new(|text| Printer::new(LogFormat::Text).report(text)),
@@ -331,6 +333,13 @@ impl Spawn {
     /// is then an error that names the calls of the ranks, instead of a hang or worse. Other backends always compare.
     pub fn check_collectives(mut self, check: bool) -> Self {
         self.check_collectives = check;
+        self
+    }
+
+    /// Makes each all_reduce of all ranks take as long as on the network of `cluster`, on CPU ranks. The results stay the
+    /// same.
+    pub fn simulate_cluster(mut self, cluster: SimulatedCluster) -> Self {
+        self.network_model = Some(Arc::new(cluster));
         self
     }
 

@@ -14,7 +14,8 @@ use super::primitives::{
     current, park, park_timeout, yield_now,
 };
 use super::{
-    CancelToken, Failure, Fault, FaultSite, FlightRecorder, PeerStatus, RemoteSnapshots, Watchdog,
+    CancelToken, Failure, Fault, FaultSite, FlightRecorder, NetworkModel, PeerStatus,
+    RemoteSnapshots, Watchdog,
 };
 use crate::error::{Error, MissingRank, Result, Suspects};
 use crate::operation::{OpId, Operation};
@@ -88,6 +89,8 @@ pub(crate) struct RunContext {
     pub cores: usize,
     /// The source of the state of other processes' ranks; `None` without other processes.
     pub peer_status: Option<Arc<dyn PeerStatus>>,
+    /// The network that the ranks simulate; `None` for none.
+    pub network_model: Option<Arc<dyn NetworkModel>>,
     /// Collectives that a rank's thread may block on: [`RunContext::watch`].
     pub(super) watchdog: Watchdog,
     /// The timeout of a rank's wait for other ranks.
@@ -120,6 +123,7 @@ impl RunContext {
             ranks_here: world_size,
             cores: available_parallelism().map_or(1, usize::from),
             peer_status: None,
+            network_model: None,
             watchdog: Watchdog::default(),
             timeout,
             fault,

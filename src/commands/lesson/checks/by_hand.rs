@@ -1,20 +1,19 @@
 //! The lessons that build data parallelism by hand: gradients of shares, all-reduce, buckets, overlap.
 
-use std::cell::RefCell;
 use std::collections::BTreeSet;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use anyhow::Context;
 use tch::nn::{self, Module, OptimizerConfig, VarStore};
 use tch::{Device, Kind, Reduction, Tensor};
 
-use super::{Found, first, on_rank_0, on_ranks, sine, sine_model, watching_hook};
+use super::{Found, first, on_rank_0, on_ranks, ranks, sine, sine_model};
 use crate::commands::lesson::answer::Answer;
 use crate::data::{DataLoader, Dataset, DistributedSampler};
 use crate::ddp::{DdpOptions, DistributedDataParallel, parameters_hash};
 use crate::ffi::fork_rng;
-use crate::process_group::{ProcessGroup, ReduceOp};
+use crate::launch::Rank;
+use crate::process_group::{Backend, ProcessGroup, ReduceOp, SimulatedCluster};
 
 /// Lesson 1 with 48 and 16 samples: the weight of the first gradient with which the sum is that of all 64.
 pub(in super::super) fn one_rank() -> anyhow::Result<Found> {
@@ -194,34 +193,60 @@ pub(in super::super) fn buckets() -> anyhow::Result<Found> {
     ))
 }
 
-/// Lesson 6 with buckets of 3 MiB: the buckets, and the gradients that are ready when the first goes out.
+/// Lesson 6 with buckets of two sizes, on a fast network and on one with a long latency: the size that hides the larger
+/// share of the communication on each.
 pub(in super::super) fn overlap() -> anyhow::Result<Found> {
-    let ready = on_rank_0(2, |rank, group| {
-        let vs = VarStore::new(rank.device());
-        let model = deep_model(&vs, 6, 512)?;
-        let options =
-            DdpOptions { overlap: Some(true), bucket_cap_mb: 3.0, ..DdpOptions::default() };
-        let mut ddp = DistributedDataParallel::new(model, &vs, group, options)?;
-        let (ready, parameters) = (Rc::new(RefCell::new(Vec::new())), vs.trainable_variables());
-        let counts = ready.clone();
-        ddp.register_comm_hook(watching_hook(move || {
-            let count = parameters.iter().filter(|parameter| parameter.grad().defined()).count();
-            counts.borrow_mut().push(count as u64);
-        }))?;
-        let inputs = inputs(rank.rank(), [64, 512])?;
-        // DDP orders the buckets anew after the first step; the second has the final ones.
-        for _step in 0..2 {
-            ready.borrow_mut().clear();
-            ddp.zero_grad()?;
-            let loss = ddp.forward(&inputs).square().mean(Kind::Float);
-            ddp.backward(&loss)?;
-        }
-        Ok(ready.take())
-    })?;
-    let first = *ready.first().context("no bucket went out")?;
-    let list: Vec<String> = ready.iter().map(u64::to_string).collect();
+    let near = hidden_shares("20us")?;
+    let far = hidden_shares("20ms")?;
+    let percent = |share: f64| format!("{:.0}", 100.0 * share);
     Ok(Found::new(
-        Answer::Whole(vec![ready.len() as u64, first]),
-        &[("buckets", &ready.len()), ("first", &first), ("ready", &list.join(", "))],
+        Answer::Whole(vec![near.better_size(), far.better_size()]),
+        &[
+            ("near_small", &percent(near.small)),
+            ("near_large", &percent(near.large)),
+            ("far_small", &percent(far.small)),
+            ("far_large", &percent(far.large)),
+        ],
     ))
+}
+
+/// The share of communication that backward hides.
+struct HiddenShares {
+    /// With buckets of 1 MiB.
+    small: f64,
+    /// With buckets of 100 MiB.
+    large: f64,
+}
+
+impl HiddenShares {
+    /// Returns the size of the buckets that hide more, in MiB.
+    fn better_size(&self) -> u64 {
+        if self.small > self.large { 1 } else { 100 }
+    }
+}
+
+/// Trains on a simulated network with this latency.
+fn hidden_shares(latency: &str) -> anyhow::Result<HiddenShares> {
+    let network: SimulatedCluster = format!("bandwidth=2Gbit/s,latency={latency}").parse()?;
+    let results = ranks(2).simulate_cluster(network).run(|rank| {
+        let group = rank.init_process_group(Backend::Threaded)?;
+        let small = hidden_share(rank, &group, 1.0)?;
+        Ok(HiddenShares { small, large: hidden_share(rank, &group, 100.0)? })
+    })?;
+    first(results)
+}
+
+/// Returns the share that backward hides with buckets of this size.
+fn hidden_share(rank: &Rank, group: &Rc<ProcessGroup>, bucket_cap_mb: f64) -> anyhow::Result<f64> {
+    let vs = VarStore::new(rank.device());
+    let model = deep_model(&vs, 6, 512)?;
+    let options = DdpOptions { overlap: Some(true), bucket_cap_mb, ..DdpOptions::default() };
+    let mut ddp = DistributedDataParallel::new(model, &vs, group.clone(), options)?;
+    let inputs = inputs(rank.rank(), [512, 512])?;
+    for _step in 0..6 {
+        ddp.zero_grad()?;
+        let loss = ddp.forward(&inputs).square().mean(Kind::Float);
+        ddp.backward(&loss)?;
+    }
+    Ok(ddp.statistics().hidden)
 }

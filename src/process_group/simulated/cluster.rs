@@ -3,13 +3,15 @@
 use std::fmt;
 use std::str::FromStr;
 
+use serde_with::SerializeDisplay;
 use strum::{Display, EnumString, IntoStaticStr};
 
+use super::cost::ClusterShape;
 use crate::error::{Error, Result};
 
 /// The link from one rank to another.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(super) struct ClusterLink {
+pub(crate) struct ClusterLink {
     /// The latency of a message, in seconds.
     pub latency: f64,
     /// The bandwidth in each direction, in bytes per second.
@@ -19,7 +21,7 @@ pub(super) struct ClusterLink {
 /// The library whose collectives are modelled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Display, EnumString)]
 #[strum(serialize_all = "lowercase")]
-pub(super) enum Library {
+pub(crate) enum Library {
     /// NCCL.
     Nccl,
     /// The backend `gloo`: one process per node, whose ranks share memory.
@@ -29,7 +31,7 @@ pub(super) enum Library {
 /// The algorithm of an all-reduce.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, EnumString, IntoStaticStr)]
 #[strum(serialize_all = "lowercase")]
-pub(super) enum Algorithm {
+pub(crate) enum Algorithm {
     /// From rank to rank, in slices, and once more around with the sums.
     Ring,
     /// Up two binary trees of nodes, with half of the bytes each, and down again.
@@ -38,19 +40,20 @@ pub(super) enum Algorithm {
     Hierarchical,
 }
 
-/// A simulated cluster: `nodes=64,gpus=8,bandwidth=25GB/s`. Keys that are not given have defaults.
-#[derive(Debug, Clone, PartialEq)]
+/// A simulated cluster: `nodes=64,gpus=8,bandwidth=25GB/s`. Keys that are not given have defaults. Shown are those that are
+/// given.
+#[derive(Debug, Clone, PartialEq, SerializeDisplay)]
 pub struct SimulatedCluster {
-    pub(super) nodes: usize,
+    pub(crate) nodes: usize,
     /// Ranks per node.
-    pub(super) gpus: usize,
-    pub(super) library: Library,
+    pub(crate) gpus: usize,
+    pub(crate) library: Library,
     /// `None` for the fastest one.
-    pub(super) algorithm: Option<Algorithm>,
+    pub(crate) algorithm: Option<Algorithm>,
     /// The link from node to node. The bandwidth is that of all ranks of a node together.
-    pub(super) between: ClusterLink,
+    pub(crate) between: ClusterLink,
     /// The link from rank to rank within a node. The bandwidth is that of each rank.
-    pub(super) within: ClusterLink,
+    pub(crate) within: ClusterLink,
     /// The keys that the user has given.
     given: Vec<&'static str>,
 }
@@ -147,7 +150,7 @@ impl FromStr for SimulatedCluster {
 
 impl SimulatedCluster {
     /// Returns all settings: as `key=value`, what each means, and whether it is a default.
-    pub(super) fn settings(&self) -> Vec<(String, &'static str, bool)> {
+    pub(crate) fn settings(&self) -> Vec<(String, &'static str, bool)> {
         let is_nccl = self.library == Library::Nccl;
         let meaning = |key| match key {
             "nodes" => "machines",
@@ -180,8 +183,55 @@ impl SimulatedCluster {
     }
 }
 
+impl SimulatedCluster {
+    /// Returns the shape of the cluster for this many ranks, which must be as many as the cluster has. If the user has given
+    /// neither `nodes` nor `gpus`, each rank is on a node of its own.
+    pub(crate) fn shape_of(&self, ranks: usize) -> ClusterShape {
+        match self.has_shape() {
+            true => ClusterShape { nodes: self.nodes, gpus: self.gpus },
+            false => ClusterShape { nodes: ranks, gpus: 1 },
+        }
+    }
+
+    fn has_shape(&self) -> bool {
+        self.given.iter().any(|key| ["nodes", "gpus"].contains(key))
+    }
+
+    /// Returns the cluster of this many ranks in words: `2 nodes of 1 rank (backend=nccl, latency=5us, ..)`.
+    pub(crate) fn describe(&self, ranks: usize) -> String {
+        let ClusterShape { nodes, gpus } = self.shape_of(ranks);
+        let plural = |count: usize| if count == 1 { "" } else { "s" };
+        let keys = match nodes {
+            1 => ["backend", "algorithm", "node-latency", "node-bandwidth"],
+            _ => ["backend", "algorithm", "latency", "bandwidth"],
+        };
+        let settings = self.settings().into_iter().map(|(setting, ..)| setting);
+        let shown = settings.filter(|setting| {
+            keys.iter().any(|key| setting.strip_prefix(key).is_some_and(|it| it.starts_with('=')))
+        });
+        format!(
+            "{nodes} node{} of {gpus} rank{} ({})",
+            plural(nodes),
+            plural(gpus),
+            shown.collect::<Vec<_>>().join(", ")
+        )
+    }
+
+    /// Returns what is wrong if the cluster has another number of ranks than a run has.
+    pub(crate) fn problem_with(&self, ranks: usize) -> Option<String> {
+        let ClusterShape { nodes, gpus } = self.shape_of(ranks);
+        (nodes * gpus != ranks).then(|| {
+            format!(
+                "nodes={nodes},gpus={gpus} has {} ranks, and this run has {ranks}; leave out both keys, so that each rank \
+                 is on a node of its own",
+                nodes * gpus
+            )
+        })
+    }
+}
+
 impl Algorithm {
-    pub(super) fn name(self) -> &'static str {
+    pub(crate) fn name(self) -> &'static str {
         self.into()
     }
 }
@@ -225,8 +275,8 @@ fn show(value: f64, units: &[(&str, f64)]) -> String {
 
 impl fmt::Display for SimulatedCluster {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let settings = self.settings().into_iter().map(|(setting, ..)| setting);
-        f.write_str(&settings.collect::<Vec<_>>().join(","))
+        let given = self.settings().into_iter().filter(|(.., is_default)| !is_default);
+        f.write_str(&given.map(|(setting, ..)| setting).collect::<Vec<_>>().join(","))
     }
 }
 

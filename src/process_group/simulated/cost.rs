@@ -1,14 +1,15 @@
-//! The cost of an all-reduce on a cluster, and of a step with it: pure arithmetic, in seconds and bytes.
+//! The cost of an all-reduce on a cluster: pure arithmetic, in seconds and bytes.
 //!
 //! A message of n bytes takes `latency + n / bandwidth`. Latencies add up along the path of a slice. Bytes add up on
 //! the busiest link. NCCL weighs its own algorithms in the same way.
 
 use super::cluster::{Algorithm, ClusterLink, Library, SimulatedCluster};
-use crate::process_group::{DIRECT_MAX_BYTES, HEADER_BYTES, HEADER_MAX_DATA_BYTES};
+use crate::process_group::gloo::DIRECT_MAX_BYTES;
+use crate::process_group::network::{HEADER_BYTES, HEADER_MAX_DATA_BYTES};
 
 /// The ranks that take part: `gpus` ranks on each of `nodes` nodes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct ClusterShape {
+pub(crate) struct ClusterShape {
     pub nodes: usize,
     pub gpus: usize,
 }
@@ -18,7 +19,7 @@ const SEGMENT: f64 = 1048576.0;
 
 impl SimulatedCluster {
     /// Returns the shapes to show: 1, 2, 4, ... ranks of one node, then 2, 4, ... nodes, up to the whole cluster.
-    pub(super) fn shapes(&self) -> Vec<ClusterShape> {
+    pub(crate) fn shapes(&self) -> Vec<ClusterShape> {
         let doubled = |most: usize| {
             let powers = std::iter::successors(Some(1), |count| Some(count * 2));
             powers.take_while(move |count| *count < most).chain([most])
@@ -31,7 +32,7 @@ impl SimulatedCluster {
     }
 
     /// Returns the time of an all-reduce of `bytes` bytes, in seconds, and the name of its algorithm.
-    pub(super) fn all_reduce(&self, shape: ClusterShape, bytes: f64) -> (f64, &'static str) {
+    pub(crate) fn all_reduce(&self, shape: ClusterShape, bytes: f64) -> (f64, &'static str) {
         let time = |algorithm| (self.by(algorithm, shape, bytes), algorithm.name());
         match (self.library, self.algorithm) {
             _ if shape.nodes * shape.gpus == 1 => (0.0, "-"),
@@ -105,14 +106,18 @@ impl SimulatedCluster {
     }
 
     /// Returns whether an all-reduce continues by itself while the next one begins.
-    fn runs_in_background(&self, ClusterShape { nodes, gpus }: ClusterShape, bytes: f64) -> bool {
+    pub(crate) fn runs_in_background(
+        &self,
+        ClusterShape { nodes, gpus }: ClusterShape,
+        bytes: f64,
+    ) -> bool {
         self.library == Library::Gloo
             && (nodes, gpus) == (2, 1)
             && 2.0 * bytes > DIRECT_MAX_BYTES as f64
     }
 
     /// Returns the time of the headers that precede a collective, in seconds.
-    fn headers(&self, nodes: usize) -> f64 {
+    pub(crate) fn headers(&self, nodes: usize) -> f64 {
         let ClusterLink { latency, bandwidth } = self.between;
         2.0 * latency + ((nodes - 1) * HEADER_BYTES) as f64 / bandwidth
     }
@@ -137,66 +142,6 @@ fn gloo_ring_of_two(bytes: f64, link: ClusterLink) -> f64 {
         come = [come[1], free + link.latency];
     }
     2.0 * come[1]
-}
-
-/// The measured times of a step on one rank, in seconds.
-#[derive(Debug, Clone, PartialEq)]
-pub(super) struct MeasuredStep {
-    pub forward: f64,
-    /// Autograd alone.
-    pub backward: f64,
-    pub optimizer: f64,
-    /// The bytes of each bucket, and the time in backward when it is complete.
-    pub buckets: Vec<(f64, f64)>,
-    /// Whether buckets are reduced during backward.
-    pub overlaps: bool,
-}
-
-/// The forecast of a step on the ranks of `shape`. Times are in seconds.
-#[derive(Debug, Clone, PartialEq)]
-pub(super) struct Forecast {
-    pub shape: ClusterShape,
-    /// The algorithms that reduce the buckets, joined by `+` if they differ.
-    pub algorithm: String,
-    pub step: f64,
-    /// The time of a step on one rank divided by that of this step.
-    pub efficiency: f64,
-    /// The time of all reductions.
-    pub communication: f64,
-    /// The part of `communication` that backward does not cover.
-    pub exposed: f64,
-}
-
-impl MeasuredStep {
-    /// Returns the forecast of this step on `shape` of `cluster`. Buckets are reduced one after the other, each when
-    /// it is complete. Where two can be in flight, they share the line.
-    pub(super) fn on(&self, cluster: &SimulatedCluster, shape: ClusterShape) -> Forecast {
-        // Ranks that share memory reduce by themselves, after backward.
-        let overlaps = self.overlaps && (cluster.library == Library::Nccl || shape.nodes > 1);
-        let (mut free, mut end, mut communication) = (0.0f64, 0.0f64, 0.0);
-        let mut names: Vec<&str> = Vec::new();
-        for &(bytes, complete) in &self.buckets {
-            let (time, name) = cluster.all_reduce(shape, bytes);
-            let complete = if overlaps { complete.min(self.backward) } else { self.backward };
-            let began = complete.max(free);
-            end = if overlaps && cluster.runs_in_background(shape, bytes) {
-                free = began + cluster.headers(shape.nodes);
-                (began + time).max(end + bytes / cluster.between.bandwidth)
-            } else {
-                free = began.max(end) + time;
-                free
-            };
-            communication += time;
-            if !names.contains(&name) {
-                names.push(name);
-            }
-        }
-        let exposed = if overlaps { (end - self.backward).max(0.0) } else { communication };
-        let alone = self.forward + self.backward + self.optimizer;
-        let step = alone + exposed;
-        let algorithm = names.join("+");
-        Forecast { shape, algorithm, step, efficiency: alone / step, communication, exposed }
-    }
 }
 
 #[cfg(test)]
@@ -278,49 +223,6 @@ mod tests {
         // Segments are smaller where the two halves would have different numbers of them.
         near(ring(5.0, 0.0), 5.0);
         near(ring(5.0, 10.0), 2.0 * 2.0 * (5.0 / 6.0 + 20.0));
-    }
-
-    fn measured(overlaps: bool) -> MeasuredStep {
-        let buckets = vec![(1e6, 1e-3), (2e6, 3e-3)];
-        MeasuredStep { forward: 2e-3, backward: 3e-3, optimizer: 1e-3, buckets, overlaps }
-    }
-
-    #[test]
-    fn buckets_are_reduced_in_order_during_backward() {
-        let two = ClusterShape { nodes: 2, gpus: 1 };
-        let quick = "latency=0us,bandwidth=1GB/s,algorithm=ring";
-        // 1 ms from 1 ms on, 2 ms from 3 ms on.
-        let forecast = measured(true).on(&cluster(quick), two);
-        near(forecast.communication, 3e-3);
-        near(forecast.exposed, 2e-3);
-        near(forecast.step, 8e-3);
-        near(forecast.efficiency, 6. / 8.);
-        near(measured(false).on(&cluster(quick), two).exposed, 3e-3);
-        // 10 ms from 1 ms on, 20 ms after that.
-        let slow = "latency=0us,bandwidth=100MB/s,algorithm=ring";
-        near(measured(true).on(&cluster(slow), two).exposed, 28e-3);
-        // Two processes: 10 ms each way, and 1 ms per megabyte. The second bucket goes while the first one does.
-        let far = "backend=gloo,latency=10ms,bandwidth=1GB/s,node-bandwidth=1000000TB/s";
-        let note = 20f64 + 256e-6;
-        let second = (3. + note + 2. * (20. + 1.)).max(1. + note + 2. * (20. + 0.5) + 2.);
-        // The second bucket begins when the first one's note has arrived.
-        let second = second.max(1. + 2. * note + 2. * (20. + 1.));
-        near(measured(true).on(&cluster(far), two).exposed * 1e3, second - 3.);
-        // Threads reduce after backward.
-        let threads = "backend=gloo,node-latency=0us,node-bandwidth=1GB/s";
-        near(
-            measured(true).on(&cluster(threads), ClusterShape { nodes: 1, gpus: 2 }).exposed,
-            3e-3,
-        );
-    }
-
-    #[test]
-    fn one_rank_has_no_communication_cost() {
-        for text in ["backend=gloo", "algorithm=tree", "latency=1s,bandwidth=1kB/s"] {
-            let forecast = measured(true).on(&cluster(text), ClusterShape { nodes: 1, gpus: 1 });
-            assert_eq!((forecast.communication, forecast.exposed), (0.0, 0.0));
-            assert_eq!((forecast.efficiency, &forecast.algorithm[..]), (1.0, "-"));
-        }
     }
 
     #[test]

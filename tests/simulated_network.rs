@@ -1,0 +1,96 @@
+//! `--simulate-cluster` in training: the bits of a run without it, the times of the network, and wrong input.
+
+use serde_json::Value;
+
+use crate::harness::run;
+
+/// Backward takes long enough, after it has completed the first bucket, to be seen beside its all-reduce.
+const RUN: [&str; 6] = [
+    "--model=mlp",
+    "--hidden=500,500,500",
+    "--batch-size=128",
+    "--nproc-per-node=2",
+    "--max-steps=6",
+    "--log-format=json",
+];
+
+const NETWORK: &str = "--simulate-cluster=latency=2ms,bandwidth=100MB/s";
+
+/// The event `end` of a run, and stderr.
+fn end(more: &[&str]) -> (Value, String) {
+    let (code, stdout, stderr) = run(&[&RUN[..], more].concat());
+    assert_eq!(code, Some(0), "{more:?}: {stderr}");
+    let mut events = stdout.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+    (events.next_back().unwrap(), stderr)
+}
+
+#[test]
+fn simulated_network_takes_its_time_and_changes_no_bit() {
+    let (plain, stderr) = end(&["--bucket-cap-mb=1"]);
+    assert!(!stderr.contains("simulated"), "{stderr}");
+    let ways = [&[][..], &["--no-overlap"], &["--spawn=processes"], &["--exact-mean"]];
+    for more in ways {
+        let (found, stderr) = end(&[more, &[NETWORK, "--bucket-cap-mb=1"]].concat());
+        assert_eq!(found["parameters_hash"], plain["parameters_hash"], "{more:?}");
+        let note = "ddp-mp: the network is simulated: each all_reduce takes as long as on 2 nodes of 1 rank \
+                    (backend=nccl, algorithm=auto, latency=2ms, bandwidth=100MB/s)\n";
+        assert_eq!(stderr.matches(note).count(), 1, "{more:?}: {stderr}");
+        let buckets: Vec<f64> = found["bucket_bytes"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|it| it.as_f64().unwrap())
+            .collect();
+        assert!(buckets.len() > 1, "{found}");
+        // By hand, as a ring of two: all bytes once, and two messages for each bucket. A rank may take longer.
+        let us: f64 = buckets.iter().map(|bytes| 4000. + bytes / 100.).sum();
+        let communication = found["communication_us"].as_f64().unwrap();
+        assert!(communication > 0.9 * us, "{more:?}: {communication} us, and at least {us}");
+        let hides = more != ["--no-overlap"];
+        assert_eq!(found["overlapped"].as_f64().unwrap() > 0., hides, "{more:?}: {found}");
+    }
+    // A compressed gradient is half as long.
+    let (compressed, _) = end(&["--comm-hook=fp16", NETWORK]);
+    let (whole, _) = end(&["--no-overlap", NETWORK]);
+    let us = |end: &Value| end["communication_us"].as_f64().unwrap();
+    assert!(compressed["bucket_bytes"] == whole["bucket_bytes"] && us(&compressed) < us(&whole));
+}
+
+#[test]
+fn trace_and_report_say_that_the_network_is_simulated() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = |name: &str| folder.path().join(name).display().to_string();
+    let (trace, report) = (file("trace.json"), file("report.html"));
+    end(&[NETWORK, &format!("--trace={trace}"), &format!("--report={report}")]);
+    let trace = std::fs::read_to_string(trace).unwrap();
+    assert!(trace.contains("rank 1 communication, simulated network"), "no name of the track");
+    let report = std::fs::read_to_string(report).unwrap();
+    assert!(report.contains("threaded, simulated network"), "the report does not say it");
+}
+
+#[test]
+fn clusters_of_other_sizes_and_unmodelled_options_are_refused() {
+    for (more, reason) in [
+        (
+            &["--simulate-cluster=nodes=2,gpus=8"][..],
+            "--simulate-cluster: nodes=2,gpus=8 has 16 ranks, and this run has 2; leave out both keys",
+        ),
+        (&[NETWORK, "--strategy=dp"], "--simulate-cluster: has no model of --strategy dp"),
+        (&[NETWORK, "--share-model"], "--simulate-cluster: has no model of --share-model"),
+        (
+            &[NETWORK, "--spawn=processes", "--zero"],
+            "--simulate-cluster: has no model of --zero; leave out one of the two",
+        ),
+        (&["--simulate-cluster=speed=3"], "there is no key `speed`"),
+    ] {
+        let (code, stdout, stderr) = run(&[&RUN[..], more].concat());
+        assert_eq!((code, &stdout[..]), (Some(2), ""), "{more:?}: {stderr}");
+        assert!(stderr.contains(reason), "{more:?}: {stderr}");
+    }
+    let (code, _, stderr) = run(&["bench", "step", NETWORK, "--comm-hook=fp16"]);
+    let reason = "--comm-hook: bench step forecasts uncompressed gradients";
+    assert!(code == Some(2) && stderr.contains(reason), "{stderr}");
+    // All ranks of one machine are its GPUs.
+    let (code, _, stderr) = run(&[&RUN[..], &["--simulate-cluster=nodes=1,gpus=2"]].concat());
+    assert!(code == Some(0) && stderr.contains("on 1 node of 2 ranks ("), "{stderr}");
+}
