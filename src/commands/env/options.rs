@@ -8,7 +8,7 @@ use crate::config::{Config, OptionValue, Origin};
 use crate::error::Result;
 use crate::launch::{Launch, LaunchKind};
 
-/// Returns the options that have not their default, or `all` of them. A launcher's variables set some options of
+/// Returns the options that differ from their defaults, or `all` of them. A launcher's variables set some options of
 /// `launch` that are not given.
 ///
 /// # Errors

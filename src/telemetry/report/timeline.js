@@ -483,7 +483,7 @@ function timeline() {
     (lost ? `These are the last: ${count(lost)} older ones are no longer kept. ` : "") +
     (ranks.some(it => it.on_gpu) ? "The track under each rank is its GPU. "
       : extraTracks ? "The track under each rank is its communication thread. " : "") +
-    "Hatched is what a rank only waited, for the last one to arrive.";
+    "Hatched: waiting for the last rank to arrive.";
   const used = new Set(tracks.filter(it => it.name === "phases").flatMap(it => [...new Set(it.style)]));
   const buckets = new Set(tracks.flatMap(it => [...new Set(it.style)])
     .filter(it => it >= operations.length).map(it => (it - operations.length) / 2 - 1));

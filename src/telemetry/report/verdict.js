@@ -63,8 +63,8 @@ const ranksText = plural(world.size, "rank");
         bar(columns.map(name => ({ name, value: it[name], colour: colour(name) })), most, seconds),
         ...columns.map(column => exact(it[column], seconds(it[column]))),
       ])),
-      el("p", { class: "hint" }, "Collectives count by themselves, with the waiting in them, wherever they began; ",
-        "\u201cstep\u201d is what comes before a rank asks for data."));
+      el("p", { class: "hint" }, "Collectives, including waiting, are counted separately from the phase they started in. ",
+        "\u201cstep\u201d is the time before a rank requests data."));
   }
 }
 
