@@ -165,7 +165,7 @@ fn own_options_are_flags_keys_and_lines_of_env() {
 fn help_shows_the_defaults_of_the_program() {
     #[derive(clap::Args)]
     struct Options {
-        /// Width of the hidden layer
+        /// Set the width of the hidden layer
         #[arg(long, default_value_t = 64)]
         width: i64,
     }

@@ -134,7 +134,10 @@ fn bench_invalid_requests_are_refused() {
             "and the smaller one for --min-bytes",
         ),
         (&["all-reduce", "--min-bytes=0"], "use sizes of at least 1"),
-        (&["all-reduce", "--step-factor=1"], "--step-factor <N>': expected a whole number from 2"),
+        (
+            &["all-reduce", "--step-factor=1"],
+            "--step-factor <N>': expected a whole number, 2 or more",
+        ),
         (&["all-reduce", "--iters=0"], "--iters <N>': expected a whole number from 1 to 1000000"),
         (&["all-reduce", "--dtype=float32", "--reduce-op=band"], "it is for integers and bool"),
         (&["all-reduce", "--dtype=float3"], "use one of float64, float32"),

@@ -171,8 +171,7 @@ fn signal_stops_all_ranks_after_the_same_step() {
         assert_eq!(output.status.code(), Some(code), "{stderr}");
         let stopped = outcome(&text);
         assert_eq!(stopped.stopped, Some(format!("SIG{signal}")));
-        let told =
-            format!("stopped by SIG{signal} after {} steps, which are saved in", stopped.steps);
+        let told = format!("stopped by SIG{signal} after {} steps, saved in", stopped.steps);
         assert!(stderr.contains(&told), "{stderr}");
         let length = format!("--max-epochs={}", stopped.losses.len() + 1);
         let whole = train(args, &[&length]);

@@ -76,8 +76,8 @@ fn wrong_input_is_told_with_the_form_of_an_answer() {
             (&["-1"], "there is no such lesson"),
             (&["Demo"], "there is no such lesson"),
             (&[""], "there is no such lesson"),
-            (&["demo", "--answer="], "lesson demo: expected a whole number, and not \"\""),
-            (&["demo", "--answer=4e1"], "expected a whole number, and not \"4e1\""),
+            (&["demo", "--answer="], "lesson demo: expected a whole number, not \"\""),
+            (&["demo", "--answer=4e1"], "expected a whole number, not \"4e1\""),
             (&["demo", "--answer=-43"], "expected a whole number"),
             (&["demo", "--answer", "-43"], "expected a whole number"),
             (
@@ -85,8 +85,8 @@ fn wrong_input_is_told_with_the_form_of_an_answer() {
                 "lesson 3: expected 2 whole numbers with a space between them",
             ),
             (&["3", "--answer=1 2 3"], "expected 2 whole numbers"),
-            (&["update", "--answer=nan"], "expected a number such as 0.5, and not \"nan\""),
-            (&["batch", "--answer=perhaps"], "expected yes or no, and not \"perhaps\""),
+            (&["update", "--answer=nan"], "expected a number such as 0.5, not \"nan\""),
+            (&["batch", "--answer=perhaps"], "expected yes or no, not \"perhaps\""),
             (
                 &["2", "--answer=3"],
                 "lesson 2 has no check. A race gives a different result each time",

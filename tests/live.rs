@@ -88,8 +88,8 @@ fn wrong_traces_are_refused() {
     for (name, text, problem) in some_of(
         [
             ("empty.json", String::new(), "the file is empty"),
-            ("text.json", "[1, 2]".into(), "no trace of ddp-mp"),
-            ("cut.json", good[..good.len() / 2].into(), "no trace of ddp-mp"),
+            ("text.json", "[1, 2]".into(), "not a trace of ddp-mp"),
+            ("cut.json", good[..good.len() / 2].into(), "not a trace of ddp-mp"),
             (
                 "other.json",
                 good.replace("\"program\":\"ddp-mp", "\"program\":\"cargo"),
@@ -128,7 +128,7 @@ fn wrong_traces_are_refused() {
             (&["/dev/zero", "--frame=1"], "this is a device"),
             (&["t.json", "--frame=-1"], "use a number of seconds"),
             (&["t.json", "--speed=nan"], "use a number from"),
-            (&["t.json"], "stderr is no terminal, so nothing can be played"),
+            (&["t.json"], "stderr is not a terminal, so nothing can be played"),
         ],
         3,
     ) {
@@ -165,7 +165,7 @@ fn live_without_a_terminal_is_a_note() {
             lines
         };
         assert_eq!(sorted(&stdout), sorted(&plain));
-        let notes = stderr.matches("--live: stderr is no terminal, so there is no live view");
+        let notes = stderr.matches("--live: stderr is not a terminal, so there is no live view");
         assert_eq!(notes.count(), 1, "{stderr}");
     }
 }

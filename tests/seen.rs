@@ -389,7 +389,7 @@ fn skipped_sample_is_found_by_verify_with_its_step() {
         }
         let broken = rows.iter().filter(|row| row["world_size"] != 1).count();
         let told = format!(
-            "{broken} of {} comparisons are beyond what rounding explains, from step 5 on; all ranks have the same",
+            "{broken} of {} comparisons differ by more than rounding explains, from step 5 on; all ranks have the same",
             rows.len()
         );
         assert!(stderr.contains(&told), "{stderr}");

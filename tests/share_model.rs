@@ -130,7 +130,10 @@ fn shared_model_has_the_bits_of_replicas_with_amp_buffers_and_validation() {
 #[test]
 fn share_model_is_refused_where_ranks_share_no_memory() {
     for (args, reason) in [
-        (["--spawn=processes"], "--share-model: needs --spawn threads: a process of its own has"),
+        (
+            ["--spawn=processes"],
+            "--share-model: needs --spawn threads, because processes share no memory",
+        ),
         (["--strategy=dp"], "--share-model: needs --strategy ddp"),
     ] {
         let (code, _, errors) =

@@ -207,7 +207,7 @@ fn signal_stops_all_processes_and_saves() {
         assert_eq!(ended, Some(code), "{stderr}");
         let event: Value = serde_json::from_str(&last).unwrap();
         assert_eq!(event["stopped"], name);
-        assert!(stderr.contains("which are saved in"), "{stderr}");
+        assert!(stderr.contains("saved in"), "{stderr}");
     }
     // Threads go on where processes have stopped.
     let (code, events, stderr) = events(&[

@@ -89,7 +89,7 @@ fn processes_match_one_rank_and_a_wrong_sample_is_found() {
         let (code, rows, stderr) = verify(&[&flags[..], &[fault]].concat());
         assert_eq!(code, Some(1), "{stderr}");
         assert!(rows[1..].iter().all(|row| row["first_step"] == 3), "{rows:?}");
-        let found = "ddp-mp: 4 of 5 comparisons are beyond what rounding explains, from step 3 on; all ranks";
+        let found = "ddp-mp: 4 of 5 comparisons differ by more than rounding explains, from step 3 on; all ranks";
         assert!(stderr.contains(found), "{stderr}");
     }
 }
@@ -122,7 +122,7 @@ fn wrong_mean_is_found_with_its_first_step() {
             // Wrong, and on all ranks alike.
             assert_eq!((beyond, &row["replicas_equal"]), (hooked, &true.into()), "{row}");
         }
-        let reason = "2 of 5 comparisons are beyond what rounding explains, from step ";
+        let reason = "2 of 5 comparisons differ by more than rounding explains, from step ";
         assert!(
             stderr.contains(reason)
                 && stderr.contains(" on; --comm-hook sends compressed gradients"),

@@ -233,9 +233,9 @@ fn pipes_and_devices_work_or_are_refused_without_a_hang() {
             ("--dataset=idx:idx", "idx/train-images-idx3-ubyte.gz: this is a pipe"),
             ("--metrics=pipe", "--metrics pipe: this pipe has no reader; start its reader first"),
             ("--metrics=.", "--metrics .: Is a directory"),
-            ("--trace=pipe", "that is no plain file"),
-            ("--report=/dev/zero", "that is no plain file"),
-            ("--prometheus=pipe", "--prometheus pipe: that is no plain file"),
+            ("--trace=pipe", "this is not a regular file"),
+            ("--report=/dev/zero", "this is not a regular file"),
+            ("--prometheus=pipe", "--prometheus pipe: this is not a regular file"),
             ("--tensorboard=pipe", "--tensorboard pipe: "),
             ("--flight-recorder=pipe", "--flight-recorder pipe: "),
             ("--checkpoint-dir=pipe", "pipe cannot hold checkpoints"),
@@ -362,7 +362,7 @@ fn names_with_line_breaks_stay_on_one_line() {
         "the trace is in t\\u000a.json: open it",
         "the report is in r\\u000a.html: open it",
         "the flight recorder is in -f\\u000a: run torchfrtrace $'./-f\\u000a'\n",
-        "which are saved in c\\u000a; to go on",
+        "saved in c\\u000a; to continue",
     ] {
         assert!(stderr.contains(note), "{note}: {stderr}");
     }

@@ -95,7 +95,7 @@ fn processes_of_several_ranks_that_partition_the_optimizer_have_the_bits_of_repl
 #[test]
 fn zero_is_refused_with_share_model_dp_and_join() {
     for (option, reason) in [
-        ("--share-model", "--zero: cannot be used with --share-model"),
+        ("--share-model", "--zero: cannot be combined with --share-model"),
         ("--strategy=dp", "--zero: needs --strategy ddp"),
     ] {
         let (code, _, errors) = run(&[option, "--zero", "--nproc-per-node=2"]);

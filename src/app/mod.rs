@@ -65,7 +65,7 @@ impl App {
     ///
     /// #[derive(clap::Args)]
     /// struct Options {
-    ///     /// Width of the hidden layer
+    ///     /// Set the width of the hidden layer
     ///     #[arg(long, default_value_t = 64)]
     ///     width: i64,
     /// }

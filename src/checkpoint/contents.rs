@@ -43,7 +43,7 @@ impl Contents {
                 }
                 Err(Foreign::Is(path, what)) => {
                     return Err(Error::InvalidInput(format!(
-                        "{} {what}: a run that saves here uses this name; move it away, or use another --checkpoint-dir",
+                        "{} {what}, and a run that saves here needs this name; move it away, or use another --checkpoint-dir",
                         path.shown()
                     )));
                 }
@@ -132,7 +132,7 @@ impl From<io::Error> for Foreign {
     }
 }
 
-const NOT_OURS: &str = "was not written by this program";
+const NOT_OURS: &str = "is damaged, or was not written by ddp-mp";
 
 /// Removes the files of a checkpoint and their folder. Fails if the folder holds anything else.
 pub(super) fn remove_checkpoint(folder: &Path) -> io::Result<()> {

@@ -22,7 +22,7 @@ pub enum CompletedShell {
 /// The flags of `completions`.
 #[derive(Debug, Clone, Args)]
 pub struct CompletionsFlags {
-    /// Shell
+    /// Choose the shell
     ///
     /// For a program NAME, bash reads completions from ~/.local/share/bash-completion/completions/NAME, fish from
     /// ~/.local/share/fish/vendor_completions.d/NAME.fish, zsh from a file _NAME in a folder of fpath

@@ -13,7 +13,7 @@ use crate::telemetry::Printer;
 /// The flags of `man`.
 #[derive(Debug, Clone, Args)]
 pub struct ManFlags {
-    /// Folder for all pages; without it the first is printed
+    /// Write all pages to DIR; without it, print the first
     ///
     /// One page for each command. man finds pages in ~/.local/share/man/man1
     #[arg(value_name = "DIR")]

@@ -63,10 +63,8 @@ impl Template {
     /// Returns what the project has, for the message at the end.
     fn contents(self) -> &'static str {
         match self {
-            Template::Spirals => "a model, a data set, an option of its own, tests and run.toml",
-            Template::DigitsCnn => {
-                "a convolutional network, options of its own, tests and run.toml"
-            }
+            Template::Spirals => "a model, a data set, an option, tests and run.toml",
+            Template::DigitsCnn => "a convolutional network, options, tests and run.toml",
             Template::Gpt => "a text, a metric, tests and run.toml",
         }
     }
@@ -97,15 +95,15 @@ const RELEASED: &str = "/registry/src/";
 /// The flags of `new`.
 #[derive(Debug, Clone, Args)]
 pub struct NewFlags {
-    /// Folder to create, whose last part names the project
+    /// Create this folder; its last part names the project
     #[arg(value_name = "NAME")]
     pub name: PathBuf,
-    /// What the project is at first
+    /// Choose the first content of the project
     ///
-    /// spirals has a model and a data set of its own, digits-cnn a convolutional network for images, gpt a text
+    /// spirals: its own model and data set. digits-cnn: a convolutional network for images. gpt: a text
     #[arg(long, value_name = "NAME", value_parser = name::<Template>(), default_value_t = Template::Spirals)]
     pub template: Template,
-    /// Clone of ddp-mp to depend on
+    /// Depend on the clone of ddp-mp in this folder
     ///
     /// Cargo.toml gets its absolute path. Without --path, the project depends on the clone that this program was built
     /// in. A program built from the released crate makes it depend on that crate
@@ -158,15 +156,19 @@ pub fn new(flags: &NewFlags, printer: &Printer) -> anyhow::Result<()> {
 fn project_name(folder: &Path) -> Result<&str> {
     let name = folder.file_name().and_then(|name| name.to_str()).unwrap_or_default();
     let is_known = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || "-_".contains(c);
-    let is_name = name.starts_with(|c: char| c.is_ascii_lowercase()) && name.chars().all(is_known);
-    if is_name && !TAKEN.contains(&name) {
+    let problem = if name.is_empty() {
+        "the path does not end with a name for the project; end it with one".to_owned()
+    } else if TAKEN.contains(&name) {
+        format!("cargo or a dependency already uses the name {name:?}; choose another")
+    } else if let Some(other) = name.chars().find(|c| !is_known(*c)) {
+        format!("the name {name:?} contains {other:?}; use lower-case letters, digits, - and _")
+    } else if !name.starts_with(|c: char| c.is_ascii_lowercase()) {
+        format!("the name {name:?} does not start with a letter; put one first")
+    } else {
         return Ok(name);
-    }
-    Err(Error::InvalidInput(format!(
-        "{}: the last part of the path is no valid name for a project; use lower-case letters, digits, - and _, \
-         beginning with a letter, such as my-run, and no name of a dependency or that cargo reserves",
-        folder.shown()
-    )))
+    };
+    let folder = folder.shown();
+    Err(Error::InvalidInput(format!("{folder}: {problem}, such as my-run")))
 }
 
 /// Returns the absolute path of the clone of ddp-mp to depend on: `path`, or else the folder `built_in`. `None` if this
@@ -203,7 +205,7 @@ fn clone_folder(folder: &Path) -> Result<PathBuf, String> {
 fn text_of(path: &Path) -> Result<&str> {
     path.to_str().ok_or_else(|| {
         Error::InvalidInput(format!(
-            "{} is no UTF-8, which cargo's files need; move it to another folder",
+            "{} is not UTF-8, which cargo's files need; move it to another folder",
             path.shown()
         ))
     })

@@ -19,31 +19,31 @@ use crate::telemetry::Printer;
 /// The ranks to start.
 #[derive(Debug, Clone, Args)]
 pub struct RanksFlags {
-    /// Ranks to start: auto, gpu, cpu or N
+    /// Start this many ranks: auto, gpu, cpu or N
     ///
     /// auto: one per visible GPU, else one per CPU core
     #[arg(long, value_name = "auto|gpu|cpu|N", default_value = "auto")]
     pub nproc_per_node: Nproc,
-    /// Ranks as threads, or as processes of this machine
+    /// Run ranks as threads, or as processes of this machine
     #[arg(long, value_name = "NAME", value_parser = name::<SpawnChoice>(), default_value_t)]
     pub spawn: SpawnChoice,
-    /// How processes of one machine exchange tensors on CPUs
+    /// Choose how processes of one machine exchange tensors on CPUs
     ///
     /// auto: through shared memory if all can, else over TCP. off: over TCP. require: an error if they cannot share memory.
     /// Machines always use TCP
     #[arg(long, value_name = "NAME", value_parser = name::<SharedMemory>(), default_value_t)]
     pub shared_memory: SharedMemory,
-    /// Communication backend
+    /// Choose the communication backend
     ///
     /// auto: nccl on GPUs; on CPUs threaded, or gloo for processes
     #[arg(long, value_name = "NAME", value_parser = backend(), default_value = "auto")]
     pub backend: BackendChoice,
-    /// CPUs of each rank
+    /// Bind each rank to CPUs
     ///
     /// auto: core if every thread of every rank gets a CPU; else none
     #[arg(long, value_name = "NAME", value_parser = name::<BindChoice>(), default_value_t)]
     pub bind: BindChoice,
-    /// Longest wait for other ranks, as 500ms, 30s, 10m
+    /// Wait at most TIME for other ranks (500ms, 30s, 10m)
     ///
     /// A plain number is seconds
     #[arg(long, value_name = "TIME", value_parser = positive_duration, default_value = "10m")]

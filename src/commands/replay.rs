@@ -13,15 +13,15 @@ const FRAME: [u16; 2] = [100, 24];
 /// The flags of `replay`.
 #[derive(Debug, Clone, Args)]
 pub struct ReplayFlags {
-    /// Files that --trace has written, one of each process
+    /// Play these files of --trace, one from each process
     #[arg(value_name = "TRACE", required = true)]
     pub traces: Vec<PathBuf>,
-    /// Speed, 1 being that of the run
+    /// Play at X times the speed of the run
     ///
     /// 0.1 is ten times as slow
     #[arg(long, value_name = "X", value_parser = speed, default_value_t = 1.0)]
     pub speed: f64,
-    /// Time of one frame, printed as text
+    /// Print the frame at this time as text
     #[arg(long, value_name = "SECONDS", value_parser = seconds, conflicts_with = "speed")]
     pub frame: Option<Duration>,
 }

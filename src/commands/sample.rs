@@ -16,26 +16,26 @@ use crate::telemetry::{Printer, Utf8Stream};
 /// The flags of `sample`.
 #[derive(Debug, Clone, Args)]
 pub struct SampleFlags {
-    /// Folder of a run or of one checkpoint
+    /// Read the model from a run or a checkpoint folder
     ///
     /// For a run it reads the newest checkpoint. RUN/best is the one with the smallest validation loss
     #[arg(long, value_name = "DIR")]
     pub checkpoint: PathBuf,
-    /// Text to continue
+    /// Continue this text
     #[arg(long, value_name = "TEXT", default_value = "\n", hide_default_value = true)]
     #[arg(allow_hyphen_values = true)]
-    #[arg(help = "Text to continue [default: a line break]")]
+    #[arg(help = "Continue this text [default: a line break]")]
     pub prompt: String,
-    /// Bytes to write after the prompt
+    /// Write N bytes after the prompt
     #[arg(long, value_name = "N", value_parser = whole::<usize>(0..=u64::MAX), default_value_t = 500)]
     pub num_tokens: usize,
-    /// Divisor of the logits; 0 takes the likeliest byte
+    /// Divide the logits by X; 0 takes the likeliest byte
     #[arg(long, value_name = "X", value_parser = number(0.0..=MOST), default_value_t = 0.8)]
     pub temperature: f64,
-    /// Number of likeliest bytes to draw from [default: all]
+    /// Draw from the K likeliest bytes [default: all]
     #[arg(long, value_name = "K", value_parser = whole::<i64>(1..))]
     pub top_k: Option<i64>,
-    /// Random seed
+    /// Set the random seed
     #[arg(long, value_name = "N", value_parser = whole::<u64>(..), default_value_t = 0)]
     pub seed: u64,
 }

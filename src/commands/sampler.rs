@@ -16,31 +16,31 @@ const MOST_RANKS: usize = 1 << 20;
 /// The flags of `sampler`.
 #[derive(Debug, Clone, Args)]
 pub struct SamplerFlags {
-    /// Number of samples
+    /// Set the number of samples
     #[arg(long, value_name = "N", value_parser = whole::<usize>(1..=u64::MAX))]
     pub len: usize,
-    /// Number of ranks
+    /// Set the number of ranks
     #[arg(long, value_name = "W", value_parser = whole::<usize>(1..=MOST_RANKS as u64))]
     pub world_size: usize,
-    /// Rank to show, instead of all
+    /// Show only this rank
     #[arg(long, value_name = "R", value_parser = whole::<usize>(0..=u64::MAX))]
     pub rank: Option<usize>,
-    /// Epoch, from 0
+    /// Choose the epoch, from 0
     #[arg(long, value_name = "E", value_parser = whole::<u64>(0..=u64::MAX), default_value_t = 0)]
     pub epoch: u64,
-    /// Random seed of the shuffle
+    /// Set the random seed of the shuffle
     #[arg(long, value_name = "S", value_parser = whole::<u64>(0..=u64::MAX), default_value_t = 0)]
     pub seed: u64,
-    /// No padding: samples that cannot be divided equally are dropped
+    /// Drop samples that cannot be divided equally; add no padding
     #[arg(long)]
     pub drop_last: bool,
-    /// Samples dealt once each, as training with --exact-mean does
+    /// Deal each sample once, as training with --exact-mean does
     #[arg(long)]
     pub exact_mean: bool,
-    /// No shuffling of the samples
+    /// Keep the samples in order; do not shuffle them
     #[arg(long)]
     pub no_shuffle: bool,
-    /// Format of the output
+    /// Choose the output format
     ///
     /// text: one sample per line, with its rank unless --rank is given. json: one object per rank
     #[arg(long, value_name = "FORMAT", value_parser = name::<LogFormat>(), default_value = "text")]

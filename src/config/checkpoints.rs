@@ -18,25 +18,25 @@ use crate::trainer::SaveEvery;
 #[command(next_help_heading = "Checkpoints")]
 #[group(skip)]
 pub struct CheckpointsSection {
-    /// Folder for checkpoints
+    /// Save checkpoints in this folder
     ///
-    /// They hold the model, the optimizer and all else that a run needs to continue
+    /// A checkpoint holds the model, the optimizer and all else that a run needs to continue
     #[arg(long, value_name = "DIR", add = InShortHelp)]
     #[arg(add = MayDiffer::OnResume, add = RefusedBy::TOOLS)]
     pub checkpoint_dir: Option<PathBuf>,
-    /// Steps between checkpoints
+    /// Save a checkpoint every N steps
     #[arg(long, value_name = "N", value_parser = whole::<u64>(1..), add = Conflict(no_folder))]
     #[arg(add = MayDiffer::OnResume, add = RefusedBy::TOOLS)]
     pub save_every: Option<u64>,
-    /// Epochs between checkpoints [default: 1 without --save-every]
+    /// Save a checkpoint every N epochs [default: 1 without --save-every]
     #[arg(long, value_name = "N", value_parser = whole::<u64>(1..), add = Conflict(no_folder))]
     #[arg(add = MayDiffer::OnResume, add = RefusedBy::TOOLS)]
     pub save_every_epochs: Option<u64>,
-    /// Newest checkpoints to keep, besides the best
+    /// Keep the newest N checkpoints, besides the best
     #[arg(long, value_name = "N", value_parser = whole::<u64>(1..), default_value_t = 3)]
     #[arg(add = FOLDER, add = MayDiffer::BetweenProcesses, add = RefusedBy::TOOLS)]
     pub keep_last: u64,
-    /// Checkpoint to continue from
+    /// Continue from a checkpoint
     ///
     /// auto (the newest in --checkpoint-dir, or the beginning if there is none); best, latest or step-... in
     /// --checkpoint-dir; or a path
@@ -44,7 +44,7 @@ pub struct CheckpointsSection {
     #[arg(add = Conflict(newest_of_no_folder), add = InShortHelp)]
     #[arg(add = MayDiffer::BetweenProcesses, add = RefusedBy::TOOLS)]
     pub resume: Option<String>,
-    /// File with the initial parameters and buffers
+    /// Read the initial parameters and buffers from a file
     ///
     /// A safetensors file, as PyTorch saves it; a checkpoint; or the folder of a run, for its newest checkpoint
     #[arg(long, value_name = "FILE", add = Conflict(resumes))]
@@ -68,7 +68,7 @@ fn newest_of_no_folder(config: &Config) -> Option<String> {
 
 fn resumes(config: &Config) -> Option<String> {
     let path = config.checkpoints.resume.as_deref().filter(|path| *path != "auto");
-    path.map(|_| "a run that is resumed has its own parameters; leave out one of the two".into())
+    path.map(|_| "a resumed run already has parameters; remove one of the two flags".into())
 }
 
 /// Returns whether `text` is the name of a checkpoint in the folder of a run: `best`, `latest` or `step-...`.

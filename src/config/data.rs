@@ -17,51 +17,51 @@ use crate::models::ModelKind;
 #[command(next_help_heading = "Data")]
 #[group(skip)]
 pub struct DataSection {
-    /// Data set
+    /// Choose the data set
     #[arg(long, value_name = "DATA", default_value_t = DatasetSpec::RANDOM, add = InShortHelp, add = Conflict(needs_gpt))]
-    #[arg(long_help = format!("Data set\n\n{}", DatasetSpec::forms()))]
+    #[arg(long_help = format!("Choose the data set\n\n{}", DatasetSpec::forms()))]
     pub dataset: DatasetSpec,
-    /// Number of random samples, or of a file's first samples
+    /// Use N random samples, or a file's first N
     #[arg(long, value_name = "N", value_parser = whole::<i64>(1..))]
     #[arg(default_value = "4096", default_value_ifs = unless_a_file_says("4096"))]
     pub num_samples: Option<i64>,
-    /// Numbers per sample, where no file says so
+    /// Set the inputs per sample, where no file does
     ///
-    /// For a cnn the pixels of a square image
+    /// For a cnn: the pixels of a square image
     #[arg(long, value_name = "N", value_parser = whole::<i64>(1..))]
     #[arg(default_value = "20", default_value_ifs = unless_a_file_says("20"))]
     pub in_features: Option<i64>,
-    /// Outputs of the model, where no file says so
+    /// Set the model's outputs, where no file does
     ///
-    /// For cross-entropy the number of classes
+    /// For cross-entropy: the number of classes
     #[arg(long, value_name = "N", value_parser = whole::<i64>(1..))]
     #[arg(default_value = "1", default_value_ifs = unless_a_file_says("1"))]
     pub out_features: Option<i64>,
-    /// Fraction of the samples held back for validation [default: none]
+    /// Hold back this fraction of the samples for validation [default: none]
     ///
     /// Random samples, or the end of a text. idx uses the t10k files instead, if present
     #[arg(long, value_name = "F", value_parser = number(0.0..1.0), add = RefusedBy::TOOLS)]
     pub val_fraction: Option<f64>,
-    /// Epochs between validations; the last epoch always validates
+    /// Validate every N epochs, and after the last
     #[arg(long, value_name = "N", value_parser = whole::<u64>(1..), default_value_t = 1)]
     #[arg(add = VALIDATION, add = MayDiffer::OnResume, add = RefusedBy::TOOLS)]
     pub val_every: u64,
-    /// No shuffling of the samples
+    /// Keep the samples in order; do not shuffle them
     #[arg(long)]
     pub no_shuffle: bool,
-    /// No padding: samples that cannot be divided equally are dropped
+    /// Drop samples that cannot be divided equally; add no padding
     #[arg(long)]
     pub drop_last: bool,
-    /// No smaller batch at the end of an epoch
+    /// Drop a smaller batch at the end of an epoch
     #[arg(long)]
     pub drop_last_batch: bool,
-    /// Threads per rank that load batches ahead
+    /// Load batches ahead with N threads per rank
     ///
     /// With 0 the rank itself loads them
     #[arg(long, value_name = "N", value_parser = whole::<usize>(0..=MOST_WORKERS))]
     #[arg(default_value_t = 0, add = MayDiffer::BetweenProcesses)]
     pub num_workers: usize,
-    /// Batches that each worker loads ahead
+    /// Load N batches ahead in each worker
     #[arg(long, value_name = "N", value_parser = whole::<usize>(1..=MOST_PREFETCHED))]
     #[arg(default_value_t = 2, add = WORKERS, add = MayDiffer::BetweenProcesses)]
     pub prefetch_factor: usize,
@@ -71,7 +71,7 @@ pub struct DataSection {
 fn needs_gpt(config: &Config) -> Option<String> {
     let is_text = config.data.dataset.text_file().is_some();
     let remedy = match config.program.model {
-        Some(_) => "this program has a model of its own; open the text as its data set",
+        Some(_) => "this program brings its own model; open the text as its data set",
         None => "use --model gpt",
     };
     (is_text && config.model.kind != ModelKind::Gpt)

@@ -49,56 +49,56 @@ pub enum CommHookKind {
 #[command(next_help_heading = "Distributed")]
 #[group(skip)]
 pub struct DdpSection {
-    /// Distributed strategy
+    /// Choose the distributed strategy
     ///
     /// ddp: all ranks average their gradients. dp, to compare: rank 0 gathers the gradients, steps, and sends out
     /// the parameters, as DataParallel does
     #[arg(long, value_name = "NAME", value_parser = name::<StrategyKind>())]
     #[arg(default_value_t = StrategyKind::Ddp, add = RefusedBy::VERIFY)]
     pub strategy: StrategyKind,
-    /// Batches whose gradients are added before a step
+    /// Add the gradients of N batches before each step
     #[arg(long, value_name = "N", value_parser = whole::<u64>(1..=MOST_IN_A_STEP))]
     #[arg(default_value_t = 1, add = RefusedBy::ONE_PROCESS)]
     pub grad_accum_steps: u64,
-    /// Size of a gradient bucket, in MiB
+    /// Set the size of a gradient bucket, in MiB
     #[arg(long, value_name = "MIB", value_parser = number(BUCKET_MIB))]
     #[arg(default_value_t = DdpOptions::default().bucket_cap_mb)]
     #[arg(add = Conflict(needs_ddp), add = MayDiffer::OnResume)]
     pub bucket_cap_mb: f64,
-    /// One copy of the model for all ranks of a process
+    /// Keep one copy of the model per process
     ///
     /// Each rank updates one part of the parameters, for all ranks. The results are the same to the bit
     #[arg(long, add = Conflict(shares_memory), add = MayDiffer::OnResume)]
     pub share_model: bool,
-    /// Optimizer state partitioned among the ranks
+    /// Partition the optimizer state among the ranks
     ///
     /// Stage 1 of ZeRO. Each rank updates its partitions of the parameters, and the others copy them. For ranks that do
     /// not share memory: processes, or a GPU for each rank
     #[arg(long, add = Conflict(partitions_optimizer), add = MayDiffer::OnResume)]
     pub zero: bool,
-    /// Gradients weighted by each rank's number of samples
+    /// Weight gradients by each rank's number of samples
     #[arg(long, add = Conflict(equal_batches))]
     pub exact_mean: bool,
-    /// Gradients averaged after backward, not during it
+    /// Average gradients after backward, not during it
     #[arg(long, add = Conflict(needs_ddp), add = MayDiffer::OnResume)]
     pub no_overlap: bool,
-    /// Compression of gradients
+    /// Choose the compression of gradients
     ///
     /// powersgd sends them as products of thin matrices
     #[arg(long, value_name = "NAME", value_parser = name::<CommHookKind>())]
     #[arg(default_value_t = CommHookKind::None, add = Conflict(needs_ddp))]
     pub comm_hook: CommHookKind,
-    /// Steps without compression before powersgd begins
+    /// Start powersgd after N steps without compression
     #[arg(long, value_name = "N", value_parser = whole::<u64>(..))]
     #[arg(default_value_t = PowerSgdOptions::default().start_iter, add = POWERSGD)]
     pub powersgd_start_iter: u64,
-    /// Parameters may be unused by the loss
+    /// Allow parameters that the loss does not use
     #[arg(long, add = Conflict(needs_ddp), add = MayDiffer::OnResume)]
     pub find_unused_parameters: bool,
-    /// The loss uses the same parameters in every step
+    /// Assume that the loss uses the same parameters every step
     #[arg(long, add = Conflict(needs_ddp), add = MayDiffer::OnResume)]
     pub static_graph: bool,
-    /// Buffers, such as running statistics, stay local to each rank
+    /// Keep buffers, such as running statistics, local to each rank
     #[arg(long, add = Conflict(needs_ddp), add = MayDiffer::OnResume)]
     pub no_broadcast_buffers: bool,
     /// Simulate the network of a cluster
@@ -109,12 +109,12 @@ pub struct DdpSection {
     #[arg(long, value_name = "KEY=VALUE,...", add = Conflict(has_no_model))]
     #[arg(add = MayDiffer::OnResume, add = RefusedBy::ONE_PROCESS)]
     pub simulate_cluster: Option<SimulatedCluster>,
-    /// Comparison of the ranks' collective calls under nccl, too
+    /// Compare the ranks' collective calls under nccl
     ///
     /// threaded and gloo always compare them
     #[arg(long, add = MayDiffer::OnResume)]
     pub check_collectives: bool,
-    /// Steps between comparisons of all ranks' parameters
+    /// Compare all ranks' parameters every STEPS steps
     ///
     /// The first parameter that differs ends the run
     #[arg(long, value_name = "STEPS", value_parser = whole::<u64>(1..))]
@@ -149,14 +149,15 @@ fn has_no_model(config: &Config) -> Option<String> {
 
 fn shares_memory(config: &Config) -> Option<String> {
     let is_alone = config.launch.spawn == SpawnChoice::Processes;
-    let is_alone = is_alone
-        .then(|| "needs --spawn threads: a process of its own has memory of its own; for processes use --zero".into());
+    let is_alone = is_alone.then(|| {
+        "needs --spawn threads, because processes share no memory; for processes use --zero".into()
+    });
     needs_ddp(config).or(is_alone)
 }
 
 fn partitions_optimizer(config: &Config) -> Option<String> {
     let shares = config.ddp.share_model.then(|| {
-        "cannot be used with --share-model: the ranks of a process then share one optimizer state; leave one out".into()
+        "cannot be combined with --share-model, which already keeps one optimizer state per process; remove one".into()
     });
     needs_ddp(config).or(shares)
 }

@@ -19,6 +19,10 @@ use crate::launch::Nproc;
 /// The size limit of a file, in bytes.
 const LONGEST_FILE: u64 = 1 << 20;
 
+/// What is wrong with a section such as `[optimization]`, and what to do.
+const SECTION: &str =
+    "sections are not supported; put the keys at the top level, for example lr = 0.1";
+
 /// Reads the options of `file`, with `_` in their keys. Paths are made relative to the working directory. Of values that
 /// `flags` override it checks only the type.
 ///
@@ -53,8 +57,11 @@ pub(super) fn read_defaults(program: &Program, command: &Command) -> Result<Tabl
 
 /// Reads the options of `command` in `text`.
 fn parse(text: &str, command: &Command, flags: &Table) -> Result<Table, String> {
-    let options = toml::Deserializer::parse(text)
-        .and_then(|deserializer| deserializer.deserialize_map(Options { command, flags }));
+    // A text that cannot be parsed has no sections; the next line returns its error.
+    let sections: Table = text.parse().unwrap_or_default();
+    let options = toml::Deserializer::parse(text).and_then(|deserializer| {
+        deserializer.deserialize_map(Options { command, flags, sections: &sections })
+    });
     options.map_err(|error| error.to_string().trim_end().to_owned())
 }
 
@@ -62,6 +69,8 @@ fn parse(text: &str, command: &Command, flags: &Table) -> Result<Table, String> 
 struct Options<'a> {
     command: &'a Command,
     flags: &'a Table,
+    /// The whole file, to tell a section from a key.
+    sections: &'a Table,
 }
 
 impl<'de> Visitor<'de> for Options<'_> {
@@ -72,9 +81,9 @@ impl<'de> Visitor<'de> for Options<'_> {
     }
 
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Table, A::Error> {
-        let Self { command, flags } = self;
+        let Self { command, flags, sections } = self;
         let mut options = Table::new();
-        while let Some(arg) = map.next_key_seed(Key(command))? {
+        while let Some(arg) = map.next_key_seed(Key { command, sections })? {
             let is_overridden = flags.contains_key(arg.get_id().as_str());
             let value = map.next_value_seed(Checked { command, arg, is_overridden })?;
             if options.insert(arg.get_id().to_string(), value).is_some() {
@@ -86,14 +95,20 @@ impl<'de> Visitor<'de> for Options<'_> {
 }
 
 /// Reads a key.
-struct Key<'a>(&'a Command);
+struct Key<'a> {
+    command: &'a Command,
+    sections: &'a Table,
+}
 
 impl<'de, 'a> DeserializeSeed<'de> for Key<'a> {
     type Value = &'a Arg;
 
     fn deserialize<D: Deserializer<'de>>(self, from: D) -> Result<&'a Arg, D::Error> {
         let key = <String as serde::Deserialize>::deserialize(from)?;
-        option(self.0, &key).map_err(D::Error::custom)
+        option(self.command, &key).map_err(|problem| {
+            let is_section = self.sections.get(&key).is_some_and(Value::is_table);
+            D::Error::custom(if is_section { SECTION.to_owned() } else { problem })
+        })
     }
 }
 
@@ -287,7 +302,7 @@ mod tests {
             ("wd = 8", "unknown field `wd`: did you mean `weight_decay`?"),
             (
                 "[train]\nlr = 8",
-                "unknown field `train`: keys are the flags of ddp-mp --help, with _ for -",
+                "sections are not supported; put the keys at the top level, for example lr = 0.1",
             ),
             (
                 "xyzzy = 8",

@@ -185,8 +185,8 @@ fn conflict(earlier: &Used, later: &Used) -> Option<String> {
             .then(|| format!("this folder is inside a checkpoint of {other}; use another folder"));
     }
     if (is_file(earlier) || is_file(later)) && earlier.place.is(&later.place) {
-        let is_what = if is_file(earlier) { "file" } else { "folder" };
-        return Some(format!("that is the {is_what} of {other}; use another"));
+        let kind = if is_file(earlier) { "file" } else { "folder" };
+        return Some(format!("{other} already names this {kind}; use another"));
     }
     if is_file(earlier) && later.place.within(&earlier.place).is_some() {
         return Some(format!("its path treats the file of {other} as a folder; use another"));
@@ -199,7 +199,7 @@ fn conflict(earlier: &Used, later: &Used) -> Option<String> {
         if owner.usage == Owns && is_there {
             let owner = flag_name(owner.key);
             return Some(format!(
-                "{other} uses that folder too, and the folder of {owner} is for nothing else"
+                "{other} also writes to that folder, and {owner} needs a folder for itself; use another"
             ));
         }
     }

@@ -20,18 +20,18 @@ use crate::launch::{
 #[command(next_help_heading = "Launch")]
 #[group(skip)]
 pub struct LaunchSection {
-    /// Ranks that this process starts: auto, gpu, cpu or N
+    /// Start this many ranks here: auto, gpu, cpu or N
     ///
     /// auto: one if a launcher starts a process per rank; else one per visible GPU; without a GPU one per CPU core
     #[arg(long, value_name = "auto|gpu|cpu|N", default_value = "auto")]
     #[arg(add = InShortHelp, add = MayDiffer::BetweenProcesses)]
     #[serde(serialize_with = "values::nproc")]
     pub nproc_per_node: Nproc,
-    /// Ranks as threads, or as processes of this machine
+    /// Run ranks as threads, or as processes of this machine
     #[arg(long, value_name = "NAME", value_parser = name::<SpawnChoice>())]
     #[arg(default_value_t, add = MayDiffer::BetweenProcesses, add = RefusedBy::SCALING)]
     pub spawn: SpawnChoice,
-    /// Communication backend
+    /// Choose the communication backend
     ///
     /// auto: nccl on GPUs; on CPUs threaded, or gloo for several processes
     // Processes compare the backend that it selects.
@@ -39,69 +39,69 @@ pub struct LaunchSection {
     #[arg(default_value_t = BackendChoice::Auto)]
     #[arg(add = MayDiffer::BetweenProcesses, add = RefusedBy::VERIFY)]
     pub backend: BackendChoice,
-    /// CPUs of each rank
+    /// Bind each rank to CPUs
     ///
     /// auto: core for ranks on the CPU, if every thread of every rank gets a CPU; else none
     #[arg(long, value_name = "NAME", value_parser = name::<BindChoice>())]
     #[arg(default_value_t, add = MayDiffer::BetweenProcesses, add = RefusedBy::VERIFY)]
     pub bind: BindChoice,
-    /// How processes of one machine exchange tensors on CPUs
+    /// Choose how processes of one machine exchange tensors on CPUs
     ///
     /// auto: through shared memory if all can, else over TCP. off: over TCP. require: an error if they cannot share memory.
     /// Machines always use TCP
     #[arg(long, value_name = "NAME", value_parser = name::<SharedMemory>())]
     #[arg(default_value_t, add = MayDiffer::OnResume, add = RefusedBy::SCALING)]
     pub shared_memory: SharedMemory,
-    /// Launcher whose variables place this process
+    /// Choose the launcher whose variables place this process
     ///
     /// local: none of them. See the command env
     #[arg(id = "launch", long = "launch", value_name = "NAME", value_parser = name::<LaunchChoice>())]
     #[arg(default_value_t, add = MayDiffer::BetweenProcesses, add = RefusedBy::ONE_PROCESS)]
     #[serde(rename = "launch")]
     pub launcher: LaunchChoice,
-    /// Machines, with one process started on each by hand [default: 1]
+    /// Use N machines; start one process on each by hand [default: 1]
     ///
     /// A launcher sets this itself
     #[arg(long, value_name = "N", value_parser = whole::<usize>(1..))]
     #[arg(add = MayDiffer::BetweenProcesses, add = RefusedBy::ONE_PROCESS)]
     pub nnodes: Option<usize>,
-    /// This machine's number, from 0
+    /// Set this machine's number, from 0
     #[arg(long, value_name = "N", value_parser = whole::<usize>(..))]
     #[arg(add = MayDiffer::BetweenProcesses, add = RefusedBy::ONE_PROCESS)]
     pub node_rank: Option<usize>,
-    /// Host name or address of the machine of rank 0
+    /// Set the host name or address of rank 0's machine
     #[arg(long, value_name = "HOST")]
     #[arg(add = MayDiffer::BetweenProcesses, add = RefusedBy::ONE_PROCESS)]
     pub master_addr: Option<String>,
-    /// Port on that machine [default: 29500; with slurm from the job's number]
+    /// Set the port on that machine [default: 29500; with slurm from the job's number]
     #[arg(long, value_name = "PORT", value_parser = whole::<u16>(1..=65535))]
     #[arg(add = MayDiffer::BetweenProcesses, add = RefusedBy::ONE_PROCESS)]
     pub master_port: Option<u16>,
-    /// Longest wait for other ranks, as 500ms, 30s, 10m
+    /// Wait at most TIME for other ranks (500ms, 30s, 10m)
     ///
     /// A plain number is seconds
     #[arg(long, value_name = "TIME", value_parser = positive_duration)]
     #[arg(default_value = written(Spawn::TIMEOUT), add = MayDiffer::BetweenProcesses)]
     #[serde(serialize_with = "humantime_serde::serialize")]
     pub timeout: Duration,
-    /// Time for other ranks to return after a failure
+    /// Give other ranks TIME to return after a failure
     #[arg(long, value_name = "TIME", value_parser = duration)]
     #[arg(default_value = written(Spawn::GRACE_PERIOD), add = MayDiffer::BetweenProcesses)]
     #[serde(serialize_with = "humantime_serde::serialize")]
     pub grace_period: Duration,
-    /// Time in a collective until missing ranks are reported
+    /// Report missing ranks after TIME in a collective
     #[arg(long, value_name = "TIME", value_parser = positive_duration)]
     #[arg(default_value = written(Spawn::STALL_WARNING))]
     #[arg(add = MayDiffer::BetweenProcesses, add = RefusedBy::VERIFY)]
     #[serde(serialize_with = "humantime_serde::serialize")]
     pub stall_warning: Duration,
-    /// Restarts after a failure, from the newest checkpoint
+    /// Restart up to N times, from the newest checkpoint
     #[arg(long, value_name = "N", value_parser = whole::<usize>(0..=MOST_RESTARTS))]
     #[arg(default_value_t = 0, add = MayDiffer::BetweenProcesses, add = RefusedBy::TOOLS)]
     pub max_restarts: usize,
-    /// Failure of a rank, made on purpose
+    /// Make a rank fail on purpose
     #[arg(long, value_name = "KIND:rank=R,at=STAGE[,step=N]")]
-    #[arg(long_help = format!("Failure of a rank, made on purpose\n\n{}", Fault::forms()))]
+    #[arg(long_help = format!("Make a rank fail on purpose\n\n{}", Fault::forms()))]
     #[arg(add = MayDiffer::BetweenProcesses, add = RefusedBy::BENCH)]
     pub inject_fault: Option<Fault>,
 }

@@ -44,7 +44,7 @@ fn too_large(parts: impl IntoIterator<Item = MemoryPart>, total: Option<u64>) ->
     let MemoryPart { bytes, what, remedy } = largest.filter(|_| sum > total)?;
     let more = match sum - bytes {
         _ if bytes > total => String::new(),
-        rest => format!(" and what else the ranks need {}", gigabytes(rest)),
+        rest => format!(" and the ranks' other memory {}", gigabytes(rest)),
     };
     let (needs, there) = (gigabytes(bytes), gigabytes(total));
     Some(format!("{what} {needs}{more}, and this machine has {there}; {remedy}"))
@@ -322,7 +322,7 @@ mod tests {
         assert!(config.check_memory_of(gb(1), 2, 1).is_ok());
         assert_eq!(
             error(gb(1), 4, 1),
-            "--num-samples: 10000000 random samples take 0.8 GB and what else the ranks need 0.3 GB, and this machine \
+            "--num-samples: 10000000 random samples take 0.8 GB and the ranks' other memory 0.3 GB, and this machine \
              has 1.0 GB; use fewer samples, or fewer ranks with --nproc-per-node"
         );
         assert!(

@@ -24,49 +24,49 @@ use crate::trainer::Loss;
 #[command(next_help_heading = "Model")]
 #[group(skip)]
 pub struct ModelSection {
-    /// Model
+    /// Choose the model
     #[arg(id = "model", long = "model", value_name = "NAME", value_parser = name::<ModelKind>())]
     #[arg(default_value_t = ModelKind::Linear, add = InShortHelp, add = Conflict(needs_text))]
     #[serde(rename = "model")]
     pub kind: ModelKind,
-    /// Widths of an mlp's hidden layers, with commas
+    /// Set the widths of an mlp's hidden layers, with commas
     #[arg(long, value_name = "N,...", value_delimiter = ',', value_parser = whole::<i64>(1..))]
     #[arg(default_value = "64,64", add = HIDDEN)]
     pub hidden: Vec<i64>,
-    /// Activation between the layers of an mlp or cnn
+    /// Choose the activation between layers of an mlp or cnn
     #[arg(long, value_name = "NAME", value_parser = name::<Activation>())]
     #[arg(default_value_t = Activation::Relu, add = ACTIVATION)]
     pub activation: Activation,
-    /// Dropout probability in an mlp or gpt
+    /// Set the dropout probability in an mlp or gpt
     #[arg(long, value_name = "P", value_parser = number(0.0..=1.0), default_value_t = 0.0)]
     #[arg(add = DROPOUT)]
     pub dropout: f64,
-    /// Channels of a cnn's convolutions, with commas
+    /// Set the channels of a cnn's convolutions, with commas
     ///
     /// Each convolution halves the image
     #[arg(long, value_name = "N,...", value_delimiter = ',', value_parser = whole::<i64>(1..))]
     #[arg(default_value = "16,32", add = CHANNELS)]
     pub channels: Vec<i64>,
-    /// Batch norm of a cnn over all ranks' samples
+    /// Compute a cnn's batch norm over all ranks' samples
     #[arg(long, add = Conflict(needs_ddp), add = BATCH_NORM)]
     pub sync_batch_norm: bool,
-    /// Blocks of a gpt
+    /// Give a gpt N blocks
     #[arg(long, value_name = "N", value_parser = whole::<i64>(1..))]
     #[arg(default_value_t = ModelConfig::default().n_layer, add = N_LAYER)]
     pub n_layer: i64,
-    /// Attention heads in each block of a gpt
+    /// Give each block of a gpt N attention heads
     #[arg(long, value_name = "N", value_parser = whole::<i64>(1..))]
     #[arg(default_value_t = ModelConfig::default().n_head, add = N_HEAD)]
     pub n_head: i64,
-    /// Width of a gpt, a multiple of its heads
+    /// Set a gpt's width, a multiple of its heads
     #[arg(long, value_name = "N", value_parser = whole::<i64>(1..))]
     #[arg(default_value_t = ModelConfig::default().n_embd, add = N_EMBD)]
     pub n_embd: i64,
-    /// Tokens of a gpt's context
+    /// Set the tokens of a gpt's context
     #[arg(long, value_name = "N", value_parser = whole::<i64>(1..), default_value_t = 64)]
     #[arg(add = BLOCK_SIZE)]
     pub block_size: i64,
-    /// No biases in the dense layers and norms of a gpt
+    /// Leave biases out of a gpt's dense layers and norms
     #[arg(long, add = NO_BIAS)]
     pub no_bias: bool,
 }
@@ -76,7 +76,7 @@ fn needs_text(config: &Config) -> Option<String> {
     let is_text = config.data.dataset.text_file().is_some();
     match config.model.kind {
         ModelKind::Gpt if config.program.dataset.is_some() => Some(
-            "a gpt reads the text of --dataset, and this program has a data set of its own".into(),
+            "a gpt reads the text of --dataset, and this program brings its own data set".into(),
         ),
         ModelKind::Gpt if !is_text => Some("a gpt reads text; use --dataset text:FILE".into()),
         ModelKind::Gpt if config.training.loss != Loss::CrossEntropy => {
@@ -86,14 +86,14 @@ fn needs_text(config: &Config) -> Option<String> {
     }
 }
 
-const MLP: &str = "is for an mlp; use --model mlp";
-const CNN: &str = "is for a cnn; use --model cnn";
-const GPT: &str = "is for a gpt; use --model gpt";
+const MLP: &str = "applies only to an mlp; add --model mlp, or remove it";
+const CNN: &str = "applies only to a cnn; add --model cnn, or remove it";
+const GPT: &str = "applies only to a gpt; add --model gpt, or remove it";
 
 const HIDDEN: OnlyIf = OnlyIf(|config| config.model.kind.uses("hidden"), MLP);
 const DROPOUT: OnlyIf = OnlyIf(
     |config| config.model.kind.uses("dropout"),
-    "is for an mlp or gpt; use --model mlp or gpt",
+    "applies only to an mlp or gpt; add --model mlp or gpt, or remove it",
 );
 const CHANNELS: OnlyIf = OnlyIf(|config| config.model.kind.uses("channels"), CNN);
 const BATCH_NORM: OnlyIf = OnlyIf(|config| config.model.kind.uses("sync_batch_norm"), CNN);
@@ -104,7 +104,7 @@ const BLOCK_SIZE: OnlyIf = OnlyIf(|config| config.model.kind.uses("block_size"),
 const NO_BIAS: OnlyIf = OnlyIf(|config| config.model.kind.uses("no_bias"), GPT);
 const ACTIVATION: OnlyIf = OnlyIf(
     |config| config.model.kind.uses("activation"),
-    "is for an mlp or cnn; use --model mlp or cnn",
+    "applies only to an mlp or cnn; add --model mlp or cnn, or remove it",
 );
 
 impl Config {

@@ -53,83 +53,83 @@ pub enum ScheduleKind {
 #[command(next_help_heading = "Optimization")]
 #[group(skip)]
 pub struct OptimizationSection {
-    /// Learning rate
+    /// Set the learning rate
     #[arg(long, value_name = "X", value_parser = number(0.0..=MOST), default_value_t = 0.001)]
     #[arg(add = InShortHelp, add = MayDiffer::OnResumeWithNote)]
     pub lr: f64,
-    /// Optimizer
+    /// Choose the optimizer
     #[arg(long, value_name = "NAME", value_parser = name::<OptimizerKind>())]
     #[arg(default_value_t = OptimizerKind::Sgd, add = InShortHelp)]
     pub optimizer: OptimizerKind,
-    /// Momentum of SGD
+    /// Set the momentum of SGD
     #[arg(long, value_name = "X", value_parser = number(0.0..=MOST))]
     #[arg(default_value_t = SgdOptions::default().momentum, add = SGD)]
     pub momentum: f64,
-    /// Dampening of SGD's momentum
+    /// Set the dampening of SGD's momentum
     #[arg(long, value_name = "X", value_parser = number(-MOST..=MOST))]
     #[arg(default_value_t = SgdOptions::default().dampening, add = MOMENTUM)]
     pub dampening: f64,
-    /// Nesterov momentum for SGD
+    /// Use Nesterov momentum for SGD
     #[arg(long, add = Conflict(no_nesterov), add = SGD)]
     pub nesterov: bool,
-    /// Weight decay [default: 0 for sgd, 0.01 for adamw]
+    /// Set the weight decay [default: 0 for sgd, 0.01 for adamw]
     #[arg(long, value_name = "X", value_parser = number(0.0..=MOST))]
     #[arg(add = MayDiffer::OnResumeWithNote)]
     pub weight_decay: Option<f64>,
-    /// No weight decay for biases and the parameters of norms
+    /// Exempt biases and the parameters of norms from weight decay
     #[arg(long, add = MayDiffer::OnResumeWithNote)]
     pub no_decay_on_bias_and_norm: bool,
-    /// Decay rate of AdamW's mean gradient
+    /// Set the decay rate of AdamW's mean gradient
     #[arg(long, value_name = "X", value_parser = number(0.0..1.0))]
     #[arg(default_value_t = AdamWOptions::default().betas.0)]
     #[arg(add = ADAMW, add = MayDiffer::OnResumeWithNote)]
     pub beta1: f64,
-    /// Decay rate of AdamW's mean squared gradient
+    /// Set the decay rate of AdamW's mean squared gradient
     #[arg(long, value_name = "X", value_parser = number(0.0..1.0))]
     #[arg(default_value_t = AdamWOptions::default().betas.1)]
     #[arg(add = ADAMW, add = MayDiffer::OnResumeWithNote)]
     pub beta2: f64,
-    /// Term added to AdamW's denominator
+    /// Add X to AdamW's denominator
     #[arg(long, value_name = "X", value_parser = number(0.0..=MOST))]
     #[arg(default_value_t = AdamWOptions::default().eps)]
     #[arg(add = ADAMW, add = MayDiffer::OnResumeWithNote)]
     pub eps: f64,
-    /// Learning rate schedule
+    /// Choose the learning rate schedule
     ///
     /// cosine goes to --eta-min over the run
     #[arg(long, value_name = "NAME", value_parser = name::<ScheduleKind>())]
     #[arg(default_value_t = ScheduleKind::Constant)]
     #[arg(add = Conflict(no_milestones), add = MayDiffer::OnResumeWithNote)]
     pub schedule: ScheduleKind,
-    /// Unit of the schedule; steps count after the warm-up
+    /// Count the schedule in epochs, or in steps after warm-up
     #[arg(long, value_name = "UNIT", value_parser = name::<Unit>(), default_value_t = Unit::Epoch)]
     #[arg(add = CHANGING, add = MayDiffer::OnResumeWithNote)]
     pub schedule_by: Unit,
-    /// Epochs or steps at which multi-step applies --gamma, with commas
+    /// Apply --gamma at these epochs or steps, with commas
     #[arg(long, value_name = "N,...", value_delimiter = ',', value_parser = whole::<u64>(..))]
     #[arg(add = Conflict(unsorted), add = MULTI_STEP, add = MayDiffer::OnResumeWithNote)]
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub milestones: Vec<u64>,
-    /// Factor of the learning rate at each milestone
+    /// Multiply the learning rate by X at each milestone
     #[arg(long, value_name = "X", value_parser = number(0.0..=MOST), default_value_t = 0.1)]
     #[arg(add = MULTI_STEP, add = MayDiffer::OnResumeWithNote)]
     pub gamma: f64,
-    /// Learning rate at the end of cosine
+    /// Set the learning rate at the end of cosine
     #[arg(long, value_name = "X", value_parser = number(0.0..=MOST), default_value_t = 0.0)]
     #[arg(add = COSINE, add = MayDiffer::OnResumeWithNote)]
     pub eta_min: f64,
-    /// Warm-up steps, from a third of the learning rate
+    /// Raise the learning rate from a third over N steps
     #[arg(long, value_name = "N", value_parser = whole::<u64>(..), default_value_t = 0)]
     #[arg(add = MayDiffer::OnResumeWithNote)]
     pub warmup_steps: u64,
-    /// Learning rate times the number of ranks
+    /// Multiply the learning rate by the number of ranks
     #[arg(long, add = MayDiffer::OnResumeWithNote)]
     pub scale_lr: bool,
-    /// Largest norm of the gradients; larger ones are scaled down
+    /// Scale down gradients whose norm exceeds X
     #[arg(long, value_name = "X", value_parser = number(POSITIVE))]
     #[arg(add = MayDiffer::OnResumeWithNote)]
     pub max_grad_norm: Option<f64>,
-    /// Steps that may be skipped for values that are not finite
+    /// Skip up to N steps whose values are not finite
     ///
     /// The gradients are checked before each step. One more such step ends the run. Without this option the first
     /// loss that is not finite ends it
@@ -138,24 +138,30 @@ pub struct OptimizationSection {
     pub skip_nonfinite: Option<u64>,
 }
 
-const SGD: OnlyIf =
-    OnlyIf(|it| it.optimization.optimizer == OptimizerKind::Sgd, "is for SGD; use --optimizer sgd");
-const MOMENTUM: OnlyIf =
-    OnlyIf(|it| it.optimization.momentum != 0.0 && (SGD.0)(it), "is for SGD with --momentum");
+const SGD: OnlyIf = OnlyIf(
+    |it| it.optimization.optimizer == OptimizerKind::Sgd,
+    "applies only to SGD; add --optimizer sgd, or remove it",
+);
+const MOMENTUM: OnlyIf = OnlyIf(
+    |it| it.optimization.momentum != 0.0 && (SGD.0)(it),
+    "applies only to SGD with --momentum; add them, or remove it",
+);
 const ADAMW: OnlyIf = OnlyIf(
     |it| it.optimization.optimizer == OptimizerKind::AdamW,
-    "is for AdamW; use --optimizer adamw",
+    "applies only to AdamW; add --optimizer adamw, or remove it",
 );
 const CHANGING: OnlyIf = OnlyIf(
     |it| it.optimization.schedule != ScheduleKind::Constant,
-    "is for --schedule multi-step and cosine",
+    "applies only to --schedule multi-step and cosine; add one, or remove it",
 );
 const MULTI_STEP: OnlyIf = OnlyIf(
     |it| it.optimization.schedule == ScheduleKind::MultiStep,
-    "is for --schedule multi-step",
+    "applies only to --schedule multi-step; add it, or remove this",
 );
-const COSINE: OnlyIf =
-    OnlyIf(|it| it.optimization.schedule == ScheduleKind::Cosine, "is for --schedule cosine");
+const COSINE: OnlyIf = OnlyIf(
+    |it| it.optimization.schedule == ScheduleKind::Cosine,
+    "applies only to --schedule cosine; add it, or remove this",
+);
 
 fn no_nesterov(config: &Config) -> Option<String> {
     let OptimizationSection { nesterov, momentum, dampening, .. } = config.optimization;
@@ -181,9 +187,9 @@ fn unsorted(config: &Config) -> Option<String> {
 
 fn cannot_skip(config: &Config) -> Option<String> {
     let problem = match (config.training.amp, config.ddp.comm_hook, config.ddp.strategy) {
-        (Amp::Fp16, ..) => "fp16 skips steps by a rule of its own; leave this out",
+        (Amp::Fp16, ..) => "fp16 already skips steps whose gradients overflow; remove this",
         (_, CommHookKind::PowerSgd, _) => {
-            "powersgd adds what it did not send to later steps, and a value that is not finite would stay; use another \
+            "powersgd adds unsent parts of gradients to later steps, so a value that is not finite would stay; use another \
              --comm-hook"
         }
         (.., StrategyKind::Dp) => {
@@ -324,19 +330,19 @@ mod tests {
             ("weight_decay = inf", "invalid value 'inf' for '--weight-decay <X>': expected"),
             (
                 "beta2 = 1.0",
-                "invalid value '1.0' for '--beta2 <X>': expected a number from 0 to below 1",
+                "invalid value '1.0' for '--beta2 <X>': expected a number at least 0 and less than 1",
             ),
             ("nesterov = true", "--nesterov: Nesterov momentum needs a momentum"),
             (
                 "max_grad_norm = 0.0",
-                "invalid value '0.0' for '--max-grad-norm <X>': expected a number above 0 to",
+                "invalid value '0.0' for '--max-grad-norm <X>': expected a number above 0 and at most",
             ),
             ("schedule = \"multi-step\"", "--schedule: multi-step needs milestones"),
             ("milestones = [3, 2]", "--milestones: 2 comes after 3, but milestones must increase"),
-            ("milestones = [3]", "--milestones: is for --schedule multi-step"),
-            ("eta_min = 0.1", "--eta-min: is for --schedule cosine"),
-            ("optimizer = \"adamw\"\nmomentum = 0.9", "--momentum: is for SGD"),
-            ("eps = 1e-6", "--eps: is for AdamW"),
+            ("milestones = [3]", "--milestones: applies only to --schedule multi-step"),
+            ("eta_min = 0.1", "--eta-min: applies only to --schedule cosine"),
+            ("optimizer = \"adamw\"\nmomentum = 0.9", "--momentum: applies only to SGD"),
+            ("eps = 1e-6", "--eps: applies only to AdamW"),
             (
                 "optimizer = \"lion\"",
                 "invalid value 'lion' for '--optimizer <NAME>'\n  [possible values: sgd",

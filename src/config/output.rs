@@ -19,53 +19,53 @@ use crate::trainer::Amp;
 #[command(next_help_heading = "Output")]
 #[group(skip)]
 pub struct OutputSection {
-    /// Folder for TensorBoard: scalars, histograms and pictures
+    /// Write scalars, histograms and pictures for TensorBoard
     #[arg(long, value_name = "DIR")]
     #[arg(add = MayDiffer::BetweenProcesses, add = RefusedBy::TOOLS)]
     pub tensorboard: Option<PathBuf>,
-    /// File for a timeline of all ranks
+    /// Write a timeline of all ranks
     ///
     /// For Perfetto (ui.perfetto.dev) and chrome://tracing
     #[arg(long, value_name = "FILE", add = MayDiffer::OnResume, add = RefusedBy::TOOLS)]
     pub trace: Option<PathBuf>,
-    /// Folder for each rank's newest collectives, for torchfrtrace
+    /// Write each rank's newest collectives for torchfrtrace
     ///
     /// In the format of PyTorch's flight recorder
     #[arg(long, value_name = "DIR", add = MayDiffer::OnResume, add = RefusedBy::TOOLS)]
     pub flight_recorder: Option<PathBuf>,
-    /// File for a web page about the run
+    /// Write a web page about the run
     ///
     /// Curves, timeline, samples, buckets and a verdict
     #[arg(long, value_name = "FILE", add = MayDiffer::OnResume, add = RefusedBy::TOOLS)]
     pub report: Option<PathBuf>,
-    /// File for metrics, one JSON object per line, appended
+    /// Append metrics to FILE, one JSON object per line
     #[arg(long, value_name = "FILE")]
     #[arg(add = MayDiffer::BetweenProcesses, add = RefusedBy::TOOLS)]
     pub metrics: Option<PathBuf>,
-    /// File for Prometheus: the latest metrics
+    /// Write the latest metrics for Prometheus
     ///
     /// For the textfile collector of the node exporter, which reads FILE.prom
     #[arg(long, value_name = "FILE")]
     #[arg(add = MayDiffer::BetweenProcesses, add = RefusedBy::TOOLS)]
     pub prometheus: Option<PathBuf>,
-    /// Steps between reports of progress [default: 50; with --report 10]
+    /// Report progress every N steps [default: 50; with --report 10]
     #[arg(long, value_name = "N", value_parser = whole::<u64>(1..))]
     #[arg(add = MayDiffer::OnResume, add = RefusedBy::TOOLS)]
     pub log_every: Option<u64>,
-    /// Live view of the ranks in the terminal
+    /// Show the ranks live in the terminal
     ///
     /// ? shows its keys
     #[arg(long, add = InShortHelp, add = MayDiffer::BetweenProcesses, add = RefusedBy::TOOLS)]
     pub live: bool,
-    /// Format of the results on stdout
+    /// Choose the format of the results on stdout
     #[arg(long, value_name = "FORMAT", value_parser = name::<LogFormat>())]
     #[arg(default_value_t = LogFormat::Text, add = MayDiffer::BetweenProcesses)]
     pub log_format: LogFormat,
-    /// Explanation of the first steps on stderr, with their numbers
+    /// Explain the first steps on stderr, with their numbers
     #[arg(long, add = InShortHelp, add = Conflict(may_skip_steps))]
     #[arg(add = MayDiffer::OnResume, add = RefusedBy::TOOLS)]
     pub explain: bool,
-    /// Language of --explain
+    /// Choose the language of --explain
     #[arg(long, value_name = "NAME", value_parser = name::<Language>())]
     #[arg(default_value_t = Language::En, add = EXPLANATION)]
     #[arg(add = MayDiffer::BetweenProcesses, add = RefusedBy::TOOLS)]

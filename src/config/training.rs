@@ -22,41 +22,41 @@ pub(super) const MOST_IN_A_STEP: u64 = i32::MAX as u64;
 #[command(next_help_heading = "Training")]
 #[group(skip)]
 pub struct TrainingSection {
-    /// Passes over the data
+    /// Train for N passes over the data
     #[arg(long, value_name = "N", value_parser = whole::<u64>(1..), default_value_t = 1)]
     #[arg(add = InShortHelp, add = MayDiffer::OnResume, add = RefusedBy::TOOLS)]
     pub max_epochs: u64,
-    /// Steps of the whole run, at most
+    /// Stop the whole run after N steps
     #[arg(long, value_name = "N", value_parser = whole::<u64>(1..))]
     #[arg(add = MayDiffer::OnResume, add = RefusedBy::TOOLS)]
     pub max_steps: Option<u64>,
-    /// Longest time of this start, as 90, 30s or 10m
+    /// Stop this run after TIME (90, 30s, 10m)
     ///
     /// Time before the checkpoint of --resume does not count. Restarts by --max-restarts do not reset it
     #[arg(long, value_name = "TIME", value_parser = positive_duration)]
     #[arg(add = MayDiffer::BetweenProcesses, add = RefusedBy::TOOLS)]
     #[serde(serialize_with = "humantime_serde::serialize")]
     pub max_seconds: Option<Duration>,
-    /// Validations in a row without a better loss, before stopping
+    /// Stop after N validations without improvement
     #[arg(long, value_name = "N", value_parser = whole::<u64>(1..))]
     #[arg(add = MayDiffer::OnResume, add = RefusedBy::TOOLS)]
     pub patience: Option<u64>,
-    /// Samples per batch and rank
+    /// Give each rank N samples per batch
     #[arg(long, value_name = "N", value_parser = whole::<usize>(1..=MOST_IN_A_STEP), default_value_t = 32)]
     #[arg(add = InShortHelp)]
     pub batch_size: usize,
-    /// Loss function
+    /// Choose the loss function
     #[arg(long, value_name = "NAME", value_parser = name::<Loss>(), default_value_t = Loss::Mse)]
     #[arg(default_value_if("model", "gpt", "cross-entropy"))]
     #[arg(add = InShortHelp, add = Conflict(needs_classes))]
     pub loss: Loss,
-    /// Mixed precision of the forward pass
+    /// Run the forward pass in mixed precision
     ///
     /// Operations that need more precision stay in float32. With fp16 the loss is scaled
     #[arg(long, value_name = "NAME", value_parser = name::<Amp>(), default_value_t = Amp::Off)]
     #[arg(add = Conflict(scales_losses))]
     pub amp: Amp,
-    /// Random seed
+    /// Set the random seed
     #[arg(long, value_name = "N", value_parser = whole::<u64>(..), default_value_t = 0)]
     #[arg(add = InShortHelp)]
     pub seed: u64,

@@ -52,10 +52,11 @@ where
 fn expected_whole(text: &str, least: u64, most: u64) -> String {
     let digits = !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
     let too_large = digits && text.parse::<u64>().map_or(true, |number| number > most);
-    let mut expected = format!("expected a whole number from {least}");
-    if most < MAX_WHOLE_NUMBER || too_large {
-        expected += &format!(" to {most}");
-    }
+    let expected = if most < MAX_WHOLE_NUMBER || too_large {
+        format!("expected a whole number from {least} to {most}")
+    } else {
+        format!("expected a whole number, {least} or more")
+    };
     // Above 2^53 a float does not say which whole number it is.
     let meant =
         text.parse::<f64>().ok().filter(|number| number.fract() == 0.0 && number.abs() < 9e15);
@@ -74,18 +75,27 @@ pub(crate) fn number(
     move |text: &str| {
         let number = text.parse().ok().filter(|number: &f64| range.contains(number));
         number.ok_or_else(|| {
-            let from = match range.start_bound() {
-                Bound::Included(&least) => format!("from {}", shown(least)),
-                Bound::Excluded(&least) => format!("above {}", shown(least)),
-                Bound::Unbounded => String::new(),
+            let bounds = match (range.start_bound(), range.end_bound()) {
+                (Bound::Included(&least), Bound::Included(&most)) => {
+                    return format!("expected a number from {} to {}", shown(least), shown(most));
+                }
+                (start, end) => {
+                    [bound(start, "at least", "above"), bound(end, "at most", "less than")]
+                }
             };
-            let to = match range.end_bound() {
-                Bound::Included(&most) => format!(" to {}", shown(most)),
-                Bound::Excluded(&most) => format!(" to below {}", shown(most)),
-                Bound::Unbounded => String::new(),
-            };
-            format!("expected a number {from}{to}")
+            let bounds: Vec<String> = bounds.into_iter().flatten().collect();
+            format!("expected a number {}", bounds.join(" and "))
         })
+    }
+}
+
+/// Describes one end of a range: with `included` if its number is allowed, else with `excluded`. `None` if the range has
+/// no such end.
+fn bound(end: Bound<&f64>, included: &str, excluded: &str) -> Option<String> {
+    match end {
+        Bound::Included(&number) => Some(format!("{included} {}", shown(number))),
+        Bound::Excluded(&number) => Some(format!("{excluded} {}", shown(number))),
+        Bound::Unbounded => None,
     }
 }
 
@@ -139,15 +149,15 @@ mod tests {
     #[test]
     fn invalid_integer_error_states_the_range_and_a_correction() {
         for (text, said) in [
-            ("-5", "expected a whole number from 1"),
-            ("1.5", "expected a whole number from 1"),
-            ("many", "expected a whole number from 1"),
-            ("", "expected a whole number from 1"),
-            ("1e3", "expected a whole number from 1; write 1000"),
-            ("32.0", "expected a whole number from 1; write 32"),
-            ("0", "expected a whole number from 1"),
+            ("-5", "expected a whole number, 1 or more"),
+            ("1.5", "expected a whole number, 1 or more"),
+            ("many", "expected a whole number, 1 or more"),
+            ("", "expected a whole number, 1 or more"),
+            ("1e3", "expected a whole number, 1 or more; write 1000"),
+            ("32.0", "expected a whole number, 1 or more; write 32"),
+            ("0", "expected a whole number, 1 or more"),
             ("99999999999999999999", "expected a whole number from 1 to 9223372036854775807"),
-            ("1e300", "expected a whole number from 1"),
+            ("1e300", "expected a whole number, 1 or more"),
         ] {
             assert_eq!(expected_whole(text, 1, MAX_WHOLE_NUMBER), said, "{text}");
         }

@@ -92,7 +92,7 @@ impl BucketOrder {
         each.dedup();
         if names.len() != each.len() || each.len() != layout.slots.len() {
             return Err(Error::InvalidInput(
-                "the state of the communication hook is that of a model with other parameters"
+                "the state of the communication hook belongs to a model with other parameters"
                     .into(),
             ));
         }

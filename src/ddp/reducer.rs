@@ -216,7 +216,7 @@ fn one_rank_per_gpu(group: &ProcessGroup) -> Result<()> {
         return Ok(());
     }
     Err(Error::InvalidInput(format!(
-        "share_model: with backend {} each rank has a GPU of its own, and GPUs do not share memory; leave share_model \
+        "share_model: with backend {} each rank has its own GPU, and GPUs do not share memory; leave share_model \
          out, or start the ranks on the CPU or on one GPU",
         group.backend()
     )))

@@ -235,7 +235,7 @@ pub enum Error {
     },
 
     /// A request to the rendezvous store failed.
-    #[error("the store at {address} failed in {doing}: {reason}")]
+    #[error("the store at {address}: {doing} failed: {reason}")]
     Store {
         /// The store's host and port.
         address: String,

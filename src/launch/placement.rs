@@ -202,7 +202,8 @@ pub fn place(
             };
             let why = if share.threads_per_rank.is_some() { " (OMP_NUM_THREADS)" } else { "" };
             let slow = oversubscribed(count, share.cores).unwrap_or_default();
-            format!("{}: {ranks} on the CPU, {threads} each{why}{slow}", why_none())
+            let each = if count == 1 { "" } else { " each" };
+            format!("{}: {ranks} on the CPU, {threads}{each}{why}{slow}", why_none())
         });
         return Ok(Placement {
             backend: given.filter(|backend| backend.works_within_process()).unwrap_or(default),
@@ -273,7 +274,7 @@ impl Placement {
             };
             let known = self.note.map_or(String::new(), |note| note + "; ");
             let note = format!(
-                "{known}--backend {}: all ranks are in one process, and share memory instead",
+                "{known}--backend {} has no effect in one process: its ranks share memory",
                 backend.name()
             );
             return Ok(Self { note: Some(note), ..self });

@@ -92,7 +92,7 @@ impl ProcessWorld {
         let count = launch.processes.count;
         if count > MOST_RANKS {
             return Err(Error::InvalidInput(format!(
-                "{count} processes are more than {MOST_RANKS}, the most here; check what sets this number ({})",
+                "{count} processes exceed the maximum of {MOST_RANKS}; check what sets this number ({})",
                 launch.reason
             )));
         }

@@ -36,7 +36,7 @@ const ENTER: &[u8] = b"\x1b[?1049h\x1b[?25l\x1b[2J";
 /// Returns why the screen cannot be used for a view; `None` if it can.
 pub(crate) fn screen_problem() -> Option<&'static str> {
     if !io::stderr().is_terminal() {
-        return Some("stderr is no terminal");
+        return Some("stderr is not a terminal");
     }
     if env::var_os("TERM").is_some_and(|term| term == "dumb") {
         return Some("the terminal is a dumb one (TERM=dumb)");

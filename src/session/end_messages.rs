@@ -67,14 +67,10 @@ pub(super) fn stopped(
             best.epoch, best.step
         ),
         (Some(dir), _) => {
-            let unless = if reason == StopReason::Steps {
-                ", and with more --max-steps or none"
-            } else {
-                ""
-            };
+            let unless =
+                if reason == StopReason::Steps { ", and raise or remove --max-steps" } else { "" };
             format!(
-                "stopped by {name} after {steps} steps, which are saved in {}; to go on, run the same command with \
-                 --resume auto{unless}",
+                "stopped by {name} after {steps} steps, saved in {}; to continue, add --resume auto{unless}",
                 dir.path().shown()
             )
         }

@@ -65,7 +65,7 @@ impl ChildProcesses {
         let ended = spawn.run(|number, error| {
             printer.report(&error.text);
             let again = error.again().map_or(String::new(), |again| {
-                format!("; {again}: without a change this start will probably fail there, too")
+                format!("; {again}: without a change this start will probably also fail there")
             });
             printer.report(&format!("restart {number} of {max_restarts}, {}{again}", from()));
         });

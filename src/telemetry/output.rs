@@ -108,7 +108,7 @@ impl Output {
             return Err(Error::from(io::ErrorKind::IsADirectory));
         }
         if !found.is_file() {
-            return Err(Error::other("that is no plain file"));
+            return Err(Error::other("this is not a regular file"));
         }
         match found.len() == 0 || self.is_ours(&mut open_regular(&self.path)?)? {
             true => Ok(()),

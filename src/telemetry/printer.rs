@@ -150,12 +150,13 @@ impl Printer {
         } else {
             format!("{first:.6} -> {last:.6}")
         };
+        let steps = if end.steps_now == 1 { "step" } else { "steps" };
         let each = match end.steps_now {
-            0 => String::new(),
+            0 | 1 => String::new(),
             _ => format!(", {:.0} us each", end.us_per_step),
         };
         self.info(&format!(
-            "loss {losses}; {} steps in {:.3} s{each}; parameters {}",
+            "loss {losses}; {} {steps} in {:.3} s{each}; parameters {}",
             end.steps_now, end.seconds, end.parameters_hash
         ));
     }

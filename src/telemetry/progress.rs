@@ -13,7 +13,7 @@ pub(super) struct Progress {
 impl Progress {
     /// Creates the bar of a run of `steps` steps, of which `done` have been made.
     pub(super) fn new(steps: u64, done: u64) -> Option<Self> {
-        // Hidden automatically where stderr is no terminal.
+        // Hidden automatically where stderr is not a terminal.
         let bar = ProgressBar::with_draw_target(Some(steps), ProgressDrawTarget::stderr());
         // Text that exceeds the terminal's width is cut off: a second line would not be cleared.
         let template = "{bar:12} {wide_msg}";

@@ -222,7 +222,7 @@ fn rows_not_finite(tensor: &Tensor) -> Result<Vec<usize>> {
         let wrong = wrong.f_any_dim(1, false)?.f_nonzero()?.f_view(-1)?;
         Vec::<i64>::try_from(wrong)
     };
-    let rows = rows().doing("looking for what is not finite")?;
+    let rows = rows().doing("looking for values that are not finite")?;
     Ok(rows.into_iter().map(|row| row as usize).collect())
 }
 
@@ -251,14 +251,14 @@ fn list(samples: &[usize]) -> String {
 pub(super) fn is_finite(tensor: &Tensor) -> Result<bool> {
     // A sum of finite values may still overflow, but hardly in float64.
     let sum = || tensor.f_sum(Kind::Double)?.f_double_value(&[]);
-    sum().map(f64::is_finite).doing("looking for what is not finite")
+    sum().map(f64::is_finite).doing("looking for values that are not finite")
 }
 
 /// Returns whether all of a large `tensor` is finite.
 fn all_finite(tensor: &Tensor) -> Result<bool> {
     // One pass with the kernel that sums float32 fastest. Only a sum that is not finite is checked again, in float64.
     let sum = || tensor.f_sum(tensor.kind())?.f_double_value(&[]);
-    let sum = sum().doing("looking for what is not finite")?;
+    let sum = sum().doing("looking for values that are not finite")?;
     Ok(sum.is_finite() || is_finite(tensor)?)
 }
 

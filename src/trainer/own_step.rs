@@ -75,7 +75,7 @@ fn poison_if_nonfinite(loss: &Tensor) -> Result<Tensor> {
         let value = loss.f_detach()?;
         loss.f_mul(&value.f_sub(&value)?.f_add_scalar(1.0)?)
     };
-    pass_on().doing("looking for what is not finite")
+    pass_on().doing("looking for values that are not finite")
 }
 
 impl<M> TrainContext<M> {

@@ -211,8 +211,8 @@ def without_screen(program, folder):
     """Where the view cannot be shown, a note says why, and the run goes on."""
     command = f"{program} --live --max-epochs=1 --nproc-per-node=2"
     for line, problem in [
-        (f"{command} 2> notes", "stderr is no terminal"),
-        (f"TERM=dumb {command} 2>&1 | cat > notes", "stderr is no terminal"),
+        (f"{command} 2> notes", "stderr is not a terminal"),
+        (f"TERM=dumb {command} 2>&1 | cat > notes", "stderr is not a terminal"),
         (f"env TERM=dumb script -qec '{command}' notes > /dev/null", r"TERM=dumb"),
     ]:
         with Terminal(90, 30, folder) as terminal:

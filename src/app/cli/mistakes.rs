@@ -55,7 +55,10 @@ pub(super) fn suggest(mut error: Error, command: &Command, args: &[OsString]) ->
     let name = unknown.trim_start_matches('-');
     let why = || why_replaced(command, &name.replace('-', "_")).filter(|_| trains(invoked));
     let tip = option_of_other_name(name, is_known)
-        .map(|option| format!("{program} calls it '--{option}'"))
+        .map(|option| {
+            let per_machine = if option == "nproc-per-node" { " (per machine)" } else { "" };
+            format!("{program} calls it '--{option}'{per_machine}")
+        })
         .or_else(why);
     if let Some(tip) = tip {
         let tip = StyledStr::from(tip);

@@ -16,15 +16,16 @@ use crate::config::{InShortHelp, Program};
 pub(crate) use tools::{Bench, BenchCommand, EnvFlags, ScalingFlags, StepFlags, VerifyFlags};
 pub(crate) use train::TrainFlags;
 
-/// Data-parallel training: one rank per visible GPU, each a thread of this process.
+/// Train a model in parallel, one rank per visible GPU.
 ///
-/// Without a command it trains. The defaults are a random data set of 4096 samples and one dense layer.
+/// Each rank is a thread of this process. Without a GPU, each CPU core gets a rank. Without a command the program
+/// trains. The defaults are a random data set of 4096 samples and one dense layer.
 #[derive(Debug, Parser)]
 #[command(version, args_conflicts_with_subcommands = true, max_term_width = 100)]
 pub(crate) struct Cli {
     #[command(subcommand)]
     pub(crate) command: Option<Command>,
-    /// Results and failures only: no notes on stderr
+    /// Print only results and failures; no notes on stderr
     #[arg(long, short, global = true, add = InShortHelp)]
     pub(crate) quiet: bool,
     #[command(flatten)]
@@ -33,29 +34,29 @@ pub(crate) struct Cli {
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
-    /// Training on all ranks (the default)
+    /// Train on all ranks (the default)
     Train(TrainFlags),
-    /// Effect of each collective, on all ranks
+    /// Show what each collective does
     Comm(CommFlags),
-    /// Text from a trained gpt
+    /// Generate text with a trained gpt
     Sample(SampleFlags),
-    /// Samples of each rank
+    /// List each rank's samples
     Sampler(SamplerFlags),
-    /// Time of a collective or a training step; scaling
+    /// Time collectives, training steps and scaling
     Bench(Bench),
-    /// Difference between N ranks and one with the N-fold batch
+    /// Compare training on N ranks with training on one
     Verify(VerifyFlags),
-    /// Recorded traces, played in the live view
+    /// Play recorded traces in the live view
     Replay(ReplayFlags),
-    /// This machine, and the run that these options give
+    /// Show this machine and the resolved options
     Env(EnvFlags),
-    /// Lessons of the course, and checks of answers
+    /// List lessons and check answers
     Lesson(LessonFlags),
-    /// Cargo project for your own model
+    /// Create a cargo project for your own model
     New(NewFlags),
-    /// Completions of a shell, for its configuration
+    /// Print shell completions
     Completions(CompletionsFlags),
-    /// Manual pages of all commands
+    /// Print or save the manual pages
     Man(ManFlags),
 }
 
@@ -186,6 +187,8 @@ fn quiet_after_command(command: &clap::Command, args: &mut [OsString]) {
 mod tests {
     use std::sync::Arc;
 
+    use clap::builder::StyledStr;
+
     use crate::config::Config;
 
     use super::*;
@@ -200,6 +203,88 @@ mod tests {
     fn clap_definitions_pass_the_debug_assert() {
         command(&Program::default(), true).debug_assert();
         command(&Program::default(), false).debug_assert();
+    }
+
+    /// The verbs that help begins with.
+    const VERBS: [&str; 58] = [
+        "Add",
+        "Allow",
+        "Append",
+        "Apply",
+        "Assume",
+        "Average",
+        "Bind",
+        "Check",
+        "Choose",
+        "Compare",
+        "Compute",
+        "Continue",
+        "Count",
+        "Create",
+        "Deal",
+        "Depend",
+        "Divide",
+        "Draw",
+        "Drop",
+        "End",
+        "Exempt",
+        "Explain",
+        "Forecast",
+        "Generate",
+        "Give",
+        "Hold",
+        "Keep",
+        "Leave",
+        "List",
+        "Load",
+        "Make",
+        "Measure",
+        "Multiply",
+        "Partition",
+        "Play",
+        "Print",
+        "Raise",
+        "Read",
+        "Reduce",
+        "Repeat",
+        "Report",
+        "Restart",
+        "Run",
+        "Save",
+        "Scale",
+        "Set",
+        "Show",
+        "Skip",
+        "Start",
+        "Stop",
+        "Time",
+        "Train",
+        "Use",
+        "Validate",
+        "Wait",
+        "Warm",
+        "Weight",
+        "Write",
+    ];
+
+    /// Checks the help of `command`, of its arguments, and of its subcommands.
+    fn check_help(command: &clap::Command) {
+        let shown = |text: Option<&StyledStr>| text.map(ToString::to_string).unwrap_or_default();
+        let name = command.get_name();
+        let args =
+            command.get_arguments().map(|arg| (arg.get_id().as_str(), shown(arg.get_help())));
+        for (of, help) in args.chain([("the command", shown(command.get_about()))]) {
+            let help = help.split(" [default: ").next().unwrap();
+            let words: Vec<&str> = help.split_whitespace().collect();
+            let begins = words.first().is_some_and(|word| VERBS.contains(word));
+            assert!(begins && words.len() <= 10, "{name}, {of}: {help:?}");
+        }
+        command.get_subcommands().for_each(check_help);
+    }
+
+    #[test]
+    fn help_begins_with_a_verb_and_is_short() {
+        check_help(&command(&Program::default(), true));
     }
 
     #[test]

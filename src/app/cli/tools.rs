@@ -19,16 +19,16 @@ pub(crate) struct Bench {
 /// What else can be measured.
 #[derive(Debug, Subcommand)]
 pub(crate) enum BenchCommand {
-    /// Time of a training step and of its parts
+    /// Time a training step and its parts
     Step(StepFlags),
-    /// Weak and strong scaling of a training step on this machine
+    /// Measure weak and strong scaling on this machine
     Scaling(ScalingFlags),
 }
 
 /// The flags of `bench step`: the flags of training that change a step.
 #[derive(Debug, Args)]
 pub(crate) struct StepFlags {
-    /// Steps to measure
+    /// Measure N steps
     #[arg(long, value_name = "N", value_parser = whole::<u64>(1..=MOST_STEPS), default_value_t = 500)]
     pub(crate) steps: u64,
     #[command(flatten)]
@@ -38,10 +38,10 @@ pub(crate) struct StepFlags {
 /// The flags of `bench scaling`: the flags of training that change a step.
 #[derive(Debug, Args)]
 pub(crate) struct ScalingFlags {
-    /// Steps of each repetition
+    /// Make N steps in each repetition
     #[arg(long, value_name = "N", value_parser = whole::<u64>(1..=MOST_STEPS), default_value_t = 100)]
     pub(crate) steps: u64,
-    /// Repetitions per number of ranks; the median counts
+    /// Repeat N times per number of ranks; the median counts
     #[arg(long, value_name = "N", value_parser = whole::<u64>(1..=1000), default_value_t = 5)]
     pub(crate) repetitions: u64,
     #[command(flatten)]
@@ -51,10 +51,10 @@ pub(crate) struct ScalingFlags {
 /// The flags of `verify`: the flags of training that change what is compared.
 #[derive(Debug, Args)]
 pub(crate) struct VerifyFlags {
-    /// Steps to make
+    /// Make N steps
     #[arg(long, value_name = "N", value_parser = whole::<u64>(1..=MOST_STEPS), default_value_t = 20)]
     pub(crate) steps: u64,
-    /// Difference of each parameter, however many there are
+    /// Show the difference of each parameter, however many there are
     #[arg(long)]
     pub(crate) per_parameter: bool,
     #[command(flatten)]
@@ -64,7 +64,7 @@ pub(crate) struct VerifyFlags {
 /// The flags of `env`: all flags of training.
 #[derive(Debug, Args)]
 pub(crate) struct EnvFlags {
-    /// All options, also those that have their default
+    /// Show all options, including those at their defaults
     #[arg(long, add = InShortHelp)]
     pub(crate) all: bool,
     #[command(flatten)]

@@ -11,7 +11,7 @@ use crate::error::Result;
 /// The options of a run, and a file of them.
 #[derive(Debug, Args)]
 pub(crate) struct TrainFlags {
-    /// TOML file with options; flags win over it
+    /// Read options from a TOML file; flags override it
     #[arg(long, value_name = "FILE", add = InShortHelp)]
     config: Option<PathBuf>,
     #[command(flatten)]

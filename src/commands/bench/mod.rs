@@ -42,36 +42,36 @@ const MOST_ITERS: u64 = 1_000_000;
 /// The flags of `bench OP`.
 #[derive(Debug, Clone, Args)]
 pub struct BenchFlags {
-    /// Collective
+    /// Choose the collective
     // With a subcommand the operation may be left out, and its default counts.
     #[arg(value_name = "OP", value_parser = op(), required = true)]
     #[arg(default_value = "all-reduce", hide_default_value = true)]
     pub op: CommOp,
-    /// Smallest size, as 4, 16K or 128M
+    /// Start at this size, as 4, 16K or 128M
     #[arg(long, value_name = "SIZE", value_parser = size, default_value = "4")]
     pub min_bytes: u64,
-    /// Largest size
+    /// End at this size
     #[arg(long, value_name = "SIZE", value_parser = size, default_value = "128M")]
     pub max_bytes: u64,
-    /// Factor from one size to the next
+    /// Multiply each size by N for the next one
     #[arg(long, value_name = "N", value_parser = whole::<u64>(2..), default_value_t = 2)]
     pub step_factor: u64,
-    /// Measurements of each size [default: for a quarter of a second]
+    /// Measure each size N times [default: for a quarter of a second]
     #[arg(long, value_name = "N", value_parser = whole::<u64>(1..=MOST_ITERS))]
     pub iters: Option<u64>,
-    /// Warm-up iterations before them
+    /// Warm up with N iterations before measuring
     #[arg(long, value_name = "N", value_parser = whole::<u64>(0..=MOST_ITERS), default_value_t = 5)]
     pub warmup: u64,
-    /// Data type of the elements
+    /// Choose the data type of the elements
     #[arg(long, value_name = "DTYPE", value_parser = parse_dtype, default_value = "float32")]
     pub dtype: Kind,
-    /// Reduction: sum, avg, product, min, max, band, bor, bxor
+    /// Reduce with sum, avg, product, min, max, band, bor, bxor
     #[arg(long, value_name = "OP", default_value = "sum")]
     pub reduce_op: ReduceOp,
     /// The ranks.
     #[command(flatten)]
     pub ranks: RanksFlags,
-    /// Format of the output
+    /// Choose the output format
     ///
     /// text: a table. json: one object per size
     #[arg(long, value_name = "FORMAT", value_parser = name::<LogFormat>(), default_value = "text")]

@@ -35,22 +35,22 @@ const MOST_NUMEL: u64 = 1_000_000;
 /// The flags of `comm`.
 #[derive(Debug, Clone, Args)]
 pub struct CommFlags {
-    /// Operation; without it, all of them
+    /// Show only this operation; without it, show all
     #[arg(value_name = "OP", value_parser = op())]
     pub op: Option<CommOp>,
-    /// Elements of each tensor
+    /// Give each tensor N elements
     #[arg(long, value_name = "N", value_parser = whole::<i64>(0..=MOST_NUMEL), default_value_t = 2)]
     pub numel: i64,
-    /// Data type of the elements
+    /// Choose the data type of the elements
     #[arg(long, value_name = "DTYPE", value_parser = dtype(), default_value = "float32")]
     pub dtype: Kind,
-    /// Reduction of the elements
+    /// Choose the reduction of the elements
     #[arg(long, value_name = "OP", value_parser = reduce_op(), default_value = "sum")]
     pub reduce_op: ReduceOp,
     /// The ranks.
     #[command(flatten)]
     pub ranks: RanksFlags,
-    /// Format of the output
+    /// Choose the output format
     ///
     /// text: for people. json: one object per operation and rank
     #[arg(long, value_name = "FORMAT", value_parser = name::<LogFormat>(), default_value = "text")]
@@ -126,6 +126,14 @@ fn check(flags: &CommFlags, ops: &[ShownOp], backend: Backend, world_size: usize
     if numel.checked_mul(world_size as i64).is_none() {
         return Err(Error::InvalidInput(format!(
             "--numel {numel}: {world_size} tensors of that size are too large; use fewer elements"
+        )));
+    }
+    if let (Some(op), false) = (flags.op, reduce_op == ReduceOp::Sum)
+        && op.reduction().is_none()
+    {
+        return Err(Error::InvalidInput(format!(
+            "--reduce-op {reduce_op}: {} does not reduce elements; remove it",
+            op.name()
         )));
     }
     for operation in ops.iter().filter_map(|shown| shown.op.reduction()) {

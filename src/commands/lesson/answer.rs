@@ -50,18 +50,18 @@ impl Form {
                 };
                 numbers
                     .map(Answer::Whole)
-                    .ok_or_else(|| format!("expected {expected}, and not {text:?}"))
+                    .ok_or_else(|| format!("expected {expected}, not {text:?}"))
             }
             Form::Decimal { .. } => {
                 let number = text.parse().ok().filter(|number: &f64| number.is_finite());
                 number
                     .map(Answer::Decimal)
-                    .ok_or_else(|| format!("expected a number such as 0.5, and not {text:?}"))
+                    .ok_or_else(|| format!("expected a number such as 0.5, not {text:?}"))
             }
             Form::YesNo => match text.to_lowercase().as_str() {
                 "yes" | "y" | "是" => Ok(Answer::YesNo(true)),
                 "no" | "n" | "否" => Ok(Answer::YesNo(false)),
-                _ => Err(format!("expected yes or no, and not {text:?}")),
+                _ => Err(format!("expected yes or no, not {text:?}")),
             },
         }
     }

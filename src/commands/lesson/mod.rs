@@ -28,19 +28,19 @@ pub use lessons::Lesson;
 /// The flags of `lesson`.
 #[derive(Debug, Clone, Args)]
 pub struct LessonFlags {
-    /// Number or name of a lesson; without it a list
+    /// Show this lesson (number or name); without it, list all
     #[arg(value_name = "LESSON", value_parser = lessons::parse)]
     pub lesson: Option<Lesson>,
-    /// Answer to the exercise, checked by a run
+    /// Check an answer to the exercise with a run
     ///
     /// Whole numbers with a space between them, a number with a fraction, or yes or no, as the exercise asks for. The
     /// exit code is 0 if the answer is right, and 1 if it is not
     #[arg(long, value_name = "ANSWER", requires = "lesson", conflicts_with = "solution")]
     pub answer: Option<String>,
-    /// Answer that a run gives now, and its reason
+    /// Run the exercise; show its answer and the reason
     #[arg(long, requires = "lesson")]
     pub solution: bool,
-    /// Language of the lessons
+    /// Choose the language of the lessons
     #[arg(long, value_name = "NAME", value_parser = name::<Language>(), default_value_t = Language::En)]
     pub language: Language,
 }

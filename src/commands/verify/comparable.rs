@@ -17,9 +17,7 @@ pub(super) fn check_fault(config: &Config, steps: u64) -> Result<()> {
         FaultKind::SkipSample => {
             format!("there is no step {}; verify makes steps 0 to {}", fault.step, steps - 1)
         }
-        _ => format!(
-            "verify injects skip-sample only, and this is {fault}; leave it out of the command line and of the file"
-        ),
+        _ => format!("verify injects skip-sample only, not {fault}; remove it"),
     };
     Err(Error::InvalidInput(format!("--inject-fault: {problem}")))
 }
@@ -29,13 +27,12 @@ pub(super) fn check_comparable(config: &Config) -> Result<()> {
     let refuse = |problem: &str| Err(Error::InvalidInput(problem.into()));
     if config.model.dropout > 0.0 {
         return refuse(
-            "--dropout: each rank draws its own, so N ranks are not one rank with the N-fold batch; leave it out of \
-             the command line and of the file",
+            "--dropout: each rank draws its own mask, so verify cannot compare N ranks with one; remove it",
         );
     }
     if config.model.kind.uses("sync_batch_norm") && !config.model.sync_batch_norm {
         return refuse(&format!(
-            "--model {}: each rank normalizes its own batch, so N ranks are not one rank with the N-fold batch; use \
+            "--model {}: each rank normalizes its own batch, so verify cannot compare N ranks with one; use \
              --sync-batch-norm",
             config.model.kind
         ));
@@ -56,14 +53,11 @@ pub(super) fn check_comparable(config: &Config) -> Result<()> {
     {
         return refuse(&format!(
             "{flag}: with --exact-mean verify needs the samples that it drops, because they make batches of different \
-             size; leave it out of the command line and of the file"
+             size; remove it"
         ));
     }
     if config.training.amp != Amp::Off {
-        return refuse(
-            "--amp: verify's bound holds for float32, and --amp rounds more; leave it out of the command line and of \
-             the file",
-        );
+        return refuse("--amp: verify's bound holds for float32, and --amp rounds more; remove it");
     }
     Ok(())
 }

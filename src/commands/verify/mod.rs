@@ -268,7 +268,7 @@ impl Verification {
                     .into(),
             };
             return Ok(Some(format!(
-                "{count} of {compared} comparisons are beyond what rounding explains, from step {step} on; {why}"
+                "{count} of {compared} comparisons differ by more than rounding explains, from step {step} on; {why}"
             )));
         }
         if printer.format() == LogFormat::Text {

@@ -106,7 +106,7 @@ pub(super) fn parse(name: &str, text: impl Read, kind: TargetKind) -> Result<(Ar
                 let field = shown(field);
                 wrong(format!("line {number}, column {}{title}: {field} {problem}", column + 1))
             };
-            let value = parsed(field).ok_or_else(|| wrong("is no number"))?;
+            let value = parsed(field).ok_or_else(|| wrong("is not a number"))?;
             // A missing value may be written as nan. Training then names its sample.
             if !(value as f32).is_finite() && field.iter().any(u8::is_ascii_digit) {
                 return Err(wrong("is not a finite number that float32 can hold"));

@@ -142,7 +142,7 @@ fn header(file: &mut impl Read, holds: Holds) -> Result<(usize, Vec<u64>), Strin
         }
         Holds::Images if !(2..=4).contains(&dims) => {
             return Err(format!(
-                "images have 2 to 4 dimensions with that of the samples, and these have {dims}"
+                "images have 2 to 4 dimensions, counting the samples, and these have {dims}"
             ));
         }
         _ => {}

@@ -119,7 +119,7 @@ fn header(file: &[u8]) -> Result<(Header, usize), String> {
         json = json.replace(python, other);
     }
     let header = serde_json::from_str(&json).map_err(|error| {
-        format!("the header is not that of an array of numbers ({error}): {}", text.trim_end())
+        format!("the header does not describe an array of numbers ({error}): {}", text.trim_end())
     })?;
     Ok((header, start + len))
 }

@@ -209,7 +209,7 @@ pub(super) fn reach(
         };
         if left().is_zero() {
             return Err(format!(
-                "{reason}, for {timeout:?}; check that rank 0 is running, and that this is its address"
+                "{reason}, tried for {timeout:?}; check that rank 0 is running, and that this is its address"
             ));
         }
         match given_up.recv_timeout(pause.min(left())) {

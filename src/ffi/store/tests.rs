@@ -111,7 +111,7 @@ fn wait_returns_when_the_run_is_cancelled() {
         drop(running);
         reason(thread.join().unwrap())
     });
-    assert!(failed.contains("get \"never\": given up"), "{failed}");
+    assert!(failed.contains("get \"never\" failed: given up"), "{failed}");
 }
 
 #[test]
@@ -123,7 +123,7 @@ fn store_listens_only_at_the_given_address() {
     let failed = reason(TcpStore::serve("0.0.0.0", 0, TIMEOUT, never()));
     assert!(failed.contains("stands for all interfaces"), "{failed}");
     let failed = reason(TcpStore::serve("192.0.2.1", 1, TIMEOUT, never()));
-    assert!(failed.contains("192.0.2.1:1 failed in listening: that is not an address"), "{failed}");
+    assert!(failed.contains("192.0.2.1:1: listening failed: that is not an address"), "{failed}");
 }
 
 /// `localhost` may resolve to ::1 first, where nothing listens.
@@ -156,7 +156,7 @@ fn connect_without_a_store_is_an_error() {
     let port = other.port();
     let limit = Duration::from_millis(50);
     let failed = reason(TcpStore::connect("127.0.0.2", port, limit, never()));
-    assert!(failed.contains(&format!("127.0.0.2:{port} failed in connecting")), "{failed}");
+    assert!(failed.contains(&format!("127.0.0.2:{port}: connecting failed")), "{failed}");
     assert!(failed.contains("refused"), "{failed}");
     let (running, cancelled) = bounded::<Infallible>(0);
     drop(running);
@@ -181,7 +181,7 @@ fn request_after_the_store_is_gone_is_an_error() {
     let client = connect(server.port());
     drop(server);
     let failed = reason(client.add("n", 1));
-    assert!(failed.contains("failed in add \"n\""), "{failed}");
+    assert!(failed.contains("add \"n\" failed"), "{failed}");
 }
 
 /// Starts a proxy to the real server, and returns its port. For each turn, it answers a request with `evil` instead.
@@ -226,7 +226,7 @@ fn invalid_answers_of_a_server_are_errors() {
         assert_eq!(client.compare_set("k", b"", b"v").unwrap(), b"v");
         turn.send(()).unwrap();
         let failed = reason(client.compare_set("k", b"", b"v"));
-        assert!(failed.contains("failed in compare_set \"k\""), "{failed}");
+        assert!(failed.contains("compare_set \"k\" failed"), "{failed}");
     }
 }
 
@@ -245,10 +245,10 @@ fn connect_to_another_service_is_an_error() {
     });
     let limit = Duration::from_secs(2);
     let failed = reason(TcpStore::connect("127.0.0.1", port, limit, never()));
-    assert!(failed.contains("failed in connecting"), "{failed}");
+    assert!(failed.contains("connecting failed"), "{failed}");
     drop(greeting);
     let silent = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = silent.local_addr().unwrap().port();
     let failed = reason(TcpStore::connect("127.0.0.1", port, limit, never()));
-    assert!(failed.contains("failed in connecting"), "{failed}");
+    assert!(failed.contains("connecting failed"), "{failed}");
 }

@@ -262,7 +262,7 @@ impl Own {
         for (link, offer) in links.iter().zip(offers) {
             if link.as_ref().is_some_and(|(.., it)| it.mark().load(Ordering::Relaxed) != offer.mark)
             {
-                return Err("the memory that arrived is not that of the other process".into());
+                return Err("the memory that arrived does not belong to the other process".into());
             }
         }
         Ok(links)

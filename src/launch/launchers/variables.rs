@@ -149,7 +149,7 @@ impl Launcher {
             )
         } else {
             format!(
-                "{missing}, but {} {}: {program} sets all of them; set what is missing, or unset the others \
+                "{missing}, but {} {}: {program} sets all of them; set the missing ones, or unset the others \
                  (--launch local ignores them)",
                 and(set),
                 is(set)

@@ -131,7 +131,7 @@ impl Reader {
             return Err("the file is empty; use a file that --trace has written".into());
         }
         let file: TraceFile = serde_json::from_slice(&bytes).map_err(|error| {
-            format!("this is no trace of ddp-mp ({error}); use a file that --trace has written")
+            format!("this is not a trace of ddp-mp ({error}); use a file that --trace has written")
         })?;
         let About { program, process, processes, world_size } = file.other_data;
         if !program.starts_with("ddp-mp ") {

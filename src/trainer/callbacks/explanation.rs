@@ -134,7 +134,7 @@ fn values(tensor: &Tensor) -> crate::error::Result<Vec<f64>> {
         let local = tensor.f_detach()?.f_to_device(Device::Cpu)?.f_to_kind(Kind::Double)?;
         Vec::<f64>::try_from(local.f_reshape([-1])?)
     };
-    read().doing("reading what is explained")
+    read().doing("reading values to explain")
 }
 
 /// Returns the index of the value with the largest magnitude; the first if several are equal.

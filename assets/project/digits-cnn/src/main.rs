@@ -10,10 +10,12 @@ use ddp_mp::prelude::*;
 /// The options of this program alone.
 #[derive(clap::Args)]
 struct Options {
-    /// Channels of the first layer; the second has twice as many
+    /// Set the channels of the first layer
+    ///
+    /// The second layer has twice as many
     #[arg(long, default_value_t = 16)]
     channels: i64,
-    /// Share of the features that dropout leaves out
+    /// Drop this share of the features in training
     #[arg(long, default_value_t = 0.1)]
     dropout: f64,
 }

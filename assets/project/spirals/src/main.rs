@@ -11,7 +11,7 @@ use tch::Tensor;
 /// The options of this program alone.
 #[derive(clap::Args)]
 struct Options {
-    /// Width of the hidden layer
+    /// Set the width of the hidden layer
     #[arg(long, default_value_t = 64)]
     width: i64,
 }
