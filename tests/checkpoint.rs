@@ -740,5 +740,5 @@ fn resume_from_an_invalid_path_names_the_newest() {
         "{stderr}"
     );
     let error = refused(args, &[&at("latest"), &init]);
-    assert!(error.contains("--init-from: a run that is resumed has its own parameters"), "{error}");
+    assert!(error.contains("--init-from: a resumed run already has parameters"), "{error}");
 }

@@ -406,7 +406,7 @@ fn skipped_sample_is_found_by_verify_with_its_step() {
         ),
         (
             &["--inject-fault=nan:rank=1,at=step,step=5"],
-            "--inject-fault: verify injects skip-sample only, and this is nan:",
+            "--inject-fault: verify injects skip-sample only, not nan:",
         ),
         (&["--inject-fault=skip-sample:rank=2,at=step"], "--inject-fault: there is no rank 2"),
         (&[fault, "--batch-size=1"], "--inject-fault: skip-sample puts another sample of the step"),

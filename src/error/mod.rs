@@ -139,7 +139,7 @@ pub enum Error {
 
     /// Tensors of one collective overlap in memory that the collective writes to.
     #[error(
-        "{} passed overlapping memory to one collective, which writes to it; give every result memory of its own",
+        "{} passed overlapping memory to one collective, which writes to it; give every result its own memory",
         if first == second { format!("rank {first}") } else { format!("ranks {first} and {second}") }
     )]
     OverlappingTensors {

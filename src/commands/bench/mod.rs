@@ -319,7 +319,7 @@ fn write_head(
     if group.device() == Device::Cpu {
         writeln!(
             out,
-            "# limit: what {n} {ranks} need to read all inputs and write all outputs only\n\
+            "# limit: the time in which {n} {ranks} only read all inputs and write all outputs\n\
              # ratio: limit / time; about 1 is as fast as the memory"
         )?;
     }

@@ -40,8 +40,8 @@ pub(super) fn check_comparable(config: &Config) -> Result<()> {
     if config.model.kind == ModelKind::Gpt && config.optimization.optimizer == OptimizerKind::AdamW
     {
         return refuse(
-            "--optimizer adamw: it divides each gradient by its size, and some of a gpt's have the size of their \
-             rounding, so rounding changes the result by more than the bound; use --optimizer sgd",
+            "--optimizer adamw: with it rounding changes a gpt's parameters by more than verify's bound, because it \
+             divides each gradient by its size; use --optimizer sgd",
         );
     }
     let drops = [

@@ -53,7 +53,7 @@ impl DatasetSpec {
             let formats = FORMATS.iter().filter(|format| format.has_files() == have_files);
             formats.map(form).collect::<Vec<String>>().join(separator)
         };
-        format!("{}; or a file of your own: {}", forms(false, "; "), forms(true, ", "))
+        format!("{}; or your own file: {}", forms(false, "; "), forms(true, ", "))
     }
 
     /// Returns whether the targets are known to be classes.
