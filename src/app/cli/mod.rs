@@ -229,7 +229,7 @@ mod tests {
         "End",
         "Exempt",
         "Explain",
-        "Forecast",
+        "Simulate",
         "Generate",
         "Give",
         "Hold",
