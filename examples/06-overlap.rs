@@ -20,7 +20,7 @@ use tch::nn::{self, VarStore};
 
 const LAYERS: usize = 6;
 const STEPS: u32 = 10;
-const NETWORK: &str = "bandwidth=2Gbit/s,latency=20us"; // exercise
+const NETWORK: &str = "bandwidth=2Gbit/s,latency=20us"; // exercise, with `bucket_cap_mb` below
 
 /// The measurements of a run.
 struct Measured {
@@ -38,7 +38,7 @@ fn train(rank: &Rank, group: &Rc<ddp_mp::ProcessGroup>, overlap: bool) -> anyhow
             model.add(linear).add_fn(|x| x.tanh())
         })
     })?;
-    let bucket_cap_mb = 1.0; // exercise. A layer is slightly larger, so each bucket holds one layer.
+    let bucket_cap_mb = 1.0; // each bucket holds one layer
     let options = DdpOptions { overlap: Some(overlap), bucket_cap_mb, ..Default::default() };
     let mut ddp = DistributedDataParallel::new(model, &vs, group.clone(), options)?;
     let mut optimizer = Sgd::new(ddp.flat_buffers(), SgdOptions::default())?;

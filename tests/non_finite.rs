@@ -186,11 +186,11 @@ fn nonfinite_loss_or_parameter_ends_the_run_with_a_reason() {
     for (flags, problem) in [
         (
             ["--amp=fp16", "--strategy=ddp"],
-            "--skip-nonfinite: fp16 skips steps by a rule of its own",
+            "--skip-nonfinite: fp16 already skips steps whose gradients overflow",
         ),
         (
             ["--comm-hook=powersgd", "--powersgd-start-iter=2"],
-            "powersgd adds what it did not send to later steps",
+            "powersgd adds unsent parts of gradients to later steps",
         ),
         (["--strategy=dp", "--lr=1"], "needs --strategy ddp"),
     ] {

@@ -169,7 +169,7 @@ fn repeated_failure_at_one_step_is_reported() {
         let (code, all, stderr) = events(&[&RUN[..], &more].concat());
         assert_eq!(code, Some(1), "{stderr}");
         let of_restarts: Vec<&str> = stderr.lines().filter(|it| it.contains(" of 3, ")).collect();
-        let again = " failed again in step #1: without a change this start will probably fail";
+        let again = " failed again in step #1: without a change this start will probably also fail";
         let are_told: Vec<bool> = of_restarts.iter().map(|line| line.contains(again)).collect();
         assert_eq!(are_told, [false, true, true], "{stderr}");
         let told = " failed again in step #1: 4 failures in a row, with no progress between them";

@@ -33,7 +33,7 @@ fn simulated_network_takes_its_time_and_changes_no_bit() {
         let (found, stderr) = end(&[more, &[NETWORK, "--bucket-cap-mb=1"]].concat());
         assert_eq!(found["parameters_hash"], plain["parameters_hash"], "{more:?}");
         let note = "ddp-mp: the network is simulated: each all_reduce takes as long as on 2 nodes of 1 rank \
-                    (backend=nccl, algorithm=auto, latency=2ms, bandwidth=100MB/s)\n";
+                    (latency=2ms, bandwidth=100MB/s)\n";
         assert_eq!(stderr.matches(note).count(), 1, "{more:?}: {stderr}");
         let buckets: Vec<f64> = found["bucket_bytes"]
             .as_array()
@@ -49,11 +49,6 @@ fn simulated_network_takes_its_time_and_changes_no_bit() {
         let hides = more != ["--no-overlap"];
         assert_eq!(found["overlapped"].as_f64().unwrap() > 0., hides, "{more:?}: {found}");
     }
-    // A compressed gradient is half as long.
-    let (compressed, _) = end(&["--comm-hook=fp16", NETWORK]);
-    let (whole, _) = end(&["--no-overlap", NETWORK]);
-    let us = |end: &Value| end["communication_us"].as_f64().unwrap();
-    assert!(compressed["bucket_bytes"] == whole["bucket_bytes"] && us(&compressed) < us(&whole));
 }
 
 #[test]

@@ -7,7 +7,7 @@ use clap::Args;
 use tch::Device;
 
 use crate::checkpoint::Checkpoint;
-use crate::config::{Config, MOST, Program, number, whole};
+use crate::config::{Config, MAX_F32, Program, number, whole};
 use crate::error::{Error, Result, Shown};
 use crate::ffi::cuda::Cuda;
 use crate::models::{Generate, GenerateOptions, ModelConfig, ModelKind};
@@ -30,7 +30,7 @@ pub struct SampleFlags {
     #[arg(long, value_name = "N", value_parser = whole::<usize>(0..=u64::MAX), default_value_t = 500)]
     pub num_tokens: usize,
     /// Divide the logits by X; 0 takes the likeliest byte
-    #[arg(long, value_name = "X", value_parser = number(0.0..=MOST), default_value_t = 0.8)]
+    #[arg(long, value_name = "X", value_parser = number(0.0..=MAX_F32), default_value_t = 0.8)]
     pub temperature: f64,
     /// Draw from the K likeliest bytes [default: all]
     #[arg(long, value_name = "K", value_parser = whole::<i64>(1..))]

@@ -8,7 +8,7 @@ use serde_with::skip_serializing_none;
 
 use super::Config;
 use super::option_rules::{InShortHelp, MayDiffer, RefusedBy};
-use super::values::{self, duration, name, positive_duration, whole, written};
+use super::values::{self, duration, format_duration, name, positive_duration, whole};
 use crate::launch::{
     BackendChoice, BindChoice, Fault, LaunchChoice, LaunchOptions, Nproc, SharedMemory, Spawn,
     SpawnChoice,
@@ -81,17 +81,17 @@ pub struct LaunchSection {
     ///
     /// A plain number is seconds
     #[arg(long, value_name = "TIME", value_parser = positive_duration)]
-    #[arg(default_value = written(Spawn::TIMEOUT), add = MayDiffer::BetweenProcesses)]
+    #[arg(default_value = format_duration(Spawn::TIMEOUT), add = MayDiffer::BetweenProcesses)]
     #[serde(serialize_with = "humantime_serde::serialize")]
     pub timeout: Duration,
     /// Give other ranks TIME to return after a failure
     #[arg(long, value_name = "TIME", value_parser = duration)]
-    #[arg(default_value = written(Spawn::GRACE_PERIOD), add = MayDiffer::BetweenProcesses)]
+    #[arg(default_value = format_duration(Spawn::GRACE_PERIOD), add = MayDiffer::BetweenProcesses)]
     #[serde(serialize_with = "humantime_serde::serialize")]
     pub grace_period: Duration,
     /// Report missing ranks after TIME in a collective
     #[arg(long, value_name = "TIME", value_parser = positive_duration)]
-    #[arg(default_value = written(Spawn::STALL_WARNING))]
+    #[arg(default_value = format_duration(Spawn::STALL_WARNING))]
     #[arg(add = MayDiffer::BetweenProcesses, add = RefusedBy::VERIFY)]
     #[serde(serialize_with = "humantime_serde::serialize")]
     pub stall_warning: Duration,

@@ -46,7 +46,7 @@ pub use program::BuildContext;
 use program::OwnOptions;
 pub(crate) use program::{OwnArgs, OwnOptionsType, Program, why_replaced};
 pub use training::TrainingSection;
-pub(crate) use values::{MOST, backend, number};
+pub(crate) use values::{MAX_F32, backend, number};
 pub use values::{name, positive_duration, whole};
 
 /// The configuration of a run. Each option is a flag, and a key of a TOML file (with `_` or `-`).

@@ -6,7 +6,7 @@ use serde_with::{SerializeDisplay, skip_serializing_none};
 use strum::{Display, EnumString, IntoStaticStr, VariantNames};
 
 use super::option_rules::{Conflict, InShortHelp, MayDiffer, OnlyIf, RefusedBy};
-use super::values::{MOST, POSITIVE, name, number, shown, whole};
+use super::values::{MAX_F32, POSITIVE, format_number, name, number, whole};
 use super::{CommHookKind, Config, StrategyKind};
 use crate::error::{Error, Result};
 use crate::optim::{AdamWOptions, OptimizerOptions, ParamSpan, Schedule, SgdOptions, Unit};
@@ -54,7 +54,7 @@ pub enum ScheduleKind {
 #[group(skip)]
 pub struct OptimizationSection {
     /// Set the learning rate
-    #[arg(long, value_name = "X", value_parser = number(0.0..=MOST), default_value_t = 0.001)]
+    #[arg(long, value_name = "X", value_parser = number(0.0..=MAX_F32), default_value_t = 0.001)]
     #[arg(add = InShortHelp, add = MayDiffer::OnResumeWithNote)]
     pub lr: f64,
     /// Choose the optimizer
@@ -62,18 +62,18 @@ pub struct OptimizationSection {
     #[arg(default_value_t = OptimizerKind::Sgd, add = InShortHelp)]
     pub optimizer: OptimizerKind,
     /// Set the momentum of SGD
-    #[arg(long, value_name = "X", value_parser = number(0.0..=MOST))]
-    #[arg(default_value_t = SgdOptions::default().momentum, add = SGD)]
+    #[arg(long, value_name = "X", value_parser = number(0.0..=MAX_F32))]
+    #[arg(default_value_t = SgdOptions::default().momentum, add = ONLY_WITH_SGD)]
     pub momentum: f64,
     /// Set the dampening of SGD's momentum
-    #[arg(long, value_name = "X", value_parser = number(-MOST..=MOST))]
+    #[arg(long, value_name = "X", value_parser = number(-MAX_F32..=MAX_F32))]
     #[arg(default_value_t = SgdOptions::default().dampening, add = MOMENTUM)]
     pub dampening: f64,
     /// Use Nesterov momentum for SGD
-    #[arg(long, add = Conflict(no_nesterov), add = SGD)]
+    #[arg(long, add = Conflict(nesterov_problem), add = ONLY_WITH_SGD)]
     pub nesterov: bool,
     /// Set the weight decay [default: 0 for sgd, 0.01 for adamw]
-    #[arg(long, value_name = "X", value_parser = number(0.0..=MOST))]
+    #[arg(long, value_name = "X", value_parser = number(0.0..=MAX_F32))]
     #[arg(add = MayDiffer::OnResumeWithNote)]
     pub weight_decay: Option<f64>,
     /// Exempt biases and the parameters of norms from weight decay
@@ -90,7 +90,7 @@ pub struct OptimizationSection {
     #[arg(add = ADAMW, add = MayDiffer::OnResumeWithNote)]
     pub beta2: f64,
     /// Add X to AdamW's denominator
-    #[arg(long, value_name = "X", value_parser = number(0.0..=MOST))]
+    #[arg(long, value_name = "X", value_parser = number(0.0..=MAX_F32))]
     #[arg(default_value_t = AdamWOptions::default().eps)]
     #[arg(add = ADAMW, add = MayDiffer::OnResumeWithNote)]
     pub eps: f64,
@@ -103,19 +103,19 @@ pub struct OptimizationSection {
     pub schedule: ScheduleKind,
     /// Count the schedule in epochs, or in steps after warm-up
     #[arg(long, value_name = "UNIT", value_parser = name::<Unit>(), default_value_t = Unit::Epoch)]
-    #[arg(add = CHANGING, add = MayDiffer::OnResumeWithNote)]
+    #[arg(add = ONLY_WITH_SCHEDULE, add = MayDiffer::OnResumeWithNote)]
     pub schedule_by: Unit,
     /// Apply --gamma at these epochs or steps, with commas
     #[arg(long, value_name = "N,...", value_delimiter = ',', value_parser = whole::<u64>(..))]
-    #[arg(add = Conflict(unsorted), add = MULTI_STEP, add = MayDiffer::OnResumeWithNote)]
+    #[arg(add = Conflict(milestones_problem), add = MULTI_STEP, add = MayDiffer::OnResumeWithNote)]
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub milestones: Vec<u64>,
     /// Multiply the learning rate by X at each milestone
-    #[arg(long, value_name = "X", value_parser = number(0.0..=MOST), default_value_t = 0.1)]
+    #[arg(long, value_name = "X", value_parser = number(0.0..=MAX_F32), default_value_t = 0.1)]
     #[arg(add = MULTI_STEP, add = MayDiffer::OnResumeWithNote)]
     pub gamma: f64,
     /// Set the learning rate at the end of cosine
-    #[arg(long, value_name = "X", value_parser = number(0.0..=MOST), default_value_t = 0.0)]
+    #[arg(long, value_name = "X", value_parser = number(0.0..=MAX_F32), default_value_t = 0.0)]
     #[arg(add = COSINE, add = MayDiffer::OnResumeWithNote)]
     pub eta_min: f64,
     /// Raise the learning rate from a third over N steps
@@ -134,23 +134,23 @@ pub struct OptimizationSection {
     /// The gradients are checked before each step. One more such step ends the run. Without this option the first
     /// loss that is not finite ends it
     #[arg(long, value_name = "N", value_parser = whole::<u64>(..))]
-    #[arg(add = Conflict(cannot_skip), add = MayDiffer::OnResume, add = RefusedBy::TOOLS)]
+    #[arg(add = Conflict(skip_problem), add = MayDiffer::OnResume, add = RefusedBy::TOOLS)]
     pub skip_nonfinite: Option<u64>,
 }
 
-const SGD: OnlyIf = OnlyIf(
+const ONLY_WITH_SGD: OnlyIf = OnlyIf(
     |it| it.optimization.optimizer == OptimizerKind::Sgd,
     "applies only to SGD; add --optimizer sgd, or remove it",
 );
 const MOMENTUM: OnlyIf = OnlyIf(
-    |it| it.optimization.momentum != 0.0 && (SGD.0)(it),
+    |it| it.optimization.momentum != 0.0 && (ONLY_WITH_SGD.0)(it),
     "applies only to SGD with --momentum; add them, or remove it",
 );
 const ADAMW: OnlyIf = OnlyIf(
     |it| it.optimization.optimizer == OptimizerKind::AdamW,
     "applies only to AdamW; add --optimizer adamw, or remove it",
 );
-const CHANGING: OnlyIf = OnlyIf(
+const ONLY_WITH_SCHEDULE: OnlyIf = OnlyIf(
     |it| it.optimization.schedule != ScheduleKind::Constant,
     "applies only to --schedule multi-step and cosine; add one, or remove it",
 );
@@ -163,7 +163,7 @@ const COSINE: OnlyIf = OnlyIf(
     "applies only to --schedule cosine; add it, or remove this",
 );
 
-fn no_nesterov(config: &Config) -> Option<String> {
+fn nesterov_problem(config: &Config) -> Option<String> {
     let OptimizationSection { nesterov, momentum, dampening, .. } = config.optimization;
     (nesterov && (momentum == 0.0 || dampening != 0.0)).then(|| {
         "Nesterov momentum needs a momentum above 0 and no dampening; use for example --momentum 0.9"
@@ -177,7 +177,7 @@ fn no_milestones(config: &Config) -> Option<String> {
         .then(|| "multi-step needs milestones; use for example --milestones 30,60,90".into())
 }
 
-fn unsorted(config: &Config) -> Option<String> {
+fn milestones_problem(config: &Config) -> Option<String> {
     let pair = config.optimization.milestones.windows(2).find(|pair| pair[0] >= pair[1])?;
     Some(format!(
         "{} comes after {}, but milestones must increase; sort them, and name each once",
@@ -185,7 +185,7 @@ fn unsorted(config: &Config) -> Option<String> {
     ))
 }
 
-fn cannot_skip(config: &Config) -> Option<String> {
+fn skip_problem(config: &Config) -> Option<String> {
     let problem = match (config.training.amp, config.ddp.comm_hook, config.ddp.strategy) {
         (Amp::Fp16, ..) => "fp16 already skips steps whose gradients overflow; remove this",
         (_, CommHookKind::PowerSgd, _) => {
@@ -237,8 +237,8 @@ impl Config {
         let ranks = if world_size == 1 { "rank" } else { "ranks" };
         let note = format!(
             "--scale-lr: learning rate {} x {world_size} {ranks} = {}",
-            shown(self.optimization.lr),
-            shown(lr)
+            format_number(self.optimization.lr),
+            format_number(lr)
         );
         (lr, Some(note))
     }
@@ -291,11 +291,11 @@ impl Config {
     /// Refuses a learning rate or a warm-up that does not fit `world_size` ranks.
     pub(super) fn validate_optimization_for(&self, world_size: usize) -> Result<()> {
         let (lr, _) = self.lr_for(world_size);
-        if lr > MOST {
+        if lr > MAX_F32 {
             return Err(Error::InvalidInput(format!(
                 "{}: a learning rate of {} for {world_size} ranks is too large; use a smaller --lr",
                 self.name_of("scale_lr"),
-                shown(lr)
+                format_number(lr)
             )));
         }
         let steps = self.training.max_epochs.saturating_mul(self.steps_per_epoch(world_size));

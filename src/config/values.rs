@@ -77,7 +77,11 @@ pub(crate) fn number(
         number.ok_or_else(|| {
             let bounds = match (range.start_bound(), range.end_bound()) {
                 (Bound::Included(&least), Bound::Included(&most)) => {
-                    return format!("expected a number from {} to {}", shown(least), shown(most));
+                    return format!(
+                        "expected a number from {} to {}",
+                        format_number(least),
+                        format_number(most)
+                    );
                 }
                 (start, end) => {
                     [bound(start, "at least", "above"), bound(end, "at most", "less than")]
@@ -93,20 +97,21 @@ pub(crate) fn number(
 /// no such end.
 fn bound(end: Bound<&f64>, included: &str, excluded: &str) -> Option<String> {
     match end {
-        Bound::Included(&number) => Some(format!("{included} {}", shown(number))),
-        Bound::Excluded(&number) => Some(format!("{excluded} {}", shown(number))),
+        Bound::Included(&number) => Some(format!("{included} {}", format_number(number))),
+        Bound::Excluded(&number) => Some(format!("{excluded} {}", format_number(number))),
         Bound::Unbounded => None,
     }
 }
 
 /// The largest number that the optimizers accept. They step in float32, whose largest number is a little above.
-pub(crate) const MOST: f64 = 3.4e38;
+pub(crate) const MAX_F32: f64 = 3.4e38;
 
 /// Numbers above 0 that float32 can hold.
-pub(super) const POSITIVE: (Bound<f64>, Bound<f64>) = (Bound::Excluded(0.0), Bound::Included(MOST));
+pub(super) const POSITIVE: (Bound<f64>, Bound<f64>) =
+    (Bound::Excluded(0.0), Bound::Included(MAX_F32));
 
 /// Returns `value` as text, with an exponent where it would be long.
-pub(super) fn shown(value: f64) -> String {
+pub(super) fn format_number(value: f64) -> String {
     let is_short = value == 0.0 || (1e-5..1e16).contains(&value.abs());
     if is_short { format!("{value}") } else { format!("{value:e}") }
 }
@@ -128,7 +133,7 @@ pub fn positive_duration(text: &str) -> Result<Duration, String> {
 }
 
 /// Returns `duration` as text that [`duration()`] parses: the default of an option.
-pub(super) fn written(duration: Duration) -> String {
+pub(super) fn format_duration(duration: Duration) -> String {
     humantime::format_duration(duration).to_string()
 }
 

@@ -42,7 +42,7 @@ pub trait CommHook {
     /// Returns whether the hook supports [`GradBucket::weight`], which
     /// [`backward_weighted`](crate::DistributedDataParallel::backward_weighted) requires. Other hooks never receive a
     /// weight.
-    fn weighs(&self) -> bool {
+    fn handles_weights(&self) -> bool {
         false
     }
 
@@ -132,7 +132,7 @@ impl CommHook for AllReduce {
         true
     }
 
-    fn weighs(&self) -> bool {
+    fn handles_weights(&self) -> bool {
         true
     }
 
@@ -172,7 +172,7 @@ impl CommHook for Compress {
         if self.dtype == Kind::Half { "fp16_compress" } else { "bf16_compress" }
     }
 
-    fn weighs(&self) -> bool {
+    fn handles_weights(&self) -> bool {
         true
     }
 

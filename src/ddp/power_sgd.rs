@@ -23,7 +23,7 @@ pub struct PowerSgd {
     /// The number of draws from `seeds`.
     draws: u64,
     state: BTreeMap<usize, BucketState>,
-    /// The errors and factors of an earlier run, until the buckets of their parameters take them.
+    /// The errors and factors from a checkpoint that no bucket has taken yet.
     loaded: CommHookState,
     /// Whether that run had already started to compress.
     is_resumed: bool,
@@ -76,7 +76,7 @@ impl CommHook for PowerSgd {
         "powerSGD"
     }
 
-    fn weighs(&self) -> bool {
+    fn handles_weights(&self) -> bool {
         true
     }
 
@@ -172,8 +172,9 @@ impl PowerSgd {
         let columns: i64 = rest.iter().product();
         let rank = self.options.matrix_approximation_rank.min(rows).min(columns);
         let compressed = (rows + columns) * rank;
-        let pays = compressed as f64 * self.options.min_compression_rate < (rows * columns) as f64;
-        (!rest.is_empty() && pays).then_some((rows, columns, rank))
+        let is_worth_it =
+            compressed as f64 * self.options.min_compression_rate < (rows * columns) as f64;
+        (!rest.is_empty() && is_worth_it).then_some((rows, columns, rank))
     }
 
     /// Returns the initial state of a bucket: that of an earlier run, or else an error of zero.
@@ -237,7 +238,7 @@ impl PowerSgd {
             flat.f_narrow(0, start as i64, n * m)?.f_view([n, m])
         };
 
-        // P = M Q, averaged, made orthogonal; Q = M^T P, averaged; M is about P Q^T.
+        // P = M Q, averaged, made orthogonal; Q = M^T P, averaged; M ~ P Q^T.
         let mut ps = Vec::with_capacity(matrices.len());
         for &(start, n, m, _) in &matrices {
             let q = orthogonalize(&state.factors[&start]).doing(doing)?;

@@ -95,10 +95,10 @@ impl ReducerState {
         let rank = self.group.ranks()[self.group.rank()];
         check_weight(samples, rank)
             .map_err(|error| Error::InvalidInput(format!("backward_weighted: {error}")))?;
-        if let Some(hook) = self.comm_hook.as_ref().filter(|hook| !hook.weighs()) {
+        if let Some(hook) = self.comm_hook.as_ref().filter(|hook| !hook.handles_weights()) {
             return Err(Error::InvalidInput(format!(
                 "backward_weighted: the communication hook `{}` does not support weights; use GradBucket::weight and \
-                 implement CommHook::weighs in it, or use backward",
+                 implement CommHook::handles_weights in it, or use backward",
                 hook.name()
             )));
         }

@@ -217,7 +217,7 @@ impl<M> DistributedDataParallel<M> {
     ///
     /// # Errors
     /// The errors of [`backward`](Self::backward). [`Error::InvalidInput`] if `samples` is negative or not finite, if
-    /// all ranks together have none, or if a communication hook does not [weigh](super::CommHook::weighs). Also within
+    /// all ranks together have none, or if a communication hook does not [weigh](super::CommHook::handles_weights). Also within
     /// `no_sync` while the averaged gradients of an earlier step remain. [`Error::Mismatch`] if another rank calls
     /// `backward`.
     ///

@@ -25,8 +25,8 @@ struct RawGroup {
     _opaque: [u8; 0],
 }
 
-type Take = unsafe extern "C" fn(*mut c_void, *const u8, usize);
-type Done = unsafe extern "C" fn(*mut c_void, *const c_char);
+type BytesCallback = unsafe extern "C" fn(*mut c_void, *const u8, usize);
+type DoneCallback = unsafe extern "C" fn(*mut c_void, *const c_char);
 
 /// The operations of a group, numbered as in `c10d.cpp`. Each returns when it has started.
 #[repr(u8)]
@@ -92,7 +92,7 @@ unsafe extern "C" {
     fn ddp_store_get(
         store: *mut RawStore,
         key: *const c_char,
-        take: Take,
+        take: BytesCallback,
         context: *mut c_void,
     ) -> *mut c_char;
     fn ddp_store_wait(
@@ -100,13 +100,13 @@ unsafe extern "C" {
         keys: *const *const c_char,
         len: usize,
         timeout_ms: i64,
-        there: *mut bool,
+        found: *mut bool,
     ) -> *mut c_char;
     fn ddp_store_check(
         store: *mut RawStore,
         keys: *const *const c_char,
         len: usize,
-        there: *mut bool,
+        found: *mut bool,
     ) -> *mut c_char;
     fn ddp_store_add(
         store: *mut RawStore,
@@ -121,7 +121,7 @@ unsafe extern "C" {
         expected_len: usize,
         desired: *const u8,
         desired_len: usize,
-        take: Take,
+        take: BytesCallback,
         context: *mut c_void,
     ) -> *mut c_char;
     fn ddp_gloo_new(
@@ -139,7 +139,7 @@ unsafe extern "C" {
     fn ddp_gloo_start(
         group: *mut RawGroup,
         call: *const GlooArguments,
-        done: Done,
+        done: DoneCallback,
         context: *mut c_void,
     ) -> *mut c_char;
     fn ddp_gloo_abort(group: *mut RawGroup) -> *mut c_char;
@@ -171,7 +171,7 @@ impl Connection {
         listener: Option<c_int>,
         timeout: Duration,
     ) -> Result<Self> {
-        let (host, mut store) = (text(host)?, ptr::null_mut());
+        let (host, mut store) = (c_string(host)?, ptr::null_mut());
         let listener = listener.unwrap_or(-1);
         // SAFETY: reads one string, writes one pointer to a valid place.
         take_message(unsafe {
@@ -181,13 +181,13 @@ impl Connection {
     }
 
     pub(super) fn set(&mut self, key: &str, value: &[u8]) -> Result<()> {
-        let key = text(key)?;
+        let key = c_string(key)?;
         // SAFETY: `self` is live; reads one string, and bytes with their length.
         take_message(unsafe { ddp_store_set(self.0, key.as_ptr(), value.as_ptr(), value.len()) })
     }
 
     pub(super) fn get(&mut self, key: &str) -> Result<Vec<u8>> {
-        let (key, mut value) = (text(key)?, Vec::new());
+        let (key, mut value) = (c_string(key)?, Vec::new());
         let context = (&raw mut value).cast();
         // SAFETY: `self` is live; `take` is called before this returns, with the vector that is its context.
         take_message(unsafe { ddp_store_get(self.0, key.as_ptr(), take, context) })?;
@@ -196,7 +196,7 @@ impl Connection {
 
     /// Waits for all `keys`. Returns `false` after `timeout`, which is at least a millisecond.
     pub(super) fn wait(&mut self, keys: &[String], timeout: Duration) -> Result<bool> {
-        let (keys, mut there) = (Texts::new(keys)?, false);
+        let (keys, mut there) = (CStringArray::new(keys)?, false);
         let timeout = millis(timeout).max(1);
         // SAFETY: `self` is live; reads strings with their number, writes one bool to a valid place.
         take_message(unsafe {
@@ -206,14 +206,14 @@ impl Connection {
     }
 
     pub(super) fn check(&mut self, keys: &[String]) -> Result<bool> {
-        let (keys, mut there) = (Texts::new(keys)?, false);
+        let (keys, mut there) = (CStringArray::new(keys)?, false);
         // SAFETY: as in `wait`.
         take_message(unsafe { ddp_store_check(self.0, keys.as_ptr(), keys.len(), &mut there) })?;
         Ok(there)
     }
 
     pub(super) fn add(&mut self, key: &str, amount: i64) -> Result<i64> {
-        let (key, mut sum) = (text(key)?, 0);
+        let (key, mut sum) = (c_string(key)?, 0);
         // SAFETY: `self` is live; reads one string, writes one number to a valid place.
         take_message(unsafe { ddp_store_add(self.0, key.as_ptr(), amount, &mut sum) })?;
         Ok(sum)
@@ -225,7 +225,7 @@ impl Connection {
         expected: &[u8],
         desired: &[u8],
     ) -> Result<Vec<u8>> {
-        let (key, mut value) = (text(key)?, Vec::new());
+        let (key, mut value) = (c_string(key)?, Vec::new());
         let context = (&raw mut value).cast();
         // SAFETY: as in `set` and `get`.
         take_message(unsafe {
@@ -271,8 +271,8 @@ pub(super) struct GlooJoin {
 impl GlooHandle {
     /// Joins a group. Blocks until all ranks are connected, at most for the timeout.
     pub(super) fn new(store: &mut Connection, join: &GlooJoin) -> Result<Self> {
-        let (prefix, address) = (text(&join.prefix)?, text(&join.address)?);
-        let (interfaces, mut group) = (Texts::new(&join.interfaces)?, ptr::null_mut());
+        let (prefix, address) = (c_string(&join.prefix)?, c_string(&join.address)?);
+        let (interfaces, mut group) = (CStringArray::new(&join.interfaces)?, ptr::null_mut());
         // SAFETY: the store is live, and C++ keeps a handle of its own to it; reads strings with their number,
         // writes one pointer to a valid place.
         take_message(unsafe {
@@ -356,14 +356,14 @@ unsafe extern "C" fn take(context: *mut c_void, bytes: *const u8, len: usize) {
 }
 
 /// An array of strings for C. The pointers are valid while this lives.
-struct Texts {
+struct CStringArray {
     _strings: Vec<CString>,
     pointers: Vec<*const c_char>,
 }
 
-impl Texts {
+impl CStringArray {
     fn new(strings: &[String]) -> Result<Self> {
-        let strings: Vec<CString> = strings.iter().map(|s| text(s)).collect::<Result<_>>()?;
+        let strings: Vec<CString> = strings.iter().map(|s| c_string(s)).collect::<Result<_>>()?;
         let pointers = strings.iter().map(|s| s.as_ptr()).collect();
         Ok(Self { _strings: strings, pointers })
     }
@@ -377,7 +377,7 @@ impl Texts {
     }
 }
 
-fn text(text: &str) -> Result<CString> {
+fn c_string(text: &str) -> Result<CString> {
     CString::new(text).map_err(|_| format!("{text:?} contains a NUL character"))
 }
 

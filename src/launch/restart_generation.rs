@@ -113,8 +113,8 @@ mod tests {
 
     #[test]
     fn generation_is_new_and_equal_on_all_processes() {
-        let (_open, never) = bounded(0);
-        let store = TcpStore::serve("127.0.0.1", 0, TIMEOUT, never).unwrap();
+        let (_open_tx, never_rx) = bounded(0);
+        let store = TcpStore::serve("127.0.0.1", 0, TIMEOUT, never_rx).unwrap();
         let mut starts = Vec::new();
         // The keys of one start must not mislead the next, whichever process is first, and however many there are.
         for (count, first) in [(3, 0), (3, 1), (2, 0), (4, 2)] {

@@ -47,8 +47,8 @@ enum Job {
 /// jobs and ends.
 #[derive(Debug)]
 pub(super) struct CommunicationThread {
-    jobs: Sender<Job>,
-    returned: Receiver<SequencedBackend>,
+    jobs_tx: Sender<Job>,
+    returned_rx: Receiver<SequencedBackend>,
     busy: Arc<Mutex<BusyTime>>,
 }
 
@@ -83,8 +83,8 @@ impl BusyTime {
 impl CommunicationThread {
     /// Starts a communication thread for the calling rank, the member `group`.
     pub(super) fn start(group: &ProcessGroup) -> Result<Self> {
-        let (jobs, received) = unbounded();
-        let (give_back, returned) = bounded(1);
+        let (jobs_tx, jobs_rx) = unbounded();
+        let (returned_tx, returned_rx) = bounded(1);
         let make_group = group.on_another_thread();
         let rank = group.global_rank();
         let busy = Arc::<Mutex<BusyTime>>::default();
@@ -112,18 +112,18 @@ impl CommunicationThread {
             loop {
                 // Whichever comes first: a job, or the end of the oldest operation in flight.
                 if let Some((oldest, ..)) = in_flight.front()
-                    && ends_before_a_job(&oldest.started, &received, run.cancel.tripped())
+                    && ends_before_a_job(&oldest.started, &jobs_rx, run.cancel.tripped())
                 {
                     in_flight.pop_front().into_iter().for_each(finish);
                     continue;
                 }
-                let Ok(job) = received.recv() else { break };
+                let Ok(job) = jobs_rx.recv() else { break };
                 match job {
                     Job::Attach(side) => group.attach(side),
                     Job::GiveBack => {
                         in_flight.drain(..).for_each(finish);
                         if let Some(side) = group.detach() {
-                            let _ = give_back.send(side); // the rank waits for it
+                            let _ = returned_tx.send(side); // the rank waits for it
                         }
                     }
                     Job::Run(call, result) => {
@@ -144,7 +144,7 @@ impl CommunicationThread {
         thread.spawn(main).map_err(|error| {
             Error::Unsupported(not_started(&format!("rank {rank}'s communication thread"), &error))
         })?;
-        Ok(Self { jobs, returned, busy })
+        Ok(Self { jobs_tx, returned_rx, busy })
     }
 
     /// Hands over the rank's side of the group.
@@ -154,10 +154,10 @@ impl CommunicationThread {
 
     /// Queues `call`. Returns the channel that will receive its result.
     pub(super) fn run(&self, group: &ProcessGroup, call: QueuedCall) -> Receiver<Result<()>> {
-        let (sender, result) = bounded(1);
+        let (result_tx, result_rx) = bounded(1);
         group.run().begin_pending(group.global_rank());
-        self.send(Job::Run(call, sender));
-        result
+        self.send(Job::Run(call, result_tx));
+        result_rx
     }
 
     /// Returns for how long operations have been under way.
@@ -168,11 +168,11 @@ impl CommunicationThread {
     /// Takes the rank's side of the group back. Waits until all queued calls are over; each of them ends.
     pub(super) fn give_back(&self) -> Option<SequencedBackend> {
         self.send(Job::GiveBack);
-        self.returned.recv().ok()
+        self.returned_rx.recv().ok()
     }
 
     fn send(&self, job: Job) {
-        let _ = self.jobs.send(job); // the thread receives until this sender is dropped
+        let _ = self.jobs_tx.send(job); // the thread receives until this sender is dropped
     }
 }
 

@@ -65,7 +65,7 @@ impl ProcessGroup {
         let connect = || match &self.network {
             Some(network) if here < ranks.len() => {
                 let name = format!("group/{sequence}");
-                let connect = |members| network.part(ranks, &name, members);
+                let connect = |members| network.subgroup(ranks, &name, members);
                 Bootstrap::between_processes(self.backend, self.run(), members, connect)
             }
             _ => Bootstrap::within_process(self.backend_here(), self.run(), members),

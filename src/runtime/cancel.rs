@@ -29,19 +29,19 @@ pub(crate) struct CancelToken {
     /// Where threads wait for an event; notified when the token trips.
     events: Mutex<Vec<Weak<dyn Notify>>>,
     /// A channel without messages that closes when the token trips.
-    closes: Receiver<Infallible>,
-    keeps_open: Mutex<Option<Sender<Infallible>>>,
+    closed_rx: Receiver<Infallible>,
+    open_tx: Mutex<Option<Sender<Infallible>>>,
 }
 
 impl Default for CancelToken {
     fn default() -> Self {
-        let (sender, closes) = bounded(0);
+        let (open_tx, closed_rx) = bounded(0);
         Self {
             by: AtomicUsize::new(NOBODY),
             threads: Mutex::new(Vec::new()),
             events: Mutex::new(Vec::new()),
-            closes,
-            keeps_open: Mutex::new(Some(sender)),
+            closed_rx,
+            open_tx: Mutex::new(Some(open_tx)),
         }
     }
 }
@@ -50,7 +50,7 @@ impl CancelToken {
     /// Trips the token in the name of rank `by`; only the first call counts.
     pub(super) fn cancel(&self, by: usize) {
         if self.by.compare_exchange(NOBODY, by, Ordering::SeqCst, Ordering::SeqCst).is_ok() {
-            drop(self.keeps_open.lock().take());
+            drop(self.open_tx.lock().take());
             self.wake_all();
         }
     }
@@ -65,7 +65,7 @@ impl CancelToken {
 
     /// Returns a channel without messages that closes when the token trips, for `select!`.
     pub(crate) fn tripped(&self) -> &Receiver<Infallible> {
-        &self.closes
+        &self.closed_rx
     }
 
     /// Registers the calling thread, to be unparked when the token trips.

@@ -34,7 +34,7 @@ pub(super) fn outcome<T>(
 }
 
 /// Returns a note on the bytes that went through rank 0 with `--strategy dp`. `None` if there are no other ranks.
-pub(super) fn through_rank_0(end: &End) -> Option<String> {
+pub(super) fn through_rank_0_message(end: &End) -> Option<String> {
     let (first, others) = end.ranks.split_first()?;
     let most = |bytes: fn(&RankEnd) -> u64| others.iter().map(bytes).max();
     let kb = |bytes: u64| (bytes + 500) / 1000;
@@ -48,14 +48,14 @@ pub(super) fn through_rank_0(end: &End) -> Option<String> {
 }
 
 /// Returns a line about the best validation of a run, and where it is saved.
-pub(super) fn best(best: &ValidationMetrics, dir: Option<&CheckpointDir>) -> String {
+pub(super) fn best_message(best: &ValidationMetrics, dir: Option<&CheckpointDir>) -> String {
     let pointer = dir.map(|dir| dir.path().join("best")).filter(|pointer| pointer.exists());
     let place = pointer.map_or(String::new(), |path| format!(" ({})", path.shown()));
     format!("best: epoch {}, {}{place}", best.epoch, validation_text(best))
 }
 
 /// Returns a line about a run that has stopped.
-pub(super) fn stopped(
+pub(super) fn stopped_message(
     reason: StopReason,
     state: &TrainerState,
     dir: Option<&CheckpointDir>,
@@ -81,7 +81,10 @@ pub(super) fn stopped(
 }
 
 /// Returns a line about a run whose epochs ended before `--max-steps`; `None` for any other run.
-pub(super) fn before_max_steps(state: &TrainerState, training: &TrainingSection) -> Option<String> {
+pub(super) fn before_max_steps_message(
+    state: &TrainerState,
+    training: &TrainingSection,
+) -> Option<String> {
     let steps = training.max_steps.filter(|max| *max > state.step)?;
     Some(format!(
         "the run has ended after {} steps, before --max-steps {steps}, because of --max-epochs {}",

@@ -3,7 +3,9 @@
 use std::io;
 
 use super::Session;
-use super::end_messages::{before_max_steps, best, stopped, through_rank_0};
+use super::end_messages::{
+    before_max_steps_message, best_message, stopped_message, through_rank_0_message,
+};
 use crate::config::StrategyKind;
 use crate::ddp::Strategy;
 use crate::error::{Compared, Result};
@@ -119,7 +121,7 @@ fn print_end(
     let with_text = printer.format() == LogFormat::Text && replicas_equal;
     if config.ddp.strategy == StrategyKind::Dp
         && with_text
-        && let Some(note) = through_rank_0(&end)
+        && let Some(note) = through_rank_0_message(&end)
     {
         printer.info(&note);
     }
@@ -132,12 +134,12 @@ fn print_end(
     if let Some(metrics) = &trainer.state().best
         && with_text
     {
-        printer.info(&best(metrics, dir));
+        printer.info(&best_message(metrics, dir));
     }
     if replicas_equal {
         let text = match reason {
-            Some(reason) => Some(stopped(reason, trainer.state(), dir)),
-            None => before_max_steps(trainer.state(), &config.training),
+            Some(reason) => Some(stopped_message(reason, trainer.state(), dir)),
+            None => before_max_steps_message(trainer.state(), &config.training),
         };
         text.iter().for_each(|text| printer.info(text));
     }
@@ -147,7 +149,7 @@ fn print_end(
 /// Returns how much of the communication backward has hidden.
 fn hidden_message(end: &End) -> String {
     format!(
-        "all-reduces took {:.0} us of a step, and backward hid {:.0} % of that",
+        "all-reduces took {:.0} us in each step; {:.0} % of that ran during backward",
         end.communication_us,
         100.0 * end.hidden
     )

@@ -1,4 +1,4 @@
-//! What the rest of the program hands to the live view: its lines, and the metrics of training.
+//! A queue of lines and metrics for the live view.
 
 use parking_lot::Mutex;
 

@@ -18,8 +18,8 @@ pub(crate) use train::TrainFlags;
 
 /// Train a model in parallel, one rank per visible GPU.
 ///
-/// Each rank is a thread of this process. Without a GPU, each CPU core gets a rank. Without a command the program
-/// trains. The defaults are a random data set of 4096 samples and one dense layer.
+/// Each rank is a thread, or a process with --spawn=processes. Without a GPU, each CPU core gets a rank. Without a
+/// command the program trains. The defaults are a random data set of 4096 samples and one dense layer.
 #[derive(Debug, Parser)]
 #[command(version, args_conflicts_with_subcommands = true, max_term_width = 100)]
 pub(crate) struct Cli {

@@ -57,11 +57,11 @@ impl MemoryRoofline {
     pub(super) fn measure(&mut self, iters: u64) -> Result<f64> {
         let count = self.0.len();
         let start = Barrier::new(count);
-        // The gate opens when all threads have started. At the barrier they would wait forever for a missing one.
-        let (all_are_there, gate) = bounded(count);
+        // A message arrives for each thread when all threads have started. At the barrier they would wait forever for a missing one.
+        let (started_tx, started_rx) = bounded(count);
         let passes = |share: &mut ThreadBuffers| {
             unbind_this_thread(); // rank 0 starts them, on its CPUs
-            if gate.recv().is_err() {
+            if started_rx.recv().is_err() {
                 return Duration::ZERO;
             }
             start.wait();
@@ -80,9 +80,9 @@ impl MemoryRoofline {
             };
             let threads: Result<Vec<_>> = self.0.iter_mut().enumerate().map(start).collect();
             if threads.is_ok() {
-                (0..count).try_for_each(|_| all_are_there.send(())).ok();
+                (0..count).try_for_each(|_| started_tx.send(())).ok();
             }
-            drop(all_are_there);
+            drop(started_tx);
             // A thread that only copies does not panic.
             Ok(threads?.into_iter().filter_map(|thread| thread.join().ok()).max())
         });

@@ -79,16 +79,16 @@ fn requests_do_not_queue_behind_a_waiting_request() {
     thread::scope(|scope| {
         for round in 0..10 {
             let keys = [0, 1, 2].map(|number| format!("{round}/{number}"));
-            let (waits, begun) = bounded(0);
+            let (begun_tx, begun_rx) = bounded(0);
             let get = |key: &String| {
-                let (client, waits, key) = (client.clone(), waits.clone(), key.clone());
+                let (client, begun_tx, key) = (client.clone(), begun_tx.clone(), key.clone());
                 scope.spawn(move || {
-                    waits.send(()).unwrap();
+                    begun_tx.send(()).unwrap();
                     client.get(&key, TIMEOUT)
                 })
             };
             let threads = keys.each_ref().map(get);
-            keys.iter().for_each(|_| begun.recv().unwrap());
+            keys.iter().for_each(|_| begun_rx.recv().unwrap());
             // The last one first: a wait does not delay the end of another.
             for (key, thread) in keys.iter().zip(threads).rev() {
                 client.add("n", 1).unwrap();
@@ -103,12 +103,12 @@ fn requests_do_not_queue_behind_a_waiting_request() {
 #[test]
 fn wait_returns_when_the_run_is_cancelled() {
     let server = serve();
-    let (running, cancelled) = bounded::<Infallible>(0);
-    let client = TcpStore::connect("127.0.0.1", server.port(), TIMEOUT, cancelled).unwrap();
+    let (running_tx, cancelled_rx) = bounded::<Infallible>(0);
+    let client = TcpStore::connect("127.0.0.1", server.port(), TIMEOUT, cancelled_rx).unwrap();
     let failed = thread::scope(|scope| {
         let thread = scope.spawn(|| client.get("never", TIMEOUT));
         server.set("so that it is asked for meanwhile", b"").unwrap();
-        drop(running);
+        drop(running_tx);
         reason(thread.join().unwrap())
     });
     assert!(failed.contains("get \"never\" failed: given up"), "{failed}");
@@ -158,9 +158,9 @@ fn connect_without_a_store_is_an_error() {
     let failed = reason(TcpStore::connect("127.0.0.2", port, limit, never()));
     assert!(failed.contains(&format!("127.0.0.2:{port}: connecting failed")), "{failed}");
     assert!(failed.contains("refused"), "{failed}");
-    let (running, cancelled) = bounded::<Infallible>(0);
-    drop(running);
-    let failed = reason(TcpStore::connect("127.0.0.2", port, TIMEOUT, cancelled));
+    let (running_tx, cancelled_rx) = bounded::<Infallible>(0);
+    drop(running_tx);
+    let failed = reason(TcpStore::connect("127.0.0.2", port, TIMEOUT, cancelled_rx));
     assert!(failed.contains("given up"), "{failed}");
 }
 
@@ -184,8 +184,8 @@ fn request_after_the_store_is_gone_is_an_error() {
     assert!(failed.contains("add \"n\" failed"), "{failed}");
 }
 
-/// Starts a proxy to the real server, and returns its port. For each turn, it answers a request with `evil` instead.
-fn hostile(port: u16, evil: Vec<u8>, turns: Receiver<()>) -> u16 {
+/// Starts a proxy to the real server, and returns its port. For each message in `turn_rx` it answers a request with `evil` instead.
+fn hostile(port: u16, evil: Vec<u8>, turn_rx: Receiver<()>) -> u16 {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let here = listener.local_addr().unwrap().port();
     thread::Builder::new()
@@ -194,11 +194,11 @@ fn hostile(port: u16, evil: Vec<u8>, turns: Receiver<()>) -> u16 {
                 let mut client = client.unwrap();
                 let server = TcpStream::connect(("127.0.0.1", port)).unwrap();
                 let (mut to, mut from) = (server.try_clone().unwrap(), client.try_clone().unwrap());
-                let (evil, turns) = (evil.clone(), turns.clone());
+                let (evil, turn_rx) = (evil.clone(), turn_rx.clone());
                 let forth = move || {
                     let mut bytes = [0; 4096];
                     while let Ok(len @ 1..) = from.read(&mut bytes) {
-                        if turns.try_recv().is_ok() {
+                        if turn_rx.try_recv().is_ok() {
                             let _ = from.write_all(&evil);
                             let _ = from.shutdown(Shutdown::Both);
                             return;
@@ -221,10 +221,10 @@ fn invalid_answers_of_a_server_are_errors() {
     let server = serve();
     let lengths = [u64::MAX, 1 << 62, 1 << 46].map(|len| len.to_le_bytes().to_vec());
     for evil in lengths.into_iter().chain([vec![], vec![0xab; 3], vec![0xff; 4096]]) {
-        let (turn, turns) = bounded(1);
-        let client = connect(hostile(server.port(), evil.clone(), turns));
+        let (turn_tx, turn_rx) = bounded(1);
+        let client = connect(hostile(server.port(), evil.clone(), turn_rx));
         assert_eq!(client.compare_set("k", b"", b"v").unwrap(), b"v");
-        turn.send(()).unwrap();
+        turn_tx.send(()).unwrap();
         let failed = reason(client.compare_set("k", b"", b"v"));
         assert!(failed.contains("compare_set \"k\" failed"), "{failed}");
     }

@@ -99,8 +99,8 @@ impl SpawnProcesses<'_> {
     pub(crate) fn run(&self, before_restart: impl Fn(usize, &ChildError)) -> Result<ProcessesEnd> {
         require_files(files_of_store(self.count()), "serving a store to the ranks")?;
         let lent = self.live.then(LentTerminal::new).flatten();
-        let (_open, never) = bounded(0);
-        let store = TcpStore::serve("127.0.0.1", 0, self.timeout, never)?;
+        let (_open_tx, never_rx) = bounded(0);
+        let store = TcpStore::serve("127.0.0.1", 0, self.timeout, never_rx)?;
         let (handle, signals) = self.listen().map_err(cannot_start)?;
         let ended = self.run_starts(&store, &signals, lent.as_ref(), before_restart);
         handle.close();
@@ -394,8 +394,8 @@ mod tests {
             max_restarts: 3,
             live: false,
         };
-        let (_open, never) = bounded(0);
-        let store = TcpStore::serve("127.0.0.1", 0, time, never).unwrap();
+        let (_open_tx, never_rx) = bounded(0);
+        let store = TcpStore::serve("127.0.0.1", 0, time, never_rx).unwrap();
         for (number, code) in [2, 1].into_iter().enumerate() {
             let start = Start { spawn: &spawn, store: store.under(&store_prefix(number)), number };
             // A process whose --config has changed meanwhile ends like this, before it has joined.

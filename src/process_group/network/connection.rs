@@ -34,7 +34,7 @@ pub(crate) struct Network {
     gloo: Option<GlooGroup>,
     /// The group's ranks on this host, if they are in several processes that share memory.
     on_host: Option<Arc<HostGroup>>,
-    /// The store that the processes share, under a prefix of the group's own.
+    /// The store that the processes share, under the group's prefix.
     pub(crate) store: TcpStore,
     run: Arc<RunContext>,
     members: Arc<[usize]>,
@@ -114,7 +114,7 @@ impl Network {
     /// # Errors
     /// [`Error::Unsupported`] if it already has messages.
     pub(crate) fn with_messages_to(mut self, mail: &Arc<Mailboxes>) -> Result<Self> {
-        let taken = || Error::Unsupported("a network has messages once".into());
+        let taken = || Error::Unsupported("this network already carries messages".into());
         let listener = self.listener.take().ok_or_else(taken)?;
         let messages = Messages::new(
             self.run.clone(),
@@ -134,7 +134,12 @@ impl Network {
     }
 
     /// Connects the processes that have any of `ranks` as a sub-group. `ranks` are ascending group ranks.
-    pub(crate) fn part(&self, ranks: &[usize], name: &str, members: Arc<[usize]>) -> Result<Self> {
+    pub(crate) fn subgroup(
+        &self,
+        ranks: &[usize],
+        name: &str,
+        members: Arc<[usize]>,
+    ) -> Result<Self> {
         let members_in = |places: &Range<usize>| {
             ranks.partition_point(|&rank| rank < places.start)
                 ..ranks.partition_point(|&rank| rank < places.end)
@@ -177,7 +182,7 @@ impl Network {
         self.common.set_weight(self.map.mine, weight);
     }
 
-    fn mean_here(&self) -> f64 {
+    fn local_mean_weight(&self) -> f64 {
         self.common.weight(self.map.mine)
     }
 
@@ -201,8 +206,8 @@ impl Network {
         if let Some(mean) = mean_weight {
             self.set_weight(mean);
         }
-        let none = SplitSizes::of(&Call::bare(Operation::Barrier), 0, &self.map, false);
-        self.exchange(call, &none, 0, describe)
+        let no_payload = SplitSizes::of(&Call::bare(Operation::Barrier), 0, &self.map, false);
+        self.exchange(call, &no_payload, 0, describe)
     }
 
     /// Makes room for this many bytes per direction. Called by the process's first rank, before the others' barrier.
@@ -254,11 +259,13 @@ impl Network {
         describe: impl Fn() -> String,
     ) -> Result<()> {
         if call.weight.is_some() {
-            // Other processes would take an invalid mean for another program's bytes.
-            weights::check_mean(self.mean_here(), || self.members[self.map.here()].to_vec())?;
+            // A NaN in a header would make other processes reject it as another program's data.
+            weights::check_mean(self.local_mean_weight(), || {
+                self.members[self.map.here()].to_vec()
+            })?;
         }
         let inline = parts.largest.is_some_and(|largest| largest <= HEADER_MAX_DATA_BYTES);
-        let (send, receive) = (self.begins(&parts.to), self.begins(&parts.from));
+        let (send, receive) = (self.offsets(&parts.to), self.offsets(&parts.from));
         self.write_headers(call, parts, inline.then_some((begin, &send[..])));
         let equal = vec![HEADER_BYTES as i64; self.map.len()];
         let [mine, theirs] = &self.staging.headers;
@@ -289,10 +296,10 @@ impl Network {
         tensor: &Tensor,
         describe: impl Fn() -> String,
     ) -> Result<Started> {
-        let none = SplitSizes::of(&Call::bare(Operation::Barrier), 0, &self.map, false);
-        self.exchange(call, &none, 0, describe)?;
+        let no_payload = SplitSizes::of(&Call::bare(Operation::Barrier), 0, &self.map, false);
+        self.exchange(call, &no_payload, 0, describe)?;
         if call.weight.is_some() {
-            let share = self.mean_here() / weights::mean_of_all(self.weights())?;
+            let share = self.local_mean_weight() / weights::mean_of_all(self.weights())?;
             if share != 1.0 {
                 weights::multiply(tensor, share)?;
             }
@@ -326,7 +333,7 @@ impl Network {
         self.finish(&self.start(call, GlooOperation::AllToAll, parts)?)
     }
 
-    fn begins(&self, sizes: &[usize]) -> Vec<usize> {
+    fn offsets(&self, sizes: &[usize]) -> Vec<usize> {
         SplitSizes::places(sizes, self.map.mine).0
     }
 
@@ -338,7 +345,7 @@ impl Network {
     fn write_headers(&self, call: &Call, parts: &SplitSizes, inline: Option<(usize, &[usize])>) {
         let message = self.stop.get().map_or(StopMessage::NONE, |stop| stop.message());
         let (sequence, fingerprint) = (call.sequence, call.fingerprint());
-        let weight = call.weight.map_or(0.0, |_| self.mean_here());
+        let weight = call.weight.map_or(0.0, |_| self.local_mean_weight());
         let headers: *mut u8 = self.staging.headers[0].data_ptr().cast();
         let send: *mut u8 = self.staging.parts()[0].data_ptr().cast();
         for process in self.others() {
@@ -428,7 +435,7 @@ impl Network {
                 Ok(Ok(())) => return Ok(()),
                 Ok(Err(Error::Gloo { reason, .. })) => reason,
                 Ok(Err(other)) => other.to_string(),
-                Err(_) => "it is gone".into(),
+                Err(_) => "Gloo's thread has ended".into(),
             },
             recv(self.run.cancel.tripped()) -> _ => String::new(),
             default(started.time_left()) => String::new(),

@@ -197,13 +197,13 @@ impl SimulatedCluster {
         self.given.iter().any(|key| ["nodes", "gpus"].contains(key))
     }
 
-    /// Returns the cluster of this many ranks in words: `2 nodes of 1 rank (backend=nccl, latency=5us, ..)`.
+    /// Returns the cluster of this many ranks in words: `2 nodes of 1 rank (latency=5us, bandwidth=25GB/s)`.
     pub(crate) fn describe(&self, ranks: usize) -> String {
         let ClusterShape { nodes, gpus } = self.shape_of(ranks);
         let plural = |count: usize| if count == 1 { "" } else { "s" };
         let keys = match nodes {
-            1 => ["backend", "algorithm", "node-latency", "node-bandwidth"],
-            _ => ["backend", "algorithm", "latency", "bandwidth"],
+            1 => ["node-latency", "node-bandwidth"],
+            _ => ["latency", "bandwidth"],
         };
         let settings = self.settings().into_iter().map(|(setting, ..)| setting);
         let shown = settings.filter(|setting| {

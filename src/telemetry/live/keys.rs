@@ -26,15 +26,15 @@ const AT_ONCE: Duration = Duration::from_millis(1);
 pub(super) fn keys() -> &'static Receiver<KeyEvent> {
     static KEYS: OnceLock<Receiver<KeyEvent>> = OnceLock::new();
     KEYS.get_or_init(|| {
-        let (sender, keys) = unbounded();
+        let (keys_tx, keys_rx) = unbounded();
         let reader = thread::Builder::new().name("keys".into());
-        let _ = reader.spawn(move || read(&sender)); // without the thread there are no keys
-        keys
+        let _ = reader.spawn(move || read(&keys_tx)); // without the thread there are no keys
+        keys_rx
     })
 }
 
-/// Sends keys to `keys` until the terminal is gone.
-fn read(keys: &Sender<KeyEvent>) {
+/// Sends keys to `keys_tx` until the terminal is gone.
+fn read(keys_tx: &Sender<KeyEvent>) {
     let opened = if io::stdin().is_terminal() { None } else { File::open("/dev/tty").ok() };
     let stdin = io::stdin();
     let input = opened.as_ref().map_or_else(|| stdin.as_fd(), AsFd::as_fd);
@@ -53,7 +53,7 @@ fn read(keys: &Sender<KeyEvent>) {
         while event::poll(AT_ONCE).unwrap_or(false) {
             match event::read() {
                 Ok(Event::Key(key)) if key.kind != KeyEventKind::Release => {
-                    if keys.send(key).is_err() {
+                    if keys_tx.send(key).is_err() {
                         return;
                     }
                 }

@@ -38,7 +38,7 @@ pub(crate) struct LiveView {
     printer: Arc<Printer>,
     progress: Arc<Progress>,
     /// Disconnected when the view stops reading the ranks' state.
-    looks: Receiver<Infallible>,
+    looking_rx: Receiver<Infallible>,
     thread: Option<JoinHandle<io::Result<()>>>,
 }
 
@@ -69,10 +69,10 @@ impl LiveView {
         };
         let feed = printer.open_live();
         let progress = Arc::<Progress>::default();
-        let (looking, looks) = bounded(0);
+        let (looking_tx, looking_rx) = bounded(0);
         let view = View {
             state: LiveState::new(title, source.labels()),
-            source: Some((source, looking)),
+            source: Some((source, looking_tx)),
             feed,
             stop,
             theme: Theme::from_env(),
@@ -88,7 +88,7 @@ impl LiveView {
         };
         match thread.spawn(run) {
             Ok(thread) => {
-                Some(Self { printer: printer.clone(), progress, looks, thread: Some(thread) })
+                Some(Self { printer: printer.clone(), progress, looking_rx, thread: Some(thread) })
             }
             Err(error) => {
                 printer.close_live();
@@ -101,7 +101,7 @@ impl LiveView {
     /// Makes the view read the ranks' state one last time, after they have ended. Returns when it has.
     pub(crate) fn end_ranks(&self) {
         self.progress.ranks_ended.store(true, Ordering::Release);
-        let _ = self.looks.recv(); // nothing is sent
+        let _ = self.looking_rx.recv(); // nothing is sent
     }
 
     /// Keeps the last screen until the user presses a key, or a signal asks the run to stop.
