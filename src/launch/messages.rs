@@ -6,11 +6,11 @@
 use std::collections::HashMap;
 use std::ops::Range;
 
-use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result, escaped_line};
 use crate::ffi::TcpStore;
+pub(super) use crate::process_group::{from_json, to_json, unreadable};
 use crate::runtime::Failure;
 
 /// The most ranks of a run. Some memory is allocated for each rank, so a message must not ask for more.
@@ -201,22 +201,6 @@ pub(super) fn check_failure(key: &str, mut failure: Failure, world_size: usize) 
         return Ok(failure);
     }
     Err(unreadable(key, &format!("rank {rank} of {world_size} has failed: {error}")))
-}
-
-pub(super) fn unreadable(key: &str, why: &str) -> Error {
-    Error::InvalidInput(format!(
-        "store key {key:?} holds an invalid message: {why}; another program may use the same store: give each run a \
-         store of its own"
-    ))
-}
-
-pub(super) fn to_json(key: &str, message: &impl Serialize) -> Result<Vec<u8>> {
-    serde_json::to_vec(message)
-        .map_err(|error| Error::Internal(format!("store key {key:?}: {error}")))
-}
-
-pub(super) fn from_json<T: DeserializeOwned>(key: &str, bytes: &[u8]) -> Result<T> {
-    serde_json::from_slice(bytes).map_err(|error| unreadable(key, &error.to_string()))
 }
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! What can be compared: the options, the samples, and notes on what is left out.
+//! The checks of the options and the samples, and the notes on ways that are left out.
 
 use std::sync::Arc;
 

@@ -4,7 +4,10 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
-use crate::error::{Error, Result};
+use super::store_message::{from_json, to_json};
+#[cfg(doc)]
+use crate::error::Error;
+use crate::error::Result;
 use crate::ffi::TcpStore;
 
 /// The extra time that the others wait for process 0.
@@ -38,19 +41,13 @@ impl Gathered {
         store.set(&key_of(mine), text.as_bytes())?;
         if mine == 0 {
             let gathered = collect(store, count, key_of, timeout)?;
-            let text = serde_json::to_vec(&gathered)
-                .map_err(|error| Error::Internal(format!("store key {key:?}: {error}")))?;
-            store.set(key, &text)?;
+            store.set(key, &to_json(key, &gathered)?)?;
             return Ok(gathered);
         }
-        let Some(text) = store.get(key, timeout.saturating_add(MARGIN))? else {
-            return Ok(Self::Missing(0));
-        };
-        serde_json::from_slice(&text).map_err(|error| {
-            Error::InvalidInput(format!(
-                "store key {key:?} has data that no process of this run stores ({error}); give each run a store of its own"
-            ))
-        })
+        match store.get(key, timeout.saturating_add(MARGIN))? {
+            Some(bytes) => from_json(key, &bytes),
+            None => Ok(Self::Missing(0)),
+        }
     }
 }
 

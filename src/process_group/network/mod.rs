@@ -11,6 +11,7 @@ mod lost;
 mod messages;
 mod process_map;
 mod split_sizes;
+mod store_message;
 
 pub(super) use common::Buffers;
 pub(crate) use connection::Network;
@@ -20,3 +21,4 @@ pub(crate) use header::{HEADER_BYTES, HEADER_MAX_DATA_BYTES};
 pub(super) use lost::connection_lost;
 pub(crate) use process_map::ProcessMap;
 pub(super) use split_sizes::SplitSizes;
+pub(crate) use store_message::{from_json, to_json, unreadable};
