@@ -231,7 +231,8 @@ impl HostSlot {
         let reached = &mut published[rank];
         reached.inputs.clear();
         let mut used = group.staging_offset(rank);
-        if moves && !mine.has_contents {
+        // On one host a piece fits.
+        if moves && !mine.has_contents && !group.is_whole {
             let lens = mine.inputs.iter().map(|input| (input.data, input.numel * unit));
             let copied = lens.filter(|&(data, len)| group.offset_of(data, len).is_none());
             let total: usize = copied.map(|(_, len)| len.next_multiple_of(LINE)).sum();
