@@ -19,7 +19,7 @@ use crate::launch::Nproc;
 /// The size limit of a file, in bytes.
 const LONGEST_FILE: u64 = 1 << 20;
 
-/// What is wrong with a section such as `[optimization]`, and what to do.
+/// The message for a section such as `[optimization]`.
 const SECTION: &str =
     "sections are not supported; put the keys at the top level, for example lr = 0.1";
 

@@ -217,8 +217,8 @@ impl<M> DistributedDataParallel<M> {
     ///
     /// # Errors
     /// The errors of [`backward`](Self::backward). [`Error::InvalidInput`] if `samples` is negative or not finite, if
-    /// all ranks together have none, or if a communication hook does not [weigh](super::CommHook::handles_weights). Also within
-    /// `no_sync` while the averaged gradients of an earlier step remain. [`Error::Mismatch`] if another rank calls
+    /// all ranks together have none, or if a communication hook does not
+    /// [handle weights](super::CommHook::handles_weights). Also within `no_sync` while the averaged gradients of an earlier step remain. [`Error::Mismatch`] if another rank calls
     /// `backward`.
     ///
     /// ```

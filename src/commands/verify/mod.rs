@@ -192,7 +192,7 @@ impl Verification {
     }
 
     /// Compares all ways to train on these placements, and prints the results. Returns what is wrong, if anything is.
-    /// Processes must all call it; that of rank 0 has the results.
+    /// All processes must call it, and the process of rank 0 gets the results.
     fn compare(&self, placements: &[Placement], on: &Ranks) -> anyhow::Result<Option<String>> {
         let Self { config, ranks, steps, printer, .. } = self;
         let whole = Variant {
