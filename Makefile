@@ -169,9 +169,8 @@ flight-recorder: cargo python ## have PyTorch's torchfrtrace analyse the flight 
 	cargo build --release
 	$(PYTHON_FOLDER)/bin/python tests/interop/flight_recorder.py $(PROGRAM)
 
-page: cargo libtorch ## make the pictures of assets/ anew: the terminal, with tmux the live view, with Chromium the page of a run
+page: cargo libtorch ## make the pictures of assets/ anew: with tmux the live view, with Chromium the page of a run
 	cargo build --release
-	python3 docs/record.py $(PROGRAM) assets/demo.svg
 	python3 docs/record_live.py $(PROGRAM) assets/live.svg
 	cd assets && CUDA_VISIBLE_DEVICES= $(abspath $(PROGRAM)) --max-epochs=2 --batch-size=32 --nproc-per-node=2 --report=report.html
 	chromium --headless --no-sandbox --hide-scrollbars --window-size=1280,1860 --screenshot=assets/report.png assets/report.html

@@ -163,18 +163,6 @@ fn page_commands_print_what_is_shown() {
     assert!(count >= 25 || !runs_every_case(), "{count} commands with output");
 }
 
-/// The picture of a terminal in the README, whose lines are commands and their output.
-#[test]
-fn recorded_session_matches_the_program() {
-    let picture = fs::read_to_string(repository("assets/demo.svg")).unwrap();
-    let texts = picture.split("xml:space=\"preserve\">").skip(1);
-    let lines = texts.map(|text| text.split_once("</text>").unwrap().0);
-    let text = lines.map(|line| line.replace("&gt;", ">").replace("&amp;", "&") + "\n").collect();
-    let place = "assets/demo.svg, which `make page` makes".to_owned();
-    let block = Block { place, language: "console".to_owned(), text };
-    assert_eq!(check_console(&block, &working_folder()), 2);
-}
-
 /// The words of a command, the first of which is `ddp-mp`, and the exit code that it is to have.
 fn words(command: &str) -> (Vec<&str>, i32) {
     let (command, code) = command.split_once(" || test $? = ").unwrap_or((command, "0"));

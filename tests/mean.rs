@@ -396,9 +396,9 @@ fn invalid_weights_are_errors_with_rank_and_value() {
         0 => ddp.backward(loss),
         _ => ddp.backward_weighted(loss, 2.0),
     });
-    assert!(error.contains("rank 0 called all_reduce(premul_sum 0.5) of float32"), "{error}");
+    assert!(error.contains("rank 0 called all_reduce(sum of 0.5 * each) of float32"), "{error}");
     assert!(
-        error.contains("rank 1 called all_reduce(premul_sum 0.5, weighted) of float32"),
+        error.contains("rank 1 called all_reduce(sum of 0.5 * each, weighted) of float32"),
         "{error}"
     );
     let error = failure(|_, ddp, loss| {

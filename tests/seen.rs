@@ -243,7 +243,7 @@ fn each_mistake_is_reported_with_rank_step_and_cause() {
             "wrong-shape",
             &[
                 "rank 1 called all_reduce(sum) of float32 [7] at src/trainer/callbacks/fault_injection.rs:",
-                "ranks 0, 2 called all_reduce(premul_sum 0.3333333333333333) of float32 ",
+                "ranks 0, 2 called all_reduce(sum of 0.3333333333333333 * each) of float32 ",
                 "] at src/trainer/mod.rs:",
             ],
         ),

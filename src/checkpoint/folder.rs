@@ -70,7 +70,7 @@ impl CheckpointDir {
             Error::InvalidInput(format!(
                 "checkpoints cannot be written to {}: {}; use another --checkpoint-dir",
                 path.shown(),
-                explain(&error)
+                error
             ))
         };
         check(path, &Contents::of(path)?)?; // before anything is written there

@@ -134,7 +134,8 @@ const BUCKET_MIB: (Bound<f64>, Bound<f64>) =
 
 /// Refuses options that `DataParallel` does not have. It would ignore them, or they would change results.
 pub(super) fn needs_ddp(config: &Config) -> Option<String> {
-    (config.ddp.strategy == StrategyKind::Dp).then(|| "needs --strategy ddp".into())
+    (config.ddp.strategy == StrategyKind::Dp)
+        .then(|| "needs --strategy ddp; remove it, or use that strategy".into())
 }
 
 /// Refuses options whose communication `SimulatedCluster` does not model.

@@ -50,7 +50,8 @@ impl SavedCommHook {
                     self.tensors.get(&format!("rank{rank}/{name}")).ok_or_else(|| {
                         let hook = &self.record.name;
                         Error::InvalidInput(format!(
-                            "the state of `{hook}` has no `{name}` of rank {rank}"
+                            "the state of `{hook}` has no `{name}` of rank {rank}; use another \
+                             checkpoint"
                         ))
                     })
                 };

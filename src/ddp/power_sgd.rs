@@ -117,7 +117,7 @@ impl CommHook for PowerSgd {
         let count = |name: &str| {
             state.counters.get(name).copied().ok_or_else(|| {
                 Error::InvalidInput(format!(
-                    "the state of the communication hook `powerSGD` has no `{name}`"
+                    "the state of the communication hook `powerSGD` has no `{name}`; use another checkpoint"
                 ))
             })
         };
@@ -125,7 +125,8 @@ impl CommHook for PowerSgd {
         // The draws are repeated below, one by one.
         if draws > u32::MAX.into() {
             return Err(Error::InvalidInput(format!(
-                "the state of the communication hook `powerSGD` has {draws} draws, more than a run can make"
+                "the state of the communication hook `powerSGD` has {draws} draws, more than a run \
+                 can make; use another checkpoint"
             )));
         }
         let is_resumed = iteration > self.options.start_iter;
@@ -217,9 +218,9 @@ impl PowerSgd {
         let continues =
             |state: &BucketState| self.is_resumed && state.factors.len() == matrices.len();
         let begins = is_new && !self.state.get(&bucket.index).is_some_and(continues);
-        let draws = begins || !self.options.warm_start;
+        let needs_factors = begins || !self.options.warm_start;
         // The seed is the same on every rank. It differs between buckets and, without warm start, between iterations.
-        let seed = draws.then(|| self.draw_seed());
+        let seed = needs_factors.then(|| self.draw_seed());
         let Some(state) = self.state.get_mut(&bucket.index) else { return Ok(()) };
         if let Some(seed) = seed {
             let draw = |&(start, _, m, r): &(usize, i64, i64, i64)| {

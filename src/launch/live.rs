@@ -14,9 +14,9 @@ use super::RunView;
 use super::stall::status_table;
 use crate::operation::{OpId, Operation};
 use crate::runtime::{PeerStatus, RemoteSnapshots, RunContext, StopRequest};
-use crate::telemetry::{LiveView, Look, Printer, RankLook, RankSource, Source};
+use crate::telemetry::{LiveView, Printer, RankSnapshot, RankSource, RunSnapshot, Source};
 
-/// The number of newest records that a look reads: of all ranks together, and the limits for each.
+/// The number of newest records that a snapshot reads: of all ranks together, and the limits for each.
 const RECORDS: usize = 4096;
 const RECORDS_PER_RANK: Range<usize> = 16..256;
 
@@ -77,7 +77,7 @@ impl RankSource for Ranks {
         self.labels.clone()
     }
 
-    fn look(&mut self) -> Look {
+    fn snapshot(&mut self) -> RunSnapshot {
         let count = self.run.activity.len();
         let limits = RECORDS_PER_RANK;
         let records =
@@ -86,19 +86,19 @@ impl RankSource for Ranks {
         let now = recorder.now();
         let of_rank = |rank: usize| {
             if !self.local_ranks.contains(&rank) {
-                return self.peers.as_ref().map_or_else(unknown, |peers| peers.look(rank, now));
+                return self.peers.as_ref().map_or_else(unknown, |peers| peers.snapshot(rank, now));
             }
             let newest = recorder.records(rank, recorder.count(rank).saturating_sub(records));
             let lasting = newest.filter(|op| op.at.operation != Operation::Gradient);
             let at = self.run.activity[rank].now();
-            RankLook {
+            RankSnapshot {
                 at,
                 // As of `now`: the ranks are read one after the other.
                 ops: lasting.filter_map(|op| op.seen_at(now)).collect(),
                 source: Source::Direct,
             }
         };
-        Look {
+        RunSnapshot {
             now,
             ranks: (0..count).map(of_rank).collect(),
             groups: self.run.known_groups(),
@@ -117,9 +117,9 @@ impl RankSource for Ranks {
     }
 }
 
-fn unknown() -> RankLook {
+fn unknown() -> RankSnapshot {
     let at = OpId { operation: Operation::Start, sequence: 0 };
-    RankLook { at, ops: Vec::new(), source: Source::Unknown("no heartbeat yet") }
+    RankSnapshot { at, ops: Vec::new(), source: Source::Unknown("no heartbeat yet") }
 }
 
 /// The ranks of other processes: a thread reads their heartbeats, since that may take a moment.
@@ -143,11 +143,11 @@ impl PeerHeartbeats {
         Self { snapshots, thread, stop_tx: Some(stop_tx) }
     }
 
-    fn look(&self, rank: usize, now: Duration) -> RankLook {
+    fn snapshot(&self, rank: usize, now: Duration) -> RankSnapshot {
         let Some((heartbeat, age)) = self.snapshots.heartbeat(rank, now) else { return unknown() };
         let mut ops = heartbeat.seen;
         ops.retain(|op| op.at.operation != Operation::Gradient);
-        RankLook { at: heartbeat.at, ops, source: Source::Heartbeat(age) }
+        RankSnapshot { at: heartbeat.at, ops, source: Source::Heartbeat(age) }
     }
 }
 

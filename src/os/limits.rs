@@ -71,6 +71,13 @@ const MENDABLE: [Mendable; 7] = [
     },
 ];
 
+/// The errors of a path, each with the remedy. They apply only at the end of an error, which names the path before it.
+const PATHS: [(&str, &str); 3] = [
+    ("No such file or directory (os error 2)", "check the path"),
+    ("Permission denied (os error 13)", "check who may use this path (ls -l)"),
+    ("Is a directory (os error 21)", "name a file"),
+];
+
 /// Returns `error`, with the limit and the remedy added if the user can fix it and it does not contain the remedy yet.
 pub(crate) fn explain(error: impl Display) -> String {
     let error = error.to_string();
@@ -80,7 +87,11 @@ pub(crate) fn explain(error: impl Display) -> String {
     match found {
         Some(limit) if limit.words == THREADS.words => explain_threads(error),
         Some(limit) if !error.contains(limit.remedy) => limit.explain(&error),
-        _ => error,
+        Some(_) => error,
+        None => match PATHS.iter().find(|(words, _)| error.ends_with(words)) {
+            Some((_, remedy)) => format!("{error}; {remedy}"),
+            None => error,
+        },
     }
 }
 
@@ -219,7 +230,7 @@ mod tests {
             (libc::ENOSPC, "(os error 28); free some space, or use another disk"),
             (libc::EFBIG, "(os error 27); raise the limit on file sizes (ulimit -f)"),
             (libc::EROFS, "(os error 30); use a folder that can be written to"),
-            (libc::ENOENT, "No such file or directory (os error 2)"),
+            (libc::ENOENT, "No such file or directory (os error 2); check the path"),
         ] {
             let explained = explain(io::Error::from_raw_os_error(errno));
             assert!(explained.ends_with(remedy), "{explained}");

@@ -47,7 +47,7 @@ impl fmt::Display for ReduceOp {
             ReduceOp::Band => "band",
             ReduceOp::Bor => "bor",
             ReduceOp::Bxor => "bxor",
-            ReduceOp::PremulSum(factor) => return write!(f, "premul_sum {factor}"),
+            ReduceOp::PremulSum(factor) => return write!(f, "sum of {factor} * each"),
         })
     }
 }

@@ -18,7 +18,7 @@ pub(super) fn check(op: ReduceOp, kind: Kind, weight: f64, rank: usize) -> Resul
         return Ok(weight);
     }
     Err(Error::Unsupported(format!(
-        "all_reduce({op}) of {} tensors takes no weights: they go with sum and premul_sum of float tensors",
+        "all_reduce({op}) of {} tensors takes no weights: only sums of float tensors do",
         dtype_name(kind)
     )))
 }

@@ -7,7 +7,7 @@ use crate::config::TrainingSection;
 use crate::error::Shown;
 use crate::launch::{SpawnError, StopReason};
 use crate::records::ValidationMetrics;
-use crate::telemetry::{End, RankEnd, RunState, validation_text};
+use crate::telemetry::{End, RankEnd, RunState, steps_text, validation_text};
 
 /// How a run ended.
 #[derive(Debug, Serialize)]
@@ -60,22 +60,24 @@ pub(super) fn stopped_message(
     state: &TrainerState,
     dir: Option<&CheckpointDir>,
 ) -> String {
-    let (name, steps) = (reason.name(), state.step);
+    let name = reason.name();
+    let steps = steps_text(state.step);
     match (dir, &state.best) {
         (_, Some(best)) if reason == StopReason::NoProgress => format!(
-            "stopped by {name} after {steps} steps: the validation loss was smallest after epoch {} ({} steps)",
-            best.epoch, best.step
+            "stopped by {name} after {steps}: the validation loss was smallest after epoch {} ({})",
+            best.epoch,
+            steps_text(best.step)
         ),
         (Some(dir), _) => {
             let unless =
                 if reason == StopReason::Steps { ", and raise or remove --max-steps" } else { "" };
             format!(
-                "stopped by {name} after {steps} steps, saved in {}; to continue, add --resume auto{unless}",
+                "stopped by {name} after {steps}, saved in {}; to continue, add --resume auto{unless}",
                 dir.path().shown()
             )
         }
         (None, _) => format!(
-            "stopped by {name} after {steps} steps; nothing is saved, because there is no --checkpoint-dir"
+            "stopped by {name} after {steps}; nothing is saved, because there is no --checkpoint-dir"
         ),
     }
 }
@@ -87,7 +89,8 @@ pub(super) fn before_max_steps_message(
 ) -> Option<String> {
     let steps = training.max_steps.filter(|max| *max > state.step)?;
     Some(format!(
-        "the run has ended after {} steps, before --max-steps {steps}, because of --max-epochs {}",
-        state.step, training.max_epochs
+        "the run has ended after {}, before --max-steps {steps}, because of --max-epochs {}",
+        steps_text(state.step),
+        training.max_epochs
     ))
 }

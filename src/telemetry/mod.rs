@@ -40,14 +40,14 @@ pub use language::Language;
 #[cfg(feature = "cli")]
 pub(crate) use language::filled;
 #[cfg(feature = "cli")]
-pub(crate) use live::{LiveView, Look, Player, RankLook, RankSource, SPEEDS, Source};
+pub(crate) use live::{LiveView, Player, RankSnapshot, RankSource, RunSnapshot, SPEEDS, Source};
 pub(crate) use memory::gigabytes;
 pub use memory::{peak_memory, total_memory};
 pub use metrics_logger::MetricsLogger;
 pub(crate) use output::{Marks, Output};
 pub use printer::{LogFormat, Printer, unwritable_stdout};
 #[cfg(feature = "cli")]
-pub(crate) use printer::{rate_text, validation_text};
+pub(crate) use printer::{rate_text, steps_text, validation_text};
 pub(crate) use prometheus::{PrometheusFile, RunFacts, RunState};
 pub use samples::Sample;
 pub(crate) use straggler::find_straggler_over;

@@ -150,14 +150,15 @@ impl Printer {
         } else {
             format!("{first:.6} -> {last:.6}")
         };
-        let steps = if end.steps_now == 1 { "step" } else { "steps" };
         let each = match end.steps_now {
             0 | 1 => String::new(),
             _ => format!(", {:.0} us each", end.us_per_step),
         };
         self.info(&format!(
-            "loss {losses}; {} {steps} in {:.3} s{each}; parameters {}",
-            end.steps_now, end.seconds, end.parameters_hash
+            "loss {losses}; {} in {:.3} s{each}; parameters {}",
+            steps_text(end.steps_now),
+            end.seconds,
+            end.parameters_hash
         ));
     }
 
@@ -366,6 +367,11 @@ impl Printer {
             feed.print_held();
         }
     }
+}
+
+/// Returns a number of steps with the word, as `1 step` or `2 steps`.
+pub(crate) fn steps_text(count: u64) -> String {
+    if count == 1 { "1 step".into() } else { format!("{count} steps") }
 }
 
 /// Returns the rate of training, such as `1234 samples/s`.

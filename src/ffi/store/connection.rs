@@ -48,7 +48,7 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 const FILES_OF_A_CLIENT: usize = 2;
 const FILES_OF_A_SERVER: usize = 8;
 
-pub(super) const GIVEN_UP: &str = "given up, because the run ends";
+pub(super) const CANCELLED: &str = "cancelled, because the run ends";
 
 impl StoreConnection {
     /// Starts the thread, which first opens its connection with `open`. Waits for `timeout`, or until `cancelled`
@@ -128,7 +128,7 @@ fn answer<T>(
     select_biased! {
         recv(reply) -> reply => reply.unwrap_or_else(|_| Err("the thread of this connection has ended; start the run \
                                                               again".into())),
-        recv(cancelled) -> _ => Err(GIVEN_UP.into()),
+        recv(cancelled) -> _ => Err(CANCELLED.into()),
         default(timeout) => Err(format!(
             "no answer within {timeout:?}: the process there hangs, it does not serve a store, or the network is \
              down; check that process, or raise --timeout"
@@ -153,7 +153,7 @@ pub(super) fn wait(
             return Ok(false);
         }
         if is_closed(given_up) {
-            return Err(GIVEN_UP.into());
+            return Err(CANCELLED.into());
         }
     }
 }
@@ -214,7 +214,7 @@ pub(super) fn reach(
         }
         match given_up.recv_timeout(pause.min(left())) {
             Err(RecvTimeoutError::Timeout) => pause = (pause * 2).min(WAIT_SLICE),
-            Err(RecvTimeoutError::Disconnected) => return Err(GIVEN_UP.into()),
+            Err(RecvTimeoutError::Disconnected) => return Err(CANCELLED.into()),
             Ok(never) => match never {},
         }
     }

@@ -109,7 +109,7 @@ fn draw_panels(frame: &mut Frame<'_>, area: Rect, state: &LiveState, theme: Them
         return draw_events(frame, area, state);
     }
     let [above, events] = Layout::vertical([Constraint::Fill(1); 2]).areas(area);
-    let is_wide = area.width >= 120 && !state.look.has_heartbeats;
+    let is_wide = area.width >= 120 && !state.snapshot.has_heartbeats;
     if is_wide {
         let [curve, rank, last] = Layout::horizontal([Constraint::Fill(1); 3]).areas(above);
         draw_curve(frame, curve, state, theme);
@@ -139,12 +139,12 @@ fn draw_header(frame: &mut Frame<'_>, area: Rect, state: &LiveState, theme: Them
     }
     match state.playback {
         Some(playback) => {
-            let [at, length] = [state.look.now, playback.length].map(|time| time.as_secs_f64());
+            let [at, length] = [state.snapshot.now, playback.length].map(|time| time.as_secs_f64());
             let paused = if playback.paused { ", paused" } else { "" };
             first.push(format!("{at:.3} of {length:.3} s at speed {}{paused}", playback.speed));
             first.push(state.title.clone()); // it may be long
         }
-        None => first.push(format!("{} passed", clock(state.look.now))),
+        None => first.push(format!("{} passed", clock(state.snapshot.now))),
     }
     first.extend(state.time_left().map(|left| format!("{} left", clock(left))));
 
@@ -159,7 +159,7 @@ fn draw_header(frame: &mut Frame<'_>, area: Rect, state: &LiveState, theme: Them
         let total = total.map_or(String::new(), |total| format!(" of {}", gigabytes(total as f64)));
         second.push(format!("memory {}{total}", gigabytes(used as f64)));
     }
-    let third = match (state.look.failed, state.straggler()) {
+    let third = match (state.snapshot.failed, state.straggler()) {
         (Some(rank), _) => {
             Line::styled(format!("rank {rank} has failed; the run ends"), theme.note())
         }
@@ -176,7 +176,7 @@ fn draw_lanes(frame: &mut Frame<'_>, area: Rect, state: &LiveState, theme: Theme
     let window = state.window.as_secs_f64();
     let time =
         if window >= 1.0 { format!("{window:.0} s") } else { format!("{:.1} ms", window * 1e3) };
-    let share = if state.look.has_heartbeats { "in collectives" } else { "came last" };
+    let share = if state.snapshot.has_heartbeats { "in collectives" } else { "came last" };
     let title = format!("ranks: the last {time}; % {share}");
     let block = Block::bordered().title(title);
     let inner = block.inner(area);
@@ -184,7 +184,8 @@ fn draw_lanes(frame: &mut Frame<'_>, area: Rect, state: &LiveState, theme: Theme
     let height = usize::from(inner.height);
     // Scrolls as far as the selected rank needs.
     let first = (state.selected + 1).saturating_sub(height);
-    let texts: Vec<String> = state.lanes.iter().map(|lane| doing(lane, state.look.now)).collect();
+    let texts: Vec<String> =
+        state.lanes.iter().map(|lane| doing(lane, state.snapshot.now)).collect();
     let widest = texts.iter().map(|text| text.chars().count()).max().unwrap_or(0);
     // The text keeps its width while the view is shown: lanes that jump are hard to read.
     let text_width = widest.clamp(24, 60).min(usize::from(inner.width) * 2 / 5).max(1);
@@ -251,7 +252,7 @@ fn doing(lane: &Lane, now: Duration) -> String {
 /// Returns the lane's phases over the window, a letter for each of `width` moments.
 fn timeline(lane: &Lane, state: &LiveState, width: usize, theme: Theme) -> Vec<Span<'static>> {
     let mut cells = vec![None; width];
-    let (end, window) = (state.look.now.as_secs_f64(), state.window.as_secs_f64().max(1e-9));
+    let (end, window) = (state.snapshot.now.as_secs_f64(), state.window.as_secs_f64().max(1e-9));
     // The cell whose middle is the first at or after `time`.
     let cell = |time: Duration| {
         let share = (time.as_secs_f64() - (end - window)) / window;
@@ -295,7 +296,7 @@ mod tests {
     use crate::operation::{OpId, Operation};
     use crate::records::TrainMetrics;
     use crate::runtime::OpRecord;
-    use crate::telemetry::live::look::{Look, RankLook, Source};
+    use crate::telemetry::live::snapshot::{RankSnapshot, RunSnapshot, Source};
     use crate::telemetry::live::state::Playback;
 
     /// Rank 1 is late: the others wait for it in all_reduce #2.
@@ -318,14 +319,14 @@ mod tests {
                 ops.push(op(Operation::AllReduce, 2, Some(0), 110, None));
             }
             let at = OpId { operation: Operation::UserCode, sequence: 0 };
-            RankLook { at, ops, source: Source::Direct }
+            RankSnapshot { at, ops, source: Source::Direct }
         };
         let labels = (0..ranks).map(|rank| format!("CPU:{rank}")).collect();
         let mut state = LiveState::new("mlp on ranks".into(), labels);
-        state.update(Look {
+        state.update(RunSnapshot {
             now: Duration::from_millis(200),
             ranks: (0..ranks).map(of_rank).collect(),
-            ..Look::default()
+            ..RunSnapshot::default()
         });
         state.steps = Some([100, 0]);
         let all = TrainMetrics { lr: 0.1, samples_per_second: 9.0, ..TrainMetrics::default() };
@@ -377,7 +378,7 @@ mod tests {
     fn numbers_are_shown_whole_or_not_at_all() {
         let mut state = state(4);
         state.select(2);
-        for op in &mut state.look.ranks[2].ops {
+        for op in &mut state.snapshot.ranks[2].ops {
             op.at.sequence += 123_456;
         }
         state.add_events(Duration::ZERO, vec!["epoch 0: loss 0.123456".into()]);

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use strum::{EnumIter, IntoStaticStr};
 
-use super::look::{HEARTBEAT, Look, RankLook, Source};
+use super::snapshot::{HEARTBEAT, RankSnapshot, RunSnapshot, Source};
 use crate::operation::Operation;
 use crate::runtime::OpRecord;
 use crate::telemetry::arrivals::Arrivals;
@@ -91,24 +91,24 @@ pub(super) struct Lane {
     pub spans: Vec<(Range<Duration>, Phase)>,
 }
 
-/// Returns a lane for each rank of `look`.
-pub(super) fn lanes(look: &Look, arrivals: &Arrivals) -> Vec<Lane> {
-    let with_age = |(rank, mine): (usize, &RankLook)| {
+/// Returns a lane for each rank of `snapshot`.
+pub(super) fn lanes(snapshot: &RunSnapshot, arrivals: &Arrivals) -> Vec<Lane> {
+    let with_age = |(rank, mine): (usize, &RankSnapshot)| {
         let heartbeat_age = match mine.source {
             Source::Heartbeat(age) => Some(age),
             Source::Direct | Source::Unknown(_) => None,
         };
-        Lane { heartbeat_age, ..lane(look, arrivals, rank) }
+        Lane { heartbeat_age, ..lane(snapshot, arrivals, rank) }
     };
-    look.ranks.iter().enumerate().map(with_age).collect()
+    snapshot.ranks.iter().enumerate().map(with_age).collect()
 }
 
-fn lane(look: &Look, arrivals: &Arrivals, rank: usize) -> Lane {
-    let mine = &look.ranks[rank];
-    let spans = spans(look, arrivals, rank);
+fn lane(snapshot: &RunSnapshot, arrivals: &Arrivals, rank: usize) -> Lane {
+    let mine = &snapshot.ranks[rank];
+    let spans = spans(snapshot, arrivals, rank);
     let phase = Phase::of(mine.at.operation);
     let doing = mine.at.to_string();
-    if look.failed == Some(rank) {
+    if snapshot.failed == Some(rank) {
         return Lane { phase: Phase::Failed, doing, spans, ..Lane::default() };
     }
     if phase == Phase::Ended {
@@ -130,7 +130,7 @@ fn lane(look: &Look, arrivals: &Arrivals, rank: usize) -> Lane {
     // A rank that waits for its communication thread waits in that thread's oldest collective.
     let on_thread = mine.ops.iter().filter(|op| op.on_comm_thread).find(is_open);
     let on_thread = on_thread.filter(|_| op.at.operation == Operation::Synchronize);
-    let waits_for = look.missing(arrivals, on_thread.unwrap_or(op));
+    let waits_for = snapshot.missing(arrivals, on_thread.unwrap_or(op));
     let phase = if waits_for.is_empty() { Phase::of(op.at.operation) } else { Phase::Waiting };
     let within = own().filter(is_open).find(|op| op.at.operation.is_compute());
     let within = within.filter(|within| within.at != op.at);
@@ -142,7 +142,7 @@ fn lane(look: &Look, arrivals: &Arrivals, rank: usize) -> Lane {
 }
 
 /// Returns `phase`, or [`Phase::Unknown`] if the rank's last heartbeat is too old to tell.
-fn known(rank: &RankLook, phase: Phase) -> Phase {
+fn known(rank: &RankSnapshot, phase: Phase) -> Phase {
     match rank.source {
         Source::Heartbeat(age) if age > 6 * HEARTBEAT => Phase::Unknown,
         Source::Unknown(_) => Phase::Unknown,
@@ -151,14 +151,18 @@ fn known(rank: &RankLook, phase: Phase) -> Phase {
 }
 
 /// Returns the spans of a rank's own operations: phases first, then what lies within them.
-fn spans(look: &Look, arrivals: &Arrivals, rank: usize) -> Vec<(Range<Duration>, Phase)> {
-    let own = || look.ranks[rank].ops.iter().filter(|op| !op.on_comm_thread);
-    let span = |op: &OpRecord| (op.started_at..op.end(look.now), Phase::of(op.at.operation));
+fn spans(
+    snapshot: &RunSnapshot,
+    arrivals: &Arrivals,
+    rank: usize,
+) -> Vec<(Range<Duration>, Phase)> {
+    let own = || snapshot.ranks[rank].ops.iter().filter(|op| !op.on_comm_thread);
+    let span = |op: &OpRecord| (op.started_at..op.end(snapshot.now), Phase::of(op.at.operation));
     let mut spans: Vec<_> = own().filter(|op| op.group.is_none()).map(span).collect();
     for op in own().filter(|op| op.group.is_some()) {
         spans.push(span(op));
-        if let Some(last) = look.last_arrival(arrivals, op) {
-            spans.push((op.started_at..last.min(op.end(look.now)), Phase::Waiting));
+        if let Some(last) = snapshot.last_arrival(arrivals, op) {
+            spans.push((op.started_at..last.min(op.end(snapshot.now)), Phase::Waiting));
         }
     }
     spans

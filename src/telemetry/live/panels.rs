@@ -48,10 +48,11 @@ pub(super) fn draw_rank(frame: &mut Frame<'_>, area: Rect, state: &LiveState) {
     let rank = state.selected;
     let label = state.labels.get(rank).map_or("", String::as_str);
     let block = Block::bordered().title(format!("rank {rank} ({label})"));
-    let (Some(lane), Some(look)) = (state.lanes.get(rank), state.look.ranks.get(rank)) else {
+    let (Some(lane), Some(snapshot)) = (state.lanes.get(rank), state.snapshot.ranks.get(rank))
+    else {
         return frame.render_widget(block, area);
     };
-    let now = state.look.now;
+    let now = state.snapshot.now;
     let name: &str = lane.phase.into();
     let since = lane.since.map_or(String::new(), |since| {
         format!(", for {:.3} s", now.saturating_sub(since).as_secs_f64())
@@ -60,13 +61,13 @@ pub(super) fn draw_rank(frame: &mut Frame<'_>, area: Rect, state: &LiveState) {
     if !lane.waits_for.is_empty() {
         lines.push(format!("waits for {}", list_ranks(&lane.waits_for)));
     }
-    let open = look.ops.iter().rev().find(|op| op.is_open());
+    let open = snapshot.ops.iter().rev().find(|op| op.is_open());
     let line = open.map(|op| op.source_line.to_string()).filter(|line| !line.is_empty());
     lines.extend(line.map(|line| format!("called at {line}")));
     if let Some(age) = lane.heartbeat_age {
         lines.push(format!("its last heartbeat came {:.1} s ago", age.as_secs_f64()));
     }
-    for op in look.ops.iter().rev().filter(|op| !op.is_open()).take(usize::from(area.height)) {
+    for op in snapshot.ops.iter().rev().filter(|op| !op.is_open()).take(usize::from(area.height)) {
         let time = op.end(now).saturating_sub(op.started_at).as_secs_f64() * 1e3;
         lines.push(format!("{time:9.3} ms {op}"));
     }

@@ -99,7 +99,7 @@ impl Player {
     }
 
     fn refresh(&mut self) {
-        self.state.update(self.recording.look_at(self.now));
+        self.state.update(self.recording.snapshot_at(self.now));
         self.state.playback = Some(self.playback);
     }
 

@@ -9,7 +9,7 @@ use std::time::Duration;
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::look::{Look, RankLook, Source};
+use super::snapshot::{RankSnapshot, RunSnapshot, Source};
 use crate::error::{Error, Result, Shown};
 use crate::files::read_regular;
 use crate::operation::{OpId, Operation};
@@ -24,7 +24,7 @@ const MOST_BYTES: u64 = 1 << 31;
 /// The most ranks of a trace.
 const MOST_RANKS: usize = 1 << 16;
 
-/// The newest operations of a rank that a look has.
+/// The newest operations of a rank that a snapshot has.
 const OPS: usize = 256;
 
 /// The operations of all ranks over a whole run.
@@ -91,7 +91,7 @@ impl Recording {
     }
 
     /// Returns the ranks at a time of the run.
-    pub(super) fn look_at(&self, now: Duration) -> Look {
+    pub(super) fn snapshot_at(&self, now: Duration) -> RunSnapshot {
         let of_rank = |ops: &Vec<OpRecord>| {
             let begun = ops.partition_point(|op| op.started_at <= now);
             let newest = ops[..begun].iter().rev().take(OPS).rev();
@@ -106,10 +106,14 @@ impl Recording {
                 true => Source::Unknown("not in these traces"),
                 false => Source::Direct,
             };
-            RankLook { at, ops: newest.filter_map(|op| op.clone().seen_at(now)).collect(), source }
+            RankSnapshot {
+                at,
+                ops: newest.filter_map(|op| op.clone().seen_at(now)).collect(),
+                source,
+            }
         };
         let ranks = self.ops.iter().map(of_rank).collect();
-        Look { now, ranks, groups: self.groups.clone(), ..Look::default() }
+        RunSnapshot { now, ranks, groups: self.groups.clone(), ..RunSnapshot::default() }
     }
 
     /// Returns the last start of a step of any rank before `now`, or the first one after it.

@@ -1,10 +1,10 @@
-//! The state of the view: what it draws, as plain data, and how looks and keys change it.
+//! The state of the view: what it draws, as plain data, and how snapshots and keys change it.
 
 use std::collections::VecDeque;
 use std::time::Duration;
 
 use super::lanes::{Lane, Phase, lanes};
-use super::look::Look;
+use super::snapshot::RunSnapshot;
 use super::waited_for::{LastRanks, Presence};
 use crate::operation::Operation;
 use crate::records::TrainMetrics;
@@ -27,7 +27,7 @@ pub(super) struct LiveState {
     pub title: String,
     /// A label for each rank, such as `CPU:0`.
     pub labels: Vec<String>,
-    pub look: Look,
+    pub snapshot: RunSnapshot,
     pub lanes: Vec<Lane>,
     /// The time that the lanes show, up to now.
     pub window: Duration,
@@ -50,9 +50,9 @@ pub(super) struct LiveState {
     pub has_ended: bool,
     /// The playback of a recorded trace; `None` for a run.
     pub playback: Option<Playback>,
-    /// The step that rank 0 was in at the first look, and its time.
+    /// The step that rank 0 was in at the first snapshot, and its time.
     first_step: Option<(u64, Duration)>,
-    /// The phases of all ranks at earlier looks, for ranks that are known from heartbeats only.
+    /// The phases of all ranks at earlier snapshots, for ranks that are known from heartbeats only.
     history: VecDeque<(Duration, Vec<Phase>)>,
 }
 
@@ -65,25 +65,25 @@ pub(super) struct Playback {
 }
 
 impl LiveState {
-    /// Returns the state before the first look, for ranks with these labels.
+    /// Returns the state before the first snapshot, for ranks with these labels.
     pub(super) fn new(title: String, labels: Vec<String>) -> Self {
         Self { title, labels, ..Self::default() }
     }
 
-    /// Shows another look at the ranks.
-    pub(super) fn update(&mut self, look: Look) {
-        let arrivals = look.arrivals();
-        self.lanes = lanes(&look, &arrivals);
-        if look.has_heartbeats {
-            self.sample(&look);
+    /// Shows another snapshot of the ranks.
+    pub(super) fn update(&mut self, snapshot: RunSnapshot) {
+        let arrivals = snapshot.arrivals();
+        self.lanes = lanes(&snapshot, &arrivals);
+        if snapshot.has_heartbeats {
+            self.sample(&snapshot);
         } else {
             self.last_ranks.count(&arrivals);
-            self.window = window(&look);
+            self.window = window(&snapshot);
         }
-        self.look = look;
+        self.snapshot = snapshot;
         self.selected = self.selected.min(self.lanes.len().saturating_sub(1));
         if let (None, Some(step)) = (self.first_step, self.step()) {
-            self.first_step = Some((step, self.look.now));
+            self.first_step = Some((step, self.snapshot.now));
         }
     }
 
@@ -95,13 +95,13 @@ impl LiveState {
         self.history.clear();
     }
 
-    /// Makes lanes of the phases at the looks so far: heartbeats do not tell more.
-    fn sample(&mut self, look: &Look) {
+    /// Makes lanes of the phases at the snapshots so far: heartbeats do not tell more.
+    fn sample(&mut self, snapshot: &RunSnapshot) {
         let phases: Vec<Phase> = self.lanes.iter().map(|lane| lane.phase).collect();
         let is_there = |phase: &Phase| matches!(phase, Phase::Communication | Phase::Waiting);
         self.presence.count(phases.iter().map(is_there).collect());
-        self.history.push_back((look.now, phases));
-        let start = look.now.saturating_sub(HEARTBEAT_WINDOW);
+        self.history.push_back((snapshot.now, phases));
+        let start = snapshot.now.saturating_sub(HEARTBEAT_WINDOW);
         while self.history.front().is_some_and(|(at, _)| *at < start) {
             self.history.pop_front();
         }
@@ -141,15 +141,15 @@ impl LiveState {
 
     /// Returns the newest step that any rank is known to be in; `None` before the first step.
     pub(super) fn step(&self) -> Option<u64> {
-        let ops = self.look.ranks.iter().flat_map(|rank| &rank.ops);
+        let ops = self.snapshot.ranks.iter().flat_map(|rank| &rank.ops);
         ops.filter(|op| op.is_step_phase()).map(|op| op.at.sequence).max()
     }
 
-    /// Returns the steps per second since the first look; `None` until two steps have begun.
+    /// Returns the steps per second since the first snapshot; `None` until two steps have begun.
     pub(super) fn steps_per_second(&self) -> Option<f64> {
         let (first, at) = self.first_step?;
         let steps = self.step()?.checked_sub(first).filter(|steps| *steps > 0)?;
-        let time = self.look.now.checked_sub(at)?.as_secs_f64();
+        let time = self.snapshot.now.checked_sub(at)?.as_secs_f64();
         (time > 0.0).then(|| steps as f64 / time)
     }
 
@@ -160,9 +160,9 @@ impl LiveState {
         Duration::try_from_secs_f64(left).ok()
     }
 
-    /// Returns the share of collectives in which `rank` came last, or of looks in which it was in one, from 0 to 1.
+    /// Returns the share of collectives in which `rank` came last, or of snapshots in which it was in one, from 0 to 1.
     pub(super) fn share(&self, rank: usize) -> Option<f64> {
-        if self.look.has_heartbeats {
+        if self.snapshot.has_heartbeats {
             self.presence.share(rank)
         } else {
             self.last_ranks.share(rank)
@@ -171,7 +171,7 @@ impl LiveState {
 
     /// Returns a sentence on the rank that the others wait for.
     pub(super) fn straggler(&self) -> Option<String> {
-        if self.look.has_heartbeats {
+        if self.snapshot.has_heartbeats {
             self.presence.straggler()
         } else {
             self.last_ranks.straggler()
@@ -180,17 +180,18 @@ impl LiveState {
 }
 
 /// Returns a window of about two steps of the first rank that makes any.
-fn window(look: &Look) -> Duration {
+fn window(snapshot: &RunSnapshot) -> Duration {
     const SHORTEST: Duration = Duration::from_micros(100);
     let steps = |ops: &[OpRecord]| -> Vec<Duration> {
         let steps = ops.iter().filter(|op| op.at.operation == Operation::Step);
         steps.map(|op| op.started_at).collect()
     };
-    let starts = look.ranks.iter().map(|rank| steps(&rank.ops)).find(|starts| !starts.is_empty());
+    let starts =
+        snapshot.ranks.iter().map(|rank| steps(&rank.ops)).find(|starts| !starts.is_empty());
     let Some(starts) = starts else { return Duration::from_secs(1) };
     let mut each: Vec<Duration> =
         starts.windows(2).map(|pair| pair[1].saturating_sub(pair[0])).collect();
     each.sort_unstable();
     let median = each.get(each.len() / 2).copied();
-    median.map_or(look.now.saturating_sub(starts[0]), |median| 2 * median).max(SHORTEST)
+    median.map_or(snapshot.now.saturating_sub(starts[0]), |median| 2 * median).max(SHORTEST)
 }

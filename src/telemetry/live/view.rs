@@ -14,7 +14,7 @@ use ratatui::backend::CrosstermBackend;
 
 use super::draw::{Theme, draw};
 use super::keys::keys;
-use super::look::RankSource;
+use super::snapshot::RankSource;
 use super::state::LiveState;
 use crate::os::limits::not_started;
 use crate::os::terminal;
@@ -78,7 +78,7 @@ impl LiveView {
             theme: Theme::from_env(),
             progress: progress.clone(),
             keys: keys(),
-            looked: Instant::now(),
+            snapshot_at: Instant::now(),
         };
         let thread = thread::Builder::new().name("live".into());
         let closes = CloseLive(printer.clone());
@@ -182,8 +182,8 @@ struct View {
     theme: Theme,
     progress: Arc<Progress>,
     keys: &'static Receiver<KeyEvent>,
-    /// When the ranks were last looked at.
-    looked: Instant,
+    /// The moment of the last snapshot.
+    snapshot_at: Instant,
 }
 
 impl View {
@@ -222,10 +222,10 @@ impl View {
         if let Some((source, _)) = &mut self.source
             && !self.state.frozen
         {
-            self.state.update(source.look());
-            self.looked = Instant::now();
+            self.state.update(source.snapshot());
+            self.snapshot_at = Instant::now();
         }
-        let now = self.state.look.now.saturating_add(self.looked.elapsed());
+        let now = self.state.snapshot.now.saturating_add(self.snapshot_at.elapsed());
         self.state.add_events(now, self.feed.take_lines());
         if self.state.frozen {
             return;

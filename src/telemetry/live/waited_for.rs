@@ -29,7 +29,7 @@ struct Last {
 }
 
 impl LastRanks {
-    /// Counts the collectives of a look that have not been counted yet.
+    /// Counts the collectives of a snapshot that have not been counted yet.
     pub(super) fn count(&mut self, arrivals: &Arrivals) {
         for ((group, sequence), entered) in arrivals.all_complete() {
             let is_new = self.counted.get(&group).is_none_or(|counted| *counted < sequence);
@@ -90,35 +90,36 @@ impl LastRanks {
     }
 }
 
-/// The share of looks in which each rank was in a collective: what is known of the ranks of other processes. The rank
+/// The share of snapshots in which each rank was in a collective: what is known of the ranks of other processes. The rank
 /// that the others wait for is hardly ever there.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Presence {
-    /// For each rank of the newest looks: whether it was in a collective.
-    looks: VecDeque<Vec<bool>>,
+    /// For each rank of the newest snapshots: whether it was in a collective.
+    snapshots: VecDeque<Vec<bool>>,
 }
 
 impl Presence {
-    /// Counts a look; `is_there` says of each rank whether it was in a collective.
+    /// Counts a snapshot; `is_there` says of each rank whether it was in a collective.
     pub(super) fn count(&mut self, is_there: Vec<bool>) {
-        self.looks.push_back(is_there);
-        self.looks.drain(..self.looks.len().saturating_sub(KEPT));
+        self.snapshots.push_back(is_there);
+        self.snapshots.drain(..self.snapshots.len().saturating_sub(KEPT));
     }
 
-    /// Returns the share of looks in which `rank` was in a collective, from 0 to 1; `None` without any.
+    /// Returns the share of snapshots in which `rank` was in a collective, from 0 to 1; `None` without any.
     pub(super) fn share(&self, rank: usize) -> Option<f64> {
-        let times = self.looks.iter().filter(|look| look.get(rank) == Some(&true)).count();
-        (!self.looks.is_empty()).then(|| times as f64 / self.looks.len() as f64)
+        let times =
+            self.snapshots.iter().filter(|snapshot| snapshot.get(rank) == Some(&true)).count();
+        (!self.snapshots.is_empty()).then(|| times as f64 / self.snapshots.len() as f64)
     }
 
     /// Returns a sentence on the rank that the others wait for; `None` if no rank stands out.
     pub(super) fn straggler(&self) -> Option<String> {
-        let ranks = self.looks.back()?.len();
+        let ranks = self.snapshots.back()?.len();
         let mut shares: Vec<(f64, usize)> =
             (0..ranks).filter_map(|rank| Some((self.share(rank)?, rank))).collect();
         shares.sort_by(|a, b| a.0.total_cmp(&b.0));
         let [(least, rank), (next, _), ..] = shares[..] else { return None };
-        let stands_out = self.looks.len() >= 10 && next - least > 0.3;
+        let stands_out = self.snapshots.len() >= 10 && next - least > 0.3;
         let percent = |share: f64| 100.0 * share;
         stands_out.then(|| {
             format!(
@@ -134,7 +135,7 @@ impl Presence {
 mod tests {
     use super::*;
     use crate::runtime::OpRecord;
-    use crate::telemetry::live::look::{Look, RankLook, Source};
+    use crate::telemetry::live::snapshot::{RankSnapshot, RunSnapshot, Source};
 
     fn all_reduce(sequence: u64, from: u64, to: Option<u64>) -> OpRecord {
         let at = OpId { operation: Operation::AllReduce, sequence };
@@ -145,11 +146,11 @@ mod tests {
         }
     }
 
-    fn look(now: u64, ranks: Vec<Vec<OpRecord>>) -> Look {
+    fn snapshot(now: u64, ranks: Vec<Vec<OpRecord>>) -> RunSnapshot {
         let at = OpId { operation: Operation::UserCode, sequence: 0 };
-        let rank = |ops| RankLook { at, ops, source: Source::Direct };
+        let rank = |ops| RankSnapshot { at, ops, source: Source::Direct };
         let ranks = ranks.into_iter().map(rank).collect();
-        Look { now: Duration::from_millis(now), ranks, ..Look::default() }
+        RunSnapshot { now: Duration::from_millis(now), ranks, ..RunSnapshot::default() }
     }
 
     #[test]
@@ -160,7 +161,7 @@ mod tests {
             let start = 100 * number;
             quick.push(all_reduce(number, start, Some(start + 51)));
             slow.push(all_reduce(number, start + 50, Some(start + 51)));
-            last.count(&look(start + 60, vec![quick.clone(), slow.clone()]).arrivals());
+            last.count(&snapshot(start + 60, vec![quick.clone(), slow.clone()]).arrivals());
         }
         assert_eq!((last.share(0), last.share(1)), (Some(0.0), Some(1.0)));
         let line = last.lines().next().unwrap();
@@ -181,7 +182,7 @@ mod tests {
             slow.push(all_reduce(number, second, Some(start + 1)));
         }
         let mut last = LastRanks::default();
-        last.count(&look(1000, vec![quick, slow]).arrivals());
+        last.count(&snapshot(1000, vec![quick, slow]).arrivals());
         assert_eq!((last.share(0), last.share(1)), (Some(8.0 / 12.0), Some(4.0 / 12.0)));
         assert!(last.straggler().unwrap().starts_with("rank 1 came last in 4 of 12 all_reduces"));
     }
@@ -189,20 +190,20 @@ mod tests {
     #[test]
     fn rank_that_has_not_entered_is_missing() {
         let waiting = || vec![all_reduce(7, 10, None)];
-        let look = look(30, vec![waiting(), vec![all_reduce(6, 1, Some(2))], waiting()]);
-        let (arrivals, op) = (look.arrivals(), &look.ranks[0].ops[0]);
-        assert_eq!(look.missing(&arrivals, op), [1]);
-        assert_eq!(look.last_arrival(&arrivals, op), Some(look.now));
+        let snapshot = snapshot(30, vec![waiting(), vec![all_reduce(6, 1, Some(2))], waiting()]);
+        let (arrivals, op) = (snapshot.arrivals(), &snapshot.ranks[0].ops[0]);
+        assert_eq!(snapshot.missing(&arrivals, op), [1]);
+        assert_eq!(snapshot.last_arrival(&arrivals, op), Some(snapshot.now));
     }
 
     #[test]
     fn heartbeat_from_before_a_wait_does_not_name_a_rank() {
-        let mut look =
-            look(1000, vec![vec![all_reduce(7, 800, None)], vec![all_reduce(3, 1, None)]]);
-        look.ranks[1].source = Source::Heartbeat(Duration::from_millis(100));
-        assert!(look.missing(&look.arrivals(), &look.ranks[0].ops[0]).is_empty());
-        look.now = Duration::from_millis(2000);
-        assert_eq!(look.missing(&look.arrivals(), &look.ranks[0].ops[0]), [1]);
+        let mut snapshot =
+            snapshot(1000, vec![vec![all_reduce(7, 800, None)], vec![all_reduce(3, 1, None)]]);
+        snapshot.ranks[1].source = Source::Heartbeat(Duration::from_millis(100));
+        assert!(snapshot.missing(&snapshot.arrivals(), &snapshot.ranks[0].ops[0]).is_empty());
+        snapshot.now = Duration::from_millis(2000);
+        assert_eq!(snapshot.missing(&snapshot.arrivals(), &snapshot.ranks[0].ops[0]), [1]);
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! The lesson about several machines: two processes with two ranks each, against one with four.
+//! The lessons about backends and several machines: ranks in several processes, against the ranks of one.
 
 use std::net::TcpListener;
 use std::process::{Command, Stdio};
@@ -24,6 +24,14 @@ pub(in super::super) fn two_by_two() -> anyhow::Result<Found> {
     let together = train(&[&machine("--node-rank=0"), &machine("--node-rank=1")])?;
     let answer = Answer::YesNo(alone == together);
     Ok(Found::new(answer, &[("one_process", &alone), ("two_machines", &together)]))
+}
+
+/// `--spawn=processes`, whose backend is `gloo`: whether the parameters have the bits that `threaded` gives.
+pub(in super::super) fn backend() -> anyhow::Result<Found> {
+    let threaded = train(&[&["--nproc-per-node=4", "--spawn=threads"]])?;
+    let gloo = train(&[&["--nproc-per-node=4", "--spawn=processes"]])?;
+    let answer = Answer::YesNo(threaded == gloo);
+    Ok(Found::new(answer, &[("threaded", &threaded), ("gloo", &gloo)]))
 }
 
 /// Runs a process of `ddp-mp` for each of `machines`, which have these flags. Returns the hash of the parameters.

@@ -413,7 +413,7 @@ impl Drop for Writing<'_> {
 
 impl Carrier for Link {
     fn cut(&self) {
-        self.close("given up, because the run ends");
+        self.close("cancelled, because the run ends");
     }
 }
 

@@ -226,7 +226,7 @@ fn watch(context: &MessageContext, links: &[Arc<Link>], ended: &Receiver<Infalli
     loop {
         select_biased! {
             recv(context.run.cancel.tripped()) -> _ => {
-                return links.iter().for_each(|link| link.close("given up, because the run ends"));
+                return links.iter().for_each(|link| link.close("cancelled, because the run ends"));
             }
             recv(ended) -> _ => return,
             default(STOP_POLL_INTERVAL) => links.iter().for_each(|link| link.check_deadlines()),

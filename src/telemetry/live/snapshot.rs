@@ -1,4 +1,4 @@
-//! A look at the ranks: their newest operations at one moment of a run, or of a recorded trace.
+//! A snapshot of the ranks: their newest operations at one moment of a run, or of a recorded trace.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -8,13 +8,13 @@ use crate::operation::OpId;
 use crate::runtime::OpRecord;
 use crate::telemetry::arrivals::Arrivals;
 
-/// The ranks of a run, to be looked at again and again.
+/// The ranks of a run, of which snapshots are taken.
 pub(crate) trait RankSource: Send {
     /// Returns a label for each rank, such as `CPU:0`, in the order of ranks.
     fn labels(&self) -> Vec<String>;
 
     /// Looks at all ranks. Takes no lock that a rank needs.
-    fn look(&mut self) -> Look;
+    fn snapshot(&mut self) -> RunSnapshot;
 
     /// Returns a table of what each rank does, a line each.
     fn status_table(&self) -> String;
@@ -22,11 +22,11 @@ pub(crate) trait RankSource: Send {
 
 /// The newest operations of all ranks at one moment.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Look {
+pub(crate) struct RunSnapshot {
     /// The moment, on the clock of all times below.
     pub now: Duration,
     /// In the order of ranks.
-    pub ranks: Vec<RankLook>,
+    pub ranks: Vec<RankSnapshot>,
     /// The ranks of each group. The group of all ranks, 0, is left out.
     pub groups: BTreeMap<u32, Arc<[usize]>>,
     /// The rank that failed first; `None` if none has.
@@ -37,7 +37,7 @@ pub(crate) struct Look {
 
 /// The newest operations of one rank.
 #[derive(Debug, Clone)]
-pub(crate) struct RankLook {
+pub(crate) struct RankSnapshot {
     /// The operation that the rank recorded last.
     pub at: OpId,
     /// Oldest first.
@@ -59,11 +59,11 @@ pub(crate) enum Source {
 /// The interval between heartbeats: a status from one may be this old when it is read.
 pub(super) const HEARTBEAT: Duration = Duration::from_millis(500);
 
-impl Look {
+impl RunSnapshot {
     /// Returns the arrivals of the ranks at their newest collectives.
     pub(super) fn arrivals(&self) -> Arrivals {
         let mut arrivals = Arrivals::new(self.ranks.len(), &self.groups);
-        for (rank, RankLook { ops, source, .. }) in self.ranks.iter().enumerate() {
+        for (rank, RankSnapshot { ops, source, .. }) in self.ranks.iter().enumerate() {
             arrivals.add(rank, ops, *source == Source::Direct);
         }
         arrivals
