@@ -19,6 +19,9 @@ FAMILIES = {
 }
 CODE = 'ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono", monospace'
 
+# The table that `make compare` gives, a row for each piece of work: PyTorch, ddp-mp and the ratio.
+BENCHMARKS = FOLDER.parent / "benchmarks.md"
+
 # Each class of the drawing: its colours on a light page and on a dark one. The picture has a panel of its own, because
 # the themes of mdBook do not follow the setting that CSS can ask for.
 COLOURS = {
@@ -214,6 +217,20 @@ LABELS = {
         "2. 每台机器的第一个进程把本机的和发给其他机器。",
     ),
     "writes back": ("3. Each rank gets the mean of all gradients.", "3. 每个 rank 得到所有梯度的平均值。"),
+    # beside-pytorch
+    "beside-pytorch": ("The time of the same work in PyTorch and in ddp-mp", "同样的工作在 PyTorch 与 ddp-mp 中的时间"),
+    "beside-pytorch.desc": (
+        "Each pair of bars is one piece of work on two ranks. The upper bar is PyTorch's time, the lower bar the time of "
+        "ddp-mp.",
+        "每一对条形是两个 rank 上的一项工作：上面是 PyTorch 的时间，下面是 ddp-mp 的时间。",
+    ),
+    "the demo as a process": ("the demo, 2 epochs, with its start", "示例，2 个 epoch，含启动"),
+    "Linear(20, 1)": ("a step of Linear(20, 1)", "一步：Linear(20, 1)"),
+    "MLP": ("a step of an MLP, 2.1M parameters", "一步：MLP，210 万参数"),
+    "CNN": ("a step of a CNN, 28 x 28 images", "一步：CNN，28 x 28 图像"),
+    "GPT": ("a step of a GPT, 0.8M parameters", "一步：GPT，80 万参数"),
+    "in 2 processes": ("ranks of ddp-mp: processes, too", "ddp-mp 的 rank 也是进程"),
+    "times": ("{}, {} times as fast", "{}，{} 倍速度"),
 }
 
 
@@ -734,6 +751,39 @@ def collectives(p):
             p.path([(from_x, y1), (second - 5, y2)], f"line{source}", f"head{source}")
 
 
+def compared():
+    """The rows of `BENCHMARKS` about two ranks: the work, PyTorch's time, the time of ddp-mp, and the ratio."""
+    rows, work = [], ""
+    table = BENCHMARKS.read_text(encoding="utf-8").split("| work | PyTorch | ddp-mp | ratio |\n", 1)[1]
+    for line in table.splitlines()[1:]:
+        if not line.startswith("|"):
+            break
+        name, pytorch, ours, ratio = (cell.strip() for cell in line.strip("|").split("|"))
+        if not name[0].isdigit():
+            work = next((label for label in ("the demo as a process", "Linear(20, 1)", "MLP", "CNN", "GPT") if label in name), "")
+        if ratio and ("2 ranks" in name) and (work == "MLP" or "processes" not in name):
+            rows.append((work, "processes" in name, pytorch, ours, ratio))
+    return rows
+
+
+def beside_pytorch(p):
+    left, full, y = 320, 170, 40
+    for work, is_processes, pytorch, ours, ratio in compared():
+        seconds = [float(time.split()[0]) for time in (pytorch, ours)]
+        same_unit = pytorch.split()[1] == ours.split()[1]
+        if not same_unit:
+            sys.exit(f"{BENCHMARKS}: {pytorch} and {ours} have different units")
+        p.text(MARGIN, y + 17, p.say(work), "text", "start", room=left - MARGIN)
+        if is_processes:
+            p.text(MARGIN, y + 36, p.say("in 2 processes"), "muted small", "start")
+        p.rect(left, y, full, 18, "area", 2)
+        p.text(left + full + 8, y + 14, f"PyTorch {pytorch}", "muted small", "start")
+        width = full * seconds[1] / seconds[0]
+        p.rect(left, y + 22, width, 18, "sum", 2)
+        p.text(left + width + 8, y + 36, p.say("times").format(f"ddp-mp {ours}", ratio), "text small", "start")
+        y += 58
+
+
 def machine(p, x, y, width, name, processes):
     """Draws a machine with its processes, each with a name and its ranks."""
     p.rect(x, y, width, 128, "area", 8)
@@ -822,6 +872,7 @@ DRAWINGS = [
     collectives,
     launchers,
     what_moves_where,
+    beside_pytorch,
 ]
 
 
