@@ -118,6 +118,7 @@ impl Run {
                 }
             },
             Command::Verify(flags) => self.verify(&flags, printer),
+            Command::Diff(flags) => commands::diff(&flags, &text()),
             Command::Replay(flags) => commands::replay(&flags, &text()),
             Command::Sample(flags) => {
                 commands::sample(&flags, &self.program, &cuda::load(), &text())

@@ -14,7 +14,7 @@ use crate::data::DatasetSpec;
 use crate::error::{Error, Result, Shown};
 use crate::files::Place;
 use crate::launch::SpawnChoice;
-use crate::telemetry::trace_path;
+use crate::telemetry::process_path;
 
 /// The use of a path in a run.
 #[derive(Clone, Copy, PartialEq)]
@@ -133,11 +133,13 @@ impl Config {
                 all.push(used(key, Use::Keeps, &run));
             }
         }
-        if let Some(trace) = &self.output.trace {
+        let of_processes = [("trace", &self.output.trace), ("record", &self.output.record)];
+        for (key, path) in of_processes {
+            let Some(path) = path else { continue };
             // A path without a name, such as `..`, has no place for a process number, and is refused later.
-            let processes = if trace.file_name().is_some() { processes } else { 1 };
-            let traces = (0..processes).map(|process| trace_path(trace, [process, processes]));
-            all.extend(traces.map(|path| used("trace", Use::Writes, &path)));
+            let processes = if path.file_name().is_some() { processes } else { 1 };
+            let paths = (0..processes).map(|process| process_path(path, [process, processes]));
+            all.extend(paths.map(|path| used(key, Use::Writes, &path)));
         }
         for (key, usage, path) in [
             ("report", Use::Writes, self.output.report.as_ref()),

@@ -38,6 +38,17 @@ pub struct OutputSection {
     /// Curves, timeline, samples, buckets and a verdict
     #[arg(long, value_name = "FILE", add = MayDiffer::OnResume, add = RefusedBy::TOOLS)]
     pub report: Option<PathBuf>,
+    /// Write hashes of each step for ddp-mp diff
+    ///
+    /// Of each rank's samples, gradients, averages, parameters and buffers, a line of JSON for each rank and step. A run
+    /// with --resume appends
+    #[arg(long, value_name = "FILE", add = MayDiffer::OnResume, add = RefusedBy::TOOLS)]
+    #[arg(add = Conflict(record_needs_ddp))]
+    pub record: Option<PathBuf>,
+    /// Record every N-th step only [default: 1]
+    #[arg(long, value_name = "N", value_parser = whole::<u64>(1..))]
+    #[arg(add = MayDiffer::OnResume, add = RefusedBy::TOOLS, add = RECORD)]
+    pub record_every: Option<u64>,
     /// Append metrics to FILE, one JSON object per line
     #[arg(long, value_name = "FILE")]
     #[arg(add = MayDiffer::BetweenProcesses, add = RefusedBy::TOOLS)]
@@ -74,6 +85,13 @@ pub struct OutputSection {
 
 const EXPLANATION: OnlyIf =
     OnlyIf(|config| config.output.explain, "needs --explain: no other text is translated");
+
+const RECORD: OnlyIf =
+    OnlyIf(|config| config.output.record.is_some(), "has no effect without --record; add it");
+
+fn record_needs_ddp(config: &Config) -> Option<String> {
+    config.output.record.as_ref().and_then(|_| needs_ddp(config))
+}
 
 fn may_skip_steps(config: &Config) -> Option<String> {
     let skips = config.training.amp == Amp::Fp16 || config.optimization.skip_nonfinite.is_some();

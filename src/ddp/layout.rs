@@ -5,6 +5,7 @@ use std::rc::Rc;
 use tch::{Device, Kind, Tensor};
 
 use super::bucket::{self, FlatContents, Size};
+use super::grad_observer::GradObservers;
 use super::options::DdpOptions;
 use super::param_slot::{ParamSlot, cache_line_numel};
 use super::parameters::NamedTensor;
@@ -87,8 +88,8 @@ pub(super) struct Layout {
     pub buckets: Vec<Bucket>,
     /// The parameters, in the order of their creation.
     pub slots: Vec<ParamSlot>,
-    /// Storage for this rank's own gradient of the first parameter, if a probe watches it.
-    pub probe: Option<Tensor>,
+    /// What sees this rank's own gradients before they are averaged.
+    pub observers: GradObservers,
     /// The ranks that reduce the gradients, if ranks do.
     group: Option<Rc<ProcessGroup>>,
     /// The ranks that partition the optimizer, if they do.
@@ -108,10 +109,10 @@ impl Layout {
         let slot = |named: &&NamedTensor| ParamSlot::new(named, in_place);
         let slots = parameters.iter().map(slot).collect::<Result<Vec<_>>>()?;
         let tensors: Rc<[Tensor]> = slots.iter().map(|slot| slot.tensor.shallow_clone()).collect();
-        let (buffers, num_flat, order, buckets, probe) = Default::default();
+        let (buffers, num_flat, order, buckets, observers) = Default::default();
         let partitioned_over = group.clone().filter(|group| options.partitions(group.world_size()));
         let mut layout =
-            Self { buffers, num_flat, order, buckets, slots, probe, group, partitioned_over };
+            Self { buffers, num_flat, order, buckets, slots, observers, group, partitioned_over };
         layout.fill_buckets(&layout.default_order(), options)?;
         layout.buffers.iter().for_each(|buffer| buffer.places.set_tensors(tensors.clone()));
         Ok(layout)
@@ -186,14 +187,14 @@ impl Layout {
         self.buffers.iter().for_each(|buffer| buffer.places.set_gradients(gradients));
     }
 
-    /// Copies the first parameter's gradient before it is reduced, if a probe watches it and it is in `bucket`.
-    pub(super) fn copy_to_probe(&mut self, bucket: usize) -> Result<()> {
-        let (Some(local), [first, ..]) = (&mut self.probe, &self.slots[..]) else { return Ok(()) };
-        if first.bucket != bucket {
+    /// Shows the gradients in `bucket` to the observers, before they are reduced.
+    pub(super) fn show_gradients(&mut self, bucket: usize) -> Result<()> {
+        let Self { observers, buckets, slots, .. } = self;
+        if observers.is_empty() {
             return Ok(());
         }
-        let gradient = first.gradient()?;
-        tch::no_grad(|| local.f_copy_(&gradient)).doing("copy_")
+        let mut spans = buckets[bucket].parameters.iter();
+        spans.try_for_each(|span| observers.observe(span.index, &mut slots[span.index].gradient()?))
     }
 
     /// Returns the parameters from last to first: backward computes the gradients roughly in that order.

@@ -12,7 +12,7 @@
 //! | `backward` | one backward through one or several models |
 //! | `replica` | what all wrappers have; `broadcast`: the same start on all ranks |
 //! | `wrapper` | `DistributedDataParallel` |
-//! | `join`, `comm_hook_state`, `grad_probe` | uneven inputs, checkpoints of hooks, one gradient to look at |
+//! | `join`, `comm_hook_state`, `grad_observer` | uneven inputs, checkpoints of hooks, gradients before they are averaged |
 //! | `data_parallel`, `strategy` | the older form, for comparison, and one interface to both |
 
 mod active_ranks;
@@ -23,7 +23,7 @@ mod bucket_order;
 mod comm_hook_state;
 mod comm_hooks;
 mod data_parallel;
-mod grad_probe;
+mod grad_observer;
 mod join;
 mod layout;
 mod model_order;
@@ -46,9 +46,9 @@ pub use backward::{Averaged, BackwardOptions, backward};
 pub use comm_hook_state::{CommHookRecord, SavedCommHook};
 pub use comm_hooks::{CommHook, CommHookState, Compress, GradBucket, hook_fn};
 pub use data_parallel::DataParallel;
-pub(crate) use grad_probe::GradProbe;
 pub use options::DdpOptions;
 pub(crate) use parameters::bytes_of;
+pub(crate) use parameters::tensor_hash;
 pub use parameters::{parameters_hash, state_dict};
 pub use power_sgd::{PowerSgd, PowerSgdOptions};
 pub use replica::{NoSync, Replica};

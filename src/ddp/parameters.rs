@@ -6,7 +6,7 @@ use xxhash_rust::xxh3::Xxh3Default;
 
 use super::options::DdpOptions;
 use crate::error::{Error, Result};
-use crate::ffi::TorchResult;
+use crate::ffi::{TorchResult, with_bytes};
 use crate::process_group::{ProcessGroup, dtype_name, num_bytes};
 
 /// A parameter, or a buffer that is not trained.
@@ -176,16 +176,22 @@ pub(super) fn hash(tensors: &[NamedTensor]) -> Result<u64> {
 /// ignored tensors.
 pub(super) fn hash_each(tensors: &[NamedTensor], buffers: bool) -> Result<Vec<(String, u64)>> {
     let wanted = tensors.iter().filter(|named| !named.is_ignored && (buffers || !named.is_buffer));
-    let hash = |named: &NamedTensor| {
-        let mut hasher = Xxh3Default::new();
-        add_bytes(&mut hasher, &named.tensor)?;
-        Ok((named.name.clone(), hasher.digest()))
-    };
-    wanted.map(hash).collect()
+    wanted.map(|named| Ok((named.name.clone(), tensor_hash(&named.tensor)?))).collect()
 }
 
-/// Adds the bytes of `tensor`, of any dtype and on any device, to a hash. Copies them in pieces.
+/// Returns a 64-bit hash of the values of `tensor`: XXH3 of their bytes in row-major order.
+pub(crate) fn tensor_hash(tensor: &Tensor) -> Result<u64> {
+    let mut hasher = Xxh3Default::new();
+    add_bytes(&mut hasher, tensor)?;
+    Ok(hasher.digest())
+}
+
+/// Adds the bytes of `tensor`, of any dtype and on any device, to a hash. Copies them in pieces if it cannot read them
+/// where they are.
 fn add_bytes(hasher: &mut Xxh3Default, tensor: &Tensor) -> Result<()> {
+    if with_bytes(tensor, |bytes| hasher.update(bytes))?.is_some() {
+        return Ok(());
+    }
     const PIECE: usize = 64 << 10;
     let numel = tensor.numel();
     let mut bytes = vec![0; num_bytes(tensor.kind(), numel.min(PIECE))];

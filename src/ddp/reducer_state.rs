@@ -261,7 +261,7 @@ impl ReducerState {
         });
         weight.map_or(Ok(()), |weight| layout.buckets[index].weigh(weight))?;
         let weight = weight.map(|weight| weight.samples);
-        layout.copy_to_probe(index)?;
+        layout.show_gradients(index)?;
         let is_last = layout.buckets[index + 1..].iter().all(|bucket| bucket.is_skipped);
         let Layout { buckets, slots, .. } = layout;
         let bucket = &mut buckets[index];
@@ -302,7 +302,8 @@ impl ReducerState {
 
     /// Returns whether each rank receives only its partitions of the averages in this step.
     fn scatters(&self) -> bool {
-        let is_whole = self.weight.is_some() || self.layout.probe.is_some() || self.has_hook();
+        let is_whole =
+            self.weight.is_some() || !self.layout.observers.is_empty() || self.has_hook();
         self.layout.is_partitioned() && self.order.is_final() && !is_whole
     }
 
@@ -329,7 +330,7 @@ impl ReducerState {
             && !self.has_hook()
             && self.mode != Mode::Overlap
             && self.joining.is_none()
-            && self.layout.probe.is_none()
+            && self.layout.observers.is_empty()
             && !self.unused.must_agree(options)
     }
 

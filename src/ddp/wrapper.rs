@@ -73,7 +73,7 @@ use crate::process_group::ProcessGroup;
 pub struct DistributedDataParallel<M> {
     replica: Replica<M>,
     pub(super) reducer: Reducer,
-    options: DdpOptions,
+    pub(super) options: DdpOptions,
 }
 
 impl<M> fmt::Debug for DistributedDataParallel<M> {

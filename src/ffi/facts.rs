@@ -4,7 +4,7 @@ use std::ffi::{c_char, c_void};
 use std::ptr;
 
 use smallvec::SmallVec;
-use tch::Tensor;
+use tch::{Device, Tensor};
 use torch_sys::C_tensor;
 
 use super::shim::{check, raw};
@@ -56,6 +56,16 @@ impl TensorFacts {
         let facts = look_at(tensor)?;
         Ok(Self { data: facts.data.cast(), numel: facts.numel, is_plain: facts.is_plain })
     }
+}
+
+/// Calls `read` with the bytes of `tensor`, if they lie in the host's memory one after the other; else returns `None`. No
+/// other thread may write to the tensor meanwhile.
+pub(crate) fn with_bytes<T>(tensor: &Tensor, read: impl FnOnce(&[u8]) -> T) -> Result<Option<T>> {
+    let facts = TensorFacts::of(tensor)?;
+    let is_readable = facts.is_plain && !facts.data.is_null() && tensor.device() == Device::Cpu;
+    let len = facts.numel * tensor.kind().elt_size_in_bytes();
+    // SAFETY: a live tensor's memory, which lies in sequence. Its owner reads it between two operations on it.
+    Ok(is_readable.then(|| read(unsafe { std::slice::from_raw_parts(facts.data, len) })))
 }
 
 /// A tensor's shape, in place for up to four dimensions.

@@ -27,7 +27,7 @@ pub use shared::SharedTensor;
 
 pub(crate) use autograd::{linear, run_backward, unknown_leaf};
 pub(crate) use c10d::GlooOperation;
-pub(crate) use facts::{Shape, TensorFacts, shape};
+pub(crate) use facts::{Shape, TensorFacts, shape, with_bytes};
 pub(crate) use fused::{
     AdamWStep, SgdStep, TensorList, amp_unscale, bump_versions, fused_adamw, fused_sgd, scale_all,
     total_norm,

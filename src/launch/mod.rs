@@ -27,7 +27,8 @@ mod stall;
 mod world;
 
 pub use crate::runtime::{
-    Fault, FaultKind, FaultSite, RankFailure, StopReason, StopRequest, install_panic_hook,
+    Fault, FaultKind, FaultSite, Flip, FlipPlace, RankFailure, StopReason, StopRequest,
+    install_panic_hook,
 };
 pub use binding::BindChoice;
 pub(crate) use binding::{Binding, LocalRanks};

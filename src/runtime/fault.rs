@@ -32,6 +32,10 @@ pub enum FaultKind {
     WrongShape,
     /// The rank skips the step's first sample and uses the next one twice, like a faulty sampler.
     SkipSample,
+    /// Flips one bit of the rank's tensors, as a bad core or memory does.
+    #[strum(disabled, to_string = "flip=BIT")]
+    // it has values, which `Fault` reads and writes
+    Flip(Flip),
     /// The rank sleeps for this long, in this step and in every later one.
     #[strum(disabled, to_string = "slow=50ms")]
     // it has a value, which `Fault` reads and writes
@@ -41,9 +45,37 @@ pub enum FaultKind {
 impl FaultKind {
     /// Returns whether the trainer injects this fault (see `ProcessGroup::planned_fault`), which requires a step.
     fn needs_step(self) -> bool {
-        use FaultKind::{Desync, Nan, SkipSample, WrongShape};
-        matches!(self, Nan | Desync | WrongShape | SkipSample)
+        use FaultKind::{Desync, Flip, Nan, SkipSample, WrongShape};
+        matches!(self, Nan | Desync | WrongShape | SkipSample | Flip(_))
     }
+}
+
+/// A bit to flip, once in a step.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Flip {
+    /// The number of the bit: from 0, through all tensors of the place in their order.
+    pub bit: u64,
+    /// The tensors.
+    pub place: FlipPlace,
+}
+
+/// The tensors of a step, one bit of which is flipped.
+#[derive(
+    Debug, Clone, Copy, Default, PartialEq, Eq, EnumIter, EnumString, IntoStaticStr, VariantNames,
+)]
+#[strum(serialize_all = "lowercase")]
+pub enum FlipPlace {
+    /// The inputs and targets, before the forward pass.
+    Batch,
+    /// The rank's own gradients, before they are averaged.
+    #[default]
+    Gradient,
+    /// The averaged gradients, before the optimizer's step.
+    Average,
+    /// The parameters, after the step.
+    Parameter,
+    /// The buffers, after the step.
+    Buffer,
 }
 
 /// The place in a run at which a rank fails.
@@ -62,7 +94,7 @@ pub enum FaultSite {
     Barrier,
 }
 
-/// A planned failure, written `KIND:rank=R,at=STAGE[,step=N]`.
+/// A planned failure, written `KIND:rank=R,at=STAGE[,step=N][,in=PLACE]`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, SerializeDisplay)]
 pub struct Fault {
     /// The kind of failure.
@@ -96,11 +128,18 @@ impl fmt::Display for Fault {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.kind {
             FaultKind::Slow(time) => write!(f, "slow={}ms", time.as_millis())?,
+            FaultKind::Flip(Flip { bit, .. }) => write!(f, "flip={bit}")?,
             kind => f.write_str(kind.into())?,
         }
         let at: &str = self.at.into();
         write!(f, ":rank={},at={at}", self.rank)?;
-        if self.at == FaultSite::Step { write!(f, ",step={}", self.step) } else { Ok(()) }
+        if self.at == FaultSite::Step {
+            write!(f, ",step={}", self.step)?;
+        }
+        match self.kind {
+            FaultKind::Flip(Flip { place, .. }) => write!(f, ",in={}", <&str>::from(place)),
+            _ => Ok(()),
+        }
     }
 }
 
@@ -110,7 +149,7 @@ impl FromStr for Fault {
     fn from_str(text: &str) -> Result<Self> {
         let form = || {
             Error::InvalidInput(format!(
-                "write KIND:rank=R,at=STAGE[,step=N], where KIND is one of {}, and STAGE one of {}",
+                "write KIND:rank=R,at=STAGE[,step=N][,in=PLACE], where KIND is one of {}, and STAGE one of {}",
                 FaultKind::VARIANTS.join(", "),
                 FaultSite::VARIANTS.join(", ")
             ))
@@ -121,27 +160,36 @@ impl FromStr for Fault {
                 .map_err(|_| Error::InvalidInput(format!("{key}={value} is not a number from 0")))
         };
         let (kind, rest) = text.split_once(':').ok_or_else(form)?;
-        let kind = match kind.split_once('=') {
+        let mut kind = match kind.split_once('=') {
             Some(("slow", time)) => FaultKind::Slow(milliseconds(time)?),
+            Some(("flip", bit)) => {
+                FaultKind::Flip(Flip { bit: number("flip", bit)?, ..Flip::default() })
+            }
             _ => parse("KIND", kind)?,
         };
-        let (mut rank, mut at, mut step) = (None, None, None);
+        let (mut rank, mut at, mut step, mut place) = (None, None, None, None);
         for item in rest.split(',') {
             match item.split_once('=').ok_or_else(form)? {
                 ("rank", value) if rank.is_none() => rank = Some(number("rank", value)?),
                 ("at", value) if at.is_none() => at = Some(parse("STAGE", value)?),
                 ("step", value) if step.is_none() => step = Some(number("step", value)?),
-                (key @ ("rank" | "at" | "step"), _) => {
+                ("in", value) if place.is_none() => place = Some(parse("PLACE", value)?),
+                (key @ ("rank" | "at" | "step" | "in"), _) => {
                     return Err(Error::InvalidInput(format!("{key} is given twice")));
                 }
                 (key, _) => {
                     return Err(Error::InvalidInput(format!(
-                        "unknown key {key:?}; keys: rank, at, step"
+                        "unknown key {key:?}; keys: rank, at, step, in"
                     )));
                 }
             }
         }
         let (Some(rank), Some(at)) = (rank, at) else { return Err(form()) };
+        match (&mut kind, place) {
+            (FaultKind::Flip(flip), Some(place)) => flip.place = place,
+            (_, None) => {}
+            _ => return Err(Error::InvalidInput("in goes with flip=BIT only".into())),
+        }
         if kind.needs_step() && at != FaultSite::Step {
             let kind: &str = kind.into();
             return Err(Error::InvalidInput(format!("{kind} goes with at=step only")));
@@ -161,10 +209,12 @@ impl Fault {
             kinds.map(<&str>::from).collect::<Vec<_>>().join(", ")
         };
         format!(
-            "KIND: {}, slow=50ms (this step and all later ones); with at=step also {}. STAGE: {}",
+            "KIND: {}, slow=50ms (this step and all later ones); with at=step also {}, flip=BIT (in=PLACE). STAGE: {}. \
+             PLACE: {}",
             kinds(false),
             kinds(true),
-            FaultSite::VARIANTS.join(", ")
+            FaultSite::VARIANTS.join(", "),
+            FlipPlace::VARIANTS.join(", ")
         )
     }
 
@@ -210,9 +260,11 @@ impl Fault {
                 Ok(())
             }
             // The trainer injects these.
-            FaultKind::Nan | FaultKind::Desync | FaultKind::WrongShape | FaultKind::SkipSample => {
-                Ok(())
-            }
+            FaultKind::Nan
+            | FaultKind::Desync
+            | FaultKind::WrongShape
+            | FaultKind::SkipSample
+            | FaultKind::Flip(_) => Ok(()),
             _ if step != self.step => Ok(()),
             FaultKind::Error => Err(Error::Fault(self.to_string())),
             FaultKind::Panic => panic!("injected by --inject-fault {self}"),
@@ -239,7 +291,8 @@ mod tests {
     #[test]
     fn fault_display_parses_back_to_the_same_fault() {
         let slow = FaultKind::Slow(Duration::from_millis(1500));
-        for kind in FaultKind::iter().chain([slow]) {
+        let flips = FlipPlace::iter().map(|place| FaultKind::Flip(Flip { bit: 1 << 40, place }));
+        for kind in FaultKind::iter().chain([slow]).chain(flips) {
             for at in FaultSite::iter() {
                 if kind.needs_step() && at != FaultSite::Step {
                     continue;
@@ -273,6 +326,10 @@ mod tests {
             ("error:rank=0,rank=1,at=init", "rank is given twice"),
             ("error:rank=0,at=init,step=1", "step goes with at=step only"),
             ("error:rank=0,at=init,when=now", "unknown key \"when\""),
+            ("flip=x:rank=0,at=step", "flip=x is not a number from 0"),
+            ("flip=7:rank=0,at=init", "flip=BIT goes with at=step only"),
+            ("flip=7:rank=0,at=step,in=loss", "is not one of batch, gradient, average"),
+            ("error:rank=0,at=step,in=batch", "in goes with flip=BIT only"),
         ] {
             let error = text.parse::<Fault>().unwrap_err().to_string();
             assert!(error.contains(reason), "{text:?} gave {error:?}");

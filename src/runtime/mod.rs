@@ -23,7 +23,7 @@ pub(crate) use cancel::{CancelToken, Notify};
 pub(crate) use deadline::{MAX_WAIT, deadline};
 pub(crate) use failure::Failure;
 pub use failure::RankFailure;
-pub use fault::{Fault, FaultKind, FaultSite};
+pub use fault::{Fault, FaultKind, FaultSite, Flip, FlipPlace};
 pub(crate) use flight_recorder::{CallSite, FlightRecorder, OpStart, SpanId, format_call_site};
 pub(crate) use flight_recorder_dump::{Clock, FlightRecorderDump, RankRecords};
 pub(crate) use network_model::NetworkModel;

@@ -21,8 +21,8 @@ use crate::records::Parameter;
 use crate::runtime::FlightRecorderDump;
 use crate::telemetry::report::{Curves, Page};
 use crate::telemetry::{
-    End, Output, PrometheusFile, RunFacts, RunState, flight_recorder_output, remove_further_ranks,
-    trace_output, write_flight_recorder, write_trace,
+    End, Output, PrometheusFile, RecordFile, RunFacts, RunState, flight_recorder_output,
+    process_path, remove_further_ranks, trace_output, write_flight_recorder, write_trace,
 };
 
 /// The trace, the report and the flight recorder's files of this process, and the data for them.
@@ -34,6 +34,8 @@ pub(crate) struct RunArtifacts {
     report: Option<Output>,
     /// The flight recorder's file of each rank of this process, in order of rank. Empty without `--flight-recorder`.
     flight_recorder: Vec<Output>,
+    /// The record of this process's ranks. `None` without `--record`.
+    record_file: Option<Arc<RecordFile>>,
     /// The metrics for Prometheus. `None` without `--prometheus`, and in processes without rank 0.
     prometheus: Option<Arc<PrometheusFile>>,
     dump: Arc<OnceLock<FlightRecorderDump>>,
@@ -80,6 +82,12 @@ impl RunArtifacts {
             flight_recorder_outputs(folder, joined_launch)
                 .map_err(|error| refused("--flight-recorder", folder, error))
         });
+        let continues =
+            config.checkpoints.resume.is_some() || joined_launch.launch.restart_count > 0;
+        let record_file = output.record.as_deref().map(|path| {
+            RecordFile::open(&process_path(path, process), continues)
+                .map_err(|error| refused("--record", path, error))
+        });
         let facts = RunFacts {
             model: config.model_name(),
             backend: joined_launch.placement.backend.name(),
@@ -100,6 +108,7 @@ impl RunArtifacts {
             trace: trace.transpose()?,
             report: report.transpose()?,
             flight_recorder: flight_recorder.transpose()?.unwrap_or_default(),
+            record_file: record_file.transpose()?.map(Arc::new),
             prometheus: prometheus.transpose()?.map(Arc::new),
             dump: Arc::default(),
             record: Mutex::new(record),
@@ -117,6 +126,11 @@ impl RunArtifacts {
     /// Returns where to leave the curves of training. `None` without a report.
     pub(crate) fn curves(&self) -> Option<Arc<Mutex<Curves>>> {
         self.report.is_some().then(|| self.curves.clone())
+    }
+
+    /// Returns the record of this process's ranks, if there is one.
+    pub(crate) fn record_file(&self) -> Option<Arc<RecordFile>> {
+        self.record_file.clone()
     }
 
     /// Returns the file for Prometheus, if there is one.

@@ -23,6 +23,7 @@ mod prometheus;
 pub(crate) mod report;
 mod samples;
 mod slices;
+mod step_record;
 mod straggler;
 mod tensorboard;
 mod trace;
@@ -50,8 +51,13 @@ pub use printer::{LogFormat, Printer, unwritable_stdout};
 pub(crate) use printer::{rate_text, steps_text, validation_text};
 pub(crate) use prometheus::{PrometheusFile, RunFacts, RunState};
 pub use samples::Sample;
+pub use step_record::RecordFile;
+pub(crate) use step_record::{
+    RECORD_FORMAT, RecordHeader, RecordLine, RecordedStart, RecordedStep, RecordedTensor,
+    TensorHash,
+};
 pub(crate) use straggler::find_straggler_over;
 pub use straggler::{Straggler, find_straggler};
 pub use tensorboard::TensorBoard;
-pub(crate) use trace::{TRACED, trace_output, trace_path, write_trace};
+pub(crate) use trace::{TRACED, process_path, trace_output, write_trace};
 pub(crate) use utf8_stream::Utf8Stream;

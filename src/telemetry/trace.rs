@@ -20,7 +20,7 @@ use crate::runtime::FlightRecorderDump;
 pub(crate) const TRACED: usize = 1 << 15;
 
 /// Returns the path of a process's file: `trace.json` of a single process, `trace.0.json` and so on of several.
-pub(crate) fn trace_path(path: &Path, [process, count]: [usize; 2]) -> PathBuf {
+pub(crate) fn process_path(path: &Path, [process, count]: [usize; 2]) -> PathBuf {
     if count == 1 || path.file_name().is_none() {
         return path.into();
     }
@@ -36,7 +36,7 @@ pub(crate) fn trace_path(path: &Path, [process, count]: [usize; 2]) -> PathBuf {
 /// # Errors
 /// When it cannot be written.
 pub(crate) fn trace_output(path: &Path, process: [usize; 2]) -> io::Result<Output> {
-    Output::new(&trace_path(path, process), MARKS)
+    Output::new(&process_path(path, process), MARKS)
 }
 
 /// Writes the trace of `dump`.

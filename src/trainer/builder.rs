@@ -7,7 +7,7 @@ use serde_json::{Map, Value};
 
 use super::callbacks::{
     Callbacks, Checkpoints, EarlyStopping, EpochReport, Explanation, FaultInjection, Metrics,
-    NonFiniteGuard, Order, Progress, ReplicaCheck, SaveEvery, Validation,
+    NonFiniteGuard, Order, Progress, Record, ReplicaCheck, SaveEvery, Validation,
 };
 use super::loss::LossSum;
 use super::own_step::{OwnStep, Share};
@@ -21,7 +21,7 @@ use crate::models::Forward;
 use crate::optim::{GradScaler, Optimizer, Schedule};
 use crate::records::DataFile;
 use crate::runtime::StopRequest;
-use crate::telemetry::{Explainer, MetricsLogger, Printer};
+use crate::telemetry::{Explainer, MetricsLogger, Printer, RecordFile};
 
 impl<M: Forward> Trainer<M> {
     /// Creates a trainer for `ddp`'s model on the batches of `loader`, with the learning rates of `schedule`. `loss` is a
@@ -206,6 +206,22 @@ impl<M: Forward> Trainer<M> {
     pub fn log_metrics(mut self, every: u64, logger: Option<MetricsLogger>) -> Self {
         self.context.shows_samples = logger.as_ref().is_some_and(MetricsLogger::shows_samples);
         self.callbacks.set(Order::Metrics, Some(Metrics::new(every.max(1), logger)));
+        self
+    }
+
+    /// Writes hashes of each rank's gradients, parameters and buffers to `file`, which the ranks of this process share,
+    /// in every step whose number is divisible by `every` (at least 1). `options` are what may change the result.
+    /// Nothing is recorded with [`DataParallel`](crate::DataParallel).
+    #[must_use]
+    pub fn record(
+        mut self,
+        file: Arc<RecordFile>,
+        every: u64,
+        program: String,
+        options: Map<String, Value>,
+    ) -> Self {
+        let record = Record::new(file, every.max(1), program, options);
+        self.callbacks.set(Order::Record, Some(record));
         self
     }
 

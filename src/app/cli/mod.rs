@@ -9,8 +9,8 @@ use std::ffi::OsString;
 use clap::{Arg, CommandFactory, FromArgMatches, Parser, Subcommand};
 
 use crate::commands::{
-    CommFlags, CompletionsFlags, LessonFlags, ManFlags, NewFlags, ReplayFlags, SampleFlags,
-    SamplerFlags,
+    CommFlags, CompletionsFlags, DiffFlags, LessonFlags, ManFlags, NewFlags, ReplayFlags,
+    SampleFlags, SamplerFlags,
 };
 use crate::config::{InShortHelp, Program};
 pub(crate) use tools::{Bench, BenchCommand, EnvFlags, ScalingFlags, StepFlags, VerifyFlags};
@@ -46,6 +46,8 @@ pub(crate) enum Command {
     Bench(Bench),
     /// Compare training on N ranks with training on one
     Verify(VerifyFlags),
+    /// Find the first difference of two recorded runs
+    Diff(DiffFlags),
     /// Play recorded traces in the live view
     Replay(ReplayFlags),
     /// Show this machine and the resolved options

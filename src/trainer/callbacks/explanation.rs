@@ -3,7 +3,7 @@
 use anyhow::Result;
 use tch::{Device, Kind, Tensor};
 
-use crate::ddp::{GradProbe, Strategy};
+use crate::ddp::{DistributedDataParallel, Strategy};
 use crate::ffi::TorchResult;
 use crate::telemetry::{self, Explainer, RankStep};
 use crate::trainer::{Callback, Step, TrainContext};
@@ -25,6 +25,36 @@ pub(in crate::trainer) struct Explanation {
     numbers: Option<RankStep>,
 }
 
+/// A probe of the first parameter of a model.
+#[derive(Debug)]
+struct GradProbe {
+    name: String,
+    /// The parameter, with its current gradient.
+    parameter: Tensor,
+    /// This rank's own gradient before the last averaging.
+    local: Tensor,
+}
+
+impl GradProbe {
+    /// Starts to copy the gradient.
+    fn start<M>(ddp: &DistributedDataParallel<M>) -> crate::error::Result<Option<Self>> {
+        let Some((name, parameter)) = ddp.trained_parameters().into_iter().next() else {
+            return Ok(None);
+        };
+        let local = parameter.f_detach().and_then(|tensor| tensor.f_zeros_like());
+        let local = local.doing("zeros_like")?;
+        let mut copy = local.shallow_clone();
+        let observe = move |number, gradient: &mut Tensor| match number {
+            0 => tch::no_grad(|| copy.f_copy_(gradient)).doing("copy_"),
+            _ => Ok(()),
+        };
+        ddp.observe_gradients(PROBE, Box::new(observe));
+        Ok(Some(Self { name, parameter, local }))
+    }
+}
+
+/// The name of the probe among the observers of gradients.
+const PROBE: &str = "explanation";
 /// Number of steps that are explained.
 const STEPS: u32 = 2;
 /// Maximum number of samples listed per rank and step.
@@ -50,7 +80,7 @@ impl<M> Callback<M> for Explanation {
             let resumed = (context.state.step > 0).then_some(context.state.step);
             explainer.begin(&hashes, context.state.epoch, resumed);
         }
-        self.probe = Some(ddp.start_probe()?);
+        self.probe = GradProbe::start(ddp)?;
         Ok(())
     }
 
@@ -112,7 +142,7 @@ impl<M> Callback<M> for Explanation {
         }
         self.steps_explained += 1;
         if self.steps_explained == STEPS {
-            ddp.stop_probe();
+            ddp.stop_observing(PROBE);
             self.probe = None;
         }
         Ok(())

@@ -4,10 +4,11 @@ use anyhow::Result;
 use tch::Tensor;
 
 use crate::data::Batch;
+use crate::ddp::{Strategy, bytes_of};
 use crate::error::Error;
 use crate::ffi::TorchResult;
-use crate::process_group::{ProcessGroup, ReduceOp};
-use crate::runtime::FaultKind;
+use crate::process_group::{ProcessGroup, ReduceOp, num_bytes};
+use crate::runtime::{FaultKind, Flip, FlipPlace};
 use crate::trainer::{Callback, Step, TrainContext};
 
 /// The fault planned for this rank.
@@ -44,7 +45,38 @@ impl<M> Callback<M> for FaultInjection {
                     Tensor::f_zeros([7], (tch::Kind::Float, group.device())).doing("zeros")?;
                 group.all_reduce(&mut wrong, ReduceOp::Sum)?;
             }
+            FaultKind::Flip(Flip { bit, place: FlipPlace::Batch }) => {
+                flip_in_batches(bit, &mut step.batches)?;
+            }
+            FaultKind::Flip(Flip { bit, place: FlipPlace::Gradient }) => {
+                if let Strategy::Ddp(ddp) = &context.ddp {
+                    let parameters = ddp.trained_parameters();
+                    let (flipped, bit) = find_bit(bit, parameters.iter().map(|(_, it)| it))?;
+                    let observe = move |number, gradient: &mut Tensor| match number == flipped {
+                        true => flip_bit(bit, gradient),
+                        false => Ok(()),
+                    };
+                    ddp.observe_gradients(OBSERVER, Box::new(observe));
+                }
+            }
             _ => {}
+        }
+        Ok(())
+    }
+
+    fn on_after_backward(&mut self, context: &mut TrainContext<M>, step: &mut Step) -> Result<()> {
+        let (FaultKind::Flip(Flip { bit, place }), Strategy::Ddp(ddp)) = (self.kind, &context.ddp)
+        else {
+            return Ok(());
+        };
+        if step.number != self.step {
+            return Ok(());
+        }
+        ddp.stop_observing(OBSERVER);
+        if place == FlipPlace::Average {
+            let parameters = ddp.trained_parameters().into_iter();
+            let gradients = parameters.map(|(_, parameter)| parameter.grad());
+            flip_in(bit, &mut gradients.filter(Tensor::defined).collect::<Vec<_>>())?;
         }
         Ok(())
     }
@@ -56,8 +88,77 @@ impl<M> Callback<M> for FaultInjection {
         {
             let _ = tch::no_grad(|| parameter.f_add_scalar_(0.001)).doing("add_")?;
         }
+        if let (true, FaultKind::Flip(Flip { bit, place }), Strategy::Ddp(ddp)) =
+            (step.number == self.step, self.kind, &context.ddp)
+        {
+            let tensors = match place {
+                FlipPlace::Parameter => ddp.trained_parameters(),
+                FlipPlace::Buffer => ddp.untrained_tensors(),
+                _ => return Ok(()),
+            };
+            flip_in(bit, &mut tensors.into_iter().map(|(_, it)| it).collect::<Vec<_>>())?;
+        }
         Ok(())
     }
+}
+
+/// The name of the fault among the observers of gradients.
+const OBSERVER: &str = "fault";
+
+/// Returns the number of the tensor that has bit `bit` of all `tensors` in sequence, and the number of the bit in it.
+fn find_bit<'a>(
+    bit: u64,
+    tensors: impl Iterator<Item = &'a Tensor>,
+) -> crate::error::Result<(usize, u64)> {
+    let mut left = bit;
+    let mut all = 0;
+    for (number, tensor) in tensors.enumerate() {
+        let bits = 8 * num_bytes(tensor.kind(), tensor.numel()) as u64;
+        if left < bits {
+            return Ok((number, left));
+        }
+        left -= bits;
+        all += bits;
+    }
+    Err(Error::InvalidInput(format!(
+        "--inject-fault flip={bit}: these tensors have {all} bits; use a smaller number, or another place (in=PLACE)"
+    )))
+}
+
+/// Flips bit `bit` of `tensors`.
+fn flip_in(bit: u64, tensors: &mut [Tensor]) -> crate::error::Result<()> {
+    let (number, bit) = find_bit(bit, tensors.iter())?;
+    flip_bit(bit, &mut tensors[number])
+}
+
+/// Flips bit `bit` of the inputs and targets of `batches`.
+fn flip_in_batches(bit: u64, batches: &mut [Batch]) -> crate::error::Result<()> {
+    let all = |batch: &Batch| -> Vec<Tensor> {
+        let all = [&batch.inputs, &batch.targets].into_iter().chain(&batch.more_inputs);
+        all.map(Tensor::shallow_clone).collect()
+    };
+    let tensors: Vec<Tensor> = batches.iter().flat_map(all).collect();
+    let (flipped, bit) = find_bit(bit, tensors.iter())?;
+    let own = batches.iter_mut().flat_map(|batch| {
+        let Batch { inputs, targets, more_inputs, .. } = batch;
+        [inputs, targets].into_iter().chain(more_inputs)
+    });
+    let Some(tensor) = own.into_iter().nth(flipped) else { return Ok(()) };
+    // A copy: the data set itself stays unchanged.
+    *tensor = tensor.f_detach_copy().doing("flipping a bit")?;
+    flip_bit(bit, tensor)
+}
+
+/// Flips bit `bit` of the values of `tensor`, which lie in sequence.
+fn flip_bit(bit: u64, tensor: &mut Tensor) -> crate::error::Result<()> {
+    let doing = "flipping a bit";
+    let bits = 8 * num_bytes(tensor.kind(), 1) as u64;
+    let flat = tensor.f_detach().and_then(|tensor| tensor.f_view(-1)).doing(doing)?;
+    let mut element = flat.f_narrow(0, (bit / bits) as i64, 1).doing(doing)?;
+    let mut bytes = bytes_of(&element)?;
+    bytes[(bit % bits / 8) as usize] ^= 1 << (bit % 8);
+    let flipped = Tensor::f_from_data_size(&bytes, &[1], tensor.kind()).doing(doing)?;
+    tch::no_grad(|| element.f_copy_(&flipped)).doing(doing)
 }
 
 impl<M> TrainContext<M> {

@@ -6,6 +6,7 @@ mod fault_injection;
 mod metrics;
 mod non_finite;
 mod progress;
+mod record;
 mod replica_check;
 mod validation;
 
@@ -21,6 +22,7 @@ pub(super) use fault_injection::FaultInjection;
 pub(super) use metrics::Metrics;
 pub(super) use non_finite::NonFiniteGuard;
 pub(super) use progress::{EpochReport, Progress};
+pub(super) use record::Record;
 pub(super) use replica_check::ReplicaCheck;
 pub(super) use validation::{EarlyStopping, Validation};
 
@@ -42,6 +44,8 @@ pub(super) enum Order {
     Progress,
     EpochReport,
     User,
+    /// After callbacks that may change a step, the model or its gradients.
+    Record,
     /// After callbacks that may change the model in a step or at the end of an epoch. At the end of training it saves
     /// first.
     Checkpoints,

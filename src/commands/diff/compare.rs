@@ -1,0 +1,287 @@
+//! Compares two records, step by step and within a step in the order of computation, up to the first difference.
+
+use std::collections::BTreeMap;
+
+use strum::{EnumIter, IntoEnumIterator, IntoStaticStr};
+
+use super::read::Record;
+use crate::error::{Error, Result};
+use crate::telemetry::{RecordedStep, RecordedTensor, TensorHash};
+
+/// A part of a step. The order is that of computation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, EnumIter, IntoStaticStr)]
+#[strum(serialize_all = "lowercase")]
+pub(super) enum Stage {
+    Samples,
+    Batch,
+    Loss,
+    Gradients,
+    Averages,
+    #[strum(serialize = "lr")]
+    LearningRate,
+    Parameters,
+    Buffers,
+}
+
+/// What a comparison of one stage found.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) enum Outcome {
+    /// One of the records has nothing to compare.
+    Unknown,
+    Same,
+    /// The ranks that differ, each with the numbers of its tensors that do, in the order of computation.
+    Differs(Vec<RankDifference>),
+}
+
+/// What differs on one rank.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct RankDifference {
+    pub rank: usize,
+    /// Indices of A's tensors; empty for stages without named tensors.
+    pub tensors: Vec<usize>,
+}
+
+/// The tensors of two records that belong together: indices of A and of B.
+#[derive(Debug)]
+pub(super) struct Pairs {
+    pub parameters: Vec<(usize, usize)>,
+    pub buffers: Vec<(usize, usize)>,
+    /// Whether the names differ, so that the parameters belong together by their places.
+    pub by_place: bool,
+}
+
+/// The place where two records part.
+#[derive(Debug)]
+pub(super) struct Parting {
+    /// The step; the state before it if `is_start`.
+    pub step: u64,
+    pub is_start: bool,
+    /// What the comparison of each stage of that step found.
+    pub stages: BTreeMap<Stage, Outcome>,
+}
+
+impl Parting {
+    /// Returns the first stage that differs.
+    pub(super) fn first(&self) -> Option<(Stage, &[RankDifference])> {
+        self.stages.iter().find_map(|(stage, outcome)| match outcome {
+            Outcome::Differs(ranks) => Some((*stage, &ranks[..])),
+            _ => None,
+        })
+    }
+}
+
+/// What the comparison of two records found.
+#[derive(Debug)]
+pub(super) struct Comparison {
+    pub pairs: Pairs,
+    /// The number of common steps before the parting, and the first and the last of them.
+    pub equal_steps: Option<EqualSteps>,
+    /// Whether both runs have recorded their start, and it is equal.
+    pub has_equal_start: bool,
+    pub parting: Option<Parting>,
+    /// The steps that only A has and that only B has.
+    pub only_in: SidesOf<usize>,
+    /// Whether both have as many ranks. If not, only rank 0's averages, parameters and buffers are compared.
+    pub has_same_ranks: bool,
+}
+
+/// One value for each record.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct SidesOf<T> {
+    pub a: T,
+    pub b: T,
+}
+
+/// Common steps that are equal.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct EqualSteps {
+    pub count: usize,
+    pub first: u64,
+    pub last: u64,
+}
+
+/// Compares `a` and `b`.
+///
+/// # Errors
+/// [`Error::InvalidInput`] if the models differ, or if the records have no step and no start in common.
+pub(super) fn compare(a: &Record, b: &Record) -> Result<Comparison> {
+    let pairs = pair_tensors(a, b)?;
+    let has_same_ranks = a.header.world_size == b.header.world_size;
+    let ranks = if has_same_ranks { a.header.world_size } else { 1 };
+    let common: Vec<u64> =
+        a.steps.keys().filter(|step| b.steps.contains_key(step)).copied().collect();
+    let mut comparison = Comparison {
+        equal_steps: None,
+        has_equal_start: false,
+        parting: None,
+        only_in: SidesOf { a: a.steps.len() - common.len(), b: b.steps.len() - common.len() },
+        has_same_ranks,
+        pairs,
+    };
+    let starts: Vec<u64> =
+        a.starts.keys().filter(|step| b.starts.contains_key(step)).copied().collect();
+    if common.is_empty() && starts.is_empty() {
+        return Err(Error::InvalidInput(format!(
+            "{} and {} have no step in common, so they cannot be compared; record the same steps (--record-every, \
+             --resume)",
+            a.name, b.name
+        )));
+    }
+    let pairs = &comparison.pairs;
+    if let Some(&step) = starts.first() {
+        let stages = stages_of_start(a, b, step, ranks, pairs);
+        if stages.values().any(|outcome| matches!(outcome, Outcome::Differs(_))) {
+            comparison.parting = Some(Parting { step, is_start: true, stages });
+            return Ok(comparison);
+        }
+        comparison.has_equal_start = true;
+    }
+    for step in common {
+        let (of_a, of_b) = (&a.steps[&step], &b.steps[&step]);
+        let stages: BTreeMap<Stage, Outcome> = Stage::iter()
+            .map(|stage| (stage, compare_stage(stage, of_a, of_b, ranks, has_same_ranks, pairs)))
+            .collect();
+        if stages.values().any(|outcome| matches!(outcome, Outcome::Differs(_))) {
+            comparison.parting = Some(Parting { step, is_start: false, stages });
+            break;
+        }
+        let before =
+            comparison.equal_steps.unwrap_or(EqualSteps { count: 0, first: step, last: step });
+        comparison.equal_steps = Some(EqualSteps { count: before.count + 1, last: step, ..before });
+    }
+    Ok(comparison)
+}
+
+/// Finds the tensors that belong together: by name, or by place if all shapes agree.
+fn pair_tensors(a: &Record, b: &Record) -> Result<Pairs> {
+    let (of_a, of_b) = (&a.header.parameters, &b.header.parameters);
+    let fits = |one: &RecordedTensor, other: &RecordedTensor| {
+        one.dtype == other.dtype && one.shape == other.shape
+    };
+    let by_name = |of_a: &[RecordedTensor], of_b: &[RecordedTensor]| -> Vec<(usize, usize)> {
+        let find =
+            |tensor: &RecordedTensor| of_b.iter().position(|other| other.name == tensor.name);
+        of_a.iter().enumerate().filter_map(|(i, tensor)| Some((i, find(tensor)?))).collect()
+    };
+    let mut parameters = by_name(of_a, of_b);
+    let is_whole = parameters.len() == of_a.len() && parameters.len() == of_b.len();
+    if !is_whole {
+        parameters = (0..of_a.len().min(of_b.len())).map(|i| (i, i)).collect();
+    }
+    let misfit = parameters.iter().find(|(i, j)| !fits(&of_a[*i], &of_b[*j]));
+    let problem = match misfit {
+        Some((i, j)) => format!("{} has {}, {} has {}", a.name, of_a[*i], b.name, of_b[*j]),
+        None if of_a.len() != of_b.len() => {
+            format!("{} has {} parameters, {} has {}", a.name, of_a.len(), b.name, of_b.len())
+        }
+        None => {
+            let mut buffers = by_name(&a.header.buffers, &b.header.buffers);
+            buffers.retain(|(i, j)| fits(&a.header.buffers[*i], &b.header.buffers[*j]));
+            return Ok(Pairs { parameters, buffers, by_place: !is_whole });
+        }
+    };
+    Err(Error::InvalidInput(format!(
+        "the models differ: {problem}; compare runs of the same model"
+    )))
+}
+
+/// Compares the states before step `step`.
+fn stages_of_start(
+    a: &Record,
+    b: &Record,
+    step: u64,
+    ranks: usize,
+    pairs: &Pairs,
+) -> BTreeMap<Stage, Outcome> {
+    let (of_a, of_b) = (&a.starts[&step], &b.starts[&step]);
+    let compare = |stage| {
+        let outcome = each_rank(ranks, |rank| {
+            let (a, b) = (of_a.get(&rank)?, of_b.get(&rank)?);
+            match stage {
+                Stage::Parameters => tensors(&a.parameters, &b.parameters, &pairs.parameters),
+                _ => tensors(&a.buffers, &b.buffers, &pairs.buffers),
+            }
+        });
+        (stage, outcome)
+    };
+    [Stage::Parameters, Stage::Buffers].map(compare).into()
+}
+
+/// Compares one stage of a step.
+fn compare_stage(
+    stage: Stage,
+    a: &BTreeMap<usize, RecordedStep>,
+    b: &BTreeMap<usize, RecordedStep>,
+    ranks: usize,
+    has_same_ranks: bool,
+    pairs: &Pairs,
+) -> Outcome {
+    let is_of_one_rank =
+        matches!(stage, Stage::Samples | Stage::Batch | Stage::Loss | Stage::Gradients);
+    if is_of_one_rank && !has_same_ranks {
+        return Outcome::Unknown;
+    }
+    each_rank(ranks, |rank| {
+        let (a, b) = (a.get(&rank)?, b.get(&rank)?);
+        match stage {
+            Stage::Samples => values(a.samples.as_ref()?, b.samples.as_ref()?),
+            Stage::Batch => values(a.batch.as_ref()?, b.batch.as_ref()?),
+            Stage::Loss if a.loss.is_empty() || b.loss.is_empty() => None,
+            Stage::Loss => values(&a.loss, &b.loss),
+            Stage::Gradients => {
+                let backward: Vec<_> = pairs.parameters.iter().rev().copied().collect();
+                tensors(&a.gradients, &b.gradients, &backward)
+            }
+            Stage::Averages => {
+                let backward: Vec<_> = pairs.parameters.iter().rev().copied().collect();
+                tensors(&a.averages, &b.averages, &backward)
+            }
+            Stage::LearningRate => values(&a.lr, &b.lr),
+            Stage::Parameters => tensors(&a.parameters, &b.parameters, &pairs.parameters),
+            Stage::Buffers => tensors(&a.buffers, &b.buffers, &pairs.buffers),
+        }
+    })
+}
+
+/// Calls `compare` for each rank. It returns `None` where one of the records has nothing to compare.
+fn each_rank(ranks: usize, compare: impl Fn(usize) -> Option<Found>) -> Outcome {
+    let found: Vec<(usize, Found)> =
+        (0..ranks).filter_map(|rank| Some((rank, compare(rank)?))).collect();
+    if found.is_empty() {
+        return Outcome::Unknown;
+    }
+    let differ: Vec<RankDifference> = found
+        .into_iter()
+        .filter_map(|(rank, found)| match found {
+            Found::Same => None,
+            Found::Differs(tensors) => Some(RankDifference { rank, tensors }),
+        })
+        .collect();
+    if differ.is_empty() { Outcome::Same } else { Outcome::Differs(differ) }
+}
+
+/// What the comparison of one rank found.
+enum Found {
+    Same,
+    /// The indices of A's tensors that differ; none for values without a name.
+    Differs(Vec<usize>),
+}
+
+fn values<T: PartialEq>(a: &T, b: &T) -> Option<Found> {
+    Some(if a == b { Found::Same } else { Found::Differs(Vec::new()) })
+}
+
+/// Compares the hashes of `pairs` of tensors that both records have. `None` if there are none.
+fn tensors(
+    a: &[Option<TensorHash>],
+    b: &[Option<TensorHash>],
+    pairs: &[(usize, usize)],
+) -> Option<Found> {
+    let both = pairs.iter().filter_map(|&(i, j)| Some((i, a[i]? == b[j]?)));
+    let both: Vec<(usize, bool)> = both.collect();
+    if both.is_empty() {
+        return None;
+    }
+    let differ: Vec<usize> = both.iter().filter(|(_, same)| !same).map(|(i, _)| *i).collect();
+    Some(if differ.is_empty() { Found::Same } else { Found::Differs(differ) })
+}

@@ -1,0 +1,42 @@
+//! `ddp-mp diff`: the first step, rank and tensor in which two recorded runs differ.
+
+mod compare;
+mod read;
+mod texts;
+
+use std::path::PathBuf;
+
+use clap::Args;
+
+use crate::session::AlreadyReported;
+use crate::telemetry::Printer;
+use compare::compare;
+use read::Record;
+use texts::lines;
+
+/// The flags of `diff`.
+#[derive(Debug, Clone, Args)]
+pub struct DiffFlags {
+    /// Compare this record, written by --record
+    #[arg(value_name = "A")]
+    pub a: PathBuf,
+    /// Compare it with this one
+    #[arg(value_name = "B")]
+    pub b: PathBuf,
+}
+
+/// Prints where two records part, and what that means.
+///
+/// # Errors
+/// [`Error::InvalidInput`](crate::Error::InvalidInput) if one is no record, or the two cannot be compared;
+/// [`AlreadyReported`] if they differ; and an error when stdout can't be written.
+pub fn diff(flags: &DiffFlags, printer: &Printer) -> anyhow::Result<()> {
+    let (a, b) = (Record::read(&flags.a)?, Record::read(&flags.b)?);
+    let comparison = compare(&a, &b)?;
+    let lines = lines(&a, &b, &comparison);
+    printer.lines(|out| lines.iter().try_for_each(|line| writeln!(out, "{line}")))?;
+    match comparison.parting {
+        None => Ok(()),
+        Some(_) => Err(anyhow::Error::msg(AlreadyReported)),
+    }
+}

@@ -1,0 +1,170 @@
+//! Reads the files of `--record` that the processes of one run have written.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{BufRead, BufReader};
+use std::path::{Path, PathBuf};
+
+use serde::Deserialize;
+
+use crate::error::{Error, Result, Shown};
+use crate::files::open_regular;
+use crate::os::limits::explain;
+use crate::telemetry::{
+    RECORD_FORMAT, RecordHeader, RecordLine, RecordedStart, RecordedStep, process_path,
+};
+
+/// The record of a run.
+#[derive(Debug)]
+pub(super) struct Record {
+    /// Its name, as the user gave it.
+    pub name: String,
+    /// The header of the newest start.
+    pub header: RecordHeader,
+    /// The state before the first step of a start, by the number of that step and by rank.
+    pub starts: BTreeMap<u64, BTreeMap<usize, RecordedStart>>,
+    /// By number and by rank. A step that a resumed run has repeated is here once, as the last run made it.
+    pub steps: BTreeMap<u64, BTreeMap<usize, RecordedStep>>,
+}
+
+/// The first field of a header, in which records of other versions are alike.
+#[derive(Deserialize)]
+struct AnyHeader {
+    format: u32,
+}
+
+impl Record {
+    /// Reads the record at `path`. If there is none, it may be that of several processes, `a.0.record`, `a.1.record` and
+    /// so on for `a.record`.
+    ///
+    /// # Errors
+    /// [`Error::InvalidInput`] with the file, the line and the remedy.
+    pub(super) fn read(path: &Path) -> Result<Self> {
+        let of_processes: Vec<PathBuf> = (0..)
+            .map(|process| process_path(path, [process, usize::MAX]))
+            .take_while(|path| path.is_file())
+            .collect();
+        let is_one = path.exists() || of_processes.is_empty();
+        let paths = if is_one { vec![path.to_owned()] } else { of_processes };
+        let mut record: Option<Self> = None;
+        for path in &paths {
+            let file = open_regular(path).map_err(|error| refused(path, explain(error)))?;
+            read_file(path, file, &mut record)?;
+        }
+        let mut record = record.ok_or_else(|| refused(path, "the record is empty"))?;
+        record.name = path.shown().into_owned();
+        record.share();
+        Ok(record)
+    }
+
+    /// Gives each rank the hashes of the tensors that it shares with a rank which has hashed them.
+    fn share(&mut self) {
+        for ranks in self.starts.values_mut() {
+            share(ranks.values_mut().map(|start| &mut start.parameters).collect());
+        }
+        for ranks in self.steps.values_mut() {
+            share(ranks.values_mut().map(|step| &mut step.parameters).collect());
+        }
+    }
+}
+
+fn share<T: Copy>(mut ranks: Vec<&mut Vec<Option<T>>>) {
+    let len = ranks.iter().map(|hashes| hashes.len()).min().unwrap_or(0);
+    for tensor in 0..len {
+        let known = ranks.iter().find_map(|hashes| hashes[tensor]);
+        ranks.iter_mut().for_each(|hashes| hashes[tensor] = hashes[tensor].or(known));
+    }
+}
+
+/// Adds the lines of a process to `record`.
+fn read_file(path: &Path, file: File, record: &mut Option<Record>) -> Result<()> {
+    let mut lines = BufReader::new(file).split(b'\n').zip(1..).peekable();
+    while let Some((line, number)) = lines.next() {
+        let line = line.map_err(|error| refused(path, explain(error)))?;
+        let parsed = match serde_json::from_slice(&line) {
+            Ok(parsed) => parsed,
+            Err(error) => {
+                if number == 1 {
+                    return Err(not_a_record(path, &line));
+                }
+                // A killed run leaves a part of a line: at the end, or before the header of its next start.
+                let is_cut = match lines.peek() {
+                    None => true,
+                    Some((Ok(next), _)) => next.starts_with(b"{\"event\":\"header\""),
+                    Some((Err(_), _)) => false,
+                };
+                if is_cut {
+                    continue;
+                }
+                return Err(refused(
+                    path,
+                    format!("line {number} is no line of a record: {error}"),
+                ));
+            }
+        };
+        add(parsed, record)
+            .map_err(|problem| refused(path, format!("line {number}: {problem}")))?;
+    }
+    Ok(())
+}
+
+/// Adds a line to `record`.
+fn add(line: RecordLine, record: &mut Option<Record>) -> std::result::Result<(), String> {
+    let (parameters, buffers) = match (line, &mut *record) {
+        (RecordLine::Header(header), _) if header.format != RECORD_FORMAT => {
+            return Err(other_version(header.format));
+        }
+        (RecordLine::Header(header), None) => {
+            let (name, starts, steps) = Default::default();
+            *record = Some(Record { name, header, starts, steps });
+            return Ok(());
+        }
+        (RecordLine::Header(header), Some(known)) => {
+            if header.parameters != known.header.parameters
+                || header.buffers != known.header.buffers
+            {
+                return Err(
+                    "this start trains another model; record each in a file of its own".into()
+                );
+            }
+            known.header = header;
+            return Ok(());
+        }
+        (_, None) => return Err("the header is missing".into()),
+        (RecordLine::Start(start), Some(record)) => {
+            let lens = ([start.parameters.len(); 3], start.buffers.len());
+            record.starts.entry(start.step).or_default().insert(start.rank, start);
+            lens
+        }
+        (RecordLine::Step(step), Some(record)) => {
+            let lens = [step.gradients.len(), step.averages.len(), step.parameters.len()];
+            let lens = (lens, step.buffers.len());
+            record.steps.entry(step.step).or_default().insert(step.rank, step);
+            lens
+        }
+    };
+    let Some(Record { header, .. }) = record else { return Ok(()) };
+    if parameters != [header.parameters.len(); 3] || buffers != header.buffers.len() {
+        return Err("it has not one hash for each tensor of the header".into());
+    }
+    Ok(())
+}
+
+fn other_version(format: u32) -> String {
+    format!(
+        "this record has format {format}, and this program reads format {RECORD_FORMAT}; record the run again with this \
+         version"
+    )
+}
+
+/// Returns the error of a file whose first line is not the header of this version.
+fn not_a_record(path: &Path, line: &[u8]) -> Error {
+    match serde_json::from_slice::<AnyHeader>(line) {
+        Ok(AnyHeader { format }) if format != RECORD_FORMAT => refused(path, other_version(format)),
+        _ => refused(path, "this file is not a record; name a file that --record has written"),
+    }
+}
+
+fn refused(path: &Path, problem: impl std::fmt::Display) -> Error {
+    Error::InvalidInput(format!("{}: {problem}", path.shown()))
+}

@@ -1,0 +1,186 @@
+//! The file of `--record`: lines of JSON with hashes of what each rank had in each step. A run that starts again appends
+//! to it.
+
+use std::fs;
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+
+use parking_lot::Mutex;
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+use serde_with::{DeserializeFromStr, SerializeDisplay};
+
+use crate::error::{Error, Result, Shown};
+use crate::files::{Appender, lines_before};
+use crate::os::limits::explain;
+
+/// The version of the format. It grows when an older program can no longer read a record.
+pub(crate) const RECORD_FORMAT: u32 = 1;
+
+/// The first bytes of a record of any version.
+const BEGINS: &[u8] = b"{\"event\":\"header\",\"format\":";
+
+/// The 64-bit XXH3 hash of the values of a tensor, written as 16 hexadecimal digits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, SerializeDisplay, DeserializeFromStr)]
+pub(crate) struct TensorHash(pub u64);
+
+impl std::fmt::Display for TensorHash {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{:016x}", self.0)
+    }
+}
+
+impl std::str::FromStr for TensorHash {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let digits = Some(text).filter(|text| text.len() == 16);
+        let hash = digits.and_then(|digits| u64::from_str_radix(digits, 16).ok());
+        hash.map(Self).ok_or_else(|| format!("{text:?} is not a hash of 16 hexadecimal digits"))
+    }
+}
+
+/// A line of a record.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "event", rename_all = "lowercase")]
+pub(crate) enum RecordLine {
+    Header(RecordHeader),
+    Start(RecordedStart),
+    Step(RecordedStep),
+}
+
+/// What a record is about. Each start of a run writes one.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(crate) struct RecordHeader {
+    pub format: u32,
+    /// The program and its version.
+    pub program: String,
+    pub libtorch: String,
+    pub processor: String,
+    pub world_size: usize,
+    /// Only steps whose number is divisible by this are recorded.
+    pub every: u64,
+    /// The options that may change what is trained.
+    pub options: Map<String, Value>,
+    /// The trained parameters, in the order of the hashes.
+    pub parameters: Vec<RecordedTensor>,
+    /// The other tensors, in the order of the hashes.
+    pub buffers: Vec<RecordedTensor>,
+}
+
+/// A tensor of the model.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(crate) struct RecordedTensor {
+    pub name: String,
+    pub dtype: String,
+    pub shape: Vec<i64>,
+}
+
+impl std::fmt::Display for RecordedTensor {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "`{}`, {} {:?}", self.name, self.dtype, self.shape)
+    }
+}
+
+/// The tensors of one rank before its first step.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(crate) struct RecordedStart {
+    /// The number of that step.
+    pub step: u64,
+    pub rank: usize,
+    pub parameters: Vec<Option<TensorHash>>,
+    pub buffers: Vec<Option<TensorHash>>,
+}
+
+/// A step of one rank. A hash is `None` where the rank has no such tensor, or another rank hashes the same memory.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub(crate) struct RecordedStep {
+    /// The number of the step in the run, from 0.
+    pub step: u64,
+    pub rank: usize,
+    pub epoch: u64,
+    pub lr: f64,
+    /// The numbers of the rank's samples; `None` if the program does not know them.
+    pub samples: Option<Vec<usize>>,
+    /// The inputs and targets of each batch; `None` if the program does not know them.
+    pub batch: Option<Vec<TensorHash>>,
+    /// The loss of each batch; `None` where it is not finite.
+    pub loss: Vec<Option<f64>>,
+    /// The rank's own gradients, before the average.
+    pub gradients: Vec<Option<TensorHash>>,
+    /// The gradients after the average.
+    pub averages: Vec<Option<TensorHash>>,
+    /// The parameters after the step.
+    pub parameters: Vec<Option<TensorHash>>,
+    /// The buffers after the step.
+    pub buffers: Vec<Option<TensorHash>>,
+}
+
+/// The file of a process, whose ranks write to it.
+#[derive(Debug)]
+pub struct RecordFile {
+    path: PathBuf,
+    state: Mutex<State>,
+}
+
+#[derive(Debug)]
+struct State {
+    out: Appender,
+    has_header: bool,
+}
+
+impl RecordFile {
+    /// Opens the file at `path`, and creates its folder if needed. A run that `continues` an earlier one appends to its
+    /// record.
+    ///
+    /// # Errors
+    /// If the file cannot be opened, is not a record, or exists without an earlier run to continue.
+    pub fn open(path: &Path, continues: bool) -> io::Result<Self> {
+        let before = lines_before(path)?;
+        if let Some(before) = &before {
+            if !before.first.starts_with(BEGINS) {
+                return Err(io::Error::other(
+                    "this file exists and is not a record; use another name",
+                ));
+            }
+            if !continues {
+                return Err(io::Error::other(
+                    "this record exists; remove it, or use another name (only a run with --resume appends to a record)",
+                ));
+            }
+        }
+        path.parent().map_or(Ok(()), fs::create_dir_all)?;
+        let out = Appender::open(path)?.after(before.as_ref());
+        let state = Mutex::new(State { out, has_header: false });
+        Ok(Self { path: path.into(), state })
+    }
+
+    /// Writes the header, unless another rank of this process has written it.
+    ///
+    /// # Errors
+    /// [`Error::Write`].
+    pub(crate) fn begin(&self, header: RecordHeader) -> Result<()> {
+        let mut state = self.state.lock();
+        if std::mem::replace(&mut state.has_header, true) {
+            return Ok(());
+        }
+        self.write(&mut state, &RecordLine::Header(header))
+    }
+
+    /// Writes a line as a whole.
+    ///
+    /// # Errors
+    /// [`Error::Write`].
+    pub(crate) fn line(&self, line: &RecordLine) -> Result<()> {
+        self.write(&mut self.state.lock(), line)
+    }
+
+    fn write(&self, state: &mut State, line: &RecordLine) -> Result<()> {
+        let written = serde_json::to_string(line).map_err(io::Error::from);
+        let written = written.and_then(|line| writeln!(state.out, "{line}"));
+        written.and_then(|()| state.out.flush()).map_err(|error| Error::Write {
+            what: format!("--record {}", self.path.shown()),
+            reason: explain(error),
+        })
+    }
+}

@@ -1,0 +1,176 @@
+//! `--record`: writes hashes of what this rank has in each step.
+
+use std::cell::RefCell;
+use std::fs;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use anyhow::Result;
+use serde_json::{Map, Value};
+use tch::{Device, Kind, Tensor};
+
+use crate::data::Batch;
+use crate::ddp::{DistributedDataParallel, Strategy, tensor_hash};
+use crate::ffi::{self, TorchResult};
+use crate::process_group::dtype_name;
+use crate::telemetry::{
+    RECORD_FORMAT, RecordFile, RecordHeader, RecordLine, RecordedStart, RecordedStep,
+    RecordedTensor, TensorHash,
+};
+use crate::trainer::{Callback, Step, TrainContext};
+
+/// Writes the lines of one rank to the record of its process.
+#[derive(Debug)]
+pub(in crate::trainer) struct Record {
+    file: Arc<RecordFile>,
+    /// Only steps whose number is divisible by this are recorded.
+    every: u64,
+    /// The program and its version.
+    program: String,
+    options: Map<String, Value>,
+    /// The step that is being recorded.
+    step: Option<RecordedStep>,
+    /// The hashes of this step's own gradients.
+    gradients: Rc<RefCell<Vec<Option<TensorHash>>>>,
+}
+
+/// The name of the record among the observers of gradients.
+const OBSERVER: &str = "record";
+
+impl Record {
+    pub(in crate::trainer) fn new(
+        file: Arc<RecordFile>,
+        every: u64,
+        program: String,
+        options: Map<String, Value>,
+    ) -> Self {
+        Self { file, every, program, options, step: None, gradients: Rc::default() }
+    }
+
+    fn header<M>(&self, ddp: &DistributedDataParallel<M>) -> RecordHeader {
+        let describe = |tensors: Vec<(String, Tensor)>| {
+            let describe = |(name, tensor): (String, Tensor)| RecordedTensor {
+                name,
+                dtype: dtype_name(tensor.kind()).into(),
+                shape: tensor.size(),
+            };
+            tensors.into_iter().map(describe).collect()
+        };
+        RecordHeader {
+            format: RECORD_FORMAT,
+            program: self.program.clone(),
+            libtorch: ffi::version(),
+            processor: processor(),
+            world_size: ddp.group().world_size(),
+            every: self.every,
+            options: self.options.clone(),
+            parameters: describe(ddp.trained_parameters()),
+            buffers: describe(ddp.untrained_tensors()),
+        }
+    }
+}
+
+impl<M> Callback<M> for Record {
+    fn on_train_start(&mut self, context: &mut TrainContext<M>) -> Result<()> {
+        let Strategy::Ddp(ddp) = &context.ddp else { return Ok(()) };
+        self.file.begin(self.header(ddp))?;
+        ddp.group().synchronize()?;
+        let line = RecordedStart {
+            step: context.state.step,
+            rank: ddp.group().rank(),
+            parameters: parameter_hashes(ddp)?,
+            buffers: hashes(ddp.untrained_tensors())?,
+        };
+        Ok(self.file.line(&RecordLine::Start(line))?)
+    }
+
+    /// Begins a step that is due: hashes its batches, and watches its gradients.
+    fn on_step_start(&mut self, context: &mut TrainContext<M>, step: &mut Step) -> Result<()> {
+        let Strategy::Ddp(ddp) = &context.ddp else { return Ok(()) };
+        if !step.number.is_multiple_of(self.every) {
+            return Ok(());
+        }
+        let tensors = |batch: &Batch| {
+            let tensors = [&batch.inputs, &batch.targets].into_iter().chain(&batch.more_inputs);
+            tensors.map(Tensor::shallow_clone).collect::<Vec<_>>()
+        };
+        let batch = step.batches.iter().flat_map(tensors).map(|tensor| hash(&tensor));
+        self.step = Some(RecordedStep {
+            step: step.number,
+            rank: ddp.group().rank(),
+            epoch: context.state.epoch,
+            lr: step.lr,
+            samples: Some(context.samples(0, step.batches.len())?),
+            batch: Some(batch.collect::<crate::error::Result<_>>()?),
+            ..RecordedStep::default()
+        });
+        *self.gradients.borrow_mut() = vec![None; ddp.trained_parameters().len()];
+        let gradients = self.gradients.clone();
+        let observe = move |parameter: usize, gradient: &mut Tensor| {
+            gradients.borrow_mut()[parameter] = Some(hash(gradient)?);
+            Ok(())
+        };
+        ddp.observe_gradients(OBSERVER, Box::new(observe));
+        Ok(())
+    }
+
+    fn on_after_backward(&mut self, context: &mut TrainContext<M>, _: &mut Step) -> Result<()> {
+        let (Strategy::Ddp(ddp), Some(step)) = (&context.ddp, &mut self.step) else {
+            return Ok(());
+        };
+        ddp.stop_observing(OBSERVER);
+        ddp.group().synchronize()?;
+        step.gradients = self.gradients.take();
+        for (_, parameter) in ddp.trained_parameters() {
+            let average = parameter.grad();
+            step.averages.push(average.defined().then(|| hash(&average)).transpose()?);
+        }
+        Ok(())
+    }
+
+    fn on_step_end(&mut self, context: &mut TrainContext<M>, step: &Step) -> Result<()> {
+        let (Strategy::Ddp(ddp), Some(mut line)) = (&context.ddp, self.step.take()) else {
+            return Ok(());
+        };
+        ddp.group().synchronize()?;
+        line.loss = step.losses.iter().map(loss).collect::<crate::error::Result<_>>()?;
+        line.parameters = parameter_hashes(ddp)?;
+        line.buffers = hashes(ddp.untrained_tensors())?;
+        Ok(self.file.line(&RecordLine::Step(line))?)
+    }
+}
+
+/// Returns the hashes of the trained parameters. Ranks that share them hash some each.
+fn parameter_hashes<M>(
+    ddp: &DistributedDataParallel<M>,
+) -> crate::error::Result<Vec<Option<TensorHash>>> {
+    let group = ddp.group();
+    let ranks = if ddp.shares_model() { group.local_world_size() } else { 1 };
+    let is_own = |number: usize| ranks == 1 || number % ranks == group.local_rank() % ranks;
+    let parameters = ddp.trained_parameters().into_iter().enumerate();
+    parameters
+        .map(|(number, (_, parameter))| is_own(number).then(|| hash(&parameter)).transpose())
+        .collect()
+}
+
+fn hashes(tensors: Vec<(String, Tensor)>) -> crate::error::Result<Vec<Option<TensorHash>>> {
+    tensors.iter().map(|(_, tensor)| hash(tensor).map(Some)).collect()
+}
+
+fn hash(tensor: &Tensor) -> crate::error::Result<TensorHash> {
+    tensor_hash(tensor).map(TensorHash)
+}
+
+/// Returns a loss; `None` if it is not finite.
+fn loss(loss: &Tensor) -> crate::error::Result<Option<f64>> {
+    let read =
+        || loss.f_detach()?.f_to_device(Device::Cpu)?.f_to_kind(Kind::Double)?.f_double_value(&[]);
+    read().doing("reading the loss").map(|loss| Some(loss).filter(|loss| loss.is_finite()))
+}
+
+/// Returns the name of this machine's processor.
+fn processor() -> String {
+    let text = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let name = text.lines().find_map(|line| line.strip_prefix("model name")?.split_once(": "));
+    name.map_or("unknown", |(_, name)| name).trim().into()
+}
