@@ -170,7 +170,7 @@ LABELS = {
     "all": ("all", "共用"),
     "unit": ("in units of P, the memory of the parameters; without activations", "以参数占的内存 P 为单位；不含激活值"),
     # collectives
-    "collectives": ("What each collective does on three ranks", "三个 rank 上的各种集合操作"),
+    "collectives": ("What each collective does on three ranks", "三个 rank 上的各种集合通信"),
     "collectives.desc": (
         "Eight operations, each with the tensors of three ranks before and after it. Lines lead from the rank "
         "that has a tensor to the ranks that get it.",

@@ -21,6 +21,7 @@ mod cuda; // with a GPU; skips and says so without
 mod data; // loaders, with workers and without
 mod data_parallel; // DataParallel: DDP's results the old way
 mod ddp; // N ranks against one, replicas bit-identical, models that differ
+mod diff; // records of runs, and where two part
 mod docs; // the README and the book: their commands, and the chapter on options
 mod engine; // overlap, accumulation, unused parameters, communication hooks
 mod explain; // what --explain tells: short, right, and changing nothing

@@ -165,12 +165,13 @@ fn partitions_optimizer(config: &Config) -> Option<String> {
 }
 
 fn equal_batches(config: &Config) -> Option<String> {
-    let problem = needs_ddp(config)?;
-    Some(problem + ": with dp rank 0 gives every rank a batch of the same size")
+    needs_ddp(config)?;
+    Some("needs --strategy ddp: with dp rank 0 gives every rank a batch of the same size".into())
 }
 
 fn has_replicas(config: &Config) -> Option<String> {
-    Some(needs_ddp(config)? + ": with dp rank 0 alone has the parameters")
+    needs_ddp(config)?;
+    Some("needs --strategy ddp: with dp rank 0 alone has the parameters".into())
 }
 
 impl Config {

@@ -1,0 +1,295 @@
+//! `--record` and `ddp-mp diff`: a record shows every bit that differs, and where; equal runs have equal records.
+
+use std::fs;
+use std::path::Path;
+
+use serde_json::Value;
+
+use crate::harness::{in_parallel, program, run, run_command, runs_every_case, some_of};
+
+/// A model with parameters and buffers, which trains in a fraction of a second.
+const CNN: [&str; 9] = [
+    "--model=cnn",
+    "--channels=4,4",
+    "--dataset=digits",
+    "--loss=cross-entropy",
+    "--batch-size=8",
+    "--momentum=0.9",
+    "--lr=0.05",
+    "--nproc-per-node=2",
+    "--quiet",
+];
+/// Its steps.
+const STEPS: u64 = 6;
+
+/// Trains with `args`, and writes a record with this name into `folder`.
+fn record(folder: &Path, name: &str, args: &[&str]) -> (Option<i32>, String) {
+    let file = format!("--record={name}");
+    let mut command = program(&[&[&*file], args].concat());
+    command.current_dir(folder);
+    let (code, _, stderr) = run_command(command);
+    (code, stderr)
+}
+
+/// As [`record`], of the CNN.
+fn record_cnn(folder: &Path, name: &str, args: &[&str]) -> Option<i32> {
+    let steps = format!("--max-steps={STEPS}");
+    record(folder, name, &[&CNN[..], &[&steps], args].concat()).0
+}
+
+/// Runs `ddp-mp diff` in `folder`.
+fn diff(folder: &Path, a: &str, b: &str) -> (Option<i32>, String, String) {
+    let mut command = program(&["diff", a, b]);
+    command.current_dir(folder);
+    run_command(command)
+}
+
+/// Numbers that look random, the same in every run.
+struct Numbers(u64);
+
+impl Numbers {
+    fn below(&mut self, end: u64) -> u64 {
+        self.0 =
+            self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (self.0 >> 20) % end
+    }
+}
+
+/// The names and bits of the tensors that the header of a record lists under `key`.
+fn tensors(header: &Value, key: &str) -> Vec<(String, u64)> {
+    let bits = |tensor: &Value| {
+        let shape = tensor["shape"].as_array().unwrap();
+        let numel: u64 = shape.iter().map(|size| size.as_u64().unwrap()).product();
+        numel * if tensor["dtype"] == "int64" { 64 } else { 32 }
+    };
+    let all = header[key].as_array().unwrap();
+    all.iter().map(|tensor| (tensor["name"].as_str().unwrap().to_owned(), bits(tensor))).collect()
+}
+
+/// The line of `text` about `stage`.
+fn line<'a>(text: &'a str, stage: &str) -> &'a str {
+    text.lines().find(|line| line.starts_with(&format!("  {stage}"))).unwrap_or("")
+}
+
+/// A flip in a random step, rank, tensor and bit is found there, in threads and in processes.
+/// Long: each flip is a run of training.
+#[test]
+fn diff_names_the_step_rank_and_tensor_of_a_flipped_bit() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    assert_eq!(record_cnn(folder, "good.record", &[]), Some(0));
+    let text = fs::read_to_string(folder.join("good.record")).unwrap();
+    let header: Value = serde_json::from_str(text.lines().next().unwrap()).unwrap();
+    let flips: Vec<u64> = (0..if runs_every_case() { 100 } else { 10 }).collect();
+    in_parallel(&flips, |&number| {
+        let mut numbers = Numbers(number);
+        let (step, rank) = (numbers.below(STEPS), numbers.below(2));
+        let places = ["gradient", "average", "parameter", "buffer", "batch"];
+        let place = places[number as usize % places.len()];
+        let all = match place {
+            "batch" => vec![("rank".to_owned(), 8 * 64 * 32)], // 8 images of 8 x 8
+            "buffer" => tensors(&header, "buffers"),
+            _ => tensors(&header, "parameters"),
+        };
+        let flipped = numbers.below(all.len() as u64) as usize;
+        let before: u64 = all[..flipped].iter().map(|(_, bits)| bits).sum();
+        let bit = before + numbers.below(all[flipped].1);
+        let fault = format!("--inject-fault=flip={bit}:rank={rank},at=step,step={step},in={place}");
+        let name = format!("{number}.record");
+        let spawn = ["--spawn=threads", "--spawn=processes"][number as usize / 5 % 2];
+        // Runs whose replicas differ at the end fail; so do those whose loss is no longer finite.
+        record_cnn(folder, &name, &[&fault, spawn]);
+        let (code, stdout, stderr) = diff(folder, "good.record", &name);
+        assert_eq!(code, Some(1), "{fault}: {stdout}{stderr}");
+        assert!(
+            stdout.contains(&format!("Step {step} is the first that differs")),
+            "{fault}: {stdout}"
+        );
+        let stage = line(&stdout, if place == "batch" { "batch" } else { place });
+        let expected = match place {
+            "batch" => format!("differs on rank {rank}"),
+            _ => format!(" on rank {rank}: `{}`", all[flipped].0),
+        };
+        assert!(stage.contains(&expected), "{fault} {spawn}: {stdout}");
+        let earlier = stdout.lines().skip_while(|line| !line.starts_with("  samples"));
+        for line in earlier.take_while(|line| *line != stage) {
+            assert!(line.ends_with("the same"), "{fault}: {stdout}");
+        }
+    });
+}
+
+#[test]
+fn equal_runs_have_equal_records_and_the_bits_of_a_run_without() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    assert_eq!(record_cnn(folder, "a.record", &[]), Some(0));
+    for (name, args) in [
+        ("b.record", &[][..]),
+        ("processes.record", &["--spawn=processes"]),
+        ("shared.record", &["--share-model"]),
+        ("zero.record", &["--zero", "--spawn=processes"]),
+        ("overlap.record", &["--simulate-cluster=bandwidth=10Gbit/s,latency=10us"]),
+    ] {
+        assert_eq!(record_cnn(folder, name, args), Some(0), "{name}");
+        let (code, stdout, stderr) = diff(folder, "a.record", name);
+        assert_eq!((code, &*stderr), (Some(0), ""), "{name}: {stdout}");
+        assert!(stdout.ends_with("Equal: the start and 6 steps (0 to 5).\n"), "{name}: {stdout}");
+    }
+    assert!(folder.join("processes.1.record").exists());
+    let hash = |args: &[&str]| {
+        let (code, stdout, stderr) =
+            run(&[&CNN[..], &["--max-steps=6", "--log-format=json"], args].concat());
+        assert_eq!(code, Some(0), "{stderr}");
+        let ends = stdout.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
+        ends.filter_map(|event| event.get("parameters_hash").cloned()).next().unwrap()
+    };
+    let none = hash(&[]);
+    for args in [&["--record-every=4"][..], &["--share-model"], &["--zero"]] {
+        let path = folder.join(args[0]);
+        let record = format!("--record={}", path.display());
+        assert_eq!(hash(&[args, &[&record]].concat()), none, "{args:?}");
+        let lines = fs::read_to_string(path).unwrap();
+        let steps = lines.lines().filter(|line| line.starts_with("{\"event\":\"step\"")).count();
+        assert_eq!(steps, if args[0] == "--record-every=4" { 4 } else { 12 }, "{args:?}");
+    }
+}
+
+#[test]
+fn runs_with_other_options_are_compared_as_far_as_they_can_be() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    let two = ["--nproc-per-node=2", "--max-steps=3", "--quiet"];
+    for (name, args) in [
+        ("a", &[][..]),
+        ("seed", &["--seed=1"]),
+        ("batch", &["--batch-size=16"]),
+        ("lr", &["--lr=0.01"]),
+        ("decay", &["--weight-decay=0.1"]),
+        ("one", &["--nproc-per-node=1", "--batch-size=64"]),
+        ("mlp", &["--model=mlp"]),
+        ("long", &["--max-steps=5"]),
+        ("some", &["--record-every=2"]),
+    ] {
+        let kept = two
+            .iter()
+            .filter(|flag| !args.iter().any(|arg| arg.split('=').next() == flag.split('=').next()));
+        let all: Vec<&str> = kept.copied().chain(args.iter().copied()).collect();
+        let (code, stderr) = record(folder, name, &all);
+        assert_eq!(code, Some(0), "{name}: {stderr}");
+    }
+    for (other, code, expected) in [
+        (
+            "seed",
+            1,
+            &["option seed: A has 0, B has 1", "The runs differ before step 0", "compare the seed"]
+                [..],
+        ),
+        ("batch", 1, &["Step 0 is", "samples     differs on all ranks", "the batch size"]),
+        ("lr", 1, &["Equal: the start.", "lr          differs on all ranks", "compare --lr"]),
+        ("decay", 1, &["parameters  2 of 2 on all ranks: `weight`, `bias`", "weight decay"]),
+        ("one", 1, &["different numbers of ranks", "gradients   not compared", "averages    "]),
+        ("long", 0, &["Equal: the start and 3 steps (0 to 2).", "Only B has 2 steps more"]),
+        ("some", 0, &["Equal: the start and 2 steps (0 to 2).", "Only A has 1 step more"]),
+    ] {
+        let (found, stdout, stderr) = diff(folder, "a", other);
+        assert_eq!((found, &*stderr), (Some(code), ""), "{other}: {stdout}");
+        for text in expected {
+            assert!(stdout.contains(text), "{other}: {text}: {stdout}");
+        }
+    }
+    let (code, stdout, stderr) = diff(folder, "a", "mlp");
+    assert_eq!((code, &*stdout), (Some(2), ""));
+    assert!(
+        stderr.contains("the models differ: a has `weight`, float32 [1, 20], mlp has"),
+        "{stderr}"
+    );
+}
+
+#[test]
+fn a_resumed_run_appends_to_its_record() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    let all = ["--nproc-per-node=2", "--quiet", "--checkpoint-dir=run", "--save-every=4"];
+    let (code, stderr) =
+        record(folder, "whole", &["--nproc-per-node=2", "--quiet", "--max-steps=10"]);
+    assert_eq!(code, Some(0), "{stderr}");
+    // Killed after a checkpoint and two more steps, which the next start repeats.
+    let kill = "--inject-fault=kill:rank=1,at=step,step=6";
+    let (code, stderr) = record(folder, "parts", &[&all[..], &["--max-steps=10", kill]].concat());
+    assert_ne!(code, Some(0), "{stderr}");
+    let killed = fs::read_to_string(folder.join("parts")).unwrap();
+    assert!(killed.ends_with('\n') && killed.contains("\"step\":5,\"rank\":1"), "{killed}");
+    // A part of a line, as after a failure of the machine.
+    fs::write(folder.join("parts"), &killed[..killed.len() - 20]).unwrap();
+    let resumed = [&all[..], &["--max-steps=10", "--resume=auto"]].concat();
+    let (code, stderr) = record(folder, "parts", &resumed);
+    assert_eq!(code, Some(0), "{stderr}");
+    let (code, stdout, stderr) = diff(folder, "whole", "parts");
+    assert_eq!((code, &*stderr), (Some(0), ""), "{stdout}");
+    assert!(stdout.contains("Equal: the start and 10 steps (0 to 9)."), "{stdout}");
+    // Without --resume nothing is overwritten.
+    let before = fs::read(folder.join("parts")).unwrap();
+    let (code, stderr) = record(folder, "parts", &["--nproc-per-node=2"]);
+    assert_eq!(code, Some(2), "{stderr}");
+    assert!(stderr.contains("this record exists; remove it, or use another name"), "{stderr}");
+    assert_eq!(fs::read(folder.join("parts")).unwrap(), before);
+}
+
+#[test]
+fn files_that_are_no_records_are_refused_in_one_sentence() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    let (code, stderr) =
+        record(folder, "good", &["--nproc-per-node=2", "--max-steps=3", "--quiet"]);
+    assert_eq!(code, Some(0), "{stderr}");
+    let good = fs::read_to_string(folder.join("good")).unwrap();
+    let lines: Vec<&str> = good.lines().collect();
+    let later = lines[0].replace("\"format\":1", "\"format\":2,\"new\":{}");
+    let without_header = lines[1..].join("\n");
+    let damaged = good.replacen("\"step\":1", "\"step\":one", 1);
+    let shorter = good.replacen("\"gradients\":[\"", "\"gradients\":[\"0123456789abcdef\",\"", 1);
+    let bad_hash = good.replacen("\"averages\":[\"", "\"averages\":[\"xx", 1);
+    for (text, expected) in [
+        ("", "the record is empty"),
+        ("hello\n", "this file is not a record"),
+        ("{}\n", "this file is not a record"),
+        (&*later, "this record has format 2, and this program reads format 1"),
+        (&without_header, "the header is missing"),
+        (&damaged, "is no line of a record"),
+        (&shorter, "it has not one hash for each tensor of the header"),
+        (&bad_hash, "is not a hash of 16 hexadecimal digits"),
+        (&lines[0][..40], "this file is not a record"),
+    ] {
+        fs::write(folder.join("bad"), text).unwrap();
+        for (a, b) in some_of([("good", "bad"), ("bad", "good")], 1) {
+            let (code, stdout, stderr) = diff(folder, a, b);
+            assert_eq!((code, &*stdout), (Some(2), ""), "{expected}: {stderr}");
+            assert!(
+                stderr.contains(expected) && stderr.lines().count() == 1,
+                "{expected}: {stderr}"
+            );
+        }
+    }
+    // A record that was cut anywhere is a record of the steps before.
+    for end in (lines[0].len() + 1..good.len()).step_by(211) {
+        fs::write(folder.join("bad"), &good[..end]).unwrap();
+        let (code, stdout, stderr) = diff(folder, "good", "bad");
+        let nothing = stderr.contains("have no step in common");
+        assert!(code == Some(0) || (code == Some(2) && nothing), "{end}: {stdout}{stderr}");
+    }
+    // What is there stays as it is.
+    for (name, flags, expected) in [
+        ("bad", &["--max-steps=1"][..], "this record exists"),
+        ("good", &["--record-every=0"], "--record-every"),
+        ("new", &["--strategy=dp"], "--record: needs --strategy ddp"),
+    ] {
+        fs::write(folder.join("bad"), &good).unwrap();
+        let (code, stderr) = record(folder, name, flags);
+        assert_eq!(code, Some(2), "{stderr}");
+        assert!(stderr.contains(expected), "{stderr}");
+        assert_eq!(fs::read_to_string(folder.join("good")).unwrap(), good);
+    }
+    let (code, _, stderr) = run(&["--record-every=2"]);
+    assert_eq!(code, Some(2));
+    assert!(stderr.contains("--record-every: has no effect without --record; add it"), "{stderr}");
+}
