@@ -274,7 +274,10 @@ fn ddp_options_are_refused() {
         let model = ["--strategy=dp", "--model=cnn", "--in-features=64", &flag];
         let (code, stdout, stderr) = run(&model);
         assert_eq!((code, &stdout[..]), (Some(2), ""), "{flag}");
-        assert_eq!(stderr, format!("ddp-mp: --{name}: needs --strategy ddp; remove it, or use that strategy\n"));
+        assert_eq!(
+            stderr,
+            format!("ddp-mp: --{name}: needs --strategy ddp; remove it, or use that strategy\n")
+        );
     }
     let (code, _, stderr) = run(&["--strategy=dp", "--amp=fp16"]);
     assert_eq!(code, Some(2));
@@ -284,7 +287,12 @@ fn ddp_options_are_refused() {
     fs::write(&file, "strategy = \"dp\"\ncomm_hook = \"bf16\"\n").unwrap();
     let (code, _, stderr) = run(&["--config", file.to_str().unwrap()]);
     assert_eq!(code, Some(2));
-    assert!(stderr.ends_with("run.toml: comm_hook: needs --strategy ddp; remove it, or use that strategy\n"), "{stderr}");
+    assert!(
+        stderr.ends_with(
+            "run.toml: comm_hook: needs --strategy ddp; remove it, or use that strategy\n"
+        ),
+        "{stderr}"
+    );
 }
 
 #[test]

@@ -322,7 +322,10 @@ fn replicas_with_own_buffers_are_not_called_the_same() {
 #[test]
 fn incompatible_flags_are_refused() {
     for (args, complaint) in [
-        (&["--explain", "--strategy=dp"][..], "--explain: needs --strategy ddp; remove it, or use that strategy\n"),
+        (
+            &["--explain", "--strategy=dp"][..],
+            "--explain: needs --strategy ddp; remove it, or use that strategy\n",
+        ),
         (&["--explain", "--amp=fp16"], "--explain: shows the first steps, and amp"),
         (&["--explain", "--skip-nonfinite=1"], "--explain: shows the first steps, and amp"),
         (&["--language=zh"], "--language: needs --explain"),

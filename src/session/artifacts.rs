@@ -160,6 +160,12 @@ impl RunArtifacts {
     /// [`Error::Write`].
     pub(super) fn write(&self, session: &Session, outcome: &Outcome) -> Result<()> {
         let end = self.record.lock().end.clone();
+        if let (true, Some(path)) =
+            (session.joined_launch.is_first(), &session.config.output.record)
+        {
+            let path = path.shown();
+            session.printer.info(&format!("the record is in {path}: compare it with ddp-mp diff"));
+        }
         let written = match self.dump.get() {
             // If one cannot be written, the others still are.
             Some(dump) => {

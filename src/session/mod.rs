@@ -246,11 +246,12 @@ impl Session {
         Ok(logs_metrics == [true])
     }
 
-    /// Returns the name of the backend, and whether the network is simulated, for the user.
+    /// Returns the name of the backend, whether the network is simulated and whether steps are recorded, for the user.
     pub(crate) fn backend(&self) -> String {
         let simulated =
             if self.config.ddp.simulate_cluster.is_some() { ", simulated network" } else { "" };
-        format!("{}{simulated}", self.joined_launch.placement.backend.name())
+        let recorded = if self.config.output.record.is_some() { ", steps recorded" } else { "" };
+        format!("{}{simulated}{recorded}", self.joined_launch.placement.backend.name())
     }
 
     /// Takes the metrics logger. `None` except on rank 0.

@@ -4,13 +4,13 @@ mod compare;
 mod read;
 mod texts;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use clap::Args;
 
 use crate::session::AlreadyReported;
 use crate::telemetry::Printer;
-use compare::compare;
+use compare::{Outcome, Stage, compare};
 use read::Record;
 use texts::lines;
 
@@ -23,6 +23,19 @@ pub struct DiffFlags {
     /// Compare it with this one
     #[arg(value_name = "B")]
     pub b: PathBuf,
+}
+
+/// Returns the number of ranks whose parameters differ in the first step that differs between the records `a` and `b`.
+///
+/// # Errors
+/// As [`diff`].
+pub(super) fn ranks_with_other_parameters(a: &Path, b: &Path) -> crate::error::Result<usize> {
+    let comparison = compare(&Record::read(a)?, &Record::read(b)?)?;
+    let stages = comparison.parting.map(|parting| parting.stages).unwrap_or_default();
+    Ok(match stages.get(&Stage::Parameters) {
+        Some(Outcome::Differs(ranks)) => ranks.len(),
+        _ => 0,
+    })
 }
 
 /// Prints where two records part, and what that means.

@@ -6,7 +6,7 @@ use serde_with::DeserializeFromStr;
 use strum::{EnumIter, EnumString, IntoEnumIterator, IntoStaticStr};
 
 use super::answer::{Answer, Form};
-use super::checks::{by_hand, gpt, own_model, program, several_machines};
+use super::checks::{bad_core, by_hand, gpt, own_model, program, several_machines};
 
 /// A lesson of the course. Its name is that of the variant, such as `all-reduce-by-hand`.
 #[derive(
@@ -32,6 +32,7 @@ pub enum Lesson {
     Backend,
     Straggler,
     Desync,
+    BadCore,
     OneRank,
     ThreadsThatMeet,
     AllReduceByHand,
@@ -115,6 +116,7 @@ impl Lesson {
             Lesson::Backend => run(yes_no, several_machines::backend),
             Lesson::Straggler => run(one, program::straggler),
             Lesson::Desync => run(one, program::desync),
+            Lesson::BadCore => run(one, bad_core::bad_core),
             Lesson::OneRank => run(share, by_hand::one_rank),
             Lesson::ThreadsThatMeet => Check::None,
             Lesson::AllReduceByHand => run(two, by_hand::all_reduce),

@@ -1,5 +1,6 @@
 //! The checks of the exercises: each runs what its exercise is about, now, on ranks that are threads on the CPU.
 
+pub(super) mod bad_core;
 pub(super) mod by_hand;
 pub(super) mod gpt;
 pub(super) mod own_model;
