@@ -1,9 +1,12 @@
 //! `--record` and `ddp-mp diff`: a record shows every bit that differs, and where; equal runs have equal records.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
+use ddp_mp::checkpoint::TensorFile;
 use serde_json::Value;
+use tch::{Kind, Tensor};
 
 use crate::harness::{in_parallel, program, run, run_command, runs_every_case, some_of};
 
@@ -292,4 +295,143 @@ fn files_that_are_no_records_are_refused_in_one_sentence() {
     let (code, _, stderr) = run(&["--record-every=2"]);
     assert_eq!(code, Some(2));
     assert!(stderr.contains("--record-every: has no effect without --record; add it"), "{stderr}");
+}
+
+/// Runs the program in `folder`.
+fn run_in(folder: &Path, args: &[&str]) -> (Option<i32>, String, String) {
+    let mut command = program(args);
+    command.current_dir(folder);
+    run_command(command)
+}
+
+/// The names and the values of a safetensors file.
+fn tensors_in(file: &Path) -> BTreeMap<String, Vec<f64>> {
+    let tensors = TensorFile::read(file).unwrap().tensors().unwrap().into_iter();
+    let values =
+        |tensor: Tensor| Vec::try_from(tensor.to_kind(Kind::Double).reshape([-1])).unwrap();
+    tensors.map(|(name, tensor)| (name, values(tensor))).collect()
+}
+
+#[test]
+fn rerun_gives_the_tensors_and_bits_of_the_run() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    let run =
+        [&CNN[..], &["--max-steps=12", "--checkpoint-dir=run", "--save-every=4", "--keep-last=9"]]
+            .concat();
+    let (code, stderr) = record(
+        folder,
+        "run.record",
+        &[&run[..], &["--keep=kept", "--keep-step=9", "--keep-rank=1"]].concat(),
+    );
+    assert_eq!(code, Some(0), "{stderr}");
+    let rerun =
+        |args: &[&str]| run_in(folder, &[&["rerun", "--checkpoint-dir=run"], args].concat());
+    let at = |step: &str, file: &str| {
+        let args = [
+            &format!("--step={step}"),
+            &format!("--keep={file}"),
+            "--rank=1",
+            "--record=run.record",
+        ];
+        let (code, stdout, stderr) = rerun(&args);
+        assert_eq!(code, Some(0), "{stdout}{stderr}");
+        assert!(
+            stderr.contains(&format!("the tensors of step {step} on rank 1 are in {file}")),
+            "{stderr}"
+        );
+        assert!(stdout.contains("\nEqual: "), "{stdout}");
+        tensors_in(&folder.join(file))
+    };
+    let kept = at("9", "again");
+    assert_eq!(kept, tensors_in(&folder.join("kept")));
+    for name in [
+        "batch.0.inputs",
+        "batch.0.targets",
+        "loss.0",
+        "before.",
+        "gradient.",
+        "average.",
+        "parameter.",
+        "buffer.",
+    ] {
+        assert!(kept.keys().any(|key| key.starts_with(name)), "{name}: {:?}", kept.keys());
+    }
+    // Before the first checkpoint the run begins anew.
+    at("2", "early");
+    // A record of another run does not agree.
+    let (code, stderr) =
+        record(folder, "other.record", &[&CNN[..], &["--max-steps=12", "--seed=5"]].concat());
+    assert_eq!(code, Some(0), "{stderr}");
+    let (code, stdout, _) = rerun(&["--step=9", "--keep=third", "--record=other.record"]);
+    assert_eq!(code, Some(1), "{stdout}");
+    for (args, expected) in [
+        (&["--step=9", "--keep=again"][..], "--keep again: this file exists"),
+        (&["--step=9", "--keep=new", "--rank=2"], "--rank 2: the run has ranks 0 to 1"),
+        (&["--step=9", "--keep=new", "--record=nowhere"], "nowhere: No such file"),
+    ] {
+        let (code, stdout, stderr) = rerun(args);
+        assert_eq!(code, Some(2), "{args:?}: {stdout}{stderr}");
+        assert!(stderr.contains(expected), "{args:?}: {stderr}");
+    }
+    let (code, _, stderr) =
+        run_in(folder, &["rerun", "--checkpoint-dir=none", "--step=1", "--keep=new"]);
+    assert_eq!(code, Some(2), "{stderr}");
+    assert!(stderr.contains("--checkpoint-dir none: it has no checkpoint"), "{stderr}");
+}
+
+/// Long: each half of the steps is a run of each command.
+#[test]
+fn bisect_names_the_tensor_with_its_values() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    let path = crate::harness::program_path();
+    let program = path.to_str().unwrap();
+    let train = format!("{program} --nproc-per-node=2 --quiet");
+    let flip = "--inject-fault=flip=3:rank=1,at=step,step=7,in=gradient";
+    // By records.
+    let (good, bad) = (format!("{train} --max-steps=12"), format!("{train} --max-steps=12 {flip}"));
+    let bisect = |good: &str, bad: &str, more: &[&str]| {
+        run_in(folder, &[&["bisect", "--good", good, "--bad", bad], more].concat())
+    };
+    let (code, stdout, stderr) = bisect(&good, &bad, &["--keep=kept"]);
+    assert_eq!(code, Some(1), "{stdout}{stderr}");
+    assert!(stdout.contains("Step 7 is the first that differs:"), "{stdout}");
+    assert!(stdout.contains("gradients   1 of 2 on rank 1: `weight`"), "{stdout}");
+    let found = "`gradient.weight` [1, 20] is the first tensor that differs, in 1 of its values.";
+    assert!(
+        stdout.contains(found) && stdout.contains("at index [0, 0]") && stdout.contains("(8 ULPs)"),
+        "{stdout}"
+    );
+    let kept = tensors_in(&folder.join("kept/good.safetensors"));
+    assert_ne!(kept, tensors_in(&folder.join("kept/bad.safetensors")));
+    let (code, stdout, stderr) = bisect(&good, &good, &[]);
+    assert_eq!(code, Some(0), "{stdout}{stderr}");
+    // By halves, as for a program that only stops after a number of steps and writes its parameters.
+    let halves = |more: &str| {
+        format!(
+            "rm -rf run && {train} --max-steps={{steps}} --checkpoint-dir=run {more} && cp run/step-*/model.safetensors {{file}}"
+        )
+    };
+    let (good, bad) =
+        (halves(""), halves("--lr=0.001 --schedule=multi-step --milestones=5 --schedule-by=step"));
+    let (code, stdout, stderr) = bisect(&good, &bad, &["--steps=12"]);
+    assert_eq!(code, Some(1), "{stdout}{stderr}");
+    assert!(
+        stdout.contains("Step 5 is the first that differs.\n`bias` [1] is the first tensor"),
+        "{stdout}"
+    );
+    let (code, stdout, stderr) = bisect(&good, &good, &["--steps=3"]);
+    assert_eq!((code, &*stdout), (Some(0), "Equal after 3 steps.\n"), "{stderr}");
+    for (good, bad, more, expected) in [
+        ("exit 3", &*good, &[][..], "--good: it needs both {steps} and {file}"),
+        ("true", "true", &[], "--good: it has written no record"),
+        ("echo lost >&2; exit 3", "true", &[], "--good: it failed (exit status: 3): lost"),
+        ("true {steps} {file}", "true {steps} {file}", &[], "--good: it has not written"),
+        ("true", "true", &["--keep=kept"], "--keep kept: this folder exists"),
+    ] {
+        let (code, stdout, stderr) = bisect(good, bad, more);
+        assert_eq!((code, &*stdout), (Some(2), ""), "{expected}: {stderr}");
+        assert!(stderr.lines().last().unwrap().contains(expected), "{expected}: {stderr}");
+    }
 }

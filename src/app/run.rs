@@ -119,6 +119,8 @@ impl Run {
             },
             Command::Verify(flags) => self.verify(&flags, printer),
             Command::Diff(flags) => commands::diff(&flags, &text()),
+            Command::Bisect(flags) => commands::bisect(&flags, self.program.name, &text()),
+            Command::Rerun(flags) => commands::rerun(&flags, &self.program, &cuda::load(), &text()),
             Command::Replay(flags) => commands::replay(&flags, &text()),
             Command::Sample(flags) => {
                 commands::sample(&flags, &self.program, &cuda::load(), &text())

@@ -124,6 +124,17 @@ pub(super) fn newest_in(path: &Path) -> Result<Option<PathBuf>> {
     Ok(steps_in(path)?.pop_last().map(|(_, folder)| folder))
 }
 
+/// Returns the newest checkpoint in the folder `path` after at most `step` steps, and the newest of all. `None` where there
+/// is none.
+///
+/// # Errors
+/// As [`paths_in`].
+pub(crate) fn newest_up_to(path: &Path, step: u64) -> Result<(Option<PathBuf>, Option<PathBuf>)> {
+    let steps = steps_in(path)?;
+    let newest = |found: Option<(&u64, &PathBuf)>| found.map(|(_, folder)| folder.clone());
+    Ok((newest(steps.range(..=step).next_back()), newest(steps.last_key_value())))
+}
+
 /// Returns `path`, with links resolved if it is a link. A pointer names a folder beside the link's target.
 pub(super) fn followed(path: &Path) -> Cow<'_, Path> {
     if path.is_symlink() { Place::of(path).into_path().into() } else { path.into() }

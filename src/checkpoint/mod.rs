@@ -57,8 +57,9 @@ mod tensors;
 mod writer;
 
 pub use folder::CheckpointDir;
-pub(crate) use layout::TRAINER;
+pub(crate) use layout::{TRAINER, newest_up_to};
 pub use read::Checkpoint;
 pub use state::TrainerState;
 pub use tensors::TensorFile;
+pub(crate) use tensors::write_tensors;
 pub use writer::{Snapshot, Writer};

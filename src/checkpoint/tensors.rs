@@ -2,6 +2,8 @@
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
+use std::fs::File;
+use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use safetensors::{Dtype, SafeTensors, View};
@@ -12,6 +14,7 @@ use super::layout::{MODEL, newest_in, pointed};
 use crate::ddp::{bytes_of, state_dict};
 use crate::error::{Error, Result, Shown};
 use crate::ffi::{MappedFile, TorchResult};
+use crate::os::limits::unwritable;
 use crate::process_group::dtype_name;
 
 /// The dtypes of libtorch and those of safetensors, as PyTorch's safetensors maps them.
@@ -73,6 +76,18 @@ pub(super) fn serialize(tensors: &BTreeMap<String, Copied>) -> Result<Vec<u8>> {
     let metadata = HashMap::from([("format".into(), "pt".into())]);
     safetensors::serialize(tensors, Some(metadata))
         .map_err(|error| Error::Save { doing: "writing tensors".into(), reason: error.to_string() })
+}
+
+/// Writes `tensors` to a new safetensors file at `path`.
+///
+/// # Errors
+/// [`Error::InvalidInput`] if the file exists or cannot be created, [`Error::Write`] if it cannot be written.
+pub(crate) fn write_tensors(path: &Path, tensors: &BTreeMap<String, Tensor>) -> Result<()> {
+    let copied = tensors.iter().map(|(name, tensor)| Ok((name.clone(), Copied::of(name, tensor)?)));
+    let bytes = serialize(&copied.collect::<Result<_>>()?)?;
+    let refused = |error| unwritable(path.shown().into_owned(), &error);
+    let mut file = File::options().write(true).create_new(true).open(path).map_err(refused)?;
+    file.write_all(&bytes).map_err(refused)
 }
 
 /// A valid safetensors file in memory, saved by this crate or by PyTorch.

@@ -1,6 +1,7 @@
 //! One file for each command of the program.
 
 mod bench;
+mod bisect;
 mod comm;
 mod comm_op;
 mod completions;
@@ -11,6 +12,7 @@ mod man;
 mod new;
 mod ranks_flags;
 mod replay;
+mod rerun;
 mod sample;
 mod sampler;
 mod train;
@@ -18,6 +20,7 @@ mod verify;
 mod version;
 
 pub use bench::{BenchFlags, bench, bench_scaling, bench_step};
+pub use bisect::{BisectFlags, bisect};
 pub use comm::{CommFlags, comm};
 pub use comm_op::CommOp;
 pub use completions::{CompletionsFlags, completions};
@@ -28,6 +31,8 @@ pub use man::{ManFlags, man};
 pub use new::{NewFlags, new};
 pub use ranks_flags::RanksFlags;
 pub use replay::{ReplayFlags, replay};
+pub use rerun::RerunFlags;
+pub(crate) use rerun::rerun;
 pub use sample::SampleFlags;
 pub(crate) use sample::sample;
 pub use sampler::{SamplerFlags, sampler};

@@ -73,6 +73,9 @@ fn train_on(rank: &Rank, session: &Session) -> anyhow::Result<()> {
         let program = format!("{} {}", config.program.name, config.program.version);
         trainer = trainer.record(file, every, program, config.options()?);
     }
+    if let Some(place) = config.keep() {
+        trainer = trainer.keep(place);
+    }
     if let Some(hash_before_broadcast) = hash_before_broadcast {
         let parameters = trainer.ddp().num_parameters();
         let explainer = || explainer(session, parameters);

@@ -143,6 +143,7 @@ impl Config {
         }
         for (key, usage, path) in [
             ("report", Use::Writes, self.output.report.as_ref()),
+            ("keep", Use::Writes, self.output.keep.as_ref()),
             ("metrics", Use::Writes, self.output.metrics.as_ref()),
             ("prometheus", Use::Writes, self.output.prometheus.as_ref()),
             ("tensorboard", Use::Fills, self.output.tensorboard.as_ref()),

@@ -11,7 +11,7 @@ use super::ddp::needs_ddp;
 use super::option_rules::{Conflict, InShortHelp, MayDiffer, OnlyIf, RefusedBy};
 use super::values::{name, whole};
 use crate::telemetry::{Language, LogFormat};
-use crate::trainer::Amp;
+use crate::trainer::{Amp, KeepTensors};
 
 /// The files of a run, and what it prints.
 #[skip_serializing_none]
@@ -49,6 +49,21 @@ pub struct OutputSection {
     #[arg(long, value_name = "N", value_parser = whole::<u64>(1..))]
     #[arg(add = MayDiffer::OnResume, add = RefusedBy::TOOLS, add = RECORD)]
     pub record_every: Option<u64>,
+    /// Keep all tensors of one step in a safetensors file
+    ///
+    /// Of the batch, the loss, the rank's own gradients, the averages, the parameters before and after the step, and the
+    /// buffers
+    #[arg(long, value_name = "FILE", add = MayDiffer::OnResume, add = RefusedBy::TOOLS)]
+    #[arg(add = Conflict(keep_needs_ddp))]
+    pub keep: Option<PathBuf>,
+    /// Keep the tensors of step N
+    #[arg(long, value_name = "N", default_value_t = 0, value_parser = whole::<u64>(..))]
+    #[arg(add = MayDiffer::OnResume, add = RefusedBy::TOOLS, add = KEEP)]
+    pub keep_step: u64,
+    /// Keep the tensors of rank R
+    #[arg(long, value_name = "R", default_value_t = 0, value_parser = whole::<usize>(..))]
+    #[arg(add = MayDiffer::OnResume, add = RefusedBy::TOOLS, add = KEEP)]
+    pub keep_rank: usize,
     /// Append metrics to FILE, one JSON object per line
     #[arg(long, value_name = "FILE")]
     #[arg(add = MayDiffer::BetweenProcesses, add = RefusedBy::TOOLS)]
@@ -89,6 +104,13 @@ const EXPLANATION: OnlyIf =
 const RECORD: OnlyIf =
     OnlyIf(|config| config.output.record.is_some(), "has no effect without --record; add it");
 
+const KEEP: OnlyIf =
+    OnlyIf(|config| config.output.keep.is_some(), "has no effect without --keep; add it");
+
+fn keep_needs_ddp(config: &Config) -> Option<String> {
+    config.output.keep.as_ref().and_then(|_| needs_ddp(config))
+}
+
 fn record_needs_ddp(config: &Config) -> Option<String> {
     config.output.record.as_ref().and_then(|_| needs_ddp(config))
 }
@@ -100,6 +122,13 @@ fn may_skip_steps(config: &Config) -> Option<String> {
 }
 
 impl Config {
+    /// Returns the step and the rank whose tensors are kept, and the file. `None` without `--keep`.
+    pub(crate) fn keep(&self) -> Option<KeepTensors> {
+        let OutputSection { keep, keep_step, keep_rank, .. } = &self.output;
+        let file = keep.clone()?;
+        Some(KeepTensors { file, step: *keep_step, rank: *keep_rank })
+    }
+
     /// Returns the steps between reports of progress: fewer for the curves of a report.
     pub fn log_every(&self) -> u64 {
         self.output.log_every.unwrap_or(if self.output.report.is_some() { 10 } else { 50 })

@@ -88,6 +88,20 @@ impl RunArtifacts {
             RecordFile::open(&process_path(path, process), continues)
                 .map_err(|error| refused("--record", path, error))
         });
+        if let Some(keep) = config.keep() {
+            let ranks = joined_launch.world_size();
+            if keep.rank >= ranks {
+                return Err(Error::InvalidInput(format!(
+                    "--keep-rank {}: this run has ranks 0 to {}",
+                    keep.rank,
+                    ranks - 1
+                )));
+            }
+            if joined_launch.ranks_here().contains(&keep.rank) && keep.file.exists() {
+                let exists = io::Error::other("this file exists; remove it, or use another name");
+                return Err(refused("--keep", &keep.file, exists));
+            }
+        }
         let facts = RunFacts {
             model: config.model_name(),
             backend: joined_launch.placement.backend.name(),

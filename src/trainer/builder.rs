@@ -6,8 +6,9 @@ use std::sync::Arc;
 use serde_json::{Map, Value};
 
 use super::callbacks::{
-    Callbacks, Checkpoints, EarlyStopping, EpochReport, Explanation, FaultInjection, Metrics,
-    NonFiniteGuard, Order, Progress, Record, ReplicaCheck, SaveEvery, Validation,
+    Callbacks, Checkpoints, EarlyStopping, EpochReport, Explanation, FaultInjection, KeepTensors,
+    KeptTensors, Metrics, NonFiniteGuard, Order, Progress, Record, ReplicaCheck, SaveEvery,
+    Validation,
 };
 use super::loss::LossSum;
 use super::own_step::{OwnStep, Share};
@@ -222,6 +223,15 @@ impl<M: Forward> Trainer<M> {
     ) -> Self {
         let record = Record::new(file, every.max(1), program, options);
         self.callbacks.set(Order::Record, Some(record));
+        self
+    }
+
+    /// Writes all tensors of one step of one rank to a safetensors file: `batch`, `before` (the parameters before the
+    /// step), `gradient` (the rank's own), `average`, `loss`, `parameter` (after the step) and `buffer`, each with a dot
+    /// and the name of the tensor behind it. Nothing is kept with [`DataParallel`](crate::DataParallel).
+    #[must_use]
+    pub fn keep(mut self, place: KeepTensors) -> Self {
+        self.callbacks.set(Order::KeptTensors, Some(KeptTensors::new(place)));
         self
     }
 

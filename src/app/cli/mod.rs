@@ -9,8 +9,8 @@ use std::ffi::OsString;
 use clap::{Arg, CommandFactory, FromArgMatches, Parser, Subcommand};
 
 use crate::commands::{
-    CommFlags, CompletionsFlags, DiffFlags, LessonFlags, ManFlags, NewFlags, ReplayFlags,
-    SampleFlags, SamplerFlags,
+    BisectFlags, CommFlags, CompletionsFlags, DiffFlags, LessonFlags, ManFlags, NewFlags,
+    ReplayFlags, RerunFlags, SampleFlags, SamplerFlags,
 };
 use crate::config::{InShortHelp, Program};
 pub(crate) use tools::{Bench, BenchCommand, EnvFlags, ScalingFlags, StepFlags, VerifyFlags};
@@ -48,6 +48,10 @@ pub(crate) enum Command {
     Verify(VerifyFlags),
     /// Find the first difference of two recorded runs
     Diff(DiffFlags),
+    /// Find the first different tensor of two commands
+    Bisect(BisectFlags),
+    /// Run a step again and keep its tensors
+    Rerun(RerunFlags),
     /// Play recorded traces in the live view
     Replay(ReplayFlags),
     /// Show this machine and the resolved options

@@ -44,12 +44,35 @@ pub(super) fn ranks_with_other_parameters(a: &Path, b: &Path) -> crate::error::R
 /// [`Error::InvalidInput`](crate::Error::InvalidInput) if one is no record, or the two cannot be compared;
 /// [`AlreadyReported`] if they differ; and an error when stdout can't be written.
 pub fn diff(flags: &DiffFlags, printer: &Printer) -> anyhow::Result<()> {
-    let (a, b) = (Record::read(&flags.a)?, Record::read(&flags.b)?);
-    let comparison = compare(&a, &b)?;
-    let lines = lines(&a, &b, &comparison);
-    printer.lines(|out| lines.iter().try_for_each(|line| writeln!(out, "{line}")))?;
-    match comparison.parting {
+    match compare_files(&flags.a, &flags.b, printer)? {
         None => Ok(()),
         Some(_) => Err(anyhow::Error::msg(AlreadyReported)),
     }
+}
+
+/// The step and the rank that two records differ in first.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct FirstDifference {
+    pub step: u64,
+    pub rank: usize,
+}
+
+/// Prints where the records `a` and `b` part, and what that means. Returns the place; `None` if they are equal.
+///
+/// # Errors
+/// [`Error::InvalidInput`](crate::Error::InvalidInput) if one is no record, or the two cannot be compared; and an error
+/// when stdout can't be written.
+pub(super) fn compare_files(
+    a: &Path,
+    b: &Path,
+    printer: &Printer,
+) -> anyhow::Result<Option<FirstDifference>> {
+    let (a, b) = (Record::read(a)?, Record::read(b)?);
+    let comparison = compare(&a, &b)?;
+    let lines = lines(&a, &b, &comparison);
+    printer.lines(|out| lines.iter().try_for_each(|line| writeln!(out, "{line}")))?;
+    Ok(comparison.parting.map(|parting| {
+        let rank = parting.first().and_then(|(_, ranks)| ranks.first()).map_or(0, |it| it.rank);
+        FirstDifference { step: parting.step, rank }
+    }))
 }

@@ -3,6 +3,7 @@
 mod checkpoints;
 mod explanation;
 mod fault_injection;
+mod kept_tensors;
 mod metrics;
 mod non_finite;
 mod progress;
@@ -19,6 +20,8 @@ use super::Callback;
 pub(super) use checkpoints::Checkpoints;
 pub(super) use explanation::Explanation;
 pub(super) use fault_injection::FaultInjection;
+pub use kept_tensors::KeepTensors;
+pub(super) use kept_tensors::KeptTensors;
 pub(super) use metrics::Metrics;
 pub(super) use non_finite::NonFiniteGuard;
 pub(super) use progress::{EpochReport, Progress};
@@ -46,6 +49,7 @@ pub(super) enum Order {
     User,
     /// After callbacks that may change a step, the model or its gradients.
     Record,
+    KeptTensors,
     /// After callbacks that may change the model in a step or at the end of an epoch. At the end of training it saves
     /// first.
     Checkpoints,

@@ -1,0 +1,109 @@
+//! `ddp-mp rerun`: a step of an earlier run once more, from the newest checkpoint before it, with all tensors kept.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use anyhow::Context;
+use clap::Args;
+
+use super::diff::compare_files;
+use super::train::train;
+use crate::checkpoint::{Checkpoint, newest_up_to};
+use crate::config::{Config, Program, whole};
+use crate::error::{Error, Result, Shown};
+use crate::ffi::cuda::Cuda;
+use crate::launch::{LaunchChoice, Nproc};
+use crate::session::AlreadyReported;
+use crate::telemetry::Printer;
+
+/// The epochs of a run that ends because of its steps.
+const MANY_EPOCHS: u64 = 1 << 32;
+
+/// The flags of `rerun`.
+#[derive(Debug, Clone, Args)]
+pub struct RerunFlags {
+    /// Start from the newest checkpoint before the step
+    #[arg(long, value_name = "DIR")]
+    pub checkpoint_dir: PathBuf,
+    /// Run step N again
+    #[arg(long, value_name = "N", value_parser = whole::<u64>(..))]
+    pub step: u64,
+    /// Keep the tensors of rank R
+    #[arg(long, value_name = "R", default_value_t = 0, value_parser = whole::<usize>(..))]
+    pub rank: usize,
+    /// Write the tensors to this safetensors file
+    #[arg(long, value_name = "FILE")]
+    pub keep: PathBuf,
+    /// Compare the steps with this record of the run
+    #[arg(long, value_name = "FILE")]
+    pub record: Option<PathBuf>,
+}
+
+/// Trains from the newest checkpoint up to the step, with the options that the checkpoint has saved.
+///
+/// # Errors
+/// [`Error::InvalidInput`] if there is no checkpoint, or the file exists; [`AlreadyReported`] if the steps differ from
+/// the record; and the errors of [`train`].
+pub(crate) fn rerun(
+    flags: &RerunFlags,
+    program: &Arc<Program>,
+    cuda: &Cuda,
+    printer: &Arc<Printer>,
+) -> anyhow::Result<()> {
+    let mut config = config_of(flags, program)?;
+    let folder = tempfile::tempdir().context("creating a folder for a record")?;
+    let recorded = folder.path().join("rerun.record");
+    config.output.record = flags.record.is_some().then(|| recorded.clone());
+    train(config, cuda, printer)?;
+    printer.info(&format!(
+        "the tensors of step {} on rank {} are in {}",
+        flags.step,
+        flags.rank,
+        flags.keep.shown()
+    ));
+    let Some(record) = &flags.record else { return Ok(()) };
+    match compare_files(record, &recorded, printer)? {
+        None => Ok(()),
+        Some(_) => Err(anyhow::Error::msg(AlreadyReported)),
+    }
+}
+
+/// Returns the configuration of the run up to the step.
+fn config_of(flags: &RerunFlags, program: &Arc<Program>) -> Result<Config> {
+    let dir = flags.checkpoint_dir.shown();
+    let refused =
+        |problem: String| Error::InvalidInput(format!("--checkpoint-dir {dir}: {problem}"));
+    let (before, newest) = newest_up_to(&flags.checkpoint_dir, flags.step)?;
+    let newest = newest.ok_or_else(|| {
+        refused("it has no checkpoint; name the folder of a run with --checkpoint-dir".into())
+    })?;
+    let checkpoint = Checkpoint::read(before.as_ref().unwrap_or(&newest))?;
+    let state = checkpoint.state();
+    let mut config =
+        Config::of_saved(program, &state.options).map_err(|error| refused(error.to_string()))?;
+    if flags.rank >= state.world_size {
+        return Err(Error::InvalidInput(format!(
+            "--rank {}: the run has ranks 0 to {}",
+            flags.rank,
+            state.world_size - 1
+        )));
+    }
+    if flags.keep.exists() {
+        return Err(Error::InvalidInput(format!(
+            "--keep {}: this file exists; remove it, or use another name",
+            flags.keep.shown()
+        )));
+    }
+    config.launch.launcher = LaunchChoice::Local;
+    config.launch.nproc_per_node = Nproc::Count(state.world_size);
+    // Without a checkpoint before the step, the run begins anew.
+    config.checkpoints.resume = before.map(|path| path.to_string_lossy().into_owned());
+    if !state.options.contains_key("max_epochs") {
+        config.training.max_epochs = MANY_EPOCHS; // a run that must have as many as before saves them
+    }
+    config.training.max_steps = Some(flags.step + 1);
+    config.output.keep = Some(flags.keep.clone());
+    config.output.keep_step = flags.step;
+    config.output.keep_rank = flags.rank;
+    Ok(config)
+}

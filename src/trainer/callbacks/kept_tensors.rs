@@ -1,0 +1,116 @@
+//! `--keep`: writes all tensors of one step of one rank to a file.
+
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::rc::Rc;
+
+use anyhow::Result;
+use tch::Tensor;
+
+use crate::checkpoint::write_tensors;
+use crate::data::Batch;
+use crate::ddp::{DistributedDataParallel, Strategy};
+use crate::ffi::TorchResult;
+use crate::trainer::{Callback, Step, TrainContext};
+
+/// The place of the step whose tensors are kept.
+#[derive(Debug, Clone)]
+pub struct KeepTensors {
+    /// The safetensors file, which must not exist yet.
+    pub file: PathBuf,
+    /// The number of the step in the run, from 0.
+    pub step: u64,
+    /// The rank.
+    pub rank: usize,
+}
+
+/// The tensors of the step, as they come.
+#[derive(Debug)]
+pub(in crate::trainer) struct KeptTensors {
+    place: KeepTensors,
+    tensors: Rc<RefCell<BTreeMap<String, Tensor>>>,
+}
+
+/// The name of this callback among the observers of gradients.
+const OBSERVER: &str = "keep";
+
+impl KeptTensors {
+    pub(in crate::trainer) fn new(place: KeepTensors) -> Self {
+        Self { place, tensors: Rc::default() }
+    }
+
+    /// Returns the wrapped model, if it is in the step that is kept.
+    fn ddp<'a, M>(
+        &self,
+        context: &'a TrainContext<M>,
+        step: &Step,
+    ) -> Option<&'a DistributedDataParallel<M>> {
+        let Strategy::Ddp(ddp) = &context.ddp else { return None };
+        let is_here = step.number == self.place.step && ddp.group().rank() == self.place.rank;
+        is_here.then_some(ddp)
+    }
+
+    /// Copies tensors, each under its name behind `prefix`.
+    fn keep(
+        &self,
+        prefix: &str,
+        tensors: impl IntoIterator<Item = (String, Tensor)>,
+    ) -> crate::error::Result<()> {
+        for (name, tensor) in tensors {
+            copy(&mut self.tensors.borrow_mut(), format!("{prefix}.{name}"), &tensor)?;
+        }
+        Ok(())
+    }
+}
+
+impl<M> Callback<M> for KeptTensors {
+    fn on_step_start(&mut self, context: &mut TrainContext<M>, step: &mut Step) -> Result<()> {
+        let Some(ddp) = self.ddp(context, step) else { return Ok(()) };
+        for (number, Batch { inputs, targets, more_inputs, .. }) in step.batches.iter().enumerate()
+        {
+            let all = [inputs, targets].into_iter().chain(more_inputs).map(Tensor::shallow_clone);
+            let names = ["inputs".to_owned(), "targets".to_owned()].into_iter();
+            let more = (0..more_inputs.len()).map(|more| format!("more_inputs.{more}"));
+            self.keep(&format!("batch.{number}"), names.chain(more).zip(all))?;
+        }
+        let parameters = ddp.trained_parameters();
+        let names: Vec<String> = parameters.iter().map(|(name, _)| name.clone()).collect();
+        self.keep("before", parameters)?;
+        let tensors = self.tensors.clone();
+        let observe = move |number: usize, gradient: &mut Tensor| {
+            copy(&mut tensors.borrow_mut(), format!("gradient.{}", names[number]), gradient)
+        };
+        ddp.observe_gradients(OBSERVER, Box::new(observe));
+        Ok(())
+    }
+
+    fn on_after_backward(&mut self, context: &mut TrainContext<M>, step: &mut Step) -> Result<()> {
+        let Some(ddp) = self.ddp(context, step) else { return Ok(()) };
+        ddp.stop_observing(OBSERVER);
+        ddp.group().synchronize()?;
+        let averages = ddp.trained_parameters().into_iter();
+        let averages = averages.map(|(name, parameter)| (name, parameter.grad()));
+        self.keep("average", averages.filter(|(_, average)| average.defined()))?;
+        let losses = step.losses.iter().enumerate();
+        Ok(self.keep("loss", losses.map(|(n, loss)| (n.to_string(), loss.shallow_clone())))?)
+    }
+
+    fn on_step_end(&mut self, context: &mut TrainContext<M>, step: &Step) -> Result<()> {
+        let Some(ddp) = self.ddp(context, step) else { return Ok(()) };
+        ddp.group().synchronize()?;
+        self.keep("parameter", ddp.trained_parameters())?;
+        self.keep("buffer", ddp.untrained_tensors())?;
+        Ok(write_tensors(&self.place.file, &self.tensors.take())?)
+    }
+}
+
+fn copy(
+    tensors: &mut BTreeMap<String, Tensor>,
+    name: String,
+    tensor: &Tensor,
+) -> crate::error::Result<()> {
+    let copy = tensor.f_detach_copy().doing("keeping a tensor")?;
+    tensors.insert(name, copy);
+    Ok(())
+}
