@@ -38,7 +38,7 @@ pub struct OutputSection {
     /// Curves, timeline, samples, buckets and a verdict
     #[arg(long, value_name = "FILE", add = MayDiffer::OnResume, add = RefusedBy::TOOLS)]
     pub report: Option<PathBuf>,
-    /// Write hashes of each step for ddp-mp diff
+    /// Write hashes of each step for the command diff
     ///
     /// Of each rank's samples, gradients, averages, parameters and buffers, a line of JSON for each rank and step. A run
     /// with --resume appends

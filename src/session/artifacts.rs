@@ -178,7 +178,10 @@ impl RunArtifacts {
             (session.joined_launch.is_first(), &session.config.output.record)
         {
             let path = path.shown();
-            session.printer.info(&format!("the record is in {path}: compare it with ddp-mp diff"));
+            let program = session.config.program.name;
+            session
+                .printer
+                .info(&format!("the record is in {path}: compare it with {program} diff"));
         }
         let written = match self.dump.get() {
             // If one cannot be written, the others still are.
