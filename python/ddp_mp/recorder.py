@@ -1,0 +1,113 @@
+"""Records a training run of PyTorch as JSON lines of hashes, which `ddp-mp diff` reads."""
+
+import json
+import math
+import pathlib
+import platform
+
+import torch
+import torch.distributed as dist
+import xxhash
+from torch.nn.parallel import DistributedDataParallel
+
+
+def hashed(tensor):
+    """Hashes the values of a tensor."""
+    values = tensor.detach().cpu().contiguous().reshape(-1)
+    return f"{xxhash.xxh3_64_intdigest(values.view(torch.uint8).numpy()):016x}"
+
+
+class Recorder:
+    """Writes one line for each recorded step of an optimizer."""
+
+    def __init__(self, model, optimizer, file, every=1):
+        self.is_ddp = isinstance(model, DistributedDataParallel)
+        self.model = model.module if self.is_ddp else model
+        self.parameters = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
+        self.every, self.number, self.now = every, 0, 0
+        there = dist.is_available() and dist.is_initialized()
+        self.rank, world = (dist.get_rank(), dist.get_world_size()) if there else (0, 1)
+        path = pathlib.Path(file)
+        if world > 1:
+            path = path.with_name(f"{path.stem}.{self.rank}{path.suffix}")
+        try:
+            self.file = open(path, "xb", buffering=0)
+        except FileExistsError:
+            raise FileExistsError(f"{path} exists: remove it, or record to another file") from None
+        self.own = {}
+        self.clear()
+        plain = (int, float, str, bool, type(None))
+        options = {k: v for k, v in optimizer.defaults.items() if isinstance(v, plain)}
+        about = lambda named: [{"name": n, "dtype": str(t.dtype)[6:], "shape": list(t.shape)} for n, t in named]
+        version = torch.__version__.split("+")[0]
+        self.write({"event": "header", "format": 1, "program": f"PyTorch {version}", "libtorch": version,
+                    "processor": platform.processor() or platform.machine(), "world_size": world, "every": every,
+                    "options": {"optimizer": type(optimizer).__name__, **options},
+                    "parameters": about(self.parameters), "buffers": about(self.buffers())})
+        self.write({"event": "start", "step": 0, "rank": self.rank, **self.state()})
+        for number, (_, parameter) in enumerate(self.parameters if self.is_ddp else []):
+            parameter.register_hook(lambda gradient, number=number: self.keep(number, gradient))
+        optimizer.register_step_pre_hook(self.before)
+        optimizer.register_step_post_hook(self.after)
+
+    def is_recorded(self):
+        return self.number % self.every == 0
+
+    def clear(self):
+        self.own.clear()
+        self.batches, self.losses, self.indices = [], [], []
+
+    def write(self, line):
+        self.file.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
+
+    def buffers(self):
+        trained = {name for name, _ in self.parameters}
+        return sorted((n, t) for n, t in self.model.state_dict().items() if n not in trained)
+
+    def state(self):
+        return {"parameters": [hashed(p) for _, p in self.parameters], "buffers": [hashed(t) for _, t in self.buffers()]}
+
+    def keep(self, number, gradient):
+        """Keeps this rank's gradient before DDP averages it, with what earlier backwards left."""
+        if self.is_recorded():
+            before = self.parameters[number][1].grad
+            self.own[number] = gradient.detach().clone() if before is None else before.detach() + gradient.detach()
+
+    def before(self, optimizer, *_):
+        if self.is_recorded():
+            self.lr = float(optimizer.param_groups[0]["lr"])
+            grads = [p.grad for _, p in self.parameters]
+            self.averages = [None if g is None else hashed(g) for g in grads]
+            self.gradients = [hashed(self.own[i]) if i in self.own else a for i, a in enumerate(self.averages)]
+
+    def after(self, *_):
+        if self.is_recorded():
+            self.write({"event": "step", "step": self.number, "rank": self.rank, "epoch": self.now, "lr": self.lr,
+                        "samples": self.indices or None, "batch": self.batches or None, "loss": self.losses,
+                        "gradients": self.gradients, "averages": self.averages, **self.state()})
+        self.number += 1
+        self.clear()
+
+    def batch(self, *tensors):
+        """Adds the hashes of a batch."""
+        if self.is_recorded():
+            self.batches += map(hashed, tensors)
+
+    def loss(self, loss):
+        """Adds a loss."""
+        if self.is_recorded():
+            self.losses.append(float(loss) if math.isfinite(float(loss)) else None)
+
+    def samples(self, indices):
+        """Adds the indices of the samples."""
+        if self.is_recorded():
+            self.indices += map(int, indices)
+
+    def epoch(self, number):
+        """Sets the number of the epoch."""
+        self.now = number
+
+
+def record(model, optimizer, file, every=1):
+    """Records the steps of an optimizer into a file."""
+    return Recorder(model, optimizer, file, every)
