@@ -11,6 +11,11 @@ import xxhash
 from torch.nn.parallel import DistributedDataParallel
 
 
+def about(named):
+    """Names the types and shapes of tensors."""
+    return [{"name": n, "dtype": str(t.dtype)[6:], "shape": list(t.shape)} for n, t in named]
+
+
 def hashed(tensor):
     """Hashes the values of a tensor."""
     values = tensor.detach().cpu().contiguous().reshape(-1)
@@ -38,7 +43,6 @@ class Recorder:
         self.clear()
         plain = (int, float, str, bool, type(None))
         options = {k: v for k, v in optimizer.defaults.items() if isinstance(v, plain)}
-        about = lambda named: [{"name": n, "dtype": str(t.dtype)[6:], "shape": list(t.shape)} for n, t in named]
         version = torch.__version__.split("+")[0]
         self.write({"event": "header", "format": 1, "program": f"PyTorch {version}", "libtorch": version,
                     "processor": platform.processor() or platform.machine(), "world_size": world, "every": every,
