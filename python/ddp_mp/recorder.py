@@ -100,7 +100,8 @@ class Recorder:
     def loss(self, loss):
         """Adds a loss."""
         if self.is_recorded():
-            self.losses.append(float(loss) if math.isfinite(float(loss)) else None)
+            value = loss.item() if isinstance(loss, torch.Tensor) else float(loss)
+            self.losses.append(value if math.isfinite(value) else None)
 
     def samples(self, indices):
         """Adds the indices of the samples."""
