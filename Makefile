@@ -165,6 +165,10 @@ report: cargo python ## open the report of a run in Chromium, and try all of it;
 	cargo build --release
 	$(PYTHON_FOLDER)/bin/python tests/interop/report_page.py $(PROGRAM) $(PICTURES)
 
+records: cargo python ## record PyTorch loops and wrong ports of one, and compare them with each other and with the program
+	cargo build --release
+	$(PYTHON_FOLDER)/bin/python tests/interop/records.py $(PROGRAM)
+
 flight-recorder: cargo python ## have PyTorch's torchfrtrace analyse the flight recorders of runs
 	cargo build --release
 	$(PYTHON_FOLDER)/bin/python tests/interop/flight_recorder.py $(PROGRAM)

@@ -22,8 +22,19 @@ def hashed(tensor):
     return f"{xxhash.xxh3_64_intdigest(values.view(torch.uint8).numpy()):016x}"
 
 
+def processor():
+    """Names this machine's processor."""
+    info = pathlib.Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(": ", 1)[1] for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
 class Recorder:
-    """Writes one line for each recorded step of an optimizer."""
+    """Writes a line for each recorded step of an optimizer.
+
+    Several backwards before a step must be in DDP's `no_sync`, but for the last one.
+    """
 
     def __init__(self, model, optimizer, file, every=1):
         self.is_ddp = isinstance(model, DistributedDataParallel)
@@ -45,7 +56,7 @@ class Recorder:
         options = {k: v for k, v in optimizer.defaults.items() if isinstance(v, plain)}
         version = torch.__version__.split("+")[0]
         self.write({"event": "header", "format": 1, "program": f"PyTorch {version}", "libtorch": version,
-                    "processor": platform.processor() or platform.machine(), "world_size": world, "every": every,
+                    "processor": processor(), "world_size": world, "every": every,
                     "options": {"optimizer": type(optimizer).__name__, **options},
                     "parameters": about(self.parameters), "buffers": about(self.buffers())})
         self.write({"event": "start", "step": 0, "rank": self.rank, **self.state()})
@@ -55,20 +66,25 @@ class Recorder:
         optimizer.register_step_post_hook(self.after)
 
     def is_recorded(self):
+        """Tells whether this step is recorded."""
         return self.number % self.every == 0
 
     def clear(self):
+        """Forgets what the last step has left."""
         self.own.clear()
         self.batches, self.losses, self.indices = [], [], []
 
     def write(self, line):
+        """Writes a line as a whole."""
         self.file.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
 
     def buffers(self):
+        """Returns all tensors that are not trained, by name."""
         trained = {name for name, _ in self.parameters}
         return sorted((n, t) for n, t in self.model.state_dict().items() if n not in trained)
 
     def state(self):
+        """Returns the hashes of the model's tensors."""
         return {"parameters": [hashed(p) for _, p in self.parameters], "buffers": [hashed(t) for _, t in self.buffers()]}
 
     def keep(self, number, gradient):
@@ -78,6 +94,7 @@ class Recorder:
             self.own[number] = gradient.detach().clone() if before is None else before.detach() + gradient.detach()
 
     def before(self, optimizer, *_):
+        """Hashes the gradients, before the optimizer's step."""
         if self.is_recorded():
             self.lr = float(optimizer.param_groups[0]["lr"])
             grads = [p.grad for _, p in self.parameters]
@@ -85,6 +102,7 @@ class Recorder:
             self.gradients = [hashed(self.own[i]) if i in self.own else a for i, a in enumerate(self.averages)]
 
     def after(self, *_):
+        """Writes the line of a step, after the optimizer's step."""
         if self.is_recorded():
             self.write({"event": "step", "step": self.number, "rank": self.rank, "epoch": self.now, "lr": self.lr,
                         "samples": self.indices or None, "batch": self.batches or None, "loss": self.losses,
@@ -114,5 +132,9 @@ class Recorder:
 
 
 def record(model, optimizer, file, every=1):
-    """Records the steps of an optimizer into a file."""
+    """Records the steps of an optimizer into a new file; of several ranks, each into its own.
+
+    Call it after the model is wrapped in DistributedDataParallel. Before `optimizer.step()` the loop may call `batch`,
+    `loss`, `samples` and `epoch` of the returned recorder.
+    """
     return Recorder(model, optimizer, file, every)

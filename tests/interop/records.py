@@ -1,0 +1,211 @@
+"""Records PyTorch loops with ddp_mp.record, and compares them with each other and with ddp-mp: records.py PROGRAM
+
+A wrong port of a small model has one change. `ddp-mp diff` must find each of five in the layer that is wrong.
+"""
+
+import json
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections import OrderedDict
+
+import numpy
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from safetensors.torch import save_file
+from torch import nn
+
+REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(REPOSITORY / "python"))
+import ddp_mp  # noqa: E402
+
+STEPS, BATCH = 6, 8
+
+
+def check(is_true, what):
+    if not is_true:
+        sys.exit(f"records.py: {what}")
+
+
+def build():
+    """A convolution, a batch norm and three dense layers, one of them square."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        OrderedDict(
+            conv=nn.Conv2d(1, 4, 3),
+            norm=nn.BatchNorm2d(4),
+            flat=nn.Flatten(),
+            first=nn.Linear(144, 16),
+            tanh=nn.Tanh(),
+            square=nn.Linear(16, 16),
+            last=nn.Linear(16, 1),
+        )
+    )
+
+
+def train(file, rank=0, ranks=1, change=None, batches_in_step=1):
+    """Trains a few steps and records them."""
+    model, reduction, decay_bias = build(), "mean", 0.0
+    with torch.no_grad():
+        if change == "initialisation":
+            model.first.weight.mul_(1.5)
+        if change == "transposed":
+            model.square.weight.copy_(model.square.weight.t().clone())
+    if change == "momentum":
+        model.norm.momentum = 0.9
+    if change == "sum":
+        reduction = "sum"
+    if change == "decay":
+        decay_bias = 0.1
+    if ranks > 1:
+        model = nn.parallel.DistributedDataParallel(model)
+    module = model.module if ranks > 1 else model
+    last_bias = [module.last.bias]
+    others = [parameter for parameter in module.parameters() if parameter is not last_bias[0]]
+    groups = [{"params": others, "weight_decay": 0.1}, {"params": last_bias, "weight_decay": decay_bias}]
+    optimizer = torch.optim.SGD(groups, lr=0.01)
+    recorder = ddp_mp.record(model, optimizer, file)
+    data = torch.Generator().manual_seed(1)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for number in range(batches_in_step):
+            inputs = torch.rand(2, BATCH, 1, 8, 8, generator=data)[rank]
+            targets = inputs.mean((1, 2, 3)).unsqueeze(1)
+            recorder.batch(inputs, targets)
+            sync = number + 1 == batches_in_step or ranks == 1
+            with model.no_sync() if not sync else torch.enable_grad():
+                loss = nn.functional.mse_loss(model(inputs), targets, reduction=reduction)
+                recorder.loss(loss)
+                loss.backward()
+        optimizer.step()
+
+
+def on_rank(rank, ranks, port, file, batches_in_step):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
+    train(file, rank, ranks, batches_in_step=batches_in_step)
+    dist.destroy_process_group()
+
+
+def train_ddp(file, batches_in_step):
+    """Trains on two ranks, each of which writes a file."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    mp.spawn(on_rank, (2, port, file, batches_in_step), nprocs=2)
+
+
+def diff(program, a, b, code):
+    """What `ddp-mp diff` prints of two records."""
+    done = subprocess.run([program, "diff", a, b], capture_output=True, text=True, timeout=60)
+    check(done.returncode == code, f"diff {a} {b}: exit code {done.returncode}\n{done.stdout}{done.stderr}")
+    return done.stdout
+
+
+def step_lines(file):
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    return [line for line in lines if line["event"] == "step"]
+
+
+def equal_and_wrong_ports(program, folder):
+    for name in ["good", "again"]:
+        train(folder / name)
+    check("Equal: the start and 6 steps" in diff(program, folder / "good", folder / "again", 0), "equal runs differ")
+    for change, first, tensor in [
+        ("initialisation", "The runs differ before step 0", "`first.weight`"),
+        ("transposed", "The runs differ before step 0", "`square.weight`"),
+        ("sum", "loss        differs on rank 0", "`last.bias`"),
+        ("decay", "parameters  1 of 10 on rank 0: `last.bias`", "`last.bias`"),
+        ("momentum", "on rank 0: `norm.running_mean`", "`norm.running_var`"),
+    ]:
+        train(folder / change, change=change)
+        found = diff(program, folder / "good", folder / change, 1)
+        check(first in found and tensor in found, f"{change}: {found}")
+        print(f"records: the wrong port `{change}` is found", flush=True)
+
+
+def ranks_and_accumulation(program, folder):
+    for batches_in_step in [1, 3]:
+        names = [f"ddp{batches_in_step}.record", f"ddp{batches_in_step}b.record"]
+        for name in names:
+            train_ddp(folder / name, batches_in_step)
+        found = diff(program, *(folder / name for name in names), 0)
+        check("2 ranks" in found and "Equal: the start and 6 steps" in found, found)
+        ranks = [step_lines(folder / f"ddp{batches_in_step}.{rank}.record") for rank in range(2)]
+        for rank, steps in enumerate(ranks):
+            # Without DDP the same samples give the rank's own gradients, as long as no average has moved the parameters.
+            alone = folder / f"alone{batches_in_step}.{rank}"
+            train(alone, rank, batches_in_step=batches_in_step)
+            check(steps[0]["gradients"] == step_lines(alone)[0]["gradients"], f"own gradients of rank {rank}")
+            check(steps[0]["gradients"] != steps[0]["averages"], "own gradients are averages")
+            check(steps[0]["averages"] == ranks[0][0]["averages"], f"averages of rank {rank}")
+    print("records: two ranks of PyTorch, with and without accumulation", flush=True)
+
+
+def same_bits_as_ddp_mp(program, folder):
+    """Trains a dense layer in both, on the same samples in the same order."""
+    torch.manual_seed(0)
+    model = nn.Linear(20, 1)
+    inputs, targets = torch.rand(64, 20), torch.rand(64, 1)
+    numpy.save(folder / "x.npy", inputs.numpy())
+    numpy.save(folder / "y.npy", targets.numpy())
+    save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, folder / "start.safetensors")
+    flags = ["--nproc-per-node=1", "--no-shuffle", f"--batch-size={BATCH}", "--lr=0.1", "--quiet"]
+    files = [f"--dataset=npy:{folder}/x.npy,{folder}/y.npy", f"--init-from={folder}/start.safetensors"]
+    command = [program, *flags, *files, f"--record={folder}/ours"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+    check(done.returncode == 0, done.stderr)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    recorder = ddp_mp.record(model, optimizer, folder / "theirs")
+    for start in range(0, 64, BATCH):
+        rows = range(start, start + BATCH)
+        recorder.samples(rows)
+        recorder.batch(inputs[start : start + BATCH], targets[start : start + BATCH])
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(inputs[start : start + BATCH]), targets[start : start + BATCH])
+        recorder.loss(loss)
+        loss.backward()
+        optimizer.step()
+    found = diff(program, folder / "theirs", folder / "ours", 0)
+    check("Equal: the start and 8 steps (0 to 7)." in found, found)
+    print("records: PyTorch and ddp-mp have the same bits in each step", flush=True)
+
+
+def train_and_die(file):
+    train(file)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed_and_refused(folder):
+    train(folder / "once")
+    try:
+        train(folder / "once")
+        check(False, "an existing file is overwritten")
+    except FileExistsError as error:
+        check("remove it, or record to another file" in str(error), error)
+    killed = mp.get_context("spawn").Process(target=train_and_die, args=(folder / "killed",))
+    killed.start()
+    killed.join(120)
+    check(killed.exitcode == -signal.SIGKILL, f"exit code {killed.exitcode}")
+    check(len(step_lines(folder / "killed")) == STEPS, "the record of a killed run is not whole")
+    print("records: whole after a kill, and never overwritten", flush=True)
+
+
+def main():
+    torch.set_num_threads(1)
+    program = pathlib.Path(sys.argv[1]).resolve()
+    with tempfile.TemporaryDirectory() as folder:
+        folder = pathlib.Path(folder)
+        equal_and_wrong_ports(program, folder)
+        ranks_and_accumulation(program, folder)
+        same_bits_as_ddp_mp(program, folder)
+        killed_and_refused(folder)
+
+
+if __name__ == "__main__":
+    main()
