@@ -57,7 +57,11 @@ fn checks_accept_the_answer_of_a_run_and_refuse_another() {
             assert_eq!(id, "2", "a race has no answer of its own");
             return;
         };
-        let (code, stdout) = lesson(&[id, &format!("--answer={right}")]);
+        let answer = || lesson(&[id, &format!("--answer={right}")]);
+        // Lesson 6 measures times, which other processes may change.
+        let tries = if id == "6" { 4 } else { 1 };
+        let (code, stdout) =
+            (0..tries).map(|_| answer()).find(|(code, _)| *code == Some(0)).unwrap_or_else(answer);
         assert_eq!(code, Some(0), "{id}: {stdout}");
         assert!(stdout.starts_with(&format!("Right: {right}\n")), "{id}: {stdout}");
         let (code, stdout) = lesson(&[id, &format!("--answer={}", wrong(&right))]);

@@ -315,7 +315,8 @@ mod tests {
             ("error:rank=0", "write KIND:"),
             (
                 "explode:rank=0,at=step",
-                "is not one of error, panic, stall, kill, nan, desync, wrong-shape, skip-sample, slow=50ms",
+                "is not one of error, panic, stall, kill, nan, desync, wrong-shape, skip-sample, flip=BIT, \
+                 slow=50ms",
             ),
             ("nan:rank=0,at=init", "nan goes with at=step only"),
             ("slow:rank=0,at=step", "is not one of"),

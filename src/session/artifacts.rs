@@ -1,5 +1,6 @@
 //! The files that a run writes until its end: `--trace`, `--report`, `--flight-recorder` and `--prometheus`.
 
+use std::fs::{self, File};
 use std::io;
 use std::path::Path;
 use std::sync::{Arc, OnceLock};
@@ -97,9 +98,16 @@ impl RunArtifacts {
                     ranks - 1
                 )));
             }
-            if joined_launch.ranks_here().contains(&keep.rank) && keep.file.exists() {
-                let exists = io::Error::other("this file exists; remove it, or use another name");
-                return Err(refused("--keep", &keep.file, exists));
+            if joined_launch.ranks_here().contains(&keep.rank) {
+                let created =
+                    File::create_new(&keep.file).and_then(|_| fs::remove_file(&keep.file));
+                created.map_err(|error| match error.kind() {
+                    io::ErrorKind::AlreadyExists => {
+                        let exists = "this file exists; remove it, or use another name";
+                        refused("--keep", &keep.file, io::Error::other(exists))
+                    }
+                    _ => refused("--keep", &keep.file, error),
+                })?;
             }
         }
         let facts = RunFacts {

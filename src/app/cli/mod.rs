@@ -212,7 +212,7 @@ mod tests {
     }
 
     /// The verbs that help begins with.
-    const VERBS: [&str; 58] = [
+    const VERBS: [&str; 61] = [
         "Add",
         "Allow",
         "Append",
@@ -235,7 +235,7 @@ mod tests {
         "End",
         "Exempt",
         "Explain",
-        "Simulate",
+        "Find",
         "Generate",
         "Give",
         "Hold",
@@ -251,6 +251,7 @@ mod tests {
         "Print",
         "Raise",
         "Read",
+        "Record",
         "Reduce",
         "Repeat",
         "Report",
@@ -258,8 +259,10 @@ mod tests {
         "Run",
         "Save",
         "Scale",
+        "Search",
         "Set",
         "Show",
+        "Simulate",
         "Skip",
         "Start",
         "Stop",

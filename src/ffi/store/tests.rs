@@ -111,7 +111,7 @@ fn wait_returns_when_the_run_is_cancelled() {
         drop(running_tx);
         reason(thread.join().unwrap())
     });
-    assert!(failed.contains("get \"never\" failed: given up"), "{failed}");
+    assert!(failed.contains("get \"never\" failed: cancelled"), "{failed}");
 }
 
 #[test]
@@ -161,7 +161,7 @@ fn connect_without_a_store_is_an_error() {
     let (running_tx, cancelled_rx) = bounded::<Infallible>(0);
     drop(running_tx);
     let failed = reason(TcpStore::connect("127.0.0.2", port, TIMEOUT, cancelled_rx));
-    assert!(failed.contains("given up"), "{failed}");
+    assert!(failed.contains("cancelled"), "{failed}");
 }
 
 #[test]
