@@ -191,7 +191,10 @@ impl FromStr for Fault {
             _ => return Err(Error::InvalidInput("in goes with flip=BIT only".into())),
         }
         if kind.needs_step() && at != FaultSite::Step {
-            let kind: &str = kind.into();
+            let kind = match kind {
+                FaultKind::Flip(_) => "flip=BIT",
+                kind => kind.into(),
+            };
             return Err(Error::InvalidInput(format!("{kind} goes with at=step only")));
         }
         if step.is_some() && at != FaultSite::Step {
