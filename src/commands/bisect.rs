@@ -251,7 +251,7 @@ fn first_difference(
 fn largest(name: &str, others: usize, good: &Tensor, bad: &Tensor) -> Result<Difference> {
     let values = |tensor: &Tensor| {
         let flat = tensor.f_to_kind(Kind::Double).and_then(|tensor| tensor.f_reshape([-1]));
-        flat.and_then(|flat| Vec::<f64>::try_from(flat)).doing("reading a tensor")
+        flat.and_then(Vec::<f64>::try_from).doing("reading a tensor")
     };
     let (of_good, of_bad) = (values(good)?, values(bad)?);
     let pairs = || of_good.iter().zip(&of_bad).enumerate();
