@@ -88,12 +88,6 @@ fn config_of(flags: &RerunFlags, program: &Arc<Program>) -> Result<Config> {
             state.world_size - 1
         )));
     }
-    if flags.keep.exists() {
-        return Err(Error::InvalidInput(format!(
-            "--keep {}: this file exists; remove it, or use another name",
-            flags.keep.shown()
-        )));
-    }
     config.launch.launcher = LaunchChoice::Local;
     config.launch.nproc_per_node = Nproc::Count(state.world_size);
     // Without a checkpoint before the step, the run begins anew.

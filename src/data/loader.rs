@@ -47,6 +47,16 @@ impl Batch {
         Ok(Self { inputs, targets, more_inputs, len })
     }
 
+    /// Returns all tensors: the inputs, the targets and the further inputs.
+    pub(crate) fn tensors(&self) -> impl Iterator<Item = &Tensor> {
+        [&self.inputs, &self.targets].into_iter().chain(&self.more_inputs)
+    }
+
+    /// Returns the same tensors, to replace them.
+    pub(crate) fn tensors_mut(&mut self) -> impl Iterator<Item = &mut Tensor> {
+        [&mut self.inputs, &mut self.targets].into_iter().chain(&mut self.more_inputs)
+    }
+
     /// Returns the results of `f` for each tensor, as a batch of `len` samples.
     pub(super) fn map(
         &self,

@@ -269,8 +269,7 @@ impl<M: Forward> TrainContext<M> {
         if std::mem::replace(&mut self.has_checked_graph, true) {
             return Ok(());
         }
-        let inputs = [&batch.inputs, &batch.targets].into_iter().chain(&batch.more_inputs);
-        let mut known: Vec<Tensor> = inputs.map(Tensor::shallow_clone).collect();
+        let mut known: Vec<Tensor> = batch.tensors().map(Tensor::shallow_clone).collect();
         known.extend(self.ddp.state_dict().into_iter().map(|(_, tensor)| tensor));
         let Some(unknown) = unknown_leaf(loss, &known)? else { return Ok(()) };
         Err(Error::InvalidInput(format!(

@@ -198,8 +198,8 @@ fn stages_of_start(
         let outcome = each_rank(ranks, |rank| {
             let (a, b) = (of_a.get(&rank)?, of_b.get(&rank)?);
             match stage {
-                Stage::Parameters => tensors(&a.parameters, &b.parameters, &pairs.parameters),
-                _ => tensors(&a.buffers, &b.buffers, &pairs.buffers),
+                Stage::Parameters => tensors(&a.parameters, &b.parameters, pairs.parameters.iter()),
+                _ => tensors(&a.buffers, &b.buffers, pairs.buffers.iter()),
             }
         });
         (stage, outcome)
@@ -228,17 +228,12 @@ fn compare_stage(
             Stage::Batch => values(a.batch.as_ref()?, b.batch.as_ref()?),
             Stage::Loss if a.loss.is_empty() || b.loss.is_empty() => None,
             Stage::Loss => values(&a.loss, &b.loss),
-            Stage::Gradients => {
-                let backward: Vec<_> = pairs.parameters.iter().rev().copied().collect();
-                tensors(&a.gradients, &b.gradients, &backward)
-            }
-            Stage::Averages => {
-                let backward: Vec<_> = pairs.parameters.iter().rev().copied().collect();
-                tensors(&a.averages, &b.averages, &backward)
-            }
+            // Backward begins at the last parameter.
+            Stage::Gradients => tensors(&a.gradients, &b.gradients, pairs.parameters.iter().rev()),
+            Stage::Averages => tensors(&a.averages, &b.averages, pairs.parameters.iter().rev()),
             Stage::LearningRate => values(&a.lr, &b.lr),
-            Stage::Parameters => tensors(&a.parameters, &b.parameters, &pairs.parameters),
-            Stage::Buffers => tensors(&a.buffers, &b.buffers, &pairs.buffers),
+            Stage::Parameters => tensors(&a.parameters, &b.parameters, pairs.parameters.iter()),
+            Stage::Buffers => tensors(&a.buffers, &b.buffers, pairs.buffers.iter()),
         }
     })
 }
@@ -272,12 +267,12 @@ fn values<T: PartialEq>(a: &T, b: &T) -> Option<Found> {
 }
 
 /// Compares the hashes of `pairs` of tensors that both records have. `None` if there are none.
-fn tensors(
+fn tensors<'a>(
     a: &[Option<TensorHash>],
     b: &[Option<TensorHash>],
-    pairs: &[(usize, usize)],
+    pairs: impl Iterator<Item = &'a (usize, usize)>,
 ) -> Option<Found> {
-    let both = pairs.iter().filter_map(|&(i, j)| Some((i, a[i]? == b[j]?)));
+    let both = pairs.filter_map(|&(i, j)| Some((i, a[i]? == b[j]?)));
     let both: Vec<(usize, bool)> = both.collect();
     if both.is_empty() {
         return None;

@@ -4,6 +4,7 @@ use strum::IntoEnumIterator;
 
 use super::compare::{Comparison, Outcome, Parting, RankDifference, Stage};
 use super::read::Record;
+use crate::error::list_ranks;
 use crate::telemetry::{paragraph, steps_text};
 
 /// The most tensors of a rank that a line names.
@@ -120,7 +121,7 @@ fn differing(
         _ => comparison.pairs.parameters.len(),
     };
     let group = |(members, tensors): (Vec<usize>, &[usize])| {
-        let who = list_ranks(&members, a.header.world_size);
+        let who = who_differs(&members, a.header.world_size);
         match tensors {
             [] => format!("differs on {who}"),
             tensors => {
@@ -131,15 +132,9 @@ fn differing(
     groups.into_iter().map(group).collect::<Vec<_>>().join("; ")
 }
 
-fn list_ranks(ranks: &[usize], world_size: usize) -> String {
-    match ranks {
-        [rank] => format!("rank {rank}"),
-        all if all.len() == world_size => "all ranks".into(),
-        few => {
-            let few: Vec<String> = few.iter().map(usize::to_string).collect();
-            format!("ranks {}", few.join(", "))
-        }
-    }
+/// Formats ranks: `all ranks` if they are all of several.
+fn who_differs(ranks: &[usize], world_size: usize) -> String {
+    if ranks.len() == world_size && world_size > 1 { "all ranks".into() } else { list_ranks(ranks) }
 }
 
 /// Returns the names of A's tensors, of which some may be left out.
@@ -159,7 +154,7 @@ fn meaning(
     ranks: &[RankDifference],
 ) -> String {
     let members: Vec<usize> = ranks.iter().map(|difference| difference.rank).collect();
-    let who = list_ranks(&members, a.header.world_size);
+    let who = who_differs(&members, a.header.world_size);
     // If some ranks are right, the program is.
     let is_local = members.len() < a.header.world_size;
     let first = ranks.first().and_then(|rank| rank.tensors.first().map(|tensor| (rank, *tensor)));

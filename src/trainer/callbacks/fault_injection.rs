@@ -133,17 +133,9 @@ fn flip_in(bit: u64, tensors: &mut [Tensor]) -> crate::error::Result<()> {
 
 /// Flips bit `bit` of the inputs and targets of `batches`.
 fn flip_in_batches(bit: u64, batches: &mut [Batch]) -> crate::error::Result<()> {
-    let all = |batch: &Batch| -> Vec<Tensor> {
-        let all = [&batch.inputs, &batch.targets].into_iter().chain(&batch.more_inputs);
-        all.map(Tensor::shallow_clone).collect()
-    };
-    let tensors: Vec<Tensor> = batches.iter().flat_map(all).collect();
-    let (flipped, bit) = find_bit(bit, tensors.iter())?;
-    let own = batches.iter_mut().flat_map(|batch| {
-        let Batch { inputs, targets, more_inputs, .. } = batch;
-        [inputs, targets].into_iter().chain(more_inputs)
-    });
-    let Some(tensor) = own.into_iter().nth(flipped) else { return Ok(()) };
+    let (flipped, bit) = find_bit(bit, batches.iter().flat_map(Batch::tensors))?;
+    let mut tensors = batches.iter_mut().flat_map(Batch::tensors_mut);
+    let Some(tensor) = tensors.nth(flipped) else { return Ok(()) };
     // A copy: the data set itself stays unchanged.
     *tensor = tensor.f_detach_copy().doing("flipping a bit")?;
     flip_bit(bit, tensor)
@@ -197,11 +189,10 @@ fn skip_sample(batches: &mut [Batch], step: u64) -> crate::error::Result<()> {
             )));
         }
     };
-    let all = [&other.inputs, &other.targets].into_iter().chain(&other.more_inputs);
-    let next: Result<Vec<Tensor>, _> = all.map(|tensor| tensor.f_narrow(0, row, 1)).collect();
+    let next: Result<Vec<Tensor>, _> =
+        other.tensors().map(|tensor| tensor.f_narrow(0, row, 1)).collect();
     let next = next.doing(doing)?;
-    let Batch { inputs, targets, more_inputs, .. } = &mut batches[0];
-    for (to, next) in [inputs, targets].into_iter().chain(more_inputs).zip(next) {
+    for (to, next) in batches[0].tensors_mut().zip(next) {
         // A copy: the data set itself stays unchanged.
         *to = to.f_detach_copy().doing(doing)?;
         let put = to.f_narrow(0, 0, 1).and_then(|mut first| first.f_copy_(&next).map(drop));

@@ -9,7 +9,6 @@ use anyhow::Result;
 use tch::Tensor;
 
 use crate::checkpoint::write_tensors;
-use crate::data::Batch;
 use crate::ddp::{DistributedDataParallel, Strategy};
 use crate::ffi::TorchResult;
 use crate::trainer::{Callback, Step, TrainContext};
@@ -67,12 +66,11 @@ impl KeptTensors {
 impl<M> Callback<M> for KeptTensors {
     fn on_step_start(&mut self, context: &mut TrainContext<M>, step: &mut Step) -> Result<()> {
         let Some(ddp) = self.ddp(context, step) else { return Ok(()) };
-        for (number, Batch { inputs, targets, more_inputs, .. }) in step.batches.iter().enumerate()
-        {
-            let all = [inputs, targets].into_iter().chain(more_inputs).map(Tensor::shallow_clone);
+        for (number, batch) in step.batches.iter().enumerate() {
             let names = ["inputs".to_owned(), "targets".to_owned()].into_iter();
-            let more = (0..more_inputs.len()).map(|more| format!("more_inputs.{more}"));
-            self.keep(&format!("batch.{number}"), names.chain(more).zip(all))?;
+            let more = (0..batch.more_inputs.len()).map(|more| format!("more_inputs.{more}"));
+            let tensors = batch.tensors().map(Tensor::shallow_clone);
+            self.keep(&format!("batch.{number}"), names.chain(more).zip(tensors))?;
         }
         let parameters = ddp.trained_parameters();
         let names: Vec<String> = parameters.iter().map(|(name, _)| name.clone()).collect();

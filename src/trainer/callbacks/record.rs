@@ -90,11 +90,7 @@ impl<M> Callback<M> for Record {
         if !step.number.is_multiple_of(self.every) {
             return Ok(());
         }
-        let tensors = |batch: &Batch| {
-            let tensors = [&batch.inputs, &batch.targets].into_iter().chain(&batch.more_inputs);
-            tensors.map(Tensor::shallow_clone).collect::<Vec<_>>()
-        };
-        let batch = step.batches.iter().flat_map(tensors).map(|tensor| hash(&tensor));
+        let batch = step.batches.iter().flat_map(Batch::tensors).map(hash);
         self.step = Some(RecordedStep {
             step: step.number,
             rank: ddp.group().rank(),
