@@ -8,6 +8,7 @@ import platform
 import torch
 import torch.distributed as dist
 import xxhash
+from safetensors.torch import save_file
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -30,27 +31,32 @@ def processor():
     return names[0] if names else platform.machine()
 
 
+def new_file(name, rank, world):
+    """Returns the path of a rank's file, which must not exist yet."""
+    path = pathlib.Path(name)
+    if world > 1:
+        path = path.with_name(f"{path.stem}.{rank}{path.suffix}")
+    if path.exists():
+        raise FileExistsError(f"{path} exists: remove it, or record to another file")
+    return path
+
+
 class Recorder:
-    """Writes a line for each recorded step of an optimizer.
+    """Writes a line for each recorded step of an optimizer, and the tensors of one step.
 
     Several backwards before a step must be in DDP's `no_sync`, but for the last one.
     """
 
-    def __init__(self, model, optimizer, file, every=1):
+    def __init__(self, model, optimizer, file, every, keep, keep_step):
         self.is_ddp = isinstance(model, DistributedDataParallel)
         self.model = model.module if self.is_ddp else model
         self.parameters = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
         self.every, self.number, self.now = every, 0, 0
         there = dist.is_available() and dist.is_initialized()
         self.rank, world = (dist.get_rank(), dist.get_world_size()) if there else (0, 1)
-        path = pathlib.Path(file)
-        if world > 1:
-            path = path.with_name(f"{path.stem}.{self.rank}{path.suffix}")
-        try:
-            self.file = open(path, "xb", buffering=0)
-        except FileExistsError:
-            raise FileExistsError(f"{path} exists: remove it, or record to another file") from None
-        self.own = {}
+        self.kept_file = None if keep is None else new_file(keep, self.rank, world)
+        self.file = open(new_file(file, self.rank, world), "xb", buffering=0)
+        self.keep_step, self.kept, self.own = keep_step, {}, {}
         self.clear()
         plain = (int, float, str, bool, type(None))
         options = {k: v for k, v in optimizer.defaults.items() if isinstance(v, plain)}
@@ -61,7 +67,8 @@ class Recorder:
                     "parameters": about(self.parameters), "buffers": about(self.buffers())})
         self.write({"event": "start", "step": 0, "rank": self.rank, **self.state()})
         for number, (_, parameter) in enumerate(self.parameters if self.is_ddp else []):
-            parameter.register_hook(lambda gradient, number=number: self.keep(number, gradient))
+            parameter.register_hook(lambda gradient, number=number: self.own_gradient(number, gradient))
+        self.model.register_forward_hook(self.output)
         optimizer.register_step_pre_hook(self.before)
         optimizer.register_step_post_hook(self.after)
 
@@ -69,10 +76,27 @@ class Recorder:
         """Tells whether this step is recorded."""
         return self.number % self.every == 0
 
+    def is_kept(self):
+        """Tells whether the tensors of this step are kept."""
+        return self.kept_file is not None and self.number == self.keep_step
+
     def clear(self):
-        """Forgets what the last step has left."""
+        """Begins a step: forgets what the last one has left."""
         self.own.clear()
         self.batches, self.losses, self.indices = [], [], []
+        self.counts = {"batch": 0, "output": 0, "loss": 0}
+        self.keep("before", self.parameters)
+
+    def keep(self, prefix, tensors):
+        """Keeps copies of tensors, each under its name behind the prefix."""
+        if self.is_kept():
+            self.kept.update({f"{prefix}.{name}": t.detach().clone().contiguous() for name, t in tensors if t is not None})
+
+    def keep_next(self, prefix, tensors):
+        """Keeps the tensors of the next batch, under its number."""
+        number = self.counts[prefix]
+        self.counts[prefix] += 1
+        self.keep(prefix, [(f"{number}{name}", tensor) for name, tensor in tensors])
 
     def write(self, line):
         """Writes a line as a whole."""
@@ -87,19 +111,28 @@ class Recorder:
         """Returns the hashes of the model's tensors."""
         return {"parameters": [hashed(p) for _, p in self.parameters], "buffers": [hashed(t) for _, t in self.buffers()]}
 
-    def keep(self, number, gradient):
-        """Keeps this rank's gradient before DDP averages it, with what earlier backwards left."""
-        if self.is_recorded():
+    def own_gradient(self, number, gradient):
+        """Copies this rank's gradient before DDP averages it, with what earlier backwards left."""
+        if self.is_recorded() or self.is_kept():
             before = self.parameters[number][1].grad
             self.own[number] = gradient.detach().clone() if before is None else before.detach() + gradient.detach()
 
+    def output(self, module, _, output):
+        """Keeps the output of a forward pass in training."""
+        if module.training and isinstance(output, torch.Tensor):
+            self.keep_next("output", [("", output)])
+
     def before(self, optimizer, *_):
         """Hashes the gradients, before the optimizer's step."""
+        names = [name for name, _ in self.parameters]
+        averages = [p.grad for _, p in self.parameters]
+        gradients = [self.own.get(i, average) for i, average in enumerate(averages)]
+        self.keep("gradient", zip(names, gradients))
+        self.keep("average", zip(names, averages))
         if self.is_recorded():
             self.lr = float(optimizer.param_groups[0]["lr"])
-            grads = [p.grad for _, p in self.parameters]
-            self.averages = [None if g is None else hashed(g) for g in grads]
-            self.gradients = [hashed(self.own[i]) if i in self.own else a for i, a in enumerate(self.averages)]
+            self.averages = [None if t is None else hashed(t) for t in averages]
+            self.gradients = [None if t is None else hashed(t) for t in gradients]
 
     def after(self, *_):
         """Writes the line of a step, after the optimizer's step."""
@@ -107,19 +140,29 @@ class Recorder:
             self.write({"event": "step", "step": self.number, "rank": self.rank, "epoch": self.now, "lr": self.lr,
                         "samples": self.indices or None, "batch": self.batches or None, "loss": self.losses,
                         "gradients": self.gradients, "averages": self.averages, **self.state()})
+        self.keep("parameter", self.parameters)
+        self.keep("buffer", self.buffers())
+        if self.is_kept():
+            with open(self.kept_file, "xb") as file:
+                file.write(save(self.kept))
+            self.kept = {}
         self.number += 1
         self.clear()
 
-    def batch(self, *tensors):
+    def batch(self, inputs, *targets):
         """Adds the hashes of a batch."""
         if self.is_recorded():
-            self.batches += map(hashed, tensors)
+            self.batches += map(hashed, [inputs, *targets])
+        names = [".inputs", ".targets", *(f".more_inputs.{more}" for more in range(len(targets)))]
+        self.keep_next("batch", zip(names, [inputs, *targets]))
 
     def loss(self, loss):
         """Adds a loss."""
         if self.is_recorded():
             value = loss.item() if isinstance(loss, torch.Tensor) else float(loss)
             self.losses.append(value if math.isfinite(value) else None)
+        if isinstance(loss, torch.Tensor):
+            self.keep_next("loss", [("", loss)])
 
     def samples(self, indices):
         """Adds the indices of the samples."""
@@ -131,10 +174,11 @@ class Recorder:
         self.now = number
 
 
-def record(model, optimizer, file, every=1):
+def record(model, optimizer, file, every=1, keep=None, keep_step=0):
     """Records the steps of an optimizer into a new file; of several ranks, each into its own.
 
     Call it after the model is wrapped in DistributedDataParallel. Before `optimizer.step()` the loop may call `batch`,
-    `loss`, `samples` and `epoch` of the returned recorder.
+    `loss`, `samples` and `epoch` of the returned recorder. `keep` is a new safetensors file, which gets all tensors of the
+    step with the number `keep_step`.
     """
-    return Recorder(model, optimizer, file, every)
+    return Recorder(model, optimizer, file, every, keep, keep_step)

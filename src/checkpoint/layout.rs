@@ -111,7 +111,7 @@ pub(super) fn paths_in(folder: &Path) -> Result<Vec<PathBuf>> {
 ///
 /// # Errors
 /// As [`paths_in`].
-pub(super) fn steps_in(path: &Path) -> Result<BTreeMap<u64, PathBuf>> {
+pub(crate) fn steps_in(path: &Path) -> Result<BTreeMap<u64, PathBuf>> {
     let step = |path: PathBuf| step_of(&path).map(|step| (step, path));
     Ok(paths_in(path)?.into_iter().filter_map(step).collect())
 }
@@ -122,17 +122,6 @@ pub(super) fn steps_in(path: &Path) -> Result<BTreeMap<u64, PathBuf>> {
 /// As [`paths_in`].
 pub(super) fn newest_in(path: &Path) -> Result<Option<PathBuf>> {
     Ok(steps_in(path)?.pop_last().map(|(_, folder)| folder))
-}
-
-/// Returns the newest checkpoint in the folder `path` after at most `step` steps, and the newest of all. `None` where there
-/// is none.
-///
-/// # Errors
-/// As [`paths_in`].
-pub(crate) fn newest_up_to(path: &Path, step: u64) -> Result<(Option<PathBuf>, Option<PathBuf>)> {
-    let steps = steps_in(path)?;
-    let newest = |found: Option<(&u64, &PathBuf)>| found.map(|(_, folder)| folder.clone());
-    Ok((newest(steps.range(..=step).next_back()), newest(steps.last_key_value())))
 }
 
 /// Returns `path`, with links resolved if it is a link. A pointer names a folder beside the link's target.

@@ -57,7 +57,7 @@ mod tensors;
 mod writer;
 
 pub use folder::CheckpointDir;
-pub(crate) use layout::{TRAINER, newest_up_to};
+pub(crate) use layout::{TRAINER, steps_in};
 pub use read::Checkpoint;
 pub use state::TrainerState;
 pub use tensors::TensorFile;

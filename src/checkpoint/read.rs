@@ -104,6 +104,12 @@ impl Checkpoint {
         &self.state
     }
 
+    /// Returns whether the models and the optimizers of both have the same bytes.
+    pub(crate) fn has_tensors_of(&self, other: &Self) -> bool {
+        self.model.bytes() == other.model.bytes()
+            && self.optimizer.bytes() == other.optimizer.bytes()
+    }
+
     /// Copies parameters and buffers into `vs`. For rank 0, before DDP broadcasts its model to the other ranks.
     ///
     /// # Errors

@@ -38,6 +38,9 @@ pub struct TrainerState {
     /// The data files. Empty without data files, and if not known.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub data_files: Vec<DataFile>,
+    /// The file that the first step started from: that of `--init-from`, or `trainer.json` of another run's checkpoint.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub started_from: Option<DataFile>,
     /// The number of steps skipped because gradients were not finite.
     pub skipped_steps: u64,
     /// The number of samples of this epoch in skipped steps, on all ranks together. They count for no loss.

@@ -8,11 +8,13 @@ use clap::Args;
 
 use super::diff::compare_files;
 use super::train::train;
-use crate::checkpoint::{Checkpoint, newest_up_to};
+use crate::checkpoint::{Checkpoint, TRAINER, steps_in};
 use crate::config::{Config, Program, whole};
+use crate::data::hashed;
 use crate::error::{Error, Result, Shown};
 use crate::ffi::cuda::Cuda;
 use crate::launch::{LaunchChoice, Nproc};
+use crate::records::DataFile;
 use crate::session::AlreadyReported;
 use crate::telemetry::Printer;
 
@@ -73,11 +75,12 @@ fn config_of(flags: &RerunFlags, program: &Arc<Program>) -> Result<Config> {
     let dir = flags.checkpoint_dir.shown();
     let refused =
         |problem: String| Error::InvalidInput(format!("--checkpoint-dir {dir}: {problem}"));
-    let (before, newest) = newest_up_to(&flags.checkpoint_dir, flags.step)?;
-    let newest = newest.ok_or_else(|| {
+    let checkpoints = steps_in(&flags.checkpoint_dir)?;
+    let (_, newest) = checkpoints.last_key_value().ok_or_else(|| {
         refused("it has no checkpoint; name the folder of a run with --checkpoint-dir".into())
     })?;
-    let checkpoint = Checkpoint::read(before.as_ref().unwrap_or(&newest))?;
+    let before = checkpoints.range(..=flags.step).next_back().map(|(_, path)| path);
+    let checkpoint = Checkpoint::read(before.unwrap_or(newest))?;
     let state = checkpoint.state();
     let mut config =
         Config::of_saved(program, &state.options).map_err(|error| refused(error.to_string()))?;
@@ -90,8 +93,13 @@ fn config_of(flags: &RerunFlags, program: &Arc<Program>) -> Result<Config> {
     }
     config.launch.launcher = LaunchChoice::Local;
     config.launch.nproc_per_node = Nproc::Count(state.world_size);
-    // Without a checkpoint before the step, the run begins anew.
-    config.checkpoints.resume = before.map(|path| path.to_string_lossy().into_owned());
+    match (before, &state.started_from) {
+        (Some(path), _) => config.checkpoints.resume = Some(path.to_string_lossy().into_owned()),
+        (None, Some(file)) => {
+            start_from(&mut config, file).map_err(|error| refused(error.to_string()))?
+        }
+        (None, None) => (), // the run begins anew
+    }
     if !state.options.contains_key("max_epochs") {
         config.training.max_epochs = MANY_EPOCHS; // a run that must have as many as before saves them
     }
@@ -100,4 +108,23 @@ fn config_of(flags: &RerunFlags, program: &Arc<Program>) -> Result<Config> {
     config.output.keep_step = flags.step;
     config.output.keep_rank = flags.rank;
     Ok(config)
+}
+
+/// Has the run start from `file`, as the run did that saved the checkpoints.
+fn start_from(config: &mut Config, file: &DataFile) -> Result<()> {
+    let DataFile { path, xxh3 } = file;
+    let problem = match hashed(path.as_ref()) {
+        Ok(found) if found.xxh3 == *xxh3 => {
+            match path.strip_suffix(TRAINER) {
+                Some(folder) => config.checkpoints.resume = Some(folder.to_owned()),
+                None => config.checkpoints.init_from = Some(path.into()),
+            }
+            return Ok(());
+        }
+        Ok(_) => format!("{path} has changed since"),
+        Err(error) => error.to_string(),
+    };
+    Err(Error::InvalidInput(format!(
+        "before its first checkpoint the run started from a file ({problem}); rerun a later step"
+    )))
 }

@@ -13,6 +13,7 @@ mod text_dataset;
 
 pub use batch_source::BatchSource;
 pub use dataset::{Dataset, Targets, TensorDataset};
+pub(crate) use files::hashed;
 pub use files::{DatasetSpec, FileDataset, TargetKind};
 pub(crate) use loader::batches_of_all;
 pub use loader::{Batch, Batches, DataLoader};

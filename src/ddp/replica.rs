@@ -1,6 +1,6 @@
 //! [`Replica`]: what both wrappers of a model have in common, such as gradient accumulation ([`NoSync`]).
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::fmt;
 use std::rc::Rc;
 use std::slice;
@@ -25,6 +25,8 @@ pub struct Replica<M> {
     pub(super) tensors: Vec<NamedTensor>,
     /// The number of live [`NoSync`] guards.
     no_sync: Rc<Cell<u32>>,
+    /// The outputs of the forward passes in training; `None` unless they are kept.
+    kept_outputs: RefCell<Option<Vec<Tensor>>>,
 }
 
 impl<M> fmt::Debug for Replica<M> {
@@ -45,7 +47,8 @@ impl<M> Replica<M> {
         options: &DdpOptions,
     ) -> Result<Self> {
         let tensors = parameters::same_on_all_ranks(vs, options, &group)?;
-        Ok(Self { module, group, tensors, no_sync: Rc::default() })
+        let (no_sync, kept_outputs) = Default::default();
+        Ok(Self { module, group, tensors, no_sync, kept_outputs })
     }
 
     /// Returns a guard for gradient accumulation: until it is dropped, `backward` adds up gradients on this rank and
@@ -58,6 +61,16 @@ impl<M> Replica<M> {
     /// Returns whether backward averages: no [`NoSync`] guard is live.
     pub(super) fn averages(&self) -> bool {
         self.no_sync.get() == 0
+    }
+
+    /// Keeps a copy of the output of each forward pass in training, until [`take_outputs`](Self::take_outputs).
+    pub(crate) fn keep_outputs(&self) {
+        *self.kept_outputs.borrow_mut() = Some(Vec::new());
+    }
+
+    /// Returns the outputs since [`keep_outputs`](Self::keep_outputs), and keeps no more.
+    pub(crate) fn take_outputs(&self) -> Vec<Tensor> {
+        self.kept_outputs.take().unwrap_or_default()
     }
 
     /// Returns the wrapped model.
@@ -117,7 +130,11 @@ impl<M: Forward> Replica<M> {
         if train && let Some(first) = inputs.first() {
             self.group.enter_forward(first);
         }
-        self.module.forward_inputs(inputs, train)
+        let output = self.module.forward_inputs(inputs, train);
+        if train && let Some(kept) = &mut *self.kept_outputs.borrow_mut() {
+            kept.push(output.detach().copy());
+        }
+        output
     }
 }
 

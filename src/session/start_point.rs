@@ -9,6 +9,7 @@ use tch::nn::VarStore;
 use super::resume_checks::compare;
 use crate::checkpoint::{Checkpoint, CheckpointDir, TRAINER, TensorFile};
 use crate::config::Config;
+use crate::data::hashed;
 use crate::ddp::SavedCommHook;
 use crate::error::{Error, Result, Shown};
 use crate::ffi::Generator;
@@ -26,6 +27,9 @@ pub(crate) struct StartPoint {
     pub checkpoint_dir: Option<CheckpointDir>,
     /// The data files. Empty if nothing is saved and nothing was.
     pub data_files: Vec<DataFile>,
+    /// The file that the first step starts from. `None` if it starts from the beginning, if it continues in the folder of its
+    /// own checkpoint, and if nothing is saved.
+    pub started_from: Option<DataFile>,
 }
 
 impl StartPoint {
@@ -52,7 +56,7 @@ impl StartPoint {
             _ => None,
         };
         let checkpoint = checkpoint.map(Arc::new);
-        let mut start_point = Self { checkpoint, weights, checkpoint_dir: None, data_files };
+        let mut start_point = Self { checkpoint, weights, data_files, ..Self::default() };
         if start_point.checkpoint.is_some() || start_point.weights.is_some() {
             let generator = Arc::new(Generator::new(Device::Cpu, config.training.seed, 0)?);
             let (vs, _) = config.build_model(Device::Cpu, &generator, None)?;
@@ -61,6 +65,7 @@ impl StartPoint {
         }
         let open = |dir| start_point.open(dir, config);
         start_point.checkpoint_dir = checkpoint_dir.map(open).transpose()?;
+        start_point.started_from = start_point.first_file()?;
         Ok(start_point)
     }
 
@@ -75,6 +80,19 @@ impl StartPoint {
             let path = checkpoint.path().shown();
             Error::InvalidInput(format!("checkpoint {path}: {TRAINER}: {error}"))
         })
+    }
+
+    /// Returns the file for [`started_from`](Self::started_from).
+    fn first_file(&self) -> Result<Option<DataFile>> {
+        let Some(dir) = &self.checkpoint_dir else { return Ok(None) };
+        let file = match (&self.checkpoint, &self.weights) {
+            (Some(checkpoint), _) if dir.contains(checkpoint) => return Ok(None),
+            (Some(checkpoint), _) => checkpoint.path().join(TRAINER),
+            (None, Some(weights)) => weights.path().to_owned(),
+            (None, None) => return Ok(None),
+        };
+        let file = std::path::absolute(&file).unwrap_or(file);
+        hashed(&file).map(Some)
     }
 
     /// Opens the folder to save in. Other files in it must not be lost.

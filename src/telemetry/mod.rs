@@ -30,8 +30,10 @@ mod trace;
 mod utf8_stream;
 
 pub use events::{End, Epoch, Event, FailureEvent, RankEnd, Start};
-pub(crate) use explain::paragraph;
+#[cfg(feature = "cli")]
+pub(crate) use explain::table;
 pub use explain::{ExplainedStep, Explainer, RankStep, RunInfo};
+pub(crate) use explain::{indices, paragraph};
 #[cfg(feature = "cli")]
 pub(crate) use flight_recorder_file::{
     flight_recorder_output, remove_further_ranks, write_flight_recorder,

@@ -201,6 +201,12 @@ impl<M: Forward> Trainer<M> {
         self
     }
 
+    /// Sets the file that the first step starts from: [`TrainerState::started_from`].
+    pub(crate) fn started_from(mut self, file: Option<DataFile>) -> Self {
+        self.context.state.started_from = file;
+        self
+    }
+
     /// Writes metrics to `logger` after every `every` steps of an epoch (at least 1), and at its end and that of the
     /// run. Call on all ranks alike, because they reduce their numbers first. Rank 0 alone needs a logger.
     #[must_use]

@@ -93,7 +93,8 @@ impl<M> TrainContext<M> {
             counts => counts.iter().fold(0, |sum, count| sum.saturating_add(*count)),
         };
         let data_files = std::mem::take(&mut self.state.data_files);
-        self.state = TrainerState { data_files, ..saved.clone() };
+        let started_from = self.state.started_from.take().or_else(|| saved.started_from.clone());
+        self.state = TrainerState { data_files, started_from, ..saved.clone() };
         Ok(())
     }
 }

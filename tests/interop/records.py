@@ -49,7 +49,7 @@ def build():
 
 
 def train(file, rank=0, ranks=1, change=None, batches_in_step=1):
-    """Trains a few steps and records them."""
+    """Trains a few steps and records them. Keeps the tensors of the first one."""
     model, reduction, decay_bias = build(), "mean", 0.0
     with torch.no_grad():
         if change == "initialisation":
@@ -69,7 +69,7 @@ def train(file, rank=0, ranks=1, change=None, batches_in_step=1):
     others = [parameter for parameter in module.parameters() if parameter is not last_bias[0]]
     groups = [{"params": others, "weight_decay": 0.1}, {"params": last_bias, "weight_decay": decay_bias}]
     optimizer = torch.optim.SGD(groups, lr=0.01)
-    recorder = ddp_mp.record(model, optimizer, file)
+    recorder = ddp_mp.record(model, optimizer, file, keep=file.with_suffix(".safetensors"))
     data = torch.Generator().manual_seed(1)
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -116,16 +116,19 @@ def equal_and_wrong_ports(program, folder):
     for name in ["good", "again"]:
         train(folder / name)
     check("Equal: the start and 6 steps" in diff(program, folder / "good", folder / "again", 0), "equal runs differ")
-    for change, first, tensor in [
-        ("initialisation", "The runs differ before step 0", "`first.weight`"),
-        ("transposed", "The runs differ before step 0", "`square.weight`"),
-        ("sum", "loss        differs on rank 0", "`last.bias`"),
-        ("decay", "parameters  1 of 10 on rank 0: `last.bias`", "`last.bias`"),
-        ("momentum", "on rank 0: `norm.running_mean`", "`norm.running_var`"),
+    for change, first, tensor, kept in [
+        ("initialisation", "The runs differ before step 0", "`first.weight`", "before.first.weight"),
+        ("transposed", "The runs differ before step 0", "`square.weight`", "before.square.weight"),
+        ("sum", "loss        differs on rank 0", "`last.bias`", "loss.0"),
+        ("decay", "parameters  1 of 10 on rank 0: `last.bias`", "`last.bias`", "parameter.last.bias"),
+        ("momentum", "on rank 0: `norm.running_mean`", "`norm.running_var`", "buffer.norm.running_mean"),
     ]:
         train(folder / change, change=change)
         found = diff(program, folder / "good", folder / change, 1)
         check(first in found and tensor in found, f"{change}: {found}")
+        found = diff(program, folder / "good.safetensors", folder / f"{change}.safetensors", 1)
+        row = found.splitlines()[5].split()
+        check(row[0] == kept and float(row[-2]) > 0, f"{change}: {found}")
         print(f"records: the wrong port `{change}` is found", flush=True)
 
 
@@ -139,7 +142,7 @@ def ranks_and_accumulation(program, folder):
         ranks = [step_lines(folder / f"ddp{batches_in_step}.{rank}.record") for rank in range(2)]
         for rank, steps in enumerate(ranks):
             # Without DDP the same samples give the rank's own gradients, as long as no average has moved the parameters.
-            alone = folder / f"alone{batches_in_step}.{rank}"
+            alone = folder / f"alone{batches_in_step}-{rank}"
             train(alone, rank, batches_in_step=batches_in_step)
             check(steps[0]["gradients"] == step_lines(alone)[0]["gradients"], f"own gradients of rank {rank}")
             check(steps[0]["gradients"] != steps[0]["averages"], "own gradients are averages")
@@ -157,11 +160,11 @@ def same_bits_as_ddp_mp(program, folder):
     save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, folder / "start.safetensors")
     flags = ["--nproc-per-node=1", "--no-shuffle", f"--batch-size={BATCH}", "--lr=0.1", "--quiet"]
     files = [f"--dataset=npy:{folder}/x.npy,{folder}/y.npy", f"--init-from={folder}/start.safetensors"]
-    command = [program, *flags, *files, f"--record={folder}/ours"]
+    command = [program, *flags, *files, f"--record={folder}/ours", f"--keep={folder}/ours.safetensors", "--keep-step=3"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
     check(done.returncode == 0, done.stderr)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    recorder = ddp_mp.record(model, optimizer, folder / "theirs")
+    recorder = ddp_mp.record(model, optimizer, folder / "theirs", keep=folder / "theirs.safetensors", keep_step=3)
     for start in range(0, 64, BATCH):
         rows = range(start, start + BATCH)
         recorder.samples(rows)
@@ -173,6 +176,9 @@ def same_bits_as_ddp_mp(program, folder):
         optimizer.step()
     found = diff(program, folder / "theirs", folder / "ours", 0)
     check("Equal: the start and 8 steps (0 to 7)." in found, found)
+    found = diff(program, folder / "theirs.safetensors", folder / "ours.safetensors", 0)
+    # Batch, output and loss; and of two parameters the values before and after, the own and the averaged gradient.
+    check(found.endswith("\nEqual: 12 tensors.\n"), found)
     print("records: PyTorch and ddp-mp have the same bits in each step", flush=True)
 
 

@@ -87,9 +87,16 @@ pub(super) struct Comparison {
 
 /// One value for each record.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct SidesOf<T> {
+pub(in crate::commands) struct SidesOf<T> {
     pub a: T,
     pub b: T,
+}
+
+impl<T> SidesOf<T> {
+    /// Returns the values of both, A's first.
+    pub(in crate::commands) fn both(&self) -> [&T; 2] {
+        [&self.a, &self.b]
+    }
 }
 
 /// Common steps that are equal.

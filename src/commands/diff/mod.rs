@@ -1,23 +1,31 @@
-//! `ddp-mp diff`: the first step, rank and tensor in which two recorded runs differ.
+//! `ddp-mp diff`: the first step, rank and tensor in which two recorded runs differ; and the values of two files of
+//! tensors.
 
 mod compare;
 mod read;
+mod tensors;
 mod texts;
 
 use std::path::{Path, PathBuf};
 
 use clap::Args;
 
+use crate::error::Shown;
 use crate::session::AlreadyReported;
 use crate::telemetry::Printer;
+pub(super) use compare::SidesOf;
 use compare::{Outcome, Stage, compare};
 use read::Record;
+pub(super) use tensors::TensorComparison;
+use tensors::holds_tensors;
 use texts::lines;
 
 /// The flags of `diff`.
 #[derive(Debug, Clone, Args)]
 pub struct DiffFlags {
-    /// Compare this record, written by --record
+    /// Compare this record, or file of tensors
+    ///
+    /// A record is written by --record. Files of tensors are safetensors files, such as those of --keep, and checkpoints
     #[arg(value_name = "A")]
     pub a: PathBuf,
     /// Compare it with this one
@@ -38,16 +46,25 @@ pub(super) fn ranks_with_other_parameters(a: &Path, b: &Path) -> crate::error::R
     })
 }
 
-/// Prints where two records part, and what that means.
+/// Prints where two records part, and what that means; or the first tensors in which two files differ.
 ///
 /// # Errors
 /// [`Error::InvalidInput`](crate::Error::InvalidInput) if one is no record, or the two cannot be compared;
 /// [`AlreadyReported`] if they differ; and an error when stdout can't be written.
 pub fn diff(flags: &DiffFlags, printer: &Printer) -> anyhow::Result<()> {
-    match compare_files(&flags.a, &flags.b, printer)? {
-        None => Ok(()),
-        Some(_) => Err(anyhow::Error::msg(AlreadyReported)),
-    }
+    let DiffFlags { a, b } = flags;
+    let is_equal = if holds_tensors(a) && holds_tensors(b) {
+        let comparison = TensorComparison::of(a, b)?;
+        let lines = comparison.lines(SidesOf { a: "A", b: "B" });
+        printer.lines(|out| {
+            writeln!(out, "A: {}\nB: {}", a.shown(), b.shown())?;
+            lines.iter().try_for_each(|line| writeln!(out, "{line}"))
+        })?;
+        comparison.is_equal()
+    } else {
+        compare_files(a, b, printer)?.is_none()
+    };
+    if is_equal { Ok(()) } else { Err(anyhow::Error::msg(AlreadyReported)) }
 }
 
 /// The step and the rank that two records differ in first.

@@ -97,12 +97,7 @@ impl DatasetSpec {
     pub(crate) fn data_files(&self) -> Result<Vec<DataFile>> {
         let files = self.files().into_iter();
         let files = files.filter(|file| file.metadata().is_ok_and(|file| file.len() > 0));
-        let hash = |file: PathBuf| {
-            let bytes = MappedFile::open(&file)?;
-            let path = file.to_string_lossy().into_owned();
-            Ok(DataFile { path, xxh3: format!("{:016x}", xxh3_64(&bytes)) })
-        };
-        files.map(hash).collect()
+        files.map(|file| hashed(&file)).collect()
     }
 
     /// Returns whether there may be validation samples in files of their own.
@@ -120,6 +115,16 @@ impl DatasetSpec {
         let Some(name) = self.format.validation_name() else { return Ok(None) };
         Ok(self.format.read_validation(&self.location)?.map(|arrays| (name, arrays)))
     }
+}
+
+/// Returns the path of `file`, with the hash of its contents. Reads all of it.
+///
+/// # Errors
+/// [`Error::InvalidInput`] if it cannot be read.
+pub(crate) fn hashed(file: &Path) -> Result<DataFile> {
+    let bytes = MappedFile::open(file)?;
+    let path = file.to_string_lossy().into_owned();
+    Ok(DataFile { path, xxh3: format!("{:016x}", xxh3_64(&bytes)) })
 }
 
 impl FromStr for DatasetSpec {

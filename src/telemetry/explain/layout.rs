@@ -32,7 +32,7 @@ fn words(text: &str) -> Box<dyn Iterator<Item = Word<'_>> + '_> {
 }
 
 /// Returns the lines of a table. The first two columns are aligned left, those of numbers right.
-pub(super) fn table(rows: &[Vec<String>]) -> Vec<String> {
+pub(crate) fn table(rows: &[Vec<String>]) -> Vec<String> {
     let columns = rows.iter().map(Vec::len).max().unwrap_or_default();
     let cell = |row: &Vec<String>, column: usize| row.get(column).cloned().unwrap_or_default();
     let width = |column| rows.iter().map(|row| display_width(&cell(row, column))).max();
@@ -86,6 +86,16 @@ pub(super) fn number(value: f64) -> String {
     if exact.len() <= 10 { exact } else { numbers(&[value], 6).remove(0) }
 }
 
+/// Formats the flat index `index` of a tensor of this shape as indices, such as `[1][3]`.
+pub(crate) fn indices(mut index: usize, shape: &[i64]) -> String {
+    let mut text = String::new();
+    for size in shape.iter().rev().map(|size| *size as usize) {
+        text = format!("[{}]{text}", index % size);
+        index /= size;
+    }
+    text
+}
+
 /// Formats a term that follows the first one in a sum.
 pub(super) fn signed(number: &str) -> String {
     match number.strip_prefix('-') {
@@ -106,6 +116,13 @@ mod tests {
         assert_eq!(numbers(&[1.5e-9], 6), ["0.00000000150000"]);
         assert_eq!(number(0.001), "0.001");
         assert_eq!(number(1.0 / 3.0), "0.333333");
+    }
+
+    #[test]
+    fn flat_index_is_shown_as_tensor_indices() {
+        assert_eq!(indices(7, &[1, 20]), "[0][7]");
+        assert_eq!(indices(23, &[2, 3, 4]), "[1][2][3]");
+        assert_eq!(indices(0, &[]), "");
     }
 
     #[test]

@@ -8,8 +8,8 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 
 use super::{Language, Printer};
-pub(crate) use layout::paragraph;
-use layout::{number, numbers, samples, shown, signed, table};
+pub(crate) use layout::{indices, paragraph, table};
+use layout::{number, numbers, samples, shown, signed};
 use texts::{Section, Texts};
 
 /// The run_info of a run, known before it begins.

@@ -131,7 +131,11 @@ impl<M> Callback<M> for Explanation {
             let step = telemetry::ExplainedStep {
                 step: step.number,
                 lr: step.lr,
-                weight: format!("{}{}", probe.name, indices(index, &probe.parameter.size())),
+                weight: format!(
+                    "{}{}",
+                    probe.name,
+                    telemetry::indices(index, &probe.parameter.size())
+                ),
                 buckets: ddp.statistics().bucket_bytes.len(),
                 ranks,
             };
@@ -178,25 +182,12 @@ fn index_of_largest(values: &[f64]) -> usize {
     largest
 }
 
-/// Formats the flat index `index` of a tensor of this shape as indices, such as `[1][3]`.
-fn indices(mut index: usize, shape: &[i64]) -> String {
-    let mut text = String::new();
-    for size in shape.iter().rev().map(|size| *size as usize) {
-        text = format!("[{}]{text}", index % size);
-        index /= size;
-    }
-    text
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn flat_index_is_shown_as_tensor_indices() {
-        assert_eq!(indices(7, &[1, 20]), "[0][7]");
-        assert_eq!(indices(23, &[2, 3, 4]), "[1][2][3]");
-        assert_eq!(indices(0, &[]), "");
+    fn index_of_the_largest_is_the_first_one() {
         assert_eq!(index_of_largest(&[1.0, -3.0, 3.0]), 1);
         assert_eq!(index_of_largest(&[0.0, 0.0]), 0);
     }

@@ -75,6 +75,7 @@ impl<M> Callback<M> for KeptTensors {
         let parameters = ddp.trained_parameters();
         let names: Vec<String> = parameters.iter().map(|(name, _)| name.clone()).collect();
         self.keep("before", parameters)?;
+        ddp.keep_outputs();
         let tensors = self.tensors.clone();
         let observe = move |number: usize, gradient: &mut Tensor| {
             copy(&mut tensors.borrow_mut(), format!("gradient.{}", names[number]), gradient)
@@ -90,8 +91,8 @@ impl<M> Callback<M> for KeptTensors {
         let averages = ddp.trained_parameters().into_iter();
         let averages = averages.map(|(name, parameter)| (name, parameter.grad()));
         self.keep("average", averages.filter(|(_, average)| average.defined()))?;
-        let losses = step.losses.iter().enumerate();
-        Ok(self.keep("loss", losses.map(|(n, loss)| (n.to_string(), loss.shallow_clone())))?)
+        self.keep("output", numbered(&ddp.take_outputs()))?;
+        Ok(self.keep("loss", numbered(&step.losses))?)
     }
 
     fn on_step_end(&mut self, context: &mut TrainContext<M>, step: &Step) -> Result<()> {
@@ -101,6 +102,11 @@ impl<M> Callback<M> for KeptTensors {
         self.keep("buffer", ddp.untrained_tensors())?;
         Ok(write_tensors(&self.place.file, &self.tensors.take())?)
     }
+}
+
+/// Returns the tensors of the batches, each with its number.
+fn numbered(tensors: &[Tensor]) -> impl Iterator<Item = (String, Tensor)> {
+    tensors.iter().enumerate().map(|(number, tensor)| (number.to_string(), tensor.shallow_clone()))
 }
 
 fn copy(
