@@ -550,3 +550,25 @@ fn rerun_starts_where_the_run_has_started() {
         "{stderr}"
     );
 }
+
+#[test]
+fn record_of_a_run_that_fails_has_what_came_before() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    for spawn in ["--spawn=threads", "--spawn=processes"] {
+        let good = format!("good{spawn}");
+        assert_eq!(record_cnn(folder, &good, &[spawn]), Some(0));
+        for (fault, expected) in [
+            ("error:rank=1,at=step,step=3", "B failed in step 3: see the error of the run."),
+            ("nan:rank=1,at=step,step=3", "Step 3 is the first that differs:"),
+        ] {
+            let bad = format!("{fault}{spawn}");
+            let fault = format!("--inject-fault={fault}");
+            assert_eq!(record_cnn(folder, &bad, &[&fault, spawn]), Some(1), "{fault}");
+            let (code, stdout, stderr) = diff(folder, &good, &bad);
+            assert_eq!(code, Some(i32::from(fault.contains("nan"))), "{stdout}{stderr}");
+            assert!(stdout.contains("Equal: the start and 3 steps (0 to 2)."), "{fault}: {stdout}");
+            assert!(stdout.contains(expected), "{fault}: {stdout}");
+        }
+    }
+}

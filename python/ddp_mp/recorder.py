@@ -8,7 +8,7 @@ import platform
 import torch
 import torch.distributed as dist
 import xxhash
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch.nn.parallel import DistributedDataParallel
 
 

@@ -114,6 +114,9 @@ pub(crate) struct RecordedStep {
     pub parameters: Vec<Option<TensorHash>>,
     /// The buffers after the step.
     pub buffers: Vec<Option<TensorHash>>,
+    /// Whether the run failed in this step, so that the line has only what came before.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub failed: bool,
 }
 
 /// The file of a process, whose ranks write to it.

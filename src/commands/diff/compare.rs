@@ -79,6 +79,8 @@ pub(super) struct Comparison {
     /// Whether both runs have recorded their start, and it is equal.
     pub has_equal_start: bool,
     pub parting: Option<Parting>,
+    /// The step in which a run failed, and which of them did. The steps before it are equal.
+    pub failed: Option<FailedStep>,
     /// The steps that only A has and that only B has.
     pub only_in: SidesOf<usize>,
     /// Whether both have as many ranks. If not, only rank 0's averages, parameters and buffers are compared.
@@ -97,6 +99,13 @@ impl<T> SidesOf<T> {
     pub(in crate::commands) fn both(&self) -> [&T; 2] {
         [&self.a, &self.b]
     }
+}
+
+/// A step in which one of the runs failed, or both.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct FailedStep {
+    pub step: u64,
+    pub runs: SidesOf<bool>,
 }
 
 /// Common steps that are equal.
@@ -121,6 +130,7 @@ pub(super) fn compare(a: &Record, b: &Record) -> Result<Comparison> {
         equal_steps: None,
         has_equal_start: false,
         parting: None,
+        failed: None,
         only_in: SidesOf { a: a.steps.len() - common.len(), b: b.steps.len() - common.len() },
         has_same_ranks,
         pairs,
@@ -150,6 +160,13 @@ pub(super) fn compare(a: &Record, b: &Record) -> Result<Comparison> {
             .collect();
         if stages.values().any(|outcome| matches!(outcome, Outcome::Differs(_))) {
             comparison.parting = Some(Parting { step, is_start: false, stages });
+            break;
+        }
+        let did_fail =
+            |ranks: &BTreeMap<usize, RecordedStep>| ranks.values().any(|rank| rank.failed);
+        let runs = SidesOf { a: did_fail(of_a), b: did_fail(of_b) };
+        if runs.a || runs.b {
+            comparison.failed = Some(FailedStep { step, runs });
             break;
         }
         let before =

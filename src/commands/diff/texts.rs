@@ -2,7 +2,7 @@
 
 use strum::IntoEnumIterator;
 
-use super::compare::{Comparison, Outcome, Parting, RankDifference, Stage};
+use super::compare::{Comparison, FailedStep, Outcome, Parting, RankDifference, SidesOf, Stage};
 use super::read::Record;
 use crate::error::list_ranks;
 use crate::telemetry::{paragraph, steps_text};
@@ -28,6 +28,7 @@ pub(super) fn lines(a: &Record, b: &Record, comparison: &Comparison) -> Vec<Stri
         ));
     }
     lines.extend(equal_part(comparison));
+    lines.extend(comparison.failed.as_ref().map(failure));
     match &comparison.parting {
         Some(parting) => lines.extend(parting_lines(a, comparison, parting)),
         None => lines.extend(further_steps(comparison)),
@@ -69,6 +70,16 @@ fn equal_part(comparison: &Comparison) -> Option<String> {
     });
     let parts: Vec<String> = [start, steps].into_iter().flatten().collect();
     (!parts.is_empty()).then(|| format!("Equal: {}.", parts.join(" and ")))
+}
+
+/// Says which of the runs failed.
+fn failure(failed: &FailedStep) -> String {
+    let who = match failed.runs {
+        SidesOf { a: true, b: true } => "Both runs",
+        SidesOf { a: true, .. } => "A",
+        SidesOf { .. } => "B",
+    };
+    format!("{who} failed in step {}: see the error of the run.", failed.step)
 }
 
 /// Returns a line about steps that only one of two equal records has.

@@ -104,6 +104,17 @@ impl<M> Callback<M> for KeptTensors {
     }
 }
 
+impl Drop for KeptTensors {
+    /// Writes what there is of a step that has failed.
+    fn drop(&mut self) {
+        let tensors = self.tensors.take();
+        if !tensors.is_empty() {
+            // The run has failed already, and says why.
+            let _ = write_tensors(&self.place.file, &tensors);
+        }
+    }
+}
+
 /// Returns the tensors of the batches, each with its number.
 fn numbered(tensors: &[Tensor]) -> impl Iterator<Item = (String, Tensor)> {
     tensors.iter().enumerate().map(|(number, tensor)| (number.to_string(), tensor.shallow_clone()))

@@ -91,6 +91,7 @@ impl<M> Callback<M> for Record {
             return Ok(());
         }
         let batch = step.batches.iter().flat_map(Batch::tensors).map(hash);
+        let none = vec![None; ddp.trained_parameters().len()];
         self.step = Some(RecordedStep {
             step: step.number,
             rank: ddp.group().rank(),
@@ -98,9 +99,12 @@ impl<M> Callback<M> for Record {
             lr: step.lr,
             samples: Some(context.samples(0, step.batches.len())?),
             batch: Some(batch.collect::<crate::error::Result<_>>()?),
+            averages: none.clone(),
+            parameters: none.clone(),
+            buffers: vec![None; ddp.untrained_tensors().len()],
             ..RecordedStep::default()
         });
-        *self.gradients.borrow_mut() = vec![None; ddp.trained_parameters().len()];
+        *self.gradients.borrow_mut() = none;
         let gradients = self.gradients.clone();
         let observe = move |parameter: usize, gradient: &mut Tensor| {
             gradients.borrow_mut()[parameter] = Some(hash(gradient)?);
@@ -117,9 +121,9 @@ impl<M> Callback<M> for Record {
         ddp.stop_observing(OBSERVER);
         ddp.group().synchronize()?;
         step.gradients = self.gradients.take();
-        for (_, parameter) in ddp.trained_parameters() {
+        for (line, (_, parameter)) in step.averages.iter_mut().zip(ddp.trained_parameters()) {
             let average = parameter.grad();
-            step.averages.push(average.defined().then(|| hash(&average)).transpose()?);
+            *line = average.defined().then(|| hash(&average)).transpose()?;
         }
         Ok(())
     }
@@ -133,6 +137,19 @@ impl<M> Callback<M> for Record {
         line.parameters = parameter_hashes(ddp)?;
         line.buffers = hashes(ddp.untrained_tensors())?;
         Ok(self.file.line(&RecordLine::Step(line))?)
+    }
+}
+
+impl Drop for Record {
+    /// Writes what is known of a step that has failed.
+    fn drop(&mut self) {
+        let Some(mut line) = self.step.take() else { return };
+        if line.gradients.is_empty() {
+            line.gradients = self.gradients.take();
+        }
+        line.failed = true;
+        // The run has failed already, and says why.
+        let _ = self.file.line(&RecordLine::Step(line));
     }
 }
 
