@@ -380,6 +380,20 @@ fn rerun_gives_the_tensors_and_bits_of_the_run() {
     }
     // Before the first checkpoint the run begins anew.
     at("2", "early");
+    // Also where ranks would have parts of the averages only.
+    for (number, args) in
+        [["--share-model", ""], ["--zero", ""], ["--zero", "--spawn=processes"]].iter().enumerate()
+    {
+        let file = format!("parts{number}");
+        let keep = [&format!("--keep={file}"), "--keep-step=9", "--keep-rank=1", "--max-steps=12"];
+        let args = args.iter().filter(|arg| !arg.is_empty());
+        let (code, _, stderr) = run_in(
+            folder,
+            &[&CNN[..], &keep].concat().into_iter().chain(args.copied()).collect::<Vec<_>>(),
+        );
+        assert_eq!(code, Some(0), "{stderr}");
+        assert_eq!(kept, tensors_in(&folder.join(file)));
+    }
     // A record of another run does not agree.
     let (code, stderr) =
         record(folder, "other.record", &[&CNN[..], &["--max-steps=12", "--seed=5"]].concat());
@@ -549,6 +563,30 @@ fn rerun_starts_where_the_run_has_started() {
             && stderr.contains("; rerun a later step"),
         "{stderr}"
     );
+}
+
+/// The rank of the fault must not average in another way than the others.
+#[test]
+fn flip_of_a_gradient_is_found_also_where_ranks_have_parts_of_the_averages() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    let run = ["--nproc-per-node=2", "--max-steps=6", "--quiet"];
+    let flip = "--inject-fault=flip=28:rank=1,at=step,step=3,in=gradient";
+    for way in ["--share-model", "--zero"] {
+        let kept = |name: &str, more: &[&str]| {
+            let keep = format!("--keep={name}{way}");
+            let args = [&run[..], &[way, &keep, "--keep-step=3", "--keep-rank=1"], more].concat();
+            let (code, _, stderr) = run_in(folder, &args);
+            assert_eq!(code, Some(0), "{stderr}");
+            format!("{name}{way}")
+        };
+        let (good, bad) = (kept("good", &[]), kept("bad", &[flip]));
+        let (code, stdout, stderr) = diff(folder, &good, &bad);
+        assert_eq!(code, Some(1), "{stdout}{stderr}");
+        assert!(stdout.contains("\n  gradient.weight  1 of 20  [0][0] "), "{stdout}");
+        let (code, _, stderr) = run_in(folder, &[&run[..], &[way, flip]].concat());
+        assert_eq!(code, Some(0), "{stderr}");
+    }
 }
 
 #[test]

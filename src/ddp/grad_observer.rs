@@ -35,7 +35,8 @@ impl GradObservers {
 
 impl<M> DistributedDataParallel<M> {
     /// Calls `observe` before each averaging, until [`stop_observing`](Self::stop_observing) gets the same `name`. The
-    /// bits of training do not change, unless `observe` changes them.
+    /// bits of training do not change, unless `observe` changes them. All ranks must call this alike: gradients that are
+    /// observed are averaged as a whole, also with `share_model` and `zero`.
     pub(crate) fn observe_gradients(&self, name: &'static str, observe: Observe) {
         self.reducer.state().layout.observers.0.push((name, observe));
     }

@@ -14,7 +14,7 @@ use super::{ProcessGroup, num_bytes};
 use crate::error::{Error, Result};
 use crate::operation::{OpId, Operation};
 use crate::records::PhaseSeconds;
-use crate::runtime::{CallSite, FaultKind, FaultSite, OpStart, SpanId};
+use crate::runtime::{CallSite, Fault, FaultSite, OpStart, SpanId};
 
 /// A group's state for its records.
 #[derive(Debug, Default)]
@@ -97,12 +97,9 @@ impl ProcessGroup {
         self.phase_tracker.context.set(context);
     }
 
-    /// Returns the fault that `--inject-fault` plans for a training step of this rank, and the step; `None` if there is
-    /// none.
-    pub(crate) fn planned_fault(&self) -> Option<(FaultKind, u64)> {
-        let fault = self.run().fault?;
-        let is_here = (fault.rank, fault.at) == (self.global_rank(), FaultSite::Step);
-        is_here.then_some((fault.kind, fault.step))
+    /// Returns the fault that `--inject-fault` plans for a training step of any rank; `None` if there is none.
+    pub(crate) fn planned_fault(&self) -> Option<Fault> {
+        self.run().fault.filter(|fault| fault.at == FaultSite::Step)
     }
 
     /// Returns the call site of the current context; `caller` if the context has none.

@@ -330,7 +330,7 @@ impl ProcessGroup {
     }
 
     /// Returns this rank's number in the run.
-    fn global_rank(&self) -> usize {
+    pub(crate) fn global_rank(&self) -> usize {
         self.shared.members[self.rank]
     }
 

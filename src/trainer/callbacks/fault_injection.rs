@@ -4,31 +4,55 @@ use anyhow::Result;
 use tch::Tensor;
 
 use crate::data::Batch;
-use crate::ddp::{Strategy, bytes_of};
+use crate::ddp::{DistributedDataParallel, Strategy, bytes_of};
 use crate::error::Error;
 use crate::ffi::TorchResult;
 use crate::process_group::{ProcessGroup, ReduceOp, num_bytes};
-use crate::runtime::{FaultKind, Flip, FlipPlace};
+use crate::runtime::{Fault, FaultKind, Flip, FlipPlace};
 use crate::trainer::{Callback, Step, TrainContext};
 
-/// The fault planned for this rank.
+/// The fault planned for a step of a rank.
 #[derive(Debug)]
 pub(in crate::trainer) struct FaultInjection {
     kind: FaultKind,
     /// The step of the run, from 0.
     step: u64,
+    /// Whether it is planned for this rank.
+    is_here: bool,
 }
 
 impl FaultInjection {
-    /// Returns the fault that is planned for a step of this rank; `None` if there is none.
+    /// Returns the fault that is planned for a step; `None` if there is none.
     pub(in crate::trainer) fn planned(group: &ProcessGroup) -> Option<Self> {
-        group.planned_fault().map(|(kind, step)| Self { kind, step })
+        let Fault { kind, step, rank, .. } = group.planned_fault()?;
+        Some(Self { kind, step, is_here: rank == group.global_rank() })
+    }
+
+    /// Flips a bit of a gradient. All ranks observe theirs, as [`DistributedDataParallel::observe_gradients`] demands.
+    fn flip_gradient<M>(&self, bit: u64, ddp: &DistributedDataParallel<M>) -> Result<()> {
+        let is_here = self.is_here;
+        let parameters = ddp.trained_parameters();
+        let (flipped, bit) = find_bit(bit, parameters.iter().map(|(_, it)| it))?;
+        let observe = move |number, gradient: &mut Tensor| match is_here && number == flipped {
+            true => flip_bit(bit, gradient),
+            false => Ok(()),
+        };
+        ddp.observe_gradients(OBSERVER, Box::new(observe));
+        Ok(())
     }
 }
 
 impl<M> Callback<M> for FaultInjection {
     fn on_step_start(&mut self, context: &mut TrainContext<M>, step: &mut Step) -> Result<()> {
         if step.number != self.step {
+            return Ok(());
+        }
+        if let (FaultKind::Flip(Flip { bit, place: FlipPlace::Gradient }), Strategy::Ddp(ddp)) =
+            (self.kind, &context.ddp)
+        {
+            self.flip_gradient(bit, ddp)?;
+        }
+        if !self.is_here {
             return Ok(());
         }
         match self.kind {
@@ -48,17 +72,6 @@ impl<M> Callback<M> for FaultInjection {
             FaultKind::Flip(Flip { bit, place: FlipPlace::Batch }) => {
                 flip_in_batches(bit, &mut step.batches)?;
             }
-            FaultKind::Flip(Flip { bit, place: FlipPlace::Gradient }) => {
-                if let Strategy::Ddp(ddp) = &context.ddp {
-                    let parameters = ddp.trained_parameters();
-                    let (flipped, bit) = find_bit(bit, parameters.iter().map(|(_, it)| it))?;
-                    let observe = move |number, gradient: &mut Tensor| match number == flipped {
-                        true => flip_bit(bit, gradient),
-                        false => Ok(()),
-                    };
-                    ddp.observe_gradients(OBSERVER, Box::new(observe));
-                }
-            }
             _ => {}
         }
         Ok(())
@@ -73,7 +86,7 @@ impl<M> Callback<M> for FaultInjection {
             return Ok(());
         }
         ddp.stop_observing(OBSERVER);
-        if place == FlipPlace::Average {
+        if place == FlipPlace::Average && self.is_here {
             let parameters = ddp.trained_parameters().into_iter();
             let gradients = parameters.map(|(_, parameter)| parameter.grad());
             flip_in(bit, &mut gradients.filter(Tensor::defined).collect::<Vec<_>>())?;
@@ -82,14 +95,16 @@ impl<M> Callback<M> for FaultInjection {
     }
 
     fn on_step_end(&mut self, context: &mut TrainContext<M>, step: &Step) -> Result<()> {
-        if step.number == self.step
-            && self.kind == FaultKind::Desync
+        if step.number != self.step || !self.is_here {
+            return Ok(());
+        }
+        if self.kind == FaultKind::Desync
             && let Some((_, mut parameter)) = context.ddp.state_dict().into_iter().next()
         {
             let _ = tch::no_grad(|| parameter.f_add_scalar_(0.001)).doing("add_")?;
         }
-        if let (true, FaultKind::Flip(Flip { bit, place }), Strategy::Ddp(ddp)) =
-            (step.number == self.step, self.kind, &context.ddp)
+        if let (FaultKind::Flip(Flip { bit, place }), Strategy::Ddp(ddp)) =
+            (self.kind, &context.ddp)
         {
             let tensors = match place {
                 FlipPlace::Parameter => ddp.trained_parameters(),

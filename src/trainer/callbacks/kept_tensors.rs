@@ -46,8 +46,16 @@ impl KeptTensors {
         step: &Step,
     ) -> Option<&'a DistributedDataParallel<M>> {
         let Strategy::Ddp(ddp) = &context.ddp else { return None };
-        let is_here = step.number == self.place.step && ddp.group().rank() == self.place.rank;
-        is_here.then_some(ddp)
+        (step.number == self.place.step).then_some(ddp)
+    }
+
+    /// Returns the wrapped model, if it is in the step and on the rank that are kept.
+    fn ddp_here<'a, M>(
+        &self,
+        context: &'a TrainContext<M>,
+        step: &Step,
+    ) -> Option<&'a DistributedDataParallel<M>> {
+        self.ddp(context, step).filter(|ddp| ddp.group().rank() == self.place.rank)
     }
 
     /// Copies tensors, each under its name behind `prefix`.
@@ -66,6 +74,10 @@ impl KeptTensors {
 impl<M> Callback<M> for KeptTensors {
     fn on_step_start(&mut self, context: &mut TrainContext<M>, step: &mut Step) -> Result<()> {
         let Some(ddp) = self.ddp(context, step) else { return Ok(()) };
+        if ddp.group().rank() != self.place.rank {
+            ddp.observe_gradients(OBSERVER, Box::new(|_, _| Ok(()))); // as on the rank that is kept
+            return Ok(());
+        }
         for (number, batch) in step.batches.iter().enumerate() {
             let names = ["inputs".to_owned(), "targets".to_owned()].into_iter();
             let more = (0..batch.more_inputs.len()).map(|more| format!("more_inputs.{more}"));
@@ -85,8 +97,10 @@ impl<M> Callback<M> for KeptTensors {
     }
 
     fn on_after_backward(&mut self, context: &mut TrainContext<M>, step: &mut Step) -> Result<()> {
-        let Some(ddp) = self.ddp(context, step) else { return Ok(()) };
-        ddp.stop_observing(OBSERVER);
+        if let Some(ddp) = self.ddp(context, step) {
+            ddp.stop_observing(OBSERVER);
+        }
+        let Some(ddp) = self.ddp_here(context, step) else { return Ok(()) };
         ddp.group().synchronize()?;
         let averages = ddp.trained_parameters().into_iter();
         let averages = averages.map(|(name, parameter)| (name, parameter.grad()));
@@ -96,7 +110,7 @@ impl<M> Callback<M> for KeptTensors {
     }
 
     fn on_step_end(&mut self, context: &mut TrainContext<M>, step: &Step) -> Result<()> {
-        let Some(ddp) = self.ddp(context, step) else { return Ok(()) };
+        let Some(ddp) = self.ddp_here(context, step) else { return Ok(()) };
         ddp.group().synchronize()?;
         self.keep("parameter", ddp.trained_parameters())?;
         self.keep("buffer", ddp.untrained_tensors())?;
