@@ -1,4 +1,5 @@
-//! A libtorch of another version than the program was built for is refused before any rank starts.
+//! A libtorch of another version than the program was built for is refused before any rank starts; and what libtorch
+//! chooses once in a process is chosen by then.
 
 use std::env;
 use std::path::PathBuf;
@@ -15,9 +16,14 @@ const MARK: &str = "DDP_MP_TEST_OTHER_LIBTORCH";
 
 /// Builds the library that changes the version. It lies in the folder until that is dropped.
 fn other_libtorch() -> (TempDir, PathBuf) {
+    preloaded("version")
+}
+
+/// Builds a library for `LD_PRELOAD` of `other_libtorch/`.
+fn preloaded(name: &str) -> (TempDir, PathBuf) {
     let folder = tempfile::tempdir().unwrap();
-    let library = folder.path().join("version.so");
-    let source = repository("tests/other_libtorch/version.cpp");
+    let library = folder.path().join(format!("{name}.so"));
+    let source = repository(&format!("tests/other_libtorch/{name}.cpp"));
     let compiler = env::var("CXX").unwrap_or_else(|_| "c++".into());
     let mut words = compiler.split_whitespace();
     let mut command = Command::new(words.next().unwrap());
@@ -70,4 +76,23 @@ fn spawn_refuses_another_libtorch() {
     let (code, stdout, stderr) = run_command(command);
     assert_eq!(code, Some(0), "{stdout}{stderr}");
     assert!(stdout.contains("1 passed"), "{stdout}");
+}
+
+/// MKL chooses the kernels of tanh in the first call, without a lock: two ranks at once could get different ones.
+#[test]
+#[cfg(target_arch = "x86_64")] // libtorch has no MKL elsewhere
+fn kernels_are_chosen_before_the_ranks_start() {
+    let (_folder, library) = preloaded("first_kernel");
+    for spawn in ["--spawn=threads", "--spawn=processes"] {
+        let args = ["--model=mlp", "--activation=tanh", "--nproc-per-node=2", "--max-steps=2"];
+        let mut command = program(&[&args[..], &[spawn]].concat());
+        command.env("LD_PRELOAD", &library);
+        let (code, _, stderr) = run_command(command);
+        assert_eq!(code, Some(0), "{stderr}");
+        let first = "MKL has chosen its kernels on thread ";
+        let threads: Vec<&str> =
+            stderr.lines().filter_map(|line| line.split(first).nth(1)).collect();
+        assert!(!threads.is_empty(), "{spawn}: {stderr}");
+        assert!(threads.iter().all(|thread| !thread.starts_with("rank")), "{spawn}: {stderr}");
+    }
 }

@@ -2,6 +2,9 @@
 
 use std::ffi::{CStr, c_char};
 use std::path::{Path, PathBuf};
+use std::sync::Once;
+
+use tch::{Device, Kind, Tensor};
 
 use crate::error::{Error, Result, Shown};
 
@@ -34,6 +37,20 @@ pub fn check_version() -> Result<()> {
     let loaded = unsafe { text(ddp_loaded_torch_version()) }.unwrap_or_default();
     let folder = library_folder().unwrap_or_default();
     mismatch(&version(), &loaded, &folder).map_or(Ok(()), |text| Err(Error::InvalidInput(text)))
+}
+
+/// Has MKL choose its kernels for elementwise functions, such as tanh. Call this before threads compute.
+///
+/// MKL chooses in the first call of such a function, without a lock: it stores the type of the processor, and then replaces
+/// it by the number of the kernels for that type. A thread that reads it in between uses other kernels, whose results have
+/// other bits.
+pub(crate) fn choose_kernels() {
+    static CHOSEN: Once = Once::new();
+    // An error is that of the first function that needs memory, and comes again.
+    CHOSEN.call_once(|| {
+        let one = Tensor::f_zeros([1], (Kind::Float, Device::Cpu));
+        let _ = one.and_then(|one| one.f_tanh());
+    });
 }
 
 /// Returns what is wrong with a libtorch of the version `loaded` in `folder`, for a binary that was built for `built`.

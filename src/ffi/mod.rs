@@ -22,6 +22,7 @@ pub use autocast::Autocast;
 pub use autograd::backward;
 pub use generator::{Generator, fork_rng};
 pub use kept_memory::{give_back_memory, keep_memory, keeps_memory, kept_memory};
+pub(crate) use library::choose_kernels;
 pub use library::{check_version, library_folder, version};
 pub use shared::SharedTensor;
 

@@ -12,7 +12,7 @@ use crossbeam::select;
 use super::stopping::Stopping;
 use super::{Spawn, leave_error};
 use crate::error::{Result, Shown};
-use crate::ffi::{check_version, give_back_memory};
+use crate::ffi::{check_version, choose_kernels, give_back_memory};
 use crate::launch::heartbeat_monitor::Stay;
 use crate::launch::rank_thread::{RankThread, RankThreadEnd};
 use crate::launch::rendezvous::RankRendezvous;
@@ -59,6 +59,9 @@ impl Spawn {
         let libtorch = check_version();
         if let Err(error) = &libtorch {
             run.report(local_ranks.start, Some(error), error.to_string());
+        }
+        if libtorch.is_ok() {
+            choose_kernels();
         }
         let startable = if libtorch.is_ok() { local_ranks.len() } else { 0 };
         let rendezvous = Arc::new(RankRendezvous::default());
