@@ -126,7 +126,7 @@ class Recorder:
         """Hashes the gradients, before the optimizer's step."""
         names = [name for name, _ in self.parameters]
         averages = [p.grad for _, p in self.parameters]
-        gradients = [self.own.get(i, average) for i, average in enumerate(averages)]
+        gradients = [self.own.get(i) for i in range(len(names))] if self.is_ddp else averages
         self.keep("gradient", zip(names, gradients))
         self.keep("average", zip(names, averages))
         if self.is_recorded():
@@ -179,6 +179,6 @@ def record(model, optimizer, file, every=1, keep=None, keep_step=0):
 
     Call it after the model is wrapped in DistributedDataParallel. Before `optimizer.step()` the loop may call `batch`,
     `loss`, `samples` and `epoch` of the returned recorder. `keep` is a new safetensors file, which gets all tensors of the
-    step with the number `keep_step`.
+    step with the number `keep_step`; of several ranks, each writes its own.
     """
     return Recorder(model, optimizer, file, every, keep, keep_step)

@@ -104,10 +104,13 @@ impl Checkpoint {
         &self.state
     }
 
-    /// Returns whether the models and the optimizers of both have the same bytes.
+    /// Returns whether all tensors of both, and the states of their gradient scalers, are equal.
     pub(crate) fn has_tensors_of(&self, other: &Self) -> bool {
+        let comm_hook = self.comm_hook.as_ref().map(TensorFile::bytes);
         self.model.bytes() == other.model.bytes()
             && self.optimizer.bytes() == other.optimizer.bytes()
+            && comm_hook == other.comm_hook.as_ref().map(TensorFile::bytes)
+            && self.state.scaler == other.state.scaler
     }
 
     /// Copies parameters and buffers into `vs`. For rank 0, before DDP broadcasts its model to the other ranks.

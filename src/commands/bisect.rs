@@ -89,6 +89,13 @@ pub fn bisect(flags: &BisectFlags, program: &str, printer: &Printer) -> anyhow::
         }
         start_from_checkpoints(&mut sides, good, bad, printer)?;
     }
+    if are_halved {
+        for side in sides.both() {
+            if !side.command.contains(STEPS) || !side.command.contains(FILE) {
+                return Err(side.refused(&format!("it needs both {STEPS} and {FILE}")));
+            }
+        }
+    }
     fs::create_dir_all(folder).with_context(|| format!("creating {}", folder.shown()))?;
     let differ = if are_halved {
         by_halves(&sides, flags.steps, folder, printer)?
@@ -110,7 +117,8 @@ fn start_from_checkpoints(
         of_good.keys().filter(|step| of_bad.contains_key(step)).copied().collect();
     if common.is_empty() {
         return Err(Error::InvalidInput(format!(
-            "--good-dir {}: it has no checkpoint of a step that --bad-dir {} has, too",
+            "--good-dir {}: no checkpoint is of the same step as one in --bad-dir {}; name the folders of two runs that \
+             have saved as often",
             good.shown(),
             bad.shown()
         )));
@@ -148,11 +156,13 @@ fn by_records(
 ) -> anyhow::Result<bool> {
     let record = |side: &Side| folder.join(format!("{}.record", side.name));
     for side in sides.both() {
-        side.run(&format!("{} --record={}", side.command, path_in_shell(&record(side))), printer)?;
+        let command = format!("{} --record={}", side.command, path_in_shell(&record(side)));
+        let said = side.run(&command, printer)?;
         let of_first_process = folder.join(format!("{}.0.record", side.name));
         if !record(side).exists() && !of_first_process.exists() {
             return Err(side.refused(&format!(
-                "it has written no record; name a command of {program} that trains, or one with {STEPS} and {FILE}"
+                "it has written no record; name a command of {program} that trains, or one with {STEPS} and {FILE} \
+                 ({said})"
             )));
         }
     }
@@ -162,7 +172,11 @@ fn by_records(
     for side in sides.both() {
         let (command, file) = (side.up_to(step + 1), path_in_shell(&kept(side)));
         let keep = format!("--keep={file} --keep-step={step} --keep-rank={rank}");
-        side.run(&format!("{command} {keep}"), printer)?;
+        let said = side.run(&format!("{command} {keep}"), printer)?;
+        if !kept(side).is_file() {
+            let problem = format!("rank {rank} has not come to step {step} again ({said})");
+            return Err(side.refused(&problem));
+        }
     }
     let comparison = TensorComparison::of(&kept(&sides.a), &kept(&sides.b))?;
     print(&comparison, printer)?;
@@ -181,20 +195,16 @@ fn by_halves(
     folder: &Path,
     printer: &Printer,
 ) -> anyhow::Result<bool> {
-    for side in sides.both() {
-        if !side.command.contains(STEPS) || !side.command.contains(FILE) {
-            return Err(side.refused(&format!("it needs both {STEPS} and {FILE}")));
-        }
-    }
     let mut found = None;
     let (mut equal, mut next, mut different) = (0, steps, steps + 1);
     while different - equal > 1 {
         let file = |side: &Side| folder.join(format!("{}-{next}.safetensors", side.name));
         for side in sides.both() {
             let command = side.command.replace(STEPS, &next.to_string());
-            side.run(&command.replace(FILE, &path_in_shell(&file(side))), printer)?;
+            let said = side.run(&command.replace(FILE, &path_in_shell(&file(side))), printer)?;
             if !file(side).is_file() {
-                return Err(side.refused(&format!("it has not written {}", file(side).shown())));
+                let problem = format!("it has not written {} ({said})", file(side).shown());
+                return Err(side.refused(&problem));
             }
         }
         let comparison = TensorComparison::of(&file(&sides.a), &file(&sides.b))?;
@@ -254,17 +264,17 @@ impl Side {
     }
 
     /// Runs `command` in the shell, without showing its output. Exit code 1 is right, too: a run whose replicas differ at
-    /// the end has it.
-    fn run(&self, command: &str, printer: &Printer) -> anyhow::Result<()> {
+    /// the end has it. Returns the last line on stderr.
+    fn run(&self, command: &str, printer: &Printer) -> anyhow::Result<String> {
         printer.info(&format!("{}: {command}", self.name));
         let mut shell = Command::new("sh");
         shell.args(["-c", command]).stdin(Stdio::null()).stdout(Stdio::null());
         let output = shell.stderr(Stdio::piped()).output().context("starting sh")?;
-        if matches!(output.status.code(), Some(0 | 1)) {
-            return Ok(());
-        }
         let problem = String::from_utf8_lossy(&output.stderr);
         let last = problem.lines().last().unwrap_or("it printed nothing on stderr");
+        if matches!(output.status.code(), Some(0 | 1)) {
+            return Ok(last.into());
+        }
         Err(self.refused(&format!("it failed ({}): {last}", output.status)))
     }
 }

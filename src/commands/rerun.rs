@@ -6,7 +6,7 @@ use std::sync::Arc;
 use anyhow::Context;
 use clap::Args;
 
-use super::diff::compare_files;
+use super::diff::{check_record, compare_files};
 use super::train::train;
 use crate::checkpoint::{Checkpoint, TRAINER, steps_in};
 use crate::config::{Config, Program, whole};
@@ -52,11 +52,19 @@ pub(crate) fn rerun(
     cuda: &Cuda,
     printer: &Arc<Printer>,
 ) -> anyhow::Result<()> {
+    flags.record.as_deref().map_or(Ok(()), check_record)?;
     let mut config = config_of(flags, program)?;
     let folder = tempfile::tempdir().context("creating a folder for a record")?;
     let recorded = folder.path().join("rerun.record");
     config.output.record = flags.record.is_some().then(|| recorded.clone());
     train(config, cuda, printer)?;
+    if !flags.keep.is_file() {
+        return Err(Error::InvalidInput(format!(
+            "--step {}: the run ended before or started after that step; name a step of this run",
+            flags.step
+        ))
+        .into());
+    }
     printer.info(&format!(
         "the tensors of step {} on rank {} are in {}",
         flags.step,
@@ -76,11 +84,11 @@ fn config_of(flags: &RerunFlags, program: &Arc<Program>) -> Result<Config> {
     let refused =
         |problem: String| Error::InvalidInput(format!("--checkpoint-dir {dir}: {problem}"));
     let checkpoints = steps_in(&flags.checkpoint_dir)?;
-    let (_, newest) = checkpoints.last_key_value().ok_or_else(|| {
+    let (_, oldest) = checkpoints.first_key_value().ok_or_else(|| {
         refused("it has no checkpoint; name the folder of a run with --checkpoint-dir".into())
     })?;
     let before = checkpoints.range(..=flags.step).next_back().map(|(_, path)| path);
-    let checkpoint = Checkpoint::read(before.unwrap_or(newest))?;
+    let checkpoint = Checkpoint::read(before.unwrap_or(oldest))?;
     let state = checkpoint.state();
     let mut config =
         Config::of_saved(program, &state.options).map_err(|error| refused(error.to_string()))?;
@@ -88,7 +96,7 @@ fn config_of(flags: &RerunFlags, program: &Arc<Program>) -> Result<Config> {
         return Err(Error::InvalidInput(format!(
             "--rank {}: the run has ranks 0 to {}",
             flags.rank,
-            state.world_size - 1
+            state.world_size.saturating_sub(1)
         )));
     }
     config.launch.launcher = LaunchChoice::Local;

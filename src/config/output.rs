@@ -51,8 +51,8 @@ pub struct OutputSection {
     pub record_every: Option<u64>,
     /// Keep all tensors of one step in a safetensors file
     ///
-    /// Of the batch, the loss, the rank's own gradients, the averages, the parameters before and after the step, and the
-    /// buffers
+    /// Of the batch, the output, the loss, the rank's own gradients, the averages, the parameters before and after the
+    /// step, and the buffers
     #[arg(long, value_name = "FILE", add = MayDiffer::OnResume, add = RefusedBy::TOOLS)]
     #[arg(add = Conflict(keep_needs_ddp))]
     pub keep: Option<PathBuf>,

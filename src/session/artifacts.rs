@@ -99,6 +99,9 @@ impl RunArtifacts {
                 )));
             }
             if joined_launch.ranks_here().contains(&keep.rank) {
+                if joined_launch.launch.restart_count > 0 {
+                    let _ = fs::remove_file(&keep.file); // an earlier start of this run has written it
+                }
                 let created =
                     File::create_new(&keep.file).and_then(|_| fs::remove_file(&keep.file));
                 created.map_err(|error| match error.kind() {

@@ -83,7 +83,8 @@ pub(super) struct Comparison {
     pub failed: Option<FailedStep>,
     /// The steps that only A has and that only B has.
     pub only_in: SidesOf<usize>,
-    /// Whether both have as many ranks. If not, only rank 0's averages, parameters and buffers are compared.
+    /// Whether both have as many ranks. If not, only rank 0's averages, parameters and buffers and the learning rate are
+    /// compared.
     pub has_same_ranks: bool,
 }
 
@@ -105,6 +106,8 @@ impl<T> SidesOf<T> {
 #[derive(Debug, Clone, Copy)]
 pub(super) struct FailedStep {
     pub step: u64,
+    /// The first rank that failed.
+    pub rank: usize,
     pub runs: SidesOf<bool>,
 }
 
@@ -162,11 +165,10 @@ pub(super) fn compare(a: &Record, b: &Record) -> Result<Comparison> {
             comparison.parting = Some(Parting { step, is_start: false, stages });
             break;
         }
-        let did_fail =
-            |ranks: &BTreeMap<usize, RecordedStep>| ranks.values().any(|rank| rank.failed);
-        let runs = SidesOf { a: did_fail(of_a), b: did_fail(of_b) };
-        if runs.a || runs.b {
-            comparison.failed = Some(FailedStep { step, runs });
+        let failed = SidesOf { a: failed_rank(of_a), b: failed_rank(of_b) };
+        if let Some(rank) = failed.a.or(failed.b) {
+            let runs = SidesOf { a: failed.a.is_some(), b: failed.b.is_some() };
+            comparison.failed = Some(FailedStep { step, rank, runs });
             break;
         }
         let before =
@@ -174,6 +176,11 @@ pub(super) fn compare(a: &Record, b: &Record) -> Result<Comparison> {
         comparison.equal_steps = Some(EqualSteps { count: before.count + 1, last: step, ..before });
     }
     Ok(comparison)
+}
+
+/// Returns the first rank that has failed in a step.
+fn failed_rank(ranks: &BTreeMap<usize, RecordedStep>) -> Option<usize> {
+    ranks.values().find(|step| step.failed).map(|step| step.rank)
 }
 
 /// Finds the tensors that belong together: by name, or by place if all shapes agree.

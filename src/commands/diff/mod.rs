@@ -14,7 +14,7 @@ use crate::error::Shown;
 use crate::session::AlreadyReported;
 use crate::telemetry::Printer;
 pub(super) use compare::SidesOf;
-use compare::{Outcome, Stage, compare};
+use compare::{FailedStep, Outcome, Stage, compare};
 use read::Record;
 pub(super) use tensors::TensorComparison;
 use tensors::holds_tensors;
@@ -88,8 +88,19 @@ pub(super) fn compare_files(
     let comparison = compare(&a, &b)?;
     let lines = lines(&a, &b, &comparison);
     printer.lines(|out| lines.iter().try_for_each(|line| writeln!(out, "{line}")))?;
-    Ok(comparison.parting.map(|parting| {
+    if let Some(parting) = &comparison.parting {
         let rank = parting.first().and_then(|(_, ranks)| ranks.first()).map_or(0, |it| it.rank);
-        FirstDifference { step: parting.step, rank }
-    }))
+        return Ok(Some(FirstDifference { step: parting.step, rank }));
+    }
+    // Runs that fail in the same step are alike.
+    let failed = comparison.failed.filter(|failed| failed.runs.a != failed.runs.b);
+    Ok(failed.map(|FailedStep { step, rank, .. }| FirstDifference { step, rank }))
+}
+
+/// Checks that the file at `path` is a record.
+///
+/// # Errors
+/// As [`diff`].
+pub(super) fn check_record(path: &Path) -> crate::error::Result<()> {
+    Record::read(path).map(drop)
 }

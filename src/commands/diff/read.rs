@@ -19,7 +19,7 @@ use crate::telemetry::{
 pub(super) struct Record {
     /// Its name, as the user gave it.
     pub name: String,
-    /// The header of the newest start.
+    /// The header of the newest start of the first process.
     pub header: RecordHeader,
     /// The state before the first step of a start, by the number of that step and by rank.
     pub starts: BTreeMap<u64, BTreeMap<usize, RecordedStart>>,
@@ -49,21 +49,50 @@ impl Record {
         let mut record: Option<Self> = None;
         for path in &paths {
             let file = open_regular(path).map_err(|error| refused(path, explain(error)))?;
-            read_file(path, file, &mut record)?;
+            let mut of_process = None;
+            read_file(path, file, &mut of_process)?;
+            let Some(mut of_process) = of_process else { continue };
+            of_process.share();
+            match &mut record {
+                None => record = Some(of_process),
+                Some(record) => {
+                    record.merge(of_process).map_err(|problem| refused(path, problem))?
+                }
+            }
         }
         let mut record = record.ok_or_else(|| refused(path, "the record is empty"))?;
         record.name = path.shown().into_owned();
-        record.share();
         Ok(record)
     }
 
-    /// Gives each rank the hashes of the tensors that it shares with a rank which has hashed them.
+    /// Adds the lines of another process of the run.
+    fn merge(&mut self, other: Self) -> std::result::Result<(), String> {
+        self.check_model(&other.header)?;
+        for (step, ranks) in other.starts {
+            self.starts.entry(step).or_default().extend(ranks);
+        }
+        for (step, ranks) in other.steps {
+            self.steps.entry(step).or_default().extend(ranks);
+        }
+        Ok(())
+    }
+
+    fn check_model(&self, header: &RecordHeader) -> std::result::Result<(), String> {
+        let Self { header: known, .. } = self;
+        if header.parameters == known.parameters && header.buffers == known.buffers {
+            return Ok(());
+        }
+        Err("this start trains another model; record each in a file of its own".into())
+    }
+
+    /// Gives each rank the hashes of the tensors that it shares with a rank of its process which has hashed them.
     fn share(&mut self) {
         for ranks in self.starts.values_mut() {
             share(ranks.values_mut().map(|start| &mut start.parameters).collect());
         }
         for ranks in self.steps.values_mut() {
-            share(ranks.values_mut().map(|step| &mut step.parameters).collect());
+            let whole = ranks.values_mut().filter(|step| !step.failed);
+            share(whole.map(|step| &mut step.parameters).collect());
         }
     }
 }
@@ -120,19 +149,18 @@ fn add(line: RecordLine, record: &mut Option<Record>) -> std::result::Result<(),
             return Ok(());
         }
         (RecordLine::Header(header), Some(known)) => {
-            if header.parameters != known.header.parameters
-                || header.buffers != known.header.buffers
-            {
-                return Err(
-                    "this start trains another model; record each in a file of its own".into()
-                );
-            }
+            known.check_model(&header)?;
             known.header = header;
             return Ok(());
         }
         (_, None) => return Err("the header is missing".into()),
         (RecordLine::Start(start), Some(record)) => {
             let lens = ([start.parameters.len(); 3], start.buffers.len());
+            // The run goes on from here: an earlier start may have come further.
+            for ranks in record.steps.range_mut(start.step..).map(|(_, ranks)| ranks) {
+                ranks.remove(&start.rank);
+            }
+            record.steps.retain(|_, ranks| !ranks.is_empty());
             record.starts.entry(start.step).or_default().insert(start.rank, start);
             lens
         }

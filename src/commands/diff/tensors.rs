@@ -12,6 +12,7 @@ use crate::ddp::bytes_of;
 use crate::error::{Error, Result, Shown};
 use crate::ffi::TorchResult;
 use crate::files::open_regular;
+use crate::process_group::dtype_name;
 use crate::telemetry::{indices, table};
 
 /// The groups of tensors in the files of `--keep`, in the order of computation.
@@ -25,28 +26,12 @@ const MAX_ROWS: usize = 8;
 #[derive(Debug)]
 pub(in crate::commands) struct TensorComparison {
     equal: usize,
-    /// The tensors that differ in the first group that has any.
-    first: Vec<Difference>,
+    /// The rows of the tensors that differ in the first group that has any.
+    first: Vec<Vec<String>>,
     /// The number of tensors that differ in later groups.
     later: usize,
     /// The names that only one file has.
     only_in: SidesOf<Vec<String>>,
-}
-
-/// How a tensor differs.
-#[derive(Debug)]
-struct Difference {
-    name: String,
-    shape: Vec<i64>,
-    numel: usize,
-    /// The number of values that differ.
-    count: usize,
-    /// Flat index of the value that differs most.
-    index: usize,
-    a: f64,
-    b: f64,
-    /// The number of float32 values from one to the other. `None` for other dtypes.
-    ulps: Option<u64>,
 }
 
 /// Returns whether `path` is a folder, which may be a checkpoint, or begins as a safetensors file does.
@@ -61,8 +46,7 @@ impl TensorComparison {
     /// Compares the files `a` and `b`, each a safetensors file or a checkpoint.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] if one cannot be read, if they have no name in common, or if tensors of a name have
-    /// different dtypes or shapes.
+    /// [`Error::InvalidInput`] if one cannot be read, or if they have no name in common.
     pub(in crate::commands) fn of(a: &Path, b: &Path) -> Result<Self> {
         let of_a = TensorFile::read(a)?.tensors()?;
         let of_b = TensorFile::read(b)?.tensors()?;
@@ -75,39 +59,35 @@ impl TensorComparison {
                 b.shown()
             )));
         }
+        // The names of a model may begin like those of the groups.
+        let is_kept = common.iter().any(|name| name.starts_with(ORDER[0]));
+        let group = |name: &str| if is_kept { group(name) } else { None };
         common.sort_by_key(|name| group(name));
-        let mut differ = Vec::new();
-        for name in &common {
-            let (a, b) = (&of_a[*name], &of_b[*name]);
-            if a.kind() != b.kind() || a.size() != b.size() {
-                return Err(Error::InvalidInput(format!(
-                    "`{name}` has another dtype or shape in the two files: {:?} {:?} and {:?} {:?}",
-                    a.kind(),
-                    a.size(),
-                    b.kind(),
-                    b.size()
-                )));
-            }
-            if bytes_of(a)? != bytes_of(b)? {
-                differ.push(*name);
+        let mut comparison = Self {
+            equal: 0,
+            first: Vec::new(),
+            later: 0,
+            only_in: SidesOf { a: only_in(&of_a, &of_b), b: only_in(&of_b, &of_a) },
+        };
+        let mut first_group = None;
+        for name in common {
+            let (a, b) = (&of_a[name], &of_b[name]);
+            let is_alike = a.kind() == b.kind() && a.size() == b.size();
+            if is_alike && bytes_of(a)? == bytes_of(b)? {
+                comparison.equal += 1;
+            } else if *first_group.get_or_insert(group(name)) == group(name) {
+                let row = if is_alike { row(name, a, b)? } else { other_shape(name, a, b) };
+                comparison.first.push(row);
+            } else {
+                comparison.later += 1;
             }
         }
-        let is_first = |name: &&&String| group(name) == group(differ[0]);
-        let first: Vec<&String> = differ.iter().filter(is_first).copied().collect();
-        Ok(Self {
-            equal: common.len() - differ.len(),
-            later: differ.len() - first.len(),
-            only_in: SidesOf { a: only_in(&of_a, &of_b), b: only_in(&of_b, &of_a) },
-            first: first
-                .into_iter()
-                .map(|name| Difference::of(name, &of_a[name], &of_b[name]))
-                .collect::<Result<_>>()?,
-        })
+        Ok(comparison)
     }
 
-    /// Returns whether no tensor differs that both files have.
+    /// Returns whether both files have the same tensors.
     pub(in crate::commands) fn is_equal(&self) -> bool {
-        self.first.is_empty()
+        self.first.is_empty() && self.only_in.both().iter().all(|names| names.is_empty())
     }
 
     /// Describes the differences. `sides` are the names of the two files.
@@ -123,13 +103,13 @@ impl TensorComparison {
             let s = if self.equal == 1 { "" } else { "s" };
             lines.push(format!("Equal: {} tensor{s}.", self.equal));
         }
-        if self.is_equal() {
+        if self.first.is_empty() {
             return lines;
         }
         lines.push("The first tensors that differ, each at its largest difference:".into());
         let titles = ["", "values", "at", sides.a, sides.b, "difference", "ULPs"];
-        let rows = self.first.iter().take(MAX_ROWS).map(Difference::cells);
-        let rows: Vec<_> = [titles.map(str::to_owned).to_vec()].into_iter().chain(rows).collect();
+        let mut rows = vec![titles.map(str::to_owned).to_vec()];
+        rows.extend(self.first.iter().take(MAX_ROWS).cloned());
         lines.extend(table(&rows));
         if let Some(more @ 1..) = self.first.len().checked_sub(MAX_ROWS) {
             lines.push(format!("  ... and {more} more"));
@@ -151,53 +131,64 @@ fn only_in(of: &BTreeMap<String, Tensor>, other: &BTreeMap<String, Tensor>) -> V
     of.keys().filter(|name| !other.contains_key(*name)).cloned().collect()
 }
 
-impl Difference {
-    /// Finds the largest difference of two tensors whose bytes differ.
-    fn of(name: &str, a: &Tensor, b: &Tensor) -> Result<Self> {
-        let values = |tensor: &Tensor| {
-            let flat = tensor.f_to_kind(Kind::Double).and_then(|tensor| tensor.f_reshape([-1]));
-            flat.and_then(Vec::<f64>::try_from).doing("reading a tensor")
-        };
-        let (of_a, of_b) = (values(a)?, values(b)?);
-        let pairs = || of_a.iter().zip(&of_b).enumerate();
-        let differing = || pairs().filter(|(_, (a, b))| a.to_bits() != b.to_bits());
-        // NaN minus anything is NaN, which `total_cmp` puts last.
-        let distance = |a: f64, b: f64| (a - b).abs();
-        let most = differing()
-            .max_by(|(_, (a, b)), (_, (c, d))| distance(**a, **b).total_cmp(&distance(**c, **d)));
-        let (index, value_of_a, value_of_b) = most.map_or((0, 0.0, 0.0), |(i, (a, b))| (i, *a, *b));
-        let is_float = a.kind() == Kind::Float;
-        let ulps = || ordered(value_of_a as f32).abs_diff(ordered(value_of_b as f32));
-        Ok(Self {
-            name: name.to_owned(),
-            shape: a.size(),
-            numel: of_a.len(),
-            count: differing().count(),
-            index,
-            a: value_of_a,
-            b: value_of_b,
-            ulps: is_float.then(ulps),
-        })
-    }
+/// Returns the row of a tensor that has another dtype or shape in the files.
+fn other_shape(name: &str, a: &Tensor, b: &Tensor) -> Vec<String> {
+    let about = |tensor: &Tensor| format!("{} {:?}", dtype_name(tensor.kind()), tensor.size());
+    vec![name.to_owned(), "other shape".into(), String::new(), about(a), about(b)]
+}
 
-    /// Returns the cells of its row.
-    fn cells(&self) -> Vec<String> {
-        let Self { name, shape, numel, count, index, a, b, ulps } = self;
-        // The shortest numbers that are these values.
-        let value = |number: f64| match ulps {
-            Some(_) => format!("{:e}", number as f32),
-            None => format!("{number:e}"),
-        };
-        vec![
-            name.clone(),
-            format!("{count} of {numel}"),
-            indices(*index, shape),
-            value(*a),
-            value(*b),
-            format!("{:.2e}", (a - b).abs()),
-            ulps.map_or("-".into(), |ulps| ulps.to_string()),
-        ]
+/// Returns the row of a tensor whose bytes differ: how many values do, and the pair that differs most.
+fn row(name: &str, a: &Tensor, b: &Tensor) -> Result<Vec<String>> {
+    let (numbers_of_a, numbers_of_b) = (numbers(a)?, numbers(b)?);
+    let numel = numbers_of_a.len();
+    let (bytes_of_a, bytes_of_b) = (bytes_of(a)?, bytes_of(b)?);
+    let size = bytes_of_a.len() / numel;
+    let values = bytes_of_a.chunks(size).zip(bytes_of_b.chunks(size)).enumerate();
+    let mut count = 0;
+    let mut most = None;
+    for (index, (value_of_a, value_of_b)) in values {
+        if value_of_a == value_of_b {
+            continue;
+        }
+        count += 1;
+        // A difference to NaN is NaN, which `total_cmp` puts last.
+        let difference = (numbers_of_a[index] - numbers_of_b[index]).abs();
+        if most.is_none_or(|(_, most): (usize, f64)| difference.total_cmp(&most).is_gt()) {
+            most = Some((index, difference));
+        }
     }
+    let (index, difference) = most.unwrap_or_default();
+    let is_finite = numbers_of_a[index].is_finite() && numbers_of_b[index].is_finite();
+    let ulps = (a.kind() == Kind::Float && is_finite)
+        .then(|| ordered(numbers_of_a[index] as f32).abs_diff(ordered(numbers_of_b[index] as f32)));
+    Ok(vec![
+        name.to_owned(),
+        format!("{count} of {numel}"),
+        indices(index, &a.size()),
+        value_text(a, index, numbers_of_a[index])?,
+        value_text(b, index, numbers_of_b[index])?,
+        format!("{difference:.2e}"),
+        ulps.map_or("-".into(), |ulps| ulps.to_string()),
+    ])
+}
+
+/// Returns the values of a tensor, as near as a float64 comes.
+fn numbers(tensor: &Tensor) -> Result<Vec<f64>> {
+    let flat = tensor.f_to_kind(Kind::Double).and_then(|tensor| tensor.f_reshape([-1]));
+    flat.and_then(Vec::<f64>::try_from).doing("reading a tensor")
+}
+
+/// Formats a value of a tensor: the shortest number that is this value.
+fn value_text(tensor: &Tensor, index: usize, number: f64) -> Result<String> {
+    Ok(match tensor.kind() {
+        Kind::Float => format!("{:e}", number as f32),
+        Kind::Int64 => {
+            let flat = tensor.f_reshape([-1]);
+            let value = flat.and_then(|flat| flat.f_int64_value(&[index as i64]));
+            value.doing("reading a tensor")?.to_string()
+        }
+        _ => format!("{number:e}"),
+    })
 }
 
 /// Returns the place of a number among all of its type, so that neighbours differ by 1.
@@ -211,16 +202,21 @@ mod tests {
     use super::*;
 
     #[test]
-    fn largest_difference_is_found_with_its_place_and_ulps() {
+    fn row_shows_the_largest_difference_with_its_place_and_ulps() {
         let good = Tensor::from_slice(&[1.0f32, 2.0, -0.0, 4.0]).reshape([2, 2]);
-        let bad = Tensor::from_slice(&[1.0f32, 2.0, 0.0, f32::from_bits(4.0f32.to_bits() + 2)])
-            .reshape([2, 2]);
-        let difference = Difference::of("w", &good, &bad).unwrap();
-        assert_eq!((difference.count, difference.index, difference.ulps), (2, 3, Some(2)));
-        assert_eq!(
-            difference.cells(),
-            ["w", "2 of 4", "[1][1]", "4e0", "4.000001e0", "9.54e-7", "2"]
-        );
+        let next = f32::from_bits(4.0f32.to_bits() + 2);
+        let bad = Tensor::from_slice(&[1.0f32, 2.0, 0.0, next]).reshape([2, 2]);
+        let expected = ["w", "2 of 4", "[1][1]", "4e0", "4.000001e0", "9.54e-7", "2"];
+        assert_eq!(row("w", &good, &bad).unwrap(), expected);
+        let bad = Tensor::from_slice(&[1.0f32, f32::NAN, 0.0, 4.0]).reshape([2, 2]);
+        let expected = ["w", "2 of 4", "[0][1]", "2e0", "NaN", "NaN", "-"];
+        assert_eq!(row("w", &good, &bad).unwrap(), expected);
+        // These are equal as float64.
+        let good = Tensor::from_slice(&[7, 1i64 << 53]);
+        let bad = Tensor::from_slice(&[7, (1i64 << 53) + 1]);
+        let expected =
+            ["n", "1 of 2", "[1]", "9007199254740992", "9007199254740993", "0.00e0", "-"];
+        assert_eq!(row("n", &good, &bad).unwrap(), expected);
         assert_eq!(ordered(-0.0), ordered(0.0));
         assert_eq!(ordered(f32::MIN_POSITIVE).abs_diff(ordered(-f32::MIN_POSITIVE)), 2 << 23);
     }

@@ -23,8 +23,8 @@ pub(super) fn lines(a: &Record, b: &Record, comparison: &Comparison) -> Vec<Stri
     }
     if !comparison.has_same_ranks {
         lines.extend(paragraph(
-            "The runs have different numbers of ranks, so only the averages, the parameters and rank 0's buffers are \
-             compared. A sum over other shards may differ in its last bits.",
+            "The runs have different numbers of ranks, so only the averages, the learning rates, the parameters and \
+             rank 0's buffers are compared. A sum over other shards may differ in its last bits.",
         ));
     }
     lines.extend(equal_part(comparison));
@@ -183,34 +183,42 @@ fn meaning(
              file or checkpoint that the runs start from."
         );
     }
-    if !comparison.has_same_ranks {
+    if !comparison.has_same_ranks && stage != Stage::LearningRate {
         return format!(
             "Up to here the runs agree to the bit. If they differ in the last bits only, it is because other ranks add up \
              in another order; first differs {tensor}."
         );
     }
+    let has = if members.len() == 1 { "has" } else { "have" };
+    let is_same = |stage| parting.stages.get(&stage) == Some(&Outcome::Same);
     match stage {
         Stage::Samples => format!(
             "The samples of {who} differ: compare the seed, the batch size, the order of the samples and the sampler."
         ),
+        Stage::Batch if !is_same(Stage::Samples) => {
+            format!("The data of {who} differ: compare the samples, the data files, or {core}.")
+        }
         Stage::Batch => {
             format!("The samples have the same numbers, but the data of {who} differ: compare the data files, or {core}.")
         }
         Stage::Loss if is_local => {
-            format!("Only {who} has another loss, so the forward pass there differs: {core}.")
+            format!("Only {who} {has} another loss, so the forward pass there differs: {core}.")
         }
+        Stage::Loss if !is_same(Stage::Batch) => "The loss differs: compare the batches, which are not in both records, \
+                                                  the model, the loss function and the versions."
+            .into(),
         Stage::Loss => "All that came before is the same, so the forward pass differs: compare the model, the loss \
                         function and the versions."
             .into(),
         Stage::Gradients if is_local => {
-            format!("Only {who} has another gradient of {tensor}, so its backward pass differs: {core}.")
+            format!("Only {who} {has} another gradient of {tensor}, so the backward pass there differs: {core}.")
         }
         Stage::Gradients => format!(
             "The gradients of all ranks differ, first in backward that of {tensor}: compare the loss (mean or sum) and \
              the layers from there on."
         ),
         Stage::Averages if is_local => {
-            format!("The own gradients of all ranks are the same, but {who} has another average of {tensor}: {core}.")
+            format!("The own gradients of all ranks are the same, but {who} {has} another average of {tensor}: {core}.")
         }
         Stage::Averages => format!(
             "The own gradients of all ranks are the same, but the average of {tensor} differs: compare the number of \
@@ -218,14 +226,14 @@ fn meaning(
         ),
         Stage::LearningRate => "The learning rates differ: compare --lr and the schedules.".into(),
         Stage::Parameters if is_local => {
-            format!("The averages are the same, but {who} has another {tensor} after the step: {core}.")
+            format!("The averages are the same, but {who} {has} another {tensor} after the step: {core}.")
         }
         Stage::Parameters => format!(
             "The averages and the learning rate are the same, so the optimizer has made another step of {tensor}: compare \
              its options, such as weight decay and momentum, also for single parameters."
         ),
         Stage::Buffers if is_local => {
-            format!("Only {who} has another buffer {tensor} after the step: {core}.")
+            format!("Only {who} {has} another buffer {tensor} after the step: {core}.")
         }
         Stage::Buffers => format!(
             "The buffer {tensor} differs on all ranks, and no parameter does: compare the layer's options, such as the \
