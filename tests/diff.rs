@@ -159,6 +159,16 @@ fn equal_runs_have_equal_records_and_the_bits_of_a_run_without() {
         assert!(stdout.ends_with("Equal: the start and 6 steps (0 to 5).\n"), "{name}: {stdout}");
     }
     assert!(folder.join("processes.1.record").exists());
+    // A missing file of a process, and files of two runs.
+    fs::rename(folder.join("processes.1.record"), folder.join("1")).unwrap();
+    let (code, _, stderr) = diff(folder, "a.record", "processes.record");
+    assert_eq!(code, Some(2), "{stderr}");
+    assert!(stderr.contains("processes.record: it has no start of rank 1; put"), "{stderr}");
+    fs::rename(folder.join("1"), folder.join("processes.1.record")).unwrap();
+    fs::copy(folder.join("a.record"), folder.join("processes.record")).unwrap();
+    let (code, _, stderr) = diff(folder, "a.record", "processes.record");
+    assert_eq!(code, Some(2), "{stderr}");
+    assert!(stderr.contains("processes.0.record exists, too; remove the one"), "{stderr}");
     let hash = |args: &[&str]| {
         let (code, stdout, stderr) =
             run(&[&CNN[..], &["--max-steps=6", "--log-format=json"], args].concat());
@@ -297,7 +307,8 @@ fn files_that_are_no_records_are_refused_in_one_sentence() {
     for end in (lines[0].len() + 1..good.len()).step_by(211) {
         fs::write(folder.join("bad"), &good[..end]).unwrap();
         let (code, stdout, stderr) = diff(folder, "good", "bad");
-        let nothing = stderr.contains("have no step in common");
+        let nothing = stderr.contains("have no step in common")
+            || stderr.contains("; put the files of all processes beside each other");
         assert!(code == Some(0) || (code == Some(2) && nothing), "{end}: {stdout}{stderr}");
     }
     // What is there stays as it is.
@@ -453,7 +464,7 @@ fn bisect_names_the_tensor_with_its_values() {
     assert!(stdout.ends_with("\nEqual: 12 tensors.\n"), "{stdout}");
     let (code, _, stderr) = diff(folder, "kept/good.record", files[0]);
     assert_eq!(code, Some(2), "{stderr}");
-    assert!(stderr.contains("this file is not a record"), "{stderr}");
+    assert!(stderr.contains("is not a safetensors file"), "{stderr}");
     let (code, stdout, stderr) = bisect(&good, &good, &[]);
     assert_eq!(code, Some(0), "{stdout}{stderr}");
     // Tensors of other shapes differ, too.
@@ -484,7 +495,7 @@ fn bisect_names_the_tensor_with_its_values() {
         ("true", "true", &[], "--good: it has written no record"),
         ("echo lost >&2; exit 3", "true", &[], "--good: it failed (exit status: 3): lost"),
         ("true {steps} {file}", "true {steps} {file}", &[], "--good: it has not written"),
-        ("true", "true", &["--keep=kept"], "--keep kept: this folder exists"),
+        ("true", "true", &["--keep=kept"], ": it exists; remove it, or use another name"),
     ] {
         let (code, stdout, stderr) = bisect(good, bad, more);
         assert_eq!((code, &*stdout), (Some(2), ""), "{expected}: {stderr}");
@@ -568,6 +579,11 @@ fn rerun_starts_where_the_run_has_started() {
         stderr.contains("--step 2: the run ended before or started after that step"),
         "{stderr}"
     );
+    run(&["--checkpoint-dir=split", "--max-steps=8", "--val-fraction=0.25"]);
+    let (code, _, stderr) =
+        run_in(folder, &["rerun", "--checkpoint-dir=split", "--step=2", "--keep=new"]);
+    assert_eq!(code, Some(2), "{stderr}");
+    assert!(stderr.contains("the run holds samples back"), "{stderr}");
     fs::remove_dir_all(folder.join(start)).unwrap();
     let (code, _, stderr) =
         run_in(folder, &["rerun", "--checkpoint-dir=init", "--step=2", "--keep=new"]);

@@ -5,7 +5,7 @@
 //! where it takes a number of steps and a file; its steps are halved until one step is left.
 
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::{self, Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use anyhow::Context;
@@ -69,9 +69,11 @@ struct Side {
 pub fn bisect(flags: &BisectFlags, program: &str, printer: &Printer) -> anyhow::Result<()> {
     let scratch = tempfile::tempdir().context("creating a folder for the runs")?;
     let folder = flags.keep.as_deref().unwrap_or(scratch.path());
+    // The commands may run in other folders.
+    let folder = &path::absolute(folder).unwrap_or_else(|_| folder.to_owned());
     if flags.keep.as_ref().is_some_and(|keep| keep.exists()) {
         return Err(Error::InvalidInput(format!(
-            "--keep {}: this folder exists; remove it, or use another name",
+            "--keep {}: it exists; remove it, or use another name",
             folder.shown()
         ))
         .into());
@@ -271,7 +273,9 @@ impl Side {
         shell.args(["-c", command]).stdin(Stdio::null()).stdout(Stdio::null());
         let output = shell.stderr(Stdio::piped()).output().context("starting sh")?;
         let problem = String::from_utf8_lossy(&output.stderr);
-        let last = problem.lines().last().unwrap_or("it printed nothing on stderr");
+        // Mistakes in flags have their text first, and how to get help last.
+        let mistake = problem.lines().find(|line| line.starts_with("error: "));
+        let last = mistake.or(problem.lines().last()).unwrap_or("it printed nothing on stderr");
         if matches!(output.status.code(), Some(0 | 1)) {
             return Ok(last.into());
         }

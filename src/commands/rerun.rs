@@ -92,6 +92,13 @@ fn config_of(flags: &RerunFlags, program: &Arc<Program>) -> Result<Config> {
     let state = checkpoint.state();
     let mut config =
         Config::of_saved(program, &state.options).map_err(|error| refused(error.to_string()))?;
+    if config.data.val_fraction.is_some_and(|fraction| fraction > 0.0) {
+        return Err(refused(
+            "the run holds samples back, and its checkpoints do not say how many it had before; run it again with \
+             --keep, or without --val-fraction"
+                .into(),
+        ));
+    }
     if flags.rank >= state.world_size {
         return Err(Error::InvalidInput(format!(
             "--rank {}: the run has ranks 0 to {}",

@@ -53,7 +53,7 @@ pub(super) fn ranks_with_other_parameters(a: &Path, b: &Path) -> crate::error::R
 /// [`AlreadyReported`] if they differ; and an error when stdout can't be written.
 pub fn diff(flags: &DiffFlags, printer: &Printer) -> anyhow::Result<()> {
     let DiffFlags { a, b } = flags;
-    let is_equal = if holds_tensors(a) && holds_tensors(b) {
+    let is_equal = if holds_tensors(a) || holds_tensors(b) {
         let comparison = TensorComparison::of(a, b)?;
         let lines = comparison.lines(SidesOf { a: "A", b: "B" });
         printer.lines(|out| {

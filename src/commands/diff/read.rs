@@ -1,6 +1,6 @@
 //! Reads the files of `--record` that the processes of one run have written.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
@@ -45,6 +45,12 @@ impl Record {
             .take_while(|path| path.is_file())
             .collect();
         let is_one = path.exists() || of_processes.is_empty();
+        if is_one && let Some(other) = of_processes.first() {
+            return Err(refused(
+                path,
+                format!("{} exists, too; remove the one that is not of this run", other.shown()),
+            ));
+        }
         let paths = if is_one { vec![path.to_owned()] } else { of_processes };
         let mut record: Option<Self> = None;
         for path in &paths {
@@ -62,6 +68,16 @@ impl Record {
         }
         let mut record = record.ok_or_else(|| refused(path, "the record is empty"))?;
         record.name = path.shown().into_owned();
+        let of_starts = record.starts.values().flat_map(BTreeMap::keys);
+        let ranks: BTreeSet<usize> = of_starts.copied().collect();
+        if let Some(missing) = (0..record.header.world_size).find(|rank| !ranks.contains(rank)) {
+            return Err(refused(
+                path,
+                format!(
+                    "it has no start of rank {missing}; put the files of all processes beside each other"
+                ),
+            ));
+        }
         Ok(record)
     }
 

@@ -1,5 +1,6 @@
 //! What `ddp-mp diff` says.
 
+use serde_json::Value;
 use strum::IntoEnumIterator;
 
 use super::compare::{Comparison, FailedStep, Outcome, Parting, RankDifference, SidesOf, Stage};
@@ -48,7 +49,7 @@ fn about(record: &Record) -> String {
 fn options(a: &Record, b: &Record) -> Vec<String> {
     let (of_a, of_b) = (&a.header.options, &b.header.options);
     let both = of_a.iter().filter_map(|(key, value)| Some((key, value, of_b.get(key)?)));
-    let differ = both.filter(|(_, a, b)| a != b);
+    let differ = both.filter(|(_, a, b)| !is_same_option(a, b));
     let line = |(key, a, b)| format!("option {key}: A has {a}, B has {b}");
     let mut lines: Vec<String> = differ.map(line).collect();
     for (what, a, b) in [
@@ -60,6 +61,15 @@ fn options(a: &Record, b: &Record) -> Vec<String> {
         }
     }
     lines
+}
+
+/// Returns whether two options say the same. PyTorch writes 0 for 0.0, and SGD for sgd.
+fn is_same_option(a: &Value, b: &Value) -> bool {
+    match (a, b) {
+        (Value::Number(a), Value::Number(b)) => a.as_f64() == b.as_f64(),
+        (Value::String(a), Value::String(b)) => a.eq_ignore_ascii_case(b),
+        _ => a == b,
+    }
 }
 
 fn equal_part(comparison: &Comparison) -> Option<String> {
@@ -106,6 +116,13 @@ fn parting_lines(a: &Record, comparison: &Comparison, parting: &Parting) -> Vec<
         };
         let name: &str = stage.into();
         lines.push(format!("  {name:<10}  {found}"));
+    }
+    let next = comparison.equal_steps.map(|equal| equal.last + 1);
+    if let Some(next) = next.filter(|next| *next < parting.step) {
+        lines.extend(paragraph(&format!(
+            "Steps {next} to {} are not in both records: the cause may be there.",
+            parting.step - 1
+        )));
     }
     if let Some((stage, ranks)) = parting.first() {
         lines.extend(paragraph(&meaning(a, comparison, parting, stage, ranks)));
