@@ -136,7 +136,7 @@ def moved_away(libtorch):
 def check_file(wheel, libtorch, packages):
     """What the wheel says of itself, and what its program says of the machine that built it."""
     [found] = importlib.metadata.distributions(name="ddp-mp", path=[str(packages)])
-    check(found.requires == ["torch==2.13.*", "safetensors", "xxhash"], f"it depends on {found.requires}")
+    check(found.requires == ["safetensors", "torch==2.13.*", "xxhash"], f"it depends on {found.requires}")
     program = packages / "ddp_mp/ddp-mp"
     symbols = run("objdump", "-T", program).stdout
     needed = max(int(minor) for minor in re.findall(r"\(GLIBC_2\.(\d+)", symbols))
