@@ -38,7 +38,8 @@ pub struct TrainerState {
     /// The data files. Empty without data files, and if not known.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub data_files: Vec<DataFile>,
-    /// The file that the first step started from: that of `--init-from`, or `trainer.json` of another run's checkpoint.
+    /// The file that the first step started from: the file of `--init-from`, or the `trainer.json` of a checkpoint that
+    /// another run has saved. `None` if it started from the beginning.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub started_from: Option<DataFile>,
     /// The number of steps skipped because gradients were not finite.

@@ -113,7 +113,7 @@ fn config_of(flags: &RerunFlags, program: &Arc<Program>) -> Result<Config> {
         (None, Some(file)) => {
             start_from(&mut config, file).map_err(|error| refused(error.to_string()))?
         }
-        (None, None) => (), // the run begins anew
+        (None, None) => (), // as the run did, from the beginning
     }
     if !state.options.contains_key("max_epochs") {
         config.training.max_epochs = MANY_EPOCHS; // a run that must have as many as before saves them

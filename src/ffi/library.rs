@@ -46,7 +46,7 @@ pub fn check_version() -> Result<()> {
 /// other bits.
 pub(crate) fn choose_kernels() {
     static CHOSEN: Once = Once::new();
-    // An error is that of the first function that needs memory, and comes again.
+    // This fails only without memory for one number. Then the ranks fail, too, and say so.
     CHOSEN.call_once(|| {
         let one = Tensor::f_zeros([1], (Kind::Float, Device::Cpu));
         let _ = one.and_then(|one| one.f_tanh());

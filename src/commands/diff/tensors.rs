@@ -59,7 +59,7 @@ impl TensorComparison {
                 b.shown()
             )));
         }
-        // The names of a model may begin like those of the groups.
+        // Only files of `--keep` have groups. In a checkpoint, a layer may be called `output`.
         let is_kept = common.iter().any(|name| name.starts_with(ORDER[0]));
         let group = |name: &str| if is_kept { group(name) } else { None };
         common.sort_by_key(|name| group(name));
