@@ -11,7 +11,7 @@ use std::process::{Command, Stdio};
 use anyhow::Context;
 use clap::Args;
 
-use super::diff::{FirstDifference, SidesOf, TensorComparison, compare_files};
+use super::diff::{FirstDifference, SidesOf, TensorComparison, compare_files, print_lines};
 use crate::checkpoint::{Checkpoint, steps_in};
 use crate::config::whole;
 use crate::error::{Error, Result, Shown};
@@ -181,7 +181,7 @@ fn by_records(
         }
     }
     let comparison = TensorComparison::of(&kept(&sides.a), &kept(&sides.b))?;
-    print(&comparison, printer)?;
+    print_lines(&comparison.lines(NAMES), printer)?;
     if comparison.is_equal() {
         let problem =
             "No tensor of that step differs in these runs: the difference is not reproducible.";
@@ -229,14 +229,8 @@ fn by_halves(
         return Ok(false);
     };
     printer.lines(|out| writeln!(out, "Step {} is the first that differs.", different - 1))?;
-    print(&comparison, printer)?;
+    print_lines(&comparison.lines(NAMES), printer)?;
     Ok(true)
-}
-
-/// Prints the differences between two files of tensors.
-fn print(comparison: &TensorComparison, printer: &Printer) -> anyhow::Result<()> {
-    let lines = comparison.lines(NAMES);
-    Ok(printer.lines(|out| lines.iter().try_for_each(|line| writeln!(out, "{line}")))?)
 }
 
 impl Side {

@@ -6,6 +6,7 @@ mod read;
 mod tensors;
 mod texts;
 
+use std::io;
 use std::path::{Path, PathBuf};
 
 use clap::Args;
@@ -55,11 +56,9 @@ pub fn diff(flags: &DiffFlags, printer: &Printer) -> anyhow::Result<()> {
     let DiffFlags { a, b } = flags;
     let is_equal = if holds_tensors(a) || holds_tensors(b) {
         let comparison = TensorComparison::of(a, b)?;
-        let lines = comparison.lines(SidesOf { a: "A", b: "B" });
-        printer.lines(|out| {
-            writeln!(out, "A: {}\nB: {}", a.shown(), b.shown())?;
-            lines.iter().try_for_each(|line| writeln!(out, "{line}"))
-        })?;
+        let mut lines = vec![format!("A: {}", a.shown()), format!("B: {}", b.shown())];
+        lines.extend(comparison.lines(SidesOf { a: "A", b: "B" }));
+        print_lines(&lines, printer)?;
         comparison.is_equal()
     } else {
         compare_files(a, b, printer)?.is_none()
@@ -86,8 +85,7 @@ pub(super) fn compare_files(
 ) -> anyhow::Result<Option<FirstDifference>> {
     let (a, b) = (Record::read(a)?, Record::read(b)?);
     let comparison = compare(&a, &b)?;
-    let lines = lines(&a, &b, &comparison);
-    printer.lines(|out| lines.iter().try_for_each(|line| writeln!(out, "{line}")))?;
+    print_lines(&lines(&a, &b, &comparison), printer)?;
     if let Some(parting) = &comparison.parting {
         let rank = parting.first().and_then(|(_, ranks)| ranks.first()).map_or(0, |it| it.rank);
         return Ok(Some(FirstDifference { step: parting.step, rank }));
@@ -95,6 +93,11 @@ pub(super) fn compare_files(
     // Runs that fail in the same step are alike.
     let failed = comparison.failed.filter(|failed| failed.runs.a != failed.runs.b);
     Ok(failed.map(|FailedStep { step, rank, .. }| FirstDifference { step, rank }))
+}
+
+/// Prints `lines` on stdout.
+pub(super) fn print_lines(lines: &[String], printer: &Printer) -> io::Result<()> {
+    printer.lines(|out| lines.iter().try_for_each(|line| writeln!(out, "{line}")))
 }
 
 /// Checks that the file at `path` is a record.
