@@ -325,7 +325,8 @@ impl ProcessGroup {
         self.run().poll(self.global_rank(), || mark.is_done())
     }
 
-    fn run(&self) -> &Arc<RunContext> {
+    /// Returns the run that this rank belongs to.
+    pub(crate) fn run(&self) -> &Arc<RunContext> {
         &self.shared.run
     }
 

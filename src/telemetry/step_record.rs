@@ -114,9 +114,19 @@ pub(crate) struct RecordedStep {
     pub parameters: Vec<Option<TensorHash>>,
     /// The buffers after the step.
     pub buffers: Vec<Option<TensorHash>>,
-    /// Whether the run failed in this step, so that the line has only what came before.
+    /// Whether this rank failed in this step, so that the line has only what came before.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub failed: bool,
+    /// Whether this rank stopped in this step because another rank failed. That rank may have been a step further.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub stopped: bool,
+}
+
+impl RecordedStep {
+    /// Returns whether the rank came to the end of the step.
+    pub(crate) fn is_whole(&self) -> bool {
+        !self.failed && !self.stopped
+    }
 }
 
 /// The file of a process, whose ranks write to it.

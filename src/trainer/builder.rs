@@ -227,7 +227,8 @@ impl<M: Forward> Trainer<M> {
         program: String,
         options: Map<String, Value>,
     ) -> Self {
-        let record = Record::new(file, every.max(1), program, options);
+        let run = self.context.ddp.group().run().clone();
+        let record = Record::new(file, every.max(1), program, options, run);
         self.callbacks.set(Order::Record, Some(record));
         self
     }

@@ -79,8 +79,8 @@ pub(super) struct Comparison {
     /// Whether both runs have recorded their start, and it is equal.
     pub has_equal_start: bool,
     pub parting: Option<Parting>,
-    /// The step in which a run failed, and which of them did. The steps before it are equal.
-    pub failed: Option<FailedStep>,
+    /// Where the runs failed; `None` for a run that did not.
+    pub failed: SidesOf<Option<Failure>>,
     /// The steps that only A has and that only B has.
     pub only_in: SidesOf<usize>,
     /// Whether both have as many ranks. If not, only rank 0's averages, parameters and buffers and the learning rate are
@@ -89,7 +89,7 @@ pub(super) struct Comparison {
 }
 
 /// One value for each record.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub(in crate::commands) struct SidesOf<T> {
     pub a: T,
     pub b: T,
@@ -102,13 +102,11 @@ impl<T> SidesOf<T> {
     }
 }
 
-/// A step in which one of the runs failed, or both.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct FailedStep {
+/// The place where a run failed.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct Failure {
     pub step: u64,
-    /// The first rank that failed.
     pub rank: usize,
-    pub runs: SidesOf<bool>,
 }
 
 /// Common steps that are equal.
@@ -133,7 +131,7 @@ pub(super) fn compare(a: &Record, b: &Record) -> Result<Comparison> {
         equal_steps: None,
         has_equal_start: false,
         parting: None,
-        failed: None,
+        failed: SidesOf { a: failure(a), b: failure(b) },
         only_in: SidesOf { a: a.steps.len() - common.len(), b: b.steps.len() - common.len() },
         has_same_ranks,
         pairs,
@@ -165,11 +163,8 @@ pub(super) fn compare(a: &Record, b: &Record) -> Result<Comparison> {
             comparison.parting = Some(Parting { step, is_start: false, stages });
             break;
         }
-        let failed = SidesOf { a: failed_rank(of_a), b: failed_rank(of_b) };
-        if let Some(rank) = failed.a.or(failed.b) {
-            let runs = SidesOf { a: failed.a.is_some(), b: failed.b.is_some() };
-            comparison.failed = Some(FailedStep { step, rank, runs });
-            break;
+        if !of_a.values().chain(of_b.values()).all(RecordedStep::is_whole) {
+            continue; // a rank that has come further may show the difference
         }
         let before =
             comparison.equal_steps.unwrap_or(EqualSteps { count: 0, first: step, last: step });
@@ -178,9 +173,19 @@ pub(super) fn compare(a: &Record, b: &Record) -> Result<Comparison> {
     Ok(comparison)
 }
 
-/// Returns the first rank that has failed in a step.
-fn failed_rank(ranks: &BTreeMap<usize, RecordedStep>) -> Option<usize> {
-    ranks.values().find(|step| step.failed).map(|step| step.rank)
+/// Returns the place where the run of `record` failed; `None` if it did not, or not in a recorded step.
+fn failure(record: &Record) -> Option<Failure> {
+    let lines = || record.steps.values().flat_map(BTreeMap::values);
+    if let Some(failed) = lines().find(|line| line.failed) {
+        return Some(Failure { step: failed.step, rank: failed.rank });
+    }
+    // A rank that fails before the batches of a step are known has no line of that step. The others stop in it, or in the
+    // step before, which the failing rank has ended.
+    let stopped = lines().rfind(|line| line.stopped)?.step;
+    let is_step_before = record.steps[&stopped].values().any(RecordedStep::is_whole);
+    let has_stopped = |rank: usize| lines().any(|line| line.stopped && line.rank == rank);
+    let rank = (0..record.header.world_size).find(|&rank| !has_stopped(rank))?;
+    Some(Failure { step: stopped + u64::from(is_step_before), rank })
 }
 
 /// Finds the tensors that belong together: by name, or by place if all shapes agree.

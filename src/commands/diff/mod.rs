@@ -15,7 +15,7 @@ use crate::error::Shown;
 use crate::session::AlreadyReported;
 use crate::telemetry::Printer;
 pub(super) use compare::SidesOf;
-use compare::{FailedStep, Outcome, Stage, compare};
+use compare::{Failure, Outcome, Stage, compare};
 use read::Record;
 pub(super) use tensors::TensorComparison;
 use tensors::holds_tensors;
@@ -90,9 +90,13 @@ pub(super) fn compare_files(
         let rank = parting.first().and_then(|(_, ranks)| ranks.first()).map_or(0, |it| it.rank);
         return Ok(Some(FirstDifference { step: parting.step, rank }));
     }
-    // Runs that fail in the same step are alike.
-    let failed = comparison.failed.filter(|failed| failed.runs.a != failed.runs.b);
-    Ok(failed.map(|FailedStep { step, rank, .. }| FirstDifference { step, rank }))
+    let SidesOf { a, b } = comparison.failed;
+    let step = |at: Failure| at.step;
+    if a.map(step) == b.map(step) {
+        return Ok(None);
+    }
+    let first = a.into_iter().chain(b).min_by_key(|at| at.step);
+    Ok(first.map(|Failure { step, rank }| FirstDifference { step, rank }))
 }
 
 /// Prints `lines` on stdout.

@@ -107,7 +107,7 @@ impl Record {
             share(ranks.values_mut().map(|start| &mut start.parameters).collect());
         }
         for ranks in self.steps.values_mut() {
-            let whole = ranks.values_mut().filter(|step| !step.failed);
+            let whole = ranks.values_mut().filter(|step| step.is_whole());
             share(whole.map(|step| &mut step.parameters).collect());
         }
     }

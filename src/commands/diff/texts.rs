@@ -3,7 +3,7 @@
 use serde_json::Value;
 use strum::IntoEnumIterator;
 
-use super::compare::{Comparison, FailedStep, Outcome, Parting, RankDifference, SidesOf, Stage};
+use super::compare::{Comparison, Failure, Outcome, Parting, RankDifference, SidesOf, Stage};
 use super::read::Record;
 use crate::error::list_ranks;
 use crate::telemetry::{paragraph, steps_text};
@@ -29,10 +29,12 @@ pub(super) fn lines(a: &Record, b: &Record, comparison: &Comparison) -> Vec<Stri
         ));
     }
     lines.extend(equal_part(comparison));
-    lines.extend(comparison.failed.as_ref().map(failure));
     match &comparison.parting {
         Some(parting) => lines.extend(parting_lines(a, comparison, parting)),
-        None => lines.extend(further_steps(comparison)),
+        None => {
+            lines.extend(failures(comparison.failed));
+            lines.extend(further_steps(comparison));
+        }
     }
     lines
 }
@@ -83,13 +85,15 @@ fn equal_part(comparison: &Comparison) -> Option<String> {
 }
 
 /// Says which of the runs failed.
-fn failure(failed: &FailedStep) -> String {
-    let who = match failed.runs {
-        SidesOf { a: true, b: true } => "Both runs",
-        SidesOf { a: true, .. } => "A",
-        SidesOf { .. } => "B",
-    };
-    format!("{who} failed in step {}: see the error of the run.", failed.step)
+fn failures(failed: SidesOf<Option<Failure>>) -> Vec<String> {
+    let line =
+        |who, at: Failure| format!("{who} failed in step {}: see the error of the run.", at.step);
+    match failed {
+        SidesOf { a: Some(a), b: Some(b) } if a.step == b.step => vec![line("Both runs", a)],
+        SidesOf { a, b } => {
+            [("A", a), ("B", b)].into_iter().filter_map(|(who, at)| Some(line(who, at?))).collect()
+        }
+    }
 }
 
 /// Returns a line about steps that only one of two equal records has.

@@ -13,6 +13,7 @@ use crate::data::Batch;
 use crate::ddp::{DistributedDataParallel, Strategy, tensor_hash};
 use crate::ffi::{self, TorchResult};
 use crate::process_group::dtype_name;
+use crate::runtime::RunContext;
 use crate::telemetry::{
     RECORD_FORMAT, RecordFile, RecordHeader, RecordLine, RecordedStart, RecordedStep,
     RecordedTensor, TensorHash,
@@ -28,6 +29,8 @@ pub(in crate::trainer) struct Record {
     /// The program and its version.
     program: String,
     options: Map<String, Value>,
+    /// The run, which knows the rank that failed first.
+    run: Arc<RunContext>,
     /// The step that is being recorded.
     step: Option<RecordedStep>,
     /// The hashes of this step's own gradients.
@@ -43,8 +46,9 @@ impl Record {
         every: u64,
         program: String,
         options: Map<String, Value>,
+        run: Arc<RunContext>,
     ) -> Self {
-        Self { file, every, program, options, step: None, gradients: Rc::default() }
+        Self { file, every, program, options, run, step: None, gradients: Rc::default() }
     }
 
     fn header<M>(&self, ddp: &DistributedDataParallel<M>) -> RecordHeader {
@@ -147,7 +151,9 @@ impl Drop for Record {
         if line.gradients.is_empty() {
             line.gradients = self.gradients.take();
         }
-        line.failed = true;
+        let failed_first = self.run.cancel.cancelled_by();
+        line.stopped = failed_first.is_some_and(|rank| rank != line.rank);
+        line.failed = !line.stopped;
         // The run has failed already, and says why.
         let _ = self.file.line(&RecordLine::Step(line));
     }
