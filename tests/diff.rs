@@ -368,7 +368,7 @@ fn rerun_gives_the_tensors_and_bits_of_the_run() {
         let (code, stdout, stderr) = rerun(&args);
         assert_eq!(code, Some(0), "{stdout}{stderr}");
         assert!(
-            stderr.contains(&format!("the tensors of step {step} on rank 1 are in {file}")),
+            stderr.contains(&format!("to step {step}; the tensors of rank 1 are in {file}")),
             "{stderr}"
         );
         assert!(stdout.contains("\nEqual: "), "{stdout}");
@@ -411,6 +411,13 @@ fn rerun_gives_the_tensors_and_bits_of_the_run() {
     assert_eq!(code, Some(0), "{stderr}");
     let (code, stdout, _) = rerun(&["--step=9", "--keep=third", "--record=other.record"]);
     assert_eq!(code, Some(1), "{stdout}");
+    let late = ["--nproc-per-node=2", "--max-steps=3", "--keep=late", "--keep-step=9"];
+    let (code, _, stderr) = run_in(folder, &late);
+    assert_eq!(code, Some(0), "{stderr}");
+    assert!(
+        stderr.contains("--keep-step 9: the run had no such step, so late was not written"),
+        "{stderr}"
+    );
     for (args, expected) in [
         (&["--step=9", "--keep=again"][..], "--keep again: this file exists"),
         (&["--step=9", "--keep=new", "--rank=2"], "--rank 2: the run has ranks 0 to 1"),
@@ -474,6 +481,12 @@ fn bisect_names_the_tensor_with_its_values() {
         row(&stdout, "batch.0.inputs").join(" ").contains("other shape float32 [32, 20]"),
         "{stdout}"
     );
+    // By the record of a run that fails.
+    let failing = format!("{good} --inject-fault=error:rank=1,at=step,step=7");
+    let (code, stdout, stderr) = bisect(&good, &failing, &[]);
+    assert_eq!(code, Some(1), "{stdout}{stderr}");
+    assert!(stdout.contains("B failed in step 7: see the error of the run."), "{stdout}");
+    assert!(stdout.contains("bad: rank 1 has no tensors of step 7 ("), "{stdout}");
     // By halves, as for a program that only stops after a number of steps and writes its parameters.
     let halves = |more: &str| {
         format!(
@@ -495,6 +508,12 @@ fn bisect_names_the_tensor_with_its_values() {
         ("true", "true", &[], "--good: it has written no record"),
         ("echo lost >&2; exit 3", "true", &[], "--good: it failed (exit status: 3): lost"),
         ("true {steps} {file}", "true {steps} {file}", &[], "--good: it has not written"),
+        (
+            "true --checkpoint-dir=a",
+            "true",
+            &[],
+            "--good: remove --checkpoint-dir, because it runs twice, and must do the same each time",
+        ),
         ("true", "true", &["--keep=kept"], ": it exists; remove it, or use another name"),
     ] {
         let (code, stdout, stderr) = bisect(good, bad, more);

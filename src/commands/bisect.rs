@@ -82,21 +82,23 @@ pub fn bisect(flags: &BisectFlags, program: &str, printer: &Printer) -> anyhow::
         a: Side { name: NAMES.a, command: flags.good.clone() },
         b: Side { name: NAMES.b, command: flags.bad.clone() },
     };
-    let are_halved = sides.both().iter().any(|side| side.command.contains(FILE));
-    if let (Some(good), Some(bad)) = (&flags.good_dir, &flags.bad_dir) {
-        for side in sides.both() {
-            side.check_without(STEPS)?;
-            side.check_without(FILE)?;
-            side.check_without("--checkpoint-dir")?;
+    let dirs = flags.good_dir.as_deref().zip(flags.bad_dir.as_deref());
+    let are_halved = dirs.is_none() && sides.both().iter().any(|side| side.command.contains(FILE));
+    for side in sides.both() {
+        if dirs.is_some() {
+            let reason = format!("it starts from a checkpoint in --{}-dir", side.name);
+            side.check_without(STEPS, &reason)?;
+            side.check_without(FILE, &reason)?;
         }
-        start_from_checkpoints(&mut sides, good, bad, printer)?;
+        if !are_halved {
+            let reason = "it runs twice, and must do the same each time";
+            side.check_without("--checkpoint-dir", reason)?;
+        } else if !side.command.contains(STEPS) || !side.command.contains(FILE) {
+            return Err(side.refused(&format!("it needs both {STEPS} and {FILE}")));
+        }
     }
-    if are_halved {
-        for side in sides.both() {
-            if !side.command.contains(STEPS) || !side.command.contains(FILE) {
-                return Err(side.refused(&format!("it needs both {STEPS} and {FILE}")));
-            }
-        }
+    if let Some((good, bad)) = dirs {
+        start_from_checkpoints(&mut sides, good, bad, printer)?;
     }
     fs::create_dir_all(folder).with_context(|| format!("creating {}", folder.shown()))?;
     let differ = if are_halved {
@@ -176,8 +178,10 @@ fn by_records(
         let keep = format!("--keep={file} --keep-step={step} --keep-rank={rank}");
         let said = side.run(&format!("{command} {keep}"), printer)?;
         if !kept(side).is_file() {
-            let problem = format!("rank {rank} has not come to step {step} again ({said})");
-            return Err(side.refused(&problem));
+            let problem =
+                format!("{}: rank {rank} has no tensors of step {step} ({said})", side.name);
+            printer.lines(|out| writeln!(out, "{problem}"))?;
+            return Ok(true);
         }
     }
     let comparison = TensorComparison::of(&kept(&sides.a), &kept(&sides.b))?;
@@ -238,15 +242,12 @@ impl Side {
         Error::InvalidInput(format!("--{}: {problem}", self.name)).into()
     }
 
-    /// Refuses a command with `text`, which does not go with a start from a checkpoint.
-    fn check_without(&self, text: &str) -> anyhow::Result<()> {
+    /// Refuses a command with `text`, for `reason`.
+    fn check_without(&self, text: &str, reason: &str) -> anyhow::Result<()> {
         if !self.command.contains(text) {
             return Ok(());
         }
-        Err(self.refused(&format!(
-            "remove {text}, because it starts from a checkpoint in --{}-dir",
-            self.name
-        )))
+        Err(self.refused(&format!("remove {text}, because {reason}")))
     }
 
     /// Returns the command with an end after `steps` steps, unless it has an end of its own.

@@ -57,7 +57,12 @@ pub(crate) fn rerun(
     let folder = tempfile::tempdir().context("creating a folder for a record")?;
     let recorded = folder.path().join("rerun.record");
     config.output.record = flags.record.is_some().then(|| recorded.clone());
-    train(config, cuda, printer)?;
+    let start = match (&config.checkpoints.resume, &config.checkpoints.init_from) {
+        (Some(checkpoint), _) => checkpoint.clone(),
+        (None, Some(file)) => file.shown().into_owned(),
+        (None, None) => "the beginning".into(),
+    };
+    train(config, cuda, &Arc::new(Printer::new(printer.format()).quiet(true)))?;
     if !flags.keep.is_file() {
         return Err(Error::InvalidInput(format!(
             "--step {}: the run ended before or started after that step; name a step of this run",
@@ -66,7 +71,7 @@ pub(crate) fn rerun(
         .into());
     }
     printer.info(&format!(
-        "the tensors of step {} on rank {} are in {}",
+        "ran again from {start} to step {}; the tensors of rank {} are in {}",
         flags.step,
         flags.rank,
         flags.keep.shown()

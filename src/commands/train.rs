@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use crate::config::Config;
 use crate::data::{DataLoader, DistributedSampler};
+use crate::error::Shown;
 use crate::ffi::cuda::Cuda;
 use crate::launch::{Launch, Rank, Restarts, StopReason};
 use crate::session::{
@@ -101,6 +102,16 @@ fn train_on(rank: &Rank, session: &Session) -> anyhow::Result<()> {
         session.artifacts.record_start(trainer.ddp(), trainer.state());
     }
     let summary = trainer.train(config.training.max_epochs)?;
+    if let Some(place) = config.keep()
+        && place.rank == rank.rank()
+        && !place.file.is_file()
+    {
+        printer.info(&format!(
+            "--keep-step {}: the run had no such step, so {} was not written",
+            place.step,
+            place.file.shown()
+        ));
+    }
 
     group.barrier()?;
     let replicas_equal = show_end(&trainer, &summary, session, &group)?;
