@@ -176,7 +176,7 @@ flight-recorder: cargo python ## have PyTorch's torchfrtrace analyse the flight 
 page: cargo libtorch ## make the pictures of assets/ anew: with tmux the live view, with Chromium the page of a run
 	cargo build --release
 	python3 docs/record_live.py $(PROGRAM) assets/live.svg
-	cd assets && CUDA_VISIBLE_DEVICES= $(abspath $(PROGRAM)) --max-epochs=2 --batch-size=32 --nproc-per-node=2 --report=report.html
+	cd assets && CUDA_VISIBLE_DEVICES= $(abspath $(PROGRAM)) --nproc-per-node=4 --max-epochs=4 --inject-fault=slow=50ms:rank=2,at=step --report=report.html
 	chromium --headless --no-sandbox --hide-scrollbars --window-size=1280,1860 --screenshot=assets/report.png assets/report.html
 
 trace: cargo python ## have Perfetto's trace processor, in Chromium, read the traces of runs

@@ -21,25 +21,25 @@ use crate::telemetry::{Printer, steps_text};
 /// The flags of `bisect`.
 #[derive(Debug, Clone, Args)]
 pub struct BisectFlags {
-    /// Run this command of the shell as the right one
+    /// Run this shell command as the good side
     ///
-    /// A command that trains with this program, and saves no checkpoints. Or one that stops after {steps} steps and
-    /// writes its tensors to the safetensors file {file}
+    /// A command that trains with this program, and saves no checkpoints. Or any other command that stops after {steps}
+    /// steps and writes its tensors to the safetensors file {file}
     #[arg(long, value_name = "COMMAND")]
     pub good: String,
-    /// Run this command as the other one
+    /// Run this shell command as the bad side
     #[arg(long, value_name = "COMMAND")]
     pub bad: String,
-    /// Start from checkpoints of the good command in DIR
+    /// Start from the good side's checkpoints; needs --bad-dir
     #[arg(long, value_name = "DIR", requires = "bad_dir")]
     pub good_dir: Option<PathBuf>,
-    /// Start from checkpoints of the bad command in DIR
+    /// Start from the bad side's checkpoints; needs --good-dir
     #[arg(long, value_name = "DIR", requires = "good_dir")]
     pub bad_dir: Option<PathBuf>,
     /// Search the first N steps of commands with {steps}
     #[arg(long, value_name = "N", value_parser = whole::<u64>(1..), default_value_t = 100)]
     pub steps: u64,
-    /// Keep both sides' tensors of that step here
+    /// Keep both sides' records and tensors in DIR
     #[arg(long, value_name = "DIR")]
     pub keep: Option<PathBuf>,
 }

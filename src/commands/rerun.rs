@@ -27,7 +27,7 @@ pub struct RerunFlags {
     /// Start from the newest checkpoint before the step
     #[arg(long, value_name = "DIR")]
     pub checkpoint_dir: PathBuf,
-    /// Run step N again
+    /// Run step N again; the first is 0
     #[arg(long, value_name = "N", value_parser = whole::<u64>(..))]
     pub step: u64,
     /// Keep the tensors of rank R
@@ -76,7 +76,12 @@ pub(crate) fn rerun(
         flags.rank,
         flags.keep.shown()
     ));
-    let Some(record) = &flags.record else { return Ok(()) };
+    let Some(record) = &flags.record else {
+        if steps_in(&flags.checkpoint_dir)?.range(flags.step + 1..).next().is_none() {
+            printer.info("no later checkpoint shows that the run came to this step; a record of the run can (--record)");
+        }
+        return Ok(());
+    };
     match compare_files(record, &recorded, printer)? {
         None => Ok(()),
         Some(_) => Err(anyhow::Error::msg(AlreadyReported)),
@@ -99,8 +104,8 @@ fn config_of(flags: &RerunFlags, program: &Arc<Program>) -> Result<Config> {
         Config::of_saved(program, &state.options).map_err(|error| refused(error.to_string()))?;
     if config.data.val_fraction.is_some_and(|fraction| fraction > 0.0) {
         return Err(refused(
-            "the run holds samples back, and its checkpoints do not say how many it had before; run it again with \
-             --keep, or without --val-fraction"
+            "the run had --val-fraction, with which rerun cannot repeat a step; train again with --keep and --keep-step, \
+             or without --val-fraction"
                 .into(),
         ));
     }

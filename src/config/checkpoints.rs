@@ -63,7 +63,8 @@ fn no_folder(config: &Config) -> Option<String> {
 }
 
 fn newest_of_no_folder(config: &Config) -> Option<String> {
-    no_folder(config).filter(|_| config.checkpoints.resume.as_deref() == Some("auto"))
+    let needs = no_folder(config).filter(|_| config.checkpoints.resume.as_deref() == Some("auto"));
+    needs.map(|problem| format!("auto {problem}"))
 }
 
 fn resumes(config: &Config) -> Option<String> {

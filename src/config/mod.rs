@@ -37,6 +37,7 @@ pub(crate) use memory::{MemoryPart, check_memory};
 pub use model::ModelSection;
 pub use open_data::Data;
 pub use optimization::{OptimizationSection, OptimizerKind, ScheduleKind};
+pub(crate) use option_rules::is_refused_by;
 pub use option_rules::{InShortHelp, Tool};
 pub(crate) use origins::check_for;
 pub use origins::{Given, OptionValue, Origin};

@@ -1,5 +1,6 @@
 //! The properties of an option beside its value. They stand in its declaration: `#[arg(long, add = ...)]`.
 
+use clap::Arg;
 use clap::builder::ArgExt;
 
 use super::Config;
@@ -67,6 +68,11 @@ impl RefusedBy {
     pub(super) const BENCH: Self = Self(&[Tool::BenchStep, Tool::BenchScaling]);
     /// An option that `verify` chooses itself.
     pub(super) const VERIFY: Self = Self(&[Tool::Verify]);
+}
+
+/// Returns whether `tool` refuses the option `arg`.
+pub(crate) fn is_refused_by(arg: &Arg, tool: Tool) -> bool {
+    arg.get::<RefusedBy>().is_some_and(|by| by.0.contains(&tool))
 }
 
 impl ArgExt for MayDiffer {}

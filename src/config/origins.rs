@@ -11,7 +11,7 @@ use serde::Serialize;
 use serde_with::SerializeDisplay;
 use toml::{Table, Value};
 
-use super::option_rules::{RefusedBy, Tool};
+use super::option_rules::{Tool, is_refused_by};
 use super::{Config, Program, flag_name};
 use crate::error::{Error, Result, Shown};
 
@@ -179,10 +179,8 @@ impl FromArgMatches for Given {
 /// [`Error::InvalidInput`] that names the flag.
 pub(crate) fn check_for(tool: Tool, program: &Program, given: &Table) -> Result<()> {
     let command = program.command();
-    let is_refused = |arg: &&Arg| {
-        let by = arg.get::<RefusedBy>();
-        by.is_some_and(|by| by.0.contains(&tool)) && given.contains_key(arg.get_id().as_str())
-    };
+    let is_refused =
+        |arg: &&Arg| is_refused_by(arg, tool) && given.contains_key(arg.get_id().as_str());
     match command.get_arguments().find(is_refused) {
         Some(arg) => Err(Error::InvalidInput(format!(
             "{}: {}; leave this out",

@@ -12,7 +12,7 @@ use crate::commands::{
     BisectFlags, CommFlags, CompletionsFlags, DiffFlags, LessonFlags, ManFlags, NewFlags,
     ReplayFlags, RerunFlags, SampleFlags, SamplerFlags,
 };
-use crate::config::{InShortHelp, Program};
+use crate::config::{InShortHelp, Program, Tool, is_refused_by};
 pub(crate) use tools::{Bench, BenchCommand, EnvFlags, ScalingFlags, StepFlags, VerifyFlags};
 pub(crate) use train::TrainFlags;
 
@@ -44,13 +44,13 @@ pub(crate) enum Command {
     Sampler(SamplerFlags),
     /// Time collectives, training steps and scaling
     Bench(Bench),
-    /// Compare training on N ranks with training on one
+    /// Check that N ranks train like one, within rounding
     Verify(VerifyFlags),
     /// Find the first difference of two recorded runs
     Diff(DiffFlags),
-    /// Find the first different tensor of two commands
+    /// Run two commands and find the first different tensor
     Bisect(BisectFlags),
-    /// Run a step again and keep its tensors
+    /// Run a saved run's step again and keep its tensors
     Rerun(RerunFlags),
     /// Play recorded traces in the live view
     Replay(ReplayFlags),
@@ -86,6 +86,11 @@ fn with_short_help(command: clap::Command) -> clap::Command {
     })
 }
 
+/// Returns `command` with a help that leaves out what `tool` refuses.
+fn for_tool(command: clap::Command, tool: Tool) -> clap::Command {
+    command.mut_args(|arg| if is_refused_by(&arg, tool) { arg.hide(true) } else { arg })
+}
+
 /// Returns the declaration of `program`'s command line, with its help.
 pub(crate) fn command(program: &Program, with_course: bool) -> clap::Command {
     let options = program.options_with_defaults();
@@ -98,8 +103,12 @@ pub(crate) fn command(program: &Program, with_course: bool) -> clap::Command {
     let commands = declared.get_subcommands().filter(|command| is_there(command.get_name()));
     let commands = commands.map(|command| match command.get_name() {
         "train" | "env" => with_short_help(with_options(command.clone())),
-        "verify" => with_options(command.clone()),
-        "bench" => command.clone().mut_subcommands(with_options),
+        "verify" => for_tool(with_options(command.clone()), Tool::Verify),
+        "bench" => {
+            let command = command.clone().mut_subcommands(with_options);
+            let command = command.mut_subcommand("step", |step| for_tool(step, Tool::BenchStep));
+            command.mut_subcommand("scaling", |scaling| for_tool(scaling, Tool::BenchScaling))
+        }
         _ => command.clone(),
     });
     // A negative number is a wrong value, and not an unknown flag.
@@ -294,6 +303,34 @@ mod tests {
     #[test]
     fn help_begins_with_a_verb_and_is_short() {
         check_help(&command(&Program::default(), true));
+    }
+
+    #[test]
+    fn help_of_a_tool_leaves_out_what_it_refuses() {
+        let mut command = command(&Program::default(), true);
+        for (path, tool) in [
+            (&["verify"][..], Tool::Verify),
+            (&["bench", "step"], Tool::BenchStep),
+            (&["bench", "scaling"], Tool::BenchScaling),
+        ] {
+            let mut found = &mut command;
+            for name in path {
+                found = found.find_subcommand_mut(name).unwrap();
+            }
+            let help = found.render_long_help().to_string();
+            assert!(
+                help.contains("--batch-size <N>") && !help.contains("--max-epochs"),
+                "{path:?}"
+            );
+            for arg in found.get_arguments() {
+                assert_eq!(
+                    arg.is_hide_set(),
+                    is_refused_by(arg, tool),
+                    "{path:?}: {}",
+                    arg.get_id()
+                );
+            }
+        }
     }
 
     #[test]

@@ -51,7 +51,7 @@ pub(crate) struct ScalingFlags {
 /// The flags of `verify`: the flags of training that change what is compared.
 #[derive(Debug, Args)]
 pub(crate) struct VerifyFlags {
-    /// Make N steps
+    /// Train N steps in each way
     #[arg(long, value_name = "N", value_parser = whole::<u64>(1..=MOST_STEPS), default_value_t = 20)]
     pub(crate) steps: u64,
     /// Show the difference of each parameter, however many there are

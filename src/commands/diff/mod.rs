@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 
-use crate::error::Shown;
+use crate::error::{Error, Shown};
 use crate::session::AlreadyReported;
 use crate::telemetry::Printer;
 pub(super) use compare::SidesOf;
@@ -26,7 +26,8 @@ use texts::lines;
 pub struct DiffFlags {
     /// Compare this record, or file of tensors
     ///
-    /// A record is written by --record. Files of tensors are safetensors files, such as those of --keep, and checkpoints
+    /// A record of --record, a safetensors file such as one of --keep, or a checkpoint; and B is of the same kind. The exit
+    /// code is 0 if they are equal, 1 if they differ, and 2 after an error
     #[arg(value_name = "A")]
     pub a: PathBuf,
     /// Compare it with this one
@@ -50,10 +51,20 @@ pub(super) fn ranks_with_other_parameters(a: &Path, b: &Path) -> crate::error::R
 /// Prints where two records part, and what that means; or the first tensors in which two files differ.
 ///
 /// # Errors
-/// [`Error::InvalidInput`](crate::Error::InvalidInput) if one is no record, or the two cannot be compared;
+/// [`Error::InvalidInput`] if one is no record, or the two cannot be compared;
 /// [`AlreadyReported`] if they differ; and an error when stdout can't be written.
 pub fn diff(flags: &DiffFlags, printer: &Printer) -> anyhow::Result<()> {
     let DiffFlags { a, b } = flags;
+    for (record, tensors) in [(a, b), (b, a)] {
+        if holds_tensors(tensors) && !holds_tensors(record) && check_record(record).is_ok() {
+            return Err(Error::InvalidInput(format!(
+                "{} is a record, and {} holds tensors; compare two of a kind",
+                record.shown(),
+                tensors.shown()
+            ))
+            .into());
+        }
+    }
     let is_equal = if holds_tensors(a) || holds_tensors(b) {
         let comparison = TensorComparison::of(a, b)?;
         let mut lines = vec![format!("A: {}", a.shown()), format!("B: {}", b.shown())];
@@ -76,7 +87,7 @@ pub(super) struct FirstDifference {
 /// Prints where the records `a` and `b` part, and what that means. Returns the place; `None` if they are equal.
 ///
 /// # Errors
-/// [`Error::InvalidInput`](crate::Error::InvalidInput) if one is no record, or the two cannot be compared; and an error
+/// [`Error::InvalidInput`] if one is no record, or the two cannot be compared; and an error
 /// when stdout can't be written.
 pub(super) fn compare_files(
     a: &Path,

@@ -228,6 +228,11 @@ fn meaning(
         Stage::Loss if !is_same(Stage::Batch) => "The loss differs: compare the batches, which are not in both records, \
                                                   the model, the loss function and the versions."
             .into(),
+        Stage::Loss if !comparison.has_equal_start && comparison.equal_steps.is_none() => {
+            "The loss differs, and no earlier step was compared, so the parameters may have differed before: compare the \
+             options, the model, the loss function and the versions."
+                .into()
+        }
         Stage::Loss => "All that came before is the same, so the forward pass differs: compare the model, the loss \
                         function and the versions."
             .into(),
