@@ -150,8 +150,10 @@ impl Output {
         let place = self.place();
         let folder = place.parent().unwrap_or(Path::new("/"));
         fs::create_dir_all(folder)?;
-        let everybody = Permissions::from_mode(0o666); // reduced by the umask
-        tempfile::Builder::new().prefix(".ddp-mp-").permissions(everybody).tempfile_in(folder)
+        // Everybody may read and write it, reduced by the umask. Errors do not show this path, which the user does not know.
+        let create =
+            |path: &Path| File::options().read(true).write(true).create_new(true).open(path);
+        tempfile::Builder::new().prefix(".ddp-mp-").make_in(folder, create)
     }
 }
 
@@ -207,6 +209,13 @@ mod tests {
             Output::new(&path, MARKS).unwrap().write(|file| file.write_all(b"kind three")).unwrap();
             assert_eq!(mode(), set, "{set:o}");
         }
+    }
+
+    #[test]
+    fn error_does_not_show_the_temporary_path() {
+        let written = Output::new(Path::new("/proc/a"), MARKS).and_then(|it| it.write(|_| Ok(())));
+        let error = written.unwrap_err().to_string();
+        assert!(error.ends_with(" (os error 2)") || error.ends_with(" (os error 13)"), "{error}");
     }
 
     #[test]
