@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
-use ddp_mp::checkpoint::TensorFile;
+use ddp_mp::checkpoint::{Checkpoint, CheckpointDir, Snapshot, TensorFile, TrainerState};
 use serde_json::Value;
 use tch::{Kind, Tensor};
 
@@ -569,6 +569,62 @@ fn bisect_starts_from_the_newest_checkpoints_that_are_equal() {
     }
 }
 
+/// The samples that a run holds back are held back again, of data of any kind.
+#[test]
+fn rerun_trains_on_the_samples_that_were_not_held_back() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    fs::write(folder.join("book"), "A rank has its part of the samples. ".repeat(40)).unwrap();
+    let text = ["--model=gpt", "--dataset=text:book", "--block-size=8", "--n-embd=8", "--n-head=2"];
+    let kinds: [(&str, &[&str]); 3] = [
+        ("random", &["--num-samples=90"]),
+        ("digits", &["--dataset=digits", "--loss=cross-entropy", "--num-samples=90"]),
+        ("text", &[&text[..], &["--n-layer=1", "--num-samples=90"]].concat()),
+    ];
+    for (name, args) in some_of(kinds, 1) {
+        let dir = format!("--checkpoint-dir={name}");
+        let record = format!("--record={name}.record");
+        let split = [&dir, &record, "--val-fraction=0.3", "--nproc-per-node=2", "--quiet"];
+        let often = ["--batch-size=4", "--save-every=4", "--keep-last=9", "--max-epochs=2"];
+        let (code, _, stderr) = run_in(folder, &[&split[..], &often, args].concat());
+        assert_eq!(code, Some(0), "{name}: {stderr}");
+        for step in [2, 11] {
+            let step = format!("--step={step}");
+            let keep = format!("--keep={name}{step}");
+            let (code, stdout, stderr) = run_in(folder, &["rerun", &dir, &record, &step, &keep]);
+            assert_eq!(code, Some(0), "{name}: {stdout}{stderr}");
+            assert!(stdout.contains("\nEqual: "), "{name}: {stdout}");
+        }
+    }
+}
+
+/// A checkpoint of an older version lacks the number of samples, and in a forged one it is any number.
+#[test]
+fn rerun_refuses_a_wrong_number_of_samples() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    let train =
+        ["--val-fraction=0.3", "--checkpoint-dir=run", "--nproc-per-node=1", "--max-steps=4"];
+    let (code, _, stderr) = run_in(folder, &train);
+    assert_eq!(code, Some(0), "{stderr}");
+    let saved = Checkpoint::read(&folder.join("run/step-00000004")).unwrap();
+    for (dataset_len, expected) in [
+        (0, "it does not say how many samples the run had before --val-fraction held some back"),
+        (5000, "num_samples"),
+        (1 << 50, "this machine has"),
+        (usize::MAX, "u64 value was too large"),
+    ] {
+        let dir = format!("{dataset_len}");
+        let state = TrainerState { dataset_len, ..saved.state().clone() };
+        let snapshot = Snapshot::take(state, &[], Vec::new()).unwrap();
+        CheckpointDir::create(&folder.join(&dir), 1).unwrap().write(&snapshot).unwrap();
+        let dir = format!("--checkpoint-dir={dir}");
+        let (code, _, stderr) = run_in(folder, &["rerun", &dir, "--step=5", "--keep=new"]);
+        assert_eq!(code, Some(2), "{dataset_len}: {stderr}");
+        assert!(stderr.contains(expected), "{dataset_len}: {stderr}");
+    }
+}
+
 /// A run that starts from a file, or from another run's checkpoint, does so again before its own first checkpoint.
 #[test]
 fn rerun_starts_where_the_run_has_started() {
@@ -599,11 +655,6 @@ fn rerun_starts_where_the_run_has_started() {
         stderr.contains("--step 2: the run ended before or started after that step"),
         "{stderr}"
     );
-    run(&["--checkpoint-dir=split", "--max-steps=8", "--val-fraction=0.25"]);
-    let (code, _, stderr) =
-        run_in(folder, &["rerun", "--checkpoint-dir=split", "--step=2", "--keep=new"]);
-    assert_eq!(code, Some(2), "{stderr}");
-    assert!(stderr.contains("the run had --val-fraction, with which rerun cannot"), "{stderr}");
     fs::remove_dir_all(folder.join(start)).unwrap();
     let (code, _, stderr) =
         run_in(folder, &["rerun", "--checkpoint-dir=init", "--step=2", "--keep=new"]);

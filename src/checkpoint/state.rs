@@ -29,6 +29,9 @@ pub struct TrainerState {
     /// The number of samples that the run trains on, all ranks together. 0 if not known.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub num_samples: usize,
+    /// The number of samples of the data set: those, and the ones held back for validation. 0 if not known.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub dataset_len: usize,
     /// The number of samples in a rank's batch. 0 if not known.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub batch_size: usize,

@@ -100,12 +100,17 @@ fn config_of(flags: &RerunFlags, program: &Arc<Program>) -> Result<Config> {
     let before = checkpoints.range(..=flags.step).next_back().map(|(_, path)| path);
     let checkpoint = Checkpoint::read(before.unwrap_or(oldest))?;
     let state = checkpoint.state();
+    let mut options = state.options.clone();
+    // Saved is the number of samples to train on; the same others are held back of the same data set again.
+    if let (Some(num_samples), 1..) = (options.get_mut("num_samples"), state.dataset_len) {
+        *num_samples = state.dataset_len.into();
+    }
     let mut config =
-        Config::of_saved(program, &state.options).map_err(|error| refused(error.to_string()))?;
-    if config.data.val_fraction.is_some_and(|fraction| fraction > 0.0) {
+        Config::of_saved(program, &options).map_err(|error| refused(error.to_string()))?;
+    if config.data.val_fraction.is_some_and(|fraction| fraction > 0.0) && state.dataset_len == 0 {
         return Err(refused(
-            "the run had --val-fraction, with which rerun cannot repeat a step; train again with --keep and --keep-step, \
-             or without --val-fraction"
+            "it does not say how many samples the run had before --val-fraction held some back; train again with \
+             --keep and --keep-step"
                 .into(),
         ));
     }
@@ -116,6 +121,7 @@ fn config_of(flags: &RerunFlags, program: &Arc<Program>) -> Result<Config> {
             state.world_size.saturating_sub(1)
         )));
     }
+    config.check_memory_for(state.world_size, 1)?; // before it makes random samples
     config.launch.launcher = LaunchChoice::Local;
     config.launch.nproc_per_node = Nproc::Count(state.world_size);
     match (before, &state.started_from) {

@@ -94,7 +94,8 @@ impl<M> TrainContext<M> {
         };
         let data_files = std::mem::take(&mut self.state.data_files);
         let started_from = self.state.started_from.take().or_else(|| saved.started_from.clone());
-        self.state = TrainerState { data_files, started_from, ..saved.clone() };
+        let dataset_len = self.state.dataset_len;
+        self.state = TrainerState { data_files, dataset_len, started_from, ..saved.clone() };
         Ok(())
     }
 }
