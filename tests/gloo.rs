@@ -1,10 +1,11 @@
 //! The `gloo` backend, with several processes' worth of ranks in this one: what they reduce, and in which precision.
 
 use std::rc::Rc;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 
+use crossbeam::channel::bounded;
 use ddp_mp::ddp::{CommHook, Compress, GradBucket, hook_fn};
 use ddp_mp::ffi::cuda::Cuda;
 use ddp_mp::launch::{JoinLaunchOptions, Launch, LaunchOptions, Nproc, SharedMemory, detect};
@@ -591,6 +592,28 @@ fn longest_durations_do_not_overflow() {
         Ok(())
     });
     ended.into_iter().for_each(|it| drop(it.unwrap()));
+}
+
+/// Gloo's own timeout, which is the one of the run, may end a call first.
+#[test]
+fn call_that_gloo_ends_has_timed_out() {
+    if shared_memory() != SharedMemory::Off {
+        return; // without Gloo; `make test-all` runs this over TCP too
+    }
+    let (ended_tx, ended_rx) = bounded::<()>(0);
+    let ended_tx = Mutex::new(Some(ended_tx));
+    let ended = try_processes(&[1, 1], Duration::from_secs(2), move |rank, group| {
+        if rank.rank() == 1 {
+            let _ = ended_rx.recv(); // until the other rank has dropped its end
+            return Ok(());
+        }
+        let ended_tx = ended_tx.lock().unwrap().take();
+        let result = group.monitored_barrier(TIMEOUT);
+        drop(ended_tx);
+        Ok(result?)
+    });
+    let told = ended.into_iter().next().unwrap().unwrap_err().to_string();
+    assert!(told.contains("rank 0 waited 2s in barrier #0 for rank 1"), "{told}");
 }
 
 /// Only the receiver's process sees the difference; the others have called what fits for them.

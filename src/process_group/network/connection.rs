@@ -418,10 +418,12 @@ impl Network {
     fn start(&self, call: &Call, operation: GlooOperation, arguments: GlooCall) -> Result<Started> {
         let unconnected = || Error::Internal("another process uses the network".into());
         let gloo = self.gloo.as_ref().ok_or_else(unconnected)?;
+        // Gloo's own timeout is that of the run, from a moment after this on: an operation that it ends has timed out.
+        let began = Instant::now();
         let ended = gloo.start(operation, arguments)?;
-        let timeout = call.timeout.unwrap_or(self.run.timeout);
+        let timeout = call.timeout.unwrap_or(self.run.timeout).min(self.run.timeout);
         let waiting = self.members[self.map.here().start];
-        Ok(Started { ended, at: call.at(), waiting, began: Instant::now(), timeout })
+        Ok(Started { ended, at: call.at(), waiting, began, timeout })
     }
 
     /// Waits on the process's first rank until Gloo has finished, the run is cancelled or the timeout has passed.
