@@ -717,6 +717,27 @@ fn record_of_a_run_that_fails_has_what_came_before() {
     }
 }
 
+/// A rank that fails before it has its batches says so in a line of its own. The other may have ended the step before.
+#[test]
+fn failed_step_is_named_also_without_a_line_of_another_rank() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    assert_eq!(record_cnn(folder, "good", &[]), Some(0));
+    let inject = "--inject-fault=error:rank=1,at=step,step=3";
+    assert_eq!(record_cnn(folder, "bad", &[inject]), Some(1));
+    let text = fs::read_to_string(folder.join("bad")).unwrap();
+    assert!(text.contains("{\"event\":\"failed\",\"step\":3,\"rank\":1}\n"), "{text}");
+    let lines = text.lines().map(|line| (line, serde_json::from_str::<Value>(line).unwrap()));
+    let other = lines.filter(|(_, line)| {
+        line["rank"] != 0 || line["event"] != "step" || line["step"].as_u64() < Some(3)
+    });
+    let kept: String = other.map(|(line, _)| format!("{line}\n")).collect();
+    fs::write(folder.join("bad"), kept).unwrap();
+    let (code, stdout, stderr) = diff(folder, "good", "bad");
+    assert_eq!(code, Some(1), "{stdout}{stderr}");
+    assert!(stdout.contains("B failed in step 3: see the error of the run."), "{stdout}");
+}
+
 /// A rank that is late does not come to the step in which another one fails.
 #[test]
 fn failed_step_is_named_also_if_a_rank_stopped_before_it() {

@@ -55,8 +55,8 @@ pub(crate) use prometheus::{PrometheusFile, RunFacts, RunState};
 pub use samples::Sample;
 pub use step_record::RecordFile;
 pub(crate) use step_record::{
-    RECORD_FORMAT, RecordHeader, RecordLine, RecordedStart, RecordedStep, RecordedTensor,
-    TensorHash,
+    RECORD_FORMAT, RecordHeader, RecordLine, RecordedFailure, RecordedStart, RecordedStep,
+    RecordedTensor, TensorHash,
 };
 pub(crate) use straggler::find_straggler_over;
 pub use straggler::{Straggler, find_straggler};

@@ -47,6 +47,7 @@ pub(crate) enum RecordLine {
     Header(RecordHeader),
     Start(RecordedStart),
     Step(RecordedStep),
+    Failed(RecordedFailure),
 }
 
 /// What a record is about. Each start of a run writes one.
@@ -127,6 +128,13 @@ impl RecordedStep {
     pub(crate) fn is_whole(&self) -> bool {
         !self.failed && !self.stopped
     }
+}
+
+/// The place where a rank failed before it had anything of the step.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub(crate) struct RecordedFailure {
+    pub step: u64,
+    pub rank: usize,
 }
 
 /// The file of a process, whose ranks write to it.

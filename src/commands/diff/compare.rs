@@ -6,7 +6,7 @@ use strum::{EnumIter, IntoEnumIterator, IntoStaticStr};
 
 use super::read::Record;
 use crate::error::{Error, Result};
-use crate::telemetry::{RecordedStep, RecordedTensor, TensorHash};
+use crate::telemetry::{RecordedFailure, RecordedStep, RecordedTensor, TensorHash};
 
 /// A part of a step. The order is that of computation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, EnumIter, IntoStaticStr)]
@@ -80,7 +80,7 @@ pub(super) struct Comparison {
     pub has_equal_start: bool,
     pub parting: Option<Parting>,
     /// Where the runs failed; `None` for a run that did not.
-    pub failed: SidesOf<Option<Failure>>,
+    pub failed: SidesOf<Option<RecordedFailure>>,
     /// The steps that only A has and that only B has.
     pub only_in: SidesOf<usize>,
     /// Whether both have as many ranks. If not, only rank 0's averages, parameters and buffers and the learning rate are
@@ -100,13 +100,6 @@ impl<T> SidesOf<T> {
     pub(in crate::commands) fn both(&self) -> [&T; 2] {
         [&self.a, &self.b]
     }
-}
-
-/// The place where a run failed.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub(super) struct Failure {
-    pub step: u64,
-    pub rank: usize,
 }
 
 /// Common steps that are equal.
@@ -174,18 +167,21 @@ pub(super) fn compare(a: &Record, b: &Record) -> Result<Comparison> {
 }
 
 /// Returns the place where the run of `record` failed; `None` if it did not, or not in a recorded step.
-fn failure(record: &Record) -> Option<Failure> {
+fn failure(record: &Record) -> Option<RecordedFailure> {
+    if record.failed.is_some() {
+        return record.failed;
+    }
     let lines = || record.steps.values().flat_map(BTreeMap::values);
     if let Some(failed) = lines().find(|line| line.failed) {
-        return Some(Failure { step: failed.step, rank: failed.rank });
+        return Some(RecordedFailure { step: failed.step, rank: failed.rank });
     }
-    // A rank that fails before the batches of a step are known has no line of that step. The others stop in it, or in the
+    // A rank that is killed has no line of its step. The others stop in it, or in the
     // step before, which the failing rank has ended.
     let stopped = lines().rfind(|line| line.stopped)?.step;
     let is_step_before = record.steps[&stopped].values().any(RecordedStep::is_whole);
     let has_stopped = |rank: usize| lines().any(|line| line.stopped && line.rank == rank);
     let rank = (0..record.header.world_size).find(|&rank| !has_stopped(rank))?;
-    Some(Failure { step: stopped + u64::from(is_step_before), rank })
+    Some(RecordedFailure { step: stopped + u64::from(is_step_before), rank })
 }
 
 /// Finds the tensors that belong together: by name, or by place if all shapes agree.

@@ -13,9 +13,9 @@ use clap::Args;
 
 use crate::error::{Error, Shown};
 use crate::session::AlreadyReported;
-use crate::telemetry::Printer;
+use crate::telemetry::{Printer, RecordedFailure};
 pub(super) use compare::SidesOf;
-use compare::{Failure, Outcome, Stage, compare};
+use compare::{Outcome, Stage, compare};
 use read::Record;
 pub(super) use tensors::TensorComparison;
 use tensors::holds_tensors;
@@ -102,12 +102,12 @@ pub(super) fn compare_files(
         return Ok(Some(FirstDifference { step: parting.step, rank }));
     }
     let SidesOf { a, b } = comparison.failed;
-    let step = |at: Failure| at.step;
+    let step = |at: RecordedFailure| at.step;
     if a.map(step) == b.map(step) {
         return Ok(None);
     }
     let first = a.into_iter().chain(b).min_by_key(|at| at.step);
-    Ok(first.map(|Failure { step, rank }| FirstDifference { step, rank }))
+    Ok(first.map(|RecordedFailure { step, rank }| FirstDifference { step, rank }))
 }
 
 /// Prints `lines` on stdout.

@@ -11,7 +11,8 @@ use crate::error::{Error, Result, Shown};
 use crate::files::open_regular;
 use crate::os::limits::explain;
 use crate::telemetry::{
-    RECORD_FORMAT, RecordHeader, RecordLine, RecordedStart, RecordedStep, process_path,
+    RECORD_FORMAT, RecordHeader, RecordLine, RecordedFailure, RecordedStart, RecordedStep,
+    process_path,
 };
 
 /// The record of a run.
@@ -25,6 +26,8 @@ pub(super) struct Record {
     pub starts: BTreeMap<u64, BTreeMap<usize, RecordedStart>>,
     /// By number and by rank. A step that a resumed run has repeated is here once, as the last run made it.
     pub steps: BTreeMap<u64, BTreeMap<usize, RecordedStep>>,
+    /// Where a rank failed before it had anything of the step.
+    pub failed: Option<RecordedFailure>,
 }
 
 /// The first field of a header, in which records of other versions are alike.
@@ -161,7 +164,7 @@ fn add(line: RecordLine, record: &mut Option<Record>) -> std::result::Result<(),
         }
         (RecordLine::Header(header), None) => {
             let (name, starts, steps) = Default::default();
-            *record = Some(Record { name, header, starts, steps });
+            *record = Some(Record { name, header, starts, steps, failed: None });
             return Ok(());
         }
         (RecordLine::Header(header), Some(known)) => {
@@ -170,9 +173,14 @@ fn add(line: RecordLine, record: &mut Option<Record>) -> std::result::Result<(),
             return Ok(());
         }
         (_, None) => return Err("the header is missing".into()),
+        (RecordLine::Failed(failed), Some(record)) => {
+            record.failed = Some(failed);
+            return Ok(());
+        }
         (RecordLine::Start(start), Some(record)) => {
             let lens = ([start.parameters.len(); 3], start.buffers.len());
             // The run goes on from here: an earlier start may have come further.
+            record.failed = record.failed.filter(|failed| failed.rank != start.rank);
             for ranks in record.steps.range_mut(start.step..).map(|(_, ranks)| ranks) {
                 ranks.remove(&start.rank);
             }

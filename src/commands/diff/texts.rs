@@ -3,10 +3,10 @@
 use serde_json::Value;
 use strum::IntoEnumIterator;
 
-use super::compare::{Comparison, Failure, Outcome, Parting, RankDifference, SidesOf, Stage};
+use super::compare::{Comparison, Outcome, Parting, RankDifference, SidesOf, Stage};
 use super::read::Record;
 use crate::error::list_ranks;
-use crate::telemetry::{paragraph, steps_text};
+use crate::telemetry::{RecordedFailure, paragraph, steps_text};
 
 /// The most tensors of a rank that a line names.
 const MAX_NAMES: usize = 3;
@@ -85,9 +85,10 @@ fn equal_part(comparison: &Comparison) -> Option<String> {
 }
 
 /// Says which of the runs failed.
-fn failures(failed: SidesOf<Option<Failure>>) -> Vec<String> {
-    let line =
-        |who, at: Failure| format!("{who} failed in step {}: see the error of the run.", at.step);
+fn failures(failed: SidesOf<Option<RecordedFailure>>) -> Vec<String> {
+    let line = |who, at: RecordedFailure| {
+        format!("{who} failed in step {}: see the error of the run.", at.step)
+    };
     match failed {
         SidesOf { a: Some(a), b: Some(b) } if a.step == b.step => vec![line("Both runs", a)],
         SidesOf { a, b } => {

@@ -15,8 +15,8 @@ use crate::ffi::{self, TorchResult};
 use crate::process_group::dtype_name;
 use crate::runtime::RunContext;
 use crate::telemetry::{
-    RECORD_FORMAT, RecordFile, RecordHeader, RecordLine, RecordedStart, RecordedStep,
-    RecordedTensor, TensorHash,
+    RECORD_FORMAT, RecordFile, RecordHeader, RecordLine, RecordedFailure, RecordedStart,
+    RecordedStep, RecordedTensor, TensorHash,
 };
 use crate::trainer::{Callback, Step, TrainContext};
 
@@ -31,8 +31,12 @@ pub(in crate::trainer) struct Record {
     options: Map<String, Value>,
     /// The run, which knows the rank that failed first.
     run: Arc<RunContext>,
+    /// This rank, once it has recorded its start.
+    rank: Option<usize>,
     /// The step that is being recorded.
     step: Option<RecordedStep>,
+    /// The last step that this rank has ended.
+    ended: Option<u64>,
     /// The hashes of this step's own gradients.
     gradients: Rc<RefCell<Vec<Option<TensorHash>>>>,
 }
@@ -48,7 +52,17 @@ impl Record {
         options: Map<String, Value>,
         run: Arc<RunContext>,
     ) -> Self {
-        Self { file, every, program, options, run, step: None, gradients: Rc::default() }
+        Self {
+            file,
+            every,
+            program,
+            options,
+            run,
+            rank: None,
+            step: None,
+            ended: None,
+            gradients: Rc::default(),
+        }
     }
 
     fn header<M>(&self, ddp: &DistributedDataParallel<M>) -> RecordHeader {
@@ -85,6 +99,7 @@ impl<M> Callback<M> for Record {
             parameters: parameter_hashes(ddp)?,
             buffers: hashes(ddp.untrained_tensors())?,
         };
+        self.rank = Some(line.rank);
         Ok(self.file.line(&RecordLine::Start(line))?)
     }
 
@@ -133,6 +148,7 @@ impl<M> Callback<M> for Record {
     }
 
     fn on_step_end(&mut self, context: &mut TrainContext<M>, step: &Step) -> Result<()> {
+        self.ended = Some(step.number);
         let (Strategy::Ddp(ddp), Some(mut line)) = (&context.ddp, self.step.take()) else {
             return Ok(());
         };
@@ -147,11 +163,20 @@ impl<M> Callback<M> for Record {
 impl Drop for Record {
     /// Writes what is known of a step that has failed.
     fn drop(&mut self) {
-        let Some(mut line) = self.step.take() else { return };
+        let failed_first = self.run.cancel.cancelled_by();
+        let Some(mut line) = self.step.take() else {
+            let Some(rank) = self.rank else { return };
+            let entered = self.run.flight_recorder.step_of(rank);
+            if let Some(step) = entered.filter(|step| self.ended.is_none_or(|ended| *step > ended))
+                && failed_first.is_none_or(|first| first == rank)
+            {
+                let _ = self.file.line(&RecordLine::Failed(RecordedFailure { step, rank }));
+            }
+            return;
+        };
         if line.gradients.is_empty() {
             line.gradients = self.gradients.take();
         }
-        let failed_first = self.run.cancel.cancelled_by();
         line.stopped = failed_first.is_some_and(|rank| rank != line.rank);
         line.failed = !line.stopped;
         // The run has failed already, and says why.
