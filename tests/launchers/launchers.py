@@ -174,9 +174,15 @@ def joined(program, folder):
     start = ["env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", *TORCHRUN, *place]
     conf = "--rdzv-conf=last_call_timeout=2,is_host="
     agents = [Run([*start, f"{conf}{host}", *command]) for host in [1, 0]]
+    # The third imports PyTorch meanwhile, which may take longer than the training, and waits for a writer.
+    gate = f"{folder}/gate"
+    os.mkfifo(gate)
+    waits = "import sys, torch.distributed.run as run; open(sys.argv[1]).close(); run.main(sys.argv[2:])"
+    start = ["env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", TORCHRUN[0], "-c", waits, gate, *place]
+    agents.append(Run([*start, f"{conf}0", *command]))
     first = agents[0]
     first.until('"epoch":0')
-    agents.append(Run([*start, f"{conf}0", *command]))
+    open(gate, "w").close()
     outputs = lambda: "".join(agent.output() for agent in agents)
     for agent in agents:
         agent.until(None)
