@@ -182,7 +182,7 @@ def joined(program, folder):
     agents.append(Run([*start, f"{conf}0", *command]))
     first = agents[0]
     first.until('"epoch":0')
-    open(gate, "w").close()
+    os.open(gate, os.O_RDWR)  # does not wait for the agent, which may have failed; open until this program ends
     outputs = lambda: "".join(agent.output() for agent in agents)
     for agent in agents:
         agent.until(None)

@@ -175,8 +175,8 @@ fn failure(record: &Record) -> Option<RecordedFailure> {
     if let Some(failed) = lines().find(|line| line.failed) {
         return Some(RecordedFailure { step: failed.step, rank: failed.rank });
     }
-    // A rank that is killed has no line of its step. The others stop in it, or in the
-    // step before, which the failing rank has ended.
+    // A rank that is killed has no line of its step. The others stop in it, or in the step before, which that rank has
+    // ended.
     let stopped = lines().rfind(|line| line.stopped)?.step;
     let is_step_before = record.steps[&stopped].values().any(RecordedStep::is_whole);
     let has_stopped = |rank: usize| lines().any(|line| line.stopped && line.rank == rank);
