@@ -12,7 +12,6 @@ use crate::error::{Result, Shown};
 use crate::ffi::{self, cuda::Cuda};
 use crate::launch::{Binding, Launch, LaunchKind, Placement, SpawnChoice};
 use crate::os::cores;
-use crate::process_group::rank_label;
 use crate::session::{open_data, place_all};
 use crate::telemetry::Printer;
 use options::{options, write_options};
@@ -93,11 +92,10 @@ impl Plan {
             Binding::Bound(cpus) => (Some(cpus.iter().map(ToString::to_string).collect()), None),
             Binding::Unbound(reason) => (None, Some(reason)),
         };
-        let devices = placement.devices.iter().enumerate();
         Self {
             world_size: placement.devices.len(),
             backend: placement.backend.name(),
-            devices: devices.map(|(local_rank, &device)| rank_label(device, local_rank)).collect(),
+            devices: placement.labels(0),
             threads_per_rank: placement.threads_per_rank,
             cpus,
             unbound,

@@ -39,7 +39,7 @@ const SHARES_GPUS: i32 = 23003;
 /// The variable that, set to 1, lets several ranks have one GPU.
 const MULTI_RANK: &str = "NCCL_MULTI_RANK_GPU_ENABLE";
 
-/// Checks that this NCCL and its settings let ranks of several processes have one GPU.
+/// Checks that this NCCL and its settings let several ranks have one GPU.
 pub(super) fn check_shared_gpu() -> Result<()> {
     require_library()?;
     let found = number()?;
