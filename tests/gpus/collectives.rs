@@ -5,14 +5,18 @@
 use std::path::Path;
 use std::process::Command;
 use std::rc::Rc;
+use std::sync::Arc;
 use std::{env, fs};
 
 use ddp_mp::ffi::cuda;
 use ddp_mp::launch::{BackendChoice, JoinLaunchOptions, detect};
-use ddp_mp::{Backend, DdpOptions, DistributedDataParallel, JoinOptions, ProcessGroup, ReduceOp};
+use ddp_mp::{
+    Backend, DataLoader, Dataset, DdpOptions, DistributedDataParallel, DistributedSampler,
+    JoinOptions, ProcessGroup, ReduceOp,
+};
 use serde_json::Value;
 use tch::nn::{self, VarStore};
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use crate::harness::{TIMEOUT, free_port, join};
 use crate::machine::{SHARES_GPUS, simulate};
@@ -100,13 +104,28 @@ fn child() {
 fn surface(group: &Rc<ProcessGroup>) -> anyhow::Result<()> {
     let folder = env::var_os("DDP_MP_FOLDER").unwrap();
     let of_process = group.local_world_size();
-    let surface = Surface::new(group.clone(), backend(), of_process, Path::new(&folder));
-    let seen = surface.sharing_gpu(env::var_os(BACKEND).is_some()).run();
+    let mut surface = Surface::new(group.clone(), backend(), of_process, Path::new(&folder));
+    surface.shares_gpu = env::var_os(BACKEND).is_some();
+    let seen = surface.run();
     println!("{}", surface::lines(group.rank(), &seen));
     Ok(())
 }
 
-/// Sends objects, and trains with uneven inputs, always behind a launched all_reduce.
+/// Samples of different shapes: only the first fits the memory that is pinned for batches.
+struct Growing;
+
+impl Dataset for Growing {
+    fn len(&self) -> usize {
+        8
+    }
+
+    fn get(&self, index: usize) -> anyhow::Result<(Tensor, Tensor)> {
+        let row = Tensor::ones([index as i64 + 1], (Kind::Float, Device::Cpu));
+        Ok((row, Tensor::from(index as f32)))
+    }
+}
+
+/// Sends objects, loads batches, and trains with uneven inputs, always behind a launched all_reduce.
 fn waits(group: &Rc<ProcessGroup>) -> anyhow::Result<()> {
     let (rank, device) = (group.rank(), group.device());
     let mut sum = Tensor::ones([4], (Kind::Float, device));
@@ -126,6 +145,17 @@ fn waits(group: &Rc<ProcessGroup>) -> anyhow::Result<()> {
         group.send_object_list(&["hello"], 1)?;
     } else {
         assert_eq!(group.recv_object_list::<String>(0)?, ["hello"]);
+    }
+    for (pins, workers) in [(true, 0), (true, 1), (false, 1)] {
+        let sampler = DistributedSampler::new(8, 2, rank)?;
+        let loader = DataLoader::new(Arc::new(Growing), sampler, 1, device)?;
+        let loader = loader.num_workers(workers, 1, group);
+        let loader = if pins { loader.pin_memory(group)? } else { loader };
+        for batch in loader.epoch(0)? {
+            let batch = batch?;
+            assert_eq!(batch.inputs.device(), device);
+            launch()?;
+        }
     }
     launch()?;
     let vs = VarStore::new(device);

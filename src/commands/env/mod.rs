@@ -185,7 +185,7 @@ fn write_text(
     row("libtorch", report.versions.libtorch.clone())?;
     row("  loaded from", report.libtorch_folder.clone().unwrap_or_else(none))?;
     row("  freed CPU memory", if report.keeps_memory { "kept" } else { "returned" }.into())?;
-    row("NCCL", report.versions.nccl.clone().unwrap_or_else(none))?;
+    row("NCCL", report.versions.nccl())?;
     match launch {
         Ok(launch) if launch.kind == LaunchKind::Local => {
             let are = match config.launch.spawn {

@@ -34,7 +34,8 @@ pub(crate) struct Surface {
     of_process: usize,
     /// Where the ranks of all processes can see each other's files.
     folder: PathBuf,
-    shares_gpu: bool,
+    /// Whether all ranks share GPU 0.
+    pub(crate) shares_gpu: bool,
     transcript: RefCell<String>,
 }
 
@@ -174,11 +175,6 @@ impl Surface {
             shares_gpu: false,
             transcript: RefCell::default(),
         }
-    }
-
-    /// Sets whether all ranks share GPU 0.
-    pub(crate) fn sharing_gpu(self, shares_gpu: bool) -> Self {
-        Self { shares_gpu, ..self }
     }
 
     /// Runs every check, and returns what this rank has seen in each.
