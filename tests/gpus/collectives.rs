@@ -112,6 +112,7 @@ fn surface(group: &Rc<ProcessGroup>) -> anyhow::Result<()> {
 }
 
 /// Samples of different shapes: only the first fits the memory that is pinned for batches.
+#[derive(Debug)]
 struct Growing;
 
 impl Dataset for Growing {

@@ -1,9 +1,9 @@
 //! A machine whose libraries are missing or do not fit is wrong input, told before any rank starts.
 
-use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::Path;
 use std::process::{Command, Stdio};
+use std::{env, fs};
 
 use serde_json::Value;
 
@@ -55,11 +55,11 @@ fn nccl_of_libtorch_is_used_whatever_the_library_path_has() {
     for name in ["libnccl.so", "libnccl.so.2"] {
         fs::copy(&own, folder.path().join(name)).unwrap();
     }
-    let with_nccl = libraries().join("with_nccl");
-    let folders = [folder.path(), &with_nccl, &libraries()].map(|folder| folder.to_str().unwrap());
+    let folders = [folder.path().into(), libraries().join("with_nccl"), libraries()];
+    let folders = env::join_paths(folders).unwrap();
     let run = |args: &[&str]| {
         let mut command = on_gpus(2, args);
-        command.env("LD_LIBRARY_PATH", folders.join(":"));
+        command.env("LD_LIBRARY_PATH", &folders);
         let (code, stdout, stderr) = run_command(command);
         assert_eq!(code, Some(0), "{args:?}: {stderr}");
         stdout
