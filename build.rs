@@ -2,6 +2,7 @@
 
 use std::env;
 use std::error::Error;
+use std::fs;
 use std::path::{Path, PathBuf};
 
 fn main() -> Result<(), Box<dyn Error>> {
@@ -63,7 +64,9 @@ fn build_shim(libtorch_lib: &Path) {
 /// Makes an empty library with the name `libnccl.so`, which needs `libnccl.so.2`: `process_group/nccl/library.rs` has it in
 /// the program, and says why.
 fn make_nccl_alias() -> Result<(), Box<dyn Error>> {
-    let folder = PathBuf::from(env::var("OUT_DIR")?);
+    // cargo puts OUT_DIR itself into LD_LIBRARY_PATH, where nobody is to find an empty NCCL.
+    let folder = PathBuf::from(env::var("OUT_DIR")?).join("nccl");
+    fs::create_dir_all(&folder)?;
     let make = |name: &str, needed: &[&str]| -> Result<(), Box<dyn Error>> {
         let mut linker = cc::Build::new().cpp(true).warnings(false).get_compiler().to_command();
         linker.current_dir(&folder).args(["-shared", "-nostdlib", "-s", "-o", name]);

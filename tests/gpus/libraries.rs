@@ -8,7 +8,7 @@ use std::{env, fs};
 use serde_json::Value;
 
 use crate::harness::{as_torchrun, free_port, join, run_command};
-use crate::machine::{libraries, on_gpus};
+use crate::machine::{SHARES_GPUS, libraries, on_gpus};
 
 /// Puts all libraries but `missing` into `folder`.
 fn all_but(missing: &str, folder: &Path) {
@@ -143,6 +143,25 @@ fn two_processes_share_a_gpu_only_with_an_nccl_that_allows_it() {
     }
     for output in both("23007", Some("1")) {
         assert!(output.status.success(), "{output:?}");
+    }
+}
+
+#[test]
+fn threads_that_cannot_share_a_gpu_exit_with_2_and_the_reason() {
+    for (count, version, reason) in [
+        (
+            "2",
+            "22907",
+            "only 1 GPU is visible, and NCCL 2.29.7 needs one for each rank (from 2.30.3",
+        ),
+        ("33", "23007", "33 ranks on one are more than the 32 that can each have a stream"),
+    ] {
+        let count = format!("--nproc-per-node={count}");
+        let mut command = on_gpus(1, &["--backend=nccl", &count]);
+        command.envs(SHARES_GPUS).env("SIM_NCCL_VERSION", version);
+        let (code, stdout, stderr) = run_command(command);
+        assert_eq!((code, &*stdout), (Some(2), ""), "{stderr}");
+        assert!(stderr.contains(reason) && stderr.contains("--backend threaded"), "{stderr}");
     }
 }
 

@@ -131,6 +131,13 @@ pub(super) fn require_library() -> Result<()> {
                 .into(),
         ));
     }
+    if own_version().is_none() {
+        return Err(Error::InvalidInput(
+            "backend nccl: the libnccl that was found has no ncclGetVersion, so it is not NCCL; check LD_LIBRARY_PATH, or \
+             use --backend threaded"
+                .into(),
+        ));
+    }
     let Some(others) = other_nccl() else { return Ok(()) };
     Err(Error::InvalidInput(format!(
         "backend nccl: this process has two NCCLs, {} and {}, and one would call functions of the other; take the folder \
@@ -149,7 +156,7 @@ fn is_present() -> bool {
 }
 
 /// An empty library with the name `libnccl.so`, which needs `libnccl.so.2`. `build.rs` makes it.
-static ALIAS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/libnccl.so"));
+static ALIAS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/nccl/libnccl.so"));
 
 /// Makes `libnccl.so`, which cudarc opens, a name of the `libnccl.so.2` that libtorch_cuda has loaded.
 ///
