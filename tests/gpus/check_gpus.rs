@@ -7,9 +7,9 @@ use std::{fs, thread};
 
 use serde_json::{Value, json};
 
-use crate::harness::{in_parallel_by, output, run_command, send};
+use crate::harness::{in_parallel_by, output, run_command, send, without_launcher};
 use crate::libraries::all_but;
-use crate::machine::{is_running, on_gpus, run_without_survivors};
+use crate::machine::{is_running, on_gpus, run_without_survivors, simulate};
 
 /// The checks of a machine with so many GPUs.
 fn checks(gpus: usize, fault: &str) -> Command {
@@ -50,6 +50,17 @@ fn checks_pass_on_machines_without_a_fault() {
         }
         assert_eq!(without_speeds(&stdout), expected);
     }
+}
+
+/// A check is a process of the same program, with the same options.
+#[test]
+fn program_with_app_checks_its_gpus() {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_app-program"));
+    without_launcher(command.args(["env", "--check-gpus", "--width=8"]));
+    simulate(&mut command, 2);
+    let (code, stdout, stderr) = run_command(command);
+    assert_eq!((code, &*stderr), (Some(0), ""), "{stdout}");
+    assert_eq!(without_speeds(&stdout), right(2));
 }
 
 const PRODUCT: &str = "; look at nvidia-smi -q and dmesg";
