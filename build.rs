@@ -2,13 +2,12 @@
 
 use std::env;
 use std::error::Error;
-use std::fs;
-use std::io::ErrorKind;
-use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 
 fn main() -> Result<(), Box<dyn Error>> {
     println!("cargo:rustc-check-cfg=cfg(in_own_repository)");
+    println!("cargo:rerun-if-changed=build.rs");
+    make_nccl_alias()?;
     if cfg!(feature = "doc-only") {
         return Ok(()); // the documentation needs no library to link with
     }
@@ -26,7 +25,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     if Path::new(".git").exists() {
         println!("cargo:rustc-cfg=in_own_repository");
     }
-    link_nccl_name(&libtorch_lib)
+    Ok(())
 }
 
 fn build_shim(libtorch_lib: &Path) {
@@ -61,37 +60,18 @@ fn build_shim(libtorch_lib: &Path) {
         .compile("ddp_shim");
 }
 
-/// cudarc looks for `libnccl.so`, the wheels ship `libnccl.so.2` only: a link by the right name, in a
-/// folder of its own on the rpath. The loader sees that both names are one file, so the process has
-/// one NCCL. Without NCCL (a CPU machine) there is nothing to link.
-fn link_nccl_name(libtorch_lib: &Path) -> Result<(), Box<dyn Error>> {
-    let nccl = libtorch_lib.join("../../nvidia/nccl/lib/libnccl.so.2");
-    // Written anew when another set of wheels is fetched. (Watching a file that is not there would
-    // make every build start over.)
-    let fetched = libtorch_lib.join("../../complete");
-    for file in [&nccl, &fetched].into_iter().filter(|file| file.exists()) {
-        println!("cargo:rerun-if-changed={}", file.display());
-    }
-    let Ok(nccl) = nccl.canonicalize() else { return Ok(()) };
-    // Beside the library, where the project has fetched it and made the link itself.
-    if nccl.with_file_name("libnccl.so").exists() {
-        let folder = nccl.parent().ok_or("libnccl.so.2 lies in no folder")?;
-        add_nccl_folder(folder);
-        return Ok(());
-    }
-    let folder = PathBuf::from(env::var("OUT_DIR")?).join("nccl");
-    fs::create_dir_all(&folder)?;
-    let link = folder.join("libnccl.so");
-    match fs::remove_file(&link) {
-        Err(error) if error.kind() != ErrorKind::NotFound => return Err(error.into()),
-        _ => symlink(nccl, link)?,
-    }
-    add_nccl_folder(&folder);
-    Ok(())
-}
-
-/// Adds the folder to the rpath. A dependent's build script reads it as DEP_DDP_MP_NCCL_LIB.
-fn add_nccl_folder(folder: &Path) {
-    println!("cargo:rustc-link-arg=-Wl,-rpath,{}", folder.display());
-    println!("cargo:NCCL_LIB={}", folder.display());
+/// Makes an empty library with the name `libnccl.so`, which needs `libnccl.so.2`: `process_group/nccl/library.rs` has it in
+/// the program, and says why.
+fn make_nccl_alias() -> Result<(), Box<dyn Error>> {
+    let folder = PathBuf::from(env::var("OUT_DIR")?);
+    let make = |name: &str, needed: &[&str]| -> Result<(), Box<dyn Error>> {
+        let mut linker = cc::Build::new().cpp(true).warnings(false).get_compiler().to_command();
+        linker.current_dir(&folder).args(["-shared", "-nostdlib", "-s", "-o", name]);
+        linker.arg(format!("-Wl,-soname,{name},--no-as-needed,-z,noseparate-code"));
+        linker.args(["-x", "c", "/dev/null", "-x", "none"]).args(needed);
+        let status = linker.status()?;
+        if status.success() { Ok(()) } else { Err(format!("{linker:?}: {status}").into()) }
+    };
+    make("libnccl.so.2", &[])?;
+    make("libnccl.so", &["libnccl.so.2"])
 }

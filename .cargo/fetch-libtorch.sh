@@ -168,7 +168,6 @@ if [ "$set" = cpu ]; then
 else
     echo "libtorch: fetching torch $version with CUDA (about 3 GB) into .libtorch" >&2
     run "${pip[@]}" "torch==$version" || die "$failed"
-    ln -s libnccl.so.2 "$partial/new/nvidia/nccl/lib/libnccl.so" # the name that programs ask for
 fi
 echo "torch $version $arch $set" >"$partial/new/complete"
 [ ! -e .libtorch ] || mv .libtorch "$partial/old"

@@ -1,7 +1,7 @@
 """Builds the Python wheel: wheel.py PROGRAM LIBTORCH OUT
 
-The package has the launcher (python/ddp_mp), the program, and a `libnccl.so`. The program finds libtorch and NCCL
-by paths relative to itself, in the environment that the wheel is installed in.
+The package has the launcher (python/ddp_mp) and the program. The program finds libtorch by a path relative to itself, in
+the environment that the wheel is installed in.
 
 PROGRAM is the built program, LIBTORCH the libtorch that it was built with, OUT the folder for the wheel.
 """
@@ -18,7 +18,7 @@ REPOSITORY = pathlib.Path(__file__).resolve().parents[1]
 REQUIREMENTS = REPOSITORY / "python/requirements.txt"
 TOOLS = REPOSITORY / ".tools/wheel"
 # These come with torch: the wheel does not bring them.
-OF_TORCH = ["libtorch_cpu.so", "libc10.so", "libnccl.so.2"]
+OF_TORCH = ["libtorch_cpu.so", "libc10.so"]
 
 
 def run(*command, **environment):
@@ -79,18 +79,9 @@ def prepare(program, libtorch, files):
     """Puts into the folder `files` what the wheel has beside the launcher."""
     ours = files / "ddp-mp"
     shutil.copy(program, ours)
-    # $ORIGIN has libnccl.so.
-    run("patchelf", "--set-rpath", "$ORIGIN:$ORIGIN/../torch/lib", ours)
+    run("patchelf", "--set-rpath", "$ORIGIN/../torch/lib", ours)
     paths = paths_of_this_machine(libtorch)
     ours.write_bytes(without_paths(ours.read_bytes(), paths))
-
-    # The program opens `libnccl.so`; NCCL's wheel has `libnccl.so.2` only, and a wheel cannot have links. An
-    # empty library that needs the real one makes its functions available.
-    nccl = files / "libnccl.so"
-    compiler = os.environ.get("CC", "cc").split()
-    run(*compiler, "-shared", "-nostdlib", "-x", "c", "/dev/null", "-o", nccl)
-    run("patchelf", "--add-needed", "libnccl.so.2", nccl)
-    run("patchelf", "--set-rpath", "$ORIGIN/../nvidia/nccl/lib", nccl)
 
 
 def main():

@@ -12,7 +12,8 @@ use super::cli::{
 use crate::commands::{self, Versions};
 use crate::config::{Program, Tool};
 use crate::error::{Error, Result};
-use crate::ffi::{check_version, cuda, hide_stack_traces, keep_memory};
+use crate::ffi::cuda::{self, Cuda};
+use crate::ffi::{check_version, hide_stack_traces, keep_memory};
 use crate::launch::{SpawnError, exit_code, install_panic_hook};
 use crate::os;
 use crate::runtime::panics;
@@ -62,7 +63,9 @@ impl Run {
         cli::parse(&self.command(), std::env::args_os()).map_err(|message| {
             // Errors go to stderr, requested help to stdout.
             let printed = if message.kind() == ErrorKind::DisplayVersion && is_long_version() {
-                text_printer().lines(|out| write!(out, "{}", self.versions()))
+                // A libtorch of another version is only named.
+                let cuda = check_version().map(|()| cuda::load()).unwrap_or_default();
+                text_printer().lines(|out| write!(out, "{}", self.versions(&cuda)))
             } else {
                 message.print().map_err(unwritable_stdout)
             };
@@ -78,8 +81,8 @@ impl Run {
         cli::command(&self.program, self.has_course)
     }
 
-    fn versions(&self) -> Versions {
-        Versions::find(&self.program, self.commit)
+    fn versions(&self, cuda: &Cuda) -> Versions {
+        Versions::find(&self.program, self.commit, cuda)
     }
 
     /// Runs the command, and returns the exit code.
@@ -178,7 +181,8 @@ impl Run {
         if flags.check_gpus {
             return commands::check_gpus(&Arc::new(printer));
         }
-        commands::env(&config, flags.all, self.versions(), &cuda::load(), &printer)
+        let cuda = cuda::load();
+        commands::env(&config, flags.all, self.versions(&cuda), &cuda, &printer)
     }
 }
 

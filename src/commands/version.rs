@@ -1,12 +1,14 @@
 //! The versions of the program and of the libraries that it uses: for `--version` and `ddp-mp env`.
 
 use std::fmt;
+use std::path::PathBuf;
 
 use serde::Serialize;
 
 use crate::config::Program;
-use crate::ffi;
-use crate::process_group::nccl_version;
+use crate::error::Shown;
+use crate::ffi::{self, cuda::Cuda};
+use crate::process_group::{NcclLibrary, find_nccl};
 
 /// The versions of the program and of its libraries.
 #[derive(Debug, Clone, Serialize)]
@@ -19,8 +21,11 @@ pub struct Versions {
     /// The commit that the program was built from. `None` without a git repository.
     commit: Option<&'static str>,
     pub(super) libtorch: String,
-    /// `None` if NCCL was not found.
+    /// `None` if NCCL was not found, or cannot be used.
     pub(super) nccl: Option<String>,
+    nccl_file: Option<PathBuf>,
+    /// Why NCCL cannot be used. `None` if it can, or was not found.
+    nccl_problem: Option<String>,
 }
 
 /// The name and the version of a program.
@@ -31,8 +36,14 @@ struct ProgramVersion {
 }
 
 impl Versions {
-    /// Finds the versions of `program` on this machine. It was built from `commit`, which is empty if not known.
-    pub(crate) fn find(program: &Program, commit: &'static str) -> Self {
+    /// Finds the versions of `program` on this machine. It was built from `commit`, which is empty if not known. CUDA has
+    /// been loaded: libtorch_cuda decides which NCCL the process has.
+    pub(crate) fn find(program: &Program, commit: &'static str, _loaded: &Cuda) -> Self {
+        let (nccl, nccl_problem) = match find_nccl() {
+            Ok(nccl) => (nccl, None),
+            Err(error) => (None, Some(error.to_string())),
+        };
+        let (nccl, nccl_file) = nccl.map(|NcclLibrary { version, file }| (version, file)).unzip();
         Self {
             program: program
                 .is_own()
@@ -40,7 +51,19 @@ impl Versions {
             version: env!("CARGO_PKG_VERSION"),
             commit: Some(commit).filter(|commit| !commit.is_empty()),
             libtorch: ffi::version(),
-            nccl: nccl_version(),
+            nccl,
+            nccl_file: nccl_file.flatten(),
+            nccl_problem,
+        }
+    }
+
+    /// Returns the version of NCCL and its file, or why there is none.
+    pub(super) fn nccl(&self) -> String {
+        match (&self.nccl, &self.nccl_file, &self.nccl_problem) {
+            (Some(version), Some(file), _) => format!("{version} ({})", file.shown()),
+            (Some(version), None, _) => version.clone(),
+            (None, _, Some(problem)) => format!("unusable: {problem}"),
+            (None, _, None) => "none".into(),
         }
     }
 
@@ -58,13 +81,13 @@ impl Versions {
 
 impl fmt::Display for Versions {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { program, version, commit, libtorch, nccl } = self;
+        let Self { program, version, commit, libtorch, .. } = self;
         if let Some(ProgramVersion { name, version }) = program {
             writeln!(f, "{name:<9} {version}")?;
         }
         writeln!(f, "ddp-mp    {version}")?;
         writeln!(f, "commit    {}", commit.unwrap_or("unknown"))?;
         writeln!(f, "libtorch  {libtorch}")?;
-        writeln!(f, "NCCL      {}", nccl.as_deref().unwrap_or("none"))
+        writeln!(f, "NCCL      {}", self.nccl())
     }
 }

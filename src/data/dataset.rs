@@ -7,6 +7,7 @@ use parking_lot::Mutex;
 use tch::{Device, Kind, Tensor};
 
 use crate::error::{Error, Result};
+use crate::ffi::cuda::record_stream;
 use crate::ffi::{SharedTensor, TorchResult, fork_rng};
 use crate::runtime::panics;
 
@@ -204,18 +205,21 @@ impl TensorDataset {
             return Ok(self.samples.handles());
         }
         let mut copies = self.copies.lock();
-        if let Some((_, copy)) = copies.iter().find(|(known, _)| *known == device) {
-            return Ok(copy.handles());
+        if !copies.iter().any(|(known, _)| *known == device) {
+            let (inputs, targets) = self.samples.handles();
+            // The host waits for the copy, so that other ranks' streams need not.
+            let copy = |tensor: Tensor| {
+                let copy = tensor.f_to_device(device).doing("copying the data set to the GPU");
+                copy.map(SharedTensor::new)
+            };
+            copies.push((device, Samples { inputs: copy(inputs)?, targets: copy(targets)? }));
         }
-        let (inputs, targets) = self.samples.handles();
-        let copy =
-            |tensor: Tensor| tensor.f_to_device(device).doing("copying the data set to the GPU");
+        let known = copies.iter().find(|(known, _)| *known == device);
         let (inputs, targets) =
-            (SharedTensor::new(copy(inputs)?), SharedTensor::new(copy(targets)?));
-        let samples = Samples { inputs, targets };
-        let handles = samples.handles();
-        copies.push((device, samples));
-        Ok(handles)
+            known.map_or_else(|| self.samples.handles(), |(_, copy)| copy.handles());
+        record_stream(&inputs)?;
+        record_stream(&targets)?;
+        Ok((inputs, targets))
     }
 }
 

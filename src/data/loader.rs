@@ -8,7 +8,7 @@ use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
 use crossbeam::channel::{Receiver, Sender, bounded};
-use tch::{Device, Kind, TchError, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use super::gathered_batches::GatheredBatches;
 use super::staging::Staging;
@@ -58,11 +58,11 @@ impl Batch {
     }
 
     /// Returns the results of `f` for each tensor, as a batch of `len` samples.
-    pub(super) fn map(
+    pub(super) fn map<E>(
         &self,
         len: i64,
-        mut f: impl FnMut(&Tensor) -> Result<Tensor, TchError>,
-    ) -> Result<Self, TchError> {
+        mut f: impl FnMut(&Tensor) -> Result<Tensor, E>,
+    ) -> Result<Self, E> {
         let (inputs, targets) = (f(&self.inputs)?, f(&self.targets)?);
         let more_inputs = self.more_inputs.iter().map(f).collect::<Result<_, _>>()?;
         Ok(Self { inputs, targets, more_inputs, len })
@@ -306,6 +306,7 @@ impl DataLoader {
         let empty = (own < num_batches).then(|| self.empty()).transpose()?;
         waited.set(waited.get() + began.elapsed());
         let staging = self.staging.clone();
+        let group = self.workers.as_ref().map(|(_, group)| group.clone());
         Ok(Batches {
             source,
             next: 0,
@@ -315,6 +316,7 @@ impl DataLoader {
             batch_size,
             device,
             staging,
+            group,
             waited,
         })
     }
@@ -345,6 +347,8 @@ pub struct Batches {
     batch_size: usize,
     device: Device,
     staging: Option<Rc<Staging>>,
+    /// The group whose failure ends the wait for a copy, if the loader knows one.
+    group: Option<Rc<ProcessGroup>>,
     waited: Rc<Cell<Duration>>,
 }
 
@@ -383,9 +387,8 @@ impl ExactSizeIterator for Batches {}
 
 impl Batches {
     fn load(&mut self, number: usize) -> Result<Batch> {
-        let doing = "copying a batch to the device";
         if let Some(empty) = self.empty.as_ref().filter(|_| number >= self.own) {
-            return empty.map(0, |tensor| Ok(tensor.shallow_clone())).doing(doing);
+            return empty.map(0, |tensor| Ok(tensor.shallow_clone()));
         }
         let batch = match &mut self.source {
             Source::Gathered(batches) => return batches.batch(number),
@@ -395,9 +398,13 @@ impl Batches {
             }
             Source::Workers(loading) => loading.next()?,
         };
-        match &self.staging {
-            Some(staging) => staging.send(&batch),
-            None => batch.map(batch.len, |tensor| tensor.f_to_device(self.device)).doing(doing),
+        match (&self.staging, &self.group) {
+            (Some(staging), _) => staging.send(&batch),
+            (None, Some(group)) => batch.map(batch.len, |tensor| group.to_device(tensor)),
+            (None, None) => {
+                let copy = |tensor: &Tensor| tensor.f_to_device(self.device);
+                batch.map(batch.len, copy).doing("copying a batch to the device")
+            }
         }
     }
 }

@@ -62,27 +62,32 @@ impl Staging {
         self.group.wait_for_device(&buffer.copied)?;
         let Batch { inputs, targets, more_inputs, .. } = &buffer.room;
         let mut rooms = [inputs, targets].into_iter().chain(more_inputs);
-        let copies = batch.map(batch.len, |tensor| self.through(rooms.next(), tensor));
+        let copies = batch.map(batch.len, |tensor| match rooms.next() {
+            Some(room) if fits(tensor, room) => {
+                self.through(room, tensor).doing("copying a batch to the device")
+            }
+            // The host waits for the GPU here, but a failure of another rank ends the wait.
+            _ => self.group.to_device(tensor),
+        });
         // Recorded after an error too: one of the copies may be in flight.
         buffer.copied.record(self.gpu)?;
-        copies.doing("copying a batch to the device")
+        copies
     }
 
-    /// Copies `tensor` to the GPU through `pinned`. If it does not fit there, copies it directly.
-    fn through(&self, pinned: Option<&Tensor>, tensor: &Tensor) -> Result<Tensor, TchError> {
-        let device = Device::Cuda(self.gpu);
-        let Some(pinned) = pinned else { return tensor.f_to_device(device) };
-        let (room, size) = (pinned.size(), tensor.size());
-        let fits = pinned.kind() == tensor.kind()
-            && size.len() == room.len()
-            && size[0] <= room[0]
-            && size[1..] == room[1..];
-        if !fits {
-            return tensor.f_to_device(device);
-        }
-        let mut pinned = pinned.f_narrow(0, 0, size[0])?;
+    /// Copies `tensor` to the GPU through `pinned`, in which it fits.
+    fn through(&self, pinned: &Tensor, tensor: &Tensor) -> Result<Tensor, TchError> {
+        let mut pinned = pinned.f_narrow(0, 0, tensor.size()[0])?;
         pinned.f_copy_(tensor)?;
         let non_blocking = true;
-        pinned.f_to_device_(device, pinned.kind(), non_blocking, false)
+        pinned.f_to_device_(Device::Cuda(self.gpu), pinned.kind(), non_blocking, false)
     }
+}
+
+/// Returns whether the samples in `tensor` have the dtype and shape of those in `room`, and are not more.
+fn fits(tensor: &Tensor, room: &Tensor) -> bool {
+    let (size, room_size) = (tensor.size(), room.size());
+    tensor.kind() == room.kind()
+        && size.len() == room_size.len()
+        && size[0] <= room_size[0]
+        && size[1..] == room_size[1..]
 }

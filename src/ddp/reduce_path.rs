@@ -38,7 +38,7 @@ impl ReducePath {
             // Ranks that share a GPU communicate through one stream, which orders their work.
             Device::Cuda(gpu) if group.is_stream_ordered() => Self::OnGpu(OnGpu {
                 gpu,
-                stream: CudaStream::new(gpu)?,
+                stream: CudaStream::beside(gpu)?,
                 computed: CudaEvent::new()?,
                 reduced: CudaEvent::new()?,
                 pending: false,

@@ -9,6 +9,8 @@ use std::time::Duration;
 use cudarc::driver::result as driver;
 use cudarc::driver::sys::CUresult;
 use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
+use tch::{Device, Tensor};
+use torch_sys::C_tensor;
 
 use super::shim::check;
 use crate::error::Result;
@@ -40,9 +42,18 @@ unsafe extern "C" {
         ms: *mut f64,
     ) -> *mut c_char;
     fn ddp_cuda_event_block(event: *mut RawEvent, index: c_int) -> *mut c_char;
-    fn ddp_cuda_stream_new(index: c_int, stream: *mut *mut RawStream) -> *mut c_char;
+    fn ddp_cuda_stream_from_pool(
+        index: c_int,
+        high_priority: bool,
+        stream: *mut *mut RawStream,
+    ) -> *mut c_char;
+    fn ddp_cuda_stream_default(index: c_int, stream: *mut *mut RawStream) -> *mut c_char;
+    fn ddp_cuda_stream_current(index: c_int, stream: *mut *mut RawStream) -> *mut c_char;
     fn ddp_cuda_stream_free(stream: *mut RawStream);
+    fn ddp_cuda_stream_set(stream: *const RawStream) -> *mut c_char;
     fn ddp_cuda_stream_swap(stream: *mut RawStream) -> *mut c_char;
+    fn ddp_cuda_stream_wait(stream: *const RawStream, earlier: *const RawStream) -> *mut c_char;
+    fn ddp_cuda_record_stream(tensor: *const C_tensor) -> *mut c_char;
 }
 
 /// The GPUs and the driver found at the start of the process.
@@ -215,17 +226,58 @@ pub(crate) fn current_stream(index: usize) -> Result<*mut c_void> {
     Ok(stream)
 }
 
-/// An additional CUDA stream.
+/// The number of ranks of a process that can have streams of their own on a GPU: the size of libtorch's pools.
+pub(crate) const RANKS_PER_GPU: usize = 32;
+
+/// A CUDA stream: a queue of work for a GPU.
 #[derive(Debug)]
 pub(crate) struct CudaStream(*mut RawStream);
 
+// SAFETY: any thread may use a stream, one thread at a time.
+unsafe impl Send for CudaStream {}
+
 impl CudaStream {
-    pub(crate) fn new(index: usize) -> Result<Self> {
+    /// Takes a stream for a rank's own work. Up to [`RANKS_PER_GPU`] ranks of this process have different ones on a GPU.
+    pub(crate) fn for_rank(index: usize) -> Result<Self> {
+        // SAFETY: writes one pointer to the place that it is given.
+        Self::make(|stream| unsafe { ddp_cuda_stream_from_pool(index as c_int, false, stream) })
+    }
+
+    /// Takes a stream of high priority for work beside a rank's own.
+    pub(crate) fn beside(index: usize) -> Result<Self> {
+        // SAFETY: as above.
+        Self::make(|stream| unsafe { ddp_cuda_stream_from_pool(index as c_int, true, stream) })
+    }
+
+    /// Returns the default stream of GPU `index`, which all threads have in common.
+    pub(crate) fn default_of(index: usize) -> Result<Self> {
+        // SAFETY: as above.
+        Self::make(|stream| unsafe { ddp_cuda_stream_default(index as c_int, stream) })
+    }
+
+    /// Returns the calling thread's current stream on GPU `index`.
+    pub(crate) fn current(index: usize) -> Result<Self> {
+        // SAFETY: as above.
+        Self::make(|stream| unsafe { ddp_cuda_stream_current(index as c_int, stream) })
+    }
+
+    fn make(make: impl FnOnce(*mut *mut RawStream) -> *mut c_char) -> Result<Self> {
         let mut stream = ptr::null_mut();
-        // SAFETY: writes one pointer to a valid place.
-        let made = unsafe { ddp_cuda_stream_new(index as c_int, &mut stream) };
-        check("creating a CUDA stream", made)?;
+        check("finding a CUDA stream", make(&mut stream))?;
         Ok(Self(stream))
+    }
+
+    /// Makes this stream and its GPU the current ones of the calling thread. Follows `torch.cuda.set_stream`.
+    pub(crate) fn set_current(&self) -> Result<()> {
+        // SAFETY: the pointer lives as long as `self`.
+        check("changing the CUDA stream", unsafe { ddp_cuda_stream_set(self.0) })
+    }
+
+    /// Makes the work that this stream gets from now on wait for all that `earlier` has got so far. The host does not
+    /// wait. Follows `torch.cuda.Stream.wait_stream`.
+    pub(crate) fn wait_stream(&self, earlier: &CudaStream) -> Result<()> {
+        // SAFETY: the pointers live as long as the streams.
+        check("ordering CUDA streams", unsafe { ddp_cuda_stream_wait(self.0, earlier.0) })
     }
 
     /// Runs `f` with this stream as the thread's current stream.
@@ -254,6 +306,16 @@ impl Drop for CudaStream {
         // SAFETY: the pointer is ours, and this is its last use.
         unsafe { ddp_cuda_stream_free(self.0) }
     }
+}
+
+/// Keeps the memory of `tensor`, which another thread may free, until the calling thread's current stream has done what it
+/// has got by then. Does nothing for a tensor on the CPU. Follows `torch.Tensor.record_stream`.
+pub(crate) fn record_stream(tensor: &Tensor) -> Result<()> {
+    if tensor.device() == Device::Cpu {
+        return Ok(());
+    }
+    // SAFETY: the pointer lives as long as `tensor`.
+    check("record_stream", unsafe { ddp_cuda_record_stream(tensor.as_ptr()) })
 }
 
 /// A CUDA event: a mark on a stream. Querying whether the device has passed the mark does not wait.

@@ -17,11 +17,11 @@ const char* ddp_loaded_torch_version() {
   return version == options.end() ? nullptr : version->second.c_str();
 }
 
-// Returns the file that libtorch_cpu was loaded from, or null.
-const char* ddp_library_file() {
+// Returns the file of the library that has `address`, or null. A null address is one of libtorch_cpu.
+const char* ddp_library_file(const void* address) {
   Dl_info info;
-  auto* inside = reinterpret_cast<void*>(&at::get_num_threads);
-  return dladdr(inside, &info) == 0 ? nullptr : info.dli_fname;
+  if (address == nullptr) address = reinterpret_cast<void*>(&at::get_num_threads);
+  return dladdr(address, &info) == 0 ? nullptr : info.dli_fname;
 }
 
 }  // extern "C"

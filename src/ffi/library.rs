@@ -1,7 +1,8 @@
 //! Which libtorch is loaded, from where, and whether it is the one that this binary was built for.
 
-use std::ffi::{CStr, c_char};
+use std::ffi::{CStr, c_char, c_void};
 use std::path::{Path, PathBuf};
+use std::ptr;
 use std::sync::Once;
 
 use tch::{Device, Kind, Tensor};
@@ -11,7 +12,7 @@ use crate::error::{Error, Result, Shown};
 unsafe extern "C" {
     fn ddp_torch_version() -> *const c_char;
     fn ddp_loaded_torch_version() -> *const c_char;
-    fn ddp_library_file() -> *const c_char;
+    fn ddp_library_file(address: *const c_void) -> *const c_char;
 }
 
 /// Returns the version of libtorch that this binary was built for, such as `2.13.0`.
@@ -22,9 +23,13 @@ pub fn version() -> String {
 
 /// Returns the folder that libtorch was loaded from. `None` if not known.
 pub fn library_folder() -> Option<PathBuf> {
-    // SAFETY: the string belongs to the loader, and lives as long as the library.
-    let file = unsafe { text(ddp_library_file()) }?;
-    PathBuf::from(file).parent().map(PathBuf::from)
+    library_file(ptr::null())?.parent().map(PathBuf::from)
+}
+
+/// Returns the file of the loaded library that has `address`, and of libtorch for null. `None` if not known.
+pub(crate) fn library_file(address: *const c_void) -> Option<PathBuf> {
+    // SAFETY: the loader only compares the address. The string belongs to it, and lives as long as the library.
+    unsafe { text(ddp_library_file(address)) }.map(PathBuf::from)
 }
 
 /// Checks that the loaded libtorch has the version that this binary was built for. Another version has other classes and

@@ -22,8 +22,8 @@ pub use autocast::Autocast;
 pub use autograd::backward;
 pub use generator::{Generator, fork_rng};
 pub use kept_memory::{give_back_memory, keep_memory, keeps_memory, kept_memory};
-pub(crate) use library::choose_kernels;
 pub use library::{check_version, library_folder, version};
+pub(crate) use library::{choose_kernels, library_file};
 pub use shared::SharedTensor;
 
 pub(crate) use autograd::{linear, run_backward, unknown_leaf};

@@ -497,17 +497,51 @@ char* ddp_cuda_event_block(c10::Event* event, int index) {
   return guarded([&] { event->block(cuda().getStream(cuda_device(index))); });
 }
 
-// Gets an additional stream of high priority from libtorch's pool.
-char* ddp_cuda_stream_new(int index, c10::Stream** stream) {
-  return guarded(
-      [&] { *stream = new c10::Stream(cuda().getStreamFromGlobalPool(cuda_device(index), true)); });
+// Takes the next stream of libtorch's pool, which has 32 of each priority for a device.
+char* ddp_cuda_stream_from_pool(int index, bool high_priority, c10::Stream** stream) {
+  return guarded([&] {
+    *stream = new c10::Stream(cuda().getStreamFromGlobalPool(cuda_device(index), high_priority));
+  });
+}
+
+char* ddp_cuda_stream_default(int index, c10::Stream** stream) {
+  return guarded([&] { *stream = new c10::Stream(cuda().getDefaultStream(cuda_device(index))); });
+}
+
+char* ddp_cuda_stream_current(int index, c10::Stream** stream) {
+  return guarded([&] { *stream = new c10::Stream(cuda().getStream(cuda_device(index))); });
 }
 
 void ddp_cuda_stream_free(c10::Stream* stream) { delete stream; }
 
+// Makes the stream and its device the current ones of this thread.
+char* ddp_cuda_stream_set(const c10::Stream* stream) {
+  return guarded([&] {
+    cuda().setDevice(stream->device());
+    cuda().exchangeStream(*stream);
+  });
+}
+
 // Makes `stream` this thread's current stream, and replaces `stream` by the previous one.
 char* ddp_cuda_stream_swap(c10::Stream* stream) {
   return guarded([&] { *stream = cuda().exchangeStream(*stream); });
+}
+
+// Makes `stream` wait for all that `earlier` has been given so far. The host does not wait.
+char* ddp_cuda_stream_wait(const c10::Stream* stream, const c10::Stream* earlier) {
+  return guarded([&] {
+    c10::Event event(kCUDA);
+    event.record(*earlier);
+    event.block(*stream);
+  });
+}
+
+// Keeps the tensor's memory from other uses, once it is freed, until the thread's current stream has passed this point.
+char* ddp_cuda_record_stream(const at::Tensor* tensor) {
+  return guarded([&] {
+    const auto stream = cuda().getStream(tensor->device());
+    cuda().recordDataPtrOnStream(tensor->storage().data_ptr(), stream);
+  });
 }
 
 }  // extern "C"

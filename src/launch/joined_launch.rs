@@ -21,7 +21,7 @@ use crate::ffi::{check_interfaces, check_version};
 use crate::os::affinity::CpuList;
 use crate::os::cores;
 use crate::os::limits::not_started;
-use crate::process_group::{Backend, Bootstrap, RankIdentity, rank_label};
+use crate::process_group::{Backend, Bootstrap, RankIdentity};
 use crate::runtime::{MAX_WAIT, RunContext};
 
 /// The settings with which a process joins its launch. The default is that of [`Spawn::from_env`], but discards notes.
@@ -198,6 +198,7 @@ impl JoinedLaunch {
             rank: self.ranks_here().start + index,
             local_rank: first_local + index,
             device: self.placement.devices[index],
+            label: self.label(self.ranks_here().start + index).into(),
         }
     }
 
@@ -205,7 +206,7 @@ impl JoinedLaunch {
     pub(super) fn label(&self, rank: usize) -> String {
         match &self.world {
             Some(world) => world.label(rank),
-            None => rank_label(self.placement.devices[rank], rank),
+            None => self.placement.labels(0)[rank].clone(),
         }
     }
 
@@ -258,8 +259,8 @@ impl JoinedLaunch {
         let world_note = world.map(|world| {
             format!("{} ranks in {} processes", world.world_size(), world.processes.len())
         });
-        let memory = self.world.as_ref().and_then(|world| world.note());
-        self.placement.note.iter().cloned().chain(world_note).chain(memory).collect()
+        let notes = self.world.iter().flat_map(|world| world.notes());
+        self.placement.note.iter().cloned().chain(world_note).chain(notes).collect()
     }
 
     /// Runs `work` for this process, before its ranks start. If `work` fails, the other processes get the reason, as for

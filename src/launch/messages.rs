@@ -7,9 +7,11 @@ use std::collections::HashMap;
 use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
+use tch::Device;
 
 use crate::error::{Error, Result, escaped_line};
 use crate::ffi::TcpStore;
+use crate::process_group::device_name;
 pub(super) use crate::process_group::{from_json, to_json, unreadable};
 use crate::runtime::Failure;
 
@@ -27,11 +29,23 @@ pub(super) struct Process {
     pub first_local: usize,
     /// The device of each of its ranks, such as `CPU:0`.
     pub ranks: Vec<String>,
-    /// The unique id of each rank's GPU; empty for ranks on the CPU.
-    pub gpus: Vec<String>,
+    /// The GPU of each rank; empty for ranks on the CPU.
+    pub gpus: Vec<Gpu>,
+    /// The host that NCCL takes this process to be on, if `NCCL_HOSTID` names one.
+    #[serde(default)]
+    pub nccl_host: Option<String>,
     /// Names and values that must be the same in all processes; opaque here.
     #[serde(default)]
     pub options: Vec<(String, String)>,
+}
+
+/// A GPU of a rank.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Gpu {
+    /// The unique id.
+    pub uuid: String,
+    /// The index among those that its process sees.
+    pub index: usize,
 }
 
 impl Process {
@@ -126,23 +140,41 @@ pub(super) fn places(processes: &[Process]) -> Result<Vec<Range<usize>>> {
     )))
 }
 
-/// Returns the first GPU that two ranks share, with the text for the user on both; `None` if no GPU is shared.
-pub(super) fn shared_gpu(processes: &[Process]) -> Option<(&str, [String; 2])> {
-    let mut seen: HashMap<&str, (usize, &Process, usize)> = HashMap::new();
+/// Returns the first GPU that two ranks share, with the text for the user on both; `None` if no GPU is shared. With
+/// `within_host`, only of ranks that NCCL takes to be on one host.
+pub(super) fn shared_gpu(processes: &[Process], within_host: bool) -> Option<(&str, [String; 2])> {
+    type Key<'a> = (&'a str, Option<&'a str>);
+    let mut seen: HashMap<Key, (usize, &Process, usize)> = HashMap::new();
     let mut first = 0;
     for process in processes {
         for (place, gpu) in process.gpus.iter().enumerate() {
             let here = (first + place, process, place);
-            if let Some(before) = seen.insert(gpu, here) {
+            let host = process.nccl_host.as_deref().filter(|_| within_host);
+            if let Some(before) = seen.insert((&gpu.uuid, host), here) {
                 let name = |(rank, process, place): (usize, &Process, usize)| {
                     format!("rank {rank} ({})", process.label(place))
                 };
-                return Some((gpu, [name(before), name(here)]));
+                return Some((&gpu.uuid, [name(before), name(here)]));
             }
         }
         first += process.ranks.len();
     }
     None
+}
+
+/// Names the GPU of each rank that shares it by its index: there may be no GPU with the rank's number on its machine.
+pub(super) fn name_shared_gpus(processes: &mut [Process]) {
+    let mut ranks_of: HashMap<String, usize> = HashMap::new();
+    for gpu in processes.iter().flat_map(|process| &process.gpus) {
+        *ranks_of.entry(gpu.uuid.clone()).or_default() += 1;
+    }
+    for process in processes {
+        for (label, gpu) in process.ranks.iter_mut().zip(&process.gpus) {
+            if ranks_of.get(&gpu.uuid).is_some_and(|&ranks| ranks > 1) {
+                *label = device_name(Device::Cuda(gpu.index));
+            }
+        }
+    }
 }
 
 /// Whether a run begins. Its processes wait for this in the rendezvous; the first that finds it out decides.
@@ -228,7 +260,7 @@ mod tests {
         if let Ok(process) = Process::from_bytes(KEY, bytes) {
             let twice = [process.clone(), process];
             assert_eq!(places(&twice).is_ok(), 2 * twice[0].ranks.len() <= MOST_RANKS);
-            assert_eq!(shared_gpu(&twice).is_some(), !twice[0].gpus.is_empty());
+            assert_eq!(shared_gpu(&twice, true).is_some(), !twice[0].gpus.is_empty());
         }
         if let Ok(failure) = failure_from_bytes(KEY, bytes, count) {
             assert!(failure.rank < count);
@@ -252,9 +284,10 @@ mod tests {
         let texts = (".*", ".*", ".*", prop::collection::vec(".*", 1..4));
         (texts, any::<u32>(), any::<usize>()).prop_map(|(texts, pid, first_local)| {
             let (version, host, backend, ranks) = texts;
-            let gpus = ranks.clone();
+            let gpus = (0..).zip(&ranks).map(|(index, uuid)| Gpu { uuid: uuid.clone(), index });
+            let (gpus, nccl_host) = (gpus.collect(), Some(host.clone()));
             let options = vec![(host.clone(), backend.clone())];
-            Process { version, host, pid, backend, first_local, ranks, gpus, options }
+            Process { version, host, pid, backend, first_local, ranks, gpus, nccl_host, options }
         })
     }
 
@@ -306,6 +339,10 @@ mod tests {
         }
     }
 
+    fn gpu(uuid: &str, index: usize) -> Gpu {
+        Gpu { uuid: uuid.into(), index }
+    }
+
     fn crowd(count: usize) -> Process {
         Process {
             version: String::new(),
@@ -315,6 +352,7 @@ mod tests {
             first_local: 0,
             ranks: (0..count).map(|rank| format!("GPU:{rank}")).collect(),
             gpus: Vec::new(),
+            nccl_host: None,
             options: Vec::new(),
         }
     }
@@ -356,13 +394,20 @@ mod tests {
     #[test]
     fn ranks_that_share_a_gpu_are_found() {
         let with = |gpus: &[&str]| Process {
-            gpus: gpus.iter().map(ToString::to_string).collect(),
+            gpus: gpus.iter().map(|uuid| gpu(uuid, 0)).collect(),
             ..crowd(gpus.len())
         };
-        assert_eq!(shared_gpu(&[with(&["x", "y"]), crowd(3), with(&["z"])]), None);
-        let ranks = [with(&["x", "y"]), crowd(3), with(&["z", "y", "x"])];
+        assert_eq!(shared_gpu(&[with(&["x", "y"]), crowd(3), with(&["z"])], true), None);
+        let mut ranks = [with(&["x", "y"]), crowd(3), with(&["z", "y", "x"])];
         let both = ["rank 1 (GPU:1 on a, process 2)", "rank 6 (GPU:1 on a, process 3)"];
-        assert_eq!(shared_gpu(&ranks), Some(("y", both.map(String::from))));
+        assert_eq!(shared_gpu(&ranks, true), Some(("y", both.map(String::from))));
+        ranks[2].nccl_host = Some("b".into());
+        assert_eq!(shared_gpu(&ranks, true), None);
+        assert!(shared_gpu(&ranks, false).is_some());
+        name_shared_gpus(&mut ranks);
+        assert_eq!(ranks[2].ranks, ["GPU:0", "GPU:0", "GPU:0"]); // only the first is its own: it has this number, too
+        assert_eq!(ranks[0].ranks, ["GPU:0", "GPU:0"]);
+        assert_eq!(ranks[1].ranks, ["GPU:0", "GPU:1", "GPU:2"]);
     }
 
     #[test]
@@ -376,7 +421,7 @@ mod tests {
             let error = Process::from_bytes(KEY, &bytes).unwrap_err().to_string();
             assert!(error.contains(&format!("a process with {count} ranks")), "{error}");
         }
-        let process = Process { gpus: vec!["x".into(); 3], ..crowd(2) };
+        let process = Process { gpus: vec![gpu("x", 0); 3], ..crowd(2) };
         let bytes = to_json(KEY, &process).unwrap();
         let error = Process::from_bytes(KEY, &bytes).unwrap_err().to_string();
         assert!(error.contains("a process with 2 ranks and 3 GPUs"), "{error}");
@@ -395,6 +440,7 @@ mod tests {
             first_local,
             ranks: vec!["CPU:0".into()],
             gpus: Vec::new(),
+            nccl_host: None,
             options: Vec::new(),
         };
         let nodes =

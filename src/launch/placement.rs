@@ -7,8 +7,8 @@ use serde_with::SerializeDisplay;
 use tch::Device;
 
 use crate::error::{Error, Result};
-use crate::ffi::cuda::Cuda;
-use crate::process_group::{Backend, Devices};
+use crate::ffi::cuda::{self, Cuda};
+use crate::process_group::{Backend, Devices, device_name};
 
 /// The number of ranks to start on this machine: `--nproc-per-node`, as in torchrun.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -230,6 +230,12 @@ pub fn place(
     } else if let Some(first) = share.first_gpu(count, gpus) {
         let devices = own_gpus(first);
         (given.unwrap_or_else(|| Backend::for_threads(&devices)), devices, None)
+    } else if let Some(backend) = given
+        && let Ok(note) = share_gpus(backend, share.count * count, gpus)
+    {
+        let first = share.index * count;
+        let devices = (first..first + count).map(|rank| Device::Cuda(rank % gpus)).collect();
+        (backend, devices, Some(note))
     } else if share.count > 1 {
         let NodeSlice { index, count: processes, .. } = share;
         let each = if count == 1 { "1 rank" } else { &format!("{count} ranks") };
@@ -240,13 +246,32 @@ pub fn place(
             if gpus == 1 { "is" } else { "are" }
         )));
     } else {
+        let why = given.and_then(|backend| share_gpus(backend, count, gpus).err());
         return Err(Error::InvalidInput(format!(
-            "--nproc-per-node {count}: only {gpus} {} visible; use at most {gpus}, check \
+            "--nproc-per-node {count}: only {gpus} {} visible{}; use at most {gpus}, check \
              CUDA_VISIBLE_DEVICES, or let all ranks share GPU 0 with --backend threaded",
-            if gpus == 1 { "GPU is" } else { "GPUs are" }
+            if gpus == 1 { "GPU is" } else { "GPUs are" },
+            why.map_or(String::new(), |why| format!(", and {why}"))
         )));
     };
     Ok(Placement { backend, devices, gpu_count: gpus, threads_per_rank, note })
+}
+
+/// Returns the note that the `count` ranks of this machine share its `gpus` GPUs with `backend`.
+///
+/// # Errors
+/// The reason why they cannot.
+fn share_gpus(backend: Backend, count: usize, gpus: usize) -> Result<String> {
+    backend.check_shared_gpu()?;
+    let per_gpu = count.div_ceil(gpus);
+    if per_gpu > cuda::RANKS_PER_GPU {
+        return Err(Error::InvalidInput(format!(
+            "{per_gpu} ranks on one are more than the {} that can each have a stream of their own",
+            cuda::RANKS_PER_GPU
+        )));
+    }
+    let shared = if gpus == 1 { "GPU 0".into() } else { format!("{gpus} GPUs") };
+    Ok(format!("--backend {}: {count} ranks share {shared}", backend.name()))
 }
 
 /// Returns the note that many ranks share few cores; `None` if they do not.
@@ -262,6 +287,20 @@ fn oversubscribed(ranks: usize, cores: usize) -> Option<String> {
 }
 
 impl Placement {
+    /// Returns the label of each rank, for the user: its device type and its number on its machine, such as `GPU:1`. The
+    /// first rank has the number `first_local`. Ranks that share GPUs have the index of theirs instead.
+    pub(crate) fn labels(&self, first_local: usize) -> Vec<String> {
+        let devices = &self.devices;
+        let label = |(place, &device): (usize, &Device)| match device {
+            Device::Cuda(_) if devices.iter().filter(|other| **other == device).count() > 1 => {
+                device_name(device)
+            }
+            Device::Cuda(_) => device_name(Device::Cuda(first_local + place)),
+            device => format!("{}:{}", device_name(device), first_local + place),
+        };
+        devices.iter().enumerate().map(label).collect()
+    }
+
     /// Adapts the placement to a run of `count` processes.
     ///
     /// # Errors

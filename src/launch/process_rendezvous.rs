@@ -216,7 +216,7 @@ fn check(processes: &[Process], me: &Process, mine: usize) -> Result<Vec<Range<u
     check_same(processes)?;
     let backend: Backend = me.backend.parse()?;
     if backend.devices() == Devices::OwnGpu
-        && let Some((gpu, [one, other])) = shared_gpu(processes)
+        && let Some((gpu, [one, other])) = shared_gpu(processes, true)
         && let Err(reason) = backend.check_shared_gpu()
     {
         return Err(Error::InvalidInput(format!(
@@ -280,6 +280,7 @@ mod tests {
             first_local: 0,
             ranks: vec!["CPU:0".into()],
             gpus: Vec::new(),
+            nccl_host: None,
             options: Vec::new(),
         };
         let rendezvous = ProcessRendezvous {

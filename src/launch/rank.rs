@@ -134,7 +134,7 @@ impl Rank {
 
         activity.enter(Operation::Init, 0);
         run.fault_point(rank, FaultSite::Init, 0)?;
-        let group = bootstrap.join(self.identity)?;
+        let group = bootstrap.join(self.identity.clone())?;
         activity.restore(before);
         Ok(self.group.get_or_init(|| Rc::new(group)).clone())
     }

@@ -11,6 +11,7 @@ use super::rendezvous::RankRendezvous;
 use super::{JoinedLaunch, Rank};
 use crate::error::{Error, Result};
 use crate::ffi;
+use crate::ffi::cuda::CudaStream;
 use crate::operation::Operation;
 use crate::os::affinity::CpuList;
 use crate::runtime::{RunContext, panics};
@@ -49,7 +50,9 @@ impl<T> RankThread<T> {
         let result = catch_unwind(AssertUnwindSafe(|| {
             bound?;
             prepare(context.device(), threads)?;
-            f(&context)
+            let value = f(&context)?;
+            give_to_caller(context.device())?;
+            Ok(value)
         }))
         .unwrap_or_else(|panic| Err(error_of(panic)));
         // The order matters. Report how this rank ended, so that no rank waits for it. Wait until the work it has
@@ -90,11 +93,16 @@ fn report(run: &RunContext, rank: usize, error: anyhow::Error) {
     }
 }
 
-/// Prepares the thread for its rank's function: sets its device and its share of the cores. Backward runs on this
-/// very thread, so that its errors belong to this rank.
+/// Prepares the thread for its rank's function: sets its device, its stream there and its share of the cores. Backward
+/// runs on this very thread, so that its errors belong to this rank.
+///
+/// Each rank computes on a stream of its own, so that ranks that share a GPU overlap, and so that none waits for
+/// another's collective. The stream begins after the default stream, on which the caller may have made tensors.
 fn prepare(device: Device, threads: usize) -> Result<()> {
     if let Device::Cuda(index) = device {
-        ffi::cuda::set_device(index)?;
+        let stream = CudaStream::for_rank(index)?;
+        stream.set_current()?;
+        stream.wait_stream(&CudaStream::default_of(index)?)?;
     }
     tch::set_num_threads(i32::try_from(threads).unwrap_or(i32::MAX));
     // Reading it once makes this thread keep it, whatever another thread sets.
@@ -104,6 +112,12 @@ fn prepare(device: Device, threads: usize) -> Result<()> {
         ffi::hide_stack_traces();
     }
     Ok(())
+}
+
+/// Makes the GPU's default stream, on which the caller may use what the rank returns, wait for the rank's work.
+fn give_to_caller(device: Device) -> Result<()> {
+    let Device::Cuda(index) = device else { return Ok(()) };
+    CudaStream::default_of(index)?.wait_stream(&CudaStream::current(index)?)
 }
 
 #[cfg(test)]

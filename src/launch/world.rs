@@ -6,6 +6,7 @@
 
 use std::collections::HashMap;
 use std::convert::Infallible;
+use std::env::var;
 use std::io::ErrorKind;
 use std::net::{IpAddr, TcpListener, ToSocketAddrs};
 use std::ops::Range;
@@ -17,7 +18,7 @@ use tch::Device;
 
 use super::heartbeat_monitor::{HeartbeatMonitor, Server, Stay};
 use super::host::{APART, HostLinks, OFF};
-use super::messages::{MOST_RANKS, Process, node_of, ranks_on};
+use super::messages::{Gpu, MOST_RANKS, Process, name_shared_gpus, node_of, ranks_on, shared_gpu};
 use super::process_rendezvous::{ProcessRendezvous, files_of_store, prefix, process_0_missing};
 use super::{
     Launch, LaunchKind, MasterEndpoint, Placement, SharedMemory, clock_sync, restart_generation,
@@ -25,7 +26,7 @@ use super::{
 use crate::error::{Error, Result};
 use crate::ffi::{TcpStore, cuda};
 use crate::os::limits::require_files;
-use crate::process_group::{Backend, Bootstrap, Network, ProcessMap, rank_label};
+use crate::process_group::{Backend, Bootstrap, Network, ProcessMap};
 use crate::runtime::{Clock, RunContext};
 
 /// All processes of a run, as seen by one of them.
@@ -128,15 +129,15 @@ impl ProcessWorld {
             pid: std::process::id(),
             backend: backend.name().into(),
             first_local,
-            ranks: (placement.devices.iter().zip(first_local..))
-                .map(|(device, local_rank)| rank_label(*device, local_rank))
-                .collect(),
+            ranks: placement.labels(first_local),
             gpus: placement.devices.iter().map(gpu_of).collect::<Option<_>>().unwrap_or_default(),
+            nccl_host: var("NCCL_HOSTID").ok().filter(|host| !host.is_empty()),
             options,
         };
         let rendezvous =
             ProcessRendezvous { store: &store, common, launch, me: &me, began, timeout, serves };
-        let (processes, ranks) = rendezvous.meet()?;
+        let (mut processes, ranks) = rendezvous.meet()?;
+        name_shared_gpus(&mut processes);
         let machines = processes.iter().filter(|process| process.first_local == 0).count();
         let nnodes = launch.nnodes.unwrap_or(machines);
         let node_rank = launch.node_rank.unwrap_or_else(|| node_of(&processes, mine));
@@ -236,12 +237,17 @@ impl ProcessWorld {
         }
     }
 
-    /// Returns a note for the user if processes of one machine cannot share memory. `None` if they need not.
-    pub(super) fn note(&self) -> Option<String> {
-        let why = self.unshared().filter(|why| !why.ends_with(OFF))?;
-        Some(format!(
-            "processes of one machine exchange tensors over TCP, because they cannot share memory: {why}"
-        ))
+    /// Returns notes for the user: processes of one machine cannot share memory, or they share a GPU.
+    pub(super) fn notes(&self) -> impl Iterator<Item = String> {
+        let over_tcp = self.unshared().filter(|why| !why.ends_with(OFF)).map(|why| {
+            format!(
+                "processes of one machine exchange tensors over TCP, because they cannot share memory: {why}"
+            )
+        });
+        let shared = shared_gpu(&self.processes, false).map(|(gpu, [one, other])| {
+            format!("{one} and {other} share a GPU, {gpu}: its times show nothing about speed")
+        });
+        over_tcp.into_iter().chain(shared)
     }
 
     /// Returns why processes of one machine do not share memory; `None` if they do.
@@ -322,10 +328,10 @@ fn check_is_here(master: &MasterEndpoint) -> Result<()> {
     }
 }
 
-/// Returns the UUID of the device's GPU; `None` for the CPU.
-fn gpu_of(device: &Device) -> Option<String> {
-    match device {
-        Device::Cuda(index) => cuda::uuid(*index),
+/// Returns the device's GPU; `None` for the CPU.
+fn gpu_of(device: &Device) -> Option<Gpu> {
+    match *device {
+        Device::Cuda(index) => Some(Gpu { uuid: cuda::uuid(index)?, index }),
         _ => None,
     }
 }

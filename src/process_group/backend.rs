@@ -27,7 +27,7 @@ pub(super) struct BackendType {
     pub is_stream_ordered: bool,
     /// Checks that its library is installed, if it needs one.
     pub check_library: fn() -> Result<()>,
-    /// Checks that ranks of several processes may have one GPU.
+    /// Checks that several ranks may have one GPU.
     pub check_shared_gpu: fn() -> Result<()>,
     /// Whether ranks read each other's tensors in memory, so that a reduction can take a list of tensors without
     /// copies.
@@ -45,7 +45,7 @@ pub(crate) enum Devices {
     Cpu,
     /// The CPU, or one GPU for all ranks of the process.
     CpuOrSharedGpu,
-    /// A GPU for each rank. Ranks of several processes may share one, if [`BackendType::check_shared_gpu`] says so.
+    /// A GPU for each rank. Ranks may share one, if [`BackendType::check_shared_gpu`] says so.
     OwnGpu,
 }
 

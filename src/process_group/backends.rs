@@ -116,7 +116,7 @@ impl Backend {
         (self.entry().check_library)()
     }
 
-    /// Checks that ranks of several processes may have one GPU.
+    /// Checks that several ranks may have one GPU.
     ///
     /// # Errors
     /// [`Error::InvalidInput`] that says why not, and what to do.

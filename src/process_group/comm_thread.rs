@@ -19,7 +19,8 @@ use super::ProcessGroup;
 use super::backend::SequencedBackend;
 use super::network::{InFlight, Started};
 use crate::error::{Error, Result};
-use crate::ffi::{cuda, set_multithreading_enabled};
+use crate::ffi::cuda::CudaStream;
+use crate::ffi::set_multithreading_enabled;
 use crate::operation::OpId;
 use crate::os::limits::not_started;
 use crate::runtime::{SpanId, panics};
@@ -86,6 +87,10 @@ impl CommunicationThread {
         let (jobs_tx, jobs_rx) = unbounded();
         let (returned_tx, returned_rx) = bounded(1);
         let make_group = group.on_another_thread();
+        let stream = match group.device() {
+            Device::Cuda(gpu) => Some(CudaStream::current(gpu)?),
+            _ => None,
+        };
         let rank = group.global_rank();
         let busy = Arc::<Mutex<BusyTime>>::default();
         let busy_there = busy.clone();
@@ -107,7 +112,7 @@ impl CommunicationThread {
                 let end = |group: &ProcessGroup| {
                     network.finish(&started).map(|()| group.record_end(record))
                 };
-                tell(result, run_job(&group, Some(started.at), end));
+                tell(result, run_job(&group, stream.as_ref(), Some(started.at), end));
             };
             loop {
                 // Whichever comes first: a job, or the end of the oldest operation in flight.
@@ -128,7 +133,7 @@ impl CommunicationThread {
                     }
                     Job::Run(call, result) => {
                         busy.lock().begin();
-                        match run_job(&group, None, call) {
+                        match run_job(&group, stream.as_ref(), None, call) {
                             Ok(Some((work, record))) => in_flight.push_back((work, record, result)),
                             Ok(None) => tell(result, Ok(())),
                             Err(error) => tell(result, Err(error)),
@@ -190,18 +195,17 @@ fn ends_before_a_job(
     select.ready_timeout(started.time_left()) != Ok(job)
 }
 
-/// Runs `call`. `at` names the operation whose end it waits for, if it does only that. Reports a failure to
-/// the run, because the rank may never ask for the result.
+/// Runs `call` with the rank's own `stream`, if it has a GPU. `at` names the operation whose end it waits for, if it does
+/// only that. Reports a failure to the run, because the rank may never ask for the result.
 fn run_job<T>(
     group: &ProcessGroup,
+    stream: Option<&CudaStream>,
     at: Option<OpId>,
     call: impl FnOnce(&ProcessGroup) -> Result<T>,
 ) -> Result<T> {
     let (run, rank) = (group.run(), group.global_rank());
     let work = || {
-        if let Device::Cuda(gpu) = group.device() {
-            cuda::set_device(gpu)?;
-        }
+        stream.map_or(Ok(()), CudaStream::set_current)?;
         call(group)
     };
     let at = || at.or_else(|| Some(group.activity().now()));

@@ -2,6 +2,9 @@
 //!
 //! Timed CUDA events are on the GPU's streams, between the phases of a step and around each collective. Whenever
 //! the rank records something, it checks which events have passed; it never waits for one.
+//!
+//! The clocks of GPU and host are compared once, and drift apart. But the GPU passes an event after the host has recorded
+//! it, and before the host sees that. Wherever a time is not within these bounds, the clock is set right.
 
 use std::collections::VecDeque;
 use std::rc::Rc;
@@ -28,8 +31,7 @@ pub(super) struct GpuClock {
     rank: usize,
     /// The stream of the rank's own work.
     stream: usize,
-    /// The reference event for all other events, and when the GPU passed it.
-    origin: (Rc<CudaEvent>, Duration),
+    origin: Origin,
     launched: VecDeque<TimedWork>,
     spare: Vec<CudaEvent>,
     /// The times of all work that is known to be done.
@@ -38,6 +40,22 @@ pub(super) struct GpuClock {
     phase: Option<(Operation, Duration)>,
     /// Whether recording has stopped because the GPU has failed. The code that uses the GPU reports the failure.
     stopped: bool,
+}
+
+/// The reference event for all other events.
+#[derive(Debug)]
+struct Origin {
+    event: Rc<Mark>,
+    /// When the GPU passed it, on the host's clock.
+    passed: Duration,
+}
+
+/// A timed event on the GPU.
+#[derive(Debug)]
+struct Mark {
+    event: CudaEvent,
+    /// When the host recorded it.
+    recorded: Duration,
 }
 
 /// The GPU's times for the work that one rank has launched, in seconds.
@@ -66,8 +84,8 @@ struct TimedWork {
     operation: Operation,
     /// Whether the work is on a stream other than the rank's own.
     on_side_stream: bool,
-    began: Rc<CudaEvent>,
-    ended: Option<Rc<CudaEvent>>,
+    began: Rc<Mark>,
+    ended: Option<Rc<Mark>>,
     /// The start and the end on the GPU; `None` if they are not known yet.
     times: Option<[Duration; 2]>,
 }
@@ -78,13 +96,13 @@ impl GpuClock {
     /// # Errors
     /// The errors of [`RunContext::poll`] and of libtorch.
     pub(super) fn start(run: &RunContext, rank: usize, gpu: usize) -> Result<Self> {
-        let (origin, passed, error) = closest(run, rank, gpu)?;
+        let (origin, error) = closest(run, rank, gpu)?;
         run.flight_recorder.note_gpu_clock(rank, error);
         Ok(Self {
             gpu,
             rank,
             stream: cuda::current_stream(gpu)? as usize,
-            origin: (Rc::new(origin), passed),
+            origin,
             launched: VecDeque::new(),
             spare: Vec::new(),
             times: GpuSeconds::default(),
@@ -97,6 +115,7 @@ impl GpuClock {
     /// from now on is part of `begun`.
     pub(super) fn mark(
         &mut self,
+        run: &RunContext,
         ended: Option<Span>,
         begun: Option<(Span, Operation)>,
     ) -> Result<()> {
@@ -106,24 +125,24 @@ impl GpuClock {
             return Ok(());
         }
         let event = self.spare.pop().map_or_else(CudaEvent::timed, Ok)?;
+        let recorded = run.flight_recorder.now();
         event.record(self.gpu)?;
-        let event = Rc::new(event);
+        let mark = Rc::new(Mark { event, recorded });
         if let Some(open) = open {
-            open.ended = Some(event.clone());
+            open.ended = Some(mark.clone());
         }
         if let Some((span, operation)) = begun {
             if self.launched.len() == MAX_QUEUED {
                 self.launched.pop_front();
             }
             let on_side_stream = cuda::current_stream(self.gpu)? as usize != self.stream;
-            let (began, ended, times) = (event, None, None);
             self.launched.push_back(TimedWork {
                 span,
                 operation,
                 on_side_stream,
-                began,
-                ended,
-                times,
+                began: mark,
+                ended: None,
+                times: None,
             });
         }
         Ok(())
@@ -131,7 +150,6 @@ impl GpuClock {
 
     /// Stores the times of the work that the GPU has done meanwhile.
     pub(super) fn note_done(&mut self, run: &RunContext) -> Result<()> {
-        let (origin, passed) = &self.origin;
         let mut phase_goes_on = false;
         for work in self.launched.iter_mut().filter(|work| work.times.is_none()) {
             let is_phase = !work.operation.may_wait();
@@ -139,9 +157,9 @@ impl GpuClock {
                 continue; // phases follow each other on one stream
             }
             match &work.ended {
-                Some(ended) if ended.is_done()? => {
-                    let since = [work.began.since(origin)?, ended.since(origin)?];
-                    let times = since.map(|since| passed.saturating_add(since));
+                Some(ended) if ended.event.is_done()? => {
+                    let seen = run.flight_recorder.now();
+                    let times = self.origin.times([&work.began, ended], seen)?;
                     if let Span::Record(mark) = work.span {
                         run.flight_recorder.note_gpu(self.rank, mark, times);
                     }
@@ -157,11 +175,11 @@ impl GpuClock {
             let Some(times) = done.times else { break };
             self.count(&done, times);
             // Later spans in the queue began later, so this event can be their reference.
-            if times[0].saturating_sub(self.origin.1) > REBASE {
-                self.origin = (done.began.clone(), times[0]);
+            if times[0].saturating_sub(self.origin.passed) > REBASE {
+                self.origin = Origin { event: done.began.clone(), passed: times[0] };
             }
-            let events = [Some(done.began), done.ended].into_iter().flatten();
-            self.spare.extend(events.filter_map(Rc::into_inner));
+            let marks = [Some(done.began), done.ended].into_iter().flatten();
+            self.spare.extend(marks.filter_map(Rc::into_inner).map(|mark| mark.event));
         }
         Ok(())
     }
@@ -201,6 +219,32 @@ impl GpuClock {
     }
 }
 
+impl Origin {
+    /// Returns when the GPU passed two marks, the earlier first, on the host's clock. The host has seen at `seen` that it
+    /// passed both. Sets the reference right if the times would not be after the marks were recorded and before they were
+    /// seen.
+    fn times(&mut self, marks: [&Mark; 2], seen: Duration) -> Result<[Duration; 2]> {
+        let mut times = [Duration::ZERO; 2];
+        for (time, mark) in times.iter_mut().zip(marks) {
+            *time = self.passed.saturating_add(mark.event.since(&self.event.event)?);
+        }
+        let recorded = marks.map(|mark| mark.recorded);
+        self.passed = set_right(self.passed, times, recorded, seen);
+        Ok(times.map(|time| set_right(time, times, recorded, seen)))
+    }
+}
+
+/// Returns `time` later or earlier by what puts `times`, of two events, after they were recorded and before they were seen.
+fn set_right(
+    time: Duration,
+    times: [Duration; 2],
+    recorded: [Duration; 2],
+    seen: Duration,
+) -> Duration {
+    let [begin, end] = [0, 1].map(|event| recorded[event].saturating_sub(times[event]));
+    time.saturating_add(begin.max(end)).saturating_sub(times[1].saturating_sub(seen))
+}
+
 impl GpuSeconds {
     /// Returns the share of the time of collectives that overlapped with other work of the rank's own stream, from
     /// 0 to 1.
@@ -212,27 +256,51 @@ impl GpuSeconds {
     }
 }
 
-/// Returns an event that the GPU has passed, the time of the event, and the possible error of that time. Takes the
-/// most exact of `EVENTS` measurements.
-fn closest(run: &RunContext, rank: usize, gpu: usize) -> Result<(CudaEvent, Duration, Duration)> {
+/// Returns a reference event that the GPU has passed, and the possible error of its time. Takes the most exact of
+/// `EVENTS` measurements.
+fn closest(run: &RunContext, rank: usize, gpu: usize) -> Result<(Origin, Duration)> {
     const EVENTS: usize = 8;
     /// The time within which an idle GPU passes an event.
     const AT_ONCE: Duration = Duration::from_millis(1);
-    let measure = |_| -> Result<(CudaEvent, Duration, Duration)> {
+    let measure = || -> Result<(Origin, Duration)> {
         let event = CudaEvent::timed()?;
-        let before = run.flight_recorder.now();
+        let recorded = run.flight_recorder.now();
         event.record(gpu)?;
-        let recorded = Instant::now();
-        while recorded.elapsed() < AT_ONCE && !event.is_done()? {
+        let began = Instant::now();
+        while began.elapsed() < AT_ONCE && !event.is_done()? {
             std::thread::yield_now();
         }
         run.poll(rank, || event.is_done())?;
-        let error = run.flight_recorder.now().saturating_sub(before) / 2;
-        Ok((event, before + error, error))
+        let error = run.flight_recorder.now().saturating_sub(recorded) / 2;
+        let event = Rc::new(Mark { event, recorded });
+        Ok((Origin { event, passed: recorded + error }, error))
     };
-    let first = measure(0)?;
-    (1..EVENTS).try_fold(first, |best, number| {
-        let next = measure(number)?;
-        Ok(if next.2 < best.2 { next } else { best })
-    })
+    let mut best = measure()?;
+    for _ in 1..EVENTS {
+        let next = measure()?;
+        if next.1 < best.1 {
+            best = next;
+        }
+    }
+    Ok(best)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_of_a_clock_that_drifts_stay_after_launch_and_before_the_poll() {
+        let ms = |[begin, end]: [u64; 2]| [begin, end].map(Duration::from_millis);
+        for (times, recorded, seen, expected) in [
+            ([10, 20], [5, 6], 30, [10, 20]),
+            ([3, 13], [5, 6], 30, [5, 15]),
+            ([3, 4], [2, 9], 30, [8, 9]),
+            ([25, 35], [5, 6], 30, [20, 30]),
+        ] {
+            let (times, recorded, seen) = (ms(times), ms(recorded), Duration::from_millis(seen));
+            let found = times.map(|time| set_right(time, times, recorded, seen));
+            assert_eq!(found, ms(expected), "{times:?}");
+        }
+    }
 }

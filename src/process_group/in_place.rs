@@ -13,6 +13,7 @@ use super::call::{NEXT_SHAPE, Options, PieceFn};
 use super::{ProcessGroup, ReduceOp, weights};
 use crate::error::{Error, Result};
 use crate::ffi::TorchResult;
+use crate::ffi::cuda::record_stream;
 use crate::operation::Operation;
 
 /// How to combine the ranks' tensors: the operation, and this rank's weight if ranks have weights.
@@ -112,7 +113,7 @@ impl ProcessGroup {
     }
 
     /// Returns the tensors that one rank of this process makes with `make`. All of the process's ranks get handles of
-    /// their own to the same memory. A collective.
+    /// their own to the same memory, which any of them may free last. A collective.
     ///
     /// # Errors
     /// The errors of [`barrier`](Self::barrier) and of `make`.
@@ -126,8 +127,13 @@ impl ProcessGroup {
         let make = || Ok(Arc::new(Mutex::new(make()?)));
         let rank = self.global_rank();
         let tensors = self.shared.tensors.fetch(sequence, ranks, self.run(), rank, make)?;
+        self.barrier()?; // on a GPU, the work of each rank follows that of `make`
         let tensors = tensors.lock();
-        tensors.iter().map(|tensor| tensor.f_data().doing("sharing a tensor")).collect()
+        let share = |tensor: &Tensor| {
+            record_stream(tensor)?;
+            tensor.f_data().doing("sharing a tensor")
+        };
+        tensors.iter().map(share).collect()
     }
 }
 

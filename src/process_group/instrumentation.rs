@@ -124,14 +124,16 @@ impl ProcessGroup {
     /// [`ProcessGroup::record_end`].
     pub(super) fn record(&self, begin: OpStart) -> SpanId {
         let mark = self.run().flight_recorder.begin(self.global_rank(), begin);
-        self.on_gpu(|clock| clock.mark(None, Some((Span::Record(mark), begin.at.operation))));
+        self.on_gpu(|clock| {
+            clock.mark(self.run(), None, Some((Span::Record(mark), begin.at.operation)))
+        });
         self.note_gpu();
         mark
     }
 
     /// Records the end of the operation `mark`.
     pub(super) fn record_end(&self, mark: SpanId) {
-        self.on_gpu(|clock| clock.mark(Some(Span::Record(mark)), None));
+        self.on_gpu(|clock| clock.mark(self.run(), Some(Span::Record(mark)), None));
         self.record_wait(self.run().flight_recorder.end(self.global_rank(), mark));
     }
 
@@ -182,9 +184,11 @@ impl ProcessGroup {
     /// Runs `block`, which makes this rank's GPU wait for another of its streams. Counts that wait as time in
     /// collectives.
     pub(crate) fn record_gpu_wait(&self, block: impl FnOnce() -> Result<()>) -> Result<()> {
-        self.on_gpu(|clock| clock.mark(None, Some((Span::Wait, Operation::Synchronize))));
+        self.on_gpu(|clock| {
+            clock.mark(self.run(), None, Some((Span::Wait, Operation::Synchronize)))
+        });
         let blocked = block();
-        self.on_gpu(|clock| clock.mark(Some(Span::Wait), None));
+        self.on_gpu(|clock| clock.mark(self.run(), Some(Span::Wait), None));
         blocked
     }
 
@@ -234,7 +238,7 @@ impl ProcessGroup {
         let OpId { operation: phase, sequence: step } = begin.at;
         let mark = self.run().flight_recorder.begin(self.global_rank(), begin);
         let ended = ended.map(Span::Record);
-        self.on_gpu(|clock| clock.mark(ended, Some((Span::Record(mark), phase))));
+        self.on_gpu(|clock| clock.mark(self.run(), ended, Some((Span::Record(mark), phase))));
         self.note_gpu();
         let collectives = Duration::ZERO;
         self.phase_tracker.phase.set(Some(Phase { is: phase, step, mark, collectives }));
@@ -275,7 +279,7 @@ impl ProcessGroup {
     /// Records the end of the current phase, if no other follows.
     pub(crate) fn end_phase(&self) {
         let ended = self.close_phase().map(Span::Record);
-        self.on_gpu(|clock| clock.mark(ended, None));
+        self.on_gpu(|clock| clock.mark(self.run(), ended, None));
     }
 
     /// Ends the current phase. Returns its record; `None` if there is no phase.

@@ -56,7 +56,7 @@ pub(crate) use instrumentation::CallContext;
 use instrumentation::PhaseTracker;
 pub(crate) use local::Host;
 use local::{OncePerProcess, Shared};
-pub(crate) use nccl::version as nccl_version;
+pub(crate) use nccl::{NcclLibrary, find as find_nccl};
 pub(crate) use network::{Gathered, Network, ProcessMap, from_json, to_json, unreadable};
 pub use point_to_point::P2POp;
 pub use reduce_op::ReduceOp;
@@ -96,6 +96,7 @@ pub struct ProcessGroup {
     rank: usize,
     local_rank: usize,
     device: Device,
+    label: Arc<str>,
     backend: Backend,
     shared: Arc<Shared>,
     /// The network between the processes. `None` if the group does not use one.
@@ -120,13 +121,15 @@ pub struct ProcessGroup {
 }
 
 /// Which rank this is, and where it runs.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub(crate) struct RankIdentity {
     /// The rank's number in the group.
     pub rank: usize,
     /// The rank's number on its machine.
     pub local_rank: usize,
     pub device: Device,
+    /// The label of its device, for the user, such as `GPU:1`.
+    pub label: Arc<str>,
 }
 
 impl fmt::Debug for ProcessGroup {
@@ -143,7 +146,7 @@ impl fmt::Debug for ProcessGroup {
 impl ProcessGroup {
     /// Creates the membership, without the rank's side of the backend.
     fn new(
-        RankIdentity { rank, local_rank, device }: RankIdentity,
+        RankIdentity { rank, local_rank, device, label }: RankIdentity,
         backend: Backend,
         shared: Arc<Shared>,
         network: Option<Arc<Network>>,
@@ -153,6 +156,7 @@ impl ProcessGroup {
             rank,
             local_rank,
             device,
+            label,
             backend,
             shared,
             network,
@@ -170,7 +174,8 @@ impl ProcessGroup {
     }
 
     fn identity(&self) -> RankIdentity {
-        RankIdentity { rank: self.rank, local_rank: self.local_rank, device: self.device }
+        let Self { rank, local_rank, device, ref label, .. } = *self;
+        RankIdentity { rank, local_rank, device, label: label.clone() }
     }
 
     /// Returns this rank's number in the group, from 0. Not a collective.
@@ -191,6 +196,11 @@ impl ProcessGroup {
     /// Returns the device of this rank's tensors. Not a collective.
     pub fn device(&self) -> Device {
         self.device
+    }
+
+    /// Returns the label of this rank's device, for the user, such as `GPU:1`. Not a collective.
+    pub(crate) fn label(&self) -> &str {
+        &self.label
     }
 
     /// Returns the backend's name, such as `threaded`. Not a collective.
@@ -371,10 +381,4 @@ pub(crate) fn device_name(device: Device) -> String {
         Device::Cpu => "CPU".into(),
         other => format!("{other:?}"),
     }
-}
-
-/// Returns a rank's label: its device type and its number on its machine, such as `CPU:1` or `GPU:0`.
-pub(crate) fn rank_label(device: Device, local_rank: usize) -> String {
-    let device_type = if matches!(device, Device::Cuda(_)) { "GPU" } else { "CPU" };
-    format!("{device_type}:{local_rank}")
 }

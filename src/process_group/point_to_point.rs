@@ -2,17 +2,16 @@
 
 use std::panic::Location;
 
-use tch::{Device, Tensor};
+use tch::Tensor;
 
 use super::call::refuse;
 use super::contiguous::Contiguous;
-use super::local::{MessageTensor, P2pRequest};
+use super::local::{CommonStream, MessageTensor, P2pRequest};
 use super::work::{OtherSide, State};
 use super::{ProcessGroup, Traffic, Work, num_bytes};
 #[cfg(doc)]
 use crate::error::Error;
 use crate::error::Result;
-use crate::ffi::cuda;
 use crate::operation::{OpId, Operation};
 use crate::runtime::OpStart;
 
@@ -228,6 +227,8 @@ impl ProcessGroup {
         // The network is needed unless the peer is known to be in this process.
         let messages = messages.filter(|_| !op.peer.is_some_and(is_here));
         let destination = op.peer.filter(|_| op.is_send).unwrap_or(self.rank);
+        let stream = CommonStream::of(self.device)?;
+        stream.as_ref().map_or(Ok(()), CommonStream::wait_for_rank)?;
         let posted = match messages {
             Some(messages) if op.is_send => {
                 messages.send(&op.tensor, self.rank, destination, op.tag, at)?
@@ -240,10 +241,7 @@ impl ProcessGroup {
                     tag: op.tag,
                     kind: op.tensor.kind(),
                     shape: op.tensor.size(),
-                    stream: match self.device {
-                        Device::Cuda(gpu) => cuda::current_stream(gpu)? as usize,
-                        _ => 0,
-                    },
+                    device: self.device,
                 };
                 let posted = self.shared.mail.post(request, destination);
                 messages.map_or(Ok(()), |messages| messages.expect(op.peer))?;
@@ -256,7 +254,7 @@ impl ProcessGroup {
         let network = messages.and_then(|_| self.network.clone());
         let side = OtherSide { ranks, network };
         let shared = self.shared.clone();
-        let state = State::Posted { posted, shared, destination, side, at };
+        let state = State::Posted { posted, shared, destination, side, at, stream };
         Ok(Work::new(state, self.run().clone(), self.global_rank()))
     }
 

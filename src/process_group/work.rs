@@ -10,7 +10,7 @@ use crossbeam::channel::{Receiver, RecvTimeoutError};
 
 #[cfg(doc)]
 use super::ProcessGroup;
-use super::local::{Completion, MessageEnd, Shared};
+use super::local::{CommonStream, Completion, MessageEnd, Shared};
 use super::network::{Network, connection_lost};
 use crate::error::{Error, Result};
 use crate::ffi::cuda;
@@ -41,6 +41,8 @@ pub(super) enum State {
         destination: usize,
         side: OtherSide,
         at: OpId,
+        /// The stream that copies the message, if its tensor is on a GPU.
+        stream: Option<CommonStream>,
     },
     /// Launched on a GPU. Done when the rank's stream has passed this event.
     Launched(cuda::CudaEvent),
@@ -160,7 +162,7 @@ impl Work {
                     }
                 }
             }
-            State::Posted { posted, shared, destination, side, at } => {
+            State::Posted { posted, shared, destination, side, at, stream } => {
                 let OtherSide { ranks, network } = side;
                 let peers = Peers { ranks, are_elsewhere: network.is_some(), limit };
                 let is_done = || posted.is_completed();
@@ -169,7 +171,10 @@ impl Work {
                     return Ok(None);
                 }
                 match posted.outcome() {
-                    Some(MessageEnd::From(source)) => Ok(Some(Some(*source))),
+                    Some(MessageEnd::From(source)) => {
+                        stream.as_ref().map_or(Ok(()), CommonStream::let_rank_wait)?;
+                        Ok(Some(Some(*source)))
+                    }
                     Some(MessageEnd::Lost { ranks, reason }) => {
                         self.run.check(self.rank)?;
                         let (ranks, reason) = (ranks.clone(), reason.clone());

@@ -18,7 +18,7 @@ use crate::error::{Error, Result};
 use crate::ffi::{Generator, TorchResult, unknown_leaf};
 use crate::models::Forward;
 use crate::optim::{GradScaler, Optimizer, ParameterState, Schedule};
-use crate::process_group::{ProcessGroup, rank_label};
+use crate::process_group::ProcessGroup;
 use crate::runtime::{StopReason, StopRequest};
 use crate::telemetry::Sample;
 
@@ -210,7 +210,7 @@ impl<M> TrainContext<M> {
         Ok(Epoch {
             rank: group.rank(),
             local_rank: group.local_rank(),
-            device: rank_label(group.device(), group.local_rank()),
+            device: group.label().into(),
             epoch,
             batch_size: self.loader.batch_size(),
             steps,

@@ -5,17 +5,21 @@
 use std::path::Path;
 use std::process::Command;
 use std::rc::Rc;
+use std::sync::Arc;
 use std::{env, fs};
 
 use ddp_mp::ffi::cuda;
-use ddp_mp::launch::{JoinLaunchOptions, detect};
-use ddp_mp::{Backend, DdpOptions, DistributedDataParallel, JoinOptions, ProcessGroup, ReduceOp};
+use ddp_mp::launch::{BackendChoice, JoinLaunchOptions, detect};
+use ddp_mp::{
+    Backend, DataLoader, Dataset, DdpOptions, DistributedDataParallel, DistributedSampler,
+    JoinOptions, ProcessGroup, ReduceOp,
+};
 use serde_json::Value;
 use tch::nn::{self, VarStore};
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use crate::harness::{TIMEOUT, free_port, join};
-use crate::machine::simulate;
+use crate::machine::{SHARES_GPUS, simulate};
 use crate::shared::surface::{self, Seen, Surface, from_lines, with_threads};
 use crate::shared::{coalesced, functional, groups, kinds, scene};
 
@@ -52,16 +56,27 @@ fn play_with(name: &str, ranks: &[usize], prepare: impl Fn(usize, &mut Command))
     all
 }
 
+/// The variable with the backend of a scene, if it is not nccl.
+const BACKEND: &str = "DDP_MP_BACKEND";
+
+fn backend() -> Backend {
+    env::var(BACKEND).map_or(Backend::Nccl, |name| name.parse().unwrap())
+}
+
 /// Nothing, unless a test of this file has started this process for a scene.
 #[test]
 fn child() {
     let Some((name, options)) = scene::mine() else { return };
     let cuda = cuda::load();
     let launch = detect(&|_| None, &options, cuda.usable()).unwrap();
-    let launched = launch
-        .join(&cuda, JoinLaunchOptions { timeout: TIMEOUT, ..JoinLaunchOptions::default() })
-        .unwrap();
-    assert_eq!(launched.placement.backend, Backend::Nccl);
+    let backend = backend();
+    let options = JoinLaunchOptions {
+        backend: BackendChoice::Given(backend),
+        timeout: TIMEOUT,
+        ..JoinLaunchOptions::default()
+    };
+    let launched = launch.join(&cuda, options).unwrap();
+    assert_eq!(launched.placement.backend, backend);
     let play: fn(&Rc<ProcessGroup>) -> anyhow::Result<()> = match &name[..] {
         "asynchronous" => |group| groups::asynchronous(group),
         "coalesced" => |group| Ok(coalesced::compare(group)?),
@@ -81,7 +96,7 @@ fn child() {
     launched
         .spawn()
         .timeout(TIMEOUT)
-        .run(move |rank| play(&rank.init_process_group(Backend::Nccl)?))
+        .run(move |rank| play(&rank.init_process_group(backend)?))
         .unwrap_or_else(|error| panic!("{error}"));
     println!("scene over");
 }
@@ -89,12 +104,29 @@ fn child() {
 fn surface(group: &Rc<ProcessGroup>) -> anyhow::Result<()> {
     let folder = env::var_os("DDP_MP_FOLDER").unwrap();
     let of_process = group.local_world_size();
-    let seen = Surface::new(group.clone(), Backend::Nccl, of_process, Path::new(&folder)).run();
+    let mut surface = Surface::new(group.clone(), backend(), of_process, Path::new(&folder));
+    surface.shares_gpu = env::var_os(BACKEND).is_some();
+    let seen = surface.run();
     println!("{}", surface::lines(group.rank(), &seen));
     Ok(())
 }
 
-/// Sends objects, and trains with uneven inputs, always behind a launched all_reduce.
+/// Samples of different shapes: only the first fits the memory that is pinned for batches.
+#[derive(Debug)]
+struct Growing;
+
+impl Dataset for Growing {
+    fn len(&self) -> usize {
+        8
+    }
+
+    fn get(&self, index: usize) -> anyhow::Result<(Tensor, Tensor)> {
+        let row = Tensor::ones([index as i64 + 1], (Kind::Float, Device::Cpu));
+        Ok((row, Tensor::from(index as f32)))
+    }
+}
+
+/// Sends objects, loads batches, and trains with uneven inputs, always behind a launched all_reduce.
 fn waits(group: &Rc<ProcessGroup>) -> anyhow::Result<()> {
     let (rank, device) = (group.rank(), group.device());
     let mut sum = Tensor::ones([4], (Kind::Float, device));
@@ -114,6 +146,17 @@ fn waits(group: &Rc<ProcessGroup>) -> anyhow::Result<()> {
         group.send_object_list(&["hello"], 1)?;
     } else {
         assert_eq!(group.recv_object_list::<String>(0)?, ["hello"]);
+    }
+    for (pins, workers) in [(true, 0), (true, 1), (false, 1)] {
+        let sampler = DistributedSampler::new(8, 2, rank)?;
+        let loader = DataLoader::new(Arc::new(Growing), sampler, 1, device)?;
+        let loader = loader.num_workers(workers, 1, group);
+        let loader = if pins { loader.pin_memory(group)? } else { loader };
+        for batch in loader.epoch(0)? {
+            let batch = batch?;
+            assert_eq!(batch.inputs.device(), device);
+            launch()?;
+        }
     }
     launch()?;
     let vs = VarStore::new(device);
@@ -209,5 +252,31 @@ fn subgroups_reduce_over_their_members() {
 fn every_operation_has_an_async_form() {
     for ranks in LAYOUTS {
         play("asynchronous", ranks);
+    }
+}
+
+/// Ranks that share a GPU: threads and processes with NCCL, and threads with their own backend. A stream of another rank
+/// that is not waited for shows in the values.
+#[test]
+fn ranks_on_one_gpu_get_the_same() {
+    const SHARED: [(Backend, &[usize]); 4] = [
+        (Backend::Nccl, &[4]),
+        (Backend::Nccl, &[2, 2]),
+        (Backend::Nccl, &[1, 1]),
+        (Backend::Threaded, &[4]),
+    ];
+    for (backend, ranks) in SHARED {
+        let on_one_gpu = |_: usize, command: &mut Command| {
+            command.env("CUDA_VISIBLE_DEVICES", "0").env(BACKEND, backend.name());
+            command.env("SIM_SEED", "1").env("SIM_DELAY_MAX_US", "300");
+            command.envs(SHARES_GPUS);
+        };
+        let seen: Seen = from_lines(&play_with("surface", ranks, on_one_gpu));
+        assert_eq!(seen, with_threads(ranks.iter().sum(), backend), "{backend:?} {ranks:?}");
+        for name in ["kinds", "coalesced", "asynchronous", "groups"] {
+            if name != "groups" || ranks.iter().sum::<usize>() > 2 {
+                play_with(name, ranks, on_one_gpu);
+            }
+        }
     }
 }

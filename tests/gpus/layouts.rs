@@ -3,7 +3,7 @@
 use std::process::Stdio;
 
 use crate::harness::{as_torchrun, free_port, join};
-use crate::machine::{cpu_events, end, gpu_events, on_gpus, results};
+use crate::machine::{SHARES_GPUS, cpu_events, end, events, gpu_events, on_gpus, results};
 use crate::same::args;
 
 #[test]
@@ -24,6 +24,57 @@ fn ranks_on_one_gpu_have_the_bits_of_cpu_ranks() {
         assert_eq!((&gpu[0]["device"], &gpu[0]["backend"]), (&"GPU".into(), &"threaded".into()));
         assert_eq!(results(&gpu), results(&cpu), "{ranks} ranks on one GPU, {row}");
     }
+}
+
+/// Several ranks with NCCL on a GPU: threads and processes, on one and on two GPUs.
+#[test]
+fn ranks_on_one_gpu_with_nccl_have_the_bits_of_cpu_ranks() {
+    for (gpus, ranks, row) in [
+        (1, 2, "mlp --bucket-cap-mb=0.001"),
+        (1, 3, "mlp --optimizer=adamw --zero"),
+        (2, 4, "mlp --max-epochs=2"),
+        (1, 2, "cnn --sync-batch-norm --val-fraction=0.2"),
+        (1, 2, "mlp --strategy=dp --num-workers=1"),
+        (1, 2, "mlp --spawn=processes --bucket-cap-mb=0.001"),
+        (2, 4, "mlp --spawn=processes"),
+    ] {
+        let count = format!("--nproc-per-node={ranks}");
+        let shared = ["--backend=nccl", &count, "--log-format=json"];
+        let mut command = on_gpus(gpus, &[&args(row)[..], &shared].concat());
+        command.envs(SHARES_GPUS);
+        let (gpu, cpu) = (events(command), cpu_events(ranks, &args(row)));
+        assert_eq!((&gpu[0]["device"], &gpu[0]["backend"]), (&"GPU".into(), &"nccl".into()));
+        assert_eq!(results(&gpu), results(&cpu), "{ranks} ranks on {gpus} GPUs, {row}");
+    }
+}
+
+/// NCCL refuses two ranks of one host on a GPU. Processes with different `NCCL_HOSTID` are of two hosts for it.
+#[test]
+fn processes_of_two_nccl_hosts_share_a_gpu() {
+    let both = |hosts: [&'static str; 2], fault: &'static str| {
+        let port = free_port();
+        let start = |process: usize| {
+            let args = ["--backend=nccl", "--nproc-per-node=1", "--max-steps=4", "--timeout=20s"];
+            let mut command = on_gpus(1, &[&args[..], &[fault]].concat());
+            as_torchrun(&mut command, process, 2, port);
+            command.env("NCCL_HOSTID", hosts[process]);
+            command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+        };
+        join((0..2).map(start).collect())
+    };
+    const NO_FAULT: &str = "--seed=0";
+    for output in both(["a", "b"], NO_FAULT) {
+        assert!(output.status.success(), "{output:?}");
+    }
+    let refused = &both(["a", "a"], NO_FAULT)[0];
+    let stderr = String::from_utf8_lossy(&refused.stderr);
+    assert_eq!(refused.status.code(), Some(2), "{stderr}");
+    assert!(stderr.contains("have the same GPU"), "{stderr}");
+    // There is no GPU 1.
+    let failed = &both(["a", "b"], "--inject-fault=error:rank=1,at=step,step=2")[0];
+    let stderr = String::from_utf8_lossy(&failed.stderr);
+    assert!(stderr.contains("share a GPU, GPU-"), "{stderr}");
+    assert!(stderr.contains("rank 1 (GPU:0 on ") && !stderr.contains("GPU:1"), "{stderr}");
 }
 
 #[test]

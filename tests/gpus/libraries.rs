@@ -1,9 +1,11 @@
 //! A machine whose libraries are missing or do not fit is wrong input, told before any rank starts.
 
-use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::Path;
-use std::process::Stdio;
+use std::process::{Command, Stdio};
+use std::{env, fs};
+
+use serde_json::Value;
 
 use crate::harness::{as_torchrun, free_port, join, run_command};
 use crate::machine::{libraries, on_gpus};
@@ -43,6 +45,58 @@ fn missing_libnccl_exits_with_2_and_a_remedy() {
     command.env("LD_LIBRARY_PATH", folder.path());
     let (code, _, stderr) = run_command(command);
     assert_eq!(code, Some(0), "{stderr}");
+}
+
+/// libtorch_cuda loads the NCCL of its own path. Another one in LD_LIBRARY_PATH must not come beside it.
+#[test]
+fn nccl_of_libtorch_is_used_whatever_the_library_path_has() {
+    let folder = tempfile::tempdir().unwrap();
+    let own = libraries().join("libnccl.so.2").canonicalize().unwrap();
+    for name in ["libnccl.so", "libnccl.so.2"] {
+        fs::copy(&own, folder.path().join(name)).unwrap();
+    }
+    let folders = [folder.path().into(), libraries().join("with_nccl"), libraries()];
+    let folders = env::join_paths(folders).unwrap();
+    let run = |args: &[&str]| {
+        let mut command = on_gpus(2, args);
+        command.env("LD_LIBRARY_PATH", &folders);
+        let (code, stdout, stderr) = run_command(command);
+        assert_eq!(code, Some(0), "{args:?}: {stderr}");
+        stdout
+    };
+    let report: Value = serde_json::from_str(&run(&["env", "--log-format=json"])).unwrap();
+    assert_eq!((&report["nccl"], &report["nccl_problem"]), (&"2.29.7".into(), &Value::Null));
+    let file = Path::new(report["nccl_file"].as_str().unwrap()).canonicalize().unwrap();
+    assert_eq!(file, own);
+    let named = format!("2.29.7 ({})", report["nccl_file"].as_str().unwrap());
+    assert!(run(&["--version"]).contains(&named) && run(&["env"]).contains(&named), "{named}");
+    run(&["--num-samples=64"]);
+}
+
+#[test]
+fn two_nccls_exit_with_2_and_both_files() {
+    let folder = tempfile::tempdir().unwrap();
+    let (source, other) = (folder.path().join("other.c"), folder.path().join("libother.so"));
+    fs::write(&source, "int ncclGetVersion(int *version) { *version = 22803; return 0; }").unwrap();
+    let mut compiler = Command::new("c++");
+    compiler.args(["-shared", "-fPIC", "-x", "c", "-o"]).arg(&other).arg(&source);
+    assert!(compiler.status().unwrap().success());
+    let run = |args: &[&str]| {
+        let mut command = on_gpus(2, args);
+        command.env("LD_PRELOAD", &other);
+        run_command(command)
+    };
+    let own = libraries().join("libnccl.so.2");
+    let both = [&own, &other].map(|file| file.to_str().unwrap());
+    let (code, stdout, stderr) = run(&["--num-samples=64"]);
+    assert_eq!((code, &*stdout), (Some(2), ""), "{stderr}");
+    assert!(stderr.contains(&format!("two NCCLs, {} and {}", both[0], both[1])), "{stderr}");
+    let (code, stdout, _) = run(&["--version"]);
+    assert!(code == Some(0) && stdout.contains("NCCL      unusable: "), "{stdout}");
+    let (code, stdout, _) = run(&["env", "--log-format=json"]);
+    let report: Value = serde_json::from_str(&stdout).unwrap();
+    assert!(code == Some(0) && report["nccl"].is_null(), "{stdout}");
+    assert!(report["nccl_problem"].as_str().unwrap().contains(both[1]), "{stdout}");
 }
 
 #[test]

@@ -25,6 +25,10 @@ pub(crate) fn simulate(command: &mut Command, gpus: usize) -> &mut Command {
     command.env_remove("CUDA_VISIBLE_DEVICES")
 }
 
+/// The settings of an NCCL that lets several ranks have one GPU.
+pub(crate) const SHARES_GPUS: [(&str, &str); 2] =
+    [("SIM_NCCL_VERSION", "23007"), ("NCCL_MULTI_RANK_GPU_ENABLE", "1")];
+
 /// Returns the program on a machine with this many simulated GPUs.
 pub(crate) fn on_gpus(gpus: usize, args: &[&str]) -> Command {
     let mut command = program(args);

@@ -3,14 +3,14 @@
 use std::process::Command;
 
 use crate::harness::run_command;
-use crate::machine::{cpu_events, events, in_parallel, on_gpus, results};
+use crate::machine::{SHARES_GPUS, cpu_events, events, in_parallel, on_gpus, results};
 use crate::same::args;
 
 /// How many random schedules are tried, in turn with each of the runs.
 const SCHEDULES: usize = 200;
 
-/// Runs that order streams in different ways: buckets, side streams, copies, messages.
-const RUNS: [(usize, &str); 8] = [
+/// Runs that order streams in different ways: buckets, side streams, copies, messages; ranks that share a GPU.
+const RUNS: [(usize, &str); 12] = [
     (2, "linear --batch-size=64"),
     (2, "mlp --batch-size=64 --bucket-cap-mb=0.001"),
     (2, "mlp --batch-size=64 --num-workers=2 --prefetch-factor=3"),
@@ -19,16 +19,27 @@ const RUNS: [(usize, &str); 8] = [
     (2, "mlp --batch-size=64 --grad-accum-steps=2 --find-unused-parameters --val-fraction=0.2"),
     (2, "mlp --batch-size=64 --strategy=dp --dropout=0.2"),
     (2, "cnn --sync-batch-norm --batch-size=40"),
+    (3, "mlp --batch-size=64 --bucket-cap-mb=0.001 --backend=threaded"),
+    (
+        2,
+        "mlp --batch-size=64 --share-model --optimizer=adamw --val-fraction=0.2 --backend=threaded",
+    ),
+    (3, "mlp --batch-size=64 --bucket-cap-mb=0.001 --zero --backend=nccl"),
+    (2, "mlp --batch-size=64 --strategy=dp --num-workers=1 --backend=threaded"),
 ];
 
+/// Runs `ranks` on a GPU each, or on one GPU if `row` names the backend.
 fn gpu_run(ranks: usize, row: &str, variables: &[(&str, &str)]) -> Command {
-    let mut command = on_gpus(ranks, &[&args(row)[..], &["--log-format=json"]].concat());
-    command.envs(variables.iter().copied());
+    let gpus = if row.contains("--backend") { 1 } else { ranks };
+    let count = format!("--nproc-per-node={ranks}");
+    let mut command = on_gpus(gpus, &[&args(row)[..], &["--log-format=json", &count]].concat());
+    command.envs(variables.iter().copied()).envs(SHARES_GPUS);
     command
 }
 
 fn expected() -> Vec<Vec<String>> {
-    RUNS.map(|(ranks, row)| results(&cpu_events(ranks, &args(row)))).into()
+    let on_cpu = |row: &'static str| row.split(" --backend").next().unwrap_or_default();
+    RUNS.map(|(ranks, row)| results(&cpu_events(ranks, &args(on_cpu(row))))).into()
 }
 
 #[test]
@@ -67,6 +78,8 @@ fn ignored_stream_waits_are_noticed() {
         let events = stdout.lines().map_while(|line| serde_json::from_str(line).ok());
         code == Some(0) && results(&events.collect::<Vec<_>>()) == expected[run]
     };
-    let same = RUNS.into_iter().enumerate().take(3).filter(|run| is_same(*run)).count();
-    assert!(same < 3, "no run depends on the order of streams");
+    for runs in [0..3, RUNS.len() - 4..RUNS.len()] {
+        let same = runs.clone().filter(|&run| is_same((run, RUNS[run]))).count();
+        assert!(same < runs.len(), "no run of {runs:?} depends on the order of streams");
+    }
 }

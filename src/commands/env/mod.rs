@@ -13,7 +13,6 @@ use crate::error::{Result, Shown};
 use crate::ffi::{self, cuda::Cuda};
 use crate::launch::{Binding, Launch, LaunchKind, Placement, SpawnChoice};
 use crate::os::cores;
-use crate::process_group::rank_label;
 use crate::session::{open_data, place_all};
 use crate::telemetry::Printer;
 pub use check_gpus::check_gpus;
@@ -95,11 +94,10 @@ impl Plan {
             Binding::Bound(cpus) => (Some(cpus.iter().map(ToString::to_string).collect()), None),
             Binding::Unbound(reason) => (None, Some(reason)),
         };
-        let devices = placement.devices.iter().enumerate();
         Self {
             world_size: placement.devices.len(),
             backend: placement.backend.name(),
-            devices: devices.map(|(local_rank, &device)| rank_label(device, local_rank)).collect(),
+            devices: placement.labels(0),
             threads_per_rank: placement.threads_per_rank,
             cpus,
             unbound,
@@ -189,7 +187,7 @@ fn write_text(
     row("libtorch", report.versions.libtorch.clone())?;
     row("  loaded from", report.libtorch_folder.clone().unwrap_or_else(none))?;
     row("  freed CPU memory", if report.keeps_memory { "kept" } else { "returned" }.into())?;
-    row("NCCL", report.versions.nccl.clone().unwrap_or_else(none))?;
+    row("NCCL", report.versions.nccl())?;
     match launch {
         Ok(launch) if launch.kind == LaunchKind::Local => {
             let are = match config.launch.spawn {

@@ -32,7 +32,6 @@ use crate::os::{
     limits::{not_started, require_files},
     terminal::LentTerminal,
 };
-use crate::process_group::rank_label;
 use crate::runtime::{self, RankFailure, StopReason};
 pub(crate) use child_error::{ChildError, ErrorKind};
 use child_error::{failures_in_a_row, store_prefix};
@@ -372,7 +371,7 @@ impl Start<'_> {
 
 /// Returns the error of the process of `rank`, which ended in `at`. `text` says how.
 fn ended_rank(placement: &Placement, rank: usize, at: OpId, text: String) -> ChildError {
-    let device = rank_label(placement.devices[rank], rank);
+    let device = placement.labels(0)[rank].clone();
     let failure = RankFailure { rank, tied: Vec::new(), device, at, error: text.clone() };
     ChildError::new(text, ErrorKind::Ranks(failure))
 }

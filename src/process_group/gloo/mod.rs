@@ -62,7 +62,7 @@ fn prepare(shared: &Arc<Shared>, network: Option<&Arc<Network>>) -> Result<Join>
             None => shared.slot(rank),
         };
         match network.map.len() {
-            1 => Ok(Box::new(ThreadedBackend::join(slot)?)),
+            1 => Ok(Box::new(ThreadedBackend::join(slot, None)?)),
             _ => Ok(Box::new(GlooBackend::join(slot, network.clone())?)),
         }
     }))

@@ -8,7 +8,7 @@ use tch::{Device, Kind, Tensor};
 use super::conflict::{Places, Span, Spans, TensorConflict, TensorMemory};
 use super::input_copies::{self, InputCopies};
 use crate::error::Result;
-use crate::ffi::{Shape, TensorFacts, cuda};
+use crate::ffi::{Shape, TensorFacts};
 use crate::operation::Operation;
 use crate::process_group::call::{Call, NEXT_SHAPE};
 use crate::process_group::device_name;
@@ -40,8 +40,6 @@ pub(crate) struct CollectiveFingerprint {
     pub(crate) weight: Option<f64>,
     pub kind: Kind,
     pub device: Device,
-    /// CUDA stream of the rank's work; 0 on a CPU. Equal on all ranks, so the work is in order.
-    stream: usize,
     shape: Shape,
     /// Line of the program that makes the call.
     pub call_site: Option<runtime::CallSite>,
@@ -65,7 +63,6 @@ impl CollectiveFingerprint {
             weight: None,
             kind: Kind::Uint8,
             device: Device::Cpu,
-            stream: 0,
             shape: Shape::new(),
             call_site: None,
             inputs: Places::new(),
@@ -85,10 +82,6 @@ impl CollectiveFingerprint {
         (self.reduce_op, self.root, self.kind) = (call.reduce_op, call.root, call.kind);
         (self.weight, self.call_site) = (call.weight, call.call_site);
         self.device = device.unwrap_or(Device::Cpu);
-        self.stream = match self.device {
-            Device::Cuda(index) => cuda::current_stream(index)? as usize,
-            _ => 0,
-        };
         self.shape.clear();
         self.shape.extend_from_slice(call.shape);
         list(&mut self.inputs, call.inputs)?;
@@ -169,7 +162,6 @@ impl CollectiveFingerprint {
             && self.weight.is_some() == other.weight.is_some()
             && self.kind == other.kind
             && self.device == other.device
-            && self.stream == other.stream
             && self.shape == other.shape
             && self.has_contents == other.has_contents
     }
@@ -189,7 +181,7 @@ impl CollectiveFingerprint {
         let kind = dtype_name(*kind);
         let place = match device {
             Device::Cpu => String::new(),
-            device => format!(" on {}, stream {:#x}", device_name(*device), self.stream),
+            device => format!(" on {}", device_name(*device)),
         };
         let what = match operation {
             Operation::Barrier => return operation.to_string(),

@@ -12,10 +12,13 @@ use std::sync::{Arc, OnceLock};
 use std::thread::{self, Thread};
 
 use parking_lot::Mutex;
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
-use crate::error::Error;
+use super::common_stream::CommonStream;
+use crate::error::{Error, Result};
 use crate::ffi::TorchResult;
+use crate::ffi::cuda::record_stream;
+use crate::process_group::device_name;
 use crate::process_group::dtype::dtype_name;
 use crate::runtime::RunContext;
 
@@ -47,8 +50,8 @@ pub(crate) struct P2pRequest {
     pub kind: Kind,
     /// Shape of the tensor.
     pub shape: Vec<i64>,
-    /// The rank's CUDA stream; 0 on a CPU.
-    pub stream: usize,
+    /// Device of the tensor.
+    pub device: Device,
 }
 
 /// The tensor of a message.
@@ -81,15 +84,15 @@ impl P2pRequest {
     }
 
     fn describe(&self) -> String {
-        let stream = match self.stream {
-            0 => String::new(),
-            stream => format!(" on stream {stream:#x}"),
+        let device = match self.device {
+            Device::Cpu => String::new(),
+            device => format!(" on {}", device_name(device)),
         };
-        describe(self.kind, &self.shape) + &stream
+        describe(self.kind, &self.shape) + &device
     }
 
     fn fits(&self, other: &P2pRequest) -> bool {
-        self.kind == other.kind && self.stream == other.stream && self.shape == other.shape
+        self.kind == other.kind && self.device == other.device && self.shape == other.shape
     }
 }
 
@@ -232,9 +235,7 @@ impl Mailboxes {
         let source = sent.source.unwrap_or(destination);
         let copied = if sent.fits(&expected) {
             match (sent.contents, expected.contents) {
-                (MessageTensor::Here(from), MessageTensor::Here(mut into)) => {
-                    tch::no_grad(|| into.f_copy_(&from).map(drop)).doing("copy_")
-                }
+                (MessageTensor::Here(from), MessageTensor::Here(into)) => copy(&from, into),
                 (MessageTensor::Elsewhere(incoming), MessageTensor::Here(into)) => {
                     return incoming.accept(into, receiver);
                 }
@@ -260,4 +261,17 @@ impl Mailboxes {
             });
         }
     }
+}
+
+/// Copies a message, for ranks that share a GPU on their common stream. Both may free their tensors before the copy runs.
+fn copy(from: &Tensor, mut into: Tensor) -> Result<()> {
+    let copy = |into: &mut Tensor| {
+        tch::no_grad(|| into.f_copy_(from).map(drop)).doing("copying a message")
+    };
+    let Some(stream) = CommonStream::of(from.device())? else { return copy(&mut into) };
+    stream.with(|| {
+        record_stream(from)?;
+        record_stream(&into)?;
+        copy(&mut into)
+    })
 }

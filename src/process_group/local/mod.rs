@@ -6,6 +6,7 @@
 //! memory of the process.
 
 mod barrier;
+mod common_stream;
 mod compare;
 mod conflict;
 mod element;
@@ -19,6 +20,7 @@ mod once;
 mod shared;
 
 pub(super) use barrier::InMemory;
+pub(super) use common_stream::CommonStream;
 pub(super) use conflict::{Memory, TensorMemory};
 pub(super) use element::{Kinds, Reduction, ReductionScratch, my_slice, my_slices, reduce};
 pub(super) use fingerprint::{CollectiveFingerprint, Extras};

@@ -1,17 +1,41 @@
 //! NCCL's library, which may be missing, what the user has set for it, and the results of its functions.
 
-use std::ffi::CStr;
+use std::ffi::{CStr, c_int, c_void};
+use std::mem;
+use std::os::fd::AsRawFd;
 use std::path::PathBuf;
+use std::sync::Once;
 use std::{env, fs};
 
 use cudarc::nccl::sys::{self, ncclResult_t};
+use libloading::os::unix::{Library, RTLD_LAZY};
+use rustix::fs::{MemfdFlags, memfd_create};
 
 use crate::error::{Error, Result, Shown};
+#[cfg(doc)]
+use crate::ffi::cuda;
+use crate::ffi::library_file;
 
-/// Returns NCCL's version, such as `2.29.7`. `None` if NCCL is not installed.
-pub(crate) fn version() -> Option<String> {
-    require_library().ok()?;
-    Some(text(number().ok()?))
+/// The NCCL that this process uses.
+#[derive(Debug, Clone)]
+pub(crate) struct NcclLibrary {
+    /// The version, such as `2.29.7`.
+    pub version: String,
+    /// The file; `None` if the loader does not know it.
+    pub file: Option<PathBuf>,
+}
+
+/// Returns the NCCL that this process uses; `None` if NCCL is not installed. Call this after [`cuda::load`], which decides
+/// it.
+///
+/// # Errors
+/// [`Error::InvalidInput`] if there are two.
+pub(crate) fn find() -> Result<Option<NcclLibrary>> {
+    if !is_present() {
+        return Ok(None);
+    }
+    require_library()?;
+    Ok(Some(NcclLibrary { version: text(number()?), file: file() }))
 }
 
 /// Returns NCCL's version as NCCL numbers it, such as 22907. The library must be there.
@@ -39,7 +63,7 @@ const SHARES_GPUS: i32 = 23003;
 /// The variable that, set to 1, lets several ranks have one GPU.
 const MULTI_RANK: &str = "NCCL_MULTI_RANK_GPU_ENABLE";
 
-/// Checks that this NCCL and its settings let ranks of several processes have one GPU.
+/// Checks that this NCCL and its settings let several ranks have one GPU.
 pub(super) fn check_shared_gpu() -> Result<()> {
     require_library()?;
     let found = number()?;
@@ -98,17 +122,76 @@ fn comm_blocking() -> Option<(String, String)> {
     })
 }
 
-/// Returns an error if NCCL is not installed: cudarc would panic at the first call.
+/// Returns an error if NCCL is not installed, where cudarc would panic at the first call, or if there are two.
 pub(super) fn require_library() -> Result<()> {
-    // SAFETY: only tries to load the library.
-    if unsafe { sys::is_culib_present() } {
-        return Ok(());
+    if !is_present() {
+        return Err(Error::InvalidInput(
+            "backend nccl: libnccl was not found; fetch it with `make libtorch` on a machine with an NVIDIA driver, or \
+             `pip install torch` for the wheel, or use --backend threaded"
+                .into(),
+        ));
     }
-    Err(Error::InvalidInput(
-        "backend nccl: libnccl was not found; fetch it with `make libtorch` on a machine with an NVIDIA \
-         driver, or `pip install torch` for the wheel, or use --backend threaded"
-            .into(),
-    ))
+    let Some(others) = other_nccl() else { return Ok(()) };
+    Err(Error::InvalidInput(format!(
+        "backend nccl: this process has two NCCLs, {} and {}, and one would call functions of the other; take the folder \
+         of one out of LD_LIBRARY_PATH, or its file out of LD_PRELOAD",
+        file().unwrap_or_default().shown(),
+        others.shown()
+    )))
+}
+
+/// Loads NCCL, if it is installed.
+fn is_present() -> bool {
+    static LOAD: Once = Once::new();
+    LOAD.call_once(load_alias);
+    // SAFETY: only tries to load the library.
+    unsafe { sys::is_culib_present() }
+}
+
+/// An empty library with the name `libnccl.so`, which needs `libnccl.so.2`. `build.rs` makes it.
+static ALIAS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/libnccl.so"));
+
+/// Makes `libnccl.so`, which cudarc opens, a name of the `libnccl.so.2` that libtorch_cuda has loaded.
+///
+/// The file names would not do that: libtorch_cuda finds its NCCL by a path of its own, and `libnccl.so` is searched in
+/// LD_LIBRARY_PATH first. The process would have two NCCLs, and the second would call functions of the first.
+///
+/// If this fails, cudarc searches. [`require_library`] then finds out whether it has found another NCCL.
+fn load_alias() {
+    let Ok(file) = memfd_create("libnccl.so", MemfdFlags::CLOEXEC) else { return };
+    if rustix::io::write(&file, ALIAS) != Ok(ALIAS.len()) {
+        return;
+    }
+    let path = format!("/proc/self/fd/{}", file.as_raw_fd());
+    // SAFETY: the library has no code of its own. It loads NCCL, unless libtorch_cuda has.
+    if let Ok(alias) = unsafe { Library::open(Some(path), RTLD_LAZY) } {
+        mem::forget(alias); // for the life of the process, as cudarc's
+    }
+}
+
+/// The signature of `ncclGetVersion`.
+type GetVersion = unsafe extern "C" fn(*mut c_int) -> ncclResult_t;
+
+const GET_VERSION: &[u8] = b"ncclGetVersion\0";
+
+/// Returns the file of the NCCL that is in use. The library must be there. `None` if the loader does not know it.
+fn file() -> Option<PathBuf> {
+    library_file(own_version()? as *const c_void)
+}
+
+/// Returns the file of the NCCL that other libraries of the process call, if it is not the one that is in use.
+fn other_nccl() -> Option<PathBuf> {
+    // SAFETY: the name is that of a function of this signature, in any NCCL.
+    let others = unsafe { Library::this().get::<GetVersion>(GET_VERSION) };
+    let others = *others.ok()?; // none without libtorch_cuda
+    let is_own = own_version().is_some_and(|own| own as usize == others as usize);
+    if is_own { None } else { library_file(others as *const c_void) }
+}
+
+/// Returns `ncclGetVersion` of the NCCL that is in use.
+fn own_version() -> Option<GetVersion> {
+    // SAFETY: the library is there, and stays; the name is that of a function of this signature.
+    unsafe { sys::culib().get::<GetVersion>(GET_VERSION) }.ok().map(|function| *function)
 }
 
 /// Returns whether `result` is an error. "In progress" is none.

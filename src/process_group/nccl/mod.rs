@@ -42,7 +42,7 @@ use crate::os::limits::not_started;
 use communicator::{Communicator, UniqueId, end_all};
 use launched::LaunchedOps;
 use library::check;
-pub(crate) use library::version;
+pub(crate) use library::{NcclLibrary, find};
 
 pub(super) const BACKEND: BackendType = BackendType {
     name: "nccl",

@@ -11,6 +11,10 @@
 //! The elements of a small `all_reduce` are part of the announcement. Each rank reduces them all into its own tensors. No
 //! rank uses another's tensors then, so the second barrier is not needed.
 //!
+//! Each rank computes on a CUDA stream of its own. On a GPU that ranks share, a collective is on the device's default
+//! stream, which they have in common: it begins after all that the ranks have launched by the exchange, and what they
+//! launch after they have left begins after it. The host waits for no GPU.
+//!
 //! With very many tensors, the first rank alone looks for conflicts, and one more barrier publishes its verdict. Only
 //! the barriers before the work can be cancelled or time out. During the work no rank waits for another.
 
@@ -22,7 +26,7 @@ use tch::Tensor;
 
 use super::backend::{BackendType, Devices, Join, RankBackend, Reach};
 use super::call::Call;
-use super::local::{CallSlot, Extras, Memory, ReductionScratch, Shared};
+use super::local::{CallSlot, CommonStream, Extras, Memory, ReductionScratch, Shared};
 use super::network::Network;
 use super::{Traffic, weights};
 use crate::error::Result;
@@ -43,7 +47,9 @@ pub(super) const BACKEND: BackendType = BackendType {
 
 fn prepare(shared: &Arc<Shared>, _: Option<&Arc<Network>>) -> Result<Join> {
     let shared = shared.clone();
-    Ok(Arc::new(move |rank, _| Ok(Box::new(ThreadedBackend::join(shared.slot(rank))?))))
+    Ok(Arc::new(move |rank, device| {
+        Ok(Box::new(ThreadedBackend::join(shared.slot(rank), CommonStream::of(device)?)?))
+    }))
 }
 
 /// The most bytes that all ranks together announce as elements of an all_reduce. One rank announces at most
@@ -53,6 +59,8 @@ const MAX_CONTENTS: usize = 2 << 10;
 /// One rank's side of the backend.
 pub(super) struct ThreadedBackend {
     slot: CallSlot,
+    /// The stream of the collectives; `None` on the CPU.
+    stream: Option<CommonStream>,
     /// Memory of all ranks' tensors in this collective. Reused, to avoid allocating.
     memory: Memory,
     /// Lists for the work, reused likewise.
@@ -61,16 +69,25 @@ pub(super) struct ThreadedBackend {
 
 impl ThreadedBackend {
     /// Joins the group. Returns once all ranks have joined.
-    pub(super) fn join(slot: CallSlot) -> Result<Self> {
+    pub(super) fn join(slot: CallSlot, stream: Option<CommonStream>) -> Result<Self> {
         let at = OpId { operation: Operation::Init, sequence: 0 };
         slot.barrier().wait(slot.rank(), at)?;
-        Ok(Self { slot, memory: Memory::default(), places: ReductionScratch::default() })
+        let (memory, places) = (Memory::default(), ReductionScratch::default());
+        Ok(Self { slot, stream, memory, places })
     }
 
     /// Runs this rank's part of a collective whose tensors one exchange can move.
     fn run_whole(&mut self, call: &Call) -> Result<()> {
+        if let Some(stream) = &self.stream {
+            stream.wait_for_rank()?;
+        }
+        self.exchange_and_work(call)?;
+        self.stream.as_ref().map_or(Ok(()), CommonStream::let_rank_wait)
+    }
+
+    fn exchange_and_work(&mut self, call: &Call) -> Result<()> {
         let extras = self.extras();
-        let Self { slot, memory, places } = self;
+        let Self { slot, stream, memory, places } = self;
         slot.exchange_calls(0, call, extras, Some(memory))?;
         if matches!(call.operation, Operation::Barrier | Operation::NewGroup) {
             return Ok(()); // the exchange is the barrier
@@ -85,7 +102,11 @@ impl ThreadedBackend {
         // All tensors stay valid: their owners are in this collective, hold them, and leave it together.
         slot.and_leave_together(call, || {
             // SAFETY: the exchange and the common exit establish all that `kernels::run` requires.
-            unsafe { kernels::run(call, slot.rank(), slot.published(), places) }
+            let mut work = || unsafe { kernels::run(call, slot.rank(), slot.published(), places) };
+            match stream {
+                Some(stream) => stream.with(work),
+                None => work(),
+            }
         })
     }
 

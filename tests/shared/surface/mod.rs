@@ -34,6 +34,8 @@ pub(crate) struct Surface {
     of_process: usize,
     /// Where the ranks of all processes can see each other's files.
     folder: PathBuf,
+    /// Whether all ranks share GPU 0.
+    pub(crate) shares_gpu: bool,
     transcript: RefCell<String>,
 }
 
@@ -165,7 +167,14 @@ impl Surface {
         folder: &Path,
     ) -> Self {
         let folder = folder.to_owned();
-        Self { group, backend, of_process, folder, transcript: RefCell::default() }
+        Self {
+            group,
+            backend,
+            of_process,
+            folder,
+            shares_gpu: false,
+            transcript: RefCell::default(),
+        }
     }
 
     /// Runs every check, and returns what this rank has seen in each.
@@ -278,6 +287,7 @@ fn ranks_of_group(it: &Surface) {
 
 fn device(it: &Surface) {
     let expected = match it.group.backend() {
+        _ if it.shares_gpu => Device::Cuda(0),
         "nccl" => Device::Cuda(it.group.local_rank()),
         _ => Device::Cpu,
     };
@@ -286,7 +296,7 @@ fn device(it: &Surface) {
 
 fn backend(it: &Surface) {
     let expected = match it.group.device() {
-        Device::Cuda(_) => "nccl",
+        Device::Cuda(_) => it.backend.name(),
         _ if it.of_process < it.size() => "gloo",
         _ => "threaded",
     };

@@ -303,7 +303,8 @@ Elapsed elapsed_ms(Event* start, Event* end, double* milliseconds) {
   auto from = mark_of(start), to = mark_of(end);
   if (from == nullptr || to == nullptr) return Elapsed::NotTimed;
   if (!is_done(start) || !is_done(end)) return Elapsed::NotDone;
-  *milliseconds = std::chrono::duration<double, std::milli>(to->at - from->at).count();
+  static const double rate = 1 + static_cast<double>(setting("SIM_CLOCK_PPM", 0)) / 1e6;
+  *milliseconds = rate * std::chrono::duration<double, std::milli>(to->at - from->at).count();
   return Elapsed::Known;
 }
 

@@ -134,7 +134,7 @@ Result join(const UniqueId& bytes, int rank, int size, int device, const std::sh
   Member own{};
   memcpy(own.id, id.number, sizeof own.id);
   memcpy(own.process, this_process(), sizeof own.process);
-  snprintf(own.host, sizeof own.host, "%s", sim::host_name().c_str());
+  snprintf(own.host, sizeof own.host, "%s", sim::text_setting("NCCL_HOSTID", sim::host_name().c_str()).c_str());
   own.rank = rank;
   own.size = size;
   own.version = version();

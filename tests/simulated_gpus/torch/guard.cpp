@@ -56,17 +56,20 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return stream_of(sim::default_stream(index_of(device)));
   }
   c10::Stream getNewStream(Device device, int) const override { return stream_of(sim::new_stream(index_of(device))); }
-  // As libtorch: 32 per device, in turn.
-  c10::Stream getStreamFromGlobalPool(Device device, bool) const override {
+  // As libtorch: 32 of each priority per device, in turn.
+  c10::Stream getStreamFromGlobalPool(Device device, bool is_high_priority) const override {
+    struct Pool {
+      std::vector<sim::Stream*> streams;
+      size_t taken = 0;
+    };
     static std::mutex mutex;
-    static auto* pools = new std::vector<std::vector<sim::Stream*>>(sim::device_count());
-    static auto* next = new std::vector<size_t>(sim::device_count(), 0);
+    static auto* pools = new std::vector<Pool>(2 * sim::device_count());
     const int index = index_of(device);
     std::lock_guard<std::mutex> lock(mutex);
-    auto& pool = pools->at(index);
-    const size_t number = next->at(index)++ % 32;
-    if (pool.size() <= number) pool.push_back(sim::new_stream(index));
-    return stream_of(pool[number]);
+    auto& pool = pools->at(2 * index + (is_high_priority ? 1 : 0));
+    const size_t number = pool.taken++ % 32;
+    if (pool.streams.size() <= number) pool.streams.push_back(sim::new_stream(index));
+    return stream_of(pool.streams[number]);
   }
   c10::Stream exchangeStream(c10::Stream stream) const override {
     return stream_of(sim::exchange_stream(sim_torch::stream_of(stream)));

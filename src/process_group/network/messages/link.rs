@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use crossbeam::channel::{Receiver, Sender, unbounded};
 use parking_lot::Mutex;
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use super::super::lost;
 use super::context::{MessageContext, Pending};
@@ -218,7 +218,7 @@ impl Link {
             tag,
             kind,
             shape,
-            stream: 0,
+            device: Device::Cpu,
         };
         // Without a mailbox the group is gone, and no rank receives any more.
         if let Some(mail) = self.context.mail.upgrade() {

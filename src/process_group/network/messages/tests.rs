@@ -62,7 +62,8 @@ impl Process {
     fn receive(&self, into: &Tensor, source: Option<usize>, tag: u64) -> Arc<Completion> {
         let (kind, shape) = (into.kind(), into.size());
         let contents = MessageTensor::Here(into.shallow_clone());
-        let request = P2pRequest { is_send: false, contents, source, tag, kind, shape, stream: 0 };
+        let request =
+            P2pRequest { is_send: false, contents, source, tag, kind, shape, device: Device::Cpu };
         self.shared.mail.post(request, self.shared.here.start)
     }
 
