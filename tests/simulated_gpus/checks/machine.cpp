@@ -209,9 +209,12 @@ void check_hang(bool is_off) {
 }
 
 void check_crash() {
+  launch(default_stream(0), "other", [] {});
+  synchronize(default_stream(0), "other work");
   const int process = start_process([] {
-    launch(default_stream(0), "work", [] {});
-    synchronize(default_stream(0), "work");
+    auto* stream = new_stream(0);
+    launch(stream, "work", [] {});
+    synchronize(stream, "work");
   });
   int status = 0;
   EXPECT(waitpid(process, &status, 0) == process && WIFSIGNALED(status) && WTERMSIG(status) == SIGABRT);
@@ -235,7 +238,7 @@ void check_machine() {
   const Settings hang{{"SIM_GPUS", "2"}, {"SIM_FAULT", "hang:work=slow,gpu=1,unless=SWITCH"}};
   check("a fault hangs its work on its GPU", hang, [] { check_hang(false); });
   check("a variable switches a fault off", {hang[0], hang[1], {"SWITCH", "1"}}, [] { check_hang(true); });
-  check("a fault ends the process", {{"SIM_FAULT", "crash:"}}, check_crash);
+  check("a fault ends the process", {{"SIM_FAULT", "crash:work=work"}}, check_crash);
   check("a seed makes a schedule", {{"SIM_SEED", "7"}, {"SIM_DELAY_MAX_US", "1000"}}, check_seed);
 }
 
