@@ -178,6 +178,9 @@ impl Run {
     fn env(&self, flags: &EnvFlags) -> anyhow::Result<()> {
         let config = flags.train.resolve(&self.program)?;
         let printer = Printer::new(config.output.log_format);
+        if flags.check_gpus {
+            return commands::check_gpus(&Arc::new(printer));
+        }
         let cuda = cuda::load();
         commands::env(&config, flags.all, self.versions(&cuda), &cuda, &printer)
     }

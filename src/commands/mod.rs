@@ -25,7 +25,7 @@ pub use comm::{CommFlags, comm};
 pub use comm_op::CommOp;
 pub use completions::{CompletionsFlags, completions};
 pub use diff::{DiffFlags, diff};
-pub use env::env;
+pub use env::{check_gpus, env};
 pub use lesson::{Lesson, LessonFlags, lesson};
 pub use man::{ManFlags, man};
 pub use new::{NewFlags, new};

@@ -333,7 +333,10 @@ fn list_missing(missing: &[MissingRank]) -> String {
 /// Returns a hint for finding the missing ranks, for errors that do not name them.
 fn where_to_look(at: OpId) -> &'static str {
     match at.operation {
-        Operation::Init => "; NCCL_DEBUG=INFO shows which ranks have connected",
+        Operation::Init => {
+            "; NCCL_DEBUG=INFO shows which ranks have connected, and the command env --check-gpus which GPUs of a machine \
+             cannot"
+        }
         _ => "; --check-collectives shows whether all ranks make the same calls",
     }
 }

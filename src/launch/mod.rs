@@ -42,7 +42,9 @@ pub use launchers::{
 #[cfg(feature = "cli")]
 pub(crate) use live::{Live, ShownView};
 pub use placement::{BackendChoice, NodeSlice, Nproc, Placement, place};
-pub(crate) use processes::{ChildError, Children, ErrorKind, ProcessesEnd, SpawnProcesses};
+pub(crate) use processes::{
+    ChildError, Children, ErrorKind, ProcessesEnd, SpawnProcesses, how_ended, this_program,
+};
 pub use rank::Rank;
 pub(crate) use restarts::Restarts;
 pub(crate) use signals::{await_termination, end_at_signals_in};

@@ -14,5 +14,5 @@ pub use openmp::{BeforeMain, limit_spinning};
 pub(crate) use openmp::{is_run_by_linker, limit_spinning_in_main};
 pub use process::{exit, hold_user_signals, ignore_file_size_signal, release_user_signals};
 pub(crate) use process::{
-    hold_signals_of_user, named, release_signals, send_signal, tie_to_this_process,
+    hold_signals_of_user, named, release_signals, send_signal, tie_to_this_process, wait_for_end,
 };

@@ -8,7 +8,8 @@ use std::process::{Child, Command};
 
 use rustix::io::Errno;
 use rustix::process::{
-    Pid, Signal, getpid, getppid, kill_process, set_parent_process_death_signal,
+    Pid, Signal, WaitId, WaitIdOptions, getpid, getppid, kill_process,
+    set_parent_process_death_signal, waitid,
 };
 use rustix::thread;
 
@@ -105,6 +106,14 @@ pub(super) fn mask(how: i32, signals: &[i32]) -> io::Result<()> {
         libc::pthread_sigmask(how, set.as_ptr(), std::ptr::null_mut())
     };
     if refused == 0 { Ok(()) } else { Err(io::Error::from_raw_os_error(refused)) }
+}
+
+/// Waits until the child process `process` has ended, and leaves its status for the owner of its
+/// [`Child`].
+pub(crate) fn wait_for_end(process: u32) {
+    let Some(pid) = i32::try_from(process).ok().and_then(Pid::from_raw) else { return };
+    let ends = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT;
+    while let Err(Errno::INTR) = waitid(WaitId::Pid(pid), ends) {}
 }
 
 /// Sends `signal` to `child`, if it has not ended.

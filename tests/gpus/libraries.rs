@@ -11,7 +11,7 @@ use crate::harness::{as_torchrun, free_port, join, run_command};
 use crate::machine::{SHARES_GPUS, libraries, on_gpus};
 
 /// Puts all libraries but `missing` into `folder`.
-fn all_but(missing: &str, folder: &Path) {
+pub(crate) fn all_but(missing: &str, folder: &Path) {
     for file in fs::read_dir(libraries()).unwrap() {
         let path = file.unwrap().path();
         let name = path.file_name().unwrap().to_str().unwrap();

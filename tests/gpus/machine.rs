@@ -112,7 +112,7 @@ pub(crate) fn run_without_survivors(
 }
 
 /// Returns whether a process has `DDP_MP_TEST=token` in its environment.
-fn is_running(token: &str) -> bool {
+pub(crate) fn is_running(token: &str) -> bool {
     let variable = format!("DDP_MP_TEST={token}");
     let mut processes = fs::read_dir("/proc").unwrap().map(|entry| entry.unwrap().path());
     processes.any(|process| {

@@ -11,6 +11,7 @@ mod harness;
 #[allow(dead_code)]
 mod shared;
 
+mod check_gpus; // env --check-gpus: each fault on its line, with the switch that helps
 mod collectives; // every collective, message and group with NCCL
 mod commands; // verify, comm, bench; what a run writes; the lessons
 mod failures; // every kind of failure, at every stage, of threads and processes

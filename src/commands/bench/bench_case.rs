@@ -3,7 +3,6 @@
 use strum::IntoEnumIterator;
 use tch::{Kind, Tensor};
 
-use super::BenchFlags;
 use crate::commands::comm_op::{CommOp, OpTensors};
 use crate::error::Result;
 use crate::ffi::TorchResult;
@@ -30,7 +29,7 @@ pub(super) fn count(op: CommOp, elements: u64, world_size: usize) -> u64 {
 }
 
 /// Returns nccl-tests' factor from the algorithm's bandwidth to that of the busiest link.
-pub(super) fn bus_factor(op: CommOp, world_size: usize) -> f64 {
+pub(in crate::commands) fn bus_factor(op: CommOp, world_size: usize) -> f64 {
     let n = world_size as f64;
     match op {
         CommOp::Collective(Operation::AllReduce) => 2.0 * (n - 1.0) / n,
@@ -40,7 +39,7 @@ pub(super) fn bus_factor(op: CommOp, world_size: usize) -> f64 {
 }
 
 /// An operation with its tensors on one rank, and what its results must be.
-pub(super) struct BenchCase<'a> {
+pub(in crate::commands) struct BenchCase<'a> {
     op: CommOp,
     reduce_op: ReduceOp,
     group: &'a ProcessGroup,
@@ -56,14 +55,20 @@ type Pattern = [f64; 3];
 const CHUNK: i64 = 3 << 15;
 
 impl<'a> BenchCase<'a> {
-    pub(super) fn new(flags: &BenchFlags, count: u64, group: &'a ProcessGroup) -> Result<Self> {
-        let (op, reduce_op, count) = (flags.op, flags.reduce_op, count as i64);
-        let tensors = OpTensors::new(op, reduce_op, count, flags.dtype, group)?;
+    pub(in crate::commands) fn new(
+        op: CommOp,
+        reduce_op: ReduceOp,
+        dtype: Kind,
+        count: u64,
+        group: &'a ProcessGroup,
+    ) -> Result<Self> {
+        let count = count as i64;
+        let tensors = OpTensors::new(op, reduce_op, count, dtype, group)?;
         Ok(Self { op, reduce_op, group, count, tensors })
     }
 
     /// Returns the size in bytes on rank 0, as nccl-tests counts it: that of the larger side.
-    pub(super) fn bytes(&self) -> u64 {
+    pub(in crate::commands) fn bytes(&self) -> u64 {
         let OpTensors { input, output, .. } = &self.tensors;
         num_bytes(input.kind(), input.numel().max(output.numel())) as u64
     }
@@ -74,7 +79,7 @@ impl<'a> BenchCase<'a> {
     }
 
     /// Runs the operation once more, on known numbers. Returns the number of wrong elements in this rank's result.
-    pub(super) fn check(&mut self) -> Result<i64> {
+    pub(in crate::commands) fn check(&mut self) -> Result<i64> {
         let rank = self.group.rank();
         fill(&self.tensors.input, self.pattern(rank, 0))?;
         if !self.op.is_in_place() {

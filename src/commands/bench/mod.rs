@@ -29,7 +29,7 @@ use crate::ffi::cuda::Cuda;
 use crate::launch::{Placement, Rank};
 use crate::process_group::{Backend, ProcessGroup, ReduceOp, dtype_name, num_bytes, parse_dtype};
 use crate::telemetry::{LogFormat, Printer, total_memory};
-use bench_case::BenchCase;
+pub(super) use bench_case::{BenchCase, bus_factor};
 use roofline::MemoryRoofline;
 pub use scaling::bench_scaling;
 use sorted::Sorted;
@@ -197,7 +197,7 @@ fn bench_on(
         printer.lines(|out| write_head(out, flags, &group))?;
     }
     for count in flags.sizes(rank.world_size()) {
-        let mut case = BenchCase::new(flags, count, &group)?;
+        let mut case = BenchCase::new(flags.op, flags.reduce_op, flags.dtype, count, &group)?;
         let Measurement { time, limit, spread } = measure(flags, &mut case, &group)?;
         spreads.push(spread);
         let wrong = sum_over_ranks(&group, case.check()?)?;
@@ -211,7 +211,7 @@ fn bench_on(
             reduce_op: flags.op.reduction().map(|_| flags.reduce_op.to_string()),
             time_us: time * 1e6,
             algbw,
-            busbw: algbw * bench_case::bus_factor(flags.op, rank.world_size()),
+            busbw: algbw * bus_factor(flags.op, rank.world_size()),
             limit_us: limit.map(|limit| limit * 1e6),
             wrong,
         };
@@ -287,7 +287,7 @@ fn measure(flags: &BenchFlags, case: &mut BenchCase, group: &ProcessGroup) -> Re
 
 /// Calls the operation `iters` times on all ranks. Returns the time of one call on the slowest rank, in seconds, on all
 /// ranks.
-fn round(group: &ProcessGroup, case: &mut BenchCase, iters: u64) -> Result<f64> {
+pub(super) fn round(group: &ProcessGroup, case: &mut BenchCase, iters: u64) -> Result<f64> {
     group.barrier()?;
     let began = Instant::now();
     for _ in 0..iters {

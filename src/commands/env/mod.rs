@@ -1,5 +1,6 @@
 //! `ddp-mp env`: the software and devices of this machine, and the run that they would give.
 
+mod check_gpus;
 mod options;
 
 use std::io::Write;
@@ -14,6 +15,7 @@ use crate::launch::{Binding, Launch, LaunchKind, Placement, SpawnChoice};
 use crate::os::cores;
 use crate::session::{open_data, place_all};
 use crate::telemetry::Printer;
+pub use check_gpus::check_gpus;
 use options::{options, write_options};
 
 #[derive(Serialize)]

@@ -173,14 +173,19 @@ impl SpawnProcesses<'_> {
             Children::Ranks(_) => format!("rank {rank} (process {pid})"),
             Children::Threads => format!("the process of all ranks (process {pid})"),
         };
-        match (status.signal(), status.code()) {
-            (Some(signal), _) => {
-                let name =
-                    signal_name(signal).map_or_else(|| format!("signal {signal}"), str::to_string);
-                format!("{who} was killed by {name}")
-            }
-            (None, code) => format!("{who} ended with exit code {}", code.unwrap_or_default()),
+        format!("{who} {}", how_ended(status))
+    }
+}
+
+/// Describes how a process has ended, as what is to stand after its name.
+pub(crate) fn how_ended(status: ExitStatus) -> String {
+    match (status.signal(), status.code()) {
+        (Some(signal), _) => {
+            let name =
+                signal_name(signal).map_or_else(|| format!("signal {signal}"), str::to_string);
+            format!("was killed by {name}")
         }
+        (None, code) => format!("ended with exit code {}", code.unwrap_or_default()),
     }
 }
 
@@ -194,7 +199,7 @@ fn asks_to_stop(signal: i32) -> bool {
 
 /// Returns a command that starts this program, without arguments. If the file has been replaced or removed since,
 /// the command starts the file that this process runs.
-fn this_program() -> io::Result<Command> {
+pub(crate) fn this_program() -> io::Result<Command> {
     let file = env::current_exe()?;
     let mut command =
         Command::new(if file.exists() { file } else { PathBuf::from("/proc/self/exe") });

@@ -7,6 +7,8 @@
 #include <cstring>
 #include <future>
 
+#include <signal.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include "checks.h"
@@ -194,6 +196,30 @@ void check_seed() {
   check_wait(true);
 }
 
+// `name` on GPU 1 has the fault, unless `is_off`.
+void check_hang(bool is_off) {
+  auto has_ended = [](int device, const char* name) {
+    auto* stream = new_stream(device);
+    launch(stream, name, [] {});
+    return [stream] { return is_idle(stream); };
+  };
+  EXPECT(comes_true(has_ended(0, "slow")));
+  EXPECT(comes_true(has_ended(1, "quick")));
+  EXPECT(is_off ? comes_true(has_ended(1, "slow")) : stays_false(has_ended(1, "slow")));
+}
+
+void check_crash() {
+  launch(default_stream(0), "other", [] {});
+  synchronize(default_stream(0), "other work");
+  const int process = start_process([] {
+    auto* stream = new_stream(0);
+    launch(stream, "work", [] {});
+    synchronize(stream, "work");
+  });
+  int status = 0;
+  EXPECT(waitpid(process, &status, 0) == process && WIFSIGNALED(status) && WTERMSIG(status) == SIGABRT);
+}
+
 }  // namespace
 
 void check_machine() {
@@ -209,6 +235,10 @@ void check_machine() {
   check("the report counts", {{"SIM_REPORT", report.c_str()}, {"SIM_GPUS", "2"}}, check_report);
   check("the report counts waits behind a collective", {{"SIM_REPORT", report.c_str()}}, check_behind);
   std::filesystem::remove(report);
+  const Settings hang{{"SIM_GPUS", "2"}, {"SIM_FAULT", "hang:work=slow,gpu=1,unless=SWITCH"}};
+  check("a fault hangs its work on its GPU", hang, [] { check_hang(false); });
+  check("a variable switches a fault off", {hang[0], hang[1], {"SWITCH", "1"}}, [] { check_hang(true); });
+  check("a fault ends the process", {{"SIM_FAULT", "crash:work=work"}}, check_crash);
   check("a seed makes a schedule", {{"SIM_SEED", "7"}, {"SIM_DELAY_MAX_US", "1000"}}, check_seed);
 }
 

@@ -89,11 +89,32 @@ void check_copy(bool is_pinned) {
   EXPECT(sum.item<float>() == (is_pinned ? 8 : 4));
 }
 
+// A bit of the first element differs, where `there` is true.
+void check_spoiled(const Tensor& found, const Tensor& expected, bool there) {
+  EXPECT(at::ne(found.cpu(), expected).sum().item<int64_t>() == (there ? 1 : 0));
+}
+
+void check_wrong_product() {
+  const auto matrix = at::rand({8, 8});
+  for (int64_t index : {0, 1}) {
+    const auto on_gpu = matrix.to(at::Device(at::kCUDA, static_cast<at::DeviceIndex>(index)));
+    check_spoiled(at::mm(on_gpu, on_gpu), at::mm(matrix, matrix), index == 1);
+    check_spoiled(on_gpu + on_gpu, matrix + matrix, false);
+  }
+}
+
+void check_wrong_copy() {
+  const auto numbers = at::rand(8);
+  const at::Device other("cuda:1");
+  check_spoiled(numbers.to(gpu).to(other), numbers, true);
+  check_spoiled(numbers.to(other).to(gpu), numbers, false);
+}
+
 }  // namespace
 
 void check_torch() {
-  auto check_with_cuda = [](const char* name, const std::function<void()>& body) {
-    check(name, {{"SIM_GPUS", "2"}}, [&] {
+  auto check_with_cuda = [](const char* name, const std::function<void()>& body, const char* fault = "") {
+    check(name, {{"SIM_GPUS", "2"}, {"SIM_FAULT", fault}}, [&] {
       EXPECT(dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_GLOBAL) != nullptr);
       body();
     });
@@ -104,6 +125,8 @@ void check_torch() {
   check_with_cuda("errors of callers and of devices", check_errors);
   check_with_cuda("pinned memory is read by the copy", [] { check_copy(true); });
   check_with_cuda("pageable memory is read at once", [] { check_copy(false); });
+  check_with_cuda("a fault makes a product wrong", check_wrong_product, "wrong:work=aten::mm,gpu=1");
+  check_with_cuda("a fault makes a copy wrong", check_wrong_copy, "wrong:work=copy to another GPU,gpu=0");
 }
 
 }  // namespace checks

@@ -27,6 +27,13 @@ __attribute__((format(printf, 1, 2))) void trace(const char* format, ...);
 long random_delay_us(uint64_t lane, uint64_t index);
 void sleep_us(long microseconds);
 
+// --- faults (SIM_FAULT) ---
+
+// Returns `work`, or what the fault makes of it: it never ends, or it ends the process.
+std::function<void()> with_fault(const char* name, int device, std::function<void()> work);
+// Changes a bit of the result of this work, if the fault is of that kind.
+void spoil(const char* work, int device, void* result, size_t bytes);
+
 // --- devices ---
 
 // The number of visible GPUs: CUDA_VISIBLE_DEVICES has been applied.

@@ -159,7 +159,7 @@ static Collectives behind(Stream* stream) {
 
 void launch(Stream* stream, const char* name, std::function<void()> work) {
   count(stream->device, Counter::Launches);
-  push(stream, {name, std::move(work), true});
+  push(stream, {name, with_fault(name, stream->device, std::move(work)), true});
 }
 
 void enqueue(Stream* stream, const char* name, std::function<void()> work) {

@@ -141,6 +141,8 @@ void finish(Comm comm, const Begun& begun) {
       case Send: break;
     }
   }
+  sim::spoil(operation_names[call.agreed.operation], comm->device, call.output,
+             output_bytes(call, comm->rank, comm->size));
   for (int peer : begun.peers) comm->inbox->take(peer, begun.theirs);
 }
 

@@ -19,7 +19,12 @@ void copy_between(const Tensor& to, const Tensor& from, sim::Stream* stream) {
   auto* ready = sim::new_event(false);
   sim::record(ready, there);
   sim::wait(stream, ready);
-  launch_kernel(stream, "copy to another GPU", copy_work(alias_on_cpu(to), alias_on_cpu(from)));
+  const char* name = "copy to another GPU";
+  launch_kernel(stream, name, [=, device = from.device().index(), result = alias_on_cpu(to),
+                               copy = copy_work(alias_on_cpu(to), alias_on_cpu(from))] {
+    copy();
+    sim::spoil(name, device, result.data_ptr(), result.nbytes());
+  });
   sim::record(ready, stream);
   sim::wait(there, ready);
   sim::free_event(ready);

@@ -116,14 +116,18 @@ void run_later(const c10::OperatorHandle& op, const Operator& known, const Plan&
       stack->push_back(c10::List<Tensor>(at::ArrayRef<Tensor>(made)));
     }
   }
-  launch_kernel(stream, known.name.c_str(), [op, values = std::move(values), places = std::move(places)]() mutable {
+  const char* name = known.name.c_str();
+  launch_kernel(stream, name, [=, device = device.index(), values = std::move(values),
+                               places = std::move(places)]() mutable {
     run_on_cpu(op, values);
     BareKernels bare;
     for (size_t i = 0; i < places.size(); i++) {
       if (places[i].empty()) continue;
       auto results = tensors_of(values[i]);
       for (size_t k = 0; k < places[i].size(); k++) {
-        if (places[i][k].defined()) places[i][k].copy_(results[k]);
+        if (!places[i][k].defined()) continue;
+        places[i][k].copy_(results[k]);
+        sim::spoil(name, device, places[i][k].data_ptr(), places[i][k].nbytes());
       }
     }
   });

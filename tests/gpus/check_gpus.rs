@@ -1,0 +1,229 @@
+//! `env --check-gpus`: each fault is named on the line of its GPU or pair, with NCCL's switch that makes it pass.
+
+use std::io::{BufRead, BufReader};
+use std::process::{self, Command, Stdio};
+use std::time::{Duration, Instant};
+use std::{fs, thread};
+
+use serde_json::{Value, json};
+
+use crate::harness::{in_parallel_by, output, run_command, send, without_launcher};
+use crate::libraries::all_but;
+use crate::machine::{is_running, on_gpus, run_without_survivors, simulate};
+
+/// The checks of a machine with so many GPUs.
+fn checks(gpus: usize, fault: &str) -> Command {
+    let mut command = on_gpus(gpus, &["env", "--check-gpus"]);
+    command.env("SIM_FAULT", fault);
+    command
+}
+
+/// Returns the lines without what was measured, and checks that something was.
+fn without_speeds(stdout: &str) -> Vec<String> {
+    let lines = stdout.lines().map(|line| {
+        let Some((check, speeds)) = line.split_once(" right, ") else { return line.to_owned() };
+        let numbers: Vec<f64> = speeds.split(' ').filter_map(|word| word.parse().ok()).collect();
+        assert!(!numbers.is_empty() && numbers.iter().all(|it| it.is_finite()), "{line}");
+        format!("{check} right")
+    });
+    lines.collect()
+}
+
+/// The lines of a machine on which all is right.
+fn right(gpus: usize) -> Vec<String> {
+    let pairs = || (0..gpus).flat_map(|first| (first + 1..gpus).map(move |other| (first, other)));
+    let products = (0..gpus).map(|gpu| format!("GPU {gpu} (Simulated GPU {gpu}): product right"));
+    let copies = pairs().flat_map(|(a, b)| [(a, b), (b, a)]);
+    let copies = copies.map(|(from, to)| format!("GPU {from} -> {to}: copy right"));
+    let reduces = pairs().map(|(a, b)| format!("GPUs {a} and {b}: all_reduce right"));
+    products.chain(copies).chain(reduces).collect()
+}
+
+#[test]
+fn checks_pass_on_machines_without_a_fault() {
+    for gpus in 1..=3 {
+        let (code, stdout, stderr) = run_without_survivors(checks(gpus, ""), &gpus.to_string());
+        assert_eq!((code, &*stderr), (Some(0), ""), "{stdout}");
+        let mut expected = right(gpus);
+        if gpus == 1 {
+            expected.push("there is one GPU, and no pair to check".into());
+        }
+        assert_eq!(without_speeds(&stdout), expected);
+    }
+}
+
+/// A check is a process of the same program, with the same options.
+#[test]
+fn program_with_app_checks_its_gpus() {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_app-program"));
+    without_launcher(command.args(["env", "--check-gpus", "--width=8"]));
+    simulate(&mut command, 2);
+    let (code, stdout, stderr) = run_command(command);
+    assert_eq!((code, &*stderr), (Some(0), ""), "{stdout}");
+    assert_eq!(without_speeds(&stdout), right(2));
+}
+
+const PRODUCT: &str = "; look at nvidia-smi -q and dmesg";
+const COPY: &str = "; look at nvidia-smi topo -p2p r, at IOMMU and at ACS";
+const SKIPPED: &str = "pairs with a GPU that did not pass are not checked";
+
+/// On two GPUs each fault changes the lines that it should, and no others.
+#[test]
+fn faults_are_named_on_their_lines() {
+    let product = |problem: &str| format!("GPU 1 (Simulated GPU 1): product {problem}{PRODUCT}");
+    let copy = |problem: &str| format!("GPU 1 -> 0: copy {problem}{COPY}");
+    let reduce = |problem: &str| format!("GPUs 0 and 1: all_reduce {problem}");
+    let died = "dies: its process was killed by SIGABRT";
+    let p2p = "it passes with NCCL_P2P_DISABLE=1";
+    let none = "no switch of NCCL helps; NCCL_DEBUG=INFO says more";
+    let with_product = |problem: &str| vec![right(2)[0].clone(), product(problem), SKIPPED.into()];
+    let with = |place: usize, line: String| {
+        let mut lines = right(2);
+        lines[place] = line;
+        lines
+    };
+    let cases = [
+        ("hang:gpu=1", with_product("hangs (5 s)")),
+        ("wrong:work=aten::mm,gpu=1", with_product("has wrong values (1 of 65536)")),
+        ("crash:work=copy from the host,gpu=1", with_product(died)),
+        ("hang:work=copy to another GPU,gpu=1", with(3, copy("hangs (5 s)"))),
+        ("wrong:work=copy to another GPU,gpu=1", with(3, copy("has wrong values (1 of 16777216)"))),
+        ("crash:work=copy to another GPU,gpu=1", with(3, copy(died))),
+        (
+            "hang:work=ncclAllReduce,unless=NCCL_P2P_DISABLE",
+            with(4, reduce(&format!("hangs (5 s); {p2p}"))),
+        ),
+        (
+            "wrong:work=ncclAllReduce,unless=NCCL_P2P_DISABLE",
+            with(4, reduce(&format!("has wrong values (2 of 2); {p2p}"))),
+        ),
+        (
+            "wrong:work=ncclAllReduce,gpu=1,unless=NCCL_SHM_DISABLE",
+            with(4, reduce("has wrong values (1 of 2); it passes with NCCL_SHM_DISABLE=1")),
+        ),
+        (
+            "crash:work=ncclAllReduce,unless=NCCL_IB_DISABLE",
+            with(4, reduce(&format!("{died}; it passes with NCCL_IB_DISABLE=1"))),
+        ),
+        ("crash:work=ncclAllReduce", with(4, reduce(&format!("{died}; {none}")))),
+    ];
+    in_parallel_by(2, &cases, |(fault, expected)| {
+        let (code, stdout, stderr) = run_without_survivors(checks(2, fault), fault);
+        assert_eq!(code, Some(1), "{fault}: {stdout}{stderr}");
+        assert_eq!(without_speeds(&stdout), *expected, "{fault}: {stderr}");
+    });
+}
+
+/// Faults of NCCL's own: a rank that does not join, and an error.
+#[test]
+fn failures_of_nccl_are_named() {
+    let none = "; no switch of NCCL helps; NCCL_DEBUG=INFO says more";
+    let reason = "remote process exited or there was a network error";
+    for (fault, begins) in [
+        ("init:rank=1,call=1", "hangs while connecting with NCCL (5 s)"),
+        ("remote:rank=1,call=1", "fails: rank 1 (GPU:1) failed in all_reduce #0: "),
+    ] {
+        let mut command = checks(2, "");
+        command.env("SIM_NCCL_FAULT", fault);
+        let (code, stdout, stderr) = run_without_survivors(command, fault);
+        assert_eq!(code, Some(1), "{fault}: {stdout}{stderr}");
+        let line = stdout.lines().last().unwrap();
+        let problem = line.strip_prefix("GPUs 0 and 1: all_reduce ").unwrap();
+        assert!(problem.starts_with(begins) && problem.ends_with(none), "{line}");
+        assert_eq!(line.contains(reason), begins.starts_with("fails"), "{line}");
+    }
+}
+
+/// The first pair finds the switch, with which the other pairs are tried first. One that is set is not tried at all.
+#[test]
+fn switch_that_has_helped_is_tried_first() {
+    let processes = |fault: &str, set: Option<&str>| {
+        let reports = tempfile::tempdir().unwrap();
+        let mut command = checks(3, fault);
+        command.env("SIM_REPORT", reports.path().join("%p")).envs(set.map(|set| (set, "1")));
+        let (_, stdout, stderr) = run_command(command);
+        let helped = "; it passes with NCCL_SHM_DISABLE=1";
+        let lines = stdout.lines().filter(|line| line.ends_with(helped));
+        assert_eq!(lines.count(), if fault.is_empty() { 0 } else { 3 }, "{stdout}{stderr}");
+        fs::read_dir(reports.path()).unwrap().count()
+    };
+    let fault = "crash:work=ncclAllReduce,unless=NCCL_SHM_DISABLE";
+    let right = processes("", None);
+    assert_eq!(processes(fault, None), right + 3 + 1 + 1);
+    assert_eq!(processes(fault, Some("NCCL_IB_DISABLE")), right + 2 + 1 + 1);
+}
+
+#[test]
+fn json_has_an_object_for_each_check() {
+    let mut command = checks(2, "crash:work=ncclAllReduce,unless=NCCL_P2P_DISABLE");
+    command.arg("--log-format=json");
+    let (code, stdout, stderr) = run_command(command);
+    assert_eq!(code, Some(1), "{stdout}{stderr}");
+    let lines: Vec<&str> = stdout.lines().collect();
+    assert!(lines.iter().all(|line| line.starts_with("{\"event\":\"")), "{stdout}");
+    let events: Vec<Value> = lines.iter().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let keys =
+        ["event", "gb_per_s", "gpus", "latency_us", "passes_with", "problem", "result", "tflops"];
+    for event in &events {
+        let mut found: Vec<&String> = event.as_object().unwrap().keys().collect();
+        found.sort();
+        assert_eq!(found, keys);
+    }
+    let of = |key: &str| -> Vec<&Value> { events.iter().map(|event| &event[key]).collect() };
+    assert_eq!(of("event"), ["product", "product", "copy", "copy", "all_reduce"]);
+    assert_eq!(of("result"), ["right", "right", "right", "right", "dies"]);
+    assert_eq!(json!(of("gpus")), json!([[0], [1], [0, 1], [1, 0], [0, 1]]));
+    assert!(events[..2].iter().all(|event| event["tflops"].is_f64()), "{stdout}");
+    assert!(events[2..4].iter().all(|event| event["gb_per_s"].is_f64()), "{stdout}");
+    let last = &events[4];
+    assert_eq!(last["problem"], "dies: its process was killed by SIGABRT");
+    assert_eq!(last["passes_with"], json!(["NCCL_P2P_DISABLE"]));
+}
+
+#[test]
+fn missing_nccl_leaves_the_copies() {
+    let folder = tempfile::tempdir().unwrap();
+    all_but("libnccl", folder.path());
+    let mut command = checks(2, "");
+    command.env("LD_LIBRARY_PATH", folder.path());
+    let (code, stdout, stderr) = run_command(command);
+    assert_eq!(code, Some(0), "{stderr}");
+    let mut lines = without_speeds(&stdout);
+    let last = lines.pop().unwrap();
+    assert_eq!(lines, right(2)[..4]);
+    let told = "all_reduce is not checked: backend nccl: libnccl was not found";
+    assert!(last.starts_with(told), "{last}");
+}
+
+#[test]
+fn machine_without_a_gpu_is_wrong_input() {
+    for (gpus, variable, reason) in [
+        (0, ("SIM_SEED", ""), "--check-gpus: no GPU is visible; "),
+        (2, ("CUDA_VISIBLE_DEVICES", ""), "--check-gpus: no GPU is visible; "),
+        (2, ("SIM_CUINIT_ERROR", "803"), "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH"),
+    ] {
+        let mut command = checks(gpus, "");
+        command.env(variable.0, variable.1);
+        let (code, stdout, stderr) = run_command(command);
+        assert_eq!((code, &*stdout), (Some(2), ""), "{stderr}");
+        assert!(stderr.contains(reason), "{stderr}");
+    }
+}
+
+#[test]
+fn interrupt_ends_the_process_of_a_check() {
+    let token = format!("{} interrupt", process::id());
+    let mut command = checks(2, "hang:gpu=1");
+    command.env("DDP_MP_TEST", &token).stdout(Stdio::piped());
+    let mut child = command.spawn().unwrap();
+    let mut line = String::new();
+    BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
+    assert!(line.starts_with("GPU 0 ") && is_running(&token), "{line}");
+    send("INT", child.id());
+    assert!(!output(child).status.success());
+    let end = Instant::now() + Duration::from_secs(4); // before the limit of the check would end it
+    while is_running(&token) {
+        assert!(Instant::now() < end, "a process is left behind");
+        thread::sleep(Duration::from_millis(10));
+    }
+}
