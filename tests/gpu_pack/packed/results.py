@@ -34,10 +34,10 @@ class Findings:
         self.changed()
 
     def attempt(self, name, action):
-        """Returns what `action` returns; None if it fails, and then the part goes on."""
+        """Returns what `action` returns; None if it fails, and then the part goes on, unless its time is over."""
         try:
             return action()
-        except LeftOut:
+        except (LeftOut, TimeoutError):
             raise
         except Exception as error:
             self.fail(f"{name}: {reason(error)}")

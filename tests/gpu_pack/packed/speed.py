@@ -1,11 +1,13 @@
 """The speed of one rank beside PyTorch's DistributedDataParallel, and where its time goes."""
 
+import dataclasses
 import statistics
 import subprocess
 import sys
 
 from compare import FLAGS
-from machine import CALLS, HERE, OF_PYTORCH, json_lines
+from machine import CALLS, HERE, OF_PYTORCH, end_with_parent, json_lines
+from results import shown
 
 # The most telling first: the time may end. `wide` keeps the GPU busy; the others show what a step costs the host.
 WORK = [("mlp", "float32"), ("wide", "bf16"), ("cnn", "bf16"), ("linear", "float32"), ("mlp", "bf16"), ("cnn", "float32")]
@@ -32,17 +34,20 @@ def flags_of(kind, dtype):
 
 
 class Memory:
-    """The most memory of the GPU that is in use meanwhile, in MiB beyond what was before."""
+    """The most memory of the GPU that is in use meanwhile, in MiB beyond what was before; None if nobody can say."""
 
-    COMMAND = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    QUERY = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
 
     def __enter__(self):
-        self.most = None
+        self.most, self.watch = None, None
         try:
-            self.before = int(subprocess.run(self.COMMAND, capture_output=True, text=True, check=True).stdout.split()[0])
-            self.watch = subprocess.Popen([*self.COMMAND, "--loop-ms=50"], stdout=subprocess.PIPE, text=True)
-        except (OSError, subprocess.CalledProcessError, IndexError, ValueError):
-            self.watch = None
+            before = subprocess.run(self.QUERY, capture_output=True, text=True, check=True, timeout=30)
+            self.before = int(before.stdout.split()[0])
+            self.watch = subprocess.Popen(
+                [*self.QUERY, "--loop-ms=50"], stdout=subprocess.PIPE, text=True, preexec_fn=end_with_parent
+            )
+        except (OSError, subprocess.SubprocessError, IndexError, ValueError):
+            pass
         return self
 
     def __exit__(self, *_):
@@ -74,26 +79,38 @@ PROGRAMS = {
 }
 
 
+@dataclasses.dataclass
+class Measured:
+    """What is known about one program with one model."""
+
+    speeds: list = dataclasses.field(default_factory=list)  # steps per second, of all epochs but the first of each run
+    calls: list = dataclasses.field(default_factory=list)  # of CUDA, of each run
+    mib: int | None = None
+
+    def add(self, machine, measure, kind, dtype, epochs):
+        with Memory() as memory:
+            speeds, calls = machine.counted(lambda **more: measure(machine, kind, dtype, epochs, **more))
+        print(f"    {', '.join(map(shown, speeds))} steps/s", flush=True)
+        self.speeds += speeds
+        self.calls.append(calls)
+        self.mib = memory.most
+
+
 def speed(machine, findings):
     """Steps per second of one rank with NCCL, beside PyTorch as it is and tuned: medians over the epochs of two runs each, in
     turns; and per step, by the difference of the two, the calls of CUDA. A program that fails leaves the others' numbers."""
     for kind, dtype in work(machine):
-        measured = {name: ([], []) for name in PROGRAMS}
-        model = {"model": kind, "dtype": dtype}
-        memory_of = {}
+        measured = {name: Measured() for name in PROGRAMS}
         for epochs in EPOCHS:
             for name, measure in PROGRAMS.items():
-                run = lambda: machine.counted(lambda **more: measure(machine, kind, dtype, epochs, **more))
-                with Memory() as memory:
-                    found = findings.attempt(f"{kind} {dtype}, {name}", run)
-                memory_of[f"{name} MiB"] = memory.most
-                if found:
-                    measured[name][0].extend(found[0])
-                    measured[name][1].append(found[1])
-        medians = {name: statistics.median(speeds) if speeds else None for name, (speeds, _) in measured.items()}
-        findings.row(model | {f"{name} steps/s": median for name, median in medians.items()} | ratios(medians) | memory_of)
+                add = lambda: measured[name].add(machine, measure, kind, dtype, epochs)
+                findings.attempt(f"{kind} {dtype}, {name}", add)
+        model = {"model": kind, "dtype": dtype}
+        medians = {name: statistics.median(it.speeds) if it.speeds else None for name, it in measured.items()}
+        row = {f"{name} steps/s": median for name, median in medians.items()} | ratios(medians)
+        findings.row(model | row | {f"{name} MiB": it.mib for name, it in measured.items()})
         steps = steps_of(machine, kind) * (EPOCHS[1] - EPOCHS[0])
-        add_calls(findings, model, steps, {name: calls for name, (_, calls) in measured.items()})
+        add_calls(findings, model, steps, {name: it.calls for name, it in measured.items()})
 
 
 def ratios(medians):
