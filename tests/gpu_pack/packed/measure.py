@@ -65,6 +65,7 @@ def run_part(part, machine, findings):
     """Runs a part, and keeps how it has ended."""
     began = time.monotonic()
     machine.begin_part(part.seconds)
+    findings.changed()
     try:
         part.run(machine, findings)
     except LeftOut as why:

@@ -100,7 +100,7 @@ def page(results, simulated):
 def write(folder, results, simulated):
     """Writes both files, each whole at every moment: the machine may end now."""
     found = json.dumps({name: findings.as_json() for name, findings in results.items()}, indent=1)
-    for name, text in {"gpu-results.json": found + "\n", "gpu-results.md": page(results, simulated)}.items():
+    for name, text in {"gpu-results.md": page(results, simulated), "gpu-results.json": found + "\n"}.items():
         partial = folder / f"{name}.partial"
         partial.write_text(text)
         partial.rename(folder / name)
