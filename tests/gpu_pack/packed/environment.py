@@ -41,7 +41,7 @@ def environment(machine, findings):
     if not report["gpus"] or report["gpu_problem"]:
         raise RuntimeError(f"no GPU can be used here: {report['gpu_problem'] or 'the driver shows none'}")
     findings.fact("GPUs", report["gpus"])
-    findings.fact("NCCL", report["nccl"])
+    findings.fact("NCCL", report["nccl"] or report["nccl_problem"])
     query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
     try:
         about = subprocess.run(query, capture_output=True, text=True, timeout=30).stdout.strip()

@@ -65,14 +65,8 @@ class Machine:
             tar.extractall(self.scratch, filter="data")
         torch_folder = pathlib.Path(torch.__file__).parent
         nvidia = torch_folder.parent / "nvidia"
-        # The name by which the program asks for NCCL.
-        links = self.scratch / "lib"
-        links.mkdir()
-        nccl = nvidia / "nccl" / "lib" / "libnccl.so.2"
-        if nccl.exists() and not self.simulated:
-            (links / "libnccl.so").symlink_to(nccl)
         self.cudart = nvidia / "cu13" / "lib" / "libcudart.so.13"
-        folders = [links, torch_folder / "lib", self.cudart.parent, nvidia / "cudnn" / "lib"]
+        folders = [torch_folder / "lib", self.cudart.parent, nvidia / "cudnn" / "lib"]
         if self.simulated:
             folders.insert(0, self.simulated)
         known = os.environ.get("LD_LIBRARY_PATH")

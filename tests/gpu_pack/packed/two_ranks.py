@@ -27,7 +27,7 @@ class SharedGpu:
 
     def __init__(self, machine):
         self.machine, self.works, self.transport = machine, None, {}
-        self.newer = machine.scratch / "newer"
+        self.newer = machine.scratch / "libnccl.so.2"
 
     def variables(self):
         """Returns the variables with which NCCL lets two ranks have one GPU. Raises LeftOut if none is there that can."""
@@ -35,25 +35,21 @@ class SharedGpu:
         more["NCCL_DEBUG_FILE"] = str(self.machine.scratch / "nccl-%p.log")
         if self.machine.simulated:
             return {**more, "SIM_NCCL_VERSION": "23007"}
-        # libtorch_cuda names its own NCCL by an RPATH, which comes before LD_LIBRARY_PATH. With that alone a process would
-        # have both, and the newer one would call functions of the older one: so it is preloaded as well.
+        # Preloaded, because libtorch_cuda finds its own NCCL by an RPATH, which comes before LD_LIBRARY_PATH.
         self.unpack()
-        libraries = f"{self.newer}:{self.machine.libraries}"
-        return {**more, "LD_PRELOAD": str(self.newer / "libnccl.so.2"), "LD_LIBRARY_PATH": libraries}
+        return {**more, "LD_PRELOAD": str(self.newer)}
 
     def unpack(self):
-        """Puts NCCL where a program looks for it, by both of its names."""
+        """Unpacks the newer NCCL, or links to the one that NCCL_LIBRARY names."""
         if self.newer.exists():
             return
         packed, given = HERE / "libnccl.so.2.xz", os.environ.get("NCCL_LIBRARY")
         if not packed.exists() and not given:
             raise LeftOut("no NCCL of 2.30.3 or later: name it as NCCL_LIBRARY, or put libnccl.so.2.xz here")
-        self.newer.mkdir()
         if given:
-            (self.newer / "libnccl.so.2").symlink_to(pathlib.Path(given).resolve())
+            self.newer.symlink_to(pathlib.Path(given).resolve())
         else:
-            (self.newer / "libnccl.so.2").write_bytes(lzma.decompress(packed.read_bytes()))
-        (self.newer / "libnccl.so").symlink_to("libnccl.so.2")
+            self.newer.write_bytes(lzma.decompress(packed.read_bytes()))
 
     def checked_variables(self):
         """As `variables`, once two ranks are not known to fail."""
@@ -120,6 +116,7 @@ def compare_with_cpu(machine, findings, flags, end, **more):
 
 def losses_of_two_processes(machine, findings):
     shared = shared_gpu(machine)
+    shared.variables()  # ends this part if there is no NCCL that can
 
     def losses(flags):
         compare_with_cpu(machine, findings, flags, train(machine, flags, **shared.variables()))
