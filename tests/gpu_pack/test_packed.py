@@ -3,24 +3,27 @@
 import contextlib
 import io
 import json
+import os
 import pathlib
 import struct
 import sys
 import tempfile
 import time
 import unittest
+from unittest import mock
 
 HERE = pathlib.Path(__file__).parent
 sys.path[:0] = [str(HERE / "packed"), str(HERE.parents[1] / "benches")]
 
 import beside_pytorch  # noqa: E402
 import measure  # noqa: E402
-from environment import check_torch, environment  # noqa: E402
+from environment import check_torch  # noqa: E402
 from machine import CALLS, CommandFailed, Machine, check_near, json_lines  # noqa: E402
 from measure import Part, chosen, run_parts  # noqa: E402
 from results import Findings, LeftOut, page, table  # noqa: E402
 from safetensors_file import load  # noqa: E402
 from speed import add_calls, ratios  # noqa: E402
+from two_ranks import collectives, losses_of_two_processes  # noqa: E402
 
 
 class Quiet(unittest.TestCase):
@@ -63,9 +66,8 @@ class Parts(Quiet):
         found = run_parts(parts, self.machine())
         self.assertEqual(found["first"].problem(), "ValueError: broken")
         self.assertEqual((found["second"].problem(), found["second"].facts), (None, {"found": 1}))
-        original, measure.environment = measure.environment, fail
-        self.addCleanup(setattr, measure, "environment", original)
-        self.assertEqual(list(run_parts(parts, self.machine())), ["first"])
+        with mock.patch.object(measure, "environment", fail):
+            self.assertEqual(list(run_parts(parts, self.machine())), ["first"])
 
     def test_what_is_left_out_is_no_failure(self):
         def leave_out(machine, findings):
@@ -77,6 +79,13 @@ class Parts(Quiet):
 
     def raise_left_out(self):
         raise LeftOut("no NCCL")
+
+    def test_two_ranks_are_left_out_without_an_nccl_for_them(self):
+        with mock.patch.dict(os.environ, clear=True):
+            parts = [Part("losses", losses_of_two_processes, 9), Part("collectives", collectives, 9)]
+            found = run_parts(parts, self.machine())
+        for findings in found.values():
+            self.assertIn("no NCCL of 2.30.3 or later", findings.left_out)
 
     def test_a_part_that_is_cut_off_leaves_what_it_has_found(self):
         def cut_off(machine, findings):

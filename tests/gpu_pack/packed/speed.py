@@ -10,14 +10,11 @@ from machine import CALLS, HERE, OF_PYTORCH, end_with_parent, json_lines
 from results import shown
 
 # The most telling first: the time may end. `wide` keeps the GPU busy; the others show what a step costs the host.
-WORK = [("mlp", "float32"), ("wide", "bf16"), ("cnn", "bf16"), ("linear", "float32"), ("mlp", "bf16"), ("cnn", "float32")]
+WORK = [("mlp", "float32"), ("wide", "bf16"), ("cnn", "bf16")]
+MORE_WORK = [("linear", "float32"), ("mlp", "bf16"), ("cnn", "float32")]
 REHEARSED = [("linear", "bf16")]
 FLAGS = {**FLAGS, "wide": ["--model=mlp", "--hidden=8192,8192,8192"]}
 EPOCHS = (2, 6)  # of the two runs, whose difference has no start
-
-
-def work(machine):
-    return REHEARSED if machine.simulated else WORK
 
 
 def batch_of(kind):
@@ -87,9 +84,9 @@ class Measured:
     calls: list = dataclasses.field(default_factory=list)  # of CUDA, of each run
     mib: int | None = None
 
-    def add(self, machine, measure, kind, dtype, epochs):
+    def add(self, machine, train, kind, dtype, epochs):
         with Memory() as memory:
-            speeds, calls = machine.counted(lambda **more: measure(machine, kind, dtype, epochs, **more))
+            speeds, calls = machine.counted(lambda **more: train(machine, kind, dtype, epochs, **more))
         print(f"    {', '.join(map(shown, speeds))} steps/s", flush=True)
         self.speeds += speeds
         self.calls.append(calls)
@@ -99,11 +96,19 @@ class Measured:
 def speed(machine, findings):
     """Steps per second of one rank with NCCL, beside PyTorch as it is and tuned: medians over the epochs of two runs each, in
     turns; and per step, by the difference of the two, the calls of CUDA. A program that fails leaves the others' numbers."""
-    for kind, dtype in work(machine):
+    measure(machine, findings, REHEARSED if machine.simulated else WORK)
+
+
+def speed_of_more_models(machine, findings):
+    measure(machine, findings, MORE_WORK)
+
+
+def measure(machine, findings, work):
+    for kind, dtype in work:
         measured = {name: Measured() for name in PROGRAMS}
         for epochs in EPOCHS:
-            for name, measure in PROGRAMS.items():
-                add = lambda: measured[name].add(machine, measure, kind, dtype, epochs)
+            for name, train in PROGRAMS.items():
+                add = lambda: measured[name].add(machine, train, kind, dtype, epochs)
                 findings.attempt(f"{kind} {dtype}, {name}", add)
         model = {"model": kind, "dtype": dtype}
         medians = {name: statistics.median(it.speeds) if it.speeds else None for name, it in measured.items()}
@@ -142,7 +147,7 @@ def parts_of_a_step(machine, findings):
         parts = ["us_per_step", "forward_us", "backward_us", "communication_us", "optimizer_us"]
         findings.row({"model": kind, "dtype": dtype, **{part: row[part] for part in parts}})
 
-    for kind, dtype in work(machine):
+    for kind, dtype in REHEARSED if machine.simulated else WORK + MORE_WORK:
         findings.attempt(f"{kind} {dtype}", lambda: part(kind, dtype))
 
 
