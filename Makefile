@@ -62,15 +62,33 @@ test-fast: cargo libtorch ## run the unit tests, and the tests that do not start
 # The oldest pair in the range of Cargo.toml.
 OLDEST_TCH = 0.24.0
 OLDEST_LIBTORCH = 2.11.0
-OLDEST = $(or $(CARGO_TARGET_DIR),target)/oldest
 
-test-oldest: cargo ## build and test a copy in target/oldest with the oldest tch and libtorch of the range in Cargo.toml
-	@mkdir -p $(OLDEST)
-	find $(OLDEST) -mindepth 1 -maxdepth 1 ! -name target ! -name .libtorch -exec rm -r {} +
-	git ls-files -z | xargs -0 cp --parents --preserve=mode,timestamps --target-directory=$(OLDEST)
-	cd $(OLDEST) && cargo update --quiet --precise $(OLDEST_TCH) tch
-	cd $(OLDEST) && env -u CARGO_TARGET_DIR -u LIBTORCH_USE_PYTORCH \
-	    $(MAKE) test LIBTORCH= LIBTORCH_VERSION=$(OLDEST_LIBTORCH)
+# The libtorch of the machine that `make gpu-pack` is for, and the tch that is for it.
+GPU_TORCH = 2.11.0
+GPU_TCH = 0.24.0
+
+# The copy of the clone that is built with libtorch $(1). It keeps what it has built and fetched.
+copy_for = $(or $(CARGO_TARGET_DIR),target)/torch-$(1)
+
+# Makes the copy for libtorch $(1), with tch $(2), or brings it up to date. What has changed gets the time of the copy: with
+# its own, cargo would take a file that was changed during a build for built.
+define make_copy
+@mkdir -p $(copy_for)/target
+git ls-files >$(copy_for)/target/tracked
+xargs -d '\n' cp --update --parents --preserve=mode --target-directory=$(copy_for) <$(copy_for)/target/tracked
+cd $(copy_for) && find . -type f ! -path './target/*' ! -path './.libtorch/*' ! -path './.python/*' -printf '%P\n' \
+    | { grep -vxFf target/tracked || true; } | xargs -rd '\n' rm
+cd $(copy_for) && cargo update --quiet --precise $(2) tch
+endef
+
+# Makes targets in the copy for libtorch $(1). The copy is no repository, so it is told the commit.
+COMMIT = $(shell git describe --always --exclude='*' --abbrev=12 --dirty=-modified)
+in_copy = cd $(copy_for) && env -u CARGO_TARGET_DIR -u LIBTORCH_USE_PYTORCH DDP_MP_COMMIT=$(COMMIT) \
+    $(MAKE) LIBTORCH= LIBTORCH_VERSION=$(1)
+
+test-oldest: cargo ## build and test a copy in target/torch-2.11.0 with the oldest tch and libtorch of the range in Cargo.toml
+	$(call make_copy,$(OLDEST_LIBTORCH),$(OLDEST_TCH))
+	+$(call in_copy,$(OLDEST_LIBTORCH)) test
 
 test-newest: ## try the newest PyTorch: its values beside the recorded ones, and its torchrun with this program
 	$(MAKE) parity TORCH=$(NEWEST_TORCH)
@@ -96,7 +114,7 @@ loom: cargo ## try every order in which ranks can take turns (loom), and look fo
 	    set -x; cargo +nightly test $(LOOM) --target "$$(rustc +nightly --print host-tuple)" races; \
 	fi
 
-check: cargo libtorch ## formatting, lints and documentation, warnings being errors, and the tables of make compare
+check: cargo libtorch ## formatting, lints and documentation, warnings being errors, and the tests of the scripts in Python
 	cargo fmt --check
 	cargo clippy --release --all-targets -- -D warnings
 	cargo clippy --release --test gpus -- -D warnings
@@ -106,6 +124,7 @@ check: cargo libtorch ## formatting, lints and documentation, warnings being err
 	cargo clippy --release $(LOOM) --all-targets --features loom -- -D warnings
 	LIBTORCH=/nowhere RUSTDOCFLAGS="-D warnings" cargo doc --release --no-deps --package ddp-mp --features doc-only # as docs.rs does
 	python3 -B -m unittest discover --start-directory benches
+	python3 -B -m unittest discover --start-directory tests/gpu_pack
 
 lint: python ## have hadolint read the Dockerfile
 	$(PYTHON_FOLDER)/bin/hadolint Dockerfile
@@ -212,13 +231,27 @@ simulated-gpus: libtorch ## build the simulated GPUs (tests/simulated_gpus) into
 
 GPU_PACK = $(or $(CARGO_TARGET_DIR),target)/gpu-pack
 
-gpu-pack: cargo libtorch ## build a folder that tests and measures on a machine with a GPU
-	cargo build --release --bins --examples
-	cargo test --release --no-run --test tests --test gpus --message-format=json >$(GPU_PACK).json
-	python3 tests/gpu_pack/pack.py $(GPU_PACK) $(PROGRAM) $(dir $(PROGRAM))examples <$(GPU_PACK).json
+# An NCCL that lets ranks share a GPU.
+GPU_NCCL = $(or $(CARGO_TARGET_DIR),target)/nccl/libnccl.so.2.xz
 
-test-gpu-pack: python gpu-pack simulated-gpus ## try the folder of gpu-pack on a simulated GPU
-	LIMIT=1800 OUT=$(GPU_PACK) PYTHON=$(abspath $(PYTHON_FOLDER)/bin/python) $(GPU_PACK)/run.sh --simulated $(SIMULATED_GPUS)
+$(GPU_NCCL): tests/gpu_pack/nccl.py tests/gpu_pack/prune_fatbin.py
+	@mkdir -p $(@D)
+	python3 -B $< $@
+
+gpu-pack: cargo $(GPU_NCCL) ## build a folder, target/gpu-pack, for a machine with a GPU and torch 2.11; for another torch: GPU_TORCH=2.13.0 GPU_TCH=0.26.0
+	$(call make_copy,$(GPU_TORCH),$(GPU_TCH))
+	+$(call in_copy,$(GPU_TORCH)) gpu-pack-here GPU_PACK=$(abspath $(GPU_PACK)) GPU_NCCL=$(abspath $(GPU_NCCL))
+
+# In the copy.
+.PHONY: gpu-pack-here
+gpu-pack-here: cargo libtorch
+	cargo build --release --bin ddp-mp --examples
+	cargo test --release --no-run --test tests --test gpus --message-format=json >target/test-programs.json
+	python3 -B tests/gpu_pack/pack.py $(GPU_PACK) $(PROGRAM) $(dir $(PROGRAM))examples $(GPU_NCCL) <target/test-programs.json
+
+test-gpu-pack: gpu-pack ## try the folder of gpu-pack: without a GPU, killed, and on a simulated GPU
+	+$(call in_copy,$(GPU_TORCH)) python simulated-gpus
+	python3 -B tests/gpu_pack/rehearse.py $(GPU_PACK) $(call copy_for,$(GPU_TORCH))/target/simulated_gpus $(call copy_for,$(GPU_TORCH))/.python/bin/python
 
 python: libtorch ## put a Python with PyTorch for the CPU, TensorBoard and Selenium into .python/, for the checks that need them
 	@.cargo/fetch-libtorch.sh $(TORCH) python $(PYTHON_FOLDER)

@@ -7,15 +7,18 @@ use ddp_mp::{App, os};
 #[unsafe(link_section = ".preinit_array")]
 static BEFORE_MAIN: [os::BeforeMain; 2] = [os::hold_user_signals, os::limit_spinning];
 
-/// The commit that this program was built from, empty without a repository. Only this file is compiled again after a
-/// commit.
+/// The commit that this program was built from. In a copy without a repository it is `DDP_MP_COMMIT` of the build, or empty.
+/// Only this file is compiled again after a commit.
 #[cfg(in_own_repository)]
 const COMMIT: &str = git_version::git_version!(
     args = ["--always", "--exclude=*", "--abbrev=12", "--dirty=-modified"],
     fallback = ""
 );
 #[cfg(not(in_own_repository))]
-const COMMIT: &str = "";
+const COMMIT: &str = match option_env!("DDP_MP_COMMIT") {
+    Some(commit) => commit,
+    None => "",
+};
 
 fn main() -> std::process::ExitCode {
     App::new("ddp-mp", env!("CARGO_PKG_VERSION")).commit(COMMIT).course().run()

@@ -1,8 +1,11 @@
 """Builds the folder that tests and measures ddp-mp on a machine with a GPU.
 
-pack.py FOLDER PROGRAM EXAMPLES < messages of `cargo test --no-run --message-format=json`
+pack.py FOLDER PROGRAM EXAMPLES NCCL < messages of `cargo test --no-run --message-format=json`
+
+NCCL is the file that nccl.py makes.
 """
 
+import contextlib
 import json
 import pathlib
 import shutil
@@ -11,8 +14,13 @@ import sys
 import tarfile
 import tempfile
 
+import compressed
+
 HERE = pathlib.Path(__file__).parent
-LARGEST = 60 << 20
+ROOT = HERE.parents[1]
+# Beside the scripts in packed/.
+FILES = [ROOT / "benches" / "compare.py", ROOT / "benches" / "pytorch_step.py", ROOT / "assets" / "shakespeare.txt"]
+LARGEST = 40 << 20  # bytes
 
 
 def test_programs():
@@ -26,28 +34,42 @@ def test_programs():
 def lessons(folder):
     """The lessons, which begin with a number: a file of cargo's own has a hash at its end."""
     for file in sorted(folder.glob("[0-9][0-9]-*")):
-        source = HERE.parents[1] / "examples" / f"{file.name}.rs"
-        if source.exists():
+        if (ROOT / "examples" / f"{file.name}.rs").exists():
             yield f"lessons/{file.name}", file
 
 
+def add_programs(file, programs):
+    with contextlib.ExitStack() as contexts:
+        stripped = pathlib.Path(contexts.enter_context(tempfile.TemporaryDirectory())) / "stripped"
+        out = contexts.enter_context(compressed.create(file))
+        tar = contexts.enter_context(tarfile.open(fileobj=out, mode="w"))
+        for name, program in programs.items():
+            subprocess.run(["strip", "-o", stripped, program], check=True)
+            tar.add(stripped, name)
+
+
+def about(program):
+    """What the program was built from, as it says itself."""
+    report = subprocess.run([program, "env", "--log-format=json"], check=True, capture_output=True, text=True).stdout
+    report = json.loads(report)
+    return {"torch": report["libtorch"].split("+")[0], "commit": report["commit"]}
+
+
 def main():
-    folder, program, examples = map(pathlib.Path, sys.argv[1:])
+    folder, program, examples, nccl = map(pathlib.Path, sys.argv[1:])
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     programs = {"ddp-mp": program, **dict(test_programs()), **dict(lessons(examples))}
-    with tempfile.TemporaryDirectory() as scratch, tarfile.open(folder / "programs.tar.xz", "w:xz") as tar:
-        stripped = pathlib.Path(scratch) / "stripped"
-        for name, file in programs.items():
-            subprocess.run(["strip", "-o", stripped, file], check=True)
-            tar.add(stripped, name)
-    for name in ["run.sh", "measure.py", "pytorch_ddp.py", "../../benches/compare.py", "../../benches/pytorch_step.py"]:
-        shutil.copy(HERE / name, folder)
-    wrapper = folder / "cuda_calls.so"
-    flags = ["-O2", "-Wall", "-Werror", "-shared", "-fPIC"]
-    subprocess.run(["cc", *flags, "-o", wrapper, HERE / "cuda_calls.c", "-ldl"], check=True)
-    size = sum(file.stat().st_size for file in folder.rglob("*"))
-    print(f"{folder}: {len(programs)} programs, {size / (1 << 20):.1f} MiB; on a machine with a GPU: ./run.sh")
+    add_programs(folder / "programs.tar.xz", programs)
+    for file in [*sorted((HERE / "packed").glob("*.*")), *FILES, nccl]:
+        shutil.copy(file, folder)
+    wrapper = ["cc", "-O2", "-Wall", "-Werror", "-shared", "-fPIC", "-o", folder / "cuda_calls.so"]
+    subprocess.run([*wrapper, HERE / "cuda_calls.c", "-ldl"], check=True)
+    origin = about(program)
+    (folder / "pack.json").write_text(json.dumps(origin) + "\n")
+    size = sum(file.stat().st_size for file in folder.iterdir())
+    print(f"{folder}: {len(programs)} programs of {origin['commit']}, {size / (1 << 20):.1f} MiB")
+    print(f"On a machine with a GPU and torch {origin['torch']}: ./run.sh")
     if size > LARGEST:
         sys.exit(f"{folder} is larger than {LARGEST >> 20} MiB; leave something out")
 

@@ -1,11 +1,12 @@
 //! The same options on the GPU of this machine and on its CPU: for the pack of `make gpu-pack`, which reads what this prints.
 
 use std::sync::Mutex;
+use std::thread::available_parallelism;
 
 use serde_json::{Value, json};
 
-use crate::harness::{program_on_gpus, run_command};
-use crate::machine::{cpu_events, in_parallel};
+use crate::harness::{program_on_gpus, run_command, some_of};
+use crate::machine::{cpu_events, in_parallel_by};
 use crate::same::{DATA, GRADIENTS, MIXED_PRECISION, MODELS, OPTIMIZERS, args};
 
 /// How far a loss on a GPU may be from that on the CPU, as a share of it: its kernels add up in another order.
@@ -36,6 +37,22 @@ fn difference(here: &[Value], there: &[Value]) -> f64 {
     pairs.fold(lost, f64::max)
 }
 
+/// Returns how far a run on the GPU is from the same run on the CPU, and an error if it fails, or did not run on the GPU.
+fn difference_of(ranks: usize, backend: &str, row: &str) -> Result<f64, String> {
+    let [count, on] = [format!("--nproc-per-node={ranks}"), format!("--backend={backend}")];
+    let options = [&args(row)[..], &["--log-format=json", &count, &on]].concat();
+    let (code, stdout, stderr) = run_command(program_on_gpus(&options));
+    if code != Some(0) {
+        return Err(format!("{code:?}, {stderr}"));
+    }
+    let here: Vec<Value> = stdout.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    // Without a usable GPU, the threaded backend takes the CPU: the losses would be equal, and prove nothing.
+    if here[0]["device"] != "GPU" {
+        return Err(format!("it ran on {}", here[0]["device"]));
+    }
+    Ok(difference(&here, &cpu_events(ranks, &args(row))))
+}
+
 #[test]
 #[ignore = "for a machine with a GPU: run.sh of `make gpu-pack` runs it"]
 fn gpu_losses_match_the_cpu_of_this_machine() {
@@ -46,30 +63,26 @@ fn gpu_losses_match_the_cpu_of_this_machine() {
     cases.extend(with_nccl.into_iter().map(|(_, row)| (1, "nccl", row)));
     // CUDA draws other random numbers than the CPU.
     cases.retain(|(_, _, row)| !row.contains("--dropout"));
+    let cases = some_of(cases, 8);
     let far = Mutex::new(Vec::new());
-    in_parallel(&cases, |&(ranks, backend, row)| {
-        let [count, on] = [format!("--nproc-per-node={ranks}"), format!("--backend={backend}")];
-        let options = [&args(row)[..], &["--log-format=json", &count, &on]].concat();
+    let cores = available_parallelism().map_or(1, usize::from);
+    in_parallel_by(cores, &cases, |&(ranks, backend, row)| {
+        let fail =
+            |why| far.lock().unwrap().push(format!("{ranks} ranks, {backend}, {row}: {why}"));
         // A run that fails is one of the findings: the others go on.
-        let (code, stdout, stderr) = run_command(program_on_gpus(&options));
-        if code != Some(0) {
-            far.lock()
-                .unwrap()
-                .push(format!("{ranks} ranks, {backend}, {row}: {code:?}, {stderr}"));
-            return;
-        }
-        let here: Vec<Value> =
-            stdout.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
-        let found = difference(&here, &cpu_events(ranks, &args(row)));
-        let is_half =
-            ["--amp", "=fp16", "=bf16", "cnn", "images"].iter().any(|it| row.contains(it));
-        let tolerance = if is_half { TOLERANCE_OF_HALF } else { TOLERANCE };
+        let found = match difference_of(ranks, backend, row) {
+            Ok(found) => found,
+            Err(why) => return fail(why),
+        };
         println!(
             "\n{}",
             json!({"ranks": ranks, "backend": backend, "options": row, "difference": found})
         );
+        let is_half =
+            ["--amp", "=fp16", "=bf16", "cnn", "images"].iter().any(|it| row.contains(it));
+        let tolerance = if is_half { TOLERANCE_OF_HALF } else { TOLERANCE };
         if found > tolerance {
-            far.lock().unwrap().push(format!("{ranks} ranks, {backend}, {row}: {found:e}"));
+            fail(format!("{found:e}"));
         }
     });
     let far = far.into_inner().unwrap();

@@ -1,0 +1,101 @@
+"""Whether the GPU gives the numbers of the CPU, and the same bits in each order of its work."""
+
+import json
+import re
+
+from machine import HERE, SAME_BITS, check_near, json_lines
+
+
+def losses(machine, findings):
+    """The losses of about 90 sets of options, with one rank and with several that share the GPU. A set that fails, or that
+    is late, leaves the others' results."""
+    test = [machine.scratch / "tests-gpus", "--ignored", "--exact", "--nocapture"]
+    test.append("hardware::gpu_losses_match_the_cpu_of_this_machine")
+    all_cases = {} if machine.simulated else {"DDP_MP_TESTS": "all"}
+    [ended] = machine.together([(test, SAME_BITS | all_cases)], 150)
+    rows = json_lines(ended.stdout)
+    (machine.out / "gpu-losses.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    if rows:
+        largest = max(rows, key=lambda row: row["difference"])
+        findings.fact("sets of options", len(rows))
+        findings.fact("with equal losses", sum(row["difference"] == 0 for row in rows))
+        where = f"{largest['ranks']} ranks, {largest['backend']}, {largest['options']}"
+        findings.fact("largest difference", f"{largest['difference']:.1e} ({where})")
+    if ended.status != 0 or not rows:
+        machine.show([ended])
+        findings.fail(f"exit status {ended.status}: {ended.stderr[-1500:].strip()}")
+
+
+# Beyond those of tests/gpus/same.rs: ranks, backend, flags.
+MORE_LOSSES = [
+    (2, "threaded", "--model=mlp --num-samples=401 --share-model --optimizer=adamw"),
+    (1, "nccl", "GPT --optimizer=adamw --amp=bf16"),
+    (3, "threaded", "--model=cnn --dataset=digits --loss=cross-entropy --num-samples=150 --share-model --momentum=0.9"),
+    (3, "threaded", "--model=mlp --num-samples=401 --zero --optimizer=adamw"),
+    (1, "nccl", "--model=mlp --num-samples=401 --zero --optimizer=adamw --max-grad-norm=0.1"),
+    (1, "nccl", "GPT --max-epochs=2 --optimizer=adamw --max-grad-norm=1"),
+    (2, "threaded", "GPT --max-epochs=2 --optimizer=adamw"),
+    (1, "nccl", "--model=mlp --num-samples=4000 --max-epochs=2 --check-collectives --find-unused-parameters --num-workers=2"),
+]
+
+
+def more_losses(machine, findings):
+    gpt = f"--model=gpt --dataset=text:{HERE / 'shakespeare.txt'} --n-embd=32 --num-samples=60"
+
+    def compare(ranks, backend, options):
+        flags = [f"--nproc-per-node={ranks}", *options.replace("GPT", gpt).split()]
+        here = machine.on_gpu([*flags, f"--backend={backend}"], **SAME_BITS)["loss"]
+        there = machine.on_cpu(flags)["loss"]
+        findings.row({"ranks": ranks, "backend": backend, "options": options, "loss": here, "CPU": there})
+        is_rough = "amp" in options or "cnn" in options  # half precision, and TF32 of convolutions
+        check_near(here, there, 3e-2 if is_rough else 1e-3)
+
+    for ranks, backend, options in machine.some(MORE_LOSSES, 2):
+        findings.attempt(f"{ranks} ranks, {backend}, {options}", lambda: compare(ranks, backend, options))
+
+
+# Orders of work and places of memory that must not change a bit: a missing wait between streams would.
+SCHEDULES = {
+    "first": {},
+    "again": {},
+    "each kernel awaited": {"CUDA_LAUNCH_BLOCKING": "1"},
+    "no memory used again": {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+    "one hardware queue": {"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+}
+
+
+def same_bits(machine, findings):
+    flags = ["--model=mlp", "--hidden=512,512,512", "--num-samples=2000", "--bucket-cap-mb=0.3", "--optimizer=adamw"]
+    flags += ["--nproc-per-node=1", "--backend=nccl", "--comm-hook=bf16", "--num-workers=2"]
+    hashes = {}
+
+    def run(name, variables):
+        hashes[name] = machine.on_gpu(flags, **SAME_BITS, **variables)["parameters_hash"]
+        findings.fact(name, hashes[name])
+        if hashes[name] != next(iter(hashes.values())):
+            raise RuntimeError("other bits than before")
+
+    for name, variables in machine.some(list(SCHEDULES.items()), 2):
+        findings.attempt(name, lambda: run(name, variables))
+
+
+def tests(machine, findings):
+    """The tests that need a GPU, one by one. Those that need a second one are skipped, and say so."""
+    program = machine.scratch / "tests-tests"
+    names = re.findall(r"^(\S+): test$", machine.run([program, "cuda::", "--list"]), re.MULTILINE)
+    passed, skipped = [], []
+    for name in machine.some(names, 1):
+        run = lambda: machine.run([program, "--exact", name, "--nocapture"], 90, **SAME_BITS)
+        text = findings.attempt(name, run)
+        if text is not None:
+            (skipped if "skipped " in text else passed).append(name.removeprefix("cuda::"))
+    for what, found in {"passed": passed, "skipped": skipped}.items():
+        findings.fact(what, f"{len(found)}{': ' if found else ''}{', '.join(found)}")
+
+
+def lessons(machine, findings):
+    """Each lesson checks itself. Their ranks are on the CPU: they show nothing about the GPU."""
+    names = sorted(file.name for file in (machine.scratch / "lessons").iterdir())
+    names = machine.some(names, 1)
+    passed = [findings.attempt(name, lambda: machine.run([machine.scratch / "lessons" / name])) is not None for name in names]
+    findings.fact("passed", f"{sum(passed)} of {len(names)}")
