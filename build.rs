@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 fn main() -> Result<(), Box<dyn Error>> {
     println!("cargo:rustc-check-cfg=cfg(in_own_repository)");
     println!("cargo:rerun-if-changed=build.rs");
-    make_nccl_alias()?;
+    make_nccl_aliases()?;
     if cfg!(feature = "doc-only") {
         return Ok(()); // the documentation needs no library to link with
     }
@@ -61,20 +61,29 @@ fn build_shim(libtorch_lib: &Path) {
         .compile("ddp_shim");
 }
 
-/// Makes an empty library with the name `libnccl.so`, which needs `libnccl.so.2`: `process_group/nccl/library.rs` has it in
-/// the program, and says why.
-fn make_nccl_alias() -> Result<(), Box<dyn Error>> {
-    // cargo puts OUT_DIR itself into LD_LIBRARY_PATH, where nobody is to find an empty NCCL.
-    let folder = PathBuf::from(env::var("OUT_DIR")?).join("nccl");
-    fs::create_dir_all(&folder)?;
-    let make = |name: &str, needed: &[&str]| -> Result<(), Box<dyn Error>> {
-        let mut linker = cc::Build::new().cpp(true).warnings(false).get_compiler().to_command();
-        linker.current_dir(&folder).args(["-shared", "-nostdlib", "-s", "-o", name]);
-        linker.arg(format!("-Wl,-soname,{name},--no-as-needed,-z,noseparate-code"));
-        linker.args(["-x", "c", "/dev/null", "-x", "none"]).args(needed);
-        let status = linker.status()?;
-        if status.success() { Ok(()) } else { Err(format!("{linker:?}: {status}").into()) }
-    };
-    make("libnccl.so.2", &[])?;
-    make("libnccl.so", &["libnccl.so.2"])
+/// Makes two empty libraries with the name `libnccl.so`, for `process_group/nccl/library.rs`, which says why. One needs
+/// `libtorch_cuda.so`, the other `libnccl.so.2`.
+fn make_nccl_aliases() -> Result<(), Box<dyn Error>> {
+    for needed in ["libtorch_cuda.so", "libnccl.so.2"] {
+        // cargo puts OUT_DIR itself into LD_LIBRARY_PATH, where nobody is to find an empty NCCL.
+        let folder = PathBuf::from(env::var("OUT_DIR")?).join("nccl").join(needed);
+        fs::create_dir_all(&folder)?;
+        if cfg!(feature = "doc-only") {
+            fs::write(folder.join("libnccl.so"), "")?;
+            continue;
+        }
+        link_empty_library(&folder, needed, &[])?;
+        link_empty_library(&folder, "libnccl.so", &[needed])?;
+    }
+    Ok(())
+}
+
+/// Links a library without contents in `folder`, which needs the libraries `needed` there.
+fn link_empty_library(folder: &Path, name: &str, needed: &[&str]) -> Result<(), Box<dyn Error>> {
+    let mut linker = cc::Build::new().cpp(true).warnings(false).get_compiler().to_command();
+    linker.current_dir(folder).args(["-shared", "-nostdlib", "-s", "-o", name]);
+    linker.arg(format!("-Wl,-soname,{name},--no-as-needed,-z,noseparate-code"));
+    linker.args(["-x", "c", "/dev/null", "-x", "none"]).args(needed);
+    let status = linker.status()?;
+    if status.success() { Ok(()) } else { Err(format!("{linker:?}: {status}").into()) }
 }

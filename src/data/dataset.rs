@@ -205,18 +205,23 @@ impl TensorDataset {
             return Ok(self.samples.handles());
         }
         let mut copies = self.copies.lock();
-        if !copies.iter().any(|(known, _)| *known == device) {
-            let (inputs, targets) = self.samples.handles();
-            // The host waits for the copy, so that other ranks' streams need not.
-            let copy = |tensor: Tensor| {
-                let copy = tensor.f_to_device(device).doing("copying the data set to the GPU");
-                copy.map(SharedTensor::new)
-            };
-            copies.push((device, Samples { inputs: copy(inputs)?, targets: copy(targets)? }));
-        }
-        let known = copies.iter().find(|(known, _)| *known == device);
-        let (inputs, targets) =
-            known.map_or_else(|| self.samples.handles(), |(_, copy)| copy.handles());
+        let known =
+            copies.iter().find(|(known, _)| *known == device).map(|(_, copy)| copy.handles());
+        let (inputs, targets) = match known {
+            Some(known) => known,
+            None => {
+                // The host waits for the copies, so that other ranks' streams need not.
+                let copy = |tensor: Tensor| {
+                    let copy = tensor.f_to_device(device).doing("copying the data set to the GPU");
+                    copy.map(SharedTensor::new)
+                };
+                let (inputs, targets) = self.samples.handles();
+                let samples = Samples { inputs: copy(inputs)?, targets: copy(targets)? };
+                let handles = samples.handles();
+                copies.push((device, samples));
+                handles
+            }
+        };
         record_stream(&inputs)?;
         record_stream(&targets)?;
         Ok((inputs, targets))

@@ -119,7 +119,9 @@ pub struct DataLoader {
     device: Device,
     pub(super) drop_last: bool,
     in_step: bool,
-    workers: Option<(Workers, Rc<ProcessGroup>)>,
+    workers: Option<Workers>,
+    /// The group whose failure ends the rank's waits, if one was given.
+    group: Option<Rc<ProcessGroup>>,
     staging: Option<Rc<Staging>>,
     waited: Rc<Cell<Duration>>,
 }
@@ -150,7 +152,7 @@ impl DataLoader {
         // The gathered batches of what is on the device have one tensor of inputs.
         let has_more = !dataset.more_inputs(&[0]).map_err(Error::data(&[0]))?.is_empty();
         let resident = if has_more { None } else { dataset.resident(device)? };
-        let (drop_last, in_step, workers, staging, waited) = Default::default();
+        let (drop_last, in_step, workers, group, staging, waited) = Default::default();
         Ok(Self {
             dataset,
             resident,
@@ -160,6 +162,7 @@ impl DataLoader {
             drop_last,
             in_step,
             workers,
+            group,
             staging,
             waited,
         })
@@ -190,7 +193,7 @@ impl DataLoader {
     }
 
     /// Loads batches ahead of time on `num_workers` threads, each of which is `prefetch_factor` (at least one) batches
-    /// ahead. A failure in `group` ends the rank's wait for a batch. With 0 workers, the default, the rank loads each
+    /// ahead. A failure in `group` ends the rank's wait for a batch, and for its copy to a GPU. With 0 workers, the default, the rank loads each
     /// batch itself. The order is the same either way. Follows `num_workers` and `prefetch_factor`.
     #[must_use]
     pub fn num_workers(
@@ -200,7 +203,8 @@ impl DataLoader {
         group: &Rc<ProcessGroup>,
     ) -> Self {
         let workers = Workers { count: num_workers, prefetch: prefetch_factor.max(1) };
-        Self { workers: (num_workers > 0).then(|| (workers, group.clone())), ..self }
+        let workers = Some(workers).filter(|workers| workers.count > 0);
+        Self { workers, group: Some(group.clone()), ..self }
     }
 
     /// Copies batches to a GPU through pinned memory, which is allocated here. Copies overlap the previous steps on the
@@ -217,7 +221,7 @@ impl DataLoader {
         if self.workers.is_none() && self.resident.is_some() {
             return Ok(self);
         }
-        let ahead = self.workers.as_ref().map_or(1, |(workers, _)| workers.prefetch);
+        let ahead = self.workers.map_or(1, |workers| workers.prefetch);
         // No batch is larger than an epoch.
         let most = self.batch_size.min(self.sampler.num_samples()).max(1);
         let staging = Staging::new(&self.sample()?, most, 1 + ahead, gpu, group)?;
@@ -290,7 +294,7 @@ impl DataLoader {
         let indices = self.sampler.indices_from(epoch, start)?;
         let (batch_size, device) = (self.batch_size, self.device);
         let (num_batches, waited) = (self.num_batches_from(start), self.waited.clone());
-        let source = match (&self.workers, &self.resident) {
+        let source = match (self.workers.zip(self.group.as_ref()), &self.resident) {
             (Some((workers, group)), _) => {
                 let batches = indices.chunks(batch_size).take(num_batches).map(<[_]>::to_vec);
                 let loading = workers.start(&self.dataset, batches.collect(), group)?;
@@ -306,7 +310,7 @@ impl DataLoader {
         let empty = (own < num_batches).then(|| self.empty()).transpose()?;
         waited.set(waited.get() + began.elapsed());
         let staging = self.staging.clone();
-        let group = self.workers.as_ref().map(|(_, group)| group.clone());
+        let group = self.group.clone();
         Ok(Batches {
             source,
             next: 0,

@@ -334,7 +334,7 @@ fn list_missing(missing: &[MissingRank]) -> String {
 fn where_to_look(at: OpId) -> &'static str {
     match at.operation {
         Operation::Init => {
-            "; NCCL_DEBUG=INFO shows which ranks have connected, and the command env --check-gpus which GPUs of a machine \
+            "; NCCL_DEBUG=INFO shows which ranks have connected, and ddp-mp env --check-gpus which GPUs of a machine \
              cannot"
         }
         _ => "; --check-collectives shows whether all ranks make the same calls",

@@ -9,6 +9,7 @@ use std::time::Duration;
 use cudarc::driver::result as driver;
 use cudarc::driver::sys::CUresult;
 use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
+use parking_lot::Mutex;
 use tch::{Device, Tensor};
 use torch_sys::C_tensor;
 
@@ -226,9 +227,6 @@ pub(crate) fn current_stream(index: usize) -> Result<*mut c_void> {
     Ok(stream)
 }
 
-/// The number of ranks of a process that can have streams of their own on a GPU: the size of libtorch's pools.
-pub(crate) const RANKS_PER_GPU: usize = 32;
-
 /// A CUDA stream: a queue of work for a GPU.
 #[derive(Debug)]
 pub(crate) struct CudaStream(*mut RawStream);
@@ -237,8 +235,8 @@ pub(crate) struct CudaStream(*mut RawStream);
 unsafe impl Send for CudaStream {}
 
 impl CudaStream {
-    /// Takes a stream for a rank's own work. Up to [`RANKS_PER_GPU`] ranks of this process have different ones on a GPU.
-    pub(crate) fn for_rank(index: usize) -> Result<Self> {
+    /// Takes a stream of libtorch's pool. Up to 32 that are in use are different.
+    fn from_pool(index: usize) -> Result<Self> {
         // SAFETY: writes one pointer to the place that it is given.
         Self::make(|stream| unsafe { ddp_cuda_stream_from_pool(index as c_int, false, stream) })
     }
@@ -305,6 +303,43 @@ impl Drop for CudaStream {
     fn drop(&mut self) {
         // SAFETY: the pointer is ours, and this is its last use.
         unsafe { ddp_cuda_stream_free(self.0) }
+    }
+}
+
+/// The stream of a rank's own work, which is the current one of its thread. libtorch keeps memory for each stream, so a
+/// later rank gets the same one.
+#[derive(Debug)]
+pub(crate) struct RankStream {
+    gpu: usize,
+    stream: CudaStream,
+}
+
+/// The streams of ranks that have ended, with their GPUs.
+static UNUSED: Mutex<Vec<RankStream>> = Mutex::new(Vec::new());
+
+impl RankStream {
+    /// Takes a stream on GPU `gpu` and makes it the current one of the calling thread. It begins after the default stream,
+    /// on which the caller of the ranks may have made tensors.
+    pub(crate) fn enter(gpu: usize) -> Result<Self> {
+        let unused = {
+            let mut unused = UNUSED.lock();
+            unused.iter().rposition(|it| it.gpu == gpu).map(|place| unused.swap_remove(place))
+        };
+        let own = match unused {
+            Some(unused) => unused,
+            None => Self { gpu, stream: CudaStream::from_pool(gpu)? },
+        };
+        own.stream.set_current()?;
+        own.stream.wait_stream(&CudaStream::default_of(gpu)?)?;
+        Ok(own)
+    }
+
+    /// Ends the rank's work on the stream: the default stream, on which the caller may use what the rank returns, waits for
+    /// it. Not for a rank that failed, whose work may never end.
+    pub(crate) fn leave(self) -> Result<()> {
+        CudaStream::default_of(self.gpu)?.wait_stream(&self.stream)?;
+        UNUSED.lock().push(self);
+        Ok(())
     }
 }
 

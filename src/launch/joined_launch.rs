@@ -206,7 +206,7 @@ impl JoinedLaunch {
     pub(super) fn label(&self, rank: usize) -> String {
         match &self.world {
             Some(world) => world.label(rank),
-            None => self.placement.labels(0)[rank].clone(),
+            None => self.placement.label(rank, 0),
         }
     }
 

@@ -29,23 +29,17 @@ pub(super) struct Process {
     pub first_local: usize,
     /// The device of each of its ranks, such as `CPU:0`.
     pub ranks: Vec<String>,
-    /// The GPU of each rank; empty for ranks on the CPU.
-    pub gpus: Vec<Gpu>,
+    /// The unique id of each rank's GPU; empty for ranks on the CPU.
+    pub gpus: Vec<String>,
+    /// The index of each of them among those that the process sees.
+    #[serde(default)]
+    pub gpu_indices: Vec<usize>,
     /// The host that NCCL takes this process to be on, if `NCCL_HOSTID` names one.
     #[serde(default)]
     pub nccl_host: Option<String>,
     /// Names and values that must be the same in all processes; opaque here.
     #[serde(default)]
     pub options: Vec<(String, String)>,
-}
-
-/// A GPU of a rank.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Gpu {
-    /// The unique id.
-    pub uuid: String,
-    /// The index among those that its process sees.
-    pub index: usize,
 }
 
 impl Process {
@@ -150,11 +144,11 @@ pub(super) fn shared_gpu(processes: &[Process], within_host: bool) -> Option<(&s
         for (place, gpu) in process.gpus.iter().enumerate() {
             let here = (first + place, process, place);
             let host = process.nccl_host.as_deref().filter(|_| within_host);
-            if let Some(before) = seen.insert((&gpu.uuid, host), here) {
+            if let Some(before) = seen.insert((gpu, host), here) {
                 let name = |(rank, process, place): (usize, &Process, usize)| {
                     format!("rank {rank} ({})", process.label(place))
                 };
-                return Some((&gpu.uuid, [name(before), name(here)]));
+                return Some((gpu, [name(before), name(here)]));
             }
         }
         first += process.ranks.len();
@@ -162,16 +156,16 @@ pub(super) fn shared_gpu(processes: &[Process], within_host: bool) -> Option<(&s
     None
 }
 
-/// Names the GPU of each rank that shares it by its index: there may be no GPU with the rank's number on its machine.
+/// Names the GPU of each rank that shares it by its index: there may be no GPU with the local rank as its index.
 pub(super) fn name_shared_gpus(processes: &mut [Process]) {
     let mut ranks_of: HashMap<String, usize> = HashMap::new();
     for gpu in processes.iter().flat_map(|process| &process.gpus) {
-        *ranks_of.entry(gpu.uuid.clone()).or_default() += 1;
+        *ranks_of.entry(gpu.clone()).or_default() += 1;
     }
-    for process in processes {
-        for (label, gpu) in process.ranks.iter_mut().zip(&process.gpus) {
-            if ranks_of.get(&gpu.uuid).is_some_and(|&ranks| ranks > 1) {
-                *label = device_name(Device::Cuda(gpu.index));
+    for Process { ranks, gpus, gpu_indices, .. } in processes {
+        for (label, (gpu, index)) in ranks.iter_mut().zip(gpus.iter().zip(gpu_indices)) {
+            if ranks_of.get(gpu).is_some_and(|&ranks| ranks > 1) {
+                *label = device_name(Device::Cuda(*index));
             }
         }
     }
@@ -284,10 +278,21 @@ mod tests {
         let texts = (".*", ".*", ".*", prop::collection::vec(".*", 1..4));
         (texts, any::<u32>(), any::<usize>()).prop_map(|(texts, pid, first_local)| {
             let (version, host, backend, ranks) = texts;
-            let gpus = (0..).zip(&ranks).map(|(index, uuid)| Gpu { uuid: uuid.clone(), index });
-            let (gpus, nccl_host) = (gpus.collect(), Some(host.clone()));
+            let (gpus, gpu_indices) = (ranks.clone(), (0..ranks.len()).collect());
+            let nccl_host = Some(host.clone());
             let options = vec![(host.clone(), backend.clone())];
-            Process { version, host, pid, backend, first_local, ranks, gpus, nccl_host, options }
+            Process {
+                version,
+                host,
+                pid,
+                backend,
+                first_local,
+                ranks,
+                gpus,
+                gpu_indices,
+                nccl_host,
+                options,
+            }
         })
     }
 
@@ -339,10 +344,6 @@ mod tests {
         }
     }
 
-    fn gpu(uuid: &str, index: usize) -> Gpu {
-        Gpu { uuid: uuid.into(), index }
-    }
-
     fn crowd(count: usize) -> Process {
         Process {
             version: String::new(),
@@ -352,6 +353,7 @@ mod tests {
             first_local: 0,
             ranks: (0..count).map(|rank| format!("GPU:{rank}")).collect(),
             gpus: Vec::new(),
+            gpu_indices: Vec::new(),
             nccl_host: None,
             options: Vec::new(),
         }
@@ -394,7 +396,8 @@ mod tests {
     #[test]
     fn ranks_that_share_a_gpu_are_found() {
         let with = |gpus: &[&str]| Process {
-            gpus: gpus.iter().map(|uuid| gpu(uuid, 0)).collect(),
+            gpus: gpus.iter().map(ToString::to_string).collect(),
+            gpu_indices: vec![0; gpus.len()],
             ..crowd(gpus.len())
         };
         assert_eq!(shared_gpu(&[with(&["x", "y"]), crowd(3), with(&["z"])], true), None);
@@ -421,7 +424,7 @@ mod tests {
             let error = Process::from_bytes(KEY, &bytes).unwrap_err().to_string();
             assert!(error.contains(&format!("a process with {count} ranks")), "{error}");
         }
-        let process = Process { gpus: vec![gpu("x", 0); 3], ..crowd(2) };
+        let process = Process { gpus: vec!["x".into(); 3], ..crowd(2) };
         let bytes = to_json(KEY, &process).unwrap();
         let error = Process::from_bytes(KEY, &bytes).unwrap_err().to_string();
         assert!(error.contains("a process with 2 ranks and 3 GPUs"), "{error}");
@@ -440,6 +443,7 @@ mod tests {
             first_local,
             ranks: vec!["CPU:0".into()],
             gpus: Vec::new(),
+            gpu_indices: Vec::new(),
             nccl_host: None,
             options: Vec::new(),
         };

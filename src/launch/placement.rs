@@ -7,7 +7,7 @@ use serde_with::SerializeDisplay;
 use tch::Device;
 
 use crate::error::{Error, Result};
-use crate::ffi::cuda::{self, Cuda};
+use crate::ffi::cuda::Cuda;
 use crate::process_group::{Backend, Devices, device_name};
 
 /// The number of ranks to start on this machine: `--nproc-per-node`, as in torchrun.
@@ -231,7 +231,7 @@ pub fn place(
         let devices = own_gpus(first);
         (given.unwrap_or_else(|| Backend::for_threads(&devices)), devices, None)
     } else if let Some(backend) = given
-        && let Ok(note) = share_gpus(backend, share.count * count, gpus)
+        && let Ok(note) = share_gpus(backend, share, count, gpus)
     {
         let first = share.index * count;
         let devices = (first..first + count).map(|rank| Device::Cuda(rank % gpus)).collect();
@@ -241,37 +241,45 @@ pub fn place(
         let each = if count == 1 { "1 rank" } else { &format!("{count} ranks") };
         return Err(Error::InvalidInput(format!(
             "process {index} of {processes} on this machine: {processes} processes with {each} each need {} GPUs, \
-             and {gpus} {} visible; start fewer processes or ranks, or check CUDA_VISIBLE_DEVICES",
+             and {gpus} {} visible{}; start fewer processes or ranks, or check CUDA_VISIBLE_DEVICES",
             processes * count,
-            if gpus == 1 { "is" } else { "are" }
+            if gpus == 1 { "is" } else { "are" },
+            why_not_shared(given, share, count, gpus)
         )));
     } else {
-        let why = given.and_then(|backend| share_gpus(backend, count, gpus).err());
         return Err(Error::InvalidInput(format!(
             "--nproc-per-node {count}: only {gpus} {} visible{}; use at most {gpus}, check \
              CUDA_VISIBLE_DEVICES, or let all ranks share GPU 0 with --backend threaded",
             if gpus == 1 { "GPU is" } else { "GPUs are" },
-            why.map_or(String::new(), |why| format!(", and {why}"))
+            why_not_shared(given, share, count, gpus)
         )));
     };
     Ok(Placement { backend, devices, gpu_count: gpus, threads_per_rank, note })
 }
 
-/// Returns the note that the `count` ranks of this machine share its `gpus` GPUs with `backend`.
+/// The most ranks of a process that may share a GPU with NCCL: the kernels of all of them have to be on it at once, with up
+/// to 32 blocks each.
+const NCCL_RANKS_PER_GPU: usize = 4;
+
+/// Returns the note that the processes of this machine, with `count` ranks each, share its `gpus` GPUs with `backend`.
 ///
 /// # Errors
 /// The reason why they cannot.
-fn share_gpus(backend: Backend, count: usize, gpus: usize) -> Result<String> {
-    backend.check_shared_gpu()?;
-    let per_gpu = count.div_ceil(gpus);
-    if per_gpu > cuda::RANKS_PER_GPU {
+fn share_gpus(backend: Backend, share: &NodeSlice, count: usize, gpus: usize) -> Result<String> {
+    backend.check_shared_gpu(share.count > 1)?;
+    if count.div_ceil(gpus) > NCCL_RANKS_PER_GPU {
         return Err(Error::InvalidInput(format!(
-            "{per_gpu} ranks on one are more than the {} that can each have a stream of their own",
-            cuda::RANKS_PER_GPU
+            "at most {NCCL_RANKS_PER_GPU} ranks of a process can share one"
         )));
     }
     let shared = if gpus == 1 { "GPU 0".into() } else { format!("{gpus} GPUs") };
-    Ok(format!("--backend {}: {count} ranks share {shared}", backend.name()))
+    Ok(format!("--backend {}: {} ranks share {shared}", backend.name(), share.count * count))
+}
+
+/// Returns why ranks cannot share GPUs with the backend that the user has given, to follow that there are too few GPUs.
+fn why_not_shared(given: Option<Backend>, share: &NodeSlice, count: usize, gpus: usize) -> String {
+    let refused = given.and_then(|backend| share_gpus(backend, share, count, gpus).err());
+    refused.map_or(String::new(), |why| format!(", and {why}"))
 }
 
 /// Returns the note that many ranks share few cores; `None` if they do not.
@@ -287,18 +295,20 @@ fn oversubscribed(ranks: usize, cores: usize) -> Option<String> {
 }
 
 impl Placement {
-    /// Returns the label of each rank, for the user: its device type and its number on its machine, such as `GPU:1`. The
-    /// first rank has the number `first_local`. Ranks that share GPUs have the index of theirs instead.
+    /// Returns the label of the rank with the index `place`, for the user: its device type and its local rank, such as `GPU:1`.
+    /// The first rank has the local rank `first_local`. A rank that shares its GPU has the index of that instead.
+    pub(crate) fn label(&self, place: usize, first_local: usize) -> String {
+        let device = self.devices[place];
+        let is_gpu = matches!(device, Device::Cuda(_));
+        if is_gpu && self.devices.iter().filter(|other| **other == device).count() > 1 {
+            return device_name(device);
+        }
+        format!("{}:{}", if is_gpu { "GPU" } else { "CPU" }, first_local + place)
+    }
+
+    /// Returns the labels of all ranks; see [`label`](Self::label).
     pub(crate) fn labels(&self, first_local: usize) -> Vec<String> {
-        let devices = &self.devices;
-        let label = |(place, &device): (usize, &Device)| match device {
-            Device::Cuda(_) if devices.iter().filter(|other| **other == device).count() > 1 => {
-                device_name(device)
-            }
-            Device::Cuda(_) => device_name(Device::Cuda(first_local + place)),
-            device => format!("{}:{}", device_name(device), first_local + place),
-        };
-        devices.iter().enumerate().map(label).collect()
+        (0..self.devices.len()).map(|place| self.label(place, first_local)).collect()
     }
 
     /// Adapts the placement to a run of `count` processes.

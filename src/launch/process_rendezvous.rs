@@ -217,7 +217,7 @@ fn check(processes: &[Process], me: &Process, mine: usize) -> Result<Vec<Range<u
     let backend: Backend = me.backend.parse()?;
     if backend.devices() == Devices::OwnGpu
         && let Some((gpu, [one, other])) = shared_gpu(processes, true)
-        && let Err(reason) = backend.check_shared_gpu()
+        && let Err(reason) = backend.check_shared_gpu(false)
     {
         return Err(Error::InvalidInput(format!(
             "{one} and {other} have the same GPU, {gpu}, and {reason}; start fewer, or have each process see its own \
@@ -280,6 +280,7 @@ mod tests {
             first_local: 0,
             ranks: vec!["CPU:0".into()],
             gpus: Vec::new(),
+            gpu_indices: Vec::new(),
             nccl_host: None,
             options: Vec::new(),
         };

@@ -11,7 +11,7 @@ use super::rendezvous::RankRendezvous;
 use super::{JoinedLaunch, Rank};
 use crate::error::{Error, Result};
 use crate::ffi;
-use crate::ffi::cuda::CudaStream;
+use crate::ffi::cuda::RankStream;
 use crate::operation::Operation;
 use crate::os::affinity::CpuList;
 use crate::runtime::{RunContext, panics};
@@ -49,9 +49,9 @@ impl<T> RankThread<T> {
         panics::watch_this_thread();
         let result = catch_unwind(AssertUnwindSafe(|| {
             bound?;
-            prepare(context.device(), threads)?;
+            let stream = prepare(context.device(), threads)?;
             let value = f(&context)?;
-            give_to_caller(context.device())?;
+            stream.map_or(Ok(()), RankStream::leave)?;
             Ok(value)
         }))
         .unwrap_or_else(|panic| Err(error_of(panic)));
@@ -96,14 +96,13 @@ fn report(run: &RunContext, rank: usize, error: anyhow::Error) {
 /// Prepares the thread for its rank's function: sets its device, its stream there and its share of the cores. Backward
 /// runs on this very thread, so that its errors belong to this rank.
 ///
-/// Each rank computes on a stream of its own, so that ranks that share a GPU overlap, and so that none waits for
-/// another's collective. The stream begins after the default stream, on which the caller may have made tensors.
-fn prepare(device: Device, threads: usize) -> Result<()> {
-    if let Device::Cuda(index) = device {
-        let stream = CudaStream::for_rank(index)?;
-        stream.set_current()?;
-        stream.wait_stream(&CudaStream::default_of(index)?)?;
-    }
+/// Each rank computes on a stream of its own, which it returns. So ranks that share a GPU can compute at the same time, and
+/// none waits in a collective of NCCL for another that is behind it on the same stream.
+fn prepare(device: Device, threads: usize) -> Result<Option<RankStream>> {
+    let stream = match device {
+        Device::Cuda(index) => Some(RankStream::enter(index)?),
+        _ => None,
+    };
     tch::set_num_threads(i32::try_from(threads).unwrap_or(i32::MAX));
     // Reading it once makes this thread keep it, whatever another thread sets.
     tch::get_num_threads();
@@ -111,13 +110,7 @@ fn prepare(device: Device, threads: usize) -> Result<()> {
     if !panics::wants_backtraces() {
         ffi::hide_stack_traces();
     }
-    Ok(())
-}
-
-/// Makes the GPU's default stream, on which the caller may use what the rank returns, wait for the rank's work.
-fn give_to_caller(device: Device) -> Result<()> {
-    let Device::Cuda(index) = device else { return Ok(()) };
-    CudaStream::default_of(index)?.wait_stream(&CudaStream::current(index)?)
+    Ok(stream)
 }
 
 #[cfg(test)]

@@ -6,7 +6,6 @@
 
 use std::collections::HashMap;
 use std::convert::Infallible;
-use std::env::var;
 use std::io::ErrorKind;
 use std::net::{IpAddr, TcpListener, ToSocketAddrs};
 use std::ops::Range;
@@ -18,7 +17,7 @@ use tch::Device;
 
 use super::heartbeat_monitor::{HeartbeatMonitor, Server, Stay};
 use super::host::{APART, HostLinks, OFF};
-use super::messages::{Gpu, MOST_RANKS, Process, name_shared_gpus, node_of, ranks_on, shared_gpu};
+use super::messages::{MOST_RANKS, Process, name_shared_gpus, node_of, ranks_on, shared_gpu};
 use super::process_rendezvous::{ProcessRendezvous, files_of_store, prefix, process_0_missing};
 use super::{
     Launch, LaunchKind, MasterEndpoint, Placement, SharedMemory, clock_sync, restart_generation,
@@ -26,7 +25,7 @@ use super::{
 use crate::error::{Error, Result};
 use crate::ffi::{TcpStore, cuda};
 use crate::os::limits::require_files;
-use crate::process_group::{Backend, Bootstrap, Network, ProcessMap};
+use crate::process_group::{Backend, Bootstrap, Network, ProcessMap, nccl_host_id};
 use crate::runtime::{Clock, RunContext};
 
 /// All processes of a run, as seen by one of them.
@@ -123,6 +122,11 @@ impl ProcessWorld {
         let common = if master.agent_store { store.clone() } else { all };
         let first_local = launch.processes.local_index * placement.devices.len();
         let backend = placement.backend;
+        let indices = placement.devices.iter().filter_map(|device| match device {
+            Device::Cuda(index) => Some(*index),
+            _ => None,
+        });
+        let gpu_indices: Vec<usize> = indices.collect();
         let me = Process {
             version: env!("CARGO_PKG_VERSION").into(),
             host: gethostname::gethostname().to_string_lossy().into_owned(),
@@ -130,8 +134,13 @@ impl ProcessWorld {
             backend: backend.name().into(),
             first_local,
             ranks: placement.labels(first_local),
-            gpus: placement.devices.iter().map(gpu_of).collect::<Option<_>>().unwrap_or_default(),
-            nccl_host: var("NCCL_HOSTID").ok().filter(|host| !host.is_empty()),
+            gpus: gpu_indices
+                .iter()
+                .map(|&index| cuda::uuid(index))
+                .collect::<Option<_>>()
+                .unwrap_or_default(),
+            gpu_indices,
+            nccl_host: nccl_host_id(),
             options,
         };
         let rendezvous =
@@ -325,13 +334,5 @@ fn check_is_here(master: &MasterEndpoint) -> Result<()> {
             "that is not an address of this machine; start the first process on its machine, or give one of this",
         ),
         _ => Ok(()),
-    }
-}
-
-/// Returns the device's GPU; `None` for the CPU.
-fn gpu_of(device: &Device) -> Option<Gpu> {
-    match *device {
-        Device::Cuda(index) => Some(Gpu { uuid: cuda::uuid(index)?, index }),
-        _ => None,
     }
 }

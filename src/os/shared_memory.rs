@@ -45,11 +45,7 @@ impl SharedRegion {
                 "the limit on file sizes is {limit} KiB; raise it (ulimit -f unlimited)"
             )));
         }
-        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
-        let file = match memfd_create("ddp-mp", flags | MemfdFlags::NOEXEC_SEAL) {
-            Err(Errno::INVAL) => memfd_create("ddp-mp", flags), // before Linux 6.3
-            file => file,
-        }?;
+        let file = memory_file("ddp-mp", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
         ftruncate(&file, LEN as u64)?;
         fcntl_add_seals(&file, SEALS | SealFlags::SEAL)?;
         Ok(Self { map: map(&file)?, file: Some(file) })
@@ -148,6 +144,14 @@ pub(crate) struct OutOfRange;
 
 /// The seals that keep the size.
 const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW);
+
+/// Creates a file in memory that is never executed: a system may refuse others.
+pub(crate) fn memory_file(name: &str, flags: MemfdFlags) -> Result<OwnedFd, Errno> {
+    match memfd_create(name, flags | MemfdFlags::NOEXEC_SEAL) {
+        Err(Errno::INVAL) => memfd_create(name, flags), // before Linux 6.3
+        file => file,
+    }
+}
 
 fn map(file: &OwnedFd) -> io::Result<MmapRaw> {
     let map = MmapOptions::new().len(LEN).no_reserve_swap().map_raw(file);

@@ -27,8 +27,8 @@ pub(super) struct BackendType {
     pub is_stream_ordered: bool,
     /// Checks that its library is installed, if it needs one.
     pub check_library: fn() -> Result<()>,
-    /// Checks that several ranks may have one GPU.
-    pub check_shared_gpu: fn() -> Result<()>,
+    /// Checks that several ranks may have one GPU: of one process, or `between_processes`.
+    pub check_shared_gpu: fn(between_processes: bool) -> Result<()>,
     /// Whether ranks read each other's tensors in memory, so that a reduction can take a list of tensors without
     /// copies.
     pub reduces_in_place: bool,

@@ -116,12 +116,13 @@ impl Backend {
         (self.entry().check_library)()
     }
 
-    /// Checks that several ranks may have one GPU.
+    /// Checks that several ranks may have one GPU: of one process, or `between_processes`, whose ranks then compare which
+    /// they have.
     ///
     /// # Errors
     /// [`Error::InvalidInput`] that says why not, and what to do.
-    pub(crate) fn check_shared_gpu(self) -> Result<()> {
-        (self.entry().check_shared_gpu)()
+    pub(crate) fn check_shared_gpu(self, between_processes: bool) -> Result<()> {
+        (self.entry().check_shared_gpu)(between_processes)
     }
 
     /// Checks that the backend supports `operation` with `op` on tensors of `kind`.

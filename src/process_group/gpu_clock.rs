@@ -4,7 +4,7 @@
 //! the rank records something, it checks which events have passed; it never waits for one.
 //!
 //! The clocks of GPU and host are compared once, and drift apart. But the GPU passes an event after the host has recorded
-//! it, and before the host sees that. Wherever a time is not within these bounds, the clock is set right.
+//! it, and before the host sees that. Where a time is not within these bounds, the reference is shifted into them.
 
 use std::collections::VecDeque;
 use std::rc::Rc;
@@ -176,7 +176,8 @@ impl GpuClock {
             self.count(&done, times);
             // Later spans in the queue began later, so this event can be their reference.
             if times[0].saturating_sub(self.origin.passed) > REBASE {
-                self.origin = Origin { event: done.began.clone(), passed: times[0] };
+                let passed = self.origin.time_of(&done.began)?; // later corrections included
+                self.origin = Origin { event: done.began.clone(), passed };
             }
             let marks = [Some(done.began), done.ended].into_iter().flatten();
             self.spare.extend(marks.filter_map(Rc::into_inner).map(|mark| mark.event));
@@ -221,21 +222,24 @@ impl GpuClock {
 
 impl Origin {
     /// Returns when the GPU passed two marks, the earlier first, on the host's clock. The host has seen at `seen` that it
-    /// passed both. Sets the reference right if the times would not be after the marks were recorded and before they were
+    /// passed both. Shifts the reference if the times would not be after the marks were recorded and before they were
     /// seen.
     fn times(&mut self, marks: [&Mark; 2], seen: Duration) -> Result<[Duration; 2]> {
-        let mut times = [Duration::ZERO; 2];
-        for (time, mark) in times.iter_mut().zip(marks) {
-            *time = self.passed.saturating_add(mark.event.since(&self.event.event)?);
-        }
+        let times = [self.time_of(marks[0])?, self.time_of(marks[1])?];
         let recorded = marks.map(|mark| mark.recorded);
-        self.passed = set_right(self.passed, times, recorded, seen);
-        Ok(times.map(|time| set_right(time, times, recorded, seen)))
+        self.passed = shift(self.passed, times, recorded, seen);
+        Ok(times.map(|time| shift(time, times, recorded, seen)))
+    }
+
+    /// Returns when the GPU passed `mark`, on the host's clock as it is known so far.
+    fn time_of(&self, mark: &Mark) -> Result<Duration> {
+        Ok(self.passed.saturating_add(mark.event.since(&self.event.event)?))
     }
 }
 
-/// Returns `time` later or earlier by what puts `times`, of two events, after they were recorded and before they were seen.
-fn set_right(
+/// Shifts `time` as far as `times`, of two events, have to be shifted to be after they were `recorded` and before they were
+/// `seen`.
+fn shift(
     time: Duration,
     times: [Duration; 2],
     recorded: [Duration; 2],
@@ -299,7 +303,7 @@ mod tests {
             ([25, 35], [5, 6], 30, [20, 30]),
         ] {
             let (times, recorded, seen) = (ms(times), ms(recorded), Duration::from_millis(seen));
-            let found = times.map(|time| set_right(time, times, recorded, seen));
+            let found = times.map(|time| shift(time, times, recorded, seen));
             assert_eq!(found, ms(expected), "{times:?}");
         }
     }

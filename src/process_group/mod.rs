@@ -56,7 +56,7 @@ pub(crate) use instrumentation::CallContext;
 use instrumentation::PhaseTracker;
 pub(crate) use local::Host;
 use local::{OncePerProcess, Shared};
-pub(crate) use nccl::{NcclLibrary, find as find_nccl};
+pub(crate) use nccl::{NcclLibrary, find as find_nccl, host_id as nccl_host_id};
 pub(crate) use network::{Gathered, Network, ProcessMap, from_json, to_json, unreadable};
 pub use point_to_point::P2POp;
 pub use reduce_op::ReduceOp;

@@ -120,7 +120,7 @@ fn failures_of_nccl_are_named() {
     let none = "; no switch of NCCL helps; NCCL_DEBUG=INFO says more";
     let reason = "remote process exited or there was a network error";
     for (fault, begins) in [
-        ("init:rank=1,call=1", "hangs while connecting with NCCL (5 s)"),
+        ("init:rank=1,call=1", "hangs while connecting with NCCL (10 s)"),
         ("remote:rank=1,call=1", "fails: rank 1 (GPU:1) failed in all_reduce #0: "),
     ] {
         let mut command = checks(2, "");

@@ -147,7 +147,7 @@ fn waits(group: &Rc<ProcessGroup>) -> anyhow::Result<()> {
     } else {
         assert_eq!(group.recv_object_list::<String>(0)?, ["hello"]);
     }
-    for (pins, workers) in [(true, 0), (true, 1), (false, 1)] {
+    for (pins, workers) in [(true, 0), (true, 1), (false, 0), (false, 1)] {
         let sampler = DistributedSampler::new(8, 2, rank)?;
         let loader = DataLoader::new(Arc::new(Growing), sampler, 1, device)?;
         let loader = loader.num_workers(workers, 1, group);

@@ -66,6 +66,17 @@ fn processes_of_two_nccl_hosts_share_a_gpu() {
     for output in both(["a", "b"], NO_FAULT) {
         assert!(output.status.success(), "{output:?}");
     }
+    // More processes than GPUs, and more than one GPU.
+    let port = free_port();
+    let start = |process: usize| {
+        let mut command = on_gpus(2, &["--backend=nccl", "--nproc-per-node=1", "--max-steps=4"]);
+        as_torchrun(&mut command, process, 4, port);
+        command.env("NCCL_HOSTID", process.to_string());
+        command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+    };
+    for output in join((0..4).map(start).collect()) {
+        assert!(output.status.success(), "{output:?}");
+    }
     let refused = &both(["a", "a"], NO_FAULT)[0];
     let stderr = String::from_utf8_lossy(&refused.stderr);
     assert_eq!(refused.status.code(), Some(2), "{stderr}");

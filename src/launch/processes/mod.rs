@@ -371,7 +371,7 @@ impl Start<'_> {
 
 /// Returns the error of the process of `rank`, which ended in `at`. `text` says how.
 fn ended_rank(placement: &Placement, rank: usize, at: OpId, text: String) -> ChildError {
-    let device = placement.labels(0)[rank].clone();
+    let device = placement.label(rank, 0);
     let failure = RankFailure { rank, tied: Vec::new(), device, at, error: text.clone() };
     ChildError::new(text, ErrorKind::Ranks(failure))
 }

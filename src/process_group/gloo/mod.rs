@@ -41,7 +41,7 @@ pub(super) const BACKEND: BackendType = BackendType {
     reach: Reach::BetweenProcesses,
     is_stream_ordered: false,
     check_library: || Ok(()),
-    check_shared_gpu: || Ok(()),
+    check_shared_gpu: |_| Ok(()),
     reduces_in_place: false,
     check_reduction: |_, _, _| Ok(()),
     prepare,

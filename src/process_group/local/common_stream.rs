@@ -6,30 +6,37 @@
 use tch::Device;
 
 use crate::error::Result;
-use crate::ffi::cuda::CudaStream;
+use crate::ffi::cuda::{CudaEvent, CudaStream};
 
 /// The common stream of the ranks on one GPU, as one rank uses it.
 #[derive(Debug)]
 pub(crate) struct CommonStream {
     gpu: usize,
     stream: CudaStream,
+    /// Recorded when the rank's tensors are complete.
+    computed: CudaEvent,
+    /// Recorded when they have been exchanged.
+    exchanged: CudaEvent,
 }
 
 impl CommonStream {
     /// Returns the common stream of the ranks on `device`; `None` on the CPU.
     pub(crate) fn of(device: Device) -> Result<Option<Self>> {
         let Device::Cuda(gpu) = device else { return Ok(None) };
-        Ok(Some(Self { gpu, stream: CudaStream::default_of(gpu)? }))
+        let (computed, exchanged) = (CudaEvent::new()?, CudaEvent::new()?);
+        Ok(Some(Self { gpu, stream: CudaStream::default_of(gpu)?, computed, exchanged }))
     }
 
     /// Makes the common stream wait for all that the calling rank has launched.
     pub(crate) fn wait_for_rank(&self) -> Result<()> {
-        self.stream.wait_stream(&CudaStream::current(self.gpu)?)
+        self.computed.record(self.gpu)?;
+        self.with(|| self.computed.block(self.gpu))
     }
 
     /// Makes what the calling rank launches from now on wait for all that the common stream has got.
     pub(crate) fn let_rank_wait(&self) -> Result<()> {
-        CudaStream::current(self.gpu)?.wait_stream(&self.stream)
+        self.with(|| self.exchanged.record(self.gpu))?;
+        self.exchanged.block(self.gpu)
     }
 
     /// Runs `work`, which launches on the common stream.

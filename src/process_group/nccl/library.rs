@@ -9,12 +9,13 @@ use std::{env, fs};
 
 use cudarc::nccl::sys::{self, ncclResult_t};
 use libloading::os::unix::{Library, RTLD_LAZY};
-use rustix::fs::{MemfdFlags, memfd_create};
+use rustix::fs::MemfdFlags;
 
 use crate::error::{Error, Result, Shown};
 #[cfg(doc)]
 use crate::ffi::cuda;
 use crate::ffi::library_file;
+use crate::os::shared_memory::memory_file;
 
 /// The NCCL that this process uses.
 #[derive(Debug, Clone)]
@@ -63,22 +64,31 @@ const SHARES_GPUS: i32 = 23003;
 /// The variable that, set to 1, lets several ranks have one GPU.
 const MULTI_RANK: &str = "NCCL_MULTI_RANK_GPU_ENABLE";
 
-/// Checks that this NCCL and its settings let several ranks have one GPU.
-pub(super) fn check_shared_gpu() -> Result<()> {
+/// Checks that this NCCL and its settings let several ranks have one GPU. NCCL also lets ranks `between_processes` have one
+/// that it takes to be on different hosts.
+pub(super) fn check_shared_gpu(between_processes: bool) -> Result<()> {
     require_library()?;
     let found = number()?;
+    if between_processes && host_id().is_some() {
+        return Ok(()); // the processes compare what they have
+    }
     let reason = if found < SHARES_GPUS {
         format!(
             "NCCL {} needs one for each rank (from {} on they may share one)",
             text(found),
             text(SHARES_GPUS)
         )
-    } else if env::var_os(MULTI_RANK).is_none_or(|value| value != "1") {
+    } else if setting(MULTI_RANK).is_none_or(|(value, _)| value != "1") {
         format!("NCCL {} needs one for each rank unless {MULTI_RANK}=1 is set", text(found))
     } else {
         return Ok(());
     };
     Err(Error::InvalidInput(reason))
+}
+
+/// Returns the host that NCCL takes this process to be on, if `NCCL_HOSTID` names one.
+pub(crate) fn host_id() -> Option<String> {
+    setting("NCCL_HOSTID").map(|(value, _)| value).filter(|host| !host.is_empty())
 }
 
 /// Returns an error if NCCL is not installed or too old, or if its settings make every call block.
@@ -93,7 +103,7 @@ pub(super) fn check_library() -> Result<()> {
             text(OLDEST)
         )));
     }
-    let Some((value, place)) = comm_blocking() else { return Ok(()) };
+    let Some((value, place)) = setting(COMM_BLOCKING) else { return Ok(()) };
     if matches!(value.trim(), "" | "0") {
         return Ok(());
     }
@@ -103,12 +113,12 @@ pub(super) fn check_library() -> Result<()> {
     )))
 }
 
+/// The variable that overrides the configuration of a communicator.
 const COMM_BLOCKING: &str = "NCCL_COMM_BLOCKING";
 
-/// Returns the value of `NCCL_COMM_BLOCKING` that NCCL finds, and where. It overrides the configuration of a
-/// communicator.
-fn comm_blocking() -> Option<(String, String)> {
-    if let Ok(value) = env::var(COMM_BLOCKING) {
+/// Returns the value of the variable `name` that NCCL finds, and where.
+fn setting(name: &str) -> Option<(String, String)> {
+    if let Ok(value) = env::var(name) {
         return Some((value, "the environment".into()));
     }
     let own = env::var_os("NCCL_CONF_FILE").filter(|path| !path.is_empty()).map(PathBuf::from);
@@ -116,8 +126,7 @@ fn comm_blocking() -> Option<(String, String)> {
     // NCCL keeps the value that it reads first.
     own.into_iter().chain(["/etc/nccl.conf".into()]).find_map(|path| {
         let text = fs::read_to_string(&path).ok()?;
-        let value =
-            text.lines().find_map(|line| line.strip_prefix(COMM_BLOCKING)?.strip_prefix('='))?;
+        let value = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix('='))?;
         Some((value.into(), path.shown().into_owned()))
     })
 }
@@ -155,24 +164,40 @@ fn is_present() -> bool {
     unsafe { sys::is_culib_present() }
 }
 
-/// An empty library with the name `libnccl.so`, which needs `libnccl.so.2`. `build.rs` makes it.
-static ALIAS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/nccl/libnccl.so"));
+/// An empty library with the name `libnccl.so`, which needs `libtorch_cuda.so`. `build.rs` makes it.
+static ALIAS_OF_LIBTORCH: &[u8] =
+    include_bytes!(concat!(env!("OUT_DIR"), "/nccl/libtorch_cuda.so/libnccl.so"));
 
-/// Makes `libnccl.so`, which cudarc opens, a name of the `libnccl.so.2` that libtorch_cuda has loaded.
+/// The same, but it needs `libnccl.so.2`.
+static ALIAS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/nccl/libnccl.so.2/libnccl.so"));
+
+/// Makes `libnccl.so`, which cudarc opens, a name of the NCCL that libtorch_cuda has: a library that it has loaded, or a
+/// part of its own. Without either, of the system's `libnccl.so.2`.
 ///
 /// The file names would not do that: libtorch_cuda finds its NCCL by a path of its own, and `libnccl.so` is searched in
 /// LD_LIBRARY_PATH first. The process would have two NCCLs, and the second would call functions of the first.
 ///
 /// If this fails, cudarc searches. [`require_library`] then finds out whether it has found another NCCL.
 fn load_alias() {
-    let Ok(file) = memfd_create("libnccl.so", MemfdFlags::CLOEXEC) else { return };
-    if rustix::io::write(&file, ALIAS) != Ok(ALIAS.len()) {
+    let alias = if libtorch_has_nccl() { ALIAS_OF_LIBTORCH } else { ALIAS };
+    let Ok(file) = memory_file("libnccl.so", MemfdFlags::CLOEXEC) else { return };
+    if rustix::io::write(&file, alias) != Ok(alias.len()) {
         return;
     }
     let path = format!("/proc/self/fd/{}", file.as_raw_fd());
-    // SAFETY: the library has no code of its own. It loads NCCL, unless libtorch_cuda has.
+    // SAFETY: the alias has no code. What it needs is NCCL or libtorch_cuda; to load them runs their initialisers, as linking
+    // to them would.
     if let Ok(alias) = unsafe { Library::open(Some(path), RTLD_LAZY) } {
         mem::forget(alias); // for the life of the process, as cudarc's
+    }
+}
+
+/// Returns whether libtorch_cuda is loaded, and has NCCL or has loaded it.
+fn libtorch_has_nccl() -> bool {
+    // SAFETY: loads nothing. The name is that of a function, which is not called.
+    unsafe {
+        Library::open(Some("libtorch_cuda.so"), RTLD_LAZY | libc::RTLD_NOLOAD)
+            .is_ok_and(|libtorch| libtorch.get::<GetVersion>(GET_VERSION).is_ok())
     }
 }
 
@@ -188,16 +213,15 @@ fn file() -> Option<PathBuf> {
 
 /// Returns the file of the NCCL that other libraries of the process call, if it is not the one that is in use.
 fn other_nccl() -> Option<PathBuf> {
-    // SAFETY: the name is that of a function of this signature, in any NCCL.
-    let others = unsafe { Library::this().get::<GetVersion>(GET_VERSION) };
-    let others = *others.ok()?; // none without libtorch_cuda
+    // SAFETY: a library that exports this name gives it this signature. NCCL stays loaded.
+    let others = *unsafe { Library::this().get::<GetVersion>(GET_VERSION) }.ok()?;
     let is_own = own_version().is_some_and(|own| own as usize == others as usize);
     if is_own { None } else { library_file(others as *const c_void) }
 }
 
-/// Returns `ncclGetVersion` of the NCCL that is in use.
+/// Returns `ncclGetVersion` of the library that cudarc has loaded. `None` if that is not NCCL.
 fn own_version() -> Option<GetVersion> {
-    // SAFETY: the library is there, and stays; the name is that of a function of this signature.
+    // SAFETY: a library that exports this name gives it this signature. cudarc never closes it.
     unsafe { sys::culib().get::<GetVersion>(GET_VERSION) }.ok().map(|function| *function)
 }
 

@@ -1,7 +1,7 @@
-//! The `nccl` backend: one GPU per rank, NCCL between them, loaded at run time through `cudarc`.
+//! The `nccl` backend: ranks on GPUs, NCCL between them, loaded at run time through `cudarc`. A rank has a GPU of its own,
+//! or shares it where [`library::check_shared_gpu`] allows that.
 //!
-//! NCCL with one thread per GPU in one process needs more care than with one process per GPU. These rules follow from
-//! it:
+//! NCCL with ranks as threads of one process needs more care than with a process for each rank. These rules follow from it:
 //!
 //! * Every launch stands between two barriers of the local ranks. Otherwise one rank's kernel may already wait while
 //!   another rank is in a driver call that waits for all GPUs to become idle.
@@ -17,7 +17,8 @@
 //! not help: two processes that launch in two groups could each hold their own and wait for the other's. All ranks wait
 //! while a sub-group connects, which allocates most ([`new_group`](super::ProcessGroup::new_group)).
 //!
-//! Collectives go to the same stream as the rank's own operations, so nothing else orders them.
+//! Collectives go to the current stream of the rank, so nothing else orders them. Ranks that share a GPU have streams of
+//! their own: on a common one, a rank's kernel would wait for another that is behind it.
 
 mod communicator;
 mod launch;
@@ -42,7 +43,7 @@ use crate::os::limits::not_started;
 use communicator::{Communicator, UniqueId, end_all};
 use launched::LaunchedOps;
 use library::check;
-pub(crate) use library::{NcclLibrary, find};
+pub(crate) use library::{NcclLibrary, find, host_id};
 
 pub(super) const BACKEND: BackendType = BackendType {
     name: "nccl",

@@ -39,7 +39,7 @@ pub(super) const BACKEND: BackendType = BackendType {
     reach: Reach::WithinProcess,
     is_stream_ordered: false,
     check_library: || Ok(()),
-    check_shared_gpu: || Ok(()),
+    check_shared_gpu: |_| Ok(()),
     reduces_in_place: true,
     check_reduction: |_, _, _| Ok(()),
     prepare,
@@ -81,8 +81,10 @@ impl ThreadedBackend {
         if let Some(stream) = &self.stream {
             stream.wait_for_rank()?;
         }
-        self.exchange_and_work(call)?;
-        self.stream.as_ref().map_or(Ok(()), CommonStream::let_rank_wait)
+        let done = self.exchange_and_work(call);
+        // After an error too: other ranks may still use this one's tensors, which it may free.
+        self.stream.as_ref().map_or(Ok(()), CommonStream::let_rank_wait)?;
+        done
     }
 
     fn exchange_and_work(&mut self, call: &Call) -> Result<()> {
@@ -145,7 +147,7 @@ impl RankBackend for ThreadedBackend {
     }
 
     fn synchronize(&mut self, _: &dyn Fn()) -> Result<()> {
-        // CPU work is complete on return, and no CUDA work of this backend waits for another rank.
+        // CPU work is complete on return. CUDA work of this backend waits only for work that other ranks have launched.
         self.slot.check()
     }
 }

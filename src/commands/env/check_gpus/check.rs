@@ -63,7 +63,11 @@ pub(super) enum Part {
 impl Part {
     /// Returns how long the part may take.
     pub(super) fn limit(self) -> Duration {
-        Duration::from_secs(if self == Part::Load { 60 } else { 5 })
+        Duration::from_secs(match self {
+            Part::Load => 60,
+            Part::Connect => 10, // NCCL looks at all network cards, and loads its kernels
+            Part::Work => 5,
+        })
     }
 }
 

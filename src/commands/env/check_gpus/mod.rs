@@ -66,7 +66,11 @@ pub fn check_gpus(printer: &Arc<Printer>) -> anyhow::Result<()> {
     let machine = match process::run(Check::Machine, None, printer)? {
         Outcome::Ended(Message::Found(machine)) => machine,
         outcome => {
-            bail!("--check-gpus: looking for GPUs {}", verdict(&outcome).1.unwrap_or_default())
+            bail!(
+                "--check-gpus: looking for GPUs {}; look at nvidia-smi and dmesg, and find the GPU with \
+                 CUDA_VISIBLE_DEVICES=0, then 1, and so on",
+                verdict(&outcome).1.unwrap_or_default()
+            )
         }
     };
     if let Some(problem) = &machine.gpu_problem {
