@@ -35,7 +35,7 @@ class Part:
 # In an order in which the first minutes tell the most.
 PARTS = [
     Part("environment", environment, 60),
-    Part("GPU check", gpu_check, 60, rehearsed=False),
+    Part("GPU check", gpu_check, 60),
     Part("demo", demo, 40),
     Part("first run", first_run, 90),
     Part("two processes with NCCL on one GPU", losses_of_two_processes, 120),
