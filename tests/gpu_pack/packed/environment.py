@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-from machine import HERE, check_near, json_lines
+from machine import HERE, check_near, json_lines, open_driver
 
 
 def check_torch(wanted, found):
@@ -36,6 +36,8 @@ def environment(machine, findings):
     }.items():
         findings.fact(name, value)
     check_torch(pack["torch"], torch.__version__)
+    if not machine.simulated:
+        open_driver()
     machine.unpack(torch)
     [report] = json_lines(machine.run([machine.program, "env", "--log-format=json"]))
     if not report["gpus"] or report["gpu_problem"]:

@@ -194,12 +194,15 @@ def end_with_parent():
     ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
 
 
-def keep_driver():
-    """Without persistence mode the driver sets the GPU up for each process anew, unless another one has it open."""
+def open_driver():
+    """Opens the driver, and raises if it is not there or has no GPU. It stays open: without persistence mode the driver sets
+    the GPU up for each process anew, unless another one has it open."""
     try:
-        ctypes.CDLL("libcuda.so.1").cuInit(0)
-    except OSError:
-        pass
+        result = ctypes.CDLL("libcuda.so.1").cuInit(0)
+    except OSError as error:
+        raise RuntimeError(f"no GPU can be used here: there is no NVIDIA driver ({error})") from None
+    if result != 0:
+        raise RuntimeError(f"no GPU can be used here: cuInit of the NVIDIA driver ends with {result}")
 
 
 def json_lines(text):

@@ -18,7 +18,7 @@ import typing
 from beside_pytorch import parameters_beside_pytorch
 from correctness import lessons, losses, more_losses, same_bits, tests
 from environment import demo, environment, first_run, gpu_check
-from machine import Machine, keep_driver
+from machine import Machine
 from results import Findings, LeftOut, reason, write
 from speed import parts_of_a_step, speed, speed_of_more_models, time_of_a_call
 from two_ranks import collectives, failures, losses_of_two_processes, torch_nccl, two_threads
@@ -35,7 +35,7 @@ class Part:
 # In an order in which the first minutes tell the most.
 PARTS = [
     Part("environment", environment, 60),
-    Part("GPU check", gpu_check, 60, rehearsed=False),
+    Part("GPU check", gpu_check, 60),
     Part("demo", demo, 40),
     Part("first run", first_run, 90),
     Part("two processes with NCCL on one GPU", losses_of_two_processes, 120),
@@ -100,8 +100,6 @@ def main():
     options = parser.parse_args()
     ends = time.monotonic() + options.seconds if options.seconds else None
     simulated = options.simulated and options.simulated.resolve()
-    if not simulated:
-        keep_driver()
     with tempfile.TemporaryDirectory() as scratch:
         machine = Machine(pathlib.Path(scratch), simulated, ends)
         found = run_parts(chosen(PARTS, options.parts.lower().split(","), simulated), machine)
