@@ -66,7 +66,7 @@ fn build_shim(libtorch_lib: &Path) {
 fn make_nccl_aliases() -> Result<(), Box<dyn Error>> {
     for needed in ["libtorch_cuda.so", "libnccl.so.2"] {
         // cargo puts OUT_DIR itself into LD_LIBRARY_PATH, where nobody is to find an empty NCCL.
-        let folder = PathBuf::from(env::var("OUT_DIR")?).join("nccl").join(needed);
+        let folder = PathBuf::from(env::var("OUT_DIR")?).join("nccl_aliases").join(needed);
         fs::create_dir_all(&folder)?;
         if cfg!(feature = "doc-only") {
             fs::write(folder.join("libnccl.so"), "")?;

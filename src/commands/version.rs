@@ -21,7 +21,7 @@ pub struct Versions {
     /// The commit that the program was built from. `None` without a git repository.
     commit: Option<&'static str>,
     pub(super) libtorch: String,
-    /// `None` if NCCL was not found, or cannot be used.
+    /// `None` if NCCL was not found, cannot be used, or there is no GPU.
     pub(super) nccl: Option<String>,
     nccl_file: Option<PathBuf>,
     /// Why NCCL cannot be used. `None` if it can, or was not found.
@@ -38,8 +38,9 @@ struct ProgramVersion {
 impl Versions {
     /// Finds the versions of `program` on this machine. It was built from `commit`, which is empty if not known. CUDA has
     /// been loaded: libtorch_cuda decides which NCCL the process has.
-    pub(crate) fn find(program: &Program, commit: &'static str, _loaded: &Cuda) -> Self {
-        let (nccl, nccl_problem) = match find_nccl() {
+    pub(crate) fn find(program: &Program, commit: &'static str, cuda: &Cuda) -> Self {
+        let found = if cuda.usable() > 0 { find_nccl() } else { Ok(None) };
+        let (nccl, nccl_problem) = match found {
             Ok(nccl) => (nccl, None),
             Err(error) => (None, Some(error.to_string())),
         };

@@ -156,8 +156,13 @@ fn load_library(name: &str) -> std::result::Result<(), String> {
             std::mem::forget(library);
             Ok(())
         }
-        Err(error) => Err(error.source().map_or(error.to_string(), ToString::to_string)),
+        Err(error) => Err(dlerror(&error)),
     }
+}
+
+/// Returns the text of `dlerror`, which names the file.
+pub(crate) fn dlerror(error: &libloading::Error) -> String {
+    error.source().map_or(error.to_string(), ToString::to_string)
 }
 
 fn find_gpus() -> Cuda {

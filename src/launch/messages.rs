@@ -31,12 +31,12 @@ pub(super) struct Process {
     pub ranks: Vec<String>,
     /// The unique id of each rank's GPU; empty for ranks on the CPU.
     pub gpus: Vec<String>,
-    /// The index of each of them among those that the process sees.
-    #[serde(default)]
-    pub gpu_indices: Vec<usize>,
     /// The host that NCCL takes this process to be on, if `NCCL_HOSTID` names one.
     #[serde(default)]
     pub nccl_host: Option<String>,
+    /// Why the backend of this process does not let ranks share a GPU; `None` if it does.
+    #[serde(default)]
+    pub unshareable: Option<String>,
     /// Names and values that must be the same in all processes; opaque here.
     #[serde(default)]
     pub options: Vec<(String, String)>,
@@ -156,16 +156,26 @@ pub(super) fn shared_gpu(processes: &[Process], within_host: bool) -> Option<(&s
     None
 }
 
-/// Names the GPU of each rank that shares it by its index: there may be no GPU with the local rank as its index.
+/// Renames the GPUs of each host where ranks share one: there is no GPU for each local rank then. They are counted in the
+/// order of the ranks, whatever index each process sees.
 pub(super) fn name_shared_gpus(processes: &mut [Process]) {
-    let mut ranks_of: HashMap<String, usize> = HashMap::new();
-    for gpu in processes.iter().flat_map(|process| &process.gpus) {
-        *ranks_of.entry(gpu.clone()).or_default() += 1;
+    let mut gpus_of: HashMap<String, (usize, Vec<String>)> = HashMap::new();
+    for process in &*processes {
+        let (ranks, gpus) = gpus_of.entry(process.host.clone()).or_default();
+        for gpu in &process.gpus {
+            *ranks += 1;
+            if !gpus.contains(gpu) {
+                gpus.push(gpu.clone());
+            }
+        }
     }
-    for Process { ranks, gpus, gpu_indices, .. } in processes {
-        for (label, (gpu, index)) in ranks.iter_mut().zip(gpus.iter().zip(gpu_indices)) {
-            if ranks_of.get(gpu).is_some_and(|&ranks| ranks > 1) {
-                *label = device_name(Device::Cuda(*index));
+    for process in processes {
+        let Some((ranks, gpus)) = gpus_of.get(&process.host) else { continue };
+        for (label, gpu) in process.ranks.iter_mut().zip(&process.gpus) {
+            if *ranks > gpus.len()
+                && let Some(index) = gpus.iter().position(|other| other == gpu)
+            {
+                *label = device_name(Device::Cuda(index));
             }
         }
     }
@@ -278,8 +288,8 @@ mod tests {
         let texts = (".*", ".*", ".*", prop::collection::vec(".*", 1..4));
         (texts, any::<u32>(), any::<usize>()).prop_map(|(texts, pid, first_local)| {
             let (version, host, backend, ranks) = texts;
-            let (gpus, gpu_indices) = (ranks.clone(), (0..ranks.len()).collect());
-            let nccl_host = Some(host.clone());
+            let gpus = ranks.clone();
+            let (nccl_host, unshareable) = (Some(host.clone()), Some(host.clone()));
             let options = vec![(host.clone(), backend.clone())];
             Process {
                 version,
@@ -289,8 +299,8 @@ mod tests {
                 first_local,
                 ranks,
                 gpus,
-                gpu_indices,
                 nccl_host,
+                unshareable,
                 options,
             }
         })
@@ -353,8 +363,8 @@ mod tests {
             first_local: 0,
             ranks: (0..count).map(|rank| format!("GPU:{rank}")).collect(),
             gpus: Vec::new(),
-            gpu_indices: Vec::new(),
             nccl_host: None,
+            unshareable: None,
             options: Vec::new(),
         }
     }
@@ -397,7 +407,6 @@ mod tests {
     fn ranks_that_share_a_gpu_are_found() {
         let with = |gpus: &[&str]| Process {
             gpus: gpus.iter().map(ToString::to_string).collect(),
-            gpu_indices: vec![0; gpus.len()],
             ..crowd(gpus.len())
         };
         assert_eq!(shared_gpu(&[with(&["x", "y"]), crowd(3), with(&["z"])], true), None);
@@ -408,9 +417,13 @@ mod tests {
         assert_eq!(shared_gpu(&ranks, true), None);
         assert!(shared_gpu(&ranks, false).is_some());
         name_shared_gpus(&mut ranks);
-        assert_eq!(ranks[2].ranks, ["GPU:0", "GPU:0", "GPU:0"]); // only the first is its own: it has this number, too
-        assert_eq!(ranks[0].ranks, ["GPU:0", "GPU:0"]);
-        assert_eq!(ranks[1].ranks, ["GPU:0", "GPU:1", "GPU:2"]);
+        assert_eq!(
+            [&ranks[0].ranks, &ranks[2].ranks],
+            [&["GPU:0", "GPU:1"][..], &["GPU:2", "GPU:1", "GPU:0"]]
+        );
+        let mut apart = [with(&["x"]), Process { first_local: 1, ..with(&["y"]) }];
+        name_shared_gpus(&mut apart);
+        assert_eq!([&apart[0].ranks, &apart[1].ranks], [&["GPU:0"], &["GPU:0"]]); // as they were
     }
 
     #[test]
@@ -443,8 +456,8 @@ mod tests {
             first_local,
             ranks: vec!["CPU:0".into()],
             gpus: Vec::new(),
-            gpu_indices: Vec::new(),
             nccl_host: None,
+            unshareable: None,
             options: Vec::new(),
         };
         let nodes =

@@ -7,7 +7,8 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 
 use super::messages::{
-    Decision, Process, check_same, from_json, places, set_once, shared_gpu, to_json, unreadable,
+    Decision, Process, check_same, from_json, name_shared_gpus, places, set_once, shared_gpu,
+    to_json, unreadable,
 };
 use super::{Launch, LaunchKind, Processes};
 use crate::error::{Error, Result, escaped_line};
@@ -215,9 +216,12 @@ fn check(processes: &[Process], me: &Process, mine: usize) -> Result<Vec<Range<u
     }
     check_same(processes)?;
     let backend: Backend = me.backend.parse()?;
+    let mut named = processes.to_vec();
+    name_shared_gpus(&mut named);
+    // All processes find the same reason, whatever NCCL each of them has.
     if backend.devices() == Devices::OwnGpu
-        && let Some((gpu, [one, other])) = shared_gpu(processes, true)
-        && let Err(reason) = backend.check_shared_gpu(false)
+        && let Some((gpu, [one, other])) = shared_gpu(&named, true)
+        && let Some(reason) = processes.iter().find_map(|process| process.unshareable.as_ref())
     {
         return Err(Error::InvalidInput(format!(
             "{one} and {other} have the same GPU, {gpu}, and {reason}; start fewer, or have each process see its own \
@@ -280,8 +284,8 @@ mod tests {
             first_local: 0,
             ranks: vec!["CPU:0".into()],
             gpus: Vec::new(),
-            gpu_indices: Vec::new(),
             nccl_host: None,
+            unshareable: None,
             options: Vec::new(),
         };
         let rendezvous = ProcessRendezvous {

@@ -122,11 +122,6 @@ impl ProcessWorld {
         let common = if master.agent_store { store.clone() } else { all };
         let first_local = launch.processes.local_index * placement.devices.len();
         let backend = placement.backend;
-        let indices = placement.devices.iter().filter_map(|device| match device {
-            Device::Cuda(index) => Some(*index),
-            _ => None,
-        });
-        let gpu_indices: Vec<usize> = indices.collect();
         let me = Process {
             version: env!("CARGO_PKG_VERSION").into(),
             host: gethostname::gethostname().to_string_lossy().into_owned(),
@@ -134,13 +129,9 @@ impl ProcessWorld {
             backend: backend.name().into(),
             first_local,
             ranks: placement.labels(first_local),
-            gpus: gpu_indices
-                .iter()
-                .map(|&index| cuda::uuid(index))
-                .collect::<Option<_>>()
-                .unwrap_or_default(),
-            gpu_indices,
+            gpus: placement.devices.iter().map(gpu_of).collect::<Option<_>>().unwrap_or_default(),
             nccl_host: nccl_host_id(),
+            unshareable: backend.check_shared_gpu(false).err().map(|error| error.to_string()),
             options,
         };
         let rendezvous =
@@ -334,5 +325,13 @@ fn check_is_here(master: &MasterEndpoint) -> Result<()> {
             "that is not an address of this machine; start the first process on its machine, or give one of this",
         ),
         _ => Ok(()),
+    }
+}
+
+/// Returns the UUID of the device's GPU; `None` for the CPU.
+fn gpu_of(device: &Device) -> Option<String> {
+    match device {
+        Device::Cuda(index) => cuda::uuid(*index),
+        _ => None,
     }
 }

@@ -38,6 +38,8 @@ pub(super) struct GpuClock {
     pub(super) times: GpuSeconds,
     /// The phase that was done last, and when it ended.
     phase: Option<(Operation, Duration)>,
+    /// When the phase ended whose times were noted last.
+    noted: Duration,
     /// Whether recording has stopped because the GPU has failed. The code that uses the GPU reports the failure.
     stopped: bool,
 }
@@ -107,6 +109,7 @@ impl GpuClock {
             spare: Vec::new(),
             times: GpuSeconds::default(),
             phase: None,
+            noted: Duration::ZERO,
             stopped: false,
         })
     }
@@ -159,7 +162,11 @@ impl GpuClock {
             match &work.ended {
                 Some(ended) if ended.event.is_done()? => {
                     let seen = run.flight_recorder.now();
-                    let times = self.origin.times([&work.began, ended], seen)?;
+                    let mut times = self.origin.times([&work.began, ended], seen)?;
+                    if is_phase {
+                        times[0] = times[0].max(self.noted).min(times[1]); // the clock may have been shifted meanwhile
+                        self.noted = times[1];
+                    }
                     if let Span::Record(mark) = work.span {
                         run.flight_recorder.note_gpu(self.rank, mark, times);
                     }
@@ -228,7 +235,9 @@ impl Origin {
         let times = [self.time_of(marks[0])?, self.time_of(marks[1])?];
         let recorded = marks.map(|mark| mark.recorded);
         self.passed = shift(self.passed, times, recorded, seen);
-        Ok(times.map(|time| shift(time, times, recorded, seen)))
+        let [began, ended] = times.map(|time| shift(time, times, recorded, seen));
+        // A clock that is too fast makes the work longer than it can have been.
+        Ok([began.max(recorded[0]).min(ended), ended])
     }
 
     /// Returns when the GPU passed `mark`, on the host's clock as it is known so far.

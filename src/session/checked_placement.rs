@@ -10,6 +10,7 @@ use crate::launch::{
     SpawnChoice, place,
 };
 use crate::os::cores;
+use crate::process_group::Devices;
 
 /// Returns whether this process starts a process for each rank.
 pub(crate) fn starts_processes(config: &Config, launch: &Launch) -> bool {
@@ -44,12 +45,15 @@ pub(crate) fn place_threads(config: &Config, launch: &Launch, cuda: &Cuda) -> Re
 /// Refuses to share the model among the ranks of `placement` if they have different devices.
 pub(crate) fn check_shared_model(config: &Config, placement: &Placement) -> Result<()> {
     let devices = &placement.devices;
-    if !config.ddp.share_model || devices.iter().all(|device| *device == devices[0]) {
+    let share_memory = devices.iter().all(|device| *device == devices[0])
+        && (devices.len() == 1 || placement.backend.devices() != Devices::OwnGpu);
+    if !config.ddp.share_model || share_memory {
         return Ok(());
     }
     Err(Error::InvalidInput(format!(
-        "--share-model: the {} ranks of this process have a GPU each, and GPUs do not share memory; use --zero instead, \
-         or put all ranks on one GPU (--backend threaded) or on the CPU (--nproc-per-node cpu)",
+        "--share-model: with backend {} the {} ranks of this process do not share memory; use --zero instead, or put all \
+         ranks on one GPU with --backend threaded, or on the CPU (--nproc-per-node cpu)",
+        placement.backend.name(),
         devices.len()
     )))
 }
@@ -106,9 +110,9 @@ mod tests {
     #[test]
     fn share_model_is_refused_for_ranks_with_a_gpu_each() {
         let mut config = Config::default();
-        let check = |config: &Config, devices: &[Device]| {
+        let check = |config: &Config, devices: &[Device], backend| {
             let placement = Placement {
-                backend: Backend::Nccl,
+                backend,
                 devices: devices.to_vec(),
                 gpu_count: 2,
                 threads_per_rank: 1,
@@ -117,15 +121,17 @@ mod tests {
             check_shared_model(config, &placement).map_err(|error| error.to_string())
         };
         let gpus = [Device::Cuda(0), Device::Cuda(1)];
-        assert_eq!(check(&config, &gpus), Ok(()));
+        assert_eq!(check(&config, &gpus, Backend::Nccl), Ok(()));
         config.ddp.share_model = true;
-        let error = check(&config, &gpus).unwrap_err();
-        assert!(
-            error.starts_with("--share-model: the 2 ranks of this process have a GPU each"),
-            "{error}"
-        );
-        for same in [&gpus[..1], &[gpus[1]; 3], &[Device::Cpu; 2]] {
-            assert_eq!(check(&config, same), Ok(()));
+        for several in [gpus, [gpus[1]; 2]] {
+            let error = check(&config, &several, Backend::Nccl).unwrap_err();
+            let expected =
+                "--share-model: with backend nccl the 2 ranks of this process do not share memory";
+            assert!(error.starts_with(expected), "{error}");
+        }
+        assert_eq!(check(&config, &gpus[..1], Backend::Nccl), Ok(()));
+        for same in [[gpus[1]; 2], [Device::Cpu; 2]] {
+            assert_eq!(check(&config, &same, Backend::Threaded), Ok(()));
         }
     }
 }

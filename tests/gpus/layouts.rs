@@ -88,6 +88,27 @@ fn processes_of_two_nccl_hosts_share_a_gpu() {
     assert!(stderr.contains("rank 1 (GPU:0 on ") && !stderr.contains("GPU:1"), "{stderr}");
 }
 
+/// Each process has an NCCL of its own: if that of one refuses, all say so.
+#[test]
+fn processes_that_disagree_on_sharing_end_alike() {
+    let port = free_port();
+    let start = |process: usize| {
+        let mut command = on_gpus(1, &["--backend=nccl", "--nproc-per-node=1", "--max-steps=4"]);
+        as_torchrun(&mut command, process, 2, port);
+        command.envs(SHARES_GPUS);
+        if process == 1 {
+            command.env_remove("NCCL_MULTI_RANK_GPU_ENABLE");
+        }
+        command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+    };
+    for output in join((0..2).map(start).collect()) {
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{stderr}");
+        assert!(stderr.contains("unless NCCL_MULTI_RANK_GPU_ENABLE=1 is set"), "{stderr}");
+        assert!(!stderr.contains("GPU:1"), "{stderr}");
+    }
+}
+
 #[test]
 fn torchrun_processes_have_the_bits_of_cpu_ranks() {
     for (ranks, row) in [

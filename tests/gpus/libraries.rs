@@ -21,6 +21,15 @@ pub(crate) fn all_but(missing: &str, folder: &Path) {
     }
 }
 
+/// Compiles a library from a C program.
+fn compile(source: &str, library: &Path) {
+    let file = library.with_extension("c");
+    fs::write(&file, source).unwrap();
+    let mut compiler = Command::new("c++");
+    compiler.args(["-shared", "-fPIC", "-x", "c", "-o"]).arg(library).arg(&file);
+    assert!(compiler.status().unwrap().success());
+}
+
 #[test]
 fn missing_libnccl_exits_with_2_and_a_remedy() {
     let folder = tempfile::tempdir().unwrap();
@@ -36,7 +45,8 @@ fn missing_libnccl_exits_with_2_and_a_remedy() {
         command.env("LD_LIBRARY_PATH", folder.path());
         let (code, stdout, stderr) = run_command(command);
         assert_eq!((code, &*stdout), (Some(2), ""), "{args:?}: {stderr}");
-        assert_eq!(stderr.matches("libnccl").count(), 1, "{args:?}: {stderr}");
+        let reason = "libnccl was not found (libnccl.so.2: cannot open shared object file";
+        assert_eq!(stderr.matches(reason).count(), 1, "{args:?}: {stderr}");
         assert!(stderr.contains("--backend threaded"), "{args:?}: {stderr}");
         assert!(!stderr.contains("failed in"), "{args:?}: {stderr}");
     }
@@ -94,11 +104,8 @@ fn nccl_inside_of_libtorch_is_used() {
 #[test]
 fn two_nccls_exit_with_2_and_both_files() {
     let folder = tempfile::tempdir().unwrap();
-    let (source, other) = (folder.path().join("other.c"), folder.path().join("libother.so"));
-    fs::write(&source, "int ncclGetVersion(int *version) { *version = 22803; return 0; }").unwrap();
-    let mut compiler = Command::new("c++");
-    compiler.args(["-shared", "-fPIC", "-x", "c", "-o"]).arg(&other).arg(&source);
-    assert!(compiler.status().unwrap().success());
+    let other = folder.path().join("libother.so");
+    compile("int ncclGetVersion(int *version) { *version = 22803; return 0; }", &other);
     let run = |args: &[&str]| {
         let mut command = on_gpus(2, args);
         command.env("LD_PRELOAD", &other);
@@ -115,6 +122,22 @@ fn two_nccls_exit_with_2_and_both_files() {
     let report: Value = serde_json::from_str(&stdout).unwrap();
     assert!(code == Some(0) && report["nccl"].is_null(), "{stdout}");
     assert!(report["nccl_problem"].as_str().unwrap().contains(both[1]), "{stdout}");
+}
+
+#[test]
+fn nccl_without_functions_exits_with_2_and_its_file() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("libnccl.so.2");
+    compile("int ncclGetVersion(int *version) { *version = 22907; return 0; }", &file);
+    for args in [&["--num-samples=64"][..], &["comm"], &["bench", "all-reduce"]] {
+        let mut command = on_gpus(2, args);
+        let folders = [folder.path().to_path_buf(), libraries()];
+        command.env("LD_LIBRARY_PATH", env::join_paths(folders).unwrap());
+        let (code, stdout, stderr) = run_command(command);
+        assert_eq!((code, &*stdout), (Some(2), ""), "{args:?}: {stderr}");
+        let told = format!("the libnccl in use, {}, has no ncclGetErrorString", file.display());
+        assert!(stderr.contains(&told), "{args:?}: {stderr}");
+    }
 }
 
 #[test]

@@ -1,11 +1,13 @@
 //! NCCL's library, which may be missing, what the user has set for it, and the results of its functions.
 
 use std::ffi::{CStr, c_int, c_void};
+use std::fs::File;
+use std::io::Write;
 use std::mem;
 use std::os::fd::AsRawFd;
 use std::path::PathBuf;
-use std::sync::Once;
-use std::{env, fs};
+use std::sync::{Once, OnceLock};
+use std::{env, fs, io};
 
 use cudarc::nccl::sys::{self, ncclResult_t};
 use libloading::os::unix::{Library, RTLD_LAZY};
@@ -14,6 +16,7 @@ use rustix::fs::MemfdFlags;
 use crate::error::{Error, Result, Shown};
 #[cfg(doc)]
 use crate::ffi::cuda;
+use crate::ffi::cuda::dlerror;
 use crate::ffi::library_file;
 use crate::os::shared_memory::memory_file;
 
@@ -134,18 +137,19 @@ fn setting(name: &str) -> Option<(String, String)> {
 /// Returns an error if NCCL is not installed, where cudarc would panic at the first call, or if there are two.
 pub(super) fn require_library() -> Result<()> {
     if !is_present() {
-        return Err(Error::InvalidInput(
-            "backend nccl: libnccl was not found; fetch it with `make libtorch` on a machine with an NVIDIA driver, or \
-             `pip install torch` for the wheel, or use --backend threaded"
-                .into(),
-        ));
+        let why = PROBLEM.get().map_or(String::new(), |why| format!(" ({why})"));
+        return Err(Error::InvalidInput(format!(
+            "backend nccl: libnccl was not found{why}; fetch it with `make libtorch` on a machine with an NVIDIA driver, \
+             or `pip install torch` for the wheel, or use --backend threaded"
+        )));
     }
-    if own_version().is_none() {
-        return Err(Error::InvalidInput(
-            "backend nccl: the libnccl that was found has no ncclGetVersion, so it is not NCCL; check LD_LIBRARY_PATH, or \
-             use --backend threaded"
-                .into(),
-        ));
+    if let Some(missing) = FUNCTIONS.iter().find(|name| !has_function(name)) {
+        return Err(Error::InvalidInput(format!(
+            "backend nccl: the libnccl in use{} has no {missing}: it is too old, or not NCCL; install {} or newer (`pip \
+             install torch` brings one), check LD_LIBRARY_PATH and LD_PRELOAD, or use --backend threaded",
+            file().map_or(String::new(), |file| format!(", {},", file.shown())),
+            text(OLDEST)
+        )));
     }
     let Some(others) = other_nccl() else { return Ok(()) };
     Err(Error::InvalidInput(format!(
@@ -156,20 +160,56 @@ pub(super) fn require_library() -> Result<()> {
     )))
 }
 
+/// The functions of NCCL that this program calls. cudarc would panic at the first call of one that is missing.
+const FUNCTIONS: [&str; 18] = [
+    "ncclGetVersion",
+    "ncclGetErrorString",
+    "ncclGetLastError",
+    "ncclGetUniqueId",
+    "ncclCommInitRankConfig",
+    "ncclCommGetAsyncError",
+    "ncclCommFinalize",
+    "ncclCommDestroy",
+    "ncclCommAbort",
+    "ncclGroupStart",
+    "ncclGroupEnd",
+    "ncclAllReduce",
+    "ncclReduce",
+    "ncclBroadcast",
+    "ncclAllGather",
+    "ncclReduceScatter",
+    "ncclSend",
+    "ncclRecv",
+];
+
+/// Returns whether the library that cudarc has loaded has this function.
+fn has_function(name: &str) -> bool {
+    // SAFETY: the function is not called.
+    unsafe { sys::culib().get::<GetVersion>(name.as_bytes()).is_ok() }
+}
+
+/// Why NCCL could not be loaded as libtorch_cuda's. Not set if it could.
+static PROBLEM: OnceLock<String> = OnceLock::new();
+
 /// Loads NCCL, if it is installed.
 fn is_present() -> bool {
     static LOAD: Once = Once::new();
-    LOAD.call_once(load_alias);
+    LOAD.call_once(|| {
+        if let Err(why) = load_alias() {
+            let _ = PROBLEM.set(why); // it is set once
+        }
+    });
     // SAFETY: only tries to load the library.
     unsafe { sys::is_culib_present() }
 }
 
 /// An empty library with the name `libnccl.so`, which needs `libtorch_cuda.so`. `build.rs` makes it.
 static ALIAS_OF_LIBTORCH: &[u8] =
-    include_bytes!(concat!(env!("OUT_DIR"), "/nccl/libtorch_cuda.so/libnccl.so"));
+    include_bytes!(concat!(env!("OUT_DIR"), "/nccl_aliases/libtorch_cuda.so/libnccl.so"));
 
 /// The same, but it needs `libnccl.so.2`.
-static ALIAS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/nccl/libnccl.so.2/libnccl.so"));
+static ALIAS: &[u8] =
+    include_bytes!(concat!(env!("OUT_DIR"), "/nccl_aliases/libnccl.so.2/libnccl.so"));
 
 /// Makes `libnccl.so`, which cudarc opens, a name of the NCCL that libtorch_cuda has: a library that it has loaded, or a
 /// part of its own. Without either, of the system's `libnccl.so.2`.
@@ -177,19 +217,22 @@ static ALIAS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/nccl/libnccl.so.
 /// The file names would not do that: libtorch_cuda finds its NCCL by a path of its own, and `libnccl.so` is searched in
 /// LD_LIBRARY_PATH first. The process would have two NCCLs, and the second would call functions of the first.
 ///
-/// If this fails, cudarc searches. [`require_library`] then finds out whether it has found another NCCL.
-fn load_alias() {
+/// If this fails, for the reason that it returns, cudarc searches. [`require_library`] then finds out whether it has found
+/// another NCCL.
+fn load_alias() -> std::result::Result<(), String> {
     let alias = if libtorch_has_nccl() { ALIAS_OF_LIBTORCH } else { ALIAS };
-    let Ok(file) = memory_file("libnccl.so", MemfdFlags::CLOEXEC) else { return };
-    if rustix::io::write(&file, alias) != Ok(alias.len()) {
-        return;
-    }
+    let in_memory = || {
+        let mut file = File::from(memory_file("libnccl.so", MemfdFlags::CLOEXEC)?);
+        file.write_all(alias)?;
+        Ok(file)
+    };
+    let file = in_memory().map_err(|error: io::Error| error.to_string())?;
     let path = format!("/proc/self/fd/{}", file.as_raw_fd());
     // SAFETY: the alias has no code. What it needs is NCCL or libtorch_cuda; to load them runs their initialisers, as linking
     // to them would.
-    if let Ok(alias) = unsafe { Library::open(Some(path), RTLD_LAZY) } {
-        mem::forget(alias); // for the life of the process, as cudarc's
-    }
+    let alias = unsafe { Library::open(Some(path), RTLD_LAZY) };
+    mem::forget(alias.map_err(|error| dlerror(&error))?); // for the life of the process, as cudarc's
+    Ok(())
 }
 
 /// Returns whether libtorch_cuda is loaded, and has NCCL or has loaded it.

@@ -1,5 +1,6 @@
 //! One check of a GPU, or of two, as a process of its own makes it. It says on stdout what it does and what it found.
 
+use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, Ordering};
 use std::time::{Duration, Instant};
@@ -98,7 +99,7 @@ pub(super) fn make(check: Check, printer: &Arc<Printer>) -> anyhow::Result<()> {
     let cuda = cuda::load();
     let to = printer.clone();
     // If nobody reads it any more, the process is about to be killed.
-    let begins = move |part| drop(to.object(&Message::Begins(part)));
+    let begins = move |part| drop(say(&to, &Message::Begins(part)));
     let found = match check {
         Check::Machine => Ok(Message::Found(Machine {
             gpus: cuda.gpus,
@@ -109,8 +110,14 @@ pub(super) fn make(check: Check, printer: &Arc<Printer>) -> anyhow::Result<()> {
         Check::Copy(from, to) => copy(from, to, begins).doing("a copy").map_err(Into::into),
         Check::AllReduce(first, second) => all_reduce([first, second], begins),
     };
-    let said = found.unwrap_or_else(|error| Message::Fails(error.to_string()));
-    Ok(printer.object(&said)?)
+    let last = found.unwrap_or_else(|error| Message::Fails(error.to_string()));
+    Ok(say(printer, &last)?)
+}
+
+/// Prints a message in a line of its own, also if a library has printed a part of a line before.
+fn say(printer: &Printer, message: &Message) -> io::Result<()> {
+    let text = serde_json::to_string(message)?;
+    printer.lines(|out| write!(out, "\n{text}\n"))
 }
 
 /// The time for which work is measured, in seconds.

@@ -3,7 +3,7 @@
 use std::io::{self, BufRead, BufReader};
 use std::process::{Child, ChildStdout, Command, ExitStatus, Stdio};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crossbeam::channel::{Receiver, RecvTimeoutError, Sender, unbounded};
 
@@ -79,18 +79,26 @@ fn watch(
                     kill(&mut child, &lines_rx);
                     return Ok(Outcome::Ended(last));
                 }
-                Err(_) => printer.info(&line), // of NCCL, with NCCL_DEBUG
+                // Of NCCL, with NCCL_DEBUG. It may come without an end.
+                Err(_) if Instant::now() < end => {
+                    if !line.is_empty() {
+                        printer.info(&line);
+                    }
+                }
+                Err(_) => return Ok(hangs(&mut child, &lines_rx, part)),
             },
-            Err(RecvTimeoutError::Timeout) => {
-                let is_killed = kill(&mut child, &lines_rx).is_some();
-                return Ok(Outcome::Hangs { part, is_killed });
-            }
+            Err(RecvTimeoutError::Timeout) => return Ok(hangs(&mut child, &lines_rx, part)),
             Err(RecvTimeoutError::Disconnected) => {
                 let text = kill(&mut child, &lines_rx).map(how_ended);
                 return Ok(Outcome::Dies(part, text.unwrap_or_default()));
             }
         }
     }
+}
+
+/// Kills a process that is late.
+fn hangs(child: &mut Child, lines: &Receiver<String>, part: Part) -> Outcome {
+    Outcome::Hangs { part, is_killed: kill(child, lines).is_some() }
 }
 
 /// Sends the lines of a process, and drops the sender once it has ended.
@@ -138,6 +146,8 @@ mod tests {
             (ends.to_owned(), Outcome::Ended(Message::Wrong(1, 2))),
             (format!("{begins} {ends}"), Outcome::Ended(Message::Wrong(1, 2))),
             (format!("{begins} exec sleep 1000"), Outcome::Hangs { part, is_killed: true }),
+            (format!("{begins} exec yes"), Outcome::Hangs { part, is_killed: true }),
+            (format!("printf 'half a line'; echo; {ends}"), Outcome::Ended(Message::Wrong(1, 2))),
             (format!("{begins} kill -11 $$"), Outcome::Dies(part, "was killed by SIGSEGV".into())),
             ("exit 3".into(), Outcome::Dies(Part::Load, "ended with exit code 3".into())),
         ] {
