@@ -99,6 +99,7 @@ impl Launch {
         let placement = place(self.nproc, backend, cuda, &self.share(cores()))?
             .in_processes(self.processes.count, backend)?;
         placement.backend.check_library()?;
+        placement.check_threads()?;
         self.binding(&placement)?;
         Ok(placement)
     }

@@ -257,9 +257,9 @@ pub fn place(
     Ok(Placement { backend, devices, gpu_count: gpus, threads_per_rank, note })
 }
 
-/// The most ranks of a process that may share a GPU with NCCL: the kernels of all of them have to be on it at once, with up
-/// to 32 blocks each.
-const NCCL_RANKS_PER_GPU: usize = 4;
+/// The most threads that may share a GPU with NCCL: the kernels of all of them have to be on it at once, with up to 32 blocks
+/// each.
+const NCCL_THREADS_PER_GPU: usize = 4;
 
 /// Returns the note that the processes of this machine, with `count` ranks each, share its `gpus` GPUs with `backend`.
 ///
@@ -267,11 +267,6 @@ const NCCL_RANKS_PER_GPU: usize = 4;
 /// The reason why they cannot.
 fn share_gpus(backend: Backend, share: &NodeSlice, count: usize, gpus: usize) -> Result<String> {
     backend.check_shared_gpu(share.count > 1)?;
-    if count.div_ceil(gpus) > NCCL_RANKS_PER_GPU {
-        return Err(Error::InvalidInput(format!(
-            "at most {NCCL_RANKS_PER_GPU} ranks of a process can share one"
-        )));
-    }
     let shared = if gpus == 1 { "GPU 0".into() } else { format!("{gpus} GPUs") };
     Ok(format!("--backend {}: {} ranks share {shared}", backend.name(), share.count * count))
 }
@@ -309,6 +304,22 @@ impl Placement {
     /// Returns the labels of all ranks; see [`label`](Self::label).
     pub(crate) fn labels(&self, first_local: usize) -> Vec<String> {
         (0..self.devices.len()).map(|place| self.label(place, first_local)).collect()
+    }
+
+    /// Checks that the ranks can be threads of one process.
+    ///
+    /// # Errors
+    /// [`Error::InvalidInput`] if too many of them share a GPU.
+    pub(crate) fn check_threads(&self) -> Result<()> {
+        let on_first = self.devices.iter().filter(|device| **device == self.devices[0]).count();
+        if self.backend.devices() != Devices::OwnGpu || on_first <= NCCL_THREADS_PER_GPU {
+            return Ok(());
+        }
+        Err(Error::InvalidInput(format!(
+            "--backend {}: at most {NCCL_THREADS_PER_GPU} threads can share a GPU, and {on_first} would; use fewer ranks, \
+             --spawn=processes, or --backend threaded",
+            self.backend.name()
+        )))
     }
 
     /// Adapts the placement to a run of `count` processes.

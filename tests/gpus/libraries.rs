@@ -195,7 +195,7 @@ fn threads_that_cannot_share_a_gpu_exit_with_2_and_the_reason() {
             "22907",
             "only 1 GPU is visible, and NCCL 2.29.7 needs one for each rank (from 2.30.3",
         ),
-        ("5", "23007", "at most 4 ranks of a process can share one"),
+        ("5", "23007", "at most 4 threads can share a GPU, and 5 would"),
     ] {
         let count = format!("--nproc-per-node={count}");
         let mut command = on_gpus(1, &["--backend=nccl", &count]);

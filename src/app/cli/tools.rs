@@ -69,8 +69,8 @@ pub(crate) struct EnvFlags {
     pub(crate) all: bool,
     /// Check that each GPU and each pair works
     ///
-    /// Each GPU multiplies matrices, and each pair copies and makes an all_reduce with NCCL. A check that hangs ends after
-    /// 5 s. If an all_reduce fails, it is tried with NCCL_P2P_DISABLE=1, NCCL_SHM_DISABLE=1 and NCCL_IB_DISABLE=1
+    /// Each GPU multiplies matrices, and each pair copies and makes an all_reduce with NCCL. A check that hangs is ended. If
+    /// an all_reduce does not pass, it is tried with NCCL_P2P_DISABLE=1, NCCL_SHM_DISABLE=1 and NCCL_IB_DISABLE=1
     #[arg(long, add = InShortHelp, conflicts_with = "all")]
     pub(crate) check_gpus: bool,
     #[command(flatten)]
