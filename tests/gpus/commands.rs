@@ -58,10 +58,9 @@ fn share_model_is_wrong_input_with_a_gpu_for_each_rank() {
         let args = [args, &["--nproc-per-node=2", "--share-model"]].concat();
         let (code, stdout, stderr) = run_command(on_gpus(2, &args));
         assert_eq!((code, &*stdout), (Some(2), ""), "{args:?}: {stderr}");
-        assert!(
-            stderr.contains("--share-model: the 2 ranks of this process have a GPU each"),
-            "{stderr}"
-        );
+        let expected =
+            "--share-model: with backend nccl the 2 ranks of this process do not share memory";
+        assert!(stderr.contains(expected), "{stderr}");
     }
     // `verify` skips that placement, and the remedy in the message works.
     for args in [&["verify"][..], &["--max-epochs=1", "--backend=threaded"]] {
