@@ -197,23 +197,24 @@ def check_other_torch(program, folder):
     passed("another torch is refused with its version and the one that is needed")
 
 
-def check_gpus(program, packages, stand_ins, folder, expected):
-    """On simulated GPUs, with NCCL where the CUDA packages have it, and without."""
-    folder.mkdir()
+def check_gpus(program, stand_ins, folder, expected):
+    """On simulated GPUs, without NCCL, and with the one that libtorch_cuda finds beside itself, as that of torch's wheel."""
+    without = folder / "without"
+    without.mkdir(parents=True)
     for name in ["libcuda.so.1", "libtorch_cuda.so"]:
-        (folder / name).symlink_to(stand_ins / name)
-    gpus = {"LD_LIBRARY_PATH": str(folder), "SIM_GPUS": "2"}
-    nccl = packages / "nvidia/nccl/lib/libnccl.so.2"
-    check(not nccl.exists(), f"{nccl} is there already")
-    error = run(program, *TWO, code=2, **gpus).stderr
+        shutil.copy(stand_ins / name, without)
+    error = run(program, *TWO, code=2, LD_LIBRARY_PATH=str(without), SIM_GPUS="2").stderr
     check("libnccl was not found" in error, f"without NCCL: {error}")
-    nccl.parent.mkdir(parents=True)
-    shutil.copy(stand_ins / nccl.name, nccl)
+    lib = folder / "lib"
+    lib.mkdir()
+    for file in [stand_ins / "libcuda.so.1", stand_ins / "with_nccl/libtorch_cuda.so"]:
+        shutil.copy(file, lib)
+    shutil.copy(stand_ins / "libnccl.so.2", folder)
     for spawn in ["threads", "processes"]:
-        done = run(program, *TWO, f"--spawn={spawn}", **gpus)
+        done = run(program, *TWO, f"--spawn={spawn}", LD_LIBRARY_PATH=str(lib), SIM_GPUS="2")
         check('"nccl"' in done.stdout and "GPU:1" in done.stdout, f"no NCCL: {done.stdout}")
         check(parameters(done) == expected, f"{spawn} on GPUs: {done.stdout}")
-    passed("simulated GPUs, with the NCCL of the environment: the same parameters")
+    passed("simulated GPUs, with the NCCL of libtorch: the same parameters")
 
 
 def main():
@@ -251,7 +252,7 @@ def main():
             run(command, "--no-such-flag", code=2)
             check_signal(command, file)
             check_other_torch(command, folder)
-            check_gpus(command, packages, stand_ins, folder / "gpus", expected)
+            check_gpus(command, stand_ins, folder / "gpus", expected)
 
 
 if __name__ == "__main__":
