@@ -497,7 +497,7 @@ class Report:
                     told = f"gradient of {parameters[it[3]]['name']}"
                 end = self.view()[1] if it[2] is None else it[1] + it[2]
                 # A gradient has the same name in each step, and short steps fit into the slack.
-                is_step = it[4] < 0 or int(slice["step"]) == it[4]
+                is_step = it[4] < 0 or slice.get("step") == str(it[4])
                 if told == name and is_step and it[1] - slack <= time <= end + slack:
                     break
             else:
