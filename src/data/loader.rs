@@ -152,19 +152,18 @@ impl DataLoader {
         // The gathered batches of what is on the device have one tensor of inputs.
         let has_more = !dataset.more_inputs(&[0]).map_err(Error::data(&[0]))?.is_empty();
         let resident = if has_more { None } else { dataset.resident(device)? };
-        let (drop_last, in_step, workers, group, staging, waited) = Default::default();
         Ok(Self {
             dataset,
             resident,
             sampler,
             batch_size,
             device,
-            drop_last,
-            in_step,
-            workers,
-            group,
-            staging,
-            waited,
+            drop_last: false,
+            in_step: false,
+            workers: None,
+            group: None,
+            staging: None,
+            waited: Rc::default(),
         })
     }
 
@@ -193,8 +192,9 @@ impl DataLoader {
     }
 
     /// Loads batches ahead of time on `num_workers` threads, each of which is `prefetch_factor` (at least one) batches
-    /// ahead. A failure in `group` ends the rank's wait for a batch, and for its copy to a GPU. With 0 workers, the default, the rank loads each
-    /// batch itself. The order is the same either way. Follows `num_workers` and `prefetch_factor`.
+    /// ahead. A failure in `group` ends the rank's wait for a batch, and for its copy to a GPU. With 0 workers, the
+    /// default, the rank loads each batch itself. The order is the same either way. Follows `num_workers` and
+    /// `prefetch_factor`.
     #[must_use]
     pub fn num_workers(
         self,

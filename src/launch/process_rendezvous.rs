@@ -216,19 +216,23 @@ fn check(processes: &[Process], me: &Process, mine: usize) -> Result<Vec<Range<u
     }
     check_same(processes)?;
     let backend: Backend = me.backend.parse()?;
-    let mut named = processes.to_vec();
-    name_shared_gpus(&mut named);
     // All processes find the same reason, whatever NCCL each of them has.
-    if backend.devices() == Devices::OwnGpu
-        && let Some((gpu, [one, other])) = shared_gpu(&named, true)
-        && let Some(reason) = processes.iter().find_map(|process| process.unshareable.as_ref())
-    {
-        return Err(Error::InvalidInput(format!(
-            "{one} and {other} have the same GPU, {gpu}, and {reason}; start fewer, or have each process see its own \
-             (CUDA_VISIBLE_DEVICES, srun --gpus-per-task)"
-        )));
+    let unshareable = processes.iter().find_map(|process| process.unshareable.as_ref());
+    if let Some(reason) = unshareable.filter(|_| backend.devices() == Devices::OwnGpu) {
+        check_own_gpus(processes, reason)?;
     }
     places(processes)
+}
+
+/// Refuses two ranks with one GPU, which they cannot share for this `reason`.
+fn check_own_gpus(processes: &[Process], reason: &str) -> Result<()> {
+    let mut processes = processes.to_vec();
+    name_shared_gpus(&mut processes);
+    let Some((gpu, [one, other])) = shared_gpu(&processes, true) else { return Ok(()) };
+    Err(Error::InvalidInput(format!(
+        "{one} and {other} have the same GPU, {gpu}, and {reason}; start fewer, or have each process see its own \
+         (CUDA_VISIBLE_DEVICES, srun --gpus-per-task)"
+    )))
 }
 
 /// Returns the key prefix of one start of a run.

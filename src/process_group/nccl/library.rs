@@ -134,7 +134,7 @@ fn setting(name: &str) -> Option<(String, String)> {
     })
 }
 
-/// Returns an error if NCCL is not installed, where cudarc would panic at the first call, or if there are two.
+/// Returns an error if NCCL is not installed or lacks functions, where cudarc would panic at a call, or if there are two.
 pub(super) fn require_library() -> Result<()> {
     if !is_present() {
         let why = PROBLEM.get().map_or(String::new(), |why| format!(" ({why})"));

@@ -1,4 +1,4 @@
-//! One check of a GPU, or of two, as a process of its own makes it. It says on stdout what it does and what it found.
+//! One check of a GPU, or of two, in a process of its own. The process prints on stdout what it does and what it finds.
 
 use std::io;
 use std::sync::Arc;
@@ -19,7 +19,7 @@ use crate::operation::Operation;
 use crate::process_group::{Backend, ProcessGroup, ReduceOp};
 use crate::telemetry::Printer;
 
-/// What a process checks.
+/// A check that a process makes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum Check {
@@ -43,7 +43,7 @@ pub(super) enum Message {
     Found(Machine),
     /// All values are right. The GPUs are this fast.
     Right(Speed),
-    /// So many values are wrong, of all that were checked.
+    /// The number of wrong values, and of all values that were checked.
     Wrong(i64, i64),
     /// An error.
     Fails(String),
@@ -80,7 +80,7 @@ pub(super) struct Machine {
     pub nccl_problem: Option<String>,
 }
 
-/// What a check has measured.
+/// The measurements of a check.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 pub(super) struct Speed {
     /// Floating-point operations, in 10^12 per second.
