@@ -200,7 +200,7 @@ pub(crate) fn peer(socket: &UnixStream) -> io::Result<Option<OwnedFd>> {
         return Err(io::Error::last_os_error());
     }
     if peer.uid != rustix::process::geteuid().as_raw() {
-        return Err(io::Error::other(format!("it belongs to user {}", peer.uid)));
+        return Err(io::Error::other(format!("a process of user {} listens", peer.uid)));
     }
     Ok(Pid::from_raw(peer.pid).and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok()))
 }

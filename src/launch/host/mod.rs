@@ -7,6 +7,7 @@ use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 use parking_lot::Mutex;
 use serde_with::SerializeDisplay;
@@ -59,4 +60,6 @@ struct Peer {
     /// The process itself: a child that it has forked may keep its end of the socket. `None` where the system has no such
     /// file.
     process: Option<OwnedFd>,
+    /// Whether it has not taken a message: then it gets no other.
+    is_cut_off: AtomicBool,
 }

@@ -9,8 +9,8 @@ use std::os::fd::OwnedFd;
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
-use std::time::{Duration, Instant};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use parking_lot::Mutex;
 use serde::de::DeserializeOwned;
@@ -24,6 +24,7 @@ use crate::os::affinity::CpuList;
 use crate::os::limits::require_files;
 use crate::os::shared_memory::{self, SharedRegion};
 use crate::process_group::{Gathered, Host};
+use crate::runtime::Instant;
 
 /// What a process offers the others.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
@@ -81,8 +82,8 @@ impl HostLinks {
         };
         // Connecting does not wait for the other process: it accepts once all have connected.
         let connected = own.connect_to(&offers[..mine], mine);
-        let numbers = |it: &BTreeMap<usize, UnixStream>| it.keys().copied().collect::<Vec<usize>>();
-        let reached = connected.as_ref().map(numbers).map_err(String::clone);
+        let indexes = |it: &BTreeMap<usize, _>| it.keys().copied().collect::<Vec<usize>>();
+        let reached = connected.as_ref().map(indexes).map_err(String::clone);
         let (mut connected, reached) = match (connected, meeting.exchange("connected", reached)?) {
             (Ok(connected), Ok(reached)) => (connected, reached),
             (_, Err(why)) | (Err(why), _) => return Ok(Err(why)),
@@ -107,7 +108,8 @@ impl HostLinks {
         let mut regions = Vec::new();
         for (process, link) in linked.into_iter().enumerate() {
             let Some((socket, file, region)) = link else { continue };
-            peers.push(Arc::new(Peer { ranks: ranks[process].clone(), socket, process: file }));
+            let (ranks, is_cut_off) = (ranks[process].clone(), AtomicBool::default());
+            peers.push(Arc::new(Peer { ranks, socket, process: file, is_cut_off }));
             regions.push(region);
         }
         let index = mine - here.start;
@@ -194,21 +196,23 @@ impl Own {
         open().map_err(|error| error.to_string())
     }
 
-    /// Connects to those of the processes of `offers` that this one reaches, and sends them its memory. Returns the sockets
-    /// by the numbers of the processes.
-    fn connect_to(&self, offers: &[Offer], mine: usize) -> Finding<BTreeMap<usize, UnixStream>> {
+    /// Connects to those of the processes of `offers` that this one reaches, and sends them its memory. Returns the
+    /// connections by the indexes of the processes.
+    fn connect_to(&self, offers: &[Offer], mine: usize) -> Finding<BTreeMap<usize, Connected>> {
         let mut connected = BTreeMap::new();
         for (process, offer) in offers.iter().enumerate() {
-            let connect = || -> io::Result<UnixStream> {
-                let socket = shared_memory::connect(&offer.socket)?;
-                self.region.send(&socket, &greeting(offer.token, mine))?;
-                Ok(socket)
-            };
-            match connect() {
-                Ok(socket) => drop(connected.insert(process, socket)),
-                Err(error) if error.kind() == ErrorKind::ConnectionRefused => {} // another host
+            let socket = match shared_memory::connect(&offer.socket) {
+                Ok(socket) => socket,
+                Err(error) if error.kind() == ErrorKind::ConnectionRefused => continue, // another host
                 Err(error) => return Err(error.to_string()),
-            }
+            };
+            // The memory goes to processes of this user only, and another user may have taken the name of the socket.
+            let sent = shared_memory::peer(&socket).and_then(|peer| {
+                self.region.send(&socket, &greeting(offer.token, mine))?;
+                Ok(peer)
+            });
+            let name = |error| format!("at the socket of process {process}, {error}");
+            connected.insert(process, (socket, sent.map_err(name)?));
         }
         Ok(connected)
     }
@@ -217,7 +221,7 @@ impl Own {
     /// them. `connected` are those to the processes before. All processes have connected.
     fn link(
         &self,
-        connected: BTreeMap<usize, UnixStream>,
+        connected: BTreeMap<usize, Connected>,
         offers: &[Offer],
         mine: usize,
         here: Range<usize>,
@@ -235,8 +239,9 @@ impl Own {
             if began.elapsed() >= ANSWER {
                 return Err("other programs connect to the socket too often; end them".into());
             }
-            // Another program has sent something else, or nothing: then the next connection is accepted.
-            // A process of the run has greeted before.
+            // A program of another user, or one that has sent something else, or nothing: then the next connection is
+            // accepted. A process of the run has greeted before.
+            let Ok(peer) = shared_memory::peer(&socket) else { continue };
             let greeted = socket.set_nonblocking(true);
             let greeted = greeted.and_then(|()| receive(&socket, self.offer.token));
             let Ok((process, region)) = greeted else { continue };
@@ -244,20 +249,15 @@ impl Own {
             let Some(link) = links.get_mut(process).filter(|_| after.contains(&process)) else {
                 continue;
             };
-            let file = shared_memory::peer(&socket).map_err(|error| error.to_string())?;
             let answer = greeting(self.offer.token, mine);
             self.region.send(&socket, &answer).map_err(|error| error.to_string())?;
-            *link = Some((socket, file, region));
+            *link = Some((socket, peer, region));
         }
-        for (process, socket) in connected {
-            let answered = || {
-                let file = shared_memory::peer(&socket)?;
-                socket.set_read_timeout(Some(ANSWER))?;
-                let (_, region) = receive(&socket, offers[process].token)?;
-                Ok((file, region))
-            };
-            let (file, region) = answered().map_err(|error: io::Error| error.to_string())?;
-            links[process] = Some((socket, file, region));
+        for (process, (socket, peer)) in connected {
+            let answered = socket.set_read_timeout(Some(ANSWER));
+            let answered = answered.and_then(|()| receive(&socket, offers[process].token));
+            let (_, region) = answered.map_err(|error| error.to_string())?;
+            links[process] = Some((socket, peer, region));
         }
         for (link, offer) in links.iter().zip(offers) {
             if link.as_ref().is_some_and(|(.., it)| it.mark().load(Ordering::Relaxed) != offer.mark)
@@ -284,7 +284,10 @@ fn receive(socket: &UnixStream, token: u64) -> io::Result<(usize, SharedRegion)>
     Ok((process.and_then(|it| it.try_into().ok()).unwrap_or(usize::MAX), region))
 }
 
-/// The connection to another process, that process, and its memory.
+/// A connection to another process of this user, and that process.
+type Connected = (UnixStream, Option<OwnedFd>);
+
+/// Such a connection, with the memory of the other process.
 type Linked = (UnixStream, Option<OwnedFd>, SharedRegion);
 
 /// Returns the address of a socket that has no file.
@@ -294,10 +297,12 @@ fn address(name: &str) -> io::Result<SocketAddr> {
 
 #[cfg(test)]
 mod tests {
-    use std::io::Write;
+    use std::io::{Read, Write};
     use std::thread;
 
     use crossbeam::channel::never;
+    use rustix::process::Uid;
+    use rustix::thread::set_thread_res_uid;
     use tch::{Device, Kind};
 
     use super::*;
@@ -329,8 +334,7 @@ mod tests {
     fn processes_share_memory_despite_strangers_on_the_socket() {
         let mut strangers = Vec::new();
         let links = meet(&[true; 3], |store| {
-            let offer = store.get("host/offer/0", TIMEOUT).unwrap().unwrap();
-            let Ok(offer) = from_json::<Finding<Offer>>("offer", &offer).unwrap() else { panic!() };
+            let offer = offer_of(store, 0);
             for message in [&b""[..], b"GET / HTTP/1.0\r\n\r\n", &[0; GREETING]] {
                 let mut stranger =
                     UnixStream::connect_addr(&address(&offer.socket).unwrap()).unwrap();
@@ -343,6 +347,49 @@ mod tests {
         let zeros = links[1].memory.zeros(1000, Kind::Float).unwrap();
         assert_eq!((zeros.numel(), zeros.kind(), zeros.device()), (1000, Kind::Float, Device::Cpu));
         assert_eq!(zeros.abs().sum(Kind::Float).double_value(&[]), 0.0);
+    }
+
+    /// Runs `f` on a thread of another user. Returns `None` if this user may not become that one: only root may.
+    fn as_another_user<T: Send + 'static>(f: impl FnOnce() -> T + Send + 'static) -> Option<T> {
+        let nobody = Uid::from_raw(65534);
+        let work = move || set_thread_res_uid(None, nobody, nobody).ok().map(|()| f());
+        thread::spawn(work).join().unwrap()
+    }
+
+    /// Returns an offer of the other processes of the run, as anyone reads it in the store.
+    fn offer_of(store: &TcpStore, process: usize) -> Offer {
+        let offer = store.get(&format!("host/offer/{process}"), TIMEOUT).unwrap().unwrap();
+        from_json::<Finding<Offer>>("offer", &offer).unwrap().unwrap()
+    }
+
+    #[test]
+    fn another_user_who_takes_the_name_of_a_socket_gets_no_memory() {
+        // Anyone reads the name in the store. It is free on each host but the one of the process that has offered it.
+        let name = format!("ddp-mp-test-{}", std::process::id());
+        let offer = Offer { socket: name.clone(), ..Offer::default() };
+        let listen = move || UnixListener::bind_addr(&address(&name).unwrap()).unwrap();
+        let Some(thief) = as_another_user(listen) else { return };
+        let own = Own::open().unwrap();
+        let why = own.connect_to(std::slice::from_ref(&offer), 1).map(drop).unwrap_err();
+        assert_eq!(why, "at the socket of process 0, a process of user 65534 listens");
+        let mut received = Vec::new();
+        thief.accept().unwrap().0.read_to_end(&mut received).unwrap();
+        assert_eq!(received, b"", "a greeting, and the memory with it");
+    }
+
+    #[test]
+    fn memory_of_another_user_is_not_accepted() {
+        let mut strangers = None;
+        let links = meet(&[true; 2], |store| {
+            let Offer { socket, token, .. } = offer_of(store, 0);
+            strangers = as_another_user(move || {
+                let stranger = shared_memory::connect(&socket).unwrap();
+                let region = SharedRegion::create().unwrap();
+                region.send(&stranger, &greeting(token, 1)).unwrap();
+                stranger
+            });
+        });
+        assert!(links.iter().all(Result::is_ok), "{links:?}");
     }
 
     #[test]

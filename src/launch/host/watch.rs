@@ -135,8 +135,13 @@ impl Sender {
         line.push(b'\n');
         let _whole = self.lock.lock();
         for peer in &self.peers {
-            // A process that does not take it has ended, or finds out by the heartbeats.
-            let _ = send(&peer.socket, &line, SendFlags::NOSIGNAL | SendFlags::DONTWAIT);
+            if peer.is_cut_off.load(Ordering::Relaxed) {
+                continue;
+            }
+            let sent = send(&peer.socket, &line, SendFlags::NOSIGNAL | SendFlags::DONTWAIT);
+            // A process that does not take all of it has ended, or hangs and finds out by the heartbeats. What followed would
+            // be taken for the rest of this line.
+            peer.is_cut_off.store(sent != Ok(line.len()), Ordering::Relaxed);
         }
     }
 }
@@ -287,5 +292,36 @@ impl End {
             .filter(|it| !it.is_empty())
             .map(<[u8]>::to_vec)
             .collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn torn_line_is_not_continued_by_the_next() {
+        let (here, there) = UnixStream::pair().unwrap();
+        let peer = |ranks, socket| {
+            Arc::new(Peer { ranks, socket, process: None, is_cut_off: AtomicBool::default() })
+        };
+        let sender = Sender {
+            peers: vec![peer(1..2, here)],
+            run: Weak::new(),
+            done: Vec::new(),
+            knows_failure: AtomicBool::default(),
+            lock: Mutex::default(),
+        };
+        let mut end = End::new(peer(0..1, there));
+        let mut sent = 0;
+        while !sender.peers[0].is_cut_off.load(Ordering::Relaxed) {
+            sender.send(&Message::Done(sent));
+            sent += 1;
+        }
+        assert!(!end.read());
+        assert_eq!(end.lines().len(), sent - 1);
+        sender.send(&Message::Done(sent)); // there is room again
+        assert!(!end.read());
+        assert_eq!(end.lines(), Vec::<Vec<u8>>::new());
     }
 }

@@ -28,7 +28,7 @@ use super::call::Call;
 use super::local::{
     CallSlot, CollectiveFingerprint, Extras, Memory, Shared, TensorMemory, my_slice,
 };
-use super::network::{InFlight, Network, ProcessMap, SplitSizes};
+use super::network::{InFlight, Network, ProcessMap, Room, SplitSizes};
 use super::threaded::ThreadedBackend;
 use super::{ReduceOp, Traffic, num_bytes, weights};
 use crate::error::{Error, Result};
@@ -102,8 +102,8 @@ impl GlooBackend {
     }
 
     /// Finds the buffers that the first rank has reserved, between the barrier after that and one before the next time.
-    fn locate_buffers(&mut self) -> Result<()> {
-        self.packer.buffers = self.slot.report_failure(self.packer.network.buffers())?;
+    fn locate_buffers(&mut self, room: Room) -> Result<()> {
+        self.packer.buffers = self.slot.report_failure(self.packer.network.buffers(room))?;
         Ok(())
     }
 
@@ -162,12 +162,13 @@ impl GlooBackend {
             return self.slot.report_failure(network.finish(&in_flight.started));
         }
         let size = num_bytes(call.kind, numel);
+        let room = Room { send: size, receive: 0 };
         if self.is_first() {
             self.slot.check()?;
-            network.reserve(size, 0)?;
+            network.reserve(room)?;
         }
         self.exchange_local(call)?;
-        self.locate_buffers()?;
+        self.locate_buffers(room)?;
         self.set_weight(call);
         // A single part, addressed to no process in particular.
         let alone = ProcessMap { processes: vec![process_map.here()], mine: 0 };
@@ -236,22 +237,22 @@ impl RankBackend for GlooBackend {
         }
         let mut parts = SplitSizes::of(call, numel, process_map, sliced);
         let end = |sizes: &[usize]| SplitSizes::places(sizes, process_map.mine).1;
-        let reserve = |parts: &SplitSizes| {
+        let room = |parts: &SplitSizes| {
             let (sent, received) = (end(&parts.to), end(&parts.from));
             // The results go out from behind the slices, because other ranks may still read the slices.
-            network.reserve(sent + received, sent.max(received))
+            Room { send: sent + received, receive: sent.max(received) }
         };
         if self.is_first() && !call.operation.has_own_sizes() {
             self.slot.check()?;
-            reserve(&parts)?;
+            network.reserve(room(&parts))?;
         }
         self.exchange_local(call)?;
         self.set_weight(call);
         if call.operation.has_own_sizes() {
             parts = self.parts_of_all_to_all(call);
-            self.slot.on_leader(call.at(), || reserve(&parts))?;
+            self.slot.on_leader(call.at(), || network.reserve(room(&parts)))?;
         }
-        self.locate_buffers()?;
+        self.locate_buffers(room(&parts))?;
         self.on_local_ranks(call, |packer, slot| {
             // SAFETY: the ranks have exchanged this call and leave together; there is room.
             unsafe { packer.pack(slot, process_map, call, &parts, sliced) }

@@ -16,14 +16,8 @@ pub(super) struct Common {
     weights: Box<[InMemory<AtomicU64>]>,
     /// Rank 0's decision to stop.
     stop: [InMemory<AtomicU64>; 3],
-    send: Place,
-    receive: Place,
-}
-
-/// The place of a buffer in the memory of the host's first process.
-struct Place {
-    offset: InMemory<AtomicU64>,
-    len: InMemory<AtomicU64>,
+    /// The places of the send buffer and the receive buffer in the memory of the host's first process.
+    offsets: [InMemory<AtomicU64>; 2],
 }
 
 /// The addresses of the send buffer and the receive buffer.
@@ -31,6 +25,13 @@ struct Place {
 pub(crate) struct Buffers {
     pub send: *mut u8,
     pub receive: *mut u8,
+}
+
+/// How many bytes a call needs in each buffer.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Room {
+    pub send: usize,
+    pub receive: usize,
 }
 
 // SAFETY: addresses, which are the same for all threads.
@@ -46,8 +47,7 @@ impl Common {
         };
         let common = Self {
             stop: [number()?, number()?, number()?],
-            send: Place { offset: number()?, len: number()? },
-            receive: Place { offset: number()?, len: number()? },
+            offsets: [number()?, number()?],
             weights: (0..processes).map(|_| number()).collect::<Result<_>>()?,
         };
         common.set_stop(StopMessage::NONE);
@@ -78,39 +78,27 @@ impl Common {
     }
 
     /// Makes known where the buffers are. They are in the memory of `group`, whose first rank this is.
-    pub(super) fn set_buffers(
-        &self,
-        group: &HostGroup,
-        [send, receive]: &[Tensor; 2],
-    ) -> Result<()> {
-        self.send.set(group, send)?;
-        self.receive.set(group, receive)
-    }
-
-    /// Returns where the buffers of the first rank are.
-    ///
-    /// # Errors
-    /// [`Error::InvalidInput`] for places outside of its memory.
-    pub(super) fn buffers(&self, group: &HostGroup) -> Result<Buffers> {
-        Ok(Buffers { send: self.send.get(group)?, receive: self.receive.get(group)? })
-    }
-}
-
-impl Place {
-    fn set(&self, group: &HostGroup, buffer: &Tensor) -> Result<()> {
-        let len = buffer.numel();
-        let offset = match len {
-            0 => Some(0),
-            _ => group.offset_of(buffer.data_ptr().cast(), len),
-        };
-        let elsewhere = || Error::Internal("a buffer is not in the memory of the host".into());
-        self.offset.store(offset.ok_or_else(elsewhere)? as u64, Ordering::Relaxed);
-        self.len.store(len as u64, Ordering::Relaxed);
+    pub(super) fn set_buffers(&self, group: &HostGroup, buffers: &[Tensor; 2]) -> Result<()> {
+        for (place, buffer) in self.offsets.iter().zip(buffers) {
+            let offset = match buffer.numel() {
+                0 => Some(0),
+                len => group.offset_of(buffer.data_ptr().cast(), len),
+            };
+            let elsewhere = || Error::Internal("a buffer is not in the memory of the host".into());
+            place.store(offset.ok_or_else(elsewhere)? as u64, Ordering::Relaxed);
+        }
         Ok(())
     }
 
-    fn get(&self, group: &HostGroup) -> Result<*mut u8> {
-        let [offset, len] = [&self.offset, &self.len].map(|it| it.load(Ordering::Relaxed) as usize);
-        group.buffer_of_first(offset, len)
+    /// Returns where the buffers of the first rank are. This rank uses as many bytes of them as `room` says.
+    ///
+    /// # Errors
+    /// [`Error::InvalidInput`] if the memory of the first rank's process has no such bytes there.
+    pub(super) fn buffers(&self, group: &HostGroup, room: Room) -> Result<Buffers> {
+        let [send, receive] = &self.offsets;
+        let find = |place: &AtomicU64, len: usize| {
+            group.buffer_of_first(place.load(Ordering::Relaxed) as usize, len)
+        };
+        Ok(Buffers { send: find(send, room.send)?, receive: find(receive, room.receive)? })
     }
 }

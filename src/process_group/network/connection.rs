@@ -6,12 +6,12 @@
 
 use std::ops::Range;
 use std::sync::{Arc, OnceLock};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use crossbeam::channel::{Receiver, select_biased};
 use tch::{Kind, Tensor};
 
-use super::common::{Buffers, Common};
+use super::common::{Buffers, Common, Room};
 use super::header::{
     ExchangeHeader, HEADER_BYTES, HEADER_INT_BYTES, HEADER_MAX_DATA_BYTES, StagingBuffers,
 };
@@ -26,7 +26,7 @@ use crate::process_group::call::Call;
 use crate::process_group::dtype::num_bytes;
 use crate::process_group::local::{self, Host, HostGroup, Mailboxes};
 use crate::process_group::weights;
-use crate::runtime::{RunContext, StopMessage, StopRequest, format_call_site};
+use crate::runtime::{Deadline, RunContext, StopMessage, StopRequest, format_call_site};
 
 /// The state of a group of several processes that the ranks of one process share.
 pub(crate) struct Network {
@@ -210,20 +210,21 @@ impl Network {
         self.exchange(call, &no_payload, 0, describe)
     }
 
-    /// Makes room for this many bytes per direction. Called by the process's first rank, before the others' barrier.
-    pub(crate) fn reserve(&self, send: usize, receive: usize) -> Result<()> {
+    /// Makes `room` in the buffers. Called by the process's first rank, before the others' barrier.
+    pub(crate) fn reserve(&self, room: Room) -> Result<()> {
         let on_host = self.on_host.as_deref();
-        self.staging.reserve(send, receive, on_host.map(HostGroup::host))?;
+        self.staging.reserve(room, on_host.map(HostGroup::host))?;
         on_host.map_or(Ok(()), |group| self.common.set_buffers(group, self.staging.parts()))
     }
 
-    /// Returns where the buffers begin. They stay there until the next call of [`Network::reserve`].
+    /// Returns where the buffers begin, which have this `room`. They stay there until the next call of
+    /// [`Network::reserve`].
     ///
     /// # Errors
     /// [`Error::InvalidInput`] if another process of the host has written invalid places.
-    pub(crate) fn buffers(&self) -> Result<Buffers> {
+    pub(crate) fn buffers(&self, room: Room) -> Result<Buffers> {
         match &self.on_host {
-            Some(group) if !group.has_first() => self.common.buffers(group),
+            Some(group) if !group.has_first() => self.common.buffers(group, room),
             _ => {
                 let [send, receive] = self.staging.parts().each_ref().map(Tensor::data_ptr);
                 Ok(Buffers { send: send.cast(), receive: receive.cast() })
@@ -418,12 +419,11 @@ impl Network {
     fn start(&self, call: &Call, operation: GlooOperation, arguments: GlooCall) -> Result<Started> {
         let unconnected = || Error::Internal("another process uses the network".into());
         let gloo = self.gloo.as_ref().ok_or_else(unconnected)?;
-        // Gloo's own timeout is that of the run, from a moment after this on: an operation that it ends has timed out.
-        let began = Instant::now();
         let ended = gloo.start(operation, arguments)?;
         let timeout = call.timeout.unwrap_or(self.run.timeout).min(self.run.timeout);
         let waiting = self.members[self.map.here().start];
-        Ok(Started { ended, at: call.at(), waiting, began, timeout })
+        let deadline = Deadline::after(timeout);
+        Ok(Started { ended, at: call.at(), waiting, deadline, timeout })
     }
 
     /// Waits on the process's first rank until Gloo has finished, the run is cancelled or the timeout has passed.
@@ -431,16 +431,20 @@ impl Network {
     /// # Errors
     /// [`Error::Timeout`], [`Error::Cancelled`], [`Error::ConnectionLost`].
     pub(crate) fn finish(&self, started: &Started) -> Result<()> {
-        let &Started { ref ended, at, waiting, began, timeout } = started;
-        let reason = select_biased! {
-            recv(ended) -> result => match result {
-                Ok(Ok(())) => return Ok(()),
-                Ok(Err(Error::Gloo { reason, .. })) => reason,
-                Ok(Err(other)) => other.to_string(),
-                Err(_) => "Gloo's thread has ended".into(),
-            },
-            recv(self.run.cancel.tripped()) -> _ => String::new(),
-            default(started.time_left()) => String::new(),
+        let &Started { ref ended, at, waiting, deadline, timeout } = started;
+        let reason = loop {
+            select_biased! {
+                recv(ended) -> result => break match result {
+                    Ok(Ok(())) => return Ok(()),
+                    Ok(Err(Error::Gloo { reason, .. })) => reason,
+                    Ok(Err(other)) => other.to_string(),
+                    Err(_) => "Gloo's thread has ended".into(),
+                },
+                recv(self.run.cancel.tripped()) -> _ => break String::new(),
+                default(deadline.left()) => if deadline.is_over() {
+                    break String::new();
+                },
+            }
         };
         // After the abort nothing uses the buffers any more, and the other processes notice it.
         if let Some(gloo) = &self.gloo {
@@ -448,7 +452,7 @@ impl Network {
         }
         let elsewhere = self.others().flat_map(|process| self.map.processes[process].clone());
         let ranks = elsewhere.map(|place| self.members[place]).collect();
-        Err(match began.elapsed() >= timeout {
+        Err(match deadline.is_over() {
             true => lost::timed_out(&self.run, at, waiting, ranks, timeout),
             false => lost::connection_lost(&self.run, at, waiting, ranks, reason),
         })
@@ -494,15 +498,8 @@ pub(crate) struct Started {
     pub at: OpId,
     /// Global rank that waits for it.
     pub waiting: usize,
-    pub began: Instant,
+    pub deadline: Deadline,
     pub timeout: Duration,
-}
-
-impl Started {
-    /// Returns the time left until the deadline.
-    pub(crate) fn time_left(&self) -> Duration {
-        self.timeout.saturating_sub(self.began.elapsed())
-    }
 }
 
 #[cfg(test)]
@@ -532,7 +529,7 @@ mod tests {
             let call = Call::bare(Operation::Recv);
             let started = network.start(&call, GlooOperation::Recv, recv).unwrap();
             both.wait();
-            let began = Instant::now();
+            let began = std::time::Instant::now();
             run.report(1 - mine, None, "it ends the run".into());
             let cancelled = network.finish(&started).unwrap_err();
             assert!(matches!(cancelled, Error::Cancelled { .. }), "{cancelled}");

@@ -8,6 +8,7 @@ use tch::{Device, Kind, Tensor};
 use zerocopy::little_endian::U64;
 use zerocopy::transmute;
 
+use super::common::Room;
 use crate::error::{Error, Result};
 use crate::ffi::TorchResult;
 use crate::process_group::local::Host;
@@ -94,17 +95,12 @@ impl StagingBuffers {
         Ok(Self { headers, parts: UnsafeCell::new([bytes(0)?, bytes(0)?]) })
     }
 
-    /// Makes room for this many bytes per direction. Called by the process's first rank, before the others' barrier.
-    /// The buffers are in the memory of `host`, if given.
-    pub(super) fn reserve(
-        &self,
-        send: usize,
-        receive: usize,
-        host: Option<&Arc<Host>>,
-    ) -> Result<()> {
+    /// Makes `room` in the buffers. Called by the process's first rank, before the others' barrier. The buffers are in the
+    /// memory of `host`, if given.
+    pub(super) fn reserve(&self, room: Room, host: Option<&Arc<Host>>) -> Result<()> {
         // SAFETY: see the implementation of `Sync`.
         let parts = unsafe { &mut *self.parts.get() };
-        for (tensor, size) in parts.iter_mut().zip([send, receive]) {
+        for (tensor, size) in parts.iter_mut().zip([room.send, room.receive]) {
             if tensor.numel() < size {
                 *tensor = match host {
                     // Its addresses are not used again: few sizes waste few of them.

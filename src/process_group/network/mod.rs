@@ -13,7 +13,7 @@ mod process_map;
 mod split_sizes;
 mod store_message;
 
-pub(super) use common::Buffers;
+pub(super) use common::{Buffers, Room};
 pub(crate) use connection::Network;
 pub(super) use connection::{InFlight, Started};
 pub(crate) use gather::Gathered;

@@ -4,7 +4,7 @@ mod missing;
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, OnceLock};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use crossbeam::utils::CachePadded;
 
@@ -14,11 +14,14 @@ use super::primitives::{
     current, park, park_timeout, yield_now,
 };
 use super::{
-    CancelToken, Failure, Fault, FaultSite, FlightRecorder, NetworkModel, PeerStatus,
+    CancelToken, Failure, Fault, FaultSite, FlightRecorder, Instant, NetworkModel, PeerStatus,
     RemoteSnapshots, Watchdog,
 };
 use crate::error::{Error, MissingRank, Result, Suspects};
 use crate::operation::{OpId, Operation};
+
+/// The most bytes of an error's text that a failure keeps: other processes take it in one piece.
+const MAX_ERROR: usize = 16 << 10;
 
 /// The current operation of one rank, read by all ranks without a lock. Only that rank writes it; for a remote rank,
 /// the code that receives its state does.
@@ -253,7 +256,13 @@ impl RunContext {
         self.record_failure(failure.rank, failure, echo, false);
     }
 
-    fn record_failure(&self, reporter: usize, failure: Failure, echo: bool, blames: bool) {
+    fn record_failure(&self, reporter: usize, mut failure: Failure, echo: bool, blames: bool) {
+        let error = &mut failure.error;
+        if let Some(end) = (error.len() > MAX_ERROR).then_some(MAX_ERROR) {
+            let is_boundary = |end: &usize| error.is_char_boundary(*end);
+            error.truncate((0..=end).rev().find(is_boundary).unwrap_or_default());
+            error.push_str(" ...");
+        }
         let mut failures = self.failures();
         if !echo || failures.is_empty() {
             // Several ranks that wait in vain for the same one report the same failure in different words.

@@ -53,6 +53,14 @@ fn errors_after_the_first_failure_are_echoes() {
 }
 
 #[test]
+fn text_of_a_failure_has_a_limit() {
+    let run = RunContext::new(1, Duration::from_secs(1), None);
+    run.report(0, None, "x".repeat(MAX_ERROR - 1) + "äöü");
+    let error = run.failures()[0].error.clone();
+    assert_eq!(error, "x".repeat(MAX_ERROR - 1) + " ...");
+}
+
+#[test]
 fn rank_is_overdue_only_after_it_finished() {
     let [strict, patient] =
         [Duration::ZERO, Duration::from_secs(60)].map(|timeout| RunContext::new(2, timeout, None));

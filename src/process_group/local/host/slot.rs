@@ -49,7 +49,7 @@ const PRIVATE: usize = usize::MAX;
 const LINE: usize = 64;
 
 /// How many numbers a block has besides one for each host.
-pub(crate) const NUMBERS: usize = 7;
+pub(crate) const NUMBERS: usize = 5;
 
 /// The layout of a rank's block: its slot of the barrier, two announcements, numbers, and the room for tensors.
 #[derive(Debug, Clone, Copy)]
@@ -320,8 +320,8 @@ impl HostSlot {
             }
             let cell = group.in_block(other, group.cell.announcement(parity))?;
             // SAFETY: the rank has written its announcement before the barrier, and writes there again only once this rank
-            // has entered the next exchange.
-            let announcement = unsafe { cell.cast::<Announcement>().read() };
+            // has entered the next exchange. Should it write earlier, only this copy is checked and used: the read is volatile.
+            let announcement = unsafe { cell.cast::<Announcement>().read_volatile() };
             let Announcement { sequence, weight, stop, inputs, outputs, contents, .. } =
                 announcement;
             if let Some(mine) = group.stop.get() {
@@ -337,30 +337,32 @@ impl HostSlot {
             if !fits || outputs > most || contents > MAX_BYTES {
                 return Err(invalid_data());
             }
-            // SAFETY: as above; the cell has this many places.
-            let places = unsafe { slice::from_raw_parts(self::places(cell), inputs + outputs) };
-            let reach = |place: &Place, is_read: bool| {
-                if numel.is_some_and(|numel| numel != place.numel)
-                    || place.numel > isize::MAX as usize / 16
-                {
+            let reach = |index: usize, is_read: bool| {
+                // SAFETY: as above; the cell has this many places.
+                let place = unsafe { places(cell).add(index).read_volatile() };
+                let Place { offset, numel: theirs } = place;
+                let is_aligned = offset == PRIVATE || offset.is_multiple_of(unit.max(1));
+                let has_size = numel.is_none_or(|numel| numel == theirs);
+                if !is_aligned || !has_size || theirs > isize::MAX as usize / 16 {
                     return Err(invalid_data());
                 }
-                let data = match place.offset {
+                let data = match offset {
                     PRIVATE if is_read => return Err(invalid_data()),
                     PRIVATE => std::ptr::null_mut(),
-                    offset => group.address(group.process_of(other), offset, unit * place.numel)?,
+                    offset => group.address(group.process_of(other), offset, unit * theirs)?,
                 };
-                Ok(TensorMemory { data, numel: place.numel })
+                Ok(TensorMemory { data, numel: theirs })
             };
             theirs.weight = mine.weight.map(|_| weight);
             theirs.inputs.clear();
             theirs.outputs.clear();
-            for place in &places[..inputs] {
-                theirs.inputs.push(reach(place, moves && !mine.has_contents)?);
+            for index in 0..inputs {
+                theirs.inputs.push(reach(index, moves && !mine.has_contents)?);
             }
-            for (number, place) in places[inputs..].iter().enumerate() {
-                let reduced = theirs.inputs.get(number).filter(|_| group.writes_to_others(call));
-                theirs.outputs.push(reduced.copied().map_or_else(|| reach(place, false), Ok)?);
+            for index in 0..outputs {
+                let reduced = theirs.inputs.get(index).filter(|_| group.writes_to_others(call));
+                let output = reduced.copied().map_or_else(|| reach(inputs + index, false), Ok)?;
+                theirs.outputs.push(output);
             }
             // SAFETY: as above; the cell has this many bytes of contents.
             unsafe { theirs.set_contents(cell.add(group.cell.contents()), contents) };
