@@ -2,7 +2,6 @@
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
-use std::fs::File;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
@@ -14,6 +13,7 @@ use super::layout::{MODEL, newest_in, pointed};
 use crate::ddp::{bytes_of, state_dict};
 use crate::error::{Error, Result, Shown};
 use crate::ffi::{MappedFile, TorchResult};
+use crate::files::WholeFile;
 use crate::os::limits::unwritable;
 use crate::process_group::dtype_name;
 
@@ -78,16 +78,20 @@ pub(super) fn serialize(tensors: &BTreeMap<String, Copied>) -> Result<Vec<u8>> {
         .map_err(|error| Error::Save { doing: "writing tensors".into(), reason: error.to_string() })
 }
 
-/// Writes `tensors` to a new safetensors file at `path`.
+/// Writes `tensors` to a new safetensors file at `path`, which appears whole or not at all.
 ///
 /// # Errors
-/// [`Error::InvalidInput`] if the file exists or cannot be created, [`Error::Write`] if it cannot be written.
+/// [`Error::Write`] if the file exists or cannot be written.
 pub(crate) fn write_tensors(path: &Path, tensors: &BTreeMap<String, Tensor>) -> Result<()> {
     let copied = tensors.iter().map(|(name, tensor)| Ok((name.clone(), Copied::of(name, tensor)?)));
     let bytes = serialize(&copied.collect::<Result<_>>()?)?;
     let refused = |error| unwritable(path.shown().into_owned(), &error);
-    let mut file = File::options().write(true).create_new(true).open(path).map_err(refused)?;
-    file.write_all(&bytes).map_err(refused)
+    let write = || {
+        let whole = WholeFile::begin(path)?;
+        whole.file().write_all(&bytes)?;
+        whole.appear()
+    };
+    write().map_err(refused)
 }
 
 /// A valid safetensors file in memory, saved by this crate or by PyTorch.

@@ -3,28 +3,31 @@
 mod append;
 mod place;
 mod read;
+mod whole;
 
 pub(crate) use append::{Appender, LinesBefore, lines_before};
 pub(crate) use place::Place;
 pub(crate) use read::{name_of_kind, open_regular, read_regular, read_stream, refuse_special};
+pub(crate) use whole::WholeFile;
 
 use std::io;
 use std::os::fd::AsFd;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use crate::runtime::deadline;
+use crate::runtime::Deadline;
 
 /// Waits until `file` is ready for `events`. Returns `false` after `patience`.
 fn wait_for(file: impl AsFd, events: PollFlags, patience: Duration) -> io::Result<bool> {
-    let deadline = deadline(patience);
+    let deadline = Deadline::after(patience);
     loop {
-        let left = deadline.saturating_duration_since(Instant::now());
+        let left = deadline.left();
         let timeout =
             Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() };
         match poll(&mut [PollFd::new(&file, events)], Some(&timeout)) {
             Err(rustix::io::Errno::INTR) => {}
+            Ok(0) if !deadline.is_over() => {} // the process was suspended
             Ok(ready) => return Ok(ready > 0),
             Err(error) => return Err(error.into()),
         }

@@ -1,6 +1,6 @@
 //! The files that a run writes until its end: `--trace`, `--report`, `--flight-recorder` and `--prometheus`.
 
-use std::fs::{self, File};
+use std::fs;
 use std::io;
 use std::path::Path;
 use std::sync::{Arc, OnceLock};
@@ -15,6 +15,7 @@ use crate::checkpoint::TrainerState;
 use crate::config::Config;
 use crate::ddp::Strategy;
 use crate::error::{Error, Result, Shown};
+use crate::files::WholeFile;
 use crate::launch::JoinedLaunch;
 use crate::models::Model;
 use crate::os::limits::explain;
@@ -83,8 +84,7 @@ impl RunArtifacts {
             flight_recorder_outputs(folder, joined_launch)
                 .map_err(|error| refused("--flight-recorder", folder, error))
         });
-        let continues =
-            config.checkpoints.resume.is_some() || joined_launch.launch.restart_count > 0;
+        let continues = continues(config, joined_launch);
         let record_file = output.record.as_deref().map(|path| {
             RecordFile::open(&process_path(path, process), continues)
                 .map_err(|error| refused("--record", path, error))
@@ -102,15 +102,13 @@ impl RunArtifacts {
                 if joined_launch.launch.restart_count > 0 {
                     let _ = fs::remove_file(&keep.file); // an earlier start of this run has written it
                 }
-                let created =
-                    File::create_new(&keep.file).and_then(|_| fs::remove_file(&keep.file));
-                created.map_err(|error| match error.kind() {
-                    io::ErrorKind::AlreadyExists => {
-                        let exists = "this file exists; remove it, or use another name";
-                        refused("--keep", &keep.file, io::Error::other(exists))
+                let writable = match keep.file.exists() {
+                    true => {
+                        Err(io::Error::other("this file exists; remove it, or use another name"))
                     }
-                    _ => refused("--keep", &keep.file, error),
-                })?;
+                    false => WholeFile::begin(&keep.file).map(drop),
+                };
+                writable.map_err(|error| refused("--keep", &keep.file, error))?;
             }
         }
         let facts = RunFacts {
@@ -256,6 +254,11 @@ impl RunArtifacts {
         }
         Ok(())
     }
+}
+
+/// Returns whether the run goes on where an earlier one, or an earlier start of it, was.
+pub(super) fn continues(config: &Config, joined_launch: &JoinedLaunch) -> bool {
+    config.checkpoints.resume.is_some() || joined_launch.launch.restart_count > 0
 }
 
 /// Prepares the flight recorder's file of each rank of this process in `folder`.

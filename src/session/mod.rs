@@ -36,7 +36,7 @@ use crate::launch::{
 use crate::os::{cores, terminal::screen_problem};
 use crate::process_group::ProcessGroup;
 use crate::telemetry::{Event, FailureEvent, LogFormat, MetricsLogger, Printer, Start};
-use artifacts::RunArtifacts;
+use artifacts::{RunArtifacts, continues};
 use end_messages::outcome;
 
 pub(crate) use checked_placement::{check_shared_model, place_all, place_ranks, refuse_launcher};
@@ -66,7 +66,7 @@ pub(crate) fn stop_at_signals(
     let grace_period = config.launch.grace_period;
     let is_first_here = launch.processes.local_index == 0;
     let stop = StopRequest::new(time).on_stop(move |reason| match reason {
-        StopReason::Interrupt | StopReason::Terminate if is_first_here => printer.info(&format!(
+        _ if reason.is_signal() && is_first_here => printer.info(&format!(
             "{}: stopping after this step; a second signal ends the process at once; if no rank makes progress for \
              {grace_period:?} (--grace-period), the run ends",
             reason.name()
@@ -203,6 +203,7 @@ impl Session {
         }
         start_point.make_room(printer)?;
         let logger = logger.curves(self.artifacts.curves()).prometheus(self.artifacts.prometheus());
+        let logger = logger.continues(continues(config, joined_launch));
         Ok((logger, start_point))
     }
 

@@ -28,6 +28,8 @@ pub struct MetricsLogger {
     prometheus: Option<Arc<PrometheusFile>>,
     /// The curves of the report.
     curves: Option<Arc<Mutex<Curves>>>,
+    /// Whether the run goes on where an earlier one was.
+    continues: bool,
 }
 
 impl MetricsLogger {
@@ -57,7 +59,8 @@ impl MetricsLogger {
                 })
             })
             .transpose()?;
-        Ok(Self { printer: printer.clone(), tensorboard, metrics, prometheus: None, curves: None })
+        let printer = printer.clone();
+        Ok(Self { printer, tensorboard, metrics, prometheus: None, curves: None, continues: false })
     }
 
     /// Refuses a file for `metrics` that this program did not write. Changes nothing.
@@ -92,12 +95,21 @@ impl MetricsLogger {
         self.tensorboard.is_some()
     }
 
+    /// Says whether the run goes on where an earlier one was. TensorBoard then leaves out the steps that come again.
+    #[must_use]
+    pub fn continues(self, continues: bool) -> Self {
+        Self { continues, ..self }
+    }
+
     /// Starts the progress bar of a run of `steps` steps, of which `done` have been made.
     ///
     /// # Errors
     /// [`Error::Write`], like the functions below.
-    pub fn begin(&self, steps: u64, done: u64) -> Result<()> {
+    pub fn begin(&mut self, steps: u64, done: u64) -> Result<()> {
         self.printer.start_progress(steps, done);
+        if let Some(tensorboard) = self.tensorboard.as_mut().filter(|_| self.continues) {
+            tensorboard.purge_from(done + 1).map_err(board)?;
+        }
         self.prometheus.as_ref().map_or(Ok(()), |file| file.begin(done))
     }
 

@@ -2,14 +2,13 @@
 //!
 //! Its last bytes are a fingerprint of all others: a file that was changed since is not overwritten.
 
-use std::fs::{self, File, Permissions};
+use std::fs::{self, File};
 use std::io::{self, BufWriter, Error, Read, Seek, SeekFrom, Write};
-use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
 use xxhash_rust::xxh3::Xxh3Default;
 
-use crate::files::{Place, open_regular};
+use crate::files::{Place, WholeFile, open_regular};
 
 /// The marks by which files of one kind are recognized.
 #[derive(Debug, Clone, Copy)]
@@ -53,7 +52,7 @@ impl Output {
         }
         let output = Self { path, marks };
         output.check()?;
-        output.temporary_file().map(drop)?; // dropping the temporary file removes it
+        WholeFile::begin(&output.path)?; // and removes it
         Ok(output)
     }
 
@@ -71,19 +70,15 @@ impl Output {
         write: impl FnOnce(&mut dyn Write) -> io::Result<()>,
     ) -> io::Result<()> {
         self.check()?;
-        let temporary = self.temporary_file()?;
-        // Set before the file has contents that not every user may read.
-        if let Ok(replaced) = fs::metadata(self.place()) {
-            let mode = replaced.permissions().mode() & 0o777;
-            temporary.as_file().set_permissions(Permissions::from_mode(mode))?;
-        }
-        let mut file = BufWriter::new(temporary.as_file());
+        let whole = WholeFile::begin(&self.path)?;
+        whole.take_permissions()?;
+        let mut file = BufWriter::new(whole.file());
         write(&mut file)?;
         file.write_all(self.marks.before.as_bytes())?;
         let mut file = file.into_inner()?;
         let end = fingerprint(file, file.metadata()?.len())? + self.marks.after;
         file.write_all(end.as_bytes())?;
-        temporary.persist(self.place()).map(drop).map_err(|error| error.error)
+        whole.replace()
     }
 
     /// Removes the file of an earlier run, if there is one.
@@ -92,7 +87,7 @@ impl Output {
     /// When it cannot be removed, or this program did not write it.
     pub(crate) fn remove(&self) -> io::Result<()> {
         self.check()?;
-        match fs::remove_file(self.place()) {
+        match fs::remove_file(Place::of(&self.path).into_path()) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
             _ => Ok(()),
         }
@@ -139,26 +134,13 @@ impl Output {
         let fingerprint = fingerprint(file, (len - end) as u64)?;
         Ok(last[before.len()..].starts_with(fingerprint.as_bytes()))
     }
-
-    /// Returns the location behind symbolic links. The links stay, even if their target does not exist yet.
-    fn place(&self) -> PathBuf {
-        Place::of(&self.path).into_path()
-    }
-
-    /// Creates a temporary file in the same folder, so that a rename can replace the old file atomically.
-    fn temporary_file(&self) -> io::Result<tempfile::NamedTempFile> {
-        let place = self.place();
-        let folder = place.parent().unwrap_or(Path::new("/"));
-        fs::create_dir_all(folder)?;
-        // Everybody may read and write it, reduced by the umask. Errors do not show this path, which the user does not know.
-        let create =
-            |path: &Path| File::options().read(true).write(true).create_new(true).open(path);
-        tempfile::Builder::new().prefix(".ddp-mp-").make_in(folder, create)
-    }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::fs::Permissions;
+    use std::os::unix::fs::PermissionsExt;
+
     use super::*;
 
     const MARKS: Marks = Marks { begins: "kind ", before: " (", after: ")\n" };

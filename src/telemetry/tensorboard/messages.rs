@@ -10,7 +10,7 @@ pub(super) struct EventMessage {
     pub wall_time: f64,
     #[prost(int64, tag = "2")]
     pub step: i64,
-    #[prost(oneof = "What", tags = "3, 5")]
+    #[prost(oneof = "What", tags = "3, 5, 7")]
     pub what: Option<What>,
 }
 
@@ -21,6 +21,16 @@ pub(super) enum What {
     FileVersion(String),
     #[prost(message, tag = "5")]
     Summary(Summary),
+    #[prost(message, tag = "7")]
+    SessionLog(SessionLog),
+}
+
+/// What has happened to a run: message `SessionLog`.
+#[derive(Clone, PartialEq, Message)]
+pub(super) struct SessionLog {
+    /// 1: it has started, at the step of the record.
+    #[prost(int32, tag = "1")]
+    pub status: i32,
 }
 
 #[derive(Clone, PartialEq, Message)]

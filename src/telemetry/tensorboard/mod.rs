@@ -10,7 +10,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use prost::Message;
 
 use crate::files::Appender;
-use messages::{EventMessage, Histogram, Image, Kind, Summary, Value, What};
+use messages::{EventMessage, Histogram, Image, Kind, SessionLog, Summary, Value, What};
 
 /// A writer of one event file in the folder of a run. Follows `torch.utils.tensorboard.SummaryWriter`.
 ///
@@ -62,6 +62,15 @@ impl TensorBoard {
         let mut created = Self { out, path };
         created.write(0, What::FileVersion("brain.Event:2".into()))?;
         Ok(created)
+    }
+
+    /// Makes TensorBoard leave out what earlier files in the folder have from `step` on: the run goes on before it. Follows
+    /// `SummaryWriter(purge_step=)`.
+    ///
+    /// # Errors
+    /// When it cannot be written, like the functions below.
+    pub fn purge_from(&mut self, step: u64) -> io::Result<()> {
+        self.write(step, What::SessionLog(SessionLog { status: 1 }))
     }
 
     /// Returns the path of the file.
@@ -242,8 +251,13 @@ mod tests {
         assert_eq!((pixels, image.colorspace), ([0, 0, 255, 0, 128, 255], 3));
 
         // A second file is created beside the first, and does not overwrite it.
-        let other = TensorBoard::create(&folder.path().join("run")).unwrap();
+        let mut other = TensorBoard::create(&folder.path().join("run")).unwrap();
         assert_ne!(other.path(), board.path());
+        // As PyTorch 2.15 writes it with `purge_step=8`: field 2 with the step, field 7 with `status: START`.
+        other.purge_from(8).unwrap();
+        other.flush().unwrap();
+        let start = &read(other.path())[1];
+        assert_eq!(start.encode_to_vec()[9..], [0x10, 8, 0x3a, 2, 0x08, 1]);
     }
 
     #[test]

@@ -102,7 +102,7 @@ impl<M> Callback<M> for Metrics {
     fn on_train_start(&mut self, context: &mut TrainContext<M>) -> Result<()> {
         self.loss_sum = context.loss_sum.sum(context.group())?;
         self.since = Instant::now();
-        if let Some(logger) = &self.logger {
+        if let Some(logger) = &mut self.logger {
             logger.begin(context.total_steps(), context.state.step)?;
         }
         Ok(())
