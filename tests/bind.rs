@@ -62,12 +62,17 @@ fn children(parent: u32) -> Vec<u32> {
 const STALLED: &str = "; last seen in step #3 ";
 
 /// Runs two ranks until one has stalled in a step, and returns the threads of all processes then.
-fn threads_of_a_run(args: &[&str], threads_per_rank: &str) -> Vec<(String, Vec<usize>)> {
+fn threads_of_a_run(
+    args: &[&str],
+    threads_per_rank: &str,
+    proc_bind: &str,
+) -> Vec<(String, Vec<usize>)> {
     let always =
         ["--nproc-per-node=2", "--num-workers=2", "--stall-warning=200ms", "--timeout=50s"];
     let model = ["--model=mlp", "--hidden=512", "--batch-size=64", "--num-samples=8192"];
     let hangs = ["--inject-fault=stall:rank=1,at=step,step=3"];
     let mut command = program(&[&always[..], &model, &hangs, args].concat());
+    command.env("OMP_PROC_BIND", proc_bind);
     command.env("OMP_NUM_THREADS", threads_per_rank).stdout(Stdio::null()).stderr(Stdio::piped());
     let mut child = command.spawn().unwrap();
     let mut told = String::new();
@@ -89,16 +94,16 @@ fn threads_of_a_run(args: &[&str], threads_per_rank: &str) -> Vec<(String, Vec<u
 fn ranks_and_their_threads_stay_on_cpus_of_their_own() {
     let Some(here) = here() else { return };
     let online = cpus(&fs::read_to_string("/sys/devices/system/cpu/online").unwrap());
-    for (args, threads_per_rank) in [
-        (&["--bind=auto"][..], 1),
-        (&["--bind=core"], 2),
-        (&["--bind=core", "--spawn=processes"], 1),
+    for (args, threads_per_rank, proc_bind) in [
+        (&["--bind=auto"][..], 1, "true"),
+        (&["--bind=core"], 2, "false"),
+        (&["--bind=core", "--spawn=processes"], 1, "close"),
     ] {
         if args.len() > 1 && here != online {
             println!("skipped: these processes have not been given the whole machine");
             continue;
         }
-        let threads = threads_of_a_run(args, &threads_per_rank.to_string());
+        let threads = threads_of_a_run(args, &threads_per_rank.to_string(), proc_bind);
         let of_rank = |rank: usize| {
             let names = [format!("rank{rank}"), format!("loader{rank}.")];
             let is_its = |name: &str| names.iter().any(|prefix| name.starts_with(prefix));
@@ -124,6 +129,33 @@ fn ranks_and_their_threads_stay_on_cpus_of_their_own() {
         let mut main = threads.iter().filter(|(name, _)| name == "ddp-mp");
         assert!(main.all(|(_, cpus)| *cpus == here), "{args:?}: {threads:?}");
     }
+}
+
+/// OpenMP would bind the main thread before `main`, and the process would seem to have one CPU.
+#[test]
+fn variables_that_make_openmp_bind_are_left_out_and_named() {
+    let environment = |name: &str, value: &str| {
+        let mut command = program(&["env", "--nproc-per-node=2"]);
+        command.env(name, value);
+        let (code, stdout, stderr) = run_command(command);
+        assert_eq!(code, Some(0), "{stderr}");
+        stdout
+    };
+    let plain = environment("DDP_MP_NOTHING", "");
+    for (name, value) in [
+        ("OMP_PROC_BIND", "true"),
+        ("OMP_PROC_BIND", "spread,close"),
+        ("OMP_PLACES", "cores"),
+        ("GOMP_CPU_AFFINITY", "0"),
+        ("KMP_AFFINITY", "granularity=fine,compact,1,0"),
+    ] {
+        let note = format!("\n  OpenMP              {name} is left out: ");
+        let bound = environment(name, value);
+        let (before, after) = bound.split_once(&note).unwrap_or_else(|| panic!("{bound}"));
+        let rest = after.split_once('\n').unwrap().1;
+        assert_eq!(format!("{before}\n{rest}"), plain, "{name}={value}");
+    }
+    assert_eq!(environment("OMP_PROC_BIND", "false"), plain);
 }
 
 #[test]

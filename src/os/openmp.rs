@@ -1,11 +1,12 @@
-//! Limits how long libtorch's OpenMP threads spin while they wait for each other.
+//! Sets up libtorch's OpenMP: limits how long its threads spin while they wait for each other, and leaves it to `--bind`
+//! to bind them.
 //!
 //! At the end of each parallel loop libgomp's threads spin about 300,000 times (about 14 ms) before they sleep. If
 //! other programs use the cores, a spinning thread can keep the thread that it waits for from running. A step then
 //! takes a hundred times longer. 10,000 spins bridge the gaps between the loops of a step on an idle machine. libgomp
 //! reads the number once, before `main`, so the program restarts itself with it.
 
-use std::ffi::{CStr, OsStr, c_char, c_int};
+use std::ffi::{CStr, OsStr, OsString, c_char, c_int};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::process::CommandExt;
 use std::process::Command;
@@ -23,14 +24,32 @@ const CHOSEN: [&[u8]; 2] = [b"GOMP_SPINCOUNT=", b"OMP_WAIT_POLICY="];
 /// The number of environment variables that are passed on. With more, the program does not restart.
 const MAX_VARIABLES: usize = 4096;
 
-/// Restarts the program with a limit on spinning, unless the environment already sets a wait policy. Run it from
-/// `.preinit_array`, before the constructors of libraries: those of libtorch take 0.1 s, the restart a few ms.
-/// If the restart fails, the program continues unchanged.
+/// A variable with which an OpenMP library binds threads, and the variable that tells the restarted program of it.
+struct Binds {
+    name: &'static [u8],
+    told: &'static CStr,
+}
+
+/// The variables that bind. libgomp binds the main thread before `main`, so that the process seems to have one CPU. Later it
+/// binds the threads of each rank, to the same CPUs.
+const BIND: [Binds; 4] = [
+    Binds { name: b"OMP_PROC_BIND=", told: c"DDP_MP_LEFT_OUT=OMP_PROC_BIND" },
+    Binds { name: b"OMP_PLACES=", told: c"DDP_MP_LEFT_OUT=OMP_PLACES" },
+    Binds { name: b"GOMP_CPU_AFFINITY=", told: c"DDP_MP_LEFT_OUT=GOMP_CPU_AFFINITY" },
+    Binds { name: b"KMP_AFFINITY=", told: c"DDP_MP_LEFT_OUT=KMP_AFFINITY" },
+];
+
+/// The values of `OMP_PROC_BIND` with which nothing is bound, whatever the others say.
+const BIND_NOTHING: [&[u8]; 2] = [b"OMP_PROC_BIND=f", b"OMP_PROC_BIND=F"];
+
+/// Restarts the program with a limit on spinning, unless the environment already sets a wait policy, and without the
+/// variables with which OpenMP binds threads. Run it from `.preinit_array`, before the constructors of libraries: those of
+/// libtorch take 0.1 s, the restart a few ms. If the restart fails, the program continues unchanged.
 ///
 /// # Safety
 /// `argv` and `envp` must be what the system gave the process: arrays of C strings that end with null. No other thread
 /// may run.
-pub unsafe extern "C" fn limit_spinning(
+pub unsafe extern "C" fn set_up_openmp(
     _argc: c_int,
     argv: *const *const c_char,
     envp: *const *const c_char,
@@ -39,23 +58,47 @@ pub unsafe extern "C" fn limit_spinning(
     if is_run_by_linker() {
         return; // the executable is the linker, and `argv` does not name it
     }
-    let mut variables = [ptr::null(); MAX_VARIABLES + 2];
-    let mut count = 0;
+    let mut variables = [ptr::null(); MAX_VARIABLES + 3];
+    let (mut count, mut is_chosen, mut binds_nothing) = (0, false, false);
     loop {
         // SAFETY: the loop ends at the null that ends the array.
         let variable = unsafe { *envp.add(count) };
         if variable.is_null() {
             break;
         }
-        // SAFETY: a C string, as the caller promises.
-        let is_chosen = |name: &&[u8]| unsafe { begins_with(variable, name) };
-        if count == MAX_VARIABLES || CHOSEN.iter().any(is_chosen) {
+        if count == MAX_VARIABLES {
             return;
         }
+        // SAFETY: a C string, as the caller promises.
+        let is_one_of =
+            |names: &[&[u8]]| names.iter().any(|it| unsafe { begins_with(variable, it) });
+        is_chosen |= is_one_of(&CHOSEN);
+        binds_nothing |= is_one_of(&BIND_NOTHING);
         variables[count] = variable;
         count += 1;
     }
-    variables[count] = SPIN_COUNT.as_ptr();
+    let mut left_out = None;
+    let mut kept = 0;
+    for index in 0..count {
+        let variable = variables[index];
+        // SAFETY: a C string, as the caller promises.
+        let binds = BIND.iter().find(|it| unsafe { begins_with(variable, it.name) });
+        match binds.filter(|_| !binds_nothing) {
+            Some(binds) => left_out = left_out.or(Some(binds.told)),
+            None => {
+                variables[kept] = variable;
+                kept += 1;
+            }
+        }
+    }
+    if is_chosen && left_out.is_none() {
+        return;
+    }
+    for added in [left_out, (!is_chosen).then_some(SPIN_COUNT)].into_iter().flatten() {
+        variables[kept] = added.as_ptr();
+        kept += 1;
+    }
+    variables[kept] = ptr::null();
     let mut program = [0u8; libc::PATH_MAX as usize];
     let link = c"/proc/self/exe".as_ptr();
     // SAFETY: the length leaves room for the null at the buffer's end; the arrays end with null. If the program's
@@ -67,14 +110,10 @@ pub unsafe extern "C" fn limit_spinning(
     }
 }
 
-/// Restarts the program from `main`, as [`limit_spinning`] does before it, if the environment sets no wait policy. No
-/// other thread may run. For a program without a `.preinit_array`.
+/// Restarts the program from `main` with a limit on spinning, as [`set_up_openmp`] does before it. No other thread may run.
+/// For a program without a `.preinit_array`.
 pub(crate) fn limit_spinning_in_main() {
-    let is_set = |name: &[u8]| {
-        let name = name.split_last().map_or(name, |(_, name)| name); // without the =
-        std::env::var_os(OsStr::from_bytes(name)).is_some()
-    };
-    if is_run_by_linker() || CHOSEN.into_iter().any(is_set) {
+    if is_run_by_linker() || CHOSEN.into_iter().any(|name| value(name).is_some()) {
         return;
     }
     let Ok(program) = std::env::current_exe() else { return };
@@ -83,6 +122,31 @@ pub(crate) fn limit_spinning_in_main() {
     let mut program = Command::new(program);
     program.arg0(args.next().unwrap_or_default()).args(args).envs(variable);
     let _ = program.exec(); // returns if the program's file is gone
+}
+
+/// Returns the value of a variable, whose `name` ends with `=`.
+fn value(name: &[u8]) -> Option<OsString> {
+    std::env::var_os(OsStr::from_bytes(name.strip_suffix(b"=").unwrap_or(name)))
+}
+
+/// Returns what became of a variable with which OpenMP binds threads, as a note for the user. `None` if there is none.
+pub(crate) fn binding_note() -> Option<String> {
+    if let Some(name) = value(b"DDP_MP_LEFT_OUT=") {
+        return Some(format!(
+            "{} is left out: with it, OpenMP binds the threads of all ranks to the same CPUs; --bind binds each rank to \
+             CPUs of its own",
+            name.to_string_lossy()
+        ));
+    }
+    let binds = |it: &Binds| {
+        let value = value(it.name)?.to_string_lossy().to_lowercase();
+        Some(format!("{}{value}", String::from_utf8_lossy(it.name)))
+    };
+    let bound = BIND.iter().find_map(binds).filter(|it| !it.starts_with("OMP_PROC_BIND=f"))?;
+    Some(format!(
+        "{bound} has bound this process before it began, and binds the threads of all ranks to the same CPUs; unset it, and \
+         use --bind"
+    ))
 }
 
 /// Returns whether the user started the dynamic linker with this program as its argument, as in `ld.so ddp-mp`. The

@@ -12,7 +12,7 @@ use crate::config::{Config, Data, OptionValue};
 use crate::error::{Result, Shown};
 use crate::ffi::{self, cuda::Cuda};
 use crate::launch::{Binding, Launch, LaunchKind, Placement, SpawnChoice};
-use crate::os::cores;
+use crate::os::{binding_note, cores};
 use crate::session::{open_data, place_all};
 use crate::telemetry::Printer;
 pub use check_gpus::check_gpus;
@@ -173,6 +173,9 @@ fn write_text(
     let mut row = |name: &str, value: String| writeln!(out, "{name:<22}{value}");
     row("ddp-mp", report.versions.program())?;
     row("CPU cores", report.cpu_cores.to_string())?;
+    if let Some(note) = binding_note() {
+        row("  OpenMP", note)?;
+    }
     row("NVIDIA driver", report.cuda_driver.as_ref().map_or_else(none, |v| format!("CUDA {v}")))?;
     if let Some(value) = &report.cuda_visible_devices {
         row("CUDA_VISIBLE_DEVICES", format!("{value:?}"))?;

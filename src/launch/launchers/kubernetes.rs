@@ -89,7 +89,7 @@ fn master(variables: &Variables) -> Result<MasterEndpoint> {
         let set = variables.first_of(&["PET_NNODES", "WORLD_SIZE"]);
         return Err(KUBEFLOW.lacks(&["MASTER_ADDR"], set.as_slice()));
     };
-    check_addr(name, &addr)?;
+    let addr = check_addr(name, &addr)?;
     let port = variables.port(either(&["PET_MASTER_PORT", "MASTER_PORT"]))?;
     Ok(MasterEndpoint { addr, port: port.unwrap_or(DEFAULT_PORT), agent_store: false })
 }

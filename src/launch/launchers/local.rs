@@ -43,7 +43,7 @@ pub(super) fn read(options: &LaunchOptions, why: &str) -> Result<Launch> {
     let Some(addr) = master_addr else {
         return Err(missing("--master-addr", "the name or address of machine 0"));
     };
-    check_addr("--master-addr", addr)?;
+    let addr = check_addr("--master-addr", addr)?;
     let reason = format!(
         "--nnodes={nnodes} --node-rank={index}, and {why}; ranks are threads of one process a machine"
     );
@@ -51,7 +51,7 @@ pub(super) fn read(options: &LaunchOptions, why: &str) -> Result<Launch> {
     Ok(Launch {
         nnodes: Some(nnodes),
         node_rank: Some(index),
-        master: Some(MasterEndpoint { addr: addr.clone(), port, agent_store: false }),
+        master: Some(MasterEndpoint { addr, port, agent_store: false }),
         ..Launch::new(LaunchKind::ByHand, processes, options.nproc, reason)
     })
 }

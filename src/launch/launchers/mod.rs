@@ -10,7 +10,7 @@
 //! | `--spawn=processes` of this program | `DDP_MP_SPAWNED` | one rank |
 //! | `--max-restarts` of this program | `DDP_MP_SPAWNED=threads` | a thread per GPU |
 //! | torchrun, or a launcher with its variables | `RANK` and `LOCAL_RANK` | one rank |
-//! | mpirun | `OMPI_COMM_WORLD_RANK`, `MPI_LOCALRANKID` (MPICH, Intel), `PALS_RANKID` (Cray) | one rank |
+//! | mpirun, jsrun, flux run | `OMPI_COMM_WORLD_RANK`, and those of `mpi::FAMILIES` | one rank |
 //! | srun | `SLURM_PROCID` and `SLURM_STEP_ID` | one rank; with one task a node a thread per GPU |
 //! | Kubeflow | `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and no `LOCAL_RANK`, or `PET_NNODES` | a thread per GPU |
 //! | flags | `--nnodes`, `--node-rank`, `--master-addr` | a thread per GPU |
@@ -34,6 +34,7 @@ mod torchrun;
 mod variables;
 
 use std::fmt;
+use std::net::Ipv6Addr;
 use std::path::PathBuf;
 
 use serde_with::SerializeDisplay;
@@ -126,6 +127,30 @@ impl LaunchKind {
     /// Returns the launcher's name in reports.
     pub fn name(self) -> &'static str {
         self.into()
+    }
+
+    /// Returns what gives the address of the store under this launcher, for errors.
+    pub(super) fn name_of_address(self) -> &'static str {
+        match self {
+            Self::Torchrun | Self::Slurm | Self::Mpi | Self::Kubernetes => "MASTER_ADDR",
+            Self::Local | Self::ByHand | Self::Spawned => "--master-addr",
+        }
+    }
+
+    /// Returns what the user does under this launcher so that the processes meet at another port.
+    pub(super) fn how_to_change_port(self) -> &'static str {
+        match self {
+            Self::Torchrun => {
+                "give torchrun another --master-port (without torchrun: set another MASTER_PORT)"
+            }
+            Self::Slurm | Self::Mpi => {
+                "set another MASTER_PORT, or give all processes another --master-port"
+            }
+            Self::Kubernetes => "set another MASTER_PORT in all pods",
+            Self::Local | Self::ByHand | Self::Spawned => {
+                "give all processes another --master-port"
+            }
+        }
     }
 }
 
@@ -259,7 +284,8 @@ fn detect_any(variables: &Variables, options: &LaunchOptions, gpus: usize) -> Re
     if kubernetes::is_here(variables) {
         return kubernetes::read(variables, options);
     }
-    if variables.is_set("PMI_RANK") {
+    // A single process needs no others: a shell of srun --pty has PMI_RANK too.
+    if variables.is_set("PMI_RANK") && variables.number("PMI_SIZE")? != Some(1) {
         return mpi::read(variables, options, gpus);
     }
     torchrun::refuse_remains(variables)?;
@@ -301,16 +327,22 @@ fn check_flag<T: PartialEq + std::fmt::Display>(
     }
 }
 
-/// Checks that `addr` looks like a host name or address; does not resolve it.
-fn check_addr(name: &str, addr: &str) -> Result<()> {
+/// Checks that `addr` looks like a host name or address; does not resolve it. Returns it without the brackets that an IPv6
+/// address has ahead of a port.
+fn check_addr(name: &str, addr: &str) -> Result<String> {
     let refuse = |why: &str| Err(Error::InvalidInput(format!("{name}={addr:?} {why}")));
+    if let Some(inner) = addr.strip_prefix('[').and_then(|rest| rest.strip_suffix(']'))
+        && inner.parse::<Ipv6Addr>().is_ok()
+    {
+        return Ok(inner.into());
+    }
     if addr.is_empty() || addr.contains(|c: char| c.is_whitespace() || c.is_control() || c == '/') {
         return refuse("is not a host name or address");
     }
-    if addr.matches(':').count() == 1 {
+    if addr.matches(':').count() == 1 || addr.starts_with('[') {
         return refuse("has a port in it; give that as the master port, on its own");
     }
-    Ok(())
+    Ok(addr.into())
 }
 
 /// Returns the address of the store, for launchers that leave it to the user: from the flags, else from the
@@ -322,14 +354,8 @@ fn master(
     port: impl FnOnce() -> Result<u16>,
 ) -> Result<MasterEndpoint> {
     let addr = match (&options.master_addr, variables.text("MASTER_ADDR")) {
-        (Some(flag), _) => {
-            check_addr("--master-addr", flag)?;
-            flag.clone()
-        }
-        (None, Some(variable)) => {
-            check_addr("MASTER_ADDR", &variable)?;
-            variable
-        }
+        (Some(flag), _) => check_addr("--master-addr", flag)?,
+        (None, Some(variable)) => check_addr("MASTER_ADDR", &variable)?,
         (None, None) => addr()?,
     };
     let port = match options.master_port {

@@ -16,8 +16,23 @@ const JOB: [&str; 2] = ["SLURM_JOB_ID", "SLURM_JOBID"];
 /// Variables with the numbers of a task.
 const OF_A_TASK: [&str; 3] = ["SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"];
 
-/// Names of jobs whose processes are shells, by convention.
-const INTERACTIVE: [&str; 2] = ["interactive", "bash"];
+/// Names of jobs whose processes are shells. srun names a job after its program, salloc `interactive`.
+const INTERACTIVE: [&str; 14] = [
+    "interactive",
+    "sh",
+    "bash",
+    "dash",
+    "zsh",
+    "fish",
+    "ksh",
+    "mksh",
+    "csh",
+    "tcsh",
+    "nu",
+    "xonsh",
+    "tmux",
+    "screen",
+];
 
 /// Variables with the number of tasks, the most reliable first.
 const TASKS: [&str; 3] = ["SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"];
@@ -44,9 +59,13 @@ pub(super) fn step(variables: &Variables) -> Result<SrunTask> {
         let why = format!("srun has not started this process of Slurm job {job}");
         return Ok(SrunTask::Outside(Some(why)));
     }
-    let Some(name) =
-        variables.text("SLURM_JOB_NAME").filter(|name| INTERACTIVE.contains(&name.as_str()))
-    else {
+    let file = |path: &str| path.rsplit('/').next().unwrap_or_default().to_owned();
+    let shell = variables.text("SHELL").map(|shell| file(&shell));
+    let is_shell = |name: &String| {
+        let name = file(name.trim_start_matches('-'));
+        INTERACTIVE.contains(&&name[..]) || Some(name) == shell
+    };
+    let Some(name) = variables.text("SLURM_JOB_NAME").filter(is_shell) else {
         return Ok(SrunTask::Task);
     };
     let tasks = tasks(variables)?.unwrap_or(1);
@@ -163,13 +182,19 @@ fn first_host(variables: &Variables, nnodes: usize) -> Result<String> {
     Ok(hosts.first)
 }
 
-/// Returns a port that is the same for all tasks of a job and usually differs between jobs on one host.
+/// Returns a port that is the same for all tasks of a step. It differs between the steps of a job, and usually between jobs
+/// on one host.
 fn port(variables: &Variables) -> Result<u16> {
     let job = variables.first_of(&JOB);
     let id = job.and_then(|name| variables.text(name)).unwrap_or_default();
     let digits = id.get(id.len().saturating_sub(4)..).unwrap_or_default();
     match digits.parse::<u16>() {
-        Ok(number) if digits.bytes().all(|byte| byte.is_ascii_digit()) => Ok(15000 + number),
+        Ok(job) if digits.bytes().all(|byte| byte.is_ascii_digit()) => {
+            let step = step_id(variables)?.unwrap_or(0) % 10_000;
+            // Step 1 of a job must not meet at the port of the next job's step 0, as likely as not at the same time.
+            let offset = (usize::from(job) + 617 * step) % 10_000;
+            Ok(15_000 + offset as u16)
+        }
         _ => Err(Error::InvalidInput(format!(
             "SLURM_JOB_ID={id:?} is not a number, so it gives no port; set MASTER_PORT, or use --master-port"
         ))),

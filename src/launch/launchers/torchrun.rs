@@ -73,7 +73,7 @@ pub(super) fn master(variables: &Variables) -> Result<MasterEndpoint> {
             .partition(|name| variables.is_set(name));
         return Err(TORCHRUN.lacks(&missing, &set));
     };
-    check_addr("MASTER_ADDR", &addr)?;
+    let addr = check_addr("MASTER_ADDR", &addr)?;
     // Python writes `True`, and PyTorch compares with that.
     let agent_store = variables.text("TORCHELASTIC_USE_AGENT_STORE").as_deref() == Some("True");
     Ok(MasterEndpoint { addr, port, agent_store })

@@ -3,7 +3,7 @@
 use std::io::{self, BufRead, BufReader};
 use std::process::{Child, ChildStdout, Command, ExitStatus, Stdio};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use crossbeam::channel::{Receiver, RecvTimeoutError, Sender, unbounded};
 
@@ -11,7 +11,7 @@ use super::check::{Check, Message, Part};
 use crate::error::{Error, Result};
 use crate::launch::{how_ended, this_program};
 use crate::os::{self, limits::not_started};
-use crate::runtime::deadline;
+use crate::runtime::Deadline;
 use crate::telemetry::Printer;
 
 /// The variable with the check that a process is to make.
@@ -67,20 +67,20 @@ fn watch(
         return Err(error);
     }
     let mut part = Part::Load;
-    let mut end = deadline(limit(part));
+    let mut end = Deadline::after(limit(part));
     loop {
-        match lines_rx.recv_deadline(end) {
+        match end.recv(&lines_rx) {
             Ok(line) => match serde_json::from_str(&line) {
                 Ok(Message::Begins(next)) => {
                     part = next;
-                    end = deadline(limit(part));
+                    end = Deadline::after(limit(part));
                 }
                 Ok(last) => {
                     kill(&mut child, &lines_rx);
                     return Ok(Outcome::Ended(last));
                 }
                 // Of NCCL, with NCCL_DEBUG. It may come without an end.
-                Err(_) if Instant::now() < end => {
+                Err(_) if !end.is_over() => {
                     if !line.is_empty() {
                         printer.info(&line);
                     }
@@ -114,9 +114,9 @@ fn read(stdout: Option<ChildStdout>, process: u32, lines: &Sender<String>) {
 /// Kills a process if it has not ended, and returns how it ended. `None` if it does not end.
 fn kill(child: &mut Child, lines: &Receiver<String>) -> Option<ExitStatus> {
     let _ = child.kill(); // fails only if it has ended
-    let end = deadline(KILL_TIMEOUT);
+    let end = Deadline::after(KILL_TIMEOUT);
     loop {
-        match lines.recv_deadline(end) {
+        match end.recv(lines) {
             Ok(_) => {}
             Err(RecvTimeoutError::Timeout) => return None,
             Err(RecvTimeoutError::Disconnected) => return child.wait().ok(),

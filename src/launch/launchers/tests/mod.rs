@@ -62,6 +62,14 @@ const HYDRA: &str =
 const PALS: &str = "PALS_RANKID=3 PALS_LOCAL_RANKID=1 PALS_LOCAL_SIZE=2 PMI_RANK=3 PMI_SIZE=4 \
     PMI_LOCAL_RANK=1 PMI_LOCAL_SIZE=2 MASTER_ADDR=x1000c0s0b0n0 MASTER_PORT=6000";
 
+/// The second of two processes of MVAPICH's mpirun_rsh, of IBM's jsrun, and of `flux run -N2 -n4`.
+const MVAPICH: &str = "MV2_COMM_WORLD_RANK=1 MV2_COMM_WORLD_SIZE=2 MV2_COMM_WORLD_LOCAL_RANK=1 \
+    MV2_COMM_WORLD_LOCAL_SIZE=2";
+const JSRUN: &str = "JSM_NAMESPACE_RANK=1 JSM_NAMESPACE_SIZE=2 JSM_NAMESPACE_LOCAL_RANK=1 \
+    JSM_NAMESPACE_LOCAL_SIZE=2 PMIX_NAMESPACE=1";
+const FLUX: &str = "FLUX_TASK_RANK=1 FLUX_JOB_SIZE=4 FLUX_TASK_LOCAL_ID=1 FLUX_JOB_NNODES=2 \
+    FLUX_JOB_ID=f2Ve MASTER_ADDR=a";
+
 /// The first worker of a `PyTorchJob` with a master, by the older operator.
 const PYTORCHJOB: &str = "MASTER_ADDR=job-master-0 MASTER_PORT=23456 WORLD_SIZE=3 RANK=1 \
     PYTHONUNBUFFERED=0 KUBERNETES_PORT=tcp://10.0.0.1:443";
@@ -122,8 +130,11 @@ fn launchers_are_detected_by_their_variables() {
         (VIRTUAL, Choice::Torchrun, LaunchKind::Torchrun, (1, 2, 0, 2), Some(1), "localhost:34803"),
         (ALONE, Choice::Torchrun, LaunchKind::Torchrun, (1, 2, 0, 1), Some(2), "node1:29500"),
         (SRUN, Choice::Slurm, LaunchKind::Slurm, (5, 7, 1, 2), Some(4), "node03:19103"),
-        (SRUN_NODES, Choice::Slurm, LaunchKind::Slurm, (1, 2, 0, 1), Some(2), "a1b3:15012"),
-        (OPEN_MPI, Choice::Mpi, LaunchKind::Mpi, (1, 2, 1, 2), Some(1), "127.0.0.1:29500"),
+        (SRUN_NODES, Choice::Slurm, LaunchKind::Slurm, (1, 2, 0, 1), Some(2), "a1b3:16863"),
+        (OPEN_MPI, Choice::Mpi, LaunchKind::Mpi, (1, 2, 1, 2), Some(1), "127.0.0.1:22488"),
+        (MVAPICH, Choice::Mpi, LaunchKind::Mpi, (1, 2, 1, 2), Some(1), "127.0.0.1:29500"),
+        (JSRUN, Choice::Mpi, LaunchKind::Mpi, (1, 2, 1, 2), Some(1), "127.0.0.1:18464"),
+        (FLUX, Choice::Mpi, LaunchKind::Mpi, (1, 4, 1, 2), None, "a:PORT3"),
         (HYDRA, Choice::Mpi, LaunchKind::Mpi, (1, 2, 1, 2), Some(1), "127.0.0.1:29500"),
         (PALS, Choice::Mpi, LaunchKind::Mpi, (3, 4, 1, 2), None, "x1000c0s0b0n0:6000"),
         (
@@ -153,6 +164,7 @@ fn launchers_are_detected_by_their_variables() {
         (SBATCH, nobody, LaunchKind::Local, (0, 1, 0, 1), Some(1), ""),
         (SALLOC, nobody, LaunchKind::Local, (0, 1, 0, 1), Some(1), ""),
         (PTY, nobody, LaunchKind::Local, (0, 1, 0, 1), Some(1), ""),
+        ("PMI_RANK=0 PMI_SIZE=1", nobody, LaunchKind::Local, (0, 1, 0, 1), Some(1), ""),
         ("MASTER_ADDR=a MASTER_PORT=1", nobody, LaunchKind::Local, (0, 1, 0, 1), Some(1), ""),
     ] {
         for choice in [Choice::Auto, choice] {
@@ -246,6 +258,34 @@ fn nested_launchers_resolve_to_the_most_specific() {
     assert_eq!(found(SBATCH).reason, "srun has not started this process of Slurm job 4103");
     assert_eq!(found(PTY).reason, "Slurm job 4103 is a shell: SLURM_JOB_NAME=bash");
     assert_eq!(with(&[PTY], &choose(LaunchChoice::Slurm), 0).unwrap().kind, LaunchKind::Slurm);
+    let of_shell = |variables: &str| with(&[PTY, variables], &LaunchOptions::default(), 0);
+    for variables in
+        ["SLURM_JOB_NAME=zsh", "SLURM_JOB_NAME=-fish", "SHELL=/opt/elvish SLURM_JOB_NAME=elvish"]
+    {
+        assert_eq!(of_shell(variables).unwrap().kind, LaunchKind::Local, "{variables}");
+        let of_four = variables.to_owned() + " SLURM_STEP_NUM_TASKS=4";
+        let error = of_shell(&of_four).unwrap_err().to_string();
+        assert!(error.contains("the name of a shell's job, but this step has 4 tasks"), "{error}");
+    }
+    // srun --pty --mpi=pmi2 zsh.
+    assert_eq!(of_shell("PMI_RANK=0 PMI_SIZE=1").unwrap().kind, LaunchKind::Local);
+}
+
+#[test]
+fn steps_of_one_job_meet_at_different_ports() {
+    let port = |step: usize, job: usize| {
+        let variables = format!("SLURM_STEP_ID={step} SLURM_JOB_ID={job}");
+        with(&[SRUN, &variables], &LaunchOptions::default(), 0).unwrap().master.unwrap().port
+    };
+    assert_eq!(port(0, 4242), 19242);
+    let mut ports: Vec<u16> = (0..10_000).map(|step| port(step, 4242)).collect();
+    assert!(
+        (4242..4252)
+            .all(|job| (0..10).all(|step| (step, job) == (1, 4242) || port(step, job) != ports[1]))
+    );
+    ports.sort_unstable();
+    ports.dedup();
+    assert!(ports.len() == 10_000 && ports[0] == 15_000 && ports[9_999] == 24_999);
 }
 
 #[test]
@@ -261,6 +301,8 @@ fn launch_by_hand_takes_nodes_and_master_from_flags() {
     let default_port = LaunchOptions { master_port: None, ..by_hand() };
     let ipv6 = LaunchOptions { master_addr: Some("fe80::1".into()), ..default_port };
     assert_eq!(with(&[], &ipv6, 0).unwrap().master.unwrap().to_string(), "[fe80::1]:29500");
+    let brackets = LaunchOptions { master_addr: Some("[fe80::1]".into()), ..ipv6 };
+    assert_eq!(with(&[], &brackets, 0).unwrap().master.unwrap().addr, "fe80::1");
     // One machine, from a script that counts them.
     let one = LaunchOptions { nnodes: Some(1), node_rank: Some(0), ..by_hand() };
     assert_eq!(with(&[], &one, 0).unwrap().kind, LaunchKind::Local);
