@@ -152,7 +152,7 @@ fn saving_changes_no_bit_and_keeps_the_newest() {
 #[test]
 fn signal_stops_all_ranks_after_the_same_step() {
     let args = "--model=mlp --hidden=16 --momentum=0.9 --lr=0.01";
-    for (signal, code) in some_of([("INT", 130), ("TERM", 143), ("USR1", 0)], 1) {
+    for (signal, code) in some_of([("INT", 130), ("TERM", 143), ("USR1", 0), ("HUP", 129)], 1) {
         let (_folder, dir) = folder();
         let mut child = program(&arguments(args, &[&dir, "--max-epochs=1000000"]))
             .stdout(Stdio::piped())

@@ -64,7 +64,7 @@ pub(crate) fn without_lines(text: &str, file: &str) -> String {
 }
 
 /// By what the program would take the tests' own launcher for its own.
-const LAUNCHERS: [&str; 12] = [
+const LAUNCHERS: [&str; 16] = [
     "OMP_NUM_THREADS",
     "SLURM_PROCID",
     "RANK",
@@ -77,6 +77,10 @@ const LAUNCHERS: [&str; 12] = [
     "PMI_RANK",
     "SLURM_JOB_ID",
     "PET_NNODES",
+    "MV2_COMM_WORLD_RANK",
+    "JSM_NAMESPACE_RANK",
+    "FLUX_TASK_RANK",
+    "OMP_PROC_BIND",
 ];
 
 /// The program in the folder of the repository, seeing no GPU, with nothing of the tests' environment that it would react to.

@@ -822,7 +822,7 @@ fn missing_process_is_named() {
     for number in [0, 2] {
         let (code, stderr) = &told[number];
         assert_eq!(*code, Some(1), "{stderr}");
-        assert!(stderr.contains("processes 1 of 3 did not connect within "), "{stderr}");
+        assert!(stderr.contains("process 1 of 3 did not connect within "), "{stderr}");
         assert!(stderr.contains("connected: 0 (on "), "{stderr}");
         let waits =
             format!("process {number} of 3 (from 0) still waits for the others to connect to ");

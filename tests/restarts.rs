@@ -9,7 +9,9 @@ use std::process::Stdio;
 use serde_json::Value;
 use wait_timeout::ChildExt;
 
-use crate::harness::{Reading, TIMEOUT, in_parallel, program, run, run_command, send, some_of};
+use crate::harness::{
+    Reading, TIMEOUT, in_parallel, program, program_under, run, run_command, send, some_of,
+};
 use crate::spawn_processes::{process_of, processes_of};
 
 const RUN: [&str; 5] =
@@ -262,7 +264,9 @@ fn max_restarts_under_a_launcher_is_refused() {
 #[test]
 fn signal_stops_the_run_without_a_restart() {
     for spawn in ["--spawn=threads", "--spawn=processes"] {
-        for (signal, code, name) in [("INT", 130, "SIGINT"), ("TERM", 143, "SIGTERM")] {
+        let signals = [("INT", 130), ("TERM", 143), ("HUP", 129)];
+        for (signal, code) in signals {
+            let name = format!("SIG{signal}");
             let args = ["--nproc-per-node=2", "--max-epochs=1000000", "--max-restarts=3", spawn];
             let mut command = program(&[&args[..], &["--log-format=json"]].concat());
             let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
@@ -279,9 +283,33 @@ fn signal_stops_the_run_without_a_restart() {
             text += &String::from_utf8(rest.end()).unwrap();
             assert_eq!(ended.expect("it ends").code(), Some(code), "{spawn} {signal}");
             let last: Value = serde_json::from_str(text.lines().last().unwrap()).unwrap();
-            assert_eq!(last["stopped"], name, "{text}");
+            assert_eq!(last["stopped"], *name, "{text}");
             assert_eq!(text.matches("\"start\"").count(), 1, "{text}");
         }
+    }
+}
+
+/// A script that starts a program with `&` ignores SIGINT for it, and nohup SIGHUP.
+#[test]
+fn signals_that_were_ignored_at_the_start_stay_ignored() {
+    for spawn in ["--spawn=threads", "--spawn=processes"] {
+        let args = ["--nproc-per-node=2", "--max-epochs=1000000", "--log-format=json", spawn];
+        let mut command = program_under("trap '' INT HUP TSTP USR2", &args);
+        let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        let mut stdout = BufReader::new(child.stdout.take().unwrap());
+        let mut text = String::new();
+        while !text.contains("\"epoch\":1") {
+            assert!(stdout.read_line(&mut text).unwrap() > 0, "{text}");
+        }
+        for signal in ["INT", "HUP", "TSTP", "USR2", "INT", "HUP", "USR1"] {
+            send(signal, child.id());
+        }
+        stdout.read_to_string(&mut text).unwrap();
+        let output = child.wait_with_output().unwrap();
+        let stderr = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(0), "{spawn}: {stderr}");
+        assert!(stderr.contains("stopped by SIGUSR1 after "), "{spawn}: {stderr}");
+        assert!(!stderr.contains("what each rank does"), "{spawn}: {stderr}");
     }
 }
 

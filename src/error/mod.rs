@@ -70,8 +70,9 @@ pub enum Error {
 
     /// Processes of the run did not connect in time.
     #[error(
-        "processes {missing} of {count} did not connect within {waited:?}; connected: {there}; check that the \
-         missing ones were started, or raise --timeout"
+        "{} {missing} of {count} did not connect within {waited:?}; connected: {there}; check that what is missing was \
+         started, or raise --timeout",
+        if missing.contains(',') { "processes" } else { "process" }
     )]
     PeersMissing {
         /// The numbers of the missing processes.

@@ -262,6 +262,11 @@ char* ddp_gloo_start(ProcessGroupGloo* group, const Call* call, Done done, void*
   });
 }
 
+// Makes operations that start from now on fail after the timeout.
+char* ddp_gloo_set_timeout(ProcessGroupGloo* group, int64_t timeout_ms) {
+  return guarded([&] { group->setTimeout(Millis(timeout_ms)); });
+}
+
 // Makes all operations of this group fail at once, and those of the ranks that wait for this one.
 //
 // ProcessGroupGloo has no abort. But when one of its operations times out, it closes all connections of the group,

@@ -142,6 +142,7 @@ unsafe extern "C" {
         done: DoneCallback,
         context: *mut c_void,
     ) -> *mut c_char;
+    fn ddp_gloo_set_timeout(group: *mut RawGroup, timeout_ms: i64) -> *mut c_char;
     fn ddp_gloo_abort(group: *mut RawGroup) -> *mut c_char;
 }
 
@@ -305,6 +306,12 @@ impl GlooHandle {
             drop(unsafe { Box::from_raw(context.cast::<GlooEnd>()) });
         }
         started
+    }
+
+    /// Makes operations that start from now on fail after `timeout`.
+    pub(super) fn set_timeout(&mut self, timeout: Duration) -> Result<()> {
+        // SAFETY: `self` is live.
+        take_message(unsafe { ddp_gloo_set_timeout(self.0, millis(timeout)) })
     }
 
     /// Makes all operations fail at once, here and on the ranks that wait for this one.

@@ -19,6 +19,7 @@ use crate::error::{Error, Result, Shown};
 use crate::ffi::cuda::Cuda;
 use crate::ffi::{check_interfaces, check_version};
 use crate::os::affinity::CpuList;
+use crate::os::binding_note;
 use crate::os::cores;
 use crate::os::limits::not_started;
 use crate::process_group::{Backend, Bootstrap, RankIdentity};
@@ -261,7 +262,8 @@ impl JoinedLaunch {
             format!("{} ranks in {} processes", world.world_size(), world.processes.len())
         });
         let notes = self.world.iter().flat_map(|world| world.notes());
-        self.placement.note.iter().cloned().chain(world_note).chain(notes).collect()
+        let openmp = binding_note();
+        self.placement.note.iter().cloned().chain(openmp).chain(world_note).chain(notes).collect()
     }
 
     /// Runs `work` for this process, before its ranks start. If `work` fails, the other processes get the reason, as for

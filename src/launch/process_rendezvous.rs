@@ -2,7 +2,7 @@
 //! checks that they fit each other.
 
 use std::ops::Range;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
@@ -14,6 +14,7 @@ use super::{Launch, LaunchKind, Processes};
 use crate::error::{Error, Result, escaped_line};
 use crate::ffi::TcpStore;
 use crate::process_group::{Backend, Devices};
+use crate::runtime::Instant;
 
 /// The rendezvous of this process with the others of its run.
 pub(super) struct ProcessRendezvous<'a> {
@@ -44,13 +45,27 @@ impl ProcessRendezvous<'_> {
     /// [`Error::InvalidInput`] when the processes do not fit each other, [`Error::PeersMissing`], [`Error::Store`].
     pub(super) fn meet(&self) -> Result<(Vec<Process>, Vec<Range<usize>>)> {
         let mine = self.launch.processes.index;
-        let checked = self
-            .exchange_processes()
-            .and_then(|processes| check(&processes, self.me, mine).map(|ranks| (processes, ranks)));
+        let checked = self.exchange_processes().and_then(|processes| {
+            if processes[mine] != *self.me {
+                return Err(self.twice());
+            }
+            let ranks = check(&processes, self.me)?;
+            Ok((processes, ranks))
+        });
         checked.inspect_err(|error| {
             // A process that does not get this error has found it by itself, or will.
             let _ = self.end(error);
         })
+    }
+
+    /// Returns the error of a process whose index another one has, too.
+    fn twice(&self) -> Error {
+        let Processes { index, count, .. } = self.launch.processes;
+        let remedy = match self.launch.kind {
+            LaunchKind::ByHand => "give each machine its own --node-rank".into(),
+            kind => format!("if two runs meet here, {}", kind.how_to_change_port()),
+        };
+        Error::InvalidInput(format!("two processes have the index {index} of {count}; {remedy}"))
     }
 
     fn time_left(&self) -> Duration {
@@ -78,9 +93,10 @@ impl ProcessRendezvous<'_> {
         if run_id != launch.run_id {
             return Err(Error::InvalidInput(format!(
                 "process 0 belongs to run {:?}, and process {mine} to run {:?}; start all processes of a run with one \
-                 launcher, and give each run its own --master-port (MASTER_PORT)",
+                 launcher, and let each run have a port of its own: {}",
                 escaped_line(&run_id),
-                launch.run_id
+                launch.run_id,
+                launch.kind.how_to_change_port()
             )));
         }
         if processes == count {
@@ -106,9 +122,7 @@ impl ProcessRendezvous<'_> {
         let (mine, count) = (launch.processes.index, launch.processes.count);
         self.check_run()?;
         if store.add(&format!("arrivals/{mine}"), 1)? > 1 {
-            return Err(Error::InvalidInput(format!(
-                "two processes have the number {mine} of {count}; give each its own --node-rank (or RANK)"
-            )));
+            return Err(self.twice());
         }
         store.set(&key_of(mine), &to_json(&key_of(mine), me)?)?;
         if store.add(ARRIVED, 1)? == count as i64 {
@@ -203,17 +217,11 @@ fn name_of_count(kind: &LaunchKind) -> &'static str {
     }
 }
 
-/// Checks that `processes` can train together. Process `mine` is this one, `me`. Returns the ranks of each.
+/// Checks that `processes` can train together. Returns the ranks of each.
 ///
 /// # Errors
 /// [`Error::InvalidInput`] with the reason, the same in all processes.
-fn check(processes: &[Process], me: &Process, mine: usize) -> Result<Vec<Range<usize>>> {
-    if processes[mine] != *me {
-        let count = processes.len();
-        return Err(Error::InvalidInput(format!(
-            "two processes have the number {mine} of {count}; give each its own --node-rank (or RANK)"
-        )));
-    }
+fn check(processes: &[Process], me: &Process) -> Result<Vec<Range<usize>>> {
     check_same(processes)?;
     let backend: Backend = me.backend.parse()?;
     // All processes find the same reason, whatever NCCL each of them has.

@@ -9,11 +9,12 @@
 //! number through the same queue. So process 0 waits for one key at a time: that of the next message.
 
 use std::collections::HashSet;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use super::messages::{set_once, unreadable};
 use crate::error::Result;
 use crate::ffi::TcpStore;
+use crate::runtime::Instant;
 
 /// Key of the number of starts.
 const STARTS: &str = "starts";

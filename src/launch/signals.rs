@@ -7,25 +7,29 @@ use std::thread;
 use std::time::Duration;
 
 use crossbeam::channel::{Receiver, bounded};
-use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1, SIGUSR2};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2};
 use signal_hook::flag;
 use signal_hook::iterator::Signals;
 
 use crate::os::{self, limits};
 use crate::runtime::{StopReason, StopRequest};
 
-/// The signals that ask a run to stop.
-const STOP_SIGNALS: [i32; 3] = [SIGINT, SIGTERM, SIGUSR1];
-
-/// The stop signals and SIGUSR2, which requests a status report: the signals that training processes handle.
-pub(super) const SIGNALS: [i32; 4] = [SIGINT, SIGTERM, SIGUSR1, SIGUSR2];
+/// The signals that ask a run to stop, and SIGUSR2, which requests a status report: those that training processes handle.
+pub(super) const SIGNALS: [i32; 5] = [SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2];
 
 /// The reason for stopping that each signal stands for.
-const REASONS: [(i32, StopReason); 3] = [
+const REASONS: [(i32, StopReason); 4] = [
     (SIGINT, StopReason::Interrupt),
     (SIGTERM, StopReason::Terminate),
+    (SIGHUP, StopReason::HangUp),
     (SIGUSR1, StopReason::User1),
 ];
+
+/// Returns the reasons whose signals this process heeds. One that was ignored when the process began stays ignored: nohup
+/// ignores SIGHUP, and a script that starts a program with `&` ignores SIGINT.
+fn heeded_reasons() -> impl Iterator<Item = (i32, StopReason)> {
+    REASONS.into_iter().filter(|(signal, _)| !os::is_ignored(*signal))
+}
 
 /// How long after SIGTERM another one counts as the same request. A launcher and its agent may both send one.
 pub(super) const SAME_REQUEST: Duration = Duration::from_millis(500);
@@ -35,23 +39,28 @@ pub(super) const fn code_of(signal: i32) -> u8 {
     128 + signal as u8
 }
 
-/// Makes SIGINT, SIGTERM and SIGUSR1 set `stop` from now on. A second SIGINT ends the process at once, as a user
-/// who presses Ctrl-C twice expects. While ranks of [`Spawn`](super::Spawn) run, so does a second SIGTERM half a second
-/// after the first: launchers send it twice in a row.
+/// Makes SIGINT, SIGTERM, SIGHUP and SIGUSR1 set `stop` from now on, unless they are ignored. A second SIGINT ends the
+/// process at once, as a user who presses Ctrl-C twice expects. While ranks of [`Spawn`](super::Spawn) run, so does a second
+/// SIGTERM half a second after the first: launchers send it twice in a row.
 ///
 /// # Errors
 /// When the system refuses.
 pub fn stop_on_signals(stop: &StopRequest) -> io::Result<()> {
+    let heeded: Vec<(i32, StopReason)> = heeded_reasons().collect();
     end_at_second_interrupt()?;
-    for signal in [SIGINT, SIGTERM] {
-        os::terminal::end_at(signal, stop.next_signal_ends())?;
+    for (signal, reason) in &heeded {
+        if reason.is_signal() {
+            os::terminal::end_at(*signal, stop.next_signal_ends())?;
+        }
     }
-    for (signal, reason) in REASONS {
+    for (signal, reason) in heeded {
         flag::register_usize(signal, stop.asked().clone(), reason as usize)?;
+        if reason == StopReason::Terminate {
+            flag::register(signal, stop.terminated().clone())?;
+        }
     }
-    flag::register(SIGTERM, stop.terminated().clone())?;
     // `--spawn=processes` has blocked these signals until their handlers are in place.
-    os::release_signals(&STOP_SIGNALS)
+    os::release_signals(&REASONS.map(|(signal, _)| signal))
 }
 
 /// Returns a channel that receives a message at each SIGUSR2 from now on: for
@@ -60,8 +69,11 @@ pub fn stop_on_signals(stop: &StopRequest) -> io::Result<()> {
 /// # Errors
 /// When the system refuses.
 pub fn status_signal() -> io::Result<Receiver<()>> {
-    let mut signals = Signals::new([SIGUSR2])?;
     let (requests_tx, requests_rx) = bounded(1);
+    if os::is_ignored(SIGUSR2) {
+        return Ok(requests_rx);
+    }
+    let mut signals = Signals::new([SIGUSR2])?;
     // Runs until the process ends.
     let listen = move || {
         for _ in signals.forever() {
@@ -114,7 +126,7 @@ pub(crate) fn await_termination(stop: &StopRequest, timeout: Duration) -> io::Re
 /// stopped.
 fn end_at_signals() -> io::Result<Arc<AtomicBool>> {
     let waiting = Arc::new(AtomicBool::new(true));
-    for (signal, reason) in REASONS {
+    for (signal, reason) in heeded_reasons() {
         let code = exit_code(Some(reason)).into();
         flag::register_conditional_shutdown(signal, code, waiting.clone())?;
     }
@@ -122,6 +134,9 @@ fn end_at_signals() -> io::Result<Arc<AtomicBool>> {
 }
 
 pub(super) fn end_at_second_interrupt() -> io::Result<()> {
+    if os::is_ignored(SIGINT) {
+        return Ok(());
+    }
     let interrupted = Arc::new(AtomicBool::new(false));
     // The order matters: the first SIGINT must not see the flag that it sets itself.
     os::terminal::end_at(SIGINT, &interrupted)?;
@@ -132,8 +147,8 @@ pub(super) fn end_at_second_interrupt() -> io::Result<()> {
 /// Maps an exit code to the reason for stopping. `None` means that the process failed; `Some(None)` that it
 /// finished.
 pub(super) fn reason_of(code: i32) -> Option<Option<StopReason>> {
-    let reasons = [None, Some(StopReason::Interrupt), Some(StopReason::Terminate)];
-    reasons.into_iter().find(|&reason| i32::from(exit_code(reason)) == code)
+    let reasons = REASONS.into_iter().map(|(_, reason)| Some(reason));
+    std::iter::once(None).chain(reasons).find(|&reason| i32::from(exit_code(reason)) == code)
 }
 
 /// Returns the program's exit code after a run that stopped because of `reason`. SIGUSR1, a key and limits are
@@ -142,6 +157,7 @@ pub fn exit_code(reason: Option<StopReason>) -> u8 {
     match reason {
         Some(StopReason::Interrupt) => code_of(SIGINT),
         Some(StopReason::Terminate) => code_of(SIGTERM),
+        Some(StopReason::HangUp) => code_of(SIGHUP),
         Some(
             StopReason::User1
             | StopReason::Time

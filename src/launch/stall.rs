@@ -6,6 +6,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::heartbeat_monitor::HEARTBEAT_TIMEOUT;
 use crate::operation::{OpId, Operation};
 use crate::runtime::{OpRecord, RemoteSnapshots, RunContext};
 
@@ -36,12 +37,20 @@ pub(super) struct Stall {
     at: OpId,
 }
 
+/// Which waits are too long.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct WaitLimit {
+    pub longest: Duration,
+    /// When the process went on after a suspension, on the clock of the flight recorder: waits count from then on.
+    pub resumed: Duration,
+}
+
 /// Returns the collective that ranks of this process, `local_ranks`, have waited in the longest. `None` if no wait is
 /// longer than `limit`.
 pub(super) fn stalled(
     run: &RunContext,
     local_ranks: Range<usize>,
-    limit: Duration,
+    limit: WaitLimit,
 ) -> Option<Stall> {
     longest(run, local_ranks, limit).map(|(stall, _)| stall)
 }
@@ -49,10 +58,12 @@ pub(super) fn stalled(
 fn longest(
     run: &RunContext,
     local_ranks: Range<usize>,
-    limit: Duration,
+    limit: WaitLimit,
 ) -> Option<(Stall, OpRecord)> {
     let now = run.flight_recorder.now();
-    let waits = |op: &OpRecord| op.is_open() && now.saturating_sub(op.started_at) >= limit;
+    let waits = |op: &OpRecord| {
+        op.is_open() && now.saturating_sub(op.started_at.max(limit.resumed)) >= limit.longest
+    };
     // Leaves out phases, which have no group: the collective within a phase says more.
     let stalled = |op: OpRecord| op.group.map(|group| (Stall { group, at: op.at }, op));
     let waiting = local_ranks.flat_map(|rank| run.flight_recorder.records(rank, 0)).filter(waits);
@@ -66,7 +77,7 @@ impl Stall {
         self,
         run: &RunContext,
         local_ranks: Range<usize>,
-        limit: Duration,
+        limit: WaitLimit,
     ) -> Option<String> {
         let Self { group, at } = self;
         let members = run.members(group)?;
@@ -85,6 +96,8 @@ impl Stall {
         let (mut arrived, mut missing, mut on_gpus) = (Vec::new(), String::new(), String::new());
         for &rank in members.iter() {
             let seen = seen(run, &local_ranks, &run.remote_snapshots, rank, now);
+            let heard = run.remote_snapshots.heartbeat(rank, now);
+            let silence = heard.map(|(_, age)| age).filter(|age| *age >= HEARTBEAT_TIMEOUT);
             if let Some(gpu) = on_gpu(&seen) {
                 let _ = write!(on_gpus, "\n  rank {rank} {gpu}");
             }
@@ -101,12 +114,18 @@ impl Stall {
                     arrived.push(format!("rank {rank}"));
                     continue;
                 }
+                // It may have entered since.
+                None if silence.is_some() => last_seen(run, rank, &seen, now),
                 None => {
                     format!("has not entered {first}; {}", last_seen(run, rank, &seen, now))
                 }
             };
             let is_silent = silent.iter().any(|missing| missing.rank == rank);
-            let silent = if is_silent { "; its process does not answer" } else { "" };
+            let silent = match silence {
+                Some(age) => format!("; nothing heard for {:.1} s", age.as_secs_f64()),
+                None if is_silent => "; its process does not answer".into(),
+                None => String::new(),
+            };
             let _ = write!(missing, "\n  rank {rank} {late}{silent}");
         }
         let _ = write!(text, "\n  arrived: {}", arrived.join(", "));
@@ -195,4 +214,49 @@ fn what(op: &OpRecord) -> String {
 /// Returns the time from `start` to `now` as text.
 fn seconds_since(start: Duration, now: Duration) -> String {
     format!("{:.1} s", now.saturating_sub(start).as_secs_f64())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::panic::Location;
+
+    use super::*;
+    use crate::runtime::{OpStart, PeerHeartbeat};
+
+    fn waiting_run() -> RunContext {
+        let run = RunContext::new(2, Duration::from_secs(60), None);
+        let at = OpId { operation: Operation::AllReduce, sequence: 17 };
+        run.flight_recorder
+            .begin(0, OpStart { group: Some(0), ..OpStart::alone(at, Location::caller()) });
+        run
+    }
+
+    /// Rank 1 may wait in the same collective: its heartbeats do not arrive.
+    #[test]
+    fn rank_that_is_not_heard_of_is_not_said_to_be_late() {
+        for (sent, expected) in [(9, "has not entered all_reduce #17; "), (2, "last seen in ")] {
+            let run = waiting_run();
+            for sent in [10, sent] {
+                let at = OpId { operation: Operation::Forward, sequence: 3 };
+                let sent = Duration::from_secs(sent);
+                run.remote_snapshots.note(PeerHeartbeat { rank: 1, sent, at, seen: Vec::new() });
+            }
+            let limit = WaitLimit { longest: Duration::ZERO, resumed: Duration::ZERO };
+            let stall = stalled(&run, 0..1, limit).unwrap();
+            let text = stall.text(&run, 0..1, limit).unwrap();
+            let (_, late) = text.split_once("\n  rank 1 ").unwrap();
+            assert!(late.starts_with(expected), "{text}");
+            let unheard = late.ends_with("; nothing heard for 8.0 s");
+            assert_eq!(unheard, sent == 2, "{text}");
+        }
+    }
+
+    #[test]
+    fn waits_count_from_the_end_of_a_suspension() {
+        let run = waiting_run();
+        let longest = Duration::from_nanos(1);
+        let limit = |resumed| WaitLimit { longest, resumed };
+        assert!(stalled(&run, 0..1, limit(Duration::ZERO)).is_some());
+        assert!(stalled(&run, 0..1, limit(Duration::from_secs(60))).is_none());
+    }
 }

@@ -10,7 +10,7 @@ use std::io::ErrorKind;
 use std::net::{IpAddr, TcpListener, ToSocketAddrs};
 use std::ops::Range;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use crossbeam::channel::{Sender, bounded};
 use tch::Device;
@@ -26,7 +26,7 @@ use crate::error::{Error, Result};
 use crate::ffi::{TcpStore, cuda};
 use crate::os::limits::require_files;
 use crate::process_group::{Backend, Bootstrap, Network, ProcessMap, nccl_host_id};
-use crate::runtime::{Clock, RunContext};
+use crate::runtime::{Clock, Instant, RunContext};
 
 /// All processes of a run, as seen by one of them.
 #[derive(Debug)]
@@ -65,10 +65,10 @@ impl ProcessWorld {
             return None;
         }
         let found = (&master.addr[..], master.port).to_socket_addrs().ok()?.next()?.ip();
-        let addr = &master.addr;
+        let (name, addr) = (launch.kind.name_of_address(), &master.addr);
         found.is_loopback().then(|| {
             format!(
-                "--master-addr {addr} is the loopback address {found} here; if there are other machines, use one they can reach"
+                "{name}={addr} is the loopback address {found} here; if there are other machines, use one they can reach"
             )
         })
     }
@@ -99,7 +99,7 @@ impl ProcessWorld {
         let (cancel_tx, cancel_rx) = bounded(0);
         let serves = mine == 0 && !master.agent_store;
         if serves {
-            check_is_here(master)?;
+            check_is_here(master, launch.kind)?;
             require_files(files_of_store(count), "serving the store to all processes")?;
         }
         let (addr, port) = (&master.addr, master.port);
@@ -310,20 +310,30 @@ impl ProcessWorld {
     }
 }
 
-/// Checks that a store can be served at this address, on any port. A name that does not resolve is reported later.
+/// Checks that a store can be served at this address, which this `launcher` gives. A name that does not resolve is reported
+/// later.
 ///
 /// # Errors
-/// [`Error::InvalidInput`] if the address is not one of this machine, or stands for all its interfaces.
-fn check_is_here(master: &MasterEndpoint) -> Result<()> {
-    let addr = &master.addr;
-    let refuse = |why: &str| Err(Error::InvalidInput(format!("--master-addr={addr}: {why}")));
-    match TcpListener::bind((&addr[..], 0)).and_then(|listener| listener.local_addr()) {
+/// [`Error::InvalidInput`] if the address is not one of this machine, or stands for all its interfaces; [`Error::Store`] if
+/// another program uses the port.
+fn check_is_here(master: &MasterEndpoint, launcher: LaunchKind) -> Result<()> {
+    let (addr, name) = (&master.addr, launcher.name_of_address());
+    let refuse = |why: &str| Err(Error::InvalidInput(format!("{name}={addr}: {why}")));
+    match TcpListener::bind((&addr[..], master.port)).and_then(|listener| listener.local_addr()) {
         Ok(found) if found.ip().is_unspecified() => refuse(
             "that stands for all interfaces of this machine; give the address of one that the others can reach",
         ),
         Err(error) if error.kind() == ErrorKind::AddrNotAvailable => refuse(
             "that is not an address of this machine; start the first process on its machine, or give one of this",
         ),
+        Err(error) if error.kind() == ErrorKind::AddrInUse => Err(Error::Store {
+            address: master.to_string(),
+            doing: "listening".into(),
+            reason: format!(
+                "the port is in use, by another run perhaps; {}",
+                launcher.how_to_change_port()
+            ),
+        }),
         _ => Ok(()),
     }
 }

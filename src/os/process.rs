@@ -83,6 +83,17 @@ pub(crate) fn named<T>(name: &CStr, f: impl FnOnce() -> T) -> T {
     result
 }
 
+/// Returns whether this process ignores `signal`: its handler must stay so if the process began like that.
+pub(crate) fn is_ignored(signal: i32) -> bool {
+    let mut action = MaybeUninit::<libc::sigaction>::zeroed();
+    // SAFETY: the call writes a `sigaction`, of which zeros are a valid one; without a new one it changes nothing.
+    let handler = unsafe {
+        libc::sigaction(signal, std::ptr::null(), action.as_mut_ptr());
+        action.assume_init().sa_sigaction
+    };
+    handler == libc::SIG_IGN
+}
+
 /// Unblocks signals for this thread. The parent process blocked them until this process can handle them.
 ///
 /// # Errors

@@ -18,7 +18,7 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGTTOU};
 use signal_hook::flag::register_conditional_shutdown;
 use signal_hook::low_level::register;
 
-use super::process::mask;
+use super::process::{is_ignored, mask};
 
 /// The terminal's settings before the view; set once.
 static ORIGINAL: OnceLock<Termios> = OnceLock::new();
@@ -179,7 +179,7 @@ pub(crate) fn end_at(signal: i32, ends: &Arc<AtomicBool>) -> io::Result<()> {
 /// # Errors
 /// If the system refuses.
 pub(crate) fn end_at_signals() -> io::Result<()> {
-    for signal in [SIGINT, SIGTERM, SIGHUP] {
+    for signal in [SIGINT, SIGTERM, SIGHUP].into_iter().filter(|signal| !is_ignored(*signal)) {
         // SAFETY: as in `end_at`.
         unsafe { register(signal, restore) }?;
         register_conditional_shutdown(signal, 128 + signal, Arc::new(AtomicBool::new(true)))?;

@@ -192,7 +192,12 @@ fn ends_before_a_job(
     select.recv(cancelled);
     select.recv(&started.ended);
     let job = select.recv(jobs);
-    select.ready_timeout(started.time_left()) != Ok(job)
+    loop {
+        match select.ready_timeout(started.deadline.left()) {
+            Err(_) if !started.deadline.is_over() => {} // the process was suspended
+            ready => return ready != Ok(job),
+        }
+    }
 }
 
 /// Runs `call` with the rank's own `stream`, if it has a GPU. `at` names the operation whose end it waits for, if it does

@@ -4,7 +4,7 @@
 //! collective (`process_group::local::Barrier::wait_to_leave`) ends because the other ranks only compute there.
 
 mod cancel;
-mod deadline;
+mod clock;
 mod failure;
 mod fault;
 mod flight_recorder;
@@ -20,7 +20,7 @@ mod stop;
 mod watchdog;
 
 pub(crate) use cancel::{CancelToken, Notify};
-pub(crate) use deadline::{MAX_WAIT, deadline};
+pub(crate) use clock::{Deadline, Instant, MAX_WAIT};
 pub(crate) use failure::Failure;
 pub use failure::RankFailure;
 pub use fault::{Fault, FaultKind, FaultSite, Flip, FlipPlace};

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 use strum::{FromRepr, IntoStaticStr};
 
-use super::deadline;
+use super::MAX_WAIT;
 
 /// Reason for which a run ends before all epochs are done.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromRepr, IntoStaticStr, Serialize, Deserialize)]
@@ -20,6 +20,9 @@ pub enum StopReason {
     /// SIGTERM, from Slurm, Kubernetes or `kill`.
     #[strum(to_string = "SIGTERM")]
     Terminate,
+    /// SIGHUP, when the terminal or the connection to it closes.
+    #[strum(to_string = "SIGHUP")]
+    HangUp,
     /// SIGUSR1, which a scheduler can send before the time limit: `sbatch --signal=USR1@120`.
     #[strum(to_string = "SIGUSR1")]
     User1,
@@ -41,6 +44,11 @@ pub enum StopReason {
 }
 
 impl StopReason {
+    /// Returns whether it is a signal that asks a process to end.
+    pub(crate) fn is_signal(self) -> bool {
+        matches!(self, Self::Interrupt | Self::Terminate | Self::HangUp)
+    }
+
     /// Returns the reason's number; 0 for `None`.
     fn number(reason: Option<Self>) -> usize {
         reason.map_or(0, |reason| reason as usize)
@@ -66,7 +74,7 @@ pub struct StopRequest {
     asked: Arc<AtomicUsize>,
     /// Whether this process itself has received SIGTERM.
     terminated: Arc<AtomicBool>,
-    /// Whether the next SIGINT or SIGTERM ends the process.
+    /// Whether the next SIGINT, SIGTERM or SIGHUP ends the process.
     next_signal_ends: Arc<AtomicBool>,
     deadline: Option<Instant>,
     /// The last step, published by rank 0. `reason` is published with it.
@@ -135,7 +143,7 @@ impl Default for StopRequest {
 impl StopRequest {
     /// Returns a `StopRequest` without a request. If `time` is `Some`, the run stops when that has passed.
     pub fn new(time: Option<Duration>) -> Self {
-        Self { deadline: time.map(deadline), ..Self::default() }
+        Self { deadline: time.map(|time| Instant::now() + time.min(MAX_WAIT)), ..Self::default() }
     }
 
     /// Calls `notify` once: when a signal has asked this process to stop, or when rank 0 decides that the run stops.
@@ -165,7 +173,7 @@ impl StopRequest {
         &self.terminated
     }
 
-    /// Returns the flag that makes the next SIGINT or SIGTERM end the process.
+    /// Returns the flag that makes the next SIGINT, SIGTERM or SIGHUP end the process.
     pub(crate) fn next_signal_ends(&self) -> &Arc<AtomicBool> {
         &self.next_signal_ends
     }

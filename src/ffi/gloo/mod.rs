@@ -18,6 +18,7 @@ use crate::ffi::shim::raw;
 use crate::ffi::store::TcpStore;
 use crate::os::limits;
 use crate::os::named;
+use crate::runtime::MAX_WAIT;
 
 /// The reduction. Gloo has no average, and no bitwise reduction of floats.
 #[repr(u8)]
@@ -58,7 +59,7 @@ impl GlooGroup {
     /// Joins a group of `size` ranks. Its rendezvous is under the prefix of `store`, which must be new for each group.
     /// Waits until all ranks are connected, at most for `timeout`, or until the store's requests are cancelled.
     ///
-    /// Operations fail after `timeout`. They use the network interfaces in `interfaces`, the value of
+    /// Connecting fails after `timeout`; operations do not end by themselves. They use the network interfaces in `interfaces`, the value of
     /// `GLOO_SOCKET_IFNAME`. Without it, they use the interface on the route to the store.
     ///
     /// # Errors
@@ -77,7 +78,12 @@ impl GlooGroup {
             missing => Err(absent(missing)),
         };
         rendezvous("here")?;
-        let gloo = Self::new_plain(store, "gloo", rank, size, timeout, socket_ifname)?;
+        let mut gloo = Self::new_plain(store, "gloo", rank, size, timeout, socket_ifname)?;
+        // From here on the caller ends operations that take too long: Gloo's clock runs on while the process is suspended.
+        if let Some(group) = gloo.group.get_mut() {
+            let never = group.set_timeout(MAX_WAIT);
+            never.map_err(|reason| Error::Gloo { doing: "set the timeout", reason })?;
+        }
         // A rank that is ready must not exit while others connect to it: their connection would fail.
         rendezvous("connected")?;
         Ok(gloo)

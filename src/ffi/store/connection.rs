@@ -6,7 +6,7 @@ use std::io::ErrorKind;
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::os::fd::IntoRawFd;
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use crossbeam::channel::{
     Receiver, RecvTimeoutError, Sender, TryRecvError, bounded, select_biased, unbounded,
@@ -14,6 +14,7 @@ use crossbeam::channel::{
 
 use crate::ffi::c10d::Connection;
 use crate::os::limits;
+use crate::runtime::Instant;
 
 /// A handle to the thread of a connection. After a drop, the thread ends when its current request has ended.
 pub(super) struct StoreConnection {
@@ -75,7 +76,7 @@ impl StoreConnection {
         let thread = thread::Builder::new().name("ddp-mp store".into());
         thread.spawn(work).map_err(|error| limits::not_started("its thread", &error))?;
         // `open` respects the timeout itself, unless the server hangs.
-        let answer = answer(&opened_rx, cancelled, timeout.saturating_add(WAIT_SLICE));
+        let answer = answer(&opened_rx, cancelled, timeout, WAIT_SLICE);
         drop(waiting_tx);
         let (server, local) = answer?;
         Ok(Self { requests: Some(requests_tx), ended: ended_rx, server, local })
@@ -101,7 +102,7 @@ impl StoreConnection {
             // If the thread has ended, `reply_rx` is closed as well.
             let _ = requests.send(request);
         }
-        let answer = answer(&reply_rx, cancelled, timeout);
+        let answer = answer(&reply_rx, cancelled, timeout, Duration::ZERO);
         drop(waiting_tx);
         answer
     }
@@ -119,20 +120,29 @@ impl fmt::Debug for StoreConnection {
     }
 }
 
-/// Waits for the reply of a connection's thread, for `timeout`, or until `cancelled` closes.
+/// Waits for the reply of a connection's thread, for `timeout` and a `margin`, or until `cancelled` closes.
 fn answer<T>(
     reply: &Receiver<Result<T, String>>,
     cancelled: &Receiver<Infallible>,
     timeout: Duration,
+    margin: Duration,
 ) -> Result<T, String> {
-    select_biased! {
-        recv(reply) -> reply => reply.unwrap_or_else(|_| Err("the thread of this connection has ended; start the run \
-                                                              again".into())),
-        recv(cancelled) -> _ => Err(CANCELLED.into()),
-        default(timeout) => Err(format!(
-            "no answer within {timeout:?}: the process there hangs, it does not serve a store, or the network is \
-             down; check that process, or raise --timeout"
-        )),
+    let began = Instant::now();
+    loop {
+        let left = timeout.saturating_add(margin).saturating_sub(began.elapsed());
+        if left.is_zero() {
+            return Err(format!(
+                "no answer within {timeout:?}: the process there hangs, it does not serve a store, or the network is \
+                 down; check that process, or raise --timeout"
+            ));
+        }
+        select_biased! {
+            recv(reply) -> reply => return reply.unwrap_or_else(|_| {
+                Err("the thread of this connection has ended; start the run again".into())
+            }),
+            recv(cancelled) -> _ => return Err(CANCELLED.into()),
+            default(left) => {} // unless the process was suspended meanwhile, the time is over
+        }
     }
 }
 
@@ -149,7 +159,7 @@ pub(super) fn wait(
         if store.wait(keys, left.min(WAIT_SLICE))? {
             return Ok(true);
         }
-        if left <= WAIT_SLICE {
+        if left.is_zero() {
             return Ok(false);
         }
         if is_closed(given_up) {
@@ -164,11 +174,10 @@ pub(super) fn listen(host: &str, port: u16, timeout: Duration) -> Result<Opened,
     let purpose = "serving a store";
     limits::require_files(FILES_OF_A_SERVER, purpose).map_err(|error| error.to_string())?;
     let listener = TcpListener::bind((host, port)).map_err(|error| match error.kind() {
-        ErrorKind::AddrInUse => {
-            "the port is in use, by another run perhaps; choose another --master-port".into()
-        }
+        ErrorKind::AddrInUse => "the port is in use, by another run perhaps; choose another".into(),
         ErrorKind::AddrNotAvailable => {
-            "that is not an address of this machine; start this node on the machine of --master-addr".into()
+            "that is not an address of this machine; start this process on the machine that has it"
+                .into()
         }
         _ => error.to_string(),
     })?;

@@ -5,13 +5,14 @@ mod connection;
 use std::convert::Infallible;
 use std::net::IpAddr;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use crossbeam::channel::Receiver;
 use parking_lot::Mutex;
 
 use crate::error::{Error, Result};
 use crate::ffi::c10d::Connection;
+use crate::runtime::Instant;
 use connection::{GivenUp, Opened, StoreConnection, listen, reach, wait};
 
 /// A client of a key-value store on the network, for the keys under one prefix.

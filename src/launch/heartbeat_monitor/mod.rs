@@ -8,7 +8,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, JoinHandle};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use crossbeam::channel::{Receiver, Sender, TryRecvError, bounded, never, select_biased};
 use parking_lot::Mutex;
@@ -20,13 +20,13 @@ use crate::error::{Error, Result};
 use crate::ffi::TcpStore;
 use crate::operation::{OpId, Operation};
 use crate::os::limits::not_started;
-use crate::runtime::{self, Failure, OpRecord, PeerHeartbeat, PeerStatus, RunContext};
+use crate::runtime::{Deadline, Failure, Instant, OpRecord, PeerHeartbeat, PeerStatus, RunContext};
 
 /// The interval between heartbeats.
 const HEARTBEAT_INTERVAL: Duration = Duration::from_millis(500);
 
 /// A process without a new heartbeat for this long counts as not answering. Also the timeout of short requests.
-const HEARTBEAT_TIMEOUT: Duration = Duration::from_millis(2000);
+pub(super) const HEARTBEAT_TIMEOUT: Duration = Duration::from_millis(2000);
 
 /// Key of the first failure.
 const FAILURE: &str = "failure";
@@ -156,14 +156,14 @@ impl Heartbeats {
         let beats = || {
             self.others().map(|process| self.heartbeat_of(store, process).ok()).collect::<Vec<_>>()
         };
-        let mut deadline: Option<Instant> = None;
+        let mut deadline: Option<Deadline> = None;
         let mut before = beats();
         let mut last_change = Instant::now();
         loop {
             if deadline.is_none() && (failed || asked_to_end()) {
-                deadline = Some(runtime::deadline(patience));
+                deadline = Some(Deadline::after(patience));
             }
-            let time_left = deadline.map(|end| end.saturating_duration_since(Instant::now()));
+            let time_left = deadline.map(|end| end.left());
             let interval =
                 time_left.map_or(HEARTBEAT_INTERVAL, |left| left.min(HEARTBEAT_INTERVAL));
             // An error shows that the store, and with it this process's part, is over.
@@ -354,31 +354,32 @@ pub(super) fn report_ended(
     Ok(at)
 }
 
-/// Returns the collective that another process waits in since `rank` has ended, as text for the user, and its
-/// training step. `count` processes use `store`, with one rank each. `None` if none of them waits. `rank`'s own
-/// last heartbeat may be older.
+/// Returns the collective that another process waits in since a rank has ended, as text for the user, and its training
+/// step. The `others` are processes that use `store`, with one rank each; `runs` returns whether one has not ended. `None`
+/// if none of them waits. The ended rank's own last heartbeat may be older.
 pub(super) fn waited_for(
     store: &TcpStore,
-    rank: usize,
-    count: usize,
+    others: &[usize],
+    mut runs: impl FnMut(usize) -> bool,
 ) -> Result<Option<(String, Option<OpId>)>> {
-    let others: Vec<usize> = (0..count).filter(|other| *other != rank).collect();
     let beats = || -> Result<Vec<Option<Heartbeat>>> {
         others.iter().map(|other| heartbeat_of(store, *other, 1)).collect()
     };
-    let began = Instant::now();
+    let deadline = Deadline::after(HEARTBEAT_TIMEOUT);
     let before = beats()?;
-    let mut now = beats()?;
-    // Heartbeats sent after `before` was read were sent after `rank` had ended.
-    let is_old = |now: &[Option<Heartbeat>]| {
-        let sent = |heartbeat: &Option<Heartbeat>| heartbeat.as_ref().map(|beat| beat.sent);
-        let mut pairs = before.iter().zip(now);
-        pairs.any(|(before, now)| before.is_some() && sent(before) == sent(now))
-    };
-    while is_old(&now) && began.elapsed() < HEARTBEAT_TIMEOUT {
+    // Heartbeats sent after `before` was read were sent after the rank had ended. A process that has ended sends none.
+    let sent = |heartbeat: &Option<Heartbeat>| heartbeat.as_ref().map(|beat| beat.sent);
+    let now = loop {
+        let running: Vec<bool> = others.iter().map(|other| runs(*other)).collect();
+        let now = beats()?;
+        let mut pairs = before.iter().zip(&now).zip(running);
+        let is_old = pairs
+            .any(|((before, now), runs)| runs && before.is_some() && sent(before) == sent(now));
+        if !is_old || deadline.is_over() {
+            break now;
+        }
         thread::park_timeout(HEARTBEAT_INTERVAL / 50); // only time brings the next heartbeat
-        now = beats()?;
-    }
+    };
     for (other, heartbeat) in others.iter().zip(&now) {
         let Some(status) = heartbeat.as_ref().and_then(|heartbeat| heartbeat.ranks.first()) else {
             continue;

@@ -2,12 +2,12 @@
 
 use std::convert::Infallible;
 
-use crossbeam::channel::{Receiver, never, select_biased};
+use crossbeam::channel::{Receiver, RecvTimeoutError, never};
 
 use super::{HEARTBEAT_TIMEOUT, Heartbeats};
 use crate::error::MissingRank;
 use crate::launch::heartbeat::Heartbeat;
-use crate::runtime::{PeerHeartbeat, PeerStatus, RunContext};
+use crate::runtime::{Deadline, PeerHeartbeat, PeerStatus, RunContext};
 
 impl PeerStatus for Heartbeats {
     /// Reads the heartbeats twice: a process without a new one in between is silent. If the store does not answer,
@@ -17,9 +17,11 @@ impl PeerStatus for Heartbeats {
         let store = self.with_short_timeout(cancelled.clone());
         let twice = self.heartbeats_of_others(&store, run).and_then(|before| {
             // Only time shows that no heartbeat arrives.
-            select_biased! {
-                recv(cancelled) -> _ => Ok((before.clone(), Vec::new())),
-                default(HEARTBEAT_TIMEOUT) => Ok((before, self.heartbeats_of_others(&store, run)?)),
+            match Deadline::after(HEARTBEAT_TIMEOUT).recv(cancelled) {
+                Err(RecvTimeoutError::Timeout) => {
+                    Ok((before, self.heartbeats_of_others(&store, run)?))
+                }
+                _ => Ok((before, Vec::new())),
             }
         });
         // If another process has timed out first, it has ended its ranks: they are not stragglers.

@@ -14,9 +14,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use crossbeam::channel::{Receiver, RecvTimeoutError, bounded, unbounded};
-use signal_hook::consts::{SIGCHLD, SIGKILL, SIGTERM, SIGUSR2};
+use signal_hook::consts::{SIGCHLD, SIGCONT, SIGKILL, SIGSTOP, SIGTERM, SIGTSTP, SIGUSR2};
 use signal_hook::iterator::{Handle, Signals};
-use signal_hook::low_level::signal_name;
+use signal_hook::low_level::{emulate_default_handler, signal_name};
 
 use super::Placement;
 use super::heartbeat_monitor::{report_ended, waited_for};
@@ -32,7 +32,7 @@ use crate::os::{
     limits::{not_started, require_files},
     terminal::LentTerminal,
 };
-use crate::runtime::{self, RankFailure, StopReason};
+use crate::runtime::{Deadline, RankFailure, StopReason};
 pub(crate) use child_error::{ChildError, ErrorKind};
 use child_error::{failures_in_a_row, store_prefix};
 use held_output::OutputOfProcesses;
@@ -152,11 +152,13 @@ impl SpawnProcesses<'_> {
 
     /// Starts a thread that receives signals. Returns the signals from now on, and the handle that ends the thread.
     fn listen(&self) -> io::Result<(Handle, Receiver<i32>)> {
-        let mut handled = vec![SIGCHLD];
+        let mut handled = vec![SIGTSTP];
         if self.stops {
             end_at_second_interrupt()?;
             handled.extend(SIGNALS);
         }
+        handled.retain(|signal| !os::is_ignored(*signal));
+        handled.push(SIGCHLD);
         let mut signals = Signals::new(handled)?;
         os::release_signals(&SIGNALS)?;
         let (signals_tx, signals_rx) = unbounded();
@@ -194,7 +196,7 @@ fn cannot_start(error: io::Error) -> Error {
 }
 
 fn asks_to_stop(signal: i32) -> bool {
-    signal != SIGCHLD && signal != SIGUSR2
+    ![SIGCHLD, SIGTSTP, SIGUSR2].contains(&signal)
 }
 
 /// Returns a command that starts this program, without arguments. If the file has been replaced or removed since,
@@ -275,15 +277,21 @@ impl Start<'_> {
     ) -> bool {
         let mut stops = false;
         let mut final_signals = [SIGTERM, SIGKILL].into_iter();
-        let mut deadline: Option<Instant> = None;
+        let mut deadline: Option<Deadline> = None;
         let mut terminated: Option<Instant> = None;
         while all.are_there() {
             let signal = match deadline {
                 None => signals.recv().map_err(|_| RecvTimeoutError::Disconnected),
-                Some(deadline) => signals.recv_deadline(deadline),
+                Some(deadline) => deadline.recv(signals),
             };
             match signal {
                 Ok(SIGCHLD) => {}
+                Ok(SIGTSTP) => {
+                    // Ctrl-Z reaches this process alone. Without it the others would miss their store.
+                    all.send(SIGSTOP);
+                    let _ = emulate_default_handler(SIGTSTP); // returns when this process goes on
+                    all.send(SIGCONT);
+                }
                 Ok(signal) => {
                     if signal == SIGTERM
                         && terminated.get_or_insert_with(Instant::now).elapsed() >= SAME_REQUEST
@@ -296,7 +304,7 @@ impl Start<'_> {
                 }
                 Err(_) => {
                     all.send(final_signals.next().unwrap_or(SIGKILL));
-                    deadline = Some(runtime::deadline(TERM_TIMEOUT));
+                    deadline = Some(Deadline::after(TERM_TIMEOUT));
                 }
             }
             all.reap();
@@ -304,14 +312,18 @@ impl Start<'_> {
                 lent.take_back(); // the user needs Ctrl-C while the others end
             }
             if let (None, Some(&(rank, pid, status))) = (deadline, all.first_failure()) {
-                deadline =
-                    Some(runtime::deadline(self.spawn.grace_period.saturating_add(TERM_TIMEOUT)));
+                let patience = self.spawn.grace_period.saturating_add(TERM_TIMEOUT);
+                deadline = Some(Deadline::after(patience));
                 if let Children::Ranks(placement) = self.spawn.children {
                     // A killed process cannot report its own end. If the report fails, the other processes notice
                     // the end as they would across machines.
                     let how = self.spawn.how(rank, pid, status);
-                    all.first_error =
-                        self.report(placement, store, rank, status, how).ok().flatten();
+                    let runs = |other: usize| {
+                        let child = all.children[other].as_mut();
+                        child.is_some_and(|child| matches!(child.try_wait(), Ok(None)))
+                    };
+                    let error = self.report(placement, store, rank, status, how, runs);
+                    all.first_error = error.ok().flatten();
                 }
             }
         }
@@ -319,7 +331,8 @@ impl Start<'_> {
     }
 
     /// Reports to the other processes that `rank` has ended. `how` says how. Returns its error for the user, with what
-    /// the rank was last seen doing; `None` if the rank has left its own error, or has printed it.
+    /// the rank was last seen doing; `None` if the rank has left its own error, or has printed it. `runs` returns whether
+    /// the process of another rank has not ended.
     fn report(
         &self,
         placement: &Placement,
@@ -327,6 +340,7 @@ impl Start<'_> {
         rank: usize,
         status: ExitStatus,
         how: String,
+        runs: impl FnMut(usize) -> bool,
     ) -> Result<Option<ChildError>> {
         let store_of_run = store.under(&prefix("none", self.number as i64));
         report_absent(&store_of_run, rank)?;
@@ -334,7 +348,9 @@ impl Start<'_> {
             report_ended(&store_of_run, rank, None, &how)?;
             return Ok(None);
         }
-        let (text, step) = match waited_for(&store_of_run, rank, placement.devices.len())? {
+        let others: Vec<usize> =
+            (0..placement.devices.len()).filter(|other| *other != rank).collect();
+        let (text, step) = match waited_for(&store_of_run, &others, runs)? {
             Some((waits, step)) => (format!("{how}; {waits}"), step),
             None => (how, None),
         };
@@ -406,7 +422,7 @@ mod tests {
             let exit = format!("exit {code}");
             let status = Command::new("sh").args(["-c", &exit]).status().unwrap();
             let how = "ended".to_owned();
-            let first_error = start.report(&placement, &store, 1, status, how).unwrap();
+            let first_error = start.report(&placement, &store, 1, status, how, |_| false).unwrap();
             let ended = vec![(1, 7, status)];
             let all = RunningProcesses { ended, first_error, ..RunningProcesses::default() };
             let error = start.error(&all).unwrap();

@@ -1,13 +1,13 @@
 //! What the supervisor does once a signal asks the run to stop: it says so, and ends a run whose ranks hang.
 
 use std::sync::atomic::Ordering;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use super::super::signals::SAME_REQUEST;
 use crate::operation::{OpId, Operation};
-use crate::runtime::{Failure, RunContext, StopReason, StopRequest};
+use crate::runtime::{Failure, Instant, RunContext, StopReason, StopRequest};
 
-/// A request to stop by SIGINT or SIGTERM that has not ended the run yet.
+/// A request to stop by a signal that has not ended the run yet.
 pub(super) struct Stopping<'a> {
     stop: &'a StopRequest,
     reason: StopReason,
@@ -20,9 +20,7 @@ pub(super) struct Stopping<'a> {
 impl<'a> Stopping<'a> {
     /// Returns the request, and notes it for the user. `None` if no signal has asked the run to stop.
     pub(super) fn begin(stop: &'a StopRequest) -> Option<Self> {
-        let is_signal =
-            |reason: &StopReason| matches!(reason, StopReason::Interrupt | StopReason::Terminate);
-        let reason = stop.request_reason().filter(is_signal)?;
+        let reason = stop.request_reason().filter(|reason| reason.is_signal())?;
         stop.notify(reason);
         let now = Instant::now();
         Some(Self { stop, reason, noted: now, doing: Vec::new(), since: now })

@@ -4,7 +4,7 @@ use std::io;
 use std::mem;
 use std::sync::Arc;
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use crossbeam::channel::{Receiver, unbounded};
 use crossbeam::select;
@@ -16,11 +16,11 @@ use crate::ffi::{check_version, choose_kernels, give_back_memory};
 use crate::launch::heartbeat_monitor::Stay;
 use crate::launch::rank_thread::{RankThread, RankThreadEnd};
 use crate::launch::rendezvous::RankRendezvous;
-use crate::launch::stall::{stalled, status_table};
+use crate::launch::stall::{WaitLimit, stalled, status_table};
 use crate::launch::{RankFailure, SpawnError, StuckRank};
 use crate::operation::Operation;
 use crate::os::limits::not_started;
-use crate::runtime::{Failure, FlightRecorder, FlightRecorderDump, RunContext, deadline};
+use crate::runtime::{Deadline, Failure, FlightRecorder, FlightRecorderDump, Instant, RunContext};
 use crate::telemetry::{TRACED, trace_output, write_trace};
 
 /// The stack size of a rank's thread. NCCL's initialisation and the freeing of deep autograd graphs need more than
@@ -211,6 +211,7 @@ impl Spawn {
         let poll = poll.clamp(MIN_STALL_POLL_INTERVAL, MAX_STALL_POLL_INTERVAL);
         let mut last_notice = None;
         let mut last_look = Instant::now();
+        let (mut suspended, mut resumed) = (Instant::suspended(), Duration::ZERO);
         let mut stopping = None;
         while running > 0 && run.cancel.cancelled_by().is_none() {
             select! {
@@ -220,6 +221,10 @@ impl Spawn {
                     continue;
                 }
                 default(poll.min(STOP_POLL_INTERVAL)) => {
+                    if Instant::suspended() > suspended {
+                        suspended = Instant::suspended();
+                        resumed = run.flight_recorder.now();
+                    }
                     let mut limit = (last_look.elapsed() >= poll).then_some(self.stall_warning);
                     if stopping.is_none() {
                         stopping = self.stop.as_deref().and_then(Stopping::begin);
@@ -237,6 +242,7 @@ impl Spawn {
                     }
                     if let Some(limit) = limit {
                         last_look = Instant::now();
+                        let limit = WaitLimit { longest: limit, resumed };
                         if let Some(stall) = stalled(run, local_ranks.clone(), limit)
                             && last_notice != Some(stall)
                             && let Some(text) = stall.text(run, local_ranks.clone(), limit)
@@ -270,12 +276,12 @@ impl Spawn {
         let hangs =
             !saves && run.failures().first().is_some_and(|failure| failure.stopped.is_some());
         let grace_period = if hangs { grace_period.min(AFTER_HANG) } else { grace_period };
-        let end = deadline(grace_period);
+        let end = Deadline::after(grace_period);
         // A rank may hang in a library, such as NCCL's abort, so the failure is shown before the grace period is over.
-        let notice = deadline(NOTICE_AFTER);
-        let mut is_shown = notice >= end;
+        let notice = Deadline::after(NOTICE_AFTER);
+        let mut is_shown = grace_period <= NOTICE_AFTER;
         while running > 0 {
-            match ended_rx.recv_deadline(if is_shown { end } else { notice }) {
+            match (if is_shown { end } else { notice }).recv(ended_rx) {
                 Ok(ended) => {
                     join(ended);
                     running -= 1;

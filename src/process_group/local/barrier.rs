@@ -3,14 +3,14 @@
 use std::any::Any;
 use std::ops::Deref;
 use std::ptr::NonNull;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use crossbeam::utils::CachePadded;
 
 use crate::error::{Error, Result};
 use crate::operation::OpId;
 use crate::runtime::primitives::{Arc, AtomicBool, AtomicU64, Event, Ordering, yield_now};
-use crate::runtime::{Notify, RunContext};
+use crate::runtime::{Instant, Notify, RunContext};
 
 /// A barrier for the ranks of a group that share memory: threads of this process, or of several processes of a host.
 ///

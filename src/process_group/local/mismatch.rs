@@ -2,13 +2,13 @@
 //!
 //! Processes exchange their ranks' calls as text.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use super::fingerprint::{CollectiveFingerprint, SIZES};
 use crate::error::{Error, Result, Suspects, list_ranks, runs};
 use crate::ffi::TcpStore;
 use crate::operation::{OpId, Operation};
-use crate::runtime::{deadline, format_call_site};
+use crate::runtime::{Deadline, format_call_site};
 
 /// The number of different calls that an error lists one by one.
 const MAX_LISTED_CALLS: usize = 8;
@@ -103,11 +103,10 @@ pub(crate) fn mismatch_in_store<'a>(
     let key = |part| format!("call/{sequence}/{part}");
     store.set(&key(mine), text.as_bytes())?;
     let same = text.lines().next().unwrap_or_default();
-    let deadline = deadline(TEXT_TIMEOUT);
+    let deadline = Deadline::after(TEXT_TIMEOUT);
     let mut calls = Vec::new();
     for (part, ranks) in parts.enumerate() {
-        let left = deadline.saturating_duration_since(Instant::now());
-        let mut text = store.get(&key(part), left)?;
+        let mut text = store.get(&key(part), deadline.left())?;
         if !is_different(part) {
             text.get_or_insert_with(|| same.into());
         }

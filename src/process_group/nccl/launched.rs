@@ -3,7 +3,6 @@
 use std::collections::VecDeque;
 use std::fmt;
 use std::sync::Arc;
-use std::time::Instant;
 
 use parking_lot::Mutex;
 
@@ -11,7 +10,7 @@ use super::communicator::Communicator;
 use crate::error::{Error, Result};
 use crate::ffi::cuda;
 use crate::operation::{OpId, Operation};
-use crate::runtime::{LaunchedWork, RunContext};
+use crate::runtime::{Instant, LaunchedWork, RunContext};
 
 /// A communicator and the collectives that may still run in it.
 ///

@@ -1,6 +1,6 @@
 //! An exchange of texts through the store, for processes that have no other connection yet.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
@@ -9,6 +9,7 @@ use super::store_message::{from_json, to_json};
 use crate::error::Error;
 use crate::error::Result;
 use crate::ffi::TcpStore;
+use crate::runtime::Instant;
 
 /// The extra time that the others wait for process 0.
 const MARGIN: Duration = Duration::from_secs(10);

@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use std::io::{self, ErrorKind, Read};
 use std::net::{IpAddr, Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use crossbeam::channel::RecvTimeoutError;
 use parking_lot::Mutex;
@@ -18,7 +18,7 @@ use super::reader::{self, STOP_POLL_INTERVAL, StoppableReader};
 use crate::error::{Error, Result};
 use crate::ffi::TcpStore;
 use crate::os::limits::require_files;
-use crate::runtime::deadline;
+use crate::runtime::Deadline;
 
 /// Longest wait for the whole greeting of a new connection.
 const GREETING: Duration = Duration::from_secs(10);
@@ -108,16 +108,13 @@ fn connect(link: &Link) -> std::result::Result<Option<TcpStream>, String> {
     let (address, token) = parsed.ok_or_else(|| {
         format!("the store key {key:?} holds no address: another program uses the same store")
     })?;
-    let began = Instant::now();
+    let deadline = Deadline::after(context.run.timeout);
     let stream = loop {
         match TcpStream::connect_timeout(&address, STOP_POLL_INTERVAL) {
             Ok(stream) => break stream,
             Err(error) if is_limit(&error) => require_connection_file(context)?,
             Err(error) if error.kind() == ErrorKind::TimedOut => {
-                if context.is_closing()
-                    || link.is_closed()
-                    || began.elapsed() >= context.run.timeout
-                {
+                if context.is_closing() || link.is_closed() || deadline.is_over() {
                     return Err(format!("{address}: {error}"));
                 }
             }
@@ -214,12 +211,12 @@ impl Strangers {
 /// A stream that can be read until a time.
 pub(super) struct UntilDeadline<'a> {
     pub stream: &'a TcpStream,
-    pub deadline: Instant,
+    pub deadline: Deadline,
 }
 
 impl Read for UntilDeadline<'_> {
     fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
-        let left = self.deadline.saturating_duration_since(Instant::now());
+        let left = self.deadline.left();
         if left.is_zero() {
             return Err(ErrorKind::TimedOut.into());
         }
@@ -250,7 +247,7 @@ pub(super) fn greeted<'a>(
     links: &'a [Arc<Link>],
     stream: &TcpStream,
 ) -> io::Result<Option<&'a Arc<Link>>> {
-    let mut greeting = UntilDeadline { stream, deadline: deadline(GREETING) };
+    let mut greeting = UntilDeadline { stream, deadline: Deadline::after(GREETING) };
     let Some(Frame::Hello { token, process }) = Frame::read(&mut greeting)? else {
         return Ok(None);
     };

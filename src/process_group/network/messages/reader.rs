@@ -5,7 +5,7 @@ use std::io::{self, ErrorKind, Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::ptr::NonNull;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use crossbeam::channel::Receiver;
 use tch::{Device, Tensor};
@@ -18,6 +18,7 @@ use crate::ffi::TorchResult;
 use crate::process_group::contiguous::is_plain_contiguous;
 use crate::process_group::dtype::num_bytes;
 use crate::process_group::local::MessageEnd;
+use crate::runtime::Instant;
 
 /// Reads and writes `stream`, the connection of `link`, until it ends.
 pub(super) fn run(link: &Arc<Link>, stream: &Arc<TcpStream>, serving: &Serving) {

@@ -5,7 +5,7 @@
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use crossbeam::channel::{bounded, never};
 use tch::{Device, Kind, Tensor};
@@ -20,7 +20,7 @@ use crate::error::Error;
 use crate::ffi::TcpStore;
 use crate::operation::{OpId, Operation};
 use crate::process_group::local::{Completion, MessageEnd, MessageTensor, P2pRequest, Shared};
-use crate::runtime::RunContext;
+use crate::runtime::{Deadline, RunContext};
 
 const TIMEOUT: Duration = Duration::from_secs(60);
 
@@ -199,7 +199,7 @@ fn greeting_has_one_deadline_for_all_its_bytes() {
     let mut stranger = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
     let (stream, _) = listener.accept().unwrap();
     stranger.write_all(&[0]).unwrap();
-    let mut greeting = UntilDeadline { stream: &stream, deadline: Instant::now() };
+    let mut greeting = UntilDeadline { stream: &stream, deadline: Deadline::after(Duration::ZERO) };
     assert_eq!(greeting.read(&mut [0]).unwrap_err().kind(), std::io::ErrorKind::TimedOut);
 }
 

@@ -1,0 +1,159 @@
+//! A clock for waits: it stands still while the system suspends the process, as Ctrl-Z, `docker pause` and
+//! `scontrol suspend` do. A wait for other ranks, which were suspended as well, does not end because of that.
+
+use std::time::Duration;
+
+use crossbeam::channel::{Receiver, RecvTimeoutError};
+
+#[cfg(not(loom))]
+pub(crate) use running::Instant;
+#[cfg(loom)]
+pub(crate) use std::time::Instant;
+
+/// The longest wait: a hundred years. A longer one may not fit into the system's times.
+pub(crate) const MAX_WAIT: Duration = Duration::from_secs(100 * 365 * 24 * 60 * 60);
+
+/// The end of a wait whose length the user chooses, with `--timeout` and `--grace-period` (`config/launch.rs`).
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Deadline {
+    began: Instant,
+    wait: Duration,
+}
+
+impl Deadline {
+    /// Returns the end of a wait of `wait` that begins now.
+    pub(crate) fn after(wait: Duration) -> Self {
+        Self { began: Instant::now(), wait }
+    }
+
+    /// Returns the time left, at most [`MAX_WAIT`]; zero at the end.
+    pub(crate) fn left(&self) -> Duration {
+        self.wait.saturating_sub(self.began.elapsed()).min(MAX_WAIT)
+    }
+
+    /// Receives from `channel` until then.
+    ///
+    /// # Errors
+    /// If nothing has come until then, or if the channel is closed.
+    pub(crate) fn recv<T>(&self, channel: &Receiver<T>) -> Result<T, RecvTimeoutError> {
+        loop {
+            match channel.recv_timeout(self.left()) {
+                Err(RecvTimeoutError::Timeout) if !self.is_over() => {} // the process was suspended
+                received => return received,
+            }
+        }
+    }
+
+    /// Returns whether the wait is over.
+    pub(crate) fn is_over(&self) -> bool {
+        self.left().is_zero()
+    }
+}
+
+#[cfg(not(loom))]
+mod running {
+    use std::sync::Once;
+    use std::thread;
+    use std::time::Duration;
+
+    use parking_lot::Mutex;
+
+    /// How often a thread looks at the system's clock.
+    const TICK: Duration = Duration::from_millis(100);
+
+    /// A longer time without a look means that the process was suspended.
+    const SUSPENDED: Duration = Duration::from_millis(500);
+
+    /// The clock of the process.
+    static CLOCK: Mutex<Option<Clock>> = Mutex::new(None);
+
+    /// The last look at the system's clock, and for how long the process ran and was suspended until then.
+    struct Clock {
+        looked: std::time::Instant,
+        ran: Duration,
+        suspended: Duration,
+    }
+
+    impl Clock {
+        fn new(now: std::time::Instant) -> Self {
+            Self { looked: now, ran: Duration::ZERO, suspended: Duration::ZERO }
+        }
+
+        /// Looks at the system's clock, which shows `now`.
+        fn look(&mut self, now: std::time::Instant) {
+            let passed = now.saturating_duration_since(self.looked);
+            let ran = if passed < SUSPENDED { passed } else { TICK };
+            self.looked = now.max(self.looked);
+            self.ran += ran;
+            self.suspended += passed - ran;
+        }
+    }
+
+    /// A time of the clock that stands still while the process is suspended. Like [`std::time::Instant`] otherwise.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+    pub(crate) struct Instant(Duration);
+
+    impl Instant {
+        /// Returns the present time.
+        pub(crate) fn now() -> Self {
+            Self(Self::with_clock(|clock| clock.ran))
+        }
+
+        /// Returns for how long the process has been suspended so far.
+        pub(crate) fn suspended() -> Duration {
+            Self::with_clock(|clock| clock.suspended)
+        }
+
+        fn with_clock(read: impl FnOnce(&Clock) -> Duration) -> Duration {
+            static LOOKS: Once = Once::new();
+            LOOKS.call_once(|| {
+                // It runs as long as the process. Without it a wait ends later if nobody looks at the clock meanwhile.
+                let looks = || loop {
+                    thread::sleep(TICK);
+                    Self::now();
+                };
+                let _ = thread::Builder::new().name("clock".into()).spawn(looks);
+            });
+            let mut clock = CLOCK.lock();
+            let now = std::time::Instant::now();
+            let clock = clock.get_or_insert_with(|| Clock::new(now));
+            clock.look(now);
+            read(clock)
+        }
+
+        /// Returns the time since this one, without the time in which the process was suspended.
+        pub(crate) fn elapsed(self) -> Duration {
+            Self::now().0.saturating_sub(self.0)
+        }
+    }
+
+    #[cfg(test)]
+    mod tests {
+        use super::*;
+
+        #[test]
+        fn clock_stands_still_while_nobody_can_look() {
+            let start = std::time::Instant::now();
+            let mut clock = Clock::new(start);
+            let mut look = |millis| {
+                clock.look(start + Duration::from_millis(millis));
+                (clock.ran.as_millis(), clock.suspended.as_millis())
+            };
+            assert_eq!([look(100), look(250), look(740)], [(100, 0), (250, 0), (740, 0)]);
+            assert_eq!(look(60_740), (840, 59_900), "a minute of suspension");
+            assert_eq!([look(60_839), look(60_838), look(60_840)].map(|it| it.0), [939, 939, 940]);
+        }
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn deadline_of_any_duration_is_finite() {
+        assert!(Deadline::after(Duration::ZERO).is_over());
+        let longest = Deadline::after(Duration::MAX);
+        assert!(longest.left() <= MAX_WAIT && !longest.is_over());
+    }
+}
