@@ -199,7 +199,7 @@ fn second_interrupt_ends_the_process_at_once() {
 
 /// Starts a run in which rank 1 stalls in its first step, and returns it once it has printed a line.
 fn stalled_run(more: &[&str]) -> Child {
-    let args = arguments("--inject-fault=stall:rank=1,at=step,step=0 --stall-warning=1h", more);
+    let args = arguments("--inject-fault=stall:rank=1,at=step,step=0 --stall-warning=9m", more);
     let mut child = program(&args).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     let mut first = String::new();
     BufReader::new(child.stdout.take().unwrap()).read_line(&mut first).unwrap();

@@ -10,7 +10,7 @@ use serde::Deserializer;
 use serde::de::{DeserializeSeed, Error as _, MapAccess, Visitor};
 use toml::{Table, Value};
 
-use super::files::put_into_folder_of;
+use super::files::{expand_homes, put_into_folder_of};
 use super::{Program, flag_name, option_of_other_name, why_replaced};
 use crate::error::{Error, Result, Shown};
 use crate::files::read_stream;
@@ -62,7 +62,9 @@ fn parse(text: &str, command: &Command, flags: &Table) -> Result<Table, String> 
     let options = toml::Deserializer::parse(text).and_then(|deserializer| {
         deserializer.deserialize_map(Options { command, flags, sections: &sections })
     });
-    options.map_err(|error| error.to_string().trim_end().to_owned())
+    let mut options = options.map_err(|error| error.to_string().trim_end().to_owned())?;
+    expand_homes(command, &mut options);
+    Ok(options)
 }
 
 /// Reads the keys and values of a file. The errors of a visitor have the line of what it reads.

@@ -1,5 +1,6 @@
 //! The files of a run. No output may be an input or another output.
 
+use std::convert::Infallible;
 use std::io;
 use std::path::Path;
 
@@ -12,7 +13,7 @@ use super::{Config, Invalid, flag_name};
 use crate::checkpoint::CheckpointDir;
 use crate::data::DatasetSpec;
 use crate::error::{Error, Result, Shown};
-use crate::files::Place;
+use crate::files::{Place, expand_home};
 use crate::launch::SpawnChoice;
 use crate::telemetry::process_path;
 
@@ -57,16 +58,32 @@ pub(super) fn put_into_folder_of(
         let not_utf8 = |_| "its folder has a name that is not UTF-8; use another folder".to_owned();
         folder.join(path).into_os_string().into_string().map_err(not_utf8)
     };
+    change_paths(command, options, flags, join)
+}
+
+/// Puts the home folder in the place of a leading `~/` of the paths in `options`.
+pub(super) fn expand_homes(command: &Command, options: &mut Table) {
+    let expand = |path: &str| Ok::<_, Infallible>(expand_home(path).into_owned());
+    let Ok(()) = change_paths(command, options, &Table::new(), expand);
+}
+
+/// Applies `change` to each path in `options`. `flags` are further options.
+fn change_paths<E>(
+    command: &Command,
+    options: &mut Table,
+    flags: &Table,
+    change: impl Fn(&str) -> Result<String, E>,
+) -> Result<(), E> {
     let saves = [&*options, flags].iter().any(|given| given.contains_key("checkpoint_dir"));
     for arg in command.get_arguments() {
         let key = arg.get_id().as_str();
         let Some(Value::String(text)) = options.get_mut(key) else { continue };
         *text = match text.parse::<DatasetSpec>() {
-            Ok(spec) if key == "dataset" => spec.with_paths(join)?.to_string(),
+            Ok(spec) if key == "dataset" => spec.with_paths(&change)?.to_string(),
             _ if key == "resume" && (text == "auto" || saves && is_checkpoint_name(text)) => {
                 continue;
             }
-            _ if key == "resume" || arg.get_value_hint() == ValueHint::AnyPath => join(text)?,
+            _ if key == "resume" || arg.get_value_hint() == ValueHint::AnyPath => change(text)?,
             _ => continue,
         };
     }

@@ -7,7 +7,7 @@ use serde::Serialize;
 use serde_with::skip_serializing_none;
 
 use super::Config;
-use super::option_rules::{InShortHelp, MayDiffer, RefusedBy};
+use super::option_rules::{Conflict, InShortHelp, MayDiffer, RefusedBy};
 use super::values::{self, duration, format_duration, name, positive_duration, whole};
 use crate::launch::{
     BackendChoice, BindChoice, Fault, LaunchChoice, LaunchOptions, Nproc, SharedMemory, Spawn,
@@ -92,7 +92,7 @@ pub struct LaunchSection {
     /// Report missing ranks after TIME in a collective
     #[arg(long, value_name = "TIME", value_parser = positive_duration)]
     #[arg(default_value = format_duration(Spawn::STALL_WARNING))]
-    #[arg(add = MayDiffer::BetweenProcesses, add = RefusedBy::VERIFY)]
+    #[arg(add = MayDiffer::BetweenProcesses, add = RefusedBy::VERIFY, add = Conflict(never_warns))]
     #[serde(serialize_with = "humantime_serde::serialize")]
     pub stall_warning: Duration,
     /// Restart up to N times, from the newest checkpoint
@@ -104,6 +104,17 @@ pub struct LaunchSection {
     #[arg(long_help = format!("Make a rank fail on purpose\n\n{}", Fault::forms()))]
     #[arg(add = MayDiffer::BetweenProcesses, add = RefusedBy::BENCH)]
     pub inject_fault: Option<Fault>,
+}
+
+fn never_warns(config: &Config) -> Option<String> {
+    let LaunchSection { stall_warning, timeout, .. } = &config.launch;
+    (stall_warning >= timeout).then(|| {
+        format!(
+            "a rank waits at most {} (--timeout), so that {} would never warn; use less",
+            format_duration(*timeout),
+            format_duration(*stall_warning)
+        )
+    })
 }
 
 /// The most restarts; more would be a mistake. A process reads the number from a variable, as 32 bits.

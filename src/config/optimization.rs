@@ -268,19 +268,43 @@ impl Config {
             .warmup(self.optimization.warmup_steps, Schedule::START_FACTOR)
     }
 
-    /// Returns a note if the schedule has no effect in a run of `steps` steps. `None` if it has an effect.
-    pub(crate) fn idle_schedule_warning(&self, steps: u64) -> Option<String> {
+    /// Returns a note if the schedule has no effect in a run of `world_size` ranks, or if the limit on steps ends the run
+    /// before the schedule. `None` if all of it has an effect.
+    pub(crate) fn schedule_note(&self, world_size: usize) -> Option<String> {
+        let OptimizationSection { schedule, milestones, warmup_steps, eta_min, .. } =
+            &self.optimization;
+        let (whole, in_epoch) = (self.steps(world_size), self.steps_per_epoch(world_size));
+        let steps = self.training.max_steps.map_or(whole, |limit| limit.min(whole));
+        let epochs = steps.div_ceil(in_epoch.max(1));
         let (unit, length, remedy) = match self.optimization.schedule_by {
-            Unit::Epoch => {
-                ("epoch", self.training.max_epochs, "--schedule-by step, or more epochs")
-            }
+            Unit::Epoch => ("epoch", epochs, "--schedule-by step, or more epochs"),
             Unit::Step => ("step", steps, "more steps"),
         };
-        let first = self.optimization.milestones.first().copied().unwrap_or_default();
-        match self.optimization.schedule {
+        let limit = self.name_of("max_steps");
+        let ends = format!("{limit}: this run ends after {steps} of {whole} steps");
+        let remedy_of_limit = format!("leave {limit} out, and let --max-epochs end the run");
+        if steps < whole && steps <= *warmup_steps {
+            return Some(format!(
+                "{ends}, within the warm-up of {warmup_steps}; {remedy_of_limit}"
+            ));
+        }
+        let first = milestones.first().copied().unwrap_or_default();
+        let missed = milestones.iter().find(|milestone| **milestone >= length);
+        match schedule {
             ScheduleKind::MultiStep if first >= length => Some(format!(
                 "the first milestone is {unit} {first}, and this run has {length}: the learning rate stays as it is"
             )),
+            ScheduleKind::MultiStep if steps < whole => missed.map(|missed| {
+                format!("{ends}, before the milestone at {unit} {missed}; {remedy_of_limit}")
+            }),
+            ScheduleKind::Cosine if steps < whole => {
+                let schedule = self.schedule_for(world_size);
+                let last = schedule.lr(epochs.saturating_sub(1), steps.saturating_sub(1));
+                Some(format!(
+                    "{ends}, so that the cosine ends at a learning rate of {last:.3}, and not near {eta_min}; \
+                     {remedy_of_limit}"
+                ))
+            }
             ScheduleKind::Cosine if length == 1 => Some(format!(
                 "a cosine over one {unit} leaves the learning rate as it is; use {remedy}"
             )),
@@ -391,7 +415,7 @@ mod tests {
                 "a cosine over one epoch leaves the learning rate as it is; use --schedule-by step, or more epochs",
             ),
             (
-                "schedule = \"cosine\"\nschedule_by = \"step\"",
+                "schedule = \"cosine\"\nschedule_by = \"step\"\nnum_samples = 32",
                 "a cosine over one step leaves the learning rate as it is; use more steps",
             ),
             (
@@ -399,11 +423,47 @@ mod tests {
                 "the first milestone is epoch 1, and this run has 1: the learning rate stays as it is",
             ),
         ] {
-            assert_eq!(resolve(given).unwrap().idle_schedule_warning(1).unwrap(), note);
+            assert_eq!(resolve(given).unwrap().schedule_note(1).unwrap(), note);
         }
         let by_step = resolve("schedule = \"cosine\"\nschedule_by = \"step\"").unwrap();
-        assert_eq!(by_step.idle_schedule_warning(2), None);
-        assert_eq!(resolve("").unwrap().idle_schedule_warning(1), None);
+        assert_eq!(by_step.schedule_note(2), None);
+        assert_eq!(resolve("").unwrap().schedule_note(1), None);
+    }
+
+    /// Two ranks make 64 steps an epoch.
+    #[test]
+    fn limit_that_ends_a_run_before_its_schedule_is_noted() {
+        let note =
+            |given: &str| resolve(&format!("max_epochs = 10\n{given}")).unwrap().schedule_note(2);
+        let cosine = "schedule = \"cosine\"\nlr = 1.0\nmax_steps";
+        let remedy = "leave --max-steps out, and let --max-epochs end the run";
+        for (given, expected) in [
+            (
+                format!("schedule_by = \"step\"\n{cosine} = 100"),
+                "so that the cosine ends at a learning rate of 0.942, and not near 0",
+            ),
+            (
+                format!("{cosine} = 65"),
+                "so that the cosine ends at a learning rate of 0.976, and not near 0",
+            ),
+            (format!("warmup_steps = 65\n{cosine} = 65"), "within the warm-up of 65"),
+            (
+                "schedule = \"multi-step\"\nmilestones = [1, 4]\nmax_steps = 200".into(),
+                "before the milestone at epoch 4",
+            ),
+        ] {
+            let note = note(&given).unwrap();
+            let (_, told) = note.split_once(" of 640 steps, ").unwrap();
+            assert_eq!(told, format!("{expected}; {remedy}"));
+        }
+        for given in [
+            format!("{cosine} = 640"),
+            format!("{cosine} = 1000"),
+            "max_steps = 3".into(),
+            "schedule = \"multi-step\"\nmilestones = [1, 3]\nmax_steps = 200".into(),
+        ] {
+            assert_eq!(note(&given), None, "{given}");
+        }
     }
 
     #[test]

@@ -11,6 +11,7 @@ use serde::Serialize;
 use serde_with::SerializeDisplay;
 use toml::{Table, Value};
 
+use super::files::expand_homes;
 use super::option_rules::{Tool, is_refused_by};
 use super::{Config, Program, flag_name};
 use crate::error::{Error, Result, Shown};
@@ -147,7 +148,10 @@ impl Given {
             };
             Some((key.to_owned(), value))
         };
-        program.command().get_arguments().filter_map(text).collect()
+        let command = program.command();
+        let mut options = command.get_arguments().filter_map(text).collect();
+        expand_homes(&command, &mut options);
+        options
     }
 }
 

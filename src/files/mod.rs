@@ -1,11 +1,13 @@
 //! Files that the user names. They are opened without waiting, read up to a limit, and written in whole rows.
 
 mod append;
+mod home;
 mod place;
 mod read;
 mod whole;
 
 pub(crate) use append::{Appender, LinesBefore, lines_before};
+pub(crate) use home::expand_home;
 pub(crate) use place::Place;
 pub(crate) use read::{name_of_kind, open_regular, read_regular, read_stream, refuse_special};
 pub(crate) use whole::WholeFile;

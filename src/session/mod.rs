@@ -164,7 +164,7 @@ impl Session {
         let (_, lr_note) = config.lr_for(world_size);
         let notes = joined_launch.notes().into_iter().chain(data.notes.iter().cloned());
         let steps = config.steps(world_size);
-        let idle = [config.idle_hook_warning(steps), config.idle_schedule_warning(steps)];
+        let idle = [config.idle_hook_warning(steps), config.schedule_note(world_size)];
         let ranks_here = joined_launch.placement.devices.len();
         let kill = config.launch.inject_fault.filter(|fault| fault.kind == FaultKind::Kill);
         if let Some(fault) =

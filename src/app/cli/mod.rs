@@ -5,7 +5,9 @@ mod tools;
 mod train;
 
 use std::ffi::OsString;
+use std::path::PathBuf;
 
+use clap::builder::{PathBufValueParser, TypedValueParser, ValueHint};
 use clap::{Arg, CommandFactory, FromArgMatches, Parser, Subcommand};
 
 use crate::commands::{
@@ -13,6 +15,7 @@ use crate::commands::{
     ReplayFlags, RerunFlags, SampleFlags, SamplerFlags,
 };
 use crate::config::{InShortHelp, Program, Tool, is_refused_by};
+use crate::files::expand_home;
 pub(crate) use tools::{Bench, BenchCommand, EnvFlags, ScalingFlags, StepFlags, VerifyFlags};
 pub(crate) use train::TrainFlags;
 
@@ -133,7 +136,19 @@ pub(crate) fn command(program: &Program, with_course: bool) -> clap::Command {
             .after_long_help(EXAMPLES),
         false => own.after_help("--help lists all options."),
     };
-    own.mut_args(negative).mut_subcommands(|subcommand| subcommand.mut_args(negative))
+    let change = |arg: Arg| with_home(negative(arg));
+    own.mut_args(change).mut_subcommands(|command| command.mut_args(change))
+}
+
+/// Lets the values of an argument that takes paths begin with `~/`, the home folder.
+fn with_home(arg: Arg) -> Arg {
+    if arg.get_value_hint() != ValueHint::AnyPath {
+        return arg;
+    }
+    let expand = |path: PathBuf| {
+        path.to_str().map_or(path.clone(), |text| expand_home(text).into_owned().into())
+    };
+    arg.value_parser(PathBufValueParser::new().map(expand))
 }
 
 /// Checks the program's options: none has the name of an option of ours, in any command.
