@@ -1,5 +1,6 @@
 //! One run of a program: what its arguments ask for, and the exit code.
 
+use std::env;
 use std::io::{self, Write};
 use std::sync::Arc;
 
@@ -60,7 +61,7 @@ impl Run {
             text_printer().report(&error.to_string());
             return Err(WRONG_INPUT);
         }
-        cli::parse(&self.command(), std::env::args_os()).map_err(|message| {
+        cli::parse(&self.command(), env::args_os()).map_err(|message| {
             // Errors go to stderr, requested help to stdout.
             let printed = if message.kind() == ErrorKind::DisplayVersion && is_long_version() {
                 // A libtorch of another version is only named.
@@ -93,6 +94,11 @@ impl Run {
         ) {
             os::limit_spinning_in_main();
         }
+        env::current_dir().map_err(|error| {
+            Error::InvalidInput(format!(
+                "the working directory cannot be used, it may have been deleted: {error}; change to another (cd)"
+            ))
+        })?;
         check_version()?; // ahead of every other use of libtorch
         keep_memory();
         if !panics::wants_backtraces() {
@@ -202,7 +208,7 @@ fn text_printer() -> Printer {
 
 /// Returns whether `--version` asks for the versions, and not `-V`, which prints one line.
 fn is_long_version() -> bool {
-    std::env::args_os().any(|arg| arg == "--version")
+    env::args_os().any(|arg| arg == "--version")
 }
 
 /// Returns whether the output was written to stdout. Reports an error, unless the reader closed the pipe.

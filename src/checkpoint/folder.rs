@@ -303,7 +303,7 @@ fn create_folder(path: &Path) -> io::Result<()> {
     let missing =
         path.ancestors().take_while(|folder| *folder != Path::new("") && !folder.exists());
     let missing: Vec<&Path> = missing.collect();
-    fs::create_dir_all(path)?;
+    Place::create_folder(path)?;
     for folder in missing.into_iter().filter_map(Path::parent) {
         let folder = if folder == Path::new("") { Path::new(".") } else { folder };
         match File::open(folder) {

@@ -15,6 +15,7 @@ use super::diff::{FirstDifference, SidesOf, TensorComparison, compare_files, pri
 use crate::checkpoint::{Checkpoint, steps_in};
 use crate::config::whole;
 use crate::error::{Error, Result, Shown};
+use crate::files::Place;
 use crate::session::{AlreadyReported, path_in_shell};
 use crate::telemetry::{Printer, steps_text};
 
@@ -100,7 +101,7 @@ pub fn bisect(flags: &BisectFlags, program: &str, printer: &Printer) -> anyhow::
     if let Some((good, bad)) = dirs {
         start_from_checkpoints(&mut sides, good, bad, printer)?;
     }
-    fs::create_dir_all(folder).with_context(|| format!("creating {}", folder.shown()))?;
+    Place::create_folder(folder).with_context(|| format!("creating {}", folder.shown()))?;
     let differ = if are_halved {
         by_halves(&sides, flags.steps, folder, printer)?
     } else {

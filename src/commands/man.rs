@@ -1,12 +1,13 @@
 //! `ddp-mp man`: the manual pages of the program and of its commands.
 
+use std::io;
 use std::path::{Path, PathBuf};
-use std::{fs, io};
 
 use clap::{Args, Command};
 use clap_mangen::Man;
 
 use crate::error::{Error, Shown};
+use crate::files::Place;
 use crate::os::limits::unwritable;
 use crate::telemetry::Printer;
 
@@ -34,7 +35,7 @@ pub fn man(flags: &ManFlags, command: Command, printer: &Printer) -> anyhow::Res
         page(command, &source).render(&mut text)?;
         return Ok(printer.lines(|out| out.write_all(&text))?);
     };
-    let written = fs::create_dir_all(folder).and_then(|()| write_pages(command, &source, folder));
+    let written = Place::create_folder(folder).and_then(|()| write_pages(command, &source, folder));
     let unwritable = |error| match unwritable(format!("man {}", folder.shown()), &error) {
         Error::InvalidInput(problem) => Error::InvalidInput(problem + "; use another folder"),
         failure => failure,

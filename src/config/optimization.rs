@@ -8,7 +8,7 @@ use strum::{Display, EnumString, IntoStaticStr, VariantNames};
 use super::option_rules::{Conflict, InShortHelp, MayDiffer, OnlyIf, RefusedBy};
 use super::values::{MAX_F32, POSITIVE, format_number, name, number, whole};
 use super::{CommHookKind, Config, StrategyKind};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, counted};
 use crate::optim::{AdamWOptions, OptimizerOptions, ParamSpan, Schedule, SgdOptions, Unit};
 use crate::trainer::Amp;
 
@@ -234,10 +234,10 @@ impl Config {
             return (self.optimization.lr, None);
         }
         let lr = self.optimization.lr * world_size as f64;
-        let ranks = if world_size == 1 { "rank" } else { "ranks" };
         let note = format!(
-            "--scale-lr: learning rate {} x {world_size} {ranks} = {}",
+            "--scale-lr: learning rate {} x {} = {}",
             format_number(self.optimization.lr),
+            counted(world_size, "rank"),
             format_number(lr)
         );
         (lr, Some(note))
@@ -317,9 +317,10 @@ impl Config {
         let (lr, _) = self.lr_for(world_size);
         if lr > MAX_F32 {
             return Err(Error::InvalidInput(format!(
-                "{}: a learning rate of {} for {world_size} ranks is too large; use a smaller --lr",
+                "{}: a learning rate of {} for {} is too large; use a smaller --lr",
                 self.name_of("scale_lr"),
-                format_number(lr)
+                format_number(lr),
+                counted(world_size, "rank")
             )));
         }
         let steps = self.training.max_epochs.saturating_mul(self.steps_per_epoch(world_size));

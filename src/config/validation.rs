@@ -2,7 +2,7 @@
 
 use super::{Config, Invalid};
 use crate::data::batches_of_all;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, counted};
 use crate::telemetry::total_memory;
 
 impl Config {
@@ -17,14 +17,17 @@ impl Config {
         };
         if world_size > samples {
             return Err(Error::InvalidInput(format!(
-                "{world_size} ranks for {samples} samples: some ranks would have nothing to train on; use \
-                 --nproc-per-node {samples} or fewer, or more samples"
+                "{world_size} ranks for {}: some ranks would have nothing to train on; use \
+                 --nproc-per-node {samples} or fewer, or more samples",
+                counted(samples, "sample")
             )));
         }
         if self.steps_per_epoch(world_size) == 0 {
             return Err(Error::InvalidInput(format!(
-                "{}: {world_size} ranks with {samples} samples have no whole batch of {}; use a smaller batch size",
+                "{}: {} with {} have no whole batch of {}; use a smaller batch size",
                 self.name_of("drop_last_batch"),
+                counted(world_size, "rank"),
+                counted(samples, "sample"),
                 self.training.batch_size
             )));
         }

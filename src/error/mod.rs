@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use crate::operation::{OpId, Operation};
 pub use suspects::{Compared, Suspects};
-pub(crate) use suspects::{list_ranks, runs};
+pub(crate) use suspects::{counted, list_ranks, runs};
 
 /// `Result` with this crate's [`Error`].
 pub type Result<T, E = Error> = std::result::Result<T, E>;

@@ -1,5 +1,7 @@
 //! Decides which ranks are wrong when ranks differ: the minority, if there is a majority.
 
+use std::fmt::Display;
+
 use crate::operation::Operation;
 
 /// The reason for a comparison of replicas. Only `AfterStep` identifies the step that made them differ.
@@ -99,6 +101,17 @@ impl Suspects {
             _ => "; no majority agrees, so it is unknown which rank is wrong".into(),
         }
     }
+}
+
+/// Formats a count with what is counted: `1 rank`, `2 ranks`, `0 processes`.
+pub(crate) fn counted(count: impl Display, what: &str) -> String {
+    let count = count.to_string();
+    let ending = match &count[..] {
+        "1" => "",
+        _ if what.ends_with('s') => "es",
+        _ => "s",
+    };
+    format!("{count} {what}{ending}")
 }
 
 /// Formats ascending ranks: `rank 3`, `ranks 0 and 1`, `ranks 0-2, 5`.

@@ -35,6 +35,14 @@ impl Place {
         self.through_proc
     }
 
+    /// Creates the folder at `path`, and those above it. A link may lead to a folder that does not exist yet.
+    ///
+    /// # Errors
+    /// When one cannot be created.
+    pub(crate) fn create_folder(path: &Path) -> io::Result<()> {
+        fs::create_dir_all(Self::of(path).path)
+    }
+
     /// Returns the path without links and `..`.
     pub(crate) fn into_path(self) -> PathBuf {
         self.path
@@ -141,6 +149,8 @@ mod tests {
         ] {
             assert_eq!(Place::of(&at(one)).is(&Place::of(&at(other))), same, "{one} {other}");
         }
+        Place::create_folder(&at("dangling/a")).unwrap();
+        assert!(at("not-yet/a").is_dir());
         let within =
             |path: &str, folder: &str| Place::of(&at(path)).within(&Place::of(&at(folder)));
         assert_eq!(within("sub/around/x/y", "sub"), Some("x/y".into()));

@@ -11,7 +11,7 @@ use strum::{Display, EnumString, VariantNames};
 use tch::Device;
 
 use super::Placement;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, counted};
 use crate::os::affinity::{CpuList, Topology};
 
 /// The CPUs to which each rank is bound: `--bind`.
@@ -123,8 +123,8 @@ impl BindChoice {
                 Ok(Binding::Unbound("a single rank uses all CPUs of its process".into()))
             }
             Self::Auto if threads.saturating_mul(count) > cpus => {
-                let each = if *threads == 1 { "1 thread" } else { &format!("{threads} threads") };
-                Err(format!("{count} ranks with {each} each do not fit {}", named(allowed)))
+                let (ranks, each) = (counted(count, "rank"), counted(threads, "thread"));
+                Err(format!("{ranks} with {each} each do not fit {}", named(allowed)))
             }
             Self::Core if count > cpus => {
                 let may_use = named(allowed);
@@ -140,7 +140,7 @@ impl BindChoice {
 
 /// Returns `the 4 CPUs that this process may use (0-3)`.
 fn named(allowed: &CpuList) -> String {
-    let cpus = if allowed.0.len() == 1 { "1 CPU" } else { &format!("{} CPUs", allowed.0.len()) };
+    let cpus = counted(allowed.0.len(), "CPU");
     format!("the {cpus} that this process may use ({allowed})")
 }
 

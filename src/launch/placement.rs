@@ -6,7 +6,7 @@ use std::str::FromStr;
 use serde_with::SerializeDisplay;
 use tch::Device;
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, counted};
 use crate::ffi::cuda::Cuda;
 use crate::process_group::{Backend, Devices, device_name};
 
@@ -194,12 +194,7 @@ pub fn place(
             )));
         }
         let note = (nproc != Nproc::Cpu).then(|| {
-            let ranks = if count == 1 { "1 rank" } else { &format!("{count} ranks") };
-            let threads = if threads_per_rank == 1 {
-                "1 thread".into()
-            } else {
-                format!("{threads_per_rank} threads")
-            };
+            let (ranks, threads) = (counted(count, "rank"), counted(threads_per_rank, "thread"));
             let why = if share.threads_per_rank.is_some() { " (OMP_NUM_THREADS)" } else { "" };
             let slow = oversubscribed(count, share.cores).unwrap_or_default();
             let each = if count == 1 { "" } else { " each" };
@@ -238,7 +233,7 @@ pub fn place(
         (backend, devices, Some(note))
     } else if share.count > 1 {
         let NodeSlice { index, count: processes, .. } = share;
-        let each = if count == 1 { "1 rank" } else { &format!("{count} ranks") };
+        let each = counted(count, "rank");
         return Err(Error::InvalidInput(format!(
             "process {index} of {processes} on this machine: {processes} processes with {each} each need {} GPUs, \
              and {gpus} {} visible{}; start fewer processes or ranks, or check CUDA_VISIBLE_DEVICES",

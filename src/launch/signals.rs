@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Duration;
 
-use crossbeam::channel::{Receiver, bounded};
+use crossbeam::channel::{Receiver, bounded, never};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2};
 use signal_hook::flag;
 use signal_hook::iterator::Signals;
@@ -69,11 +69,11 @@ pub fn stop_on_signals(stop: &StopRequest) -> io::Result<()> {
 /// # Errors
 /// When the system refuses.
 pub fn status_signal() -> io::Result<Receiver<()>> {
-    let (requests_tx, requests_rx) = bounded(1);
     if os::is_ignored(SIGUSR2) {
-        return Ok(requests_rx);
+        return Ok(never());
     }
     let mut signals = Signals::new([SIGUSR2])?;
+    let (requests_tx, requests_rx) = bounded(1);
     // Runs until the process ends.
     let listen = move || {
         for _ in signals.forever() {

@@ -1,10 +1,13 @@
 //! Limits of the system on cores, open files, threads and disks: checks them in advance, and explains errors that they cause.
 
 use std::fmt::Display;
-use std::fs::{self, File};
+use std::fs;
 use std::io::{self, ErrorKind};
+use std::os::fd::OwnedFd;
 use std::thread;
 
+use rustix::event::{EventfdFlags, eventfd};
+use rustix::io::Errno;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use crate::error::{Error, Result};
@@ -117,7 +120,11 @@ impl Mendable {
 /// Describes why `what`, a thread or a process, could not be started. The text has the system's reason, this process's
 /// number of threads, the limits, and the remedy.
 pub(crate) fn not_started(what: &str, error: &io::Error) -> String {
-    explain_threads(format!("{what} cannot be started: {error}"))
+    let told = format!("{what} cannot be started: {error}");
+    match Errno::from_io_error(error) {
+        Some(Errno::AGAIN | Errno::NOMEM) => explain_threads(told),
+        _ => told,
+    }
 }
 
 /// Returns `error` with the limit that has kept a thread or a process from starting, unless it has one already.
@@ -164,8 +171,9 @@ pub(crate) fn require_files(count: usize, purpose: &str) -> Result<()> {
 
 /// Returns whether this process can open `count` more files now.
 pub(crate) fn can_open(count: usize) -> bool {
-    let files: Result<Vec<File>, io::Error> = (0..count).map(|_| File::open("/dev/null")).collect();
-    files.is_ok()
+    let files: Result<Vec<OwnedFd>, Errno> =
+        (0..count).map(|_| eventfd(0, EventfdFlags::CLOEXEC)).collect();
+    !matches!(files, Err(Errno::MFILE | Errno::NFILE))
 }
 
 fn raise_soft_limit() -> bool {
@@ -242,6 +250,8 @@ mod tests {
             "{started}"
         );
         assert!(started.contains(" threads; ") && explain(&started) == started, "{started}");
+        let without_proc = not_started("a process", &io::Error::other("Is /proc mounted?"));
+        assert_eq!(without_proc, "a process cannot be started: Is /proc mounted?");
     }
 
     #[test]

@@ -55,7 +55,7 @@ impl SharedRegion {
     ///
     /// # Errors
     /// If it has another size, or can become smaller: access would then end this process.
-    fn open(file: OwnedFd) -> io::Result<Self> {
+    pub(crate) fn open(file: OwnedFd) -> io::Result<Self> {
         let is_sealed = fcntl_get_seals(&file)?.contains(SEALS);
         if !is_sealed || fstat(&file)?.st_size != LEN as i64 {
             return Err(io::Error::other("the memory of another process is not sealed"));
@@ -108,8 +108,8 @@ impl SharedRegion {
         if sent == message.len() { Ok(()) } else { Err(io::ErrorKind::WriteZero.into()) }
     }
 
-    /// Receives a message of this length and the memory of the process at the other end. `is_expected` checks the
-    /// message first. Waits as long as the socket does.
+    /// Receives a message of this length and the memory of the process at the other end, for [`SharedRegion::open`].
+    /// `is_expected` checks the message first. Waits as long as the socket does.
     ///
     /// # Errors
     /// If the other end has sent something else, or nothing.
@@ -117,7 +117,7 @@ impl SharedRegion {
         socket: &UnixStream,
         message: &mut [u8],
         is_expected: impl FnOnce(&[u8]) -> bool,
-    ) -> io::Result<Self> {
+    ) -> io::Result<OwnedFd> {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
         let mut control = RecvAncillaryBuffer::new(&mut space);
         let length = message.len();
@@ -132,7 +132,7 @@ impl SharedRegion {
             _ => None,
         });
         match file {
-            Some(file) if received.bytes == length && is_expected(message) => Self::open(file),
+            Some(file) if received.bytes == length && is_expected(message) => Ok(file),
             _ => Err(io::Error::other("another program has sent something else")),
         }
     }
@@ -215,7 +215,8 @@ mod tests {
         let region = SharedRegion::create().unwrap();
         region.send(&here, b"hello").unwrap();
         let mut message = [0; 5];
-        let theirs = SharedRegion::receive(&there, &mut message, |it| it == b"hello").unwrap();
+        let theirs = SharedRegion::receive(&there, &mut message, |it| it == b"hello");
+        let theirs = SharedRegion::open(theirs.unwrap()).unwrap();
         let at = |region: &SharedRegion, offset| region.at(offset, 1).unwrap();
         // SAFETY: both addresses are those of one byte of memory, which this test alone uses. The compiler does not know that
         // they are the same byte, and that the kernel changes it.
@@ -235,7 +236,10 @@ mod tests {
     #[test]
     fn memory_that_can_shrink_and_strange_messages_are_refused() {
         let (here, there) = UnixStream::pair().unwrap();
-        let receive = || SharedRegion::receive(&there, &mut [0; 2], |it| it == b"ok");
+        let receive = || {
+            let file = SharedRegion::receive(&there, &mut [0; 2], |it| it == b"ok")?;
+            SharedRegion::open(file)
+        };
         SharedRegion::create().unwrap().send(&here, b"no").unwrap();
         assert!(receive().unwrap_err().to_string().contains("something else"));
         rustix::io::write(&here, b"ok").unwrap();

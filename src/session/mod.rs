@@ -26,7 +26,7 @@ use parking_lot::Mutex;
 use tch::Device;
 
 use crate::config::{Config, Data};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, counted};
 use crate::ffi::cuda::Cuda;
 use crate::launch::{
     FaultKind, JoinedLaunch, Launch, LaunchKind, Live, Rank, Restarts, RunView, ShownView, Spawn,
@@ -225,12 +225,8 @@ impl Session {
     fn live_view(&self) -> Option<Arc<dyn RunView>> {
         let Self { config, joined_launch, printer, .. } = self;
         let count = joined_launch.world_size();
-        let title = format!(
-            "{} on {count} {} ({})",
-            config.model_name(),
-            if count == 1 { "rank" } else { "ranks" },
-            self.backend()
-        );
+        let title =
+            format!("{} on {} ({})", config.model_name(), counted(count, "rank"), self.backend());
         let is_shown = printer.shows_live() && joined_launch.is_first();
         let (printer, shown) = (printer.clone(), self.live.clone());
         is_shown.then(|| Arc::new(Live { printer, title, shown }) as Arc<dyn RunView>)

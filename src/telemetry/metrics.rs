@@ -1,13 +1,12 @@
 //! The file of `--metrics`: lines of JSON. A run that starts again appends to it.
 
-use std::fs;
 use std::io::{self, Error as IoError, Write};
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result, Shown};
-use crate::files::{Appender, LinesBefore, lines_before};
+use crate::files::{Appender, LinesBefore, Place, lines_before};
 use crate::os::limits::explain;
 
 /// The file, and the number that distinguishes its rows from those of other starts.
@@ -70,7 +69,7 @@ impl MetricsFile {
         let open = || {
             let before = lines_before(path)?;
             let run = before.as_ref().map_or(Ok(0), last_run)?.saturating_add(1);
-            path.parent().map_or(Ok(()), fs::create_dir_all)?;
+            path.parent().map_or(Ok(()), Place::create_folder)?;
             Ok(Self { out: Appender::open(path)?.after(before.as_ref()), name: name(path), run })
         };
         open().map_err(|error: IoError| refused(path, &error))
@@ -127,6 +126,8 @@ fn last_run(lines: &LinesBefore) -> io::Result<u64> {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
 
     fn write(path: &Path, step: u64) -> Result<()> {

@@ -12,7 +12,7 @@ use strum::{Display, EnumString, VariantNames};
 use super::feed::Feed;
 use super::progress::Progress;
 use super::{End, Epoch, Event, Straggler, Stream};
-use crate::error::escaped;
+use crate::error::{counted, escaped};
 use crate::os::limits::explain;
 use crate::os::terminal::screen_problem;
 use crate::records::{TrainMetrics, ValidationMetrics};
@@ -371,7 +371,7 @@ impl Printer {
 
 /// Returns a number of steps with the word, as `1 step` or `2 steps`.
 pub(crate) fn steps_text(count: u64) -> String {
-    if count == 1 { "1 step".into() } else { format!("{count} steps") }
+    counted(count, "step")
 }
 
 /// Returns the rate of training, such as `1234 samples/s`.

@@ -1,7 +1,6 @@
 //! The file of `--record`: lines of JSON with hashes of what each rank had in each step. A run that starts again appends
 //! to it.
 
-use std::fs;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
@@ -11,7 +10,7 @@ use serde_json::{Map, Value};
 use serde_with::{DeserializeFromStr, SerializeDisplay};
 
 use crate::error::{Error, Result, Shown};
-use crate::files::{Appender, lines_before};
+use crate::files::{Appender, Place, lines_before};
 use crate::os::limits::explain;
 
 /// The version of the format. It grows when an older program can no longer read a record.
@@ -170,7 +169,7 @@ impl RecordFile {
                 ));
             }
         }
-        path.parent().map_or(Ok(()), fs::create_dir_all)?;
+        path.parent().map_or(Ok(()), Place::create_folder)?;
         let out = Appender::open(path)?.after(before.as_ref());
         let state = Mutex::new(State { out, has_header: false });
         Ok(Self { path: path.into(), state })

@@ -16,7 +16,7 @@ use super::step::step_on;
 use super::table::{self, Column, numbers};
 use crate::config::Config;
 use crate::data::Dataset;
-use crate::error::Error;
+use crate::error::{Error, counted};
 use crate::ffi::cuda::Cuda;
 use crate::launch::{Nproc, Placement, Spawn, SpawnChoice};
 use crate::os::cores;
@@ -220,7 +220,7 @@ pub fn bench_scaling(
 
 /// Returns `1 thread`, `2 threads` and so on.
 fn threads(count: usize) -> String {
-    format!("{count} thread{}", if count == 1 { "" } else { "s" })
+    counted(count, "thread")
 }
 
 /// Returns 1, 2, 3, 4, then powers of two, and `most`.

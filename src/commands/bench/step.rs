@@ -15,7 +15,7 @@ use super::note_if_busy;
 use super::sorted::Sorted;
 use crate::config::{CommHookKind, Config, StrategyKind};
 use crate::data::{BatchSource, Dataset};
-use crate::error::Error;
+use crate::error::{Error, counted};
 use crate::ffi::cuda::Cuda;
 use crate::launch::{Launch, Nproc, Rank};
 use crate::operation::Operation;
@@ -285,12 +285,9 @@ fn write_text(
     out: &mut dyn io::Write,
 ) -> io::Result<()> {
     let StepTimes { model, world_size, us_per_step, us_min, us_max, .. } = row;
-    let ranks = if *world_size == 1 { "rank" } else { "ranks" };
+    let ranks = counted(world_size, "rank");
     let (batch, on) = (config.training.batch_size, if on_gpu { " on GPUs" } else { "" });
-    writeln!(
-        out,
-        "# {model}, batch {batch}, {world_size} {ranks}{on}: medians of {steps} steps, in us"
-    )?;
+    writeln!(out, "# {model}, batch {batch}, {ranks}{on}: medians of {steps} steps, in us")?;
     if on_gpu {
         writeln!(out, "# the parts are the GPU's times; the rest of a step is the host's")?;
     }

@@ -9,7 +9,7 @@ use serde::Serialize;
 
 use super::Versions;
 use crate::config::{Config, Data, OptionValue};
-use crate::error::{Result, Shown};
+use crate::error::{Result, Shown, counted};
 use crate::ffi::{self, cuda::Cuda};
 use crate::launch::{Binding, Launch, LaunchKind, Placement, SpawnChoice};
 use crate::os::{binding_note, cores};
@@ -216,8 +216,8 @@ fn write_text(
     if let Some(Samples { dataset, training, validation, in_features, out_features }) = &report.data
     {
         row("data", dataset.clone())?;
-        row("  training", format!("{training} samples"))?;
-        row("  validation", validation.map_or_else(none, |count| format!("{count} samples")))?;
+        row("  training", counted(training, "sample"))?;
+        row("  validation", validation.map_or_else(none, |count| counted(count, "sample")))?;
         if let (Some(from), Some(to)) = (in_features, out_features) {
             row("  model", format!("{from} numbers -> {to}"))?;
         }
@@ -225,7 +225,7 @@ fn write_text(
     match (&report.plan, &report.plan_problem) {
         (Some(plan), _) => {
             let Plan { world_size, backend, devices, threads_per_rank, cpus, unbound } = plan;
-            row("would run", format!("{world_size} ranks, backend {backend}"))?;
+            row("would run", format!("{}, backend {backend}", counted(world_size, "rank")))?;
             row("  devices", devices.join(" "))?;
             row("  threads per rank", threads_per_rank.to_string())?;
             row(

@@ -211,7 +211,14 @@ pub(super) fn reach(
         let reason = match find(host, port, left) {
             Ok((server, local)) => {
                 let host = server.ip().to_string();
-                let connection = Connection::new(&host, port, None, whole_seconds(left()))?;
+                let connection = Connection::new(&host, port, None, whole_seconds(left()));
+                let connection = connection.map_err(|reason| match reason.contains("Ping failed") {
+                    true => format!(
+                        "{server}: what listens there is not the store of a run, but another program, perhaps an HTTP \
+                         server; use a port of your own"
+                    ),
+                    false => reason,
+                })?;
                 return Ok(Opened { connection, server, local });
             }
             Err(reason) => reason,

@@ -244,11 +244,12 @@ impl Own {
             let Ok(peer) = shared_memory::peer(&socket) else { continue };
             let greeted = socket.set_nonblocking(true);
             let greeted = greeted.and_then(|()| receive(&socket, self.offer.token));
-            let Ok((process, region)) = greeted else { continue };
+            let Ok((process, file)) = greeted else { continue };
             let after = mine + 1..here.end;
             let Some(link) = links.get_mut(process).filter(|_| after.contains(&process)) else {
                 continue;
             };
+            let region = SharedRegion::open(file).map_err(|error| error.to_string())?;
             let answer = greeting(self.offer.token, mine);
             self.region.send(&socket, &answer).map_err(|error| error.to_string())?;
             *link = Some((socket, peer, region));
@@ -256,7 +257,8 @@ impl Own {
         for (process, (socket, peer)) in connected {
             let answered = socket.set_read_timeout(Some(ANSWER));
             let answered = answered.and_then(|()| receive(&socket, offers[process].token));
-            let (_, region) = answered.map_err(|error| error.to_string())?;
+            let region = answered.and_then(|(_, file)| SharedRegion::open(file));
+            let region = region.map_err(|error| error.to_string())?;
             links[process] = Some((socket, peer, region));
         }
         for (link, offer) in links.iter().zip(offers) {
@@ -274,14 +276,14 @@ fn greeting(token: u64, mine: usize) -> Vec<u8> {
     [token, mine as u64].map(u64::to_le_bytes).concat()
 }
 
-/// Receives a [`greeting`] with `token`. Returns the number of the process that has sent it, and its memory.
-fn receive(socket: &UnixStream, token: u64) -> io::Result<(usize, SharedRegion)> {
+/// Receives a [`greeting`] with `token`. Returns the index of the process that has sent it, and its memory.
+fn receive(socket: &UnixStream, token: u64) -> io::Result<(usize, OwnedFd)> {
     let mut greeting = [0; GREETING];
     let has_token = |it: &[u8]| it[..8] == token.to_le_bytes();
-    let region = SharedRegion::receive(socket, &mut greeting, has_token)?;
+    let file = SharedRegion::receive(socket, &mut greeting, has_token)?;
     let (_, process) = greeting.split_at(8);
     let process = process.try_into().map(u64::from_le_bytes).ok();
-    Ok((process.and_then(|it| it.try_into().ok()).unwrap_or(usize::MAX), region))
+    Ok((process.and_then(|it| it.try_into().ok()).unwrap_or(usize::MAX), file))
 }
 
 /// A connection to another process of this user, and that process.

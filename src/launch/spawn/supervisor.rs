@@ -11,7 +11,7 @@ use crossbeam::select;
 
 use super::stopping::Stopping;
 use super::{Spawn, leave_error};
-use crate::error::{Result, Shown};
+use crate::error::{Result, Shown, counted};
 use crate::ffi::{check_version, choose_kernels, give_back_memory};
 use crate::launch::heartbeat_monitor::Stay;
 use crate::launch::rank_thread::{RankThread, RankThreadEnd};
@@ -292,8 +292,8 @@ impl Spawn {
                     let failure = run.failures().first().map(|failure| self.with_devices(failure));
                     if let Some(failure) = failure {
                         self.notifier.notify(&format!(
-                            "{failure}; {running} ranks of this process are still blocked after {NOTICE_AFTER:?}; \
-                             the process ends {grace_period:?} (--grace-period) after the failure"
+                            "{failure}; after {NOTICE_AFTER:?}, {} of this process had not come back; the process ends {grace_period:?} (--grace-period) after the failure",
+                            counted(running, "rank")
                         ));
                     }
                 }

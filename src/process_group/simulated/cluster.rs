@@ -7,7 +7,7 @@ use serde_with::SerializeDisplay;
 use strum::{Display, EnumString, IntoStaticStr};
 
 use super::cost::ClusterShape;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, counted};
 
 /// The link from one rank to another.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -200,7 +200,6 @@ impl SimulatedCluster {
     /// Returns the cluster of this many ranks in words: `2 nodes of 1 rank (latency=5us, bandwidth=25GB/s)`.
     pub(crate) fn describe(&self, ranks: usize) -> String {
         let ClusterShape { nodes, gpus } = self.shape_of(ranks);
-        let plural = |count: usize| if count == 1 { "" } else { "s" };
         let keys = match nodes {
             1 => ["node-latency", "node-bandwidth"],
             _ => ["latency", "bandwidth"],
@@ -210,9 +209,9 @@ impl SimulatedCluster {
             keys.iter().any(|key| setting.strip_prefix(key).is_some_and(|it| it.starts_with('=')))
         });
         format!(
-            "{nodes} node{} of {gpus} rank{} ({})",
-            plural(nodes),
-            plural(gpus),
+            "{} of {} ({})",
+            counted(nodes, "node"),
+            counted(gpus, "rank"),
             shown.collect::<Vec<_>>().join(", ")
         )
     }

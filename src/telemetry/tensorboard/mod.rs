@@ -2,14 +2,13 @@
 
 mod messages;
 
-use std::fs;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use prost::Message;
 
-use crate::files::Appender;
+use crate::files::{Appender, Place};
 use messages::{EventMessage, Histogram, Image, Kind, SessionLog, Summary, Value, What};
 
 /// A writer of one event file in the folder of a run. Follows `torch.utils.tensorboard.SummaryWriter`.
@@ -46,7 +45,7 @@ impl TensorBoard {
     /// # Errors
     /// When the folder or the file cannot be created.
     pub fn create(folder: &Path) -> io::Result<Self> {
-        fs::create_dir_all(folder)?;
+        Place::create_folder(folder)?;
         let now = seconds() as u64;
         let pid = std::process::id();
         let name =
@@ -189,6 +188,8 @@ fn histogram(values: &[f32]) -> Histogram {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
 
     /// Returns the records of a file, and checks their checksums.
