@@ -5,6 +5,7 @@ use std::io::{self, ErrorKind, IsTerminal, Write};
 use std::sync::Arc;
 
 use parking_lot::Mutex;
+use rustix::fs::{FileType, fstat};
 use serde::Serialize;
 use serde_with::SerializeDisplay;
 use strum::{Display, EnumString, VariantNames};
@@ -235,7 +236,7 @@ impl Printer {
     pub(super) fn text(&self, text: &str) -> io::Result<bool> {
         let mut out = io::stdout().lock();
         match out.write_all(escaped(text).as_bytes()).and_then(|()| out.flush()) {
-            Err(error) if error.kind() == ErrorKind::BrokenPipe => Ok(false),
+            Err(error) if nobody_reads(&error) => Ok(false),
             result => result.map(|()| true).map_err(unwritable_stdout),
         }
     }
@@ -268,8 +269,7 @@ impl Printer {
     fn write(write: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> io::Result<()> {
         let mut out = Escaping { out: io::BufWriter::new(io::stdout().lock()), line: Vec::new() };
         match write(&mut out).and_then(|()| out.flush()) {
-            // The reader has closed the pipe (`| head`), which is no failure.
-            Err(error) if error.kind() == ErrorKind::BrokenPipe => {
+            Err(error) if nobody_reads(&error) => {
                 let _ = out.out.into_parts(); // drops the output that could not be written
                 Ok(())
             }
@@ -391,6 +391,17 @@ pub(crate) fn validation_text(validation: &ValidationMetrics) -> String {
     let metrics: String =
         metrics.iter().map(|(name, value)| format!(", {name} {value:.6}")).collect();
     format!("loss {loss:.6}{bits}{accuracy}{metrics}")
+}
+
+/// Returns whether stdout could not be written because its reader has closed the pipe (`| head`), or because the terminal is
+/// gone. Neither is a failure.
+fn nobody_reads(error: &io::Error) -> bool {
+    let is_device = || {
+        let stdout = fstat(io::stdout()).map(|found| FileType::from_raw_mode(found.st_mode));
+        stdout == Ok(FileType::CharacterDevice)
+    };
+    error.kind() == ErrorKind::BrokenPipe
+        || (error.raw_os_error() == Some(libc::EIO) && is_device())
 }
 
 /// Returns the error of writing to stdout, with the limit of the system that caused it explained.
