@@ -4,7 +4,7 @@ use std::fs;
 use std::io::{BufRead, BufReader};
 use std::process::Stdio;
 
-use crate::harness::{program, repository, run, run_command, some_of};
+use crate::harness::{program, program_under, repository, run, run_command, some_of};
 
 /// What is printed for help and for mistakes: tests/cmd/*.trycmd.
 #[test]
@@ -81,6 +81,88 @@ fn paths_of_a_config_are_in_its_folder() {
         );
     }
     assert!(!at("run").exists());
+}
+
+/// A shell puts the home folder in the place of `~/` in words of their own only.
+#[test]
+fn leading_tilde_of_any_path_is_the_home_folder() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name);
+    fs::create_dir_all(at("home/data")).unwrap();
+    fs::create_dir(at("here")).unwrap();
+    let rows: String = (0..40).map(|row| format!("{},{}\n", row % 7, row % 3)).collect();
+    fs::write(at("home/data/rows.csv"), rows).unwrap();
+    fs::write(at("home/run.toml"), "metrics = \"~/metrics\"\ncheckpoint_dir = \"~/run\"\n")
+        .unwrap();
+    let run_here = |args: &[&str]| {
+        let mut command = program(args);
+        command.current_dir(at("here")).env("HOME", at("home"));
+        let (code, stdout, stderr) = run_command(command);
+        assert_eq!(code, Some(0), "{stderr}");
+        assert_eq!(fs::read_dir(at("here")).unwrap().count(), 0, "{args:?}");
+        stdout
+    };
+    run_here(&[
+        "--config=~/run.toml",
+        "--dataset=csv:~/data/rows.csv",
+        "--record",
+        "~/record",
+        "--trace=~/t",
+    ]);
+    for written in ["metrics", "run/latest", "record", "t"] {
+        assert!(at("home").join(written).exists(), "{written}");
+    }
+    run_here(&[
+        "--dataset",
+        "csv:~/data/rows.csv",
+        "--init-from=~/run",
+        "--record=~/other",
+        "--spawn=processes",
+    ]);
+    run_here(&[
+        "rerun",
+        "--checkpoint-dir=~/run",
+        "--step=1",
+        "--keep=~/kept",
+        "--record=~/record",
+    ]);
+    assert!(at("home/kept").exists());
+    let equal = run_here(&["diff", "~/record", "~/record"]);
+    assert!(equal.contains("Equal: "), "{equal}");
+}
+
+#[test]
+fn deleted_working_directory_is_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let gone = folder.path().join("gone");
+    let setup = format!("mkdir {0} && cd {0} && rmdir {0}", gone.display());
+    for args in [&["--max-epochs=1"][..], &["env"], &["comm", "all_reduce"]] {
+        let (code, _, stderr) = run_command(program_under(&setup, args));
+        assert_eq!(code, Some(2), "{args:?}: {stderr}");
+        assert!(stderr.contains("the working directory cannot be used"), "{args:?}: {stderr}");
+    }
+}
+
+#[test]
+fn stall_warning_that_never_comes_is_refused() {
+    let (code, _, stderr) = run(&["--stall-warning=5s", "--timeout=1s"]);
+    assert_eq!(code, Some(2), "{stderr}");
+    let expected =
+        "--stall-warning: a rank waits at most 1s (--timeout), so that 5s would never warn";
+    assert!(stderr.contains(expected), "{stderr}");
+    let (code, _, stderr) = run(&["--timeout=1s", "--max-steps=1"]);
+    assert_eq!(code, Some(0), "{stderr}");
+}
+
+#[test]
+fn limit_before_the_end_of_a_schedule_is_noted_once() {
+    let cosine = ["--schedule=cosine", "--schedule-by=step", "--max-epochs=10", "--max-steps=4"];
+    for spawn in ["--spawn=threads", "--spawn=processes"] {
+        let (code, _, stderr) = run(&[&cosine[..], &["--nproc-per-node=2", spawn]].concat());
+        assert_eq!(code, Some(0), "{stderr}");
+        let told = "--max-steps: this run ends after 4 of 640 steps, so that the cosine ends at a learning rate of ";
+        assert_eq!(stderr.matches(told).count(), 1, "{stderr}");
+    }
 }
 
 /// configs/digits.toml with what its variants leave as it is, and each of these: paragraphs of `#key = value`.

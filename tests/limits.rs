@@ -3,8 +3,11 @@
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::Path;
+use std::process::{Command, Stdio};
 
-use crate::harness::{program_under, run_command, runs_every_case, some_of};
+use crate::harness::{
+    in_the_environment_of, program, program_under, run_command, runs_every_case, some_of,
+};
 
 /// Whether the program can be loaded at all under `limit`.
 fn can_be_loaded(limit: &str) -> bool {
@@ -92,6 +95,37 @@ fn address_space_limit_is_named_in_the_error() {
     // Each rank's stack takes 64 MiB of addresses, and all of them 4 GiB more than there are.
     let named = "bytes of memory that it may have (ulimit -v); raise the limit (ulimit -v), or";
     assert!(is_named("ulimit -v 16000000", &["--nproc-per-node=300"], named));
+}
+
+/// 70 GB are enough for the memory of one process, and not for that of both.
+#[test]
+fn address_space_for_one_memory_is_named_as_the_reason_for_tcp() {
+    let args = ["--nproc-per-node=2", "--spawn=processes", "--max-epochs=1"];
+    let (code, _, stderr) = run_command(program_under("ulimit -v 70000000", &args));
+    assert_eq!(code, Some(0), "{stderr}");
+    let why = "64 GiB of addresses are not available; raise the limit (ulimit -v unlimited)";
+    assert!(stderr.contains(why) && !stderr.contains("a connection is missing"), "{stderr}");
+}
+
+/// A system without devices or processes is no system with low limits.
+#[test]
+fn system_without_dev_or_proc_is_not_taken_for_one_with_limits() {
+    let mut unshare = Command::new("unshare");
+    unshare.args(["--user", "--map-root-user", "--mount", "true"]);
+    if !unshare.status().is_ok_and(|it| it.success()) {
+        return println!("skipped: this user may not mount");
+    }
+    let program = program(&["--nproc-per-node=2", "--spawn=processes", "--max-epochs=1"]);
+    for setup in ["mount -t tmpfs none /dev", "mount -t tmpfs none /proc"] {
+        let mut command = Command::new("unshare");
+        command.args(["--user", "--map-root-user", "--mount", "sh", "-c"]);
+        command.arg(format!("{setup} && exec \"$0\" \"$@\""));
+        command.arg(program.get_program()).args(program.get_args()).stdin(Stdio::null());
+        let (_, _, stderr) = run_command(in_the_environment_of(&program, command));
+        for wrong in ["ulimit", "Too many open files", "panicked"] {
+            assert!(!stderr.contains(wrong), "{setup}: {stderr}");
+        }
+    }
 }
 
 /// The kernel would end a process whose memory is larger than the limit on files.

@@ -1,15 +1,20 @@
 //! `--spawn=processes`: what threads come to, one report of a failure, and nobody left behind.
 
-use std::fs;
+use std::ffi::OsStr;
+use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Read};
 use std::os::fd::OwnedFd;
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::UnixDatagram;
-use std::os::unix::process::ExitStatusExt;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Child, ChildStdout, Command, Stdio};
 use std::sync::mpsc::channel;
 use std::thread;
 use std::time::Instant;
 
+use rustix::process::{ioctl_tiocsctty, setsid};
+use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
+use rustix::stdio::stdin;
 use serde_json::Value;
 use wait_timeout::ChildExt;
 
@@ -220,6 +225,46 @@ fn signal_stops_all_processes_and_saves() {
     assert_eq!(code, Some(0), "{stderr}");
     assert!(stderr.contains("resuming from"), "{stderr}");
     assert_eq!(events.last().unwrap()["stopped"], "max-seconds");
+}
+
+/// A window is closed, or a connection ends: the run gets SIGHUP, and whatever it prints from then on fails.
+#[test]
+fn run_whose_terminal_is_gone_stops_and_saves() {
+    for spawn in ["--spawn=threads", PROCESSES, "--max-restarts=1"] {
+        let folder = tempfile::tempdir().unwrap();
+        let dir = format!("--checkpoint-dir={}", folder.path().display());
+        let args = ["--nproc-per-node=2", "--max-epochs=1000000", &dir, spawn];
+        let terminal =
+            openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC).unwrap();
+        grantpt(&terminal).unwrap();
+        unlockpt(&terminal).unwrap();
+        let name = ptsname(&terminal, Vec::new()).unwrap();
+        let end =
+            || File::options().read(true).write(true).open(OsStr::from_bytes(name.as_bytes()));
+        let mut command = program(&args);
+        command.stdin(end().unwrap()).stdout(end().unwrap()).stderr(end().unwrap());
+        // SAFETY: between fork and exec this makes two system calls.
+        unsafe {
+            command.pre_exec(|| {
+                setsid()?;
+                Ok(ioctl_tiocsctty(stdin())?)
+            })
+        };
+        let mut child = command.spawn().unwrap();
+        drop(command); // with its ends of the terminal
+        let mut terminal = BufReader::new(File::from(terminal));
+        let mut text = String::new();
+        while !text.contains("| Epoch: 1 |") {
+            assert!(terminal.read_line(&mut text).unwrap() > 0, "{text}");
+        }
+        drop(terminal);
+        let ended = child.wait_timeout(TIMEOUT).unwrap();
+        child.kill().unwrap();
+        assert_eq!(ended.expect("it ends").code(), Some(129), "{spawn}");
+        let latest = fs::read_to_string(folder.path().join("latest")).unwrap();
+        let steps: u64 = latest.trim().strip_prefix("step-").unwrap().parse().unwrap();
+        assert!(steps > 128, "{spawn}: {latest}");
+    }
 }
 
 #[test]

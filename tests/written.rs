@@ -302,6 +302,7 @@ fn full_disk_is_reported_and_leaves_no_partial_file() {
         (&*format!("--tensorboard=board {long}"), "writing --tensorboard"),
         ("--trace=trace.json --max-epochs=20", "writing --trace"),
         ("--report=page.html --max-epochs=20", "writing --report"),
+        ("--keep=kept --keep-step=3 --model=mlp --hidden=128,128", "kept: "),
         ("--log-format=json --max-epochs=600 >stdout", "writing to stdout"),
     ]
     .map(|(flags, problem)| (flags.to_owned(), problem));
@@ -320,7 +321,7 @@ fn full_disk_is_reported_and_leaves_no_partial_file() {
             let (code, stderr, left) = run_out_of_room(setup, flags);
             assert_eq!(code, Some(1), "{setup}: {flags}: {stderr}");
             assert!(stderr.contains(problem) && stderr.contains(why), "{setup}: {flags}: {stderr}");
-            for part in [".ddp-mp-", ".unfinished", ".new", "trace.json", "page.html"] {
+            for part in [".ddp-mp-", ".unfinished", ".new", "trace.json", "page.html", "kept"] {
                 assert!(!left.contains(part), "{setup}: {flags}: {left}");
             }
             // The last byte of the metrics is the end of a row.
@@ -348,6 +349,22 @@ fn full_disk_is_reported_and_leaves_no_partial_file() {
 }
 
 /// Folders and files whose names would break a line, or a command of a shell.
+/// A link may lead to a folder on another disk that is made later.
+#[test]
+fn folder_behind_a_dangling_link_is_created() {
+    let folder = tempfile::tempdir().unwrap();
+    for name in ["run", "board", "recorder", "deep"] {
+        symlink(format!("disk/{name}"), folder.path().join(name)).unwrap();
+    }
+    let flags = "--checkpoint-dir=run --tensorboard=board --flight-recorder=recorder --trace=deep/t --metrics=deep/m";
+    let (code, _, stderr) = run_in(folder.path(), flags);
+    assert_eq!(code, Some(0), "{stderr}");
+    for name in ["run/latest", "recorder/0", "deep/t", "deep/m"] {
+        assert!(folder.path().join("disk").join(name).exists(), "{name}: {stderr}");
+    }
+    assert!(fs::symlink_metadata(folder.path().join("run")).unwrap().is_symlink());
+}
+
 #[test]
 fn names_with_line_breaks_stay_on_one_line() {
     let folder = tempfile::tempdir().unwrap();

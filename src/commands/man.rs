@@ -7,7 +7,7 @@ use clap::{Args, Command};
 use clap_mangen::Man;
 
 use crate::error::{Error, Shown};
-use crate::files::Place;
+use crate::files::{Place, WholeFile};
 use crate::os::limits::unwritable;
 use crate::telemetry::Printer;
 
@@ -47,7 +47,10 @@ fn write_pages(command: Command, source: &str, folder: &Path) -> io::Result<()> 
     for subcommand in command.get_subcommands() {
         write_pages(subcommand.clone(), source, folder)?;
     }
-    page(command, source).generate_to(folder).map(drop)
+    let page = page(command, source);
+    let whole = WholeFile::begin(&folder.join(page.get_filename()))?;
+    page.render(&mut whole.file())?;
+    whole.replace()
 }
 
 /// Returns the page of `command`, with all options and the usage of its help. `source` is the program and its version.
