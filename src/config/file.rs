@@ -13,7 +13,7 @@ use toml::{Table, Value};
 use super::files::put_into_folder_of;
 use super::{Program, flag_name, option_of_other_name, why_replaced};
 use crate::error::{Error, Result, Shown};
-use crate::files::read_stream;
+use crate::files::{mistaken, read_stream};
 use crate::launch::Nproc;
 
 /// The size limit of a file, in bytes.
@@ -32,6 +32,8 @@ pub(super) fn read(file: &Path, command: &Command, flags: &Table) -> Result<Tabl
     let name = file.shown();
     let input = |problem: String| Error::InvalidInput(format!("--config {name}: {problem}"));
     let bytes = read_stream(file, LONGEST_FILE).map_err(|error| input(error.to_string()))?;
+    let instead = "write options, such as lr = 0.1";
+    mistaken(&bytes, "a TOML file", instead).map_or(Ok(()), |problem| Err(input(problem)))?;
     let text = str::from_utf8(&bytes).map_err(|error| {
         let line = bytes[..error.valid_up_to()].iter().filter(|&&byte| byte == b'\n').count() + 1;
         let start = bytes[..error.valid_up_to()].iter().rposition(|&byte| byte == b'\n');

@@ -1,10 +1,12 @@
 //! Files that the user names. They are opened without waiting, read up to a limit, and written in whole rows.
 
 mod append;
+mod mistaken;
 mod place;
 mod read;
 
 pub(crate) use append::{Appender, LinesBefore, lines_before};
+pub(crate) use mistaken::{GZIP, HTML, RECOGNIZED_BY, SAFETENSORS, kind_of, mistaken};
 pub(crate) use place::Place;
 pub(crate) use read::{name_of_kind, open_regular, read_regular, read_stream, refuse_special};
 

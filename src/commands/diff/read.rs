@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use serde::Deserialize;
 
 use crate::error::{Error, Result, Shown};
-use crate::files::open_regular;
+use crate::files::{mistaken, open_regular};
 use crate::os::limits::explain;
 use crate::telemetry::{
     RECORD_FORMAT, RecordHeader, RecordLine, RecordedFailure, RecordedStart, RecordedStep,
@@ -213,7 +213,11 @@ fn other_version(format: u32) -> String {
 fn not_a_record(path: &Path, line: &[u8]) -> Error {
     match serde_json::from_slice::<AnyHeader>(line) {
         Ok(AnyHeader { format }) if format != RECORD_FORMAT => refused(path, other_version(format)),
-        _ => refused(path, "this file is not a record; name a file that --record has written"),
+        _ => {
+            let instead = "name a file that --record has written";
+            let unknown = || format!("this file is not a record; {instead}");
+            refused(path, mistaken(line, "a record", instead).unwrap_or_else(unknown))
+        }
     }
 }
 
