@@ -11,7 +11,7 @@ use serde::de::{DeserializeSeed, Error as _, MapAccess, Visitor};
 use toml::{Table, Value};
 
 use super::files::put_into_folder_of;
-use super::{Program, flag_name, option_of_other_name, why_replaced};
+use super::{Program, flag_name, option_of_other_name, why_replaced, without_option};
 use crate::error::{Error, Result, Shown};
 use crate::files::{mistaken, read_stream};
 use crate::launch::Nproc;
@@ -265,7 +265,11 @@ fn which_was_meant(command: &Command, unknown: &str) -> String {
         if is_short { 1.0 } else { strsim::normalized_damerau_levenshtein(&unknown_key, key) }
     };
     let is_key = |option: &str| known().any(|key| key == option.replace('-', "_"));
-    if let Some(option) = option_of_other_name(&unknown.replace('_', "-"), is_key) {
+    let name = unknown.replace('_', "-");
+    if let Some(remedy) = without_option(&name) {
+        return remedy.into();
+    }
+    if let Some(option) = option_of_other_name(&name, is_key) {
         let (key, value) = option.split_once('=').unwrap_or((option, ""));
         let value = if value.is_empty() { String::new() } else { format!(" = \"{value}\"") };
         return format!("did you mean `{}{value}`?", key.replace('-', "_"));
