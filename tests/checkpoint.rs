@@ -471,8 +471,11 @@ fn init_from_starts_with_saved_parameters() {
     assert!(error.contains("unexpected: `0.bias`, `0.weight`, `2.bias`"), "{error}");
 }
 
+/// The shapes and bytes of tensors by name.
+type SavedTensors = BTreeMap<String, (Vec<usize>, Vec<u8>)>;
+
 /// The tensors of a checkpoint of a run with `args`, and its hash.
-fn saved_by(args: &str) -> (BTreeMap<String, (Vec<usize>, Vec<u8>)>, String) {
+fn saved_by(args: &str) -> (SavedTensors, String) {
     let (folder, dir) = folder();
     let saved = train(args, &[&dir]);
     let bytes = fs::read(checkpoints(&folder)[0].join("model.safetensors")).unwrap();
@@ -484,11 +487,7 @@ fn saved_by(args: &str) -> (BTreeMap<String, (Vec<usize>, Vec<u8>)>, String) {
 }
 
 /// Writes float32 tensors to a file, with this metadata, and returns the flag that starts from it.
-fn init_from(
-    file: &Path,
-    tensors: &BTreeMap<String, (Vec<usize>, Vec<u8>)>,
-    metadata: &[(&str, &str)],
-) -> String {
+fn init_from(file: &Path, tensors: &SavedTensors, metadata: &[(&str, &str)]) -> String {
     let views = tensors.iter().map(|(name, (shape, bytes))| {
         let view =
             safetensors::tensor::TensorView::new(safetensors::Dtype::F32, shape.clone(), bytes);

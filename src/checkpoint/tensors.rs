@@ -173,10 +173,11 @@ impl TensorFile {
     /// not finite. `vs` has not changed then.
     pub fn load_into(&self, vs: &VarStore) -> Result<()> {
         let mut saved = self.tensors()?;
-        let wanted: BTreeMap<String, Tensor> = state_dict(vs)?.into_iter().collect();
+        let wanted = state_dict(vs)?;
+        let names: BTreeSet<&String> = wanted.iter().map(|(name, _)| name).collect();
         let mut unused = Vec::new();
         for (left_out, kept) in self.tied_names() {
-            if wanted.contains_key(&left_out)
+            if names.contains(&left_out)
                 && !saved.contains_key(&left_out)
                 && let Some(tensor) = saved.get(&kept).map(Tensor::shallow_clone)
             {
@@ -184,10 +185,10 @@ impl TensorFile {
                 unused.push(kept);
             }
         }
-        saved.retain(|name, _| wanted.contains_key(name) || !unused.contains(name));
+        saved.retain(|name, _| names.contains(name) || !unused.contains(name));
         let refused =
             |problem: String| Err(Error::InvalidInput(format!("{} {problem}", self.path.shown())));
-        if let Some(problem) = other_names(&saved, &wanted) {
+        if let Some(problem) = other_names(&saved, &names) {
             return refused(format!("does not fit the model: {problem}"));
         }
         let (mut missing, mut reshaped, mut copies) = (Vec::new(), Vec::new(), Vec::new());
@@ -247,15 +248,12 @@ const WRAPPERS: [(&str, &str); 5] = [
 ];
 
 /// Explains how the names in a file differ from those of the model, if added parts explain it for all of the model's.
-fn other_names(
-    saved: &BTreeMap<String, Tensor>,
-    wanted: &BTreeMap<String, Tensor>,
-) -> Option<String> {
+fn other_names(saved: &BTreeMap<String, Tensor>, wanted: &BTreeSet<&String>) -> Option<String> {
     let fits = |names: &BTreeSet<String>, prefix: &str| {
-        wanted.keys().all(|name| names.contains(&format!("{prefix}{name}")))
+        wanted.iter().all(|name| names.contains(&format!("{prefix}{name}")))
     };
     let mut names: BTreeSet<String> = saved.keys().cloned().collect();
-    let shortest = wanted.keys().min_by_key(|name| name.len())?;
+    let shortest = wanted.iter().min_by_key(|name| name.len())?;
     if fits(&names, "") {
         return None;
     }
@@ -264,7 +262,7 @@ fn other_names(
         let inner = format!(".{part}");
         let without = |name: &String| format!(".{name}").replace(&inner, ".")[1..].to_owned();
         let stripped: BTreeSet<String> = names.iter().map(without).collect();
-        if stripped != names && wanted.keys().all(|name| without(name) == *name) {
+        if stripped != names && wanted.iter().all(|name| without(name) == **name) {
             let is_first = names.iter().all(|name| name.starts_with(part));
             removed += &match is_first {
                 true => format!(".removeprefix({part:?})"),
@@ -293,7 +291,7 @@ fn other_names(
     };
     let mut before = names.iter().filter_map(|name| shortest.strip_suffix(name.as_str()));
     let prefix = before
-        .find(|prefix| prefix.ends_with('.') && wanted.keys().all(|name| is_there(prefix, name)))?;
+        .find(|prefix| prefix.ends_with('.') && wanted.iter().all(|name| is_there(prefix, name)))?;
     Some(format!(
         "the model's names begin with `{prefix}`, and those of the file do not; save it again with \
          {{{prefix:?} + name: tensor for name, tensor in model.state_dict().items()}}"

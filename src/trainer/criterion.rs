@@ -8,7 +8,7 @@ use tch::{Kind, TchError, Tensor};
 use super::Loss;
 use crate::data::Batch;
 use crate::error::{Error, Result};
-use crate::ffi::{TorchResult, fork_rng};
+use crate::ffi::{TorchResult, fork_rng, leave_out_resize_warnings};
 use crate::runtime::panics;
 
 /// What a run minimizes and measures: a built-in [`Loss`] or your own loss, with metrics, and a count of what a batch
@@ -193,7 +193,7 @@ impl Criterion {
     }
 
     /// Finds out whether `loss` compares each output with each target, because libtorch repeats tensors of shapes such as
-    /// `[50, 1]` and `[50]`. If so, `value` is the same for targets in another order.
+    /// `[50, 1]` and `[50]`.
     fn look_for_broadcast(
         &self,
         loss: &OwnLoss,
@@ -205,33 +205,27 @@ impl Criterion {
             && output.numel() == targets.numel()
             && output.is_floating_point()
             && targets.is_floating_point();
-        if !may || self.note.get().is_some() {
+        if !may {
             return;
         }
-        let look = || {
-            let turned = |tensor: &Tensor| tensor.f_roll([1], [0]);
-            if turned(output)?.f_equal(output)? || turned(targets)?.f_equal(targets)? {
-                return Ok(None); // this batch cannot tell
+        if self.note.get().is_none() {
+            // The random numbers of the run stay the same.
+            let look = || tch::no_grad(|| ignores_order(loss, output, targets, value));
+            let found = fork_rng(0, || panics::in_closure("the loss", look));
+            if let Ok(Ok(Ok(Some(is_broadcast)))) = found {
+                let note = is_broadcast.then(|| {
+                    format!(
+                        "warning: the loss compares each output of a batch with each target, because the model returns \
+                         the shape {:?} and the targets have {:?}; give both one shape, as with output.view_as(targets)",
+                        output.size(),
+                        targets.size()
+                    )
+                });
+                let _ = self.note.set(note); // another rank may have been first
             }
-            let other = loss(output, &turned(targets)?).check().ok();
-            let other = other.map(|other| other.loss.f_double_value(&[])).transpose()?;
-            let value = value.f_double_value(&[])?;
-            Ok::<_, TchError>(Some(
-                other.is_some_and(|it| (it - value).abs() <= value.abs() * 1e-6),
-            ))
-        };
-        // The random numbers of the run stay the same.
-        let looked = fork_rng(0, || panics::in_closure("the loss", || tch::no_grad(look)));
-        if let Ok(Ok(Ok(Some(is_broadcast)))) = looked {
-            let note = is_broadcast.then(|| {
-                format!(
-                    "warning: the loss compares each output of a batch with each target, because the model returns the \
-                     shape {:?} and the targets have {:?}; give both one shape, as with output.view_as(targets)",
-                    output.size(),
-                    targets.size()
-                )
-            });
-            let _ = self.note.set(note); // another rank may have been first
+        }
+        if self.note().is_some() {
+            leave_out_resize_warnings();
         }
     }
 
@@ -342,6 +336,22 @@ impl LossParts {
         let (name, loss) = first?;
         Ok(Measured { name, loss, named: parts.collect::<Result<_>>()? })
     }
+}
+
+/// Returns whether `loss` has the same `value` for targets in another order. `None` if this batch cannot tell.
+fn ignores_order(
+    loss: &OwnLoss,
+    output: &Tensor,
+    targets: &Tensor,
+    value: &Tensor,
+) -> Result<Option<bool>, TchError> {
+    let turned = targets.f_roll([1], [0])?;
+    if turned.f_equal(targets)? || output.f_roll([1], [0])?.f_equal(output)? {
+        return Ok(None);
+    }
+    let Ok(other) = loss(output, &turned).check() else { return Ok(Some(false)) };
+    let (other, value) = (other.loss.f_double_value(&[])?, value.f_double_value(&[])?);
+    Ok(Some((other - value).abs() <= value.abs() * 1e-5))
 }
 
 /// Returns `value` without dimensions. Its shape is checked and its value is not: to read that would wait for the
