@@ -403,7 +403,7 @@ fn mistaken_files() -> Vec<(Vec<u8>, &'static str, &'static str)> {
         (
             zip("archive/data.pkl"),
             "a file of torch.save",
-            "safetensors.torch.save_file|numpy.save|text|TOML|write|--record|--trace|checkpoint",
+            "safetensors.torch.save_file|numpy.save|text|TOML|MNIST|write|--record|--trace|checkpoint",
         ),
         (b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.\x80\x02M".to_vec(), "a file of torch.save", ""),
         (zip("train.csv"), "a zip archive", "unpack it"),

@@ -273,9 +273,11 @@ fn other_names(saved: &BTreeMap<String, Tensor>, wanted: &BTreeSet<&String>) -> 
         }
     }
     let mut before = names.iter().filter_map(|name| name.strip_suffix(shortest.as_str()));
-    if let Some(prefix) =
-        before.find(|prefix| fits(&names, prefix) && (prefix.is_empty() || prefix.ends_with('.')))
-    {
+    let is_before_all = |prefix: &&str| {
+        let is_outer = prefix.ends_with('.') && names.iter().all(|name| name.starts_with(*prefix));
+        (prefix.is_empty() || is_outer) && fits(&names, prefix)
+    };
+    if let Some(prefix) = before.find(is_before_all) {
         if !prefix.is_empty() {
             removed += &format!(".removeprefix({prefix:?})");
             added.push(format!("`{prefix}`, which a module around the model adds"));

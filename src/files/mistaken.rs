@@ -71,12 +71,13 @@ const fn of(begins: &'static [u8], what: &'static str, remedy: &'static str) -> 
 }
 
 /// What servers write into a file that they do not give away.
-const REFUSALS: [&str; 8] = [
-    "404",
-    "403",
-    "not found",
+const REFUSALS: [&str; 9] = [
+    "403 forbidden",
+    "404 not found",
+    "404: not found",
+    "access denied",
+    "access to model",
     "entry not found",
-    "access ",
     "invalid username or password",
     "repository not found",
     "{\"error\"",
@@ -155,7 +156,7 @@ mod tests {
             let (what, _) = kind_of(&bytes).unwrap();
             assert!(what.starts_with(expected), "{what}, not {expected}");
         }
-        for text in ["1,2\n", "404,403\n".repeat(100).as_str(), "lr = 0.1", "", "a,b", "Lorem"] {
+        for text in ["1,2\n", "404,403\n", "Access", "lr = 0.1", "", "a,b", "Lorem"] {
             assert_eq!(kind_of(text.as_bytes()), None, "{text}");
         }
         let problem = mistaken(b"\x93NUMPY\x01", "a trace", "use a trace").unwrap();
