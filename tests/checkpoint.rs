@@ -517,6 +517,14 @@ fn init_from_follows_the_metadata_of_tied_weights() {
     assert_eq!(train(&args, &[&init, "--lr=0", "--seed=3"]).hash, hash);
     let error = refused(&args, &[&init_from(&file, &tensors, &names[..1])]);
     assert!(error.contains("missing: `transformer.wte.weight`; unexpected: `lm_head"), "{error}");
+    let inner = saved_by(&args)
+        .0
+        .into_iter()
+        .map(|(name, tensor)| (name.replace("transformer.", ""), tensor));
+    let error = refused(&args, &[&init_from(&file, &inner.collect(), &[])]);
+    let expected = "the model's names begin with `transformer.`, and those of the file do not; save it again with \
+                    {\"transformer.\" + name: tensor for name, tensor in model.state_dict().items()}";
+    assert!(error.contains(expected), "{error}");
     let wrong = [("transformer.wte.weight", "elsewhere")];
     let error = refused(&args, &[&init_from(&file, &tensors, &wrong)]);
     assert!(error.contains("missing: `transformer.wte.weight`"), "{error}");

@@ -158,7 +158,7 @@ const WITHOUT_OPTION: [(&[&str], &str); 5] = [
     ),
     (
         &["global-rank", "local-rank", "rank"],
-        "leave it out: ranks get their numbers by themselves; --node-rank is the number of a machine",
+        "leave it out: the program gives out the ranks; --node-rank tells machines apart",
     ),
     (
         &[

@@ -42,7 +42,7 @@ const KINDS: &[Kind] = &[
     of(b"7z\xbc\xaf\x27\x1c", "a 7z archive", UNPACK),
     of(b"Rar!\x1a\x07", "a rar archive", UNPACK),
     Kind { marks: (257, b"ustar"), what: "a tar archive", remedy: UNPACK },
-    of(b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19.", TORCH, ""),
+    of(b"\x80\x02\x8a", TORCH, ""), // a pickle that begins with a long number
     of(b"\x80\x02", PICKLE, ""),
     of(b"\x80\x03", PICKLE, ""),
     of(b"\x80\x04\x95", PICKLE, ""),

@@ -247,10 +247,9 @@ fn check_no_target(
     }
     let unclear = |(_, names): &&Header| names.len() != count && names.iter().any(mentions);
     match comments.iter().find(unclear) {
-        Some((comment, names)) => Err(format!(
-            "line {comment} is a comment about the target, and has {} columns, and line {number} has {count}; begin the \
-             file with a line that names each column, or remove the comment",
-            names.len()
+        Some((comment, _)) => Err(format!(
+            "line {comment} is a comment about the target, and does not name each of the {count} columns of line \
+             {number}; begin the file with a line that does, or remove the comment"
         )),
         None => Ok(()),
     }
@@ -332,9 +331,9 @@ mod tests {
             ("Y,a", "column 1 is called \"Y\""),
             (
                 "# label,a,b",
-                "line 1 is a comment about the target, and has 3 columns, and line 2 has 2",
+                "line 1 is a comment about the target, and does not name each of the 2 columns of line 2",
             ),
-            ("# label a", "line 1 is a comment about the target, and has 1 columns"),
+            ("# label a", "line 1 is a comment about the target, and does not"),
             ("label,Target", "several columns are called target or label"),
         ] {
             let error = read(&format!("{header}\n0,5\n")).unwrap_err();
