@@ -54,6 +54,31 @@ fn hash_is_that_of_the_built_in_model() {
 }
 
 #[test]
+fn loss_that_compares_each_output_with_each_target_is_noted_once() {
+    let note = "ddp-mp: warning: the loss compares each output of a batch with each target, because the model returns the \
+                shape [32, 1] and the targets have [32]; give both one shape";
+    for spawn in ["--spawn=threads", "--spawn=processes"] {
+        for (shapes, wrong, expected) in [
+            ("", "target-shape", 1),
+            ("by hand", "target-shape", 1),
+            ("squeezed", "target-shape", 0),
+            ("unsqueezed", "target-shape", 0),
+            ("", "nothing", 0),
+        ] {
+            let args = [TWO_RANKS, spawn, "--max-epochs=1", "--wrong", wrong];
+            let mut command = app(&args);
+            let (code, _, stderr) = run_command({
+                command.env("SHAPES_OF_LOSS", shapes);
+                command
+            });
+            assert_eq!(code, Some(0), "{stderr}");
+            assert_eq!(stderr.matches(note).count(), expected, "{shapes} {wrong}: {stderr}");
+            assert!(!stderr.contains("was resized"), "{stderr}");
+        }
+    }
+}
+
+#[test]
 fn ranks_may_be_threads_processes_or_workers_of_torchrun() {
     let flags = ["--max-epochs=1", TWO_RANKS];
     let (_, _, threads) = run_app(&flags);

@@ -100,6 +100,7 @@ impl Dataset for Samples {
     fn get(&self, index: usize) -> anyhow::Result<(Tensor, Tensor)> {
         let (inputs, targets) = self.random.get(index)?;
         match index {
+            _ if self.is_wrong("target-shape") => Ok((inputs, targets.squeeze_dim(0))),
             77 if self.is_wrong("sample-error") => bail!("no such sample"),
             77 if self.is_wrong("sample-panic") => panic!("no such sample"),
             77 if self.is_wrong("sample-shape") => Ok((inputs.narrow(0, 0, 19), targets)),
@@ -129,12 +130,22 @@ impl Callback<Model> for Watcher {
     }
 }
 
+/// Returns the mean squared error, with the shapes that a variable asks for: this closure gets no options.
+fn loss(output: &Tensor, targets: &Tensor) -> Tensor {
+    match std::env::var("SHAPES_OF_LOSS").as_deref() {
+        Ok("by hand") => (output - targets).square().mean(Kind::Float),
+        Ok("squeezed") => output.squeeze_dim(1).mse_loss(targets, Reduction::Mean),
+        Ok("unsqueezed") => output.mse_loss(&targets.unsqueeze(1), Reduction::Mean),
+        _ => output.mse_loss(targets, Reduction::Mean),
+    }
+}
+
 fn main() -> ExitCode {
     App::new("spirals", "1.2.3")
         .args::<Options>()
         .model(net)
         .dataset(Samples::open)
-        .loss(|output, targets| output.mse_loss(targets, Reduction::Mean))
+        .loss(loss)
         .metric("distance", |output, targets| (output - targets).abs().mean(Kind::Float))
         .trainer(|trainer, options| {
             ensure!(!options.makes_wrong("trainer-error"), "no trainer today");

@@ -471,6 +471,120 @@ fn init_from_starts_with_saved_parameters() {
     assert!(error.contains("unexpected: `0.bias`, `0.weight`, `2.bias`"), "{error}");
 }
 
+/// The shapes and bytes of tensors by name.
+type SavedTensors = BTreeMap<String, (Vec<usize>, Vec<u8>)>;
+
+/// The tensors of a checkpoint of a run with `args`, and its hash.
+fn saved_by(args: &str) -> (SavedTensors, String) {
+    let (folder, dir) = folder();
+    let saved = train(args, &[&dir]);
+    let bytes = fs::read(checkpoints(&folder)[0].join("model.safetensors")).unwrap();
+    let tensors = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+    let tensor = |(name, view): (&str, safetensors::tensor::TensorView<'_>)| {
+        (name.to_owned(), (view.shape().to_vec(), view.data().to_vec()))
+    };
+    (tensors.iter().map(tensor).collect(), saved.hash)
+}
+
+/// Writes float32 tensors to a file, with this metadata, and returns the flag that starts from it.
+fn init_from(file: &Path, tensors: &SavedTensors, metadata: &[(&str, &str)]) -> String {
+    let views = tensors.iter().map(|(name, (shape, bytes))| {
+        let view =
+            safetensors::tensor::TensorView::new(safetensors::Dtype::F32, shape.clone(), bytes);
+        (name, view.unwrap())
+    });
+    let metadata = metadata.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned()));
+    fs::write(file, safetensors::serialize(views, Some(metadata.collect())).unwrap()).unwrap();
+    format!("--init-from={}", file.display())
+}
+
+/// `safetensors.torch.save_model` keeps one name of nanoGPT's tied weight, and writes the other into the metadata.
+#[test]
+fn init_from_follows_the_metadata_of_tied_weights() {
+    let folder = tempfile::tempdir().unwrap();
+    let (file, text) = (folder.path().join("x.safetensors"), folder.path().join("text"));
+    fs::write(&text, "to be or not to be\n".repeat(20)).unwrap();
+    let args = format!(
+        "--model=gpt --loss=cross-entropy --n-layer=1 --n-head=1 --n-embd=8 --block-size=8 --max-epochs=1 \
+         --dataset=text:{}",
+        text.display()
+    );
+    let (mut tensors, hash) = saved_by(&args);
+    let tied = tensors.remove("transformer.wte.weight").unwrap();
+    tensors.insert("lm_head.weight".into(), tied);
+    let names = [("format", "pt"), ("transformer.wte.weight", "lm_head.weight")];
+    let init = init_from(&file, &tensors, &names);
+    assert_eq!(train(&args, &[&init, "--lr=0", "--seed=3"]).hash, hash);
+    let error = refused(&args, &[&init_from(&file, &tensors, &names[..1])]);
+    assert!(error.contains("missing: `transformer.wte.weight`; unexpected: `lm_head"), "{error}");
+    let inner = saved_by(&args)
+        .0
+        .into_iter()
+        .map(|(name, tensor)| (name.replace("transformer.", ""), tensor));
+    let error = refused(&args, &[&init_from(&file, &inner.collect(), &[])]);
+    let expected = "the model's names begin with `transformer.`, and those of the file do not; save it again with \
+                    {\"transformer.\" + name: tensor for name, tensor in model.state_dict().items()}";
+    assert!(error.contains(expected), "{error}");
+    let wrong = [("transformer.wte.weight", "elsewhere")];
+    let error = refused(&args, &[&init_from(&file, &tensors, &wrong)]);
+    assert!(error.contains("missing: `transformer.wte.weight`"), "{error}");
+}
+
+#[test]
+fn init_from_names_what_a_wrapper_adds_to_the_names() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("x.safetensors");
+    let (tensors, _) = saved_by("--model=mlp --max-epochs=1");
+    for (rename, expected) in [
+        (
+            (|name| format!("module.{name}")) as fn(&str) -> String,
+            "its names have `module.`, which DistributedDataParallel or DataParallel adds; save it again with \
+             {name.removeprefix(\"module.\"): tensor for name, tensor in model.state_dict().items()}",
+        ),
+        (|name| format!("_orig_mod.{name}"), "`_orig_mod.`, which torch.compile adds; "),
+        (
+            |name| format!("module._orig_mod.{name}"),
+            "DataParallel adds, and `_orig_mod.`, which torch",
+        ),
+        (
+            |name| format!("_orig_mod.module.{name}"),
+            "DataParallel adds, and `_orig_mod.`, which torch",
+        ),
+        (
+            |name| name.replace('.', "._fsdp_wrapped_module."),
+            "which FullyShardedDataParallel adds; save it again with {name.replace(\"_fsdp_wrapped_module.\", \"\")",
+        ),
+        (|name| format!("model.{name}"), "`model.`, which a module around the model adds; "),
+        (|name| format!("net.layers.{name}"), "`net.layers.`, which a module around"),
+        (
+            |name| format!("model.module.{name}"),
+            ".replace(\"module.\", \"\").removeprefix(\"model.\")",
+        ),
+    ] {
+        let renamed: BTreeMap<_, _> =
+            tensors.iter().map(|(name, tensor)| (rename(name), tensor.clone())).collect();
+        let error = refused("--model=mlp", &[&init_from(&file, &renamed, &[])]);
+        assert!(error.contains("does not fit the model: ") && error.contains(expected), "{error}");
+    }
+    let (tensors, _) = saved_by("--max-epochs=1");
+    let error = refused("--model=mlp", &[&init_from(&file, &tensors, &[])]);
+    assert!(error.contains("does not fit the model; missing: "), "{error}");
+}
+
+#[test]
+fn init_from_refuses_weights_that_are_not_finite() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("x.safetensors");
+    let (tensors, _) = saved_by("--model=mlp --max-epochs=1");
+    for number in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+        let mut wrong = tensors.clone();
+        wrong.get_mut("2.weight").unwrap().1[4..8].copy_from_slice(&number.to_le_bytes());
+        let error = refused("--model=mlp", &[&init_from(&file, &wrong, &[])]);
+        let expected = "x.safetensors cannot be loaded: 1 of the 4096 numbers of `2.weight` are NaN or infinite";
+        assert!(error.contains(expected), "{error}");
+    }
+}
+
 /// A run that learns its few samples by heart, so that the validation loss rises again.
 const BY_HEART: &str = "--num-samples=300 --model=mlp --optimizer=adamw --val-fraction=0.3";
 

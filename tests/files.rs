@@ -391,3 +391,184 @@ fn csv_file_may_be_gzipped_under_any_name() {
     let cut = read(&packed[..packed.len() / 2], "cut.csv").unwrap_err().to_string();
     assert!(cut.contains("cut.csv (gzip): "), "{cut}");
 }
+
+/// What people have in the place of a file by mistake, what a message calls it, and what it says to do.
+fn mistaken_files() -> Vec<(Vec<u8>, &'static str, &'static str)> {
+    let zip = |name: &str| [b"PK\x03\x04", &[0; 26][..], name.as_bytes(), &[0; 300]].concat();
+    let mut packed = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::default());
+    packed.write_all(b"<!DOCTYPE html>\n<html>").unwrap();
+    let lfs = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 1234\n";
+    vec![
+        (lfs.into(), "a Git LFS pointer", "git lfs pull"),
+        (
+            zip("archive/data.pkl"),
+            "a file of torch.save",
+            "safetensors.torch.save_file|numpy.save|text|TOML|MNIST|write|--record|--trace|checkpoint",
+        ),
+        (b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.\x80\x02M".to_vec(), "a file of torch.save", ""),
+        (zip("train.csv"), "a zip archive", "unpack it"),
+        (
+            b"\n<!doctype HTML>\n<html lang=\"en\">".to_vec(),
+            "an HTML page",
+            "download the file itself",
+        ),
+        (b"404: Not Found".to_vec(), "the refusal of a server", "download the file again"),
+        (packed.finish().unwrap(), "gzip|an HTML page", "unpack it|download the file itself"),
+    ]
+}
+
+#[test]
+fn files_of_other_kinds_are_named_in_the_place_of_every_format() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name).display().to_string();
+    fs::create_dir(at("idx")).unwrap();
+    let labels = "idx/train-labels-idx1-ubyte";
+    fs::copy(repository("tests/data").join(labels), at(labels)).unwrap();
+    let (x, idx) = (at("x"), at("idx/train-images-idx3-ubyte"));
+    let uses: [(&str, Vec<String>); 9] = [
+        (&x, vec![format!("--dataset=csv:{x}")]),
+        (&x, vec![format!("--dataset=npy:{x},{x}")]),
+        (&x, vec![format!("--dataset=safetensors:{x}")]),
+        (
+            &x,
+            vec![
+                format!("--dataset=text:{x}"),
+                "--model=gpt".into(),
+                "--loss=cross-entropy".into(),
+            ],
+        ),
+        (&idx, vec![format!("--dataset=idx:{}", at("idx"))]),
+        (&x, vec![format!("--init-from={x}")]),
+        (&x, vec![format!("--config={x}")]),
+        (&x, vec!["diff".into(), x.clone(), x.clone()]),
+        (&x, vec!["replay".into(), "--frame=0".into(), x.clone()]),
+    ];
+    for (bytes, what, remedy) in mistaken_files() {
+        for (path, args) in &uses {
+            fs::write(path, &bytes).unwrap();
+            let args: Vec<&str> = args.iter().map(String::as_str).collect();
+            let (code, stdout, stderr) = run(&args);
+            assert_eq!((code, &stdout[..]), (Some(2), ""), "{args:?} {what}: {stderr}");
+            let line = stderr.lines().last().unwrap();
+            let has = |any: &str| any.split('|').any(|text| line.contains(text));
+            assert!(line.contains(*path) && has(what) && has(remedy), "{args:?} {what}: {line}");
+        }
+    }
+}
+
+#[test]
+fn files_of_a_checkpoint_that_are_git_lfs_pointers_are_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let dir = format!("--checkpoint-dir={}", folder.path().join("run").display());
+    assert_eq!(run(&["--max-epochs=1", "--nproc-per-node=1", &dir]).0, Some(0));
+    let step = fs::canonicalize(folder.path().join("run/step-00000128")).unwrap();
+    for name in ["model.safetensors", "optimizer.safetensors", "trainer.json"] {
+        let before = fs::read(step.join(name)).unwrap();
+        fs::write(step.join(name), &mistaken_files()[0].0).unwrap();
+        let resume = format!("--resume={}", step.display());
+        for args in [&[&resume[..]][..], &["--resume=auto", &dir]] {
+            let (code, _, stderr) = run(args);
+            let line = stderr.lines().last().unwrap();
+            assert_eq!(code, Some(2), "{stderr}");
+            assert!(line.contains(name) && line.contains("a Git LFS pointer"), "{line}");
+        }
+        fs::write(step.join(name), before).unwrap();
+    }
+}
+
+/// A `.npy` file with this header and 48 numbers of 4 bytes.
+fn npy(header: &str) -> Vec<u8> {
+    let len = (header.len() as u16).to_le_bytes();
+    [b"\x93NUMPY\x01\0", &len[..], header.as_bytes(), &[0; 192]].concat()
+}
+
+#[test]
+fn npy_header_of_python_2_is_read_and_other_dtypes_are_explained() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("x.npy");
+    let read = |descr: &str, shape: &str| {
+        let header = format!("{{'descr': {descr}, 'fortran_order': False, 'shape': {shape}, }}\n");
+        fs::write(&path, npy(&header)).unwrap();
+        let spec = format!("npy:{0},{0}", path.display()).parse().unwrap();
+        let data =
+            FileDataset::open(&spec, TargetKind::Values).map_err(|error| error.to_string())?;
+        Ok::<_, String>((data.len(), data.in_features()))
+    };
+    for (shape, expected) in [("(12L, 4L)", (12, 4)), ("(12L,4L,)", (12, 4)), ("(48L,)", (48, 1))] {
+        assert_eq!(read("'<f4'", shape), Ok(expected), "{shape}");
+    }
+    for (descr, problem) in [
+        ("[('x', '<f4'), ('y', '<f4')]", "a structured array"),
+        ("[('x', '<f4', (2,)), ]", "a structured array"),
+        ("'|O'", "Python objects of the dtype |O cannot be read; make all rows equally long"),
+        ("'<U5'", "texts of the dtype <U5 cannot be read"),
+        ("'|S3'", "texts of the dtype |S3"),
+        ("'<c8'", "complex numbers of the dtype <c8"),
+        ("'<M8[ns]'", "times of the dtype <M8[ns]"),
+        ("'<u4'", "numbers of the dtype <u4"),
+        ("'|V2'", "bytes without a dtype"),
+        ("{'x': 1}", "a structured array"),
+        ("<f4", "the header does not describe an array of numbers: {'descr': <f4, "),
+    ] {
+        let error = read(descr, "(12, 4)").unwrap_err();
+        assert!(error.contains(problem) && !error.contains("line 1 column"), "{error}");
+    }
+}
+
+#[test]
+fn idx_files_are_found_where_kaggle_and_torchvision_put_them() {
+    let folder = tempfile::tempdir().unwrap();
+    let idx = repository("tests/data/idx");
+    // Each file under another name, and plain or packed.
+    let put = |root: &str, rename: fn(&str) -> String| {
+        for entry in fs::read_dir(&idx).unwrap() {
+            let from = entry.unwrap().path();
+            let to =
+                folder.path().join(root).join(rename(from.file_name().unwrap().to_str().unwrap()));
+            fs::create_dir_all(to.parent().unwrap()).unwrap();
+            fs::copy(from, to).unwrap();
+        }
+    };
+    let open = |root: &str| {
+        let spec = format!("idx:{}", folder.path().join(root).display()).parse().unwrap();
+        let data =
+            FileDataset::open(&spec, TargetKind::Classes).map_err(|error| error.to_string())?;
+        let validation = FileDataset::open_validation(&spec, TargetKind::Classes).unwrap().unwrap();
+        Ok::<_, String>((whole(&data).0, whole(&validation).0))
+    };
+    put("plain", str::to_owned);
+    let expected = open("plain").unwrap();
+    let dotted = |name: &str| name.replace("s-idx", "s.idx");
+    put("kaggle", dotted);
+    put("folders", |name| format!("{}/{name}", name.trim_end_matches(".gz")));
+    put("dotted-folders", |name| {
+        format!("{}/{}", name.trim_end_matches(".gz"), name.replace("s-idx", "s.idx"))
+    });
+    put("torchvision/MNIST/raw", str::to_owned);
+    put("torchvision-2/FashionMNIST/raw", str::to_owned);
+    // As a browser may unpack it without a new name.
+    put("unpacked", |name| format!("{}.gz", name.trim_end_matches(".gz")));
+    for root in [
+        "kaggle",
+        "folders",
+        "dotted-folders",
+        "torchvision",
+        "torchvision/MNIST",
+        "torchvision-2",
+        "unpacked",
+    ] {
+        assert_eq!(open(root), Ok(expected.clone()), "{root}");
+    }
+    put("two/MNIST/raw", str::to_owned);
+    put("two/KMNIST/raw", str::to_owned);
+    put("emnist", |name| format!("emnist-letters-{name}"));
+    for (root, problem) in [
+        ("two", "there are several data sets, in "),
+        ("emnist", "; here are emnist-letters-t10k-images-idx3-ubyte"),
+        ("plain/train-images-idx3-ubyte", "name the folder that has train-images-idx3-ubyte"),
+        ("nowhere", "No such file or directory"),
+    ] {
+        let error = open(root).unwrap_err();
+        assert!(error.contains(problem), "{error}");
+    }
+}

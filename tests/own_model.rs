@@ -6,7 +6,7 @@ use ddp_mp::ScatterLoader;
 use ddp_mp::prelude::*;
 use tch::nn::{Linear, Module, VarStore};
 
-use crate::harness::{linear, ranks, try_ranks};
+use crate::harness::{linear, ranks, repository, try_ranks};
 
 pub(crate) const CPU: (Kind, Device) = (Kind::Float, Device::Cpu);
 
@@ -37,6 +37,14 @@ impl Dataset for Pairs {
     fn more_inputs(&self, indices: &[usize]) -> anyhow::Result<Vec<Tensor>> {
         let [_, second, _] = samples(indices);
         Ok(if self.in_one { Vec::new() } else { vec![second] })
+    }
+}
+
+#[test]
+fn book_shows_the_signature_of_more_inputs() {
+    let signature = "fn more_inputs(&self, indices: &[usize]) -> anyhow::Result<Vec<Tensor>> {";
+    for file in ["docs/src/your-own-model.md", "src/data/dataset.rs", "tests/own_model.rs"] {
+        assert!(std::fs::read_to_string(repository(file)).unwrap().contains(signature), "{file}");
     }
 }
 

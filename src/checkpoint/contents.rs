@@ -12,7 +12,7 @@ use super::layout::{
 };
 use super::state::Manifest;
 use crate::error::{Error, Result, Shown};
-use crate::files::open_regular;
+use crate::files::{RECOGNIZED_BY, kind_of, open_regular};
 
 /// The parts of a run's folder that this program wrote.
 #[derive(Debug, Default)]
@@ -196,10 +196,11 @@ fn files_of_checkpoint(folder: &Path) -> Result<Vec<PathBuf>, Foreign> {
         if !fs::symlink_metadata(&path)?.is_file() {
             return Err(foreign(&path));
         }
-        let text = beginning(&path, (skipped + begins.len()) as u64)?;
+        let text = beginning(&path, RECOGNIZED_BY as u64)?;
         // Of a truncated file, compares the bytes that exist.
         if text.iter().skip(skipped).zip(begins).any(|(found, ours)| found != ours) {
-            return Err(foreign(&path));
+            let known = kind_of(&text).map(|(what, _)| Foreign::is(&path, format!("is {what}")));
+            return Err(known.unwrap_or_else(|| foreign(&path)));
         }
         files.push(path);
     }

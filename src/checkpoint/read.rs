@@ -12,11 +12,11 @@ use super::layout::{
     BEST, COMM_HOOK, MODEL, OPTIMIZER, TRAINER, followed, is_pointer_name, name_of, newest_in,
     pointed, step_of, steps_in,
 };
-use super::state::{FileMark, Manifest};
+use super::state::{COPY_AGAIN, FileMark, Manifest, PART};
 use super::{TensorFile, TrainerState};
 use crate::ddp::SavedCommHook;
 use crate::error::{Error, Result, Shown};
-use crate::files::{name_of_kind, open_regular};
+use crate::files::{RECOGNIZED_BY, mistaken, name_of_kind, open_regular};
 use crate::optim::{Optimizer, ParameterState};
 use crate::process_group::ProcessGroup;
 
@@ -243,10 +243,14 @@ fn read_known(file: &Path, known: &FileMark) -> Result<Vec<u8>, String> {
     let wrong = |error: io::Error| format!("{name} cannot be read: {error}");
     let opened = open_regular(file).map_err(wrong)?;
     let found = opened.metadata().map_err(wrong)?.len();
-    if found != known.bytes {
-        return Err(format!("{name} is damaged: it has {found} bytes instead of {}", known.bytes));
-    }
     let mut bytes = Vec::new();
+    if found != known.bytes {
+        opened.take(RECOGNIZED_BY as u64).read_to_end(&mut bytes).map_err(wrong)?;
+        return Err(match mistaken(&bytes, PART, COPY_AGAIN) {
+            Some(problem) => format!("{name}: {problem}"),
+            None => format!("{name} is damaged: it has {found} bytes instead of {}", known.bytes),
+        });
+    }
     bytes.try_reserve_exact(found as usize).map_err(|error| wrong(io::Error::other(error)))?;
     opened.take(found).read_to_end(&mut bytes).map_err(wrong)?;
     let found = FileMark::of(&bytes);

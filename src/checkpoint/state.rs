@@ -9,7 +9,7 @@ use xxhash_rust::xxh3::xxh3_64;
 
 use super::layout::TRAINER;
 use crate::ddp::CommHookRecord;
-use crate::files::read_regular;
+use crate::files::{mistaken, read_regular};
 use crate::optim::GradScalerState;
 use crate::records::{DataFile, ValidationMetrics};
 
@@ -161,7 +161,10 @@ impl Manifest {
     pub(super) fn read(folder: &Path) -> Result<Self, String> {
         let text = read_regular(&folder.join(TRAINER), MAX_MANIFEST_BYTES)
             .map_err(|error| format!("{TRAINER} cannot be read: {error}"))?;
-        let damaged = |error: serde_json::Error| format!("{TRAINER} is damaged: {error}");
+        let damaged = |error: serde_json::Error| match mistaken(&text, PART, COPY_AGAIN) {
+            Some(problem) => format!("{TRAINER}: {problem}"),
+            None => format!("{TRAINER} is damaged: {error}"),
+        };
         let value: Value = serde_json::from_slice(&text).map_err(damaged)?;
         if value["format"] != FORMAT {
             return Err(format!(
@@ -185,6 +188,10 @@ impl Manifest {
         Ok(FileMark::of(&serde_json::to_vec(&(&self.state, &self.files))?).xxh3)
     }
 }
+
+/// A file of a checkpoint, as messages call it, and what to do if it is another file.
+pub(super) const PART: &str = "a file of a checkpoint";
+pub(super) const COPY_AGAIN: &str = "copy the checkpoint again";
 
 /// The format number that this version writes and reads.
 const FORMAT: u64 = 1;

@@ -1,19 +1,19 @@
 //! Reads and writes tensors in safetensors files.
 
 use std::borrow::Cow;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use safetensors::{Dtype, SafeTensors, View};
 use tch::nn::VarStore;
-use tch::{Kind, Tensor};
+use tch::{Kind, TchError, Tensor};
 
 use super::layout::{MODEL, newest_in, pointed};
 use crate::ddp::{bytes_of, state_dict};
 use crate::error::{Error, Result, Shown};
 use crate::ffi::{MappedFile, TorchResult};
-use crate::files::WholeFile;
+use crate::files::{SAFETENSORS, WholeFile, mistaken};
 use crate::os::limits::unwritable;
 use crate::process_group::dtype_name;
 
@@ -160,16 +160,42 @@ impl TensorFile {
         parsed.iter().map(tensor).collect()
     }
 
+    /// Returns the names of tied tensors that `safetensors.torch.save_model` has left out, each with the name that it has
+    /// kept, from the metadata.
+    fn tied_names(&self) -> BTreeMap<String, String> {
+        let metadata = SafeTensors::read_metadata(&self.bytes); // was checked
+        let metadata = metadata.ok().and_then(|(_, metadata)| metadata.metadata().clone());
+        metadata.unwrap_or_default().into_iter().collect()
+    }
+
     /// Copies the tensors into those of `vs`. Follows `load_state_dict(strict=True)`: the names and shapes must be
-    /// exactly the model's.
+    /// exactly the model's. Of tied tensors one name is enough, as `safetensors.torch.load_model` has it.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] that names the missing, unexpected, or wrongly shaped tensors. `vs` has not changed
-    /// then.
+    /// [`Error::InvalidInput`] that names the missing, unexpected, or wrongly shaped tensors, or one with values that are
+    /// not finite. `vs` has not changed then.
     pub fn load_into(&self, vs: &VarStore) -> Result<()> {
         let mut saved = self.tensors()?;
+        let wanted = state_dict(vs)?;
+        let names: BTreeSet<&String> = wanted.iter().map(|(name, _)| name).collect();
+        let mut unused = Vec::new();
+        for (left_out, kept) in self.tied_names() {
+            if names.contains(&left_out)
+                && !saved.contains_key(&left_out)
+                && let Some(tensor) = saved.get(&kept).map(Tensor::shallow_clone)
+            {
+                saved.insert(left_out, tensor);
+                unused.push(kept);
+            }
+        }
+        saved.retain(|name, _| names.contains(name) || !unused.contains(name));
+        let refused =
+            |problem: String| Err(Error::InvalidInput(format!("{} {problem}", self.path.shown())));
+        if let Some(problem) = other_names(&saved, &names) {
+            return refused(format!("does not fit the model: {problem}"));
+        }
         let (mut missing, mut reshaped, mut copies) = (Vec::new(), Vec::new(), Vec::new());
-        for (name, tensor) in state_dict(vs)? {
+        for (name, tensor) in wanted {
             match saved.remove(&name) {
                 None => missing.push(format!("`{name}`")),
                 Some(from) if from.size() != tensor.size() => reshaped.push(format!(
@@ -177,7 +203,7 @@ impl TensorFile {
                     from.size(),
                     tensor.size()
                 )),
-                Some(from) => copies.push((tensor, from)),
+                Some(from) => copies.push((name, tensor, from)),
             }
         }
         let unexpected: Vec<String> = saved.keys().map(|name| format!("`{name}`")).collect();
@@ -189,22 +215,104 @@ impl TensorFile {
             .map(|(what, names)| format!("{what}: {}", some_of(&names)))
             .collect();
         if !problems.is_empty() {
-            return Err(Error::InvalidInput(format!(
-                "{} does not fit the model; {}",
-                self.path.shown(),
-                problems.join("; ")
-            )));
+            return refused(format!("does not fit the model; {}", problems.join("; ")));
         }
-        tch::no_grad(|| copies.into_iter().try_for_each(|(mut to, from)| to.f_copy_(&from)))
+        for (name, tensor, from) in &copies {
+            let count = not_finite(from, tensor).doing("checking the model")?;
+            if count > 0 {
+                let of = from.numel();
+                return refused(format!(
+                    "cannot be loaded: {count} of the {of} numbers of `{name}` are NaN or infinite in the model; use \
+                     weights from before training diverged"
+                ));
+            }
+        }
+        tch::no_grad(|| copies.into_iter().try_for_each(|(_, mut to, from)| to.f_copy_(&from)))
             .doing("loading the model")
     }
 }
 
+/// Returns how many numbers of `from` cannot be trained on in the place of `to`, in its dtype: NaN, and in parameters also
+/// infinity. A buffer may be a mask of infinities.
+fn not_finite(from: &Tensor, to: &Tensor) -> Result<i64, TchError> {
+    let cast = from.f_to_kind(to.kind())?;
+    let wrong =
+        if to.requires_grad() { cast.f_isfinite()?.f_logical_not()? } else { cast.f_isnan()? };
+    wrong.f_sum(Kind::Int64)?.f_int64_value(&[])
+}
+
+/// The parts of names that the wrappers of a model add.
+const WRAPPERS: [(&str, &str); 5] = [
+    ("module.", "DistributedDataParallel or DataParallel"),
+    ("_orig_mod.", "torch.compile"),
+    ("_fsdp_wrapped_module.", "FullyShardedDataParallel"),
+    ("_checkpoint_wrapped_module.", "activation checkpointing"),
+    ("_forward_module.", "Lightning Fabric"),
+];
+
+/// Explains how the names in a file differ from those of the model, if added parts explain it for all of the model's.
+fn other_names(saved: &BTreeMap<String, Tensor>, wanted: &BTreeSet<&String>) -> Option<String> {
+    let fits = |names: &BTreeSet<String>, prefix: &str| {
+        wanted.iter().all(|name| names.contains(&format!("{prefix}{name}")))
+    };
+    let mut names: BTreeSet<String> = saved.keys().cloned().collect();
+    let shortest = wanted.iter().min_by_key(|name| name.len())?;
+    if fits(&names, "") {
+        return None;
+    }
+    let (mut added, mut removed) = (Vec::new(), String::new());
+    for (part, who) in WRAPPERS {
+        let inner = format!(".{part}");
+        let without = |name: &String| format!(".{name}").replace(&inner, ".")[1..].to_owned();
+        let stripped: BTreeSet<String> = names.iter().map(without).collect();
+        if stripped != names && wanted.iter().all(|name| without(name) == **name) {
+            let is_first = names.iter().all(|name| name.starts_with(part));
+            removed += &match is_first {
+                true => format!(".removeprefix({part:?})"),
+                false => format!(".replace({part:?}, \"\")"),
+            };
+            added.push(format!("`{part}`, which {who} adds"));
+            names = stripped;
+        }
+    }
+    let mut before = names.iter().filter_map(|name| name.strip_suffix(shortest.as_str()));
+    let is_before_all = |prefix: &&str| {
+        let is_outer = prefix.ends_with('.') && names.iter().all(|name| name.starts_with(*prefix));
+        (prefix.is_empty() || is_outer) && fits(&names, prefix)
+    };
+    if let Some(prefix) = before.find(is_before_all) {
+        if !prefix.is_empty() {
+            removed += &format!(".removeprefix({prefix:?})");
+            added.push(format!("`{prefix}`, which a module around the model adds"));
+        }
+        return Some(format!(
+            "its names have {}; save it again with \
+             {{name{removed}: tensor for name, tensor in model.state_dict().items()}}",
+            added.join(", and ")
+        ));
+    }
+    let is_there = |prefix: &str, name: &String| {
+        name.strip_prefix(prefix).is_some_and(|name| names.contains(name))
+    };
+    let mut before = names.iter().filter_map(|name| shortest.strip_suffix(name.as_str()));
+    let prefix = before
+        .find(|prefix| prefix.ends_with('.') && wanted.iter().all(|name| is_there(prefix, name)))?;
+    Some(format!(
+        "the model's names begin with `{prefix}`, and those of the file do not; save it again with \
+         {{{prefix:?} + name: tensor for name, tensor in model.state_dict().items()}}"
+    ))
+}
+
 /// Checks that `bytes` are a complete safetensors file.
 fn check(path: &Path, bytes: &[u8]) -> Result<()> {
-    let wrong =
-        |error| Error::InvalidInput(format!("{} is not a safetensors file: {error}", path.shown()));
-    SafeTensors::deserialize(bytes).map(drop).map_err(wrong)
+    let instead = "save the weights with safetensors.torch.save_file(model.state_dict(), FILE)";
+    SafeTensors::deserialize(bytes).map(drop).map_err(|error| {
+        let path = path.shown();
+        Error::InvalidInput(match mistaken(bytes, SAFETENSORS, instead) {
+            Some(problem) => format!("{path}: {problem}"),
+            None => format!("{path} is not a safetensors file: {error}"),
+        })
+    })
 }
 
 /// Lists the first names, for a message.

@@ -246,6 +246,16 @@ fn create(folder: &Path, template: Template, values: &[(&str, String)]) -> Resul
 mod tests {
     use super::*;
 
+    /// Any value of TOML can be written there, also one in quotes.
+    #[test]
+    fn defaults_in_templates_are_raw_texts() {
+        for template in [Template::Spirals, Template::DigitsCnn, Template::Gpt] {
+            let (_, main) =
+                template.files().iter().find(|(name, _)| *name == "src/main.rs").unwrap();
+            assert!(main.contains("const DEFAULTS: &str = r#\"\n"), "{template}");
+        }
+    }
+
     #[test]
     fn project_depends_on_a_clone_that_is_there() {
         let folder = tempfile::tempdir().unwrap();

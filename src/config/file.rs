@@ -11,9 +11,9 @@ use serde::de::{DeserializeSeed, Error as _, MapAccess, Visitor};
 use toml::{Table, Value};
 
 use super::files::{expand_homes, put_into_folder_of};
-use super::{Program, flag_name, option_of_other_name, why_replaced};
+use super::{Program, flag_name, option_of_other_name, why_replaced, without_option};
 use crate::error::{Error, Result, Shown};
-use crate::files::read_stream;
+use crate::files::{mistaken, read_stream};
 use crate::launch::Nproc;
 
 /// The size limit of a file, in bytes.
@@ -32,6 +32,8 @@ pub(super) fn read(file: &Path, command: &Command, flags: &Table) -> Result<Tabl
     let name = file.shown();
     let input = |problem: String| Error::InvalidInput(format!("--config {name}: {problem}"));
     let bytes = read_stream(file, LONGEST_FILE).map_err(|error| input(error.to_string()))?;
+    let instead = "write options, such as lr = 0.1";
+    mistaken(&bytes, "a TOML file", instead).map_or(Ok(()), |problem| Err(input(problem)))?;
     let text = str::from_utf8(&bytes).map_err(|error| {
         let line = bytes[..error.valid_up_to()].iter().filter(|&&byte| byte == b'\n').count() + 1;
         let start = bytes[..error.valid_up_to()].iter().rposition(|&byte| byte == b'\n');
@@ -265,7 +267,11 @@ fn which_was_meant(command: &Command, unknown: &str) -> String {
         if is_short { 1.0 } else { strsim::normalized_damerau_levenshtein(&unknown_key, key) }
     };
     let is_key = |option: &str| known().any(|key| key == option.replace('-', "_"));
-    if let Some(option) = option_of_other_name(&unknown.replace('_', "-"), is_key) {
+    let name = unknown.replace('_', "-");
+    if let Some(remedy) = without_option(&name) {
+        return remedy.into();
+    }
+    if let Some(option) = option_of_other_name(&name, is_key) {
         let (key, value) = option.split_once('=').unwrap_or((option, ""));
         let value = if value.is_empty() { String::new() } else { format!(" = \"{value}\"") };
         return format!("did you mean `{}{value}`?", key.replace('-', "_"));

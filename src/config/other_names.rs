@@ -2,7 +2,7 @@
 
 /// Options of PyTorch's examples, torchrun, Lightning and the Hugging Face Trainer, without dashes, and the
 /// equivalent options here. Commands differ in their options: the first one that a command has applies.
-const OTHER_NAMES: [(&str, &[&str]); 109] = [
+const OTHER_NAMES: [(&str, &[&str]); 123] = [
     ("accelerator", &["nproc-per-node"]),
     ("accumulate-grad-batches", &["grad-accum-steps"]),
     ("accumulation-steps", &["grad-accum-steps"]),
@@ -21,6 +21,7 @@ const OTHER_NAMES: [(&str, &[&str]); 109] = [
     ("ckpt-path", &["resume"]),
     ("clip-grad", &["max-grad-norm"]),
     ("clip-grad-norm", &["max-grad-norm"]),
+    ("config-file", &["config"]),
     ("context-length", &["block-size"]),
     ("criterion", &["loss"]),
     ("d-model", &["n-embd"]),
@@ -30,6 +31,7 @@ const OTHER_NAMES: [(&str, &[&str]); 109] = [
     ("dataloader-drop-last", &["drop-last-batch"]),
     ("dataloader-num-workers", &["num-workers"]),
     ("dataloader-prefetch-factor", &["prefetch-factor"]),
+    ("dataset-name", &["dataset"]),
     ("ddp-backend", &["backend"]),
     ("ddp-broadcast-buffers", &["no-broadcast-buffers"]),
     ("ddp-bucket-cap-mb", &["bucket-cap-mb"]),
@@ -39,6 +41,7 @@ const OTHER_NAMES: [(&str, &[&str]); 109] = [
     ("devices", &["nproc-per-node"]),
     ("dist-backend", &["backend"]),
     ("distributed-backend", &["backend"]),
+    ("dry-run", &["max-steps=1"]),
     ("dtype", &["amp"]),
     ("early-stopping-patience", &["patience"]),
     ("epochs", &["max-epochs", "epoch"]),
@@ -55,6 +58,7 @@ const OTHER_NAMES: [(&str, &[&str]); 109] = [
     ("input-size", &["in-features"]),
     ("learning-rate", &["lr"]),
     ("limit-train-batches", &["num-samples"]),
+    ("load-weights", &["init-from"]),
     ("log-dir", &["tensorboard"]),
     ("log-every-n-steps", &["log-every"]),
     ("log-interval", &["log-every"]),
@@ -63,7 +67,11 @@ const OTHER_NAMES: [(&str, &[&str]); 109] = [
     ("logging-steps", &["log-every"]),
     ("lr-scheduler", &["schedule"]),
     ("lr-scheduler-type", &["schedule"]),
+    ("machine-rank", &["node-rank"]),
+    ("main-process-ip", &["master-addr"]),
+    ("main-process-port", &["master-port"]),
     ("master", &["master-addr"]),
+    ("master-ip", &["master-addr"]),
     ("max-iters", &["max-steps"]),
     ("max-new-tokens", &["num-tokens"]),
     ("max-time", &["max-seconds"]),
@@ -71,7 +79,9 @@ const OTHER_NAMES: [(&str, &[&str]); 109] = [
     ("micro-batch-size", &["batch-size"]),
     ("min-lr", &["eta-min"]),
     ("mixed-precision", &["amp"]),
+    ("model-name", &["model"]),
     ("n", &["nproc-per-node"]),
+    ("network", &["model"]),
     ("nodes", &["nnodes"]),
     ("np", &["nproc-per-node"]),
     ("nproc", &["nproc-per-node"]),
@@ -82,6 +92,7 @@ const OTHER_NAMES: [(&str, &[&str]); 109] = [
     ("num-gpus", &["nproc-per-node"]),
     ("num-heads", &["n-head"]),
     ("num-layers", &["n-layer"]),
+    ("num-machines", &["nnodes"]),
     ("num-nodes", &["nnodes"]),
     ("num-processes", &["nproc-per-node"]),
     ("num-samples", &["len"]),
@@ -92,11 +103,13 @@ const OTHER_NAMES: [(&str, &[&str]); 109] = [
     ("output-dir", &["checkpoint-dir"]),
     ("per-device-train-batch-size", &["batch-size"]),
     ("precision", &["amp"]),
+    ("pretrained", &["init-from"]),
     ("print-freq", &["log-every"]),
     ("ranks", &["nproc-per-node", "world-size"]),
     ("resume-from-checkpoint", &["resume"]),
     ("samples", &["num-samples", "len"]),
     ("save-dir", &["checkpoint-dir"]),
+    ("save-model", &["checkpoint-dir"]),
     ("save-steps", &["save-every"]),
     ("save-total-limit", &["keep-last"]),
     ("scheduler", &["schedule"]),
@@ -104,6 +117,7 @@ const OTHER_NAMES: [(&str, &[&str]); 109] = [
     ("sync-bn", &["sync-batch-norm"]),
     ("threads", &["num-workers"]),
     ("train-batch-size", &["batch-size"]),
+    ("train-data", &["dataset"]),
     ("use-amp", &["amp=fp16"]),
     ("val-check-interval", &["val-every"]),
     ("validation-split", &["val-fraction"]),
@@ -119,6 +133,55 @@ const OTHER_NAMES: [(&str, &[&str]); 109] = [
 pub fn option_of_other_name(name: &str, is_known: impl Fn(&str) -> bool) -> Option<&'static str> {
     let (_, options) = OTHER_NAMES.iter().find(|(other, _)| *other == name)?;
     options.iter().copied().find(|option| is_known(option.split('=').next().unwrap_or(option)))
+}
+
+/// Options of torchrun, accelerate and PyTorch's examples that no option here stands for, without dashes, and what to do.
+const WITHOUT_OPTION: [(&[&str], &str); 5] = [
+    (
+        &[
+            "ddp",
+            "distributed",
+            "multi-gpu",
+            "multiprocessing-distributed",
+            "no-python",
+            "rdzv-backend",
+            "rdzv-conf",
+            "rdzv-id",
+            "standalone",
+            "start-method",
+        ],
+        "leave it out: the ranks start and find each other by themselves",
+    ),
+    (
+        &["dist-url", "init-method", "rdzv-endpoint"],
+        "leave it out on one machine; several machines meet at --master-addr and --master-port",
+    ),
+    (
+        &["global-rank", "local-rank", "rank"],
+        "leave it out: the program gives out the ranks; --node-rank tells machines apart",
+    ),
+    (
+        &[
+            "cpu",
+            "cuda",
+            "device",
+            "device-ids",
+            "gpu-id",
+            "gpu-ids",
+            "no-accel",
+            "no-cuda",
+            "use-cpu",
+            "use-cuda",
+        ],
+        "leave it out for all GPUs; --nproc-per-node=cpu trains on CPU cores, and CUDA_VISIBLE_DEVICES chooses GPUs",
+    ),
+    (&["m", "module", "script"], "leave it out: this program runs no Python file"),
+];
+
+/// Returns what to do in place of another program's option `name`, which no option here stands for. The name has `-` and
+/// no leading dashes. `None` if that is not known.
+pub(crate) fn without_option(name: &str) -> Option<&'static str> {
+    WITHOUT_OPTION.iter().find(|(names, _)| names.contains(&name)).map(|(_, remedy)| *remedy)
 }
 
 /// Returns all options that stand for another name.

@@ -10,6 +10,7 @@ use super::Dataset;
 use super::subset::size_of_first_part;
 use crate::error::{Error, Result};
 use crate::ffi::{MappedFile, SharedTensor, TorchResult};
+use crate::files::{HTML, mistaken};
 
 /// Contexts of a text file. The tokens are its bytes: int64 numbers from 0 to 255.
 ///
@@ -39,6 +40,11 @@ impl TextDataset {
     pub fn open(path: &Path, block_size: usize) -> Result<Self> {
         let file = MappedFile::open(path)?;
         let name = file.name().to_owned();
+        let is_page = path.extension().is_some_and(|ending| ending == "html" || ending == "htm");
+        let expected = if is_page { HTML } else { "a text" };
+        if let Some(problem) = mistaken(&file, expected, "name a file of plain text") {
+            return Err(Error::InvalidInput(format!("{name}: {problem}")));
+        }
         let contexts = (file.len() - 1).checked_div(block_size).unwrap_or(0);
         if contexts == 0 {
             return Err(Error::InvalidInput(format!(

@@ -28,6 +28,7 @@ unsafe extern "C" {
         count: usize,
         found: *mut *mut C_tensor,
     ) -> *mut c_char;
+    safe fn ddp_leave_out_resize_warnings();
     fn ddp_linear(
         input: *mut C_tensor,
         apply: Apply,
@@ -81,6 +82,11 @@ pub(crate) fn unknown_leaf(loss: &Tensor, known: &[Tensor]) -> Result<Option<Ten
     check("looking at the graph of the loss", message)?;
     // SAFETY: a tensor that is not null is now ours.
     Ok((!found.is_null()).then(|| unsafe { Tensor::from_ptr(found) }))
+}
+
+/// Leaves out libtorch's warning, in each backward of this thread, of a loss that repeats one of its inputs.
+pub(crate) fn leave_out_resize_warnings() {
+    ddp_leave_out_resize_warnings();
 }
 
 /// Returns `f(input, false)` under autograd, for a linear `f`. Backward calls the transpose, `f(gradient, true)`, which

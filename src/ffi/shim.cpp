@@ -199,6 +199,19 @@ char* ddp_unknown_leaf(at::Tensor* loss, at::Tensor* const* known, size_t count,
   });
 }
 
+// Leaves out a warning on this thread from now on: that of backward in each step, if a loss repeats one of its inputs.
+void ddp_leave_out_resize_warnings() {
+  struct Handler final : c10::WarningHandler {
+    void process(const c10::Warning& warning) override {
+      if (warning.msg().find("was resized since it had shape") == std::string::npos) {
+        c10::WarningHandler::process(warning);
+      }
+    }
+  };
+  static auto* const handler = new Handler;  // threads may warn until the process ends
+  c10::WarningUtils::set_warning_handler(handler);
+}
+
 // Makes backward call `call(context, index)` on its thread whenever it has added to parameter.grad. A null `call`
 // removes the hook, if it has this context. Follows register_post_accumulate_grad_hook, with one hook per parameter.
 char* ddp_set_grad_hook(at::Tensor* parameter, OnGrad call, void* context, size_t index) {

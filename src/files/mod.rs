@@ -2,12 +2,14 @@
 
 mod append;
 mod home;
+mod mistaken;
 mod place;
 mod read;
 mod whole;
 
 pub(crate) use append::{Appender, LinesBefore, lines_before};
 pub(crate) use home::expand_home;
+pub(crate) use mistaken::{GZIP, HTML, RECOGNIZED_BY, SAFETENSORS, kind_of, mistaken};
 pub(crate) use place::Place;
 pub(crate) use read::{name_of_kind, open_regular, read_regular, read_stream, refuse_special};
 pub(crate) use whole::WholeFile;

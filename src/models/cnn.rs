@@ -88,9 +88,9 @@ impl Layers for Cnn {
 
 fn check(in_features: i64, channels: &[i64]) -> Result<(), (&'static str, String)> {
     let side = in_features.max(0).isqrt();
-    if side < 1 || side * side != in_features {
+    if side < 2 || side * side != in_features {
         let problem = format!(
-            "{in_features} is not a square number, and a cnn takes square images; use for example 784 (28 x 28)"
+            "{in_features} is not a square number of 4 or more, and a cnn takes square images; use for example 784 (28 x 28)"
         );
         return Err(("in_features", problem));
     }

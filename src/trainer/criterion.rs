@@ -1,14 +1,14 @@
 //! [`Criterion`]: what a run minimizes and measures.
 
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
-use tch::{Kind, Tensor};
+use tch::{Kind, TchError, Tensor};
 
 use super::Loss;
 use crate::data::Batch;
 use crate::error::{Error, Result};
-use crate::ffi::TorchResult;
+use crate::ffi::{TorchResult, fork_rng, leave_out_resize_warnings};
 use crate::runtime::panics;
 
 /// What a run minimizes and measures: a built-in [`Loss`] or your own loss, with metrics, and a count of what a batch
@@ -34,6 +34,9 @@ pub struct Criterion {
     loss: LossFunction,
     metrics: Vec<(&'static str, Arc<Metric>)>,
     count: Option<Arc<Count>>,
+    /// A note on a loss of the user that compares each output with each target; `None` if it does not. Unset until a
+    /// batch tells.
+    note: Arc<OnceLock<Option<String>>>,
 }
 
 #[derive(Clone)]
@@ -68,7 +71,7 @@ const LOSS: &str = "loss";
 
 impl From<Loss> for Criterion {
     fn from(loss: Loss) -> Self {
-        Self { loss: LossFunction::BuiltIn(loss), metrics: Vec::new(), count: None }
+        Self::of(LossFunction::BuiltIn(loss))
     }
 }
 
@@ -79,7 +82,11 @@ impl Criterion {
         loss: impl Fn(&Tensor, &Tensor) -> L + Send + Sync + 'static,
     ) -> Self {
         let loss = Arc::new(move |output: &Tensor, targets: &Tensor| loss(output, targets).into());
-        Self { loss: LossFunction::Own(loss), metrics: Vec::new(), count: None }
+        Self::of(LossFunction::Own(loss))
+    }
+
+    fn of(loss: LossFunction) -> Self {
+        Self { loss, metrics: Vec::new(), count: None, note: Arc::default() }
     }
 
     /// Adds a metric, which validation shows as `name`: the mean over the samples of a batch, as one number. Validation
@@ -115,7 +122,7 @@ impl Criterion {
 
     /// Returns these metrics and this count with the loss of `other`.
     pub(crate) fn with_loss_of(self, other: Self) -> Self {
-        Self { loss: other.loss, ..self }
+        Self { loss: other.loss, note: other.note, ..self }
     }
 
     /// Returns whether this is the built-in cross-entropy, whose targets are classes.
@@ -173,10 +180,53 @@ impl Criterion {
                 if !measured.named.is_empty() {
                     self.check_names(measured.name, &measured.named)?;
                 }
+                self.look_for_broadcast(&**loss, output, &batch.targets, &measured.loss);
                 return Ok(measured);
             }
         };
         Ok(Measured { name: LOSS, loss, named: Vec::new() })
+    }
+
+    /// Returns the note on the loss, if there is one.
+    pub(super) fn note(&self) -> Option<&str> {
+        self.note.get()?.as_deref()
+    }
+
+    /// Finds out whether `loss` compares each output with each target, because libtorch repeats tensors of shapes such as
+    /// `[50, 1]` and `[50]`.
+    fn look_for_broadcast(
+        &self,
+        loss: &OwnLoss,
+        output: &Tensor,
+        targets: &Tensor,
+        value: &Tensor,
+    ) {
+        let may = output.size() != targets.size()
+            && output.numel() == targets.numel()
+            && output.is_floating_point()
+            && targets.is_floating_point();
+        if !may {
+            return;
+        }
+        if self.note.get().is_none() {
+            // The random numbers of the run stay the same.
+            let look = || tch::no_grad(|| ignores_order(loss, output, targets, value));
+            let found = fork_rng(0, || panics::in_closure("the loss", look));
+            if let Ok(Ok(Ok(Some(is_broadcast)))) = found {
+                let note = is_broadcast.then(|| {
+                    format!(
+                        "warning: the loss compares each output of a batch with each target, because the model returns \
+                         the shape {:?} and the targets have {:?}; give both one shape, as with output.view_as(targets)",
+                        output.size(),
+                        targets.size()
+                    )
+                });
+                let _ = self.note.set(note); // another rank may have been first
+            }
+        }
+        if self.note().is_some() {
+            leave_out_resize_warnings();
+        }
     }
 
     /// Checks that each metric has another name. The names of the loss's parts are known only later.
@@ -286,6 +336,22 @@ impl LossParts {
         let (name, loss) = first?;
         Ok(Measured { name, loss, named: parts.collect::<Result<_>>()? })
     }
+}
+
+/// Returns whether `loss` has the same `value` for targets in another order. `None` if this batch cannot tell.
+fn ignores_order(
+    loss: &OwnLoss,
+    output: &Tensor,
+    targets: &Tensor,
+    value: &Tensor,
+) -> Result<Option<bool>, TchError> {
+    let turned = targets.f_roll([1], [0])?;
+    if turned.f_equal(targets)? || output.f_roll([1], [0])?.f_equal(output)? {
+        return Ok(None);
+    }
+    let Ok(other) = loss(output, &turned).check() else { return Ok(Some(false)) };
+    let (other, value) = (other.loss.f_double_value(&[])?, value.f_double_value(&[])?);
+    Ok(Some((other - value).abs() <= value.abs() * 1e-5))
 }
 
 /// Returns `value` without dimensions. Its shape is checked and its value is not: to read that would wait for the

@@ -7,7 +7,7 @@ use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Command, Error};
 
 use super::trains;
-use crate::config::{option_of_other_name, why_replaced};
+use crate::config::{option_of_other_name, why_replaced, without_option};
 
 /// Refuses an argument that is not UTF-8: neither a configuration nor a message could hold it. Names the flag it
 /// belongs to.
@@ -40,34 +40,95 @@ pub(super) fn error(command: &Command, problem: String) -> Error {
     command.clone().error(ErrorKind::InvalidUtf8, problem)
 }
 
-/// Names the flag that does what an unknown one does in other programs, or what the program brings in its place.
+/// Names the flag or command that does what an unknown one does in other programs, or what the program brings in its
+/// place.
 pub(super) fn suggest(mut error: Error, command: &Command, args: &[OsString]) -> Error {
-    if error.kind() != ErrorKind::UnknownArgument {
-        return error;
-    }
-    let Some(ContextValue::String(unknown)) = error.get(ContextKind::InvalidArg) else {
-        return error;
+    let text = |kind| match error.get(kind) {
+        Some(ContextValue::String(text)) => Some(text.as_str()),
+        _ => None,
     };
-    let program = command.get_name();
-    let invoked = invoked(command, args);
-    let is_known =
-        |name: &str| invoked.get_arguments().any(|argument| argument.get_long() == Some(name));
-    let name = unknown.trim_start_matches('-');
-    let why = || why_replaced(command, &name.replace('-', "_")).filter(|_| trains(invoked));
-    let tip = option_of_other_name(name, is_known)
-        .map(|option| {
-            let per_machine = if option == "nproc-per-node" { " (per machine)" } else { "" };
-            format!("{program} calls it '--{option}'{per_machine}")
-        })
-        .or_else(why);
-    if let Some(tip) = tip {
-        let tip = StyledStr::from(tip);
+    let unknown = text(ContextKind::InvalidSubcommand).or(text(ContextKind::InvalidArg));
+    let tip = unknown.and_then(|unknown| match error.kind() {
+        ErrorKind::ArgumentConflict if command.find_subcommand(unknown).is_some() => {
+            let program = command.get_name();
+            Some(format!("write the command first, as '{program} {unknown} [OPTIONS]'"))
+        }
+        ErrorKind::ArgumentConflict => tip_for_word(unknown, command),
+        ErrorKind::UnknownArgument | ErrorKind::InvalidSubcommand => match unknown.starts_with('-')
+        {
+            true => tip_for_flag(unknown.trim_start_matches('-'), command, invoked(command, args)),
+            false => tip_for_word(unknown, command),
+        },
+        ErrorKind::InvalidValue => tip_for_value(unknown, command),
+        _ => None,
+    });
+    let Some(tip) = tip else { return error };
+    if error.kind() != ErrorKind::InvalidValue {
         // Clap's own guess, and the usage that it shows for it.
         error.remove(ContextKind::SuggestedArg);
+        error.remove(ContextKind::SuggestedSubcommand);
         error.remove(ContextKind::Usage);
-        error.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![tip]));
     }
+    error.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![StyledStr::from(tip)]));
     error
+}
+
+/// Returns the advice on an unknown flag of the command `invoked`.
+fn tip_for_flag(name: &str, command: &Command, invoked: &Command) -> Option<String> {
+    let is_known =
+        |name: &str| invoked.get_arguments().any(|argument| argument.get_long() == Some(name));
+    let other = option_of_other_name(name, is_known).map(|option| {
+        let per_machine = if option == "nproc-per-node" { " (per machine)" } else { "" };
+        format!("{} calls it '--{option}'{per_machine}", command.get_name())
+    });
+    let why = || why_replaced(command, &name.replace('-', "_")).filter(|_| trains(invoked));
+    let remedy = || without_option(name).filter(|_| trains(invoked)).map(str::to_owned);
+    other.or_else(why).or_else(remedy)
+}
+
+/// The commands of other programs, and those here that do the same.
+const OTHER_COMMANDS: [(&str, &str); 12] = [
+    ("benchmark", "bench"),
+    ("compare", "diff"),
+    ("create", "new"),
+    ("doctor", "env"),
+    ("fit", "train"),
+    ("generate", "sample"),
+    ("info", "env"),
+    ("init", "new"),
+    ("launch", "train"),
+    ("run", "train"),
+    ("start", "train"),
+    ("test", "verify"),
+];
+
+/// The programs that start Python files.
+const STARTERS: [&str; 6] =
+    ["accelerate", "deepspeed", "lightning", "python", "python3", "torchrun"];
+
+/// Returns the advice on a word that is no command and no value.
+fn tip_for_word(word: &str, command: &Command) -> Option<String> {
+    let program = command.get_name();
+    let is_there = |name| command.find_subcommand(name).is_some();
+    if word.ends_with(".py") || word.ends_with(".ipynb") || STARTERS.contains(&word) {
+        let own =
+            format!("; '{program} new NAME' creates a project for a model of your own, in Rust");
+        let own = if is_there("new") { own } else { String::new() };
+        return Some(format!("{program} trains by itself and runs no Python file{own}"));
+    }
+    let (_, same) =
+        OTHER_COMMANDS.into_iter().find(|&(other, same)| other == word && is_there(same))?;
+    let or_none = if same == "train" { ", and needs no command for it" } else { "" };
+    Some(format!("{program} calls it '{same}'{or_none}"))
+}
+
+/// Returns the advice on a wrong value of `flag`, which is shown with the form of its value.
+fn tip_for_value(flag: &str, command: &Command) -> Option<String> {
+    let what =
+        ["model", "loss"].into_iter().find(|what| flag.starts_with(&format!("--{what} ")))?;
+    let program = command.get_name();
+    let new = command.find_subcommand("new")?.get_name();
+    Some(format!("'{program} {new} NAME' creates a project for a {what} of your own"))
 }
 
 /// Returns the command that `args` are for: the last subcommand that they name.

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use serde::Deserialize;
 
 use crate::error::{Error, Result, Shown};
-use crate::files::open_regular;
+use crate::files::{RECOGNIZED_BY, mistaken, open_regular};
 use crate::os::limits::explain;
 use crate::telemetry::{
     RECORD_FORMAT, RecordHeader, RecordLine, RecordedFailure, RecordedStart, RecordedStep,
@@ -126,14 +126,17 @@ fn share<T: Copy>(mut ranks: Vec<&mut Vec<Option<T>>>) {
 
 /// Adds the lines of a process to `record`.
 fn read_file(path: &Path, file: File, record: &mut Option<Record>) -> Result<()> {
-    let mut lines = BufReader::new(file).split(b'\n').zip(1..).peekable();
+    let mut file = BufReader::new(file);
+    let begin = file.fill_buf().map_err(|error| refused(path, explain(error)))?;
+    let begin = begin[..begin.len().min(RECOGNIZED_BY)].to_vec();
+    let mut lines = file.split(b'\n').zip(1..).peekable();
     while let Some((line, number)) = lines.next() {
         let line = line.map_err(|error| refused(path, explain(error)))?;
         let parsed = match serde_json::from_slice(&line) {
             Ok(parsed) => parsed,
             Err(error) => {
                 if number == 1 {
-                    return Err(not_a_record(path, &line));
+                    return Err(not_a_record(path, &line, &begin));
                 }
                 // A killed run leaves a part of a line: at the end, or before the header of its next start.
                 let is_cut = match lines.peek() {
@@ -209,11 +212,15 @@ fn other_version(format: u32) -> String {
     )
 }
 
-/// Returns the error of a file whose first line is not the header of this version.
-fn not_a_record(path: &Path, line: &[u8]) -> Error {
+/// Returns the error of a file that begins so, and whose first line is not the header of this version.
+fn not_a_record(path: &Path, line: &[u8], begin: &[u8]) -> Error {
     match serde_json::from_slice::<AnyHeader>(line) {
         Ok(AnyHeader { format }) if format != RECORD_FORMAT => refused(path, other_version(format)),
-        _ => refused(path, "this file is not a record; name a file that --record has written"),
+        _ => {
+            let instead = "name a file that --record has written";
+            let unknown = || format!("this file is not a record; {instead}");
+            refused(path, mistaken(begin, "a record", instead).unwrap_or_else(unknown))
+        }
     }
 }
 

@@ -1,17 +1,18 @@
 //! Files in the IDX format, which MNIST and similar data sets use.
 
 use std::fs;
-use std::io::{BufReader, Read};
+use std::io::{self, BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 
-use flate2::read::MultiGzDecoder;
+use flate2::bufread::MultiGzDecoder;
 use tch::{Kind, Tensor};
 
 use super::TargetKind;
 use super::array::{Array, Layout, sizes};
 use super::format::Format;
 use crate::error::{Error, Result, Shown};
-use crate::ffi::{MappedFile, TorchResult, open_file};
+use crate::ffi::{MappedFile, TorchResult};
+use crate::files::{GZIP, mistaken};
 
 /// A folder with files in MNIST's format.
 #[derive(Debug)]
@@ -37,9 +38,9 @@ impl Format for Idx {
     }
 
     fn files(&self, location: &str) -> Vec<PathBuf> {
-        let parts = [TRAINING, VALIDATION].into_iter();
-        let both = |part| [Holds::Images, Holds::Labels].map(|holds| holds.file_name(part));
-        parts.flat_map(both).flat_map(|name| candidates(location.as_ref(), &name)).collect()
+        let Ok(folder) = folder(location.as_ref()) else { return Vec::new() };
+        let both = |part| [Holds::Images, Holds::Labels].map(|holds| find(&folder, part, holds));
+        [TRAINING, VALIDATION].into_iter().flat_map(both).flatten().collect()
     }
 
     fn has_classes(&self) -> bool {
@@ -47,7 +48,7 @@ impl Format for Idx {
     }
 
     fn read(&self, location: &str, _kind: TargetKind) -> Result<(Array, Array)> {
-        read(location.as_ref(), TRAINING)
+        read(&folder(location.as_ref())?, TRAINING)
     }
 
     fn validation_name(&self) -> Option<&'static str> {
@@ -55,32 +56,82 @@ impl Format for Idx {
     }
 
     fn read_validation(&self, location: &str) -> Result<Option<(Array, Array)>> {
-        let folder = location.as_ref();
-        let images = find(folder, &Holds::Images.file_name(VALIDATION));
-        images.map(|_| read(folder, VALIDATION)).transpose()
+        let folder = folder(location.as_ref()).unwrap_or_else(|_| location.into());
+        let images = find(&folder, VALIDATION, Holds::Images);
+        images.map(|_| read(&folder, VALIDATION)).transpose()
+    }
+}
+
+/// The folders below the given one in which torchvision puts MNIST's files and those of data sets like it.
+const OF_TORCHVISION: [&str; 4] = ["raw", "MNIST/raw", "FashionMNIST/raw", "KMNIST/raw"];
+
+/// Returns the folder with the training images: `given`, or one of torchvision's below it.
+fn folder(given: &Path) -> Result<PathBuf> {
+    let has_images = |folder: &PathBuf| find(folder, TRAINING, Holds::Images).is_some();
+    let below = OF_TORCHVISION.map(|below| given.join(below));
+    let mut found = [given.to_owned()].into_iter().chain(below).filter(has_images);
+    let Some(folder) = found.next() else { return Err(missing(given, TRAINING, Holds::Images)) };
+    match found.next().filter(|_| folder != given) {
+        Some(other) => Err(Error::InvalidInput(format!(
+            "{}: there are several data sets, in {} and {}; name the folder of one",
+            given.shown(),
+            folder.shown(),
+            other.shown()
+        ))),
+        None => Ok(folder),
     }
 }
 
 /// Reads the images and labels of `part`.
 fn read(folder: &Path, part: &str) -> Result<(Array, Array)> {
     let read = |holds: Holds| {
-        let name = holds.file_name(part);
-        let file = find(folder, &name).ok_or_else(|| {
-            let problem = format!("there is no {name} here, nor {name}.gz");
-            Error::InvalidInput(format!("{}: {problem}", folder.shown()))
-        })?;
+        let file = find(folder, part, holds).ok_or_else(|| missing(folder, part, holds))?;
         array(&file, holds)
     };
     Ok((read(Holds::Images)?, read(Holds::Labels)?))
 }
 
-/// Returns the paths that the file `name` may have: as it is, and compressed.
-fn candidates(folder: &Path, name: &str) -> [PathBuf; 2] {
-    [folder.join(name), folder.join(format!("{name}.gz"))]
+/// Returns the error for a file that is not there. It names files that it may be.
+fn missing(folder: &Path, part: &str, holds: Holds) -> Error {
+    let [name, other] = holds.file_names(part);
+    let there = fs::read_dir(folder).map(|entries| {
+        let names = entries.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned());
+        let mut names: Vec<String> = names.filter(|name| name.contains("ubyte")).take(6).collect();
+        names.sort();
+        names
+    });
+    let problem = match there {
+        Err(error) if folder.is_file() => {
+            format!("{error}; name the folder that has {name}")
+        }
+        Err(error) => error.to_string(),
+        Ok(names) => {
+            let below = OF_TORCHVISION.join(", ");
+            let there = match &names[..] {
+                [] => String::new(),
+                names => format!("; here are {}: rename them", names.join(", ")),
+            };
+            format!("there is no {name} here, also not as {other}, with .gz, or in {below}{there}")
+        }
+    };
+    Error::InvalidInput(format!("{}: {problem}", folder.shown()))
 }
 
-fn find(folder: &Path, name: &str) -> Option<PathBuf> {
-    candidates(folder, name).into_iter().find(|file| fs::exists(file).unwrap_or(false))
+/// Returns the file of `part`, if it is there: under one of its names, as it is or compressed, perhaps in a folder of
+/// that name, as Kaggle packs it.
+fn find(folder: &Path, part: &str, holds: Holds) -> Option<PathBuf> {
+    let names = holds.file_names(part);
+    let own = names.iter().map(|name| folder.join(name));
+    let inside = |outer| names.iter().map(move |inner| folder.join(outer).join(inner));
+    let plain: Vec<PathBuf> = own.chain(names.iter().flat_map(inside)).collect();
+    let packed = plain.iter().map(|file| {
+        let mut file = file.clone().into_os_string();
+        file.push(".gz");
+        file.into()
+    });
+    let packed: Vec<PathBuf> = packed.collect();
+    let is_there = |file: &PathBuf| fs::exists(file).unwrap_or(false) && !file.is_dir();
+    plain.into_iter().chain(packed).find(is_there)
 }
 
 /// The contents of a file.
@@ -91,27 +142,29 @@ enum Holds {
 }
 
 impl Holds {
-    fn file_name(self, part: &str) -> String {
-        match self {
-            Holds::Images => format!("{part}-images-idx3-ubyte"),
-            Holds::Labels => format!("{part}-labels-idx1-ubyte"),
-        }
+    /// Returns the name that MNIST's site gives the file, and that of Kaggle.
+    fn file_names(self, part: &str) -> [String; 2] {
+        let (holds, dims) = match self {
+            Holds::Images => ("images", 3),
+            Holds::Labels => ("labels", 1),
+        };
+        ['-', '.'].map(|separator| format!("{part}-{holds}{separator}idx{dims}-ubyte"))
     }
 }
 
 /// Returns a view of the file, or its decompressed copy in memory.
 fn array(path: &Path, holds: Holds) -> Result<Array> {
     let wrong = |problem: String| Error::InvalidInput(format!("{}: {problem}", path.shown()));
-    if path.extension().is_some_and(|extension| extension == "gz") {
-        let (file, len) = open_file(path)?;
-        let mut unpacked = MultiGzDecoder::new(BufReader::new(file));
+    let file = MappedFile::open(path)?;
+    // Checks the contents: a file may keep its name when it is compressed or decompressed.
+    if file.starts_with(&GZIP) {
+        let mut unpacked = BufReader::new(MultiGzDecoder::new(&file[..]));
         let (_, shape) = header(&mut unpacked, holds).map_err(wrong)?;
         let (sizes, num_bytes) = sizes(&shape, 1).map_err(wrong)?;
-        let bytes = unpack(unpacked, len, num_bytes).map_err(wrong)?;
+        let bytes = unpack(unpacked, file.len() as u64, num_bytes).map_err(wrong)?;
         let tensor = Tensor::f_from_slice(&bytes).and_then(|bytes| bytes.f_view(&sizes[..]));
         return Ok(Array::bytes(tensor.doing("making a tensor of a data file")?));
     }
-    let file = MappedFile::open(path)?;
     let (start, shape) = header(&mut &file[..], holds).map_err(wrong)?;
     let array = Array::mapped(&file, Layout::native(start, Kind::Uint8), &shape)?;
     match file.len() - start - array.tensor.numel() {
@@ -121,11 +174,15 @@ fn array(path: &Path, holds: Holds) -> Result<Array> {
 }
 
 /// Returns the offset of the data, in bytes, and its shape.
-fn header(file: &mut impl Read, holds: Holds) -> Result<(usize, Vec<u64>), String> {
+fn header(file: &mut impl BufRead, holds: Holds) -> Result<(usize, Vec<u64>), String> {
+    let unreadable = |error: io::Error| format!("the header can't be read: {error}");
+    let begin = file.fill_buf().map_err(unreadable)?;
+    let known = mistaken(begin, "an idx file", "use a file of MNIST, or one like it");
+    known.map_or(Ok(()), Err)?;
     let mut word = || {
         let mut word = [0; 4];
         let read = file.read_exact(&mut word);
-        read.map_err(|error| format!("the header can't be read: {error}")).map(|()| word)
+        read.map_err(unreadable).map(|()| word)
     };
     let [zero, zero_too, kind, dims] = word()?;
     if (zero, zero_too) != (0, 0) {

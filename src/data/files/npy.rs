@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use serde::Deserialize;
+use serde_json::Value;
 use tch::Kind;
 
 use super::TargetKind;
@@ -10,6 +11,7 @@ use super::array::{Array, Layout};
 use super::format::Format;
 use crate::error::{Error, Result};
 use crate::ffi::{MappedFile, TorchResult};
+use crate::files::mistaken;
 
 /// Two `.npy` files: the inputs and the targets.
 #[derive(Debug)]
@@ -52,7 +54,7 @@ fn read(path: &Path) -> Result<Array> {
     let wrong = |problem: String| Error::InvalidInput(format!("{}: {problem}", file.name()));
     let (header, start) = header(&file).map_err(wrong)?;
     let dtype = dtype(&header).map_err(wrong)?;
-    let is_swapped = header.descr.starts_with(OTHER_BYTE_ORDER);
+    let is_swapped = header.descr.as_str().is_some_and(|dtype| dtype.starts_with(OTHER_BYTE_ORDER));
     let layout = Layout { start, dtype, is_swapped };
     if !header.fortran_order {
         return Array::mapped(&file, layout, &header.shape);
@@ -73,7 +75,8 @@ const OTHER_BYTE_ORDER: char = if cfg!(target_endian = "little") { '>' } else { 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Header {
-    descr: String,
+    /// A text for plain numbers.
+    descr: Value,
     fortran_order: bool,
     shape: Vec<u64>,
 }
@@ -96,7 +99,11 @@ fn header(file: &[u8]) -> Result<(Header, usize), String> {
                 "version {version} of the format cannot be read here; write it again with numpy.save"
             ));
         }
-        _ => return Err("this is not a .npy file; write one with numpy.save".into()),
+        _ => {
+            let instead = "write one with numpy.save";
+            let unknown = || format!("this is not a .npy file; {instead}");
+            return Err(mistaken(file, "a .npy file", instead).unwrap_or_else(unknown));
+        }
     };
     if len > LONGEST_HEADER {
         return Err(format!(
@@ -111,6 +118,9 @@ fn header(file: &[u8]) -> Result<(Header, usize), String> {
         ("'", "\""),
         ("(", "["),
         (")", "]"),
+        // As Python 2 wrote long integers.
+        ("L,", ","),
+        ("L]", "]"),
         ("False", "false"),
         ("True", "true"),
         (",]", "]"),
@@ -118,8 +128,9 @@ fn header(file: &[u8]) -> Result<(Header, usize), String> {
     ] {
         json = json.replace(python, other);
     }
-    let header = serde_json::from_str(&json).map_err(|error| {
-        format!("the header does not describe an array of numbers ({error}): {}", text.trim_end())
+    let header = serde_json::from_str(&json).map_err(|_| {
+        let text = text.trim_end();
+        format!("the header does not describe an array of numbers: {text}; write it again with numpy.save")
     })?;
     Ok((header, start + len))
 }
@@ -128,19 +139,36 @@ const CUT_OFF: &str = "the file is cut off in its header; write or copy it again
 
 /// Returns the dtype of the numbers.
 fn dtype(header: &Header) -> Result<Kind, String> {
-    let descr = &header.descr[..];
-    match descr.strip_prefix(['<', '>', '|', '=']) {
-        Some("f4") => Ok(Kind::Float),
-        Some("f8") => Ok(Kind::Double),
-        Some("f2") => Ok(Kind::Half),
-        Some("i1") => Ok(Kind::Int8),
-        Some("i2") => Ok(Kind::Int16),
-        Some("i4") => Ok(Kind::Int),
-        Some("i8") => Ok(Kind::Int64),
-        Some("u1") => Ok(Kind::Uint8),
-        Some("b1") => Ok(Kind::Bool),
-        _ => Err(format!(
-            "numbers of the dtype {descr} cannot be read; save x.astype(\"float32\") or x.astype(\"int64\") instead"
-        )),
-    }
+    let Value::String(descr) = &header.descr else {
+        return Err("a structured array, with columns of their own names and dtypes, cannot be read; save the columns as \
+                    one array: numpy.lib.recfunctions.structured_to_unstructured(x, \"float32\")"
+            .into());
+    };
+    let kind = descr.trim_start_matches(['<', '>', '|', '=']);
+    let (what, instead) = match kind {
+        "f4" => return Ok(Kind::Float),
+        "f8" => return Ok(Kind::Double),
+        "f2" => return Ok(Kind::Half),
+        "i1" => return Ok(Kind::Int8),
+        "i2" => return Ok(Kind::Int16),
+        "i4" => return Ok(Kind::Int),
+        "i8" => return Ok(Kind::Int64),
+        "u1" => return Ok(Kind::Uint8),
+        "b1" => return Ok(Kind::Bool),
+        _ if kind.starts_with('O') => (
+            "Python objects",
+            "make all rows equally long, and save numpy.stack(x).astype(\"float32\")",
+        ),
+        _ if kind.starts_with(['U', 'S', 'a']) => (
+            "texts",
+            "save numbers: x.astype(\"float32\"), or for classes numpy.unique(x, return_inverse=True)[1]",
+        ),
+        _ if kind.starts_with('c') => {
+            ("complex numbers", "save numpy.stack([x.real, x.imag], -1).astype(\"float32\")")
+        }
+        _ if kind.starts_with(['M', 'm']) => ("times", "save x.astype(\"int64\")"),
+        _ if kind.starts_with('V') => ("bytes without a dtype", "save x.astype(\"float32\")"),
+        _ => ("numbers", "save x.astype(\"float32\") or x.astype(\"int64\")"),
+    };
+    Err(format!("{what} of the dtype {descr} cannot be read; {instead} instead"))
 }

@@ -8,6 +8,7 @@ use super::array::{Array, Layout};
 use super::format::Format;
 use crate::error::{Error, Result};
 use crate::ffi::MappedFile;
+use crate::files::{SAFETENSORS, mistaken};
 
 /// A `.safetensors` file with the tensors `inputs` and `targets`.
 #[derive(Debug)]
@@ -26,17 +27,18 @@ impl Format for SafetensorsFile {
     fn read(&self, location: &str, _kind: TargetKind) -> Result<(Array, Array)> {
         let file = MappedFile::open(location.as_ref())?;
         let wrong = |problem: String| Error::InvalidInput(format!("{}: {problem}", file.name()));
-        let tensors = SafeTensors::deserialize(&file)
-            .map_err(|error| wrong(format!("this is not a complete .safetensors file: {error}")))?;
+        let write =
+            "write it with safetensors.torch.save_file({\"inputs\": x, \"targets\": y}, file)";
+        let tensors = SafeTensors::deserialize(&file).map_err(|error| {
+            let damaged = || format!("this is not a complete .safetensors file: {error}");
+            wrong(mistaken(&file, SAFETENSORS, write).unwrap_or_else(damaged))
+        })?;
         let array = |name| {
             let view = tensors.tensor(name).map_err(|_| {
                 let mut names = tensors.names();
                 names.sort_unstable();
                 names.truncate(10);
-                wrong(format!(
-                    "there is no tensor {name:?}, only {names:?}; write it with \
-                     safetensors.torch.save_file({{\"inputs\": x, \"targets\": y}}, file)"
-                ))
+                wrong(format!("there is no tensor {name:?}, only {names:?}; {write}"))
             })?;
             let dtype = match view.dtype() {
                 Dtype::F32 => Kind::Float,

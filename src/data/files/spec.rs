@@ -154,8 +154,44 @@ fn unknown(text: &str) -> Error {
     Error::InvalidInput(format!(
         "{text:?} is not a data set; use {} or {last}{}",
         others.join(", "),
-        meant.unwrap_or_default()
+        meant.or_else(|| known(text)).unwrap_or_default()
     ))
+}
+
+/// Well-known data sets, by the beginnings of their names, and how they are read.
+const KNOWN: [(&[&str], &str); 4] = [
+    (
+        &["mnist", "fashion", "kmnist", "emnist"],
+        "download its files into a folder, and use idx:FOLDER",
+    ),
+    (
+        &["cifar", "imagenet", "imagefolder", "svhn", "coco", "celeba", "stl10"],
+        "save its images and classes with numpy.save, and use npy:INPUTS,TARGETS",
+    ),
+    (
+        &[
+            "shakespeare",
+            "tinyshakespeare",
+            "wikitext",
+            "openwebtext",
+            "enwik",
+            "tinystories",
+            "ptb",
+        ],
+        "download it as one text, and use text:FILE with --model gpt",
+    ),
+    (
+        &["iris", "wine", "titanic", "california", "boston", "diabetes", "adult"],
+        "save it as a table of numbers, and use csv:FILE",
+    ),
+];
+
+/// Returns how the well-known data set `text` is read; `None` for another.
+fn known(text: &str) -> Option<String> {
+    let name = text.to_lowercase().replace(|c: char| !c.is_alphanumeric(), "");
+    let begins = |(names, _): &&(&[&str], &str)| names.iter().any(|it| name.starts_with(it));
+    let (_, how) = KNOWN.iter().find(begins)?;
+    Some(format!("; {text} is not built in: {how}"))
 }
 
 impl fmt::Display for DatasetSpec {
@@ -199,9 +235,25 @@ mod tests {
             ("", None),
         ] {
             let error = text.parse::<DatasetSpec>().unwrap_err().to_string();
+            assert!(!error.contains("not built in"), "{error}");
             let end =
                 meant.map_or("or text:FILE".into(), |meant| format!("; did you mean {meant}?"));
             assert!(error.ends_with(&end), "{error}");
+        }
+    }
+    #[test]
+    fn well_known_data_set_error_names_its_format() {
+        for (text, format) in [
+            ("MNIST", "idx:FOLDER"),
+            ("fashion_mnist", "idx:FOLDER"),
+            ("cifar10", "npy:INPUTS,TARGETS"),
+            ("ImageNet-1k", "npy:INPUTS,TARGETS"),
+            ("tiny-shakespeare", "text:FILE with --model gpt"),
+            ("iris", "csv:FILE"),
+        ] {
+            let error = text.parse::<DatasetSpec>().unwrap_err().to_string();
+            let end = format!("and use {format}");
+            assert!(error.contains("is not built in: ") && error.ends_with(&end), "{error}");
         }
     }
 }

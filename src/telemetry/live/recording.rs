@@ -11,7 +11,7 @@ use serde_json::Value;
 
 use super::snapshot::{RankSnapshot, RunSnapshot, Source};
 use crate::error::{Error, Result, Shown};
-use crate::files::read_regular;
+use crate::files::{mistaken, read_regular};
 use crate::operation::{OpId, Operation};
 use crate::os::limits::explain;
 use crate::runtime::OpRecord;
@@ -134,8 +134,10 @@ impl Reader {
         if bytes.is_empty() {
             return Err("the file is empty; use a file that --trace has written".into());
         }
+        let instead = "use a file that --trace has written";
         let file: TraceFile = serde_json::from_slice(&bytes).map_err(|error| {
-            format!("this is not a trace of ddp-mp ({error}); use a file that --trace has written")
+            let unknown = || format!("this is not a trace of ddp-mp ({error}); {instead}");
+            mistaken(&bytes, "a trace", instead).unwrap_or_else(unknown)
         })?;
         let About { program, process, processes, world_size } = file.other_data;
         if !program.starts_with("ddp-mp ") {

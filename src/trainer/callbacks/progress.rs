@@ -14,7 +14,7 @@ const FIRST: Duration = Duration::from_secs(2);
 /// The longest time between two signs.
 const LONGEST: Duration = Duration::from_secs(60);
 
-/// Shows on rank 0 which step the run is at.
+/// Shows on rank 0 which step the run is at, and once the note on the loss.
 #[derive(Debug)]
 pub(in crate::trainer) struct Progress {
     printer: Arc<Printer>,
@@ -23,11 +23,12 @@ pub(in crate::trainer) struct Progress {
     next: Duration,
     /// The steps that were made before this start of the run.
     done: u64,
+    has_noted: bool,
 }
 
 impl Progress {
     pub(in crate::trainer) fn new(printer: Arc<Printer>) -> Self {
-        Self { printer, began: Instant::now(), next: FIRST, done: 0 }
+        Self { printer, began: Instant::now(), next: FIRST, done: 0, has_noted: false }
     }
 }
 
@@ -39,6 +40,12 @@ impl<M> Callback<M> for Progress {
     }
 
     fn on_step_end(&mut self, context: &mut TrainContext<M>, _: &Step) -> Result<()> {
+        if !self.has_noted
+            && let Some(note) = context.criterion.note()
+        {
+            self.has_noted = true;
+            self.printer.report(note);
+        }
         let elapsed = self.began.elapsed();
         if elapsed >= self.next {
             // Whether there is a bar takes a system call to find out.

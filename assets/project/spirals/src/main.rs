@@ -17,12 +17,12 @@ struct Options {
 }
 
 /// Other defaults of options. Flags, and a file of `--config`, win over them.
-const DEFAULTS: &str = "
+const DEFAULTS: &str = r#"
 max-epochs = 20
 batch-size = 50
 lr = 0.3
 val-fraction = 0.1
-";
+"#;
 
 fn app() -> App<Options> {
     App::new(env!("CARGO_PKG_NAME"), env!("CARGO_PKG_VERSION"))
