@@ -51,7 +51,7 @@ impl PhaseSeconds {
 }
 
 /// Training metrics over the last few steps, of all ranks together.
-#[derive(Debug, Default, Clone, PartialEq, Serialize)]
+#[derive(Debug, Default, Clone, PartialEq, Serialize, Deserialize)]
 pub struct TrainMetrics {
     /// Steps made so far.
     pub step: u64,

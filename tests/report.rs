@@ -143,10 +143,16 @@ fn failed_stopped_and_resumed_runs_leave_a_report() {
     let (code, _, stderr) =
         run(&[&report[..], &save[..], &["--batch-size=10", "--max-steps=2"][..]].concat());
     assert_eq!(code, Some(0), "{stderr}");
+    let of_first = data(&path)["train"].clone();
     let three = ["--nproc-per-node=3", "--batch-size=10", "--max-epochs=2", report[1], report[2]];
     let (code, _, stderr) = run(&[&three[..], &save[..]].concat());
     assert_eq!(code, Some(0), "{stderr}");
     let page = data(&path);
+    // The curves are those of the whole run.
+    assert_eq!(list(&page["train"])[..1], *list(&of_first), "{of_first}");
+    let steps: Vec<u64> =
+        list(&page["train"]).iter().map(|it| it["step"].as_u64().unwrap()).collect();
+    assert!(steps.len() > 1 && steps.is_sorted_by(|a, b| a < b), "{steps:?}");
     let epochs = list(&page["samples"]["epochs"]);
     let numbers = epochs.iter().map(|it| it["epoch"].as_u64().unwrap());
     assert_eq!(numbers.collect::<Vec<_>>(), [0, 1]);

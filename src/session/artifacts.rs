@@ -167,6 +167,9 @@ impl RunArtifacts {
         record.first = first.clone();
         record.parameters = ddp.parameter_places();
         record.buckets = ddp.statistics().bucket_bytes;
+        if let Some(report) = self.report.as_ref().filter(|_| first.step > 0) {
+            *self.curves.lock() = Curves::of_earlier(report, first.step);
+        }
     }
 
     /// Records how the run went, and the buckets, which have been rebuilt since the start.

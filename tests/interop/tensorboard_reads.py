@@ -85,8 +85,26 @@ def images(board, steps):
     return len(events)
 
 
+def resumed(program, folder):
+    """Steps that come again after a resume are there once: those of the later run. No step goes back in time."""
+    board, saved = folder / "board", folder / "saved"
+    run = [program, "--nproc-per-node=2", "--log-every=5", f"--tensorboard={board}"]
+    first = [f"--checkpoint-dir={saved}", "--save-every=20", "--max-steps=32"]
+    second = [f"--resume={saved}/step-00000020", "--max-steps=41", "--lr=0.5"]
+    for more in first, second:
+        subprocess.run([*run, *more], check=True, stdout=subprocess.DEVNULL)
+    board = EventAccumulator(str(board), size_guidance={"scalars": 0})
+    board.Reload()
+    rates = [(event.step, round(event.value, 3)) for event in board.Scalars("train/lr")]
+    expected = [(step, 0.001) for step in range(5, 25, 5)]
+    expected += [(step, 0.5) for step in [25, 30, 35, 40, 41]]
+    check(rates == expected, f"the learning rates are {rates}")
+
+
 def main():
     program = pathlib.Path(sys.argv[1]).resolve()
+    with tempfile.TemporaryDirectory() as folder:
+        resumed(program, pathlib.Path(folder))
     with tempfile.TemporaryDirectory() as folder:
         folder = pathlib.Path(folder)
         board, metrics, saved = (folder / name for name in ["board", "metrics", "saved"])

@@ -3,10 +3,11 @@
 mod advice;
 mod tracks;
 
+use std::fs;
 use std::io::{self, Write};
 use std::path::Path;
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::metrics_logger::drop_every_second;
@@ -42,7 +43,7 @@ pub(crate) struct Page<'a> {
 }
 
 /// Training and validation metrics over the run.
-#[derive(Debug, Default, Clone, Serialize)]
+#[derive(Debug, Default, Clone, Serialize, Deserialize)]
 pub(crate) struct Curves {
     pub train: Vec<TrainMetrics>,
     pub validation: Vec<ValidationMetrics>,
@@ -57,6 +58,22 @@ impl Curves {
             drop_every_second(&mut self.train);
         }
         self.train.push(metrics.clone());
+    }
+
+    /// Returns the points until `step` of the page that an earlier run has written to `output`; none if there is none.
+    pub(crate) fn of_earlier(output: &Output, step: u64) -> Self {
+        let page = fs::read_to_string(output.path()).unwrap_or_default();
+        // The data is escaped, so that its script ends where no other text can.
+        let data = HTML.split_once(DATA).and_then(|(before, after)| {
+            let begin = before.lines().last()?;
+            let end = after.lines().next()?;
+            Some(page.split_once(begin)?.1.split_once(end)?.0)
+        });
+        let mut curves: Self =
+            data.and_then(|data| serde_json::from_str(data).ok()).unwrap_or_default();
+        curves.train.retain(|point| point.step <= step);
+        curves.validation.retain(|point| point.step <= step);
+        curves
     }
 
     /// Returns the mean loss of the first quarter of the points, and of the last. `None` with fewer than four.
