@@ -73,7 +73,7 @@ pub struct LaunchSection {
     #[arg(long, value_name = "HOST")]
     #[arg(add = MayDiffer::BetweenProcesses, add = RefusedBy::ONE_PROCESS)]
     pub master_addr: Option<String>,
-    /// Set the port on rank 0's machine [default: 29500; with slurm from the job's number]
+    /// Set the port on rank 0's machine [default: 29500, or from the id of the job]
     #[arg(long, value_name = "PORT", value_parser = whole::<u16>(1..=65535))]
     #[arg(add = MayDiffer::BetweenProcesses, add = RefusedBy::ONE_PROCESS)]
     pub master_port: Option<u16>,
