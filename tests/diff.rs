@@ -738,6 +738,22 @@ fn failed_step_is_named_also_without_a_line_of_another_rank() {
     assert!(stdout.contains("B failed in step 3: see the error of the run."), "{stdout}");
 }
 
+/// Of several processes, each writes its own file. The one that fails may be any of them, also between recorded steps.
+#[test]
+fn failure_of_any_process_is_a_difference() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    let some = ["--spawn=processes", "--record-every=10"];
+    assert_eq!(record_cnn(folder, "good", &some), Some(0));
+    in_parallel(&["0", "1"], |rank| {
+        let fault = format!("--inject-fault=error:rank={rank},at=step,step=5");
+        assert_eq!(record_cnn(folder, rank, &[&some[..], &[&fault]].concat()), Some(1));
+        let (code, stdout, stderr) = diff(folder, "good", rank);
+        assert_eq!(code, Some(1), "{rank}: {stdout}{stderr}");
+        assert!(stdout.contains("B failed in step 5: see the error of the run."), "{stdout}");
+    });
+}
+
 /// A rank that is late does not come to the step in which another one fails.
 #[test]
 fn failed_step_is_named_also_if_a_rank_stopped_before_it() {
