@@ -615,7 +615,7 @@ fn rerun_refuses_a_wrong_number_of_samples() {
         (usize::MAX, "u64 value was too large"),
     ] {
         let dir = format!("{dataset_len}");
-        let state = TrainerState { dataset_len, ..saved.state().clone() };
+        let state = TrainerState { dataset_len, total_steps: 0, ..saved.state().clone() };
         let snapshot = Snapshot::take(state, &[], Vec::new()).unwrap();
         CheckpointDir::create(&folder.join(&dir), 1).unwrap().write(&snapshot).unwrap();
         let dir = format!("--checkpoint-dir={dir}");

@@ -6,6 +6,7 @@ pub(crate) mod limits;
 mod openmp;
 mod process;
 pub(crate) mod shared_memory;
+mod signal_cleanup;
 pub(crate) mod terminal;
 
 pub(crate) use bus_error::{WatchedMapping, watch_mapping};
@@ -16,3 +17,4 @@ pub use process::{exit, hold_user_signals, ignore_file_size_signal, release_user
 pub(crate) use process::{
     hold_signals_of_user, named, release_signals, send_signal, tie_to_this_process, wait_for_end,
 };
+pub(crate) use signal_cleanup::{TemporaryFolder, TiedChild};

@@ -73,6 +73,16 @@ pub(crate) fn tie_to_this_process(command: &mut Command, held: &'static [i32]) {
     unsafe { command.pre_exec(prepare) };
 }
 
+/// Returns whether this process ignores `signal`, as `nohup` and `&` in a script have their programs do.
+pub(super) fn is_ignored(signal: i32) -> bool {
+    let mut action = MaybeUninit::<libc::sigaction>::zeroed();
+    // SAFETY: reads the action, which zeros are a valid value of.
+    unsafe {
+        libc::sigaction(signal, std::ptr::null(), action.as_mut_ptr());
+        action.assume_init().sa_sigaction == libc::SIG_IGN
+    }
+}
+
 /// Runs `f` on this thread under another name of up to 15 bytes, shown by `top -H`. Threads that `f` starts inherit it.
 pub(crate) fn named<T>(name: &CStr, f: impl FnOnce() -> T) -> T {
     let before = thread::name();
