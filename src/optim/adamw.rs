@@ -70,8 +70,7 @@ impl AdamW {
     pub fn new(buffers: Vec<FlatBuffer>, options: AdamWOptions) -> Result<Self> {
         let decays = (options.weight_decay != 0.0).then_some(options.decays);
         // Every step must be counted, because the bias correction of the means depends on the count.
-        // On a CPU the kernel rounds the last elements of a tensor otherwise, and PyTorch steps each parameter alone.
-        let flat = OptimizerState::new(buffers, options.states(), decays, false, u64::MAX)?;
+        let flat = OptimizerState::new(buffers, options.states(), decays, u64::MAX)?;
         let counts = counts(&flat)?;
         Ok(Self { options, flat, counts })
     }

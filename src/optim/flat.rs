@@ -69,9 +69,6 @@ pub(super) struct OptimizerState {
     pub(super) slots: Vec<(&'static str, Vec<Tensor>)>,
     /// Selects the parameters with weight decay; `None` for no weight decay.
     decays: Option<fn(&ParamSpan) -> bool>,
-    /// Whether the kernel may step the gap behind a parameter with it: if it rounds the last elements, which do not fill a
-    /// vector, as all others. Otherwise each such parameter ends its run.
-    steps_gaps: bool,
     /// The largest step count that the optimizer distinguishes.
     pub(super) count_to: u64,
     /// The number of steps of each parameter when `groups` were made, by its index.
@@ -86,22 +83,12 @@ impl OptimizerState {
         buffers: Vec<FlatBuffer>,
         slot_names: &[&'static str],
         decays: Option<fn(&ParamSpan) -> bool>,
-        steps_gaps: bool,
         count_to: u64,
     ) -> Result<Self> {
         let slots = slot_names.iter().map(|name| (*name, Vec::new())).collect();
         let (seen, steps, groups, shared_ranges) = Default::default();
-        let mut flat = Self {
-            buffers,
-            seen,
-            slots,
-            decays,
-            steps_gaps,
-            count_to,
-            steps,
-            groups,
-            shared_ranges,
-        };
+        let mut flat =
+            Self { buffers, seen, slots, decays, count_to, steps, groups, shared_ranges };
         flat.make_slots()?;
         flat.make_groups()?;
         Ok(flat)
@@ -276,7 +263,6 @@ impl OptimizerState {
                 if unused.contains(&place.index) {
                     continue;
                 }
-                let end = if self.steps_gaps { end } else { place.start + place.numel() };
                 let decays = self.decays.is_some_and(|decays| decays(place));
                 let steps = self.steps.get(&place.index).copied().unwrap_or(0);
                 let key = Key { decays, steps, kind: parameters.kind() };
@@ -492,23 +478,15 @@ mod tests {
             parts.map(|(key, runs)| (key.decays, key.steps, runs.runs)).collect()
         };
         let ends_with_weight: fn(&ParamSpan) -> bool = |place| place.name.ends_with("weight");
-        let flat = OptimizerState::new(buffers(), &[], Some(ends_with_weight), true, 9).unwrap();
+        let flat = OptimizerState::new(buffers(), &[], Some(ends_with_weight), 9).unwrap();
         let expected = [
             (false, 0, vec![run(0, 0, 16)]),
             (true, 0, vec![run(0, 16, 48), run(1, 0, 16)]),
             (true, 0, vec![run(2, 0, 8)]),
         ];
         assert_eq!(runs(&flat), expected);
-        // Each ends its run, because none fills its last vector.
-        let flat = OptimizerState::new(buffers(), &[], Some(ends_with_weight), false, 9).unwrap();
-        let expected = [
-            (false, 0, vec![run(0, 0, 3)]),
-            (true, 0, vec![run(0, 16, 22), run(0, 32, 36), run(1, 0, 4)]),
-            (true, 0, vec![run(2, 0, 4)]),
-        ];
-        assert_eq!(runs(&flat), expected);
 
-        let mut flat = OptimizerState::new(buffers(), &[], None, true, 9).unwrap();
+        let mut flat = OptimizerState::new(buffers(), &[], None, 9).unwrap();
         let all = |steps, kind_two| {
             [
                 (false, steps, vec![run(0, 0, 48), run(1, 0, 16)]),

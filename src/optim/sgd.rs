@@ -72,7 +72,7 @@ impl Sgd {
         let decays = (options.weight_decay != 0.0).then_some(options.decays);
         // Counts to 1 only: a parameter's first step differs, because it initializes the momentum.
         let count_to = u64::from(options.momentum != 0.0);
-        let flat = OptimizerState::new(buffers, options.states(), decays, true, count_to)?;
+        let flat = OptimizerState::new(buffers, options.states(), decays, count_to)?;
         Ok(Self { options, flat, none: TensorList::new(&[])? })
     }
 }

@@ -204,10 +204,6 @@ PORTS = {
     "cosine": ("mlp", {"schedule": "cosine"}, ["--schedule=cosine"]),
     "warm-up": ("mlp", {"schedule": "warm-up"}, ["--warmup-steps=5"]),
     "milestones": ("mlp", {"schedule": "milestones"}, ["--schedule=multi-step", "--milestones=1,2"]),
-    # The kernel takes another path for what does not fill a vector.
-    "fused AdamW": ("odd mlp", {"adamw": True}, ["--optimizer=adamw"]),
-    "fused AdamW and zero": ("odd mlp", {"adamw": True}, ["--optimizer=adamw", "--zero"]),
-    "fused AdamW and a shared model": ("odd mlp", {"adamw": True}, ["--optimizer=adamw", "--share-model"]),
     "zero": ("mlp", {"zero": True, "clip": 0.1}, ["--zero", "--max-grad-norm=0.1"]),
     "shared model": ("mlp", {"clip": 0.1}, ["--share-model", "--max-grad-norm=0.1"]),
 }
@@ -229,9 +225,7 @@ def train_port(rank, ranks, folder, name):
     model = MODELS[kind]()
     if ranks > 1:
         model = nn.parallel.DistributedDataParallel(model, **does.get("ddp", {}))
-    if "adamw" in does:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
-    elif "zero" in does and ranks > 1:
+    if "zero" in does and ranks > 1:
         optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.SGD, lr=LR, momentum=0.9)
     else:
         optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
@@ -288,13 +282,13 @@ def port_files(folder, name):
     files = [f"--dataset=npy:{folder}/x.npy,{folder}/y.npy", f"--init-from={folder}/start.safetensors"]
     if kind == "cnn":
         return [*files, "--model=cnn", f"--channels={CHANNELS[0]},{CHANNELS[1]}", "--loss=cross-entropy"]
-    return [*files, "--model=mlp", "--hidden=13,9" if kind == "odd mlp" else "--hidden=24,12"]
+    return [*files, "--model=mlp", "--hidden=24,12"]
 
 
 def right_ports(program, folder):
     """Loops of PyTorch and runs of the program that do the same, on one rank and on two."""
     files = {name: port_files(folder / name, name) for name in PORTS}
-    common = [f"--max-epochs={EPOCHS}", f"--batch-size={BATCH}", f"--lr={LR}", "--no-shuffle", "--quiet", "--keep-step=2"]
+    common = [f"--max-epochs={EPOCHS}", f"--batch-size={BATCH}", f"--lr={LR}", "--momentum=0.9", "--no-shuffle", "--quiet"]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     for name, (_, does, _) in PORTS.items():
         train_port(0, 1, folder / name, name)
@@ -304,10 +298,10 @@ def right_ports(program, folder):
     mp.spawn(ports_on_rank, (2, f"tcp://127.0.0.1:{free_port()}", folder), nprocs=2)
     for (name, (_, does, flags)), ranks in itertools.product(PORTS.items(), [1, 2]):
         here = folder / name
-        momentum = [] if "adamw" in does else ["--momentum=0.9"]
         # The tensors of the last rank: rank 0 is seldom wrong alone.
-        ours = [f"--record={here}/{ranks}.ours", f"--keep={here}/{ranks}.kept", f"--keep-rank={ranks - 1}"]
-        command = [program, f"--nproc-per-node={ranks}", *common, *files[name], *flags, *momentum, *ours]
+        kept = [f"--keep={here}/{ranks}.kept", "--keep-step=2", f"--keep-rank={ranks - 1}"]
+        ours = [f"--nproc-per-node={ranks}", f"--record={here}/{ranks}.ours", *kept]
+        command = [program, *common, *files[name], *flags, *ours]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
         check(done.returncode == 0, f"{name}: {done.stderr}")
         found = diff(program, here / f"{ranks}.theirs", here / f"{ranks}.ours", 0)
