@@ -57,10 +57,12 @@ fn change<T>(change: impl FnOnce(&mut Cleanup) -> io::Result<T>) -> io::Result<T
     let is_ending = cleanup.signal.is_some();
     drop(cleanup);
     CHILD_ENDED.notify_all();
-    while is_ending {
+    if !is_ending {
+        return result;
+    }
+    loop {
         thread::park();
     }
-    result
 }
 
 /// Makes the signals clean up from now on, before they end the process. Those that this process ignores, as under nohup,
