@@ -615,7 +615,7 @@ fn rerun_refuses_a_wrong_number_of_samples() {
         (usize::MAX, "u64 value was too large"),
     ] {
         let dir = format!("{dataset_len}");
-        let state = TrainerState { dataset_len, ..saved.state().clone() };
+        let state = TrainerState { dataset_len, total_steps: 0, ..saved.state().clone() };
         let snapshot = Snapshot::take(state, &[], Vec::new()).unwrap();
         CheckpointDir::create(&folder.join(&dir), 1).unwrap().write(&snapshot).unwrap();
         let dir = format!("--checkpoint-dir={dir}");
@@ -736,6 +736,138 @@ fn failed_step_is_named_also_without_a_line_of_another_rank() {
     let (code, stdout, stderr) = diff(folder, "good", "bad");
     assert_eq!(code, Some(1), "{stdout}{stderr}");
     assert!(stdout.contains("B failed in step 3: see the error of the run."), "{stdout}");
+}
+
+/// Of several processes, each writes its own file. The one that fails may be any of them, also between recorded steps.
+#[test]
+fn failure_of_any_process_is_a_difference() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    let some = ["--spawn=processes", "--record-every=10"];
+    assert_eq!(record_cnn(folder, "good", &some), Some(0));
+    in_parallel(&["0", "1"], |rank| {
+        let fault = format!("--inject-fault=error:rank={rank},at=step,step=5");
+        assert_eq!(record_cnn(folder, rank, &[&some[..], &[&fault]].concat()), Some(1));
+        let (code, stdout, stderr) = diff(folder, "good", rank);
+        assert_eq!(code, Some(1), "{rank}: {stdout}{stderr}");
+        assert!(stdout.contains("B failed in step 5: see the error of the run."), "{stdout}");
+    });
+}
+
+/// Writes the record `from` as `to`, with a change of each line.
+fn edit(folder: &Path, from: &str, to: &str, change: impl Fn(&mut Value)) {
+    let text = fs::read_to_string(folder.join(from)).unwrap();
+    let changed = text.lines().map(|line| {
+        let mut line: Value = serde_json::from_str(line).unwrap();
+        change(&mut line);
+        format!("{line}\n")
+    });
+    fs::write(folder.join(to), changed.collect::<String>()).unwrap();
+}
+
+/// What a difference of two records is called, where one was written from the other.
+#[test]
+fn differences_are_named_as_what_they_are() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    let flags = ["--nproc-per-node=3", "--max-steps=5", "--lr=0.07", "--quiet"];
+    let (code, stderr) = record(folder, "good", &flags);
+    assert_eq!(code, Some(0), "{stderr}");
+    let is_at = |line: &Value, rank: u64| {
+        line["event"] == "step" && line["step"] == 3 && line["rank"] == rank
+    };
+    let compare = |change: &dyn Fn(&mut Value)| {
+        edit(folder, "good", "other", change);
+        let (code, stdout, stderr) = diff(folder, "good", "other");
+        (code, stdout + &stderr)
+    };
+    let times_lr = |factor: f64| {
+        compare(&|line| {
+            if let Some(lr) = line["lr"].as_f64() {
+                line["lr"] = (lr * factor).into();
+            }
+            if let Some(lr) = line["options"]["lr"].as_f64() {
+                line["options"]["lr"] = (lr * factor).into();
+            }
+        })
+    };
+    // float64 has more digits than the parameters see. A float32 of the same number is as good.
+    for factor in [1.0 + f64::EPSILON, 1.0 - 5e-13, f64::from(0.07f32) / 0.07] {
+        let (code, text) = times_lr(factor);
+        assert_eq!(code, Some(0), "{factor}: {text}");
+        assert!(factor > 1.0 + 1e-12 || !text.contains("option lr"), "{text}");
+    }
+    let (code, text) = times_lr(1.0 + 1e-6);
+    assert_eq!(code, Some(1), "{text}");
+    assert!(text.contains("option lr: ") && text.contains("lr          differs"), "{text}");
+
+    let hash: Value = "0123456789abcdef".into();
+    for (tensor, name) in ["inputs", "targets"].into_iter().enumerate() {
+        let (code, text) = compare(&|line| {
+            if is_at(line, 1) {
+                line["batch"][tensor] = hash.clone();
+            }
+        });
+        assert_eq!(code, Some(1), "{text}");
+        assert!(text.contains(&format!("batch       differs on rank 1: {name}\n")), "{text}");
+        let text = text.split_whitespace().collect::<Vec<_>>().join(" ");
+        let meaning =
+            format!("the same numbers, but the {name} of rank 1 differ: compare the data");
+        assert!(text.contains(&meaning), "{text}");
+    }
+
+    // One rank fails in the step after, and the others stop before they have averaged.
+    let (code, text) = compare(&|line| {
+        if is_at(line, 2) {
+            for key in ["gradients", "averages", "parameters"] {
+                line[key][0] = hash.clone();
+            }
+        } else if is_at(line, 0) || is_at(line, 1) {
+            for key in ["averages", "parameters"] {
+                line[key].as_array_mut().unwrap().fill(Value::Null);
+            }
+            line["stopped"] = true.into();
+        }
+    });
+    assert_eq!(code, Some(1), "{text}");
+    for expected in [
+        "gradients   1 of 2 on rank 2: `weight`\n",
+        "averages    1 of 2 on rank 2: `weight`; not recorded on ranks 0 and 1, which stopped in this step\n",
+        "parameters  1 of 2 on rank 2: `weight`; not recorded on ranks 0 and 1, which stopped in this step\n",
+    ] {
+        assert!(text.contains(expected), "{text}");
+    }
+
+    // Of a frozen parameter there is no gradient.
+    let (code, text) = compare(&|line| match line["event"].as_str() {
+        Some("header") => {
+            let frozen = line["parameters"].as_array_mut().unwrap().remove(0);
+            line["buffers"].as_array_mut().unwrap().push(frozen);
+        }
+        _ => {
+            for key in ["gradients", "averages", "parameters"] {
+                if let Some(hashes) = line[key].as_array_mut() {
+                    hashes.remove(0);
+                }
+            }
+            line["buffers"] = vec![hash.clone()].into();
+        }
+    });
+    assert_eq!(code, Some(2), "{text}");
+    assert!(text.contains("the models differ: good trains `weight`, and other does not"), "{text}");
+    let (code, text) = compare(&|line| {
+        let more = match line["event"].as_str() {
+            Some("header") => {
+                serde_json::json!({"name": "old.weight", "dtype": "float32", "shape": [3]})
+            }
+            _ => hash.clone(),
+        };
+        line["buffers"] = vec![more].into();
+    });
+    assert_eq!(code, Some(0), "{text}");
+    let text = text.split_whitespace().collect::<Vec<_>>().join(" ");
+    let expected = "good has no such tensor: buffers and frozen parameters of other, `old.weight`.";
+    assert!(text.contains(expected), "{text}");
 }
 
 /// A rank that is late does not come to the step in which another one fails.

@@ -57,6 +57,7 @@ mod prometheus; // the file for Prometheus: the last metrics, and how the run ha
 mod properties; // whatever the sizes: shards, slices, splits
 mod ranks; // what spawn promises
 mod report; // the page of a run
+mod rerun; // rerun, bisect and lesson: what a checkpoint may say, and their end at a signal
 mod restarts; // --max-restarts: every kind of failure, as if nothing had happened
 mod sample; // text from a gpt: the tokens that nanoGPT draws
 mod seen; // who is missing where, and what each rank does

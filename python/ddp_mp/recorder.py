@@ -1,5 +1,6 @@
 """Records a training run of PyTorch as JSON lines of hashes, which `ddp-mp diff` reads."""
 
+import functools
 import json
 import math
 import pathlib
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 from safetensors.torch import save
+from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -48,12 +50,15 @@ class Recorder:
     """
 
     def __init__(self, model, optimizer, file, every, keep, keep_step):
-        self.is_ddp = isinstance(model, DistributedDataParallel)
-        self.model = model.module if self.is_ddp else model
+        is_ddp = isinstance(model, DistributedDataParallel)
+        self.model = model.module if is_ddp else model
         self.parameters = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
         self.every, self.number, self.now = every, 0, 0
         there = dist.is_available() and dist.is_initialized()
         self.rank, world = (dist.get_rank(), dist.get_world_size()) if there else (0, 1)
+        # Before the next forward, DDP replaces these with those of rank 0.
+        replaced = is_ddp and model.broadcast_buffers and dist.get_rank(model.process_group) > 0
+        self.replaced = {name for name, _ in self.model.named_buffers()} if replaced else set()
         self.kept_file = None if keep is None else new_file(keep, self.rank, world)
         self.file = open(new_file(file, self.rank, world), "xb", buffering=0)
         self.keep_step, self.kept, self.own = keep_step, {}, {}
@@ -65,12 +70,13 @@ class Recorder:
                     "processor": processor(), "world_size": world, "every": every,
                     "options": {"optimizer": type(optimizer).__name__, **options},
                     "parameters": about(self.parameters), "buffers": about(self.buffers())})
-        self.write({"event": "start", "step": 0, "rank": self.rank, **self.state()})
-        for number, (_, parameter) in enumerate(self.parameters if self.is_ddp else []):
+        self.write({"event": "start", "step": 0, "rank": self.rank, **self.state(replaced=set())})
+        for number, (_, parameter) in enumerate(self.parameters):
             parameter.register_hook(lambda gradient, number=number: self.own_gradient(number, gradient))
         self.model.register_forward_hook(self.output)
         optimizer.register_step_pre_hook(self.before)
         optimizer.register_step_post_hook(self.after)
+        self.record_skipped(optimizer)
 
     def is_recorded(self):
         """Tells whether this step is recorded."""
@@ -107,12 +113,27 @@ class Recorder:
         trained = {name for name, _ in self.parameters}
         return sorted((n, t) for n, t in self.model.state_dict().items() if n not in trained)
 
-    def state(self):
-        """Returns the hashes of the model's tensors."""
-        return {"parameters": [hashed(p) for _, p in self.parameters], "buffers": [hashed(t) for _, t in self.buffers()]}
+    def state(self, replaced):
+        """Returns the hashes of the model's tensors, without the buffers that are replaced."""
+        buffers = [None if name in replaced else hashed(tensor) for name, tensor in self.buffers()]
+        return {"parameters": [hashed(p) for _, p in self.parameters], "buffers": buffers}
+
+    def record_skipped(self, optimizer):
+        """Records the steps that a GradScaler skips: it does not call the optimizer then."""
+        step = GradScaler.step
+
+        @functools.wraps(step)
+        def step_or_skip(scaler, stepped, *args, **kwargs):
+            number = self.number
+            result = step(scaler, stepped, *args, **kwargs)
+            if stepped is optimizer and self.number == number:
+                self.skipped(optimizer)
+            return result
+
+        GradScaler.step = step_or_skip
 
     def own_gradient(self, number, gradient):
-        """Copies this rank's gradient before DDP averages it, with what earlier backwards left."""
+        """Copies this rank's gradient before it is averaged, unscaled or clipped, with what earlier backwards left."""
         if self.is_recorded() or self.is_kept():
             before = self.parameters[number][1].grad
             self.own[number] = gradient.detach().clone() if before is None else before.detach() + gradient.detach()
@@ -126,7 +147,7 @@ class Recorder:
         """Hashes the gradients, before the optimizer's step."""
         names = [name for name, _ in self.parameters]
         averages = [p.grad for _, p in self.parameters]
-        gradients = [self.own.get(i) for i in range(len(names))] if self.is_ddp else averages
+        gradients = [self.own.get(i) for i in range(len(names))]
         self.keep("gradient", zip(names, gradients))
         self.keep("average", zip(names, averages))
         if self.is_recorded():
@@ -139,15 +160,20 @@ class Recorder:
         if self.is_recorded():
             self.write({"event": "step", "step": self.number, "rank": self.rank, "epoch": self.now, "lr": self.lr,
                         "samples": self.indices or None, "batch": self.batches or None, "loss": self.losses,
-                        "gradients": self.gradients, "averages": self.averages, **self.state()})
+                        "gradients": self.gradients, "averages": self.averages, **self.state(self.replaced)})
         self.keep("parameter", self.parameters)
-        self.keep("buffer", self.buffers())
+        self.keep("buffer", [(name, tensor) for name, tensor in self.buffers() if name not in self.replaced])
         if self.is_kept():
             with open(self.kept_file, "xb") as file:
                 file.write(save(self.kept))
             self.kept = {}
         self.number += 1
         self.clear()
+
+    def skipped(self, optimizer):
+        """Writes the line of a step that the loop leaves out, because its gradients are not finite, for example."""
+        self.before(optimizer)
+        self.after()
 
     def batch(self, inputs, *targets):
         """Adds the hashes of a batch."""
@@ -179,6 +205,7 @@ def record(model, optimizer, file, every=1, keep=None, keep_step=0):
 
     Call it after the model is wrapped in DistributedDataParallel. Before `optimizer.step()` the loop may call `batch`,
     `loss`, `samples` and `epoch` of the returned recorder. `keep` is a new safetensors file, which gets all tensors of the
-    step with the number `keep_step`; of several ranks, each writes its own.
+    step with the number `keep_step`; of several ranks, each writes its own. Steps that a GradScaler skips are recorded, too.
+    Where the loop itself skips a step, it must call `skipped` of the recorder.
     """
     return Recorder(model, optimizer, file, every, keep, keep_step)

@@ -129,7 +129,10 @@ impl Run {
             Command::Verify(flags) => self.verify(&flags, printer),
             Command::Diff(flags) => commands::diff(&flags, &text()),
             Command::Bisect(flags) => commands::bisect(&flags, self.program.name, &text()),
-            Command::Rerun(flags) => commands::rerun(&flags, &self.program, &cuda::load(), &text()),
+            Command::Rerun(flags) => {
+                let stopped = commands::rerun(&flags, &self.program, &cuda::load(), &text());
+                return stopped.map(exit_code);
+            }
             Command::Replay(flags) => commands::replay(&flags, &text()),
             Command::Sample(flags) => {
                 commands::sample(&flags, &self.program, &cuda::load(), &text())

@@ -38,6 +38,9 @@ pub struct TrainerState {
     /// The number of epochs after which the run would have ended. 0 if not known.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub max_epochs: u64,
+    /// The number of steps after which the run would have ended. 0 if not known.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub total_steps: u64,
     /// The data files. Empty without data files, and if not known.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub data_files: Vec<DataFile>,
@@ -88,7 +91,7 @@ impl TrainerState {
     pub(crate) fn check(&self, num_samples: usize) -> Result<(), String> {
         let Self { epoch, step, epoch_steps, samples_seen, world_size, .. } = *self;
         let best = self.best.as_ref();
-        let max_epochs = if self.max_epochs == 0 { u64::MAX } else { self.max_epochs };
+        let or_unlimited = |limit: u64| if limit == 0 { u64::MAX } else { limit };
         // Every step takes a sample, and an epoch ends with its last sample.
         let most_seen = (num_samples as u64).saturating_sub(1);
         let most_steps = (num_samples as u64).saturating_mul(epoch);
@@ -96,7 +99,8 @@ impl TrainerState {
         for (field, value, what, limit) in [
             ("epoch_steps", epoch_steps, "step", step),
             ("epoch", epoch, "the number of steps in completed epochs", earlier_steps),
-            ("epoch", epoch, "max_epochs", max_epochs),
+            ("epoch", epoch, "max_epochs", or_unlimited(self.max_epochs)),
+            ("step", step, "total_steps", or_unlimited(self.total_steps)),
             (
                 "step minus epoch_steps",
                 earlier_steps,

@@ -16,6 +16,7 @@ use crate::checkpoint::{Checkpoint, steps_in};
 use crate::config::whole;
 use crate::error::{Error, Result, Shown};
 use crate::files::Place;
+use crate::os::{TemporaryFolder, TiedChild};
 use crate::session::{AlreadyReported, path_in_shell};
 use crate::telemetry::{Printer, steps_text};
 
@@ -68,7 +69,7 @@ struct Side {
 /// [`Error::InvalidInput`] if a command fails, or their files cannot be compared; [`AlreadyReported`] if they differ; and
 /// an error when stdout cannot be written.
 pub fn bisect(flags: &BisectFlags, program: &str, printer: &Printer) -> anyhow::Result<()> {
-    let scratch = tempfile::tempdir().context("creating a folder for the runs")?;
+    let scratch = TemporaryFolder::new().context("creating a folder for the runs")?;
     let folder = flags.keep.as_deref().unwrap_or(scratch.path());
     // The commands may run in other folders.
     let folder = &path::absolute(folder).unwrap_or_else(|_| folder.to_owned());
@@ -267,7 +268,9 @@ impl Side {
         printer.info(&format!("{}: {command}", self.name));
         let mut shell = Command::new("sh");
         shell.args(["-c", command]).stdin(Stdio::null()).stdout(Stdio::null());
-        let output = shell.stderr(Stdio::piped()).output().context("starting sh")?;
+        let output = TiedChild::spawn(shell.stderr(Stdio::piped()))
+            .and_then(TiedChild::wait_with_output)
+            .context("starting sh")?;
         let problem = String::from_utf8_lossy(&output.stderr);
         // Mistakes in flags have their text first, and how to get help last.
         let mistake = problem.lines().find(|line| line.starts_with("error: "));

@@ -13,10 +13,10 @@ use crate::config::{Config, Program, whole};
 use crate::data::hashed;
 use crate::error::{Error, Result, Shown};
 use crate::ffi::cuda::Cuda;
-use crate::launch::{LaunchChoice, Nproc};
+use crate::launch::{LaunchChoice, Nproc, StopReason, exit_code};
 use crate::records::DataFile;
 use crate::session::AlreadyReported;
-use crate::telemetry::Printer;
+use crate::telemetry::{Printer, steps_text};
 
 /// The epochs of a run that ends because of its steps.
 const MANY_EPOCHS: u64 = 1 << 32;
@@ -41,17 +41,18 @@ pub struct RerunFlags {
     pub record: Option<PathBuf>,
 }
 
-/// Trains from the newest checkpoint up to the step, with the options that the checkpoint has saved.
+/// Trains from the newest checkpoint up to the step, with the options that the checkpoint has saved. Returns the reason if
+/// a signal has stopped it.
 ///
 /// # Errors
 /// [`Error::InvalidInput`] if there is no checkpoint, or the file exists; [`AlreadyReported`] if the steps differ from
-/// the record; and the errors of [`train`].
+/// the record, or if something else than a signal for its end has stopped it; and the errors of [`train`].
 pub(crate) fn rerun(
     flags: &RerunFlags,
     program: &Arc<Program>,
     cuda: &Cuda,
     printer: &Arc<Printer>,
-) -> anyhow::Result<()> {
+) -> anyhow::Result<Option<StopReason>> {
     flags.record.as_deref().map_or(Ok(()), check_record)?;
     let mut config = config_of(flags, program)?;
     let folder = tempfile::tempdir().context("creating a folder for a record")?;
@@ -62,7 +63,16 @@ pub(crate) fn rerun(
         (None, Some(file)) => file.shown().into_owned(),
         (None, None) => "the beginning".into(),
     };
-    train(config, cuda, &Arc::new(Printer::new(printer.format()).quiet(true)))?;
+    let stopped = train(config, cuda, &Arc::new(Printer::new(printer.format()).quiet(true)))?;
+    if !flags.keep.is_file()
+        && let Some(reason) = stopped.filter(|reason| *reason != StopReason::Steps)
+    {
+        printer.report(&format!("{}: stopped before step {}", reason.name(), flags.step));
+        return match exit_code(stopped) {
+            0 => Err(anyhow::Error::msg(AlreadyReported)),
+            _ => Ok(stopped),
+        };
+    }
     if !flags.keep.is_file() {
         return Err(Error::InvalidInput(format!(
             "--step {}: the run ended before or started after that step; name a step of this run",
@@ -80,10 +90,10 @@ pub(crate) fn rerun(
         if steps_in(&flags.checkpoint_dir)?.range(flags.step + 1..).next().is_none() {
             printer.info("no later checkpoint shows that the run came to this step; a record of the run can (--record)");
         }
-        return Ok(());
+        return Ok(None);
     };
     match compare_files(record, &recorded, printer)? {
-        None => Ok(()),
+        None => Ok(None),
         Some(_) => Err(anyhow::Error::msg(AlreadyReported)),
     }
 }
@@ -113,6 +123,15 @@ fn config_of(flags: &RerunFlags, program: &Arc<Program>) -> Result<Config> {
              --keep and --keep-step"
                 .into(),
         ));
+    }
+    let later = checkpoints.range(flags.step + 1..).next();
+    if later.is_none() && (1..=flags.step).contains(&state.total_steps) {
+        return Err(Error::InvalidInput(format!(
+            "--step {}: the run ends after {}; name a step from 0 to {}",
+            flags.step,
+            steps_text(state.total_steps),
+            state.total_steps - 1
+        )));
     }
     if flags.rank >= state.world_size {
         return Err(Error::InvalidInput(format!(

@@ -8,7 +8,8 @@ use serde_json::{Map, Value};
 
 use super::open_data::SIZES;
 use super::option_rules::MayDiffer;
-use super::{Config, Program, ScheduleKind, flag_name};
+use super::{Config, Invalid, Program, ScheduleKind, flag_name};
+use crate::checkpoint::TRAINER;
 use crate::data::DatasetSpec;
 use crate::error::{Error, Result};
 
@@ -57,17 +58,32 @@ impl Config {
     /// save have their defaults.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] if an option is unknown or has a wrong value: the checkpoint is from another version.
+    /// [`Error::InvalidInput`] if an option is unknown or has a wrong value, because the checkpoint is from another
+    /// version; and if it is one that no checkpoint saves, because another program has written it: a file to write to,
+    /// for example.
     pub(crate) fn of_saved(program: &Arc<Program>, saved: &Map<String, Value>) -> Result<Self> {
+        let command = program.command();
         let options = toml::Table::try_from(saved).map_err(|error| error.to_string());
-        let parsed =
-            options.and_then(|options| Self::of_options(program, &program.command(), &options));
-        parsed.map_err(|problem| {
+        let parsed = options.and_then(|options| Self::of_options(program, &command, &options));
+        let config = parsed.map_err(|problem| {
             Error::InvalidInput(format!(
                 "it is from another version of {}; use the version that saved it ({problem})",
                 program.name
             ))
-        })
+        })?;
+        let written = config.options()?;
+        if let Some(key) = saved.keys().find(|key| !written.contains_key(*key)) {
+            return Err(Error::InvalidInput(format!(
+                "its {TRAINER} sets {}, which no run saves, so another program has changed it; use a checkpoint that \
+                 you trust",
+                flag_name(key)
+            )));
+        }
+        let checked = config.validate(&config.changed(&command)?);
+        checked.map_err(|Invalid { key, problem }| {
+            Error::InvalidInput(format!("its {TRAINER} sets {}: {problem}", flag_name(&key)))
+        })?;
+        Ok(config)
     }
 
     /// Returns the options that must be the same in all processes of a run, with their values. Processes may write to

@@ -34,7 +34,8 @@ impl Config {
         self.validate_optimization_for(world_size)?;
         let Some(fault) = self.launch.inject_fault else { return Ok(()) };
         let samples = self.training.batch_size as u64 * self.ddp.grad_accum_steps;
-        let checked = fault.check(world_size, self.steps(world_size), samples);
+        let steps = self.steps(world_size).min(self.training.max_steps.unwrap_or(u64::MAX));
+        let checked = fault.check(world_size, steps, samples);
         let name = || self.name_of("inject_fault");
         checked.map_err(|error| Error::InvalidInput(format!("{}: {error}", name())))
     }

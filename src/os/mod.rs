@@ -6,6 +6,7 @@ pub(crate) mod limits;
 mod openmp;
 mod process;
 pub(crate) mod shared_memory;
+mod signal_cleanup;
 pub(crate) mod terminal;
 
 pub(crate) use bus_error::{WatchedMapping, watch_mapping};
@@ -17,3 +18,4 @@ pub(crate) use process::{
     hold_signals_of_user, is_ignored, named, release_signals, send_signal, tie_to_this_process,
     wait_for_end,
 };
+pub(crate) use signal_cleanup::{TemporaryFolder, TiedChild};

@@ -83,7 +83,7 @@ pub(crate) fn named<T>(name: &CStr, f: impl FnOnce() -> T) -> T {
     result
 }
 
-/// Returns whether this process ignores `signal`: its handler must stay so if the process began like that.
+/// Returns whether this process ignores `signal`, as `nohup` and `&` in a script have their programs do. It must stay so.
 pub(crate) fn is_ignored(signal: i32) -> bool {
     let mut action = MaybeUninit::<libc::sigaction>::zeroed();
     // SAFETY: the call writes a `sigaction`, of which zeros are a valid one; without a new one it changes nothing.

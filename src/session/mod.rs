@@ -129,6 +129,12 @@ impl Session {
         let Some(joined_launch) = joined_launch else { return Ok(None) };
         joined_launch.before_ranks(|| config.validate_for(joined_launch.world_size()))?;
         joined_launch.before_ranks(|| check_simulated_network(&config, &joined_launch))?;
+        // Before any file is made: a checkpoint may be refused.
+        let mut start_point = match joined_launch.is_first() {
+            true => joined_launch
+                .before_ranks(|| StartPoint::read(&config, joined_launch.world_size(), printer))?,
+            false => StartPoint::default(),
+        };
         let artifacts =
             joined_launch.before_ranks(|| RunArtifacts::new(&config, &joined_launch))?;
         let mut session = Self {
@@ -149,8 +155,8 @@ impl Session {
         };
         if session.joined_launch.is_first() {
             session.print_notes();
-            let prepared = session.joined_launch.before_ranks(|| session.prepare_rank_0())?;
-            let (metrics_logger, start_point) = prepared;
+            let metrics_logger =
+                session.joined_launch.before_ranks(|| session.prepare_rank_0(&mut start_point))?;
             session.logs_metrics = metrics_logger.is_wanted();
             session.metrics_logger = Mutex::new(Some(metrics_logger));
             session.start_point = start_point;
@@ -190,21 +196,20 @@ impl Session {
         notes.for_each(|note| printer.info(&note));
     }
 
-    /// Opens the files of rank 0: metrics, and checkpoints to start from and to save.
-    fn prepare_rank_0(&self) -> Result<(MetricsLogger, StartPoint)> {
+    /// Opens the files of rank 0: metrics, and the folder of the checkpoints to save.
+    fn prepare_rank_0(&self, start_point: &mut StartPoint) -> Result<MetricsLogger> {
         let Self { config, joined_launch, printer, .. } = self;
         let (tensorboard, metrics) =
             (config.output.tensorboard.as_deref(), config.output.metrics.as_deref());
         MetricsLogger::check(metrics)?; // before any file is created
-        let start_point = StartPoint::of(config, joined_launch.world_size(), printer)?;
+        start_point.open_folder(config)?;
         let logger = MetricsLogger::new(printer, tensorboard, metrics)?;
         if start_point.checkpoint_dir.is_some() {
             Restarts::note_saving(&joined_launch.launch)?;
         }
         start_point.make_room(printer)?;
         let logger = logger.curves(self.artifacts.curves()).prometheus(self.artifacts.prometheus());
-        let logger = logger.continues(continues(config, joined_launch));
-        Ok((logger, start_point))
+        Ok(logger.continues(continues(config, joined_launch)))
     }
 
     /// Returns how to start the ranks of this process.

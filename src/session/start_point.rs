@@ -33,8 +33,8 @@ pub(crate) struct StartPoint {
 }
 
 impl StartPoint {
-    /// Returns the starting point that `config` names. Reports its errors here, before a rank would.
-    pub(crate) fn of(config: &Config, world_size: usize, printer: &Printer) -> Result<Self> {
+    /// Reads the starting point that `config` names. Reports its errors here, before a rank would, and makes no file.
+    pub(crate) fn read(config: &Config, world_size: usize, printer: &Printer) -> Result<Self> {
         let checkpoint_dir = config.checkpoints.checkpoint_dir.as_deref();
         // Checked first: another program's files must not be taken for a damaged checkpoint.
         checkpoint_dir.map_or(Ok(()), CheckpointDir::check)?;
@@ -56,17 +56,22 @@ impl StartPoint {
             _ => None,
         };
         let checkpoint = checkpoint.map(Arc::new);
-        let mut start_point = Self { checkpoint, weights, data_files, ..Self::default() };
+        let start_point = Self { checkpoint, weights, data_files, ..Self::default() };
         if start_point.checkpoint.is_some() || start_point.weights.is_some() {
             let generator = Arc::new(Generator::new(Device::Cpu, config.training.seed, 0)?);
             let (vs, _) = config.build_model(Device::Cpu, &generator, None)?;
             start_point.load_model(&vs)?;
             start_point.check_comm_hook(&vs, config)?;
         }
-        let open = |dir| start_point.open(dir, config);
-        start_point.checkpoint_dir = checkpoint_dir.map(open).transpose()?;
-        start_point.started_from = start_point.first_file()?;
         Ok(start_point)
+    }
+
+    /// Opens the folder of `config` to save in, if there is one.
+    pub(crate) fn open_folder(&mut self, config: &Config) -> Result<()> {
+        let dir = config.checkpoints.checkpoint_dir.as_deref();
+        self.checkpoint_dir = dir.map(|dir| self.open(dir, config)).transpose()?;
+        self.started_from = self.first_file()?;
+        Ok(())
     }
 
     /// Checks the state of the communication hook, as the ranks would.
@@ -238,7 +243,7 @@ mod tests {
         let saved = CheckpointDir::open(folder.path(), 3).unwrap().write(&snapshot).unwrap();
         let mut config = config.clone();
         config.checkpoints.resume = Some(saved.display().to_string());
-        let started = StartPoint::of(&config, 2, &Printer::new(LogFormat::Text));
+        let started = StartPoint::read(&config, 2, &Printer::new(LogFormat::Text));
         started.map_err(|error| match error {
             Error::InvalidInput(text) => text,
             other => panic!("not exit code 2: {other}"),

@@ -106,9 +106,9 @@ pub(crate) struct RecordedStep {
     pub batch: Option<Vec<TensorHash>>,
     /// The loss of each batch; `None` where it is not finite.
     pub loss: Vec<Option<f64>>,
-    /// The rank's own gradients, before the average.
+    /// The rank's own gradients as backward has left them, before the average.
     pub gradients: Vec<Option<TensorHash>>,
-    /// The gradients after the average.
+    /// The averaged gradients as the optimizer gets them: unscaled and clipped.
     pub averages: Vec<Option<TensorHash>>,
     /// The parameters after the step.
     pub parameters: Vec<Option<TensorHash>>,

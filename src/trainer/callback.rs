@@ -99,6 +99,17 @@ pub trait Callback<M> {
         Ok(())
     }
 
+    /// Runs right before the optimizer's step, unless the step is skipped. The gradients are those that the optimizer gets:
+    /// unscaled and clipped. With float16 it makes no step of them if they are not finite. With `share_model` or `zero`,
+    /// call [`average_gradients`](crate::optim::average_gradients) on all ranks before you read them.
+    fn on_before_optimizer_step(
+        &mut self,
+        context: &mut TrainContext<M>,
+        step: &Step,
+    ) -> Result<()> {
+        Ok(())
+    }
+
     /// Runs after a step, which the context has counted.
     fn on_step_end(&mut self, context: &mut TrainContext<M>, step: &Step) -> Result<()> {
         Ok(())

@@ -99,8 +99,16 @@ impl<M> TrainContext<M> {
 
     /// Returns how many steps the whole run has, if nothing ends it early.
     pub(super) fn total_steps(&self) -> u64 {
-        let steps_per_epoch = self.loader.num_batches().div_ceil(self.options.accumulate) as u64;
-        let steps = self.max_epochs.saturating_mul(steps_per_epoch);
+        let TrainerState { epoch, step, samples_seen, .. } = self.state;
+        let steps_from = |samples_seen| {
+            self.loader.num_batches_from(samples_seen).div_ceil(self.options.accumulate) as u64
+        };
+        let steps = match self.max_epochs.saturating_sub(epoch) {
+            0 => step,
+            epochs => (epochs - 1)
+                .saturating_mul(steps_from(0))
+                .saturating_add(step + steps_from(samples_seen)),
+        };
         self.options.max_steps.map_or(steps, |max| max.min(steps))
     }
 

@@ -131,7 +131,9 @@ impl<M: Forward> Trainer<M> {
         callbacks.each(|callback| callback.on_after_backward(context, &mut step))?;
         if !step.is_skipped() {
             context.add_losses(&step)?;
-            context.step_optimizer(&mut step)?;
+            context.unscale_and_clip(&mut step)?;
+            callbacks.each(|callback| callback.on_before_optimizer_step(context, &step))?;
+            context.step_optimizer(&step)?;
         }
         context.group().end_phase();
 
@@ -172,14 +174,22 @@ impl<M: Forward> Trainer<M> {
 }
 
 impl<M> TrainContext<M> {
-    /// Steps the parameters, on ranks that have an optimizer.
-    fn step_optimizer(&mut self, step: &mut Step) -> Result<()> {
+    /// Makes the gradients those that the optimizer gets, on ranks that have one.
+    fn unscale_and_clip(&mut self, step: &mut Step) -> Result<()> {
         self.group().next_phase(Operation::Optimizer);
-        let Some(optimizer) = &mut self.optimizer else { return Ok(()) };
+        if self.optimizer.is_none() {
+            return Ok(());
+        }
         self.scaler.unscale_()?;
         if let Some(max_norm) = self.options.max_grad_norm {
             step.grad_norm = Some(self.ddp.clip_grad_norm(max_norm)?);
         }
+        Ok(())
+    }
+
+    /// Steps the parameters, on ranks that have an optimizer.
+    fn step_optimizer(&mut self, step: &Step) -> Result<()> {
+        let Some(optimizer) = &mut self.optimizer else { return Ok(()) };
         let stepped = self.scaler.step(&mut **optimizer, step.lr)?;
         self.state.skipped_steps += u64::from(!stepped);
         self.scaler.update()

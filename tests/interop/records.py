@@ -3,6 +3,7 @@
 A wrong port of a small model has one change. `ddp-mp diff` must find each of five in the layer that is wrong.
 """
 
+import itertools
 import json
 import os
 import pathlib
@@ -19,12 +20,21 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY / "python"))
+sys.path.append(str(REPOSITORY / "tests" / "parity"))
 import ddp_mp  # noqa: E402
+from record import CHANNELS, CLASSES, MODELS, SIDE  # noqa: E402
 
 STEPS, BATCH = 6, 8
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
 def check(is_true, what):
@@ -94,10 +104,7 @@ def on_rank(rank, ranks, port, file, batches_in_step):
 
 def train_ddp(file, batches_in_step):
     """Trains on two ranks, each of which writes a file."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    mp.spawn(on_rank, (2, port, file, batches_in_step), nprocs=2)
+    mp.spawn(on_rank, (2, free_port(), file, batches_in_step), nprocs=2)
 
 
 def diff(program, a, b, code):
@@ -182,6 +189,130 @@ def same_bits_as_ddp_mp(program, folder):
     print("records: PyTorch and ddp-mp have the same bits in each step", flush=True)
 
 
+# What a right port may have besides: the model, what the loop does, the flags of ddp-mp, and a part of the output.
+PORTS = {
+    "clip": ("mlp", {"clip": 0.1}, ["--max-grad-norm=0.1"]),
+    "clip and accumulate": ("mlp", {"clip": 0.1, "batches": 2}, ["--max-grad-norm=0.1", "--grad-accum-steps=2"]),
+    "bfloat16": ("mlp", {"amp": torch.bfloat16, "clip": 0.1}, ["--amp=bf16", "--max-grad-norm=0.1"]),
+    # The first steps overflow, and are skipped.
+    "float16": ("mlp", {"amp": torch.float16}, ["--amp=fp16"]),
+    "float16 and clip": ("mlp", {"amp": torch.float16, "clip": 0.1}, ["--amp=fp16", "--max-grad-norm=0.1"]),
+    "float16 and accumulate": ("mlp", {"amp": torch.float16, "batches": 2}, ["--amp=fp16", "--grad-accum-steps=2"]),
+    "batch norm": ("cnn", {}, []),
+    "batch norm and accumulate": ("cnn", {"batches": 2}, ["--grad-accum-steps=2"]),
+    "own buffers": ("cnn", {"ddp": {"broadcast_buffers": False}}, ["--no-broadcast-buffers"]),
+    "cosine": ("mlp", {"schedule": "cosine"}, ["--schedule=cosine"]),
+    "warm-up": ("mlp", {"schedule": "warm-up"}, ["--warmup-steps=5"]),
+    "milestones": ("mlp", {"schedule": "milestones"}, ["--schedule=multi-step", "--milestones=1,2"]),
+    "zero": ("mlp", {"zero": True, "clip": 0.1}, ["--zero", "--max-grad-norm=0.1"]),
+    "shared model": ("mlp", {"clip": 0.1}, ["--share-model", "--max-grad-norm=0.1"]),
+}
+EPOCHS, SAMPLES, LR = 3, 64, 0.07
+
+
+def ports_on_rank(rank, ranks, address, folder):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=ranks)
+    for name in PORTS:
+        train_port(rank, ranks, folder / name, name)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def train_port(rank, ranks, folder, name):
+    """A usual training loop of PyTorch."""
+    kind, does, _ = PORTS[name]
+    model = MODELS[kind]()
+    if ranks > 1:
+        model = nn.parallel.DistributedDataParallel(model, **does.get("ddp", {}))
+    if "zero" in does and ranks > 1:
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.SGD, lr=LR, momentum=0.9)
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
+    amp = does.get("amp")
+    scaler = torch.amp.GradScaler("cpu", enabled=amp is torch.float16)
+    kept = folder / f"{ranks}.theirs.safetensors"
+    recorder = ddp_mp.record(model, optimizer, folder / f"{ranks}.theirs", keep=kept, keep_step=2)
+    by_step = does.get("schedule") == "warm-up"
+    schedulers = torch.optim.lr_scheduler
+    schedule = {
+        "cosine": lambda: schedulers.CosineAnnealingLR(optimizer, T_max=EPOCHS),
+        "warm-up": lambda: schedulers.LinearLR(optimizer, start_factor=1 / 3, total_iters=5),
+        "milestones": lambda: schedulers.MultiStepLR(optimizer, [1, 2], gamma=0.1),
+    }.get(does.get("schedule"), lambda: None)()
+    inputs, targets = (torch.from_numpy(numpy.load(folder / file)) for file in ["x.npy", "y.npy"])
+    loss_of = nn.functional.cross_entropy if kind == "cnn" else nn.functional.mse_loss
+    batches = torch.arange(rank, SAMPLES, ranks).split(BATCH)
+    of_step = does.get("batches", 1)
+    for epoch in range(EPOCHS):
+        recorder.epoch(epoch)
+        for first in range(0, len(batches), of_step):
+            optimizer.zero_grad()
+            for number, rows in enumerate(batches[first : first + of_step]):
+                recorder.samples(rows)
+                recorder.batch(inputs[rows], targets[rows])
+                syncs = ranks == 1 or number + 1 == of_step
+                with torch.enable_grad() if syncs else model.no_sync():
+                    with torch.autocast("cpu", amp, enabled=amp is not None):
+                        loss = loss_of(model(inputs[rows]), targets[rows])
+                    recorder.loss(loss)
+                    scaler.scale(loss / of_step).backward()
+            if "clip" in does:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), does["clip"])
+            scaler.step(optimizer)
+            scaler.update()
+            if schedule and by_step:
+                schedule.step()
+        if schedule and not by_step:
+            schedule.step()
+
+
+def port_files(folder, name):
+    """Writes the data and the first state of a port, and returns the flags that read them."""
+    kind, _, _ = PORTS[name]
+    folder.mkdir()
+    torch.manual_seed(0)
+    inputs = torch.rand(SAMPLES, SIDE * SIDE if kind == "cnn" else 20)
+    targets = torch.randint(CLASSES, (SAMPLES,)) if kind == "cnn" else 10 * torch.rand(SAMPLES, 1)
+    numpy.save(folder / "x.npy", inputs.numpy())
+    numpy.save(folder / "y.npy", targets.numpy())
+    state = MODELS[kind]().state_dict().items()
+    save_file({name: tensor.contiguous() for name, tensor in state}, folder / "start.safetensors")
+    files = [f"--dataset=npy:{folder}/x.npy,{folder}/y.npy", f"--init-from={folder}/start.safetensors"]
+    if kind == "cnn":
+        return [*files, "--model=cnn", f"--channels={CHANNELS[0]},{CHANNELS[1]}", "--loss=cross-entropy"]
+    return [*files, "--model=mlp", "--hidden=24,12"]
+
+
+def right_ports(program, folder):
+    """Loops of PyTorch and runs of the program that do the same, on one rank and on two."""
+    files = {name: port_files(folder / name, name) for name in PORTS}
+    common = [f"--max-epochs={EPOCHS}", f"--batch-size={BATCH}", f"--lr={LR}", "--momentum=0.9", "--no-shuffle", "--quiet"]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    for name, (_, does, _) in PORTS.items():
+        train_port(0, 1, folder / name, name)
+        start, first = map(json.loads, (folder / name / "1.theirs").read_text().splitlines()[1:3])
+        is_skipped = first["parameters"] == start["parameters"]
+        check(is_skipped == (does.get("amp") is torch.float16), f"{name}: whether the first step is skipped")
+    mp.spawn(ports_on_rank, (2, f"tcp://127.0.0.1:{free_port()}", folder), nprocs=2)
+    for (name, (_, does, flags)), ranks in itertools.product(PORTS.items(), [1, 2]):
+        here = folder / name
+        # The tensors of the last rank: rank 0 is seldom wrong alone.
+        kept = [f"--keep={here}/{ranks}.kept", "--keep-step=2", f"--keep-rank={ranks - 1}"]
+        ours = [f"--nproc-per-node={ranks}", f"--record={here}/{ranks}.ours", *kept]
+        command = [program, *common, *files[name], *flags, *ours]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+        check(done.returncode == 0, f"{name}: {done.stderr}")
+        found = diff(program, here / f"{ranks}.theirs", here / f"{ranks}.ours", 0)
+        steps = EPOCHS * SAMPLES // BATCH // ranks // does.get("batches", 1)
+        check(f"Equal: the start and {steps} steps" in found, f"{name}: {found}")
+        theirs = f"2.theirs.{ranks - 1}.safetensors" if ranks > 1 else "1.theirs.safetensors"
+        diff(program, here / theirs, here / f"{ranks}.kept", 0)
+        if ranks > 1:
+            print(f"records: a right port is equal: {name}", flush=True)
+
+
 def train_and_die(file):
     train(file)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -210,6 +341,7 @@ def main():
         equal_and_wrong_ports(program, folder)
         ranks_and_accumulation(program, folder)
         same_bits_as_ddp_mp(program, folder)
+        right_ports(program, folder)
         killed_and_refused(folder)
 
 

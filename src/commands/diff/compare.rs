@@ -29,15 +29,23 @@ pub(super) enum Outcome {
     /// One of the records has nothing to compare.
     Unknown,
     Same,
-    /// The ranks that differ, each with the numbers of its tensors that do, in the order of computation.
-    Differs(Vec<RankDifference>),
+    Differs(Difference),
+}
+
+/// The ranks that differ in a stage.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct Difference {
+    pub ranks: Vec<RankDifference>,
+    /// The ranks of which one of the records has nothing to compare.
+    pub unknown: Vec<usize>,
 }
 
 /// What differs on one rank.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct RankDifference {
     pub rank: usize,
-    /// Indices of A's tensors; empty for stages without named tensors.
+    /// Indices of A's tensors that differ, in the order of computation; of a batch's tensors for its stage. Empty for stages
+    /// without tensors.
     pub tensors: Vec<usize>,
 }
 
@@ -48,6 +56,8 @@ pub(super) struct Pairs {
     pub buffers: Vec<(usize, usize)>,
     /// Whether the names differ, so that the parameters belong together by their places.
     pub by_place: bool,
+    /// Whether a parameter is float64, and so sees all digits of the learning rate.
+    pub have_float64: bool,
 }
 
 /// The place where two records part.
@@ -58,13 +68,15 @@ pub(super) struct Parting {
     pub is_start: bool,
     /// What the comparison of each stage of that step found.
     pub stages: BTreeMap<Stage, Outcome>,
+    /// The ranks that did not end the step in one of the runs.
+    pub stopped: Vec<usize>,
 }
 
 impl Parting {
     /// Returns the first stage that differs.
-    pub(super) fn first(&self) -> Option<(Stage, &[RankDifference])> {
+    pub(super) fn first(&self) -> Option<(Stage, &Difference)> {
         self.stages.iter().find_map(|(stage, outcome)| match outcome {
-            Outcome::Differs(ranks) => Some((*stage, &ranks[..])),
+            Outcome::Differs(difference) => Some((*stage, difference)),
             _ => None,
         })
     }
@@ -142,7 +154,8 @@ pub(super) fn compare(a: &Record, b: &Record) -> Result<Comparison> {
     if let Some(&step) = starts.first() {
         let stages = stages_of_start(a, b, step, ranks, pairs);
         if stages.values().any(|outcome| matches!(outcome, Outcome::Differs(_))) {
-            comparison.parting = Some(Parting { step, is_start: true, stages });
+            let stopped = Vec::new();
+            comparison.parting = Some(Parting { step, is_start: true, stages, stopped });
             return Ok(comparison);
         }
         comparison.has_equal_start = true;
@@ -153,7 +166,9 @@ pub(super) fn compare(a: &Record, b: &Record) -> Result<Comparison> {
             .map(|stage| (stage, compare_stage(stage, of_a, of_b, ranks, has_same_ranks, pairs)))
             .collect();
         if stages.values().any(|outcome| matches!(outcome, Outcome::Differs(_))) {
-            comparison.parting = Some(Parting { step, is_start: false, stages });
+            let lines = of_a.values().chain(of_b.values());
+            let stopped = lines.filter(|line| !line.is_whole()).map(|line| line.rank).collect();
+            comparison.parting = Some(Parting { step, is_start: false, stages, stopped });
             break;
         }
         if !of_a.values().chain(of_b.values()).all(RecordedStep::is_whole) {
@@ -201,15 +216,24 @@ fn pair_tensors(a: &Record, b: &Record) -> Result<Pairs> {
         parameters = (0..of_a.len().min(of_b.len())).map(|i| (i, i)).collect();
     }
     let misfit = parameters.iter().find(|(i, j)| !fits(&of_a[*i], &of_b[*j]));
-    let problem = match misfit {
-        Some((i, j)) => format!("{} has {}, {} has {}", a.name, of_a[*i], b.name, of_b[*j]),
-        None if of_a.len() != of_b.len() => {
-            format!("{} has {} parameters, {} has {}", a.name, of_a.len(), b.name, of_b.len())
+    // The trained tensors of one record that the other has among those that it does not train.
+    let frozen = |trained: &Record, other: &Record| {
+        let is_frozen =
+            |it: &&RecordedTensor| other.header.buffers.iter().any(|frozen| frozen.name == it.name);
+        let tensor = trained.header.parameters.iter().find(is_frozen)?;
+        Some(format!("{} trains `{}`, and {} does not", trained.name, tensor.name, other.name))
+    };
+    let problem = match (frozen(a, b).or_else(|| frozen(b, a)), misfit) {
+        (Some(problem), _) => problem,
+        (None, Some((i, j))) => format!("{} has {}, {} has {}", a.name, of_a[*i], b.name, of_b[*j]),
+        (None, None) if of_a.len() != of_b.len() => {
+            format!("{} trains {} parameters, {} trains {}", a.name, of_a.len(), b.name, of_b.len())
         }
-        None => {
+        (None, None) => {
             let mut buffers = by_name(&a.header.buffers, &b.header.buffers);
             buffers.retain(|(i, j)| fits(&a.header.buffers[*i], &b.header.buffers[*j]));
-            return Ok(Pairs { parameters, buffers, by_place: !is_whole });
+            let have_float64 = of_a.iter().any(|tensor| tensor.dtype == "float64");
+            return Ok(Pairs { parameters, buffers, by_place: !is_whole, have_float64 });
         }
     };
     Err(Error::InvalidInput(format!(
@@ -257,13 +281,17 @@ fn compare_stage(
         let (a, b) = (a.get(&rank)?, b.get(&rank)?);
         match stage {
             Stage::Samples => values(a.samples.as_ref()?, b.samples.as_ref()?),
-            Stage::Batch => values(a.batch.as_ref()?, b.batch.as_ref()?),
+            Stage::Batch => batches(a, b),
             Stage::Loss if a.loss.is_empty() || b.loss.is_empty() => None,
             Stage::Loss => values(&a.loss, &b.loss),
             // Backward begins at the last parameter.
             Stage::Gradients => tensors(&a.gradients, &b.gradients, pairs.parameters.iter().rev()),
             Stage::Averages => tensors(&a.averages, &b.averages, pairs.parameters.iter().rev()),
-            Stage::LearningRate => values(&a.lr, &b.lr),
+            Stage::LearningRate => {
+                let is_seen = pairs.have_float64 || a.lr as f32 != b.lr as f32;
+                let differs = is_seen && !is_close(a.lr, b.lr);
+                Some(if differs { Found::Differs(Vec::new()) } else { Found::Same })
+            }
             Stage::Parameters => tensors(&a.parameters, &b.parameters, pairs.parameters.iter()),
             Stage::Buffers => tensors(&a.buffers, &b.buffers, pairs.buffers.iter()),
         }
@@ -277,6 +305,7 @@ fn each_rank(ranks: usize, compare: impl Fn(usize) -> Option<Found>) -> Outcome 
     if found.is_empty() {
         return Outcome::Unknown;
     }
+    let unknown = (0..ranks).filter(|rank| found.iter().all(|(known, _)| known != rank)).collect();
     let differ: Vec<RankDifference> = found
         .into_iter()
         .filter_map(|(rank, found)| match found {
@@ -284,18 +313,42 @@ fn each_rank(ranks: usize, compare: impl Fn(usize) -> Option<Found>) -> Outcome 
             Found::Differs(tensors) => Some(RankDifference { rank, tensors }),
         })
         .collect();
-    if differ.is_empty() { Outcome::Same } else { Outcome::Differs(differ) }
+    if differ.is_empty() {
+        return Outcome::Same;
+    }
+    Outcome::Differs(Difference { ranks: differ, unknown })
 }
 
 /// What the comparison of one rank found.
 enum Found {
     Same,
-    /// The indices of A's tensors that differ; none for values without a name.
+    /// As [`RankDifference::tensors`].
     Differs(Vec<usize>),
 }
 
 fn values<T: PartialEq>(a: &T, b: &T) -> Option<Found> {
     Some(if a == b { Found::Same } else { Found::Differs(Vec::new()) })
+}
+
+/// Compares the batches of a step. Each has inputs, targets, and further inputs.
+fn batches(a: &RecordedStep, b: &RecordedStep) -> Option<Found> {
+    let (of_a, of_b) = (a.batch.as_ref()?, b.batch.as_ref()?);
+    if of_a == of_b {
+        return Some(Found::Same);
+    }
+    let batches = a.loss.len().max(b.loss.len()).max(1);
+    let tensors = of_a.len() / batches;
+    if of_a.len() != of_b.len() || tensors * batches != of_a.len() {
+        return Some(Found::Differs(Vec::new()));
+    }
+    let differ =
+        |tensor: &usize| (*tensor..of_a.len()).step_by(tensors).any(|i| of_a[i] != of_b[i]);
+    Some(Found::Differs((0..tensors).filter(differ).collect()))
+}
+
+/// Returns whether two numbers are the same up to the rounding of a few operations in float64.
+pub(super) fn is_close(a: f64, b: f64) -> bool {
+    (a - b).abs() <= 1e-12 * a.abs().max(b.abs())
 }
 
 /// Compares the hashes of `pairs` of tensors that both records have. `None` if there are none.

@@ -43,7 +43,7 @@ pub(super) fn ranks_with_other_parameters(a: &Path, b: &Path) -> crate::error::R
     let comparison = compare(&Record::read(a)?, &Record::read(b)?)?;
     let stages = comparison.parting.map(|parting| parting.stages).unwrap_or_default();
     Ok(match stages.get(&Stage::Parameters) {
-        Some(Outcome::Differs(ranks)) => ranks.len(),
+        Some(Outcome::Differs(difference)) => difference.ranks.len(),
         _ => 0,
     })
 }
@@ -98,7 +98,7 @@ pub(super) fn compare_files(
     let comparison = compare(&a, &b)?;
     print_lines(&lines(&a, &b, &comparison), printer)?;
     if let Some(parting) = &comparison.parting {
-        let rank = parting.first().and_then(|(_, ranks)| ranks.first()).map_or(0, |it| it.rank);
+        let rank = parting.first().and_then(|(_, it)| it.ranks.first()).map_or(0, |it| it.rank);
         return Ok(Some(FirstDifference { step: parting.step, rank }));
     }
     let SidesOf { a, b } = comparison.failed;

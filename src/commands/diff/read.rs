@@ -86,13 +86,17 @@ impl Record {
 
     /// Adds the lines of another process of the run.
     fn merge(&mut self, other: Self) -> std::result::Result<(), String> {
-        self.check_model(&other.header)?;
-        for (step, ranks) in other.starts {
+        let Self { name: _, header, starts, steps, failed } = other;
+        self.check_model(&header)?;
+        for (step, ranks) in starts {
             self.starts.entry(step).or_default().extend(ranks);
         }
-        for (step, ranks) in other.steps {
+        for (step, ranks) in steps {
             self.steps.entry(step).or_default().extend(ranks);
         }
+        // The newest start may be of fewer processes, without the one that failed.
+        let failed = failed.filter(|failed| failed.rank < self.header.world_size);
+        self.failed = self.failed.into_iter().chain(failed).min_by_key(|failed| failed.step);
         Ok(())
     }
 

@@ -32,6 +32,9 @@ pub(in crate::commands) struct TensorComparison {
     later: usize,
     /// The names that only one file has.
     only_in: SidesOf<Vec<String>>,
+    /// Whether one of these is of a group that the other file has, too. Of a loop that names no batches, and of a rank whose
+    /// buffers DDP replaces, a group is not known.
+    lacks_tensors: bool,
 }
 
 /// Returns whether `path` is a folder, which may be a checkpoint, or begins as a safetensors file does.
@@ -63,12 +66,12 @@ impl TensorComparison {
         let is_kept = common.iter().any(|name| name.starts_with(ORDER[0]));
         let group = |name: &str| if is_kept { group(name) } else { None };
         common.sort_by_key(|name| group(name));
-        let mut comparison = Self {
-            equal: 0,
-            first: Vec::new(),
-            later: 0,
-            only_in: SidesOf { a: only_in(&of_a, &of_b), b: only_in(&of_b, &of_a) },
+        let only_in = SidesOf { a: only_in(&of_a, &of_b), b: only_in(&of_b, &of_a) };
+        let lacks = |names: &[String], other: &BTreeMap<String, Tensor>| {
+            names.iter().any(|name| other.keys().any(|it| group(it) == group(name)))
         };
+        let lacks_tensors = lacks(&only_in.a, &of_b) || lacks(&only_in.b, &of_a);
+        let mut comparison = Self { equal: 0, first: Vec::new(), later: 0, only_in, lacks_tensors };
         let mut first_group = None;
         for name in common {
             let (a, b) = (&of_a[name], &of_b[name]);
@@ -87,7 +90,7 @@ impl TensorComparison {
 
     /// Returns whether both files have the same tensors.
     pub(in crate::commands) fn is_equal(&self) -> bool {
-        self.first.is_empty() && self.only_in.both().iter().all(|names| names.is_empty())
+        self.first.is_empty() && !self.lacks_tensors
     }
 
     /// Describes the differences. `sides` are the names of the two files.

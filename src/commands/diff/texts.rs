@@ -3,7 +3,9 @@
 use serde_json::Value;
 use strum::IntoEnumIterator;
 
-use super::compare::{Comparison, Outcome, Parting, RankDifference, SidesOf, Stage};
+use super::compare::{
+    Comparison, Difference, Outcome, Parting, RankDifference, SidesOf, Stage, is_close,
+};
 use super::read::Record;
 use crate::error::list_ranks;
 use crate::telemetry::{RecordedFailure, paragraph, steps_text};
@@ -28,6 +30,7 @@ pub(super) fn lines(a: &Record, b: &Record, comparison: &Comparison) -> Vec<Stri
              rank 0's buffers are compared. A sum over other shards may differ in its last bits.",
         ));
     }
+    lines.extend(left_out(a, b, comparison));
     lines.extend(equal_part(comparison));
     match &comparison.parting {
         Some(parting) => lines.extend(parting_lines(a, comparison, parting)),
@@ -68,10 +71,32 @@ fn options(a: &Record, b: &Record) -> Vec<String> {
 /// Returns whether two options say the same. PyTorch writes 0 for 0.0, and SGD for sgd.
 fn is_same_option(a: &Value, b: &Value) -> bool {
     match (a, b) {
-        (Value::Number(a), Value::Number(b)) => a.as_f64() == b.as_f64(),
+        (Value::Number(a), Value::Number(b)) if a.is_f64() || b.is_f64() => {
+            a.as_f64().zip(b.as_f64()).is_some_and(|(a, b)| is_close(a, b))
+        }
         (Value::String(a), Value::String(b)) => a.eq_ignore_ascii_case(b),
         _ => a == b,
     }
+}
+
+/// Names the tensors that neither run trains and only one of them has.
+fn left_out(a: &Record, b: &Record, comparison: &Comparison) -> Vec<String> {
+    let sides = [(a, b), (b, a)];
+    let pairs = &comparison.pairs.buffers;
+    let paired: [Vec<usize>; 2] =
+        [pairs.iter().map(|(i, _)| *i).collect(), pairs.iter().map(|(_, j)| *j).collect()];
+    let line = |((record, other), paired): ((&Record, &Record), &Vec<usize>)| {
+        let tensors: Vec<usize> =
+            (0..record.header.buffers.len()).filter(|tensor| !paired.contains(tensor)).collect();
+        let names = names(record, Stage::Buffers, &tensors);
+        (!tensors.is_empty()).then(|| {
+            paragraph(&format!(
+                "Left out, because {} has no such tensor: buffers and frozen parameters of {}, {names}.",
+                other.name, record.name
+            ))
+        })
+    };
+    sides.into_iter().zip(&paired).filter_map(line).flatten().collect()
 }
 
 fn equal_part(comparison: &Comparison) -> Option<String> {
@@ -117,7 +142,7 @@ fn parting_lines(a: &Record, comparison: &Comparison, parting: &Parting) -> Vec<
         let found = match outcome {
             Outcome::Unknown => "not compared".to_owned(),
             Outcome::Same => "the same".to_owned(),
-            Outcome::Differs(ranks) => differing(a, stage, ranks, comparison),
+            Outcome::Differs(difference) => differing(a, stage, difference, parting, comparison),
         };
         let name: &str = stage.into();
         lines.push(format!("  {name:<10}  {found}"));
@@ -129,19 +154,22 @@ fn parting_lines(a: &Record, comparison: &Comparison, parting: &Parting) -> Vec<
             parting.step - 1
         )));
     }
-    if let Some((stage, ranks)) = parting.first() {
-        lines.extend(paragraph(&meaning(a, comparison, parting, stage, ranks)));
+    if let Some((stage, difference)) = parting.first() {
+        lines.extend(paragraph(&meaning(a, comparison, parting, stage, difference)));
     }
     lines
 }
 
-/// Returns the ranks that differ in a stage, each with its tensors; ranks with the same tensors together.
+/// Returns the ranks that differ in a stage, each with its tensors; ranks with the same tensors together. Also says of
+/// which ranks nothing is known.
 fn differing(
     a: &Record,
     stage: Stage,
-    ranks: &[RankDifference],
+    difference: &Difference,
+    parting: &Parting,
     comparison: &Comparison,
 ) -> String {
+    let Difference { ranks, unknown } = difference;
     let mut groups: Vec<(Vec<usize>, &[usize])> = Vec::new();
     for RankDifference { rank, tensors } in ranks {
         match groups.iter_mut().find(|(_, known)| known == tensors) {
@@ -157,12 +185,21 @@ fn differing(
         let who = who_differs(&members, a.header.world_size);
         match tensors {
             [] => format!("differs on {who}"),
+            tensors if stage == Stage::Batch => {
+                format!("differs on {who}: {}", names(a, stage, tensors))
+            }
             tensors => {
                 format!("{} of {count} on {who}: {}", tensors.len(), names(a, stage, tensors))
             }
         }
     };
-    groups.into_iter().map(group).collect::<Vec<_>>().join("; ")
+    let mut found: Vec<String> = groups.into_iter().map(group).collect();
+    if !unknown.is_empty() {
+        let have_stopped = unknown.iter().all(|rank| parting.stopped.contains(rank));
+        let why = if have_stopped { ", which stopped in this step" } else { "" };
+        found.push(format!("not recorded on {}{why}", list_ranks(unknown)));
+    }
+    found.join("; ")
 }
 
 /// Formats ranks: `all ranks` if they are all of several.
@@ -172,6 +209,14 @@ fn who_differs(ranks: &[usize], world_size: usize) -> String {
 
 /// Returns the names of A's tensors, of which some may be left out.
 fn names(a: &Record, stage: Stage, tensors: &[usize]) -> String {
+    if stage == Stage::Batch {
+        let name = |tensor: &usize| match tensor {
+            0 => "inputs".to_owned(),
+            1 => "targets".to_owned(),
+            more => format!("more_inputs.{}", more - 2),
+        };
+        return tensors.iter().map(name).collect::<Vec<_>>().join(", ");
+    }
     let all = if stage == Stage::Buffers { &a.header.buffers } else { &a.header.parameters };
     let shown = tensors.iter().take(MAX_NAMES).map(|tensor| format!("`{}`", all[*tensor].name));
     let shown = shown.collect::<Vec<_>>().join(", ");
@@ -184,12 +229,13 @@ fn meaning(
     comparison: &Comparison,
     parting: &Parting,
     stage: Stage,
-    ranks: &[RankDifference],
+    difference: &Difference,
 ) -> String {
+    let Difference { ranks, unknown } = difference;
     let members: Vec<usize> = ranks.iter().map(|difference| difference.rank).collect();
     let who = who_differs(&members, a.header.world_size);
     // If some ranks are right, the program is.
-    let is_local = members.len() < a.header.world_size;
+    let is_local = members.len() + unknown.len() < a.header.world_size;
     let first = ranks.first().and_then(|rank| rank.tensors.first().map(|tensor| (rank, *tensor)));
     let tensor = first.map_or(String::new(), |(rank, tensor)| {
         let name = names(a, stage, &[tensor]);
@@ -217,11 +263,20 @@ fn meaning(
         Stage::Samples => format!(
             "The samples of {who} differ: compare the seed, the batch size, the order of the samples and the sampler."
         ),
-        Stage::Batch if !is_same(Stage::Samples) => {
-            format!("The data of {who} differ: compare the samples, the data files, or {core}.")
-        }
         Stage::Batch => {
-            format!("The samples have the same numbers, but the data of {who} differ: compare the data files, or {core}.")
+            let what = match first {
+                Some((rank, _)) => names(a, stage, &rank.tensors).replace(", ", " and "),
+                None => "batches".into(),
+            };
+            let files = "the data files and what the loop makes of them";
+            match is_same(Stage::Samples) {
+                true => format!(
+                    "The samples have the same numbers, but the {what} of {who} differ: compare {files}, or {core}."
+                ),
+                false => {
+                    format!("The {what} of {who} differ: compare the samples, {files}, or {core}.")
+                }
+            }
         }
         Stage::Loss if is_local => {
             format!("Only {who} {has} another loss, so the forward pass there differs: {core}.")
@@ -241,15 +296,15 @@ fn meaning(
             format!("Only {who} {has} another gradient of {tensor}, so the backward pass there differs: {core}.")
         }
         Stage::Gradients => format!(
-            "The gradients of all ranks differ, first in backward that of {tensor}: compare the loss (mean or sum) and \
-             the layers from there on."
+            "The gradients of {who} differ, first in backward that of {tensor}: compare the loss (mean or sum), its scale \
+             and the layers from there on."
         ),
         Stage::Averages if is_local => {
             format!("The own gradients of all ranks are the same, but {who} {has} another average of {tensor}: {core}.")
         }
         Stage::Averages => format!(
             "The own gradients of all ranks are the same, but the average of {tensor} differs: compare the number of \
-             ranks, the communication hook and the weights of the mean."
+             ranks, the communication hook, the weights of the mean and the clipping."
         ),
         Stage::LearningRate => "The learning rates differ: compare --lr and the schedules.".into(),
         Stage::Parameters if is_local => {
@@ -263,7 +318,7 @@ fn meaning(
             format!("Only {who} {has} another buffer {tensor} after the step: {core}.")
         }
         Stage::Buffers => format!(
-            "The buffer {tensor} differs on all ranks, and no parameter does: compare the layer's options, such as the \
+            "The buffer {tensor} differs on {who}, and no parameter does: compare the layer's options, such as the \
              momentum of a batch norm."
         ),
     }

@@ -146,6 +146,7 @@ impl Checkpoints {
                 num_samples: context.loader.dataset_len(),
                 batch_size: context.loader.batch_size(),
                 max_epochs: context.max_epochs.max(context.state.epoch),
+                total_steps: context.total_steps().max(step),
                 scaler: context.scaler.state(),
                 options: self.options.clone(),
                 ..context.state.clone()

@@ -102,14 +102,26 @@ impl<M> Callback<M> for KeptTensors {
         }
         let Some(ddp) = self.ddp_here(context, step) else { return Ok(()) };
         ddp.group().synchronize()?;
-        let averages = ddp.trained_parameters().into_iter();
-        let averages = averages.map(|(name, parameter)| (name, parameter.grad()));
-        self.keep("average", averages.filter(|(_, average)| average.defined()))?;
         self.keep("output", numbered(&ddp.take_outputs()))?;
         Ok(self.keep("loss", numbered(&step.losses))?)
     }
 
+    fn on_before_optimizer_step(
+        &mut self,
+        context: &mut TrainContext<M>,
+        step: &Step,
+    ) -> Result<()> {
+        let Some(ddp) = self.ddp_here(context, step) else { return Ok(()) };
+        ddp.group().synchronize()?;
+        let averages = ddp.trained_parameters().into_iter();
+        let averages = averages.map(|(name, parameter)| (name, parameter.grad()));
+        Ok(self.keep("average", averages.filter(|(_, average)| average.defined()))?)
+    }
+
     fn on_step_end(&mut self, context: &mut TrainContext<M>, step: &Step) -> Result<()> {
+        if step.is_skipped() {
+            self.on_before_optimizer_step(context, step)?;
+        }
         let Some(ddp) = self.ddp_here(context, step) else { return Ok(()) };
         ddp.group().synchronize()?;
         self.keep("parameter", ddp.trained_parameters())?;

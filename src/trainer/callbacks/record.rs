@@ -140,9 +140,12 @@ impl<M> Callback<M> for Record {
         ddp.stop_observing(OBSERVER);
         ddp.group().synchronize()?;
         step.gradients = self.gradients.take();
-        for (line, (_, parameter)) in step.averages.iter_mut().zip(ddp.trained_parameters()) {
-            let average = parameter.grad();
-            *line = average.defined().then(|| hash(&average)).transpose()?;
+        Ok(())
+    }
+
+    fn on_before_optimizer_step(&mut self, context: &mut TrainContext<M>, _: &Step) -> Result<()> {
+        if let (Strategy::Ddp(ddp), Some(step)) = (&context.ddp, &mut self.step) {
+            step.averages = average_hashes(ddp)?;
         }
         Ok(())
     }
@@ -152,6 +155,9 @@ impl<M> Callback<M> for Record {
         let (Strategy::Ddp(ddp), Some(mut line)) = (&context.ddp, self.step.take()) else {
             return Ok(());
         };
+        if step.is_skipped() {
+            line.averages = average_hashes(ddp)?;
+        }
         ddp.group().synchronize()?;
         line.loss = step.losses.iter().map(loss).collect::<crate::error::Result<_>>()?;
         line.parameters = parameter_hashes(ddp)?;
@@ -195,6 +201,15 @@ fn parameter_hashes<M>(
     parameters
         .map(|(number, (_, parameter))| is_own(number).then(|| hash(&parameter)).transpose())
         .collect()
+}
+
+/// Returns the hashes of the averaged gradients.
+fn average_hashes<M>(
+    ddp: &DistributedDataParallel<M>,
+) -> crate::error::Result<Vec<Option<TensorHash>>> {
+    ddp.group().synchronize()?;
+    let averages = ddp.trained_parameters().into_iter().map(|(_, parameter)| parameter.grad());
+    averages.map(|average| average.defined().then(|| hash(&average)).transpose()).collect()
 }
 
 fn hashes(tensors: Vec<(String, Tensor)>) -> crate::error::Result<Vec<Option<TensorHash>>> {

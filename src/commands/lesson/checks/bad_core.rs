@@ -8,15 +8,17 @@ use anyhow::{Context, ensure};
 use super::Found;
 use crate::commands::diff::ranks_with_other_parameters;
 use crate::commands::lesson::answer::Answer;
+use crate::os::{TemporaryFolder, TiedChild};
 
 /// A wrong bit in a parameter of rank 2: on how many ranks `weight` differs after that step.
 pub(in super::super) fn bad_core() -> anyhow::Result<Found> {
-    let folder = tempfile::tempdir().context("creating a folder for two records")?;
+    let folder = TemporaryFolder::new().context("creating a folder for two records")?;
     let record = |name: &str, more: &[&str]| {
         let path = folder.path().join(name);
         run(&path, more).map(|()| path)
     };
-    let flip = |place| format!("--inject-fault=flip=30:rank=2,at=step,step=5,in={place}");
+    // A bit of the fraction: a flip of the exponent could make the loss infinite, and so end the run in this step.
+    let flip = |place| format!("--inject-fault=flip=22:rank=2,at=step,step=5,in={place}");
     let good = record("good", &[])?;
     let in_gradient = record("gradient", &[&flip("gradient")])?;
     let in_parameter = record("parameter", &[&flip("parameter")])?;
@@ -33,7 +35,9 @@ fn run(path: &Path, more: &[&str]) -> anyhow::Result<()> {
     let mut command = Command::new(std::env::current_exe()?);
     command.args(["--launch=local", "--quiet", "--nproc-per-node=3", "--max-steps=10"]);
     command.arg("--record").arg(path).args(more).env("CUDA_VISIBLE_DEVICES", "");
-    let output = command.stdin(Stdio::null()).output().context("starting ddp-mp")?;
+    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
+    let output = TiedChild::spawn(&mut command).and_then(TiedChild::wait_with_output);
+    let output = output.context("starting ddp-mp")?;
     // A run whose replicas differ at the end fails, and its record is whole.
     let problem = String::from_utf8_lossy(&output.stderr);
     ensure!(matches!(output.status.code(), Some(0 | 1)), "{}: {problem}", output.status);

@@ -11,6 +11,7 @@ use crate::data::{DataLoader, Dataset, DistributedSampler, TextDataset};
 use crate::ddp::{DdpOptions, DistributedDataParallel};
 use crate::ffi::fork_rng;
 use crate::models::{ModelConfig, ModelKind};
+use crate::os::TemporaryFolder;
 use crate::process_group::ReduceOp;
 use crate::trainer::Loss;
 
@@ -32,7 +33,7 @@ pub(in super::super) fn predictions() -> anyhow::Result<Found> {
     const RANKS: usize = 2;
     const BATCH: usize = 16;
     const BLOCK_SIZE: usize = 64;
-    let folder = tempfile::tempdir().context("creating a folder for a text")?;
+    let folder = TemporaryFolder::new().context("creating a folder for a text")?;
     let path = folder.path().join("text");
     let line = "Ranks that average their gradients train one model.\n";
     let text = line.repeat((RANKS * BATCH * BLOCK_SIZE).div_ceil(line.len()) + 1);

@@ -18,6 +18,7 @@ use crate::ddp::{DdpOptions, DistributedDataParallel};
 use crate::ffi::fork_rng;
 use crate::models::ModelConfig;
 use crate::optim::{AdamW, AdamWOptions, Optimizer, Schedule};
+use crate::os::TemporaryFolder;
 use crate::process_group::{ProcessGroup, ReduceOp};
 use crate::trainer::{Loss, SaveEvery, Trainer, TrainerOptions};
 
@@ -96,7 +97,7 @@ pub(in super::super) fn validation() -> anyhow::Result<Found> {
 /// Lesson 10 with a checkpoint every 7 steps, stopped after step 45: the step from which the run continues.
 pub(in super::super) fn checkpoints() -> anyhow::Result<Found> {
     const STOP_AFTER: u64 = 45;
-    let folder = tempfile::tempdir().context("creating a folder for checkpoints")?;
+    let folder = TemporaryFolder::new().context("creating a folder for checkpoints")?;
     let path = folder.path().join("run");
     let dir = CheckpointDir::create(&path, 2)?;
     let dataset: Arc<dyn Dataset> =

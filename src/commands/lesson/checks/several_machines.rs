@@ -7,6 +7,7 @@ use anyhow::{Context, ensure};
 
 use super::Found;
 use crate::commands::lesson::answer::Answer;
+use crate::os::TiedChild;
 
 /// The flags with which `ddp-mp` prints the hash of its parameters as JSON, and does not wait long for a lost process.
 const FLAGS: [&str; 3] = ["--launch=local", "--log-format=json", "--timeout=60s"];
@@ -39,7 +40,8 @@ fn train(machines: &[&[&str]]) -> anyhow::Result<String> {
     let start = |flags: &&[&str]| {
         let mut command = Command::new(std::env::current_exe()?);
         command.args(FLAGS).args(*flags).env("CUDA_VISIBLE_DEVICES", ""); // ranks on the CPU
-        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        TiedChild::spawn(&mut command)
     };
     let started = machines.iter().map(start).collect::<Result<Vec<_>, _>>();
     let mut outputs = Vec::new();

@@ -1,0 +1,162 @@
+//! Temporary folders and child processes that do not outlive this process when a signal ends it.
+
+use std::io;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output};
+use std::time::Duration;
+use std::{fs, mem, thread};
+
+use parking_lot::{Condvar, Mutex};
+use rustix::process::{Pid, Signal, kill_process_group};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
+use signal_hook::low_level;
+use tempfile::TempDir;
+
+use super::process::{is_ignored, tie_to_this_process, wait_for_end};
+
+/// How long a child process may take to end after the signal. Then it is killed.
+const TERM_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// What a signal that ends this process ends or removes before.
+#[derive(Debug)]
+struct Cleanup {
+    /// The signal, once it has arrived.
+    signal: Option<i32>,
+    /// The process groups of the child processes that have not ended.
+    groups: Vec<Pid>,
+    /// The temporary folders, also those that are removed already.
+    folders: Vec<PathBuf>,
+    /// Whether a thread waits for the signals.
+    is_watched: bool,
+}
+
+/// The cleanup of this process: a signal is for the whole process.
+static CLEANUP: Mutex<Cleanup> = Mutex::new(Cleanup {
+    signal: None,
+    groups: Vec::new(),
+    folders: Vec::new(),
+    is_watched: false,
+});
+
+/// Notifies of the end of a child process.
+static CHILD_ENDED: Condvar = Condvar::new();
+
+/// Changes the cleanup, which SIGINT, SIGTERM and SIGHUP make from now on. Does not return where one of them is ending the
+/// process.
+///
+/// # Errors
+/// When the system refuses.
+fn change<T>(change: impl FnOnce(&mut Cleanup) -> io::Result<T>) -> io::Result<T> {
+    let mut cleanup = CLEANUP.lock();
+    if !mem::replace(&mut cleanup.is_watched, true) {
+        watch()?;
+    }
+    let result = change(&mut cleanup);
+    let is_ending = cleanup.signal.is_some();
+    drop(cleanup);
+    CHILD_ENDED.notify_all();
+    if !is_ending {
+        return result;
+    }
+    loop {
+        thread::park();
+    }
+}
+
+/// Makes the signals clean up from now on, before they end the process. Those that this process ignores, as under nohup,
+/// stay ignored.
+fn watch() -> io::Result<()> {
+    let ends = |signal: &i32| !is_ignored(*signal);
+    let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP].into_iter().filter(ends))?;
+    let clean_up = move || {
+        let Some(signal) = signals.forever().next() else { return };
+        let send = |groups: &[Pid], signal| {
+            for group in groups {
+                let _ = kill_process_group(*group, signal); // fails only if it has ended
+            }
+        };
+        let mut cleanup = CLEANUP.lock();
+        cleanup.signal = Some(signal);
+        send(&cleanup.groups, Signal::from_named_raw(signal).unwrap_or(Signal::TERM));
+        CHILD_ENDED.wait_while_for(
+            &mut cleanup,
+            |cleanup| !cleanup.groups.is_empty(),
+            TERM_TIMEOUT,
+        );
+        send(&cleanup.groups, Signal::KILL);
+        for folder in &cleanup.folders {
+            let _ = fs::remove_dir_all(folder); // an error could not be reported any more
+        }
+        low_level::exit(128 + signal);
+    };
+    thread::Builder::new().name("signals".into()).spawn(clean_up).map(drop)
+}
+
+/// A temporary folder, which is also removed when SIGINT, SIGTERM or SIGHUP ends the process.
+#[derive(Debug)]
+pub(crate) struct TemporaryFolder(TempDir);
+
+impl TemporaryFolder {
+    /// Creates the folder.
+    ///
+    /// # Errors
+    /// When the system refuses.
+    pub(crate) fn new() -> io::Result<Self> {
+        change(|cleanup| {
+            let folder = tempfile::tempdir()?;
+            cleanup.folders.push(folder.path().to_owned());
+            Ok(Self(folder))
+        })
+    }
+
+    pub(crate) fn path(&self) -> &Path {
+        self.0.path()
+    }
+}
+
+/// A child process that ends with this process.
+#[derive(Debug)]
+pub(crate) struct TiedChild {
+    child: Child,
+    group: Pid,
+}
+
+impl TiedChild {
+    /// Starts `command` in a process group of its own, which gets the SIGINT, SIGTERM or SIGHUP that ends this process.
+    /// The thread that calls this must live until this process ends.
+    ///
+    /// # Errors
+    /// When the system refuses.
+    pub(crate) fn spawn(command: &mut Command) -> io::Result<Self> {
+        tie_to_this_process(command.process_group(0), &[]);
+        change(|cleanup| {
+            let child = command.spawn()?;
+            let group = Pid::from_child(&child);
+            cleanup.groups.push(group);
+            Ok(Self { child, group })
+        })
+    }
+
+    /// Waits for the end, and returns what the process has written. What it has started in its group, and has not waited for,
+    /// ends with it: it might keep the pipes open.
+    ///
+    /// # Errors
+    /// When the system refuses.
+    pub(crate) fn wait_with_output(self) -> io::Result<Output> {
+        let Self { child, group } = self;
+        let process = child.id();
+        let end_group = move || {
+            wait_for_end(process);
+            let _ = kill_process_group(group, Signal::KILL); // fails if nobody is left
+        };
+        let thread = thread::Builder::new().name("child".into()).spawn(end_group)?;
+        let output = child.wait_with_output();
+        let _ = thread.join();
+        change(|cleanup| {
+            cleanup.groups.retain(|running| *running != group);
+            output
+        })
+    }
+}
