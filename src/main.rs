@@ -2,10 +2,12 @@
 
 use ddp_mp::{App, os};
 
-/// Holds signals until they can be handled, then sets up OpenMP. Runs before `main` and before libtorch's constructors.
+/// Checks the working directory, holds signals until they can be handled, and sets up OpenMP. Runs before `main` and before
+/// libtorch's constructors.
 #[used]
 #[unsafe(link_section = ".preinit_array")]
-static BEFORE_MAIN: [os::BeforeMain; 2] = [os::hold_user_signals, os::set_up_openmp];
+static BEFORE_MAIN: [os::BeforeMain; 3] =
+    [os::check_working_directory, os::hold_user_signals, os::set_up_openmp];
 
 /// The commit that this program was built from. In a copy without a repository it is `DDP_MP_COMMIT` of the build, or empty.
 /// Only this file is compiled again after a commit.

@@ -94,11 +94,6 @@ impl Run {
         ) {
             os::limit_spinning_in_main();
         }
-        env::current_dir().map_err(|error| {
-            Error::InvalidInput(format!(
-                "the working directory cannot be used, it may have been deleted: {error}; change to another (cd)"
-            ))
-        })?;
         check_version()?; // ahead of every other use of libtorch
         keep_memory();
         if !panics::wants_backtraces() {

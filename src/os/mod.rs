@@ -13,7 +13,9 @@ pub(crate) use bus_error::{WatchedMapping, watch_mapping};
 pub(crate) use limits::cores;
 pub use openmp::{BeforeMain, set_up_openmp};
 pub(crate) use openmp::{binding_note, is_run_by_linker, limit_spinning_in_main};
-pub use process::{exit, hold_user_signals, ignore_file_size_signal, release_user_signals};
+pub use process::{
+    check_working_directory, exit, hold_user_signals, ignore_file_size_signal, release_user_signals,
+};
 pub(crate) use process::{
     hold_signals_of_user, is_ignored, named, release_signals, send_signal, tie_to_this_process,
     wait_for_end,

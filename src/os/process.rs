@@ -35,6 +35,26 @@ pub fn ignore_file_size_signal() {
 /// The signals that training handles, and that would end a process which does not handle them yet.
 const USER_SIGNALS: [i32; 2] = [libc::SIGUSR1, libc::SIGUSR2];
 
+/// Ends the process if its working directory was deleted: MKL, which libtorch initializes before `main`, would end it with an
+/// error that names a file of libtorch. Run this from `.preinit_array`.
+pub extern "C" fn check_working_directory(
+    _argc: c_int,
+    _argv: *const *const c_char,
+    _envp: *const *const c_char,
+) {
+    const TEXT: &[u8] = b"ddp-mp: the working directory was deleted; change to another (cd)\n";
+    let mut path = [0u8; libc::PATH_MAX as usize];
+    // SAFETY: the buffers have these lengths; `_exit` takes any number and does not return.
+    unsafe {
+        if libc::getcwd(path.as_mut_ptr().cast(), path.len()).is_null()
+            && *libc::__errno_location() == libc::ENOENT
+        {
+            libc::write(libc::STDERR_FILENO, TEXT.as_ptr().cast(), TEXT.len());
+            libc::_exit(2);
+        }
+    }
+}
+
 /// Blocks SIGUSR1 and SIGUSR2, which schedulers send. One that arrives before training handles it waits until then. Run
 /// this from `.preinit_array`: a program that replaces itself keeps the blocked signals.
 pub extern "C" fn hold_user_signals(
