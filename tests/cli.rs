@@ -122,7 +122,7 @@ fn leading_tilde_of_any_path_is_the_home_folder() {
     run_here(&[
         "rerun",
         "--checkpoint-dir=~/run",
-        "--step=1",
+        "--step=0",
         "--keep=~/kept",
         "--record=~/record",
     ]);
