@@ -125,8 +125,8 @@
 //!
 //! # Invariants
 //!
-//! * Every blocking wait ends: done, cancelled, or past its deadline. `runtime/deadline.rs` alone turns a duration into
-//!   a deadline.
+//! * Every blocking wait ends: done, cancelled, or past its deadline. `runtime/clock.rs` alone turns a duration into a
+//!   deadline. Time in which the process is suspended does not count.
 //! * The earliest failure is the root cause, and what the user sees.
 //! * Buckets are reduced in the order of their index on every rank, never in the order of readiness.
 //! * Ranks that share memory, threads or processes, add in the order of the ranks. Over TCP `gloo` adds within each process

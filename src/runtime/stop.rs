@@ -8,8 +8,6 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 use strum::{FromRepr, IntoStaticStr};
 
-use super::MAX_WAIT;
-
 /// Reason for which a run ends before all epochs are done.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromRepr, IntoStaticStr, Serialize, Deserialize)]
 #[repr(usize)]
@@ -76,7 +74,8 @@ pub struct StopRequest {
     terminated: Arc<AtomicBool>,
     /// Whether the next SIGINT, SIGTERM or SIGHUP ends the process.
     next_signal_ends: Arc<AtomicBool>,
-    deadline: Option<Instant>,
+    /// When the run began, and for how long it may take.
+    time: Option<(Instant, Duration)>,
     /// The last step, published by rank 0. `reason` is published with it.
     last_step: AtomicU64,
     reason: AtomicUsize,
@@ -86,7 +85,7 @@ pub struct StopRequest {
 
 impl fmt::Debug for StopRequest {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("StopRequest").field("deadline", &self.deadline).finish_non_exhaustive()
+        f.debug_struct("StopRequest").field("time", &self.time).finish_non_exhaustive()
     }
 }
 
@@ -131,7 +130,7 @@ impl Default for StopRequest {
             asked: Arc::default(),
             terminated: Arc::default(),
             next_signal_ends: Arc::default(),
-            deadline: None,
+            time: None,
             last_step: AtomicU64::new(NEVER),
             reason: AtomicUsize::new(0),
             notify: None,
@@ -143,7 +142,7 @@ impl Default for StopRequest {
 impl StopRequest {
     /// Returns a `StopRequest` without a request. If `time` is `Some`, the run stops when that has passed.
     pub fn new(time: Option<Duration>) -> Self {
-        Self { deadline: time.map(|time| Instant::now() + time.min(MAX_WAIT)), ..Self::default() }
+        Self { time: time.map(|time| (Instant::now(), time)), ..Self::default() }
     }
 
     /// Calls `notify` once: when a signal has asked this process to stop, or when rank 0 decides that the run stops.
@@ -197,7 +196,7 @@ impl StopRequest {
         if self.last_step.load(Ordering::Relaxed) != NEVER {
             return;
         }
-        let is_over = self.deadline.is_some_and(|deadline| Instant::now() >= deadline);
+        let is_over = self.time.is_some_and(|(began, time)| began.elapsed() >= time);
         let reason = match self.asked.load(Ordering::Relaxed) {
             0 if is_over => StopReason::Time as usize,
             asked => asked,
