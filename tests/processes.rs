@@ -3,12 +3,13 @@
 //! A test starts this very test binary again for each process; `child` is what it runs there.
 
 use std::env;
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpListener;
 use std::os::fd::AsRawFd;
 use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
 use std::rc::Rc;
+use std::thread;
 use std::time::Duration;
 
 use ddp_mp::ffi::cuda::Cuda;
@@ -853,10 +854,66 @@ fn loopback_master_addr_is_warned_of_once() {
         for (output, times) in [(first, times), (second, 0)] {
             let stderr = text(&output.stderr);
             assert!(output.status.success(), "{stderr}");
-            let warning = "--master-addr localhost is the loopback address ";
+            let warning = "--master-addr=localhost is the loopback address ";
             assert_eq!(stderr.matches(warning).count(), times, "{stderr}");
         }
     }
+}
+
+/// A remedy is one that works under the launcher.
+#[test]
+fn taken_port_is_refused_with_the_remedy_of_the_launcher() {
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = taken.local_addr().unwrap().port();
+    let by_hand = ["--nnodes=2", "--node-rank=0", "--master-addr=127.0.0.1"];
+    let mut by_hand = program(&[&by_hand[..], &[&format!("--master-port={port}")]].concat());
+    by_hand.env_remove("MASTER_PORT");
+    let mut torchrun = program(&[]);
+    as_torchrun(&mut torchrun, 0, 2, port);
+    let mut slurm = program(&[]);
+    for (name, value) in [
+        ("SLURM_JOB_ID", "4242"),
+        ("SLURM_STEP_ID", "0"),
+        ("SLURM_PROCID", "0"),
+        ("SLURM_LOCALID", "0"),
+        ("SLURM_NODEID", "0"),
+        ("SLURM_NTASKS", "2"),
+        ("SLURM_NNODES", "1"),
+        ("MASTER_ADDR", "127.0.0.1"),
+        ("MASTER_PORT", &port.to_string()),
+    ] {
+        slurm.env(name, value);
+    }
+    for (command, remedy) in [
+        (by_hand, "give all processes another --master-port"),
+        (torchrun, "give torchrun another --master-port"),
+        (slurm, "set another MASTER_PORT, or give all processes another --master-port"),
+    ] {
+        let (code, _, stderr) = run_command(command);
+        assert_eq!(code, Some(1), "{stderr}");
+        let expected = format!("the port is in use, by another run perhaps; {remedy}");
+        assert!(stderr.contains(&expected), "{stderr}");
+    }
+}
+
+#[test]
+fn server_that_is_no_store_is_named() {
+    let server = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = server.local_addr().unwrap().port();
+    let serve = thread::spawn(move || {
+        // The first connection only finds out that something listens.
+        for _ in 0..2 {
+            let (mut client, _) = server.accept().unwrap();
+            let _ = client.write_all(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n");
+            let _ = client.read(&mut [0; 64]);
+        }
+    });
+    let place = ["--nnodes=2", "--node-rank=1", "--master-addr=127.0.0.1", "--timeout=20s"];
+    let (code, _, stderr) =
+        run_command(program(&[&place[..], &[&format!("--master-port={port}")]].concat()));
+    assert_eq!(code, Some(1), "{stderr}");
+    assert!(stderr.contains("what listens there is not the store of a run"), "{stderr}");
+    serve.join().unwrap();
 }
 
 /// Each would wait in vain for a process that the other one does not know.
