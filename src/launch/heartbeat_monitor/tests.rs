@@ -153,3 +153,22 @@ fn refresh_reports_the_failure_of_another_process() {
     assert_eq!((failures[0].rank, failures[0].at), (1, all_reduce()));
     assert_eq!(failures[0].error, "rank 0 waited for rank 1");
 }
+
+/// Processes that share a host's memory know of a killed one at once, and end before their next heartbeat.
+#[test]
+fn processes_that_have_ended_are_not_waited_for() {
+    let store = TcpStore::serve("127.0.0.1", 0, LIMIT, never()).unwrap();
+    let mut waits = OpRecord::new(all_reduce(), Duration::ZERO);
+    waits.group = Some(0);
+    let ranks = vec![RankStatus { at: all_reduce(), seen: vec![waits] }];
+    let beat = Heartbeat { sent: Duration::ZERO, ranks };
+    store.set("alive/0", &to_json("alive/0", &beat).unwrap()).unwrap();
+    let mut asked = 0;
+    let (text, _) = waited_for(&store, &[0], |_| {
+        asked += 1;
+        false
+    })
+    .unwrap()
+    .unwrap();
+    assert_eq!((&text[..], asked), ("rank 0 waits for it in all_reduce #7", 1));
+}
