@@ -64,7 +64,7 @@ fn failure_is_shown_before_all_ranks_have_come_back() {
             anyhow::ensure!(rank.rank() == 1, "lost");
             let text = told.recv()?; // it comes back when it has been missed
             anyhow::ensure!(
-                text.starts_with("rank 0 (CPU:0) failed in its function: lost; 1 ranks of "),
+                text.starts_with("rank 0 (CPU:0) failed in its function: lost; 1 rank of "),
                 "{text}"
             );
             Ok(())

@@ -292,7 +292,8 @@ impl Spawn {
                     let failure = run.failures().first().map(|failure| self.with_devices(failure));
                     if let Some(failure) = failure {
                         self.notifier.notify(&format!(
-                            "{failure}; after {NOTICE_AFTER:?}, {} of this process had not come back; the process ends {grace_period:?} (--grace-period) after the failure",
+                            "{failure}; {} of this process did not come back within {NOTICE_AFTER:?}; the process ends \
+                             {grace_period:?} (--grace-period) after the failure",
                             counted(running, "rank")
                         ));
                     }
