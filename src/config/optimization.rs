@@ -271,8 +271,7 @@ impl Config {
     /// Returns a note if the schedule has no effect in a run of `world_size` ranks, or if the limit on steps ends the run
     /// before the schedule. `None` if all of it has an effect.
     pub(crate) fn schedule_note(&self, world_size: usize) -> Option<String> {
-        let OptimizationSection { schedule, milestones, warmup_steps, eta_min, .. } =
-            &self.optimization;
+        let OptimizationSection { schedule, milestones, warmup_steps, .. } = &self.optimization;
         let (whole, in_epoch) = (self.steps(world_size), self.steps_per_epoch(world_size));
         let steps = self.training.max_steps.map_or(whole, |limit| limit.min(whole));
         let epochs = steps.div_ceil(in_epoch.max(1));
@@ -299,11 +298,18 @@ impl Config {
             }),
             ScheduleKind::Cosine if steps < whole => {
                 let schedule = self.schedule_for(world_size);
-                let last = schedule.lr(epochs.saturating_sub(1), steps.saturating_sub(1));
-                Some(format!(
-                    "{ends}, so that the cosine ends at a learning rate of {last:.3}, and not near {eta_min}; \
-                     {remedy_of_limit}"
-                ))
+                let lr_after = |epochs: u64, steps: u64| {
+                    schedule.lr(epochs.saturating_sub(1), steps.saturating_sub(1))
+                };
+                let (last, planned) =
+                    (lr_after(epochs, steps), lr_after(self.training.max_epochs, whole));
+                let [last, planned] = [last, planned].map(|lr| format!("{lr:.2e}"));
+                (last != planned).then(|| {
+                    format!(
+                        "{ends}, so that the cosine ends at a learning rate of {last}, and not at {planned}; \
+                         {remedy_of_limit}"
+                    )
+                })
             }
             ScheduleKind::Cosine if length == 1 => Some(format!(
                 "a cosine over one {unit} leaves the learning rate as it is; use {remedy}"
@@ -441,11 +447,11 @@ mod tests {
         for (given, expected) in [
             (
                 format!("schedule_by = \"step\"\n{cosine} = 100"),
-                "so that the cosine ends at a learning rate of 0.942, and not near 0",
+                "so that the cosine ends at a learning rate of 9.42e-1, and not at 6.02e-6",
             ),
             (
                 format!("{cosine} = 65"),
-                "so that the cosine ends at a learning rate of 0.976, and not near 0",
+                "so that the cosine ends at a learning rate of 9.76e-1, and not at 2.45e-2",
             ),
             (format!("warmup_steps = 65\n{cosine} = 65"), "within the warm-up of 65"),
             (
@@ -460,6 +466,7 @@ mod tests {
         for given in [
             format!("{cosine} = 640"),
             format!("{cosine} = 1000"),
+            format!("{cosine} = 600"), // in the last epoch
             "max_steps = 3".into(),
             "schedule = \"multi-step\"\nmilestones = [1, 3]\nmax_steps = 200".into(),
         ] {

@@ -5,11 +5,11 @@ use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output};
 use std::time::Duration;
-use std::{fs, mem, thread};
+use std::{fs, thread};
 
 use parking_lot::{Condvar, Mutex};
 use rustix::process::{Pid, Signal, kill_process_group};
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGTSTP};
 use signal_hook::iterator::Signals;
 use signal_hook::low_level;
 use tempfile::TempDir;
@@ -50,8 +50,9 @@ static CHILD_ENDED: Condvar = Condvar::new();
 /// When the system refuses.
 fn change<T>(change: impl FnOnce(&mut Cleanup) -> io::Result<T>) -> io::Result<T> {
     let mut cleanup = CLEANUP.lock();
-    if !mem::replace(&mut cleanup.is_watched, true) {
+    if !cleanup.is_watched {
         watch()?;
+        cleanup.is_watched = true;
     }
     let result = change(&mut cleanup);
     let is_ending = cleanup.signal.is_some();
@@ -69,12 +70,24 @@ fn change<T>(change: impl FnOnce(&mut Cleanup) -> io::Result<T>) -> io::Result<T
 /// stay ignored.
 fn watch() -> io::Result<()> {
     let ends = |signal: &i32| !is_ignored(*signal);
-    let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP].into_iter().filter(ends))?;
+    let all = [SIGINT, SIGQUIT, SIGTERM, SIGHUP, SIGTSTP];
+    let mut signals = Signals::new(all.into_iter().filter(ends))?;
     let clean_up = move || {
-        let Some(signal) = signals.forever().next() else { return };
         let send = |groups: &[Pid], signal| {
             for group in groups {
                 let _ = kill_process_group(*group, signal); // fails only if it has ended
+            }
+        };
+        let signal = loop {
+            match signals.forever().next() {
+                Some(SIGTSTP) => {
+                    let cleanup = CLEANUP.lock();
+                    send(&cleanup.groups, Signal::STOP);
+                    let _ = low_level::emulate_default_handler(SIGTSTP); // returns when this process goes on
+                    send(&cleanup.groups, Signal::CONT);
+                }
+                Some(signal) => break signal,
+                None => return,
             }
         };
         let mut cleanup = CLEANUP.lock();
@@ -119,8 +132,21 @@ impl TemporaryFolder {
 /// A child process that ends with this process.
 #[derive(Debug)]
 pub(crate) struct TiedChild {
-    child: Child,
+    /// `None` once it has been waited for.
+    child: Option<Child>,
     group: Pid,
+}
+
+impl Drop for TiedChild {
+    /// Kills a process that nobody has waited for.
+    fn drop(&mut self) {
+        let Some(mut child) = self.child.take() else { return };
+        let _ = change(|cleanup| {
+            let _ = kill_process_group(self.group, Signal::KILL);
+            cleanup.groups.retain(|running| *running != self.group);
+            child.wait()
+        });
+    }
 }
 
 impl TiedChild {
@@ -135,7 +161,7 @@ impl TiedChild {
             let child = command.spawn()?;
             let group = Pid::from_child(&child);
             cleanup.groups.push(group);
-            Ok(Self { child, group })
+            Ok(Self { child: Some(child), group })
         })
     }
 
@@ -144,9 +170,9 @@ impl TiedChild {
     ///
     /// # Errors
     /// When the system refuses.
-    pub(crate) fn wait_with_output(self) -> io::Result<Output> {
-        let Self { child, group } = self;
-        let process = child.id();
+    pub(crate) fn wait_with_output(mut self) -> io::Result<Output> {
+        let child = self.child.take().ok_or(io::ErrorKind::NotFound)?;
+        let (process, group) = (child.id(), self.group);
         let end_group = move || {
             wait_for_end(process);
             let _ = kill_process_group(group, Signal::KILL); // fails if nobody is left

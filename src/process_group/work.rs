@@ -15,7 +15,7 @@ use super::network::{Network, connection_lost};
 use crate::error::{Error, Result};
 use crate::ffi::cuda;
 use crate::operation::OpId;
-use crate::runtime::{Peers, RunContext};
+use crate::runtime::{Deadline, Peers, RunContext};
 
 /// An operation that was started and may still run. Follows `torch.distributed.Work`.
 ///
@@ -148,7 +148,7 @@ impl Work {
         match &self.state {
             State::Queued(result) => {
                 let received = match limit {
-                    Some(limit) => result.recv_timeout(limit),
+                    Some(limit) => Deadline::after(limit).recv(result),
                     None => result.recv().map_err(|_| RecvTimeoutError::Disconnected),
                 };
                 match received {

@@ -52,7 +52,7 @@ impl Deadline {
 
 #[cfg(not(loom))]
 mod running {
-    use std::sync::Once;
+    use std::sync::OnceLock;
     use std::thread;
     use std::time::Duration;
 
@@ -61,7 +61,7 @@ mod running {
     /// How often a thread looks at the system's clock.
     const TICK: Duration = Duration::from_millis(100);
 
-    /// A longer time without a look means that the process was suspended.
+    /// After a longer time without a look the process was suspended.
     const SUSPENDED: Duration = Duration::from_millis(500);
 
     /// The clock of the process.
@@ -79,10 +79,11 @@ mod running {
             Self { looked: now, ran: Duration::ZERO, suspended: Duration::ZERO }
         }
 
-        /// Looks at the system's clock, which shows `now`.
-        fn look(&mut self, now: std::time::Instant) {
+        /// Looks at the system's clock, which shows `now`. If somebody looks at each tick, a long time without a look means
+        /// that nobody could.
+        fn look(&mut self, now: std::time::Instant, at_each_tick: bool) {
             let passed = now.saturating_duration_since(self.looked);
-            let ran = if passed < SUSPENDED { passed } else { TICK };
+            let ran = if at_each_tick && passed >= SUSPENDED { TICK } else { passed };
             self.looked = now.max(self.looked);
             self.ran += ran;
             self.suspended += passed - ran;
@@ -105,19 +106,19 @@ mod running {
         }
 
         fn with_clock(read: impl FnOnce(&Clock) -> Duration) -> Duration {
-            static LOOKS: Once = Once::new();
-            LOOKS.call_once(|| {
-                // It runs as long as the process. Without it a wait ends later if nobody looks at the clock meanwhile.
+            static LOOKS: OnceLock<bool> = OnceLock::new();
+            let at_each_tick = *LOOKS.get_or_init(|| {
+                // It runs as long as the process.
                 let looks = || loop {
                     thread::sleep(TICK);
                     Self::now();
                 };
-                let _ = thread::Builder::new().name("clock".into()).spawn(looks);
+                thread::Builder::new().name("clock".into()).spawn(looks).is_ok()
             });
             let mut clock = CLOCK.lock();
             let now = std::time::Instant::now();
             let clock = clock.get_or_insert_with(|| Clock::new(now));
-            clock.look(now);
+            clock.look(now, at_each_tick);
             read(clock)
         }
 
@@ -136,12 +137,15 @@ mod running {
             let start = std::time::Instant::now();
             let mut clock = Clock::new(start);
             let mut look = |millis| {
-                clock.look(start + Duration::from_millis(millis));
+                clock.look(start + Duration::from_millis(millis), true);
                 (clock.ran.as_millis(), clock.suspended.as_millis())
             };
             assert_eq!([look(100), look(250), look(740)], [(100, 0), (250, 0), (740, 0)]);
             assert_eq!(look(60_740), (840, 59_900), "a minute of suspension");
             assert_eq!([look(60_839), look(60_838), look(60_840)].map(|it| it.0), [939, 939, 940]);
+            // Without a thread that looks, all time counts: a wait must end.
+            clock.look(start + Duration::from_secs(120), false);
+            assert_eq!(clock.ran.as_millis(), 940 + 120_000 - 60_840);
         }
     }
 }

@@ -24,7 +24,7 @@ use crate::os::affinity::CpuList;
 use crate::os::limits::require_files;
 use crate::os::shared_memory::{self, SharedRegion};
 use crate::process_group::{Gathered, Host};
-use crate::runtime::Instant;
+use crate::runtime::{Deadline, Instant};
 
 /// What a process offers the others.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
@@ -255,8 +255,14 @@ impl Own {
             *link = Some((socket, peer, region));
         }
         for (process, (socket, peer)) in connected {
-            let answered = socket.set_read_timeout(Some(ANSWER));
-            let answered = answered.and_then(|()| receive(&socket, offers[process].token));
+            let deadline = Deadline::after(ANSWER);
+            let answered = loop {
+                let answered = socket.set_read_timeout(Some(ANSWER));
+                match answered.and_then(|()| receive(&socket, offers[process].token)) {
+                    Err(error) if error.kind() == ErrorKind::WouldBlock && !deadline.is_over() => {}
+                    answered => break answered,
+                }
+            };
             let region = answered.and_then(|(_, file)| SharedRegion::open(file));
             let region = region.map_err(|error| error.to_string())?;
             links[process] = Some((socket, peer, region));

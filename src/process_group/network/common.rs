@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use tch::Tensor;
 
 use crate::error::{Error, Result};
-use crate::process_group::local::{HostGroup, InMemory, NUMBERS, invalid_data};
+use crate::process_group::local::{HostGroup, InMemory, NUMBERS, PAGE, invalid_data};
 use crate::runtime::StopMessage;
 
 /// The numbers that the ranks share.
@@ -96,8 +96,9 @@ impl Common {
     /// [`Error::InvalidInput`] if the memory of the first rank's process has no such bytes there.
     pub(super) fn buffers(&self, group: &HostGroup, room: Room) -> Result<Buffers> {
         let [send, receive] = &self.offsets;
-        let find = |place: &AtomicU64, len: usize| {
-            group.buffer_of_first(place.load(Ordering::Relaxed) as usize, len)
+        let find = |place: &AtomicU64, len: usize| match place.load(Ordering::Relaxed) as usize {
+            offset if offset.is_multiple_of(PAGE) => group.buffer_of_first(offset, len),
+            _ => Err(invalid_data()),
         };
         Ok(Buffers { send: find(send, room.send)?, receive: find(receive, room.receive)? })
     }

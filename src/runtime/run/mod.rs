@@ -14,8 +14,8 @@ use super::primitives::{
     current, park, park_timeout, yield_now,
 };
 use super::{
-    CancelToken, Failure, Fault, FaultSite, FlightRecorder, Instant, NetworkModel, PeerStatus,
-    RemoteSnapshots, Watchdog,
+    CancelToken, Deadline, Failure, Fault, FaultSite, FlightRecorder, Instant, NetworkModel,
+    PeerStatus, RemoteSnapshots, Watchdog,
 };
 use crate::error::{Error, MissingRank, Result, Suspects};
 use crate::operation::{OpId, Operation};
@@ -409,17 +409,19 @@ impl RunContext {
     ) -> Result<bool> {
         const AT_ONCE: Duration = Duration::from_millis(1);
         const PARK: Duration = Duration::from_micros(200);
-        let began = Instant::now();
+        let (began, deadline) = (std::time::Instant::now(), Deadline::after(limit));
         loop {
             self.check(waiting)?;
             if is_done()? {
                 return Ok(true);
             }
-            let waited = began.elapsed();
-            if waited >= limit {
+            if began.elapsed() < AT_ONCE.min(limit) {
+                yield_now();
+            } else if deadline.is_over() {
                 return Ok(false);
+            } else {
+                park_timeout(PARK);
             }
-            if waited < AT_ONCE { yield_now() } else { park_timeout(PARK) }
         }
     }
 

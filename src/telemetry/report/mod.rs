@@ -7,7 +7,8 @@ use std::fs;
 use std::io::{self, Write};
 use std::path::Path;
 
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
 use serde_json::Value;
 
 use super::metrics_logger::drop_every_second;
@@ -43,7 +44,7 @@ pub(crate) struct Page<'a> {
 }
 
 /// Training and validation metrics over the run.
-#[derive(Debug, Default, Clone, Serialize, Deserialize)]
+#[derive(Debug, Default, Clone, Serialize)]
 pub(crate) struct Curves {
     pub train: Vec<TrainMetrics>,
     pub validation: Vec<ValidationMetrics>,
@@ -69,11 +70,14 @@ impl Curves {
             let end = after.lines().next()?;
             Some(page.split_once(begin)?.1.split_once(end)?.0)
         });
-        let mut curves: Self =
-            data.and_then(|data| serde_json::from_str(data).ok()).unwrap_or_default();
-        curves.train.retain(|point| point.step <= step);
-        curves.validation.retain(|point| point.step <= step);
-        curves
+        let data: Option<Value> = data.and_then(|data| serde_json::from_str(data).ok());
+        let is_before = |point: &u64| *point <= step;
+        Self {
+            train: points(data.as_ref(), "train", |it: &TrainMetrics| is_before(&it.step)),
+            validation: points(data.as_ref(), "validation", |it: &ValidationMetrics| {
+                is_before(&it.step)
+            }),
+        }
     }
 
     /// Returns the mean loss of the first quarter of the points, and of the last. `None` with fewer than four.
@@ -85,6 +89,16 @@ impl Curves {
         let first = self.train.get(..quarter).filter(|points| !points.is_empty())?;
         Some([mean(first), mean(&self.train[self.train.len() - quarter..])])
     }
+}
+
+/// Returns the points of the curve `name` that `are_wanted`, without those that are not finite.
+fn points<T: DeserializeOwned>(
+    data: Option<&Value>,
+    name: &str,
+    are_wanted: impl Fn(&T) -> bool,
+) -> Vec<T> {
+    let all = data.and_then(|data| data[name].as_array()).into_iter().flatten();
+    all.filter_map(|point| T::deserialize(point).ok()).filter(are_wanted).collect()
 }
 
 impl Page<'_> {

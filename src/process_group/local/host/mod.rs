@@ -24,7 +24,7 @@ use crate::os::shared_memory::SharedRegion;
 use crate::process_group::dtype::num_bytes;
 
 /// Allocations are multiples of pages, which go back to the system alone.
-const PAGE: usize = 4096;
+pub(crate) const PAGE: usize = 4096;
 
 /// The memories of the processes of one host.
 pub(crate) struct Host {

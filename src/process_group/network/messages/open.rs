@@ -216,12 +216,17 @@ pub(super) struct UntilDeadline<'a> {
 
 impl Read for UntilDeadline<'_> {
     fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
-        let left = self.deadline.left();
-        if left.is_zero() {
-            return Err(ErrorKind::TimedOut.into());
+        loop {
+            let left = self.deadline.left();
+            if left.is_zero() {
+                return Err(ErrorKind::TimedOut.into());
+            }
+            self.stream.set_read_timeout(Some(left))?;
+            match self.stream.read(bytes) {
+                Err(error) if error.kind() == ErrorKind::WouldBlock => {} // the time is over, or the process was suspended
+                read => return read,
+            }
         }
-        self.stream.set_read_timeout(Some(left))?;
-        self.stream.read(bytes)
     }
 }
 
