@@ -359,8 +359,11 @@ fn folder_behind_a_dangling_link_is_created() {
     let flags = "--checkpoint-dir=run --tensorboard=board --flight-recorder=recorder --trace=deep/t --metrics=deep/m";
     let (code, _, stderr) = run_in(folder.path(), flags);
     assert_eq!(code, Some(0), "{stderr}");
-    for name in ["run/latest", "recorder/0", "deep/t", "deep/m"] {
+    for name in ["run/latest", "board", "recorder", "deep/t", "deep/m"] {
         assert!(folder.path().join("disk").join(name).exists(), "{name}: {stderr}");
+    }
+    for name in ["board", "recorder"] {
+        assert!(fs::read_dir(folder.path().join(name)).unwrap().count() > 0, "{name}");
     }
     assert!(fs::symlink_metadata(folder.path().join("run")).unwrap().is_symlink());
 }

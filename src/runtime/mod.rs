@@ -16,6 +16,8 @@ mod peer_status;
 pub(crate) mod primitives;
 mod remote_snapshots;
 mod run;
+#[cfg(not(loom))]
+mod running_clock;
 mod stop;
 mod watchdog;
 
