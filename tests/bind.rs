@@ -149,7 +149,7 @@ fn variables_that_make_openmp_bind_are_left_out_and_named() {
         ("GOMP_CPU_AFFINITY", "0"),
         ("KMP_AFFINITY", "granularity=fine,compact,1,0"),
     ] {
-        let note = format!("\n  OpenMP              {name} is left out: ");
+        let note = format!("\n  OpenMP              {name} is left out, ");
         let bound = environment(name, value);
         let (before, after) = bound.split_once(&note).unwrap_or_else(|| panic!("{bound}"));
         let rest = after.split_once('\n').unwrap().1;

@@ -62,6 +62,15 @@ impl WholeFile {
     /// # Errors
     /// When there is a file of that name, which stays, or the file cannot be renamed.
     pub(crate) fn appear(self) -> io::Result<()> {
-        self.temporary.persist_noclobber(self.place).map(drop).map_err(|error| error.error)
+        let Self { temporary, place } = self;
+        match temporary.persist_noclobber(&place) {
+            Ok(_) => Ok(()),
+            Err(failed) if failed.error.kind() == io::ErrorKind::AlreadyExists => Err(failed.error),
+            // A file system may have neither such a rename nor hard links.
+            Err(failed) => {
+                File::create_new(&place)?;
+                failed.file.persist(&place).map(drop).map_err(|error| error.error)
+            }
+        }
     }
 }

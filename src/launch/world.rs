@@ -23,7 +23,7 @@ use super::{
     Launch, LaunchKind, MasterEndpoint, Placement, SharedMemory, clock_sync, restart_generation,
 };
 use crate::error::{Error, Result};
-use crate::ffi::{TcpStore, cuda};
+use crate::ffi::{PORT_IN_USE, TcpStore, cuda};
 use crate::os::limits::require_files;
 use crate::process_group::{Backend, Bootstrap, Network, ProcessMap, nccl_host_id};
 use crate::runtime::{Clock, Instant, RunContext};
@@ -65,10 +65,10 @@ impl ProcessWorld {
             return None;
         }
         let found = (&master.addr[..], master.port).to_socket_addrs().ok()?.next()?.ip();
-        let (name, addr) = (launch.kind.name_of_address(), &master.addr);
+        let addr = launch.kind.address_text(&master.addr);
         found.is_loopback().then(|| {
             format!(
-                "{name}={addr} is the loopback address {found} here; if there are other machines, use one they can reach"
+                "{addr} is the loopback address {found} here; if there are other machines, use one they can reach"
             )
         })
     }
@@ -99,12 +99,13 @@ impl ProcessWorld {
         let (cancel_tx, cancel_rx) = bounded(0);
         let serves = mine == 0 && !master.agent_store;
         if serves {
-            check_is_here(master, launch.kind)?;
+            check_is_here(launch, master)?;
             require_files(files_of_store(count), "serving the store to all processes")?;
         }
         let (addr, port) = (&master.addr, master.port);
         let store = match serves {
-            true => TcpStore::serve(addr, port, timeout, cancel_rx)?,
+            true => TcpStore::serve(addr, port, timeout, cancel_rx)
+                .map_err(|error| with_remedy(error, launch.kind))?,
             false => TcpStore::connect(addr, port, timeout, cancel_rx)?,
         };
         let began = Instant::now();
@@ -310,30 +311,32 @@ impl ProcessWorld {
     }
 }
 
-/// Checks that a store can be served at this address, which this `launcher` gives. A name that does not resolve is reported
-/// later.
+/// Adds to the error of a taken port what to do under this `launcher`.
+fn with_remedy(error: Error, launcher: LaunchKind) -> Error {
+    match error {
+        Error::Store { address, doing, reason } if reason == PORT_IN_USE => {
+            let reason = format!("{reason}; {}", launcher.how_to_change_port());
+            Error::Store { address, doing, reason }
+        }
+        other => other,
+    }
+}
+
+/// Checks that a store can be served at this address, on any port. A name that does not resolve is reported later.
 ///
 /// # Errors
-/// [`Error::InvalidInput`] if the address is not one of this machine, or stands for all its interfaces; [`Error::Store`] if
-/// another program uses the port.
-fn check_is_here(master: &MasterEndpoint, launcher: LaunchKind) -> Result<()> {
-    let (addr, name) = (&master.addr, launcher.name_of_address());
-    let refuse = |why: &str| Err(Error::InvalidInput(format!("{name}={addr}: {why}")));
-    match TcpListener::bind((&addr[..], master.port)).and_then(|listener| listener.local_addr()) {
+/// [`Error::InvalidInput`] if the address is not one of this machine, or stands for all its interfaces.
+fn check_is_here(launch: &Launch, master: &MasterEndpoint) -> Result<()> {
+    let addr = &master.addr;
+    let refuse =
+        |why: &str| Err(Error::InvalidInput(format!("{}: {why}", launch.kind.address_text(addr))));
+    match TcpListener::bind((&addr[..], 0)).and_then(|listener| listener.local_addr()) {
         Ok(found) if found.ip().is_unspecified() => refuse(
             "that stands for all interfaces of this machine; give the address of one that the others can reach",
         ),
         Err(error) if error.kind() == ErrorKind::AddrNotAvailable => refuse(
             "that is not an address of this machine; start the first process on its machine, or give one of this",
         ),
-        Err(error) if error.kind() == ErrorKind::AddrInUse => Err(Error::Store {
-            address: master.to_string(),
-            doing: "listening".into(),
-            reason: format!(
-                "the port is in use, by another run perhaps; {}",
-                launcher.how_to_change_port()
-            ),
-        }),
         _ => Ok(()),
     }
 }

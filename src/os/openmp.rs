@@ -24,7 +24,7 @@ const CHOSEN: [&[u8]; 2] = [b"GOMP_SPINCOUNT=", b"OMP_WAIT_POLICY="];
 /// The number of environment variables that are passed on. With more, the program does not restart.
 const MAX_VARIABLES: usize = 4096;
 
-/// A variable with which an OpenMP library binds threads, and the variable that tells the restarted program of it.
+/// A variable with which an OpenMP library binds threads. The restarted program reads in `told` that it was left out.
 struct Binds {
     name: &'static [u8],
     told: &'static CStr,
@@ -133,8 +133,8 @@ fn value(name: &[u8]) -> Option<OsString> {
 pub(crate) fn binding_note() -> Option<String> {
     if let Some(name) = value(b"DDP_MP_LEFT_OUT=") {
         return Some(format!(
-            "{} is left out: with it, OpenMP binds the threads of all ranks to the same CPUs; --bind binds each rank to \
-             CPUs of its own",
+            "{} is left out, as all variables that make OpenMP bind threads: those of all ranks would share CPUs; --bind \
+             gives each rank CPUs of its own",
             name.to_string_lossy()
         ));
     }
@@ -142,7 +142,13 @@ pub(crate) fn binding_note() -> Option<String> {
         let value = value(it.name)?.to_string_lossy().to_lowercase();
         Some(format!("{}{value}", String::from_utf8_lossy(it.name)))
     };
-    let bound = BIND.iter().find_map(binds).filter(|it| !it.starts_with("OMP_PROC_BIND=f"))?;
+    let bound = BIND.iter().find_map(binds)?;
+    if ["OMP_PROC_BIND=f", "KMP_AFFINITY=none", "KMP_AFFINITY=disabled"]
+        .iter()
+        .any(|it| bound.starts_with(it))
+    {
+        return None;
+    }
     Some(format!(
         "{bound} has bound this process before it began, and binds the threads of all ranks to the same CPUs; unset it, and \
          use --bind"

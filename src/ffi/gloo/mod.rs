@@ -59,8 +59,8 @@ impl GlooGroup {
     /// Joins a group of `size` ranks. Its rendezvous is under the prefix of `store`, which must be new for each group.
     /// Waits until all ranks are connected, at most for `timeout`, or until the store's requests are cancelled.
     ///
-    /// Connecting fails after `timeout`; operations do not end by themselves. They use the network interfaces in `interfaces`, the value of
-    /// `GLOO_SOCKET_IFNAME`. Without it, they use the interface on the route to the store.
+    /// Connecting fails after `timeout`; operations do not end by themselves. They use the network interfaces in
+    /// `interfaces`, the value of `GLOO_SOCKET_IFNAME`. Without it, they use the interface on the route to the store.
     ///
     /// # Errors
     /// The error that `absent` returns for the missing ranks; [`Error::Gloo`] if ranks cannot be reached.

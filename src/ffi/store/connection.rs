@@ -49,6 +49,9 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 const FILES_OF_A_CLIENT: usize = 2;
 const FILES_OF_A_SERVER: usize = 8;
 
+/// The reason of a server whose port another program uses.
+pub(crate) const PORT_IN_USE: &str = "the port is in use, by another run perhaps";
+
 pub(super) const CANCELLED: &str = "cancelled, because the run ends";
 
 impl StoreConnection {
@@ -174,7 +177,7 @@ pub(super) fn listen(host: &str, port: u16, timeout: Duration) -> Result<Opened,
     let purpose = "serving a store";
     limits::require_files(FILES_OF_A_SERVER, purpose).map_err(|error| error.to_string())?;
     let listener = TcpListener::bind((host, port)).map_err(|error| match error.kind() {
-        ErrorKind::AddrInUse => "the port is in use, by another run perhaps; choose another".into(),
+        ErrorKind::AddrInUse => PORT_IN_USE.into(),
         ErrorKind::AddrNotAvailable => {
             "that is not an address of this machine; start this process on the machine that has it"
                 .into()

@@ -13,6 +13,7 @@ use parking_lot::Mutex;
 use crate::error::{Error, Result};
 use crate::ffi::c10d::Connection;
 use crate::runtime::Instant;
+pub(crate) use connection::PORT_IN_USE;
 use connection::{GivenUp, Opened, StoreConnection, listen, reach, wait};
 
 /// A client of a key-value store on the network, for the keys under one prefix.

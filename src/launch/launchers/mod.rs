@@ -129,11 +129,12 @@ impl LaunchKind {
         self.into()
     }
 
-    /// Returns what gives the address of the store under this launcher, for errors.
-    pub(super) fn name_of_address(self) -> &'static str {
+    /// Returns the address of the store as the user gives it under this launcher, for errors.
+    pub(super) fn address_text(self, addr: &str) -> String {
         match self {
-            Self::Torchrun | Self::Slurm | Self::Mpi | Self::Kubernetes => "MASTER_ADDR",
-            Self::Local | Self::ByHand | Self::Spawned => "--master-addr",
+            Self::Torchrun | Self::Kubernetes => format!("MASTER_ADDR={addr}"),
+            Self::Slurm | Self::Mpi => format!("{addr} (MASTER_ADDR or --master-addr)"),
+            Self::Local | Self::ByHand | Self::Spawned => format!("--master-addr={addr}"),
         }
     }
 

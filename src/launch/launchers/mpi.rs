@@ -9,11 +9,11 @@ use super::{
 };
 use crate::error::{Error, Result};
 
-const MPIRUN: Launcher = Launcher { choice: "mpi", program: "mpirun" };
-
 /// The variables of a family of launchers.
 #[derive(Clone, Copy)]
 struct Family {
+    /// The name of the launcher.
+    program: &'static str,
     rank: &'static str,
     size: &'static str,
     local_rank: &'static str,
@@ -26,24 +26,28 @@ const FLUX_NODES: &str = "FLUX_JOB_NNODES";
 /// The families whose rank no other launcher sets.
 const FAMILIES: [Family; 4] = [
     Family {
+        program: "mpirun",
         rank: "OMPI_COMM_WORLD_RANK",
         size: "OMPI_COMM_WORLD_SIZE",
         local_rank: "OMPI_COMM_WORLD_LOCAL_RANK",
         local_size: "OMPI_COMM_WORLD_LOCAL_SIZE",
     },
     Family {
+        program: "mpirun_rsh",
         rank: "MV2_COMM_WORLD_RANK",
         size: "MV2_COMM_WORLD_SIZE",
         local_rank: "MV2_COMM_WORLD_LOCAL_RANK",
         local_size: "MV2_COMM_WORLD_LOCAL_SIZE",
     },
     Family {
+        program: "jsrun",
         rank: "JSM_NAMESPACE_RANK",
         size: "JSM_NAMESPACE_SIZE",
         local_rank: "JSM_NAMESPACE_LOCAL_RANK",
         local_size: "JSM_NAMESPACE_LOCAL_SIZE",
     },
     Family {
+        program: "flux run",
         rank: "FLUX_TASK_RANK",
         size: "FLUX_JOB_SIZE",
         local_rank: "FLUX_TASK_LOCAL_ID",
@@ -65,6 +69,7 @@ fn family(variables: &Variables) -> Family {
     }
     let either = |names: &[&'static str]| variables.first_of(names).unwrap_or(names[0]);
     Family {
+        program: "mpirun",
         rank: either(&["PMI_RANK", "PALS_RANKID"]),
         size: "PMI_SIZE",
         local_rank: either(&["MPI_LOCALRANKID", "PALS_LOCAL_RANKID", "PMI_LOCAL_RANK"]),
@@ -73,9 +78,10 @@ fn family(variables: &Variables) -> Family {
 }
 
 pub(super) fn read(variables: &Variables, options: &LaunchOptions, gpus: usize) -> Result<Launch> {
-    let Family { rank, size, local_rank, local_size } = family(variables);
+    let Family { program, rank, size, local_rank, local_size } = family(variables);
+    let launcher = Launcher { choice: "mpi", program };
     let [index, count, local_index, mut local_count] =
-        variables.all(MPIRUN, [rank, size, local_rank, local_size])?;
+        variables.all(launcher, [rank, size, local_rank, local_size])?;
     if local_size == FLUX_NODES {
         let nodes = local_count;
         if nodes == 0 || count % nodes != 0 {
@@ -95,15 +101,15 @@ pub(super) fn read(variables: &Variables, options: &LaunchOptions, gpus: usize) 
     }
     // No variable holds the number of machines; it is known only if all processes are on one.
     let nnodes = (local_count == count).then_some(1);
-    check_flag("--nnodes", options.nnodes.as_ref(), "mpirun", nnodes.as_ref())?;
+    check_flag("--nnodes", options.nnodes.as_ref(), program, nnodes.as_ref())?;
     let node_rank = nnodes.map(|_| 0);
-    check_flag("--node-rank", options.node_rank.as_ref(), "mpirun", node_rank.as_ref())?;
+    check_flag("--node-rank", options.node_rank.as_ref(), program, node_rank.as_ref())?;
     variables.check_rank(rank, index)?;
 
     let addr = || match nnodes {
         Some(_) => Ok("127.0.0.1".into()),
         None => Err(Error::InvalidInput(format!(
-            "MASTER_ADDR is not set, and mpirun has started processes on several machines ({local_count} of {count} on \
+            "MASTER_ADDR is not set, and {program} has started processes on several machines ({local_count} of {count} on \
              this one); use --master-addr with the address of rank 0's machine, or set MASTER_ADDR on all (Open MPI: \
              mpirun -x MASTER_ADDR; MPICH, Intel: mpirun -genv MASTER_ADDR ...)"
         ))),

@@ -17,22 +17,8 @@ const JOB: [&str; 2] = ["SLURM_JOB_ID", "SLURM_JOBID"];
 const OF_A_TASK: [&str; 3] = ["SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"];
 
 /// Names of jobs whose processes are shells. srun names a job after its program, salloc `interactive`.
-const INTERACTIVE: [&str; 14] = [
-    "interactive",
-    "sh",
-    "bash",
-    "dash",
-    "zsh",
-    "fish",
-    "ksh",
-    "mksh",
-    "csh",
-    "tcsh",
-    "nu",
-    "xonsh",
-    "tmux",
-    "screen",
-];
+const INTERACTIVE: [&str; 10] =
+    ["interactive", "sh", "bash", "dash", "zsh", "fish", "ksh", "mksh", "csh", "tcsh"];
 
 /// Variables with the number of tasks, the most reliable first.
 const TASKS: [&str; 3] = ["SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"];
