@@ -163,7 +163,8 @@ fn limit_before_the_end_of_a_schedule_is_noted_once() {
     for spawn in ["--spawn=threads", "--spawn=processes"] {
         let (code, _, stderr) = run(&[&cosine[..], &["--nproc-per-node=2", spawn]].concat());
         assert_eq!(code, Some(0), "{stderr}");
-        let told = "--max-steps: this run ends after 4 of 640 steps, so that the cosine ends at a learning rate of ";
+        let told = "--max-steps: this run ends after 4 of 640 steps, so that the cosine ends at a learning rate of \
+                    1.00e-3, and not at ";
         assert_eq!(stderr.matches(told).count(), 1, "{stderr}");
     }
 }

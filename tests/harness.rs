@@ -64,7 +64,7 @@ pub(crate) fn without_lines(text: &str, file: &str) -> String {
 }
 
 /// By what the program would take the tests' own launcher for its own.
-const LAUNCHERS: [&str; 16] = [
+const LAUNCHERS: [&str; 20] = [
     "OMP_NUM_THREADS",
     "SLURM_PROCID",
     "RANK",
@@ -81,6 +81,10 @@ const LAUNCHERS: [&str; 16] = [
     "JSM_NAMESPACE_RANK",
     "FLUX_TASK_RANK",
     "OMP_PROC_BIND",
+    "OMP_PLACES",
+    "GOMP_CPU_AFFINITY",
+    "KMP_AFFINITY",
+    "DDP_MP_LEFT_OUT",
 ];
 
 /// The program in the folder of the repository, seeing no GPU, with nothing of the tests' environment that it would react to.

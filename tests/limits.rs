@@ -121,7 +121,12 @@ fn system_without_dev_or_proc_is_not_taken_for_one_with_limits() {
         command.args(["--user", "--map-root-user", "--mount", "sh", "-c"]);
         command.arg(format!("{setup} && exec \"$0\" \"$@\""));
         command.arg(program.get_program()).args(program.get_args()).stdin(Stdio::null());
-        let (_, _, stderr) = run_command(in_the_environment_of(&program, command));
+        let (code, stdout, stderr) = run_command(in_the_environment_of(&program, command));
+        assert!(
+            code == Some(0) || stderr.contains("/dev/") || stderr.contains("/proc"),
+            "{stderr}"
+        );
+        assert!(code != Some(0) || stdout.contains("Epoch: 0"), "{setup}: {stdout}{stderr}");
         for wrong in ["ulimit", "Too many open files", "panicked"] {
             assert!(!stderr.contains(wrong), "{setup}: {stderr}");
         }

@@ -5,9 +5,11 @@ use std::fs::{self, File};
 use std::io::{BufRead as _, BufReader, Read as _};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::time::Duration;
 
 use ddp_mp::checkpoint::{Checkpoint, CheckpointDir, Snapshot, TrainerState};
 use serde_json::{Value, json};
+use wait_timeout::ChildExt;
 
 use crate::harness::{in_parallel, output, program, program_path, run_command, send};
 
@@ -216,8 +218,11 @@ fn a_signal_to_rerun_or_a_lesson_has_its_exit_code_and_removes_its_folder() {
             let mut child = command.current_dir(folder).spawn().unwrap();
             let has_record = || all_in(&temporary).iter().any(|path| path.is_file());
             while !has_record() {
-                assert!(child.try_wait().unwrap().is_none(), "it has ended");
-                std::thread::yield_now();
+                // Only time brings the file.
+                assert!(
+                    child.wait_timeout(Duration::from_millis(20)).unwrap().is_none(),
+                    "it has ended"
+                );
             }
             send(signal, child.id());
             let ended = output(child);

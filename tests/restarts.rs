@@ -304,10 +304,12 @@ fn signals_that_were_ignored_at_the_start_stay_ignored() {
         for signal in ["INT", "HUP", "TSTP", "USR2", "INT", "HUP", "USR1"] {
             send(signal, child.id());
         }
-        stdout.read_to_string(&mut text).unwrap();
-        let output = child.wait_with_output().unwrap();
-        let stderr = String::from_utf8(output.stderr).unwrap();
-        assert_eq!(output.status.code(), Some(0), "{spawn}: {stderr}");
+        let rest = Reading::of(stdout);
+        let ended = child.wait_timeout(TIMEOUT).unwrap();
+        child.kill().unwrap();
+        rest.end();
+        let stderr = String::from_utf8(child.wait_with_output().unwrap().stderr).unwrap();
+        assert_eq!(ended.expect("it ends").code(), Some(0), "{spawn}: {stderr}");
         assert!(stderr.contains("stopped by SIGUSR1 after "), "{spawn}: {stderr}");
         assert!(!stderr.contains("what each rank does"), "{spawn}: {stderr}");
     }

@@ -2,7 +2,7 @@
 
 use std::fs;
 use std::io::{BufRead, BufReader};
-use std::os::unix::process::ExitStatusExt;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::Stdio;
 use std::sync::Mutex;
 use std::thread;
@@ -345,7 +345,7 @@ fn stall_warning_covers_ranks_of_other_processes() {
 /// Ctrl-Z, `docker pause` and `scontrol suspend` stop all processes for longer than a rank may wait.
 #[test]
 fn suspension_of_all_processes_is_not_a_stall() {
-    let run = ["--nproc-per-node=2", "--max-steps=8", "--timeout=2s", "--stall-warning=1500ms"];
+    let run = ["--nproc-per-node=2", "--max-steps=8", "--timeout=5s", "--stall-warning=4s"];
     let slow = ["--inject-fault=slow=500ms:rank=1,at=step,step=0", "--log-format=json"];
     let layouts: [&[&str]; 3] = [
         &["--spawn=threads"],
@@ -354,12 +354,14 @@ fn suspension_of_all_processes_is_not_a_stall() {
     ];
     in_parallel(&layouts, |layout| {
         let mut command = program(&[&run[..], &slow, layout].concat());
-        let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        // The system ignores SIGTSTP in a process group without a parent outside of it.
+        command.process_group(0).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut child = command.spawn().unwrap();
         let mut first = String::new();
         BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut first).unwrap();
         // The terminal sends it to the first process, which the others follow.
         send("TSTP", child.id());
-        thread::sleep(Duration::from_millis(3500));
+        thread::sleep(Duration::from_secs(7));
         let state = fs::read_to_string(format!("/proc/{}/stat", child.id())).unwrap();
         assert!(state.contains(") T "), "{layout:?}: {state}");
         send("CONT", child.id());

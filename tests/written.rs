@@ -348,7 +348,6 @@ fn full_disk_is_reported_and_leaves_no_partial_file() {
     }
 }
 
-/// Folders and files whose names would break a line, or a command of a shell.
 /// A link may lead to a folder on another disk that is made later.
 #[test]
 fn folder_behind_a_dangling_link_is_created() {
@@ -368,6 +367,7 @@ fn folder_behind_a_dangling_link_is_created() {
     assert!(fs::symlink_metadata(folder.path().join("run")).unwrap().is_symlink());
 }
 
+/// Folders and files whose names would break a line, or a command of a shell.
 #[test]
 fn names_with_line_breaks_stay_on_one_line() {
     let folder = tempfile::tempdir().unwrap();

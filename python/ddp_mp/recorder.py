@@ -43,6 +43,27 @@ def new_file(name, rank, world):
     return path
 
 
+
+def recorders():
+    """Returns the recorders whose optimizers a GradScaler may leave out: it does not call the optimizer of a step that it skips."""
+    step = GradScaler.step
+    if hasattr(step, "recorders"):
+        return step.recorders
+    known = []
+
+    @functools.wraps(step)
+    def step_or_skip(scaler, optimizer, *args, **kwargs):
+        before = [(it, it.number) for it in known if it.optimizer is optimizer]
+        result = step(scaler, optimizer, *args, **kwargs)
+        for it, number in before:
+            if it.number == number:
+                it.skipped(optimizer)
+        return result
+
+    step_or_skip.recorders = known
+    GradScaler.step = step_or_skip
+    return known
+
 class Recorder:
     """Writes a line for each recorded step of an optimizer, and the tensors of one step.
 
@@ -76,7 +97,8 @@ class Recorder:
         self.model.register_forward_hook(self.output)
         optimizer.register_step_pre_hook(self.before)
         optimizer.register_step_post_hook(self.after)
-        self.record_skipped(optimizer)
+        self.optimizer = optimizer
+        recorders().append(self)
 
     def is_recorded(self):
         """Tells whether this step is recorded."""
@@ -117,20 +139,6 @@ class Recorder:
         """Returns the hashes of the model's tensors, without the buffers that are replaced."""
         buffers = [None if name in replaced else hashed(tensor) for name, tensor in self.buffers()]
         return {"parameters": [hashed(p) for _, p in self.parameters], "buffers": buffers}
-
-    def record_skipped(self, optimizer):
-        """Records the steps that a GradScaler skips: it does not call the optimizer then."""
-        step = GradScaler.step
-
-        @functools.wraps(step)
-        def step_or_skip(scaler, stepped, *args, **kwargs):
-            number = self.number
-            result = step(scaler, stepped, *args, **kwargs)
-            if stepped is optimizer and self.number == number:
-                self.skipped(optimizer)
-            return result
-
-        GradScaler.step = step_or_skip
 
     def own_gradient(self, number, gradient):
         """Copies this rank's gradient before it is averaged, unscaled or clipped, with what earlier backwards left."""

@@ -9,7 +9,7 @@ use tch::{Kind, Tensor};
 use super::compare::SidesOf;
 use crate::checkpoint::TensorFile;
 use crate::ddp::bytes_of;
-use crate::error::{Error, Result, Shown};
+use crate::error::{Error, Result, Shown, counted};
 use crate::ffi::TorchResult;
 use crate::files::open_regular;
 use crate::process_group::dtype_name;
@@ -32,8 +32,8 @@ pub(in crate::commands) struct TensorComparison {
     later: usize,
     /// The names that only one file has.
     only_in: SidesOf<Vec<String>>,
-    /// Whether one of these is of a group that the other file has, too. Of a loop that names no batches, and of a rank whose
-    /// buffers DDP replaces, a group is not known.
+    /// Whether one of these is of a group that the other file has, too. A file may lack a group as a whole: a loop may name no
+    /// batches, and DDP replaces the buffers of some ranks.
     lacks_tensors: bool,
 }
 
@@ -103,8 +103,7 @@ impl TensorComparison {
             }
         }
         if self.equal > 0 {
-            let s = if self.equal == 1 { "" } else { "s" };
-            lines.push(format!("Equal: {} tensor{s}.", self.equal));
+            lines.push(format!("Equal: {}.", counted(self.equal, "tensor")));
         }
         if self.first.is_empty() {
             return lines;

@@ -241,6 +241,7 @@ mod tests {
             assert!(error.ends_with(&end), "{error}");
         }
     }
+
     #[test]
     fn well_known_data_set_error_names_its_format() {
         for (text, format) in [
