@@ -4,7 +4,7 @@
 
 use std::env;
 use std::io::{BufRead, BufReader, Read, Write};
-use std::net::TcpListener;
+use std::net::{TcpListener, TcpStream};
 use std::os::fd::AsRawFd;
 use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
@@ -901,18 +901,22 @@ fn server_that_is_no_store_is_named() {
     let server = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = server.local_addr().unwrap().port();
     let serve = thread::spawn(move || {
-        // The first connection only finds out that something listens.
-        for _ in 0..2 {
-            let (mut client, _) = server.accept().unwrap();
+        // Until a client says that the test is over: libtorch's connects again and again.
+        for client in server.incoming() {
+            let mut client = client.unwrap();
             let _ = client.write_all(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n");
-            let _ = client.read(&mut [0; 64]);
+            let mut request = [0; 64];
+            if client.read(&mut request).is_ok_and(|len| request[..len] == *b"over") {
+                break;
+            }
         }
     });
-    let place = ["--nnodes=2", "--node-rank=1", "--master-addr=127.0.0.1", "--timeout=20s"];
+    let place = ["--nnodes=2", "--node-rank=1", "--master-addr=127.0.0.1", "--timeout=4s"];
     let (code, _, stderr) =
         run_command(program(&[&place[..], &[&format!("--master-port={port}")]].concat()));
     assert_eq!(code, Some(1), "{stderr}");
     assert!(stderr.contains("what listens there is not the store of a run"), "{stderr}");
+    TcpStream::connect(("127.0.0.1", port)).unwrap().write_all(b"over").unwrap();
     serve.join().unwrap();
 }
 

@@ -116,9 +116,9 @@ fn never_warns(config: &Config) -> Option<String> {
     let LaunchSection { stall_warning, timeout, .. } = &config.launch;
     (stall_warning >= timeout).then(|| {
         format!(
-            "a rank waits at most {} (--timeout), so that {} would never warn; use less",
-            format_duration(*timeout),
-            format_duration(*stall_warning)
+            "a warning after {} never comes within a timeout of {}; make --stall-warning shorter than --timeout",
+            format_duration(*stall_warning),
+            format_duration(*timeout)
         )
     })
 }

@@ -4,6 +4,7 @@ use std::fmt::Display;
 use std::fs;
 use std::io::{self, ErrorKind};
 use std::os::fd::OwnedFd;
+use std::path::Path;
 use std::thread;
 
 use rustix::event::{EventfdFlags, eventfd};
@@ -123,6 +124,9 @@ pub(crate) fn not_started(what: &str, error: &io::Error) -> String {
     let told = format!("{what} cannot be started: {error}");
     match Errno::from_io_error(error) {
         Some(Errno::AGAIN | Errno::NOMEM) => explain_threads(told),
+        Some(Errno::NOENT) if !Path::new("/dev/null").exists() => {
+            format!("{told}: /dev/null is missing; mount /dev")
+        }
         _ => told,
     }
 }

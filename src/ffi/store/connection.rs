@@ -214,7 +214,7 @@ pub(super) fn reach(
         let reason = match find(host, port, left) {
             Ok((server, local)) => {
                 let host = server.ip().to_string();
-                let connection = Connection::new(&host, port, None, whole_seconds(left()));
+                let connection = Connection::new(&host, port, None, seconds_within(left()));
                 let connection = connection.map_err(|reason| match reason.contains("Ping failed") {
                     true => format!(
                         "{server}: what listens there is not the store of a run, but another program, perhaps an HTTP \
@@ -263,6 +263,12 @@ fn find(
 /// Returns more than `timeout`, in whole seconds. libtorch's client counts in seconds while it connects.
 fn whole_seconds(timeout: Duration) -> Duration {
     Duration::from_secs(timeout.as_secs().saturating_add(1))
+}
+
+/// Returns less than `left`, in whole seconds from 1: libtorch's client connects again and again for that long, and then says
+/// what it has found.
+fn seconds_within(left: Duration) -> Duration {
+    Duration::from_secs(left.as_secs().saturating_sub(1).max(1))
 }
 
 fn is_closed(channel: &Receiver<Infallible>) -> bool {
