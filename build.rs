@@ -53,6 +53,9 @@ fn build_shim(libtorch_lib: &Path) {
         .std("c++20")
         .file("src/ffi/all.cpp")
         .define("USE_C10D_GLOO", None) // it is in libtorch_cpu
+        // A guess at what a virtual call of Gloo calls would name a function that libtorch_cuda has too: the program would then
+        // need that library.
+        .flag_if_supported("-fno-devirtualize-speculatively")
         .include("src/ffi/gloo_forward")
         .include(&include)
         .include(include.join("torch/csrc/api/include"))

@@ -20,6 +20,8 @@ const MAX_CALL_SITE_BYTES: usize = 200;
 pub(super) struct Heartbeat {
     /// The time from the start of the process's run until it sent this.
     pub sent: Duration,
+    /// For how long the process was suspended until then; its clock stood still.
+    pub suspended: Duration,
     pub ranks: Vec<RankStatus>,
 }
 
@@ -118,7 +120,11 @@ mod tests {
         let doing = (at(), prop::collection::vec(seen(), 0..=MAX_OPS_PER_RANK));
         let ranks =
             prop::collection::vec(doing.prop_map(|(at, seen)| RankStatus { at, seen }), 0..4);
-        (any::<Duration>(), ranks).prop_map(|(sent, ranks)| Heartbeat { sent, ranks })
+        (any::<[Duration; 2]>(), ranks).prop_map(|([sent, suspended], ranks)| Heartbeat {
+            sent,
+            suspended,
+            ranks,
+        })
     }
 
     /// Checks that reading `bytes` does not panic, and that an error names the key.
@@ -167,7 +173,7 @@ mod tests {
         };
         let read = |seen: Vec<OpRecord>, count| {
             let ranks = vec![RankStatus { at: plain, seen }];
-            let heartbeat = Heartbeat { sent: Duration::ZERO, ranks };
+            let heartbeat = Heartbeat { sent: Duration::ZERO, suspended: Duration::ZERO, ranks };
             Heartbeat::from_bytes(KEY, &to_json(KEY, &heartbeat).unwrap(), count).map(drop)
         };
         assert!(read(vec![seen("src/a.rs:7"); MAX_OPS_PER_RANK], 1).is_ok());

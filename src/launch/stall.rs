@@ -37,20 +37,12 @@ pub(super) struct Stall {
     at: OpId,
 }
 
-/// Which waits are too long.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct WaitLimit {
-    pub longest: Duration,
-    /// When the process went on after a suspension, on the clock of the flight recorder: waits count from then on.
-    pub resumed: Duration,
-}
-
 /// Returns the collective that ranks of this process, `local_ranks`, have waited in the longest. `None` if no wait is
 /// longer than `limit`.
 pub(super) fn stalled(
     run: &RunContext,
     local_ranks: Range<usize>,
-    limit: WaitLimit,
+    limit: Duration,
 ) -> Option<Stall> {
     longest(run, local_ranks, limit).map(|(stall, _)| stall)
 }
@@ -58,12 +50,10 @@ pub(super) fn stalled(
 fn longest(
     run: &RunContext,
     local_ranks: Range<usize>,
-    limit: WaitLimit,
+    limit: Duration,
 ) -> Option<(Stall, OpRecord)> {
     let now = run.flight_recorder.now();
-    let waits = |op: &OpRecord| {
-        op.is_open() && now.saturating_sub(op.started_at.max(limit.resumed)) >= limit.longest
-    };
+    let waits = |op: &OpRecord| op.is_open() && now.saturating_sub(op.started_at) >= limit;
     // Leaves out phases, which have no group: the collective within a phase says more.
     let stalled = |op: OpRecord| op.group.map(|group| (Stall { group, at: op.at }, op));
     let waiting = local_ranks.flat_map(|rank| run.flight_recorder.records(rank, 0)).filter(waits);
@@ -77,7 +67,7 @@ impl Stall {
         self,
         run: &RunContext,
         local_ranks: Range<usize>,
-        limit: WaitLimit,
+        limit: Duration,
     ) -> Option<String> {
         let Self { group, at } = self;
         let members = run.members(group)?;
@@ -239,24 +229,20 @@ mod tests {
             for sent in [10, sent] {
                 let at = OpId { operation: Operation::Forward, sequence: 3 };
                 let sent = Duration::from_secs(sent);
-                run.remote_snapshots.note(PeerHeartbeat { rank: 1, sent, at, seen: Vec::new() });
+                run.remote_snapshots.note(PeerHeartbeat {
+                    rank: 1,
+                    sent,
+                    suspended: Duration::ZERO,
+                    at,
+                    seen: Vec::new(),
+                });
             }
-            let limit = WaitLimit { longest: Duration::ZERO, resumed: Duration::ZERO };
-            let stall = stalled(&run, 0..1, limit).unwrap();
-            let text = stall.text(&run, 0..1, limit).unwrap();
+            let stall = stalled(&run, 0..1, Duration::ZERO).unwrap();
+            let text = stall.text(&run, 0..1, Duration::ZERO).unwrap();
             let (_, late) = text.split_once("\n  rank 1 ").unwrap();
             assert!(late.starts_with(expected), "{text}");
             let unheard = late.ends_with("; nothing heard for 8.0 s");
             assert_eq!(unheard, sent == 2, "{text}");
         }
-    }
-
-    #[test]
-    fn waits_count_from_the_end_of_a_suspension() {
-        let run = waiting_run();
-        let longest = Duration::from_nanos(1);
-        let limit = |resumed| WaitLimit { longest, resumed };
-        assert!(stalled(&run, 0..1, limit(Duration::ZERO)).is_some());
-        assert!(stalled(&run, 0..1, limit(Duration::from_secs(60))).is_none());
     }
 }

@@ -6,13 +6,13 @@
 use std::panic::Location;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use crossbeam::atomic::AtomicCell;
 use crossbeam::utils::CachePadded;
 use strum::EnumCount;
 
-use super::{OpRecord, SourceLine};
+use super::{Instant, OpRecord, SourceLine};
 use crate::operation::{OpId, Operation};
 
 /// The number of newest records kept per rank, unless a trace of all is wanted. A training step has about ten.
@@ -21,7 +21,9 @@ pub(crate) const RECORDS: usize = if cfg!(loom) { 1 } else { 1024 };
 /// The records of all ranks of a run, at most `keeps` per rank.
 #[derive(Debug)]
 pub(crate) struct FlightRecorder {
-    began: Instant,
+    began: std::time::Instant,
+    /// The same time on the clock of the records.
+    clock: Instant,
     /// The number of newest records kept per rank.
     keeps: usize,
     ranks: Box<[Ring]>,
@@ -132,11 +134,12 @@ impl FlightRecorder {
             gpu_error: AtomicU64::new(0),
             totals: Default::default(),
         };
-        Self { began: Instant::now(), keeps, ranks: (0..ranks).map(ring).collect() }
+        let (began, clock) = (std::time::Instant::now(), Instant::now());
+        Self { began, clock, keeps, ranks: (0..ranks).map(ring).collect() }
     }
 
     /// Returns the time at which the recorder's clock started.
-    pub(crate) fn began(&self) -> Instant {
+    pub(crate) fn began(&self) -> std::time::Instant {
         self.began
     }
 
@@ -145,9 +148,9 @@ impl FlightRecorder {
         self.keeps > RECORDS
     }
 
-    /// Returns the time since the recorder's clock started.
+    /// Returns the time since the recorder's clock started, without the time in which the process was suspended.
     pub(crate) fn now(&self) -> Duration {
-        self.began.elapsed()
+        self.clock.elapsed()
     }
 
     /// Records that `rank` begins an operation now.

@@ -28,9 +28,18 @@ pub(crate) trait PeerStatus: fmt::Debug + Send + Sync {
 #[derive(Debug, Clone)]
 pub(crate) struct PeerHeartbeat {
     pub rank: usize,
-    /// The time from the start of its process's run until the heartbeat was sent.
+    /// The time from the start of its process's run until the heartbeat was sent, on the clock of its process.
     pub sent: Duration,
+    /// For how long that clock had stood still: the process was suspended.
+    pub suspended: Duration,
     pub at: OpId,
     /// The rank's last operations, the newest last, on the clock of its process.
     pub seen: Vec<OpRecord>,
+}
+
+impl PeerHeartbeat {
+    /// Returns the time from the start of the process's run until the heartbeat was sent, with that of its suspensions.
+    pub(super) fn sent_after(&self) -> Duration {
+        self.sent.saturating_add(self.suspended)
+    }
 }

@@ -29,7 +29,7 @@ impl RemoteSnapshots {
     /// Stores a heartbeat that is read at the time `read_at`.
     fn note_at(&self, read_at: Instant, heartbeat: PeerHeartbeat) {
         let mut all = self.all();
-        let start = read_at.checked_sub(heartbeat.sent).unwrap_or(read_at);
+        let start = read_at.checked_sub(heartbeat.sent_after()).unwrap_or(read_at);
         let start = all.get(&heartbeat.rank).map_or(start, |known| known.start.min(start));
         all.insert(heartbeat.rank, Received { start, heartbeat });
     }
@@ -51,10 +51,11 @@ impl RemoteSnapshots {
         now: Duration,
     ) -> Option<(PeerHeartbeat, Duration)> {
         let Received { start, heartbeat } = self.all().get(&rank).cloned()?;
-        let sender_now = read_at.saturating_duration_since(start);
+        let since_start = read_at.saturating_duration_since(start);
+        let age = since_start.saturating_sub(heartbeat.sent_after());
+        let sender_now = since_start.saturating_sub(heartbeat.suspended);
         let convert = |time: Duration| now.saturating_sub(sender_now.saturating_sub(time));
         let seen = heartbeat.seen.into_iter().map(|op| op.convert_times(convert)).collect();
-        let age = sender_now.saturating_sub(heartbeat.sent);
         Some((PeerHeartbeat { seen, ..heartbeat }, age))
     }
 
@@ -103,7 +104,7 @@ mod tests {
     /// A heartbeat of rank 3.
     fn heartbeat(sent: Duration, seen: Vec<OpRecord>) -> PeerHeartbeat {
         let at = OpId { operation: Operation::Backward, sequence: 50 };
-        PeerHeartbeat { rank: 3, sent, at, seen }
+        PeerHeartbeat { rank: 3, sent, suspended: Duration::ZERO, at, seen }
     }
 
     #[test]

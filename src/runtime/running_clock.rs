@@ -1,41 +1,51 @@
-//! A clock that stands still while the system suspends the process, as Ctrl-Z, `docker pause` and `scontrol suspend` do. A wait
-//! for other ranks, which were suspended as well, does not end because of that.
+//! A clock that stands still while the system suspends the process, as Ctrl-Z, `docker pause` and `scontrol suspend` do. A
+//! wait for other ranks, which were suspended as well, does not end because of that, and no rank is blamed for that time.
 
 use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::Duration;
 
 use parking_lot::Mutex;
 
-/// How often a thread looks at the system's clock.
-const TICK: Duration = Duration::from_millis(100);
+/// How often a thread looks at the system's clock, in nanoseconds.
+const TICK: u64 = 100_000_000;
 
 /// After a longer time without a look the process was suspended.
-const SUSPENDED: Duration = Duration::from_millis(500);
+const SUSPENDED: u64 = 5 * TICK;
 
 /// The clock of the process.
-static CLOCK: Mutex<Option<Clock>> = Mutex::new(None);
+static CLOCK: Clock = Clock::new();
 
-/// The last look at the system's clock, and for how long the process ran and was suspended until then.
+/// The system's time of the last look, and for how long the process was suspended until then, in nanoseconds from the first.
 struct Clock {
-    looked: std::time::Instant,
-    ran: Duration,
-    suspended: Duration,
+    looked: AtomicU64,
+    suspended: AtomicU64,
+    /// Held by who changes them.
+    changes: Mutex<()>,
 }
 
 impl Clock {
-    fn new(now: std::time::Instant) -> Self {
-        Self { looked: now, ran: Duration::ZERO, suspended: Duration::ZERO }
+    const fn new() -> Self {
+        Self { looked: AtomicU64::new(0), suspended: AtomicU64::new(0), changes: Mutex::new(()) }
     }
 
-    /// Looks at the system's clock, which shows `now`. If somebody looks at each tick, a long time without a look means
-    /// that nobody could.
-    fn look(&mut self, now: std::time::Instant, at_each_tick: bool) {
-        let passed = now.saturating_duration_since(self.looked);
-        let ran = if at_each_tick && passed >= SUSPENDED { TICK } else { passed };
-        self.looked = now.max(self.looked);
-        self.ran += ran;
-        self.suspended += passed - ran;
+    /// Looks at the system's clock, which shows `now`.
+    fn look(&self, now: u64) {
+        let _change = self.changes.lock();
+        let passed = now.saturating_sub(self.looked.load(Ordering::Relaxed));
+        if passed >= SUSPENDED {
+            self.suspended.fetch_add(passed - TICK, Ordering::Release);
+        }
+        self.looked.fetch_max(now, Ordering::Release); // last, for who reads both
+    }
+
+    /// Returns for how long the process has run when the system's clock shows `now`. Takes a lock only after a suspension.
+    fn ran(&self, now: u64) -> u64 {
+        if now.saturating_sub(self.looked.load(Ordering::Acquire)) >= SUSPENDED {
+            self.look(now);
+        }
+        now.saturating_sub(self.suspended.load(Ordering::Acquire))
     }
 }
 
@@ -46,29 +56,24 @@ pub(crate) struct Instant(Duration);
 impl Instant {
     /// Returns the present time.
     pub(crate) fn now() -> Self {
-        Self(Self::with_clock(|clock| clock.ran))
-    }
-
-    /// Returns for how long the process has been suspended so far.
-    pub(crate) fn suspended() -> Duration {
-        Self::with_clock(|clock| clock.suspended)
-    }
-
-    fn with_clock(read: impl FnOnce(&Clock) -> Duration) -> Duration {
-        static LOOKS: OnceLock<bool> = OnceLock::new();
-        let at_each_tick = *LOOKS.get_or_init(|| {
+        static BEGAN: OnceLock<(std::time::Instant, bool)> = OnceLock::new();
+        let (began, at_each_tick) = BEGAN.get_or_init(|| {
+            let began = std::time::Instant::now();
             // It runs as long as the process.
-            let looks = || loop {
-                thread::sleep(TICK);
-                Self::now();
+            let look = move || loop {
+                thread::sleep(Duration::from_nanos(TICK));
+                CLOCK.look(nanos(began.elapsed()));
             };
-            thread::Builder::new().name("clock".into()).spawn(looks).is_ok()
+            (began, thread::Builder::new().name("clock".into()).spawn(look).is_ok())
         });
-        let mut clock = CLOCK.lock();
-        let now = std::time::Instant::now();
-        let clock = clock.get_or_insert_with(|| Clock::new(now));
-        clock.look(now, at_each_tick);
-        read(clock)
+        let now = nanos(began.elapsed());
+        // Without the thread all time counts: a wait must end.
+        Self(Duration::from_nanos(if *at_each_tick { CLOCK.ran(now) } else { now }))
+    }
+
+    /// Returns for how long the process was suspended so far.
+    pub(crate) fn suspended() -> Duration {
+        Duration::from_nanos(CLOCK.suspended.load(Ordering::Acquire))
     }
 
     /// Returns the time since this one, without the time in which the process was suspended.
@@ -77,23 +82,25 @@ impl Instant {
     }
 }
 
+fn nanos(time: Duration) -> u64 {
+    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn clock_stands_still_while_nobody_can_look() {
-        let start = std::time::Instant::now();
-        let mut clock = Clock::new(start);
-        let mut look = |millis| {
-            clock.look(start + Duration::from_millis(millis), true);
-            (clock.ran.as_millis(), clock.suspended.as_millis())
-        };
-        assert_eq!([look(100), look(250), look(740)], [(100, 0), (250, 0), (740, 0)]);
-        assert_eq!(look(60_740), (840, 59_900), "a minute of suspension");
-        assert_eq!([look(60_839), look(60_838), look(60_840)].map(|it| it.0), [939, 939, 940]);
-        // Without a thread that looks, all time counts: a wait must end.
-        clock.look(start + Duration::from_secs(120), false);
-        assert_eq!(clock.ran.as_millis(), 940 + 120_000 - 60_840);
+        let clock = Clock::new();
+        let ran = |millis: u64| clock.ran(millis * 1_000_000) / 1_000_000;
+        let look = |millis: u64| clock.look(millis * 1_000_000);
+        assert_eq!([100, 250, 499].map(ran), [100, 250, 499]);
+        look(450);
+        assert_eq!(ran(900), 900);
+        // A minute of suspension: whoever looks first counts one tick of it.
+        assert_eq!([60_900, 60_901, 60_899].map(ran), [550, 551, 549]);
+        look(61_000);
+        assert_eq!([61_001, 61_400].map(ran), [651, 1050]);
     }
 }

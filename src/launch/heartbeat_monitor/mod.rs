@@ -237,10 +237,10 @@ impl Heartbeats {
 
     /// Stores this process's heartbeat.
     fn send_heartbeat(&self, store: &TcpStore, run: &RunContext) -> Result<()> {
-        let sent = run.flight_recorder.now();
+        let (sent, suspended) = (run.flight_recorder.now(), Instant::suspended());
         let ranks = self.ranks[self.mine].clone().map(|rank| RankStatus::of(run, rank)).collect();
         let key = alive(self.mine);
-        store.set(&key, &to_json(&key, &Heartbeat { sent, ranks })?)
+        store.set(&key, &to_json(&key, &Heartbeat { sent, suspended, ranks })?)
     }
 
     /// Stores the first failure of this process, unless another process has already stored one.
@@ -291,8 +291,9 @@ impl Heartbeats {
     fn record_status(&self, run: &RunContext, process: usize, heartbeat: &Heartbeat) {
         for (rank, status) in self.ranks[process].clone().zip(&heartbeat.ranks) {
             run.activity[rank].restore_unless_done(status.at);
-            let (sent, at, seen) = (heartbeat.sent, status.at, status.seen.clone());
-            run.remote_snapshots.note(PeerHeartbeat { rank, sent, at, seen });
+            let &Heartbeat { sent, suspended, .. } = heartbeat;
+            let (at, seen) = (status.at, status.seen.clone());
+            run.remote_snapshots.note(PeerHeartbeat { rank, sent, suspended, at, seen });
         }
     }
 

@@ -6,7 +6,7 @@ use crossbeam::channel::{Receiver, RecvTimeoutError, never};
 
 use super::{HEARTBEAT_TIMEOUT, Heartbeats};
 use crate::error::MissingRank;
-use crate::launch::heartbeat::Heartbeat;
+use crate::launch::heartbeat::{Heartbeat, RankStatus};
 use crate::runtime::{Deadline, PeerHeartbeat, PeerStatus, RunContext};
 
 impl PeerStatus for Heartbeats {
@@ -61,9 +61,10 @@ impl PeerStatus for Heartbeats {
         for process in self.others() {
             // If the store does not answer, nothing more is known.
             let Ok(heartbeat) = self.heartbeat_of(&store, process) else { break };
-            let Some(Heartbeat { sent, ranks }) = heartbeat else { continue };
+            let Some(Heartbeat { sent, suspended, ranks }) = heartbeat else { continue };
             for (rank, status) in self.ranks[process].clone().zip(ranks) {
-                all.push(PeerHeartbeat { rank, sent, at: status.at, seen: status.seen });
+                let RankStatus { at, seen } = status;
+                all.push(PeerHeartbeat { rank, sent, suspended, at, seen });
             }
         }
         all

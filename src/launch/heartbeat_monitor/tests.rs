@@ -31,7 +31,11 @@ fn scene() -> Scene {
     let serves = Server { rank: Some(0), name: "the server".into() };
     let monitor = HeartbeatMonitor::new(&store, serves, 2, &RANKS).unwrap();
     let doing = || RankStatus { at: all_reduce(), seen: Vec::new() };
-    let beat = Heartbeat { sent: Duration::ZERO, ranks: vec![doing(), doing()] };
+    let beat = Heartbeat {
+        sent: Duration::ZERO,
+        suspended: Duration::ZERO,
+        ranks: vec![doing(), doing()],
+    };
     server.set("alive/0", &to_json("alive/0", &beat).unwrap()).unwrap();
     Scene { server, cut, monitor, run: Arc::new(RunContext::new(4, LONG, None)) }
 }
@@ -161,7 +165,7 @@ fn processes_that_have_ended_are_not_waited_for() {
     let mut waits = OpRecord::new(all_reduce(), Duration::ZERO);
     waits.group = Some(0);
     let ranks = vec![RankStatus { at: all_reduce(), seen: vec![waits] }];
-    let beat = Heartbeat { sent: Duration::ZERO, ranks };
+    let beat = Heartbeat { sent: Duration::ZERO, suspended: Duration::ZERO, ranks };
     store.set("alive/0", &to_json("alive/0", &beat).unwrap()).unwrap();
     let mut asked = 0;
     let (text, _) = waited_for(&store, &[0], |_| {

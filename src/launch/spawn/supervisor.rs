@@ -16,7 +16,7 @@ use crate::ffi::{check_version, choose_kernels, give_back_memory};
 use crate::launch::heartbeat_monitor::Stay;
 use crate::launch::rank_thread::{RankThread, RankThreadEnd};
 use crate::launch::rendezvous::RankRendezvous;
-use crate::launch::stall::{WaitLimit, stalled, status_table};
+use crate::launch::stall::{stalled, status_table};
 use crate::launch::{RankFailure, SpawnError, StuckRank};
 use crate::operation::Operation;
 use crate::os::limits::not_started;
@@ -211,7 +211,6 @@ impl Spawn {
         let poll = poll.clamp(MIN_STALL_POLL_INTERVAL, MAX_STALL_POLL_INTERVAL);
         let mut last_notice = None;
         let mut last_look = Instant::now();
-        let (mut suspended, mut resumed) = (Instant::suspended(), Duration::ZERO);
         let mut stopping = None;
         while running > 0 && run.cancel.cancelled_by().is_none() {
             select! {
@@ -221,10 +220,6 @@ impl Spawn {
                     continue;
                 }
                 default(poll.min(STOP_POLL_INTERVAL)) => {
-                    if Instant::suspended() > suspended {
-                        suspended = Instant::suspended();
-                        resumed = run.flight_recorder.now();
-                    }
                     let mut limit = (last_look.elapsed() >= poll).then_some(self.stall_warning);
                     if stopping.is_none() {
                         stopping = self.stop.as_deref().and_then(Stopping::begin);
@@ -242,7 +237,6 @@ impl Spawn {
                     }
                     if let Some(limit) = limit {
                         last_look = Instant::now();
-                        let limit = WaitLimit { longest: limit, resumed };
                         if let Some(stall) = stalled(run, local_ranks.clone(), limit)
                             && last_notice != Some(stall)
                             && let Some(text) = stall.text(run, local_ranks.clone(), limit)
