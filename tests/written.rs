@@ -352,13 +352,13 @@ fn full_disk_is_reported_and_leaves_no_partial_file() {
 #[test]
 fn folder_behind_a_dangling_link_is_created() {
     let folder = tempfile::tempdir().unwrap();
-    for name in ["run", "board", "recorder", "deep"] {
+    for name in ["run", "board", "recorder", "deep", "rows", "hashes"] {
         symlink(format!("disk/{name}"), folder.path().join(name)).unwrap();
     }
-    let flags = "--checkpoint-dir=run --tensorboard=board --flight-recorder=recorder --trace=deep/t --metrics=deep/m";
+    let flags = "--checkpoint-dir=run --tensorboard=board --flight-recorder=recorder --trace=deep/t --metrics=rows --record=hashes";
     let (code, _, stderr) = run_in(folder.path(), flags);
     assert_eq!(code, Some(0), "{stderr}");
-    for name in ["run/latest", "board", "recorder", "deep/t", "deep/m"] {
+    for name in ["run/latest", "board", "recorder", "deep/t", "rows", "hashes"] {
         assert!(folder.path().join("disk").join(name).exists(), "{name}: {stderr}");
     }
     for name in ["board", "recorder"] {

@@ -104,10 +104,13 @@ pub fn bisect(flags: &BisectFlags, program: &str, printer: &Printer) -> anyhow::
     }
     Place::create_folder(folder).with_context(|| format!("creating {}", folder.shown()))?;
     let differ = if are_halved {
-        by_halves(&sides, flags.steps, folder, printer)?
+        by_halves(&sides, flags.steps, folder, printer)
     } else {
-        by_records(&sides, program, folder, printer)?
+        by_records(&sides, program, folder, printer)
     };
+    let differ = differ.inspect_err(|_| {
+        let _ = fs::remove_dir_all(folder); // it was created here, and the next try creates it again
+    })?;
     if differ { Err(anyhow::Error::msg(AlreadyReported)) } else { Ok(()) }
 }
 

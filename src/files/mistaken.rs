@@ -9,6 +9,12 @@ pub(crate) const RECOGNIZED_BY: usize = 512;
 /// A `.safetensors` file, as messages call it.
 pub(crate) const SAFETENSORS: &str = "a .safetensors file";
 
+/// The size limit of the header of such a file, in bytes.
+const MOST_OF_A_HEADER: u64 = 100_000_000;
+
+/// The formats that no text can be.
+const BINARY: [&str; 2] = [SAFETENSORS, "a .npy file"];
+
 /// A kind of file.
 struct Kind {
     /// The bytes that it has, from this offset on.
@@ -102,6 +108,13 @@ pub(crate) fn kind_of(bytes: &[u8]) -> Option<(&'static str, &'static str)> {
             what => (what, *remedy),
         });
     }
+    // The length of a header of JSON, as 8 bytes.
+    if let [length @ .., b'{'] = &begin[..begin.len().min(9)]
+        && let Ok(length) = <[u8; 8]>::try_from(length)
+        && u64::from_le_bytes(length) < MOST_OF_A_HEADER
+    {
+        return Some((SAFETENSORS, ""));
+    }
     let text = String::from_utf8_lossy(begin).to_lowercase();
     let text = text.trim_start_matches(|c: char| c.is_whitespace() || c == '\u{feff}');
     let begins = |part: &&str| text.starts_with(*part);
@@ -124,7 +137,14 @@ pub(crate) const HTML: &str = "an HTML page";
 /// Returns the problem with a file that begins with `bytes` if it is of a known kind other than `expected`. It can be
 /// written as `instead` says.
 pub(crate) fn mistaken(bytes: &[u8], expected: &str, instead: &str) -> Option<String> {
-    let (what, remedy) = kind_of(bytes).filter(|(what, _)| *what != expected)?;
+    let text = || {
+        let begin = &bytes[..bytes.len().min(RECOGNIZED_BY)];
+        let is_text = begin.iter().all(|byte| *byte >= b' ' || byte.is_ascii_whitespace());
+        let remedy = "read its first lines, which may say why it is not the file";
+        (BINARY.contains(&expected) && is_text && !begin.is_empty()).then_some(("a text", remedy))
+    };
+    let found = kind_of(bytes).or_else(text);
+    let (what, remedy) = found.filter(|(what, _)| *what != expected)?;
     let remedy = if remedy.is_empty() { instead } else { remedy };
     Some(format!("this is {what}, not {expected}; {remedy}"))
 }
@@ -147,6 +167,7 @@ mod tests {
             (b"\x80\x04\x95\x10".to_vec(), "a Python pickle"),
             (tar, "a tar archive"),
             (b"BZh91AY&SY".to_vec(), "a bzip2 file"),
+            (b"\x40\0\0\0\0\0\0\0{\"a\"".to_vec(), "a .safetensors file"),
             (b"\xef\xbb\xbf\n <!DOCTYPE HTML>".to_vec(), "an HTML page"),
             (b"<?xml version=\"1.0\"?>\n<Error><Code>".to_vec(), "the refusal of a server"),
             (b"404: Not Found".to_vec(), "the refusal of a server"),
@@ -162,6 +183,9 @@ mod tests {
         let problem = mistaken(b"\x93NUMPY\x01", "a trace", "use a trace").unwrap();
         assert_eq!(problem, "this is a .npy file, not a trace; use a trace");
         assert_eq!(mistaken(b"\x93NUMPY\x01", "a .npy file", ""), None);
+        let problem = mistaken(b"Access to this resource is denied!", SAFETENSORS, "").unwrap();
+        assert!(problem.starts_with("this is a text, not a .safetensors file; read"), "{problem}");
+        assert_eq!(mistaken(b"1,2", "a CSV file", ""), None);
         let problem = mistaken(b"\x1f\x8b", "a trace", "use a trace").unwrap();
         assert!(problem.ends_with("not a trace; unpack it, and name the file inside"), "{problem}");
     }

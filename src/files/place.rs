@@ -43,6 +43,14 @@ impl Place {
         fs::create_dir_all(Self::of(path).path)
     }
 
+    /// Creates the folder that the file at `path` is in, or the one that it leads to if it is a link.
+    ///
+    /// # Errors
+    /// When one cannot be created.
+    pub(crate) fn create_folder_of(path: &Path) -> io::Result<()> {
+        Self::of(path).path.parent().map_or(Ok(()), fs::create_dir_all)
+    }
+
     /// Returns the path without links and `..`.
     pub(crate) fn into_path(self) -> PathBuf {
         self.path

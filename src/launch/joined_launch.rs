@@ -263,7 +263,16 @@ impl JoinedLaunch {
         });
         let notes = self.world.iter().flat_map(|world| world.notes());
         let openmp = binding_note();
-        self.placement.note.iter().cloned().chain(openmp).chain(world_note).chain(notes).collect()
+        let launcher = self.launch.note.clone();
+        self.placement
+            .note
+            .iter()
+            .cloned()
+            .chain(launcher)
+            .chain(openmp)
+            .chain(world_note)
+            .chain(notes)
+            .collect()
     }
 
     /// Runs `work` for this process, before its ranks start. If `work` fails, the other processes get the reason, as for

@@ -69,7 +69,7 @@ impl MetricsFile {
         let open = || {
             let before = lines_before(path)?;
             let run = before.as_ref().map_or(Ok(0), last_run)?.saturating_add(1);
-            path.parent().map_or(Ok(()), Place::create_folder)?;
+            Place::create_folder_of(path)?;
             Ok(Self { out: Appender::open(path)?.after(before.as_ref()), name: name(path), run })
         };
         open().map_err(|error: IoError| refused(path, &error))

@@ -129,7 +129,7 @@ impl RecordedStep {
     }
 }
 
-/// The place where a rank failed before it had anything of the step.
+/// The place where a rank failed before its process had written anything of the step; of a killed process as others saw it.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub(crate) struct RecordedFailure {
     pub step: u64,
@@ -169,7 +169,7 @@ impl RecordFile {
                 ));
             }
         }
-        path.parent().map_or(Ok(()), Place::create_folder)?;
+        Place::create_folder_of(path)?;
         let out = Appender::open(path)?.after(before.as_ref());
         let state = Mutex::new(State { out, has_header: false });
         Ok(Self { path: path.into(), state })

@@ -187,7 +187,7 @@ fn add(line: RecordLine, record: &mut Option<Record>) -> std::result::Result<(),
         (RecordLine::Start(start), Some(record)) => {
             let lens = ([start.parameters.len(); 3], start.buffers.len());
             // The run goes on from here: an earlier start may have come further.
-            record.failed = record.failed.filter(|failed| failed.rank != start.rank);
+            record.failed = None;
             for ranks in record.steps.range_mut(start.step..).map(|(_, ranks)| ranks) {
                 ranks.remove(&start.rank);
             }

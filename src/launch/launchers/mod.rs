@@ -197,6 +197,8 @@ pub struct Launch {
     pub kind: LaunchKind,
     /// The reason for this result, for the user: the variables and flags, and the number of ranks that follows.
     pub reason: String,
+    /// A note for the user on variables of a launcher that this program does not know.
+    pub note: Option<String>,
     /// This process's number, and the number of processes.
     pub processes: Processes,
     /// How many machines there are; `None` if the launcher does not set it.
@@ -235,6 +237,10 @@ pub struct Launch {
 /// torchrun's default for `--master-port`.
 const DEFAULT_PORT: u16 = 29500;
 
+/// Variables with the number of a process, by launchers that are not recognized.
+const OF_UNKNOWN_LAUNCHERS: [&str; 5] =
+    ["PMIX_RANK", "ALPS_APP_PE", "HOROVOD_RANK", "MPIRUN_RANK", "LSF_PM_TASKID"];
+
 /// Detects how this process was started.
 ///
 /// `variables` looks up an environment variable; `gpus` is the number of GPUs that this process sees and can use.
@@ -248,7 +254,16 @@ pub fn detect(
 ) -> Result<Launch> {
     let variables = Variables::new(variables);
     let launch = read(&variables, options, gpus)?;
+    let is_alone = launch.kind == LaunchKind::Local && options.launch == LaunchChoice::Auto;
+    let unknown = variables.first_of(&OF_UNKNOWN_LAUNCHERS).filter(|_| is_alone);
+    let note = unknown.map(|name| {
+        format!(
+            "{name} is set, as by a launcher that this program does not know: if it has started several processes, each \
+             trains alone; start them with torchrun, or give each --nnodes, --node-rank and --master-addr"
+        )
+    });
     Ok(Launch {
+        note,
         threads_per_rank: variables.threads()?,
         bind: options.bind,
         shared_memory: options.shared_memory,
@@ -377,6 +392,7 @@ impl Launch {
         Self {
             kind,
             reason,
+            note: None,
             processes,
             nnodes: None,
             node_rank: None,

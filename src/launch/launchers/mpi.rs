@@ -24,7 +24,7 @@ struct Family {
 const FLUX_NODES: &str = "FLUX_JOB_NNODES";
 
 /// The families whose rank no other launcher sets.
-const FAMILIES: [Family; 4] = [
+const FAMILIES: [Family; 5] = [
     Family {
         program: "mpirun",
         rank: "OMPI_COMM_WORLD_RANK",
@@ -38,6 +38,13 @@ const FAMILIES: [Family; 4] = [
         size: "MV2_COMM_WORLD_SIZE",
         local_rank: "MV2_COMM_WORLD_LOCAL_RANK",
         local_size: "MV2_COMM_WORLD_LOCAL_SIZE",
+    },
+    Family {
+        program: "mpiexec",
+        rank: "MVP_COMM_WORLD_RANK",
+        size: "MVP_COMM_WORLD_SIZE",
+        local_rank: "MVP_COMM_WORLD_LOCAL_RANK",
+        local_size: "MVP_COMM_WORLD_LOCAL_SIZE",
     },
     Family {
         program: "jsrun",

@@ -45,23 +45,30 @@ pub(super) fn step(variables: &Variables) -> Result<SrunTask> {
         let why = format!("srun has not started this process of Slurm job {job}");
         return Ok(SrunTask::Outside(Some(why)));
     }
+    let Some(sign) = sign_of_a_shell(variables) else { return Ok(SrunTask::Task) };
+    let tasks = tasks(variables)?.unwrap_or(1);
+    if tasks > 1 {
+        return Err(Error::InvalidInput(format!(
+            "{sign} shows that srun has started a shell, but this step has {tasks} tasks; use --launch slurm if srun \
+             started ddp-mp itself, or --launch local if a shell did"
+        )));
+    }
+    Ok(SrunTask::Outside(Some(format!("Slurm job {job} is a shell: {sign}"))))
+}
+
+/// Returns the variable that shows that srun has started a shell, in which a user types: the name of its job, or the port of
+/// the terminal of `srun --pty`. `None` if neither does.
+fn sign_of_a_shell(variables: &Variables) -> Option<String> {
     let file = |path: &str| path.rsplit('/').next().unwrap_or_default().to_owned();
     let shell = variables.text("SHELL").map(|shell| file(&shell));
     let is_shell = |name: &String| {
         let name = file(name.trim_start_matches('-'));
         INTERACTIVE.contains(&&name[..]) || Some(name) == shell
     };
-    let Some(name) = variables.text("SLURM_JOB_NAME").filter(is_shell) else {
-        return Ok(SrunTask::Task);
-    };
-    let tasks = tasks(variables)?.unwrap_or(1);
-    if tasks > 1 {
-        return Err(Error::InvalidInput(format!(
-            "SLURM_JOB_NAME={name} is the name of a shell's job, but this step has {tasks} tasks; use --launch slurm \
-             if srun started ddp-mp itself, or --launch local if a shell did"
-        )));
-    }
-    Ok(SrunTask::Outside(Some(format!("Slurm job {job} is a shell: SLURM_JOB_NAME={name}"))))
+    let (job, terminal) = ("SLURM_JOB_NAME", "SLURM_PTY_PORT");
+    let sign = |name: &str, value: String| format!("{name}={value}");
+    let named = variables.text(job).filter(is_shell).map(|value| sign(job, value));
+    named.or_else(|| variables.text(terminal).map(|value| sign(terminal, value)))
 }
 
 /// Returns the number of the step; `None` if it is unset or not one of srun's.

@@ -25,7 +25,7 @@ impl RunContext {
             return silent;
         }
         let at = self.activity[waiting].now();
-        let is_of_another_process = |rank: &usize| self.threads[*rank].lock().is_none();
+        let is_of_another_process = |rank: &usize| self.is_elsewhere(*rank);
         let all = || (0..self.activity.len()).filter(is_of_another_process);
         let mine = self.flight_recorder.seen(waiting);
         let mut missing: Vec<usize> =
@@ -54,7 +54,7 @@ impl RunContext {
         if !silent.is_empty() {
             return silent;
         }
-        let is_of_another_process = |rank: &usize| self.threads[*rank].lock().is_none();
+        let is_of_another_process = |rank: &usize| self.is_elsewhere(*rank);
         let mut behind: Vec<usize> =
             members.iter().copied().filter(is_of_another_process).collect();
         if let Some(sequence) = sequence {
@@ -73,7 +73,7 @@ impl RunContext {
     /// Returns the ranks `missing` of any process like [`missing_ranks`](Self::missing_ranks). If some are of processes that
     /// do not respond, returns those alone, which takes a moment to find out.
     pub(crate) fn missing_or_silent(&self, missing: Vec<usize>) -> Vec<MissingRank> {
-        let is_elsewhere = |rank: &usize| self.threads[*rank].lock().is_none();
+        let is_elsewhere = |rank: &usize| self.is_elsewhere(*rank);
         if missing.iter().any(is_elsewhere) {
             let mut silent = self.refresh_peers();
             silent.retain(|other| missing.contains(&other.rank));

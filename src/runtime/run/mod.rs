@@ -165,6 +165,11 @@ impl RunContext {
         self.cancel.register();
     }
 
+    /// Returns whether `rank` is of another process, or has not started.
+    pub(crate) fn is_elsewhere(&self, rank: usize) -> bool {
+        self.threads[rank].lock().is_none()
+    }
+
     /// Triggers the planned fault if it is for `rank` at this place.
     pub(crate) fn fault_point(&self, rank: usize, at: FaultSite, step: u64) -> Result<()> {
         self.fault.map_or(Ok(()), |fault| fault.trigger(rank, at, step))

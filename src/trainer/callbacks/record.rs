@@ -173,10 +173,14 @@ impl Drop for Record {
         let Some(mut line) = self.step.take() else {
             let Some(rank) = self.rank else { return };
             let entered = self.run.flight_recorder.step_of(rank);
-            if let Some(step) = entered.filter(|step| self.ended.is_none_or(|ended| *step > ended))
-                && failed_first.is_none_or(|first| first == rank)
+            let entered = entered.filter(|step| self.ended.is_none_or(|ended| *step > ended));
+            let failed = failed_first.unwrap_or(rank);
+            // A process that was killed cannot write it.
+            if let Some(step) = entered
+                && (failed == rank || self.run.is_elsewhere(failed))
             {
-                let _ = self.file.line(&RecordLine::Failed(RecordedFailure { step, rank }));
+                let line = RecordLine::Failed(RecordedFailure { step, rank: failed });
+                let _ = self.file.line(&line);
             }
             return;
         };

@@ -259,16 +259,35 @@ fn nested_launchers_resolve_to_the_most_specific() {
     assert_eq!(found(PTY).reason, "Slurm job 4103 is a shell: SLURM_JOB_NAME=bash");
     assert_eq!(with(&[PTY], &choose(LaunchChoice::Slurm), 0).unwrap().kind, LaunchKind::Slurm);
     let of_shell = |variables: &str| with(&[PTY, variables], &LaunchOptions::default(), 0);
-    for variables in
-        ["SLURM_JOB_NAME=zsh", "SLURM_JOB_NAME=-fish", "SHELL=/opt/elvish SLURM_JOB_NAME=elvish"]
-    {
+    for variables in [
+        "SLURM_JOB_NAME=zsh",
+        "SLURM_JOB_NAME=-fish",
+        "SHELL=/opt/elvish SLURM_JOB_NAME=elvish",
+        "SLURM_PTY_PORT=4000 SLURM_JOB_NAME=exp",
+    ] {
         assert_eq!(of_shell(variables).unwrap().kind, LaunchKind::Local, "{variables}");
         let of_four = variables.to_owned() + " SLURM_STEP_NUM_TASKS=4";
         let error = of_shell(&of_four).unwrap_err().to_string();
-        assert!(error.contains("the name of a shell's job, but this step has 4 tasks"), "{error}");
+        assert!(
+            error.contains("shows that srun has started a shell, but this step has 4 tasks"),
+            "{error}"
+        );
     }
     // srun --pty --mpi=pmi2 zsh.
     assert_eq!(of_shell("PMI_RANK=0 PMI_SIZE=1").unwrap().kind, LaunchKind::Local);
+}
+
+#[test]
+fn variables_of_unknown_launchers_are_noted() {
+    for name in OF_UNKNOWN_LAUNCHERS {
+        let launch = found(&format!("{name}=1"));
+        let note = launch.note.unwrap();
+        assert!(launch.kind == LaunchKind::Local && note.starts_with(name), "{note}");
+    }
+    for known in ["", OPEN_MPI, SRUN, PTY] {
+        assert_eq!(found(known).note, None, "{known}");
+    }
+    assert_eq!(with(&["PMIX_RANK=1"], &choose(LaunchChoice::Local), 0).unwrap().note, None);
 }
 
 #[test]

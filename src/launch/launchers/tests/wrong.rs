@@ -79,7 +79,10 @@ fn invalid_variables_are_refused_by_name() {
             "SLURM_JOB_ID=\"x1y2\" is not a number, so it gives no port",
         ),
         (&[SRUN, "SLURM_CPUS_PER_TASK=0"], "SLURM_CPUS_PER_TASK=0 is too small"),
-        (&[SRUN, "SLURM_JOB_NAME=bash"], "SLURM_JOB_NAME=bash is the name of a shell's job, but"),
+        (
+            &[SRUN, "SLURM_JOB_NAME=bash"],
+            "SLURM_JOB_NAME=bash shows that srun has started a shell, but",
+        ),
         (&[SRUN, "RANK=2"], "RANK=2 contradicts SLURM_PROCID=5"),
         (&[OPEN_MPI, "OMPI_COMM_WORLD_SIZE="], "OMPI_COMM_WORLD_SIZE is not set, but OMPI"),
         (
