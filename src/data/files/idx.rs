@@ -96,7 +96,14 @@ fn missing(folder: &Path, part: &str, holds: Holds) -> Error {
     let [name, other] = holds.file_names(part);
     let there = fs::read_dir(folder).map(|entries| {
         let names = entries.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned());
-        let mut names: Vec<String> = names.filter(|name| name.contains("ubyte")).take(6).collect();
+        let is_known = |name: &str| {
+            let all = [Holds::Images, Holds::Labels].into_iter();
+            let mut known =
+                all.flat_map(|holds| ["train", "t10k"].map(|part| holds.file_names(part)));
+            known.any(|names| names.iter().any(|known| name.trim_end_matches(".gz") == known))
+        };
+        let may_be = |name: &String| name.to_lowercase().contains("ubyte") && !is_known(name);
+        let mut names: Vec<String> = names.filter(may_be).take(6).collect();
         names.sort();
         names
     });
