@@ -160,7 +160,7 @@ mod tests {
                 format!("process 3 sent an invalid header before call #1: its weight is {weight};");
             assert!(error.to_string().starts_with(&told), "{error}");
         }
-        for wrong in [[7, 0, 0], [7, 9, 0], [u64::MAX, 0, 9]] {
+        for wrong in [[7, 0, 0], [7, 10, 0], [u64::MAX, 0, 10]] {
             assert_eq!(StopMessage::from_numbers(wrong), None, "{wrong:?}");
         }
     }
