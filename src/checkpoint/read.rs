@@ -16,7 +16,7 @@ use super::state::{COPY_AGAIN, FileMark, Manifest, PART};
 use super::{TensorFile, TrainerState};
 use crate::ddp::SavedCommHook;
 use crate::error::{Error, Result, Shown};
-use crate::files::{RECOGNIZED_BY, mistaken, name_of_kind, open_regular};
+use crate::files::{RECOGNIZED_BY, SAFETENSORS, kind_of, mistaken, name_of_kind, open_regular};
 use crate::optim::{Optimizer, ParameterState};
 use crate::process_group::ProcessGroup;
 
@@ -246,7 +246,9 @@ fn read_known(file: &Path, known: &FileMark) -> Result<Vec<u8>, String> {
     let mut bytes = Vec::new();
     if found != known.bytes {
         opened.take(RECOGNIZED_BY as u64).read_to_end(&mut bytes).map_err(wrong)?;
-        return Err(match mistaken(&bytes, PART, COPY_AGAIN) {
+        // A damaged .safetensors file still begins like one.
+        let is_other = |_: &String| kind_of(&bytes).is_none_or(|(what, _)| what != SAFETENSORS);
+        return Err(match mistaken(&bytes, PART, COPY_AGAIN).filter(is_other) {
             Some(problem) => format!("{name}: {problem}"),
             None => format!("{name} is damaged: it has {found} bytes instead of {}", known.bytes),
         });

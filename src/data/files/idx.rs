@@ -38,7 +38,8 @@ impl Format for Idx {
     }
 
     fn files(&self, location: &str) -> Vec<PathBuf> {
-        let Ok(folder) = folder(location.as_ref()) else { return Vec::new() };
+        // Also where some are missing: no output may replace the others.
+        let folder = folder(location.as_ref()).unwrap_or_else(|_| location.into());
         let both = |part| [Holds::Images, Holds::Labels].map(|holds| find(&folder, part, holds));
         [TRAINING, VALIDATION].into_iter().flat_map(both).flatten().collect()
     }
