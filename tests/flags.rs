@@ -322,6 +322,22 @@ fn unknown_flag_of_another_program_gets_a_suggestion() {
         let text = said(args.split(' ').map(OsString::from)).unwrap();
         assert!(text.contains(&format!("tip: ddp-mp calls it {tip}")), "{args}: {text}");
     }
+    for (flag, tip) in [
+        ("--deepspeed=ds.json", Some("'--zero'")),
+        ("--redirects=3", Some("give it to torchrun")),
+        ("--hostfile=hosts", Some("give it to mpirun")),
+        ("--nnodes=1:4", Some("the machines that it starts with")),
+        ("--batchsize=4", Some("'--batch-size'")),
+        ("--momentun=0.9", Some("'--momentum'")),
+        // Clap would name --amp, --tensorboard and --milestones.
+        ("--yaml=a", None),
+        ("--tensor-parallel-size=2", None),
+        ("--multi-node", None),
+    ] {
+        let text = said([flag].map(OsString::from)).unwrap();
+        let has_tip = tip.map_or(!text.contains("tip: "), |tip| text.contains(tip));
+        assert!(has_tip, "{flag}: {text}");
+    }
     // Not where the command has nothing like it.
     let text = said(["comm", "--learning-rate=2"].map(OsString::from)).unwrap();
     assert!(!text.contains("calls it"), "{text}");

@@ -11,7 +11,9 @@ use serde::de::{DeserializeSeed, Error as _, MapAccess, Visitor};
 use toml::{Table, Value};
 
 use super::files::{expand_homes, put_into_folder_of};
-use super::{Program, flag_name, option_of_other_name, why_replaced, without_option};
+use super::{
+    ENOUGH, Program, flag_name, likeness, option_of_other_name, why_replaced, without_option,
+};
 use crate::error::{Error, Result, Shown};
 use crate::files::{mistaken, read_stream};
 use crate::launch::Nproc;
@@ -264,7 +266,7 @@ fn which_was_meant(command: &Command, unknown: &str) -> String {
     let known = || command.get_arguments().map(|arg| arg.get_id().as_str());
     let likeness = |key: &str| {
         let is_short = initials(&unknown_key) == key || initials(key) == unknown_key;
-        if is_short { 1.0 } else { strsim::normalized_damerau_levenshtein(&unknown_key, key) }
+        if is_short { 1.0 } else { likeness(&unknown_key, key) }
     };
     let is_key = |option: &str| known().any(|key| key == option.replace('-', "_"));
     let name = unknown.replace('_', "-");
@@ -277,7 +279,7 @@ fn which_was_meant(command: &Command, unknown: &str) -> String {
         return format!("did you mean `{}{value}`?", key.replace('-', "_"));
     }
     let nearest = known().max_by(|a, b| likeness(a).total_cmp(&likeness(b)));
-    match nearest.filter(|key| likeness(key) > 0.6) {
+    match nearest.filter(|key| likeness(key) > ENOUGH) {
         Some(key) => format!("did you mean `{key}`?"),
         None => format!("keys are the flags of {} --help, with _ for -", command.get_name()),
     }

@@ -41,7 +41,7 @@ pub(crate) use option_rules::is_refused_by;
 pub use option_rules::{InShortHelp, Tool};
 pub(crate) use origins::check_for;
 pub use origins::{Given, OptionValue, Origin};
-pub(crate) use other_names::without_option;
+pub(crate) use other_names::{ENOUGH, likeness, without_option};
 pub use other_names::{option_of_other_name, options_with_other_names};
 pub use output::OutputSection;
 pub use program::BuildContext;

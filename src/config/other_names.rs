@@ -2,7 +2,7 @@
 
 /// Options of PyTorch's examples, torchrun, Lightning and the Hugging Face Trainer, without dashes, and the
 /// equivalent options here. Commands differ in their options: the first one that a command has applies.
-const OTHER_NAMES: [(&str, &[&str]); 123] = [
+const OTHER_NAMES: [(&str, &[&str]); 128] = [
     ("accelerator", &["nproc-per-node"]),
     ("accumulate-grad-batches", &["grad-accum-steps"]),
     ("accumulation-steps", &["grad-accum-steps"]),
@@ -37,6 +37,8 @@ const OTHER_NAMES: [(&str, &[&str]); 123] = [
     ("ddp-bucket-cap-mb", &["bucket-cap-mb"]),
     ("ddp-find-unused-parameters", &["find-unused-parameters"]),
     ("ddp-timeout", &["timeout"]),
+    ("deepspeed", &["zero"]),
+    ("deepspeed-config", &["zero"]),
     ("default-root-dir", &["checkpoint-dir"]),
     ("devices", &["nproc-per-node"]),
     ("dist-backend", &["backend"]),
@@ -47,7 +49,9 @@ const OTHER_NAMES: [(&str, &[&str]); 123] = [
     ("epochs", &["max-epochs", "epoch"]),
     ("eval-interval", &["val-every"]),
     ("eval-steps", &["val-every"]),
+    ("find-unused", &["find-unused-parameters"]),
     ("fp16", &["amp=fp16"]),
+    ("fsdp", &["zero"]),
     ("gpu", &["nproc-per-node"]),
     ("gpus", &["nproc-per-node", "world-size"]),
     ("gpus-per-node", &["nproc-per-node"]),
@@ -126,6 +130,7 @@ const OTHER_NAMES: [(&str, &[&str]); 123] = [
     ("weights", &["init-from"]),
     ("workers", &["num-workers"]),
     ("world-size", &["nproc-per-node"]),
+    ("zero-stage", &["zero"]),
 ];
 
 /// Returns the equivalent here of another program's option `name`, perhaps with a value: the first for which
@@ -136,7 +141,7 @@ pub fn option_of_other_name(name: &str, is_known: impl Fn(&str) -> bool) -> Opti
 }
 
 /// Options of torchrun, accelerate and PyTorch's examples that no option here stands for, without dashes, and what to do.
-const WITHOUT_OPTION: [(&[&str], &str); 5] = [
+const WITHOUT_OPTION: [(&[&str], &str); 8] = [
     (
         &[
             "ddp",
@@ -175,6 +180,33 @@ const WITHOUT_OPTION: [(&[&str], &str); 5] = [
         ],
         "leave it out for all GPUs; --nproc-per-node=cpu trains on CPU cores, and CUDA_VISIBLE_DEVICES chooses GPUs",
     ),
+    (
+        &[
+            "duplicate-stderr-filters",
+            "duplicate-stdout-filters",
+            "event-log-handler",
+            "local-addr",
+            "local-ranks-filter",
+            "logs-specs",
+            "monitor-interval",
+            "redirects",
+            "role",
+            "run-path",
+            "signals-to-handle",
+            "tee",
+            "use-agent-store",
+            "virtual-local-rank",
+        ],
+        "leave it out, or give it to torchrun, as in 'torchrun [ITS OPTIONS] --no-python PROGRAM [OPTIONS]'",
+    ),
+    (
+        &["H", "host", "hostfile", "hosts", "machinefile"],
+        "give it to mpirun; or start the program on each machine, with --nnodes, --node-rank and --master-addr",
+    ),
+    (
+        &["broadcast-buffers", "gradient-as-bucket-view", "shuffle"],
+        "leave it out: the program does this by default",
+    ),
     (&["m", "module", "script"], "leave it out: this program runs no Python file"),
 ];
 
@@ -182,6 +214,14 @@ const WITHOUT_OPTION: [(&[&str], &str); 5] = [
 /// no leading dashes. `None` if that is not known.
 pub(crate) fn without_option(name: &str) -> Option<&'static str> {
     WITHOUT_OPTION.iter().find(|(names, _)| names.contains(&name)).map(|(_, remedy)| *remedy)
+}
+
+/// The likeness above which a name is taken for a misspelling of another.
+pub(crate) const ENOUGH: f64 = 0.6;
+
+/// Returns how alike two names are, from 0 (nothing in common) to 1 (equal).
+pub(crate) fn likeness(a: &str, b: &str) -> f64 {
+    strsim::normalized_damerau_levenshtein(a, b)
 }
 
 /// Returns all options that stand for another name.

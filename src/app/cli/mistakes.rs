@@ -7,7 +7,7 @@ use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Command, Error};
 
 use super::trains;
-use crate::config::{option_of_other_name, why_replaced, without_option};
+use crate::config::{ENOUGH, likeness, option_of_other_name, why_replaced, without_option};
 
 /// Refuses an argument that is not UTF-8: neither a configuration nor a message could hold it. Names the flag it
 /// belongs to.
@@ -62,14 +62,22 @@ pub(super) fn suggest(mut error: Error, command: &Command, args: &[OsString]) ->
         ErrorKind::InvalidValue => tip_for_value(unknown, command),
         _ => None,
     });
-    let Some(tip) = tip else { return error };
-    if error.kind() != ErrorKind::InvalidValue {
+    let misleads = match error.get(ContextKind::SuggestedArg) {
+        Some(ContextValue::String(guess)) => {
+            let name = |flag: &str| flag.trim_start_matches('-').to_owned();
+            unknown.is_none_or(|unknown| likeness(&name(unknown), &name(guess)) <= ENOUGH)
+        }
+        _ => false,
+    };
+    if misleads || tip.is_some() && error.kind() != ErrorKind::InvalidValue {
         // Clap's own guess, and the usage that it shows for it.
         error.remove(ContextKind::SuggestedArg);
         error.remove(ContextKind::SuggestedSubcommand);
         error.remove(ContextKind::Usage);
     }
-    error.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![StyledStr::from(tip)]));
+    if let Some(tip) = tip {
+        error.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![StyledStr::from(tip)]));
+    }
     error
 }
 
@@ -124,6 +132,9 @@ fn tip_for_word(word: &str, command: &Command) -> Option<String> {
 
 /// Returns the advice on a wrong value of `flag`, which is shown with the form of its value.
 fn tip_for_value(flag: &str, command: &Command) -> Option<String> {
+    if flag.starts_with("--nnodes ") {
+        return Some("a run ends with the machines that it starts with".into());
+    }
     let what =
         ["model", "loss"].into_iter().find(|what| flag.starts_with(&format!("--{what} ")))?;
     let program = command.get_name();
