@@ -48,6 +48,7 @@ pub(super) fn suggest(mut error: Error, command: &Command, args: &[OsString]) ->
         _ => None,
     };
     let unknown = text(ContextKind::InvalidSubcommand).or(text(ContextKind::InvalidArg));
+    let is_of_value = matches!(error.kind(), ErrorKind::InvalidValue | ErrorKind::ValueValidation);
     let tip = unknown.and_then(|unknown| match error.kind() {
         ErrorKind::ArgumentConflict if command.find_subcommand(unknown).is_some() => {
             let program = command.get_name();
@@ -59,7 +60,7 @@ pub(super) fn suggest(mut error: Error, command: &Command, args: &[OsString]) ->
             true => tip_for_flag(unknown.trim_start_matches('-'), command, invoked(command, args)),
             false => tip_for_word(unknown, command),
         },
-        ErrorKind::InvalidValue => tip_for_value(unknown, command),
+        _ if is_of_value => tip_for_value(unknown, command),
         _ => None,
     });
     let misleads = match error.get(ContextKind::SuggestedArg) {
@@ -69,7 +70,7 @@ pub(super) fn suggest(mut error: Error, command: &Command, args: &[OsString]) ->
         }
         _ => false,
     };
-    if misleads || tip.is_some() && error.kind() != ErrorKind::InvalidValue {
+    if misleads || tip.is_some() && !is_of_value {
         // Clap's own guess, and the usage that it shows for it.
         error.remove(ContextKind::SuggestedArg);
         error.remove(ContextKind::SuggestedSubcommand);
