@@ -900,7 +900,7 @@ fn taken_port_is_refused_with_the_remedy_of_the_launcher() {
 fn server_that_is_no_store_is_named() {
     let server = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = server.local_addr().unwrap().port();
-    let serve = thread::spawn(move || {
+    let serve = move || {
         // Until a client says that the test is over: libtorch's connects again and again.
         for client in server.incoming() {
             let mut client = client.unwrap();
@@ -910,7 +910,8 @@ fn server_that_is_no_store_is_named() {
                 break;
             }
         }
-    });
+    };
+    let serve = thread::Builder::new().spawn(serve).unwrap();
     let place = ["--nnodes=2", "--node-rank=1", "--master-addr=127.0.0.1", "--timeout=4s"];
     let (code, _, stderr) =
         run_command(program(&[&place[..], &[&format!("--master-port={port}")]].concat()));

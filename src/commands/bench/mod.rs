@@ -331,21 +331,50 @@ const COLUMNS: [Column<Row>; 10] = [
     numbers("count", "(elem.)", 9, |row| row.count.to_string()),
     numbers("type", "", 9, |row| row.dtype.into()),
     numbers("redop", "", 8, |row| row.reduce_op.clone().unwrap_or("none".into())),
-    numbers("time", "(us)", 9, |row| format!("{:.2}", row.time_us)),
+    numbers("time", "(us)", 9, |row| microseconds(row.time_us)),
     numbers("algbw", "GB/s", 7, |row| format!("{:.2}", row.algbw)),
     numbers("busbw", "GB/s", 7, |row| format!("{:.2}", row.busbw)),
     numbers("wrong", "", 6, |row| row.wrong.to_string()),
-    numbers("limit", "(us)", 9, |row| two_decimals(row.limit_us)),
-    numbers("ratio", "", 6, |row| two_decimals(row.limit_us.map(|limit| limit / row.time_us))),
+    numbers("limit", "(us)", 9, |row| row.limit_us.map_or("-".into(), microseconds)),
+    numbers("ratio", "", 6, |row| {
+        row.limit_us.map_or("-".into(), |limit| format!("{:.2}", limit / row.time_us))
+    }),
 ];
 
-fn two_decimals(number: Option<f64>) -> String {
-    number.map_or("-".into(), |number| format!("{number:.2}"))
+/// Formats a time with at most two decimals, and with fewer if it is long: eight characters hold up to 99 s.
+fn microseconds(us: f64) -> String {
+    let decimals = if us < 99_999.99 { 2 } else { 0 };
+    format!("{us:.decimals$}")
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn long_times_leave_room_for_the_next_column() {
+        let row = Row {
+            op: "all_reduce",
+            bytes: 1 << 30,
+            count: 1 << 28,
+            dtype: "float32",
+            reduce_op: Some("sum".into()),
+            time_us: 1.2e7,
+            algbw: 0.09,
+            busbw: 0.09,
+            limit_us: Some(1.2e6),
+            wrong: 0,
+        };
+        let line = table::line(&COLUMNS, &row);
+        assert_eq!(
+            line.split_whitespace().collect::<Vec<_>>(),
+            "1073741824 268435456 float32 sum 12000000 0.09 0.09 0 1200000 0.10"
+                .split(' ')
+                .collect::<Vec<_>>()
+        );
+        assert_eq!(microseconds(99_999.98), "99999.98");
+        assert_eq!(microseconds(99_999.996), "100000");
+    }
 
     #[test]
     fn busy_machine_is_reported_above_a_median_ratio() {

@@ -38,9 +38,17 @@ pub(super) fn head<R>(columns: &[Column<R>]) -> String {
     format!("#{}\n#{}", &titles[1..], &units[1..])
 }
 
-/// Returns a line with the cells of `row` in the columns.
+/// Returns a line with the cells of `row` in the columns. Cells that fill their columns keep a space between them.
 pub(super) fn line<R>(columns: &[Column<R>], row: &R) -> String {
-    columns.iter().map(|column| column.aligned(&(column.cell)(row))).collect()
+    let mut line = String::new();
+    for column in columns {
+        let cell = column.aligned(&(column.cell)(row));
+        if !line.is_empty() && !cell.starts_with(' ') {
+            line.push(' ');
+        }
+        line.push_str(&cell);
+    }
+    line
 }
 
 impl<R> Column<R> {
@@ -68,5 +76,8 @@ mod tests {
         assert_eq!(head(&columns), "# size  op   time\n#  (B)       (us)");
         assert_eq!(line(&columns, &Row { size: 1024, op: "sum" }), "  1024  sum   1.5");
         assert_eq!(line(&columns, &Row { size: 1, op: "average" }), "     1  average  1.5");
+        let sizes =
+            [6, 6].map(|width| numbers("size", "(B)", width, |row: &Row| row.size.to_string()));
+        assert_eq!(line(&sizes, &Row { size: 123456, op: "" }), "123456 123456");
     }
 }

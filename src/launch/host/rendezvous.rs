@@ -361,7 +361,7 @@ mod tests {
     fn as_another_user<T: Send + 'static>(f: impl FnOnce() -> T + Send + 'static) -> Option<T> {
         let nobody = Uid::from_raw(65534);
         let work = move || set_thread_res_uid(None, nobody, nobody).ok().map(|()| f());
-        thread::spawn(work).join().unwrap()
+        thread::scope(|scope| scope.spawn(work).join().unwrap())
     }
 
     /// Returns an offer of the other processes of the run, as anyone reads it in the store.

@@ -125,12 +125,14 @@ mod tests {
         let mut output = OutputOfProcesses::default();
         output.start(Stream::Stderr, silent).unwrap();
         output.start(Stream::Stderr, busy).unwrap();
-        let writer = thread::spawn(move || while writes.write_all(&[b'\n'; 1000]).is_ok() {});
+        let write = move || while writes.write_all(&[b'\n'; 1000]).is_ok() {};
+        let writer = thread::Builder::new().spawn(write).unwrap();
         let (ended_tx, ended_rx) = bounded(1);
-        thread::spawn(move || {
+        let end = move || {
             output.end_readers();
             ended_tx.send(())
-        });
+        };
+        thread::Builder::new().spawn(end).unwrap();
         ended_rx.recv_timeout(Duration::from_secs(60)).unwrap();
         writer.join().unwrap(); // nobody reads any more
     }
