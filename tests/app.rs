@@ -78,6 +78,23 @@ fn loss_that_compares_each_output_with_each_target_is_noted_once() {
     }
 }
 
+/// The metrics come only after the last step of an epoch.
+#[test]
+fn metric_that_compares_each_output_with_each_target_is_noted_once() {
+    for (wrong, expected) in [("target-shape", 1), ("nothing", 0)] {
+        let args = [TWO_RANKS, "--max-epochs=1", "--val-fraction=0.25", "--wrong", wrong];
+        let mut command = app(&args);
+        command.env("SHAPES_OF_LOSS", "squeezed");
+        let (code, _, stderr) = run_command(command);
+        assert_eq!(code, Some(0), "{stderr}");
+        let note = "ddp-mp: warning: the metric `distance` compares each output of a batch with each target";
+        assert_eq!(stderr.matches(note).count(), expected, "{wrong}: {stderr}");
+        assert!(!stderr.contains("the loss compares"), "{stderr}");
+        // Whose value does not depend on the pairs, whatever the shapes are.
+        assert!(!stderr.contains("the metric `bias`"), "{stderr}");
+    }
+}
+
 #[test]
 fn ranks_may_be_threads_processes_or_workers_of_torchrun() {
     let flags = ["--max-epochs=1", TWO_RANKS];

@@ -147,6 +147,7 @@ fn main() -> ExitCode {
         .dataset(Samples::open)
         .loss(loss)
         .metric("distance", |output, targets| (output - targets).abs().mean(Kind::Float))
+        .metric("bias", |output, targets| output.mean(Kind::Float) - targets.mean(Kind::Float))
         .trainer(|trainer, options| {
             ensure!(!options.makes_wrong("trainer-error"), "no trainer today");
             let wrong = options.wrong.clone();

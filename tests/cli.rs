@@ -773,7 +773,7 @@ fn error_names_the_file_that_gave_the_value() {
     let (code, _, stderr) = run_command(command);
     assert_eq!(code, Some(2));
     let expected =
-        "configs/gpt.toml: warmup_steps: 100 steps of warm-up fill the whole run, which has 4;";
+        "configs/gpt.toml: warmup_steps: a warm-up of 100 steps fills the whole run, which has 4;";
     assert!(stderr.contains(expected), "{stderr}");
 }
 

@@ -431,7 +431,10 @@ fn invalid_weights_are_errors_with_rank_and_value() {
         });
         joined.map_err(|error| error.downcast().unwrap())
     });
-    assert!(error.contains("join: 1 ranks call backward and 1 call backward_weighted"), "{error}");
+    assert!(
+        error.contains("join: 1 rank called backward, and 1 rank backward_weighted"),
+        "{error}"
+    );
 }
 
 fn end(args: &[&str]) -> Value {

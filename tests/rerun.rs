@@ -184,7 +184,9 @@ fn a_signal_to_bisect_ends_its_training_and_removes_its_folder() {
         );
         // The last command makes the shell wait.
         let good = format!("exec >{}; true; {train}", pipe.display());
-        let args = ["bisect", "--good", &good, "--bad", &train];
+        let kept = folder.path().join(format!("{signal}.kept"));
+        let keep = format!("--keep={}", kept.display());
+        let args = ["bisect", "--good", &good, "--bad", &train, &keep];
         let child = with_temporary_files(&args, &temporary).spawn().unwrap();
         let mut events = BufReader::new(File::open(&pipe).unwrap());
         let mut first = String::new();
@@ -195,6 +197,7 @@ fn a_signal_to_bisect_ends_its_training_and_removes_its_folder() {
         let ended = output(child);
         assert_eq!(ended.status.code(), Some(*code), "{ended:?}");
         assert_eq!(all_in(&temporary), BTreeSet::new(), "{signal}");
+        assert!(!kept.exists(), "{signal}"); // the next try can use the name
     });
 }
 

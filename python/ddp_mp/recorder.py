@@ -25,6 +25,12 @@ def hashed(tensor):
     return f"{xxhash.xxh3_64_intdigest(values.view(torch.uint8).numpy()):016x}"
 
 
+def unscaled(gradient, optimizer):
+    """Returns a gradient without the scale that a fused optimizer removes itself, in its step with a GradScaler."""
+    scale = getattr(optimizer, "grad_scale", None)
+    return gradient if gradient is None or scale is None else gradient / scale.to(gradient.device)
+
+
 def processor():
     """Names this machine's processor."""
     info = pathlib.Path("/proc/cpuinfo")
@@ -154,7 +160,7 @@ class Recorder:
     def before(self, optimizer, *_):
         """Hashes the gradients, before the optimizer's step."""
         names = [name for name, _ in self.parameters]
-        averages = [p.grad for _, p in self.parameters]
+        averages = [unscaled(p.grad, optimizer) for _, p in self.parameters]
         gradients = [self.own.get(i) for i in range(len(names))]
         self.keep("gradient", zip(names, gradients))
         self.keep("average", zip(names, averages))

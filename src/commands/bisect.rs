@@ -6,7 +6,7 @@
 
 use std::fs;
 use std::path::{self, Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::Command;
 
 use anyhow::Context;
 use clap::Args;
@@ -69,14 +69,10 @@ struct Side {
 /// [`Error::InvalidInput`] if a command fails, or their files cannot be compared; [`AlreadyReported`] if they differ; and
 /// an error when stdout cannot be written.
 pub fn bisect(flags: &BisectFlags, program: &str, printer: &Printer) -> anyhow::Result<()> {
-    let scratch = TemporaryFolder::new().context("creating a folder for the runs")?;
-    let folder = flags.keep.as_deref().unwrap_or(scratch.path());
-    // The commands may run in other folders.
-    let folder = &path::absolute(folder).unwrap_or_else(|_| folder.to_owned());
-    if flags.keep.as_ref().is_some_and(|keep| keep.exists()) {
+    if let Some(keep) = flags.keep.as_ref().filter(|keep| keep.exists()) {
+        let keep = keep.shown();
         return Err(Error::InvalidInput(format!(
-            "--keep {}: it exists; remove it, or use another name",
-            folder.shown()
+            "--keep {keep}: it exists; remove it, or use another name"
         ))
         .into());
     }
@@ -102,16 +98,28 @@ pub fn bisect(flags: &BisectFlags, program: &str, printer: &Printer) -> anyhow::
     if let Some((good, bad)) = dirs {
         start_from_checkpoints(&mut sides, good, bad, printer)?;
     }
-    Place::create_folder(folder).with_context(|| format!("creating {}", folder.shown()))?;
+    let folder = create_folder(flags.keep.as_deref())?;
     let differ = if are_halved {
-        by_halves(&sides, flags.steps, folder, printer)
+        by_halves(&sides, flags.steps, folder.path(), printer)?
     } else {
-        by_records(&sides, program, folder, printer)
+        by_records(&sides, program, folder.path(), printer)?
     };
-    let differ = differ.inspect_err(|_| {
-        let _ = fs::remove_dir_all(folder); // it was created here, and the next try creates it again
-    })?;
+    if flags.keep.is_some() {
+        folder.keep()?;
+    }
     if differ { Err(anyhow::Error::msg(AlreadyReported)) } else { Ok(()) }
+}
+
+/// Creates the folder for the files of the runs: `keep`, which is removed if they fail, so that the next try creates it again.
+fn create_folder(keep: Option<&Path>) -> anyhow::Result<TemporaryFolder> {
+    let Some(keep) = keep else {
+        return TemporaryFolder::new().context("creating a folder for the runs");
+    };
+    let creating = || format!("creating {}", keep.shown());
+    // The commands may run in other folders.
+    let folder = path::absolute(keep).and_then(TemporaryFolder::at).with_context(creating)?;
+    Place::create_folder(folder.path()).with_context(creating)?;
+    Ok(folder)
 }
 
 /// Has the commands start from the newest checkpoints in `good` and `bad` that are equal, and stop at the oldest that differ.
@@ -270,8 +278,8 @@ impl Side {
     fn run(&self, command: &str, printer: &Printer) -> anyhow::Result<String> {
         printer.info(&format!("{}: {command}", self.name));
         let mut shell = Command::new("sh");
-        shell.args(["-c", command]).stdin(Stdio::null()).stdout(Stdio::null());
-        let output = TiedChild::spawn(shell.stderr(Stdio::piped()))
+        shell.args(["-c", command]);
+        let output = TiedChild::spawn(&mut shell)
             .and_then(TiedChild::wait_with_output)
             .context("starting sh")?;
         let problem = String::from_utf8_lossy(&output.stderr);

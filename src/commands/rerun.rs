@@ -55,9 +55,10 @@ pub(crate) fn rerun(
 ) -> anyhow::Result<Option<StopReason>> {
     flags.record.as_deref().map_or(Ok(()), check_record)?;
     let mut config = config_of(flags, program)?;
-    let folder = tempfile::tempdir().context("creating a folder for a record")?;
-    let recorded = folder.path().join("rerun.record");
-    config.output.record = flags.record.is_some().then(|| recorded.clone());
+    let folder = flags.record.as_ref().map(|_| tempfile::tempdir()).transpose();
+    let folder = folder.context("creating a folder for a record")?;
+    let recorded = folder.as_ref().map(|folder| folder.path().join("rerun.record"));
+    config.output.record.clone_from(&recorded);
     let start = match (&config.checkpoints.resume, &config.checkpoints.init_from) {
         (Some(checkpoint), _) => checkpoint.clone(),
         (None, Some(file)) => file.shown().into_owned(),
@@ -86,13 +87,13 @@ pub(crate) fn rerun(
         flags.rank,
         flags.keep.shown()
     ));
-    let Some(record) = &flags.record else {
+    let (Some(record), Some(recorded)) = (&flags.record, &recorded) else {
         if steps_in(&flags.checkpoint_dir)?.range(flags.step + 1..).next().is_none() {
             printer.info("no later checkpoint shows that the run came to this step; a record of the run can (--record)");
         }
         return Ok(None);
     };
-    match compare_files(record, &recorded, printer)? {
+    match compare_files(record, recorded, printer)? {
         None => Ok(None),
         Some(_) => Err(anyhow::Error::msg(AlreadyReported)),
     }

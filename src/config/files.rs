@@ -77,13 +77,30 @@ fn change_paths<E>(
     let saves = [&*options, flags].iter().any(|given| given.contains_key("checkpoint_dir"));
     for arg in command.get_arguments() {
         let key = arg.get_id().as_str();
-        let Some(Value::String(text)) = options.get_mut(key) else { continue };
+        let is_path = arg.get_value_hint() == ValueHint::AnyPath;
+        let text = match (options.get_mut(key), arg.get_value_delimiter()) {
+            (Some(Value::String(paths)), Some(delimiter)) if is_path => {
+                let changed = paths.split(delimiter).map(&change).collect::<Result<Vec<_>, E>>()?;
+                *paths = changed.join(&delimiter.to_string());
+                continue;
+            }
+            (Some(Value::Array(paths)), _) if is_path => {
+                for path in paths {
+                    if let Value::String(path) = path {
+                        *path = change(path)?;
+                    }
+                }
+                continue;
+            }
+            (Some(Value::String(text)), _) => text,
+            _ => continue,
+        };
         *text = match text.parse::<DatasetSpec>() {
             Ok(spec) if key == "dataset" => spec.with_paths(&change)?.to_string(),
             _ if key == "resume" && (text == "auto" || saves && is_checkpoint_name(text)) => {
                 continue;
             }
-            _ if key == "resume" || arg.get_value_hint() == ValueHint::AnyPath => change(text)?,
+            _ if key == "resume" || is_path => change(text)?,
             _ => continue,
         };
     }
@@ -243,6 +260,23 @@ mod tests {
     use std::os::unix::fs::symlink;
 
     use super::*;
+
+    #[test]
+    fn each_path_of_a_list_is_changed() {
+        let files = clap::Arg::new("files").value_delimiter(',');
+        let files = files.value_parser(clap::value_parser!(std::path::PathBuf));
+        let command = Command::new("own").arg(files.action(clap::ArgAction::Append));
+        for (given, expected) in [
+            ("files = \"a,b\"", "files = \"in/a,in/b\""),
+            ("files = [\"a\", \"b\"]", "files = [\"in/a\", \"in/b\"]"),
+            ("files = \"a\"", "files = \"in/a\""),
+        ] {
+            let mut options: Table = given.parse().unwrap();
+            let change = |path: &str| Ok::<_, Infallible>(format!("in/{path}"));
+            let Ok(()) = change_paths(&command, &mut options, &Table::new(), change);
+            assert_eq!(options, expected.parse::<Table>().unwrap());
+        }
+    }
 
     #[test]
     fn empty_path_is_refused_with_its_key() {

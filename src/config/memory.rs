@@ -4,7 +4,7 @@
 use super::open_data::SIZES;
 use super::{Config, Invalid, StrategyKind};
 use crate::data::DatasetSpec;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, counted};
 use crate::models::ModelConfig;
 use crate::telemetry::{gigabytes, total_memory};
 use crate::trainer::Loss;
@@ -91,20 +91,22 @@ impl Config {
         let shuffled = if self.data.no_shuffle { 0.0 } else { samples as f64 };
         let in_each =
             if processes > 1 { format!(" in {processes} processes") } else { String::new() };
+        let (all_ranks, replicas) = (counted(ranks, "rank"), counted(ranks, "replica"));
+        let take = if ranks == 1 { "takes" } else { "take" };
         let (copies, state_copies, model) = if self.ddp.share_model {
             let model = format!(
-                "a model of {parameters:.0} parameters, with the optimizer's state and the gradients of {ranks} ranks, \
+                "a model of {parameters:.0} parameters, with the optimizer's state and the gradients of {all_ranks}, \
                  takes"
             );
             (processes, processes, model)
         } else if self.ddp.zero {
             let model = format!(
-                "{ranks} replicas ({parameters:.0} parameters each, with gradients) and one optimizer's state take"
+                "{replicas} ({parameters:.0} parameters each, with gradients) and one optimizer's state take"
             );
             (ranks, 1, model)
         } else {
             let model = format!(
-                "{ranks} replicas ({parameters:.0} parameters each, with gradients and the optimizer's state) take"
+                "{replicas} ({parameters:.0} parameters each, with gradients and the optimizer's state) {take}"
             );
             (ranks, ranks, model)
         };
@@ -131,7 +133,7 @@ impl Config {
                 ranks as f64 * self.activation_bytes(ranks),
                 "block_size",
                 format!(
-                    "contexts of {} tokens take, in a step of {ranks} ranks,",
+                    "contexts of {} tokens take, in a step of {all_ranks},",
                     self.model.block_size
                 ),
                 "use a smaller one, or a smaller --batch-size",
@@ -139,7 +141,10 @@ impl Config {
             part(
                 orders as f64 * shuffled * ORDER,
                 "num_samples",
-                format!("the shuffled order of {samples} samples on {orders} ranks takes"),
+                format!(
+                    "the shuffled order of {samples} samples on {} takes",
+                    counted(orders, "rank")
+                ),
                 "use fewer samples, fewer ranks with --nproc-per-node, or --no-shuffle",
             ),
         ];

@@ -332,9 +332,9 @@ impl Config {
         let steps = self.training.max_epochs.saturating_mul(self.steps_per_epoch(world_size));
         if self.optimization.warmup_steps >= steps.max(1) {
             return Err(Error::InvalidInput(format!(
-                "{}: {} steps of warm-up fill the whole run, which has {steps}; use fewer",
+                "{}: a warm-up of {} fills the whole run, which has {steps}; use fewer",
                 self.name_of("warmup_steps"),
-                self.optimization.warmup_steps
+                counted(self.optimization.warmup_steps, "step")
             )));
         }
         Ok(())
@@ -389,7 +389,7 @@ mod tests {
         );
         let error = resolve("warmup_steps = 64").unwrap().validate_for(2).unwrap_err().to_string();
         assert!(
-            error.starts_with("--warmup-steps: 64 steps of warm-up fill the whole run"),
+            error.starts_with("--warmup-steps: a warm-up of 64 steps fills the whole run"),
             "{error}"
         );
     }

@@ -2,7 +2,7 @@
 
 use tch::Tensor;
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, counted};
 use crate::ffi::TorchResult;
 use crate::process_group::{ProcessGroup, ReduceOp};
 
@@ -65,7 +65,9 @@ pub(super) fn count_active(
     let (weighted, plain) = ((counts / WEIGHTED) as usize, (counts % WEIGHTED) as usize);
     if weighted > 0 && plain > 0 {
         return Err(Error::InvalidInput(format!(
-            "join: {plain} ranks call backward and {weighted} call backward_weighted; all must call the same"
+            "join: {} called backward, and {} backward_weighted; all must call the same",
+            counted(plain, "rank"),
+            counted(weighted, "rank")
         )));
     }
     let active = weighted + plain;

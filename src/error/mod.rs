@@ -200,7 +200,11 @@ pub enum Error {
          that were not averaged{}",
         compared.after(*step),
         suspects.hold_another(parameter),
-        if *.others == 0 { String::new() } else { format!(", and {others} more parameters differ") },
+        match *.others {
+            0 => String::new(),
+            1 => ", and 1 more parameter differs".into(),
+            others => format!(", and {others} more parameters differ"),
+        },
         if suspects.is_one() { "that rank" } else { "one rank" },
         if *compared == Compared::BeforeSave { "; --check-replicas-every 1 finds the step" } else { "" }
     )]

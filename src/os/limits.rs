@@ -11,7 +11,7 @@ use rustix::event::{EventfdFlags, eventfd};
 use rustix::io::Errno;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, counted};
 
 /// An error of the system that the user can fix.
 struct Mendable {
@@ -207,8 +207,8 @@ fn threads() -> String {
         }
     }
     let threads = status("Threads:").unwrap_or_else(|| "an unknown number of".into());
-    let known = known.join(", ");
-    format!("this process has {threads} threads; {known}")
+    let threads = format!("this process has {}", counted(threads, "thread"));
+    if known.is_empty() { threads } else { format!("{threads}; {}", known.join(", ")) }
 }
 
 /// Returns what the kernel says about this process after `key`.

@@ -1,18 +1,18 @@
 //! Temporary folders and child processes that do not outlive this process when a signal ends it.
 
-use std::io;
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Output};
+use std::process::{Child, Command, ExitStatus, Output, Stdio};
 use std::time::Duration;
-use std::{fs, thread};
+use std::{io, thread};
 
 use parking_lot::{Condvar, Mutex};
 use rustix::process::{Pid, Signal, kill_process_group};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGTSTP};
 use signal_hook::iterator::Signals;
 use signal_hook::low_level;
-use tempfile::TempDir;
 
 use super::process::{is_ignored, tie_to_this_process, wait_for_end};
 
@@ -107,82 +107,143 @@ fn watch() -> io::Result<()> {
     thread::Builder::new().name("signals".into()).spawn(clean_up).map(drop)
 }
 
-/// A temporary folder, which is also removed when SIGINT, SIGTERM or SIGHUP ends the process.
+/// A folder that is removed in the end, also when SIGINT, SIGTERM or SIGHUP ends the process.
 #[derive(Debug)]
-pub(crate) struct TemporaryFolder(TempDir);
+pub(crate) struct TemporaryFolder {
+    path: PathBuf,
+    is_kept: bool,
+}
+
+impl Drop for TemporaryFolder {
+    fn drop(&mut self) {
+        if !self.is_kept {
+            let _ = fs::remove_dir_all(&self.path); // it may not exist yet, or no longer
+        }
+    }
+}
 
 impl TemporaryFolder {
-    /// Creates the folder.
+    /// Creates a folder where the system has its temporary files.
     ///
     /// # Errors
     /// When the system refuses.
     pub(crate) fn new() -> io::Result<Self> {
         change(|cleanup| {
-            let folder = tempfile::tempdir()?;
-            cleanup.folders.push(folder.path().to_owned());
-            Ok(Self(folder))
+            let path = tempfile::tempdir()?.keep();
+            cleanup.folders.push(path.clone());
+            Ok(Self { path, is_kept: false })
+        })
+    }
+
+    /// Takes the folder that the caller is about to create at `path`, where nothing is.
+    ///
+    /// # Errors
+    /// When the system refuses.
+    pub(crate) fn at(path: PathBuf) -> io::Result<Self> {
+        change(|cleanup| {
+            cleanup.folders.push(path.clone());
+            Ok(Self { path, is_kept: false })
+        })
+    }
+
+    /// Leaves the folder there.
+    ///
+    /// # Errors
+    /// When the system refuses.
+    pub(crate) fn keep(mut self) -> io::Result<()> {
+        self.is_kept = true;
+        change(|cleanup| {
+            cleanup.folders.retain(|folder| *folder != self.path);
+            Ok(())
         })
     }
 
     pub(crate) fn path(&self) -> &Path {
-        self.0.path()
+        &self.path
     }
 }
 
-/// A child process that ends with this process.
+/// A child process that ends with this process. Its output goes to files, not to pipes: what it has started may outlive
+/// it, and would keep a pipe open.
 #[derive(Debug)]
 pub(crate) struct TiedChild {
     /// `None` once it has been waited for.
     child: Option<Child>,
     group: Pid,
+    stdout: File,
+    stderr: File,
 }
 
 impl Drop for TiedChild {
     /// Kills a process that nobody has waited for.
     fn drop(&mut self) {
-        let Some(mut child) = self.child.take() else { return };
-        let _ = change(|cleanup| {
-            let _ = kill_process_group(self.group, Signal::KILL);
-            cleanup.groups.retain(|running| *running != self.group);
-            child.wait()
-        });
+        if self.child.is_some() {
+            let _ = self.end();
+        }
     }
 }
 
 impl TiedChild {
-    /// Starts `command` in a process group of its own, which gets the SIGINT, SIGTERM or SIGHUP that ends this process.
-    /// The thread that calls this must live until this process ends.
+    /// Starts `command` without input, in a process group of its own, which gets the SIGINT, SIGTERM or SIGHUP that ends
+    /// this process. The thread that calls this must live until this process ends.
     ///
     /// # Errors
     /// When the system refuses.
     pub(crate) fn spawn(command: &mut Command) -> io::Result<Self> {
+        let (stdout, stderr) = (tempfile::tempfile()?, tempfile::tempfile()?);
+        command.stdin(Stdio::null()).stdout(stdout.try_clone()?).stderr(stderr.try_clone()?);
         tie_to_this_process(command.process_group(0), &[]);
         change(|cleanup| {
             let child = command.spawn()?;
             let group = Pid::from_child(&child);
             cleanup.groups.push(group);
-            Ok(Self { child: Some(child), group })
+            Ok(Self { child: Some(child), group, stdout, stderr })
         })
     }
 
     /// Waits for the end, and returns what the process has written. What it has started in its group, and has not waited for,
-    /// ends with it: it might keep the pipes open.
+    /// ends with it.
     ///
     /// # Errors
     /// When the system refuses.
     pub(crate) fn wait_with_output(mut self) -> io::Result<Output> {
-        let child = self.child.take().ok_or(io::ErrorKind::NotFound)?;
-        let (process, group) = (child.id(), self.group);
-        let end_group = move || {
-            wait_for_end(process);
-            let _ = kill_process_group(group, Signal::KILL); // fails if nobody is left
-        };
-        let thread = thread::Builder::new().name("child".into()).spawn(end_group)?;
-        let output = child.wait_with_output();
-        let _ = thread.join();
+        if let Some(child) = &self.child {
+            wait_for_end(child.id());
+        }
+        let status = self.end()?;
+        Ok(Output { status, stdout: contents(&self.stdout)?, stderr: contents(&self.stderr)? })
+    }
+
+    /// Kills what is left of the process group, and takes the status of the process.
+    fn end(&mut self) -> io::Result<ExitStatus> {
+        let mut child = self.child.take().ok_or(io::ErrorKind::NotFound)?;
         change(|cleanup| {
-            cleanup.groups.retain(|running| *running != group);
-            output
+            let _ = kill_process_group(self.group, Signal::KILL); // fails if nobody is left
+            cleanup.groups.retain(|running| *running != self.group);
+            child.wait()
         })
+    }
+}
+
+/// Returns what is in `file`. Others may go on writing to it.
+fn contents(file: &File) -> io::Result<Vec<u8>> {
+    let mut bytes = vec![0; file.metadata()?.len() as usize];
+    file.read_exact_at(&mut bytes, 0)?;
+    Ok(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// `setsid` leaves the process group, so that nobody kills it.
+    #[test]
+    fn output_is_whole_though_another_process_keeps_it_open() {
+        let script = "setsid sleep 1000 & echo $!; echo why >&2; exit 3";
+        let child = TiedChild::spawn(Command::new("sh").args(["-c", script])).unwrap();
+        let output = child.wait_with_output().unwrap();
+        let kept = String::from_utf8(output.stdout).unwrap().trim().parse().unwrap();
+        assert_eq!((output.status.code(), &*output.stderr), (Some(3), &b"why\n"[..]));
+        rustix::process::kill_process(Pid::from_raw(kept).unwrap(), Signal::KILL).unwrap();
     }
 }

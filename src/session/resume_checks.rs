@@ -2,7 +2,7 @@
 
 use crate::checkpoint::{Checkpoint, TRAINER, TrainerState};
 use crate::config::Config;
-use crate::error::{Error, Result, Shown, escaped_line};
+use crate::error::{Error, Result, Shown, counted, escaped_line};
 use crate::optim::GradScalerState;
 use crate::records::DataFile;
 use crate::telemetry::Printer;
@@ -91,9 +91,9 @@ pub(super) fn compare(
     }
     if state.world_size != world_size {
         printer.info(&format!(
-            "the checkpoint is from {} ranks and this run has {world_size}: the rest of the epoch has another order, \
-             and each step another number of samples",
-            state.world_size
+            "the checkpoint is from {} and this run has {world_size}: the rest of the epoch has another order, and \
+             each step another number of samples",
+            counted(state.world_size, "rank")
         ));
     }
     Ok(())

@@ -32,12 +32,21 @@ use crate::runtime::panics;
 #[derive(Clone)]
 pub struct Criterion {
     loss: LossFunction,
-    metrics: Vec<(&'static str, Arc<Metric>)>,
+    metrics: Vec<NamedMetric>,
     count: Option<Arc<Count>>,
-    /// A note on a loss of the user that compares each output with each target; `None` if it does not. Unset until a
-    /// batch tells.
-    note: Arc<OnceLock<Option<String>>>,
+    /// On a loss of the user.
+    note: Note,
 }
+
+#[derive(Clone)]
+struct NamedMetric {
+    name: &'static str,
+    measure: Arc<Metric>,
+    note: Note,
+}
+
+/// A note on a closure that compares each output with each target; `None` if it does not. Unset until a batch tells.
+type Note = Arc<OnceLock<Option<String>>>;
 
 #[derive(Clone)]
 enum LossFunction {
@@ -86,7 +95,7 @@ impl Criterion {
     }
 
     fn of(loss: LossFunction) -> Self {
-        Self { loss, metrics: Vec::new(), count: None, note: Arc::default() }
+        Self { loss, metrics: Vec::new(), count: None, note: Note::default() }
     }
 
     /// Adds a metric, which validation shows as `name`: the mean over the samples of a batch, as one number. Validation
@@ -97,7 +106,7 @@ impl Criterion {
         name: &'static str,
         metric: impl Fn(&Tensor, &Tensor) -> Tensor + Send + Sync + 'static,
     ) -> Self {
-        self.metrics.push((name, Arc::new(metric)));
+        self.metrics.push(NamedMetric { name, measure: Arc::new(metric), note: Note::default() });
         self
     }
 
@@ -158,10 +167,16 @@ impl Criterion {
     /// Returns the loss of a batch with its parts and all metrics. An empty batch has the loss alone, which is 0.
     pub(super) fn measure(&self, output: &Tensor, batch: &Batch) -> Result<Measured> {
         let mut measured = self.loss_with_parts(output, batch)?;
-        for (name, metric) in self.metrics.iter().filter(|_| !batch.is_empty()) {
+        for NamedMetric { name, measure, note } in self.metrics.iter().filter(|_| !batch.is_empty())
+        {
             let what = format!("the metric `{name}`");
-            let value = panics::in_closure(&what, || metric(output, &batch.targets))?;
-            measured.named.push((name, one_number(value, || what)?));
+            let of = |output: &Tensor, targets: &Tensor| {
+                let value = panics::in_closure(&what, || measure(output, targets))?;
+                one_number(value, || what.clone())
+            };
+            let value = of(output, &batch.targets)?;
+            look_for_broadcast(note, &what, &of, [output, &batch.targets], &value);
+            measured.named.push((name, value));
         }
         Ok(measured)
     }
@@ -175,59 +190,26 @@ impl Criterion {
                 zero.doing("the loss of no samples")?
             }
             LossFunction::Own(loss) => {
-                let measured =
-                    panics::in_closure("the loss", || loss(output, &batch.targets))?.check()?;
+                let of = |output: &Tensor, targets: &Tensor| {
+                    panics::in_closure("the loss", || loss(output, targets))?.check()
+                };
+                let measured = of(output, &batch.targets)?;
                 if !measured.named.is_empty() {
                     self.check_names(measured.name, &measured.named)?;
                 }
-                self.look_for_broadcast(&**loss, output, &batch.targets, &measured.loss);
+                let of = |output: &Tensor, targets: &Tensor| Ok(of(output, targets)?.loss);
+                let tensors = [output, &batch.targets];
+                look_for_broadcast(&self.note, "the loss", &of, tensors, &measured.loss);
                 return Ok(measured);
             }
         };
         Ok(Measured { name: LOSS, loss, named: Vec::new() })
     }
 
-    /// Returns the note on the loss, if there is one.
-    pub(super) fn note(&self) -> Option<&str> {
-        self.note.get()?.as_deref()
-    }
-
-    /// Finds out whether `loss` compares each output with each target, because libtorch repeats tensors of shapes such as
-    /// `[50, 1]` and `[50]`.
-    fn look_for_broadcast(
-        &self,
-        loss: &OwnLoss,
-        output: &Tensor,
-        targets: &Tensor,
-        value: &Tensor,
-    ) {
-        let may = output.size() != targets.size()
-            && output.numel() == targets.numel()
-            && targets.numel() > 1
-            && output.is_floating_point()
-            && targets.is_floating_point();
-        if !may {
-            return;
-        }
-        if self.note.get().is_none() {
-            // The random numbers of the run stay the same.
-            let look = || tch::no_grad(|| ignores_order(loss, output, targets, value));
-            let found = fork_rng(0, || panics::in_closure("the loss", look));
-            if let Ok(Ok(Ok(Some(is_broadcast)))) = found {
-                let note = is_broadcast.then(|| {
-                    format!(
-                        "warning: the loss compares each output of a batch with each target, because the model returns \
-                         the shape {:?} and the targets have {:?}; give both one shape, as with output.view_as(targets)",
-                        output.size(),
-                        targets.size()
-                    )
-                });
-                let _ = self.note.set(note); // another rank may have been first
-            }
-        }
-        if self.note().is_some() {
-            leave_out_resize_warnings();
-        }
+    /// Returns the notes on the loss and on the metrics that there are.
+    pub(super) fn notes(&self) -> impl Iterator<Item = &str> {
+        let of_metrics = self.metrics.iter().map(|metric| &metric.note);
+        [&self.note].into_iter().chain(of_metrics).filter_map(|note| note.get()?.as_deref())
     }
 
     /// Checks that each metric has another name. The names of the loss's parts are known only later.
@@ -237,7 +219,7 @@ impl Criterion {
 
     /// Checks that each metric, and each further part of the loss, has another name. `loss` is the name of the first part.
     fn check_names(&self, loss: &'static str, parts: &[(&'static str, Tensor)]) -> Result<()> {
-        let of_metrics = self.metrics.iter().map(|(name, _)| *name);
+        let of_metrics = self.metrics.iter().map(|metric| metric.name);
         let mut taken = vec![loss];
         if self.classifies() {
             taken.extend(["accuracy", "bits_per_token"]);
@@ -304,7 +286,7 @@ impl fmt::Debug for Criterion {
             LossFunction::BuiltIn(loss) => loss,
             LossFunction::Own(_) => &"own",
         };
-        let metrics: Vec<_> = self.metrics.iter().map(|(name, _)| name).collect();
+        let metrics: Vec<_> = self.metrics.iter().map(|metric| metric.name).collect();
         f.debug_struct("Criterion")
             .field("loss", loss)
             .field("metrics", &metrics)
@@ -339,9 +321,47 @@ impl LossParts {
     }
 }
 
-/// Returns whether `loss` has the same `value` for targets in another order. `None` if this batch cannot tell.
-fn ignores_order(
-    loss: &OwnLoss,
+/// Finds out whether `of`, a closure that `what` names, compares each output with each target, because libtorch repeats
+/// tensors of shapes such as `[50, 1]` and `[50]`. It gave `value` for these tensors.
+fn look_for_broadcast(
+    note: &Note,
+    what: &str,
+    of: &dyn Fn(&Tensor, &Tensor) -> Result<Tensor>,
+    [output, targets]: [&Tensor; 2],
+    value: &Tensor,
+) {
+    let may = output.size() != targets.size()
+        && output.numel() == targets.numel()
+        && targets.numel() > 1
+        && output.is_floating_point()
+        && targets.is_floating_point();
+    if !may {
+        return;
+    }
+    if note.get().is_none() {
+        // The random numbers of the run stay the same.
+        let look = || tch::no_grad(|| is_broadcast(of, output, targets, value));
+        if let Ok(Ok(Some(is_broadcast))) = fork_rng(0, look) {
+            let text = is_broadcast.then(|| {
+                format!(
+                    "warning: {what} compares each output of a batch with each target, because the model returns the \
+                     shape {:?} and the targets have {:?}; give both one shape, as with output.view_as(targets)",
+                    output.size(),
+                    targets.size()
+                )
+            });
+            let _ = note.set(text); // another rank may have been first
+        }
+    }
+    if note.get().is_some_and(Option::is_some) {
+        leave_out_resize_warnings();
+    }
+}
+
+/// Returns whether `of` has the same `value` for targets in another order, and another one for tensors of one shape. `None`
+/// if this batch cannot tell.
+fn is_broadcast(
+    of: &dyn Fn(&Tensor, &Tensor) -> Result<Tensor>,
     output: &Tensor,
     targets: &Tensor,
     value: &Tensor,
@@ -350,9 +370,15 @@ fn ignores_order(
     if turned.f_equal(targets)? || output.f_roll([1], [0])?.f_equal(output)? {
         return Ok(None);
     }
-    let Ok(other) = loss(output, &turned).check() else { return Ok(Some(false)) };
-    let (other, value) = (other.loss.f_double_value(&[])?, value.f_double_value(&[])?);
-    Ok(Some((other - value).abs() <= value.abs() * 1e-5))
+    let paired = output.f_reshape(targets.size())?;
+    let (Ok(turned), Ok(paired)) = (of(output, &turned), of(&paired, targets)) else {
+        return Ok(Some(false));
+    };
+    let value = value.f_double_value(&[])?;
+    let is_same = |other: &Tensor| -> Result<bool, TchError> {
+        Ok((other.f_double_value(&[])? - value).abs() <= value.abs() * 1e-5)
+    };
+    Ok(Some(is_same(&turned)? && !is_same(&paired)?))
 }
 
 /// Returns `value` without dimensions. Its shape is checked and its value is not: to read that would wait for the

@@ -10,7 +10,7 @@ use tch::Tensor;
 use super::TargetKind;
 use super::array::Array;
 use super::format::Format;
-use crate::error::{Error, Result, Shown};
+use crate::error::{Error, Result, Shown, counted};
 use crate::ffi::{TorchResult, open_file};
 use crate::files::{GZIP, mistaken};
 
@@ -127,9 +127,9 @@ pub(super) fn parse(name: &str, text: impl Read, kind: TargetKind) -> Result<(Ar
             }
         };
         if line.len() != *count {
-            let found = line.len();
+            let found = counted(line.len(), "column");
             return Err(wrong(format!(
-                "line {number} has {found} columns, and the first line has {count}"
+                "line {number} has {found}, and the first line has {count}"
             )));
         }
         samples += 1;
@@ -193,6 +193,7 @@ impl Columns {
             false => names(first),
             true => comments.iter().rfind(fits).map(|(_, names)| names.clone()).unwrap_or_default(),
         };
+        check_pandas(first, number, !names.is_empty())?;
         let is_target = |name: &String| {
             let letters = name.to_lowercase().replace(|c: char| !c.is_alphanumeric(), "");
             ["target", "targets", "label", "labels"].contains(&&*letters)
@@ -218,6 +219,31 @@ impl Columns {
             _ => Err("several columns are called target or label; rename all but one".into()),
         }
     }
+}
+
+/// Refuses what pandas writes in the first line unless it is told otherwise, because it would be trained on: an index of
+/// the rows, whose column has no name, and the numbers of the columns where there are no names.
+fn check_pandas(first: &ByteRecord, number: u64, has_names: bool) -> Result<(), String> {
+    let counts_up = |fields: &mut dyn Iterator<Item = &[u8]>| {
+        fields.enumerate().all(|(column, field)| field == column.to_string().as_bytes())
+    };
+    let has_no_name = |name: &String| name.is_empty() || name.starts_with("Unnamed: ");
+    let is_header =
+        !first.iter().any(|field| parsed(field).is_some()) || counts_up(&mut first.iter().skip(1));
+    if let Some(column) = names(first).iter().position(has_no_name).filter(|_| is_header) {
+        return Err(format!(
+            "line {number}, column {}: this column has no name, as an index of the rows that pandas writes; write the \
+             file with index=False, or, if its numbers are to be trained on, name the column",
+            column + 1
+        ));
+    }
+    if counts_up(&mut first.iter()) && first.len() > 2 && !has_names {
+        return Err(format!(
+            "line {number} is 0,1,2 and so on, as pandas writes for columns without names; name the columns, or, if the \
+             line is a sample, put a line with names ahead of it"
+        ));
+    }
+    Ok(())
 }
 
 /// Refuses a header, or a comment ahead of line `number`, that seems to say that another column than the last one of
@@ -338,6 +364,33 @@ mod tests {
         ] {
             let error = read(&format!("{header}\n0,5\n")).unwrap_err();
             assert!(error.contains(problem), "{header}: {error}");
+        }
+    }
+
+    #[test]
+    fn index_and_column_numbers_of_pandas_are_refused() {
+        for (text, problem) in [
+            (",a,label\n0,5,1\n", "line 1, column 1: this column has no name, as an index of"),
+            ("\"\",\"a\",\"label\"\n\"1\",5,1\n", "line 1, column 1: this column has no name"),
+            ("\nUnnamed: 0,a,label\n0,5,1\n", "line 2, column 1: this column has no name"),
+            ("a,,label\n0,5,1\n", "line 1, column 2: this column has no name"),
+            (",0,1,2\n0,5,6,1\n", "line 1, column 1: this column has no name"),
+            ("0,1,2\n5.5,6.5,1\n", "line 1 is 0,1,2 and so on, as pandas writes"),
+            (
+                "5,,1\n5,6,1\n",
+                "line 1, column 2: \"\" is not a number, but others in this line are",
+            ),
+        ] {
+            let error = read(text).unwrap_err();
+            assert!(error.contains(problem), "{text}: {error}");
+        }
+        for (text, first) in [
+            ("0,1\n2,3\n", vec![0.0]),
+            ("a,b,c\n0,1,2\n", vec![0.0, 1.0]),
+            ("# a,b,c\n0,1,2\n", vec![0.0, 1.0]),
+            ("0,1,2.0\n", vec![0.0, 1.0]),
+        ] {
+            assert_eq!(read(text).unwrap().0, first, "{text}");
         }
     }
 

@@ -6,7 +6,7 @@
 use super::variables::{Launcher, Variables, check_below};
 use super::{
     DEFAULT_PORT, Launch, LaunchKind, LaunchOptions, MasterEndpoint, Processes, check_addr,
-    check_flag,
+    check_flag, check_master_addr,
 };
 use crate::error::{Error, Result};
 use crate::launch::Nproc;
@@ -26,8 +26,7 @@ pub(super) fn read(variables: &Variables, options: &LaunchOptions) -> Result<Lau
     check_flag("--nnodes", options.nnodes.as_ref(), "Kubeflow", Some(&nnodes))?;
     check_flag("--node-rank", options.node_rank.as_ref(), "Kubeflow", Some(&node))?;
     let master = if nnodes > 1 { Some(master(variables)?) } else { None };
-    let addr = master.as_ref().map(|master| &master.addr);
-    check_flag("--master-addr", options.master_addr.as_ref(), "Kubeflow", addr)?;
+    check_master_addr(options, "Kubeflow", master.as_ref())?;
     let port = master.as_ref().map(|master| &master.port);
     check_flag("--master-port", options.master_port.as_ref(), "Kubeflow", port)?;
     let nproc = match (options.nproc, variables.text("PET_NPROC_PER_NODE")) {

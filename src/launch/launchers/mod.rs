@@ -255,7 +255,10 @@ pub fn detect(
     let variables = Variables::new(variables);
     let launch = read(&variables, options, gpus)?;
     let is_alone = launch.kind == LaunchKind::Local && options.launch == LaunchChoice::Auto;
-    let unknown = variables.first_of(&OF_UNKNOWN_LAUNCHERS).filter(|_| is_alone);
+    // In a shell that srun has started, srun has set PMIX_RANK.
+    let is_in_step = is_alone && slurm::step_id(&variables)?.is_some();
+    let is_unexplained = is_alone && !is_in_step;
+    let unknown = variables.first_of(&OF_UNKNOWN_LAUNCHERS).filter(|_| is_unexplained);
     let note = unknown.map(|name| {
         format!(
             "{name} is set, as by a launcher that this program does not know: if it has started several processes, each \
@@ -348,7 +351,8 @@ fn check_flag<T: PartialEq + std::fmt::Display>(
 fn check_addr(name: &str, addr: &str) -> Result<String> {
     let refuse = |why: &str| Err(Error::InvalidInput(format!("{name}={addr:?} {why}")));
     if let Some(inner) = addr.strip_prefix('[').and_then(|rest| rest.strip_suffix(']'))
-        && inner.parse::<Ipv6Addr>().is_ok()
+        && let Some(without_zone) = inner.split('%').next() // of a link-local address, fe80::1%eth0
+        && without_zone.parse::<Ipv6Addr>().is_ok()
     {
         return Ok(inner.into());
     }
@@ -359,6 +363,17 @@ fn check_addr(name: &str, addr: &str) -> Result<String> {
         return refuse("has a port in it; give that as the master port, on its own");
     }
     Ok(addr.into())
+}
+
+/// Checks that `--master-addr` agrees with a launcher that has said where the store is.
+fn check_master_addr(
+    options: &LaunchOptions,
+    launcher: &str,
+    master: Option<&MasterEndpoint>,
+) -> Result<()> {
+    let given = options.master_addr.as_deref().map(|addr| check_addr("--master-addr", addr));
+    let addr = master.map(|master| &master.addr);
+    check_flag("--master-addr", given.transpose()?.as_ref(), launcher, addr)
 }
 
 /// Returns the address of the store, for launchers that leave it to the user: from the flags, else from the

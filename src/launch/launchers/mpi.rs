@@ -122,7 +122,7 @@ pub(super) fn read(variables: &Variables, options: &LaunchOptions, gpus: usize) 
         ))),
     };
     let processes = Processes { index, count, local_index, local_count };
-    let id = variables.first_of(&["PMIX_NAMESPACE", "FLUX_JOB_ID"]);
+    let id = variables.first_of(&["PMIX_NAMESPACE", "FLUX_JOB_ID", "PALS_APID"]);
     let id = id.and_then(|name| variables.text(name));
     // Two runs on one machine must not meet at one port.
     let port = || {

@@ -72,7 +72,7 @@ fn sign_of_a_shell(variables: &Variables) -> Option<String> {
 }
 
 /// Returns the number of the step; `None` if it is unset or not one of srun's.
-fn step_id(variables: &Variables) -> Result<Option<usize>> {
+pub(super) fn step_id(variables: &Variables) -> Result<Option<usize>> {
     match variables.first_of(&["SLURM_STEP_ID", "SLURM_STEPID"]) {
         Some(name) => Ok(variables.number(name)?.filter(|&id| id < FIRST_OWN_STEP)),
         None => Ok(None),

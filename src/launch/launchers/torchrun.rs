@@ -4,7 +4,7 @@
 use super::variables::{Launcher, Variables, check_below};
 use super::{
     Launch, LaunchKind, LaunchOptions, MasterEndpoint, Processes, check_addr, check_flag,
-    ranks_of_one,
+    check_master_addr, ranks_of_one,
 };
 use crate::error::{Error, Result};
 
@@ -43,8 +43,7 @@ pub(super) fn read(variables: &Variables, options: &LaunchOptions, gpus: usize) 
     check_flag("--nnodes", options.nnodes.as_ref(), "torchrun", nnodes.as_ref())?;
     check_flag("--node-rank", options.node_rank.as_ref(), "torchrun", node_rank.as_ref())?;
     let master = if count > 1 { Some(master(variables)?) } else { None };
-    let addr = master.as_ref().map(|master| &master.addr);
-    check_flag("--master-addr", options.master_addr.as_ref(), "torchrun", addr)?;
+    check_master_addr(options, "torchrun", master.as_ref())?;
     let port = master.as_ref().map(|master| &master.port);
     check_flag("--master-port", options.master_port.as_ref(), "torchrun", port)?;
 

@@ -149,6 +149,12 @@ impl CollectiveFingerprint {
         unsafe { self.contents.copy(&[contents], 1) };
     }
 
+    /// Returns how many bytes of the inputs travel with the announcement. All ranks have as many.
+    pub(super) fn contents_len(&self) -> usize {
+        let lens = self.inputs.iter().map(|input| num_bytes(self.kind, input.numel));
+        if self.has_contents { lens.sum() } else { 0 }
+    }
+
     /// Returns the address of the copied inputs from their byte `offset` on, to read from until this rank announces its
     /// next call but one.
     pub(crate) fn contents(&self, offset: usize) -> *mut u8 {

@@ -5,7 +5,7 @@
 use std::time::Duration;
 
 use super::fingerprint::{CollectiveFingerprint, SIZES};
-use crate::error::{Error, Result, Suspects, list_ranks, runs};
+use crate::error::{Error, Result, Suspects, counted, list_ranks, runs};
 use crate::ffi::TcpStore;
 use crate::operation::{OpId, Operation};
 use crate::runtime::{Deadline, format_call_site};
@@ -155,8 +155,8 @@ fn list(calls: &[RankCall], outlier: usize) -> String {
         let outlier_line =
             lines.iter().position(|(_, ranks)| ranks.contains(&outlier)).unwrap_or(0);
         lines.swap(MAX_LISTED_CALLS - 1, outlier_line.max(MAX_LISTED_CALLS - 1));
-        left_out =
-            format!("; the others made {} more different calls", lines.len() - MAX_LISTED_CALLS);
+        let more = counted(lines.len() - MAX_LISTED_CALLS, "more different call");
+        left_out = format!("; the others made {more}");
     }
     let line = |(RankCall { call, call_site, .. }, ranks): &(&RankCall, Vec<usize>)| {
         format!(

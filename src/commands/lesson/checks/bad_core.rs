@@ -1,13 +1,13 @@
 //! The lesson about a bad core: two recorded runs, one of them with a wrong bit.
 
 use std::path::Path;
-use std::process::{Command, Stdio};
 
 use anyhow::{Context, ensure};
 
 use super::Found;
 use crate::commands::diff::ranks_with_other_parameters;
 use crate::commands::lesson::answer::Answer;
+use crate::launch::this_program;
 use crate::os::{TemporaryFolder, TiedChild};
 
 /// A wrong bit in a parameter of rank 2: on how many ranks `weight` differs after that step.
@@ -32,10 +32,9 @@ pub(in super::super) fn bad_core() -> anyhow::Result<Found> {
 
 /// Trains three ranks for ten steps, and writes their record to `path`.
 fn run(path: &Path, more: &[&str]) -> anyhow::Result<()> {
-    let mut command = Command::new(std::env::current_exe()?);
+    let mut command = this_program()?;
     command.args(["--launch=local", "--quiet", "--nproc-per-node=3", "--max-steps=10"]);
     command.arg("--record").arg(path).args(more).env("CUDA_VISIBLE_DEVICES", "");
-    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
     let output = TiedChild::spawn(&mut command).and_then(TiedChild::wait_with_output);
     let output = output.context("starting ddp-mp")?;
     // A run whose replicas differ at the end fails, and its record is whole.

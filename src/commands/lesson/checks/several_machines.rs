@@ -1,12 +1,12 @@
 //! The lessons about backends and several machines: ranks in several processes, against the ranks of one.
 
 use std::net::TcpListener;
-use std::process::{Command, Stdio};
 
 use anyhow::{Context, ensure};
 
 use super::Found;
 use crate::commands::lesson::answer::Answer;
+use crate::launch::this_program;
 use crate::os::TiedChild;
 
 /// The flags with which `ddp-mp` prints the hash of its parameters as JSON, and does not wait long for a lost process.
@@ -38,9 +38,8 @@ pub(in super::super) fn backend() -> anyhow::Result<Found> {
 /// Runs a process of `ddp-mp` for each of `machines`, which have these flags. Returns the hash of the parameters.
 fn train(machines: &[&[&str]]) -> anyhow::Result<String> {
     let start = |flags: &&[&str]| {
-        let mut command = Command::new(std::env::current_exe()?);
+        let mut command = this_program()?;
         command.args(FLAGS).args(*flags).env("CUDA_VISIBLE_DEVICES", ""); // ranks on the CPU
-        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         TiedChild::spawn(&mut command)
     };
     let started = machines.iter().map(start).collect::<Result<Vec<_>, _>>();

@@ -287,6 +287,9 @@ fn variables_of_unknown_launchers_are_noted() {
     for known in ["", OPEN_MPI, SRUN, PTY] {
         assert_eq!(found(known).note, None, "{known}");
     }
+    assert_eq!(found(&format!("{PTY} PMIX_RANK=0")).note, None); // MpiDefault=pmix
+    let batch = with(&[SBATCH, "PMIX_RANK=0"], &LaunchOptions::default(), 0);
+    assert!(batch.unwrap().note.is_some());
     assert_eq!(with(&["PMIX_RANK=1"], &choose(LaunchChoice::Local), 0).unwrap().note, None);
 }
 
@@ -322,6 +325,8 @@ fn launch_by_hand_takes_nodes_and_master_from_flags() {
     assert_eq!(with(&[], &ipv6, 0).unwrap().master.unwrap().to_string(), "[fe80::1]:29500");
     let brackets = LaunchOptions { master_addr: Some("[fe80::1]".into()), ..ipv6 };
     assert_eq!(with(&[], &brackets, 0).unwrap().master.unwrap().addr, "fe80::1");
+    let with_zone = LaunchOptions { master_addr: Some("[fe80::1%eth0]".into()), ..brackets };
+    assert_eq!(with(&[], &with_zone, 0).unwrap().master.unwrap().addr, "fe80::1%eth0");
     // One machine, from a script that counts them.
     let one = LaunchOptions { nnodes: Some(1), node_rank: Some(0), ..by_hand() };
     assert_eq!(with(&[], &one, 0).unwrap().kind, LaunchKind::Local);

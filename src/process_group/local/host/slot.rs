@@ -14,7 +14,7 @@ use super::super::mismatch::{mismatch_in_store, to_text};
 use super::Allocation;
 use super::group::{HostGroup, STAGING};
 use crate::error::{Error, Result};
-use crate::operation::Tensors;
+use crate::operation::{Operand, Tensors};
 use crate::process_group::call::Call;
 use crate::process_group::dtype::num_bytes;
 use crate::runtime::StopMessage;
@@ -74,15 +74,16 @@ impl Cell {
         (Self::places() + 2 * self.ranks * size_of::<Place>()).next_multiple_of(LINE)
     }
 
-    /// Returns how many tensors the group rank `rank` puts into `call`.
-    fn inputs(self, call: &Call, rank: usize) -> usize {
-        let Some(collective) = call.operation.collective() else { return 0 };
-        match collective.inputs.tensors {
-            _ if !collective.inputs.is_held_by(rank == call.root()) => 0,
+    /// Returns how many inputs and outputs the group rank `rank` has in `call`.
+    fn tensors(self, call: &Call, rank: usize) -> (usize, usize) {
+        let Some(collective) = call.operation.collective() else { return (0, 0) };
+        let count = |operand: Operand| match operand.tensors {
+            _ if !operand.is_held_by(rank == call.root()) => 0,
             Tensors::Nothing => 0,
             Tensors::One => 1,
             Tensors::OneForEachRank => self.ranks,
-        }
+        };
+        (count(collective.inputs), count(collective.outputs))
     }
 
     /// Returns the offset of the announcement with this parity in a block.
@@ -223,10 +224,7 @@ impl HostSlot {
         let places = self::places(cell);
         let unit = num_bytes(call.kind, 1);
         let stop = group.stop.get().map_or(StopMessage::NONE, |stop| stop.message());
-        let contents: usize = match mine.has_contents {
-            true => mine.inputs.iter().map(|input| input.numel * unit).sum(),
-            false => 0,
-        };
+        let contents = mine.contents_len();
         let (inputs, outputs) = (mine.inputs.len(), mine.outputs.len());
         let reached = &mut published[rank];
         reached.inputs.clear();
@@ -332,9 +330,9 @@ impl HostSlot {
                 different.push(other);
                 continue;
             }
-            let most = group.cell.ranks;
-            let fits = inputs == group.cell.inputs(call, group.first + other);
-            if !fits || outputs > most || contents > MAX_BYTES {
+            // What a peer writes by mistake must not be added, or counted on.
+            let tensors = group.cell.tensors(call, group.first + other);
+            if (inputs, outputs) != tensors || contents != mine.contents_len() {
                 return Err(invalid_data());
             }
             let reach = |index: usize, is_read: bool| {
