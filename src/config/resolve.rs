@@ -158,7 +158,7 @@ mod tests {
         assert!(error.starts_with(&named("val_fraction")), "{error}");
         let config = Config::resolve(Some(&file), &flags("warmup_steps = 300")).unwrap();
         let error = config.validate_for(1).unwrap_err().to_string();
-        assert!(error.starts_with("--warmup-steps: 300 steps"), "{error}");
+        assert!(error.starts_with("--warmup-steps: a warm-up of 300 steps"), "{error}");
     }
 
     #[test]
