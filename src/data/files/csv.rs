@@ -193,7 +193,7 @@ impl Columns {
             false => names(first),
             true => comments.iter().rfind(fits).map(|(_, names)| names.clone()).unwrap_or_default(),
         };
-        check_pandas(first, number, !names.is_empty())?;
+        check_pandas(first, number, !comments.is_empty())?;
         let is_target = |name: &String| {
             let letters = name.to_lowercase().replace(|c: char| !c.is_alphanumeric(), "");
             ["target", "targets", "label", "labels"].contains(&&*letters)
@@ -222,8 +222,8 @@ impl Columns {
 }
 
 /// Refuses what pandas writes in the first line unless it is told otherwise, because it would be trained on: an index of
-/// the rows, whose column has no name, and the numbers of the columns where there are no names.
-fn check_pandas(first: &ByteRecord, number: u64, has_names: bool) -> Result<(), String> {
+/// the rows, whose column has no name, and the numbers of the columns where there are no names. It writes no comments.
+fn check_pandas(first: &ByteRecord, number: u64, has_comments: bool) -> Result<(), String> {
     let counts_up = |fields: &mut dyn Iterator<Item = &[u8]>| {
         fields.enumerate().all(|(column, field)| field == column.to_string().as_bytes())
     };
@@ -237,7 +237,7 @@ fn check_pandas(first: &ByteRecord, number: u64, has_names: bool) -> Result<(), 
             column + 1
         ));
     }
-    if counts_up(&mut first.iter()) && first.len() > 2 && !has_names {
+    if counts_up(&mut first.iter()) && first.len() > 2 && !has_comments {
         return Err(format!(
             "line {number} is 0,1,2 and so on, as pandas writes for columns without names; name the columns, or, if the \
              line is a sample, put a line with names ahead of it"
