@@ -145,6 +145,17 @@ pub(crate) enum Tensors {
     OneForEachRank,
 }
 
+impl Tensors {
+    /// Returns how many tensors these are in a group of `ranks` ranks.
+    pub(crate) fn count(self, ranks: usize) -> usize {
+        match self {
+            Tensors::Nothing => 0,
+            Tensors::One => 1,
+            Tensors::OneForEachRank => ranks,
+        }
+    }
+}
+
 /// The ranks that have tensors on one side of a collective.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Holders {

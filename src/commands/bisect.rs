@@ -6,7 +6,7 @@
 
 use std::fs;
 use std::path::{self, Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Stdio};
 
 use anyhow::Context;
 use clap::Args;
@@ -115,11 +115,12 @@ fn create_folder(keep: Option<&Path>) -> anyhow::Result<TemporaryFolder> {
     let Some(keep) = keep else {
         return TemporaryFolder::new().context("creating a folder for the runs");
     };
-    let creating = || format!("creating {}", keep.shown());
-    // The commands may run in other folders.
-    let folder = path::absolute(keep).and_then(TemporaryFolder::at).with_context(creating)?;
-    Place::create_folder(folder.path()).with_context(creating)?;
-    Ok(folder)
+    TemporaryFolder::created_by(|| {
+        let folder = path::absolute(keep)?; // the commands may run in other folders
+        Place::create_folder(&folder)?;
+        Ok(folder)
+    })
+    .with_context(|| format!("creating {}", keep.shown()))
 }
 
 /// Has the commands start from the newest checkpoints in `good` and `bad` that are equal, and stop at the oldest that differ.
@@ -278,17 +279,16 @@ impl Side {
     fn run(&self, command: &str, printer: &Printer) -> anyhow::Result<String> {
         printer.info(&format!("{}: {command}", self.name));
         let mut shell = Command::new("sh");
-        shell.args(["-c", command]);
-        let output = TiedChild::spawn(&mut shell)
-            .and_then(TiedChild::wait_with_output)
-            .context("starting sh")?;
-        let problem = String::from_utf8_lossy(&output.stderr);
+        shell.args(["-c", command]).stdout(Stdio::null());
+        let ended =
+            TiedChild::spawn(&mut shell).and_then(TiedChild::wait).context("starting sh")?;
+        let problem = ended.stderr;
         // Mistakes in flags have their text first, and how to get help last.
         let mistake = problem.lines().find(|line| line.starts_with("error: "));
         let last = mistake.or(problem.lines().last()).unwrap_or("it printed nothing on stderr");
-        if matches!(output.status.code(), Some(0 | 1)) {
+        if matches!(ended.status.code(), Some(0 | 1)) {
             return Ok(last.into());
         }
-        Err(self.refused(&format!("it failed ({}): {last}", output.status)))
+        Err(self.refused(&format!("it failed ({}): {last}", ended.status)))
     }
 }

@@ -68,11 +68,7 @@ impl CommOp {
         let ranks = world_size as f64;
         let count = |operand: Operand| {
             let holders = if operand.holders == Holders::Root { 1.0 } else { ranks };
-            match operand.tensors {
-                Tensors::Nothing => 0.0,
-                Tensors::One => holders,
-                Tensors::OneForEachRank => holders * ranks,
-            }
+            holders * operand.tensors.count(world_size) as f64
         };
         let CollectiveType { inputs, outputs, .. } = self.moves();
         if self.is_in_place() { ranks } else { count(inputs) + count(outputs) }

@@ -78,31 +78,29 @@ fn change_paths<E>(
     for arg in command.get_arguments() {
         let key = arg.get_id().as_str();
         let is_path = arg.get_value_hint() == ValueHint::AnyPath;
-        let text = match (options.get_mut(key), arg.get_value_delimiter()) {
-            (Some(Value::String(paths)), Some(delimiter)) if is_path => {
-                let changed = paths.split(delimiter).map(&change).collect::<Result<Vec<_>, E>>()?;
-                *paths = changed.join(&delimiter.to_string());
-                continue;
+        let changed = |text: &str| match text.parse::<DatasetSpec>() {
+            Ok(spec) if key == "dataset" => Ok(spec.with_paths(&change)?.to_string()),
+            _ if key == "resume" && (text == "auto" || saves && is_checkpoint_name(text)) => {
+                Ok(text.into())
             }
-            (Some(Value::Array(paths)), _) if is_path => {
-                for path in paths {
-                    if let Value::String(path) = path {
-                        *path = change(path)?;
+            _ if key == "resume" || is_path => change(text),
+            _ => Ok(text.into()),
+        };
+        match (options.get_mut(key), arg.get_value_delimiter()) {
+            (Some(Value::String(text)), None) => *text = changed(text)?,
+            (Some(Value::String(list)), Some(delimiter)) => {
+                let all = list.split(delimiter).map(changed).collect::<Result<Vec<_>, E>>()?;
+                *list = all.join(&delimiter.to_string());
+            }
+            (Some(Value::Array(list)), _) => {
+                for item in list {
+                    if let Value::String(text) = item {
+                        *text = changed(text)?;
                     }
                 }
-                continue;
             }
-            (Some(Value::String(text)), _) => text,
-            _ => continue,
-        };
-        *text = match text.parse::<DatasetSpec>() {
-            Ok(spec) if key == "dataset" => spec.with_paths(&change)?.to_string(),
-            _ if key == "resume" && (text == "auto" || saves && is_checkpoint_name(text)) => {
-                continue;
-            }
-            _ if key == "resume" || is_path => change(text)?,
-            _ => continue,
-        };
+            _ => {}
+        }
     }
     Ok(())
 }

@@ -20,4 +20,4 @@ pub(crate) use process::{
     hold_signals_of_user, is_ignored, named, release_signals, send_signal, tie_to_this_process,
     wait_for_end,
 };
-pub(crate) use signal_cleanup::{TemporaryFolder, TiedChild};
+pub(crate) use signal_cleanup::{Ended, TemporaryFolder, TiedChild, text_in};

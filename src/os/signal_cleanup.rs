@@ -4,7 +4,7 @@ use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, ExitStatus, Output, Stdio};
+use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::Duration;
 use std::{io, thread};
 
@@ -117,7 +117,7 @@ pub(crate) struct TemporaryFolder {
 impl Drop for TemporaryFolder {
     fn drop(&mut self) {
         if !self.is_kept {
-            let _ = fs::remove_dir_all(&self.path); // it may not exist yet, or no longer
+            let _ = fs::remove_dir_all(&self.path); // an error could not be reported
         }
     }
 }
@@ -128,19 +128,16 @@ impl TemporaryFolder {
     /// # Errors
     /// When the system refuses.
     pub(crate) fn new() -> io::Result<Self> {
-        change(|cleanup| {
-            let path = tempfile::tempdir()?.keep();
-            cleanup.folders.push(path.clone());
-            Ok(Self { path, is_kept: false })
-        })
+        Self::created_by(|| Ok(tempfile::tempdir()?.keep()))
     }
 
-    /// Takes the folder that the caller is about to create at `path`, where nothing is.
+    /// Takes over the folder that `create` makes and returns. No signal comes in between.
     ///
     /// # Errors
-    /// When the system refuses.
-    pub(crate) fn at(path: PathBuf) -> io::Result<Self> {
+    /// Those of `create`, and when the system refuses.
+    pub(crate) fn created_by(create: impl FnOnce() -> io::Result<PathBuf>) -> io::Result<Self> {
         change(|cleanup| {
+            let path = create()?;
             cleanup.folders.push(path.clone());
             Ok(Self { path, is_kept: false })
         })
@@ -163,15 +160,22 @@ impl TemporaryFolder {
     }
 }
 
-/// A child process that ends with this process. Its output goes to files, not to pipes: what it has started may outlive
-/// it, and would keep a pipe open.
+/// A child process that ends with this process. Its stderr is a file: what the process has started may outlive it, and
+/// would keep a pipe open.
 #[derive(Debug)]
 pub(crate) struct TiedChild {
     /// `None` once it has been waited for.
     child: Option<Child>,
     group: Pid,
-    stdout: File,
     stderr: File,
+}
+
+/// The end of a [`TiedChild`].
+#[derive(Debug)]
+pub(crate) struct Ended {
+    pub status: ExitStatus,
+    /// What it has written to stderr.
+    pub stderr: String,
 }
 
 impl Drop for TiedChild {
@@ -184,34 +188,33 @@ impl Drop for TiedChild {
 }
 
 impl TiedChild {
-    /// Starts `command` without input, in a process group of its own, which gets the SIGINT, SIGTERM or SIGHUP that ends
-    /// this process. The thread that calls this must live until this process ends.
+    /// Starts `command` without input, in a process group of its own. The SIGINT, SIGTERM or SIGHUP that ends this process
+    /// goes to that group, too. The thread that calls this must live until this process ends.
     ///
     /// # Errors
     /// When the system refuses.
     pub(crate) fn spawn(command: &mut Command) -> io::Result<Self> {
-        let (stdout, stderr) = (tempfile::tempfile()?, tempfile::tempfile()?);
-        command.stdin(Stdio::null()).stdout(stdout.try_clone()?).stderr(stderr.try_clone()?);
+        let stderr = tempfile::tempfile()?;
+        command.stdin(Stdio::null()).stderr(stderr.try_clone()?);
         tie_to_this_process(command.process_group(0), &[]);
         change(|cleanup| {
             let child = command.spawn()?;
             let group = Pid::from_child(&child);
             cleanup.groups.push(group);
-            Ok(Self { child: Some(child), group, stdout, stderr })
+            Ok(Self { child: Some(child), group, stderr })
         })
     }
 
-    /// Waits for the end, and returns what the process has written. What it has started in its group, and has not waited for,
-    /// ends with it.
+    /// Waits for the end. What the process has started in its group, and has not waited for, ends with it.
     ///
     /// # Errors
     /// When the system refuses.
-    pub(crate) fn wait_with_output(mut self) -> io::Result<Output> {
+    pub(crate) fn wait(mut self) -> io::Result<Ended> {
         if let Some(child) = &self.child {
             wait_for_end(child.id());
         }
         let status = self.end()?;
-        Ok(Output { status, stdout: contents(&self.stdout)?, stderr: contents(&self.stderr)? })
+        Ok(Ended { status, stderr: text_in(&self.stderr)? })
     }
 
     /// Kills what is left of the process group, and takes the status of the process.
@@ -225,11 +228,11 @@ impl TiedChild {
     }
 }
 
-/// Returns what is in `file`. Others may go on writing to it.
-fn contents(file: &File) -> io::Result<Vec<u8>> {
+/// Returns the text of `file`, to which others may go on writing.
+pub(crate) fn text_in(file: &File) -> io::Result<String> {
     let mut bytes = vec![0; file.metadata()?.len() as usize];
     file.read_exact_at(&mut bytes, 0)?;
-    Ok(bytes)
+    Ok(String::from_utf8_lossy(&bytes).into_owned())
 }
 
 #[cfg(test)]
@@ -240,10 +243,12 @@ mod tests {
     #[test]
     fn output_is_whole_though_another_process_keeps_it_open() {
         let script = "setsid sleep 1000 & echo $!; echo why >&2; exit 3";
-        let child = TiedChild::spawn(Command::new("sh").args(["-c", script])).unwrap();
-        let output = child.wait_with_output().unwrap();
-        let kept = String::from_utf8(output.stdout).unwrap().trim().parse().unwrap();
-        assert_eq!((output.status.code(), &*output.stderr), (Some(3), &b"why\n"[..]));
+        let stdout = tempfile::tempfile().unwrap();
+        let mut shell = Command::new("sh");
+        shell.args(["-c", script]).stdout(stdout.try_clone().unwrap());
+        let ended = TiedChild::spawn(&mut shell).unwrap().wait().unwrap();
+        let kept = text_in(&stdout).unwrap().trim().parse().unwrap();
+        assert_eq!((ended.status.code(), &*ended.stderr), (Some(3), "why\n"));
         rustix::process::kill_process(Pid::from_raw(kept).unwrap(), Signal::KILL).unwrap();
     }
 }

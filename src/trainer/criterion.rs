@@ -34,7 +34,7 @@ pub struct Criterion {
     loss: LossFunction,
     metrics: Vec<NamedMetric>,
     count: Option<Arc<Count>>,
-    /// On a loss of the user.
+    /// The note on a loss of the user.
     note: Note,
 }
 
@@ -45,7 +45,8 @@ struct NamedMetric {
     note: Note,
 }
 
-/// A note on a closure that compares each output with each target; `None` if it does not. Unset until a batch tells.
+/// A note on a closure that compares each output with each target. It is `None` if the closure does not, and unset until a
+/// batch shows which.
 type Note = Arc<OnceLock<Option<String>>>;
 
 #[derive(Clone)]
@@ -358,8 +359,8 @@ fn look_for_broadcast(
     }
 }
 
-/// Returns whether `of` has the same `value` for targets in another order, and another one for tensors of one shape. `None`
-/// if this batch cannot tell.
+/// Returns whether `of` has the same `value` for targets in another order, and another one for tensors of one shape. Returns
+/// `None` if all outputs or all targets of the batch are equal.
 fn is_broadcast(
     of: &dyn Fn(&Tensor, &Tensor) -> Result<Tensor>,
     output: &Tensor,

@@ -221,15 +221,15 @@ impl Columns {
     }
 }
 
-/// Refuses what pandas writes in the first line unless it is told otherwise, because it would be trained on: an index of
-/// the rows, whose column has no name, and the numbers of the columns where there are no names. It writes no comments.
+/// Refuses two headers of pandas, because the program would train on what they show: a column without a name, which is the
+/// index of the rows, and the numbers of the columns in place of names. pandas writes no comments.
 fn check_pandas(first: &ByteRecord, number: u64, has_comments: bool) -> Result<(), String> {
-    let counts_up = |fields: &mut dyn Iterator<Item = &[u8]>| {
-        fields.enumerate().all(|(column, field)| field == column.to_string().as_bytes())
+    let counts_up_after = |skipped: usize| {
+        let mut fields = first.iter().skip(skipped).enumerate();
+        fields.all(|(column, field)| field == column.to_string().as_bytes())
     };
     let has_no_name = |name: &String| name.is_empty() || name.starts_with("Unnamed: ");
-    let is_header =
-        !first.iter().any(|field| parsed(field).is_some()) || counts_up(&mut first.iter().skip(1));
+    let is_header = !first.iter().any(|field| parsed(field).is_some()) || counts_up_after(1);
     if let Some(column) = names(first).iter().position(has_no_name).filter(|_| is_header) {
         return Err(format!(
             "line {number}, column {}: this column has no name, as an index of the rows that pandas writes; write the \
@@ -237,7 +237,7 @@ fn check_pandas(first: &ByteRecord, number: u64, has_comments: bool) -> Result<(
             column + 1
         ));
     }
-    if counts_up(&mut first.iter()) && first.len() > 2 && !has_comments {
+    if counts_up_after(0) && first.len() > 2 && !has_comments {
         return Err(format!(
             "line {number} is 0,1,2 and so on, as pandas writes for columns without names; name the columns, or, if the \
              line is a sample, put a line with names ahead of it"

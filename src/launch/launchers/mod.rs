@@ -256,8 +256,7 @@ pub fn detect(
     let launch = read(&variables, options, gpus)?;
     let is_alone = launch.kind == LaunchKind::Local && options.launch == LaunchChoice::Auto;
     // In a shell that srun has started, srun has set PMIX_RANK.
-    let is_in_step = is_alone && slurm::step_id(&variables)?.is_some();
-    let is_unexplained = is_alone && !is_in_step;
+    let is_unexplained = is_alone && slurm::step_id(&variables)?.is_none();
     let unknown = variables.first_of(&OF_UNKNOWN_LAUNCHERS).filter(|_| is_unexplained);
     let note = unknown.map(|name| {
         format!(

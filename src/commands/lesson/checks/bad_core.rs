@@ -1,6 +1,7 @@
 //! The lesson about a bad core: two recorded runs, one of them with a wrong bit.
 
 use std::path::Path;
+use std::process::Stdio;
 
 use anyhow::{Context, ensure};
 
@@ -8,7 +9,7 @@ use super::Found;
 use crate::commands::diff::ranks_with_other_parameters;
 use crate::commands::lesson::answer::Answer;
 use crate::launch::this_program;
-use crate::os::{TemporaryFolder, TiedChild};
+use crate::os::{Ended, TemporaryFolder, TiedChild};
 
 /// A wrong bit in a parameter of rank 2: on how many ranks `weight` differs after that step.
 pub(in super::super) fn bad_core() -> anyhow::Result<Found> {
@@ -35,10 +36,10 @@ fn run(path: &Path, more: &[&str]) -> anyhow::Result<()> {
     let mut command = this_program()?;
     command.args(["--launch=local", "--quiet", "--nproc-per-node=3", "--max-steps=10"]);
     command.arg("--record").arg(path).args(more).env("CUDA_VISIBLE_DEVICES", "");
-    let output = TiedChild::spawn(&mut command).and_then(TiedChild::wait_with_output);
-    let output = output.context("starting ddp-mp")?;
+    command.stdout(Stdio::null());
+    let ended = TiedChild::spawn(&mut command).and_then(TiedChild::wait);
+    let Ended { status, stderr } = ended.context("starting ddp-mp")?;
     // A run whose replicas differ at the end fails, and its record is whole.
-    let problem = String::from_utf8_lossy(&output.stderr);
-    ensure!(matches!(output.status.code(), Some(0 | 1)), "{}: {problem}", output.status);
+    ensure!(matches!(status.code(), Some(0 | 1)), "{status}: {stderr}");
     Ok(())
 }

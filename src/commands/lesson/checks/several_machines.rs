@@ -1,5 +1,6 @@
 //! The lessons about backends and several machines: ranks in several processes, against the ranks of one.
 
+use std::io;
 use std::net::TcpListener;
 
 use anyhow::{Context, ensure};
@@ -7,7 +8,7 @@ use anyhow::{Context, ensure};
 use super::Found;
 use crate::commands::lesson::answer::Answer;
 use crate::launch::this_program;
-use crate::os::TiedChild;
+use crate::os::{Ended, TiedChild, text_in};
 
 /// The flags with which `ddp-mp` prints the hash of its parameters as JSON, and does not wait long for a lost process.
 const FLAGS: [&str; 3] = ["--launch=local", "--log-format=json", "--timeout=60s"];
@@ -38,22 +39,21 @@ pub(in super::super) fn backend() -> anyhow::Result<Found> {
 /// Runs a process of `ddp-mp` for each of `machines`, which have these flags. Returns the hash of the parameters.
 fn train(machines: &[&[&str]]) -> anyhow::Result<String> {
     let start = |flags: &&[&str]| {
+        let stdout = tempfile::tempfile()?;
         let mut command = this_program()?;
         command.args(FLAGS).args(*flags).env("CUDA_VISIBLE_DEVICES", ""); // ranks on the CPU
-        TiedChild::spawn(&mut command)
+        command.stdout(stdout.try_clone()?);
+        Ok((TiedChild::spawn(&mut command)?, stdout))
     };
-    let started = machines.iter().map(start).collect::<Result<Vec<_>, _>>();
+    let started = machines.iter().map(start).collect::<io::Result<Vec<_>>>();
     let mut outputs = Vec::new();
-    for process in started.context("starting ddp-mp")? {
-        outputs.push(process.wait_with_output().context("waiting for ddp-mp")?);
-    }
-    for output in &outputs {
-        let problem = String::from_utf8_lossy(&output.stderr);
-        ensure!(output.status.success(), "a process failed ({}): {problem}", output.status);
+    for (process, stdout) in started.context("starting ddp-mp")? {
+        let Ended { status, stderr } = process.wait().context("waiting for ddp-mp")?;
+        ensure!(status.success(), "a process failed ({status}): {stderr}");
+        outputs.push(stdout);
     }
     // The process of rank 0 prints the results.
-    let output = outputs.first().context("there is no process")?;
-    let text = String::from_utf8_lossy(&output.stdout);
+    let text = text_in(outputs.first().context("there is no process")?)?;
     let mut events = text.lines().filter_map(|line| serde_json::from_str(line).ok());
     let hash = events.find_map(|event: serde_json::Value| {
         Some(event.get("parameters_hash")?.as_str()?.to_owned())

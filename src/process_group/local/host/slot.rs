@@ -14,7 +14,7 @@ use super::super::mismatch::{mismatch_in_store, to_text};
 use super::Allocation;
 use super::group::{HostGroup, STAGING};
 use crate::error::{Error, Result};
-use crate::operation::{Operand, Tensors};
+use crate::operation::Operand;
 use crate::process_group::call::Call;
 use crate::process_group::dtype::num_bytes;
 use crate::runtime::StopMessage;
@@ -77,11 +77,9 @@ impl Cell {
     /// Returns how many inputs and outputs the group rank `rank` has in `call`.
     fn tensors(self, call: &Call, rank: usize) -> (usize, usize) {
         let Some(collective) = call.operation.collective() else { return (0, 0) };
-        let count = |operand: Operand| match operand.tensors {
-            _ if !operand.is_held_by(rank == call.root()) => 0,
-            Tensors::Nothing => 0,
-            Tensors::One => 1,
-            Tensors::OneForEachRank => self.ranks,
+        let count = |operand: Operand| {
+            let is_held = operand.is_held_by(rank == call.root());
+            if is_held { operand.tensors.count(self.ranks) } else { 0 }
         };
         (count(collective.inputs), count(collective.outputs))
     }
@@ -301,6 +299,7 @@ impl HostSlot {
         // All tensors have as many elements, unless each pair of ranks has its own size.
         let numel = mine.inputs.first().or(mine.outputs.first()).map(|place| place.numel);
         let numel = numel.filter(|_| !call.operation.has_own_sizes());
+        let own_contents = mine.contents_len();
         let mut different = Vec::new();
         for (other, theirs) in published.iter_mut().enumerate() {
             theirs.describe_like(mine);
@@ -330,9 +329,9 @@ impl HostSlot {
                 different.push(other);
                 continue;
             }
-            // What a peer writes by mistake must not be added, or counted on.
+            // A peer may have written other counts by mistake.
             let tensors = group.cell.tensors(call, group.first + other);
-            if (inputs, outputs) != tensors || contents != mine.contents_len() {
+            if (inputs, outputs) != tensors || contents != own_contents {
                 return Err(invalid_data());
             }
             let reach = |index: usize, is_read: bool| {
