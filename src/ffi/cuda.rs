@@ -121,6 +121,16 @@ pub fn load() -> Cuda {
     cuda
 }
 
+/// Loads the part of libtorch_cuda that has QR, inverses and the like. Call this before several threads use GPUs.
+///
+/// libtorch loads it in the first call of such a function, and counts without a lock. If another thread calls one meanwhile,
+/// libtorch fails with "lazy wrapper should be called at most once".
+pub(crate) fn load_linear_algebra() {
+    // A libtorch_cuda that has all in one library lacks this one, and needs nothing. If the library cannot be loaded, the
+    // function that needs it says so.
+    let _ = load_library("libtorch_cuda_linalg.so");
+}
+
 /// Returns a version such as `13.0`, which CUDA writes as 13000.
 fn version_text(version: i64) -> String {
     format!("{}.{}", version / 1000, version % 1000 / 10)
@@ -150,7 +160,7 @@ fn too_old(driver: &str, built_for: &str) -> Option<String> {
 /// Loads a library for the life of the process, because libtorch keeps pointers into it. An error is the text of
 /// `dlerror`, which names the missing file.
 fn load_library(name: &str) -> std::result::Result<(), String> {
-    // SAFETY: loading libtorch_cuda runs its static initialisers, as linking to it would.
+    // SAFETY: loading a library of libtorch runs its static initialisers, as linking to it would.
     match unsafe { Library::open(Some(name), RTLD_NOW | RTLD_GLOBAL) } {
         Ok(library) => {
             std::mem::forget(library);

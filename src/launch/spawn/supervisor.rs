@@ -12,6 +12,7 @@ use crossbeam::select;
 use super::stopping::Stopping;
 use super::{Spawn, leave_error};
 use crate::error::{Result, Shown, counted};
+use crate::ffi::cuda::load_linear_algebra;
 use crate::ffi::{check_version, choose_kernels, give_back_memory};
 use crate::launch::heartbeat_monitor::Stay;
 use crate::launch::rank_thread::{RankThread, RankThreadEnd};
@@ -62,6 +63,10 @@ impl Spawn {
         }
         if libtorch.is_ok() {
             choose_kernels();
+            let devices = &joined_launch.placement.devices;
+            if devices.len() > 1 && devices.iter().any(|device| device.is_cuda()) {
+                load_linear_algebra();
+            }
         }
         let startable = if libtorch.is_ok() { local_ranks.len() } else { 0 };
         let rendezvous = Arc::new(RankRendezvous::default());

@@ -1,7 +1,10 @@
 // libtorch's device type CUDA.
 
+#include <atomic>
+#include <barrier>
 #include <functional>
 #include <future>
+#include <thread>
 
 #include <ATen/ATen.h>
 #include <c10/core/Event.h>
@@ -110,6 +113,22 @@ void check_wrong_copy() {
   check_spoiled(numbers.to(other).to(gpu), numbers, false);
 }
 
+// The first thread loads the library, and the second one comes meanwhile.
+void check_linear_algebra() {
+  std::atomic<int> failed{0};
+  std::barrier<> both(2);
+  auto invert = [&] {
+    const auto matrix = at::eye(4).to(gpu);
+    both.arrive_and_wait();
+    if (throws("lazy wrapper should be called at most once", [&] { at::linalg_inv(matrix); })) failed++;
+  };
+  std::thread other(invert);
+  invert();
+  other.join();
+  EXPECT(failed == 1);
+  EXPECT(at::linalg_inv(at::eye(4).to(gpu)).sum().item<float>() == 4);
+}
+
 }  // namespace
 
 void check_torch() {
@@ -125,6 +144,7 @@ void check_torch() {
   check_with_cuda("errors of callers and of devices", check_errors);
   check_with_cuda("pinned memory is read by the copy", [] { check_copy(true); });
   check_with_cuda("pageable memory is read at once", [] { check_copy(false); });
+  check_with_cuda("linear algebra is loaded without a lock", check_linear_algebra);
   check_with_cuda("a fault makes a product wrong", check_wrong_product, "wrong:work=aten::mm,gpu=1");
   check_with_cuda("a fault makes a copy wrong", check_wrong_copy, "wrong:work=copy to another GPU,gpu=0");
 }

@@ -137,6 +137,7 @@ void run_later(const c10::OperatorHandle& op, const Operator& known, const Plan&
 
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   auto& known = describe(op);
+  load_linear_algebra_for(known.name);
   const auto count = static_cast<long>(op.schema().arguments().size());
   std::vector<IValue> arguments(stack->end() - count, stack->end());
   const Device device = common_device(known, arguments);
