@@ -23,7 +23,7 @@ def batch_of(kind):
 
 def steps_of(machine, kind):
     """Returns the steps of an epoch."""
-    return 5 if machine.simulated else 100 if kind == "wide" else 1000
+    return 5 if machine.simulated else 100 if kind == "wide" else 500
 
 
 def flags_of(kind, dtype):

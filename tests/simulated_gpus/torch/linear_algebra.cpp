@@ -3,7 +3,8 @@
 #include <atomic>
 #include <set>
 
-#include <ATen/DynamicLibrary.h>
+#include <c10/util/Exception.h>
+#include <dlfcn.h>
 
 #include "plan.h"
 
@@ -20,7 +21,8 @@ void load_linear_algebra_for(const std::string& name) {
   static const std::set<std::string> needing = {"aten::linalg_qr", "aten::linalg_inv_ex", "aten::linalg_cholesky_ex",
                                                 "aten::linalg_lu_factor_ex", "aten::_linalg_svd", "aten::_linalg_eigh"};
   if (needing.count(name) == 0 || is_loaded) return;
-  static at::DynamicLibrary library("libtorch_cuda_linalg.so", nullptr, true);
+  static void* library = dlopen("libtorch_cuda_linalg.so", RTLD_NOW);
+  TORCH_CHECK(library != nullptr, "Error in dlopen: ", dlerror());
   static std::atomic<int> calls{0};
   TORCH_CHECK(calls++ == 0, "lazy wrapper should be called at most once");
 }
