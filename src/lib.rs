@@ -40,9 +40,9 @@
 //! ranks.
 //!
 //! The example runs on CPUs. With `Spawn::from_env()?.run(..)` in place of `spawn(2, ..)` it uses all visible GPUs,
-//! and runs under torchrun, Slurm, MPI and Kubernetes. (The GPU path is tested on simulated GPUs; it has not run on a
-//! real one yet.) To write no loop at all, give model, data and loss to [`App`]: then the program has the flags, files
-//! and commands of `ddp-mp`.
+//! and runs under torchrun, Slurm, MPI and Kubernetes. (The GPU path is tested on simulated GPUs, and has run on one real
+//! GPU. Several GPUs at once have only been simulated.) To write no loop at all, give model, data and loss to [`App`]:
+//! then the program has the flags, files and commands of `ddp-mp`.
 //!
 //! # Where to begin
 //!
