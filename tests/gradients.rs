@@ -5,7 +5,7 @@ use std::process::Command;
 use std::rc::Rc;
 use std::sync::Mutex;
 
-use ddp_mp::ddp::{self, BackwardOptions, JoinOptions, PowerSgd, PowerSgdOptions, hook_fn};
+use ddp_mp::ddp::{BackwardOptions, PowerSgd, PowerSgdOptions, hook_fn};
 use ddp_mp::{
     DdpOptions, DistributedDataParallel, Optimizer, ProcessGroup, Rank, ReduceOp, Sgd, SgdOptions,
 };
@@ -156,7 +156,7 @@ fn retained_graph_averages_again() {
             let loss = terms.loss(|_| true, (rank.rank() + 1) as f64 / 8.);
             // The first one also puts the buckets together anew.
             for (number, retain_graph) in [true, false].into_iter().enumerate() {
-                ddp.backward_with(&loss, BackwardOptions { retain_graph, samples: None })?;
+                ddp.backward_with(&loss, BackwardOptions { retain_graph })?;
                 let what = format!("{} ranks, backward {number}", case.world_size);
                 assert_close(&terms.gradients(), &case.after[number][rank.rank()], &what);
             }
@@ -194,40 +194,49 @@ struct ModelsCase {
 
 /// Two linear layers with a tanh between them, as record.py has them.
 struct Layers {
-    vs: VarStore,
     layers: [nn::Linear; 2],
+    /// Its parameters by name.
+    tensors: Vec<(String, Tensor)>,
 }
 
 impl Layers {
-    fn new(widths: [i64; 3], values: &Value) -> anyhow::Result<Self> {
-        let vs = VarStore::new(Device::Cpu);
-        let layer = |name: &str, from: i64, to: i64| {
-            let layer = linear(vs.root() / name, from, to);
+    fn new(path: &nn::Path, widths: [i64; 3], values: &Value) -> anyhow::Result<Self> {
+        let mut tensors = Vec::new();
+        let mut layer = |name: &str, from: i64, to: i64| {
+            let layer = linear(path / name, from, to);
             for (key, tensor) in [("weight", Some(&layer.ws)), ("bias", layer.bs.as_ref())] {
-                let values: Vec<f32> =
-                    serde_json::from_value(values[format!("{name}.{key}")].clone())?;
+                let name = format!("{name}.{key}");
+                let values: Vec<f32> = serde_json::from_value(values[&name].clone())?;
                 let tensor = tensor.expect("both are there");
                 tch::no_grad(|| {
                     tensor.shallow_clone().copy_(&Tensor::from_slice(&values).view_as(tensor))
                 });
+                tensors.push((name, tensor.shallow_clone()));
             }
             Ok::<_, anyhow::Error>(layer)
         };
         let [first, second, third] = widths;
         let layers = [layer("0", first, second)?, layer("2", second, third)?];
-        Ok(Self { vs, layers })
+        Ok(Self { layers, tensors })
     }
 
     fn forward(&self, inputs: &Tensor) -> Tensor {
         inputs.apply(&self.layers[0]).tanh().apply(&self.layers[1])
     }
 
+    /// Sets whether a backward computes gradients of its parameters.
+    fn set_requires_grad(&self, requires_grad: bool) {
+        for (_, tensor) in &self.tensors {
+            let _ = tensor.set_requires_grad(requires_grad);
+        }
+    }
+
     /// How far the values are from what was recorded.
     fn distance_to(&self, values: &Value) -> anyhow::Result<f32> {
         let mut furthest = 0f32;
-        for (name, tensor) in ddp::state_dict(&self.vs)? {
+        for (name, tensor) in &self.tensors {
             let found = Vec::<f32>::try_from(tensor.flatten(0, -1))?;
-            let expected: Vec<f32> = serde_json::from_value(values[&name].clone())?;
+            let expected: Vec<f32> = serde_json::from_value(values[name].clone())?;
             assert_eq!(found.len(), expected.len());
             let distances = found.iter().zip(&expected).map(|(a, b)| (a - b).abs());
             furthest = distances.fold(furthest, f32::max);
@@ -236,22 +245,15 @@ impl Layers {
     }
 }
 
-/// How a test trains two models.
-#[derive(Clone, Copy)]
-struct Way {
-    overlap: Option<bool>,
-    mb: f64,
-    /// Whether the model that backward reaches last is named first.
-    reversed: bool,
-}
-
+/// Trains the two models of `case`. Those of a GAN are wrapped one by one: the discriminator is frozen while the generator
+/// learns. Two parts of one model have one wrapper.
 fn train_two(
     rank: &Rank,
     group: &Rc<ProcessGroup>,
     settings: &Models,
     case: &ModelsCase,
-    way: Way,
-) -> anyhow::Result<[u64; 2]> {
+    options: &DdpOptions,
+) -> anyhow::Result<Vec<u64>> {
     let Models { batch, noise, hidden, sample, steps, lr, .. } = *settings;
     let waves = |step: f64, columns: i64| {
         let numbers = Tensor::arange(batch * columns, (Kind::Double, Device::Cpu)) * 0.71;
@@ -260,43 +262,38 @@ fn train_two(
             .to_kind(Kind::Float)
             .view([batch, columns])
     };
-    let g = Layers::new([noise, hidden, sample], &case.initial[0])?;
-    let d = Layers::new([sample, hidden, 1], &case.initial[1])?;
-    let options = DdpOptions {
-        overlap: way.overlap,
-        bucket_cap_mb_list: vec![way.mb],
-        ..DdpOptions::default()
-    };
-    let wrap = |layers: &Layers| {
-        DistributedDataParallel::new((), &layers.vs, group.clone(), options.clone())
-    };
-    let (mut generator, mut discriminator) = (wrap(&g)?, wrap(&d)?);
-    let mut of_generator = Sgd::new(generator.flat_buffers(), SgdOptions::default())?;
-    let mut of_discriminator = Sgd::new(discriminator.flat_buffers(), SgdOptions::default())?;
     let mean_square = |from: &Tensor| from.square().mean(Kind::Float);
+    let is_gan = case.name == "gan";
+    let stores: Vec<VarStore> =
+        (0..if is_gan { 2 } else { 1 }).map(|_| VarStore::new(Device::Cpu)).collect();
+    let path = |model: usize| stores[model % stores.len()].root() / model;
+    let g = Layers::new(&path(0), [noise, hidden, sample], &case.initial[0])?;
+    let d = Layers::new(&path(1), [sample, hidden, 1], &case.initial[1])?;
+    let wrap = |vs| {
+        let model = DistributedDataParallel::new((), vs, group.clone(), options.clone())?;
+        let optimizer = Sgd::new(model.flat_buffers(), SgdOptions::default())?;
+        Ok::<_, anyhow::Error>((model, optimizer))
+    };
+    let mut wrapped = stores.iter().map(wrap).collect::<Result<Vec<_>, _>>()?;
     let mut losses = Vec::new();
     for step in 0..steps {
         let noise = waves(step as f64, noise);
+        let (generator, optimizer) = &mut wrapped[0];
+        d.set_requires_grad(!is_gan);
         generator.zero_grad()?;
-        discriminator.zero_grad()?;
         let loss = mean_square(&(d.forward(&g.forward(&noise)) - 1.));
-        let mut models: [&mut dyn ddp::Averaged; 2] = [&mut discriminator, &mut generator];
-        if way.reversed {
-            models.reverse();
-        }
-        ddp::backward(&loss, &mut models, BackwardOptions::default())?;
+        generator.backward(&loss)?;
         losses.push(loss.double_value(&[]));
-        if case.name == "gan" {
-            of_generator.step(lr)?;
+        optimizer.step(lr)?;
+        d.set_requires_grad(true);
+        if let Some((discriminator, optimizer)) = wrapped.get_mut(1) {
             discriminator.zero_grad()?;
             let real = mean_square(&(d.forward(&waves(step as f64 + 0.5, sample)) - 1.));
             let loss = real + mean_square(&d.forward(&g.forward(&noise).detach()));
             discriminator.backward(&loss)?;
             losses.push(loss.double_value(&[]));
-        } else {
-            of_generator.step(lr)?;
+            optimizer.step(lr)?;
         }
-        of_discriminator.step(lr)?;
     }
     let what = format!("{}, {} ranks", case.name, case.world_size);
     if rank.rank() == 0 {
@@ -313,11 +310,11 @@ fn train_two(
         let distance = layers.distance_to(expected)?;
         assert!(distance < 1e-5, "{what}: {distance} from PyTorch's");
     }
-    Ok([generator.parameters_hash()?, discriminator.parameters_hash()?])
+    Ok(wrapped.iter().map(|(model, _)| model.parameters_hash()).collect::<Result<_, _>>()?)
 }
 
 #[test]
-fn backward_through_two_models_averages_both_as_pytorch() {
+fn two_models_are_trained_as_in_pytorch() {
     let settings: Models = serde_json::from_value(recorded("models.json")).unwrap();
     assert_eq!(settings.cases.len(), 6);
     for case in settings.cases.clone() {
@@ -325,85 +322,42 @@ fn backward_through_two_models_averages_both_as_pytorch() {
         for (overlap, mb) in
             [(None, 25.), (Some(true), TINY), (Some(true), 100e-6), (Some(false), TINY)]
         {
-            for reversed in [false, true] {
-                let (settings, case) = (settings.clone(), case.clone());
-                let way = Way { overlap, mb, reversed };
-                hashes.extend(ranks(case.world_size, move |rank, group| {
-                    train_two(rank, &group, &settings, &case, way)
-                }));
-            }
+            let options =
+                DdpOptions { overlap, bucket_cap_mb_list: vec![mb], ..DdpOptions::default() };
+            let (settings, case) = (settings.clone(), case.clone());
+            hashes.extend(ranks(case.world_size, move |rank, group| {
+                train_two(rank, &group, &settings, &case, &options)
+            }));
         }
-        assert!(
-            hashes.iter().all(|one| *one == hashes[0]),
-            "all ranks, whatever the order: {hashes:?}"
-        );
+        assert!(hashes.iter().all(|one| *one == hashes[0]), "on all ranks: {hashes:?}");
     }
 }
 
-/// Two models of one weight each.
-fn two(
-    rank: &Rank,
-    group: &Rc<ProcessGroup>,
-) -> anyhow::Result<[(Tensor, DistributedDataParallel<()>); 2]> {
-    let wrap = |init| {
-        let vs = VarStore::new(rank.device());
-        let weight = vs.root().var("weight", &[2], nn::Init::Const(init));
-        let options = DdpOptions::default();
-        let ddp = DistributedDataParallel::new((), &vs, group.clone(), options)?;
-        Ok::<_, anyhow::Error>((weight, ddp))
-    };
-    Ok([wrap(3.)?, wrap(5.)?])
-}
-
 #[test]
-fn backward_into_an_unlisted_ddp_model_is_refused() {
+fn backward_into_another_ddp_model_is_refused() {
     ranks(2, |rank, group| {
-        let [(g, mut generator), (d, mut discriminator)] = two(rank, &group)?;
+        let wrap = |init| {
+            let vs = VarStore::new(rank.device());
+            let weight = vs.root().var("weight", &[2], nn::Init::Const(init));
+            let options = DdpOptions::default();
+            let ddp = DistributedDataParallel::new((), &vs, group.clone(), options)?;
+            Ok::<_, anyhow::Error>((weight, ddp))
+        };
+        let ((g, mut generator), (d, mut discriminator)) = (wrap(3.)?, wrap(5.)?);
         let loss = || (&g * &d).sum(Kind::Float) * (rank.rank() as f64 + 1.);
         let error = generator.backward(&loss()).unwrap_err().to_string();
-        assert!(error.contains("call ddp::backward with all of them"), "{error}");
+        assert!(
+            error.contains("wrap them as one, with one VarStore, or call set_requires_grad(false)"),
+            "{error}"
+        );
         // Nothing is left of it.
         generator.zero_grad()?;
         discriminator.zero_grad()?;
-        let mut models: [&mut dyn ddp::Averaged; 2] = [&mut generator, &mut discriminator];
-        ddp::backward(&loss(), &mut models, BackwardOptions::default())?;
-        assert_eq!([&g, &d].map(|it| it.grad().double_value(&[0])), [7.5, 4.5]);
+        let _ = d.set_requires_grad(false);
+        generator.backward(&loss())?;
+        assert_eq!(g.grad().double_value(&[0]), 7.5);
         Ok(())
     });
-}
-
-#[test]
-fn no_sync_of_one_model_leaves_the_other_averaging() {
-    ranks(2, |rank, group| {
-        let [(g, mut generator), (d, mut discriminator)] = two(rank, &group)?;
-        let factor = rank.rank() as f64 + 1.;
-        let no_sync = discriminator.no_sync();
-        let loss = (&g * &d).sum(Kind::Float) * factor;
-        let mut models: [&mut dyn ddp::Averaged; 2] = [&mut discriminator, &mut generator];
-        ddp::backward(&loss, &mut models, BackwardOptions::default())?;
-        drop(no_sync);
-        assert_eq!([&g, &d].map(|it| it.grad().double_value(&[0])), [7.5, 3. * factor]);
-        discriminator.backward(&d.sum(Kind::Float))?;
-        assert_eq!(d.grad().double_value(&[0]), 4.5 + 1.);
-        Ok(())
-    });
-}
-
-#[test]
-fn several_models_within_join_are_refused() {
-    let error = try_ranks(2, |rank, group| {
-        let [(g, mut generator), (d, mut discriminator)] = two(rank, &group)?;
-        generator.join(JoinOptions::default(), |generator| {
-            let mut models: [&mut dyn ddp::Averaged; 2] = [generator, &mut discriminator];
-            let loss = (&g * &d).sum(Kind::Float);
-            Ok(ddp::backward(&loss, &mut models, BackwardOptions::default())?)
-        })
-    })
-    .unwrap_err();
-    assert!(error.to_string().contains("several models within join"), "{error}");
-    let error =
-        ddp::backward(&Tensor::from(1f32), &mut [], BackwardOptions::default()).unwrap_err();
-    assert!(error.to_string().contains("name at least one"), "{error}");
 }
 
 #[test]
@@ -523,7 +477,9 @@ fn skipped_buckets_that_differ_between_ranks_are_a_mismatch() {
 #[test]
 fn second_comm_hook_is_refused() {
     ranks(1, |rank, group| {
-        let [(_, mut ddp), _] = two(rank, &group)?;
+        let vs = VarStore::new(rank.device());
+        let _ = vs.root().var("weight", &[2], nn::Init::Const(3.));
+        let mut ddp = DistributedDataParallel::new((), &vs, group, DdpOptions::default())?;
         let hook = |name| hook_fn(name, |_, _| Ok(()));
         ddp.register_comm_hook(hook("first"))?;
         let error = ddp.register_comm_hook(hook("second")).unwrap_err().to_string();

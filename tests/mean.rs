@@ -1,14 +1,9 @@
-//! The exact mean: gradients that count by the samples of each rank, so that N ranks are one on all their samples.
+//! The exact mean: losses that count by the samples of each rank, so that N ranks are one on all their samples.
 
 use std::rc::Rc;
 
-use ddp_mp::ddp::{
-    self, Averaged, BackwardOptions, Compress, JoinOptions, PowerSgd, PowerSgdOptions, hook_fn,
-};
-use ddp_mp::process_group::functional;
 use ddp_mp::{
-    CommHook, DdpOptions, DistributedDataParallel, Optimizer, ProcessGroup, ReduceOp, Sgd,
-    SgdOptions, SyncBatchNorm,
+    DdpOptions, DistributedDataParallel, Optimizer, ProcessGroup, Sgd, SgdOptions, SyncBatchNorm,
 };
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -16,7 +11,7 @@ use serde_json::Value;
 use tch::nn::{self, Module, ModuleT, VarStore};
 use tch::{Device, Kind, Reduction, Tensor};
 
-use crate::harness::{linear, ranks, run, some_of, try_ranks};
+use crate::harness::{linear, ranks, run, some_of};
 use crate::processes;
 
 /// Sizes of the batches of a step by rank, each rank's in their order.
@@ -62,6 +57,11 @@ fn parameters(vs: &VarStore) -> anyhow::Result<Vec<f32>> {
     Ok(Vec::<f32>::try_from(Tensor::cat(&all, 0))?)
 }
 
+/// The factor of the mean loss of a batch: its samples times the ranks, divided by the samples of all ranks.
+fn factor(len: i64, ranks: usize, all: i64) -> f64 {
+    len as f64 * ranks as f64 / all as f64
+}
+
 /// Trains on the batches of `steps`; each rank has the samples that come after those of the rank before.
 fn train(
     rank: usize,
@@ -77,16 +77,17 @@ fn train(
     let mut first = 0;
     for step in steps {
         let before: i64 = step[..rank].iter().flatten().sum();
+        let all = step.iter().flatten().sum();
         let mut mine = first + before;
         ddp.zero_grad()?;
         for (number, &len) in step[rank].iter().enumerate() {
             let no_sync = (number + 1 < step[rank].len()).then(|| ddp.no_sync());
-            ddp.backward_weighted(&net.loss(&samples(mine, len)), len as f64)?;
+            ddp.backward(&(net.loss(&samples(mine, len)) * factor(len, step.len(), all)))?;
             drop(no_sync);
             mine += len;
         }
         optimizer.step(0.2)?;
-        first += step.iter().flatten().sum::<i64>();
+        first += all;
     }
     parameters(&vs)
 }
@@ -139,190 +140,6 @@ proptest! {
     }
 }
 
-fn hooks() -> [Option<Box<dyn CommHook>>; 4] {
-    let options =
-        PowerSgdOptions { start_iter: 1, min_compression_rate: 0.5, ..PowerSgdOptions::default() };
-    let power = PowerSgd::new(options);
-    [
-        None,
-        Some(Box::new(Compress::fp16())),
-        Some(Box::new(Compress::bf16())),
-        Some(Box::new(power)),
-    ]
-}
-
-#[test]
-fn equal_weights_give_the_bits_of_plain_backward() {
-    for hook in 0..hooks().len() {
-        for (world_size, samples_each) in [(1, 4), (2, 7), (3, 5), (4, 1)] {
-            let trained = move |weighted: bool| {
-                ranks(world_size, move |rank, group| {
-                    let vs = VarStore::new(Device::Cpu);
-                    let net = Net::new(&vs);
-                    let mut ddp =
-                        DistributedDataParallel::new((), &vs, group, DdpOptions::default())?;
-                    if let Some(hook) = hooks().into_iter().nth(hook).flatten() {
-                        ddp.register_comm_hook(hook)?;
-                    }
-                    let mut optimizer = Sgd::new(ddp.flat_buffers(), SgdOptions::default())?;
-                    for step in 0..4 {
-                        ddp.zero_grad()?;
-                        let first = (step * world_size + rank.rank()) as i64 * samples_each;
-                        let loss = net.loss(&samples(first, samples_each));
-                        match weighted {
-                            true => ddp.backward_weighted(&loss, samples_each as f64)?,
-                            false => ddp.backward(&loss)?,
-                        }
-                        optimizer.step(0.1)?;
-                    }
-                    parameters(&vs)
-                })
-            };
-            assert_eq!(trained(true), trained(false), "hook {hook}, {world_size} ranks");
-        }
-    }
-}
-
-#[test]
-fn join_with_weights_ignores_ranks_without_inputs() {
-    // Of each step, by rank.
-    let counts = [[5i64, 2, 4], [3, 0, 4], [0, 0, 1]];
-    for divide_by_initial_world_size in [true, false] {
-        let results = ranks(3, move |rank, group| {
-            let vs = VarStore::new(Device::Cpu);
-            let net = Net::new(&vs);
-            let mut ddp = DistributedDataParallel::new((), &vs, group, DdpOptions::default())?;
-            let mut optimizer = Sgd::new(ddp.flat_buffers(), SgdOptions::default())?;
-            let options = JoinOptions { divide_by_initial_world_size, ..JoinOptions::default() };
-            ddp.join(options, |ddp| {
-                let mut first = 0;
-                for of_ranks in counts {
-                    let before: i64 = of_ranks[..rank.rank()].iter().sum();
-                    let len = of_ranks[rank.rank()];
-                    if len > 0 {
-                        ddp.zero_grad()?;
-                        let loss = net.loss(&samples(first + before, len));
-                        ddp.backward_weighted(&loss, len as f64)?;
-                        optimizer.step(0.2)?;
-                    }
-                    first += of_ranks.iter().sum::<i64>();
-                }
-                Ok(())
-            })?;
-            parameters(&vs)
-        });
-        let plain = ranks(1, move |_, group| {
-            let vs = VarStore::new(Device::Cpu);
-            let net = Net::new(&vs);
-            let mut ddp = DistributedDataParallel::new((), &vs, group, DdpOptions::default())?;
-            let mut optimizer = Sgd::new(ddp.flat_buffers(), SgdOptions::default())?;
-            let mut first = 0;
-            for len in counts.iter().map(|of_ranks| of_ranks.iter().sum()) {
-                ddp.zero_grad()?;
-                ddp.backward(&net.loss(&samples(first, len)))?;
-                optimizer.step(0.2)?;
-                first += len;
-            }
-            parameters(&vs)
-        });
-        for result in &results {
-            assert!(largest_difference(result, &plain[0]) < 2e-6, "{result:?} {plain:?}");
-        }
-    }
-}
-
-/// Trains a step on the batches of this rank, in which 0 samples stand for a loss whose gradients are not finite.
-fn step_of(
-    (rank, group): (usize, Rc<ProcessGroup>),
-    batches: &[i64],
-    options: DdpOptions,
-) -> anyhow::Result<Vec<f32>> {
-    let vs = VarStore::new(Device::Cpu);
-    let net = Net::new(&vs);
-    let mut ddp = DistributedDataParallel::new((), &vs, group, options)?;
-    let mut optimizer = Sgd::new(ddp.flat_buffers(), SgdOptions::default())?;
-    // In the second step there are gradients of the first, which zero_grad does not overwrite.
-    for step in 0..2 {
-        ddp.zero_grad()?;
-        let mut first = 100 * rank as i64 + 20 * step;
-        for (number, &len) in batches.iter().enumerate() {
-            let no_sync = (number + 1 < batches.len()).then(|| ddp.no_sync());
-            let loss = net.loss(&samples(first, len.max(1)));
-            let loss = if len == 0 { loss * f64::NAN } else { loss };
-            ddp.backward_weighted(&loss, len as f64)?;
-            drop(no_sync);
-            first += len;
-        }
-        optimizer.step(0.2)?;
-    }
-    parameters(&vs)
-}
-
-#[test]
-fn empty_batch_leaves_the_gradients_of_others_unchanged() {
-    let small = DdpOptions { bucket_cap_mb: 1e-5, first_bucket_mb: 1e-5, ..DdpOptions::default() };
-    let unused = DdpOptions { find_unused_parameters: true, ..DdpOptions::default() };
-    let overlapping = DdpOptions { overlap: Some(true), ..small.clone() };
-    for options in [DdpOptions::default(), small, unused, overlapping] {
-        let train = |batches: Vec<i64>| {
-            let options = options.clone();
-            ranks(2, move |rank, group| {
-                let batches = if rank.rank() == 0 { &batches[..] } else { &[4, 1] };
-                step_of((rank.rank(), group), batches, options.clone())
-            })
-        };
-        let expected = train(vec![3, 2]);
-        assert!(expected.iter().flatten().all(|it| it.is_finite()));
-        for batches in [vec![0, 3, 2], vec![3, 0, 2], vec![3, 2, 0], vec![0, 0, 3, 0, 2, 0, 0]] {
-            assert_eq!(train(batches.clone()), expected, "{batches:?}, {options:?}");
-        }
-        let without = train(vec![0]);
-        assert_eq!(train(vec![0, 0]), without, "{options:?}");
-        assert!(without.iter().flatten().all(|it| it.is_finite()), "{options:?}");
-    }
-}
-
-/// Its part of a gradient that the ranks add up within autograd counts for nothing, whatever it is.
-#[test]
-fn rank_without_samples_adds_no_gradient() {
-    let gradients = ranks(2, |rank, group| {
-        let vs = VarStore::new(Device::Cpu);
-        let weight = vs.root().var("weight", &[2], nn::Init::Const(1.0));
-        let mut ddp = DistributedDataParallel::new((), &vs, group.clone(), DdpOptions::default())?;
-        let sum = functional::all_reduce(&weight, &group)?;
-        let is_empty = rank.rank() == 1;
-        let loss = sum.sum(Kind::Float) * if is_empty { f64::NAN } else { 3. };
-        ddp.backward_weighted(&loss, if is_empty { 0. } else { 4. })?;
-        Ok(Vec::<f32>::try_from(weight.grad())?)
-    });
-    // Rank 1's weight is in rank 0's loss, too, but its gradients are ignored.
-    assert_eq!(gradients, [[3., 3.], [3., 3.]]);
-}
-
-#[test]
-fn plain_backward_counts_as_the_first_weighted_batch() {
-    // The gradient of each, and how many samples there are, if it has a number.
-    let plain = (3., None);
-    for order in [[plain, (1., Some(4.)), (5., Some(2.))], [(1., Some(4.)), plain, (5., Some(2.))]]
-    {
-        let gradient = ranks(1, move |_, group| {
-            let vs = VarStore::new(Device::Cpu);
-            let weight = vs.root().var("weight", &[1], nn::Init::Const(1.0));
-            let mut ddp = DistributedDataParallel::new((), &vs, group, DdpOptions::default())?;
-            for (number, (factor, samples)) in order.into_iter().enumerate() {
-                let _no_sync = (number + 1 < order.len()).then(|| ddp.no_sync());
-                let loss = (&weight * factor).sum(Kind::Double);
-                match samples {
-                    Some(samples) => ddp.backward_weighted(&loss, samples)?,
-                    None => ddp.backward(&loss)?,
-                }
-            }
-            Ok(weight.grad().double_value(&[0]))
-        });
-        assert!((gradient[0] - (4. * (1. + 3.) + 2. * 5.) / 6.).abs() < 1e-6, "{gradient:?}");
-    }
-}
-
 /// The gradients and outputs of a network with a batch norm over all ranks.
 fn with_batch_norm(
     rank: usize,
@@ -336,7 +153,8 @@ fn with_batch_norm(
     let (inputs, targets) = samples(sizes[..rank].iter().sum(), sizes[rank]);
     let output = net.1.forward(&norm.forward_t(&net.0.forward(&inputs), true).tanh());
     let reduction = if sizes[rank] == 0 { Reduction::Sum } else { Reduction::Mean };
-    ddp.backward_weighted(&output.mse_loss(&targets, reduction), sizes[rank] as f64)?;
+    let factor = factor(sizes[rank], sizes.len(), sizes.iter().sum());
+    ddp.backward(&(output.mse_loss(&targets, reduction) * factor))?;
     let gradients: Vec<Tensor> =
         vs.trainable_variables().iter().map(|it| it.grad().flatten(0, -1)).collect();
     Ok(Vec::<f32>::try_from(Tensor::cat(&gradients, 0))?)
@@ -355,86 +173,6 @@ fn sync_batch_norm_gradients_match_one_rank() {
             assert!(largest < 2e-6, "{sizes:?}: {largest:e}");
         }
     }
-}
-
-/// How a run of two ranks fails whose `backward` is this.
-fn failure(
-    backward: impl Fn(usize, &mut DistributedDataParallel<()>, &Tensor) -> ddp_mp::Result<()>
-    + Send
-    + Sync
-    + 'static,
-) -> String {
-    try_ranks(2, move |rank, group| {
-        let vs = VarStore::new(Device::Cpu);
-        let weight = vs.root().var("weight", &[2], nn::Init::Const(1.0));
-        let mut ddp = DistributedDataParallel::new((), &vs, group, DdpOptions::default())?;
-        Ok(backward(rank.rank(), &mut ddp, &weight.sum(Kind::Float))?)
-    })
-    .unwrap_err()
-    .to_string()
-}
-
-#[test]
-fn invalid_weights_are_errors_with_rank_and_value() {
-    for (weight, told) in
-        [(-3.0, "rank 1 has the weight -3;"), (f64::NAN, "rank 1 has the weight NaN;")]
-    {
-        let error = failure(move |rank, ddp, loss| {
-            ddp.backward_weighted(loss, if rank == 1 { weight } else { 1.0 })
-        });
-        assert!(error.starts_with("rank 1 (CPU:1) failed") && error.contains(told), "{error}");
-    }
-    let error = failure(|_, ddp, loss| ddp.backward_weighted(loss, 0.0));
-    assert!(
-        error.contains("the weights of the ranks 0, 1 add up to 0: each has the weight 0;"),
-        "{error}"
-    );
-    let huge = |rank| if rank == 0 { f64::MAX } else { 1e308 };
-    let error = failure(move |rank, ddp, loss| ddp.backward_weighted(loss, huge(rank)));
-    assert!(error.contains("the weights of the ranks 0, 1 add up to inf"), "{error}");
-    let error = failure(|rank, ddp, loss| match rank {
-        0 => ddp.backward(loss),
-        _ => ddp.backward_weighted(loss, 2.0),
-    });
-    assert!(error.contains("rank 0 called all_reduce(sum of 0.5 * each) of float32"), "{error}");
-    assert!(
-        error.contains("rank 1 called all_reduce(sum of 0.5 * each, weighted) of float32"),
-        "{error}"
-    );
-    let error = failure(|_, ddp, loss| {
-        let no_sync = ddp.no_sync();
-        ddp.backward_weighted(loss, 4.0)?;
-        drop(no_sync);
-        ddp.backward(loss)
-    });
-    assert!(error.contains("backward: this step has 4 samples from backward_weighted"), "{error}");
-    let error = failure(|_, ddp, loss| {
-        ddp.backward_weighted(loss, 4.0)?;
-        let _no_sync = ddp.no_sync();
-        ddp.backward_weighted(loss, 4.0)
-    });
-    assert!(
-        error.contains("an earlier step has averaged; call zero_grad before the first batch"),
-        "{error}"
-    );
-    let error = failure(|_, ddp, loss| {
-        let mean = |group: &ProcessGroup| ReduceOp::PremulSum(1.0 / group.world_size() as f64);
-        ddp.register_comm_hook(hook_fn("mine", move |bucket, group| {
-            group.all_reduce(bucket.gradients, mean(group))
-        }))?;
-        ddp.backward_weighted(loss, 4.0)
-    });
-    assert!(error.contains("the communication hook `mine` does not support weights"), "{error}");
-    let error = failure(|rank, ddp, loss| {
-        let joined = ddp.join(JoinOptions::default(), |ddp| {
-            Ok(if rank == 0 { ddp.backward(loss) } else { ddp.backward_weighted(loss, 1.0) }?)
-        });
-        joined.map_err(|error| error.downcast().unwrap())
-    });
-    assert!(
-        error.contains("join: 1 rank called backward, and 1 rank backward_weighted"),
-        "{error}"
-    );
 }
 
 fn end(args: &[&str]) -> Value {
@@ -564,53 +302,4 @@ fn verify_passes_with_unequal_batches() {
             "{stdout}"
         );
     }
-}
-
-#[test]
-fn loss_of_two_models_is_weighted_by_samples() {
-    ranks(2, |rank, group| {
-        let wrap = |init| {
-            let vs = VarStore::new(Device::Cpu);
-            let weight = vs.root().var("weight", &[1], nn::Init::Const(init));
-            let options = DdpOptions::default();
-            let ddp = DistributedDataParallel::new((), &vs, group.clone(), options);
-            Ok::<_, ddp_mp::Error>((weight, ddp?))
-        };
-        let ((g, mut generator), (d, mut discriminator)) = (wrap(3.0)?, wrap(5.0)?);
-        let weighted = |samples| BackwardOptions { samples: Some(samples), ..Default::default() };
-        let batch = if rank.rank() == 0 { vec![1f32, 1.0, 1.0] } else { vec![5.0] };
-        let loss = |batch: &[f32]| (&d * &g * Tensor::from_slice(batch)).mean(Kind::Float);
-        let gradients = || [&g, &d].map(|it| it.grad().double_value(&[0]));
-        // The mean of all four samples is 2; that of the ranks' means is 3.
-        let mut models: [&mut dyn Averaged; 2] = [&mut discriminator, &mut generator];
-        ddp::backward(&loss(&batch), &mut models, weighted(batch.len() as f64))?;
-        assert_eq!(gradients(), [2.0 * 5.0, 2.0 * 3.0]);
-
-        // The same in two batches, of which rank 1 has one.
-        let parts =
-            if rank.rank() == 0 { [vec![1f32], vec![1.0, 1.0]] } else { [vec![5.0], vec![]] };
-        generator.zero_grad()?;
-        discriminator.zero_grad()?;
-        let no_sync = (generator.no_sync(), discriminator.no_sync());
-        let mut models: [&mut dyn Averaged; 2] = [&mut discriminator, &mut generator];
-        ddp::backward(&loss(&parts[0]), &mut models, weighted(1.0))?;
-        drop(no_sync);
-        let last = if parts[1].is_empty() { (&d * &g).sum(Kind::Float) } else { loss(&parts[1]) };
-        ddp::backward(&last, &mut models, weighted(parts[1].len() as f64))?;
-        assert_eq!(gradients(), [2.0 * 5.0, 2.0 * 3.0]);
-
-        // One of them has added up another batch before: one loss cannot have two weights.
-        generator.zero_grad()?;
-        discriminator.zero_grad()?;
-        let no_sync = generator.no_sync();
-        generator.backward_weighted(&(&g * 1.0).sum(Kind::Float), 4.0)?;
-        drop(no_sync);
-        let mut models: [&mut dyn Averaged; 2] = [&mut discriminator, &mut generator];
-        let error = ddp::backward(&loss(&[1.0]), &mut models, weighted(1.0)).unwrap_err();
-        assert!(
-            error.to_string().contains("models that have added up different batches"),
-            "{error}"
-        );
-        Ok(())
-    });
 }

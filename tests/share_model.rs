@@ -498,41 +498,6 @@ fn buckets_of_a_shared_model_are_those_of_replicas() {
     assert_eq!(train(true), train(false));
 }
 
-/// One backward through two shared models. Those that overlap are averaged during it, the others in their steps.
-#[test]
-fn two_shared_models_have_the_bits_of_replicas_in_one_backward() {
-    let train = |share_model: bool, overlaps: [Option<bool>; 2]| {
-        ranks(3, move |_, group| {
-            let wrap = |overlap| {
-                let vs = VarStore::new(Device::Cpu);
-                let model = model(&vs);
-                let options = DdpOptions { share_model, overlap, ..DdpOptions::default() };
-                let wrapped = DistributedDataParallel::new(model, &vs, group.clone(), options)?;
-                let momentum = SgdOptions { momentum: 0.9, ..SgdOptions::default() };
-                let optimizer = Sgd::new(wrapped.flat_buffers(), momentum)?;
-                Ok::<_, ddp_mp::Error>((wrapped, optimizer))
-            };
-            let [first, second] = overlaps;
-            let ((mut first, mut of_first), (mut second, mut of_second)) =
-                (wrap(first)?, wrap(second)?);
-            for step in 0..3 {
-                first.zero_grad()?;
-                second.zero_grad()?;
-                let outputs = first.forward(&inputs(group.rank(), step));
-                let loss = (outputs * second.forward(&inputs(group.rank(), step + 7))).square();
-                let models: &mut [&mut dyn ddp::Averaged] = &mut [&mut first, &mut second];
-                ddp::backward(&loss.mean(Kind::Float), models, Default::default())?;
-                of_second.step(0.1)?;
-                of_first.step(0.1)?;
-            }
-            Ok((first.parameters_hash()?, second.parameters_hash()?))
-        })
-    };
-    for overlaps in [[Some(true); 2], [Some(true), Some(false)], [None, Some(true)], [None; 2]] {
-        assert_eq!(train(true, overlaps), train(false, overlaps), "{overlaps:?}");
-    }
-}
-
 /// A rank loads the state only when no other rank reads it any more.
 #[test]
 fn state_of_a_shared_model_is_loaded_after_all_have_read_it() {

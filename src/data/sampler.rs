@@ -116,7 +116,7 @@ impl DistributedSampler {
     }
 
     /// Deals every sample exactly once. Some ranks get one sample more than others, or none. For training that averages
-    /// over samples: [`DistributedDataParallel::backward_weighted`](crate::DistributedDataParallel::backward_weighted).
+    /// over samples: [`TrainerOptions::exact_mean`](crate::TrainerOptions::exact_mean).
     #[must_use]
     pub fn without_padding(self) -> Self {
         Self { uneven: true, drop_last: false, ..self }

@@ -2,7 +2,7 @@
 
 use tch::Tensor;
 
-use crate::error::{Error, Result, counted};
+use crate::error::{Error, Result};
 use crate::ffi::TorchResult;
 use crate::process_group::{ProcessGroup, ReduceOp};
 
@@ -23,54 +23,21 @@ impl Default for JoinOptions {
     }
 }
 
-/// The state that a rank within `join` sends to the others.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Inputs {
-    /// The rank has run out of inputs.
-    None,
-    /// The rank has inputs and calls `backward`.
-    Plain,
-    /// The rank has inputs and calls `backward_weighted`.
-    Weighted,
-}
-
-/// The number of ranks with inputs, and whether they are weighted by samples.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Active {
-    pub count: usize,
-    pub weighted: bool,
-}
-
-impl Active {
-    /// Returns the number of ranks to divide by; `None` for all ranks, or where weights already account for it.
-    pub(super) fn to_divide_by(self, join: JoinOptions) -> Option<usize> {
-        (!join.divide_by_initial_world_size && !self.weighted).then_some(self.count)
+impl JoinOptions {
+    /// Returns the factor of the loss on a rank with inputs, where `active` of `world_size` ranks have some. The gradients
+    /// are divided by the number of all ranks.
+    pub(super) fn loss_factor(self, world_size: usize, active: usize) -> f64 {
+        if self.divide_by_initial_world_size { 1.0 } else { world_size as f64 / active as f64 }
     }
 }
 
 /// Sends whether this rank has inputs to all ranks. Returns how many have.
 pub(super) fn count_active(
     group: &ProcessGroup,
-    mine: Inputs,
+    has_inputs: bool,
     options: JoinOptions,
-) -> Result<Active> {
-    // Packs two counts into one number.
-    const WEIGHTED: i64 = 1 << 32;
-    let mine = match mine {
-        Inputs::None => 0,
-        Inputs::Plain => 1,
-        Inputs::Weighted => WEIGHTED,
-    };
-    let counts = all_reduce_number(group, mine, ReduceOp::Sum)?;
-    let (weighted, plain) = ((counts / WEIGHTED) as usize, (counts % WEIGHTED) as usize);
-    if weighted > 0 && plain > 0 {
-        return Err(Error::InvalidInput(format!(
-            "join: {} called backward, and {} backward_weighted; all must call the same",
-            counted(plain, "rank"),
-            counted(weighted, "rank")
-        )));
-    }
-    let active = weighted + plain;
+) -> Result<usize> {
+    let active = all_reduce_number(group, i64::from(has_inputs), ReduceOp::Sum)? as usize;
     if options.throw_on_early_termination && (1..group.world_size()).contains(&active) {
         return Err(Error::InvalidInput(format!(
             "join: {} of {} ranks have run out of inputs; give every rank the same number of batches, or \
@@ -79,7 +46,7 @@ pub(super) fn count_active(
             group.world_size()
         )));
     }
-    Ok(Active { count: active, weighted: weighted > 0 })
+    Ok(active)
 }
 
 /// All-reduces one number and reads the result.

@@ -21,9 +21,6 @@ pub struct GradBucket<'a> {
     pub gradients: &'a mut Tensor,
     /// The parameters of the bucket. Each [`ParamSpan::start`] counts from the start of the bucket.
     pub parameters: &'a [ParamSpan],
-    /// The number of samples in this rank's gradients, for [`ProcessGroup::all_reduce_weighted`]. `None` if all ranks
-    /// have equal weight.
-    pub weight: Option<f64>,
 }
 
 /// A function that averages a bucket over the ranks. Follows DDP's communication hooks.
@@ -39,14 +36,7 @@ pub trait CommHook {
         false
     }
 
-    /// Returns whether the hook supports [`GradBucket::weight`], which
-    /// [`backward_weighted`](crate::DistributedDataParallel::backward_weighted) requires. Other hooks never receive a
-    /// weight.
-    fn handles_weights(&self) -> bool {
-        false
-    }
-
-    /// Averages `bucket` over the ranks of `group`, or with a [weight](GradBucket::weight) over their samples.
+    /// Averages `bucket` over the ranks of `group`.
     ///
     /// # Errors
     /// The errors of the collectives; they end the run.
@@ -132,12 +122,8 @@ impl CommHook for AllReduce {
         true
     }
 
-    fn handles_weights(&self) -> bool {
-        true
-    }
-
     fn reduce(&mut self, bucket: &mut GradBucket<'_>, group: &ProcessGroup) -> Result<()> {
-        group.all_reduce_weighted(bucket.gradients, average(group), bucket.weight)
+        group.all_reduce(bucket.gradients, average(group))
     }
 }
 
@@ -172,10 +158,6 @@ impl CommHook for Compress {
         if self.dtype == Kind::Half { "fp16_compress" } else { "bf16_compress" }
     }
 
-    fn handles_weights(&self) -> bool {
-        true
-    }
-
     fn reduce(&mut self, bucket: &mut GradBucket<'_>, group: &ProcessGroup) -> Result<()> {
         let doing = "compressing gradients";
         let known = self.converted.remove(&bucket.index);
@@ -191,7 +173,7 @@ impl CommHook for Compress {
             small.f_div_scalar_(group.world_size() as f64).map(drop)
         };
         tch::no_grad(convert).doing(doing)?;
-        group.all_reduce_weighted(&mut small, ReduceOp::Sum, bucket.weight)?;
+        group.all_reduce(&mut small, ReduceOp::Sum)?;
         tch::no_grad(|| bucket.gradients.f_copy_(&small)).doing(doing)?;
         self.converted.insert(bucket.index, small);
         Ok(())

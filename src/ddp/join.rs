@@ -1,6 +1,6 @@
 //! Training on uneven inputs: ranks that have run out take part in the other ranks' collectives.
 
-use super::active_ranks::{Inputs, JoinOptions, all_reduce_number, count_active};
+use super::active_ranks::{JoinOptions, all_reduce_number, count_active};
 use super::options::DdpOptions;
 use super::reducer::Reducer;
 use super::wrapper::DistributedDataParallel;
@@ -73,12 +73,11 @@ impl Reducer {
         let group = self.group();
         let mut is_last = true;
         loop {
-            let active = count_active(&group, Inputs::None, options)?;
-            if active.count == 0 {
+            if count_active(&group, false, options)? == 0 {
                 break;
             }
             is_last = false;
-            self.state().shadow(active, options, &self.options)?;
+            self.state().shadow(&self.options)?;
         }
         let mine = if is_last { group.rank() as i64 } else { -1 };
         Ok(all_reduce_number(&group, mine, ReduceOp::Max)?.max(0) as usize)

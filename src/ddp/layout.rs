@@ -9,7 +9,6 @@ use super::grad_observer::GradObservers;
 use super::options::DdpOptions;
 use super::param_slot::{ParamSlot, cache_line_numel};
 use super::parameters::NamedTensor;
-use super::weight::Weight;
 use crate::error::{Error, Result};
 use crate::ffi::{TorchResult, set_grad};
 use crate::optim::{FlatBuffer, GradState, ParamLayout, ParamSpan, Partitions, SharedModel};
@@ -37,11 +36,6 @@ pub(super) struct Bucket {
 }
 
 impl Bucket {
-    /// Scales the gradients of all batches of a step to their mean over the samples.
-    pub(super) fn weigh(&mut self, weight: Weight) -> Result<()> {
-        self.gradients.iter_mut().try_for_each(|gradient| weight.apply(gradient))
-    }
-
     /// Returns the gradients in one tensor: their own memory if they are in one range, otherwise a copy.
     pub(super) fn concat_gradients(&mut self, slots: &[ParamSlot]) -> Result<Tensor> {
         if let [one] = &self.gradients[..] {
@@ -97,6 +91,14 @@ pub(super) struct Layout {
 }
 
 impl Layout {
+    /// Multiplies all gradients by `factor`.
+    pub(super) fn multiply_gradients(&mut self, factor: f64) -> Result<()> {
+        for buffer in &mut self.buffers {
+            let _ = buffer.gradients.f_mul_scalar_(factor).doing("mul_")?;
+        }
+        Ok(())
+    }
+
     /// Moves `parameters` into flat buffers, and makes their `grad`s views. With `in_place`, large parameters stay where
     /// they are, and so do their gradients. The ranks of `group` reduce the gradients; with [`DdpOptions::zero`] they
     /// partition each bucket into equal partitions.

@@ -7,9 +7,9 @@
 //! | `options`, `parameters` | the options; a model's tensors by name, compared over the ranks |
 //! | `bucket`, `param_slot`, `layout`, `bucket_order` | which bucket a parameter is in, and where in memory; the order after the first step |
 //! | `comm_hooks`, `power_sgd` | averages a bucket, compressed or not; `reduce_path`: on which stream or thread |
-//! | `weight`, `unused`, `active_ranks`, `model_order` | who counts how much in a step, and which model is next |
+//! | `unused`, `active_ranks` | which parameters a step does not use, and which ranks have run out of inputs |
 //! | `reducer_state`, `reducer` | reduces each bucket when its gradients are complete; `statistics` measures it |
-//! | `backward` | one backward through one or several models |
+//! | `backward` | one backward pass |
 //! | `replica` | what all wrappers have; `broadcast`: the same start on all ranks |
 //! | `wrapper` | `DistributedDataParallel` |
 //! | `join`, `comm_hook_state`, `grad_observer` | uneven inputs, checkpoints of hooks, gradients before they are averaged |
@@ -26,7 +26,6 @@ mod data_parallel;
 mod grad_observer;
 mod join;
 mod layout;
-mod model_order;
 mod options;
 mod param_slot;
 mod parameters;
@@ -38,11 +37,10 @@ mod replica;
 mod statistics;
 mod strategy;
 mod unused;
-mod weight;
 mod wrapper;
 
 pub use active_ranks::JoinOptions;
-pub use backward::{Averaged, BackwardOptions, backward};
+pub use backward::BackwardOptions;
 pub use comm_hook_state::{CommHookRecord, SavedCommHook};
 pub use comm_hooks::{CommHook, CommHookState, Compress, GradBucket, hook_fn};
 pub use data_parallel::DataParallel;

@@ -36,8 +36,6 @@ pub(super) struct ParamSlot {
     /// The index of its bucket.
     pub bucket: usize,
     gradient: GradMemory,
-    /// The gradient from the other batches of a step, kept during a backward without samples, which must not change it.
-    pub kept_grad: Option<Tensor>,
     /// Whether its gradient is complete in this step.
     pub ready: bool,
     /// Whether this rank has computed a gradient for it since the last backward that averaged.
@@ -72,7 +70,6 @@ impl ParamSlot {
             tensor,
             bucket: 0,
             gradient,
-            kept_grad: None,
             ready: false,
             used: false,
             has_gradient: false,
@@ -127,9 +124,8 @@ impl ParamSlot {
 
     /// Takes the gradient that backward has computed, in a hook of autograd.
     pub(super) fn complete(&mut self) -> Result<()> {
-        self.take_gradient()?;
         self.used = true;
-        self.kept_grad.take().map_or(Ok(()), |kept| self.restore_gradient(&kept))
+        self.take_gradient()
     }
 
     /// Removes the gradient. In a flat buffer its values stay behind, because the next gradient overwrites them.
@@ -171,17 +167,6 @@ impl ParamSlot {
     /// Returns a copy of the gradient.
     pub(super) fn copy_gradient(&self) -> Result<Tensor> {
         self.gradient()?.f_detach_copy().doing("copying a gradient")
-    }
-
-    /// Keeps a copy of the gradient before backward, which [`ParamSlot::complete`] restores.
-    pub(super) fn keep_gradient(&mut self) -> Result<()> {
-        let kept = match self.tensor.f_grad() {
-            Ok(grad) if grad.defined() => grad.f_detach_copy(),
-            Ok(_) => self.tensor.f_detach().and_then(|tensor| tensor.f_zeros_like()),
-            Err(error) => Err(error),
-        };
-        self.kept_grad = Some(kept.doing("copying a gradient")?);
-        Ok(())
     }
 
     /// Overwrites the gradient with `values`.

@@ -76,15 +76,11 @@ impl CommHook for PowerSgd {
         "powerSGD"
     }
 
-    fn handles_weights(&self) -> bool {
-        true
-    }
-
     fn reduce(&mut self, bucket: &mut GradBucket<'_>, group: &ProcessGroup) -> Result<()> {
         let iteration = self.iteration;
         self.iteration += u64::from(bucket.is_last);
         if iteration < self.options.start_iter {
-            return group.all_reduce_weighted(bucket.gradients, average(group), bucket.weight);
+            return group.all_reduce(bucket.gradients, average(group));
         }
         tch::no_grad(|| self.approximate(bucket, group))
     }
@@ -248,12 +244,12 @@ impl PowerSgd {
         }
         average_uncompressed(bucket, &matrices, group)?;
         for (&(start, n, m, _), p) in matrices.iter().zip(&mut ps) {
-            group.all_reduce_weighted(p, average(group), bucket.weight)?;
+            group.all_reduce(p, average(group))?;
             *p = orthogonalize(p).doing(doing)?;
             let matrix = view(&before, start, n, m).doing(doing)?;
             let q = || matrix.f_tr()?.f_matmul(p)?.f_contiguous();
             let mut q = q().doing(doing)?;
-            group.all_reduce_weighted(&mut q, average(group), bucket.weight)?;
+            group.all_reduce(&mut q, average(group))?;
             let product = q.f_tr().and_then(|q| p.f_matmul(&q)).doing(doing)?;
             view(bucket.gradients, start, n, m)
                 .and_then(|mut v| v.f_copy_(&product))
@@ -291,7 +287,7 @@ fn average_uncompressed(
         return Ok(());
     }
     let mut joined = Tensor::f_cat(&parts, 0).doing(doing)?;
-    group.all_reduce_weighted(&mut joined, average(group), bucket.weight)?;
+    group.all_reduce(&mut joined, average(group))?;
     let lengths: Vec<i64> = parts.iter().map(|part| part.numel() as i64).collect();
     let averages = joined.f_split_with_sizes(&lengths[..], 0).doing(doing)?;
     let mut pairs = parts.iter_mut().zip(&averages);

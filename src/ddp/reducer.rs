@@ -12,7 +12,6 @@ use super::layout::{Bucket, Layout};
 use super::options::DdpOptions;
 use super::parameters::NamedTensor;
 use super::reducer_state::ReducerState;
-use super::weight::Weight;
 use crate::error::{Error, Result};
 use crate::ffi::GradHooks;
 use crate::optim::SharedModel;
@@ -22,11 +21,12 @@ use crate::process_group::{ProcessGroup, num_bytes};
 const BACKWARD_BYPASSED: &CStr =
     c"backward reached a parameter of a DistributedDataParallel: outside of ddp.backward its gradient would not be \
       averaged; call ddp.backward instead of Tensor::backward or an optimizer's backward_step, within no_sync() too; \
-      for a loss that depends on several wrapped models call ddp::backward with all of them";
+      for a loss that depends on several models wrap them as one, with one VarStore, or call set_requires_grad(false) on \
+      the parameters that it is not to train";
 
 /// All buckets of a model, with a hook on each gradient. Every rank reduces the buckets in index order, whichever
 /// gradient is ready first. Follows PyTorch's `Reducer`.
-pub struct Reducer {
+pub(super) struct Reducer {
     pub(super) state: Rc<RefCell<ReducerState>>,
     hooks: GradHooks,
     pub(super) options: DdpOptions,
@@ -82,9 +82,7 @@ impl Reducer {
     }
 
     pub(super) fn zero_grad(&self) -> Result<()> {
-        let state = &mut *self.state();
-        state.weight = None;
-        state.layout.zero_grad()
+        self.state().layout.zero_grad()
     }
 
     pub(super) fn bucket_bytes(&self) -> Vec<usize> {
@@ -131,29 +129,13 @@ impl Reducer {
         Ok(())
     }
 
+    /// Returns whether ranks may run out of inputs.
+    pub(super) fn is_joining(&self) -> bool {
+        self.state.borrow().joining.is_some()
+    }
+
     pub(super) fn group(&self) -> Rc<ProcessGroup> {
         self.state.borrow().group.clone()
-    }
-
-    /// Returns the factor for the loss of a batch of `samples` samples.
-    ///
-    /// # Errors
-    /// [`Error::InvalidInput`] if a backward with this weight is not possible.
-    pub(super) fn loss_factor(&self, samples: f64, averages: bool) -> Result<f64> {
-        let state = self.state.borrow();
-        state.check_weight(samples, averages)?;
-        Ok(state.weight.unwrap_or_default().factor(samples))
-    }
-
-    /// Sets the weight of a whole step of `samples` samples, whose losses are already multiplied.
-    ///
-    /// # Errors
-    /// [`Error::InvalidInput`] if a backward with this weight is not possible.
-    pub(super) fn set_samples(&self, samples: f64, averages: bool) -> Result<()> {
-        let mut state = self.state();
-        state.check_weight(samples, averages)?;
-        state.weight = Some(Weight::whole(samples));
-        Ok(())
     }
 
     /// Returns whether buckets are reduced during backward. Where ranks may use different parameters, a bucket is

@@ -3,20 +3,17 @@
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 
-use super::active_ranks::{Active, Inputs, JoinOptions, count_active};
+use super::active_ranks::{JoinOptions, count_active};
 use super::bucket_order::BucketOrder;
 use super::comm_hooks::{AllReduce, CommHook, GradBucket, average};
 use super::layout::Layout;
-use super::model_order::Turn;
 use super::options::DdpOptions;
 use super::reduce_path::ReducePath;
 use super::statistics::BackwardTimings;
 use super::unused::UnusedParams;
-use super::weight::Weight;
 use crate::error::{Error, Result};
-use crate::ffi::TorchResult;
 use crate::optim::{GradState, SharedModel, average_gradients};
-use crate::process_group::{CallContext, ProcessGroup, check_weight};
+use crate::process_group::{CallContext, ProcessGroup};
 use crate::runtime::CallSite;
 
 /// The handling of complete gradients in a backward pass.
@@ -34,17 +31,11 @@ enum Mode {
 pub(super) struct ReducerState {
     pub group: Rc<ProcessGroup>,
     pub layout: Layout,
-    /// This rank's number of samples in this step, if ranks are weighted by their samples.
-    pub weight: Option<Weight>,
     pub order: BucketOrder,
     unused: UnusedParams,
     mode: Mode,
     /// Options within `join`: what happens when ranks have run out of inputs.
     pub joining: Option<JoinOptions>,
-    /// The number of ranks to divide by in this step; `None` for all ranks.
-    active: Option<usize>,
-    /// This model's turn where one backward reduces several models.
-    turn: Turn,
     /// Whether autograd is running, so that hooks may be called.
     pub is_in_autograd: bool,
     /// The next bucket to reduce in this step.
@@ -72,12 +63,9 @@ impl ReducerState {
             order: BucketOrder::new(layout.slots.len()),
             group,
             layout,
-            weight: None,
             unused: UnusedParams::default(),
             mode: Mode::AfterBackward,
             joining: None,
-            active: None,
-            turn: Turn::default(),
             is_in_autograd: false,
             next: 0,
             began: (Instant::now(), Duration::ZERO),
@@ -90,87 +78,39 @@ impl ReducerState {
         })
     }
 
-    /// Returns an error if a backward with the weight `samples` is not possible.
-    pub(super) fn check_weight(&self, samples: f64, averages: bool) -> Result<()> {
-        let rank = self.group.ranks()[self.group.rank()];
-        check_weight(samples, rank)
-            .map_err(|error| Error::InvalidInput(format!("backward_weighted: {error}")))?;
-        if let Some(hook) = self.comm_hook.as_ref().filter(|hook| !hook.handles_weights()) {
-            return Err(Error::InvalidInput(format!(
-                "backward_weighted: the communication hook `{}` does not support weights; use GradBucket::weight and \
-                 implement CommHook::handles_weights in it, or use backward",
-                hook.name()
-            )));
-        }
-        let mut states = self.layout.buffers.iter().map(|buffer| buffer.places.gradients());
-        let have_averages =
-            states.any(|state| !matches!(state, GradState::Cleared | GradState::Local));
-        if !averages && self.weight.is_none() && have_averages {
-            return Err(Error::InvalidInput(
-                "backward_weighted: within no_sync it cannot add to gradients that an earlier step has averaged; \
-                 call zero_grad before the first batch of a step"
-                    .into(),
-            ));
-        }
-        Ok(())
-    }
-
-    /// Adds the samples of a batch to the weight. Without samples, keeps the gradients of the step's other batches.
-    pub(super) fn add_samples(&mut self, samples: f64, averages: bool) -> Result<()> {
-        let weight = self.weight.get_or_insert_default();
-        weight.add(samples);
-        // Without any samples in the step all gradients become zeros in `Weight::apply`.
-        if samples > 0.0 || (averages && weight.samples == 0.0) {
-            return Ok(());
-        }
-        self.layout.slots.iter_mut().try_for_each(|slot| slot.keep_gradient())
-    }
-
-    /// Prepares for the gradients of a backward that was called at `call_site`. From now on hooks may be called.
-    ///
-    /// # Errors
-    /// [`Error::InvalidInput`] if the backward averages gradients with weights but has no weight itself.
+    /// Prepares for the gradients of a backward that was called at `call_site`. From now on hooks may be called. Returns the
+    /// factor of the loss, which is not 1 where ranks have run out of inputs.
     pub(super) fn begin(
         &mut self,
         averages: bool,
         overlaps: bool,
-        turn: Turn,
         call_site: CallSite,
-    ) -> Result<()> {
+    ) -> Result<f64> {
         // Gradients of an earlier backward to which this one adds.
         average_gradients(&self.layout.buffers)?;
         self.reset()?;
-        let joining = self.joining.filter(|_| averages);
-        let mine = if self.weight.is_some() { Inputs::Weighted } else { Inputs::Plain };
-        let active = joining.map(|join| count_active(&self.group, mine, join)).transpose()?;
-        self.active = active.zip(joining).and_then(|(active, join)| active.to_divide_by(join));
-        if let Some(Weight { samples, is_called: false, .. }) = self.weight
-            && averages
-        {
-            return Err(Error::InvalidInput(format!(
-                "backward: this step has {samples} samples from backward_weighted; call backward_weighted for its \
-                 last batch too"
-            )));
+        let factor = match self.joining.filter(|_| averages) {
+            Some(join) => {
+                let active = count_active(&self.group, true, join)?;
+                join.loss_factor(self.group.world_size(), active)
+            }
+            None => 1.0,
+        };
+        if factor != 1.0 {
+            self.layout.multiply_gradients(factor)?;
         }
-        self.group.set_weight(self.weight.map(|weight| weight.unit));
         self.mode = match averages {
             false => Mode::Local,
             true if overlaps => Mode::Overlap,
             true => Mode::AfterBackward,
         };
-        self.turn = turn;
         self.call_site = Some(call_site);
         self.is_in_autograd = true;
-        Ok(())
+        Ok(factor)
     }
 
     /// Ends a backward's autograd; from now on no hooks are called.
     pub(super) fn leave_autograd(&mut self) {
-        self.group.set_weight(None);
-        if let Some(weight) = &mut self.weight {
-            weight.is_called = false;
-        }
-        self.layout.slots.iter_mut().for_each(|slot| slot.kept_grad = None);
         self.is_in_autograd = false;
     }
 
@@ -204,7 +144,7 @@ impl ReducerState {
         }
     }
 
-    /// Marks a parameter's gradient as complete. Reduces every complete bucket whose turn it is.
+    /// Marks a parameter's gradient as complete. During backward, reduces every complete bucket that is next.
     fn mark_ready(&mut self, index: usize) -> Result<()> {
         let slot = &mut self.layout.slots[index];
         if slot.ready {
@@ -228,8 +168,7 @@ impl ReducerState {
             self.bucket_times[bucket] = Some(began.elapsed().saturating_sub(reduced));
         }
         self.order.push(index);
-        let is_due = self.mode == Mode::Overlap && self.turn.has_come();
-        if is_due { self.reduce_complete_buckets() } else { Ok(()) }
+        if self.mode == Mode::Overlap { self.reduce_complete_buckets() } else { Ok(()) }
     }
 
     /// Reduces buckets in index order, up to the first that is not complete.
@@ -240,9 +179,6 @@ impl ReducerState {
             }
             self.next += 1;
         }
-        if self.next == self.layout.buckets.len() {
-            self.turn.pass_on();
-        }
         self.group.set_context(CallContext::default());
         Ok(())
     }
@@ -250,7 +186,7 @@ impl ReducerState {
     fn reduce_next_bucket(&mut self) -> Result<()> {
         let began = Instant::now();
         let scatters = self.scatters();
-        let Self { layout, group, comm_hook, reduce_path, weight, .. } = self;
+        let Self { layout, group, comm_hook, reduce_path, .. } = self;
         let (index, group) = (self.next, &**group);
         if layout.buckets[index].gradients.is_empty() {
             return Ok(()); // all of its parameters are empty
@@ -259,8 +195,6 @@ impl ReducerState {
             call_site: self.call_site,
             bucket: u16::try_from(index).ok(),
         });
-        weight.map_or(Ok(()), |weight| layout.buckets[index].weigh(weight))?;
-        let weight = weight.map(|weight| weight.samples);
         layout.show_gradients(index)?;
         let is_last = layout.buckets[index + 1..].iter().all(|bucket| bucket.is_skipped);
         let Layout { buckets, slots, .. } = layout;
@@ -268,7 +202,7 @@ impl ReducerState {
         let mut plain = AllReduce;
         let comm_hook = comm_hook.as_deref_mut().unwrap_or(&mut plain);
         if group.reduces_in_place() && comm_hook.is_plain_all_reduce() && !scatters {
-            group.all_reduce_list(&bucket.gradients, &bucket.shapes, average(group), weight)?;
+            group.all_reduce_list(&bucket.gradients, &bucket.shapes, average(group))?;
             self.times.communication += began.elapsed();
             return Ok(());
         }
@@ -282,7 +216,7 @@ impl ReducerState {
             works.push(if scatters {
                 group.reduce_scatter_async(&gradients, average(group))?
             } else {
-                group.all_reduce_async(&gradients, average(group), weight)?
+                group.all_reduce_async(&gradients, average(group))?
             });
             return Ok(());
         }
@@ -291,8 +225,7 @@ impl ReducerState {
                 return group.reduce_scatter_in_place(&gradients, average(group));
             }
             let (gradients, parameters) = (&mut gradients, &bucket.parameters);
-            comm_hook
-                .reduce(&mut GradBucket { index, is_last, gradients, parameters, weight }, group)?;
+            comm_hook.reduce(&mut GradBucket { index, is_last, gradients, parameters }, group)?;
             // A hook may have replaced the tensor, as a Python hook would return a new one.
             bucket.copy_back(gradients, slots)
         })?;
@@ -302,8 +235,7 @@ impl ReducerState {
 
     /// Returns whether each rank receives only its partitions of the averages in this step.
     fn scatters(&self) -> bool {
-        let is_whole =
-            self.weight.is_some() || !self.layout.observers.is_empty() || self.has_hook();
+        let is_whole = !self.layout.observers.is_empty() || self.has_hook();
         self.layout.is_partitioned() && self.order.is_final() && !is_whole
     }
 
@@ -316,10 +248,10 @@ impl ReducerState {
     pub(super) fn reduce_rest(&mut self, options: &DdpOptions) -> Result<()> {
         self.unused.account(&mut self.layout, options, &self.group)?;
         if self.steps_average(options) {
-            self.leave_to_step()
-        } else {
-            self.reduce_complete_buckets()
+            self.leave_to_step();
+            return Ok(());
         }
+        self.reduce_complete_buckets()
     }
 
     /// Returns whether the optimizer averages the gradients as it steps: if the ranks share the model, all are in this
@@ -335,17 +267,11 @@ impl ReducerState {
     }
 
     /// Leaves the gradients to the optimizer's step.
-    fn leave_to_step(&mut self) -> Result<()> {
-        let Self { layout, group, weight, shared, .. } = self;
-        if let Some(weight) = *weight {
-            layout.buckets.iter_mut().try_for_each(|bucket| bucket.weigh(weight))?;
+    fn leave_to_step(&mut self) {
+        if let Some(shared) = &self.shared {
+            shared.set_average(average(&self.group));
         }
-        if let Some(shared) = shared {
-            shared.set_average(average(group), weight.map(|weight| weight.samples));
-        }
-        self.next = layout.buckets.len();
-        self.turn.pass_on();
-        Ok(())
+        self.next = self.layout.buckets.len();
     }
 
     /// Waits for the reductions and ends the step.
@@ -353,13 +279,6 @@ impl ReducerState {
         let scatters = self.scatters();
         let Self { group, layout, unused, .. } = self;
         self.times.communication += self.reduce_path.wait(group)?;
-        if let Some(active) = self.active.take() {
-            let factor = group.world_size() as f64 / active as f64;
-            for buffer in &mut layout.buffers {
-                let _ = buffer.gradients.f_mul_scalar_(factor).doing("mul_")?;
-            }
-        }
-        self.weight = None;
         unused.restore_unused(layout, options, group)?;
         self.order.rebuild_buckets(layout, options, group)?;
         layout.set_gradients(match &self.shared {
@@ -370,13 +289,8 @@ impl ReducerState {
         unused.clear_gradients(layout)
     }
 
-    /// Takes part with zero gradients in a step of the `active` ranks.
-    pub(super) fn shadow(
-        &mut self,
-        active: Active,
-        join: JoinOptions,
-        options: &DdpOptions,
-    ) -> Result<()> {
+    /// Takes part with zero gradients in a step of the ranks that still have inputs.
+    pub(super) fn shadow(&mut self, options: &DdpOptions) -> Result<()> {
         self.layout.zero_gradients()?;
         self.reset()?;
         // If the ranks agree on unused parameters in this step, this rank uses none. It must not learn from that which
@@ -384,10 +298,7 @@ impl ReducerState {
         let (always_unused, times) = (self.unused.always.clone(), self.times);
         let uses_all = !self.unused.must_agree(options);
         self.layout.slots.iter_mut().for_each(|slot| slot.used = uses_all);
-        self.weight = active.weighted.then(Weight::default);
-        self.active = active.to_divide_by(join);
         self.mode = Mode::AfterBackward;
-        self.turn = Turn::default();
         self.reduce_rest(options)?;
         self.finish(options)?;
         self.unused.always = always_unused;

@@ -10,7 +10,7 @@ use super::data_parallel::DataParallel;
 use super::replica::Replica;
 use super::statistics::DdpStatistics;
 use super::wrapper::DistributedDataParallel;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::optim::FlatBuffer;
 use crate::records::Parameter;
 
@@ -119,22 +119,6 @@ impl<M> Strategy<M> {
     #[track_caller]
     pub fn backward(&mut self, loss: &Tensor) -> Result<()> {
         either!(self, backward(loss))
-    }
-
-    /// Calls [`DistributedDataParallel::backward_part`].
-    ///
-    /// # Errors
-    /// The errors of [`DistributedDataParallel::backward_part`]; [`Error::Unsupported`] with [`DataParallel`].
-    #[track_caller]
-    pub(crate) fn backward_part(&mut self, loss: &Tensor, samples: f64) -> Result<()> {
-        match self {
-            Strategy::Ddp(ddp) => ddp.backward_part(loss, samples),
-            Strategy::Dp(_) => Err(Error::Unsupported(
-                "weights need DistributedDataParallel: with DataParallel rank 0 gives every rank a batch \
-                 of the same size"
-                    .into(),
-            )),
-        }
     }
 
     /// Calls [`DistributedDataParallel::clip_grad_norm`] or its counterpart, on ranks that make a step.

@@ -9,8 +9,7 @@ use tch::Tensor;
 use tch::nn::VarStore;
 use xxhash_rust::xxh3::xxh3_64;
 
-use super::backward::sealed::Sealed;
-use super::backward::{self, Averaged, BackwardOptions};
+use super::backward::BackwardOptions;
 use super::broadcast::{sync_buffers, sync_module_states};
 use super::comm_hooks::CommHook;
 use super::options::DdpOptions;
@@ -20,6 +19,7 @@ use super::replica::Replica;
 use super::statistics::DdpStatistics;
 use crate::error::{Error, Result};
 use crate::ffi::remove_grad;
+use crate::operation::Operation;
 use crate::optim::{FlatBuffer, average_gradients, clip_grad_norm};
 use crate::process_group::ProcessGroup;
 
@@ -63,7 +63,29 @@ use crate::process_group::ProcessGroup;
 ///    [`zero`](DdpOptions::zero) each rank updates its partitions of the parameters, which the others then copy.
 ///
 /// With batches of equal size and a mean loss, the average is the gradient of the whole batch. With batches of
-/// different sizes it is not, as in PyTorch: see [`backward_weighted`](Self::backward_weighted).
+/// different sizes it is not, as in PyTorch. Then multiply each rank's loss by `n * R / N` before backward: `n` is the
+/// rank's number of samples, `R` the number of ranks, and `N` the number of all ranks' samples.
+///
+/// ```
+/// # fn main() -> anyhow::Result<()> {
+/// use ddp_mp::{Backend, DdpOptions, DistributedDataParallel, spawn};
+/// use tch::{Kind, Tensor, nn};
+///
+/// spawn(2, |rank| {
+///     let group = rank.init_process_group(Backend::Threaded)?;
+///     let vs = nn::VarStore::new(rank.device());
+///     let weight = vs.root().var("weight", &[1], nn::Init::Const(1.0));
+///     let mut ddp = DistributedDataParallel::new((), &vs, group, DdpOptions::default())?;
+///     let batch = if rank.rank() == 0 { vec![1f32, 1.0, 1.0] } else { vec![5.0] };
+///     let loss = (&weight * Tensor::from_slice(&batch)).mean(Kind::Float);
+///     ddp.backward(&(loss * (batch.len() as f64 * 2.0 / 4.0)))?;
+///     // The mean of 1, 1, 1 and 5; the mean of the ranks' means is 3.
+///     assert_eq!(weight.grad().double_value(&[0]), 2.0);
+///     Ok(())
+/// })?;
+/// # Ok(())
+/// # }
+/// ```
 ///
 /// Zero gradients with [`zero_grad`](Self::zero_grad). The `zero_grad` of tch's optimizers only removes each parameter's
 /// `grad`; large gradients then keep their memory until the next backward. The `backward_step` of tch's optimizers is refused, because it would not
@@ -175,8 +197,8 @@ impl<M> DistributedDataParallel<M> {
     }
 
     /// Computes the gradients of `loss` and averages them over all ranks. A collective. tch's own [`Tensor::backward`]
-    /// fails on such a loss, because it has no way to return the errors of the averaging. For a loss that depends on
-    /// several wrapped models call [`ddp::backward`](super::backward()).
+    /// fails on such a loss, because it has no way to return the errors of the averaging. A loss that depends on several
+    /// models needs one wrapper around all of them: their parameters in one `VarStore`.
     ///
     /// Gradients add up until [`zero_grad`](Self::zero_grad), as in PyTorch. The first backward that averages rebuilds
     /// the buckets in the order in which rank 0's gradients became ready.
@@ -196,62 +218,11 @@ impl<M> DistributedDataParallel<M> {
     /// The errors of [`backward`](Self::backward).
     #[track_caller]
     pub fn backward_with(&mut self, loss: &Tensor, options: BackwardOptions) -> Result<()> {
-        backward::run(loss, &[self], options, Location::caller())
-    }
-
-    /// Computes the gradients of `loss`, the mean loss of `samples` samples, and averages them over the samples of all
-    /// ranks. [`backward`](Self::backward) averages over the ranks instead. A collective that all ranks must call.
-    ///
-    /// With batches of different sizes the mean of the ranks' means is not the mean over all samples. A sample in a
-    /// small batch would count more than one in a large batch. Here each rank's gradient is weighted by its number of
-    /// samples. N ranks then give the result of one rank on all samples, up to rounding. With equal numbers of samples
-    /// the gradients are those of `backward`, to the bit. PyTorch has no such method.
-    ///
-    /// Within [`no_sync`](Replica::no_sync) the samples add up over the batches, which may also differ in size. Every
-    /// batch's `loss` is its own mean, not divided by the number of batches. Gradients that a plain `backward` adds
-    /// within `no_sync` count as part of the loss of the first batch with samples.
-    ///
-    /// A rank without samples passes 0. The gradients of that batch are ignored, even if they are not finite. Within
-    /// [`join`](Self::join) a rank that has run out has 0 samples, whatever
-    /// [`divide_by_initial_world_size`](super::JoinOptions::divide_by_initial_world_size) says.
-    ///
-    /// # Errors
-    /// The errors of [`backward`](Self::backward). [`Error::InvalidInput`] if `samples` is negative or not finite, if
-    /// all ranks together have none, or if a communication hook does not
-    /// [handle weights](super::CommHook::handles_weights). Also within `no_sync` while the averaged gradients of an earlier step remain. [`Error::Mismatch`] if another rank calls
-    /// `backward`.
-    ///
-    /// ```
-    /// # fn main() -> anyhow::Result<()> {
-    /// use ddp_mp::{Backend, DdpOptions, DistributedDataParallel, spawn};
-    /// use tch::{Kind, Tensor, nn};
-    ///
-    /// spawn(2, |rank| {
-    ///     let group = rank.init_process_group(Backend::Threaded)?;
-    ///     let vs = nn::VarStore::new(rank.device());
-    ///     let weight = vs.root().var("weight", &[1], nn::Init::Const(1.0));
-    ///     let mut ddp = DistributedDataParallel::new((), &vs, group, DdpOptions::default())?;
-    ///     let batch = if rank.rank() == 0 { vec![1f32, 1.0, 1.0] } else { vec![5.0] };
-    ///     let loss = (&weight * Tensor::from_slice(&batch)).mean(Kind::Float);
-    ///     ddp.backward_weighted(&loss, batch.len() as f64)?;
-    ///     // The mean of 1, 1, 1 and 5; the mean of the ranks' means is 3.
-    ///     assert_eq!(weight.grad().double_value(&[0]), 2.0);
-    ///     Ok(())
-    /// })?;
-    /// # Ok(())
-    /// # }
-    /// ```
-    #[track_caller]
-    pub fn backward_weighted(&mut self, loss: &Tensor, samples: f64) -> Result<()> {
-        self.backward_with(loss, BackwardOptions { samples: Some(samples), ..Default::default() })
-    }
-
-    /// Runs [`backward_weighted`](Self::backward_weighted) for one batch of a step of `samples` samples. The caller has
-    /// divided `loss` by `samples` and multiplied it by the batch's number of samples.
-    #[track_caller]
-    pub(crate) fn backward_part(&mut self, loss: &Tensor, samples: f64) -> Result<()> {
-        self.reducer.set_samples(samples, self.averages())?;
-        backward::run(loss, &[self], BackwardOptions::default(), Location::caller())
+        self.group.next_phase(Operation::Backward);
+        let averages = self.averages();
+        self.reducer.backward(loss, averages, options, Location::caller())?;
+        let broadcasts = averages && self.options.broadcast_buffers && !self.reducer.is_joining();
+        if broadcasts { sync_buffers(&self.tensors, &self.group, 0) } else { Ok(()) }
     }
 
     /// Returns the averaged gradient of the parameter `name`; `None` if no rank has one. With
@@ -294,22 +265,5 @@ impl<M> DistributedDataParallel<M> {
     /// must be defined.
     pub(crate) fn tensor_hashes(&self, buffers: bool) -> Result<Vec<(String, u64)>> {
         parameters::hash_each(&self.tensors, buffers)
-    }
-}
-
-impl<M> Averaged for DistributedDataParallel<M> {}
-
-impl<M> Sealed for DistributedDataParallel<M> {
-    fn reducer(&self) -> &Reducer {
-        &self.reducer
-    }
-
-    fn averages(&self) -> bool {
-        self.replica.averages()
-    }
-
-    fn broadcast_buffers(&self) -> Result<()> {
-        let is_due = self.options.broadcast_buffers && self.reducer.state().joining.is_none();
-        if is_due { sync_buffers(&self.tensors, &self.group, 0) } else { Ok(()) }
     }
 }

@@ -17,7 +17,7 @@ use super::partitions::gather_gradients;
 use super::{FlatBuffer, GradState};
 use crate::error::Result;
 use crate::ffi::TorchResult;
-use crate::process_group::{ProcessGroup, ReduceOp, WeightedReduction, join_shapes};
+use crate::process_group::{ProcessGroup, ReduceOp, join_shapes};
 
 /// Elements per piece: 128 KiB of float32. Small, so that the mean can stay in a cache until the optimizer reads it;
 /// large, so that the kernel calls cost little. 16 Ki to 128 Ki elements take the same time within 5 %. A multiple of a
@@ -29,7 +29,7 @@ pub(crate) struct SharedModel {
     /// The ranks that share the model.
     group: Rc<ProcessGroup>,
     /// How to average the ranks' own gradients, while they are [`GradState::Complete`].
-    average: Cell<Option<WeightedReduction>>,
+    average: Cell<Option<ReduceOp>>,
     /// Memory for a piece of averaged gradients: a tensor for each dtype.
     scratch: RefCell<Vec<Rc<Tensor>>>,
 }
@@ -52,8 +52,8 @@ impl SharedModel {
     }
 
     /// Sets how to average the gradients, which are complete on each rank.
-    pub(crate) fn set_average(&self, op: ReduceOp, weight: Option<f64>) {
-        self.average.set(Some(WeightedReduction { op, weight }));
+    pub(crate) fn set_average(&self, op: ReduceOp) {
+        self.average.set(Some(op));
     }
 
     /// Returns whether the optimizer is to average the gradients as it steps.
@@ -120,7 +120,7 @@ pub fn average_gradients(buffers: &[FlatBuffer]) -> Result<()> {
     let is_complete = |buffer: &&FlatBuffer| buffer.places.gradients() == GradState::Complete;
     while let Some(first) = buffers.iter().find(is_complete) {
         let Some(shared) = first.places.shared() else { return Ok(()) };
-        let Some(WeightedReduction { op, weight }) = shared.average.get() else { return Ok(()) };
+        let Some(op) = shared.average.get() else { return Ok(()) };
         let is_like_first = |buffer: &&FlatBuffer| {
             let same = buffer.places.shared().is_some_and(|other| Rc::ptr_eq(&other, &shared));
             same && buffer.parameters.kind() == first.parameters.kind()
@@ -129,7 +129,7 @@ pub fn average_gradients(buffers: &[FlatBuffer]) -> Result<()> {
         let gradients: Vec<Tensor> =
             alike.iter().map(|buffer| buffer.gradients.shallow_clone()).collect();
         let shapes = join_shapes(gradients.iter().map(Tensor::size));
-        shared.group.all_reduce_list(&gradients, &shapes, op, weight)?;
+        shared.group.all_reduce_list(&gradients, &shapes, op)?;
         alike.iter().for_each(|buffer| buffer.places.set_gradients(GradState::Averaged));
     }
     Ok(())

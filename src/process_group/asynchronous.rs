@@ -68,24 +68,18 @@ impl ProcessGroup {
         }))
     }
 
-    /// Starts an [`all_reduce_weighted`](Self::all_reduce_weighted) of a contiguous tensor, like
-    /// [`async_op`](Self::async_op). If the backend can continue it in the background, the next operation starts
-    /// meanwhile.
-    pub(crate) fn all_reduce_async(
-        &self,
-        tensor: &Tensor,
-        op: ReduceOp,
-        weight: Option<f64>,
-    ) -> Result<Work> {
+    /// Starts an [`all_reduce`](Self::all_reduce) of a contiguous tensor, like [`async_op`](Self::async_op). If the
+    /// backend can continue it in the background, the next operation starts meanwhile.
+    pub(crate) fn all_reduce_async(&self, tensor: &Tensor, op: ReduceOp) -> Result<Work> {
         let mut tensor = tensor.shallow_clone();
         if self.is_stream_ordered() || self.own_activity.is_some() {
-            return self.async_op(move |group| group.all_reduce_weighted(&mut tensor, op, weight));
+            return self.async_op(move |group| group.all_reduce(&mut tensor, op));
         }
         self.run().check(self.global_rank())?;
         let context = self.phase_tracker.context.get();
         self.queue(Box::new(move |group| {
             group.set_context(context);
-            group.start_all_reduce(&tensor, op, weight)
+            group.start_all_reduce(&tensor, op)
         }))
     }
 

@@ -101,9 +101,6 @@ pub(super) trait RankBackend: Send {
     /// Returns the bytes that this rank sends and receives in a collective.
     fn traffic(&self, call: &Call) -> Traffic;
 
-    /// Returns the mean weight of all ranks in the last call, which must have had weights.
-    fn mean_weight(&self) -> f64;
-
     /// Waits until no operation that this rank has launched waits for another rank. Calls `meanwhile` repeatedly.
     fn synchronize(&mut self, meanwhile: &dyn Fn()) -> Result<()>;
 

@@ -9,7 +9,6 @@ use tch::{Kind, Tensor};
 use xxhash_rust::xxh3::Xxh3Default;
 
 use super::reduce_op::ReduceOp;
-use super::weights;
 use crate::error::{Error, Result};
 use crate::operation::{OpId, Operation};
 use crate::runtime::CallSite;
@@ -22,7 +21,6 @@ pub(super) const NEXT_SHAPE: i64 = -1;
 pub(super) struct Options {
     pub reduce_op: Option<ReduceOp>,
     pub root: Option<usize>,
-    pub weight: Option<f64>,
     pub timeout: Option<Duration>,
 }
 
@@ -51,8 +49,6 @@ pub(crate) struct Call<'a> {
     pub shape: &'a [i64],
     pub inputs: &'a [Tensor],
     pub outputs: &'a [Tensor],
-    /// This rank's weight in a sum. All ranks have one, or none has.
-    pub weight: Option<f64>,
     /// The timeout; `None` for the run's timeout.
     pub timeout: Option<Duration>,
     /// The call site in the program, for errors.
@@ -76,7 +72,6 @@ impl Call<'_> {
             shape: &[],
             inputs: &[],
             outputs: &[],
-            weight: None,
             timeout: None,
             call_site: None,
             on_piece: None,
@@ -109,10 +104,9 @@ impl Call<'_> {
         discriminant(&self.operation).hash(&mut hash);
         if let Some(op) = self.reduce_op {
             discriminant(&op).hash(&mut hash);
-            weights::factor(op).to_bits().hash(&mut hash);
+            op.factor().to_bits().hash(&mut hash);
         }
         self.root.hash(&mut hash);
-        self.weight.is_some().hash(&mut hash);
         discriminant(&self.kind).hash(&mut hash);
         self.shape.hash(&mut hash);
         hash.finish()

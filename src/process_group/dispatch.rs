@@ -18,7 +18,7 @@ use super::backend::RankBackend;
 use super::call::{Call, Options};
 use super::contiguous::Contiguous;
 use super::network::InFlight;
-use super::{ProcessGroup, ReduceOp, weights};
+use super::{ProcessGroup, ReduceOp};
 use crate::error::{Error, Result};
 use crate::ffi::{self, TensorFacts};
 use crate::operation::Operation;
@@ -76,10 +76,9 @@ impl ProcessGroup {
         &self,
         tensor: &Tensor,
         op: ReduceOp,
-        weight: Option<f64>,
     ) -> Result<Option<(InFlight, SpanId)>> {
         let (tensors, shape) = (std::slice::from_ref(tensor), ffi::shape(tensor)?);
-        let options = Options { reduce_op: Some(op), weight, ..Options::default() };
+        let options = Options { reduce_op: Some(op), ..Options::default() };
         let call = self.check_call(Operation::AllReduce, options, &shape, tensors, tensors)?;
         let start = |backend: &mut dyn RankBackend, call: &Call| backend.start(call);
         let (in_flight, record) = self.dispatch(call, Location::caller(), start)?;
@@ -98,7 +97,7 @@ impl ProcessGroup {
         inputs: &'a [Tensor],
         outputs: &'a [Tensor],
     ) -> Result<Call<'a>> {
-        let Options { reduce_op, root, weight, timeout } = options;
+        let Options { reduce_op, root, timeout } = options;
         if let Some(root) = root {
             self.check_root(operation, root)?;
         }
@@ -107,10 +106,6 @@ impl ProcessGroup {
         if let Some(op) = reduce_op {
             op.check_kind(operation, kind)?;
         }
-        let weight = match (reduce_op, weight) {
-            (Some(op), Some(weight)) => Some(weights::check(op, kind, weight, self.global_rank())?),
-            (_, weight) => weight,
-        };
         let mut is_contiguous = true;
         let mut count = |tensors: &[Tensor]| -> Result<usize> {
             tensors.iter().try_fold(0, |numel, tensor| {
@@ -126,7 +121,7 @@ impl ProcessGroup {
             })
         };
         let numel = count(inputs)?.max(count(call.further_outputs())?);
-        Ok(Call { reduce_op, root, kind, numel, is_contiguous, weight, timeout, ..call })
+        Ok(Call { reduce_op, root, kind, numel, is_contiguous, timeout, ..call })
     }
 
     /// Runs a call with contiguous tensors, from the start of its record to the end.

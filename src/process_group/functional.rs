@@ -28,9 +28,7 @@ type Group = Rc<ProcessGroup>;
 /// Returns the sum of `tensor` over all ranks. A collective.
 ///
 /// Follows `torch.distributed.nn.functional.all_reduce` with its default, the sum. The gradient of each rank's
-/// `tensor` is the sum of the results' gradients over all ranks. In a
-/// [`backward_weighted`](crate::DistributedDataParallel::backward_weighted) of a model on the same group, each
-/// rank's loss counts by its weight.
+/// `tensor` is the sum of the results' gradients over all ranks.
 ///
 /// # Errors
 /// The errors of [`ProcessGroup::all_reduce`] and of the [module](self).
@@ -55,10 +53,7 @@ type Group = Rc<ProcessGroup>;
 /// # }
 /// ```
 pub fn all_reduce(tensor: &Tensor, group: &Rc<ProcessGroup>) -> Result<Tensor> {
-    let group = group.clone();
-    linear(tensor, move |tensor, transposed| {
-        if transposed { summed_by_weights(tensor, &group) } else { summed(tensor, &group) }
-    })
+    with_gradient(tensor, group, move |tensor, _, group| summed(tensor, group))
 }
 
 /// Returns rank `src`'s `tensor`, on every rank. A collective.
@@ -69,7 +64,7 @@ pub fn all_reduce(tensor: &Tensor, group: &Rc<ProcessGroup>) -> Result<Tensor> {
 /// # Errors
 /// The errors of [`ProcessGroup::broadcast`] and of the [module](self).
 pub fn broadcast(tensor: &Tensor, src: usize, group: &Rc<ProcessGroup>) -> Result<Tensor> {
-    unweighted(tensor, group, move |tensor, transposed, group| {
+    with_gradient(tensor, group, move |tensor, transposed, group| {
         if !transposed {
             return broadcasted(tensor, src, group);
         }
@@ -87,7 +82,7 @@ pub fn broadcast(tensor: &Tensor, src: usize, group: &Rc<ProcessGroup>) -> Resul
 /// # Errors
 /// The errors of [`ProcessGroup::reduce`] and of the [module](self).
 pub fn reduce(tensor: &Tensor, dst: usize, group: &Rc<ProcessGroup>) -> Result<Tensor> {
-    unweighted(tensor, group, move |tensor, transposed, group| {
+    with_gradient(tensor, group, move |tensor, transposed, group| {
         if transposed { broadcasted(tensor, dst, group) } else { reduced(tensor, dst, group) }
     })
 }
@@ -100,7 +95,7 @@ pub fn reduce(tensor: &Tensor, dst: usize, group: &Rc<ProcessGroup>) -> Result<T
 /// # Errors
 /// The errors of [`ProcessGroup::gather`] and of the [module](self).
 pub fn gather(tensor: &Tensor, dst: usize, group: &Rc<ProcessGroup>) -> Result<Vec<Tensor>> {
-    let all = unweighted(tensor, group, move |tensor, transposed, group| {
+    let all = with_gradient(tensor, group, move |tensor, transposed, group| {
         if transposed { scattered(tensor, dst, group) } else { gathered(tensor, dst, group) }
     })?;
     rows(&all)
@@ -116,7 +111,7 @@ pub fn gather(tensor: &Tensor, dst: usize, group: &Rc<ProcessGroup>) -> Result<V
 /// The errors of [`ProcessGroup::scatter`] and of the [module](self).
 pub fn scatter(tensors: &[Tensor], src: usize, group: &Rc<ProcessGroup>) -> Result<Tensor> {
     let all = stacked(Operation::Scatter, tensors, group)?;
-    unweighted(&all, group, move |tensor, transposed, group| {
+    with_gradient(&all, group, move |tensor, transposed, group| {
         if transposed { gathered(tensor, src, group) } else { scattered(tensor, src, group) }
     })
 }
@@ -180,7 +175,7 @@ pub use self::all_gather_single as all_gather_into_tensor;
 /// The errors of [`ProcessGroup::reduce_scatter`] and of the [module](self).
 pub fn reduce_scatter(input_list: &[Tensor], group: &Rc<ProcessGroup>) -> Result<Tensor> {
     let all = stacked(Operation::ReduceScatter, input_list, group)?;
-    unweighted(&all, group, move |tensor, transposed, group| {
+    with_gradient(&all, group, move |tensor, transposed, group| {
         if transposed { all_rows(tensor, group) } else { sum_of_rows(tensor, group) }
     })
 }
@@ -237,7 +232,7 @@ pub fn all_to_all_single(
     let output_splits = output_split_sizes.map(<[i64]>::to_vec);
     let input_splits = input_split_sizes.map(<[i64]>::to_vec);
     let shape = input.size();
-    unweighted(input, group, move |tensor, transposed, group| {
+    with_gradient(input, group, move |tensor, transposed, group| {
         let to = if transposed { &input_splits } else { &output_splits };
         let from = if transposed { &output_splits } else { &input_splits };
         let mut shape = shape.clone();
@@ -252,7 +247,7 @@ pub fn all_to_all_single(
 
 /// Gathers like [`all_gather`] into one tensor with a row for each rank.
 fn gathered_by_all(tensor: &Tensor, group: &Group) -> Result<Tensor> {
-    unweighted(tensor, group, move |tensor, transposed, group| {
+    with_gradient(tensor, group, move |tensor, transposed, group| {
         if transposed { sum_of_rows(tensor, group) } else { all_rows(tensor, group) }
     })
 }
@@ -277,28 +272,17 @@ fn copy(tensor: &Tensor) -> Result<Tensor> {
     Ok(copy)
 }
 
-/// Applies [`linear`] for a collective without weighted gradients: `backward_weighted` through it is refused.
-fn unweighted(
+/// Applies [`linear`] with the group.
+fn with_gradient(
     input: &Tensor,
     group: &Group,
     f: impl Fn(&Tensor, bool, &Group) -> Result<Tensor> + 'static,
 ) -> Result<Tensor> {
     let group = group.clone();
-    linear(input, move |tensor, transposed| {
-        if transposed {
-            group.refuse_weights_in_autograd()?;
-        }
-        f(tensor, transposed, &group)
-    })
+    linear(input, move |tensor, transposed| f(tensor, transposed, &group))
 }
 
 // The collectives outside of autograd; each returns new tensors.
-
-fn summed_by_weights(tensor: &Tensor, group: &Group) -> Result<Tensor> {
-    let mut sum = copy(tensor)?;
-    group.all_reduce_in_autograd(&mut sum)?;
-    Ok(sum)
-}
 
 fn summed(tensor: &Tensor, group: &Group) -> Result<Tensor> {
     let mut sum = copy(tensor)?;

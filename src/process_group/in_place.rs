@@ -10,18 +10,11 @@ use parking_lot::Mutex;
 use tch::Tensor;
 
 use super::call::{NEXT_SHAPE, Options, PieceFn};
-use super::{ProcessGroup, ReduceOp, weights};
+use super::{ProcessGroup, ReduceOp};
 use crate::error::{Error, Result};
 use crate::ffi::TorchResult;
 use crate::ffi::cuda::record_stream;
 use crate::operation::Operation;
-
-/// How to combine the ranks' tensors: the operation, and this rank's weight if ranks have weights.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct WeightedReduction {
-    pub op: ReduceOp,
-    pub weight: Option<f64>,
-}
 
 impl ProcessGroup {
     /// Returns whether the ranks read each other's tensors in memory, so that lists of tensors can be reduced in place. They
@@ -30,7 +23,7 @@ impl ProcessGroup {
         self.backend.entry().reduces_in_place && !self.simulates_network()
     }
 
-    /// Reduces each of `tensors` in place, like [`all_reduce_weighted`](Self::all_reduce_weighted). They are contiguous,
+    /// Reduces each of `tensors` in place, like [`all_reduce`](Self::all_reduce). They are contiguous,
     /// and `shapes` describes them all, as [`join_shapes`] returns it. Only for a group that
     /// [`reduces_in_place`](Self::reduces_in_place).
     #[track_caller]
@@ -39,9 +32,8 @@ impl ProcessGroup {
         tensors: &[Tensor],
         shapes: &[i64],
         op: ReduceOp,
-        weight: Option<f64>,
     ) -> Result<()> {
-        let options = Options { reduce_op: Some(op), weight, ..Options::default() };
+        let options = Options { reduce_op: Some(op), ..Options::default() };
         let call = self.check_call(Operation::AllReduce, options, shapes, tensors, tensors)?;
         self.run_call(call, Location::caller())
     }
@@ -51,19 +43,19 @@ impl ProcessGroup {
     /// which it is reduced while it is in the processor's cache. No rank leaves before every rank is done.
     ///
     /// `on_piece` gets the index of the tensor, the elements there, and whether `scratch` holds their result. If not, the
-    /// tensor itself does: a single rank has its result already, and so have all ranks without a `reduction`.
+    /// tensor itself does: a single rank has its result already, and so have all ranks without an `op`.
     ///
     /// Only for a group that [`reduces_in_place`](Self::reduces_in_place), with contiguous tensors.
     ///
     /// # Errors
-    /// The errors of [`all_reduce_weighted`](Self::all_reduce_weighted) and of `on_piece`.
+    /// The errors of [`all_reduce`](Self::all_reduce) and of `on_piece`.
     #[track_caller]
     pub(crate) fn reduce_scatter_in_pieces(
         &self,
         tensors: &[Tensor],
         shapes: &[i64],
         scratch: &Tensor,
-        reduction: Option<WeightedReduction>,
+        op: Option<ReduceOp>,
         on_piece: &PieceFn<'_>,
     ) -> Result<()> {
         if !self.reduces_in_place() {
@@ -72,11 +64,7 @@ impl ProcessGroup {
                 self.backend()
             )));
         }
-        let options = Options {
-            reduce_op: reduction.map(|reduction| reduction.op),
-            weight: reduction.and_then(|reduction| reduction.weight),
-            ..Options::default()
-        };
+        let options = Options { reduce_op: op, ..Options::default() };
         let output = std::slice::from_ref(scratch);
         let mut call =
             self.check_call(Operation::ReduceScatter, options, shapes, tensors, output)?;
@@ -92,7 +80,7 @@ impl ProcessGroup {
         let op = match op {
             // The nccl backend has `PremulSum` only for all_reduce, which also multiplies the tensor first.
             ReduceOp::PremulSum(factor) if self.is_stream_ordered() => {
-                weights::multiply(tensor, factor)?;
+                multiply(tensor, factor)?;
                 ReduceOp::Sum
             }
             op => op,
@@ -135,6 +123,12 @@ impl ProcessGroup {
         };
         tensors.iter().map(share).collect()
     }
+}
+
+/// Multiplies the elements of `tensor` in place, without autograd.
+pub(super) fn multiply(tensor: &Tensor, factor: f64) -> Result<()> {
+    let multiply = || tensor.shallow_clone().f_mul_scalar_(factor).map(drop);
+    tch::no_grad(multiply).doing("mul_")
 }
 
 /// Joins the shapes of several tensors into one list, for the ranks to compare.

@@ -302,6 +302,6 @@ impl ProcessGroup {
         let group = (xxh3_64(&name) as u32).max(1);
         self.run().register_group(group, &Arc::from(self.ranks()));
         let phase_tracker = PhaseTracker { group, ..PhaseTracker::default() };
-        Self { phase_tracker, weight: parent.weight.clone(), ..self }
+        Self { phase_tracker, ..self }
     }
 }

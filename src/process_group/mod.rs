@@ -31,7 +31,6 @@ mod reduce_op;
 mod simulated;
 mod threaded;
 mod traffic;
-mod weights;
 mod work;
 
 use std::cell::{Cell, OnceCell, RefCell, RefMut};
@@ -51,7 +50,7 @@ use comm_thread::CommunicationThread;
 pub(crate) use dtype::num_bytes;
 pub use dtype::{DTYPES, dtype_name, parse_dtype};
 use gpu_clock::GpuClock;
-pub(crate) use in_place::{WeightedReduction, join_shapes};
+pub(crate) use in_place::join_shapes;
 pub(crate) use instrumentation::CallContext;
 use instrumentation::PhaseTracker;
 pub(crate) use local::Host;
@@ -64,7 +63,6 @@ pub use simulated::SimulatedCluster;
 pub(crate) use simulated::{ClusterShape, Library};
 pub use traffic::Traffic;
 use traffic::TrafficCounter;
-pub(crate) use weights::check_weight;
 pub use work::Work;
 
 use crate::error::{Error, Result};
@@ -114,9 +112,6 @@ pub struct ProcessGroup {
     /// The number of messages that this rank has started to send or receive.
     messages: Cell<u64>,
     traffic: Arc<TrafficCounter>,
-    /// This rank's weight in the current backward. `None` if the ranks are not weighted by their samples. Shared by
-    /// all groups of the rank, because one loss may use several groups.
-    weight: Rc<Cell<Option<f64>>>,
     _not_send: PhantomData<Rc<()>>,
 }
 
@@ -168,7 +163,6 @@ impl ProcessGroup {
             gpu_clock: RefCell::default(),
             messages: Cell::new(0),
             traffic: Arc::default(),
-            weight: Rc::default(),
             _not_send: PhantomData,
         }
     }

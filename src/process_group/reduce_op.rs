@@ -36,6 +36,13 @@ pub enum ReduceOp {
     PremulSum(f64),
 }
 
+impl ReduceOp {
+    /// Returns the factor that multiplies each tensor.
+    pub(super) fn factor(self) -> f64 {
+        if let ReduceOp::PremulSum(factor) = self { factor } else { 1.0 }
+    }
+}
+
 impl fmt::Display for ReduceOp {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {

@@ -8,6 +8,7 @@ use std::time::Instant;
 
 use tch::Tensor;
 
+use super::exact_mean::StepCount;
 use super::loss::LossSum;
 use super::own_step::{OwnStep, Share};
 use super::{Criterion, Epoch, Step, TrainerOptions};
@@ -38,8 +39,10 @@ pub struct TrainContext<M> {
     pub(super) share: Share,
     /// Whether the graph of a loss has been checked.
     pub(super) has_checked_graph: bool,
-    /// Whether this step has run a backward that weighs by samples.
-    pub(super) has_weighed: bool,
+    /// What all ranks' batches of the step count as, with `exact_mean`.
+    pub(super) step_count: Option<StepCount>,
+    /// Whether this step has called [`TrainContext::backward`].
+    pub(super) has_run_backward: bool,
     /// Whether an injected fault makes the loss of the next batch NaN.
     pub(super) makes_loss_nan: bool,
     pub(super) options: TrainerOptions,

@@ -7,6 +7,7 @@ mod callback;
 mod callbacks;
 mod context;
 mod criterion;
+mod exact_mean;
 mod find_non_finite;
 mod loss;
 mod options;
@@ -114,13 +115,14 @@ impl<M: Forward> Trainer<M> {
         let mut step = Step::new(number, context.schedule.lr(epoch, number), batches, ends_epoch);
         callbacks.each(|callback| callback.on_step_start(context, &mut step))?;
         context.count_batches(&mut step)?;
+        context.count_step_of_all_ranks(&step)?;
 
         context.ddp.begin_step()?; // drops the gradients
         if let Some(generator) = &context.generator {
             generator.begin_step(number)?;
         }
         let averages = context.ddp.num_averages();
-        context.has_weighed = false;
+        context.has_run_backward = false;
         for batch in 0..step.batches.len() {
             self.run_batch(&mut step, batch)?;
         }
@@ -148,7 +150,7 @@ impl<M: Forward> Trainer<M> {
         let Self { context, callbacks } = self;
         let is_last = batch + 1 == step.batches.len();
         let _no_sync = (!is_last).then(|| context.ddp.no_sync());
-        context.share = step.share(batch, context.options.exact_mean);
+        context.share = step.share(batch);
         let loss = match context.own_step.clone() {
             Some(own) => {
                 let loss = own.run(context, &step.batches[batch], batch)?;

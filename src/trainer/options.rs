@@ -13,9 +13,9 @@ pub struct TrainerOptions {
     /// The number of batches (at least 1) whose gradients are accumulated for each step and averaged over the ranks
     /// once. The last step of an epoch may have fewer batches.
     pub accumulate: usize,
-    /// Average gradients over the samples of all ranks instead of over the ranks:
-    /// [`DistributedDataParallel::backward_weighted`](crate::DistributedDataParallel::backward_weighted). For a loader
-    /// that is [in step](crate::DataLoader::in_step), whose ranks have batches of different sizes. Requires
+    /// Average gradients over the samples of all ranks instead of over the ranks: each rank's loss is multiplied by its
+    /// number of samples, and divided by the mean of all ranks' numbers. For a loader that is
+    /// [in step](crate::DataLoader::in_step), whose ranks have batches of different sizes. Requires
     /// [`DistributedDataParallel`](crate::DistributedDataParallel).
     pub exact_mean: bool,
     /// Scale gradients with a larger norm down to this norm before each step; see

@@ -58,10 +58,10 @@ impl<M> OwnStep<M> {
 /// A batch's share of its step.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Share {
-    /// The number that divides the batch's mean loss; `None` for 1.
-    pub divisor: Option<f64>,
-    /// What the step's batches together count as.
-    pub of: f64,
+    /// The number of this rank's batches in the step.
+    pub batches: usize,
+    /// What the batch counts as.
+    pub count: usize,
     /// Whether the batch has no samples: its loss counts for nothing, and may be no number.
     pub is_empty: bool,
 }
@@ -94,7 +94,7 @@ impl<M> TrainContext<M> {
     }
 
     /// Runs backward of `loss`, the mean loss of the current batch, as the trainer itself does: scaled for float16, with
-    /// the batch's share of an accumulated step, and with the weights of `exact_mean`. Averages the gradients, unless
+    /// the batch's share of an accumulated step, and with `exact_mean` of all ranks' samples. Averages the gradients, unless
     /// within [`no_sync`](crate::ddp::Replica::no_sync). With `skip_nonfinite`, a loss that is not finite has gradients
     /// that are not finite either, so all ranks skip the step. A collective.
     ///
@@ -107,26 +107,26 @@ impl<M> TrainContext<M> {
             loss = poison_if_nonfinite(&loss)?;
         }
         let scaled = self.scaler.scale(&loss)?; // for float16
-        let share = match self.share.divisor {
-            Some(divisor) => scaled.f_div_scalar(divisor).doing("div")?,
-            None => scaled,
+        let Share { batches, count, .. } = self.share;
+        let ranks = self.group().world_size();
+        let share = match &mut self.step_count {
+            Some(all) => all.divide(&scaled, count, ranks)?,
+            None if batches == 1 => scaled,
+            None => scaled.f_div_scalar(batches as f64).doing("div")?,
         };
-        if !self.options.exact_mean {
-            return self.ddp.backward(&share);
-        }
-        self.has_weighed = true;
-        self.ddp.backward_part(&share, self.share.of)
+        self.has_run_backward = true;
+        self.ddp.backward(&share)
     }
 
-    /// Checks that the program's own step has averaged the gradients once since there were `before` averages, and with
-    /// weights if all samples count alike.
+    /// Checks that the program's own step has averaged the gradients once since there were `before` averages, and over the
+    /// samples if all count alike.
     pub(super) fn check_own_step(&self, before: u32) -> Result<()> {
         let problem = match self.ddp.num_averages().wrapping_sub(before) {
             0 => {
                 "the step has not averaged the gradients, so the ranks would train different models; call \
                  TrainContext::backward once in each step, outside of no_sync"
             }
-            1 if self.options.exact_mean && !self.has_weighed => {
+            1 if self.options.exact_mean && !self.has_run_backward => {
                 "the step has averaged the gradients over the ranks, and exact_mean averages them over the samples; call \
                  TrainContext::backward in place of the backward of ddp_mut, or leave exact_mean out"
             }

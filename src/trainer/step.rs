@@ -64,19 +64,11 @@ impl Step {
         self.is_skipped
     }
 
-    /// Returns the share of batch number `batch` in the mean over the step: its mean loss, divided by the number of
-    /// batches. With `exact_mean` each sample has the same share, or what the criterion counts, also where batches
-    /// have different sizes.
-    pub(super) fn share(&self, batch: usize, exact_mean: bool) -> Share {
-        let all = self.count();
-        let divisor = match (exact_mean, self.batches.len(), all) {
-            (_, 1, _) | (true, _, 0) => None,
-            (false, batches, _) => Some(batches as f64),
-            (true, _, all) => Some(all as f64 / self.count_of(batch) as f64), // infinite for an empty batch
-        };
+    /// Returns the share of batch number `batch` in the step.
+    pub(super) fn share(&self, batch: usize) -> Share {
         Share {
-            divisor: divisor.filter(|divisor| *divisor != 1.0),
-            of: all as f64,
+            batches: self.batches.len(),
+            count: self.count_of(batch),
             is_empty: self.batches[batch].is_empty(),
         }
     }

@@ -30,7 +30,7 @@ use super::local::{
 };
 use super::network::{InFlight, Network, ProcessMap, Room, SplitSizes};
 use super::threaded::ThreadedBackend;
-use super::{ReduceOp, Traffic, num_bytes, weights};
+use super::{ReduceOp, Traffic, num_bytes};
 use crate::error::{Error, Result};
 use crate::operation::{OpId, Operation};
 use packer::{Packer, sources};
@@ -118,13 +118,6 @@ impl GlooBackend {
         self.slot.report_failure(network.take_over())
     }
 
-    /// Sets the mean weight of this process's ranks, which goes to other processes. Call it after the local exchange.
-    fn set_weight(&self, call: &Call) {
-        if call.weight.is_some() && self.is_first() {
-            self.packer.network.set_weight(weights::mean(self.slot.weights()));
-        }
-    }
-
     /// Runs this rank's part of `work`, which waits for no other rank. Returns when all ranks have finished theirs.
     fn on_local_ranks(
         &mut self,
@@ -169,7 +162,6 @@ impl GlooBackend {
         }
         self.exchange_local(call)?;
         self.locate_buffers(room)?;
-        self.set_weight(call);
         // A single part, addressed to no process in particular.
         let alone = ProcessMap { processes: vec![process_map.here()], mine: 0 };
         let whole = SplitSizes { to: vec![size], from: vec![size], largest: None };
@@ -197,7 +189,6 @@ impl GlooBackend {
         self.slot.check()?;
         self.exchange_local(call)?;
         let tensor = &call.outputs[0];
-        self.set_weight(call);
         if let ReduceOp::PremulSum(_) = call.op() {
             // SAFETY: an all_reduce has one tensor for input and output, which only this rank touches.
             self.on_local_ranks(call, |packer, _| unsafe { packer.multiply(call, tensor) })?;
@@ -247,7 +238,6 @@ impl RankBackend for GlooBackend {
             network.reserve(room(&parts))?;
         }
         self.exchange_local(call)?;
-        self.set_weight(call);
         if call.operation.has_own_sizes() {
             parts = self.parts_of_all_to_all(call);
             self.slot.on_leader(call.at(), || network.reserve(room(&parts)))?;
@@ -302,10 +292,6 @@ impl RankBackend for GlooBackend {
     /// Returns the bytes that crossed between the processes.
     fn traffic(&self, _: &Call) -> Traffic {
         self.traffic
-    }
-
-    fn mean_weight(&self) -> f64 {
-        weights::mean(self.packer.network.weights())
     }
 
     fn synchronize(&mut self, _: &dyn Fn()) -> Result<()> {

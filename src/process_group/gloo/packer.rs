@@ -9,7 +9,7 @@ use tch::Tensor;
 use super::super::call::Call;
 use super::super::local::{CallSlot, Kinds, ReductionScratch, my_slice, reduce};
 use super::super::network::{Buffers, Network, ProcessMap, SplitSizes};
-use super::super::{ReduceOp, num_bytes, weights};
+use super::super::{ReduceOp, num_bytes};
 use crate::operation::{CollectiveType, Holders, Operation};
 
 /// The network and the lists with which a rank packs and unpacks.
@@ -52,17 +52,6 @@ impl Packer {
             op => op,
         };
         let scratch = &mut self.scratch;
-        scratch.factors.clear();
-        if call.weight.is_some() {
-            // Relative to the mean of these ranks: the mean of all ranks is known after the exchange.
-            let weights = slot.published().map(|call| call.weight.unwrap_or(0.0));
-            weights::fill_factors(
-                local,
-                weights::mean(slot.weights()),
-                weights,
-                &mut scratch.factors,
-            );
-        }
         // Reduces the elements `range` of tensor number `input` of the ranks. Each rank reduces its slice of them.
         let mut add = |input: usize, range: Range<usize>, to: &mut dyn Iterator<Item = *mut u8>| {
             let slice = my_slice(range.len(), index, ranks);
@@ -78,7 +67,7 @@ impl Packer {
             }
             let kinds = Kinds { from: call.kind, to: partial };
             // SAFETY: the tensors stay valid and have these elements. The parts are as large, and only this rank writes
-            // to this slice of them. There are no factors, or one per tensor.
+            // to this slice of them.
             unsafe { reduce(scratch.reduction(kinds, slice.len(), local)) };
         };
         // Copies the tensor to a place that only this rank writes.
@@ -168,16 +157,10 @@ impl Packer {
         let kinds = Kinds { from: process_map.partial_kind(call), to: call.kind };
         let scratch = &mut self.scratch;
         scratch.list(sources.iter().map(|source| source.wrapping_add(offset)), to);
-        scratch.factors.clear();
-        if call.weight.is_some() {
-            let mean = weights::mean(self.network.weights());
-            let weights = self.network.weights().map(|(weight, _)| weight);
-            weights::fill_factors(op, mean, weights, &mut scratch.factors);
-        }
         if len == 0 || scratch.outputs.is_empty() {
             return;
         }
-        // SAFETY: as the caller promises; no factors, or one per source.
+        // SAFETY: as the caller promises.
         unsafe { reduce(scratch.reduction(kinds, len, op)) };
     }
 
@@ -188,7 +171,6 @@ impl Packer {
     pub(super) unsafe fn multiply(&mut self, call: &Call, tensor: &Tensor) {
         let data: *mut u8 = tensor.data_ptr().cast();
         self.scratch.list(iter::once(data), iter::once(data));
-        self.scratch.factors.clear();
         let kinds = Kinds::same(call.kind);
         // SAFETY: as the caller promises; each element is computed from itself alone.
         unsafe { reduce(self.scratch.reduction(kinds, tensor.numel(), call.op())) };

@@ -189,9 +189,6 @@ pub(crate) struct Reduction<'a> {
     /// Number of elements in each of them.
     pub len: usize,
     pub op: ReduceOp,
-    /// Factor of each input in a sum that replaces `op`; empty to use `op`. Equal factors give the same bits as
-    /// [`ReduceOp::PremulSum`]. Only for float dtypes.
-    pub factors: &'a [f64],
 }
 
 /// The lists for a rank's reductions. Every reduction reuses them, to avoid allocating.
@@ -199,8 +196,6 @@ pub(crate) struct Reduction<'a> {
 pub(crate) struct ReductionScratch {
     pub inputs: Vec<*mut u8>,
     pub outputs: Vec<*mut u8>,
-    /// Factor of each input. Empty without weights, or if all weights are equal.
-    pub factors: Vec<f64>,
 }
 
 // SAFETY: no reduction uses the pointers that an earlier one has left in these lists.
@@ -221,8 +216,8 @@ impl ReductionScratch {
 
     /// Returns the reduction of `len` elements of the listed inputs.
     pub(crate) fn reduction(&self, kinds: Kinds, len: usize, op: ReduceOp) -> Reduction<'_> {
-        let Self { inputs, outputs, factors } = self;
-        Reduction { kinds, inputs, outputs, len, op, factors }
+        let Self { inputs, outputs } = self;
+        Reduction { kinds, inputs, outputs, len, op }
     }
 }
 
@@ -231,7 +226,7 @@ impl ReductionScratch {
 ///
 /// # Safety
 /// There is an input. Every input points to at least `len` elements of `kinds.from`, and every output to at least `len`
-/// of `kinds.to`. There are no factors, or one per input. No output overlaps another output. An output overlaps an
+/// of `kinds.to`. No output overlaps another output. An output overlaps an
 /// input only if both are the same place, of the same dtype. Until this returns, no other thread writes to these
 /// elements of the inputs, or touches those of the outputs.
 pub(crate) unsafe fn reduce(reduction: Reduction<'_>) {
@@ -290,7 +285,7 @@ const FEW_ELEMENTS: usize = 128;
 /// The requirements of [`reduce`], for inputs of type `T` and outputs of type `R`.
 #[inline(always)]
 unsafe fn reduce_as<T: Element, R: Element<Wide = T::Wide>>(reduction: Reduction<'_>) {
-    let Reduction { inputs, outputs, len, op, factors, .. } = reduction;
+    let Reduction { inputs, outputs, len, op, .. } = reduction;
     let (mut small_room, mut small_results, mut large_room, mut large_results);
     let (room, results) = if len <= FEW_ELEMENTS {
         small_room = [T::ZERO; FEW_ELEMENTS];
@@ -334,16 +329,7 @@ unsafe fn reduce_as<T: Element, R: Element<Wide = T::Wide>>(reduction: Reduction
                 }
             }};
         }
-        for (number, (&input, &factor)) in inputs.iter().zip(factors).enumerate() {
-            let terms = wide.iter_mut().zip(read(input));
-            if number == 0 {
-                terms.for_each(|(w, &x)| *w = T::scale(T::widen(x), factor));
-            } else {
-                terms.for_each(|(w, &x)| *w = T::add(*w, T::scale(T::widen(x), factor)));
-            }
-        }
         match op {
-            _ if !factors.is_empty() => {}
             ReduceOp::Sum => fold!(T::widen, T::add),
             ReduceOp::Avg => {
                 fold!(T::widen, T::add);

@@ -36,8 +36,6 @@ pub(crate) struct CollectiveFingerprint {
     pub(super) operation: Operation,
     reduce_op: Option<ReduceOp>,
     root: Option<usize>,
-    /// The value is each rank's own, but either all ranks have a weight or none has.
-    pub(crate) weight: Option<f64>,
     pub kind: Kind,
     pub device: Device,
     shape: Shape,
@@ -60,7 +58,6 @@ impl CollectiveFingerprint {
             operation: Operation::UserCode,
             reduce_op: None,
             root: None,
-            weight: None,
             kind: Kind::Uint8,
             device: Device::Cpu,
             shape: Shape::new(),
@@ -80,7 +77,7 @@ impl CollectiveFingerprint {
         let device = tensors.next().filter(|_| extras.device).map(Tensor::device);
         self.operation = call.operation;
         (self.reduce_op, self.root, self.kind) = (call.reduce_op, call.root, call.kind);
-        (self.weight, self.call_site) = (call.weight, call.call_site);
+        self.call_site = call.call_site;
         self.device = device.unwrap_or(Device::Cpu);
         self.shape.clear();
         self.shape.extend_from_slice(call.shape);
@@ -165,7 +162,6 @@ impl CollectiveFingerprint {
         self.operation == other.operation
             && self.reduce_op == other.reduce_op
             && self.root == other.root
-            && self.weight.is_some() == other.weight.is_some()
             && self.kind == other.kind
             && self.device == other.device
             && self.shape == other.shape
@@ -178,7 +174,6 @@ impl CollectiveFingerprint {
         let options = match (self.root, self.reduce_op) {
             (Some(root), Some(op)) => format!("({role} {root}, {op})"),
             (Some(root), None) => format!("({role} {root})"),
-            (None, Some(op)) if self.weight.is_some() => format!("({op}, weighted)"),
             (None, Some(op)) => format!("({op})"),
             (None, None) => String::new(),
         };

@@ -159,12 +159,6 @@ impl CallSlot {
         self.barrier().wait_at_most(self.rank(), at, Duration::MAX)
     }
 
-    /// Returns the weight of each rank of this process in the call that they have exchanged, with the number of ranks that
-    /// it stands for: 1.
-    pub(crate) fn weights(&self) -> impl Iterator<Item = (f64, usize)> + Clone {
-        self.published().map(|call| (call.weight.unwrap_or(0.0), 1))
-    }
-
     /// Returns the call that these ranks have exchanged as text for others. The first of them calls it. It knows no call
     /// sites of other processes.
     pub(crate) fn call_text(&self) -> String {

@@ -7,10 +7,11 @@ use tch::{Kind, Tensor};
 
 use super::super::backend::RankBackend;
 use super::super::call::Call;
+use super::super::in_place::multiply;
 use super::super::local::Extras;
 use super::super::network::Network;
 use super::super::traffic::{Traffic, first_bytes, split_traffic};
-use super::super::{P2POp, ReduceOp, dtype_name, num_bytes, weights};
+use super::super::{P2POp, ReduceOp, dtype_name, num_bytes};
 use super::NcclBackend;
 use super::library::is_failure;
 use crate::error::{Error, Result};
@@ -43,11 +44,8 @@ impl NcclBackend {
             Operation::AllReduce => {
                 let (kind, op) = reduction()?;
                 let tensor = &inputs[0];
-                // A weighted call also multiplies by 1: this loads the kernel, which must not happen between the
-                // barriers.
-                let premultiplies = matches!(call.op(), ReduceOp::PremulSum(_));
-                if premultiplies || call.weight.is_some() {
-                    weights::multiply(tensor, weights::factor(call.op()))?;
+                if let ReduceOp::PremulSum(factor) = call.op() {
+                    multiply(tensor, factor)?;
                 }
                 let (place, numel) = (data(tensor), tensor.numel());
                 self.with_launch_barrier(call, "ncclAllReduce", |_| {
@@ -173,50 +171,21 @@ impl NcclBackend {
         })
     }
 
-    /// Synchronizes the ranks of this process before a call. With `--check-collectives`, weights or a new group, the
-    /// ranks compare their calls, also with those of other processes. This costs one message to each other process,
-    /// over TCP.
-    ///
-    /// An all_reduce is always announced. One rank may have a weight and another none, and both must synchronize alike.
+    /// Synchronizes the ranks of this process before a call. With `--check-collectives` or a new group, the ranks compare
+    /// their calls, also with those of other processes. This costs one message to each other process, over TCP.
     pub(super) fn exchange_local(&mut self, call: &Call) -> Result<()> {
-        let compares = self.check || call.weight.is_some() || call.operation == Operation::NewGroup;
-        if !compares && call.operation != Operation::AllReduce {
+        if !self.check && call.operation != Operation::NewGroup {
             let timeout = call.timeout.unwrap_or(self.shared.run.timeout);
             return self.slot.barrier().wait_at_most(self.slot.rank(), call.at(), timeout);
         }
         let extras = Extras { device: false, contents: 0 };
         self.slot.exchange_calls(self.shared.here.start, call, extras, None)?;
-        if let Some(network) = self.elsewhere().filter(|_| compares) {
-            self.slot.on_leader(call.at(), || {
-                let mean = call.weight.map(|_| weights::mean(self.slot.weights()));
-                network.compare(call, mean, || self.slot.call_text())
-            })?;
-        }
-        self.weigh(call)
-    }
-
-    /// Multiplies the tensor of a weighted sum by this rank's weight divided by the mean of all. All ranks have
-    /// announced their weights.
-    fn weigh(&self, call: &Call) -> Result<()> {
-        let Some(weight) = call.weight else { return Ok(()) };
-        match self.elsewhere() {
-            Some(network) => weights::mean_of_all(network.weights())?,
-            None => weights::mean_of_all(self.slot.weights())?,
-        };
-        let share = weight / self.mean();
-        if share == 1.0 { Ok(()) } else { weights::multiply(&call.inputs[0], share) }
+        let Some(network) = self.elsewhere() else { return Ok(()) };
+        self.slot.on_leader(call.at(), || network.compare(call, || self.slot.call_text()))
     }
 
     fn elsewhere(&self) -> Option<&Network> {
         self.network.as_deref().filter(|network| network.map.processes.len() > 1)
-    }
-
-    /// Returns the mean weight of all ranks in the last call, which must have had weights.
-    pub(super) fn mean(&self) -> f64 {
-        match self.elsewhere() {
-            Some(network) => weights::mean(network.weights()),
-            None => weights::mean(self.slot.weights()),
-        }
     }
 }
 

@@ -267,10 +267,6 @@ impl RankBackend for NcclBackend {
         launch::traffic(call, self.rank, self.shared.members.len())
     }
 
-    fn mean_weight(&self) -> f64 {
-        self.mean()
-    }
-
     fn synchronize(&mut self, meanwhile: &dyn Fn()) -> Result<()> {
         let waited = self.done.record(self.gpu).and_then(|()| {
             self.poll(|| {

@@ -12,8 +12,6 @@ use crate::runtime::StopMessage;
 
 /// The numbers that the ranks share.
 pub(super) struct Common {
-    /// The mean weight of each process's ranks in the current call, as bits.
-    weights: Box<[InMemory<AtomicU64>]>,
     /// Rank 0's decision to stop.
     stop: [InMemory<AtomicU64>; 3],
     /// The places of the send buffer and the receive buffer in the memory of the host's first process.
@@ -38,28 +36,17 @@ pub(crate) struct Room {
 unsafe impl Send for Buffers {}
 
 impl Common {
-    /// Returns the numbers for this many processes: in the memory of the host, if the ranks are in several processes.
-    pub(super) fn new(on_host: Option<&HostGroup>, processes: usize) -> Result<Self> {
-        let mut index = 0..NUMBERS + processes;
+    /// Returns the numbers: in the memory of the host, if the ranks are in several processes.
+    pub(super) fn new(on_host: Option<&HostGroup>) -> Result<Self> {
+        let mut index = 0..NUMBERS;
         let mut number = || match on_host {
             Some(group) => group.number(index.next().unwrap_or(usize::MAX)),
             None => Ok(InMemory::of(Arc::default())),
         };
-        let common = Self {
-            stop: [number()?, number()?, number()?],
-            offsets: [number()?, number()?],
-            weights: (0..processes).map(|_| number()).collect::<Result<_>>()?,
-        };
+        let common =
+            Self { stop: [number()?, number()?, number()?], offsets: [number()?, number()?] };
         common.set_stop(StopMessage::NONE);
         Ok(common)
-    }
-
-    pub(super) fn set_weight(&self, process: usize, weight: f64) {
-        self.weights[process].store(weight.to_bits(), Ordering::Relaxed);
-    }
-
-    pub(super) fn weight(&self, process: usize) -> f64 {
-        f64::from_bits(self.weights[process].load(Ordering::Relaxed))
     }
 
     pub(super) fn set_stop(&self, message: StopMessage) {

@@ -25,7 +25,6 @@ use crate::operation::{OpId, Operation};
 use crate::process_group::call::Call;
 use crate::process_group::dtype::num_bytes;
 use crate::process_group::local::{self, Host, HostGroup, Mailboxes};
-use crate::process_group::weights;
 use crate::runtime::{Deadline, RunContext, StopMessage, StopRequest, format_call_site};
 
 /// The state of a group of several processes that the ranks of one process share.
@@ -88,7 +87,7 @@ impl Network {
         let exchanges = map.len() > 1 && on_host.as_ref().is_none_or(|group| group.has_first());
         let connect = || GlooGroup::new(&store, map.mine, map.len(), timeout, interfaces, absent);
         let gloo = exchanges.then(connect).transpose()?;
-        let common = Common::new(on_host.as_deref(), map.len())?;
+        let common = Common::new(on_host.as_deref())?;
         let staging = StagingBuffers::new(map.len())?;
         let interfaces = interfaces.map(String::from);
         Ok(Self {
@@ -177,35 +176,11 @@ impl Network {
         self.exchange(&call, &parts, 0, || call.operation.to_string())
     }
 
-    /// Sets the mean weight of this process's ranks in the next call. Called by the process's first rank.
-    pub(crate) fn set_weight(&self, weight: f64) {
-        self.common.set_weight(self.map.mine, weight);
-    }
-
-    fn local_mean_weight(&self) -> f64 {
-        self.common.weight(self.map.mine)
-    }
-
-    /// Returns the mean weight and the number of each process's ranks in this call. Valid after the headers.
-    pub(crate) fn weights(&self) -> impl Iterator<Item = (f64, usize)> + Clone {
-        let ranks = self.map.processes.iter().map(ExactSizeIterator::len);
-        ranks.enumerate().map(|(process, count)| (self.common.weight(process), count))
-    }
-
-    /// Compares the processes' calls when no collective of this backend does. Also exchanges the mean weights of their
-    /// ranks, if they have any. Called by the process's first rank.
+    /// Compares the processes' calls when no collective of this backend does. Called by the process's first rank.
     ///
     /// # Errors
     /// The errors of [`Network::exchange`].
-    pub(crate) fn compare(
-        &self,
-        call: &Call,
-        mean_weight: Option<f64>,
-        describe: impl Fn() -> String,
-    ) -> Result<()> {
-        if let Some(mean) = mean_weight {
-            self.set_weight(mean);
-        }
+    pub(crate) fn compare(&self, call: &Call, describe: impl Fn() -> String) -> Result<()> {
         let no_payload = SplitSizes::of(&Call::bare(Operation::Barrier), 0, &self.map, false);
         self.exchange(call, &no_payload, 0, describe)
     }
@@ -250,8 +225,7 @@ impl Network {
     /// mismatch.
     ///
     /// # Errors
-    /// [`Error::Mismatch`], [`Error::Timeout`], [`Error::Cancelled`], [`Error::ConnectionLost`];
-    /// [`Error::InvalidInput`] for weights without a mean.
+    /// [`Error::Mismatch`], [`Error::Timeout`], [`Error::Cancelled`], [`Error::ConnectionLost`].
     pub(crate) fn exchange(
         &self,
         call: &Call,
@@ -259,12 +233,6 @@ impl Network {
         begin: usize,
         describe: impl Fn() -> String,
     ) -> Result<()> {
-        if call.weight.is_some() {
-            // A NaN in a header would make other processes reject it as another program's data.
-            weights::check_mean(self.local_mean_weight(), || {
-                self.members[self.map.here()].to_vec()
-            })?;
-        }
         let inline = parts.largest.is_some_and(|largest| largest <= HEADER_MAX_DATA_BYTES);
         let (send, receive) = (self.offsets(&parts.to), self.offsets(&parts.from));
         self.write_headers(call, parts, inline.then_some((begin, &send[..])));
@@ -299,12 +267,6 @@ impl Network {
     ) -> Result<Started> {
         let no_payload = SplitSizes::of(&Call::bare(Operation::Barrier), 0, &self.map, false);
         self.exchange(call, &no_payload, 0, describe)?;
-        if call.weight.is_some() {
-            let share = self.local_mean_weight() / weights::mean_of_all(self.weights())?;
-            if share != 1.0 {
-                weights::multiply(tensor, share)?;
-            }
-        }
         let sum = GlooCall { outputs: &[tensor], ..GlooCall::default() };
         self.start(call, GlooOperation::AllReduce, sum)
     }
@@ -346,14 +308,12 @@ impl Network {
     fn write_headers(&self, call: &Call, parts: &SplitSizes, inline: Option<(usize, &[usize])>) {
         let message = self.stop.get().map_or(StopMessage::NONE, |stop| stop.message());
         let (sequence, fingerprint) = (call.sequence, call.fingerprint());
-        let weight = call.weight.map_or(0.0, |_| self.local_mean_weight());
         let headers: *mut u8 = self.staging.headers[0].data_ptr().cast();
         let send: *mut u8 = self.staging.parts()[0].data_ptr().cast();
         for process in self.others() {
             let size = parts.to[process];
-            let header =
-                ExchangeHeader { sequence, fingerprint, size: size as u64, weight, stop: message }
-                    .to_bytes();
+            let header = ExchangeHeader { sequence, fingerprint, size: size as u64, stop: message }
+                .to_bytes();
             // SAFETY: the tensor has a header for each process, which no other rank touches now. A part that fits into
             // the header lies where it was packed.
             unsafe {
@@ -392,7 +352,6 @@ impl Network {
                 uneven.get_or_insert((process, header.size as usize));
             }
             let fits = different.is_empty() && uneven.is_none();
-            self.common.set_weight(process, header.weight);
             if let Some(stop) = self.stop.get() {
                 stop.merge(process == 0, header.stop);
             }
@@ -407,11 +366,10 @@ impl Network {
         if let Some(stop) = self.stop.get() {
             self.common.set_stop(stop.message());
         }
-        match (uneven, call.weight) {
+        match uneven {
             _ if !different.is_empty() => Err(self.mismatch(call, &describe(), &different)?),
-            (Some((process, sent)), _) => Err(self.sizes_differ(call, process, sent, parts)),
-            (None, Some(_)) => weights::mean_of_all(self.weights()).map(drop),
-            (None, None) => Ok(()),
+            Some((process, sent)) => Err(self.sizes_differ(call, process, sent, parts)),
+            None => Ok(()),
         }
     }
 

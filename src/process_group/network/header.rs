@@ -18,7 +18,7 @@ use crate::runtime::StopMessage;
 pub(crate) const HEADER_BYTES: usize = 256;
 
 /// The numbers of a header as they are sent.
-type WireNumbers = [U64; 7];
+type WireNumbers = [U64; 6];
 
 /// Bytes of the numbers in a header.
 pub(super) const HEADER_INT_BYTES: usize = size_of::<WireNumbers>();
@@ -34,16 +34,14 @@ pub(super) struct ExchangeHeader {
     pub fingerprint: u64,
     /// Size in bytes of the part that follows.
     pub size: u64,
-    /// Mean weight of the process's ranks, from 0; 0 for calls without weights.
-    pub weight: f64,
     pub stop: StopMessage,
 }
 
 impl ExchangeHeader {
     pub(super) fn to_bytes(self) -> [u8; HEADER_INT_BYTES] {
-        let ExchangeHeader { sequence, fingerprint, size, weight, stop } = self;
+        let ExchangeHeader { sequence, fingerprint, size, stop } = self;
         let [last_step, reason, asked] = stop.to_numbers();
-        let numbers = [sequence, fingerprint, size, weight.to_bits(), last_step, reason, asked];
+        let numbers = [sequence, fingerprint, size, last_step, reason, asked];
         let numbers: WireNumbers = numbers.map(U64::new);
         transmute!(numbers)
     }
@@ -54,14 +52,7 @@ impl ExchangeHeader {
     /// [`Error::InvalidInput`] for bytes that no process of the run sends.
     pub(super) fn from_bytes(process: usize, bytes: &[u8; HEADER_INT_BYTES]) -> Result<Self> {
         let numbers: WireNumbers = transmute!(*bytes);
-        let [sequence, fingerprint, size, weight, last_step, reason, asked] = numbers.map(U64::get);
-        let weight = f64::from_bits(weight);
-        if !(weight.is_sign_positive() && weight.is_finite()) {
-            return Err(Error::InvalidInput(format!(
-                "process {process} sent an invalid header before call #{sequence}: its weight is {weight}; another \
-                 program may use Gloo's ports: let only the processes of this run connect to them"
-            )));
-        }
+        let [sequence, fingerprint, size, last_step, reason, asked] = numbers.map(U64::get);
         let stop = StopMessage::from_numbers([last_step, reason, asked]).ok_or_else(|| {
             Error::InvalidInput(format!(
                 "process {process} sent an invalid header before call #{sequence}: stop after step {last_step} for \
@@ -69,7 +60,7 @@ impl ExchangeHeader {
                  this run connect to them"
             ))
         })?;
-        Ok(ExchangeHeader { sequence, fingerprint, size, weight, stop })
+        Ok(ExchangeHeader { sequence, fingerprint, size, stop })
     }
 }
 
@@ -135,7 +126,7 @@ mod tests {
             let mut near = bytes;
             // Reasons that may be valid.
             near[24..].fill(0);
-            [near[32], near[40], near[48]] = small.map(|byte| byte % 9);
+            [near[24], near[32], near[40]] = small.map(|byte| byte % 9);
             for bytes in [bytes, near] {
                 match ExchangeHeader::from_bytes(3, &bytes) {
                     Ok(header) => prop_assert_eq!(header.to_bytes(), bytes),
@@ -148,18 +139,10 @@ mod tests {
     }
 
     #[test]
-    fn header_round_trip_is_exact_and_bad_weights_are_refused() {
+    fn header_round_trip_is_exact_and_bad_stops_are_refused() {
         let stop = StopMessage::from_numbers([7, 2, 1]).unwrap();
-        let header = ExchangeHeader { sequence: 1, fingerprint: 2, size: 3, weight: 0.1, stop };
+        let header = ExchangeHeader { sequence: 1, fingerprint: 2, size: 3, stop };
         assert_eq!(ExchangeHeader::from_bytes(0, &header.to_bytes()).unwrap(), header);
-        for weight in [f64::NAN, -1.0, f64::INFINITY] {
-            let error =
-                ExchangeHeader::from_bytes(3, &ExchangeHeader { weight, ..header }.to_bytes())
-                    .unwrap_err();
-            let told =
-                format!("process 3 sent an invalid header before call #1: its weight is {weight};");
-            assert!(error.to_string().starts_with(&told), "{error}");
-        }
         for wrong in [[7, 0, 0], [7, 10, 0], [u64::MAX, 0, 10]] {
             assert_eq!(StopMessage::from_numbers(wrong), None, "{wrong:?}");
         }

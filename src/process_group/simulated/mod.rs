@@ -83,10 +83,6 @@ impl RankBackend for SimulatedNetwork {
         self.backend.traffic(call)
     }
 
-    fn mean_weight(&self) -> f64 {
-        self.backend.mean_weight()
-    }
-
     fn synchronize(&mut self, meanwhile: &dyn Fn()) -> Result<()> {
         self.backend.synchronize(meanwhile)
     }

@@ -11,7 +11,7 @@ use super::super::local::{
     my_slices,
 };
 use super::super::traffic::{Traffic, split_traffic};
-use super::super::{ReduceOp, num_bytes, weights};
+use super::super::{ReduceOp, num_bytes};
 use crate::error::Result;
 use crate::ffi::TorchResult;
 use crate::operation::Operation;
@@ -34,7 +34,6 @@ pub(super) unsafe fn run<'a>(
         |from: TensorMemory, to: TensorMemory| unsafe { copy(mine.kind, mine.device, from, to) };
     match call.operation {
         Operation::AllReduce | Operation::Reduce => {
-            fill_factors(&mut places.factors, call, all())?;
             let lengths = mine.inputs.iter().map(|place| place.numel);
             my_slices(lengths, rank, all().len()).try_for_each(|(index, slice)| {
                 places.list(
@@ -50,7 +49,6 @@ pub(super) unsafe fn run<'a>(
             unsafe { reduce_pieces(call, mine, rank, all(), places) }
         }
         Operation::ReduceScatter => {
-            places.factors.clear();
             places.list(
                 all().map(|other| other.inputs[rank].data),
                 mine.outputs.iter().map(|place| place.data),
@@ -74,21 +72,6 @@ pub(super) unsafe fn run<'a>(
     }
 }
 
-/// Computes the factors of the ranks' tensors from the weights that they have announced.
-fn fill_factors<'a>(
-    factors: &mut Vec<f64>,
-    call: &Call,
-    calls: impl Iterator<Item = &'a CollectiveFingerprint> + Clone,
-) -> Result<()> {
-    factors.clear();
-    if call.weight.is_some() {
-        let weights = || calls.clone().map(|other| other.weight.unwrap_or(0.0));
-        let mean = weights::mean_of_all(weights().map(|weight| (weight, 1)))?;
-        weights::fill_factors(call.op(), mean, weights(), factors);
-    }
-    Ok(())
-}
-
 /// Reduces the elements that all ranks have announced into the tensors of this rank.
 ///
 /// # Safety
@@ -100,7 +83,6 @@ pub(super) unsafe fn reduce_contents<'a>(
     calls: impl Iterator<Item = &'a CollectiveFingerprint> + Clone,
     places: &mut ReductionScratch,
 ) -> Result<()> {
-    fill_factors(&mut places.factors, call, calls.clone())?;
     let mut offset = 0;
     mine.outputs.iter().try_for_each(|output| {
         let inputs = calls.clone().map(|other| other.contents(offset));
@@ -172,7 +154,6 @@ unsafe fn reduce_pieces<'a>(
     let (Some(on_piece), Some(scratch)) = (call.on_piece, mine.outputs.first()) else {
         return Ok(());
     };
-    fill_factors(&mut places.factors, call, calls.clone())?;
     let op = call.reduce_op.filter(|op| calls.len() > 1 || !keeps(*op));
     let lengths = mine.inputs.iter().map(|place| place.numel);
     for (index, slice) in my_slices(lengths, rank, calls.len()) {
@@ -216,7 +197,7 @@ unsafe fn reduce(
     add(&mut places.outputs, to);
     let reduction = places.reduction(Kinds::same(mine.kind), slice.len(), op);
     if mine.device == Device::Cpu {
-        // SAFETY: as the caller promises, with pointers moved to the first elements; no factors, or one per input.
+        // SAFETY: as the caller promises, with pointers moved to the first elements.
         unsafe { local::reduce(reduction) };
         return Ok(());
     }
@@ -235,18 +216,14 @@ fn keeps(op: ReduceOp) -> bool {
 /// # Safety
 /// The requirements of [`local::reduce`], on `device`.
 unsafe fn reduce_by_kernels(reduction: Reduction<'_>, device: Device) -> Result<(), tch::TchError> {
-    let Reduction { kinds: Kinds { from: kind, .. }, inputs, outputs, len, op, factors } =
-        reduction;
+    let Reduction { kinds: Kinds { from: kind, .. }, inputs, outputs, len, op } = reduction;
     let wide = if matches!(kind, Kind::Half | Kind::BFloat16) { Kind::Float } else { kind };
     let len = len as i64;
     // SAFETY: as the caller promises; the views end with this function.
     let view = |&data: &*mut u8| unsafe { Tensor::f_from_blob(data, &[len], &[1], kind, device) };
     let term = |number: usize| {
         let term = view(&inputs[number])?.f_to_kind(wide)?;
-        match (factors.get(number), op) {
-            (Some(&factor), _) | (None, ReduceOp::PremulSum(factor)) => term.f_mul_scalar(factor),
-            _ => Ok(term),
-        }
+        if let ReduceOp::PremulSum(factor) = op { term.f_mul_scalar(factor) } else { Ok(term) }
     };
     let reduce = || {
         let mut reduced = Tensor::f_zeros([len], (wide, device))?;
@@ -320,34 +297,15 @@ mod tests {
                     let (loops, kernels) =
                         ([by_loops.data_ptr().cast()], [by_kernels.data_ptr().cast()]);
                     let numel = len as usize;
-                    let reduction = |op, factors| Reduction {
-                        kinds: Kinds::same(kind),
-                        inputs: &from,
-                        outputs: &loops,
-                        len: numel,
-                        op,
-                        factors,
-                    };
-                    let into_kernels = |reduction| Reduction { outputs: &kernels, ..reduction };
+                    let kinds = Kinds::same(kind);
+                    let one = Reduction { kinds, inputs: &from, outputs: &loops, len: numel, op };
                     // SAFETY: tensors of `len` elements of `kind` that do not overlap, of this thread.
                     unsafe {
-                        let one = reduction(op, &[]);
                         local::reduce(one);
-                        reduce_by_kernels(into_kernels(one), Device::Cpu).unwrap();
+                        let into_kernels = Reduction { outputs: &kernels, ..one };
+                        reduce_by_kernels(into_kernels, Device::Cpu).unwrap();
                     }
                     assert!(by_loops.equal(&by_kernels), "{kind:?} {op} {len}");
-                    if let PremulSum(factor) = op {
-                        let (equal, unequal) = ([factor; 3], [0.5, 0.1, 0.4]);
-                        // SAFETY: as above.
-                        unsafe {
-                            local::reduce(into_kernels(reduction(Sum, &equal)));
-                            assert!(by_loops.equal(&by_kernels), "weighted {kind:?} {len}");
-                            let one = reduction(Sum, &unequal);
-                            local::reduce(one);
-                            reduce_by_kernels(into_kernels(one), Device::Cpu).unwrap();
-                        }
-                        assert!(by_loops.equal(&by_kernels), "weighted {kind:?} {len}");
-                    }
                     pairs += 1;
                 }
             }

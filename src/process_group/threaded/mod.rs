@@ -24,11 +24,11 @@ use std::sync::Arc;
 
 use tch::Tensor;
 
+use super::Traffic;
 use super::backend::{BackendType, Devices, Join, RankBackend, Reach};
 use super::call::Call;
 use super::local::{CallSlot, CommonStream, Extras, Memory, ReductionScratch, Shared};
 use super::network::Network;
-use super::{Traffic, weights};
 use crate::error::Result;
 use crate::ffi::TorchResult;
 use crate::operation::{OpId, Operation};
@@ -140,10 +140,6 @@ impl RankBackend for ThreadedBackend {
     fn traffic(&self, call: &Call) -> Traffic {
         let members = self.slot.barrier().members().len();
         kernels::traffic(call, self.slot.announced(), self.slot.rank(), members)
-    }
-
-    fn mean_weight(&self) -> f64 {
-        weights::mean(self.slot.weights())
     }
 
     fn synchronize(&mut self, _: &dyn Fn()) -> Result<()> {

@@ -37,7 +37,7 @@ pub struct RunInfo {
     pub drops_last: bool,
     /// Batches per step.
     pub accumulate: u64,
-    /// `true` if each rank's gradient is weighted by its number of samples.
+    /// `true` if each rank multiplies its loss so that all samples count alike.
     pub exact_mean: bool,
     /// `true` if the ranks of a process share one copy of the model.
     pub shares_model: bool,
@@ -66,7 +66,7 @@ pub struct RankStep {
     pub count: usize,
     /// The mean loss over what the rank's batches count as.
     pub loss: f64,
-    /// The gradient that the rank computed.
+    /// The gradient that the rank computed, of the loss that it multiplied.
     pub local: f64,
     /// The gradient after the all-reduce.
     pub averaged: f64,
@@ -94,26 +94,17 @@ pub struct ExplainedStep {
 }
 
 impl ExplainedStep {
-    /// Returns what all ranks' batches count as if ranks are weighted by that; else `None`.
-    fn weighed(&self, run_info: &RunInfo) -> Option<usize> {
-        let all = self.ranks.iter().map(|rank| rank.count).sum();
-        (run_info.exact_mean && self.ranks.len() > 1).then_some(all)
-    }
-
-    /// Returns the weights of the first few ranks, such as `17/33, 16/33`; `None` if ranks are not weighted.
-    fn shares(&self, run_info: &RunInfo) -> Option<String> {
-        let all = self.weighed(run_info)?;
-        let share = |rank: &RankStep| format!("{}/{all}", rank.count);
-        let mut shares: Vec<String> = self.ranks.iter().take(MAX_LISTED_RANKS).map(share).collect();
-        if self.ranks.len() > MAX_LISTED_RANKS {
-            shares.push("...".into());
+    /// Returns the factors of the losses of the first few ranks, such as `17 * 2 / 33, 16 * 2 / 33`; `None` without any.
+    fn factors(&self, run_info: &RunInfo) -> Option<String> {
+        let (ranks, all) =
+            (self.ranks.len(), self.ranks.iter().map(|rank| rank.count).sum::<usize>());
+        let factor = |rank: &RankStep| format!("{} * {ranks} / {all}", rank.count);
+        let mut factors: Vec<String> =
+            self.ranks.iter().take(MAX_LISTED_RANKS).map(factor).collect();
+        if ranks > MAX_LISTED_RANKS {
+            factors.push("...".into());
         }
-        Some(shares.join(", "))
-    }
-
-    /// Returns whether a rank's batches count as something else than its samples.
-    fn has_count(&self) -> bool {
-        self.ranks.iter().any(|rank| rank.count != rank.num_samples)
+        (run_info.exact_mean && ranks > 1).then(|| factors.join(", "))
     }
 }
 
@@ -147,11 +138,7 @@ impl Explainer {
     /// Explains the first step: how gradients are averaged, and the update.
     pub fn first_step(&self, step: &ExplainedStep) {
         let mut lines = self.gradients(step, false);
-        let mean = match step.weighed(&self.run_info) {
-            Some(all) => weighted_mean(&step.ranks, all),
-            None => mean(&step.ranks),
-        };
-        lines.push(format!("  {}{mean}", self.texts.by_hand));
+        lines.push(format!("  {}{}", self.texts.by_hand, mean(&step.ranks)));
         self.print(&self.explain_gradients(step, self.compression(step.step)), &lines);
         self.print(&self.explain_update(step), &self.updates(step));
     }
@@ -258,28 +245,6 @@ fn mean(ranks: &[RankStep]) -> String {
         _ => "(rank 0 + rank 1 + ...)".into(),
     };
     format!("{sum} / {} = {mean}", ranks.len())
-}
-
-/// Formats the weighted mean as `(17 * 0.5 + 16 * (-0.25)) / 33 = c`: each rank's gradient counts by its samples, or
-/// by what its batches count as. `all` is the sum over all ranks.
-fn weighted_mean(ranks: &[RankStep], all: usize) -> String {
-    let mut values: Vec<f64> = ranks.iter().map(|rank| rank.local).collect();
-    let sum: f64 = ranks.iter().map(|rank| rank.count as f64 * rank.local).sum();
-    values.push(sum / all as f64);
-    let texts = numbers(&values, 6);
-    let term = |(rank, text): (&RankStep, &String)| match text.starts_with('-') {
-        true => format!("{} * ({text})", rank.count),
-        false => format!("{} * {text}", rank.count),
-    };
-    let mut terms: Vec<String> = ranks.iter().zip(&texts).map(term).collect();
-    if ranks.len() > MAX_LISTED_RANKS {
-        terms = vec![
-            format!("{} * rank 0", ranks[0].count),
-            format!("{} * rank 1", ranks[1].count),
-            "...".into(),
-        ];
-    }
-    format!("({}) / {all} = {}", terms.join(" + "), texts[ranks.len()])
 }
 
 /// The cell of a rank without samples.

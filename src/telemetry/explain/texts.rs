@@ -56,9 +56,7 @@ pub(super) struct Texts {
     gradients_accumulated: String,
     gradients_bucket: String,
     gradients_buckets: String,
-    gradients_mean: String,
-    gradients_weighted_mean: String,
-    gradients_counted_mean: String,
+    gradients_exact_mean: String,
     gradients_compressed: String,
     gradients_largest: String,
     column_samples: String,
@@ -209,13 +207,9 @@ impl Explainer {
             1 => String::new(),
             batches => filled(&texts.gradients_accumulated, &[("batches", batches)]),
         };
-        let mean = match step.shares(run_info) {
-            None => texts.gradients_mean.clone(),
-            Some(shares) if step.has_count() => {
-                filled(&texts.gradients_counted_mean, &[("shares", shares)])
-            }
-            Some(shares) => filled(&texts.gradients_weighted_mean, &[("shares", shares)]),
-        };
+        let multiplied = step.factors(run_info).map_or(String::new(), |factors| {
+            filled(&texts.gradients_exact_mean, &[("factors", factors)])
+        });
         let compressed = form.map_or(String::new(), |form| self.compressed(form));
         let is_alone = run_info.world_size == 1;
         let heading = if is_alone { &texts.gradients_of_one } else { &texts.gradients_of_ranks };
@@ -224,7 +218,7 @@ impl Explainer {
             ("step", &step.step),
             ("buckets", &buckets),
             ("accumulated", &accumulated),
-            ("mean", &mean),
+            ("multiplied", &multiplied),
             ("weight", &step.weight),
         ];
         self.section(heading, &[text, &compressed, &texts.gradients_largest], &values)
@@ -340,7 +334,7 @@ mod tests {
     use strum::IntoEnumIterator;
 
     use super::*;
-    use crate::telemetry::explain::{RankStep, RunInfo, weighted_mean};
+    use crate::telemetry::explain::{RankStep, RunInfo};
     use crate::telemetry::{Language, LogFormat, Printer};
 
     fn run_info() -> RunInfo {
@@ -415,15 +409,14 @@ mod tests {
     }
 
     #[test]
-    fn ranks_are_weighted_by_what_their_batches_count() {
+    fn losses_are_multiplied_by_what_their_batches_count() {
         let run_info = RunInfo { world_size: 2, exact_mean: true, ..run_info() };
         let step = counted_step();
-        assert_eq!(step.shares(&run_info).unwrap(), "1/4, 3/4");
-        assert_eq!(weighted_mean(&step.ranks, 4), "(1 * 1.00000 + 3 * 5.00000) / 4 = 4.00000");
+        assert_eq!(step.factors(&run_info).unwrap(), "1 * 2 / 4, 3 * 2 / 4");
         let printer = Arc::new(Printer::new(LogFormat::Text));
         let explainer = Explainer::new(Language::En, run_info, printer);
         let said = explainer.explain_gradients(&step, None).text;
-        assert!(said.contains("over what the batches count"), "{said}");
+        assert!(said.contains("its mean loss times 1 * 2 / 4, 3 * 2 / 4 (--exact-mean"), "{said}");
     }
 
     /// Returns all that `explainer` can say about its run.

@@ -13,20 +13,6 @@ pub(super) fn all_reduce(it: &Surface) {
     }
 }
 
-pub(super) fn all_reduce_weighted(it: &Surface) {
-    // Their mean is 2, for every even number of ranks, so that all numbers are exact.
-    let weight = |rank: usize| if rank.is_multiple_of(2) { 1.0 } else { 3.0 };
-    let mut sum = it.mine(6, Kind::Float);
-    it.group.all_reduce_weighted(&mut sum, ReduceOp::Sum, Some(weight(it.me()))).unwrap();
-    let scaled = it.of_all(6).into_iter().enumerate().map(|(rank, values)| {
-        values.into_iter().map(|value| value * weight(rank) / 2.0).collect::<Vec<_>>()
-    });
-    it.is(&sum, &reduced(ReduceOp::Sum, &scaled.collect::<Vec<_>>()));
-    let mut plain = it.mine(6, Kind::Float);
-    it.group.all_reduce_weighted(&mut plain, ReduceOp::Sum, None).unwrap();
-    it.is(&plain, &reduced(ReduceOp::Sum, &it.of_all(6)));
-}
-
 pub(super) fn reduce(it: &Surface) {
     for (root, (op, kind)) in (0..it.size()).cycle().zip(it.reductions(false)) {
         let mut tensor = it.mine(6, kind);

@@ -58,7 +58,6 @@ const CHECKS: &[(&str, Check)] = &checks![
     barrier,
     monitored_barrier,
     all_reduce,
-    all_reduce_weighted,
     reduce,
     broadcast,
     all_gather,

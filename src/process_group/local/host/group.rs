@@ -69,7 +69,7 @@ impl HostGroup {
         if hosts.len() == map.len() {
             return Ok(Some((hosts, None)));
         }
-        let cell = Cell::of(members.len(), hosts.len());
+        let cell = Cell::of(members.len());
         let is_shared = hosts.here() != map.here();
         let in_blocks = if is_shared { map.here() } else { 0..0 };
         // A rank that has ended is still read by those that look whether it has arrived.
@@ -126,8 +126,7 @@ impl HostGroup {
         HostSlot::new(rank - self.first, self.clone())
     }
 
-    /// Returns one of the numbers that all ranks of the host see, which are zeros at first. There are as many as the group
-    /// has hosts, and [`NUMBERS`] more.
+    /// Returns one of the numbers that all ranks of the host see, which are zeros at first. There are [`NUMBERS`].
     ///
     /// # Errors
     /// [`Error::Internal`] if there are fewer.

@@ -26,7 +26,6 @@ struct Announcement {
     sequence: u64,
     /// The hash of what must be equal on all ranks.
     fingerprint: u64,
-    weight: f64,
     stop: [u64; 3],
     inputs: usize,
     outputs: usize,
@@ -48,7 +47,7 @@ const PRIVATE: usize = usize::MAX;
 /// Tensors begin at cache lines, so that every dtype is aligned.
 const LINE: usize = 64;
 
-/// How many numbers a block has besides one for each host.
+/// How many numbers a block has.
 pub(crate) const NUMBERS: usize = 5;
 
 /// The layout of a rank's block: its slot of the barrier, two announcements, numbers, and the room for tensors.
@@ -56,14 +55,12 @@ pub(crate) const NUMBERS: usize = 5;
 pub(super) struct Cell {
     /// The number of tensors in a list.
     ranks: usize,
-    /// The number of hosts of the group.
-    hosts: usize,
 }
 
 impl Cell {
-    /// Returns the layout for groups of this many ranks on this many hosts.
-    pub(super) fn of(ranks: usize, hosts: usize) -> Self {
-        Self { ranks, hosts }
+    /// Returns the layout for groups of this many ranks.
+    pub(super) fn of(ranks: usize) -> Self {
+        Self { ranks }
     }
 
     fn places() -> usize {
@@ -96,13 +93,12 @@ impl Cell {
 
     /// Returns the offset of a number of [`HostGroup::number`] in a block; `None` if there are fewer.
     pub(super) fn number(self, index: usize) -> Option<usize> {
-        (index < NUMBERS + self.hosts).then(|| self.numbers() + index * size_of::<u64>())
+        (index < NUMBERS).then(|| self.numbers() + index * size_of::<u64>())
     }
 
     /// Returns the offset of the room for tensors in a block.
     pub(super) fn staging(self) -> usize {
-        let numbers = (NUMBERS + self.hosts) * size_of::<u64>();
-        (self.numbers() + numbers).next_multiple_of(super::PAGE)
+        (self.numbers() + NUMBERS * size_of::<u64>()).next_multiple_of(super::PAGE)
     }
 
     /// Returns the size of a block in bytes.
@@ -269,7 +265,6 @@ impl HostSlot {
         let announcement = Announcement {
             sequence: call.sequence,
             fingerprint,
-            weight: mine.weight.unwrap_or_default(),
             stop: stop.to_numbers(),
             inputs,
             outputs,
@@ -307,7 +302,6 @@ impl HostSlot {
                 theirs.spans.clone_from(&group.spans[other - group.here.start].lock()[parity]);
             }
             if other == rank {
-                theirs.weight = mine.weight;
                 theirs.spans.clone_from(&mine.spans);
                 if mine.has_contents {
                     // SAFETY: this rank's own contents, which it writes in an exchange only.
@@ -319,8 +313,7 @@ impl HostSlot {
             // SAFETY: the rank has written its announcement before the barrier, and writes there again only once this rank
             // has entered the next exchange. Should it write earlier, only this copy is checked and used: the read is volatile.
             let announcement = unsafe { cell.cast::<Announcement>().read_volatile() };
-            let Announcement { sequence, weight, stop, inputs, outputs, contents, .. } =
-                announcement;
+            let Announcement { sequence, stop, inputs, outputs, contents, .. } = announcement;
             if let Some(mine) = group.stop.get() {
                 let message = StopMessage::from_numbers(stop).ok_or_else(invalid_data)?;
                 mine.merge(group.has_rank_0(group.process_of(other)), message);
@@ -350,7 +343,6 @@ impl HostSlot {
                 };
                 Ok(TensorMemory { data, numel: theirs })
             };
-            theirs.weight = mine.weight.map(|_| weight);
             theirs.inputs.clear();
             theirs.outputs.clear();
             for index in 0..inputs {
