@@ -172,11 +172,11 @@ pub mod trainer;
 pub use app::App;
 pub use checkpoint::{Checkpoint, CheckpointDir};
 pub use data::{
-    Batch, DataLoader, Dataset, DatasetSpec, DistributedSampler, FileDataset, ScatterLoader,
-    Subset, TargetKind, Targets, TensorDataset, TextDataset, random_split,
+    Batch, DataLoader, Dataset, DatasetSpec, DistributedSampler, FileDataset, Subset, TargetKind,
+    Targets, TensorDataset, TextDataset, random_split,
 };
 pub use ddp::{
-    CommHook, DataParallel, DdpOptions, DistributedDataParallel, GradBucket, JoinOptions, hook_fn,
+    CommHook, DdpOptions, DistributedDataParallel, GradBucket, JoinOptions, hook_fn,
     parameters_hash,
 };
 pub use error::{Compared, Error, MissingRank, Result, Suspects};

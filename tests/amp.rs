@@ -1,17 +1,15 @@
 //! Mixed precision: autocast on several threads, and steps that all ranks skip.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Barrier};
+use std::sync::Barrier;
 use std::thread;
 
 use ddp_mp::ddp::{CommHook, Compress};
 use ddp_mp::ffi::{Autocast, backward};
 use ddp_mp::models::{ModelConfig, ModelKind};
 use ddp_mp::optim::{GradScaler, GradScalerOptions};
-use ddp_mp::trainer::{Amp, Loss, Trainer, TrainerOptions};
 use ddp_mp::{
-    AdamW, AdamWOptions, DataLoader, DataParallel, DdpOptions, DistributedDataParallel,
-    DistributedSampler, Error, Optimizer, Schedule, Sgd, SgdOptions, Targets, TensorDataset,
+    AdamW, AdamWOptions, DdpOptions, DistributedDataParallel, Error, Optimizer, Sgd, SgdOptions,
 };
 use serde_json::{Value, json};
 use tch::nn::{self, Module, VarStore};
@@ -420,25 +418,4 @@ fn run_without_finite_gradients_fails_with_a_remedy() {
     assert_eq!((code, &stdout[..]), (Some(1), "GPU_Count: 0\n"));
     assert!(stderr.contains("the gradients are not finite even with a loss scale of"), "{stderr}");
     assert!(stderr.contains("use a smaller --lr, --max-grad-norm, or --amp bf16"), "{stderr}");
-}
-
-#[test]
-fn fp16_with_data_parallel_is_refused() {
-    ranks(2, |rank, group| {
-        let vs = VarStore::new(rank.device());
-        let layer = linear(vs.root(), 3, 1);
-        let dp = DataParallel::new(layer, &vs, group)?;
-        let dataset = Arc::new(TensorDataset::random(8, 3, Targets::Values(1), 0)?);
-        let sampler = DistributedSampler::new(8, 2, rank.rank())?;
-        let loader = DataLoader::new(dataset, sampler, 2, rank.device())?;
-        let sgd = |buffers| Sgd::new(buffers, SgdOptions::default());
-        let sgd = dp.flat_buffers().map(sgd).transpose()?;
-        let optimizer = sgd.map(|sgd| Box::new(sgd) as Box<dyn Optimizer>);
-        let trainer = Trainer::new(dp, optimizer, Schedule::constant(0.1), loader, Loss::Mse)?;
-        let options = TrainerOptions { amp: Amp::Fp16, ..TrainerOptions::default() };
-        // The ranks would scale their losses by different numbers after the first step that is skipped.
-        let error = trainer.options(options).map(drop).unwrap_err().to_string();
-        assert!(error.contains("fp16 needs DistributedDataParallel"), "{error}");
-        Ok(())
-    });
 }

@@ -1,22 +1,11 @@
 //! The old way, to compare: DDP's results, and all that goes through rank 0.
 
 use std::fs;
-use std::rc::Rc;
-use std::sync::{Arc, Mutex};
+use std::sync::Mutex;
 
-use ddp_mp::ddp::Strategy;
-use ddp_mp::trainer::{Loss, Trainer};
-use ddp_mp::{
-    DataLoader, DataParallel, DdpOptions, DistributedDataParallel, DistributedSampler, Optimizer,
-    ProcessGroup, Rank, ScatterLoader, Schedule, Sgd, SgdOptions, Targets, TensorDataset,
-};
 use serde_json::Value;
-use tch::nn::{self, Module, VarStore};
-use tch::{Kind, Reduction, Tensor};
 
-use crate::harness::{in_parallel, linear, ranks, run, some_of, try_ranks};
-
-const MEAN: Reduction = Reduction::Mean;
+use crate::harness::{in_parallel, run, some_of};
 
 /// The `end` event of a run.
 fn end(args: &[&str]) -> Value {
@@ -56,72 +45,6 @@ fn data_parallel_has_the_bits_of_ddp() {
     assert_eq!(hashes.len(), count, "other flags give other bits");
 }
 
-/// 64 numbers for each rank: weights, and a bias that has a cache line to itself.
-fn layer(vs: &VarStore, world_size: usize) -> nn::Linear {
-    linear(vs.root(), 64 * world_size as i64 - 16, 1)
-}
-
-/// Two samples for each rank.
-fn data_for(world_size: usize) -> TensorDataset {
-    let features = 64 * world_size as i64 - 16;
-    TensorDataset::random(2 * world_size as i64, features, Targets::Values(1), 0).unwrap()
-}
-
-fn own_loader(rank: &Rank, of_rank: usize) -> DataLoader {
-    let dataset = data_for(rank.world_size());
-    let sampler = DistributedSampler::new(dataset.len(), rank.world_size(), of_rank).unwrap();
-    DataLoader::new(Arc::new(dataset), sampler, 2, rank.device()).unwrap()
-}
-
-fn scatter_loader(rank: &Rank, group: &Rc<ProcessGroup>) -> ddp_mp::Result<ScatterLoader> {
-    let ranks = if rank.rank() == 0 { 0..rank.world_size() } else { 0..0 };
-    ScatterLoader::new(ranks.map(|of_rank| own_loader(rank, of_rank)).collect(), group.clone())
-}
-
-#[test]
-fn data_parallel_moves_all_bytes_through_rank_0() {
-    for world_size in 1..5 {
-        let others = world_size as u64 - 1;
-        let old_way = ranks(world_size, |rank, group| {
-            let vs = VarStore::new(rank.device());
-            let model = layer(&vs, rank.world_size());
-            let _buffer = vs.root().add("count", Tensor::from(0i64), false);
-            let mut dp = DataParallel::new(model, &vs, group.clone())?;
-            let loader = scatter_loader(rank, &group)?;
-            let before = group.traffic();
-            for batch in loader.epoch(0)? {
-                let batch = batch?;
-                dp.replicate()?;
-                dp.backward(&dp.module().forward(&batch.inputs).mse_loss(&batch.targets, MEAN))?;
-            }
-            let after = group.traffic();
-            Ok((after.sent - before.sent, after.received - before.received))
-        });
-        let parameters = 4 * 64 * world_size as u64;
-        let (count, inputs, targets) = (8, 2 * (parameters - 4 * 16), 2 * 4);
-        let to_each = parameters + count + inputs + targets;
-        let mut expected = vec![(parameters, to_each); world_size];
-        expected[0] = (others * to_each, others * parameters);
-        assert_eq!(old_way, expected);
-
-        let ddp = ranks(world_size, |rank, group| {
-            let vs = VarStore::new(rank.device());
-            let (model, options) = (layer(&vs, rank.world_size()), DdpOptions::default());
-            let mut ddp = DistributedDataParallel::new(model, &vs, group.clone(), options)?;
-            let before = group.traffic();
-            for batch in own_loader(rank, rank.rank()).epoch(0)? {
-                let batch = batch?;
-                ddp.backward(&ddp.module().forward(&batch.inputs).mse_loss(&batch.targets, MEAN))?;
-            }
-            let after = group.traffic();
-            Ok((after.sent - before.sent, after.received - before.received))
-        });
-        // Each rank reduces its 64 numbers: they come from all others, and go to all others.
-        let both_ways = 2 * others * 4 * 64;
-        assert_eq!(ddp, vec![(both_ways, both_ways); world_size]);
-    }
-}
-
 #[test]
 fn end_event_has_the_bytes_of_each_rank() {
     let moved = |strategy: &str| {
@@ -146,97 +69,6 @@ fn end_event_has_the_bytes_of_each_rank() {
     let (sent, received) = moved("--strategy=ddp");
     let (least, most) = (sent.iter().min().unwrap(), received.iter().max().unwrap());
     assert!((*most as f64) < 1.1 * *least as f64, "{sent:?} {received:?}");
-}
-
-#[test]
-fn optimizer_state_is_on_rank_0_only() {
-    ranks(3, |rank, group| {
-        let vs = VarStore::new(rank.device());
-        let weight = vs.root().var("weight", &[2], nn::Init::Const(1. + rank.rank() as f64));
-        let mut dp = DataParallel::new((), &vs, group)?;
-        assert_eq!(Vec::<f32>::try_from(&weight.detach())?, [1., 1.], "rank 0's");
-        let mine = rank.rank() as f64;
-        dp.backward(&(&weight * mine).sum(Kind::Float))?;
-        let Some(buffers) = dp.flat_buffers() else {
-            assert!(rank.rank() > 0);
-            assert_eq!(Vec::<f32>::try_from(weight.grad())?, [mine as f32; 2], "its own");
-            let refused = dp.clip_grad_norm(1.).unwrap_err().to_string();
-            assert!(refused.contains("on rank 0; call it there"), "{refused}");
-            dp.replicate()?;
-            assert_eq!(Vec::<f32>::try_from(&weight.detach())?, [0.5; 2], "as rank 0 stepped it");
-            return Ok(());
-        };
-        assert_eq!(rank.rank(), 0);
-        assert_eq!(Vec::<f32>::try_from(weight.grad())?, [1.; 2], "the mean of 0, 1 and 2");
-        Sgd::new(buffers, SgdOptions::default())?.step(0.5)?;
-        dp.replicate()?;
-        Ok(())
-    });
-}
-
-#[test]
-fn no_sync_accumulates_and_rank_0_provides_the_buffers() {
-    ranks(2, |rank, group| {
-        let vs = VarStore::new(rank.device());
-        let root = vs.root();
-        let mine = rank.rank() as f64;
-        let weight = root.var("weight", &[1], nn::Init::Const(1.));
-        let unused = root.var("unused", &[1], nn::Init::Const(1.));
-        let frozen = root.var("frozen", &[1], nn::Init::Const(mine)).set_requires_grad(false);
-        let mut mean = root.add("running_mean", Tensor::from_slice(&[mine]), false);
-        let mut dp = DataParallel::new((), &vs, group)?;
-        assert_eq!((frozen.double_value(&[0]), mean.double_value(&[0])), (0., 0.));
-        let _ = mean.f_fill_(mine + 5.)?;
-        dp.replicate()?;
-        assert_eq!(mean.double_value(&[0]), 5.);
-        for factor in [1., 10.] {
-            let _no_sync = (factor == 1.).then(|| dp.no_sync());
-            dp.backward(&(&weight * ((mine + 1.) * factor)).sum(Kind::Float))?;
-        }
-        let expected = if rank.rank() == 0 { (11. + 22.) / 2. } else { 22. };
-        assert_eq!(weight.grad().double_value(&[0]), expected);
-        assert_eq!(unused.grad().double_value(&[0]), 0.);
-        dp.zero_grad()?;
-        assert!(!weight.grad().defined());
-        Ok(())
-    });
-}
-
-#[test]
-fn replaced_gradient_is_an_error_with_its_name() {
-    let error = try_ranks(2, |rank, group| {
-        let vs = VarStore::new(rank.device());
-        let weight = vs.root().var("weight", &[2], nn::Init::Const(2.));
-        let mut dp = DataParallel::new((), &vs, group)?;
-        dp.backward(&weight.sum(Kind::Float))?;
-        weight.grad().set_data(&Tensor::zeros([2], (Kind::Float, rank.device())));
-        dp.backward(&weight.sum(Kind::Float))?;
-        Ok(())
-    });
-    let message = error.unwrap_err().failure.error.clone();
-    assert!(message.contains("the gradient of `weight` is no longer a view"), "{message}");
-}
-
-#[test]
-fn loaders_that_cannot_be_scattered_are_refused() {
-    let refusal = |loaders: fn(&Rank) -> Vec<DataLoader>| {
-        let run = try_ranks(2, move |rank, group| {
-            ScatterLoader::new(loaders(rank), group)?;
-            Ok(())
-        });
-        run.unwrap_err().failure.error.clone()
-    };
-    let everywhere = refusal(|rank| vec![own_loader(rank, 0), own_loader(rank, 1)]);
-    assert!(everywhere.contains("the others need none; rank 1 has 2"), "{everywhere}");
-    let nowhere = refusal(|_| Vec::new());
-    assert!(nowhere.contains("it needs a loader for each"), "{nowhere}");
-    let unlike = refusal(|rank| {
-        let other = TensorDataset::random(4, 3, Targets::Values(1), 0).unwrap();
-        let sampler = DistributedSampler::new(4, 2, 1).unwrap();
-        let other = DataLoader::new(Arc::new(other), sampler, 2, rank.device()).unwrap();
-        if rank.rank() == 0 { vec![own_loader(rank, 0), other] } else { Vec::new() }
-    });
-    assert!(unlike.contains("the ranks' loaders differ"), "{unlike}");
 }
 
 #[test]
@@ -311,52 +143,4 @@ fn one_rank_prints_no_note_about_rank_0() {
     let (code, _, stderr) = run(&["--strategy=dp", "--nproc-per-node=1"]);
     assert_eq!(code, Some(0), "{stderr}");
     assert!(!stderr.contains("through rank 0"), "{stderr}");
-}
-
-#[test]
-fn gradients_accumulate_without_zero_grad() {
-    ranks(2, |rank, group| {
-        let vs = VarStore::new(rank.device());
-        let weight = vs.root().var("weight", &[2], nn::Init::Const(1.));
-        let mut dp = DataParallel::new((), &vs, group)?;
-        for _ in 0..3 {
-            dp.backward(&(&weight * (rank.rank() as f64 + 1.)).sum(Kind::Float))?;
-        }
-        if rank.rank() == 0 {
-            assert_eq!(Vec::<f32>::try_from(weight.grad())?, [4.5; 2]);
-        }
-        Ok(())
-    });
-}
-
-#[test]
-fn optimizer_is_required_on_rank_0_only() {
-    ranks(2, |rank, group| {
-        for (dp, given) in [(false, 0), (true, 1)] {
-            let vs = VarStore::new(rank.device());
-            let model = layer(&vs, rank.world_size());
-            let vs_of_sgd = VarStore::new(rank.device());
-            let _ = layer(&vs_of_sgd, rank.world_size());
-            let own =
-                DistributedDataParallel::new((), &vs_of_sgd, group.clone(), DdpOptions::default())?;
-            let sgd = Sgd::new(own.flat_buffers(), SgdOptions::default())?;
-            let optimizer = (rank.rank() == given).then(|| Box::new(sgd) as Box<dyn Optimizer>);
-            let strategy: Strategy<_> = if dp {
-                DataParallel::new(model, &vs, group.clone())?.into()
-            } else {
-                DistributedDataParallel::new(model, &vs, group.clone(), DdpOptions::default())?
-                    .into()
-            };
-            let loader = own_loader(rank, rank.rank());
-            let made =
-                Trainer::new(strategy, optimizer, Schedule::constant(0.1), loader, Loss::Mse);
-            let refused = made.map(drop).err().map(|error| error.to_string());
-            let has =
-                if dp && rank.rank() == 1 { "rank 1 has an optimizer" } else { "has no optimizer" };
-            let is_right = !dp && rank.rank() == 0;
-            assert_eq!(refused.is_none(), is_right, "{refused:?}");
-            assert!(is_right || refused.unwrap().contains(has));
-        }
-        Ok(())
-    });
 }

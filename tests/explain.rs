@@ -45,8 +45,8 @@ fn number(cell: &str) -> f64 {
     cell.trim_matches(['(', ')']).parse().unwrap_or_else(|_| panic!("{cell:?} is no number"))
 }
 
-/// Half of the last of six digits that are shown.
-const SHOWN: f64 = 1e-6;
+/// The last of six digits that are shown, of a number above 1.
+const SHOWN: f64 = 1e-5;
 
 fn near(one: f64, other: f64, tolerance: f64) {
     assert!((one - other).abs() <= tolerance, "{one} is not {other}");

@@ -2,7 +2,6 @@
 
 use std::sync::Arc;
 
-use ddp_mp::ScatterLoader;
 use ddp_mp::prelude::*;
 use tch::nn::{Linear, Module, VarStore};
 
@@ -166,23 +165,6 @@ fn inputs_that_do_not_fit_are_one_error() {
         error.contains("takes one tensor of inputs, and the batch has 2; implement"),
         "{error}"
     );
-
-    let error = try_ranks(2, move |rank, group| {
-        let all: Arc<dyn Dataset> = Arc::new(Pairs { in_one: false });
-        let loaders = if rank.rank() == 0 {
-            vec![loader(rank, &all)?, loader(rank, &all)?]
-        } else {
-            Vec::new()
-        };
-        ScatterLoader::new(loaders, group)?;
-        Ok(())
-    });
-    let error = error.unwrap_err().to_string();
-    assert!(
-        error.contains("DataParallel scatters one tensor of inputs, and the samples"),
-        "{error}"
-    );
-    assert!(error.contains("have 2; use DistributedDataParallel"), "{error}");
 }
 
 /// 20 samples of 3 inputs, with the sample's number as target.

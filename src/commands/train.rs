@@ -80,7 +80,7 @@ fn train_on(rank: &Rank, session: &Session) -> anyhow::Result<()> {
     if let Some(hash_before_broadcast) = hash_before_broadcast {
         let parameters = trainer.ddp().num_parameters();
         let explainer = || explainer(session, parameters);
-        trainer = trainer.explain(hash_before_broadcast, (rank.rank() == 0).then(explainer))?;
+        trainer = trainer.explain(hash_before_broadcast, (rank.rank() == 0).then(explainer));
     }
     if let Some(validation) = &data.validation {
         let sampler = DistributedSampler::new(validation.len(), rank.world_size(), rank.rank())?;

@@ -132,16 +132,17 @@ const POWERSGD: OnlyIf = OnlyIf(
 const BUCKET_MIB: (Bound<f64>, Bound<f64>) =
     (Bound::Excluded(0.0), Bound::Included((1 << 20) as f64));
 
-/// Refuses options that `DataParallel` does not have. It would ignore them, or they would change results.
+/// Refuses options that `--strategy dp` does not have. It would ignore them, or they would change results.
 pub(super) fn needs_ddp(config: &Config) -> Option<String> {
-    (config.ddp.strategy == StrategyKind::Dp)
+    config
+        .is_data_parallel()
         .then(|| "needs --strategy ddp; remove it, or use that strategy".into())
 }
 
 /// Refuses options whose communication `SimulatedCluster` does not model.
 fn has_no_model(config: &Config) -> Option<String> {
     let options = [
-        ("--strategy dp", config.ddp.strategy == StrategyKind::Dp),
+        ("--strategy dp", config.is_data_parallel()),
         ("--zero", config.ddp.zero),
         ("--share-model", config.ddp.share_model),
     ];
@@ -175,6 +176,11 @@ fn has_replicas(config: &Config) -> Option<String> {
 }
 
 impl Config {
+    /// Returns whether all goes through rank 0: `--strategy dp`.
+    pub(crate) fn is_data_parallel(&self) -> bool {
+        self.ddp.strategy == StrategyKind::Dp
+    }
+
     /// Returns the options of the DDP engine.
     pub fn ddp_options(&self) -> DdpOptions {
         let default = DdpOptions::default();

@@ -2,7 +2,7 @@
 //! is allocated.
 
 use super::open_data::SIZES;
-use super::{Config, Invalid, StrategyKind};
+use super::{Config, Invalid};
 use crate::data::DatasetSpec;
 use crate::error::{Error, Result, counted};
 use crate::models::ModelConfig;
@@ -86,8 +86,6 @@ impl Config {
         let states = self.optimizer_options().states().len() as f64;
         let parameters = self.parameters();
         let samples = self.data.num_samples.unwrap_or_default();
-        // With `dp`, only rank 0 deals samples.
-        let orders = if self.ddp.strategy == StrategyKind::Dp { 1 } else { ranks };
         let shuffled = if self.data.no_shuffle { 0.0 } else { samples as f64 };
         let in_each =
             if processes > 1 { format!(" in {processes} processes") } else { String::new() };
@@ -139,12 +137,9 @@ impl Config {
                 "use a smaller one, or a smaller --batch-size",
             ),
             part(
-                orders as f64 * shuffled * ORDER,
+                ranks as f64 * shuffled * ORDER,
                 "num_samples",
-                format!(
-                    "the shuffled order of {samples} samples on {} takes",
-                    counted(orders, "rank")
-                ),
+                format!("the shuffled order of {samples} samples on {} takes", all_ranks),
                 "use fewer samples, fewer ranks with --nproc-per-node, or --no-shuffle",
             ),
         ];
@@ -341,9 +336,6 @@ mod tests {
         let mut in_order = config.clone();
         in_order.data.no_shuffle = true;
         assert!(in_order.check_memory_of(gb(1), 20, 1).is_ok());
-        let mut through_rank_0 = config.clone();
-        through_rank_0.ddp.strategy = StrategyKind::Dp;
-        assert!(through_rank_0.check_memory_of(gb(1), 20, 1).is_ok());
         // Only random data is counted.
         config.data.dataset = DatasetSpec::DIGITS;
         assert!(config.check_memory_of(gb(1), 4, 4).is_ok());

@@ -58,7 +58,7 @@ impl Batch {
     }
 
     /// Returns the results of `f` for each tensor, as a batch of `len` samples.
-    pub(super) fn map<E>(
+    pub(crate) fn map<E>(
         &self,
         len: i64,
         mut f: impl FnMut(&Tensor) -> Result<Tensor, E>,

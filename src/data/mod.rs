@@ -1,24 +1,20 @@
 //! Data sets, the sampler that deals samples to ranks, and the loader that makes a rank's batches.
 
-mod batch_source;
 mod dataset;
 mod files;
 mod gathered_batches;
 mod loader;
 mod sampler;
-mod scatter;
 mod staging;
 mod subset;
 mod text_dataset;
 
-pub use batch_source::BatchSource;
 pub use dataset::{Dataset, Targets, TensorDataset};
 pub(crate) use files::hashed;
 pub use files::{DatasetSpec, FileDataset, TargetKind};
 pub(crate) use loader::batches_of_all;
 pub use loader::{Batch, Batches, DataLoader};
 pub use sampler::DistributedSampler;
-pub use scatter::ScatterLoader;
 pub use subset::{Subset, random_split};
 pub use text_dataset::TextDataset;
 

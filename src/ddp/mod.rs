@@ -13,7 +13,6 @@
 //! | `replica` | what all wrappers have; `broadcast`: the same start on all ranks |
 //! | `wrapper` | `DistributedDataParallel` |
 //! | `join`, `comm_hook_state`, `grad_observer` | uneven inputs, checkpoints of hooks, gradients before they are averaged |
-//! | `data_parallel`, `strategy` | the older form, for comparison, and one interface to both |
 
 mod active_ranks;
 mod backward;
@@ -22,7 +21,6 @@ mod bucket;
 mod bucket_order;
 mod comm_hook_state;
 mod comm_hooks;
-mod data_parallel;
 mod grad_observer;
 mod join;
 mod layout;
@@ -35,7 +33,6 @@ mod reducer;
 mod reducer_state;
 mod replica;
 mod statistics;
-mod strategy;
 mod unused;
 mod wrapper;
 
@@ -43,7 +40,6 @@ pub use active_ranks::JoinOptions;
 pub use backward::BackwardOptions;
 pub use comm_hook_state::{CommHookRecord, SavedCommHook};
 pub use comm_hooks::{CommHook, CommHookState, Compress, GradBucket, hook_fn};
-pub use data_parallel::DataParallel;
 pub use options::DdpOptions;
 pub(crate) use parameters::bytes_of;
 pub(crate) use parameters::tensor_hash;
@@ -51,5 +47,4 @@ pub use parameters::{parameters_hash, state_dict};
 pub use power_sgd::{PowerSgd, PowerSgdOptions};
 pub use replica::{NoSync, Replica};
 pub use statistics::DdpStatistics;
-pub use strategy::Strategy;
 pub use wrapper::DistributedDataParallel;

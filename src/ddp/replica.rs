@@ -17,8 +17,7 @@ use crate::models::Forward;
 use crate::process_group::ProcessGroup;
 
 /// One rank's replica of a model, with the group that trains it.
-/// [`DistributedDataParallel`](super::DistributedDataParallel) and [`DataParallel`](super::DataParallel) have these
-/// methods.
+/// [`DistributedDataParallel`](super::DistributedDataParallel) has these methods.
 pub struct Replica<M> {
     module: M,
     pub(super) group: Rc<ProcessGroup>,
@@ -99,8 +98,7 @@ impl<M> Replica<M> {
     }
 
     /// Returns a 64-bit hash of the names, shapes and values of all parameters and buffers. Equal on ranks that hold
-    /// the same model. With [`DataParallel`](super::DataParallel) rank 0 holds the trained model, and the others that
-    /// of the last [`replicate`](super::DataParallel::replicate). Waits for the device.
+    /// the same model. Waits for the device.
     ///
     /// # Errors
     /// [`Error::Torch`], and the errors of [`ProcessGroup::synchronize`].

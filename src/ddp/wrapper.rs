@@ -4,6 +4,7 @@ use std::fmt;
 use std::ops::Deref;
 use std::panic::Location;
 use std::rc::Rc;
+use std::time::Duration;
 
 use tch::Tensor;
 use tch::nn::VarStore;
@@ -22,6 +23,7 @@ use crate::ffi::remove_grad;
 use crate::operation::Operation;
 use crate::optim::{FlatBuffer, average_gradients, clip_grad_norm};
 use crate::process_group::ProcessGroup;
+use crate::records::Parameter;
 
 /// A model that all ranks train together. Each rank has a replica, and gradients are averaged.
 ///
@@ -177,6 +179,35 @@ impl<M> DistributedDataParallel<M> {
             },
             None => statistics,
         }
+    }
+
+    /// Returns how often [`backward`](Self::backward) has averaged.
+    pub(crate) fn num_averages(&self) -> u32 {
+        self.reducer.state().times.count
+    }
+
+    /// Returns the time from the start of the last backward to the completion of each bucket, without reductions; on a
+    /// GPU, the time to launch it. `None` for a bucket that lacked a gradient.
+    pub(crate) fn bucket_times(&self) -> Vec<Option<Duration>> {
+        self.reducer.state().bucket_times.clone()
+    }
+
+    /// Returns each parameter with its bucket, in the order in which hooks number them.
+    pub(crate) fn parameter_places(&self) -> Vec<Parameter> {
+        self.reducer.state().layout.parameter_places()
+    }
+
+    /// Returns whether each rank keeps a part of the optimizer's state only: [`zero`](DdpOptions::zero).
+    pub(crate) fn partitions_optimizer(&self) -> bool {
+        self.reducer.state().layout.is_partitioned()
+    }
+
+    /// Makes the collectives of a step once, if they are launched on a GPU. All gradients must be zero. A collective.
+    ///
+    /// # Errors
+    /// The errors of [`ProcessGroup::all_reduce`].
+    pub(crate) fn warm_up(&self) -> Result<()> {
+        self.reducer.warm_up()
     }
 
     /// Returns parameters and gradients as flat buffers for an optimizer: one per dtype, and one for each large parameter

@@ -63,10 +63,9 @@ impl StopReason {
 ///
 /// Each rank would see a request at a different step, so only rank 0 looks for one, before each of its steps. On a
 /// request it publishes that step's number as the last one, and every rank compares after each step. No extra
-/// collective is needed: no rank ends step `n` before rank 0 has taken part in the step's all_reduce. (With
-/// `DataParallel`, before rank 0 has sent the parameters.) Rank 0 publishes before that. A rank that ends step `n`
-/// therefore sees that it was the last; a rank that ends an earlier step sees a larger number, or none. All ranks stop
-/// after step `n`.
+/// collective is needed: no rank ends step `n` before rank 0 has taken part in the step's collectives. Rank 0 publishes
+/// before that. A rank that ends step `n` therefore sees that it was the last; a rank that ends an earlier step sees a larger
+/// number, or none. All ranks stop after step `n`.
 pub struct StopRequest {
     /// Number of the requested [`StopReason`]; 0 without a request.
     asked: Arc<AtomicUsize>,

@@ -13,7 +13,7 @@ use super::end_messages::Outcome;
 use super::page::{page, path_in_shell};
 use crate::checkpoint::TrainerState;
 use crate::config::Config;
-use crate::ddp::Strategy;
+use crate::ddp::DistributedDataParallel;
 use crate::error::{Error, Result, Shown};
 use crate::files::WholeFile;
 use crate::launch::JoinedLaunch;
@@ -162,7 +162,7 @@ impl RunArtifacts {
     }
 
     /// Records the model that rank 0 begins to train, in the state `first`.
-    pub(crate) fn record_start(&self, ddp: &Strategy<Model>, first: &TrainerState) {
+    pub(crate) fn record_start(&self, ddp: &DistributedDataParallel<Model>, first: &TrainerState) {
         let mut record = self.record.lock();
         record.first = first.clone();
         record.parameters = ddp.parameter_places();
@@ -173,7 +173,7 @@ impl RunArtifacts {
     }
 
     /// Records how the run went, and the buckets, which have been rebuilt since the start.
-    pub(crate) fn record_end(&self, ddp: &Strategy<Model>, end: &End) {
+    pub(crate) fn record_end(&self, ddp: &DistributedDataParallel<Model>, end: &End) {
         let mut record = self.record.lock();
         record.parameters = ddp.parameter_places();
         record.buckets.clone_from(&end.bucket_bytes);

@@ -7,7 +7,7 @@ use crate::config::TrainingSection;
 use crate::error::Shown;
 use crate::launch::{SpawnError, StopReason};
 use crate::records::ValidationMetrics;
-use crate::telemetry::{End, RankEnd, RunState, steps_text, validation_text};
+use crate::telemetry::{RunState, steps_text, validation_text};
 
 /// How a run ended.
 #[derive(Debug, Serialize)]
@@ -31,20 +31,6 @@ pub(super) fn outcome<T>(
         text += &format!("; restart {number} was needed: {reason}");
     }
     Outcome { kind, text }
-}
-
-/// Returns a note on the bytes that went through rank 0 with `--strategy dp`. `None` if there are no other ranks.
-pub(super) fn through_rank_0_message(end: &End) -> Option<String> {
-    let (first, others) = end.ranks.split_first()?;
-    let most = |bytes: fn(&RankEnd) -> u64| others.iter().map(bytes).max();
-    let kb = |bytes: u64| (bytes + 500) / 1000;
-    Some(format!(
-        "all went through rank 0, which sent {} kB and received {} kB; any other rank {} and {}",
-        kb(first.bytes_sent),
-        kb(first.bytes_received),
-        kb(most(|rank| rank.bytes_sent)?),
-        kb(most(|rank| rank.bytes_received)?)
-    ))
 }
 
 /// Returns a line about the best validation of a run, and where it is saved.

@@ -6,6 +6,7 @@ mod artifacts;
 mod checked_placement;
 mod configured_launch;
 mod data;
+mod data_parallel;
 mod dealt_samples;
 mod end_messages;
 mod explainer;

@@ -13,7 +13,7 @@ use super::Session;
 use super::artifacts::RunRecord;
 use super::dealt_samples::dealt_samples;
 use super::end_messages::Outcome;
-use crate::config::{Config, StrategyKind};
+use crate::config::Config;
 use crate::data::DatasetSpec;
 use crate::error::{Result, escaped_line};
 use crate::ffi;
@@ -72,21 +72,21 @@ pub(super) fn page<'a>(
             "received": bytes(|rank| rank.bytes_received),
             "collectives": collectives(dump),
         },
-        "replicas": end.and_then(|end| replicas(end, config)),
+        "replicas": end.map(|end| replicas(end, config)),
         // Of a run that has failed, nothing can be concluded.
         "verdict": verdict(end.unwrap_or(&End::default()), &curves, session),
     });
     Ok(Page { facts, curves, timeline: Tracks::new(dump) })
 }
 
-/// Returns the hash of each rank's parameters; `None` if rank 0 alone has the model.
-fn replicas(end: &End, config: &Config) -> Option<Value> {
-    let hash = |rank: &RankEnd| rank.replica_hash.map(|hash| format!("{hash:016x}"));
-    Some(json!({
+/// Returns the hash of each rank's parameters.
+fn replicas(end: &End, config: &Config) -> Value {
+    let hash = |rank: &RankEnd| format!("{:016x}", rank.replica_hash);
+    json!({
         "hashes": end.ranks.iter().map(hash).collect::<Vec<_>>(),
-        "equal": end.replicas_equal?,
+        "equal": end.replicas_equal,
         "checked_every": config.ddp.check_replicas_every,
-    }))
+    })
 }
 
 /// The least time, in seconds, that other ranks waited for a straggler to name it in the report.
@@ -97,7 +97,7 @@ fn verdict(end: &End, curves: &Curves, session: &Session) -> Value {
     let Session { config, joined_launch, .. } = session;
     let placement = &joined_launch.placement;
     let phases = end.phases();
-    let overlaps = config.ddp.strategy == StrategyKind::Ddp && end.ranks.len() > 1;
+    let overlaps = !config.is_data_parallel() && end.ranks.len() > 1;
     let straggler = find_straggler_over(&phases, end.seconds, MIN_STRAGGLER_SECONDS);
     let conditions = Conditions {
         straggler: straggler.as_ref(),
@@ -115,12 +115,12 @@ fn verdict(end: &End, curves: &Curves, session: &Session) -> Value {
             .then_some("configs/digits.toml"),
     };
     let advice = match end.replicas_equal {
-        Some(false) => vec![
+        false => vec![
             "First of all find out why the ranks do not hold the same parameters: --check-replicas-every 1 names the \
              step, the rank and the parameter."
                 .into(),
         ],
-        _ => advice(end, conditions),
+        true => advice(end, conditions),
     };
     json!({
         "outside_collectives": outside_collectives(&phases),

@@ -3,11 +3,8 @@
 use std::io;
 
 use super::Session;
-use super::end_messages::{
-    before_max_steps_message, best_message, stopped_message, through_rank_0_message,
-};
-use crate::config::StrategyKind;
-use crate::ddp::Strategy;
+use super::data_parallel::through_rank_0_message;
+use super::end_messages::{before_max_steps_message, best_message, stopped_message};
 use crate::error::{Compared, Result};
 use crate::models::Model;
 use crate::process_group::{ProcessGroup, Traffic};
@@ -43,10 +40,9 @@ fn rank_end(
     session: &Session,
     group: &ProcessGroup,
 ) -> Result<RankEnd> {
-    let replica_hash = match trainer.ddp() {
-        Strategy::Ddp(ddp) if session.config.ddp.no_broadcast_buffers => Some(ddp.replica_hash()?),
-        Strategy::Ddp(_) => Some(model_hash),
-        Strategy::Dp(_) => None, // rank 0 alone has the model
+    let replica_hash = match session.config.ddp.no_broadcast_buffers {
+        true => trainer.ddp().replica_hash()?,
+        false => model_hash,
     };
     let Traffic { sent, received } = group.traffic();
     Ok(RankEnd {
@@ -60,15 +56,14 @@ fn rank_end(
 
 /// Returns on all ranks whether the replicas are equal, as rank 0 finds in `ranks`. A collective.
 fn agree_on_replicas(ranks: Option<&[RankEnd]>, group: &ProcessGroup) -> Result<bool> {
-    let mut equal = vec![ranks.and_then(replicas_equal) != Some(false)];
+    let mut equal = vec![ranks.is_none_or(replicas_equal)];
     group.broadcast_object_list(&mut equal, 0)?;
     Ok(equal == [true])
 }
 
-/// Returns whether all replicas are equal; `None` if rank 0 alone has the model.
-fn replicas_equal(ranks: &[RankEnd]) -> Option<bool> {
-    let hashes: Vec<u64> = ranks.iter().map(|rank| rank.replica_hash).collect::<Option<_>>()?;
-    Some(hashes.iter().all(|hash| *hash == hashes[0]))
+/// Returns whether all replicas are equal.
+fn replicas_equal(ranks: &[RankEnd]) -> bool {
+    ranks.iter().all(|rank| rank.replica_hash == ranks[0].replica_hash)
 }
 
 /// Returns how the run went. `ranks` is what each rank did, and `model_hash` that of rank 0's model.
@@ -119,10 +114,7 @@ fn print_end(
 ) -> io::Result<()> {
     let Session { config, printer, start_point, .. } = session;
     let with_text = printer.format() == LogFormat::Text && replicas_equal;
-    if config.ddp.strategy == StrategyKind::Dp
-        && with_text
-        && let Some(note) = through_rank_0_message(&end)
-    {
+    if with_text && let Some(note) = through_rank_0_message(config, &end) {
         printer.info(&note);
     }
     let hidden = config.ddp.simulate_cluster.as_ref().map(|_| hidden_message(&end));
@@ -160,11 +152,6 @@ fn hidden_message(end: &End) -> String {
 /// # Errors
 /// [`Error::ReplicasDiverged`](crate::Error::ReplicasDiverged), on all ranks alike.
 pub(crate) fn refuse_different_replicas(trainer: &Trainer<Model>, session: &Session) -> Result<()> {
-    match trainer.ddp() {
-        Strategy::Ddp(ddp) => {
-            let buffers = !session.config.ddp.no_broadcast_buffers;
-            compare_replicas(ddp, buffers, trainer.state().step, Compared::AtEnd)
-        }
-        Strategy::Dp(_) => Ok(()),
-    }
+    let buffers = !session.config.ddp.no_broadcast_buffers;
+    compare_replicas(trainer.ddp(), buffers, trainer.state().step, Compared::AtEnd)
 }

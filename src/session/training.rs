@@ -3,10 +3,11 @@
 use std::rc::Rc;
 use std::sync::Arc;
 
+use super::data_parallel::{GatherOnRank0, ScatterFromRank0, StepOnRank0};
 use super::start_point::StartPoint;
-use crate::config::{Config, StrategyKind};
-use crate::data::{BatchSource, DataLoader, Dataset, ScatterLoader};
-use crate::ddp::{DataParallel, DistributedDataParallel, Strategy, parameters_hash};
+use crate::config::Config;
+use crate::data::{DataLoader, Dataset};
+use crate::ddp::{DistributedDataParallel, parameters_hash};
 use crate::error::Result;
 use crate::ffi::Generator;
 use crate::launch::Rank;
@@ -17,13 +18,14 @@ use crate::trainer::{Trainer, TrainerOptions};
 
 /// The objects that one rank trains with.
 pub(crate) struct Training {
-    pub ddp: Strategy<Model>,
-    /// `None` on a rank that makes no step.
-    pub optimizer: Option<Box<dyn Optimizer>>,
+    pub ddp: DistributedDataParallel<Model>,
+    pub optimizer: Box<dyn Optimizer>,
     pub schedule: Schedule,
     /// The random generator of the model.
     pub generator: Arc<Generator>,
-    pub loader: BatchSource,
+    pub loader: DataLoader,
+    /// On rank 0 the loaders of all ranks, with `--strategy dp`; otherwise none.
+    pub loaders: Vec<DataLoader>,
     /// A 64-bit hash of this rank's parameters before it got rank 0's. `None` without `--explain`.
     pub hash_before_broadcast: Option<u64>,
 }
@@ -58,26 +60,21 @@ impl Training {
         }
         let hash_before_broadcast =
             config.output.explain.then(|| parameters_hash(&vs)).transpose()?;
-        let (ddp, loader): (Strategy<Model>, BatchSource) = match config.ddp.strategy {
-            StrategyKind::Ddp => {
-                let options = config.ddp_options();
-                let mut ddp = DistributedDataParallel::new(model, &vs, group.clone(), options)?;
-                if let Some(hook) = config.comm_hook() {
-                    ddp.register_comm_hook(hook)?;
-                }
-                (ddp.into(), loader(rank.rank())?.into())
-            }
-            StrategyKind::Dp => {
-                let dp = DataParallel::new(model, &vs, group.clone())?;
-                let ranks = if rank.rank() == 0 { 0..rank.world_size() } else { 0..0 };
-                let loaders = ranks.map(loader).collect::<Result<_>>()?;
-                (dp.into(), ScatterLoader::new(loaders, group.clone())?.into())
-            }
-        };
-        let build = |buffers| config.optimizer_options().build(buffers);
-        let optimizer = ddp.flat_buffers().map(build).transpose()?;
+        let options = config.ddp_options();
+        let mut ddp = DistributedDataParallel::new(model, &vs, group.clone(), options)?;
+        let mut optimizer = config.optimizer_options().build(ddp.flat_buffers())?;
+        let mut loaders = Vec::new();
+        if config.is_data_parallel() {
+            ddp.register_comm_hook(Box::new(GatherOnRank0::default()))?;
+            optimizer = Box::new(StepOnRank0::new(optimizer, &ddp));
+            let ranks = if rank.rank() == 0 { 0..rank.world_size() } else { 0..0 };
+            loaders = ranks.map(loader).collect::<Result<_>>()?;
+        } else if let Some(hook) = config.comm_hook() {
+            ddp.register_comm_hook(hook)?;
+        }
+        let loader = loader(rank.rank())?;
         let schedule = config.schedule_for(rank.world_size());
-        Ok(Self { ddp, optimizer, schedule, generator, loader, hash_before_broadcast })
+        Ok(Self { ddp, optimizer, schedule, generator, loader, loaders, hash_before_broadcast })
     }
 
     /// Returns the trainer of these objects, as the program of `config` changes it.
@@ -86,10 +83,13 @@ impl Training {
         config: &Config,
         options: TrainerOptions,
     ) -> anyhow::Result<Trainer<Model>> {
-        let Self { ddp, optimizer, schedule, generator, loader, .. } = self;
-        let trainer = Trainer::new(ddp, optimizer, schedule, loader, config.criterion())?
+        let Self { ddp, optimizer, schedule, generator, loader, loaders, .. } = self;
+        let mut trainer = Trainer::new(ddp, optimizer, schedule, loader, config.criterion())?
             .generator(generator)
             .options(options)?;
+        if config.is_data_parallel() {
+            trainer = trainer.replace_batches(ScatterFromRank0::new(loaders));
+        }
         config.changed_by_program(trainer)
     }
 }

@@ -91,9 +91,8 @@ pub struct End {
     pub us_per_step: f64,
     /// 64 bits in hex over names, shapes and bytes of the parameters.
     pub parameters_hash: String,
-    /// `true` if all ranks hold the same parameters; `None` with DataParallel, where rank 0 alone has them.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub replicas_equal: Option<bool>,
+    /// `true` if all ranks hold the same parameters.
+    pub replicas_equal: bool,
     /// Bytes of gradients in each bucket.
     pub bucket_bytes: Vec<usize>,
     /// Duration of a step's backward and of all its reductions on rank 0, in microseconds.
@@ -161,7 +160,7 @@ pub struct RankEnd {
     /// Its times within its steps. Those in collectives include waiting for others.
     pub phases: PhaseSeconds,
     /// A 64-bit hash of what must be equal on all ranks. `None` if rank 0 alone has the model.
-    pub replica_hash: Option<u64>,
+    pub replica_hash: u64,
 }
 
 /// Serializes a list for each number of the ranks.

@@ -125,7 +125,7 @@ impl Printer {
 
     /// Prints how a run ended.
     fn end(&self, end: &End) {
-        if end.replicas_equal == Some(false) {
+        if !end.replicas_equal {
             // The run fails: its last line reports that, and no other line may report success.
             self.report(
                 "the ranks do not hold the same parameters; --check-replicas-every 1 finds the step at which they \

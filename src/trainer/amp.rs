@@ -4,7 +4,7 @@ use serde_with::SerializeDisplay;
 use strum::{Display, EnumString, VariantNames};
 use tch::{Device, Kind};
 
-use crate::ddp::Strategy;
+use crate::ddp::DistributedDataParallel;
 use crate::error::Result;
 use crate::ffi::Autocast;
 use crate::optim::{GradScaler, GradScalerOptions};
@@ -35,9 +35,9 @@ impl Amp {
     }
 
     /// Returns the scaler for the gradients of `ddp`. Enabled for float16 only: bfloat16 has the range of float32.
-    pub(super) fn grad_scaler<M>(self, ddp: &Strategy<M>) -> Result<GradScaler> {
+    pub(super) fn grad_scaler<M>(self, ddp: &DistributedDataParallel<M>) -> Result<GradScaler> {
         let options =
             GradScalerOptions { enabled: self == Amp::Fp16, ..GradScalerOptions::default() };
-        GradScaler::new(ddp.flat_buffers().unwrap_or_default(), ddp.group().clone(), options)
+        GradScaler::new(ddp.flat_buffers(), ddp.group().clone(), options)
     }
 }

@@ -14,9 +14,9 @@ use super::loss::LossSum;
 use super::own_step::{OwnStep, Share};
 use super::{Callback, Criterion, LossParts, TrainContext, Trainer, TrainerOptions};
 use crate::checkpoint::{CheckpointDir, TrainerState};
-use crate::data::{Batch, BatchSource, DataLoader};
-use crate::ddp::Strategy;
-use crate::error::{Error, Result};
+use crate::data::{Batch, DataLoader};
+use crate::ddp::DistributedDataParallel;
+use crate::error::Result;
 use crate::ffi::Generator;
 use crate::models::Forward;
 use crate::optim::{GradScaler, Optimizer, Schedule};
@@ -27,29 +27,19 @@ use crate::telemetry::{Explainer, MetricsLogger, Printer, RecordFile};
 impl<M: Forward> Trainer<M> {
     /// Creates a trainer for `ddp`'s model on the batches of `loader`, with the learning rates of `schedule`. `loss` is a
     /// built-in [`Loss`](super::Loss), or a [`Criterion`].
-    /// `optimizer` is `None` where [`Strategy::flat_buffers`] is `None`: such a rank steps no parameters.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] when a rank that steps parameters has no optimizer, or the reverse, and when two numbers
-    /// of the criterion have one name. [`Error::Torch`] when the device is out of memory.
+    /// [`Error::InvalidInput`] when two numbers of the criterion have one name. [`Error::Torch`] when the device is out of
+    /// memory.
     pub fn new(
-        ddp: impl Into<Strategy<M>>,
-        optimizer: impl Into<Option<Box<dyn Optimizer>>>,
+        ddp: DistributedDataParallel<M>,
+        optimizer: Box<dyn Optimizer>,
         schedule: Schedule,
-        loader: impl Into<BatchSource>,
+        loader: DataLoader,
         loss: impl Into<Criterion>,
     ) -> Result<Self> {
-        let (ddp, optimizer, loader) = (ddp.into(), optimizer.into(), loader.into());
         let criterion = loss.into();
         criterion.check()?;
-        if optimizer.is_some() != ddp.flat_buffers().is_some() {
-            let rank = ddp.group().rank();
-            let has = if optimizer.is_some() { "an optimizer" } else { "no optimizer" };
-            return Err(Error::InvalidInput(format!(
-                "rank {rank} has {has}: with DistributedDataParallel every rank needs one, with DataParallel \
-                 rank 0 alone"
-            )));
-        }
         let mut callbacks = Callbacks::new();
         callbacks.set(Order::FaultInjection, FaultInjection::planned(ddp.group()));
         callbacks.add(Order::NonFiniteGuard, NonFiniteGuard::default());
@@ -92,13 +82,18 @@ impl<M: Forward> Trainer<M> {
         self
     }
 
+    /// Adds a callback that replaces the batches of each step. It runs before all others.
+    #[must_use]
+    pub(crate) fn replace_batches(mut self, callback: impl Callback<M> + 'static) -> Self {
+        self.callbacks.set(Order::Batches, Some(callback));
+        self
+    }
+
     /// Replaces all options.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] for an option that requires [`DistributedDataParallel`](crate::DistributedDataParallel),
-    /// with [`DataParallel`](crate::DataParallel). The errors of [`GradScaler::new`].
+    /// The errors of [`GradScaler::new`].
     pub fn options(mut self, mut options: TrainerOptions) -> Result<Self> {
-        options.check(self.context.ddp.is_ddp())?;
         options.accumulate = options.accumulate.max(1);
         if options.amp != self.context.options.amp {
             self.context.scaler = options.amp.grad_scaler(&self.context.ddp)?;
@@ -225,7 +220,6 @@ impl<M: Forward> Trainer<M> {
 
     /// Writes hashes of each rank's gradients, parameters and buffers to `file`, which the ranks of this process share,
     /// in every step whose number is divisible by `every` (at least 1). `options` are what may change the result.
-    /// Nothing is recorded with [`DataParallel`](crate::DataParallel).
     #[must_use]
     pub fn record(
         mut self,
@@ -242,7 +236,7 @@ impl<M: Forward> Trainer<M> {
 
     /// Writes all tensors of one step of one rank to a safetensors file: `batch`, `before` (the parameters before the
     /// step), `gradient` (the rank's own), `average`, `loss`, `parameter` (after the step) and `buffer`, each with a dot
-    /// and the name of the tensor behind it. Nothing is kept with [`DataParallel`](crate::DataParallel).
+    /// and the name of the tensor behind it.
     #[must_use]
     pub fn keep(mut self, place: KeepTensors) -> Self {
         self.callbacks.set(Order::KeptTensors, Some(KeptTensors::new(place)));
@@ -262,33 +256,20 @@ impl<M: Forward> Trainer<M> {
     /// Makes `explainer` explain how the ranks train one model, with the numbers of the first two steps.
     /// `hash_before_broadcast` is the [`parameters_hash`](crate::parameters_hash) of the model before it was wrapped.
     /// Call on all ranks alike; rank 0 alone needs an explainer. The results of training are the same.
-    ///
-    /// # Errors
-    /// [`Error::InvalidInput`] with [`DataParallel`](crate::DataParallel), which trains in another way.
-    pub fn explain(
-        mut self,
-        hash_before_broadcast: u64,
-        explainer: Option<Explainer>,
-    ) -> Result<Self> {
-        if !self.context.ddp.is_ddp() {
-            return Err(Error::InvalidInput(
-                "explain shows DistributedDataParallel, and this is DataParallel; use DistributedDataParallel, or leave \
-                 explain out"
-                    .into(),
-            ));
-        }
+    #[must_use]
+    pub fn explain(mut self, hash_before_broadcast: u64, explainer: Option<Explainer>) -> Self {
         let callback = Explanation::new(hash_before_broadcast, explainer);
         self.callbacks.set(Order::Explanation, Some(callback));
-        Ok(self)
+        self
     }
 
     /// Returns the model in its current state.
-    pub fn ddp(&self) -> &Strategy<M> {
+    pub fn ddp(&self) -> &DistributedDataParallel<M> {
         self.context.ddp()
     }
 
     /// Returns the source of the batches.
-    pub fn loader(&self) -> &BatchSource {
+    pub fn loader(&self) -> &DataLoader {
         self.context.loader()
     }
 

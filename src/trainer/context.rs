@@ -13,8 +13,8 @@ use super::loss::LossSum;
 use super::own_step::{OwnStep, Share};
 use super::{Criterion, Epoch, Step, TrainerOptions};
 use crate::checkpoint::TrainerState;
-use crate::data::{Batch, BatchSource};
-use crate::ddp::Strategy;
+use crate::data::{Batch, DataLoader};
+use crate::ddp::DistributedDataParallel;
 use crate::error::{Error, Result};
 use crate::ffi::{Generator, TorchResult, unknown_leaf};
 use crate::models::Forward;
@@ -26,12 +26,10 @@ use crate::telemetry::Sample;
 /// The state of one rank's training run.
 #[derive(Debug)]
 pub struct TrainContext<M> {
-    /// `DistributedDataParallel`, or `DataParallel` for comparison.
-    pub(super) ddp: Strategy<M>,
-    /// `None` on a rank that steps no parameters: with `DataParallel`, all ranks but rank 0.
-    pub(super) optimizer: Option<Box<dyn Optimizer>>,
+    pub(super) ddp: DistributedDataParallel<M>,
+    pub(super) optimizer: Box<dyn Optimizer>,
     pub(super) schedule: Schedule,
-    pub(super) loader: BatchSource,
+    pub(super) loader: DataLoader,
     pub(super) criterion: Criterion,
     /// The program's own step; `None` for the forward pass and the criterion.
     pub(super) own_step: Option<OwnStep<M>>,
@@ -68,7 +66,7 @@ pub struct TrainContext<M> {
 
 impl<M> TrainContext<M> {
     /// Returns the model in its current state.
-    pub fn ddp(&self) -> &Strategy<M> {
+    pub fn ddp(&self) -> &DistributedDataParallel<M> {
         &self.ddp
     }
 
@@ -78,7 +76,7 @@ impl<M> TrainContext<M> {
     }
 
     /// Returns the source of the batches.
-    pub fn loader(&self) -> &BatchSource {
+    pub fn loader(&self) -> &DataLoader {
         &self.loader
     }
 
@@ -91,8 +89,7 @@ impl<M> TrainContext<M> {
     /// if the ranks partition the optimizer.
     pub(super) fn optimizer_state(&self) -> Result<Vec<ParameterState>> {
         let is_needed = self.group().rank() == 0 || self.ddp.partitions_optimizer();
-        let optimizer = self.optimizer.as_ref().filter(|_| is_needed);
-        optimizer.map_or(Ok(Vec::new()), |optimizer| optimizer.state())
+        if is_needed { self.optimizer.state() } else { Ok(Vec::new()) }
     }
 
     /// Returns the progress of the run, as a checkpoint stores it.
@@ -308,7 +305,7 @@ pub(super) struct BufferSnapshot(Vec<(Tensor, Tensor)>);
 
 impl BufferSnapshot {
     /// Copies the buffers of `ddp`'s model.
-    pub(super) fn of<M>(ddp: &Strategy<M>) -> Result<Self> {
+    pub(super) fn of<M>(ddp: &DistributedDataParallel<M>) -> Result<Self> {
         let buffers = ddp.state_dict().into_iter().filter(|(_, tensor)| !tensor.requires_grad());
         let copy = |(_, tensor): (String, Tensor)| Ok((tensor.f_detach_copy()?, tensor));
         buffers.map(copy).collect::<Result<_, _>>().map(Self).doing("copying buffers")

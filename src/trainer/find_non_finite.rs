@@ -38,7 +38,7 @@ impl<M> TrainContext<M> {
             return Ok(());
         }
         self.group().synchronize()?;
-        let buffers = self.ddp.flat_buffers().unwrap_or_default();
+        let buffers = self.ddp.flat_buffers();
         for buffer in &buffers {
             if !all_finite(&buffer.parameters)?
                 && let Some(name) = first_nonfinite(&buffers, |buffer| &buffer.parameters)?
@@ -54,7 +54,7 @@ impl<M> TrainContext<M> {
 
     /// Returns, as the end of a sentence, the parameter that is the cause; `None` if all parameters are finite.
     fn nonfinite_parameter(&self) -> Result<Option<String>> {
-        let buffers = self.ddp.flat_buffers().unwrap_or_default();
+        let buffers = self.ddp.flat_buffers();
         let name = first_nonfinite(&buffers, |buffer| &buffer.parameters)?;
         let why =
             |name| format!(", because the parameter `{name}` is not finite after the steps before");
@@ -95,7 +95,7 @@ impl<M: Forward> TrainContext<M> {
         batches: &[Batch],
         buffers: &[FlatBuffer],
     ) -> anyhow::Result<Error> {
-        self.ddp.begin_step()?;
+        self.ddp.zero_grad()?;
         if let Some(generator) = &self.generator {
             generator.begin_step(self.state.step)?; // the same dropout as before
         }

@@ -117,7 +117,7 @@ impl<M: Forward> Trainer<M> {
         context.count_batches(&mut step)?;
         context.count_step_of_all_ranks(&step)?;
 
-        context.ddp.begin_step()?; // drops the gradients
+        context.ddp.zero_grad()?;
         if let Some(generator) = &context.generator {
             generator.begin_step(number)?;
         }
@@ -176,12 +176,9 @@ impl<M: Forward> Trainer<M> {
 }
 
 impl<M> TrainContext<M> {
-    /// Makes the gradients those that the optimizer gets, on ranks that have one.
+    /// Makes the gradients those that the optimizer gets.
     fn unscale_and_clip(&mut self, step: &mut Step) -> Result<()> {
         self.group().next_phase(Operation::Optimizer);
-        if self.optimizer.is_none() {
-            return Ok(());
-        }
         self.scaler.unscale_()?;
         if let Some(max_norm) = self.options.max_grad_norm {
             step.grad_norm = Some(self.ddp.clip_grad_norm(max_norm)?);
@@ -189,10 +186,9 @@ impl<M> TrainContext<M> {
         Ok(())
     }
 
-    /// Steps the parameters, on ranks that have an optimizer.
+    /// Steps the parameters.
     fn step_optimizer(&mut self, step: &Step) -> Result<()> {
-        let Some(optimizer) = &mut self.optimizer else { return Ok(()) };
-        let stepped = self.scaler.step(&mut **optimizer, step.lr)?;
+        let stepped = self.scaler.step(&mut *self.optimizer, step.lr)?;
         self.state.skipped_steps += u64::from(!stepped);
         self.scaler.update()
     }

@@ -1,22 +1,19 @@
 //! The options of a trainer that are plain values.
 
 use super::Amp;
-use crate::error::{Error, Result};
 
 /// The options of a [`Trainer`](super::Trainer) that are plain values.
 #[derive(Debug, Clone, PartialEq)]
 pub struct TrainerOptions {
     /// Run the model and the loss in mixed precision. Float16 gets a [`GradScaler`](crate::optim::GradScaler). A step
-    /// that the scaler skips counts as a step, also for the schedule. Float16 requires
-    /// [`DistributedDataParallel`](crate::DistributedDataParallel).
+    /// that the scaler skips counts as a step, also for the schedule.
     pub amp: Amp,
     /// The number of batches (at least 1) whose gradients are accumulated for each step and averaged over the ranks
     /// once. The last step of an epoch may have fewer batches.
     pub accumulate: usize,
     /// Average gradients over the samples of all ranks instead of over the ranks: each rank's loss is multiplied by its
     /// number of samples, and divided by the mean of all ranks' numbers. For a loader that is
-    /// [in step](crate::DataLoader::in_step), whose ranks have batches of different sizes. Requires
-    /// [`DistributedDataParallel`](crate::DistributedDataParallel).
+    /// [in step](crate::DataLoader::in_step), whose ranks have batches of different sizes.
     pub exact_mean: bool,
     /// Scale gradients with a larger norm down to this norm before each step; see
     /// [`DistributedDataParallel::clip_grad_norm`](crate::DistributedDataParallel::clip_grad_norm).
@@ -26,8 +23,7 @@ pub struct TrainerOptions {
     /// finite ends the run. With a [`GradScaler`](crate::optim::GradScaler) nothing is checked here: it skips steps by
     /// its own rule.
     ///
-    /// The averaged gradients are the same on all ranks, so all ranks decide alike without communication. Requires
-    /// [`DistributedDataParallel`](crate::DistributedDataParallel): otherwise rank 0 alone has the gradients.
+    /// The averaged gradients are the same on all ranks, so all ranks decide alike without communication.
     pub skip_nonfinite: Option<u64>,
     /// Stop after this many steps of the whole run; `None` for no limit.
     pub max_steps: Option<u64>,
@@ -35,8 +31,7 @@ pub struct TrainerOptions {
     /// them. `None` never stops. Follows `EarlyStopping` of PyTorch Lightning.
     pub patience: Option<u64>,
     /// Compare the ranks' parameters each time after this many steps (at least 1), by a 64-bit hash of each parameter's
-    /// values. `None` never compares. Must be the same on all ranks. Requires
-    /// [`DistributedDataParallel`](crate::DistributedDataParallel): otherwise rank 0 alone has the parameters.
+    /// values. `None` never compares. Must be the same on all ranks.
     pub check_replicas: Option<u64>,
 }
 
@@ -51,31 +46,6 @@ impl TrainerOptions {
             check_replicas: None,
             ..self
         }
-    }
-
-    /// Checks that these options are possible with the strategy.
-    ///
-    /// # Errors
-    /// [`Error::InvalidInput`] for an option that requires DDP, unless `is_ddp`.
-    pub(super) fn check(&self, is_ddp: bool) -> Result<()> {
-        if is_ddp {
-            return Ok(());
-        }
-        let problem = if self.exact_mean {
-            "an exact mean needs DistributedDataParallel: with DataParallel rank 0 gives every rank a batch of the same \
-             size"
-        } else if self.amp == Amp::Fp16 {
-            "fp16 needs DistributedDataParallel: with DataParallel rank 0 alone would know the loss scale and which \
-             steps to skip"
-        } else if self.skip_nonfinite.is_some() {
-            "steps can be skipped with DistributedDataParallel only: with DataParallel rank 0 alone would know which"
-        } else if self.check_replicas.is_some() {
-            "replicas can be compared with DistributedDataParallel only: with DataParallel rank 0 alone has the \
-             parameters"
-        } else {
-            return Ok(());
-        };
-        Err(Error::InvalidInput(problem.into()))
     }
 }
 

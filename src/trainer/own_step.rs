@@ -8,7 +8,7 @@ use tch::Tensor;
 
 use super::{LossParts, TrainContext};
 use crate::data::Batch;
-use crate::ddp::Strategy;
+use crate::ddp::DistributedDataParallel;
 use crate::error::{Error, Result};
 use crate::ffi::{Autocast, TorchResult};
 use crate::runtime::panics;
@@ -80,7 +80,7 @@ fn poison_if_nonfinite(loss: &Tensor) -> Result<Tensor> {
 
 impl<M> TrainContext<M> {
     /// Returns the model in its current state, for your own step: see [`Trainer::step`](super::Trainer::step).
-    pub fn ddp_mut(&mut self) -> &mut Strategy<M> {
+    pub fn ddp_mut(&mut self) -> &mut DistributedDataParallel<M> {
         &mut self.ddp
     }
 
@@ -99,7 +99,7 @@ impl<M> TrainContext<M> {
     /// that are not finite either, so all ranks skip the step. A collective.
     ///
     /// # Errors
-    /// Those of [`Strategy::backward`].
+    /// Those of [`DistributedDataParallel::backward`].
     #[track_caller]
     pub fn backward(&mut self, loss: &Tensor) -> Result<()> {
         let mut loss = self.with_fault(loss)?;

@@ -32,29 +32,26 @@ impl<M: Forward> TrainContext<M> {
                 drop(no_sync);
                 loss
             };
-            if let Some(optimizer) = &mut self.optimizer {
-                for mut buffer in self.ddp.flat_buffers().into_iter().flatten() {
-                    let _ = buffer.gradients.f_zero_().doing("zero_")?;
-                    buffer.places.set_gradients(GradState::Averaged); // the average of zeros is zero
-                }
-                self.ddp.warm_up()?;
-                self.scaler.unscale_()?;
-                if let Some(max_norm) = self.options.max_grad_norm {
-                    let _ = self.ddp.clip_grad_norm(max_norm)?;
-                }
-                // A partitioned optimizer makes no step here: only rank 0 gets its state, so the others could not
-                // restore it.
-                if !self.ddp.partitions_optimizer() {
-                    // Gradients and learning rate are zero. The optimizer's state is restored afterwards.
-                    let state = optimizer.state()?;
-                    self.scaler.step(&mut **optimizer, 0.0)?;
-                    optimizer.load_state(&state)?;
-                }
+            for mut buffer in self.ddp.flat_buffers() {
+                let _ = buffer.gradients.f_zero_().doing("zero_")?;
+                buffer.places.set_gradients(GradState::Averaged); // the average of zeros is zero
+            }
+            self.ddp.warm_up()?;
+            self.scaler.unscale_()?;
+            if let Some(max_norm) = self.options.max_grad_norm {
+                let _ = self.ddp.clip_grad_norm(max_norm)?;
+            }
+            // A partitioned optimizer makes no step here: only rank 0 gets its state, so the others could not restore it.
+            if !self.ddp.partitions_optimizer() {
+                // Gradients and learning rate are zero. The optimizer's state is restored afterwards.
+                let state = self.optimizer.state()?;
+                self.scaler.step(&mut *self.optimizer, 0.0)?;
+                self.optimizer.load_state(&state)?;
             }
             if let Some(state) = self.scaler.state() {
                 self.scaler.load_state(&state)?; // as before the warm-up, and ready for the next step
             }
-            self.ddp.begin_step()?;
+            self.ddp.zero_grad()?;
             self.loss_sum.add(&loss, batch.len())?;
             self.loss_sum.count(batch.len())?;
         }

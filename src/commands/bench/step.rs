@@ -14,7 +14,7 @@ use super::measured_step::MeasuredStep;
 use super::note_if_busy;
 use super::sorted::Sorted;
 use crate::config::{CommHookKind, Config, StrategyKind};
-use crate::data::{BatchSource, Dataset};
+use crate::data::Dataset;
 use crate::error::{Error, counted};
 use crate::ffi::cuda::Cuda;
 use crate::launch::{Launch, Nproc, Rank};
@@ -38,15 +38,14 @@ pub(super) struct StepTimes {
     pub(super) us_per_step: f64,
     pub(super) us_min: f64,
     us_max: f64,
-    /// Zeroing the gradients, the model and the loss. With `--strategy dp`, also getting the batch and the parameters
-    /// from rank 0.
+    /// Zeroing the gradients, the model and the loss. With `--strategy dp`, also getting the batch from rank 0.
     forward_us: f64,
     /// Autograd alone.
     backward_us: f64,
     /// All collectives, which average the gradients, and waiting for the other ranks.
     communication_us: f64,
     optimizer_us: f64,
-    /// The bytes of each bucket of gradients; empty with `--strategy dp`.
+    /// The bytes of each bucket of gradients.
     bucket_bytes: Vec<usize>,
     /// The time in backward when each bucket is complete.
     bucket_complete_us: Vec<f64>,
@@ -136,7 +135,7 @@ pub(super) fn step_on(
     let training = Training::new(rank, &group, config, dataset, &StartPoint::default())?;
     let times = Rc::new(RefCell::new(Vec::with_capacity(WARM_UP + steps)));
     let timer = StepTimer {
-        is_scattered: matches!(training.loader, BatchSource::Scattered(_)),
+        is_scattered: config.is_data_parallel(),
         began: Instant::now(),
         on_host: PhaseSeconds::default(),
         on_gpu: None,
@@ -188,8 +187,8 @@ struct TimedStep {
 
 /// Takes the times of a trainer's steps.
 struct StepTimer {
-    /// Whether rank 0 sends the batches: then the batch is part of the step. A rank's own batch is only two views of
-    /// existing tensors.
+    /// Whether rank 0 sends the batches: then they are part of the step. A rank's own batch is only two views of existing
+    /// tensors.
     is_scattered: bool,
     began: Instant,
     /// The rank's time in each phase before the step.

@@ -438,7 +438,6 @@ fn train_on(
     let mut trainer = training.trainer(config, options)?;
     trainer.train(config.training.max_epochs)?;
     let ddp = trainer.ddp();
-    ddp.replicate()?;
     group.synchronize()?;
     let Some(hashes) = group.gather_object(&ddp.parameters_hash()?, 0)? else { return Ok(None) };
     let replicas_equal = hashes.iter().all(|hash| *hash == hashes[0]);

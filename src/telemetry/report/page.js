@@ -96,9 +96,7 @@ function traffic() {
 function sameReplicas() {
   const every = replicas?.checked_every;
   const often = every ? ` They were also compared every ${plural(every, "step")} of the run.` : "";
-  $("replicas-note").textContent = !replicas
-    ? outcome.kind === "failed" ? "The run ended before the ranks could compare their models."
-      : "With DataParallel rank 0 alone has the model, and so there are no replicas to compare."
+  $("replicas-note").textContent = !replicas ? "The run ended before the ranks could compare their models."
     : alone ? "There is one rank, and so nothing to compare."
     : replicas.equal ? `After the last step all ${ranksText} hold the same model, bit for bit: the 64 bits that sum each up ` +
       `are the same.${often}`

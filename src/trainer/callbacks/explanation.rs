@@ -3,7 +3,7 @@
 use anyhow::Result;
 use tch::{Device, Kind, Tensor};
 
-use crate::ddp::{DistributedDataParallel, Strategy};
+use crate::ddp::DistributedDataParallel;
 use crate::ffi::TorchResult;
 use crate::telemetry::{self, Explainer, RankStep};
 use crate::trainer::{Callback, Step, TrainContext};
@@ -73,7 +73,7 @@ impl Explanation {
 impl<M> Callback<M> for Explanation {
     /// Explains the start of training. A collective.
     fn on_train_start(&mut self, context: &mut TrainContext<M>) -> Result<()> {
-        let Strategy::Ddp(ddp) = &context.ddp else { return Ok(()) };
+        let ddp = &context.ddp;
         let hashes = (self.hash_before_broadcast, ddp.parameters_hash()?);
         let hashes = ddp.group().gather_object(&hashes, 0)?;
         if let (Some(explainer), Some(hashes)) = (&self.explainer, hashes) {
@@ -116,7 +116,7 @@ impl<M> Callback<M> for Explanation {
 
     /// Explains the step that was just made, if it is one of the first. A collective in that case.
     fn on_step_end(&mut self, context: &mut TrainContext<M>, step: &Step) -> Result<()> {
-        let Strategy::Ddp(ddp) = &context.ddp else { return Ok(()) };
+        let ddp = &context.ddp;
         let (Some(probe), Some(index), Some(mut numbers)) =
             (&self.probe, self.index, self.numbers.take())
         else {

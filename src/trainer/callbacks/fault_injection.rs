@@ -4,7 +4,7 @@ use anyhow::Result;
 use tch::Tensor;
 
 use crate::data::Batch;
-use crate::ddp::{DistributedDataParallel, Strategy, bytes_of};
+use crate::ddp::{DistributedDataParallel, bytes_of};
 use crate::error::Error;
 use crate::ffi::TorchResult;
 use crate::process_group::{ProcessGroup, ReduceOp, num_bytes};
@@ -47,10 +47,8 @@ impl<M> Callback<M> for FaultInjection {
         if step.number != self.step {
             return Ok(());
         }
-        if let (FaultKind::Flip(Flip { bit, place: FlipPlace::Gradient }), Strategy::Ddp(ddp)) =
-            (self.kind, &context.ddp)
-        {
-            self.flip_gradient(bit, ddp)?;
+        if let FaultKind::Flip(Flip { bit, place: FlipPlace::Gradient }) = self.kind {
+            self.flip_gradient(bit, &context.ddp)?;
         }
         if !self.is_here {
             return Ok(());
@@ -78,8 +76,7 @@ impl<M> Callback<M> for FaultInjection {
     }
 
     fn on_after_backward(&mut self, context: &mut TrainContext<M>, step: &mut Step) -> Result<()> {
-        let (FaultKind::Flip(Flip { bit, place }), Strategy::Ddp(ddp)) = (self.kind, &context.ddp)
-        else {
+        let (FaultKind::Flip(Flip { bit, place }), ddp) = (self.kind, &context.ddp) else {
             return Ok(());
         };
         if step.number != self.step {
@@ -103,9 +100,8 @@ impl<M> Callback<M> for FaultInjection {
         {
             let _ = tch::no_grad(|| parameter.f_add_scalar_(0.001)).doing("add_")?;
         }
-        if let (FaultKind::Flip(Flip { bit, place }), Strategy::Ddp(ddp)) =
-            (self.kind, &context.ddp)
-        {
+        if let FaultKind::Flip(Flip { bit, place }) = self.kind {
+            let ddp = &context.ddp;
             let tensors = match place {
                 FlipPlace::Parameter => ddp.trained_parameters(),
                 FlipPlace::Buffer => ddp.untrained_tensors(),

@@ -9,7 +9,7 @@ use anyhow::Result;
 use tch::Tensor;
 
 use crate::checkpoint::write_tensors;
-use crate::ddp::{DistributedDataParallel, Strategy};
+use crate::ddp::DistributedDataParallel;
 use crate::ffi::TorchResult;
 use crate::trainer::{Callback, Step, TrainContext};
 
@@ -45,8 +45,7 @@ impl KeptTensors {
         context: &'a TrainContext<M>,
         step: &Step,
     ) -> Option<&'a DistributedDataParallel<M>> {
-        let Strategy::Ddp(ddp) = &context.ddp else { return None };
-        (step.number == self.place.step).then_some(ddp)
+        (step.number == self.place.step).then_some(&context.ddp)
     }
 
     /// Returns the wrapped model, if it is in the step and on the rank that are kept.

@@ -35,6 +35,8 @@ pub(crate) use replica_check::compare_replicas;
 /// The order in which callbacks run at each point of the loop; reversed when training ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Order {
+    /// Before all that look at batches.
+    Batches,
     FaultInjection,
     /// Before callbacks that read gradients: it skips the step.
     NonFiniteGuard,

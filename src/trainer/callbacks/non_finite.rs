@@ -38,7 +38,7 @@ impl<M: Forward> Callback<M> for NonFiniteGuard {
     /// Skips the step if the averaged gradients are not finite. They are the same on all ranks, so all decide alike.
     fn on_after_backward(&mut self, context: &mut TrainContext<M>, step: &mut Step) -> Result<()> {
         let Some(snapshot) = self.buffers.take() else { return Ok(()) };
-        let buffers = context.ddp.flat_buffers().unwrap_or_default();
+        let buffers = context.ddp.flat_buffers();
         if gradients_finite(&buffers, context.group())? {
             return Ok(());
         }

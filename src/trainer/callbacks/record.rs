@@ -10,7 +10,7 @@ use serde_json::{Map, Value};
 use tch::{Device, Kind, Tensor};
 
 use crate::data::Batch;
-use crate::ddp::{DistributedDataParallel, Strategy, tensor_hash};
+use crate::ddp::{DistributedDataParallel, tensor_hash};
 use crate::ffi::{self, TorchResult};
 use crate::process_group::dtype_name;
 use crate::runtime::RunContext;
@@ -90,7 +90,7 @@ impl Record {
 
 impl<M> Callback<M> for Record {
     fn on_train_start(&mut self, context: &mut TrainContext<M>) -> Result<()> {
-        let Strategy::Ddp(ddp) = &context.ddp else { return Ok(()) };
+        let ddp = &context.ddp;
         self.file.begin(self.header(ddp))?;
         ddp.group().synchronize()?;
         let line = RecordedStart {
@@ -105,7 +105,7 @@ impl<M> Callback<M> for Record {
 
     /// Begins a step that is due: hashes its batches, and watches its gradients.
     fn on_step_start(&mut self, context: &mut TrainContext<M>, step: &mut Step) -> Result<()> {
-        let Strategy::Ddp(ddp) = &context.ddp else { return Ok(()) };
+        let ddp = &context.ddp;
         if !step.number.is_multiple_of(self.every) {
             return Ok(());
         }
@@ -134,9 +134,7 @@ impl<M> Callback<M> for Record {
     }
 
     fn on_after_backward(&mut self, context: &mut TrainContext<M>, _: &mut Step) -> Result<()> {
-        let (Strategy::Ddp(ddp), Some(step)) = (&context.ddp, &mut self.step) else {
-            return Ok(());
-        };
+        let (ddp, Some(step)) = (&context.ddp, &mut self.step) else { return Ok(()) };
         ddp.stop_observing(OBSERVER);
         ddp.group().synchronize()?;
         step.gradients = self.gradients.take();
@@ -144,17 +142,15 @@ impl<M> Callback<M> for Record {
     }
 
     fn on_before_optimizer_step(&mut self, context: &mut TrainContext<M>, _: &Step) -> Result<()> {
-        if let (Strategy::Ddp(ddp), Some(step)) = (&context.ddp, &mut self.step) {
-            step.averages = average_hashes(ddp)?;
+        if let Some(step) = &mut self.step {
+            step.averages = average_hashes(&context.ddp)?;
         }
         Ok(())
     }
 
     fn on_step_end(&mut self, context: &mut TrainContext<M>, step: &Step) -> Result<()> {
         self.ended = Some(step.number);
-        let (Strategy::Ddp(ddp), Some(mut line)) = (&context.ddp, self.step.take()) else {
-            return Ok(());
-        };
+        let (ddp, Some(mut line)) = (&context.ddp, self.step.take()) else { return Ok(()) };
         if step.is_skipped() {
             line.averages = average_hashes(ddp)?;
         }

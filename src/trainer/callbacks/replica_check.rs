@@ -3,7 +3,7 @@
 use anyhow::Result;
 use tch::{Kind, Tensor};
 
-use crate::ddp::{DistributedDataParallel, Strategy};
+use crate::ddp::DistributedDataParallel;
 use crate::error::{Compared, Error, Suspects};
 use crate::ffi::TorchResult;
 use crate::trainer::{Callback, Step, TrainContext};
@@ -19,10 +19,8 @@ impl<M> Callback<M> for ReplicaCheck {
     /// Compares the parameters if a check is due: a collective in that case.
     fn on_step_end(&mut self, context: &mut TrainContext<M>, _: &Step) -> Result<()> {
         let steps = context.state.step;
-        if let Strategy::Ddp(ddp) = &context.ddp
-            && steps.is_multiple_of(self.every)
-        {
-            compare_replicas(ddp, false, steps, Compared::AfterStep)?;
+        if steps.is_multiple_of(self.every) {
+            compare_replicas(&context.ddp, false, steps, Compared::AfterStep)?;
         }
         Ok(())
     }
@@ -33,12 +31,10 @@ impl<M> Callback<M> for ReplicaCheck {
 /// # Errors
 /// [`Error::ReplicasDiverged`], on all ranks alike.
 pub(super) fn compare_before_save<M>(context: &TrainContext<M>) -> crate::error::Result<()> {
-    match &context.ddp {
-        Strategy::Ddp(ddp) if ddp.group().world_size() > 1 => {
-            compare_replicas(ddp, false, context.state.step, Compared::BeforeSave)
-        }
-        _ => Ok(()), // only one rank has the parameters
+    if context.group().world_size() == 1 {
+        return Ok(());
     }
+    compare_replicas(&context.ddp, false, context.state.step, Compared::BeforeSave)
 }
 
 /// Compares the parameters of all ranks after `steps` steps, and with `buffers` their buffers too, by a 64-bit hash of

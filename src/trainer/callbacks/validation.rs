@@ -54,7 +54,6 @@ impl Validation {
         epoch: u64,
     ) -> Result<ValidationMetrics> {
         context.group().enter_phase(Operation::Validation, epoch);
-        context.ddp.replicate()?;
         let device = context.group().device();
         // The sum of the losses, the number of correct predictions, and what all batches count as.
         let mut totals = Tensor::f_zeros([3], (Kind::Double, device)).doing(DOING)?;
