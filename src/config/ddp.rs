@@ -76,7 +76,7 @@ pub struct DdpSection {
     /// not share memory: processes, or a GPU for each rank
     #[arg(long, add = Conflict(partitions_optimizer), add = MayDiffer::OnResume)]
     pub zero: bool,
-    /// Weight gradients by each rank's number of samples
+    /// Average gradients over all ranks' samples, not over the ranks
     #[arg(long, add = Conflict(equal_batches))]
     pub exact_mean: bool,
     /// Average gradients after backward, not during it

@@ -174,28 +174,28 @@ impl Reducer {
     /// Returns the hook's name and its state on this rank; `None` if it has no state.
     fn comm_hook_state(&self) -> Result<Option<(&'static str, CommHookState)>> {
         let state = self.state.borrow();
-        let Some(hook) = &state.comm_hook else { return Ok(None) };
+        let Some(hook) = state.averaging.hook() else { return Ok(None) };
         Ok(hook.state()?.map(|kept| (hook.name(), kept)))
     }
 
     /// Restores the hook from `kept`, which is on the CPU, and orders the buckets' parameters by `order`.
     fn load_comm_hook_state(&self, mut kept: CommHookState, order: &[String]) -> Result<()> {
         let mut state = self.state.borrow_mut();
-        let ReducerState { reduce_path, group, .. } = &mut *state;
+        let ReducerState { averaging, group, .. } = &mut *state;
         // The copies run on the hook's own stream. Memory of another stream would be reused there when the hook drops
         // the tensor, while the hook's stream still reads it.
-        reduce_path.run(group, |group| {
+        averaging.run(group, |group| {
             for tensor in kept.shared.values_mut().chain(kept.local.values_mut()) {
                 *tensor = group.to_device(tensor)?;
             }
             Ok(())
         })?;
-        reduce_path.wait(group)?;
+        averaging.wait(group)?;
         if !order.is_empty() {
             let ReducerState { order: bucket_order, layout, .. } = &mut *state;
             bucket_order.set(order, layout, &self.options)?;
         }
-        state.comm_hook.as_mut().map_or(Ok(()), |hook| hook.load_state(kept))
+        state.averaging.hook_mut().map_or(Ok(()), |hook| hook.load_state(kept))
     }
 
     /// Returns the names of all parameters in bucket order. Empty before the first step, after which the buckets are

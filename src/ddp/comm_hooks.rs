@@ -31,11 +31,6 @@ pub trait CommHook {
     /// Returns the hook's name for messages.
     fn name(&self) -> &'static str;
 
-    /// Returns whether the hook only averages each bucket as it is, so that the bucket may be reduced beside backward.
-    fn is_plain_all_reduce(&self) -> bool {
-        false
-    }
-
     /// Averages `bucket` over the ranks of `group`.
     ///
     /// # Errors
@@ -107,24 +102,6 @@ pub fn hook_fn(
         }
     }
     Box::new(FromFn(name, f))
-}
-
-/// The default hook: divides each gradient by the number of ranks and sums, without compression.
-#[derive(Debug)]
-pub(super) struct AllReduce;
-
-impl CommHook for AllReduce {
-    fn name(&self) -> &'static str {
-        "all_reduce"
-    }
-
-    fn is_plain_all_reduce(&self) -> bool {
-        true
-    }
-
-    fn reduce(&mut self, bucket: &mut GradBucket<'_>, group: &ProcessGroup) -> Result<()> {
-        group.all_reduce(bucket.gradients, average(group))
-    }
 }
 
 /// Returns DDP's averaging operation: each gradient is divided before the sum, as in PyTorch.

@@ -6,8 +6,9 @@
 //! |---|---|
 //! | `options`, `parameters` | the options; a model's tensors by name, compared over the ranks |
 //! | `bucket`, `param_slot`, `layout`, `bucket_order` | which bucket a parameter is in, and where in memory; the order after the first step |
-//! | `comm_hooks`, `power_sgd` | averages a bucket, compressed or not; `reduce_path`: on which stream or thread |
+//! | `comm_hooks`, `power_sgd` | averages a bucket as the user says, or compressed |
 //! | `unused`, `active_ranks` | which parameters a step does not use, and which ranks have run out of inputs |
+//! | `averaging`, `reduce_path` | how a bucket is averaged, and on which stream or thread |
 //! | `reducer_state`, `reducer` | reduces each bucket when its gradients are complete; `statistics` measures it |
 //! | `backward` | one backward pass |
 //! | `replica` | what all wrappers have; `broadcast`: the same start on all ranks |
@@ -15,6 +16,7 @@
 //! | `join`, `comm_hook_state`, `grad_observer` | uneven inputs, checkpoints of hooks, gradients before they are averaged |
 
 mod active_ranks;
+mod averaging;
 mod backward;
 mod broadcast;
 mod bucket;

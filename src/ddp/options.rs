@@ -59,7 +59,7 @@ pub struct DdpOptions {
     ///
     /// After [`backward`](super::DistributedDataParallel::backward) a rank has the averages of its partitions only.
     /// Call [`average_gradients`](crate::optim::average_gradients) on all ranks before you read gradients. Buckets are
-    /// still all-reduced in the first step, with a communication hook, and with weights.
+    /// still all-reduced in the first step, and with a communication hook.
     ///
     /// Step with the optimizers of this crate only. tch's would update all parameters, also those without averages.
     ///

@@ -4,6 +4,7 @@ use std::time::{Duration, Instant};
 
 use tch::Device;
 
+use super::averaging::BucketTurn;
 use crate::error::Result;
 use crate::ffi::cuda::{CudaEvent, CudaStream};
 use crate::process_group::{ProcessGroup, Work};
@@ -14,8 +15,8 @@ pub(super) enum ReducePath {
     /// On a GPU, with a backend that runs on streams (`nccl`): a separate stream, ordered with the rank's own by events
     /// in both directions.
     OnGpu(OnGpu),
-    /// Over a network on CPUs: the operations on the group's communication thread, and its time before the first.
-    OnThread(Vec<Work>, Option<Duration>),
+    /// Over a network on CPUs: the operations on the group's communication thread.
+    OnThread(Vec<Work>),
     /// By the rank itself.
     ByRank,
 }
@@ -43,7 +44,7 @@ impl ReducePath {
                 reduced: CudaEvent::new()?,
                 pending: false,
             }),
-            _ if group.uses_network() => Self::OnThread(Vec::new(), None),
+            _ if group.uses_network() => Self::OnThread(Vec::new()),
             _ => Self::ByRank,
         };
         Ok(path)
@@ -59,23 +60,13 @@ impl ReducePath {
         !matches!(self, Self::ByRank)
     }
 
-    /// Returns the list for asynchronous operations, to be kept until [`wait`](Self::wait); `None` if this path has
-    /// none.
-    pub(super) fn async_works(&mut self, group: &ProcessGroup) -> Option<&mut Vec<Work>> {
+    /// Returns the list for asynchronous operations, to be kept until [`wait`](Self::wait). `None` if the rank itself is to
+    /// reduce: a single bucket cannot overlap with anything.
+    pub(super) fn works_beside(&mut self, turn: BucketTurn) -> Option<&mut Vec<Work>> {
+        let is_alone = turn.is_last && turn.index == 0;
         match self {
-            Self::OnThread(works, before) => {
-                before.get_or_insert_with(|| group.async_time());
-                Some(works)
-            }
+            Self::OnThread(works) if turn.overlaps && !is_alone => Some(works),
             _ => None,
-        }
-    }
-
-    /// Returns for how long these operations have been under way; zero once they have been waited for.
-    pub(super) fn async_time(&self, group: &ProcessGroup) -> Duration {
-        match self {
-            Self::OnThread(_, Some(before)) => group.async_time().saturating_sub(*before),
-            _ => Duration::ZERO,
         }
     }
 
@@ -110,8 +101,7 @@ impl ReducePath {
                 }
                 Ok(Duration::ZERO)
             }
-            Self::OnThread(works, before) => {
-                *before = None;
+            Self::OnThread(works) => {
                 let began = Instant::now();
                 let result = works.drain(..).map(Work::wait).fold(Ok(()), Result::and);
                 let waited = began.elapsed();

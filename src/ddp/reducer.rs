@@ -7,6 +7,7 @@ use std::rc::Rc;
 
 use tch::{Device, Tensor};
 
+use super::averaging::Averaging;
 use super::comm_hooks::{CommHook, average};
 use super::layout::{Bucket, Layout};
 use super::options::DdpOptions;
@@ -96,13 +97,13 @@ impl Reducer {
     /// NCCL connects and allocates memory at the first call of each algorithm, which follows from the operation and the
     /// size.
     pub(super) fn warm_up(&self) -> Result<()> {
-        let ReducerState { layout, group, reduce_path, .. } = &mut *self.state();
+        let ReducerState { layout, group, averaging, .. } = &mut *self.state();
         if !group.is_stream_ordered() {
             return Ok(());
         }
         let is_partitioned = layout.is_partitioned();
         for gradients in layout.buckets.iter_mut().flat_map(|bucket| &mut bucket.gradients) {
-            reduce_path.run(group, |group| {
+            averaging.run(group, |group| {
                 group.all_reduce(gradients, average(group))?;
                 if is_partitioned {
                     group.reduce_scatter_in_place(gradients, average(group))?;
@@ -111,13 +112,13 @@ impl Reducer {
                 Ok(())
             })?;
         }
-        reduce_path.wait(group).map(drop)
+        averaging.wait(group).map(drop)
     }
 
     /// Registers `hook` for averaging; only one can be registered.
     pub(super) fn set_comm_hook(&self, hook: Box<dyn CommHook>) -> Result<()> {
         let mut state = self.state();
-        if let Some(known) = &state.comm_hook {
+        if let Some(known) = state.averaging.hook() {
             return Err(Error::InvalidInput(format!(
                 "the communication hook `{}` cannot be registered: `{}` is already registered, and a model has one; \
                  wrap the model again to use another",
@@ -125,7 +126,7 @@ impl Reducer {
                 known.name()
             )));
         }
-        state.comm_hook = Some(hook);
+        state.averaging = Averaging::with_hook(&state.group, hook)?;
         Ok(())
     }
 
@@ -144,7 +145,7 @@ impl Reducer {
     pub(super) fn overlaps(&self) -> bool {
         let DdpOptions { find_unused_parameters, static_graph, overlap, .. } = self.options;
         let same_everywhere = !find_unused_parameters && !static_graph;
-        let pays = || same_everywhere && self.state.borrow().reduce_path.overlaps();
+        let pays = || same_everywhere && self.state.borrow().averaging.overlaps();
         overlap.unwrap_or_else(pays) && !self.options.skip_all_reduce_unused_params
     }
 
@@ -159,7 +160,6 @@ impl Reducer {
     /// Reduces the buckets that were not reduced during autograd.
     pub(super) fn reduce_rest(&self) -> Result<()> {
         let mut state = self.state();
-        state.record_overlap();
         let result = state.reduce_rest(&self.options);
         drop(state);
         self.hooks.resume_panic();
@@ -170,9 +170,7 @@ impl Reducer {
     pub(super) fn finish(&self) -> Result<()> {
         let mut state = self.state();
         state.finish(&self.options)?;
-        let (began, _) = state.began;
-        state.times.total += began.elapsed();
-        state.times.count += 1;
+        state.clock.end();
         Ok(())
     }
 
@@ -182,8 +180,8 @@ impl Reducer {
         state.leave_autograd();
         // The wait ends: either the other ranks take part in these reductions, or the run ends. The error is already
         // known.
-        let ReducerState { reduce_path, group, .. } = &mut *state;
-        let _ = reduce_path.wait(group);
+        let ReducerState { averaging, group, .. } = &mut *state;
+        let _ = averaging.wait(group);
     }
 }
 

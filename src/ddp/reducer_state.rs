@@ -1,15 +1,15 @@
 //! The reduction of a model's buckets in one step: counts the gradients that are ready, and reduces complete buckets.
 
 use std::rc::Rc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use super::active_ranks::{JoinOptions, count_active};
+use super::averaging::{Averaging, BucketTurn};
 use super::bucket_order::BucketOrder;
-use super::comm_hooks::{AllReduce, CommHook, GradBucket, average};
+use super::comm_hooks::average;
 use super::layout::Layout;
 use super::options::DdpOptions;
-use super::reduce_path::ReducePath;
-use super::statistics::BackwardTimings;
+use super::statistics::BackwardClock;
 use super::unused::UnusedParams;
 use crate::error::{Error, Result};
 use crate::optim::{GradState, SharedModel, average_gradients};
@@ -32,49 +32,41 @@ pub(super) struct ReducerState {
     pub group: Rc<ProcessGroup>,
     pub layout: Layout,
     pub order: BucketOrder,
+    pub averaging: Averaging,
     unused: UnusedParams,
-    mode: Mode,
     /// Options within `join`: what happens when ranks have run out of inputs.
     pub joining: Option<JoinOptions>,
+    /// The model that the ranks of this process share; `None` if each has its own.
+    pub shared: Option<Rc<SharedModel>>,
+    pub clock: BackwardClock,
+    /// What this backward does with complete gradients.
+    mode: Mode,
     /// Whether autograd is running, so that hooks may be called.
     pub is_in_autograd: bool,
     /// The next bucket to reduce in this step.
     next: usize,
-    /// The time at which backward began, and `times.communication` at that time.
-    pub began: (Instant, Duration),
-    /// Time from the start of backward to the completion of each bucket, without reductions. `None` if incomplete.
-    pub bucket_times: Vec<Option<Duration>>,
     /// The call site of backward.
     call_site: Option<CallSite>,
     /// The error of a hook, which cannot return it.
     pub error: Option<Error>,
-    /// The user's communication hook, if there is one.
-    pub comm_hook: Option<Box<dyn CommHook>>,
-    pub reduce_path: ReducePath,
-    /// The model that the ranks of this process share; `None` if each has its own.
-    pub shared: Option<Rc<SharedModel>>,
-    pub times: BackwardTimings,
 }
 
 impl ReducerState {
     pub(super) fn new(layout: Layout, group: Rc<ProcessGroup>) -> Result<Self> {
         Ok(Self {
-            reduce_path: ReducePath::new(&group)?,
+            averaging: Averaging::new(&group, layout.is_partitioned())?,
             order: BucketOrder::new(layout.slots.len()),
             group,
             layout,
             unused: UnusedParams::default(),
-            mode: Mode::AfterBackward,
             joining: None,
+            shared: None,
+            clock: BackwardClock::new(),
+            mode: Mode::AfterBackward,
             is_in_autograd: false,
             next: 0,
-            began: (Instant::now(), Duration::ZERO),
-            bucket_times: Vec::new(),
             call_site: None,
             error: None,
-            comm_hook: None,
-            shared: None,
-            times: BackwardTimings::default(),
         })
     }
 
@@ -118,10 +110,8 @@ impl ReducerState {
         self.next = 0;
         self.error = None;
         self.shared.iter().for_each(|shared| shared.clear_average());
-        self.began = (Instant::now(), self.times.communication);
+        self.clock.begin(&self.group, self.layout.buckets.len());
         let Layout { buckets, slots, .. } = &mut self.layout;
-        self.bucket_times.clear();
-        self.bucket_times.resize(buckets.len(), None);
         for bucket in buckets.iter_mut() {
             bucket.pending = bucket.parameters.len();
             bucket.is_skipped = false;
@@ -163,9 +153,7 @@ impl ReducerState {
         self.group.record_gradient(index, bucket, self.call_site);
         self.layout.buckets[bucket].pending -= 1;
         if self.layout.buckets[bucket].pending == 0 {
-            let (began, before) = self.began;
-            let reduced = self.times.communication - before;
-            self.bucket_times[bucket] = Some(began.elapsed().saturating_sub(reduced));
+            self.clock.bucket_is_complete(bucket);
         }
         self.order.push(index);
         if self.mode == Mode::Overlap { self.reduce_complete_buckets() } else { Ok(()) }
@@ -185,9 +173,9 @@ impl ReducerState {
 
     fn reduce_next_bucket(&mut self) -> Result<()> {
         let began = Instant::now();
-        let scatters = self.scatters();
-        let Self { layout, group, comm_hook, reduce_path, .. } = self;
-        let (index, group) = (self.next, &**group);
+        let is_whole = !self.scatters();
+        let Self { layout, group, averaging, next: index, .. } = self;
+        let index = *index;
         if layout.buckets[index].gradients.is_empty() {
             return Ok(()); // all of its parameters are empty
         }
@@ -197,55 +185,22 @@ impl ReducerState {
         });
         layout.show_gradients(index)?;
         let is_last = layout.buckets[index + 1..].iter().all(|bucket| bucket.is_skipped);
-        let Layout { buckets, slots, .. } = layout;
-        let bucket = &mut buckets[index];
-        let mut plain = AllReduce;
-        let comm_hook = comm_hook.as_deref_mut().unwrap_or(&mut plain);
-        if group.reduces_in_place() && comm_hook.is_plain_all_reduce() && !scatters {
-            group.all_reduce_list(&bucket.gradients, &bucket.shapes, average(group))?;
-            self.times.communication += began.elapsed();
-            return Ok(());
+        let overlaps = self.mode == Mode::Overlap;
+        let turn = BucketTurn { index, is_last, is_whole, overlaps };
+        if averaging.reduce(&mut layout.buckets[index], &layout.slots, group, turn)? {
+            self.clock.totals.communication += began.elapsed();
         }
-        let mut gradients = bucket.concat_gradients(slots)?;
-        // A single bucket cannot overlap with anything.
-        let is_async = self.mode == Mode::Overlap && !(is_last && index == 0);
-        if is_async
-            && comm_hook.is_plain_all_reduce()
-            && let Some(works) = reduce_path.async_works(group)
-        {
-            works.push(if scatters {
-                group.reduce_scatter_async(&gradients, average(group))?
-            } else {
-                group.all_reduce_async(&gradients, average(group))?
-            });
-            return Ok(());
-        }
-        reduce_path.run(group, |group| {
-            if scatters {
-                return group.reduce_scatter_in_place(&gradients, average(group));
-            }
-            let (gradients, parameters) = (&mut gradients, &bucket.parameters);
-            comm_hook.reduce(&mut GradBucket { index, is_last, gradients, parameters }, group)?;
-            // A hook may have replaced the tensor, as a Python hook would return a new one.
-            bucket.copy_back(gradients, slots)
-        })?;
-        self.times.communication += began.elapsed();
         Ok(())
     }
 
     /// Returns whether each rank receives only its partitions of the averages in this step.
     fn scatters(&self) -> bool {
-        let is_whole = !self.layout.observers.is_empty() || self.has_hook();
-        self.layout.is_partitioned() && self.order.is_final() && !is_whole
-    }
-
-    /// Returns whether a communication hook does anything but average each bucket.
-    fn has_hook(&self) -> bool {
-        self.comm_hook.as_ref().is_some_and(|hook| !hook.is_plain_all_reduce())
+        self.averaging.scatters() && self.order.is_final() && self.layout.observers.is_empty()
     }
 
     /// Reduces all remaining buckets.
     pub(super) fn reduce_rest(&mut self, options: &DdpOptions) -> Result<()> {
+        self.clock.end_of_autograd(&self.group);
         self.unused.account(&mut self.layout, options, &self.group)?;
         if self.steps_average(options) {
             self.leave_to_step();
@@ -259,7 +214,7 @@ impl ReducerState {
     fn steps_average(&self, options: &DdpOptions) -> bool {
         self.shared.is_some()
             && !self.group.spans_processes()
-            && !self.has_hook()
+            && self.averaging.hook().is_none()
             && self.mode != Mode::Overlap
             && self.joining.is_none()
             && self.layout.observers.is_empty()
@@ -278,7 +233,7 @@ impl ReducerState {
     pub(super) fn finish(&mut self, options: &DdpOptions) -> Result<()> {
         let scatters = self.scatters();
         let Self { group, layout, unused, .. } = self;
-        self.times.communication += self.reduce_path.wait(group)?;
+        self.clock.totals.communication += self.averaging.wait(group)?;
         unused.restore_unused(layout, options, group)?;
         self.order.rebuild_buckets(layout, options, group)?;
         layout.set_gradients(match &self.shared {
@@ -295,25 +250,19 @@ impl ReducerState {
         self.reset()?;
         // If the ranks agree on unused parameters in this step, this rank uses none. It must not learn from that which
         // ones are always unused.
-        let (always_unused, times) = (self.unused.always.clone(), self.times);
+        let (always_unused, totals) = (self.unused.always.clone(), self.clock.totals);
         let uses_all = !self.unused.must_agree(options);
         self.layout.slots.iter_mut().for_each(|slot| slot.used = uses_all);
         self.mode = Mode::AfterBackward;
         self.reduce_rest(options)?;
         self.finish(options)?;
         self.unused.always = always_unused;
-        self.times = times; // counts this rank's own steps only
+        self.clock.totals = totals; // counts this rank's own steps only
         Ok(())
     }
 
     /// Takes all gradients, and zeros for those that backward has not computed.
     pub(super) fn take_gradients(&self) -> Result<()> {
         self.layout.take_gradients(self.mode != Mode::Local)
-    }
-
-    /// Accounts for the reductions before the end of autograd.
-    pub(super) fn record_overlap(&mut self) {
-        self.times.hidden += self.reduce_path.async_time(&self.group);
-        self.times.overlapped += self.times.communication - self.began.1;
     }
 }

@@ -13,6 +13,7 @@ use xxhash_rust::xxh3::xxh3_64;
 use super::backward::BackwardOptions;
 use super::broadcast::{sync_buffers, sync_module_states};
 use super::comm_hooks::CommHook;
+use super::grad_observer::Observe;
 use super::options::DdpOptions;
 use super::parameters;
 use super::reducer::Reducer;
@@ -168,7 +169,7 @@ impl<M> DistributedDataParallel<M> {
 
     /// Returns statistics over every [`backward`](Self::backward) so far that averaged.
     pub fn statistics(&self) -> DdpStatistics {
-        let times = self.reducer.state().times;
+        let times = self.reducer.state().clock.totals;
         let statistics = DdpStatistics::new(times, self.reducer.bucket_bytes());
         match self.group().gpu_seconds().filter(|gpu| gpu.side_streams > 0.0) {
             Some(gpu) => DdpStatistics {
@@ -183,13 +184,13 @@ impl<M> DistributedDataParallel<M> {
 
     /// Returns how often [`backward`](Self::backward) has averaged.
     pub(crate) fn num_averages(&self) -> u32 {
-        self.reducer.state().times.count
+        self.reducer.state().clock.totals.count
     }
 
     /// Returns the time from the start of the last backward to the completion of each bucket, without reductions; on a
     /// GPU, the time to launch it. `None` for a bucket that lacked a gradient.
     pub(crate) fn bucket_times(&self) -> Vec<Option<Duration>> {
-        self.reducer.state().bucket_times.clone()
+        self.reducer.state().clock.bucket_times.clone()
     }
 
     /// Returns each parameter with its bucket, in the order in which hooks number them.
@@ -296,5 +297,34 @@ impl<M> DistributedDataParallel<M> {
     /// must be defined.
     pub(crate) fn tensor_hashes(&self, buffers: bool) -> Result<Vec<(String, u64)>> {
         parameters::hash_each(&self.tensors, buffers)
+    }
+
+    /// Calls `observe` before each averaging, until [`stop_observing`](Self::stop_observing) gets the same `name`. The
+    /// bits of training do not change, unless `observe` changes them. All ranks must call this alike: gradients that are
+    /// observed are averaged as a whole, also with `share_model` and `zero`.
+    pub(crate) fn observe_gradients(&self, name: &'static str, observe: Observe) {
+        self.reducer.state().layout.observers.add(name, observe);
+    }
+
+    /// Stops the observer of this name, if there is one.
+    pub(crate) fn stop_observing(&self, name: &'static str) {
+        self.reducer.state().layout.observers.remove(name);
+    }
+
+    /// Returns the names and values of the parameters that the ranks train. Observers number them in this order.
+    pub(crate) fn trained_parameters(&self) -> Vec<(String, Tensor)> {
+        let trained = parameters::trained(&self.tensors);
+        trained.map(|named| (named.name.clone(), named.tensor.shallow_clone())).collect()
+    }
+
+    /// Returns whether the ranks of this process share one copy of the parameters.
+    pub(crate) fn shares_model(&self) -> bool {
+        self.options.share_model
+    }
+
+    /// Returns the names and values of all other tensors of the model.
+    pub(crate) fn untrained_tensors(&self) -> Vec<(String, Tensor)> {
+        let untrained = self.tensors.iter().filter(|named| !named.trainable || named.is_ignored);
+        untrained.map(|named| (named.name.clone(), named.tensor.shallow_clone())).collect()
     }
 }

@@ -1,0 +1,181 @@
+//! How a bucket of gradients is averaged. This is chosen once, when the model is wrapped.
+
+use std::fmt;
+use std::time::Duration;
+
+use tch::Tensor;
+
+use super::comm_hooks::{CommHook, GradBucket, average};
+use super::layout::Bucket;
+use super::param_slot::ParamSlot;
+use super::reduce_path::ReducePath;
+use crate::error::Result;
+use crate::process_group::ProcessGroup;
+
+/// A way to average the gradients of a bucket over the ranks.
+pub(super) enum Averaging {
+    /// Each gradient where it is: ranks that read each other's memory.
+    InPlace,
+    /// All in one tensor.
+    Flat(ReducePath),
+    /// All in one tensor, of which each rank gets its partition: ranks that partition the optimizer.
+    Scatter(ReducePath),
+    /// As the user's communication hook does it.
+    Hook(ReducePath, Box<dyn CommHook>),
+}
+
+impl fmt::Debug for Averaging {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::InPlace => "InPlace",
+            Self::Flat(_) => "Flat",
+            Self::Scatter(_) => "Scatter",
+            Self::Hook(_, hook) => hook.name(),
+        })
+    }
+}
+
+/// What a reduction needs to know about a bucket's place in the step.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct BucketTurn {
+    pub index: usize,
+    /// Whether it is the last bucket of the step.
+    pub is_last: bool,
+    /// Whether every rank needs all averages, also if the ranks partition the optimizer.
+    pub is_whole: bool,
+    /// Whether the rank computes meanwhile.
+    pub overlaps: bool,
+}
+
+impl Averaging {
+    /// Returns the way for the ranks of `group`, which may partition the optimizer.
+    pub(super) fn new(group: &ProcessGroup, is_partitioned: bool) -> Result<Self> {
+        Ok(if is_partitioned {
+            Self::Scatter(ReducePath::new(group)?)
+        } else if group.reduces_in_place() {
+            Self::InPlace
+        } else {
+            Self::Flat(ReducePath::new(group)?)
+        })
+    }
+
+    /// Returns the way with a communication hook.
+    pub(super) fn with_hook(group: &ProcessGroup, hook: Box<dyn CommHook>) -> Result<Self> {
+        Ok(Self::Hook(ReducePath::new(group)?, hook))
+    }
+
+    /// Averages the gradients of `bucket`. Returns whether this rank has done its part: if not, another thread reduces until
+    /// [`wait`](Self::wait).
+    pub(super) fn reduce(
+        &mut self,
+        bucket: &mut Bucket,
+        slots: &[ParamSlot],
+        group: &ProcessGroup,
+        turn: BucketTurn,
+    ) -> Result<bool> {
+        match self {
+            Self::InPlace => {
+                group.all_reduce_list(&bucket.gradients, &bucket.shapes, average(group))?;
+                Ok(true)
+            }
+            Self::Flat(path) => reduce_flat(path, &bucket.concat_gradients(slots)?, group, turn),
+            Self::Scatter(path) if turn.is_whole => {
+                reduce_flat(path, &bucket.concat_gradients(slots)?, group, turn)
+            }
+            Self::Scatter(path) => scatter(path, &bucket.concat_gradients(slots)?, group, turn),
+            Self::Hook(path, hook) => {
+                let mut gradients = bucket.concat_gradients(slots)?;
+                path.run(group, |group| {
+                    let (gradients, parameters) = (&mut gradients, &bucket.parameters);
+                    let BucketTurn { index, is_last, .. } = turn;
+                    hook.reduce(&mut GradBucket { index, is_last, gradients, parameters }, group)?;
+                    // A hook may have replaced the tensor, as a Python hook would return a new one.
+                    bucket.copy_back(gradients, slots)
+                })?;
+                Ok(true)
+            }
+        }
+    }
+
+    /// Returns whether to reduce during backward by default.
+    pub(super) fn overlaps(&self) -> bool {
+        self.path().is_some_and(ReducePath::overlaps)
+    }
+
+    /// Returns whether each rank gets its partition of the averages alone.
+    pub(super) fn scatters(&self) -> bool {
+        matches!(self, Self::Scatter(_))
+    }
+
+    /// Waits for the reductions that other threads and GPUs make. Returns how long the rank itself has waited.
+    pub(super) fn wait(&mut self, group: &ProcessGroup) -> Result<Duration> {
+        self.path_mut().map_or(Ok(Duration::ZERO), |path| path.wait(group))
+    }
+
+    /// Runs `work` where buckets are reduced, after all that this rank has launched so far.
+    pub(super) fn run(
+        &mut self,
+        group: &ProcessGroup,
+        work: impl FnOnce(&ProcessGroup) -> Result<()>,
+    ) -> Result<()> {
+        match self.path_mut() {
+            Some(path) => path.run(group, work),
+            None => work(group),
+        }
+    }
+
+    /// Returns the communication hook, if there is one.
+    pub(super) fn hook(&self) -> Option<&dyn CommHook> {
+        if let Self::Hook(_, hook) = self { Some(&**hook) } else { None }
+    }
+
+    /// Returns the communication hook, to change its state.
+    pub(super) fn hook_mut(&mut self) -> Option<&mut Box<dyn CommHook>> {
+        if let Self::Hook(_, hook) = self { Some(hook) } else { None }
+    }
+
+    fn path(&self) -> Option<&ReducePath> {
+        match self {
+            Self::InPlace => None,
+            Self::Flat(path) | Self::Scatter(path) | Self::Hook(path, _) => Some(path),
+        }
+    }
+
+    fn path_mut(&mut self) -> Option<&mut ReducePath> {
+        match self {
+            Self::InPlace => None,
+            Self::Flat(path) | Self::Scatter(path) | Self::Hook(path, _) => Some(path),
+        }
+    }
+}
+
+/// Averages `gradients` on all ranks.
+fn reduce_flat(
+    path: &mut ReducePath,
+    gradients: &Tensor,
+    group: &ProcessGroup,
+    turn: BucketTurn,
+) -> Result<bool> {
+    if let Some(works) = path.works_beside(turn) {
+        works.push(group.all_reduce_async(gradients, average(group))?);
+        return Ok(false);
+    }
+    let mut gradients = gradients.shallow_clone();
+    path.run(group, |group| group.all_reduce(&mut gradients, average(group)))?;
+    Ok(true)
+}
+
+/// Averages each rank's partition of `gradients` on that rank.
+fn scatter(
+    path: &mut ReducePath,
+    gradients: &Tensor,
+    group: &ProcessGroup,
+    turn: BucketTurn,
+) -> Result<bool> {
+    if let Some(works) = path.works_beside(turn) {
+        works.push(group.reduce_scatter_async(gradients, average(group))?);
+        return Ok(false);
+    }
+    path.run(group, |group| group.reduce_scatter_in_place(gradients, average(group)))?;
+    Ok(true)
+}
