@@ -74,7 +74,7 @@
 //! * Every rank makes the same collective calls in the same order, whatever its data. A difference is an error that
 //!   names both calls.
 //! * Gradients come from `ddp.backward(&loss)`. tch's own `backward` would not average them, and is refused.
-//! * Only the optimizer changes parameters. [`parameters_hash`](ddp::Replica::parameters_hash) shows whether the replicas
+//! * Only the optimizer changes parameters. [`parameters_hash`](ddp::DistributedDataParallel::parameters_hash) shows whether the replicas
 //!   are equal.
 //! * Random numbers come from the rank: [`fork_rng`] for the model, a [`Generator`] for [`Dropout`]. All threads
 //!   share libtorch's default generator.

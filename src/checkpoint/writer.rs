@@ -90,7 +90,7 @@ pub struct Snapshot {
 }
 
 impl Snapshot {
-    /// Copies `model`, a [`state_dict`](crate::ddp::Replica::state_dict), and `optimizer`, the result of
+    /// Copies `model`, a [`state_dict`](crate::DistributedDataParallel::state_dict), and `optimizer`, the result of
     /// [`Optimizer::state`](crate::Optimizer::state). The device must have finished computing them.
     ///
     /// # Errors

@@ -11,7 +11,7 @@
 //! | `averaging`, `reduce_path` | how a bucket is averaged, and on which stream or thread |
 //! | `reducer_state`, `reducer` | reduces each bucket when its gradients are complete; `statistics` measures it |
 //! | `backward` | one backward pass |
-//! | `replica` | what all wrappers have; `broadcast`: the same start on all ranks |
+//! | `broadcast`, `no_sync` | the same start on all ranks; gradients that stay on their rank |
 //! | `wrapper` | `DistributedDataParallel` |
 //! | `join`, `comm_hook_state`, `grad_observer` | uneven inputs, checkpoints of hooks, gradients before they are averaged |
 
@@ -26,6 +26,7 @@ mod comm_hooks;
 mod grad_observer;
 mod join;
 mod layout;
+mod no_sync;
 mod options;
 mod param_slot;
 mod parameters;
@@ -33,7 +34,6 @@ mod power_sgd;
 mod reduce_path;
 mod reducer;
 mod reducer_state;
-mod replica;
 mod statistics;
 mod unused;
 mod wrapper;
@@ -42,11 +42,11 @@ pub use active_ranks::JoinOptions;
 pub use backward::BackwardOptions;
 pub use comm_hook_state::{CommHookRecord, SavedCommHook};
 pub use comm_hooks::{CommHook, CommHookState, Compress, GradBucket, hook_fn};
+pub use no_sync::NoSync;
 pub use options::DdpOptions;
 pub(crate) use parameters::bytes_of;
 pub(crate) use parameters::tensor_hash;
 pub use parameters::{parameters_hash, state_dict};
 pub use power_sgd::{PowerSgd, PowerSgdOptions};
-pub use replica::{NoSync, Replica};
 pub use statistics::DdpStatistics;
 pub use wrapper::DistributedDataParallel;

@@ -1,9 +1,10 @@
 //! [`DistributedDataParallel`]: a model that all ranks train together.
 
+use std::cell::{Cell, RefCell};
 use std::fmt;
-use std::ops::Deref;
 use std::panic::Location;
 use std::rc::Rc;
+use std::slice;
 use std::time::Duration;
 
 use tch::Tensor;
@@ -14,13 +15,14 @@ use super::backward::BackwardOptions;
 use super::broadcast::{sync_buffers, sync_module_states};
 use super::comm_hooks::CommHook;
 use super::grad_observer::Observe;
+use super::no_sync::NoSync;
 use super::options::DdpOptions;
-use super::parameters;
+use super::parameters::{self, NamedTensor};
 use super::reducer::Reducer;
-use super::replica::Replica;
 use super::statistics::DdpStatistics;
 use crate::error::{Error, Result};
 use crate::ffi::remove_grad;
+use crate::models::Forward;
 use crate::operation::Operation;
 use crate::optim::{FlatBuffer, average_gradients, clip_grad_norm};
 use crate::process_group::ProcessGroup;
@@ -57,7 +59,7 @@ use crate::records::Parameter;
 ///    the parameters into flat buffers, and makes a second buffer for the gradients of each. Buckets are ranges of
 ///    these. Each parameter and its `grad` are views; backward's gradients are moved there. CPU ranks of one process
 ///    leave large parameters and gradients where they are.
-/// 2. [`forward`](Replica::forward) runs the model's own forward pass.
+/// 2. [`forward`](Self::forward) runs the model's own forward pass.
 /// 3. [`backward`](Self::backward) runs autograd. Hooks report each complete gradient. A bucket with all of its
 ///    gradients is averaged: each rank's is multiplied by 1/N, and the sum goes to all. With `nccl`, and between
 ///    processes, this happens during backward.
@@ -96,7 +98,13 @@ use crate::records::Parameter;
 ///
 /// The type is `!Send`, like its group: it stays on its rank's thread.
 pub struct DistributedDataParallel<M> {
-    replica: Replica<M>,
+    module: M,
+    pub(super) group: Rc<ProcessGroup>,
+    pub(super) tensors: Vec<NamedTensor>,
+    /// The number of live [`NoSync`] guards.
+    no_sync: Rc<Cell<u32>>,
+    /// The outputs of the forward passes in training; `None` unless they are kept.
+    kept_outputs: RefCell<Option<Vec<Tensor>>>,
     pub(super) reducer: Reducer,
     pub(super) options: DdpOptions,
 }
@@ -104,17 +112,10 @@ pub struct DistributedDataParallel<M> {
 impl<M> fmt::Debug for DistributedDataParallel<M> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("DistributedDataParallel")
-            .field("replica", &self.replica)
+            .field("group", &self.group)
+            .field("parameters", &self.num_parameters())
             .field("reducer", &self.reducer)
             .finish_non_exhaustive()
-    }
-}
-
-impl<M> Deref for DistributedDataParallel<M> {
-    type Target = Replica<M>;
-
-    fn deref(&self) -> &Replica<M> {
-        &self.replica
     }
 }
 
@@ -141,9 +142,11 @@ impl<M> DistributedDataParallel<M> {
                     .into(),
             ));
         }
-        let replica = Replica::new(module, vs, group.clone(), &options)?;
-        let reducer = Reducer::new(&replica.trained(), group, options.clone())?;
-        let ddp = Self { replica, reducer, options };
+        let tensors = parameters::same_on_all_ranks(vs, &options, &group)?;
+        let trained: Vec<&NamedTensor> = parameters::trained(&tensors).collect();
+        let reducer = Reducer::new(&trained, group.clone(), options.clone())?;
+        let (no_sync, kept_outputs) = (Rc::new(Cell::new(0)), RefCell::new(None));
+        let ddp = Self { module, group, tensors, no_sync, kept_outputs, reducer, options };
         if ddp.options.init_sync {
             ddp.sync_module_states(0)?;
         }
@@ -151,6 +154,63 @@ impl<M> DistributedDataParallel<M> {
             ddp.reducer.share_parameters()?;
         }
         Ok(ddp)
+    }
+
+    /// Returns a guard for gradient accumulation: until it is dropped, `backward` adds up gradients on this rank and
+    /// does not average. The backward of the last batch must run after the drop, and averages the sum. Follows
+    /// `no_sync`.
+    pub fn no_sync(&self) -> NoSync {
+        NoSync::new(&self.no_sync)
+    }
+
+    /// Returns whether backward averages: no [`NoSync`] guard is live.
+    pub(super) fn averages(&self) -> bool {
+        self.no_sync.get() == 0
+    }
+
+    /// Keeps a copy of the output of each forward pass in training, until [`take_outputs`](Self::take_outputs).
+    pub(crate) fn keep_outputs(&self) {
+        *self.kept_outputs.borrow_mut() = Some(Vec::new());
+    }
+
+    /// Returns the outputs since [`keep_outputs`](Self::keep_outputs), and keeps no more.
+    pub(crate) fn take_outputs(&self) -> Vec<Tensor> {
+        self.kept_outputs.take().unwrap_or_default()
+    }
+
+    /// Returns the wrapped model.
+    pub fn module(&self) -> &M {
+        &self.module
+    }
+
+    /// Returns the group of ranks that train the model.
+    pub fn group(&self) -> &Rc<ProcessGroup> {
+        &self.group
+    }
+
+    /// Returns the parameters that all ranks train together.
+    pub(super) fn trained(&self) -> Vec<&NamedTensor> {
+        parameters::trained(&self.tensors).collect()
+    }
+
+    /// Returns the number of trained elements over all parameters.
+    pub fn num_parameters(&self) -> usize {
+        parameters::trained(&self.tensors).map(|t| t.tensor.numel()).sum()
+    }
+
+    /// Returns parameters and buffers by name, as views and not copies. Follows the `state_dict` of the wrapped module.
+    pub fn state_dict(&self) -> Vec<(String, Tensor)> {
+        parameters::by_name(&self.tensors)
+    }
+
+    /// Returns a 64-bit hash of the names, shapes and values of all parameters and buffers. Equal on ranks that hold
+    /// the same model. Waits for the device.
+    ///
+    /// # Errors
+    /// [`Error::Torch`], and the errors of [`ProcessGroup::synchronize`].
+    pub fn parameters_hash(&self) -> Result<u64> {
+        self.group.synchronize()?;
+        parameters::hash(&self.tensors)
     }
 
     /// Copies the parameters and buffers of rank `src` to all ranks. A collective.
@@ -326,5 +386,33 @@ impl<M> DistributedDataParallel<M> {
     pub(crate) fn untrained_tensors(&self) -> Vec<(String, Tensor)> {
         let untrained = self.tensors.iter().filter(|named| !named.trainable || named.is_ignored);
         untrained.map(|named| (named.name.clone(), named.tensor.shallow_clone())).collect()
+    }
+}
+
+impl<M: Forward> DistributedDataParallel<M> {
+    /// Runs the model's own forward pass in training mode.
+    #[track_caller]
+    pub fn forward(&self, inputs: &Tensor) -> Tensor {
+        self.forward_t(inputs, true)
+    }
+
+    /// Runs the model's own forward pass, in training or evaluation mode. PyTorch selects the mode with `model.train()`
+    /// and `model.eval()`.
+    #[track_caller]
+    pub fn forward_t(&self, inputs: &Tensor, train: bool) -> Tensor {
+        self.forward_inputs(slice::from_ref(inputs), train)
+    }
+
+    /// Runs [`forward_t`](Self::forward_t) for a model of several inputs.
+    #[track_caller]
+    pub fn forward_inputs(&self, inputs: &[Tensor], train: bool) -> Tensor {
+        if train && let Some(first) = inputs.first() {
+            self.group.enter_forward(first);
+        }
+        let output = self.module.forward_inputs(inputs, train);
+        if train && let Some(kept) = &mut *self.kept_outputs.borrow_mut() {
+            kept.push(output.detach().copy());
+        }
+        output
     }
 }

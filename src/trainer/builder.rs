@@ -127,7 +127,7 @@ impl<M: Forward> Trainer<M> {
     /// The step must keep to this:
     ///
     /// * It averages the gradients of the trainer's model exactly once, by [`TrainContext::backward`]. Any backward
-    ///   before that is within [`no_sync`](crate::ddp::Replica::no_sync). With `accumulate` it runs for each batch, and
+    ///   before that is within [`no_sync`](crate::DistributedDataParallel::no_sync). With `accumulate` it runs for each batch, and
     ///   the trainer holds `no_sync` for all but the last. This is checked.
     /// * It makes the same collectives on all ranks.
     /// * Forward pass and loss run within [`TrainContext::autocast`], and backward outside.
