@@ -142,6 +142,21 @@ fn unsafe_code_is_only_in_allowed_folders() {
     }
 }
 
+/// A reader of one room need not know these. Comments may explain them.
+#[test]
+fn words_of_one_room_stay_there() {
+    for file in sources() {
+        let (name, code) = (name(&file), code(&file));
+        let averages = ["process_group/", "ddp/", "optim/shared_model.rs"];
+        let is_plain = averages.iter().any(|room| name.starts_with(room));
+        assert!(!is_plain || !code.contains("weight"), "{name}: the trainer weights, by the loss");
+        let words = code.split(|it: char| !it.is_alphanumeric());
+        let found = words.into_iter().any(|word| word == "DataParallel");
+        let may = name == "session/data_parallel.rs";
+        assert!(may || !found, "{name} names a part of session/data_parallel.rs");
+    }
+}
+
 /// A duration of a user's may be too long for an `Instant`, and time in which the process is suspended must not count.
 #[test]
 fn deadlines_are_computed_in_one_file() {
