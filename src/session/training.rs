@@ -7,7 +7,7 @@ use super::data_parallel::{GatherOnRank0, ScatterFromRank0, StepOnRank0};
 use super::start_point::StartPoint;
 use crate::config::Config;
 use crate::data::{DataLoader, Dataset};
-use crate::ddp::{DistributedDataParallel, parameters_hash};
+use crate::ddp::{DdpOptions, DistributedDataParallel, parameters_hash};
 use crate::error::Result;
 use crate::ffi::Generator;
 use crate::launch::Rank;
@@ -60,7 +60,11 @@ impl Training {
         }
         let hash_before_broadcast =
             config.output.explain.then(|| parameters_hash(&vs)).transpose()?;
-        let options = config.ddp_options();
+        // `verify` also trains with `--strategy dp` where the options are those of DDP.
+        let options = match config.is_data_parallel() {
+            true => DdpOptions::default(),
+            false => config.ddp_options(),
+        };
         let mut ddp = DistributedDataParallel::new(model, &vs, group.clone(), options)?;
         let mut optimizer = config.optimizer_options().build(ddp.flat_buffers())?;
         let mut loaders = Vec::new();
