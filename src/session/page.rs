@@ -114,13 +114,14 @@ fn verdict(end: &End, curves: &Curves, session: &Session) -> Value {
         fitting_config: (config.data.dataset == DatasetSpec::DIGITS && !config.program.is_own())
             .then_some("configs/digits.toml"),
     };
-    let advice = match end.replicas_equal {
-        false => vec![
+    let advice = if end.replicas_equal {
+        advice(end, conditions)
+    } else {
+        vec![
             "First of all find out why the ranks do not hold the same parameters: --check-replicas-every 1 names the \
              step, the rank and the parameter."
                 .into(),
-        ],
-        true => advice(end, conditions),
+        ]
     };
     json!({
         "outside_collectives": outside_collectives(&phases),

@@ -40,9 +40,10 @@ fn rank_end(
     session: &Session,
     group: &ProcessGroup,
 ) -> Result<RankEnd> {
-    let replica_hash = match session.config.ddp.no_broadcast_buffers {
-        true => trainer.ddp().replica_hash()?,
-        false => model_hash,
+    let replica_hash = if session.config.ddp.no_broadcast_buffers {
+        trainer.ddp().replica_hash()?
+    } else {
+        model_hash
     };
     let Traffic { sent, received } = group.traffic();
     Ok(RankEnd {

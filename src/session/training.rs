@@ -61,10 +61,8 @@ impl Training {
         let hash_before_broadcast =
             config.output.explain.then(|| parameters_hash(&vs)).transpose()?;
         // `verify` also trains with `--strategy dp` where the options are those of DDP.
-        let options = match config.is_data_parallel() {
-            true => DdpOptions::default(),
-            false => config.ddp_options(),
-        };
+        let options =
+            if config.is_data_parallel() { DdpOptions::default() } else { config.ddp_options() };
         let mut ddp = DistributedDataParallel::new(model, &vs, group.clone(), options)?;
         let mut optimizer = config.optimizer_options().build(ddp.flat_buffers())?;
         let mut loaders = Vec::new();
