@@ -61,12 +61,8 @@ impl Training {
         let hash_before_broadcast =
             config.output.explain.then(|| parameters_hash(&vs)).transpose()?;
         // `verify` also trains with `--strategy dp` where the options are those of DDP.
-        let options = if config.is_data_parallel() {
-            // A bucket for each parameter, so that no gradient is copied.
-            DdpOptions { bucket_cap_mb_list: vec![0.0], ..DdpOptions::default() }
-        } else {
-            config.ddp_options()
-        };
+        let options =
+            if config.is_data_parallel() { DdpOptions::default() } else { config.ddp_options() };
         let mut ddp = DistributedDataParallel::new(model, &vs, group.clone(), options)?;
         let mut optimizer = config.optimizer_options().build(ddp.flat_buffers())?;
         let mut loaders = Vec::new();
