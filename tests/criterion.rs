@@ -419,6 +419,31 @@ fn mistakes_in_closures_are_one_message_that_names_the_closure() {
     }
 }
 
+/// Ranks whose loaders do not know each other's samples count them.
+#[test]
+fn exact_mean_needs_no_loaders_in_step() {
+    let train = |world_size: usize, batch_size: usize| {
+        let dataset = Arc::new(numbers());
+        let weights = try_ranks(world_size, move |rank, group| {
+            let vs = VarStore::new(rank.device());
+            let model = linear(vs.root(), 3, 1);
+            let ddp = DistributedDataParallel::new(model, &vs, group, DdpOptions::default())?;
+            let sgd = Box::new(Sgd::new(ddp.flat_buffers(), SgdOptions::default())?);
+            let sampler = DistributedSampler::new(20, world_size, rank.rank())?.shuffle(false);
+            let sampler = sampler.without_padding();
+            let loader = DataLoader::new(dataset.clone(), sampler, batch_size, rank.device())?;
+            let trainer = Trainer::new(ddp, sgd, Schedule::constant(0.001), loader, Loss::Mse)?;
+            trainer.options(exact_mean())?.train(3)?;
+            Ok(Vec::<f32>::try_from(vs.trainable_variables()[0].detach().flatten(0, -1))?)
+        });
+        weights.unwrap().remove(0)
+    };
+    // 7, 7 and 6 samples.
+    let (three, alone) = (train(3, 7), train(1, 20));
+    let largest = three.iter().zip(&alone).map(|(a, b)| (a - b).abs()).fold(0., f32::max);
+    assert!(largest < 1e-6, "{three:?} {alone:?}");
+}
+
 #[test]
 fn own_loss_that_is_not_finite_is_traced_to_its_samples() {
     // The logarithm of sample 4's target, less 4.

@@ -96,8 +96,6 @@ fn ddp_options_are_refused() {
         "bucket-cap-mb=1",
         "no-overlap",
         "comm-hook=fp16",
-        "find-unused-parameters",
-        "static-graph",
         "no-broadcast-buffers",
         "sync-batch-norm",
     ] {

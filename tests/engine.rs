@@ -494,6 +494,27 @@ fn join_shadows_the_collectives_of_active_ranks() {
     assert_eq!(joined(&[0, 0], JoinOptions::default(), &DdpOptions::default()), [0., 0.]);
 }
 
+/// The last rank counts twice in its second backward. A gradient that this one does not use stays as it is.
+#[test]
+fn join_keeps_the_gradient_of_a_parameter_that_is_not_used() {
+    ranks(2, |rank, group| {
+        let vs = VarStore::new(rank.device());
+        let [a, b] = ["a", "b"].map(|name| vs.root().var(name, &[1], nn::Init::Const(1.)));
+        let options = DdpOptions { find_unused_parameters: true, ..DdpOptions::default() };
+        let mut ddp = DistributedDataParallel::new((), &vs, group, options)?;
+        let by_active =
+            JoinOptions { divide_by_initial_world_size: false, ..JoinOptions::default() };
+        ddp.join(by_active, |ddp| {
+            ddp.backward(&(&a + &b).sum(Kind::Float))?;
+            if rank.rank() == 1 {
+                ddp.backward(&a.sum(Kind::Float))?;
+                assert_eq!([&a, &b].map(|it| it.grad().double_value(&[0])), [2., 1.]);
+            }
+            Ok(())
+        })
+    });
+}
+
 #[test]
 fn join_can_throw_on_uneven_inputs() {
     let error = try_ranks(3, |rank, group| {

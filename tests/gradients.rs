@@ -1,5 +1,5 @@
-//! What is in each parameter's `grad`, as PyTorch has it: unused, ignored and skipped parameters, retained graphs,
-//! one backward through several models.
+//! What is in each parameter's `grad`, as PyTorch has it: unused, ignored and skipped parameters, retained graphs, two
+//! models.
 
 use std::process::Command;
 use std::rc::Rc;

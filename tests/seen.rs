@@ -523,9 +523,7 @@ fn replica_check_changes_no_bit() {
         end["parameters_hash"].clone()
     };
     assert_eq!(hash(&plain), hash(&[&plain[..], &["--check-replicas-every=3"]].concat()));
+    // Rank 0 has sent its parameters by then.
     let (code, _, stderr) = run(&["--strategy=dp", "--check-replicas-every=3"]);
-    assert!(
-        code == Some(2) && stderr.contains("--check-replicas-every: needs --strategy ddp"),
-        "{stderr}"
-    );
+    assert_eq!(code, Some(0), "{stderr}");
 }

@@ -93,10 +93,10 @@ pub struct DdpSection {
     #[arg(default_value_t = PowerSgdOptions::default().start_iter, add = POWERSGD)]
     pub powersgd_start_iter: u64,
     /// Allow parameters that the loss does not use
-    #[arg(long, add = Conflict(needs_ddp), add = MayDiffer::OnResume)]
+    #[arg(long, add = MayDiffer::OnResume)]
     pub find_unused_parameters: bool,
     /// Assume that the loss uses the same parameters every step
-    #[arg(long, add = Conflict(needs_ddp), add = MayDiffer::OnResume)]
+    #[arg(long, add = MayDiffer::OnResume)]
     pub static_graph: bool,
     /// Keep buffers, such as running statistics, local to each rank
     #[arg(long, add = Conflict(needs_ddp), add = MayDiffer::OnResume)]
@@ -119,7 +119,7 @@ pub struct DdpSection {
     ///
     /// The first parameter that differs ends the run
     #[arg(long, value_name = "STEPS", value_parser = whole::<u64>(1..))]
-    #[arg(add = Conflict(has_replicas), add = MayDiffer::OnResume, add = RefusedBy::TOOLS)]
+    #[arg(add = MayDiffer::OnResume, add = RefusedBy::TOOLS)]
     pub check_replicas_every: Option<u64>,
 }
 
@@ -168,11 +168,6 @@ fn partitions_optimizer(config: &Config) -> Option<String> {
 fn equal_batches(config: &Config) -> Option<String> {
     needs_ddp(config)?;
     Some("needs --strategy ddp: with dp rank 0 gives every rank a batch of the same size".into())
-}
-
-fn has_replicas(config: &Config) -> Option<String> {
-    needs_ddp(config)?;
-    Some("needs --strategy ddp: with dp rank 0 alone has the parameters".into())
 }
 
 impl Config {

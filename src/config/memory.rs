@@ -86,6 +86,8 @@ impl Config {
         let states = self.optimizer_options().states().len() as f64;
         let parameters = self.parameters();
         let samples = self.data.num_samples.unwrap_or_default();
+        // With `dp`, rank 0 deals the samples of all ranks, too.
+        let orders = if self.is_data_parallel() { 2 * ranks } else { ranks };
         let shuffled = if self.data.no_shuffle { 0.0 } else { samples as f64 };
         let in_each =
             if processes > 1 { format!(" in {processes} processes") } else { String::new() };
@@ -137,7 +139,7 @@ impl Config {
                 "use a smaller one, or a smaller --batch-size",
             ),
             part(
-                ranks as f64 * shuffled * ORDER,
+                orders as f64 * shuffled * ORDER,
                 "num_samples",
                 format!("the shuffled order of {samples} samples on {} takes", all_ranks),
                 "use fewer samples, fewer ranks with --nproc-per-node, or --no-shuffle",

@@ -193,7 +193,7 @@ fn skip_problem(config: &Config) -> Option<String> {
              --comm-hook"
         }
         (.., StrategyKind::Dp) => {
-            "needs --strategy ddp: rank 0 alone would know which steps to skip"
+            "needs --strategy ddp: each rank would decide by its own gradients"
         }
         _ => return None,
     };

@@ -114,7 +114,7 @@ fn needs_classes(config: &Config) -> Option<String> {
 fn scales_losses(config: &Config) -> Option<String> {
     let problem = match (config.training.amp, config.ddp.comm_hook, config.ddp.strategy) {
         (Amp::Fp16, _, StrategyKind::Dp) => {
-            "fp16 needs --strategy ddp: rank 0 alone would know which steps to skip"
+            "fp16 needs --strategy ddp: each rank would decide by its own gradients which steps to skip"
         }
         (Amp::Fp16, CommHookKind::PowerSgd, _) => {
             "fp16 gradients overflow now and then, and powersgd would add the overflow to every later step; use --amp \

@@ -87,7 +87,7 @@ impl Batch {
 }
 
 /// Returns the number of batches in `samples`. With `drop_last` an incomplete last batch is not counted.
-pub(super) fn num_batches(samples: usize, batch_size: usize, drop_last: bool) -> usize {
+fn num_batches(samples: usize, batch_size: usize, drop_last: bool) -> usize {
     if drop_last { samples / batch_size } else { samples.div_ceil(batch_size) }
 }
 
@@ -114,10 +114,10 @@ pub struct DataLoader {
     dataset: Arc<dyn Dataset>,
     /// All inputs and targets on the device, if the data set keeps them there.
     resident: Option<(Tensor, Tensor)>,
-    pub(super) sampler: DistributedSampler,
+    sampler: DistributedSampler,
     batch_size: usize,
     device: Device,
-    pub(super) drop_last: bool,
+    drop_last: bool,
     in_step: bool,
     workers: Option<Workers>,
     /// The group whose failure ends the rank's waits, if one was given.
@@ -271,7 +271,7 @@ impl DataLoader {
     }
 
     /// Returns the first sample as a batch of one, for its shapes and dtypes.
-    pub(super) fn sample(&self) -> Result<Batch> {
+    fn sample(&self) -> Result<Batch> {
         Batch::read(&*self.dataset, &[0]).map_err(Error::data(&[0]))
     }
 

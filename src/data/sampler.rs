@@ -1,7 +1,6 @@
 //! Deals samples to ranks, in exactly PyTorch's order.
 
 use rand_mt::Mt;
-use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
 
@@ -25,7 +24,7 @@ use crate::error::{Error, Result};
 /// # Ok(())
 /// # }
 /// ```
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone)]
 pub struct DistributedSampler {
     len: usize,
     num_replicas: usize,

@@ -1,4 +1,4 @@
-//! Communication hooks: average a bucket of gradients uncompressed, compressed, or with the user's function.
+//! Communication hooks: average a bucket of gradients compressed, or with the user's function.
 
 use std::collections::BTreeMap;
 use std::fmt;

@@ -84,8 +84,8 @@ pub(super) struct Layout {
     pub slots: Vec<ParamSlot>,
     /// What sees this rank's own gradients before they are averaged.
     pub observers: GradObservers,
-    /// The ranks that reduce the gradients, if ranks do.
-    group: Option<Rc<ProcessGroup>>,
+    /// The ranks that reduce the gradients.
+    group: Rc<ProcessGroup>,
     /// The ranks that partition the optimizer, if they do.
     partitioned_over: Option<Rc<ProcessGroup>>,
 }
@@ -106,15 +106,22 @@ impl Layout {
         parameters: &[&NamedTensor],
         options: &DdpOptions,
         in_place: bool,
-        group: Option<Rc<ProcessGroup>>,
+        group: Rc<ProcessGroup>,
     ) -> Result<Self> {
         let slot = |named: &&NamedTensor| ParamSlot::new(named, in_place);
         let slots = parameters.iter().map(slot).collect::<Result<Vec<_>>>()?;
         let tensors: Rc<[Tensor]> = slots.iter().map(|slot| slot.tensor.shallow_clone()).collect();
-        let (buffers, num_flat, order, buckets, observers) = Default::default();
-        let partitioned_over = group.clone().filter(|group| options.partitions(group.world_size()));
-        let mut layout =
-            Self { buffers, num_flat, order, buckets, slots, observers, group, partitioned_over };
+        let partitioned_over = options.partitions(group.world_size()).then(|| group.clone());
+        let mut layout = Self {
+            buffers: Vec::new(),
+            num_flat: 0,
+            order: Vec::new(),
+            buckets: Vec::new(),
+            slots,
+            observers: GradObservers::default(),
+            group,
+            partitioned_over,
+        };
         layout.fill_buckets(&layout.default_order(), options)?;
         layout.buffers.iter().for_each(|buffer| buffer.places.set_tensors(tensors.clone()));
         Ok(layout)
@@ -320,7 +327,7 @@ impl Layout {
                 .sum();
             let zeros = |group| zeros(group, numel, dtype, device);
             let parameters = zeros(self.partitioned_over.as_ref())?;
-            let gradients = zeros(self.group.as_ref())?;
+            let gradients = zeros(Some(&self.group))?;
             self.buffers.push(FlatBuffer { parameters, gradients, places: ParamLayout::default() });
         }
         self.num_flat = self.buffers.len();

@@ -91,6 +91,7 @@ impl ReducerState {
         if factor != 1.0 {
             self.layout.multiply_gradients(factor)?;
         }
+        self.unused.multiplied_by = factor;
         self.mode = match averages {
             false => Mode::Local,
             true if overlaps => Mode::Overlap,
@@ -248,6 +249,7 @@ impl ReducerState {
     pub(super) fn shadow(&mut self, options: &DdpOptions) -> Result<()> {
         self.layout.zero_gradients()?;
         self.reset()?;
+        self.unused.multiplied_by = 1.0;
         // If the ranks agree on unused parameters in this step, this rank uses none. It must not learn from that which
         // ones are always unused.
         let (always_unused, totals) = (self.unused.always.clone(), self.clock.totals);

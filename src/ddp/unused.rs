@@ -10,7 +10,7 @@ use crate::ffi::TorchResult;
 use crate::process_group::{ProcessGroup, ReduceOp};
 
 /// The parameters without a gradient in a step.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct UnusedParams {
     /// With `static_graph`: the parameters that have no gradient on this rank in any step.
     pub always: Option<Vec<usize>>,
@@ -20,6 +20,20 @@ pub(super) struct UnusedParams {
     undefined: Vec<usize>,
     /// Earlier gradients of the parameters that this rank does not use in this step, by index.
     kept: Vec<(usize, Tensor)>,
+    /// The factor by which this step has multiplied the earlier gradients: see [`JoinOptions`](super::JoinOptions).
+    pub multiplied_by: f64,
+}
+
+impl Default for UnusedParams {
+    fn default() -> Self {
+        Self {
+            always: None,
+            have_agreed: false,
+            undefined: Vec::new(),
+            kept: Vec::new(),
+            multiplied_by: 1.0,
+        }
+    }
 }
 
 impl UnusedParams {
@@ -47,7 +61,10 @@ impl UnusedParams {
         }
         if must_agree {
             let kept = unused(layout).filter(|(_, slot)| slot.has_gradient);
-            let kept = kept.map(|(index, slot)| Ok((index, slot.copy_gradient()?)));
+            let kept = kept.map(|(index, slot)| {
+                let gradient = slot.copy_gradient()?.f_div_scalar(self.multiplied_by);
+                Ok((index, gradient.doing("div")?))
+            });
             self.kept = kept.collect::<Result<_>>()?;
         }
         let allows_unused = options.find_unused_parameters || options.static_graph;

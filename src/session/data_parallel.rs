@@ -2,14 +2,15 @@
 //!
 //! It is DDP and three parts. In each step
 //!
-//! 1. rank 0, the only rank with the data, scatters the batches of all ranks: [`ScatterFromRank0`];
+//! 1. rank 0 loads the batches of all ranks and scatters them: [`ScatterFromRank0`]. Each rank also loads its own, which says
+//!    how large it is;
 //! 2. all ranks run forward and backward, as with DDP;
 //! 3. rank 0 gathers the gradients, and averages them: [`GatherOnRank0`];
 //! 4. rank 0 makes the optimizer's step, while the others wait, and broadcasts the parameters: [`StepOnRank0`].
 //!
 //! DDP is better because rank 0 is a bottleneck here. With N ranks, rank 0 sends and receives N - 1 times the data of each
-//! other rank, so every added rank makes a step slower. Rank 0 needs memory for all ranks' gradients, the data and the
-//! optimizer's state, and runs out first. DDP's all_reduce distributes sending and adding evenly, and overlaps with backward.
+//! other rank, so every added rank makes a step slower. Rank 0 needs memory for all ranks' gradients and batches, and runs out
+//! first. DDP's all_reduce distributes sending and adding evenly, and overlaps with backward.
 //! DDP never sends parameters again, because all ranks make the same step.
 
 use std::collections::BTreeMap;
@@ -46,7 +47,10 @@ impl CommHook for GatherOnRank0 {
             return group.gather(bucket.gradients, None, 0);
         }
         let known = self.rooms.remove(&bucket.index);
-        let fits = |room: &Vec<Tensor>| room.iter().all(|it| it.size() == bucket.gradients.size());
+        let alike = |room: &Tensor| {
+            room.kind() == bucket.gradients.kind() && room.size() == bucket.gradients.size()
+        };
+        let fits = |room: &Vec<Tensor>| room.iter().all(alike);
         let room = match known.filter(fits) {
             Some(room) => room,
             None => {

@@ -8,7 +8,7 @@ use super::start_point::StartPoint;
 use crate::config::Config;
 use crate::data::{DataLoader, Dataset};
 use crate::ddp::{DdpOptions, DistributedDataParallel, parameters_hash};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::ffi::Generator;
 use crate::launch::Rank;
 use crate::models::Model;
@@ -60,9 +60,12 @@ impl Training {
         }
         let hash_before_broadcast =
             config.output.explain.then(|| parameters_hash(&vs)).transpose()?;
-        // `verify` also trains with `--strategy dp` where the options are those of DDP.
-        let options =
-            if config.is_data_parallel() { DdpOptions::default() } else { config.ddp_options() };
+        let mut options = config.ddp_options();
+        if config.is_data_parallel() {
+            // `verify` also trains so where there are options that only DDP has.
+            let DdpOptions { find_unused_parameters, static_graph, .. } = options;
+            options = DdpOptions { find_unused_parameters, static_graph, ..DdpOptions::default() };
+        }
         let mut ddp = DistributedDataParallel::new(model, &vs, group.clone(), options)?;
         let mut optimizer = config.optimizer_options().build(ddp.flat_buffers())?;
         let mut loaders = Vec::new();
@@ -92,6 +95,15 @@ impl Training {
         if config.is_data_parallel() {
             trainer = trainer.replace_batches(ScatterFromRank0::new(loaders));
         }
-        config.changed_by_program(trainer)
+        let trainer = config.changed_by_program(trainer)?;
+        if config.is_data_parallel() && trainer.decides_by_gradients() {
+            return Err(Error::InvalidInput(
+                "--strategy dp: each rank would decide by its own gradients which steps to skip; leave out fp16 and \
+                 skip_nonfinite, or use --strategy ddp"
+                    .into(),
+            )
+            .into());
+        }
+        Ok(trainer)
     }
 }

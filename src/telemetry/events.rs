@@ -159,7 +159,7 @@ pub struct RankEnd {
     pub data_wait_seconds: f64,
     /// Its times within its steps. Those in collectives include waiting for others.
     pub phases: PhaseSeconds,
-    /// A 64-bit hash of what must be equal on all ranks. `None` if rank 0 alone has the model.
+    /// A 64-bit hash of what must be equal on all ranks.
     pub replica_hash: u64,
 }
 

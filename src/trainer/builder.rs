@@ -12,7 +12,7 @@ use super::callbacks::{
 };
 use super::loss::LossSum;
 use super::own_step::{OwnStep, Share};
-use super::{Callback, Criterion, LossParts, TrainContext, Trainer, TrainerOptions};
+use super::{Amp, Callback, Criterion, LossParts, TrainContext, Trainer, TrainerOptions};
 use crate::checkpoint::{CheckpointDir, TrainerState};
 use crate::data::{Batch, DataLoader};
 use crate::ddp::DistributedDataParallel;
@@ -130,6 +130,7 @@ impl<M: Forward> Trainer<M> {
     ///   before that is within [`no_sync`](crate::DistributedDataParallel::no_sync). With `accumulate` it runs for each batch, and
     ///   the trainer holds `no_sync` for all but the last. This is checked.
     /// * It makes the same collectives on all ranks.
+    /// * An empty batch, which a rank may get with `exact_mean`, has a loss whose gradients are finite, such as a sum times 0.
     /// * Forward pass and loss run within [`TrainContext::autocast`], and backward outside.
     /// * For a backward of [`TrainContext::ddp_mut`], the step scales the loss with [`TrainContext::scaler`], divides it
     ///   by the number of accumulated batches, and has no `exact_mean`.
@@ -281,6 +282,11 @@ impl<M: Forward> Trainer<M> {
     /// Returns the progress of the run, as a checkpoint stores it.
     pub fn state(&self) -> &TrainerState {
         self.context.state()
+    }
+
+    /// Returns whether the averaged gradients decide if a step is skipped. All ranks must have the same then.
+    pub(crate) fn decides_by_gradients(&self) -> bool {
+        self.context.options.skip_nonfinite.is_some() || self.context.options.amp == Amp::Fp16
     }
 
     /// Returns whether steps may be skipped because they are not finite.

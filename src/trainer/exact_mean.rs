@@ -13,9 +13,9 @@ use crate::process_group::{ReduceOp, Work};
 /// What all ranks' batches of a step count as together.
 #[derive(Debug)]
 pub(super) enum StepCount {
-    /// The number of samples, which the loader knows.
+    /// The number of samples, which a loader knows that is in step with those of the other ranks.
     Samples(usize),
-    /// The sum of what the criterion counts on each rank, on the device, and the all_reduce that computes it.
+    /// The sum of the ranks' counts, on the device, and the all_reduce that computes it.
     Counted { sum: Tensor, all_reduce: Option<Work> },
 }
 
@@ -31,9 +31,11 @@ impl StepCount {
                 if let Some(work) = all_reduce.take() {
                     work.wait()?;
                 }
+                let is_half = matches!(loss.kind(), Kind::Half | Kind::BFloat16);
+                let kind = if is_half { Kind::Float } else { loss.kind() };
                 // On the device: the host does not wait for the sum.
-                sum.f_div_scalar(part)
-                    .and_then(|divisor| loss.f_div(&divisor.f_to_kind(loss.kind())?))
+                let divisor = sum.f_div_scalar(part).and_then(|divisor| divisor.f_to_kind(kind));
+                divisor.and_then(|divisor| loss.f_div(&divisor))
             }
         };
         divided.doing("dividing the loss")
@@ -41,21 +43,24 @@ impl StepCount {
 }
 
 impl<M> TrainContext<M> {
-    /// Finds what all ranks' batches of `step` count as, if samples are to count alike. If the criterion counts, this starts
-    /// an all_reduce of 8 bytes, for which backward waits. A collective.
+    /// Finds what all ranks' batches of `step` count as, if samples are to count alike. If the criterion counts, or the loader
+    /// does not know the other ranks' samples, this starts an all_reduce of 8 bytes, for which backward waits. A collective.
     pub(super) fn count_step_of_all_ranks(&mut self, step: &Step) -> Result<()> {
+        self.step_count = None;
         if !self.options.exact_mean {
             return Ok(());
         }
-        self.step_count = Some(if self.criterion.has_count() {
-            let here =
-                Tensor::f_full([], step.count() as f64, (Kind::Double, self.group().device()));
-            let sum = here.doing("full")?;
-            let all_reduce = Some(self.group().all_reduce_async(&sum, ReduceOp::Sum)?);
-            StepCount::Counted { sum, all_reduce }
-        } else {
-            StepCount::Samples(self.samples_of_all_ranks(&step.batches))
-        });
+        let dealt = self.loader.dealt_in(self.state.samples_seen, step.batches.len());
+        self.step_count =
+            Some(if let Some(samples) = dealt.filter(|_| !self.criterion.has_count()) {
+                StepCount::Samples(samples)
+            } else {
+                let here =
+                    Tensor::f_full([], step.count() as f64, (Kind::Double, self.group().device()));
+                let sum = here.doing("full")?;
+                let all_reduce = Some(self.group().all_reduce_async(&sum, ReduceOp::Sum)?);
+                StepCount::Counted { sum, all_reduce }
+            });
         Ok(())
     }
 }

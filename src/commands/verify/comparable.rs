@@ -120,12 +120,6 @@ pub(super) fn exact_mean_note(config: &Config) -> Option<String> {
     (config.ddp.exact_mean && !config.model.sync_batch_norm).then(|| why.into())
 }
 
-/// Returns a note on why `dp` is not compared with samples of several inputs. `None` if it is, or for another reason.
-pub(super) fn more_inputs_note(config: &Config, with_dp: bool) -> Option<String> {
-    let why = "without dp, which sends one input to each rank";
-    (!with_dp && !config.ddp.exact_mean).then(|| why.into())
-}
-
 /// Returns a note on what would make a program's own model differ. `None` for a built-in model, which is checked.
 pub(super) fn own_model_note(config: &Config) -> Option<String> {
     let name = config.program.name;

@@ -22,8 +22,8 @@ use crate::session::{
 };
 use crate::telemetry::{LogFormat, Printer};
 use comparable::{
-    batch_norm_note, check_comparable, check_fault, exact_mean_note, more_inputs_note,
-    own_model_note, unequal_batches, whole_steps,
+    batch_norm_note, check_comparable, check_fault, exact_mean_note, own_model_note,
+    unequal_batches, whole_steps,
 };
 use difference::{Bound, Comparison, write_head};
 
@@ -138,8 +138,7 @@ impl Verification {
             false => whole_steps(data.training, ranks, config.training.batch_size)?,
         };
         let step_terms = step_samples.saturating_mul(config.tokens_per_sample());
-        let more_inputs = dataset.more_inputs(&[0]).map_err(Error::data(&[0]))?;
-        let with_dp = !config.ddp.exact_mean && more_inputs.is_empty();
+        let with_dp = !config.ddp.exact_mean;
         // One rank uses the same learning rate as N ranks.
         (config.optimization.lr, config.optimization.scale_lr) = (config.lr_for(ranks).0, false);
         config.data.num_samples = Some(dataset.len() as i64);
@@ -160,7 +159,6 @@ impl Verification {
             .chain(batch_norm_note(&config))
             .chain(exact_mean_note(&config))
             .chain(own_model_note(&config))
-            .chain(more_inputs_note(&config, with_dp))
             .chain(config.idle_hook_warning(steps));
         let notes = notes.collect();
         let (config, printer) = (Arc::new(config), printer.clone());
