@@ -115,7 +115,7 @@ impl DistributedSampler {
     }
 
     /// Deals every sample exactly once. Some ranks get one sample more than others, or none. For training that averages
-    /// over samples: [`TrainerOptions::exact_mean`](crate::TrainerOptions::exact_mean).
+    /// over samples: [`TrainerOptions::exact_mean`](crate::trainer::TrainerOptions::exact_mean).
     #[must_use]
     pub fn without_padding(self) -> Self {
         Self { uneven: true, drop_last: false, ..self }

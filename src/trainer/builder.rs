@@ -16,6 +16,8 @@ use super::{Amp, Callback, Criterion, LossParts, TrainContext, Trainer, TrainerO
 use crate::checkpoint::{CheckpointDir, TrainerState};
 use crate::data::{Batch, DataLoader};
 use crate::ddp::DistributedDataParallel;
+#[cfg(doc)]
+use crate::error::Error;
 use crate::error::Result;
 use crate::ffi::Generator;
 use crate::models::Forward;
