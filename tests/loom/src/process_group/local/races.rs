@@ -95,7 +95,6 @@ impl Rank {
             outputs: &[self.tensor.as_mut_ptr().cast()],
             len: CONTENTS,
             op: ReduceOp::Sum,
-            factors: &[],
         };
         // SAFETY: no rank writes to these announcements before all have entered the next exchange, and no other rank
         // touches this tensor.
@@ -130,7 +129,6 @@ impl Rank {
                 outputs: &places,
                 len: slice.len(),
                 op: ReduceOp::Sum,
-                factors: &[],
             };
             // SAFETY: all ranks have met, each of them writes to its own slice, and all tensors stay where
             // they are until all have left.
