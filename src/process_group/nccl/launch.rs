@@ -171,16 +171,18 @@ impl NcclBackend {
         })
     }
 
-    /// Synchronizes the ranks of this process before a call. With `--check-collectives` or a new group, the ranks compare
-    /// their calls, also with those of other processes. This costs one message to each other process, over TCP.
+    /// Synchronizes the ranks of this process before a call. They always compare an all_reduce, which averages gradients.
+    /// With `--check-collectives` or a new group, the ranks compare every call, also with those of other processes. This costs
+    /// one message to each other process, over TCP.
     pub(super) fn exchange_local(&mut self, call: &Call) -> Result<()> {
-        if !self.check && call.operation != Operation::NewGroup {
+        let compares = self.check || call.operation == Operation::NewGroup;
+        if !compares && call.operation != Operation::AllReduce {
             let timeout = call.timeout.unwrap_or(self.shared.run.timeout);
             return self.slot.barrier().wait_at_most(self.slot.rank(), call.at(), timeout);
         }
         let extras = Extras { device: false, contents: 0 };
         self.slot.exchange_calls(self.shared.here.start, call, extras, None)?;
-        let Some(network) = self.elsewhere() else { return Ok(()) };
+        let Some(network) = self.elsewhere().filter(|_| compares) else { return Ok(()) };
         self.slot.on_leader(call.at(), || network.compare(call, || self.slot.call_text()))
     }
 
