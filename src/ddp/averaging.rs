@@ -41,8 +41,8 @@ pub(super) struct BucketTurn {
     pub index: usize,
     /// Whether it is the last bucket of the step.
     pub is_last: bool,
-    /// Whether every rank needs all averages, also if the ranks partition the optimizer.
-    pub is_whole: bool,
+    /// Whether each rank gets its partition of the averages alone.
+    pub scatters: bool,
     /// Whether the rank computes meanwhile.
     pub overlaps: bool,
 }
@@ -78,11 +78,9 @@ impl Averaging {
                 group.all_reduce_list(&bucket.gradients, &bucket.shapes, average(group))?;
                 Ok(true)
             }
-            Self::Flat(path) => reduce_flat(path, &bucket.concat_gradients(slots)?, group, turn),
-            Self::Scatter(path) if turn.is_whole => {
-                reduce_flat(path, &bucket.concat_gradients(slots)?, group, turn)
+            Self::Flat(path) | Self::Scatter(path) => {
+                reduce_flat(path, bucket.concat_gradients(slots)?, group, turn)
             }
-            Self::Scatter(path) => scatter(path, &bucket.concat_gradients(slots)?, group, turn),
             Self::Hook(path, hook) => {
                 let mut gradients = bucket.concat_gradients(slots)?;
                 path.run(group, |group| {
@@ -149,33 +147,27 @@ impl Averaging {
     }
 }
 
-/// Averages `gradients` on all ranks.
+/// Averages `gradients`: all on every rank, or each rank's partition on that rank.
 fn reduce_flat(
     path: &mut ReducePath,
-    gradients: &Tensor,
+    mut gradients: Tensor,
     group: &ProcessGroup,
     turn: BucketTurn,
 ) -> Result<bool> {
     if let Some(works) = path.works_beside(turn) {
-        works.push(group.all_reduce_async(gradients, average(group))?);
+        works.push(if turn.scatters {
+            group.reduce_scatter_async(&gradients, average(group))?
+        } else {
+            group.all_reduce_async(&gradients, average(group))?
+        });
         return Ok(false);
     }
-    let mut gradients = gradients.shallow_clone();
-    path.run(group, |group| group.all_reduce(&mut gradients, average(group)))?;
-    Ok(true)
-}
-
-/// Averages each rank's partition of `gradients` on that rank.
-fn scatter(
-    path: &mut ReducePath,
-    gradients: &Tensor,
-    group: &ProcessGroup,
-    turn: BucketTurn,
-) -> Result<bool> {
-    if let Some(works) = path.works_beside(turn) {
-        works.push(group.reduce_scatter_async(gradients, average(group))?);
-        return Ok(false);
-    }
-    path.run(group, |group| group.reduce_scatter_in_place(gradients, average(group)))?;
+    path.run(group, |group| {
+        if turn.scatters {
+            group.reduce_scatter_in_place(&gradients, average(group))
+        } else {
+            group.all_reduce(&mut gradients, average(group))
+        }
+    })?;
     Ok(true)
 }

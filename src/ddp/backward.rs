@@ -17,22 +17,9 @@ pub struct BackwardOptions {
 }
 
 impl Reducer {
-    /// Computes the gradients of `loss`, in a backward that was called at `call_site`, and averages them if `averages`.
+    /// Computes the gradients of `loss`, in a backward that was called at `call_site`, and averages them if `averages`. After an
+    /// error the caller must [give up](Self::give_up).
     pub(super) fn backward(
-        &self,
-        loss: &Tensor,
-        averages: bool,
-        options: BackwardOptions,
-        call_site: CallSite,
-    ) -> Result<()> {
-        let result = self.run_backward(loss, averages, options, call_site);
-        if result.is_err() {
-            self.give_up();
-        }
-        result
-    }
-
-    fn run_backward(
         &self,
         loss: &Tensor,
         averages: bool,

@@ -3,7 +3,8 @@
 use std::cell::Cell;
 use std::rc::Rc;
 
-/// A guard: gradients stay on their rank until it is dropped. From [`DistributedDataParallel::no_sync`](super::DistributedDataParallel::no_sync).
+/// A guard: gradients stay on their rank until it is dropped. From
+/// [`DistributedDataParallel::no_sync`](super::DistributedDataParallel::no_sync).
 #[derive(Debug)]
 #[must_use = "gradients are averaged again when it is dropped"]
 pub struct NoSync {

@@ -174,7 +174,7 @@ impl ReducerState {
 
     fn reduce_next_bucket(&mut self) -> Result<()> {
         let began = Instant::now();
-        let is_whole = !self.scatters();
+        let scatters = self.scatters();
         let Self { layout, group, averaging, next: index, .. } = self;
         let index = *index;
         if layout.buckets[index].gradients.is_empty() {
@@ -187,7 +187,7 @@ impl ReducerState {
         layout.show_gradients(index)?;
         let is_last = layout.buckets[index + 1..].iter().all(|bucket| bucket.is_skipped);
         let overlaps = self.mode == Mode::Overlap;
-        let turn = BucketTurn { index, is_last, is_whole, overlaps };
+        let turn = BucketTurn { index, is_last, scatters, overlaps };
         if averaging.reduce(&mut layout.buckets[index], &layout.slots, group, turn)? {
             self.clock.totals.communication += began.elapsed();
         }

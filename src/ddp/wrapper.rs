@@ -312,7 +312,8 @@ impl<M> DistributedDataParallel<M> {
     pub fn backward_with(&mut self, loss: &Tensor, options: BackwardOptions) -> Result<()> {
         self.group.next_phase(Operation::Backward);
         let averages = self.averages();
-        self.reducer.backward(loss, averages, options, Location::caller())?;
+        let backward = self.reducer.backward(loss, averages, options, Location::caller());
+        backward.inspect_err(|_| self.reducer.give_up())?;
         let broadcasts = averages && self.options.broadcast_buffers && !self.reducer.is_joining();
         if broadcasts { sync_buffers(&self.tensors, &self.group, 0) } else { Ok(()) }
     }
