@@ -2,6 +2,7 @@
 
 #include <dlfcn.h>
 
+#include <ATen/Context.h>
 #include <ATen/Parallel.h>
 #include <caffe2/core/common.h>
 #include <torch/version.h>
@@ -23,5 +24,8 @@ const char* ddp_library_file(const void* address) {
   if (address == nullptr) address = reinterpret_cast<void*>(&at::get_num_threads);
   return dladdr(address, &info) == 0 ? nullptr : info.dli_fname;
 }
+
+// Has cuDNN leave out kernels whose sums have another order in each run.
+void ddp_leave_out_unordered_cudnn() { at::globalContext().setDeterministicCuDNN(true); }
 
 }  // extern "C"

@@ -13,6 +13,7 @@ unsafe extern "C" {
     fn ddp_torch_version() -> *const c_char;
     fn ddp_loaded_torch_version() -> *const c_char;
     fn ddp_library_file(address: *const c_void) -> *const c_char;
+    fn ddp_leave_out_unordered_cudnn();
 }
 
 /// Returns the version of libtorch that this binary was built for, such as `2.13.0`.
@@ -44,15 +45,20 @@ pub fn check_version() -> Result<()> {
     mismatch(&version(), &loaded, &folder).map_or(Ok(()), |text| Err(Error::InvalidInput(text)))
 }
 
-/// Has MKL choose its kernels for elementwise functions, such as tanh. Call this before threads compute.
+/// Has libtorch choose kernels that repeat their bits. Call this before threads compute.
 ///
-/// MKL chooses in the first call of such a function, without a lock: it stores the type of the processor, and then replaces
-/// it by the number of the kernels for that type. A thread that reads it in between uses other kernels, whose results have
-/// other bits.
+/// MKL chooses its kernels for elementwise functions, such as tanh, in the first call of such a function, without a lock: it
+/// stores the type of the processor, and then replaces it by the index of the kernels for that type. A thread that reads it
+/// in between uses other kernels, whose results have other bits.
+///
+/// cuDNN has convolutions that add up in an order that varies. libtorch leaves them out, as with PyTorch's
+/// `torch.backends.cudnn.deterministic`.
 pub(crate) fn choose_kernels() {
     static CHOSEN: Once = Once::new();
     // This fails only without memory for one number. Then the ranks fail, too, and say so.
     CHOSEN.call_once(|| {
+        // SAFETY: sets a flag of libtorch, before threads read it.
+        unsafe { ddp_leave_out_unordered_cudnn() };
         let one = Tensor::f_zeros([1], (Kind::Float, Device::Cpu));
         let _ = one.and_then(|one| one.f_tanh());
     });
