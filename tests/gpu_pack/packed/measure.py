@@ -21,7 +21,7 @@ from environment import demo, environment, first_run, gpu_check
 from machine import Machine
 from results import Findings, LeftOut, reason, write
 from speed import parts_of_a_step, speed, speed_of_more_models, time_of_a_call
-from two_ranks import collectives, failures, losses_of_two_processes, torch_nccl, two_threads
+from two_ranks import collectives, failures, losses_of_two_processes, torch_nccl, torchrun, two_threads
 
 
 @dataclasses.dataclass
@@ -40,13 +40,14 @@ PARTS = [
     Part("first run", first_run, 90),
     Part("two processes with NCCL on one GPU", losses_of_two_processes, 120),
     Part("two threads with NCCL on one GPU", two_threads, 60),
+    Part("two processes that torchrun starts", torchrun, 60),
     Part("two processes with the NCCL of this torch", torch_nccl, 60),
     Part("collectives of two ranks", collectives, 100),
     Part("losses on the GPU and on the CPU", losses, 150),
     Part("parameters of two ranks beside PyTorch", parameters_beside_pytorch, 60),
     Part("speed of one rank beside PyTorch", speed, 130),
     Part("failures of two ranks", failures, 100),
-    Part("same bits", same_bits, 60),
+    Part("same bits", same_bits, 90),
     Part("more losses", more_losses, 60),
     Part("tests", tests, 90),
     Part("more speed of one rank beside PyTorch", speed_of_more_models, 130, rehearsed=False),

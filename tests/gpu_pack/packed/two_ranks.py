@@ -5,6 +5,7 @@ import lzma
 import os
 import pathlib
 import socket
+import sys
 
 from machine import HERE, SAME_BITS, CommandFailed, check_near, json_lines
 from results import LeftOut
@@ -72,7 +73,7 @@ def free_port():
 
 
 def as_torchrun(rank, port):
-    """The variables that torchrun gives a process, of two. (torchrun itself would look up the machine's name.)"""
+    """The variables that torchrun gives a process, of two."""
     variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "OMP_NUM_THREADS": 4}
     variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     return {name: str(value) for name, value in variables.items()}
@@ -157,6 +158,18 @@ def torch_nccl(machine, findings):
     more["NCCL_DEBUG_FILE"] = str(machine.scratch / "nccl-%p.log")
     end = train(machine, MLP, lambda rank: {"NCCL_HOSTID": f"r{rank}"}, **more)
     compare_with_cpu(machine, findings, MLP, end)
+
+
+def torchrun(machine, findings):
+    """The two processes again, started by torchrun, which also has to end what it has started."""
+    more = shared_gpu(machine).checked_variables()
+    # --standalone would look up the machine's name, which may lead nowhere.
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-addr=127.0.0.1"]
+    command += [f"--master-port={free_port()}", "--no-python", machine.program, "--log-format=json", "--backend=nccl", *MLP]
+    events = json_lines(machine.run(command, **more))
+    if events[0]["device"] != "GPU":
+        raise RuntimeError(f"it ran on the {events[0]['device']}")
+    compare_with_cpu(machine, findings, MLP, next(it for it in events if it["event"] == "end"))
 
 
 # Every collective, dtype and reduction; tests/gpus/collectives.rs plays them on simulated GPUs.
