@@ -103,9 +103,6 @@ fn resume_after_two_stops_ends_with_the_same_bits() {
         "--model=cnn --in-features=64 --sync-batch-norm --optimizer=adamw --num-samples=3001",
         "--model=mlp --strategy=dp --optimizer=adamw --drop-last --num-samples=4099",
         "--find-unused-parameters --comm-hook=bf16 --lr=0.1 --no-shuffle --in-features=9 --batch-size=5 --num-samples=470",
-        "--model=mlp --comm-hook=powersgd --powersgd-start-iter=2 --momentum=0.9 --lr=0.05 --bucket-cap-mb=0.002",
-        "--model=mlp --comm-hook=powersgd --powersgd-start-iter=0 --lr=0.05 --nproc-per-node=3 --spawn=processes",
-        "--model=mlp --comm-hook=powersgd --powersgd-start-iter=90 --optimizer=adamw --bucket-cap-mb=0.002",
     ];
     in_parallel(&some_of(all, 2), |args| {
         let args = format!("{args} --max-epochs=3");

@@ -690,10 +690,6 @@ fn ddp_flags_change_the_schedule_but_no_bit() {
     {
         assert_eq!(hash(&["--model=mlp", flag]), expected, "{flag}");
     }
-    // PowerSGD begins at step 1000, if not said.
-    assert_eq!(hash(&["--model=mlp", "--comm-hook=powersgd"]), expected);
-    let begun = ["--model=mlp", "--comm-hook=powersgd", "--powersgd-start-iter=2"];
-    assert_ne!(hash(&begun), expected);
     assert_ne!(hash(&["--model=mlp", "--comm-hook=bf16"]), expected);
     let end = end(&["--model=mlp", "--bucket-cap-mb=0.001"]);
     assert!(end["bucket_bytes"].as_array().unwrap().len() > 1, "{end}");

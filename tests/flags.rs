@@ -149,7 +149,6 @@ fn companions(flag: &str) -> &'static [&'static str] {
         "milestones" => &["--schedule=multi-step"],
         "gamma" => &["--schedule=multi-step", "--milestones=1"],
         "eta-min" | "schedule-by" => &["--schedule=cosine"],
-        "powersgd-start-iter" => &["--comm-hook=powersgd"],
         "prefetch-factor" => &["--num-workers=1"],
         "val-every" | "patience" => &["--val-fraction=0.5"],
         "save-every" | "save-every-epochs" | "keep-last" => &["--checkpoint-dir=run"],

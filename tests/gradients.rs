@@ -3,9 +3,8 @@
 
 use std::process::Command;
 use std::rc::Rc;
-use std::sync::Mutex;
 
-use ddp_mp::ddp::{BackwardOptions, PowerSgd, PowerSgdOptions, hook_fn};
+use ddp_mp::ddp::{BackwardOptions, hook_fn};
 use ddp_mp::{
     DdpOptions, DistributedDataParallel, Optimizer, ProcessGroup, Rank, ReduceOp, Sgd, SgdOptions,
 };
@@ -16,6 +15,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::harness::{linear, ranks, try_ranks};
 use crate::parity::recorded;
+use crate::shared::power_sgd::{PowerSgd, PowerSgdOptions};
 
 /// Caps that give every parameter a bucket of its own.
 const TINY: f64 = 1e-9;
@@ -488,21 +488,6 @@ fn second_comm_hook_is_refused() {
     });
 }
 
-fn power_sgd() -> Box<PowerSgd> {
-    Box::new(PowerSgd::new(PowerSgdOptions { start_iter: 1, ..PowerSgdOptions::default() }))
-}
-
-/// A model of one matrix, wrapped.
-fn matrix(
-    rank: &Rank,
-    group: Rc<ProcessGroup>,
-) -> anyhow::Result<(Tensor, DistributedDataParallel<()>)> {
-    let vs = VarStore::new(rank.device());
-    let weight = vs.root().var("weight", &[8, 6], nn::Init::Const(1.));
-    let ddp = DistributedDataParallel::new((), &vs, group, DdpOptions::default())?;
-    Ok((weight, ddp))
-}
-
 /// Low-rank factors replace the matrices on the way; only vectors such as biases are sent as they are.
 #[test]
 fn power_sgd_sends_a_fraction_of_the_bytes() {
@@ -528,49 +513,6 @@ fn power_sgd_sends_a_fraction_of_the_bytes() {
         assert!(factors * 20 < all, "{factors} of {all} bytes");
         Ok(())
     });
-}
-
-#[test]
-fn power_sgd_state_resumes_with_another_world_size() {
-    let saved = ranks(2, |rank, group| {
-        let (weight, mut ddp) = matrix(rank, group)?;
-        ddp.register_comm_hook(power_sgd())?;
-        for step in 0..4 {
-            let numbers = Tensor::arange(48, (Kind::Float, Device::Cpu)).view([8, 6]);
-            let factors = (numbers * (step + rank.rank() as i64 + 1) as f64).sin();
-            ddp.zero_grad()?;
-            ddp.backward(&(&weight * factors).sum(Kind::Float))?;
-        }
-        Ok(ddp.comm_hook_state()?)
-    });
-    let [Some(saved), None] = <[_; 2]>::try_from(saved).unwrap() else {
-        panic!("rank 0 alone has it")
-    };
-    assert_eq!(saved.record.counters["iteration"], 4);
-    let names: Vec<&String> = saved.tensors.keys().collect();
-    assert_eq!(names, ["rank0/error/weight", "rank1/error/weight", "shared/factor/weight"]);
-    let mean = (&saved.tensors[names[0]] + &saved.tensors[names[1]]) / 2.;
-    assert!(mean.abs().max().double_value(&[]) > 0.01, "something was lost");
-    let factor = saved.tensors[names[2]].copy();
-    let saved = Mutex::new(saved);
-    let again = ranks(3, move |rank, group| {
-        let (_, mut ddp) = matrix(rank, group)?;
-        let saved = saved.lock().unwrap();
-        let error = ddp.load_comm_hook_state(Some(&saved)).unwrap_err().to_string();
-        assert!(error.contains("hook `powerSGD`, but this run uses no hook"), "{error}");
-        ddp.register_comm_hook(power_sgd())?;
-        let error = ddp.load_comm_hook_state(None).unwrap_err().to_string();
-        assert!(error.contains("has no hook state, but this run uses `powerSGD`"), "{error}");
-        ddp.load_comm_hook_state(Some(&saved))?;
-        drop(saved); // the others wait for it, and this rank will wait for them
-        Ok(ddp.comm_hook_state()?)
-    });
-    let again = again.into_iter().next().flatten().expect("rank 0 has it");
-    assert_eq!(again.record.counters["iteration"], 4);
-    for rank in 0..3 {
-        assert_eq!(again.tensors[&format!("rank{rank}/error/weight")], mean);
-    }
-    assert_eq!(again.tensors["shared/factor/weight"], factor);
 }
 
 /// Trains a small model with an optimizer of tch's.

@@ -250,13 +250,7 @@ fn exact_mean_runs_with_an_empty_last_batch() {
         &["--nproc-per-node=4", "--num-samples=17", "--batch-size=2", "--num-workers=1"],
         &["--nproc-per-node=2", "--num-samples=9", "--batch-size=2", "--amp=fp16"],
         &["--nproc-per-node=3", "--num-samples=7", "--batch-size=1", "--find-unused-parameters"],
-        &[
-            "--nproc-per-node=3",
-            "--num-samples=7",
-            "--batch-size=1",
-            "--comm-hook=powersgd",
-            "--powersgd-start-iter=1",
-        ],
+        &["--nproc-per-node=3", "--num-samples=7", "--batch-size=1", "--comm-hook=bf16"],
         &["--nproc-per-node=3", "--num-samples=7", "--batch-size=1", "--skip-nonfinite=1"],
         &["--nproc-per-node=3", "--num-samples=7", "--batch-size=1", "--no-overlap"],
     ] {

@@ -188,10 +188,6 @@ fn nonfinite_loss_or_parameter_ends_the_run_with_a_reason() {
             ["--amp=fp16", "--strategy=ddp"],
             "--skip-nonfinite: fp16 already skips steps whose gradients overflow",
         ),
-        (
-            ["--comm-hook=powersgd", "--powersgd-start-iter=2"],
-            "powersgd adds unsent parts of gradients to later steps",
-        ),
         (["--strategy=dp", "--lr=1"], "needs --strategy ddp"),
     ] {
         let (code, _, stderr) = run(&[&flags[..], &["--skip-nonfinite=1"]].concat());

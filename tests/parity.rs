@@ -7,9 +7,7 @@ use std::fs;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use ddp_mp::ddp::{
-    CommHook, Compress, GradBucket, JoinOptions, PowerSgd, PowerSgdOptions, hook_fn,
-};
+use ddp_mp::ddp::{CommHook, Compress, GradBucket, JoinOptions, hook_fn};
 use ddp_mp::ffi::{Autocast, backward, fork_rng};
 use ddp_mp::models::{Forward, ModelConfig, ModelKind};
 use ddp_mp::optim::{
@@ -38,6 +36,7 @@ impl<M> Callback<M> for EpochLosses {
 
 use crate::harness::{ranks, repository};
 use crate::kernels::has_recorded_kernels;
+use crate::shared::power_sgd::{PowerSgd, PowerSgdOptions};
 
 pub(crate) fn recorded(name: &str) -> Value {
     let text = fs::read_to_string(repository("tests/parity").join(name)).unwrap();

@@ -1,6 +1,6 @@
 //! `share_model`: one copy of the model gives the bits of a replica for each rank, whatever the options.
 
-use ddp_mp::ddp::{self, JoinOptions, PowerSgd, PowerSgdOptions};
+use ddp_mp::ddp::{self, JoinOptions};
 use ddp_mp::optim::{
     AdamW, AdamWOptions, GradState, Optimizer, ParamSpan, Sgd, SgdOptions, average_gradients,
     clip_grad_norm,
@@ -12,6 +12,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::harness::{linear, ranks, run, some_of};
 use crate::processes::end;
+use crate::shared::power_sgd::{PowerSgd, PowerSgdOptions};
 
 /// Large and small parameters, with lengths that are multiples of a cache line and others.
 pub(crate) const MLP: &[&str] = &["--model=mlp", "--hidden=300,256,129,130", "--num-samples=401"];
@@ -105,7 +106,6 @@ fn shared_model_has_the_bits_of_replicas_with_gradient_options() {
             (2, "--find-unused-parameters --momentum=0.9"),
             (2, "--static-graph --optimizer=adamw"),
             (2, "--comm-hook=bf16 --optimizer=adamw"),
-            (2, "--comm-hook=powersgd --powersgd-start-iter=2"),
             (2, "--bucket-cap-mb=0.1"),
             (2, "--check-replicas-every=2 --explain"),
         ],
@@ -224,8 +224,7 @@ fn further_rank_of_a_shared_model_takes_memory_for_its_gradients_only() {
 /// A checkpoint of one form continues in the other, to the bits of a run without interruption.
 #[test]
 fn checkpoint_of_a_shared_model_resumes_with_replicas_and_back() {
-    let hook = ["--comm-hook=powersgd", "--powersgd-start-iter=2"];
-    for more in some_of([&hook[..], &[]], 1) {
+    for more in some_of([&["--comm-hook=bf16"][..], &[]], 1) {
         let length = ["--nproc-per-node=2", "--optimizer=adamw", "--max-epochs=3"];
         let args = [MLP, &length, more].concat();
         let whole = events(&args);

@@ -10,8 +10,8 @@ use std::sync::Arc;
 
 use super::contents::{Contents, is_checkpoint, may_point, remove_checkpoint};
 use super::layout::{
-    self, ASIDE, BEST, COMM_HOOK, LATEST, LOCK, MODEL, NEW, OPTIMIZER, PROBE, TRAINER, UNFINISHED,
-    folder_of, is_pointer_name, name_of, pointed, step_of, steps_in,
+    self, ASIDE, BEST, LATEST, LOCK, MODEL, NEW, OPTIMIZER, PROBE, TRAINER, UNFINISHED, folder_of,
+    is_pointer_name, name_of, pointed, step_of, steps_in,
 };
 use super::state::{FileMark, Manifest};
 use super::{Checkpoint, Snapshot, tensors};
@@ -185,9 +185,7 @@ impl CheckpointDir {
         }
         fs::create_dir(unfinished).map_err(saving(unfinished))?;
         let mut files = BTreeMap::new();
-        let always = [(MODEL, &snapshot.model), (OPTIMIZER, &snapshot.optimizer)];
-        let comm_hook = snapshot.comm_hook.as_ref().map(|tensors| (COMM_HOOK, tensors));
-        for (name, tensors) in always.into_iter().chain(comm_hook) {
+        for (name, tensors) in [(MODEL, &snapshot.model), (OPTIMIZER, &snapshot.optimizer)] {
             let bytes = tensors::serialize(tensors)?;
             files.insert(name.into(), FileMark::of(&bytes));
             write_file(&unfinished.join(name), &bytes)?;

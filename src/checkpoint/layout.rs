@@ -11,15 +11,13 @@ use crate::files::{Place, read_regular};
 
 pub(super) const MODEL: &str = "model.safetensors";
 pub(super) const OPTIMIZER: &str = "optimizer.safetensors";
-pub(super) const COMM_HOOK: &str = "comm_hook.safetensors";
 pub(crate) const TRAINER: &str = "trainer.json";
 
 /// The files of a checkpoint: name, number of leading bytes to skip, and the bytes with which this program continues.
 /// The first 8 bytes of a safetensors file are the length of its header, which may be any.
-pub(super) const FILES: [(&str, usize, &[u8]); 4] = [
+pub(super) const FILES: [(&str, usize, &[u8]); 3] = [
     (MODEL, 8, br#"{"__metadata__":{"format":"pt"}"#),
     (OPTIMIZER, 8, br#"{"__metadata__":{"format":"pt"}"#),
-    (COMM_HOOK, 8, br#"{"__metadata__":{"format":"pt"}"#),
     (TRAINER, 0, b"{\n  \"format\": "),
 ];
 

@@ -6,7 +6,6 @@
 //! |---|---|
 //! | `model.safetensors` | parameters and buffers, with the names and shapes of PyTorch's `state_dict`: `model.load_state_dict(safetensors.torch.load_file(file))` |
 //! | `optimizer.safetensors` | the optimizer's state, as `parameter/slot`: `weight/momentum_buffer` |
-//! | `comm_hook.safetensors` | the state of the communication hooks of all ranks, if they have any |
 //! | `trainer.json` | [`TrainerState`], and the length and hash of the other files |
 //!
 //! A checkpoint is written into a folder of another name, synced to the disk, and then renamed. A folder with the

@@ -9,12 +9,11 @@ use tch::Tensor;
 use tch::nn::VarStore;
 
 use super::layout::{
-    BEST, COMM_HOOK, MODEL, OPTIMIZER, TRAINER, followed, is_pointer_name, name_of, newest_in,
-    pointed, step_of, steps_in,
+    BEST, MODEL, OPTIMIZER, TRAINER, followed, is_pointer_name, name_of, newest_in, pointed,
+    step_of, steps_in,
 };
 use super::state::{COPY_AGAIN, FileMark, Manifest, PART};
 use super::{TensorFile, TrainerState};
-use crate::ddp::SavedCommHook;
 use crate::error::{Error, Result, Shown};
 use crate::files::{RECOGNIZED_BY, SAFETENSORS, kind_of, mistaken, name_of_kind, open_regular};
 use crate::optim::{Optimizer, ParameterState};
@@ -27,7 +26,6 @@ pub struct Checkpoint {
     state: TrainerState,
     model: TensorFile,
     optimizer: TensorFile,
-    comm_hook: Option<TensorFile>,
 }
 
 impl Checkpoint {
@@ -59,21 +57,18 @@ impl Checkpoint {
             TensorFile::new(file, bytes).map_err(|error| error.to_string())
         };
         let (model, optimizer) = (tensors(MODEL)?, tensors(OPTIMIZER)?);
-        let comm_hook = state.comm_hook.as_ref().map(|_| tensors(COMM_HOOK)).transpose()?;
-        Ok(Self { path: path.into(), state, model, optimizer, comm_hook })
+        Ok(Self { path: path.into(), state, model, optimizer })
     }
 
     /// Broadcasts rank 0's checkpoint to all ranks of `group`. The other ranks need no file. Returns `None` if rank 0
     /// has none. A collective.
     pub(crate) fn broadcast(mine: Option<&Self>, group: &ProcessGroup) -> Result<Option<Self>> {
         let mut header = Vec::new();
-        if let Some(Self { path, state, model, optimizer, comm_hook }) =
-            mine.filter(|_| group.rank() == 0)
-        {
+        if let Some(Self { path, state, model, optimizer }) = mine.filter(|_| group.rank() == 0) {
             let state =
                 serde_json::to_string(state).map_err(|e| Error::InvalidInput(e.to_string()))?;
             let size = |file: &TensorFile| file.bytes().len();
-            let sizes = (size(model), size(optimizer), comm_hook.as_ref().map(size));
+            let sizes = (size(model), size(optimizer));
             header.push((path.clone(), state, sizes));
         }
         group.broadcast_object_list(&mut header, 0)?;
@@ -84,14 +79,12 @@ impl Checkpoint {
         };
         let model = file(mine.map(|mine| &mine.model), MODEL, sizes.0)?;
         let optimizer = file(mine.map(|mine| &mine.optimizer), OPTIMIZER, sizes.1)?;
-        let comm_hook = |size| file(mine.and_then(|mine| mine.comm_hook.as_ref()), COMM_HOOK, size);
-        let comm_hook = sizes.2.map(comm_hook).transpose()?;
         let state = serde_json::from_str(&state).map_err(|error| {
             Error::InvalidInput(format!(
                 "rank 0 sent a {TRAINER} that cannot be read: {error}; start the same ddp-mp in every process"
             ))
         })?;
-        Ok(Some(Self { path, state, model, optimizer, comm_hook }))
+        Ok(Some(Self { path, state, model, optimizer }))
     }
 
     /// Returns the folder that the checkpoint was read from.
@@ -106,10 +99,8 @@ impl Checkpoint {
 
     /// Returns whether all tensors of both, and the states of their gradient scalers, are equal.
     pub(crate) fn has_tensors_of(&self, other: &Self) -> bool {
-        let comm_hook = self.comm_hook.as_ref().map(TensorFile::bytes);
         self.model.bytes() == other.model.bytes()
             && self.optimizer.bytes() == other.optimizer.bytes()
-            && comm_hook == other.comm_hook.as_ref().map(TensorFile::bytes)
             && self.state.scaler == other.state.scaler
     }
 
@@ -119,18 +110,6 @@ impl Checkpoint {
     /// As [`TensorFile::load_into`].
     pub fn load_model(&self, vs: &VarStore) -> Result<()> {
         self.model.load_into(vs)
-    }
-
-    /// Returns the state of the communication hooks of all ranks, if there is one. Pass it to
-    /// [`DistributedDataParallel::load_comm_hook_state`](crate::DistributedDataParallel::load_comm_hook_state).
-    ///
-    /// # Errors
-    /// As [`TensorFile::tensors`].
-    pub fn comm_hook(&self) -> Result<Option<SavedCommHook>> {
-        let (Some(record), Some(file)) = (&self.state.comm_hook, &self.comm_hook) else {
-            return Ok(None);
-        };
-        Ok(Some(SavedCommHook { record: record.clone(), tensors: file.tensors()? }))
     }
 
     /// Loads the saved state into `optimizer`. For every rank that steps.

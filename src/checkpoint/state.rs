@@ -8,7 +8,6 @@ use serde_json::{Map, Value};
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::layout::TRAINER;
-use crate::ddp::CommHookRecord;
 use crate::files::{mistaken, read_regular};
 use crate::optim::GradScalerState;
 use crate::records::{DataFile, ValidationMetrics};
@@ -71,9 +70,6 @@ pub struct TrainerState {
     pub counts: Vec<u64>,
     /// The state of the gradient scaler, if there is one.
     pub scaler: Option<GradScalerState>,
-    /// The state of the communication hook, if it has any.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub comm_hook: Option<CommHookRecord>,
     /// The configuration of the run, by key. A resumed run is compared with it.
     pub options: Map<String, Value>,
 }

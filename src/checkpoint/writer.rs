@@ -8,7 +8,6 @@ use tch::Tensor;
 
 use super::tensors::Copied;
 use super::{CheckpointDir, TrainerState};
-use crate::ddp::SavedCommHook;
 use crate::error::{Error, Result};
 use crate::optim::ParameterState;
 use crate::os::limits::not_started;
@@ -86,7 +85,6 @@ pub struct Snapshot {
     pub(super) state: TrainerState,
     pub(super) model: BTreeMap<String, Copied>,
     pub(super) optimizer: BTreeMap<String, Copied>,
-    pub(super) comm_hook: Option<BTreeMap<String, Copied>>,
 }
 
 impl Snapshot {
@@ -106,21 +104,7 @@ impl Snapshot {
             tensors.into_iter().map(move |(slot, tensor)| (format!("{name}/{slot}"), tensor))
         });
         let model = model.iter().map(|(name, tensor)| (name.clone(), tensor));
-        Ok(Self { state, model: copies(model)?, optimizer: copies(slots)?, comm_hook: None })
-    }
-
-    /// Adds a copy of `saved`, the result of
-    /// [`comm_hook_state`](crate::DistributedDataParallel::comm_hook_state).
-    ///
-    /// # Errors
-    /// As [`take`](Self::take).
-    pub fn with_comm_hook(mut self, saved: Option<&SavedCommHook>) -> Result<Self> {
-        self.state.comm_hook = saved.map(|saved| saved.record.clone());
-        let named = |saved: &SavedCommHook| {
-            copies(saved.tensors.iter().map(|(name, tensor)| (name.clone(), tensor)))
-        };
-        self.comm_hook = saved.map(named).transpose()?;
-        Ok(self)
+        Ok(Self { state, model: copies(model)?, optimizer: copies(slots)? })
     }
 }
 

@@ -8,10 +8,10 @@ use serde_with::{SerializeDisplay, skip_serializing_none};
 use strum::{Display, EnumString, VariantNames};
 
 use super::Config;
-use super::option_rules::{Conflict, MayDiffer, OnlyIf, RefusedBy};
+use super::option_rules::{Conflict, MayDiffer, RefusedBy};
 use super::training::MOST_IN_A_STEP;
 use super::values::{name, number, whole};
-use crate::ddp::{CommHook, Compress, DdpOptions, PowerSgd, PowerSgdOptions};
+use crate::ddp::{CommHook, Compress, DdpOptions};
 use crate::launch::SpawnChoice;
 use crate::process_group::SimulatedCluster;
 
@@ -39,8 +39,6 @@ pub enum CommHookKind {
     Fp16,
     /// Compression to bfloat16.
     Bf16,
-    /// Products of thin matrices, from step [`DdpSection::powersgd_start_iter`] on.
-    PowerSgd,
 }
 
 /// The exchange of gradients between the ranks.
@@ -83,15 +81,9 @@ pub struct DdpSection {
     #[arg(long, add = Conflict(needs_ddp), add = MayDiffer::OnResume)]
     pub no_overlap: bool,
     /// Choose the compression of gradients
-    ///
-    /// powersgd sends them as products of thin matrices
     #[arg(long, value_name = "NAME", value_parser = name::<CommHookKind>())]
     #[arg(default_value_t = CommHookKind::None, add = Conflict(needs_ddp))]
     pub comm_hook: CommHookKind,
-    /// Start powersgd after N steps without compression
-    #[arg(long, value_name = "N", value_parser = whole::<u64>(..))]
-    #[arg(default_value_t = PowerSgdOptions::default().start_iter, add = POWERSGD)]
-    pub powersgd_start_iter: u64,
     /// Allow parameters that the loss does not use
     #[arg(long, add = MayDiffer::OnResume)]
     pub find_unused_parameters: bool,
@@ -122,11 +114,6 @@ pub struct DdpSection {
     #[arg(add = MayDiffer::OnResume, add = RefusedBy::TOOLS)]
     pub check_replicas_every: Option<u64>,
 }
-
-const POWERSGD: OnlyIf = OnlyIf(
-    |config| config.ddp.comm_hook == CommHookKind::PowerSgd,
-    "no gradients go through powersgd; use --comm-hook powersgd",
-);
 
 /// The sizes of a bucket, in MiB: up to 1 TiB.
 const BUCKET_MIB: (Bound<f64>, Bound<f64>) =
@@ -192,30 +179,12 @@ impl Config {
         }
     }
 
-    /// Returns a note if the communication hook has no effect in a run of `steps` steps. `None` if it has an effect.
-    pub(crate) fn idle_hook_warning(&self, steps: u64) -> Option<String> {
-        let is_idle =
-            self.ddp.comm_hook == CommHookKind::PowerSgd && self.ddp.powersgd_start_iter >= steps;
-        is_idle.then(|| {
-            format!(
-                "powersgd begins at step {}, and this run has {steps}: gradients are not compressed; see \
-                 --powersgd-start-iter",
-                self.ddp.powersgd_start_iter
-            )
-        })
-    }
-
     /// Returns the communication hook. `None` if gradients are not compressed.
     pub fn comm_hook(&self) -> Option<Box<dyn CommHook>> {
         match self.ddp.comm_hook {
             CommHookKind::None => None,
             CommHookKind::Fp16 => Some(Box::new(Compress::fp16())),
             CommHookKind::Bf16 => Some(Box::new(Compress::bf16())),
-            CommHookKind::PowerSgd => Some(Box::new(PowerSgd::new(PowerSgdOptions {
-                start_iter: self.ddp.powersgd_start_iter,
-                seed: self.training.seed,
-                ..PowerSgdOptions::default()
-            }))),
         }
     }
 }

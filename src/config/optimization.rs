@@ -7,7 +7,7 @@ use strum::{Display, EnumString, IntoStaticStr, VariantNames};
 
 use super::option_rules::{Conflict, InShortHelp, MayDiffer, OnlyIf, RefusedBy};
 use super::values::{MAX_F32, POSITIVE, format_number, name, number, whole};
-use super::{CommHookKind, Config, StrategyKind};
+use super::{Config, StrategyKind};
 use crate::error::{Error, Result, counted};
 use crate::optim::{AdamWOptions, OptimizerOptions, ParamSpan, Schedule, SgdOptions, Unit};
 use crate::trainer::Amp;
@@ -186,13 +186,9 @@ fn milestones_problem(config: &Config) -> Option<String> {
 }
 
 fn skip_problem(config: &Config) -> Option<String> {
-    let problem = match (config.training.amp, config.ddp.comm_hook, config.ddp.strategy) {
-        (Amp::Fp16, ..) => "fp16 already skips steps whose gradients overflow; remove this",
-        (_, CommHookKind::PowerSgd, _) => {
-            "powersgd adds unsent parts of gradients to later steps, so a value that is not finite would stay; use another \
-             --comm-hook"
-        }
-        (.., StrategyKind::Dp) => {
+    let problem = match (config.training.amp, config.ddp.strategy) {
+        (Amp::Fp16, _) => "fp16 already skips steps whose gradients overflow; remove this",
+        (_, StrategyKind::Dp) => {
             "needs --strategy ddp: each rank would decide by its own gradients"
         }
         _ => return None,

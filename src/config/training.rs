@@ -6,9 +6,9 @@ use clap::Args;
 use serde::Serialize;
 use serde_with::skip_serializing_none;
 
+use super::Config;
 use super::option_rules::{Conflict, InShortHelp, MayDiffer, RefusedBy};
 use super::values::{name, positive_duration, whole};
-use super::{CommHookKind, Config, StrategyKind};
 use crate::models::{Model, ModelKind};
 use crate::runtime::panics;
 use crate::trainer::{Amp, Criterion, Loss, Trainer, TrainerOptions};
@@ -112,15 +112,8 @@ fn needs_classes(config: &Config) -> Option<String> {
 }
 
 fn scales_losses(config: &Config) -> Option<String> {
-    let problem = match (config.training.amp, config.ddp.comm_hook, config.ddp.strategy) {
-        (Amp::Fp16, _, StrategyKind::Dp) => {
-            "fp16 needs --strategy ddp: each rank would decide by its own gradients which steps to skip"
-        }
-        (Amp::Fp16, CommHookKind::PowerSgd, _) => {
-            "fp16 gradients overflow now and then, and powersgd would add the overflow to every later step; use --amp \
-             bf16"
-        }
-        _ => return None,
-    };
-    Some(problem.into())
+    (config.training.amp == Amp::Fp16 && config.is_data_parallel()).then(|| {
+        "fp16 needs --strategy ddp: each rank would decide by its own gradients which steps to skip"
+            .into()
+    })
 }

@@ -127,11 +127,6 @@ impl Averaging {
         if let Self::Hook(_, hook) = self { Some(&**hook) } else { None }
     }
 
-    /// Returns the communication hook, to change its state.
-    pub(super) fn hook_mut(&mut self) -> Option<&mut Box<dyn CommHook>> {
-        if let Self::Hook(_, hook) = self { Some(hook) } else { None }
-    }
-
     fn path(&self) -> Option<&ReducePath> {
         match self {
             Self::InPlace => None,

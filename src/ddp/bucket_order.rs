@@ -4,7 +4,7 @@ use tch::Tensor;
 
 use super::layout::Layout;
 use super::options::DdpOptions;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::ffi::TorchResult;
 use crate::process_group::ProcessGroup;
 
@@ -63,41 +63,5 @@ impl BucketOrder {
         let agreed = agreed.doing("reading rank 0's order")?;
         order = agreed.into_iter().map(|index| index as usize).collect();
         layout.fill_buckets(&order, options)
-    }
-
-    /// Returns the names of all parameters in bucket order. Empty before the first step, after which the buckets are
-    /// rebuilt.
-    pub(super) fn names(&self, layout: &Layout) -> Vec<String> {
-        if self.ready.is_some() {
-            return Vec::new();
-        }
-        let parameters = layout.buckets.iter().flat_map(|bucket| &bucket.parameters);
-        parameters.map(|span| span.name.clone()).collect()
-    }
-
-    /// Rebuilds the buckets in the order of `names`; later steps keep this order.
-    ///
-    /// # Errors
-    /// [`Error::InvalidInput`] when these are not the parameters of the model.
-    pub(super) fn set(
-        &mut self,
-        names: &[String],
-        layout: &mut Layout,
-        options: &DdpOptions,
-    ) -> Result<()> {
-        let index_of = |name: &String| layout.slots.iter().position(|slot| slot.name == *name);
-        let order: Vec<usize> = names.iter().filter_map(index_of).collect();
-        let mut each = order.clone();
-        each.sort_unstable();
-        each.dedup();
-        if names.len() != each.len() || each.len() != layout.slots.len() {
-            return Err(Error::InvalidInput(
-                "the state of the communication hook belongs to a model with other parameters"
-                    .into(),
-            ));
-        }
-        layout.fill_buckets(&order, options)?;
-        self.ready = None;
-        Ok(())
     }
 }

@@ -5,7 +5,7 @@ use std::fmt;
 
 use tch::{Kind, Tensor};
 
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::ffi::TorchResult;
 use crate::optim::ParamSpan;
 use crate::process_group::{ProcessGroup, ReduceOp};
@@ -36,35 +36,6 @@ pub trait CommHook {
     /// # Errors
     /// The errors of the collectives; they end the run.
     fn reduce(&mut self, bucket: &mut GradBucket<'_>, group: &ProcessGroup) -> Result<()>;
-
-    /// Returns the hook's state for a checkpoint; `None` if it has none.
-    ///
-    /// # Errors
-    /// [`Error::Torch`].
-    fn state(&self) -> Result<Option<CommHookState>> {
-        Ok(None)
-    }
-
-    /// Restores `state`, which a hook with the same options returned for a model with the same parameters.
-    ///
-    /// # Errors
-    /// [`Error::InvalidInput`] when it does not fit.
-    fn load_state(&mut self, state: CommHookState) -> Result<()> {
-        let _ = state;
-        Err(Error::InvalidInput(format!("the communication hook `{}` keeps no state", self.name())))
-    }
-}
-
-/// The state of a communication hook on one rank, kept from one step to the next. Follows the `state_dict` of PyTorch's
-/// hook states.
-#[derive(Debug, Default)]
-pub struct CommHookState {
-    /// Numbers by name, the same on all ranks.
-    pub counters: BTreeMap<String, u64>,
-    /// Tensors by name that are the same on all ranks.
-    pub shared: BTreeMap<String, Tensor>,
-    /// Tensors by name that each rank has for itself. All ranks have the same names and shapes.
-    pub local: BTreeMap<String, Tensor>,
 }
 
 impl fmt::Debug for dyn CommHook {

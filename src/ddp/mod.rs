@@ -6,14 +6,14 @@
 //! |---|---|
 //! | `options`, `parameters` | the options; a model's tensors by name, compared over the ranks |
 //! | `bucket`, `param_slot`, `layout`, `bucket_order` | which bucket a parameter is in, and where in memory; the order after the first step |
-//! | `comm_hooks`, `power_sgd` | averages a bucket as the user says, or compressed |
+//! | `comm_hooks` | averages a bucket as the user says, or compressed |
 //! | `unused`, `active_ranks` | which parameters a step does not use, and which ranks have run out of inputs |
 //! | `averaging`, `reduce_path` | how a bucket is averaged, and on which stream or thread |
 //! | `reducer_state`, `reducer` | reduces each bucket when its gradients are complete; `statistics` measures it |
 //! | `backward` | one backward pass |
 //! | `broadcast`, `no_sync` | the same start on all ranks; gradients that stay on their rank |
 //! | `wrapper` | `DistributedDataParallel` |
-//! | `join`, `comm_hook_state`, `grad_observer` | uneven inputs, checkpoints of hooks, gradients before they are averaged |
+//! | `join`, `grad_observer` | uneven inputs, gradients before they are averaged |
 
 mod active_ranks;
 mod averaging;
@@ -21,7 +21,6 @@ mod backward;
 mod broadcast;
 mod bucket;
 mod bucket_order;
-mod comm_hook_state;
 mod comm_hooks;
 mod grad_observer;
 mod join;
@@ -30,7 +29,6 @@ mod no_sync;
 mod options;
 mod param_slot;
 mod parameters;
-mod power_sgd;
 mod reduce_path;
 mod reducer;
 mod reducer_state;
@@ -40,13 +38,11 @@ mod wrapper;
 
 pub use active_ranks::JoinOptions;
 pub use backward::BackwardOptions;
-pub use comm_hook_state::{CommHookRecord, SavedCommHook};
-pub use comm_hooks::{CommHook, CommHookState, Compress, GradBucket, hook_fn};
+pub use comm_hooks::{CommHook, Compress, GradBucket, hook_fn};
 pub use no_sync::NoSync;
 pub use options::DdpOptions;
 pub(crate) use parameters::bytes_of;
 pub(crate) use parameters::tensor_hash;
 pub use parameters::{parameters_hash, state_dict};
-pub use power_sgd::{PowerSgd, PowerSgdOptions};
 pub use statistics::DdpStatistics;
 pub use wrapper::DistributedDataParallel;

@@ -25,9 +25,8 @@ pub(crate) fn explainer(session: &Session, parameters: usize) -> Explainer {
         steps_per_epoch: config.steps_per_epoch(joined_launch.world_size()),
         compression: match config.ddp.comm_hook {
             CommHookKind::None => None,
-            CommHookKind::Fp16 => Some(("float16", 0)),
-            CommHookKind::Bf16 => Some(("bfloat16", 0)),
-            CommHookKind::PowerSgd => Some(("powersgd", config.ddp.powersgd_start_iter)),
+            CommHookKind::Fp16 => Some("float16"),
+            CommHookKind::Bf16 => Some("bfloat16"),
         },
         optimizer: config.optimization.optimizer.into(),
         is_plain: config.optimizer_options().is_plain(),

@@ -170,8 +170,7 @@ impl Session {
         let world_size = joined_launch.world_size();
         let (_, lr_note) = config.lr_for(world_size);
         let notes = joined_launch.notes().into_iter().chain(data.notes.iter().cloned());
-        let steps = config.steps(world_size);
-        let idle = [config.idle_hook_warning(steps), config.schedule_note(world_size)];
+        let schedule_note = config.schedule_note(world_size);
         let ranks_here = joined_launch.placement.devices.len();
         let kill = config.launch.inject_fault.filter(|fault| fault.kind == FaultKind::Kill);
         if let Some(fault) =
@@ -193,7 +192,7 @@ impl Session {
                 cluster.describe(world_size)
             )
         });
-        let notes = notes.chain(lr_note).chain(simulated).chain(idle.into_iter().flatten());
+        let notes = notes.chain(lr_note).chain(simulated).chain(schedule_note);
         notes.for_each(|note| printer.info(&note));
     }
 

@@ -34,13 +34,6 @@ fn check(state: &TrainerState, config: &Config, data_files: &[DataFile]) -> Resu
     if let Some(Err(error)) = state.scaler.as_ref().map(GradScalerState::check) {
         return wrong(error.to_string());
     }
-    let hook = state.comm_hook.as_ref();
-    if let Some(hook) = hook.filter(|hook| hook.world_size != state.world_size) {
-        return wrong(format!(
-            "comm_hook.world_size is {}, but world_size is {}; use another checkpoint",
-            hook.world_size, state.world_size
-        ));
-    }
     if state.data_files.is_empty() {
         return Ok(()); // saved by an older version
     }

@@ -10,7 +10,6 @@ use super::resume_checks::compare;
 use crate::checkpoint::{Checkpoint, CheckpointDir, TRAINER, TensorFile};
 use crate::config::Config;
 use crate::data::hashed;
-use crate::ddp::SavedCommHook;
 use crate::error::{Error, Result, Shown};
 use crate::ffi::Generator;
 use crate::launch::Restarts;
@@ -61,7 +60,6 @@ impl StartPoint {
             let generator = Arc::new(Generator::new(Device::Cpu, config.training.seed, 0)?);
             let (vs, _) = config.build_model(Device::Cpu, &generator, None)?;
             start_point.load_model(&vs)?;
-            start_point.check_comm_hook(&vs, config)?;
         }
         Ok(start_point)
     }
@@ -72,19 +70,6 @@ impl StartPoint {
         self.checkpoint_dir = dir.map(|dir| self.open(dir, config)).transpose()?;
         self.started_from = self.first_file()?;
         Ok(())
-    }
-
-    /// Checks the state of the communication hook, as the ranks would.
-    fn check_comm_hook(&self, vs: &VarStore, config: &Config) -> Result<()> {
-        let Some(checkpoint) = &self.checkpoint else { return Ok(()) };
-        #[allow(clippy::disallowed_methods)] // the order is not used
-        let parameters = vs.variables().into_iter().filter(|(_, tensor)| tensor.requires_grad());
-        let parameters = parameters.map(|(name, _)| name).collect();
-        let saved = checkpoint.comm_hook()?;
-        SavedCommHook::check(saved.as_ref(), config.comm_hook(), &parameters).map_err(|error| {
-            let path = checkpoint.path().shown();
-            Error::InvalidInput(format!("checkpoint {path}: {TRAINER}: {error}"))
-        })
     }
 
     /// Returns the file for [`started_from`](Self::started_from).
@@ -214,32 +199,19 @@ fn newest(dir: &Path, printer: &Printer) -> Result<Option<Checkpoint>> {
 
 #[cfg(test)]
 mod tests {
-    use std::collections::BTreeMap;
     use std::fs;
 
     use super::*;
     use crate::checkpoint::{Snapshot, TrainerState};
-    use crate::config::CommHookKind;
-    use crate::ddp::{CommHookRecord, state_dict};
+    use crate::ddp::state_dict;
     use crate::telemetry::LogFormat;
 
-    /// Resumes with `config` on 2 ranks, from a checkpoint of such a run with this state, and with this state of a hook.
-    fn resume(
-        config: &Config,
-        state: TrainerState,
-        comm_hook: Option<CommHookRecord>,
-    ) -> Result<StartPoint, String> {
+    /// Resumes with `config` on 2 ranks, from a checkpoint of such a run with this state.
+    fn resume(config: &Config, state: TrainerState) -> Result<StartPoint, String> {
         let folder = tempfile::tempdir().unwrap();
         let (vs, _) = config.model_config().build(Device::Cpu, 0).unwrap();
         let state = TrainerState { options: config.options().unwrap(), ..state };
         let snapshot = Snapshot::take(state, &state_dict(&vs).unwrap(), Vec::new()).unwrap();
-        let snapshot = match comm_hook {
-            Some(record) => {
-                let saved = SavedCommHook { record, tensors: BTreeMap::new() };
-                snapshot.with_comm_hook(Some(&saved)).unwrap()
-            }
-            None => snapshot,
-        };
         let saved = CheckpointDir::open(folder.path(), 3).unwrap().write(&snapshot).unwrap();
         let mut config = config.clone();
         config.checkpoints.resume = Some(saved.display().to_string());
@@ -270,12 +242,12 @@ mod tests {
     #[test]
     fn forged_state_is_refused_by_its_field() {
         let config = Config::default();
-        resume(&config, state(), None).unwrap();
+        resume(&config, state()).unwrap();
         // Older checkpoints lack these.
         let older = TrainerState { num_samples: 0, batch_size: 0, max_epochs: 0, ..state() };
-        resume(&config, older, None).unwrap();
+        resume(&config, older).unwrap();
         type Change = fn(&mut TrainerState);
-        let changes: [(&str, Change); 19] = [
+        let changes: [(&str, Change); 18] = [
             ("batch_size is 16, and this run has 32", |it| it.batch_size = 16),
             ("num_samples is 512, and this run has 4096", |it| it.num_samples = 512),
             ("epoch is 65, which is more than the number of steps in", |it| it.epoch = 65),
@@ -308,42 +280,12 @@ mod tests {
                 }))
                 .unwrap();
             }),
-            ("comm_hook.safetensors", |it| it.comm_hook = Some(CommHookRecord::default())),
         ];
         for (expected, change) in changes {
             let mut forged = state();
             change(&mut forged);
-            let told = resume(&config, forged, None).unwrap_err();
+            let told = resume(&config, forged).unwrap_err();
             assert!(told.contains("trainer.json") && told.contains(expected), "{expected}: {told}");
-        }
-    }
-
-    #[test]
-    fn forged_state_of_a_hook_is_refused() {
-        let counters = |draws| BTreeMap::from([("iteration".into(), 70), ("draws".into(), draws)]);
-        let order = vec!["bias".into(), "weight".into()];
-        let name = "powerSGD".to_owned();
-        let right = CommHookRecord { name, counters: counters(3), order, world_size: 2 };
-        let mut config = Config::default();
-        let told = resume(&config, state(), Some(right.clone())).unwrap_err();
-        assert!(told.contains("hook `powerSGD`, but this run uses no hook with state"), "{told}");
-        config.ddp.comm_hook = CommHookKind::PowerSgd;
-        resume(&config, state(), Some(right.clone())).unwrap();
-        let told = resume(&config, state(), None).unwrap_err();
-        assert!(told.contains("has no hook state, but this run uses `powerSGD`"), "{told}");
-        for (expected, forged) in [
-            ("the state of hook `other`", CommHookRecord { name: "other".into(), ..right.clone() }),
-            ("comm_hook.world_size is 3, but", CommHookRecord { world_size: 3, ..right.clone() }),
-            ("comm_hook.order is [\"bias\"], and", {
-                CommHookRecord { order: vec!["bias".into()], ..right.clone() }
-            }),
-            ("has 9223372036854775808 draws", {
-                CommHookRecord { counters: counters(1 << 63), ..right.clone() }
-            }),
-            ("has no `iteration`", CommHookRecord { counters: BTreeMap::new(), ..right.clone() }),
-        ] {
-            let told = resume(&config, state(), Some(forged)).unwrap_err();
-            assert!(told.contains("trainer.json: ") && told.contains(expected), "{told}");
         }
     }
 
@@ -363,13 +305,13 @@ mod tests {
             data_files,
             ..TrainerState::default()
         };
-        assert_eq!(resume(&config, state(known.clone()), None).unwrap().data_files, known);
+        assert_eq!(resume(&config, state(known.clone())).unwrap().data_files, known);
         fs::write(&file, "1,2,3\n4,5,7\n").unwrap();
-        let told = resume(&config, state(known), None).unwrap_err();
+        let told = resume(&config, state(known)).unwrap_err();
         let expected =
             format!("data file {} has changed since the checkpoint was saved (", file.display());
         assert!(told.contains(&expected), "{told}");
-        resume(&config, state(Vec::new()), None).unwrap(); // an older checkpoint
+        resume(&config, state(Vec::new())).unwrap(); // an older checkpoint
     }
 
     #[test]

@@ -74,7 +74,6 @@ impl<M> TrainContext<M> {
     /// Loads all state but the model's.
     fn load(&mut self, checkpoint: &Checkpoint) -> Result<()> {
         checkpoint.load_optimizer(&mut *self.optimizer)?;
-        self.ddp.load_comm_hook_state(checkpoint.comm_hook()?.as_ref())?;
         let saved = checkpoint.state();
         if let Some(scaler) = &saved.scaler {
             self.scaler.load_state(scaler)?;

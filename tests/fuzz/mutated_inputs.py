@@ -42,13 +42,13 @@ FLAGS = ["max-epochs", "batch-size", "model", "hidden", "activation", "dropout",
          "warmup-steps", "n-layer", "n-head", "n-embd", "block-size", "max-grad-norm", "skip-nonfinite", "check-replicas-every", "dataset", "num-samples", "in-features",
          "out-features", "log-every", "val-fraction", "val-every", "num-workers", "prefetch-factor", "seed",
          "save-every", "save-every-epochs", "keep-last", "resume", "init-from", "max-steps", "patience",
-         "nproc-per-node", "bucket-cap-mb", "grad-accum-steps", "comm-hook", "powersgd-start-iter", "timeout",
+         "nproc-per-node", "bucket-cap-mb", "grad-accum-steps", "comm-hook", "timeout",
          "grace-period", "stall-warning", "log-format", "language", "inject-fault", "backend", "strategy", "spawn", "bind", "config"]
 SWITCHES = ["nesterov", "no-shuffle", "drop-last", "drop-last-batch", "scale-lr", "explain", "live", "static-graph",
             "check-collectives", "find-unused-parameters", "no-overlap", "sync-batch-norm", "no-bias"]
 VALUES = ["0", "1", "2", "7", "-1", "0.5", "1e-3", "1e30", "nan", "inf", "mlp", "cnn", "gpt", "mse", "cross-entropy", "fp16",
           "bf16", "auto", "cpu", "gloo", "threaded", "nccl", "dp", "none", "8,8", "1,2,3", "10s", "0s", "best", "random",
-          "digits", "csv:plain.csv", "text:plain.csv", "npy:x.npy,y.npy", "step", "cosine", "powersgd", "zh", "json", "threads", "core", "numa"]
+          "digits", "csv:plain.csv", "text:plain.csv", "npy:x.npy,y.npy", "step", "cosine", "zh", "json", "threads", "core", "numa"]
 
 
 def mutate(data, chance):

@@ -12,7 +12,7 @@ use ddp_mp::ffi::cuda;
 use ddp_mp::launch::{BackendChoice, JoinLaunchOptions, detect};
 use ddp_mp::{
     Backend, DataLoader, Dataset, DdpOptions, DistributedDataParallel, DistributedSampler,
-    JoinOptions, ProcessGroup, ReduceOp,
+    JoinOptions, ProcessGroup, ReduceOp, Sgd, SgdOptions, fork_rng, spawn,
 };
 use serde_json::Value;
 use tch::nn::{self, VarStore};
@@ -20,6 +20,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::harness::{TIMEOUT, free_port, join};
 use crate::machine::{SHARES_GPUS, simulate};
+use crate::shared::power_sgd::{PowerSgd, PowerSgdOptions};
 use crate::shared::surface::{self, Seen, Surface, from_lines, with_threads};
 use crate::shared::{coalesced, functional, groups, kinds, scene};
 
@@ -89,6 +90,10 @@ fn child() {
             kinds::are_reduced(group)?;
             Ok(kinds::go_where_they_should(group)?)
         },
+        "power_sgd" => |group| {
+            println!("parameters {:016x}", with_power_sgd(group)?);
+            Ok(())
+        },
         "surface" => surface,
         "waits" => waits,
         other => panic!("no scene {other}"),
@@ -109,6 +114,43 @@ fn surface(group: &Rc<ProcessGroup>) -> anyhow::Result<()> {
     let seen = surface.run();
     println!("{}", surface::lines(group.rank(), &seen));
     Ok(())
+}
+
+/// Trains with a communication hook that calls libtorch's linear algebra. Returns the hash of the parameters.
+fn with_power_sgd(group: &Rc<ProcessGroup>) -> anyhow::Result<u64> {
+    let vs = VarStore::new(group.device());
+    let layer =
+        |name: &str, from, to| nn::linear(vs.root() / name, from, to, nn::LinearConfig::default());
+    let model = fork_rng(7, || {
+        nn::seq().add(layer("in", 20, 64)).add_fn(|x| x.relu()).add(layer("out", 64, 20))
+    })?;
+    let mut ddp = DistributedDataParallel::new(model, &vs, group.clone(), DdpOptions::default())?;
+    let options = PowerSgdOptions { start_iter: 1, ..PowerSgdOptions::default() };
+    ddp.register_comm_hook(Box::new(PowerSgd::new(options)))?;
+    let mut optimizer = Sgd::new(ddp.flat_buffers(), SgdOptions::default())?;
+    for step in 0..6 {
+        let seed = (step * group.world_size() + group.rank()) as u64;
+        let inputs = fork_rng(seed, || Tensor::rand([32, 20], (Kind::Float, Device::Cpu)))?;
+        ddp.zero_grad()?;
+        let outputs = ddp.forward(&inputs.to_device(group.device()));
+        ddp.backward(&outputs.square().mean(Kind::Float))?;
+        optimizer.step(0.1)?;
+    }
+    Ok(ddp.parameters_hash()?)
+}
+
+/// libtorch loads its linear algebra in the first call, without a lock: threads must not make it at once.
+#[test]
+fn linear_algebra_of_threads_has_the_bits_of_cpu_ranks() {
+    for count in [2, 3] {
+        let on_cpu =
+            spawn(count, |rank| Ok(with_power_sgd(&rank.init_process_group(Backend::Threaded)?)?));
+        let told = play("power_sgd", &[count]);
+        for hash in on_cpu.unwrap() {
+            let expected = format!("parameters {hash:016x}");
+            assert_eq!(told.matches(&expected).count(), count, "{expected}: {told}");
+        }
+    }
 }
 
 /// Samples of different shapes: only the first fits the memory that is pinned for batches.

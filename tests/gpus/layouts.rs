@@ -147,7 +147,6 @@ fn checkpoints_move_between_gpu_and_cpu() {
         "mlp --optimizer=adamw --zero",
         "mlp --amp=fp16",
         "cnn --sync-batch-norm --val-fraction=0.2 --optimizer=adamw",
-        "mlp --comm-hook=powersgd --powersgd-start-iter=2",
     ] {
         let run = |on_gpu: bool, epochs: &str, more: &[&str]| {
             let args = [&args(row)[..], &[epochs], more].concat();

@@ -113,8 +113,6 @@ pub(crate) const GRADIENTS: &[(usize, &str)] = &[
     (2, "mlp --no-overlap --bucket-cap-mb=0.001"),
     (2, "mlp --comm-hook=fp16"),
     (2, "mlp --comm-hook=bf16 --grad-accum-steps=2"),
-    (2, "mlp --comm-hook=powersgd --powersgd-start-iter=3"),
-    (3, "mlp --comm-hook=powersgd --powersgd-start-iter=2 --hidden=64,64,64"),
     (2, "mlp --find-unused-parameters"),
     (2, "mlp --find-unused-parameters --bucket-cap-mb=0.001 --grad-accum-steps=2"),
     (2, "mlp --static-graph --grad-accum-steps=2"),

@@ -10,11 +10,10 @@ use crate::same::args;
 const SCHEDULES: usize = 200;
 
 /// Runs that order streams in different ways: buckets, side streams, copies, messages; ranks that share a GPU.
-const RUNS: [(usize, &str); 12] = [
+const RUNS: [(usize, &str); 11] = [
     (2, "linear --batch-size=64"),
     (2, "mlp --batch-size=64 --bucket-cap-mb=0.001"),
     (2, "mlp --batch-size=64 --num-workers=2 --prefetch-factor=3"),
-    (3, "mlp --batch-size=64 --comm-hook=powersgd --powersgd-start-iter=1"),
     (2, "mlp --batch-size=64 --max-grad-norm=0.1 --amp=fp16"),
     (2, "mlp --batch-size=64 --grad-accum-steps=2 --find-unused-parameters --val-fraction=0.2"),
     (2, "mlp --batch-size=64 --strategy=dp --dropout=0.2"),

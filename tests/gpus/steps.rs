@@ -34,11 +34,10 @@ fn counts(gpus: usize, row: &str, samples: usize) -> Vec<Vec<u64>> {
 }
 
 /// Runs in which the host copies something to a GPU or from it. `FOLDER` is one for files.
-const COPIES: [&str; 13] = [
+const COPIES: [&str; 12] = [
     "mlp --find-unused-parameters --max-epochs=2",
     "mlp --static-graph --bucket-cap-mb=0.001",
     "mlp --bucket-cap-mb=0.001 --max-epochs=2",
-    "mlp --comm-hook=powersgd --powersgd-start-iter=1 --bucket-cap-mb=0.001",
     "mlp --amp=fp16 --max-grad-norm=0.1",
     "mlp --num-workers=2 --max-epochs=2 --val-fraction=0.2",
     "mlp --exact-mean --check-replicas-every=3",

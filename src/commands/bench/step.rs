@@ -102,9 +102,7 @@ fn measure_here(
     let joined_launch = session::join_launch(&config, &command, launch, cuda, printer)?;
     joined_launch.before_ranks(|| config.validate_for(joined_launch.world_size()))?;
     if joined_launch.is_first() {
-        let idle_hook = config.idle_hook_warning((WARM_UP + steps) as u64);
-        let notes = joined_launch.notes().into_iter().chain(idle_hook);
-        notes.for_each(|note| printer.info(&note));
+        joined_launch.notes().iter().for_each(|note| printer.info(note));
     }
     let spawn = session::configured_spawn(&joined_launch, &config, printer);
     let (backend, printer) = (joined_launch.placement.backend, printer.clone());

@@ -158,8 +158,7 @@ impl Verification {
             .into_iter()
             .chain(batch_norm_note(&config))
             .chain(exact_mean_note(&config))
-            .chain(own_model_note(&config))
-            .chain(config.idle_hook_warning(steps));
+            .chain(own_model_note(&config));
         let notes = notes.collect();
         let (config, printer) = (Arc::new(config), printer.clone());
         let verification =

@@ -45,8 +45,8 @@ pub struct RunInfo {
     pub partitions_optimizer: bool,
     /// Steps per epoch.
     pub steps_per_epoch: u64,
-    /// The compressed form of gradients and the first step that uses it; `None` without compression.
-    pub compression: Option<(&'static str, u64)>,
+    /// The compressed form of gradients; `None` without compression.
+    pub compression: Option<&'static str>,
     /// The optimizer's name.
     pub optimizer: &'static str,
     /// `true` if the update is `weight - lr * gradient` and nothing else.
@@ -139,17 +139,15 @@ impl Explainer {
     pub fn first_step(&self, step: &ExplainedStep) {
         let mut lines = self.gradients(step, false);
         lines.push(format!("  {}{}", self.texts.by_hand, mean(&step.ranks)));
-        self.print(&self.explain_gradients(step, self.compression(step.step)), &lines);
+        self.print(&self.explain_gradients(step, self.run_info.compression), &lines);
         self.print(&self.explain_update(step), &self.updates(step));
     }
 
     /// Explains the second step, in short.
     pub fn second_step(&self, step: &ExplainedStep) {
-        let was_compressed = self.compression(step.step.saturating_sub(1)).is_some();
-        let newly_compressed = self.compression(step.step).filter(|_| !was_compressed);
         let mut lines = self.gradients(step, true);
         lines.extend(paragraph(&self.explain_remaining_steps()));
-        self.print(&self.explain_next_step(step.step, newly_compressed), &lines);
+        self.print(&self.explain_next_step(step.step), &lines);
     }
 
     /// Explains the end, after `steps` steps of the whole run. `hashes` has a 64-bit hash of each rank's parameters.
@@ -159,11 +157,6 @@ impl Explainer {
         let are_same = hashes.iter().all(|hash| hash == &hashes[0]);
         lines.extend(paragraph(&self.explain_hashes(are_same)));
         self.print(&self.explain_end(steps), &lines);
-    }
-
-    fn compression(&self, step: u64) -> Option<&'static str> {
-        let (name, from) = self.run_info.compression?;
-        (step >= from).then_some(name)
     }
 
     /// Returns a table with a row per rank: samples, loss, gradient, mean, and the new weight if `with_weight`.

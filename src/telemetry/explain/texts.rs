@@ -210,7 +210,8 @@ impl Explainer {
         let multiplied = step.factors(run_info).map_or(String::new(), |factors| {
             filled(&texts.gradients_exact_mean, &[("factors", factors)])
         });
-        let compressed = form.map_or(String::new(), |form| self.compressed(form));
+        let compressed = form
+            .map_or(String::new(), |form| filled(&texts.gradients_compressed, &[("form", form)]));
         let is_alone = run_info.world_size == 1;
         let heading = if is_alone { &texts.gradients_of_one } else { &texts.gradients_of_ranks };
         let text = if is_alone { &texts.gradients_for_one } else { &texts.gradients_for_each };
@@ -222,11 +223,6 @@ impl Explainer {
             ("weight", &step.weight),
         ];
         self.section(heading, &[text, &compressed, &texts.gradients_largest], &values)
-    }
-
-    /// Explains that gradients are sent in the compressed `form`.
-    pub(super) fn compressed(&self, form: &str) -> String {
-        filled(&self.texts.gradients_compressed, &[("form", form)])
     }
 
     /// Returns the headings of samples, loss, gradient, mean and weight. `num_samples` is `None` if the ranks have
@@ -276,10 +272,9 @@ impl Explainer {
         }
     }
 
-    /// Introduces the next step: with a heading, and with `form` if it is the first whose gradients are compressed.
-    pub(super) fn explain_next_step(&self, step: u64, form: Option<&str>) -> Section {
-        let compressed = form.map_or(String::new(), |form| self.compressed(form));
-        self.section(&self.texts.next_step, &[&compressed], &[("step", &step)])
+    /// Introduces the next step with a heading.
+    pub(super) fn explain_next_step(&self, step: u64) -> Section {
+        self.section(&self.texts.next_step, &[], &[("step", &step)])
     }
 
     /// Explains that training continues in the same way.
@@ -430,7 +425,7 @@ mod tests {
             explainer.explain_gradients(&counted_step(), None),
             explainer.explain_gradients(&step(2), Some("bfloat16")),
             explainer.explain_update(&step(1)),
-            explainer.explain_next_step(1, Some("bfloat16")),
+            explainer.explain_next_step(1),
             explainer.explain_end(1),
             explainer.explain_end(8),
         ];

@@ -134,7 +134,6 @@ impl Checkpoints {
         } else {
             Vec::new()
         };
-        let comm_hook = context.ddp.comm_hook_state()?;
         group.enter_save(step);
         self.saved_at = Some(step);
         let optimizer = context.optimizer_state()?;
@@ -151,8 +150,7 @@ impl Checkpoints {
                 options: self.options.clone(),
                 ..context.state.clone()
             };
-            let snapshot = Snapshot::take(state, &context.ddp.state_dict(), optimizer)?;
-            writer.save(snapshot.with_comm_hook(comm_hook.as_ref())?)?;
+            writer.save(Snapshot::take(state, &context.ddp.state_dict(), optimizer)?)?;
         }
         group.end_phase();
         Ok(())
