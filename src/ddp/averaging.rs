@@ -7,9 +7,9 @@ use tch::Tensor;
 
 use super::comm_hooks::{CommHook, GradBucket, average};
 use super::layout::Bucket;
-use super::param_slot::ParamSlot;
 use super::reduce_path::ReducePath;
 use crate::error::Result;
+use crate::optim::{BucketMemory, ParamMemory};
 use crate::process_group::ProcessGroup;
 
 /// A way to average the gradients of a bucket over the ranks.
@@ -69,26 +69,31 @@ impl Averaging {
     pub(super) fn reduce(
         &mut self,
         bucket: &mut Bucket,
-        slots: &[ParamSlot],
+        parameters: &[ParamMemory],
         group: &ProcessGroup,
         turn: BucketTurn,
     ) -> Result<bool> {
         match self {
             Self::InPlace => {
-                group.all_reduce_list(&bucket.gradients, &bucket.shapes, average(group))?;
+                let BucketMemory { gradients, shapes, .. } = &bucket.memory;
+                group.all_reduce_list(gradients, shapes, average(group))?;
                 Ok(true)
             }
             Self::Flat(path) | Self::Scatter(path) => {
-                reduce_flat(path, bucket.concat_gradients(slots)?, group, turn)
+                reduce_flat(path, bucket.concat_gradients(parameters)?, group, turn)
             }
             Self::Hook(path, hook) => {
-                let mut gradients = bucket.concat_gradients(slots)?;
+                let mut gradients = bucket.concat_gradients(parameters)?;
                 path.run(group, |group| {
-                    let (gradients, parameters) = (&mut gradients, &bucket.parameters);
-                    let BucketTurn { index, is_last, .. } = turn;
-                    hook.reduce(&mut GradBucket { index, is_last, gradients, parameters }, group)?;
+                    let mut reduced = GradBucket {
+                        index: turn.index,
+                        is_last: turn.is_last,
+                        gradients: &mut gradients,
+                        parameters: &bucket.memory.parameters,
+                    };
+                    hook.reduce(&mut reduced, group)?;
                     // A hook may have replaced the tensor, as a Python hook would return a new one.
-                    bucket.copy_back(gradients, slots)
+                    bucket.copy_back(&gradients, parameters)
                 })?;
                 Ok(true)
             }

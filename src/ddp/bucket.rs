@@ -1,10 +1,6 @@
 //! The assignment of parameters to buckets: pure arithmetic, no tensors.
 
-use std::ops::Range;
-
 use tch::Kind;
-
-use crate::optim::ParamSpan;
 
 /// The properties of a parameter that determine its bucket.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -51,64 +47,9 @@ pub(super) fn assign(sizes: &[Size], caps: &[usize]) -> Vec<Vec<usize>> {
     buckets
 }
 
-/// The contents of a flat buffer: the places of its parameters, and the range of each of its buckets.
-#[derive(Debug, Clone, Default)]
-pub(super) struct FlatContents {
-    pub spans: Vec<ParamSpan>,
-    pub buckets: Vec<Range<usize>>,
-}
-
-impl FlatContents {
-    /// Appends a bucket of `numel` elements, padded to a multiple of `multiple`. The starts of its `parameters` count
-    /// from the start of the bucket. Returns its range; `None` if it has no elements.
-    pub(super) fn add(
-        &mut self,
-        parameters: Vec<ParamSpan>,
-        numel: usize,
-        multiple: usize,
-    ) -> Option<Range<usize>> {
-        let start = self.buckets.last().map_or(0, |bucket| bucket.end);
-        let in_buffer = |span: ParamSpan| ParamSpan { start: start + span.start, ..span };
-        self.spans.extend(parameters.into_iter().map(in_buffer));
-        if numel == 0 {
-            return None;
-        }
-        let range = start..start + numel.next_multiple_of(multiple);
-        self.buckets.push(range.clone());
-        Some(range)
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn span(index: usize, start: usize, len: i64) -> ParamSpan {
-        ParamSpan { name: index.to_string(), index, start, shape: vec![len] }
-    }
-
-    #[test]
-    fn buckets_follow_each_other_in_a_flat_buffer() {
-        let mut contents = FlatContents::default();
-        // A parameter takes 16 elements or a multiple of that, with the gap behind it.
-        assert_eq!(contents.add(vec![span(3, 0, 3), span(2, 16, 4)], 32, 1), Some(0..32));
-        assert_eq!(contents.add(vec![span(1, 0, 16)], 16, 48), Some(32..80), "padded");
-        assert_eq!(contents.add(vec![span(0, 0, 1)], 16, 48), Some(80..128));
-        assert_eq!(contents.buckets, [0..32, 32..80, 80..128]);
-        let starts: Vec<usize> = contents.spans.iter().map(|span| span.start).collect();
-        assert_eq!(starts, [0, 16, 32, 80]);
-    }
-
-    #[test]
-    fn bucket_without_elements_has_places_but_no_range() {
-        let mut contents = FlatContents::default();
-        assert_eq!(contents.add(vec![span(1, 0, 0)], 0, 48), None);
-        assert_eq!(contents.add(vec![span(0, 0, 1)], 16, 48), Some(0..48));
-        assert_eq!(contents.add(Vec::new(), 0, 48), None);
-        assert_eq!(contents.add(vec![span(2, 0, 1)], 16, 48), Some(48..96));
-        assert_eq!(contents.buckets, [0..48, 48..96]);
-        assert_eq!(contents.spans, [span(1, 0, 0), span(0, 0, 1), span(2, 48, 1)]);
-    }
 
     fn floats(sizes: &[usize]) -> Vec<Size> {
         sizes.iter().map(|&num_bytes| Size { dtype: Kind::Float, num_bytes }).collect()

@@ -2,7 +2,7 @@
 
 use tch::Tensor;
 
-use super::layout::Layout;
+use super::layout::{Layout, default_order};
 use super::options::DdpOptions;
 use crate::error::Result;
 use crate::ffi::TorchResult;
@@ -52,9 +52,9 @@ impl BucketOrder {
             // Some parameters may be missing, or one bucket gains nothing.
             return Ok(());
         }
-        if order.len() < layout.slots.len() {
+        if order.len() < layout.states.len() {
             // This rank has run out of inputs, or some parameters are never used.
-            order = layout.default_order();
+            order = default_order(layout.states.len());
         }
         let mine: Vec<i64> = order.iter().map(|&index| index as i64).collect();
         let mut agreed = group.to_device(&Tensor::from_slice(&mine))?;

@@ -5,7 +5,7 @@
 //! | file | contents |
 //! |---|---|
 //! | `options`, `parameters` | the options; a model's tensors by name, compared over the ranks |
-//! | `bucket`, `param_slot`, `layout`, `bucket_order` | which bucket a parameter is in, and where in memory; the order after the first step |
+//! | `bucket`, `layout`, `bucket_order` | which bucket a parameter is in; the order after the first step |
 //! | `comm_hooks` | averages a bucket as the user says, or compressed |
 //! | `unused`, `active_ranks` | which parameters a step does not use, and which ranks have run out of inputs |
 //! | `averaging`, `reduce_path` | how a bucket is averaged, and on which stream or thread |
@@ -27,7 +27,6 @@ mod join;
 mod layout;
 mod no_sync;
 mod options;
-mod param_slot;
 mod parameters;
 mod reduce_path;
 mod reducer;

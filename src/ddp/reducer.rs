@@ -15,7 +15,6 @@ use super::parameters::NamedTensor;
 use super::reducer_state::ReducerState;
 use crate::error::{Error, Result};
 use crate::ffi::GradHooks;
-use crate::optim::SharedModel;
 use crate::process_group::{ProcessGroup, num_bytes};
 
 /// The error for a backward outside of `ddp.backward`, after which the ranks would diverge silently.
@@ -70,24 +69,12 @@ impl Reducer {
         self.state.borrow_mut()
     }
 
-    /// Makes the parameters of all ranks of this process the same memory. A collective.
-    pub(super) fn share_parameters(&self) -> Result<()> {
-        let mut state = self.state();
-        if state.group.is_stream_ordered() {
-            return one_rank_per_gpu(&state.group);
-        }
-        let shared = Rc::new(SharedModel::new(local_group(&state.group)?));
-        state.layout.share_parameters(&shared)?;
-        state.shared = Some(shared);
-        Ok(())
-    }
-
     pub(super) fn zero_grad(&self) -> Result<()> {
         self.state().layout.zero_grad()
     }
 
     pub(super) fn bucket_bytes(&self) -> Vec<usize> {
-        let bytes = |b: &Bucket| num_bytes(b.dtype, b.numel);
+        let bytes = |b: &Bucket| num_bytes(b.memory.dtype, b.memory.numel);
         self.state.borrow().layout.buckets.iter().map(bytes).collect()
     }
 
@@ -101,8 +88,8 @@ impl Reducer {
         if !group.is_stream_ordered() {
             return Ok(());
         }
-        let is_partitioned = layout.is_partitioned();
-        for gradients in layout.buckets.iter_mut().flat_map(|bucket| &mut bucket.gradients) {
+        let is_partitioned = layout.memory.is_partitioned();
+        for gradients in layout.buckets.iter_mut().flat_map(|bucket| &mut bucket.memory.gradients) {
             averaging.run(group, |group| {
                 group.all_reduce(gradients, average(group))?;
                 if is_partitioned {
@@ -183,21 +170,4 @@ impl Reducer {
         let ReducerState { averaging, group, .. } = &mut *state;
         let _ = averaging.wait(group);
     }
-}
-
-/// Returns the group of the ranks in this process. A collective.
-fn local_group(group: &Rc<ProcessGroup>) -> Result<Rc<ProcessGroup>> {
-    if group.spans_processes() { group.new_local_group().map(Rc::new) } else { Ok(group.clone()) }
-}
-
-/// Checks that this process has one rank, which then shares its model with nobody: each rank has a GPU of its own.
-fn one_rank_per_gpu(group: &ProcessGroup) -> Result<()> {
-    if group.local_world_size() == 1 {
-        return Ok(());
-    }
-    Err(Error::InvalidInput(format!(
-        "share_model: with backend {} each rank has its own GPU, and GPUs do not share memory; leave share_model \
-         out, or start the ranks on the CPU or on one GPU",
-        group.backend()
-    )))
 }

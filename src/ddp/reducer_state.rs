@@ -12,7 +12,7 @@ use super::options::DdpOptions;
 use super::statistics::BackwardClock;
 use super::unused::UnusedParams;
 use crate::error::{Error, Result};
-use crate::optim::{GradState, SharedModel, average_gradients};
+use crate::optim::{GradState, average_gradients};
 use crate::process_group::{CallContext, ProcessGroup};
 use crate::runtime::CallSite;
 
@@ -36,8 +36,6 @@ pub(super) struct ReducerState {
     unused: UnusedParams,
     /// Options within `join`: what happens when ranks have run out of inputs.
     pub joining: Option<JoinOptions>,
-    /// The model that the ranks of this process share; `None` if each has its own.
-    pub shared: Option<Rc<SharedModel>>,
     pub clock: BackwardClock,
     /// What this backward does with complete gradients.
     mode: Mode,
@@ -54,13 +52,12 @@ pub(super) struct ReducerState {
 impl ReducerState {
     pub(super) fn new(layout: Layout, group: Rc<ProcessGroup>) -> Result<Self> {
         Ok(Self {
-            averaging: Averaging::new(&group, layout.is_partitioned())?,
-            order: BucketOrder::new(layout.slots.len()),
+            averaging: Averaging::new(&group, layout.memory.is_partitioned())?,
+            order: BucketOrder::new(layout.states.len()),
             group,
             layout,
             unused: UnusedParams::default(),
             joining: None,
-            shared: None,
             clock: BackwardClock::new(),
             mode: Mode::AfterBackward,
             is_in_autograd: false,
@@ -79,7 +76,7 @@ impl ReducerState {
         call_site: CallSite,
     ) -> Result<f64> {
         // Gradients of an earlier backward to which this one adds.
-        average_gradients(&self.layout.buffers)?;
+        average_gradients(&self.layout.memory.buffers)?;
         self.reset()?;
         let factor = match self.joining.filter(|_| averages) {
             Some(join) => {
@@ -89,7 +86,7 @@ impl ReducerState {
             None => 1.0,
         };
         if factor != 1.0 {
-            self.layout.multiply_gradients(factor)?;
+            self.layout.memory.multiply_gradients(factor)?;
         }
         self.unused.multiplied_by = factor;
         self.mode = match averages {
@@ -110,19 +107,19 @@ impl ReducerState {
     fn reset(&mut self) -> Result<()> {
         self.next = 0;
         self.error = None;
-        self.shared.iter().for_each(|shared| shared.clear_average());
+        self.layout.memory.average_in_step(None);
         self.clock.begin(&self.group, self.layout.buckets.len());
-        let Layout { buckets, slots, .. } = &mut self.layout;
+        let Layout { buckets, memory, states, .. } = &mut self.layout;
         for bucket in buckets.iter_mut() {
-            bucket.pending = bucket.parameters.len();
+            bucket.pending = bucket.memory.parameters.len();
             bucket.is_skipped = false;
         }
-        slots.iter_mut().for_each(|slot| slot.ready = false);
+        states.iter_mut().for_each(|state| state.ready = false);
         for &index in self.unused.always.iter().flatten() {
             // No hook will run for this parameter, and its bucket may be reduced at any time from now on.
-            slots[index].take_gradient()?;
-            slots[index].ready = true;
-            buckets[slots[index].bucket].pending -= 1;
+            memory.parameters[index].take_gradient()?;
+            states[index].ready = true;
+            buckets[states[index].bucket].pending -= 1;
         }
         self.order.begin();
         Ok(())
@@ -137,20 +134,22 @@ impl ReducerState {
 
     /// Marks a parameter's gradient as complete. During backward, reduces every complete bucket that is next.
     fn mark_ready(&mut self, index: usize) -> Result<()> {
-        let slot = &mut self.layout.slots[index];
-        if slot.ready {
+        let (parameter, state) =
+            (&self.layout.memory.parameters[index], &mut self.layout.states[index]);
+        if state.ready {
             return Err(Error::InvalidInput(format!(
                 "static_graph: `{}` had no gradient in the first step and has one now; set \
                  find_unused_parameters instead",
-                slot.name
+                parameter.name
             )));
         }
-        slot.complete()?;
+        state.used = true;
+        parameter.take_gradient()?;
         if self.mode == Mode::Local {
             return Ok(());
         }
-        slot.ready = true;
-        let bucket = slot.bucket;
+        state.ready = true;
+        let bucket = state.bucket;
         self.group.record_gradient(index, bucket, self.call_site);
         self.layout.buckets[bucket].pending -= 1;
         if self.layout.buckets[bucket].pending == 0 {
@@ -177,7 +176,7 @@ impl ReducerState {
         let scatters = self.scatters();
         let Self { layout, group, averaging, next: index, .. } = self;
         let index = *index;
-        if layout.buckets[index].gradients.is_empty() {
+        if layout.buckets[index].memory.gradients.is_empty() {
             return Ok(()); // all of its parameters are empty
         }
         group.set_context(CallContext {
@@ -188,7 +187,8 @@ impl ReducerState {
         let is_last = layout.buckets[index + 1..].iter().all(|bucket| bucket.is_skipped);
         let overlaps = self.mode == Mode::Overlap;
         let turn = BucketTurn { index, is_last, scatters, overlaps };
-        if averaging.reduce(&mut layout.buckets[index], &layout.slots, group, turn)? {
+        let Layout { buckets, memory, .. } = layout;
+        if averaging.reduce(&mut buckets[index], &memory.parameters, group, turn)? {
             self.clock.totals.communication += began.elapsed();
         }
         Ok(())
@@ -203,31 +203,23 @@ impl ReducerState {
     pub(super) fn reduce_rest(&mut self, options: &DdpOptions) -> Result<()> {
         self.clock.end_of_autograd(&self.group);
         self.unused.account(&mut self.layout, options, &self.group)?;
-        if self.steps_average(options) {
-            self.leave_to_step();
+        if self.step_can_average(options) {
+            self.layout.memory.average_in_step(Some(average(&self.group)));
+            self.next = self.layout.buckets.len();
             return Ok(());
         }
         self.reduce_complete_buckets()
     }
 
-    /// Returns whether the optimizer averages the gradients as it steps: if the ranks share the model, all are in this
-    /// process, and nothing else reads the averages or writes to them.
-    fn steps_average(&self, options: &DdpOptions) -> bool {
-        self.shared.is_some()
-            && !self.group.spans_processes()
+    /// Returns whether the optimizer can average the gradients as it steps, and nothing else reads the averages or writes to
+    /// them.
+    fn step_can_average(&self, options: &DdpOptions) -> bool {
+        self.layout.memory.can_average_in_step()
             && self.averaging.hook().is_none()
             && self.mode != Mode::Overlap
             && self.joining.is_none()
             && self.layout.observers.is_empty()
             && !self.unused.must_agree(options)
-    }
-
-    /// Leaves the gradients to the optimizer's step.
-    fn leave_to_step(&mut self) {
-        if let Some(shared) = &self.shared {
-            shared.set_average(average(&self.group));
-        }
-        self.next = self.layout.buckets.len();
     }
 
     /// Waits for the reductions and ends the step.
@@ -237,24 +229,26 @@ impl ReducerState {
         self.clock.totals.communication += self.averaging.wait(group)?;
         unused.restore_unused(layout, options, group)?;
         self.order.rebuild_buckets(layout, options, group)?;
-        layout.set_gradients(match &self.shared {
-            Some(shared) if shared.averages() => GradState::Complete,
-            _ if scatters => GradState::Partitioned,
-            _ => GradState::Averaged,
+        layout.memory.set_gradients(if layout.memory.averages_in_step() {
+            GradState::Complete
+        } else if scatters {
+            GradState::Partitioned
+        } else {
+            GradState::Averaged
         });
         unused.clear_gradients(layout)
     }
 
     /// Takes part with zero gradients in a step of the ranks that still have inputs.
     pub(super) fn shadow(&mut self, options: &DdpOptions) -> Result<()> {
-        self.layout.zero_gradients()?;
+        self.layout.memory.zero_gradients()?;
         self.reset()?;
         self.unused.multiplied_by = 1.0;
         // If the ranks agree on unused parameters in this step, this rank uses none. It must not learn from that which
         // ones are always unused.
         let (always_unused, totals) = (self.unused.always.clone(), self.clock.totals);
         let uses_all = !self.unused.must_agree(options);
-        self.layout.slots.iter_mut().for_each(|slot| slot.used = uses_all);
+        self.layout.states.iter_mut().for_each(|state| state.used = uses_all);
         self.mode = Mode::AfterBackward;
         self.reduce_rest(options)?;
         self.finish(options)?;

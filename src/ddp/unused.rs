@@ -4,7 +4,6 @@ use tch::Tensor;
 
 use super::layout::Layout;
 use super::options::DdpOptions;
-use super::param_slot::ParamSlot;
 use crate::error::{Error, Result};
 use crate::ffi::TorchResult;
 use crate::process_group::{ProcessGroup, ReduceOp};
@@ -55,24 +54,24 @@ impl UnusedParams {
     ) -> Result<()> {
         let must_agree = self.must_agree(options);
         if options.static_graph && self.always.is_none() {
-            self.always = Some(unused(layout).map(|(index, _)| index).collect());
+            self.always = Some(unused(layout).collect());
         } else if !must_agree {
             self.refuse(layout, group)?;
         }
         if must_agree {
-            let kept = unused(layout).filter(|(_, slot)| slot.has_gradient);
-            let kept = kept.map(|(index, slot)| {
-                let gradient = slot.copy_gradient()?.f_div_scalar(self.multiplied_by);
-                Ok((index, gradient.doing("div")?))
+            let kept = unused(layout).filter(|&index| layout.states[index].has_gradient);
+            let kept = kept.map(|index| {
+                let gradient = layout.memory.parameters[index].copy_gradient()?;
+                Ok((index, gradient.f_div_scalar(self.multiplied_by).doing("div")?))
             });
             self.kept = kept.collect::<Result<_>>()?;
         }
         let allows_unused = options.find_unused_parameters || options.static_graph;
         let skips = options.skip_all_reduce_unused_params && allows_unused;
-        for (number, bucket) in layout.buckets.iter_mut().enumerate() {
+        for (index, bucket) in layout.buckets.iter_mut().enumerate() {
             bucket.pending = 0;
-            let mut slots = layout.slots.iter().filter(|slot| slot.bucket == number);
-            bucket.is_skipped = skips && slots.all(|slot| !slot.used);
+            let mut states = layout.states.iter().filter(|state| state.bucket == index);
+            bucket.is_skipped = skips && states.all(|state| !state.used);
         }
         Ok(())
     }
@@ -90,37 +89,38 @@ impl UnusedParams {
             let unused = unused_on_all_ranks(layout, group)?;
             for (index, gradient) in self.kept.drain(..) {
                 if unused[index] {
-                    layout.slots[index].restore_gradient(&gradient)?;
+                    layout.memory.parameters[index].restore_gradient(&gradient)?;
                 }
             }
-            let slots = layout.slots.iter().enumerate();
-            let without = slots.filter(|&(index, slot)| unused[index] && !slot.has_gradient);
+            let states = layout.states.iter().enumerate();
+            let without = states.filter(|&(index, state)| unused[index] && !state.has_gradient);
             self.undefined = without.map(|(index, _)| index).collect();
-            for buffer in &layout.buffers {
+            for buffer in &layout.memory.buffers {
                 buffer.places.set_unused(&self.undefined);
             }
             self.have_agreed = options.static_graph;
         }
-        for slot in &mut layout.slots {
-            slot.used = false;
-            slot.has_gradient = true;
+        for state in &mut layout.states {
+            state.used = false;
+            state.has_gradient = true;
         }
         for &index in &self.undefined {
-            layout.slots[index].has_gradient = false;
+            layout.states[index].has_gradient = false;
         }
         Ok(())
     }
 
     /// Removes the gradients of the parameters that no rank has used since `zero_grad`.
     pub(super) fn clear_gradients(&self, layout: &Layout) -> Result<()> {
-        self.undefined.iter().try_for_each(|&index| layout.slots[index].clear_grad())
+        self.undefined.iter().try_for_each(|&index| layout.memory.parameters[index].clear_grad())
     }
 
     /// Returns an error unless every parameter had a gradient on this rank.
     fn refuse(&self, layout: &Layout, group: &ProcessGroup) -> Result<()> {
         let is_allowed = |index: &usize| self.always.iter().flatten().any(|known| known == index);
-        let missing = unused(layout).filter(|(index, _)| !is_allowed(index));
-        let names: Vec<&str> = missing.map(|(_, slot)| slot.name.as_str()).collect();
+        let missing = unused(layout).filter(|index| !is_allowed(index));
+        let name = |index: usize| layout.memory.parameters[index].name.as_str();
+        let names: Vec<&str> = missing.map(name).collect();
         if names.is_empty() {
             return Ok(());
         }
@@ -129,14 +129,15 @@ impl UnusedParams {
     }
 }
 
-/// Returns the parameters that had no gradient on this rank.
-fn unused(layout: &Layout) -> impl Iterator<Item = (usize, &ParamSlot)> {
-    layout.slots.iter().enumerate().filter(|(_, slot)| !slot.used)
+/// Returns the indices of the parameters that had no gradient on this rank.
+fn unused(layout: &Layout) -> impl Iterator<Item = usize> {
+    let states = layout.states.iter().enumerate();
+    states.filter(|(_, state)| !state.used).map(|(index, _)| index)
 }
 
 /// Returns for each parameter whether no rank had a gradient for it. A collective.
 fn unused_on_all_ranks(layout: &Layout, group: &ProcessGroup) -> Result<Vec<bool>> {
-    let used: Vec<i32> = layout.slots.iter().map(|slot| i32::from(slot.used)).collect();
+    let used: Vec<i32> = layout.states.iter().map(|state| i32::from(state.used)).collect();
     let mut used = group.to_device(&Tensor::from_slice(&used))?;
     group.all_reduce(&mut used, ReduceOp::Max)?;
     let used = Vec::<i32>::try_from(group.to_host(&used)?);

@@ -151,7 +151,7 @@ impl<M> DistributedDataParallel<M> {
             ddp.sync_module_states(0)?;
         }
         if ddp.options.share_model {
-            ddp.reducer.share_parameters()?;
+            ddp.reducer.state().layout.memory.share()?;
         }
         Ok(ddp)
     }
@@ -255,12 +255,12 @@ impl<M> DistributedDataParallel<M> {
 
     /// Returns each parameter with its bucket, in the order in which hooks number them.
     pub(crate) fn parameter_places(&self) -> Vec<Parameter> {
-        self.reducer.state().layout.parameter_places()
+        self.reducer.state().layout.described()
     }
 
     /// Returns whether each rank keeps a part of the optimizer's state only: [`zero`](DdpOptions::zero).
     pub(crate) fn partitions_optimizer(&self) -> bool {
-        self.reducer.state().layout.is_partitioned()
+        self.reducer.state().layout.memory.is_partitioned()
     }
 
     /// Makes the collectives of a step once, if they are launched on a GPU. All gradients must be zero. A collective.
@@ -274,7 +274,7 @@ impl<M> DistributedDataParallel<M> {
     /// Returns parameters and gradients as flat buffers for an optimizer: one per dtype, and one for each large parameter
     /// whose gradient stays where autograd puts it. Buckets are made of ranges of these buffers.
     pub fn flat_buffers(&self) -> Vec<FlatBuffer> {
-        self.reducer.state().layout.flat_buffers()
+        self.reducer.state().layout.memory.flat_buffers()
     }
 
     /// Removes all gradients, as PyTorch's `zero_grad` does by default (`set_to_none`). Until the next

@@ -3,8 +3,10 @@
 mod adamw;
 mod clip;
 mod flat;
+mod flat_memory;
 mod grad_scaler;
 mod param_layout;
+mod param_memory;
 mod partitions;
 mod saved_state;
 mod schedule;
@@ -13,12 +15,13 @@ mod shared_model;
 
 pub use adamw::{AdamW, AdamWOptions};
 pub use clip::clip_grad_norm;
+pub(crate) use flat_memory::{BucketMemory, FlatMemory};
 pub use grad_scaler::{GradScaler, GradScalerOptions, GradScalerState};
 pub use param_layout::{FlatBuffer, GradState, ParamLayout, ParamSpan};
-pub(crate) use partitions::Partitions;
+pub(crate) use param_memory::ParamMemory;
 pub use schedule::{Schedule, Unit};
 pub use sgd::{Sgd, SgdOptions};
-pub(crate) use shared_model::SharedModel;
+use shared_model::SharedModel;
 pub use shared_model::average_gradients;
 
 use std::collections::BTreeMap;

@@ -129,16 +129,16 @@ impl ParamLayout {
         self.0.borrow().tensors.get(index).map(Tensor::shallow_clone)
     }
 
-    pub(crate) fn set_tensors(&self, tensors: Rc<[Tensor]>) {
+    pub(super) fn set_tensors(&self, tensors: Rc<[Tensor]>) {
         self.0.borrow_mut().tensors = tensors;
     }
 
     /// Returns this rank's side of the model, if the ranks of its process share one.
-    pub(crate) fn shared(&self) -> Option<Rc<SharedModel>> {
+    pub(super) fn shared(&self) -> Option<Rc<SharedModel>> {
         self.0.borrow().shared.clone()
     }
 
-    pub(crate) fn set_shared(&self, shared: Rc<SharedModel>) {
+    pub(super) fn set_shared(&self, shared: Rc<SharedModel>) {
         self.0.borrow_mut().shared = Some(shared);
     }
 
@@ -147,7 +147,7 @@ impl ParamLayout {
         self.0.borrow().partitions.clone()
     }
 
-    pub(crate) fn set(&self, places: Vec<ParamSpan>, partitions: Option<Partitions>) {
+    pub(super) fn set(&self, places: Vec<ParamSpan>, partitions: Option<Partitions>) {
         let mut arrangement = self.0.borrow_mut();
         arrangement.places = places.into();
         arrangement.partitions = partitions.map(Rc::new);

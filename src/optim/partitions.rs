@@ -17,7 +17,7 @@ use crate::ffi::TorchResult;
 use crate::process_group::ProcessGroup;
 
 /// The partitions of a flat buffer.
-pub(crate) struct Partitions {
+pub(super) struct Partitions {
     group: Rc<ProcessGroup>,
     /// The buckets in the buffer, in order. The length of each is a multiple of the number of ranks.
     buckets: Vec<Range<usize>>,
@@ -31,7 +31,7 @@ impl fmt::Debug for Partitions {
 
 impl Partitions {
     /// Returns the partitions of a buffer with these buckets, for the ranks of `group`.
-    pub(crate) fn new(group: Rc<ProcessGroup>, buckets: Vec<Range<usize>>) -> Self {
+    pub(super) fn new(group: Rc<ProcessGroup>, buckets: Vec<Range<usize>>) -> Self {
         Self { group, buckets }
     }
 

@@ -11,13 +11,13 @@ use std::fmt;
 use std::ops::Range;
 use std::rc::Rc;
 
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use super::partitions::gather_gradients;
 use super::{FlatBuffer, GradState};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::ffi::TorchResult;
-use crate::process_group::{ProcessGroup, ReduceOp, join_shapes};
+use crate::process_group::{ProcessGroup, ReduceOp, device_name, join_shapes};
 
 /// Elements per piece: 128 KiB of float32. Small, so that the mean can stay in a cache until the optimizer reads it;
 /// large, so that the kernel calls cost little. 16 Ki to 128 Ki elements take the same time within 5 %. A multiple of a
@@ -41,29 +41,48 @@ impl fmt::Debug for SharedModel {
 }
 
 impl SharedModel {
-    /// Returns this rank's side of a model that the ranks of `group`, all in one process, share.
-    pub(crate) fn new(group: Rc<ProcessGroup>) -> Self {
-        Self { group, average: Cell::default(), scratch: RefCell::default() }
+    /// Returns this rank's side of a model that all ranks of this process share. `None` if it has one rank with a GPU of its
+    /// own. A collective of `group`.
+    ///
+    /// # Errors
+    /// [`Error::InvalidInput`] if each rank of this process has a GPU of its own.
+    pub(super) fn of(group: &Rc<ProcessGroup>) -> Result<Option<Self>> {
+        if group.is_stream_ordered() {
+            return one_rank_per_gpu(group).map(|()| None);
+        }
+        let group =
+            if group.spans_processes() { Rc::new(group.new_local_group()?) } else { group.clone() };
+        let (average, scratch) = (Cell::new(None), RefCell::new(Vec::new()));
+        Ok(Some(Self { group, average, scratch }))
+    }
+
+    /// Refuses to share the memory of another device.
+    pub(super) fn check_device(&self, theirs: Device) -> Result<()> {
+        let mine = self.group.device();
+        if theirs == mine {
+            return Ok(());
+        }
+        Err(Error::InvalidInput(format!(
+            "share_model: this rank is on {} and another on {}, which cannot share memory; start ranks on the CPU or on one \
+             GPU, or leave share_model out",
+            device_name(mine),
+            device_name(theirs)
+        )))
     }
 
     /// Returns the ranks that share the model.
-    pub(crate) fn group(&self) -> &ProcessGroup {
+    pub(super) fn group(&self) -> &ProcessGroup {
         &self.group
     }
 
-    /// Sets how to average the gradients, which are complete on each rank.
-    pub(crate) fn set_average(&self, op: ReduceOp) {
-        self.average.set(Some(op));
+    /// Sets how to average the gradients, which are complete on each rank. `None` if the optimizer has nothing to average.
+    pub(super) fn set_average(&self, op: Option<ReduceOp>) {
+        self.average.set(op);
     }
 
     /// Returns whether the optimizer is to average the gradients as it steps.
-    pub(crate) fn averages(&self) -> bool {
+    pub(super) fn averages(&self) -> bool {
         self.average.get().is_some()
-    }
-
-    /// Clears what [`set_average`](Self::set_average) has set: the optimizer has nothing to average.
-    pub(crate) fn clear_average(&self) {
-        self.average.set(None);
     }
 
     /// Averages this rank's slice of `gradients`, which have one dtype and these `shapes`, and calls `on_piece` for each
@@ -102,6 +121,18 @@ impl SharedModel {
         scratch.push(made.clone());
         Ok(made)
     }
+}
+
+/// Checks that this process has one rank, which then shares its model with nobody: each rank has a GPU of its own.
+fn one_rank_per_gpu(group: &ProcessGroup) -> Result<()> {
+    if group.local_world_size() == 1 {
+        return Ok(());
+    }
+    Err(Error::InvalidInput(format!(
+        "share_model: with backend {} each rank has its own GPU, and GPUs do not share memory; leave share_model \
+         out, or start the ranks on the CPU or on one GPU",
+        group.backend()
+    )))
 }
 
 /// Makes the averaged gradients of a model complete in all `buffers` on every rank. A collective if they are not

@@ -4,10 +4,9 @@ use std::ffi::c_void;
 
 use tch::{Kind, Tensor};
 
-use super::parameters::NamedTensor;
+use super::ParamSpan;
 use crate::error::{Error, Result};
 use crate::ffi::{TorchResult, adopt_grad, move_grad, remove_grad, shares_memory};
-use crate::optim::ParamSpan;
 use crate::process_group::num_bytes;
 
 /// The size of a cache line in bytes.
@@ -28,27 +27,19 @@ enum GradMemory {
     KeptByAutograd(Tensor),
 }
 
-/// A parameter with its bucket and its gradient.
+/// A parameter, and where its gradient is.
 #[derive(Debug)]
-pub(super) struct ParamSlot {
+pub(crate) struct ParamMemory {
     pub name: String,
     pub tensor: Tensor,
-    /// The index of its bucket.
-    pub bucket: usize,
     gradient: GradMemory,
-    /// Whether its gradient is complete in this step.
-    pub ready: bool,
-    /// Whether this rank has computed a gradient for it since the last backward that averaged.
-    pub used: bool,
-    /// Whether it has an averaged gradient: since `zero_grad` at least one rank has used it.
-    pub has_gradient: bool,
 }
 
-impl ParamSlot {
-    /// Returns the slot of a parameter. With `in_place`, a large gradient stays where autograd puts it. Its parameter
-    /// also stays where it is, unless it shares its memory with another tensor.
-    pub(super) fn new(named: &NamedTensor, in_place: bool) -> Result<Self> {
-        let mut tensor = named.tensor.shallow_clone();
+impl ParamMemory {
+    /// Takes a parameter. With `in_place`, a large gradient stays where autograd puts it. Its parameter also stays where it
+    /// is, unless it shares its memory with another tensor.
+    pub(crate) fn new(name: &str, tensor: &Tensor, in_place: bool) -> Result<Self> {
+        let mut tensor = tensor.shallow_clone();
         let bytes = num_bytes(tensor.kind(), tensor.numel());
         // A multiple of a cache line, so that kernels take the same vector paths as in a flat buffer: the same bits.
         let is_in_place = in_place
@@ -65,22 +56,14 @@ impl ParamSlot {
         } else {
             GradMemory::InBuffer { view: Tensor::new(), data: std::ptr::null() }
         };
-        Ok(Self {
-            name: named.name.clone(),
-            tensor,
-            bucket: 0,
-            gradient,
-            ready: false,
-            used: false,
-            has_gradient: false,
-        })
+        Ok(Self { name: name.into(), tensor, gradient })
     }
 
-    pub(super) fn num_bytes(&self) -> usize {
+    pub(crate) fn num_bytes(&self) -> usize {
         num_bytes(self.tensor.kind(), self.tensor.numel())
     }
 
-    /// Returns the parameter's place if it starts at element `start`. `index` is the parameter's own number.
+    /// Returns the parameter's place if it starts at element `start`. `index` is the parameter's own.
     pub(super) fn span(&self, index: usize, start: usize) -> ParamSpan {
         ParamSpan { name: self.name.clone(), index, start, shape: self.tensor.size() }
     }
@@ -103,12 +86,12 @@ impl ParamSlot {
     }
 
     /// Sets the place of the gradient in the flat buffer: a view in the parameter's shape.
-    pub(super) fn set_place(&mut self, view: Tensor) {
+    pub(super) fn set_view(&mut self, view: Tensor) {
         self.gradient = GradMemory::InBuffer { data: view.data_ptr(), view };
     }
 
     /// Moves the gradient to its place in the buffer, or finds where autograd has put it; zeros if there is none.
-    pub(super) fn take_gradient(&self) -> Result<()> {
+    pub(crate) fn take_gradient(&self) -> Result<()> {
         match &self.gradient {
             GradMemory::KeptByAutograd(flat) => adopt_grad(&self.tensor, flat),
             GradMemory::InBuffer { view, data } if view.data_ptr().cast_const() == *data => {
@@ -122,16 +105,8 @@ impl ParamSlot {
         }
     }
 
-    /// Takes the gradient that backward has computed, in a hook of autograd.
-    pub(super) fn complete(&mut self) -> Result<()> {
-        self.used = true;
-        self.take_gradient()
-    }
-
     /// Removes the gradient. In a flat buffer its values stay behind, because the next gradient overwrites them.
-    pub(super) fn remove_gradient(&mut self) -> Result<()> {
-        self.used = false;
-        self.has_gradient = false;
+    pub(crate) fn remove_gradient(&mut self) -> Result<()> {
         remove_grad(&self.tensor)?;
         let GradMemory::KeptByAutograd(flat) = &mut self.gradient else { return Ok(()) };
         let freed = flat.f_set_data(&empty_like(&self.tensor)?);
@@ -139,7 +114,7 @@ impl ParamSlot {
     }
 
     /// Removes the gradient and leaves zeros for the optimizer, whatever a communication hook has left there.
-    pub(super) fn clear_grad(&self) -> Result<()> {
+    pub(crate) fn clear_grad(&self) -> Result<()> {
         self.zero_gradient()?;
         remove_grad(&self.tensor)
     }
@@ -157,7 +132,7 @@ impl ParamSlot {
     }
 
     /// Returns the gradient in the parameter's shape.
-    pub(super) fn gradient(&self) -> Result<Tensor> {
+    pub(crate) fn gradient(&self) -> Result<Tensor> {
         match &self.gradient {
             GradMemory::KeptByAutograd(flat) => flat.f_view(&self.tensor.size()[..]).doing("view"),
             GradMemory::InBuffer { view, .. } => Ok(view.shallow_clone()),
@@ -165,12 +140,12 @@ impl ParamSlot {
     }
 
     /// Returns a copy of the gradient.
-    pub(super) fn copy_gradient(&self) -> Result<Tensor> {
+    pub(crate) fn copy_gradient(&self) -> Result<Tensor> {
         self.gradient()?.f_detach_copy().doing("copying a gradient")
     }
 
     /// Overwrites the gradient with `values`.
-    pub(super) fn restore_gradient(&self, values: &Tensor) -> Result<()> {
+    pub(crate) fn restore_gradient(&self, values: &Tensor) -> Result<()> {
         let mut gradient = self.gradient()?;
         tch::no_grad(|| gradient.f_copy_(values)).doing("copying a gradient")
     }
