@@ -70,7 +70,11 @@ fn main() -> anyhow::Result<()> {
     for width in [32, 64, 128] {
         let replicas = train(width, DdpOptions::default(), 1)?;
         let accumulated = train(width, DdpOptions::default(), BATCHES)?;
-        let shared = train(width, DdpOptions { share_model: true, ..Default::default() }, 1)?;
+        let shared = train(
+            width,
+            DdpOptions { optimizer_layout: OptimizerLayout::SharedModel, ..Default::default() },
+            1,
+        )?;
         for (name, ranks) in
             [("replicas", &replicas), ("accumulate", &accumulated), ("shared", &shared)]
         {

@@ -187,7 +187,7 @@ pub use launch::{
 pub use models::{Dropout, SyncBatchNorm};
 pub use operation::{OpId, Operation};
 pub use optim::{
-    AdamW, AdamWOptions, FlatBuffer, GradScaler, GradScalerOptions, Optimizer, Schedule, Sgd,
-    SgdOptions, Unit,
+    AdamW, AdamWOptions, FlatBuffer, GradScaler, GradScalerOptions, Optimizer, OptimizerLayout,
+    Schedule, Sgd, SgdOptions, Unit,
 };
 pub use process_group::{Backend, P2POp, ProcessGroup, ReduceOp, Traffic, Work};

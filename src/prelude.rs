@@ -18,7 +18,8 @@ pub use crate::ffi::{Autocast, Generator, fork_rng};
 pub use crate::launch::{Rank, Spawn, SpawnError, spawn, spawn_scoped};
 pub use crate::models::{Dropout, Forward, Model, ModelConfig, ModelKind, SyncBatchNorm};
 pub use crate::optim::{
-    AdamW, AdamWOptions, GradScaler, GradScalerOptions, Optimizer, Schedule, Sgd, SgdOptions, Unit,
+    AdamW, AdamWOptions, GradScaler, GradScalerOptions, Optimizer, OptimizerLayout, Schedule, Sgd,
+    SgdOptions, Unit,
 };
 pub use crate::process_group::{Backend, P2POp, ProcessGroup, ReduceOp, Work};
 pub use crate::trainer::{

@@ -17,7 +17,8 @@ use ddp_mp::optim::{
 use ddp_mp::trainer::{Callback, Epoch, Loss, TrainContext, Trainer, TrainerOptions};
 use ddp_mp::{
     AdamWOptions, DataLoader, DdpOptions, DistributedDataParallel, DistributedSampler, FlatBuffer,
-    ProcessGroup, ReduceOp, Schedule, Sgd, SgdOptions, SyncBatchNorm, Targets, TensorDataset,
+    OptimizerLayout, ProcessGroup, ReduceOp, Schedule, Sgd, SgdOptions, SyncBatchNorm, Targets,
+    TensorDataset,
 };
 use serde::Deserialize;
 use serde_json::Value;
@@ -274,7 +275,11 @@ impl DdpCase {
         let options = DdpOptions {
             find_unused_parameters: self.skip.is_some() && !self.static_graph,
             static_graph: self.static_graph,
-            zero: self.zero,
+            optimizer_layout: if self.zero {
+                OptimizerLayout::Partitioned
+            } else {
+                OptimizerLayout::Replicated
+            },
             ..DdpOptions::default()
         };
         let mut ddp = DistributedDataParallel::new(model, vs, group.clone(), options)?;

@@ -11,7 +11,7 @@ use ddp_mp::optim::{OptimizerOptions, ParamSpan, Unit};
 use ddp_mp::trainer::{Loss, Trainer, TrainerOptions};
 use ddp_mp::{
     AdamWOptions, DataLoader, Dataset, DdpOptions, DistributedDataParallel, DistributedSampler,
-    Schedule, TextDataset,
+    OptimizerLayout, Schedule, TextDataset,
 };
 use serde::Deserialize;
 use tch::{Device, Kind, Tensor};
@@ -74,14 +74,6 @@ struct Trained {
     r#final: BTreeMap<String, Vec<f64>>,
 }
 
-/// Where the parameters and the optimizer's state are.
-#[derive(Clone, Copy, PartialEq, Debug)]
-enum Layout {
-    Replicas,
-    ShareModel,
-    Zero,
-}
-
 impl Recorded {
     fn read() -> Self {
         serde_json::from_value(recorded("gpt.json")).unwrap()
@@ -105,7 +97,7 @@ impl Recorded {
         TextDataset::open(&text, self.block_size as usize).unwrap().first(samples).unwrap()
     }
 
-    fn train(&self, case: &Case, layout: Layout) -> Trained {
+    fn train(&self, case: &Case, layout: OptimizerLayout) -> Trained {
         let (recorded, model) = (self.clone(), self.model(case.bias));
         let dataset = Arc::new(self.contexts(case.samples));
         let mut all = ranks(case.world_size, move |rank, group| {
@@ -113,11 +105,7 @@ impl Recorded {
             let sampler = DistributedSampler::new(dataset.len(), rank.world_size(), rank.rank())?;
             let sampler = sampler.seed(recorded.seed);
             let loader = DataLoader::new(dataset.clone(), sampler, recorded.batch, rank.device())?;
-            let options = DdpOptions {
-                share_model: layout == Layout::ShareModel,
-                zero: layout == Layout::Zero,
-                ..DdpOptions::default()
-            };
+            let options = DdpOptions { optimizer_layout: layout, ..DdpOptions::default() };
             let ddp = DistributedDataParallel::new(model, &vs, group, options)?;
             let optimizer = AdamWOptions {
                 betas: recorded.betas,
@@ -216,7 +204,11 @@ fn gpt_trains_as_with_pytorch_ddp() {
     let recorded = Recorded::read();
     let mut missed = Vec::new();
     for case in &recorded.cases {
-        for layout in [Layout::Replicas, Layout::ShareModel, Layout::Zero] {
+        for layout in [
+            OptimizerLayout::Replicated,
+            OptimizerLayout::SharedModel,
+            OptimizerLayout::Partitioned,
+        ] {
             let Trained { losses, bits, r#final } = recorded.train(case, layout);
             assert!(r#final.keys().eq(case.r#final.keys()), "{:?}", r#final.keys());
             assert!(losses.last() < losses.first(), "{losses:?}");

@@ -5,7 +5,7 @@ use ddp_mp::optim::{
     AdamW, AdamWOptions, GradState, Optimizer, ParamSpan, Sgd, SgdOptions, average_gradients,
     clip_grad_norm,
 };
-use ddp_mp::{DdpOptions, DistributedDataParallel, ReduceOp};
+use ddp_mp::{DdpOptions, DistributedDataParallel, OptimizerLayout, ReduceOp};
 use serde_json::Value;
 use tch::nn::{self, ModuleT, VarStore};
 use tch::{Device, Kind, Tensor};
@@ -13,6 +13,10 @@ use tch::{Device, Kind, Tensor};
 use crate::harness::{linear, ranks, run, some_of};
 use crate::processes::end;
 use crate::shared::power_sgd::{PowerSgd, PowerSgdOptions};
+
+fn layout(is_shared: bool) -> OptimizerLayout {
+    if is_shared { OptimizerLayout::SharedModel } else { OptimizerLayout::Replicated }
+}
 
 /// Large and small parameters, with lengths that are multiples of a cache line and others.
 pub(crate) const MLP: &[&str] = &["--model=mlp", "--hidden=300,256,129,130", "--num-samples=401"];
@@ -147,7 +151,8 @@ fn share_model_is_refused_where_ranks_share_no_memory() {
 fn join_with_a_shared_model_is_refused() {
     ranks(2, |_, group| {
         let vs = VarStore::new(Device::Cpu);
-        let options = DdpOptions { share_model: true, ..DdpOptions::default() };
+        let options =
+            DdpOptions { optimizer_layout: OptimizerLayout::SharedModel, ..DdpOptions::default() };
         let mut ddp = DistributedDataParallel::new(model(&vs), &vs, group.clone(), options)?;
         let error = ddp.join(JoinOptions::default(), |_| Ok(())).unwrap_err().to_string();
         assert!(error.contains("a rank without inputs makes no optimizer steps"), "{error}");
@@ -271,7 +276,8 @@ fn ranks_that_share_a_model_have_the_same_parameter_memory() {
     let addresses = ranks(3, |_, group| {
         let vs = VarStore::new(Device::Cpu);
         let model = model(&vs);
-        let options = DdpOptions { share_model: true, ..DdpOptions::default() };
+        let options =
+            DdpOptions { optimizer_layout: OptimizerLayout::SharedModel, ..DdpOptions::default() };
         let mut ddp = DistributedDataParallel::new(model, &vs, group.clone(), options)?;
         let mut optimizer = AdamW::new(ddp.flat_buffers(), AdamWOptions::default())?;
         for step in 0..2 {
@@ -300,7 +306,10 @@ fn gradients_of_a_shared_model_are_averaged_on_request() {
         ranks(2, move |_, group| {
             let vs = VarStore::new(Device::Cpu);
             let model = model(&vs);
-            let options = DdpOptions { share_model: true, ..DdpOptions::default() };
+            let options = DdpOptions {
+                optimizer_layout: OptimizerLayout::SharedModel,
+                ..DdpOptions::default()
+            };
             let mut ddp = DistributedDataParallel::new(model, &vs, group.clone(), options)?;
             let mut optimizer = Sgd::new(ddp.flat_buffers(), SgdOptions::default())?;
             ddp.zero_grad()?;
@@ -335,7 +344,8 @@ fn second_backward_adds_to_the_mean_of_the_first() {
         ranks(2, move |_, group| {
             let vs = VarStore::new(Device::Cpu);
             let model = model(&vs);
-            let options = DdpOptions { share_model, ..DdpOptions::default() };
+            let options =
+                DdpOptions { optimizer_layout: layout(share_model), ..DdpOptions::default() };
             let mut ddp = DistributedDataParallel::new(model, &vs, group.clone(), options)?;
             let momentum = SgdOptions { momentum: 0.9, ..SgdOptions::default() };
             let mut optimizer = Sgd::new(ddp.flat_buffers(), momentum)?;
@@ -360,7 +370,8 @@ fn step_of_a_shared_model_raises_the_version_of_its_parameters() {
     ranks(2, |_, group| {
         let vs = VarStore::new(Device::Cpu);
         let model = model(&vs);
-        let options = DdpOptions { share_model: true, ..DdpOptions::default() };
+        let options =
+            DdpOptions { optimizer_layout: OptimizerLayout::SharedModel, ..DdpOptions::default() };
         let mut ddp = DistributedDataParallel::new(model, &vs, group.clone(), options)?;
         let mut optimizer = AdamW::new(ddp.flat_buffers(), AdamWOptions::default())?;
         ddp.zero_grad()?;
@@ -387,7 +398,8 @@ fn dtypes_and_parts_of_a_shared_model_are_stepped_as_replicas() {
             let (empty, bias) = (var("empty", &[0], Kind::Float), var("bias", &[256], Kind::Float));
             let scale = var("scale", &[256], Kind::Double);
             let weight = var("weight", &[256, 256], Kind::Float);
-            let options = DdpOptions { share_model, ..DdpOptions::default() };
+            let options =
+                DdpOptions { optimizer_layout: layout(share_model), ..DdpOptions::default() };
             let mut ddp = DistributedDataParallel::new((), &vs, group.clone(), options)?;
             let options = AdamWOptions { decays: ParamSpan::is_weight, ..AdamWOptions::default() };
             let mut optimizer = AdamW::new(ddp.flat_buffers(), options)?;
@@ -436,7 +448,11 @@ fn shared_model_can_be_wrapped_again() {
             let vs = VarStore::new(Device::Cpu);
             let model = model(&vs);
             for share_model in shared {
-                let options = DdpOptions { share_model, init_sync, ..DdpOptions::default() };
+                let options = DdpOptions {
+                    optimizer_layout: layout(share_model),
+                    init_sync,
+                    ..DdpOptions::default()
+                };
                 let mut ddp = DistributedDataParallel::new((), &vs, group.clone(), options)?;
                 let mut optimizer = Sgd::new(ddp.flat_buffers(), SgdOptions::default())?;
                 for step in 0..2 {
@@ -471,7 +487,7 @@ fn buckets_of_a_shared_model_are_those_of_replicas() {
             let (a, b, c) = (var("a", [128, 64]), var("b", [32, 128]), var("c", [64, 32]));
             let cap = 0.02; // two parameters, or a larger one
             let options = DdpOptions {
-                share_model,
+                optimizer_layout: layout(share_model),
                 bucket_cap_mb: cap,
                 first_bucket_mb: cap,
                 ..DdpOptions::default()
@@ -503,7 +519,8 @@ fn state_of_a_shared_model_is_loaded_after_all_have_read_it() {
     let (send, receive) = crossbeam::channel::bounded(1);
     ranks(2, move |_, group| {
         let vs = VarStore::new(Device::Cpu);
-        let options = DdpOptions { share_model: true, ..DdpOptions::default() };
+        let options =
+            DdpOptions { optimizer_layout: OptimizerLayout::SharedModel, ..DdpOptions::default() };
         let mut ddp = DistributedDataParallel::new(model(&vs), &vs, group.clone(), options)?;
         let mut optimizer = AdamW::new(ddp.flat_buffers(), AdamWOptions::default())?;
         let values = |optimizer: &AdamW| -> anyhow::Result<Vec<Tensor>> {

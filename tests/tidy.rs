@@ -155,6 +155,12 @@ fn words_of_one_room_stay_there() {
         // Checkpoints name what PyTorch's wrappers put before a tensor's name.
         let may = ["session/data_parallel.rs", "checkpoint/tensors.rs"].contains(&&*name);
         assert!(may || !found, "{name} names a part of session/data_parallel.rs");
+        // Where a layout of the optimizer is made, chosen and explained.
+        let layouts = ["optim/", "config/", "session/checked_placement.rs", "telemetry/explain/"];
+        let may = layouts.iter().any(|room| name.starts_with(room));
+        for word in ["SharedModel", "Partitioned", "share_model", "shares_model"] {
+            assert!(may || !code.contains(word), "{name} names {word}, a layout of optim");
+        }
     }
 }
 

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use ddp_mp::ddp::JoinOptions;
 use ddp_mp::optim::{AdamW, AdamWOptions, GradState, Optimizer, ParameterState};
-use ddp_mp::{DdpOptions, DistributedDataParallel};
+use ddp_mp::{DdpOptions, DistributedDataParallel, OptimizerLayout};
 use serde_json::Value;
 use tch::nn::{Module, VarStore};
 use tch::{Device, Kind, Tensor};
@@ -15,6 +15,10 @@ use crate::processes::end;
 use crate::share_model::{
     CNN, MLP, events, failures_end_the_run, inputs, model, same_with, verify_finds_no_difference,
 };
+
+fn layout(is_partitioned: bool) -> OptimizerLayout {
+    if is_partitioned { OptimizerLayout::Partitioned } else { OptimizerLayout::Replicated }
+}
 
 #[track_caller]
 fn same(base: &[&str], rows: &[(usize, &str)]) {
@@ -103,14 +107,11 @@ fn zero_is_refused_with_share_model_dp_and_join() {
     }
     ranks(2, |_, group| {
         let vs = VarStore::new(Device::Cpu);
-        let options = DdpOptions { zero: true, share_model: true, ..DdpOptions::default() };
-        let wrapped = DistributedDataParallel::new(model(&vs), &vs, group.clone(), options);
-        let error = wrapped.unwrap_err().to_string();
-        assert!(error.contains("zero cannot be used with share_model"), "{error}");
-        let options = DdpOptions { zero: true, ..DdpOptions::default() };
+        let options =
+            DdpOptions { optimizer_layout: OptimizerLayout::Partitioned, ..DdpOptions::default() };
         let mut ddp = DistributedDataParallel::new(model(&vs), &vs, group.clone(), options)?;
         let error = ddp.join(JoinOptions::default(), |_| Ok(())).unwrap_err().to_string();
-        assert!(error.contains("join cannot be used with zero"), "{error}");
+        assert!(error.contains("join cannot be used with OptimizerLayout::Partitioned"), "{error}");
         Ok(())
     });
 }
@@ -202,7 +203,7 @@ fn averages_of_other_partitions_are_gathered_on_request() {
         ranks(2, move |_, group| {
             let vs = VarStore::new(Device::Cpu);
             let model = model(&vs);
-            let options = DdpOptions { zero, ..DdpOptions::default() };
+            let options = DdpOptions { optimizer_layout: layout(zero), ..DdpOptions::default() };
             let mut ddp = DistributedDataParallel::new(model, &vs, group.clone(), options)?;
             let mut optimizer = AdamW::new(ddp.flat_buffers(), AdamWOptions::default())?;
             for step in 0..3 {
@@ -246,7 +247,7 @@ fn state_loaded_after_the_buckets_are_rebuilt_is_that_of_each_parameter() {
             let [last, first] = [("b", 8, 3), ("a", 5, 8)]
                 .map(|(name, from, to)| linear(vs.root() / name, from, to));
             let options = DdpOptions {
-                zero,
+                optimizer_layout: layout(zero),
                 bucket_cap_mb: 1e-5,
                 first_bucket_mb: 1e-5,
                 ..DdpOptions::default()
@@ -301,7 +302,7 @@ fn state_of_a_partitioned_optimizer_is_whole_on_rank_0() {
         ranks(3, move |_, group| {
             let vs = VarStore::new(Device::Cpu);
             let model = model(&vs);
-            let options = DdpOptions { zero, ..DdpOptions::default() };
+            let options = DdpOptions { optimizer_layout: layout(zero), ..DdpOptions::default() };
             let mut ddp = DistributedDataParallel::new(model, &vs, group.clone(), options)?;
             let mut optimizer = AdamW::new(ddp.flat_buffers(), AdamWOptions::default())?;
             for step in 0..2 {

@@ -13,6 +13,7 @@ use super::training::MOST_IN_A_STEP;
 use super::values::{name, number, whole};
 use crate::ddp::{CommHook, Compress, DdpOptions};
 use crate::launch::SpawnChoice;
+use crate::optim::OptimizerLayout;
 use crate::process_group::SimulatedCluster;
 
 /// The distributed strategy: `--strategy`.
@@ -163,6 +164,17 @@ impl Config {
         self.ddp.strategy == StrategyKind::Dp
     }
 
+    /// Returns how the ranks keep the model.
+    pub(crate) fn optimizer_layout(&self) -> OptimizerLayout {
+        if self.ddp.share_model {
+            OptimizerLayout::SharedModel
+        } else if self.ddp.zero {
+            OptimizerLayout::Partitioned
+        } else {
+            OptimizerLayout::Replicated
+        }
+    }
+
     /// Returns the options of the DDP engine.
     pub fn ddp_options(&self) -> DdpOptions {
         let default = DdpOptions::default();
@@ -172,8 +184,7 @@ impl Config {
             find_unused_parameters: self.ddp.find_unused_parameters,
             static_graph: self.ddp.static_graph,
             broadcast_buffers: !self.ddp.no_broadcast_buffers,
-            share_model: self.ddp.share_model,
-            zero: self.ddp.zero,
+            optimizer_layout: self.optimizer_layout(),
             overlap: self.ddp.no_overlap.then_some(false),
             ..default
         }

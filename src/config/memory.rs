@@ -6,6 +6,7 @@ use super::{Config, Invalid};
 use crate::data::DatasetSpec;
 use crate::error::{Error, Result, counted};
 use crate::models::ModelConfig;
+use crate::optim::OptimizerLayout;
 use crate::telemetry::{gigabytes, total_memory};
 use crate::trainer::Loss;
 
@@ -93,22 +94,26 @@ impl Config {
             if processes > 1 { format!(" in {processes} processes") } else { String::new() };
         let (all_ranks, replicas) = (counted(ranks, "rank"), counted(ranks, "replica"));
         let take = if ranks == 1 { "takes" } else { "take" };
-        let (copies, state_copies, model) = if self.ddp.share_model {
-            let model = format!(
-                "a model of {parameters:.0} parameters, with the optimizer's state and the gradients of {all_ranks}, \
-                 takes"
-            );
-            (processes, processes, model)
-        } else if self.ddp.zero {
-            let model = format!(
-                "{replicas} ({parameters:.0} parameters each, with gradients) and one optimizer's state take"
-            );
-            (ranks, 1, model)
-        } else {
-            let model = format!(
-                "{replicas} ({parameters:.0} parameters each, with gradients and the optimizer's state) {take}"
-            );
-            (ranks, ranks, model)
+        let (copies, state_copies, model) = match self.optimizer_layout() {
+            OptimizerLayout::SharedModel => {
+                let model = format!(
+                    "a model of {parameters:.0} parameters, with the optimizer's state and the gradients of {all_ranks}, \
+                     takes"
+                );
+                (processes, processes, model)
+            }
+            OptimizerLayout::Partitioned => {
+                let model = format!(
+                    "{replicas} ({parameters:.0} parameters each, with gradients) and one optimizer's state take"
+                );
+                (ranks, 1, model)
+            }
+            OptimizerLayout::Replicated => {
+                let model = format!(
+                    "{replicas} ({parameters:.0} parameters each, with gradients and the optimizer's state) {take}"
+                );
+                (ranks, ranks, model)
+            }
         };
         let numbers = (ranks + copies) as f64 + state_copies as f64 * states;
         let part = |bytes: f64, key: &str, what: String, remedy: &str| MemoryPart {

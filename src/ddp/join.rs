@@ -86,13 +86,12 @@ impl Reducer {
 
 /// Refuses `join` if the optimizer's step is a collective: a rank that has run out of inputs makes no steps.
 fn refuse_joint_step(options: &DdpOptions) -> Result<()> {
-    let option = match options {
-        DdpOptions { share_model: true, .. } => "share_model",
-        DdpOptions { zero: true, .. } => "zero",
-        _ => return Ok(()),
-    };
+    if !options.optimizer_layout.steps_together() {
+        return Ok(());
+    }
     Err(Error::Unsupported(format!(
-        "join cannot be used with {option}: a rank without inputs makes no optimizer steps, so its part of the \
-         parameters would not be updated; leave {option} out, or give every rank the same number of batches"
+        "join cannot be used with OptimizerLayout::{:?}: a rank without inputs makes no optimizer steps, so its part of the \
+         parameters would not be updated; use Replicated, or give every rank the same number of batches",
+        options.optimizer_layout
     )))
 }

@@ -107,10 +107,9 @@ impl Layout {
         let memory = |it: &&NamedTensor| ParamMemory::new(&it.name, &it.tensor, in_place);
         let parameters = parameters.iter().map(memory).collect::<Result<Vec<_>>>()?;
         let order = default_order(parameters.len());
-        let is_partitioned = options.partitions(group.world_size());
         let mut layout = Self {
             states: vec![ParamState::default(); parameters.len()],
-            memory: FlatMemory::new(parameters, &order, group, is_partitioned)?,
+            memory: FlatMemory::new(parameters, &order, group, options.optimizer_layout)?,
             order: Vec::new(),
             buckets: Vec::new(),
             observers: GradObservers::default(),

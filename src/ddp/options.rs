@@ -1,5 +1,7 @@
 //! The options of `DistributedDataParallel`.
 
+use crate::optim::OptimizerLayout;
+
 /// The options of [`DistributedDataParallel`](super::DistributedDataParallel), with PyTorch's names and defaults.
 ///
 /// Gradients are views of their buckets, as with PyTorch's `gradient_as_bucket_view`. Large gradients of CPU ranks in
@@ -41,40 +43,11 @@ pub struct DdpOptions {
     /// [`flat_buffers`](super::DistributedDataParallel::flat_buffers). Each rank keeps its own values and gradients.
     /// Follows `_set_params_and_buffers_to_ignore_for_model`.
     pub ignore: Vec<String>,
-    /// Keep one copy of the parameters and of the optimizer's state for all ranks of a process. These ranks must be on
-    /// the CPU or on one GPU. The optimizer's step becomes a collective: each rank updates one part of the parameters,
-    /// for all ranks. Each rank keeps its own buffers and gradients. Results are the same to the bit.
-    ///
-    /// A write to a parameter changes it for all ranks. In a run of one process, gradients are averaged only during the
-    /// optimizer's step: call [`average_gradients`](crate::optim::average_gradients) before you read them.
-    ///
-    /// Step with the optimizers of this crate only. tch's do not know of the other ranks: each rank would update the one
-    /// copy with its own gradients.
-    pub share_model: bool,
-    /// Partition the optimizer's state among all ranks. Each bucket has an equal partition for each rank. A rank keeps
-    /// the state of its partitions of the parameters, and updates only these. Buckets are reduce-scattered. The
-    /// optimizer's step is a collective: at its end every rank gathers the partitions that the other ranks have
-    /// updated. Results are the same to the bit, except with `nccl` and three ranks or more: NCCL's reduce_scatter may
-    /// add in another order than its all_reduce.
-    ///
-    /// After [`backward`](super::DistributedDataParallel::backward) a rank has the averages of its partitions only.
-    /// Call [`average_gradients`](crate::optim::average_gradients) on all ranks before you read gradients. Buckets are
-    /// still all-reduced in the first step, and with a communication hook.
-    ///
-    /// Step with the optimizers of this crate only. tch's would update all parameters, also those without averages.
-    ///
-    /// This is stage 1 of ZeRO. PyTorch has it as `torch.distributed.optim.ZeroRedundancyOptimizer`. Ranks that share
-    /// memory (threads on the CPU or on one GPU) save more with `share_model`.
-    #[doc(alias = "ZeroRedundancyOptimizer")]
-    pub zero: bool,
+    /// How the ranks keep the parameters and the optimizer's state.
+    pub optimizer_layout: OptimizerLayout,
 }
 
 impl DdpOptions {
-    /// Returns whether this many ranks partition the optimizer.
-    pub(super) fn partitions(&self, ranks: usize) -> bool {
-        self.zero && ranks > 1
-    }
-
     /// Returns the capacities of the buckets in order, in bytes.
     pub(super) fn bucket_caps(&self) -> Vec<usize> {
         match &self.bucket_cap_mb_list[..] {
@@ -97,8 +70,7 @@ impl Default for DdpOptions {
             static_graph: false,
             overlap: None,
             ignore: Vec::new(),
-            share_model: false,
-            zero: false,
+            optimizer_layout: OptimizerLayout::Replicated,
         }
     }
 }

@@ -48,7 +48,7 @@ impl Reducer {
         let handles: Vec<Tensor> = parameters.iter().map(|p| p.tensor.shallow_clone()).collect();
         // On GPUs a copy into a bucket costs little, and a kernel for each gradient would cost more.
         let in_place = group.reduces_in_place() && group.device() == Device::Cpu;
-        let in_place = in_place && !options.partitions(group.world_size());
+        let in_place = in_place && !options.optimizer_layout.partitions(group.world_size());
         let layout = Layout::new(parameters, &options, in_place, group.clone())?;
         let state = ReducerState::new(layout, group)?;
         let state = Rc::new(RefCell::new(state));

@@ -12,7 +12,7 @@ use super::options::DdpOptions;
 use super::statistics::BackwardClock;
 use super::unused::UnusedParams;
 use crate::error::{Error, Result};
-use crate::optim::{GradState, average_gradients};
+use crate::optim::average_gradients;
 use crate::process_group::{CallContext, ProcessGroup};
 use crate::runtime::CallSite;
 
@@ -229,13 +229,7 @@ impl ReducerState {
         self.clock.totals.communication += self.averaging.wait(group)?;
         unused.restore_unused(layout, options, group)?;
         self.order.rebuild_buckets(layout, options, group)?;
-        layout.memory.set_gradients(if layout.memory.averages_in_step() {
-            GradState::Complete
-        } else if scatters {
-            GradState::Partitioned
-        } else {
-            GradState::Averaged
-        });
+        layout.memory.set_averaged(scatters);
         unused.clear_gradients(layout)
     }
 

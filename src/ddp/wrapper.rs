@@ -64,8 +64,7 @@ use crate::records::Parameter;
 ///    gradients is averaged: each rank's is multiplied by 1/N, and the sum goes to all. With `nccl`, and between
 ///    processes, this happens during backward.
 /// 4. Every rank makes the same optimizer step with the same numbers, so the replicas stay identical. With
-///    [`share_model`](DdpOptions::share_model) there is one copy, and each rank steps a part of it. With
-///    [`zero`](DdpOptions::zero) each rank updates its partitions of the parameters, which the others then copy.
+///    another [`OptimizerLayout`](crate::OptimizerLayout) each rank steps a part of the parameters.
 ///
 /// With batches of equal size and a mean loss, the average is the gradient of the whole batch. With batches of
 /// different sizes it is not, as in PyTorch. Then multiply each rank's loss by `n * R / N` before backward: `n` is the
@@ -135,13 +134,6 @@ impl<M> DistributedDataParallel<M> {
         group: Rc<ProcessGroup>,
         options: DdpOptions,
     ) -> Result<Self> {
-        if options.share_model && options.zero {
-            return Err(Error::InvalidInput(
-                "zero cannot be used with share_model: the ranks of a process then share one optimizer state; leave \
-                 one out"
-                    .into(),
-            ));
-        }
         let tensors = parameters::same_on_all_ranks(vs, &options, &group)?;
         let trained: Vec<&NamedTensor> = parameters::trained(&tensors).collect();
         let reducer = Reducer::new(&trained, group.clone(), options.clone())?;
@@ -150,9 +142,7 @@ impl<M> DistributedDataParallel<M> {
         if ddp.options.init_sync {
             ddp.sync_module_states(0)?;
         }
-        if ddp.options.share_model {
-            ddp.reducer.state().layout.memory.share()?;
-        }
+        ddp.reducer.state().layout.memory.share()?;
         Ok(ddp)
     }
 
@@ -258,7 +248,7 @@ impl<M> DistributedDataParallel<M> {
         self.reducer.state().layout.described()
     }
 
-    /// Returns whether each rank keeps a part of the optimizer's state only: [`zero`](DdpOptions::zero).
+    /// Returns whether each rank keeps a part of the optimizer's state only.
     pub(crate) fn partitions_optimizer(&self) -> bool {
         self.reducer.state().layout.memory.is_partitioned()
     }
@@ -318,9 +308,8 @@ impl<M> DistributedDataParallel<M> {
         if broadcasts { sync_buffers(&self.tensors, &self.group, 0) } else { Ok(()) }
     }
 
-    /// Returns the averaged gradient of the parameter `name`; `None` if no rank has one. With
-    /// [`share_model`](DdpOptions::share_model) or [`zero`](DdpOptions::zero) this is a collective: it calls
-    /// [`average_gradients`] first.
+    /// Returns the averaged gradient of the parameter `name`; `None` if no rank has one. Where the ranks step together (see
+    /// [`OptimizerLayout`](crate::OptimizerLayout)) this is a collective: it calls [`average_gradients`] first.
     ///
     /// # Errors
     /// [`Error::InvalidInput`] if the model has no such parameter, and the errors of [`average_gradients`].
@@ -338,8 +327,8 @@ impl<M> DistributedDataParallel<M> {
     /// Call it between [`backward`](Self::backward) and the optimizer's step.
     ///
     /// Follows `torch.nn.utils.clip_grad_norm_`. All ranks have the same averaged gradients, so each computes the same
-    /// norm. With [`share_model`](DdpOptions::share_model) or [`zero`](DdpOptions::zero) this is
-    /// a collective: it calls [`average_gradients`] first.
+    /// norm. Where the ranks step together (see [`OptimizerLayout`](crate::OptimizerLayout)) this is a collective: it calls
+    /// [`average_gradients`] first.
     ///
     /// # Errors
     /// [`Error::Torch`].
@@ -362,7 +351,7 @@ impl<M> DistributedDataParallel<M> {
 
     /// Calls `observe` before each averaging, until [`stop_observing`](Self::stop_observing) gets the same `name`. The
     /// bits of training do not change, unless `observe` changes them. All ranks must call this alike: gradients that are
-    /// observed are averaged as a whole, also with `share_model` and `zero`.
+    /// observed are averaged as a whole, in each [`OptimizerLayout`](crate::OptimizerLayout).
     pub(crate) fn observe_gradients(&self, name: &'static str, observe: Observe) {
         self.reducer.state().layout.observers.add(name, observe);
     }
@@ -376,11 +365,6 @@ impl<M> DistributedDataParallel<M> {
     pub(crate) fn trained_parameters(&self) -> Vec<(String, Tensor)> {
         let trained = parameters::trained(&self.tensors);
         trained.map(|named| (named.name.clone(), named.tensor.shallow_clone())).collect()
-    }
-
-    /// Returns whether the ranks of this process share one copy of the parameters.
-    pub(crate) fn shares_model(&self) -> bool {
-        self.options.share_model
     }
 
     /// Returns the names and values of all other tensors of the model.

@@ -7,13 +7,12 @@ use tch::{Device, Kind, Tensor};
 
 use super::param_memory::{ParamMemory, cache_line_numel};
 use super::partitions::Partitions;
-use super::{FlatBuffer, GradState, ParamLayout, ParamSpan, SharedModel};
+use super::{FlatBuffer, GradState, OptimizerLayout, ParamLayout, ParamSpan, SharedModel};
 use crate::error::Result;
 use crate::ffi::{TorchResult, set_grad};
 use crate::process_group::{ProcessGroup, ReduceOp, join_shapes};
 
-/// All parameters of a model and their gradients. The ranks either have replicas of it, or share its parameters, or partition
-/// the optimizer's state.
+/// All parameters of a model and their gradients, which the ranks keep as an [`OptimizerLayout`] says.
 #[derive(Debug)]
 pub(crate) struct FlatMemory {
     /// The parameters, in the order of their creation.
@@ -25,6 +24,7 @@ pub(crate) struct FlatMemory {
     num_flat: usize,
     /// The ranks that reduce the gradients.
     group: Rc<ProcessGroup>,
+    layout: OptimizerLayout,
     /// The ranks that partition the optimizer, if they do.
     partitioned_over: Option<Rc<ProcessGroup>>,
     /// This rank's side of the model, if the ranks of its process share one.
@@ -48,19 +48,20 @@ pub(crate) struct BucketMemory {
 impl FlatMemory {
     /// Allocates flat buffers for `parameters`: for each dtype one, in the order in which `order` has them, and one for each
     /// parameter whose gradient stays where it is. A dtype takes the same space in any order. The ranks of `group` reduce the
-    /// gradients; if `is_partitioned`, they partition each bucket into equal partitions.
+    /// gradients, and keep the model as `layout` says.
     pub(crate) fn new(
         parameters: Vec<ParamMemory>,
         order: &[usize],
         group: Rc<ProcessGroup>,
-        is_partitioned: bool,
+        layout: OptimizerLayout,
     ) -> Result<Self> {
-        let partitioned_over = is_partitioned.then(|| group.clone());
+        let partitioned_over = layout.partitions(group.world_size()).then(|| group.clone());
         let mut memory = Self {
             parameters,
             buffers: Vec::new(),
             num_flat: 0,
             group,
+            layout,
             partitioned_over,
             shared: None,
         };
@@ -207,12 +208,15 @@ impl FlatMemory {
         Ok(())
     }
 
-    /// Makes the parameters of all ranks of this process the same memory: that of one of them. All hold the same values. A
-    /// collective. Does nothing where each rank has a process and a GPU of its own.
+    /// Makes the parameters of all ranks of this process the same memory, that of one of them, if the ranks share the model.
+    /// All hold the same values. A collective then. Does nothing where each rank has a process and a GPU of its own.
     ///
     /// # Errors
     /// [`Error::InvalidInput`](crate::Error::InvalidInput) if the ranks of this process are on devices that share no memory.
     pub(crate) fn share(&mut self) -> Result<()> {
+        if self.layout != OptimizerLayout::SharedModel {
+            return Ok(());
+        }
         if let Some(shared) = SharedModel::of(&self.group)? {
             let shared = Rc::new(shared);
             self.share_with(&shared)?;
@@ -261,11 +265,6 @@ impl FlatMemory {
         }
     }
 
-    /// Returns whether the optimizer is to average the gradients as it steps.
-    pub(crate) fn averages_in_step(&self) -> bool {
-        self.shared.as_ref().is_some_and(|shared| shared.averages())
-    }
-
     /// Returns handles to the same memory, for an optimizer.
     pub(crate) fn flat_buffers(&self) -> Vec<FlatBuffer> {
         self.buffers.iter().map(FlatBuffer::shallow_clone).collect()
@@ -274,6 +273,19 @@ impl FlatMemory {
     /// Sets the state of all gradients.
     pub(crate) fn set_gradients(&self, gradients: GradState) {
         self.buffers.iter().for_each(|buffer| buffer.places.set_gradients(gradients));
+    }
+
+    /// Notes that the gradients are averaged, or left to the optimizer's step. With `are_scattered` each rank has those of its
+    /// partitions.
+    pub(crate) fn set_averaged(&self, are_scattered: bool) {
+        let step_averages = self.shared.as_ref().is_some_and(|shared| shared.averages());
+        self.set_gradients(if step_averages {
+            GradState::Complete
+        } else if are_scattered {
+            GradState::Partitioned
+        } else {
+            GradState::Averaged
+        });
     }
 
     /// Sets all gradients to zeros, with the gaps between them.

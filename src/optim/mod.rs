@@ -5,6 +5,7 @@ mod clip;
 mod flat;
 mod flat_memory;
 mod grad_scaler;
+mod optimizer_layout;
 mod param_layout;
 mod param_memory;
 mod partitions;
@@ -17,6 +18,7 @@ pub use adamw::{AdamW, AdamWOptions};
 pub use clip::clip_grad_norm;
 pub(crate) use flat_memory::{BucketMemory, FlatMemory};
 pub use grad_scaler::{GradScaler, GradScalerOptions, GradScalerState};
+pub use optimizer_layout::OptimizerLayout;
 pub use param_layout::{FlatBuffer, GradState, ParamLayout, ParamSpan};
 pub(crate) use param_memory::ParamMemory;
 pub use schedule::{Schedule, Unit};
@@ -37,8 +39,8 @@ pub trait Optimizer: Debug {
     /// first backward, like PyTorch.
     ///
     /// The step is an in-place change of the parameters: backward refuses an older graph that needs their values. For a
-    /// [shared model](crate::DdpOptions::share_model) it is a collective of the ranks that share it. With
-    /// [`zero`](crate::DdpOptions::zero) it is a collective of all ranks.
+    /// [shared model](OptimizerLayout::SharedModel) it is a collective of the ranks that share it. For a
+    /// [partitioned optimizer](OptimizerLayout::Partitioned) it is a collective of all ranks.
     ///
     /// # Errors
     /// [`Error::InvalidInput`](crate::Error::InvalidInput) when the gradients are not averaged because the last
@@ -48,17 +50,17 @@ pub trait Optimizer: Debug {
     /// Returns a copy of all state of the next step besides parameters and gradients, per parameter in creation order.
     /// Allocates; may wait for the device.
     ///
-    /// With [`zero`](crate::DdpOptions::zero) it is a collective. Rank 0 gets the whole state, on the CPU. The other
+    /// For a [partitioned optimizer](OptimizerLayout::Partitioned) it is a collective. Rank 0 gets the whole state, on the CPU. The other
     /// ranks get an empty list. Follows `ZeroRedundancyOptimizer.consolidate_state_dict`.
     ///
     /// # Errors
-    /// [`Error::Torch`](crate::Error::Torch). With `zero` also the errors of
+    /// [`Error::Torch`](crate::Error::Torch). For a partitioned optimizer also the errors of
     /// [`ProcessGroup::gather`](crate::ProcessGroup::gather).
     fn state(&self) -> Result<Vec<ParameterState>>;
 
     /// Restores `state`, which an optimizer of the same type and options has returned for a model with the same
-    /// parameters. The layout of the flat buffers may differ. With [`zero`](crate::DdpOptions::zero) each rank takes its
-    /// part of the whole state.
+    /// parameters. The layout may differ. Each rank of a partitioned optimizer takes its part of the
+    /// whole state.
     ///
     /// # Errors
     /// [`Error::InvalidInput`](crate::Error::InvalidInput) when it does not fit; the optimizer is then unchanged.

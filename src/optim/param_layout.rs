@@ -49,9 +49,9 @@ pub enum GradState {
     /// This rank's own gradients: the last backward was within `no_sync`.
     Local,
     /// This rank's own gradients of a whole step, which the optimizer of a
-    /// [shared model](crate::DdpOptions::share_model) averages as it steps.
+    /// [shared model](super::OptimizerLayout::SharedModel) averages as it steps.
     Complete,
-    /// The mean of all ranks' gradients, in this rank's [partitions](crate::DdpOptions::zero) only. The other values
+    /// The mean of all ranks' gradients, in this rank's [partitions](super::OptimizerLayout::Partitioned) only. The other values
     /// are unspecified.
     Partitioned,
     /// The mean of all ranks' gradients.

@@ -1,4 +1,4 @@
-//! The partitions of a model's optimizer: `DdpOptions::zero`.
+//! The partitions of a model's optimizer: [`OptimizerLayout::Partitioned`](super::OptimizerLayout).
 //!
 //! Every rank has all parameters, but keeps the optimizer's state of its own partitions only. Each bucket has an equal
 //! partition for each rank. A rank receives the averaged gradients of its partitions, updates their parameters, and

@@ -1,4 +1,4 @@
-//! One copy of a model for all ranks of a process: `DdpOptions::share_model`.
+//! One copy of a model for all ranks of a process: [`OptimizerLayout::SharedModel`](super::OptimizerLayout).
 //!
 //! The ranks have the same parameters and the same optimizer state in every step. As threads they can have the same
 //! memory, too. Each rank then updates one slice of the parameters, for all ranks. It works piece by piece: it adds up
@@ -63,8 +63,8 @@ impl SharedModel {
             return Ok(());
         }
         Err(Error::InvalidInput(format!(
-            "share_model: this rank is on {} and another on {}, which cannot share memory; start ranks on the CPU or on one \
-             GPU, or leave share_model out",
+            "SharedModel: this rank is on {} and another on {}, which cannot share memory; start ranks on the CPU or on one \
+             GPU, or use another OptimizerLayout",
             device_name(mine),
             device_name(theirs)
         )))
@@ -129,8 +129,8 @@ fn one_rank_per_gpu(group: &ProcessGroup) -> Result<()> {
         return Ok(());
     }
     Err(Error::InvalidInput(format!(
-        "share_model: with backend {} each rank has its own GPU, and GPUs do not share memory; leave share_model \
-         out, or start the ranks on the CPU or on one GPU",
+        "SharedModel: with backend {} each rank has its own GPU, and GPUs do not share memory; use another \
+         OptimizerLayout, or start the ranks on the CPU or on one GPU",
         group.backend()
     )))
 }
@@ -138,8 +138,8 @@ fn one_rank_per_gpu(group: &ProcessGroup) -> Result<()> {
 /// Makes the averaged gradients of a model complete in all `buffers` on every rank. A collective if they are not
 /// complete yet; otherwise it does nothing.
 ///
-/// With [`share_model`](crate::DdpOptions::share_model) it averages gradients that the optimizer's step would
-/// otherwise average. With [`zero`](crate::DdpOptions::zero) it gathers the averages of the other ranks' partitions.
+/// Where the ranks [share the model](super::OptimizerLayout::SharedModel), it averages gradients that the optimizer's step would
+/// otherwise average. Where they [partition the optimizer](super::OptimizerLayout::Partitioned), it gathers the averages of the other ranks' partitions.
 ///
 /// Clipping and the gradient scaler call it. So must other code that reads averaged gradients before the optimizer's
 /// step.

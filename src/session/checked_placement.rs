@@ -9,6 +9,7 @@ use crate::launch::{
     BackendChoice, BindChoice, Binding, Launch, LaunchKind, LaunchOptions, Nproc, Placement,
     SpawnChoice, place,
 };
+use crate::optim::OptimizerLayout;
 use crate::os::cores;
 use crate::process_group::Devices;
 
@@ -47,7 +48,7 @@ pub(crate) fn check_shared_model(config: &Config, placement: &Placement) -> Resu
     let devices = &placement.devices;
     let share_memory = devices.iter().all(|device| *device == devices[0])
         && (devices.len() == 1 || placement.backend.devices() != Devices::OwnGpu);
-    if !config.ddp.share_model || share_memory {
+    if config.optimizer_layout() != OptimizerLayout::SharedModel || share_memory {
         return Ok(());
     }
     Err(Error::InvalidInput(format!(

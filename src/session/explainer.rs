@@ -20,8 +20,7 @@ pub(crate) fn explainer(session: &Session, parameters: usize) -> Explainer {
         drops_last: config.data.drop_last,
         accumulate: config.ddp.grad_accum_steps,
         exact_mean: config.ddp.exact_mean,
-        shares_model: config.ddp.share_model,
-        partitions_optimizer: config.ddp.zero,
+        optimizer_layout: config.optimizer_layout(),
         steps_per_epoch: config.steps_per_epoch(joined_launch.world_size()),
         compression: match config.ddp.comm_hook {
             CommHookKind::None => None,

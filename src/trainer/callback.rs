@@ -93,15 +93,16 @@ pub trait Callback<M> {
     }
 
     /// Runs between backward and the optimizer's step, which [`Step::skip`] leaves out. The gradients are averaged;
-    /// with float16 they are still scaled. With `share_model` or `zero`, call
-    /// [`average_gradients`](crate::optim::average_gradients) on all ranks before you read them.
+    /// with float16 they are still scaled. Where the ranks step together (see
+    /// [`OptimizerLayout`](crate::OptimizerLayout)), call [`average_gradients`](crate::optim::average_gradients) on all ranks
+    /// before you read them.
     fn on_after_backward(&mut self, context: &mut TrainContext<M>, step: &mut Step) -> Result<()> {
         Ok(())
     }
 
     /// Runs right before the optimizer's step, unless the step is skipped. The gradients are those that the optimizer gets:
-    /// unscaled and clipped. With float16 it makes no step of them if they are not finite. With `share_model` or `zero`,
-    /// call [`average_gradients`](crate::optim::average_gradients) on all ranks before you read them.
+    /// unscaled and clipped. With float16 it makes no step of them if they are not finite. Where the ranks
+    /// step together, call [`average_gradients`](crate::optim::average_gradients) on all ranks before you read them.
     fn on_before_optimizer_step(
         &mut self,
         context: &mut TrainContext<M>,

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 
 use super::{Language, Printer};
+use crate::optim::OptimizerLayout;
 pub(crate) use layout::{indices, paragraph, table};
 use layout::{number, numbers, samples, shown, signed};
 use texts::{Section, Texts};
@@ -39,10 +40,8 @@ pub struct RunInfo {
     pub accumulate: u64,
     /// `true` if each rank multiplies its loss so that all samples count alike.
     pub exact_mean: bool,
-    /// `true` if the ranks of a process share one copy of the model.
-    pub shares_model: bool,
-    /// `true` if each rank keeps a part of the optimizer's state only.
-    pub partitions_optimizer: bool,
+    /// How the ranks keep the model.
+    pub optimizer_layout: OptimizerLayout,
     /// Steps per epoch.
     pub steps_per_epoch: u64,
     /// The compressed form of gradients; `None` without compression.

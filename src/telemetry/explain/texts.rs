@@ -6,6 +6,7 @@ use serde::Deserialize;
 
 use super::layout::number;
 use super::{ExplainedStep, Explainer};
+use crate::optim::OptimizerLayout;
 use crate::telemetry::language::filled;
 
 /// A heading, and a paragraph below it.
@@ -155,13 +156,13 @@ impl Explainer {
             parts.push(&texts.start_no_broadcast);
         } else {
             parts.push(&texts.start_broadcast);
-            let partitions = run_info.partitions_optimizer;
+            let partitions = run_info.optimizer_layout == OptimizerLayout::Partitioned;
             parts.push(if partitions { &texts.start_partitions } else { &texts.start_gradients });
             if were_same {
                 parts.push(&texts.start_was_same);
             }
         }
-        if run_info.shares_model {
+        if run_info.optimizer_layout == OptimizerLayout::SharedModel {
             parts.push(&texts.start_shared);
         }
         parts.push(&texts.start_hash);
@@ -261,14 +262,17 @@ impl Explainer {
         };
         let values: [Value; 2] = [("step", &step.step), ("lr", &number(step.lr))];
         let section = |heading, text| self.section(heading, &[text, &clipped], &values);
-        if run_info.world_size == 1 {
-            section(&texts.update_of_one, &texts.update_by_one)
-        } else if run_info.shares_model {
-            section(&texts.update_of_shared, &texts.update_by_shared)
-        } else if run_info.partitions_optimizer {
-            section(&texts.update_of_partitions, &texts.update_by_partitions)
-        } else {
-            section(&texts.update_of_replicas, &texts.update_by_each)
+        match run_info.optimizer_layout {
+            _ if run_info.world_size == 1 => section(&texts.update_of_one, &texts.update_by_one),
+            OptimizerLayout::SharedModel => {
+                section(&texts.update_of_shared, &texts.update_by_shared)
+            }
+            OptimizerLayout::Partitioned => {
+                section(&texts.update_of_partitions, &texts.update_by_partitions)
+            }
+            OptimizerLayout::Replicated => {
+                section(&texts.update_of_replicas, &texts.update_by_each)
+            }
         }
     }
 
@@ -294,7 +298,7 @@ impl Explainer {
         };
         let text = if self.run_info.world_size == 1 {
             &texts.end_of_one
-        } else if self.run_info.partitions_optimizer {
+        } else if self.run_info.optimizer_layout == OptimizerLayout::Partitioned {
             &texts.end_of_partitions
         } else {
             &texts.end_of_ranks
@@ -346,8 +350,7 @@ mod tests {
             drops_last: false,
             accumulate: 1,
             exact_mean: false,
-            shares_model: false,
-            partitions_optimizer: false,
+            optimizer_layout: OptimizerLayout::Replicated,
             steps_per_epoch: 1,
             compression: None,
             optimizer: "sgd",
@@ -362,8 +365,16 @@ mod tests {
         let ranks = RunInfo { world_size: 4, steps_per_epoch: 8, is_plain: true, ..run_info() };
         let processes = RunInfo { processes: 2, exact_mean: true, ..ranks.clone() };
         vec![
-            RunInfo { shares_model: true, max_grad_norm: Some(0.5), ..ranks.clone() },
-            RunInfo { partitions_optimizer: true, drops_last: true, ..ranks.clone() },
+            RunInfo {
+                optimizer_layout: OptimizerLayout::SharedModel,
+                max_grad_norm: Some(0.5),
+                ..ranks.clone()
+            },
+            RunInfo {
+                optimizer_layout: OptimizerLayout::Partitioned,
+                drops_last: true,
+                ..ranks.clone()
+            },
             RunInfo { backend: "nccl", accumulate: 2, ..ranks.clone() },
             RunInfo { backend: "nccl", ..processes.clone() },
             RunInfo { backend: "nccl", world_size: 2, ..processes.clone() },

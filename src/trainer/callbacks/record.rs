@@ -96,7 +96,7 @@ impl<M> Callback<M> for Record {
         let line = RecordedStart {
             step: context.state.step,
             rank: ddp.group().rank(),
-            parameters: parameter_hashes(ddp)?,
+            parameters: hashes(ddp.trained_parameters())?,
             buffers: hashes(ddp.untrained_tensors())?,
         };
         self.rank = Some(line.rank);
@@ -156,7 +156,7 @@ impl<M> Callback<M> for Record {
         }
         ddp.group().synchronize()?;
         line.loss = step.losses.iter().map(loss).collect::<crate::error::Result<_>>()?;
-        line.parameters = parameter_hashes(ddp)?;
+        line.parameters = hashes(ddp.trained_parameters())?;
         line.buffers = hashes(ddp.untrained_tensors())?;
         Ok(self.file.line(&RecordLine::Step(line))?)
     }
@@ -188,19 +188,6 @@ impl Drop for Record {
         // The run has failed already, and says why.
         let _ = self.file.line(&RecordLine::Step(line));
     }
-}
-
-/// Returns the hashes of the trained parameters. Ranks that share them hash some each.
-fn parameter_hashes<M>(
-    ddp: &DistributedDataParallel<M>,
-) -> crate::error::Result<Vec<Option<TensorHash>>> {
-    let group = ddp.group();
-    let ranks = if ddp.shares_model() { group.local_world_size() } else { 1 };
-    let is_own = |number: usize| ranks == 1 || number % ranks == group.local_rank() % ranks;
-    let parameters = ddp.trained_parameters().into_iter().enumerate();
-    parameters
-        .map(|(number, (_, parameter))| is_own(number).then(|| hash(&parameter)).transpose())
-        .collect()
 }
 
 /// Returns the hashes of the averaged gradients.
