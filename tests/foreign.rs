@@ -110,9 +110,10 @@ fn checkpoint_dir_with_a_foreign_file_under_its_names_is_refused() {
             for has_run in [false, true] {
                 let (folder, run) = folder_with(name, foreign, has_run);
                 let before = snapshot(folder.path());
-                let opened = match has_run {
-                    false => CheckpointDir::create(&run, 1),
-                    true => CheckpointDir::open(&run, 1),
+                let opened = if has_run {
+                    CheckpointDir::open(&run, 1)
+                } else {
+                    CheckpointDir::create(&run, 1)
                 };
                 let case = format!("{} at {name}, with a run: {has_run}", foreign.0);
                 let error = opened.err().unwrap_or_else(|| panic!("opened with {case}"));

@@ -164,6 +164,22 @@ fn words_of_one_room_stay_there() {
     }
 }
 
+/// Each of these has a plainer form: a loop, `if let`, `if`, or a value for each field.
+#[test]
+fn code_avoids_forms_that_are_read_twice() {
+    for file in sources() {
+        let text = fs::read_to_string(&file).unwrap();
+        for line in text.lines().map(str::trim_start) {
+            let is_bool_arm = ["true =>", "true if ", "false =>", "false if "]
+                .iter()
+                .any(|arm| line.starts_with(arm) && line.contains(" => "));
+            let is_tuple_of_defaults = line.starts_with("let (") && line.contains("= Default::");
+            let found = is_bool_arm || is_tuple_of_defaults || line.contains(".map_or(Ok(()), ");
+            assert!(!found, "{}: {line}", name(&file));
+        }
+    }
+}
+
 /// A duration of a user's may be too long for an `Instant`, and time in which the process is suspended must not count.
 #[test]
 fn deadlines_are_computed_in_one_file() {

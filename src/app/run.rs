@@ -70,10 +70,12 @@ impl Run {
             } else {
                 message.print().map_err(unwritable_stdout)
             };
-            match message.use_stderr() {
-                true => WRONG_INPUT,
-                false if is_written(printed) => 0,
-                false => FAILED,
+            if message.use_stderr() {
+                WRONG_INPUT
+            } else if is_written(printed) {
+                0
+            } else {
+                FAILED
             }
         })
     }

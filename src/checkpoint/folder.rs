@@ -286,14 +286,13 @@ impl CheckpointDir {
 }
 
 fn refuse_any_in(path: &Path, contents: &Contents) -> Result<()> {
-    contents.checkpoints.values().next_back().map_or(Ok(()), |newest| {
-        Err(Error::InvalidInput(format!(
-            "{} holds checkpoints already, the newest is {}; continue from it with --resume auto, or use another \
-             --checkpoint-dir",
-            path.shown(),
-            name_of(newest)
-        )))
-    })
+    let Some(newest) = contents.checkpoints.values().next_back() else { return Ok(()) };
+    Err(Error::InvalidInput(format!(
+        "{} holds checkpoints already, the newest is {}; continue from it with --resume auto, or use another \
+         --checkpoint-dir",
+        path.shown(),
+        name_of(newest)
+    )))
 }
 
 /// Creates a folder with the missing ones above it. Syncs each folder that has a new entry, so that no name is lost.

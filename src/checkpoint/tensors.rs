@@ -267,9 +267,10 @@ fn other_names(saved: &BTreeMap<String, Tensor>, wanted: &BTreeSet<&String>) -> 
         let stripped: BTreeSet<String> = names.iter().map(without).collect();
         if stripped != names && wanted.iter().all(|name| without(name) == **name) {
             let is_first = names.iter().all(|name| name.starts_with(part));
-            removed += &match is_first {
-                true => format!(".removeprefix({part:?})"),
-                false => format!(".replace({part:?}, \"\")"),
+            removed += &if is_first {
+                format!(".removeprefix({part:?})")
+            } else {
+                format!(".replace({part:?}, \"\")")
             };
             added.push(format!("`{part}`, which {who} adds"));
             names = stripped;

@@ -116,10 +116,12 @@ impl<'a> OpTensors<'a> {
         let doing = "allocating the tensors of an operation";
         let (world_size, is_root) = (group.world_size() as i64, group.rank() == 0);
         let allocate = |operand: Operand| {
-            let len = match op.has(operand, is_root) {
-                false => 0,
-                true if operand.is_list() => numel * world_size,
-                true => numel,
+            let len = if !op.has(operand, is_root) {
+                0
+            } else if operand.is_list() {
+                numel * world_size
+            } else {
+                numel
             };
             // Ones, so that the memory is really allocated.
             Tensor::f_ones([len], (dtype, group.device())).doing(doing)

@@ -53,7 +53,9 @@ pub(crate) fn rerun(
     cuda: &Cuda,
     printer: &Arc<Printer>,
 ) -> anyhow::Result<Option<StopReason>> {
-    flags.record.as_deref().map_or(Ok(()), check_record)?;
+    if let Some(record) = flags.record.as_deref() {
+        check_record(record)?;
+    }
     let mut config = config_of(flags, program)?;
     let folder = flags.record.as_ref().map(|_| tempfile::tempdir()).transpose();
     let folder = folder.context("creating a folder for a record")?;

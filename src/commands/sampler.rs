@@ -82,10 +82,8 @@ pub fn sampler(flags: &SamplerFlags, printer: &Printer) -> anyhow::Result<()> {
         .shuffle(!flags.no_shuffle)
         .seed(flags.seed)
         .drop_last(flags.drop_last)?;
-    let sampler = match flags.exact_mean && !flags.drop_last {
-        true => sampler.without_padding(),
-        false => sampler,
-    };
+    let sampler =
+        if flags.exact_mean && !flags.drop_last { sampler.without_padding() } else { sampler };
     let order = sampler.order(flags.epoch)?;
     for rank in ranks {
         let sampler = sampler.for_rank(rank);

@@ -35,7 +35,9 @@ pub(super) fn read(file: &Path, command: &Command, flags: &Table) -> Result<Tabl
     let input = |problem: String| Error::InvalidInput(format!("--config {name}: {problem}"));
     let bytes = read_stream(file, LONGEST_FILE).map_err(|error| input(error.to_string()))?;
     let instead = "write options, such as lr = 0.1";
-    mistaken(&bytes, "a TOML file", instead).map_or(Ok(()), |problem| Err(input(problem)))?;
+    if let Some(problem) = mistaken(&bytes, "a TOML file", instead) {
+        return Err(input(problem));
+    }
     let text = str::from_utf8(&bytes).map_err(|error| {
         let line = bytes[..error.valid_up_to()].iter().filter(|&&byte| byte == b'\n').count() + 1;
         let start = bytes[..error.valid_up_to()].iter().rposition(|&byte| byte == b'\n');

@@ -117,7 +117,9 @@ impl Config {
                 }
             }
         }
-        file.map_or(Ok(()), |file| self.check_read_again(file))?;
+        if let Some(file) = file {
+            self.check_read_again(file)?;
+        }
         self.check_own_output(&used)
     }
 

@@ -33,7 +33,10 @@ pub(crate) fn check_memory(
     parts: impl IntoIterator<Item = MemoryPart>,
     total: Option<u64>,
 ) -> Result<()> {
-    too_large(parts, total).map_or(Ok(()), |problem| Err(Error::InvalidInput(problem)))
+    match too_large(parts, total) {
+        Some(problem) => Err(Error::InvalidInput(problem)),
+        None => Ok(()),
+    }
 }
 
 /// Returns what to say about `parts` that do not fit into `total` bytes; `None` if they fit.
@@ -56,8 +59,10 @@ impl Config {
     pub(super) fn validate_memory(&self, total: Option<u64>) -> Result<(), Invalid> {
         let check = |key: &str, what: String, bytes: f64| {
             let part = MemoryPart { bytes, what, remedy: "use a smaller number".into() };
-            let problem = |problem| Err(Invalid { key: key.to_owned(), problem });
-            too_large([part], total).map_or(Ok(()), problem)
+            match too_large([part], total) {
+                Some(problem) => Err(Invalid { key: key.to_owned(), problem }),
+                None => Ok(()),
+            }
         };
         if let Some(bytes) = self.random_bytes()
             && let [Some(samples), Some(inputs), Some(outputs)] =

@@ -108,7 +108,10 @@ fn with_underscores(command: &Command, flags: &Table) -> Result<Table, String> {
 fn refuse(options: &[&Arg], problem: impl Fn(&Arg) -> Option<String>) -> Result<(), Invalid> {
     let invalid =
         |arg: &&Arg| Some(Invalid { key: arg.get_id().to_string(), problem: problem(arg)? });
-    options.iter().find_map(invalid).map_or(Ok(()), Err)
+    match options.iter().find_map(invalid) {
+        Some(error) => Err(error),
+        None => Ok(()),
+    }
 }
 
 #[cfg(test)]

@@ -141,7 +141,10 @@ impl Reducer {
         self.hooks.resume_panic();
         let mut state = self.state();
         state.leave_autograd();
-        state.error.take().map_or(Ok(()), Err)
+        match state.error.take() {
+            Some(error) => Err(error),
+            None => Ok(()),
+        }
     }
 
     /// Reduces the buckets that were not reduced during autograd.

@@ -89,10 +89,12 @@ impl ReducerState {
             self.layout.memory.multiply_gradients(factor)?;
         }
         self.unused.multiplied_by = factor;
-        self.mode = match averages {
-            false => Mode::Local,
-            true if overlaps => Mode::Overlap,
-            true => Mode::AfterBackward,
+        self.mode = if !averages {
+            Mode::Local
+        } else if overlaps {
+            Mode::Overlap
+        } else {
+            Mode::AfterBackward
         };
         self.call_site = Some(call_site);
         self.is_in_autograd = true;

@@ -377,10 +377,7 @@ fn escape_all_but<'a>(text: &'a str, kept: &[char]) -> Cow<'a, str> {
     }
     let mut escaped = String::with_capacity(text.len() + 16);
     for c in text.chars() {
-        match harms(c) {
-            true => escaped.push_str(&format!("\\u{:04x}", c as u32)),
-            false => escaped.push(c),
-        }
+        if harms(c) { escaped.push_str(&format!("\\u{:04x}", c as u32)) } else { escaped.push(c) }
     }
     Cow::Owned(escaped)
 }

@@ -42,7 +42,10 @@ pub fn check_version() -> Result<()> {
     // SAFETY: the string belongs to libtorch's table of build options, which stays.
     let loaded = unsafe { text(ddp_loaded_torch_version()) }.unwrap_or_default();
     let folder = library_folder().unwrap_or_default();
-    mismatch(&version(), &loaded, &folder).map_or(Ok(()), |text| Err(Error::InvalidInput(text)))
+    match mismatch(&version(), &loaded, &folder) {
+        Some(problem) => Err(Error::InvalidInput(problem)),
+        None => Ok(()),
+    }
 }
 
 /// Has libtorch choose kernels that repeat their bits. Call this before threads compute.

@@ -41,7 +41,10 @@ impl<T> RankThread<T> {
         let Self { index, joined_launch, cpus, rendezvous, run, ended_tx } = self;
         // First of all: memory comes from the node of the CPU that writes to it first.
         let bind = joined_launch.launch.bind;
-        let bound = cpus.map_or(Ok(()), |cpus| bind.bind_this_thread(&cpus));
+        let bound = match cpus {
+            Some(cpus) => bind.bind_this_thread(&cpus),
+            None => Ok(()),
+        };
         let threads = joined_launch.placement.threads_per_rank;
         let context = Rank::new(index, joined_launch, run.clone(), rendezvous);
         let rank = context.rank();
@@ -51,7 +54,9 @@ impl<T> RankThread<T> {
             bound?;
             let stream = prepare(context.device(), threads)?;
             let value = f(&context)?;
-            stream.map_or(Ok(()), RankStream::leave)?;
+            if let Some(stream) = stream {
+                stream.leave()?;
+            }
             Ok(value)
         }))
         .unwrap_or_else(|panic| Err(error_of(panic)));

@@ -103,10 +103,11 @@ impl ProcessWorld {
             require_files(files_of_store(count), "serving the store to all processes")?;
         }
         let (addr, port) = (&master.addr, master.port);
-        let store = match serves {
-            true => TcpStore::serve(addr, port, timeout, cancel_rx)
-                .map_err(|error| with_remedy(error, launch.kind))?,
-            false => TcpStore::connect(addr, port, timeout, cancel_rx)?,
+        let store = if serves {
+            TcpStore::serve(addr, port, timeout, cancel_rx)
+                .map_err(|error| with_remedy(error, launch.kind))?
+        } else {
+            TcpStore::connect(addr, port, timeout, cancel_rx)?
         };
         let began = Instant::now();
         let start = match launch.kind {
@@ -294,7 +295,10 @@ impl ProcessWorld {
     /// [`Error::InvalidInput`] when no thread can be started, and for a second run.
     pub(super) fn start(&self, run: &Arc<RunContext>) -> Result<()> {
         self.heartbeat_monitor.start(run)?;
-        self.host().map_or(Ok(()), |host| host.watch(run))
+        match self.host() {
+            Some(host) => host.watch(run),
+            None => Ok(()),
+        }
     }
 
     /// Returns the other processes of this host, if they share memory.

@@ -104,7 +104,9 @@ impl Gpt {
             for Linear { weight, bias } in self.linears() {
                 let (weight_bound, bias_bound) = default_bounds(weight.size()[1]);
                 uniform(weight, weight_bound)?;
-                bias.as_ref().map_or(Ok(()), |bias| uniform(bias, bias_bound))?;
+                if let Some(bias) = &bias {
+                    uniform(bias, bias_bound)?;
+                }
             }
             // The last layer, before it shares the embedding's weight.
             uniform(&self.wte, default_bounds(config.n_embd).0)?;
@@ -113,7 +115,9 @@ impl Gpt {
             normal(&self.wpe, STD)?;
             for Linear { weight, bias } in self.linears() {
                 normal(weight, STD)?;
-                bias.as_ref().map_or(Ok(()), |bias| bias.shallow_clone().f_zero_().map(drop))?;
+                if let Some(bias) = &bias {
+                    bias.shallow_clone().f_zero_().map(drop)?;
+                }
             }
             normal(&self.wte, STD)?; // again, as the last layer's weight
             // Each block adds two terms to its input. Smaller weights keep the sum of all terms in scale.

@@ -85,10 +85,16 @@ impl OptimizerState {
         decays: Option<fn(&ParamSpan) -> bool>,
         count_to: u64,
     ) -> Result<Self> {
-        let slots = slot_names.iter().map(|name| (*name, Vec::new())).collect();
-        let (seen, steps, groups, shared_ranges) = Default::default();
-        let mut flat =
-            Self { buffers, seen, slots, decays, count_to, steps, groups, shared_ranges };
+        let mut flat = Self {
+            buffers,
+            seen: Vec::new(),
+            slots: slot_names.iter().map(|name| (*name, Vec::new())).collect(),
+            decays,
+            count_to,
+            steps: BTreeMap::new(),
+            groups: Vec::new(),
+            shared_ranges: Vec::new(),
+        };
         flat.make_slots()?;
         flat.make_groups()?;
         Ok(flat)

@@ -128,7 +128,8 @@ pub(super) fn gather_gradients(buffers: &[FlatBuffer]) -> Result<()> {
 
 /// Gathers the parameters after each rank has updated its partitions. A collective if there are partitions.
 pub(super) fn gather_parameters(buffers: &[FlatBuffer]) -> Result<()> {
-    buffers.iter().try_for_each(|FlatBuffer { parameters, places, .. }| {
-        places.partitions().map_or(Ok(()), |partitions| partitions.gather_in_place(parameters))
+    buffers.iter().try_for_each(|FlatBuffer { parameters, places, .. }| match places.partitions() {
+        Some(partitions) => partitions.gather_in_place(parameters),
+        None => Ok(()),
     })
 }

@@ -114,7 +114,9 @@ impl OptimizerState {
                 copy_range(&self.slots[slot].1[buffer], at, &from, start, len)?;
             }
         }
-        shared.map_or(Ok(()), |shared| shared.group().barrier())?;
+        if let Some(shared) = shared {
+            shared.group().barrier()?;
+        }
         self.steps = steps;
         self.make_groups()
     }

@@ -135,10 +135,7 @@ pub(crate) fn not_started(what: &str, error: &io::Error) -> String {
 fn explain_threads(error: String) -> String {
     let is_explained = [&THREADS, &MEMORY].iter().any(|limit| error.contains(limit.remedy));
     let is_memory = limited_memory().is_some_and(|[used, limit]| used + STACKS > limit);
-    match is_explained {
-        true => error,
-        false => if is_memory { MEMORY } else { THREADS }.explain(&error),
-    }
+    if is_explained { error } else { if is_memory { MEMORY } else { THREADS }.explain(&error) }
 }
 
 /// Returns the bytes of memory that this process has reserved, and those that it may (`ulimit -v`). `None` without a

@@ -54,9 +54,10 @@ impl Bootstrap {
         backend.check_between_processes()?;
         let network = connect(members.clone())?;
         let shared = Shared::new(run.clone(), members, network.processes.here());
-        let network = match backend.entry().is_stream_ordered {
-            true => network.without_messages(),
-            false => network.with_messages_to(&shared.mail)?,
+        let network = if backend.entry().is_stream_ordered {
+            network.without_messages()
+        } else {
+            network.with_messages_to(&shared.mail)?
         };
         Self::new(backend, shared, Some(Arc::new(network)))
     }

@@ -210,7 +210,9 @@ fn run_job<T>(
 ) -> Result<T> {
     let (run, rank) = (group.run(), group.global_rank());
     let work = || {
-        stream.map_or(Ok(()), CudaStream::set_current)?;
+        if let Some(stream) = stream {
+            stream.set_current()?;
+        }
         call(group)
     };
     let at = || at.or_else(|| Some(group.activity().now()));

@@ -202,9 +202,10 @@ impl ProcessGroup {
 
     /// Returns the backend of a sub-group whose members are all in this process.
     fn backend_here(&self) -> Backend {
-        match self.backend.works_within_process() {
-            true => self.backend,
-            false => Backend::for_threads(&[self.device]),
+        if self.backend.works_within_process() {
+            self.backend
+        } else {
+            Backend::for_threads(&[self.device])
         }
     }
 

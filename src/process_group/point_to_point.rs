@@ -187,15 +187,13 @@ impl ProcessGroup {
             self.check_output(operation, &op.tensor)?;
         }
         let Some(peer) = op.peer else {
-            return match self.is_stream_ordered() {
-                true => {
-                    let backend = self.backend();
-                    refuse(operation, format!("backend {backend} receives from a named rank only"))
-                }
-                false if self.world_size() == 1 => {
-                    refuse(operation, "there is nobody else in the group".into())
-                }
-                false => Ok(()),
+            return if self.is_stream_ordered() {
+                let backend = self.backend();
+                refuse(operation, format!("backend {backend} receives from a named rank only"))
+            } else if self.world_size() == 1 {
+                refuse(operation, "there is nobody else in the group".into())
+            } else {
+                Ok(())
             };
         };
         self.check_rank(operation, if op.is_send { "dst" } else { "src" }, peer)?;
@@ -228,7 +226,9 @@ impl ProcessGroup {
         let messages = messages.filter(|_| !op.peer.is_some_and(is_here));
         let destination = op.peer.filter(|_| op.is_send).unwrap_or(self.rank);
         let stream = CommonStream::of(self.device)?;
-        stream.as_ref().map_or(Ok(()), CommonStream::wait_for_rank)?;
+        if let Some(stream) = &stream {
+            stream.wait_for_rank()?;
+        }
         let posted = match messages {
             Some(messages) if op.is_send => {
                 messages.send(&op.tensor, self.rank, destination, op.tag, at)?
@@ -244,7 +244,9 @@ impl ProcessGroup {
                     device: self.device,
                 };
                 let posted = self.shared.mail.post(request, destination);
-                messages.map_or(Ok(()), |messages| messages.expect(op.peer))?;
+                if let Some(messages) = messages {
+                    messages.expect(op.peer)?;
+                }
                 posted
             }
         };

@@ -45,12 +45,13 @@ pub(super) fn split_traffic(call: &Call, rank: usize, world_size: usize) -> Traf
         Holders::All | Holders::OthersThanRoot => world_size as u64 - 1,
     };
     // The bytes between this rank's tensors, on the near side, and those of the others.
-    let crosses = |tensors: &[Tensor], near: Operand, far: Operand| match near.is_list() {
-        true => {
+    let crosses = |tensors: &[Tensor], near: Operand, far: Operand| {
+        if near.is_list() {
             let theirs = tensors.iter().enumerate().filter(|(other, _)| *other != rank);
             theirs.map(|(_, tensor)| num_bytes(call.kind, tensor.numel()) as u64).sum()
+        } else {
+            first_bytes(call, tensors) * others(far)
         }
-        false => first_bytes(call, tensors) * others(far),
     };
     let CollectiveType { inputs, outputs, .. } = collective;
     Traffic {

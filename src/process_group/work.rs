@@ -172,7 +172,9 @@ impl Work {
                 }
                 match posted.outcome() {
                     Some(MessageEnd::From(source)) => {
-                        stream.as_ref().map_or(Ok(()), CommonStream::let_rank_wait)?;
+                        if let Some(stream) = &stream {
+                            stream.let_rank_wait()?;
+                        }
                         Ok(Some(Some(*source)))
                     }
                     Some(MessageEnd::Lost { ranks, reason }) => {

@@ -102,11 +102,10 @@ impl RunArtifacts {
                 if joined_launch.launch.restart_count > 0 {
                     let _ = fs::remove_file(&keep.file); // an earlier start of this run has written it
                 }
-                let writable = match keep.file.exists() {
-                    true => {
-                        Err(io::Error::other("this file exists; remove it, or use another name"))
-                    }
-                    false => WholeFile::begin(&keep.file).map(drop),
+                let writable = if keep.file.exists() {
+                    Err(io::Error::other("this file exists; remove it, or use another name"))
+                } else {
+                    WholeFile::begin(&keep.file).map(drop)
                 };
                 writable.map_err(|error| refused("--keep", &keep.file, error))?;
             }
@@ -205,7 +204,10 @@ impl RunArtifacts {
             None => Ok(()),
         };
         let state = if written.is_ok() { outcome.kind } else { RunState::Failed };
-        let prometheus = self.prometheus.as_ref().map_or(Ok(()), |file| file.finish(state, end));
+        let prometheus = match &self.prometheus {
+            Some(file) => file.finish(state, end),
+            None => Ok(()),
+        };
         written.and(prometheus)
     }
 

@@ -131,10 +131,11 @@ impl Session {
         joined_launch.before_ranks(|| config.validate_for(joined_launch.world_size()))?;
         joined_launch.before_ranks(|| check_simulated_network(&config, &joined_launch))?;
         // Before any file is made: a checkpoint may be refused.
-        let mut start_point = match joined_launch.is_first() {
-            true => joined_launch
-                .before_ranks(|| StartPoint::read(&config, joined_launch.world_size(), printer))?,
-            false => StartPoint::default(),
+        let mut start_point = if joined_launch.is_first() {
+            joined_launch
+                .before_ranks(|| StartPoint::read(&config, joined_launch.world_size(), printer))?
+        } else {
+            StartPoint::default()
         };
         let artifacts =
             joined_launch.before_ranks(|| RunArtifacts::new(&config, &joined_launch))?;
@@ -345,7 +346,8 @@ fn check_simulated_network(config: &Config, joined_launch: &JoinedLaunch) -> Res
             Some("training simulates a network for CPU ranks only; use --nproc-per-node=cpu".into())
         }
     };
-    problem.map_or(Ok(()), |problem| {
-        Err(Error::InvalidInput(format!("--simulate-cluster: {problem}")))
-    })
+    match problem {
+        Some(problem) => Err(Error::InvalidInput(format!("--simulate-cluster: {problem}"))),
+        None => Ok(()),
+    }
 }

@@ -36,7 +36,9 @@ impl StartPoint {
     pub(crate) fn read(config: &Config, world_size: usize, printer: &Printer) -> Result<Self> {
         let checkpoint_dir = config.checkpoints.checkpoint_dir.as_deref();
         // Checked first: another program's files must not be taken for a damaged checkpoint.
-        checkpoint_dir.map_or(Ok(()), CheckpointDir::check)?;
+        if let Some(checkpoint_dir) = checkpoint_dir {
+            CheckpointDir::check(checkpoint_dir)?;
+        }
         let checkpoint = match (config.resume_path(), checkpoint_dir) {
             (Some(path), _) => Some(Checkpoint::read(&path)?),
             (None, Some(dir)) if config.checkpoints.resume.is_some() => newest(dir, printer)?,

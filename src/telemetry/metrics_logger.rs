@@ -68,7 +68,10 @@ impl MetricsLogger {
     /// # Errors
     /// [`Error::InvalidInput`], which names the file.
     pub(crate) fn check(metrics: Option<&Path>) -> Result<()> {
-        metrics.map_or(Ok(()), MetricsFile::check)
+        match metrics {
+            Some(path) => MetricsFile::check(path),
+            None => Ok(()),
+        }
     }
 
     /// Adds the metrics to `curves` too, for the report; `None` if there is no report.
@@ -110,7 +113,10 @@ impl MetricsLogger {
         if let Some(tensorboard) = self.tensorboard.as_mut().filter(|_| self.continues) {
             tensorboard.purge_from(done + 1).map_err(board)?;
         }
-        self.prometheus.as_ref().map_or(Ok(()), |file| file.begin(done))
+        match &self.prometheus {
+            Some(file) => file.begin(done),
+            None => Ok(()),
+        }
     }
 
     /// Writes training metrics.
@@ -133,7 +139,9 @@ impl MetricsLogger {
         ];
         self.scalars(step, &scalars)?;
         self.draw(|curves| curves.train(metrics));
-        self.prometheus.as_ref().map_or(Ok(()), |file| file.train(metrics))?;
+        if let Some(file) = &self.prometheus {
+            file.train(metrics)?;
+        }
         self.row(RowKind::Train, metrics)?;
         self.flush() // a run that is killed keeps every row written so far
     }
@@ -175,7 +183,9 @@ impl MetricsLogger {
             }
         }
         self.draw(|curves| curves.validation.push(metrics.clone()));
-        self.prometheus.as_ref().map_or(Ok(()), |file| file.validation(metrics))?;
+        if let Some(file) = &self.prometheus {
+            file.validation(metrics)?;
+        }
         self.row(RowKind::Validation, metrics)?;
         self.flush()
     }
@@ -193,7 +203,10 @@ impl MetricsLogger {
         if let Some(tensorboard) = &mut self.tensorboard {
             tensorboard.flush().map_err(board)?;
         }
-        self.metrics.as_mut().map_or(Ok(()), MetricsFile::flush)
+        match &mut self.metrics {
+            Some(metrics) => metrics.flush(),
+            None => Ok(()),
+        }
     }
 
     fn draw(&self, add: impl FnOnce(&mut Curves)) {
@@ -213,7 +226,10 @@ impl MetricsLogger {
     }
 
     fn row(&mut self, event: RowKind, metrics: &impl Serialize) -> Result<()> {
-        self.metrics.as_mut().map_or(Ok(()), |file| file.row(event, metrics))
+        match &mut self.metrics {
+            Some(file) => file.row(event, metrics),
+            None => Ok(()),
+        }
     }
 }
 

@@ -105,11 +105,12 @@ impl Output {
         if !found.is_file() {
             return Err(Error::other("this is not a regular file"));
         }
-        match found.len() == 0 || self.is_ours(&mut open_regular(&self.path)?)? {
-            true => Ok(()),
-            false => Err(Error::other(
+        if found.len() == 0 || self.is_ours(&mut open_regular(&self.path)?)? {
+            Ok(())
+        } else {
+            Err(Error::other(
                 "this program did not write that file, or it was changed since; remove it, or use another name",
-            )),
+            ))
         }
     }
 

@@ -58,7 +58,7 @@ enum Display {
 impl Printer {
     /// Creates a printer for the process's stdout and stderr.
     pub fn new(format: LogFormat) -> Self {
-        let (waiting, display) = Default::default();
+        let (waiting, display) = (Mutex::new(BTreeMap::new()), Mutex::new(Display::Nothing));
         Self { format, waiting, display, shows_live: false, is_quiet: false }
     }
 
@@ -186,7 +186,10 @@ impl Printer {
         if let (LogFormat::Text, Some(loss)) = (self.format, loss) {
             self.info(&format!("epoch {number}: loss {loss:.6}"));
         }
-        validation.map_or(Ok(()), |metrics| self.event(&Event::Validation(metrics)))
+        match validation {
+            Some(metrics) => self.event(&Event::Validation(metrics)),
+            None => Ok(()),
+        }
     }
 
     /// Prints the reports of epochs that not all ranks finished.

@@ -27,9 +27,16 @@ pub struct Step {
 
 impl Step {
     pub(super) fn new(number: u64, lr: f64, batches: Vec<Batch>, ends_epoch: bool) -> Self {
-        let losses = Vec::with_capacity(batches.len());
-        let (counts, grad_norm, is_skipped) = Default::default();
-        Self { number, lr, batches, losses, grad_norm, ends_epoch, counts, is_skipped }
+        Self {
+            number,
+            lr,
+            losses: Vec::with_capacity(batches.len()),
+            batches,
+            grad_norm: None,
+            ends_epoch,
+            counts: Vec::new(),
+            is_skipped: false,
+        }
     }
 
     /// Returns the number of this rank's samples.

@@ -55,11 +55,13 @@ pub(super) fn suggest(mut error: Error, command: &Command, args: &[OsString]) ->
             Some(format!("write the command first, as '{program} {unknown} [OPTIONS]'"))
         }
         ErrorKind::ArgumentConflict => tip_for_word(unknown, command),
-        ErrorKind::UnknownArgument | ErrorKind::InvalidSubcommand => match unknown.starts_with('-')
-        {
-            true => tip_for_flag(unknown.trim_start_matches('-'), command, invoked(command, args)),
-            false => tip_for_word(unknown, command),
-        },
+        ErrorKind::UnknownArgument | ErrorKind::InvalidSubcommand => {
+            if unknown.starts_with('-') {
+                tip_for_flag(unknown.trim_start_matches('-'), command, invoked(command, args))
+            } else {
+                tip_for_word(unknown, command)
+            }
+        }
         _ if is_of_value => tip_for_value(unknown, command),
         _ => None,
     });

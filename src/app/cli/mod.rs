@@ -129,12 +129,12 @@ pub(crate) fn command(program: &Program, with_course: bool) -> clap::Command {
         .subcommands(commands)
         .add(program.clone());
     let own = with_short_help(with_options(own));
-    let own = match with_course {
-        true => own
-            .long_about(declared.get_long_about().cloned().unwrap_or_default())
+    let own = if with_course {
+        own.long_about(declared.get_long_about().cloned().unwrap_or_default())
             .after_help(format!("{EXAMPLES}\n\n--help lists all options."))
-            .after_long_help(EXAMPLES),
-        false => own.after_help("--help lists all options."),
+            .after_long_help(EXAMPLES)
+    } else {
+        own.after_help("--help lists all options.")
     };
     let change = |arg: Arg| with_home(negative(arg));
     own.mut_args(change).mut_subcommands(|command| command.mut_args(change))

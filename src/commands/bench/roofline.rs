@@ -34,11 +34,13 @@ impl MemoryRoofline {
         let (bytes, part) = (bytes as usize, (bytes as usize).div_ceil(world_size));
         let in_place = op == CommOp::Collective(Operation::AllReduce);
         let share = |rank| {
-            let size = match outputs.is_held_by(rank == 0) {
-                _ if reduces => part,
-                false => 0,
-                true if inputs.is_list() && !outputs.is_list() => part,
-                true => bytes,
+            let takes_part = inputs.is_list() && !outputs.is_list();
+            let size = if reduces || (outputs.is_held_by(rank == 0) && takes_part) {
+                part
+            } else if outputs.is_held_by(rank == 0) {
+                bytes
+            } else {
+                0
             };
             let buffers = |count| vec![vec![1; size]; count];
             ThreadBuffers {

@@ -211,9 +211,10 @@ pub fn bench_scaling(
     let has_cores = |case: &Case| case.ranks <= cores();
     let with_cores = measured.iter().zip(&times).filter(|(case, _)| has_cores(case));
     let median = with_cores.map(|(_, times)| times.spread).fold(1.0, f64::max);
-    match median > slowest {
-        true => note_if_busy("the median step took", median, printer),
-        false => note_if_busy("the slowest repetition took", slowest, printer),
+    if median > slowest {
+        note_if_busy("the median step took", median, printer)
+    } else {
+        note_if_busy("the slowest repetition took", slowest, printer)
     }
     Ok(())
 }
@@ -276,13 +277,14 @@ fn write_text(
     let Some(last) = rows.last() else { return Ok(()) };
     let (ranks, cores) = (last.world_size, last.cores);
     let s = if cores == 1 { "" } else { "s" };
-    let (machine, one_alike, one) = match on_gpu {
-        true => ("GPUs".into(), "one GPU", "one GPU".into()),
-        false => (
+    let (machine, one_alike, one) = if on_gpu {
+        ("GPUs".into(), "one GPU", "one GPU".into())
+    } else {
+        (
             format!("{cores} CPU core{s}"),
             "one rank with as many threads",
             format!("one rank with {}", threads(rows[0].threads_per_rank)),
-        ),
+        )
     };
     writeln!(
         out,

@@ -57,9 +57,8 @@ fn row(op: CommOp, rank: usize, world_size: usize, reduce_op: ReduceOp) -> RankR
     let most = if world_size <= 8 { 8 } else { 3 };
     let list = |item: &dyn Fn(usize) -> String| join(world_size, most, " ", item);
     // What a rank has for this one: its tensor, or a part of it.
-    let from = |other: usize| match inputs.is_list() {
-        true => format!("{}{rank}", letters(other)),
-        false => letters(other),
+    let from = |other: usize| {
+        if inputs.is_list() { format!("{}{rank}", letters(other)) } else { letters(other) }
     };
     let is_root = rank == 0;
     let gives = inputs.is_held_by(is_root);
@@ -88,9 +87,8 @@ fn passed_on(world_size: usize, ring: bool) -> String {
         return name(0);
     }
     let is_last = |rank: usize| rank + 1 == world_size;
-    let mut line = join(world_size, most, " ", |rank| match is_last(rank) {
-        true => name(rank),
-        false => format!("{} -{}->", name(rank), letters(rank)),
+    let mut line = join(world_size, most, " ", |rank| {
+        if is_last(rank) { name(rank) } else { format!("{} -{}->", name(rank), letters(rank)) }
     });
     if ring {
         line += &format!(" -{}-> {}", letters(world_size - 1), name(0));

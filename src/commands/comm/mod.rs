@@ -198,9 +198,10 @@ impl CommRun {
         let mut tensors = OpTensors::new(op, reduce_op, numel, dtype, group)?;
         fill(&tensors.input, rank)?;
         group.synchronize()?;
-        let before = match op.has(moves.inputs, rank == 0) {
-            true => Some(Value::of(&tensors.input, tensors.input_list.as_deref())?),
-            false => None,
+        let before = if op.has(moves.inputs, rank == 0) {
+            Some(Value::of(&tensors.input, tensors.input_list.as_deref())?)
+        } else {
+            None
         };
         let is_barrier = op == CommOp::Collective(Operation::Barrier);
         let earlier = group.traffic();

@@ -170,8 +170,13 @@ fn add(line: RecordLine, record: &mut Option<Record>) -> std::result::Result<(),
             return Err(other_version(header.format));
         }
         (RecordLine::Header(header), None) => {
-            let (name, starts, steps) = Default::default();
-            *record = Some(Record { name, header, starts, steps, failed: None });
+            *record = Some(Record {
+                name: String::new(),
+                header,
+                starts: BTreeMap::new(),
+                steps: BTreeMap::new(),
+                failed: None,
+            });
             return Ok(());
         }
         (RecordLine::Header(header), Some(known)) => {

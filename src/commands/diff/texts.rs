@@ -132,9 +132,10 @@ fn further_steps(comparison: &Comparison) -> Vec<String> {
 
 /// Returns the lines about the place where the records part.
 fn parting_lines(a: &Record, comparison: &Comparison, parting: &Parting) -> Vec<String> {
-    let place = match parting.is_start {
-        true => format!("The runs differ before step {}:", parting.step),
-        false => format!("Step {} is the first that differs:", parting.step),
+    let place = if parting.is_start {
+        format!("The runs differ before step {}:", parting.step)
+    } else {
+        format!("Step {} is the first that differs:", parting.step)
     };
     let mut lines = vec![place];
     for stage in Stage::iter() {
@@ -269,14 +270,9 @@ fn meaning(
                 None => "batches".into(),
             };
             let files = "the data files and what the loop makes of them";
-            match is_same(Stage::Samples) {
-                true => format!(
+            if is_same(Stage::Samples) { format!(
                     "The samples have the same numbers, but the {what} of {who} differ: compare {files}, or {core}."
-                ),
-                false => {
-                    format!("The {what} of {who} differ: compare the samples, {files}, or {core}.")
-                }
-            }
+                ) } else { format!("The {what} of {who} differ: compare the samples, {files}, or {core}.") }
         }
         Stage::Loss if is_local => {
             format!("Only {who} {has} another loss, so the forward pass there differs: {core}.")

@@ -88,7 +88,10 @@ pub fn verify(
     let (verification, notes) = Verification::new(config, ranks, steps, per_parameter, printer)?;
     let (placements, left_out) = placements(&verification.config, ranks, cuda)?;
     left_out.iter().chain(&notes).for_each(|note| printer.info(note));
-    verification.compare(&placements, &Ranks::Threads)?.map_or(Ok(()), |problem| bail!(problem))
+    match verification.compare(&placements, &Ranks::Threads)? {
+        Some(problem) => bail!(problem),
+        None => Ok(()),
+    }
 }
 
 /// The comparison of one run of the command.
@@ -133,9 +136,10 @@ impl Verification {
         config.launch.bind = BindChoice::Auto;
         let (mut config, data) = open_data(config)?;
         let step_samples = ranks.saturating_mul(config.training.batch_size);
-        let (dataset, note) = match config.ddp.exact_mean {
-            true => unequal_batches(data.training, ranks, config.training.batch_size)?,
-            false => whole_steps(data.training, ranks, config.training.batch_size)?,
+        let (dataset, note) = if config.ddp.exact_mean {
+            unequal_batches(data.training, ranks, config.training.batch_size)?
+        } else {
+            whole_steps(data.training, ranks, config.training.batch_size)?
         };
         let step_terms = step_samples.saturating_mul(config.tokens_per_sample());
         let with_dp = !config.ddp.exact_mean;
@@ -185,7 +189,10 @@ impl Verification {
             let group = rank.init_process_group(placement.backend)?;
             self.compare(std::slice::from_ref(&placement), &Ranks::Processes(rank, group))
         })?;
-        problems.into_iter().flatten().next().map_or(Ok(()), |problem| bail!(problem))
+        match problems.into_iter().flatten().next() {
+            Some(problem) => bail!(problem),
+            None => Ok(()),
+        }
     }
 
     /// Compares all ways to train on these placements, and prints the results. Returns what is wrong, if anything is.

@@ -36,9 +36,10 @@ impl Format for Csv {
         let begin = file.fill_buf().map_err(|error| wrong(&name, error.to_string()))?;
         // Checks the contents: a file may keep its name when it is compressed or decompressed.
         let is_packed = begin.starts_with(&GZIP);
-        let mut text: Box<dyn BufRead> = match is_packed {
-            true => Box::new(BufReader::new(MultiGzDecoder::new(file))),
-            false => Box::new(file),
+        let mut text: Box<dyn BufRead> = if is_packed {
+            Box::new(BufReader::new(MultiGzDecoder::new(file)))
+        } else {
+            Box::new(file)
         };
         name += if is_packed { " (gzip)" } else { "" };
         let begin = text.fill_buf().map_err(|error| wrong(&name, error.to_string()))?;
@@ -189,9 +190,10 @@ impl Columns {
         }
         let is_number = |field: &[u8]| parsed(field).is_some();
         let fits = |header: &&Header| header.1.len() == count;
-        let names = match first.iter().all(is_number) {
-            false => names(first),
-            true => comments.iter().rfind(fits).map(|(_, names)| names.clone()).unwrap_or_default(),
+        let names = if first.iter().all(is_number) {
+            comments.iter().rfind(fits).map(|(_, names)| names.clone()).unwrap_or_default()
+        } else {
+            names(first)
         };
         check_pandas(first, number, !comments.is_empty())?;
         let is_target = |name: &String| {

@@ -186,7 +186,9 @@ fn header(file: &mut impl BufRead, holds: Holds) -> Result<(usize, Vec<u64>), St
     let unreadable = |error: io::Error| format!("the header can't be read: {error}");
     let begin = file.fill_buf().map_err(unreadable)?;
     let known = mistaken(begin, "an idx file", "use a file of MNIST, or one like it");
-    known.map_or(Ok(()), Err)?;
+    if let Some(known) = known {
+        return Err(known);
+    }
     let mut word = || {
         let mut word = [0; 4];
         let read = file.read_exact(&mut word);

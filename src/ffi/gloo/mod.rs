@@ -133,8 +133,8 @@ impl GlooGroup {
     /// afterwards.
     pub(crate) fn abort(&self) -> Result<()> {
         let mut group = self.group.lock();
-        let aborted = group.as_mut().map_or(Ok(()), GlooHandle::abort);
-        aborted.map_err(|reason| Error::Gloo { doing: "abort", reason })
+        let Some(group) = &mut *group else { return Ok(()) };
+        group.abort().map_err(|reason| Error::Gloo { doing: "abort", reason })
     }
 
     /// Starts an operation. It ends as described for [`GlooOperation`]. Returns the channel that receives its result,

@@ -195,9 +195,8 @@ impl Heartbeats {
                 self.send_failure(run);
                 is_known = true;
             }
-            let result = self.send_heartbeat(&store, run).and_then(|()| match is_known {
-                true => Ok(true),
-                false => self.read_store(&store, run, turn),
+            let result = self.send_heartbeat(&store, run).and_then(|()| {
+                if is_known { Ok(true) } else { self.read_store(&store, run, turn) }
             });
             match result {
                 Ok(known) => is_known = known,

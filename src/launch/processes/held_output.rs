@@ -52,7 +52,10 @@ impl OutputOfProcesses {
         if let Some(pipe) = child.stdout.take() {
             self.start(Stream::Stdout, pipe)?;
         }
-        child.stderr.take().map_or(Ok(()), |pipe| self.start(Stream::Stderr, pipe))
+        match child.stderr.take() {
+            Some(pipe) => self.start(Stream::Stderr, pipe),
+            None => Ok(()),
+        }
     }
 
     fn start(&mut self, stream: Stream, pipe: impl Read + AsFd + Send + 'static) -> io::Result<()> {

@@ -126,10 +126,11 @@ pub(crate) fn sizes_differ(
 ) -> Error {
     let (outlier, suspects) = (to[0], Suspects::tied([from, to].concat()));
     let is_one = |ranks: &[usize]| ranks.len() == 1;
-    let receives = match from == to && is_one(to) {
-        true => " to itself, but expects".into(),
-        false if is_one(to) => format!("{at} to {}, which expects", list_ranks(to)),
-        false => format!("{at} to {}, which expect", list_ranks(to)),
+    let receives = if from == to && is_one(to) {
+        " to itself, but expects".into()
+    } else {
+        let expect = if is_one(to) { "expects" } else { "expect" };
+        format!("{at} to {}, which {expect}", list_ranks(to))
     };
     let sends = if is_one(from) { "sends" } else { "send" };
     let calls = format!(

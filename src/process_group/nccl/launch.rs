@@ -79,7 +79,10 @@ impl NcclBackend {
                     // SAFETY: as above; there is room for the tensors of all ranks.
                     unsafe { sys::ncclAllGather(from, to, size, byte, comm, stream) }
                 })?;
-                copy.map_or(Ok(()), |copy| copy_parts(&copy, outputs))
+                match copy {
+                    Some(copy) => copy_parts(&copy, outputs),
+                    None => Ok(()),
+                }
             }
             Operation::ReduceScatter => {
                 let (kind, op) = reduction()?;

@@ -69,9 +69,13 @@ impl LaunchedOps {
         members: Arc<[usize]>,
         communicator: Communicator,
     ) -> Self {
-        let (running, spare) = Default::default();
-        let state = State { communicator, running, spare, launches: 0, suspect: None };
-        let state = Mutex::new(state);
+        let state = Mutex::new(State {
+            communicator,
+            running: VecDeque::new(),
+            spare: Vec::new(),
+            launches: 0,
+            suspect: None,
+        });
         Self { rank, gpu, members, state }
     }
 

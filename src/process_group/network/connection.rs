@@ -189,7 +189,10 @@ impl Network {
     pub(crate) fn reserve(&self, room: Room) -> Result<()> {
         let on_host = self.on_host.as_deref();
         self.staging.reserve(room, on_host.map(HostGroup::host))?;
-        on_host.map_or(Ok(()), |group| self.common.set_buffers(group, self.staging.parts()))
+        match on_host {
+            Some(group) => self.common.set_buffers(group, self.staging.parts()),
+            None => Ok(()),
+        }
     }
 
     /// Returns where the buffers begin, which have this `room`. They stay there until the next call of
@@ -410,9 +413,10 @@ impl Network {
         }
         let elsewhere = self.others().flat_map(|process| self.map.processes[process].clone());
         let ranks = elsewhere.map(|place| self.members[place]).collect();
-        Err(match deadline.is_over() {
-            true => lost::timed_out(&self.run, at, waiting, ranks, timeout),
-            false => lost::connection_lost(&self.run, at, waiting, ranks, reason),
+        Err(if deadline.is_over() {
+            lost::timed_out(&self.run, at, waiting, ranks, timeout)
+        } else {
+            lost::connection_lost(&self.run, at, waiting, ranks, reason)
         })
     }
 

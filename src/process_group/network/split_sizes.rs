@@ -53,9 +53,8 @@ impl SplitSizes {
             (_, true) => ranks(from),
             _ => 1,
         };
-        let part = |from: usize, to: usize| match has(inputs, from) && has(outputs, to) {
-            true => unit * tensors(from, to),
-            false => 0,
+        let part = |from: usize, to: usize| {
+            if has(inputs, from) && has(outputs, to) { unit * tensors(from, to) } else { 0 }
         };
         let most = if collective.has_parts() { (0..count).map(ranks).max() } else { None };
         let to = (0..count).map(|process| part(mine, process)).collect();

@@ -187,9 +187,10 @@ impl SimulatedCluster {
     /// Returns the shape of the cluster for this many ranks, which must be as many as the cluster has. If the user has given
     /// neither `nodes` nor `gpus`, each rank is on a node of its own.
     pub(crate) fn shape_of(&self, ranks: usize) -> ClusterShape {
-        match self.has_shape() {
-            true => ClusterShape { nodes: self.nodes, gpus: self.gpus },
-            false => ClusterShape { nodes: ranks, gpus: 1 },
+        if self.has_shape() {
+            ClusterShape { nodes: self.nodes, gpus: self.gpus }
+        } else {
+            ClusterShape { nodes: ranks, gpus: 1 }
         }
     }
 

@@ -83,7 +83,9 @@ impl ThreadedBackend {
         }
         let done = self.exchange_and_work(call);
         // After an error too: other ranks may still use this one's tensors, which it may free.
-        self.stream.as_ref().map_or(Ok(()), CommonStream::let_rank_wait)?;
+        if let Some(stream) = &self.stream {
+            stream.let_rank_wait()?;
+        }
         done
     }
 

@@ -319,9 +319,10 @@ impl Explainer {
 
     /// Returns the heading of the updates.
     pub(super) fn update_column(&self) -> String {
-        match self.run_info.is_plain {
-            true => self.texts.column_plain_update.clone(),
-            false => self.texts.column_update.clone(),
+        if self.run_info.is_plain {
+            self.texts.column_plain_update.clone()
+        } else {
+            self.texts.column_update.clone()
         }
     }
 }

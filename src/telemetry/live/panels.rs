@@ -85,9 +85,10 @@ pub(super) fn draw_last(frame: &mut Frame<'_>, area: Rect, state: &LiveState) {
 pub(super) fn draw_events(frame: &mut Frame<'_>, area: Rect, state: &LiveState) {
     let ranks: Vec<String> =
         state.last_ranks.ranks().take(12).map(|rank| rank.to_string()).collect();
-    let title = match ranks.is_empty() {
-        true => "events".to_owned(),
-        false => format!("events; newest collectives, last rank: {}", ranks.join(" ")),
+    let title = if ranks.is_empty() {
+        "events".to_owned()
+    } else {
+        format!("events; newest collectives, last rank: {}", ranks.join(" "))
     };
     let block = Block::bordered().title(title);
     let count = usize::from(block.inner(area).height);

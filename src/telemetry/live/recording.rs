@@ -102,9 +102,10 @@ impl Recording {
                 _ => Operation::UserCode,
             };
             let at = OpId { operation: at, sequence: 0 };
-            let source = match ops.is_empty() {
-                true => Source::Unknown("not in these traces"),
-                false => Source::Direct,
+            let source = if ops.is_empty() {
+                Source::Unknown("not in these traces")
+            } else {
+                Source::Direct
             };
             RankSnapshot {
                 at,

@@ -165,11 +165,12 @@ pub(crate) fn advice(end: &End, run: Conditions<'_>) -> Vec<String> {
     }
     if advice.is_empty() {
         let (own, seconds) = (100.0 * outside, end.seconds);
-        let stands_out = match ranks > 1.0 {
-            true => format!(
+        let stands_out = if ranks > 1.0 {
+            format!(
                 "Nothing stands out: the ranks spent {own:.0} % of their steps outside collectives."
-            ),
-            false => format!("This was one rank alone, for {seconds:.1} s."),
+            )
+        } else {
+            format!("This was one rank alone, for {seconds:.1} s.")
         };
         let more = run.cores.map_or(String::new(), |cores| format!(" {}", cores.advice()));
         advice.push(format!("{stands_out}{more}"));

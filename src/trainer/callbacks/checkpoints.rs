@@ -109,7 +109,9 @@ impl Checkpoints {
 
     /// Saves a checkpoint if `due`, or if one is due after this step. A collective in that case.
     fn save_if<M>(&mut self, due: bool, context: &TrainContext<M>) -> Result<()> {
-        self.writer.as_mut().map_or(Ok(()), Writer::check)?;
+        if let Some(writer) = &mut self.writer {
+            writer.check()?;
+        }
         if due || is_due(self.every.steps, context.state.step) {
             self.save(context)?;
         }

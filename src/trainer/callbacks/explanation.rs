@@ -65,8 +65,14 @@ impl Explanation {
         hash_before_broadcast: u64,
         explainer: Option<Explainer>,
     ) -> Self {
-        let (steps_explained, probe, index, numbers) = Default::default();
-        Self { explainer, hash_before_broadcast, steps_explained, probe, index, numbers }
+        Self {
+            explainer,
+            hash_before_broadcast,
+            steps_explained: 0,
+            probe: None,
+            index: None,
+            numbers: None,
+        }
     }
 }
 

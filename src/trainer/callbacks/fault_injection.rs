@@ -33,9 +33,8 @@ impl FaultInjection {
         let is_here = self.is_here;
         let parameters = ddp.trained_parameters();
         let (flipped, bit) = find_bit(bit, parameters.iter().map(|(_, it)| it))?;
-        let observe = move |number, gradient: &mut Tensor| match is_here && number == flipped {
-            true => flip_bit(bit, gradient),
-            false => Ok(()),
+        let observe = move |number, gradient: &mut Tensor| {
+            if is_here && number == flipped { flip_bit(bit, gradient) } else { Ok(()) }
         };
         ddp.observe_gradients(OBSERVER, Box::new(observe));
         Ok(())

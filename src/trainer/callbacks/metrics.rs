@@ -35,20 +35,17 @@ pub(in crate::trainer) struct Metrics {
 
 impl Metrics {
     pub(in crate::trainer) fn new(every: u64, logger: Option<MetricsLogger>) -> Self {
-        let (steps, samples, counted, counted_for_loss) = Default::default();
-        let (loss_sum, grad_norm, lr) = Default::default();
-        let since = Instant::now();
         Self {
             every,
             logger,
-            since,
-            steps,
-            samples,
-            counted,
-            counted_for_loss,
-            loss_sum,
-            grad_norm,
-            lr,
+            since: Instant::now(),
+            steps: 0,
+            samples: 0,
+            counted: 0,
+            counted_for_loss: 0,
+            loss_sum: 0.0,
+            grad_norm: None,
+            lr: 0.0,
         }
     }
 
@@ -143,6 +140,9 @@ impl<M> Callback<M> for Metrics {
     /// Writes the metrics of the last steps, if a callback that runs after this one has ended training.
     fn on_train_end(&mut self, context: &mut TrainContext<M>) -> Result<()> {
         self.report(context)?;
-        Ok(self.logger.as_mut().map_or(Ok(()), MetricsLogger::end)?)
+        if let Some(logger) = &mut self.logger {
+            logger.end()?;
+        }
+        Ok(())
     }
 }

@@ -199,20 +199,19 @@ fn batch_totals(
     count: usize,
 ) -> Result<Tensor, tch::TchError> {
     let count = count as f64;
-    let correct = match classifies {
-        false => Tensor::f_zeros_like(loss)?,
-        true => {
-            let correct = output.f_argmax(-1, false)?.f_eq_tensor(&batch.targets)?;
-            // A sequence counts with the part of its tokens that are correct.
-            let correct = correct
-                .f_sum(Kind::Double)?
-                .f_div_scalar(batch.tokens_per_sample().unwrap_or(1) as f64)?;
-            // As the loss, it is weighed by what the batch counts as, usually its samples.
-            match batch.len() as f64 {
-                len if len == count => correct,
-                len => correct.f_mul_scalar(count / len)?,
-            }
+    let correct = if classifies {
+        let correct = output.f_argmax(-1, false)?.f_eq_tensor(&batch.targets)?;
+        // A sequence counts with the part of its tokens that are correct.
+        let correct = correct
+            .f_sum(Kind::Double)?
+            .f_div_scalar(batch.tokens_per_sample().unwrap_or(1) as f64)?;
+        // As the loss, it is weighed by what the batch counts as, usually its samples.
+        match batch.len() as f64 {
+            len if len == count => correct,
+            len => correct.f_mul_scalar(count / len)?,
         }
+    } else {
+        Tensor::f_zeros_like(loss)?
     };
     let sum = loss.f_to_kind(Kind::Double)?.f_mul_scalar(count)?;
     let count = sum.f_full_like(count)?;

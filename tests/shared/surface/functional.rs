@@ -78,9 +78,10 @@ pub(super) fn functional_reduce(it: &Surface) {
     for root in it.everyone() {
         let mine = it.trained(LEN);
         let result = functional::reduce(&mine, root, &it.group).unwrap();
-        let expected = match it.me() == root {
-            true => reduced(ReduceOp::Sum, &it.of_all(LEN)),
-            false => numbers(it.me(), LEN),
+        let expected = if it.me() == root {
+            reduced(ReduceOp::Sum, &it.of_all(LEN))
+        } else {
+            numbers(it.me(), LEN)
         };
         it.is(&result.detach(), &expected);
         it.goes_back(&[result], &mine, &weights(root, 0));

@@ -190,7 +190,10 @@ impl HostSlot {
             None => conflict::sizes(all.clone(), first),
         };
         let members = self.group.barrier.members();
-        conflict.map_or(Ok(()), |conflict| Err(conflict.error(all, members, first, call.at())))
+        match conflict {
+            Some(conflict) => Err(conflict.error(all, members, first, call.at())),
+            None => Ok(()),
+        }
     }
 
     fn timeout(&self, call: &Call) -> Duration {

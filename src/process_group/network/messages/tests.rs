@@ -149,10 +149,8 @@ fn send_ends_when_no_thread_serves_its_connection() {
 #[test]
 fn send_completes_only_when_its_tensor_is_not_being_written() {
     for arrives in [true, false] {
-        let end = |link: &Link| match arrives {
-            true => link.taken(0).unwrap(),
-            false => link.close("the cause"),
-        };
+        let end =
+            |link: &Link| if arrives { link.taken(0).unwrap() } else { link.close("the cause") };
         let store = TcpStore::serve("127.0.0.1", 0, TIMEOUT, never()).unwrap();
         let mine = process(&store, 1);
         let link = &mine.messages.0.links[0];
@@ -164,9 +162,10 @@ fn send_completes_only_when_its_tensor_is_not_being_written() {
         assert!(!sent.is_completed(), "its tensor is being written");
         drop(writing);
         let outcome = sent.outcome();
-        match arrives {
-            true => assert!(matches!(outcome, Some(MessageEnd::From(1))), "{outcome:?}"),
-            false => assert!(matches!(outcome, Some(MessageEnd::Lost { .. })), "{outcome:?}"),
+        if arrives {
+            assert!(matches!(outcome, Some(MessageEnd::From(1))), "{outcome:?}")
+        } else {
+            assert!(matches!(outcome, Some(MessageEnd::Lost { .. })), "{outcome:?}")
         }
         assert!(link.begin_writing(0).is_none());
         mine.run.report(1, None, "over".into()); // nobody waits for the rest
