@@ -2,7 +2,7 @@
 
 use tch::{Kind, Tensor};
 
-use super::flat::{Group, OptimizerState};
+use super::optimizer_state::{Group, OptimizerState};
 use super::{FlatBuffer, Optimizer, OptimizerOptions, ParamSpan, ParameterState};
 use crate::error::{Error, Result};
 use crate::ffi::{AdamWStep, TensorList, TorchResult, fused_adamw};

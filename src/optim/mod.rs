@@ -2,17 +2,20 @@
 
 mod adamw;
 mod clip;
-mod flat;
 mod flat_memory;
 mod grad_scaler;
 mod optimizer_layout;
+mod optimizer_state;
 mod param_layout;
 mod param_memory;
 mod partitions;
+mod parts;
+mod runs;
 mod saved_state;
 mod schedule;
 mod sgd;
 mod shared_model;
+mod shared_step;
 
 pub use adamw::{AdamW, AdamWOptions};
 pub use clip::clip_grad_norm;

@@ -2,8 +2,9 @@
 
 use std::collections::BTreeMap;
 
-use super::flat::{OptimizerState, shared_model};
+use super::optimizer_state::OptimizerState;
 use super::param_layout::{LayoutVersion, copy_range};
+use super::shared_step::shared_model;
 use super::{ParamSpan, ParameterState};
 use crate::error::{Error, Result};
 use crate::ffi::TorchResult;

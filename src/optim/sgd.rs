@@ -2,7 +2,7 @@
 
 use tch::{Device, Kind, Tensor};
 
-use super::flat::OptimizerState;
+use super::optimizer_state::OptimizerState;
 use super::{FlatBuffer, Optimizer, OptimizerOptions, ParamSpan, ParameterState};
 use crate::error::{Error, Result};
 use crate::ffi::{SgdStep, TensorList, TorchResult, add_scaled, fused_sgd};

@@ -1,0 +1,261 @@
+//! The optimizer state for each element of the flat buffers, and the groups of parameters that one kernel call steps,
+//! with their tensors.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::rc::Rc;
+
+use tch::{Device, Tensor};
+
+use super::param_layout::{LayoutVersion, copy_range, zeros_like};
+use super::partitions::gather_parameters;
+use super::parts::Parts;
+use super::runs::{Key, Runs};
+use super::shared_step::{SharedRanges, on_one_rank, shared_model};
+use super::{FlatBuffer, GradState, ParamSpan};
+use crate::error::{Error, Result};
+use crate::ffi::{TensorList, TorchResult, bump_versions};
+
+/// A part of a [`SpanRun`](super::runs::SpanRun) that this rank updates.
+struct Owned {
+    buffer: usize,
+    /// The range of elements in the buffer.
+    range: Range<usize>,
+    /// The offset of the first element in a slot.
+    at: usize,
+}
+
+/// The parameters that one kernel call steps.
+#[derive(Debug)]
+pub(super) struct Group {
+    /// Whether weight decay applies to them.
+    pub decays: bool,
+    /// The number of steps that they have made.
+    pub steps: u64,
+    pub parts: Parts,
+    pub device: Device,
+    /// The indices of the parameters.
+    members: Vec<usize>,
+    /// The model's own tensors of the parameters.
+    tensors: TensorList,
+}
+
+/// Flat buffers, with further buffers of the same layout (`slots`) for the optimizer's state.
+#[derive(Debug)]
+pub(super) struct OptimizerState {
+    pub buffers: Vec<FlatBuffer>,
+    /// The layout of each buffer when `groups` were made.
+    pub(super) seen: Vec<LayoutVersion>,
+    /// Name and, for each buffer, values of each slot; zero at first. With partitions, the values of this rank's partitions.
+    pub(super) slots: Vec<(&'static str, Vec<Tensor>)>,
+    /// Selects the parameters with weight decay; `None` for no weight decay.
+    pub(super) decays: Option<fn(&ParamSpan) -> bool>,
+    /// The largest step count that the optimizer distinguishes.
+    pub(super) count_to: u64,
+    /// The number of steps of each parameter when `groups` were made, by its index.
+    pub(super) steps: BTreeMap<usize, u64>,
+    pub groups: Vec<Group>,
+    /// The ranges of `groups`, if the ranks share the model.
+    pub(super) shared_ranges: Vec<SharedRanges>,
+}
+
+impl OptimizerState {
+    pub(super) fn new(
+        buffers: Vec<FlatBuffer>,
+        slot_names: &[&'static str],
+        decays: Option<fn(&ParamSpan) -> bool>,
+        count_to: u64,
+    ) -> Result<Self> {
+        let mut flat = Self {
+            buffers,
+            seen: Vec::new(),
+            slots: slot_names.iter().map(|name| (*name, Vec::new())).collect(),
+            decays,
+            count_to,
+            steps: BTreeMap::new(),
+            groups: Vec::new(),
+            shared_ranges: Vec::new(),
+        };
+        flat.make_slots()?;
+        flat.make_groups()?;
+        Ok(flat)
+    }
+
+    /// Allocates all slots again, filled with zeros. The groups must be made again after it.
+    pub(super) fn make_slots(&mut self) -> Result<()> {
+        self.steps = self.steps();
+        self.groups.clear(); // they have views of the slots
+        self.slots.iter_mut().for_each(|(_, flats)| flats.clear());
+        let zeros = || self.slots.iter().map(|_| self.buffers.iter().map(zeros_like).collect());
+        let slots = on_one_rank(&self.buffers, self.slots.len(), || zeros().collect())?;
+        self.slots.iter_mut().zip(slots).for_each(|((_, slot), zeros)| *slot = zeros);
+        Ok(())
+    }
+
+    /// Returns whether there are gradients to step with. Local gradients are an error: with them the ranks would
+    /// diverge.
+    pub(super) fn have_gradients(&self) -> Result<bool> {
+        let mut any = false;
+        for buffer in &self.buffers {
+            match buffer.places.gradients() {
+                GradState::Cleared => {}
+                GradState::Averaged | GradState::Partitioned | GradState::Complete => any = true,
+                GradState::Local => {
+                    return Err(Error::InvalidInput(
+                        "the gradients of this rank were not averaged, and a step with them would make the ranks \
+                         differ: call the last backward before a step outside of no_sync"
+                            .into(),
+                    ));
+                }
+            }
+        }
+        Ok(any)
+    }
+
+    /// Follows the parameters: updates the groups if any have moved, or have gained or lost their gradient. Returns
+    /// whether the groups are new.
+    pub(super) fn refresh(&mut self) -> Result<bool> {
+        let (mut have_moved, mut same) = (false, true);
+        for (buffer, seen) in self.buffers.iter().zip(&self.seen) {
+            have_moved |= !buffer.places.is(&seen.places);
+            same &= buffer.places.are_unused(&seen.unused);
+        }
+        if have_moved {
+            self.relocate_state()?;
+        }
+        let is_new = have_moved || !same;
+        if is_new {
+            self.make_groups()?;
+        }
+        Ok(is_new)
+    }
+
+    /// Moves the optimizer state to the parameters' current places.
+    fn relocate_state(&mut self) -> Result<()> {
+        let now: Vec<LayoutVersion> = self.buffers.iter().map(LayoutVersion::of).collect();
+        if self.steps().values().all(|&steps| steps == 0) {
+            // No parameter has any state yet. Only with partitions the length of a slot can change.
+            let fit = |flats: &[Tensor]| {
+                let lengths =
+                    now.iter().zip(&self.buffers).map(|(now, buffer)| now.slot_numel(buffer));
+                flats.iter().map(Tensor::numel).eq(lengths)
+            };
+            let all_fit = self.slots.iter().all(|(_, flats)| fit(flats));
+            return if all_fit { Ok(()) } else { self.make_slots() };
+        }
+        let relocate = |(buffer, old): (usize, &Tensor)| -> Result<Tensor> {
+            let (was, now) = (&self.seen[buffer], &now[buffer]);
+            if Rc::ptr_eq(&was.places, &now.places) {
+                return Ok(old.shallow_clone());
+            }
+            let new = zeros_like(&self.buffers[buffer])?;
+            was.each_section(old, true, |section, values| {
+                for from in was.places_in(section) {
+                    let Some(to) = now.places.iter().find(|to| to.index == from.index) else {
+                        continue;
+                    };
+                    for (owned, at) in now.owned(to.start..to.start + to.numel()) {
+                        let start = from.start - section.start + owned.start - to.start;
+                        copy_range(&new, at, values, start, owned.len())?;
+                    }
+                }
+                Ok(())
+            })?;
+            Ok(new)
+        };
+        let old =
+            || self.slots.iter().map(|(_, old)| old.iter().enumerate().map(relocate).collect());
+        let moved = on_one_rank(&self.buffers, self.slots.len(), || old().collect())?;
+        self.slots.iter_mut().zip(moved).for_each(|((_, slot), moved)| *slot = moved);
+        Ok(())
+    }
+
+    pub(super) fn make_groups(&mut self) -> Result<()> {
+        self.steps = self.steps();
+        self.seen = self.buffers.iter().map(LayoutVersion::of).collect();
+        let mut groups = Vec::new();
+        for (Key { decays, steps, .. }, Runs { runs, members }) in self.runs() {
+            let device = self.buffers[runs[0].buffer].parameters.device();
+            let owned = runs.iter().flat_map(|run| {
+                let owned = self.seen[run.buffer].owned(run.start..run.end).into_iter();
+                owned.map(|(range, at)| Owned { buffer: run.buffer, range, at })
+            });
+            let runs: Vec<Owned> = owned.collect();
+            let cut = |run: &Owned, flat: &Tensor, start: usize| {
+                if run.range.len() == self.buffers[run.buffer].parameters.numel() {
+                    return Ok(flat.shallow_clone()); // follows a gradient that moves from step to step
+                }
+                flat.f_narrow(0, start as i64, run.range.len() as i64).doing("narrow")
+            };
+            let ranges = |flat: fn(&FlatBuffer) -> &Tensor| {
+                let range =
+                    |run: &Owned| cut(run, flat(&self.buffers[run.buffer]), run.range.start);
+                runs.iter().map(range).collect::<Result<_>>()
+            };
+            let slots = self.slots.iter().map(|(_, flats)| {
+                runs.iter().map(|run| cut(run, &flats[run.buffer], run.at)).collect()
+            });
+            groups.push(Group {
+                decays,
+                steps,
+                parts: Parts::new(
+                    ranges(|buffer| &buffer.parameters)?,
+                    ranges(|buffer| &buffer.gradients)?,
+                    slots.collect::<Result<_>>()?,
+                )?,
+                device,
+                tensors: self.tensors(&members)?,
+                members,
+            });
+        }
+        self.groups = groups;
+        self.shared_ranges = match shared_model(&self.buffers) {
+            Some(_) => SharedRanges::of(&self.groups),
+            None => Vec::new(),
+        };
+        Ok(())
+    }
+
+    /// Returns the model's own tensors of the parameters with these indices.
+    fn tensors(&self, indices: &[usize]) -> Result<TensorList> {
+        let of = |&index: &usize| self.buffers.iter().find_map(|it| it.places.tensor(index));
+        TensorList::new(&indices.iter().filter_map(of).collect::<Vec<_>>())
+    }
+
+    /// Steps all parameters with a gradient. `kernel` steps the parts that it is given, of the group with this index.
+    /// Ranks that share a model each step a slice of it.
+    pub(super) fn step(
+        &mut self,
+        kernel: impl Fn(usize, &Group, &Parts) -> Result<()>,
+    ) -> Result<()> {
+        match shared_model(&self.buffers) {
+            Some(shared) => self.step_my_slice(&shared, &kernel)?,
+            None => {
+                let groups = self.groups.iter().enumerate();
+                let mut groups = groups.filter(|(_, group)| group.parts.len() > 0);
+                groups.try_for_each(|(index, group)| kernel(index, group, &group.parts))?;
+                gather_parameters(&self.buffers)?;
+            }
+        }
+        for group in &mut self.groups {
+            group.steps = (group.steps + 1).min(self.count_to);
+        }
+        // The kernels wrote through the buffers, which autograd does not see.
+        self.groups.iter().try_for_each(|group| bump_versions(&group.tensors))
+    }
+
+    /// Returns the number of steps of each parameter, by its index.
+    pub(super) fn steps(&self) -> BTreeMap<usize, u64> {
+        let mut steps = self.steps.clone();
+        for group in &self.groups {
+            steps.extend(group.members.iter().map(|&index| (index, group.steps)));
+        }
+        steps
+    }
+
+    /// Returns all parameters' places with the indices of their buffers, as of when `groups` were made.
+    pub(super) fn places(&self) -> impl Iterator<Item = (usize, &ParamSpan)> {
+        let buffers = self.seen.iter().enumerate();
+        buffers.flat_map(|(number, seen)| seen.places.iter().map(move |place| (number, place)))
+    }
+}

@@ -1,0 +1,71 @@
+//! What a kernel steps: ranges of parameters with their gradients and their state.
+
+use std::ops::Range;
+
+use tch::Tensor;
+
+use crate::error::Result;
+use crate::ffi::{TensorList, TorchResult, set_view};
+
+/// Ranges of parameters, each with its gradient and its slots of optimizer state, as lists for a kernel.
+#[derive(Debug)]
+pub(super) struct Parts {
+    pub parameters: Vec<Tensor>,
+    pub gradients: Vec<Tensor>,
+    /// For each of the optimizer's slots, in their order, the ranges of its values.
+    pub slots: Vec<Vec<Tensor>>,
+    pub parameter_list: TensorList,
+    pub gradient_list: TensorList,
+    pub slot_lists: Vec<TensorList>,
+}
+
+impl Parts {
+    pub(super) fn new(
+        parameters: Vec<Tensor>,
+        gradients: Vec<Tensor>,
+        slots: Vec<Vec<Tensor>>,
+    ) -> Result<Self> {
+        Ok(Self {
+            parameter_list: TensorList::new(&parameters)?,
+            gradient_list: TensorList::new(&gradients)?,
+            slot_lists: slots.iter().map(|slot| TensorList::new(slot)).collect::<Result<_>>()?,
+            parameters,
+            gradients,
+            slots,
+        })
+    }
+
+    /// Returns the number of ranges.
+    pub(super) fn len(&self) -> usize {
+        self.parameters.len()
+    }
+
+    /// Returns empty parts of one range, for [`show`](Self::show).
+    pub(super) fn window(&self) -> Result<Self> {
+        let empty =
+            |tensor: &Tensor| Tensor::f_empty([0], (tensor.kind(), tensor.device())).doing("empty");
+        let one = |tensors: &[Tensor]| -> Result<Vec<Tensor>> {
+            tensors.iter().take(1).map(empty).collect()
+        };
+        let slots = self.slots.iter().map(|slot| one(slot)).collect::<Result<Vec<_>>>()?;
+        Self::new(one(&self.parameters)?, one(&self.gradients)?, slots)
+    }
+
+    /// Makes this window the elements `piece` of the range of `parts` at `index`, with `gradient` instead of theirs, if
+    /// given.
+    pub(super) fn show(
+        &self,
+        parts: &Self,
+        index: usize,
+        piece: &Range<usize>,
+        gradient: Option<&Tensor>,
+    ) -> Result<()> {
+        set_view(&self.parameters[0], &parts.parameters[index], piece.clone())?;
+        match gradient {
+            Some(gradient) => set_view(&self.gradients[0], gradient, 0..piece.len())?,
+            None => set_view(&self.gradients[0], &parts.gradients[index], piece.clone())?,
+        }
+        let mut slots = self.slots.iter().zip(&parts.slots);
+        slots.try_for_each(|(window, slot)| set_view(&window[0], &slot[index], piece.clone()))
+    }
+}

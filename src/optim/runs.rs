@@ -1,0 +1,134 @@
+//! Which adjacent parameters one kernel call steps.
+
+use tch::Kind;
+
+use super::FlatBuffer;
+use super::optimizer_state::OptimizerState;
+use super::param_layout::LayoutVersion;
+
+/// A half-open range `start..end` of adjacent parameters in a flat buffer.
+///
+/// The gaps between parameters are stepped too: they are zero and stay zero. A kernel then ends at a vector boundary
+/// and never runs its loop over single elements, which rounds differently.
+#[derive(Debug, PartialEq)]
+pub(super) struct SpanRun {
+    pub buffer: usize,
+    pub start: usize,
+    pub end: usize,
+}
+
+/// The properties that all parameters of one kernel call share.
+#[derive(Debug, PartialEq)]
+pub(super) struct Key {
+    pub decays: bool,
+    pub steps: u64,
+    kind: Kind,
+}
+
+/// The runs of one kernel call.
+#[derive(Debug, Default, PartialEq)]
+pub(super) struct Runs {
+    pub runs: Vec<SpanRun>,
+    /// The indices of the parameters in the runs.
+    pub members: Vec<usize>,
+}
+
+impl OptimizerState {
+    /// Returns the parameters with a gradient, grouped by key.
+    pub(super) fn runs(&self) -> Vec<(Key, Runs)> {
+        let mut groups: Vec<(Key, Runs)> = Vec::new();
+        for (buffer, LayoutVersion { places, unused, .. }) in self.seen.iter().enumerate() {
+            let FlatBuffer { parameters, .. } = &self.buffers[buffer];
+            let starts = places.iter().skip(1).map(|next| next.start);
+            for (place, end) in places.iter().zip(starts.chain([parameters.numel()])) {
+                if unused.contains(&place.index) {
+                    continue;
+                }
+                let decays = self.decays.is_some_and(|decays| decays(place));
+                let steps = self.steps.get(&place.index).copied().unwrap_or(0);
+                let key = Key { decays, steps, kind: parameters.kind() };
+                let at = groups.iter().position(|(known, _)| *known == key).unwrap_or_else(|| {
+                    groups.push((key, Runs::default()));
+                    groups.len() - 1
+                });
+                let Runs { runs, members } = &mut groups[at].1;
+                members.push(place.index);
+                match runs.last_mut() {
+                    Some(run) if run.buffer == buffer && run.end == place.start => run.end = end,
+                    _ => runs.push(SpanRun { buffer, start: place.start, end }),
+                }
+            }
+        }
+        groups
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tch::{Device, Tensor};
+
+    use super::*;
+    use crate::optim::ParamSpan;
+
+    /// Returns a buffer of `len` elements, with parameters given by index, name, start and shape.
+    fn buffer(places: &[(usize, &str, usize, &[i64])], len: i64, kind: Kind) -> FlatBuffer {
+        let zeros = || Tensor::zeros([len], (kind, Device::Cpu));
+        let place = |&(index, name, start, shape): &(usize, &str, usize, &[i64])| ParamSpan {
+            name: name.into(),
+            index,
+            start,
+            shape: shape.to_vec(),
+        };
+        let places: Vec<ParamSpan> = places.iter().map(place).collect();
+        FlatBuffer { parameters: zeros(), gradients: zeros(), places: places.into() }
+    }
+
+    #[test]
+    fn parameters_of_one_group_form_one_span_with_gaps() {
+        let buffers = || {
+            let weights: &[(usize, &str, usize, &[i64])] =
+                &[(3, "b.bias", 0, &[3]), (2, "b.weight", 16, &[3, 2]), (1, "a.weight", 32, &[4])];
+            vec![
+                buffer(weights, 48, Kind::Float),
+                buffer(&[(0, "c.weight", 0, &[2, 2])], 16, Kind::Float),
+                buffer(&[(4, "d.weight", 0, &[2, 2])], 8, Kind::Double),
+            ]
+        };
+        let run = |buffer, start, end| SpanRun { buffer, start, end };
+        let runs = |flat: &OptimizerState| -> Vec<(bool, u64, Vec<SpanRun>)> {
+            let parts = flat.runs().into_iter();
+            parts.map(|(key, runs)| (key.decays, key.steps, runs.runs)).collect()
+        };
+        let ends_with_weight: fn(&ParamSpan) -> bool = |place| place.name.ends_with("weight");
+        let flat = OptimizerState::new(buffers(), &[], Some(ends_with_weight), 9).unwrap();
+        let expected = [
+            (false, 0, vec![run(0, 0, 16)]),
+            (true, 0, vec![run(0, 16, 48), run(1, 0, 16)]),
+            (true, 0, vec![run(2, 0, 8)]),
+        ];
+        assert_eq!(runs(&flat), expected);
+
+        let mut flat = OptimizerState::new(buffers(), &[], None, 9).unwrap();
+        let all = |steps, kind_two| {
+            [
+                (false, steps, vec![run(0, 0, 48), run(1, 0, 16)]),
+                (false, kind_two, vec![run(2, 0, 8)]),
+            ]
+        };
+        assert_eq!(runs(&flat), all(0, 0));
+        // A parameter without a gradient is skipped, and its step is not counted.
+        flat.buffers.iter().for_each(|buffer| buffer.places.set_unused(&[2]));
+        assert!(flat.refresh().unwrap() && !flat.refresh().unwrap());
+        let parted = vec![run(0, 0, 16), run(0, 32, 48), run(1, 0, 16)];
+        assert_eq!(runs(&flat), [(false, 0, parted), (false, 0, vec![run(2, 0, 8)])]);
+        flat.step(|_, _, _| Ok(())).unwrap();
+        flat.buffers.iter().for_each(|buffer| buffer.places.set_unused(&[]));
+        assert!(flat.refresh().unwrap());
+        let again = [
+            (false, 1, vec![run(0, 0, 16), run(0, 32, 48), run(1, 0, 16)]),
+            (false, 0, vec![run(0, 16, 32)]),
+            (false, 1, vec![run(2, 0, 8)]),
+        ];
+        assert_eq!(runs(&flat), again);
+    }
+}
