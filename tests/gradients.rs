@@ -375,7 +375,7 @@ fn ignored_parameters_and_buffers_stay_local() {
         let options = DdpOptions { ignore, ..DdpOptions::default() };
         let mut ddp = DistributedDataParallel::new((), &vs, group, options)?;
         assert_eq!(ddp.num_parameters(), 2);
-        assert_eq!(ddp.flat_buffers().iter().map(|it| it.places.get().len()).sum::<usize>(), 1);
+        assert_eq!(ddp.flat_buffers().iter().map(|it| it.layout.get().len()).sum::<usize>(), 1);
         for _ in 0..2 {
             ddp.zero_grad()?;
             assert!(!mine.grad().defined(), "zero_grad is for all");

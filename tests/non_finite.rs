@@ -86,7 +86,10 @@ fn nonfinite_validation_sample_is_named() {
     }
     // One step so large that nothing is finite on any rank.
     for (optimizer, told) in [
-        ("sgd", "the validation loss after epoch 0 is inf for samples "),
+        (
+            "sgd",
+            "the validation loss after epoch 0 is inf, though the data of each sample is finite; ",
+        ),
         (
             "adamw",
             "is inf, because the parameter `bias` is not finite after the steps before; check",

@@ -577,7 +577,7 @@ fn optimizers_of_half_precision_match_pytorch() {
         let buffer = FlatBuffer {
             parameters: parameters.shallow_clone(),
             gradients: gradients.shallow_clone(),
-            places: vec![span].into(),
+            layout: vec![span].into(),
         };
         let mut optimizer = options.config(&name).build(vec![buffer]).unwrap();
         let lr = recorded["lr"].as_f64().unwrap();

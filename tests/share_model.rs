@@ -316,14 +316,14 @@ fn gradients_of_a_shared_model_are_averaged_on_request() {
             let loss = ddp.forward(&inputs(group.rank(), 0)).square().mean(Kind::Float);
             ddp.backward(&loss)?;
             let buffers = ddp.flat_buffers();
-            assert!(buffers.iter().all(|b| b.places.gradients() == GradState::Complete));
+            assert!(buffers.iter().all(|b| b.layout.gradients() == GradState::Complete));
             let (name, weight) = ddp.state_dict().swap_remove(0);
             let own = weight.grad().copy();
             if averages_first {
                 let averaged = ddp.averaged_grad(&name)?.unwrap();
                 assert!(averaged.equal(&weight.grad()));
                 average_gradients(&buffers)?; // they are averaged once
-                assert!(buffers.iter().all(|b| b.places.gradients() == GradState::Averaged));
+                assert!(buffers.iter().all(|b| b.layout.gradients() == GradState::Averaged));
                 let mut mean = own.copy();
                 group.all_reduce(&mut mean, ReduceOp::PremulSum(0.5))?;
                 assert!(weight.grad().equal(&mean) && !mean.equal(&own));

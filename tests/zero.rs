@@ -216,7 +216,7 @@ fn averages_of_other_partitions_are_gathered_on_request() {
                     own = ddp.flat_buffers();
                 }
                 let expected = if zero { GradState::Partitioned } else { GradState::Averaged };
-                assert!(own.iter().all(|buffer| buffer.places.gradients() == expected));
+                assert!(own.iter().all(|buffer| buffer.layout.gradients() == expected));
                 if averages_first {
                     let (name, weight) = ddp.state_dict().swap_remove(0);
                     let averaged = ddp.averaged_grad(&name)?.unwrap();
@@ -224,7 +224,7 @@ fn averages_of_other_partitions_are_gathered_on_request() {
                     let mut first = averaged.copy();
                     group.broadcast(&mut first, 0)?;
                     assert!(first.equal(&averaged)); // every rank has the same
-                    assert!(own.iter().all(|b| b.places.gradients() == GradState::Averaged));
+                    assert!(own.iter().all(|b| b.layout.gradients() == GradState::Averaged));
                 }
                 optimizer.step(0.1)?;
                 optimizer.step(0.01)?; // with the same gradients
@@ -258,7 +258,7 @@ fn state_loaded_after_the_buckets_are_rebuilt_is_that_of_each_parameter() {
                 let buffers = ddp.flat_buffers();
                 buffers
                     .iter()
-                    .flat_map(|it| it.places.get().iter().map(|it| it.index).collect::<Vec<_>>())
+                    .flat_map(|it| it.layout.get().iter().map(|it| it.index).collect::<Vec<_>>())
                     .collect()
             };
             let before = starts(&ddp);

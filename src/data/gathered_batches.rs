@@ -82,17 +82,17 @@ impl GatheredBatches {
         })
     }
 
-    /// Returns batch `number` of the epoch.
-    pub(super) fn batch(&mut self, number: usize) -> Result<Batch> {
-        let number = number as i64;
-        let within = number % self.batches;
-        let first = number - within;
+    /// Returns batch `index` of the epoch.
+    pub(super) fn batch(&mut self, index: usize) -> Result<Batch> {
+        let index = index as i64;
+        let within = index % self.batches;
+        let first = index - within;
         if self.first != Some(first) {
             self.inputs.gather(first, self.batches)?;
             self.targets.gather(first, self.batches)?;
             self.first = Some(first);
         }
-        let len = self.batch_size.min(self.total - number * self.batch_size);
+        let len = self.batch_size.min(self.total - index * self.batch_size);
         let batch = |rows: &Rows| rows.batch(within as usize, len, self.batch_size);
         let (inputs, targets) = (batch(&self.inputs)?, batch(&self.targets)?);
         Ok(Batch { inputs, targets, more_inputs: Vec::new(), len })
@@ -118,8 +118,8 @@ impl Rows {
     }
 
     /// Returns a gathered batch of `len` samples. `batch_size` is the length of all batches but the last.
-    fn batch(&self, number: usize, len: i64, batch_size: i64) -> Result<Tensor> {
-        let batch = &self.block[number];
+    fn batch(&self, index: usize, len: i64, batch_size: i64) -> Result<Tensor> {
+        let batch = &self.block[index];
         if self.stride == batch_size {
             return Ok(batch.shallow_clone()); // costs less than a view
         }

@@ -370,13 +370,13 @@ impl Iterator for Batches {
     type Item = Result<Batch>;
 
     fn next(&mut self) -> Option<Self::Item> {
-        let number = self.next;
-        if number == self.num_batches {
+        let index = self.next;
+        if index == self.num_batches {
             return None;
         }
         self.next += 1;
         let began = Instant::now();
-        let batch = self.load(number);
+        let batch = self.load(index);
         self.waited.set(self.waited.get() + began.elapsed());
         Some(batch)
     }
@@ -390,14 +390,14 @@ impl Iterator for Batches {
 impl ExactSizeIterator for Batches {}
 
 impl Batches {
-    fn load(&mut self, number: usize) -> Result<Batch> {
-        if let Some(empty) = self.empty.as_ref().filter(|_| number >= self.own) {
+    fn load(&mut self, index: usize) -> Result<Batch> {
+        if let Some(empty) = self.empty.as_ref().filter(|_| index >= self.own) {
             return empty.map(0, |tensor| Ok(tensor.shallow_clone()));
         }
         let batch = match &mut self.source {
-            Source::Gathered(batches) => return batches.batch(number),
+            Source::Gathered(batches) => return batches.batch(index),
             Source::Each { dataset, indices } => {
-                let indices = indices.chunks(self.batch_size).nth(number).unwrap_or_default();
+                let indices = indices.chunks(self.batch_size).nth(index).unwrap_or_default();
                 Batch::read(&**dataset, indices).map_err(Error::data(indices))?
             }
             Source::Workers(loading) => loading.next()?,

@@ -56,9 +56,9 @@ impl Staging {
     /// Launches the copy of a batch to the GPU. Work that this rank launches later may use the result. Waits only if
     /// all buffers are in use, because the GPU is behind.
     pub(super) fn send(&self, batch: &Batch) -> Result<Batch> {
-        let number = self.next.get();
-        let buffer = &self.buffers[number];
-        self.next.set((number + 1) % self.buffers.len());
+        let index = self.next.get();
+        let buffer = &self.buffers[index];
+        self.next.set((index + 1) % self.buffers.len());
         self.group.wait_for_device(&buffer.copied)?;
         let Batch { inputs, targets, more_inputs, .. } = &buffer.room;
         let mut rooms = [inputs, targets].into_iter().chain(more_inputs);

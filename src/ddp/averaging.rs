@@ -35,7 +35,7 @@ impl fmt::Debug for Averaging {
     }
 }
 
-/// What a reduction needs to know about a bucket's place in the step.
+/// Which bucket of the step a reduction has, and how.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct BucketTurn {
     pub index: usize,

@@ -26,12 +26,12 @@ pub(super) fn assign(sizes: &[Size], caps: &[usize]) -> Vec<Vec<usize>> {
     let mut buckets: Vec<Vec<usize>> = Vec::new();
     let mut open: Vec<Open> = Vec::new();
     for (index, size) in sizes.iter().enumerate() {
-        let place = open.iter().position(|o| o.dtype == size.dtype).unwrap_or_else(|| {
+        let at = open.iter().position(|o| o.dtype == size.dtype).unwrap_or_else(|| {
             let (dtype, bucket) = (size.dtype, usize::MAX);
             open.push(Open { dtype, bucket, num_bytes: 0, closed: 0 });
             open.len() - 1
         });
-        let current = &mut open[place];
+        let current = &mut open[at];
         if current.bucket == usize::MAX {
             current.bucket = buckets.len();
             buckets.push(Vec::new());

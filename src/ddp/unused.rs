@@ -96,7 +96,7 @@ impl UnusedParams {
             let without = states.filter(|&(index, state)| unused[index] && !state.has_gradient);
             self.undefined = without.map(|(index, _)| index).collect();
             for buffer in &layout.memory.buffers {
-                buffer.places.set_unused(&self.undefined);
+                buffer.layout.set_unused(&self.undefined);
             }
             self.have_agreed = options.static_graph;
         }

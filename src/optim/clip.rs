@@ -16,20 +16,19 @@ use crate::ffi::{TensorList, TorchResult, scale_all, total_norm};
 /// # Errors
 /// [`Error::Torch`](crate::Error::Torch), and the errors of [`average_gradients`].
 pub fn clip_grad_norm(buffers: &[FlatBuffer], max_norm: f64) -> Result<Tensor> {
-    if buffers.iter().all(|buffer| buffer.places.gradients() == GradState::Cleared) {
+    if buffers.iter().all(|buffer| buffer.layout.gradients() == GradState::Cleared) {
         let device = buffers.first().map_or(Device::Cpu, |buffer| buffer.gradients.device());
         return Tensor::f_zeros([0i64; 0], (Kind::Float, device)).doing("zeros");
     }
     average_gradients(buffers)?;
-    let layout: Vec<_> = buffers.iter().map(|buffer| buffer.places.get()).collect();
-    let mut places: Vec<(&ParamSpan, &Tensor)> = buffers
+    let of_buffers: Vec<_> = buffers.iter().map(|buffer| buffer.layout.get()).collect();
+    let mut spans: Vec<(&ParamSpan, &Tensor)> = buffers
         .iter()
-        .zip(&layout)
-        .flat_map(|(buffer, places)| places.iter().map(|place| (place, &buffer.gradients)))
+        .zip(&of_buffers)
+        .flat_map(|(buffer, spans)| spans.iter().map(|span| (span, &buffer.gradients)))
         .collect();
-    places.sort_by_key(|(place, _)| place.index);
-    let gradients =
-        places.iter().map(|(place, flat)| place.of(flat)).collect::<Result<Vec<_>>>()?;
+    spans.sort_by_key(|(span, _)| span.index);
+    let gradients = spans.iter().map(|(span, flat)| span.of(flat)).collect::<Result<Vec<_>>>()?;
     let gradients = TensorList::new(&gradients)?;
     let norm = total_norm(&gradients)?;
     let factor = || {

@@ -68,7 +68,7 @@ impl FlatMemory {
         memory.allocate(order)?;
         let handles = memory.parameters.iter().map(|parameter| parameter.tensor.shallow_clone());
         let handles: Rc<[Tensor]> = handles.collect();
-        memory.buffers.iter().for_each(|buffer| buffer.places.set_tensors(handles.clone()));
+        memory.buffers.iter().for_each(|buffer| buffer.layout.set_tensors(handles.clone()));
         Ok(memory)
     }
 
@@ -90,7 +90,7 @@ impl FlatMemory {
             let zeros = |group| zeros(group, numel, dtype, device);
             let parameters = zeros(self.partitioned_over.as_ref())?;
             let gradients = zeros(Some(&self.group))?;
-            self.buffers.push(FlatBuffer { parameters, gradients, places: ParamLayout::default() });
+            self.buffers.push(FlatBuffer { parameters, gradients, layout: ParamLayout::default() });
         }
         self.num_flat = self.buffers.len();
         for (index, parameter) in self.parameters.iter().enumerate() {
@@ -100,7 +100,7 @@ impl FlatMemory {
             self.buffers.push(FlatBuffer {
                 parameters: flat.doing("making the buckets")?,
                 gradients,
-                places: vec![parameter.span(index, 0)].into(),
+                layout: vec![parameter.span(index, 0)].into(),
             });
         }
         self.set_gradients(GradState::Cleared);
@@ -120,7 +120,7 @@ impl FlatMemory {
         tch::no_grad(|| self.move_to(&contents, are_new))?;
         for (buffer, FlatContents { spans, buckets }) in self.buffers.iter().zip(contents) {
             let group = self.partitioned_over.clone();
-            buffer.places.set(spans, group.map(|group| Partitions::new(group, buckets)));
+            buffer.layout.set(spans, group.map(|group| Partitions::new(group, buckets)));
         }
         if let Some(shared) = self.shared.clone() {
             self.share_with(&shared)?; // they have moved
@@ -233,8 +233,8 @@ impl FlatMemory {
         for (buffer, tensor) in self.buffers.iter_mut().zip(&tensors) {
             shared.check_device(tensor.device())?;
             buffer.parameters.f_set_data(tensor).doing(doing)?;
-            buffer.places.set_shared(shared.clone());
-            for span in &*buffer.places.get() {
+            buffer.layout.set_shared(shared.clone());
+            for span in &*buffer.layout.get() {
                 let value = span.of(tensor)?;
                 self.parameters[span.index].tensor.f_set_data(&value).doing(doing)?;
             }
@@ -272,7 +272,7 @@ impl FlatMemory {
 
     /// Sets the state of all gradients.
     pub(crate) fn set_gradients(&self, gradients: GradState) {
-        self.buffers.iter().for_each(|buffer| buffer.places.set_gradients(gradients));
+        self.buffers.iter().for_each(|buffer| buffer.layout.set_gradients(gradients));
     }
 
     /// Notes that the gradients are averaged, or left to the optimizer's step. With `are_scattered` each rank has those of its

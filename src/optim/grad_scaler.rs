@@ -140,15 +140,15 @@ impl GradScaler {
         if options.enabled {
             check(init_scale, growth_factor, backoff_factor, options.growth_interval)?;
             if let Some(half) = buffers.iter().find(|it| it.gradients.kind() == Kind::Half) {
-                let name = half.places.get().first().map_or(String::new(), |it| it.name.clone());
+                let name = half.layout.get().first().map_or(String::new(), |it| it.name.clone());
                 return Err(Error::InvalidInput(format!(
                     "parameter `{name}` is float16, and so is its gradient, which cannot be unscaled; keep \
                      parameters float32 and use Autocast"
                 )));
             }
         }
-        let number = || Tensor::f_zeros([0i64; 0], (Kind::Float, group.device())).doing("zeros");
-        let (found_inf, inv_scale) = (number()?, number()?);
+        let scalar = || Tensor::f_zeros([0i64; 0], (Kind::Float, group.device())).doing("zeros");
+        let (found_inf, inv_scale) = (scalar()?, scalar()?);
         let list = |buffer: &FlatBuffer| TensorList::new(&[buffer.gradients.shallow_clone()]);
         let gradients = buffers.iter().map(list).collect::<Result<_>>()?;
         let (scale, stage) = (init_scale as f32, Stage::Scaled);
@@ -195,13 +195,13 @@ impl GradScaler {
         if self.stage != Stage::Scaled {
             return out_of_turn("unscale_ has been called since the last update");
         }
-        if self.buffers.iter().all(|buffer| buffer.places.gradients() == GradState::Cleared) {
+        if self.buffers.iter().all(|buffer| buffer.layout.gradients() == GradState::Cleared) {
             return out_of_turn("there has been no backward since gradients were zeroed");
         }
         average_gradients(&self.buffers)?;
         // Computed in float64, like PyTorch.
         let inverse = f64::from(self.scale).recip();
-        let set = |number: &Tensor, to: f64| number.shallow_clone().f_fill_(to).map(drop);
+        let set = |scalar: &Tensor, to: f64| scalar.shallow_clone().f_fill_(to).map(drop);
         set(&self.found_inf, 0.0).and_then(|()| set(&self.inv_scale, inverse)).doing("fill_")?;
         for gradients in &self.gradients {
             amp_unscale(gradients, &self.found_inf, &self.inv_scale)?;

@@ -97,7 +97,7 @@ impl OptimizerState {
     pub(super) fn have_gradients(&self) -> Result<bool> {
         let mut any = false;
         for buffer in &self.buffers {
-            match buffer.places.gradients() {
+            match buffer.layout.gradients() {
                 GradState::Cleared => {}
                 GradState::Averaged | GradState::Partitioned | GradState::Complete => any = true,
                 GradState::Local => {
@@ -117,8 +117,8 @@ impl OptimizerState {
     pub(super) fn refresh(&mut self) -> Result<bool> {
         let (mut have_moved, mut same) = (false, true);
         for (buffer, seen) in self.buffers.iter().zip(&self.seen) {
-            have_moved |= !buffer.places.is(&seen.places);
-            same &= buffer.places.are_unused(&seen.unused);
+            have_moved |= !buffer.layout.is(&seen.spans);
+            same &= buffer.layout.are_unused(&seen.unused);
         }
         if have_moved {
             self.relocate_state()?;
@@ -145,13 +145,13 @@ impl OptimizerState {
         }
         let relocate = |(buffer, old): (usize, &Tensor)| -> Result<Tensor> {
             let (was, now) = (&self.seen[buffer], &now[buffer]);
-            if Rc::ptr_eq(&was.places, &now.places) {
+            if Rc::ptr_eq(&was.spans, &now.spans) {
                 return Ok(old.shallow_clone());
             }
             let new = zeros_like(&self.buffers[buffer])?;
             was.each_section(old, true, |section, values| {
-                for from in was.places_in(section) {
-                    let Some(to) = now.places.iter().find(|to| to.index == from.index) else {
+                for from in was.spans_in(section) {
+                    let Some(to) = now.spans.iter().find(|to| to.index == from.index) else {
                         continue;
                     };
                     for (owned, at) in now.owned(to.start..to.start + to.numel()) {
@@ -218,7 +218,7 @@ impl OptimizerState {
 
     /// Returns the model's own tensors of the parameters with these indices.
     fn tensors(&self, indices: &[usize]) -> Result<TensorList> {
-        let of = |&index: &usize| self.buffers.iter().find_map(|it| it.places.tensor(index));
+        let of = |&index: &usize| self.buffers.iter().find_map(|it| it.layout.tensor(index));
         TensorList::new(&indices.iter().filter_map(of).collect::<Vec<_>>())
     }
 
@@ -253,9 +253,9 @@ impl OptimizerState {
         steps
     }
 
-    /// Returns all parameters' places with the indices of their buffers, as of when `groups` were made.
-    pub(super) fn places(&self) -> impl Iterator<Item = (usize, &ParamSpan)> {
+    /// Returns all parameters' spans with the indices of their buffers, as of when `groups` were made.
+    pub(super) fn spans(&self) -> impl Iterator<Item = (usize, &ParamSpan)> {
         let buffers = self.seen.iter().enumerate();
-        buffers.flat_map(|(number, seen)| seen.places.iter().map(move |place| (number, place)))
+        buffers.flat_map(|(buffer, seen)| seen.spans.iter().map(move |span| (buffer, span)))
     }
 }

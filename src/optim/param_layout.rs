@@ -20,8 +20,8 @@ pub struct FlatBuffer {
     pub parameters: Tensor,
     /// Their gradients, in the same layout. Gaps between parameters are zero.
     pub gradients: Tensor,
-    /// The layout of these parameters.
-    pub places: ParamLayout,
+    /// Where the parameters are.
+    pub layout: ParamLayout,
 }
 
 impl FlatBuffer {
@@ -30,13 +30,13 @@ impl FlatBuffer {
         Self {
             parameters: self.parameters.shallow_clone(),
             gradients: self.gradients.shallow_clone(),
-            places: self.places.clone(),
+            layout: self.layout.clone(),
         }
     }
 }
 
-/// The places of a buffer's parameters in order, and the parameters without a gradient; shared by all clones. The
-/// places change once, when the buckets are rebuilt. The parameters without a gradient change with each use of the
+/// The spans of a buffer's parameters in order, and the parameters without a gradient; shared by all clones. The
+/// spans change once, when the buckets are rebuilt. The parameters without a gradient change with each use of the
 /// model.
 #[derive(Debug, Clone)]
 pub struct ParamLayout(Rc<RefCell<Arrangement>>);
@@ -60,7 +60,7 @@ pub enum GradState {
 
 #[derive(Debug)]
 struct Arrangement {
-    places: Rc<[ParamSpan]>,
+    spans: Rc<[ParamSpan]>,
     unused: Rc<[usize]>,
     gradients: GradState,
     /// The model's own tensors, each at its [`ParamSpan::index`]. They share the buffer's memory but are not views of
@@ -79,9 +79,9 @@ impl Default for ParamLayout {
 }
 
 impl From<Vec<ParamSpan>> for ParamLayout {
-    fn from(places: Vec<ParamSpan>) -> Self {
+    fn from(spans: Vec<ParamSpan>) -> Self {
         let arrangement = Arrangement {
-            places: places.into(),
+            spans: spans.into(),
             unused: Rc::new([]),
             gradients: GradState::Averaged,
             tensors: Rc::new([]),
@@ -93,9 +93,9 @@ impl From<Vec<ParamSpan>> for ParamLayout {
 }
 
 impl ParamLayout {
-    /// Returns the current places.
+    /// Returns the current spans.
     pub fn get(&self) -> Rc<[ParamSpan]> {
-        self.0.borrow().places.clone()
+        self.0.borrow().spans.clone()
     }
 
     /// Returns the sorted [`index`](ParamSpan::index) of each parameter without a gradient on any rank since
@@ -114,9 +114,9 @@ impl ParamLayout {
         self.0.borrow_mut().gradients = gradients;
     }
 
-    /// Returns whether `places` is still the current list, by identity.
-    pub(super) fn is(&self, places: &Rc<[ParamSpan]>) -> bool {
-        Rc::ptr_eq(&self.0.borrow().places, places)
+    /// Returns whether `spans` is still the current list, by identity.
+    pub(super) fn is(&self, spans: &Rc<[ParamSpan]>) -> bool {
+        Rc::ptr_eq(&self.0.borrow().spans, spans)
     }
 
     /// Returns whether `unused` is still the current list, by identity.
@@ -147,9 +147,9 @@ impl ParamLayout {
         self.0.borrow().partitions.clone()
     }
 
-    pub(super) fn set(&self, places: Vec<ParamSpan>, partitions: Option<Partitions>) {
+    pub(super) fn set(&self, spans: Vec<ParamSpan>, partitions: Option<Partitions>) {
         let mut arrangement = self.0.borrow_mut();
-        arrangement.places = places.into();
+        arrangement.spans = spans.into();
         arrangement.partitions = partitions.map(Rc::new);
     }
 
@@ -161,7 +161,7 @@ impl ParamLayout {
     }
 }
 
-/// The place of a parameter in its buffer.
+/// Where a parameter is in its buffer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ParamSpan {
     /// The parameter's name.
@@ -197,15 +197,15 @@ impl ParamSpan {
 /// A buffer's layout and its parameters without a gradient, at the time at which the groups were made.
 #[derive(Debug)]
 pub(super) struct LayoutVersion {
-    pub places: Rc<[ParamSpan]>,
+    pub spans: Rc<[ParamSpan]>,
     pub unused: Rc<[usize]>,
     partitions: Option<Rc<Partitions>>,
 }
 
 impl LayoutVersion {
     pub(super) fn of(buffer: &FlatBuffer) -> Self {
-        let FlatBuffer { places, .. } = buffer;
-        Self { places: places.get(), unused: places.unused(), partitions: places.partitions() }
+        let FlatBuffer { layout, .. } = buffer;
+        Self { spans: layout.get(), unused: layout.unused(), partitions: layout.partitions() }
     }
 
     /// Returns the length of a slot: the elements of `buffer` that this rank updates.
@@ -240,11 +240,11 @@ impl LayoutVersion {
     }
 
     /// Returns the parameters in a section of the buffer.
-    pub(super) fn places_in(&self, section: &Range<usize>) -> impl Iterator<Item = &ParamSpan> {
-        let is_in = |place: &&ParamSpan| {
-            section.start <= place.start && place.start + place.numel() <= section.end
+    pub(super) fn spans_in(&self, section: &Range<usize>) -> impl Iterator<Item = &ParamSpan> {
+        let is_in = |span: &&ParamSpan| {
+            section.start <= span.start && span.start + span.numel() <= section.end
         };
-        self.places.iter().filter(is_in)
+        self.spans.iter().filter(is_in)
     }
 
     /// Calls `f` with the values of a slot and their range in the buffer.

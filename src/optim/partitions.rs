@@ -115,12 +115,12 @@ impl Partitions {
 /// Gathers the averages of all partitions in each of `buffers` whose gradients are [`GradState::Partitioned`]. A
 /// collective if there is such a buffer.
 pub(super) fn gather_gradients(buffers: &[FlatBuffer]) -> Result<()> {
-    for FlatBuffer { gradients, places, .. } in buffers {
+    for FlatBuffer { gradients, layout, .. } in buffers {
         if let Some(partitions) =
-            places.partitions().filter(|_| places.gradients() == GradState::Partitioned)
+            layout.partitions().filter(|_| layout.gradients() == GradState::Partitioned)
         {
             partitions.gather_in_place(gradients)?;
-            places.set_gradients(GradState::Averaged);
+            layout.set_gradients(GradState::Averaged);
         }
     }
     Ok(())
@@ -128,7 +128,7 @@ pub(super) fn gather_gradients(buffers: &[FlatBuffer]) -> Result<()> {
 
 /// Gathers the parameters after each rank has updated its partitions. A collective if there are partitions.
 pub(super) fn gather_parameters(buffers: &[FlatBuffer]) -> Result<()> {
-    buffers.iter().try_for_each(|FlatBuffer { parameters, places, .. }| match places.partitions() {
+    buffers.iter().try_for_each(|FlatBuffer { parameters, layout, .. }| match layout.partitions() {
         Some(partitions) => partitions.gather_in_place(parameters),
         None => Ok(()),
     })

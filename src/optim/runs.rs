@@ -37,25 +37,25 @@ impl OptimizerState {
     /// Returns the parameters with a gradient, grouped by key.
     pub(super) fn runs(&self) -> Vec<(Key, Runs)> {
         let mut groups: Vec<(Key, Runs)> = Vec::new();
-        for (buffer, LayoutVersion { places, unused, .. }) in self.seen.iter().enumerate() {
+        for (buffer, LayoutVersion { spans, unused, .. }) in self.seen.iter().enumerate() {
             let FlatBuffer { parameters, .. } = &self.buffers[buffer];
-            let starts = places.iter().skip(1).map(|next| next.start);
-            for (place, end) in places.iter().zip(starts.chain([parameters.numel()])) {
-                if unused.contains(&place.index) {
+            let starts = spans.iter().skip(1).map(|next| next.start);
+            for (span, end) in spans.iter().zip(starts.chain([parameters.numel()])) {
+                if unused.contains(&span.index) {
                     continue;
                 }
-                let decays = self.decays.is_some_and(|decays| decays(place));
-                let steps = self.steps.get(&place.index).copied().unwrap_or(0);
+                let decays = self.decays.is_some_and(|decays| decays(span));
+                let steps = self.steps.get(&span.index).copied().unwrap_or(0);
                 let key = Key { decays, steps, kind: parameters.kind() };
                 let at = groups.iter().position(|(known, _)| *known == key).unwrap_or_else(|| {
                     groups.push((key, Runs::default()));
                     groups.len() - 1
                 });
                 let Runs { runs, members } = &mut groups[at].1;
-                members.push(place.index);
+                members.push(span.index);
                 match runs.last_mut() {
-                    Some(run) if run.buffer == buffer && run.end == place.start => run.end = end,
-                    _ => runs.push(SpanRun { buffer, start: place.start, end }),
+                    Some(run) if run.buffer == buffer && run.end == span.start => run.end = end,
+                    _ => runs.push(SpanRun { buffer, start: span.start, end }),
                 }
             }
         }
@@ -71,16 +71,16 @@ mod tests {
     use crate::optim::ParamSpan;
 
     /// Returns a buffer of `len` elements, with parameters given by index, name, start and shape.
-    fn buffer(places: &[(usize, &str, usize, &[i64])], len: i64, kind: Kind) -> FlatBuffer {
+    fn buffer(spans: &[(usize, &str, usize, &[i64])], len: i64, kind: Kind) -> FlatBuffer {
         let zeros = || Tensor::zeros([len], (kind, Device::Cpu));
-        let place = |&(index, name, start, shape): &(usize, &str, usize, &[i64])| ParamSpan {
+        let span = |&(index, name, start, shape): &(usize, &str, usize, &[i64])| ParamSpan {
             name: name.into(),
             index,
             start,
             shape: shape.to_vec(),
         };
-        let places: Vec<ParamSpan> = places.iter().map(place).collect();
-        FlatBuffer { parameters: zeros(), gradients: zeros(), places: places.into() }
+        let spans: Vec<ParamSpan> = spans.iter().map(span).collect();
+        FlatBuffer { parameters: zeros(), gradients: zeros(), layout: spans.into() }
     }
 
     #[test]
@@ -99,7 +99,7 @@ mod tests {
             let parts = flat.runs().into_iter();
             parts.map(|(key, runs)| (key.decays, key.steps, runs.runs)).collect()
         };
-        let ends_with_weight: fn(&ParamSpan) -> bool = |place| place.name.ends_with("weight");
+        let ends_with_weight: fn(&ParamSpan) -> bool = |span| span.name.ends_with("weight");
         let flat = OptimizerState::new(buffers(), &[], Some(ends_with_weight), 9).unwrap();
         let expected = [
             (false, 0, vec![run(0, 0, 16)]),
@@ -117,12 +117,12 @@ mod tests {
         };
         assert_eq!(runs(&flat), all(0, 0));
         // A parameter without a gradient is skipped, and its step is not counted.
-        flat.buffers.iter().for_each(|buffer| buffer.places.set_unused(&[2]));
+        flat.buffers.iter().for_each(|buffer| buffer.layout.set_unused(&[2]));
         assert!(flat.refresh().unwrap() && !flat.refresh().unwrap());
         let parted = vec![run(0, 0, 16), run(0, 32, 48), run(1, 0, 16)];
         assert_eq!(runs(&flat), [(false, 0, parted), (false, 0, vec![run(2, 0, 8)])]);
         flat.step(|_, _, _| Ok(())).unwrap();
-        flat.buffers.iter().for_each(|buffer| buffer.places.set_unused(&[]));
+        flat.buffers.iter().for_each(|buffer| buffer.layout.set_unused(&[]));
         assert!(flat.refresh().unwrap());
         let again = [
             (false, 1, vec![run(0, 0, 16), run(0, 32, 48), run(1, 0, 16)]),

@@ -14,20 +14,20 @@ impl OptimizerState {
     /// parameter that has not been stepped.
     pub(super) fn state(&self) -> Result<Vec<(u64, ParameterState)>> {
         let steps = self.steps();
-        let fresh = |(_, place): (usize, &ParamSpan)| {
-            let steps = steps.get(&place.index).copied().unwrap_or(0);
-            let state = ParameterState { name: place.name.clone(), tensors: BTreeMap::new() };
-            (place.index, (steps, state))
+        let fresh = |(_, span): (usize, &ParamSpan)| {
+            let steps = steps.get(&span.index).copied().unwrap_or(0);
+            let state = ParameterState { name: span.name.clone(), tensors: BTreeMap::new() };
+            (span.index, (steps, state))
         };
-        let mut states: BTreeMap<usize, (u64, ParameterState)> = self.places().map(fresh).collect();
+        let mut states: BTreeMap<usize, (u64, ParameterState)> = self.spans().map(fresh).collect();
         for (slot, flats) in &self.slots {
             for (layout, flat) in self.seen.iter().zip(flats) {
                 layout.each_section(flat, false, |section, values| {
-                    for place in layout.places_in(section) {
-                        let Some((steps, state)) = states.get_mut(&place.index) else { continue };
+                    for span in layout.spans_in(section) {
+                        let Some((steps, state)) = states.get_mut(&span.index) else { continue };
                         if *steps > 0 {
-                            let start = place.start - section.start;
-                            let value = ParamSpan { start, ..place.clone() }.of(values)?;
+                            let start = span.start - section.start;
+                            let value = ParamSpan { start, ..span.clone() }.of(values)?;
                             state.tensors.insert((*slot).into(), layout.copy(&value)?);
                         }
                     }
@@ -42,7 +42,7 @@ impl OptimizerState {
 
     /// Returns the names of all parameters, in creation order.
     pub(super) fn parameter_names(&self) -> Vec<String> {
-        let names = self.places().map(|(_, place)| (place.index, place.name.clone()));
+        let names = self.spans().map(|(_, span)| (span.index, span.name.clone()));
         names.collect::<BTreeMap<_, _>>().into_values().collect()
     }
 
@@ -58,17 +58,16 @@ impl OptimizerState {
             |problem: String| Err(Error::InvalidInput(format!("the optimizer's state {problem}")));
         let known: BTreeMap<&str, &ParameterState> =
             state.iter().map(|state| (&state.name[..], state)).collect();
-        if let Some(extra) = known.keys().find(|name| self.places().all(|(_, p)| p.name != **name))
-        {
+        if let Some(extra) = known.keys().find(|name| self.spans().all(|(_, p)| p.name != **name)) {
             return wrong(format!("has `{extra}`, which is not a parameter of this model"));
         }
         let now: Vec<LayoutVersion> = self.buffers.iter().map(LayoutVersion::of).collect();
-        let places = now.iter().enumerate();
-        let places = places.flat_map(|(buffer, now)| now.places.iter().map(move |it| (buffer, it)));
+        let spans = now.iter().enumerate();
+        let spans = spans.flat_map(|(buffer, now)| now.spans.iter().map(move |it| (buffer, it)));
         let mut copies = Vec::new();
         let mut steps = BTreeMap::new();
-        for (buffer, place) in places {
-            let name = &place.name;
+        for (buffer, span) in spans {
+            let name = &span.name;
             let Some(state) = known.get(&name[..]) else {
                 return wrong(format!(
                     "has nothing for parameter `{name}`; use the state of the same model"
@@ -89,24 +88,24 @@ impl OptimizerState {
                      of one with other options"
                 ));
             }
-            for (number, (slot, _)) in self.slots.iter().enumerate() {
+            for (index, (slot, _)) in self.slots.iter().enumerate() {
                 let from = &state.tensors[*slot];
-                if from.size() != place.shape {
+                if from.size() != span.shape {
                     return wrong(format!(
                         "has a `{slot}` of shape {:?} for parameter `{name}` of shape {:?}",
                         from.size(),
-                        place.shape
+                        span.shape
                     ));
                 }
                 let doing = "loading the optimizer's state";
                 let from = from.f_reshape([-1]).doing(doing)?;
-                let end = place.start + place.numel();
-                for (owned, at) in now[buffer].owned(place.start..end) {
-                    let (start, len) = (owned.start - place.start, owned.len());
-                    copies.push(((number, buffer, at), (from.shallow_clone(), start), len));
+                let end = span.start + span.numel();
+                for (owned, at) in now[buffer].owned(span.start..end) {
+                    let (start, len) = (owned.start - span.start, owned.len());
+                    copies.push(((index, buffer, at), (from.shallow_clone(), start), len));
                 }
             }
-            steps.insert(place.index, count(state)?.min(self.count_to));
+            steps.insert(span.index, count(state)?.min(self.count_to));
         }
         self.make_slots()?; // ranks that share them wait here until none reads them any more
         let shared = shared_model(&self.buffers);

@@ -148,12 +148,12 @@ fn one_rank_per_gpu(group: &ProcessGroup) -> Result<()> {
 /// The errors of [`ProcessGroup::all_reduce`].
 pub fn average_gradients(buffers: &[FlatBuffer]) -> Result<()> {
     gather_gradients(buffers)?;
-    let is_complete = |buffer: &&FlatBuffer| buffer.places.gradients() == GradState::Complete;
+    let is_complete = |buffer: &&FlatBuffer| buffer.layout.gradients() == GradState::Complete;
     while let Some(first) = buffers.iter().find(is_complete) {
-        let Some(shared) = first.places.shared() else { return Ok(()) };
+        let Some(shared) = first.layout.shared() else { return Ok(()) };
         let Some(op) = shared.average.get() else { return Ok(()) };
         let is_like_first = |buffer: &&FlatBuffer| {
-            let same = buffer.places.shared().is_some_and(|other| Rc::ptr_eq(&other, &shared));
+            let same = buffer.layout.shared().is_some_and(|other| Rc::ptr_eq(&other, &shared));
             same && buffer.parameters.kind() == first.parameters.kind()
         };
         let alike: Vec<_> = buffers.iter().filter(is_complete).filter(is_like_first).collect();
@@ -161,7 +161,7 @@ pub fn average_gradients(buffers: &[FlatBuffer]) -> Result<()> {
             alike.iter().map(|buffer| buffer.gradients.shallow_clone()).collect();
         let shapes = join_shapes(gradients.iter().map(Tensor::size));
         shared.group.all_reduce_list(&gradients, &shapes, op)?;
-        alike.iter().for_each(|buffer| buffer.places.set_gradients(GradState::Averaged));
+        alike.iter().for_each(|buffer| buffer.layout.set_gradients(GradState::Averaged));
     }
     Ok(())
 }

@@ -53,7 +53,7 @@ impl OptimizerState {
         shared: &SharedModel,
         kernel: &dyn Fn(usize, &Group, &Parts) -> Result<()>,
     ) -> Result<()> {
-        let is_averaged = |buffer: &FlatBuffer| buffer.places.gradients() == GradState::Averaged;
+        let is_averaged = |buffer: &FlatBuffer| buffer.layout.gradients() == GradState::Averaged;
         let is_averaged = self.buffers.iter().any(is_averaged);
         if is_averaged {
             average_gradients(&self.buffers)?; // some of them may have been averaged alone
@@ -74,7 +74,7 @@ impl OptimizerState {
 
 /// Returns this rank's side of the model, if the ranks share one.
 pub(super) fn shared_model(buffers: &[FlatBuffer]) -> Option<Rc<SharedModel>> {
-    buffers.first().and_then(|buffer| buffer.places.shared())
+    buffers.first().and_then(|buffer| buffer.layout.shared())
 }
 
 /// Returns the `count` slots that `make` makes, with a tensor for each buffer. Ranks that share a model get those of

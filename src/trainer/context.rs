@@ -175,9 +175,9 @@ impl<M> TrainContext<M> {
     /// Counts the batches of a step as the criterion says.
     pub(super) fn count_batches(&self, step: &mut Step) -> Result<()> {
         if self.criterion.has_count() {
-            let count = |(number, batch)| {
+            let count = |(index, batch)| {
                 let count = self.criterion.count_of(batch);
-                count.map_err(|error| self.with_samples(error, Some(number)))
+                count.map_err(|error| self.with_samples(error, Some(index)))
             };
             let counts = step.batches.iter().enumerate().map(count).collect::<Result<_>>()?;
             step.set_counts(counts);
@@ -264,11 +264,11 @@ impl<M> TrainContext<M> {
 
 impl<M: Forward> TrainContext<M> {
     /// Returns the loss of a batch, in mixed precision if enabled. Backward must run after this, outside of autocast.
-    /// `number` is the batch's number in the step; `None` outside of one.
-    pub(super) fn loss_of(&self, batch: &Batch, number: Option<usize>) -> Result<Tensor> {
+    /// `index` is the batch's index in the step; `None` outside of one.
+    pub(super) fn loss_of(&self, batch: &Batch, index: Option<usize>) -> Result<Tensor> {
         let _autocast = self.autocast()?;
         let loss = self.criterion.loss(&self.forward(batch, true), batch);
-        loss.map_err(|error| self.with_samples(error, number))
+        loss.map_err(|error| self.with_samples(error, index))
     }
 
     /// Refuses, in the first batch of a run, a `loss` that depends on a tensor that requires a gradient and is neither a

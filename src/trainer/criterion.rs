@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::{Arc, OnceLock};
 
-use tch::{Kind, TchError, Tensor};
+use tch::{TchError, Tensor};
 
 use super::Loss;
 use crate::data::Batch;
@@ -241,28 +241,6 @@ impl Criterion {
             taken.push(name);
         }
         Ok(())
-    }
-
-    /// Returns the loss of each sample of a batch; zeros where it cannot be computed for one sample.
-    pub(super) fn per_sample(&self, output: &Tensor, targets: &Tensor) -> Result<Tensor> {
-        let loss = match &self.loss {
-            LossFunction::BuiltIn(loss) => return loss.per_sample(output, targets),
-            LossFunction::Own(loss) => loss,
-        };
-        let doing = "the loss of each sample";
-        let of_row = |row| -> Result<Tensor> {
-            let row = |tensor: &Tensor| tensor.f_narrow(0, row, 1).doing(doing);
-            let (output, targets) = (row(output)?, row(targets)?);
-            let Measured { loss, .. } =
-                panics::in_closure("the loss", || loss(&output, &targets))?.check()?;
-            loss.f_to_kind(Kind::Double).doing(doing)
-        };
-        let rows = targets.size().first().copied().unwrap_or(1);
-        match (0..rows).map(of_row).collect::<Result<Vec<_>>>() {
-            Ok(losses) => Tensor::f_stack(&losses, 0),
-            Err(_) => Tensor::f_zeros([rows], (Kind::Double, output.device())),
-        }
-        .doing(doing)
     }
 
     /// Returns what `batch` counts as: its samples, or what the closure says.

@@ -35,23 +35,6 @@ impl Loss {
             Loss::CrossEntropy => cross_entropy(output, targets, reduction),
         }
     }
-
-    /// Returns the loss of each sample of a batch, without reduction.
-    pub(super) fn per_sample(self, output: &Tensor, targets: &Tensor) -> Result<Tensor> {
-        let doing = "the loss of each sample";
-        match self {
-            Loss::Mse => output.f_mse_loss(targets, Reduction::None).doing(doing),
-            Loss::CrossEntropy => {
-                let loss = cross_entropy(output, targets, Reduction::None)?;
-                if !is_sequence(output, targets) {
-                    return Ok(loss);
-                }
-                let of_sample =
-                    || loss.f_view_as(targets)?.f_flatten(1, -1)?.f_mean_dim(1, false, None);
-                of_sample().doing(doing)
-            }
-        }
-    }
 }
 
 /// Refuses shapes that differ. Libtorch would repeat the smaller tensor, which PyTorch warns of.
@@ -175,9 +158,6 @@ mod tests {
             0.0,
         );
         assert!((f64::from(last) - second.double_value(&[])).abs() < 1e-6);
-        let of_samples = value(Loss::CrossEntropy.per_sample(&logits, &targets));
-        assert_eq!(of_samples.len(), 2);
-        assert!(((of_samples[0] + of_samples[1]) / 2.0 - last).abs() < 1e-6);
         let one_class =
             Loss::CrossEntropy.of(&logits.view([24, 1]), &targets.repeat([4, 1]).view(24));
         let error = one_class.unwrap_err().to_string();

@@ -39,16 +39,16 @@ impl<M> OwnStep<M> {
         Self(Rc::new(RefCell::new(run)))
     }
 
-    /// Runs the step for `batch`, which has this `number` in the step, and returns its loss. The step runs backward.
+    /// Runs the step for `batch`, which has this `index` in the step, and returns its loss. The step runs backward.
     pub(super) fn run(
         &self,
         context: &mut TrainContext<M>,
         batch: &Batch,
-        number: usize,
+        index: usize,
     ) -> anyhow::Result<Tensor> {
         let result = panics::in_closure("the step", || (self.0.borrow_mut())(context, batch));
-        let parts = result.map_err(|error| context.with_samples(error, Some(number)))??;
-        let checked = parts.check().map_err(|error| context.with_samples(error, Some(number)));
+        let parts = result.map_err(|error| context.with_samples(error, Some(index)))??;
+        let checked = parts.check().map_err(|error| context.with_samples(error, Some(index)));
         let loss = checked?.loss.f_detach().doing("detach")?;
         // The loss of no samples counts for nothing, and may be no number.
         Ok(if batch.is_empty() { loss.f_zeros_like().doing("zeros_like")? } else { loss })

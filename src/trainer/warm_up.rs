@@ -34,7 +34,7 @@ impl<M: Forward> TrainContext<M> {
             };
             for mut buffer in self.ddp.flat_buffers() {
                 let _ = buffer.gradients.f_zero_().doing("zero_")?;
-                buffer.places.set_gradients(GradState::Averaged); // the average of zeros is zero
+                buffer.layout.set_gradients(GradState::Averaged); // the average of zeros is zero
             }
             self.ddp.warm_up()?;
             self.scaler.unscale_()?;

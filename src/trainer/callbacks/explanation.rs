@@ -44,7 +44,7 @@ impl GradProbe {
         let local = parameter.f_detach().and_then(|tensor| tensor.f_zeros_like());
         let local = local.doing("zeros_like")?;
         let mut copy = local.shallow_clone();
-        let observe = move |number, gradient: &mut Tensor| match number {
+        let observe = move |index, gradient: &mut Tensor| match index {
             0 => tch::no_grad(|| copy.f_copy_(gradient)).doing("copy_"),
             _ => Ok(()),
         };

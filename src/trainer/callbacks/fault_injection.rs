@@ -33,8 +33,8 @@ impl FaultInjection {
         let is_here = self.is_here;
         let parameters = ddp.trained_parameters();
         let (flipped, bit) = find_bit(bit, parameters.iter().map(|(_, it)| it))?;
-        let observe = move |number, gradient: &mut Tensor| {
-            if is_here && number == flipped { flip_bit(bit, gradient) } else { Ok(()) }
+        let observe = move |index, gradient: &mut Tensor| {
+            if is_here && index == flipped { flip_bit(bit, gradient) } else { Ok(()) }
         };
         ddp.observe_gradients(OBSERVER, Box::new(observe));
         Ok(())
@@ -122,10 +122,10 @@ fn find_bit<'a>(
 ) -> crate::error::Result<(usize, u64)> {
     let mut left = bit;
     let mut all = 0;
-    for (number, tensor) in tensors.enumerate() {
+    for (index, tensor) in tensors.enumerate() {
         let bits = 8 * num_bytes(tensor.kind(), tensor.numel()) as u64;
         if left < bits {
-            return Ok((number, left));
+            return Ok((index, left));
         }
         left -= bits;
         all += bits;
@@ -137,8 +137,8 @@ fn find_bit<'a>(
 
 /// Flips bit `bit` of `tensors`.
 fn flip_in(bit: u64, tensors: &mut [Tensor]) -> crate::error::Result<()> {
-    let (number, bit) = find_bit(bit, tensors.iter())?;
-    flip_bit(bit, &mut tensors[number])
+    let (index, bit) = find_bit(bit, tensors.iter())?;
+    flip_bit(bit, &mut tensors[index])
 }
 
 /// Flips bit `bit` of the inputs and targets of `batches`.

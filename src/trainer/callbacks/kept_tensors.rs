@@ -77,19 +77,19 @@ impl<M> Callback<M> for KeptTensors {
             ddp.observe_gradients(OBSERVER, Box::new(|_, _| Ok(()))); // as on the rank that is kept
             return Ok(());
         }
-        for (number, batch) in step.batches.iter().enumerate() {
+        for (index, batch) in step.batches.iter().enumerate() {
             let names = ["inputs".to_owned(), "targets".to_owned()].into_iter();
             let more = (0..batch.more_inputs.len()).map(|more| format!("more_inputs.{more}"));
             let tensors = batch.tensors().map(Tensor::shallow_clone);
-            self.keep(&format!("batch.{number}"), names.chain(more).zip(tensors))?;
+            self.keep(&format!("batch.{index}"), names.chain(more).zip(tensors))?;
         }
         let parameters = ddp.trained_parameters();
         let names: Vec<String> = parameters.iter().map(|(name, _)| name.clone()).collect();
         self.keep("before", parameters)?;
         ddp.keep_outputs();
         let tensors = self.tensors.clone();
-        let observe = move |number: usize, gradient: &mut Tensor| {
-            copy(&mut tensors.borrow_mut(), format!("gradient.{}", names[number]), gradient)
+        let observe = move |index: usize, gradient: &mut Tensor| {
+            copy(&mut tensors.borrow_mut(), format!("gradient.{}", names[index]), gradient)
         };
         ddp.observe_gradients(OBSERVER, Box::new(observe));
         Ok(())
@@ -142,7 +142,7 @@ impl Drop for KeptTensors {
 
 /// Returns the tensors of the batches, each with its number.
 fn numbered(tensors: &[Tensor]) -> impl Iterator<Item = (String, Tensor)> {
-    tensors.iter().enumerate().map(|(number, tensor)| (number.to_string(), tensor.shallow_clone()))
+    tensors.iter().enumerate().map(|(index, tensor)| (index.to_string(), tensor.shallow_clone()))
 }
 
 fn copy(

@@ -4,8 +4,9 @@ use anyhow::Result;
 use tch::Tensor;
 
 use crate::models::Forward;
+use crate::optim::{FlatBuffer, GradState, average_gradients};
 use crate::trainer::context::BufferSnapshot;
-use crate::trainer::find_non_finite::gradients_finite;
+use crate::trainer::find_non_finite::first_nonfinite;
 use crate::trainer::{Callback, Step, TrainContext};
 
 /// Guards parameters against values that are not finite.
@@ -39,7 +40,12 @@ impl<M: Forward> Callback<M> for NonFiniteGuard {
     fn on_after_backward(&mut self, context: &mut TrainContext<M>, step: &mut Step) -> Result<()> {
         let Some(snapshot) = self.buffers.take() else { return Ok(()) };
         let buffers = context.ddp.flat_buffers();
-        if gradients_finite(&buffers, context.group())? {
+        average_gradients(&buffers)?;
+        context.group().synchronize()?; // this wait ends if another rank fails; so do those below
+        let has_gradients = |it: &FlatBuffer| it.layout.gradients() != GradState::Cleared;
+        if !buffers.iter().any(has_gradients)
+            || first_nonfinite(&buffers, |buffer| &buffer.gradients)?.is_none()
+        {
             return Ok(());
         }
         if context.state.skipped_steps >= context.options.skip_nonfinite.unwrap_or(0) {

@@ -60,7 +60,7 @@ impl Validation {
         let classifies = context.criterion.classifies();
         let mut samples = Vec::new();
         let mut named = NamedSums::default();
-        for (number, batch) in self.loader.epoch(0)?.enumerate() {
+        for (index, batch) in self.loader.epoch(0)?.enumerate() {
             let batch = batch?;
             let _autocast = context.options.amp.autocast(device)?;
             let batch_totals = tch::no_grad(|| -> crate::error::Result<Tensor> {
@@ -75,7 +75,7 @@ impl Validation {
                 batch_totals(&batch, &output, &measured.loss, classifies, count).doing(DOING)
             });
             let batch_totals = batch_totals.map_err(|error| {
-                closure_error(error, &self.loader.samples(0, 0, number, 1).unwrap_or_default())
+                closure_error(error, &self.loader.samples(0, 0, index, 1).unwrap_or_default())
             })?;
             let _ = totals.f_add_(&batch_totals).doing(DOING)?;
         }
