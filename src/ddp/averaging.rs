@@ -154,7 +154,9 @@ fn reduce_flat(
     group: &ProcessGroup,
     turn: BucketTurn,
 ) -> Result<bool> {
-    if let Some(works) = path.works_beside(turn) {
+    // A single bucket cannot overlap with anything.
+    let is_alone = turn.is_last && turn.index == 0;
+    if let Some(works) = path.works().filter(|_| turn.overlaps && !is_alone) {
         works.push(if turn.scatters {
             group.reduce_scatter_async(&gradients, average(group))?
         } else {

@@ -5,15 +5,16 @@
 //! | file | contents |
 //! |---|---|
 //! | `options`, `parameters` | the options; a model's tensors by name, compared over the ranks |
+//! | `grad_observer` | sees gradients before they are averaged |
 //! | `bucket`, `layout`, `bucket_order` | which bucket a parameter is in; the order after the first step |
 //! | `comm_hooks` | averages a bucket as the user says, or compressed |
 //! | `unused`, `active_ranks` | which parameters a step does not use, and which ranks have run out of inputs |
-//! | `averaging`, `reduce_path` | how a bucket is averaged, and on which stream or thread |
-//! | `reducer_state`, `reducer` | reduces each bucket when its gradients are complete; `statistics` measures it |
+//! | `reduce_path`, `averaging` | on which stream or thread a bucket is averaged, and how |
+//! | `statistics`, `reducer_state`, `reducer` | measures; reduces each bucket when its gradients are complete |
 //! | `backward` | one backward pass |
 //! | `broadcast`, `no_sync` | the same start on all ranks; gradients that stay on their rank |
 //! | `wrapper` | `DistributedDataParallel` |
-//! | `join`, `grad_observer` | uneven inputs, gradients before they are averaged |
+//! | `join` | uneven inputs |
 
 mod active_ranks;
 mod averaging;

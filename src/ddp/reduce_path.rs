@@ -4,7 +4,6 @@ use std::time::{Duration, Instant};
 
 use tch::Device;
 
-use super::averaging::BucketTurn;
 use crate::error::Result;
 use crate::ffi::cuda::{CudaEvent, CudaStream};
 use crate::process_group::{ProcessGroup, Work};
@@ -61,13 +60,9 @@ impl ReducePath {
     }
 
     /// Returns the list for asynchronous operations, to be kept until [`wait`](Self::wait). `None` if the rank itself is to
-    /// reduce: a single bucket cannot overlap with anything.
-    pub(super) fn works_beside(&mut self, turn: BucketTurn) -> Option<&mut Vec<Work>> {
-        let is_alone = turn.is_last && turn.index == 0;
-        match self {
-            Self::OnThread(works) if turn.overlaps && !is_alone => Some(works),
-            _ => None,
-        }
+    /// reduce.
+    pub(super) fn works(&mut self) -> Option<&mut Vec<Work>> {
+        if let Self::OnThread(works) = self { Some(works) } else { None }
     }
 
     /// Runs `reduce` after all work that this rank has launched so far.
