@@ -175,16 +175,13 @@ pub use data::{
     Batch, DataLoader, Dataset, DatasetSpec, DistributedSampler, FileDataset, Subset, TargetKind,
     Targets, TensorDataset, TextDataset, random_split,
 };
-pub use ddp::{
-    CommHook, DdpOptions, DistributedDataParallel, GradBucket, JoinOptions, hook_fn,
-    parameters_hash,
-};
+pub use ddp::{CommHook, DdpOptions, DistributedDataParallel, GradBucket, JoinOptions, hook_fn};
 pub use error::{Compared, Error, MissingRank, Result, Suspects};
 pub use ffi::{Autocast, Generator, fork_rng};
 pub use launch::{
     Rank, RankFailure, Spawn, SpawnError, StopReason, StopRequest, spawn, spawn_scoped,
 };
-pub use models::{Dropout, SyncBatchNorm};
+pub use models::{Dropout, SyncBatchNorm, parameters_hash, state_dict};
 pub use operation::{OpId, Operation};
 pub use optim::{
     AdamW, AdamWOptions, FlatBuffer, GradScaler, GradScalerOptions, Optimizer, OptimizerLayout,

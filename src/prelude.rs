@@ -11,12 +11,12 @@ pub use crate::data::{
     Batch, DataLoader, Dataset, DatasetSpec, DistributedSampler, FileDataset, Subset, TargetKind,
     Targets, TensorDataset, TextDataset, random_split,
 };
-pub use crate::ddp::{
-    DdpOptions, DistributedDataParallel, GradBucket, JoinOptions, hook_fn, parameters_hash,
-};
+pub use crate::ddp::{DdpOptions, DistributedDataParallel, GradBucket, JoinOptions, hook_fn};
 pub use crate::ffi::{Autocast, Generator, fork_rng};
 pub use crate::launch::{Rank, Spawn, SpawnError, spawn, spawn_scoped};
-pub use crate::models::{Dropout, Forward, Model, ModelConfig, ModelKind, SyncBatchNorm};
+pub use crate::models::{
+    Dropout, Forward, Model, ModelConfig, ModelKind, SyncBatchNorm, parameters_hash,
+};
 pub use crate::optim::{
     AdamW, AdamWOptions, GradScaler, GradScalerOptions, Optimizer, OptimizerLayout, Schedule, Sgd,
     SgdOptions, Unit,

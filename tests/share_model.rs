@@ -1,6 +1,7 @@
 //! `share_model`: one copy of the model gives the bits of a replica for each rank, whatever the options.
 
-use ddp_mp::ddp::{self, JoinOptions};
+use ddp_mp::ddp::JoinOptions;
+use ddp_mp::models::parameters_hash;
 use ddp_mp::optim::{
     AdamW, AdamWOptions, GradState, Optimizer, ParamSpan, Sgd, SgdOptions, average_gradients,
     clip_grad_norm,
@@ -463,7 +464,7 @@ fn shared_model_can_be_wrapped_again() {
                 }
             }
             group.barrier()?; // no rank reads parameters that another still steps
-            Ok(ddp::parameters_hash(&vs)?)
+            Ok(parameters_hash(&vs)?)
         });
         assert_eq!(hashes, [hashes[0]; 3], "{shared:?} {init_sync}");
         hashes[0]

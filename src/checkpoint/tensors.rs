@@ -10,10 +10,10 @@ use tch::nn::VarStore;
 use tch::{Kind, TchError, Tensor};
 
 use super::layout::{MODEL, newest_in, pointed};
-use crate::ddp::{bytes_of, state_dict};
 use crate::error::{Error, Result, Shown};
 use crate::ffi::{MappedFile, TorchResult};
 use crate::files::{SAFETENSORS, WholeFile, mistaken};
+use crate::models::{bytes_of, state_dict};
 use crate::os::limits::unwritable;
 use crate::process_group::dtype_name;
 

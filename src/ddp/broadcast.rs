@@ -3,8 +3,8 @@
 
 use tch::Tensor;
 
-use super::parameters::NamedTensor;
 use crate::error::Result;
+use crate::models::NamedTensor;
 use crate::optim::FlatBuffer;
 use crate::process_group::ProcessGroup;
 

@@ -4,7 +4,7 @@
 //!
 //! | file | contents |
 //! |---|---|
-//! | `options`, `parameters` | the options; a model's tensors by name, compared over the ranks |
+//! | `options`, `parameters` | the options; the check that all ranks have the same model |
 //! | `grad_observer` | sees gradients before they are averaged |
 //! | `bucket`, `layout`, `bucket_order` | which bucket a parameter is in; the order after the first step |
 //! | `comm_hooks` | averages a bucket as the user says, or compressed |
@@ -41,8 +41,5 @@ pub use backward::BackwardOptions;
 pub use comm_hooks::{CommHook, Compress, GradBucket, hook_fn};
 pub use no_sync::NoSync;
 pub use options::DdpOptions;
-pub(crate) use parameters::bytes_of;
-pub(crate) use parameters::tensor_hash;
-pub use parameters::{parameters_hash, state_dict};
 pub use statistics::DdpStatistics;
 pub use wrapper::DistributedDataParallel;

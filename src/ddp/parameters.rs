@@ -1,68 +1,11 @@
-//! A model's tensors by name, and the check that all ranks have the same ones.
+//! The check that all ranks have the same model.
 
 use tch::nn::VarStore;
-use tch::{Device, Kind, Tensor};
-use xxhash_rust::xxh3::Xxh3Default;
 
 use super::options::DdpOptions;
 use crate::error::{Error, Result};
-use crate::ffi::{TorchResult, with_bytes};
-use crate::process_group::{ProcessGroup, dtype_name, num_bytes};
-
-/// A parameter, or a buffer that is not trained.
-#[derive(Debug)]
-pub(super) struct NamedTensor {
-    pub name: String,
-    pub tensor: Tensor,
-    pub trainable: bool,
-    /// Whether this is a buffer, which forward may change, and not a parameter.
-    pub is_buffer: bool,
-    /// Whether each rank keeps its own values: `DdpOptions::ignore`.
-    pub is_ignored: bool,
-}
-
-/// Returns parameters in creation order, then buffers in name order, which is the same on all ranks. (A `VarStore`
-/// lists names in no defined order, and parameters without names.)
-fn named_tensors(vs: &VarStore) -> Result<Vec<NamedTensor>> {
-    #[allow(clippy::disallowed_methods)] // the order is not used
-    let mut named: Vec<(String, Tensor)> = vs.variables().into_iter().collect();
-    named.sort_by(|a, b| a.0.cmp(&b.0));
-    let mut tensors = Vec::with_capacity(named.len());
-    for tensor in vs.trainable_variables() {
-        // Both are the same C++ tensor: they share memory, or both are empty and interchangeable.
-        let same = |(_, other): &(String, Tensor)| {
-            other.data_ptr() == tensor.data_ptr() && other.size() == tensor.size()
-        };
-        let Some(at) = named.iter().position(same) else {
-            return Err(Error::InvalidInput("the VarStore has a parameter without a name".into()));
-        };
-        let name = named.remove(at).0;
-        // A frozen parameter keeps its value, which is rank 0's on all ranks, like a buffer.
-        let trainable = tensor.requires_grad();
-        let (is_buffer, is_ignored) = (false, false);
-        tensors.push(NamedTensor { name, tensor, trainable, is_buffer, is_ignored });
-    }
-    for (i, one) in tensors.iter().enumerate() {
-        let same = |other: &&NamedTensor| {
-            other.tensor.data_ptr() == one.tensor.data_ptr() && one.tensor.numel() > 0
-        };
-        if let Some(other) = tensors[..i].iter().find(same) {
-            return Err(Error::InvalidInput(format!(
-                "`{}` and `{}` are one parameter; give it to the VarStore once",
-                other.name, one.name
-            )));
-        }
-    }
-    let (trainable, is_buffer, is_ignored) = (false, true, false);
-    tensors.extend(named.into_iter().map(|(name, tensor)| NamedTensor {
-        name,
-        tensor,
-        trainable,
-        is_buffer,
-        is_ignored,
-    }));
-    Ok(tensors)
-}
+use crate::models::NamedTensor;
+use crate::process_group::{ProcessGroup, dtype_name};
 
 /// Returns the tensors in `vs`, after checking that every rank has the same ones and that at least one is trained. A
 /// collective.
@@ -71,7 +14,7 @@ pub(super) fn same_on_all_ranks(
     options: &DdpOptions,
     group: &ProcessGroup,
 ) -> Result<Vec<NamedTensor>> {
-    let mut tensors = named_tensors(vs)?;
+    let mut tensors = NamedTensor::all(vs)?;
     for name in &options.ignore {
         let Some(tensor) = tensors.iter_mut().find(|tensor| tensor.name == *name) else {
             return Err(Error::InvalidInput(format!(
@@ -92,22 +35,13 @@ pub(super) fn trained(tensors: &[NamedTensor]) -> impl Iterator<Item = &NamedTen
     tensors.iter().filter(|tensor| tensor.trainable && !tensor.is_ignored)
 }
 
-impl NamedTensor {
-    /// Describes the tensor, as in "parameter `weight`, float32 [1, 20]".
-    fn describe(&self) -> String {
-        let Self { name, tensor, trainable, .. } = self;
-        let what = if *trainable { "parameter" } else { "buffer" };
-        format!("{what} `{name}`, {} {:?}", dtype_name(tensor.kind()), tensor.size())
-    }
-}
-
 /// Checks that this rank has the same tensors as rank 0. A collective. Follows `_verify_param_shape_across_processes`,
 /// and compares names as well.
 fn compare(tensors: &[NamedTensor], options: &DdpOptions, group: &ProcessGroup) -> Result<()> {
     // The options are compared too, because they determine the collectives.
     let options = format!("{options:?}");
     let compared = tensors.iter().filter(|tensor| !tensor.is_ignored);
-    let described = compared.map(NamedTensor::describe);
+    let described = compared.map(describe);
     let mine: Vec<String> = std::iter::once(options.clone()).chain(described).collect();
     let mut theirs = mine.clone();
     group.broadcast_object_list(&mut theirs, 0)?;
@@ -134,91 +68,9 @@ fn compare(tensors: &[NamedTensor], options: &DdpOptions, group: &ProcessGroup) 
     )))
 }
 
-/// Returns all tensors of `vs` by name, as views: those of PyTorch's `state_dict`. The order is the same on all ranks.
-///
-/// # Errors
-/// [`Error::InvalidInput`] when a parameter has no name, or has two.
-pub fn state_dict(vs: &VarStore) -> Result<Vec<(String, Tensor)>> {
-    Ok(by_name(&named_tensors(vs)?))
-}
-
-pub(super) fn by_name(tensors: &[NamedTensor]) -> Vec<(String, Tensor)> {
-    tensors.iter().map(|named| (named.name.clone(), named.tensor.shallow_clone())).collect()
-}
-
-/// Returns a 64-bit hash of the names, shapes and values of all tensors in `vs`. Equal models have equal hashes on any
-/// device.
-///
-/// # Errors
-/// [`Error::Torch`] when a tensor cannot be read.
-pub fn parameters_hash(vs: &VarStore) -> Result<u64> {
-    hash(&named_tensors(vs)?)
-}
-
-pub(super) fn hash(tensors: &[NamedTensor]) -> Result<u64> {
-    let mut in_order: Vec<&NamedTensor> = tensors.iter().collect();
-    in_order.sort_by(|a, b| a.name.cmp(&b.name));
-    let mut hasher = Xxh3Default::new();
-    for NamedTensor { name, tensor, .. } in in_order {
-        // Lengths are included, so that different lists of tensors never give the same bytes.
-        hasher.update(&(name.len() as u64).to_le_bytes());
-        hasher.update(name.as_bytes());
-        let shape = tensor.size();
-        hasher.update(dtype_name(tensor.kind()).as_bytes());
-        hasher.update(&(shape.len() as u64).to_le_bytes());
-        shape.iter().for_each(|n| hasher.update(&n.to_le_bytes()));
-        add_bytes(&mut hasher, tensor)?;
-    }
-    Ok(hasher.digest())
-}
-
-/// Returns the names of all parameters, and of buffers if `buffers`, with a 64-bit hash of the values of each. Skips
-/// ignored tensors.
-pub(super) fn hash_each(tensors: &[NamedTensor], buffers: bool) -> Result<Vec<(String, u64)>> {
-    let wanted = tensors.iter().filter(|named| !named.is_ignored && (buffers || !named.is_buffer));
-    wanted.map(|named| Ok((named.name.clone(), tensor_hash(&named.tensor)?))).collect()
-}
-
-/// Returns a 64-bit hash of the values of `tensor`: XXH3 of their bytes in row-major order.
-pub(crate) fn tensor_hash(tensor: &Tensor) -> Result<u64> {
-    let mut hasher = Xxh3Default::new();
-    add_bytes(&mut hasher, tensor)?;
-    Ok(hasher.digest())
-}
-
-/// Adds the bytes of `tensor`, of any dtype and on any device, to a hash. Copies them in pieces if it cannot read them
-/// where they are.
-fn add_bytes(hasher: &mut Xxh3Default, tensor: &Tensor) -> Result<()> {
-    if with_bytes(tensor, |bytes| hasher.update(bytes))?.is_some() {
-        return Ok(());
-    }
-    const PIECE: usize = 64 << 10;
-    let numel = tensor.numel();
-    let mut bytes = vec![0; num_bytes(tensor.kind(), numel.min(PIECE))];
-    let mut add = || {
-        let values = on_host(tensor)?;
-        for start in (0..numel).step_by(PIECE) {
-            let len = PIECE.min(numel - start);
-            let bytes = &mut bytes[..num_bytes(tensor.kind(), len)];
-            values.f_narrow(0, start as i64, len as i64)?.f_copy_data_u8(bytes, len)?;
-            hasher.update(bytes);
-        }
-        Ok(())
-    };
-    add().doing("reading the parameters")
-}
-
-/// Returns the bytes of `tensor`, of any dtype and on any device.
-pub(crate) fn bytes_of(tensor: &Tensor) -> Result<Vec<u8>> {
-    let mut bytes = vec![0; num_bytes(tensor.kind(), tensor.numel())];
-    let read = on_host(tensor).and_then(|it| it.f_copy_data_u8(&mut bytes, tensor.numel()));
-    read.doing("reading the parameters")?;
-    Ok(bytes)
-}
-
-/// Returns the values in sequence, in the host's memory. Their bytes can be copied.
-fn on_host(tensor: &Tensor) -> std::result::Result<Tensor, tch::TchError> {
-    let local = tensor.f_detach()?.f_to_device(Device::Cpu)?.f_contiguous()?.f_view(-1)?;
-    // Read as bytes, because tch copies only some dtypes to the host.
-    if local.kind() == Kind::Bool { local.f_to_kind(Kind::Uint8) } else { Ok(local) }
+/// Describes the tensor, as in "parameter `weight`, float32 [1, 20]".
+fn describe(named: &NamedTensor) -> String {
+    let NamedTensor { name, tensor, trainable, .. } = named;
+    let what = if *trainable { "parameter" } else { "buffer" };
+    format!("{what} `{name}`, {} {:?}", dtype_name(tensor.kind()), tensor.size())
 }

@@ -11,10 +11,10 @@ use super::averaging::Averaging;
 use super::comm_hooks::{CommHook, average};
 use super::layout::{Bucket, Layout};
 use super::options::DdpOptions;
-use super::parameters::NamedTensor;
 use super::reducer_state::ReducerState;
 use crate::error::{Error, Result};
 use crate::ffi::GradHooks;
+use crate::models::NamedTensor;
 use crate::process_group::{ProcessGroup, num_bytes};
 
 /// The error for a backward outside of `ddp.backward`, after which the ranks would diverge silently.

@@ -17,12 +17,12 @@ use super::comm_hooks::CommHook;
 use super::grad_observer::Observe;
 use super::no_sync::NoSync;
 use super::options::DdpOptions;
-use super::parameters::{self, NamedTensor};
+use super::parameters;
 use super::reducer::Reducer;
 use super::statistics::DdpStatistics;
 use crate::error::{Error, Result};
 use crate::ffi::remove_grad;
-use crate::models::Forward;
+use crate::models::{self, Forward, NamedTensor};
 use crate::operation::Operation;
 use crate::optim::{FlatBuffer, average_gradients, clip_grad_norm};
 use crate::process_group::ProcessGroup;
@@ -190,7 +190,7 @@ impl<M> DistributedDataParallel<M> {
 
     /// Returns parameters and buffers by name, as views and not copies. Follows the `state_dict` of the wrapped module.
     pub fn state_dict(&self) -> Vec<(String, Tensor)> {
-        parameters::by_name(&self.tensors)
+        models::by_name(&self.tensors)
     }
 
     /// Returns a 64-bit hash of the names, shapes and values of all parameters and buffers. Equal on ranks that hold
@@ -200,7 +200,7 @@ impl<M> DistributedDataParallel<M> {
     /// [`Error::Torch`], and the errors of [`ProcessGroup::synchronize`].
     pub fn parameters_hash(&self) -> Result<u64> {
         self.group.synchronize()?;
-        parameters::hash(&self.tensors)
+        models::hash(&self.tensors)
     }
 
     /// Copies the parameters and buffers of rank `src` to all ranks. A collective.
@@ -346,7 +346,7 @@ impl<M> DistributedDataParallel<M> {
     /// Returns the names of all parameters, and of buffers if wanted, with a 64-bit hash of the values of each, which
     /// must be defined.
     pub(crate) fn tensor_hashes(&self, buffers: bool) -> Result<Vec<(String, u64)>> {
-        parameters::hash_each(&self.tensors, buffers)
+        models::hash_each(&self.tensors, buffers)
     }
 
     /// Calls `observe` before each averaging, until [`stop_observing`](Self::stop_observing) gets the same `name`. The

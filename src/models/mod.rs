@@ -1,4 +1,4 @@
-//! The built-in models, with PyTorch's default initialisation, and batch norm.
+//! The built-in models, with PyTorch's default initialisation, and batch norm; the tensors of any model by name.
 
 mod batch_norm;
 mod cnn;
@@ -6,6 +6,7 @@ mod generate;
 mod gpt;
 mod layers;
 mod mlp;
+mod named_tensors;
 mod sync_batch_norm;
 
 use std::any::Any;
@@ -23,6 +24,8 @@ use tch::{Device, TchError, Tensor};
 pub use batch_norm::BatchNorm;
 pub use generate::{Generate, GenerateOptions};
 pub use layers::{Activation, Dropout};
+pub(crate) use named_tensors::{NamedTensor, by_name, bytes_of, hash, hash_each, tensor_hash};
+pub use named_tensors::{parameters_hash, state_dict};
 pub use sync_batch_norm::SyncBatchNorm;
 
 use crate::error::{Error, Result};

@@ -205,7 +205,7 @@ mod tests {
 
     use super::*;
     use crate::checkpoint::{Snapshot, TrainerState};
-    use crate::ddp::state_dict;
+    use crate::models::state_dict;
     use crate::telemetry::LogFormat;
 
     /// Resumes with `config` on 2 ranks, from a checkpoint of such a run with this state.

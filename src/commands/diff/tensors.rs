@@ -8,10 +8,10 @@ use tch::{Kind, Tensor};
 
 use super::compare::SidesOf;
 use crate::checkpoint::TensorFile;
-use crate::ddp::bytes_of;
 use crate::error::{Error, Result, Shown, counted};
 use crate::ffi::TorchResult;
 use crate::files::open_regular;
+use crate::models::bytes_of;
 use crate::process_group::dtype_name;
 use crate::telemetry::{indices, table};
 

@@ -4,9 +4,10 @@ use anyhow::Result;
 use tch::Tensor;
 
 use crate::data::Batch;
-use crate::ddp::{DistributedDataParallel, bytes_of};
+use crate::ddp::DistributedDataParallel;
 use crate::error::Error;
 use crate::ffi::TorchResult;
+use crate::models::bytes_of;
 use crate::process_group::{ProcessGroup, ReduceOp, num_bytes};
 use crate::runtime::{Fault, FaultKind, Flip, FlipPlace};
 use crate::trainer::{Callback, Step, TrainContext};

@@ -10,8 +10,9 @@ use serde_json::{Map, Value};
 use tch::{Device, Kind, Tensor};
 
 use crate::data::Batch;
-use crate::ddp::{DistributedDataParallel, tensor_hash};
+use crate::ddp::DistributedDataParallel;
 use crate::ffi::{self, TorchResult};
+use crate::models::tensor_hash;
 use crate::process_group::dtype_name;
 use crate::runtime::RunContext;
 use crate::telemetry::{

@@ -10,9 +10,10 @@ use tch::{Device, Kind, Reduction, Tensor};
 use super::{Found, first, on_rank_0, on_ranks, ranks, sine, sine_model};
 use crate::commands::lesson::answer::Answer;
 use crate::data::{DataLoader, Dataset, DistributedSampler};
-use crate::ddp::{DdpOptions, DistributedDataParallel, parameters_hash};
+use crate::ddp::{DdpOptions, DistributedDataParallel};
 use crate::ffi::fork_rng;
 use crate::launch::Rank;
+use crate::models::parameters_hash;
 use crate::process_group::{Backend, ProcessGroup, ReduceOp, SimulatedCluster};
 
 /// Lesson 1 with 48 and 16 samples: the weight of the first gradient with which the sum is that of all 64.
