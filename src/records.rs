@@ -88,7 +88,8 @@ pub struct ValidationMetrics {
     /// The loss in bits: cross-entropy for each token of sequences. `None` unless the model predicts tokens.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub bits_per_token: Option<f64>,
-    /// Fraction of samples, or of tokens, whose class is predicted correctly, from 0 to 1; `None` unless the model classifies.
+    /// Fraction of samples, or of tokens, whose class is predicted correctly, from 0 to 1; `None` unless the model
+    /// classifies.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub accuracy: Option<f64>,
     /// The further parts of the loss and the metrics of the program's own criterion, by their names.

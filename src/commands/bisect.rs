@@ -110,7 +110,8 @@ pub fn bisect(flags: &BisectFlags, program: &str, printer: &Printer) -> anyhow::
     if differ { Err(anyhow::Error::msg(AlreadyReported)) } else { Ok(()) }
 }
 
-/// Creates the folder for the files of the runs: `keep`, which is removed if they fail, so that the next try creates it again.
+/// Creates the folder for the files of the runs: `keep`, which is removed if they fail, so that the next try creates it
+/// again.
 fn create_folder(keep: Option<&Path>) -> anyhow::Result<TemporaryFolder> {
     let Some(keep) = keep else {
         return TemporaryFolder::new().context("creating a folder for the runs");

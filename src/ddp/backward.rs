@@ -17,8 +17,8 @@ pub struct BackwardOptions {
 }
 
 impl Reducer {
-    /// Computes the gradients of `loss`, in a backward that was called at `call_site`, and averages them if `averages`. After an
-    /// error the caller must [give up](Self::give_up).
+    /// Computes the gradients of `loss`, in a backward that was called at `call_site`, and averages them if `averages`.
+    /// After an error the caller must [give up](Self::give_up).
     pub(super) fn backward(
         &self,
         loss: &Tensor,

@@ -92,8 +92,8 @@ use crate::records::Parameter;
 /// ```
 ///
 /// Zero gradients with [`zero_grad`](Self::zero_grad). The `zero_grad` of tch's optimizers only removes each parameter's
-/// `grad`; large gradients then keep their memory until the next backward. The `backward_step` of tch's optimizers is refused, because it would not
-/// average.
+/// `grad`; large gradients then keep their memory until the next backward. The `backward_step` of tch's optimizers is
+/// refused, because it would not average.
 ///
 /// The type is `!Send`, like its group: it stays on its rank's thread.
 pub struct DistributedDataParallel<M> {

@@ -285,8 +285,8 @@ fn oversubscribed(ranks: usize, cores: usize) -> Option<String> {
 }
 
 impl Placement {
-    /// Returns the label of the rank with the index `place`, for the user: its device type and its local rank, such as `GPU:1`.
-    /// The first rank has the local rank `first_local`. A rank that shares its GPU has the index of that instead.
+    /// Returns the label of the rank with the index `place`, for the user: its device type and its local rank, such as
+    /// `GPU:1`. The first rank has the local rank `first_local`. A rank that shares its GPU has the index of that instead.
     pub(crate) fn label(&self, place: usize, first_local: usize) -> String {
         let device = self.devices[place];
         let is_gpu = matches!(device, Device::Cuda(_));

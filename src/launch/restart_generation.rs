@@ -26,8 +26,8 @@ const READ: &str = "read";
 /// `None` if process 0 has not arrived within `timeout`. Process 0 gets a number even if others have not arrived.
 ///
 /// # Errors
-/// [`Error::Store`](crate::Error::Store) when the store cannot be reached, [`Error::InvalidInput`](crate::Error::InvalidInput)
-/// when it has no numbers where they should be.
+/// [`Error::Store`](crate::Error::Store) when the store cannot be reached,
+/// [`Error::InvalidInput`](crate::Error::InvalidInput) when it has no numbers where they should be.
 pub(super) fn number(
     store: &TcpStore,
     mine: usize,

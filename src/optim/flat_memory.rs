@@ -128,8 +128,8 @@ impl FlatMemory {
         Ok(made)
     }
 
-    /// Returns the memory of a bucket of the parameters with these `indices`. `contents` has an entry for each flat buffer: the
-    /// parameters that move into the buffer of this dtype are added to its entry.
+    /// Returns the memory of a bucket of the parameters with these `indices`. `contents` has an entry for each flat buffer:
+    /// the parameters that move into the buffer of this dtype are added to its entry.
     fn make_bucket(
         &self,
         indices: &[usize],
@@ -275,8 +275,8 @@ impl FlatMemory {
         self.buffers.iter().for_each(|buffer| buffer.layout.set_gradients(gradients));
     }
 
-    /// Notes that the gradients are averaged, or left to the optimizer's step. With `are_scattered` each rank has those of its
-    /// partitions.
+    /// Notes that the gradients are averaged, or left to the optimizer's step. With `are_scattered` each rank has those of
+    /// its partitions.
     pub(crate) fn set_averaged(&self, are_scattered: bool) {
         let step_averages = self.shared.as_ref().is_some_and(|shared| shared.averages());
         self.set_gradients(if step_averages {

@@ -53,8 +53,8 @@ pub trait Optimizer: Debug {
     /// Returns a copy of all state of the next step besides parameters and gradients, per parameter in creation order.
     /// Allocates; may wait for the device.
     ///
-    /// For a [partitioned optimizer](OptimizerLayout::Partitioned) it is a collective. Rank 0 gets the whole state, on the CPU. The other
-    /// ranks get an empty list. Follows `ZeroRedundancyOptimizer.consolidate_state_dict`.
+    /// For a [partitioned optimizer](OptimizerLayout::Partitioned) it is a collective. Rank 0 gets the whole state, on the
+    /// CPU. The other ranks get an empty list. Follows `ZeroRedundancyOptimizer.consolidate_state_dict`.
     ///
     /// # Errors
     /// [`Error::Torch`](crate::Error::Torch). For a partitioned optimizer also the errors of

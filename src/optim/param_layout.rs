@@ -51,8 +51,8 @@ pub enum GradState {
     /// This rank's own gradients of a whole step, which the optimizer of a
     /// [shared model](super::OptimizerLayout::SharedModel) averages as it steps.
     Complete,
-    /// The mean of all ranks' gradients, in this rank's [partitions](super::OptimizerLayout::Partitioned) only. The other values
-    /// are unspecified.
+    /// The mean of all ranks' gradients, in this rank's [partitions](super::OptimizerLayout::Partitioned) only. The other
+    /// values are unspecified.
     Partitioned,
     /// The mean of all ranks' gradients.
     Averaged,

@@ -138,8 +138,9 @@ fn one_rank_per_gpu(group: &ProcessGroup) -> Result<()> {
 /// Makes the averaged gradients of a model complete in all `buffers` on every rank. A collective if they are not
 /// complete yet; otherwise it does nothing.
 ///
-/// Where the ranks [share the model](super::OptimizerLayout::SharedModel), it averages gradients that the optimizer's step would
-/// otherwise average. Where they [partition the optimizer](super::OptimizerLayout::Partitioned), it gathers the averages of the other ranks' partitions.
+/// Where the ranks [share the model](super::OptimizerLayout::SharedModel), it averages gradients that the optimizer's step
+/// would otherwise average. Where they [partition the optimizer](super::OptimizerLayout::Partitioned), it gathers the
+/// averages of the other ranks' partitions.
 ///
 /// Clipping and the gradient scaler call it. So must other code that reads averaged gradients before the optimizer's
 /// step.

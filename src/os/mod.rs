@@ -1,4 +1,5 @@
-//! Operating-system calls that the standard library lacks: signals, limits, CPUs of threads, the terminal, faults of mapped memory, and the exit.
+//! Operating-system calls that the standard library lacks: signals, limits, CPUs of threads, the terminal, faults of mapped
+//! memory, and the exit.
 
 pub(crate) mod affinity;
 mod bus_error;

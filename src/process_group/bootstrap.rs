@@ -27,8 +27,8 @@ impl Bootstrap {
     /// Creates the bootstrap of a group of the ranks `members` of `run`, all in this process.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`](crate::Error::InvalidInput) if `backend` is for several processes only, or needs a library that is
-    /// missing.
+    /// [`Error::InvalidInput`](crate::Error::InvalidInput) if `backend` is for several processes only, or needs a library
+    /// that is missing.
     pub(crate) fn within_process(
         backend: Backend,
         run: &Arc<RunContext>,
@@ -71,8 +71,8 @@ impl Bootstrap {
     /// Joins the group as `rank`. Returns once all members have joined.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`](crate::Error::InvalidInput) if the backend does not support the device, the errors of the barrier,
-    /// and NCCL's own.
+    /// [`Error::InvalidInput`](crate::Error::InvalidInput) if the backend does not support the device, the errors of the
+    /// barrier, and NCCL's own.
     pub(crate) fn join(self, rank: RankIdentity) -> Result<ProcessGroup> {
         let rank_backend = (self.join)(rank.rank, rank.device)?;
         let Self { backend, shared, network, sub_groups, .. } = self;

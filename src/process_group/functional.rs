@@ -6,11 +6,10 @@
 //! adds `0.0 * result.sum(..)` to its loss. Reductions are sums, because the gradient of a maximum or a product
 //! needs more than the gradient of the result. Any float dtype.
 //!
-//! The errors are those of the method of [`ProcessGroup`] with the same name.
-//! [`ffi::backward`](crate::ffi::backward) and
-//! [`DistributedDataParallel::backward`](crate::DistributedDataParallel::backward) return the errors of backward
-//! unchanged; tch's own `f_backward` turns them into text. [`Error::Unsupported`](crate::Error::Unsupported) if backward runs on another
-//! thread.
+//! The errors are those of the method of [`ProcessGroup`] with the same name. [`ffi::backward`](crate::ffi::backward) and
+//! [`DistributedDataParallel::backward`](crate::DistributedDataParallel::backward) return the errors of backward unchanged;
+//! tch's own `f_backward` turns them into text. [`Error::Unsupported`](crate::Error::Unsupported) if backward runs on
+//! another thread.
 
 use std::rc::Rc;
 

@@ -18,8 +18,9 @@ pub(crate) trait Notify: Debug + Send + Sync {
 
 /// A token that the first failing rank trips once and all ranks see.
 ///
-/// A thread cannot be killed from outside, so every wait of this crate checks this token. A thread that parks is
-/// registered here and gets unparked; an event that a thread waits for is notified. A thread that waits on a channel also selects on [`CancelToken::tripped`].
+/// A thread cannot be killed from outside, so every wait of this crate checks this token. A thread that parks is registered
+/// here and gets unparked; an event that a thread waits for is notified. A thread that waits on a channel also selects on
+/// [`CancelToken::tripped`].
 #[derive(Debug)]
 pub(crate) struct CancelToken {
     /// The rank that failed first, or `NOBODY`.

@@ -9,9 +9,9 @@
 //! 4. rank 0 makes the optimizer's step, while the others wait, and broadcasts the parameters: [`StepOnRank0`].
 //!
 //! DDP is better because rank 0 is a bottleneck here. With N ranks, rank 0 sends and receives N - 1 times the data of each
-//! other rank, so every added rank makes a step slower. Rank 0 needs memory for all ranks' gradients and batches, and runs out
-//! first. DDP's all_reduce distributes sending and adding evenly, and overlaps with backward.
-//! DDP never sends parameters again, because all ranks make the same step.
+//! other rank, so every added rank makes a step slower. Rank 0 needs memory for all ranks' gradients and batches, and runs
+//! out first. DDP's all_reduce distributes sending and adding evenly, and overlaps with backward. DDP never sends
+//! parameters again, because all ranks make the same step.
 
 use std::collections::BTreeMap;
 use std::rc::Rc;

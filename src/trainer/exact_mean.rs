@@ -43,8 +43,9 @@ impl StepCount {
 }
 
 impl<M> TrainContext<M> {
-    /// Finds what all ranks' batches of `step` count as, if samples are to count alike. If the criterion counts, or the loader
-    /// does not know the other ranks' samples, this starts an all_reduce of 8 bytes, for which backward waits. A collective.
+    /// Finds what all ranks' batches of `step` count as, if samples are to count alike. If the criterion counts, or the
+    /// loader does not know the other ranks' samples, this starts an all_reduce of 8 bytes, for which backward waits. A
+    /// collective.
     pub(super) fn count_step_of_all_ranks(&mut self, step: &Step) -> Result<()> {
         self.step_count = None;
         if !self.options.exact_mean {

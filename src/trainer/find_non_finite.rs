@@ -96,8 +96,8 @@ impl<M> TrainContext<M> {
         Ok(self.not_finite(what, samples))
     }
 
-    /// Returns the error for a validation `loss` on the batches of `loader` that is not finite. Each rank looks at the data of
-    /// its own samples. A collective: the rank that finds the cause returns first.
+    /// Returns the error for a validation `loss` on the batches of `loader` that is not finite. Each rank looks at the data
+    /// of its own samples. A collective: the rank that finds the cause returns first.
     pub(super) fn nonfinite_validation(&self, loader: &DataLoader, loss: f64) -> Result<Error> {
         let error = |why: &str, samples: String| Error::NonFinite {
             what: format!(

@@ -94,9 +94,9 @@ impl<M> TrainContext<M> {
     }
 
     /// Runs backward of `loss`, the mean loss of the current batch, as the trainer itself does: scaled for float16, with
-    /// the batch's share of an accumulated step, and with `exact_mean` of all ranks' samples. Averages the gradients, unless
-    /// within [`no_sync`](crate::DistributedDataParallel::no_sync). With `skip_nonfinite`, a loss that is not finite has gradients
-    /// that are not finite either, so all ranks skip the step. A collective.
+    /// the batch's share of an accumulated step, and with `exact_mean` of all ranks' samples. Averages the gradients,
+    /// unless within [`no_sync`](crate::DistributedDataParallel::no_sync). With `skip_nonfinite`, a loss that is not finite
+    /// has gradients that are not finite either, so all ranks skip the step. A collective.
     ///
     /// # Errors
     /// Those of [`DistributedDataParallel::backward`].

@@ -59,7 +59,8 @@ impl MemoryRoofline {
     pub(super) fn measure(&mut self, iters: u64) -> Result<f64> {
         let count = self.0.len();
         let start = Barrier::new(count);
-        // A message arrives for each thread when all threads have started. At the barrier they would wait forever for a missing one.
+        // A message arrives for each thread when all threads have started. At the barrier they would wait forever for a
+        // missing one.
         let (started_tx, started_rx) = bounded(count);
         let passes = |share: &mut ThreadBuffers| {
             unbind_this_thread(); // rank 0 starts them, on its CPUs

@@ -32,8 +32,8 @@ pub(in crate::commands) struct TensorComparison {
     later: usize,
     /// The names that only one file has.
     only_in: SidesOf<Vec<String>>,
-    /// Whether one of these is of a group that the other file has, too. A file may lack a group as a whole: a loop may name no
-    /// batches, and DDP replaces the buffers of some ranks.
+    /// Whether one of these is of a group that the other file has, too. A file may lack a group as a whole: a loop may name
+    /// no batches, and DDP replaces the buffers of some ranks.
     lacks_tensors: bool,
 }
 

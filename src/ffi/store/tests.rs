@@ -184,7 +184,8 @@ fn request_after_the_store_is_gone_is_an_error() {
     assert!(failed.contains("add \"n\" failed"), "{failed}");
 }
 
-/// Starts a proxy to the real server, and returns its port. For each message in `turn_rx` it answers a request with `evil` instead.
+/// Starts a proxy to the real server, and returns its port. For each message in `turn_rx` it answers a request with `evil`
+/// instead.
 fn hostile(port: u16, evil: Vec<u8>, turn_rx: Receiver<()>) -> u16 {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let here = listener.local_addr().unwrap().port();

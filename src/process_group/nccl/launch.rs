@@ -175,8 +175,8 @@ impl NcclBackend {
     }
 
     /// Synchronizes the ranks of this process before a call. They always compare an all_reduce, which averages gradients.
-    /// With `--check-collectives` or a new group, the ranks compare every call, also with those of other processes. This costs
-    /// one message to each other process, over TCP.
+    /// With `--check-collectives` or a new group, the ranks compare every call, also with those of other processes. This
+    /// costs one message to each other process, over TCP.
     pub(super) fn exchange_local(&mut self, call: &Call) -> Result<()> {
         let compares = self.check || call.operation == Operation::NewGroup;
         if !compares && call.operation != Operation::AllReduce {

@@ -314,7 +314,8 @@ impl HostSlot {
             }
             let cell = group.in_block(other, group.cell.announcement(parity))?;
             // SAFETY: the rank has written its announcement before the barrier, and writes there again only once this rank
-            // has entered the next exchange. Should it write earlier, only this copy is checked and used: the read is volatile.
+            // has entered the next exchange. Should it write earlier, only this copy is checked and used: the read is
+            // volatile.
             let announcement = unsafe { cell.cast::<Announcement>().read_volatile() };
             let Announcement { sequence, stop, inputs, outputs, contents, .. } = announcement;
             if let Some(mine) = group.stop.get() {
