@@ -1,4 +1,4 @@
-//! How a bucket of gradients is averaged. This is chosen once, when the model is wrapped.
+//! How a bucket of gradients is averaged. The model is wrapped with one way, or a communication hook is registered.
 
 use std::fmt;
 use std::time::Duration;
@@ -35,13 +35,13 @@ impl fmt::Debug for Averaging {
     }
 }
 
-/// Which bucket of the step a reduction has, and how.
+/// The bucket that a reduction handles, and how.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct BucketTurn {
     pub index: usize,
     /// Whether it is the last bucket of the step.
     pub is_last: bool,
-    /// Whether each rank gets its partition of the averages alone.
+    /// Whether each rank gets only its own partition of the averages.
     pub scatters: bool,
     /// Whether the rank computes meanwhile.
     pub overlaps: bool,
@@ -105,7 +105,7 @@ impl Averaging {
         self.path().is_some_and(ReducePath::overlaps)
     }
 
-    /// Returns whether each rank gets its partition of the averages alone.
+    /// Returns whether each rank gets only its own partition of the averages.
     pub(super) fn scatters(&self) -> bool {
         matches!(self, Self::Scatter(_))
     }

@@ -8,8 +8,8 @@ use crate::models::NamedTensor;
 use crate::optim::FlatBuffer;
 use crate::process_group::ProcessGroup;
 
-/// Copies the parameters, which are in `flat_buffers`, and the buffers of rank `src` to all ranks. A collective, which is
-/// done on return: what the caller copies next between host and GPU would block behind it. Follows
+/// Copies the parameters, which are in `flat_buffers`, and the buffers of rank `src` to all ranks. A collective, which
+/// ends before this returns: otherwise the caller's next copy between host and GPU would wait behind it. Follows
 /// `_sync_module_states`.
 pub(super) fn sync_module_states(
     flat_buffers: &[FlatBuffer],

@@ -6,7 +6,7 @@ use tch::Tensor;
 
 use crate::error::Result;
 
-/// A function that gets the number of a trained parameter and this rank's own gradient of it, whose values it may change.
+/// A function that gets the index of a trained parameter and this rank's own gradient of it, whose values it may change.
 pub(crate) type Observe = Box<dyn FnMut(usize, &mut Tensor) -> Result<()>>;
 
 /// The observers, each with its name. They run in the order in which they began.

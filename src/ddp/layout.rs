@@ -14,7 +14,7 @@ use crate::optim::{BucketMemory, FlatMemory, GradState, ParamMemory};
 use crate::process_group::ProcessGroup;
 use crate::records::Parameter;
 
-/// Parameters that are reduced together.
+/// Parameters whose gradients are reduced together.
 #[derive(Debug)]
 pub(super) struct Bucket {
     pub memory: BucketMemory,
@@ -168,8 +168,8 @@ impl Layout {
         Ok(())
     }
 
-    /// Takes all gradients after backward, and zeros where there are none. With `are_averaged` the zeros count as
-    /// gradients until they are averaged, because another rank may have one.
+    /// Moves all gradients to their memory after backward, and writes zeros where autograd has made none. With
+    /// `are_averaged` the zeros count as gradients until they are averaged, because another rank may have one.
     pub(super) fn take_gradients(&self, are_averaged: bool) -> Result<()> {
         self.memory.set_gradients(GradState::Local);
         for (parameter, state) in self.memory.parameters.iter().zip(&self.states) {

@@ -75,7 +75,7 @@ impl ReducerState {
         overlaps: bool,
         call_site: CallSite,
     ) -> Result<f64> {
-        // Gradients of an earlier backward to which this one adds.
+        // This backward adds to gradients of an earlier one, which may still be incomplete.
         average_gradients(&self.layout.memory.buffers)?;
         self.reset()?;
         let factor = match self.joining.filter(|_| averages) {
@@ -134,7 +134,7 @@ impl ReducerState {
         }
     }
 
-    /// Marks a parameter's gradient as complete. During backward, reduces every complete bucket that is next.
+    /// Marks a parameter's gradient as ready. In [`Mode::Overlap`], reduces the complete buckets from the next one on.
     fn mark_ready(&mut self, index: usize) -> Result<()> {
         let (parameter, state) =
             (&self.layout.memory.parameters[index], &mut self.layout.states[index]);

@@ -126,7 +126,7 @@ impl<M> DistributedDataParallel<M> {
     ///
     /// # Errors
     /// [`Error::ModelMismatch`] when this rank's model differs from rank 0's; it names the first
-    /// difference. [`Error::InvalidInput`] when the model has nothing to train or is on another device. And
+    /// difference. [`Error::InvalidInput`] when the model has nothing to train or is on another device. Also
     /// the errors of [`ProcessGroup::broadcast`].
     pub fn new(
         module: M,
@@ -243,8 +243,8 @@ impl<M> DistributedDataParallel<M> {
         self.reducer.state().clock.bucket_times.clone()
     }
 
-    /// Returns each parameter with its bucket, in the order in which hooks number them.
-    pub(crate) fn parameter_places(&self) -> Vec<Parameter> {
+    /// Returns each parameter with its bucket, in the order of their creation.
+    pub(crate) fn described_parameters(&self) -> Vec<Parameter> {
         self.reducer.state().layout.described()
     }
 

@@ -17,8 +17,8 @@ use crate::process_group::{ProcessGroup, ReduceOp, join_shapes};
 pub(crate) struct FlatMemory {
     /// The parameters, in the order of their creation.
     pub parameters: Vec<ParamMemory>,
-    /// First one buffer per dtype, allocated once: every parameter in it is a view of its range, and so is its `grad`
-    /// once backward has computed it. Then one for each parameter whose gradient stays where autograd puts it.
+    /// First one buffer per dtype: every parameter in it is a view of its range, and so is its `grad` once backward has
+    /// computed it. Then one for each parameter whose gradient stays where autograd puts it.
     pub buffers: Vec<FlatBuffer>,
     /// The number of buffers with a dtype's parameters.
     num_flat: usize,
@@ -31,7 +31,7 @@ pub(crate) struct FlatMemory {
     shared: Option<Rc<SharedModel>>,
 }
 
-/// The memory of a bucket: of parameters that are reduced together.
+/// The memory of a bucket: of parameters whose gradients are reduced together.
 #[derive(Debug)]
 pub(crate) struct BucketMemory {
     /// The gradients: a range of a [`FlatBuffer`], and each gradient that stays where autograd puts it.
@@ -46,7 +46,7 @@ pub(crate) struct BucketMemory {
 }
 
 impl FlatMemory {
-    /// Allocates flat buffers for `parameters`: for each dtype one, in the order in which `order` has them, and one for each
+    /// Allocates flat buffers for `parameters`: one per dtype, in the order in which `order` first has them, and one for each
     /// parameter whose gradient stays where it is. A dtype takes the same space in any order. The ranks of `group` reduce the
     /// gradients, and keep the model as `layout` says.
     pub(crate) fn new(
@@ -208,7 +208,7 @@ impl FlatMemory {
         Ok(())
     }
 
-    /// Makes the parameters of all ranks of this process the same memory, that of one of them, if the ranks share the model.
+    /// Gives all ranks of this process the memory of one rank's parameters, if the ranks share the model.
     /// All hold the same values. A collective then. Does nothing where each rank has a process and a GPU of its own.
     ///
     /// # Errors
@@ -242,7 +242,7 @@ impl FlatMemory {
         Ok(())
     }
 
-    /// Returns the number of elements to a multiple of which each bucket is padded, so that its partitions are equal.
+    /// Returns the multiple, in elements, to which each bucket is padded, so that its partitions are equal.
     fn partition_multiple(&self, dtype: Kind) -> usize {
         let ranks = self.partitioned_over.as_ref().map(|group| group.world_size());
         ranks.map_or(1, |ranks| ranks * cache_line_numel(dtype))

@@ -19,7 +19,7 @@ const MIN_IN_PLACE_BYTES: usize = 64 << 10;
 /// The memory of a gradient.
 #[derive(Debug)]
 enum GradMemory {
-    /// A place in the flat buffer, to which the gradient is moved: a view in the parameter's shape, and the address of
+    /// A part of the flat buffer, to which the gradient is moved: a view in the parameter's shape, and the address of
     /// its data.
     InBuffer { view: Tensor, data: *const c_void },
     /// The memory that autograd has allocated for it. The tensor, of one dimension, shares that memory; it is empty
@@ -63,7 +63,7 @@ impl ParamMemory {
         num_bytes(self.tensor.kind(), self.tensor.numel())
     }
 
-    /// Returns the parameter's place if it starts at element `start`. `index` is the parameter's own.
+    /// Returns the parameter's span if it starts at element `start`. `index` is the parameter's index in the model.
     pub(super) fn span(&self, index: usize, start: usize) -> ParamSpan {
         ParamSpan { name: self.name.clone(), index, start, shape: self.tensor.size() }
     }
@@ -77,7 +77,7 @@ impl ParamMemory {
     }
 
     /// Returns a handle to the gradient's memory, of one dimension, if the gradient stays where autograd puts it. `None`
-    /// if it has a place in the flat buffer.
+    /// if it is in the flat buffer.
     pub(super) fn in_place_memory(&self) -> Option<Tensor> {
         match &self.gradient {
             GradMemory::KeptByAutograd(flat) => Some(flat.shallow_clone()),
@@ -85,12 +85,12 @@ impl ParamMemory {
         }
     }
 
-    /// Sets the place of the gradient in the flat buffer: a view in the parameter's shape.
+    /// Sets the gradient's part of the flat buffer: a view in the parameter's shape.
     pub(super) fn set_view(&mut self, view: Tensor) {
         self.gradient = GradMemory::InBuffer { data: view.data_ptr(), view };
     }
 
-    /// Moves the gradient to its place in the buffer, or finds where autograd has put it; zeros if there is none.
+    /// Moves the gradient to its part of the buffer, or finds where autograd has put it; zeros if there is none.
     pub(crate) fn take_gradient(&self) -> Result<()> {
         match &self.gradient {
             GradMemory::KeptByAutograd(flat) => adopt_grad(&self.tensor, flat),

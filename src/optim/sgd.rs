@@ -52,7 +52,7 @@ impl OptimizerOptions for SgdOptions {
 pub struct Sgd {
     options: SgdOptions,
     flat: OptimizerState,
-    /// An empty list in place of the momentum buffers where there are none.
+    /// An empty list, for kernels without momentum buffers.
     none: TensorList,
 }
 

@@ -164,7 +164,7 @@ impl RunArtifacts {
     pub(crate) fn record_start(&self, ddp: &DistributedDataParallel<Model>, first: &TrainerState) {
         let mut record = self.record.lock();
         record.first = first.clone();
-        record.parameters = ddp.parameter_places();
+        record.parameters = ddp.described_parameters();
         record.buckets = ddp.statistics().bucket_bytes;
         if let Some(report) = self.report.as_ref().filter(|_| first.step > 0) {
             *self.curves.lock() = Curves::of_earlier(report, first.step);
@@ -174,7 +174,7 @@ impl RunArtifacts {
     /// Records how the run went, and the buckets, which have been rebuilt since the start.
     pub(crate) fn record_end(&self, ddp: &DistributedDataParallel<Model>, end: &End) {
         let mut record = self.record.lock();
-        record.parameters = ddp.parameter_places();
+        record.parameters = ddp.described_parameters();
         record.buckets.clone_from(&end.bucket_bytes);
         record.end = Some(end.clone());
     }

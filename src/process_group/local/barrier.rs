@@ -40,7 +40,7 @@ pub(crate) struct Slot {
     spinning: CachePadded<Spinning>,
 }
 
-/// A value that another one keeps in memory.
+/// A value whose memory another object owns.
 #[derive(Debug)]
 pub(crate) struct InMemory<T> {
     value: NonNull<T>,
@@ -82,7 +82,7 @@ struct Slots(Box<[InMemory<Slot>]>);
 
 impl Notify for Slots {
     fn notify(&self) {
-        // Whether a rank waits is not asked: what has happened may be seen later than that.
+        // Wakes every rank: a check of who waits could miss one that has just begun to.
         self.0.iter().for_each(|slot| slot.arrival.event.notify());
     }
 }

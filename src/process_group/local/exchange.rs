@@ -19,7 +19,7 @@ pub(crate) struct Exchange<T> {
 /// A rank's announcements in alternating exchanges.
 ///
 /// Two cells, because a fast rank may announce for the next exchange while a slow rank still reads the last one. The
-/// fast rank cannot reach the exchange after that before the slow rank has moved on.
+/// fast rank cannot enter the exchange after that one before the slow rank has entered the next.
 #[derive(Debug)]
 struct Slot<T> {
     cells: [CachePadded<UnsafeCell<T>>; 2],

@@ -30,7 +30,7 @@ pub(crate) struct Extras {
 
 /// One rank's call: everything that must be equal on all ranks, and the memory of its tensors.
 ///
-/// Lists of one are in place, so that the other ranks need not follow pointers to read them.
+/// A list of one tensor is stored inline, so that the other ranks need not follow pointers to read them.
 #[derive(Debug)]
 pub(crate) struct CollectiveFingerprint {
     pub(super) operation: Operation,
@@ -90,7 +90,7 @@ impl CollectiveFingerprint {
         self.join_spans(at_place);
         self.verdict.take();
         let numel = self.inputs.iter().map(|input| input.numel).sum();
-        // The ranks announce all of this, so it is the same on all of them, unless their calls differ.
+        // This follows from what the ranks announce, so it is equal if their calls agree.
         self.has_contents = extras.contents > 0
             && self.operation == Operation::AllReduce
             && self.device == Device::Cpu
@@ -114,7 +114,7 @@ impl CollectiveFingerprint {
         self.outputs.iter().for_each(|place| add(place, true));
         let collective = self.operation.collective();
         for (input, place) in self.inputs.iter().enumerate() {
-            // Where it may be, the input is the same memory as an output: as the part that this rank keeps.
+            // An input may share memory with the output that this rank keeps.
             let kept = collective.and_then(|collective| collective.kept_output(input, at_place));
             if kept.and_then(|output| self.outputs.get(output)) != Some(place) {
                 add(place, false);

@@ -56,7 +56,7 @@ pub(super) unsafe fn run<'a>(
             // SAFETY: each rank writes to its own output only.
             unsafe { reduce(mine, places, 0, 0..mine.outputs[0].numel, call.op()) }
         }
-        // The other collectives copy. A list of inputs has a tensor for each rank, a list of outputs one from each.
+        // The other collectives copy. A list of inputs has a tensor for each rank, a list of outputs a tensor from each.
         operation => {
             let Some(collective) = operation.collective() else { return Ok(()) };
             let input = if collective.inputs.is_list() { rank } else { 0 };
