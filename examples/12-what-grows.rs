@@ -4,7 +4,7 @@
 //!
 //! The gpt of lesson 11 in three widths. The bytes that a rank sends depend on the number of gradients, not on the
 //! batch. *Accumulation* sends them once for several batches. Each rank also has memory for parameters, for gradients,
-//! and for the two numbers per parameter that AdamW keeps. With *share_model* the ranks have one copy of the parameters
+//! and for the two numbers per parameter that AdamW keeps. With a *shared model* the ranks have one copy of the parameters
 //! and of AdamW's numbers together, and the result is the same to the bit.
 
 #![allow(clippy::print_stdout)]

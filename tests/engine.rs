@@ -327,6 +327,49 @@ fn power_sgd_error_feedback_recovers_the_mean() {
 }
 
 #[test]
+fn averaged_grad_refuses_gradients_of_no_sync() {
+    ranks(2, |rank, group| {
+        let vs = VarStore::new(rank.device());
+        let weight = vs.root().var("weight", &[3], nn::Init::Const(1.));
+        let mut ddp = DistributedDataParallel::new((), &vs, group, DdpOptions::default())?;
+        let no_sync = ddp.no_sync();
+        ddp.backward(&weight.sum(Kind::Float))?;
+        drop(no_sync);
+        let error = ddp.averaged_grad("weight").unwrap_err().to_string();
+        assert!(error.contains("the last backward was within no_sync"), "{error}");
+        ddp.backward(&weight.sum(Kind::Float))?;
+        assert_eq!(ddp.averaged_grad("weight")?.unwrap(), Tensor::from_slice(&[2f32; 3]));
+        Ok(())
+    });
+}
+
+/// A bucket without elements is not reduced, so it cannot be the last one that a hook sees.
+#[test]
+fn comm_hook_sees_the_last_bucket_of_each_step() {
+    ranks(2, |rank, group| {
+        let vs = VarStore::new(rank.device());
+        // Buckets begin with the parameter that was created last.
+        let empty = vs.root().var("empty", &[0], nn::Init::Const(1.));
+        let weights = ["a", "b"].map(|name| vs.root().var(name, &[3], nn::Init::Const(1.)));
+        let options =
+            DdpOptions { bucket_cap_mb: TINY, first_bucket_mb: TINY, ..DdpOptions::default() };
+        let mut ddp = DistributedDataParallel::new((), &vs, group, options)?;
+        let seen = Rc::new(RefCell::new(Vec::new()));
+        let notes = seen.clone();
+        ddp.register_comm_hook(hook_fn("noting", move |bucket, group| {
+            notes.borrow_mut().push(bucket.is_last);
+            group.all_reduce(bucket.gradients, ReduceOp::Sum)
+        }))?;
+        for _ in 0..2 {
+            ddp.zero_grad()?;
+            ddp.backward(&(&weights[0] + &weights[1] + empty.sum(Kind::Float)).sum(Kind::Float))?;
+        }
+        assert_eq!(*seen.borrow(), [false, true, false, true]);
+        Ok(())
+    });
+}
+
+#[test]
 fn comm_hook_error_ends_backward_on_every_rank() {
     for overlap in [true, false] {
         let error = try_ranks(2, move |rank, group| {

@@ -317,7 +317,7 @@ fn gradients_of_a_shared_model_are_averaged_on_request() {
             let loss = ddp.forward(&inputs(group.rank(), 0)).square().mean(Kind::Float);
             ddp.backward(&loss)?;
             let buffers = ddp.flat_buffers();
-            assert!(buffers.iter().all(|b| b.layout.gradients() == GradState::Complete));
+            assert!(buffers.iter().all(|b| b.layout.gradients() == GradState::LeftToStep));
             let (name, weight) = ddp.state_dict().swap_remove(0);
             let own = weight.grad().copy();
             if averages_first {

@@ -93,7 +93,7 @@ impl PowerSgd {
         let known = self.state.remove(&bucket.index);
         let mut state = match known.filter(|known| known.parameters == bucket.parameters) {
             Some(known) => known,
-            None => self.begin(bucket, &matrices)?,
+            None => self.begin(bucket, &matrices, group)?,
         };
         *bucket.gradients += &state.error;
         let before = bucket.gradients.copy();
@@ -128,10 +128,16 @@ impl PowerSgd {
     }
 
     /// Returns the first state of a bucket: no error, and random factors, which are the same on all ranks.
-    fn begin(&mut self, bucket: &GradBucket<'_>, matrices: &[Matrix]) -> Result<BucketState> {
+    fn begin(
+        &mut self,
+        bucket: &GradBucket<'_>,
+        matrices: &[Matrix],
+        group: &ProcessGroup,
+    ) -> Result<BucketState> {
         let (kind, device) = (bucket.gradients.kind(), bucket.gradients.device());
         let draw = |it: &Matrix| Tensor::randn([it.columns, it.rank], (kind, Device::Cpu));
         let drawn: Vec<_> = fork_rng(self.draw_seed(), || matrices.iter().map(draw).collect())?;
+        group.synchronize()?; // otherwise the copy to a GPU would wait behind collectives, and no failure would end that
         Ok(BucketState {
             parameters: bucket.parameters.to_vec(),
             error: bucket.gradients.zeros_like(),

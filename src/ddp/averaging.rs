@@ -16,10 +16,8 @@ use crate::process_group::ProcessGroup;
 pub(super) enum Averaging {
     /// Each gradient where it is: ranks that read each other's memory.
     InPlace,
-    /// All in one tensor.
+    /// All in one tensor. Ranks that partition the optimizer may get only their partitions of the averages.
     Flat(ReducePath),
-    /// All in one tensor, of which each rank gets its partition: ranks that partition the optimizer.
-    Scatter(ReducePath),
     /// As the user's communication hook does it.
     Hook(ReducePath, Box<dyn CommHook>),
 }
@@ -29,7 +27,6 @@ impl fmt::Debug for Averaging {
         f.write_str(match self {
             Self::InPlace => "InPlace",
             Self::Flat(_) => "Flat",
-            Self::Scatter(_) => "Scatter",
             Self::Hook(_, hook) => hook.name(),
         })
     }
@@ -50,9 +47,7 @@ pub(super) struct BucketTurn {
 impl Averaging {
     /// Returns the way for the ranks of `group`, which may partition the optimizer.
     pub(super) fn new(group: &ProcessGroup, is_partitioned: bool) -> Result<Self> {
-        Ok(if is_partitioned {
-            Self::Scatter(ReducePath::new(group)?)
-        } else if group.reduces_in_place() {
+        Ok(if group.reduces_in_place() && !is_partitioned {
             Self::InPlace
         } else {
             Self::Flat(ReducePath::new(group)?)
@@ -79,7 +74,7 @@ impl Averaging {
                 group.all_reduce_list(gradients, shapes, average(group))?;
                 Ok(true)
             }
-            Self::Flat(path) | Self::Scatter(path) => {
+            Self::Flat(path) => {
                 reduce_flat(path, bucket.concat_gradients(parameters)?, group, turn)
             }
             Self::Hook(path, hook) => {
@@ -103,11 +98,6 @@ impl Averaging {
     /// Returns whether to reduce during backward by default.
     pub(super) fn overlaps(&self) -> bool {
         self.path().is_some_and(ReducePath::overlaps)
-    }
-
-    /// Returns whether each rank gets only its own partition of the averages.
-    pub(super) fn scatters(&self) -> bool {
-        matches!(self, Self::Scatter(_))
     }
 
     /// Waits for the reductions that other threads and GPUs make. Returns how long the rank itself has waited.
@@ -135,14 +125,14 @@ impl Averaging {
     fn path(&self) -> Option<&ReducePath> {
         match self {
             Self::InPlace => None,
-            Self::Flat(path) | Self::Scatter(path) | Self::Hook(path, _) => Some(path),
+            Self::Flat(path) | Self::Hook(path, _) => Some(path),
         }
     }
 
     fn path_mut(&mut self) -> Option<&mut ReducePath> {
         match self {
             Self::InPlace => None,
-            Self::Flat(path) | Self::Scatter(path) | Self::Hook(path, _) => Some(path),
+            Self::Flat(path) | Self::Hook(path, _) => Some(path),
         }
     }
 }

@@ -96,7 +96,7 @@ pub(super) struct Layout {
 }
 
 impl Layout {
-    /// Moves `parameters` into buckets, and makes their `grad`s views. With `in_place`, large parameters stay where they
+    /// Moves `parameters` into buckets, of which their `grad`s will be views. With `in_place`, large parameters stay where they
     /// are, and so do their gradients. The ranks of `group` reduce the gradients.
     pub(super) fn new(
         parameters: &[&NamedTensor],
@@ -129,6 +129,7 @@ impl Layout {
             indices.iter().for_each(|&index| self.states[index].bucket = bucket);
         }
         let bucket = |memory| Bucket { memory, concatenated: None, pending: 0, is_skipped: false };
+        self.buckets.clear(); // frees their copies before memory is allocated
         let memories = self.memory.arrange(&assigned, self.order.is_empty())?;
         self.buckets = memories.into_iter().map(bucket).collect();
         self.order = order.to_vec();

@@ -35,7 +35,7 @@ pub struct DdpOptions {
     /// The loss depends on the same parameters in every step. Parameters that the first step does not use may stay
     /// unused in all steps, at no further cost.
     pub static_graph: bool,
-    /// Reduce buckets during backward. `None` enables it where it is faster (with `nccl` and between processes) and all
+    /// Reduce buckets during backward. `None` enables it where it is faster (with `nccl` and over a network) and all
     /// ranks are sure to use the same parameters. Apex called the opposite `delay_allreduce`. Must be the same on all
     /// ranks.
     pub overlap: Option<bool>,

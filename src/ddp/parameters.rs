@@ -70,7 +70,11 @@ fn compare(tensors: &[NamedTensor], options: &DdpOptions, group: &ProcessGroup) 
 
 /// Describes the tensor, as in "parameter `weight`, float32 [1, 20]".
 fn describe(named: &NamedTensor) -> String {
-    let NamedTensor { name, tensor, trainable, .. } = named;
-    let what = if *trainable { "parameter" } else { "buffer" };
+    let NamedTensor { name, tensor, trainable, is_buffer, .. } = named;
+    let what = match (is_buffer, trainable) {
+        (true, _) => "buffer",
+        (false, true) => "parameter",
+        (false, false) => "frozen parameter",
+    };
     format!("{what} `{name}`, {} {:?}", dtype_name(tensor.kind()), tensor.size())
 }

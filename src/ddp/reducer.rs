@@ -39,7 +39,7 @@ impl fmt::Debug for Reducer {
 }
 
 impl Reducer {
-    /// Moves `parameters` into buckets, makes their `grad`s views, and registers gradient hooks.
+    /// Moves `parameters` into buckets, of which their `grad`s will be views, and registers gradient hooks.
     pub(super) fn new(
         parameters: &[&NamedTensor],
         group: Rc<ProcessGroup>,

@@ -7,7 +7,7 @@ use super::active_ranks::{JoinOptions, count_active};
 use super::averaging::{Averaging, BucketTurn};
 use super::bucket_order::BucketOrder;
 use super::comm_hooks::average;
-use super::layout::Layout;
+use super::layout::{Bucket, Layout};
 use super::options::DdpOptions;
 use super::statistics::BackwardClock;
 use super::unused::UnusedParams;
@@ -75,7 +75,7 @@ impl ReducerState {
         overlaps: bool,
         call_site: CallSite,
     ) -> Result<f64> {
-        // This backward adds to gradients of an earlier one, which may still be incomplete.
+        // Averages the gradients of an earlier backward first, because this one adds to them.
         average_gradients(&self.layout.memory.buffers)?;
         self.reset()?;
         let factor = match self.joining.filter(|_| averages) {
@@ -186,7 +186,8 @@ impl ReducerState {
             bucket: u16::try_from(index).ok(),
         });
         layout.show_gradients(index)?;
-        let is_last = layout.buckets[index + 1..].iter().all(|bucket| bucket.is_skipped);
+        let is_left_out = |it: &Bucket| it.is_skipped || it.memory.gradients.is_empty();
+        let is_last = layout.buckets[index + 1..].iter().all(is_left_out);
         let overlaps = self.mode == Mode::Overlap;
         let turn = BucketTurn { index, is_last, scatters, overlaps };
         let Layout { buckets, memory, .. } = layout;
@@ -198,10 +199,13 @@ impl ReducerState {
 
     /// Returns whether each rank receives only its partitions of the averages in this step.
     fn scatters(&self) -> bool {
-        self.averaging.scatters() && self.order.is_final() && self.layout.observers.is_empty()
+        self.layout.memory.is_partitioned()
+            && self.averaging.hook().is_none()
+            && self.order.is_final()
+            && self.layout.observers.is_empty()
     }
 
-    /// Reduces all remaining buckets.
+    /// Reduces all remaining buckets, or leaves them to the optimizer's step.
     pub(super) fn reduce_rest(&mut self, options: &DdpOptions) -> Result<()> {
         self.clock.end_of_autograd(&self.group);
         self.unused.account(&mut self.layout, options, &self.group)?;
@@ -226,7 +230,7 @@ impl ReducerState {
 
     /// Waits for the reductions and ends the step.
     pub(super) fn finish(&mut self, options: &DdpOptions) -> Result<()> {
-        let scatters = self.scatters();
+        let scatters = self.scatters(); // as in this step: after it the order of the buckets is final
         let Self { group, layout, unused, .. } = self;
         self.clock.totals.communication += self.averaging.wait(group)?;
         unused.restore_unused(layout, options, group)?;

@@ -24,7 +24,7 @@ use crate::error::{Error, Result};
 use crate::ffi::remove_grad;
 use crate::models::{self, Forward, NamedTensor};
 use crate::operation::Operation;
-use crate::optim::{FlatBuffer, average_gradients, clip_grad_norm};
+use crate::optim::{FlatBuffer, GradState, average_gradients, clip_grad_norm};
 use crate::process_group::ProcessGroup;
 use crate::records::Parameter;
 
@@ -61,8 +61,8 @@ use crate::records::Parameter;
 ///    leave large parameters and gradients where they are.
 /// 2. [`forward`](Self::forward) runs the model's own forward pass.
 /// 3. [`backward`](Self::backward) runs autograd. Hooks report each complete gradient. A bucket with all of its
-///    gradients is averaged: each rank's is multiplied by 1/N, and the sum goes to all. With `nccl`, and between
-///    processes, this happens during backward.
+///    gradients is averaged: each rank's is multiplied by 1/N, and the sum goes to all. With `nccl`, and over a
+///    network, this happens during backward.
 /// 4. Every rank makes the same optimizer step with the same numbers, so the replicas stay identical. With
 ///    another [`OptimizerLayout`](crate::OptimizerLayout) each rank steps a part of the parameters.
 ///
@@ -286,8 +286,8 @@ impl<M> DistributedDataParallel<M> {
     /// the buckets in the order in which rank 0's gradients became ready.
     ///
     /// # Errors
-    /// [`Error::UnusedParameters`], [`Error::Torch`], [`Error::InvalidInput`] when a parameter's `grad` has been
-    /// replaced, and the errors of [`ProcessGroup::all_reduce`], which may happen in the model's own
+    /// [`Error::UnusedParameters`], [`Error::Torch`], [`Error::InvalidInput`] when the memory of a parameter's `grad`
+    /// has been replaced (`set_data`), and the errors of [`ProcessGroup::all_reduce`], which may happen in the model's own
     /// backward pass as well.
     #[track_caller]
     pub fn backward(&mut self, loss: &Tensor) -> Result<()> {
@@ -312,14 +312,23 @@ impl<M> DistributedDataParallel<M> {
     /// [`OptimizerLayout`](crate::OptimizerLayout)) this is a collective: it calls [`average_gradients`] first.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] if the model has no such parameter, and the errors of [`average_gradients`].
+    /// [`Error::InvalidInput`] if the model has no such parameter, or the last backward was within `no_sync`. Also the errors
+    /// of [`average_gradients`].
     pub fn averaged_grad(&self, name: &str) -> Result<Option<Tensor>> {
         let Some(named) = self.trained().into_iter().find(|named| named.name == name) else {
             return Err(Error::InvalidInput(format!(
                 "averaged_grad: the model trains no parameter `{name}`; use a name of its state_dict"
             )));
         };
-        average_gradients(&self.flat_buffers())?;
+        let buffers = self.flat_buffers();
+        if buffers.iter().any(|buffer| buffer.layout.gradients() == GradState::Local) {
+            return Err(Error::InvalidInput(
+                "averaged_grad: the gradients of this rank are not averaged, because the last backward was within no_sync; \
+                 call a backward outside of it first"
+                    .into(),
+            ));
+        }
+        average_gradients(&buffers)?;
         Ok(Some(named.tensor.grad()).filter(Tensor::defined))
     }
 
@@ -331,7 +340,7 @@ impl<M> DistributedDataParallel<M> {
     /// [`average_gradients`] first.
     ///
     /// # Errors
-    /// [`Error::Torch`].
+    /// [`Error::Torch`], and the errors of [`average_gradients`].
     pub fn clip_grad_norm(&mut self, max_norm: f64) -> Result<Tensor> {
         clip_grad_norm(&self.flat_buffers(), max_norm)
     }

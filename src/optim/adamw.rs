@@ -2,7 +2,8 @@
 
 use tch::{Kind, Tensor};
 
-use super::optimizer_state::{Group, OptimizerState};
+use super::optimizer_state::OptimizerState;
+use super::parts::Group;
 use super::{FlatBuffer, Optimizer, OptimizerOptions, ParamSpan, ParameterState};
 use crate::error::{Error, Result};
 use crate::ffi::{AdamWStep, TensorList, TorchResult, fused_adamw};

@@ -95,7 +95,7 @@ impl FlatMemory {
         self.num_flat = self.buffers.len();
         for (index, parameter) in self.parameters.iter().enumerate() {
             let Some(gradients) = parameter.in_place_memory() else { continue };
-            // In this order: a view would keep its base, and with it memory that `share` has replaced.
+            // `f_view` and then `f_data`: a view would keep its base, and with it memory that `share` has replaced.
             let flat = parameter.tensor.f_view(-1).and_then(|tensor| tensor.f_data());
             self.buffers.push(FlatBuffer {
                 parameters: flat.doing("making the buckets")?,
@@ -193,7 +193,7 @@ impl FlatMemory {
             for span in &contents.spans {
                 let parameter = &mut self.parameters[span.index];
                 let mut new_value = span.of(&buffer.parameters)?;
-                // `f_data` hides the view from autograd: `zero_grad` of tch's optimizers detaches gradients, which
+                // `f_data` hides the view from autograd: tch's `Tensor::zero_grad` detaches gradients, which
                 // views refuse.
                 let mut new_grad = span.of(&buffer.gradients)?.f_data().doing(doing)?;
                 new_value.f_copy_(&parameter.tensor).doing(doing)?;
@@ -209,7 +209,7 @@ impl FlatMemory {
     }
 
     /// Gives all ranks of this process the memory of one rank's parameters, if the ranks share the model.
-    /// All hold the same values. A collective then. Does nothing where each rank has a process and a GPU of its own.
+    /// All hold the same values. Then it is a collective. Does nothing where each rank has a process and a GPU of its own.
     ///
     /// # Errors
     /// [`Error::InvalidInput`](crate::Error::InvalidInput) if the ranks of this process are on devices that share no memory.
@@ -278,9 +278,9 @@ impl FlatMemory {
     /// Notes that the gradients are averaged, or left to the optimizer's step. With `are_scattered` each rank has those of
     /// its partitions.
     pub(crate) fn set_averaged(&self, are_scattered: bool) {
-        let step_averages = self.shared.as_ref().is_some_and(|shared| shared.averages());
+        let step_averages = self.shared.as_ref().is_some_and(|shared| shared.average().is_some());
         self.set_gradients(if step_averages {
-            GradState::Complete
+            GradState::LeftToStep
         } else if are_scattered {
             GradState::Partitioned
         } else {

@@ -2,6 +2,7 @@
 
 mod adamw;
 mod clip;
+mod complete;
 mod flat_memory;
 mod grad_scaler;
 mod optimizer_layout;
@@ -19,6 +20,7 @@ mod shared_step;
 
 pub use adamw::{AdamW, AdamWOptions};
 pub use clip::clip_grad_norm;
+pub use complete::average_gradients;
 pub(crate) use flat_memory::{BucketMemory, FlatMemory};
 pub use grad_scaler::{GradScaler, GradScalerOptions, GradScalerState};
 pub use optimizer_layout::OptimizerLayout;
@@ -27,7 +29,6 @@ pub(crate) use param_memory::ParamMemory;
 pub use schedule::{Schedule, Unit};
 pub use sgd::{Sgd, SgdOptions};
 use shared_model::SharedModel;
-pub use shared_model::average_gradients;
 
 use std::collections::BTreeMap;
 use std::fmt::Debug;

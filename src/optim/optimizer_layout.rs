@@ -14,7 +14,7 @@ pub enum OptimizerLayout {
     /// The optimizer's step becomes a collective: each rank updates one part of the parameters, for all ranks. Each rank
     /// keeps its own buffers and gradients.
     ///
-    /// A write to a parameter changes it for all ranks. In a run of one process, gradients are averaged only during the
+    /// A write to a parameter changes it for all ranks. In a run of one process, gradients may be averaged only during the
     /// optimizer's step: call [`average_gradients`](super::average_gradients) before you read them.
     SharedModel,
     /// The state is partitioned among all ranks. Each bucket has an equal partition for each rank. A rank keeps the state of

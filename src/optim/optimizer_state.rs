@@ -5,13 +5,13 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::rc::Rc;
 
-use tch::{Device, Tensor};
+use tch::Tensor;
 
+use super::complete::gather_parameters;
 use super::param_layout::{LayoutVersion, copy_range, zeros_like};
-use super::partitions::gather_parameters;
-use super::parts::Parts;
-use super::runs::{Key, Runs};
-use super::shared_step::{SharedRanges, on_one_rank, shared_model};
+use super::parts::{Group, Parts};
+use super::runs::{Key, Runs, runs};
+use super::shared_step::{SharedRanges, on_one_rank, shared_model, step_my_slice};
 use super::{FlatBuffer, GradState, ParamSpan};
 use crate::error::{Error, Result};
 use crate::ffi::{TensorList, TorchResult, bump_versions};
@@ -23,21 +23,6 @@ struct Owned {
     range: Range<usize>,
     /// The offset of the first element in a slot.
     at: usize,
-}
-
-/// The parameters that one kernel call steps.
-#[derive(Debug)]
-pub(super) struct Group {
-    /// Whether weight decay applies to them.
-    pub decays: bool,
-    /// The number of steps that they have made.
-    pub steps: u64,
-    pub parts: Parts,
-    pub device: Device,
-    /// The indices of the parameters.
-    members: Vec<usize>,
-    /// The model's own tensors of the parameters.
-    tensors: TensorList,
 }
 
 /// Flat buffers, with further buffers of the same layout (`slots`) for the optimizer's state.
@@ -56,7 +41,7 @@ pub(super) struct OptimizerState {
     pub(super) steps: BTreeMap<usize, u64>,
     pub groups: Vec<Group>,
     /// The ranges of `groups`, if the ranks share the model.
-    pub(super) shared_ranges: Vec<SharedRanges>,
+    shared_ranges: Vec<SharedRanges>,
 }
 
 impl OptimizerState {
@@ -99,7 +84,7 @@ impl OptimizerState {
         for buffer in &self.buffers {
             match buffer.layout.gradients() {
                 GradState::Cleared => {}
-                GradState::Averaged | GradState::Partitioned | GradState::Complete => any = true,
+                GradState::Averaged | GradState::Partitioned | GradState::LeftToStep => any = true,
                 GradState::Local => {
                     return Err(Error::InvalidInput(
                         "the gradients of this rank were not averaged, and a step with them would make the ranks \
@@ -174,7 +159,8 @@ impl OptimizerState {
         self.steps = self.steps();
         self.seen = self.buffers.iter().map(LayoutVersion::of).collect();
         let mut groups = Vec::new();
-        for (Key { decays, steps, .. }, Runs { runs, members }) in self.runs() {
+        let runs = runs(&self.buffers, &self.seen, &self.steps, self.decays);
+        for (Key { decays, steps, .. }, Runs { runs, members }) in runs {
             let device = self.buffers[runs[0].buffer].parameters.device();
             let owned = runs.iter().flat_map(|run| {
                 let owned = self.seen[run.buffer].owned(run.start..run.end).into_iter();
@@ -229,7 +215,10 @@ impl OptimizerState {
         kernel: impl Fn(usize, &Group, &Parts) -> Result<()>,
     ) -> Result<()> {
         match shared_model(&self.buffers) {
-            Some(shared) => self.step_my_slice(&shared, &kernel)?,
+            Some(shared) => {
+                let (buffers, groups) = (&self.buffers, &self.groups);
+                step_my_slice(&shared, buffers, groups, &self.shared_ranges, &kernel)?;
+            }
             None => {
                 let groups = self.groups.iter().enumerate();
                 let mut groups = groups.filter(|(_, group)| group.parts.len() > 0);

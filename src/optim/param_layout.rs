@@ -44,13 +44,13 @@ pub struct ParamLayout(Rc<RefCell<Arrangement>>);
 /// The state of the gradients in a [`FlatBuffer`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum GradState {
-    /// The gradients have been zeroed since the last backward.
+    /// The gradients have been removed since the last backward.
     Cleared,
     /// This rank's own gradients: the last backward was within `no_sync`.
     Local,
     /// This rank's own gradients of a whole step, which the optimizer of a
     /// [shared model](super::OptimizerLayout::SharedModel) averages as it steps.
-    Complete,
+    LeftToStep,
     /// The mean of all ranks' gradients, in this rank's [partitions](super::OptimizerLayout::Partitioned) only. The other
     /// values are unspecified.
     Partitioned,

@@ -23,7 +23,8 @@ enum GradMemory {
     /// its data.
     InBuffer { view: Tensor, data: *const c_void },
     /// The memory that autograd has allocated for it. The tensor, of one dimension, shares that memory; it is empty
-    /// while there is no gradient.
+    /// while there is no gradient. Its handles in buckets and optimizers are the same tensor of libtorch, so that they follow
+    /// it to new memory.
     KeptByAutograd(Tensor),
 }
 
@@ -47,7 +48,7 @@ impl ParamMemory {
             && bytes.is_multiple_of(CACHE_LINE)
             && tensor.is_contiguous();
         if is_in_place && shares_memory(&tensor) {
-            // After an earlier wrap with `share_model`, the ranks still share this memory.
+            // After an earlier wrap with `OptimizerLayout::SharedModel`, the ranks still share this memory.
             let own = tensor.f_detach_copy().and_then(|own| tensor.f_set_data(&own));
             own.doing("copying a parameter")?;
         }

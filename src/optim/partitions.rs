@@ -11,7 +11,6 @@ use std::rc::Rc;
 
 use tch::Tensor;
 
-use super::{FlatBuffer, GradState};
 use crate::error::Result;
 use crate::ffi::TorchResult;
 use crate::process_group::ProcessGroup;
@@ -110,26 +109,4 @@ impl Partitions {
         }
         Ok(())
     }
-}
-
-/// Gathers the averages of all partitions in each of `buffers` whose gradients are [`GradState::Partitioned`]. A
-/// collective if there is such a buffer.
-pub(super) fn gather_gradients(buffers: &[FlatBuffer]) -> Result<()> {
-    for FlatBuffer { gradients, layout, .. } in buffers {
-        if let Some(partitions) =
-            layout.partitions().filter(|_| layout.gradients() == GradState::Partitioned)
-        {
-            partitions.gather_in_place(gradients)?;
-            layout.set_gradients(GradState::Averaged);
-        }
-    }
-    Ok(())
-}
-
-/// Gathers the parameters after each rank has updated its partitions. A collective if there are partitions.
-pub(super) fn gather_parameters(buffers: &[FlatBuffer]) -> Result<()> {
-    buffers.iter().try_for_each(|FlatBuffer { parameters, layout, .. }| match layout.partitions() {
-        Some(partitions) => partitions.gather_in_place(parameters),
-        None => Ok(()),
-    })
 }

@@ -2,10 +2,25 @@
 
 use std::ops::Range;
 
-use tch::Tensor;
+use tch::{Device, Tensor};
 
 use crate::error::Result;
 use crate::ffi::{TensorList, TorchResult, set_view};
+
+/// The parameters that one kernel call steps.
+#[derive(Debug)]
+pub(super) struct Group {
+    /// Whether weight decay applies to them.
+    pub decays: bool,
+    /// The number of steps that they have made.
+    pub steps: u64,
+    pub parts: Parts,
+    pub device: Device,
+    /// The indices of the parameters.
+    pub members: Vec<usize>,
+    /// The model's own tensors of the parameters.
+    pub tensors: TensorList,
+}
 
 /// Ranges of parameters, each with its gradient and its slots of optimizer state, as lists for a kernel.
 #[derive(Debug)]

@@ -1,10 +1,11 @@
 //! Which adjacent parameters one kernel call steps.
 
+use std::collections::BTreeMap;
+
 use tch::Kind;
 
-use super::FlatBuffer;
-use super::optimizer_state::OptimizerState;
 use super::param_layout::LayoutVersion;
+use super::{FlatBuffer, ParamSpan};
 
 /// A half-open range `start..end` of adjacent parameters in a flat buffer.
 ///
@@ -33,34 +34,38 @@ pub(super) struct Runs {
     pub members: Vec<usize>,
 }
 
-impl OptimizerState {
-    /// Returns the parameters with a gradient, grouped by key.
-    pub(super) fn runs(&self) -> Vec<(Key, Runs)> {
-        let mut groups: Vec<(Key, Runs)> = Vec::new();
-        for (buffer, LayoutVersion { spans, unused, .. }) in self.seen.iter().enumerate() {
-            let FlatBuffer { parameters, .. } = &self.buffers[buffer];
-            let starts = spans.iter().skip(1).map(|next| next.start);
-            for (span, end) in spans.iter().zip(starts.chain([parameters.numel()])) {
-                if unused.contains(&span.index) {
-                    continue;
-                }
-                let decays = self.decays.is_some_and(|decays| decays(span));
-                let steps = self.steps.get(&span.index).copied().unwrap_or(0);
-                let key = Key { decays, steps, kind: parameters.kind() };
-                let at = groups.iter().position(|(known, _)| *known == key).unwrap_or_else(|| {
-                    groups.push((key, Runs::default()));
-                    groups.len() - 1
-                });
-                let Runs { runs, members } = &mut groups[at].1;
-                members.push(span.index);
-                match runs.last_mut() {
-                    Some(run) if run.buffer == buffer && run.end == span.start => run.end = end,
-                    _ => runs.push(SpanRun { buffer, start: span.start, end }),
-                }
+/// Returns the parameters with a gradient in `buffers`, whose layout is `seen`, grouped by key. `steps` has the number of
+/// steps of each, by its index; `decays` selects those with weight decay.
+pub(super) fn runs(
+    buffers: &[FlatBuffer],
+    seen: &[LayoutVersion],
+    steps: &BTreeMap<usize, u64>,
+    decays: Option<fn(&ParamSpan) -> bool>,
+) -> Vec<(Key, Runs)> {
+    let mut groups: Vec<(Key, Runs)> = Vec::new();
+    for (buffer, LayoutVersion { spans, unused, .. }) in seen.iter().enumerate() {
+        let FlatBuffer { parameters, .. } = &buffers[buffer];
+        let starts = spans.iter().skip(1).map(|next| next.start);
+        for (span, end) in spans.iter().zip(starts.chain([parameters.numel()])) {
+            if unused.contains(&span.index) {
+                continue;
+            }
+            let decays = decays.is_some_and(|decays| decays(span));
+            let steps = steps.get(&span.index).copied().unwrap_or(0);
+            let key = Key { decays, steps, kind: parameters.kind() };
+            let at = groups.iter().position(|(known, _)| *known == key).unwrap_or_else(|| {
+                groups.push((key, Runs::default()));
+                groups.len() - 1
+            });
+            let Runs { runs, members } = &mut groups[at].1;
+            members.push(span.index);
+            match runs.last_mut() {
+                Some(run) if run.buffer == buffer && run.end == span.start => run.end = end,
+                _ => runs.push(SpanRun { buffer, start: span.start, end }),
             }
         }
-        groups
     }
+    groups
 }
 
 #[cfg(test)]
@@ -68,7 +73,7 @@ mod tests {
     use tch::{Device, Tensor};
 
     use super::*;
-    use crate::optim::ParamSpan;
+    use crate::optim::optimizer_state::OptimizerState;
 
     /// Returns a buffer of `len` elements, with parameters given by index, name, start and shape.
     fn buffer(spans: &[(usize, &str, usize, &[i64])], len: i64, kind: Kind) -> FlatBuffer {
@@ -95,8 +100,8 @@ mod tests {
             ]
         };
         let run = |buffer, start, end| SpanRun { buffer, start, end };
-        let runs = |flat: &OptimizerState| -> Vec<(bool, u64, Vec<SpanRun>)> {
-            let parts = flat.runs().into_iter();
+        let runs_of = |flat: &OptimizerState| -> Vec<(bool, u64, Vec<SpanRun>)> {
+            let parts = runs(&flat.buffers, &flat.seen, &flat.steps, flat.decays).into_iter();
             parts.map(|(key, runs)| (key.decays, key.steps, runs.runs)).collect()
         };
         let ends_with_weight: fn(&ParamSpan) -> bool = |span| span.name.ends_with("weight");
@@ -106,7 +111,7 @@ mod tests {
             (true, 0, vec![run(0, 16, 48), run(1, 0, 16)]),
             (true, 0, vec![run(2, 0, 8)]),
         ];
-        assert_eq!(runs(&flat), expected);
+        assert_eq!(runs_of(&flat), expected);
 
         let mut flat = OptimizerState::new(buffers(), &[], None, 9).unwrap();
         let all = |steps, kind_two| {
@@ -115,12 +120,12 @@ mod tests {
                 (false, kind_two, vec![run(2, 0, 8)]),
             ]
         };
-        assert_eq!(runs(&flat), all(0, 0));
+        assert_eq!(runs_of(&flat), all(0, 0));
         // A parameter without a gradient is skipped, and its step is not counted.
         flat.buffers.iter().for_each(|buffer| buffer.layout.set_unused(&[2]));
         assert!(flat.refresh().unwrap() && !flat.refresh().unwrap());
         let parted = vec![run(0, 0, 16), run(0, 32, 48), run(1, 0, 16)];
-        assert_eq!(runs(&flat), [(false, 0, parted), (false, 0, vec![run(2, 0, 8)])]);
+        assert_eq!(runs_of(&flat), [(false, 0, parted), (false, 0, vec![run(2, 0, 8)])]);
         flat.step(|_, _, _| Ok(())).unwrap();
         flat.buffers.iter().for_each(|buffer| buffer.layout.set_unused(&[]));
         assert!(flat.refresh().unwrap());
@@ -129,6 +134,6 @@ mod tests {
             (false, 0, vec![run(0, 16, 32)]),
             (false, 1, vec![run(2, 0, 8)]),
         ];
-        assert_eq!(runs(&flat), again);
+        assert_eq!(runs_of(&flat), again);
     }
 }

@@ -76,7 +76,7 @@ impl OptimizerState {
             let names = || self.slots.iter().map(|(slot, _)| *slot).chain(besides.iter().copied());
             if let Some(extra) = state.tensors.keys().find(|key| names().all(|name| name != *key)) {
                 return wrong(format!(
-                    "has `{extra}` for parameter `{name}`, which this optimizer does not keep; it belongs to another optimizer, or of one with other options"
+                    "has `{extra}` for parameter `{name}`, which this optimizer does not keep; it belongs to another optimizer, or to one with other options"
                 ));
             }
             if state.tensors.is_empty() {
@@ -85,7 +85,7 @@ impl OptimizerState {
             if let Some(missing) = names().find(|slot| !state.tensors.contains_key(*slot)) {
                 return wrong(format!(
                     "has no `{missing}` for parameter `{name}`; it belongs to another optimizer, or \
-                     of one with other options"
+                     to one with other options"
                 ));
             }
             for (index, (slot, _)) in self.slots.iter().enumerate() {

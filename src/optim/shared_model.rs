@@ -13,11 +13,9 @@ use std::rc::Rc;
 
 use tch::{Device, Kind, Tensor};
 
-use super::partitions::gather_gradients;
-use super::{FlatBuffer, GradState};
 use crate::error::{Error, Result};
 use crate::ffi::TorchResult;
-use crate::process_group::{ProcessGroup, ReduceOp, device_name, join_shapes};
+use crate::process_group::{ProcessGroup, ReduceOp, device_name};
 
 /// Elements per piece: 128 KiB of float32. Small, so that the mean can stay in a cache until the optimizer reads it;
 /// large, so that the kernel calls cost little. 16 Ki to 128 Ki elements take the same time within 5 %. A multiple of a
@@ -28,7 +26,7 @@ const PIECE_NUMEL: i64 = 32 << 10;
 pub(crate) struct SharedModel {
     /// The ranks that share the model.
     group: Rc<ProcessGroup>,
-    /// How to average the ranks' own gradients, while they are [`GradState::Complete`].
+    /// How to average the ranks' own gradients, while they are [`GradState::LeftToStep`].
     average: Cell<Option<ReduceOp>>,
     /// Memory for a piece of averaged gradients: a tensor for each dtype.
     scratch: RefCell<Vec<Rc<Tensor>>>,
@@ -41,8 +39,8 @@ impl fmt::Debug for SharedModel {
 }
 
 impl SharedModel {
-    /// Returns this rank's side of a model that all ranks of this process share. `None` if it has one rank with a GPU of its
-    /// own. A collective of `group`.
+    /// Returns this rank's side of a model that all ranks of this process share. `None` if this process has one rank, with a GPU of
+    /// its own. A collective of `group`.
     ///
     /// # Errors
     /// [`Error::InvalidInput`] if each rank of this process has a GPU of its own.
@@ -80,9 +78,9 @@ impl SharedModel {
         self.average.set(op);
     }
 
-    /// Returns whether the optimizer is to average the gradients as it steps.
-    pub(super) fn averages(&self) -> bool {
-        self.average.get().is_some()
+    /// Returns how the optimizer is to average the gradients as it steps. `None` if it is not to.
+    pub(super) fn average(&self) -> Option<ReduceOp> {
+        self.average.get()
     }
 
     /// Averages this rank's slice of `gradients`, which have one dtype and these `shapes`, and calls `on_piece` for each
@@ -133,36 +131,4 @@ fn one_rank_per_gpu(group: &ProcessGroup) -> Result<()> {
          OptimizerLayout, or start the ranks on the CPU or on one GPU",
         group.backend()
     )))
-}
-
-/// Makes the averaged gradients of a model complete in all `buffers` on every rank. A collective if they are not
-/// complete yet; otherwise it does nothing.
-///
-/// Where the ranks [share the model](super::OptimizerLayout::SharedModel), it averages gradients that the optimizer's step
-/// would otherwise average. Where they [partition the optimizer](super::OptimizerLayout::Partitioned), it gathers the
-/// averages of the other ranks' partitions.
-///
-/// Clipping and the gradient scaler call it. So must other code that reads averaged gradients before the optimizer's
-/// step.
-///
-/// # Errors
-/// The errors of [`ProcessGroup::all_reduce`].
-pub fn average_gradients(buffers: &[FlatBuffer]) -> Result<()> {
-    gather_gradients(buffers)?;
-    let is_complete = |buffer: &&FlatBuffer| buffer.layout.gradients() == GradState::Complete;
-    while let Some(first) = buffers.iter().find(is_complete) {
-        let Some(shared) = first.layout.shared() else { return Ok(()) };
-        let Some(op) = shared.average.get() else { return Ok(()) };
-        let is_like_first = |buffer: &&FlatBuffer| {
-            let same = buffer.layout.shared().is_some_and(|other| Rc::ptr_eq(&other, &shared));
-            same && buffer.parameters.kind() == first.parameters.kind()
-        };
-        let alike: Vec<_> = buffers.iter().filter(is_complete).filter(is_like_first).collect();
-        let gradients: Vec<Tensor> =
-            alike.iter().map(|buffer| buffer.gradients.shallow_clone()).collect();
-        let shapes = join_shapes(gradients.iter().map(Tensor::size));
-        shared.group.all_reduce_list(&gradients, &shapes, op)?;
-        alike.iter().for_each(|buffer| buffer.layout.set_gradients(GradState::Averaged));
-    }
-    Ok(())
 }

@@ -4,8 +4,7 @@ use std::rc::Rc;
 
 use tch::{Kind, Tensor};
 
-use super::optimizer_state::{Group, OptimizerState};
-use super::parts::Parts;
+use super::parts::{Group, Parts};
 use super::{FlatBuffer, GradState, SharedModel, average_gradients};
 use crate::error::Result;
 use crate::process_group::join_shapes;
@@ -46,30 +45,30 @@ impl SharedRanges {
     }
 }
 
-impl OptimizerState {
-    /// Steps this rank's slice of the parameters, piece by piece. A collective for each dtype.
-    pub(super) fn step_my_slice(
-        &self,
-        shared: &SharedModel,
-        kernel: &dyn Fn(usize, &Group, &Parts) -> Result<()>,
-    ) -> Result<()> {
-        let is_averaged = |buffer: &FlatBuffer| buffer.layout.gradients() == GradState::Averaged;
-        let is_averaged = self.buffers.iter().any(is_averaged);
-        if is_averaged {
-            average_gradients(&self.buffers)?; // some of them may have been averaged alone
-        }
-        let windows = self.groups.iter().map(|group| group.parts.window());
-        let windows = windows.collect::<Result<Vec<_>>>()?;
-        for SharedRanges { gradients, shapes, ranges } in &self.shared_ranges {
-            shared.for_my_slice(gradients, shapes, is_averaged, |at, piece, mean| {
-                let (index, range) = ranges[at];
-                let (group, window) = (&self.groups[index], &windows[index]);
-                window.show(&group.parts, range, &piece, mean)?;
-                kernel(index, group, window)
-            })?;
-        }
-        Ok(())
+/// Steps this rank's slice of the parameters of `groups`, piece by piece. A collective for each dtype.
+pub(super) fn step_my_slice(
+    shared: &SharedModel,
+    buffers: &[FlatBuffer],
+    groups: &[Group],
+    shared_ranges: &[SharedRanges],
+    kernel: &dyn Fn(usize, &Group, &Parts) -> Result<()>,
+) -> Result<()> {
+    let is_averaged = |buffer: &FlatBuffer| buffer.layout.gradients() == GradState::Averaged;
+    let is_averaged = buffers.iter().any(is_averaged);
+    if is_averaged {
+        average_gradients(buffers)?; // some of them may have been averaged alone
     }
+    let windows = groups.iter().map(|group| group.parts.window());
+    let windows = windows.collect::<Result<Vec<_>>>()?;
+    for SharedRanges { gradients, shapes, ranges } in shared_ranges {
+        shared.for_my_slice(gradients, shapes, is_averaged, |at, piece, mean| {
+            let (index, range) = ranges[at];
+            let (group, window) = (&groups[index], &windows[index]);
+            window.show(&group.parts, range, &piece, mean)?;
+            kernel(index, group, window)
+        })?;
+    }
+    Ok(())
 }
 
 /// Returns this rank's side of the model, if the ranks share one.

@@ -92,7 +92,7 @@ pub(crate) struct RecordedStart {
     pub buffers: Vec<Option<TensorHash>>,
 }
 
-/// A step of one rank. A hash is `None` where the rank has no such tensor, or another rank hashes the same memory.
+/// A step of one rank. A hash is `None` where the rank has no such tensor.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub(crate) struct RecordedStep {
     /// The number of the step in the run, from 0.

@@ -171,6 +171,9 @@ impl<M: Forward> TrainContext<M> {
 /// Returns those of `samples`, the indices of the samples of `batch`, whose data are not finite.
 fn samples_not_finite(batch: &Batch, samples: &[usize]) -> Result<Vec<usize>> {
     let mut rows = BTreeSet::new();
+    if batch.is_empty() {
+        return Ok(Vec::new());
+    }
     for tensor in batch.more_inputs.iter().chain([&batch.inputs, &batch.targets]) {
         let found = || {
             let len = tensor.size().first().copied().unwrap_or(1);

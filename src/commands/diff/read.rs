@@ -60,8 +60,7 @@ impl Record {
             let file = open_regular(path).map_err(|error| refused(path, explain(error)))?;
             let mut of_process = None;
             read_file(path, file, &mut of_process)?;
-            let Some(mut of_process) = of_process else { continue };
-            of_process.share();
+            let Some(of_process) = of_process else { continue };
             match &mut record {
                 None => record = Some(of_process),
                 Some(record) => {
@@ -106,25 +105,6 @@ impl Record {
             return Ok(());
         }
         Err("this start trains another model; record each in a file of its own".into())
-    }
-
-    /// Gives each rank the hashes of the tensors that it shares with a rank of its process which has hashed them.
-    fn share(&mut self) {
-        for ranks in self.starts.values_mut() {
-            share(ranks.values_mut().map(|start| &mut start.parameters).collect());
-        }
-        for ranks in self.steps.values_mut() {
-            let whole = ranks.values_mut().filter(|step| step.is_whole());
-            share(whole.map(|step| &mut step.parameters).collect());
-        }
-    }
-}
-
-fn share<T: Copy>(mut ranks: Vec<&mut Vec<Option<T>>>) {
-    let len = ranks.iter().map(|hashes| hashes.len()).min().unwrap_or(0);
-    for tensor in 0..len {
-        let known = ranks.iter().find_map(|hashes| hashes[tensor]);
-        ranks.iter_mut().for_each(|hashes| hashes[tensor] = hashes[tensor].or(known));
     }
 }
 

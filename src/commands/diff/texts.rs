@@ -270,9 +270,13 @@ fn meaning(
                 None => "batches".into(),
             };
             let files = "the data files and what the loop makes of them";
-            if is_same(Stage::Samples) { format!(
+            if is_same(Stage::Samples) {
+                format!(
                     "The samples have the same numbers, but the {what} of {who} differ: compare {files}, or {core}."
-                ) } else { format!("The {what} of {who} differ: compare the samples, {files}, or {core}.") }
+                )
+            } else {
+                format!("The {what} of {who} differ: compare the samples, {files}, or {core}.")
+            }
         }
         Stage::Loss if is_local => {
             format!("Only {who} {has} another loss, so the forward pass there differs: {core}.")

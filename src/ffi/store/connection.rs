@@ -215,10 +215,15 @@ pub(super) fn reach(
             Ok((server, local)) => {
                 let host = server.ip().to_string();
                 let connection = Connection::new(&host, port, None, seconds_within(left()));
-                let connection = connection.map_err(|reason| if reason.contains("Ping failed") { format!(
+                let connection = connection.map_err(|reason| {
+                    if !reason.contains("Ping failed") {
+                        return reason;
+                    }
+                    format!(
                         "{server}: what listens there is not the store of a run, but another program, perhaps an HTTP \
                          server; use a port of your own"
-                    ) } else { reason })?;
+                    )
+                })?;
                 return Ok(Opened { connection, server, local });
             }
             Err(reason) => reason,

@@ -37,6 +37,9 @@ use crate::telemetry::{LogFormat, Printer};
 /// # }
 /// ```
 ///
+/// Before ranks start, this has libtorch leave out kernels of cuDNN whose sums vary, in the whole process, as
+/// `torch.backends.cudnn.deterministic` does.
+///
 /// # Errors
 /// The errors of [`Spawn::run`].
 pub fn spawn<T, F>(world_size: usize, f: F) -> Result<Vec<T>, Box<SpawnError>>

@@ -1,0 +1,63 @@
+//! Gradients and parameters that are complete on every rank, in each layout of the optimizer.
+
+use std::rc::Rc;
+
+use tch::Tensor;
+
+use super::{FlatBuffer, GradState};
+use crate::error::Result;
+use crate::process_group::join_shapes;
+
+/// Averages all gradients in `buffers`, on every rank. A collective if they are not
+/// complete yet; otherwise it does nothing.
+///
+/// Where the ranks [share the model](super::OptimizerLayout::SharedModel), it averages gradients that the optimizer's step
+/// would otherwise average. Where they [partition the optimizer](super::OptimizerLayout::Partitioned), it gathers the
+/// averages of the other ranks' partitions.
+///
+/// Clipping and the gradient scaler call it. So must other code that reads averaged gradients before the optimizer's
+/// step.
+///
+/// # Errors
+/// The errors of [`ProcessGroup::all_reduce`].
+pub fn average_gradients(buffers: &[FlatBuffer]) -> Result<()> {
+    gather_gradients(buffers)?;
+    let is_complete = |buffer: &&FlatBuffer| buffer.layout.gradients() == GradState::LeftToStep;
+    while let Some(first) = buffers.iter().find(is_complete) {
+        let Some(shared) = first.layout.shared() else { return Ok(()) };
+        let Some(op) = shared.average() else { return Ok(()) };
+        let is_like_first = |buffer: &&FlatBuffer| {
+            let same = buffer.layout.shared().is_some_and(|other| Rc::ptr_eq(&other, &shared));
+            same && buffer.parameters.kind() == first.parameters.kind()
+        };
+        let alike: Vec<_> = buffers.iter().filter(is_complete).filter(is_like_first).collect();
+        let gradients: Vec<Tensor> =
+            alike.iter().map(|buffer| buffer.gradients.shallow_clone()).collect();
+        let shapes = join_shapes(gradients.iter().map(Tensor::size));
+        shared.group().all_reduce_list(&gradients, &shapes, op)?;
+        alike.iter().for_each(|buffer| buffer.layout.set_gradients(GradState::Averaged));
+    }
+    Ok(())
+}
+
+/// Gathers the averages of all partitions in each of `buffers` whose gradients are [`GradState::Partitioned`]. A
+/// collective if there is such a buffer.
+fn gather_gradients(buffers: &[FlatBuffer]) -> Result<()> {
+    for FlatBuffer { gradients, layout, .. } in buffers {
+        if let Some(partitions) =
+            layout.partitions().filter(|_| layout.gradients() == GradState::Partitioned)
+        {
+            partitions.gather_in_place(gradients)?;
+            layout.set_gradients(GradState::Averaged);
+        }
+    }
+    Ok(())
+}
+
+/// Gathers the parameters after each rank has updated its partitions. A collective if there are partitions.
+pub(super) fn gather_parameters(buffers: &[FlatBuffer]) -> Result<()> {
+    buffers.iter().try_for_each(|FlatBuffer { parameters, layout, .. }| match layout.partitions() {
+        Some(partitions) => partitions.gather_in_place(parameters),
+        None => Ok(()),
+    })
+}
