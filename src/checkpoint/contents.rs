@@ -109,7 +109,10 @@ impl Contents {
                 if path.is_dir() { remove_checkpoint(path) } else { fs::remove_file(path) };
             result.map_err(|error| io::Error::other(format!("{}: {error}", path.shown())))
         };
-        self.leftovers.iter().try_for_each(remove)
+        for file in &self.leftovers {
+            remove(file)?;
+        }
+        Ok(())
     }
 }
 
@@ -141,7 +144,9 @@ pub(super) fn remove_checkpoint(folder: &Path) -> io::Result<()> {
         Foreign::Is(path, what) => io::Error::other(format!("{} {what}", path.shown())),
         Foreign::Unreadable(error) => error,
     })?;
-    files.iter().try_for_each(fs::remove_file)?;
+    for file in &files {
+        fs::remove_file(file)?;
+    }
     fs::remove_dir(folder)
 }
 

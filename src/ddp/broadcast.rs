@@ -35,11 +35,14 @@ pub(super) fn sync_buffers(
 }
 
 fn broadcast<'a>(
-    mut tensors: impl Iterator<Item = &'a Tensor>,
+    tensors: impl Iterator<Item = &'a Tensor>,
     group: &ProcessGroup,
     src: usize,
 ) -> Result<()> {
     tch::no_grad(|| {
-        tensors.try_for_each(|tensor| group.broadcast(&mut tensor.shallow_clone(), src))
+        for tensor in tensors {
+            group.broadcast(&mut tensor.shallow_clone(), src)?;
+        }
+        Ok(())
     })
 }

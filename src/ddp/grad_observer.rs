@@ -37,6 +37,9 @@ impl GradObservers {
 
     /// Calls all observers.
     pub(super) fn observe(&mut self, parameter: usize, gradient: &mut Tensor) -> Result<()> {
-        self.0.iter_mut().try_for_each(|(_, observe)| observe(parameter, gradient))
+        for (_, observe) in &mut self.0 {
+            observe(parameter, gradient)?;
+        }
+        Ok(())
     }
 }

@@ -112,7 +112,10 @@ impl UnusedParams {
 
     /// Removes the gradients of the parameters that no rank has used since `zero_grad`.
     pub(super) fn clear_gradients(&self, layout: &Layout) -> Result<()> {
-        self.undefined.iter().try_for_each(|&index| layout.memory.parameters[index].clear_grad())
+        for &index in &self.undefined {
+            layout.memory.parameters[index].clear_grad()?;
+        }
+        Ok(())
     }
 
     /// Returns an error unless every parameter had a gradient on this rank.

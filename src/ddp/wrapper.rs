@@ -273,8 +273,9 @@ impl<M> DistributedDataParallel<M> {
     /// # Errors
     /// [`Error::Torch`].
     pub fn zero_grad(&mut self) -> Result<()> {
-        let ignored = self.tensors.iter().filter(|named| named.is_ignored && !named.is_buffer);
-        ignored.map(|named| &named.tensor).try_for_each(remove_grad)?;
+        for named in self.tensors.iter().filter(|named| named.is_ignored && !named.is_buffer) {
+            remove_grad(&named.tensor)?;
+        }
         self.reducer.zero_grad()
     }
 

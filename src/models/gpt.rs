@@ -122,9 +122,11 @@ impl Gpt {
             normal(&self.wte, STD)?; // again, as the last layer's weight
             // Each block adds two terms to its input. Smaller weights keep the sum of all terms in scale.
             let std = STD / (2.0 * config.n_layer as f64).sqrt();
-            let mut terms =
-                self.blocks.iter().flat_map(|block| [&block.attn.c_proj, &block.c_proj]);
-            terms.try_for_each(|term| normal(&term.weight, std))
+            let terms = self.blocks.iter().flat_map(|block| [&block.attn.c_proj, &block.c_proj]);
+            for term in terms {
+                normal(&term.weight, std)?;
+            }
+            Ok(())
         })
     }
 

@@ -56,8 +56,10 @@ fn gather_gradients(buffers: &[FlatBuffer]) -> Result<()> {
 
 /// Gathers the parameters after each rank has updated its partitions. A collective if there are partitions.
 pub(super) fn gather_parameters(buffers: &[FlatBuffer]) -> Result<()> {
-    buffers.iter().try_for_each(|FlatBuffer { parameters, layout, .. }| match layout.partitions() {
-        Some(partitions) => partitions.gather_in_place(parameters),
-        None => Ok(()),
-    })
+    for FlatBuffer { parameters, layout, .. } in buffers {
+        if let Some(partitions) = layout.partitions() {
+            partitions.gather_in_place(parameters)?;
+        }
+    }
+    Ok(())
 }

@@ -293,8 +293,11 @@ impl FlatMemory {
         for buffer in &mut self.buffers[..self.num_flat] {
             let _ = buffer.gradients.f_zero_().doing("zero_")?;
         }
-        let mut staying = self.parameters.iter().filter(|it| it.in_place_memory().is_some());
-        staying.try_for_each(ParamMemory::zero_gradient)
+        let staying = self.parameters.iter().filter(|it| it.in_place_memory().is_some());
+        for it in staying {
+            it.zero_gradient()?;
+        }
+        Ok(())
     }
 
     /// Multiplies all gradients by `factor`.

@@ -221,8 +221,10 @@ impl OptimizerState {
             }
             None => {
                 let groups = self.groups.iter().enumerate();
-                let mut groups = groups.filter(|(_, group)| group.parts.len() > 0);
-                groups.try_for_each(|(index, group)| kernel(index, group, &group.parts))?;
+                let groups = groups.filter(|(_, group)| group.parts.len() > 0);
+                for (index, group) in groups {
+                    kernel(index, group, &group.parts)?;
+                }
                 gather_parameters(&self.buffers)?;
             }
         }
@@ -230,7 +232,10 @@ impl OptimizerState {
             group.steps = (group.steps + 1).min(self.count_to);
         }
         // The kernels wrote through the buffers, which autograd does not see.
-        self.groups.iter().try_for_each(|group| bump_versions(&group.tensors))
+        for group in &self.groups {
+            bump_versions(&group.tensors)?;
+        }
+        Ok(())
     }
 
     /// Returns the number of steps of each parameter, by its index.

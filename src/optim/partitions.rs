@@ -72,10 +72,11 @@ impl Partitions {
 
     /// Copies each rank's partitions of `flat`, a tensor of the buffer's length, to all ranks. A collective.
     pub(super) fn gather_in_place(&self, flat: &Tensor) -> Result<()> {
-        self.buckets.iter().try_for_each(|bucket| {
+        for bucket in &self.buckets {
             let (start, len) = (bucket.start as i64, bucket.len() as i64);
-            self.group.all_gather_in_place(&flat.f_narrow(0, start, len).doing("narrow")?)
-        })
+            self.group.all_gather_in_place(&flat.f_narrow(0, start, len).doing("narrow")?)?;
+        }
+        Ok(())
     }
 
     /// Gathers all ranks' partitions of `slot`, bucket by bucket, and passes the values of each bucket to `f` with the

@@ -80,7 +80,10 @@ impl Parts {
             Some(gradient) => set_view(&self.gradients[0], gradient, 0..piece.len())?,
             None => set_view(&self.gradients[0], &parts.gradients[index], piece.clone())?,
         }
-        let mut slots = self.slots.iter().zip(&parts.slots);
-        slots.try_for_each(|(window, slot)| set_view(&window[0], &slot[index], piece.clone()))
+        let slots = self.slots.iter().zip(&parts.slots);
+        for (window, slot) in slots {
+            set_view(&window[0], &slot[index], piece.clone())?;
+        }
+        Ok(())
     }
 }

@@ -176,7 +176,10 @@ impl ProcessGroup {
             );
         }
         self.common_kind(operation, inputs, outputs)?;
-        outputs.iter().try_for_each(|output| self.check_output(operation, output))
+        for output in outputs {
+            self.check_output(operation, output)?;
+        }
+        Ok(())
     }
 
     /// Checks that each tensor of `whole` has `world_size` times the elements of its counterpart in `parts`.

@@ -40,7 +40,9 @@ impl ProcessGroup {
         if call.is_contiguous {
             return self.run_call(call, call_site);
         }
-        outputs.iter().try_for_each(|output| self.check_output(operation, output))?;
+        for output in outputs {
+            self.check_output(operation, output)?;
+        }
         let contiguous = |tensors: &[Tensor]| {
             tensors
                 .iter()

@@ -214,7 +214,9 @@ impl ProcessGroup {
         let operation = Operation::NewGroup;
         let mut ranks = ranks.to_vec();
         ranks.sort_unstable();
-        ranks.iter().try_for_each(|&rank| self.check_rank(operation, "a member", rank))?;
+        for &rank in &ranks {
+            self.check_rank(operation, "a member", rank)?;
+        }
         if ranks.is_empty() || ranks.windows(2).any(|pair| pair[0] == pair[1]) {
             return refuse(
                 operation,

@@ -148,7 +148,9 @@ impl ProcessGroup {
     /// # }
     /// ```
     pub fn batch_isend_irecv(&self, p2p_op_list: &[P2POp]) -> Result<Vec<Work>> {
-        p2p_op_list.iter().try_for_each(|op| self.check(op))?;
+        for op in p2p_op_list {
+            self.check(op)?;
+        }
         self.post(p2p_op_list)
     }
 

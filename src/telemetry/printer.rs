@@ -182,7 +182,9 @@ impl Printer {
         let first = reports.first_mut().filter(|report| report.rank == 0);
         let loss = first.as_ref().map(|report| report.loss);
         let validation = first.and_then(|report| report.validation.take());
-        reports.into_iter().try_for_each(|report| self.event(&Event::Epoch(report)))?;
+        for report in reports {
+            self.event(&Event::Epoch(report))?;
+        }
         if let (LogFormat::Text, Some(loss)) = (self.format, loss) {
             self.info(&format!("epoch {number}: loss {loss:.6}"));
         }
@@ -198,7 +200,10 @@ impl Printer {
     /// The errors of [`Printer::event`].
     pub fn flush_epochs(&self) -> io::Result<()> {
         let reports = std::mem::take(&mut *self.waiting.lock());
-        reports.into_values().flatten().try_for_each(|r| self.event(&Event::Epoch(r)))
+        for report in reports.into_values().flatten() {
+            self.event(&Event::Epoch(report))?;
+        }
+        Ok(())
     }
 
     /// Prints a result: `object` as a line of JSON, or the text that `write` writes.

@@ -168,8 +168,11 @@ impl<M> TrainContext<M> {
     /// Adds the losses of a step to the losses of the epoch.
     pub(super) fn add_losses(&mut self, step: &Step) -> Result<()> {
         self.counted += step.count() as u64;
-        let mut losses = step.losses.iter().enumerate();
-        losses.try_for_each(|(batch, loss)| self.loss_sum.add(loss, step.count_of(batch)))
+        let losses = step.losses.iter().enumerate();
+        for (batch, loss) in losses {
+            self.loss_sum.add(loss, step.count_of(batch))?;
+        }
+        Ok(())
     }
 
     /// Counts the batches of a step as the criterion says.

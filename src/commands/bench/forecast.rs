@@ -64,7 +64,9 @@ pub(super) fn print(
         LogFormat::Json => rows.try_for_each(|row| printer.object(&row)),
         LogFormat::Text => printer.lines(|out| {
             write_head(measured, cluster, batch_size, out)?;
-            rows.try_for_each(|row| writeln!(out, "{}", table::line(&COLUMNS, &row)))?;
+            for row in rows {
+                writeln!(out, "{}", table::line(&COLUMNS, &row))?;
+            }
             write_foot(on_cpu, spread, out)
         }),
     }

@@ -257,7 +257,10 @@ impl CommRun {
         let ShownOp { op, pytorch_call, rust_call, .. } = *shown;
         writeln!(out, "\n{}", op.name())?;
         let mut paragraph = |lines: &[String]| {
-            lines.iter().try_for_each(|line| writeln!(out, "{}", format!("  {line}").trim_end()))
+            for line in lines {
+                writeln!(out, "{}", format!("  {line}").trim_end())?;
+            }
+            Ok(())
         };
         paragraph(&shown.about(world_size, reduce_op))?;
         paragraph(&[String::new()])?;

@@ -190,7 +190,9 @@ impl TcpStore {
 
     fn keys(&self, keys: &[String]) -> Result<Vec<String>> {
         let full: Vec<String> = keys.iter().map(|key| self.key(key)).collect();
-        full.iter().try_for_each(|key| self.check_size(key, &[]))?;
+        for key in &full {
+            self.check_size(key, &[])?;
+        }
         Ok(full)
     }
 

@@ -35,14 +35,15 @@ pub(super) unsafe fn run<'a>(
     match call.operation {
         Operation::AllReduce | Operation::Reduce => {
             let lengths = mine.inputs.iter().map(|place| place.numel);
-            my_slices(lengths, rank, all().len()).try_for_each(|(index, slice)| {
+            for (index, slice) in my_slices(lengths, rank, all().len()) {
                 places.list(
                     all().map(|other| other.inputs[index].data),
                     all().filter_map(|other| Some(other.outputs.get(index)?.data)),
                 );
                 // SAFETY: each rank writes to its own slices only.
-                unsafe { reduce(mine, places, slice.start, slice, call.op()) }
-            })
+                unsafe { reduce(mine, places, slice.start, slice, call.op()) }?;
+            }
+            Ok(())
         }
         Operation::ReduceScatter if call.on_piece.is_some() => {
             // SAFETY: each rank writes to its own scratch memory only.
@@ -243,7 +244,10 @@ unsafe fn reduce_by_kernels(reduction: Reduction<'_>, device: Device) -> Result<
         if op == ReduceOp::Avg {
             reduced = reduced.f_div_scalar_(inputs.len() as f64)?;
         }
-        outputs.iter().try_for_each(|output| view(output)?.f_copy_(&reduced))
+        for output in outputs {
+            view(output)?.f_copy_(&reduced)?;
+        }
+        Ok(())
     };
     tch::no_grad(reduce)
 }

@@ -84,7 +84,10 @@ impl<M> Callbacks<M> {
         &mut self,
         mut call: impl FnMut(&mut dyn Callback<M>) -> Result<()>,
     ) -> Result<()> {
-        self.0.iter_mut().try_for_each(|(_, callback)| call(&mut **callback))
+        for (_, callback) in &mut self.0 {
+            call(&mut **callback)?;
+        }
+        Ok(())
     }
 
     /// Calls `call` with each callback, the last one first, until one returns an error.
@@ -92,7 +95,10 @@ impl<M> Callbacks<M> {
         &mut self,
         mut call: impl FnMut(&mut dyn Callback<M>) -> Result<()>,
     ) -> Result<()> {
-        self.0.iter_mut().rev().try_for_each(|(_, callback)| call(&mut **callback))
+        for (_, callback) in self.0.iter_mut().rev() {
+            call(&mut **callback)?;
+        }
+        Ok(())
     }
 }
 

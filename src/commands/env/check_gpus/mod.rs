@@ -126,7 +126,10 @@ impl Checks<'_> {
         match &self.machine.nccl_problem {
             Some(problem) => self.skip(format!("all_reduce is not checked: {problem}")),
             None => {
-                pairs.into_iter().try_for_each(|(first, second)| self.all_reduce(first, second))
+                for (first, second) in pairs {
+                    self.all_reduce(first, second)?;
+                }
+                Ok(())
             }
         }
     }

@@ -62,7 +62,10 @@ fn through_rank_0(group: &ProcessGroup, tensor: &mut Tensor) -> anyhow::Result<(
         group.recv(&mut received, Some(src), 0)?;
         *tensor += &received;
     }
-    (1..group.world_size()).try_for_each(|dst| Ok(group.send(tensor, dst, 0)?))
+    for dst in 1..group.world_size() {
+        group.send(tensor, dst, 0)?;
+    }
+    Ok(())
 }
 
 /// Adds up all ranks' tensors in a ring. The number of ranks must divide the length.
