@@ -12,7 +12,7 @@ use ddp_mp::ffi::cuda;
 use ddp_mp::launch::{BackendChoice, JoinLaunchOptions, detect};
 use ddp_mp::{
     Backend, DataLoader, Dataset, DdpOptions, DistributedDataParallel, DistributedSampler,
-    JoinOptions, ProcessGroup, ReduceOp, Sgd, SgdOptions, fork_rng, spawn,
+    JoinOptions, Optimizer, ProcessGroup, ReduceOp, Sgd, SgdOptions, fork_rng, spawn,
 };
 use serde_json::Value;
 use tch::nn::{self, VarStore};
