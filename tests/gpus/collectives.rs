@@ -162,7 +162,7 @@ fn with_power_sgd(group: &Rc<ProcessGroup>) -> anyhow::Result<u64> {
 fn linear_algebra_of_threads_has_the_bits_of_cpu_ranks() {
     for count in [2, 3] {
         let on_cpu =
-            spawn(count, |rank| Ok(with_power_sgd(&rank.init_process_group(Backend::Threaded)?)?));
+            spawn(count, |rank| with_power_sgd(&rank.init_process_group(Backend::Threaded)?));
         let told = play_without_waits("power_sgd", &[count]);
         for hash in on_cpu.unwrap() {
             let expected = format!("parameters {hash:016x}");
