@@ -19,7 +19,7 @@ use crate::process_group::join_shapes;
 /// step.
 ///
 /// # Errors
-/// The errors of [`ProcessGroup::all_reduce`].
+/// The errors of [`ProcessGroup::all_reduce`](crate::ProcessGroup::all_reduce).
 pub fn average_gradients(buffers: &[FlatBuffer]) -> Result<()> {
     gather_gradients(buffers)?;
     let is_complete = |buffer: &&FlatBuffer| buffer.layout.gradients() == GradState::LeftToStep;
