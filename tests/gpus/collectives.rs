@@ -150,6 +150,7 @@ fn with_power_sgd(group: &Rc<ProcessGroup>) -> anyhow::Result<u64> {
         let seed = (step * group.world_size() + group.rank()) as u64;
         let inputs = fork_rng(seed, || Tensor::rand([32, 20], (Kind::Float, Device::Cpu)))?;
         ddp.zero_grad()?;
+        group.synchronize()?; // the copy must not wait behind a collective
         let outputs = ddp.forward(&inputs.to_device(group.device()));
         ddp.backward(&outputs.square().mean(Kind::Float))?;
         optimizer.step(0.1)?;
