@@ -10,6 +10,7 @@ use std::{env, fs};
 
 use ddp_mp::ffi::cuda;
 use ddp_mp::launch::{BackendChoice, JoinLaunchOptions, detect};
+use ddp_mp::models::{ModelConfig, ModelKind};
 use ddp_mp::{
     Backend, DataLoader, Dataset, DdpOptions, DistributedDataParallel, DistributedSampler,
     JoinOptions, Optimizer, ProcessGroup, ReduceOp, Sgd, SgdOptions, fork_rng, spawn,
@@ -135,12 +136,8 @@ fn surface(group: &Rc<ProcessGroup>) -> anyhow::Result<()> {
 
 /// Trains with a communication hook that calls libtorch's linear algebra. Returns the hash of the parameters.
 fn with_power_sgd(group: &Rc<ProcessGroup>) -> anyhow::Result<u64> {
-    let vs = VarStore::new(group.device());
-    let layer =
-        |name: &str, from, to| nn::linear(vs.root() / name, from, to, nn::LinearConfig::default());
-    let model = fork_rng(7, || {
-        nn::seq().add(layer("in", 20, 64)).add_fn(|x| x.relu()).add(layer("out", 64, 20))
-    })?;
+    let config = ModelConfig { kind: ModelKind::Mlp, ..ModelConfig::default() };
+    let (vs, model) = config.build(group.device(), 7)?;
     let options = DdpOptions { bucket_cap_mb: 0.001, ..DdpOptions::default() };
     let mut ddp = DistributedDataParallel::new(model, &vs, group.clone(), options)?;
     let options = PowerSgdOptions { start_iter: 1, ..PowerSgdOptions::default() };
