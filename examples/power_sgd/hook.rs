@@ -38,11 +38,11 @@ impl Default for PowerSgdOptions {
     }
 }
 
-/// What a bucket keeps from one iteration to the next.
+/// The state of a bucket, which it keeps from one iteration to the next.
 struct BucketState {
     /// The bucket's parameters at that time: after the first iteration they may be others.
     parameters: Vec<ParamSpan>,
-    /// What the approximation has lost, in the shape of the bucket. The next gradient gets it back.
+    /// The part of the gradient that the approximation has lost. It is added to the next gradient.
     error: Tensor,
     /// The second factor Q of each matrix.
     factors: Vec<Tensor>,

@@ -69,7 +69,7 @@ impl Bucket {
     }
 }
 
-/// What the reducer knows about a parameter.
+/// The state of a parameter in the reducer.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct ParamState {
     /// The index of its bucket.
@@ -96,8 +96,8 @@ pub(super) struct Layout {
 }
 
 impl Layout {
-    /// Moves `parameters` into buckets, of which their `grad`s will be views. With `in_place`, large parameters stay where they
-    /// are, and so do their gradients. The ranks of `group` reduce the gradients.
+    /// Moves `parameters` into buckets, of which their `grad`s will be views. With `in_place`, large parameters stay where
+    /// they are, and so do their gradients. The ranks of `group` reduce the gradients.
     pub(super) fn new(
         parameters: &[&NamedTensor],
         options: &DdpOptions,

@@ -6,7 +6,7 @@
 //! |---|---|
 //! | `options`, `parameters` | the options; the check that all ranks have the same model |
 //! | `grad_observer` | sees gradients before they are averaged |
-//! | `bucket`, `layout`, `bucket_order` | which bucket a parameter is in; the order after the first step |
+//! | `bucket`, `layout`, `bucket_order` | which bucket a parameter is in; the order after the first step. `optim/flat_memory.rs` has their memory |
 //! | `comm_hooks` | averages a bucket as the user says, or compressed |
 //! | `unused`, `active_ranks` | which parameters a step does not use, and which ranks have run out of inputs |
 //! | `reduce_path`, `averaging` | on which stream or thread a bucket is averaged, and how |

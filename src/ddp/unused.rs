@@ -61,8 +61,9 @@ impl UnusedParams {
         if must_agree {
             let kept = unused(layout).filter(|&index| layout.states[index].has_gradient);
             let kept = kept.map(|index| {
-                let gradient = layout.memory.parameters[index].copy_gradient()?;
-                Ok((index, gradient.f_div_scalar(self.multiplied_by).doing("div")?))
+                let gradient = layout.memory.parameters[index].gradient()?;
+                let earlier = tch::no_grad(|| gradient.f_div_scalar(self.multiplied_by));
+                Ok((index, earlier.doing("div")?))
             });
             self.kept = kept.collect::<Result<_>>()?;
         }

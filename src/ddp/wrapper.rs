@@ -105,7 +105,6 @@ pub struct DistributedDataParallel<M> {
     /// The outputs of the forward passes in training; `None` unless they are kept.
     kept_outputs: RefCell<Option<Vec<Tensor>>>,
     pub(super) reducer: Reducer,
-    pub(super) options: DdpOptions,
 }
 
 impl<M> fmt::Debug for DistributedDataParallel<M> {
@@ -136,10 +135,10 @@ impl<M> DistributedDataParallel<M> {
     ) -> Result<Self> {
         let tensors = parameters::same_on_all_ranks(vs, &options, &group)?;
         let trained: Vec<&NamedTensor> = parameters::trained(&tensors).collect();
-        let reducer = Reducer::new(&trained, group.clone(), options.clone())?;
+        let reducer = Reducer::new(&trained, group.clone(), options)?;
         let (no_sync, kept_outputs) = (Rc::new(Cell::new(0)), RefCell::new(None));
-        let ddp = Self { module, group, tensors, no_sync, kept_outputs, reducer, options };
-        if ddp.options.init_sync {
+        let ddp = Self { module, group, tensors, no_sync, kept_outputs, reducer };
+        if ddp.reducer.options.init_sync {
             ddp.sync_module_states(0)?;
         }
         ddp.reducer.state().layout.memory.share()?;
@@ -176,11 +175,6 @@ impl<M> DistributedDataParallel<M> {
     /// Returns the group of ranks that train the model.
     pub fn group(&self) -> &Rc<ProcessGroup> {
         &self.group
-    }
-
-    /// Returns the parameters that all ranks train together.
-    pub(super) fn trained(&self) -> Vec<&NamedTensor> {
-        parameters::trained(&self.tensors).collect()
     }
 
     /// Returns the number of trained elements over all parameters.
@@ -305,7 +299,8 @@ impl<M> DistributedDataParallel<M> {
         let averages = self.averages();
         let backward = self.reducer.backward(loss, averages, options, Location::caller());
         backward.inspect_err(|_| self.reducer.give_up())?;
-        let broadcasts = averages && self.options.broadcast_buffers && !self.reducer.is_joining();
+        let broadcasts =
+            averages && self.reducer.options.broadcast_buffers && !self.reducer.is_joining();
         if broadcasts { sync_buffers(&self.tensors, &self.group, 0) } else { Ok(()) }
     }
 
@@ -316,7 +311,8 @@ impl<M> DistributedDataParallel<M> {
     /// [`Error::InvalidInput`] if the model has no such parameter, or the last backward was within `no_sync`. Also the errors
     /// of [`average_gradients`].
     pub fn averaged_grad(&self, name: &str) -> Result<Option<Tensor>> {
-        let Some(named) = self.trained().into_iter().find(|named| named.name == name) else {
+        let Some(named) = parameters::trained(&self.tensors).find(|named| named.name == name)
+        else {
             return Err(Error::InvalidInput(format!(
                 "averaged_grad: the model trains no parameter `{name}`; use a name of its state_dict"
             )));

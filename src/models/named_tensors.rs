@@ -41,8 +41,7 @@ impl NamedTensor {
             let name = named.remove(at).0;
             // A frozen parameter keeps its value, which is rank 0's on all ranks, like a buffer.
             let trainable = tensor.requires_grad();
-            let (is_buffer, is_ignored) = (false, false);
-            tensors.push(NamedTensor { name, tensor, trainable, is_buffer, is_ignored });
+            tensors.push(Self { name, tensor, trainable, is_buffer: false, is_ignored: false });
         }
         for (i, one) in tensors.iter().enumerate() {
             let same = |other: &&NamedTensor| {
@@ -55,19 +54,18 @@ impl NamedTensor {
                 )));
             }
         }
-        let (trainable, is_buffer, is_ignored) = (false, true, false);
-        tensors.extend(named.into_iter().map(|(name, tensor)| NamedTensor {
+        tensors.extend(named.into_iter().map(|(name, tensor)| Self {
             name,
             tensor,
-            trainable,
-            is_buffer,
-            is_ignored,
+            trainable: false,
+            is_buffer: true,
+            is_ignored: false,
         }));
         Ok(tensors)
     }
 }
 
-/// Returns all tensors of `vs` by name, as views: those of PyTorch's `state_dict`. The order is the same on all ranks.
+/// Returns all tensors of `vs` by name, as views. They are those of PyTorch's `state_dict`, in the same order on all ranks.
 ///
 /// # Errors
 /// [`Error::InvalidInput`] when a parameter has no name, or has two.

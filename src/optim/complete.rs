@@ -8,8 +8,8 @@ use super::{FlatBuffer, GradState};
 use crate::error::Result;
 use crate::process_group::join_shapes;
 
-/// Averages all gradients in `buffers`, on every rank. A collective if they are not
-/// complete yet; otherwise it does nothing.
+/// Averages all gradients in `buffers`, on every rank. A collective if some are not averaged yet; otherwise it does
+/// nothing.
 ///
 /// Where the ranks [share the model](super::OptimizerLayout::SharedModel), it averages gradients that the optimizer's step
 /// would otherwise average. Where they [partition the optimizer](super::OptimizerLayout::Partitioned), it gathers the
@@ -22,15 +22,15 @@ use crate::process_group::join_shapes;
 /// The errors of [`ProcessGroup::all_reduce`](crate::ProcessGroup::all_reduce).
 pub fn average_gradients(buffers: &[FlatBuffer]) -> Result<()> {
     gather_gradients(buffers)?;
-    let is_complete = |buffer: &&FlatBuffer| buffer.layout.gradients() == GradState::LeftToStep;
-    while let Some(first) = buffers.iter().find(is_complete) {
+    let is_left = |buffer: &&FlatBuffer| buffer.layout.gradients() == GradState::LeftToStep;
+    while let Some(first) = buffers.iter().find(is_left) {
         let Some(shared) = first.layout.shared() else { return Ok(()) };
         let Some(op) = shared.average() else { return Ok(()) };
         let is_like_first = |buffer: &&FlatBuffer| {
             let same = buffer.layout.shared().is_some_and(|other| Rc::ptr_eq(&other, &shared));
             same && buffer.parameters.kind() == first.parameters.kind()
         };
-        let alike: Vec<_> = buffers.iter().filter(is_complete).filter(is_like_first).collect();
+        let alike: Vec<_> = buffers.iter().filter(is_left).filter(is_like_first).collect();
         let gradients: Vec<Tensor> =
             alike.iter().map(|buffer| buffer.gradients.shallow_clone()).collect();
         let shapes = join_shapes(gradients.iter().map(Tensor::size));

@@ -25,8 +25,6 @@ pub(crate) struct FlatMemory {
     /// The ranks that reduce the gradients.
     group: Rc<ProcessGroup>,
     layout: OptimizerLayout,
-    /// The ranks that partition the optimizer, if they do.
-    partitioned_over: Option<Rc<ProcessGroup>>,
     /// This rank's side of the model, if the ranks of its process share one.
     shared: Option<Rc<SharedModel>>,
 }
@@ -55,16 +53,8 @@ impl FlatMemory {
         group: Rc<ProcessGroup>,
         layout: OptimizerLayout,
     ) -> Result<Self> {
-        let partitioned_over = layout.partitions(group.world_size()).then(|| group.clone());
-        let mut memory = Self {
-            parameters,
-            buffers: Vec::new(),
-            num_flat: 0,
-            group,
-            layout,
-            partitioned_over,
-            shared: None,
-        };
+        let mut memory =
+            Self { parameters, buffers: Vec::new(), num_flat: 0, group, layout, shared: None };
         memory.allocate(order)?;
         let handles = memory.parameters.iter().map(|parameter| parameter.tensor.shallow_clone());
         let handles: Rc<[Tensor]> = handles.collect();
@@ -88,7 +78,7 @@ impl FlatMemory {
                 .map(|other| other.padded_numel() + gap)
                 .sum();
             let zeros = |group| zeros(group, numel, dtype, device);
-            let parameters = zeros(self.partitioned_over.as_ref())?;
+            let parameters = zeros(self.partition_group())?;
             let gradients = zeros(Some(&self.group))?;
             self.buffers.push(FlatBuffer { parameters, gradients, layout: ParamLayout::default() });
         }
@@ -119,7 +109,7 @@ impl FlatMemory {
         let made = buckets.iter().map(make).collect::<Result<_>>()?;
         tch::no_grad(|| self.move_to(&contents, are_new))?;
         for (buffer, FlatContents { spans, buckets }) in self.buffers.iter().zip(contents) {
-            let group = self.partitioned_over.clone();
+            let group = self.partition_group().cloned();
             buffer.layout.set(spans, group.map(|group| Partitions::new(group, buckets)));
         }
         if let Some(shared) = self.shared.clone() {
@@ -182,11 +172,12 @@ impl FlatMemory {
         };
         let grads: Vec<Option<Tensor>> = self.parameters.iter().map(copy).collect();
         let used = if are_new { 0 } else { self.num_flat };
+        let group = self.partition_group().cloned();
         for FlatBuffer { parameters, gradients, .. } in &mut self.buffers[..used] {
             let _ = gradients.f_zero_().doing(doing)?;
             // Gives the same handles new memory: a graph whose backward has not run yet still needs the old values.
-            let group = self.partitioned_over.as_ref();
-            let fresh = zeros(group, parameters.numel(), parameters.kind(), parameters.device())?;
+            let (numel, dtype) = (parameters.numel(), parameters.kind());
+            let fresh = zeros(group.as_ref(), numel, dtype, parameters.device())?;
             parameters.f_set_data(&fresh).doing(doing)?;
         }
         for (buffer, contents) in self.buffers.iter().zip(contents) {
@@ -208,8 +199,9 @@ impl FlatMemory {
         Ok(())
     }
 
-    /// Gives all ranks of this process the memory of one rank's parameters, if the ranks share the model.
-    /// All hold the same values. Then it is a collective. Does nothing where each rank has a process and a GPU of its own.
+    /// Gives all ranks of this process the memory of one rank's parameters, if the ranks share the model. This is a
+    /// collective then, and all ranks must hold the same values. Does nothing where each rank has a process and a GPU of its
+    /// own.
     ///
     /// # Errors
     /// [`Error::InvalidInput`](crate::Error::InvalidInput) if the ranks of this process are on devices that share no memory.
@@ -244,13 +236,17 @@ impl FlatMemory {
 
     /// Returns the multiple, in elements, to which each bucket is padded, so that its partitions are equal.
     fn partition_multiple(&self, dtype: Kind) -> usize {
-        let ranks = self.partitioned_over.as_ref().map(|group| group.world_size());
-        ranks.map_or(1, |ranks| ranks * cache_line_numel(dtype))
+        self.partition_group().map_or(1, |group| group.world_size() * cache_line_numel(dtype))
     }
 
     /// Returns whether the ranks partition the optimizer.
     pub(crate) fn is_partitioned(&self) -> bool {
-        self.partitioned_over.is_some()
+        self.layout.partitions(self.group.world_size())
+    }
+
+    /// Returns the ranks that partition the optimizer. `None` if they do not.
+    fn partition_group(&self) -> Option<&Rc<ProcessGroup>> {
+        self.is_partitioned().then_some(&self.group)
     }
 
     /// Returns whether the optimizer can average the gradients as it steps: all ranks share the model.
@@ -275,8 +271,8 @@ impl FlatMemory {
         self.buffers.iter().for_each(|buffer| buffer.layout.set_gradients(gradients));
     }
 
-    /// Notes that the gradients are averaged, or left to the optimizer's step. With `are_scattered` each rank has those of
-    /// its partitions.
+    /// Notes that the gradients are averaged, or left to the optimizer's step. With `are_scattered` each rank has only the
+    /// averages of its partitions.
     pub(crate) fn set_averaged(&self, are_scattered: bool) {
         let step_averages = self.shared.as_ref().is_some_and(|shared| shared.average().is_some());
         self.set_gradients(if step_averages {
@@ -293,9 +289,8 @@ impl FlatMemory {
         for buffer in &mut self.buffers[..self.num_flat] {
             let _ = buffer.gradients.f_zero_().doing("zero_")?;
         }
-        let staying = self.parameters.iter().filter(|it| it.in_place_memory().is_some());
-        for it in staying {
-            it.zero_gradient()?;
+        for parameter in self.parameters.iter().filter(|it| it.in_place_memory().is_some()) {
+            parameter.zero_gradient()?;
         }
         Ok(())
     }

@@ -140,11 +140,6 @@ impl ParamMemory {
         }
     }
 
-    /// Returns a copy of the gradient.
-    pub(crate) fn copy_gradient(&self) -> Result<Tensor> {
-        self.gradient()?.f_detach_copy().doing("copying a gradient")
-    }
-
     /// Overwrites the gradient with `values`.
     pub(crate) fn restore_gradient(&self, values: &Tensor) -> Result<()> {
         let mut gradient = self.gradient()?;

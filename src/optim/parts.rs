@@ -1,4 +1,4 @@
-//! What a kernel steps: ranges of parameters with their gradients and their state.
+//! The ranges of parameters that a kernel steps, with their gradients and the optimizer's state.
 
 use std::ops::Range;
 

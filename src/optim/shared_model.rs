@@ -39,11 +39,11 @@ impl fmt::Debug for SharedModel {
 }
 
 impl SharedModel {
-    /// Returns this rank's side of a model that all ranks of this process share. `None` if this process has one rank, with a GPU of
-    /// its own. A collective of `group`.
+    /// Returns this rank's side of a model that all ranks of this process share. `None` if this process has one rank, with
+    /// a GPU of its own. A collective of `group`.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] if each rank of this process has a GPU of its own.
+    /// [`Error::InvalidInput`] if this process has several ranks, each with a GPU of its own.
     pub(super) fn of(group: &Rc<ProcessGroup>) -> Result<Option<Self>> {
         if group.is_stream_ordered() {
             return one_rank_per_gpu(group).map(|()| None);

@@ -26,6 +26,7 @@ def losses(machine, findings):
         findings.fail(f"exit status {ended.status}: {ended.stderr[-1500:].strip()}")
 
 
+GPT = f"--model=gpt --dataset=text:{HERE / 'shakespeare.txt'} --n-embd=32 --num-samples=60"
 # Beyond those of tests/gpus/same.rs: ranks, backend, flags.
 MORE_LOSSES = [
     (2, "threaded", "--model=mlp --num-samples=401 --share-model --optimizer=adamw"),
@@ -40,10 +41,8 @@ MORE_LOSSES = [
 
 
 def more_losses(machine, findings):
-    gpt = f"--model=gpt --dataset=text:{HERE / 'shakespeare.txt'} --n-embd=32 --num-samples=60"
-
     def compare(ranks, backend, options):
-        flags = [f"--nproc-per-node={ranks}", *options.replace("GPT", gpt).split()]
+        flags = [f"--nproc-per-node={ranks}", *options.replace("GPT", GPT).split()]
         here = machine.on_gpu([*flags, f"--backend={backend}"], **SAME_BITS)["loss"]
         there = machine.on_cpu(flags)["loss"]
         findings.row({"ranks": ranks, "backend": backend, "options": options, "loss": here, "CPU": there})
@@ -71,6 +70,7 @@ REPEATED = {
         *["--model=mlp", "--hidden=512,512,512", "--num-samples=2000", "--bucket-cap-mb=0.3", "--optimizer=adamw"],
         *["--nproc-per-node=1", "--backend=nccl", "--comm-hook=bf16", "--num-workers=2"],
     ],
+    "GPT": [*GPT.split(), "--optimizer=adamw", "--nproc-per-node=2", "--backend=threaded"],
     "CNN": [
         *["--model=cnn", "--dataset=digits", "--loss=cross-entropy", "--optimizer=adamw"],
         *["--nproc-per-node=2", "--backend=threaded"],
