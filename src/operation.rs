@@ -204,8 +204,8 @@ impl CollectiveType {
         if self.is_in_place() {
             return Some(input);
         }
-        let place = |operand: Operand| if operand.is_list() { rank } else { 0 };
-        (input == place(self.inputs)).then(|| place(self.outputs))
+        let kept = |operand: Operand| if operand.is_list() { rank } else { 0 };
+        (input == kept(self.inputs)).then(|| kept(self.outputs))
     }
 }
 

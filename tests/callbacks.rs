@@ -43,7 +43,7 @@ impl<M> Callback<M> for Recorder {
     }
 
     fn on_step_start(&mut self, _: &mut TrainContext<M>, step: &mut Step) -> Result<()> {
-        self.record(format!("step {} of {} samples", step.number, step.num_samples()))
+        self.record(format!("step {} of {} samples", step.index, step.num_samples()))
     }
 
     fn on_before_backward(
@@ -62,8 +62,8 @@ impl<M> Callback<M> for Recorder {
     }
 
     fn on_step_end(&mut self, context: &mut TrainContext<M>, step: &Step) -> Result<()> {
-        assert_eq!(context.state().step, step.number + 1);
-        self.record(format!("step {} ends", step.number))
+        assert_eq!(context.state().step, step.index + 1);
+        self.record(format!("step {} ends", step.index))
     }
 
     fn on_epoch_end(&mut self, context: &mut TrainContext<M>, epoch: &mut Epoch) -> Result<()> {
@@ -108,7 +108,7 @@ struct RequestStop {
 
 impl<M> Callback<M> for RequestStop {
     fn on_step_end(&mut self, context: &mut TrainContext<M>, step: &Step) -> Result<()> {
-        if (context.group().rank(), step.number) == (self.rank, 5) {
+        if (context.group().rank(), step.index) == (self.rank, 5) {
             context.request_stop()?;
         }
         Ok(())
@@ -144,16 +144,16 @@ struct SkipAndStop(Rc<RefCell<Vec<u64>>>);
 
 impl<M> Callback<M> for SkipAndStop {
     fn on_after_backward(&mut self, _: &mut TrainContext<M>, step: &mut Step) -> Result<()> {
-        if step.number == 1 {
+        if step.index == 1 {
             step.skip();
         }
         Ok(())
     }
 
     fn on_step_end(&mut self, context: &mut TrainContext<M>, step: &Step) -> Result<()> {
-        assert_eq!(step.is_skipped(), step.number == 1);
+        assert_eq!(step.is_skipped(), step.index == 1);
         self.0.borrow_mut().push(context.ddp().parameters_hash()?);
-        if step.number == 2 {
+        if step.index == 2 {
             context.end_training();
         }
         Ok(())
@@ -202,7 +202,7 @@ struct EndAfter {
 
 impl<M> Callback<M> for EndAfter {
     fn on_step_end(&mut self, context: &mut TrainContext<M>, step: &Step) -> Result<()> {
-        if step.number == self.step {
+        if step.index == self.step {
             context.end_training();
         }
         Ok(())

@@ -96,13 +96,13 @@ fn report_has_the_numbers_of_the_run() {
         timeline["operations"][record[0].as_u64().unwrap() as usize].as_str().unwrap().to_owned()
     };
     for rank in list(&timeline["ranks"]) {
-        let records = list(&rank["records"]);
-        let count = |what: &str| records.iter().filter(|it| name(it) == what).count();
+        let entries = list(&rank["entries"]);
+        let count = |what: &str| entries.iter().filter(|it| name(it) == what).count();
         let counts = ["forward", "backward", "optimizer", "validation"].map(count);
         assert_eq!(counts, [14, 14, 8, 2]);
-        let buckets = records.iter().filter(|it| name(it) == "all_reduce" && it[5] != -1).count();
+        let buckets = entries.iter().filter(|it| name(it) == "all_reduce" && it[5] != -1).count();
         assert_eq!(buckets, 8 * list(&page["model"]["buckets"]).len());
-        assert!(records.iter().all(|it| list(it).len() == 11 && it[2].is_number()));
+        assert!(entries.iter().all(|it| list(it).len() == 11 && it[2].is_number()));
     }
     let outside = page["verdict"]["outside_collectives"].as_f64().unwrap();
     assert!(outside > 0.0 && outside < 1.0);

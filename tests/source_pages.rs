@@ -18,7 +18,18 @@ fn purpose(text: &str) -> String {
     let paragraph: Vec<&str> = words.map(str::trim).take_while(|line| !line.is_empty()).collect();
     let text = paragraph.join(" ");
     let text = text.trim_end_matches("*/").trim_end_matches("-->").trim_end();
-    text.trim_end_matches('.').replace('|', "\\|")
+    without_links(text).trim_end_matches('.').replace('|', "\\|")
+}
+
+/// Returns `text` with the code of each link in place of the link: the book has no page for an item of Rust.
+fn without_links(text: &str) -> String {
+    let mut parts = text.split("](");
+    let mut code = parts.next().unwrap_or_default().to_owned();
+    for part in parts {
+        let (_, rest) = part.split_once(')').unwrap_or_else(|| panic!("{text}: a link without end"));
+        code = code + "]" + rest;
+    }
+    code.replace("[`", "`").replace("`]", "`")
 }
 
 /// Returns the page that lists all files, made from the first paragraph of each.
@@ -46,6 +57,12 @@ fn list_of_files() -> String {
     let rest: Vec<&String> = of_room.keys().collect();
     assert_eq!(rest, ["lib", "prelude"], "rooms that the table in lib.rs lacks");
     page
+}
+
+#[test]
+fn links_to_items_are_code_in_the_book() {
+    assert_eq!(without_links("[`A::b`](super::A): as [`C`], `d[0]`."), "`A::b`: as `C`, `d[0]`.");
+    assert_eq!(without_links("no link"), "no link");
 }
 
 #[test]

@@ -198,7 +198,7 @@ fn trace_shows_every_step_of_every_rank() {
     assert!(bytes[1..].iter().all(|it| *it == bytes[1]), "{bytes:?}");
     let places = |it: &Slice| it.args["at"].as_str().unwrap().contains(".rs:");
     assert!(trace.of("phase").all(places) && trace.of("collective").all(places));
-    assert_eq!(trace.other["records_not_kept"]["rank 0"], 0);
+    assert_eq!(trace.other["entries_not_kept"]["rank 0"], 0);
 }
 
 #[test]
@@ -311,6 +311,6 @@ fn library_run_writes_a_trace_of_its_newest_operations() {
     // The newest are kept.
     let trace = Trace::read(&path);
     assert!(trace.named("step 19999").count() == 2 && trace.named("step 0").count() == 0);
-    let lost = trace.other["records_not_kept"]["rank 1"].as_u64().unwrap();
+    let lost = trace.other["entries_not_kept"]["rank 1"].as_u64().unwrap();
     assert_eq!(lost, 2 * 20_000 - (1 << 15));
 }

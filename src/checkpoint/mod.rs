@@ -5,7 +5,7 @@
 //! | file | holds |
 //! |---|---|
 //! | `model.safetensors` | parameters and buffers, with the names and shapes of PyTorch's `state_dict`: `model.load_state_dict(safetensors.torch.load_file(file))` |
-//! | `optimizer.safetensors` | the optimizer's state, as `parameter/slot`: `weight/momentum_buffer` |
+//! | `optimizer.safetensors` | the optimizer's state, as `parameter/key`: `weight/momentum_buffer` |
 //! | `trainer.json` | [`TrainerState`], and the length and hash of the other files |
 //!
 //! A checkpoint is written into a folder of another name, synced to the disk, and then renamed. A folder with the

@@ -119,8 +119,8 @@ impl Checkpoint {
     pub fn load_optimizer(&self, optimizer: &mut dyn Optimizer) -> Result<()> {
         let mut saved: BTreeMap<String, BTreeMap<String, Tensor>> = BTreeMap::new();
         for (key, tensor) in self.optimizer.tensors()? {
-            let (parameter, slot) = key.rsplit_once('/').unwrap_or((&key, ""));
-            saved.entry(parameter.into()).or_default().insert(slot.into(), tensor);
+            let (parameter, state_key) = key.rsplit_once('/').unwrap_or((&key, ""));
+            saved.entry(parameter.into()).or_default().insert(state_key.into(), tensor);
         }
         // A parameter that was not stepped yet has no state in the file.
         let names = optimizer.parameter_names().into_iter();

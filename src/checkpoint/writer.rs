@@ -100,11 +100,11 @@ impl Snapshot {
         optimizer: Vec<ParameterState>,
     ) -> Result<Self> {
         // Each tensor is dropped as soon as it is copied, so that there is never a second copy of all state.
-        let slots = optimizer.into_iter().flat_map(|ParameterState { name, tensors }| {
-            tensors.into_iter().map(move |(slot, tensor)| (format!("{name}/{slot}"), tensor))
+        let state_tensors = optimizer.into_iter().flat_map(|ParameterState { name, tensors }| {
+            tensors.into_iter().map(move |(key, tensor)| (format!("{name}/{key}"), tensor))
         });
         let model = model.iter().map(|(name, tensor)| (name.clone(), tensor));
-        Ok(Self { state, model: copies(model)?, optimizer: copies(slots)? })
+        Ok(Self { state, model: copies(model)?, optimizer: copies(state_tensors)? })
     }
 }
 

@@ -74,8 +74,8 @@ fn train_on(rank: &Rank, session: &Session) -> anyhow::Result<()> {
         let program = format!("{} {}", config.program.name, config.program.version);
         trainer = trainer.record(file, every, program, config.options()?);
     }
-    if let Some(place) = config.keep() {
-        trainer = trainer.keep(place);
+    if let Some(keep) = config.keep() {
+        trainer = trainer.keep(keep);
     }
     if let Some(hash_before_broadcast) = hash_before_broadcast {
         let parameters = trainer.ddp().num_parameters();
@@ -103,14 +103,14 @@ fn train_on(rank: &Rank, session: &Session) -> anyhow::Result<()> {
         session.artifacts.record_start(trainer.ddp(), trainer.state());
     }
     let summary = trainer.train(config.training.max_epochs)?;
-    if let Some(place) = config.keep()
-        && place.rank == rank.rank()
-        && !place.file.is_file()
+    if let Some(keep) = config.keep()
+        && keep.rank == rank.rank()
+        && !keep.file.is_file()
     {
         printer.info(&format!(
             "--keep-step {}: the run had no such step, so {} was not written",
-            place.step,
-            place.file.shown()
+            keep.step,
+            keep.file.shown()
         ));
     }
 

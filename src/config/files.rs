@@ -110,8 +110,8 @@ impl Config {
     /// must be able to read `file`, that of `--config`.
     pub(super) fn check_files(&self, file: Option<&Path>, processes: usize) -> Result<(), Invalid> {
         let used = self.files(file, processes);
-        for (number, later) in used.iter().enumerate() {
-            for earlier in &used[..number] {
+        for (index, later) in used.iter().enumerate() {
+            for earlier in &used[..index] {
                 if let Some(problem) = conflict(earlier, later) {
                     return Err(Invalid { key: later.key.into(), problem });
                 }

@@ -348,7 +348,7 @@ unsafe extern "C" fn done(context: *mut c_void, error: *const c_char) {
 /// Removes the position in Gloo's source from the beginning of its message.
 pub(super) fn plain(reason: String) -> String {
     match reason.split_once("] ") {
-        Some((place, rest)) if place.starts_with('[') && place.contains(".cc:") => rest.into(),
+        Some((source, rest)) if source.starts_with('[') && source.contains(".cc:") => rest.into(),
         _ => reason,
     }
 }

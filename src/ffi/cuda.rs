@@ -338,7 +338,7 @@ impl RankStream {
     pub(crate) fn enter(gpu: usize) -> Result<Self> {
         let unused = {
             let mut unused = UNUSED.lock();
-            unused.iter().rposition(|it| it.gpu == gpu).map(|place| unused.swap_remove(place))
+            unused.iter().rposition(|it| it.gpu == gpu).map(|index| unused.swap_remove(index))
         };
         let own = match unused {
             Some(unused) => unused,

@@ -22,7 +22,7 @@ unsafe extern "C" {
     fn ddp_remove_grad(parameter: *mut C_tensor) -> *mut c_char;
     fn ddp_set_view(view: *mut C_tensor, whole: *mut C_tensor, start: i64, len: i64)
     -> *mut c_char;
-    fn ddp_move_grad(parameter: *mut C_tensor, place: *mut C_tensor) -> *mut c_char;
+    fn ddp_move_grad(parameter: *mut C_tensor, to: *mut C_tensor) -> *mut c_char;
     fn ddp_adopt_grad(parameter: *mut C_tensor, flat: *mut C_tensor) -> *mut c_char;
     fn ddp_shares_memory(tensor: *mut C_tensor) -> bool;
     fn ddp_add_scaled(to: *mut C_tensor, from: *mut C_tensor, alpha: f64) -> *mut c_char;
@@ -101,10 +101,10 @@ pub(crate) fn remove_grad(parameter: &Tensor) -> Result<()> {
     check("removing a gradient", unsafe { ddp_remove_grad(raw(parameter)) })
 }
 
-/// Moves `parameter.grad` to `place`, if it is not there already. Without a gradient, fills `place` with zeros.
-pub(crate) fn move_grad(parameter: &Tensor, place: &Tensor) -> Result<()> {
+/// Moves `parameter.grad` to `to`, if it is not there already. Without a gradient, fills `to` with zeros.
+pub(crate) fn move_grad(parameter: &Tensor, to: &Tensor) -> Result<()> {
     // SAFETY: both point to live tensors.
-    check("moving a gradient", unsafe { ddp_move_grad(raw(parameter), raw(place)) })
+    check("moving a gradient", unsafe { ddp_move_grad(raw(parameter), raw(to)) })
 }
 
 /// Makes `flat`, a tensor of one dimension, share the memory of `parameter.grad`, which stays where it is. Without a

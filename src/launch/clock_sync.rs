@@ -25,24 +25,24 @@ pub(super) fn estimate_offset(
     timeout: Duration,
 ) -> Result<Clock> {
     let began = Instant::now();
-    let question_key = |process, number| format!("clock/{process}/{number}/question");
-    let answer_key = |process, number| format!("clock/{process}/{number}/answer");
+    let question_key = |process, sample| format!("clock/{process}/{sample}/question");
+    let answer_key = |process, sample| format!("clock/{process}/{sample}/answer");
     if mine == 0 {
         for process in 1..count {
-            for number in 0..CLOCK_SAMPLES {
-                wait(store, question_key(process, number), process, timeout)?;
+            for sample in 0..CLOCK_SAMPLES {
+                wait(store, question_key(process, sample), process, timeout)?;
                 let nanos = began.elapsed().as_nanos() as u64;
-                store.set(&answer_key(process, number), &nanos.to_le_bytes())?;
+                store.set(&answer_key(process, sample), &nanos.to_le_bytes())?;
             }
         }
         return Ok(Clock { at: began, on_rank_0: Duration::ZERO, error: Duration::ZERO });
     }
     let mut best: Option<Clock> = None;
-    for number in 0..CLOCK_SAMPLES {
+    for sample in 0..CLOCK_SAMPLES {
         // Process 0 answers one process after another, so the first question may wait for its turn.
         let before = Instant::now();
-        store.set(&question_key(mine, number), b"")?;
-        let key = answer_key(mine, number);
+        store.set(&question_key(mine, sample), b"")?;
+        let key = answer_key(mine, sample);
         wait(store, key.clone(), 0, timeout)?;
         let error = before.elapsed() / 2;
         let answer = store.get(&key, timeout)?.unwrap_or_default();

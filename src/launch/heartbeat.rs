@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use super::messages::{from_json, unreadable};
 use crate::error::Result;
 use crate::operation::OpId;
-use crate::runtime::{OpRecord, RunContext, packed_op};
+use crate::runtime::{OpEntry, RunContext, packed_op};
 
 /// The most operations that a heartbeat carries for each rank.
 const MAX_OPS_PER_RANK: usize = 8;
@@ -32,7 +32,7 @@ pub(super) struct RankStatus {
     #[serde(with = "packed_op")]
     pub at: OpId,
     /// The last operations of its flight recorder, the newest last. Times are on the clock of `sent`.
-    pub seen: Vec<OpRecord>,
+    pub seen: Vec<OpEntry>,
 }
 
 impl RankStatus {
@@ -63,7 +63,7 @@ impl Heartbeat {
         }
         for RankStatus { seen, .. } in &heartbeat.ranks {
             // The call site is printed to a terminal.
-            let is_wrong = |op: &OpRecord| {
+            let is_wrong = |op: &OpEntry| {
                 let line = op.source_line.to_string();
                 line.len() > MAX_CALL_SITE_BYTES || line.contains(char::is_control)
             };
@@ -93,7 +93,7 @@ mod tests {
             .prop_map(|(operation, sequence)| OpId { operation, sequence })
     }
 
-    fn seen() -> impl Strategy<Value = OpRecord> {
+    fn seen() -> impl Strategy<Value = OpEntry> {
         let call_site = "[a-zä/]{0,90}";
         let times = any::<(Duration, Option<Duration>, Option<[Duration; 2]>)>();
         let group_and_size = any::<(Option<u32>, Option<u16>, u64)>();
@@ -101,7 +101,7 @@ mod tests {
             |(at, (group, bucket, amount), call_site, on_comm_thread, times)| {
                 let (started_at, finished_at, on_gpu) = times;
                 let source_line = call_site.into();
-                OpRecord {
+                OpEntry {
                     at,
                     group,
                     bucket,
@@ -150,7 +150,7 @@ mod tests {
         ) {
             let mut bytes = to_json(KEY, &heartbeat).unwrap();
             let whole = bytes.len();
-            changes.iter().for_each(|(place, byte)| bytes[place.index(whole)] = *byte);
+            changes.iter().for_each(|(at, byte)| bytes[at.index(whole)] = *byte);
             if cut {
                 bytes.truncate(len.index(whole + 1));
             }
@@ -167,11 +167,11 @@ mod tests {
     #[test]
     fn heartbeat_invalid_status_is_refused() {
         let plain = OpId { operation: Operation::Step, sequence: 1 };
-        let seen = |call_site: &str| OpRecord {
+        let seen = |call_site: &str| OpEntry {
             source_line: call_site.into(),
-            ..OpRecord::new(plain, Duration::MAX)
+            ..OpEntry::new(plain, Duration::MAX)
         };
-        let read = |seen: Vec<OpRecord>, count| {
+        let read = |seen: Vec<OpEntry>, count| {
             let ranks = vec![RankStatus { at: plain, seen }];
             let heartbeat = Heartbeat { sent: Duration::ZERO, suspended: Duration::ZERO, ranks };
             Heartbeat::from_bytes(KEY, &to_json(KEY, &heartbeat).unwrap(), count).map(drop)

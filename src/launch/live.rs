@@ -16,8 +16,8 @@ use crate::operation::{OpId, Operation};
 use crate::runtime::{PeerStatus, RemoteSnapshots, RunContext, StopRequest};
 use crate::telemetry::{LiveView, Printer, RankSnapshot, RankSource, RunSnapshot, Source};
 
-/// The number of newest records that a snapshot reads: of all ranks together, and the limits for each.
-const RECORDS: usize = 4096;
+/// The number of newest entries that a snapshot reads: of all ranks together, and the limits for each.
+const ENTRIES: usize = 4096;
 const RECORDS_PER_RANK: Range<usize> = 16..256;
 
 /// The time between two readings of heartbeats.
@@ -80,15 +80,15 @@ impl RankSource for Ranks {
     fn snapshot(&mut self) -> RunSnapshot {
         let count = self.run.activity.len();
         let limits = RECORDS_PER_RANK;
-        let records =
-            (RECORDS / self.local_ranks.len().max(1)).clamp(limits.start, limits.end) as u64;
+        let entries =
+            (ENTRIES / self.local_ranks.len().max(1)).clamp(limits.start, limits.end) as u64;
         let recorder = &self.run.flight_recorder;
         let now = recorder.now();
         let of_rank = |rank: usize| {
             if !self.local_ranks.contains(&rank) {
                 return self.peers.as_ref().map_or_else(unknown, |peers| peers.snapshot(rank, now));
             }
-            let newest = recorder.records(rank, recorder.count(rank).saturating_sub(records));
+            let newest = recorder.entries(rank, recorder.count(rank).saturating_sub(entries));
             let lasting = newest.filter(|op| op.at.operation != Operation::Gradient);
             let at = self.run.activity[rank].now();
             RankSnapshot {

@@ -55,10 +55,10 @@ impl Process {
         }
     }
 
-    /// Returns the device, host and process id of this process's rank number `place`, for the user.
-    pub(super) fn label(&self, place: usize) -> String {
+    /// Returns the device, host and process id of this process's rank at this index, for the user.
+    pub(super) fn label(&self, index: usize) -> String {
         let Process { host, pid, ranks, .. } = self;
-        format!("{} on {host}, process {pid}", ranks[place])
+        format!("{} on {host}, process {pid}", ranks[index])
     }
 }
 
@@ -117,16 +117,16 @@ pub(super) fn ranks_on(host: &str, processes: &[Process]) -> usize {
 ///
 /// # Errors
 /// [`Error::InvalidInput`] if there are more than [`MOST_RANKS`] in all.
-pub(super) fn places(processes: &[Process]) -> Result<Vec<Range<usize>>> {
+pub(super) fn rank_ranges(processes: &[Process]) -> Result<Vec<Range<usize>>> {
     let mut next = 0;
     let mut take = |count: usize| {
         next += count;
         next - count..next
     };
     // Each process has been checked and its ranks are in memory, so the sum cannot overflow.
-    let places: Vec<_> = processes.iter().map(|process| take(process.ranks.len())).collect();
+    let rank_ranges: Vec<_> = processes.iter().map(|process| take(process.ranks.len())).collect();
     if next <= MOST_RANKS {
-        return Ok(places);
+        return Ok(rank_ranges);
     }
     let count = processes.len();
     Err(Error::InvalidInput(format!(
@@ -141,12 +141,12 @@ pub(super) fn shared_gpu(processes: &[Process], within_host: bool) -> Option<(&s
     let mut seen: HashMap<Key, (usize, &Process, usize)> = HashMap::new();
     let mut first = 0;
     for process in processes {
-        for (place, gpu) in process.gpus.iter().enumerate() {
-            let here = (first + place, process, place);
+        for (index, gpu) in process.gpus.iter().enumerate() {
+            let here = (first + index, process, index);
             let host = process.nccl_host.as_deref().filter(|_| within_host);
             if let Some(before) = seen.insert((gpu, host), here) {
-                let name = |(rank, process, place): (usize, &Process, usize)| {
-                    format!("rank {rank} ({})", process.label(place))
+                let name = |(rank, process, index): (usize, &Process, usize)| {
+                    format!("rank {rank} ({})", process.label(index))
                 };
                 return Some((gpu, [name(before), name(here)]));
             }
@@ -263,7 +263,7 @@ mod tests {
         }
         if let Ok(process) = Process::from_bytes(KEY, bytes) {
             let twice = [process.clone(), process];
-            assert_eq!(places(&twice).is_ok(), 2 * twice[0].ranks.len() <= MOST_RANKS);
+            assert_eq!(rank_ranges(&twice).is_ok(), 2 * twice[0].ranks.len() <= MOST_RANKS);
             assert_eq!(shared_gpu(&twice, true).is_some(), !twice[0].gpus.is_empty());
         }
         if let Ok(failure) = failure_from_bytes(KEY, bytes, count) {
@@ -331,7 +331,7 @@ mod tests {
         ) {
             let whole = bytes.len();
             if whole > 0 {
-                changes.iter().for_each(|(place, byte)| bytes[place.index(whole)] = *byte);
+                changes.iter().for_each(|(at, byte)| bytes[at.index(whole)] = *byte);
             }
             if cut {
                 bytes.truncate(len.index(whole + 1));
@@ -441,9 +441,9 @@ mod tests {
         let bytes = to_json(KEY, &process).unwrap();
         let error = Process::from_bytes(KEY, &bytes).unwrap_err().to_string();
         assert!(error.contains("a process with 2 ranks and 3 GPUs"), "{error}");
-        let error = places(&[crowd(MOST_RANKS), crowd(1)]).unwrap_err().to_string();
+        let error = rank_ranges(&[crowd(MOST_RANKS), crowd(1)]).unwrap_err().to_string();
         assert!(error.contains("2 processes have 65537 ranks together"), "{error}");
-        assert_eq!(places(&[crowd(2), crowd(1)]).unwrap(), [0..2, 2..3]);
+        assert_eq!(rank_ranges(&[crowd(2), crowd(1)]).unwrap(), [0..2, 2..3]);
     }
 
     #[test]

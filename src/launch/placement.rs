@@ -116,7 +116,7 @@ impl NodeSlice {
     /// Returns the first GPU of this process, which uses `count` of `gpus` visible ones; `None` if there are too
     /// few.
     ///
-    /// Process `l` takes number `l * count` and those after it. If the launcher shows each process only its own
+    /// Process `l` takes index `l * count` and those after it. If the launcher shows each process only its own
     /// GPUs (`torchrun --virtual-local-rank`, `srun --gpus-per-task`), their numbers start from 0 in each process.
     fn first_gpu(&self, count: usize, gpus: usize) -> Option<usize> {
         if self.count.checked_mul(count).is_some_and(|all| all <= gpus) {
@@ -285,20 +285,20 @@ fn oversubscribed(ranks: usize, cores: usize) -> Option<String> {
 }
 
 impl Placement {
-    /// Returns the label of the rank with the index `place`, for the user: its device type and its local rank, such as
+    /// Returns the label of the rank at this index, for the user: its device type and its local rank, such as
     /// `GPU:1`. The first rank has the local rank `first_local`. A rank that shares its GPU has the index of that instead.
-    pub(crate) fn label(&self, place: usize, first_local: usize) -> String {
-        let device = self.devices[place];
+    pub(crate) fn label(&self, index: usize, first_local: usize) -> String {
+        let device = self.devices[index];
         let is_gpu = matches!(device, Device::Cuda(_));
         if is_gpu && self.devices.iter().filter(|other| **other == device).count() > 1 {
             return device_name(device);
         }
-        format!("{}:{}", if is_gpu { "GPU" } else { "CPU" }, first_local + place)
+        format!("{}:{}", if is_gpu { "GPU" } else { "CPU" }, first_local + index)
     }
 
     /// Returns the labels of all ranks; see [`label`](Self::label).
     pub(crate) fn labels(&self, first_local: usize) -> Vec<String> {
-        (0..self.devices.len()).map(|place| self.label(place, first_local)).collect()
+        (0..self.devices.len()).map(|index| self.label(index, first_local)).collect()
     }
 
     /// Checks that the ranks can be threads of one process.

@@ -7,7 +7,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::messages::{
-    Decision, Process, check_same, from_json, name_shared_gpus, places, set_once, shared_gpu,
+    Decision, Process, check_same, from_json, name_shared_gpus, rank_ranges, set_once, shared_gpu,
     to_json, unreadable,
 };
 use super::{Launch, LaunchKind, Processes};
@@ -159,11 +159,11 @@ impl ProcessRendezvous<'_> {
     fn missing_peers(&self) -> Result<Decision> {
         let mut missing = Vec::new();
         let mut there = Vec::new();
-        for (number, process) in self.arrived()?.iter().enumerate() {
+        for (index, process) in self.arrived()?.iter().enumerate() {
             match process {
-                None => missing.push(number.to_string()),
+                None => missing.push(index.to_string()),
                 Some(Process { host, pid, .. }) => {
-                    there.push(format!("{number} (on {host}, process {pid})"));
+                    there.push(format!("{index} (on {host}, process {pid})"));
                 }
             }
         }
@@ -229,7 +229,7 @@ fn check(processes: &[Process], me: &Process) -> Result<Vec<Range<usize>>> {
     if let Some(reason) = unshareable.filter(|_| backend.devices() == Devices::OwnGpu) {
         check_own_gpus(processes, reason)?;
     }
-    places(processes)
+    rank_ranges(processes)
 }
 
 /// Refuses two ranks with one GPU, which they cannot share for this `reason`.
@@ -332,7 +332,7 @@ mod tests {
     #[test]
     fn process_of_another_run_learns_what_the_run_is() {
         let store = TcpStore::serve("127.0.0.1", 0, TIMEOUT, never()).unwrap();
-        let [first, second] = [0, 1].map(|number| by_hand(number, 2, "none"));
+        let [first, second] = [0, 1].map(|index| by_hand(index, 2, "none"));
         thread::scope(|scope| {
             let waiting = scope.spawn(|| meet(&store, &first));
             while !store.check(&["ddp-mp/none/0/process/0".into()]).unwrap() {

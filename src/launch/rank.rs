@@ -14,7 +14,7 @@ use crate::operation::Operation;
 use crate::process_group::{Backend, ProcessGroup, RankIdentity};
 use crate::runtime::{FaultSite, RunContext};
 
-/// One rank, as its function sees it: its number, its device, and access to the process group.
+/// One rank, as its function sees it: its index, its device, and access to the process group.
 ///
 /// [`spawn`](super::spawn) passes it to the function by reference. It stays on the rank's thread.
 ///
@@ -72,7 +72,7 @@ impl Rank {
         self.run.activity.len()
     }
 
-    /// Returns the number of this rank's machine, from 0: torchrun's `GROUP_RANK`.
+    /// Returns the index of this rank's machine, from 0: torchrun's `GROUP_RANK`.
     pub fn node_rank(&self) -> usize {
         self.joined_launch.node_rank()
     }

@@ -22,13 +22,13 @@ const STARTS: &str = "starts";
 /// Key of the number of messages that a process 0 has read.
 const READ: &str = "read";
 
-/// Returns the number of this start, the same for all `count` processes. `mine` is the number of this process.
-/// `None` if process 0 has not arrived within `timeout`. Process 0 gets a number even if others have not arrived.
+/// Returns the generation of this start, the same for all `count` processes. `mine` is the index of this process.
+/// `None` if process 0 has not arrived within `timeout`. Process 0 gets a generation even if others have not arrived.
 ///
 /// # Errors
 /// [`Error::Store`](crate::Error::Store) when the store cannot be reached,
-/// [`Error::InvalidInput`](crate::Error::InvalidInput) when it has no numbers where they should be.
-pub(super) fn number(
+/// [`Error::InvalidInput`](crate::Error::InvalidInput) when it has no generations where they should be.
+pub(super) fn agree(
     store: &TcpStore,
     mine: usize,
     count: usize,
@@ -43,7 +43,7 @@ fn ask(store: &TcpStore, mine: usize, timeout: Duration) -> Result<Option<i64>> 
     let pid = std::process::id();
     let question = format!("process {mine} (on {}, process {pid}) asks", host.to_string_lossy());
     let key = answer_to(post(store, &question)?);
-    let start = read_number(store, &key, timeout)?;
+    let start = read_integer(store, &key, timeout)?;
     if let Some(start) = start {
         post(store, &confirmation(mine, start))?;
     }
@@ -70,34 +70,34 @@ fn answer(store: &TcpStore, count: usize, timeout: Duration) -> Result<i64> {
     Ok(start)
 }
 
-/// Appends `text` to the queue. Returns its place there.
+/// Appends `text` to the queue. Returns its index there.
 fn post(store: &TcpStore, text: &str) -> Result<i64> {
-    let mut place = messages_read(store)?;
+    let mut index = messages_read(store)?;
     // Other processes append, too. Their texts are different ones.
-    while set_once(store, &message(place), text.as_bytes())? != text.as_bytes() {
-        place += 1;
+    while set_once(store, &message(index), text.as_bytes())? != text.as_bytes() {
+        index += 1;
     }
-    Ok(place)
+    Ok(index)
 }
 
 /// Returns how many messages of the queue have been read.
 fn messages_read(store: &TcpStore) -> Result<i64> {
-    Ok(read_number(store, READ, Duration::ZERO)?.unwrap_or(0))
+    Ok(read_integer(store, READ, Duration::ZERO)?.unwrap_or(0))
 }
 
 /// Returns the number at `key`. Waits up to `timeout` until it is there; `None` if it is not.
-fn read_number(store: &TcpStore, key: &str, timeout: Duration) -> Result<Option<i64>> {
+fn read_integer(store: &TcpStore, key: &str, timeout: Duration) -> Result<Option<i64>> {
     let Some(text) = store.get(key, timeout)? else { return Ok(None) };
-    let number = String::from_utf8_lossy(&text).parse();
-    number.map(Some).map_err(|_| unreadable(key, "it is not a number"))
+    let parsed = String::from_utf8_lossy(&text).parse();
+    parsed.map(Some).map_err(|_| unreadable(key, "it is not a number"))
 }
 
-fn message(place: i64) -> String {
-    format!("message/{place}")
+fn message(index: i64) -> String {
+    format!("message/{index}")
 }
 
-fn answer_to(place: i64) -> String {
-    format!("answer/{place}")
+fn answer_to(index: i64) -> String {
+    format!("answer/{index}")
 }
 
 fn confirmation(process: usize, start: i64) -> String {
@@ -119,23 +119,26 @@ mod tests {
         let mut starts = Vec::new();
         // The keys of one start must not mislead the next, whichever process is first, and however many there are.
         for (count, first) in [(3, 0), (3, 1), (2, 0), (4, 2)] {
-            let numbers = std::thread::scope(|scope| {
+            let generations = std::thread::scope(|scope| {
                 let start = |process: usize| {
                     let store = store.another_connection().unwrap();
-                    scope.spawn(move || number(&store, process, count, TIMEOUT).unwrap())
+                    scope.spawn(move || agree(&store, process, count, TIMEOUT).unwrap())
                 };
-                let order = (0..count).map(|place| (place + first) % count);
+                let order = (0..count).map(|index| (index + first) % count);
                 let all: Vec<_> = order.map(start).collect();
                 all.into_iter().map(|thread| thread.join().unwrap()).collect::<Vec<_>>()
             });
-            assert!(numbers[0].is_some(), "{numbers:?}");
-            assert!(numbers.iter().all(|number| *number == numbers[0]), "{numbers:?}");
-            assert!(!starts.contains(&numbers[0]), "{numbers:?} after {starts:?}");
-            starts.push(numbers[0]);
+            assert!(generations[0].is_some(), "{generations:?}");
+            assert!(
+                generations.iter().all(|generation| *generation == generations[0]),
+                "{generations:?}"
+            );
+            assert!(!starts.contains(&generations[0]), "{generations:?} after {starts:?}");
+            starts.push(generations[0]);
         }
         // Process 0 takes a new number even if the other process never arrives.
         let soon = Duration::from_millis(50);
-        assert_eq!(number(&store, 1, 2, soon).unwrap(), None);
-        assert!(!starts.contains(&number(&store, 0, 2, soon).unwrap()));
+        assert_eq!(agree(&store, 1, 2, soon).unwrap(), None);
+        assert!(!starts.contains(&agree(&store, 0, 2, soon).unwrap()));
     }
 }

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use super::heartbeat_monitor::HEARTBEAT_TIMEOUT;
 use crate::operation::{OpId, Operation};
-use crate::runtime::{OpRecord, RemoteSnapshots, RunContext};
+use crate::runtime::{OpEntry, RemoteSnapshots, RunContext};
 
 /// The callback that receives reports for the user.
 #[derive(Clone)]
@@ -51,12 +51,12 @@ fn longest(
     run: &RunContext,
     local_ranks: Range<usize>,
     limit: Duration,
-) -> Option<(Stall, OpRecord)> {
+) -> Option<(Stall, OpEntry)> {
     let now = run.flight_recorder.now();
-    let waits = |op: &OpRecord| op.is_open() && now.saturating_sub(op.started_at) >= limit;
+    let waits = |op: &OpEntry| op.is_open() && now.saturating_sub(op.started_at) >= limit;
     // Leaves out phases, which have no group: the collective within a phase says more.
-    let stalled = |op: OpRecord| op.group.map(|group| (Stall { group, at: op.at }, op));
-    let waiting = local_ranks.flat_map(|rank| run.flight_recorder.records(rank, 0)).filter(waits);
+    let stalled = |op: OpEntry| op.group.map(|group| (Stall { group, at: op.at }, op));
+    let waiting = local_ranks.flat_map(|rank| run.flight_recorder.entries(rank, 0)).filter(waits);
     waiting.filter_map(stalled).min_by_key(|(_, op)| op.started_at)
 }
 
@@ -99,7 +99,7 @@ impl Stall {
                     continue;
                 }
                 Some(op) => format!("is in {} instead", what(op)),
-                // The rank is past this collective, which its records no longer hold.
+                // The rank is past this collective, which its entries no longer hold.
                 None if same_group().any(|op| op.at.sequence > at.sequence) => {
                     arrived.push(format!("rank {rank}"));
                     continue;
@@ -154,7 +154,7 @@ pub(super) fn status_table(
 
 /// Returns the progress of a rank's GPU; `None` for a rank without a GPU:
 /// `launched up to all_reduce #120; its GPU had completed all_reduce #117 when it last looked`.
-fn on_gpu(seen: &[OpRecord]) -> Option<String> {
+fn on_gpu(seen: &[OpEntry]) -> Option<String> {
     let mut newest = seen.iter().rev().filter(|op| op.group.is_some() && !op.on_comm_thread);
     let done = newest.clone().find(|op| op.on_gpu.is_some())?;
     let launched = newest.find(|op| !op.is_open() && op.group == done.group)?;
@@ -168,12 +168,12 @@ fn seen(
     remote: &RemoteSnapshots,
     rank: usize,
     now: Duration,
-) -> Vec<OpRecord> {
+) -> Vec<OpEntry> {
     if local_ranks.contains(&rank) { run.flight_recorder.seen(rank) } else { remote.of(rank, now) }
 }
 
 /// Returns what `rank` does now, or did last, as text.
-fn last_seen(run: &RunContext, rank: usize, seen: &[OpRecord], now: Duration) -> String {
+fn last_seen(run: &RunContext, rank: usize, seen: &[OpEntry], now: Duration) -> String {
     let Some(newest) = seen.iter().rev().find(|op| !op.on_comm_thread) else {
         return format!("last seen in {}", run.activity[rank].now());
     };
@@ -190,14 +190,14 @@ fn last_seen(run: &RunContext, rank: usize, seen: &[OpRecord], now: Duration) ->
 
 /// Returns a collective that a rank waits in, with the phase of the step that calls it:
 /// `all_reduce #118 (bucket 3) of backward #40 at src/main.rs:40`.
-pub(super) fn within(op: &OpRecord, seen: &[OpRecord]) -> String {
+pub(super) fn within(op: &OpEntry, seen: &[OpEntry]) -> String {
     let phase = seen.iter().rev().find(|phase| op.group.is_some() && phase.is_open_phase());
     let phase = phase.map_or(String::new(), |phase| format!(" of {}", phase.at));
     format!("{op}{phase}{}", op.source_line.in_message())
 }
 
 /// Returns an operation with its call site: `all_reduce #118 (bucket 3) at src/main.rs:40`.
-fn what(op: &OpRecord) -> String {
+fn what(op: &OpEntry) -> String {
     format!("{op}{}", op.source_line.in_message())
 }
 

@@ -113,8 +113,8 @@ impl ProcessWorld {
         let start = match launch.kind {
             LaunchKind::Torchrun if master.agent_store => {
                 let of_run = store.under(&format!("ddp-mp/{}", launch.run_id));
-                let number = restart_generation::number(&of_run, mine, count, timeout)?;
-                number.ok_or_else(|| process_0_missing(launch, timeout))?
+                let generation = restart_generation::agree(&of_run, mine, count, timeout)?;
+                generation.ok_or_else(|| process_0_missing(launch, timeout))?
             }
             LaunchKind::Spawned => launch.restart_count as i64,
             _ => 0,
@@ -231,11 +231,11 @@ impl ProcessWorld {
         let Some(process) = all.iter().position(|ranks| ranks.contains(&rank)) else {
             return "of no process".into();
         };
-        let place = rank - all[process].start;
+        let index = rank - all[process].start;
         if process == self.mine {
-            self.processes[process].ranks[place].clone()
+            self.processes[process].ranks[index].clone()
         } else {
-            self.processes[process].label(place)
+            self.processes[process].label(index)
         }
     }
 
@@ -255,14 +255,15 @@ impl ProcessWorld {
     /// Returns why processes of one machine do not share memory; `None` if they do.
     fn unshared(&self) -> Option<String> {
         let host = self.host.as_ref()?;
-        // The first rank on each machine, and the number of its host.
+        // The first rank on each machine, and the index of its host.
         let mut machines = HashMap::new();
         for (process, ranks) in self.ranks.iter().enumerate() {
             let machine = &self.processes[process].host;
-            let number = host.as_ref().map_or(process, |links| links.memory.host_of(ranks.start));
-            let (first, number_of_first) =
-                *machines.entry(machine).or_insert((ranks.start, number));
-            if number != number_of_first {
+            let host_index =
+                host.as_ref().map_or(process, |links| links.memory.host_of(ranks.start));
+            let (first, index_of_first) =
+                *machines.entry(machine).or_insert((ranks.start, host_index));
+            if host_index != index_of_first {
                 let apart = || format!("ranks {first} and {} on {machine}: {APART}", ranks.start);
                 return Some(host.as_ref().err().map_or_else(apart, String::clone));
             }

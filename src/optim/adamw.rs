@@ -91,7 +91,7 @@ impl Optimizer for AdamW {
         let Self { options, counts, flat } = self;
         let AdamWOptions { betas, eps, .. } = *options;
         flat.step(|index, group, parts| {
-            let [exp_avgs, exp_avg_sqs] = &parts.slot_lists[..] else { return Ok(()) };
+            let [exp_avgs, exp_avg_sqs] = &parts.state_lists[..] else { return Ok(()) };
             let weight_decay = if group.decays { options.weight_decay } else { 0.0 };
             let step = AdamWStep { lr, betas, weight_decay, eps };
             let Count { one, list, .. } = &counts[index];

@@ -21,18 +21,18 @@ struct Owned {
     buffer: usize,
     /// The range of elements in the buffer.
     range: Range<usize>,
-    /// The offset of the first element in a slot.
+    /// The offset of the first element in a state tensor.
     at: usize,
 }
 
-/// Flat buffers, with further buffers of the same layout (`slots`) for the optimizer's state.
+/// Flat buffers, with further buffers of the same layout (`tensors`) for the optimizer's state.
 #[derive(Debug)]
 pub(super) struct OptimizerState {
     pub buffers: Vec<FlatBuffer>,
     /// The layout of each buffer when `groups` were made.
     pub(super) seen: Vec<LayoutVersion>,
-    /// Name and, for each buffer, values of each slot; zero at first. With partitions, the values of this rank's partitions.
-    pub(super) slots: Vec<(&'static str, Vec<Tensor>)>,
+    /// For each key of the state, a tensor for each buffer; zeros at first. With partitions, the values of this rank's partitions.
+    pub(super) tensors: Vec<(&'static str, Vec<Tensor>)>,
     /// Selects the parameters with weight decay; `None` for no weight decay.
     pub(super) decays: Option<fn(&ParamSpan) -> bool>,
     /// The largest step count that the optimizer distinguishes.
@@ -47,33 +47,33 @@ pub(super) struct OptimizerState {
 impl OptimizerState {
     pub(super) fn new(
         buffers: Vec<FlatBuffer>,
-        slot_names: &[&'static str],
+        keys: &[&'static str],
         decays: Option<fn(&ParamSpan) -> bool>,
         count_to: u64,
     ) -> Result<Self> {
         let mut flat = Self {
             buffers,
             seen: Vec::new(),
-            slots: slot_names.iter().map(|name| (*name, Vec::new())).collect(),
+            tensors: keys.iter().map(|name| (*name, Vec::new())).collect(),
             decays,
             count_to,
             steps: BTreeMap::new(),
             groups: Vec::new(),
             shared_ranges: Vec::new(),
         };
-        flat.make_slots()?;
+        flat.allocate()?;
         flat.make_groups()?;
         Ok(flat)
     }
 
-    /// Allocates all slots again, filled with zeros. The groups must be made again after it.
-    pub(super) fn make_slots(&mut self) -> Result<()> {
+    /// Allocates all tensors again, filled with zeros. The groups must be made again after it.
+    pub(super) fn allocate(&mut self) -> Result<()> {
         self.steps = self.steps();
-        self.groups.clear(); // they have views of the slots
-        self.slots.iter_mut().for_each(|(_, flats)| flats.clear());
-        let zeros = || self.slots.iter().map(|_| self.buffers.iter().map(zeros_like).collect());
-        let slots = on_one_rank(&self.buffers, self.slots.len(), || zeros().collect())?;
-        self.slots.iter_mut().zip(slots).for_each(|((_, slot), zeros)| *slot = zeros);
+        self.groups.clear(); // they have views of the tensors
+        self.tensors.iter_mut().for_each(|(_, flats)| flats.clear());
+        let zeros = || self.tensors.iter().map(|_| self.buffers.iter().map(zeros_like).collect());
+        let new = on_one_rank(&self.buffers, self.tensors.len(), || zeros().collect())?;
+        self.tensors.iter_mut().zip(new).for_each(|((_, flats), zeros)| *flats = zeros);
         Ok(())
     }
 
@@ -119,14 +119,14 @@ impl OptimizerState {
     fn relocate_state(&mut self) -> Result<()> {
         let now: Vec<LayoutVersion> = self.buffers.iter().map(LayoutVersion::of).collect();
         if self.steps().values().all(|&steps| steps == 0) {
-            // No parameter has any state yet. Only with partitions the length of a slot can change.
+            // No parameter has any state yet. Only with partitions the length of a tensor can change.
             let fit = |flats: &[Tensor]| {
                 let lengths =
-                    now.iter().zip(&self.buffers).map(|(now, buffer)| now.slot_numel(buffer));
+                    now.iter().zip(&self.buffers).map(|(now, buffer)| now.state_numel(buffer));
                 flats.iter().map(Tensor::numel).eq(lengths)
             };
-            let all_fit = self.slots.iter().all(|(_, flats)| fit(flats));
-            return if all_fit { Ok(()) } else { self.make_slots() };
+            let all_fit = self.tensors.iter().all(|(_, flats)| fit(flats));
+            return if all_fit { Ok(()) } else { self.allocate() };
         }
         let relocate = |(buffer, old): (usize, &Tensor)| -> Result<Tensor> {
             let (was, now) = (&self.seen[buffer], &now[buffer]);
@@ -149,9 +149,9 @@ impl OptimizerState {
             Ok(new)
         };
         let old =
-            || self.slots.iter().map(|(_, old)| old.iter().enumerate().map(relocate).collect());
-        let moved = on_one_rank(&self.buffers, self.slots.len(), || old().collect())?;
-        self.slots.iter_mut().zip(moved).for_each(|((_, slot), moved)| *slot = moved);
+            || self.tensors.iter().map(|(_, old)| old.iter().enumerate().map(relocate).collect());
+        let moved = on_one_rank(&self.buffers, self.tensors.len(), || old().collect())?;
+        self.tensors.iter_mut().zip(moved).for_each(|((_, flats), moved)| *flats = moved);
         Ok(())
     }
 
@@ -178,7 +178,7 @@ impl OptimizerState {
                     |run: &Owned| cut(run, flat(&self.buffers[run.buffer]), run.range.start);
                 runs.iter().map(range).collect::<Result<_>>()
             };
-            let slots = self.slots.iter().map(|(_, flats)| {
+            let state = self.tensors.iter().map(|(_, flats)| {
                 runs.iter().map(|run| cut(run, &flats[run.buffer], run.at)).collect()
             });
             groups.push(Group {
@@ -187,7 +187,7 @@ impl OptimizerState {
                 parts: Parts::new(
                     ranges(|buffer| &buffer.parameters)?,
                     ranges(|buffer| &buffer.gradients)?,
-                    slots.collect::<Result<_>>()?,
+                    state.collect::<Result<_>>()?,
                 )?,
                 device,
                 tensors: self.tensors(&members)?,

@@ -208,8 +208,8 @@ impl LayoutVersion {
         Self { spans: layout.get(), unused: layout.unused(), partitions: layout.partitions() }
     }
 
-    /// Returns the length of a slot: the elements of `buffer` that this rank updates.
-    pub(super) fn slot_numel(&self, buffer: &FlatBuffer) -> usize {
+    /// Returns the length of a state tensor: the elements of `buffer` that this rank updates.
+    pub(super) fn state_numel(&self, buffer: &FlatBuffer) -> usize {
         self.partitions.as_ref().map_or(buffer.parameters.numel(), |partitions| partitions.numel())
     }
 
@@ -219,7 +219,7 @@ impl LayoutVersion {
     }
 
     /// Returns the parts of `range` that this rank updates: ranges of the buffer, each with the offset of its first
-    /// element in a slot.
+    /// element in a state tensor.
     pub(super) fn owned(&self, range: Range<usize>) -> Vec<(Range<usize>, usize)> {
         match &self.partitions {
             Some(partitions) => partitions.owned(&range).collect(),
@@ -247,26 +247,26 @@ impl LayoutVersion {
         self.spans.iter().filter(is_in)
     }
 
-    /// Calls `f` with the values of a slot and their range in the buffer.
+    /// Calls `f` with the values of a state tensor and their range in the buffer.
     ///
     /// With partitions this is a collective: it gathers one bucket at a time, and calls `f` for each on rank 0, or on
-    /// all ranks with `on_all`. Without partitions every rank has the whole slot, and calls `f` once.
+    /// all ranks with `on_all`. Without partitions every rank has the whole tensor, and calls `f` once.
     pub(super) fn each_section(
         &self,
-        slot: &Tensor,
+        state: &Tensor,
         on_all: bool,
         mut f: impl FnMut(&Range<usize>, &Tensor) -> Result<()>,
     ) -> Result<()> {
         match &self.partitions {
-            Some(partitions) => partitions.gather_slot(slot, on_all, f),
-            None => f(&(0..slot.numel()), slot),
+            Some(partitions) => partitions.gather_state(state, on_all, f),
+            None => f(&(0..state.numel()), state),
         }
     }
 }
 
-/// Returns a slot for the parts of a buffer that this rank steps.
+/// Returns a state tensor for the parts of a buffer that this rank steps.
 pub(super) fn zeros_like(buffer: &FlatBuffer) -> Result<Tensor> {
-    let numel = LayoutVersion::of(buffer).slot_numel(buffer) as i64;
+    let numel = LayoutVersion::of(buffer).state_numel(buffer) as i64;
     let options = (buffer.parameters.kind(), buffer.parameters.device());
     Tensor::f_zeros([numel], options).doing("making the optimizer's state")
 }

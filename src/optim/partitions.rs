@@ -55,7 +55,7 @@ impl Partitions {
     }
 
     /// Returns the parts of `range` that lie in this rank's partitions. Each is a range of the buffer, with the offset
-    /// of its first element in a slot of the optimizer's state. A slot contains this rank's partitions in sequence.
+    /// of its first element in a tensor of the optimizer's state. It contains this rank's partitions in sequence.
     pub(super) fn owned(
         &self,
         range: &Range<usize>,
@@ -79,11 +79,11 @@ impl Partitions {
         Ok(())
     }
 
-    /// Gathers all ranks' partitions of `slot`, bucket by bucket, and passes the values of each bucket to `f` with the
+    /// Gathers all ranks' partitions of `state`, bucket by bucket, and passes the values of each bucket to `f` with the
     /// bucket's range in the buffer: on rank 0, or on all ranks with `on_all`. A collective.
-    pub(super) fn gather_slot(
+    pub(super) fn gather_state(
         &self,
-        slot: &Tensor,
+        state: &Tensor,
         on_all: bool,
         mut f: impl FnMut(&Range<usize>, &Tensor) -> Result<()>,
     ) -> Result<()> {
@@ -91,9 +91,9 @@ impl Partitions {
         let (group, mut start) = (&self.group, 0);
         for bucket in &self.buckets {
             let len = (bucket.len() / group.world_size()) as i64;
-            let mine = slot.f_narrow(0, start, len).doing(doing)?;
+            let mine = state.f_narrow(0, start, len).doing(doing)?;
             start += len;
-            let whole = || Tensor::f_empty([bucket.len() as i64], (slot.kind(), slot.device()));
+            let whole = || Tensor::f_empty([bucket.len() as i64], (state.kind(), state.device()));
             if on_all {
                 let mut whole = whole().doing(doing)?;
                 group.all_gather_single(&mut whole, &mine)?;

@@ -22,31 +22,34 @@ pub(super) struct Group {
     pub tensors: TensorList,
 }
 
-/// Ranges of parameters, each with its gradient and its slots of optimizer state, as lists for a kernel.
+/// Ranges of parameters, each with its gradient and its tensors of optimizer state, as lists for a kernel.
 #[derive(Debug)]
 pub(super) struct Parts {
     pub parameters: Vec<Tensor>,
     pub gradients: Vec<Tensor>,
-    /// For each of the optimizer's slots, in their order, the ranges of its values.
-    pub slots: Vec<Vec<Tensor>>,
+    /// For each of the optimizer's state tensors, in their order, its ranges.
+    pub state: Vec<Vec<Tensor>>,
     pub parameter_list: TensorList,
     pub gradient_list: TensorList,
-    pub slot_lists: Vec<TensorList>,
+    pub state_lists: Vec<TensorList>,
 }
 
 impl Parts {
     pub(super) fn new(
         parameters: Vec<Tensor>,
         gradients: Vec<Tensor>,
-        slots: Vec<Vec<Tensor>>,
+        state: Vec<Vec<Tensor>>,
     ) -> Result<Self> {
         Ok(Self {
             parameter_list: TensorList::new(&parameters)?,
             gradient_list: TensorList::new(&gradients)?,
-            slot_lists: slots.iter().map(|slot| TensorList::new(slot)).collect::<Result<_>>()?,
+            state_lists: state
+                .iter()
+                .map(|tensors| TensorList::new(tensors))
+                .collect::<Result<_>>()?,
             parameters,
             gradients,
-            slots,
+            state,
         })
     }
 
@@ -62,8 +65,8 @@ impl Parts {
         let one = |tensors: &[Tensor]| -> Result<Vec<Tensor>> {
             tensors.iter().take(1).map(empty).collect()
         };
-        let slots = self.slots.iter().map(|slot| one(slot)).collect::<Result<Vec<_>>>()?;
-        Self::new(one(&self.parameters)?, one(&self.gradients)?, slots)
+        let state = self.state.iter().map(|tensors| one(tensors)).collect::<Result<Vec<_>>>()?;
+        Self::new(one(&self.parameters)?, one(&self.gradients)?, state)
     }
 
     /// Makes this window the elements `piece` of the range of `parts` at `index`, with `gradient` instead of theirs, if
@@ -80,9 +83,9 @@ impl Parts {
             Some(gradient) => set_view(&self.gradients[0], gradient, 0..piece.len())?,
             None => set_view(&self.gradients[0], &parts.gradients[index], piece.clone())?,
         }
-        let slots = self.slots.iter().zip(&parts.slots);
-        for (window, slot) in slots {
-            set_view(&window[0], &slot[index], piece.clone())?;
+        let state = self.state.iter().zip(&parts.state);
+        for (window, tensors) in state {
+            set_view(&window[0], &tensors[index], piece.clone())?;
         }
         Ok(())
     }

@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 use crate::ffi::TorchResult;
 
 impl OptimizerState {
-    /// Returns a copy of each parameter's slots with its number of steps, in creation order. The slots are empty for a
+    /// Returns a copy of each parameter's state with its number of steps, in creation order. The state is empty for a
     /// parameter that has not been stepped.
     pub(super) fn state(&self) -> Result<Vec<(u64, ParameterState)>> {
         let steps = self.steps();
@@ -20,7 +20,7 @@ impl OptimizerState {
             (span.index, (steps, state))
         };
         let mut states: BTreeMap<usize, (u64, ParameterState)> = self.spans().map(fresh).collect();
-        for (slot, flats) in &self.slots {
+        for (key, flats) in &self.tensors {
             for (layout, flat) in self.seen.iter().zip(flats) {
                 layout.each_section(flat, false, |section, values| {
                     for span in layout.spans_in(section) {
@@ -28,7 +28,7 @@ impl OptimizerState {
                         if *steps > 0 {
                             let start = span.start - section.start;
                             let value = ParamSpan { start, ..span.clone() }.of(values)?;
-                            state.tensors.insert((*slot).into(), layout.copy(&value)?);
+                            state.tensors.insert((*key).into(), layout.copy(&value)?);
                         }
                     }
                     Ok(())
@@ -46,7 +46,7 @@ impl OptimizerState {
         names.collect::<BTreeMap<_, _>>().into_values().collect()
     }
 
-    /// Loads the slots. `count` reads the number of steps from the state of a parameter that was stepped. This state
+    /// Loads the state. `count` reads the number of steps from the state of a parameter that was stepped. This state
     /// also holds the tensors named in `besides`. A state that does not match is refused before anything changes.
     pub(super) fn load(
         &mut self,
@@ -73,7 +73,7 @@ impl OptimizerState {
                     "has nothing for parameter `{name}`; use the state of the same model"
                 ));
             };
-            let names = || self.slots.iter().map(|(slot, _)| *slot).chain(besides.iter().copied());
+            let names = || self.tensors.iter().map(|(key, _)| *key).chain(besides.iter().copied());
             if let Some(extra) = state.tensors.keys().find(|key| names().all(|name| name != *key)) {
                 return wrong(format!(
                     "has `{extra}` for parameter `{name}`, which this optimizer does not keep; it belongs to another optimizer, or to one with other options"
@@ -82,17 +82,17 @@ impl OptimizerState {
             if state.tensors.is_empty() {
                 continue; // not stepped yet
             }
-            if let Some(missing) = names().find(|slot| !state.tensors.contains_key(*slot)) {
+            if let Some(missing) = names().find(|key| !state.tensors.contains_key(*key)) {
                 return wrong(format!(
                     "has no `{missing}` for parameter `{name}`; it belongs to another optimizer, or \
                      to one with other options"
                 ));
             }
-            for (index, (slot, _)) in self.slots.iter().enumerate() {
-                let from = &state.tensors[*slot];
+            for (index, (key, _)) in self.tensors.iter().enumerate() {
+                let from = &state.tensors[*key];
                 if from.size() != span.shape {
                     return wrong(format!(
-                        "has a `{slot}` of shape {:?} for parameter `{name}` of shape {:?}",
+                        "has a `{key}` of shape {:?} for parameter `{name}` of shape {:?}",
                         from.size(),
                         span.shape
                     ));
@@ -107,11 +107,11 @@ impl OptimizerState {
             }
             steps.insert(span.index, count(state)?.min(self.count_to));
         }
-        self.make_slots()?; // ranks that share them wait here until none reads them any more
+        self.allocate()?; // ranks that share them wait here until none reads them any more
         let shared = shared_model(&self.buffers);
         if shared.as_ref().is_none_or(|shared| shared.group().rank() == 0) {
-            for ((slot, buffer, at), (from, start), len) in copies {
-                copy_range(&self.slots[slot].1[buffer], at, &from, start, len)?;
+            for ((index, buffer, at), (from, start), len) in copies {
+                copy_range(&self.tensors[index].1[buffer], at, &from, start, len)?;
             }
         }
         if let Some(shared) = shared {

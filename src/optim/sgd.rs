@@ -93,12 +93,12 @@ impl Optimizer for Sgd {
             // libtorch's thread count. With 2.1 M parameters on one thread this takes 1.8 ms, the fused kernel 2.1 ms.
             if options.is_plain() || parts.parameters.first().is_some_and(has_no_fused_kernel) {
                 for index in 0..parts.len() {
-                    let buffer = parts.slots.first().map(|buffers| &buffers[index]);
+                    let buffer = parts.state.first().map(|buffers| &buffers[index]);
                     single_sgd(&parts.parameters[index], &parts.gradients[index], buffer, step)?;
                 }
                 return Ok(());
             }
-            let buffers = parts.slot_lists.first().unwrap_or(none);
+            let buffers = parts.state_lists.first().unwrap_or(none);
             fused_sgd(&parts.parameter_list, &parts.gradient_list, buffers, step)
         })
     }

@@ -32,7 +32,7 @@ const STACK_BYTES: usize = 64 << 20;
 pub(super) type QueuedCall =
     Box<dyn FnOnce(&ProcessGroup) -> Result<Option<(InFlight, SpanId)>> + Send>;
 
-/// An operation in the background, the id of its record, and the channel for its result.
+/// An operation in the background, the id of its entry, and the channel for its result.
 type InBackground = (InFlight, SpanId, Sender<Result<()>>);
 
 enum Job {
@@ -107,10 +107,10 @@ impl CommunicationThread {
                 let _ = result.send(ended); // fails if the `Work` was dropped
                 run.end_pending(rank);
             };
-            let finish = |(work, record, result): InBackground| {
+            let finish = |(work, entry, result): InBackground| {
                 let InFlight { network, started } = work;
                 let end = |group: &ProcessGroup| {
-                    network.finish(&started).map(|()| group.record_end(record))
+                    network.finish(&started).map(|()| group.record_end(entry))
                 };
                 tell(result, run_job(&group, stream.as_ref(), Some(started.at), end));
             };
@@ -134,7 +134,7 @@ impl CommunicationThread {
                     Job::Run(call, result) => {
                         busy.lock().begin();
                         match run_job(&group, stream.as_ref(), None, call) {
-                            Ok(Some((work, record))) => in_flight.push_back((work, record, result)),
+                            Ok(Some((work, entry))) => in_flight.push_back((work, entry, result)),
                             Ok(None) => tell(result, Ok(())),
                             Err(error) => tell(result, Err(error)),
                         }

@@ -97,13 +97,13 @@ pub(super) fn overlaps_itself(shape: &[i64], strides: &[i64]) -> bool {
     if nested {
         return false;
     }
-    let mut places = vec![0];
+    let mut offsets = vec![0];
     for (stride, size) in dimensions {
-        places =
-            (0..size).flat_map(|i| places.iter().map(move |place| place + i * stride)).collect();
+        offsets =
+            (0..size).flat_map(|i| offsets.iter().map(move |offset| offset + i * stride)).collect();
     }
-    places.sort_unstable();
-    places.windows(2).any(|pair| pair[0] == pair[1])
+    offsets.sort_unstable();
+    offsets.windows(2).any(|pair| pair[0] == pair[1])
 }
 
 #[cfg(test)]
@@ -126,7 +126,7 @@ mod tests {
             (&[2, 3], &[3, 1]),
             (&[2, 3], &[1, 2]),
             (&[2, 3], &[100, 7]),
-            (&[3, 2], &[2, 3]), // 0 3 2 5 4 7: interleaved, but each has its own place
+            (&[3, 2], &[2, 3]), // 0 3 2 5 4 7: interleaved, but each has its own offset
         ] {
             assert!(!overlaps_itself(shape, strides), "{shape:?} {strides:?}");
         }
@@ -143,12 +143,12 @@ mod tests {
             let mut seen = std::collections::BTreeSet::new();
             let mut overlaps = false;
             for element in 0..numel {
-                let (mut rest, mut place) = (element, 0);
+                let (mut rest, mut offset) = (element, 0);
                 for (size, stride) in shape.iter().zip(&strides) {
-                    place += rest % size * stride;
+                    offset += rest % size * stride;
                     rest /= size;
                 }
-                overlaps |= !seen.insert(place);
+                overlaps |= !seen.insert(offset);
             }
             prop_assert_eq!(overlaps_itself(&shape, &strides), overlaps);
         }

@@ -3,11 +3,11 @@
 //! 1. [`collective`](ProcessGroup::collective) checks what needs no other rank, and makes every tensor contiguous.
 //! 2. [`dispatch`](ProcessGroup::dispatch) notes the rank's activity for the other ranks, injects a planned fault, and
 //!    numbers the call.
-//! 3. It opens the call's record in the flight recorder.
+//! 3. It opens the call's entry in the flight recorder.
 //! 4. It runs the call on the [`RankBackend`], which compares the ranks' calls where it must, and moves the data.
-//! 5. It counts the traffic. The record ends with the call.
+//! 5. It counts the traffic. The entry ends with the call.
 //!
-//! [`start_all_reduce`](ProcessGroup::start_all_reduce) takes the same path. Its record may end later, because the
+//! [`start_all_reduce`](ProcessGroup::start_all_reduce) takes the same path. Its entry may end later, because the
 //! backend may continue in the background.
 
 use std::panic::Location;
@@ -73,7 +73,7 @@ impl ProcessGroup {
     }
 
     /// Starts an all_reduce of a contiguous tensor. If the operation continues in the background, returns it with
-    /// the id of its record; `None` if it is done.
+    /// the id of its entry; `None` if it is done.
     pub(super) fn start_all_reduce(
         &self,
         tensor: &Tensor,
@@ -83,11 +83,11 @@ impl ProcessGroup {
         let options = Options { reduce_op: Some(op), ..Options::default() };
         let call = self.check_call(Operation::AllReduce, options, &shape, tensors, tensors)?;
         let start = |backend: &mut dyn RankBackend, call: &Call| backend.start(call);
-        let (in_flight, record) = self.dispatch(call, Location::caller(), start)?;
+        let (in_flight, entry) = self.dispatch(call, Location::caller(), start)?;
         if in_flight.is_none() {
-            self.record_end(record);
+            self.record_end(entry);
         }
-        Ok(in_flight.map(|in_flight| (in_flight, record)))
+        Ok(in_flight.map(|in_flight| (in_flight, entry)))
     }
 
     /// Checks what needs no other rank. Returns the call, which has no number yet.
@@ -126,15 +126,15 @@ impl ProcessGroup {
         Ok(Call { reduce_op, root, kind, numel, is_contiguous, timeout, ..call })
     }
 
-    /// Runs a call with contiguous tensors, from the start of its record to the end.
+    /// Runs a call with contiguous tensors, from the start of its entry to the end.
     pub(super) fn run_call(&self, call: Call, call_site: CallSite) -> Result<()> {
-        let ((), record) = self.dispatch(call, call_site, |backend, call| backend.run(call))?;
-        self.record_end(record);
+        let ((), entry) = self.dispatch(call, call_site, |backend, call| backend.run(call))?;
+        self.record_end(entry);
         Ok(())
     }
 
     /// Numbers the call, records it, and passes it to `run` with the backend. Returns the result, and the id of the
-    /// call's record, which is still open.
+    /// call's entry, which is still open.
     fn dispatch<T>(
         &self,
         call: Call,
@@ -154,11 +154,11 @@ impl ProcessGroup {
         let call_site = Some(self.call_site_of(call_site));
         let call = Call { sequence: side.sequence, call_site, ..call };
         side.sequence += 1;
-        let record = self.record_call(&call);
+        let entry = self.record_call(&call);
         let result = run(&mut *side.backend, &call)
-            .inspect_err(|error| self.record_failure(record, error))?;
+            .inspect_err(|error| self.record_failure(entry, error))?;
         self.traffic.add(side.backend.traffic(&call));
         self.activity().restore(before);
-        Ok((result, record))
+        Ok((result, entry))
     }
 }

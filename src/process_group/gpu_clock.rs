@@ -16,7 +16,7 @@ use crate::operation::Operation;
 use crate::records::PhaseSeconds;
 use crate::runtime::{RunContext, SpanId};
 
-/// The maximum number of records that wait for the GPU; enough for many steps.
+/// The maximum number of entries that wait for the GPU; enough for many steps.
 const MAX_QUEUED: usize = 4096;
 
 /// The maximum age of the reference event. CUDA's times have single precision; up to this age they are exact to a
@@ -74,8 +74,8 @@ pub(crate) struct GpuSeconds {
 /// The work that is launched between two events.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum Span {
-    /// The work of this record.
-    Record(SpanId),
+    /// The work of this entry.
+    Entry(SpanId),
     /// No work: the rank's stream waits for another stream.
     Wait,
 }
@@ -167,7 +167,7 @@ impl GpuClock {
                         times[0] = times[0].max(self.noted).min(times[1]); // the clock may have been shifted meanwhile
                         self.noted = times[1];
                     }
-                    if let Span::Record(mark) = work.span {
+                    if let Span::Entry(mark) = work.span {
                         run.flight_recorder.note_gpu(self.rank, mark, times);
                     }
                     work.times = Some(times);

@@ -12,8 +12,8 @@ impl ProcessGroup {
     /// outside the new group. Every rank of this group must call it, member or not.
     ///
     /// Follows `torch.distributed.new_group`. `ranks` are ranks of this group, in any order. In the new group,
-    /// every rank number (`src`, `dst`, [`ProcessGroup::rank`]) is the number in that group. PyTorch's `src` and
-    /// `dst` are numbers in the whole world instead. [`ProcessGroup::ranks`] translates. Different groups can run
+    /// every rank (`src`, `dst`, [`ProcessGroup::rank`]) is a rank of that group. PyTorch's `src` and
+    /// `dst` are ranks of the whole world instead. [`ProcessGroup::ranks`] translates. Different groups can run
     /// operations at the same time. Ranks that are in several groups must call their collectives in one order.
     ///
     /// # Errors
@@ -47,7 +47,7 @@ impl ProcessGroup {
         self.collective(operation, Options::default(), &shape, &[], &[])?;
 
         let group = match ranks.binary_search(&self.rank) {
-            Ok(place) => Some(self.join_sub_group(&ranks, place, sequence)?),
+            Ok(rank_there) => Some(self.join_sub_group(&ranks, rank_there, sequence)?),
             Err(_) => None,
         };
         if self.is_stream_ordered() {
@@ -57,8 +57,13 @@ impl ProcessGroup {
         Ok(group)
     }
 
-    /// Joins the group of `ranks` that the call `sequence` creates, as its rank `place`.
-    fn join_sub_group(&self, ranks: &[usize], place: usize, sequence: u64) -> Result<ProcessGroup> {
+    /// Joins the group of `ranks` that the call `sequence` creates, as its rank `rank_there`.
+    fn join_sub_group(
+        &self,
+        ranks: &[usize],
+        rank_there: usize,
+        sequence: u64,
+    ) -> Result<ProcessGroup> {
         let members: Arc<[usize]> = ranks.iter().map(|&rank| self.shared.members[rank]).collect();
         let here = ranks.iter().filter(|rank| self.shared.here.contains(rank)).count();
         let rank = self.global_rank();
@@ -71,7 +76,7 @@ impl ProcessGroup {
             _ => Bootstrap::within_process(self.backend_here(), self.run(), members),
         };
         let bootstrap = self.sub_groups.fetch(sequence, here, self.run(), rank, connect)?;
-        let group = bootstrap.join(RankIdentity { rank: place, ..self.identity() })?;
+        let group = bootstrap.join(RankIdentity { rank: rank_there, ..self.identity() })?;
         Ok(group.record_as_part_of(self, sequence))
     }
 
@@ -174,7 +179,7 @@ impl ProcessGroup {
         })
     }
 
-    /// Creates a group for each list of ranks. Returns the group of list number `mine`; `None` if there is no such
+    /// Creates a group for each list of ranks. Returns the group of the list with index `mine`; `None` if there is no such
     /// list.
     #[track_caller]
     fn make_groups<'a>(
@@ -183,9 +188,9 @@ impl ProcessGroup {
         mine: usize,
     ) -> Result<Option<ProcessGroup>> {
         let mut found = None;
-        for (place, ranks) in lists.enumerate() {
+        for (index, ranks) in lists.enumerate() {
             let group = self.new_group(ranks)?;
-            if place == mine {
+            if index == mine {
                 found = group;
             }
         }

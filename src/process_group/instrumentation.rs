@@ -16,7 +16,7 @@ use crate::operation::{OpId, Operation};
 use crate::records::PhaseSeconds;
 use crate::runtime::{CallSite, Fault, FaultSite, OpStart, SpanId};
 
-/// A group's state for its records.
+/// A group's state for its entries.
 #[derive(Debug, Default)]
 pub(super) struct PhaseTracker {
     /// The group's number, the same on all of its ranks; 0 for the group of all ranks.
@@ -125,7 +125,7 @@ impl ProcessGroup {
     pub(super) fn record(&self, begin: OpStart) -> SpanId {
         let mark = self.run().flight_recorder.begin(self.global_rank(), begin);
         self.on_gpu(|clock| {
-            clock.mark(self.run(), None, Some((Span::Record(mark), begin.at.operation)))
+            clock.mark(self.run(), None, Some((Span::Entry(mark), begin.at.operation)))
         });
         self.note_gpu();
         mark
@@ -133,12 +133,12 @@ impl ProcessGroup {
 
     /// Records the end of the operation `mark`.
     pub(super) fn record_end(&self, mark: SpanId) {
-        self.on_gpu(|clock| clock.mark(self.run(), Some(Span::Record(mark)), None));
+        self.on_gpu(|clock| clock.mark(self.run(), Some(Span::Entry(mark)), None));
         self.record_wait(self.run().flight_recorder.end(self.global_rank(), mark));
     }
 
-    /// Records that the operation `mark` has failed. Ends its record if this rank can go on. If the operation has
-    /// waited for other ranks in vain, its record stays open: it shows where the run has ended.
+    /// Records that the operation `mark` has failed. Ends its entry if this rank can go on. If the operation has
+    /// waited for other ranks in vain, its entry stays open: it shows where the run has ended.
     pub(super) fn record_failure(&self, mark: SpanId, error: &Error) {
         use Error::{Cancelled, ConnectionLost, PeerExited, PeersMissing, Timeout};
         let in_vain = matches!(
@@ -237,8 +237,8 @@ impl ProcessGroup {
         let ended = self.close_phase();
         let OpId { operation: phase, sequence: step } = begin.at;
         let mark = self.run().flight_recorder.begin(self.global_rank(), begin);
-        let ended = ended.map(Span::Record);
-        self.on_gpu(|clock| clock.mark(self.run(), ended, Some((Span::Record(mark), phase))));
+        let ended = ended.map(Span::Entry);
+        self.on_gpu(|clock| clock.mark(self.run(), ended, Some((Span::Entry(mark), phase))));
         self.note_gpu();
         let collectives = Duration::ZERO;
         self.phase_tracker.phase.set(Some(Phase { is: phase, step, mark, collectives }));
@@ -263,7 +263,7 @@ impl ProcessGroup {
     }
 
     /// Records that the gradient of the `index`-th parameter, which is in `bucket`, is complete. Does nothing
-    /// unless the flight recorder keeps all records. Not a collective.
+    /// unless the flight recorder keeps all entries. Not a collective.
     pub(crate) fn record_gradient(&self, index: usize, bucket: usize, call_site: Option<CallSite>) {
         let recorder = &self.run().flight_recorder;
         if recorder.keeps_all() {
@@ -278,11 +278,11 @@ impl ProcessGroup {
 
     /// Records the end of the current phase, if no other follows.
     pub(crate) fn end_phase(&self) {
-        let ended = self.close_phase().map(Span::Record);
+        let ended = self.close_phase().map(Span::Entry);
         self.on_gpu(|clock| clock.mark(self.run(), ended, None));
     }
 
-    /// Ends the current phase. Returns its record; `None` if there is no phase.
+    /// Ends the current phase. Returns its entry; `None` if there is no phase.
     fn close_phase(&self) -> Option<SpanId> {
         let Phase { is, mark, collectives, .. } = self.phase_tracker.phase.take()?;
         let elapsed = self.run().flight_recorder.end(self.global_rank(), mark);

@@ -372,7 +372,7 @@ mod tests {
             let header: Header = vec![(header.0.into(), header.1, header.2)];
             for mut bytes in [to_bytes("", &map).unwrap(), to_bytes("", &header).unwrap()] {
                 let len = bytes.len();
-                changes.iter().for_each(|(place, byte)| bytes[place.index(len)] = *byte);
+                changes.iter().for_each(|(at, byte)| bytes[at.index(len)] = *byte);
                 read_all(&bytes);
             }
         }

@@ -162,10 +162,10 @@ impl ProcessGroup {
         self.check(op)?;
         let amount = num_bytes(op.tensor.kind(), op.tensor.numel()) as u64;
         let begin = OpStart { amount, ..OpStart::alone(at, Location::caller()) };
-        let number = self.record(begin);
+        let span = self.record(begin);
         let source = self.post_one(op).and_then(Work::wait_for_source);
-        let source = source.inspect_err(|error| self.record_failure(number, error))?;
-        self.record_end(number);
+        let source = source.inspect_err(|error| self.record_failure(span, error))?;
+        self.record_end(span);
         self.activity().restore(before);
         Ok(source)
     }
@@ -222,7 +222,7 @@ impl ProcessGroup {
     fn mail(&self, op: &P2POp) -> Result<Work> {
         let sequence = self.messages.replace(self.messages.get() + 1);
         let at = OpId { operation: op.operation(), sequence };
-        let is_here = |place: usize| self.shared.here.contains(&place);
+        let is_here = |rank: usize| self.shared.here.contains(&rank);
         let messages = self.network.as_ref().and_then(|network| network.messages.as_ref());
         // The network is needed unless the peer is known to be in this process.
         let messages = messages.filter(|_| !op.peer.is_some_and(is_here));

@@ -15,7 +15,7 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 
 use super::StopReason;
-use super::op_record::packed;
+use super::op_entry::packed;
 use crate::error::{list_ranks, runs};
 use crate::operation::{OpId, Operation};
 
@@ -75,9 +75,9 @@ impl RankFailure {
         }
     }
 
-    /// Returns where the run was, if each start reaches the same place: `step #12` for all phases of a step. `None` for
+    /// Returns where the run was, if each start reaches the same position: `step #12` for all phases of a step. `None` for
     /// collectives, because each start numbers them from 0.
-    pub(crate) fn place(&self) -> Option<String> {
+    pub(crate) fn position(&self) -> Option<String> {
         use Operation::{Backward, Data, Forward, Init, Optimizer, Rendezvous, Start, Step};
         match self.at.operation {
             Step | Data | Forward | Backward | Optimizer => {
@@ -90,11 +90,11 @@ impl RankFailure {
         }
     }
 
-    /// Returns `rank 1 failed again in step #12`, for a failure at the place of the one before.
+    /// Returns `rank 1 failed again in step #12`, for a failure at the position of the one before.
     pub(crate) fn again(&self) -> Option<String> {
         let tied: Vec<usize> = self.tied.iter().map(|(rank, _)| *rank).collect();
         let ranks = if tied.is_empty() { &[self.rank][..] } else { &tied };
-        Some(format!("{} failed again in {}", list_ranks(ranks), self.place()?))
+        Some(format!("{} failed again in {}", list_ranks(ranks), self.position()?))
     }
 }
 

@@ -1,6 +1,6 @@
-//! The flight recorder: a ring of records of each rank's operations, which any thread may read at any time.
+//! The flight recorder: a ring of entries of each rank's operations, which any thread may read at any time.
 //!
-//! It is always on, so it must cost little. A record is written without a lock and with two clock reads, and only the
+//! It is always on, so it must cost little. An entry is written without a lock and with two clock reads, and only the
 //! first one allocates. The rank itself or one of its communication threads writes it.
 
 use std::panic::Location;
@@ -12,19 +12,19 @@ use crossbeam::atomic::AtomicCell;
 use crossbeam::utils::CachePadded;
 use strum::EnumCount;
 
-use super::{Instant, OpRecord, SourceLine};
+use super::{Instant, OpEntry, SourceLine};
 use crate::operation::{OpId, Operation};
 
-/// The number of newest records kept per rank, unless a trace of all is wanted. A training step has about ten.
-pub(crate) const RECORDS: usize = if cfg!(loom) { 1 } else { 1024 };
+/// The number of newest entries kept per rank, unless a trace of all is wanted. A training step has about ten.
+pub(crate) const ENTRIES: usize = if cfg!(loom) { 1 } else { 1024 };
 
-/// The records of all ranks of a run, at most `keeps` per rank.
+/// The entries of all ranks of a run, at most `keeps` per rank.
 #[derive(Debug)]
 pub(crate) struct FlightRecorder {
     began: std::time::Instant,
-    /// The same time on the clock of the records.
+    /// The same time on the clock of the entries.
     clock: Instant,
-    /// The number of newest records kept per rank.
+    /// The number of newest entries kept per rank.
     keeps: usize,
     ranks: Box<[Ring]>,
 }
@@ -38,7 +38,7 @@ pub(crate) fn format_call_site(call_site: Option<CallSite>) -> String {
         .map_or(String::new(), |call_site| format!(" at {}:{}", call_site.file(), call_site.line()))
 }
 
-/// The part of a record that is written when the operation begins.
+/// The part of an entry that is written when the operation begins.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct OpStart {
     pub at: OpId,
@@ -67,10 +67,10 @@ impl OpStart {
     }
 }
 
-/// The number and start time of a record, for [`FlightRecorder::end`].
+/// The index and start time of an entry, for [`FlightRecorder::end`].
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct SpanId {
-    number: u64,
+    index: u64,
     started_at: Duration,
 }
 
@@ -89,10 +89,10 @@ struct AtomicTotals {
 
 #[derive(Debug)]
 struct Ring {
-    /// The number of records begun.
+    /// The number of entries begun.
     next: CachePadded<AtomicU64>,
     /// Allocated with the first record, so the ranks of other processes have none.
-    slots: OnceLock<Box<[RingSlot]>>,
+    entries: OnceLock<Box<[AtomicEntry]>>,
     /// Allocated with the first GPU time.
     gpu_times: OnceLock<Box<[GpuTimes]>>,
     /// Largest error of the GPU times, in nanoseconds; 0 without a GPU.
@@ -101,12 +101,12 @@ struct Ring {
     totals: [AtomicTotals; Operation::COUNT],
 }
 
-/// One record. It is consistent if a reader finds the same `number` before and after reading it.
+/// One entry. It is consistent if a reader finds the same `index` before and after reading it.
 #[derive(Debug, Default)]
 #[repr(align(64))]
-struct RingSlot {
-    /// The number of the record in this slot, plus one; 0 if the slot is empty or is being written.
-    number: AtomicU64,
+struct AtomicEntry {
+    /// The index of the operation, plus one; 0 if the entry is empty or is being written.
+    index: AtomicU64,
     at: AtomicU64,
     /// From the highest bit: the group plus one (32 bits), the bucket plus one (17), `on_comm_thread` (1).
     marks: AtomicU64,
@@ -117,19 +117,19 @@ struct RingSlot {
     call_site: AtomicCell<Option<CallSite>>,
 }
 
-/// The GPU times of a record: see [`OpRecord`].
+/// The GPU times of an entry: see [`OpEntry`].
 #[derive(Debug, Default)]
 struct GpuTimes {
-    number: AtomicU64,
+    index: AtomicU64,
     times: [AtomicU64; 2],
 }
 
 impl FlightRecorder {
-    /// Returns an empty recorder whose clock starts now, for `ranks` ranks with up to `keeps` records each.
+    /// Returns an empty recorder whose clock starts now, for `ranks` ranks with up to `keeps` entries each.
     pub(crate) fn new(ranks: usize, keeps: usize) -> Self {
         let ring = |_| Ring {
             next: CachePadded::new(AtomicU64::new(0)),
-            slots: OnceLock::new(),
+            entries: OnceLock::new(),
             gpu_times: OnceLock::new(),
             gpu_error: AtomicU64::new(0),
             totals: Default::default(),
@@ -143,9 +143,9 @@ impl FlightRecorder {
         self.began
     }
 
-    /// Returns whether more records than usual are kept, for a trace of all of them.
+    /// Returns whether more entries than usual are kept, for a trace of all of them.
     pub(crate) fn keeps_all(&self) -> bool {
-        self.keeps > RECORDS
+        self.keeps > ENTRIES
     }
 
     /// Returns the time since the recorder's clock started, without the time in which the process was suspended.
@@ -162,31 +162,31 @@ impl FlightRecorder {
             totals.calls.fetch_add(1, Ordering::Relaxed);
             totals.bytes.fetch_add(amount, Ordering::Relaxed);
         }
-        // Several threads of one rank may get here at once; each has its own record.
-        let number = ring.next.fetch_add(1, Ordering::Relaxed);
-        let slot = ring.slot(number, self.keeps);
+        // Several threads of one rank may get here at once; each has its own entry.
+        let index = ring.next.fetch_add(1, Ordering::Relaxed);
+        let entry = ring.entry(index, self.keeps);
         let group = group.map_or(0, |group| u64::from(group) + 1);
         let bucket = bucket.map_or(0, |bucket| u64::from(bucket) + 1);
-        slot.number.store(0, Ordering::Relaxed);
+        entry.index.store(0, Ordering::Relaxed);
         std::sync::atomic::fence(Ordering::Release);
-        slot.at.store(at.packed(), Ordering::Relaxed);
-        slot.marks.store(group << 18 | bucket << 1 | u64::from(on_comm_thread), Ordering::Relaxed);
-        slot.amount.store(amount, Ordering::Relaxed);
+        entry.at.store(at.packed(), Ordering::Relaxed);
+        entry.marks.store(group << 18 | bucket << 1 | u64::from(on_comm_thread), Ordering::Relaxed);
+        entry.amount.store(amount, Ordering::Relaxed);
         let started_at = self.now();
-        slot.started_at.store(nanos(started_at), Ordering::Relaxed);
-        slot.finished_at.store(0, Ordering::Relaxed);
-        slot.call_site.store(call_site);
-        slot.number.store(number + 1, Ordering::Release);
-        SpanId { number, started_at }
+        entry.started_at.store(nanos(started_at), Ordering::Relaxed);
+        entry.finished_at.store(0, Ordering::Relaxed);
+        entry.call_site.store(call_site);
+        entry.index.store(index + 1, Ordering::Release);
+        SpanId { index, started_at }
     }
 
     /// Records that the operation has ended. Returns its duration.
     pub(crate) fn end(&self, rank: usize, span: SpanId) -> Duration {
-        let SpanId { number, started_at } = span;
-        let (slot, now) = (self.ranks[rank].slot(number, self.keeps), self.now());
-        // A newer record may have overwritten this one.
-        if slot.number.load(Ordering::Relaxed) == number + 1 {
-            slot.finished_at.store(nanos(now).max(1), Ordering::Release);
+        let SpanId { index, started_at } = span;
+        let (entry, now) = (self.ranks[rank].entry(index, self.keeps), self.now());
+        // A newer entry may have overwritten this one.
+        if entry.index.load(Ordering::Relaxed) == index + 1 {
+            entry.finished_at.store(nanos(now).max(1), Ordering::Release);
         }
         now.saturating_sub(started_at)
     }
@@ -202,33 +202,33 @@ impl FlightRecorder {
         (error > 0).then(|| Duration::from_nanos(error))
     }
 
-    /// Records when the GPU of `rank` started and finished the work that a record's operation launched.
+    /// Records when the GPU of `rank` started and finished the work that an entry's operation launched.
     pub(crate) fn note_gpu(&self, rank: usize, span: SpanId, times: [Duration; 2]) {
         let empty = || (0..self.keeps).map(|_| GpuTimes::default()).collect();
         let all = self.ranks[rank].gpu_times.get_or_init(empty);
-        let entry = &all[(span.number % self.keeps as u64) as usize];
-        entry.number.store(0, Ordering::Relaxed);
+        let entry = &all[(span.index % self.keeps as u64) as usize];
+        entry.index.store(0, Ordering::Relaxed);
         std::sync::atomic::fence(Ordering::Release);
-        for (slot, time) in entry.times.iter().zip(times) {
-            slot.store(nanos(time), Ordering::Relaxed);
+        for (stored, time) in entry.times.iter().zip(times) {
+            stored.store(nanos(time), Ordering::Relaxed);
         }
-        entry.number.store(span.number + 1, Ordering::Release);
+        entry.index.store(span.index + 1, Ordering::Release);
     }
 
-    /// Returns the number of records that `rank` has begun.
+    /// Returns the number of entries that `rank` has begun.
     pub(crate) fn count(&self, rank: usize) -> u64 {
         self.ranks[rank].next.load(Ordering::Acquire)
     }
 
-    /// Returns the kept records of `rank` from number `from` on, oldest first. Skips records that are being written.
-    pub(crate) fn records(
+    /// Returns the kept entries of `rank` from index `from` on, oldest first. Skips entries that are being written.
+    pub(crate) fn entries(
         &self,
         rank: usize,
         from: u64,
-    ) -> impl DoubleEndedIterator<Item = OpRecord> {
+    ) -> impl DoubleEndedIterator<Item = OpEntry> {
         let (ring, count) = (&self.ranks[rank], self.count(rank));
         let first = from.max(count.saturating_sub(self.keeps as u64));
-        (first..count).filter_map(|number| ring.read(number, self.keeps))
+        (first..count).filter_map(|index| ring.read(index, self.keeps))
     }
 
     /// Returns how often `rank` has begun each operation, if it is a collective or message.
@@ -242,26 +242,27 @@ impl FlightRecorder {
 }
 
 impl Ring {
-    fn slot(&self, number: u64, keeps: usize) -> &RingSlot {
-        let slots = self.slots.get_or_init(|| (0..keeps).map(|_| RingSlot::default()).collect());
-        &slots[(number % keeps as u64) as usize]
+    fn entry(&self, index: u64, keeps: usize) -> &AtomicEntry {
+        let entries =
+            self.entries.get_or_init(|| (0..keeps).map(|_| AtomicEntry::default()).collect());
+        &entries[(index % keeps as u64) as usize]
     }
 
-    fn read(&self, number: u64, keeps: usize) -> Option<OpRecord> {
-        let slot = self.slot(number, keeps);
-        if slot.number.load(Ordering::Acquire) != number + 1 {
+    fn read(&self, index: u64, keeps: usize) -> Option<OpEntry> {
+        let entry = self.entry(index, keeps);
+        if entry.index.load(Ordering::Acquire) != index + 1 {
             return None;
         }
-        let (at, marks) = (slot.at.load(Ordering::Relaxed), slot.marks.load(Ordering::Relaxed));
-        let (amount, call_site) = (slot.amount.load(Ordering::Relaxed), slot.call_site.load());
-        let started_at = slot.started_at.load(Ordering::Relaxed);
-        let finished_at = slot.finished_at.load(Ordering::Acquire);
+        let (at, marks) = (entry.at.load(Ordering::Relaxed), entry.marks.load(Ordering::Relaxed));
+        let (amount, call_site) = (entry.amount.load(Ordering::Relaxed), entry.call_site.load());
+        let started_at = entry.started_at.load(Ordering::Relaxed);
+        let finished_at = entry.finished_at.load(Ordering::Acquire);
         std::sync::atomic::fence(Ordering::Acquire);
-        if slot.number.load(Ordering::Relaxed) != number + 1 {
+        if entry.index.load(Ordering::Relaxed) != index + 1 {
             return None;
         }
         let (group, bucket) = (marks >> 18, marks >> 1 & 0x1_ffff);
-        Some(OpRecord {
+        Some(OpEntry {
             at: OpId::unpacked(at)?,
             group: group.checked_sub(1).map(|group| group as u32),
             bucket: bucket.checked_sub(1).map(|bucket| bucket as u16),
@@ -270,13 +271,13 @@ impl Ring {
             on_comm_thread: marks & 1 == 1,
             started_at: Duration::from_nanos(started_at),
             finished_at: (finished_at > 0).then(|| Duration::from_nanos(finished_at)),
-            on_gpu: self.read_gpu(number, keeps),
+            on_gpu: self.read_gpu(index, keeps),
         })
     }
 
-    fn read_gpu(&self, number: u64, keeps: usize) -> Option<[Duration; 2]> {
-        let entry = &self.gpu_times.get()?[(number % keeps as u64) as usize];
-        let is_it = |order| entry.number.load(order) == number + 1;
+    fn read_gpu(&self, index: u64, keeps: usize) -> Option<[Duration; 2]> {
+        let entry = &self.gpu_times.get()?[(index % keeps as u64) as usize];
+        let is_it = |order| entry.index.load(order) == index + 1;
         if !is_it(Ordering::Acquire) {
             return None;
         }
@@ -309,17 +310,17 @@ mod tests {
 
     #[test]
     fn recorded_operation_is_read_back() {
-        let recorder = FlightRecorder::new(2, RECORDS);
-        let newest = |recorder: &FlightRecorder| recorder.records(1, 0).next_back();
+        let recorder = FlightRecorder::new(2, ENTRIES);
+        let newest = |recorder: &FlightRecorder| recorder.entries(1, 0).next_back();
         assert!(newest(&recorder).is_none());
-        let number = recorder.begin(1, begin(7));
+        let index = recorder.begin(1, begin(7));
         let open = newest(&recorder).unwrap();
         assert_eq!(open.finished_at, None);
         assert_eq!(open.at.to_string(), "all_reduce #7");
         assert_eq!((open.group, open.bucket), (Some(u32::MAX), Some(u16::MAX)));
         assert_eq!((open.amount, open.on_comm_thread), (21, false));
         assert!(open.source_line.to_string().contains("flight_recorder.rs:"));
-        recorder.end(1, number);
+        recorder.end(1, index);
         let done = newest(&recorder).unwrap();
         assert!(done.finished_at.unwrap() >= done.started_at && done.started_at == open.started_at);
         let other = OpStart {
@@ -333,47 +334,45 @@ mod tests {
         let last = newest(&recorder).unwrap();
         assert!(last.on_comm_thread && last.source_line == SourceLine::Unknown);
         assert_eq!((last.group, last.bucket), (None, None));
-        assert_eq!(recorder.records(0, 0).count(), 0);
+        assert_eq!(recorder.entries(0, 0).count(), 0);
     }
 
     #[test]
     fn newest_entries_are_kept() {
-        let recorder = FlightRecorder::new(1, RECORDS);
+        let recorder = FlightRecorder::new(1, ENTRIES);
         let first = recorder.begin(0, begin(0));
         for sequence in 1..3000 {
-            let number = recorder.begin(0, begin(sequence));
-            recorder.end(0, number);
+            let index = recorder.begin(0, begin(sequence));
+            recorder.end(0, index);
         }
-        recorder.end(0, first); // too late: the slot holds a newer record
-        let records: Vec<OpRecord> = recorder.records(0, 0).collect();
-        assert_eq!(records.len(), RECORDS);
-        let sequences = records.iter().map(|record| record.at.sequence);
+        recorder.end(0, first); // too late: a newer entry is there
+        let entries: Vec<OpEntry> = recorder.entries(0, 0).collect();
+        assert_eq!(entries.len(), ENTRIES);
+        let sequences = entries.iter().map(|entry| entry.at.sequence);
         assert!(
             sequences.eq(3000 - 1024..3000)
-                && records.iter().all(|record| record.finished_at.is_some())
+                && entries.iter().all(|entry| entry.finished_at.is_some())
         );
-        assert_eq!(recorder.records(0, 2990).count(), 10);
+        assert_eq!(recorder.entries(0, 2990).count(), 10);
     }
 
-    /// Two threads of a rank write while a third one reads. No record that it reads mixes two writes.
+    /// Two threads of a rank write while a third one reads. No entry that it reads mixes two writes.
     #[test]
     fn concurrent_reads_return_whole_entries() {
-        let recorder = FlightRecorder::new(1, RECORDS);
+        let recorder = FlightRecorder::new(1, ENTRIES);
         let write = |offset: u64| {
             for sequence in 0..50_000 {
-                let number = recorder.begin(0, begin(2 * sequence + offset));
-                recorder.end(0, number);
+                let index = recorder.begin(0, begin(2 * sequence + offset));
+                recorder.end(0, index);
             }
         };
         std::thread::scope(|scope| {
             let writers = [scope.spawn(|| write(0)), scope.spawn(|| write(1))];
             while writers.iter().any(|writer| !writer.is_finished()) {
-                for record in recorder.records(0, 0) {
-                    assert_eq!(record.amount, record.at.sequence * 3);
+                for entry in recorder.entries(0, 0) {
+                    assert_eq!(entry.amount, entry.at.sequence * 3);
                     assert!(
-                        record
-                            .finished_at
-                            .is_none_or(|finished_at| finished_at >= record.started_at)
+                        entry.finished_at.is_none_or(|finished_at| finished_at >= entry.started_at)
                     );
                 }
             }

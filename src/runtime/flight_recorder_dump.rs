@@ -6,45 +6,45 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::flight_recorder::OpTotals;
-use super::{OpRecord, RunContext};
+use super::{OpEntry, RunContext};
 use crate::operation::Operation;
 
-/// The flight recorder's records of the ranks of one process, at the end of the run.
+/// The flight recorder's entries of the ranks of one process, at the end of the run.
 #[derive(Debug)]
 pub(crate) struct FlightRecorderDump {
     /// This process's number, and the number of processes of the run.
     pub process: [usize; 2],
     /// The clock of rank 0's process relative to this one's; `None` with a single process.
     pub clock: Option<Clock>,
-    /// The time at which the clock of the records started.
+    /// The time at which the clock of the entries started.
     pub began: Instant,
-    /// The time at which the records were read, by that clock.
+    /// The time at which the entries were read, by that clock.
     pub taken: Duration,
     /// The number of ranks of all processes.
     pub world_size: usize,
     /// Whether all_reduces have taken as long as on a simulated network.
     pub simulates_network: bool,
     /// The ranks of this process, in order of rank.
-    pub ranks: Vec<RankRecords>,
+    pub ranks: Vec<RankEntries>,
     /// The ranks of each group that this process has joined, without the group of all ranks.
     pub groups: BTreeMap<u32, Arc<[usize]>>,
 }
 
-/// The records of one rank.
+/// The entries of one rank.
 #[derive(Debug)]
-pub(crate) struct RankRecords {
+pub(crate) struct RankEntries {
     pub rank: usize,
     pub device: String,
-    /// The kept records, oldest first.
-    pub records: Vec<OpRecord>,
+    /// The kept entries, oldest first.
+    pub entries: Vec<OpEntry>,
     /// Records of the work that the rank's GPU did, on the clock of the host. Empty without a GPU, and if the times are
     /// not known.
-    pub gpu_records: Vec<OpRecord>,
-    /// The number of older records that were discarded.
+    pub gpu_entries: Vec<OpEntry>,
+    /// The number of older entries that were discarded.
     pub lost: u64,
     /// Largest error of the GPU times; `None` without a GPU.
     pub gpu_error: Option<Duration>,
-    /// For each operation, by its number; 0 for all but collectives and messages.
+    /// For each operation, by its index; 0 for all but collectives and messages.
     pub totals: Vec<OpTotals>,
 }
 
@@ -60,7 +60,7 @@ pub(crate) struct Clock {
 }
 
 impl FlightRecorderDump {
-    /// Returns the records of the ranks `here` of this process; `device` gives each one's device.
+    /// Returns the entries of the ranks `here` of this process; `device` gives each one's device.
     pub(crate) fn of(
         run: &RunContext,
         here: Range<usize>,
@@ -69,21 +69,21 @@ impl FlightRecorderDump {
         clock: Option<Clock>,
     ) -> Self {
         let recorder = &run.flight_recorder;
-        let rank_records = |rank| {
+        let rank_entries = |rank| {
             let count = recorder.count(rank);
-            let mut records: Vec<OpRecord> = recorder.records(rank, 0).collect();
-            if (records.len() as u64) < count {
-                // Starts at the first step of which all records are kept.
-                let is_step = |op: &OpRecord| op.at.operation == Operation::Step;
-                records.drain(..records.iter().position(is_step).unwrap_or(0));
+            let mut entries: Vec<OpEntry> = recorder.entries(rank, 0).collect();
+            if (entries.len() as u64) < count {
+                // Starts at the first step of which all entries are kept.
+                let is_step = |op: &OpEntry| op.at.operation == Operation::Step;
+                entries.drain(..entries.iter().position(is_step).unwrap_or(0));
             }
-            RankRecords {
+            RankEntries {
                 rank,
                 device: device(rank),
-                lost: count.saturating_sub(records.len() as u64),
-                gpu_records: records.iter().filter_map(OpRecord::of_gpu).collect(),
+                lost: count.saturating_sub(entries.len() as u64),
+                gpu_entries: entries.iter().filter_map(OpEntry::of_gpu).collect(),
                 gpu_error: recorder.gpu_clock_error(rank),
-                records,
+                entries,
                 totals: recorder.totals(rank),
             }
         };
@@ -94,7 +94,7 @@ impl FlightRecorderDump {
             taken: recorder.now(),
             world_size: run.activity.len(),
             simulates_network: run.network_model.is_some(),
-            ranks: here.map(rank_records).collect(),
+            ranks: here.map(rank_entries).collect(),
             groups: run.known_groups(),
         }
     }
@@ -107,7 +107,7 @@ impl FlightRecorderDump {
         }
     }
 
-    /// Returns the start of these records' clock on the clock of rank 0's process, in seconds since that process
+    /// Returns the start of these entries' clock on the clock of rank 0's process, in seconds since that process
     /// started to measure.
     pub(crate) fn start(&self) -> f64 {
         self.clock.map_or(0.0, |Clock { at, on_rank_0, .. }| {

@@ -31,7 +31,7 @@ pub fn install_panic_hook() {
             if !WATCHED.get() {
                 return before(info);
             }
-            let place = info.location().map_or(String::new(), |at| {
+            let location = info.location().map_or(String::new(), |at| {
                 if is_foreign_file(at.file()) {
                     caller().unwrap_or_default()
                 } else {
@@ -39,7 +39,7 @@ pub fn install_panic_hook() {
                 }
             });
             let message = message(info.payload());
-            LAST.with_borrow_mut(|last| *last = Some(format!("panicked{place}: {message}")));
+            LAST.with_borrow_mut(|last| *last = Some(format!("panicked{location}: {message}")));
             if wants_backtraces() {
                 before(info);
             }
@@ -77,7 +77,7 @@ fn is_foreign_function(function: &str) -> bool {
 fn caller() -> Option<String> {
     let mut has_panicked = false; // the frames of the hook come before
     let mut has_left_closure = false;
-    let mut place = None;
+    let mut location = None;
     backtrace::trace(|frame| {
         backtrace::resolve_frame(frame, |symbol| {
             let function = symbol.name().map_or(String::new(), |name| format!("{name:#}"));
@@ -86,16 +86,16 @@ fn caller() -> Option<String> {
             let is_foreign =
                 is_foreign_function(&function) || file.as_deref().is_some_and(is_foreign_file);
             if has_panicked && !has_left_closure && !is_foreign {
-                place.get_or_insert_with(|| match (file, symbol.lineno()) {
+                location.get_or_insert_with(|| match (file, symbol.lineno()) {
                     (Some(file), Some(line)) => format!(" at {file}:{line}"),
                     _ => format!(" in {function}"),
                 });
             }
             has_panicked |= function.starts_with("std::panicking::");
         });
-        place.is_none() && !has_left_closure
+        location.is_none() && !has_left_closure
     });
-    place
+    location
 }
 
 /// Installs the hook and makes it store this thread's panic messages, for [`error`].

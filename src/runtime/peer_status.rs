@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use crossbeam::channel::Receiver;
 
-use super::{OpRecord, RunContext};
+use super::{OpEntry, RunContext};
 use crate::error::MissingRank;
 use crate::operation::OpId;
 
@@ -34,7 +34,7 @@ pub(crate) struct PeerHeartbeat {
     pub suspended: Duration,
     pub at: OpId,
     /// The rank's last operations, the newest last, on the clock of its process.
-    pub seen: Vec<OpRecord>,
+    pub seen: Vec<OpEntry>,
 }
 
 impl PeerHeartbeat {

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use super::primitives::{Mutex, MutexGuard};
-use super::{OpRecord, PeerHeartbeat};
+use super::{OpEntry, PeerHeartbeat};
 use crate::operation::Operation;
 
 /// The latest heartbeats received from other processes.
@@ -60,15 +60,15 @@ impl RemoteSnapshots {
     }
 
     /// Returns the operations of `rank`, with times on a clock that shows `now`; empty if none was received.
-    pub(crate) fn of(&self, rank: usize, now: Duration) -> Vec<OpRecord> {
+    pub(crate) fn of(&self, rank: usize, now: Duration) -> Vec<OpEntry> {
         self.heartbeat(rank, now).map_or(Vec::new(), |(heartbeat, _)| heartbeat.seen)
     }
 
     /// Returns whether `rank` has not yet entered the last collective of all ranks in `seen`, as far as its snapshots
     /// show. While `rank` is entering a collective, [`RunContext::activity`](super::RunContext::activity) already shows
     /// it.
-    pub(crate) fn is_behind(&self, rank: usize, seen: &[OpRecord]) -> bool {
-        let is_global = |op: &&OpRecord| op.group == Some(0);
+    pub(crate) fn is_behind(&self, rank: usize, seen: &[OpEntry]) -> bool {
+        let is_global = |op: &&OpEntry| op.group == Some(0);
         let Some(last) = seen.iter().rev().find(is_global) else { return false };
         let all = self.all();
         let theirs = all.get(&rank).into_iter().flat_map(|received| &received.heartbeat.seen);
@@ -78,7 +78,7 @@ impl RemoteSnapshots {
 
     /// Returns the number of the last collective of `group` that `rank` has entered; `None` if its snapshots have none.
     pub(crate) fn last_entered(&self, rank: usize, group: u32) -> Option<u64> {
-        let entered = |op: &OpRecord| match op.at.operation {
+        let entered = |op: &OpEntry| match op.at.operation {
             Operation::Synchronize => op.at.sequence.checked_sub(1), // it has the number of the next collective
             _ => Some(op.at.sequence),
         };
@@ -99,10 +99,10 @@ mod tests {
     use super::*;
     use crate::operation::OpId;
     use crate::runtime::OpStart;
-    use crate::runtime::flight_recorder::{FlightRecorder, RECORDS};
+    use crate::runtime::flight_recorder::{ENTRIES, FlightRecorder};
 
     /// A heartbeat of rank 3.
-    fn heartbeat(sent: Duration, seen: Vec<OpRecord>) -> PeerHeartbeat {
+    fn heartbeat(sent: Duration, seen: Vec<OpEntry>) -> PeerHeartbeat {
         let at = OpId { operation: Operation::Backward, sequence: 50 };
         PeerHeartbeat { rank: 3, sent, suspended: Duration::ZERO, at, seen }
     }
@@ -113,7 +113,7 @@ mod tests {
             let at = OpId { operation, sequence };
             recorder.begin(0, OpStart { group, ..OpStart::alone(at, Location::caller()) })
         };
-        let theirs = FlightRecorder::new(1, RECORDS);
+        let theirs = FlightRecorder::new(1, ENTRIES);
         let barrier = begin_on(&theirs, Operation::Barrier, 4, Some(9));
         theirs.end(0, barrier);
         begin_on(&theirs, Operation::Backward, 50, None);
@@ -128,7 +128,7 @@ mod tests {
         let line = backward.source_line.to_string();
         assert!(backward.is_open_phase() && line.contains("remote_snapshots.rs:"), "{line}");
         // The rank has entered the same collectives as `mine`, but not the next one.
-        let mine = FlightRecorder::new(1, RECORDS);
+        let mine = FlightRecorder::new(1, ENTRIES);
         begin_on(&mine, Operation::AllReduce, 51, Some(0));
         assert!(!snapshots.is_behind(3, &mine.seen(0)));
         begin_on(&mine, Operation::AllReduce, 52, Some(0));
@@ -145,7 +145,7 @@ mod tests {
     /// A process that was killed has sent its last heartbeat long before another process reads it.
     #[test]
     fn age_counts_from_when_the_snapshots_were_sent() {
-        let recorder = FlightRecorder::new(1, RECORDS);
+        let recorder = FlightRecorder::new(1, ENTRIES);
         recorder.begin(
             0,
             OpStart::alone(

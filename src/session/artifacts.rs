@@ -41,13 +41,13 @@ pub(crate) struct RunArtifacts {
     /// The metrics for Prometheus. `None` without `--prometheus`, and in processes without rank 0.
     prometheus: Option<Arc<PrometheusFile>>,
     dump: Arc<OnceLock<FlightRecorderDump>>,
-    record: Mutex<RunRecord>,
+    facts: Mutex<ReportFacts>,
     curves: Arc<Mutex<Curves>>,
 }
 
-/// What rank 0 records of a run for these files.
+/// What rank 0 knows of a run for these files.
 #[derive(Debug)]
-pub(super) struct RunRecord {
+pub(super) struct ReportFacts {
     pub began: SystemTime,
     /// The state of training at the start.
     pub first: TrainerState,
@@ -119,7 +119,7 @@ impl RunArtifacts {
         let prometheus = output.prometheus.as_deref().filter(|_| is_first).map(|path| {
             PrometheusFile::new(path, facts).map_err(|error| refused("--prometheus", path, error))
         });
-        let record = RunRecord {
+        let facts = ReportFacts {
             began: SystemTime::now(),
             first: TrainerState::default(),
             parameters: Vec::new(),
@@ -133,7 +133,7 @@ impl RunArtifacts {
             record_file: record_file.transpose()?.map(Arc::new),
             prometheus: prometheus.transpose()?.map(Arc::new),
             dump: Arc::default(),
-            record: Mutex::new(record),
+            facts: Mutex::new(facts),
             curves: Arc::default(),
         })
     }
@@ -162,10 +162,10 @@ impl RunArtifacts {
 
     /// Records the model that rank 0 begins to train, in the state `first`.
     pub(crate) fn record_start(&self, ddp: &DistributedDataParallel<Model>, first: &TrainerState) {
-        let mut record = self.record.lock();
-        record.first = first.clone();
-        record.parameters = ddp.described_parameters();
-        record.buckets = ddp.statistics().bucket_bytes;
+        let mut facts = self.facts.lock();
+        facts.first = first.clone();
+        facts.parameters = ddp.described_parameters();
+        facts.buckets = ddp.statistics().bucket_bytes;
         if let Some(report) = self.report.as_ref().filter(|_| first.step > 0) {
             *self.curves.lock() = Curves::of_earlier(report, first.step);
         }
@@ -173,10 +173,10 @@ impl RunArtifacts {
 
     /// Records how the run went, and the buckets, which have been rebuilt since the start.
     pub(crate) fn record_end(&self, ddp: &DistributedDataParallel<Model>, end: &End) {
-        let mut record = self.record.lock();
-        record.parameters = ddp.described_parameters();
-        record.buckets.clone_from(&end.bucket_bytes);
-        record.end = Some(end.clone());
+        let mut facts = self.facts.lock();
+        facts.parameters = ddp.described_parameters();
+        facts.buckets.clone_from(&end.bucket_bytes);
+        facts.end = Some(end.clone());
     }
 
     /// Writes the files of `session` after its ranks have ended.
@@ -184,7 +184,7 @@ impl RunArtifacts {
     /// # Errors
     /// [`Error::Write`].
     pub(super) fn write(&self, session: &Session, outcome: &Outcome) -> Result<()> {
-        let end = self.record.lock().end.clone();
+        let end = self.facts.lock().end.clone();
         if let (true, Some(path)) =
             (session.joined_launch.is_first(), &session.config.output.record)
         {
@@ -220,7 +220,7 @@ impl RunArtifacts {
             session.printer.info(&match dump.process {
                 [_, 1] => format!("the trace is in {path}: open it in ui.perfetto.dev"),
                 [_, count] => format!(
-                    "the traces of {count} processes are beside {path}, each with its number in its name: open them \
+                    "the traces of {count} processes are beside {path}, each with its index in its name: open them \
                      in ui.perfetto.dev"
                 ),
             });
@@ -236,7 +236,7 @@ impl RunArtifacts {
     ) -> Result<()> {
         let Some(output) = &self.report else { return Ok(()) };
         let curves = self.curves.lock().clone();
-        let page = page(session, &self.record.lock(), curves, outcome, dump)?;
+        let page = page(session, &self.facts.lock(), curves, outcome, dump)?;
         output.write(|file| page.write(file)).map_err(unwritable("--report", output))?;
         let path = session.config.output.report.as_deref().unwrap_or(output.path()).shown();
         session.printer.info(&format!("the report is in {path}: open it in a browser"));

@@ -36,8 +36,8 @@ pub(super) fn outcome<T>(
 /// Returns a line about the best validation of a run, and where it is saved.
 pub(super) fn best_message(best: &ValidationMetrics, dir: Option<&CheckpointDir>) -> String {
     let pointer = dir.map(|dir| dir.path().join("best")).filter(|pointer| pointer.exists());
-    let place = pointer.map_or(String::new(), |path| format!(" ({})", path.shown()));
-    format!("best: epoch {}, {}{place}", best.epoch, validation_text(best))
+    let path_text = pointer.map_or(String::new(), |path| format!(" ({})", path.shown()));
+    format!("best: epoch {}, {}{path_text}", best.epoch, validation_text(best))
 }
 
 /// Returns a line about a run that has stopped.

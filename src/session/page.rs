@@ -10,7 +10,7 @@ use strum::IntoEnumIterator;
 use tch::Device;
 
 use super::Session;
-use super::artifacts::RunRecord;
+use super::artifacts::ReportFacts;
 use super::dealt_samples::dealt_samples;
 use super::end_messages::Outcome;
 use crate::config::Config;
@@ -18,7 +18,7 @@ use crate::data::DatasetSpec;
 use crate::error::{Result, escaped_line};
 use crate::ffi;
 use crate::operation::Operation;
-use crate::runtime::{FlightRecorderDump, OpRecord};
+use crate::runtime::{FlightRecorderDump, OpEntry};
 use crate::telemetry::report::{
     Conditions, Cores, Curves, Page, Tracks, advice, outside_collectives,
 };
@@ -28,13 +28,13 @@ use crate::telemetry::{End, RankEnd, find_straggler_over};
 /// an empty list.
 pub(super) fn page<'a>(
     session: &Session,
-    record: &RunRecord,
+    facts: &ReportFacts,
     curves: Curves,
     outcome: &Outcome,
     dump: &'a FlightRecorderDump,
 ) -> Result<Page<'a>> {
     let Session { config, joined_launch, data, .. } = session;
-    let RunRecord { began, first, parameters, buckets, end } = record;
+    let ReportFacts { began, first, parameters, buckets, end } = facts;
     let end = end.as_ref();
     let world_size = joined_launch.world_size();
     let steps = steps_of(dump).saturating_sub(first.step);
@@ -183,9 +183,9 @@ fn options(config: &Config) -> Result<Vec<(String, String)>> {
 
 /// Returns the number of steps of the whole run that rank 0 has finished.
 fn steps_of(dump: &FlightRecorderDump) -> u64 {
-    let records = dump.ranks.first().into_iter().flat_map(|rank| &rank.records);
-    let stepped = |op: &&OpRecord| op.at.operation == Operation::Optimizer && !op.is_open();
-    records.filter(stepped).map(|op| op.at.sequence + 1).max().unwrap_or(0)
+    let entries = dump.ranks.first().into_iter().flat_map(|rank| &rank.entries);
+    let stepped = |op: &&OpEntry| op.at.operation == Operation::Optimizer && !op.is_open();
+    entries.filter(stepped).map(|op| op.at.sequence + 1).max().unwrap_or(0)
 }
 
 /// Returns the collectives that the ranks of this process have called.

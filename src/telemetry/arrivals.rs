@@ -5,12 +5,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::operation::Operation;
-use crate::runtime::OpRecord;
+use crate::runtime::OpEntry;
 
 /// A collective: its group, and its number among the collectives of the group.
 type Key = (u32, u64);
 
-fn key(op: &OpRecord) -> Option<Key> {
+fn key(op: &OpEntry) -> Option<Key> {
     op.group.filter(|_| op.is_collective()).map(|group| (group, op.at.sequence))
 }
 
@@ -47,7 +47,7 @@ impl Arrivals {
     }
 
     /// Adds the operations of `rank`. `is_timed`: whether their times are on the clock of all others.
-    pub(super) fn add(&mut self, rank: usize, ops: &[OpRecord], is_timed: bool) {
+    pub(super) fn add(&mut self, rank: usize, ops: &[OpEntry], is_timed: bool) {
         for (op, key) in ops.iter().filter_map(|op| Some((op, key(op)?))) {
             let newest = self.newest.entry((rank, key.0)).or_insert(key.1);
             *newest = key.1.max(*newest);
@@ -73,7 +73,7 @@ impl Arrivals {
 
     /// Returns the collective `op` if all ranks of its group are known to have entered it. A process does not know that
     /// of a collective with ranks of other processes.
-    pub(super) fn complete(&self, op: &OpRecord) -> Option<&Entered> {
+    pub(super) fn complete(&self, op: &OpEntry) -> Option<&Entered> {
         let key = key(op)?;
         self.entered.get(&key).filter(|entered| self.is_complete(key, entered))
     }
@@ -94,7 +94,7 @@ impl Arrivals {
     }
 
     /// Returns the ranks that are not known to have entered the collective `op`.
-    pub(super) fn missing(&self, op: &OpRecord) -> impl Iterator<Item = usize> {
+    pub(super) fn missing(&self, op: &OpEntry) -> impl Iterator<Item = usize> {
         let key = key(op);
         let members = key.and_then(|(group, _)| self.groups.get(&group));
         members.into_iter().flat_map(|members| members.iter().copied()).filter(move |rank| {

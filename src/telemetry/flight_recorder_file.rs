@@ -17,12 +17,12 @@ use strum::IntoEnumIterator;
 
 use super::{Marks, Output};
 use crate::operation::{CollectiveType, Holders, Operation};
-use crate::runtime::{FlightRecorderDump, OpRecord, RankRecords, SourceLine};
+use crate::runtime::{FlightRecorderDump, OpEntry, RankEntries, SourceLine};
 
 /// The version of PyTorch's format, as `torchfrtrace` reads it.
 const VERSION: &str = "2.10";
 
-/// The name of a rank's file, before its number.
+/// The name of a rank's file, before the rank.
 const PREFIX: &str = "rank_";
 
 /// The bytes after the pickle, which Python's `pickle.load` ignores.
@@ -114,7 +114,7 @@ pub(crate) fn remove_further_ranks(folder: &Path, world_size: usize) -> io::Resu
 /// When they cannot be written.
 pub(crate) fn write_flight_recorder(
     dump: &FlightRecorderDump,
-    rank: &RankRecords,
+    rank: &RankEntries,
     mut out: &mut dyn Write,
 ) -> io::Result<()> {
     let file = RankFile {
@@ -167,23 +167,23 @@ fn names(group: u32) -> (String, String) {
     (group.to_string(), desc.into())
 }
 
-fn collectives(dump: &FlightRecorderDump, rank: &RankRecords) -> Vec<Collective> {
+fn collectives(dump: &FlightRecorderDump, rank: &RankEntries) -> Vec<Collective> {
     // `torchfrtrace` has no name for threads.
     let library = if rank.device.starts_with("GPU") { "nccl" } else { "gloo" };
     let start =
         SystemTime::now().checked_sub(dump.began.elapsed()).unwrap_or(SystemTime::UNIX_EPOCH);
     let start = start.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-    let named = |op: &OpRecord| Some((name(op.at.operation)?, op.group?));
-    let kept: Vec<_> = rank.records.iter().filter_map(|op| Some((op, named(op)?))).collect();
+    let named = |op: &OpEntry| Some((name(op.at.operation)?, op.group?));
+    let kept: Vec<_> = rank.entries.iter().filter_map(|op| Some((op, named(op)?))).collect();
     let named_operations = Operation::iter().filter(|operation| name(*operation).is_some());
     let begun: u64 = named_operations.map(|operation| rank.totals[operation as usize].calls).sum();
     let numbers = begun.saturating_sub(kept.len() as u64)..;
-    // Without a list of members for each of thousands of records.
+    // Without a list of members for each of thousands of entries.
     let world_size = |group: u32| match group {
         0 => dump.world_size as u64,
         _ => dump.groups.get(&group).map_or(1, |members| members.len() as u64),
     };
-    let collective = |(record_id, (op, (name, group))): (u64, (&OpRecord, (&'static str, u32)))| {
+    let collective = |(record_id, (op, (name, group))): (u64, (&OpEntry, (&'static str, u32)))| {
         let [input, output] = sizes(op.at.operation, op.amount, world_size(group));
         let at = |time: Duration| (start + time).as_nanos() as u64;
         let took = |end: Duration| end.saturating_sub(op.started_at).as_secs_f64() * 1e3;

@@ -135,10 +135,10 @@ impl Printer {
         }
         if let Some(straggler) = &end.straggler {
             let Straggler { rank, seconds, phase_seconds, .. } = straggler;
-            let place = straggler.place();
+            let phase_text = straggler.phase_text();
             self.info(&format!(
                 "rank {rank} was the straggler: the others waited {seconds:.1} of {:.1} s for it; it was \
-                 {phase_seconds:.1} s slower than they were {place}",
+                 {phase_seconds:.1} s slower than they were {phase_text}",
                 end.seconds
             ));
         }

@@ -66,12 +66,12 @@ pub(super) fn picture(samples: &[Sample]) -> Option<Picture> {
     let rows = samples.len().div_ceil(COLUMNS);
     let mut canvas = Canvas::new(columns * across + GAP, rows * down + GAP);
     let shades = Shades::of(samples);
-    for (number, sample) in samples.iter().enumerate() {
-        let (x, y) = (number % COLUMNS * across + GAP, number / COLUMNS * down + GAP);
+    for (index, sample) in samples.iter().enumerate() {
+        let (x, y) = (index % COLUMNS * across + GAP, index / COLUMNS * down + GAP);
         let color = if sample.prediction == sample.class { RIGHT } else { WRONG };
         canvas.fill(x, y, framed, framed, color);
-        for (place, &pixel) in sample.pixels.iter().enumerate() {
-            let (x, y) = (x + FRAME + place % side * zoom, y + FRAME + place / side * zoom);
+        for (at, &pixel) in sample.pixels.iter().enumerate() {
+            let (x, y) = (x + FRAME + at % side * zoom, y + FRAME + at / side * zoom);
             canvas.fill(x, y, zoom, zoom, [shades.shade(pixel); 3]);
         }
         let caption = format!("{}>{}", sample.class, sample.prediction);
@@ -129,11 +129,11 @@ impl Canvas {
         let zoom = (width / (text.len() * ADVANCE)).clamp(1, GLYPH_ZOOM);
         let fitting = text.len().min(width / ADVANCE);
         let x = x + (width + zoom - fitting * ADVANCE * zoom) / 2;
-        for (number, character) in text.chars().take(fitting).enumerate() {
+        for (index, character) in text.chars().take(fitting).enumerate() {
             let glyph = GLYPHS.iter().find(|(known, _)| *known == character);
             let bits = glyph.map_or(0, |(_, bits)| *bits);
-            for place in (0..15).filter(|place| bits >> (14 - place) & 1 == 1) {
-                let (x, y) = (x + (number * ADVANCE + place % 3) * zoom, y + place / 3 * zoom);
+            for at in (0..15).filter(|at| bits >> (14 - at) & 1 == 1) {
+                let (x, y) = (x + (index * ADVANCE + at % 3) * zoom, y + at / 3 * zoom);
                 self.fill(x, y, zoom, zoom, color);
             }
         }
@@ -150,8 +150,8 @@ mod tests {
 
     impl Picture {
         fn at(&self, x: usize, y: usize) -> Color {
-            let place = 3 * (y * self.width as usize + x);
-            self.pixels[place..place + 3].try_into().unwrap()
+            let at = 3 * (y * self.width as usize + x);
+            self.pixels[at..at + 3].try_into().unwrap()
         }
     }
 
@@ -175,8 +175,8 @@ mod tests {
     fn caption_has_class_and_prediction() {
         let mut canvas = Canvas::new(12, 5);
         canvas.write("3>5", 0, 0, 12, RIGHT);
-        let drawn = |(number, pixel): (usize, &[u8])| {
-            let end = if (number + 1).is_multiple_of(12) { "\n" } else { "" };
+        let drawn = |(index, pixel): (usize, &[u8])| {
+            let end = if (index + 1).is_multiple_of(12) { "\n" } else { "" };
             format!("{}{end}", if pixel == RIGHT { '#' } else { ' ' })
         };
         let text: String = canvas.pixels.chunks(3).enumerate().map(drawn).collect();

@@ -1,15 +1,15 @@
-//! Slices of a timeline: each record with the step it belongs to, and the time that a rank waited in it.
+//! Slices of a timeline: each entry with the step it belongs to, and the time that a rank waited in it.
 
 use std::time::Duration;
 
 use super::arrivals::Arrivals;
 use crate::operation::Operation;
-use crate::runtime::{FlightRecorderDump, OpRecord};
+use crate::runtime::{FlightRecorderDump, OpEntry};
 
-/// A record, with values derived from the other records.
+/// An entry, with values derived from the other entries.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Slice<'a> {
-    pub op: &'a OpRecord,
+    pub op: &'a OpEntry,
     /// End of the operation. For one that never finished: the end of its enclosing phase, or of the run.
     pub end: Duration,
     /// 0 is the rank's own track. Simultaneous operations of communication threads have different tracks.
@@ -29,38 +29,38 @@ impl Slice<'_> {
 
 /// Returns the slices of each rank of `dump`, in the order in which they began.
 pub(super) fn slices(dump: &FlightRecorderDump) -> Vec<Vec<Slice<'_>>> {
-    slices_of(dump, dump.ranks.iter().map(|rank| &rank.records[..]).collect())
+    slices_of(dump, dump.ranks.iter().map(|rank| &rank.entries[..]).collect())
 }
 
 /// Returns the slices of the work of each rank's GPU, all on track `track`, in the order in which they began. A rank
 /// waits on its GPU, for the rank whose GPU arrives last at a collective.
 pub(super) fn gpu_slices(dump: &FlightRecorderDump, track: usize) -> Vec<Vec<Slice<'_>>> {
-    let mut slices = slices_of(dump, dump.ranks.iter().map(|rank| &rank.gpu_records[..]).collect());
+    let mut slices = slices_of(dump, dump.ranks.iter().map(|rank| &rank.gpu_entries[..]).collect());
     slices.iter_mut().flatten().for_each(|slice| slice.track = track);
     slices
 }
 
 /// Returns the slices of the `records` of each rank of `dump`.
-fn slices_of<'a>(dump: &FlightRecorderDump, records: Vec<&'a [OpRecord]>) -> Vec<Vec<Slice<'a>>> {
+fn slices_of<'a>(dump: &FlightRecorderDump, entries: Vec<&'a [OpEntry]>) -> Vec<Vec<Slice<'a>>> {
     let mut arrivals = Arrivals::new(dump.world_size, &dump.groups);
-    for (rank, records) in dump.ranks.iter().zip(&records) {
-        arrivals.add(rank.rank, records, true);
+    for (rank, entries) in dump.ranks.iter().zip(&entries) {
+        arrivals.add(rank.rank, entries, true);
     }
-    let ranks = dump.ranks.iter().zip(records);
-    ranks.map(|(rank, records)| slices_of_rank(rank.rank, records, &arrivals, dump)).collect()
+    let ranks = dump.ranks.iter().zip(entries);
+    ranks.map(|(rank, entries)| slices_of_rank(rank.rank, entries, &arrivals, dump)).collect()
 }
 
 fn slices_of_rank<'a>(
     rank: usize,
-    records: &'a [OpRecord],
+    entries: &'a [OpEntry],
     arrivals: &Arrivals,
     dump: &FlightRecorderDump,
 ) -> Vec<Slice<'a>> {
     let mut step = None;
     let mut phase_end = None;
-    let mut slices = Vec::with_capacity(records.len());
+    let mut slices = Vec::with_capacity(entries.len());
     let mut track_ends: Vec<Duration> = Vec::new(); // the end of the last slice of each
-    for op in records {
+    for op in entries {
         let started_at = op.started_at;
         if op.is_step_phase() {
             step = Some(op.at.sequence);
@@ -83,7 +83,7 @@ fn slices_of_rank<'a>(
 /// Returns how long `rank` waited in `op`, which ended at `end`, and for which rank. `None` if it did not wait.
 fn waited(
     rank: usize,
-    op: &OpRecord,
+    op: &OpEntry,
     end: Duration,
     arrivals: &Arrivals,
     dump: &FlightRecorderDump,

@@ -95,7 +95,7 @@ pub(crate) struct RecordedStart {
 /// A step of one rank. A hash is `None` where the rank has no such tensor.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub(crate) struct RecordedStep {
-    /// The number of the step in the run, from 0.
+    /// The index of the step in the run, from 0.
     pub step: u64,
     pub rank: usize,
     pub epoch: u64,

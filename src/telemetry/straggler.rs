@@ -20,7 +20,7 @@ pub struct Straggler {
 
 impl Straggler {
     /// Returns the phase in which it was slower, as the end of a sentence.
-    pub(crate) fn place(&self) -> String {
+    pub(crate) fn phase_text(&self) -> String {
         match self.phase {
             OUTSIDE_PHASES => "outside of its steps".into(),
             phase => format!("in its phase {phase}"),
@@ -96,7 +96,7 @@ mod tests {
         assert!((found.phase_seconds - 2.4).abs() < 1e-9);
         let busy = PhaseSeconds { forward: 1.001, collectives: 0.5, ..quick };
         let found = find_straggler(&[busy, quick], 5.0).unwrap();
-        assert_eq!((found.phase, found.place()), ("outside", "outside of its steps".into()));
+        assert_eq!((found.phase, found.phase_text()), ("outside", "outside of its steps".into()));
         assert!((found.phase_seconds - 2.499).abs() < 1e-9, "{found:?}");
         assert_eq!(find_straggler(&[], 1.0), None);
     }

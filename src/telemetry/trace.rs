@@ -16,7 +16,7 @@ use super::{Marks, Output};
 use crate::operation::Operation;
 use crate::runtime::FlightRecorderDump;
 
-/// Maximum number of records per rank in a trace. The newest are kept: about three thousand steps of a small model.
+/// Maximum number of entries per rank in a trace. The newest are kept: about three thousand steps of a small model.
 pub(crate) const TRACED: usize = 1 << 15;
 
 /// Returns the path of a process's file: `trace.json` of a single process, `trace.0.json` and so on of several.
@@ -31,7 +31,7 @@ pub(crate) fn process_path(path: &Path, [process, count]: [usize; 2]) -> PathBuf
     path.with_file_name(format!("{stem}.{process}{extension}"))
 }
 
-/// Returns the file of a process. `process` is its number and the number of processes.
+/// Returns the file of a process. `process` is its index and the number of processes.
 ///
 /// # Errors
 /// When it cannot be written.
@@ -101,13 +101,13 @@ impl Trace<'_> {
         let rank_slices = slices(self.dump);
         for (rank, slices) in self.dump.ranks.iter().zip(&rank_slices) {
             let last_track = slices.iter().map(|slice| slice.track).max().unwrap_or(0);
-            for number in 0..=last_track {
-                let name = match number {
+            for track in 0..=last_track {
+                let name = match track {
                     0 => format!("rank {} ({})", rank.rank, rank.device),
                     1 => format!("rank {} communication{network}", rank.rank),
-                    _ => format!("rank {} communication {number}", rank.rank),
+                    _ => format!("rank {} communication {track}", rank.rank),
                 };
-                self.name("thread_name", track_id(rank.rank, number), &name)?;
+                self.name("thread_name", track_id(rank.rank, track), &name)?;
             }
             self.rank(rank.rank, slices)?;
         }
@@ -141,7 +141,7 @@ impl Trace<'_> {
             "clock": if clock.is_some() { "that of process 0" } else { "its own" },
             "clock_error_at_start_us": clock,
             "gpu_clock_error_us": gpu_errors,
-            "records_not_kept": lost,
+            "entries_not_kept": lost,
         });
         // `Output` closes the object, with the fingerprint.
         write!(self.out, "\n],\"displayTimeUnit\":\"ns\",\"otherData\":{other}")
@@ -169,9 +169,9 @@ impl Trace<'_> {
                         self.arrow(rank, "update", bucket, slice)?;
                     }
                 }
-                (_, Some(number)) => {
+                (_, Some(bucket)) => {
                     let (bucket_gradients, others) =
-                        gradients.iter().partition(|slice| slice.op.bucket == Some(number));
+                        gradients.iter().partition(|slice| slice.op.bucket == Some(bucket));
                     gradients = others;
                     let bucket_gradients: Vec<&Slice<'_>> = bucket_gradients;
                     for gradient in bucket_gradients {
@@ -338,6 +338,6 @@ fn inside(slice: &Slice<'_>) -> Duration {
 const GPU: usize = MAX_TRACKS + 1;
 
 /// Returns the `tid` of a rank's track `number`; 0 is the rank's own.
-fn track_id(rank: usize, number: usize) -> usize {
-    rank * (MAX_TRACKS + 2) + number
+fn track_id(rank: usize, track: usize) -> usize {
+    rank * (MAX_TRACKS + 2) + track
 }

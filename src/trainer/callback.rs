@@ -24,7 +24,7 @@ use crate::checkpoint::Checkpoint;
 /// impl<M> Callback<M> for StopWhenSmall {
 ///     fn on_step_end(&mut self, context: &mut TrainContext<M>, step: &Step) -> anyhow::Result<()> {
 ///         if context.group().rank() == 0 {
-///             println!("step {}: learning rate {}", step.number, step.lr);
+///             println!("step {}: learning rate {}", step.index, step.lr);
 ///         }
 ///         Ok(())
 ///     }

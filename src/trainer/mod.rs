@@ -107,19 +107,19 @@ impl<M: Forward> Trainer<M> {
         ends_epoch: bool,
     ) -> anyhow::Result<usize> {
         let Self { context, callbacks } = self;
-        let (epoch, number) = (context.state.epoch, context.state.step);
+        let (epoch, index) = (context.state.epoch, context.state.step);
         context.decide_stop();
-        context.group().enter_step(number)?;
-        context.group().enter_phase(Operation::Data, number);
+        context.group().enter_step(index)?;
+        context.group().enter_phase(Operation::Data, index);
         let batches = batches.take(context.options.accumulate).collect::<Result<_>>()?;
-        let mut step = Step::new(number, context.schedule.lr(epoch, number), batches, ends_epoch);
+        let mut step = Step::new(index, context.schedule.lr(epoch, index), batches, ends_epoch);
         callbacks.each(|callback| callback.on_step_start(context, &mut step))?;
         context.count_batches(&mut step)?;
         context.count_step_of_all_ranks(&step)?;
 
         context.ddp.zero_grad()?;
         if let Some(generator) = &context.generator {
-            generator.begin_step(number)?;
+            generator.begin_step(index)?;
         }
         let averages = context.ddp.num_averages();
         context.has_run_backward = false;

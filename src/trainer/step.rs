@@ -8,8 +8,8 @@ use crate::data::Batch;
 /// One training step of one rank.
 #[derive(Debug)]
 pub struct Step {
-    /// The number of the step in the whole run, from 0.
-    pub number: u64,
+    /// The index of the step in the whole run, from 0.
+    pub index: u64,
     /// The learning rate.
     pub lr: f64,
     /// This rank's batches. Gradients of more than one are accumulated; the last step of an epoch may have fewer.
@@ -26,9 +26,9 @@ pub struct Step {
 }
 
 impl Step {
-    pub(super) fn new(number: u64, lr: f64, batches: Vec<Batch>, ends_epoch: bool) -> Self {
+    pub(super) fn new(index: u64, lr: f64, batches: Vec<Batch>, ends_epoch: bool) -> Self {
         Self {
-            number,
+            index,
             lr,
             losses: Vec::with_capacity(batches.len()),
             batches,
@@ -49,7 +49,7 @@ impl Step {
         self.counts = counts;
     }
 
-    /// Returns what batch number `batch` counts as: its samples, unless the criterion says otherwise.
+    /// Returns what the batch `batch` counts as: its samples, unless the criterion says otherwise.
     pub(super) fn count_of(&self, batch: usize) -> usize {
         self.counts.get(batch).copied().unwrap_or_else(|| self.batches[batch].len())
     }
@@ -71,7 +71,7 @@ impl Step {
         self.is_skipped
     }
 
-    /// Returns the share of batch number `batch` in the step.
+    /// Returns the share of the batch `batch` in the step.
     pub(super) fn share(&self, batch: usize) -> Share {
         Share {
             batches: self.batches.len(),

@@ -117,7 +117,7 @@ class Report:
         browser.open(url)
         self.data = json.loads(browser.js("return document.getElementById('data').textContent"))
         self.ranks = range(self.data["world"]["size"])
-        self.records = [it["records"] for it in self.data["timeline"]["ranks"]]
+        self.entries = [it["entries"] for it in self.data["timeline"]["ranks"]]
 
     def text(self, selector):
         return self.browser.js(
@@ -335,7 +335,7 @@ class Report:
 
     def timeline(self, touch):
         browser = self.browser
-        if not any(self.records):
+        if not any(self.entries):
             check(not self.has("#lanes"), "a timeline of nothing")
             return
         whole = self.view()
@@ -349,10 +349,10 @@ class Report:
 
         close(
             whole[0],
-            min(it[1] for lane in self.records for it in lane),
+            min(it[1] for lane in self.entries for it in lane),
             "where the timeline begins",
         )
-        last = max(it[1] + (it[2] or 0) for lane in self.records for it in lane)
+        last = max(it[1] + (it[2] or 0) for lane in self.entries for it in lane)
         check(whole[1] >= last - 1e-3, "the timeline ends too early")
         half = [whole[0] + length / 4, whole[1] - length / 4]
         browser.press("#zoom-in")
@@ -403,7 +403,7 @@ class Report:
         self.steps(whole)
         self.slices(touch)
         # Where there is room for gradients, and where a rank has waited, if one has.
-        many = [it for lane in self.records for it in lane if it[4] >= 0]
+        many = [it for lane in self.entries for it in lane if it[4] >= 0]
         many = [it for it in many if it[8] > 0] or many
         if many:
             browser.write("#step-number", str(many[len(many) // 2][4]))
@@ -435,7 +435,7 @@ class Report:
             if it in operations
         ]
         numbers = sorted(
-            {it[4] for lane in self.records for it in lane if it[4] >= 0 and it[0] in of_steps}
+            {it[4] for lane in self.entries for it in lane if it[4] >= 0 and it[0] in of_steps}
         )
         self.browser.write("#step-number", "87654321")
         check(
@@ -446,7 +446,7 @@ class Report:
             self.browser.write("#step-number", str(step))
             parts = [
                 it
-                for lane in self.records
+                for lane in self.entries
                 for it in lane
                 if it[4] == step and it[0] in of_steps and not it[7]
             ]
@@ -470,7 +470,7 @@ class Report:
         # The widest collective in sight: through its middle goes a line on which all is tried.
         seen = [
             it
-            for lane in self.records
+            for lane in self.entries
             for it in lane
             if it[2] and view[0] <= it[1] and it[1] + it[2] <= view[1]
         ]
@@ -491,7 +491,7 @@ class Report:
         for slice in found.values():
             rank = int(slice["rank"].split()[0])
             name = slice["operation"]
-            for it in self.records[rank]:
+            for it in self.entries[rank]:
                 told = f"{operations[it[0]]} #{it[3]}"
                 if operations[it[0]] == "gradient":
                     told = f"gradient of {parameters[it[3]]['name']}"
@@ -529,8 +529,8 @@ class Report:
         browser.key("Escape")
         equal(self.terms("#slice"), {}, "the slice after Escape")
         browser.key("0")
-        lane = next(i for i, lane in enumerate(self.records) if lane)
-        names = [f"{operations[it[0]]} #{it[3]}" for it in self.phases(self.records[lane])]
+        lane = next(i for i, lane in enumerate(self.entries) if lane)
+        names = [f"{operations[it[0]]} #{it[3]}" for it in self.phases(self.entries[lane])]
         browser.press("#next-slice")
         equal(self.terms("#slice")["operation"][0], names[0], "the first slice")
         for press, i in [("#next-slice", 1), ("#next-slice", 2), ("#previous-slice", 1)]:
@@ -820,7 +820,7 @@ def try_page(browser, path, pictures):
                 browser.open(url)
                 light = "dark" if dark else "light"
                 browser.picture(pictures / f"{name}-{screen}-{light}.png")
-                if steps := [it[4] for lane in report.records for it in lane if it[4] >= 0]:
+                if steps := [it[4] for lane in report.entries for it in lane if it[4] >= 0]:
                     browser.write("#step-number", str(max(steps[: len(steps) // 2])))
                     for _ in range(4):
                         browser.press("#next-slice")

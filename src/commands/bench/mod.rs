@@ -312,10 +312,10 @@ fn write_head(
     group: &ProcessGroup,
 ) -> std::io::Result<()> {
     let ranks = if group.world_size() == 1 { "rank" } else { "ranks" };
-    let place = if group.device() == Device::Cpu { "CPU" } else { "GPU" };
+    let device = if group.device() == Device::Cpu { "CPU" } else { "GPU" };
     let (op, backend, n) = (bench_case::name(flags.op), group.backend(), group.world_size());
     let transport = group.transport().map_or(String::new(), |transport| format!(", {transport}"));
-    writeln!(out, "# {op}: {n} {ranks} on the {place}, backend {backend}{transport}")?;
+    writeln!(out, "# {op}: {n} {ranks} on the {device}, backend {backend}{transport}")?;
     if group.device() == Device::Cpu {
         writeln!(
             out,

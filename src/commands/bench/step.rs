@@ -217,7 +217,7 @@ impl<M> Callback<M> for StepTimer {
     ) -> anyhow::Result<()> {
         if !self.is_scattered {
             let group = context.group();
-            group.enter_phase(Operation::Step, step.number); // ends the phase of the data
+            group.enter_phase(Operation::Step, step.index); // ends the phase of the data
             self.begin(group);
         }
         Ok(())

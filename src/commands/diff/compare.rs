@@ -54,8 +54,8 @@ pub(super) struct RankDifference {
 pub(super) struct Pairs {
     pub parameters: Vec<(usize, usize)>,
     pub buffers: Vec<(usize, usize)>,
-    /// Whether the names differ, so that the parameters belong together by their places.
-    pub by_place: bool,
+    /// Whether the names differ, so that the parameters belong together by their order.
+    pub by_order: bool,
     /// Whether a parameter is float64, and so sees all digits of the learning rate.
     pub have_float64: bool,
 }
@@ -199,7 +199,7 @@ fn failure(record: &Record) -> Option<RecordedFailure> {
     Some(RecordedFailure { step: stopped + u64::from(is_step_before), rank })
 }
 
-/// Finds the tensors that belong together: by name, or by place if all shapes agree.
+/// Finds the tensors that belong together: by name, or by order if all shapes agree.
 fn pair_tensors(a: &Record, b: &Record) -> Result<Pairs> {
     let (of_a, of_b) = (&a.header.parameters, &b.header.parameters);
     let fits = |one: &RecordedTensor, other: &RecordedTensor| {
@@ -233,7 +233,7 @@ fn pair_tensors(a: &Record, b: &Record) -> Result<Pairs> {
             let mut buffers = by_name(&a.header.buffers, &b.header.buffers);
             buffers.retain(|(i, j)| fits(&a.header.buffers[*i], &b.header.buffers[*j]));
             let have_float64 = of_a.iter().any(|tensor| tensor.dtype == "float64");
-            return Ok(Pairs { parameters, buffers, by_place: !is_whole, have_float64 });
+            return Ok(Pairs { parameters, buffers, by_order: !is_whole, have_float64 });
         }
     };
     Err(Error::InvalidInput(format!(

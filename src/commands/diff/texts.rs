@@ -17,7 +17,7 @@ const MAX_NAMES: usize = 3;
 pub(super) fn lines(a: &Record, b: &Record, comparison: &Comparison) -> Vec<String> {
     let mut lines = vec![format!("A: {}", about(a)), format!("B: {}", about(b))];
     lines.extend(options(a, b));
-    if comparison.pairs.by_place {
+    if comparison.pairs.by_order {
         lines.extend(paragraph(&format!(
             "The names of the parameters differ, so they are compared by their places: `{}` of A with `{}` of B, and so \
              on.",
@@ -132,12 +132,12 @@ fn further_steps(comparison: &Comparison) -> Vec<String> {
 
 /// Returns the lines about the place where the records part.
 fn parting_lines(a: &Record, comparison: &Comparison, parting: &Parting) -> Vec<String> {
-    let place = if parting.is_start {
+    let first_line = if parting.is_start {
         format!("The runs differ before step {}:", parting.step)
     } else {
         format!("Step {} is the first that differs:", parting.step)
     };
-    let mut lines = vec![place];
+    let mut lines = vec![first_line];
     for stage in Stage::iter() {
         let Some(outcome) = parting.stages.get(&stage) else { continue };
         let found = match outcome {

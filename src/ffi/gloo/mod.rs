@@ -73,7 +73,7 @@ impl GlooGroup {
         absent: impl Fn(Vec<usize>) -> Error,
     ) -> Result<Self> {
         socket_ifname.map(interfaces).transpose()?; // an error before the ranks wait for each other
-        let rendezvous = |place| match rendezvous(store, place, rank, size, timeout)? {
+        let rendezvous = |point| match rendezvous(store, point, rank, size, timeout)? {
             missing if missing.is_empty() => Ok(()),
             missing => Err(absent(missing)),
         };
@@ -263,15 +263,15 @@ fn interfaces(list: &str) -> Result<Vec<String>> {
     Ok(names)
 }
 
-/// Waits until every rank has reached `place`. Returns the missing ranks.
+/// Waits until every rank has reached `point`. Returns the missing ranks.
 fn rendezvous(
     store: &TcpStore,
-    place: &str,
+    point: &str,
     rank: usize,
     size: usize,
     timeout: Duration,
 ) -> Result<Vec<usize>> {
-    let all: Vec<String> = (0..size).map(|rank| format!("{place}/{rank}")).collect();
+    let all: Vec<String> = (0..size).map(|rank| format!("{point}/{rank}")).collect();
     store.set(&all[rank], b"")?;
     if store.wait(&all, timeout)? {
         return Ok(Vec::new());

@@ -20,7 +20,7 @@ use crate::error::{Error, Result};
 use crate::ffi::TcpStore;
 use crate::operation::{OpId, Operation};
 use crate::os::limits::not_started;
-use crate::runtime::{Deadline, Failure, Instant, OpRecord, PeerHeartbeat, PeerStatus, RunContext};
+use crate::runtime::{Deadline, Failure, Instant, OpEntry, PeerHeartbeat, PeerStatus, RunContext};
 
 /// The interval between heartbeats.
 const HEARTBEAT_INTERVAL: Duration = Duration::from_millis(500);
@@ -385,7 +385,7 @@ pub(super) fn waited_for(
             continue;
         };
         if let Some(waits) = status.seen.iter().find(|op| op.group.is_some() && op.is_open()) {
-            let step = status.seen.iter().find_map(OpRecord::step);
+            let step = status.seen.iter().find_map(OpEntry::step);
             let at = step.map(|sequence| OpId { operation: Operation::Step, sequence });
             let text =
                 format!("rank {other} waits for it in {}", stall::within(waits, &status.seen));

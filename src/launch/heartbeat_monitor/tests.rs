@@ -162,7 +162,7 @@ fn refresh_reports_the_failure_of_another_process() {
 #[test]
 fn processes_that_have_ended_are_not_waited_for() {
     let store = TcpStore::serve("127.0.0.1", 0, LIMIT, never()).unwrap();
-    let mut waits = OpRecord::new(all_reduce(), Duration::ZERO);
+    let mut waits = OpEntry::new(all_reduce(), Duration::ZERO);
     waits.group = Some(0);
     let ranks = vec![RankStatus { at: all_reduce(), seen: vec![waits] }];
     let beat = Heartbeat { sent: Duration::ZERO, suspended: Duration::ZERO, ranks };

@@ -52,7 +52,7 @@ struct Own {
 /// The longest wait for the answer of a process that is about to send it.
 const ANSWER: Duration = Duration::from_secs(10);
 
-/// The size of a greeting: a token, and the number of the process that greets.
+/// The size of a greeting: a token, and the index of the process that greets.
 const GREETING: usize = 16;
 
 impl HostLinks {

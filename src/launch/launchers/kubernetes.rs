@@ -70,7 +70,7 @@ fn nnodes(variables: &Variables) -> Result<(&'static str, usize)> {
 
 /// Returns this pod's number, and the variable that holds it.
 fn node_rank(variables: &Variables, nnodes: usize) -> Result<(&'static str, usize)> {
-    match (variables.number("PET_NODE_RANK")?, variables.number("RANK")?) {
+    match (variables.integer("PET_NODE_RANK")?, variables.integer("RANK")?) {
         (Some(node), Some(rank)) if node != rank => Err(Error::InvalidInput(format!(
             "RANK={rank} contradicts PET_NODE_RANK={node}; check what sets them"
         ))),

@@ -1,7 +1,7 @@
 //! Launcher detection: which launcher started this process, and the process's number among all. Launchers are
 //! torchrun, Slurm, MPI, Kubernetes, several machines by hand, or none.
 //!
-//! Launchers pass a process its number in environment variables, each launcher in its own. [`detect`] reads them,
+//! Launchers pass a process its index in environment variables, each launcher in its own. [`detect`] reads them,
 //! checks them against each other and against the flags, and returns what decided. It is a pure function: nothing
 //! else in this crate reads these variables.
 //!
@@ -303,7 +303,7 @@ fn detect_any(variables: &Variables, options: &LaunchOptions, gpus: usize) -> Re
         return kubernetes::read(variables, options);
     }
     // A single process needs no others: a shell of srun --pty has PMI_RANK too.
-    if variables.is_set("PMI_RANK") && variables.number("PMI_SIZE")? != Some(1) {
+    if variables.is_set("PMI_RANK") && variables.integer("PMI_SIZE")? != Some(1) {
         return mpi::read(variables, options, gpus);
     }
     torchrun::refuse_remains(variables)?;

@@ -41,7 +41,7 @@ pub(super) fn step(variables: &Variables) -> Result<SrunTask> {
         return Ok(if set { SrunTask::Task } else { SrunTask::Outside(None) }); // `read` reports what is missing
     };
     // A batch script has SLURM_PROCID=0 as well, but no step.
-    if !is_step && variables.number("SLURM_PROCID")?.is_none_or(|task| task == 0) {
+    if !is_step && variables.integer("SLURM_PROCID")?.is_none_or(|task| task == 0) {
         let why = format!("srun has not started this process of Slurm job {job}");
         return Ok(SrunTask::Outside(Some(why)));
     }
@@ -71,10 +71,10 @@ fn sign_of_a_shell(variables: &Variables) -> Option<String> {
     named.or_else(|| variables.text(terminal).map(|value| sign(terminal, value)))
 }
 
-/// Returns the number of the step; `None` if it is unset or not one of srun's.
+/// Returns the id of the step; `None` if it is unset or not one of srun's.
 pub(super) fn step_id(variables: &Variables) -> Result<Option<usize>> {
     match variables.first_of(&["SLURM_STEP_ID", "SLURM_STEPID"]) {
-        Some(name) => Ok(variables.number(name)?.filter(|&id| id < FIRST_OWN_STEP)),
+        Some(name) => Ok(variables.integer(name)?.filter(|&id| id < FIRST_OWN_STEP)),
         None => Ok(None),
     }
 }

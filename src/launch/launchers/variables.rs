@@ -41,10 +41,10 @@ impl<'a> Variables<'a> {
     }
 
     /// Returns a number from 0; `None` if the variable is unset.
-    pub(super) fn number(&self, name: &str) -> Result<Option<usize>> {
+    pub(super) fn integer(&self, name: &str) -> Result<Option<usize>> {
         let Some(text) = self.text(name) else { return Ok(None) };
         match text.parse::<u32>() {
-            Ok(number) => Ok(Some(number as usize)),
+            Ok(value) => Ok(Some(value as usize)),
             Err(_) => Err(Error::InvalidInput(format!(
                 "{name}={:?} is not a whole number from 0; --launch local ignores it",
                 shortened(&text)
@@ -54,7 +54,7 @@ impl<'a> Variables<'a> {
 
     /// Returns a number from 1; `None` if the variable is unset.
     pub(super) fn count(&self, name: &str) -> Result<Option<usize>> {
-        let count = self.number(name)?;
+        let count = self.integer(name)?;
         if count == Some(0) {
             return Err(Error::InvalidInput(format!("{name}=0 is too small; it counts from 1")));
         }
@@ -84,23 +84,23 @@ impl<'a> Variables<'a> {
         launcher: Launcher,
         names: [&str; N],
     ) -> Result<[usize; N]> {
-        let mut numbers = [0; N];
+        let mut values = [0; N];
         let (mut set, mut missing) = (Vec::new(), Vec::new());
-        for (number, name) in numbers.iter_mut().zip(names) {
-            match self.number(name)? {
-                Some(value) => {
-                    *number = value;
+        for (value, name) in values.iter_mut().zip(names) {
+            match self.integer(name)? {
+                Some(found) => {
+                    *value = found;
                     set.push(name);
                 }
                 None => missing.push(name),
             }
         }
-        if missing.is_empty() { Ok(numbers) } else { Err(launcher.lacks(&missing, &set)) }
+        if missing.is_empty() { Ok(values) } else { Err(launcher.lacks(&missing, &set)) }
     }
 
-    /// Checks that `RANK`, if it is set, is the process's number `index`, which `name` holds.
+    /// Checks that `RANK`, if it is set, is the process's `index`, which `name` holds.
     pub(super) fn check_rank(&self, name: &str, index: usize) -> Result<()> {
-        match self.number("RANK")? {
+        match self.integer("RANK")? {
             Some(rank) if rank != index => Err(Error::InvalidInput(format!(
                 "RANK={rank} contradicts {name}={index}: unset RANK, or use --launch local to ignore both"
             ))),
@@ -159,12 +159,12 @@ impl Launcher {
 }
 
 /// Checks that `number` is below `count`.
-pub(super) fn check_below(name: &str, number: usize, of: &str, count: usize) -> Result<()> {
-    if number < count {
+pub(super) fn check_below(name: &str, index: usize, of: &str, count: usize) -> Result<()> {
+    if index < count {
         return Ok(());
     }
     Err(Error::InvalidInput(format!(
-        "{name}={number} must be below {of}={count}, because it counts from 0; check what sets them (--launch local \
+        "{name}={index} must be below {of}={count}, because it counts from 0; check what sets them (--launch local \
          ignores them)"
     )))
 }

@@ -16,7 +16,7 @@ pub(crate) struct ChildError {
     /// The text for the user.
     pub text: String,
     pub kind: ErrorKind,
-    /// Number of failures in a row at the same place, as the parent process counts them; `None` if this is the first
+    /// Number of failures in a row at the same position, as the parent process counts them; `None` if this is the first
     /// there.
     #[serde(skip)]
     pub repeated: Option<usize>,
@@ -53,7 +53,7 @@ impl ChildError {
         self.repeated.and(self.failure()?.again())
     }
 
-    /// Stores this as the error of process `rank` of start number `start`, in the parent process's store at `parent`.
+    /// Stores this as the error of process `rank` of the start `start`, in the parent process's store at `parent`.
     ///
     /// # Errors
     /// [`Error::Store`](crate::Error::Store) when the parent process does not answer.
@@ -86,11 +86,12 @@ fn key(rank: usize) -> String {
     format!("error/{rank}")
 }
 
-/// Returns how many of the failures at `places`, the last one included, were in a row at its place; `None` if it is the
+/// Returns how many of the failures at `positions`, the last one included, were in a row at its position; `None` if it is the
 /// first there. A run that fails again where it failed before has made no progress.
-pub(super) fn failures_in_a_row(places: &[Option<String>]) -> Option<usize> {
-    let last = places.last()?.as_ref()?;
-    let count = places.iter().rev().take_while(|place| place.as_ref() == Some(last)).count();
+pub(super) fn failures_in_a_row(positions: &[Option<String>]) -> Option<usize> {
+    let last = positions.last()?.as_ref()?;
+    let count =
+        positions.iter().rev().take_while(|position| position.as_ref() == Some(last)).count();
     (count > 1).then_some(count)
 }
 
@@ -102,8 +103,8 @@ mod tests {
     fn failure_count_restarts_at_another_step() {
         let steps =
             [None, None, Some(3), Some(3), Some(3), Some(4), Some(3), Some(3), None, Some(3)];
-        let places = steps.map(|step: Option<u64>| step.map(|step| format!("step #{step}")));
-        let counts: Vec<_> = (1..=10).map(|count| failures_in_a_row(&places[..count])).collect();
+        let positions = steps.map(|step: Option<u64>| step.map(|step| format!("step #{step}")));
+        let counts: Vec<_> = (1..=10).map(|count| failures_in_a_row(&positions[..count])).collect();
         let expected = [None, None, None, Some(2), Some(3), None, None, Some(2), None, None];
         assert_eq!(counts, expected);
     }

@@ -114,10 +114,14 @@ impl SpawnProcesses<'_> {
         before_restart: impl Fn(usize, &ChildError),
     ) -> Result<ProcessesEnd> {
         let (began, mut restarts) = (Instant::now(), Restarts::default());
-        let mut places = Vec::new();
+        let mut positions = Vec::new();
         loop {
-            let number = restarts.reasons.len();
-            let start = Start { spawn: self, store: store.under(&store_prefix(number)), number };
+            let restart_count = restarts.reasons.len();
+            let start = Start {
+                spawn: self,
+                store: store.under(&store_prefix(restart_count)),
+                restart_count,
+            };
             let mut all = start.begin(store)?;
             if let (Some(lent), Some(Some(rank_0))) = (lent, all.children.first()) {
                 lent.lend_to(rank_0.id());
@@ -131,13 +135,13 @@ impl SpawnProcesses<'_> {
                 return Ok(ProcessesEnd::Well(all.reason_of_rank_0()));
             };
             stops |= signals.try_iter().any(asks_to_stop);
-            places.push(error.failure().and_then(RankFailure::place));
-            error.repeated = failures_in_a_row(&places);
+            positions.push(error.failure().and_then(RankFailure::position));
+            error.repeated = failures_in_a_row(&positions);
             let wrong_input = matches!(error.kind, ErrorKind::WrongInput);
-            if wrong_input || stops || number == self.max_restarts {
+            if wrong_input || stops || restart_count == self.max_restarts {
                 return Ok(ProcessesEnd::Badly(Box::new(error), restarts.reasons));
             }
-            before_restart(number + 1, &error);
+            before_restart(restart_count + 1, &error);
             let reason = error.text.lines().next().unwrap_or_default().into();
             restarts.add(reason, began.elapsed(), store)?;
         }
@@ -216,7 +220,7 @@ struct Start<'a> {
     spawn: &'a SpawnProcesses<'a>,
     /// Holds the errors that the processes of this start leave.
     store: TcpStore,
-    number: usize,
+    restart_count: usize,
 }
 
 impl Start<'_> {
@@ -244,7 +248,7 @@ impl Start<'_> {
     fn start(&self, rank: usize, port: u16) -> io::Result<Child> {
         let mut command = this_program()?;
         command.args(env::args_os().skip(1)).stdin(Stdio::null()).process_group(0);
-        let (restart_count, max_restarts) = (self.number, self.spawn.max_restarts);
+        let (restart_count, max_restarts) = (self.restart_count, self.spawn.max_restarts);
         let start = ParentStart { port, restart_count, max_restarts };
         let variables = match self.spawn.children {
             Children::Ranks(Placement { devices, threads_per_rank, .. }) => {
@@ -342,7 +346,7 @@ impl Start<'_> {
         how: String,
         runs: impl FnMut(usize) -> bool,
     ) -> Result<Option<ChildError>> {
-        let store_of_run = store.under(&prefix("none", self.number as i64));
+        let store_of_run = store.under(&prefix("none", self.restart_count as i64));
         report_absent(&store_of_run, rank)?;
         if refuses_input(status) || ChildError::is_in(&self.store, rank)? {
             report_ended(&store_of_run, rank, None, &how)?;
@@ -416,8 +420,12 @@ mod tests {
         };
         let (_open_tx, never_rx) = bounded(0);
         let store = TcpStore::serve("127.0.0.1", 0, time, never_rx).unwrap();
-        for (number, code) in [2, 1].into_iter().enumerate() {
-            let start = Start { spawn: &spawn, store: store.under(&store_prefix(number)), number };
+        for (restart_count, code) in [2, 1].into_iter().enumerate() {
+            let start = Start {
+                spawn: &spawn,
+                store: store.under(&store_prefix(restart_count)),
+                restart_count,
+            };
             // A process whose --config has changed meanwhile ends like this, before it has joined.
             let exit = format!("exit {code}");
             let status = Command::new("sh").args(["-c", &exit]).status().unwrap();

@@ -50,12 +50,12 @@ impl RunningProcesses {
 
     /// Records the processes that have ended.
     pub(super) fn reap(&mut self) {
-        for (rank, place) in self.children.iter_mut().enumerate() {
-            if let Some(child) = place
+        for (rank, entry) in self.children.iter_mut().enumerate() {
+            if let Some(child) = entry
                 && let Ok(Some(status)) = child.try_wait()
             {
                 self.ended.push((rank, child.id(), status));
-                *place = None;
+                *entry = None;
             }
         }
     }

@@ -150,8 +150,8 @@ impl Spawn {
                 self.notifier.notify(&text);
             }
         }
-        if let Some(slot) = &self.dump {
-            let _ = slot.set(dump); // a second run keeps the first one's dump
+        if let Some(kept) = &self.dump {
+            let _ = kept.set(dump); // a second run keeps the first one's dump
         }
     }
 

@@ -205,11 +205,11 @@ impl GlooBackend {
     /// Returns the sizes of an all_to_all, in which every rank may choose how much it sends and expects.
     fn parts_of_all_to_all(&self, call: &Call) -> SplitSizes {
         let process_map = &self.packer.network.map;
-        let size = |places: &[TensorMemory], range: &Range<usize>| -> usize {
-            places[range.clone()].iter().map(|place| num_bytes(call.kind, place.numel)).sum()
+        let size = |tensors: &[TensorMemory], range: &Range<usize>| -> usize {
+            tensors[range.clone()].iter().map(|tensor| num_bytes(call.kind, tensor.numel)).sum()
         };
-        let each = |places: fn(&CollectiveFingerprint) -> &[TensorMemory]| {
-            let part = |range| self.slot.published().map(|call| size(places(call), range)).sum();
+        let each = |tensors: fn(&CollectiveFingerprint) -> &[TensorMemory]| {
+            let part = |range| self.slot.published().map(|call| size(tensors(call), range)).sum();
             process_map.processes.iter().map(part).collect()
         };
         let (to, from) = (each(|call| &call.inputs), each(|call| &call.outputs));
@@ -227,7 +227,7 @@ impl RankBackend for GlooBackend {
             return self.all_reduce_direct(call, numel);
         }
         let mut parts = SplitSizes::of(call, numel, process_map, sliced);
-        let end = |sizes: &[usize]| SplitSizes::places(sizes, process_map.mine).1;
+        let end = |sizes: &[usize]| SplitSizes::offsets(sizes, process_map.mine).1;
         let room = |parts: &SplitSizes| {
             let (sent, received) = (end(&parts.to), end(&parts.from));
             // The results go out from behind the slices, because other ranks may still read the slices.
@@ -258,11 +258,11 @@ impl RankBackend for GlooBackend {
             let part = my_slice(slice.len(), self.slot.rank(), process_map.here().len());
             let offset = num_bytes(process_map.partial_kind(call), part.start);
             let (begin, sums) = (end(&parts.to), SplitSizes::results(call, numel, process_map));
-            let (places, _) = SplitSizes::places(&sums.to, mine);
+            let (offsets, _) = SplitSizes::offsets(&sums.to, mine);
             let result = begin + num_bytes(call.kind, part.start);
             let base = buffers.send.wrapping_add(result);
             self.on_local_ranks(call, |packer, _| {
-                let to = places.iter().map(|place| base.wrapping_add(*place));
+                let to = offsets.iter().map(|offset| base.wrapping_add(*offset));
                 // SAFETY: each rank of the process reads and writes its part of the slice.
                 unsafe { packer.add_up(call, &sources, offset, part.len(), to) };
             })?;

@@ -38,11 +38,11 @@ impl Packer {
         parts: &SplitSizes,
         sliced: bool,
     ) {
-        let (begins, _) = SplitSizes::places(&parts.to, process_map.mine);
+        let (begins, _) = SplitSizes::offsets(&parts.to, process_map.mine);
         let Buffers { send, .. } = self.buffers;
         let part = |process: usize, offset: usize| send.wrapping_add(begins[process] + offset);
         let (index, ranks) = (slot.rank(), process_map.here().len());
-        let place = process_map.here().start + index;
+        let group_rank = process_map.here().start + index;
         let whole = |tensor: &Tensor| num_bytes(call.kind, tensor.numel());
         let partial = process_map.partial_kind(call);
         let local = match call.op() {
@@ -52,15 +52,15 @@ impl Packer {
             op => op,
         };
         let scratch = &mut self.scratch;
-        // Reduces the elements `range` of tensor number `input` of the ranks. Each rank reduces its slice of them.
+        // Reduces the elements `range` of the tensor `input` of each rank. Each rank reduces its slice of them.
         let mut add = |input: usize, range: Range<usize>, to: &mut dyn Iterator<Item = *mut u8>| {
             let slice = my_slice(range.len(), index, ranks);
             let from = num_bytes(call.kind, range.start + slice.start);
             let offset = num_bytes(partial, slice.start);
             let inputs = slot.published().map(|call| &call.inputs[input]);
             scratch.list(
-                inputs.map(|place| place.data.wrapping_add(from)),
-                to.map(|place| place.wrapping_add(offset)),
+                inputs.map(|tensor| tensor.data.wrapping_add(from)),
+                to.map(|address| address.wrapping_add(offset)),
             );
             if slice.is_empty() || scratch.outputs.is_empty() {
                 return;
@@ -70,7 +70,7 @@ impl Packer {
             // to this slice of them.
             unsafe { reduce(scratch.reduction(kinds, slice.len(), local)) };
         };
-        // Copies the tensor to a place that only this rank writes.
+        // Copies the tensor to memory that only this rank writes.
         let copy = |tensor: &Tensor, to: *mut u8| {
             // SAFETY: there is room for the tensor, and no other rank writes there.
             unsafe { tensor.data_ptr().cast::<u8>().copy_to_nonoverlapping(to, whole(tensor)) };
@@ -95,32 +95,32 @@ impl Packer {
             }
             Operation::ReduceScatter => {
                 let numel = call.outputs[0].numel();
-                for (process, places) in process_map.processes.iter().enumerate() {
-                    for (offset, place) in places.clone().enumerate() {
+                for (process, receivers) in process_map.processes.iter().enumerate() {
+                    for (offset, receiver) in receivers.clone().enumerate() {
                         let offset = offset * num_bytes(partial, numel);
-                        add(place, 0..numel, &mut [part(process, offset)].into_iter());
+                        add(receiver, 0..numel, &mut [part(process, offset)].into_iter());
                     }
                 }
             }
             _ if collective.has_own_sizes => {
-                for (process, places) in process_map.processes.iter().enumerate() {
+                for (process, receivers) in process_map.processes.iter().enumerate() {
                     let earlier = slot.published().take(index);
                     let mut offset: usize = earlier
-                        .flat_map(|call| &call.inputs[places.clone()])
-                        .map(|place| num_bytes(call.kind, place.numel))
+                        .flat_map(|call| &call.inputs[receivers.clone()])
+                        .map(|tensor| num_bytes(call.kind, tensor.numel))
                         .sum();
-                    for input in &call.inputs[places.clone()] {
+                    for input in &call.inputs[receivers.clone()] {
                         copy(input, part(process, offset));
                         offset += whole(input);
                     }
                 }
             }
             // The other collectives copy.
-            _ if !inputs.is_held_by(place == call.root()) => {}
+            _ if !inputs.is_held_by(group_rank == call.root()) => {}
             _ if inputs.is_list() => {
-                for (process, places) in process_map.processes.iter().enumerate() {
-                    for (offset, place) in places.clone().enumerate() {
-                        let input = &call.inputs[place];
+                for (process, receivers) in process_map.processes.iter().enumerate() {
+                    for (offset, receiver) in receivers.clone().enumerate() {
+                        let input = &call.inputs[receiver];
                         copy(input, part(process, offset * whole(input)));
                     }
                 }
@@ -188,11 +188,11 @@ impl Packer {
         sources: &[*mut u8],
         sliced: bool,
     ) {
-        let (index, place) = (slot.rank(), process_map.here().start + slot.rank());
+        let (index, group_rank) = (slot.rank(), process_map.here().start + slot.rank());
         let whole = |tensor: &Tensor| num_bytes(call.kind, tensor.numel());
         let data = |tensor: &Tensor| tensor.data_ptr().cast::<u8>();
         let copy = |from: *mut u8, to: *mut u8, size: usize| {
-            // SAFETY: both places have `size` bytes, and `to` belongs to this rank.
+            // SAFETY: both have `size` bytes, and `to` belongs to this rank.
             unsafe { from.copy_to_nonoverlapping(to, size) };
         };
         let Some(collective) = call.operation.collective() else { return };
@@ -217,12 +217,12 @@ impl Packer {
                 };
             }
             _ if collective.has_own_sizes => {
-                for (source, places) in sources.iter().zip(&process_map.processes) {
+                for (source, senders) in sources.iter().zip(&process_map.processes) {
                     let mut offset = 0;
-                    for from in places.clone() {
+                    for from in senders.clone() {
                         for (other, announced) in slot.published().enumerate() {
                             let size = num_bytes(call.kind, announced.outputs[from].numel);
-                            if process_map.here().start + other == place {
+                            if process_map.here().start + other == group_rank {
                                 copy(source.wrapping_add(offset), data(&call.outputs[from]), size);
                             }
                             offset += size;
@@ -232,9 +232,9 @@ impl Packer {
             }
             // The other collectives copy.
             _ if outputs.is_list() => {
-                for (source, places) in sources.iter().zip(&process_map.processes) {
+                for (source, senders) in sources.iter().zip(&process_map.processes) {
                     for (offset, output) in
-                        call.outputs.iter().skip(places.start).take(places.len()).enumerate()
+                        call.outputs.iter().skip(senders.start).take(senders.len()).enumerate()
                     {
                         let size = whole(output);
                         copy(source.wrapping_add(offset * size), data(output), size);
@@ -251,7 +251,7 @@ impl Packer {
     }
 }
 
-/// Returns the address of the part of each process, of which this is number `mine`. It is in the receive buffer, but for this
+/// Returns the address of the part of each process, of which this is `mine`. It is in the receive buffer, but for this
 /// process itself in the send buffer, in the parts that begin at byte `begin`.
 pub(super) fn sources(
     buffers: Buffers,
@@ -260,13 +260,13 @@ pub(super) fn sources(
     begin: usize,
 ) -> Vec<*mut u8> {
     let Buffers { send, receive } = buffers;
-    let (to, _) = SplitSizes::places(&parts.to, mine);
-    let (from, _) = SplitSizes::places(&parts.from, mine);
-    let source = |(process, place): (usize, usize)| {
+    let (to, _) = SplitSizes::offsets(&parts.to, mine);
+    let (from, _) = SplitSizes::offsets(&parts.from, mine);
+    let source = |(process, offset): (usize, usize)| {
         if process == mine {
             send.wrapping_add(begin + to[mine])
         } else {
-            receive.wrapping_add(place)
+            receive.wrapping_add(offset)
         }
     };
     from.into_iter().enumerate().map(source).collect()

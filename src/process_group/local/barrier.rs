@@ -14,7 +14,7 @@ use crate::runtime::{Instant, Notify, RunContext};
 
 /// A barrier for the ranks of a group that share memory: threads of this process, or of several processes of a host.
 ///
-/// `rank` here is the place in the group. The run and the errors use the rank's number in the run.
+/// `rank` here is a rank of the group. The run and the errors use global ranks.
 ///
 /// Each rank counts its arrivals in a word of its own, which the others read. Either all ranks have arrived and the round
 /// is complete for all of them. Or a rank that gave up (cancelled, or past its deadline) has poisoned the word of a
@@ -24,9 +24,9 @@ use crate::runtime::{Instant, Notify, RunContext};
 /// A common word for all ranks would take longer. They would write it one after the other, and read it once more.
 #[derive(Debug)]
 pub(crate) struct Barrier {
-    slots: Arc<Slots>,
+    ranks: Arc<RankStates>,
     run: Arc<RunContext>,
-    /// The rank of the run at each place of the group.
+    /// The global rank of each rank of the group.
     members: Arc<[usize]>,
     /// The number of checks before parking; 0 where ranks outnumber cores, which yield instead.
     spins: u32,
@@ -35,7 +35,7 @@ pub(crate) struct Barrier {
 /// One rank's part of a barrier. Memory of zeros is a valid one.
 #[derive(Debug, Default)]
 #[repr(C)]
-pub(crate) struct Slot {
+pub(crate) struct RankState {
     arrival: CachePadded<Arrival>,
     spinning: CachePadded<Spinning>,
 }
@@ -76,18 +76,18 @@ impl<T> Deref for InMemory<T> {
     }
 }
 
-/// The slots of all ranks, in group order.
+/// The states of all ranks, in group order.
 #[derive(Debug)]
-struct Slots(Box<[InMemory<Slot>]>);
+struct RankStates(Box<[InMemory<RankState>]>);
 
-impl Notify for Slots {
+impl Notify for RankStates {
     fn notify(&self) {
         // Wakes every rank: a check of who waits could miss one that has just begun to.
-        self.0.iter().for_each(|slot| slot.arrival.event.notify());
+        self.0.iter().for_each(|rank| rank.arrival.event.notify());
     }
 }
 
-impl Slot {
+impl RankState {
     fn has_arrived(&self, round: u64) -> bool {
         self.arrival.word.load(Ordering::SeqCst) / ARRIVAL >= round
     }
@@ -137,24 +137,24 @@ const YIELDS: u32 = if cfg!(loom) { 1 } else { 50 };
 impl Barrier {
     /// Returns a barrier for the ranks `members` of `run`.
     pub(crate) fn new(run: Arc<RunContext>, members: Arc<[usize]>) -> Self {
-        let slots = members.iter().map(|_| InMemory::of(Arc::<Slot>::default())).collect();
+        let ranks = members.iter().map(|_| InMemory::of(Arc::<RankState>::default())).collect();
         let cores = run.cores;
-        Self::of(slots, cores, run, members)
+        Self::of(ranks, cores, run, members)
     }
 
-    /// Returns a barrier with these `slots`, for the ranks `members` of `run`, which may use this many cores together.
+    /// Returns a barrier with these `ranks`, for the ranks `members` of `run`, which may use this many cores together.
     pub(crate) fn of(
-        slots: Box<[InMemory<Slot>]>,
+        ranks: Box<[InMemory<RankState>]>,
         cores: usize,
         run: Arc<RunContext>,
         members: Arc<[usize]>,
     ) -> Self {
-        let slots = Arc::new(Slots(slots));
-        let events: Arc<dyn Notify> = slots.clone();
+        let ranks = Arc::new(RankStates(ranks));
+        let events: Arc<dyn Notify> = ranks.clone();
         run.cancel.register_events(Arc::downgrade(&events));
         // Ranks of other groups count too: they may be running meanwhile.
         let spins = if run.ranks_here <= cores { SPINS } else { 0 };
-        Self { slots, run, members, spins }
+        Self { ranks, run, members, spins }
     }
 
     /// Returns the run of these ranks.
@@ -162,7 +162,7 @@ impl Barrier {
         &self.run
     }
 
-    /// Returns the rank of the run at each place of the group.
+    /// Returns the global rank of each rank of the group.
     pub(crate) fn members(&self) -> &Arc<[usize]> {
         &self.members
     }
@@ -201,7 +201,7 @@ impl Barrier {
 
     /// Counts this rank as arrived. Returns the round to wait for, from 1; `None` if the round is complete.
     fn arrive(&self, rank: usize) -> Result<Option<u64>> {
-        let word = &self.slots.0[rank].arrival.word;
+        let word = &self.ranks.0[rank].arrival.word;
         let before = word.load(Ordering::Relaxed) & !POISON;
         let counted =
             word.compare_exchange(before, before + ARRIVAL, Ordering::SeqCst, Ordering::SeqCst);
@@ -213,13 +213,13 @@ impl Barrier {
             return Ok(Some(round));
         }
         // At least the last of the ranks gets here, and wakes those that found it missing.
-        self.slots.0.iter().for_each(|slot| slot.arrival.wake_if_waiting());
+        self.ranks.0.iter().for_each(|rank| rank.arrival.wake_if_waiting());
         Ok(None)
     }
 
     /// Returns whether all ranks have arrived in `round`.
     fn is_complete(&self, round: u64) -> bool {
-        self.slots.0.iter().all(|slot| slot.has_arrived(round))
+        self.ranks.0.iter().all(|rank| rank.has_arrived(round))
     }
 
     /// Spins for a while. Returns true if the round is complete.
@@ -231,7 +231,7 @@ impl Barrier {
         if self.spins == 0 {
             return self.give_way(round);
         }
-        let Spinning { pause, last_pause } = &*self.slots.0[rank].spinning;
+        let Spinning { pause, last_pause } = &*self.ranks.0[rank].spinning;
         let pauses = pause.load(Ordering::Relaxed);
         if pauses > 0 {
             pause.store(pauses - 1, Ordering::Relaxed);
@@ -269,7 +269,7 @@ impl Barrier {
         if self.spin(rank, round) {
             return Ok(());
         }
-        let waits = &self.slots.0[rank].arrival.waits;
+        let waits = &self.ranks.0[rank].arrival.waits;
         waits.store(true, Ordering::SeqCst);
         let result = self.sleep_until(rank, round, limit);
         waits.store(false, Ordering::SeqCst);
@@ -277,7 +277,7 @@ impl Barrier {
     }
 
     fn sleep_until(&self, rank: usize, round: u64, limit: Option<(OpId, Duration)>) -> Result<()> {
-        let (began, event) = (Instant::now(), &self.slots.0[rank].arrival.event);
+        let (began, event) = (Instant::now(), &self.ranks.0[rank].arrival.event);
         loop {
             let seen = event.count();
             // The order matters: a complete round counts, whatever else has happened. And a rank that has ended may
@@ -324,9 +324,9 @@ impl Barrier {
     fn poison(&self, round: u64) -> bool {
         // In round 3, for example, the word of a missing rank is 4, poisoned 5, and 6 once it arrives.
         let not_arrived = (round - 1) * ARRIVAL;
-        self.slots.0.iter().any(|slot| {
+        self.ranks.0.iter().any(|rank| {
             let poisoned = not_arrived | POISON;
-            let word = slot.arrival.word.compare_exchange(
+            let word = rank.arrival.word.compare_exchange(
                 not_arrived,
                 poisoned,
                 Ordering::SeqCst,
@@ -339,14 +339,14 @@ impl Barrier {
 
     /// Returns the members that have not arrived in `round`.
     fn missing(&self, round: u64) -> Vec<usize> {
-        let ranks = self.slots.0.iter().zip(&*self.members);
-        ranks.filter(|(slot, _)| !slot.has_arrived(round)).map(|(_, &rank)| rank).collect()
+        let ranks = self.ranks.0.iter().zip(&*self.members);
+        ranks.filter(|(rank, _)| !rank.has_arrived(round)).map(|(_, &rank)| rank).collect()
     }
 
     /// Waits for the cause after another rank gave up before this one arrived. That rank is about to report, which
     /// wakes all.
     fn wait_for_the_cause(&self, rank: usize) -> Error {
-        let Arrival { waits, event, .. } = &*self.slots.0[rank].arrival;
+        let Arrival { waits, event, .. } = &*self.ranks.0[rank].arrival;
         waits.store(true, Ordering::SeqCst);
         let cancelled = loop {
             let seen = event.count();
@@ -452,7 +452,7 @@ mod tests {
             }
             assert_eq!(barrier.arrive(0).unwrap(), Some(1));
             let diagnosis = || {
-                let is_poisoned = barrier.slots.0[1].arrival.word.load(Ordering::SeqCst) == POISON;
+                let is_poisoned = barrier.ranks.0[1].arrival.word.load(Ordering::SeqCst) == POISON;
                 assert!(is_poisoned, "it could arrive");
                 Error::PeerExited { at: AT, waiting: 0, left: 1 }
             };

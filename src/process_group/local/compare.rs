@@ -10,33 +10,33 @@ use crate::process_group::call::Call;
 /// Exchanges the calls of the ranks of this process: see [`CallSlot::exchange_calls`](super::CallSlot::exchange_calls).
 pub(crate) fn exchange_calls(
     slot: &mut ExchangeSlot<CollectiveFingerprint>,
-    first_place: usize,
+    first_group_rank: usize,
     call: &Call,
     extras: Extras,
     memory: Option<&mut Memory>,
 ) -> Result<()> {
     let timeout = call.timeout.unwrap_or(slot.barrier().run().timeout);
-    let place = first_place + slot.rank();
-    slot.exchange(call.at(), timeout, |announced| announced.publish(call, place, extras))?;
+    let group_rank = first_group_rank + slot.rank();
+    slot.exchange(call.at(), timeout, |announced| announced.publish(call, group_rank, extras))?;
     let members = slot.barrier().members();
     compare(slot.published(), members, call.sequence)?;
     let spans = slot.published().map(|call| call.spans.len()).sum::<usize>();
     let conflict = match memory {
-        None => conflict::sizes(slot.published(), first_place),
+        None => conflict::sizes(slot.published(), first_group_rank),
         Some(memory) if spans <= conflict::MAX_COMPARED_SPANS => {
-            memory.conflict(slot.published(), first_place)
+            memory.conflict(slot.published(), first_group_rank)
         }
         Some(memory) => {
             let Some(first) = slot.published().next() else { return Ok(()) };
             if slot.rank() == 0 {
-                first.verdict.get_or_init(|| memory.conflict(slot.published(), first_place));
+                first.verdict.get_or_init(|| memory.conflict(slot.published(), first_group_rank));
             }
             slot.barrier().wait_at_most(slot.rank(), call.at(), timeout)?;
             first.verdict.get().copied().flatten()
         }
     };
     let Some(conflict) = conflict else { return Ok(()) };
-    Err(conflict.error(slot.published(), members, first_place, call.at()))
+    Err(conflict.error(slot.published(), members, first_group_rank, call.at()))
 }
 
 /// Compares the calls of this process's ranks, in rank order. `members` are their global ranks.

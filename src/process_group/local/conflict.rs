@@ -10,13 +10,13 @@ use crate::operation::OpId;
 use crate::runtime::format_call_site;
 
 impl TensorConflict {
-    /// Returns the error for this conflict. `members` are the global ranks of the process. `first_place` is the group
+    /// Returns the error for this conflict. `members` are the global ranks of the process. `first_group_rank` is the group
     /// rank of its first rank.
     pub(super) fn error<'a>(
         self,
         calls: impl Iterator<Item = &'a CollectiveFingerprint> + Clone,
         members: &[usize],
-        first_place: usize,
+        first_group_rank: usize,
         call_at: OpId,
     ) -> Error {
         let (from, to) = match self {
@@ -28,11 +28,11 @@ impl TensorConflict {
             }
             TensorConflict::Sizes { from, to } => (from, to),
         };
-        let call = |place| calls.clone().nth(place);
-        let sent = call(from).map_or(0, |call| call.inputs[first_place + to].numel);
-        let expected = call(to).map_or(0, |call| call.outputs[first_place + from].numel);
+        let call = |rank| calls.clone().nth(rank);
+        let sent = call(from).map_or(0, |call| call.inputs[first_group_rank + to].numel);
+        let expected = call(to).map_or(0, |call| call.outputs[first_group_rank + from].numel);
         let [at, there] =
-            [from, to].map(|place| format_call_site(call(place).and_then(|call| call.call_site)));
+            [from, to].map(|rank| format_call_site(call(rank).and_then(|call| call.call_site)));
         let [from, to] =
             [(from, at), (to, there)].map(|(rank, line)| (&members[rank..=rank], line));
         sizes_differ(call_at, from, to, [sent, expected])
@@ -43,7 +43,7 @@ impl TensorConflict {
 /// other operations: what their ranks have agreed on determines the sizes.
 pub(super) fn sizes<'a>(
     calls: impl Iterator<Item = &'a CollectiveFingerprint> + Clone,
-    first_place: usize,
+    first_group_rank: usize,
 ) -> Option<TensorConflict> {
     if !calls.clone().next()?.operation.has_own_sizes() {
         return None;
@@ -51,7 +51,8 @@ pub(super) fn sizes<'a>(
     let differs = |(from, sender): (usize, &CollectiveFingerprint)| {
         let mut receivers = calls.clone().enumerate();
         let to = receivers.find(|(to, receiver)| {
-            sender.inputs[first_place + to].numel != receiver.outputs[first_place + from].numel
+            sender.inputs[first_group_rank + to].numel
+                != receiver.outputs[first_group_rank + from].numel
         });
         to.map(|(to, _)| TensorConflict::Sizes { from, to })
     };
@@ -72,9 +73,9 @@ impl Memory {
     pub(super) fn conflict<'a>(
         &mut self,
         calls: impl Iterator<Item = &'a CollectiveFingerprint> + Clone,
-        first_place: usize,
+        first_group_rank: usize,
     ) -> Option<TensorConflict> {
-        sizes(calls.clone(), first_place).or_else(|| self.overlap(calls))
+        sizes(calls.clone(), first_group_rank).or_else(|| self.overlap(calls))
     }
 
     /// Returns two ranks of which one writes where the other reads or writes.
@@ -118,7 +119,7 @@ pub(crate) struct TensorMemory {
 }
 
 /// The tensors of one side of a call, in place if it is one.
-pub(crate) type Places = SmallVec<[TensorMemory; 1]>;
+pub(crate) type TensorMemories = SmallVec<[TensorMemory; 1]>;
 
 // SAFETY: the address is only a number. The functions that dereference it state who may do so, and when.
 unsafe impl Send for TensorMemory {}

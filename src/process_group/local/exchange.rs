@@ -82,7 +82,7 @@ impl<T: Send + Sync> ExchangeSlot<T> {
     ) -> Result<()> {
         let cell = &self.exchange.slots[self.rank].cells[self.parity];
         // SAFETY: our own slot, before the barrier (see `Slot`); the reference ends here.
-        cell.with_mut(|place| publish(unsafe { &mut *place }))?;
+        cell.with_mut(|value| publish(unsafe { &mut *value }))?;
         self.exchange.barrier.wait_at_most(self.rank, at, timeout)?;
         self.parity = 1 - self.parity;
         Ok(())
@@ -98,7 +98,7 @@ impl<T: Send + Sync> ExchangeSlot<T> {
         let cell = &self.exchange.slots[rank].cells[1 - self.parity];
         // SAFETY: no rank writes this cell before this rank has entered the next exchange (see `Slot`), for which the
         // borrow of `self` must have ended.
-        cell.with(|place| unsafe { &*place })
+        cell.with(|value| unsafe { &*value })
     }
 
     /// Returns what this rank has published in the last exchange.

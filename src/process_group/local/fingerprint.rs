@@ -5,7 +5,7 @@ use std::sync::OnceLock;
 
 use tch::{Device, Kind, Tensor};
 
-use super::conflict::{Places, Span, Spans, TensorConflict, TensorMemory};
+use super::conflict::{Span, Spans, TensorConflict, TensorMemories, TensorMemory};
 use super::input_copies::{self, InputCopies};
 use crate::error::Result;
 use crate::ffi::{Shape, TensorFacts};
@@ -41,8 +41,8 @@ pub(crate) struct CollectiveFingerprint {
     shape: Shape,
     /// Line of the program that makes the call.
     pub call_site: Option<runtime::CallSite>,
-    pub(crate) inputs: Places,
-    pub(crate) outputs: Places,
+    pub(crate) inputs: TensorMemories,
+    pub(crate) outputs: TensorMemories,
     /// Memory of inputs and outputs, with adjacent spans joined. The ranks compare these spans.
     pub(super) spans: Spans,
     /// Conflict found by the first rank of the process, if it alone looks for conflicts.
@@ -62,8 +62,8 @@ impl CollectiveFingerprint {
             device: Device::Cpu,
             shape: Shape::new(),
             call_site: None,
-            inputs: Places::new(),
-            outputs: Places::new(),
+            inputs: TensorMemories::new(),
+            outputs: TensorMemories::new(),
             spans: Spans::new(),
             verdict: OnceLock::new(),
             has_contents: false,
@@ -71,8 +71,8 @@ impl CollectiveFingerprint {
         }
     }
 
-    /// Records `call` of the group rank `at_place`.
-    pub(super) fn publish(&mut self, call: &Call, at_place: usize, extras: Extras) -> Result<()> {
+    /// Records `call` of the group rank `group_rank`.
+    pub(super) fn publish(&mut self, call: &Call, group_rank: usize, extras: Extras) -> Result<()> {
         let mut tensors = call.inputs.iter().chain(call.outputs);
         let device = tensors.next().filter(|_| extras.device).map(Tensor::device);
         self.operation = call.operation;
@@ -87,7 +87,7 @@ impl CollectiveFingerprint {
         } else {
             list(&mut self.outputs, call.outputs)?;
         }
-        self.join_spans(at_place);
+        self.join_spans(group_rank);
         self.verdict.take();
         let numel = self.inputs.iter().map(|input| input.numel).sum();
         // This follows from what the ranks announce, so it is equal if their calls agree.
@@ -103,21 +103,21 @@ impl CollectiveFingerprint {
     }
 
     /// Fills `spans`.
-    fn join_spans(&mut self, at_place: usize) {
+    fn join_spans(&mut self, group_rank: usize) {
         let mut spans = std::mem::take(&mut self.spans);
         spans.clear();
-        let mut add = |place: &TensorMemory, written| {
-            let start = place.data as usize;
-            let end = start + num_bytes(self.kind, place.numel);
+        let mut add = |tensor: &TensorMemory, written| {
+            let start = tensor.data as usize;
+            let end = start + num_bytes(self.kind, tensor.numel);
             Span { start, end, written }.join(&mut spans);
         };
-        self.outputs.iter().for_each(|place| add(place, true));
+        self.outputs.iter().for_each(|tensor| add(tensor, true));
         let collective = self.operation.collective();
-        for (input, place) in self.inputs.iter().enumerate() {
+        for (input, tensor) in self.inputs.iter().enumerate() {
             // An input may share memory with the output that this rank keeps.
-            let kept = collective.and_then(|collective| collective.kept_output(input, at_place));
-            if kept.and_then(|output| self.outputs.get(output)) != Some(place) {
-                add(place, false);
+            let kept = collective.and_then(|collective| collective.kept_output(input, group_rank));
+            if kept.and_then(|output| self.outputs.get(output)) != Some(tensor) {
+                add(tensor, false);
             }
         }
         self.spans = spans;
@@ -177,10 +177,11 @@ impl CollectiveFingerprint {
             (None, Some(op)) => format!("({op})"),
             (None, None) => String::new(),
         };
-        let sizes =
-            |places: &[TensorMemory]| places.iter().map(|place| place.numel).collect::<Vec<_>>();
+        let sizes = |tensors: &[TensorMemory]| {
+            tensors.iter().map(|tensor| tensor.numel).collect::<Vec<_>>()
+        };
         let kind = dtype_name(*kind);
-        let place = match device {
+        let on_device = match device {
             Device::Cpu => String::new(),
             device => format!(" on {}", device_name(*device)),
         };
@@ -188,9 +189,9 @@ impl CollectiveFingerprint {
             Operation::Barrier => return operation.to_string(),
             Operation::NewGroup => return format!("{operation} of ranks {shape:?}"),
             _ if operation.has_own_sizes() => {
-                let [sent, expected] = [&self.inputs, &self.outputs].map(|places| sizes(places));
+                let [sent, expected] = [&self.inputs, &self.outputs].map(|tensors| sizes(tensors));
                 return format!(
-                    "{operation} of {kind}{place}{SIZES}{sent:?} and expecting {expected:?}"
+                    "{operation} of {kind}{on_device}{SIZES}{sent:?} and expecting {expected:?}"
                 );
             }
             _ => {
@@ -198,16 +199,16 @@ impl CollectiveFingerprint {
                 shapes.map(|shape| format!("{shape:?}")).collect::<Vec<_>>().join(" ")
             }
         };
-        format!("{operation}{options} of {kind} {what}{place}")
+        format!("{operation}{options} of {kind} {what}{on_device}")
     }
 }
 
-/// Fills `places` with the memory of these tensors.
-fn list(places: &mut Places, tensors: &[Tensor]) -> Result<()> {
-    places.clear();
+/// Fills `memories` with the memory of these tensors.
+fn list(memories: &mut TensorMemories, tensors: &[Tensor]) -> Result<()> {
+    memories.clear();
     for tensor in tensors {
         let TensorFacts { data, numel, .. } = TensorFacts::of(tensor)?;
-        places.push(TensorMemory { data, numel });
+        memories.push(TensorMemory { data, numel });
     }
     Ok(())
 }

@@ -175,9 +175,9 @@ fn list(calls: &[RankCall], outlier: usize) -> String {
 pub(super) fn to_text<'a>(
     mut calls: impl Iterator<Item = &'a CollectiveFingerprint> + Clone,
 ) -> String {
-    let places = calls.clone().map(|call| format!("\n{}", format_call_site(call.call_site)));
-    let places: String = places.collect();
-    calls.next().map_or(String::new(), CollectiveFingerprint::describe) + &places
+    let lines = calls.clone().map(|call| format!("\n{}", format_call_site(call.call_site)));
+    let lines: String = lines.collect();
+    calls.next().map_or(String::new(), CollectiveFingerprint::describe) + &lines
 }
 
 /// Returns the calls in the text of a process with these `ranks`. A missing or empty call is shown as "something

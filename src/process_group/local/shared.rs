@@ -39,7 +39,7 @@ impl CallSlot {
         Self(Ranks::OfHost(Box::new(group.slot(rank))))
     }
 
-    /// Returns this rank's place among the ranks that share memory.
+    /// Returns this rank's index among the ranks that share memory.
     pub(crate) fn rank(&self) -> usize {
         match &self.0 {
             Ranks::OfProcess(slot) => slot.rank(),
@@ -77,17 +77,17 @@ impl CallSlot {
     /// Announces this rank's call, waits for the others' and compares them.
     ///
     /// On success all ranks make the same call, with tensors of matching sizes. With `memory`, no rank writes where
-    /// another reads or writes. With [`Extras::device`], all tensors are also on one device. `first_place` is the group
+    /// another reads or writes. With [`Extras::device`], all tensors are also on one device. `first_group_rank` is the group
     /// rank of the first of these ranks.
     pub(crate) fn exchange_calls(
         &mut self,
-        first_place: usize,
+        first_group_rank: usize,
         call: &Call,
         extras: Extras,
         memory: Option<&mut Memory>,
     ) -> Result<()> {
         match &mut self.0 {
-            Ranks::OfProcess(slot) => exchange_calls(slot, first_place, call, extras, memory),
+            Ranks::OfProcess(slot) => exchange_calls(slot, first_group_rank, call, extras, memory),
             Ranks::OfHost(slot) => {
                 let result = slot.exchange(call, extras, memory, true);
                 self.report_failure(result)

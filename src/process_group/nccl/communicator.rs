@@ -37,20 +37,20 @@ impl Communicator {
         Self { comm: std::ptr::null_mut(), run }
     }
 
-    /// Starts to join the communicator `id` of `size` ranks as rank `place`, with the thread's current device. Follows
+    /// Starts to join the communicator `id` of `size` ranks as rank `rank`, with the thread's current device. Follows
     /// `ncclCommInitRankConfig`.
     pub(super) fn join(
         &mut self,
         UniqueId(id): UniqueId,
         size: usize,
-        place: usize,
+        rank: usize,
     ) -> ncclResult_t {
         ENDING.with_borrow_mut(|ending| ending.retain_mut(|left| !left.try_end()));
-        let (size, place) = (size as c_int, place as c_int);
+        let (size, rank) = (size as c_int, rank as c_int);
         let mut config = non_blocking();
-        // SAFETY: all pointers are to valid places; NCCL copies the configuration. From here on `comm` is set, and
+        // SAFETY: all pointers are to valid memory; NCCL copies the configuration. From here on `comm` is set, and
         // ended on every path.
-        unsafe { sys::ncclCommInitRankConfig(&mut self.comm, size, id, place, &mut config) }
+        unsafe { sys::ncclCommInitRankConfig(&mut self.comm, size, id, rank, &mut config) }
     }
 
     /// Returns NCCL's own state of the communicator: success, in progress, or a failure. In progress if the watchdog has
@@ -60,7 +60,7 @@ impl Communicator {
             return ncclResult_t::ncclInProgress;
         }
         let mut state = ncclResult_t::ncclSuccess;
-        // SAFETY: `comm` is live, and `state` a valid place.
+        // SAFETY: `comm` is live, and `state` valid memory.
         match unsafe { sys::ncclCommGetAsyncError(self.comm, &mut state) } {
             ncclResult_t::ncclSuccess => state,
             failed => failed,

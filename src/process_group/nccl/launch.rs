@@ -47,26 +47,26 @@ impl NcclBackend {
                 if let ReduceOp::PremulSum(factor) = call.op() {
                     multiply(tensor, factor)?;
                 }
-                let (place, numel) = (data(tensor), tensor.numel());
+                let (buffer, numel) = (data(tensor), tensor.numel());
                 self.with_launch_barrier(call, "ncclAllReduce", |_| {
                     // SAFETY: as above.
-                    unsafe { sys::ncclAllReduce(place, place, numel, kind, op, comm, stream) }
+                    unsafe { sys::ncclAllReduce(buffer, buffer, numel, kind, op, comm, stream) }
                 })
             }
             Operation::Reduce => {
                 let (kind, op) = reduction()?;
-                let (place, numel) = (data(&inputs[0]), inputs[0].numel());
+                let (buffer, numel) = (data(&inputs[0]), inputs[0].numel());
                 self.with_launch_barrier(call, "ncclReduce", |_| {
                     // SAFETY: as above; only the root writes.
-                    unsafe { sys::ncclReduce(place, place, numel, kind, op, root, comm, stream) }
+                    unsafe { sys::ncclReduce(buffer, buffer, numel, kind, op, root, comm, stream) }
                 })
             }
             Operation::Broadcast => {
                 let tensor = inputs.first().unwrap_or_else(|| &outputs[0]);
-                let (place, size) = (data(tensor), bytes(tensor));
+                let (buffer, size) = (data(tensor), bytes(tensor));
                 self.with_launch_barrier(call, "ncclBroadcast", |_| {
                     // SAFETY: as above.
-                    unsafe { sys::ncclBroadcast(place, place, size, byte, root, comm, stream) }
+                    unsafe { sys::ncclBroadcast(buffer, buffer, size, byte, root, comm, stream) }
                 })
             }
             // A list that is not one piece of memory is copied. All ranks must make the same NCCL calls, but the memory

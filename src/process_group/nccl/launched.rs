@@ -43,7 +43,7 @@ pub(super) struct State {
 /// A collective that may still run.
 struct Running {
     /// Its number among the launches.
-    number: u64,
+    index: u64,
     at: OpId,
     since: Instant,
     /// The event that is recorded after the collective.
@@ -90,8 +90,8 @@ impl LaunchedOps {
         ended.record(self.gpu)?; // without the lock: this blocks while the GPU's queue is full
         let mut state = self.state.lock();
         state.launches += 1;
-        let number = state.launches;
-        state.running.push_back(Running { number, at, since: Instant::now(), ended });
+        let index = state.launches;
+        state.running.push_back(Running { index, at, since: Instant::now(), ended });
         Ok(())
     }
 
@@ -122,9 +122,9 @@ impl LaunchedOps {
         // the rank.
         cuda::set_device(self.gpu).and_then(|()| state.forget_ended()).ok()?;
         let oldest = state.running.front().filter(|oldest| failed.is_some() || is_late(oldest))?;
-        let (number, at) = (oldest.number, oldest.at);
-        state.suspect = Some(number);
-        if before != Some(number) {
+        let (index, at) = (oldest.index, oldest.at);
+        state.suspect = Some(index);
+        if before != Some(index) {
             return None;
         }
         drop(state);

@@ -106,12 +106,12 @@ pub(super) fn check_library() -> Result<()> {
             text(OLDEST)
         )));
     }
-    let Some((value, place)) = setting(COMM_BLOCKING) else { return Ok(()) };
+    let Some((value, source)) = setting(COMM_BLOCKING) else { return Ok(()) };
     if matches!(value.trim(), "" | "0") {
         return Ok(());
     }
     Err(Error::InvalidInput(format!(
-        "backend nccl: {COMM_BLOCKING}={value} in {place} makes NCCL's calls block, so that no timeout and no failure of \
+        "backend nccl: {COMM_BLOCKING}={value} in {source} makes NCCL's calls block, so that no timeout and no failure of \
          another rank can end them; remove it there, or set {COMM_BLOCKING}=0 in the environment"
     )))
 }

@@ -106,8 +106,8 @@ struct NcclBackend {
 }
 
 /// Returns the store key that a rank sets when it joins.
-fn joins(place: usize) -> String {
-    format!("nccl/joins/{place}")
+fn joins(rank: usize) -> String {
+    format!("nccl/joins/{rank}")
 }
 
 impl NcclBackend {
@@ -192,7 +192,7 @@ impl NcclBackend {
     fn pair(&mut self, peer: usize) -> Result<&mut NcclBackend> {
         if !self.pairs.contains_key(&peer) {
             let (low, high) = (self.rank.min(peer), self.rank.max(peer));
-            let (place, run) = (usize::from(self.rank == high), &self.shared.run);
+            let (index, run) = (usize::from(self.rank == high), &self.shared.run);
             let members = [low, high].map(|rank| self.shared.members[rank]);
             let share = |here| Arc::new(Shared::new(run.clone(), Arc::new(members), here));
             let elsewhere = self.network.as_ref().filter(|_| !self.shared.here.contains(&peer));
@@ -200,16 +200,16 @@ impl NcclBackend {
                 Some(network) => {
                     let key = format!("nccl/{low}-{high}");
                     let late = || run.timeout_error(members[1], vec![members[0]]);
-                    let (store, makes_it) = (&network.store, place == 0);
+                    let (store, makes_it) = (&network.store, index == 0);
                     let id = UniqueId::through(store, &key, makes_it, run.timeout, late)?;
-                    (id, share(place..place + 1))
+                    (id, share(index..index + 1))
                 }
                 None => {
                     let make = || Ok((UniqueId::new()?, share(0..2)));
-                    self.local_pairs.fetch((low, high), 2, run, members[place], make)?
+                    self.local_pairs.fetch((low, high), 2, run, members[index], make)?
                 }
             };
-            let pair = NcclBackend::join(shared, None, Arc::default(), place, self.gpu, id)?;
+            let pair = NcclBackend::join(shared, None, Arc::default(), index, self.gpu, id)?;
             self.pairs.insert(peer, pair);
         }
         self.pairs.get_mut(&peer).ok_or_else(|| {
@@ -239,10 +239,10 @@ impl NcclBackend {
     /// which does not name them.
     fn not_joined(&self) -> Vec<usize> {
         let Some(network) = &self.network else { return Vec::new() };
-        let has_come = |place: &usize| network.store.check(&[joins(*place)]).unwrap_or(true);
+        let has_come = |rank: &usize| network.store.check(&[joins(*rank)]).unwrap_or(true);
         let members = &self.shared.members;
-        let missing = (0..members.len()).filter(|place| !has_come(place));
-        missing.map(|place| members[place]).collect()
+        let missing = (0..members.len()).filter(|rank| !has_come(rank));
+        missing.map(|rank| members[rank]).collect()
     }
 }
 

@@ -14,7 +14,7 @@ use crate::runtime::StopMessage;
 pub(super) struct Common {
     /// Rank 0's decision to stop.
     stop: [InMemory<AtomicU64>; 3],
-    /// The places of the send buffer and the receive buffer in the memory of the host's first process.
+    /// The offsets of the send buffer and the receive buffer in the memory of the host's first process.
     offsets: [InMemory<AtomicU64>; 2],
 }
 
@@ -66,13 +66,13 @@ impl Common {
 
     /// Makes known where the buffers are. They are in the memory of `group`, whose first rank this is.
     pub(super) fn set_buffers(&self, group: &HostGroup, buffers: &[Tensor; 2]) -> Result<()> {
-        for (place, buffer) in self.offsets.iter().zip(buffers) {
+        for (stored, buffer) in self.offsets.iter().zip(buffers) {
             let offset = match buffer.numel() {
                 0 => Some(0),
                 len => group.offset_of(buffer.data_ptr().cast(), len),
             };
             let elsewhere = || Error::Internal("a buffer is not in the memory of the host".into());
-            place.store(offset.ok_or_else(elsewhere)? as u64, Ordering::Relaxed);
+            stored.store(offset.ok_or_else(elsewhere)? as u64, Ordering::Relaxed);
         }
         Ok(())
     }
@@ -83,7 +83,7 @@ impl Common {
     /// [`Error::InvalidInput`] if the memory of the first rank's process has no such bytes there.
     pub(super) fn buffers(&self, group: &HostGroup, room: Room) -> Result<Buffers> {
         let [send, receive] = &self.offsets;
-        let find = |place: &AtomicU64, len: usize| match place.load(Ordering::Relaxed) as usize {
+        let find = |stored: &AtomicU64, len: usize| match stored.load(Ordering::Relaxed) as usize {
             offset if offset.is_multiple_of(PAGE) => group.buffer_of_first(offset, len),
             _ => Err(invalid_data()),
         };

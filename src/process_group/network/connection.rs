@@ -139,9 +139,9 @@ impl Network {
         name: &str,
         members: Arc<[usize]>,
     ) -> Result<Self> {
-        let members_in = |places: &Range<usize>| {
-            ranks.partition_point(|&rank| rank < places.start)
-                ..ranks.partition_point(|&rank| rank < places.end)
+        let members_in = |of_process: &Range<usize>| {
+            ranks.partition_point(|&rank| rank < of_process.start)
+                ..ranks.partition_point(|&rank| rank < of_process.end)
         };
         let parts = self.processes.processes.iter().map(members_in).enumerate();
         let there: Vec<(usize, Range<usize>)> =
@@ -199,7 +199,7 @@ impl Network {
     /// [`Network::reserve`].
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] if another process of the host has written invalid places.
+    /// [`Error::InvalidInput`] if another process of the host has written invalid offsets.
     pub(crate) fn buffers(&self, room: Room) -> Result<Buffers> {
         match &self.on_host {
             Some(group) if !group.has_first() => self.common.buffers(group, room),
@@ -223,7 +223,7 @@ impl Network {
         Ok(())
     }
 
-    /// Exchanges the parts in the send buffer from byte `begin` on, in the layout of [`SplitSizes::places`]. Returns
+    /// Exchanges the parts in the send buffer from byte `begin` on, in the layout of [`SplitSizes::offsets`]. Returns
     /// when all parts have arrived. Called by the process's first rank. `describe` returns its call as text, for a
     /// mismatch.
     ///
@@ -300,7 +300,7 @@ impl Network {
     }
 
     fn offsets(&self, sizes: &[usize]) -> Vec<usize> {
-        SplitSizes::places(sizes, self.map.mine).0
+        SplitSizes::offsets(sizes, self.map.mine).0
     }
 
     fn others(&self) -> impl Iterator<Item = usize> {
@@ -320,11 +320,11 @@ impl Network {
             // SAFETY: the tensor has a header for each process, which no other rank touches now. A part that fits into
             // the header lies where it was packed.
             unsafe {
-                let place = headers.add(process * HEADER_BYTES);
-                place.cast::<[u8; HEADER_INT_BYTES]>().write(header);
-                if let Some((begin, places)) = inline {
-                    let part = send.add(begin + places[process]);
-                    part.copy_to_nonoverlapping(place.add(HEADER_INT_BYTES), size);
+                let header_at = headers.add(process * HEADER_BYTES);
+                header_at.cast::<[u8; HEADER_INT_BYTES]>().write(header);
+                if let Some((begin, offsets)) = inline {
+                    let part = send.add(begin + offsets[process]);
+                    part.copy_to_nonoverlapping(header_at.add(HEADER_INT_BYTES), size);
                 }
             }
         }
@@ -344,9 +344,9 @@ impl Network {
         let (mut uneven, mut different) = (None, Vec::new());
         for process in self.others() {
             // SAFETY: the tensor has a header for each process, and Gloo has finished with it.
-            let (place, header) = unsafe {
-                let place = headers.add(process * HEADER_BYTES);
-                (place, place.cast::<[u8; HEADER_INT_BYTES]>().read())
+            let (header_at, header) = unsafe {
+                let header_at = headers.add(process * HEADER_BYTES);
+                (header_at, header_at.cast::<[u8; HEADER_INT_BYTES]>().read())
             };
             let header = ExchangeHeader::from_bytes(process, &header)?;
             if [header.sequence, header.fingerprint] != [call.sequence, fingerprint] {
@@ -358,11 +358,14 @@ impl Network {
             if let Some(stop) = self.stop.get() {
                 stop.merge(process == 0, header.stop);
             }
-            if let Some(places) = inline.filter(|_| fits) {
+            if let Some(offsets) = inline.filter(|_| fits) {
                 // SAFETY: the part has the expected size, for which there is room; no other rank uses the room now.
                 unsafe {
-                    let part = receive.add(places[process]);
-                    part.copy_from_nonoverlapping(place.add(HEADER_INT_BYTES), parts.from[process]);
+                    let part = receive.add(offsets[process]);
+                    part.copy_from_nonoverlapping(
+                        header_at.add(HEADER_INT_BYTES),
+                        parts.from[process],
+                    );
                 }
             }
         }
@@ -412,7 +415,7 @@ impl Network {
             let _ = gloo.abort();
         }
         let elsewhere = self.others().flat_map(|process| self.map.processes[process].clone());
-        let ranks = elsewhere.map(|place| self.members[place]).collect();
+        let ranks = elsewhere.map(|rank| self.members[rank]).collect();
         Err(if deadline.is_over() {
             lost::timed_out(&self.run, at, waiting, ranks, timeout)
         } else {
@@ -433,7 +436,7 @@ impl Network {
 
     /// Returns the error when the processes `different` make another call than this one.
     fn mismatch(&self, call: &Call, mine: &str, different: &[usize]) -> Result<Error> {
-        let parts = self.map.processes.iter().map(|places| &self.members[places.clone()]);
+        let parts = self.map.processes.iter().map(|ranks| &self.members[ranks.clone()]);
         let is_different = |process: usize| different.contains(&process);
         local::mismatch_in_store(
             &self.store,

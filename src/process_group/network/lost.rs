@@ -6,7 +6,7 @@ use crossbeam::channel::select_biased;
 
 use crate::error::{Error, MissingRank, Result};
 use crate::operation::{OpId, Operation};
-use crate::runtime::{OpRecord, RunContext};
+use crate::runtime::{OpEntry, RunContext};
 
 /// Longest wait for the cause of a failure, which another process may be about to report.
 pub(super) const FAILURE_CAUSE_TIMEOUT: Duration = Duration::from_secs(3);
@@ -23,9 +23,9 @@ pub(super) fn timed_out(
         Ok(silent) => silent,
         Err(cancelled) => return cancelled,
     };
-    // Only an open record proves that a rank has entered the call: `RunContext::activity` names the call before the
-    // rank enters it. `synchronize` is no call, and has no record.
-    let is_open = |record: &OpRecord| record.at == at && record.is_open();
+    // Only an open entry proves that a rank has entered the call: `RunContext::activity` names the call before the
+    // rank enters it. `synchronize` is no call, and has no entry.
+    let is_open = |entry: &OpEntry| entry.at == at && entry.is_open();
     let has_entered = |rank: &usize| match at.operation {
         Operation::Synchronize => run.activity[*rank].now() == at,
         _ => run.remote_snapshots.of(*rank, run.flight_recorder.now()).iter().any(is_open),

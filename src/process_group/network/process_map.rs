@@ -22,8 +22,8 @@ impl ProcessMap {
         let same = |a: &Range<usize>, b: &Range<usize>| host_of(a.start) == host_of(b.start);
         let ranks = |all: &[Range<usize>]| all[0].start..all[all.len() - 1].end;
         let hosts: Vec<Range<usize>> = self.processes.chunk_by(same).map(ranks).collect();
-        let place = self.here().start;
-        let mine = hosts.iter().position(|ranks| ranks.contains(&place)).unwrap_or(0);
+        let group_rank = self.here().start;
+        let mine = hosts.iter().position(|ranks| ranks.contains(&group_rank)).unwrap_or(0);
         Self { processes: hosts, mine }
     }
 
@@ -37,15 +37,15 @@ impl ProcessMap {
         self.processes[self.mine].clone()
     }
 
-    /// Returns the index of the process that has the group rank `place`.
-    pub(crate) fn process_of(&self, place: usize) -> usize {
-        self.processes.iter().position(|places| places.contains(&place)).unwrap_or(0)
+    /// Returns the index of the process that has the group rank `group_rank`.
+    pub(crate) fn process_of(&self, group_rank: usize) -> usize {
+        self.processes.iter().position(|ranks| ranks.contains(&group_rank)).unwrap_or(0)
     }
 
     /// Returns whether every process has one rank. Each then sends its rank's tensor as it is, and the receiver does
     /// all of the arithmetic, as with `threaded`.
     pub(crate) fn is_one_rank_each(&self) -> bool {
-        self.processes.iter().all(|places| places.len() == 1)
+        self.processes.iter().all(|ranks| ranks.len() == 1)
     }
 
     /// Returns the dtype in which a process sends its ranks' reduced tensors. If processes have several ranks, it is

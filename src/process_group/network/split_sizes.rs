@@ -78,15 +78,15 @@ impl SplitSizes {
     }
 
     /// Returns the offset of each process's part, and the end of all parts. This process's own part is the last.
-    pub(crate) fn places(sizes: &[usize], mine: usize) -> (Vec<usize>, usize) {
-        let mut places = vec![0; sizes.len()];
+    pub(crate) fn offsets(sizes: &[usize], mine: usize) -> (Vec<usize>, usize) {
+        let mut offsets = vec![0; sizes.len()];
         let mut end = 0;
         let others = (0..sizes.len()).filter(|&process| process != mine);
         for process in others.chain([mine]) {
-            places[process] = end;
+            offsets[process] = end;
             end += padded(sizes[process]);
         }
-        (places, end)
+        (offsets, end)
     }
 }
 
@@ -147,6 +147,6 @@ mod tests {
                 }
             }
         }
-        assert_eq!(SplitSizes::places(&[4, 100, 0], 0), (vec![128, 0, 128], 192));
+        assert_eq!(SplitSizes::offsets(&[4, 100, 0], 0), (vec![128, 0, 128], 192));
     }
 }

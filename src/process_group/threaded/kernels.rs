@@ -25,7 +25,7 @@ pub(super) unsafe fn run<'a>(
     call: &Call,
     rank: usize,
     calls: impl ExactSizeIterator<Item = &'a CollectiveFingerprint> + Clone,
-    places: &mut ReductionScratch,
+    addresses: &mut ReductionScratch,
 ) -> Result<()> {
     let all = || calls.clone();
     let Some(mine) = calls.clone().nth(rank) else { return Ok(()) };
@@ -34,28 +34,28 @@ pub(super) unsafe fn run<'a>(
         |from: TensorMemory, to: TensorMemory| unsafe { copy(mine.kind, mine.device, from, to) };
     match call.operation {
         Operation::AllReduce | Operation::Reduce => {
-            let lengths = mine.inputs.iter().map(|place| place.numel);
+            let lengths = mine.inputs.iter().map(|tensor| tensor.numel);
             for (index, slice) in my_slices(lengths, rank, all().len()) {
-                places.list(
+                addresses.list(
                     all().map(|other| other.inputs[index].data),
                     all().filter_map(|other| Some(other.outputs.get(index)?.data)),
                 );
                 // SAFETY: each rank writes to its own slices only.
-                unsafe { reduce(mine, places, slice.start, slice, call.op()) }?;
+                unsafe { reduce(mine, addresses, slice.start, slice, call.op()) }?;
             }
             Ok(())
         }
         Operation::ReduceScatter if call.on_piece.is_some() => {
             // SAFETY: each rank writes to its own scratch memory only.
-            unsafe { reduce_pieces(call, mine, rank, all(), places) }
+            unsafe { reduce_pieces(call, mine, rank, all(), addresses) }
         }
         Operation::ReduceScatter => {
-            places.list(
+            addresses.list(
                 all().map(|other| other.inputs[rank].data),
-                mine.outputs.iter().map(|place| place.data),
+                mine.outputs.iter().map(|output| output.data),
             );
             // SAFETY: each rank writes to its own output only.
-            unsafe { reduce(mine, places, 0, 0..mine.outputs[0].numel, call.op()) }
+            unsafe { reduce(mine, addresses, 0, 0..mine.outputs[0].numel, call.op()) }
         }
         // The other collectives copy. A list of inputs has a tensor for each rank, a list of outputs a tensor from each.
         operation => {
@@ -82,16 +82,16 @@ pub(super) unsafe fn reduce_contents<'a>(
     call: &Call,
     mine: &CollectiveFingerprint,
     calls: impl Iterator<Item = &'a CollectiveFingerprint> + Clone,
-    places: &mut ReductionScratch,
+    addresses: &mut ReductionScratch,
 ) -> Result<()> {
     let mut offset = 0;
     mine.outputs.iter().try_for_each(|output| {
         let inputs = calls.clone().map(|other| other.contents(offset));
-        places.list(inputs, iter::once(output.data));
+        addresses.list(inputs, iter::once(output.data));
         offset += num_bytes(mine.kind, output.numel);
         // SAFETY: no rank writes to announced elements before all ranks have announced their next calls; the rest as the
         // caller promises.
-        unsafe { reduce(mine, places, 0, 0..output.numel, call.op()) }
+        unsafe { reduce(mine, addresses, 0, 0..output.numel, call.op()) }
     })
 }
 
@@ -150,21 +150,21 @@ unsafe fn reduce_pieces<'a>(
     mine: &CollectiveFingerprint,
     rank: usize,
     calls: impl ExactSizeIterator<Item = &'a CollectiveFingerprint> + Clone,
-    places: &mut ReductionScratch,
+    addresses: &mut ReductionScratch,
 ) -> Result<()> {
     let (Some(on_piece), Some(scratch)) = (call.on_piece, mine.outputs.first()) else {
         return Ok(());
     };
     let op = call.reduce_op.filter(|op| calls.len() > 1 || !keeps(*op));
-    let lengths = mine.inputs.iter().map(|place| place.numel);
+    let lengths = mine.inputs.iter().map(|tensor| tensor.numel);
     for (index, slice) in my_slices(lengths, rank, calls.len()) {
         for start in slice.clone().step_by(scratch.numel) {
             let piece = start..slice.end.min(start + scratch.numel);
             if let Some(op) = op {
                 let inputs = calls.clone().map(|other| other.inputs[index].data);
-                places.list(inputs, iter::once(scratch.data));
+                addresses.list(inputs, iter::once(scratch.data));
                 // SAFETY: as the caller promises; no other rank touches the scratch memory.
-                unsafe { reduce(mine, places, 0, piece.clone(), op) }?;
+                unsafe { reduce(mine, addresses, 0, piece.clone(), op) }?;
             }
             on_piece(index, piece, op.is_some())?;
         }
@@ -175,11 +175,11 @@ unsafe fn reduce_pieces<'a>(
 /// Reduces the elements `slice` of the inputs into the outputs, from their element `to` on.
 ///
 /// # Safety
-/// The inputs of `places` have at least `slice.end` elements of `mine.kind`, on `mine.device`, and the outputs have
+/// The inputs of `addresses` have at least `slice.end` elements of `mine.kind`, on `mine.device`, and the outputs have
 /// as many from `to` on. No other rank touches these elements of the outputs, or writes to those of the inputs.
 unsafe fn reduce(
     mine: &CollectiveFingerprint,
-    places: &mut ReductionScratch,
+    addresses: &mut ReductionScratch,
     to: usize,
     slice: Range<usize>,
     op: ReduceOp,
@@ -187,16 +187,16 @@ unsafe fn reduce(
     if slice.is_empty() {
         return Ok(());
     }
-    if places.inputs.len() == 1 && places.inputs == places.outputs && keeps(op) {
+    if addresses.inputs.len() == 1 && addresses.inputs == addresses.outputs && keeps(op) {
         return Ok(()); // a single rank already has its result
     }
-    let add = |places: &mut [*mut u8], start| {
+    let add = |addresses: &mut [*mut u8], start| {
         let offset = num_bytes(mine.kind, start);
-        places.iter_mut().for_each(|place| *place = place.wrapping_add(offset));
+        addresses.iter_mut().for_each(|address| *address = address.wrapping_add(offset));
     };
-    add(&mut places.inputs, slice.start);
-    add(&mut places.outputs, to);
-    let reduction = places.reduction(Kinds::same(mine.kind), slice.len(), op);
+    add(&mut addresses.inputs, slice.start);
+    add(&mut addresses.outputs, to);
+    let reduction = addresses.reduction(Kinds::same(mine.kind), slice.len(), op);
     if mine.device == Device::Cpu {
         // SAFETY: as the caller promises, with pointers moved to the first elements.
         unsafe { local::reduce(reduction) };
@@ -222,15 +222,15 @@ unsafe fn reduce_by_kernels(reduction: Reduction<'_>, device: Device) -> Result<
     let len = len as i64;
     // SAFETY: as the caller promises; the views end with this function.
     let view = |&data: &*mut u8| unsafe { Tensor::f_from_blob(data, &[len], &[1], kind, device) };
-    let term = |number: usize| {
-        let term = view(&inputs[number])?.f_to_kind(wide)?;
+    let term = |rank: usize| {
+        let term = view(&inputs[rank])?.f_to_kind(wide)?;
         if let ReduceOp::PremulSum(factor) = op { term.f_mul_scalar(factor) } else { Ok(term) }
     };
     let reduce = || {
         let mut reduced = Tensor::f_zeros([len], (wide, device))?;
         reduced.f_copy_(&term(0)?)?;
-        for number in 1..inputs.len() {
-            let term = term(number)?;
+        for rank in 1..inputs.len() {
+            let term = term(rank)?;
             reduced = match op {
                 ReduceOp::Sum | ReduceOp::Avg | ReduceOp::PremulSum(_) => reduced.f_add_(&term)?,
                 ReduceOp::Product => reduced.f_mul_(&term)?,
@@ -253,7 +253,7 @@ unsafe fn reduce_by_kernels(reduction: Reduction<'_>, device: Device) -> Result<
 }
 
 /// # Safety
-/// Both places are memory of `kind` on `device`, of equal size. They are the same, or do not overlap. No rank writes to
+/// Both are memory of `kind` on `device`, of equal size. They are the same, or do not overlap. No rank writes to
 /// `from`, and no other rank touches `to`.
 unsafe fn copy(kind: Kind, device: Device, from: TensorMemory, to: TensorMemory) -> Result<()> {
     if from.data == to.data || to.numel == 0 {
@@ -266,8 +266,8 @@ unsafe fn copy(kind: Kind, device: Device, from: TensorMemory, to: TensorMemory)
     }
     let len = to.numel as i64;
     // SAFETY: as the caller promises; the views end with this function.
-    let view = |place: TensorMemory| unsafe {
-        Tensor::f_from_blob(place.data, &[len], &[1], kind, device)
+    let view = |tensor: TensorMemory| unsafe {
+        Tensor::f_from_blob(tensor.data, &[len], &[1], kind, device)
     };
     tch::no_grad(|| view(to)?.f_copy_(&view(from)?)).doing("copying between ranks")
 }

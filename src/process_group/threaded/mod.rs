@@ -64,7 +64,7 @@ pub(super) struct ThreadedBackend {
     /// Memory of all ranks' tensors in this collective. Reused, to avoid allocating.
     memory: Memory,
     /// Lists for the work, reused likewise.
-    places: ReductionScratch,
+    addresses: ReductionScratch,
 }
 
 impl ThreadedBackend {
@@ -72,8 +72,8 @@ impl ThreadedBackend {
     pub(super) fn join(slot: CallSlot, stream: Option<CommonStream>) -> Result<Self> {
         let at = OpId { operation: Operation::Init, sequence: 0 };
         slot.barrier().wait(slot.rank(), at)?;
-        let (memory, places) = (Memory::default(), ReductionScratch::default());
-        Ok(Self { slot, stream, memory, places })
+        let (memory, addresses) = (Memory::default(), ReductionScratch::default());
+        Ok(Self { slot, stream, memory, addresses })
     }
 
     /// Runs this rank's part of a collective whose tensors one exchange can move.
@@ -91,7 +91,7 @@ impl ThreadedBackend {
 
     fn exchange_and_work(&mut self, call: &Call) -> Result<()> {
         let extras = self.extras();
-        let Self { slot, stream, memory, places } = self;
+        let Self { slot, stream, memory, addresses } = self;
         slot.exchange_calls(0, call, extras, Some(memory))?;
         if matches!(call.operation, Operation::Barrier | Operation::NewGroup) {
             return Ok(()); // the exchange is the barrier
@@ -99,14 +99,15 @@ impl ThreadedBackend {
         if slot.announced().has_contents {
             // SAFETY: the exchange establishes all that this function requires.
             unsafe {
-                kernels::reduce_contents(call, slot.announced(), slot.published(), places)?;
+                kernels::reduce_contents(call, slot.announced(), slot.published(), addresses)?;
             }
             return Ok(());
         }
         // All tensors stay valid: their owners are in this collective, hold them, and leave it together.
         slot.and_leave_together(call, || {
             // SAFETY: the exchange and the common exit establish all that `kernels::run` requires.
-            let mut work = || unsafe { kernels::run(call, slot.rank(), slot.published(), places) };
+            let mut work =
+                || unsafe { kernels::run(call, slot.rank(), slot.published(), addresses) };
             match stream {
                 Some(stream) => stream.with(work),
                 None => work(),

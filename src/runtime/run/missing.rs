@@ -41,7 +41,7 @@ impl RunContext {
         missing
     }
 
-    /// Returns those of the ranks `members`, in other processes, that have not entered collective number `sequence` of
+    /// Returns those of the ranks `members`, in other processes, that have not entered the collective `sequence` of
     /// their group, the furthest behind first; all in other processes if there is no number. Refreshes their state, which
     /// takes a moment.
     pub(crate) fn behind_in_others(

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use crossbeam::utils::CachePadded;
 
-use super::flight_recorder::RECORDS;
+use super::flight_recorder::ENTRIES;
 use super::primitives::{
     AtomicBool, AtomicU64, AtomicUsize, Mutex, MutexGuard, Ordering, Thread, available_parallelism,
     current, park, park_timeout, yield_now,
@@ -85,7 +85,7 @@ pub(crate) struct RunContext {
     pub flight_recorder: FlightRecorder,
     /// The operations of other processes' ranks, as of the last [`RunContext::refresh_peers`].
     pub remote_snapshots: RemoteSnapshots,
-    /// The ranks of each group, by its number in the flight recorder.
+    /// The ranks of each group, by its id in the flight recorder.
     groups: Mutex<BTreeMap<u32, Arc<[usize]>>>,
     /// The number of ranks on this machine, and of the CPU cores that they may use. A bound rank would count its own.
     pub ranks_here: usize,
@@ -120,7 +120,7 @@ impl RunContext {
         Self {
             cancel: CancelToken::default(),
             activity: (0..world_size).map(|_| CachePadded::default()).collect(),
-            flight_recorder: FlightRecorder::new(world_size, RECORDS),
+            flight_recorder: FlightRecorder::new(world_size, ENTRIES),
             remote_snapshots: RemoteSnapshots::default(),
             groups: Mutex::default(),
             ranks_here: world_size,

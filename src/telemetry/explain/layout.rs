@@ -60,10 +60,10 @@ pub(super) fn shown(ranks: usize) -> Vec<Option<usize>> {
 pub(super) fn samples(first: &[usize], count: usize) -> String {
     const ROOM: usize = 20;
     let mut text = String::new();
-    for (place, sample) in first.iter().enumerate() {
-        let more = if place + 1 < count { " ..." } else { "" };
-        let next = format!("{text}{}{sample}", if place == 0 { "" } else { " " });
-        if place > 0 && next.len() + more.len() > ROOM {
+    for (index, sample) in first.iter().enumerate() {
+        let more = if index + 1 < count { " ..." } else { "" };
+        let next = format!("{text}{}{sample}", if index == 0 { "" } else { " " });
+        if index > 0 && next.len() + more.len() > ROOM {
             break;
         }
         text = next;

@@ -80,7 +80,7 @@ pub struct RankStep {
 /// A step of all ranks.
 #[derive(Debug, Clone)]
 pub struct ExplainedStep {
-    /// The number of the step in the whole run, from 0.
+    /// The index of the step in the whole run, from 0.
     pub step: u64,
     /// The learning rate.
     pub lr: f64,

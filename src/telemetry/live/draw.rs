@@ -295,18 +295,18 @@ mod tests {
     use super::*;
     use crate::operation::{OpId, Operation};
     use crate::records::TrainMetrics;
-    use crate::runtime::OpRecord;
+    use crate::runtime::OpEntry;
     use crate::telemetry::live::snapshot::{RankSnapshot, RunSnapshot, Source};
     use crate::telemetry::live::state::Playback;
 
     /// Rank 1 is late: the others wait for it in all_reduce #2.
     fn state(ranks: usize) -> LiveState {
-        let op = |operation, sequence, group, from, to: Option<u64>| OpRecord {
+        let op = |operation, sequence, group, from, to: Option<u64>| OpEntry {
             group,
             bucket: group.map(|_| 0),
             source_line: "src/a.rs:7".into(),
             finished_at: to.map(Duration::from_millis),
-            ..OpRecord::new(OpId { operation, sequence }, Duration::from_millis(from))
+            ..OpEntry::new(OpId { operation, sequence }, Duration::from_millis(from))
         };
         let of_rank = |rank: usize| {
             let mut ops = vec![

@@ -7,7 +7,7 @@ use strum::{EnumIter, IntoStaticStr};
 
 use super::snapshot::{HEARTBEAT, RankSnapshot, RunSnapshot, Source};
 use crate::operation::Operation;
-use crate::runtime::OpRecord;
+use crate::runtime::OpEntry;
 use crate::telemetry::arrivals::Arrivals;
 
 /// What a rank does, as a lane shows it.
@@ -114,7 +114,7 @@ fn lane(snapshot: &RunSnapshot, arrivals: &Arrivals, rank: usize) -> Lane {
     if phase == Phase::Ended {
         return Lane { phase, doing, spans, ..Lane::default() };
     }
-    let is_open = |op: &&OpRecord| op.is_open();
+    let is_open = |op: &&OpEntry| op.is_open();
     let own = || mine.ops.iter().rev().filter(|op| !op.on_comm_thread);
     let Some(op) = own().find(is_open) else {
         let Some(last) = own().next() else {
@@ -157,7 +157,7 @@ fn spans(
     rank: usize,
 ) -> Vec<(Range<Duration>, Phase)> {
     let own = || snapshot.ranks[rank].ops.iter().filter(|op| !op.on_comm_thread);
-    let span = |op: &OpRecord| (op.started_at..op.end(snapshot.now), Phase::of(op.at.operation));
+    let span = |op: &OpEntry| (op.started_at..op.end(snapshot.now), Phase::of(op.at.operation));
     let mut spans: Vec<_> = own().filter(|op| op.group.is_none()).map(span).collect();
     for op in own().filter(|op| op.group.is_some()) {
         spans.push(span(op));

@@ -14,7 +14,7 @@ use crate::error::{Error, Result, Shown};
 use crate::files::{mistaken, read_regular};
 use crate::operation::{OpId, Operation};
 use crate::os::limits::explain;
-use crate::runtime::OpRecord;
+use crate::runtime::OpEntry;
 use crate::telemetry::slices::MAX_TRACKS;
 use crate::telemetry::trace::TraceEvent;
 
@@ -32,7 +32,7 @@ const OPS: usize = 256;
 pub(super) struct Recording {
     pub labels: Vec<String>,
     /// The operations of each rank, oldest first.
-    ops: Vec<Vec<OpRecord>>,
+    ops: Vec<Vec<OpEntry>>,
     groups: BTreeMap<u32, Arc<[usize]>>,
     /// The time from the first operation to the end of the last.
     pub length: Duration,
@@ -62,7 +62,7 @@ struct UntimedOp {
     from: f64,
     to: f64,
     is_unfinished: bool,
-    op: OpRecord,
+    op: OpEntry,
 }
 
 /// What the traces have in common, while they are read.
@@ -92,7 +92,7 @@ impl Recording {
 
     /// Returns the ranks at a time of the run.
     pub(super) fn snapshot_at(&self, now: Duration) -> RunSnapshot {
-        let of_rank = |ops: &Vec<OpRecord>| {
+        let of_rank = |ops: &Vec<OpEntry>| {
             let begun = ops.partition_point(|op| op.started_at <= now);
             let newest = ops[..begun].iter().rev().take(OPS).rev();
             let is_over = now >= self.length && !ops.iter().any(|op| op.is_open());
@@ -205,7 +205,7 @@ impl Reader {
             is_sane.then(|| Duration::from_secs_f64(seconds.max(0.0))).ok_or_else(problem)
         };
         let mut groups: BTreeMap<u32, Vec<usize>> = BTreeMap::new();
-        let mut ops: Vec<Vec<OpRecord>> = vec![Vec::new(); world_size];
+        let mut ops: Vec<Vec<OpEntry>> = vec![Vec::new(); world_size];
         let mut length = Duration::ZERO;
         for UntimedOp { rank, from, to, is_unfinished, op } in self.ops {
             if let Some(group @ 1..) = op.group {
@@ -214,7 +214,7 @@ impl Reader {
             let (started_at, end) = (time(from)?, time(to)?);
             length = length.max(end);
             let finished_at = (!is_unfinished).then_some(end);
-            ops[rank].push(OpRecord { started_at, finished_at, ..op });
+            ops[rank].push(OpEntry { started_at, finished_at, ..op });
         }
         for ops in &mut ops {
             // A step begins at once with its first phase, and lies around it.
@@ -257,13 +257,13 @@ fn operation(event: &TraceEvent<'_>, rank: usize, track: usize) -> Result<Untime
     if !(ts.is_finite() && dur.is_finite() && dur >= 0.0) {
         return Err(format!("{at} has times that cannot be"));
     }
-    let op = OpRecord {
+    let op = OpEntry {
         group,
         bucket,
         amount: number("bytes").unwrap_or(0),
         source_line: args.get("at").and_then(Value::as_str).unwrap_or_default().into(),
         on_comm_thread: track > 0,
-        ..OpRecord::new(at, Duration::ZERO)
+        ..OpEntry::new(at, Duration::ZERO)
     };
     let is_unfinished = args.get("unfinished").and_then(Value::as_bool).unwrap_or(false);
     Ok(UntimedOp { rank, from: *ts, to: ts + dur, is_unfinished, op })

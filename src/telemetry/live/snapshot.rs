@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::operation::OpId;
-use crate::runtime::OpRecord;
+use crate::runtime::OpEntry;
 use crate::telemetry::arrivals::Arrivals;
 
 /// The ranks of a run, of which snapshots are taken.
@@ -41,7 +41,7 @@ pub(crate) struct RankSnapshot {
     /// The operation that the rank recorded last.
     pub at: OpId,
     /// Oldest first.
-    pub ops: Vec<OpRecord>,
+    pub ops: Vec<OpEntry>,
     pub source: Source,
 }
 
@@ -70,7 +70,7 @@ impl RunSnapshot {
     }
 
     /// Returns the ranks that have not entered the collective `op`, as far as is known.
-    pub(super) fn missing(&self, arrivals: &Arrivals, op: &OpRecord) -> Vec<usize> {
+    pub(super) fn missing(&self, arrivals: &Arrivals, op: &OpEntry) -> Vec<usize> {
         let is_missing = |rank: &usize| match self.ranks.get(*rank).map(|rank| rank.source) {
             Some(Source::Direct) => true,
             // A heartbeat from before the wait says nothing about it.
@@ -83,7 +83,7 @@ impl RunSnapshot {
     }
 
     /// Returns when the last rank entered the collective `op`, or now if one has not. `None` if that is unknown.
-    pub(super) fn last_arrival(&self, arrivals: &Arrivals, op: &OpRecord) -> Option<Duration> {
+    pub(super) fn last_arrival(&self, arrivals: &Arrivals, op: &OpEntry) -> Option<Duration> {
         match arrivals.complete(op) {
             Some(entered) => Some(entered.last),
             None => (op.is_open() && !self.missing(arrivals, op).is_empty()).then_some(self.now),

@@ -8,7 +8,7 @@ use super::snapshot::RunSnapshot;
 use super::waited_for::{LastRanks, Presence};
 use crate::operation::Operation;
 use crate::records::TrainMetrics;
-use crate::runtime::OpRecord;
+use crate::runtime::OpEntry;
 use crate::telemetry::metrics_logger::drop_every_second;
 
 /// The number of events that are kept.
@@ -182,7 +182,7 @@ impl LiveState {
 /// Returns a window of about two steps of the first rank that makes any.
 fn window(snapshot: &RunSnapshot) -> Duration {
     const SHORTEST: Duration = Duration::from_micros(100);
-    let steps = |ops: &[OpRecord]| -> Vec<Duration> {
+    let steps = |ops: &[OpEntry]| -> Vec<Duration> {
         let steps = ops.iter().filter(|op| op.at.operation == Operation::Step);
         steps.map(|op| op.started_at).collect()
     };

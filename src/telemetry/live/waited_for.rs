@@ -134,19 +134,19 @@ impl Presence {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::runtime::OpRecord;
+    use crate::runtime::OpEntry;
     use crate::telemetry::live::snapshot::{RankSnapshot, RunSnapshot, Source};
 
-    fn all_reduce(sequence: u64, from: u64, to: Option<u64>) -> OpRecord {
+    fn all_reduce(sequence: u64, from: u64, to: Option<u64>) -> OpEntry {
         let at = OpId { operation: Operation::AllReduce, sequence };
-        OpRecord {
+        OpEntry {
             group: Some(0),
             finished_at: to.map(Duration::from_millis),
-            ..OpRecord::new(at, Duration::from_millis(from))
+            ..OpEntry::new(at, Duration::from_millis(from))
         }
     }
 
-    fn snapshot(now: u64, ranks: Vec<Vec<OpRecord>>) -> RunSnapshot {
+    fn snapshot(now: u64, ranks: Vec<Vec<OpEntry>>) -> RunSnapshot {
         let at = OpId { operation: Operation::UserCode, sequence: 0 };
         let rank = |ops| RankSnapshot { at, ops, source: Source::Direct };
         let ranks = ranks.into_iter().map(rank).collect();

@@ -92,14 +92,14 @@ pub(crate) fn advice(end: &End, run: Conditions<'_>) -> Vec<String> {
     let share = |of: fn(&PhaseSeconds) -> f64| phases.iter().map(of).sum::<f64>() / total;
     let mut say = |text: String| advice.push(text);
     if let Some(straggler) = run.straggler {
-        let (Straggler { rank, seconds, .. }, place) = (straggler, straggler.place());
+        let (Straggler { rank, seconds, .. }, phase_text) = (straggler, straggler.phase_text());
         say(match straggler.phase {
             "save" => format!(
-                "Rank {rank} was the straggler: it delayed the others by {seconds:.1} s {place}. Save less \
+                "Rank {rank} was the straggler: it delayed the others by {seconds:.1} s {phase_text}. Save less \
                  often, with a larger --save-every or --save-every-epochs, or on a faster disk."
             ),
             _ => format!(
-                "Rank {rank} was the straggler: it delayed the others by {seconds:.1} s {place}. Look at what \
+                "Rank {rank} was the straggler: it delayed the others by {seconds:.1} s {phase_text}. Look at what \
                  it does there, or at what else runs on its device."
             ),
         });

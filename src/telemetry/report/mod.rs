@@ -1,4 +1,4 @@
-//! `--report`: one HTML page that shows a run, made of the same records as the trace.
+//! `--report`: one HTML page that shows a run, made of the same entries as the trace.
 
 mod advice;
 mod tracks;

@@ -1,11 +1,11 @@
 // The timeline: the operations of each rank on a canvas. The user can zoom and move it, and point at an operation.
 
-/** The fields of a record, by their places. */
+/** The fields of an entry, by their index. */
 const [OPERATION, BEGIN, DURATION, SEQUENCE, STEP, BUCKET, BYTES, TRACK, WAITED, WAITED_FOR, PLACE] = Array(11).keys();
 
 function timeline() {
   const { operations, may_wait: isCollective, places, ranks, lost } = data.timeline;
-  const total = sum(ranks.map(it => it.records.length));
+  const total = sum(ranks.map(it => it.entries.length));
   if (!total) {
     $("timeline-note").textContent = "Nothing was recorded.";
     $("timeline-body").remove();
@@ -13,8 +13,8 @@ function timeline() {
   }
   const gradient = operations.indexOf("gradient");
   let begin = Infinity, last = 0, open = false;
-  for (const { records } of ranks) {
-    for (const it of records) {
+  for (const { entries } of ranks) {
+    for (const it of entries) {
       begin = Math.min(begin, it[BEGIN]);
       last = Math.max(last, it[BEGIN] + (it[DURATION] ?? 0));
       open ||= it[DURATION] === null;
@@ -27,7 +27,7 @@ function timeline() {
 
   // Styles are numbers: for each operation one, for each bucket one to work and one to wait; -1 is no bucket.
   const bucketCount = Math.max(model.buckets.length, 1 + Math.max(-1, ...model.parameters.map(it => it.bucket ?? -1)),
-    ...ranks.map(({ records }) => records.reduce((most, it) => Math.max(most, it[BUCKET] + 1), 0)));
+    ...ranks.map(({ entries }) => entries.reduce((most, it) => Math.max(most, it[BUCKET] + 1), 0)));
   const bucketHue = bucket => bucket >= 0 ? hue(bucket) : "var(--collective)";
   const working = bucket => operations.length + 2 * (bucket + 1), waiting = bucket => working(bucket) + 1;
   const styles = working(bucketCount);
@@ -38,42 +38,42 @@ function timeline() {
   const [HIGH, LOW, GAP] = ranks.length > 8 ? [22, 9, 6] : [34, 14, 12], RULER = 40, GUTTER = 56;
   // Operations that overlap the rank's own work have tracks of their own. The last track has all that do not fit.
   const trackOf = it => Math.min(it[TRACK], 6);
-  const extraTracks = Math.max(0, ...ranks.map(it => it.records.reduce((most, record) => Math.max(most, trackOf(record)), 0)));
+  const extraTracks = Math.max(0, ...ranks.map(it => it.entries.reduce((most, entry) => Math.max(most, trackOf(entry)), 0)));
   const pitch = HIGH + extraTracks * (LOW + 2) + GAP, height = RULER + pitch * ranks.length;
   const tracks = [];
   const lanes = ranks.map((rank, lane) => {
     const top = RULER + lane * pitch;
-    const add = (name, records, top, height) => {
-      records = [...records].sort((a, b) => a[BEGIN] - b[BEGIN] || endOf(b) - endOf(a));
-      const starts = Float64Array.from(records, it => it[BEGIN]), ends = Float64Array.from(records, endOf);
+    const add = (name, entries, top, height) => {
+      entries = [...entries].sort((a, b) => a[BEGIN] - b[BEGIN] || endOf(b) - endOf(a));
+      const starts = Float64Array.from(entries, it => it[BEGIN]), ends = Float64Array.from(entries, endOf);
       // How far the slices up to this one reach: this rises, and so can be searched by halving.
       const reach = ends.slice();
       for (let i = 1; i < reach.length; i++) reach[i] = Math.max(reach[i], reach[i - 1]);
-      const style = Int32Array.from(records, it => isCollective[it[OPERATION]] ? working(it[BUCKET]) : it[OPERATION]);
-      const waited = Float64Array.from(records, it =>
+      const style = Int32Array.from(entries, it => isCollective[it[OPERATION]] ? working(it[BUCKET]) : it[OPERATION]);
+      const waited = Float64Array.from(entries, it =>
         isCollective[it[OPERATION]] ? Math.min(it[WAITED], endOf(it) - it[BEGIN]) : 0);
-      const track = { name, rank, lane, records, top, height, starts, ends, reach, style, waited };
-      if (records.length) tracks.push(track);
+      const track = { name, rank, lane, entries, top, height, starts, ends, reach, style, waited };
+      if (entries.length) tracks.push(track);
       return track;
     };
-    const own = rank.records.filter(it => !it[TRACK] && it[OPERATION] !== gradient);
+    const own = rank.entries.filter(it => !it[TRACK] && it[OPERATION] !== gradient);
     const phases = add("phases", own.filter(it => !isCollective[it[OPERATION]]), top, HIGH);
     phases.inner = add("collectives", own.filter(it => isCollective[it[OPERATION]]), top + HIGH * .42, HIGH * .58);
     // Above the lane, where they hide no name.
-    add("gradients", rank.records.filter(it => !it[TRACK] && it[OPERATION] === gradient), top - 5, 5);
+    add("gradients", rank.entries.filter(it => !it[TRACK] && it[OPERATION] === gradient), top - 5, 5);
     for (let n = 1; n <= extraTracks; n++) {
-      add(`track ${n}`, rank.records.filter(it => trackOf(it) === n), top + HIGH + 2 + (n - 1) * (LOW + 2), LOW);
+      add(`track ${n}`, rank.entries.filter(it => trackOf(it) === n), top + HIGH + 2 + (n - 1) * (LOW + 2), LOW);
     }
-    const starts = phases.records.filter((it, i, all) => it[STEP] >= 0 && (!i || all[i - 1][STEP] !== it[STEP]));
+    const starts = phases.entries.filter((it, i, all) => it[STEP] >= 0 && (!i || all[i - 1][STEP] !== it[STEP]));
     return { rank, top, starts };
   });
   const PER_STEP = ["step", "data", "forward", "backward", "optimizer"];
   /** From when to when a step lasted, on all ranks. */
   function span(step) {
     let from = Infinity, to = -Infinity;
-    for (const { name, records } of tracks) {
+    for (const { name, entries } of tracks) {
       if (name !== "phases") continue;
-      for (const it of records) {
+      for (const it of entries) {
         if (it[STEP] !== step || !PER_STEP.includes(operations[it[OPERATION]])) continue;
         from = Math.min(from, it[BEGIN]);
         to = Math.max(to, endOf(it));
@@ -230,10 +230,10 @@ function timeline() {
 
   /** The names of the slices that have room for them, and a line between two that touch. */
   function drawNames(context, track, first, beyond) {
-    const { starts, ends, records, top, height, inner } = track;
+    const { starts, ends, entries, top, height, inner } = track;
     for (let i = first; i < beyond; i++) {
       if ((ends[i] - starts[i]) * scale() < 4) continue;
-      const it = records[i], from = Math.max(GUTTER, xOf(starts[i])), to = Math.min(width, xOf(ends[i]));
+      const it = entries[i], from = Math.max(GUTTER, xOf(starts[i])), to = Math.min(width, xOf(ends[i]));
       context.fillStyle = rgb("var(--bg)");
       if (xOf(starts[i]) > GUTTER) context.fillRect(from - .5, top, 1, height);
       if (it[DURATION] === null) {
@@ -317,7 +317,7 @@ function timeline() {
   }
   const move = share => show(view.from + share * (view.to - view.from), view.to + share * (view.to - view.from));
 
-  // Returns the records under a point, the uppermost first.
+  // Returns the entries under a point, the uppermost first.
   function find(x, y) {
     const slack = 2 / scale(), time = timeAt(x);
     if (x < GUTTER) return null;
@@ -335,7 +335,7 @@ function timeline() {
   }
 
   function name({ track, i }) {
-    const it = track.records[i], operation = operations[it[OPERATION]];
+    const it = track.entries[i], operation = operations[it[OPERATION]];
     if (operation !== "gradient") return `${operation} #${it[SEQUENCE]}`;
     return `gradient of ${model.parameters[it[SEQUENCE]]?.name ?? `parameter ${it[SEQUENCE]}`}`;
   }
@@ -344,7 +344,7 @@ function timeline() {
   const amount = it => ofSamples(it) ? plural(it[BYTES], "sample") : bytes(it[BYTES]);
   const lasted = it => it[DURATION] === null ? "had not ended" : micros(it[DURATION]);
   function tell(slice) {
-    const it = slice.track.records[slice.i];
+    const it = slice.track.entries[slice.i];
     return [
       `${name(slice)} on rank ${slice.track.rank.rank}`,
       lasted(it),
@@ -357,7 +357,7 @@ function timeline() {
   function select(slice) {
     selected = slice;
     if (!slice) { $("slice").replaceChildren(); redraw(); return; }
-    const { track, i } = slice, it = track.records[i], collective = isCollective[it[OPERATION]];
+    const { track, i } = slice, it = track.entries[i], collective = isCollective[it[OPERATION]];
     const since = (it[BEGIN] / 1000).toLocaleString("en", { maximumFractionDigits: 4 });
     facts($("slice"), [
       ["operation", name(slice)],
@@ -479,7 +479,7 @@ function timeline() {
   $("step-number").addEventListener("input", event => event.target.setCustomValidity(""));
 
   const whose = ranks.length < world.size ? `the ${plural(ranks.length, "rank")} in the process of rank 0` : ranksText;
-  $("timeline-note").textContent = `${plural(total, "record")} of ${whose}, ${micros(end - begin)} in all. ` +
+  $("timeline-note").textContent = `${plural(total, "operation")} of ${whose}, ${micros(end - begin)} in all. ` +
     (lost ? `These are the last: ${count(lost)} older ones are no longer kept. ` : "") +
     (ranks.some(it => it.on_gpu) ? "The track under each rank is its GPU. "
       : extraTracks ? "The track under each rank is its communication thread. " : "") +

@@ -1,4 +1,4 @@
-//! The timeline of a report: the records of the trace in a compact form.
+//! The timeline of a report: the entries of the trace in a compact form.
 
 use std::collections::HashMap;
 
@@ -9,20 +9,20 @@ use crate::operation::Operation;
 use crate::runtime::{FlightRecorderDump, SourceLine};
 use crate::telemetry::slices::{Slice, gpu_slices, micros, slices};
 
-/// Maximum number of records on a page: a phone can still draw it.
+/// Maximum number of entries on a page: a phone can still draw it.
 const MAX_RECORDS: usize = 120_000;
 
 #[derive(Debug, serde::Serialize)]
 pub(crate) struct Tracks<'a> {
-    /// End of the timeline, in microseconds. Records that have not ended extend to it.
+    /// End of the timeline, in microseconds. Entries that have not ended extend to it.
     end: f64,
-    /// Number of records left out of a rank, the maximum over all ranks.
+    /// Number of entries left out of a rank, the maximum over all ranks.
     lost: u64,
-    /// Names of operations, by their number in records.
+    /// Names of operations, by their index in entries.
     operations: Vec<String>,
     /// For each operation: whether the rank may wait for others in it.
     may_wait: Vec<bool>,
-    /// Call sites, by their number in records.
+    /// Call sites, by their index in entries.
     places: Vec<String>,
     ranks: Vec<Track<'a>>,
 }
@@ -33,12 +33,12 @@ struct Track<'a> {
     device: &'a str,
     /// `true` if track 1 is the rank's GPU. The tracks of communication threads then begin at 2.
     on_gpu: bool,
-    records: Vec<PageRecord<'a>>,
+    entries: Vec<PageEntry<'a>>,
 }
 
-/// A record, as the page has it.
+/// An entry, as the page has it.
 #[derive(Debug)]
-struct PageRecord<'a> {
+struct PageEntry<'a> {
     slice: Slice<'a>,
     /// The number of its call site; -1 if that is unknown.
     call_site: i64,
@@ -46,7 +46,7 @@ struct PageRecord<'a> {
 
 /// Writes a list: operation, begin, duration (null if it had not ended), sequence, step, bucket, bytes, track (0 is the
 /// rank's own), time waited, rank waited for, call site. Times are in microseconds; -1 means none.
-impl Serialize for PageRecord<'_> {
+impl Serialize for PageEntry<'_> {
     fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
         let Slice { op, step, track, waited, .. } = self.slice;
         let duration = micros(self.slice.duration());
@@ -68,7 +68,7 @@ impl Serialize for PageRecord<'_> {
 }
 
 impl<'a> Tracks<'a> {
-    /// Collects the newest records of each rank of `dump`, and of its GPU.
+    /// Collects the newest entries of each rank of `dump`, and of its GPU.
     pub(crate) fn new(dump: &'a FlightRecorderDump) -> Self {
         let most = MAX_RECORDS / dump.ranks.len().max(1);
         let mut call_sites = CallSites::default();
@@ -89,12 +89,12 @@ impl<'a> Tracks<'a> {
                 too_many += slices[too_many..].iter().position(is_step).unwrap_or(0);
             }
             lost = lost.max(rank.lost + too_many as u64);
-            let record = |slice: Slice<'a>| PageRecord {
+            let entry = |slice: Slice<'a>| PageEntry {
                 slice,
                 call_site: call_sites.number(&slice.op.source_line),
             };
-            let records = slices.drain(too_many..).map(record).collect();
-            ranks.push(Track { rank: rank.rank, device: &rank.device, on_gpu, records });
+            let entries = slices.drain(too_many..).map(entry).collect();
+            ranks.push(Track { rank: rank.rank, device: &rank.device, on_gpu, entries });
         }
         let operations = Operation::iter().map(|operation| operation.to_string()).collect();
         let may_wait = Operation::iter().map(Operation::may_wait).collect();

@@ -170,8 +170,8 @@ fn histogram(values: &[f32]) -> Histogram {
     let mut bucket = vec![0.0; BUCKETS];
     for x in finite() {
         // All values are in the first bucket if they are equal. The largest value is in the last bucket.
-        let place = if width > 0.0 { ((x - min) / width) as usize } else { 0 };
-        bucket[place.min(BUCKETS - 1)] += 1.0;
+        let index = if width > 0.0 { ((x - min) / width) as usize } else { 0 };
+        bucket[index.min(BUCKETS - 1)] += 1.0;
     }
     let mut bucket_limit: Vec<f64> = (1..=BUCKETS).map(|i| min + width * i as f64).collect();
     bucket_limit[BUCKETS - 1] = max;

@@ -135,7 +135,7 @@ impl<M> Callback<M> for Explanation {
         if let (Some(ranks), Some(explainer)) = (group.gather_object(&numbers, 0)?, &self.explainer)
         {
             let step = telemetry::ExplainedStep {
-                step: step.number,
+                step: step.index,
                 lr: step.lr,
                 weight: format!(
                     "{}{}",

@@ -44,7 +44,7 @@ impl FaultInjection {
 
 impl<M> Callback<M> for FaultInjection {
     fn on_step_start(&mut self, context: &mut TrainContext<M>, step: &mut Step) -> Result<()> {
-        if step.number != self.step {
+        if step.index != self.step {
             return Ok(());
         }
         if let FaultKind::Flip(Flip { bit, place: FlipPlace::Gradient }) = self.kind {
@@ -60,7 +60,7 @@ impl<M> Callback<M> for FaultInjection {
                 context.makes_loss_nan =
                     step.batches.iter().any(|batch| !batch.inputs.is_floating_point());
             }
-            FaultKind::SkipSample => skip_sample(&mut step.batches, step.number)?,
+            FaultKind::SkipSample => skip_sample(&mut step.batches, step.index)?,
             FaultKind::WrongShape => {
                 let group = context.group();
                 let mut wrong =
@@ -79,7 +79,7 @@ impl<M> Callback<M> for FaultInjection {
         let (FaultKind::Flip(Flip { bit, place }), ddp) = (self.kind, &context.ddp) else {
             return Ok(());
         };
-        if step.number != self.step {
+        if step.index != self.step {
             return Ok(());
         }
         ddp.stop_observing(OBSERVER);
@@ -92,7 +92,7 @@ impl<M> Callback<M> for FaultInjection {
     }
 
     fn on_step_end(&mut self, context: &mut TrainContext<M>, step: &Step) -> Result<()> {
-        if step.number != self.step || !self.is_here {
+        if step.index != self.step || !self.is_here {
             return Ok(());
         }
         if self.kind == FaultKind::Desync

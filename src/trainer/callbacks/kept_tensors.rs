@@ -18,7 +18,7 @@ use crate::trainer::{Callback, Step, TrainContext};
 pub struct KeepTensors {
     /// The safetensors file, which must not exist yet.
     pub file: PathBuf,
-    /// The number of the step in the run, from 0.
+    /// The index of the step in the run, from 0.
     pub step: u64,
     /// The rank.
     pub rank: usize,
@@ -45,7 +45,7 @@ impl KeptTensors {
         context: &'a TrainContext<M>,
         step: &Step,
     ) -> Option<&'a DistributedDataParallel<M>> {
-        (step.number == self.place.step).then_some(&context.ddp)
+        (step.index == self.place.step).then_some(&context.ddp)
     }
 
     /// Returns the wrapped model, if it is in the step and on the rank that are kept.
@@ -140,7 +140,7 @@ impl Drop for KeptTensors {
     }
 }
 
-/// Returns the tensors of the batches, each with its number.
+/// Returns the tensors of the batches, each with its index.
 fn numbered(tensors: &[Tensor]) -> impl Iterator<Item = (String, Tensor)> {
     tensors.iter().enumerate().map(|(index, tensor)| (index.to_string(), tensor.shallow_clone()))
 }

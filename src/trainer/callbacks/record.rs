@@ -107,13 +107,13 @@ impl<M> Callback<M> for Record {
     /// Begins a step that is due: hashes its batches, and watches its gradients.
     fn on_step_start(&mut self, context: &mut TrainContext<M>, step: &mut Step) -> Result<()> {
         let ddp = &context.ddp;
-        if !step.number.is_multiple_of(self.every) {
+        if !step.index.is_multiple_of(self.every) {
             return Ok(());
         }
         let batch = step.batches.iter().flat_map(Batch::tensors).map(hash);
         let none = vec![None; ddp.trained_parameters().len()];
         self.step = Some(RecordedStep {
-            step: step.number,
+            step: step.index,
             rank: ddp.group().rank(),
             epoch: context.state.epoch,
             lr: step.lr,
@@ -150,7 +150,7 @@ impl<M> Callback<M> for Record {
     }
 
     fn on_step_end(&mut self, context: &mut TrainContext<M>, step: &Step) -> Result<()> {
-        self.ended = Some(step.number);
+        self.ended = Some(step.index);
         let (ddp, Some(mut line)) = (&context.ddp, self.step.take()) else { return Ok(()) };
         if step.is_skipped() {
             line.averages = average_hashes(ddp)?;

@@ -47,7 +47,7 @@ impl<M: Forward> Callback<M> for Validation {
 }
 
 impl Validation {
-    /// Validates after epoch number `epoch`. A collective.
+    /// Validates after the epoch `epoch`. A collective.
     fn validate<M: Forward>(
         &self,
         context: &mut TrainContext<M>,

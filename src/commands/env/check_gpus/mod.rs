@@ -114,8 +114,8 @@ impl Checks<'_> {
             self.skip("pairs with a GPU that did not pass are not checked".into())?;
         }
         let mut pairs = Vec::new();
-        for (place, &first) in working.iter().enumerate() {
-            pairs.extend(working[place + 1..].iter().map(|&second| (first, second)));
+        for (index, &first) in working.iter().enumerate() {
+            pairs.extend(working[index + 1..].iter().map(|&second| (first, second)));
         }
         for &(first, second) in &pairs {
             for check in [Check::Copy(first, second), Check::Copy(second, first)] {
@@ -199,7 +199,7 @@ impl Checks<'_> {
 
 /// Returns how a check ended, and what is wrong, to follow its name. `None` if nothing is.
 fn verdict(outcome: &Outcome) -> (Verdict, Option<String>) {
-    let place = |part: &Part| match part {
+    let meanwhile = |part: &Part| match part {
         Part::Load => " while loading CUDA",
         Part::Connect => " while connecting with NCCL",
         Part::Work => "",
@@ -218,10 +218,10 @@ fn verdict(outcome: &Outcome) -> (Verdict, Option<String>) {
                 ", and its process waits in the driver and cannot be killed"
             };
             let seconds = part.limit().as_secs();
-            (Verdict::Hangs, format!("hangs{} ({seconds} s){stuck}", place(part)))
+            (Verdict::Hangs, format!("hangs{} ({seconds} s){stuck}", meanwhile(part)))
         }
         Outcome::Dies(part, how) => {
-            (Verdict::Dies, format!("dies{}: its process {how}", place(part)))
+            (Verdict::Dies, format!("dies{}: its process {how}", meanwhile(part)))
         }
     };
     (verdict, Some(problem))

@@ -8,7 +8,7 @@ use std::sync::{Arc, OnceLock};
 
 use parking_lot::Mutex;
 
-use super::super::barrier::{Barrier, InMemory, Slot};
+use super::super::barrier::{Barrier, InMemory, RankState};
 use super::super::conflict::Spans;
 use super::slot::{Cell, HostSlot};
 use super::{Allocation, Host, used_up};
@@ -22,7 +22,7 @@ use crate::runtime::{RunContext, StopRequest};
 /// The room for tensors of each rank, in bytes. Larger ones go through it in pieces.
 pub(super) const STAGING: usize = 1 << 20;
 
-/// The ranks of a group that are on one host. `rank` here is the place among them.
+/// The ranks of a group that are on one host. `rank` here is the index among them.
 pub(crate) struct HostGroup {
     pub(super) host: Arc<Host>,
     pub(super) barrier: Barrier,
@@ -43,7 +43,7 @@ pub(crate) struct HostGroup {
     _own: Vec<Allocation>,
 }
 
-/// The place of a rank's block: the process whose memory it is in, and its first byte.
+/// Where a rank's block is: the process whose memory it is in, and its first byte.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Block {
     pub process: usize,
@@ -65,7 +65,7 @@ impl HostGroup {
         map: &ProcessMap,
         stop: Arc<OnceLock<Arc<StopRequest>>>,
     ) -> Result<Option<(ProcessMap, Option<Self>)>> {
-        let hosts = map.by_host(|place| host.host_of(members[place]));
+        let hosts = map.by_host(|rank| host.host_of(members[rank]));
         if hosts.len() == map.len() {
             return Ok(Some((hosts, None)));
         }
@@ -91,17 +91,18 @@ impl HostGroup {
             };
         let Some(own) = own.filter(|_| is_shared) else { return Ok(Some((hosts, None))) };
         let mut blocks = Vec::new();
-        for (text, places) in texts.iter().zip(&map.processes) {
-            if hosts.here().contains(&places.start) {
-                blocks.extend(parse(host, &cell, text, &members[places.clone()])?);
+        for (text, ranks) in texts.iter().zip(&map.processes) {
+            if hosts.here().contains(&ranks.start) {
+                blocks.extend(parse(host, &cell, text, &members[ranks.clone()])?);
             }
         }
         let slots = blocks.iter().map(|block| {
             let memory: Arc<dyn Any + Send + Sync> = host.clone();
-            let place = host.regions[block.process].at(block.offset, size_of::<Slot>());
-            let place = place.ok().and_then(|place| NonNull::new(place.cast::<Slot>()));
+            let pointer = host.regions[block.process].at(block.offset, size_of::<RankState>());
+            let pointer =
+                pointer.ok().and_then(|pointer| NonNull::new(pointer.cast::<RankState>()));
             // SAFETY: the block begins with a slot, which was zeros at first, and its memory exists as long as the host.
-            place.map(|place| unsafe { InMemory::at(place, memory) })
+            pointer.map(|pointer| unsafe { InMemory::at(pointer, memory) })
         });
         let slots = slots.collect::<Option<Box<[_]>>>().ok_or_else(not_a_block)?;
         let first = hosts.here().start;
@@ -131,11 +132,11 @@ impl HostGroup {
     /// # Errors
     /// [`Error::Internal`] if there are fewer.
     pub(crate) fn number(&self, index: usize) -> Result<InMemory<AtomicU64>> {
-        let place = self.cell.number(index).map(|offset| self.in_block(0, offset)).transpose()?;
-        let place = place.and_then(|place| NonNull::new(place.cast::<AtomicU64>()));
+        let pointer = self.cell.number(index).map(|offset| self.in_block(0, offset)).transpose()?;
+        let pointer = pointer.and_then(|pointer| NonNull::new(pointer.cast::<AtomicU64>()));
         let memory: Arc<dyn Any + Send + Sync> = self.host.clone();
         // SAFETY: the block of the first rank has zeros there at first, and its memory exists as long as the host.
-        let number = place.map(|place| unsafe { InMemory::at(place, memory) });
+        let number = pointer.map(|pointer| unsafe { InMemory::at(pointer, memory) });
         number.ok_or_else(|| Error::Internal(format!("a block has no number {index}")))
     }
 

@@ -77,7 +77,7 @@ impl Host {
         Self { regions, ranks: ranks.into(), mine, cores, hosts, next: AtomicUsize::new(PAGE) }
     }
 
-    /// Returns the number of the host that has `rank`, in the order of their ranks.
+    /// Returns the index of the host that has `rank`, in the order of their ranks.
     pub(crate) fn host_of(&self, rank: usize) -> usize {
         self.hosts.partition_point(|ranks| ranks.end <= rank)
     }

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use tch::Tensor;
 
-use super::super::barrier::{Barrier, Slot};
+use super::super::barrier::{Barrier, RankState};
 use super::super::conflict::{self, Memory, TensorMemory};
 use super::super::fingerprint::{CollectiveFingerprint, Extras};
 use super::super::input_copies::MAX_BYTES;
@@ -19,7 +19,7 @@ use crate::process_group::call::Call;
 use crate::process_group::dtype::num_bytes;
 use crate::runtime::StopMessage;
 
-/// What a rank announces to other processes, ahead of the places of its tensors.
+/// What a rank announces to other processes, ahead of the offsets of its tensors.
 #[derive(Debug, Clone, Copy)]
 #[repr(C)]
 struct Announcement {
@@ -33,10 +33,10 @@ struct Announcement {
     contents: usize,
 }
 
-/// The place of a tensor: its first byte in the memory of its rank's process, and its number of elements.
+/// Where a tensor is: its first byte in the memory of its rank's process, and its number of elements.
 #[derive(Debug, Clone, Copy)]
 #[repr(C)]
-struct Place {
+struct TensorOffset {
     offset: usize,
     numel: usize,
 }
@@ -63,12 +63,12 @@ impl Cell {
         Self { ranks }
     }
 
-    fn places() -> usize {
+    fn offsets() -> usize {
         size_of::<Announcement>().next_multiple_of(LINE)
     }
 
     fn contents(self) -> usize {
-        (Self::places() + 2 * self.ranks * size_of::<Place>()).next_multiple_of(LINE)
+        (Self::offsets() + 2 * self.ranks * size_of::<TensorOffset>()).next_multiple_of(LINE)
     }
 
     /// Returns how many inputs and outputs the group rank `rank` has in `call`.
@@ -84,7 +84,7 @@ impl Cell {
     /// Returns the offset of the announcement with this parity in a block.
     fn announcement(self, parity: usize) -> usize {
         let len = (self.contents() + MAX_BYTES).next_multiple_of(128);
-        size_of::<Slot>().next_multiple_of(128) + parity * len
+        size_of::<RankState>().next_multiple_of(128) + parity * len
     }
 
     fn numbers(self) -> usize {
@@ -207,7 +207,7 @@ impl HostSlot {
         for (from, to) in reached.iter().zip(&self.mine.outputs) {
             if from.data != to.data {
                 let size = num_bytes(self.mine.kind, to.numel);
-                // SAFETY: both places have this many bytes: the room for tensors of this rank, and its own tensor.
+                // SAFETY: both have this many bytes: the room for tensors of this rank, and its own tensor.
                 unsafe { from.data.copy_to_nonoverlapping(to.data, size) };
             }
         }
@@ -218,7 +218,7 @@ impl HostSlot {
     fn announce(&mut self, call: &Call, fingerprint: u64, moves: bool) -> Result<()> {
         let Self { rank, ref group, parity, ref mine, ref mut published, ref mut room } = *self;
         let cell = group.in_block(rank, group.cell.announcement(parity))?;
-        let places = self::places(cell);
+        let offsets = self::offsets(cell);
         let unit = num_bytes(call.kind, 1);
         let stop = group.stop.get().map_or(StopMessage::NONE, |stop| stop.message());
         let contents = mine.contents_len();
@@ -235,7 +235,7 @@ impl HostSlot {
                 used = group.room(room, total)?;
             }
         }
-        for (number, input) in mine.inputs.iter().enumerate() {
+        for (index, input) in mine.inputs.iter().enumerate() {
             let len = input.numel * unit;
             let shared = group.offset_of(input.data, len);
             let offset = match shared {
@@ -252,18 +252,18 @@ impl HostSlot {
                 used += len.next_multiple_of(LINE);
             }
             reached.inputs.push(TensorMemory { data, numel: input.numel });
-            // SAFETY: the cell has places for two lists of tensors, and only this rank writes it now.
-            unsafe { places.add(number).write(Place { offset, numel: input.numel }) };
+            // SAFETY: the cell has room for two lists of tensors, and only this rank writes it now.
+            unsafe { offsets.add(index).write(TensorOffset { offset, numel: input.numel }) };
         }
         if group.writes_to_others(call) && !mine.has_contents && moves {
             reached.outputs = reached.inputs.iter().take(outputs).copied().collect();
         } else {
             reached.outputs.clone_from(&mine.outputs);
         }
-        for (number, output) in mine.outputs.iter().enumerate() {
-            let place = Place { offset: PRIVATE, numel: output.numel };
+        for (index, output) in mine.outputs.iter().enumerate() {
+            let tensor = TensorOffset { offset: PRIVATE, numel: output.numel };
             // SAFETY: as above.
-            unsafe { places.add(inputs + number).write(place) };
+            unsafe { offsets.add(inputs + index).write(tensor) };
         }
         let announcement = Announcement {
             sequence: call.sequence,
@@ -295,7 +295,7 @@ impl HostSlot {
         let parity = 1 - parity;
         let unit = num_bytes(call.kind, 1);
         // All tensors have as many elements, unless each pair of ranks has its own size.
-        let numel = mine.inputs.first().or(mine.outputs.first()).map(|place| place.numel);
+        let numel = mine.inputs.first().or(mine.outputs.first()).map(|tensor| tensor.numel);
         let numel = numel.filter(|_| !call.operation.has_own_sizes());
         let own_contents = mine.contents_len();
         let mut different = Vec::new();
@@ -332,9 +332,9 @@ impl HostSlot {
                 return Err(invalid_data());
             }
             let reach = |index: usize, is_read: bool| {
-                // SAFETY: as above; the cell has this many places.
-                let place = unsafe { places(cell).add(index).read_volatile() };
-                let Place { offset, numel: theirs } = place;
+                // SAFETY: as above; the cell has this many offsets.
+                let tensor = unsafe { offsets(cell).add(index).read_volatile() };
+                let TensorOffset { offset, numel: theirs } = tensor;
                 let is_aligned = offset == PRIVATE || offset.is_multiple_of(unit.max(1));
                 let has_size = numel.is_none_or(|numel| numel == theirs);
                 if !is_aligned || !has_size || theirs > isize::MAX as usize / 16 {
@@ -372,9 +372,9 @@ impl HostSlot {
     }
 }
 
-/// Returns the places of an announcement.
-fn places(cell: *mut u8) -> *mut Place {
-    cell.wrapping_add(Cell::places()).cast()
+/// Returns the offsets of an announcement.
+fn offsets(cell: *mut u8) -> *mut TensorOffset {
+    cell.wrapping_add(Cell::offsets()).cast()
 }
 
 /// Returns the error of data that no rank writes.

@@ -172,7 +172,7 @@ mod tests {
             let mut bytes = Vec::new();
             frame.write(&mut bytes).unwrap();
             let len = bytes.len();
-            changes.iter().for_each(|(place, byte)| bytes[place.index(len)] = *byte);
+            changes.iter().for_each(|(at, byte)| bytes[at.index(len)] = *byte);
             for bytes in [bytes, others] {
                 if let Ok(Some(Frame::Offer(offer))) = Frame::read(&mut &bytes[..])
                     && let Ok((kind, size)) = offer.check(&process_map(), 0)

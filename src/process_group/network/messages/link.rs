@@ -286,8 +286,8 @@ impl Link {
 
     /// Returns the global ranks of the other process.
     pub(super) fn ranks(&self) -> Vec<usize> {
-        let places = self.context.process_map.processes[self.process].clone();
-        places.map(|place| self.context.members[place]).collect()
+        let ranks = self.context.process_map.processes[self.process].clone();
+        ranks.map(|rank| self.context.members[rank]).collect()
     }
 
     /// Returns the outcome of messages with the other process when the connection has ended for this `reason`.

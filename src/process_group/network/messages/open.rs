@@ -203,8 +203,8 @@ impl Strangers {
     /// Removes a connection. Returns `false` if it has been ended as the oldest.
     fn leave(&self, stream: &Arc<TcpStream>) -> bool {
         let mut strangers = self.streams.lock();
-        let place = strangers.iter().position(|other| Arc::ptr_eq(other, stream));
-        place.is_some_and(|place| strangers.remove(place).is_some())
+        let index = strangers.iter().position(|other| Arc::ptr_eq(other, stream));
+        index.is_some_and(|index| strangers.remove(index).is_some())
     }
 }
 

@@ -1,4 +1,4 @@
-//! [`OpRecord`]: what the flight recorder knows of an operation. Traces, pages, the live view, heartbeats and failure
+//! [`OpEntry`]: what the flight recorder knows of an operation. Traces, pages, the live view, heartbeats and failure
 //! reports are views on it.
 
 use std::fmt;
@@ -12,7 +12,7 @@ use crate::operation::{OpId, Operation};
 
 /// One operation of a rank. Times are since the start of the run.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct OpRecord {
+pub(crate) struct OpEntry {
     #[serde(with = "packed")]
     pub at: OpId,
     /// The group of ranks, for a collective; the same number on all of them.
@@ -81,7 +81,7 @@ impl From<SourceLine> for String {
     }
 }
 
-impl fmt::Display for OpRecord {
+impl fmt::Display for OpEntry {
     /// Writes `all_reduce #118 (bucket 3)`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.bucket {
@@ -91,8 +91,8 @@ impl fmt::Display for OpRecord {
     }
 }
 
-impl OpRecord {
-    /// Returns the record of an operation of which no more is known than that it began at `started_at`.
+impl OpEntry {
+    /// Returns the entry of an operation of which no more is known than that it began at `started_at`.
     pub(crate) fn new(at: OpId, started_at: Duration) -> Self {
         Self {
             at,
@@ -145,7 +145,7 @@ impl OpRecord {
         (self.started_at <= now).then_some(Self { finished_at, ..self })
     }
 
-    /// Returns the record with each of its times converted by `convert`, from one clock to another.
+    /// Returns the entry with each of its times converted by `convert`, from one clock to another.
     pub(super) fn convert_times(self, convert: impl Fn(Duration) -> Duration) -> Self {
         Self {
             started_at: convert(self.started_at),
@@ -155,7 +155,7 @@ impl OpRecord {
         }
     }
 
-    /// Returns the record of what the rank's GPU did; `None` if that is not known.
+    /// Returns the entry of what the rank's GPU did; `None` if that is not known.
     pub(crate) fn of_gpu(&self) -> Option<Self> {
         let [started_at, finished_at] = self.on_gpu?;
         Some(Self { started_at, finished_at: Some(finished_at), on_gpu: None, ..self.clone() })
@@ -182,13 +182,13 @@ pub(crate) mod packed {
 }
 
 impl FlightRecorder {
-    /// Returns all kept records of `rank` but those of gradients, which are moments, oldest first.
-    pub(crate) fn seen(&self, rank: usize) -> Vec<OpRecord> {
+    /// Returns all kept entries of `rank` but those of gradients, which are moments, oldest first.
+    pub(crate) fn seen(&self, rank: usize) -> Vec<OpEntry> {
         self.lasting(rank).collect()
     }
 
-    fn lasting(&self, rank: usize) -> impl DoubleEndedIterator<Item = OpRecord> {
-        self.records(rank, 0).filter(|op| op.at.operation != Operation::Gradient)
+    fn lasting(&self, rank: usize) -> impl DoubleEndedIterator<Item = OpEntry> {
+        self.entries(rank, 0).filter(|op| op.at.operation != Operation::Gradient)
     }
 
     /// Returns the training step that `rank` is in; `None` outside of a step.
@@ -196,11 +196,11 @@ impl FlightRecorder {
         self.lasting(rank).rev().find_map(|op| op.step())
     }
 
-    /// Returns the records that other processes need, at most `most`, oldest first. These are the newest one of the
+    /// Returns the entries that other processes need, at most `most`, oldest first. These are the newest one of the
     /// rank's own thread, all unfinished ones, the last finished one of each group, and the last collective that the
     /// GPU has finished.
-    pub(crate) fn recent_ops(&self, rank: usize, most: usize) -> Vec<OpRecord> {
-        let mut kept: Vec<OpRecord> = Vec::new();
+    pub(crate) fn recent_ops(&self, rank: usize, most: usize) -> Vec<OpEntry> {
+        let mut kept: Vec<OpEntry> = Vec::new();
         for op in self.lasting(rank).rev() {
             let has_newest = kept.iter().any(|kept| !kept.on_comm_thread);
             let has_group = kept.iter().any(|kept| kept.group == op.group && !kept.is_open());
@@ -225,11 +225,11 @@ mod tests {
 
     use super::*;
     use crate::runtime::OpStart;
-    use crate::runtime::flight_recorder::RECORDS;
+    use crate::runtime::flight_recorder::ENTRIES;
 
     #[test]
     fn recent_ops_hold_open_ops_and_the_newest_of_each_group() {
-        let recorder = FlightRecorder::new(1, RECORDS);
+        let recorder = FlightRecorder::new(1, ENTRIES);
         let begin = |operation, sequence, group: Option<u32>, on_comm_thread| {
             let at = OpId { operation, sequence };
             let begin = OpStart::alone(at, Location::caller());
