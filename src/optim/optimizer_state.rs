@@ -31,7 +31,8 @@ pub(super) struct OptimizerState {
     pub buffers: Vec<FlatBuffer>,
     /// The layout of each buffer when `groups` were made.
     pub(super) seen: Vec<LayoutVersion>,
-    /// For each key of the state, a tensor for each buffer; zeros at first. With partitions, the values of this rank's partitions.
+    /// For each key of the state, a tensor for each buffer; zeros at first. With partitions, the values of this rank's
+    /// partitions.
     pub(super) tensors: Vec<(&'static str, Vec<Tensor>)>,
     /// Selects the parameters with weight decay; `None` for no weight decay.
     pub(super) decays: Option<fn(&ParamSpan) -> bool>,

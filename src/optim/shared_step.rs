@@ -76,8 +76,8 @@ pub(super) fn shared_model(buffers: &[FlatBuffer]) -> Option<Rc<SharedModel>> {
     buffers.first().and_then(|buffer| buffer.layout.shared())
 }
 
-/// Calls `make`, and returns its `count` lists, which have a tensor for each buffer. Ranks that share a model get the lists
-/// of one rank. This is a collective then.
+/// Calls `make`, and returns its `count` lists, which have a tensor for each buffer. Ranks that share a model get the
+/// lists of one rank. This is a collective then.
 pub(super) fn on_one_rank(
     buffers: &[FlatBuffer],
     count: usize,

@@ -179,8 +179,8 @@ impl ProcessGroup {
         })
     }
 
-    /// Creates a group for each list of ranks. Returns the group of the list with index `mine`; `None` if there is no such
-    /// list.
+    /// Creates a group for each list of ranks. Returns the group of the list with index `mine`; `None` if there is no
+    /// such list.
     #[track_caller]
     fn make_groups<'a>(
         &self,

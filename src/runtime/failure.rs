@@ -75,8 +75,8 @@ impl RankFailure {
         }
     }
 
-    /// Returns where the run was, if each start reaches the same position: `step #12` for all phases of a step. `None` for
-    /// collectives, because each start numbers them from 0.
+    /// Returns where the run was, if each start reaches the same position: `step #12` for all phases of a step. `None`
+    /// for collectives, because each start numbers them from 0.
     pub(crate) fn position(&self) -> Option<String> {
         use Operation::{Backward, Data, Forward, Init, Optimizer, Rendezvous, Start, Step};
         match self.at.operation {

@@ -86,8 +86,8 @@ fn key(rank: usize) -> String {
     format!("error/{rank}")
 }
 
-/// Returns how many of the failures at `positions`, the last one included, were in a row at its position; `None` if it is the
-/// first there. A run that fails again where it failed before has made no progress.
+/// Returns how many of the failures at `positions`, the last one included, were in a row at its position; `None` if it
+/// is the first there. A run that fails again where it failed before has made no progress.
 pub(super) fn failures_in_a_row(positions: &[Option<String>]) -> Option<usize> {
     let last = positions.last()?.as_ref()?;
     let count =

@@ -10,8 +10,8 @@ use crate::operation::OpId;
 use crate::runtime::format_call_site;
 
 impl TensorConflict {
-    /// Returns the error for this conflict. `members` are the global ranks of the process. `first_group_rank` is the group
-    /// rank of its first rank.
+    /// Returns the error for this conflict. `members` are the global ranks of the process. `first_group_rank` is the
+    /// group rank of its first rank.
     pub(super) fn error<'a>(
         self,
         calls: impl Iterator<Item = &'a CollectiveFingerprint> + Clone,

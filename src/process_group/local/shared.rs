@@ -77,8 +77,8 @@ impl CallSlot {
     /// Announces this rank's call, waits for the others' and compares them.
     ///
     /// On success all ranks make the same call, with tensors of matching sizes. With `memory`, no rank writes where
-    /// another reads or writes. With [`Extras::device`], all tensors are also on one device. `first_group_rank` is the group
-    /// rank of the first of these ranks.
+    /// another reads or writes. With [`Extras::device`], all tensors are also on one device. `first_group_rank` is the
+    /// group rank of the first of these ranks.
     pub(crate) fn exchange_calls(
         &mut self,
         first_group_rank: usize,
