@@ -12,8 +12,6 @@ import tempfile
 import unicodedata
 from xml.sax.saxutils import escape
 
-from record import BACKGROUND, BAR, BUTTONS, FAMILY, FONT, LINE, MARGIN, RESULT, TITLE
-
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "tests" / "interop"))
 from tmux import Terminal  # noqa: E402
 
@@ -28,7 +26,13 @@ COLOURS = [
     *["#0d1117", "#ff7b72", "#3fb950", "#d29922", "#58a6ff", "#bc8cff", "#39c5cf", "#b1bac4"],
     *["#484f58", "#ffa198", "#56d364", "#e3b341", "#79c0ff", "#d2a8ff", "#56d4dd", "#ffffff"],
 ]
+BACKGROUND, BAR, RESULT = "#0d1117", "#161b22", "#e6edf3"
+BUTTONS = ["#ff5f56", "#ffbd2e", "#27c93f"]
+
+# Sizes are in pixels. A monospaced letter is 0.6 times as wide as the font is high.
+FONT, LINE, MARGIN, TITLE = 14, 20, 20, 40
 WIDTH = FONT * 0.6
+FAMILY = "ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', monospace"
 
 
 class Style:
