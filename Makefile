@@ -205,6 +205,7 @@ trace: cargo python ## have Perfetto's trace processor, in Chromium, read the tr
 live: cargo libtorch ## drive the live view and replay in tmux
 	cargo build --release
 	python3 tests/interop/live.py $(PROGRAM)
+	python3 docs/record_live.py $(PROGRAM) $(dir $(PROGRAM))live.svg # as `make page` does, so that it works when needed
 
 mutated: cargo libtorch ## run the program on inputs that were changed at random; more: make mutated COUNT=20000 SEED=2
 	cargo build --release

@@ -26,7 +26,8 @@ fn without_links(text: &str) -> String {
     let mut parts = text.split("](");
     let mut code = parts.next().unwrap_or_default().to_owned();
     for part in parts {
-        let (_, rest) = part.split_once(')').unwrap_or_else(|| panic!("{text}: a link without end"));
+        let (_, rest) =
+            part.split_once(')').unwrap_or_else(|| panic!("{text}: a link without end"));
         code = code + "]" + rest;
     }
     code.replace("[`", "`").replace("`]", "`")
