@@ -235,21 +235,21 @@ static bool small_and_alike(const at::Tensor& from, const at::Tensor& to) {
          from.is_contiguous() && to.is_contiguous() && !from.is_conj() && !from.is_neg();
 }
 
-// Moves parameter.grad to `place`, if it is not there already. Without a gradient, fills `place` with zeros.
-char* ddp_move_grad(at::Tensor* parameter, at::Tensor* place) {
+// Moves parameter.grad to `to`, if it is not there already. Without a gradient, fills `to` with zeros.
+char* ddp_move_grad(at::Tensor* parameter, at::Tensor* to) {
   return guarded([&] {
     at::Tensor& grad = parameter->mutable_grad();
-    if (grad.defined() && grad.has_storage() && grad.data_ptr() == place->data_ptr()) return;
+    if (grad.defined() && grad.has_storage() && grad.data_ptr() == to->data_ptr()) return;
     c10::AutoGradMode no_grad(false);
     if (!grad.defined()) {
-      place->zero_();
-    } else if (small_and_alike(grad, *place)) {
-      memcpy(place->data_ptr(), grad.const_data_ptr(), grad.nbytes());
+      to->zero_();
+    } else if (small_and_alike(grad, *to)) {
+      memcpy(to->data_ptr(), grad.const_data_ptr(), grad.nbytes());
     } else {
       // An embedding's gradient may be sparse. It can be added to a bucket, but not copied there.
-      place->copy_(grad.layout() == at::kStrided ? grad : grad.to_dense());
+      to->copy_(grad.layout() == at::kStrided ? grad : grad.to_dense());
     }
-    grad = *place;
+    grad = *to;
   });
 }
 

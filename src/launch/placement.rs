@@ -116,8 +116,8 @@ impl NodeSlice {
     /// Returns the first GPU of this process, which uses `count` of `gpus` visible ones; `None` if there are too
     /// few.
     ///
-    /// Process `l` takes index `l * count` and those after it. If the launcher shows each process only its own
-    /// GPUs (`torchrun --virtual-local-rank`, `srun --gpus-per-task`), their numbers start from 0 in each process.
+    /// Process `l` takes the GPU with index `l * count` and those after it. If the launcher shows each process only its
+    /// own GPUs (`torchrun --virtual-local-rank`, `srun --gpus-per-task`), their indices start from 0 in each process.
     fn first_gpu(&self, count: usize, gpus: usize) -> Option<usize> {
         if self.count.checked_mul(count).is_some_and(|all| all <= gpus) {
             return Some(self.index * count);

@@ -27,7 +27,7 @@ const READ: &str = "read";
 ///
 /// # Errors
 /// [`Error::Store`](crate::Error::Store) when the store cannot be reached,
-/// [`Error::InvalidInput`](crate::Error::InvalidInput) when it has no generations where they should be.
+/// [`Error::InvalidInput`](crate::Error::InvalidInput) when a value in it is not an integer.
 pub(super) fn agree(
     store: &TcpStore,
     mine: usize,
@@ -37,7 +37,7 @@ pub(super) fn agree(
     if mine == 0 { answer(store, count, timeout).map(Some) } else { ask(store, mine, timeout) }
 }
 
-/// Asks process 0 for the number of this start.
+/// Asks process 0 for the generation of this start.
 fn ask(store: &TcpStore, mine: usize, timeout: Duration) -> Result<Option<i64>> {
     let host = gethostname::gethostname();
     let pid = std::process::id();

@@ -45,7 +45,7 @@ pub(crate) struct RunArtifacts {
     curves: Arc<Mutex<Curves>>,
 }
 
-/// What rank 0 knows of a run for these files.
+/// What rank 0 keeps of a run for its report.
 #[derive(Debug)]
 pub(super) struct ReportFacts {
     pub began: SystemTime,

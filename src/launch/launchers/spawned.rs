@@ -29,11 +29,10 @@ pub(super) fn read(variables: &Variables, options: &LaunchOptions) -> Result<Lau
         return Err(lacks(&missing));
     }
     if threads {
-        let integer_or_0 = |name| Ok(variables.integer(name)?.unwrap_or(0));
         return Ok(Launch {
             parent: Some(torchrun::master(variables)?),
-            restart_count: integer_or_0("TORCHELASTIC_RESTART_COUNT")?,
-            max_restarts: integer_or_0("TORCHELASTIC_MAX_RESTARTS")?,
+            restart_count: variables.integer_or_0("TORCHELASTIC_RESTART_COUNT")?,
+            max_restarts: variables.integer_or_0("TORCHELASTIC_MAX_RESTARTS")?,
             ..local::read(options, "--max-restarts: a process that is started again")?
         });
     }

@@ -50,15 +50,14 @@ pub(super) fn read(variables: &Variables, options: &LaunchOptions, gpus: usize) 
     let processes = Processes { index, count, local_index, local_count };
     let variables_read = variables.as_text();
     let (nproc, ranks) = ranks_of_one(options.nproc, processes, gpus);
-    let integer_or_0 = |name| Ok(variables.integer(name)?.unwrap_or(0));
     Ok(Launch {
         nnodes,
         node_rank,
         master,
         run_id: variables.text("TORCHELASTIC_RUN_ID").unwrap_or("none".into()),
         has_agent: variables.is_set("TORCHELASTIC_RUN_ID"),
-        restart_count: integer_or_0("TORCHELASTIC_RESTART_COUNT")?,
-        max_restarts: integer_or_0("TORCHELASTIC_MAX_RESTARTS")?,
+        restart_count: variables.integer_or_0("TORCHELASTIC_RESTART_COUNT")?,
+        max_restarts: variables.integer_or_0("TORCHELASTIC_MAX_RESTARTS")?,
         error_file: variables.text("TORCHELASTIC_ERROR_FILE").map(Into::into),
         ..Launch::new(LaunchKind::Torchrun, processes, nproc, format!("{variables_read}; {ranks}"))
     })

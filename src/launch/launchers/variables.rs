@@ -52,6 +52,11 @@ impl<'a> Variables<'a> {
         }
     }
 
+    /// Returns a number from 0; 0 if the variable is unset.
+    pub(super) fn integer_or_0(&self, name: &str) -> Result<usize> {
+        Ok(self.integer(name)?.unwrap_or(0))
+    }
+
     /// Returns a number from 1; `None` if the variable is unset.
     pub(super) fn count(&self, name: &str) -> Result<Option<usize>> {
         let count = self.integer(name)?;

@@ -251,8 +251,8 @@ impl Packer {
     }
 }
 
-/// Returns the address of the part of each process, of which this is `mine`. It is in the receive buffer, but for this
-/// process itself in the send buffer, in the parts that begin at byte `begin`.
+/// Returns the address of the part of each process. It is in the receive buffer. Only the part of this process, `mine`,
+/// is in the send buffer, in the parts that begin at byte `begin`.
 pub(super) fn sources(
     buffers: Buffers,
     mine: usize,

@@ -24,7 +24,7 @@ use crate::runtime::{Instant, Notify, RunContext};
 /// A common word for all ranks would take longer. They would write it one after the other, and read it once more.
 #[derive(Debug)]
 pub(crate) struct Barrier {
-    ranks: Arc<RankStates>,
+    states: Arc<RankStates>,
     run: Arc<RunContext>,
     /// The global rank of each rank of the group.
     members: Arc<[usize]>,
@@ -83,7 +83,7 @@ struct RankStates(Box<[InMemory<RankState>]>);
 impl Notify for RankStates {
     fn notify(&self) {
         // Wakes every rank: a check of who waits could miss one that has just begun to.
-        self.0.iter().for_each(|rank| rank.arrival.event.notify());
+        self.0.iter().for_each(|state| state.arrival.event.notify());
     }
 }
 
@@ -137,24 +137,24 @@ const YIELDS: u32 = if cfg!(loom) { 1 } else { 50 };
 impl Barrier {
     /// Returns a barrier for the ranks `members` of `run`.
     pub(crate) fn new(run: Arc<RunContext>, members: Arc<[usize]>) -> Self {
-        let ranks = members.iter().map(|_| InMemory::of(Arc::<RankState>::default())).collect();
+        let states = members.iter().map(|_| InMemory::of(Arc::<RankState>::default())).collect();
         let cores = run.cores;
-        Self::of(ranks, cores, run, members)
+        Self::of(states, cores, run, members)
     }
 
-    /// Returns a barrier with these `ranks`, for the ranks `members` of `run`, which may use this many cores together.
+    /// Returns a barrier with these `states`, for the ranks `members` of `run`, which may use this many cores together.
     pub(crate) fn of(
-        ranks: Box<[InMemory<RankState>]>,
+        states: Box<[InMemory<RankState>]>,
         cores: usize,
         run: Arc<RunContext>,
         members: Arc<[usize]>,
     ) -> Self {
-        let ranks = Arc::new(RankStates(ranks));
-        let events: Arc<dyn Notify> = ranks.clone();
+        let states = Arc::new(RankStates(states));
+        let events: Arc<dyn Notify> = states.clone();
         run.cancel.register_events(Arc::downgrade(&events));
         // Ranks of other groups count too: they may be running meanwhile.
         let spins = if run.ranks_here <= cores { SPINS } else { 0 };
-        Self { ranks, run, members, spins }
+        Self { states, run, members, spins }
     }
 
     /// Returns the run of these ranks.
@@ -201,7 +201,7 @@ impl Barrier {
 
     /// Counts this rank as arrived. Returns the round to wait for, from 1; `None` if the round is complete.
     fn arrive(&self, rank: usize) -> Result<Option<u64>> {
-        let word = &self.ranks.0[rank].arrival.word;
+        let word = &self.states.0[rank].arrival.word;
         let before = word.load(Ordering::Relaxed) & !POISON;
         let counted =
             word.compare_exchange(before, before + ARRIVAL, Ordering::SeqCst, Ordering::SeqCst);
@@ -213,13 +213,13 @@ impl Barrier {
             return Ok(Some(round));
         }
         // At least the last of the ranks gets here, and wakes those that found it missing.
-        self.ranks.0.iter().for_each(|rank| rank.arrival.wake_if_waiting());
+        self.states.0.iter().for_each(|state| state.arrival.wake_if_waiting());
         Ok(None)
     }
 
     /// Returns whether all ranks have arrived in `round`.
     fn is_complete(&self, round: u64) -> bool {
-        self.ranks.0.iter().all(|rank| rank.has_arrived(round))
+        self.states.0.iter().all(|state| state.has_arrived(round))
     }
 
     /// Spins for a while. Returns true if the round is complete.
@@ -231,7 +231,7 @@ impl Barrier {
         if self.spins == 0 {
             return self.give_way(round);
         }
-        let Spinning { pause, last_pause } = &*self.ranks.0[rank].spinning;
+        let Spinning { pause, last_pause } = &*self.states.0[rank].spinning;
         let pauses = pause.load(Ordering::Relaxed);
         if pauses > 0 {
             pause.store(pauses - 1, Ordering::Relaxed);
@@ -269,7 +269,7 @@ impl Barrier {
         if self.spin(rank, round) {
             return Ok(());
         }
-        let waits = &self.ranks.0[rank].arrival.waits;
+        let waits = &self.states.0[rank].arrival.waits;
         waits.store(true, Ordering::SeqCst);
         let result = self.sleep_until(rank, round, limit);
         waits.store(false, Ordering::SeqCst);
@@ -277,7 +277,7 @@ impl Barrier {
     }
 
     fn sleep_until(&self, rank: usize, round: u64, limit: Option<(OpId, Duration)>) -> Result<()> {
-        let (began, event) = (Instant::now(), &self.ranks.0[rank].arrival.event);
+        let (began, event) = (Instant::now(), &self.states.0[rank].arrival.event);
         loop {
             let seen = event.count();
             // The order matters: a complete round counts, whatever else has happened. And a rank that has ended may
@@ -324,9 +324,9 @@ impl Barrier {
     fn poison(&self, round: u64) -> bool {
         // In round 3, for example, the word of a missing rank is 4, poisoned 5, and 6 once it arrives.
         let not_arrived = (round - 1) * ARRIVAL;
-        self.ranks.0.iter().any(|rank| {
+        self.states.0.iter().any(|state| {
             let poisoned = not_arrived | POISON;
-            let word = rank.arrival.word.compare_exchange(
+            let word = state.arrival.word.compare_exchange(
                 not_arrived,
                 poisoned,
                 Ordering::SeqCst,
@@ -339,14 +339,14 @@ impl Barrier {
 
     /// Returns the members that have not arrived in `round`.
     fn missing(&self, round: u64) -> Vec<usize> {
-        let ranks = self.ranks.0.iter().zip(&*self.members);
-        ranks.filter(|(rank, _)| !rank.has_arrived(round)).map(|(_, &rank)| rank).collect()
+        let ranks = self.states.0.iter().zip(&*self.members);
+        ranks.filter(|(state, _)| !state.has_arrived(round)).map(|(_, &rank)| rank).collect()
     }
 
     /// Waits for the cause after another rank gave up before this one arrived. That rank is about to report, which
     /// wakes all.
     fn wait_for_the_cause(&self, rank: usize) -> Error {
-        let Arrival { waits, event, .. } = &*self.ranks.0[rank].arrival;
+        let Arrival { waits, event, .. } = &*self.states.0[rank].arrival;
         waits.store(true, Ordering::SeqCst);
         let cancelled = loop {
             let seen = event.count();
@@ -452,7 +452,7 @@ mod tests {
             }
             assert_eq!(barrier.arrive(0).unwrap(), Some(1));
             let diagnosis = || {
-                let is_poisoned = barrier.ranks.0[1].arrival.word.load(Ordering::SeqCst) == POISON;
+                let is_poisoned = barrier.states.0[1].arrival.word.load(Ordering::SeqCst) == POISON;
                 assert!(is_poisoned, "it could arrive");
                 Error::PeerExited { at: AT, waiting: 0, left: 1 }
             };

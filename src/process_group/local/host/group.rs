@@ -96,18 +96,19 @@ impl HostGroup {
                 blocks.extend(parse(host, &cell, text, &members[ranks.clone()])?);
             }
         }
-        let slots = blocks.iter().map(|block| {
+        let states = blocks.iter().map(|block| {
             let memory: Arc<dyn Any + Send + Sync> = host.clone();
             let pointer = host.regions[block.process].at(block.offset, size_of::<RankState>());
             let pointer =
                 pointer.ok().and_then(|pointer| NonNull::new(pointer.cast::<RankState>()));
-            // SAFETY: the block begins with a slot, which was zeros at first, and its memory exists as long as the host.
+            // SAFETY: the block begins with a rank's state, which was zeros at first, and its memory exists as long as
+            // the host.
             pointer.map(|pointer| unsafe { InMemory::at(pointer, memory) })
         });
-        let slots = slots.collect::<Option<Box<[_]>>>().ok_or_else(not_a_block)?;
+        let states = states.collect::<Option<Box<[_]>>>().ok_or_else(not_a_block)?;
         let first = hosts.here().start;
         let group = Self {
-            barrier: Barrier::of(slots, host.cores, run.clone(), members[hosts.here()].into()),
+            barrier: Barrier::of(states, host.cores, run.clone(), members[hosts.here()].into()),
             host: host.clone(),
             blocks: blocks.into(),
             cell,

@@ -50,7 +50,7 @@ const LINE: usize = 64;
 /// How many numbers a block has.
 pub(crate) const NUMBERS: usize = 5;
 
-/// The layout of a rank's block: its slot of the barrier, two announcements, numbers, and the room for tensors.
+/// The layout of a rank's block: its state in the barrier, two announcements, numbers, and the room for tensors.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Cell {
     /// The number of tensors in a list.
