@@ -27,7 +27,7 @@ use crate::harness::{
     shared_memory, some_of, without_launcher,
 };
 use crate::shared::surface::{self, Surface};
-use crate::shared::{coalesced, functional, groups, scene};
+use crate::shared::{functional, groups, scene};
 
 fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
@@ -72,7 +72,6 @@ fn child() {
     let play: fn(&Rank, Rc<ProcessGroup>) = match &name[..] {
         "collectives" => collectives,
         "messages" => messages,
-        "coalesced" => |_, group| coalesced::compare(&group).unwrap(),
         "message_to_nobody" => message_to_nobody,
         "failing_backward" => failing_backward,
         "functional" => |_, group| functional::compare(&group).unwrap(),
@@ -402,13 +401,6 @@ fn collectives_of_processes_are_right() {
 fn functional_collectives_match_pytorch() {
     for ranks in [&[1, 1][..], &[1, 2]] {
         scene("functional", ranks);
-    }
-}
-
-#[test]
-fn coalesced_tensors_have_the_bits_of_single_calls() {
-    for ranks in [&[1, 1][..], &[2, 1]] {
-        scene("coalesced", ranks);
     }
 }
 

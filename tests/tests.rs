@@ -13,7 +13,6 @@ mod c10d; // groups in which PyTorch could be
 mod callbacks; // a user's own: each step seen, a step skipped, a stop that one rank requests
 mod checkpoint; // stopped, killed, damaged, and going on as if nothing had happened
 mod cli; // the program as a user meets it: help and mistakes
-mod coalesced; // several tensors in one collective
 mod collectives; // every operation, kind, world size and awkward length; mismatches
 mod comm; // what the program shows of the collectives
 mod criterion; // losses, metrics, counts and steps of one's own in the trainer

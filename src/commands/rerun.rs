@@ -143,7 +143,6 @@ fn config_of(flags: &RerunFlags, program: &Arc<Program>) -> Result<Config> {
             state.world_size.saturating_sub(1)
         )));
     }
-    config.check_memory_for(state.world_size, 1)?; // before it makes random samples
     config.launch.launcher = LaunchChoice::Local;
     config.launch.nproc_per_node = Nproc::Count(state.world_size);
     match (before, &state.started_from) {

@@ -5,10 +5,10 @@ use std::io::Write;
 use clap::Args;
 use serde::Serialize;
 
-use crate::config::{MemoryPart, check_memory, name, whole};
+use crate::config::{check_fits, name, whole};
 use crate::data::DistributedSampler;
 use crate::error::Error;
-use crate::telemetry::{LogFormat, Printer, total_memory};
+use crate::telemetry::{LogFormat, Printer};
 
 /// The most ranks. Each has at least one line.
 const MOST_RANKS: usize = 1 << 20;
@@ -72,12 +72,8 @@ pub fn sampler(flags: &SamplerFlags, printer: &Printer) -> anyhow::Result<()> {
         Some(rank) => rank..rank + 1,
         None => 0..world_size,
     };
-    let order = MemoryPart {
-        bytes: flags.len as f64 * size_of::<usize>() as f64,
-        what: format!("--len: the order of {} samples takes", flags.len),
-        remedy: "use fewer samples".into(),
-    };
-    check_memory([order], total_memory())?;
+    let what = format!("--len: the order of {} samples takes", flags.len);
+    check_fits(&what, flags.len as f64 * size_of::<usize>() as f64, "use fewer samples")?;
     let sampler = DistributedSampler::new(flags.len, world_size, 0)?
         .shuffle(!flags.no_shuffle)
         .seed(flags.seed)

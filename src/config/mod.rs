@@ -33,7 +33,7 @@ pub use checkpoints::CheckpointsSection;
 pub use data::DataSection;
 pub use ddp::{CommHookKind, DdpSection, StrategyKind};
 pub use launch::LaunchSection;
-pub(crate) use memory::{MemoryPart, check_memory};
+pub(crate) use memory::check_fits;
 pub use model::ModelSection;
 pub use open_data::Data;
 pub use optimization::{OptimizationSection, OptimizerKind, ScheduleKind};

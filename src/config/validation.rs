@@ -3,7 +3,6 @@
 use super::{Config, Invalid};
 use crate::data::batches_of_all;
 use crate::error::{Error, Result, counted};
-use crate::telemetry::total_memory;
 
 impl Config {
     /// Checks the values that depend on the number of ranks.
@@ -63,6 +62,6 @@ impl Config {
             let problem = |(key, problem): (&str, _)| Invalid { key: key.into(), problem };
             self.model_config().check().map_err(problem)?;
         }
-        self.validate_memory(total_memory())
+        self.validate_memory()
     }
 }

@@ -10,7 +10,6 @@ mod backends;
 mod bootstrap;
 pub mod c10d;
 mod call;
-mod coalesced;
 mod collectives;
 mod comm_thread;
 mod contiguous;

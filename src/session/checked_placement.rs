@@ -1,7 +1,5 @@
 //! Where the ranks of a command run on this machine, after checking that its configuration can run there.
 
-use tch::Device;
-
 use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::ffi::cuda::Cuda;
@@ -37,9 +35,6 @@ pub(crate) fn place_all(config: &Config, cuda: &Cuda) -> Result<(Placement, Bind
 pub(crate) fn place_threads(config: &Config, launch: &Launch, cuda: &Cuda) -> Result<Placement> {
     let placement = launch.place(config.launch.backend, cuda)?;
     check_shared_model(config, &placement)?;
-    if placement.devices[0] == Device::Cpu {
-        config.check_memory_for(placement.devices.len(), 1)?;
-    }
     Ok(placement)
 }
 
@@ -69,9 +64,6 @@ pub(crate) fn place_processes(config: &Config, launch: &Launch, cuda: &Cuda) -> 
     }
     let placement = place(launch.nproc, config.launch.backend, cuda, &launch.share(cores()))?;
     let count = placement.devices.len();
-    if placement.devices[0] == Device::Cpu {
-        config.check_memory_for(count, count)?;
-    }
     launch.binding(&placement)?;
     placement.in_processes(count, config.launch.backend)
 }
@@ -106,6 +98,8 @@ pub(crate) fn refuse_launcher(launch: &Launch) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use tch::Device;
+
     use crate::process_group::Backend;
 
     #[test]

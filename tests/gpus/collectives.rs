@@ -23,7 +23,7 @@ use crate::harness::{TIMEOUT, free_port, join};
 use crate::machine::{SHARES_GPUS, simulate};
 use crate::shared::power_sgd::{PowerSgd, PowerSgdOptions};
 use crate::shared::surface::{self, Seen, Surface, from_lines, with_threads};
-use crate::shared::{coalesced, functional, groups, kinds, scene};
+use crate::shared::{functional, groups, kinds, scene};
 
 /// How many ranks each process has.
 const LAYOUTS: [&[usize]; 3] = [&[4], &[1, 1], &[2, 2]];
@@ -98,7 +98,6 @@ fn child() {
     assert_eq!(launched.placement.backend, backend);
     let play: fn(&Rc<ProcessGroup>) -> anyhow::Result<()> = match &name[..] {
         "asynchronous" => |group| groups::asynchronous(group),
-        "coalesced" => |group| Ok(coalesced::compare(group)?),
         "functional" => |group| Ok(functional::compare(group)?),
         "groups" => |group| {
             groups::compare(group);
@@ -247,7 +246,7 @@ fn messages_between_hosts_arrive_before_ranks_leave() {
         command.env("SIM_HOST", process.to_string()).env("SIM_NCCL_ABORT_CUTS", "1");
     };
     for ranks in [&[1, 1][..], &[2, 2]] {
-        for name in ["kinds", "coalesced", "asynchronous", "surface"] {
+        for name in ["kinds", "asynchronous", "surface"] {
             play_with(name, ranks, on_own_host);
         }
     }
@@ -268,13 +267,6 @@ fn every_method_gives_the_same_with_nccl_and_threads() {
 fn every_dtype_and_length_is_right() {
     for ranks in LAYOUTS {
         play("kinds", ranks);
-    }
-}
-
-#[test]
-fn coalesced_tensors_have_the_bits_of_single_calls() {
-    for ranks in LAYOUTS {
-        play("coalesced", ranks);
     }
 }
 
@@ -318,7 +310,7 @@ fn ranks_on_one_gpu_get_the_same() {
         };
         let seen: Seen = from_lines(&play_with("surface", ranks, on_one_gpu));
         assert_eq!(seen, with_threads(ranks.iter().sum(), backend), "{backend:?} {ranks:?}");
-        for name in ["kinds", "coalesced", "asynchronous", "groups"] {
+        for name in ["kinds", "asynchronous", "groups"] {
             if name != "groups" || ranks.iter().sum::<usize>() > 2 {
                 play_with(name, ranks, on_one_gpu);
             }

@@ -151,8 +151,8 @@ def shared_memory(program, hosts, tests):
                 same(found, expected, what)
                 sent = [sum(it["bytes_sent_by_rank"]) for it in [found, expected]]
                 check(sent[0] == sent[1] > 0, f"{what}: {sent[0]} bytes are sent, and {sent[1]} by threads")
-    scenes = [(scene, (2, 2)) for scene in ["collectives", "coalesced", "groups", "surface"]]
-    scenes += [("collectives", (1, 3)), ("coalesced", (3, 1)), ("functional", (2, 1)), ("mismatch", (2, 1))]
+    scenes = [(scene, (2, 2)) for scene in ["collectives", "groups", "surface"]]
+    scenes += [("collectives", (1, 3)), ("functional", (2, 1)), ("mismatch", (2, 1))]
     for scene, counts in scenes:
         with tempfile.TemporaryDirectory() as folder:
             for run in hosts.play(tests, folder, scene, counts):

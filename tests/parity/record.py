@@ -890,72 +890,31 @@ def collectives():
     return [row for world_size in range(1, 6) for row in ranks(world_size, all_collectives)]
 
 
-ROOTED = ["broadcast", "reduce", "gather", "scatter"]
-UNROOTED = ["all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter", "all_to_all", "all_to_all_single"]
-
-
 def small(rank, index, shape, step):
     """Small whole numbers, so that every sum and product is exact."""
     numbers = torch.arange(math.prod(shape), dtype=torch.float64) % step
     return (numbers + 3 * rank - index + 1).reshape(shape)
 
 
-def call_functional(operation, root):
-    """The inputs and the outputs of one call."""
-    rank, count = dist.get_rank(), dist.get_world_size()
-
-    def leaves(shapes):
-        pairs = enumerate(shapes)
-        return [small(rank, index, shape, 5).requires_grad_() for index, shape in pairs]
-
-    if operation == "all_to_all_single":
-        # Rank i sends (i + j) % 2 + 1 rows to rank j.
-        rows = [(rank + other) % 2 + 1 for other in range(count)]
-        inputs = leaves([[sum(rows), 2]])
-        output = torch.zeros(sum(rows), 2, dtype=torch.float64)
-        return inputs, [collectives_with_gradient.all_to_all_single(output, inputs[0], rows, rows)]
-    inputs = leaves([[2, 3]] * (count if operation in ["scatter", "reduce_scatter", "all_to_all"] else 1))
-    empty = [torch.zeros(2, 3, dtype=torch.float64) for _ in range(count)]
-    match operation:
-        case "scatter":
-            outputs = collectives_with_gradient.scatter(inputs, root)
-        case "reduce_scatter":
-            outputs = collectives_with_gradient.reduce_scatter(empty[0], inputs)
-        case "all_to_all":
-            outputs = collectives_with_gradient.all_to_all(empty, inputs)
-        case "all_gather_into_tensor":
-            # _all_gather_base has no gradient with Gloo.
-            outputs = torch.cat(collectives_with_gradient.all_gather(inputs[0]))
-        case "all_reduce" | "all_gather":
-            outputs = getattr(collectives_with_gradient, operation)(inputs[0])
-        case _:
-            outputs = getattr(collectives_with_gradient, operation)(inputs[0], root)
-    return inputs, [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
-
-
 def all_functional():
     rows = []
     rank, count = dist.get_rank(), dist.get_world_size()
-    rooted = itertools.product(ROOTED, range(count))
-    for operation, root in [*rooted, *((operation, None) for operation in UNROOTED)]:
-        inputs, outputs = call_functional(operation, root)
-        # Gloo leaves what it likes in the others' tensors.
-        known = operation != "reduce" or rank == root
-        loss = sum(
-            (small(rank, index, output.shape, 3) * output + output * output / 2).sum()
-            for index, output in enumerate(outputs)
-        )
-        (loss if known else loss * 0).backward()
-        numbers = [output.flatten().tolist() if known else None for output in outputs]
-        mine = [numbers, [tensor.grad.flatten().tolist() for tensor in inputs]]
+    for operation in ["all_reduce", "all_gather"]:
+        one = small(rank, 0, [2, 3], 5).requires_grad_()
+        outputs = getattr(collectives_with_gradient, operation)(one)
+        outputs = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
+        weighted = enumerate(outputs)
+        sum(
+            (small(rank, index, output.shape, 3) * output + output * output / 2).sum() for index, output in weighted
+        ).backward()
         of_all = [None] * count
-        dist.all_gather_object(of_all, mine)
-        rows.append([operation, root, count, of_all])
+        dist.all_gather_object(of_all, [[output.flatten().tolist() for output in outputs], one.grad.flatten().tolist()])
+        rows.append([operation, count, of_all])
     return rows
 
 
 def functional():
-    """[operation, root, ranks, [of each rank: [its outputs, the gradients of its inputs]]]"""
+    """[operation, ranks, [of each rank: [its outputs, the gradient of its input]]]"""
     return [row for world_size in range(1, 4) for row in ranks(world_size, all_functional)]
 
 

@@ -1,6 +1,5 @@
 //! Checks that ranks on any device pass: tests/tests.rs runs them on the CPU, tests/gpus on simulated GPUs.
 
-pub(crate) mod coalesced; // several tensors in one collective
 pub(crate) mod faults; // every failure, and what a run reports of it
 pub(crate) mod functional; // collectives that gradients flow through
 pub(crate) mod groups; // some of the ranks, asynchronous operations

@@ -23,12 +23,12 @@ use tch::{Device, Kind, Tensor};
 
 use super::comm_op::{CommOp, op_parser};
 use super::ranks_flags::RanksFlags;
-use crate::config::{MemoryPart, check_memory, name, whole};
+use crate::config::{check_fits, name, whole};
 use crate::error::{Error, Result};
 use crate::ffi::cuda::Cuda;
 use crate::launch::{Placement, Rank};
 use crate::process_group::{Backend, ProcessGroup, ReduceOp, dtype_name, num_bytes, parse_dtype};
-use crate::telemetry::{LogFormat, Printer, total_memory};
+use crate::telemetry::{LogFormat, Printer};
 pub(super) use bench_case::{BenchCase, bus_factor};
 use roofline::MemoryRoofline;
 pub use scaling::bench_scaling;
@@ -124,7 +124,7 @@ pub fn bench(flags: BenchFlags, cuda: &Cuda, printer: &Arc<Printer>) -> anyhow::
         let world_size = placement.devices.len();
         flags.check(world_size)?;
         match placement.devices[0] {
-            Device::Cpu => flags.check_memory(world_size, total_memory()),
+            Device::Cpu => flags.check_memory(world_size),
             _ => Ok(()),
         }
     };
@@ -156,17 +156,13 @@ impl BenchFlags {
         Ok(())
     }
 
-    /// Refuses sizes that do not fit into `total` bytes of memory. The limit takes at least as much as the tensors.
-    fn check_memory(&self, world_size: usize, total: Option<u64>) -> Result<()> {
+    /// Refuses tensors that this machine's memory cannot hold.
+    fn check_memory(&self, world_size: usize) -> Result<()> {
         let largest = self.max_bytes / self.dtype.elt_size_in_bytes() as u64;
         let numel = bench_case::count(self.op, largest, world_size) as usize;
         let tensors = self.op.tensors(world_size) * num_bytes(self.dtype, numel) as f64;
-        let part = MemoryPart {
-            bytes: 2.0 * tensors,
-            what: format!("--max-bytes {}: {world_size} ranks take", self.max_bytes),
-            remedy: "use a smaller size, or fewer ranks".into(),
-        };
-        check_memory([part], total)
+        let what = format!("--max-bytes {}: {world_size} ranks take", self.max_bytes);
+        check_fits(&what, 2.0 * tensors, "use a smaller size, or fewer ranks")
     }
 
     /// Returns the sizes as counts of whole elements, without repetitions.

@@ -246,9 +246,6 @@ fn measure(
     let mut config = config.clone();
     (config.launch.nproc_per_node, config.training.batch_size) = (nproc_per_node, *batch_size);
     config.validate_for(*ranks)?;
-    if placement.devices[0] == Device::Cpu {
-        config.check_memory_for(*ranks, 1)?;
-    }
     let spawn = configure(Spawn::at(placement), &config, printer);
     let (backend, dataset) = (placement.backend, dataset.clone());
     let times = spawn.run(move |rank| step_on(rank, backend, &config, &dataset, steps))?;

@@ -173,7 +173,7 @@ def torchrun(machine, findings):
 
 
 # Every collective, dtype and reduction; tests/gpus/collectives.rs plays them on simulated GPUs.
-SCENES = ["kinds", "functional", "waits", "asynchronous", "coalesced", "surface"]
+SCENES = ["kinds", "functional", "waits", "asynchronous", "surface"]
 
 
 def collectives(machine, findings):

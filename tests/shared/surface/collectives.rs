@@ -143,36 +143,3 @@ pub(super) fn all_to_all_single(it: &Surface) {
     let to_me = |values: &Vec<f64>| values[before..][..it.me()].to_vec();
     it.is(&output, &it.of_all(rows).iter().flat_map(to_me).collect::<Vec<_>>());
 }
-
-// Several tensors in one collective.
-
-pub(super) fn all_reduce_coalesced(it: &Surface) {
-    for (op, kind) in it.reductions(true) {
-        let mut tensors = [it.mine(6, kind).view([2, 3]), it.mine(5, kind), it.mine(1, kind)];
-        it.group.all_reduce_coalesced(&mut tensors, op).unwrap();
-        for (found, len) in tensors.iter().zip([6, 5, 1]) {
-            it.is(found, &reduced(op, &it.of_all(len)));
-        }
-    }
-}
-
-pub(super) fn all_gather_into_tensor_coalesced(it: &Surface) {
-    let inputs = [it.mine(3, Kind::Int64), it.mine(4, Kind::Int64)];
-    let mut outputs = [3, 4].map(|len| it.tensor(&vec![0.0; len * it.size()], Kind::Int64));
-    it.group.all_gather_into_tensor_coalesced(&mut outputs, &inputs).unwrap();
-    for (found, len) in outputs.iter().zip([3, 4]) {
-        it.is(found, &it.of_all(len).concat());
-    }
-}
-
-pub(super) fn reduce_scatter_tensor_coalesced(it: &Surface) {
-    for (op, kind) in it.reductions(false) {
-        let inputs = [2, 3].map(|len| it.mine(len * it.size(), kind));
-        let mut outputs = [2, 3].map(|len| it.tensor(&vec![0.0; len], kind));
-        it.group.reduce_scatter_tensor_coalesced(&mut outputs, &inputs, op).unwrap();
-        for (found, len) in outputs.iter().zip([2, 3]) {
-            let whole = reduced(op, &it.of_all(len * it.size()));
-            it.is(found, &whole[it.me() * len..][..len]);
-        }
-    }
-}
