@@ -18,22 +18,19 @@
 
 mod packer;
 
-use std::ops::Range;
 use std::sync::Arc;
 
 use tch::{Device, Kind, Tensor};
 
 use super::backend::{BackendType, Devices, Join, RankBackend, Reach};
 use super::call::Call;
-use super::local::{
-    CallSlot, CollectiveFingerprint, Extras, Memory, Shared, TensorMemory, my_slice,
-};
+use super::local::{CallSlot, Extras, Memory, Shared, my_slice};
 use super::network::{InFlight, Network, ProcessMap, Room, SplitSizes};
 use super::threaded::ThreadedBackend;
 use super::{ReduceOp, Traffic, num_bytes};
 use crate::error::{Error, Result};
 use crate::operation::{OpId, Operation};
-use packer::{Packer, sources};
+use packer::{Packer, size_between, sources};
 
 pub(super) const BACKEND: BackendType = BackendType {
     name: "gloo",
@@ -201,20 +198,6 @@ impl GlooBackend {
         self.traffic = Traffic { sent: size, received: size };
         Ok(in_flight)
     }
-
-    /// Returns the sizes of an all_to_all, in which every rank may choose how much it sends and expects.
-    fn parts_of_all_to_all(&self, call: &Call) -> SplitSizes {
-        let process_map = &self.packer.network.map;
-        let size = |tensors: &[TensorMemory], range: &Range<usize>| -> usize {
-            tensors[range.clone()].iter().map(|tensor| num_bytes(call.kind, tensor.numel)).sum()
-        };
-        let each = |tensors: fn(&CollectiveFingerprint) -> &[TensorMemory]| {
-            let part = |range| self.slot.published().map(|call| size(tensors(call), range)).sum();
-            process_map.processes.iter().map(part).collect()
-        };
-        let (to, from) = (each(|call| &call.inputs), each(|call| &call.outputs));
-        SplitSizes { to, from, largest: None }
-    }
 }
 
 impl RankBackend for GlooBackend {
@@ -239,7 +222,8 @@ impl RankBackend for GlooBackend {
         }
         self.exchange_local(call)?;
         if call.operation.has_own_sizes() {
-            parts = self.parts_of_all_to_all(call);
+            let size = size_between(&self.slot, process_map, call);
+            parts = SplitSizes::of_transfers(call, process_map, size);
             self.slot.on_leader(call.at(), || network.reserve(room(&parts)))?;
         }
         self.locate_buffers(room(&parts))?;

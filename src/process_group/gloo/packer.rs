@@ -8,9 +8,9 @@ use tch::Tensor;
 
 use super::super::call::Call;
 use super::super::local::{CallSlot, Kinds, ReductionScratch, my_slice, reduce};
-use super::super::network::{Buffers, Network, ProcessMap, SplitSizes};
+use super::super::network::{Buffers, Network, ProcessMap, SplitSizes, transfers};
 use super::super::{ReduceOp, num_bytes};
-use crate::operation::{CollectiveType, Holders, Operation};
+use crate::operation::Operation;
 
 /// The network and the lists with which a rank packs and unpacks.
 pub(super) struct Packer {
@@ -41,9 +41,7 @@ impl Packer {
         let (begins, _) = SplitSizes::offsets(&parts.to, process_map.mine);
         let Buffers { send, .. } = self.buffers;
         let part = |process: usize, offset: usize| send.wrapping_add(begins[process] + offset);
-        let (index, ranks) = (slot.rank(), process_map.here().len());
-        let group_rank = process_map.here().start + index;
-        let whole = |tensor: &Tensor| num_bytes(call.kind, tensor.numel());
+        let (here, index) = (process_map.here(), slot.rank());
         let partial = process_map.partial_kind(call);
         let local = match call.op() {
             ReduceOp::Avg => ReduceOp::Sum,
@@ -54,7 +52,7 @@ impl Packer {
         let scratch = &mut self.scratch;
         // Reduces the elements `range` of the tensor `input` of each rank. Each rank reduces its slice of them.
         let mut add = |input: usize, range: Range<usize>, to: &mut dyn Iterator<Item = *mut u8>| {
-            let slice = my_slice(range.len(), index, ranks);
+            let slice = my_slice(range.len(), index, here.len());
             let from = num_bytes(call.kind, range.start + slice.start);
             let offset = num_bytes(partial, slice.start);
             let inputs = slot.published().map(|call| &call.inputs[input]);
@@ -70,65 +68,32 @@ impl Packer {
             // to this slice of them.
             unsafe { reduce(scratch.reduction(kinds, slice.len(), local)) };
         };
-        // Copies the tensor to memory that only this rank writes.
-        let copy = |tensor: &Tensor, to: *mut u8| {
-            // SAFETY: there is room for the tensor, and no other rank writes there.
-            unsafe { tensor.data_ptr().cast::<u8>().copy_to_nonoverlapping(to, whole(tensor)) };
-        };
-        let Some(collective) = call.operation.collective() else { return };
-        let CollectiveType { inputs, outputs, .. } = collective;
-        let root = process_map.process_of(call.root());
-        let receivers = match outputs.holders {
-            Holders::Root => root..root + 1,
-            Holders::All | Holders::OthersThanRoot => 0..process_map.len(),
-        };
         match call.operation {
             Operation::AllReduce if sliced => {
                 for process in 0..process_map.len() {
                     let slice = my_slice(call.inputs[0].numel(), process, process_map.len());
-                    add(0, slice, &mut [part(process, 0)].into_iter());
+                    add(0, slice, &mut iter::once(part(process, 0)));
                 }
             }
             Operation::AllReduce | Operation::Reduce => {
+                let receivers = (0..process_map.len()).filter(|&process| parts.to[process] > 0);
                 let to = &mut receivers.map(|process| part(process, 0));
                 add(0, 0..call.inputs[0].numel(), to);
             }
-            Operation::ReduceScatter => {
-                let numel = call.outputs[0].numel();
+            operation => {
+                let size = size_between(slot, process_map, call);
                 for (process, receivers) in process_map.processes.iter().enumerate() {
-                    for (offset, receiver) in receivers.clone().enumerate() {
-                        let offset = offset * num_bytes(partial, numel);
-                        add(receiver, 0..numel, &mut [part(process, offset)].into_iter());
+                    for one in transfers(call, &here, receivers, &size) {
+                        let to = part(process, one.bytes.start);
+                        if operation == Operation::ReduceScatter {
+                            add(one.input, 0..call.outputs[0].numel(), &mut iter::once(to));
+                        } else if one.from == here.start + index {
+                            let from: *mut u8 = call.inputs[one.input].data_ptr().cast();
+                            // SAFETY: there is room for the tensor, and no other rank writes there.
+                            unsafe { from.copy_to_nonoverlapping(to, one.bytes.len()) };
+                        }
                     }
                 }
-            }
-            _ if collective.has_own_sizes => {
-                for (process, receivers) in process_map.processes.iter().enumerate() {
-                    let earlier = slot.published().take(index);
-                    let mut offset: usize = earlier
-                        .flat_map(|call| &call.inputs[receivers.clone()])
-                        .map(|tensor| num_bytes(call.kind, tensor.numel))
-                        .sum();
-                    for input in &call.inputs[receivers.clone()] {
-                        copy(input, part(process, offset));
-                        offset += whole(input);
-                    }
-                }
-            }
-            // The other collectives copy.
-            _ if !inputs.is_held_by(group_rank == call.root()) => {}
-            _ if inputs.is_list() => {
-                for (process, receivers) in process_map.processes.iter().enumerate() {
-                    for (offset, receiver) in receivers.clone().enumerate() {
-                        let input = &call.inputs[receiver];
-                        copy(input, part(process, offset * whole(input)));
-                    }
-                }
-            }
-            _ => {
-                let Some(input) = call.inputs.first() else { return };
-                let offset = if outputs.is_list() { index * whole(input) } else { 0 };
-                receivers.for_each(|process| copy(input, part(process, offset)));
             }
         }
     }
@@ -188,66 +153,61 @@ impl Packer {
         sources: &[*mut u8],
         sliced: bool,
     ) {
-        let (index, group_rank) = (slot.rank(), process_map.here().start + slot.rank());
-        let whole = |tensor: &Tensor| num_bytes(call.kind, tensor.numel());
+        let here = process_map.here();
+        let group_rank = here.start + slot.rank();
         let data = |tensor: &Tensor| tensor.data_ptr().cast::<u8>();
         let copy = |from: *mut u8, to: *mut u8, size: usize| {
             // SAFETY: both have `size` bytes, and `to` belongs to this rank.
             unsafe { from.copy_to_nonoverlapping(to, size) };
         };
-        let Some(collective) = call.operation.collective() else { return };
-        let CollectiveType { inputs, outputs, .. } = collective;
-        match call.operation {
-            Operation::AllReduce if sliced => {
-                let output = data(&call.outputs[0]);
-                for (process, source) in sources.iter().enumerate() {
-                    let slice = my_slice(call.outputs[0].numel(), process, process_map.len());
-                    let offset = num_bytes(call.kind, slice.start);
-                    copy(*source, output.wrapping_add(offset), num_bytes(call.kind, slice.len()));
+        let size = size_between(slot, process_map, call);
+        let is_sum = call.operation.collective().is_some_and(|it| it.reduces);
+        for (process, (source, senders)) in sources.iter().zip(&process_map.processes).enumerate() {
+            if sliced {
+                let slice = my_slice(call.outputs[0].numel(), process, process_map.len());
+                let offset = num_bytes(call.kind, slice.start);
+                let output = data(&call.outputs[0]).wrapping_add(offset);
+                copy(*source, output, num_bytes(call.kind, slice.len()));
+                continue;
+            }
+            for one in transfers(call, senders, &here, &size) {
+                // The root of a broadcast has the tensor, and no output.
+                let output = call.outputs.get(one.output).filter(|_| one.to.contains(&group_rank));
+                let Some(output) = output else { continue };
+                if !is_sum {
+                    copy(source.wrapping_add(one.bytes.start), data(output), one.bytes.len());
+                    continue;
                 }
-            }
-            Operation::AllReduce | Operation::Reduce | Operation::ReduceScatter => {
-                let Some(output) = call.outputs.first() else { return };
-                let scattered = call.operation == Operation::ReduceScatter;
-                let part = num_bytes(self.network.map.partial_kind(call), output.numel());
-                let offset = if scattered { index * part } else { 0 };
-                // SAFETY: the parts have these elements there, and the output belongs to this rank.
-                unsafe {
-                    self.add_up(call, sources, offset, output.numel(), [data(output)].into_iter())
-                };
-            }
-            _ if collective.has_own_sizes => {
-                for (source, senders) in sources.iter().zip(&process_map.processes) {
-                    let mut offset = 0;
-                    for from in senders.clone() {
-                        for (other, announced) in slot.published().enumerate() {
-                            let size = num_bytes(call.kind, announced.outputs[from].numel);
-                            if process_map.here().start + other == group_rank {
-                                copy(source.wrapping_add(offset), data(&call.outputs[from]), size);
-                            }
-                            offset += size;
-                        }
-                    }
-                }
-            }
-            // The other collectives copy.
-            _ if outputs.is_list() => {
-                for (source, senders) in sources.iter().zip(&process_map.processes) {
-                    for (offset, output) in
-                        call.outputs.iter().skip(senders.start).take(senders.len()).enumerate()
-                    {
-                        let size = whole(output);
-                        copy(source.wrapping_add(offset * size), data(output), size);
-                    }
-                }
-            }
-            _ => {
-                let Some(output) = call.outputs.first() else { return };
-                let offset = if inputs.is_list() { index * whole(output) } else { 0 };
-                let root = sources[process_map.process_of(call.root())];
-                copy(root.wrapping_add(offset), data(output), whole(output));
+                let to = iter::once(data(output));
+                // SAFETY: all parts have these elements there, and the output belongs to this rank.
+                return unsafe { self.add_up(call, sources, one.bytes.start, output.numel(), to) };
             }
         }
+    }
+}
+
+/// Returns the bytes that a rank sends to another, of which one is in this process. In an all_to_all each pair has a size
+/// of its own, which both have announced.
+pub(super) fn size_between<'a>(
+    slot: &'a CallSlot,
+    process_map: &'a ProcessMap,
+    call: &Call,
+) -> impl Fn(usize, usize) -> usize + use<'a> {
+    let tensor = call.inputs.first().or(call.outputs.first());
+    let size = process_map.tensor_bytes(call, tensor.map_or(0, Tensor::numel));
+    let (kind, has_own_sizes, here) =
+        (call.kind, call.operation.has_own_sizes(), process_map.here());
+    move |from, to| {
+        if !has_own_sizes {
+            return size;
+        }
+        let announced = |rank: usize| slot.published().nth(rank - here.start);
+        let tensor = if here.contains(&from) {
+            announced(from).and_then(|call| call.inputs.get(to))
+        } else {
+            announced(to).and_then(|call| call.outputs.get(from))
+        };
+        tensor.map_or(0, |tensor| num_bytes(kind, tensor.numel))
     }
 }
 

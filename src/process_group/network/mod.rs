@@ -20,5 +20,5 @@ pub(crate) use gather::Gathered;
 pub(crate) use header::{HEADER_BYTES, HEADER_MAX_DATA_BYTES};
 pub(super) use lost::connection_lost;
 pub(crate) use process_map::ProcessMap;
-pub(super) use split_sizes::SplitSizes;
+pub(super) use split_sizes::{SplitSizes, transfers};
 pub(crate) use store_message::{from_json, to_json, unreadable};

@@ -4,7 +4,9 @@ use std::ops::Range;
 
 use tch::Kind;
 
+use crate::operation::Tensors;
 use crate::process_group::call::Call;
+use crate::process_group::dtype::num_bytes;
 use crate::process_group::reduce_op::ReduceOp;
 
 /// The processes of a group: the group ranks of each, and the index of this process. A map of hosts is one too: each host
@@ -54,5 +56,13 @@ impl ProcessMap {
         let is_half = matches!(call.kind, Kind::Half | Kind::BFloat16);
         let rounds = !matches!(call.reduce_op, None | Some(ReduceOp::Min | ReduceOp::Max));
         if is_half && rounds && !self.is_one_rank_each() { Kind::Float } else { call.kind }
+    }
+    /// Returns the bytes of a tensor of `numel` elements as it travels in `call`; 0 if the call moves none.
+    pub(crate) fn tensor_bytes(&self, call: &Call, numel: usize) -> usize {
+        match call.operation.collective() {
+            Some(it) if it.reduces => num_bytes(self.partial_kind(call), numel),
+            Some(it) if it.inputs.tensors != Tensors::Nothing => num_bytes(call.kind, numel),
+            _ => 0,
+        }
     }
 }

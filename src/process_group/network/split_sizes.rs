@@ -1,9 +1,11 @@
-//! Sizes and offsets of the parts that processes exchange in a collective: arithmetic only, no memory.
+//! Who sends what to whom in a collective between processes, and the sizes and offsets of it: arithmetic only, no memory.
+
+use std::ops::Range;
 
 use tch::Kind;
 
 use super::process_map::ProcessMap;
-use crate::operation::{CollectiveType, Holders, Operand, Tensors};
+use crate::operation::{Holders, Operand, Tensors};
 use crate::process_group::call::Call;
 use crate::process_group::dtype::num_bytes;
 use crate::process_group::local::my_slice;
@@ -11,6 +13,66 @@ use crate::process_group::traffic::Traffic;
 
 /// Parts begin at cache lines, so that every dtype is aligned.
 const LINE: usize = 64;
+
+/// A tensor on its way from one process to another, or the sum of a process's tensors.
+#[derive(Debug)]
+pub(crate) struct Transfer {
+    /// The group rank that sends its tensor; the first rank of the process for a sum.
+    pub from: usize,
+    /// The group ranks that take it.
+    pub to: Range<usize>,
+    /// The index among the inputs of `from`.
+    pub input: usize,
+    /// The index among the outputs of `to`.
+    pub output: usize,
+    /// The bytes in the part that the process sends to the other.
+    pub bytes: Range<usize>,
+}
+
+/// Returns what the ranks `from` of one process send to the ranks `to` of another in `call`, in the order of the part.
+///
+/// This is the table of who sends which range. The sizes of parts, packing and unpacking follow it. `size` returns the
+/// bytes that a rank sends to another.
+pub(crate) fn transfers(
+    call: &Call,
+    from: &Range<usize>,
+    to: &Range<usize>,
+    size: impl Fn(usize, usize) -> usize,
+) -> impl Iterator<Item = Transfer> {
+    let root = call.root();
+    let holders = |operand: Operand, ranks: &Range<usize>| match operand.holders {
+        _ if operand.tensors == Tensors::Nothing => 0..0,
+        Holders::Root if ranks.contains(&root) => root..root + 1,
+        Holders::Root => 0..0,
+        Holders::All | Holders::OthersThanRoot => ranks.clone(),
+    };
+    let collective = call.operation.collective();
+    let (mut senders, receivers) = match collective {
+        Some(it) => (holders(it.inputs, from), holders(it.outputs, to)),
+        None => (0..0, 0..0),
+    };
+    if collective.is_some_and(|it| it.reduces) {
+        senders = from.start..from.start + 1;
+    }
+    let has_input_for_each = collective.is_some_and(|it| it.inputs.is_list());
+    let has_output_for_each = collective.is_some_and(|it| it.outputs.is_list());
+    // All receivers take the same tensor, unless the sender has one for each.
+    let receivers_of_one = if has_input_for_each { 1 } else { receivers.len().max(1) };
+    let mut end = 0;
+    senders
+        .flat_map(move |from| receivers.clone().step_by(receivers_of_one).map(move |to| (from, to)))
+        .map(move |(from, to)| {
+            let begin = end;
+            end += size(from, to);
+            Transfer {
+                from,
+                to: to..to + receivers_of_one,
+                input: if has_input_for_each { to } else { 0 },
+                output: if has_output_for_each { from } else { 0 },
+                bytes: begin..end,
+            }
+        })
+}
 
 /// Bytes that this process sends to each process, itself included, and receives from each.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -23,8 +85,7 @@ pub(crate) struct SplitSizes {
 
 impl SplitSizes {
     /// Returns the sizes of `call` in this process, whose tensors have `numel` elements each. For an all_reduce in
-    /// slices they are those of the first exchange. Zeros if each pair of ranks has its own size: the parts then depend
-    /// on all ranks of the process.
+    /// slices they are those of the first exchange. Not for a call in which each pair of ranks has its own size.
     pub(crate) fn of(call: &Call, numel: usize, process_map: &ProcessMap, sliced: bool) -> Self {
         let (count, mine) = (process_map.len(), process_map.mine);
         if sliced {
@@ -32,35 +93,24 @@ impl SplitSizes {
             let (from, largest) = (vec![slices[mine]; count], Some(slices[0]));
             return Self { to: slices, from, largest };
         }
-        let ranks = |process: usize| process_map.processes[process].len();
-        let root = process_map.process_of(call.root());
-        let collective = call.operation.collective();
-        let Some(collective) = collective.filter(|collective| !collective.has_own_sizes) else {
-            return Self { to: vec![0; count], from: vec![0; count], largest: Some(0) };
-        };
-        // A process sends its ranks' tensors, or their sum. It also sends its part to itself.
-        let CollectiveType { inputs, outputs, reduces, .. } = collective;
-        let has =
-            |operand: Operand, process: usize| operand.holders != Holders::Root || process == root;
-        let unit = match (inputs.tensors, reduces) {
-            (Tensors::Nothing, _) => 0,
-            (_, true) => num_bytes(process_map.partial_kind(call), numel),
-            (_, false) => num_bytes(call.kind, numel),
-        };
-        // The tensors in a part: one for each rank that receives it, or one from each that sends it.
-        let tensors = |from: usize, to: usize| match (inputs.is_list(), outputs.is_list()) {
-            (true, _) => ranks(to),
-            (_, true) => ranks(from),
-            _ => 1,
-        };
-        let part = |from: usize, to: usize| {
-            if has(inputs, from) && has(outputs, to) { unit * tensors(from, to) } else { 0 }
-        };
-        let most = if collective.has_parts() { (0..count).map(ranks).max() } else { None };
-        let to = (0..count).map(|process| part(mine, process)).collect();
-        let from = (0..count).map(|process| part(process, mine)).collect();
-        let largest = unit * most.unwrap_or(1);
-        Self { to, from, largest: Some(largest) }
+        let size = process_map.tensor_bytes(call, numel);
+        let has_parts = call.operation.collective().is_some_and(|it| it.has_parts());
+        let most = process_map.processes.iter().map(Range::len).max().filter(|_| has_parts);
+        let largest = Some(size * most.unwrap_or(1));
+        Self { largest, ..Self::of_transfers(call, process_map, |_, _| size) }
+    }
+
+    /// Returns the sizes of `call` if each rank sends `size` bytes to another.
+    pub(crate) fn of_transfers(
+        call: &Call,
+        process_map: &ProcessMap,
+        size: impl Fn(usize, usize) -> usize,
+    ) -> Self {
+        let here = process_map.here();
+        let part = |from, to| transfers(call, from, to, &size).map(|it| it.bytes.len()).sum();
+        let to = process_map.processes.iter().map(|other| part(&here, other)).collect();
+        let from = process_map.processes.iter().map(|other| part(other, &here)).collect();
+        Self { to, from, largest: None }
     }
 
     /// Returns the sizes of the second exchange of an all_reduce in slices: every process sends its result to all.
