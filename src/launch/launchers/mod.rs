@@ -5,32 +5,19 @@
 //! checks them against each other and against the flags, and returns what decided. It is a pure function: nothing
 //! else in this crate reads these variables.
 //!
-//! | looked for, in this order | by | a process is |
-//! |---|---|---|
-//! | `--spawn=processes` of this program | `DDP_MP_SPAWNED` | one rank |
-//! | `--max-restarts` of this program | `DDP_MP_SPAWNED=threads` | a thread per GPU |
-//! | torchrun, or a launcher with its variables | `RANK` and `LOCAL_RANK` | one rank |
-//! | mpirun, jsrun, flux run | `OMPI_COMM_WORLD_RANK`, and those of `mpi::FAMILIES` | one rank |
-//! | srun | `SLURM_PROCID` and `SLURM_STEP_ID` | one rank; with one task a node a thread per GPU |
-//! | Kubeflow | `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and no `LOCAL_RANK`, or `PET_NNODES` | a thread per GPU |
-//! | flags | `--nnodes`, `--node-rank`, `--master-addr` | a thread per GPU |
-//! | none | | a thread per GPU |
-//!
-//! mpirun comes before srun: in a Slurm job, mpirun starts its processes through srun, which leaves its own
-//! variables there.
+//! The table of launchers is in `table`. It is gone through from the top; a process that this program has started comes
+//! before it. If no launcher's variables are set, the flags count: `--nnodes`, `--node-rank`, `--master-addr`.
 //!
 //! Without `--spawn=processes`, `--nproc-per-node` means threads of this very process. Without either flag, a process
 //! that its launcher counts as one rank has one. But if it is alone on its machine and sees several GPUs, it starts a
 //! thread for each: use `torchrun --nproc-per-node=1` to get that. `--nproc-per-node=1` as a flag of this program
 //! means one rank.
 
-mod kubernetes;
 mod local;
-mod mpi;
 mod nodelist;
 mod slurm;
 mod spawned;
-mod torchrun;
+mod table;
 mod variables;
 
 use std::fmt;
@@ -42,6 +29,7 @@ use strum::{Display, EnumString, IntoStaticStr, VariantNames};
 
 use super::{BindChoice, NodeSlice, Nproc, SharedMemory};
 use crate::error::{Error, Result};
+use table::{LAUNCHERS, PMI, TORCHRUN, launcher};
 use variables::Variables;
 
 /// The launcher whose variables are used: `--launch`.
@@ -278,36 +266,46 @@ fn read(variables: &Variables, options: &LaunchOptions, gpus: usize) -> Result<L
     if spawned::is_here(variables) {
         return spawned::read(variables, options);
     }
-    match options.launch {
-        LaunchChoice::Local => local::read(options, "--launch local"),
-        LaunchChoice::Torchrun => torchrun::read(variables, options, gpus),
-        LaunchChoice::Slurm => slurm::read(variables, options, gpus),
-        LaunchChoice::Mpi => mpi::read(variables, options, gpus),
-        LaunchChoice::Kubernetes => kubernetes::read(variables, options),
-        LaunchChoice::Auto => detect_any(variables, options, gpus),
-    }
+    let kind = match options.launch {
+        LaunchChoice::Auto => return detect_any(variables, options, gpus),
+        LaunchChoice::Local => return local::read(options, "--launch local"),
+        LaunchChoice::Torchrun => LaunchKind::Torchrun,
+        LaunchChoice::Slurm => LaunchKind::Slurm,
+        LaunchChoice::Mpi => LaunchKind::Mpi,
+        LaunchChoice::Kubernetes => LaunchKind::Kubernetes,
+    };
+    launcher(kind, variables).read(variables, options, gpus)
 }
 
 fn detect_any(variables: &Variables, options: &LaunchOptions, gpus: usize) -> Result<Launch> {
-    if torchrun::is_here(variables) {
-        return torchrun::read(variables, options, gpus);
-    }
-    if mpi::is_here(variables) {
-        return mpi::read(variables, options, gpus);
-    }
-    let outside_of_srun = match slurm::step(variables)? {
-        slurm::SrunTask::Task => return slurm::read(variables, options, gpus),
-        slurm::SrunTask::Outside(why) => why,
-    };
-    if kubernetes::is_here(variables) {
-        return kubernetes::read(variables, options);
+    let mut why = "no launcher's variables are set".to_string();
+    for launcher in &LAUNCHERS {
+        let is_here = match launcher.kind {
+            LaunchKind::Slurm => match slurm::step(variables)? {
+                slurm::SrunTask::Task => true,
+                slurm::SrunTask::Outside(of_slurm) => {
+                    why = of_slurm.unwrap_or(why);
+                    false
+                }
+            },
+            _ => launcher.is_shown(variables),
+        };
+        if is_here {
+            return launcher.read(variables, options, gpus);
+        }
     }
     // A single process needs no others: a shell of srun --pty has PMI_RANK too.
     if variables.is_set("PMI_RANK") && variables.integer("PMI_SIZE")? != Some(1) {
-        return mpi::read(variables, options, gpus);
+        return PMI.read(variables, options, gpus);
     }
-    torchrun::refuse_remains(variables)?;
-    local::read(options, &outside_of_srun.unwrap_or("no launcher's variables are set".into()))
+    // With only some of torchrun's variables, every process would train on its own.
+    let names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"];
+    let (set, missing): (Vec<_>, Vec<_>) =
+        names.into_iter().partition(|name| variables.is_set(name));
+    if !set.is_empty() {
+        return Err(TORCHRUN.lacks(&missing, &set));
+    }
+    local::read(options, &why)
 }
 
 /// Returns how many ranks a process starts that its launcher counts as one rank, and why.
@@ -362,37 +360,6 @@ fn check_addr(name: &str, addr: &str) -> Result<String> {
         return refuse("has a port in it; give that as the master port, on its own");
     }
     Ok(addr.into())
-}
-
-/// Checks that `--master-addr` agrees with a launcher that has said where the store is.
-fn check_master_addr(
-    options: &LaunchOptions,
-    launcher: &str,
-    master: Option<&MasterEndpoint>,
-) -> Result<()> {
-    let given = options.master_addr.as_deref().map(|addr| check_addr("--master-addr", addr));
-    let addr = master.map(|master| &master.addr);
-    check_flag("--master-addr", given.transpose()?.as_ref(), launcher, addr)
-}
-
-/// Returns the address of the store, for launchers that leave it to the user: from the flags, else from the
-/// variables, else from `addr` and `port`.
-fn master(
-    variables: &Variables,
-    options: &LaunchOptions,
-    addr: impl FnOnce() -> Result<String>,
-    port: impl FnOnce() -> Result<u16>,
-) -> Result<MasterEndpoint> {
-    let addr = match (&options.master_addr, variables.text("MASTER_ADDR")) {
-        (Some(flag), _) => check_addr("--master-addr", flag)?,
-        (None, Some(variable)) => check_addr("MASTER_ADDR", &variable)?,
-        (None, None) => addr()?,
-    };
-    let port = match options.master_port {
-        Some(flag) => flag,
-        None => variables.port("MASTER_PORT")?.map_or_else(port, Ok)?,
-    };
-    Ok(MasterEndpoint { addr, port, agent_store: false })
 }
 
 impl Launch {

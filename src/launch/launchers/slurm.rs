@@ -1,17 +1,18 @@
 //! The variables that srun sets for each task of a job step.
 
 use super::nodelist;
-use super::variables::{Launcher, Variables, check_below};
-use super::{Launch, LaunchKind, LaunchOptions, Processes, check_flag, master, ranks_of_one};
+use super::table::Launcher;
+use super::variables::{Number, Variables};
 use crate::error::{Error, Result};
-
-const SRUN: Launcher = Launcher { choice: "slurm", program: "srun" };
 
 /// The first number of steps that srun did not start, such as batch scripts and shells of salloc.
 const FIRST_OWN_STEP: usize = 0xffff_fff0;
 
 /// Variables with the number of the job.
 const JOB: [&str; 2] = ["SLURM_JOB_ID", "SLURM_JOBID"];
+
+/// Variables with the number of the step.
+const STEP: [&str; 2] = ["SLURM_STEP_ID", "SLURM_STEPID"];
 
 /// Variables with the numbers of a task.
 const OF_A_TASK: [&str; 3] = ["SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"];
@@ -21,7 +22,7 @@ const INTERACTIVE: [&str; 10] =
     ["interactive", "sh", "bash", "dash", "zsh", "fish", "ksh", "mksh", "csh", "tcsh"];
 
 /// Variables with the number of tasks, the most reliable first.
-const TASKS: [&str; 3] = ["SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"];
+pub(super) const TASKS: [&str; 3] = ["SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"];
 
 /// Whether srun has started this process as a task.
 pub(super) enum SrunTask {
@@ -73,7 +74,7 @@ fn sign_of_a_shell(variables: &Variables) -> Option<String> {
 
 /// Returns the id of the step; `None` if it is unset or not one of srun's.
 pub(super) fn step_id(variables: &Variables) -> Result<Option<usize>> {
-    match variables.first_of(&["SLURM_STEP_ID", "SLURM_STEPID"]) {
+    match variables.first_of(&STEP) {
         Some(name) => Ok(variables.integer(name)?.filter(|&id| id < FIRST_OWN_STEP)),
         None => Ok(None),
     }
@@ -86,73 +87,49 @@ fn tasks(variables: &Variables) -> Result<Option<usize>> {
     }
 }
 
-pub(super) fn read(variables: &Variables, options: &LaunchOptions, gpus: usize) -> Result<Launch> {
-    let either = |names: &[&'static str]| variables.first_of(names).unwrap_or(names[0]);
-    let all_tasks = either(&TASKS);
-    let nodes = either(&["SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES"]);
-    let names = ["SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", all_tasks, nodes];
-    if step_id(variables)?.is_some() && !variables.is_set("SLURM_PROCID") {
-        return Err(SRUN.lacks(&["SLURM_PROCID"], &["SLURM_STEP_ID"]));
-    }
-    let [index, local_index, node, count, nnodes] = variables.all(SRUN, names)?;
-    if step_id(variables)?.is_none() {
-        // A batch script has all the other variables.
-        return Err(SRUN.lacks(&["SLURM_STEP_ID"], &names));
-    }
-    if variables.first_of(&JOB).is_none() {
-        return Err(SRUN.lacks(&JOB[..1], &names));
-    }
-    check_below("SLURM_PROCID", index, all_tasks, count)?;
-    check_below("SLURM_NODEID", node, nodes, nnodes)?;
-    check_flag("--nnodes", options.nnodes.as_ref(), "srun", Some(&nnodes))?;
-    check_flag("--node-rank", options.node_rank.as_ref(), "srun", Some(&node))?;
-    variables.check_rank("SLURM_PROCID", index)?;
-
-    let per_node = either(&["SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"]);
-    let local_count = match variables.text(per_node) {
-        _ if nnodes == 1 => count,
-        _ if nnodes == count => 1,
-        None => return Err(SRUN.lacks(&[per_node], &names)),
-        Some(list) => {
-            let (mine, all) = nodelist::tasks_on(per_node, &list, node)?;
-            if all != count {
-                return Err(Error::InvalidInput(format!(
-                    "{per_node}={list} has {all} tasks, and {all_tasks}={count}; check what sets them"
-                )));
-            }
-            mine
+/// Checks that srun has started this process as a task. A batch script has the other variables, too.
+pub(super) fn check_task(srun: &Launcher, variables: &Variables) -> Result<()> {
+    let has_number = variables.is_set("SLURM_PROCID");
+    match step_id(variables)? {
+        Some(_) if !has_number => Err(srun.lacks(&["SLURM_PROCID"], &["SLURM_STEP_ID"])),
+        None if has_number => Err(srun.lacks(&["SLURM_STEP_ID"], &["SLURM_PROCID"])),
+        _ if has_number && variables.first_of(&JOB).is_none() => {
+            Err(srun.lacks(&JOB[..1], &["SLURM_PROCID"]))
         }
-    };
-    check_below("SLURM_LOCALID", local_index, per_node, local_count)?;
+        _ => Ok(()),
+    }
+}
 
-    let processes = Processes { index, count, local_index, local_count };
-    let master = if count > 1 {
-        let addr = || first_host(variables, nnodes);
-        Some(master(variables, options, addr, || port(variables))?)
-    } else {
-        None
+/// Returns how many tasks there are on machine `node`, from the list in the variable `per_node`.
+pub(super) fn tasks_on(
+    srun: &Launcher,
+    variables: &Variables,
+    per_node: &'static str,
+    node: Option<Number>,
+    count: Number,
+) -> Result<Number> {
+    let (Some(list), Some(node)) = (variables.text(per_node), node) else {
+        return Err(srun.lacks(&[per_node], &["SLURM_PROCID", "SLURM_NODEID"]));
     };
-    let variables_read = variables.as_text();
-    // One task a node means a process that uses the whole node.
-    let (nproc, ranks) = if count == nnodes {
-        (options.nproc, "one task a node: its ranks are threads".to_string())
-    } else {
-        ranks_of_one(options.nproc, processes, gpus)
+    let (mine, all) = nodelist::tasks_on(per_node, &list, node.value)?;
+    if all != count.value {
+        return Err(Error::InvalidInput(format!(
+            "{per_node}={list} has {all} tasks, and {count}; check what sets them"
+        )));
+    }
+    Ok(Number { name: per_node, value: mine })
+}
+
+/// Returns the number of the job and of the step.
+pub(super) fn run_id(variables: &Variables) -> String {
+    let text = |names: &[&'static str]| {
+        variables.first_of(names).and_then(|name| variables.text(name)).unwrap_or_default()
     };
-    let job = variables.text(either(&JOB)).unwrap_or_default();
-    let step = variables.text(either(&["SLURM_STEP_ID", "SLURM_STEPID"])).unwrap_or_default();
-    Ok(Launch {
-        nnodes: Some(nnodes),
-        node_rank: Some(node),
-        master,
-        cores: variables.count("SLURM_CPUS_PER_TASK")?,
-        run_id: format!("{job}.{step}"),
-        ..Launch::new(LaunchKind::Slurm, processes, nproc, format!("{variables_read}; {ranks}"))
-    })
+    format!("{}.{}", text(&JOB), text(&STEP))
 }
 
 /// Returns the host of task 0.
-fn first_host(variables: &Variables, nnodes: usize) -> Result<String> {
+pub(super) fn first_host(variables: &Variables, nnodes: usize) -> Result<String> {
     let names = ["SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"];
     let Some((name, list)) =
         variables.first_of(&names).and_then(|name| Some((name, variables.text(name)?)))
@@ -177,7 +154,7 @@ fn first_host(variables: &Variables, nnodes: usize) -> Result<String> {
 
 /// Returns a port that is the same for all tasks of a step. It differs between the steps of a job, and usually between jobs
 /// on one host.
-fn port(variables: &Variables) -> Result<u16> {
+pub(super) fn port(variables: &Variables) -> Result<u16> {
     let job = variables.first_of(&JOB);
     let id = job.and_then(|name| variables.text(name)).unwrap_or_default();
     let digits = id.get(id.len().saturating_sub(4)..).unwrap_or_default();

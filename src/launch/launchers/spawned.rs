@@ -1,8 +1,9 @@
 //! The variables of the processes that this program starts (`--spawn=processes`, `--max-restarts`): torchrun's variables,
 //! and a mark.
 
+use super::table::TORCHRUN;
 use super::variables::{Variables, and};
-use super::{Launch, LaunchKind, LaunchOptions, local, torchrun};
+use super::{Launch, LaunchKind, LaunchOptions, local};
 use crate::error::{Error, Result};
 use crate::launch::Nproc;
 
@@ -30,7 +31,7 @@ pub(super) fn read(variables: &Variables, options: &LaunchOptions) -> Result<Lau
     }
     if threads {
         return Ok(Launch {
-            parent: Some(torchrun::master(variables)?),
+            parent: Some(TORCHRUN.master(variables)?),
             restart_count: variables.integer_or_0("TORCHELASTIC_RESTART_COUNT")?,
             max_restarts: variables.integer_or_0("TORCHELASTIC_MAX_RESTARTS")?,
             ..local::read(options, "--max-restarts: a process that is started again")?
@@ -38,14 +39,14 @@ pub(super) fn read(variables: &Variables, options: &LaunchOptions) -> Result<Lau
     }
     let nproc = if options.nproc == Nproc::Cpu { Nproc::Cpu } else { Nproc::Count(1) };
     let options = LaunchOptions { nproc, ..LaunchOptions::default() };
-    let launch = torchrun::read(variables, &options, 0)?;
+    let launch = TORCHRUN.read(variables, &options, 0)?;
     Ok(Launch {
         kind: LaunchKind::Spawned,
         reason: "--spawn=processes: one rank in each process".into(),
         nnodes: Some(1),
         node_rank: Some(0),
         cores: Some(1),
-        parent: Some(torchrun::master(variables)?),
+        parent: Some(TORCHRUN.master(variables)?),
         ..launch
     })
 }

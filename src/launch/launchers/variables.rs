@@ -1,6 +1,7 @@
 //! Environment variables as text, numbers and ports, with uniform errors.
 
 use std::cell::RefCell;
+use std::fmt;
 
 use crate::error::{Error, Result, escaped_line};
 
@@ -43,8 +44,17 @@ impl<'a> Variables<'a> {
     /// Returns a number from 0; `None` if the variable is unset.
     pub(super) fn integer(&self, name: &str) -> Result<Option<usize>> {
         let Some(text) = self.text(name) else { return Ok(None) };
-        match text.parse::<u32>() {
+        let value = match text.split_once(':') {
+            // PET_NNODES may be a range of numbers of pods.
+            Some((least, most)) if least == most => least,
+            _ => &text,
+        };
+        match value.parse::<u32>() {
             Ok(value) => Ok(Some(value as usize)),
+            Err(_) if text.contains(':') => Err(Error::InvalidInput(format!(
+                "{name}={text:?}: a number of processes that changes needs torchrun; start torchrun --no-python ddp-mp in \
+                 each pod"
+            ))),
             Err(_) => Err(Error::InvalidInput(format!(
                 "{name}={:?} is not a whole number from 0; --launch local ignores it",
                 shortened(&text)
@@ -83,31 +93,11 @@ impl<'a> Variables<'a> {
         }
     }
 
-    /// Returns the numbers of variables that `launcher` always sets together.
-    pub(super) fn all<const N: usize>(
-        &self,
-        launcher: Launcher,
-        names: [&str; N],
-    ) -> Result<[usize; N]> {
-        let mut values = [0; N];
-        let (mut set, mut missing) = (Vec::new(), Vec::new());
-        for (value, name) in values.iter_mut().zip(names) {
-            match self.integer(name)? {
-                Some(found) => {
-                    *value = found;
-                    set.push(name);
-                }
-                None => missing.push(name),
-            }
-        }
-        if missing.is_empty() { Ok(values) } else { Err(launcher.lacks(&missing, &set)) }
-    }
-
-    /// Checks that `RANK`, if it is set, is the process's `index`, which `name` holds.
-    pub(super) fn check_rank(&self, name: &str, index: usize) -> Result<()> {
+    /// Checks that `RANK`, if it is set, is the process's `index`.
+    pub(super) fn check_rank(&self, index: Number) -> Result<()> {
         match self.integer("RANK")? {
-            Some(rank) if rank != index => Err(Error::InvalidInput(format!(
-                "RANK={rank} contradicts {name}={index}: unset RANK, or use --launch local to ignore both"
+            Some(rank) if rank != index.value => Err(Error::InvalidInput(format!(
+                "RANK={rank} contradicts {index}: unset RANK, or use --launch local to ignore both"
             ))),
             _ => Ok(()),
         }
@@ -134,43 +124,26 @@ impl<'a> Variables<'a> {
     }
 }
 
-/// The launcher that sets variables, for error messages.
-#[derive(Clone, Copy)]
-pub(super) struct Launcher {
-    /// Its value of `--launch`.
-    pub choice: &'static str,
-    /// The program's name, for the user.
-    pub program: &'static str,
+/// The value of a variable.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Number {
+    pub name: &'static str,
+    pub value: usize,
 }
 
-impl Launcher {
-    pub(super) fn lacks(self, missing: &[&str], set: &[&str]) -> Error {
-        let Self { choice, program } = self;
-        let is = |names: &[&str]| if names.len() == 1 { "is" } else { "are" };
-        let missing = format!("{} {} not set", and(missing), is(missing));
-        Error::InvalidInput(if set.is_empty() {
-            format!(
-                "--launch {choice}: {missing}; start ddp-mp with {program}, or leave --launch out"
-            )
-        } else {
-            format!(
-                "{missing}, but {} {}: {program} sets all of them; set the missing ones, or unset the others \
-                 (--launch local ignores them)",
-                and(set),
-                is(set)
-            )
-        })
+impl fmt::Display for Number {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}={}", self.name, self.value)
     }
 }
 
-/// Checks that `number` is below `count`.
-pub(super) fn check_below(name: &str, index: usize, of: &str, count: usize) -> Result<()> {
-    if index < count {
+/// Checks that `index` is below `count`.
+pub(super) fn check_below(index: Number, count: Number) -> Result<()> {
+    if index.value < count.value {
         return Ok(());
     }
     Err(Error::InvalidInput(format!(
-        "{name}={index} must be below {of}={count}, because it counts from 0; check what sets them (--launch local \
-         ignores them)"
+        "{index} must be below {count}, because it counts from 0; check what sets them (--launch local ignores them)"
     )))
 }
 

@@ -134,7 +134,7 @@ fn launchers_are_detected_by_their_variables() {
         (OPEN_MPI, Choice::Mpi, LaunchKind::Mpi, (1, 2, 1, 2), Some(1), "127.0.0.1:22488"),
         (MVAPICH, Choice::Mpi, LaunchKind::Mpi, (1, 2, 1, 2), Some(1), "127.0.0.1:29500"),
         (JSRUN, Choice::Mpi, LaunchKind::Mpi, (1, 2, 1, 2), Some(1), "127.0.0.1:18464"),
-        (FLUX, Choice::Mpi, LaunchKind::Mpi, (1, 4, 1, 2), None, "a:15548"),
+        (FLUX, Choice::Mpi, LaunchKind::Mpi, (1, 4, 1, 2), Some(2), "a:15548"),
         (HYDRA, Choice::Mpi, LaunchKind::Mpi, (1, 2, 1, 2), Some(1), "127.0.0.1:29500"),
         (PALS, Choice::Mpi, LaunchKind::Mpi, (3, 4, 1, 2), None, "x1000c0s0b0n0:6000"),
         (

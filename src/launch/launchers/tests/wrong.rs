@@ -48,8 +48,12 @@ fn invalid_variables_are_refused_by_name() {
         (&[SRUN, "SLURM_NODEID=4"], "SLURM_NODEID=4 must be below SLURM_STEP_NUM_NODES=4"),
         (&[SRUN, "SLURM_LOCALID=2"], "SLURM_LOCALID=2 must be below SLURM_STEP_TASKS_PER_NODE=2"),
         (&[SRUN, "SLURM_LOCALID="], "SLURM_LOCALID is not set, but SLURM_PROCID"),
-        (&["SLURM_PROCID=1 SLURM_STEP_ID=0"], "SLURM_LOCALID, SLURM_NODEID, SLURM_STEP_NUM_TASKS"),
-        (&["SLURM_NODEID=0"], "SLURM_PROCID, SLURM_LOCALID, SLURM_STEP_NUM_TASKS and"),
+        (&["SLURM_PROCID=1 SLURM_STEP_ID=0"], "SLURM_JOB_ID is not set, but SLURM_PROCID is"),
+        (
+            &["SLURM_PROCID=1 SLURM_STEP_ID=0 SLURM_JOB_ID=1"],
+            "SLURM_STEP_NUM_TASKS, SLURM_LOCALID, SLURM_STEP_NUM_N",
+        ),
+        (&["SLURM_NODEID=0"], "SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID and"),
         (&["SLURM_STEP_ID=0"], "SLURM_PROCID is not set, but SLURM_STEP_ID is"),
         (&[SRUN, "SLURM_JOB_ID="], "SLURM_JOB_ID is not set, but SLURM_PROCID"),
         (&[SRUN, "SLURM_PROCID="], "SLURM_PROCID is not set, but SLURM_STEP_ID is"),
@@ -89,7 +93,10 @@ fn invalid_variables_are_refused_by_name() {
             &[OPEN_MPI, "OMPI_COMM_WORLD_RANK=2"],
             "OMPI_COMM_WORLD_RANK=2 must be below OMPI_COMM_WORLD",
         ),
-        (&[OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE=3"], "OMPI_COMM_WORLD_LOCAL_SIZE=3 is more than"),
+        (
+            &[OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE=3"],
+            "OMPI_COMM_WORLD_RANK=1 of OMPI_COMM_WORLD_SIZE=2 cannot be",
+        ),
         (&[OPEN_MPI, "OMPI_COMM_WORLD_SIZE=4"], "MASTER_ADDR is not set, and mpirun has started"),
         (&[OPEN_MPI, "RANK=0"], "RANK=0 contradicts OMPI_COMM_WORLD_RANK=1"),
         (&[HYDRA, "MPI_LOCALRANKID=2"], "MPI_LOCALRANKID=2 must be below MPI_LOCALNRANKS=2"),
@@ -103,11 +110,14 @@ fn invalid_variables_are_refused_by_name() {
             &[PYTORCHJOB_4, "PET_NPROC_PER_NODE=xpu"],
             "PET_NPROC_PER_NODE: \"xpu\" is not a number of",
         ),
-        (&[TRAINJOB, "PET_NNODES=1:4"], "PET_NNODES=\"1:4\": a number of pods that changes needs"),
-        (&[TRAINJOB, "PET_NNODES=0"], "PET_NNODES=0 is too small"),
+        (&[TRAINJOB, "PET_NNODES=1:4"], "PET_NNODES=\"1:4\": a number of processes that changes"),
+        (&[TRAINJOB, "PET_NNODES=0"], "PET_NODE_RANK=1 must be below PET_NNODES=0"),
         (&[TRAINJOB, "PET_NODE_RANK="], "PET_NODE_RANK is not set, but PET_NNODES is"),
         (&[TRAINJOB, "PET_NNODES="], "PET_NNODES is not set, but PET_NODE_RANK is"),
-        (&[TRAINJOB, "PET_MASTER_ADDR="], "MASTER_ADDR is not set, but PET_NNODES is"),
+        (
+            &[TRAINJOB, "PET_MASTER_ADDR="],
+            "PET_MASTER_ADDR is not set, but PET_NODE_RANK, PET_NNODES",
+        ),
     ] {
         let why = refused(variables, &auto);
         assert!(why.starts_with(complaint), "{variables:?} gave {why:?}");
@@ -126,12 +136,16 @@ fn requested_launcher_without_its_variables_is_refused() {
         (
             LaunchChoice::Slurm,
             TORCHRUN,
-            "--launch slurm: SLURM_PROCID, SLURM_LOCALID, SLURM_NODEID, SLURM_STEP_",
+            "--launch slurm: SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID",
         ),
         (LaunchChoice::Slurm, SBATCH, "SLURM_STEP_ID is not set, but SLURM_PROCID"),
         (LaunchChoice::Slurm, SALLOC, "SLURM_STEP_ID is not set, but SLURM_PROCID"),
         (LaunchChoice::Mpi, SRUN, "--launch mpi: OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE"),
-        (LaunchChoice::Kubernetes, "", "--launch kubernetes: RANK and WORLD_SIZE are not set"),
+        (
+            LaunchChoice::Kubernetes,
+            "",
+            "--launch kubernetes: PET_NODE_RANK and PET_NNODES are not set",
+        ),
     ] {
         let why = refused(&[variables], &choose(choice));
         assert!(why.starts_with(complaint), "{variables} gave {why:?}");
