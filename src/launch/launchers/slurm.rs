@@ -100,24 +100,22 @@ pub(super) fn check_task(srun: &Launcher, variables: &Variables) -> Result<()> {
     }
 }
 
-/// Returns how many tasks there are on machine `node`, from the list in the variable `per_node`.
-pub(super) fn tasks_on(
-    srun: &Launcher,
+/// Returns how many tasks there are on machine `node`, from Slurm's list for all machines.
+pub(super) fn tasks_on_node(
     variables: &Variables,
-    per_node: &'static str,
     node: Option<Number>,
     count: Number,
 ) -> Result<Number> {
-    let (Some(list), Some(node)) = (variables.text(per_node), node) else {
-        return Err(srun.lacks(&[per_node], &["SLURM_PROCID", "SLURM_NODEID"]));
-    };
-    let (mine, all) = nodelist::tasks_on(per_node, &list, node.value)?;
+    let names = ["SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"];
+    let name = variables.first_of(&names).unwrap_or(names[0]);
+    let list = variables.text(name).unwrap_or_default();
+    let (value, all) = nodelist::tasks_on(name, &list, node.map_or(0, |node| node.value))?;
     if all != count.value {
         return Err(Error::InvalidInput(format!(
-            "{per_node}={list} has {all} tasks, and {count}; check what sets them"
+            "{name}={list} has {all} tasks, and {count}; check what sets them"
         )));
     }
-    Ok(Number { name: per_node, value: mine })
+    Ok(Number { name, value })
 }
 
 /// Returns the number of the job and of the step.
@@ -129,7 +127,7 @@ pub(super) fn run_id(variables: &Variables) -> String {
 }
 
 /// Returns the host of task 0.
-pub(super) fn first_host(variables: &Variables, nnodes: usize) -> Result<String> {
+pub(super) fn first_host(variables: &Variables) -> Result<String> {
     let names = ["SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"];
     let Some((name, list)) =
         variables.first_of(&names).and_then(|name| Some((name, variables.text(name)?)))
@@ -140,16 +138,7 @@ pub(super) fn first_host(variables: &Variables, nnodes: usize) -> Result<String>
                 .into(),
         ));
     };
-    let hosts = nodelist::hosts(name, &list)?;
-    // The job may have more nodes than the step.
-    let too_few = hosts.count < nnodes as u64;
-    if too_few || (name == names[0] && hosts.count != nnodes as u64) {
-        return Err(Error::InvalidInput(format!(
-            "{name}={list} has {} hosts, and the step has {nnodes} nodes; set MASTER_ADDR to the host of task 0",
-            hosts.count
-        )));
-    }
-    Ok(hosts.first)
+    nodelist::first_host(name, &list)
 }
 
 /// Returns a port that is the same for all tasks of a step. It differs between the steps of a job, and usually between jobs

@@ -8,85 +8,58 @@ use super::{
     check_flag, ranks_of_one, slurm,
 };
 use crate::error::{Error, Result};
-use crate::launch::Nproc;
+
+/// What a number says of a process.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Key {
+    /// The process's number among all.
+    Index,
+    /// The number of processes.
+    Count,
+    /// The process's number on its machine.
+    LocalIndex,
+    /// The number of processes on this machine.
+    LocalCount,
+    /// This machine's number.
+    Node,
+    /// The number of machines.
+    Nodes,
+}
 
 /// Names of one variable; the first that is set counts.
 type Names = &'static [&'static str];
 
-/// A launcher, and the variables that it sets. A name that it does not have is empty.
+/// A launcher, and the variables that it sets.
 pub(super) struct Launcher {
     pub kind: LaunchKind,
-    /// Its value of `--launch`.
-    choice: &'static str,
     /// What starts the processes, for errors.
-    program: &'static str,
-    /// What sets the variables, for errors of flags.
     name: &'static str,
     /// Sets of variables. Each whole set shows the launcher.
     shown_by: &'static [Names],
-    /// The process's number among all.
-    pub index: Names,
-    /// The number of processes.
-    count: Names,
-    /// The process's number on its machine.
-    local_index: Names,
-    /// The number of processes on this machine.
-    local_count: Names,
-    /// The number of machines.
-    nodes: Names,
-    /// This machine's number.
-    node: Names,
-    /// The numbers of processes on all machines, as Slurm writes them.
-    per_node: Names,
-    /// The store's address and port. If there are none, the user chooses them with `MASTER_ADDR` and `MASTER_PORT`.
-    addr: Names,
-    port: Names,
+    /// The numbers, in the order in which errors list them. A launcher sets all of them; only torchrun may leave out
+    /// those of the machines.
+    numbers: &'static [(Key, Names)],
+    /// The store's address and port; `None` if the user chooses them with `MASTER_ADDR` and `MASTER_PORT`.
+    store: Option<(Names, Names)>,
     /// The id of the run.
     run_id: Names,
 }
 
-/// The numbers that a launcher has set.
-struct Numbers {
-    index: Number,
-    count: Number,
-    local_index: Option<Number>,
-    local_count: Option<Number>,
-    nodes: Option<Number>,
-    node: Option<Number>,
-}
-
-/// A launcher that sets nothing.
-const NONE: Launcher = Launcher {
-    kind: LaunchKind::Mpi,
-    choice: "mpi",
-    program: "",
-    name: "",
-    shown_by: &[],
-    index: &[],
-    count: &[],
-    local_index: &[],
-    local_count: &[],
-    nodes: &[],
-    node: &[],
-    per_node: &[],
-    addr: &[],
-    port: &[],
-    run_id: &[],
-};
-
 /// A launcher of MPI programs whose variables have one prefix.
 macro_rules! mpi {
-    ($program:literal, $prefix:literal) => {
+    ($name:literal, $prefix:literal) => {
         Launcher {
-            program: $program,
-            name: $program,
+            kind: LaunchKind::Mpi,
+            name: $name,
             shown_by: &[&[concat!($prefix, "RANK")]],
-            index: &[concat!($prefix, "RANK")],
-            count: &[concat!($prefix, "SIZE")],
-            local_index: &[concat!($prefix, "LOCAL_RANK")],
-            local_count: &[concat!($prefix, "LOCAL_SIZE")],
+            numbers: &[
+                (Key::Index, &[concat!($prefix, "RANK")]),
+                (Key::Count, &[concat!($prefix, "SIZE")]),
+                (Key::LocalIndex, &[concat!($prefix, "LOCAL_RANK")]),
+                (Key::LocalCount, &[concat!($prefix, "LOCAL_SIZE")]),
+            ],
+            store: None,
             run_id: &["PMIX_NAMESPACE"],
-            ..NONE
         }
     };
 }
@@ -94,33 +67,33 @@ macro_rules! mpi {
 /// torchrun, and launchers with its variables, such as Ray Train.
 pub(super) const TORCHRUN: Launcher = Launcher {
     kind: LaunchKind::Torchrun,
-    choice: "torchrun",
-    program: "torchrun --no-python",
     name: "torchrun",
     shown_by: &[&["LOCAL_RANK", "RANK"], &["LOCAL_RANK", "WORLD_SIZE"]],
-    index: &["RANK"],
-    count: &["WORLD_SIZE"],
-    local_index: &["LOCAL_RANK"],
-    local_count: &["LOCAL_WORLD_SIZE"],
-    nodes: &["GROUP_WORLD_SIZE"],
-    node: &["GROUP_RANK"],
-    addr: &["MASTER_ADDR"],
-    port: &["MASTER_PORT"],
+    numbers: &[
+        (Key::Index, &["RANK"]),
+        (Key::Count, &["WORLD_SIZE"]),
+        (Key::LocalIndex, &["LOCAL_RANK"]),
+        (Key::LocalCount, &["LOCAL_WORLD_SIZE"]),
+        (Key::Nodes, &["GROUP_WORLD_SIZE"]),
+        (Key::Node, &["GROUP_RANK"]),
+    ],
+    store: Some((&["MASTER_ADDR"], &["MASTER_PORT"])),
     run_id: &["TORCHELASTIC_RUN_ID"],
-    ..NONE
 };
 
 /// MPICH, Intel MPI and Cray PALS. srun may set `PMI_RANK`, too.
 pub(super) const PMI: Launcher = Launcher {
-    program: "mpirun",
+    kind: LaunchKind::Mpi,
     name: "mpirun",
     shown_by: &[&["MPI_LOCALRANKID"], &["PALS_RANKID"]],
-    index: &["PMI_RANK", "PALS_RANKID"],
-    count: &["PMI_SIZE"],
-    local_index: &["MPI_LOCALRANKID", "PALS_LOCAL_RANKID", "PMI_LOCAL_RANK"],
-    local_count: &["MPI_LOCALNRANKS", "PALS_LOCAL_SIZE", "PMI_LOCAL_SIZE"],
+    numbers: &[
+        (Key::Index, &["PMI_RANK", "PALS_RANKID"]),
+        (Key::Count, &["PMI_SIZE"]),
+        (Key::LocalIndex, &["MPI_LOCALRANKID", "PALS_LOCAL_RANKID", "PMI_LOCAL_RANK"]),
+        (Key::LocalCount, &["MPI_LOCALNRANKS", "PALS_LOCAL_SIZE", "PMI_LOCAL_SIZE"]),
+    ],
+    store: None,
     run_id: &["PALS_APID"],
-    ..NONE
 };
 
 /// All launchers, in the order in which they are looked for. In a Slurm job, mpirun starts its processes through srun,
@@ -132,43 +105,44 @@ pub(super) static LAUNCHERS: [Launcher; 9] = [
     mpi!("mpiexec", "MVP_COMM_WORLD_"),
     mpi!("jsrun", "JSM_NAMESPACE_"),
     Launcher {
-        program: "flux run",
+        kind: LaunchKind::Mpi,
         name: "flux run",
         shown_by: &[&["FLUX_TASK_RANK"]],
-        index: &["FLUX_TASK_RANK"],
-        count: &["FLUX_JOB_SIZE"],
-        local_index: &["FLUX_TASK_LOCAL_ID"],
-        nodes: &["FLUX_JOB_NNODES"],
+        numbers: &[
+            (Key::Index, &["FLUX_TASK_RANK"]),
+            (Key::Count, &["FLUX_JOB_SIZE"]),
+            (Key::LocalIndex, &["FLUX_TASK_LOCAL_ID"]),
+            (Key::Nodes, &["FLUX_JOB_NNODES"]),
+        ],
+        store: None,
         run_id: &["FLUX_JOB_ID"],
-        ..NONE
     },
     PMI,
     Launcher {
         kind: LaunchKind::Slurm,
-        choice: "slurm",
-        program: "srun",
         name: "srun",
-        index: &["SLURM_PROCID"],
-        count: &slurm::TASKS,
-        local_index: &["SLURM_LOCALID"],
-        nodes: &["SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES"],
-        node: &["SLURM_NODEID"],
-        per_node: &["SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"],
-        ..NONE
+        shown_by: &[], // see `slurm::step`
+        numbers: &[
+            (Key::Index, &["SLURM_PROCID"]),
+            (Key::LocalIndex, &["SLURM_LOCALID"]),
+            (Key::Node, &["SLURM_NODEID"]),
+            (Key::Count, &slurm::TASKS),
+            (Key::Nodes, &["SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES"]),
+        ],
+        store: None,
+        run_id: &[],
     },
-    // A PyTorchJob of the older operator has torchrun's names, but no number on the machine.
+    // The older operator sets torchrun's names, but no number on the machine: a pod has one process.
     Launcher {
         kind: LaunchKind::Kubernetes,
-        choice: "kubernetes",
-        program: "a PyTorchJob or TrainJob",
         name: "Kubeflow",
         shown_by: &[&["RANK", "WORLD_SIZE", "MASTER_ADDR"], &["PET_NNODES"], &["PET_NODE_RANK"]],
-        index: &["PET_NODE_RANK", "RANK"],
-        count: &["PET_NNODES", "WORLD_SIZE"],
-        addr: &["PET_MASTER_ADDR", "MASTER_ADDR"],
-        port: &["PET_MASTER_PORT", "MASTER_PORT"],
+        numbers: &[
+            (Key::Index, &["PET_NODE_RANK", "RANK"]),
+            (Key::Count, &["PET_NNODES", "WORLD_SIZE"]),
+        ],
+        store: Some((&["PET_MASTER_ADDR", "MASTER_ADDR"], &["PET_MASTER_PORT", "MASTER_PORT"])),
         run_id: &["PET_RDZV_ID"],
-        ..NONE
     },
 ];
 
@@ -176,7 +150,7 @@ pub(super) static LAUNCHERS: [Launcher; 9] = [
 pub(super) fn launcher(kind: LaunchKind, variables: &Variables) -> &'static Launcher {
     let of_kind = || LAUNCHERS.iter().filter(|it| it.kind == kind);
     let shown = of_kind().find(|it| it.is_shown(variables));
-    let has_index = || of_kind().find(|it| variables.first_of(it.index).is_some());
+    let has_index = || of_kind().find(|it| variables.first_of(it.names(Key::Index)).is_some());
     shown.or_else(has_index).or_else(|| of_kind().next()).unwrap_or(&LAUNCHERS[0])
 }
 
@@ -184,6 +158,10 @@ impl Launcher {
     /// Returns whether variables are set that only this launcher sets.
     pub(super) fn is_shown(&self, variables: &Variables) -> bool {
         self.shown_by.iter().any(|names| names.iter().all(|name| variables.is_set(name)))
+    }
+
+    fn names(&self, key: Key) -> Names {
+        self.numbers.iter().find(|(one, _)| *one == key).map_or(&[], |(_, names)| names)
     }
 
     /// Reads this launcher's variables, and checks them against each other and against the flags.
@@ -197,28 +175,42 @@ impl Launcher {
             slurm::check_task(self, variables)?;
         }
         let numbers = self.numbers(variables)?;
-        let Numbers { index, count, nodes, node, .. } = numbers;
+        let number = |key| numbers.iter().find(|(one, _)| *one == key).map(|(_, number)| *number);
+        let unknown = Number { name: "", value: 0 };
+        let [index, count] = [Key::Index, Key::Count].map(|key| number(key).unwrap_or(unknown));
+        let (nodes, node) = (number(Key::Nodes), number(Key::Node));
         check_below(index, count)?;
         if let (Some(node), Some(nodes)) = (node, nodes) {
             check_below(node, nodes)?;
         }
-        let [local_index, local_count] = self.local_numbers(variables, &numbers)?;
-        let processes = Processes {
-            index: index.value,
-            count: count.value,
-            local_index: local_index.value,
-            local_count: local_count.value,
-        };
-        let nnodes = match nodes {
-            _ if self.local_index.is_empty() => Some(count.value),
-            Some(nodes) => Some(nodes.value),
-            None => (local_count.value == count.value).then_some(1),
-        };
-        let node_rank = match node {
-            _ if self.local_index.is_empty() => Some(index.value),
-            Some(node) => Some(node.value),
-            None => (nnodes == Some(1)).then_some(0),
-        };
+        let (mut local_index, mut local_count) = (0, 1);
+        let is_pod = self.names(Key::LocalIndex).is_empty();
+        if let Some(local) = number(Key::LocalIndex) {
+            let of = match (number(Key::LocalCount), nodes) {
+                (Some(of), _) => of,
+                (None, Some(nodes)) if nodes.value == 1 => count,
+                (None, Some(nodes)) if nodes.value == count.value => Number { value: 1, ..nodes },
+                (None, Some(nodes)) if node.is_none() => on_each(count, nodes)?,
+                _ => slurm::tasks_on_node(variables, node, count)?,
+            };
+            check_below(local, of)?;
+            let is_in_order = self.kind != LaunchKind::Torchrun || local.value <= index.value;
+            if of.value > count.value || !is_in_order {
+                return Err(Error::InvalidInput(format!(
+                    "{index} of {count} cannot be {local} of {of}: a machine has no more processes than there are; \
+                     check what sets them"
+                )));
+            }
+            (local_index, local_count) = (local.value, of.value);
+        }
+        let processes =
+            Processes { index: index.value, count: count.value, local_index, local_count };
+        // If no variable holds the number of machines, it is known only if all processes are on one.
+        let one = (local_count == count.value).then_some(1);
+        let pods = is_pod.then_some(count.value);
+        let nnodes = nodes.map(|nodes| nodes.value).or(pods).or(one);
+        let of_pod = is_pod.then_some(index.value);
+        let node_rank = node.map(|node| node.value).or(of_pod).or(one.map(|_| 0));
         check_flag("--nnodes", options.nnodes.as_ref(), self.name, nnodes.as_ref())?;
         check_flag("--node-rank", options.node_rank.as_ref(), self.name, node_rank.as_ref())?;
         if index.name != "RANK" {
@@ -226,7 +218,17 @@ impl Launcher {
         }
         let master = self.endpoint(variables, options, processes, nnodes)?;
         let variables_read = variables.as_text();
-        let (nproc, ranks) = self.ranks(variables, options.nproc, processes, nnodes, gpus)?;
+        let (nproc, ranks) = match self.kind {
+            LaunchKind::Kubernetes => {
+                let nproc = variables.nproc("PET_NPROC_PER_NODE", options.nproc)?;
+                (nproc, "one process a pod: its ranks are threads".into())
+            }
+            // One task a node means a process that uses the whole node.
+            LaunchKind::Slurm if nnodes == Some(count.value) => {
+                (options.nproc, "one task a node: its ranks are threads".into())
+            }
+            _ => ranks_of_one(options.nproc, processes, gpus),
+        };
         let reason = format!("{variables_read}; {ranks}");
         let launch = Launch {
             nnodes,
@@ -250,70 +252,23 @@ impl Launcher {
         })
     }
 
-    /// Reads the numbers that the launcher always sets together. Only torchrun may leave out those of the machines.
-    fn numbers(&self, variables: &Variables) -> Result<Numbers> {
-        let (mut set, mut missing) = (Vec::new(), Vec::new());
-        let mut number = |names: Names, is_needed: bool| -> Result<Option<Number>> {
-            let Some(first) = names.first() else { return Ok(None) };
-            let name = variables.first_of(names).unwrap_or(first);
-            let value = variables.integer(name)?;
-            if value.is_some() {
-                set.push(name);
-            } else if is_needed {
-                missing.push(name);
-            }
-            Ok(value.map(|value| Number { name, value }))
-        };
-        let sets_nodes = self.kind != LaunchKind::Torchrun;
-        let (index, count) = (number(self.index, true)?, number(self.count, true)?);
-        let local_index = number(self.local_index, true)?;
-        let local_count = number(self.local_count, true)?;
-        let (nodes, node) = (number(self.nodes, sets_nodes)?, number(self.node, sets_nodes)?);
-        match (index, count) {
-            (Some(index), Some(count)) if missing.is_empty() => {
-                Ok(Numbers { index, count, local_index, local_count, nodes, node })
-            }
-            _ => Err(self.lacks(&missing, &set)),
-        }
-    }
-
-    /// Returns the process's number on its machine, and how many processes there are there.
-    fn local_numbers(&self, variables: &Variables, numbers: &Numbers) -> Result<[Number; 2]> {
-        let Numbers { index, count, nodes, .. } = *numbers;
-        let refuse = |why: String| Err(Error::InvalidInput(why));
-        let Some(local_index) = numbers.local_index else {
-            // One process a machine.
-            return Ok([Number { value: 0, ..index }, Number { value: 1, ..count }]);
-        };
-        let per_node = variables.first_of(self.per_node).or(self.per_node.first().copied());
-        let name = per_node.or(nodes.map(|nodes| nodes.name)).unwrap_or(count.name);
-        let local_count = match (numbers.local_count, nodes) {
-            (Some(local_count), _) => local_count,
-            (None, Some(nodes)) if nodes.value == 1 => Number { name, ..count },
-            (None, Some(nodes)) if nodes.value == count.value => Number { name, value: 1 },
-            (None, nodes) => match per_node {
-                Some(name) => slurm::tasks_on(self, variables, name, numbers.node, count)?,
-                None => {
-                    let nodes = nodes.map_or(0, |nodes| nodes.value);
-                    if nodes == 0 || count.value % nodes != 0 {
-                        return refuse(format!(
-                            "{count} processes on {name}={nodes} nodes cannot be as many on each; start as many on \
-                             each (flux run --tasks-per-node)"
-                        ));
-                    }
-                    Number { name, value: count.value / nodes }
+    /// Reads the numbers that the launcher always sets together.
+    fn numbers(&self, variables: &Variables) -> Result<Vec<(Key, Number)>> {
+        let (mut numbers, mut set, mut missing) = (Vec::new(), Vec::new(), Vec::new());
+        for (key, names) in self.numbers {
+            let name = variables.first_of(names).unwrap_or(names[0]);
+            let is_optional =
+                self.kind == LaunchKind::Torchrun && matches!(key, Key::Node | Key::Nodes);
+            match variables.integer(name)? {
+                Some(value) => {
+                    set.push(name);
+                    numbers.push((*key, Number { name, value }));
                 }
-            },
-        };
-        check_below(local_index, local_count)?;
-        let is_in_order = self.kind != LaunchKind::Torchrun || local_index.value <= index.value;
-        if local_count.value > count.value || !is_in_order {
-            return refuse(format!(
-                "{index} of {count} cannot be {local_index} of {local_count}: a machine has no more processes than \
-                 there are; check what sets them"
-            ));
+                None if is_optional => {}
+                None => missing.push(name),
+            }
         }
-        Ok([local_index, local_count])
+        if missing.is_empty() { Ok(numbers) } else { Err(self.lacks(&missing, &set)) }
     }
 
     /// Returns where the processes meet; `None` for a single process.
@@ -325,7 +280,7 @@ impl Launcher {
         nnodes: Option<usize>,
     ) -> Result<Option<MasterEndpoint>> {
         let is_alone = processes.count == 1;
-        if self.addr.is_empty() {
+        if self.store.is_none() {
             let chosen = || self.chosen_master(variables, options, processes, nnodes);
             return (!is_alone).then(chosen).transpose();
         }
@@ -340,22 +295,21 @@ impl Launcher {
 
     /// Returns the store that the launcher has named.
     pub(super) fn master(&self, variables: &Variables) -> Result<MasterEndpoint> {
-        let name = |names: Names| variables.first_of(names).unwrap_or(names[0]);
-        let [index, count] = [self.index, self.count].map(name);
-        let [addr, port] = [self.addr, self.port].map(name);
-        let number = match variables.port(port)? {
-            None if self.kind == LaunchKind::Kubernetes => Some(DEFAULT_PORT),
-            port => port,
-        };
-        let (Some(text), Some(number)) = (variables.text(addr), number) else {
+        let (addr, port) = self.store.unwrap_or((&["MASTER_ADDR"], &["MASTER_PORT"]));
+        let all = [self.names(Key::Index), self.names(Key::Count), addr, port];
+        let all = all.map(|names| variables.first_of(names).unwrap_or(names[0]));
+        let [_, _, addr, port] = all;
+        let default = (self.kind == LaunchKind::Kubernetes).then_some(DEFAULT_PORT);
+        let (Some(text), Some(port)) = (variables.text(addr), variables.port(port)?.or(default))
+        else {
             let (set, missing): (Vec<_>, Vec<_>) =
-                [index, count, addr, port].into_iter().partition(|name| variables.is_set(name));
+                all.into_iter().partition(|name| variables.is_set(name));
             return Err(self.lacks(&missing, &set));
         };
         let addr = check_addr(addr, &text)?;
         // Python writes `True`, and PyTorch compares with that.
         let agent_store = variables.text("TORCHELASTIC_USE_AGENT_STORE").as_deref() == Some("True");
-        Ok(MasterEndpoint { addr, port: number, agent_store })
+        Ok(MasterEndpoint { addr, port, agent_store })
     }
 
     /// Returns the store for a launcher that leaves it to the user: from the flags, else from the variables, else where
@@ -370,9 +324,7 @@ impl Launcher {
         let addr = match (&options.master_addr, variables.text("MASTER_ADDR")) {
             (Some(flag), _) => check_addr("--master-addr", flag)?,
             (None, Some(variable)) => check_addr("MASTER_ADDR", &variable)?,
-            (None, None) if self.kind == LaunchKind::Slurm => {
-                slurm::first_host(variables, nnodes.unwrap_or(1))?
-            }
+            (None, None) if self.kind == LaunchKind::Slurm => slurm::first_host(variables)?,
             (None, None) if nnodes == Some(1) => "127.0.0.1".into(),
             (None, None) => {
                 let Processes { count, local_count, .. } = processes;
@@ -380,7 +332,7 @@ impl Launcher {
                     "MASTER_ADDR is not set, and {} has started processes on several machines ({local_count} of {count} \
                      on this one); use --master-addr with the address of rank 0's machine, or set MASTER_ADDR on all \
                      (Open MPI: mpirun -x MASTER_ADDR; MPICH, Intel: mpirun -genv MASTER_ADDR ...)",
-                    self.program
+                    self.name
                 )));
             }
         };
@@ -397,34 +349,6 @@ impl Launcher {
         Ok(MasterEndpoint { addr, port, agent_store: false })
     }
 
-    /// Returns how many ranks this process starts, and why.
-    fn ranks(
-        &self,
-        variables: &Variables,
-        given: Nproc,
-        processes: Processes,
-        nnodes: Option<usize>,
-        gpus: usize,
-    ) -> Result<(Nproc, String)> {
-        let of_pod = "PET_NPROC_PER_NODE";
-        Ok(match self.kind {
-            LaunchKind::Kubernetes => {
-                let nproc = match (given, variables.text(of_pod)) {
-                    (Nproc::Auto, Some(text)) => text.parse().map_err(|error: Error| {
-                        Error::InvalidInput(format!("{of_pod}: {error}"))
-                    })?,
-                    (given, _) => given,
-                };
-                (nproc, "one process a pod: its ranks are threads".into())
-            }
-            // One task a node means a process that uses the whole node.
-            LaunchKind::Slurm if nnodes == Some(processes.count) => {
-                (given, "one task a node: its ranks are threads".into())
-            }
-            _ => ranks_of_one(given, processes, gpus),
-        })
-    }
-
     /// Returns the id of the run; `none` if the launcher sets none.
     fn run_id(&self, variables: &Variables) -> String {
         if self.kind == LaunchKind::Slurm {
@@ -436,20 +360,29 @@ impl Launcher {
 
     /// Returns the error of variables that are `missing`, though others are `set`.
     pub(super) fn lacks(&self, missing: &[&str], set: &[&str]) -> Error {
-        let Self { choice, program, .. } = self;
+        let (choice, name) = (self.kind.name(), self.name);
         let is = |names: &[&str]| if names.len() == 1 { "is" } else { "are" };
         let missing = format!("{} {} not set", and(missing), is(missing));
         Error::InvalidInput(if set.is_empty() {
-            format!(
-                "--launch {choice}: {missing}; start ddp-mp with {program}, or leave --launch out"
-            )
+            format!("--launch {choice}: {missing}; start ddp-mp with {name}, or leave --launch out")
         } else {
             format!(
-                "{missing}, but {} {}: {program} sets all of them; set the missing ones, or unset the others \
+                "{missing}, but {} {}: {name} sets all of them; set the missing ones, or unset the others \
                  (--launch local ignores them)",
                 and(set),
                 is(set)
             )
         })
     }
+}
+
+/// Returns how many of `count` processes each machine has, if each has as many.
+fn on_each(count: Number, nodes: Number) -> Result<Number> {
+    if !count.value.is_multiple_of(nodes.value) {
+        return Err(Error::InvalidInput(format!(
+            "{count} processes on {nodes} nodes cannot be as many on each; start as many on each (flux run \
+             --tasks-per-node)"
+        )));
+    }
+    Ok(Number { value: count.value / nodes.value, ..nodes })
 }

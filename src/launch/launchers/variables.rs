@@ -4,6 +4,7 @@ use std::cell::RefCell;
 use std::fmt;
 
 use crate::error::{Error, Result, escaped_line};
+use crate::launch::Nproc;
 
 /// Reads variables, and records which of them were set: these decided the result.
 pub(super) struct Variables<'a> {
@@ -74,6 +75,16 @@ impl<'a> Variables<'a> {
             return Err(Error::InvalidInput(format!("{name}=0 is too small; it counts from 1")));
         }
         Ok(count)
+    }
+
+    /// Returns how many ranks the user wants, or else the variable `name`.
+    pub(super) fn nproc(&self, name: &str, given: Nproc) -> Result<Nproc> {
+        match (given, self.text(name)) {
+            (Nproc::Auto, Some(text)) => {
+                text.parse().map_err(|error: Error| Error::InvalidInput(format!("{name}: {error}")))
+            }
+            (given, _) => Ok(given),
+        }
     }
 
     /// Returns the first of these variables that is set.
