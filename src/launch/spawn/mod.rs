@@ -2,6 +2,7 @@
 
 mod stopping;
 mod supervisor;
+mod watching;
 
 use std::any::Any;
 use std::fmt;

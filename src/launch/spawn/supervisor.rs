@@ -1,27 +1,23 @@
-//! The supervisor of the ranks: starts, watches and joins their threads, and keeps the first failure.
+//! The supervisor of the ranks: starts their threads, has them watched, and returns their results or the first failure.
 
 use std::io;
-use std::mem;
 use std::sync::Arc;
 use std::thread;
-use std::time::Duration;
 
-use crossbeam::channel::{Receiver, unbounded};
-use crossbeam::select;
+use crossbeam::channel::unbounded;
 
-use super::stopping::Stopping;
+use super::watching::{Thread, Watching};
 use super::{Spawn, leave_error};
-use crate::error::{Result, Shown, counted};
+use crate::error::{Result, Shown};
 use crate::ffi::cuda::load_linear_algebra;
 use crate::ffi::{check_version, choose_kernels, give_back_memory};
 use crate::launch::heartbeat_monitor::Stay;
-use crate::launch::rank_thread::{RankThread, RankThreadEnd};
+use crate::launch::rank_thread::RankThread;
 use crate::launch::rendezvous::RankRendezvous;
-use crate::launch::stall::{stalled, status_table};
 use crate::launch::{RankFailure, SpawnError, StuckRank};
 use crate::operation::Operation;
 use crate::os::limits::not_started;
-use crate::runtime::{Deadline, Failure, FlightRecorder, FlightRecorderDump, Instant, RunContext};
+use crate::runtime::{Failure, FlightRecorder, FlightRecorderDump, RunContext};
 use crate::telemetry::{TRACED, trace_output, write_trace};
 
 /// The stack size of a rank's thread. NCCL's initialisation and the freeing of deep autograd graphs need more than
@@ -92,7 +88,7 @@ impl Spawn {
             }
         }
         drop(ended_tx);
-        let table = self.wait(&run, &ended_rx, &mut threads, join);
+        let table = Watching::new(self, &run, &ended_rx, &mut threads, join).watch();
         drop(view);
         give_back_memory();
         if let Some(world) = &joined_launch.world {
@@ -156,7 +152,7 @@ impl Spawn {
     }
 
     /// Returns a failure with the devices of its ranks.
-    fn with_devices(&self, failure: &Failure) -> RankFailure {
+    pub(super) fn with_devices(&self, failure: &Failure) -> RankFailure {
         RankFailure::new(failure, |rank| self.joined_launch.label(rank))
     }
 
@@ -192,149 +188,5 @@ impl Spawn {
             table,
             stopped,
         }))
-    }
-
-    /// Joins the threads as they end, and gives up on the rest when the grace period is over. A thread that still
-    /// runs then did not come back. Returns the status table of the ranks at the failure; `None` without a failure.
-    fn wait<T, J>(
-        &self,
-        run: &RunContext,
-        ended_rx: &Receiver<RankThreadEnd<T>>,
-        threads: &mut [Thread<T, J>],
-        join_thread: impl Fn(J),
-    ) -> Option<String> {
-        let mut running = threads.len();
-        let first = self.joined_launch.ranks_here().start;
-        let grace_period = self.joined_launch.grace_period;
-        let mut join = |RankThreadEnd { index, value }| {
-            if let Thread::Runs(thread) = mem::replace(&mut threads[index], Thread::Ended(value)) {
-                join_thread(thread); // this is its last act, and it cannot have panicked
-            }
-        };
-        let local_ranks = first..first + running;
-        let poll = self.stall_warning.div_f64(8.0);
-        let poll = poll.clamp(MIN_STALL_POLL_INTERVAL, MAX_STALL_POLL_INTERVAL);
-        let mut last_notice = None;
-        let mut last_look = Instant::now();
-        let mut stopping = None;
-        while running > 0 && run.cancel.cancelled_by().is_none() {
-            select! {
-                recv(self.status_requests) -> _ => {
-                    let table = status_table(run, local_ranks.clone(), &run.remote_snapshots);
-                    self.notifier.notify(&format!("what each rank does\n{table}"));
-                    continue;
-                }
-                default(poll.min(STOP_POLL_INTERVAL)) => {
-                    let mut limit = (last_look.elapsed() >= poll).then_some(self.stall_warning);
-                    if stopping.is_none() {
-                        stopping = self.stop.as_deref().and_then(Stopping::begin);
-                        if stopping.is_some() {
-                            // The user learns what the stop waits for, also if that is known from an earlier warning.
-                            limit = Some(self.stall_warning.min(MAX_STALL_POLL_INTERVAL));
-                            last_notice = None;
-                        }
-                    }
-                    if let Some(stopping) = &mut stopping
-                        && let Some(hang) = stopping.hang(run, grace_period)
-                    {
-                        run.report_failure(hang);
-                        continue;
-                    }
-                    if let Some(limit) = limit {
-                        last_look = Instant::now();
-                        if let Some(stall) = stalled(run, local_ranks.clone(), limit)
-                            && last_notice != Some(stall)
-                            && let Some(text) = stall.text(run, local_ranks.clone(), limit)
-                        {
-                            self.notifier.notify(&text);
-                            last_notice = Some(stall);
-                        }
-                    }
-                    continue;
-                }
-                recv(ended_rx) -> ended => match ended {
-                    Ok(ended) => join(ended),
-                    Err(_) => {
-                        run.report(first, None, "a rank's thread has ended without a result".into());
-                        break;
-                    }
-                },
-                recv(run.cancel.tripped()) -> _ => break,
-            }
-            running -= 1;
-        }
-        let table = run.cancel.cancelled_by().map(|_| {
-            if run.failures().first().is_some_and(|failure| failure.waited) {
-                run.poll_peers();
-            }
-            status_table(run, local_ranks.clone(), &run.remote_snapshots)
-        });
-        // Ranks that hang after a signal have had their grace period. A checkpoint that is being written is completed.
-        let saves =
-            local_ranks.clone().any(|rank| run.activity[rank].now().operation == Operation::Save);
-        let hangs =
-            !saves && run.failures().first().is_some_and(|failure| failure.stopped.is_some());
-        let grace_period = if hangs { grace_period.min(AFTER_HANG) } else { grace_period };
-        let end = Deadline::after(grace_period);
-        // A rank may hang in a library, such as NCCL's abort, so the failure is shown before the grace period is over.
-        let notice = Deadline::after(NOTICE_AFTER);
-        let mut is_shown = grace_period <= NOTICE_AFTER;
-        while running > 0 {
-            match (if is_shown { end } else { notice }).recv(ended_rx) {
-                Ok(ended) => {
-                    join(ended);
-                    running -= 1;
-                }
-                Err(_) if is_shown => break,
-                Err(_) => {
-                    is_shown = true;
-                    let failure = run.failures().first().map(|failure| self.with_devices(failure));
-                    if let Some(failure) = failure {
-                        self.notifier.notify(&format!(
-                            "{failure}; {} of this process did not come back within {NOTICE_AFTER:?}; the process ends \
-                             {grace_period:?} (--grace-period) after the failure",
-                            counted(running, "rank")
-                        ));
-                    }
-                }
-            }
-        }
-        table
-    }
-}
-
-/// The shortest interval between checks for stalls.
-const MIN_STALL_POLL_INTERVAL: Duration = Duration::from_millis(10);
-
-/// The longest interval between checks for stalls.
-const MAX_STALL_POLL_INTERVAL: Duration = Duration::from_secs(1);
-
-/// The interval between checks for a request to stop.
-const STOP_POLL_INTERVAL: Duration = Duration::from_millis(100);
-
-/// How long the other ranks get to come back from their collectives when some hang after a signal.
-const AFTER_HANG: Duration = Duration::from_secs(1);
-
-/// The time from a failure until the user learns of it although ranks have not come back.
-const NOTICE_AFTER: Duration = Duration::from_secs(3);
-
-/// A rank's thread, as seen by the supervisor.
-enum Thread<T, J> {
-    /// Runs, or has not been joined yet.
-    Runs(J),
-    /// Has ended, with the result of its function; `None` if that failed.
-    Ended(Option<T>),
-}
-
-impl<T, J> Thread<T, J> {
-    fn runs(&self) -> bool {
-        matches!(self, Thread::Runs(_))
-    }
-
-    fn value(self) -> Option<T> {
-        match self {
-            Thread::Runs(_) => None,
-            Thread::Ended(value) => value,
-        }
     }
 }
