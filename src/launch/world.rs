@@ -12,7 +12,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crossbeam::channel::{Sender, bounded};
+use crossbeam::channel::{Receiver, Sender, bounded};
 use tch::Device;
 
 use super::heartbeat_monitor::{HeartbeatMonitor, Server, Stay};
@@ -20,7 +20,8 @@ use super::host::{APART, HostLinks, OFF};
 use super::messages::{MOST_RANKS, Process, name_shared_gpus, node_of, ranks_on, shared_gpu};
 use super::process_rendezvous::{ProcessRendezvous, files_of_store, prefix, process_0_missing};
 use super::{
-    Launch, LaunchKind, MasterEndpoint, Placement, SharedMemory, clock_sync, restart_generation,
+    Launch, LaunchKind, MasterEndpoint, Placement, Processes, SharedMemory, clock_sync,
+    restart_generation,
 };
 use crate::error::{Error, Result};
 use crate::ffi::{PORT_IN_USE, TcpStore, cuda};
@@ -86,10 +87,8 @@ impl ProcessWorld {
         interfaces: Option<String>,
         options: Vec<(String, String)>,
     ) -> Result<Option<Self>> {
-        let (Some(master), mine) = (&launch.master, launch.processes.index) else {
-            return Ok(None);
-        };
-        let count = launch.processes.count;
+        let Some(master) = &launch.master else { return Ok(None) };
+        let Processes { index: mine, count, .. } = launch.processes;
         if count > MOST_RANKS {
             return Err(Error::InvalidInput(format!(
                 "{count} processes exceed the maximum of {MOST_RANKS}; check what sets this number ({})",
@@ -98,94 +97,43 @@ impl ProcessWorld {
         }
         let (cancel_tx, cancel_rx) = bounded(0);
         let serves = mine == 0 && !master.agent_store;
-        if serves {
-            check_is_here(launch, master)?;
-            require_files(files_of_store(count), "serving the store to all processes")?;
-        }
-        let (addr, port) = (&master.addr, master.port);
-        let store = if serves {
-            TcpStore::serve(addr, port, timeout, cancel_rx)
-                .map_err(|error| with_remedy(error, launch.kind))?
-        } else {
-            TcpStore::connect(addr, port, timeout, cancel_rx)?
-        };
+        let store = open_store(launch, master, serves, timeout, cancel_rx)?;
         let began = Instant::now();
-        let start = match launch.kind {
-            LaunchKind::Torchrun if master.agent_store => {
-                let of_run = store.under(&format!("ddp-mp/{}", launch.run_id));
-                let generation = restart_generation::agree(&of_run, mine, count, timeout)?;
-                generation.ok_or_else(|| process_0_missing(launch, timeout))?
-            }
-            LaunchKind::Spawned => launch.restart_count as i64,
-            _ => 0,
-        };
-        let (all, store) = (store.under("ddp-mp"), store.under(&prefix(&launch.run_id, start)));
+        let start = generation(launch, master, &store, timeout)?;
+        let of_start = store.under(&prefix(&launch.run_id, start));
         // An agent's store has the keys of earlier starts.
-        let common = if master.agent_store { store.clone() } else { all };
-        let first_local = launch.processes.local_index * placement.devices.len();
-        let backend = placement.backend;
-        let me = Process {
-            version: env!("CARGO_PKG_VERSION").into(),
-            host: gethostname::gethostname().to_string_lossy().into_owned(),
-            pid: std::process::id(),
-            backend: backend.name().into(),
-            first_local,
-            ranks: placement.labels(first_local),
-            gpus: placement.devices.iter().map(gpu_of).collect::<Option<_>>().unwrap_or_default(),
-            nccl_host: nccl_host_id(),
-            unshareable: backend.check_shared_gpu(false).err().map(|error| error.to_string()),
-            options,
-        };
+        let common = if master.agent_store { of_start.clone() } else { store.under("ddp-mp") };
+        let store = of_start;
+        let me = this_process(launch, placement, options);
         let rendezvous =
             ProcessRendezvous { store: &store, common, launch, me: &me, began, timeout, serves };
         let (mut processes, ranks) = rendezvous.meet()?;
         name_shared_gpus(&mut processes);
         let machines = processes.iter().filter(|process| process.first_local == 0).count();
-        let nnodes = launch.nnodes.unwrap_or(machines);
-        let node_rank = launch.node_rank.unwrap_or_else(|| node_of(&processes, mine));
-        let server = match &processes[0] {
-            _ if launch.kind == LaunchKind::Spawned => Server {
-                rank: None,
-                name: "the process that has started the ranks, and serves the store,".into(),
-            },
-            _ if master.agent_store => {
-                Server { rank: None, name: "torchrun's agent, which serves the store,".into() }
-            }
-            Process { host, pid, .. } => Server {
-                rank: Some(0),
-                name: format!(
-                    "the process of rank 0 (on {host}, process {pid}), which serves the store,"
-                ),
-            },
-        };
+        let server = server(launch, master, &processes[0]);
         let heartbeat_monitor = HeartbeatMonitor::new(&store, server, mine, &ranks)?;
-        let host = match backend {
+        let host = match placement.backend {
             Backend::Gloo => {
                 let wants = launch.shared_memory != SharedMemory::Off;
-                let has_agent = launch.has_agent;
-                Some(HostLinks::meet(&store, mine, &ranks, wants, has_agent, timeout)?)
+                Some(HostLinks::meet(&store, mine, &ranks, wants, launch.has_agent, timeout)?)
             }
             _ => None,
         };
         let world = Self {
+            nnodes: launch.nnodes.unwrap_or(machines),
+            node_rank: launch.node_rank.unwrap_or_else(|| node_of(&processes, mine)),
             processes,
             ranks,
             mine,
             store: store.clone(),
             serves,
-            nnodes,
-            node_rank,
             interfaces,
             clock: None,
             heartbeat_monitor,
             host,
             _cancel_tx: cancel_tx,
         };
-        let why = match &world.host {
-            Some(Err(why)) => Some(why.clone()),
-            _ => world.unshared(),
-        };
-        if let (Some(why), SharedMemory::Require) = (why, launch.shared_memory) {
+        if let (Some(why), SharedMemory::Require) = (world.not_shared(), launch.shared_memory) {
             let error = Error::InvalidInput(format!(
                 "--shared-memory=require: the processes cannot share memory: {why}; or use --shared-memory=auto"
             ));
@@ -252,6 +200,14 @@ impl ProcessWorld {
         over_tcp.into_iter().chain(shared)
     }
 
+    /// Returns why the processes do not share memory as `--shared-memory=require` asks for; `None` if they do.
+    fn not_shared(&self) -> Option<String> {
+        match &self.host {
+            Some(Err(why)) => Some(why.clone()),
+            _ => self.unshared(),
+        }
+    }
+
     /// Returns why processes of one machine do not share memory; `None` if they do.
     fn unshared(&self) -> Option<String> {
         let host = self.host.as_ref()?;
@@ -314,6 +270,78 @@ impl ProcessWorld {
         }
         self.heartbeat_monitor.leave(self.serves.then_some(stay));
     }
+}
+
+/// Opens the store in which the processes meet: serves it, or connects to it.
+fn open_store(
+    launch: &Launch,
+    master: &MasterEndpoint,
+    serves: bool,
+    timeout: Duration,
+    cancel_rx: Receiver<Infallible>,
+) -> Result<TcpStore> {
+    let (addr, port) = (&master.addr, master.port);
+    if !serves {
+        return TcpStore::connect(addr, port, timeout, cancel_rx);
+    }
+    check_is_here(launch, master)?;
+    let files = files_of_store(launch.processes.count);
+    require_files(files, "serving the store to all processes")?;
+    TcpStore::serve(addr, port, timeout, cancel_rx).map_err(|error| with_remedy(error, launch.kind))
+}
+
+/// Returns which start of the run this is. A store that outlives a restart has the keys of each.
+fn generation(
+    launch: &Launch,
+    master: &MasterEndpoint,
+    store: &TcpStore,
+    timeout: Duration,
+) -> Result<i64> {
+    match launch.kind {
+        LaunchKind::Torchrun if master.agent_store => {
+            let Processes { index, count, .. } = launch.processes;
+            let of_run = store.under(&format!("ddp-mp/{}", launch.run_id));
+            let generation = restart_generation::agree(&of_run, index, count, timeout)?;
+            generation.ok_or_else(|| process_0_missing(launch, timeout))
+        }
+        LaunchKind::Spawned => Ok(launch.restart_count as i64),
+        _ => Ok(0),
+    }
+}
+
+/// Returns what this process tells the others of itself.
+fn this_process(launch: &Launch, placement: &Placement, options: Vec<(String, String)>) -> Process {
+    let Placement { backend, devices, .. } = placement;
+    let first_local = launch.processes.local_index * devices.len();
+    Process {
+        version: env!("CARGO_PKG_VERSION").into(),
+        host: gethostname::gethostname().to_string_lossy().into_owned(),
+        pid: std::process::id(),
+        backend: backend.name().into(),
+        first_local,
+        ranks: placement.labels(first_local),
+        gpus: devices.iter().map(gpu_of).collect::<Option<_>>().unwrap_or_default(),
+        nccl_host: nccl_host_id(),
+        unshareable: backend.check_shared_gpu(false).err().map(|error| error.to_string()),
+        options,
+    }
+}
+
+/// Returns what serves the store, for errors. `process_0` is the first process.
+fn server(launch: &Launch, master: &MasterEndpoint, process_0: &Process) -> Server {
+    let (rank, who) = match process_0 {
+        _ if launch.kind == LaunchKind::Spawned => {
+            (None, "the process that has started the ranks, and serves the store,".into())
+        }
+        _ if master.agent_store => (None, "torchrun's agent, which serves the store,".into()),
+        Process { host, pid, .. } => {
+            let who = format!(
+                "the process of rank 0 (on {host}, process {pid}), which serves the store,"
+            );
+            (Some(0), who)
+        }
+    };
+    Server { rank, name: who }
 }
 
 /// Adds to the error of a taken port what to do under this `launcher`.
