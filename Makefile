@@ -188,10 +188,6 @@ records: cargo python ## record PyTorch loops and wrong ports of one, and compar
 	cargo build --release
 	$(PYTHON_FOLDER)/bin/python tests/interop/records.py $(PROGRAM)
 
-flight-recorder: cargo python ## have PyTorch's torchfrtrace analyse the flight recorders of runs
-	cargo build --release
-	$(PYTHON_FOLDER)/bin/python tests/interop/flight_recorder.py $(PROGRAM)
-
 page: cargo libtorch ## make the pictures of assets/ anew: with tmux the live view, with Chromium the page of a run
 	cargo build --release
 	python3 docs/record_live.py $(PROGRAM) assets/live.svg

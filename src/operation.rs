@@ -60,7 +60,7 @@ impl Operation {
     /// Returns what the operation moves, if it is a collective that any rank can call; `None` for others.
     ///
     /// This is the table of collectives. The checks of arguments, the traffic, the comparison of calls, the sizes on
-    /// the network, `comm` with its drawings, `bench` and the file of the flight recorder take what they need from it.
+    /// the network, `comm` with its drawings, and `bench` take what they need from it.
     pub(crate) fn collective(self) -> Option<CollectiveType> {
         use Holders::{All, OthersThanRoot, Root};
         let one = |holders| Operand { tensors: Tensors::One, holders };

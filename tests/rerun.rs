@@ -60,7 +60,6 @@ fn a_checkpoint_sets_no_option_that_a_run_does_not_save() {
         ("metrics", path("m.jsonl")),
         ("tensorboard", path("t")),
         ("prometheus", path("p.prom")),
-        ("flight_recorder", path("f")),
         ("checkpoint_dir", path("c")),
         ("init_from", path("i")),
         ("inject_fault", "kill:rank=0,at=step,step=1".into()),
@@ -124,7 +123,7 @@ fn a_refused_checkpoint_leaves_no_file_of_the_run() {
     for refused in [["--resume=run", "--seed=7"], ["--init-from=none", "--checkpoint-dir=made/c"]] {
         let outputs =
             ["--trace=made/t", "--report=made/r", "--record=made/r.record", "--metrics=made/m"];
-        let more = ["--tensorboard=made/b", "--prometheus=made/p.prom", "--flight-recorder=made/f"];
+        let more = ["--tensorboard=made/b", "--prometheus=made/p.prom"];
         let args = [&["--nproc-per-node=2"], &refused[..], &outputs, &more].concat();
         let (code, _, stderr) = run_in(folder, &args);
         assert_eq!(code, Some(2), "{refused:?}: {stderr}");

@@ -107,15 +107,6 @@ fn output_path_equal_to_an_input_or_output_is_refused() {
                 "--tensorboard",
             ),
             ("--spawn=processes --metrics=t.1.json --trace=t.json", "--metrics", "--trace"),
-            ("--config=c.toml --flight-recorder=c.toml", "--flight-recorder", "--config"),
-            ("--flight-recorder=new --metrics=new", "--flight-recorder", "--metrics"),
-            ("--flight-recorder=new --trace=new/rank_0", "--flight-recorder", "--trace"),
-            ("--flight-recorder=new --tensorboard=new", "--flight-recorder", "--tensorboard"),
-            (
-                "--flight-recorder=new --checkpoint-dir=new/run",
-                "--checkpoint-dir",
-                "--flight-recorder",
-            ),
         ],
         4,
     ) {
@@ -131,7 +122,7 @@ fn output_path_equal_to_an_input_or_output_is_refused() {
     assert_eq!(fs::read_to_string(at("d.csv")).unwrap(), "1,2\n3,4\n5,6\n");
     // In a folder beside what belongs there is room for others.
     let beside = "--checkpoint-dir=all --metrics=all/metrics.jsonl --tensorboard=all/board --trace=all/trace.json \
-                  --report=all/page.html --flight-recorder=all/recorder --config=c.toml";
+                  --report=all/page.html --config=c.toml";
     for again in ["", " --resume=auto --max-epochs=2"] {
         let (code, _, stderr) = run_in(folder.path(), &format!("{beside}{again}"));
         assert_eq!(code, Some(0), "{stderr}");
@@ -237,7 +228,6 @@ fn pipes_and_devices_work_or_are_refused_without_a_hang() {
             ("--report=/dev/zero", "this is not a regular file"),
             ("--prometheus=pipe", "--prometheus pipe: this is not a regular file"),
             ("--tensorboard=pipe", "--tensorboard pipe: "),
-            ("--flight-recorder=pipe", "--flight-recorder pipe: "),
             ("--checkpoint-dir=pipe", "pipe cannot hold checkpoints"),
             ("--checkpoint-dir=/dev/null", "/dev/null cannot hold checkpoints"),
         ],
@@ -352,18 +342,17 @@ fn full_disk_is_reported_and_leaves_no_partial_file() {
 #[test]
 fn folder_behind_a_dangling_link_is_created() {
     let folder = tempfile::tempdir().unwrap();
-    for name in ["run", "board", "recorder", "deep", "rows", "hashes"] {
+    for name in ["run", "board", "deep", "rows", "hashes"] {
         symlink(format!("disk/{name}"), folder.path().join(name)).unwrap();
     }
-    let flags = "--checkpoint-dir=run --tensorboard=board --flight-recorder=recorder --trace=deep/t --metrics=rows --record=hashes";
+    let flags =
+        "--checkpoint-dir=run --tensorboard=board --trace=deep/t --metrics=rows --record=hashes";
     let (code, _, stderr) = run_in(folder.path(), flags);
     assert_eq!(code, Some(0), "{stderr}");
-    for name in ["run/latest", "board", "recorder", "deep/t", "rows", "hashes"] {
+    for name in ["run/latest", "board", "deep/t", "rows", "hashes"] {
         assert!(folder.path().join("disk").join(name).exists(), "{name}: {stderr}");
     }
-    for name in ["board", "recorder"] {
-        assert!(fs::read_dir(folder.path().join(name)).unwrap().count() > 0, "{name}");
-    }
+    assert!(fs::read_dir(folder.path().join("board")).unwrap().count() > 0);
     assert!(fs::symlink_metadata(folder.path().join("run")).unwrap().is_symlink());
 }
 
@@ -373,7 +362,7 @@ fn names_with_line_breaks_stay_on_one_line() {
     let folder = tempfile::tempdir().unwrap();
     let flags = ["trace=t\n.json", "report=r\n.html", "checkpoint-dir=c\n", "metrics=m\n"];
     let mut args: Vec<String> = flags.iter().map(|flag| format!("--{flag}")).collect();
-    args.extend(["--max-steps=2".into(), "--flight-recorder=-f\n".into()]);
+    args.push("--max-steps=2".into());
     let mut command = program(&SHORT);
     command.args(args).current_dir(&folder);
     let (code, _, stderr) = run_command(command);
@@ -381,7 +370,6 @@ fn names_with_line_breaks_stay_on_one_line() {
     for note in [
         "the trace is in t\\u000a.json: open it",
         "the report is in r\\u000a.html: open it",
-        "the flight recorder is in -f\\u000a: run torchfrtrace $'./-f\\u000a'\n",
         "saved in c\\u000a; to continue",
     ] {
         assert!(stderr.contains(note), "{note}: {stderr}");
@@ -389,7 +377,7 @@ fn names_with_line_breaks_stay_on_one_line() {
     assert!(stderr.lines().all(|line| line.starts_with("ddp-mp: ")), "{stderr}");
     // Where they cannot be used, too.
     let at = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
-    let all = ["trace", "report", "flight-recorder", "metrics", "prometheus", "tensorboard"]
+    let all = ["trace", "report", "metrics", "prometheus", "tensorboard"]
         .map(|flag| format!("--{flag}={}", at("m\n/x")))
         .into_iter()
         .chain(["--config", "--resume", "--init-from"].map(|flag| format!("{flag}={}", at("no\n"))))

@@ -27,8 +27,6 @@ enum Use {
     Fills,
     /// Reads or writes checkpoints in a folder.
     Keeps,
-    /// Writes into a folder that nothing else uses.
-    Owns,
 }
 
 /// A path that a run uses.
@@ -181,7 +179,6 @@ impl Config {
             ("metrics", Use::Writes, self.output.metrics.as_ref()),
             ("prometheus", Use::Writes, self.output.prometheus.as_ref()),
             ("tensorboard", Use::Fills, self.output.tensorboard.as_ref()),
-            ("flight_recorder", Use::Owns, self.output.flight_recorder.as_ref()),
             ("checkpoint_dir", Use::Keeps, self.checkpoints.checkpoint_dir.as_ref()),
         ] {
             all.extend(path.map(|path| used(key, usage, path)));
@@ -211,7 +208,7 @@ impl Config {
 
 /// Returns the problem with two paths of a run, worded for the later one. `None` if there is no problem.
 fn conflict(earlier: &Used, later: &Used) -> Option<String> {
-    use Use::{Fills, Keeps, Owns, Reads, Writes};
+    use Use::{Fills, Keeps, Reads, Writes};
     let other = flag_name(earlier.key);
     let is_file = |used: &Used| matches!(used.usage, Reads | Writes);
     if later.usage == Reads || (earlier.usage, later.usage) == (Keeps, Keeps) {
@@ -231,18 +228,9 @@ fn conflict(earlier: &Used, later: &Used) -> Option<String> {
     if is_file(later) && earlier.place.within(&later.place).is_some() {
         return Some(format!("the path of {other} treats this file as a folder; use another"));
     }
-    for (owner, used) in [(earlier, later), (later, earlier)] {
-        let is_there = used.place.is(&owner.place) || used.place.within(&owner.place).is_some();
-        if owner.usage == Owns && is_there {
-            let owner = flag_name(owner.key);
-            return Some(format!(
-                "{other} also writes to that folder, and {owner} needs a folder for itself; use another"
-            ));
-        }
-    }
     let taken = match (earlier.usage, later.usage) {
-        (Keeps, Writes | Fills | Owns) => is_of_checkpoint(&later.place, &earlier.place),
-        (Writes | Fills | Owns, Keeps) => is_of_checkpoint(&earlier.place, &later.place),
+        (Keeps, Writes | Fills) => is_of_checkpoint(&later.place, &earlier.place),
+        (Writes | Fills, Keeps) => is_of_checkpoint(&earlier.place, &later.place),
         _ => false,
     };
     taken.then(|| format!("{other} has a name that checkpoints in this folder use; use another"))
@@ -291,7 +279,6 @@ mod tests {
             "prometheus",
             "trace",
             "report",
-            "flight_recorder",
         ];
         for key in keys {
             fs::write(&file, format!("{key} = \"\"\n")).unwrap();

@@ -28,11 +28,6 @@ pub struct OutputSection {
     /// For Perfetto (ui.perfetto.dev) and chrome://tracing
     #[arg(long, value_name = "FILE", add = MayDiffer::OnResume, add = RefusedBy::TOOLS)]
     pub trace: Option<PathBuf>,
-    /// Write each rank's newest collectives for torchfrtrace
-    ///
-    /// In the format of PyTorch's flight recorder
-    #[arg(long, value_name = "DIR", add = MayDiffer::OnResume, add = RefusedBy::TOOLS)]
-    pub flight_recorder: Option<PathBuf>,
     /// Write a web page about the run
     ///
     /// Curves, timeline, samples, buckets and a verdict

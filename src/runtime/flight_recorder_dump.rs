@@ -99,14 +99,6 @@ impl FlightRecorderDump {
         }
     }
 
-    /// Returns the ranks of a group; `None` if it is unknown. Group 0 has all ranks.
-    pub(crate) fn members(&self, group: u32) -> Option<Arc<[usize]>> {
-        match group {
-            0 => Some((0..self.world_size).collect()),
-            _ => self.groups.get(&group).cloned(),
-        }
-    }
-
     /// Returns the start of these entries' clock on the clock of rank 0's process, in seconds since that process
     /// started to measure.
     pub(crate) fn start(&self) -> f64 {

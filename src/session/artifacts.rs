@@ -1,4 +1,4 @@
-//! The files that a run writes until its end: `--trace`, `--report`, `--flight-recorder` and `--prometheus`.
+//! The files that a run writes until its end: `--trace`, `--report` and `--prometheus`.
 
 use std::fs;
 use std::io;
@@ -10,7 +10,7 @@ use parking_lot::Mutex;
 
 use super::Session;
 use super::end_messages::Outcome;
-use super::page::{page, path_in_shell};
+use super::page::page;
 use crate::checkpoint::TrainerState;
 use crate::config::Config;
 use crate::ddp::DistributedDataParallel;
@@ -23,19 +23,17 @@ use crate::records::Parameter;
 use crate::runtime::FlightRecorderDump;
 use crate::telemetry::report::{Curves, Page};
 use crate::telemetry::{
-    End, Output, PrometheusFile, RecordFile, RunFacts, RunState, flight_recorder_output,
-    process_path, remove_further_ranks, trace_output, write_flight_recorder, write_trace,
+    End, Output, PrometheusFile, RecordFile, RunFacts, RunState, process_path, trace_output,
+    write_trace,
 };
 
-/// The trace, the report and the flight recorder's files of this process, and the data for them.
+/// The files of this process, and the data for them.
 #[derive(Debug)]
 pub(crate) struct RunArtifacts {
     /// The trace file of this process. `None` without `--trace`.
     trace: Option<Output>,
     /// The report file. `None` without `--report`, and in processes without rank 0.
     report: Option<Output>,
-    /// The flight recorder's file of each rank of this process, in order of rank. Empty without `--flight-recorder`.
-    flight_recorder: Vec<Output>,
     /// The record of this process's ranks. `None` without `--record`.
     record_file: Option<Arc<RecordFile>>,
     /// The metrics for Prometheus. `None` without `--prometheus`, and in processes without rank 0.
@@ -80,10 +78,6 @@ impl RunArtifacts {
             .as_deref()
             .filter(|_| is_first)
             .map(|path| Page::output(path).map_err(|error| refused("--report", path, error)));
-        let flight_recorder = output.flight_recorder.as_deref().map(|folder| {
-            flight_recorder_outputs(folder, joined_launch)
-                .map_err(|error| refused("--flight-recorder", folder, error))
-        });
         let continues = continues(config, joined_launch);
         let record_file = output.record.as_deref().map(|path| {
             RecordFile::open(&process_path(path, process), continues)
@@ -129,7 +123,6 @@ impl RunArtifacts {
         Ok(Self {
             trace: trace.transpose()?,
             report: report.transpose()?,
-            flight_recorder: flight_recorder.transpose()?.unwrap_or_default(),
             record_file: record_file.transpose()?.map(Arc::new),
             prometheus: prometheus.transpose()?.map(Arc::new),
             dump: Arc::default(),
@@ -140,8 +133,7 @@ impl RunArtifacts {
 
     /// Returns where to leave the flight recorder's dump. `None` without a file that needs it.
     pub(crate) fn dump(&self) -> Option<Arc<OnceLock<FlightRecorderDump>>> {
-        let is_needed =
-            self.trace.is_some() || self.report.is_some() || !self.flight_recorder.is_empty();
+        let is_needed = self.trace.is_some() || self.report.is_some();
         is_needed.then(|| self.dump.clone())
     }
 
@@ -199,7 +191,7 @@ impl RunArtifacts {
             Some(dump) => {
                 let trace = self.write_trace(session, dump);
                 let report = self.write_report(session, outcome, dump);
-                trace.and(report).and(self.write_flight_recorder(session, dump))
+                trace.and(report)
             }
             None => Ok(()),
         };
@@ -242,38 +234,11 @@ impl RunArtifacts {
         session.printer.info(&format!("the report is in {path}: open it in a browser"));
         Ok(())
     }
-
-    fn write_flight_recorder(&self, session: &Session, dump: &FlightRecorderDump) -> Result<()> {
-        let mut all_written = Ok(());
-        for (output, rank) in self.flight_recorder.iter().zip(&dump.ranks) {
-            let written = output.write(|file| write_flight_recorder(dump, rank, file));
-            all_written = all_written.and(written.map_err(unwritable("--flight-recorder", output)));
-        }
-        all_written?;
-        if let (true, Some(folder)) =
-            (session.joined_launch.is_first(), &session.config.output.flight_recorder)
-        {
-            let (shown, in_shell) = (folder.shown(), path_in_shell(folder));
-            let text = format!("the flight recorder is in {shown}: run torchfrtrace {in_shell}");
-            session.printer.info(&text);
-        }
-        Ok(())
-    }
 }
 
 /// Returns whether the run goes on where an earlier one, or an earlier start of it, was.
 pub(super) fn continues(config: &Config, joined_launch: &JoinedLaunch) -> bool {
     config.checkpoints.resume.is_some() || joined_launch.launch.restart_count > 0
-}
-
-/// Prepares the flight recorder's file of each rank of this process in `folder`.
-fn flight_recorder_outputs(folder: &Path, joined_launch: &JoinedLaunch) -> io::Result<Vec<Output>> {
-    let output = |rank| flight_recorder_output(folder, rank);
-    let outputs = joined_launch.ranks_here().map(output).collect::<io::Result<_>>()?;
-    if joined_launch.is_first() {
-        remove_further_ranks(folder, joined_launch.world_size())?;
-    }
-    Ok(outputs)
 }
 
 /// Returns how to report that the file of `flag` cannot be written.

@@ -6,8 +6,6 @@ mod arrivals;
 mod events;
 mod explain;
 mod feed;
-#[cfg(feature = "cli")]
-mod flight_recorder_file;
 mod held_output;
 mod language;
 #[cfg(feature = "cli")]
@@ -34,10 +32,6 @@ pub use events::{End, Epoch, Event, FailureEvent, RankEnd, Start};
 pub(crate) use explain::table;
 pub use explain::{ExplainedStep, Explainer, RankStep, RunInfo};
 pub(crate) use explain::{indices, paragraph};
-#[cfg(feature = "cli")]
-pub(crate) use flight_recorder_file::{
-    flight_recorder_output, remove_further_ranks, write_flight_recorder,
-};
 pub(crate) use held_output::{HeldOutput, Stream};
 pub use language::Language;
 #[cfg(feature = "cli")]

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use xxhash_rust::xxh3::Xxh3Default;
 
-use crate::files::{Place, WholeFile, open_regular};
+use crate::files::{WholeFile, open_regular};
 
 /// The marks by which files of one kind are recognized.
 #[derive(Debug, Clone, Copy)]
@@ -79,18 +79,6 @@ impl Output {
         let end = fingerprint(file, file.metadata()?.len())? + self.marks.after;
         file.write_all(end.as_bytes())?;
         whole.replace()
-    }
-
-    /// Removes the file of an earlier run, if there is one.
-    ///
-    /// # Errors
-    /// When it cannot be removed, or this program did not write it.
-    pub(crate) fn remove(&self) -> io::Result<()> {
-        self.check()?;
-        match fs::remove_file(Place::of(&self.path).into_path()) {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
-            _ => Ok(()),
-        }
     }
 
     /// Checks that a file at the path is of the same kind, or empty.
