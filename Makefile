@@ -147,11 +147,11 @@ crate: cargo libtorch ## pack the crate, and try it from projects that `ddp-mp n
 	cargo build --release
 	tests/interop/crate.sh $(PROGRAM) $(abspath $(or $(CARGO_TARGET_DIR),target))
 
-# `make install` puts bin/ddp-mp, and in share/ the manual pages and completions, below PREFIX. A DESTDIR is put in front.
+# `make install` puts bin/ddp-mp, and in share/ the completions, below PREFIX. A DESTDIR is put in front.
 PREFIX = $(HOME)/.local
 
 # Only the owner of the clone builds in it: the owner could not replace files of root under sudo.
-install: $(shell [ ! -O Makefile ] || echo build) ## install the program, its manual pages and completions; elsewhere: make install PREFIX=/usr/local
+install: $(shell [ ! -O Makefile ] || echo build) ## install the program and its completions; elsewhere: make install PREFIX=/usr/local
 	@[ -e $(PROGRAM) ] || { echo "$(PROGRAM) is missing, and only the owner of this folder builds it: run 'make build' as the owner first (with the same CARGO_TARGET_DIR)." >&2; exit 1; }
 	.cargo/install.sh $(PROGRAM) "$(DESTDIR)$$(realpath -ms "$(PREFIX)")"
 

@@ -1,10 +1,9 @@
 #!/usr/bin/env bash
-# install.sh PROGRAM FOLDER  installs the program, its manual pages and completions below FOLDER
+# install.sh PROGRAM FOLDER  installs the program and its completions below FOLDER
 set -euo pipefail
 program=$1 folder=$2 share=$2/share
 
 install -D "$program" "$folder/bin/ddp-mp"
-"$folder/bin/ddp-mp" man "$share/man/man1"
 mkdir -p "$share"/{bash-completion/completions,zsh/site-functions,fish/vendor_completions.d}
 "$folder/bin/ddp-mp" completions bash >"$share/bash-completion/completions/ddp-mp"
 "$folder/bin/ddp-mp" completions zsh >"$share/zsh/site-functions/_ddp-mp"

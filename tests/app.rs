@@ -252,17 +252,13 @@ fn commands_and_help_have_the_name_of_the_program() {
     }
     let (_, version, _) = run_app(&["--version"]);
     assert!(version.starts_with("spirals   1.2.3\nddp-mp    "), "{version}");
-    let (_, manual, _) = run_app(&["man"]);
-    assert!(manual.contains("spirals") && manual.contains("width"), "{manual}");
     for shell in ["bash", "zsh", "fish"] {
         let (code, script, stderr) = run_app(&["completions", shell]);
         assert_eq!(code, Some(0), "{stderr}");
         assert!(script.contains("spirals") && script.contains("width"), "{shell}");
     }
-    for command in ["completions", "man"] {
-        let (_, help, _) = run_app(&[command, "--help"]);
-        assert!(help.contains("Usage: spirals") && !help.contains("ddp-mp"), "{help}");
-    }
+    let (_, help, _) = run_app(&["completions", "--help"]);
+    assert!(help.contains("Usage: spirals") && !help.contains("ddp-mp"), "{help}");
     for command in [
         &["bench", "step", "--steps=20"][..],
         &["bench", "scaling", "--steps=4", "--repetitions=1"],

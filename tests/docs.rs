@@ -316,13 +316,11 @@ const COMMANDS: &[&[&str]] = &[
     &["verify"],
     &["diff"],
     &["bisect"],
-    &["rerun"],
     &["replay"],
     &["env"],
     &["lesson"],
     &["new"],
     &["completions"],
-    &["man"],
 ];
 
 /// The help of each of `COMMANDS`.

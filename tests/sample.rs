@@ -4,8 +4,10 @@ use std::io::Read;
 use std::path::Path;
 use std::process::Stdio;
 
+use ddp_mp::checkpoint::{CheckpointDir, Snapshot, TrainerState};
 use ddp_mp::ffi::fork_rng;
 use ddp_mp::models::{Generate, GenerateOptions, Model, ModelConfig, ModelKind};
+use serde_json::Value;
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
 
@@ -197,4 +199,36 @@ fn sample_escapes_what_could_change_the_terminal() {
     let flags = ["sample", checkpoint, "--prompt=a\u{1b}[2Jé", "--num-tokens=0"];
     let (code, stdout, _) = run(&flags);
     assert_eq!((code, &stdout[..]), (Some(0), "a\\u001b[2Jé\n"));
+}
+
+/// Whoever can write a checkpoint can give its `trainer.json` a right hash.
+#[test]
+fn a_checkpoint_sets_no_option_that_a_run_does_not_save() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| Value::from(folder.path().join("made").join(name).to_str().unwrap());
+    let of_gpt = [("model", "gpt".into()), ("dataset", "text:x".into()), ("in_features", 8.into())];
+    let forged = [
+        ("trace", path("t.json"), "--trace, which no run saves"),
+        ("report", path("r.html"), "--report, which no run saves"),
+        ("record", path("r"), "--record, which no run saves"),
+        ("checkpoint_dir", path("c"), "--checkpoint-dir, which no run saves"),
+        ("init_from", path("i"), "--init-from, which no run saves"),
+        ("inject_fault", "kill:rank=0,at=step,step=1".into(), "--inject-fault, which no run saves"),
+        ("max_restarts", 3.into(), "--max-restarts, which no run saves"),
+        ("spawn", "processes".into(), "--spawn, which no run saves"),
+        ("max_epochs", 3.into(), "--max-epochs, which no run saves"), // saved with a cosine schedule only
+        ("nesterov", true.into(), "--nesterov: "),
+    ];
+    for (key, value, expected) in forged {
+        let options = of_gpt.iter().cloned().chain([(key, value)]);
+        let options = options.map(|(key, value)| (key.to_owned(), value)).collect();
+        let state = TrainerState { world_size: 1, options, ..TrainerState::default() };
+        let dir = folder.path().join(key);
+        let snapshot = Snapshot::take(state, &[], Vec::new()).unwrap();
+        CheckpointDir::create(&dir, 1).unwrap().write(&snapshot).unwrap();
+        let (code, _, stderr) = run(&["sample", &format!("--checkpoint={}", dir.display())]);
+        assert_eq!(code, Some(2), "{key}: {stderr}");
+        assert!(stderr.contains(&format!("its trainer.json sets {expected}")), "{key}: {stderr}");
+    }
+    assert!(!folder.path().join("made").exists());
 }

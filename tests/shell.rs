@@ -1,4 +1,4 @@
-//! What a user of a Unix shell expects: completions, manual pages, the versions, --quiet, and colours on request only.
+//! What a user of a Unix shell expects: completions, the versions, --quiet, and colours on request only.
 
 use std::fs;
 use std::process::{Command, Stdio};
@@ -81,51 +81,6 @@ fn zsh_and_fish_read_their_completions() {
             assert_eq!((&found[..], stderr.as_str()), (&expected[..], ""));
         }
     }
-}
-
-#[test]
-fn every_command_has_a_manual_page() {
-    let folder = tempfile::tempdir().unwrap();
-    let pages = folder.path().join("share/man1");
-    assert_eq!(run(&["man", pages.to_str().unwrap()]), (Some(0), "".into(), "".into()));
-    for (name, usage) in [
-        ("ddp-mp", "\n\\fBddp\\-mp\\fR [OPTIONS]\n.br\n\\fBddp\\-mp\\fR <COMMAND>\n"),
-        ("ddp-mp-train", "\n\\fBddp\\-mp train\\fR [OPTIONS]\n"),
-        ("ddp-mp-bench-scaling", "\n\\fBddp\\-mp bench scaling\\fR [OPTIONS]\n"),
-        ("ddp-mp-lesson", "\n\\fBddp\\-mp lesson\\fR [OPTIONS] [LESSON]\n"),
-        ("ddp-mp-man", "\n\\fBddp\\-mp man\\fR [OPTIONS] [DIR]\n"),
-    ] {
-        let file = pages.join(format!("{name}.1"));
-        let page = fs::read_to_string(&file).unwrap();
-        let version = version();
-        assert!(page.contains(&format!(".TH {name} 1  \"ddp-mp {version}\"")), "{page}");
-        assert!(page.contains(".SH NAME\n") && page.contains(".SH OPTIONS\n"), "{page}");
-        assert!(page.contains(&format!(".SH SYNOPSIS{usage}")), "{page}");
-        // An option without its text.
-        let bare = page.split(".TP\n").skip(1).find(|option| {
-            let mut lines = option.lines();
-            lines.next();
-            lines.next().is_none_or(|text| text.is_empty() || text.starts_with(".SH"))
-        });
-        assert_eq!(bare, None, "{name}");
-        // groff writes the page without a complaint, where it is installed.
-        let mut groff = Command::new("groff");
-        groff.args(["-man", "-Tutf8", "-wmac", "-wsyntax"]).arg(&file);
-        if let Ok(output) = groff.output() {
-            assert!(output.status.success() && output.stderr.is_empty(), "{name}: {output:?}");
-            assert!(String::from_utf8(output.stdout).unwrap().contains("OPTIONS"), "{name}");
-        }
-    }
-    let first = fs::read_to_string(pages.join("ddp-mp.1")).unwrap();
-    assert_eq!(run(&["man"]), (Some(0), first, "".into()));
-    let count = fs::read_dir(&pages).unwrap().count();
-    let commands = run(&["--help"]).1;
-    let commands = commands.split("Commands:\n").nth(1).unwrap().split("\n\n").next().unwrap();
-    // Those that --help lists without `help`, two of bench, and the program.
-    assert_eq!(count, commands.lines().count() - 1 + 3);
-    let (code, _, stderr) = run(&["man", "/dev/null/man"]);
-    assert_eq!(code, Some(2));
-    assert!(stderr.contains("man /dev/null/man: Not a directory"), "{stderr}");
 }
 
 #[test]

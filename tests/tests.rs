@@ -9,6 +9,7 @@ mod amp; // mixed precision: autocast on several threads, skipped steps
 mod app; // a program of one's own: all flags, files and commands
 mod bench; // ddp-mp bench: right results, right columns, wrong input
 mod bind; // ranks on CPUs of their own, with all threads that they start
+mod bisect; // ddp-mp bisect: the first tensors that differ, and its end at a signal
 mod c10d; // groups in which PyTorch could be
 mod callbacks; // a user's own: each step seen, a step skipped, a stop that one rank requests
 mod checkpoint; // stopped, killed, damaged, and going on as if nothing had happened
@@ -56,12 +57,11 @@ mod prometheus; // the file for Prometheus: the last metrics, and how the run ha
 mod properties; // whatever the sizes: shards, slices, splits
 mod ranks; // what spawn promises
 mod report; // the page of a run
-mod rerun; // rerun, bisect and lesson: what a checkpoint may say, and their end at a signal
 mod restarts; // --max-restarts: every kind of failure, as if nothing had happened
 mod sample; // text from a gpt: the tokens that nanoGPT draws
 mod seen; // who is missing where, and what each rank does
 mod share_model; // one copy of the model for all ranks: the bits of replicas
-mod shell; // completions, manual pages, --version, --quiet, colours
+mod shell; // completions, --version, --quiet, colours
 mod simulated_network; // `--simulate-cluster` in training
 mod source_pages; // the pages about the source: all files, the path through them, the rooms
 mod spawn_processes; // --spawn=processes: as threads, one report, nobody left behind

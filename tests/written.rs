@@ -329,12 +329,25 @@ fn full_disk_is_reported_and_leaves_no_partial_file() {
     assert_eq!(code, Some(1), "{stderr}");
     assert_eq!(stderr.matches("writing --prometheus").count(), 1, "{stderr}");
     let folder = tempfile::tempdir().unwrap();
-    for command in ["man", "new"] {
-        let path = folder.path().join(command);
-        let limited = program_under("ulimit -f 1", &[command, path.to_str().unwrap()]);
-        let (code, _, stderr) = run_command(limited);
-        assert_eq!(code, Some(1), "{command}: {stderr}");
-        assert!(stderr.contains("File too large"), "{command}: {stderr}");
+    let path = folder.path().join("new");
+    let limited = program_under("ulimit -f 1", &["new", path.to_str().unwrap()]);
+    let (code, _, stderr) = run_command(limited);
+    assert_eq!(code, Some(1), "{stderr}");
+    assert!(stderr.contains("File too large"), "{stderr}");
+}
+
+/// A run makes none of its files before its checkpoint has been read.
+#[test]
+fn a_refused_checkpoint_leaves_no_file_of_the_run() {
+    let folder = tempfile::tempdir().unwrap();
+    let (code, _, stderr) = run_in(folder.path(), "--checkpoint-dir=run --max-steps=4");
+    assert_eq!(code, Some(0), "{stderr}");
+    let outputs = "--trace=made/t --report=made/r --record=made/r.record --metrics=made/m --tensorboard=made/b \
+                   --prometheus=made/p.prom --flight-recorder=made/f";
+    for refused in ["--resume=run --seed=7", "--init-from=none --checkpoint-dir=made/c"] {
+        let (code, _, stderr) = run_in(folder.path(), &format!("{refused} {outputs}"));
+        assert_eq!(code, Some(2), "{refused}: {stderr}");
+        assert!(!folder.path().join("made").exists(), "{refused}: {stderr}");
     }
 }
 

@@ -45,7 +45,7 @@ pub struct App<A = ()> {
 }
 
 impl App {
-    /// Creates a program of this name and version. Help, completions and the manual page show the name.
+    /// Creates a program of this name and version. Help and completions show the name.
     pub fn new(name: &'static str, version: &'static str) -> Self {
         Self {
             program: Program::new(name, version),

@@ -126,10 +126,6 @@ impl Run {
             Command::Verify(flags) => self.verify(&flags, printer),
             Command::Diff(flags) => commands::diff(&flags, &text()),
             Command::Bisect(flags) => commands::bisect(&flags, self.program.name, &text()),
-            Command::Rerun(flags) => {
-                let stopped = commands::rerun(&flags, &self.program, &cuda::load(), &text());
-                return stopped.map(exit_code);
-            }
             Command::Replay(flags) => commands::replay(&flags, &text()),
             Command::Sample(flags) => {
                 commands::sample(&flags, &self.program, &cuda::load(), &text())
@@ -137,7 +133,6 @@ impl Run {
             Command::Lesson(flags) => commands::lesson(&flags, &text()),
             Command::New(flags) => commands::new(&flags, &text()),
             Command::Completions(flags) => commands::completions(&flags, self.command(), &text()),
-            Command::Man(flags) => commands::man(&flags, self.command(), &text()),
             Command::Sampler(flags) => commands::sampler(&flags, &printer(flags.log_format)),
         };
         result.map(|()| 0)

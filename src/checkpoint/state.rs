@@ -28,9 +28,6 @@ pub struct TrainerState {
     /// The number of samples that the run trains on, all ranks together. 0 if not known.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub num_samples: usize,
-    /// The number of samples of the data set: those, and the ones held back for validation. 0 if not known.
-    #[serde(default, skip_serializing_if = "is_zero")]
-    pub dataset_len: usize,
     /// The number of samples in a rank's batch. 0 if not known.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub batch_size: usize,
@@ -43,10 +40,6 @@ pub struct TrainerState {
     /// The data files. Empty without data files, and if not known.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub data_files: Vec<DataFile>,
-    /// The file that the first step started from: the file of `--init-from`, or the `trainer.json` of a checkpoint that
-    /// another run has saved. `None` if it started from the beginning.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub started_from: Option<DataFile>,
     /// The number of steps skipped because gradients were not finite.
     pub skipped_steps: u64,
     /// The number of samples of this epoch in skipped steps, on all ranks together. They count for no loss.

@@ -129,11 +129,6 @@ impl TensorFile {
         Ok(Self { path, bytes })
     }
 
-    /// Returns the path of the safetensors file.
-    pub(crate) fn path(&self) -> &Path {
-        &self.path
-    }
-
     /// Returns the bytes of the file.
     pub(super) fn bytes(&self) -> &[u8] {
         &self.bytes

@@ -1,10 +1,8 @@
 //! `ddp-mp bisect`: the first tensors in which two commands differ, with their values.
 //!
-//! Commands of this program record every step, and run once more to keep the tensors of the first step that differs. If
-//! earlier runs of them have saved checkpoints, they start from the newest two that are equal. Any other command says
-//! where it takes a number of steps and a file; its steps are halved until one step is left.
+//! They record every step, and run once more to keep the tensors of the first step that differs. If earlier runs of them
+//! have saved checkpoints, they start from the newest two that are equal.
 
-use std::fs;
 use std::path::{self, Path, PathBuf};
 use std::process::{Command, Stdio};
 
@@ -13,20 +11,18 @@ use clap::Args;
 
 use super::diff::{FirstDifference, SidesOf, TensorComparison, compare_files, print_lines};
 use crate::checkpoint::{Checkpoint, steps_in};
-use crate::config::whole;
 use crate::error::{Error, Result, Shown};
 use crate::files::Place;
 use crate::os::{TemporaryFolder, TiedChild};
 use crate::session::{AlreadyReported, path_in_shell};
-use crate::telemetry::{Printer, steps_text};
+use crate::telemetry::Printer;
 
 /// The flags of `bisect`.
 #[derive(Debug, Clone, Args)]
 pub struct BisectFlags {
     /// Run this shell command as the good side
     ///
-    /// A command that trains with this program, and saves no checkpoints. Or any other command that stops after {steps}
-    /// steps and writes its tensors to the safetensors file {file}
+    /// A command that trains with this program, and saves no checkpoints
     #[arg(long, value_name = "COMMAND")]
     pub good: String,
     /// Run this shell command as the bad side
@@ -38,17 +34,10 @@ pub struct BisectFlags {
     /// Start from the bad side's checkpoints; needs --good-dir
     #[arg(long, value_name = "DIR", requires = "good_dir")]
     pub bad_dir: Option<PathBuf>,
-    /// Search the first N steps of commands with {steps}
-    #[arg(long, value_name = "N", value_parser = whole::<u64>(1..), default_value_t = 100)]
-    pub steps: u64,
     /// Keep both sides' records and tensors in DIR
     #[arg(long, value_name = "DIR")]
     pub keep: Option<PathBuf>,
 }
-
-/// The place of a number of steps and of a file in a command.
-const STEPS: &str = "{steps}";
-const FILE: &str = "{file}";
 
 /// The flag of the last step.
 const MAX_STEPS: &str = "--max-steps";
@@ -80,30 +69,18 @@ pub fn bisect(flags: &BisectFlags, program: &str, printer: &Printer) -> anyhow::
         a: Side { name: NAMES.a, command: flags.good.clone() },
         b: Side { name: NAMES.b, command: flags.bad.clone() },
     };
-    let dirs = flags.good_dir.as_deref().zip(flags.bad_dir.as_deref());
-    let are_halved = dirs.is_none() && sides.both().iter().any(|side| side.command.contains(FILE));
     for side in sides.both() {
-        if dirs.is_some() {
-            let reason = format!("it starts from a checkpoint in --{}-dir", side.name);
-            side.check_without(STEPS, &reason)?;
-            side.check_without(FILE, &reason)?;
-        }
-        if !are_halved {
-            let reason = "it runs twice, and must do the same each time";
-            side.check_without("--checkpoint-dir", reason)?;
-        } else if !side.command.contains(STEPS) || !side.command.contains(FILE) {
-            return Err(side.refused(&format!("it needs both {STEPS} and {FILE}")));
+        if side.command.contains("--checkpoint-dir") {
+            let problem =
+                "remove --checkpoint-dir, because it runs twice, and must do the same each time";
+            return Err(side.refused(problem));
         }
     }
-    if let Some((good, bad)) = dirs {
+    if let Some((good, bad)) = flags.good_dir.as_deref().zip(flags.bad_dir.as_deref()) {
         start_from_checkpoints(&mut sides, good, bad, printer)?;
     }
     let folder = create_folder(flags.keep.as_deref())?;
-    let differ = if are_halved {
-        by_halves(&sides, flags.steps, folder.path(), printer)?
-    } else {
-        by_records(&sides, program, folder.path(), printer)?
-    };
+    let differ = by_records(&sides, program, folder.path(), printer)?;
     if flags.keep.is_some() {
         folder.keep()?;
     }
@@ -180,8 +157,7 @@ fn by_records(
         let of_first_process = folder.join(format!("{}.0.record", side.name));
         if !record(side).exists() && !of_first_process.exists() {
             return Err(side.refused(&format!(
-                "it has written no record; name a command of {program} that trains, or one with {STEPS} and {FILE} \
-                 ({said})"
+                "it has written no record; name a command of {program} that trains ({said})"
             )));
         }
     }
@@ -209,60 +185,9 @@ fn by_records(
     Ok(true)
 }
 
-/// Halves the steps until the first one is found after which the tensors differ. Returns whether they differ.
-fn by_halves(
-    sides: &SidesOf<Side>,
-    steps: u64,
-    folder: &Path,
-    printer: &Printer,
-) -> anyhow::Result<bool> {
-    let mut found = None;
-    let (mut equal, mut next, mut different) = (0, steps, steps + 1);
-    while different - equal > 1 {
-        let file = |side: &Side| folder.join(format!("{}-{next}.safetensors", side.name));
-        for side in sides.both() {
-            let command = side.command.replace(STEPS, &next.to_string());
-            let said = side.run(&command.replace(FILE, &path_in_shell(&file(side))), printer)?;
-            if !file(side).is_file() {
-                let problem = format!("it has not written {} ({said})", file(side).shown());
-                return Err(side.refused(&problem));
-            }
-        }
-        let comparison = TensorComparison::of(&file(&sides.a), &file(&sides.b))?;
-        if comparison.is_equal() {
-            printer.info(&format!("after {}: equal", steps_text(next)));
-            equal = next;
-            for side in sides.both() {
-                let file = file(side);
-                fs::remove_file(&file).with_context(|| format!("removing {}", file.shown()))?;
-            }
-        } else {
-            printer.info(&format!("after {}: different", steps_text(next)));
-            different = next;
-            found = Some(comparison);
-        }
-        next = equal + (different - equal) / 2;
-    }
-    let Some(comparison) = found else {
-        printer.lines(|out| writeln!(out, "Equal after {}.", steps_text(steps)))?;
-        return Ok(false);
-    };
-    printer.lines(|out| writeln!(out, "Step {} is the first that differs.", different - 1))?;
-    print_lines(&comparison.lines(NAMES), printer)?;
-    Ok(true)
-}
-
 impl Side {
     fn refused(&self, problem: &str) -> anyhow::Error {
         Error::InvalidInput(format!("--{}: {problem}", self.name)).into()
-    }
-
-    /// Refuses a command with `text`, for `reason`.
-    fn check_without(&self, text: &str, reason: &str) -> anyhow::Result<()> {
-        if !self.command.contains(text) {
-            return Ok(());
-        }
-        Err(self.refused(&format!("remove {text}, because {reason}")))
     }
 
     /// Returns the command with an end after `steps` steps, unless it has an end of its own.

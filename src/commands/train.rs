@@ -92,9 +92,7 @@ fn train_on(rank: &Rank, session: &Session) -> anyhow::Result<()> {
         let dir = start_point.checkpoint_dir.clone();
         trainer = trainer
             .checkpoints(dir, config.save_every(), config.options()?)
-            .data_files(start_point.data_files.clone())
-            .dataset_len(data.dataset_len)
-            .started_from(start_point.started_from.clone());
+            .data_files(start_point.data_files.clone());
     }
     if let Some(checkpoint) = &checkpoint {
         trainer.resume(checkpoint)?;

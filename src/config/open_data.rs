@@ -28,8 +28,6 @@ pub struct Data {
     pub training: Arc<dyn Dataset>,
     /// The validation samples, held back or from files beside the training files. `None` if there are none.
     pub validation: Option<Arc<dyn Dataset>>,
-    /// The number of samples of the data set: the training samples, and those held back.
-    pub dataset_len: usize,
     /// Notes for the user about the data.
     pub notes: Vec<String>,
 }
@@ -108,33 +106,30 @@ impl Config {
                 )
             }));
             let validation = files.map(FileDataset::into_dataset).transpose()?;
-            let dataset_len = data.len();
             let training = data.into_dataset()?;
-            return Ok((self, Data { training, validation, dataset_len, notes }));
+            return Ok((self, Data { training, validation, notes }));
         };
-        let dataset_len = data.len();
         let (training, validation) = data.split(fraction, seed).map_err(named)?;
         self.data.num_samples = Some(training.len() as i64);
         let validation = Some(validation.into_dataset()?);
-        Ok((self, Data { training: training.into_dataset()?, validation, dataset_len, notes }))
+        Ok((self, Data { training: training.into_dataset()?, validation, notes }))
     }
 
     /// Returns `dataset`, and this configuration with its size. A fraction of the samples may be held back.
     fn hold_back(mut self, dataset: Arc<dyn Dataset>, seed: u64) -> Result<(Self, Data)> {
-        let dataset_len = dataset.len();
         let notes = Vec::new();
-        self.data.num_samples = Some(dataset_len as i64);
+        self.data.num_samples = Some(dataset.len() as i64);
         let Some(fraction) = self.held_back() else {
-            return Ok((self, Data { training: dataset, validation: None, dataset_len, notes }));
+            return Ok((self, Data { training: dataset, validation: None, notes }));
         };
         let (training, validation) =
-            random_split(dataset_len, fraction, seed).map_err(|error| {
+            random_split(dataset.len(), fraction, seed).map_err(|error| {
                 Error::InvalidInput(format!("{}: {error}", self.name_of("val_fraction")))
             })?;
         self.data.num_samples = Some(training.len() as i64);
         let training = Arc::new(Subset::new(dataset.clone(), training));
         let validation: Arc<dyn Dataset> = Arc::new(Subset::new(dataset, validation));
-        Ok((self, Data { training, validation: Some(validation), dataset_len, notes }))
+        Ok((self, Data { training, validation: Some(validation), notes }))
     }
 
     /// Returns the program's own data, and this configuration with its sizes.
@@ -208,7 +203,6 @@ impl Config {
             Some(samples) => text.first(samples as usize).map_err(named("num_samples"))?,
             None => text,
         };
-        let dataset_len = text.len();
         let (training, validation) = match self.held_back() {
             Some(fraction) => {
                 let (training, tail) = text.split_tail(fraction).map_err(named("val_fraction"))?;
@@ -225,7 +219,7 @@ impl Config {
         self.validate_sizes()?;
         let validation = validation.map(|tail| Arc::new(tail) as Arc<dyn Dataset>);
         let training = Arc::new(training);
-        Ok((self, Data { training, validation, dataset_len, notes: Vec::new() }))
+        Ok((self, Data { training, validation, notes: Vec::new() }))
     }
 
     /// Returns whether there may be validation samples. For files that are not open yet, this is not certain.

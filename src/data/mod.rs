@@ -10,7 +10,6 @@ mod subset;
 mod text_dataset;
 
 pub use dataset::{Dataset, Targets, TensorDataset};
-pub(crate) use files::hashed;
 pub use files::{DatasetSpec, FileDataset, TargetKind};
 pub(crate) use loader::batches_of_all;
 pub use loader::{Batch, Batches, DataLoader};

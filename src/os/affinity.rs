@@ -7,7 +7,6 @@ use std::num::ParseIntError;
 use std::path::Path;
 use std::str::FromStr;
 
-use rustix::process::{Pid, getpid};
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
 /// A set of CPUs, in ascending order. Written as the kernel writes it: `0-3,8`.
@@ -58,19 +57,9 @@ impl CpuList {
     /// # Errors
     /// If the system refuses.
     pub(crate) fn of_this_thread() -> io::Result<Self> {
-        Self::of_thread(None)
-    }
-
-    fn of_thread(thread: Option<Pid>) -> io::Result<Self> {
-        let set = sched_getaffinity(thread)?;
+        let set = sched_getaffinity(None)?;
         Ok(Self((0..CpuSet::MAX_CPU).filter(|&cpu| set.is_set(cpu)).collect()))
     }
-}
-
-/// Lets the calling thread, which a bound thread has started, use all CPUs that the main thread may use.
-pub(crate) fn unbind_this_thread() {
-    // If the system refuses, the thread stays bound: slower, but with the same results.
-    let _ = CpuList::of_thread(Some(getpid())).and_then(|cpus| cpus.bind_this_thread());
 }
 
 impl Topology {
@@ -147,23 +136,18 @@ mod tests {
     }
 
     #[test]
-    fn a_thread_and_those_that_it_starts_are_bound_until_they_are_unbound() {
+    fn a_thread_and_those_that_it_starts_are_bound() {
         let all = Topology::read().unwrap();
         assert_eq!(all.allowed.0.len(), all.cores.len());
         let first = CpuList(vec![all.allowed.0[0]]);
-        let here = || CpuList::of_thread(None).unwrap();
+        let here = || CpuList::of_this_thread().unwrap();
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 first.bind_this_thread().unwrap();
                 assert_eq!(here(), first);
                 std::thread::scope(|scope| {
-                    scope.spawn(|| {
-                        assert_eq!(here(), first);
-                        unbind_this_thread();
-                        assert_eq!(here(), CpuList::of_thread(Some(getpid())).unwrap());
-                    });
+                    scope.spawn(|| assert_eq!(here(), first));
                 });
-                assert_eq!(here(), first);
             });
         });
         assert_eq!(here(), all.allowed);

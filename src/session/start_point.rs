@@ -7,9 +7,8 @@ use tch::Device;
 use tch::nn::VarStore;
 
 use super::resume_checks::compare;
-use crate::checkpoint::{Checkpoint, CheckpointDir, TRAINER, TensorFile};
+use crate::checkpoint::{Checkpoint, CheckpointDir, TensorFile};
 use crate::config::Config;
-use crate::data::hashed;
 use crate::error::{Error, Result, Shown};
 use crate::ffi::Generator;
 use crate::launch::Restarts;
@@ -26,9 +25,6 @@ pub(crate) struct StartPoint {
     pub checkpoint_dir: Option<CheckpointDir>,
     /// The data files. Empty if nothing is saved and nothing was.
     pub data_files: Vec<DataFile>,
-    /// The file that the first step starts from. `None` if it starts from the beginning, if it continues in the folder of its
-    /// own checkpoint, and if nothing is saved.
-    pub started_from: Option<DataFile>,
 }
 
 impl StartPoint {
@@ -70,21 +66,7 @@ impl StartPoint {
     pub(crate) fn open_folder(&mut self, config: &Config) -> Result<()> {
         let dir = config.checkpoints.checkpoint_dir.as_deref();
         self.checkpoint_dir = dir.map(|dir| self.open(dir, config)).transpose()?;
-        self.started_from = self.first_file()?;
         Ok(())
-    }
-
-    /// Returns the file for [`started_from`](Self::started_from).
-    fn first_file(&self) -> Result<Option<DataFile>> {
-        let Some(dir) = &self.checkpoint_dir else { return Ok(None) };
-        let file = match (&self.checkpoint, &self.weights) {
-            (Some(checkpoint), _) if dir.contains(checkpoint) => return Ok(None),
-            (Some(checkpoint), _) => checkpoint.path().join(TRAINER),
-            (None, Some(weights)) => weights.path().to_owned(),
-            (None, None) => return Ok(None),
-        };
-        let file = std::path::absolute(&file).unwrap_or(file);
-        hashed(&file).map(Some)
     }
 
     /// Opens the folder to save in. Other files in it must not be lost.

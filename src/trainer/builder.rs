@@ -200,18 +200,6 @@ impl<M: Forward> Trainer<M> {
         self
     }
 
-    /// Sets the number of samples of the data set, with those held back: [`TrainerState::dataset_len`].
-    pub(crate) fn dataset_len(mut self, len: usize) -> Self {
-        self.context.state.dataset_len = len;
-        self
-    }
-
-    /// Sets the file that the first step starts from: [`TrainerState::started_from`].
-    pub(crate) fn started_from(mut self, file: Option<DataFile>) -> Self {
-        self.context.state.started_from = file;
-        self
-    }
-
     /// Writes metrics to `logger` after every `every` steps of an epoch (at least 1), and at its end and that of the
     /// run. Call on all ranks alike, because they reduce their numbers first. Rank 0 alone needs a logger.
     #[must_use]

@@ -90,9 +90,7 @@ impl<M> TrainContext<M> {
             counts => counts.iter().fold(0, |sum, count| sum.saturating_add(*count)),
         };
         let data_files = std::mem::take(&mut self.state.data_files);
-        let started_from = self.state.started_from.take().or_else(|| saved.started_from.clone());
-        let dataset_len = self.state.dataset_len;
-        self.state = TrainerState { data_files, dataset_len, started_from, ..saved.clone() };
+        self.state = TrainerState { data_files, ..saved.clone() };
         Ok(())
     }
 }

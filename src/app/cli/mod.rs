@@ -11,8 +11,8 @@ use clap::builder::{PathBufValueParser, TypedValueParser, ValueHint};
 use clap::{Arg, CommandFactory, FromArgMatches, Parser, Subcommand};
 
 use crate::commands::{
-    BisectFlags, CommFlags, CompletionsFlags, DiffFlags, LessonFlags, ManFlags, NewFlags,
-    ReplayFlags, RerunFlags, SampleFlags, SamplerFlags,
+    BisectFlags, CommFlags, CompletionsFlags, DiffFlags, LessonFlags, NewFlags, ReplayFlags,
+    SampleFlags, SamplerFlags,
 };
 use crate::config::{InShortHelp, Program, Tool, is_refused_by};
 use crate::files::expand_home;
@@ -53,8 +53,6 @@ pub(crate) enum Command {
     Diff(DiffFlags),
     /// Run two commands and find the first different tensor
     Bisect(BisectFlags),
-    /// Run a saved run's step again and keep its tensors
-    Rerun(RerunFlags),
     /// Play recorded traces in the live view
     Replay(ReplayFlags),
     /// Show this machine and the resolved options
@@ -65,8 +63,6 @@ pub(crate) enum Command {
     New(NewFlags),
     /// Print shell completions
     Completions(CompletionsFlags),
-    /// Print or save the manual pages
-    Man(ManFlags),
 }
 
 const EXAMPLES: &str = "\

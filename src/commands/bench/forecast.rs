@@ -1,22 +1,24 @@
-//! The output of `--simulate-cluster`: the measured step, on more and more ranks of the cluster.
+//! The output of `--simulate-cluster`: what the measured step would take on more and more ranks of the cluster. Pure
+//! arithmetic.
 
 use std::io::{self, Write};
 
 use serde::Serialize;
 
 use super::NOISY_RATIO;
-use super::measured_step::{Forecast, MeasuredStep};
+use super::step::StepTimes;
 use super::table::{self, Column, numbers, text};
-use crate::process_group::SimulatedCluster;
+use crate::process_group::{ClusterShape, Library, SimulatedCluster};
 use crate::telemetry::{LogFormat, Printer};
 
-/// A row of the table. Times are in microseconds.
+/// The forecast of a step on the ranks of one shape of the cluster: a row of the table. Times are in microseconds.
 #[derive(Debug, Serialize)]
 struct Row {
     model: &'static str,
     cluster: String,
     nodes: usize,
     world_size: usize,
+    /// The algorithms that reduce the buckets, joined by `+` if they differ.
     all_reduce: String,
     us_per_step: f64,
     samples_per_second: f64,
@@ -30,65 +32,94 @@ struct Row {
     hidden: Option<f64>,
 }
 
-/// Prints the forecast of the step on `cluster`. `spread` is the median of the measured steps divided by the fastest.
+/// Returns the forecast of a measured step on `shape` of `cluster`. With `overlaps`, buckets are reduced during backward:
+/// one after the other, each when it is complete. Where two can be in flight, they share the line.
+fn forecast(
+    times: &StepTimes,
+    overlaps: bool,
+    cluster: &SimulatedCluster,
+    shape: ClusterShape,
+) -> Row {
+    // Ranks that share memory reduce by themselves, after backward.
+    let overlaps = overlaps && (cluster.library == Library::Nccl || shape.nodes > 1);
+    let backward = times.backward_us / 1e6;
+    let (mut free, mut end, mut communication) = (0.0f64, 0.0f64, 0.0);
+    let mut names: Vec<&str> = Vec::new();
+    for (bytes, complete) in times.buckets() {
+        let (time, name) = cluster.all_reduce(shape, bytes);
+        let complete = if overlaps { (complete / 1e6).min(backward) } else { backward };
+        let began = complete.max(free);
+        end = if overlaps && cluster.runs_in_background(shape, bytes) {
+            free = began + cluster.headers(shape.nodes);
+            (began + time).max(end + bytes / cluster.between.bandwidth)
+        } else {
+            free = began.max(end) + time;
+            free
+        };
+        communication += time;
+        if !names.contains(&name) {
+            names.push(name);
+        }
+    }
+    let exposed = if overlaps { (end - backward).max(0.0) } else { communication };
+    let (communication_us, exposed_us) = (communication * 1e6, exposed * 1e6);
+    let alone = times.forward_us + times.backward_us + times.optimizer_us;
+    let us_per_step = alone + exposed_us;
+    let world_size = shape.nodes * shape.gpus;
+    let settings: Vec<String> = cluster.settings().into_iter().map(|(it, ..)| it).collect();
+    Row {
+        model: times.model,
+        cluster: settings.join(","),
+        nodes: shape.nodes,
+        world_size,
+        all_reduce: names.join("+"),
+        us_per_step,
+        samples_per_second: (world_size * times.batch_size) as f64 / us_per_step * 1e6,
+        efficiency: alone / us_per_step,
+        communication_us,
+        exposed_us,
+        hidden: (communication > 0.0).then(|| 1.0 - exposed / communication),
+    }
+}
+
+/// Prints the forecast of a measured step on more and more ranks of `cluster`. `overlaps` says whether buckets are reduced
+/// during backward.
 pub(super) fn print(
-    model: &'static str,
-    batch_size: usize,
-    measured: &MeasuredStep,
+    times: &StepTimes,
+    overlaps: bool,
     cluster: &SimulatedCluster,
     on_cpu: bool,
-    spread: f64,
     printer: &Printer,
 ) -> io::Result<()> {
-    let settings = cluster.settings().into_iter().map(|(setting, ..)| setting);
-    let settings: Vec<String> = settings.collect();
-    let row = |Forecast { shape, algorithm, step, efficiency, communication, exposed }| {
-        let world_size = shape.nodes * shape.gpus;
-        Row {
-            model,
-            cluster: settings.join(","),
-            nodes: shape.nodes,
-            world_size,
-            all_reduce: algorithm,
-            us_per_step: step * 1e6,
-            samples_per_second: (world_size * batch_size) as f64 / step,
-            efficiency,
-            communication_us: communication * 1e6,
-            exposed_us: exposed * 1e6,
-            hidden: (communication > 0.0).then(|| 1.0 - exposed / communication),
-        }
-    };
     let shapes = cluster.shapes().into_iter();
-    let mut rows = shapes.map(|shape| row(measured.on(cluster, shape)));
+    let mut rows = shapes.map(|shape| forecast(times, overlaps, cluster, shape));
     match printer.format() {
         LogFormat::Json => rows.try_for_each(|row| printer.object(&row)),
         LogFormat::Text => printer.lines(|out| {
-            write_head(measured, cluster, batch_size, out)?;
+            write_head(times, cluster, out)?;
             for row in rows {
                 writeln!(out, "{}", table::line(&COLUMNS, &row))?;
             }
-            write_foot(on_cpu, spread, out)
+            write_foot(on_cpu, times.us_per_step / times.us_min, out)
         }),
     }
 }
 
 fn write_head(
-    measured: &MeasuredStep,
+    times: &StepTimes,
     cluster: &SimulatedCluster,
-    batch_size: usize,
     out: &mut dyn Write,
 ) -> io::Result<()> {
-    let buckets = &measured.buckets;
+    let buckets: Vec<(f64, f64)> = times.buckets().collect();
     writeln!(out, "\n# buckets of gradients, and when backward has completed them")?;
     let shown = if buckets.len() > 8 { 7 } else { buckets.len() };
     for (bytes, complete) in &buckets[..shown] {
-        writeln!(out, "#   {:>9.3} MB {:>12.1} us", bytes / 1e6, complete * 1e6)?;
+        writeln!(out, "#   {:>9.3} MB {complete:>12.1} us", bytes / 1e6)?;
     }
     let (rest, last) = (&buckets[shown..], buckets.last());
     if let (false, Some((_, complete))) = (rest.is_empty(), last) {
-        let (count, bytes) = (rest.len(), rest.iter().map(|(bytes, _)| bytes).sum::<f64>());
-        let (bytes, complete) = (bytes / 1e6, complete * 1e6);
-        writeln!(out, "#   {bytes:>9.3} MB {complete:>12.1} us for the last of {count} more")?;
+        let (count, mb) = (rest.len(), rest.iter().map(|(bytes, _)| bytes / 1e6).sum::<f64>());
+        writeln!(out, "#   {mb:>9.3} MB {complete:>12.1} us for the last of {count} more")?;
     }
     writeln!(out, "\n# a cluster that is not here")?;
     for (setting, meaning, is_default) in cluster.settings() {
@@ -97,9 +128,10 @@ fn write_head(
     }
     writeln!(
         out,
-        "\n# Every rank takes {batch_size} samples a step, so that more ranks take more (weak scaling).\n\
+        "\n# Every rank takes {} samples a step, so that more ranks take more (weak scaling).\n\
          # efficiency: a rank's samples per second beside those of one alone. reduction: how long\n\
-         # the all_reduces take. exposed: the part that makes the step longer. hidden: the rest."
+         # the all_reduces take. exposed: the part that makes the step longer. hidden: the rest.",
+        times.batch_size
     )?;
     writeln!(out, "\n{}", table::head(&COLUMNS))
 }
@@ -139,4 +171,70 @@ fn write_foot(on_cpu: bool, spread: f64, out: &mut dyn Write) -> io::Result<()> 
         )?;
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::StrategyKind;
+    use crate::trainer::Amp;
+
+    /// Returns the forecast of a step on `nodes` and `gpus` of a cluster.
+    fn forecast_on(text: &str, overlaps: bool, [nodes, gpus]: [usize; 2]) -> Row {
+        let times = StepTimes {
+            model: "",
+            strategy: StrategyKind::Ddp,
+            amp: Amp::Off,
+            batch_size: 32,
+            world_size: 1,
+            us_per_step: 6e3,
+            us_min: 6e3,
+            us_max: 6e3,
+            forward_us: 2e3,
+            backward_us: 3e3,
+            communication_us: 0.0,
+            optimizer_us: 1e3,
+            bucket_bytes: vec![1_000_000, 2_000_000],
+            bucket_complete_us: vec![1e3, 3e3],
+        };
+        forecast(&times, overlaps, &text.parse().unwrap(), ClusterShape { nodes, gpus })
+    }
+
+    fn near(found: f64, expected: f64) {
+        assert!((found - expected).abs() < 1e-9 * expected.max(1.0), "{found}, not {expected}");
+    }
+
+    #[test]
+    fn buckets_are_reduced_in_order_during_backward() {
+        let quick = "latency=0us,bandwidth=1GB/s,algorithm=ring";
+        // 1 ms from 1 ms on, 2 ms from 3 ms on.
+        let row = forecast_on(quick, true, [2, 1]);
+        near(row.communication_us, 3e3);
+        near(row.exposed_us, 2e3);
+        near(row.us_per_step, 8e3);
+        near(row.efficiency, 6. / 8.);
+        near(forecast_on(quick, false, [2, 1]).exposed_us, 3e3);
+        // 10 ms from 1 ms on, 20 ms after that.
+        let slow = "latency=0us,bandwidth=100MB/s,algorithm=ring";
+        near(forecast_on(slow, true, [2, 1]).exposed_us, 28e3);
+        // Two processes: 10 ms each way, and 1 ms per megabyte. The second bucket goes while the first one does.
+        let far = "backend=gloo,latency=10ms,bandwidth=1GB/s,node-bandwidth=1000000TB/s";
+        let note = 20f64 + 256e-6;
+        let second = (3. + note + 2. * (20. + 1.)).max(1. + note + 2. * (20. + 0.5) + 2.);
+        // The second bucket begins when the first one's note has arrived.
+        let second = second.max(1. + 2. * note + 2. * (20. + 1.));
+        near(forecast_on(far, true, [2, 1]).exposed_us / 1e3, second - 3.);
+        // Threads reduce after backward.
+        let threads = "backend=gloo,node-latency=0us,node-bandwidth=1GB/s";
+        near(forecast_on(threads, true, [1, 2]).exposed_us, 3e3);
+    }
+
+    #[test]
+    fn one_rank_has_no_communication_cost() {
+        for text in ["backend=gloo", "algorithm=tree", "latency=1s,bandwidth=1kB/s"] {
+            let row = forecast_on(text, true, [1, 1]);
+            assert_eq!((row.communication_us, row.exposed_us), (0.0, 0.0));
+            assert_eq!((row.efficiency, &row.all_reduce[..]), (1.0, "-"));
+        }
+    }
 }

@@ -1,13 +1,10 @@
-//! `ddp-mp bench OP`: the time of a collective at each size, beside the limit of the machine's memory. `ddp-mp bench
-//! step`: the time of a training step, here and on a simulated cluster. `ddp-mp bench scaling`: the gain from more
-//! ranks on this machine.
+//! `ddp-mp bench OP`: the time of a collective at each size. `ddp-mp bench step`: the time of a training step, here and
+//! on a simulated cluster. `ddp-mp bench scaling`: the gain from more ranks on this machine.
 //!
 //! The columns are those of NVIDIA's nccl-tests, so that tools for those work here, too.
 
 mod bench_case;
 mod forecast;
-mod measured_step;
-mod roofline;
 mod scaling;
 mod sorted;
 mod step;
@@ -30,7 +27,6 @@ use crate::launch::{Placement, Rank};
 use crate::process_group::{Backend, ProcessGroup, ReduceOp, dtype_name, num_bytes, parse_dtype};
 use crate::telemetry::{LogFormat, Printer};
 pub(super) use bench_case::{BenchCase, bus_factor};
-use roofline::MemoryRoofline;
 pub use scaling::bench_scaling;
 use sorted::Sorted;
 pub use step::bench_step;
@@ -103,13 +99,11 @@ struct Row {
     algbw: f64,
     /// The bandwidth on the busiest link of a ring, by nccl-tests' factors, in 10^9 bytes per second.
     busbw: f64,
-    /// The time in which as many threads only read and write the same bytes. `None` for ranks on GPUs.
-    limit_us: Option<f64>,
     /// The number of wrong elements, over all ranks.
     wrong: i64,
 }
 
-/// Rounds in which the operation and the limit take turns, at one size. Odd, so that the median is one of the times.
+/// The rounds of one size. Odd, so that the median is one of the times.
 const ROUNDS: u64 = 5;
 /// The time to measure one size for, if `iters` is not given.
 const MIN_MEASURED: Duration = Duration::from_millis(250);
@@ -162,7 +156,7 @@ impl BenchFlags {
         let numel = bench_case::count(self.op, largest, world_size) as usize;
         let tensors = self.op.tensors(world_size) * num_bytes(self.dtype, numel) as f64;
         let what = format!("--max-bytes {}: {world_size} ranks take", self.max_bytes);
-        check_fits(&what, 2.0 * tensors, "use a smaller size, or fewer ranks")
+        check_fits(&what, tensors, "use a smaller size, or fewer ranks")
     }
 
     /// Returns the sizes as counts of whole elements, without repetitions.
@@ -194,8 +188,9 @@ fn bench_on(
     }
     for count in flags.sizes(rank.world_size()) {
         let mut case = BenchCase::new(flags.op, flags.reduce_op, flags.dtype, count, &group)?;
-        let Measurement { time, limit, spread } = measure(flags, &mut case, &group)?;
-        spreads.push(spread);
+        let times = measure(flags, &mut case, &group)?;
+        let time = times.median();
+        spreads.push(times.spread());
         let wrong = sum_over_ranks(&group, case.check()?)?;
         let bytes = case.bytes();
         let algbw = bytes as f64 / time / 1e9;
@@ -208,7 +203,6 @@ fn bench_on(
             time_us: time * 1e6,
             algbw,
             busbw: algbw * bus_factor(flags.op, rank.world_size()),
-            limit_us: limit.map(|limit| limit * 1e6),
             wrong,
         };
         total = (total.0 + 1, total.1 + row.busbw, total.2 + wrong);
@@ -232,16 +226,6 @@ fn bench_on(
     Ok(())
 }
 
-/// The result of the rounds at one size. Times are in seconds.
-struct Measurement {
-    /// The median time of one call.
-    time: f64,
-    /// The median time of the limit. `None` except on rank 0 on the CPU.
-    limit: Option<f64>,
-    /// The time of the slowest round divided by that of the fastest.
-    spread: f64,
-}
-
 /// The largest ratio of slow to fast measurements of the same work on an otherwise idle machine.
 const NOISY_RATIO: f64 = 1.5;
 
@@ -259,26 +243,15 @@ fn busy(what: &str, spread: f64) -> Option<String> {
     })
 }
 
-/// Measures the operation and the limit in turns, for several rounds.
-fn measure(flags: &BenchFlags, case: &mut BenchCase, group: &ProcessGroup) -> Result<Measurement> {
+/// Returns the time of one call in each of several rounds, in seconds.
+fn measure(flags: &BenchFlags, case: &mut BenchCase, group: &ProcessGroup) -> Result<Sorted> {
     let warm_up = round(group, case, flags.warmup.max(1))?;
     let enough = MIN_MEASURED.as_secs_f64() / warm_up.max(1e-9);
     let iters = flags.iters.unwrap_or((enough as u64).clamp(1, MOST_ITERS));
     let rounds = ROUNDS.min(iters);
     let iters = iters.div_ceil(rounds);
-    let leads = group.rank() == 0;
-    let mut limit = (leads && group.device() == Device::Cpu)
-        .then(|| MemoryRoofline::new(flags.op, group.world_size(), case.bytes()));
-    let (mut times, mut limits) = (Vec::new(), Vec::new());
-    for _ in 0..rounds {
-        times.push(round(group, case, iters)?);
-        // Meanwhile the other ranks sleep in the next barrier.
-        limits.extend(limit.as_mut().map(|limit| limit.measure(iters)).transpose()?);
-        group.barrier()?;
-    }
-    let times = Sorted::new(times);
-    let limit = limit.map(|_| Sorted::new(limits).median());
-    Ok(Measurement { time: times.median(), limit, spread: times.spread() })
+    let times: Result<Vec<f64>> = (0..rounds).map(|_| round(group, case, iters)).collect();
+    Ok(Sorted::new(times?))
 }
 
 /// Calls the operation `iters` times on all ranks. Returns the time of one call on the slowest rank, in seconds, on all
@@ -312,17 +285,10 @@ fn write_head(
     let (op, backend, n) = (bench_case::name(flags.op), group.backend(), group.world_size());
     let transport = group.transport().map_or(String::new(), |transport| format!(", {transport}"));
     writeln!(out, "# {op}: {n} {ranks} on the {device}, backend {backend}{transport}")?;
-    if group.device() == Device::Cpu {
-        writeln!(
-            out,
-            "# limit: the time in which {n} {ranks} only read all inputs and write all outputs\n\
-             # ratio: limit / time; about 1 is as fast as the memory"
-        )?;
-    }
     writeln!(out, "#\n{}", table::head(&COLUMNS))
 }
 
-const COLUMNS: [Column<Row>; 10] = [
+const COLUMNS: [Column<Row>; 8] = [
     numbers("size", "(B)", 10, |row| row.bytes.to_string()),
     numbers("count", "(elem.)", 9, |row| row.count.to_string()),
     numbers("type", "", 9, |row| row.dtype.into()),
@@ -331,10 +297,6 @@ const COLUMNS: [Column<Row>; 10] = [
     numbers("algbw", "GB/s", 7, |row| format!("{:.2}", row.algbw)),
     numbers("busbw", "GB/s", 7, |row| format!("{:.2}", row.busbw)),
     numbers("wrong", "", 6, |row| row.wrong.to_string()),
-    numbers("limit", "(us)", 9, |row| row.limit_us.map_or("-".into(), microseconds)),
-    numbers("ratio", "", 6, |row| {
-        row.limit_us.map_or("-".into(), |limit| format!("{:.2}", limit / row.time_us))
-    }),
 ];
 
 /// Formats a time with at most two decimals, and with fewer if it is long: eight characters hold up to 99 s.
@@ -358,15 +320,12 @@ mod tests {
             time_us: 1.2e7,
             algbw: 0.09,
             busbw: 0.09,
-            limit_us: Some(1.2e6),
             wrong: 0,
         };
         let line = table::line(&COLUMNS, &row);
         assert_eq!(
             line.split_whitespace().collect::<Vec<_>>(),
-            "1073741824 268435456 float32 sum 12000000 0.09 0.09 0 1200000 0.10"
-                .split(' ')
-                .collect::<Vec<_>>()
+            "1073741824 268435456 float32 sum 12000000 0.09 0.09 0".split(' ').collect::<Vec<_>>()
         );
         assert_eq!(microseconds(99_999.98), "99999.98");
         assert_eq!(microseconds(99_999.996), "100000");

@@ -1,6 +1,7 @@
 //! `ddp-mp bench scaling`: the gain from more ranks on this machine. Efficiency compares them with one rank of as
 //! many threads as each has; speed-up compares them with one rank of all cores.
 
+use std::collections::BTreeMap;
 use std::io::{self, Write};
 use std::sync::Arc;
 
@@ -12,7 +13,7 @@ use tch::Device;
 
 use super::note_if_busy;
 use super::sorted::Sorted;
-use super::step::step_on;
+use super::step::{StepTimes, step_on};
 use super::table::{self, Column, numbers};
 use crate::config::Config;
 use crate::data::Dataset;
@@ -56,37 +57,17 @@ struct Row {
     speedup: f64,
 }
 
-/// A number of ranks, and the one rank that its efficiency is measured against.
-#[derive(Debug, Clone)]
+/// What is measured: equal cases take the same time.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 struct Case {
-    scaling: Scaling,
     ranks: usize,
+    threads_per_rank: usize,
     /// Samples per batch on each rank.
     batch_size: usize,
-    /// The devices and threads of the ranks.
-    placement: Placement,
-}
-
-impl Case {
-    /// Returns the case of one rank with as many threads as each of these ranks. Its work is that of one of them
-    /// (weak scaling) or of all (strong scaling). On GPUs threads do not matter.
-    fn base(&self, one: &Self) -> Self {
-        let mut base = one.clone();
-        if base.placement.devices[0] == Device::Cpu {
-            base.placement.threads_per_rank = self.placement.threads_per_rank;
-        }
-        base
-    }
-
-    /// Returns whether both cases take the same time.
-    fn is_same(&self, other: &Self) -> bool {
-        let work = |case: &Self| (case.ranks, case.batch_size, case.placement.threads_per_rank);
-        work(self) == work(other)
-    }
 }
 
 /// The times of a case over its repetitions, in microseconds.
-#[derive(Debug, Default, Clone)]
+#[derive(Debug, Default)]
 struct Times {
     /// The median step of each repetition.
     medians: Vec<f64>,
@@ -143,73 +124,63 @@ pub fn bench_scaling(
         ))
         .into());
     }
-    let mut cases = Vec::new();
+    // Each case with the one rank of as many threads, and the one of all cores. On GPUs threads do not matter.
+    let on_gpu = placement.devices[0] != Device::Cpu;
+    let mut compared = Vec::new();
     for scaling in [Scaling::Weak, Scaling::Strong] {
+        let mut first = None;
         for ranks in numbers_of_ranks(ranks) {
             let batch_size = match scaling {
                 Scaling::Weak => batch_size,
                 Scaling::Strong => batch_of_all.div_ceil(ranks),
             };
-            let placement = place(Nproc::Count(ranks))?;
-            cases.push(Case { scaling, ranks, batch_size, placement });
+            let Placement { threads_per_rank, .. } = place(Nproc::Count(ranks))?;
+            let case = Case { ranks, threads_per_rank, batch_size };
+            let one = *first.get_or_insert(case);
+            let alike = if on_gpu { one } else { Case { threads_per_rank, ..one } };
+            compared.push((scaling, [case, alike, one]));
         }
     }
-    let one_of =
-        |case: &Case| cases.iter().find(|one| (one.scaling, one.ranks) == (case.scaling, 1));
-    let bases: Vec<Case> =
-        cases.iter().map(|case| case.base(one_of(case).unwrap_or(case))).collect();
-    // Equal cases are measured once.
-    let mut measured: Vec<Case> = Vec::new();
-    for case in cases.iter().chain(&bases) {
-        if !measured.iter().any(|other| other.is_same(case)) {
-            measured.push(case.clone());
-        }
-    }
-    let mut times = vec![Times::default(); measured.len()];
+    let cases = compared.iter().flat_map(|(_, cases)| *cases);
+    let mut measured: BTreeMap<Case, Times> = cases.map(|case| (case, Times::default())).collect();
     for _ in 0..repetitions {
-        for (case, times) in measured.iter().zip(&mut times) {
-            let (median, fastest) = measure(case, &config, &data.training, steps, printer)?;
-            times.medians.push(median);
-            times.spread = times.spread.max(median / fastest);
+        for (case, times) in &mut measured {
+            let mut placement = place(Nproc::Count(case.ranks))?;
+            placement.threads_per_rank = case.threads_per_rank;
+            let step = measure(case, &placement, &config, &data.training, steps, printer)?;
+            times.medians.push(step.us_per_step);
+            times.spread = times.spread.max(step.us_per_step / step.us_min);
         }
     }
-    let step_us = |case: &Case| {
-        measured
-            .iter()
-            .zip(&times)
-            .find(|(other, _)| other.is_same(case))
-            .map_or(f64::NAN, |(_, times)| times.sorted().median())
-    };
-    let samples_per_second =
-        |case: &Case| (case.batch_size * case.ranks) as f64 / step_us(case) * 1e6;
-    let row = |(case, base): (&Case, &Case)| {
-        let (all, one) = (samples_per_second(case), samples_per_second(base));
+    let row = |(scaling, cases): &(Scaling, [Case; 3])| {
+        let us = cases.map(|case| measured[&case].sorted().median());
+        let samples = cases.map(|case| (case.batch_size * case.ranks) as f64);
+        let [all, alike, one] = [0, 1, 2].map(|i| samples[i] / us[i] * 1e6);
+        let Case { ranks, threads_per_rank, batch_size } = cases[0];
         Row {
             model: config.model_name(),
-            scaling: case.scaling,
+            scaling: *scaling,
             cores: cores(),
-            world_size: case.ranks,
-            threads_per_rank: case.placement.threads_per_rank,
-            batch_size: case.batch_size,
-            us_per_step: step_us(case),
+            world_size: ranks,
+            threads_per_rank,
+            batch_size,
+            us_per_step: us[0],
             samples_per_second: all,
-            samples_per_second_of_one: one,
-            efficiency: all / (one * case.ranks as f64),
-            speedup: all / samples_per_second(one_of(case).unwrap_or(case)),
+            samples_per_second_of_one: alike,
+            efficiency: all / (alike * ranks as f64),
+            speedup: all / one,
         }
     };
-    let rows: Vec<Row> = cases.iter().zip(&bases).map(row).collect();
+    let rows: Vec<Row> = compared.iter().map(row).collect();
     match printer.format() {
         LogFormat::Json => rows.iter().try_for_each(|row| printer.object(row)),
         LogFormat::Text => {
-            let on_gpu = cases[0].placement.devices[0] != Device::Cpu;
             printer.lines(|out| write_text(&rows, on_gpu, batch_size, [steps, repetitions], out))
         }
     }?;
-    let slowest = times.iter().map(|times| times.sorted().spread()).fold(1.0, f64::max);
+    let slowest = measured.values().map(|times| times.sorted().spread()).fold(1.0, f64::max);
     // Ranks that share a core have slow steps even on an idle machine.
-    let has_cores = |case: &Case| case.ranks <= cores();
-    let with_cores = measured.iter().zip(&times).filter(|(case, _)| has_cores(case));
+    let with_cores = measured.iter().filter(|(case, _)| case.ranks <= cores());
     let median = with_cores.map(|(_, times)| times.spread).fold(1.0, f64::max);
     if median > slowest {
         note_if_busy("the median step took", median, printer)
@@ -217,11 +188,6 @@ pub fn bench_scaling(
         note_if_busy("the slowest repetition took", slowest, printer)
     }
     Ok(())
-}
-
-/// Returns `1 thread`, `2 threads` and so on.
-fn threads(count: usize) -> String {
-    counted(count, "thread")
 }
 
 /// Returns 1, 2, 3, 4, then powers of two, and `most`.
@@ -233,24 +199,23 @@ fn numbers_of_ranks(most: usize) -> Vec<usize> {
     numbers
 }
 
-/// Returns the median step and the fastest step of rank 0, in microseconds.
+/// Returns the times of the steps of a case.
 fn measure(
     case: &Case,
+    placement: &Placement,
     config: &Config,
     dataset: &Arc<dyn Dataset>,
     steps: usize,
     printer: &Arc<Printer>,
-) -> anyhow::Result<(f64, f64)> {
-    let Case { ranks, batch_size, placement, .. } = case;
-    let nproc_per_node = Nproc::Count(*ranks);
+) -> anyhow::Result<StepTimes> {
     let mut config = config.clone();
-    (config.launch.nproc_per_node, config.training.batch_size) = (nproc_per_node, *batch_size);
-    config.validate_for(*ranks)?;
+    config.launch.nproc_per_node = Nproc::Count(case.ranks);
+    config.training.batch_size = case.batch_size;
+    config.validate_for(case.ranks)?;
     let spawn = configure(Spawn::at(placement), &config, printer);
     let (backend, dataset) = (placement.backend, dataset.clone());
     let times = spawn.run(move |rank| step_on(rank, backend, &config, &dataset, steps))?;
-    let times = times.into_iter().flatten().next().context("rank 0 has no times")?;
-    Ok((times.us_per_step, times.us_min))
+    times.into_iter().flatten().next().context("rank 0 has no times")
 }
 
 const COLUMNS: [Column<Row>; 8] = [
@@ -280,7 +245,7 @@ fn write_text(
         (
             format!("{cores} CPU core{s}"),
             "one rank with as many threads",
-            format!("one rank with {}", threads(rows[0].threads_per_rank)),
+            format!("one rank with {}", counted(rows[0].threads_per_rank, "thread")),
         )
     };
     writeln!(

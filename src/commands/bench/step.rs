@@ -10,7 +10,6 @@ use serde::Serialize;
 use tch::Device;
 
 use super::forecast;
-use super::measured_step::MeasuredStep;
 use super::note_if_busy;
 use super::sorted::Sorted;
 use crate::config::{CommHookKind, Config, StrategyKind};
@@ -19,7 +18,7 @@ use crate::error::{Error, counted};
 use crate::ffi::cuda::Cuda;
 use crate::launch::{Launch, Nproc, Rank};
 use crate::operation::Operation;
-use crate::process_group::{Backend, ProcessGroup, SimulatedCluster};
+use crate::process_group::{Backend, ProcessGroup};
 use crate::records::PhaseSeconds;
 use crate::session::{self, ChildProcesses, StartPoint, Training, leave_error, open_data};
 use crate::telemetry::Printer;
@@ -29,26 +28,34 @@ use crate::trainer::{Amp, Callback, Step, TrainContext};
 /// GPU they are the GPU's, and the extra time of the host is in no part.
 #[derive(Debug, Serialize)]
 pub(super) struct StepTimes {
-    model: &'static str,
-    strategy: StrategyKind,
-    amp: Amp,
+    pub(super) model: &'static str,
+    pub(super) strategy: StrategyKind,
+    pub(super) amp: Amp,
     /// Samples per batch on each rank.
-    batch_size: usize,
-    world_size: usize,
+    pub(super) batch_size: usize,
+    pub(super) world_size: usize,
     pub(super) us_per_step: f64,
     pub(super) us_min: f64,
-    us_max: f64,
+    pub(super) us_max: f64,
     /// Zeroing the gradients, the model and the loss. With `--strategy dp`, also getting the batch from rank 0.
-    forward_us: f64,
+    pub(super) forward_us: f64,
     /// Autograd alone.
-    backward_us: f64,
+    pub(super) backward_us: f64,
     /// All collectives, which average the gradients, and waiting for the other ranks.
-    communication_us: f64,
-    optimizer_us: f64,
+    pub(super) communication_us: f64,
+    pub(super) optimizer_us: f64,
     /// The bytes of each bucket of gradients.
-    bucket_bytes: Vec<usize>,
+    pub(super) bucket_bytes: Vec<usize>,
     /// The time in backward when each bucket is complete.
-    bucket_complete_us: Vec<f64>,
+    pub(super) bucket_complete_us: Vec<f64>,
+}
+
+impl StepTimes {
+    /// Returns the bytes of each bucket, and the time in backward when it is complete, in microseconds.
+    pub(super) fn buckets(&self) -> impl Iterator<Item = (f64, f64)> {
+        let bytes = self.bucket_bytes.iter().map(|&bytes| bytes as f64);
+        bytes.zip(self.bucket_complete_us.iter().copied())
+    }
 }
 
 /// The number of warm-up steps, which are not measured.
@@ -66,16 +73,18 @@ pub fn bench_step(
     printer: &Arc<Printer>,
 ) -> anyhow::Result<()> {
     if config.ddp.grad_accum_steps > 1 {
-        let problem = "--grad-accum-steps: bench step measures steps of one batch; leave it out of the command line \
-                       and of the file";
-        return Err(Error::InvalidInput(problem.into()).into());
+        return Err(refused(
+            "--grad-accum-steps: bench step measures steps of one batch; leave it out of the command line and of the \
+             file",
+        ));
     }
     let mut config = config.without_validation();
     if config.ddp.simulate_cluster.is_some() {
         if config.ddp.comm_hook != CommHookKind::None {
-            let problem = "--comm-hook: bench step forecasts uncompressed gradients; leave it out, or leave out \
-                           --simulate-cluster";
-            return Err(Error::InvalidInput(problem.into()).into());
+            return Err(refused(
+                "--comm-hook: bench step forecasts uncompressed gradients; leave it out, or leave out \
+                 --simulate-cluster",
+            ));
         }
         if config.launch.nproc_per_node == Nproc::Auto {
             config.launch.nproc_per_node = Nproc::Count(1);
@@ -87,6 +96,10 @@ pub fn bench_step(
     }
     let result = measure_here(config, steps, launch.clone(), cuda, printer);
     leave_error(&launch, result, printer)
+}
+
+fn refused(problem: &str) -> anyhow::Error {
+    Error::InvalidInput(problem.into()).into()
 }
 
 /// Measures on the ranks of this process. Rank 0 prints.
@@ -109,12 +122,13 @@ fn measure_here(
     spawn.run(move |rank| {
         let times = step_on(rank, backend, &config, &data.training, steps.max(1))?;
         let Some(times) = times else { return Ok(()) };
-        let on_gpu = rank.device() != Device::Cpu;
-        let write = |out: &mut dyn io::Write| write_text(&times, &config, steps, on_gpu, out);
-        printer.result(&times, write)?;
+        let on_cpu = rank.device() == Device::Cpu;
+        printer.result(&times, |out| write_text(&times, steps, on_cpu, out))?;
         note_if_busy("the median step took", times.us_per_step / times.us_min, &printer);
         if let Some(cluster) = &config.ddp.simulate_cluster {
-            print_on(cluster, &times, &config, rank, &printer)?;
+            let after = config.ddp.find_unused_parameters || config.ddp.static_graph;
+            let overlaps = !(config.ddp.no_overlap || after);
+            forecast::print(&times, overlaps, cluster, on_cpu, &printer)?;
         }
         Ok(())
     })?;
@@ -251,49 +265,26 @@ impl<M> Callback<M> for StepTimer {
     }
 }
 
-/// Prints the forecast of the step on `cluster`.
-fn print_on(
-    cluster: &SimulatedCluster,
-    times: &StepTimes,
-    config: &Config,
-    rank: &Rank,
-    printer: &Printer,
-) -> io::Result<()> {
-    let complete = times.bucket_complete_us.iter().map(|us| us / 1e6);
-    let measured = MeasuredStep {
-        forward: times.forward_us / 1e6,
-        backward: times.backward_us / 1e6,
-        optimizer: times.optimizer_us / 1e6,
-        buckets: times.bucket_bytes.iter().map(|bytes| *bytes as f64).zip(complete).collect(),
-        overlaps: !config.ddp.no_overlap
-            && !config.ddp.find_unused_parameters
-            && !config.ddp.static_graph,
-    };
-    let on_cpu = rank.device() == Device::Cpu;
-    let spread = times.us_per_step / times.us_min;
-    forecast::print(times.model, times.batch_size, &measured, cluster, on_cpu, spread, printer)
-}
-
 fn write_text(
-    row: &StepTimes,
-    config: &Config,
+    times: &StepTimes,
     steps: usize,
-    on_gpu: bool,
+    on_cpu: bool,
     out: &mut dyn io::Write,
 ) -> io::Result<()> {
-    let StepTimes { model, world_size, us_per_step, us_min, us_max, .. } = row;
-    let ranks = counted(world_size, "rank");
-    let (batch, on) = (config.training.batch_size, if on_gpu { " on GPUs" } else { "" });
-    writeln!(out, "# {model}, batch {batch}, {ranks}{on}: medians of {steps} steps, in us")?;
-    if on_gpu {
+    let StepTimes { model, batch_size, world_size, .. } = times;
+    let (ranks, on) = (counted(world_size, "rank"), if on_cpu { "" } else { " on GPUs" });
+    writeln!(out, "# {model}, batch {batch_size}, {ranks}{on}: medians of {steps} steps, in us")?;
+    if !on_cpu {
         writeln!(out, "# the parts are the GPU's times; the rest of a step is the host's")?;
     }
-    let mut line = |name: &str, us: f64| writeln!(out, "{name:<16}{us:>10.1}");
-    line("step", *us_per_step)?;
-    line("  forward", row.forward_us)?;
-    line("  backward", row.backward_us)?;
-    line("  communication", row.communication_us)?;
-    line("  optimizer", row.optimizer_us)?;
-    line("fastest", *us_min)?;
-    line("slowest", *us_max)
+    let lines = [
+        ("step", times.us_per_step),
+        ("  forward", times.forward_us),
+        ("  backward", times.backward_us),
+        ("  communication", times.communication_us),
+        ("  optimizer", times.optimizer_us),
+        ("fastest", times.us_min),
+        ("slowest", times.us_max),
+    ];
+    lines.iter().try_for_each(|(name, us)| writeln!(out, "{name:<16}{us:>10.1}"))
 }

@@ -119,6 +119,6 @@ pub(super) fn print_lines(lines: &[String], printer: &Printer) -> io::Result<()>
 ///
 /// # Errors
 /// As [`diff`].
-pub(super) fn check_record(path: &Path) -> crate::error::Result<()> {
+fn check_record(path: &Path) -> crate::error::Result<()> {
     Record::read(path).map(drop)
 }

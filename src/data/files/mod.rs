@@ -13,7 +13,6 @@ mod text;
 
 pub use file_dataset::FileDataset;
 pub use spec::DatasetSpec;
-pub(crate) use spec::hashed;
 
 use format::Format;
 

@@ -121,7 +121,7 @@ impl DatasetSpec {
 ///
 /// # Errors
 /// [`Error::InvalidInput`] if it cannot be read.
-pub(crate) fn hashed(file: &Path) -> Result<DataFile> {
+fn hashed(file: &Path) -> Result<DataFile> {
     let bytes = MappedFile::open(file)?;
     let path = file.to_string_lossy().into_owned();
     Ok(DataFile { path, xxh3: format!("{:016x}", xxh3_64(&bytes)) })
