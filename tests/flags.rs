@@ -8,7 +8,7 @@ use std::sync::Mutex;
 
 use clap::{Arg, Command};
 use ddp_mp::App;
-use ddp_mp::config::options_with_other_names;
+use ddp_mp::config::{Advice, all_advice};
 
 use crate::harness::{in_parallel, program, run_command, some_of};
 
@@ -299,7 +299,8 @@ fn unknown_flag_of_another_program_gets_a_suggestion() {
     let is_known = |name: &str| {
         flags.iter().any(|command| command.get_arguments().any(|it| it.get_long() == Some(name)))
     };
-    for option in options_with_other_names() {
+    for advice in all_advice() {
+        let Advice::Call(option) = advice else { continue };
         assert!(is_known(option.split('=').next().unwrap()), "there is no --{option}");
     }
     for (args, tip) in [

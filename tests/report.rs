@@ -205,8 +205,8 @@ fn report_overwrites_no_foreign_file() {
     for (flags, complaint) in [
         (vec!["--report", &other], "--report"),
         (vec!["--trace", &other], "this program did not write that file"),
-        (vec!["--trace", &same, "--report", &same], "--report: --trace already names this file"),
-        (vec!["--metrics", &same, "--trace", &same], "--metrics: --trace already names this file"),
+        (vec!["--trace", &same, "--report", &same], "--report: --trace already names this path"),
+        (vec!["--metrics", &same, "--trace", &same], "--metrics: --trace already names this path"),
         (vec!["--report=/dev/null"], "this is not a regular file"),
         (vec!["--report=.."], "that is not a file name"),
         (vec!["--trace=..", "--nproc-per-node=2", "--spawn=processes"], "that is not a file name"),

@@ -11,9 +11,7 @@ use serde::de::{DeserializeSeed, Error as _, MapAccess, Visitor};
 use toml::{Table, Value};
 
 use super::files::{expand_homes, put_into_folder_of};
-use super::{
-    ENOUGH, Program, flag_name, likeness, option_of_other_name, why_replaced, without_option,
-};
+use super::{Advice, ENOUGH, Program, advice_on, flag_name, likeness, why_replaced};
 use crate::error::{Error, Result, Shown};
 use crate::files::{mistaken, read_stream};
 use crate::launch::Nproc;
@@ -272,13 +270,16 @@ fn which_was_meant(command: &Command, unknown: &str) -> String {
     };
     let is_key = |option: &str| known().any(|key| key == option.replace('-', "_"));
     let name = unknown.replace('_', "-");
-    if let Some(remedy) = without_option(&name) {
-        return remedy.into();
-    }
-    if let Some(option) = option_of_other_name(&name, is_key) {
-        let (key, value) = option.split_once('=').unwrap_or((option, ""));
-        let value = if value.is_empty() { String::new() } else { format!(" = \"{value}\"") };
-        return format!("did you mean `{}{value}`?", key.replace('-', "_"));
+    match advice_on(&name, is_key) {
+        Some(Advice::Do(remedy)) => return remedy.into(),
+        Some(Advice::Call(option)) => {
+            let key = option.replace('-', "_");
+            let key = key
+                .split_once('=')
+                .map_or(key.clone(), |(key, value)| format!("{key} = \"{value}\""));
+            return format!("did you mean `{key}`?");
+        }
+        None => {}
     }
     let nearest = known().max_by(|a, b| likeness(a).total_cmp(&likeness(b)));
     match nearest.filter(|key| likeness(key) > ENOUGH) {

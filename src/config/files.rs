@@ -9,6 +9,7 @@ use clap::builder::ValueHint;
 use toml::{Table, Value};
 
 use super::checkpoints::is_checkpoint_name;
+use super::output::OutputSection;
 use super::{Config, Invalid, flag_name};
 use crate::checkpoint::CheckpointDir;
 use crate::data::DatasetSpec;
@@ -158,15 +159,13 @@ impl Config {
             [("init_from", self.checkpoints.init_from.clone()), ("resume", self.resume_path())];
         for (key, path) in from {
             let Some(path) = &path else { continue };
-            let is_folder = path.is_dir();
-            all.push(used(key, if is_folder { Use::Keeps } else { Use::Reads }, path));
+            all.push(used(key, if path.is_dir() { Use::Keeps } else { Use::Reads }, path));
             // The path may be a checkpoint in the folder of a run.
-            if let Some(run) = CheckpointDir::around(path) {
-                all.push(used(key, Use::Keeps, &run));
-            }
+            all.extend(CheckpointDir::around(path).map(|run| used(key, Use::Keeps, &run)));
         }
-        let of_processes = [("trace", &self.output.trace), ("record", &self.output.record)];
-        for (key, path) in of_processes {
+        let OutputSection { trace, record, report, keep, metrics, prometheus, tensorboard, .. } =
+            &self.output;
+        for (key, path) in [("trace", trace), ("record", record)] {
             let Some(path) = path else { continue };
             // A path without a name, such as `..`, has no place for a process number, and is refused later.
             let processes = if path.file_name().is_some() { processes } else { 1 };
@@ -174,14 +173,14 @@ impl Config {
             all.extend(paths.map(|path| used(key, Use::Writes, &path)));
         }
         for (key, usage, path) in [
-            ("report", Use::Writes, self.output.report.as_ref()),
-            ("keep", Use::Writes, self.output.keep.as_ref()),
-            ("metrics", Use::Writes, self.output.metrics.as_ref()),
-            ("prometheus", Use::Writes, self.output.prometheus.as_ref()),
-            ("tensorboard", Use::Fills, self.output.tensorboard.as_ref()),
-            ("checkpoint_dir", Use::Keeps, self.checkpoints.checkpoint_dir.as_ref()),
+            ("report", Use::Writes, report),
+            ("keep", Use::Writes, keep),
+            ("metrics", Use::Writes, metrics),
+            ("prometheus", Use::Writes, prometheus),
+            ("tensorboard", Use::Fills, tensorboard),
+            ("checkpoint_dir", Use::Keeps, &self.checkpoints.checkpoint_dir),
         ] {
-            all.extend(path.map(|path| used(key, usage, path)));
+            all.extend(path.iter().map(|path| used(key, usage, path)));
         }
         all.retain(|used| !is_device(used));
         all
@@ -193,11 +192,9 @@ impl Config {
             ("stdout", Place::from_output(io::stdout())),
             ("stderr", Place::from_output(io::stderr())),
         ];
-        for (name, place) in outputs {
-            let Some(place) = place else { continue };
-            if let Some(same) =
-                used.iter().find(|used| used.key != "metrics" && used.place.is(&place))
-            {
+        for (name, output) in outputs {
+            let is_same = |used: &&Used| output.as_ref().is_some_and(|it| used.place.is(it));
+            if let Some(same) = used.iter().filter(|used| used.key != "metrics").find(is_same) {
                 let problem = format!("{name} of this process goes to that file; use another");
                 return Err(Invalid { key: same.key.into(), problem });
             }
@@ -210,30 +207,24 @@ impl Config {
 fn conflict(earlier: &Used, later: &Used) -> Option<String> {
     use Use::{Fills, Keeps, Reads, Writes};
     let other = flag_name(earlier.key);
-    let is_file = |used: &Used| matches!(used.usage, Reads | Writes);
-    if later.usage == Reads || (earlier.usage, later.usage) == (Keeps, Keeps) {
+    let is_below = |used: &Used, folder: &Used| is_of_checkpoint(&used.place, &folder.place);
+    match (earlier.usage, later.usage) {
+        // The inputs come first: both are inputs.
+        (_, Reads) => None,
         // A run may read and write checkpoints in one folder, but must not write into a checkpoint.
-        let inside =
-            later.key == "checkpoint_dir" && is_of_checkpoint(&later.place, &earlier.place);
-        return inside
-            .then(|| format!("this folder is inside a checkpoint of {other}; use another folder"));
+        (Keeps, Keeps) => (later.key == "checkpoint_dir" && is_below(later, earlier))
+            .then(|| format!("this folder is inside a checkpoint of {other}; use another folder")),
+        (Reads | Writes, _) | (_, Writes) if earlier.place.is(&later.place) => {
+            Some(format!("{other} already names this path; use another"))
+        }
+        (Keeps, _) if is_below(later, earlier) => {
+            Some(format!("it has a name that checkpoints of {other} use; use another"))
+        }
+        (_, Keeps) if is_below(earlier, later) => {
+            Some(format!("{other} has a name that checkpoints in this folder use; use another"))
+        }
+        (Reads | Writes | Fills | Keeps, _) => None,
     }
-    if (is_file(earlier) || is_file(later)) && earlier.place.is(&later.place) {
-        let kind = if is_file(earlier) { "file" } else { "folder" };
-        return Some(format!("{other} already names this {kind}; use another"));
-    }
-    if is_file(earlier) && later.place.within(&earlier.place).is_some() {
-        return Some(format!("its path treats the file of {other} as a folder; use another"));
-    }
-    if is_file(later) && earlier.place.within(&later.place).is_some() {
-        return Some(format!("the path of {other} treats this file as a folder; use another"));
-    }
-    let taken = match (earlier.usage, later.usage) {
-        (Keeps, Writes | Fills) => is_of_checkpoint(&later.place, &earlier.place),
-        (Writes | Fills, Keeps) => is_of_checkpoint(&earlier.place, &later.place),
-        _ => false,
-    };
-    taken.then(|| format!("{other} has a name that checkpoints in this folder use; use another"))
 }
 
 /// Returns whether `path` is, or is below, a name that checkpoints use in `folder`.

@@ -7,7 +7,7 @@ use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Command, Error};
 
 use super::trains;
-use crate::config::{ENOUGH, likeness, option_of_other_name, why_replaced, without_option};
+use crate::config::{Advice, ENOUGH, advice_on, likeness, why_replaced};
 
 /// Refuses an argument that is not UTF-8: neither a configuration nor a message could hold it. Names the flag it
 /// belongs to.
@@ -88,13 +88,15 @@ pub(super) fn suggest(mut error: Error, command: &Command, args: &[OsString]) ->
 fn tip_for_flag(name: &str, command: &Command, invoked: &Command) -> Option<String> {
     let is_known =
         |name: &str| invoked.get_arguments().any(|argument| argument.get_long() == Some(name));
-    let other = option_of_other_name(name, is_known).map(|option| {
-        let per_machine = if option == "nproc-per-node" { " (per machine)" } else { "" };
-        format!("{} calls it '--{option}'{per_machine}", command.get_name())
-    });
     let why = || why_replaced(command, &name.replace('-', "_")).filter(|_| trains(invoked));
-    let remedy = || without_option(name).filter(|_| trains(invoked)).map(str::to_owned);
-    other.or_else(why).or_else(remedy)
+    match advice_on(name, is_known) {
+        Some(Advice::Call(option)) => {
+            let per_machine = if option == "nproc-per-node" { " (per machine)" } else { "" };
+            Some(format!("{} calls it '--{option}'{per_machine}", command.get_name()))
+        }
+        Some(Advice::Do(remedy)) => why().or_else(|| trains(invoked).then(|| remedy.into())),
+        None => why(),
+    }
 }
 
 /// The commands of other programs, and those here that do the same.
