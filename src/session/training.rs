@@ -32,7 +32,7 @@ pub(crate) struct Training {
 }
 
 impl Training {
-    /// Builds these objects on this rank, as `config` says. A collective.
+    /// Builds these objects on this rank of `group`, as `config` says. A collective.
     pub(crate) fn new(
         rank: &Rank,
         group: &Rc<ProcessGroup>,
@@ -41,7 +41,7 @@ impl Training {
         start_point: &StartPoint,
     ) -> anyhow::Result<Self> {
         let loader = |rank_number| -> Result<DataLoader> {
-            let sampler = config.sampler(dataset.len(), rank.world_size(), rank_number)?;
+            let sampler = config.sampler(dataset.len(), group.world_size(), rank_number)?;
             let loader = DataLoader::new(
                 dataset.clone(),
                 sampler,
@@ -54,9 +54,10 @@ impl Training {
                 .num_workers(config.data.num_workers, config.data.prefetch_factor, group)
                 .pin_memory(group)
         };
-        let generator = Arc::new(Generator::new(rank.device(), config.training.seed, rank.rank())?);
+        let generator =
+            Arc::new(Generator::new(rank.device(), config.training.seed, group.rank())?);
         let (vs, model) = config.build_model(rank.device(), &generator, Some(group))?;
-        if rank.rank() == 0 {
+        if group.rank() == 0 {
             start_point.load_model(&vs)?;
         }
         let hash_before_broadcast =
@@ -73,13 +74,13 @@ impl Training {
         if config.is_data_parallel() {
             ddp.register_comm_hook(Box::new(GatherOnRank0::default()))?;
             optimizer = Box::new(StepOnRank0::new(optimizer, &ddp));
-            let ranks = if rank.rank() == 0 { 0..rank.world_size() } else { 0..0 };
+            let ranks = if group.rank() == 0 { 0..group.world_size() } else { 0..0 };
             loaders = ranks.map(loader).collect::<Result<_>>()?;
         } else if let Some(hook) = config.comm_hook() {
             ddp.register_comm_hook(hook)?;
         }
-        let loader = loader(rank.rank())?;
-        let schedule = config.schedule_for(rank.world_size());
+        let loader = loader(group.rank())?;
+        let schedule = config.schedule_for(group.world_size());
         Ok(Self { ddp, optimizer, schedule, generator, loader, loaders, hash_before_broadcast })
     }
 

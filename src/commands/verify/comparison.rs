@@ -3,15 +3,44 @@
 use std::io::{self, Write};
 
 use serde::Serialize;
-use tch::Device;
+use tch::{Device, Kind, Tensor};
 
-use super::{ParamValues, RunResult, Variant};
-use crate::config::{Config, StrategyKind};
+use super::Variant;
+use crate::config::Config;
 use crate::error::{Error, Result};
+use crate::ffi::TorchResult;
 use crate::launch::Placement;
 
 /// Up to this many tensors are always listed one by one.
 const MAX_ALWAYS_LISTED: usize = 4;
+
+/// The values of one tensor.
+#[derive(Debug)]
+pub(super) struct ParamValues {
+    name: String,
+    values: Vec<f32>,
+    /// The number of inputs of each number that a layer computes with this tensor.
+    width: usize,
+}
+
+/// Returns copies of all float32 tensors. Counters are left out.
+pub(super) fn values(tensors: &[(String, Tensor)]) -> Result<Vec<ParamValues>> {
+    let copy = |(name, tensor): &(String, Tensor)| {
+        let flat = tensor.f_detach()?.f_to_device(Device::Cpu)?.f_flatten(0, -1)?;
+        let width = tensor.size().iter().skip(1).product::<i64>() as usize;
+        Ok(ParamValues { name: name.clone(), values: Vec::<f32>::try_from(flat)?, width })
+    };
+    let floats = tensors.iter().filter(|(_, tensor)| tensor.kind() == Kind::Float);
+    floats.map(copy).collect::<Result<_, _>>().doing("reading the parameters")
+}
+
+/// The tensors before and after training.
+#[derive(Debug)]
+pub(super) struct RunResult {
+    pub before: Vec<ParamValues>,
+    pub after: Vec<ParamValues>,
+    pub replicas_equal: bool,
+}
 
 /// The largest difference between two runs that rounding explains.
 ///
@@ -37,22 +66,21 @@ impl Bound {
     /// [`Error::InvalidInput`] if a value of `reference` is not finite.
     pub(super) fn of(reference: &RunResult, steps: u64, terms: usize) -> Result<Self> {
         let RunResult { before, after, .. } = reference;
-        let all = |tensors: &[ParamValues]| -> Vec<f32> {
-            tensors.iter().flat_map(|tensor| tensor.values.iter().copied()).collect()
-        };
-        let (before, values) = (all(before), all(after));
-        if let Some(value) = values.iter().find(|value| !value.is_finite()) {
+        fn all(tensors: &[ParamValues]) -> impl Iterator<Item = f32> {
+            tensors.iter().flat_map(|tensor| tensor.values.iter().copied())
+        }
+        if let Some(value) = all(after).find(|value| !value.is_finite()) {
             return Err(Error::InvalidInput(format!(
                 "after {steps} steps on one rank a parameter is {value}, and nothing can be compared with it; use \
                  a smaller --lr or --max-grad-norm"
             )));
         }
-        let updates = values.iter().zip(before).map(|(after, before)| (after - before).abs());
+        let updates = all(after).zip(all(before)).map(|(after, before)| (after - before).abs());
         Ok(Self {
             steps,
             terms,
             width: after.iter().map(|tensor| tensor.width).max().unwrap_or(1),
-            largest: values.iter().map(|value| value.abs()).fold(0.0, f32::max),
+            largest: all(after).map(f32::abs).fold(0.0, f32::max),
             max_update: updates.fold(0.0, f32::max),
         })
     }
@@ -77,12 +105,10 @@ struct Difference {
 /// One way compared with the reference: a row of the table.
 #[derive(Debug, Serialize)]
 pub(super) struct Comparison {
-    strategy: StrategyKind,
+    #[serde(flatten)]
+    variant: Variant,
     backend: &'static str,
     device: &'static str,
-    world_size: usize,
-    batch_size: usize,
-    grad_accum_steps: usize,
     steps: u64,
     /// The largest difference of all tensors. `parameter` is the tensor that has it.
     difference: f64,
@@ -114,12 +140,9 @@ impl Comparison {
             .map_or_else(Default::default, |tensor| (tensor.name.clone(), tensor.difference));
         let replicas_equal = trained.replicas_equal;
         Self {
-            strategy: variant.strategy,
+            variant,
             backend: placement.backend.name(),
             device: if placement.devices[0] == Device::Cpu { "CPU" } else { "GPU" },
-            world_size: variant.ranks,
-            batch_size: variant.batch_size,
-            grad_accum_steps: variant.grad_accum_steps,
             steps: bound.steps,
             difference: largest,
             parameter,
@@ -134,16 +157,15 @@ impl Comparison {
 
     /// Returns the name of the row, such as "ddp, threaded, CPU: 2 x 16 x 2 batches".
     fn name(&self) -> String {
-        let Self { backend, device, world_size, batch_size, grad_accum_steps, .. } = self;
-        let what = match self.strategy {
-            _ if *world_size == 1 => format!("1 rank, {device}"),
-            StrategyKind::Ddp => format!("ddp, {backend}, {device}"),
-            StrategyKind::Dp => format!("dp, {backend}, {device}"),
+        let Self { backend, device, .. } = self;
+        let Variant { strategy, world_size, batch_size, grad_accum_steps } = self.variant;
+        let what = match world_size {
+            1 => format!("1 rank, {device}"),
+            _ => format!("{strategy}, {backend}, {device}"),
         };
-        let batches = if *grad_accum_steps == 1 {
-            String::new()
-        } else {
-            format!(" x {grad_accum_steps} batches")
+        let batches = match grad_accum_steps {
+            1 => String::new(),
+            steps => format!(" x {steps} batches"),
         };
         format!("{what}: {world_size} x {batch_size}{batches}")
     }
@@ -214,6 +236,7 @@ pub(super) fn write_head(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config::StrategyKind;
     use crate::process_group::Backend;
 
     fn trained(before: [f32; 2], after: [f32; 2]) -> RunResult {
@@ -235,8 +258,8 @@ mod tests {
             threads_per_rank: 1,
             note: None,
         };
-        let variant =
-            Variant { strategy: StrategyKind::Ddp, ranks: 2, batch_size: 3, grad_accum_steps: 1 };
+        let strategy = StrategyKind::Ddp;
+        let variant = Variant { strategy, world_size: 2, batch_size: 3, grad_accum_steps: 1 };
         Comparison::new(&placement, variant, &reference, trained, bound)
     }
 
