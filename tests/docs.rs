@@ -317,7 +317,6 @@ const COMMANDS: &[&[&str]] = &[
     &["diff"],
     &["bisect"],
     &["rerun"],
-    &["replay"],
     &["env"],
     &["lesson"],
     &["new"],

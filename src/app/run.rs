@@ -130,7 +130,6 @@ impl Run {
                 let stopped = commands::rerun(&flags, &self.program, &cuda::load(), &text());
                 return stopped.map(exit_code);
             }
-            Command::Replay(flags) => commands::replay(&flags, &text()),
             Command::Sample(flags) => {
                 commands::sample(&flags, &self.program, &cuda::load(), &text())
             }

@@ -37,7 +37,7 @@ pub use language::Language;
 #[cfg(feature = "cli")]
 pub(crate) use language::filled;
 #[cfg(feature = "cli")]
-pub(crate) use live::{LiveView, Player, RankSnapshot, RankSource, RunSnapshot, SPEEDS, Source};
+pub(crate) use live::{LiveView, RankSnapshot, RankSource, RunSnapshot, Source};
 pub(crate) use memory::gigabytes;
 pub use memory::{peak_memory, total_memory};
 pub use metrics_logger::MetricsLogger;

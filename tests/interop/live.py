@@ -1,4 +1,4 @@
-"""Drives `--live` and `replay` in tmux: what is on the screen, each key, resizing, and the terminal afterwards.
+"""Drives `--live` in tmux: what is on the screen, each key, resizing, and the terminal afterwards.
 
 live.py PROGRAM
 """
@@ -244,40 +244,6 @@ def colours(program, folder):
             assert terminal.exit_code() == 0
 
 
-def replay(program, folder):
-    run = [program, "--max-epochs=1", "--nproc-per-node=2", "--inject-fault=slow=20ms:rank=1,at=step"]
-    subprocess.run([*run, "--trace=one.json"], cwd=folder, check=True, capture_output=True)
-    several = [*run, "--spawn=processes", "--trace=many.json"]
-    subprocess.run(several, cwd=folder, check=True, capture_output=True)
-    for traces in [["one.json"], ["many.0.json", "many.1.json"]]:
-        with Terminal(100, 24, folder) as terminal:
-            terminal.start(program, "replay", *traces, "--speed=0.25")
-            terminal.wait_for(r"rank 1 came last in \d+ of \d+ ")
-            terminal.wait_for(r"[ >]0 CPU:0 W waits for rank 1")
-            terminal.wait_for(r"all_reduce #\d+: rank 1, \d+\.\d+ ms after the first")
-            terminal.keys("Space")
-            terminal.wait_for(r"at speed 0.25, paused")
-            terminal.keys("+")
-            terminal.wait_for(r"at speed 0.5, paused")
-            terminal.keys("-", "-")
-            terminal.wait_for(r"at speed 0.125, paused")
-            terminal.keys("Home")
-            terminal.wait_for(r"^0\.000 of ")
-            terminal.keys("Right")
-            terminal.wait_for(r"^step 0 ")
-            terminal.keys("Right", "Right", "Right")
-            terminal.wait_for(r"^step [1-3] ")
-            terminal.keys("End")
-            terminal.wait_for(r"E done")
-            terminal.keys("Down")
-            terminal.wait_for(r"^.>1 CPU:1")
-            terminal.keys("?")
-            terminal.wait_for(r"play faster, slower")
-            terminal.keys("q")
-            assert terminal.exit_code() == 0
-            check_terminal(terminal)
-
-
 def main(program):
     program = str(pathlib.Path(program).resolve())
     with tempfile.TemporaryDirectory() as folder:
@@ -286,7 +252,7 @@ def main(program):
             threads(program, folder, size)
             processes(program, folder, size)
             print(f"{size[0]}x{size[1]}: the straggler is named, all keys work, the terminal is as before", flush=True)
-        for check in [several_machines, stalls, ends, last_screen, same_results, without_screen, colours, replay]:
+        for check in [several_machines, stalls, ends, last_screen, same_results, without_screen, colours]:
             check(program, folder)
             print(f"{check.__name__}: ok", flush=True)
 

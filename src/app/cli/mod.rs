@@ -12,7 +12,7 @@ use clap::{Arg, CommandFactory, FromArgMatches, Parser, Subcommand};
 
 use crate::commands::{
     BisectFlags, CommFlags, CompletionsFlags, DiffFlags, LessonFlags, ManFlags, NewFlags,
-    ReplayFlags, RerunFlags, SampleFlags, SamplerFlags,
+    RerunFlags, SampleFlags, SamplerFlags,
 };
 use crate::config::{InShortHelp, Program, Tool, is_refused_by};
 use crate::files::expand_home;
@@ -55,8 +55,6 @@ pub(crate) enum Command {
     Bisect(BisectFlags),
     /// Run a saved run's step again and keep its tensors
     Rerun(RerunFlags),
-    /// Play recorded traces in the live view
-    Replay(ReplayFlags),
     /// Show this machine and the resolved options
     Env(EnvFlags),
     /// List lessons and check answers

@@ -83,27 +83,21 @@ pub(super) fn draw(frame: &mut Frame<'_>, state: &LiveState, theme: Theme) {
     draw_panels(frame, panels, state, theme);
     frame.render_widget(Paragraph::new(keys(state)), footer);
     if state.shows_help {
-        draw_help(frame, area, state);
+        draw_help(frame, area);
     }
 }
 
 fn keys(state: &LiveState) -> &'static str {
-    match state.playback {
-        None if state.has_ended => "the run has ended; any key closes this view",
-        Some(_) => "? help  up/down rank  space pause  left/right seek  +/- speed  q quit",
-        None => "? help  up/down rank  space freeze  d status  s or q stop after this step",
+    if state.has_ended {
+        "the run has ended; any key closes this view"
+    } else {
+        "? help  up/down rank  space freeze  d status  s or q stop after this step"
     }
 }
 
 fn draw_panels(frame: &mut Frame<'_>, area: Rect, state: &LiveState, theme: Theme) {
     if area.height < 3 {
         return;
-    }
-    // A trace has neither losses nor events.
-    if state.playback.is_some() {
-        let [rank, last] = Layout::horizontal([Constraint::Fill(1); 2]).areas(area);
-        draw_rank(frame, rank, state);
-        return draw_last(frame, last, state);
     }
     if area.height < 8 {
         return draw_events(frame, area, state);
@@ -126,9 +120,7 @@ fn draw_panels(frame: &mut Frame<'_>, area: Rect, state: &LiveState, theme: Them
 fn draw_header(frame: &mut Frame<'_>, area: Rect, state: &LiveState, theme: Theme) {
     let bold = Style::new().add_modifier(Modifier::BOLD);
     let mut first: Vec<String> = state.frozen.then(|| "FROZEN".into()).into_iter().collect();
-    if state.playback.is_none() {
-        first.push(state.title.clone());
-    }
+    first.push(state.title.clone());
     if let Some(step) = state.step() {
         first.push(match state.steps {
             Some([steps, _]) if steps > 0 => {
@@ -137,15 +129,7 @@ fn draw_header(frame: &mut Frame<'_>, area: Rect, state: &LiveState, theme: Them
             _ => format!("step {step}"),
         });
     }
-    match state.playback {
-        Some(playback) => {
-            let [at, length] = [state.snapshot.now, playback.length].map(|time| time.as_secs_f64());
-            let paused = if playback.paused { ", paused" } else { "" };
-            first.push(format!("{at:.3} of {length:.3} s at speed {}{paused}", playback.speed));
-            first.push(state.title.clone()); // it may be long
-        }
-        None => first.push(format!("{} passed", clock(state.snapshot.now))),
-    }
+    first.push(format!("{} passed", clock(state.snapshot.now)));
     first.extend(state.time_left().map(|left| format!("{} left", clock(left))));
 
     let mut second = Vec::new();
@@ -297,7 +281,6 @@ mod tests {
     use crate::records::TrainMetrics;
     use crate::runtime::OpEntry;
     use crate::telemetry::live::snapshot::{RankSnapshot, RunSnapshot, Source};
-    use crate::telemetry::live::state::Playback;
 
     /// Rank 1 is late: the others wait for it in all_reduce #2.
     fn state(ranks: usize) -> LiveState {
@@ -399,11 +382,6 @@ mod tests {
             let mut state = state(ranks);
             for help in [false, true] {
                 state.shows_help = help;
-                state.playback = help.then_some(Playback {
-                    length: Duration::from_secs(1),
-                    speed: 1.0,
-                    paused: true,
-                });
                 for width in (1..20).chain([40, 79, 80, 119, 120, 200, 500]) {
                     for height in (1..14).chain([23, 24, 60, 200]) {
                         drawn(&state, [width, height], true);

@@ -7,13 +7,10 @@ mod draw;
 mod keys;
 mod lanes;
 mod panels;
-mod player;
-mod recording;
 mod snapshot;
 mod state;
 mod view;
 mod waited_for;
 
-pub(crate) use player::{Player, SPEEDS};
 pub(crate) use snapshot::{RankSnapshot, RankSource, RunSnapshot, Source};
 pub(crate) use view::LiveView;

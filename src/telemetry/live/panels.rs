@@ -117,23 +117,10 @@ const KEYS: &[[&str; 2]] = &[
     ["?, Esc", "show this help, and hide it"],
 ];
 
-/// The keys of a playback.
-const PLAYBACK_KEYS: &[[&str; 2]] = &[
-    ["up, down, k, j", "select a rank"],
-    ["space", "pause, and go on"],
-    ["left, right", "go to the step before, to the next"],
-    ["Page Up, Down", "go back, go on, by a twentieth"],
-    ["Home, End", "go to the start, to the end"],
-    ["+, -", "play faster, slower"],
-    ["q, Ctrl-C", "quit"],
-    ["?, Esc", "show this help, and hide it"],
-];
-
 /// Draws the keys and the letters over the rest.
-pub(super) fn draw_help(frame: &mut Frame<'_>, area: Rect, state: &LiveState) {
-    let keys = if state.playback.is_some() { PLAYBACK_KEYS } else { KEYS };
+pub(super) fn draw_help(frame: &mut Frame<'_>, area: Rect) {
     let mut lines: Vec<String> =
-        keys.iter().map(|[keys, effect]| format!("{keys:15} {effect}")).collect();
+        KEYS.iter().map(|[keys, effect]| format!("{keys:15} {effect}")).collect();
     lines.push(String::new());
     let letters: Vec<String> = Phase::iter()
         .map(|phase| {

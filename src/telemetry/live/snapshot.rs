@@ -1,4 +1,4 @@
-//! A snapshot of the ranks: their newest operations at one moment of a run, or of a recorded trace.
+//! A snapshot of the ranks: their newest operations at one moment of a run.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

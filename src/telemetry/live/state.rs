@@ -48,20 +48,10 @@ pub(super) struct LiveState {
     pub shows_help: bool,
     /// Whether the ranks have ended.
     pub has_ended: bool,
-    /// The playback of a recorded trace; `None` for a run.
-    pub playback: Option<Playback>,
     /// The step that rank 0 was in at the first snapshot, and its time.
     first_step: Option<(u64, Duration)>,
     /// The phases of all ranks at earlier snapshots, for ranks that are known from heartbeats only.
     history: VecDeque<(Duration, Vec<Phase>)>,
-}
-
-/// The playback of a recorded trace.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub(super) struct Playback {
-    pub length: Duration,
-    pub speed: f64,
-    pub paused: bool,
 }
 
 impl LiveState {
@@ -85,14 +75,6 @@ impl LiveState {
         if let (None, Some(step)) = (self.first_step, self.step()) {
             self.first_step = Some((step, self.snapshot.now));
         }
-    }
-
-    /// Forgets what came before, because the playback has jumped.
-    pub(super) fn forget(&mut self) {
-        self.last_ranks = LastRanks::default();
-        self.presence = Presence::default();
-        self.first_step = None;
-        self.history.clear();
     }
 
     /// Makes lanes of the phases at the snapshots so far: heartbeats do not tell more.

@@ -143,13 +143,13 @@ impl Drop for LiveView {
 }
 
 /// The terminal while it shows a view. Brought back to normal when it is dropped.
-pub(super) struct Screen {
-    pub terminal: Terminal<CrosstermBackend<BufWriter<Stderr>>>,
+struct Screen {
+    terminal: Terminal<CrosstermBackend<BufWriter<Stderr>>>,
 }
 
 impl Screen {
     /// Switches to the view's screen.
-    pub(super) fn enter() -> io::Result<Self> {
+    fn enter() -> io::Result<Self> {
         terminal::enter_screen().inspect_err(|_| terminal::restore())?;
         // One write for a frame: stderr itself has no buffer.
         let backend = CrosstermBackend::new(BufWriter::with_capacity(1 << 16, io::stderr()));
