@@ -19,7 +19,7 @@ use crate::trainer::{Amp, KeepTensors};
 #[command(next_help_heading = "Output")]
 #[group(skip)]
 pub struct OutputSection {
-    /// Write scalars, histograms and pictures for TensorBoard
+    /// Write scalars and histograms for TensorBoard
     #[arg(long, value_name = "DIR")]
     #[arg(add = MayDiffer::BetweenProcesses, add = RefusedBy::TOOLS)]
     pub tensorboard: Option<PathBuf>,

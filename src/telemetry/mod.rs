@@ -19,7 +19,6 @@ mod printer;
 mod progress;
 mod prometheus;
 pub(crate) mod report;
-mod samples;
 mod slices;
 mod step_record;
 mod straggler;
@@ -46,7 +45,6 @@ pub use printer::{LogFormat, Printer, unwritable_stdout};
 #[cfg(feature = "cli")]
 pub(crate) use printer::{rate_text, steps_text, validation_text};
 pub(crate) use prometheus::{PrometheusFile, RunFacts, RunState};
-pub use samples::Sample;
 pub use step_record::RecordFile;
 pub(crate) use step_record::{
     RECORD_FORMAT, RecordHeader, RecordLine, RecordedFailure, RecordedStart, RecordedStep,
