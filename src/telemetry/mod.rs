@@ -36,7 +36,7 @@ pub use language::Language;
 #[cfg(feature = "cli")]
 pub(crate) use language::filled;
 #[cfg(feature = "cli")]
-pub(crate) use live::{LiveView, RankSnapshot, RankSource, RunSnapshot, Source};
+pub(crate) use live::{LiveView, RankSnapshot, RunSnapshot, Source};
 pub(crate) use memory::gigabytes;
 pub use memory::{peak_memory, total_memory};
 pub use metrics_logger::MetricsLogger;
