@@ -198,7 +198,7 @@ trace: cargo python ## have Perfetto's trace processor, in Chromium, read the tr
 	cargo build --release
 	$(PYTHON_FOLDER)/bin/python tests/interop/trace_in_perfetto.py $(PROGRAM)
 
-live: cargo libtorch ## drive the live view and replay in tmux
+live: cargo libtorch ## drive the live view in tmux
 	cargo build --release
 	python3 tests/interop/live.py $(PROGRAM)
 	python3 docs/record_live.py $(PROGRAM) $(dir $(PROGRAM))live.svg # as `make page` does, so that it works when needed

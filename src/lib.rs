@@ -103,7 +103,7 @@
 //! |---|---|
 //! | `main` | what must run before the library, and the call of `app` |
 //! | [`app`] | a program: what it brings itself, its command line with help and mistakes, and its exit code |
-//! | [`commands`] | `train` puts the pieces together; `comm`, `bench`, `verify`, `sample`, `sampler`, `diff`, `bisect`, `replay`, `env`, `lesson`, `new`, `completions` |
+//! | [`commands`] | `train` puts the pieces together; `comm`, `bench`, `verify`, `sample`, `sampler`, `diff`, `bisect`, `env`, `lesson`, `new`, `completions` |
 //! | `session` | what commands share: joining the launch, where a run starts, its files, its summary |
 //! | [`config`] | what can be said: defaults, then a file, then flags |
 //! | [`launch`] | a thread for each rank; how they meet and how they fail, in one process or several |

@@ -199,7 +199,7 @@ fn own_options_are_flags_keys_and_lines_of_env() {
             assert!(stderr.contains(&tip), "{stderr}");
         }
     }
-    let (_, _, stderr) = run_app(&["replay", "--model=mlp"]);
+    let (_, _, stderr) = run_app(&["diff", "--model=mlp"]);
     assert!(stderr.contains("'--model' found") && !stderr.contains("brings"), "{stderr}");
 }
 

@@ -316,7 +316,6 @@ const COMMANDS: &[&[&str]] = &[
     &["verify"],
     &["diff"],
     &["bisect"],
-    &["replay"],
     &["env"],
     &["lesson"],
     &["new"],

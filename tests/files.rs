@@ -425,7 +425,7 @@ fn files_of_other_kinds_are_named_in_the_place_of_every_format() {
     let labels = "idx/train-labels-idx1-ubyte";
     fs::copy(repository("tests/data").join(labels), at(labels)).unwrap();
     let (x, idx) = (at("x"), at("idx/train-images-idx3-ubyte"));
-    let uses: [(&str, Vec<String>); 9] = [
+    let uses: [(&str, Vec<String>); 8] = [
         (&x, vec![format!("--dataset=csv:{x}")]),
         (&x, vec![format!("--dataset=npy:{x},{x}")]),
         (&x, vec![format!("--dataset=safetensors:{x}")]),
@@ -441,7 +441,6 @@ fn files_of_other_kinds_are_named_in_the_place_of_every_format() {
         (&x, vec![format!("--init-from={x}")]),
         (&x, vec![format!("--config={x}")]),
         (&x, vec!["diff".into(), x.clone(), x.clone()]),
-        (&x, vec!["replay".into(), "--frame=0".into(), x.clone()]),
     ];
     for (bytes, what, remedy) in mistaken_files() {
         for (path, args) in &uses {

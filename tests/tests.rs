@@ -38,7 +38,7 @@ mod kernels; // whether libtorch rounds as where the values of parity were recor
 mod lesson; // ddp-mp lesson: right and wrong answers, and the exercises of the book
 mod libtorch; // a libtorch of another version than that of the build
 mod limits; // open files and threads: each limit named with its remedy
-mod live; // the live view without a terminal, and traces that are played
+mod live; // the live view without a terminal
 mod many_ranks; // hundreds of threads: memory, and lists of tensors
 mod matrix; // every kind of failure at every stage, where ranks are processes
 mod mean; // the exact mean: N ranks with unequal batches are one rank on all samples

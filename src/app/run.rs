@@ -126,7 +126,6 @@ impl Run {
             Command::Verify(flags) => self.verify(&flags, printer),
             Command::Diff(flags) => commands::diff(&flags, &text()),
             Command::Bisect(flags) => commands::bisect(&flags, self.program.name, &text()),
-            Command::Replay(flags) => commands::replay(&flags, &text()),
             Command::Sample(flags) => {
                 commands::sample(&flags, &self.program, &cuda::load(), &text())
             }

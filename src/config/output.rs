@@ -19,7 +19,7 @@ use crate::trainer::{Amp, KeepTensors};
 #[command(next_help_heading = "Output")]
 #[group(skip)]
 pub struct OutputSection {
-    /// Write scalars, histograms and pictures for TensorBoard
+    /// Write scalars and histograms for TensorBoard
     #[arg(long, value_name = "DIR")]
     #[arg(add = MayDiffer::BetweenProcesses, add = RefusedBy::TOOLS)]
     pub tensorboard: Option<PathBuf>,
@@ -75,7 +75,7 @@ pub struct OutputSection {
     pub log_every: Option<u64>,
     /// Show the ranks live in the terminal
     ///
-    /// ? shows its keys
+    /// q stops the run after the current step
     #[arg(long, add = InShortHelp, add = MayDiffer::BetweenProcesses, add = RefusedBy::TOOLS)]
     pub live: bool,
     /// Choose the format of the results on stdout

@@ -11,14 +11,12 @@ use crossbeam::channel::{Receiver, RecvTimeoutError, Sender, bounded};
 use parking_lot::Mutex;
 
 use super::RunView;
-use super::stall::status_table;
 use crate::operation::{OpId, Operation};
 use crate::runtime::{PeerStatus, RemoteSnapshots, RunContext, StopRequest};
-use crate::telemetry::{LiveView, Printer, RankSnapshot, RankSource, RunSnapshot, Source};
+use crate::telemetry::{LiveView, Printer, RankSnapshot, RunSnapshot, Source};
 
-/// The number of newest entries that a snapshot reads: of all ranks together, and the limits for each.
-const ENTRIES: usize = 4096;
-const RECORDS_PER_RANK: Range<usize> = 16..256;
+/// The number of newest entries of a rank that a snapshot reads.
+const ENTRIES: u64 = 256;
 
 /// The time between two readings of heartbeats.
 const HEARTBEATS: Duration = Duration::from_millis(500);
@@ -56,8 +54,9 @@ impl RunView for Live {
     ) -> Option<Box<dyn Any>> {
         let (run, title) = (run.clone(), self.title.clone());
         let peers = run.peer_status.clone().map(PeerHeartbeats::start);
-        let ranks = Ranks { run, local_ranks, labels, peers };
-        *self.shown.lock() = Some(LiveView::start(&self.printer, title, stop, Box::new(ranks))?);
+        let ranks = Ranks { run, local_ranks, peers };
+        let source = Box::new(move || ranks.snapshot());
+        *self.shown.lock() = Some(LiveView::start(&self.printer, title, labels, stop, source)?);
         Some(Box::new(EndRanks(self.shown.clone())))
     }
 }
@@ -67,59 +66,37 @@ struct Ranks {
     run: Arc<RunContext>,
     /// The ranks of this process.
     local_ranks: Range<usize>,
-    labels: Vec<String>,
     /// The ranks of other processes; `None` without any.
     peers: Option<PeerHeartbeats>,
 }
 
-impl RankSource for Ranks {
-    fn labels(&self) -> Vec<String> {
-        self.labels.clone()
-    }
-
-    fn snapshot(&mut self) -> RunSnapshot {
-        let count = self.run.activity.len();
-        let limits = RECORDS_PER_RANK;
-        let entries =
-            (ENTRIES / self.local_ranks.len().max(1)).clamp(limits.start, limits.end) as u64;
+impl Ranks {
+    fn snapshot(&self) -> RunSnapshot {
         let recorder = &self.run.flight_recorder;
         let now = recorder.now();
         let of_rank = |rank: usize| {
             if !self.local_ranks.contains(&rank) {
                 return self.peers.as_ref().map_or_else(unknown, |peers| peers.snapshot(rank, now));
             }
-            let newest = recorder.entries(rank, recorder.count(rank).saturating_sub(entries));
+            let newest = recorder.entries(rank, recorder.count(rank).saturating_sub(ENTRIES));
             let lasting = newest.filter(|op| op.at.operation != Operation::Gradient);
             let at = self.run.activity[rank].now();
-            RankSnapshot {
-                at,
-                // As of `now`: the ranks are read one after the other.
-                ops: lasting.filter_map(|op| op.seen_at(now)).collect(),
-                source: Source::Direct,
-            }
+            // As of `now`: the ranks are read one after the other.
+            let ops = lasting.filter_map(|op| op.seen_at(now)).collect();
+            RankSnapshot { at, ops, source: Source::Direct }
         };
         RunSnapshot {
             now,
-            ranks: (0..count).map(of_rank).collect(),
+            ranks: (0..self.run.activity.len()).map(of_rank).collect(),
             groups: self.run.known_groups(),
             failed: self.run.cancel.cancelled_by(),
-            has_heartbeats: self.peers.is_some(),
         }
-    }
-
-    fn status_table(&self) -> String {
-        let remote = self.peers.as_ref().map(|peers| &*peers.snapshots);
-        status_table(
-            &self.run,
-            self.local_ranks.clone(),
-            remote.unwrap_or(&self.run.remote_snapshots),
-        )
     }
 }
 
 fn unknown() -> RankSnapshot {
     let at = OpId { operation: Operation::Start, sequence: 0 };
-    RankSnapshot { at, ops: Vec::new(), source: Source::Unknown("no heartbeat yet") }
+    RankSnapshot { at, ops: Vec::new(), source: Source::Unknown }
 }
 
 /// The ranks of other processes: a thread reads their heartbeats, since that may take a moment.

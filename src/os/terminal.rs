@@ -14,11 +14,11 @@ use rustix::process::{
 };
 use rustix::stdio::stderr;
 use rustix::termios::{OptionalActions, Termios, tcgetattr, tcgetpgrp, tcsetattr, tcsetpgrp};
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGTTOU};
+use signal_hook::consts::SIGTTOU;
 use signal_hook::flag::register_conditional_shutdown;
 use signal_hook::low_level::register;
 
-use super::process::{is_ignored, mask};
+use super::process::mask;
 
 /// The terminal's settings before the view; set once.
 static ORIGINAL: OnceLock<Termios> = OnceLock::new();
@@ -172,19 +172,6 @@ pub(crate) fn end_at(signal: i32, ends: &Arc<AtomicBool>) -> io::Result<()> {
     // SAFETY: the handler reads atomics and settings that never change, and makes system calls that a handler may make.
     unsafe { register(signal, handler) }?;
     register_conditional_shutdown(signal, 128 + signal, ends.clone()).map(drop)
-}
-
-/// Makes signals that end a process bring the terminal back to normal first.
-///
-/// # Errors
-/// If the system refuses.
-pub(crate) fn end_at_signals() -> io::Result<()> {
-    for signal in [SIGINT, SIGTERM, SIGHUP].into_iter().filter(|signal| !is_ignored(*signal)) {
-        // SAFETY: as in `end_at`.
-        unsafe { register(signal, restore) }?;
-        register_conditional_shutdown(signal, 128 + signal, Arc::new(AtomicBool::new(true)))?;
-    }
-    Ok(())
 }
 
 /// Sends SIGINT as Ctrl-C does, which raw mode turns off: to this process, or to the parent process whose terminal it

@@ -39,7 +39,7 @@ pub(crate) enum SourceLine {
     Unknown,
     /// A line of this process's program.
     Here(CallSite),
-    /// A line as another process sent it, or as a trace has it: `src/main.rs:40`.
+    /// A line as another process sent it: `src/main.rs:40`.
     Text(Arc<str>),
 }
 
@@ -93,6 +93,7 @@ impl fmt::Display for OpEntry {
 
 impl OpEntry {
     /// Returns the entry of an operation of which no more is known than that it began at `started_at`.
+    #[cfg(test)]
     pub(crate) fn new(at: OpId, started_at: Duration) -> Self {
         Self {
             at,

@@ -1,10 +1,9 @@
-//! Which ranks have entered each collective, and which of them came last: for traces, pages and the live view.
+//! Which ranks have entered each collective, and which of them came last: for traces and pages.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::operation::Operation;
 use crate::runtime::OpEntry;
 
 /// A collective: its group, and its number among the collectives of the group.
@@ -17,11 +16,8 @@ fn key(op: &OpEntry) -> Option<Key> {
 /// A collective that ranks have entered, as far as their times are known.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Entered {
-    pub operation: Operation,
     /// The number of ranks that have entered it.
     ranks: usize,
-    /// When the first rank entered it.
-    pub first: Duration,
     /// When the last rank entered it.
     pub last: Duration,
     /// The rank that came last.
@@ -46,24 +42,15 @@ impl Arrivals {
         Self { groups, entered: HashMap::new(), newest: HashMap::new() }
     }
 
-    /// Adds the operations of `rank`. `is_timed`: whether their times are on the clock of all others.
-    pub(super) fn add(&mut self, rank: usize, ops: &[OpEntry], is_timed: bool) {
+    /// Adds the operations of `rank`.
+    pub(super) fn add(&mut self, rank: usize, ops: &[OpEntry]) {
         for (op, key) in ops.iter().filter_map(|op| Some((op, key(op)?))) {
             let newest = self.newest.entry((rank, key.0)).or_insert(key.1);
             *newest = key.1.max(*newest);
-            if !is_timed {
-                continue;
-            }
             let at = op.started_at;
-            let entered = self.entered.entry(key).or_insert(Entered {
-                operation: op.at.operation,
-                ranks: 0,
-                first: at,
-                last: at,
-                last_rank: rank,
-            });
+            let first = Entered { ranks: 0, last: at, last_rank: rank };
+            let entered = self.entered.entry(key).or_insert(first);
             entered.ranks += 1;
-            entered.first = entered.first.min(at);
             if (at, rank) > (entered.last, entered.last_rank) {
                 entered.last = at;
                 entered.last_rank = rank;
@@ -75,22 +62,8 @@ impl Arrivals {
     /// of a collective with ranks of other processes.
     pub(super) fn complete(&self, op: &OpEntry) -> Option<&Entered> {
         let key = key(op)?;
-        self.entered.get(&key).filter(|entered| self.is_complete(key, entered))
-    }
-
-    fn is_complete(&self, (group, _): Key, entered: &Entered) -> bool {
-        self.groups.get(&group).is_some_and(|members| members.len() == entered.ranks)
-    }
-
-    /// Returns the collectives of several ranks that all of them have entered, oldest first: the group and the number
-    /// of each.
-    pub(super) fn all_complete(&self) -> Vec<(Key, Entered)> {
-        let complete = self.entered.iter().map(|(key, entered)| (*key, *entered));
-        let complete =
-            complete.filter(|(key, entered)| entered.ranks > 1 && self.is_complete(*key, entered));
-        let mut complete: Vec<(Key, Entered)> = complete.collect();
-        complete.sort_by_key(|(_, entered)| (entered.last, entered.last_rank));
-        complete
+        let members = self.groups.get(&key.0)?;
+        self.entered.get(&key).filter(|entered| members.len() == entered.ranks)
     }
 
     /// Returns the ranks that are not known to have entered the collective `op`.

@@ -3,7 +3,6 @@
 use parking_lot::Mutex;
 
 use super::{HeldOutput, Stream};
-use crate::error::escaped;
 use crate::records::TrainMetrics;
 
 /// What the view shows besides the ranks. The ranks and other threads write, the view reads.
@@ -18,8 +17,8 @@ struct FeedState {
     held: HeldOutput,
     /// Metrics that the view has not taken yet.
     points: Vec<TrainMetrics>,
-    /// The steps of the run, and those made before it was resumed.
-    steps: Option<[u64; 2]>,
+    /// The steps of the run.
+    steps: Option<u64>,
 }
 
 impl Feed {
@@ -33,16 +32,9 @@ impl Feed {
         self.0.lock().held.add(stream, text);
     }
 
-    /// Adds a note to the events, and keeps it for stderr.
-    pub(crate) fn note(&self, text: &str) {
-        let line = format!("ddp-mp: {}\n", escaped(text));
-        self.line(&line);
-        self.hold(Stream::Stderr, line.as_bytes());
-    }
-
-    /// Notes that the run has `steps` steps, of which `done` have been made.
-    pub(crate) fn begin(&self, steps: u64, done: u64) {
-        self.0.lock().steps = Some([steps, done]);
+    /// Notes that the run has `steps` steps.
+    pub(crate) fn begin(&self, steps: u64) {
+        self.0.lock().steps = Some(steps);
     }
 
     /// Adds the metrics of training.
@@ -60,8 +52,8 @@ impl Feed {
         std::mem::take(&mut self.0.lock().points)
     }
 
-    /// Returns the steps of the run, and those made before it was resumed; `None` until that is known.
-    pub(super) fn steps(&self) -> Option<[u64; 2]> {
+    /// Returns the steps of the run; `None` until they are known.
+    pub(super) fn steps(&self) -> Option<u64> {
         self.0.lock().steps
     }
 
@@ -84,7 +76,7 @@ mod tests {
             (vec!["one".into(), "two".into()], 0)
         );
         assert_eq!(feed.steps(), None);
-        feed.begin(10, 3);
-        assert_eq!(feed.steps(), Some([10, 3]));
+        feed.begin(10);
+        assert_eq!(feed.steps(), Some(10));
     }
 }

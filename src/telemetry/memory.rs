@@ -7,11 +7,6 @@ pub fn peak_memory() -> Option<u64> {
     kib(&fs::read_to_string("/proc/self/status").ok()?, "VmHWM:")
 }
 
-/// Returns the resident memory, in bytes; `None` where the system does not report it like Linux.
-pub(super) fn resident_memory() -> Option<u64> {
-    kib(&fs::read_to_string("/proc/self/status").ok()?, "VmRSS:")
-}
-
 /// Returns the memory that this process may use, in bytes: the machine's with swap, or its container's limit. `None`
 /// where the system does not report it like Linux.
 pub fn total_memory() -> Option<u64> {

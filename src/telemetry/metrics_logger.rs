@@ -12,7 +12,6 @@ use tch::{Kind, Tensor};
 use super::metrics::{MetricsFile, RowKind};
 use super::prometheus::PrometheusFile;
 use super::report::Curves;
-use super::samples::{Sample, picture};
 use super::{Printer, TensorBoard};
 use crate::error::{Error, Result, Shown};
 use crate::ffi::TorchResult;
@@ -93,11 +92,6 @@ impl MetricsLogger {
             || self.printer.shows_progress()
     }
 
-    /// Returns whether an output shows samples: TensorBoard does.
-    pub fn shows_samples(&self) -> bool {
-        self.tensorboard.is_some()
-    }
-
     /// Says whether the run goes on where an earlier one was. TensorBoard then leaves out the steps that come again.
     #[must_use]
     pub fn continues(self, continues: bool) -> Self {
@@ -146,14 +140,13 @@ impl MetricsLogger {
         self.flush() // a run that is killed keeps every row written so far
     }
 
-    /// Writes validation metrics. TensorBoard also receives a picture of `samples` and histograms of `state_dict`.
+    /// Writes validation metrics. TensorBoard also receives histograms of `state_dict`.
     ///
     /// # Errors
     /// [`Error::Write`]; [`Error::Torch`] when the numbers cannot be read.
     pub fn validation(
         &mut self,
         metrics: &ValidationMetrics,
-        samples: &[Sample],
         state_dict: &[(String, Tensor)],
     ) -> Result<()> {
         let ValidationMetrics { step, loss, bits_per_token, accuracy, .. } = *metrics;
@@ -167,14 +160,6 @@ impl MetricsLogger {
             self.scalars(step, &[(&format!("validation/{name}"), Some(*value))])?;
         }
         if let Some(tensorboard) = &mut self.tensorboard {
-            if let Some(picture) = picture(samples) {
-                // One tag for all validations, so that TensorBoard shows the change. It has the form of each sample's
-                // caption.
-                let tag = "validation/class>prediction";
-                tensorboard
-                    .image(tag, step, picture.width, picture.height, &picture.pixels)
-                    .map_err(board)?;
-            }
             for (name, tensor) in state_dict {
                 let values =
                     tensor.f_to_kind(Kind::Float).and_then(|tensor| tensor.f_flatten(0, -1));

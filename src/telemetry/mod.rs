@@ -19,7 +19,6 @@ mod printer;
 mod progress;
 mod prometheus;
 pub(crate) mod report;
-mod samples;
 mod slices;
 mod step_record;
 mod straggler;
@@ -37,7 +36,7 @@ pub use language::Language;
 #[cfg(feature = "cli")]
 pub(crate) use language::filled;
 #[cfg(feature = "cli")]
-pub(crate) use live::{LiveView, Player, RankSnapshot, RankSource, RunSnapshot, SPEEDS, Source};
+pub(crate) use live::{LiveView, RankSnapshot, RunSnapshot, Source};
 pub(crate) use memory::gigabytes;
 pub use memory::{peak_memory, total_memory};
 pub use metrics_logger::MetricsLogger;
@@ -46,7 +45,6 @@ pub use printer::{LogFormat, Printer, unwritable_stdout};
 #[cfg(feature = "cli")]
 pub(crate) use printer::{rate_text, steps_text, validation_text};
 pub(crate) use prometheus::{PrometheusFile, RunFacts, RunState};
-pub use samples::Sample;
 pub use step_record::RecordFile;
 pub(crate) use step_record::{
     RECORD_FORMAT, RecordHeader, RecordLine, RecordedFailure, RecordedStart, RecordedStep,

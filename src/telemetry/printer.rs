@@ -324,7 +324,7 @@ impl Printer {
     pub fn start_progress(&self, steps: u64, done: u64) {
         let mut display = self.display.lock();
         match &*display {
-            Display::Live(feed) => feed.begin(steps, done),
+            Display::Live(feed) => feed.begin(steps),
             _ if !self.shows_bar() => {}
             _ => *display = Progress::new(steps, done).map_or(Display::Nothing, Display::Progress),
         }

@@ -44,7 +44,7 @@ pub(super) fn gpu_slices(dump: &FlightRecorderDump, track: usize) -> Vec<Vec<Sli
 fn slices_of<'a>(dump: &FlightRecorderDump, entries: Vec<&'a [OpEntry]>) -> Vec<Vec<Slice<'a>>> {
     let mut arrivals = Arrivals::new(dump.world_size, &dump.groups);
     for (rank, entries) in dump.ranks.iter().zip(&entries) {
-        arrivals.add(rank.rank, entries, true);
+        arrivals.add(rank.rank, entries);
     }
     let ranks = dump.ranks.iter().zip(entries);
     ranks.map(|(rank, entries)| slices_of_rank(rank.rank, entries, &arrivals, dump)).collect()

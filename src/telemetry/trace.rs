@@ -3,12 +3,11 @@
 //! The format is Chromium's "Trace Event Format": a JSON object whose `traceEvents` are slices (`X`), names of tracks
 //! (`M`), arrows (`s`, `f`) and counters (`C`). Times are in microseconds.
 
-use std::borrow::Cow;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 use serde_json::{Map, Value, json};
 
 use super::slices::{MAX_TRACKS, Slice, gpu_slices, micros, slices};
@@ -49,35 +48,33 @@ pub(crate) fn write_trace(dump: &FlightRecorderDump, out: &mut dyn Write) -> io:
 
 const MARKS: Marks = Marks { begins: "{\"traceEvents\":[", before: ",\"xxh3\":\"", after: "\"}\n" };
 
-/// One event, as it is written and read again. The fields' names are those of the format.
-#[derive(Debug, Default, Serialize, Deserialize)]
-pub(super) struct TraceEvent<'a> {
-    pub name: Cow<'a, str>,
-    pub ph: Cow<'a, str>,
-    #[serde(default, skip_serializing_if = "str::is_empty")]
-    pub cat: Cow<'a, str>,
-    #[serde(default)]
+/// One event. The fields' names are those of the format.
+#[derive(Debug, Default, Serialize)]
+struct TraceEvent<'a> {
+    name: &'a str,
+    ph: &'a str,
+    #[serde(skip_serializing_if = "str::is_empty")]
+    cat: &'a str,
     pid: usize,
-    pub tid: usize,
+    tid: usize,
     /// Start, in microseconds.
-    #[serde(default)]
-    pub ts: f64,
+    ts: f64,
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub dur: Option<f64>,
+    dur: Option<f64>,
     /// The number of an arrow; `None` for other events.
     #[serde(skip_serializing_if = "Option::is_none")]
     id: Option<u64>,
     /// The binding point of an arrow's end: `e` is the slice around it.
     #[serde(skip_serializing_if = "Option::is_none")]
-    bp: Option<Cow<'a, str>>,
-    #[serde(default, skip_serializing_if = "Map::is_empty")]
-    pub args: Map<String, Value>,
+    bp: Option<&'a str>,
+    #[serde(skip_serializing_if = "Map::is_empty")]
+    args: Map<String, Value>,
 }
 
 impl<'a> TraceEvent<'a> {
     /// Returns an event of the kind `ph` on track `tid`, which starts at `ts`.
     fn new(ph: &'a str, name: &'a str, tid: usize, ts: f64) -> Self {
-        Self { ph: ph.into(), name: name.into(), tid, ts, ..Self::default() }
+        Self { ph, name, tid, ts, ..Self::default() }
     }
 }
 
@@ -192,7 +189,7 @@ impl Trace<'_> {
         let name = format!("waiting for rank {by}");
         let ts = self.time(slice.op.started_at + BEFORE_WAITING);
         self.event(TraceEvent {
-            cat: "wait".into(),
+            cat: "wait",
             dur: Some(micros(waited.saturating_sub(BEFORE_WAITING))),
             ..TraceEvent::new("X", &name, track_id(rank, slice.track), ts)
         })
@@ -226,7 +223,7 @@ impl Trace<'_> {
             let args = to_args([("samples", samples.into())]);
             let dur = Some(micros(time));
             let event = TraceEvent::new("X", &name, tid, ts);
-            self.event(TraceEvent { cat: "step".into(), dur, args, ..event })?;
+            self.event(TraceEvent { cat: "step", dur, args, ..event })?;
             let counters = [
                 ("samples per second", samples as f64 / time.as_secs_f64().max(1e-9)),
                 ("bytes in collectives", amount(Operation::may_wait) as f64),
@@ -268,7 +265,7 @@ impl Trace<'_> {
             ("unfinished", op.is_open().then(|| true.into())),
         ];
         let event = TraceEvent {
-            cat: cat.into(),
+            cat,
             dur: Some(micros(slice.duration())),
             args: all.into_iter().filter_map(|(key, value)| Some((key.into(), value?))).collect(),
             ..TraceEvent::new("X", &name, track_id(rank, slice.track), self.time(op.started_at))
@@ -287,14 +284,14 @@ impl Trace<'_> {
         self.arrows += 1;
         // Unique among the processes of a run.
         let id = Some(((self.dump.process[0] as u64) << 40) + self.arrows);
-        let cat = Cow::Borrowed("gradients");
+        let cat = "gradients";
         let ts = self.time(inside(from));
         let begin = TraceEvent::new("s", name, track_id(rank, from.track), ts);
-        self.event(TraceEvent { cat: cat.clone(), id, ..begin })?;
+        self.event(TraceEvent { cat, id, ..begin })?;
         // Drawn forwards even if the optimizer began while a bucket was still in flight.
         let ts = self.time(inside(to).max(inside(from)));
         let end = TraceEvent::new("f", name, track_id(rank, to.track), ts);
-        self.event(TraceEvent { cat, id, bp: Some("e".into()), ..end })
+        self.event(TraceEvent { cat, id, bp: Some("e"), ..end })
     }
 
     fn name(&mut self, what: &str, tid: usize, name: &str) -> io::Result<()> {

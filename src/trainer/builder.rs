@@ -69,8 +69,6 @@ impl<M: Forward> Trainer<M> {
             counted: 0,
             counted_here: 0,
             tokens_per_sample: OnceCell::new(),
-            shows_samples: false,
-            samples_shown: Vec::new(),
         };
         Ok(Self { context, callbacks })
     }
@@ -204,7 +202,6 @@ impl<M: Forward> Trainer<M> {
     /// run. Call on all ranks alike, because they reduce their numbers first. Rank 0 alone needs a logger.
     #[must_use]
     pub fn log_metrics(mut self, every: u64, logger: Option<MetricsLogger>) -> Self {
-        self.context.shows_samples = logger.as_ref().is_some_and(MetricsLogger::shows_samples);
         self.callbacks.set(Order::Metrics, Some(Metrics::new(every.max(1), logger)));
         self
     }

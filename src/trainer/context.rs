@@ -21,7 +21,6 @@ use crate::models::Forward;
 use crate::optim::{GradScaler, Optimizer, ParameterState, Schedule};
 use crate::process_group::ProcessGroup;
 use crate::runtime::{StopReason, StopRequest};
-use crate::telemetry::Sample;
 
 /// The state of one rank's training run.
 #[derive(Debug)]
@@ -59,9 +58,6 @@ pub struct TrainContext<M> {
     pub(super) counted_here: usize,
     /// Tokens in each sample, which the first step counts; `None` unless samples are sequences of tokens.
     pub(super) tokens_per_sample: OnceCell<Option<usize>>,
-    /// Whether to show samples of each validation, and those of the last one. Rank 0 alone shows some.
-    pub(super) shows_samples: bool,
-    pub(super) samples_shown: Vec<Sample>,
 }
 
 impl<M> TrainContext<M> {

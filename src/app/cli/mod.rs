@@ -11,8 +11,8 @@ use clap::builder::{PathBufValueParser, TypedValueParser, ValueHint};
 use clap::{Arg, CommandFactory, FromArgMatches, Parser, Subcommand};
 
 use crate::commands::{
-    BisectFlags, CommFlags, CompletionsFlags, DiffFlags, LessonFlags, NewFlags, ReplayFlags,
-    SampleFlags, SamplerFlags,
+    BisectFlags, CommFlags, CompletionsFlags, DiffFlags, LessonFlags, NewFlags, SampleFlags,
+    SamplerFlags,
 };
 use crate::config::{InShortHelp, Program, Tool, is_refused_by};
 use crate::files::expand_home;
@@ -53,8 +53,6 @@ pub(crate) enum Command {
     Diff(DiffFlags),
     /// Run two commands and find the first different tensor
     Bisect(BisectFlags),
-    /// Play recorded traces in the live view
-    Replay(ReplayFlags),
     /// Show this machine and the resolved options
     Env(EnvFlags),
     /// List lessons and check answers

@@ -7,13 +7,14 @@ use anstream::{AutoStream, ColorChoice};
 use ratatui::Frame;
 use ratatui::layout::{Constraint, Layout, Rect};
 use ratatui::style::{Color, Modifier, Style};
+use ratatui::symbols::Marker;
 use ratatui::text::{Line, Span};
-use ratatui::widgets::{Block, Paragraph};
+use ratatui::widgets::{Axis, Block, Chart, Dataset, GraphType, Paragraph, Wrap};
+use strum::IntoEnumIterator;
 
-use super::lanes::{Lane, Phase};
-use super::panels::{draw_curve, draw_events, draw_help, draw_last, draw_rank};
+use super::lanes::Phase;
 use super::state::LiveState;
-use crate::telemetry::{gigabytes, rate_text};
+use crate::telemetry::rate_text;
 
 /// Whether the view uses colours. Its letters say the same.
 #[derive(Debug, Clone, Copy)]
@@ -28,22 +29,13 @@ impl Theme {
         Self { colours: AutoStream::choice(&io::stderr()) != ColorChoice::Never }
     }
 
-    fn phase(self, phase: Phase) -> Style {
-        let colour = match phase {
-            Phase::Step => Color::LightYellow,
-            Phase::Data => Color::Cyan,
-            Phase::Forward => Color::Green,
-            Phase::Backward => Color::Blue,
-            Phase::Optimizer => Color::Yellow,
-            Phase::Communication => Color::Magenta,
-            Phase::Waiting => Color::DarkGray,
-            Phase::Validation => Color::LightGreen,
-            Phase::Checkpoint => Color::LightMagenta,
-            Phase::Failed => Color::Red,
-            Phase::Unknown | Phase::Start | Phase::Other | Phase::Ended => return Style::new(),
-        };
-        let letter = if phase == Phase::Waiting { Color::White } else { Color::Black };
-        if self.colours { Style::new().bg(colour).fg(letter) } else { Style::new() }
+    /// Returns the letter of `phase`, `times` times.
+    fn letters(self, phase: Phase, times: usize) -> Span<'static> {
+        let (letter, colour) = phase.look();
+        let text = letter.to_string().repeat(times);
+        let Some(colour) = colour.filter(|_| self.colours) else { return Span::raw(text) };
+        let ink = if phase == Phase::Waiting { Color::White } else { Color::Black };
+        Span::styled(text, Style::new().bg(colour).fg(ink))
     }
 
     fn note(self) -> Style {
@@ -51,7 +43,7 @@ impl Theme {
         if self.colours { note.fg(Color::LightRed) } else { note }
     }
 
-    pub(super) fn curve(self) -> Style {
+    fn curve(self) -> Style {
         if self.colours { Style::new().fg(Color::LightGreen) } else { Style::new() }
     }
 }
@@ -59,95 +51,49 @@ impl Theme {
 /// Draws `state` into all of `frame`.
 pub(super) fn draw(frame: &mut Frame<'_>, state: &LiveState, theme: Theme) {
     let area = frame.area();
-    let lanes_height = (state.lanes.len() as u16).saturating_add(2);
     let footer_height = u16::from(area.height >= 4);
     let header_height = area.height.saturating_sub(footer_height).min(3);
     let rest = area.height - footer_height - header_height;
-    // The panels below the lanes need ten lines to be of use.
-    let lanes_height = if rest >= lanes_height.saturating_add(10) {
-        lanes_height
-    } else if rest >= 20 {
-        rest - 10
-    } else {
-        lanes_height.min(rest)
-    };
+    let lanes_height = (state.lanes.len() as u16).saturating_add(2);
+    // The panels below many lanes need ten lines to be of use.
+    let most = if rest >= 20 { rest - 10 } else { rest };
     let [header, lanes, panels, footer] = Layout::vertical([
         Constraint::Length(header_height),
-        Constraint::Length(lanes_height),
+        Constraint::Length(lanes_height.min(most)),
         Constraint::Min(0),
         Constraint::Length(footer_height),
     ])
     .areas(area);
     draw_header(frame, header, state, theme);
     draw_lanes(frame, lanes, state, theme);
-    draw_panels(frame, panels, state, theme);
-    frame.render_widget(Paragraph::new(keys(state)), footer);
-    if state.shows_help {
-        draw_help(frame, area, state);
-    }
-}
-
-fn keys(state: &LiveState) -> &'static str {
-    match state.playback {
-        None if state.has_ended => "the run has ended; any key closes this view",
-        Some(_) => "? help  up/down rank  space pause  left/right seek  +/- speed  q quit",
-        None => "? help  up/down rank  space freeze  d status  s or q stop after this step",
-    }
-}
-
-fn draw_panels(frame: &mut Frame<'_>, area: Rect, state: &LiveState, theme: Theme) {
-    if area.height < 3 {
-        return;
-    }
-    // A trace has neither losses nor events.
-    if state.playback.is_some() {
-        let [rank, last] = Layout::horizontal([Constraint::Fill(1); 2]).areas(area);
-        draw_rank(frame, rank, state);
-        return draw_last(frame, last, state);
-    }
-    if area.height < 8 {
-        return draw_events(frame, area, state);
-    }
-    let [above, events] = Layout::vertical([Constraint::Fill(1); 2]).areas(area);
-    let is_wide = area.width >= 120 && !state.snapshot.has_heartbeats;
-    if is_wide {
-        let [curve, rank, last] = Layout::horizontal([Constraint::Fill(1); 3]).areas(above);
+    if panels.height >= 8 {
+        let [curve, events] = Layout::vertical([Constraint::Fill(1); 2]).areas(panels);
         draw_curve(frame, curve, state, theme);
-        draw_rank(frame, rank, state);
-        draw_last(frame, last, state);
+        draw_events(frame, events, state);
+    } else if panels.height >= 3 {
+        draw_events(frame, panels, state);
+    }
+    let keys = if state.has_ended {
+        "the run has ended; any key closes this view"
     } else {
-        let [curve, rank] = Layout::horizontal([Constraint::Fill(1); 2]).areas(above);
-        draw_curve(frame, curve, state, theme);
-        draw_rank(frame, rank, state);
-    }
-    draw_events(frame, events, state);
+        "q stop after this step  up/down more ranks"
+    };
+    frame.render_widget(Paragraph::new(keys), footer);
 }
 
 fn draw_header(frame: &mut Frame<'_>, area: Rect, state: &LiveState, theme: Theme) {
     let bold = Style::new().add_modifier(Modifier::BOLD);
-    let mut first: Vec<String> = state.frozen.then(|| "FROZEN".into()).into_iter().collect();
-    if state.playback.is_none() {
-        first.push(state.title.clone());
-    }
-    if let Some(step) = state.step() {
+    let mut first = vec![state.title.clone()];
+    if let Some(step) = state.step {
         first.push(match state.steps {
-            Some([steps, _]) if steps > 0 => {
+            Some(steps) if steps > 0 => {
                 format!("step {step} of {steps} ({:.0} %)", 100.0 * step as f64 / steps as f64)
             }
             _ => format!("step {step}"),
         });
     }
-    match state.playback {
-        Some(playback) => {
-            let [at, length] = [state.snapshot.now, playback.length].map(|time| time.as_secs_f64());
-            let paused = if playback.paused { ", paused" } else { "" };
-            first.push(format!("{at:.3} of {length:.3} s at speed {}{paused}", playback.speed));
-            first.push(state.title.clone()); // it may be long
-        }
-        None => first.push(format!("{} passed", clock(state.snapshot.now))),
-    }
+    first.push(format!("{} passed", clock(state.now)));
     first.extend(state.time_left().map(|left| format!("{} left", clock(left))));
-
     let mut second = Vec::new();
     if let Some(metrics) = &state.metrics {
         second.push(format!("loss {:.4}", metrics.loss));
@@ -155,16 +101,10 @@ fn draw_header(frame: &mut Frame<'_>, area: Rect, state: &LiveState, theme: Them
         second.push(rate_text(metrics));
     }
     second.extend(state.steps_per_second().map(|rate| format!("{rate:.1} steps/s")));
-    if let [Some(used), total] = state.memory {
-        let total = total.map_or(String::new(), |total| format!(" of {}", gigabytes(total as f64)));
-        second.push(format!("memory {}{total}", gigabytes(used as f64)));
-    }
-    let third = match (state.snapshot.failed, state.straggler()) {
-        (Some(rank), _) => {
-            Line::styled(format!("rank {rank} has failed; the run ends"), theme.note())
-        }
-        (None, Some(straggler)) => Line::styled(straggler, theme.note()),
-        (None, None) => Line::raw("no rank keeps the others waiting"),
+    let failed = state.failed.map(|rank| format!("rank {rank} has failed; the run ends"));
+    let third = match failed.or_else(|| state.straggler()) {
+        Some(note) => Line::styled(note, theme.note()),
+        None => Line::raw("no rank keeps the others waiting"),
     };
     let [first, second] = [first, second].map(|parts| parts.join("  "));
     let [first, second] = [&first, &second].map(|line| shortened(line, area.width.into()));
@@ -173,48 +113,88 @@ fn draw_header(frame: &mut Frame<'_>, area: Rect, state: &LiveState, theme: Them
 }
 
 fn draw_lanes(frame: &mut Frame<'_>, area: Rect, state: &LiveState, theme: Theme) {
-    let window = state.window.as_secs_f64();
-    let time =
-        if window >= 1.0 { format!("{window:.0} s") } else { format!("{:.1} ms", window * 1e3) };
-    let share = if state.snapshot.has_heartbeats { "in collectives" } else { "came last" };
-    let title = format!("ranks: the last {time}; % {share}");
-    let block = Block::bordered().title(title);
+    let legend = Phase::iter().take_while(|phase| *phase != Phase::Start).flat_map(|phase| {
+        let name: &str = phase.into();
+        [theme.letters(phase, 1), Span::raw(format!(" {name} "))]
+    });
+    let block = Block::bordered()
+        .title("ranks: now, % of the time in collectives, and the last seconds")
+        .title_bottom(legend.collect::<Line<'_>>());
     let inner = block.inner(area);
     frame.render_widget(block, area);
     let height = usize::from(inner.height);
-    // Scrolls as far as the selected rank needs.
-    let first = (state.selected + 1).saturating_sub(height);
-    let texts: Vec<String> =
-        state.lanes.iter().map(|lane| doing(lane, state.snapshot.now)).collect();
-    let widest = texts.iter().map(|text| text.chars().count()).max().unwrap_or(0);
+    let widest = state.lanes.iter().map(|lane| lane.text.chars().count()).max().unwrap_or(0);
     // The text keeps its width while the view is shown: lanes that jump are hard to read.
     let text_width = widest.clamp(24, 60).min(usize::from(inner.width) * 2 / 5).max(1);
+    let first = state.first_lane.min(state.lanes.len().saturating_sub(height));
     let rows = state.lanes.iter().enumerate().skip(first).take(height);
     for ((rank, lane), y) in rows.zip(inner.y..) {
-        let is_selected = rank == state.selected;
-        let mark = if is_selected { '>' } else { ' ' };
         // `CPU:1` of `CPU:1 on host, process 7`.
         let label = state.labels.get(rank).and_then(|label| label.split(' ').next()).unwrap_or("");
         let share =
             state.share(rank).map_or("   -".into(), |share| format!("{:3.0}%", 100.0 * share));
-        let style =
-            if is_selected { Style::new().add_modifier(Modifier::BOLD) } else { Style::new() };
-        let text = shortened(&texts[rank], text_width);
+        let text = shortened(&lane.text, text_width);
         let mut spans = vec![
-            Span::styled(format!("{mark}{rank} {label} "), style),
-            Span::styled(lane.phase.letter().to_string(), theme.phase(lane.phase).patch(style)),
-            Span::styled(format!(" {text:text_width$} {share} "), style),
+            Span::raw(format!("{rank} {label} ")),
+            theme.letters(lane.phase, 1),
+            Span::raw(format!(" {text:text_width$} {share} ")),
         ];
         let used: usize = spans.iter().map(|span| span.content.chars().count()).sum();
-        let left = usize::from(inner.width).saturating_sub(used);
-        spans.extend(timeline(lane, state, left, theme));
-        let row = Rect { y, height: 1, ..inner };
-        frame.render_widget(Paragraph::new(Line::from(spans)), row);
+        let moments = usize::from(inner.width).saturating_sub(used).min(state.history.len());
+        let newest = state.history.range(state.history.len() - moments..);
+        let phases: Vec<Phase> =
+            newest.map(|phases| phases.get(rank).copied().unwrap_or_default()).collect();
+        let runs = phases.chunk_by(|a, b| a == b);
+        spans.extend(runs.map(|run| theme.letters(run[0], run.len())));
+        frame.render_widget(Line::from(spans), Rect { y, height: 1, ..inner });
     }
 }
 
+/// Draws the losses over the steps.
+fn draw_curve(frame: &mut Frame<'_>, area: Rect, state: &LiveState, theme: Theme) {
+    let points: Vec<(f64, f64)> =
+        state.curve.iter().copied().filter(|(_, loss)| loss.is_finite()).collect();
+    let block = Block::bordered().title("loss");
+    let (Some(first), Some(last)) = (points.first(), points.last()) else {
+        let text = "the first loss comes after --log-every steps, or at the end of the epoch";
+        let text = Paragraph::new(text).wrap(Wrap { trim: true });
+        return frame.render_widget(text.block(block), area);
+    };
+    let least = points.iter().map(|(_, loss)| *loss).fold(f64::INFINITY, f64::min);
+    let most = points.iter().map(|(_, loss)| *loss).fold(f64::NEG_INFINITY, f64::max);
+    // A flat curve lies in the middle.
+    let margin = if most > least { 0.0 } else { least.abs().max(1e-9) };
+    let steps = [first.0, last.0.max(first.0 + 1.0)];
+    let losses = [least - margin, most + margin];
+    let dataset = Dataset::default()
+        .marker(if points.len() < 2 { Marker::Dot } else { Marker::Braille })
+        .graph_type(GraphType::Line)
+        .style(theme.curve())
+        .data(&points);
+    let label = |loss: f64| Line::raw(format!("{loss:.4}"));
+    let chart = Chart::new(vec![dataset])
+        .block(block)
+        .x_axis(Axis::default().bounds(steps).labels(steps.map(|step| format!("{step:.0}"))))
+        .y_axis(Axis::default().bounds(losses).labels(losses.map(label)));
+    frame.render_widget(chart, area);
+}
+
+/// Draws the newest events, the newest at the bottom, each cut at the end of a word.
+fn draw_events(frame: &mut Frame<'_>, area: Rect, state: &LiveState) {
+    let block = Block::bordered().title("events");
+    let inner = block.inner(area);
+    let skipped = state.events.len().saturating_sub(inner.height.into());
+    let line = |(at, text): &(Duration, String)| {
+        let text = text.strip_prefix("ddp-mp: ").unwrap_or(text);
+        let line = format!("{:8.2} {text}", at.as_secs_f64());
+        Line::raw(shortened(&line, inner.width.into()).to_owned())
+    };
+    let lines: Vec<Line<'_>> = state.events.iter().skip(skipped).map(line).collect();
+    frame.render_widget(Paragraph::new(lines).block(block), area);
+}
+
 /// Returns `text` in at most `width` characters, cut at the end of a word if possible, and not within parentheses.
-pub(super) fn shortened(text: &str, width: usize) -> &str {
+fn shortened(text: &str, width: usize) -> &str {
     let Some((end, next)) = text.char_indices().nth(width) else { return text };
     let kept = &text[..end];
     let words = match kept.rsplit_once(' ') {
@@ -226,53 +206,6 @@ pub(super) fn shortened(text: &str, width: usize) -> &str {
         _ => words,
     };
     complete.trim_end_matches(':')
-}
-
-/// The shortest duration that is shown for an operation known from a heartbeat. Longer than the time between two
-/// heartbeats.
-const LASTING: Duration = Duration::from_secs(2);
-
-/// Returns what a rank does, for its lane: `waits for rank 2 0.1 s: all_reduce #118`.
-fn doing(lane: &Lane, now: Duration) -> String {
-    let since = lane.since.map(|since| now.saturating_sub(since));
-    let shown_from = lane.heartbeat_age.map_or(Duration::from_millis(100), |_| LASTING);
-    let since = since.filter(|since| *since >= shown_from);
-    let age = lane.heartbeat_age.filter(|age| since.is_none() || *age >= LASTING);
-    let age = age.map_or(String::new(), |age| format!("{:.1} s ago: ", age.as_secs_f64()));
-    let since = since.map_or(String::new(), |since| format!(" {:.1} s", since.as_secs_f64()));
-    match &lane.waits_for[..] {
-        [] => format!("{age}{}{since}", lane.doing),
-        [rank] => format!("{age}waits for rank {rank}{since}: {}", lane.doing),
-        [first, rest @ ..] => {
-            format!("{age}waits for ranks {first} and {} more{since}: {}", rest.len(), lane.doing)
-        }
-    }
-}
-
-/// Returns the lane's phases over the window, a letter for each of `width` moments.
-fn timeline(lane: &Lane, state: &LiveState, width: usize, theme: Theme) -> Vec<Span<'static>> {
-    let mut cells = vec![None; width];
-    let (end, window) = (state.snapshot.now.as_secs_f64(), state.window.as_secs_f64().max(1e-9));
-    // The cell whose middle is the first at or after `time`.
-    let cell = |time: Duration| {
-        let share = (time.as_secs_f64() - (end - window)) / window;
-        (share * width as f64 - 0.5).ceil().clamp(0.0, width as f64) as usize
-    };
-    for (span, phase) in &lane.spans {
-        let cells = cells.get_mut(cell(span.start)..cell(span.end)).unwrap_or_default();
-        cells.fill(Some(*phase));
-    }
-    let mut spans: Vec<Span<'static>> = Vec::new();
-    for run in cells.chunk_by(|a, b| a == b) {
-        spans.push(match run[0] {
-            Some(phase) => {
-                let letters = phase.letter().to_string().repeat(run.len());
-                Span::styled(letters, theme.phase(phase))
-            }
-            None => Span::raw(" ".repeat(run.len())),
-        });
-    }
-    spans
 }
 
 /// Returns a time as `1:02:03` or `2:03`.
@@ -297,14 +230,12 @@ mod tests {
     use crate::records::TrainMetrics;
     use crate::runtime::OpEntry;
     use crate::telemetry::live::snapshot::{RankSnapshot, RunSnapshot, Source};
-    use crate::telemetry::live::state::Playback;
 
     /// Rank 1 is late: the others wait for it in all_reduce #2.
-    fn state(ranks: usize) -> LiveState {
+    fn snapshot(ranks: usize) -> RunSnapshot {
         let op = |operation, sequence, group, from, to: Option<u64>| OpEntry {
             group,
             bucket: group.map(|_| 0),
-            source_line: "src/a.rs:7".into(),
             finished_at: to.map(Duration::from_millis),
             ..OpEntry::new(OpId { operation, sequence }, Duration::from_millis(from))
         };
@@ -321,14 +252,20 @@ mod tests {
             let at = OpId { operation: Operation::UserCode, sequence: 0 };
             RankSnapshot { at, ops, source: Source::Direct }
         };
-        let labels = (0..ranks).map(|rank| format!("CPU:{rank}")).collect();
-        let mut state = LiveState::new("mlp on ranks".into(), labels);
-        state.update(RunSnapshot {
+        RunSnapshot {
             now: Duration::from_millis(200),
             ranks: (0..ranks).map(of_rank).collect(),
             ..RunSnapshot::default()
-        });
-        state.steps = Some([100, 0]);
+        }
+    }
+
+    fn state(snapshot: &RunSnapshot) -> LiveState {
+        let labels = (0..snapshot.ranks.len()).map(|rank| format!("CPU:{rank}")).collect();
+        let mut state = LiveState::new("mlp on ranks".into(), labels);
+        for _ in 0..12 {
+            state.update(snapshot);
+        }
+        state.steps = Some(100);
         let all = TrainMetrics { lr: 0.1, samples_per_second: 9.0, ..TrainMetrics::default() };
         let point = |step, loss| TrainMetrics { step, loss, ..all.clone() };
         state.add_points(vec![point(1, 2.0), point(2, f64::NAN), point(3, 1.0)]);
@@ -351,36 +288,37 @@ mod tests {
     #[test]
     fn view_says_who_waits_for_whom_in_letters_at_both_sizes() {
         for size in [[80, 24], [200, 60]] {
-            let terminal = drawn(&state(4), size, false);
+            let terminal = drawn(&state(&snapshot(4)), size, false);
             let text = text(&terminal);
             for part in [
                 "mlp on ranks  step 41 of 100 (41 %)",
+                "the others wait for rank 1: in collectives 0 % of the time, they 100 %",
                 "loss 1.0000  lr 1.000e-1  9 samples/s",
-                ">0 CPU:0 W waits for rank 1",
-                " 1 CPU:1 S step #41 0.1 s",
+                "0 CPU:0 W waits for rank 1",
+                "1 CPU:1 S step #41 0.1 s",
                 "WWWW",
                 "SSSS",
-                "called at src/a.rs:7",
+                "S step D data F forward",
                 "CPU:0 | Epoch: 0",
-                "s or q stop after this step",
+                "q stop after this step",
             ] {
                 assert!(text.contains(part), "{part:?} is not in\n{text}");
             }
             let cells = terminal.backend().buffer().content();
             assert!(cells.iter().all(|cell| (cell.fg, cell.bg) == (Color::Reset, Color::Reset)));
         }
-        let cells = drawn(&state(4), [80, 24], true);
+        let cells = drawn(&state(&snapshot(4)), [80, 24], true);
         let cells = cells.backend().buffer().content();
         assert!(cells.iter().any(|cell| cell.symbol() == "W" && cell.bg == Color::DarkGray));
     }
 
     #[test]
     fn numbers_are_shown_whole_or_not_at_all() {
-        let mut state = state(4);
-        state.select(2);
-        for op in &mut state.snapshot.ranks[2].ops {
+        let mut snapshot = snapshot(4);
+        for op in &mut snapshot.ranks[2].ops {
             op.at.sequence += 123_456;
         }
+        let mut state = state(&snapshot);
         state.add_events(Duration::ZERO, vec!["epoch 0: loss 0.123456".into()]);
         let known = ["123456", "123458", "123496", "123497", "0.123456"];
         for width in 30..130 {
@@ -396,29 +334,24 @@ mod tests {
     #[test]
     fn view_can_be_drawn_at_any_size() {
         for ranks in [0, 1, 3, 300] {
-            let mut state = state(ranks);
-            for help in [false, true] {
-                state.shows_help = help;
-                state.playback = help.then_some(Playback {
-                    length: Duration::from_secs(1),
-                    speed: 1.0,
-                    paused: true,
-                });
-                for width in (1..20).chain([40, 79, 80, 119, 120, 200, 500]) {
-                    for height in (1..14).chain([23, 24, 60, 200]) {
-                        drawn(&state, [width, height], true);
-                    }
+            let state = state(&snapshot(ranks));
+            for width in (1..20).chain([40, 79, 80, 119, 120, 200, 500]) {
+                for height in (1..14).chain([23, 24, 60, 200]) {
+                    drawn(&state, [width, height], true);
                 }
             }
         }
     }
 
     #[test]
-    fn selected_rank_is_always_shown() {
-        let mut state = state(300);
-        state.select(250);
-        let text = text(&drawn(&state, [80, 24], false));
-        assert!(text.contains(">250 CPU:250") && text.contains("rank 250 (CPU:250)"), "{text}");
+    fn lanes_that_have_no_room_are_scrolled_to() {
+        let mut state = state(&snapshot(300));
+        state.scroll(250);
+        assert!(text(&drawn(&state, [80, 24], false)).contains("250 CPU:250 W waits"));
+        state.scroll(300);
+        assert!(text(&drawn(&state, [80, 24], false)).contains("299 CPU:299 W waits"));
+        state.scroll(-300);
+        assert!(text(&drawn(&state, [80, 24], false)).contains("0 CPU:0 W waits"));
     }
 
     #[test]

@@ -1,24 +1,18 @@
 //! The lanes of the live view: what each rank does, and which ranks it waits for.
 
-use std::ops::Range;
 use std::time::Duration;
 
+use ratatui::style::Color;
 use strum::{EnumIter, IntoStaticStr};
 
 use super::snapshot::{HEARTBEAT, RankSnapshot, RunSnapshot, Source};
 use crate::operation::Operation;
 use crate::runtime::OpEntry;
-use crate::telemetry::arrivals::Arrivals;
 
 /// What a rank does, as a lane shows it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, EnumIter, IntoStaticStr)]
 #[strum(serialize_all = "lowercase")]
 pub(super) enum Phase {
-    /// It is not known: there is no heartbeat yet, or no newer one.
-    #[default]
-    Unknown,
-    /// It starts, or connects.
-    Start,
     /// The start of a step, before it requests data.
     Step,
     Data,
@@ -26,35 +20,40 @@ pub(super) enum Phase {
     Backward,
     Optimizer,
     /// A collective or a message.
-    Communication,
+    Collective,
     /// A collective that another rank has not entered.
     Waiting,
     Validation,
     Checkpoint,
+    /// It starts, or connects.
+    Start,
     /// Other work, outside of steps.
     Other,
     Ended,
     Failed,
+    /// It is not known: there is no heartbeat yet, or no newer one.
+    #[default]
+    Unknown,
 }
 
 impl Phase {
-    /// Returns the phase's letter.
-    pub(super) fn letter(self) -> char {
+    /// Returns the phase's letter, and the colour below it, if it has one.
+    pub(super) fn look(self) -> (char, Option<Color>) {
         match self {
-            Self::Unknown => '?',
-            Self::Start => '.',
-            Self::Step => 'S',
-            Self::Data => 'D',
-            Self::Forward => 'F',
-            Self::Backward => 'B',
-            Self::Optimizer => 'O',
-            Self::Communication => 'A',
-            Self::Waiting => 'W',
-            Self::Validation => 'V',
-            Self::Checkpoint => 'C',
-            Self::Other => '-',
-            Self::Ended => 'E',
-            Self::Failed => 'X',
+            Self::Step => ('S', Some(Color::LightYellow)),
+            Self::Data => ('D', Some(Color::Cyan)),
+            Self::Forward => ('F', Some(Color::Green)),
+            Self::Backward => ('B', Some(Color::Blue)),
+            Self::Optimizer => ('O', Some(Color::Yellow)),
+            Self::Collective => ('A', Some(Color::Magenta)),
+            Self::Waiting => ('W', Some(Color::DarkGray)),
+            Self::Validation => ('V', Some(Color::LightGreen)),
+            Self::Checkpoint => ('C', Some(Color::LightMagenta)),
+            Self::Start => ('.', None),
+            Self::Other => ('-', None),
+            Self::Ended => ('E', None),
+            Self::Failed => ('X', Some(Color::Red)),
+            Self::Unknown => ('?', None),
         }
     }
 
@@ -70,7 +69,7 @@ impl Phase {
             Operation::Save => Self::Checkpoint,
             Operation::UserCode | Operation::Compare => Self::Other,
             Operation::ShutDown | Operation::Done => Self::Ended,
-            _ => Self::Communication,
+            _ => Self::Collective,
         }
     }
 }
@@ -79,91 +78,65 @@ impl Phase {
 #[derive(Debug, Clone, Default)]
 pub(super) struct Lane {
     pub phase: Phase,
-    /// The operation, as text; empty if none is known.
-    pub doing: String,
-    /// The start of the operation; `None` if it is unknown.
-    pub since: Option<Duration>,
-    /// The age of the rank's last heartbeat; `None` for a rank whose operations are known at once.
-    pub heartbeat_age: Option<Duration>,
-    /// The ranks that have not entered the collective that this rank waits in.
-    pub waits_for: Vec<usize>,
-    /// The phases of the rank's newest operations, in the order in which they are drawn: a later one lies on top.
-    pub spans: Vec<(Range<Duration>, Phase)>,
+    /// What the rank does: `waits for rank 2 0.1 s: all_reduce #118`.
+    pub text: String,
 }
 
-/// Returns a lane for each rank of `snapshot`.
-pub(super) fn lanes(snapshot: &RunSnapshot, arrivals: &Arrivals) -> Vec<Lane> {
-    let with_age = |(rank, mine): (usize, &RankSnapshot)| {
-        let heartbeat_age = match mine.source {
-            Source::Heartbeat(age) => Some(age),
-            Source::Direct | Source::Unknown(_) => None,
-        };
-        Lane { heartbeat_age, ..lane(snapshot, arrivals, rank) }
-    };
-    snapshot.ranks.iter().enumerate().map(with_age).collect()
-}
+/// The shortest duration that is shown for an operation. For one known from a heartbeat it is longer than the time
+/// between two heartbeats.
+const LASTING: Duration = Duration::from_millis(100);
+const LASTING_ELSEWHERE: Duration = Duration::from_secs(2);
 
-fn lane(snapshot: &RunSnapshot, arrivals: &Arrivals, rank: usize) -> Lane {
-    let mine = &snapshot.ranks[rank];
-    let spans = spans(snapshot, arrivals, rank);
-    let phase = Phase::of(mine.at.operation);
-    let doing = mine.at.to_string();
+/// Returns the lane of `rank`.
+pub(super) fn lane(snapshot: &RunSnapshot, rank: usize) -> Lane {
+    let RankSnapshot { at, ops, source } = &snapshot.ranks[rank];
+    let mut phase = Phase::of(at.operation);
     if snapshot.failed == Some(rank) {
-        return Lane { phase: Phase::Failed, doing, spans, ..Lane::default() };
+        phase = Phase::Failed;
     }
-    if phase == Phase::Ended {
-        return Lane { phase, doing, spans, ..Lane::default() };
+    if matches!(phase, Phase::Failed | Phase::Ended) {
+        return Lane { phase, text: at.to_string() };
     }
+    let mut doing = at.to_string();
+    let mut since = None;
+    let mut waits_for = Vec::new();
     let is_open = |op: &&OpEntry| op.is_open();
-    let own = || mine.ops.iter().rev().filter(|op| !op.on_comm_thread);
-    let Some(op) = own().find(is_open) else {
-        let Some(last) = own().next() else {
-            let doing = match mine.source {
-                Source::Unknown(reason) => reason.into(),
-                Source::Direct | Source::Heartbeat(_) => doing,
-            };
-            return Lane { phase: known(mine, phase), doing, spans, ..Lane::default() };
-        };
-        let (phase, doing) = (known(mine, Phase::Other), format!("after {last}"));
-        return Lane { phase, doing, since: last.finished_at, spans, ..Lane::default() };
+    let own = || ops.iter().rev().filter(|op| !op.on_comm_thread);
+    if let Some(op) = own().find(is_open) {
+        // A rank that waits for its communication thread waits in that thread's oldest collective.
+        let on_thread = ops.iter().filter(|op| op.on_comm_thread).find(is_open);
+        let on_thread = on_thread.filter(|_| op.at.operation == Operation::Synchronize);
+        let shown = on_thread.unwrap_or(op);
+        waits_for = snapshot.missing(shown);
+        phase = if waits_for.is_empty() { Phase::of(op.at.operation) } else { Phase::Waiting };
+        let within = own().filter(is_open).find(|op| op.at.operation.is_compute());
+        let within = within.filter(|within| within.at != op.at);
+        doing = within.map_or(shown.to_string(), |within| format!("{shown} of {}", within.at));
+        since = Some(op.started_at);
+    } else if let Some(last) = own().next() {
+        phase = Phase::Other;
+        doing = format!("after {last}");
+        since = last.finished_at;
+    }
+    let (age, lasting) = match *source {
+        Source::Direct => (None, LASTING),
+        Source::Heartbeat(age) => (Some(age), LASTING_ELSEWHERE),
+        Source::Unknown => return Lane { phase: Phase::Unknown, text: "no heartbeat yet".into() },
     };
-    // A rank that waits for its communication thread waits in that thread's oldest collective.
-    let on_thread = mine.ops.iter().filter(|op| op.on_comm_thread).find(is_open);
-    let on_thread = on_thread.filter(|_| op.at.operation == Operation::Synchronize);
-    let waits_for = snapshot.missing(arrivals, on_thread.unwrap_or(op));
-    let phase = if waits_for.is_empty() { Phase::of(op.at.operation) } else { Phase::Waiting };
-    let within = own().filter(is_open).find(|op| op.at.operation.is_compute());
-    let within = within.filter(|within| within.at != op.at);
-    let shown = on_thread.unwrap_or(op);
-    let doing =
-        within.map_or_else(|| shown.to_string(), |phase| format!("{shown} of {}", phase.at));
-    let (phase, since) = (known(mine, phase), Some(op.started_at));
-    Lane { phase, doing, since, waits_for, spans, ..Lane::default() }
-}
-
-/// Returns `phase`, or [`Phase::Unknown`] if the rank's last heartbeat is too old to tell.
-fn known(rank: &RankSnapshot, phase: Phase) -> Phase {
-    match rank.source {
-        Source::Heartbeat(age) if age > 6 * HEARTBEAT => Phase::Unknown,
-        Source::Unknown(_) => Phase::Unknown,
-        Source::Direct | Source::Heartbeat(_) => phase,
+    if age.is_some_and(|age| age > 6 * HEARTBEAT) {
+        phase = Phase::Unknown;
     }
-}
-
-/// Returns the spans of a rank's own operations: phases first, then what lies within them.
-fn spans(
-    snapshot: &RunSnapshot,
-    arrivals: &Arrivals,
-    rank: usize,
-) -> Vec<(Range<Duration>, Phase)> {
-    let own = || snapshot.ranks[rank].ops.iter().filter(|op| !op.on_comm_thread);
-    let span = |op: &OpEntry| (op.started_at..op.end(snapshot.now), Phase::of(op.at.operation));
-    let mut spans: Vec<_> = own().filter(|op| op.group.is_none()).map(span).collect();
-    for op in own().filter(|op| op.group.is_some()) {
-        spans.push(span(op));
-        if let Some(last) = snapshot.last_arrival(arrivals, op) {
-            spans.push((op.started_at..last.min(op.end(snapshot.now)), Phase::Waiting));
+    let since = since.map(|since| snapshot.now.saturating_sub(since));
+    let since = since.filter(|since| *since >= lasting);
+    let age = age.filter(|age| since.is_none() || *age >= lasting);
+    let age = age.map_or(String::new(), |age| format!("{:.1} s ago: ", age.as_secs_f64()));
+    let since = since.map_or(String::new(), |since| format!(" {:.1} s", since.as_secs_f64()));
+    let text = match &waits_for[..] {
+        [] => format!("{age}{doing}{since}"),
+        [rank] => format!("{age}waits for rank {rank}{since}: {doing}"),
+        [first, rest @ ..] => {
+            format!("{age}waits for ranks {first} and {} more{since}: {doing}", rest.len())
         }
-    }
-    spans
+    };
+    Lane { phase, text }
 }

@@ -1,4 +1,4 @@
-//! A snapshot of the ranks: their newest operations at one moment of a run, or of a recorded trace.
+//! A snapshot of the ranks: their newest operations at one moment of a run.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -6,19 +6,6 @@ use std::time::Duration;
 
 use crate::operation::OpId;
 use crate::runtime::OpEntry;
-use crate::telemetry::arrivals::Arrivals;
-
-/// The ranks of a run, of which snapshots are taken.
-pub(crate) trait RankSource: Send {
-    /// Returns a label for each rank, such as `CPU:0`, in the order of ranks.
-    fn labels(&self) -> Vec<String>;
-
-    /// Looks at all ranks. Takes no lock that a rank needs.
-    fn snapshot(&mut self) -> RunSnapshot;
-
-    /// Returns a table of what each rank does, a line each.
-    fn status_table(&self) -> String;
-}
 
 /// The newest operations of all ranks at one moment.
 #[derive(Debug, Clone, Default)]
@@ -31,8 +18,6 @@ pub(crate) struct RunSnapshot {
     pub groups: BTreeMap<u32, Arc<[usize]>>,
     /// The rank that failed first; `None` if none has.
     pub failed: Option<usize>,
-    /// Whether some ranks are known from heartbeats only, so that their clocks and most of their operations are not.
-    pub has_heartbeats: bool,
 }
 
 /// The newest operations of one rank.
@@ -52,41 +37,78 @@ pub(crate) enum Source {
     Direct,
     /// From a heartbeat of this age.
     Heartbeat(Duration),
-    /// Not at all, for this reason.
-    Unknown(&'static str),
+    /// Not at all: there is no heartbeat yet.
+    Unknown,
 }
 
 /// The interval between heartbeats: a status from one may be this old when it is read.
 pub(super) const HEARTBEAT: Duration = Duration::from_millis(500);
 
 impl RunSnapshot {
-    /// Returns the arrivals of the ranks at their newest collectives.
-    pub(super) fn arrivals(&self) -> Arrivals {
-        let mut arrivals = Arrivals::new(self.ranks.len(), &self.groups);
-        for (rank, RankSnapshot { ops, source, .. }) in self.ranks.iter().enumerate() {
-            arrivals.add(rank, ops, *source == Source::Direct);
-        }
-        arrivals
-    }
-
     /// Returns the ranks that have not entered the collective `op`, as far as is known.
-    pub(super) fn missing(&self, arrivals: &Arrivals, op: &OpEntry) -> Vec<usize> {
-        let is_missing = |rank: &usize| match self.ranks.get(*rank).map(|rank| rank.source) {
-            Some(Source::Direct) => true,
-            // A heartbeat from before the wait says nothing about it.
-            Some(Source::Heartbeat(age)) => {
-                self.now.saturating_sub(age.saturating_add(HEARTBEAT)) >= op.started_at
-            }
-            Some(Source::Unknown(_)) | None => false,
+    pub(super) fn missing(&self, op: &OpEntry) -> Vec<usize> {
+        let Some(group) = op.group.filter(|_| op.is_collective()) else { return Vec::new() };
+        let is_missing = |rank: &usize| {
+            let Some(RankSnapshot { ops, source, .. }) = self.ranks.get(*rank) else {
+                return false;
+            };
+            let is_known = match source {
+                Source::Direct => true,
+                // A heartbeat from before the wait says nothing about it.
+                Source::Heartbeat(age) => {
+                    self.now.saturating_sub(age.saturating_add(HEARTBEAT)) >= op.started_at
+                }
+                Source::Unknown => false,
+            };
+            let has_entered = |theirs: &OpEntry| {
+                let is_alike = theirs.group == Some(group) && theirs.is_collective();
+                is_alike && theirs.at.sequence >= op.at.sequence
+            };
+            is_known && !ops.iter().rev().any(has_entered)
         };
-        arrivals.missing(op).filter(is_missing).collect()
+        match self.groups.get(&group) {
+            Some(members) => members.iter().copied().filter(is_missing).collect(),
+            None if group == 0 => (0..self.ranks.len()).filter(is_missing).collect(),
+            None => Vec::new(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::operation::Operation;
+
+    fn all_reduce(sequence: u64, from: u64, to: Option<u64>) -> OpEntry {
+        let at = OpId { operation: Operation::AllReduce, sequence };
+        OpEntry {
+            group: Some(0),
+            finished_at: to.map(Duration::from_millis),
+            ..OpEntry::new(at, Duration::from_millis(from))
+        }
     }
 
-    /// Returns when the last rank entered the collective `op`, or now if one has not. `None` if that is unknown.
-    pub(super) fn last_arrival(&self, arrivals: &Arrivals, op: &OpEntry) -> Option<Duration> {
-        match arrivals.complete(op) {
-            Some(entered) => Some(entered.last),
-            None => (op.is_open() && !self.missing(arrivals, op).is_empty()).then_some(self.now),
-        }
+    fn snapshot(now: u64, ranks: Vec<Vec<OpEntry>>) -> RunSnapshot {
+        let at = OpId { operation: Operation::UserCode, sequence: 0 };
+        let rank = |ops| RankSnapshot { at, ops, source: Source::Direct };
+        let ranks = ranks.into_iter().map(rank).collect();
+        RunSnapshot { now: Duration::from_millis(now), ranks, ..RunSnapshot::default() }
+    }
+
+    #[test]
+    fn rank_that_has_not_entered_is_missing() {
+        let waiting = || vec![all_reduce(7, 10, None)];
+        let snapshot = snapshot(30, vec![waiting(), vec![all_reduce(6, 1, Some(2))], waiting()]);
+        assert_eq!(snapshot.missing(&snapshot.ranks[0].ops[0]), [1]);
+    }
+
+    #[test]
+    fn heartbeat_from_before_a_wait_does_not_name_a_rank() {
+        let mut snapshot =
+            snapshot(1000, vec![vec![all_reduce(7, 800, None)], vec![all_reduce(3, 1, None)]]);
+        snapshot.ranks[1].source = Source::Heartbeat(Duration::from_millis(100));
+        assert!(snapshot.missing(&snapshot.ranks[0].ops[0]).is_empty());
+        snapshot.now = Duration::from_millis(2000);
+        assert_eq!(snapshot.missing(&snapshot.ranks[0].ops[0]), [1]);
     }
 }

@@ -1,14 +1,11 @@
-//! The state of the view: what it draws, as plain data, and how snapshots and keys change it.
+//! The state of the view: what it draws, as plain data, and how snapshots change it.
 
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use super::lanes::{Lane, Phase, lanes};
+use super::lanes::{Lane, Phase, lane};
 use super::snapshot::RunSnapshot;
-use super::waited_for::{LastRanks, Presence};
-use crate::operation::Operation;
 use crate::records::TrainMetrics;
-use crate::runtime::OpEntry;
 use crate::telemetry::metrics_logger::drop_every_second;
 
 /// The number of events that are kept.
@@ -17,8 +14,11 @@ const EVENTS: usize = 200;
 /// The number of points of the loss curve; of more, every second one is dropped.
 const POINTS: usize = 1000;
 
-/// The window of the lanes of ranks that are known from heartbeats only.
-const HEARTBEAT_WINDOW: Duration = Duration::from_secs(10);
+/// The number of earlier snapshots that are kept: more than a terminal has columns.
+const MOMENTS: usize = 500;
+
+/// The number of newest snapshots that count for a rank's share.
+const COUNTED: usize = 100;
 
 /// All that the view draws.
 #[derive(Debug, Default)]
@@ -27,41 +27,27 @@ pub(super) struct LiveState {
     pub title: String,
     /// A label for each rank, such as `CPU:0`.
     pub labels: Vec<String>,
-    pub snapshot: RunSnapshot,
+    pub now: Duration,
+    pub failed: Option<usize>,
+    /// The newest step that any rank is known to be in; `None` before the first step.
+    pub step: Option<u64>,
     pub lanes: Vec<Lane>,
-    /// The time that the lanes show, up to now.
-    pub window: Duration,
-    pub last_ranks: LastRanks,
-    pub presence: Presence,
+    /// The phases of all ranks at the newest snapshots, newest last.
+    pub history: VecDeque<Vec<Phase>>,
     /// The newest metrics.
     pub metrics: Option<TrainMetrics>,
     /// The step and the loss of the curve.
     pub curve: Vec<(f64, f64)>,
-    /// The steps of the run, and those made before it was resumed; `None` if they are not known.
-    pub steps: Option<[u64; 2]>,
-    /// The memory of the process and the memory that it may use, in bytes.
-    pub memory: [Option<u64>; 2],
+    /// The steps of the run; `None` if they are not known.
+    pub steps: Option<u64>,
     /// The newest events, newest last, each with its time.
     pub events: VecDeque<(Duration, String)>,
-    pub selected: usize,
-    pub frozen: bool,
-    pub shows_help: bool,
+    /// The rank of the first lane that is shown, if not all have room.
+    pub first_lane: usize,
     /// Whether the ranks have ended.
     pub has_ended: bool,
-    /// The playback of a recorded trace; `None` for a run.
-    pub playback: Option<Playback>,
-    /// The step that rank 0 was in at the first snapshot, and its time.
+    /// The step of the first snapshot that had one, and its time.
     first_step: Option<(u64, Duration)>,
-    /// The phases of all ranks at earlier snapshots, for ranks that are known from heartbeats only.
-    history: VecDeque<(Duration, Vec<Phase>)>,
-}
-
-/// The playback of a recorded trace.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub(super) struct Playback {
-    pub length: Duration,
-    pub speed: f64,
-    pub paused: bool,
 }
 
 impl LiveState {
@@ -71,49 +57,15 @@ impl LiveState {
     }
 
     /// Shows another snapshot of the ranks.
-    pub(super) fn update(&mut self, snapshot: RunSnapshot) {
-        let arrivals = snapshot.arrivals();
-        self.lanes = lanes(&snapshot, &arrivals);
-        if snapshot.has_heartbeats {
-            self.sample(&snapshot);
-        } else {
-            self.last_ranks.count(&arrivals);
-            self.window = window(&snapshot);
-        }
-        self.snapshot = snapshot;
-        self.selected = self.selected.min(self.lanes.len().saturating_sub(1));
-        if let (None, Some(step)) = (self.first_step, self.step()) {
-            self.first_step = Some((step, self.snapshot.now));
-        }
-    }
-
-    /// Forgets what came before, because the playback has jumped.
-    pub(super) fn forget(&mut self) {
-        self.last_ranks = LastRanks::default();
-        self.presence = Presence::default();
-        self.first_step = None;
-        self.history.clear();
-    }
-
-    /// Makes lanes of the phases at the snapshots so far: heartbeats do not tell more.
-    fn sample(&mut self, snapshot: &RunSnapshot) {
-        let phases: Vec<Phase> = self.lanes.iter().map(|lane| lane.phase).collect();
-        let is_there = |phase: &Phase| matches!(phase, Phase::Communication | Phase::Waiting);
-        self.presence.count(phases.iter().map(is_there).collect());
-        self.history.push_back((snapshot.now, phases));
-        let start = snapshot.now.saturating_sub(HEARTBEAT_WINDOW);
-        while self.history.front().is_some_and(|(at, _)| *at < start) {
-            self.history.pop_front();
-        }
-        self.window = HEARTBEAT_WINDOW;
-        for (rank, lane) in self.lanes.iter_mut().enumerate() {
-            let mut before = start;
-            lane.spans.clear();
-            for (at, phases) in &self.history {
-                lane.spans.push((before..*at, phases.get(rank).copied().unwrap_or_default()));
-                before = *at;
-            }
-        }
+    pub(super) fn update(&mut self, snapshot: &RunSnapshot) {
+        self.now = snapshot.now;
+        self.failed = snapshot.failed;
+        let ops = snapshot.ranks.iter().flat_map(|rank| &rank.ops);
+        self.step = ops.filter(|op| op.is_step_phase()).map(|op| op.at.sequence).max();
+        self.first_step = self.first_step.or(self.step.map(|step| (step, self.now)));
+        self.lanes = (0..snapshot.ranks.len()).map(|rank| lane(snapshot, rank)).collect();
+        self.history.push_back(self.lanes.iter().map(|lane| lane.phase).collect());
+        self.history.drain(..self.history.len().saturating_sub(MOMENTS));
     }
 
     /// Adds metrics of training.
@@ -133,65 +85,62 @@ impl LiveState {
         self.events.drain(..self.events.len().saturating_sub(EVENTS));
     }
 
-    /// Selects the rank `by` places further down.
-    pub(super) fn select(&mut self, by: isize) {
+    /// Begins with the lane `by` places further down.
+    pub(super) fn scroll(&mut self, by: isize) {
         let last = self.lanes.len().saturating_sub(1);
-        self.selected = self.selected.saturating_add_signed(by).min(last);
-    }
-
-    /// Returns the newest step that any rank is known to be in; `None` before the first step.
-    pub(super) fn step(&self) -> Option<u64> {
-        let ops = self.snapshot.ranks.iter().flat_map(|rank| &rank.ops);
-        ops.filter(|op| op.is_step_phase()).map(|op| op.at.sequence).max()
+        self.first_lane = self.first_lane.saturating_add_signed(by).min(last);
     }
 
     /// Returns the steps per second since the first snapshot; `None` until two steps have begun.
     pub(super) fn steps_per_second(&self) -> Option<f64> {
         let (first, at) = self.first_step?;
-        let steps = self.step()?.checked_sub(first).filter(|steps| *steps > 0)?;
-        let time = self.snapshot.now.checked_sub(at)?.as_secs_f64();
+        let steps = self.step?.checked_sub(first).filter(|steps| *steps > 0)?;
+        let time = self.now.checked_sub(at)?.as_secs_f64();
         (time > 0.0).then(|| steps as f64 / time)
     }
 
     /// Returns the time that the run still needs at its present rate; `None` while that is unknown.
     pub(super) fn time_left(&self) -> Option<Duration> {
-        let [steps, _] = self.steps?;
-        let left = steps.saturating_sub(self.step()?) as f64 / self.steps_per_second()?;
+        let left = self.steps?.saturating_sub(self.step?) as f64 / self.steps_per_second()?;
         Duration::try_from_secs_f64(left).ok()
     }
 
-    /// Returns the share of collectives in which `rank` came last, or of snapshots in which it was in one, from 0 to 1.
+    /// Returns the share of the newest snapshots in which `rank` was in a collective, from 0 to 1; `None` without any.
     pub(super) fn share(&self, rank: usize) -> Option<f64> {
-        if self.snapshot.has_heartbeats {
-            self.presence.share(rank)
-        } else {
-            self.last_ranks.share(rank)
-        }
+        let is_there = |phases: &&Vec<Phase>| {
+            matches!(phases.get(rank), Some(Phase::Collective | Phase::Waiting))
+        };
+        let count = self.history.len().min(COUNTED);
+        let times = self.history.iter().rev().take(COUNTED).filter(is_there).count();
+        (count > 0).then(|| times as f64 / count as f64)
     }
 
-    /// Returns a sentence on the rank that the others wait for.
+    /// Returns a sentence on the rank that the others wait for: it is hardly ever in a collective itself. `None` if no rank
+    /// stands out.
     pub(super) fn straggler(&self) -> Option<String> {
-        if self.snapshot.has_heartbeats {
-            self.presence.straggler()
-        } else {
-            self.last_ranks.straggler()
-        }
+        let share = |rank| Some((self.share(rank)?, rank));
+        let mut shares: Vec<(f64, usize)> = (0..self.lanes.len()).filter_map(share).collect();
+        shares.sort_by(|a, b| a.0.total_cmp(&b.0));
+        let [(least, rank), (next, _), ..] = shares[..] else { return None };
+        let stands_out = self.history.len() >= 10 && next - least > 0.3;
+        let [least, next] = [least, next].map(|share| 100.0 * share);
+        stands_out.then(|| {
+            format!("the others wait for rank {rank}: in collectives {least:.0} % of the time, they {next:.0} %")
+        })
     }
 }
 
-/// Returns a window of about two steps of the first rank that makes any.
-fn window(snapshot: &RunSnapshot) -> Duration {
-    const SHORTEST: Duration = Duration::from_micros(100);
-    let steps = |ops: &[OpEntry]| -> Vec<Duration> {
-        let steps = ops.iter().filter(|op| op.at.operation == Operation::Step);
-        steps.map(|op| op.started_at).collect()
-    };
-    let starts =
-        snapshot.ranks.iter().map(|rank| steps(&rank.ops)).find(|starts| !starts.is_empty());
-    let Some(starts) = starts else { return Duration::from_secs(1) };
-    let mut each: Vec<Duration> =
-        starts.windows(2).map(|pair| pair[1].saturating_sub(pair[0])).collect();
-    each.sort_unstable();
-    let median = each.get(each.len() / 2).copied();
-    median.map_or(snapshot.now.saturating_sub(starts[0]), |median| 2 * median).max(SHORTEST)
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rank_that_is_hardly_ever_in_collectives_is_the_straggler() {
+        let mut state = LiveState { lanes: vec![Lane::default(); 3], ..LiveState::default() };
+        for number in 0..20 {
+            assert_eq!(state.straggler().is_some(), number >= 10, "{number}");
+            state.history.push_back(vec![Phase::Waiting, Phase::Step, Phase::Collective]);
+        }
+        assert!(state.straggler().unwrap().contains("wait for rank 1: in collectives 0 %"));
+    }
 }

@@ -14,14 +14,13 @@ use ratatui::backend::CrosstermBackend;
 
 use super::draw::{Theme, draw};
 use super::keys::keys;
-use super::snapshot::RankSource;
+use super::snapshot::RunSnapshot;
 use super::state::LiveState;
 use crate::os::limits::not_started;
 use crate::os::terminal;
 use crate::runtime::{StopReason, StopRequest};
 use crate::telemetry::Printer;
 use crate::telemetry::feed::Feed;
-use crate::telemetry::memory::{resident_memory, total_memory};
 
 /// The shortest and the longest time between two frames.
 const FRAMES: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(1));
@@ -52,13 +51,14 @@ struct Progress {
 }
 
 impl LiveView {
-    /// Shows the ranks of `source` on the terminal, under `title`. The key to stop sets `stop`. Returns `None`, with a
-    /// note, if the terminal cannot be used.
+    /// Shows the ranks of `source` on the terminal, under `title` and with a label such as `CPU:0` for each. The key to
+    /// stop sets `stop`. Returns `None`, with a note, if the terminal cannot be used.
     pub(crate) fn start(
         printer: &Arc<Printer>,
         title: String,
+        labels: Vec<String>,
         stop: Option<Arc<StopRequest>>,
-        source: Box<dyn RankSource>,
+        source: Snapshots,
     ) -> Option<Self> {
         let screen = match Screen::enter() {
             Ok(screen) => screen,
@@ -71,7 +71,7 @@ impl LiveView {
         let progress = Arc::<Progress>::default();
         let (looking_tx, looking_rx) = bounded(0);
         let view = View {
-            state: LiveState::new(title, source.labels()),
+            state: LiveState::new(title, labels),
             source: Some((source, looking_tx)),
             feed,
             stop,
@@ -143,13 +143,13 @@ impl Drop for LiveView {
 }
 
 /// The terminal while it shows a view. Brought back to normal when it is dropped.
-pub(super) struct Screen {
-    pub terminal: Terminal<CrosstermBackend<BufWriter<Stderr>>>,
+struct Screen {
+    terminal: Terminal<CrosstermBackend<BufWriter<Stderr>>>,
 }
 
 impl Screen {
     /// Switches to the view's screen.
-    pub(super) fn enter() -> io::Result<Self> {
+    fn enter() -> io::Result<Self> {
         terminal::enter_screen().inspect_err(|_| terminal::restore())?;
         // One write for a frame: stderr itself has no buffer.
         let backend = CrosstermBackend::new(BufWriter::with_capacity(1 << 16, io::stderr()));
@@ -173,10 +173,13 @@ impl Drop for Screen {
     }
 }
 
+/// Looks at all ranks. Takes no lock that a rank needs.
+type Snapshots = Box<dyn Fn() -> RunSnapshot + Send>;
+
 struct View {
     state: LiveState,
     /// The ranks, until they have ended; and what is dropped when the view stops reading their state.
-    source: Option<(Box<dyn RankSource>, Sender<Infallible>)>,
+    source: Option<(Snapshots, Sender<Infallible>)>,
     feed: Arc<Feed>,
     stop: Option<Arc<StopRequest>>,
     theme: Theme,
@@ -191,7 +194,6 @@ impl View {
         let mut was_ours = true;
         while !self.is_over() {
             if self.progress.ranks_ended.load(Ordering::Acquire) && self.source.is_some() {
-                self.state.frozen = false;
                 self.state.has_ended = true;
                 self.refresh();
                 self.source = None;
@@ -219,20 +221,14 @@ impl View {
 
     /// Looks at the ranks and takes what has come since.
     fn refresh(&mut self) {
-        if let Some((source, _)) = &mut self.source
-            && !self.state.frozen
-        {
-            self.state.update(source.snapshot());
+        if let Some((snapshot, _)) = &self.source {
+            self.state.update(&snapshot());
             self.snapshot_at = Instant::now();
         }
-        let now = self.state.snapshot.now.saturating_add(self.snapshot_at.elapsed());
+        let now = self.state.now.saturating_add(self.snapshot_at.elapsed());
         self.state.add_events(now, self.feed.take_lines());
-        if self.state.frozen {
-            return;
-        }
         self.state.steps = self.feed.steps();
         self.state.add_points(self.feed.take_points());
-        self.state.memory = [resident_memory(), total_memory()];
     }
 
     /// Returns whether the view closes: the view is not being kept open, or the user has seen how the run has ended.
@@ -266,7 +262,6 @@ impl View {
             self.progress.closes.store(true, Ordering::Release);
             return Ok(());
         }
-        let state = &mut self.state;
         match key.code {
             KeyCode::Char('c') if key.modifiers.contains(KeyModifiers::CONTROL) => {
                 terminal::interrupt();
@@ -274,12 +269,8 @@ impl View {
             KeyCode::Char('l') if key.modifiers.contains(KeyModifiers::CONTROL) => {
                 screen.clear()?;
             }
-            KeyCode::Up | KeyCode::Char('k') => state.select(-1),
-            KeyCode::Down | KeyCode::Char('j') => state.select(1),
-            KeyCode::Char(' ') => state.frozen = !state.frozen,
-            KeyCode::Char('?' | 'h') => state.shows_help = !state.shows_help,
-            KeyCode::Esc => state.shows_help = false,
-            KeyCode::Char('d') => self.dump(),
+            KeyCode::Up | KeyCode::Char('k') => self.state.scroll(-1),
+            KeyCode::Down | KeyCode::Char('j') => self.state.scroll(1),
             KeyCode::Char('s' | 'q') => {
                 if let Some(stop) = &self.stop {
                     stop.ask_unless_asked(StopReason::Key); // the exit code of a signal stays
@@ -288,12 +279,5 @@ impl View {
             _ => {}
         }
         Ok(())
-    }
-
-    /// Adds the table of what each rank does to the events, and prints it when the view has closed.
-    fn dump(&self) {
-        if let Some((source, _)) = &self.source {
-            self.feed.note(&format!("what each rank does\n{}", source.status_table()));
-        }
     }
 }

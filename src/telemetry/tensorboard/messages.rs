@@ -43,7 +43,7 @@ pub(super) struct Summary {
 pub(super) struct Value {
     #[prost(string, tag = "1")]
     pub tag: String,
-    #[prost(oneof = "Kind", tags = "2, 4, 5")]
+    #[prost(oneof = "Kind", tags = "2, 5")]
     pub kind: Option<Kind>,
 }
 
@@ -51,24 +51,8 @@ pub(super) struct Value {
 pub(super) enum Kind {
     #[prost(float, tag = "2")]
     SimpleValue(f32),
-    #[prost(message, tag = "4")]
-    Image(Image),
     #[prost(message, tag = "5")]
     Histogram(Histogram),
-}
-
-#[derive(Clone, PartialEq, Message)]
-pub(super) struct Image {
-    #[prost(int32, tag = "1")]
-    pub height: i32,
-    #[prost(int32, tag = "2")]
-    pub width: i32,
-    /// 1: grey. 3: red, green and blue.
-    #[prost(int32, tag = "3")]
-    pub colorspace: i32,
-    /// A PNG file.
-    #[prost(bytes = "vec", tag = "4")]
-    pub encoded_image_string: Vec<u8>,
 }
 
 #[derive(Clone, PartialEq, Message)]

@@ -1,4 +1,4 @@
-//! Event files for TensorBoard: scalars, histograms and images over the steps of a run.
+//! Event files for TensorBoard: scalars and histograms over the steps of a run.
 
 mod messages;
 
@@ -9,7 +9,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use prost::Message;
 
 use crate::files::{Appender, Place};
-use messages::{EventMessage, Histogram, Image, Kind, SessionLog, Summary, Value, What};
+use messages::{EventMessage, Histogram, Kind, SessionLog, Summary, Value, What};
 
 /// A writer of one event file in the folder of a run. Follows `torch.utils.tensorboard.SummaryWriter`.
 ///
@@ -91,31 +91,6 @@ impl TensorBoard {
     /// The errors of [`scalar`](Self::scalar).
     pub fn histogram(&mut self, tag: &str, step: u64, values: &[f32]) -> io::Result<()> {
         self.value(tag, step, Kind::Histogram(histogram(values)))
-    }
-
-    /// Writes a picture of `width` x `height` pixels, row by row from the top. One byte per pixel is grey; three are
-    /// red, green and blue. 0 is black.
-    ///
-    /// # Errors
-    /// The errors of [`scalar`](Self::scalar), and when `pixels` has a wrong length.
-    pub fn image(
-        &mut self,
-        tag: &str,
-        step: u64,
-        width: u32,
-        height: u32,
-        pixels: &[u8],
-    ) -> io::Result<()> {
-        let mut file = Vec::new();
-        let mut encoder = png::Encoder::new(&mut file, width, height);
-        let is_grey = pixels.len() as u64 == u64::from(width) * u64::from(height);
-        encoder.set_color(if is_grey { png::ColorType::Grayscale } else { png::ColorType::Rgb });
-        let written = encoder.write_header().and_then(|mut png| png.write_image_data(pixels));
-        written.map_err(io::Error::other)?;
-        let (width, height) = (width as i32, height as i32);
-        let colorspace = if is_grey { 1 } else { 3 };
-        let image = Image { height, width, colorspace, encoded_image_string: file };
-        self.value(tag, step, Kind::Image(image))
     }
 
     /// Writes all pending records to the file. This also happens after each 64 KiB, and on drop.
@@ -221,14 +196,9 @@ mod tests {
         let mut board = TensorBoard::create(&folder.path().join("run")).unwrap();
         board.scalar("loss", 7, 0.5).unwrap();
         board.histogram("weights", 8, &[1., 2., 2., f32::NAN, f32::INFINITY]).unwrap();
-        board.image("digit", 9, 2, 3, &[0, 50, 100, 150, 200, 250]).unwrap();
-        board.image("sky", 9, 1, 2, &[0, 0, 255, 0, 128, 255]).unwrap();
-        for wrong in [&[][..], &[0], &[0; 12]] {
-            assert!(board.image("digit", 9, 2, 3, wrong).is_err());
-        }
         board.flush().unwrap();
         let events = read(board.path());
-        assert_eq!(events.len(), 5);
+        assert_eq!(events.len(), 3);
         assert_eq!(events[0].what, Some(What::FileVersion("brain.Event:2".into())));
         let values = events[1..].iter().map(|event| match &event.what {
             Some(What::Summary(summary)) => (event.step, summary.value[0].clone()),
@@ -241,15 +211,6 @@ mod tests {
         assert_eq!((histogram.num, histogram.sum, histogram.sum_squares), (3., 5., 9.));
         assert_eq!((histogram.bucket[0], histogram.bucket[BUCKETS - 1]), (1., 2.));
         assert_eq!(histogram.bucket_limit.last(), Some(&2.));
-        let Some(Kind::Image(image)) = &values[2].1.kind else { panic!("{values:?}") };
-        let decoder = png::Decoder::new(io::Cursor::new(&image.encoded_image_string));
-        let mut pixels = [0; 6];
-        decoder.read_info().unwrap().next_frame(&mut pixels).unwrap();
-        assert_eq!((pixels, image.width, image.height), ([0, 50, 100, 150, 200, 250], 2, 3));
-        let Some(Kind::Image(image)) = &values[3].1.kind else { panic!("{values:?}") };
-        let decoder = png::Decoder::new(io::Cursor::new(&image.encoded_image_string));
-        decoder.read_info().unwrap().next_frame(&mut pixels).unwrap();
-        assert_eq!((pixels, image.colorspace), ([0, 0, 255, 0, 128, 255], 3));
 
         // A second file is created beside the first, and does not overwrite it.
         let mut other = TensorBoard::create(&folder.path().join("run")).unwrap();

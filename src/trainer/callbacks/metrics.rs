@@ -132,7 +132,7 @@ impl<M> Callback<M> for Metrics {
         let Some(validation) = &epoch.validation else { return Ok(()) };
         self.since = Instant::now(); // time spent on validation is not part of a step
         if let Some(logger) = &mut self.logger {
-            logger.validation(validation, &context.samples_shown, &context.ddp.state_dict())?;
+            logger.validation(validation, &context.ddp.state_dict())?;
         }
         Ok(())
     }

@@ -14,7 +14,6 @@ use crate::operation::Operation;
 use crate::process_group::{ProcessGroup, ReduceOp};
 use crate::records::ValidationMetrics;
 use crate::runtime::StopReason;
-use crate::telemetry::Sample;
 use crate::trainer::find_non_finite::closure_error;
 use crate::trainer::{Callback, Epoch, TrainContext};
 
@@ -25,12 +24,6 @@ pub(in crate::trainer) struct Validation {
     /// Epochs between validations.
     pub every: u64,
 }
-
-/// Maximum number of samples shown.
-const MAX_SAMPLES: i64 = 8;
-
-/// Minimum side of a picture, in pixels. Smaller squares are more likely the columns of a table.
-const MIN_SIDE: i64 = 8;
 
 impl<M: Forward> Callback<M> for Validation {
     /// Validates if due, or if this was the last epoch. A collective in that case.
@@ -58,7 +51,6 @@ impl Validation {
         // The sum of the losses, the number of correct predictions, and what all batches count as.
         let mut totals = Tensor::f_zeros([3], (Kind::Double, device)).doing(DOING)?;
         let classifies = context.criterion.classifies();
-        let mut samples = Vec::new();
         let mut named = NamedSums::default();
         for (index, batch) in self.loader.epoch(0)?.enumerate() {
             let batch = batch?;
@@ -68,10 +60,6 @@ impl Validation {
                 let count = context.criterion.count_of(&batch)?;
                 let measured = context.criterion.measure(&output, &batch)?;
                 named.add(&measured.named, count, device)?;
-                let more = MAX_SAMPLES - samples.len() as i64;
-                if more > 0 && classifies && context.shows_samples {
-                    samples.extend(pictures(&batch, &output, more).doing(DOING)?);
-                }
                 batch_totals(&batch, &output, &measured.loss, classifies, count).doing(DOING)
             });
             let batch_totals = batch_totals.map_err(|error| {
@@ -92,7 +80,6 @@ impl Validation {
         } else {
             BTreeMap::new()
         };
-        context.samples_shown = samples;
         let is_text = classifies && context.tokens_per_sample.get().is_some_and(Option::is_some);
         let state = &mut context.state;
         let best = state.best.as_ref().is_none_or(|best| loss < best.loss);
@@ -216,25 +203,6 @@ fn batch_totals(
     let sum = loss.f_to_kind(Kind::Double)?.f_mul_scalar(count)?;
     let count = sum.f_full_like(count)?;
     Tensor::f_stack(&[sum, correct.f_to_kind(Kind::Double)?, count], 0)
-}
-
-/// Returns the first samples of `batch`, at most `max`, if they are square pictures of one class each; otherwise none.
-fn pictures(batch: &Batch, output: &Tensor, max: i64) -> Result<Vec<Sample>, tch::TchError> {
-    let inputs = batch.inputs.f_flatten(1, -1)?;
-    let features = inputs.size()[1];
-    let side = features.isqrt();
-    if side < MIN_SIDE || side * side != features || batch.targets.dim() != 1 {
-        return Ok(Vec::new());
-    }
-    let max = max.min(inputs.size()[0]);
-    let pixels = inputs.f_narrow(0, 0, max)?.f_to_kind(Kind::Float)?;
-    let classes = batch.targets.f_narrow(0, 0, max)?;
-    let predictions = output.f_narrow(0, 0, max)?.f_argmax(-1, false)?;
-    let pixels = Vec::<Vec<f32>>::try_from(pixels)?;
-    let classes = Vec::<i64>::try_from(classes)?;
-    let predictions = Vec::<i64>::try_from(predictions)?;
-    let all = pixels.into_iter().zip(classes).zip(predictions);
-    Ok(all.map(|((pixels, class), prediction)| Sample { pixels, class, prediction }).collect())
 }
 
 /// The action that the errors of libtorch name.
