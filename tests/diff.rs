@@ -396,54 +396,6 @@ fn flip_of_a_gradient_is_found_also_where_ranks_have_parts_of_the_averages() {
     }
 }
 
-#[test]
-fn record_of_a_run_that_fails_has_what_came_before() {
-    let folder = tempfile::tempdir().unwrap();
-    let folder = folder.path();
-    for spawn in ["--spawn=threads", "--spawn=processes"] {
-        let good = format!("good{spawn}");
-        assert_eq!(record_cnn(folder, &good, &[spawn]), Some(0));
-        for (fault, expected) in [
-            ("error:rank=1,at=step,step=3", "B failed in step 3: see the error of the run."),
-            ("nan:rank=1,at=step,step=3", "Step 3 is the first that differs:"),
-        ] {
-            let bad = format!("{fault}{spawn}");
-            let fault = format!("--inject-fault={fault}");
-            assert_eq!(record_cnn(folder, &bad, &[&fault, spawn]), Some(1), "{fault}");
-            let (code, stdout, stderr) = diff(folder, &good, &bad);
-            assert_eq!(code, Some(1), "{stdout}{stderr}");
-            // Rank 1 may fail in step 3 while rank 0 ends step 2, which is not recorded whole then.
-            let equal = [
-                "Equal: the start and 3 steps (0 to 2).",
-                "Equal: the start and 2 steps (0 to 1).",
-            ];
-            assert!(equal.iter().any(|line| stdout.contains(line)), "{fault}: {stdout}");
-            assert!(stdout.contains(expected), "{fault}: {stdout}");
-        }
-    }
-}
-
-/// A rank that fails before it has its batches says so in a line of its own. The other may have ended the step before.
-#[test]
-fn failed_step_is_named_also_without_a_line_of_another_rank() {
-    let folder = tempfile::tempdir().unwrap();
-    let folder = folder.path();
-    assert_eq!(record_cnn(folder, "good", &[]), Some(0));
-    let inject = "--inject-fault=error:rank=1,at=step,step=3";
-    assert_eq!(record_cnn(folder, "bad", &[inject]), Some(1));
-    let text = fs::read_to_string(folder.join("bad")).unwrap();
-    assert!(text.contains("{\"event\":\"failed\",\"step\":3,\"rank\":1}\n"), "{text}");
-    let lines = text.lines().map(|line| (line, serde_json::from_str::<Value>(line).unwrap()));
-    let other = lines.filter(|(_, line)| {
-        line["rank"] != 0 || line["event"] != "step" || line["step"].as_u64() < Some(3)
-    });
-    let kept: String = other.map(|(line, _)| format!("{line}\n")).collect();
-    fs::write(folder.join("bad"), kept).unwrap();
-    let (code, stdout, stderr) = diff(folder, "good", "bad");
-    assert_eq!(code, Some(1), "{stdout}{stderr}");
-    assert!(stdout.contains("B failed in step 3: see the error of the run."), "{stdout}");
-}
-
 /// Of several processes, each writes its own file. The one that fails may be any of them, also between recorded steps.
 #[test]
 fn failure_of_any_process_is_a_difference() {

@@ -27,7 +27,7 @@ use crate::process_group::{
 };
 use crate::telemetry::{LogFormat, Printer};
 use operations::{OPS, ShownOp};
-use values::{Numbers, Plain, Value, fill};
+use values::{Value, fill};
 
 /// The most elements of a tensor, which people are to read.
 const MOST_NUMEL: u64 = 1_000_000;
@@ -82,17 +82,6 @@ struct CommRun {
 struct Row {
     before: Option<Value>,
     after: Option<Value>,
-    sent: u64,
-    received: u64,
-}
-
-/// A line of `--log-format json`.
-#[derive(Serialize)]
-struct Line<'a> {
-    op: &'static str,
-    rank: usize,
-    before: Option<Plain<'a, Value>>,
-    after: Option<Plain<'a, Value>>,
     sent: u64,
     received: u64,
 }
@@ -202,7 +191,7 @@ impl CommRun {
             // The order of arrival varies, but all ranks have arrived before this one leaves.
             let arrivals = group.all_gather_object(&arrived)?;
             let arrived = (0..).zip(arrivals).filter(|(_, arrival)| *arrival <= left);
-            Some(Value::Tensor(Numbers::Integer(arrived.map(|(rank, _)| rank).collect())))
+            Some(Value::whole(&arrived.map(|(rank, _)| rank).collect::<Vec<_>>()))
         } else if has_result {
             Some(Value::of(&tensors.output, tensors.output_list.as_deref())?)
         } else {
@@ -215,10 +204,14 @@ impl CommRun {
     fn print(&self, shown: &ShownOp, rows: &[Row]) -> std::io::Result<()> {
         if self.printer.format() == LogFormat::Json {
             return rows.iter().enumerate().try_for_each(|(rank, row)| {
-                let Row { sent, received, .. } = *row;
-                let [before, after] = [&row.before, &row.after].map(|v| v.as_ref().map(Plain));
-                let op = shown.op.name();
-                self.printer.object(&Line { op, rank, before, after, sent, received })
+                let Row { sent, received, .. } = row;
+                let json = |value: &Option<Value>| {
+                    value.as_ref().map_or("null".into(), |it| it.json.clone())
+                };
+                let (op, before, after) = (shown.op.name(), json(&row.before), json(&row.after));
+                let tensors = format!(r#""before":{before},"after":{after}"#);
+                let bytes = format!(r#""sent":{sent},"received":{received}"#);
+                self.printer.line(&format!(r#"{{"op":"{op}","rank":{rank},{tensors},{bytes}}}"#))
             });
         }
         self.printer.lines(|out| {
@@ -239,22 +232,17 @@ impl CommRun {
         let (world_size, reduce_op) = (rows.len(), self.flags.reduce_op);
         let ShownOp { op, pytorch_call, rust_call, .. } = *shown;
         writeln!(out, "\n{}", op.name())?;
-        let mut paragraph = |lines: &[String]| {
-            for line in lines {
-                writeln!(out, "{}", format!("  {line}").trim_end())?;
-            }
-            Ok(())
-        };
-        paragraph(&shown.about(world_size, reduce_op))?;
-        paragraph(&[String::new()])?;
-        paragraph(&drawing::draw(op, world_size, reduce_op))?;
-        paragraph(&[
-            String::new(),
-            format!("PyTorch  {pytorch_call}"),
-            format!("Rust     {rust_call}"),
-            String::new(),
-        ])?;
-        paragraph(&table::table(rows))
+        let calls = [format!("PyTorch  {pytorch_call}"), format!("Rust     {rust_call}")];
+        let parts = [
+            shown.about(world_size, reduce_op),
+            drawing::draw(op, world_size, reduce_op),
+            calls.to_vec(),
+            table::table(rows),
+        ];
+        for line in parts.join(&String::new()) {
+            writeln!(out, "{}", format!("  {line}").trim_end())?;
+        }
+        Ok(())
     }
 }
 

@@ -2,7 +2,7 @@
 
 use super::Row;
 use super::shorten::{GAP, items, join, ranks};
-use super::values::{Numbers, Value};
+use super::values::Value;
 
 /// The largest width of a table: that of a terminal, less the indentation.
 const WIDTH: usize = 78;
@@ -16,15 +16,12 @@ struct Limits {
 
 /// Returns the lines of a table with a line for each rank, and as much of each tensor as there is room for.
 pub(super) fn table(rows: &[Row]) -> Vec<String> {
-    let lists =
-        rows.iter().flat_map(|row| [&row.before, &row.after]).flatten().map(|value| match value {
-            Value::Tensor(numbers) => std::slice::from_ref(numbers),
-            Value::List(list) => list,
-        });
+    let lists = rows.iter().flat_map(|row| [&row.before, &row.after]).flatten();
+    let lists = lists.map(|value| &value.tensors);
     // No line has room for more.
     let most = |longest: Option<usize>| longest.unwrap_or(0).clamp(2, WIDTH / 2);
-    let tensors = most(lists.clone().map(<[_]>::len).max());
-    let numbers = most(lists.flatten().map(Numbers::len).max());
+    let tensors = most(lists.clone().map(Vec::len).max());
+    let numbers = most(lists.flatten().map(Vec::len).max());
     // Leaves out numbers before tensors, but keeps the first and the last number of a tensor if possible.
     let mut all = (1..=tensors)
         .rev()
@@ -63,14 +60,12 @@ fn lines(rows: &[Row], limits: Limits) -> Vec<String> {
 
 /// Returns the tensors of a value, each as `[1 2 3]`; `-` for no value.
 fn tensors(value: Option<&Value>, limits: Limits) -> Vec<String> {
-    let tensor = |numbers: &Numbers| {
-        format!("[{}]", join(numbers.len(), limits.numbers, " ", |i| numbers.text(i)))
+    let tensor = |numbers: &Vec<String>| {
+        format!("[{}]", join(numbers.len(), limits.numbers, " ", |i| numbers[i].clone()))
     };
-    match value {
-        None => vec!["-".into()],
-        Some(Value::Tensor(numbers)) => vec![tensor(numbers)],
-        Some(Value::List(list)) => items(list.len(), limits.tensors, |i| tensor(&list[i])),
-    }
+    value.map_or(vec!["-".into()], |Value { tensors, .. }| {
+        items(tensors.len(), limits.tensors, |i| tensor(&tensors[i]))
+    })
 }
 
 /// Returns a line for each list of texts, with the texts aligned in columns.

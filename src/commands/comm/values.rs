@@ -2,7 +2,8 @@
 
 use std::fmt::{Display, LowerExp};
 
-use serde::{Deserialize, Serialize, Serializer};
+use serde::{Deserialize, Serialize};
+use serde_json::json;
 use tch::{Device, Kind, TchError, Tensor};
 
 use crate::error::Result;
@@ -19,98 +20,55 @@ pub(super) fn fill(input: &Tensor, rank: usize) -> Result<()> {
     fill().doing("filling a tensor")
 }
 
-/// The tensors of a rank before or after an operation, in the form that rank 0 receives.
+/// The tensors of a rank before or after an operation, as texts, in the form that rank 0 receives.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
-pub(super) enum Value {
-    /// The numbers of one tensor.
-    Tensor(Numbers),
-    /// The numbers of one tensor per rank.
-    List(Vec<Numbers>),
-}
-
-/// The numbers of a tensor of any dtype that can be reduced.
-#[derive(Debug, PartialEq, Serialize, Deserialize)]
-pub(super) enum Numbers {
-    Bool(Vec<bool>),
-    Integer(Vec<i64>),
-    /// Includes dtypes with less precision.
-    Single(Vec<f32>),
-    Double(Vec<f64>),
+pub(super) struct Value {
+    /// The numbers of each tensor, for people.
+    pub tensors: Vec<Vec<String>>,
+    /// The numbers of one tensor, or a list with those of one per rank, as JSON.
+    pub json: String,
 }
 
 impl Value {
     /// Returns the numbers of `list`, or of the one tensor if there is no list.
     pub(super) fn of(tensor: &Tensor, list: Option<&[Tensor]>) -> Result<Self> {
-        match list {
-            Some(list) => list.iter().map(Numbers::of).collect::<Result<_>>().map(Value::List),
-            None => Numbers::of(tensor).map(Value::Tensor),
-        }
+        let tensors = list.unwrap_or(std::slice::from_ref(tensor)).iter();
+        let texts: Result<Vec<_>, _> = tensors.map(texts).collect();
+        let (tensors, all): (Vec<_>, Vec<_>) = texts.doing("reading a tensor")?.into_iter().unzip();
+        let all = all.join(",");
+        Ok(Self { tensors, json: if list.is_some() { format!("[{all}]") } else { all } })
+    }
+
+    /// Returns these whole numbers, as those of a tensor.
+    pub(super) fn whole(numbers: &[usize]) -> Self {
+        let tensors = vec![numbers.iter().map(usize::to_string).collect()];
+        Self { tensors, json: json!(numbers).to_string() }
     }
 }
 
-impl Numbers {
-    fn of(tensor: &Tensor) -> Result<Self> {
-        let read = || {
-            let tensor = tensor.f_to_device(Device::Cpu)?;
-            Ok(match tensor.f_kind()? {
-                Kind::Bool => Numbers::Bool(Vec::try_from(tensor)?),
-                Kind::Double => Numbers::Double(Vec::try_from(tensor)?),
-                Kind::Float | Kind::Half | Kind::BFloat16 => {
-                    Numbers::Single(Vec::try_from(tensor)?)
-                }
-                _ => Numbers::Integer(Vec::try_from(tensor)?),
-            })
-        };
-        read().doing("reading a tensor")
+/// Returns the numbers of a tensor of any dtype that can be reduced: for people, and as JSON.
+fn texts(tensor: &Tensor) -> Result<(Vec<String>, String), TchError> {
+    fn of<T: Serialize + Copy>(
+        numbers: Vec<T>,
+        text: impl Fn(T) -> String,
+    ) -> (Vec<String>, String) {
+        // What has been a tensor is a list of numbers, which JSON has.
+        let json = serde_json::to_string(&numbers).unwrap_or_default();
+        (numbers.into_iter().map(text).collect(), json)
     }
-
-    pub(super) fn len(&self) -> usize {
-        match self {
-            Numbers::Bool(values) => values.len(),
-            Numbers::Integer(values) => values.len(),
-            Numbers::Single(values) => values.len(),
-            Numbers::Double(values) => values.len(),
-        }
-    }
-
-    /// Returns the number at `index` as text.
-    pub(super) fn text(&self, index: usize) -> String {
-        match self {
-            Numbers::Bool(values) => values[index].to_string(),
-            Numbers::Integer(values) => values[index].to_string(),
-            Numbers::Single(values) => float(values[index]),
-            Numbers::Double(values) => float(values[index]),
-        }
-    }
+    let tensor = tensor.f_to_device(Device::Cpu)?;
+    Ok(match tensor.f_kind()? {
+        Kind::Bool => of(Vec::<bool>::try_from(tensor)?, |value| value.to_string()),
+        Kind::Double => of(Vec::<f64>::try_from(tensor)?, float),
+        Kind::Float | Kind::Half | Kind::BFloat16 => of(Vec::<f32>::try_from(tensor)?, float),
+        _ => of(Vec::<i64>::try_from(tensor)?, |value| value.to_string()),
+    })
 }
 
 /// Returns `value` as text, with an exponent if it would have too many digits.
 fn float<T: Copy + Into<f64> + Display + LowerExp>(value: T) -> String {
     let size = value.into().abs();
     if size.is_finite() && size >= 1e16 { format!("{value:e}") } else { value.to_string() }
-}
-
-/// Numbers as plain JSON, without the names of the enum variants.
-pub(super) struct Plain<'a, T>(pub &'a T);
-
-impl Serialize for Plain<'_, Numbers> {
-    fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
-        match self.0 {
-            Numbers::Bool(values) => values.serialize(to),
-            Numbers::Integer(values) => values.serialize(to),
-            Numbers::Single(values) => values.serialize(to),
-            Numbers::Double(values) => values.serialize(to),
-        }
-    }
-}
-
-impl Serialize for Plain<'_, Value> {
-    fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
-        match self.0 {
-            Value::Tensor(numbers) => Plain(numbers).serialize(to),
-            Value::List(list) => to.collect_seq(list.iter().map(Plain)),
-        }
-    }
 }
 
 #[cfg(test)]
@@ -121,9 +79,8 @@ mod tests {
     fn values_of_every_dtype_are_printed_exactly() {
         let shown = |kind| {
             let tensor = Tensor::from_slice(&[0., 0.1, -3., 1e30]).to_kind(kind);
-            let numbers = Numbers::of(&tensor).unwrap();
-            let text: Vec<String> = (0..numbers.len()).map(|i| numbers.text(i)).collect();
-            (text.join(" "), serde_json::to_string(&Plain(&numbers)).unwrap())
+            let (numbers, json) = texts(&tensor).unwrap();
+            (numbers.join(" "), json)
         };
         let told = |text: &str, json: &str| (text.to_string(), json.to_string());
         assert_eq!(shown(Kind::Double), told("0 0.1 -3 1e30", "[0.0,0.1,-3.0,1e+30]"));

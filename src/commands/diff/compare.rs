@@ -86,8 +86,8 @@ impl Parting {
 #[derive(Debug)]
 pub(super) struct Comparison {
     pub pairs: Pairs,
-    /// The number of common steps before the parting, and the first and the last of them.
-    pub equal_steps: Option<EqualSteps>,
+    /// The common steps before the parting.
+    pub equal_steps: Vec<u64>,
     /// Whether both runs have recorded their start, and it is equal.
     pub has_equal_start: bool,
     pub parting: Option<Parting>,
@@ -114,14 +114,6 @@ impl<T> SidesOf<T> {
     }
 }
 
-/// Common steps that are equal.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct EqualSteps {
-    pub count: usize,
-    pub first: u64,
-    pub last: u64,
-}
-
 /// Compares `a` and `b`.
 ///
 /// # Errors
@@ -133,7 +125,7 @@ pub(super) fn compare(a: &Record, b: &Record) -> Result<Comparison> {
     let common: Vec<u64> =
         a.steps.keys().filter(|step| b.steps.contains_key(step)).copied().collect();
     let mut comparison = Comparison {
-        equal_steps: None,
+        equal_steps: Vec::new(),
         has_equal_start: false,
         parting: None,
         failed: SidesOf { a: failure(a), b: failure(b) },
@@ -151,9 +143,12 @@ pub(super) fn compare(a: &Record, b: &Record) -> Result<Comparison> {
         )));
     }
     let pairs = &comparison.pairs;
+    let differs = |stages: &BTreeMap<Stage, Outcome>| {
+        stages.values().any(|outcome| matches!(outcome, Outcome::Differs(_)))
+    };
     if let Some(&step) = starts.first() {
         let stages = stages_of_start(a, b, step, ranks, pairs);
-        if stages.values().any(|outcome| matches!(outcome, Outcome::Differs(_))) {
+        if differs(&stages) {
             let stopped = Vec::new();
             comparison.parting = Some(Parting { step, is_start: true, stages, stopped });
             return Ok(comparison);
@@ -165,18 +160,17 @@ pub(super) fn compare(a: &Record, b: &Record) -> Result<Comparison> {
         let stages: BTreeMap<Stage, Outcome> = Stage::iter()
             .map(|stage| (stage, compare_stage(stage, of_a, of_b, ranks, has_same_ranks, pairs)))
             .collect();
-        if stages.values().any(|outcome| matches!(outcome, Outcome::Differs(_))) {
-            let lines = of_a.values().chain(of_b.values());
-            let stopped = lines.filter(|line| !line.is_whole()).map(|line| line.rank).collect();
+        let lines = of_a.values().chain(of_b.values());
+        let stopped: Vec<usize> =
+            lines.filter(|line| !line.is_whole()).map(|line| line.rank).collect();
+        if differs(&stages) {
             comparison.parting = Some(Parting { step, is_start: false, stages, stopped });
             break;
         }
-        if !of_a.values().chain(of_b.values()).all(RecordedStep::is_whole) {
-            continue; // a rank that has come further may show the difference
+        // Of a step that is not whole, a rank that has come further may show the difference.
+        if stopped.is_empty() {
+            comparison.equal_steps.push(step);
         }
-        let before =
-            comparison.equal_steps.unwrap_or(EqualSteps { count: 0, first: step, last: step });
-        comparison.equal_steps = Some(EqualSteps { count: before.count + 1, last: step, ..before });
     }
     Ok(comparison)
 }
@@ -223,22 +217,23 @@ fn pair_tensors(a: &Record, b: &Record) -> Result<Pairs> {
         let tensor = trained.header.parameters.iter().find(is_frozen)?;
         Some(format!("{} trains `{}`, and {} does not", trained.name, tensor.name, other.name))
     };
-    let problem = match (frozen(a, b).or_else(|| frozen(b, a)), misfit) {
-        (Some(problem), _) => problem,
-        (None, Some((i, j))) => format!("{} has {}, {} has {}", a.name, of_a[*i], b.name, of_b[*j]),
-        (None, None) if of_a.len() != of_b.len() => {
-            format!("{} trains {} parameters, {} trains {}", a.name, of_a.len(), b.name, of_b.len())
-        }
-        (None, None) => {
-            let mut buffers = by_name(&a.header.buffers, &b.header.buffers);
-            buffers.retain(|(i, j)| fits(&a.header.buffers[*i], &b.header.buffers[*j]));
-            let have_float64 = of_a.iter().any(|tensor| tensor.dtype == "float64");
-            return Ok(Pairs { parameters, buffers, by_order: !is_whole, have_float64 });
-        }
+    let misfit =
+        misfit.map(|(i, j)| format!("{} has {}, {} has {}", a.name, of_a[*i], b.name, of_b[*j]));
+    let unequal = || {
+        let counts = (of_a.len(), of_b.len());
+        let text =
+            format!("{} trains {} parameters, {} trains {}", a.name, counts.0, b.name, counts.1);
+        (counts.0 != counts.1).then_some(text)
     };
-    Err(Error::InvalidInput(format!(
-        "the models differ: {problem}; compare runs of the same model"
-    )))
+    if let Some(problem) = frozen(a, b).or_else(|| frozen(b, a)).or(misfit).or_else(unequal) {
+        return Err(Error::InvalidInput(format!(
+            "the models differ: {problem}; compare runs of the same model"
+        )));
+    }
+    let mut buffers = by_name(&a.header.buffers, &b.header.buffers);
+    buffers.retain(|(i, j)| fits(&a.header.buffers[*i], &b.header.buffers[*j]));
+    let have_float64 = of_a.iter().any(|tensor| tensor.dtype == "float64");
+    Ok(Pairs { parameters, buffers, by_order: !is_whole, have_float64 })
 }
 
 /// Compares the states before step `step`.
@@ -289,8 +284,7 @@ fn compare_stage(
             Stage::Averages => tensors(&a.averages, &b.averages, pairs.parameters.iter().rev()),
             Stage::LearningRate => {
                 let is_seen = pairs.have_float64 || a.lr as f32 != b.lr as f32;
-                let differs = is_seen && !is_close(a.lr, b.lr);
-                Some(if differs { Found::Differs(Vec::new()) } else { Found::Same })
+                Some((is_seen && !is_close(a.lr, b.lr)).then(Vec::new))
             }
             Stage::Parameters => tensors(&a.parameters, &b.parameters, pairs.parameters.iter()),
             Stage::Buffers => tensors(&a.buffers, &b.buffers, pairs.buffers.iter()),
@@ -298,52 +292,44 @@ fn compare_stage(
     })
 }
 
+/// What the comparison of one rank found: `None` if it is the same, else as [`RankDifference::tensors`].
+type Found = Option<Vec<usize>>;
+
 /// Calls `compare` for each rank. It returns `None` where one of the records has nothing to compare.
 fn each_rank(ranks: usize, compare: impl Fn(usize) -> Option<Found>) -> Outcome {
-    let found: Vec<(usize, Found)> =
-        (0..ranks).filter_map(|rank| Some((rank, compare(rank)?))).collect();
-    if found.is_empty() {
-        return Outcome::Unknown;
+    let (mut differ, mut unknown) = (Vec::new(), Vec::new());
+    for rank in 0..ranks {
+        match compare(rank) {
+            None => unknown.push(rank),
+            Some(None) => (),
+            Some(Some(tensors)) => differ.push(RankDifference { rank, tensors }),
+        }
     }
-    let unknown = (0..ranks).filter(|rank| found.iter().all(|(known, _)| known != rank)).collect();
-    let differ: Vec<RankDifference> = found
-        .into_iter()
-        .filter_map(|(rank, found)| match found {
-            Found::Same => None,
-            Found::Differs(tensors) => Some(RankDifference { rank, tensors }),
-        })
-        .collect();
-    if differ.is_empty() {
-        return Outcome::Same;
+    match (differ.is_empty(), unknown.len() == ranks) {
+        (_, true) => Outcome::Unknown,
+        (true, _) => Outcome::Same,
+        (false, _) => Outcome::Differs(Difference { ranks: differ, unknown }),
     }
-    Outcome::Differs(Difference { ranks: differ, unknown })
-}
-
-/// What the comparison of one rank found.
-enum Found {
-    Same,
-    /// As [`RankDifference::tensors`].
-    Differs(Vec<usize>),
 }
 
 fn values<T: PartialEq>(a: &T, b: &T) -> Option<Found> {
-    Some(if a == b { Found::Same } else { Found::Differs(Vec::new()) })
+    Some((a != b).then(Vec::new))
 }
 
 /// Compares the batches of a step. Each has inputs, targets, and further inputs.
 fn batches(a: &RecordedStep, b: &RecordedStep) -> Option<Found> {
     let (of_a, of_b) = (a.batch.as_ref()?, b.batch.as_ref()?);
     if of_a == of_b {
-        return Some(Found::Same);
+        return Some(None);
     }
     let batches = a.loss.len().max(b.loss.len()).max(1);
     let tensors = of_a.len() / batches;
     if of_a.len() != of_b.len() || tensors * batches != of_a.len() {
-        return Some(Found::Differs(Vec::new()));
+        return Some(Some(Vec::new()));
     }
     let differ =
         |tensor: &usize| (*tensor..of_a.len()).step_by(tensors).any(|i| of_a[i] != of_b[i]);
-    Some(Found::Differs((0..tensors).filter(differ).collect()))
+    Some(Some((0..tensors).filter(differ).collect()))
 }
 
 /// Returns whether two numbers are the same up to the rounding of a few operations in float64.
@@ -357,11 +343,10 @@ fn tensors<'a>(
     b: &[Option<TensorHash>],
     pairs: impl Iterator<Item = &'a (usize, usize)>,
 ) -> Option<Found> {
-    let both = pairs.filter_map(|&(i, j)| Some((i, a[i]? == b[j]?)));
-    let both: Vec<(usize, bool)> = both.collect();
+    let both: Vec<(usize, bool)> = pairs.filter_map(|&(i, j)| Some((i, a[i]? == b[j]?))).collect();
     if both.is_empty() {
         return None;
     }
     let differ: Vec<usize> = both.iter().filter(|(_, same)| !same).map(|(i, _)| *i).collect();
-    Some(if differ.is_empty() { Found::Same } else { Found::Differs(differ) })
+    Some((!differ.is_empty()).then_some(differ))
 }

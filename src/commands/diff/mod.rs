@@ -15,7 +15,7 @@ use crate::error::{Error, Shown};
 use crate::session::AlreadyReported;
 use crate::telemetry::{Printer, RecordedFailure};
 pub(super) use compare::SidesOf;
-use compare::{Outcome, Stage, compare};
+use compare::compare;
 use read::Record;
 pub(super) use tensors::TensorComparison;
 use tensors::holds_tensors;
@@ -33,19 +33,6 @@ pub struct DiffFlags {
     /// Compare it with this one
     #[arg(value_name = "B")]
     pub b: PathBuf,
-}
-
-/// Returns the number of ranks whose parameters differ in the first step that differs between the records `a` and `b`.
-///
-/// # Errors
-/// As [`diff`].
-pub(super) fn ranks_with_other_parameters(a: &Path, b: &Path) -> crate::error::Result<usize> {
-    let comparison = compare(&Record::read(a)?, &Record::read(b)?)?;
-    let stages = comparison.parting.map(|parting| parting.stages).unwrap_or_default();
-    Ok(match stages.get(&Stage::Parameters) {
-        Some(Outcome::Differs(difference)) => difference.ranks.len(),
-        _ => 0,
-    })
 }
 
 /// Prints where two records part, and what that means; or the first tensors in which two files differ.

@@ -1,7 +1,6 @@
 //! What `ddp-mp diff` says.
 
 use serde_json::Value;
-use strum::IntoEnumIterator;
 
 use super::compare::{
     Comparison, Difference, Outcome, Parting, RankDifference, SidesOf, Stage, is_close,
@@ -81,31 +80,34 @@ fn is_same_option(a: &Value, b: &Value) -> bool {
 
 /// Names the tensors that neither run trains and only one of them has.
 fn left_out(a: &Record, b: &Record, comparison: &Comparison) -> Vec<String> {
-    let sides = [(a, b), (b, a)];
     let pairs = &comparison.pairs.buffers;
-    let paired: [Vec<usize>; 2] =
-        [pairs.iter().map(|(i, _)| *i).collect(), pairs.iter().map(|(_, j)| *j).collect()];
-    let line = |((record, other), paired): ((&Record, &Record), &Vec<usize>)| {
-        let tensors: Vec<usize> =
-            (0..record.header.buffers.len()).filter(|tensor| !paired.contains(tensor)).collect();
-        let names = names(record, Stage::Buffers, &tensors);
-        (!tensors.is_empty()).then(|| {
-            paragraph(&format!(
-                "Left out, because {} has no such tensor: buffers and frozen parameters of {}, {names}.",
-                other.name, record.name
-            ))
-        })
+    let line = |record: &Record, other: &Record, paired: Vec<usize>| {
+        let all = 0..record.header.buffers.len();
+        let tensors: Vec<usize> = all.filter(|tensor| !paired.contains(tensor)).collect();
+        if tensors.is_empty() {
+            return Vec::new();
+        }
+        paragraph(&format!(
+            "Left out, because {} has no such tensor: buffers and frozen parameters of {}, {}.",
+            other.name,
+            record.name,
+            names(record, Stage::Buffers, &tensors)
+        ))
     };
-    sides.into_iter().zip(&paired).filter_map(line).flatten().collect()
+    let (of_a, of_b) = pairs.iter().copied().unzip();
+    [line(a, b, of_a), line(b, a, of_b)].concat()
 }
 
 fn equal_part(comparison: &Comparison) -> Option<String> {
     let start = comparison.has_equal_start.then(|| "the start".to_owned());
-    let steps = comparison.equal_steps.map(|equal| match equal.count {
-        1 => format!("step {}", equal.first),
-        count => format!("{count} steps ({} to {})", equal.first, equal.last),
-    });
-    let parts: Vec<String> = [start, steps].into_iter().flatten().collect();
+    let steps = match comparison.equal_steps[..] {
+        [] => None,
+        [step] => Some(format!("step {step}")),
+        [first, .., last] => {
+            Some(format!("{} steps ({first} to {last})", comparison.equal_steps.len()))
+        }
+    };
+    let parts: Vec<String> = start.into_iter().chain(steps).collect();
     (!parts.is_empty()).then(|| format!("Equal: {}.", parts.join(" and ")))
 }
 
@@ -132,23 +134,21 @@ fn further_steps(comparison: &Comparison) -> Vec<String> {
 
 /// Returns the lines about the place where the records part.
 fn parting_lines(a: &Record, comparison: &Comparison, parting: &Parting) -> Vec<String> {
-    let first_line = if parting.is_start {
+    let mut lines = vec![if parting.is_start {
         format!("The runs differ before step {}:", parting.step)
     } else {
         format!("Step {} is the first that differs:", parting.step)
-    };
-    let mut lines = vec![first_line];
-    for stage in Stage::iter() {
-        let Some(outcome) = parting.stages.get(&stage) else { continue };
+    }];
+    for (stage, outcome) in &parting.stages {
         let found = match outcome {
             Outcome::Unknown => "not compared".to_owned(),
             Outcome::Same => "the same".to_owned(),
-            Outcome::Differs(difference) => differing(a, stage, difference, parting, comparison),
+            Outcome::Differs(difference) => differing(a, *stage, difference, parting, comparison),
         };
         let name: &str = stage.into();
         lines.push(format!("  {name:<10}  {found}"));
     }
-    let next = comparison.equal_steps.map(|equal| equal.last + 1);
+    let next = comparison.equal_steps.last().map(|last| last + 1);
     if let Some(next) = next.filter(|next| *next < parting.step) {
         lines.extend(paragraph(&format!(
             "Steps {next} to {} are not in both records: the cause may be there.",
@@ -184,14 +184,11 @@ fn differing(
     };
     let group = |(members, tensors): (Vec<usize>, &[usize])| {
         let who = who_differs(&members, a.header.world_size);
-        match tensors {
-            [] => format!("differs on {who}"),
-            tensors if stage == Stage::Batch => {
-                format!("differs on {who}: {}", names(a, stage, tensors))
-            }
-            tensors => {
-                format!("{} of {count} on {who}: {}", tensors.len(), names(a, stage, tensors))
-            }
+        let names = names(a, stage, tensors);
+        match stage {
+            _ if tensors.is_empty() => format!("differs on {who}"),
+            Stage::Batch => format!("differs on {who}: {names}"),
+            _ => format!("{} of {count} on {who}: {names}", tensors.len()),
         }
     };
     let mut found: Vec<String> = groups.into_iter().map(group).collect();
@@ -224,7 +221,7 @@ fn names(a: &Record, stage: Stage, tensors: &[usize]) -> String {
     if tensors.len() > MAX_NAMES { format!("{shown}, ...") } else { shown }
 }
 
-/// Says what it means that `stage` is the first that differs, on `ranks`.
+/// Says what it means that `stage` is the first that differs: what is known, and what to look at.
 fn meaning(
     a: &Record,
     comparison: &Comparison,
@@ -235,17 +232,16 @@ fn meaning(
     let Difference { ranks, unknown } = difference;
     let members: Vec<usize> = ranks.iter().map(|difference| difference.rank).collect();
     let who = who_differs(&members, a.header.world_size);
+    let has = if members.len() == 1 { "has" } else { "have" };
     // If some ranks are right, the program is.
     let is_local = members.len() + unknown.len() < a.header.world_size;
-    let first = ranks.first().and_then(|rank| rank.tensors.first().map(|tensor| (rank, *tensor)));
-    let tensor = first.map_or(String::new(), |(rank, tensor)| {
-        let name = names(a, stage, &[tensor]);
-        match rank.tensors.len() {
-            1 => name,
-            _ => format!("{name} and others"),
-        }
-    });
-    let core = format!("look at {who}: the memory and the core");
+    let tensor = match (stage, ranks.first().map_or(&[][..], |rank| &rank.tensors)) {
+        (Stage::Batch, []) => "batches".into(),
+        (_, []) => String::new(),
+        (Stage::Batch, tensors) => names(a, stage, tensors).replace(", ", " and "),
+        (_, [tensor]) => names(a, stage, &[*tensor]),
+        (_, [first, ..]) => format!("{} and others", names(a, stage, &[*first])),
+    };
     if parting.is_start {
         return format!(
             "The runs start from other values of {tensor}: compare the seed, the initialisation of that layer, and the \
@@ -258,68 +254,60 @@ fn meaning(
              in another order; first differs {tensor}."
         );
     }
-    let has = if members.len() == 1 { "has" } else { "have" };
     let is_same = |stage| parting.stages.get(&stage) == Some(&Outcome::Same);
-    match stage {
-        Stage::Samples => format!(
-            "The samples of {who} differ: compare the seed, the batch size, the order of the samples and the sampler."
+    let core = format!("look at {who}: the memory and the core");
+    let (fact, compare) = match stage {
+        Stage::Samples => (
+            format!("The samples of {who} differ"),
+            "the seed, the batch size, the order of the samples and the sampler",
         ),
-        Stage::Batch => {
-            let what = match first {
-                Some((rank, _)) => names(a, stage, &rank.tensors).replace(", ", " and "),
-                None => "batches".into(),
-            };
-            let files = "the data files and what the loop makes of them";
-            if is_same(Stage::Samples) {
-                format!(
-                    "The samples have the same numbers, but the {what} of {who} differ: compare {files}, or {core}."
-                )
-            } else {
-                format!("The {what} of {who} differ: compare the samples, {files}, or {core}.")
-            }
-        }
+        Stage::Batch if is_same(Stage::Samples) => (
+            format!("The samples have the same numbers, but the {tensor} of {who} differ"),
+            "the data files and what the loop makes of them",
+        ),
+        Stage::Batch => (
+            format!("The {tensor} of {who} differ"),
+            "the samples, the data files and what the loop makes of them",
+        ),
         Stage::Loss if is_local => {
-            format!("Only {who} {has} another loss, so the forward pass there differs: {core}.")
+            (format!("Only {who} {has} another loss, so the forward pass there differs"), "")
         }
-        Stage::Loss if !is_same(Stage::Batch) => "The loss differs: compare the batches, which are not in both records, \
-                                                  the model, the loss function and the versions."
-            .into(),
-        Stage::Loss if !comparison.has_equal_start && comparison.equal_steps.is_none() => {
-            "The loss differs, and no earlier step was compared, so the parameters may have differed before: compare the \
-             options, the model, the loss function and the versions."
-                .into()
-        }
-        Stage::Loss => "All that came before is the same, so the forward pass differs: compare the model, the loss \
-                        function and the versions."
-            .into(),
-        Stage::Gradients if is_local => {
-            format!("Only {who} {has} another gradient of {tensor}, so the backward pass there differs: {core}.")
-        }
-        Stage::Gradients => format!(
-            "The gradients of {who} differ, first in backward that of {tensor}: compare the loss (mean or sum), its scale \
-             and the layers from there on."
+        Stage::Loss => (
+            "All that both records have before is the same, so the forward pass differs".into(),
+            "the model, the loss function and the versions",
         ),
-        Stage::Averages if is_local => {
-            format!("The own gradients of all ranks are the same, but {who} {has} another average of {tensor}: {core}.")
-        }
-        Stage::Averages => format!(
-            "The own gradients of all ranks are the same, but the average of {tensor} differs: compare the number of \
-             ranks, the communication hook, the weights of the mean and the clipping."
+        Stage::Gradients if is_local => (
+            format!(
+                "Only {who} {has} another gradient of {tensor}, so the backward pass there differs"
+            ),
+            "",
         ),
-        Stage::LearningRate => "The learning rates differ: compare --lr and the schedules.".into(),
-        Stage::Parameters if is_local => {
-            format!("The averages are the same, but {who} {has} another {tensor} after the step: {core}.")
-        }
-        Stage::Parameters => format!(
-            "The averages and the learning rate are the same, so the optimizer has made another step of {tensor}: compare \
-             its options, such as weight decay and momentum, also for single parameters."
+        Stage::Gradients => (
+            format!("The gradients of {who} differ, first in backward that of {tensor}"),
+            "the loss (mean or sum), its scale and the layers from there on",
         ),
-        Stage::Buffers if is_local => {
-            format!("Only {who} {has} another buffer {tensor} after the step: {core}.")
-        }
-        Stage::Buffers => format!(
-            "The buffer {tensor} differs on {who}, and no parameter does: compare the layer's options, such as the \
-             momentum of a batch norm."
+        Stage::Averages => (
+            format!(
+                "The own gradients of all ranks are the same, but {who} {has} another average of {tensor}"
+            ),
+            "the number of ranks, the communication hook, the weights of the mean and the clipping",
         ),
+        Stage::LearningRate => ("The learning rates differ".into(), "--lr and the schedules"),
+        Stage::Parameters => (
+            format!(
+                "The averages and the learning rate are the same, but {who} {has} another {tensor} after the step"
+            ),
+            "the optimizer's options, such as weight decay and momentum, also for single parameters",
+        ),
+        Stage::Buffers => (
+            format!("The buffer {tensor} differs on {who}, and no parameter does"),
+            "the layer's options, such as the momentum of a batch norm",
+        ),
+    };
+    match stage {
+        Stage::Batch => format!("{fact}: compare {compare}, or {core}."),
+        Stage::Samples | Stage::LearningRate => format!("{fact}: compare {compare}."),
+        _ if is_local => format!("{fact}: {core}."),
+        _ => format!("{fact}: compare {compare}."),
     }
 }

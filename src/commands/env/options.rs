@@ -20,25 +20,22 @@ pub(super) fn options<'a>(
 ) -> Result<Vec<OptionValue<'a>>> {
     let mut options = config.values_with_origins()?;
     if let Some(launch) = launch.filter(|launch| launch.kind != LaunchKind::Local) {
+        let master = launch.master.as_ref();
+        let of_launcher: [(&str, Option<Value>); 3] = [
+            ("nnodes", launch.nnodes.map(Value::from)),
+            ("master_addr", master.map(|master| master.addr.clone().into())),
+            ("master_port", master.map(|master| master.port.into())),
+        ];
         for option in options.iter_mut().filter(|option| option.origin == Origin::Default) {
-            if let Some(value) = value_of_launcher(launch, &option.key) {
-                option.value = Some(value);
+            let value = of_launcher.iter().find(|(key, _)| *key == option.key);
+            if let Some((_, Some(value))) = value {
+                option.value = Some(value.clone());
                 option.origin = Origin::Launcher(launch.kind.name());
             }
         }
     }
     options.retain(|option| all || option.origin != Origin::Default);
     Ok(options)
-}
-
-/// Returns the value that the launcher's variables give the option `key`, if any.
-fn value_of_launcher(launch: &Launch, key: &str) -> Option<Value> {
-    match key {
-        "nnodes" => Some(launch.nnodes?.into()),
-        "master_addr" => Some(launch.master.as_ref()?.addr.clone().into()),
-        "master_port" => Some(launch.master.as_ref()?.port.into()),
-        _ => None,
-    }
 }
 
 /// Writes the options as a file for `--config`, with their origins as comments. What a file need not say is a comment.

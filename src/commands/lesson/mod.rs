@@ -1,6 +1,6 @@
 //! `ddp-mp lesson`: the lessons of the course, their exercises, and the check of an answer.
 //!
-//! `lessons` declares them, `checks` runs what an exercise is about, and `texts` reads what is said about each from the
+//! `lessons` declares them, `checks` runs what an exercise of `ddp-mp` is about, and `texts` reads what is said about each from the
 //! file of a language. The book shows the exercises, too: `tests/lesson.rs` compares them.
 
 mod answer;
@@ -20,7 +20,7 @@ use crate::error::Error;
 use crate::session::AlreadyReported;
 use crate::telemetry::{Language, Printer, filled, paragraph};
 use answer::Answer;
-use lessons::{Check, Found};
+use lessons::Check;
 use texts::{Catalog, Texts, Words};
 
 pub use lessons::Lesson;
@@ -57,39 +57,40 @@ pub fn lesson(flags: &LessonFlags, printer: &Printer) -> anyhow::Result<()> {
         return print(printer, &list(&catalog));
     };
     let (id, words, texts) = (lesson.id(), &catalog.words, catalog.texts(lesson));
-    match (&flags.answer, lesson.check()) {
-        (Some(_), Check::None) => Err(Error::InvalidInput(format!(
+    let check = lesson.check();
+    if flags.answer.is_none() && !flags.solution {
+        return print(printer, &question(lesson, check, &catalog));
+    }
+    let Check::Run { form, run } = check else {
+        if flags.solution {
+            return print(printer, &[paragraph(&texts.measured), paragraph(&texts.why)].concat());
+        }
+        return Err(Error::InvalidInput(format!(
             "--answer: lesson {id} has no check. {} Compare yours with ddp-mp lesson {id} --solution",
             texts.measured
         ))
-        .into()),
-        (Some(answer), Check::Run { form, run }) => {
-            let answer = form.parse(answer).map_err(|problem| {
-                Error::InvalidInput(format!("--answer: lesson {id}: {problem}"))
-            })?;
-            let found = run().with_context(|| format!("running lesson {id}"))?;
-            if form.accepts(&answer, &found.answer) {
-                let mut lines = vec![format!("{}{}", words.right, shown(&answer, words))];
-                lines.extend(reason(texts, words, &found));
-                return print(printer, &lines);
-            }
-            let mut lines = vec![format!("{}{}", words.wrong, shown(&answer, words))];
+        .into());
+    };
+    let answer = flags.answer.as_ref().map(|answer| form.parse(answer)).transpose();
+    let answer = answer
+        .map_err(|problem| Error::InvalidInput(format!("--answer: lesson {id}: {problem}")))?;
+    let found = run().with_context(|| format!("running lesson {id}"))?;
+    let (verdict, answer) = match &answer {
+        None => (&words.answer, &found.answer),
+        Some(answer) if form.accepts(answer, &found.answer) => (&words.right, answer),
+        Some(answer) => {
+            let mut lines = vec![format!("{}{}", words.wrong, shown(answer, words))];
             lines.extend(paragraph(&format!("{}{}", words.hint, texts.hint)));
             print(printer, &lines)?;
-            Err(anyhow::Error::msg(AlreadyReported))
+            return Err(anyhow::Error::msg(AlreadyReported));
         }
-        (None, check) if !flags.solution => print(printer, &question(lesson, check, &catalog)),
-        (None, Check::Run { run, .. }) => {
-            let found = run().with_context(|| format!("running lesson {id}"))?;
-            let mut lines = vec![format!("{}{}", words.answer, shown(&found.answer, words))];
-            lines.extend(reason(texts, words, &found));
-            print(printer, &lines)
-        }
-        (None, Check::None) => {
-            let lines = [paragraph(&texts.measured), paragraph(&texts.why)];
-            print(printer, &lines.concat())
-        }
+    };
+    let mut lines = vec![format!("{verdict}{}", shown(answer, words))];
+    let numbers: Vec<_> = found.numbers.iter().map(|(name, number)| (&**name, number)).collect();
+    for (what, text) in [(&words.measured, &texts.measured), (&words.why, &texts.why)] {
+        lines.extend(paragraph(&format!("{what}{}", filled(text, &numbers))));
     }
+    print(printer, &lines)
 }
 
 fn print(printer: &Printer, lines: &[String]) -> anyhow::Result<()> {
@@ -138,13 +139,6 @@ fn question(lesson: Lesson, check: Check, catalog: &Catalog) -> Vec<String> {
     }
     lines.extend(paragraph(&format!("{}ddp-mp lesson {id} --solution", words.give_up)));
     lines
-}
-
-/// Returns what a run has measured, and why it is so.
-fn reason(texts: &Texts, words: &Words, found: &Found) -> Vec<String> {
-    let measured = format!("{}{}", words.measured, filled(&texts.measured, &found.numbers));
-    let why = format!("{}{}", words.why, filled(&texts.why, &found.numbers));
-    [paragraph(&measured), paragraph(&why)].concat()
 }
 
 /// Returns `answer` as text.
