@@ -22,28 +22,12 @@ RUNS = {  # and their exit codes
         *["--log-every=5"],
     ],
     "alone": [0, "--max-epochs=1", "--batch-size=64", "--nproc-per-node=1"],
-    "processes": [
-        0,
-        "--spawn=processes",
-        "--nproc-per-node=3",
-        "--num-samples=1000",
-        "--max-epochs=3",
-    ],
+    "processes": [0, "--spawn=processes", "--nproc-per-node=3", "--num-samples=1000", "--max-epochs=3"],
     "failed": [1, "--nproc-per-node=3", "--inject-fault=error:rank=1,at=step,step=40"],
     "stopped": [0, "--nproc-per-node=2", "--max-steps=3"],
 }
 SCREENS = {"desk": (1280, 800, False), "phone": (390, 844, True)}
-SECTIONS = [
-    "Verdict",
-    "What ran",
-    "Curves",
-    "Timeline",
-    "Samples",
-    "Bucket plan",
-    "Bytes",
-    "Replicas",
-    "Options",
-]
+SECTIONS = ["Verdict", "What ran", "Curves", "Timeline", "Samples", "Bucket plan", "Bytes", "Replicas", "Options"]
 COLLECTIVES = {
     *["all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "reduce_scatter"],
     *["all_to_all", "send", "recv", "new_group", "barrier", "synchronize"],
@@ -120,14 +104,11 @@ class Report:
         self.entries = [it["entries"] for it in self.data["timeline"]["ranks"]]
 
     def text(self, selector):
-        return self.browser.js(
-            "return document.querySelector(arguments[0])?.textContent ?? null", selector
-        )
+        return self.browser.js("return document.querySelector(arguments[0])?.textContent ?? null", selector)
 
     def texts(self, selector):
         return self.browser.js(
-            "return [...document.querySelectorAll(arguments[0])].map(it => it.textContent)",
-            selector,
+            "return [...document.querySelectorAll(arguments[0])].map(it => it.textContent)", selector
         )
 
     def rows(self, selector):
@@ -149,9 +130,7 @@ class Report:
         }
 
     def tip(self):
-        return self.browser.js(
-            "const tip = document.getElementById('tip'); return tip.hidden ? null : tip.textContent"
-        )
+        return self.browser.js("const tip = document.getElementById('tip'); return tip.hidden ? null : tip.textContent")
 
     def has(self, selector):
         return self.text(selector) is not None
@@ -165,16 +144,8 @@ class Report:
         for text, value in self.browser.js(
             "return [...document.querySelectorAll('data')].map(it => [it.textContent, it.value])"
         ):
-            if re.fullmatch(r"[-\d.,e]+(\s\D+)?", text.replace("\xa0", " ")) and value not in (
-                "",
-                "null",
-            ):
-                scale = (
-                    1e6
-                    if re.search(r"[nµm]?s$|min$|h$", text)
-                    and not self.is_micros(text, float(value))
-                    else 1
-                )
+            if re.fullmatch(r"[-\d.,e]+(\s\D+)?", text.replace("\xa0", " ")) and value not in ("", "null"):
+                scale = 1e6 if re.search(r"[nµm]?s$|min$|h$", text) and not self.is_micros(text, float(value)) else 1
                 slack = 0.0005 if text.endswith("%") else 0
                 close(amount(text), float(value) * scale, f"{text!r} of {value}", 0.006, slack)
 
@@ -199,17 +170,10 @@ class Report:
             if value is not None:
                 equal(float(figures[term][1]), float(value), term)
             else:
-                check(
-                    term not in figures or "no number" in figures[term][0],
-                    f"{term} is {figures.get(term)}",
-                )
+                check(term not in figures or "no number" in figures[term][0], f"{term} is {figures.get(term)}")
         equal(self.texts("#advice li"), verdict["advice"], "the advice")
         equal(self.text("#command"), data["command"], "the command")
-        equal(
-            {term: text for term, (text, _) in self.terms("#option-list").items()},
-            dict(data["options"]),
-            "options",
-        )
+        equal({term: text for term, (text, _) in self.terms("#option-list").items()}, dict(data["options"]), "options")
         kind, text = data["outcome"]["kind"], data["outcome"]["text"]
         equal(self.terms("#facts")["outcome"][0], kind, "the outcome")
         check(kind == "done" or text[1:] in self.text("#subtitle"), f"it is not told that {text!r}")
@@ -230,14 +194,8 @@ class Report:
         )
         for rank, row in enumerate(rows):
             # Of several processes, each knows the calls of its own ranks only.
-            lists = [
-                traffic["sent"],
-                traffic["received"],
-                *[it["bytes"] for it in traffic["collectives"]],
-            ]
-            for text, value in zip(
-                row[2:], [dict(enumerate(it)).get(rank) for it in lists], strict=True
-            ):
+            lists = [traffic["sent"], traffic["received"], *[it["bytes"] for it in traffic["collectives"]]]
+            for text, value in zip(row[2:], [dict(enumerate(it)).get(rank) for it in lists], strict=True):
                 if value is None:
                     equal(text, "–", f"bytes of rank {rank}")
                 else:
@@ -253,25 +211,14 @@ class Report:
         rows = self.rows("#replicas-table")
         equal([row[2] for row in rows], replicas["hashes"] if replicas else [], "the hashes")
         if replicas and len(self.ranks) > 1:
-            equal(
-                all(row[3] == "the same" for row in rows),
-                replicas["equal"],
-                "that replicas are equal",
-            )
-            equal(
-                figures["Replicas"][0], "equal" if replicas["equal"] else "differ", "the replicas"
-            )
+            equal(all(row[3] == "the same" for row in rows), replicas["equal"], "that replicas are equal")
+            equal(figures["Replicas"][0], "equal" if replicas["equal"] else "differ", "the replicas")
 
     # What moves
 
     def curves(self):
         browser, charts = self.browser, self.texts("#charts figcaption")
-        fields = {
-            "Loss": "loss",
-            "Accuracy": "accuracy",
-            "Time of a step": "step_us",
-            "Learning rate": "lr",
-        }
+        fields = {"Loss": "loss", "Accuracy": "accuracy", "Time of a step": "step_us", "Learning rate": "lr"}
         for number, title in enumerate(charts):
             title = next(it for it in fields if title.startswith(it))
             points = {}
@@ -287,30 +234,21 @@ class Report:
                 browser.hover(left + part * width, top + height / 2)
                 seen.add(self.point(points, title))
             check(len(seen) > 1 or len(steps) < 4, f"{title} tells of {seen} only")
-            browser.js(
-                "document.querySelector(arguments[0]).focus({preventScroll: true})", selector
-            )
+            browser.js("document.querySelector(arguments[0]).focus({preventScroll: true})", selector)
             browser.key("Escape")
             equal(self.tip(), None, "the tip after Escape")
             for i in range(min(3, len(steps))):
                 browser.key("ArrowRight")
                 equal(self.point(points, title), steps[i], f"{title} by key")
             browser.key("ArrowLeft")
-            equal(
-                self.point(points, title),
-                steps[max(0, min(3, len(steps)) - 2)],
-                f"{title} by key, back",
-            )
+            equal(self.point(points, title), steps[max(0, min(3, len(steps)) - 2)], f"{title} by key, back")
         if self.has("#log-loss"):
             lines = "return [...document.querySelectorAll('#charts figure:first-child svg .gridline')].map(it => it.outerHTML).join()"
             before = browser.js(lines)
             browser.press("#log-loss")
             changed = browser.js(lines) != before
             browser.press("#log-loss")
-            check(
-                changed or not any(it["loss"] for it in self.data["train"]),
-                "the loss is drawn alike on both scales",
-            )
+            check(changed or not any(it["loss"] for it in self.data["train"]), "the loss is drawn alike on both scales")
             equal(browser.js(lines), before, "the chart after the logarithm was taken back")
 
     def point(self, points, title):
@@ -343,15 +281,9 @@ class Report:
 
         def became(wanted, what):
             for found, value in zip(self.view(), wanted):
-                check(
-                    abs(found - value) <= 1e-3 * length, f"{what} shows {self.view()}, not {wanted}"
-                )
+                check(abs(found - value) <= 1e-3 * length, f"{what} shows {self.view()}, not {wanted}")
 
-        close(
-            whole[0],
-            min(it[1] for lane in self.entries for it in lane),
-            "where the timeline begins",
-        )
+        close(whole[0], min(it[1] for lane in self.entries for it in lane), "where the timeline begins")
         last = max(it[1] + (it[2] or 0) for lane in self.entries for it in lane)
         check(whole[1] >= last - 1e-3, "the timeline ends too early")
         half = [whole[0] + length / 4, whole[1] - length / 4]
@@ -380,11 +312,7 @@ class Report:
         time = whole[0] + length * 0.3
         if touch:
             y = top + height / 2
-            browser.touch(
-                [(at - 20, y), (at + 20, y)],
-                [(at - 40, y), (at + 40, y)],
-                [(at - 60, y), (at + 60, y)],
-            )
+            browser.touch([(at - 20, y), (at + 20, y)], [(at - 40, y), (at + 40, y)], [(at - 60, y), (at + 60, y)])
         else:
             browser.wheel(at, top + height / 2, -240)
         view = self.view()
@@ -418,11 +346,7 @@ class Report:
     def phases(self, lane):
         operations = self.data["timeline"]["operations"]
         return sorted(
-            (
-                it
-                for it in lane
-                if not it[7] and operations[it[0]] not in COLLECTIVES | {"gradient"}
-            ),
+            (it for it in lane if not it[7] and operations[it[0]] not in COLLECTIVES | {"gradient"}),
             key=lambda it: (it[1], -(it[2] or 0)),
         )
 
@@ -430,26 +354,16 @@ class Report:
         """`show step` has the whole step of all ranks, and says so of a number that is none."""
         operations = self.data["timeline"]["operations"]
         of_steps = [
-            operations.index(it)
-            for it in ["step", "data", "forward", "backward", "optimizer"]
-            if it in operations
+            operations.index(it) for it in ["step", "data", "forward", "backward", "optimizer"] if it in operations
         ]
-        numbers = sorted(
-            {it[4] for lane in self.entries for it in lane if it[4] >= 0 and it[0] in of_steps}
-        )
+        numbers = sorted({it[4] for lane in self.entries for it in lane if it[4] >= 0 and it[0] in of_steps})
         self.browser.write("#step-number", "87654321")
         check(
-            self.browser.js("return !document.getElementById('step-number').checkValidity()"),
-            "step 87654321 was taken",
+            self.browser.js("return !document.getElementById('step-number').checkValidity()"), "step 87654321 was taken"
         )
         for step in numbers[:1] + numbers[len(numbers) // 2 :][:1]:
             self.browser.write("#step-number", str(step))
-            parts = [
-                it
-                for lane in self.entries
-                for it in lane
-                if it[4] == step and it[0] in of_steps and not it[7]
-            ]
+            parts = [it for lane in self.entries for it in lane if it[4] == step and it[0] in of_steps and not it[7]]
             ends = [whole[1] if it[2] is None else it[1] + it[2] for it in parts]
             view = self.view()
             check(
@@ -468,12 +382,7 @@ class Report:
         left, top, width, height = browser.box("#lanes")
         view = self.view()
         # The widest collective in sight: through its middle goes a line on which all is tried.
-        seen = [
-            it
-            for lane in self.entries
-            for it in lane
-            if it[2] and view[0] <= it[1] and it[1] + it[2] <= view[1]
-        ]
+        seen = [it for lane in self.entries for it in lane if it[2] and view[0] <= it[1] and it[1] + it[2] <= view[1]]
         widest = max(seen, key=lambda it: (operations[it[0]] in COLLECTIVES, it[2]))
         time = widest[1] + widest[2] / 2
         x = left + 56 + (time - view[0]) / (view[1] - view[0]) * (width - 56)
@@ -484,9 +393,7 @@ class Report:
             slice = {term: text for term, (text, _) in self.terms("#slice").items()}
             if slice:
                 found[(slice["rank"], slice["operation"])] = slice
-                check(
-                    self.tip().startswith(slice["operation"]), f"the tip {self.tip()!r} of {slice}"
-                )
+                check(self.tip().startswith(slice["operation"]), f"the tip {self.tip()!r} of {slice}")
         check(found, "no slice could be hit")
         for slice in found.values():
             rank = int(slice["rank"].split()[0])
@@ -513,15 +420,9 @@ class Report:
             if it[8] > 0:
                 waited, *who = slice["waited"].split(" for rank ")
                 close(amount(waited), it[8], "how long it waited", by=0.01)
-                equal(
-                    [int(rank) for rank in who], [it[9]] if it[9] >= 0 else [], "for whom it waited"
-                )
+                equal([int(rank) for rank in who], [it[9]] if it[9] >= 0 else [], "for whom it waited")
             if it[10] >= 0:
-                equal(
-                    slice["written in"],
-                    self.data["timeline"]["places"][it[10]],
-                    "the place of a slice",
-                )
+                equal(slice["written in"], self.data["timeline"]["places"][it[10]], "the place of a slice")
         collectives = [key for key in found if key[1].split(" #")[0] in COLLECTIVES]
         check(collectives or operations[widest[0]] not in COLLECTIVES, "no collective could be hit")
         # Escape drops it; then the buttons go through the first lane.
@@ -535,11 +436,7 @@ class Report:
         equal(self.terms("#slice")["operation"][0], names[0], "the first slice")
         for press, i in [("#next-slice", 1), ("#next-slice", 2), ("#previous-slice", 1)]:
             browser.press(press)
-            equal(
-                self.terms("#slice")["operation"][0],
-                names[min(i, len(names) - 1)],
-                f"the slice after {press}",
-            )
+            equal(self.terms("#slice")["operation"][0], names[min(i, len(names) - 1)], f"the slice after {press}")
 
     def samples(self):
         browser, samples = self.browser, self.data["samples"]
@@ -550,49 +447,23 @@ class Report:
 
         def shows(index):
             lists = epochs[index]["ranks"]
-            equal(
-                self.text("#samples-note").split(":")[0],
-                f"Epoch {epochs[index]['epoch']}",
-                "the epoch",
-            )
-            for rank, (row, list) in enumerate(
-                zip(self.rows("#sample-counts"), lists, strict=True)
-            ):
-                equal(
-                    [row[0], int(row[1].replace(",", ""))],
-                    [str(rank), len(list)],
-                    "how many samples",
-                )
-                equal(
-                    [int(it) for it in re.findall(r"\d+", row[3])],
-                    list[:10],
-                    f"the order on rank {rank}",
-                )
+            equal(self.text("#samples-note").split(":")[0], f"Epoch {epochs[index]['epoch']}", "the epoch")
+            for rank, (row, list) in enumerate(zip(self.rows("#sample-counts"), lists, strict=True)):
+                equal([row[0], int(row[1].replace(",", ""))], [str(rank), len(list)], "how many samples")
+                equal([int(it) for it in re.findall(r"\d+", row[3])], list[:10], f"the order on rank {rank}")
             everything = [it for list in lists for it in list]
-            twice = (
-                len([it for it in set(everything) if everything.count(it) > 1])
-                if count < 5000
-                else None
-            )
+            twice = len([it for it in set(everything) if everything.count(it) > 1]) if count < 5000 else None
             told = re.search(r"([\d,]+) more than once", self.text("#samples-note"))
             if twice is not None:
-                equal(
-                    int(told[1].replace(",", "")) if told else 0, twice, "how many were dealt twice"
-                )
-            for sample in [
-                0,
-                count // 2,
-                count - 1,
-                lists[-1][len(lists[-1]) // 2] if lists[-1] else 0,
-            ]:
+                equal(int(told[1].replace(",", "")) if told else 0, twice, "how many were dealt twice")
+            for sample in [0, count // 2, count - 1, lists[-1][len(lists[-1]) // 2] if lists[-1] else 0]:
                 browser.write("#sample-number", str(sample))
                 equal(self.text("#sample"), self.takers(lists, sample), "a sample")
             return lists
 
         lists = shows(0)
         check(
-            browser.js("return document.getElementById('epoch-before').disabled"),
-            "there is an epoch before the first",
+            browser.js("return document.getElementById('epoch-before').disabled"), "there is an epoch before the first"
         )
         if len(epochs) > 1:
             browser.press("#epoch-after")
@@ -604,14 +475,10 @@ class Report:
                 str(len(epochs) - 1),
             )
             lists = shows(len(epochs) - 1)
-            check(
-                browser.js("return document.getElementById('epoch-after').disabled"),
-                "an epoch after the last",
-            )
+            check(browser.js("return document.getElementById('epoch-after').disabled"), "an epoch after the last")
         browser.write("#sample-number", str(count))
         check(
-            browser.js("return !document.getElementById('sample-number').checkValidity()"),
-            f"sample {count} was taken",
+            browser.js("return !document.getElementById('sample-number').checkValidity()"), f"sample {count} was taken"
         )
 
         # What is under the mouse has the colour of the rank that is told of it.
@@ -635,22 +502,15 @@ class Report:
             if tip is None:
                 continue
             sample = int(re.match(r"sample (\d+)", tip)[1])
-            equal(
-                tip.replace("\n", ": ", 1).replace("\n", "; "),
-                self.takers(lists, sample),
-                "the tip of a sample",
-            )
+            equal(tip.replace("\n", ": ", 1).replace("\n", "; "), self.takers(lists, sample), "the tip of a sample")
             browser.hover(left + x, max(1, top - 6))
             who = [rank for rank, list in enumerate(lists) if sample in list]
             found = browser.js(colour, x, y)
             between = found in [[253, 253, 252], [20, 22, 25]]
-            if (
-                not between and count * 8 < width * height
-            ):  # else a cell is no larger than its frame
+            if not between and count * 8 < width * height:  # else a cell is no larger than its frame
                 wanted = legend[who[0] if who else len(lists)]
                 check(
-                    max(abs(a - b) for a, b in zip(found, wanted)) <= 2,
-                    f"{sample} of {who} is {found}, not {wanted}",
+                    max(abs(a - b) for a, b in zip(found, wanted)) <= 2, f"{sample} of {who} is {found}, not {wanted}"
                 )
                 tried += 1
         check(tried or count * 8 >= width * height, "no sample could be hit")
@@ -678,40 +538,24 @@ class Report:
             for at, it in enumerate(list)
             if it == sample
         ]
-        none = (
-            "no rank takes it"
-            if self.data["samples"]["complete"]
-            else "not among those that are kept"
-        )
+        none = "no rank takes it" if self.data["samples"]["complete"] else "not among those that are kept"
         return f"sample {sample}: " + "; ".join(found or [none])
 
     def buckets(self):
         browser = self.browser
-        for number, blocks in enumerate(
-            [self.data["model"]["parameters"], self.data["model"]["buckets"]]
-        ):
+        for number, blocks in enumerate([self.data["model"]["parameters"], self.data["model"]["buckets"]]):
             if not blocks:
                 continue
             selector = f"#plan .plan:nth-of-type({number + 1})"
             widths = browser.js(
-                "return [...document.querySelectorAll(arguments[0] + ' span')].map(it => it.offsetWidth)",
-                selector,
+                "return [...document.querySelectorAll(arguments[0] + ' span')].map(it => it.offsetWidth)", selector
             )
             equal(len(widths), len(blocks), "the blocks")
             sizes = blocks if number else [it["bytes"] for it in blocks]
-            check(
-                widths[sizes.index(max(sizes))] == max(widths),
-                "the largest block is not the widest",
-            )
-            wanted = (
-                [f"bucket {i}: " for i in range(len(blocks))]
-                if number
-                else [it["name"] for it in blocks]
-            )
+            check(widths[sizes.index(max(sizes))] == max(widths), "the largest block is not the widest")
+            wanted = [f"bucket {i}: " for i in range(len(blocks))] if number else [it["name"] for it in blocks]
             browser.box(selector)
-            browser.js(
-                "document.querySelector(arguments[0]).focus({preventScroll: true})", selector
-            )
+            browser.js("document.querySelector(arguments[0]).focus({preventScroll: true})", selector)
             for name in wanted[:4]:
                 browser.key("ArrowRight")
                 check(self.tip().startswith(name), f"{self.tip()} instead of {name}")
@@ -736,10 +580,7 @@ class Report:
             )
             if style:
                 seen += 1
-                check(
-                    style[1] != "none" and style[2] >= 2,
-                    f"{style} does not show that it has the focus",
-                )
+                check(style[1] != "none" and style[2] >= 2, f"{style} does not show that it has the focus")
         equal(seen, wanted, "how many controls the Tab key reaches")
 
     def sees(self, view, what):
@@ -808,11 +649,7 @@ def try_page(browser, path, pictures):
         report.changes_with_the_light()
         paper = report.paper()
         equal(browser.console(), [], f"the console of {name}")
-        equal(
-            {it for it in browser.requests() if not it.startswith("data:")},
-            {url},
-            "what was asked for",
-        )
+        equal({it for it in browser.requests() if not it.startswith("data:")}, {url}, "what was asked for")
         if pictures:
             (pictures / f"{name}-{screen}.pdf").write_bytes(paper)
             for dark in [False, True]:
