@@ -180,9 +180,9 @@ test-launchers: cargo python simulated-gpus ## run with torchrun, mpirun, Slurm 
 	cargo build --release
 	$(PYTHON_FOLDER)/bin/python tests/launchers/launchers.py $(PROGRAM) $(SIMULATED_GPUS) $(if $(OTHER_TORCH),torchrun)
 
-report: cargo python ## open the report of a run in Chromium, and try all of it; its pictures: make report PICTURES=folder
+report: cargo python ## open the report of a run in Chromium, and try all of it
 	cargo build --release
-	$(PYTHON_FOLDER)/bin/python tests/interop/report_page.py $(PROGRAM) $(PICTURES)
+	$(PYTHON_FOLDER)/bin/python tests/interop/report_page.py $(PROGRAM)
 
 records: cargo python ## record PyTorch loops and wrong ports of one, and compare them with each other and with the program
 	cargo build --release

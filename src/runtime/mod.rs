@@ -27,7 +27,7 @@ pub(crate) use failure::Failure;
 pub use failure::RankFailure;
 pub use fault::{Fault, FaultKind, FaultSite, Flip, FlipPlace};
 pub(crate) use flight_recorder::{CallSite, FlightRecorder, OpStart, SpanId, format_call_site};
-pub(crate) use flight_recorder_dump::{Clock, FlightRecorderDump};
+pub(crate) use flight_recorder_dump::{Clock, FlightRecorderDump, RankEntries};
 pub(crate) use network_model::NetworkModel;
 pub(crate) use op_entry::{OpEntry, SourceLine, packed as packed_op};
 pub use panics::install_panic_hook;

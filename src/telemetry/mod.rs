@@ -2,7 +2,6 @@
 //!
 //! stdout carries results: text for people, or one JSON object per line. stderr carries the rest.
 
-mod arrivals;
 mod events;
 mod explain;
 mod feed;

@@ -1,8 +1,8 @@
 //! Slices of a timeline: each entry with the step it belongs to, and the time that a rank waited in it.
 
+use std::collections::HashMap;
 use std::time::Duration;
 
-use super::arrivals::Arrivals;
 use crate::operation::Operation;
 use crate::runtime::{FlightRecorderDump, OpEntry};
 
@@ -40,21 +40,42 @@ pub(super) fn gpu_slices(dump: &FlightRecorderDump, track: usize) -> Vec<Vec<Sli
     slices
 }
 
-/// Returns the slices of the `records` of each rank of `dump`.
+/// Returns the slices of the `entries` of each rank of `dump`.
 fn slices_of<'a>(dump: &FlightRecorderDump, entries: Vec<&'a [OpEntry]>) -> Vec<Vec<Slice<'a>>> {
-    let mut arrivals = Arrivals::new(dump.world_size, &dump.groups);
+    let mut arrivals = HashMap::new();
     for (rank, entries) in dump.ranks.iter().zip(&entries) {
-        arrivals.add(rank.rank, entries);
+        for (op, collective) in entries.iter().filter_map(|op| Some((op, collective(op)?))) {
+            let arrival = (op.started_at, rank.rank);
+            let (count, last) = arrivals.entry(collective).or_insert((0, arrival));
+            *count += 1;
+            *last = arrival.max(*last);
+        }
     }
-    let ranks = dump.ranks.iter().zip(entries);
-    ranks.map(|(rank, entries)| slices_of_rank(rank.rank, entries, &arrivals, dump)).collect()
+    let entered = Entered { dump, entries: &entries, arrivals };
+    let ranks = dump.ranks.iter().zip(&entries);
+    ranks.map(|(rank, mine)| slices_of_rank(rank.rank, mine, &entered)).collect()
+}
+
+/// A collective: its group, and its number among the collectives of the group.
+type Collective = (u32, u64);
+
+fn collective(op: &OpEntry) -> Option<Collective> {
+    op.group.filter(|_| op.is_collective()).map(|group| (group, op.at.sequence))
+}
+
+/// Which ranks have entered each collective, as far as their entries show.
+struct Entered<'a> {
+    dump: &'a FlightRecorderDump,
+    /// The entries of each rank of `dump`.
+    entries: &'a [&'a [OpEntry]],
+    /// For each collective the number of ranks that have entered it, and when the last one did.
+    arrivals: HashMap<Collective, (usize, (Duration, usize))>,
 }
 
 fn slices_of_rank<'a>(
     rank: usize,
     entries: &'a [OpEntry],
-    arrivals: &Arrivals,
-    dump: &FlightRecorderDump,
+    entered: &Entered<'_>,
 ) -> Vec<Slice<'a>> {
     let mut step = None;
     let mut phase_end = None;
@@ -72,32 +93,41 @@ fn slices_of_rank<'a>(
             step = None; // an operation after a step's last phase is not part of the step
         }
         let own_end = phase_end.filter(|phase_end| *phase_end >= started_at);
-        let end = op.end(own_end.unwrap_or(dump.taken));
+        let end = op.end(own_end.unwrap_or(entered.dump.taken));
         let track = if op.on_comm_thread { 1 + free(&mut track_ends, started_at, end) } else { 0 };
-        let waited = waited(rank, op, end, arrivals, dump);
+        let waited = entered.waited(rank, op, end);
         slices.push(Slice { op, end, track, step, waited });
     }
     slices
 }
 
-/// Returns how long `rank` waited in `op`, which ended at `end`, and for which rank. `None` if it did not wait.
-fn waited(
-    rank: usize,
-    op: &OpEntry,
-    end: Duration,
-    arrivals: &Arrivals,
-    dump: &FlightRecorderDump,
-) -> Option<(Duration, usize)> {
-    let (until, by) = match arrivals.complete(op) {
-        Some(entered) => (entered.last.min(end), entered.last_rank),
-        None if op.is_open() => {
-            let is_here = |rank: &usize| dump.ranks.iter().any(|here| here.rank == *rank);
-            (end, arrivals.missing(op).find(is_here)?)
-        }
-        None => return None,
-    };
-    let waited = until.saturating_sub(op.started_at);
-    (by != rank && !waited.is_zero()).then_some((waited, by))
+impl Entered<'_> {
+    /// Returns how long `rank` waited in `op`, which ended at `end`, and for which rank. `None` if it did not wait. A
+    /// process does not know that of a collective with ranks of other processes.
+    fn waited(&self, rank: usize, op: &OpEntry, end: Duration) -> Option<(Duration, usize)> {
+        let (group, number) = collective(op)?;
+        let members = match group {
+            0 => None, // all ranks
+            _ => Some(self.dump.groups.get(&group)?),
+        };
+        let &(count, (last, last_rank)) = self.arrivals.get(&(group, number))?;
+        let (until, by) = if count == members.map_or(self.dump.world_size, |it| it.len()) {
+            (last.min(end), last_rank)
+        } else if op.is_open() {
+            let has_entered = |op: &OpEntry| {
+                collective(op).is_some_and(|theirs| theirs.0 == group && theirs.1 >= number)
+            };
+            let ranks = self.dump.ranks.iter().map(|rank| rank.rank).zip(self.entries);
+            let is_member = |rank: &usize| members.is_none_or(|members| members.contains(rank));
+            let mut missing =
+                ranks.filter(|(rank, ops)| is_member(rank) && !ops.iter().any(has_entered));
+            (end, missing.next()?.0)
+        } else {
+            return None;
+        };
+        let waited = until.saturating_sub(op.started_at);
+        (by != rank && !waited.is_zero()).then_some((waited, by))
+    }
 }
 
 /// Maximum number of tracks of a rank besides its own.

@@ -13,7 +13,7 @@ use serde_json::{Map, Value, json};
 use super::slices::{MAX_TRACKS, Slice, gpu_slices, micros, slices};
 use super::{Marks, Output};
 use crate::operation::Operation;
-use crate::runtime::FlightRecorderDump;
+use crate::runtime::{FlightRecorderDump, RankEntries};
 
 /// Maximum number of entries per rank in a trace. The newest are kept: about three thousand steps of a small model.
 pub(crate) const TRACED: usize = 1 << 15;
@@ -67,8 +67,8 @@ struct TraceEvent<'a> {
     /// The binding point of an arrow's end: `e` is the slice around it.
     #[serde(skip_serializing_if = "Option::is_none")]
     bp: Option<&'a str>,
-    #[serde(skip_serializing_if = "Map::is_empty")]
-    args: Map<String, Value>,
+    #[serde(skip_serializing_if = "Value::is_null")]
+    args: Value,
 }
 
 impl<'a> TraceEvent<'a> {
@@ -121,14 +121,11 @@ impl Trace<'_> {
                 self.waiting(rank.rank, slice)?;
             }
         }
-        let lost: Map<String, Value> = (self.dump.ranks.iter())
-            .map(|rank| (format!("rank {}", rank.rank), rank.lost.into()))
-            .collect();
-        let gpu_errors: Map<String, Value> = (self.dump.ranks.iter())
-            .filter_map(|rank| {
-                Some((format!("rank {}", rank.rank), micros(rank.gpu_error?).into()))
-            })
-            .collect();
+        let of_ranks = |value: fn(&RankEntries) -> Option<Value>| -> Value {
+            let ranks = self.dump.ranks.iter();
+            let known = ranks.filter_map(|it| Some((format!("rank {}", it.rank), value(it)?)));
+            known.collect::<Map<_, _>>().into()
+        };
         let clock = self.dump.clock.map(|clock| micros(clock.error));
         let other = json!({
             "program": format!("ddp-mp {}", env!("CARGO_PKG_VERSION")),
@@ -137,8 +134,8 @@ impl Trace<'_> {
             "world_size": self.dump.world_size,
             "clock": if clock.is_some() { "that of process 0" } else { "its own" },
             "clock_error_at_start_us": clock,
-            "gpu_clock_error_us": gpu_errors,
-            "entries_not_kept": lost,
+            "gpu_clock_error_us": of_ranks(|rank| Some(micros(rank.gpu_error?).into())),
+            "entries_not_kept": of_ranks(|rank| Some(rank.lost.into())),
         });
         // `Output` closes the object, with the fingerprint.
         write!(self.out, "\n],\"displayTimeUnit\":\"ns\",\"otherData\":{other}")
@@ -167,11 +164,8 @@ impl Trace<'_> {
                     }
                 }
                 (_, Some(bucket)) => {
-                    let (bucket_gradients, others) =
-                        gradients.iter().partition(|slice| slice.op.bucket == Some(bucket));
-                    gradients = others;
-                    let bucket_gradients: Vec<&Slice<'_>> = bucket_gradients;
-                    for gradient in bucket_gradients {
+                    let is_in = |it: &mut &Slice<'_>| it.op.bucket == Some(bucket);
+                    for gradient in gradients.extract_if(.., is_in) {
                         self.arrow(rank, "gradient", gradient, slice)?;
                     }
                     buckets.push(slice);
@@ -197,30 +191,21 @@ impl Trace<'_> {
 
     /// Writes a slice around each training step, and counters of its samples and bytes.
     fn steps(&mut self, rank: usize, slices: &[Slice<'_>]) -> io::Result<()> {
-        let mut rest = slices;
-        while let Some((at, step)) =
-            rest.iter().enumerate().find_map(|(at, slice)| Some((at, slice.step?)))
-        {
-            let end = rest[at..].iter().position(|slice| slice.step != Some(step));
-            let (step_slices, after) = rest[at..].split_at(end.unwrap_or(rest.len() - at));
-            rest = after;
+        for step_slices in slices.chunk_by(|a, b| a.step == b.step) {
+            let first = &step_slices[0];
             let own = step_slices.iter().filter(|slice| !slice.op.on_comm_thread);
-            let (Some(first), Some(end)) = (step_slices.first(), own.map(|slice| slice.end).max())
-            else {
+            let (Some(step), Some(end)) = (first.step, own.map(|slice| slice.end).max()) else {
                 continue;
             };
             let time = end.saturating_sub(first.op.started_at);
             let (ts, tid) = (self.time(first.op.started_at), track_id(rank, 0));
             let amount = |of: fn(Operation) -> bool| -> u64 {
-                step_slices
-                    .iter()
-                    .filter(|slice| of(slice.op.at.operation))
-                    .map(|slice| slice.op.amount)
-                    .sum()
+                let those = step_slices.iter().filter(|slice| of(slice.op.at.operation));
+                those.map(|slice| slice.op.amount).sum()
             };
             let samples = amount(|operation| operation == Operation::Forward);
             let name = format!("step {step}");
-            let args = to_args([("samples", samples.into())]);
+            let args = json!({ "samples": samples });
             let dur = Some(micros(time));
             let event = TraceEvent::new("X", &name, tid, ts);
             self.event(TraceEvent { cat: "step", dur, args, ..event })?;
@@ -230,7 +215,7 @@ impl Trace<'_> {
             ];
             for (what, value) in counters {
                 let name = format!("rank {rank}: {what}");
-                let args = to_args([(what, value.into())]);
+                let args = json!({ what: value });
                 self.event(TraceEvent { args, ..TraceEvent::new("C", &name, tid, ts) })?;
             }
         }
@@ -250,24 +235,23 @@ impl Trace<'_> {
             Some(bucket) => format!("{operation} (bucket {bucket})"),
             None => operation.to_string(),
         };
-        let source_line =
-            Some(op.source_line.to_string()).filter(|source_line| !source_line.is_empty());
+        let line = Some(op.source_line.to_string()).filter(|line| !line.is_empty());
         let (waited, waited_for) = slice.waited.unzip();
-        let moves_data = !operation.is_compute();
         let all = [
             ("sequence", Some(op.at.sequence.into())),
             ("step", slice.step.map(Value::from)),
-            ("bytes", moves_data.then(|| op.amount.into())),
+            ("bytes", (!operation.is_compute()).then(|| op.amount.into())),
             ("group", op.group.map(Value::from)),
             ("waited_us", waited.map(|waited| micros(waited).into())),
             ("waited_for_rank", waited_for.map(Value::from)),
-            ("at", source_line.map(Value::from)),
+            ("at", line.map(Value::from)),
             ("unfinished", op.is_open().then(|| true.into())),
         ];
+        let args = all.into_iter().filter_map(|(key, value)| Some((key.into(), value?)));
         let event = TraceEvent {
             cat,
             dur: Some(micros(slice.duration())),
-            args: all.into_iter().filter_map(|(key, value)| Some((key.into(), value?))).collect(),
+            args: args.collect::<Map<_, _>>().into(),
             ..TraceEvent::new("X", &name, track_id(rank, slice.track), self.time(op.started_at))
         };
         self.event(event)
@@ -295,10 +279,10 @@ impl Trace<'_> {
     }
 
     fn name(&mut self, what: &str, tid: usize, name: &str) -> io::Result<()> {
-        let args = to_args([("name", name.into())]);
+        let args = json!({ "name": name });
         self.event(TraceEvent { args, ..TraceEvent::new("M", what, tid, 0.0) })?;
         if what == "thread_name" {
-            let args = to_args([("sort_index", tid.into())]);
+            let args = json!({ "sort_index": tid });
             self.event(TraceEvent { args, ..TraceEvent::new("M", "thread_sort_index", tid, 0.0) })?;
         }
         Ok(())
@@ -316,10 +300,6 @@ impl Trace<'_> {
     fn time(&self, time: Duration) -> f64 {
         self.start + micros(time)
     }
-}
-
-fn to_args<const N: usize>(args: [(&str, Value); N]) -> Map<String, Value> {
-    args.into_iter().map(|(key, value)| (key.into(), value)).collect()
 }
 
 /// Delay of the slice of waiting after its collective began. In between, an arrow can bind to the collective.

@@ -1,4 +1,4 @@
-"""A headless Chromium with one page: real mouse, keys and fingers, its console, its network and its pictures."""
+"""A headless Chromium with one page: real mouse, keys and fingers, its console, its network and its paper."""
 
 import base64
 import json
@@ -9,9 +9,7 @@ from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
 
 # Two frames later what an event has changed is drawn.
-DRAWN = (
-    "const done = arguments[0]; requestAnimationFrame(() => requestAnimationFrame(() => done()));"
-)
+DRAWN = "const done = arguments[0]; requestAnimationFrame(() => requestAnimationFrame(() => done()));"
 KEYS = {"ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40, "Tab": 9, "Escape": 27}
 
 
@@ -41,7 +39,7 @@ class Browser:
     def tell(self, command, **what):
         return self.driver.execute_cdp_cmd(command, what)
 
-    def screen(self, width, height, dark=False, touch=False):
+    def screen(self, width, height, touch=False):
         self.tell(
             "Emulation.setDeviceMetricsOverride",
             width=width,
@@ -50,14 +48,11 @@ class Browser:
             deviceScaleFactor=2 if touch else 1,
         )
         self.tell("Emulation.setTouchEmulationEnabled", enabled=touch, maxTouchPoints=2)
-        self.light(dark)
+        self.light(False)
 
     def light(self, dark):
         # Without motion, so that what is scrolled to is there at once.
-        features = {
-            "prefers-color-scheme": "dark" if dark else "light",
-            "prefers-reduced-motion": "reduce",
-        }
+        features = {"prefers-color-scheme": "dark" if dark else "light", "prefers-reduced-motion": "reduce"}
         features = [{"name": name, "value": value} for name, value in features.items()]
         self.tell("Emulation.setEmulatedMedia", media="", features=features)
 
@@ -82,9 +77,7 @@ class Browser:
 
     def box(self, selector):
         """Where an element is within the window, after it was brought there: left, top, width, height."""
-        self.driver.execute_script(
-            "document.querySelector(arguments[0]).scrollIntoView({block: 'center'})", selector
-        )
+        self.driver.execute_script("document.querySelector(arguments[0]).scrollIntoView({block: 'center'})", selector)
         self.drawn()  # the scrolling is told of in the next frame, and hides the tip
         return self.js(
             "const b = document.querySelector(arguments[0]).getBoundingClientRect();"
@@ -123,11 +116,7 @@ class Browser:
         """Fingers, each moment a list of points; they are lifted after the last."""
         for i, points in enumerate(moments):
             points = [{"x": x, "y": y, "id": id} for id, (x, y) in enumerate(points)]
-            self.tell(
-                "Input.dispatchTouchEvent",
-                type="touchMove" if i else "touchStart",
-                touchPoints=points,
-            )
+            self.tell("Input.dispatchTouchEvent", type="touchMove" if i else "touchStart", touchPoints=points)
         self.tell("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
         self.drawn()
 
@@ -143,36 +132,9 @@ class Browser:
         """Types into a field in place of what it holds, and sends its form."""
         self.js("document.querySelector(arguments[0]).select()", selector)
         self.tell("Input.insertText", text=text)
-        self.tell(
-            "Input.dispatchKeyEvent",
-            type="keyDown",
-            key="Enter",
-            windowsVirtualKeyCode=13,
-            text="\r",
-        )
+        self.tell("Input.dispatchKeyEvent", type="keyDown", key="Enter", windowsVirtualKeyCode=13, text="\r")
         self.tell("Input.dispatchKeyEvent", type="keyUp", key="Enter", windowsVirtualKeyCode=13)
         self.drawn()
-
-    def picture(self, path, selector=None):
-        """Of the whole page, or of one part of it."""
-        self.js("scrollTo(0, 0)")
-        size = self.tell("Page.getLayoutMetrics")["cssContentSize"]
-        clip = {
-            "x": 0,
-            "y": 0,
-            "width": size["width"],
-            "height": min(size["height"], 8000),
-            "scale": 1,
-        }
-        if selector:
-            box = self.js(
-                "const b = document.querySelector(arguments[0]).getBoundingClientRect();"
-                "return [b.left, b.top + scrollY, b.width, b.height]",
-                selector,
-            )
-            clip.update(zip(["x", "y", "width", "height"], box))
-        made = self.tell("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)
-        path.write_bytes(base64.b64decode(made["data"]))
 
     def paper(self):
         """What a printer would get, as PDF."""

@@ -3,6 +3,7 @@
 mod layout;
 mod texts;
 
+use std::iter::once;
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
@@ -127,9 +128,9 @@ impl Explainer {
     pub fn begin(&self, hashes: &[(u64, u64)], epoch: u64, resumed: Option<u64>) {
         self.print(&self.explain_rendezvous(), &[]);
         let were_same = hashes.iter().all(|hash| hash.0 == hashes[0].0);
-        let header = ["", &self.texts.column_built, &self.texts.column_start];
-        let mut rows = vec![header.map(String::from).to_vec()];
-        rows.extend(each_rank(hashes, |(built, now)| vec![hex(*built), hex(*now)]));
+        let header = vec![String::new(), self.text("column_built"), self.text("column_start")];
+        let of_rank = |rank: usize| vec![hex(hashes[rank].0), hex(hashes[rank].1)];
+        let rows: Vec<_> = once(header).chain(each_rank(hashes.len(), of_rank)).collect();
         self.print(&self.explain_start(were_same, resumed), &table(&rows));
         self.print(&self.explain_data(epoch), &[]);
     }
@@ -137,7 +138,7 @@ impl Explainer {
     /// Explains the first step: how gradients are averaged, and the update.
     pub fn first_step(&self, step: &ExplainedStep) {
         let mut lines = self.gradients(step, false);
-        lines.push(format!("  {}{}", self.texts.by_hand, mean(&step.ranks)));
+        lines.push(format!("  {}{}", self.text("by_hand"), mean(&step.ranks)));
         self.print(&self.explain_gradients(step, self.run_info.compression), &lines);
         self.print(&self.explain_update(step), &self.updates(step));
     }
@@ -151,7 +152,7 @@ impl Explainer {
 
     /// Explains the end, after `steps` steps of the whole run. `hashes` has a 64-bit hash of each rank's parameters.
     pub fn end(&self, steps: u64, hashes: &[u64]) {
-        let rows: Vec<_> = each_rank(hashes, |hash| vec![hex(*hash)]).collect();
+        let rows: Vec<_> = each_rank(hashes.len(), |rank| vec![hex(hashes[rank])]).collect();
         let mut lines = table(&rows);
         let are_same = hashes.iter().all(|hash| hash == &hashes[0]);
         lines.extend(paragraph(&self.explain_hashes(are_same)));
@@ -165,28 +166,23 @@ impl Explainer {
         let losses = numbers(&all(|rank| rank.loss), 6);
         let gradients = [all(|rank| rank.local), all(|rank| rank.averaged)].concat();
         let gradients = numbers(&gradients, 6);
+        let (locals, means) = gradients.split_at(ranks.len());
         let weights = numbers(&all(|rank| rank.after), 8);
-        let mut header = vec![String::new()];
         let count = ranks[0].num_samples;
         let count = ranks.iter().all(|rank| rank.num_samples == count).then_some(count);
-        header.extend(self.columns(count));
-        let row = |rank: usize| {
-            let this = &ranks[rank];
-            let loss = if this.num_samples == 0 { &NONE.to_string() } else { &losses[rank] };
-            let numbers = [loss, &gradients[rank], &gradients[ranks.len() + rank]];
-            let mut row = vec![match (this.num_samples, count) {
-                (0, _) => NONE.into(),
-                (_, Some(_)) => samples(&this.samples, this.num_samples),
-                (mine, None) => format!("{mine}: {}", samples(&this.samples, mine)),
-            }];
-            row.extend(numbers.into_iter().chain([&weights[rank]]).cloned());
-            row
+        let of_rank = |rank: usize| {
+            let mine = ranks[rank].num_samples;
+            let listed = samples(&ranks[rank].samples, mine);
+            let (listed, loss) = match (mine, count) {
+                (0, _) => (NONE.into(), NONE.into()),
+                (_, Some(_)) => (listed, losses[rank].clone()),
+                (_, None) => (format!("{mine}: {listed}"), losses[rank].clone()),
+            };
+            vec![listed, loss, locals[rank].clone(), means[rank].clone(), weights[rank].clone()]
         };
-        let all: Vec<usize> = (0..ranks.len()).collect();
-        let mut rows = vec![header];
-        rows.extend(each_rank(&all, |rank| row(*rank)));
-        let columns = if with_weight { 6 } else { 5 };
-        rows.iter_mut().for_each(|row| row.truncate(columns));
+        let header = [vec![String::new()], self.columns(count)].concat();
+        let mut rows: Vec<_> = once(header).chain(each_rank(ranks.len(), of_rank)).collect();
+        rows.iter_mut().for_each(|row| row.truncate(if with_weight { 6 } else { 5 }));
         table(&rows)
     }
 
@@ -197,21 +193,17 @@ impl Explainer {
         let gradients: Vec<f64> = step.ranks.iter().map(|rank| rank.stepped_by).collect();
         let gradients = numbers(&gradients, 6);
         let lr = number(step.lr);
-        let rows: Vec<usize> = (0..step.ranks.len()).collect();
-        let header = vec![String::new(), self.update_column()];
-        let rows = each_rank(&rows, |&rank| {
+        let of_rank = |rank: usize| {
             let [before, after] = [&weights[2 * rank], &weights[2 * rank + 1]];
-            let gradient = match gradients[rank].strip_prefix('-') {
-                Some(_) => format!("({})", gradients[rank]),
-                None => gradients[rank].clone(),
-            };
-            vec![if self.run_info.is_plain {
-                format!("{before} - {lr} * {gradient} = {after}")
-            } else {
-                format!("{before} -> {after}")
+            let gradient = &gradients[rank];
+            vec![match (self.run_info.is_plain, gradient.starts_with('-')) {
+                (false, _) => format!("{before} -> {after}"),
+                (true, false) => format!("{before} - {lr} * {gradient} = {after}"),
+                (true, true) => format!("{before} - {lr} * ({gradient}) = {after}"),
             }]
-        });
-        table(&std::iter::once(header).chain(rows).collect::<Vec<_>>())
+        };
+        let header = vec![String::new(), self.update_column()];
+        table(&once(header).chain(each_rank(step.ranks.len(), of_rank)).collect::<Vec<_>>())
     }
 
     fn print(&self, section: &Section, lines: &[String]) {
@@ -250,12 +242,12 @@ fn hex(hash: u64) -> String {
 }
 
 /// Returns the rows `rank 0` and so on, each with its cells; shortened for many ranks.
-fn each_rank<T>(
-    ranks: &[T],
-    cells: impl Fn(&T) -> Vec<String>,
+fn each_rank(
+    ranks: usize,
+    cells: impl Fn(usize) -> Vec<String>,
 ) -> impl Iterator<Item = Vec<String>> {
-    shown(ranks.len()).into_iter().map(move |rank| match rank {
-        Some(rank) => [vec![format!("rank {rank}")], cells(&ranks[rank])].concat(),
+    shown(ranks).into_iter().map(move |rank| match rank {
+        Some(rank) => [vec![format!("rank {rank}")], cells(rank)].concat(),
         None => vec!["...".into()],
     })
 }

@@ -93,29 +93,26 @@ pub(crate) fn advice(end: &End, run: Conditions<'_>) -> Vec<String> {
     let mut say = |text: String| advice.push(text);
     if let Some(straggler) = run.straggler {
         let (Straggler { rank, seconds, .. }, phase_text) = (straggler, straggler.phase_text());
-        say(match straggler.phase {
-            "save" => format!(
-                "Rank {rank} was the straggler: it delayed the others by {seconds:.1} s {phase_text}. Save less \
-                 often, with a larger --save-every or --save-every-epochs, or on a faster disk."
-            ),
-            _ => format!(
-                "Rank {rank} was the straggler: it delayed the others by {seconds:.1} s {phase_text}. Look at what \
-                 it does there, or at what else runs on its device."
-            ),
-        });
+        let remedy = match straggler.phase {
+            "save" => {
+                "Save less often, with a larger --save-every or --save-every-epochs, or on a faster disk."
+            }
+            _ => "Look at what it does there, or at what else runs on its device.",
+        };
+        say(format!(
+            "Rank {rank} was the straggler: it delayed the others by {seconds:.1} s {phase_text}. {remedy}"
+        ));
     }
     let data = share(|rank| rank.data);
     if data > MIN_ADVICE_SHARE {
+        let remedy = match run.num_workers {
+            0 => ": try --num-workers 2".into(),
+            workers => {
+                format!(", with --num-workers {workers}: try more, or a larger --prefetch-factor")
+            }
+        };
         let percent = 100.0 * data;
-        say(match run.num_workers {
-            0 => format!(
-                "{percent:.0} % of the steps' time goes into getting data: try --num-workers 2."
-            ),
-            workers => format!(
-                "{percent:.0} % of the steps' time goes into getting data, with --num-workers {workers}: try more, or \
-                 a larger --prefetch-factor."
-            ),
-        });
+        say(format!("{percent:.0} % of the steps' time goes into getting data{remedy}."));
     }
     if let Some([first, last]) =
         run.losses.filter(|[first, last]| *last > NO_PROGRESS_RATIO * first)

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use serde::ser::{Serialize, SerializeSeq, Serializer};
+use serde::ser::{Serialize, Serializer};
 use strum::IntoEnumIterator;
 
 use crate::operation::Operation;
@@ -51,19 +51,20 @@ impl Serialize for PageEntry<'_> {
         let Slice { op, step, track, waited, .. } = self.slice;
         let duration = micros(self.slice.duration());
         let (waited, waited_for) = waited.map_or((0.0, -1), |(time, by)| (micros(time), by as i64));
-        let mut list = to.serialize_seq(Some(11))?;
-        list.serialize_element(&(op.at.operation as usize))?;
-        list.serialize_element(&micros(op.started_at))?;
-        list.serialize_element(&(!op.is_open()).then_some(duration))?;
-        list.serialize_element(&op.at.sequence)?;
-        list.serialize_element(&step.map_or(-1, |step| step as i64))?;
-        list.serialize_element(&op.bucket.map_or(-1, i64::from))?;
-        list.serialize_element(&op.amount)?;
-        list.serialize_element(&track)?;
-        list.serialize_element(&waited)?;
-        list.serialize_element(&waited_for)?;
-        list.serialize_element(&self.call_site)?;
-        list.end()
+        let entry = (
+            op.at.operation as usize,
+            micros(op.started_at),
+            (!op.is_open()).then_some(duration),
+            op.at.sequence,
+            step.map_or(-1, |step| step as i64),
+            op.bucket.map_or(-1, i64::from),
+            op.amount,
+            track,
+            waited,
+            waited_for,
+            self.call_site,
+        );
+        entry.serialize(to)
     }
 }
 

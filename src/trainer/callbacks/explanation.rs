@@ -9,7 +9,7 @@ use crate::telemetry::{self, Explainer, RankStep};
 use crate::trainer::{Callback, Step, TrainContext};
 
 /// Explains how the ranks train one model, with the numbers of the first steps.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(in crate::trainer) struct Explanation {
     /// The explainer for all ranks; `Some` on rank 0 only.
     explainer: Option<Explainer>,
@@ -65,14 +65,7 @@ impl Explanation {
         hash_before_broadcast: u64,
         explainer: Option<Explainer>,
     ) -> Self {
-        Self {
-            explainer,
-            hash_before_broadcast,
-            steps_explained: 0,
-            probe: None,
-            index: None,
-            numbers: None,
-        }
+        Self { explainer, hash_before_broadcast, ..Self::default() }
     }
 }
 
