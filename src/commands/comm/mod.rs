@@ -266,8 +266,8 @@ mod tests {
 
     #[test]
     fn tensors_that_never_fit_are_refused() {
-        let error = check_tensors(&flags(1 << 40), &OPS, 100).unwrap_err().to_string();
-        assert!(error.starts_with("--numel 1099511627776: the tensors of "), "{error}");
+        let error = check_tensors(&flags(1_000_000), &OPS, 1 << 20).unwrap_err().to_string();
+        assert!(error.starts_with("--numel 1000000: the tensors of "), "{error}");
         // A list of tensors for each pair of ranks, though they are small.
         let error = check_tensors(&flags(2), &shown("all_to_all"), 1 << 20).unwrap_err();
         assert!(error.to_string().contains("all_to_all on 1048576 ranks take "), "{error}");
