@@ -148,8 +148,7 @@ pub(super) fn overlap() -> anyhow::Result<Found> {
         let model = ["--model=mlp", "--in-features=512", "--hidden=512,512,512,512,512"];
         let of_bucket = |bucket: &str| -> anyhow::Result<f64> {
             let more = ["--out-features=512", "--batch-size=512", "--nproc-per-node=2"];
-            let flags =
-                [&model[..], &more, &["--max-epochs=9", &network, &steps, bucket]].concat();
+            let flags = [&model[..], &more, &["--max-epochs=9", &network, &steps, bucket]].concat();
             Ok(100.0 * run(&flags)?.get::<f64>("end", "overlapped")?)
         };
         Ok([of_bucket("--bucket-cap-mb=1")?, of_bucket("--bucket-cap-mb=100")?])
@@ -183,7 +182,8 @@ pub(super) fn traffic() -> anyhow::Result<Found> {
     // The bytes of a step: those of two runs, without what both send at their start.
     let sent = |ranks: &str| -> anyhow::Result<u64> {
         let of = |steps: &str| -> anyhow::Result<u64> {
-            let events = run(&["--model=mlp", "--hidden=256,256", "--nproc-per-node", ranks, steps])?;
+            let events =
+                run(&["--model=mlp", "--hidden=256,256", "--nproc-per-node", ranks, steps])?;
             Ok(events.get::<Vec<u64>>("end", "bytes_sent_by_rank")?[0])
         };
         Ok((of("--max-steps=12")? - of("--max-steps=2")?) / 10)
