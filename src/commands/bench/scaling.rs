@@ -66,21 +66,6 @@ struct Case {
     batch_size: usize,
 }
 
-/// The times of a case over its repetitions, in microseconds.
-#[derive(Debug, Default)]
-struct Times {
-    /// The median step of each repetition.
-    medians: Vec<f64>,
-    /// The largest ratio of a median step to the fastest one of its repetition.
-    spread: f64,
-}
-
-impl Times {
-    fn sorted(&self) -> Sorted {
-        Sorted::new(self.medians.iter().copied())
-    }
-}
-
 /// Measures the training step of `config` with 1, 2 and more ranks, up to `--nproc-per-node`. Prints samples per
 /// second, efficiency and speed-up: once with the batch of `config` on each rank, and once with the same samples
 /// shared out among the ranks. The numbers of ranks take turns `repetitions` times, for `steps` steps each, so that
@@ -142,18 +127,18 @@ pub fn bench_scaling(
         }
     }
     let cases = compared.iter().flat_map(|(_, cases)| *cases);
-    let mut measured: BTreeMap<Case, Times> = cases.map(|case| (case, Times::default())).collect();
+    let mut measured: BTreeMap<Case, Vec<StepTimes>> =
+        cases.map(|case| (case, Vec::new())).collect();
     for _ in 0..repetitions {
         for (case, times) in &mut measured {
             let mut placement = place(Nproc::Count(case.ranks))?;
             placement.threads_per_rank = case.threads_per_rank;
-            let step = measure(case, &placement, &config, &data.training, steps, printer)?;
-            times.medians.push(step.us_per_step);
-            times.spread = times.spread.max(step.us_per_step / step.us_min);
+            times.push(measure(case, &placement, &config, &data.training, steps, printer)?);
         }
     }
+    let sorted = |times: &Vec<StepTimes>| Sorted::new(times.iter().map(|step| step.us_per_step));
     let row = |(scaling, cases): &(Scaling, [Case; 3])| {
-        let us = cases.map(|case| measured[&case].sorted().median());
+        let us = cases.map(|case| sorted(&measured[&case]).median());
         let samples = cases.map(|case| (case.batch_size * case.ranks) as f64);
         let [all, alike, one] = [0, 1, 2].map(|i| samples[i] / us[i] * 1e6);
         let Case { ranks, threads_per_rank, batch_size } = cases[0];
@@ -178,10 +163,11 @@ pub fn bench_scaling(
             printer.lines(|out| write_text(&rows, on_gpu, batch_size, [steps, repetitions], out))
         }
     }?;
-    let slowest = measured.values().map(|times| times.sorted().spread()).fold(1.0, f64::max);
+    let slowest = measured.values().map(|times| sorted(times).spread()).fold(1.0, f64::max);
     // Ranks that share a core have slow steps even on an idle machine.
     let with_cores = measured.iter().filter(|(case, _)| case.ranks <= cores());
-    let median = with_cores.map(|(_, times)| times.spread).fold(1.0, f64::max);
+    let steps = with_cores.flat_map(|(_, times)| times);
+    let median = steps.map(|step| step.us_per_step / step.us_min).fold(1.0, f64::max);
     if median > slowest {
         note_if_busy("the median step took", median, printer)
     } else {

@@ -31,13 +31,13 @@ pub struct LessonFlags {
     /// Show this lesson (number or name); without it, list all
     #[arg(value_name = "LESSON", value_parser = lessons::parse)]
     pub lesson: Option<Lesson>,
-    /// Check an answer to the exercise with a run
+    /// Check an answer to the exercise
     ///
     /// Whole numbers with a space between them, a number with a fraction, or yes or no, as the exercise asks for. The
     /// exit code is 0 if the answer is right, and 1 if it is not
     #[arg(long, value_name = "ANSWER", requires = "lesson", conflicts_with = "solution")]
     pub answer: Option<String>,
-    /// Run the exercise; show its answer and the reason
+    /// Show the answer of the exercise and the reason
     #[arg(long, requires = "lesson")]
     pub solution: bool,
     /// Choose the language of the lessons
@@ -45,8 +45,8 @@ pub struct LessonFlags {
     pub language: Language,
 }
 
-/// Lists the lessons, prints the exercise of one, or checks an answer to it. The check runs what the exercise is
-/// about, on ranks of this machine's CPU.
+/// Lists the lessons, prints the exercise of one, or checks an answer to it. If the exercise changes a
+/// command, the check runs it, on ranks of this machine's CPU.
 ///
 /// # Errors
 /// [`Error::InvalidInput`] when the answer has another form than the exercise asks for, or when no run can check it;

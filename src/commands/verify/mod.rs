@@ -135,7 +135,10 @@ fn check_options(config: &Config, steps: u64) -> Result<()> {
         ),
     ];
     let problem = refused.into_iter().find_map(|(is_refused, text)| is_refused.then_some(text));
-    problem.map_or(Ok(()), |problem| Err(Error::InvalidInput(problem)))
+    match problem {
+        Some(problem) => Err(Error::InvalidInput(problem)),
+        None => Ok(()),
+    }
 }
 
 /// Returns as many samples as fill whole steps of all ranks, so that padding and a smaller last batch have no effect; and
