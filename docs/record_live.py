@@ -109,7 +109,7 @@ def main(program, file):
             terminal.start(os.path.abspath(program), *OPTIONS)
             terminal.wait_for(r"the others wait for rank 2")
             terminal.wait_for(r"0 CPU:0 W waits for rank 2")
-            terminal.wait_for(r"\| Epoch: 1")
+            terminal.wait_for(r"2 CPU:2 .*[SDFBOAW-]{40}")
             screen = terminal.screen(colours=True)
             terminal.keys("s")
             terminal.exit_code()

@@ -15,8 +15,9 @@ use crate::operation::{OpId, Operation};
 use crate::runtime::{PeerStatus, RemoteSnapshots, RunContext, StopRequest};
 use crate::telemetry::{LiveView, Printer, RankSnapshot, RunSnapshot, Source};
 
-/// The number of newest entries of a rank that a snapshot reads.
-const ENTRIES: u64 = 256;
+/// The number of newest entries that a snapshot reads: of all ranks together, and the limits for each.
+const ENTRIES: usize = 4096;
+const ENTRIES_PER_RANK: [usize; 2] = [16, 256];
 
 /// The time between two readings of heartbeats.
 const HEARTBEATS: Duration = Duration::from_millis(500);
@@ -72,13 +73,15 @@ struct Ranks {
 
 impl Ranks {
     fn snapshot(&self) -> RunSnapshot {
+        let [least, most] = ENTRIES_PER_RANK;
+        let entries = (ENTRIES / self.local_ranks.len().max(1)).clamp(least, most) as u64;
         let recorder = &self.run.flight_recorder;
         let now = recorder.now();
         let of_rank = |rank: usize| {
             if !self.local_ranks.contains(&rank) {
                 return self.peers.as_ref().map_or_else(unknown, |peers| peers.snapshot(rank, now));
             }
-            let newest = recorder.entries(rank, recorder.count(rank).saturating_sub(ENTRIES));
+            let newest = recorder.entries(rank, recorder.count(rank).saturating_sub(entries));
             let lasting = newest.filter(|op| op.at.operation != Operation::Gradient);
             let at = self.run.activity[rank].now();
             // As of `now`: the ranks are read one after the other.
