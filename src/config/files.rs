@@ -220,7 +220,7 @@ fn conflict(earlier: &Used, later: &Used) -> Option<String> {
         (Keeps, _) if is_below(later, earlier) => {
             Some(format!("it has a name that checkpoints of {other} use; use another"))
         }
-        (_, Keeps) if is_below(earlier, later) => {
+        (Writes | Fills, Keeps) if is_below(earlier, later) => {
             Some(format!("{other} has a name that checkpoints in this folder use; use another"))
         }
         (Reads | Writes | Fills | Keeps, _) => None,

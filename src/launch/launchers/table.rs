@@ -217,12 +217,13 @@ impl Launcher {
             variables.check_rank(index)?;
         }
         let master = self.endpoint(variables, options, processes, nnodes)?;
+        let nproc = match self.kind {
+            LaunchKind::Kubernetes => variables.nproc("PET_NPROC_PER_NODE", options.nproc)?,
+            _ => options.nproc,
+        };
         let variables_read = variables.as_text();
         let (nproc, ranks) = match self.kind {
-            LaunchKind::Kubernetes => {
-                let nproc = variables.nproc("PET_NPROC_PER_NODE", options.nproc)?;
-                (nproc, "one process a pod: its ranks are threads".into())
-            }
+            LaunchKind::Kubernetes => (nproc, "one process a pod: its ranks are threads".into()),
             // One task a node means a process that uses the whole node.
             LaunchKind::Slurm if nnodes == Some(count.value) => {
                 (options.nproc, "one task a node: its ranks are threads".into())
@@ -261,8 +262,8 @@ impl Launcher {
                 self.kind == LaunchKind::Torchrun && matches!(key, Key::Node | Key::Nodes);
             match variables.integer(name)? {
                 Some(value) => {
-                    set.push(name);
                     numbers.push((*key, Number { name, value }));
+                    set.extend((!is_optional).then_some(name));
                 }
                 None if is_optional => {}
                 None => missing.push(name),
