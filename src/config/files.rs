@@ -217,6 +217,12 @@ fn conflict(earlier: &Used, later: &Used) -> Option<String> {
         (Reads | Writes, _) | (_, Writes) if earlier.place.is(&later.place) => {
             Some(format!("{other} already names this path; use another"))
         }
+        (Reads | Writes, _) if later.place.within(&earlier.place).is_some() => {
+            Some(format!("its path treats the file of {other} as a folder; use another"))
+        }
+        (_, Writes) if earlier.place.within(&later.place).is_some() => {
+            Some(format!("the path of {other} treats this file as a folder; use another"))
+        }
         (Keeps, _) if is_below(later, earlier) => {
             Some(format!("it has a name that checkpoints of {other} use; use another"))
         }

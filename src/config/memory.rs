@@ -53,9 +53,28 @@ impl Config {
         if self.program.model.is_none() && self.data.in_features.is_some() {
             let parameters = self.model_config().num_parameters();
             let what = format!("a model of {parameters:.0} parameters takes, with its gradients,");
-            check("model", what, parameters * 2.0 * FLOAT)?;
+            check(self.largest_width(), what, parameters * 2.0 * FLOAT)?;
         }
         Ok(())
+    }
+
+    /// Returns the key of the model's largest size.
+    fn largest_width(&self) -> &'static str {
+        let Self { model, data, .. } = self;
+        let most = |widths: &[i64]| widths.iter().max().copied().unwrap_or(0);
+        let of_data = [("in_features", data.in_features), ("out_features", data.out_features)];
+        let of_data = of_data.map(|(key, size)| (size.unwrap_or(0), key));
+        let of_model = [
+            (most(&model.hidden), "hidden"),
+            (most(&model.channels), "channels"),
+            (model.n_layer, "n_layer"),
+            (model.n_embd, "n_embd"),
+            (model.block_size, "block_size"),
+        ];
+        let of_model = of_model.into_iter().filter(|(_, key)| model.kind.uses(key));
+        // The number of different tokens is always the same, and that of inputs is the block size.
+        let of_data = of_data.into_iter().filter(|_| !model.kind.uses("block_size"));
+        of_model.chain(of_data).max().map_or("model", |(_, key)| key)
     }
 }
 
@@ -70,7 +89,7 @@ mod tests {
             (&[("num-samples", HUGE)][..], Some("num_samples")),
             (&[("in-features", HUGE)], Some("in_features")),
             (&[("out-features", HUGE)], Some("out_features")),
-            (&[("model", "mlp"), ("hidden", HUGE)], Some("model")),
+            (&[("model", "mlp"), ("hidden", HUGE)], Some("hidden")),
             (&[("model", "mlp"), ("hidden", "1000,1000")], None),
         ] {
             let args = flags.iter().map(|(name, value)| format!("--{name}={value}")).collect();

@@ -361,7 +361,12 @@ impl Launcher {
 
     /// Returns the error of variables that are `missing`, though others are `set`.
     pub(super) fn lacks(&self, missing: &[&str], set: &[&str]) -> Error {
-        let (choice, name) = (self.kind.name(), self.name);
+        let choice = self.kind.name();
+        let name = match self.kind {
+            LaunchKind::Torchrun => "torchrun --no-python",
+            LaunchKind::Kubernetes => "a PyTorchJob or TrainJob",
+            _ => self.name,
+        };
         let is = |names: &[&str]| if names.len() == 1 { "is" } else { "are" };
         let missing = format!("{} {} not set", and(missing), is(missing));
         Error::InvalidInput(if set.is_empty() {
