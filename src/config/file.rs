@@ -273,11 +273,9 @@ fn which_was_meant(command: &Command, unknown: &str) -> String {
     match advice_on(&name, is_key) {
         Some(Advice::Do(remedy)) => return remedy.into(),
         Some(Advice::Call(option)) => {
-            let key = option.replace('-', "_");
-            let key = key
-                .split_once('=')
-                .map_or(key.clone(), |(key, value)| format!("{key} = \"{value}\""));
-            return format!("did you mean `{key}`?");
+            let (key, value) = option.split_once('=').unwrap_or((option, ""));
+            let value = if value.is_empty() { String::new() } else { format!(" = \"{value}\"") };
+            return format!("did you mean `{}{value}`?", key.replace('-', "_"));
         }
         None => {}
     }

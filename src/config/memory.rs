@@ -4,6 +4,7 @@ use super::{Config, Invalid};
 use crate::data::DatasetSpec;
 use crate::error::{Error, Result};
 use crate::telemetry::{gigabytes, total_memory};
+use crate::trainer::Loss;
 
 /// The bytes of a float32.
 const FLOAT: f64 = 4.0;
@@ -47,7 +48,11 @@ impl Config {
             let keys =
                 [(samples, "num_samples"), (inputs, "in_features"), (outputs, "out_features")];
             let (_, largest) = keys.into_iter().max().expect("there are three");
-            check(largest, what, samples as f64 * (inputs as f64 + outputs as f64) * FLOAT)?;
+            let target = match self.training.loss {
+                Loss::Mse => outputs as f64 * FLOAT,
+                Loss::CrossEntropy => 8.0, // the number of a class
+            };
+            check(largest, what, samples as f64 * (inputs as f64 * FLOAT + target))?;
         }
         // A program's own model is not known before it is built.
         if self.program.model.is_none() && self.data.in_features.is_some() {
@@ -91,6 +96,15 @@ mod tests {
             (&[("out-features", HUGE)], Some("out_features")),
             (&[("model", "mlp"), ("hidden", HUGE)], Some("hidden")),
             (&[("model", "mlp"), ("hidden", "1000,1000")], None),
+            // A target is one number, however many classes there are.
+            (
+                &[
+                    ("loss", "cross-entropy"),
+                    ("num-samples", "1000000"),
+                    ("out-features", "10000000"),
+                ],
+                None,
+            ),
         ] {
             let args = flags.iter().map(|(name, value)| format!("--{name}={value}")).collect();
             let refused = Config::parse(args).unwrap().validate_memory().err();

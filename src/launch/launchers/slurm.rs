@@ -102,13 +102,16 @@ pub(super) fn check_task(srun: &Launcher, variables: &Variables) -> Result<()> {
 
 /// Returns how many tasks there are on machine `node`, from Slurm's list for all machines.
 pub(super) fn tasks_on_node(
+    srun: &Launcher,
     variables: &Variables,
     node: Option<Number>,
     count: Number,
 ) -> Result<Number> {
     let names = ["SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"];
     let name = variables.first_of(&names).unwrap_or(names[0]);
-    let list = variables.text(name).unwrap_or_default();
+    let Some(list) = variables.text(name) else {
+        return Err(srun.lacks(&[name], &["SLURM_PROCID", "SLURM_NODEID"]));
+    };
     let (value, all) = nodelist::tasks_on(name, &list, node.map_or(0, |node| node.value))?;
     if all != count.value {
         return Err(Error::InvalidInput(format!(

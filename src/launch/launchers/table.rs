@@ -191,7 +191,7 @@ impl Launcher {
                 (None, Some(nodes)) if nodes.value == 1 => count,
                 (None, Some(nodes)) if nodes.value == count.value => Number { value: 1, ..nodes },
                 (None, Some(nodes)) if node.is_none() => on_each(count, nodes)?,
-                _ => slurm::tasks_on_node(variables, node, count)?,
+                _ => slurm::tasks_on_node(self, variables, node, count)?,
             };
             check_below(local, of)?;
             let is_in_order = self.kind != LaunchKind::Torchrun || local.value <= index.value;
@@ -260,7 +260,12 @@ impl Launcher {
             let name = variables.first_of(names).unwrap_or(names[0]);
             let is_optional =
                 self.kind == LaunchKind::Torchrun && matches!(key, Key::Node | Key::Nodes);
-            match variables.integer(name)? {
+            let value = match (name, key) {
+                ("PET_NNODES", _) => variables.pods(name)?,
+                (_, Key::Nodes) => variables.count(name)?,
+                _ => variables.integer(name)?,
+            };
+            match value {
                 Some(value) => {
                     numbers.push((*key, Number { name, value }));
                     set.extend((!is_optional).then_some(name));
@@ -269,7 +274,14 @@ impl Launcher {
                 None => missing.push(name),
             }
         }
-        if missing.is_empty() { Ok(numbers) } else { Err(self.lacks(&missing, &set)) }
+        let is_one_pod = self.kind == LaunchKind::Kubernetes
+            && matches!(numbers[..], [(Key::Count, Number { value: 1, .. })]);
+        if let (true, [index]) = (is_one_pod, &missing[..]) {
+            numbers.push((Key::Index, Number { name: index, value: 0 }));
+        } else if !missing.is_empty() {
+            return Err(self.lacks(&missing, &set));
+        }
+        Ok(numbers)
     }
 
     /// Returns where the processes meet; `None` for a single process.

@@ -45,20 +45,24 @@ impl<'a> Variables<'a> {
     /// Returns a number from 0; `None` if the variable is unset.
     pub(super) fn integer(&self, name: &str) -> Result<Option<usize>> {
         let Some(text) = self.text(name) else { return Ok(None) };
-        let value = match text.split_once(':') {
-            // PET_NNODES may be a range of numbers of pods.
-            Some((least, most)) if least == most => least,
-            _ => &text,
-        };
-        match value.parse::<u32>() {
+        match text.parse::<u32>() {
             Ok(value) => Ok(Some(value as usize)),
-            Err(_) if text.contains(':') => Err(Error::InvalidInput(format!(
-                "{name}={text:?}: a number of processes that changes needs torchrun; start torchrun --no-python ddp-mp in \
-                 each pod"
-            ))),
             Err(_) => Err(Error::InvalidInput(format!(
                 "{name}={:?} is not a whole number from 0; --launch local ignores it",
                 shortened(&text)
+            ))),
+        }
+    }
+
+    /// Returns a number from 1, which may be written as a range of one; `None` if the variable is unset.
+    pub(super) fn pods(&self, name: &str) -> Result<Option<usize>> {
+        let text = self.text(name).unwrap_or_default();
+        let Some((least, most)) = text.split_once(':') else { return self.count(name) };
+        match (least.parse::<u32>(), most.parse::<u32>()) {
+            (Ok(least), Ok(most)) if least == most => Ok(Some(least as usize)),
+            _ => Err(Error::InvalidInput(format!(
+                "{name}={text:?}: a number of pods that changes needs torchrun; start torchrun --no-python ddp-mp in \
+                 each pod"
             ))),
         }
     }

@@ -161,6 +161,8 @@ fn launchers_are_detected_by_their_variables() {
             Some(2),
             "job-node-0-0.job:29400",
         ),
+        ("PET_NNODES=1", Choice::Kubernetes, LaunchKind::Kubernetes, (0, 1, 0, 1), Some(1), ""),
+        ("PET_NNODES=1:1", Choice::Kubernetes, LaunchKind::Kubernetes, (0, 1, 0, 1), Some(1), ""),
         (SBATCH, nobody, LaunchKind::Local, (0, 1, 0, 1), Some(1), ""),
         (SALLOC, nobody, LaunchKind::Local, (0, 1, 0, 1), Some(1), ""),
         (PTY, nobody, LaunchKind::Local, (0, 1, 0, 1), Some(1), ""),
