@@ -86,6 +86,18 @@ struct Row {
     received: u64,
 }
 
+/// An object of `--log-format json`.
+#[derive(Debug, Serialize)]
+struct Line {
+    op: &'static str,
+    rank: usize,
+    /// The numbers of a tensor, or of a list of them.
+    before: Option<serde_json::Value>,
+    after: Option<serde_json::Value>,
+    sent: u64,
+    received: u64,
+}
+
 /// Runs the operations, and prints the result of each.
 ///
 /// # Errors
@@ -204,14 +216,17 @@ impl CommRun {
     fn print(&self, shown: &ShownOp, rows: &[Row]) -> std::io::Result<()> {
         if self.printer.format() == LogFormat::Json {
             return rows.iter().enumerate().try_for_each(|(rank, row)| {
-                let Row { sent, received, .. } = row;
-                let json = |value: &Option<Value>| {
-                    value.as_ref().map_or("null".into(), |it| it.json.clone())
+                let numbers = |value: &Option<Value>| {
+                    value.as_ref().map(|it| serde_json::from_str(&it.json)).transpose()
                 };
-                let (op, before, after) = (shown.op.name(), json(&row.before), json(&row.after));
-                let tensors = format!(r#""before":{before},"after":{after}"#);
-                let bytes = format!(r#""sent":{sent},"received":{received}"#);
-                self.printer.line(&format!(r#"{{"op":"{op}","rank":{rank},{tensors},{bytes}}}"#))
+                self.printer.object(&Line {
+                    op: shown.op.name(),
+                    rank,
+                    before: numbers(&row.before)?,
+                    after: numbers(&row.after)?,
+                    sent: row.sent,
+                    received: row.received,
+                })
             });
         }
         self.printer.lines(|out| {

@@ -24,7 +24,7 @@ use crate::trainer::Amp;
 use comparison::{Bound, Comparison, RunResult, values, write_head};
 
 /// A way of training. All ways must give the same result.
-#[derive(Debug, Clone, Copy, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 struct Variant {
     strategy: StrategyKind,
     world_size: usize,
@@ -62,7 +62,7 @@ pub fn verify(
                 joined.notes().iter().chain(&notes).for_each(|note| printer.info(note));
             }
             let spawn = session::configured_spawn(&joined, config, printer);
-            let rows = verification.compare(spawn, joined.placement.clone(), true, true)?;
+            let rows = verification.compare(spawn, joined.placement.clone(), true, true, None)?;
             verification.conclude(&rows)
         };
         return leave_error(&launch, join(), printer);
@@ -78,8 +78,10 @@ pub fn verify(
     for placement in placements {
         // One rank that accumulates does not communicate: it is compared once per device.
         let alone = device.replace(placement.devices[0]) != Some(placement.devices[0]);
+        let on_one_rank = verification.train_on_one_rank(&placement, alone)?;
         let spawn = configure(Spawn::at(&placement), &verification.config, printer);
-        rows.extend(verification.compare(spawn, placement, rows.is_empty(), alone)?);
+        let is_first = rows.is_empty();
+        rows.extend(verification.compare(spawn, placement, is_first, alone, Some(on_one_rank))?);
     }
     verification.conclude(&rows)
 }
@@ -178,6 +180,9 @@ fn comparable_samples(
     Ok((dataset, (is_exact || count < len).then_some(note)))
 }
 
+/// What one rank got by itself, in each way that needs no other.
+type OnOneRank = Vec<(Variant, Arc<RunResult>)>;
+
 /// The comparison of one run of the command.
 #[derive(Clone)]
 struct Verification {
@@ -243,39 +248,87 @@ impl Verification {
         Ok((Self { config, dataset, ranks, steps, per_parameter, printer }, notes))
     }
 
+    /// Returns the way that the others are compared with: one rank with the batches of all.
+    fn reference(&self) -> Variant {
+        let batch_size = self.ranks.saturating_mul(self.config.training.batch_size);
+        Variant { strategy: StrategyKind::Ddp, world_size: 1, batch_size, grad_accum_steps: 1 }
+    }
+
+    /// Trains on the first rank of `placement` in each way that needs no other.
+    fn train_on_one_rank(&self, placement: &Placement, alone: bool) -> anyhow::Result<OnOneRank> {
+        let (this, mut placement) = (self.clone(), placement.clone());
+        placement.devices.truncate(1);
+        let backend = placement.backend;
+        let spawn = configure(Spawn::at(&placement), &self.config, &self.printer);
+        let of_ranks = spawn.run(move |rank| {
+            this.train_by_itself(rank, &rank.init_process_group(backend)?, alone)
+        })?;
+        Ok(of_ranks.into_iter().flatten().collect())
+    }
+
+    /// Trains in each way that needs no other rank. `group` has only this one.
+    fn train_by_itself(
+        &self,
+        rank: &Rank,
+        group: &Rc<ProcessGroup>,
+        alone: bool,
+    ) -> anyhow::Result<OnOneRank> {
+        let all = variants(&self.config, self.ranks, alone).into_iter();
+        let by_itself = all.filter(|variant| variant.world_size == 1).chain([self.reference()]);
+        let train =
+            |variant| Ok((variant, Arc::new(self.train(rank, group, variant, self.steps)?)));
+        by_itself.map(train).collect()
+    }
+
     /// Compares all ways to train on the ranks of `spawn`, and prints the results; `is_first` with a head. Returns those of
-    /// rank 0, if it is in this process. `alone`: also one rank that accumulates.
+    /// rank 0, if it is in this process. `alone`: also one rank that accumulates. If it is not known what one rank gets by
+    /// itself, each rank finds out, so that none waits for another meanwhile.
     fn compare(
         &self,
         spawn: Spawn,
         placement: Placement,
         is_first: bool,
         alone: bool,
+        on_one_rank: Option<OnOneRank>,
     ) -> anyhow::Result<Vec<Comparison>> {
         let this = self.clone();
-        let rows = spawn.run(move |rank| this.compare_on(rank, &placement, is_first, alone))?;
+        let rows = spawn.run(move |rank| {
+            let group = rank.init_process_group(placement.backend)?;
+            let only_this = Rc::new(group.new_subgroups(1)?);
+            let on_one_rank = match &on_one_rank {
+                Some(known) => known.clone(),
+                None => this.train_by_itself(rank, &only_this, alone)?,
+            };
+            let train = |variant: Variant, steps| {
+                let known = on_one_rank.iter().find(|(one, _)| *one == variant);
+                match known.filter(|_| steps == this.steps) {
+                    Some((_, result)) => Ok(result.clone()),
+                    None => {
+                        let group = if variant.world_size == 1 { &only_this } else { &group };
+                        this.train(rank, group, variant, steps).map(Arc::new)
+                    }
+                }
+            };
+            this.compare_on(&group, &placement, is_first, alone, train)
+        })?;
         Ok(rows.into_iter().flatten().collect())
     }
 
-    /// Compares on one rank. All ranks train alike, and each also trains alone, so that none waits for another meanwhile.
+    /// Compares on one rank, which `train` trains in a way for so many steps. All ranks train alike.
     fn compare_on(
         &self,
-        rank: &Rank,
+        group: &ProcessGroup,
         placement: &Placement,
         is_first: bool,
         alone: bool,
+        train: impl Fn(Variant, u64) -> anyhow::Result<Arc<RunResult>>,
     ) -> anyhow::Result<Vec<Comparison>> {
         let Self { config, ranks, printer, .. } = self;
-        let group = rank.init_process_group(placement.backend)?;
-        let only_this = Rc::new(group.new_subgroups(1)?);
-        let of = |variant: Variant| if variant.world_size == 1 { &only_this } else { &group };
-        let batch_size = ranks.saturating_mul(config.training.batch_size);
-        let samples =
-            Variant { strategy: StrategyKind::Ddp, world_size: 1, batch_size, grad_accum_steps: 1 };
-        let terms = batch_size.saturating_mul(config.tokens_per_sample());
+        let samples = self.reference();
+        let terms = samples.batch_size.saturating_mul(config.tokens_per_sample());
         let compare = |variant, steps| -> anyhow::Result<(Bound, Comparison)> {
-            let reference = self.train(rank, of(samples), samples, steps)?;
-            let trained = self.train(rank, of(variant), variant, steps)?;
+            let reference = train(samples, steps)?;
+            let trained = train(variant, steps)?;
             let bound = Bound::of(&reference, steps, terms)?;
             let mut comparison = Comparison::new(placement, variant, &reference, &trained, bound);
             let mut ok = vec![comparison.ok];
@@ -296,7 +349,7 @@ impl Verification {
                 }
                 comparison.first_step = Some(differ - 1);
             }
-            if rank.rank() > 0 {
+            if group.rank() > 0 {
                 continue;
             }
             if is_first && rows.is_empty() && printer.format() == LogFormat::Text {

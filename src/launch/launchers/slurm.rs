@@ -130,7 +130,7 @@ pub(super) fn run_id(variables: &Variables) -> String {
 }
 
 /// Returns the host of task 0.
-pub(super) fn first_host(variables: &Variables) -> Result<String> {
+pub(super) fn first_host(variables: &Variables, nnodes: usize) -> Result<String> {
     let names = ["SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"];
     let Some((name, list)) =
         variables.first_of(&names).and_then(|name| Some((name, variables.text(name)?)))
@@ -141,7 +141,16 @@ pub(super) fn first_host(variables: &Variables) -> Result<String> {
                 .into(),
         ));
     };
-    nodelist::first_host(name, &list)
+    let hosts = nodelist::hosts(name, &list)?;
+    // The job may have more nodes than the step.
+    let too_few = hosts.count < nnodes as u64;
+    if too_few || (name == names[0] && hosts.count != nnodes as u64) {
+        return Err(Error::InvalidInput(format!(
+            "{name}={list} has {} hosts, and the step has {nnodes} nodes; set MASTER_ADDR to the host of task 0",
+            hosts.count
+        )));
+    }
+    Ok(hosts.first)
 }
 
 /// Returns a port that is the same for all tasks of a step. It differs between the steps of a job, and usually between jobs

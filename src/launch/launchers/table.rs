@@ -45,6 +45,9 @@ pub(super) struct Launcher {
     run_id: Names,
 }
 
+/// The ids of jobs that launchers of MPI programs set.
+const MPI_RUN_ID: Names = &["PMIX_NAMESPACE", "FLUX_JOB_ID", "PALS_APID"];
+
 /// A launcher of MPI programs whose variables have one prefix.
 macro_rules! mpi {
     ($name:literal, $prefix:literal) => {
@@ -59,7 +62,7 @@ macro_rules! mpi {
                 (Key::LocalCount, &[concat!($prefix, "LOCAL_SIZE")]),
             ],
             store: None,
-            run_id: &["PMIX_NAMESPACE"],
+            run_id: MPI_RUN_ID,
         }
     };
 }
@@ -93,7 +96,7 @@ pub(super) const PMI: Launcher = Launcher {
         (Key::LocalCount, &["MPI_LOCALNRANKS", "PALS_LOCAL_SIZE", "PMI_LOCAL_SIZE"]),
     ],
     store: None,
-    run_id: &["PALS_APID"],
+    run_id: MPI_RUN_ID,
 };
 
 /// All launchers, in the order in which they are looked for. In a Slurm job, mpirun starts its processes through srun,
@@ -115,7 +118,7 @@ pub(super) static LAUNCHERS: [Launcher; 9] = [
             (Key::Nodes, &["FLUX_JOB_NNODES"]),
         ],
         store: None,
-        run_id: &["FLUX_JOB_ID"],
+        run_id: MPI_RUN_ID,
     },
     PMI,
     Launcher {
@@ -321,7 +324,8 @@ impl Launcher {
         };
         let addr = check_addr(addr, &text)?;
         // Python writes `True`, and PyTorch compares with that.
-        let agent_store = variables.text("TORCHELASTIC_USE_AGENT_STORE").as_deref() == Some("True");
+        let agent_store = self.kind == LaunchKind::Torchrun
+            && variables.text("TORCHELASTIC_USE_AGENT_STORE").as_deref() == Some("True");
         Ok(MasterEndpoint { addr, port, agent_store })
     }
 
@@ -337,7 +341,9 @@ impl Launcher {
         let addr = match (&options.master_addr, variables.text("MASTER_ADDR")) {
             (Some(flag), _) => check_addr("--master-addr", flag)?,
             (None, Some(variable)) => check_addr("MASTER_ADDR", &variable)?,
-            (None, None) if self.kind == LaunchKind::Slurm => slurm::first_host(variables)?,
+            (None, None) if self.kind == LaunchKind::Slurm => {
+                slurm::first_host(variables, nnodes.unwrap_or(1))?
+            }
             (None, None) if nnodes == Some(1) => "127.0.0.1".into(),
             (None, None) => {
                 let Processes { count, local_count, .. } = processes;

@@ -160,27 +160,31 @@ impl Packer {
             // SAFETY: both have `size` bytes, and `to` belongs to this rank.
             unsafe { from.copy_to_nonoverlapping(to, size) };
         };
-        let size = size_between(slot, process_map, call);
-        let is_sum = call.operation.collective().is_some_and(|it| it.reduces);
-        for (process, (source, senders)) in sources.iter().zip(&process_map.processes).enumerate() {
-            if sliced {
+        if sliced {
+            for (process, source) in sources.iter().enumerate() {
                 let slice = my_slice(call.outputs[0].numel(), process, process_map.len());
                 let offset = num_bytes(call.kind, slice.start);
                 let output = data(&call.outputs[0]).wrapping_add(offset);
                 copy(*source, output, num_bytes(call.kind, slice.len()));
-                continue;
             }
+            return;
+        }
+        let size = size_between(slot, process_map, call);
+        let is_sum = call.operation.collective().is_some_and(|it| it.reduces);
+        for (source, senders) in sources.iter().zip(&process_map.processes) {
             for one in transfers(call, senders, &here, &size) {
                 // The root of a broadcast has the tensor, and no output.
                 let output = call.outputs.get(one.output).filter(|_| one.to.contains(&group_rank));
                 let Some(output) = output else { continue };
-                if !is_sum {
-                    copy(source.wrapping_add(one.bytes.start), data(output), one.bytes.len());
-                    continue;
+                if is_sum {
+                    // The parts of all processes have their sums at the same offset.
+                    let to = iter::once(data(output));
+                    // SAFETY: all parts have these elements there, and the output belongs to this rank.
+                    return unsafe {
+                        self.add_up(call, sources, one.bytes.start, output.numel(), to)
+                    };
                 }
-                let to = iter::once(data(output));
-                // SAFETY: all parts have these elements there, and the output belongs to this rank.
-                return unsafe { self.add_up(call, sources, one.bytes.start, output.numel(), to) };
+                copy(source.wrapping_add(one.bytes.start), data(output), one.bytes.len());
             }
         }
     }

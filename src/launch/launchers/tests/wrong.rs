@@ -72,6 +72,10 @@ fn invalid_variables_are_refused_by_name() {
             "SLURM_STEP_TASKS_PER_NODE=\"2(x\" is not a list",
         ),
         (
+            &[SRUN, "SLURM_STEP_NODELIST=node[03-04]"],
+            "SLURM_STEP_NODELIST=node[03-04] has 2 hosts, and",
+        ),
+        (
             &[SRUN, "SLURM_STEP_NODELIST=node[03"],
             "SLURM_STEP_NODELIST=\"node[03\" is not a list of hosts",
         ),
