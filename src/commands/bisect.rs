@@ -55,12 +55,12 @@ struct Side {
 /// Runs both commands, and prints the first tensors in which they differ.
 ///
 /// # Errors
-/// [`Error::InvalidInput`] if a command fails, or their files cannot be compared; [`AlreadyReported`] if they differ; and
+/// [`Error::Input`] if a command fails, or their files cannot be compared; [`AlreadyReported`] if they differ; and
 /// an error when stdout cannot be written.
 pub fn bisect(flags: &BisectFlags, program: &str, printer: &Printer) -> anyhow::Result<()> {
     if let Some(keep) = flags.keep.as_ref().filter(|keep| keep.exists()) {
         let keep = keep.shown();
-        return Err(Error::InvalidInput(format!(
+        return Err(Error::usage(format!(
             "--keep {keep}: it exists; remove it, or use another name"
         ))
         .into());
@@ -112,7 +112,7 @@ fn start_from_checkpoints(
     let common: Vec<u64> =
         of_good.keys().filter(|step| of_bad.contains_key(step)).copied().collect();
     if common.is_empty() {
-        return Err(Error::InvalidInput(format!(
+        return Err(Error::usage(format!(
             "--good-dir {}: no checkpoint is of the same step as one in --bad-dir {}; name the folders of two runs that \
              have saved as often",
             good.shown(),
@@ -187,7 +187,7 @@ fn by_records(
 
 impl Side {
     fn refused(&self, problem: &str) -> anyhow::Error {
-        Error::InvalidInput(format!("--{}: {problem}", self.name)).into()
+        Error::usage(format!("--{}: {problem}", self.name)).into()
     }
 
     /// Returns the command with an end after `steps` steps, unless it has an end of its own.

@@ -111,7 +111,7 @@ impl Session {
     /// the other processes.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`](crate::Error::InvalidInput) when `config` can't run here.
+    /// [`Error::Input`](crate::Error::Input) when `config` can't run here.
     pub(crate) fn join(
         config: Config,
         launch: Launch,
@@ -347,7 +347,7 @@ fn check_simulated_network(config: &Config, joined_launch: &JoinedLaunch) -> Res
         }
     };
     match problem {
-        Some(problem) => Err(Error::InvalidInput(format!("--simulate-cluster: {problem}"))),
+        Some(problem) => Err(Error::usage(format!("--simulate-cluster: {problem}"))),
         None => Ok(()),
     }
 }

@@ -26,7 +26,7 @@ impl ChildProcesses {
     /// whether the command stops at a signal and saves.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] where a launcher has started this process: the launcher restarts it.
+    /// [`Error::Input`] where a launcher has started this process: the launcher restarts it.
     pub(crate) fn wanted(config: &Config, launch: &Launch, stops: bool) -> Result<Option<Self>> {
         // For other commands, a file may have `max_restarts` for training.
         let max_restarts = if stops { max_restarts(config, launch)? } else { 0 };
@@ -99,7 +99,7 @@ impl ChildProcesses {
             let _ = write!(text, "\n  restart {number} was needed: {reason}");
         }
         Err(match kind {
-            ErrorKind::WrongInput => Error::InvalidInput(text).into(),
+            ErrorKind::WrongInput => Error::usage(text).into(),
             _ => anyhow::Error::msg(text),
         })
     }
@@ -108,7 +108,7 @@ impl ChildProcesses {
 /// Returns how often to restart the run of `config` after a failure. 0 in a process that another one has started.
 ///
 /// # Errors
-/// [`Error::InvalidInput`] where a launcher has started this process: the launcher restarts it.
+/// [`Error::Input`] where a launcher has started this process: the launcher restarts it.
 fn max_restarts(config: &Config, launch: &Launch) -> Result<usize> {
     if launch.parent.is_some() || config.launch.max_restarts == 0 {
         return Ok(0);
@@ -116,7 +116,7 @@ fn max_restarts(config: &Config, launch: &Launch) -> Result<usize> {
     if launch.kind == LaunchKind::Local {
         return Ok(config.launch.max_restarts);
     }
-    Err(Error::InvalidInput(format!(
+    Err(Error::usage(format!(
         "--max-restarts={restarts} is for one machine without a launcher, and this is {}; leave it out, and let the \
          launcher restart the run: torchrun --max-restarts={restarts}",
         launch.this_process(),
@@ -158,7 +158,7 @@ fn leave_with_parent(launch: &Launch, error: anyhow::Error) -> anyhow::Error {
     }
     let kind = match (failed, error.downcast_ref()) {
         (Some(failed), _) => ErrorKind::Ranks(failed.failure.clone()),
-        (None, Some(Error::InvalidInput(_))) => ErrorKind::WrongInput,
+        (None, Some(Error::Input { .. })) => ErrorKind::WrongInput,
         (None, _) => ErrorKind::Other,
     };
     let left = ChildError::new(format!("{error:#}"), kind);

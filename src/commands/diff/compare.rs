@@ -117,7 +117,7 @@ impl<T> SidesOf<T> {
 /// Compares `a` and `b`.
 ///
 /// # Errors
-/// [`Error::InvalidInput`] if the models differ, or if the records have no step and no start in common.
+/// [`Error::Input`] if the models differ, or if the records have no step and no start in common.
 pub(super) fn compare(a: &Record, b: &Record) -> Result<Comparison> {
     let pairs = pair_tensors(a, b)?;
     let has_same_ranks = a.header.world_size == b.header.world_size;
@@ -136,7 +136,7 @@ pub(super) fn compare(a: &Record, b: &Record) -> Result<Comparison> {
     let starts: Vec<u64> =
         a.starts.keys().filter(|step| b.starts.contains_key(step)).copied().collect();
     if common.is_empty() && starts.is_empty() {
-        return Err(Error::InvalidInput(format!(
+        return Err(Error::mismatch(format!(
             "{} and {} have no step in common, so they cannot be compared; record the same steps (--record-every, \
              --resume)",
             a.name, b.name
@@ -226,7 +226,7 @@ fn pair_tensors(a: &Record, b: &Record) -> Result<Pairs> {
         (counts.0 != counts.1).then_some(text)
     };
     if let Some(problem) = frozen(a, b).or_else(|| frozen(b, a)).or(misfit).or_else(unequal) {
-        return Err(Error::InvalidInput(format!(
+        return Err(Error::mismatch(format!(
             "the models differ: {problem}; compare runs of the same model"
         )));
     }

@@ -38,13 +38,13 @@ pub struct DiffFlags {
 /// Prints where two records part, and what that means; or the first tensors in which two files differ.
 ///
 /// # Errors
-/// [`Error::InvalidInput`] if one is no record, or the two cannot be compared;
+/// [`Error::Input`] if one is no record, or the two cannot be compared;
 /// [`AlreadyReported`] if they differ; and an error when stdout can't be written.
 pub fn diff(flags: &DiffFlags, printer: &Printer) -> anyhow::Result<()> {
     let DiffFlags { a, b } = flags;
     for (record, tensors) in [(a, b), (b, a)] {
         if holds_tensors(tensors) && !holds_tensors(record) && check_record(record).is_ok() {
-            return Err(Error::InvalidInput(format!(
+            return Err(Error::usage(format!(
                 "{} is a record, and {} holds tensors; compare two of a kind",
                 record.shown(),
                 tensors.shown()
@@ -74,7 +74,7 @@ pub(super) struct FirstDifference {
 /// Prints where the records `a` and `b` part, and what that means. Returns the place; `None` if they are equal.
 ///
 /// # Errors
-/// [`Error::InvalidInput`] if one is no record, or the two cannot be compared; and an error
+/// [`Error::Input`] if one is no record, or the two cannot be compared; and an error
 /// when stdout can't be written.
 pub(super) fn compare_files(
     a: &Path,

@@ -41,7 +41,7 @@ impl Record {
     /// so on for `a.record`.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] with the file, the line and the remedy.
+    /// [`Error::Input`] with the file, the line and the remedy.
     pub(super) fn read(path: &Path) -> Result<Self> {
         let of_processes: Vec<PathBuf> = (0..)
             .map(|process| process_path(path, [process, usize::MAX]))
@@ -214,5 +214,5 @@ fn not_a_record(path: &Path, line: &[u8], begin: &[u8]) -> Error {
 }
 
 fn refused(path: &Path, problem: impl std::fmt::Display) -> Error {
-    Error::InvalidInput(format!("{}: {problem}", path.shown()))
+    Error::data(format!("{}: {problem}", path.shown()))
 }

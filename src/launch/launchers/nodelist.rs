@@ -8,10 +8,10 @@ use super::variables::shortened;
 /// may hold any number of brackets with numbers and ranges, whose leading zeros stay.
 ///
 /// # Errors
-/// [`Error::InvalidInput`] if the first name is wrong; the text names the variable.
+/// [`Error::Input`] if the first name is wrong; the text names the variable.
 pub(super) fn first_host(variable: &str, list: &str) -> Result<String> {
     first_of(list).ok_or_else(|| {
-        Error::InvalidInput(format!(
+        Error::usage(format!(
             "{variable}={:?} is not a list of hosts such as node[01-03,07],login1; set MASTER_ADDR",
             shortened(list)
         ))
@@ -43,11 +43,11 @@ fn number(text: &str) -> Option<u64> {
 /// Returns how many tasks there are on node `node`, and in all, from a list such as `2(x3),1`.
 ///
 /// # Errors
-/// [`Error::InvalidInput`] if the list is wrong; the text names the variable.
+/// [`Error::Input`] if the list is wrong; the text names the variable.
 pub(super) fn tasks_on(variable: &str, list: &str, node: usize) -> Result<(usize, usize)> {
     let wrong = |why: &str| {
         let list = shortened(list);
-        Error::InvalidInput(format!("{variable}={list:?} {why}; --launch local ignores it"))
+        Error::usage(format!("{variable}={list:?} {why}; --launch local ignores it"))
     };
     let mut nodes = 0u64;
     let mut all = 0u64;
