@@ -9,13 +9,13 @@ use std::process::{Command, Stdio};
 use anyhow::Context;
 use clap::Args;
 
-use super::diff::{FirstDifference, SidesOf, TensorComparison, compare_files, print_lines};
+use super::diff::{SidesOf, TensorComparison, compare_files, print_lines};
 use crate::checkpoint::{Checkpoint, steps_in};
 use crate::error::{Error, Result, Shown};
 use crate::files::Place;
 use crate::os::{TemporaryFolder, TiedChild};
 use crate::session::{AlreadyReported, path_in_shell};
-use crate::telemetry::Printer;
+use crate::telemetry::{Printer, StepOfRank};
 
 /// The flags of `bisect`.
 #[derive(Debug, Clone, Args)]
@@ -162,7 +162,7 @@ fn by_records(
         }
     }
     let first = compare_files(&record(&sides.a), &record(&sides.b), printer)?;
-    let Some(FirstDifference { step, rank }) = first else { return Ok(false) };
+    let Some(StepOfRank { step, rank }) = first else { return Ok(false) };
     let kept = |side: &Side| folder.join(format!("{}.safetensors", side.name));
     for side in sides.both() {
         let (command, file) = (side.up_to(step + 1), path_in_shell(&kept(side)));

@@ -12,7 +12,7 @@ use crate::launch::{
     ChildError, Children, ErrorKind, Launch, LaunchKind, ProcessesEnd, SpawnChoice, SpawnError,
     SpawnProcesses, StopReason,
 };
-use crate::telemetry::{Event, FailureEvent, LogFormat, Printer};
+use crate::telemetry::{Event, LogFormat, Printer};
 
 /// The child processes that run a command in the place of this process: one for each rank, or one for all ranks.
 #[derive(Debug)]
@@ -74,17 +74,16 @@ impl ChildProcesses {
             ProcessesEnd::Badly(error, restarts) => (error, restarts),
         };
         if stops && printer.format() == LogFormat::Json {
-            let event = match &error.kind {
-                ErrorKind::Ranks(failure) => Some(FailureEvent::of(failure)),
-                ErrorKind::Process => {
-                    Some(FailureEvent { error: error.text.clone(), ..FailureEvent::default() })
-                }
-                ErrorKind::WrongInput | ErrorKind::Other => None,
-            };
-            if let Some(event) = event {
-                let restarts = restarts.clone();
-                let event = FailureEvent { repeated: error.repeated, restarts, ..event };
-                printer.event(&Event::Failure(event))?;
+            let failure = error.failure().cloned();
+            let is_of_input = matches!(error.kind, ErrorKind::WrongInput | ErrorKind::Other);
+            if !is_of_input {
+                let text = failure.as_ref().map_or(&error.text, |failure| &failure.error).clone();
+                printer.event(&Event::Failure {
+                    failure,
+                    error: text,
+                    repeated: error.repeated,
+                    restarts: restarts.clone(),
+                })?;
             }
         }
         let again = error.again();

@@ -11,8 +11,7 @@ use crate::error::{Error, Result, Shown};
 use crate::files::{RECOGNIZED_BY, mistaken, open_regular};
 use crate::os::limits::explain;
 use crate::telemetry::{
-    RECORD_FORMAT, RecordHeader, RecordLine, RecordedFailure, RecordedStart, RecordedStep,
-    process_path,
+    RECORD_FORMAT, RecordHeader, RecordLine, RecordedStart, RecordedStep, StepOfRank, process_path,
 };
 
 /// The record of a run.
@@ -27,7 +26,7 @@ pub(super) struct Record {
     /// By number and by rank. A step that a resumed run has repeated is here once, as the last run made it.
     pub steps: BTreeMap<u64, BTreeMap<usize, RecordedStep>>,
     /// Where a rank failed before it had anything of the step.
-    pub failed: Option<RecordedFailure>,
+    pub failed: Option<StepOfRank>,
 }
 
 /// The first field of a header, in which records of other versions are alike.
