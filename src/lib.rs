@@ -176,7 +176,7 @@ pub use data::{
     Targets, TensorDataset, TextDataset, random_split,
 };
 pub use ddp::{CommHook, DdpOptions, DistributedDataParallel, GradBucket, JoinOptions, hook_fn};
-pub use error::{Compared, Error, MissingRank, Result, Suspects};
+pub use error::{Compared, Error, InputKind, MissingRank, Result, Suspects};
 pub use ffi::{Autocast, Generator, fork_rng};
 pub use launch::{
     Rank, RankFailure, Spawn, SpawnError, StopReason, StopRequest, spawn, spawn_scoped,

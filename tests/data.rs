@@ -4,10 +4,11 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use crossbeam::channel::{Receiver, Sender, unbounded};
+use ddp_mp::data::{DatasetSpec, FileDataset, TargetKind};
 use ddp_mp::models::{ModelConfig, ModelKind};
 use ddp_mp::{
-    Batch, DataLoader, Dataset, DdpOptions, DistributedDataParallel, DistributedSampler, Optimizer,
-    ProcessGroup, Rank, Sgd, SgdOptions, Targets, TensorDataset,
+    Autocast, Batch, DataLoader, Dataset, DdpOptions, DistributedDataParallel, DistributedSampler,
+    Error, InputKind, Optimizer, ProcessGroup, Rank, Sgd, SgdOptions, Targets, TensorDataset,
 };
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
@@ -297,5 +298,23 @@ fn uneven_sampler_deals_every_sample_once() {
             all.sort_unstable();
             assert!(all.into_iter().eq(0..len), "{len} samples, {ranks} ranks");
         }
+    }
+}
+
+#[test]
+fn program_can_match_on_what_is_wrong_with_its_input() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("x.safetensors");
+    std::fs::write(&file, "no tensors").unwrap();
+    let spec: DatasetSpec = format!("safetensors:{}", file.display()).parse().unwrap();
+    let tensor = |len: i64| Tensor::zeros([len, 1], (Kind::Float, Device::Cpu));
+    for (error, expected) in [
+        (DistributedSampler::new(10, 2, 5).err(), InputKind::Usage),
+        (FileDataset::open(&spec, TargetKind::Values).err(), InputKind::Data),
+        (TensorDataset::new(tensor(3), tensor(2)).err(), InputKind::Mismatch),
+        (Autocast::new(Device::Cpu, Kind::Int).err(), InputKind::Unsupported),
+    ] {
+        let error = error.unwrap();
+        assert!(matches!(error, Error::Input { kind, .. } if kind == expected), "{error:?}");
     }
 }

@@ -380,7 +380,7 @@ fn comm_hook_error_ends_backward_on_every_rank() {
             let me = rank.rank();
             ddp.register_comm_hook(hook_fn("failing", move |bucket, group| {
                 if me == 1 {
-                    return Err(ddp_mp::Error::InvalidInput("the cause".into()));
+                    return Err(ddp_mp::Error::usage("the cause".into()));
                 }
                 group.all_reduce(bucket.gradients, ReduceOp::Sum)
             }))?;

@@ -359,7 +359,7 @@ proptest! {
                     prop_assert!(numbers <= bytes.len() * 1032, "{file}: {numbers} from {}", bytes.len());
                     prop_assert!(data.batch(&[0, data.len() - 1]).is_ok());
                 }
-                Err(Error::InvalidInput(message)) => {
+                Err(Error::Input { problem: message, .. }) => {
                     prop_assert!(message.contains(&*at.to_string()), "{message}");
                 }
                 Err(other) => prop_assert!(false, "{file}: {other}"),
@@ -382,7 +382,7 @@ fn csv_file_may_be_gzipped_under_any_name() {
         let spec = format!("csv:{}", file.display()).parse().unwrap();
         let data = FileDataset::open(&spec, TargetKind::Values)?;
         let all: Vec<usize> = (0..data.len()).collect();
-        data.batch(&all).map_err(|error| Error::InvalidInput(error.to_string()))
+        data.batch(&all).map_err(|error| Error::usage(error.to_string()))
     };
     let (inputs, targets) = read(&plain, "plain.csv").unwrap();
     for name in ["packed.csv.gz", "packed.csv"] {

@@ -205,7 +205,7 @@ fn said(args: impl IntoIterator<Item = OsString>) -> Option<String> {
     let args = ["ddp-mp".into()].into_iter().chain(args);
     match ddp_mp_app().config_of(args) {
         Ok(_) => None,
-        Err(ddp_mp::Error::InvalidInput(text)) => Some(text),
+        Err(ddp_mp::Error::Input { problem: text, .. }) => Some(text),
         Err(other) => panic!("no wrong input: {other}"),
     }
 }

@@ -449,7 +449,7 @@ fn wait_for_a_missing_message_ends_with_the_cause() {
     assert!(told.contains("send #0"), "{told}");
     // Another one fails.
     let told = failing(&[1, 2], TIMEOUT, |me, group| match me {
-        2 => Err(ddp_mp::Error::InvalidInput("the cause".into())),
+        2 => Err(ddp_mp::Error::usage("the cause".into())),
         1 => group.recv(&mut one(0), None, 0).map(drop),
         _ => group.irecv(&mut one(0), Some(1), 0)?.wait(),
     });
@@ -537,7 +537,7 @@ fn unreceived_message_of_a_dropped_subgroup_blocks_no_rank() {
             drop(part.isend(&Tensor::ones([100_000], (Kind::Float, Device::Cpu)), 1, 0)?);
         }
         group.barrier()?;
-        if me == 1 { Err(ddp_mp::Error::InvalidInput("the cause".into())) } else { group.barrier() }
+        if me == 1 { Err(ddp_mp::Error::usage("the cause".into())) } else { group.barrier() }
     });
     for told in told {
         assert!(told.contains("rank 1") && told.contains("the cause"), "{told}");
@@ -567,7 +567,7 @@ fn longest_durations_do_not_overflow() {
         };
         let joined_launch = launch(2, number, 1, port).join(&Cuda::default(), options).unwrap();
         if number == 0 {
-            let fails = || Err::<(), _>(ddp_mp::Error::InvalidInput("the cause".into()));
+            let fails = || Err::<(), _>(ddp_mp::Error::usage("the cause".into()));
             return joined_launch.before_ranks(fails).unwrap_err().to_string();
         }
         let spawn =
@@ -705,7 +705,7 @@ fn quantized_dtypes_are_refused_and_the_connection_stays() {
                 if rank.rank() == 0 {
                     let quantized = numbers.quantize_per_tensor(0.5, 0, kind);
                     let error = group.send(&quantized, 1, 0).unwrap_err();
-                    assert!(matches!(error, ddp_mp::Error::Unsupported(_)), "{error}");
+                    assert!(matches!(error, ddp_mp::Error::Input { .. }), "{error}");
                     let expected =
                         format!("send: rank 0 cannot send a {name} tensor to rank 1 in another");
                     assert!(error.to_string().starts_with(&expected), "{error}");

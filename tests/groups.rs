@@ -246,7 +246,7 @@ fn async_failure_ends_the_run_without_a_wait() {
             drop(group.async_op(move |group| {
                 if me == 1 {
                     assert!(!panics, "on purpose");
-                    return Err(Error::InvalidInput("the cause".into()));
+                    return Err(Error::usage("the cause".into()));
                 }
                 group.barrier()
             })?);

@@ -234,7 +234,7 @@ fn wait_for_a_missing_message_names_the_other_rank() {
 
     // Another one fails.
     let error = failing(3, |rank, group| match rank.rank() {
-        2 => Err(Error::InvalidInput("the cause".into())),
+        2 => Err(Error::usage("the cause".into())),
         1 => group.recv(&mut one(0), None, 0).map(drop),
         _ => group.irecv(&mut one(0), Some(1), 0)?.wait(),
     });

@@ -83,7 +83,7 @@ fn try_changed<T>(
     assert_eq!(fs::read(path).unwrap(), changed, "{} has changed", path.display());
     fs::write(path, whole).unwrap();
     match &result {
-        Err(Error::InvalidInput(text)) => {
+        Err(Error::Input { problem: text, .. }) => {
             assert!(
                 names.iter().any(|name| text.contains(name)),
                 "{text:?} names none of {names:?}"

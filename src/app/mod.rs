@@ -216,11 +216,11 @@ impl<A> App<A> {
     /// begins with the program's name. `None` for another command than `train`.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] with the message that the program would print.
+    /// [`Error::Input`] with the message that the program would print.
     pub fn config_of(&self, args: impl Iterator<Item = OsString>) -> Result<Option<Config>> {
         cli::check(&self.program, self.has_course)?;
         let parsed = cli::parse(&self.command(), args);
-        let cli = parsed.map_err(|error| Error::InvalidInput(error.to_string()))?;
+        let cli = parsed.map_err(|error| Error::usage(error.to_string()))?;
         let program = Arc::new(self.program.clone());
         match cli.command {
             None => cli.train.resolve(&program).map(Some),

@@ -191,7 +191,7 @@ fn code_of(error: &anyhow::Error) -> u8 {
     let failed = error.downcast_ref::<Box<SpawnError>>();
     match (error.downcast_ref(), failed.and_then(|failed| failed.stopped)) {
         (_, Some(reason)) => exit_code(Some(reason)),
-        (Some(Error::InvalidInput(_)), _) => WRONG_INPUT,
+        (Some(Error::Input { .. }), _) => WRONG_INPUT,
         _ => FAILED,
     }
 }

@@ -27,7 +27,7 @@ impl Contents {
     /// Checks everything in `folder` whose name a run uses there. Empty if there is no folder.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] that names a file that this program did not write, or cannot read. Nothing has changed
+    /// [`Error::Input`] that names a file that this program did not write, or cannot read. Nothing has changed
     /// then.
     pub(super) fn of(folder: &Path) -> Result<Self> {
         let mut contents = Self::default();
@@ -36,13 +36,13 @@ impl Contents {
                 // A run that saves here has just renamed or removed the file.
                 Err(Foreign::Unreadable(error)) if error.kind() == io::ErrorKind::NotFound => {}
                 Err(Foreign::Unreadable(error)) => {
-                    return Err(Error::InvalidInput(format!(
+                    return Err(Error::usage(format!(
                         "{} cannot be read: {error}; use another folder for --checkpoint-dir",
                         path.shown()
                     )));
                 }
                 Err(Foreign::Is(path, what)) => {
-                    return Err(Error::InvalidInput(format!(
+                    return Err(Error::usage(format!(
                         "{} {what}, and a run that saves here needs this name; move it away, or use another --checkpoint-dir",
                         path.shown()
                     )));

@@ -45,7 +45,7 @@ impl CheckpointDir {
     /// the newest `keep_last` and the best are removed, each after a newer one is complete. One is always kept.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] if there are checkpoints already, another run saves there, or the folder is not
+    /// [`Error::Input`] if there are checkpoints already, another run saves there, or the folder is not
     /// writable. Also if a file that this program did not write has one of its names. Nothing in the folder has changed
     /// then.
     pub fn create(path: &Path, keep_last: usize) -> Result<Self> {
@@ -67,7 +67,7 @@ impl CheckpointDir {
         check: fn(&Path, &Contents) -> Result<()>,
     ) -> Result<Self> {
         let wrong = |error: io::Error| {
-            Error::InvalidInput(format!(
+            Error::usage(format!(
                 "checkpoints cannot be written to {}: {}; use another --checkpoint-dir",
                 path.shown(),
                 error
@@ -82,7 +82,7 @@ impl CheckpointDir {
         let lock = options.open(path.join(LOCK)).map_err(wrong)?;
         // On a file system without locks, other runs are not detected.
         if let Err(TryLockError::WouldBlock) = lock.try_lock() {
-            return Err(Error::InvalidInput(format!(
+            return Err(Error::usage(format!(
                 "another run is saving checkpoints in {}; wait for its end, or use another --checkpoint-dir",
                 path.shown()
             )));
@@ -100,7 +100,7 @@ impl CheckpointDir {
     /// Rejects a folder in which a file that this program did not write has a name that a run uses there.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] that names the file.
+    /// [`Error::Input`] that names the file.
     pub(crate) fn check(path: &Path) -> Result<()> {
         Contents::of(path).map(drop)
     }
@@ -125,7 +125,7 @@ impl CheckpointDir {
     /// Returns the newest checkpoint in the folder. `None` if it has none.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] if the folder cannot be read.
+    /// [`Error::Input`] if the folder cannot be read.
     pub fn newest(&self) -> Result<Option<PathBuf>> {
         layout::newest_in(&self.path)
     }
@@ -133,7 +133,7 @@ impl CheckpointDir {
     /// Returns the newest checkpoint in the folder `path`. `None` if there is none.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] if the folder cannot be read.
+    /// [`Error::Input`] if the folder cannot be read.
     pub fn newest_in(path: &Path) -> Result<Option<PathBuf>> {
         layout::newest_in(path)
     }
@@ -287,7 +287,7 @@ impl CheckpointDir {
 
 fn refuse_any_in(path: &Path, contents: &Contents) -> Result<()> {
     let Some(newest) = contents.checkpoints.values().next_back() else { return Ok(()) };
-    Err(Error::InvalidInput(format!(
+    Err(Error::usage(format!(
         "{} holds checkpoints already, the newest is {}; continue from it with --resume auto, or use another \
          --checkpoint-dir",
         path.shown(),

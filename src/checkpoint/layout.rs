@@ -91,14 +91,14 @@ pub(super) fn is_used(name: &str) -> bool {
 /// Returns the paths in the folder of a run. Empty if there is no folder.
 ///
 /// # Errors
-/// [`Error::InvalidInput`] if the folder cannot be read.
+/// [`Error::Input`] if the folder cannot be read.
 pub(super) fn paths_in(folder: &Path) -> Result<Vec<PathBuf>> {
     let entries = match fs::read_dir(folder) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
         entries => entries.and_then(|found| found.map(|entry| Ok(entry?.path())).collect()),
     };
     entries.map_err(|error| {
-        Error::InvalidInput(format!(
+        Error::usage(format!(
             "{} cannot hold checkpoints: {error}; use another folder for --checkpoint-dir",
             folder.shown()
         ))

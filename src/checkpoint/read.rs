@@ -33,7 +33,7 @@ impl Checkpoint {
     /// checkpoint), or a run's file `latest` or `best` (reads the checkpoint that it names).
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] that names the file that is missing, truncated, changed, or of another version. It also
+    /// [`Error::Input`] that names the file that is missing, truncated, changed, or of another version. It also
     /// names the next older checkpoint that can be read.
     pub fn read(path: &Path) -> Result<Self> {
         let path = &find(path)?;
@@ -44,7 +44,7 @@ impl Checkpoint {
                 }
                 None => "there is no older one to use instead: start over in another folder".into(),
             };
-            Error::InvalidInput(format!("checkpoint {}: {problem}; {instead}", path.shown()))
+            Error::data(format!("checkpoint {}: {problem}; {instead}", path.shown()))
         })
     }
 
@@ -65,8 +65,7 @@ impl Checkpoint {
     pub(crate) fn broadcast(mine: Option<&Self>, group: &ProcessGroup) -> Result<Option<Self>> {
         let mut header = Vec::new();
         if let Some(Self { path, state, model, optimizer }) = mine.filter(|_| group.rank() == 0) {
-            let state =
-                serde_json::to_string(state).map_err(|e| Error::InvalidInput(e.to_string()))?;
+            let state = serde_json::to_string(state).map_err(|e| Error::data(e.to_string()))?;
             let size = |file: &TensorFile| file.bytes().len();
             let sizes = (size(model), size(optimizer));
             header.push((path.clone(), state, sizes));
@@ -80,7 +79,7 @@ impl Checkpoint {
         let model = file(mine.map(|mine| &mine.model), MODEL, sizes.0)?;
         let optimizer = file(mine.map(|mine| &mine.optimizer), OPTIMIZER, sizes.1)?;
         let state = serde_json::from_str(&state).map_err(|error| {
-            Error::InvalidInput(format!(
+            Error::mismatch(format!(
                 "rank 0 sent a {TRAINER} that cannot be read: {error}; start the same ddp-mp in every process"
             ))
         })?;
@@ -132,7 +131,7 @@ impl Checkpoint {
             .collect();
         if let Some(name) = saved.keys().next() {
             let path = self.path.join(OPTIMIZER);
-            return Err(Error::InvalidInput(format!(
+            return Err(Error::mismatch(format!(
                 "{} has `{name}`, which is not a parameter of this model; use the model of the run that was saved",
                 path.shown()
             )));
@@ -144,11 +143,10 @@ impl Checkpoint {
 /// Returns the folder of the checkpoint that `path` names. `path` is that folder, the run's folder, or a pointer.
 ///
 /// # Errors
-/// [`Error::InvalidInput`] that describes what is there instead, and suggests another path.
+/// [`Error::Input`] that describes what is there instead, and suggests another path.
 fn find(path: &Path) -> Result<PathBuf> {
     let path = &*followed(path);
-    let wrong =
-        |problem: &str| Err(Error::InvalidInput(format!("checkpoint {}: {problem}", path.shown())));
+    let wrong = |problem: &str| Err(Error::data(format!("checkpoint {}: {problem}", path.shown())));
     let is_pointer = is_pointer_name(&name_of(path));
     // `Path::new("best").parent()` is empty.
     let beside = path.parent().filter(|folder| *folder != Path::new("")).unwrap_or(Path::new("."));

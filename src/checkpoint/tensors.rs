@@ -42,7 +42,7 @@ pub(super) struct Copied {
 impl Copied {
     pub(super) fn of(name: &str, tensor: &Tensor) -> Result<Self> {
         let Some((_, dtype)) = DTYPES.into_iter().find(|(kind, _)| *kind == tensor.kind()) else {
-            return Err(Error::Unsupported(format!(
+            return Err(Error::unsupported(format!(
                 "`{name}` is {}, a dtype that safetensors files cannot hold",
                 dtype_name(tensor.kind())
             )));
@@ -106,7 +106,7 @@ impl TensorFile {
     /// folder, a run's folder (reads the newest checkpoint), or a file `latest` or `best`.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] if the file cannot be read or is not a safetensors file.
+    /// [`Error::Input`] if the file cannot be read or is not a safetensors file.
     pub fn read(path: &Path) -> Result<Self> {
         let checkpoint = match pointed(path) {
             None if path.is_dir() => Some(newest_in(path)?.unwrap_or_else(|| path.into())),
@@ -119,7 +119,7 @@ impl TensorFile {
         let mut bytes = Vec::new();
         bytes
             .try_reserve_exact(file.len())
-            .map_err(|error| Error::InvalidInput(format!("{}: {error}", path.shown())))?;
+            .map_err(|error| Error::data(format!("{}: {error}", path.shown())))?;
         bytes.extend_from_slice(&file);
         Ok(Self { path, bytes })
     }
@@ -137,10 +137,9 @@ impl TensorFile {
     /// Returns copies of the tensors by name, on the CPU.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] for dtypes that libtorch does not have.
+    /// [`Error::Input`] for dtypes that libtorch does not have.
     pub fn tensors(&self) -> Result<BTreeMap<String, Tensor>> {
-        let wrong =
-            |problem: String| Error::InvalidInput(format!("{}: {problem}", self.path.shown()));
+        let wrong = |problem: String| Error::data(format!("{}: {problem}", self.path.shown()));
         let parsed = SafeTensors::deserialize(&self.bytes).map_err(|e| wrong(e.to_string()))?;
         let tensor = |(name, view): (&str, safetensors::tensor::TensorView<'_>)| {
             let known = DTYPES.into_iter().find(|(_, dtype)| *dtype == view.dtype());
@@ -167,7 +166,7 @@ impl TensorFile {
     /// exactly the model's. Of tied tensors one name is enough, as `safetensors.torch.load_model` has it.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] that names the missing, unexpected, or wrongly shaped tensors, or one with values that are
+    /// [`Error::Input`] that names the missing, unexpected, or wrongly shaped tensors, or one with values that are
     /// not finite. `vs` has not changed then.
     pub fn load_into(&self, vs: &VarStore) -> Result<()> {
         let mut saved = self.tensors()?;
@@ -185,7 +184,7 @@ impl TensorFile {
         }
         saved.retain(|name, _| names.contains(name) || !unused.contains(name));
         let refused =
-            |problem: String| Err(Error::InvalidInput(format!("{} {problem}", self.path.shown())));
+            |problem: String| Err(Error::mismatch(format!("{} {problem}", self.path.shown())));
         if let Some(problem) = other_names(&saved, &names) {
             return refused(format!("does not fit the model: {problem}"));
         }
@@ -304,7 +303,7 @@ fn check(path: &Path, bytes: &[u8]) -> Result<()> {
     let instead = "save the weights with safetensors.torch.save_file(model.state_dict(), FILE)";
     SafeTensors::deserialize(bytes).map(drop).map_err(|error| {
         let path = path.shown();
-        Error::InvalidInput(match mistaken(bytes, SAFETENSORS, instead) {
+        Error::mismatch(match mistaken(bytes, SAFETENSORS, instead) {
             Some(problem) => format!("{path}: {problem}"),
             None => format!("{path} is not a safetensors file: {error}"),
         })

@@ -92,7 +92,7 @@ impl Snapshot {
     /// [`Optimizer::state`](crate::Optimizer::state). The device must have finished computing them.
     ///
     /// # Errors
-    /// [`Error::Torch`](crate::Error::Torch), and [`Error::Unsupported`](crate::Error::Unsupported) for dtypes that
+    /// [`Error::Torch`](crate::Error::Torch), and [`Error::Input`](crate::Error::Input) for dtypes that
     /// cannot be saved.
     pub fn take(
         state: TrainerState,

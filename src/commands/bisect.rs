@@ -9,13 +9,13 @@ use std::process::{Command, Stdio};
 use anyhow::Context;
 use clap::Args;
 
-use super::diff::{FirstDifference, SidesOf, TensorComparison, compare_files, print_lines};
+use super::diff::{SidesOf, TensorComparison, compare_files, print_lines};
 use crate::checkpoint::{Checkpoint, steps_in};
 use crate::error::{Error, Result, Shown};
 use crate::files::Place;
 use crate::os::{TemporaryFolder, TiedChild};
 use crate::session::{AlreadyReported, path_in_shell};
-use crate::telemetry::Printer;
+use crate::telemetry::{Printer, StepOfRank};
 
 /// The flags of `bisect`.
 #[derive(Debug, Clone, Args)]
@@ -55,12 +55,12 @@ struct Side {
 /// Runs both commands, and prints the first tensors in which they differ.
 ///
 /// # Errors
-/// [`Error::InvalidInput`] if a command fails, or their files cannot be compared; [`AlreadyReported`] if they differ; and
+/// [`Error::Input`] if a command fails, or their files cannot be compared; [`AlreadyReported`] if they differ; and
 /// an error when stdout cannot be written.
 pub fn bisect(flags: &BisectFlags, program: &str, printer: &Printer) -> anyhow::Result<()> {
     if let Some(keep) = flags.keep.as_ref().filter(|keep| keep.exists()) {
         let keep = keep.shown();
-        return Err(Error::InvalidInput(format!(
+        return Err(Error::usage(format!(
             "--keep {keep}: it exists; remove it, or use another name"
         ))
         .into());
@@ -112,7 +112,7 @@ fn start_from_checkpoints(
     let common: Vec<u64> =
         of_good.keys().filter(|step| of_bad.contains_key(step)).copied().collect();
     if common.is_empty() {
-        return Err(Error::InvalidInput(format!(
+        return Err(Error::usage(format!(
             "--good-dir {}: no checkpoint is of the same step as one in --bad-dir {}; name the folders of two runs that \
              have saved as often",
             good.shown(),
@@ -162,7 +162,7 @@ fn by_records(
         }
     }
     let first = compare_files(&record(&sides.a), &record(&sides.b), printer)?;
-    let Some(FirstDifference { step, rank }) = first else { return Ok(false) };
+    let Some(StepOfRank { step, rank }) = first else { return Ok(false) };
     let kept = |side: &Side| folder.join(format!("{}.safetensors", side.name));
     for side in sides.both() {
         let (command, file) = (side.up_to(step + 1), path_in_shell(&kept(side)));
@@ -187,7 +187,7 @@ fn by_records(
 
 impl Side {
     fn refused(&self, problem: &str) -> anyhow::Error {
-        Error::InvalidInput(format!("--{}: {problem}", self.name)).into()
+        Error::usage(format!("--{}: {problem}", self.name)).into()
     }
 
     /// Returns the command with an end after `steps` steps, unless it has an end of its own.

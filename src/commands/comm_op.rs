@@ -189,7 +189,7 @@ impl<'a> OpTensors<'a> {
                 group.all_to_all(outputs.unwrap_or_default(), inputs.unwrap_or_default())
             }
             Operation::Barrier => group.barrier(),
-            other => Err(Error::Unsupported(format!("{other} is not an operation between ranks"))),
+            other => Err(Error::unsupported(format!("{other} is not an operation between ranks"))),
         }
     }
 }

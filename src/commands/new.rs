@@ -114,7 +114,7 @@ pub struct NewFlags {
 /// Writes the project.
 ///
 /// # Errors
-/// [`Error::InvalidInput`] when there is something of that name, when cargo would refuse the name, or when there is no
+/// [`Error::Input`] when there is something of that name, when cargo would refuse the name, or when there is no
 /// clone of ddp-mp to depend on; and an error when the files can't be written.
 pub fn new(flags: &NewFlags, printer: &Printer) -> anyhow::Result<()> {
     let name = project_name(&flags.name)?;
@@ -168,7 +168,7 @@ fn project_name(folder: &Path) -> Result<&str> {
         return Ok(name);
     };
     let folder = folder.shown();
-    Err(Error::InvalidInput(format!("{folder}: {problem}, such as my-run")))
+    Err(Error::usage(format!("{folder}: {problem}, such as my-run")))
 }
 
 /// Returns the absolute path of the clone of ddp-mp to depend on: `path`, or else the folder `built_in`. `None` if this
@@ -185,7 +185,7 @@ fn clone_to_use(path: Option<&Path>, built_in: &str) -> Result<Option<PathBuf>> 
             )
         }),
     };
-    found.map(Some).map_err(Error::InvalidInput)
+    found.map(Some).map_err(Error::usage)
 }
 
 /// Returns the absolute path of `folder`, or why it is no clone of ddp-mp.
@@ -204,7 +204,7 @@ fn clone_folder(folder: &Path) -> Result<PathBuf, String> {
 /// Returns a path as text, as TOML needs it.
 fn text_of(path: &Path) -> Result<&str> {
     path.to_str().ok_or_else(|| {
-        Error::InvalidInput(format!(
+        Error::usage(format!(
             "{} is not UTF-8, which cargo's files need; move it to another folder",
             path.shown()
         ))
@@ -222,7 +222,7 @@ fn create(folder: &Path, template: Template, values: &[(&str, String)]) -> Resul
     let failed = |path: &Path, error: &std::io::Error| unwritable(path.shown().into_owned(), error);
     match fs::create_dir(folder) {
         Err(error) if error.kind() == ErrorKind::AlreadyExists => {
-            return Err(Error::InvalidInput(format!(
+            return Err(Error::usage(format!(
                 "{} is there already; use another name, or remove it",
                 folder.shown()
             )));

@@ -55,7 +55,7 @@ impl RanksFlags {
     /// `command`.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`](crate::Error::InvalidInput) when the ranks cannot run here, the errors of `check`, and
+    /// [`Error::Input`](crate::Error::Input) when the ranks cannot run here, the errors of `check`, and
     /// [`SpawnError`](crate::SpawnError) when a rank failed.
     pub(super) fn run(
         &self,

@@ -44,7 +44,7 @@ pub struct SampleFlags {
 /// is one.
 ///
 /// # Errors
-/// [`Error::InvalidInput`] when the checkpoint cannot be read or holds another model; an error when stdout cannot be
+/// [`Error::Input`] when the checkpoint cannot be read or holds another model; an error when stdout cannot be
 /// written.
 pub(crate) fn sample(
     flags: &SampleFlags,
@@ -78,9 +78,8 @@ pub(crate) fn sample(
 
 /// Returns the configuration of the gpt that `checkpoint` holds.
 fn gpt_of(program: &Arc<Program>, checkpoint: &Checkpoint, path: &Path) -> Result<ModelConfig> {
-    let wrong = |problem: String| {
-        Err(Error::InvalidInput(format!("--checkpoint {}: {problem}", path.shown())))
-    };
+    let wrong =
+        |problem: String| Err(Error::usage(format!("--checkpoint {}: {problem}", path.shown())));
     let saved = &checkpoint.state().options;
     if !saved.contains_key("model") {
         return wrong(
@@ -101,7 +100,7 @@ fn gpt_of(program: &Arc<Program>, checkpoint: &Checkpoint, path: &Path) -> Resul
 /// Returns a function that names the flag in an error about its value.
 fn of_flag(flag: &str) -> impl FnOnce(Error) -> Error {
     move |error| match error {
-        Error::InvalidInput(problem) => Error::InvalidInput(format!("{flag}: {problem}")),
+        input @ Error::Input { .. } => input.named(flag),
         other => other,
     }
 }

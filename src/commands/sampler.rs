@@ -58,12 +58,12 @@ struct Shard<'a> {
 /// rank unless only one rank is requested.
 ///
 /// # Errors
-/// [`Error::InvalidInput`] when the samples can't be dealt, and an error when stdout can't be written.
+/// [`Error::Input`] when the samples can't be dealt, and an error when stdout can't be written.
 pub fn sampler(flags: &SamplerFlags, printer: &Printer) -> anyhow::Result<()> {
     let world_size = flags.world_size;
     let ranks = match flags.rank {
         Some(rank) if rank >= world_size => {
-            return Err(Error::InvalidInput(format!(
+            return Err(Error::usage(format!(
                 "--rank: there is no rank {rank} among {world_size} ranks; use 0 to {}",
                 world_size - 1
             ))

@@ -16,7 +16,7 @@ use crate::telemetry::Printer;
 /// Trains as `config` says, until all ranks finish. Returns `Some(reason)` if training stopped early.
 ///
 /// # Errors
-/// [`Error::InvalidInput`](crate::Error::InvalidInput) when `config` can't run here, and
+/// [`Error::Input`](crate::Error::Input) when `config` can't run here, and
 /// [`SpawnError`](crate::SpawnError) when a rank failed.
 pub fn train(
     config: Config,

@@ -27,10 +27,10 @@ const SECTION: &str =
 /// `flags` override it checks only the type.
 ///
 /// # Errors
-/// [`Error::InvalidInput`] that names the file and the line.
+/// [`Error::Input`] that names the file and the line.
 pub(super) fn read(file: &Path, command: &Command, flags: &Table) -> Result<Table> {
     let name = file.shown();
-    let input = |problem: String| Error::InvalidInput(format!("--config {name}: {problem}"));
+    let input = |problem: String| Error::usage(format!("--config {name}: {problem}"));
     let bytes = read_stream(file, LONGEST_FILE).map_err(|error| input(error.to_string()))?;
     let instead = "write options, such as lr = 0.1";
     if let Some(problem) = mistaken(&bytes, "a TOML file", instead) {
@@ -51,12 +51,11 @@ pub(super) fn read(file: &Path, command: &Command, flags: &Table) -> Result<Tabl
 /// Reads the defaults of `program`, whose options are those of `command`.
 ///
 /// # Errors
-/// [`Error::InvalidInput`] that names the line.
+/// [`Error::Input`] that names the line.
 pub(super) fn read_defaults(program: &Program, command: &Command) -> Result<Table> {
     let Some(text) = program.defaults else { return Ok(Table::new()) };
-    parse(text, command, &Table::new()).map_err(|problem| {
-        Error::InvalidInput(format!("the defaults of {}: {problem}", program.name))
-    })
+    parse(text, command, &Table::new())
+        .map_err(|problem| Error::usage(format!("the defaults of {}: {problem}", program.name)))
 }
 
 /// Reads the options of `command` in `text`.

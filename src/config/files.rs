@@ -125,11 +125,11 @@ impl Config {
     /// Calls [`check_files`](Self::check_files) when the number of processes is known: each has a trace of its own.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] that names both flags.
+    /// [`Error::Input`] that names both flags.
     pub(crate) fn validate_files(&self, processes: usize) -> Result<()> {
         let checked = self.check_files(None, processes);
         checked.map_err(|invalid| {
-            Error::InvalidInput(format!("{}: {}", self.name_of(&invalid.key), invalid.problem))
+            Error::usage(format!("{}: {}", self.name_of(&invalid.key), invalid.problem))
         })
     }
 

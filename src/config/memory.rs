@@ -13,10 +13,10 @@ const FLOAT: f64 = 4.0;
 /// what the user can do.
 ///
 /// # Errors
-/// [`Error::InvalidInput`] with both sizes.
+/// [`Error::Input`] with both sizes.
 pub(crate) fn check_fits(what: &str, bytes: f64, remedy: &str) -> Result<()> {
     match hopeless(what, bytes, remedy) {
-        Some(problem) => Err(Error::InvalidInput(problem)),
+        Some(problem) => Err(Error::usage(problem)),
         None => Ok(()),
     }
 }

@@ -58,10 +58,10 @@ impl Config {
     /// data and of the choice of validation samples.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] when a data file is invalid, or when given sizes differ from those of the file.
+    /// [`Error::Input`] when a data file is invalid, or when given sizes differ from those of the file.
     pub fn open_data(mut self, seed: u64) -> Result<(Self, Data)> {
         let name = self.name_of("val_fraction");
-        let named = |error| Error::InvalidInput(format!("{name}: {error}"));
+        let named = |error: Error| error.named(&name);
         if self.program.dataset.is_some() {
             return self.open_own(seed);
         }
@@ -91,8 +91,7 @@ impl Config {
             data.check_number_of_classes()?;
         }
         if let Some(samples) = self.data.num_samples {
-            let named =
-                |error| Error::InvalidInput(format!("{}: {error}", self.name_of("num_samples")));
+            let named = |error: Error| error.named(self.name_of("num_samples"));
             data = data.first(samples as usize).map_err(named)?;
         }
         self.take_sizes_of(&data)?;
@@ -122,10 +121,8 @@ impl Config {
         let Some(fraction) = self.held_back() else {
             return Ok((self, Data { training: dataset, validation: None, notes }));
         };
-        let (training, validation) =
-            random_split(dataset.len(), fraction, seed).map_err(|error| {
-                Error::InvalidInput(format!("{}: {error}", self.name_of("val_fraction")))
-            })?;
+        let (training, validation) = random_split(dataset.len(), fraction, seed)
+            .map_err(|error| Error::usage(format!("{}: {error}", self.name_of("val_fraction"))))?;
         self.data.num_samples = Some(training.len() as i64);
         let training = Arc::new(Subset::new(dataset.clone(), training));
         let validation: Arc<dyn Dataset> = Arc::new(Subset::new(dataset, validation));
@@ -152,10 +149,10 @@ impl Config {
 
     /// Takes the sizes of the first sample of the program's own data, for a model of `--model`.
     fn take_sizes_of_samples(&mut self, dataset: &dyn Dataset) -> Result<()> {
-        let (inputs, targets) = dataset.batch(&[0]).map_err(Error::data(&[0]))?;
+        let (inputs, targets) = dataset.batch(&[0]).map_err(Error::of_samples(&[0]))?;
         let inputs = inputs.numel() as i64;
         if let Some(other) = self.data.in_features.filter(|&given| given != inputs) {
-            return Err(Error::InvalidInput(format!(
+            return Err(Error::mismatch(format!(
                 "{}: a sample has {inputs} numbers, not {other}; leave this out",
                 self.name_of("in_features")
             )));
@@ -163,7 +160,7 @@ impl Config {
         self.data.in_features = Some(inputs);
         if self.origin_of("out_features") == Origin::Default {
             if targets.kind() == Kind::Int64 {
-                return Err(Error::InvalidInput(
+                return Err(Error::usage(
                     "--out-features: the number of classes is not known; give it".into(),
                 ));
             }
@@ -171,7 +168,7 @@ impl Config {
         }
         self.validate(&self.changed(&self.program.command())?).map_err(
             |Invalid { key, problem }| {
-                Error::InvalidInput(format!("{}: {problem}", self.name_of(&key)))
+                Error::mismatch(format!("{}: {problem}", self.name_of(&key)))
             },
         )
     }
@@ -197,7 +194,7 @@ impl Config {
     fn open_text(mut self, text: TextDataset) -> Result<(Self, Data)> {
         let named = |key| {
             let name = self.name_of(key);
-            move |error| Error::InvalidInput(format!("{name}: {error}"))
+            move |error: Error| error.named(&name)
         };
         let text = match self.data.num_samples {
             Some(samples) => text.first(samples as usize).map_err(named("num_samples"))?,
@@ -245,7 +242,7 @@ impl Config {
         };
         let (here, there) = (data.in_features(), files.in_features());
         if here != there {
-            return Err(Error::InvalidInput(format!(
+            return Err(Error::mismatch(format!(
                 "{} has {there} numbers a sample, and {} has {here}; use --val-fraction 0 to train without it",
                 files.name(),
                 self.data.dataset.shown()
@@ -253,7 +250,7 @@ impl Config {
         }
         if let (Targets::Classes(_), Some(classes)) = (files.targets(), self.data.out_features) {
             let name = self.name_of("out_features");
-            let named = |error| Error::InvalidInput(format!("{name}: {error}"));
+            let named = |error: Error| error.named(&name);
             files.check_classes(classes).map_err(named)?;
         }
         Ok(Some(files))
@@ -280,7 +277,7 @@ impl Config {
     fn sizes_of_random(&self) -> Result<[i64; 3]> {
         match [self.data.num_samples, self.data.in_features, self.data.out_features] {
             [Some(samples), Some(inputs), Some(outputs)] => Ok([samples, inputs, outputs]),
-            _ => Err(Error::InvalidInput(format!("random data needs all of {}", SIZES.join(", ")))),
+            _ => Err(Error::usage(format!("random data needs all of {}", SIZES.join(", ")))),
         }
     }
 
@@ -295,7 +292,7 @@ impl Config {
             (Targets::Classes(classes), None) => Some(classes),
             (Targets::Classes(_), Some(given)) => {
                 let name = self.name_of("out_features");
-                let named = |error| Error::InvalidInput(format!("{name}: {error}"));
+                let named = |error: Error| error.named(&name);
                 data.check_classes(given).map_err(named)?;
                 Some(given)
             }
@@ -303,7 +300,7 @@ impl Config {
         let sizes = [self.data.num_samples, self.data.in_features, self.data.out_features];
         if let Some((key, _)) = SIZES.iter().zip(sizes).find(|(_, size)| *size == Some(0)) {
             let problem = "0 is too small; use 1 or more";
-            return Err(Error::InvalidInput(format!("{}: {problem} ({name})", self.name_of(key))));
+            return Err(Error::mismatch(format!("{}: {problem} ({name})", self.name_of(key))));
         }
         self.validate_sizes()
     }
@@ -312,7 +309,7 @@ impl Config {
     fn same(&self, key: &str, given: Option<i64>, found: i64) -> Result<Option<i64>> {
         match given.filter(|&given| given != found) {
             None => Ok(Some(found)),
-            Some(given) => Err(Error::InvalidInput(format!(
+            Some(given) => Err(Error::mismatch(format!(
                 "{}: {} has {found}, not {given}; leave this out",
                 self.name_of(key),
                 self.data.dataset.shown()
@@ -324,7 +321,7 @@ impl Config {
     fn validate_sizes(&self) -> Result<()> {
         let name = self.data.dataset.shown();
         let named = |Invalid { key, problem }| {
-            Error::InvalidInput(format!("{}: {problem} ({name})", self.name_of(&key)))
+            Error::mismatch(format!("{}: {problem} ({name})", self.name_of(&key)))
         };
         self.validate(&self.changed(&self.program.command())?).map_err(named)
     }
@@ -334,16 +331,15 @@ impl Program {
     /// Opens a part of the program's own data. `None` if it has none.
     ///
     /// # Errors
-    /// The error of the program, and [`Error::InvalidInput`] for data without samples.
+    /// The error of the program, and [`Error::Input`] for data without samples.
     fn open(&self, part: Part, args: &OwnArgs) -> Result<Option<Arc<dyn Dataset>>> {
         let (open, name) = match part {
             Part::Training => (&self.dataset, "data set"),
             Part::Validation => (&self.validation, "validation data"),
         };
         let Some(open) = open else { return Ok(None) };
-        let of_program = |problem: String| {
-            Error::InvalidInput(format!("the {name} of {}: {problem}", self.name))
-        };
+        let of_program =
+            |problem: String| Error::usage(format!("the {name} of {}: {problem}", self.name));
         let opened = panics::in_closure("its closure", || open(args));
         let opened = opened.map_err(anyhow::Error::from).and_then(|opened| opened);
         let dataset = opened.map_err(|error| of_program(format!("{error:#}")))?;

@@ -318,7 +318,7 @@ impl Config {
     pub(super) fn validate_optimization_for(&self, world_size: usize) -> Result<()> {
         let (lr, _) = self.lr_for(world_size);
         if lr > MAX_F32 {
-            return Err(Error::InvalidInput(format!(
+            return Err(Error::usage(format!(
                 "{}: a learning rate of {} for {} is too large; use a smaller --lr",
                 self.name_of("scale_lr"),
                 format_number(lr),
@@ -327,7 +327,7 @@ impl Config {
         }
         let steps = self.training.max_epochs.saturating_mul(self.steps_per_epoch(world_size));
         if self.optimization.warmup_steps >= steps.max(1) {
-            return Err(Error::InvalidInput(format!(
+            return Err(Error::usage(format!(
                 "{}: a warm-up of {} fills the whole run, which has {steps}; use fewer",
                 self.name_of("warmup_steps"),
                 counted(self.optimization.warmup_steps, "step")

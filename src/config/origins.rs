@@ -180,13 +180,13 @@ impl FromArgMatches for Given {
 /// Refuses an option of `given` that has no effect on `tool`.
 ///
 /// # Errors
-/// [`Error::InvalidInput`] that names the flag.
+/// [`Error::Input`] that names the flag.
 pub(crate) fn check_for(tool: Tool, program: &Program, given: &Table) -> Result<()> {
     let command = program.command();
     let is_refused =
         |arg: &&Arg| is_refused_by(arg, tool) && given.contains_key(arg.get_id().as_str());
     match command.get_arguments().find(is_refused) {
-        Some(arg) => Err(Error::InvalidInput(format!(
+        Some(arg) => Err(Error::usage(format!(
             "{}: {}; leave this out",
             flag_name(arg.get_id().as_str()),
             tool.purpose()

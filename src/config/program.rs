@@ -165,10 +165,10 @@ impl Program {
     /// our options of the data stay taken where the program replaces these.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] that names both options, and for validation samples without training samples.
+    /// [`Error::Input`] that names both options, and for validation samples without training samples.
     pub(crate) fn check(&self, taken: &[Arg]) -> Result<()> {
         if self.validation.is_some() && self.dataset.is_none() {
-            return Err(Error::InvalidInput(
+            return Err(Error::usage(
                 "App::validation_dataset needs training samples from the program too; add App::dataset"
                     .into(),
             ));
@@ -176,7 +176,7 @@ impl Program {
         let Some(options) = self.options else { return Ok(()) };
         let of_data = DataSection::augment_args(Command::new(self.name));
         let refuse = |key: &str, problem: String| {
-            Err(Error::InvalidInput(format!("the option `{key}` of {}: {problem}", options.name)))
+            Err(Error::usage(format!("the option `{key}` of {}: {problem}", options.name)))
         };
         for arg in self.own_args() {
             let key = arg.get_id().as_str();

@@ -16,7 +16,7 @@ impl Config {
     /// Returns the configuration of `flags` over `file` over the defaults. `flags` has the same keys as a file.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`], naming the file or flag, the value and the remedy.
+    /// [`Error::Input`], naming the file or flag, the value and the remedy.
     pub fn resolve(file: Option<&Path>, flags: &Table) -> Result<Self> {
         Self::resolve_for(&Arc::default(), file, flags)
     }
@@ -28,19 +28,18 @@ impl Config {
         flags: &Table,
     ) -> Result<Self> {
         let command = program.command();
-        let flags = &with_underscores(&command, flags).map_err(Error::InvalidInput)?;
+        let flags = &with_underscores(&command, flags).map_err(Error::usage)?;
         let of_program = read_defaults(program, &command)?;
         let from_file = file.map(|file| read(file, &command, flags)).transpose()?;
         let from_file = from_file.unwrap_or_default();
         let mut merged = of_program.clone();
         merged.extend(from_file.clone());
         merged.extend(flags.clone());
-        let parsed = Self::of_options(program, &command, &merged).map_err(Error::InvalidInput)?;
+        let parsed = Self::of_options(program, &command, &merged).map_err(Error::usage)?;
         let origins = Origins::new(file, &of_program, &from_file, flags);
         let config = Self { origins, ..parsed }.leaving_sizes_to_own_data(&merged);
-        let named = |Invalid { key, problem }| {
-            Error::InvalidInput(format!("{}: {problem}", config.name_of(&key)))
-        };
+        let named =
+            |Invalid { key, problem }| Error::usage(format!("{}: {problem}", config.name_of(&key)));
         let changed = config.changed(&command)?;
         config.validate(&changed).map_err(named)?;
         let no_effect = |arg: &Arg| {

@@ -58,7 +58,7 @@ impl Config {
     /// save have their defaults.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] if an option is unknown or has a wrong value, because the checkpoint is from another
+    /// [`Error::Input`] if an option is unknown or has a wrong value, because the checkpoint is from another
     /// version; and if it is one that no checkpoint saves, because another program has written it: a file to write to,
     /// for example.
     pub(crate) fn of_saved(program: &Arc<Program>, saved: &Map<String, Value>) -> Result<Self> {
@@ -66,14 +66,14 @@ impl Config {
         let options = toml::Table::try_from(saved).map_err(|error| error.to_string());
         let parsed = options.and_then(|options| Self::of_options(program, &command, &options));
         let config = parsed.map_err(|problem| {
-            Error::InvalidInput(format!(
+            Error::data(format!(
                 "it is from another version of {}; use the version that saved it ({problem})",
                 program.name
             ))
         })?;
         let written = config.options()?;
         if let Some(key) = saved.keys().find(|key| !written.contains_key(*key)) {
-            return Err(Error::InvalidInput(format!(
+            return Err(Error::data(format!(
                 "its {TRAINER} sets {}, which no run saves, so another program has changed it; use a checkpoint that \
                  you trust",
                 flag_name(key)
@@ -81,7 +81,7 @@ impl Config {
         }
         let checked = config.validate(&config.changed(&command)?);
         checked.map_err(|Invalid { key, problem }| {
-            Error::InvalidInput(format!("its {TRAINER} sets {}: {problem}", flag_name(&key)))
+            Error::data(format!("its {TRAINER} sets {}: {problem}", flag_name(&key)))
         })?;
         Ok(config)
     }
@@ -117,7 +117,7 @@ impl Config {
     /// that the checkpoint lacks is newer than it, and had its default.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] that names the options that must not differ, with both values.
+    /// [`Error::Input`] that names the options that must not differ, with both values.
     pub fn check_resume(&self, saved: &Map<String, Value>) -> Result<Vec<String>> {
         let mine = self.options()?;
         let mut was = Self::default_of(&self.program).options()?;
@@ -165,7 +165,7 @@ impl Config {
         if !wrong.is_empty() {
             let same = if wrong.len() < MANY_DIFFERENCES { "" } else { " (is --config missing?)" };
             let differences: Vec<String> = wrong.into_iter().map(note).collect();
-            return Err(Error::InvalidInput(format!(
+            return Err(Error::mismatch(format!(
                 "this is not the run that was saved: {}; give the same values{same}, or start another run without \
                  --resume",
                 differences.join("; ")

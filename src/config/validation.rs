@@ -8,21 +8,21 @@ impl Config {
     /// Checks the values that depend on the number of ranks.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`], naming the remedy.
+    /// [`Error::Input`], naming the remedy.
     pub fn validate_for(&self, world_size: usize) -> Result<()> {
         // The number is not known before a file is open.
         let Some(samples) = self.data.num_samples.map(|samples| samples as usize) else {
             return Ok(());
         };
         if world_size > samples {
-            return Err(Error::InvalidInput(format!(
+            return Err(Error::usage(format!(
                 "{world_size} ranks for {}: some ranks would have nothing to train on; use \
                  --nproc-per-node {samples} or fewer, or more samples",
                 counted(samples, "sample")
             )));
         }
         if self.steps_per_epoch(world_size) == 0 {
-            return Err(Error::InvalidInput(format!(
+            return Err(Error::usage(format!(
                 "{}: {} with {} have no whole batch of {}; use a smaller batch size",
                 self.name_of("drop_last_batch"),
                 counted(world_size, "rank"),
@@ -36,7 +36,7 @@ impl Config {
         let steps = self.steps(world_size).min(self.training.max_steps.unwrap_or(u64::MAX));
         let checked = fault.check(world_size, steps, samples);
         let name = || self.name_of("inject_fault");
-        checked.map_err(|error| Error::InvalidInput(format!("{}: {error}", name())))
+        checked.map_err(|error| Error::usage(format!("{}: {error}", name())))
     }
 
     /// Returns the number of steps that each of `world_size` ranks makes in the whole run.

@@ -151,12 +151,12 @@ impl TensorDataset {
     /// Creates a data set from `inputs` and `targets` on the CPU, with the same number of samples.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] if there are no samples, or if the numbers of inputs and targets differ.
+    /// [`Error::Input`] if there are no samples, or if the numbers of inputs and targets differ.
     pub fn new(inputs: Tensor, targets: Tensor) -> Result<Self> {
         let count = |tensor: &Tensor| tensor.size().first().copied().unwrap_or(0);
         let (samples, labels) = (count(&inputs), count(&targets));
         if samples == 0 || samples != labels {
-            return Err(Error::InvalidInput(format!(
+            return Err(Error::mismatch(format!(
                 "a data set needs as many targets as inputs, and at least one; got {samples} inputs \
                  and {labels} targets"
             )));

@@ -130,7 +130,7 @@ impl DataLoader {
     /// Creates a loader of batches of `batch_size` samples, which `sampler` picks from `dataset`, on `device`.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] if `batch_size` is 0, or if `sampler` is for another number of samples;
+    /// [`Error::Input`] if `batch_size` is 0, or if `sampler` is for another number of samples;
     /// [`Error::Torch`] if the device has no room.
     pub fn new(
         dataset: Arc<dyn Dataset>,
@@ -139,18 +139,16 @@ impl DataLoader {
         device: Device,
     ) -> Result<Self> {
         if batch_size == 0 {
-            return Err(Error::InvalidInput(
-                "a batch size of 0 is too small; use 1 or more".into(),
-            ));
+            return Err(Error::usage("a batch size of 0 is too small; use 1 or more".into()));
         }
         let (len, expected) = (dataset.len(), sampler.len());
         if len != expected {
-            return Err(Error::InvalidInput(format!(
+            return Err(Error::mismatch(format!(
                 "the data set has {len} samples, and the sampler deals {expected}"
             )));
         }
         // The gathered batches of what is on the device have one tensor of inputs.
-        let has_more = !dataset.more_inputs(&[0]).map_err(Error::data(&[0]))?.is_empty();
+        let has_more = !dataset.more_inputs(&[0]).map_err(Error::of_samples(&[0]))?.is_empty();
         let resident = if has_more { None } else { dataset.resident(device)? };
         Ok(Self {
             dataset,
@@ -272,7 +270,7 @@ impl DataLoader {
 
     /// Returns the first sample as a batch of one, for its shapes and dtypes.
     fn sample(&self) -> Result<Batch> {
-        Batch::read(&*self.dataset, &[0]).map_err(Error::data(&[0]))
+        Batch::read(&*self.dataset, &[0]).map_err(Error::of_samples(&[0]))
     }
 
     /// Returns the batches of `epoch`.
@@ -398,7 +396,7 @@ impl Batches {
             Source::Gathered(batches) => return batches.batch(index),
             Source::Each { dataset, indices } => {
                 let indices = indices.chunks(self.batch_size).nth(index).unwrap_or_default();
-                Batch::read(&**dataset, indices).map_err(Error::data(indices))?
+                Batch::read(&**dataset, indices).map_err(Error::of_samples(indices))?
             }
             Source::Workers(loading) => loading.next()?,
         };
@@ -475,7 +473,7 @@ fn load<'a>(
         let batch = batch.unwrap_or_else(|panic| Err(panics::error(panic)));
         let failed = batch.is_err();
         // The send fails if the epoch ended early.
-        if loaded_tx.send(batch.map_err(Error::data(indices))).is_err() || failed {
+        if loaded_tx.send(batch.map_err(Error::of_samples(indices))).is_err() || failed {
             return;
         }
     }

@@ -21,7 +21,7 @@ use crate::error::{Error, first_line};
 
 impl Error {
     /// Converts a data set's error into one that names the samples.
-    pub(crate) fn data(indices: &[usize]) -> impl FnOnce(anyhow::Error) -> Error {
+    pub(crate) fn of_samples(indices: &[usize]) -> impl FnOnce(anyhow::Error) -> Error {
         let first: Vec<String> = indices.iter().take(4).map(usize::to_string).collect();
         let more = indices.len().saturating_sub(first.len());
         let samples = match (&first[..], more) {

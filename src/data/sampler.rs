@@ -39,14 +39,14 @@ impl DistributedSampler {
     /// Creates the sampler of `rank` for `len` samples and `num_replicas` ranks. It shuffles, with seed 0, and pads.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] if there are no samples, no ranks, or no such rank, or if the padded number of samples
+    /// [`Error::Input`] if there are no samples, no ranks, or no such rank, or if the padded number of samples
     /// exceeds `isize::MAX`.
     pub fn new(len: usize, num_replicas: usize, rank: usize) -> Result<Self> {
         if len == 0 {
-            return Err(Error::InvalidInput("the data set has no samples".into()));
+            return Err(Error::usage("the data set has no samples".into()));
         }
         if rank >= num_replicas {
-            return Err(Error::InvalidInput(format!(
+            return Err(Error::usage(format!(
                 "there is no rank {rank} among {num_replicas} ranks; ranks count from 0"
             )));
         }
@@ -54,7 +54,7 @@ impl DistributedSampler {
             .checked_next_multiple_of(num_replicas)
             .is_none_or(|total| total > isize::MAX as usize)
         {
-            return Err(Error::InvalidInput(format!(
+            return Err(Error::usage(format!(
                 "{len} samples for {num_replicas} ranks are more than can be counted; use fewer"
             )));
         }
@@ -94,11 +94,11 @@ impl DistributedSampler {
     /// Sets whether to drop the samples that cannot be divided evenly, instead of dealing some twice.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] with fewer samples than ranks: no rank would get any. (PyTorch accepts this and trains
+    /// [`Error::Input`] with fewer samples than ranks: no rank would get any. (PyTorch accepts this and trains
     /// on nothing.)
     pub fn drop_last(mut self, drop_last: bool) -> Result<Self> {
         if drop_last && self.len < self.num_replicas {
-            return Err(Error::InvalidInput(format!(
+            return Err(Error::usage(format!(
                 "drop_last leaves nothing of {} samples for {} ranks; use fewer ranks, or don't drop",
                 self.len, self.num_replicas
             )));
@@ -157,7 +157,7 @@ impl DistributedSampler {
     /// Returns this rank's samples in `epoch`, in order.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] if there is no memory for the order.
+    /// [`Error::Input`] if there is no memory for the order.
     pub fn indices(&self, epoch: u64) -> Result<Vec<usize>> {
         self.indices_from(epoch, 0)
     }
@@ -221,7 +221,7 @@ pub(super) fn randperm(n: usize, seed: u64) -> Result<Vec<usize>> {
 fn empty(n: usize) -> Result<Vec<usize>> {
     let mut indices = Vec::new();
     indices.try_reserve_exact(n).map_err(|_| {
-        Error::InvalidInput(format!(
+        Error::usage(format!(
             "the order of {n} samples does not fit into this machine's memory; use fewer samples"
         ))
     })?;

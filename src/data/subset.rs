@@ -62,7 +62,7 @@ impl Dataset for Subset {
 /// with `manual_seed(seed)`: the same samples in the same order.
 ///
 /// # Errors
-/// [`Error::InvalidInput`] if a part would have no samples, or if there is no memory for the order.
+/// [`Error::Input`] if a part would have no samples, or if there is no memory for the order.
 pub fn random_split(len: usize, fraction: f64, seed: u64) -> Result<(Vec<usize>, Vec<usize>)> {
     let first = size_of_first_part(len, fraction)?;
     let mut order = randperm(len, seed)?;
@@ -73,10 +73,10 @@ pub fn random_split(len: usize, fraction: f64, seed: u64) -> Result<(Vec<usize>,
 /// Returns the number of samples in the first of two parts of `len` samples. The second has `fraction` of them.
 ///
 /// # Errors
-/// [`Error::InvalidInput`] if a part would have no samples.
+/// [`Error::Input`] if a part would have no samples.
 pub(super) fn size_of_first_part(len: usize, fraction: f64) -> Result<usize> {
     let refuse = |problem: &str| {
-        Err(Error::InvalidInput(format!("a fraction of {fraction:?} of {len} samples {problem}")))
+        Err(Error::usage(format!("a fraction of {fraction:?} of {len} samples {problem}")))
     };
     if !(fraction > 0.0 && fraction < 1.0) {
         return refuse("does not make two parts; use a number between 0 and 1");

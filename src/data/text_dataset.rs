@@ -36,18 +36,18 @@ impl TextDataset {
     /// Opens a text file as contexts of `block_size` tokens.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] if the file cannot be read, or is too short for one context.
+    /// [`Error::Input`] if the file cannot be read, or is too short for one context.
     pub fn open(path: &Path, block_size: usize) -> Result<Self> {
         let file = MappedFile::open(path)?;
         let name = file.name().to_owned();
         let is_page = path.extension().is_some_and(|ending| ending == "html" || ending == "htm");
         let expected = if is_page { HTML } else { "a text" };
         if let Some(problem) = mistaken(&file, expected, "name a file of plain text") {
-            return Err(Error::InvalidInput(format!("{name}: {problem}")));
+            return Err(Error::data(format!("{name}: {problem}")));
         }
         let contexts = (file.len() - 1).checked_div(block_size).unwrap_or(0);
         if contexts == 0 {
-            return Err(Error::InvalidInput(format!(
+            return Err(Error::data(format!(
                 "{name}: the text has {} bytes, and a context of {block_size} tokens needs {}; use a longer text, or a \
                  smaller --block-size of at least 1",
                 file.len(),
@@ -65,11 +65,11 @@ impl TextDataset {
     /// Returns the first `samples` contexts.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] for 0, and for more contexts than there are.
+    /// [`Error::Input`] for 0, and for more contexts than there are.
     pub fn first(&self, samples: usize) -> Result<Self> {
         let there = self.len();
         if samples == 0 || samples > there {
-            return Err(Error::InvalidInput(format!(
+            return Err(Error::usage(format!(
                 "{} has {there} contexts, and {samples} are asked for; use a number from 1 to {there}",
                 self.name
             )));
@@ -80,7 +80,7 @@ impl TextDataset {
     /// Splits the text into two parts. The second has `fraction` of the contexts, the last ones.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] if a part would have no contexts.
+    /// [`Error::Input`] if a part would have no contexts.
     pub fn split_tail(&self, fraction: f64) -> Result<(Self, Self)> {
         let first = size_of_first_part(self.len(), fraction)?;
         Ok((self.part(0, first)?, self.part(first, self.len() - first)?))

@@ -39,7 +39,7 @@ pub(super) fn count_active(
 ) -> Result<usize> {
     let active = all_reduce_number(group, i64::from(has_inputs), ReduceOp::Sum)? as usize;
     if options.throw_on_early_termination && (1..group.world_size()).contains(&active) {
-        return Err(Error::InvalidInput(format!(
+        return Err(Error::usage(format!(
             "join: {} of {} ranks have run out of inputs; give every rank the same number of batches, or \
              allow it without throw_on_early_termination",
             group.world_size() - active,

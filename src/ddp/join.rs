@@ -19,7 +19,7 @@ impl<M> DistributedDataParallel<M> {
     /// rank cannot take part in them.
     ///
     /// # Errors
-    /// The error of `train`; the errors of the collectives; [`Error::InvalidInput`] with `throw_on_early_termination`.
+    /// The error of `train`; the errors of the collectives; [`Error::Input`] with `throw_on_early_termination`.
     ///
     /// ```
     /// # fn main() -> anyhow::Result<()> {
@@ -89,7 +89,7 @@ fn refuse_joint_step(options: &DdpOptions) -> Result<()> {
     if !options.optimizer_layout.steps_together() {
         return Ok(());
     }
-    Err(Error::Unsupported(format!(
+    Err(Error::unsupported(format!(
         "join cannot be used with OptimizerLayout::{:?}: a rank without inputs makes no optimizer steps, so its part of the \
          parameters would not be updated; use Replicated, or give every rank the same number of batches",
         options.optimizer_layout

@@ -17,14 +17,14 @@ pub(super) fn same_on_all_ranks(
     let mut tensors = NamedTensor::all(vs)?;
     for name in &options.ignore {
         let Some(tensor) = tensors.iter_mut().find(|tensor| tensor.name == *name) else {
-            return Err(Error::InvalidInput(format!(
+            return Err(Error::usage(format!(
                 "ignore: the model has no parameter or buffer `{name}`; use a name of its state_dict"
             )));
         };
         tensor.is_ignored = true;
     }
     if trained(&tensors).next().is_none() {
-        return Err(Error::InvalidInput("the model has no parameters to train".into()));
+        return Err(Error::usage("the model has no parameters to train".into()));
     }
     compare(&tensors, options, group)?;
     Ok(tensors)

@@ -106,7 +106,7 @@ impl Reducer {
     pub(super) fn set_comm_hook(&self, hook: Box<dyn CommHook>) -> Result<()> {
         let mut state = self.state();
         if let Some(known) = state.averaging.hook() {
-            return Err(Error::InvalidInput(format!(
+            return Err(Error::usage(format!(
                 "the communication hook `{}` cannot be registered: `{}` is already registered, and a model has one; \
                  wrap the model again to use another",
                 hook.name(),

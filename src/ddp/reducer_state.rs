@@ -139,7 +139,7 @@ impl ReducerState {
         let (parameter, state) =
             (&self.layout.memory.parameters[index], &mut self.layout.states[index]);
         if state.ready {
-            return Err(Error::InvalidInput(format!(
+            return Err(Error::usage(format!(
                 "static_graph: `{}` had no gradient in the first step and has one now; set \
                  find_unused_parameters instead",
                 parameter.name

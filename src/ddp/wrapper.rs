@@ -125,7 +125,7 @@ impl<M> DistributedDataParallel<M> {
     ///
     /// # Errors
     /// [`Error::ModelMismatch`] when this rank's model differs from rank 0's; it names the first
-    /// difference. [`Error::InvalidInput`] when the model has nothing to train or is on another device. Also
+    /// difference. [`Error::Input`] when the model has nothing to train or is on another device. Also
     /// the errors of [`ProcessGroup::broadcast`].
     pub fn new(
         module: M,
@@ -206,7 +206,7 @@ impl<M> DistributedDataParallel<M> {
     /// the same hook.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] when a hook is registered already.
+    /// [`Error::Input`] when a hook is registered already.
     pub fn register_comm_hook(&mut self, hook: Box<dyn CommHook>) -> Result<()> {
         self.reducer.set_comm_hook(hook)
     }
@@ -281,7 +281,7 @@ impl<M> DistributedDataParallel<M> {
     /// the buckets in the order in which rank 0's gradients became ready.
     ///
     /// # Errors
-    /// [`Error::UnusedParameters`], [`Error::Torch`], [`Error::InvalidInput`] when the memory of a parameter's `grad`
+    /// [`Error::UnusedParameters`], [`Error::Torch`], [`Error::Input`] when the memory of a parameter's `grad`
     /// has been replaced (`set_data`), and the errors of [`ProcessGroup::all_reduce`], which may happen in the model's own
     /// backward pass as well.
     #[track_caller]
@@ -308,18 +308,18 @@ impl<M> DistributedDataParallel<M> {
     /// [`OptimizerLayout`](crate::OptimizerLayout)) this is a collective: it calls [`average_gradients`] first.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] if the model has no such parameter, or the last backward was within `no_sync`. Also the errors
+    /// [`Error::Input`] if the model has no such parameter, or the last backward was within `no_sync`. Also the errors
     /// of [`average_gradients`].
     pub fn averaged_grad(&self, name: &str) -> Result<Option<Tensor>> {
         let Some(named) = parameters::trained(&self.tensors).find(|named| named.name == name)
         else {
-            return Err(Error::InvalidInput(format!(
+            return Err(Error::usage(format!(
                 "averaged_grad: the model trains no parameter `{name}`; use a name of its state_dict"
             )));
         };
         let buffers = self.flat_buffers();
         if buffers.iter().any(|buffer| buffer.layout.gradients() == GradState::Local) {
-            return Err(Error::InvalidInput(
+            return Err(Error::usage(
                 "averaged_grad: the gradients of this rank are not averaged, because the last backward was within no_sync; \
                  call a backward outside of it first"
                     .into(),

@@ -268,10 +268,6 @@ pub enum Error {
         reason: String,
     },
 
-    /// The operation does not support these arguments.
-    #[error("{0}")]
-    Unsupported(String),
-
     /// An output of the run, such as a log or a trace, cannot be written.
     #[error("writing {what}: {reason}")]
     Write {
@@ -290,9 +286,14 @@ pub enum Error {
         reason: String,
     },
 
-    /// A flag, a key, or an argument is invalid.
-    #[error("{0}")]
-    InvalidInput(String),
+    /// What the user gave cannot be used.
+    #[error("{problem}")]
+    Input {
+        /// What is wrong with it.
+        kind: InputKind,
+        /// The problem, where it is, and what to do.
+        problem: String,
+    },
 
     /// A mistake in this crate.
     #[error("{0}; this is a mistake in ddp-mp, please report it")]
@@ -301,6 +302,51 @@ pub enum Error {
     /// An error that `--inject-fault` requested.
     #[error("injected by --inject-fault {0}")]
     Fault(String),
+}
+
+/// What is wrong with an input.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum InputKind {
+    /// A flag, a variable, a path or an argument of a function is wrong in itself.
+    Usage,
+    /// The contents of a file or of a message are wrong.
+    Data,
+    /// Two things do not fit each other: processes of a run, a checkpoint and a model, the tensors of a call.
+    Mismatch,
+    /// This system, device, backend or build cannot do it.
+    Unsupported,
+}
+
+impl Error {
+    /// Returns the error of a wrong flag, variable, path or argument.
+    pub fn usage(problem: String) -> Self {
+        Self::Input { kind: InputKind::Usage, problem }
+    }
+
+    /// Returns the error of wrong contents of a file or of a message.
+    pub fn data(problem: String) -> Self {
+        Self::Input { kind: InputKind::Data, problem }
+    }
+
+    /// Returns the error of two things that do not fit each other.
+    pub fn mismatch(problem: String) -> Self {
+        Self::Input { kind: InputKind::Mismatch, problem }
+    }
+
+    /// Returns the error of what this system, device, backend or build cannot do.
+    pub fn unsupported(problem: String) -> Self {
+        Self::Input { kind: InputKind::Unsupported, problem }
+    }
+
+    /// Returns the error with `name` before its text: the flag or the file that it is about. An error of another sort
+    /// becomes one of usage.
+    pub(crate) fn named(self, name: impl fmt::Display) -> Self {
+        let problem = format!("{name}: {self}");
+        match self {
+            Self::Input { kind, .. } => Self::Input { kind, problem },
+            _ => Self::usage(problem),
+        }
+    }
 }
 
 /// A rank that other ranks wait for.
@@ -391,6 +437,18 @@ pub(crate) fn first_line(message: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn name_before_an_error_keeps_its_kind() {
+        for (error, expected) in [
+            (Error::mismatch("x".into()), InputKind::Mismatch),
+            (Error::Internal("x".into()), InputKind::Usage),
+        ] {
+            let named = error.named("--it");
+            assert!(named.to_string().starts_with("--it: x"), "{named}");
+            assert!(matches!(named, Error::Input { kind, .. } if kind == expected), "{named:?}");
+        }
+    }
 
     #[test]
     fn escape_makes_only_control_characters_visible() {

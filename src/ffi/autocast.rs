@@ -61,14 +61,14 @@ impl Autocast {
     /// [`Kind::Half`].
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] for another kind or device.
+    /// [`Error::Input`] for another kind or device.
     pub fn new(device: Device, kind: Kind) -> Result<Self> {
         // The numbers of c10::ScalarType.
         let dtype = match kind {
             Kind::Half => 5,
             Kind::BFloat16 => 15,
             _ => {
-                return Err(Error::InvalidInput(format!(
+                return Err(Error::unsupported(format!(
                     "autocast to {kind:?}: use BFloat16 or Half (float16)"
                 )));
             }
@@ -77,7 +77,7 @@ impl Autocast {
             Device::Cpu => false,
             Device::Cuda(_) => true,
             _ => {
-                return Err(Error::InvalidInput(format!(
+                return Err(Error::unsupported(format!(
                     "autocast on {device:?}: use the CPU or a GPU"
                 )));
             }

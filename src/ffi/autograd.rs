@@ -130,7 +130,7 @@ unsafe extern "C" fn apply(
         // SAFETY: as the caller promises. Other threads only check to which thread it belongs.
         let map = unsafe { &*context.cast::<LinearMap>() };
         if !map.valid() {
-            return Err(Error::Unsupported(
+            return Err(Error::unsupported(
                 "backward goes through a collective that another thread called; call it on the rank's own \
                  thread"
                     .into(),

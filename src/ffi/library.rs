@@ -37,13 +37,13 @@ pub(crate) fn library_file(address: *const c_void) -> Option<PathBuf> {
 /// functions: to use it could crash, or give wrong numbers.
 ///
 /// # Errors
-/// [`Error::InvalidInput`] if it has another one.
+/// [`Error::Input`] if it has another one.
 pub fn check_version() -> Result<()> {
     // SAFETY: the string belongs to libtorch's table of build options, which stays.
     let loaded = unsafe { text(ddp_loaded_torch_version()) }.unwrap_or_default();
     let folder = library_folder().unwrap_or_default();
     match mismatch(&version(), &loaded, &folder) {
-        Some(problem) => Err(Error::InvalidInput(problem)),
+        Some(problem) => Err(Error::unsupported(problem)),
         None => Ok(()),
     }
 }

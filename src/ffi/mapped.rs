@@ -46,7 +46,7 @@ impl Drop for Mapping {
 
 /// Opens a regular file that is not empty. Also returns its length in bytes.
 pub(crate) fn open_file(path: &Path) -> Result<(File, u64)> {
-    let wrong = |error: io::Error| Error::InvalidInput(format!("{}: {error}", path.shown()));
+    let wrong = |error: io::Error| Error::data(format!("{}: {error}", path.shown()));
     let file = open_regular(path).map_err(wrong)?;
     match file.metadata().map_err(wrong)?.len() {
         0 => Err(wrong(io::Error::other("the file is empty"))),
@@ -65,8 +65,8 @@ impl MappedFile {
         // SAFETY: the memory is ours; the type's documentation forbids changes to the file, and a missing
         // page ends the process.
         let map = unsafe { options.no_reserve_swap().map_copy(&file) };
-        let map = map
-            .map_err(|error| Error::InvalidInput(format!("{name}: it can't be mapped: {error}")))?;
+        let map =
+            map.map_err(|error| Error::data(format!("{name}: it can't be mapped: {error}")))?;
         let watched = watch_mapping(map.as_ptr(), map.len(), &name);
         Ok(Self(Arc::new(Mapping { map, name, watched })))
     }

@@ -69,7 +69,7 @@ impl BindChoice {
     /// Decides which CPUs each of `ranks` gets. The calling thread must not be bound to a rank's CPUs.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] where `core` or `numa` is impossible; the text says why.
+    /// [`Error::Input`] where `core` or `numa` is impossible; the text says why.
     pub(crate) fn binding(self, ranks: &LocalRanks) -> Result<Binding> {
         let binding = match Topology::read() {
             Ok(topology) => self.decide(&topology, ranks),
@@ -78,7 +78,7 @@ impl BindChoice {
         match binding {
             Err(reason) if matches!(self, Self::Auto | Self::None) => Ok(Binding::Unbound(reason)),
             binding => {
-                binding.map_err(|reason| Error::InvalidInput(format!("--bind {self}: {reason}")))
+                binding.map_err(|reason| Error::unsupported(format!("--bind {self}: {reason}")))
             }
         }
     }
@@ -86,10 +86,10 @@ impl BindChoice {
     /// Binds the calling thread, a rank's, to `cpus`.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] when the system refuses; with `auto` the rank then runs unbound.
+    /// [`Error::Input`] when the system refuses; with `auto` the rank then runs unbound.
     pub(crate) fn bind_this_thread(self, cpus: &CpuList) -> Result<()> {
         match cpus.bind_this_thread() {
-            Err(error) if self != Self::Auto => Err(Error::InvalidInput(format!(
+            Err(error) if self != Self::Auto => Err(Error::unsupported(format!(
                 "--bind {self}: cannot bind a rank to CPUs {cpus}: {error}; use --bind none"
             ))),
             _ => Ok(()),

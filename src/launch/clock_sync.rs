@@ -17,7 +17,7 @@ const CLOCK_SAMPLES: usize = 16;
 /// answers all others. Each request waits for at most `timeout`.
 ///
 /// # Errors
-/// [`Error::Store`] when the store cannot be reached, [`Error::InvalidInput`] when another process does not answer.
+/// [`Error::Store`] when the store cannot be reached, [`Error::Input`] when another process does not answer.
 pub(super) fn estimate_offset(
     store: &TcpStore,
     mine: usize,
@@ -59,7 +59,7 @@ fn wait(store: &TcpStore, key: String, process: usize, timeout: Duration) -> Res
     if store.wait(&[key], timeout)? {
         return Ok(());
     }
-    Err(Error::InvalidInput(format!(
+    Err(Error::mismatch(format!(
         "process {process} did not compare its clock within {timeout:?}; find out what delays it, or raise --timeout"
     )))
 }

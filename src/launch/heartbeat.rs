@@ -53,7 +53,7 @@ impl Heartbeat {
     /// Reads the heartbeat of a process with `ranks` ranks.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`](crate::Error::InvalidInput) if `bytes` are not such a heartbeat.
+    /// [`Error::Input`](crate::Error::Input) if `bytes` are not such a heartbeat.
     pub(super) fn from_bytes(key: &str, bytes: &[u8], ranks: usize) -> Result<Self> {
         let heartbeat: Self = from_json(key, bytes)?;
         if heartbeat.ranks.len() != ranks {

@@ -94,7 +94,7 @@ impl Launch {
     /// Decides where the ranks of this process run.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`](crate::Error::InvalidInput) when the requested devices or backend are not available; the
+    /// [`Error::Input`](crate::Error::Input) when the requested devices or backend are not available; the
     /// text says what to do.
     pub fn place(&self, backend: BackendChoice, cuda: &Cuda) -> Result<Placement> {
         let placement = place(self.nproc, backend, cuda, &self.share(cores()))?
@@ -108,7 +108,7 @@ impl Launch {
     /// Decides which CPUs each rank of `placement` gets. The other processes of the machine have as many ranks each.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`](crate::Error::InvalidInput) when the ranks cannot be bound as the user asks.
+    /// [`Error::Input`](crate::Error::Input) when the ranks cannot be bound as the user asks.
     pub(crate) fn binding(&self, placement: &Placement) -> Result<Binding> {
         let Processes { local_index, local_count, .. } = self.processes;
         let count = placement.devices.len();
@@ -120,7 +120,7 @@ impl Launch {
     /// Places the ranks of this process, and waits for the rendezvous with the other processes, if there are any.
     ///
     /// # Errors
-    /// The errors of [`Launch::place`]; [`Error::InvalidInput`] when the processes do not fit each other, or the machine
+    /// The errors of [`Launch::place`]; [`Error::Input`] when the processes do not fit each other, or the machine
     /// lacks the network interface of `GLOO_SOCKET_IFNAME`; [`Error::Store`] when the store cannot be reached or served;
     /// [`Error::PeersMissing`] when others do not arrive within the timeout.
     pub fn join(self, cuda: &Cuda, options: JoinLaunchOptions) -> Result<JoinedLaunch> {
@@ -300,7 +300,7 @@ impl JoinedLaunch {
 /// Calls `rendezvous`. If that takes long, notes that this process still waits for the others.
 ///
 /// # Errors
-/// The errors of `rendezvous`, and [`Error::InvalidInput`] when no thread can be started.
+/// The errors of `rendezvous`, and [`Error::Input`] when no thread can be started.
 fn noting_a_wait<T>(
     launch: &Launch,
     note: &(dyn Fn(&str) + Sync),
@@ -321,7 +321,7 @@ fn noting_a_wait<T>(
     thread::scope(|scope| {
         let thread = thread::Builder::new().name("waiting".into());
         thread.spawn_scoped(scope, wait).map_err(|error| {
-            Error::InvalidInput(not_started(
+            Error::unsupported(not_started(
                 "the thread that reports the wait for other processes",
                 &error,
             ))

@@ -44,7 +44,7 @@ pub(super) struct Process {
 
 impl Process {
     /// # Errors
-    /// [`Error::InvalidInput`] if `bytes` are not a valid message.
+    /// [`Error::Input`] if `bytes` are not a valid message.
     pub(super) fn from_bytes(key: &str, bytes: &[u8]) -> Result<Self> {
         let process: Self = from_json(key, bytes)?;
         match (process.ranks.len(), process.gpus.len()) {
@@ -66,7 +66,7 @@ impl Process {
 /// difference.
 ///
 /// # Errors
-/// [`Error::InvalidInput`] with the first difference: its name, both values, and the two processes.
+/// [`Error::Input`] with the first difference: its name, both values, and the two processes.
 pub(super) fn check_same(processes: &[Process]) -> Result<()> {
     let Some((first, others)) = processes.split_first() else { return Ok(()) };
     let same = "start the same program with the same options everywhere";
@@ -76,7 +76,7 @@ pub(super) fn check_same(processes: &[Process]) -> Result<()> {
         };
         let (one, two) = (whose(0, first), whose(number, other));
         if (&first.version, &first.backend) != (&other.version, &other.backend) {
-            return Err(Error::InvalidInput(format!(
+            return Err(Error::mismatch(format!(
                 "{one} is ddp-mp {} with backend {}, {two} is {} with {}; {same}",
                 first.version, first.backend, other.version, other.backend
             )));
@@ -88,7 +88,7 @@ pub(super) fn check_same(processes: &[Process]) -> Result<()> {
         let mut names = first.options.iter().chain(&other.options).map(|(name, _)| name);
         if let Some(name) = names.find(|name| value(first, name) != value(other, name)) {
             let (first_value, other_value) = (value(first, name), value(other, name));
-            return Err(Error::InvalidInput(format!(
+            return Err(Error::mismatch(format!(
                 "{name} is {first_value} for {one}, and {other_value} for {two}; {same}"
             )));
         }
@@ -116,7 +116,7 @@ pub(super) fn ranks_on(host: &str, processes: &[Process]) -> usize {
 /// Returns the range of ranks of each process.
 ///
 /// # Errors
-/// [`Error::InvalidInput`] if there are more than [`MOST_RANKS`] in all.
+/// [`Error::Input`] if there are more than [`MOST_RANKS`] in all.
 pub(super) fn rank_ranges(processes: &[Process]) -> Result<Vec<Range<usize>>> {
     let mut next = 0;
     let mut take = |count: usize| {
@@ -129,7 +129,7 @@ pub(super) fn rank_ranges(processes: &[Process]) -> Result<Vec<Range<usize>>> {
         return Ok(rank_ranges);
     }
     let count = processes.len();
-    Err(Error::InvalidInput(format!(
+    Err(Error::usage(format!(
         "{count} processes have {next} ranks together, and {MOST_RANKS} are the most; start fewer"
     )))
 }
@@ -194,7 +194,7 @@ pub(super) enum Decision {
 
 impl Decision {
     /// # Errors
-    /// [`Error::InvalidInput`] if `bytes` are not a valid message.
+    /// [`Error::Input`] if `bytes` are not a valid message.
     pub(super) fn from_bytes(key: &str, bytes: &[u8]) -> Result<Self> {
         let escape = |text: String| escaped_line(&text).into_owned();
         Ok(match from_json(key, bytes)? {
@@ -220,7 +220,7 @@ pub(super) fn set_once(store: &TcpStore, key: &str, value: &[u8]) -> Result<Vec<
 /// Reads the failure that a process of a run with `world_size` ranks reports to the others.
 ///
 /// # Errors
-/// [`Error::InvalidInput`] if `bytes` are not a valid message.
+/// [`Error::Input`] if `bytes` are not a valid message.
 pub(super) fn failure_from_bytes(key: &str, bytes: &[u8], world_size: usize) -> Result<Failure> {
     check_failure(key, from_json(key, bytes)?, world_size)
 }
@@ -228,7 +228,7 @@ pub(super) fn failure_from_bytes(key: &str, bytes: &[u8], world_size: usize) -> 
 /// Checks a failure that was read from another process, and escapes its text.
 ///
 /// # Errors
-/// [`Error::InvalidInput`] if it names a rank that does not exist.
+/// [`Error::Input`] if it names a rank that does not exist.
 pub(super) fn check_failure(key: &str, mut failure: Failure, world_size: usize) -> Result<Failure> {
     // Users of the library print this text too.
     failure.error = escaped_line(&failure.error).into_owned();

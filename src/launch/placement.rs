@@ -41,7 +41,7 @@ impl FromStr for Nproc {
             "cpu" => Ok(Nproc::Cpu),
             number => match number.parse() {
                 Ok(count @ 1..=MOST_RANKS) => Ok(Nproc::Count(count)),
-                _ => Err(Error::InvalidInput(format!(
+                _ => Err(Error::usage(format!(
                     "{text:?} is not a number of ranks; use auto, gpu, cpu, or a number from 1 to {MOST_RANKS}"
                 ))),
             },
@@ -146,7 +146,7 @@ pub struct Placement {
 /// `share` is this process's part of the machine.
 ///
 /// # Errors
-/// [`Error::InvalidInput`] when the requested devices or backend are not available; the text says what to do.
+/// [`Error::Input`] when the requested devices or backend are not available; the text says what to do.
 pub fn place(
     nproc: Nproc,
     choice: BackendChoice,
@@ -164,7 +164,7 @@ pub fn place(
         Nproc::Auto | Nproc::Gpu if on_gpus => match share.count_gpus(gpus) {
             Some(count) => count,
             None => {
-                return Err(Error::InvalidInput(format!(
+                return Err(Error::unsupported(format!(
                     "{gpus} GPUs are visible to each of {} processes on this machine, and cannot be divided equally; \
                      use --nproc-per-node with the number of ranks in each process",
                     share.count
@@ -172,7 +172,7 @@ pub fn place(
             }
         },
         Nproc::Gpu => {
-            return Err(Error::InvalidInput(format!(
+            return Err(Error::unsupported(format!(
                 "--nproc-per-node gpu: {}; use cpu or a number for ranks on the CPU",
                 why_none()
             )));
@@ -188,7 +188,7 @@ pub fn place(
         let default = Backend::for_threads(&devices);
         if let Some(backend) = given.filter(|it| !it.devices().include(&devices)) {
             let why = if gpus == 0 { why_none() } else { "ranks on the CPU were asked for".into() };
-            return Err(Error::InvalidInput(format!(
+            return Err(Error::unsupported(format!(
                 "--backend {} needs a GPU for each rank: {why}; leave --backend out",
                 backend.name()
             )));
@@ -213,7 +213,7 @@ pub fn place(
     let (backend, devices, note) = if let Some(backend) =
         given.filter(|it| it.devices() == Devices::Cpu)
     {
-        return Err(Error::InvalidInput(format!(
+        return Err(Error::unsupported(format!(
             "--backend {} is for ranks on the CPU; use --nproc-per-node cpu, or --backend {}",
             backend.name(),
             Backend::for_threads(&own_gpus(0)).name()
@@ -234,7 +234,7 @@ pub fn place(
     } else if share.count > 1 {
         let NodeSlice { index, count: processes, .. } = share;
         let each = counted(count, "rank");
-        return Err(Error::InvalidInput(format!(
+        return Err(Error::unsupported(format!(
             "process {index} of {processes} on this machine: {processes} processes with {each} each need {} GPUs, \
              and {gpus} {} visible{}; start fewer processes or ranks, or check CUDA_VISIBLE_DEVICES",
             processes * count,
@@ -242,7 +242,7 @@ pub fn place(
             why_not_shared(given, share, count, gpus)
         )));
     } else {
-        return Err(Error::InvalidInput(format!(
+        return Err(Error::unsupported(format!(
             "--nproc-per-node {count}: only {gpus} {} visible{}; use at most {gpus}, check \
              CUDA_VISIBLE_DEVICES, or let all ranks share GPU 0 with --backend threaded",
             if gpus == 1 { "GPU is" } else { "GPUs are" },
@@ -304,13 +304,13 @@ impl Placement {
     /// Checks that the ranks can be threads of one process.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] if too many of them share a GPU.
+    /// [`Error::Input`] if too many of them share a GPU.
     pub(crate) fn check_threads(&self) -> Result<()> {
         let on_first = self.devices.iter().filter(|device| **device == self.devices[0]).count();
         if self.backend.devices() != Devices::OwnGpu || on_first <= NCCL_THREADS_PER_GPU {
             return Ok(());
         }
-        Err(Error::InvalidInput(format!(
+        Err(Error::unsupported(format!(
             "--backend {}: at most {NCCL_THREADS_PER_GPU} threads can share a GPU, and {on_first} would; use fewer ranks, \
              --spawn=processes, or --backend threaded",
             self.backend.name()
@@ -320,7 +320,7 @@ impl Placement {
     /// Adapts the placement to a run of `count` processes.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] for a backend that does not work across processes.
+    /// [`Error::Input`] for a backend that does not work across processes.
     pub fn in_processes(self, count: usize, choice: BackendChoice) -> Result<Self> {
         let given = choice.given();
         if count == 1 {
@@ -337,7 +337,7 @@ impl Placement {
         let suits = given.map_or_else(|| Backend::for_processes(&self.devices), Some);
         match suits.filter(|backend| backend.works_between_processes()) {
             Some(backend) => Ok(Self { backend, ..self }),
-            None => Err(Error::InvalidInput(format!(
+            None => Err(Error::unsupported(format!(
                 "--backend {} stays within one process, and there are {count}; use {}",
                 suits.unwrap_or(self.backend).name(),
                 Backend::for_processes(&self.devices)

@@ -42,7 +42,7 @@ impl ProcessRendezvous<'_> {
     /// Waits for all processes. Returns what they are, and the ranks of each.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] when the processes do not fit each other, [`Error::PeersMissing`], [`Error::Store`].
+    /// [`Error::Input`] when the processes do not fit each other, [`Error::PeersMissing`], [`Error::Store`].
     pub(super) fn meet(&self) -> Result<(Vec<Process>, Vec<Range<usize>>)> {
         let mine = self.launch.processes.index;
         let checked = self.exchange_processes().and_then(|processes| {
@@ -65,7 +65,7 @@ impl ProcessRendezvous<'_> {
             LaunchKind::ByHand => "give each machine its own --node-rank".into(),
             kind => format!("if two runs meet here, {}", kind.how_to_change_port()),
         };
-        Error::InvalidInput(format!("two processes have the index {index} of {count}; {remedy}"))
+        Error::mismatch(format!("two processes have the index {index} of {count}; {remedy}"))
     }
 
     fn time_left(&self) -> Duration {
@@ -75,7 +75,7 @@ impl ProcessRendezvous<'_> {
     /// Checks that this process and process 0 were started for the same run. Process 0 publishes which run that is.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`], in all processes that wait for this one: it has the number of one of them.
+    /// [`Error::Input`], in all processes that wait for this one: it has the number of one of them.
     fn check_run(&self) -> Result<()> {
         let launch = self.launch;
         let (mine, count) = (launch.processes.index, launch.processes.count);
@@ -91,7 +91,7 @@ impl ProcessRendezvous<'_> {
         };
         let Run { run_id, processes } = from_json(RUN, &bytes)?;
         if run_id != launch.run_id {
-            return Err(Error::InvalidInput(format!(
+            return Err(Error::mismatch(format!(
                 "process 0 belongs to run {:?}, and process {mine} to run {:?}; start all processes of a run with one \
                  launcher, and let each run have a port of its own: {}",
                 escaped_line(&run_id),
@@ -106,14 +106,14 @@ impl ProcessRendezvous<'_> {
         let differs = format!("{name} is {processes} for process 0 and {count} for process {mine}");
         if mine >= processes {
             // The run does not wait for this process.
-            return Err(Error::InvalidInput(format!(
+            return Err(Error::mismatch(format!(
                 "{differs}: process {mine} is not part of a run of {processes} processes, numbered from 0; start all \
                  with the same number"
             )));
         }
         let differs = differs + "; start all with the same number";
         decide(self.store, &Decision::Refused(differs.clone()))?;
-        Err(Error::InvalidInput(differs))
+        Err(Error::mismatch(differs))
     }
 
     /// Stores what this process is, and reads what the others are.
@@ -141,7 +141,7 @@ impl ProcessRendezvous<'_> {
                 let waited = self.began.elapsed().min(self.timeout);
                 Err(Error::PeersMissing { missing, count, waited, there })
             }
-            Decision::Refused(why) => Err(Error::InvalidInput(why)),
+            Decision::Refused(why) => Err(Error::mismatch(why)),
         }
     }
 
@@ -177,7 +177,7 @@ impl ProcessRendezvous<'_> {
         if !self.serves {
             return self.store.add(&acknowledged(index), 1).map(drop);
         }
-        if !matches!(error, Error::PeersMissing { .. } | Error::InvalidInput(_)) {
+        if !matches!(error, Error::PeersMissing { .. } | Error::Input { .. }) {
             return Ok(()); // the store is gone already
         }
         let has_arrived = |process: &usize| self.store.check(&[key_of(*process)]).unwrap_or(false);
@@ -220,7 +220,7 @@ fn name_of_count(kind: &LaunchKind) -> &'static str {
 /// Checks that `processes` can train together. Returns the ranks of each.
 ///
 /// # Errors
-/// [`Error::InvalidInput`] with the reason, the same in all processes.
+/// [`Error::Input`] with the reason, the same in all processes.
 fn check(processes: &[Process], me: &Process) -> Result<Vec<Range<usize>>> {
     check_same(processes)?;
     let backend: Backend = me.backend.parse()?;
@@ -237,7 +237,7 @@ fn check_own_gpus(processes: &[Process], reason: &str) -> Result<()> {
     let mut processes = processes.to_vec();
     name_shared_gpus(&mut processes);
     let Some((gpu, [one, other])) = shared_gpu(&processes, true) else { return Ok(()) };
-    Err(Error::InvalidInput(format!(
+    Err(Error::mismatch(format!(
         "{one} and {other} have the same GPU, {gpu}, and {reason}; start fewer, or have each process see its own \
          (CUDA_VISIBLE_DEVICES, srun --gpus-per-task)"
     )))

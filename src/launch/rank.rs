@@ -105,11 +105,11 @@ impl Rank {
     /// others what they need over a channel. Several processes have already connected through a store.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] when called twice, with a backend that the device does not allow, or when NCCL is
+    /// [`Error::Input`] when called twice, with a backend that the device does not allow, or when NCCL is
     /// missing; [`Error::Timeout`], [`Error::PeerExited`] and [`Error::Cancelled`] when other ranks do not arrive.
     pub fn init_process_group(&self, backend: Backend) -> Result<Rc<ProcessGroup>> {
         let Some(rendezvous) = self.rendezvous.take() else {
-            return Err(Error::InvalidInput(
+            return Err(Error::usage(
                 "init_process_group was called twice on this rank; keep the group it returned"
                     .into(),
             ));
@@ -125,7 +125,7 @@ impl Rank {
             bootstrap.or_else(|error| run.check(rank).and(Err(error)))
         })?;
         if bootstrap.backend != backend {
-            return Err(Error::InvalidInput(format!(
+            return Err(Error::mismatch(format!(
                 "init_process_group: rank {first} asks for backend {}, rank {rank} for {}; ask for the same",
                 bootstrap.backend.name(),
                 backend.name()

@@ -27,7 +27,7 @@ const READ: &str = "read";
 ///
 /// # Errors
 /// [`Error::Store`](crate::Error::Store) when the store cannot be reached,
-/// [`Error::InvalidInput`](crate::Error::InvalidInput) when a value in it is not an integer.
+/// [`Error::Input`](crate::Error::Input) when a value in it is not an integer.
 pub(super) fn agree(
     store: &TcpStore,
     mine: usize,

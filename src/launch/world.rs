@@ -78,7 +78,7 @@ impl ProcessWorld {
     /// is the only process. `options` holds the names and values that must be the same in all processes.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] when the processes do not fit each other, [`Error::Store`] when the store cannot be
+    /// [`Error::Input`] when the processes do not fit each other, [`Error::Store`] when the store cannot be
     /// reached or served, [`Error::PeersMissing`] when others do not arrive within `timeout`.
     pub(super) fn meet(
         launch: &Launch,
@@ -90,7 +90,7 @@ impl ProcessWorld {
         let Some(master) = &launch.master else { return Ok(None) };
         let Processes { index: mine, count, .. } = launch.processes;
         if count > MOST_RANKS {
-            return Err(Error::InvalidInput(format!(
+            return Err(Error::usage(format!(
                 "{count} processes exceed the maximum of {MOST_RANKS}; check what sets this number ({})",
                 launch.reason
             )));
@@ -134,7 +134,7 @@ impl ProcessWorld {
             _cancel_tx: cancel_tx,
         };
         if let (Some(why), SharedMemory::Require) = (world.not_shared(), launch.shared_memory) {
-            let error = Error::InvalidInput(format!(
+            let error = Error::unsupported(format!(
                 "--shared-memory=require: the processes cannot share memory: {why}; or use --shared-memory=auto"
             ));
             let _ = rendezvous.end(&error); // the others find the same
@@ -146,7 +146,7 @@ impl ProcessWorld {
     /// Compares this process's clock with that of process 0, for traces. All must call it, and wait `timeout` at most.
     ///
     /// # Errors
-    /// [`Error::Store`], [`Error::InvalidInput`] when another process does not answer.
+    /// [`Error::Store`], [`Error::Input`] when another process does not answer.
     pub(super) fn compare_clocks(self, timeout: Duration) -> Result<Self> {
         let count = self.processes.len();
         let clock = clock_sync::estimate_offset(&self.store, self.mine, count, timeout)?;
@@ -249,7 +249,7 @@ impl ProcessWorld {
     /// Starts to exchange heartbeats with the other processes of `run`, and to watch those of this host.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] when no thread can be started, and for a second run.
+    /// [`Error::Input`] when no thread can be started, and for a second run.
     pub(super) fn start(&self, run: &Arc<RunContext>) -> Result<()> {
         self.heartbeat_monitor.start(run)?;
         match self.host() {
@@ -358,11 +358,11 @@ fn with_remedy(error: Error, launcher: LaunchKind) -> Error {
 /// Checks that a store can be served at this address, on any port. A name that does not resolve is reported later.
 ///
 /// # Errors
-/// [`Error::InvalidInput`] if the address is not one of this machine, or stands for all its interfaces.
+/// [`Error::Input`] if the address is not one of this machine, or stands for all its interfaces.
 fn check_is_here(launch: &Launch, master: &MasterEndpoint) -> Result<()> {
     let addr = &master.addr;
     let refuse =
-        |why: &str| Err(Error::InvalidInput(format!("{}: {why}", launch.kind.address_text(addr))));
+        |why: &str| Err(Error::usage(format!("{}: {why}", launch.kind.address_text(addr))));
     match TcpListener::bind((&addr[..], 0)).and_then(|listener| listener.local_addr()) {
         Ok(found) if found.ip().is_unspecified() => refuse(
             "that stands for all interfaces of this machine; give the address of one that the others can reach",

@@ -66,7 +66,7 @@ impl<'a, M: Forward> Generate<'a, M> {
     /// Starts after `prompt`, with a `model` on `device`.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] for an empty prompt, and for options out of their range; [`Error::Torch`].
+    /// [`Error::Input`] for an empty prompt, and for options out of their range; [`Error::Torch`].
     pub fn new(
         model: &'a M,
         prompt: &[i64],
@@ -74,7 +74,7 @@ impl<'a, M: Forward> Generate<'a, M> {
         device: Device,
     ) -> Result<Self> {
         let GenerateOptions { block_size, temperature, top_k, seed } = options;
-        let wrong = |problem: String| Err(Error::InvalidInput(problem));
+        let wrong = |problem: String| Err(Error::usage(problem));
         if prompt.is_empty() {
             return wrong(
                 "the prompt is empty; use at least one token, for example a line break".into(),
@@ -109,7 +109,7 @@ impl<'a, M: Forward> Generate<'a, M> {
         let largest = logits.f_max().and_then(|largest| largest.f_double_value(&[]));
         let largest = largest.doing("reading the largest logit")?;
         if !largest.is_finite() {
-            return Err(Error::InvalidInput(format!(
+            return Err(Error::data(format!(
                 "the model's largest logit is {largest}, so there is nothing to draw from; use a checkpoint from before \
                  the training diverged"
             )));

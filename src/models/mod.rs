@@ -145,7 +145,7 @@ impl<M: ModuleT> Forward for M {
                      of ModuleT or Module",
                     inputs.len()
                 );
-                or_throw(Err(Error::InvalidInput(problem)))
+                or_throw(Err(Error::usage(problem)))
             }
         }
     }
@@ -235,10 +235,10 @@ impl ModelConfig {
     /// Dropout draws the same numbers on every rank, until [`Model::with_generator`] sets the rank's own generator.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] if a cnn's images are not square or too small; [`Error::Torch`] if libtorch fails, for
+    /// [`Error::Input`] if a cnn's images are not square or too small; [`Error::Torch`] if libtorch fails, for
     /// example without enough memory.
     pub fn build(&self, device: Device, seed: u64) -> Result<(nn::VarStore, Model)> {
-        self.check().map_err(|(key, problem)| Error::InvalidInput(format!("{key}: {problem}")))?;
+        self.check().map_err(|(key, problem)| Error::usage(format!("{key}: {problem}")))?;
         let dropout = if self.dropout > 0.0 {
             Some(Dropout::new(self.dropout, &Arc::new(Generator::new(device, seed, 0)?)))
         } else {

@@ -34,9 +34,7 @@ impl NamedTensor {
                 other.data_ptr() == tensor.data_ptr() && other.size() == tensor.size()
             };
             let Some(at) = named.iter().position(same) else {
-                return Err(Error::InvalidInput(
-                    "the VarStore has a parameter without a name".into(),
-                ));
+                return Err(Error::usage("the VarStore has a parameter without a name".into()));
             };
             let name = named.remove(at).0;
             // A frozen parameter keeps its value, which is rank 0's on all ranks, like a buffer.
@@ -48,7 +46,7 @@ impl NamedTensor {
                 other.tensor.data_ptr() == one.tensor.data_ptr() && one.tensor.numel() > 0
             };
             if let Some(other) = tensors[..i].iter().find(same) {
-                return Err(Error::InvalidInput(format!(
+                return Err(Error::usage(format!(
                     "`{}` and `{}` are one parameter; give it to the VarStore once",
                     other.name, one.name
                 )));
@@ -68,7 +66,7 @@ impl NamedTensor {
 /// Returns all tensors of `vs` by name, as views. They are those of PyTorch's `state_dict`, in the same order on all ranks.
 ///
 /// # Errors
-/// [`Error::InvalidInput`] when a parameter has no name, or has two.
+/// [`Error::Input`] when a parameter has no name, or has two.
 pub fn state_dict(vs: &VarStore) -> Result<Vec<(String, Tensor)>> {
     Ok(by_name(&NamedTensor::all(vs)?))
 }

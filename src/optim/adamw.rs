@@ -118,7 +118,7 @@ impl Optimizer for AdamW {
             if steps >= 1.0 && steps.fract() == 0.0 {
                 return Ok(steps as u64);
             }
-            Err(Error::InvalidInput(format!(
+            Err(Error::data(format!(
                 "the optimizer's state has a `step` of {steps} for parameter `{}`, which is not a number of steps",
                 state.name
             )))

@@ -204,7 +204,7 @@ impl FlatMemory {
     /// own.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`](crate::Error::InvalidInput) if the ranks of this process are on devices that share no memory.
+    /// [`Error::Input`](crate::Error::Input) if the ranks of this process are on devices that share no memory.
     pub(crate) fn share(&mut self) -> Result<()> {
         if self.layout != OptimizerLayout::SharedModel {
             return Ok(());

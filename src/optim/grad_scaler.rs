@@ -129,7 +129,7 @@ impl GradScaler {
     /// [`DistributedDataParallel`](crate::DistributedDataParallel::flat_buffers) on the ranks of `group`.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] for a growth factor that does not grow, a backoff factor that does not shrink, and
+    /// [`Error::Input`] for a growth factor that does not grow, a backoff factor that does not shrink, and
     /// float16 parameters; [`Error::Torch`] when the device is out of memory.
     pub fn new(
         buffers: Vec<FlatBuffer>,
@@ -141,7 +141,7 @@ impl GradScaler {
             check(init_scale, growth_factor, backoff_factor, options.growth_interval)?;
             if let Some(half) = buffers.iter().find(|it| it.gradients.kind() == Kind::Half) {
                 let name = half.layout.get().first().map_or(String::new(), |it| it.name.clone());
-                return Err(Error::InvalidInput(format!(
+                return Err(Error::unsupported(format!(
                     "parameter `{name}` is float16, and so is its gradient, which cannot be unscaled; keep \
                      parameters float32 and use Autocast"
                 )));
@@ -186,7 +186,7 @@ impl GradScaler {
     /// device. A collective where [`average_gradients`] is one.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] when it has been called since the last [`update`](Self::update), or when there was no
+    /// [`Error::Input`] when it has been called since the last [`update`](Self::update), or when there was no
     /// backward since gradients were zeroed; [`Error::Torch`].
     pub fn unscale_(&mut self) -> Result<()> {
         if !self.options.enabled {
@@ -216,7 +216,7 @@ impl GradScaler {
     ///
     /// # Errors
     /// The errors of the optimizer, of [`unscale_`](Self::unscale_) and of [`ProcessGroup::synchronize`];
-    /// [`Error::InvalidInput`] when it has been called since the last [`update`](Self::update).
+    /// [`Error::Input`] when it has been called since the last [`update`](Self::update).
     pub fn step(&mut self, optimizer: &mut dyn Optimizer, lr: f64) -> Result<bool> {
         if !self.options.enabled {
             return optimizer.step(lr).map(|()| true);
@@ -237,7 +237,7 @@ impl GradScaler {
     ///
     /// # Errors
     /// [`Error::LossScale`] when the scale is so small that it cannot be the cause of the overflow. (PyTorch continues
-    /// to a scale of 0, and skips all steps.) [`Error::InvalidInput`] when no gradients were unscaled since the last
+    /// to a scale of 0, and skips all steps.) [`Error::Input`] when no gradients were unscaled since the last
     /// update.
     pub fn update(&mut self) -> Result<()> {
         if !self.options.enabled {
@@ -284,7 +284,7 @@ impl GradScaler {
     /// Restores `state`; does nothing if the scaler is not enabled. Follows `load_state_dict`.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] when `state` is invalid; the scaler is then unchanged.
+    /// [`Error::Input`] when `state` is invalid; the scaler is then unchanged.
     pub fn load_state(&mut self, state: &GradScalerState) -> Result<()> {
         if !self.options.enabled {
             return Ok(());
@@ -319,12 +319,12 @@ impl GradScalerState {
     /// Checks the state.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] that names the wrong number.
+    /// [`Error::Input`] that names the wrong number.
     pub(crate) fn check(&self) -> Result<()> {
         let Self { growth_interval, growth_tracker, .. } = *self;
         check(self.scale, self.growth_factor, self.backoff_factor, growth_interval)?;
         if growth_tracker >= growth_interval {
-            return Err(Error::InvalidInput(format!(
+            return Err(Error::data(format!(
                 "the scaler's state has a _growth_tracker of {growth_tracker}, which must be below its \
                  growth_interval of {growth_interval}"
             )));
@@ -346,11 +346,11 @@ fn check(scale: f64, growth: f64, backoff: f64, interval: u64) -> Result<()> {
     } else {
         return Ok(());
     };
-    Err(Error::InvalidInput(format!("the gradient scaler's {problem}")))
+    Err(Error::data(format!("the gradient scaler's {problem}")))
 }
 
 fn out_of_turn<T>(what: &str) -> Result<T> {
-    Err(Error::InvalidInput(format!(
+    Err(Error::usage(format!(
         "the gradient scaler: {what}; a step is scale, backward, unscale_ (if needed), step, update"
     )))
 }

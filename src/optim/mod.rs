@@ -47,7 +47,7 @@ pub trait Optimizer: Debug {
     /// [partitioned optimizer](OptimizerLayout::Partitioned) it is a collective of all ranks.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`](crate::Error::InvalidInput) when the gradients are not averaged because the last
+    /// [`Error::Input`](crate::Error::Input) when the gradients are not averaged because the last
     /// backward was within `no_sync`; [`Error::Torch`](crate::Error::Torch).
     fn step(&mut self, lr: f64) -> Result<()>;
 
@@ -67,7 +67,7 @@ pub trait Optimizer: Debug {
     /// whole state.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`](crate::Error::InvalidInput) when it does not fit; the optimizer is then unchanged.
+    /// [`Error::Input`](crate::Error::Input) when it does not fit; the optimizer is then unchanged.
     /// [`Error::Torch`](crate::Error::Torch).
     fn load_state(&mut self, state: &[ParameterState]) -> Result<()>;
 

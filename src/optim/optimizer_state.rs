@@ -87,7 +87,7 @@ impl OptimizerState {
                 GradState::Cleared => {}
                 GradState::Averaged | GradState::Partitioned | GradState::LeftToStep => any = true,
                 GradState::Local => {
-                    return Err(Error::InvalidInput(
+                    return Err(Error::usage(
                         "the gradients of this rank were not averaged, and a step with them would make the ranks \
                          differ: call the last backward before a step outside of no_sync"
                             .into(),

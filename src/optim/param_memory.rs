@@ -98,7 +98,7 @@ impl ParamMemory {
             GradMemory::InBuffer { view, data } if view.data_ptr().cast_const() == *data => {
                 move_grad(&self.tensor, view)
             }
-            GradMemory::InBuffer { .. } => Err(Error::InvalidInput(format!(
+            GradMemory::InBuffer { .. } => Err(Error::usage(format!(
                 "the gradient of `{}` is no longer a view of its bucket, so it cannot be averaged; leave its memory \
                  where it is, and zero gradients with ddp.zero_grad()",
                 self.name

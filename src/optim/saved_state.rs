@@ -55,7 +55,7 @@ impl OptimizerState {
         count: impl Fn(&ParameterState) -> Result<u64>,
     ) -> Result<()> {
         let wrong =
-            |problem: String| Err(Error::InvalidInput(format!("the optimizer's state {problem}")));
+            |problem: String| Err(Error::mismatch(format!("the optimizer's state {problem}")));
         let known: BTreeMap<&str, &ParameterState> =
             state.iter().map(|state| (&state.name[..], state)).collect();
         if let Some(extra) = known.keys().find(|name| self.spans().all(|(_, p)| p.name != **name)) {

@@ -61,11 +61,11 @@ impl Sgd {
     /// [`DistributedDataParallel`](crate::DistributedDataParallel::flat_buffers).
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] for Nesterov momentum without momentum or with dampening; [`Error::Torch`] when the
+    /// [`Error::Input`] for Nesterov momentum without momentum or with dampening; [`Error::Torch`] when the
     /// device is out of memory.
     pub fn new(buffers: Vec<FlatBuffer>, options: SgdOptions) -> Result<Self> {
         if options.nesterov && (options.momentum <= 0.0 || options.dampening != 0.0) {
-            return Err(Error::InvalidInput(
+            return Err(Error::usage(
                 "Nesterov momentum needs a momentum above 0 and no dampening".into(),
             ));
         }

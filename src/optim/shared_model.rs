@@ -43,7 +43,7 @@ impl SharedModel {
     /// a GPU of its own. A collective of `group`.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] if this process has several ranks, each with a GPU of its own.
+    /// [`Error::Input`] if this process has several ranks, each with a GPU of its own.
     pub(super) fn of(group: &Rc<ProcessGroup>) -> Result<Option<Self>> {
         if group.is_stream_ordered() {
             return one_rank_per_gpu(group).map(|()| None);
@@ -60,7 +60,7 @@ impl SharedModel {
         if theirs == mine {
             return Ok(());
         }
-        Err(Error::InvalidInput(format!(
+        Err(Error::unsupported(format!(
             "SharedModel: this rank is on {} and another on {}, which cannot share memory; start ranks on the CPU or on one \
              GPU, or use another OptimizerLayout",
             device_name(mine),
@@ -126,7 +126,7 @@ fn one_rank_per_gpu(group: &ProcessGroup) -> Result<()> {
     if group.local_world_size() == 1 {
         return Ok(());
     }
-    Err(Error::InvalidInput(format!(
+    Err(Error::unsupported(format!(
         "SharedModel: with backend {} each rank has its own GPU, and GPUs do not share memory; use another \
          OptimizerLayout, or start the ranks on the CPU or on one GPU",
         group.backend()

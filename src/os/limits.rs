@@ -107,7 +107,7 @@ pub(crate) fn unwritable(what: String, error: &io::Error) -> Error {
         ErrorKind::StorageFull | ErrorKind::QuotaExceeded | ErrorKind::FileTooLarge => {
             Error::Write { what, reason }
         }
-        _ => Error::InvalidInput(format!("{what}: {reason}")),
+        _ => Error::unsupported(format!("{what}: {reason}")),
     }
 }
 
@@ -161,13 +161,13 @@ pub(crate) fn cores() -> usize {
 /// hard limit if necessary.
 ///
 /// # Errors
-/// [`Error::InvalidInput`] with the limit and the remedy.
+/// [`Error::Input`] with the limit and the remedy.
 pub(crate) fn require_files(count: usize, purpose: &str) -> Result<()> {
     if can_open(count) || (raise_soft_limit() && can_open(count)) {
         return Ok(());
     }
     let error = format!("{purpose} takes {count} more open files: {}", FILES.words);
-    Err(Error::InvalidInput(FILES.explain(&error)))
+    Err(Error::unsupported(FILES.explain(&error)))
 }
 
 /// Returns whether this process can open `count` more files now.

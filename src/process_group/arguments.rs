@@ -24,7 +24,7 @@ impl ProcessGroup {
                 return undefined(operation);
             }
             if tensor.device() != self.device {
-                return Err(Error::InvalidInput(format!(
+                return Err(Error::usage(format!(
                     "{operation}: the tensor is on {}, but rank {} works on {}; move it there first",
                     device_name(tensor.device()),
                     self.rank,
@@ -33,7 +33,7 @@ impl ProcessGroup {
             }
             let kind = tensor.f_kind().doing("kind")?;
             if common.is_some_and(|common| common != kind) {
-                return Err(Error::InvalidInput(format!(
+                return Err(Error::usage(format!(
                     "{operation}: the tensors have different dtypes; convert them to one"
                 )));
             }
@@ -102,7 +102,7 @@ impl ProcessGroup {
         shape: Option<&[i64]>,
     ) -> Result<()> {
         if list.len() != self.world_size() {
-            return Err(Error::InvalidInput(format!(
+            return Err(Error::usage(format!(
                 "{operation}: the list has {} tensors, but there are {} ranks; pass one for each",
                 list.len(),
                 self.world_size()
@@ -111,7 +111,7 @@ impl ProcessGroup {
         let Some(shape) = shape else { return Ok(()) };
         match list.iter().map(Tensor::size).find(|size| size != shape) {
             None => Ok(()),
-            Some(size) => Err(Error::InvalidInput(format!(
+            Some(size) => Err(Error::mismatch(format!(
                 "{operation}: the list has tensors of the shapes {size:?} and {shape:?}; all must have the same shape"
             ))),
         }
@@ -132,7 +132,7 @@ impl ProcessGroup {
                 Ok(list)
             }
             None if self.rank() != root => Ok(&[]),
-            _ => Err(Error::InvalidInput(format!(
+            _ => Err(Error::usage(format!(
                 "{operation}: rank {root} ({}) must pass {operation}_list, and no other rank may; this is rank {}",
                 operation.root_argument(),
                 self.rank()

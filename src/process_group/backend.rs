@@ -75,7 +75,7 @@ pub(super) enum Reach {
     Both,
 }
 
-/// Joins a group as a group rank with this device. Returns once all members have joined. [`Error::InvalidInput`] if the
+/// Joins a group as a group rank with this device. Returns once all members have joined. [`Error::Input`] if the
 /// backend does not support the device.
 pub(super) type Join = Arc<dyn Fn(usize, Device) -> Result<Box<dyn RankBackend>> + Send + Sync>;
 
@@ -95,7 +95,7 @@ pub(super) trait RankBackend: Send {
     /// Launches a batch of messages, each with a contiguous tensor. Only a stream-ordered backend supports this; with
     /// others, messages go through the mailboxes, which do not wait for the rank's collectives.
     fn point_to_point(&mut self, _: &[P2POp]) -> Result<()> {
-        Err(Error::Unsupported("this backend launches no messages".into()))
+        Err(Error::unsupported("this backend launches no messages".into()))
     }
 
     /// Returns the bytes that this rank sends and receives in a collective.

@@ -75,13 +75,13 @@ impl Backend {
     /// Checks that the backend serves a group within one process.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] that names the backend to use instead.
+    /// [`Error::Input`] that names the backend to use instead.
     pub(super) fn check_within_process(self) -> Result<()> {
         if self.works_within_process() {
             return Ok(());
         }
         let instead = Self::for_threads(&[Device::Cpu]).name();
-        Err(Error::InvalidInput(format!(
+        Err(Error::unsupported(format!(
             "backend {} is for several processes; use {instead} for the ranks of one",
             self.name()
         )))
@@ -90,12 +90,12 @@ impl Backend {
     /// Checks that the backend serves a group of several processes.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] that names the backends to use instead.
+    /// [`Error::Input`] that names the backends to use instead.
     pub(super) fn check_between_processes(self) -> Result<()> {
         if self.works_between_processes() {
             return Ok(());
         }
-        Err(Error::InvalidInput(format!(
+        Err(Error::unsupported(format!(
             "backend {} is for the ranks of one process; use {} for several",
             self.name(),
             Self::names_between_processes()
@@ -111,7 +111,7 @@ impl Backend {
     /// Checks that the backend's library is installed, if it needs one.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] that says how to install it.
+    /// [`Error::Input`] that says how to install it.
     pub(crate) fn check_library(self) -> Result<()> {
         (self.entry().check_library)()
     }
@@ -120,7 +120,7 @@ impl Backend {
     /// they have.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] that says why not, and what to do.
+    /// [`Error::Input`] that says why not, and what to do.
     pub(crate) fn check_shared_gpu(self, between_processes: bool) -> Result<()> {
         (self.entry().check_shared_gpu)(between_processes)
     }
@@ -142,6 +142,6 @@ impl FromStr for Backend {
 
     fn from_str(name: &str) -> Result<Self> {
         let found = Self::iter().find(|backend| backend.name() == name);
-        found.ok_or_else(|| Error::Unsupported(format!("there is no backend {name}")))
+        found.ok_or_else(|| Error::unsupported(format!("there is no backend {name}")))
     }
 }

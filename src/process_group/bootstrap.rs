@@ -27,7 +27,7 @@ impl Bootstrap {
     /// Creates the bootstrap of a group of the ranks `members` of `run`, all in this process.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`](crate::Error::InvalidInput) if `backend` is for several processes only, or needs a library
+    /// [`Error::Input`](crate::Error::Input) if `backend` is for several processes only, or needs a library
     /// that is missing.
     pub(crate) fn within_process(
         backend: Backend,
@@ -43,7 +43,7 @@ impl Bootstrap {
     /// process to the others.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`](crate::Error::InvalidInput) if `backend` is for one process only, or needs a library that is
+    /// [`Error::Input`](crate::Error::Input) if `backend` is for one process only, or needs a library that is
     /// missing; the errors of `connect` and of the store.
     pub(crate) fn between_processes(
         backend: Backend,
@@ -71,7 +71,7 @@ impl Bootstrap {
     /// Joins the group as `rank`. Returns once all members have joined.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`](crate::Error::InvalidInput) if the backend does not support the device, the errors of the
+    /// [`Error::Input`](crate::Error::Input) if the backend does not support the device, the errors of the
     /// barrier, and NCCL's own.
     pub(crate) fn join(self, rank: RankIdentity) -> Result<ProcessGroup> {
         let rank_backend = (self.join)(rank.rank, rank.device)?;

@@ -54,7 +54,7 @@ impl TcpStore {
     /// Sets `key` to `value`, of up to 8 MiB. Follows `TCPStore.set`.
     ///
     /// # Errors
-    /// [`Error::Store`] if the connection is lost, which may show only at the next request; [`Error::InvalidInput`] if
+    /// [`Error::Store`] if the connection is lost, which may show only at the next request; [`Error::Input`] if
     /// the key or the value is too long.
     pub fn set(&self, key: &str, value: &[u8]) -> Result<()> {
         self.0.set(key, value)
@@ -140,7 +140,7 @@ impl ProcessGroupGloo {
     /// variable, they use the interface that reaches the store.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] if there is no such rank; [`Error::Store`] if other ranks do not join within `timeout`
+    /// [`Error::Input`] if there is no such rank; [`Error::Store`] if other ranks do not join within `timeout`
     /// or cannot be reached.
     pub fn new(
         store: &TcpStore,
@@ -176,8 +176,8 @@ impl ProcessGroupGloo {
     /// three or more floats are added.
     ///
     /// # Errors
-    /// [`Error::Gloo`] if the operation fails, here or on the network; [`Error::InvalidInput`] and
-    /// [`Error::Unsupported`] for tensors and ops that cannot be used: Gloo has no [`ReduceOp::Avg`] and no
+    /// [`Error::Gloo`] if the operation fails, here or on the network; [`Error::Input`] and
+    /// [`Error::Input`] for tensors and ops that cannot be used: Gloo has no [`ReduceOp::Avg`] and no
     /// [`ReduceOp::PremulSum`].
     pub fn all_reduce(&self, tensor: &mut Tensor, op: ReduceOp) -> Result<()> {
         let reduce = self.reduction(Operation::AllReduce, op, tensor)?;
@@ -371,7 +371,7 @@ impl ProcessGroupGloo {
             ReduceOp::Band => Ok(Reduce::Band),
             ReduceOp::Bor => Ok(Reduce::Bor),
             ReduceOp::Bxor => Ok(Reduce::Bxor),
-            ReduceOp::Avg | ReduceOp::PremulSum(_) => Err(Error::Unsupported(format!(
+            ReduceOp::Avg | ReduceOp::PremulSum(_) => Err(Error::unsupported(format!(
                 "{operation}({op}): Gloo has none; multiply the tensor first, and use sum"
             ))),
         }

@@ -120,7 +120,7 @@ impl Call<'_> {
 
 /// Returns an error in the arguments of `operation`.
 pub(super) fn refuse<T>(operation: Operation, why: String) -> Result<T> {
-    Err(Error::InvalidInput(format!("{operation}: {why}")))
+    Err(Error::usage(format!("{operation}: {why}")))
 }
 
 /// Returns the error of a tensor that is undefined.

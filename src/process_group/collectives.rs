@@ -29,8 +29,8 @@ impl ProcessGroup {
     /// On a GPU, this launches the operation and returns, like every GPU operation.
     ///
     /// # Errors
-    /// [`Error::Mismatch`] if ranks differ, [`Error::Unsupported`] for other dtypes, [`Error::OverlappingTensors`],
-    /// [`Error::InvalidInput`] for a tensor that is undefined or on another device, [`Error::Timeout`],
+    /// [`Error::Mismatch`] if ranks differ, [`Error::Input`] for other dtypes, [`Error::OverlappingTensors`],
+    /// [`Error::Input`] for a tensor that is undefined or on another device, [`Error::Timeout`],
     /// [`Error::PeerExited`] and [`Error::Cancelled`] if other ranks do not make the call, and the backend's own
     /// errors. After an error the content of `tensor` is unspecified.
     ///
@@ -62,7 +62,7 @@ impl ProcessGroup {
     /// Follows `torch.distributed.reduce`. Shapes and dtypes as for [`ProcessGroup::all_reduce`].
     ///
     /// # Errors
-    /// The errors of [`ProcessGroup::all_reduce`]; [`Error::InvalidInput`] if there is no rank `dst`.
+    /// The errors of [`ProcessGroup::all_reduce`]; [`Error::Input`] if there is no rank `dst`.
     ///
     /// ```
     /// # fn main() -> anyhow::Result<()> {
@@ -93,7 +93,7 @@ impl ProcessGroup {
     /// Follows `torch.distributed.broadcast`. Any dtype and shape, the same on every rank.
     ///
     /// # Errors
-    /// The errors of [`ProcessGroup::all_reduce`]; [`Error::InvalidInput`] if there is no rank `src`.
+    /// The errors of [`ProcessGroup::all_reduce`]; [`Error::Input`] if there is no rank `src`.
     ///
     /// ```
     /// # fn main() -> anyhow::Result<()> {
@@ -125,7 +125,7 @@ impl ProcessGroup {
     /// list has one tensor for each rank.
     ///
     /// # Errors
-    /// The errors of [`ProcessGroup::all_reduce`]; [`Error::InvalidInput`] if the list does not fit.
+    /// The errors of [`ProcessGroup::all_reduce`]; [`Error::Input`] if the list does not fit.
     ///
     /// ```
     /// # fn main() -> anyhow::Result<()> {
@@ -159,7 +159,7 @@ impl ProcessGroup {
     /// in any shape.
     ///
     /// # Errors
-    /// The errors of [`ProcessGroup::all_reduce`]; [`Error::InvalidInput`] if `output_tensor` has another size.
+    /// The errors of [`ProcessGroup::all_reduce`]; [`Error::Input`] if `output_tensor` has another size.
     ///
     /// ```
     /// # fn main() -> anyhow::Result<()> {
@@ -196,7 +196,7 @@ impl ProcessGroup {
     /// Follows `torch.distributed.gather`. Any dtype and shape, the same on every rank and in the list.
     ///
     /// # Errors
-    /// The errors of [`ProcessGroup::all_reduce`]; [`Error::InvalidInput`] if the list does not fit, is missing on
+    /// The errors of [`ProcessGroup::all_reduce`]; [`Error::Input`] if the list does not fit, is missing on
     /// `dst`, or is passed on another rank.
     ///
     /// ```
@@ -276,7 +276,7 @@ impl ProcessGroup {
     /// [`ProcessGroup::all_reduce`].
     ///
     /// # Errors
-    /// The errors of [`ProcessGroup::all_reduce`]; [`Error::InvalidInput`] if the list does not fit.
+    /// The errors of [`ProcessGroup::all_reduce`]; [`Error::Input`] if the list does not fit.
     ///
     /// ```
     /// # fn main() -> anyhow::Result<()> {
@@ -314,7 +314,7 @@ impl ProcessGroup {
     /// shape; dtypes as for [`ProcessGroup::all_reduce`].
     ///
     /// # Errors
-    /// The errors of [`ProcessGroup::all_reduce`]; [`Error::InvalidInput`] if `input` has another size.
+    /// The errors of [`ProcessGroup::all_reduce`]; [`Error::Input`] if `input` has another size.
     ///
     /// ```
     /// # fn main() -> anyhow::Result<()> {
@@ -353,7 +353,7 @@ impl ProcessGroup {
     /// Follows `torch.distributed.all_to_all`. Any dtype; each pair of ranks can have its own size.
     ///
     /// # Errors
-    /// The errors of [`ProcessGroup::all_reduce`]; [`Error::InvalidInput`] if a list does not have a tensor for each
+    /// The errors of [`ProcessGroup::all_reduce`]; [`Error::Input`] if a list does not have a tensor for each
     /// rank.
     ///
     /// ```
@@ -393,7 +393,7 @@ impl ProcessGroup {
     /// without them the parts are equal.
     ///
     /// # Errors
-    /// The errors of [`ProcessGroup::all_reduce`]; [`Error::InvalidInput`] if the splits don't add up.
+    /// The errors of [`ProcessGroup::all_reduce`]; [`Error::Input`] if the splits don't add up.
     ///
     /// ```
     /// # fn main() -> anyhow::Result<()> {

@@ -147,7 +147,7 @@ impl CommunicationThread {
         let name = format!("rank{rank}-comm");
         let thread = thread::Builder::new().name(name).stack_size(STACK_BYTES);
         thread.spawn(main).map_err(|error| {
-            Error::Unsupported(not_started(&format!("rank {rank}'s communication thread"), &error))
+            Error::unsupported(not_started(&format!("rank {rank}'s communication thread"), &error))
         })?;
         Ok(Self { jobs_tx, returned_rx, busy })
     }
@@ -220,7 +220,7 @@ fn run_job<T>(
         let cause = panics::describe(&*panic);
         run.report_at(rank, at(), None, cause.clone());
         run.check(rank)?;
-        Err(Error::Unsupported(cause)) // not reached: the report has cancelled the run
+        Err(Error::unsupported(cause)) // not reached: the report has cancelled the run
     });
     if let Err(error) = &result {
         run.report_at(rank, at(), Some(error), error.to_string());

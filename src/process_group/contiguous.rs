@@ -35,7 +35,7 @@ impl Contiguous {
     ) -> Result<Vec<Tensor>> {
         let (total, needed) = (self.0.numel() as i64, sizes.iter().sum::<i64>());
         if total != needed {
-            return Err(Error::InvalidInput(format!(
+            return Err(Error::usage(format!(
                 "{operation}: {name} has {total} elements, but {needed} are needed"
             )));
         }

@@ -113,7 +113,7 @@ impl ProcessGroup {
             tensors.iter().try_fold(0, |numel, tensor| {
                 let facts = TensorFacts::of(tensor)?;
                 if facts.data.is_null() && facts.numel > 0 {
-                    return Err(Error::InvalidInput(format!(
+                    return Err(Error::usage(format!(
                         "{operation}: the tensor is not dense, so its elements have no addresses; pass \
                          `tensor.to_dense(..)`"
                     )));

@@ -21,13 +21,11 @@ pub const DTYPES: [Kind; 10] = [
 /// Returns the dtype in [`DTYPES`] with this PyTorch name, such as `float32`.
 ///
 /// # Errors
-/// [`Error::InvalidInput`] for other names; the message lists the valid ones.
+/// [`Error::Input`] for other names; the message lists the valid ones.
 pub fn parse_dtype(name: &str) -> Result<Kind> {
     DTYPES.into_iter().find(|&kind| dtype_name(kind) == name).ok_or_else(|| {
         let names = DTYPES.map(dtype_name).join(", ");
-        Error::InvalidInput(format!(
-            "{name:?} is not a dtype that can be reduced; use one of {names}"
-        ))
+        Error::usage(format!("{name:?} is not a dtype that can be reduced; use one of {names}"))
     })
 }
 

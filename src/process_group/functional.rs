@@ -7,7 +7,7 @@
 //!
 //! The errors are those of the method of [`ProcessGroup`] with the same name. [`ffi::backward`](crate::ffi::backward) and
 //! [`DistributedDataParallel::backward`](crate::DistributedDataParallel::backward) return the errors of backward unchanged;
-//! tch's own `f_backward` turns them into text. [`Error::Unsupported`](crate::Error::Unsupported) if backward runs on
+//! tch's own `f_backward` turns them into text. [`Error::Input`](crate::Error::Input) if backward runs on
 //! another thread.
 
 use std::rc::Rc;

@@ -17,7 +17,7 @@ impl ProcessGroup {
     /// operations at the same time. Ranks that are in several groups must call their collectives in one order.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] if `ranks` is empty, repeats a rank, or names a rank that does not exist; the errors of
+    /// [`Error::Input`] if `ranks` is empty, repeats a rank, or names a rank that does not exist; the errors of
     /// [`ProcessGroup::all_reduce`].
     ///
     /// ```
@@ -87,7 +87,7 @@ impl ProcessGroup {
     /// [`ProcessGroup::new_group`].
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] if the ranks cannot be split into groups of that size; the errors of
+    /// [`Error::Input`] if the ranks cannot be split into groups of that size; the errors of
     /// [`ProcessGroup::all_reduce`].
     ///
     /// ```
@@ -115,7 +115,7 @@ impl ProcessGroup {
         let all: Vec<usize> = (0..count).collect();
         let mine = self.rank / group_size;
         self.make_groups(all.chunks(group_size), mine)?.ok_or_else(|| {
-            Error::Unsupported(format!("new_group made no group for rank {}", self.rank))
+            Error::unsupported(format!("new_group made no group for rank {}", self.rank))
         })
     }
 
@@ -125,7 +125,7 @@ impl ProcessGroup {
     /// numbers are as in [`ProcessGroup::new_group`].
     ///
     /// # Errors
-    /// The errors of [`ProcessGroup::new_group`]; [`Error::InvalidInput`] if a rank is in two lists.
+    /// The errors of [`ProcessGroup::new_group`]; [`Error::Input`] if a rank is in two lists.
     ///
     /// ```
     /// # fn main() -> anyhow::Result<()> {
@@ -175,7 +175,7 @@ impl ProcessGroup {
         }
         let mine = lists.iter().position(|list| list.contains(&self.rank)).unwrap_or(lists.len());
         self.make_groups(lists.iter().map(Vec::as_slice), mine)?.ok_or_else(|| {
-            Error::Unsupported(format!("new_group made no group for rank {}", self.rank))
+            Error::unsupported(format!("new_group made no group for rank {}", self.rank))
         })
     }
 

@@ -59,7 +59,7 @@ impl ProcessGroup {
         on_piece: &PieceFn<'_>,
     ) -> Result<()> {
         if !self.reduces_in_place() {
-            return Err(Error::Unsupported(format!(
+            return Err(Error::unsupported(format!(
                 "backend {} cannot reduce in pieces",
                 self.backend()
             )));

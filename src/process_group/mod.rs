@@ -354,7 +354,7 @@ impl ProcessGroup {
             *side = self.communication.get().and_then(CommunicationThread::give_back);
         }
         RefMut::filter_map(side, Option::as_mut).map_err(|_| {
-            Error::Unsupported("the group is gone with its communication thread".into())
+            Error::unsupported("the group is gone with its communication thread".into())
         })
     }
 

@@ -18,7 +18,7 @@ impl ProcessGroup {
     /// Follows `torch.distributed.broadcast_object_list`; here, the other ranks' lists may have any length before.
     ///
     /// # Errors
-    /// The errors of [`ProcessGroup::broadcast`]; [`Error::InvalidInput`] if an object cannot be serialised, or is not
+    /// The errors of [`ProcessGroup::broadcast`]; [`Error::Input`] if an object cannot be serialised, or is not
     /// of the type that this rank expects.
     ///
     /// ```
@@ -126,7 +126,7 @@ impl ProcessGroup {
     /// Follows `torch.distributed.scatter_object_list`.
     ///
     /// # Errors
-    /// The errors of [`ProcessGroup::broadcast_object_list`]; [`Error::InvalidInput`] if the list does not have one
+    /// The errors of [`ProcessGroup::broadcast_object_list`]; [`Error::Input`] if the list does not have one
     /// object for each rank, is missing on `src`, or is passed on another rank.
     ///
     /// ```
@@ -153,7 +153,7 @@ impl ProcessGroup {
         let wrong = scatter_object_input_list.map(<[T]>::len)
             != (self.rank() == src).then_some(self.world_size());
         if wrong {
-            return Err(Error::InvalidInput(format!(
+            return Err(Error::usage(format!(
                 "{NAME}: rank {src} (src) alone passes a list, with an object for each of {} ranks; this is \
                  rank {}",
                 self.world_size(),
@@ -260,7 +260,7 @@ impl ProcessGroup {
     fn tensor_of(&self, bytes: &[u8], len: usize) -> Result<Tensor> {
         let mut padded = Vec::new();
         padded.try_reserve_exact(len).map_err(|error| {
-            Error::InvalidInput(format!(
+            Error::unsupported(format!(
                 "there is not enough memory for the {len} bytes that are announced: {error}"
             ))
         })?;
@@ -296,7 +296,7 @@ fn unframe<T: DeserializeOwned>(name: &str, frame: &[u8]) -> Result<T> {
     let len = frame.first_chunk().map_or(-1, |bytes| i64::from_le_bytes(*bytes));
     let len = length(name, len)?;
     let object = frame.get(LENGTH..LENGTH + len).ok_or_else(|| {
-        Error::InvalidInput(format!(
+        Error::data(format!(
             "{name}: an object of {len} bytes is announced in a frame of {} bytes",
             frame.len()
         ))
@@ -309,7 +309,7 @@ const MAX_OBJECT_BYTES: usize = i32::MAX as usize;
 
 fn length(name: &str, len: i64) -> Result<usize> {
     usize::try_from(len).ok().filter(|len| *len <= MAX_OBJECT_BYTES).ok_or_else(|| {
-        Error::InvalidInput(format!(
+        Error::data(format!(
             "{name}: an object has up to {MAX_OBJECT_BYTES} bytes, and {len} are announced"
         ))
     })
@@ -317,7 +317,7 @@ fn length(name: &str, len: i64) -> Result<usize> {
 
 fn to_bytes(name: &str, object: &(impl Serialize + ?Sized)) -> Result<Vec<u8>> {
     let bytes = rmp_serde::to_vec_named(object).map_err(|error| {
-        Error::InvalidInput(format!("{name}: the object cannot be serialised: {error}"))
+        Error::usage(format!("{name}: the object cannot be serialised: {error}"))
     })?;
     length(name, bytes.len() as i64)?;
     Ok(bytes)
@@ -325,7 +325,7 @@ fn to_bytes(name: &str, object: &(impl Serialize + ?Sized)) -> Result<Vec<u8>> {
 
 fn from_bytes<T: DeserializeOwned>(name: &str, bytes: &[u8]) -> Result<T> {
     rmp_serde::from_slice(bytes).map_err(|error| {
-        Error::InvalidInput(format!(
+        Error::mismatch(format!(
             "{name}: the received object is not of the type {}: {error}",
             std::any::type_name::<T>()
         ))

@@ -30,7 +30,7 @@ impl ProcessGroup {
     ///
     /// # Errors
     /// [`Error::SendMismatch`] if the receiver expects another dtype or shape (not with `nccl`),
-    /// [`Error::InvalidInput`] for a tensor that is undefined or on another device and for a rank that does not exist
+    /// [`Error::Input`] for a tensor that is undefined or on another device and for a rank that does not exist
     /// or is this one, [`Error::Timeout`], [`Error::PeerExited`], [`Error::ConnectionLost`] and [`Error::Cancelled`] if
     /// the other rank does not take part, and the backend's own errors.
     ///

@@ -68,10 +68,7 @@ impl FromStr for ReduceOp {
         let known = [Sum, Avg, Product, Min, Max, Band, Bor, Bxor];
         known.into_iter().find(|op| op.to_string() == text).ok_or_else(|| {
             let names: Vec<String> = known.iter().map(ToString::to_string).collect();
-            Error::InvalidInput(format!(
-                "{text:?} is not a reduce op; use one of {}",
-                names.join(", ")
-            ))
+            Error::usage(format!("{text:?} is not a reduce op; use one of {}", names.join(", ")))
         })
     }
 }
@@ -94,7 +91,7 @@ impl ReduceOp {
             _ => "convert to a float or integer dtype",
         };
         let kind = dtype_name(kind);
-        Err(Error::Unsupported(format!(
+        Err(Error::unsupported(format!(
             "{operation}({self}) does not take {kind} tensors: {advice}"
         )))
     }

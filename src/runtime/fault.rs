@@ -110,7 +110,7 @@ pub struct Fault {
 /// Reads a `KIND` or `STAGE`.
 fn parse<T: FromStr + VariantNames>(what: &str, name: &str) -> Result<T> {
     name.parse().map_err(|_| {
-        Error::InvalidInput(format!("{what} {name:?} is not one of {}", T::VARIANTS.join(", ")))
+        Error::usage(format!("{what} {name:?} is not one of {}", T::VARIANTS.join(", ")))
     })
 }
 
@@ -118,9 +118,7 @@ fn parse<T: FromStr + VariantNames>(what: &str, name: &str) -> Result<T> {
 fn milliseconds(time: &str) -> Result<Duration> {
     let number = time.strip_suffix("ms").and_then(|number| number.parse().ok());
     number.map(Duration::from_millis).ok_or_else(|| {
-        Error::InvalidInput(format!(
-            "slow={time}: write in milliseconds how much longer, as slow=50ms"
-        ))
+        Error::usage(format!("slow={time}: write in milliseconds how much longer, as slow=50ms"))
     })
 }
 
@@ -148,16 +146,14 @@ impl FromStr for Fault {
 
     fn from_str(text: &str) -> Result<Self> {
         let form = || {
-            Error::InvalidInput(format!(
+            Error::usage(format!(
                 "write KIND:rank=R,at=STAGE[,step=N][,in=PLACE], where KIND is one of {}, and STAGE one of {}",
                 FaultKind::VARIANTS.join(", "),
                 FaultSite::VARIANTS.join(", ")
             ))
         };
         let number = |key: &str, value: &str| -> Result<u64> {
-            value
-                .parse()
-                .map_err(|_| Error::InvalidInput(format!("{key}={value} is not a number from 0")))
+            value.parse().map_err(|_| Error::usage(format!("{key}={value} is not a number from 0")))
         };
         let (kind, rest) = text.split_once(':').ok_or_else(form)?;
         let mut kind = match kind.split_once('=') {
@@ -175,10 +171,10 @@ impl FromStr for Fault {
                 ("step", value) if step.is_none() => step = Some(number("step", value)?),
                 ("in", value) if place.is_none() => place = Some(parse("PLACE", value)?),
                 (key @ ("rank" | "at" | "step" | "in"), _) => {
-                    return Err(Error::InvalidInput(format!("{key} is given twice")));
+                    return Err(Error::usage(format!("{key} is given twice")));
                 }
                 (key, _) => {
-                    return Err(Error::InvalidInput(format!(
+                    return Err(Error::usage(format!(
                         "unknown key {key:?}; keys: rank, at, step, in"
                     )));
                 }
@@ -188,17 +184,17 @@ impl FromStr for Fault {
         match (&mut kind, place) {
             (FaultKind::Flip(flip), Some(place)) => flip.place = place,
             (_, None) => {}
-            _ => return Err(Error::InvalidInput("in goes with flip=BIT only".into())),
+            _ => return Err(Error::usage("in goes with flip=BIT only".into())),
         }
         if kind.needs_step() && at != FaultSite::Step {
             let kind = match kind {
                 FaultKind::Flip(_) => "flip=BIT",
                 kind => kind.into(),
             };
-            return Err(Error::InvalidInput(format!("{kind} goes with at=step only")));
+            return Err(Error::usage(format!("{kind} goes with at=step only")));
         }
         if step.is_some() && at != FaultSite::Step {
-            return Err(Error::InvalidInput("step goes with at=step only".into()));
+            return Err(Error::usage("step goes with at=step only".into()));
         }
         Ok(Self { kind, rank: rank as usize, at, step: step.unwrap_or(0) })
     }
@@ -224,7 +220,7 @@ impl Fault {
     /// Checks that the fault can happen in a run of `world_size` ranks and `steps` steps of `samples` samples per rank.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] with the remedy.
+    /// [`Error::Input`] with the remedy.
     pub(crate) fn check(&self, world_size: usize, steps: u64, samples: u64) -> Result<()> {
         let problem = match self.kind {
             _ if self.rank >= world_size => format!(
@@ -247,7 +243,7 @@ impl Fault {
             ),
             _ => return Ok(()),
         };
-        Err(Error::InvalidInput(problem))
+        Err(Error::usage(problem))
     }
 
     /// Triggers the fault if it is planned for this place.

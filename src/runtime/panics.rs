@@ -116,7 +116,7 @@ pub(crate) fn error(payload: Box<dyn Any + Send>) -> anyhow::Error {
 /// Runs a closure of the user. Its panic is an error that names the closure, `what`, and the place.
 ///
 /// # Errors
-/// [`Error::InvalidInput`] for a panic, and the error that a function of this crate has thrown.
+/// [`Error::Input`] for a panic, and the error that a function of this crate has thrown.
 #[inline(never)] // `caller` looks for its name
 pub(crate) fn in_closure<T>(what: &str, f: impl FnOnce() -> T) -> Result<T> {
     install_panic_hook();
@@ -125,7 +125,7 @@ pub(crate) fn in_closure<T>(what: &str, f: impl FnOnce() -> T) -> Result<T> {
     WATCHED.set(was_watched);
     result.map_err(|payload| match payload.downcast::<Error>() {
         Ok(error) => *error,
-        Err(payload) => Error::InvalidInput(format!("{what} {}", describe(&*payload))),
+        Err(payload) => Error::usage(format!("{what} {}", describe(&*payload))),
     })
 }
 

@@ -61,12 +61,12 @@ impl RunArtifacts {
     /// Prepares the files that `config` names, for this process of `joined_launch`.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] if a file cannot be written.
+    /// [`Error::Input`] if a file cannot be written.
     pub(crate) fn new(config: &Config, joined_launch: &JoinedLaunch) -> Result<Self> {
         let process = joined_launch.process();
         config.validate_files(process[1])?;
         let refused = |flag: &str, path: &Path, error: io::Error| {
-            Error::InvalidInput(format!("{flag} {}: {}", path.shown(), explain(&error)))
+            Error::usage(format!("{flag} {}: {}", path.shown(), explain(&error)))
         };
         let is_first = joined_launch.is_first();
         let output = &config.output;
@@ -86,7 +86,7 @@ impl RunArtifacts {
         if let Some(keep) = config.keep() {
             let ranks = joined_launch.world_size();
             if keep.rank >= ranks {
-                return Err(Error::InvalidInput(format!(
+                return Err(Error::usage(format!(
                     "--keep-rank {}: this run has ranks 0 to {}",
                     keep.rank,
                     ranks - 1

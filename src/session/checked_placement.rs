@@ -46,7 +46,7 @@ pub(crate) fn check_shared_model(config: &Config, placement: &Placement) -> Resu
     if config.optimizer_layout() != OptimizerLayout::SharedModel || share_memory {
         return Ok(());
     }
-    Err(Error::InvalidInput(format!(
+    Err(Error::unsupported(format!(
         "--share-model: with backend {} the {} ranks of this process do not share memory; use --zero instead, or put all \
          ranks on one GPU with --backend threaded, or on the CPU (--nproc-per-node cpu)",
         placement.backend.name(),
@@ -57,7 +57,7 @@ pub(crate) fn check_shared_model(config: &Config, placement: &Placement) -> Resu
 /// Returns where the ranks run when each is a process.
 pub(crate) fn place_processes(config: &Config, launch: &Launch, cuda: &Cuda) -> Result<Placement> {
     if launch.kind != LaunchKind::Local {
-        return Err(Error::InvalidInput(format!(
+        return Err(Error::usage(format!(
             "--spawn=processes is for one machine without a launcher, and this is {}; leave it out",
             launch.this_process()
         )));
@@ -84,12 +84,12 @@ pub(crate) fn place_ranks(
 /// Refuses a launch of several processes, for a command that starts its ranks itself.
 ///
 /// # Errors
-/// [`Error::InvalidInput`] that names the launcher.
+/// [`Error::Input`] that names the launcher.
 pub(crate) fn refuse_launcher(launch: &Launch) -> Result<()> {
     if launch.processes.count == 1 {
         return Ok(());
     }
-    Err(Error::InvalidInput(format!(
+    Err(Error::usage(format!(
         "this command runs in one process, and this is {}; start only one, or unset the launcher's variables",
         launch.this_process()
     )))

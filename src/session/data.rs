@@ -6,7 +6,7 @@ use crate::error::{Error, Result};
 /// Opens the data of `config`. Returns it, and the configuration with its sizes.
 ///
 /// # Errors
-/// [`Error::InvalidInput`] that names the option or the file.
+/// [`Error::Input`] that names the option or the file.
 pub(crate) fn open_data(config: Config) -> Result<(Config, Data)> {
     // Threads that libtorch starts here would be idle later: the ranks have their own.
     tch::set_num_threads(1);
@@ -14,7 +14,7 @@ pub(crate) fn open_data(config: Config) -> Result<(Config, Data)> {
     let seed = config.training.seed.wrapping_add(1);
     let (config, mut data) = config.open_data(seed)?;
     if config.training.patience.is_some() && data.validation.is_none() {
-        return Err(Error::InvalidInput(
+        return Err(Error::usage(
             "--patience: there are no validation samples; hold some back with --val-fraction"
                 .into(),
         ));

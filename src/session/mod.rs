@@ -36,7 +36,7 @@ use crate::launch::{
 };
 use crate::os::{cores, terminal::screen_problem};
 use crate::process_group::ProcessGroup;
-use crate::telemetry::{Event, FailureEvent, LogFormat, MetricsLogger, Printer, Start};
+use crate::telemetry::{Event, LogFormat, MetricsLogger, Printer, Start};
 use artifacts::{RunArtifacts, continues};
 use end_messages::outcome;
 
@@ -111,7 +111,7 @@ impl Session {
     /// the other processes.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`](crate::Error::InvalidInput) when `config` can't run here.
+    /// [`Error::Input`](crate::Error::Input) when `config` can't run here.
     pub(crate) fn join(
         config: Config,
         launch: Launch,
@@ -307,7 +307,7 @@ impl Session {
             let printed = printer.flush_epochs().and_then(|()| match joined_launch.launch.parent {
                 // The parent process prints it, unless the run was asked to stop.
                 Some(_) if error.stopped.is_none() || !joined_launch.is_first() => Ok(()),
-                _ => printer.event(&Event::Failure(FailureEvent::of(&error.failure))),
+                _ => printer.event(&Event::failure(&error.failure)),
             });
             if let Err(unwritable) = printed {
                 printer.report(&unwritable.to_string());
@@ -347,7 +347,7 @@ fn check_simulated_network(config: &Config, joined_launch: &JoinedLaunch) -> Res
         }
     };
     match problem {
-        Some(problem) => Err(Error::InvalidInput(format!("--simulate-cluster: {problem}"))),
+        Some(problem) => Err(Error::usage(format!("--simulate-cluster: {problem}"))),
         None => Ok(()),
     }
 }

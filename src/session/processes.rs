@@ -12,7 +12,7 @@ use crate::launch::{
     ChildError, Children, ErrorKind, Launch, LaunchKind, ProcessesEnd, SpawnChoice, SpawnError,
     SpawnProcesses, StopReason,
 };
-use crate::telemetry::{Event, FailureEvent, LogFormat, Printer};
+use crate::telemetry::{Event, LogFormat, Printer};
 
 /// The child processes that run a command in the place of this process: one for each rank, or one for all ranks.
 #[derive(Debug)]
@@ -26,7 +26,7 @@ impl ChildProcesses {
     /// whether the command stops at a signal and saves.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] where a launcher has started this process: the launcher restarts it.
+    /// [`Error::Input`] where a launcher has started this process: the launcher restarts it.
     pub(crate) fn wanted(config: &Config, launch: &Launch, stops: bool) -> Result<Option<Self>> {
         // For other commands, a file may have `max_restarts` for training.
         let max_restarts = if stops { max_restarts(config, launch)? } else { 0 };
@@ -74,17 +74,16 @@ impl ChildProcesses {
             ProcessesEnd::Badly(error, restarts) => (error, restarts),
         };
         if stops && printer.format() == LogFormat::Json {
-            let event = match &error.kind {
-                ErrorKind::Ranks(failure) => Some(FailureEvent::of(failure)),
-                ErrorKind::Process => {
-                    Some(FailureEvent { error: error.text.clone(), ..FailureEvent::default() })
-                }
-                ErrorKind::WrongInput | ErrorKind::Other => None,
-            };
-            if let Some(event) = event {
-                let restarts = restarts.clone();
-                let event = FailureEvent { repeated: error.repeated, restarts, ..event };
-                printer.event(&Event::Failure(event))?;
+            let failure = error.failure().cloned();
+            let is_of_input = matches!(error.kind, ErrorKind::WrongInput | ErrorKind::Other);
+            if !is_of_input {
+                let text = failure.as_ref().map_or(&error.text, |failure| &failure.error).clone();
+                printer.event(&Event::Failure {
+                    failure,
+                    error: text,
+                    repeated: error.repeated,
+                    restarts: restarts.clone(),
+                })?;
             }
         }
         let again = error.again();
@@ -99,7 +98,7 @@ impl ChildProcesses {
             let _ = write!(text, "\n  restart {number} was needed: {reason}");
         }
         Err(match kind {
-            ErrorKind::WrongInput => Error::InvalidInput(text).into(),
+            ErrorKind::WrongInput => Error::usage(text).into(),
             _ => anyhow::Error::msg(text),
         })
     }
@@ -108,7 +107,7 @@ impl ChildProcesses {
 /// Returns how often to restart the run of `config` after a failure. 0 in a process that another one has started.
 ///
 /// # Errors
-/// [`Error::InvalidInput`] where a launcher has started this process: the launcher restarts it.
+/// [`Error::Input`] where a launcher has started this process: the launcher restarts it.
 fn max_restarts(config: &Config, launch: &Launch) -> Result<usize> {
     if launch.parent.is_some() || config.launch.max_restarts == 0 {
         return Ok(0);
@@ -116,7 +115,7 @@ fn max_restarts(config: &Config, launch: &Launch) -> Result<usize> {
     if launch.kind == LaunchKind::Local {
         return Ok(config.launch.max_restarts);
     }
-    Err(Error::InvalidInput(format!(
+    Err(Error::usage(format!(
         "--max-restarts={restarts} is for one machine without a launcher, and this is {}; leave it out, and let the \
          launcher restart the run: torchrun --max-restarts={restarts}",
         launch.this_process(),
@@ -158,7 +157,7 @@ fn leave_with_parent(launch: &Launch, error: anyhow::Error) -> anyhow::Error {
     }
     let kind = match (failed, error.downcast_ref()) {
         (Some(failed), _) => ErrorKind::Ranks(failed.failure.clone()),
-        (None, Some(Error::InvalidInput(_))) => ErrorKind::WrongInput,
+        (None, Some(Error::Input { .. })) => ErrorKind::WrongInput,
         (None, _) => ErrorKind::Other,
     };
     let left = ChildError::new(format!("{error:#}"), kind);

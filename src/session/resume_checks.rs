@@ -10,7 +10,7 @@ use crate::trainer::Amp;
 
 /// Checks the rest of `trainer.json` against this run, which has these data files. They may be in another folder.
 fn check(state: &TrainerState, config: &Config, data_files: &[DataFile]) -> Result<()> {
-    let wrong = |problem: String| Err(Error::InvalidInput(format!("{TRAINER}: {problem}")));
+    let wrong = |problem: String| Err(Error::mismatch(format!("{TRAINER}: {problem}")));
     let (samples, batch_size) =
         (config.data.num_samples.unwrap_or_default() as usize, config.training.batch_size);
     for (field, saved, here) in
@@ -23,7 +23,7 @@ fn check(state: &TrainerState, config: &Config, data_files: &[DataFile]) -> Resu
         }
     }
     let checked = state.check(samples);
-    checked.map_err(|problem| Error::InvalidInput(format!("{problem}; use another checkpoint")))?;
+    checked.map_err(|problem| Error::mismatch(format!("{problem}; use another checkpoint")))?;
     if state.scaler.is_some() != (config.training.amp == Amp::Fp16) {
         let saved = if state.scaler.is_some() { "set" } else { "not set" };
         return wrong(format!(
@@ -39,13 +39,13 @@ fn check(state: &TrainerState, config: &Config, data_files: &[DataFile]) -> Resu
     }
     let (files, saved) = (data_files.len(), state.data_files.len());
     if files != saved {
-        return Err(Error::InvalidInput(format!(
+        return Err(Error::mismatch(format!(
             "the data set has {files} files, but had {saved} when the checkpoint was saved; use the same files"
         )));
     }
     for (file, saved) in data_files.iter().zip(&state.data_files) {
         if file.xxh3 != saved.xxh3 {
-            return Err(Error::InvalidInput(format!(
+            return Err(Error::mismatch(format!(
                 "data file {} has changed since the checkpoint was saved (xxh3 {} then, {} now); restore the file, or \
                  start a new run without --resume",
                 escaped_line(&file.path),
@@ -67,7 +67,7 @@ pub(super) fn compare(
 ) -> Result<()> {
     let state = checkpoint.state();
     let path = checkpoint.path().shown();
-    let wrong = |error| Error::InvalidInput(format!("checkpoint {path}: {error}"));
+    let wrong = |error: Error| error.named(format_args!("checkpoint {path}"));
     let remarks = config.check_resume(&state.options).map_err(wrong)?;
     check(state, config, data_files).map_err(wrong)?;
     printer.info(&format!("resuming from {path}: epoch {}, step {}", state.epoch, state.step));

@@ -85,7 +85,7 @@ impl StartPoint {
             && let Some(newest) = opened.newest()?
             && newest != checkpoint.path()
         {
-            return Err(Error::InvalidInput(format!(
+            return Err(Error::usage(format!(
                 "another run has just saved {}; start again to continue from that",
                 newest.shown()
             )));
@@ -139,7 +139,7 @@ impl StartPoint {
 /// there is none, it starts where the first start began.
 ///
 /// # Errors
-/// [`Error::InvalidInput`] when the folder cannot be read.
+/// [`Error::Input`] when the folder cannot be read.
 pub(crate) fn after_restart(
     mut config: Config,
     restarts: &Restarts,
@@ -167,7 +167,7 @@ pub(crate) fn after_restart(
 }
 
 fn init_from(error: Error) -> Error {
-    Error::InvalidInput(format!("--init-from: {error}"))
+    error.named("--init-from")
 }
 
 fn newest(dir: &Path, printer: &Printer) -> Result<Option<Checkpoint>> {
@@ -201,7 +201,7 @@ mod tests {
         config.checkpoints.resume = Some(saved.display().to_string());
         let started = StartPoint::read(&config, 2, &Printer::new(LogFormat::Text));
         started.map_err(|error| match error {
-            Error::InvalidInput(text) => text,
+            Error::Input { problem, .. } => problem,
             other => panic!("not exit code 2: {other}"),
         })
     }

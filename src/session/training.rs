@@ -99,7 +99,7 @@ impl Training {
         }
         let trainer = config.changed_by_program(trainer)?;
         if config.is_data_parallel() && trainer.decides_by_gradients() {
-            return Err(Error::InvalidInput(
+            return Err(Error::usage(
                 "--strategy dp: each rank would decide by its own gradients which steps to skip; leave out fp16 and \
                  skip_nonfinite, or use --strategy ddp"
                     .into(),

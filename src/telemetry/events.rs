@@ -20,7 +20,19 @@ pub enum Event {
     /// The run is done.
     End(Box<End>),
     /// The run failed.
-    Failure(FailureEvent),
+    Failure {
+        /// Who failed, and where. `None` where the process of all ranks was killed.
+        #[serde(flatten, serialize_with = "by_failure")]
+        failure: Option<RankFailure>,
+        /// The reason.
+        error: String,
+        /// Number of failures in a row in the same training step, with `--max-restarts`; `None` if there was only one.
+        #[serde(skip_serializing_if = "Option::is_none")]
+        repeated: Option<usize>,
+        /// Reasons for the earlier restarts by `--max-restarts`, the first one first.
+        #[serde(skip_serializing_if = "Vec::is_empty")]
+        restarts: Vec<String>,
+    },
 }
 
 /// The ranks have connected and hold the same model.
@@ -148,6 +160,14 @@ impl End {
     }
 }
 
+impl Event {
+    /// Returns the event of a failure of ranks, for the first and only time.
+    pub(crate) fn failure(failure: &RankFailure) -> Self {
+        let (error, failure) = (failure.error.clone(), Some(failure.clone()));
+        Self::Failure { failure, error, repeated: None, restarts: Vec::new() }
+    }
+}
+
 /// What one rank did in the whole run.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct RankEnd {
@@ -178,44 +198,20 @@ fn by_rank<S: Serializer>(ranks: &[RankEnd], to: S) -> Result<S::Ok, S::Error> {
     lists.end()
 }
 
-/// The run failed.
-#[derive(Debug, Clone, Default, Serialize)]
-pub struct FailureEvent {
-    /// The rank that failed first. `None` where ranks differ and the wrong one is unknown, and where the process of all
-    /// ranks was killed.
-    pub rank: Option<usize>,
-    /// The ranks concerned if `rank` is `None`; else empty.
-    #[serde(skip_serializing_if = "Vec::is_empty")]
-    pub ranks: Vec<usize>,
-    /// The device of that rank, or the devices of those ranks. `None` where the process of all ranks was killed.
-    pub device: Option<String>,
-    /// The operation that the rank was in. `None` where the process of all ranks was killed.
-    pub operation: Option<String>,
-    /// The number of that operation, from 0.
-    pub sequence: Option<u64>,
-    /// The reason.
-    pub error: String,
-    /// Number of failures in a row in the same training step, with `--max-restarts`; `None` if there was only one.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub repeated: Option<usize>,
-    /// Reasons for the earlier restarts by `--max-restarts`, the first one first.
-    #[serde(skip_serializing_if = "Vec::is_empty")]
-    pub restarts: Vec<String>,
-}
-
-impl FailureEvent {
-    /// Returns the event of a failure of ranks.
-    pub(crate) fn of(failure: &RankFailure) -> Self {
-        let RankFailure { rank, tied, device, at, error } = failure;
-        let devices = tied.iter().map(|(_, device)| &device[..]).collect::<Vec<_>>().join(", ");
-        Self {
-            rank: tied.is_empty().then_some(*rank),
-            ranks: tied.iter().map(|(rank, _)| *rank).collect(),
-            device: Some(if tied.is_empty() { device.clone() } else { devices }),
-            operation: Some(at.operation.to_string()),
-            sequence: Some(at.sequence),
-            error: error.clone(),
-            ..Self::default()
-        }
+/// Serializes who failed, and where. `null` where that is not known, because the process of all ranks was killed. A
+/// rank that is one of several to blame has their list.
+fn by_failure<S: Serializer>(failure: &Option<RankFailure>, to: S) -> Result<S::Ok, S::Error> {
+    let tied = failure.as_ref().map_or(&[][..], |failure| &failure.tied);
+    let alone = failure.as_ref().filter(|_| tied.is_empty());
+    let devices = tied.iter().map(|(_, device)| &device[..]).collect::<Vec<_>>().join(", ");
+    let mut map = to.serialize_map(None)?;
+    map.serialize_entry("rank", &alone.map(|failure| failure.rank))?;
+    if !tied.is_empty() {
+        map.serialize_entry("ranks", &tied.iter().map(|(rank, _)| *rank).collect::<Vec<_>>())?;
     }
+    let device = failure.as_ref().map(|it| if tied.is_empty() { &it.device } else { &devices });
+    map.serialize_entry("device", &device)?;
+    map.serialize_entry("operation", &failure.as_ref().map(|it| it.at.operation.to_string()))?;
+    map.serialize_entry("sequence", &failure.as_ref().map(|it| it.at.sequence))?;
+    map.end()
 }

@@ -55,7 +55,7 @@ impl MetricsFile {
     /// Refuses a file at `path` that this program did not write. Changes nothing.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] when its first or last line is not a row of metrics, or when the file cannot be read.
+    /// [`Error::Input`] when its first or last line is not a row of metrics, or when the file cannot be read.
     pub(super) fn check(path: &Path) -> Result<()> {
         let check = || lines_before(path)?.map_or(Ok(0), |lines| last_run(&lines));
         check().map(drop).map_err(|error| refused(path, &error))
@@ -103,7 +103,7 @@ fn name(path: &Path) -> String {
 }
 
 fn refused(path: &Path, error: &io::Error) -> Error {
-    Error::InvalidInput(format!("{}: {}", name(path), explain(error)))
+    Error::usage(format!("{}: {}", name(path), explain(error)))
 }
 
 /// Returns the number of the start that wrote the last row.

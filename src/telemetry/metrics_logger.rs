@@ -36,7 +36,7 @@ impl MetricsLogger {
     /// are given. Shows progress on a terminal.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] when one of them cannot be opened, or when `metrics` is a file that this program did not
+    /// [`Error::Input`] when one of them cannot be opened, or when `metrics` is a file that this program did not
     /// write. The message names it.
     pub fn new(
         printer: &Arc<Printer>,
@@ -45,7 +45,7 @@ impl MetricsLogger {
     ) -> Result<Self> {
         if let Some(file) = tensorboard.filter(|path| path.exists() && !path.is_dir()) {
             let file = file.shown();
-            return Err(Error::InvalidInput(format!(
+            return Err(Error::usage(format!(
                 "--tensorboard {file}: that is a file, and TensorBoard reads a folder; use another name"
             )));
         }
@@ -54,7 +54,7 @@ impl MetricsLogger {
             .map(|folder| {
                 TensorBoard::create(folder).map_err(|error| {
                     let reason = explain(&error);
-                    Error::InvalidInput(format!("--tensorboard {}: {reason}", folder.shown()))
+                    Error::usage(format!("--tensorboard {}: {reason}", folder.shown()))
                 })
             })
             .transpose()?;
@@ -65,7 +65,7 @@ impl MetricsLogger {
     /// Refuses a file for `metrics` that this program did not write. Changes nothing.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`], which names the file.
+    /// [`Error::Input`], which names the file.
     pub(crate) fn check(metrics: Option<&Path>) -> Result<()> {
         match metrics {
             Some(path) => MetricsFile::check(path),

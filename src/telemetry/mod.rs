@@ -25,7 +25,7 @@ mod tensorboard;
 mod trace;
 mod utf8_stream;
 
-pub use events::{End, Epoch, Event, FailureEvent, RankEnd, Start};
+pub use events::{End, Epoch, Event, RankEnd, Start};
 #[cfg(feature = "cli")]
 pub(crate) use explain::table;
 pub use explain::{ExplainedStep, Explainer, RankStep, RunInfo};
@@ -46,8 +46,8 @@ pub(crate) use printer::{rate_text, steps_text, validation_text};
 pub(crate) use prometheus::{PrometheusFile, RunFacts, RunState};
 pub use step_record::RecordFile;
 pub(crate) use step_record::{
-    RECORD_FORMAT, RecordHeader, RecordLine, RecordedFailure, RecordedStart, RecordedStep,
-    RecordedTensor, TensorHash,
+    RECORD_FORMAT, RecordHeader, RecordLine, RecordedStart, RecordedStep, RecordedTensor,
+    StepOfRank, TensorHash,
 };
 pub(crate) use straggler::find_straggler_over;
 pub use straggler::{Straggler, find_straggler};

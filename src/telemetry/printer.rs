@@ -107,7 +107,7 @@ impl Printer {
                 Ok(())
             }
             // The text of a failure goes to stderr, with all that is known.
-            (LogFormat::Text, Event::Failure(_)) => Ok(()),
+            (LogFormat::Text, Event::Failure { .. }) => Ok(()),
         }
     }
 

@@ -46,7 +46,8 @@ pub(crate) enum RecordLine {
     Header(RecordHeader),
     Start(RecordedStart),
     Step(RecordedStep),
-    Failed(RecordedFailure),
+    /// The rank failed there before its process had written anything of the step; of a killed process as others saw it.
+    Failed(StepOfRank),
 }
 
 /// What a record is about. Each start of a run writes one.
@@ -129,9 +130,9 @@ impl RecordedStep {
     }
 }
 
-/// The place where a rank failed before its process had written anything of the step; of a killed process as others saw it.
+/// A step of a rank.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-pub(crate) struct RecordedFailure {
+pub(crate) struct StepOfRank {
     pub step: u64,
     pub rank: usize,
 }

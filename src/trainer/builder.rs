@@ -31,7 +31,7 @@ impl<M: Forward> Trainer<M> {
     /// built-in [`Loss`](super::Loss), or a [`Criterion`].
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] when two numbers of the criterion have one name. [`Error::Torch`] when the device is out of
+    /// [`Error::Input`] when two numbers of the criterion have one name. [`Error::Torch`] when the device is out of
     /// memory.
     pub fn new(
         ddp: DistributedDataParallel<M>,

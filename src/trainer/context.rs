@@ -118,10 +118,10 @@ impl<M> TrainContext<M> {
     /// across processes before the one after it. All ranks end training after that step.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] without [`Trainer::share_stop`](super::Trainer::share_stop), which connects the ranks.
+    /// [`Error::Input`] without [`Trainer::share_stop`](super::Trainer::share_stop), which connects the ranks.
     pub fn request_stop(&self) -> Result<()> {
         let Some(stop) = &self.stop else {
-            return Err(Error::InvalidInput(
+            return Err(Error::usage(
                 "a callback requests a stop, but the ranks share no StopRequest; call Trainer::share_stop on all ranks"
                     .into(),
             ));
@@ -279,7 +279,7 @@ impl<M: Forward> TrainContext<M> {
         let mut known: Vec<Tensor> = batch.tensors().map(Tensor::shallow_clone).collect();
         known.extend(self.ddp.state_dict().into_iter().map(|(_, tensor)| tensor));
         let Some(unknown) = unknown_leaf(loss, &known)? else { return Ok(()) };
-        Err(Error::InvalidInput(format!(
+        Err(Error::usage(format!(
             "the loss depends on a tensor of shape {:?} that requires a gradient and is not in the model's VarStore, so it \
              would not be trained; create it with the path of the model, or call set_requires_grad(false) on it",
             unknown.size()

@@ -157,7 +157,7 @@ impl Criterion {
         }
         let Measured { loss, .. } = self.loss_with_parts(output, batch)?;
         if !loss.requires_grad() {
-            return Err(Error::InvalidInput(
+            return Err(Error::usage(
                 "the loss has no gradient; compute it from the model's output, without detach and outside of no_grad"
                     .into(),
             ));
@@ -227,13 +227,13 @@ impl Criterion {
         }
         for name in parts.iter().map(|(name, _)| *name).chain(of_metrics) {
             if name == LOSS {
-                return Err(Error::InvalidInput(format!(
+                return Err(Error::usage(format!(
                     "a part of the loss or a metric has the name `{LOSS}`, under which the first part is shown; give it \
                      another name"
                 )));
             }
             if taken.contains(&name) {
-                return Err(Error::InvalidInput(format!(
+                return Err(Error::usage(format!(
                     "the name `{name}` is there twice, among the loss, its parts and the metrics; give each another \
                      name"
                 )));
@@ -250,7 +250,7 @@ impl Criterion {
         };
         let counted = panics::in_closure("the count", || count(batch))?;
         if counted == 0 {
-            return Err(Error::InvalidInput(format!(
+            return Err(Error::usage(format!(
                 "the count of a batch of {} samples is 0; return at least 1, or leave such samples out of the data set",
                 batch.len()
             )));
@@ -291,7 +291,7 @@ impl LossParts {
         let check = |(name, value)| Ok((name, one_number(value, || what(name))?));
         let mut parts = self.0.into_iter().map(check);
         let Some(first) = parts.next() else {
-            return Err(Error::InvalidInput(
+            return Err(Error::usage(
                 "the loss has no parts; return at least the one that is trained on".into(),
             ));
         };
@@ -368,7 +368,7 @@ fn one_number(value: Tensor, what: impl FnOnce() -> String) -> Result<Tensor> {
     }
     let size = value.size();
     if size.iter().any(|&size| size != 1) {
-        return Err(Error::InvalidInput(format!(
+        return Err(Error::usage(format!(
             "{} has shape {size:?}; return one number, such as its mean",
             what()
         )));

@@ -190,8 +190,8 @@ const LOOKING: &str = "looking for values that are not finite";
 /// Adds `samples` to the error of a closure of the user. Other errors stay as they are.
 pub(super) fn closure_error(error: Error, samples: &[usize]) -> Error {
     match error {
-        Error::InvalidInput(problem) if !samples.is_empty() => {
-            Error::InvalidInput(format!("{problem}; this happened{}", list(samples)))
+        Error::Input { kind, problem } if !samples.is_empty() => {
+            Error::Input { kind, problem: format!("{problem}; this happened{}", list(samples)) }
         }
         other => other,
     }

@@ -24,7 +24,7 @@ impl Loss {
     /// Returns the mean loss over the samples of a batch as a tensor without dimensions; 0 for an empty batch.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] or [`Error::Torch`] when the shapes don't fit.
+    /// [`Error::Input`] or [`Error::Torch`] when the shapes don't fit.
     pub fn of(self, output: &Tensor, targets: &Tensor) -> Result<Tensor> {
         let reduction = if targets.numel() == 0 { Reduction::Sum } else { Reduction::Mean };
         match self {
@@ -43,7 +43,7 @@ fn check_shapes(output: &Tensor, targets: &Tensor) -> Result<()> {
     if has == wants {
         return Ok(());
     }
-    Err(Error::InvalidInput(format!(
+    Err(Error::mismatch(format!(
         "the model returns the shape {has:?}, and the targets of the mean squared error have {wants:?}; they must be equal"
     )))
 }
@@ -61,7 +61,7 @@ fn cross_entropy(output: &Tensor, targets: &Tensor, reduction: Reduction) -> Res
     let loss = match size[..] {
         [.., classes] if is_sequence(output, targets) => of_sequences(classes),
         [_, 1, ..] => {
-            return Err(Error::InvalidInput(format!(
+            return Err(Error::usage(format!(
                 "cross-entropy over one class is always 0, and the model returns the shape {size:?}; the model must \
                  return one number for each class"
             )));

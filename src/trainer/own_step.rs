@@ -136,6 +136,6 @@ impl<M> TrainContext<M> {
                  last"
             }
         };
-        Err(Error::InvalidInput(problem.into()))
+        Err(Error::usage(problem.into()))
     }
 }

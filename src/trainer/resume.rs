@@ -16,7 +16,7 @@ impl<M: Forward> Trainer<M> {
     /// aside](crate::CheckpointDir::set_aside_after), as they no longer belong to it.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] when the checkpoint is of another model, optimizer or scaler, or of a run with another
+    /// [`Error::Input`] when the checkpoint is of another model, optimizer or scaler, or of a run with another
     /// number of samples or another batch size. Also when it was saved within an epoch that has a
     /// [count](crate::trainer::Criterion::count) and this run has none, or the reverse, and when the folder of this run
     /// holds other checkpoints.
@@ -36,7 +36,7 @@ impl<M> TrainContext<M> {
         let (samples, batch_size) = (self.loader.dataset_len(), self.loader.batch_size());
         let differs = |saved: usize, mine: usize| saved != 0 && saved != mine;
         if differs(saved.num_samples, samples) || differs(saved.batch_size, batch_size) {
-            return Err(Error::InvalidInput(format!(
+            return Err(Error::mismatch(format!(
                 "checkpoint {}: its run has {} samples in batches of {}, and this run has {samples} in batches of \
                  {batch_size}, so the place in the epoch differs; use the same data and batch size, or load only the \
                  parameters (Checkpoint::load_model)",
@@ -47,7 +47,7 @@ impl<M> TrainContext<M> {
         }
         saved.check(samples).map_err(|problem| {
             let path = checkpoint.path().shown();
-            Error::InvalidInput(format!("checkpoint {path}: {problem}; use another checkpoint"))
+            Error::mismatch(format!("checkpoint {path}: {problem}; use another checkpoint"))
         })
     }
 
@@ -61,7 +61,7 @@ impl<M> TrainContext<M> {
         }
         let what =
             |is_count| if is_count { "by the count of a criterion" } else { "by its samples" };
-        Err(Error::InvalidInput(format!(
+        Err(Error::mismatch(format!(
             "checkpoint {}: its run weighs each batch {}, and this run {}, so the mean loss of the epoch would be wrong; \
              use the same Criterion::count, a checkpoint of the end of an epoch, or load only the parameters \
              (Checkpoint::load_model)",

@@ -148,7 +148,7 @@ fn with_home(arg: Arg) -> Arg {
 /// Checks the program's options: none has the name of an option of ours, in any command.
 ///
 /// # Errors
-/// [`Error::InvalidInput`](crate::Error::InvalidInput) that names both options.
+/// [`Error::Input`](crate::Error::Input) that names both options.
 pub(crate) fn check(program: &Program, with_course: bool) -> crate::error::Result<()> {
     if program.options.is_none() {
         return program.check(&[]); // without the time that it takes to declare the command line once more

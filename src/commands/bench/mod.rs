@@ -111,7 +111,7 @@ const MIN_MEASURED: Duration = Duration::from_millis(250);
 /// Measures all sizes and prints the table.
 ///
 /// # Errors
-/// [`Error::InvalidInput`] when this operation can't run here, [`SpawnError`](crate::SpawnError) when a rank failed, and an
+/// [`Error::Input`] when this operation can't run here, [`SpawnError`](crate::SpawnError) when a rank failed, and an
 /// error for wrong results.
 pub fn bench(flags: BenchFlags, cuda: &Cuda, printer: &Arc<Printer>) -> anyhow::Result<()> {
     let check = |placement: &Placement| {
@@ -130,7 +130,7 @@ pub fn bench(flags: BenchFlags, cuda: &Cuda, printer: &Arc<Printer>) -> anyhow::
 
 impl BenchFlags {
     fn check(&self, world_size: usize) -> Result<()> {
-        let refuse = |why: String| Err(Error::InvalidInput(why));
+        let refuse = |why: String| Err(Error::usage(why));
         if let Some(operation) = self.op.reduction() {
             let allowed = self.reduce_op.check_kind(operation, self.dtype);
             allowed.or_else(|error| refuse(error.to_string()))?;

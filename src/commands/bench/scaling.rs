@@ -76,7 +76,7 @@ struct Case {
 /// gain over one rank with all cores.
 ///
 /// # Errors
-/// [`Error::InvalidInput`] when `config` can't be measured here, and [`SpawnError`](crate::SpawnError) when a rank
+/// [`Error::Input`] when `config` can't be measured here, and [`SpawnError`](crate::SpawnError) when a rank
 /// failed.
 pub fn bench_scaling(
     config: Config,
@@ -88,7 +88,7 @@ pub fn bench_scaling(
     if config.ddp.grad_accum_steps > 1 || config.launch.spawn == SpawnChoice::Processes {
         let problem = "bench scaling measures steps of one batch, with ranks as threads; remove grad_accum_steps and \
                        spawn from the file";
-        return Err(Error::InvalidInput(problem.into()).into());
+        return Err(Error::usage(problem.into()).into());
     }
     let (backend, bind) = (config.launch.backend, config.launch.bind);
     let place = |nproc| place_ranks(nproc, backend, bind, cuda);
@@ -103,7 +103,7 @@ pub fn bench_scaling(
     let (batch_size, samples) = (config.training.batch_size, data.training.len());
     let batch_of_all = batch_size.saturating_mul(ranks);
     if batch_of_all > samples {
-        return Err(Error::InvalidInput(format!(
+        return Err(Error::usage(format!(
             "--batch-size: {ranks} ranks with {batch_size} samples each need more than the {samples} samples of the \
              data; use a smaller batch, fewer ranks or more samples"
         ))

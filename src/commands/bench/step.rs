@@ -65,7 +65,7 @@ const WARM_UP: usize = 20;
 /// given. One rank is then measured, unless `config` has a number of ranks.
 ///
 /// # Errors
-/// As [`train`](super::super::train), and [`Error::InvalidInput`] for options that the cluster does not model.
+/// As [`train`](super::super::train), and [`Error::Input`] for options that the cluster does not model.
 pub fn bench_step(
     config: Config,
     steps: usize,
@@ -99,7 +99,7 @@ pub fn bench_step(
 }
 
 fn refused(problem: &str) -> anyhow::Error {
-    Error::InvalidInput(problem.into()).into()
+    Error::usage(problem.into()).into()
 }
 
 /// Measures on the ranks of this process. Rank 0 prints.

@@ -101,7 +101,7 @@ struct Line {
 /// Runs the operations, and prints the result of each.
 ///
 /// # Errors
-/// [`Error::InvalidInput`] when these operations can't run here, and [`SpawnError`](crate::SpawnError) when a rank failed.
+/// [`Error::Input`] when these operations can't run here, and [`SpawnError`](crate::SpawnError) when a rank failed.
 pub fn comm(flags: CommFlags, cuda: &Cuda, printer: &Arc<Printer>) -> anyhow::Result<()> {
     let is_asked_for = |shown: &ShownOp| flags.op.is_none_or(|op| op == shown.op);
     let ops: Vec<ShownOp> = OPS.into_iter().filter(is_asked_for).collect();
@@ -125,24 +125,21 @@ pub fn comm(flags: CommFlags, cuda: &Cuda, printer: &Arc<Printer>) -> anyhow::Re
 fn check(flags: &CommFlags, ops: &[ShownOp], backend: Backend, world_size: usize) -> Result<()> {
     let CommFlags { numel, dtype, reduce_op, .. } = *flags;
     if numel.checked_mul(world_size as i64).is_none() {
-        return Err(Error::InvalidInput(format!(
+        return Err(Error::usage(format!(
             "--numel {numel}: {world_size} tensors of that size are too large; use fewer elements"
         )));
     }
     if let (Some(op), false) = (flags.op, reduce_op == ReduceOp::Sum)
         && op.reduction().is_none()
     {
-        return Err(Error::InvalidInput(format!(
+        return Err(Error::usage(format!(
             "--reduce-op {reduce_op}: {} does not reduce elements; remove it",
             op.name()
         )));
     }
     for operation in ops.iter().filter_map(|shown| shown.op.reduction()) {
         backend.check_reduction(operation, reduce_op, dtype).map_err(|error| {
-            Error::InvalidInput(format!(
-                "--reduce-op {reduce_op} --dtype {}: {error}",
-                dtype_name(dtype)
-            ))
+            Error::usage(format!("--reduce-op {reduce_op} --dtype {}: {error}", dtype_name(dtype)))
         })?;
     }
     Ok(())

@@ -6,7 +6,7 @@ use strum::{EnumIter, IntoEnumIterator, IntoStaticStr};
 
 use super::read::Record;
 use crate::error::{Error, Result};
-use crate::telemetry::{RecordedFailure, RecordedStep, RecordedTensor, TensorHash};
+use crate::telemetry::{RecordedStep, RecordedTensor, StepOfRank, TensorHash};
 
 /// A part of a step. The order is that of computation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, EnumIter, IntoStaticStr)]
@@ -92,7 +92,7 @@ pub(super) struct Comparison {
     pub has_equal_start: bool,
     pub parting: Option<Parting>,
     /// Where the runs failed; `None` for a run that did not.
-    pub failed: SidesOf<Option<RecordedFailure>>,
+    pub failed: SidesOf<Option<StepOfRank>>,
     /// The steps that only A has and that only B has.
     pub only_in: SidesOf<usize>,
     /// Whether both have as many ranks. If not, only rank 0's averages, parameters and buffers and the learning rate are
@@ -117,7 +117,7 @@ impl<T> SidesOf<T> {
 /// Compares `a` and `b`.
 ///
 /// # Errors
-/// [`Error::InvalidInput`] if the models differ, or if the records have no step and no start in common.
+/// [`Error::Input`] if the models differ, or if the records have no step and no start in common.
 pub(super) fn compare(a: &Record, b: &Record) -> Result<Comparison> {
     let pairs = pair_tensors(a, b)?;
     let has_same_ranks = a.header.world_size == b.header.world_size;
@@ -136,7 +136,7 @@ pub(super) fn compare(a: &Record, b: &Record) -> Result<Comparison> {
     let starts: Vec<u64> =
         a.starts.keys().filter(|step| b.starts.contains_key(step)).copied().collect();
     if common.is_empty() && starts.is_empty() {
-        return Err(Error::InvalidInput(format!(
+        return Err(Error::mismatch(format!(
             "{} and {} have no step in common, so they cannot be compared; record the same steps (--record-every, \
              --resume)",
             a.name, b.name
@@ -176,13 +176,13 @@ pub(super) fn compare(a: &Record, b: &Record) -> Result<Comparison> {
 }
 
 /// Returns the place where the run of `record` failed; `None` if it did not, or not in a recorded step.
-fn failure(record: &Record) -> Option<RecordedFailure> {
+fn failure(record: &Record) -> Option<StepOfRank> {
     if record.failed.is_some() {
         return record.failed;
     }
     let lines = || record.steps.values().flat_map(BTreeMap::values);
     if let Some(failed) = lines().find(|line| line.failed) {
-        return Some(RecordedFailure { step: failed.step, rank: failed.rank });
+        return Some(StepOfRank { step: failed.step, rank: failed.rank });
     }
     // A rank that is killed has no line of its step. The others stop in it, or in the step before, which that rank has
     // ended.
@@ -190,7 +190,7 @@ fn failure(record: &Record) -> Option<RecordedFailure> {
     let is_step_before = record.steps[&stopped].values().any(RecordedStep::is_whole);
     let has_stopped = |rank: usize| lines().any(|line| line.stopped && line.rank == rank);
     let rank = (0..record.header.world_size).find(|&rank| !has_stopped(rank))?;
-    Some(RecordedFailure { step: stopped + u64::from(is_step_before), rank })
+    Some(StepOfRank { step: stopped + u64::from(is_step_before), rank })
 }
 
 /// Finds the tensors that belong together: by name, or by order if all shapes agree.
@@ -226,7 +226,7 @@ fn pair_tensors(a: &Record, b: &Record) -> Result<Pairs> {
         (counts.0 != counts.1).then_some(text)
     };
     if let Some(problem) = frozen(a, b).or_else(|| frozen(b, a)).or(misfit).or_else(unequal) {
-        return Err(Error::InvalidInput(format!(
+        return Err(Error::mismatch(format!(
             "the models differ: {problem}; compare runs of the same model"
         )));
     }

@@ -13,7 +13,7 @@ use clap::Args;
 
 use crate::error::{Error, Shown};
 use crate::session::AlreadyReported;
-use crate::telemetry::{Printer, RecordedFailure};
+use crate::telemetry::{Printer, StepOfRank};
 pub(super) use compare::SidesOf;
 use compare::compare;
 use read::Record;
@@ -38,13 +38,13 @@ pub struct DiffFlags {
 /// Prints where two records part, and what that means; or the first tensors in which two files differ.
 ///
 /// # Errors
-/// [`Error::InvalidInput`] if one is no record, or the two cannot be compared;
+/// [`Error::Input`] if one is no record, or the two cannot be compared;
 /// [`AlreadyReported`] if they differ; and an error when stdout can't be written.
 pub fn diff(flags: &DiffFlags, printer: &Printer) -> anyhow::Result<()> {
     let DiffFlags { a, b } = flags;
     for (record, tensors) in [(a, b), (b, a)] {
         if holds_tensors(tensors) && !holds_tensors(record) && check_record(record).is_ok() {
-            return Err(Error::InvalidInput(format!(
+            return Err(Error::usage(format!(
                 "{} is a record, and {} holds tensors; compare two of a kind",
                 record.shown(),
                 tensors.shown()
@@ -64,37 +64,30 @@ pub fn diff(flags: &DiffFlags, printer: &Printer) -> anyhow::Result<()> {
     if is_equal { Ok(()) } else { Err(anyhow::Error::msg(AlreadyReported)) }
 }
 
-/// The step and the rank that two records differ in first.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct FirstDifference {
-    pub step: u64,
-    pub rank: usize,
-}
-
 /// Prints where the records `a` and `b` part, and what that means. Returns the place; `None` if they are equal.
 ///
 /// # Errors
-/// [`Error::InvalidInput`] if one is no record, or the two cannot be compared; and an error
+/// [`Error::Input`] if one is no record, or the two cannot be compared; and an error
 /// when stdout can't be written.
 pub(super) fn compare_files(
     a: &Path,
     b: &Path,
     printer: &Printer,
-) -> anyhow::Result<Option<FirstDifference>> {
+) -> anyhow::Result<Option<StepOfRank>> {
     let (a, b) = (Record::read(a)?, Record::read(b)?);
     let comparison = compare(&a, &b)?;
     print_lines(&lines(&a, &b, &comparison), printer)?;
     if let Some(parting) = &comparison.parting {
         let rank = parting.first().and_then(|(_, it)| it.ranks.first()).map_or(0, |it| it.rank);
-        return Ok(Some(FirstDifference { step: parting.step, rank }));
+        return Ok(Some(StepOfRank { step: parting.step, rank }));
     }
     let SidesOf { a, b } = comparison.failed;
-    let step = |at: RecordedFailure| at.step;
+    let step = |at: StepOfRank| at.step;
     if a.map(step) == b.map(step) {
         return Ok(None);
     }
     let first = a.into_iter().chain(b).min_by_key(|at| at.step);
-    Ok(first.map(|RecordedFailure { step, rank }| FirstDifference { step, rank }))
+    Ok(first)
 }
 
 /// Prints `lines` on stdout.

@@ -11,8 +11,7 @@ use crate::error::{Error, Result, Shown};
 use crate::files::{RECOGNIZED_BY, mistaken, open_regular};
 use crate::os::limits::explain;
 use crate::telemetry::{
-    RECORD_FORMAT, RecordHeader, RecordLine, RecordedFailure, RecordedStart, RecordedStep,
-    process_path,
+    RECORD_FORMAT, RecordHeader, RecordLine, RecordedStart, RecordedStep, StepOfRank, process_path,
 };
 
 /// The record of a run.
@@ -27,7 +26,7 @@ pub(super) struct Record {
     /// By number and by rank. A step that a resumed run has repeated is here once, as the last run made it.
     pub steps: BTreeMap<u64, BTreeMap<usize, RecordedStep>>,
     /// Where a rank failed before it had anything of the step.
-    pub failed: Option<RecordedFailure>,
+    pub failed: Option<StepOfRank>,
 }
 
 /// The first field of a header, in which records of other versions are alike.
@@ -41,7 +40,7 @@ impl Record {
     /// so on for `a.record`.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] with the file, the line and the remedy.
+    /// [`Error::Input`] with the file, the line and the remedy.
     pub(super) fn read(path: &Path) -> Result<Self> {
         let of_processes: Vec<PathBuf> = (0..)
             .map(|process| process_path(path, [process, usize::MAX]))
@@ -214,5 +213,5 @@ fn not_a_record(path: &Path, line: &[u8], begin: &[u8]) -> Error {
 }
 
 fn refused(path: &Path, problem: impl std::fmt::Display) -> Error {
-    Error::InvalidInput(format!("{}: {problem}", path.shown()))
+    Error::data(format!("{}: {problem}", path.shown()))
 }

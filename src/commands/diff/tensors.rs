@@ -49,14 +49,14 @@ impl TensorComparison {
     /// Compares the files `a` and `b`, each a safetensors file or a checkpoint.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] if one cannot be read, or if they have no name in common.
+    /// [`Error::Input`] if one cannot be read, or if they have no name in common.
     pub(in crate::commands) fn of(a: &Path, b: &Path) -> Result<Self> {
         let of_a = TensorFile::read(a)?.tensors()?;
         let of_b = TensorFile::read(b)?.tensors()?;
         let mut common: Vec<&String> =
             of_a.keys().filter(|name| of_b.contains_key(*name)).collect();
         if common.is_empty() {
-            return Err(Error::InvalidInput(format!(
+            return Err(Error::mismatch(format!(
                 "{} and {} have no name of a tensor in common; both must name their tensors alike",
                 a.shown(),
                 b.shown()

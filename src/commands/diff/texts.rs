@@ -7,7 +7,7 @@ use super::compare::{
 };
 use super::read::Record;
 use crate::error::list_ranks;
-use crate::telemetry::{RecordedFailure, paragraph, steps_text};
+use crate::telemetry::{StepOfRank, paragraph, steps_text};
 
 /// The most tensors of a rank that a line names.
 const MAX_NAMES: usize = 3;
@@ -112,8 +112,8 @@ fn equal_part(comparison: &Comparison) -> Option<String> {
 }
 
 /// Says which of the runs failed.
-fn failures(failed: SidesOf<Option<RecordedFailure>>) -> Vec<String> {
-    let line = |who, at: RecordedFailure| {
+fn failures(failed: SidesOf<Option<StepOfRank>>) -> Vec<String> {
+    let line = |who, at: StepOfRank| {
         format!("{who} failed in step {}: see the error of the run.", at.step)
     };
     match failed {

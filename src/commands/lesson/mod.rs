@@ -49,7 +49,7 @@ pub struct LessonFlags {
 /// command, the check runs it, on ranks of this machine's CPU.
 ///
 /// # Errors
-/// [`Error::InvalidInput`] when the answer has another form than the exercise asks for, or when no run can check it;
+/// [`Error::Input`] when the answer has another form than the exercise asks for, or when no run can check it;
 /// [`AlreadyReported`] when it is wrong; the failure of a run; and an error when stdout can't be written.
 pub fn lesson(flags: &LessonFlags, printer: &Printer) -> anyhow::Result<()> {
     let catalog = Catalog::new(flags.language);
@@ -65,15 +65,15 @@ pub fn lesson(flags: &LessonFlags, printer: &Printer) -> anyhow::Result<()> {
         if flags.solution {
             return print(printer, &[paragraph(&texts.measured), paragraph(&texts.why)].concat());
         }
-        return Err(Error::InvalidInput(format!(
+        return Err(Error::usage(format!(
             "--answer: lesson {id} has no check. {} Compare yours with ddp-mp lesson {id} --solution",
             texts.measured
         ))
         .into());
     };
     let answer = flags.answer.as_ref().map(|answer| form.parse(answer)).transpose();
-    let answer = answer
-        .map_err(|problem| Error::InvalidInput(format!("--answer: lesson {id}: {problem}")))?;
+    let answer =
+        answer.map_err(|problem| Error::usage(format!("--answer: lesson {id}: {problem}")))?;
     let found = run().with_context(|| format!("running lesson {id}"))?;
     let (verdict, answer) = match &answer {
         None => (&words.answer, &found.answer),

@@ -63,14 +63,14 @@ impl Bound {
     /// Returns the bound for runs that are compared with `reference`.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] if a value of `reference` is not finite.
+    /// [`Error::Input`] if a value of `reference` is not finite.
     pub(super) fn of(reference: &RunResult, steps: u64, terms: usize) -> Result<Self> {
         let RunResult { before, after, .. } = reference;
         fn all(tensors: &[ParamValues]) -> impl Iterator<Item = f32> {
             tensors.iter().flat_map(|tensor| tensor.values.iter().copied())
         }
         if let Some(value) = all(after).find(|value| !value.is_finite()) {
-            return Err(Error::InvalidInput(format!(
+            return Err(Error::usage(format!(
                 "after {steps} steps on one rank a parameter is {value}, and nothing can be compared with it; use \
                  a smaller --lr or --max-grad-norm"
             )));

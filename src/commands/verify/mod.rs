@@ -37,7 +37,7 @@ struct Variant {
 /// are processes.
 ///
 /// # Errors
-/// [`Error::InvalidInput`] for options that cannot be compared, [`SpawnError`](crate::SpawnError) when a rank failed,
+/// [`Error::Input`] for options that cannot be compared, [`SpawnError`](crate::SpawnError) when a rank failed,
 /// and an error for a difference beyond what rounding explains.
 pub fn verify(
     config: Config,
@@ -138,7 +138,7 @@ fn check_options(config: &Config, steps: u64) -> Result<()> {
     ];
     let problem = refused.into_iter().find_map(|(is_refused, text)| is_refused.then_some(text));
     match problem {
-        Some(problem) => Err(Error::InvalidInput(problem)),
+        Some(problem) => Err(Error::usage(problem)),
         None => Ok(()),
     }
 }
@@ -162,7 +162,7 @@ fn comparable_samples(
         (len - len % step, ", which make whole steps")
     };
     if count < ranks {
-        return Err(Error::InvalidInput(if is_exact {
+        return Err(Error::usage(if is_exact {
             format!(
                 "--exact-mean: {len} samples are too few for batches of different size on {ranks} ranks; use {} or \
                  more",
@@ -206,7 +206,7 @@ impl Verification {
         if ranks < 2 {
             let problem =
                 "--nproc-per-node: one rank has nothing to be compared with; use 2 or more";
-            return Err(Error::InvalidInput(problem.into()));
+            return Err(Error::usage(problem.into()));
         }
         let mut config = config.without_validation();
         // A file may have them for training.
@@ -219,7 +219,7 @@ impl Verification {
         config.data.num_samples = Some(dataset.len() as i64);
         let epoch_steps = config.steps_per_epoch(ranks);
         if config.ddp.exact_mean && steps < epoch_steps {
-            return Err(Error::InvalidInput(format!(
+            return Err(Error::usage(format!(
                 "--steps: {steps} are too few for --exact-mean: the ranks have batches of different size in the last \
                  step of an epoch, which is step {}; use {epoch_steps} or more",
                 epoch_steps - 1

@@ -44,7 +44,7 @@ impl Array {
     pub(super) fn mapped(file: &MappedFile, layout: Layout, shape: &[u64]) -> Result<Self> {
         let Layout { start, dtype, is_swapped } = layout;
         let size = dtype.elt_size_in_bytes();
-        let wrong = |problem: String| Error::InvalidInput(format!("{}: {problem}", file.name()));
+        let wrong = |problem: String| Error::data(format!("{}: {problem}", file.name()));
         let (shape, num_bytes) = sizes(shape, size).map_err(wrong)?;
         let available = file.len().saturating_sub(start);
         if num_bytes > available {

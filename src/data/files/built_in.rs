@@ -45,6 +45,6 @@ impl Format for Random {
     }
 
     fn read(&self, _location: &str, _kind: TargetKind) -> Result<(Array, Array)> {
-        Err(Error::InvalidInput("random data has no file; use TensorDataset::random".into()))
+        Err(Error::usage("random data has no file; use TensorDataset::random".into()))
     }
 }

@@ -31,7 +31,7 @@ impl Format for Csv {
     fn read(&self, location: &str, kind: TargetKind) -> Result<(Array, Array)> {
         let (file, _) = open_file(location.as_ref())?;
         let mut name = Path::new(location).shown().into_owned();
-        let wrong = |name: &str, problem| Error::InvalidInput(format!("{name}: {problem}"));
+        let wrong = |name: &str, problem| Error::data(format!("{name}: {problem}"));
         let mut file = BufReader::new(file);
         let begin = file.fill_buf().map_err(|error| wrong(&name, error.to_string()))?;
         // Checks the contents: a file may keep its name when it is compressed or decompressed.
@@ -81,7 +81,7 @@ type Header = (u64, Vec<String>);
 /// Parses one sample per line. The target is in the column `target` or `label`, or else in the last column. Lines that
 /// begin with a comment mark are skipped; a header may be such a line.
 pub(super) fn parse(name: &str, text: impl Read, kind: TargetKind) -> Result<(Array, Array)> {
-    let wrong = |problem: String| Error::InvalidInput(format!("{name}: {problem}"));
+    let wrong = |problem: String| Error::data(format!("{name}: {problem}"));
     // With the terminator `\n`, a carriage return is white space, which is trimmed.
     let text = Text(text).chain(END);
     let mut builder = ReaderBuilder::new();

@@ -49,7 +49,7 @@ impl FileDataset {
     /// Opens the data set that `spec` names.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] that names the file, the problem, and the remedy. Also for random data, which has no
+    /// [`Error::Input`] that names the file, the problem, and the remedy. Also for random data, which has no
     /// file.
     pub fn open(spec: &DatasetSpec, kind: TargetKind) -> Result<Self> {
         let (inputs, targets) = spec.read(kind)?;
@@ -67,7 +67,7 @@ impl FileDataset {
     }
 
     fn new(name: String, inputs: Array, targets: Array, kind: TargetKind) -> Result<Self> {
-        let wrong = |problem: String| Err(Error::InvalidInput(format!("{name}: {problem}")));
+        let wrong = |problem: String| Err(Error::data(format!("{name}: {problem}")));
         let Array { tensor: inputs, is_pixels } = inputs;
         let targets = targets.tensor;
         let count = |tensor: &Tensor| tensor.size().first().copied().unwrap_or(0);
@@ -108,11 +108,11 @@ impl FileDataset {
     /// Returns the first `samples` samples.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] for 0, and for more samples than there are.
+    /// [`Error::Input`] for 0, and for more samples than there are.
     pub fn first(self, samples: usize) -> Result<Self> {
         let there = self.len();
         if samples == 0 || samples > there {
-            return Err(Error::InvalidInput(format!(
+            return Err(Error::usage(format!(
                 "{} has {there} samples, and {samples} are asked for; use a number from 1 to {there}",
                 self.name
             )));
@@ -138,7 +138,7 @@ impl FileDataset {
     /// `manual_seed(seed)`: the parts are the same.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] if a part would have no samples.
+    /// [`Error::Input`] if a part would have no samples.
     pub fn split(&self, fraction: f64, seed: u64) -> Result<(Self, Self)> {
         let (first, second) = random_split(self.len(), fraction, seed)?;
         let part = |picked: Vec<usize>| {
@@ -164,11 +164,11 @@ impl FileDataset {
     /// Checks that all classes are below `classes`.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] that names the first sample with a higher class.
+    /// [`Error::Input`] that names the first sample with a higher class.
     pub fn check_classes(&self, classes: i64) -> Result<()> {
         let too_high = |class: &Tensor| class.f_ge(classes);
         match find(&self.targets.get(), too_high).doing("looking at classes")? {
-            Some((sample, class)) => Err(Error::InvalidInput(format!(
+            Some((sample, class)) => Err(Error::data(format!(
                 "{}: sample {sample} has class {class}, and {classes} classes count from 0 to {}; use {} or more",
                 self.name,
                 classes - 1,
@@ -181,7 +181,7 @@ impl FileDataset {
     /// Checks that there are not more classes than samples. One wrong class number in the file can cause this.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] that names the first sample with such a class.
+    /// [`Error::Input`] that names the first sample with such a class.
     pub fn check_number_of_classes(&self) -> Result<()> {
         let samples = self.len() as i64;
         let too_high = |class: &Tensor| class.f_ge(samples);
@@ -190,7 +190,7 @@ impl FileDataset {
                 let found = find(&self.targets.get(), too_high);
                 let found = found.doing("looking at classes")?;
                 let (sample, class) = found.unwrap_or_default();
-                Err(Error::InvalidInput(format!(
+                Err(Error::data(format!(
                     "{}: sample {sample} has class {class}, which makes {} classes, and there are {samples} samples; \
                      correct it, or give the number of classes with --out-features",
                     self.name,
@@ -284,7 +284,7 @@ pub(super) fn count_classes(name: &str, targets: &Tensor) -> Result<i64> {
     };
     let doing = "looking at classes";
     if let Some((sample, class)) = find(targets, is_invalid).doing(doing)? {
-        return Err(Error::InvalidInput(format!(
+        return Err(Error::data(format!(
             "{name}: the target of sample {sample} is {class}, which is not a class: classes are whole numbers from \
              0; use --loss mse for other numbers"
         )));

@@ -32,7 +32,7 @@ pub(super) trait Format: fmt::Debug + Sync {
     /// Checks the text of a location, not its files.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`](crate::Error::InvalidInput) with the right form.
+    /// [`Error::Input`](crate::Error::Input) with the right form.
     fn check(&self, location: &str) -> Result<()> {
         let _ = location;
         Ok(())
@@ -69,7 +69,7 @@ pub(super) trait Format: fmt::Debug + Sync {
     /// Reads the inputs and targets.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`](crate::Error::InvalidInput) that names the file, the problem, and the remedy.
+    /// [`Error::Input`](crate::Error::Input) that names the file, the problem, and the remedy.
     fn read(&self, location: &str, kind: TargetKind) -> Result<(Array, Array)>;
 
     /// Returns the name of the validation samples in files of their own; `None` if the format has none.

@@ -73,7 +73,7 @@ fn folder(given: &Path) -> Result<PathBuf> {
     let mut found = [given.to_owned()].into_iter().chain(below).filter(has_images);
     let Some(folder) = found.next() else { return Err(missing(given, TRAINING, Holds::Images)) };
     match found.next().filter(|_| folder != given) {
-        Some(other) => Err(Error::InvalidInput(format!(
+        Some(other) => Err(Error::usage(format!(
             "{}: there are several data sets, in {} and {}; name the folder of one",
             given.shown(),
             folder.shown(),
@@ -122,7 +122,7 @@ fn missing(folder: &Path, part: &str, holds: Holds) -> Error {
             format!("there is no {name} here, also not as {other}, with .gz, or in {below}{there}")
         }
     };
-    Error::InvalidInput(format!("{}: {problem}", folder.shown()))
+    Error::data(format!("{}: {problem}", folder.shown()))
 }
 
 /// Returns the file of `part`, if it is there: under one of its names, as it is or compressed, perhaps in a folder of
@@ -162,7 +162,7 @@ impl Holds {
 
 /// Returns a view of the file, or its decompressed copy in memory.
 fn array(path: &Path, holds: Holds) -> Result<Array> {
-    let wrong = |problem: String| Error::InvalidInput(format!("{}: {problem}", path.shown()));
+    let wrong = |problem: String| Error::data(format!("{}: {problem}", path.shown()));
     let file = MappedFile::open(path)?;
     // Checks the contents: a file may keep its name when it is compressed or decompressed.
     if file.starts_with(&GZIP) {

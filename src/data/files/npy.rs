@@ -25,7 +25,7 @@ impl Format for Npy {
     fn check(&self, location: &str) -> Result<()> {
         match location.split(',').collect::<Vec<_>>()[..] {
             [inputs, targets] if !inputs.is_empty() && !targets.is_empty() => Ok(()),
-            _ => Err(Error::InvalidInput(format!(
+            _ => Err(Error::data(format!(
                 "npy takes two files, one with the inputs and one with the targets, and got {location:?}; use for \
                  example npy:x.npy,y.npy"
             ))),
@@ -51,7 +51,7 @@ impl Format for Npy {
 /// Maps the file. Numbers in Fortran order or in the other byte order are copied into memory.
 fn read(path: &Path) -> Result<Array> {
     let file = MappedFile::open(path)?;
-    let wrong = |problem: String| Error::InvalidInput(format!("{}: {problem}", file.name()));
+    let wrong = |problem: String| Error::data(format!("{}: {problem}", file.name()));
     let (header, start) = header(&file).map_err(wrong)?;
     let dtype = dtype(&header).map_err(wrong)?;
     let is_swapped = header.descr.as_str().is_some_and(|dtype| dtype.starts_with(OTHER_BYTE_ORDER));

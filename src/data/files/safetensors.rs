@@ -26,7 +26,7 @@ impl Format for SafetensorsFile {
     /// Maps the file.
     fn read(&self, location: &str, _kind: TargetKind) -> Result<(Array, Array)> {
         let file = MappedFile::open(location.as_ref())?;
-        let wrong = |problem: String| Error::InvalidInput(format!("{}: {problem}", file.name()));
+        let wrong = |problem: String| Error::data(format!("{}: {problem}", file.name()));
         let write =
             "write it with safetensors.torch.save_file({\"inputs\": x, \"targets\": y}, file)";
         let tensors = SafeTensors::deserialize(&file).map_err(|error| {

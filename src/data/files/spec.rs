@@ -93,7 +93,7 @@ impl DatasetSpec {
     /// Returns each file that may be read and is not empty, with the hash of its contents. Reads all of them.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] that names the file that cannot be read.
+    /// [`Error::Input`] that names the file that cannot be read.
     pub(crate) fn data_files(&self) -> Result<Vec<DataFile>> {
         let files = self.files().into_iter();
         let files = files.filter(|file| file.metadata().is_ok_and(|file| file.len() > 0));
@@ -120,7 +120,7 @@ impl DatasetSpec {
 /// Returns the path of `file`, with the hash of its contents. Reads all of it.
 ///
 /// # Errors
-/// [`Error::InvalidInput`] if it cannot be read.
+/// [`Error::Input`] if it cannot be read.
 fn hashed(file: &Path) -> Result<DataFile> {
     let bytes = MappedFile::open(file)?;
     let path = file.to_string_lossy().into_owned();
@@ -151,7 +151,7 @@ fn unknown(text: &str) -> Error {
         Some(format!("; did you mean {}:{}?", format.name(), escaped_line(&location)))
     });
     let [others @ .., last] = &FORMATS.map(Format::usage);
-    Error::InvalidInput(format!(
+    Error::usage(format!(
         "{text:?} is not a data set; use {} or {last}{}",
         others.join(", "),
         meant.or_else(|| known(text)).unwrap_or_default()

@@ -27,6 +27,6 @@ impl Format for Text {
     }
 
     fn read(&self, _location: &str, _kind: TargetKind) -> Result<(Array, Array)> {
-        Err(Error::InvalidInput("a text has no samples of numbers; use TextDataset::open".into()))
+        Err(Error::usage("a text has no samples of numbers; use TextDataset::open".into()))
     }
 }

@@ -240,12 +240,12 @@ impl Drop for GlooGroup {
 /// Checks that `list`, the value of `GLOO_SOCKET_IFNAME`, is valid on this machine.
 ///
 /// # Errors
-/// [`Error::InvalidInput`] that names the first unknown network interface.
+/// [`Error::Input`] that names the first unknown network interface.
 pub(crate) fn check_interfaces(list: &str) -> Result<()> {
     let known = Path::new("/sys/class/net");
     let unknown = |name: &String| known.is_dir() && !known.join(name).exists();
     match interfaces(list)?.into_iter().find(unknown) {
-        Some(name) => Err(Error::InvalidInput(format!(
+        Some(name) => Err(Error::usage(format!(
             "GLOO_SOCKET_IFNAME={list}: {name} is not a network interface of this machine; ip link lists them"
         ))),
         None => Ok(()),
@@ -256,7 +256,7 @@ pub(crate) fn check_interfaces(list: &str) -> Result<()> {
 fn interfaces(list: &str) -> Result<Vec<String>> {
     let names: Vec<String> = list.split(',').map(|name| name.trim().to_owned()).collect();
     if names.iter().any(String::is_empty) {
-        return Err(Error::InvalidInput(format!(
+        return Err(Error::usage(format!(
             "GLOO_SOCKET_IFNAME={list}: there is an empty name; list network interfaces, such as eth0,eth1"
         )));
     }

@@ -255,7 +255,7 @@ fn drop_ends_pending_operations() {
 }
 
 fn absent(missing: Vec<usize>) -> Error {
-    Error::InvalidInput(format!("missing: {missing:?}"))
+    Error::usage(format!("missing: {missing:?}"))
 }
 
 #[test]

@@ -198,9 +198,7 @@ impl TcpStore {
 
     fn check_size(&self, key: &str, values: &[&[u8]]) -> Result<()> {
         let fail = |what, len, max| {
-            Error::InvalidInput(format!(
-                "the store takes {what} of up to {max} bytes, not of {len}"
-            ))
+            Error::usage(format!("the store takes {what} of up to {max} bytes, not of {len}"))
         };
         if key.len() >= MAX_KEY {
             return Err(fail("keys", key.len(), MAX_KEY - 1)); // the client adds a slash

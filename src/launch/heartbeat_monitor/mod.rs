@@ -88,10 +88,10 @@ impl HeartbeatMonitor {
     /// Starts the heartbeat thread for `run`.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] when no thread can be started, and for a second run.
+    /// [`Error::Input`] when no thread can be started, and for a second run.
     pub(super) fn start(&self, run: &Arc<RunContext>) -> Result<()> {
         if self.has_begun.swap(true, Ordering::Relaxed) {
-            return Err(Error::InvalidInput(
+            return Err(Error::usage(
                 "these processes joined the launch for one run, which is over; do all work in one function of the \
                  ranks, or join the launch again"
                     .into(),
@@ -101,7 +101,7 @@ impl HeartbeatMonitor {
         let (heartbeats, run) = (self.heartbeats.clone(), run.clone());
         let thread = thread::Builder::new().name("watch".into());
         let handle = thread.spawn(move || heartbeats.watch(&run, &stop_rx)).map_err(|error| {
-            Error::InvalidInput(not_started("the thread that sends heartbeats", &error))
+            Error::unsupported(not_started("the thread that sends heartbeats", &error))
         })?;
         *self.thread.lock() = Some(Thread { stop_tx, handle });
         Ok(())

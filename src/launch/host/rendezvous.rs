@@ -63,7 +63,7 @@ impl HostLinks {
     /// Processes of one host share memory if they are neighbours in rank order.
     ///
     /// # Errors
-    /// [`Error::Store`], [`Error::InvalidInput`] for a message that no process of the run sends.
+    /// [`Error::Store`], [`Error::Input`] for a message that no process of the run sends.
     pub(in crate::launch) fn meet(
         store: &TcpStore,
         mine: usize,
@@ -143,7 +143,7 @@ impl Meeting<'_> {
         let texts = match Gathered::of(store, &key, mine, count, &text, timeout)? {
             Gathered::All(texts) => texts,
             Gathered::Missing(process) => {
-                return Err(Error::InvalidInput(format!(
+                return Err(Error::mismatch(format!(
                     "process {process} has met the others, but has not answered for {timeout:?} since: it hangs, or has \
                      ended; look at its output"
                 )));

@@ -68,10 +68,10 @@ impl HostLinks {
     /// Starts to watch the other processes for `run`.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] if the system refuses a thread.
+    /// [`Error::Input`] if the system refuses a thread.
     pub(in crate::launch) fn watch(&self, run: &Arc<RunContext>) -> Result<()> {
         let refuse = |error: std::io::Error| {
-            Error::InvalidInput(not_started("the thread that watches the other processes", &error))
+            Error::unsupported(not_started("the thread that watches the other processes", &error))
         };
         let (stop, stopped) = UnixStream::pair().map_err(refuse)?;
         let sender = Arc::new(Sender {

@@ -14,13 +14,11 @@ pub(super) fn read(options: &LaunchOptions, why: &str) -> Result<Launch> {
         ("--master-port", master_port.is_some()),
     ];
     if let (None, Some((flag, _))) = (nnodes, flags.iter().find(|(_, given)| *given)) {
-        return Err(Error::InvalidInput(format!(
-            "{flag} needs --nnodes, the number of machines: {why}"
-        )));
+        return Err(Error::usage(format!("{flag} needs --nnodes, the number of machines: {why}")));
     }
     let nnodes = nnodes.unwrap_or(1);
     let missing = |flag: &str, what: &str| {
-        Error::InvalidInput(format!("--nnodes={nnodes} needs {flag}, {what}: {why}"))
+        Error::usage(format!("--nnodes={nnodes} needs {flag}, {what}: {why}"))
     };
     let index = match node_rank {
         Some(node_rank) => *node_rank,
@@ -28,7 +26,7 @@ pub(super) fn read(options: &LaunchOptions, why: &str) -> Result<Launch> {
         None => return Err(missing("--node-rank", "this machine's number, from 0")),
     };
     if index >= nnodes {
-        return Err(Error::InvalidInput(format!(
+        return Err(Error::usage(format!(
             "--node-rank={index} must be below --nnodes={nnodes}, because machines count from 0"
         )));
     }

@@ -234,7 +234,7 @@ const OF_UNKNOWN_LAUNCHERS: [&str; 5] =
 /// `variables` looks up an environment variable; `gpus` is the number of GPUs that this process sees and can use.
 ///
 /// # Errors
-/// [`Error::InvalidInput`], which names the variables or flags that are missing, wrong, or contradict each other.
+/// [`Error::Input`], which names the variables or flags that are missing, wrong, or contradict each other.
 pub fn detect(
     variables: &dyn Fn(&str) -> Option<String>,
     options: &LaunchOptions,
@@ -333,10 +333,10 @@ fn check_flag<T: PartialEq + std::fmt::Display>(
 ) -> Result<()> {
     match (given, launcher_value) {
         (Some(given), Some(launcher_value)) if given == launcher_value => Ok(()),
-        (Some(given), Some(launcher_value)) => Err(Error::InvalidInput(format!(
+        (Some(given), Some(launcher_value)) => Err(Error::usage(format!(
             "{flag}={given}: {launcher} says {launcher_value}; leave the flag out, or use --launch local to ignore {launcher}"
         ))),
-        (Some(given), None) => Err(Error::InvalidInput(format!(
+        (Some(given), None) => Err(Error::usage(format!(
             "{flag}={given}: {launcher} has started the processes, and sets this itself; leave the flag out"
         ))),
         (None, _) => Ok(()),
@@ -346,7 +346,7 @@ fn check_flag<T: PartialEq + std::fmt::Display>(
 /// Checks that `addr` looks like a host name or address; does not resolve it. Returns it without the brackets that an IPv6
 /// address has ahead of a port.
 fn check_addr(name: &str, addr: &str) -> Result<String> {
-    let refuse = |why: &str| Err(Error::InvalidInput(format!("{name}={addr:?} {why}")));
+    let refuse = |why: &str| Err(Error::usage(format!("{name}={addr:?} {why}")));
     if let Some(inner) = addr.strip_prefix('[').and_then(|rest| rest.strip_suffix(']'))
         && let Some(without_zone) = inner.split('%').next() // of a link-local address, fe80::1%eth0
         && without_zone.parse::<Ipv6Addr>().is_ok()

@@ -17,10 +17,10 @@ pub(super) struct Hosts {
 /// of brackets with numbers and ranges. Numbers keep their leading zeros.
 ///
 /// # Errors
-/// [`Error::InvalidInput`] if the list is wrong; the text names the variable.
+/// [`Error::Input`] if the list is wrong; the text names the variable.
 pub(super) fn hosts(variable: &str, list: &str) -> Result<Hosts> {
     let wrong = || {
-        Error::InvalidInput(format!(
+        Error::usage(format!(
             "{variable}={:?} is not a list of hosts such as node[01-03,07],login1; set MASTER_ADDR",
             shortened(list)
         ))
@@ -86,11 +86,11 @@ fn number(text: &str) -> Option<u64> {
 /// Returns how many tasks there are on node `node`, and in all, from a list such as `2(x3),1`.
 ///
 /// # Errors
-/// [`Error::InvalidInput`] if the list is wrong; the text names the variable.
+/// [`Error::Input`] if the list is wrong; the text names the variable.
 pub(super) fn tasks_on(variable: &str, list: &str, node: usize) -> Result<(usize, usize)> {
     let wrong = |why: &str| {
         let list = shortened(list);
-        Error::InvalidInput(format!("{variable}={list:?} {why}; --launch local ignores it"))
+        Error::usage(format!("{variable}={list:?} {why}; --launch local ignores it"))
     };
     let mut nodes = 0u64;
     let mut all = 0u64;

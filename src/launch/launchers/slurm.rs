@@ -33,7 +33,7 @@ pub(super) enum SrunTask {
 }
 
 /// # Errors
-/// [`Error::InvalidInput`] when the variables do not decide it.
+/// [`Error::Input`] when the variables do not decide it.
 pub(super) fn step(variables: &Variables) -> Result<SrunTask> {
     let job = variables.first_of(&JOB).and_then(|name| variables.text(name));
     let is_step = step_id(variables)?.is_some();
@@ -49,7 +49,7 @@ pub(super) fn step(variables: &Variables) -> Result<SrunTask> {
     let Some(sign) = sign_of_a_shell(variables) else { return Ok(SrunTask::Task) };
     let tasks = tasks(variables)?.unwrap_or(1);
     if tasks > 1 {
-        return Err(Error::InvalidInput(format!(
+        return Err(Error::usage(format!(
             "{sign} shows that srun has started a shell, but this step has {tasks} tasks; use --launch slurm if srun \
              started ddp-mp itself, or --launch local if a shell did"
         )));
@@ -114,7 +114,7 @@ pub(super) fn tasks_on_node(
     };
     let (value, all) = nodelist::tasks_on(name, &list, node.map_or(0, |node| node.value))?;
     if all != count.value {
-        return Err(Error::InvalidInput(format!(
+        return Err(Error::usage(format!(
             "{name}={list} has {all} tasks, and {count}; check what sets them"
         )));
     }
@@ -135,7 +135,7 @@ pub(super) fn first_host(variables: &Variables, nnodes: usize) -> Result<String>
     let Some((name, list)) =
         variables.first_of(&names).and_then(|name| Some((name, variables.text(name)?)))
     else {
-        return Err(Error::InvalidInput(
+        return Err(Error::usage(
             "none of SLURM_STEP_NODELIST, SLURM_JOB_NODELIST and MASTER_ADDR is set, so the host of task 0 is \
              unknown; use --master-addr"
                 .into(),
@@ -145,7 +145,7 @@ pub(super) fn first_host(variables: &Variables, nnodes: usize) -> Result<String>
     // The job may have more nodes than the step.
     let too_few = hosts.count < nnodes as u64;
     if too_few || (name == names[0] && hosts.count != nnodes as u64) {
-        return Err(Error::InvalidInput(format!(
+        return Err(Error::usage(format!(
             "{name}={list} has {} hosts, and the step has {nnodes} nodes; set MASTER_ADDR to the host of task 0",
             hosts.count
         )));
@@ -166,7 +166,7 @@ pub(super) fn port(variables: &Variables) -> Result<u16> {
             let offset = (usize::from(job) + 617 * step) % 10_000;
             Ok(15_000 + offset as u16)
         }
-        _ => Err(Error::InvalidInput(format!(
+        _ => Err(Error::usage(format!(
             "SLURM_JOB_ID={id:?} is not a number, so it gives no port; set MASTER_PORT, or use --master-port"
         ))),
     }

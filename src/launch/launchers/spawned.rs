@@ -53,7 +53,7 @@ pub(super) fn read(variables: &Variables, options: &LaunchOptions) -> Result<Lau
 
 fn lacks(missing: &[&str]) -> Error {
     let is = if missing.len() == 1 { "is" } else { "are" };
-    Error::InvalidInput(format!(
+    Error::usage(format!(
         "{} {is} not set, but {MARK} is: ddp-mp sets all of them for the processes that it starts; unset it",
         and(missing)
     ))

@@ -199,7 +199,7 @@ impl Launcher {
             check_below(local, of)?;
             let is_in_order = self.kind != LaunchKind::Torchrun || local.value <= index.value;
             if of.value > count.value || !is_in_order {
-                return Err(Error::InvalidInput(format!(
+                return Err(Error::usage(format!(
                     "{index} of {count} cannot be {local} of {of}: a machine has no more processes than there are; \
                      check what sets them"
                 )));
@@ -347,7 +347,7 @@ impl Launcher {
             (None, None) if nnodes == Some(1) => "127.0.0.1".into(),
             (None, None) => {
                 let Processes { count, local_count, .. } = processes;
-                return Err(Error::InvalidInput(format!(
+                return Err(Error::usage(format!(
                     "MASTER_ADDR is not set, and {} has started processes on several machines ({local_count} of {count} \
                      on this one); use --master-addr with the address of rank 0's machine, or set MASTER_ADDR on all \
                      (Open MPI: mpirun -x MASTER_ADDR; MPICH, Intel: mpirun -genv MASTER_ADDR ...)",
@@ -387,7 +387,7 @@ impl Launcher {
         };
         let is = |names: &[&str]| if names.len() == 1 { "is" } else { "are" };
         let missing = format!("{} {} not set", and(missing), is(missing));
-        Error::InvalidInput(if set.is_empty() {
+        Error::usage(if set.is_empty() {
             format!("--launch {choice}: {missing}; start ddp-mp with {name}, or leave --launch out")
         } else {
             format!(
@@ -403,7 +403,7 @@ impl Launcher {
 /// Returns how many of `count` processes each machine has, if each has as many.
 fn on_each(count: Number, nodes: Number) -> Result<Number> {
     if !count.value.is_multiple_of(nodes.value) {
-        return Err(Error::InvalidInput(format!(
+        return Err(Error::usage(format!(
             "{count} processes on {nodes} nodes cannot be as many on each; start as many on each (flux run \
              --tasks-per-node)"
         )));

@@ -47,7 +47,7 @@ impl<'a> Variables<'a> {
         let Some(text) = self.text(name) else { return Ok(None) };
         match text.parse::<u32>() {
             Ok(value) => Ok(Some(value as usize)),
-            Err(_) => Err(Error::InvalidInput(format!(
+            Err(_) => Err(Error::usage(format!(
                 "{name}={:?} is not a whole number from 0; --launch local ignores it",
                 shortened(&text)
             ))),
@@ -60,7 +60,7 @@ impl<'a> Variables<'a> {
         let Some((least, most)) = text.split_once(':') else { return self.count(name) };
         match (least.parse::<u32>(), most.parse::<u32>()) {
             (Ok(least), Ok(most)) if least == most => Ok(Some(least as usize)),
-            _ => Err(Error::InvalidInput(format!(
+            _ => Err(Error::usage(format!(
                 "{name}={text:?}: a number of pods that changes needs torchrun; start torchrun --no-python ddp-mp in \
                  each pod"
             ))),
@@ -76,7 +76,7 @@ impl<'a> Variables<'a> {
     pub(super) fn count(&self, name: &str) -> Result<Option<usize>> {
         let count = self.integer(name)?;
         if count == Some(0) {
-            return Err(Error::InvalidInput(format!("{name}=0 is too small; it counts from 1")));
+            return Err(Error::usage(format!("{name}=0 is too small; it counts from 1")));
         }
         Ok(count)
     }
@@ -84,9 +84,7 @@ impl<'a> Variables<'a> {
     /// Returns how many ranks the user wants, or else the variable `name`.
     pub(super) fn nproc(&self, name: &str, given: Nproc) -> Result<Nproc> {
         match (given, self.text(name)) {
-            (Nproc::Auto, Some(text)) => {
-                text.parse().map_err(|error: Error| Error::InvalidInput(format!("{name}: {error}")))
-            }
+            (Nproc::Auto, Some(text)) => text.parse().map_err(|error: Error| error.named(name)),
             (given, _) => Ok(given),
         }
     }
@@ -101,7 +99,7 @@ impl<'a> Variables<'a> {
         let Some(text) = self.text(name) else { return Ok(None) };
         match text.parse::<u16>() {
             Ok(port @ 1..) => Ok(Some(port)),
-            _ => Err(Error::InvalidInput(format!(
+            _ => Err(Error::usage(format!(
                 "{name}={:?} is not a port; use a number from 1 to 65535",
                 shortened(&text)
             ))),
@@ -111,7 +109,7 @@ impl<'a> Variables<'a> {
     /// Checks that `RANK`, if it is set, is the process's `index`.
     pub(super) fn check_rank(&self, index: Number) -> Result<()> {
         match self.integer("RANK")? {
-            Some(rank) if rank != index.value => Err(Error::InvalidInput(format!(
+            Some(rank) if rank != index.value => Err(Error::usage(format!(
                 "RANK={rank} contradicts {index}: unset RANK, or use --launch local to ignore both"
             ))),
             _ => Ok(()),
@@ -126,7 +124,7 @@ impl<'a> Variables<'a> {
         let outermost = text.split(',').next().unwrap_or_default().trim();
         match outermost.parse::<u16>() {
             Ok(threads @ 1..) => Ok(Some(threads.into())),
-            _ => Err(Error::InvalidInput(format!(
+            _ => Err(Error::usage(format!(
                 "{name}={:?} is not a number of threads; use 1 or more, or unset it",
                 shortened(&text)
             ))),
@@ -157,7 +155,7 @@ pub(super) fn check_below(index: Number, count: Number) -> Result<()> {
     if index.value < count.value {
         return Ok(());
     }
-    Err(Error::InvalidInput(format!(
+    Err(Error::usage(format!(
         "{index} must be below {count}, because it counts from 0; check what sets them (--launch local ignores them)"
     )))
 }

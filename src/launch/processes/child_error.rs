@@ -41,7 +41,7 @@ impl ChildError {
     }
 
     /// Returns the failure of the ranks, if they have failed.
-    pub(super) fn failure(&self) -> Option<&RankFailure> {
+    pub(crate) fn failure(&self) -> Option<&RankFailure> {
         match &self.kind {
             ErrorKind::Ranks(failure) => Some(failure),
             ErrorKind::WrongInput | ErrorKind::Process | ErrorKind::Other => None,

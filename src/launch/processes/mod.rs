@@ -94,7 +94,7 @@ impl SpawnProcesses<'_> {
     /// stop, are never restarted. Calls `before_restart` with the number of each restart and the failure before it.
     ///
     /// # Errors
-    /// [`Error::Store`] when the store cannot be served, [`Error::InvalidInput`] when processes cannot be started.
+    /// [`Error::Store`] when the store cannot be served, [`Error::Input`] when processes cannot be started.
     pub(crate) fn run(&self, before_restart: impl Fn(usize, &ChildError)) -> Result<ProcessesEnd> {
         require_files(files_of_store(self.count()), "serving a store to the ranks")?;
         let lent = self.live.then(LentTerminal::new).flatten();
@@ -196,7 +196,7 @@ pub(crate) fn how_ended(status: ExitStatus) -> String {
 }
 
 fn cannot_start(error: io::Error) -> Error {
-    Error::InvalidInput(not_started("what the ranks need, a process or a thread,", &error))
+    Error::unsupported(not_started("what the ranks need, a process or a thread,", &error))
 }
 
 fn asks_to_stop(signal: i32) -> bool {

@@ -217,7 +217,7 @@ impl Spawn {
     /// [`Launch::from_env`](super::Launch::from_env) and [`Launch::join`](super::Launch::join).
     ///
     /// # Errors
-    /// [`Error::InvalidInput`](crate::Error::InvalidInput) when the variables contradict each other or the processes do
+    /// [`Error::Input`](crate::Error::Input) when the variables contradict each other or the processes do
     /// not fit each other; [`Error::Store`](crate::Error::Store) and
     /// [`Error::PeersMissing`](crate::Error::PeersMissing) when the rendezvous of the processes fails.
     pub fn from_env() -> Result<Self> {

@@ -45,11 +45,11 @@ pub(super) const BACKEND: BackendType = BackendType {
 };
 
 fn prepare(shared: &Arc<Shared>, network: Option<&Arc<Network>>) -> Result<Join> {
-    let alone = || Error::InvalidInput("backend gloo is for ranks of several processes".into());
+    let alone = || Error::unsupported("backend gloo is for ranks of several processes".into());
     let (shared, network) = (shared.clone(), network.cloned().ok_or_else(alone)?);
     Ok(Arc::new(move |rank, device| {
         if device != Device::Cpu {
-            return Err(Error::InvalidInput(
+            return Err(Error::unsupported(
                 "backend gloo is for ranks on the CPU; use nccl for GPUs of several processes"
                     .into(),
             ));

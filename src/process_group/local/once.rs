@@ -153,7 +153,7 @@ mod tests {
     fn value_is_made_once_and_its_failure_is_that_of_all() {
         assert!(matches!(fetch_beside(|_, give| give(Ok(9))), (Ok(9), false)));
         let fail = |_: &RunContext, give: &dyn Fn(Result<u8>)| {
-            give(Err(Error::Unsupported("the cause".into())));
+            give(Err(Error::unsupported("the cause".into())));
         };
         let (error, made) = fetch_beside(fail);
         let error = error.unwrap_err();

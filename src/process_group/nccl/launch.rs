@@ -107,7 +107,7 @@ impl NcclBackend {
             Operation::NewGroup => self.exchange_local(call),
             other => match other.collective() {
                 Some(collective) if !collective.reduces => self.copy(call, collective),
-                _ => Err(Error::Unsupported(format!("backend nccl has no {other}"))),
+                _ => Err(Error::unsupported(format!("backend nccl has no {other}"))),
             },
         }
     }
@@ -286,7 +286,7 @@ fn nccl_op(operation: Operation, op: ReduceOp) -> Result<ncclRedOp_t> {
         // The tensor was multiplied in place before.
         ReduceOp::PremulSum(_) if operation == Operation::AllReduce => ncclRedOp_t::ncclSum,
         op @ (ReduceOp::PremulSum(_) | ReduceOp::Band | ReduceOp::Bor | ReduceOp::Bxor) => {
-            return Err(Error::Unsupported(format!(
+            return Err(Error::unsupported(format!(
                 "backend nccl has no {operation}({op}); use another operation, or backend threaded"
             )));
         }
@@ -304,7 +304,7 @@ fn data_type(kind: Kind) -> Result<ncclDataType_t> {
         Kind::Int8 => ncclDataType_t::ncclInt8,
         Kind::Uint8 | Kind::Bool => ncclDataType_t::ncclUint8,
         kind => {
-            return Err(Error::Unsupported(format!(
+            return Err(Error::unsupported(format!(
                 "backend nccl cannot reduce {} tensors, because NCCL has no such type; convert first",
                 dtype_name(kind)
             )));

@@ -33,7 +33,7 @@ pub(crate) struct NcclLibrary {
 /// it.
 ///
 /// # Errors
-/// [`Error::InvalidInput`] if there are two.
+/// [`Error::Input`] if there are two.
 pub(crate) fn find() -> Result<Option<NcclLibrary>> {
     if !is_present() {
         return Ok(None);
@@ -86,7 +86,7 @@ pub(super) fn check_shared_gpu(between_processes: bool) -> Result<()> {
     } else {
         return Ok(());
     };
-    Err(Error::InvalidInput(reason))
+    Err(Error::unsupported(reason))
 }
 
 /// Returns the host that NCCL takes this process to be on, if `NCCL_HOSTID` names one.
@@ -99,7 +99,7 @@ pub(super) fn check_library() -> Result<()> {
     require_library()?;
     let found = number()?;
     if found < OLDEST {
-        return Err(Error::InvalidInput(format!(
+        return Err(Error::unsupported(format!(
             "backend nccl: NCCL {} is too old: it has no communicators that do not block; install {} or newer (`pip \
              install torch` brings one), or use --backend threaded",
             text(found),
@@ -110,7 +110,7 @@ pub(super) fn check_library() -> Result<()> {
     if matches!(value.trim(), "" | "0") {
         return Ok(());
     }
-    Err(Error::InvalidInput(format!(
+    Err(Error::unsupported(format!(
         "backend nccl: {COMM_BLOCKING}={value} in {source} makes NCCL's calls block, so that no timeout and no failure of \
          another rank can end them; remove it there, or set {COMM_BLOCKING}=0 in the environment"
     )))
@@ -138,13 +138,13 @@ fn setting(name: &str) -> Option<(String, String)> {
 pub(super) fn require_library() -> Result<()> {
     if !is_present() {
         let why = PROBLEM.get().map_or(String::new(), |why| format!(" ({why})"));
-        return Err(Error::InvalidInput(format!(
+        return Err(Error::unsupported(format!(
             "backend nccl: libnccl was not found{why}; fetch it with `make libtorch` on a machine with an NVIDIA driver, \
              or `pip install torch` for the wheel, or use --backend threaded"
         )));
     }
     if let Some(missing) = FUNCTIONS.iter().find(|name| !has_function(name)) {
-        return Err(Error::InvalidInput(format!(
+        return Err(Error::unsupported(format!(
             "backend nccl: the libnccl in use{} has no {missing}: it is too old, or not NCCL; install {} or newer (`pip \
              install torch` brings one), check LD_LIBRARY_PATH and LD_PRELOAD, or use --backend threaded",
             file().map_or(String::new(), |file| format!(", {},", file.shown())),
@@ -152,7 +152,7 @@ pub(super) fn require_library() -> Result<()> {
         )));
     }
     let Some(others) = other_nccl() else { return Ok(()) };
-    Err(Error::InvalidInput(format!(
+    Err(Error::unsupported(format!(
         "backend nccl: this process has two NCCLs, {} and {}, and one would call functions of the other; take the folder \
          of one out of LD_LIBRARY_PATH, or its file out of LD_PRELOAD",
         file().unwrap_or_default().shown(),

@@ -78,7 +78,7 @@ fn prepare(shared: &Arc<Shared>, network: Option<&Arc<Network>>) -> Result<Join>
             let (shared, network, pairs) = (shared.clone(), network.clone(), pairs.clone());
             Ok(Box::new(NcclBackend::join(shared, network, pairs, rank, gpu, id)?))
         }
-        _ => Err(Error::InvalidInput(
+        _ => Err(Error::unsupported(
             "backend nccl needs a GPU for each rank; use threaded for ranks on the CPU".into(),
         )),
     }))
@@ -151,7 +151,7 @@ impl NcclBackend {
             let run = &nccl.shared.run;
             let started = run.watch(&nccl.launched);
             started.map_err(|error| {
-                Error::InvalidInput(not_started("the watchdog, a thread,", &error))
+                Error::unsupported(not_started("the watchdog, a thread,", &error))
             })?;
         }
         Ok(nccl)
@@ -213,7 +213,7 @@ impl NcclBackend {
             self.pairs.insert(peer, pair);
         }
         self.pairs.get_mut(&peer).ok_or_else(|| {
-            Error::Unsupported(format!("ranks {} and {peer} have no communicator", self.rank))
+            Error::unsupported(format!("ranks {} and {peer} have no communicator", self.rank))
         })
     }
 

@@ -58,7 +58,7 @@ impl Common {
     /// Returns rank 0's decision to stop, as the first rank has received it.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] for numbers that no rank writes.
+    /// [`Error::Input`] for numbers that no rank writes.
     pub(super) fn stop(&self) -> Result<StopMessage> {
         let numbers = self.stop.each_ref().map(|number| number.load(Ordering::Relaxed));
         StopMessage::from_numbers(numbers).ok_or_else(invalid_data)
@@ -80,7 +80,7 @@ impl Common {
     /// Returns where the buffers of the first rank are. This rank uses as many bytes of them as `room` says.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] if the memory of the first rank's process has no such bytes there.
+    /// [`Error::Input`] if the memory of the first rank's process has no such bytes there.
     pub(super) fn buffers(&self, group: &HostGroup, room: Room) -> Result<Buffers> {
         let [send, receive] = &self.offsets;
         let find = |stored: &AtomicU64, len: usize| match stored.load(Ordering::Relaxed) as usize {

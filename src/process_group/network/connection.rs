@@ -111,9 +111,9 @@ impl Network {
     /// Returns this network with messages from other processes, which go to `mail`.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] if it already has messages.
+    /// [`Error::Input`] if it already has messages.
     pub(crate) fn with_messages_to(mut self, mail: &Arc<Mailboxes>) -> Result<Self> {
-        let taken = || Error::Unsupported("this network already carries messages".into());
+        let taken = || Error::unsupported("this network already carries messages".into());
         let listener = self.listener.take().ok_or_else(taken)?;
         let messages = Messages::new(
             self.run.clone(),
@@ -199,7 +199,7 @@ impl Network {
     /// [`Network::reserve`].
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] if another process of the host has written invalid offsets.
+    /// [`Error::Input`] if another process of the host has written invalid offsets.
     pub(crate) fn buffers(&self, room: Room) -> Result<Buffers> {
         match &self.on_host {
             Some(group) if !group.has_first() => self.common.buffers(group, room),
@@ -214,7 +214,7 @@ impl Network {
     /// processes of the host call it after an exchange, before they leave the call.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] if another process of the host has written something else.
+    /// [`Error::Input`] if another process of the host has written something else.
     pub(crate) fn take_over(&self) -> Result<()> {
         let other = self.on_host.as_ref().is_some_and(|group| !group.has_first());
         if let Some(stop) = self.stop.get().filter(|_| other) {

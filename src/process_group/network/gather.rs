@@ -29,7 +29,7 @@ impl Gathered {
     /// longer for process 0.
     ///
     /// # Errors
-    /// The errors of the store, [`Error::InvalidInput`] for data that no process of the run stores.
+    /// The errors of the store, [`Error::Input`] for data that no process of the run stores.
     pub(crate) fn of(
         store: &TcpStore,
         key: &str,

@@ -49,12 +49,12 @@ impl ExchangeHeader {
     /// Parses the header that `process` has sent. The caller checks whether it fits the call.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] for bytes that no process of the run sends.
+    /// [`Error::Input`] for bytes that no process of the run sends.
     pub(super) fn from_bytes(process: usize, bytes: &[u8; HEADER_INT_BYTES]) -> Result<Self> {
         let numbers: WireNumbers = transmute!(*bytes);
         let [sequence, fingerprint, size, last_step, reason, asked] = numbers.map(U64::get);
         let stop = StopMessage::from_numbers([last_step, reason, asked]).ok_or_else(|| {
-            Error::InvalidInput(format!(
+            Error::data(format!(
                 "process {process} sent an invalid header before call #{sequence}: stop after step {last_step} for \
                  the reasons {reason} and {asked}; another program may use Gloo's ports: let only the processes of \
                  this run connect to them"

@@ -7,7 +7,7 @@ use crate::error::{Error, Result};
 
 /// Returns the error of a message that no process of the run stores.
 pub(crate) fn unreadable(key: &str, why: &str) -> Error {
-    Error::InvalidInput(format!(
+    Error::data(format!(
         "store key {key:?} holds an invalid message: {why}; another program may use the same store: give each run a \
          store of its own"
     ))

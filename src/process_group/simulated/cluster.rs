@@ -93,10 +93,10 @@ impl FromStr for SimulatedCluster {
             let (key, value) = pair.split_once('=').unwrap_or((pair, ""));
             let Some(known) = KEYS.into_iter().find(|known| *known == key.replace('_', "-")) else {
                 let keys = KEYS.join(", ");
-                return Err(Error::InvalidInput(format!("there is no key `{key}`; use {keys}")));
+                return Err(Error::usage(format!("there is no key `{key}`; use {keys}")));
             };
             if given.iter().any(|(other, _)| *other == known) {
-                return Err(Error::InvalidInput(format!("`{known}` is given twice; give it once")));
+                return Err(Error::usage(format!("`{known}` is given twice; give it once")));
             }
             given.push((known, value));
         }
@@ -237,7 +237,7 @@ impl Algorithm {
 }
 
 fn wrong(key: &str, value: &str, remedy: &str) -> Error {
-    Error::InvalidInput(format!("{key}={value}: {remedy}"))
+    Error::usage(format!("{key}={value}: {remedy}"))
 }
 
 fn parse_count(key: &str, text: &str) -> Result<usize> {

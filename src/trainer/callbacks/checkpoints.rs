@@ -93,7 +93,7 @@ impl Checkpoints {
             if is_here && dir.has_newer_than(checkpoint.state().step)? {
                 dir.set_aside_after(checkpoint)?;
             } else if !is_here && let Some(newest) = dir.newest()? {
-                return Err(Error::InvalidInput(format!(
+                return Err(Error::usage(format!(
                     "this run continues from {}, but the folder to save in has other checkpoints already, the newest \
                      is {}; save in the folder of its own checkpoints, or in a new one",
                     checkpoint.path().shown(),

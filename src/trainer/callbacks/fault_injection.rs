@@ -131,7 +131,7 @@ fn find_bit<'a>(
         left -= bits;
         all += bits;
     }
-    Err(Error::InvalidInput(format!(
+    Err(Error::usage(format!(
         "--inject-fault flip={bit}: these tensors have {all} bits; use a smaller number, or another place (in=PLACE)"
     )))
 }
@@ -194,7 +194,7 @@ fn skip_sample(batches: &mut [Batch], step: u64) -> crate::error::Result<()> {
         [first, ..] if first.len() > 1 => (&*first, 1),
         [_, second, ..] => (&*second, 0),
         _ => {
-            return Err(Error::InvalidInput(format!(
+            return Err(Error::usage(format!(
                 "--inject-fault skip-sample: a rank has one sample in step {step}, and no other one to take instead; use a \
                  larger --batch-size, or another step"
             )));

@@ -16,8 +16,8 @@ use crate::models::tensor_hash;
 use crate::process_group::dtype_name;
 use crate::runtime::RunContext;
 use crate::telemetry::{
-    RECORD_FORMAT, RecordFile, RecordHeader, RecordLine, RecordedFailure, RecordedStart,
-    RecordedStep, RecordedTensor, TensorHash,
+    RECORD_FORMAT, RecordFile, RecordHeader, RecordLine, RecordedStart, RecordedStep,
+    RecordedTensor, StepOfRank, TensorHash,
 };
 use crate::trainer::{Callback, Step, TrainContext};
 
@@ -176,7 +176,7 @@ impl Drop for Record {
             if let Some(step) = entered
                 && (failed == rank || self.run.is_elsewhere(failed))
             {
-                let line = RecordLine::Failed(RecordedFailure { step, rank: failed });
+                let line = RecordLine::Failed(StepOfRank { step, rank: failed });
                 let _ = self.file.line(&line);
             }
             return;

@@ -169,7 +169,7 @@ impl NamedSums {
 
 fn differ<T: AsRef<str>>(some: &[T], others: &[T]) -> Error {
     let list = |names: &[T]| names.iter().map(T::as_ref).collect::<Vec<_>>().join(", ");
-    Error::InvalidInput(format!(
+    Error::mismatch(format!(
         "the loss has other parts in one batch than in another: {} and {}; return the same parts for every batch",
         list(some),
         list(others)

@@ -57,7 +57,7 @@ enum Verdict {
 /// Checks all visible GPUs, and prints a line for each check when it has ended. In a process of a check, makes that one.
 ///
 /// # Errors
-/// [`Error::InvalidInput`] if there is no GPU to check, [`AlreadyReported`] if a check did not pass, and an error when
+/// [`Error::Input`] if there is no GPU to check, [`AlreadyReported`] if a check did not pass, and an error when
 /// stdout cannot be written.
 pub fn check_gpus(printer: &Arc<Printer>) -> anyhow::Result<()> {
     if let Some(check) = process::asked_for() {
@@ -74,13 +74,11 @@ pub fn check_gpus(printer: &Arc<Printer>) -> anyhow::Result<()> {
         }
     };
     if let Some(problem) = &machine.gpu_problem {
-        return Err(Error::InvalidInput(format!("--check-gpus: {problem}")).into());
+        return Err(Error::usage(format!("--check-gpus: {problem}")).into());
     }
     if machine.gpus.is_empty() {
         let remedy = "check CUDA_VISIBLE_DEVICES, and that nvidia-smi shows a GPU";
-        return Err(
-            Error::InvalidInput(format!("--check-gpus: no GPU is visible; {remedy}")).into()
-        );
+        return Err(Error::unsupported(format!("--check-gpus: no GPU is visible; {remedy}")).into());
     }
     let mut checks = Checks { printer, machine: &machine, is_passed: true, helpful: Vec::new() };
     checks.run()?;

@@ -39,7 +39,7 @@ pub(super) fn asked_for() -> Option<Check> {
 /// Makes `check` in a process of its own, with the variable `switch` set to 1. Prints what its libraries write.
 ///
 /// # Errors
-/// [`Error::InvalidInput`] when no process or thread can be started.
+/// [`Error::Input`] when no process or thread can be started.
 pub(super) fn run(check: Check, switch: Option<&str>, printer: &Printer) -> Result<Outcome> {
     let watched = this_program().and_then(|mut command| {
         command.args(std::env::args_os().skip(1));
@@ -47,7 +47,7 @@ pub(super) fn run(check: Check, switch: Option<&str>, printer: &Printer) -> Resu
         command.envs(switch.map(|switch| (switch, "1")));
         watch(command, Part::limit, printer)
     });
-    watched.map_err(|error| Error::InvalidInput(not_started("a process for a check", &error)))
+    watched.map_err(|error| Error::unsupported(not_started("a process for a check", &error)))
 }
 
 /// Starts `command` and reads its messages, until the last one or until a part has taken longer than its `limit`.

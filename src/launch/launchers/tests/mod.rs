@@ -109,7 +109,7 @@ fn found(variables: &str) -> Launch {
 
 fn refused(variables: &[&str], options: &LaunchOptions) -> String {
     match with(variables, options, 0) {
-        Err(Error::InvalidInput(why)) => why,
+        Err(Error::Input { problem: why, .. }) => why,
         other => panic!("{variables:?} gave {other:?}"),
     }
 }

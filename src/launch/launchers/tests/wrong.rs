@@ -265,7 +265,7 @@ proptest! {
                     prop_assert!([LaunchKind::Local, LaunchKind::ByHand].contains(&launch.kind));
                 }
             }
-            Err(Error::InvalidInput(why)) => prop_assert!(why.len() < 600 && !why.contains('\n'), "{}", why),
+            Err(Error::Input { problem: why, .. }) => prop_assert!(why.len() < 600 && !why.contains('\n'), "{}", why),
             Err(other) => prop_assert!(false, "{:?}", other),
         }
     }

@@ -168,7 +168,7 @@ impl HostGroup {
     /// Returns the address of `len` bytes in the memory of `process`.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] if the memory has no such bytes: another process has written an invalid offset.
+    /// [`Error::Input`] if the memory has no such bytes: another process has written an invalid offset.
     pub(super) fn address(&self, process: usize, offset: usize, len: usize) -> Result<*mut u8> {
         self.host.regions[process].at(offset, len).map_err(|_| not_a_block())
     }
@@ -196,7 +196,7 @@ impl HostGroup {
     /// Returns the offset of `room`, which gets at least this many bytes.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] if the memory of this process is used up.
+    /// [`Error::Input`] if the memory of this process is used up.
     pub(super) fn room(&self, room: &mut Option<Allocation>, bytes: usize) -> Result<usize> {
         if room.as_ref().is_none_or(|room| room.range.len() < bytes) {
             *room = None;
@@ -225,7 +225,7 @@ fn parse(host: &Host, cell: &Cell, text: &str, members: &[usize]) -> Result<Vec<
 }
 
 fn not_a_block() -> Error {
-    Error::InvalidInput(
+    Error::data(
         "another process names shared memory that does not exist; another program may use the same store: give each \
          run a store of its own"
             .into(),

@@ -85,7 +85,7 @@ impl Host {
     /// Returns zeros for the ranks of the host.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] if the memory is used up.
+    /// [`Error::Input`] if the memory is used up.
     pub(crate) fn buffer(self: &Arc<Self>, bytes: usize) -> Result<Tensor> {
         self.shared_zeros(bytes, Kind::Uint8)?.ok_or_else(used_up)
     }
@@ -132,7 +132,7 @@ impl Host {
 
 /// Returns the error of a process whose memory is used up.
 fn used_up() -> Error {
-    Error::Unsupported(
+    Error::unsupported(
         "the memory that this process shares with others of its host is used up; use --shared-memory=off".into(),
     )
 }

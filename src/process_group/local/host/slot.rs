@@ -379,7 +379,7 @@ fn offsets(cell: *mut u8) -> *mut TensorOffset {
 
 /// Returns the error of data that no rank writes.
 pub(crate) fn invalid_data() -> Error {
-    Error::InvalidInput(
+    Error::data(
         "another process has written invalid data into the shared memory; start the same program in all processes"
             .into(),
     )

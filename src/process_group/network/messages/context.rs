@@ -59,7 +59,7 @@ impl MessageContext {
         let thread = thread::Builder::new().name("ddp-mp message".into()).spawn(work);
         thread
             .map(drop)
-            .map_err(|error| Error::Unsupported(not_started("a thread for messages", &error)))
+            .map_err(|error| Error::unsupported(not_started("a thread for messages", &error)))
     }
 }
 

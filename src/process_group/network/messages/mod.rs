@@ -97,7 +97,7 @@ impl Messages {
     /// is [completed](Completion::is_completed), the receiver has accepted the tensor.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] for a dtype that is more than its bytes (a quantized one), and if no thread can be
+    /// [`Error::Input`] for a dtype that is more than its bytes (a quantized one), and if no thread can be
     /// started.
     pub(crate) fn send(
         &self,
@@ -111,7 +111,7 @@ impl Messages {
         let link = &links[context.process_map.process_of(destination)];
         let name = dtype_name(tensor.kind());
         if plain_kind(name).is_none() {
-            return Err(Error::Unsupported(format!(
+            return Err(Error::unsupported(format!(
                 "{}: rank {} cannot send a {name} tensor to rank {} in another process; send its int_repr, scale and \
                  zero point, or convert it to a float dtype",
                 at.operation, context.members[source], context.members[destination]
@@ -143,7 +143,7 @@ impl Messages {
     /// of `source` has gone without sending, the receive ends.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] if no thread can be started.
+    /// [`Error::Input`] if no thread can be started.
     pub(crate) fn expect(&self, source: Option<usize>) -> Result<()> {
         let Connections { context, links, .. } = &*self.0;
         self.0.listen()?;

@@ -40,10 +40,10 @@ impl MessageListener {
     /// store.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] if it cannot listen, and the errors of the store.
+    /// [`Error::Input`] if it cannot listen, and the errors of the store.
     pub(crate) fn open(store: &TcpStore, mine: usize, interfaces: Option<&str>) -> Result<Self> {
         let fail = |error: io::Error| {
-            Error::InvalidInput(format!("process {mine} cannot listen for messages: {error}"))
+            Error::unsupported(format!("process {mine} cannot listen for messages: {error}"))
         };
         let host = match interfaces {
             Some(names) => address_of(names).map_err(fail)?,
@@ -78,7 +78,7 @@ pub(super) fn address_of(names: &str) -> io::Result<IpAddr> {
 /// connects already, or is connected.
 ///
 /// # Errors
-/// [`Error::Unsupported`] if no thread can be started.
+/// [`Error::Input`] if no thread can be started.
 pub(super) fn start(link: &Arc<Link>) -> Result<()> {
     if !link.begin_to_connect() {
         return Ok(());
