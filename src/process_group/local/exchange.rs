@@ -1,5 +1,6 @@
 //! An exchange in shared memory: each rank announces a value, then reads those of all ranks.
 
+use std::ops::Range;
 use std::time::Duration;
 
 use crossbeam::utils::CachePadded;
@@ -9,10 +10,12 @@ use crate::error::Result;
 use crate::operation::OpId;
 use crate::runtime::primitives::{Arc, AtomicBool, Ordering, UnsafeCell};
 
-/// The barrier and the slots that the ranks of one group share.
+/// The barrier of ranks that share memory, and the slots of those in this process.
 #[derive(Debug)]
 pub(crate) struct Exchange<T> {
     barrier: Barrier,
+    /// The index of the first rank of this process among the barrier's members.
+    first: usize,
     slots: Box<[CachePadded<Slot<T>>]>,
 }
 
@@ -34,14 +37,22 @@ struct Slot<T> {
 unsafe impl<T: Send + Sync> Sync for Slot<T> {}
 
 impl<T> Exchange<T> {
-    /// Creates the exchange for all members of `barrier`.
-    pub(crate) fn new(barrier: Barrier, nothing: impl Fn() -> T) -> Self {
-        let slot = |_: &usize| {
+    /// Creates the exchange for the members `here` of `barrier`, which are in this process.
+    pub(crate) fn new(barrier: Barrier, here: Range<usize>, nothing: impl Fn() -> T) -> Self {
+        let slot = |_| {
             let cells =
                 [nothing(), nothing()].map(|value| CachePadded::new(UnsafeCell::new(value)));
             CachePadded::new(Slot { cells, taken: AtomicBool::new(false) })
         };
-        Self { slots: barrier.members().iter().map(slot).collect(), barrier }
+        Self { barrier, first: here.start, slots: here.map(slot).collect() }
+    }
+
+    pub(crate) fn barrier(&self) -> &Barrier {
+        &self.barrier
+    }
+
+    fn slot(&self, rank: usize) -> &Slot<T> {
+        &self.slots[rank - self.first]
     }
 }
 
@@ -57,7 +68,7 @@ pub(crate) struct ExchangeSlot<T> {
 impl<T: Send + Sync> ExchangeSlot<T> {
     /// Takes the slot of `rank`. Panics if it is already taken.
     pub(crate) fn take(rank: usize, exchange: Arc<Exchange<T>>) -> Self {
-        let taken = exchange.slots[rank].taken.swap(true, Ordering::Relaxed);
+        let taken = exchange.slot(rank).taken.swap(true, Ordering::Relaxed);
         assert!(!taken, "the slot of rank {rank} is taken");
         Self { rank, exchange, parity: 0 }
     }
@@ -70,6 +81,11 @@ impl<T: Send + Sync> ExchangeSlot<T> {
         &self.exchange.barrier
     }
 
+    /// Returns the index of the cell that the next exchange writes.
+    pub(crate) fn parity(&self) -> usize {
+        self.parity
+    }
+
     /// Announces, and waits until all ranks have announced. `at` is the rank's operation, for errors.
     ///
     /// # Errors
@@ -80,7 +96,7 @@ impl<T: Send + Sync> ExchangeSlot<T> {
         timeout: Duration,
         publish: impl FnOnce(&mut T) -> Result<()>,
     ) -> Result<()> {
-        let cell = &self.exchange.slots[self.rank].cells[self.parity];
+        let cell = &self.exchange.slot(self.rank).cells[self.parity];
         // SAFETY: our own slot, before the barrier (see `Slot`); the reference ends here.
         cell.with_mut(|value| publish(unsafe { &mut *value }))?;
         self.exchange.barrier.wait_at_most(self.rank, at, timeout)?;
@@ -88,14 +104,15 @@ impl<T: Send + Sync> ExchangeSlot<T> {
         Ok(())
     }
 
-    /// Returns what was published by all ranks in the last exchange, in rank order.
+    /// Returns what the ranks of this process have published in the last exchange, in rank order.
     pub(crate) fn published(&self) -> impl ExactSizeIterator<Item = &T> + Clone {
-        (0..self.exchange.slots.len()).map(|rank| self.published_by(rank))
+        let first = self.exchange.first;
+        (first..first + self.exchange.slots.len()).map(|rank| self.published_by(rank))
     }
 
     /// Returns what `rank` has published in the last exchange.
     pub(crate) fn published_by(&self, rank: usize) -> &T {
-        let cell = &self.exchange.slots[rank].cells[1 - self.parity];
+        let cell = &self.exchange.slot(rank).cells[1 - self.parity];
         // SAFETY: no rank writes this cell before this rank has entered the next exchange (see `Slot`), for which the
         // borrow of `self` must have ended.
         cell.with(|value| unsafe { &*value })

@@ -1,13 +1,13 @@
 //! The state of ranks that share memory: the exchange of their calls, their mailboxes, and arithmetic on their tensors.
 //! They are threads of one process, or with [`host`] processes of one host.
 //!
-//! `threaded` and `gloo` compare all calls with [`compare`]; `nccl` compares them with `--check-collectives` only, except
+//! `threaded` and `gloo` compare all calls in [`call_slot`]; `nccl` compares them with `--check-collectives` only, except
 //! for those that it cannot run without. [`mail`] carries the messages of CPU ranks. [`element`] reduces tensors in the
 //! memory of the process.
 
 mod barrier;
+mod call_slot;
 mod common_stream;
-mod compare;
 mod conflict;
 mod element;
 mod exchange;
@@ -20,6 +20,7 @@ mod once;
 mod shared;
 
 pub(super) use barrier::InMemory;
+pub(super) use call_slot::CallSlot;
 pub(super) use common_stream::CommonStream;
 pub(super) use conflict::{Memory, TensorMemory};
 pub(super) use element::{Kinds, Reduction, ReductionScratch, my_slice, my_slices, reduce};
@@ -31,4 +32,4 @@ pub(super) use mail::{
 };
 pub(super) use mismatch::{mismatch_in_store, sizes_differ};
 pub(super) use once::OncePerProcess;
-pub(super) use shared::{CallSlot, Shared};
+pub(super) use shared::Shared;

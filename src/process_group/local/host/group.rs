@@ -6,11 +6,10 @@ use std::ptr::NonNull;
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, OnceLock};
 
-use parking_lot::Mutex;
-
 use super::super::barrier::{Barrier, InMemory, RankState};
-use super::super::conflict::Spans;
-use super::slot::{Cell, HostSlot};
+use super::super::exchange::Exchange;
+use super::super::fingerprint::CollectiveFingerprint;
+use super::calls::Cell;
 use super::{Allocation, Host, used_up};
 use crate::error::{Error, Result};
 use crate::ffi::TcpStore;
@@ -25,7 +24,8 @@ pub(super) const STAGING: usize = 1 << 20;
 /// The ranks of a group that are on one host. `rank` here is the index among them.
 pub(crate) struct HostGroup {
     pub(super) host: Arc<Host>,
-    pub(super) barrier: Barrier,
+    /// The ranks of this process, at the barrier of all ranks of the host.
+    pub(crate) exchange: Arc<Exchange<CollectiveFingerprint>>,
     /// The block of each rank.
     blocks: Box<[Block]>,
     pub(super) cell: Cell,
@@ -34,11 +34,10 @@ pub(crate) struct HostGroup {
     /// Rank 0's decision to stop, which every announcement carries.
     pub(super) stop: Arc<OnceLock<Arc<StopRequest>>>,
     /// The group rank of the first one, and whether these are all of the group.
-    pub(super) first: usize,
+    pub(crate) first: usize,
     pub(super) is_whole: bool,
-    /// The ranks of this process, and the memory that each of them announces, in alternating exchanges.
+    /// The ranks of this process.
     pub(super) here: Range<usize>,
-    pub(super) spans: Box<[Mutex<[Spans; 2]>]>,
     /// The memory of this process's blocks.
     _own: Vec<Allocation>,
 }
@@ -107,8 +106,11 @@ impl HostGroup {
         });
         let states = states.collect::<Option<Box<[_]>>>().ok_or_else(not_a_block)?;
         let first = hosts.here().start;
+        let here = map.here().start - first..map.here().end - first;
+        let barrier = Barrier::of(states, host.cores, run.clone(), members[hosts.here()].into());
+        let exchange = Exchange::new(barrier, here.clone(), CollectiveFingerprint::nothing);
         let group = Self {
-            barrier: Barrier::of(states, host.cores, run.clone(), members[hosts.here()].into()),
+            exchange: Arc::new(exchange),
             host: host.clone(),
             blocks: blocks.into(),
             cell,
@@ -116,16 +118,10 @@ impl HostGroup {
             stop,
             first,
             is_whole: hosts.len() == 1,
-            here: map.here().start - first..map.here().end - first,
-            spans: map.here().map(|_| Mutex::default()).collect(),
+            here,
             _own: own,
         };
         Ok(Some((hosts, Some(group))))
-    }
-
-    /// Takes the slot of the group rank `rank`, which must be in this process. Each slot can be taken once.
-    pub(crate) fn slot(self: &Arc<Self>, rank: usize) -> HostSlot {
-        HostSlot::new(rank - self.first, self.clone())
     }
 
     /// Returns one of the numbers that all ranks of the host see, which are zeros at first. There are [`NUMBERS`].

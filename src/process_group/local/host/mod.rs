@@ -3,10 +3,10 @@
 //! Each process has one memory, which the others map ([`Host`]). A group has a block there for each of its ranks
 //! ([`HostGroup`]): the rank's part of the barrier, its announcements, and room for tensors. Tensors in the memory of the
 //! host stay where they are; others are copied into that room. Then the ranks work on each other's tensors as threads do
-//! ([`HostSlot`]). A group on several hosts has one [`HostGroup`] on each, whose first rank uses the network for all.
+//! ([`HostCalls`]). A group on several hosts has one [`HostGroup`] on each, whose first rank uses the network for all.
 
+mod calls;
 mod group;
-mod slot;
 
 use std::fmt;
 use std::ops::Range;
@@ -15,8 +15,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use tch::{Device, Kind, Tensor};
 
+pub(crate) use calls::{HostCalls, NUMBERS, invalid_data};
 pub(crate) use group::HostGroup;
-pub(crate) use slot::{HostSlot, NUMBERS, invalid_data};
 
 use crate::error::{Error, Result};
 use crate::ffi::{TorchResult, memory_tensor};

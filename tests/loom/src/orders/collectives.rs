@@ -14,7 +14,8 @@ type Memory = Arc<[Watched<u64>]>;
 pub(super) type CollectiveFingerprint = Watched<Option<(u64, Memory)>>;
 
 pub(super) fn exchange_of(barrier: Barrier) -> Arc<Exchange<CollectiveFingerprint>> {
-    Arc::new(Exchange::new(barrier, || Watched::new(None)))
+    let ranks = 0..barrier.members().len();
+    Arc::new(Exchange::new(barrier, ranks, || Watched::new(None)))
 }
 
 /// One rank, and its tensor.

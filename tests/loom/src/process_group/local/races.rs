@@ -163,7 +163,7 @@ fn on_threads<R: Send>(
         data: std::ptr::null_mut(),
         contents: [0.; CONTENTS],
     };
-    let exchange = Arc::new(Exchange::new(barrier, nothing));
+    let exchange = Arc::new(Exchange::new(barrier, 0..world_size, nothing));
     thread::scope(|scope| {
         let start = |rank| {
             let (run, exchange) = (run.clone(), exchange.clone());

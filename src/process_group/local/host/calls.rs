@@ -1,14 +1,14 @@
-//! One rank's exchanges with the ranks of other processes of its host.
+//! What a rank announces to other processes of its host, and reads of them.
 
 use std::slice;
 use std::sync::Arc;
-use std::time::Duration;
 
 use tch::Tensor;
 
-use super::super::barrier::{Barrier, RankState};
-use super::super::conflict::{self, Memory, TensorMemory};
-use super::super::fingerprint::{CollectiveFingerprint, Extras};
+use super::super::barrier::RankState;
+use super::super::conflict::TensorMemory;
+use super::super::exchange::ExchangeSlot;
+use super::super::fingerprint::CollectiveFingerprint;
 use super::super::input_copies::MAX_BYTES;
 use super::super::mismatch::{mismatch_in_store, to_text};
 use super::Allocation;
@@ -107,116 +107,71 @@ impl Cell {
     }
 }
 
-/// One rank's side of a group on one host.
-pub(crate) struct HostSlot {
+/// The calls of all ranks of a host, as one rank announces and reads them.
+pub(crate) struct HostCalls {
     rank: usize,
-    group: Arc<HostGroup>,
-    /// The announcement to write next. It flips with every exchange, as in `ExchangeSlot`, so it is the same on all ranks.
-    parity: usize,
-    /// This rank's call, with its own tensors.
-    mine: CollectiveFingerprint,
+    pub group: Arc<HostGroup>,
     /// The calls of all ranks, with tensors that this process can reach.
-    published: Vec<CollectiveFingerprint>,
+    pub published: Vec<CollectiveFingerprint>,
+    /// The hash of what must be equal on all ranks in this rank's last call.
+    fingerprint: u64,
     /// The room for tensors that are too large for that of the block.
     room: Option<Allocation>,
 }
 
-impl HostSlot {
-    pub(super) fn new(rank: usize, group: Arc<HostGroup>) -> Self {
-        let nothing = CollectiveFingerprint::nothing;
-        let published = group.barrier.members().iter().map(|_| nothing()).collect();
-        Self { rank, group, parity: 0, mine: nothing(), published, room: None }
-    }
-
-    pub(crate) fn rank(&self) -> usize {
-        self.rank
-    }
-
-    pub(crate) fn barrier(&self) -> &Barrier {
-        &self.group.barrier
-    }
-
-    pub(crate) fn published(&self) -> &[CollectiveFingerprint] {
-        &self.published
-    }
-
-    pub(crate) fn announced(&self) -> &CollectiveFingerprint {
-        &self.mine
+impl HostCalls {
+    pub(crate) fn new(rank: usize, group: Arc<HostGroup>) -> Self {
+        let ranks = group.exchange.barrier().members().iter();
+        let published = ranks.map(|_| CollectiveFingerprint::nothing()).collect();
+        Self { rank, group, published, fingerprint: 0, room: None }
     }
 
     /// Returns the number of elements of each tensor that one exchange of `call` can move, and the most elements that any
-    /// tensor has; `None` if it moves all.
-    pub(crate) fn pieces(&mut self, call: &Call, extras: Extras) -> Result<Option<(usize, usize)>> {
-        let Some(collective) = call.operation.collective() else { return Ok(None) };
-        let tensors = call.inputs.iter().chain(call.outputs);
-        let mut numel = tensors.map(Tensor::numel).max().unwrap_or(0);
-        if collective.has_own_sizes {
-            // Each rank knows its own sizes only.
-            self.exchange(call, extras, None, false)?;
-            let all = self.published.iter().flat_map(|call| &call.inputs);
-            numel = all.map(|input| input.numel).max().unwrap_or(0);
-        }
+    /// tensor has; `None` if it moves all. If each pair of ranks has its own size, the ranks have exchanged theirs.
+    pub(crate) fn pieces(&self, call: &Call) -> Option<(usize, usize)> {
+        let collective = call.operation.collective()?;
+        let numel = if collective.has_own_sizes {
+            self.published.iter().flat_map(|call| &call.inputs).map(|input| input.numel).max()
+        } else {
+            call.inputs.iter().chain(call.outputs).map(Tensor::numel).max()
+        };
+        let numel = numel.unwrap_or(0);
         let unit = num_bytes(call.kind, 1).max(1);
         let lists = if collective.inputs.is_list() { self.group.cell.ranks } else { 1 };
         // Pieces begin at cache lines.
         let most = (STAGING / lists / LINE * LINE / unit).max(1);
-        Ok((numel > most).then_some((most, numel)))
+        (numel > most).then_some((most, numel))
     }
 
-    /// Announces `call`, waits for all ranks, and compares their calls. With `moves`, makes the tensors available to the
-    /// other ranks; if the group has several hosts, only tensors that are reduced.
-    pub(crate) fn exchange(
-        &mut self,
-        call: &Call,
-        extras: Extras,
-        memory: Option<&mut Memory>,
-        moves: bool,
-    ) -> Result<()> {
-        let HostGroup { ref barrier, first, is_whole, .. } = *self.group;
-        // After a failure the others may still read what this rank has announced.
-        barrier.run().check(barrier.members()[self.rank])?;
+    /// Returns whether the tensors of `call` move through this memory. On several hosts, only those that are reduced do.
+    fn moves(&self, call: &Call) -> bool {
         let reduces = call.operation.collective().is_some_and(|collective| collective.reduces);
-        let moves = moves && (is_whole || reduces);
-        self.mine.publish(call, first + self.rank, extras)?;
-        let fingerprint = call.fingerprint();
-        self.announce(call, fingerprint, moves)?;
-        let timeout = self.timeout(call);
-        self.group.barrier.wait_at_most(self.rank, call.at(), timeout)?;
-        self.parity = 1 - self.parity;
-        self.read(call, fingerprint, moves)?;
-        let all = self.published.iter();
-        let conflict = match memory {
-            Some(memory) => memory.conflict(all.clone(), first),
-            None => conflict::sizes(all.clone(), first),
-        };
-        let members = self.group.barrier.members();
-        match conflict {
-            Some(conflict) => Err(conflict.error(all, members, first, call.at())),
-            None => Ok(()),
-        }
+        self.group.is_whole || reduces
     }
 
-    fn timeout(&self, call: &Call) -> Duration {
-        call.timeout.unwrap_or(self.group.barrier.run().timeout)
-    }
-
-    /// Waits until all ranks have done their work, then copies this rank's results into its own tensors.
-    pub(crate) fn leave(&self, call: &Call) -> Result<()> {
-        self.group.barrier.wait_at_most(self.rank, call.at(), self.timeout(call))?;
-        let reached = &self.published[self.rank].outputs;
-        for (from, to) in reached.iter().zip(&self.mine.outputs) {
+    /// Copies this rank's results from where the others have written them into its own tensors.
+    pub(crate) fn take_results(&self, rank: usize, mine: &CollectiveFingerprint) {
+        for (from, to) in self.published[rank].outputs.iter().zip(&mine.outputs) {
             if from.data != to.data {
-                let size = num_bytes(self.mine.kind, to.numel);
+                let size = num_bytes(mine.kind, to.numel);
                 // SAFETY: both have this many bytes: the room for tensors of this rank, and its own tensor.
                 unsafe { from.data.copy_to_nonoverlapping(to.data, size) };
             }
         }
-        Ok(())
     }
 
-    /// Writes this rank's announcement, and copies its tensors to where the others can reach them.
-    fn announce(&mut self, call: &Call, fingerprint: u64, moves: bool) -> Result<()> {
-        let Self { rank, ref group, parity, ref mine, ref mut published, ref mut room } = *self;
+    /// Writes this rank's announcement, `mine`, in the place with this `parity`. With `moves`, copies its tensors to where
+    /// the others can reach them.
+    pub(crate) fn announce(
+        &mut self,
+        call: &Call,
+        mine: &CollectiveFingerprint,
+        parity: usize,
+        moves: bool,
+    ) -> Result<()> {
+        let moves = moves && self.moves(call);
+        self.fingerprint = call.fingerprint();
+        let Self { rank, ref group, ref mut published, fingerprint, ref mut room } = *self;
         let cell = group.in_block(rank, group.cell.announcement(parity))?;
         let offsets = self::offsets(cell);
         let unit = num_bytes(call.kind, 1);
@@ -280,19 +235,23 @@ impl HostSlot {
             let to = cell.add(group.cell.contents());
             mine.contents(0).copy_to_nonoverlapping(to, contents);
         }
-        if group.here.len() > 1 {
-            group.spans[rank - group.here.start].lock()[parity].clone_from(&mine.spans);
-        }
         Ok(())
     }
 
-    /// Reads the announcements of the other ranks.
+    /// Reads the announcements of all ranks in the place with this `parity`. `own` has those of this process.
     ///
     /// # Errors
     /// [`Error::Mismatch`] if their calls differ.
-    fn read(&mut self, call: &Call, fingerprint: u64, moves: bool) -> Result<()> {
-        let Self { rank, ref group, parity, ref mine, ref mut published, .. } = *self;
-        let parity = 1 - parity;
+    pub(crate) fn read(
+        &mut self,
+        call: &Call,
+        own: &ExchangeSlot<CollectiveFingerprint>,
+        parity: usize,
+        moves: bool,
+    ) -> Result<()> {
+        let moves = moves && self.moves(call);
+        let mine = own.announced();
+        let Self { rank, ref group, ref mut published, fingerprint, .. } = *self;
         let unit = num_bytes(call.kind, 1);
         // All tensors have as many elements, unless each pair of ranks has its own size.
         let numel = mine.inputs.first().or(mine.outputs.first()).map(|tensor| tensor.numel);
@@ -301,11 +260,10 @@ impl HostSlot {
         let mut different = Vec::new();
         for (other, theirs) in published.iter_mut().enumerate() {
             theirs.describe_like(mine);
-            if group.here.contains(&other) && group.here.len() > 1 {
-                theirs.spans.clone_from(&group.spans[other - group.here.start].lock()[parity]);
+            if group.here.contains(&other) {
+                theirs.spans.clone_from(&own.published_by(other).spans);
             }
             if other == rank {
-                theirs.spans.clone_from(&mine.spans);
                 if mine.has_contents {
                     // SAFETY: this rank's own contents, which it writes in an exchange only.
                     unsafe { theirs.set_contents(mine.contents(0), MAX_BYTES) };
@@ -360,13 +318,18 @@ impl HostSlot {
             // SAFETY: as above; the cell has this many bytes of contents.
             unsafe { theirs.set_contents(cell.add(group.cell.contents()), contents) };
         }
-        if different.is_empty() { Ok(()) } else { Err(self.mismatch(call, &different)?) }
+        if different.is_empty() { Ok(()) } else { Err(self.mismatch(call, mine, &different)?) }
     }
 
     /// Returns the error of ranks that have made other calls.
-    fn mismatch(&self, call: &Call, different: &[usize]) -> Result<Error> {
-        let text = to_text(std::iter::once(&self.mine));
-        let parts = self.group.barrier.members().iter().map(slice::from_ref);
+    fn mismatch(
+        &self,
+        call: &Call,
+        mine: &CollectiveFingerprint,
+        different: &[usize],
+    ) -> Result<Error> {
+        let text = to_text(std::iter::once(mine));
+        let parts = self.group.exchange.barrier().members().iter().map(slice::from_ref);
         let is_different = |rank: usize| different.contains(&rank);
         mismatch_in_store(&self.group.store, call.sequence, self.rank, &text, parts, is_different)
     }
