@@ -15,39 +15,29 @@ fn expected_sum(world_size: usize, len: i64) -> Tensor {
 }
 
 #[test]
-fn all_reduce_sums_every_dtype_at_every_length() {
+fn all_reduce_sums_every_dtype_and_averages_floats_at_every_length() {
     for world_size in 1..=5 {
         ranks(world_size, move |rank, group| {
             for kind in FLOATS.into_iter().chain(INTEGERS) {
                 for len in LENGTHS {
+                    let expected = expected_sum(world_size, len);
+                    let what = format!("{world_size} ranks, {kind:?}, {len}");
                     let mut tensor = numbers(rank.rank(), len, kind);
                     group.all_reduce(&mut tensor, ReduceOp::Sum)?;
-                    let what = format!("{world_size} ranks, {kind:?}, {len}");
                     assert_eq!(tensor.kind(), kind);
-                    assert_equal(&tensor, &expected_sum(world_size, len), &what);
-                }
-            }
-            Ok(())
-        });
-    }
-}
-
-#[test]
-fn all_reduce_averages_every_float_dtype() {
-    for world_size in 1..=5 {
-        ranks(world_size, move |rank, group| {
-            for kind in FLOATS {
-                for len in LENGTHS {
+                    assert_equal(&tensor, &expected, &what);
+                    if INTEGERS.contains(&kind) {
+                        continue;
+                    }
                     // A multiple of the number of ranks on each, so that averages are exact as well.
                     let mut average =
                         (numbers(rank.rank(), len, kind) * world_size as i64).to_kind(kind);
                     group.all_reduce(&mut average, ReduceOp::Avg)?;
-                    let what = format!("{world_size} ranks, {kind:?}, {len}");
-                    assert_equal(&average, &expected_sum(world_size, len), &what);
+                    assert_equal(&average, &expected, &what);
 
                     let mut doubled = numbers(rank.rank(), len, kind);
                     group.all_reduce(&mut doubled, ReduceOp::PremulSum(2.))?;
-                    assert_equal(&doubled, &(expected_sum(world_size, len) * 2), &what);
+                    assert_equal(&doubled, &(expected * 2), &what);
                 }
             }
             Ok(())
@@ -170,58 +160,54 @@ fn mismatch(
 
 #[test]
 fn mismatched_calls_fail_on_every_rank_with_all_calls_named() {
-    let all_told = |messages: Vec<String>, expected: &str| {
-        assert_eq!(messages, vec![expected.to_string(); messages.len()]);
-    };
     let float = |shape: &[i64]| Tensor::zeros(shape, (Kind::Float, Device::Cpu));
-
     let shapes = mismatch(3, move |rank, group| {
         let shape: &[i64] = if rank == 1 { &[3, 2] } else { &[2, 3] };
         group.all_reduce(&mut float(shape), ReduceOp::Sum)
     });
-    all_told(
-        shapes,
-        "ranks 0, 2 called all_reduce(sum) of float32 [2, 3]; \
-         rank 1 called all_reduce(sum) of float32 [3, 2]",
-    );
-
     let kinds = mismatch(2, |rank, group| {
         let kind = if rank == 1 { Kind::Double } else { Kind::BFloat16 };
         group.all_reduce(&mut Tensor::zeros([4], (kind, Device::Cpu)), ReduceOp::Sum)
     });
-    all_told(
-        kinds,
-        "rank 0 called all_reduce(sum) of bfloat16 [4]; \
-         rank 1 called all_reduce(sum) of float64 [4]",
-    );
-
     let ops = mismatch(2, move |rank, group| {
         let op = if rank == 1 { ReduceOp::Avg } else { ReduceOp::Sum };
         group.all_reduce(&mut float(&[1]), op)
     });
-    all_told(
-        ops,
-        "rank 0 called all_reduce(sum) of float32 [1]; \
-         rank 1 called all_reduce(avg) of float32 [1]",
-    );
-
     let sources = mismatch(2, move |rank, group| group.broadcast(&mut float(&[0]), rank));
-    all_told(
-        sources,
-        "rank 0 called broadcast(src 0) of float32 [0]; \
-         rank 1 called broadcast(src 1) of float32 [0]",
-    );
-
     let operations = mismatch(4, move |rank, group| match rank {
         1 => group.barrier(),
         2 => group.broadcast(&mut float(&[]), 3),
         _ => group.all_reduce(&mut float(&[]), ReduceOp::Sum),
     });
-    all_told(
-        operations,
-        "ranks 0, 3 called all_reduce(sum) of float32 []; rank 1 called barrier; \
-         rank 2 called broadcast(src 3) of float32 []",
-    );
+    for (messages, expected) in [
+        (
+            shapes,
+            "ranks 0, 2 called all_reduce(sum) of float32 [2, 3]; \
+             rank 1 called all_reduce(sum) of float32 [3, 2]",
+        ),
+        (
+            kinds,
+            "rank 0 called all_reduce(sum) of bfloat16 [4]; \
+             rank 1 called all_reduce(sum) of float64 [4]",
+        ),
+        (
+            ops,
+            "rank 0 called all_reduce(sum) of float32 [1]; \
+             rank 1 called all_reduce(avg) of float32 [1]",
+        ),
+        (
+            sources,
+            "rank 0 called broadcast(src 0) of float32 [0]; \
+             rank 1 called broadcast(src 1) of float32 [0]",
+        ),
+        (
+            operations,
+            "ranks 0, 3 called all_reduce(sum) of float32 []; rank 1 called barrier; \
+             rank 2 called broadcast(src 3) of float32 []",
+        ),
+    ] {
+        assert_eq!(messages, vec![expected; messages.len()]);
+    }
 }
 
 #[test]
@@ -285,21 +271,6 @@ fn conjugated_and_negated_views_are_resolved() {
         assert!(negative.is_neg());
         group.all_reduce(&mut negative, ReduceOp::Sum)?;
         assert_eq!(negative.double_value(&[]), -3.);
-        Ok(())
-    });
-}
-
-#[test]
-fn unsupported_dtypes_and_roots_are_refused_at_once() {
-    ranks(1, |_, group| {
-        let mut integers = Tensor::from_slice(&[1i64]);
-        let error = group.all_reduce(&mut integers, ReduceOp::Avg).unwrap_err().to_string();
-        assert!(error.contains("all_reduce(avg) does not take int64"), "{error}");
-        let mut bools = Tensor::from_slice(&[true]);
-        let error = group.all_reduce(&mut bools, ReduceOp::Sum).unwrap_err().to_string();
-        assert!(error.contains("all_reduce(sum) does not take bool"), "{error}");
-        let error = group.broadcast(&mut bools, 1).unwrap_err().to_string();
-        assert!(error.contains("src is rank 1, but the group has ranks 0 to 0"), "{error}");
         Ok(())
     });
 }
@@ -420,25 +391,37 @@ fn split_size_mismatch_is_reported_to_both_ranks() {
 }
 
 #[test]
-fn tensor_lists_that_do_not_fit_are_refused() {
+fn unsupported_dtypes_roots_and_lists_that_do_not_fit_are_refused_at_once() {
     ranks(1, |_, group| {
         let one = || Tensor::zeros([2], (Kind::Float, Device::Cpu));
-        let told = |result: ddp_mp::Result<()>| result.unwrap_err().to_string();
-        let error = told(group.all_gather(&mut [one(), one()], &one()));
-        assert!(error.contains("the list has 2 tensors, but there are 1 ranks"), "{error}");
-        let error = told(group.all_gather(&mut [one().view([2, 1])], &one()));
-        assert!(error.contains("shapes [2, 1] and [2]"), "{error}");
-        let error = told(group.gather(&one(), None, 0));
-        assert!(error.contains("rank 0 (dst) must pass gather_list"), "{error}");
-        let error = told(group.scatter(&mut one(), None, 1));
-        assert!(error.contains("src is rank 1, but the group has ranks 0 to 0"), "{error}");
-        let error = told(group.all_gather_single(&mut Tensor::cat(&[one(), one()], 0), &one()));
-        assert!(error.contains("output_tensor has 4 elements, but 2 are needed"), "{error}");
-        let error = told(group.all_to_all_single(&mut one(), &one(), Some(&[3]), None));
-        assert!(error.contains("has 2 rows for 1 ranks, and the splits [3]"), "{error}");
-        let double = one().to_kind(Kind::Double);
-        let error = told(group.all_gather(&mut [double], &one()));
-        assert!(error.contains("the tensors have different dtypes"), "{error}");
+        let mut two = Tensor::cat(&[one(), one()], 0);
+        let mut integers = Tensor::from_slice(&[1i64]);
+        let mut bools = Tensor::from_slice(&[true]);
+        let mut double = [one().to_kind(Kind::Double)];
+        for (result, told) in [
+            (group.all_reduce(&mut integers, ReduceOp::Avg), "all_reduce(avg) does not take int64"),
+            (group.all_reduce(&mut bools, ReduceOp::Sum), "all_reduce(sum) does not take bool"),
+            (group.broadcast(&mut bools, 1), "src is rank 1, but the group has ranks 0 to 0"),
+            (
+                group.all_gather(&mut [one(), one()], &one()),
+                "the list has 2 tensors, but there are 1 ranks",
+            ),
+            (group.all_gather(&mut [one().view([2, 1])], &one()), "shapes [2, 1] and [2]"),
+            (group.gather(&one(), None, 0), "rank 0 (dst) must pass gather_list"),
+            (group.scatter(&mut one(), None, 1), "src is rank 1, but the group has ranks 0 to 0"),
+            (
+                group.all_gather_single(&mut two, &one()),
+                "output_tensor has 4 elements, but 2 are needed",
+            ),
+            (
+                group.all_to_all_single(&mut one(), &one(), Some(&[3]), None),
+                "has 2 rows for 1 ranks, and the splits [3]",
+            ),
+            (group.all_gather(&mut double, &one()), "the tensors have different dtypes"),
+        ] {
+            let error = result.unwrap_err().to_string();
+            assert!(error.contains(told), "{told}: {error}");
+        }
         Ok(())
     });
 }

@@ -402,37 +402,29 @@ fn bytes_sent_equal_bytes_received() {
             let list = |len| (0..world_size).map(|_| tensor(len)).collect::<Vec<_>>();
             let mut deltas = Vec::new();
             let mut before = group.traffic();
-            let mut note = |group: &ddp_mp::ProcessGroup| {
+            let mut note = |result: ddp_mp::Result<()>| {
                 let now = group.traffic();
                 deltas.push((now.sent - before.sent, now.received - before.received));
                 before = now;
+                result
             };
             for root in 0..world_size {
-                group.all_reduce(&mut tensor(1000), ReduceOp::Sum)?;
-                note(&group);
-                group.reduce(&mut tensor(1000), root, ReduceOp::Sum)?;
-                note(&group);
-                group.broadcast(&mut tensor(100), root)?;
-                note(&group);
-                group.all_gather(&mut list(100), &tensor(100))?;
-                note(&group);
-                group.gather(&tensor(100), (me == root).then_some(&mut list(100)[..]), root)?;
-                note(&group);
-                group.scatter(&mut tensor(100), (me == root).then_some(&list(100)[..]), root)?;
-                note(&group);
-                group.reduce_scatter(&mut tensor(100), &list(100), ReduceOp::Sum)?;
-                note(&group);
-                group.all_to_all(&mut list(100), &list(100))?;
-                note(&group);
-                group.barrier()?;
-                note(&group);
+                let is_root = me == root;
+                note(group.all_reduce(&mut tensor(1000), ReduceOp::Sum))?;
+                note(group.reduce(&mut tensor(1000), root, ReduceOp::Sum))?;
+                note(group.broadcast(&mut tensor(100), root))?;
+                note(group.all_gather(&mut list(100), &tensor(100)))?;
+                note(group.gather(&tensor(100), is_root.then_some(&mut list(100)[..]), root))?;
+                note(group.scatter(&mut tensor(100), is_root.then_some(&list(100)[..]), root))?;
+                note(group.reduce_scatter(&mut tensor(100), &list(100), ReduceOp::Sum))?;
+                note(group.all_to_all(&mut list(100), &list(100)))?;
+                note(group.barrier())?;
                 if world_size > 1 {
                     let mut mine = tensor(25);
                     let left = Some((me + world_size - 1) % world_size);
                     let sent = group.isend(&tensor(25), (me + 1) % world_size, 0)?;
                     group.recv(&mut mine, left, 0)?;
-                    sent.wait()?;
-                    note(&group);
+                    note(sent.wait())?;
                 }
             }
             Ok(deltas)

@@ -7,10 +7,11 @@ use std::time::Duration;
 use ddp_mp::checkpoint::CheckpointDir;
 use ddp_mp::ddp::Compress;
 use ddp_mp::optim::Schedule;
+use ddp_mp::prelude::Forward;
 use ddp_mp::trainer::{Loss, Trainer, TrainerOptions};
 use ddp_mp::{
-    Backend, DataLoader, DdpOptions, DistributedDataParallel, DistributedSampler, Optimizer, Sgd,
-    SgdOptions, Spawn, TensorDataset,
+    Backend, DataLoader, DdpOptions, DistributedDataParallel, DistributedSampler, Optimizer, Rank,
+    Sgd, SgdOptions, Spawn, TensorDataset,
 };
 use serde_json::Value;
 use tch::nn::{self, VarStore};
@@ -85,19 +86,13 @@ fn nonfinite_validation_sample_is_named() {
         assert!(!stderr.contains("then rank"), "{stderr}");
     }
     // One step so large that nothing is finite on any rank.
-    for (optimizer, told) in [
-        (
-            "sgd",
-            "the validation loss after epoch 0 is inf, though the data of each sample is finite; ",
-        ),
-        (
-            "adamw",
-            "is inf, because the parameter `bias` is not finite after the steps before; check",
-        ),
-    ] {
-        let optimizer = format!("--optimizer={optimizer}");
+    let of_sgd =
+        "the validation loss after epoch 0 is inf, though the data of each sample is finite; ";
+    let of_adamw =
+        "is inf, because the parameter `bias` is not finite after the steps before; check";
+    for (optimizer, told) in [("--optimizer=sgd", of_sgd), ("--optimizer=adamw", of_adamw)] {
         let args = ["--nproc-per-node=2", "--num-samples=100", "--batch-size=80", "--lr=1e38"];
-        let (code, _, stderr) = run(&[&args[..], &["--val-fraction=0.2", &optimizer]].concat());
+        let (code, _, stderr) = run(&[&args[..], &["--val-fraction=0.2", optimizer]].concat());
         assert_eq!(code, Some(1), "{stderr}");
         assert!(stderr.contains("in step 0 on rank ") && stderr.contains(told), "{stderr}");
     }
@@ -199,6 +194,22 @@ fn nonfinite_loss_or_parameter_ends_the_run_with_a_reason() {
     }
 }
 
+/// A trainer on samples 0 to 7 of `data`, of which rank 1 has the odd ones, in batches of 2.
+fn trainer<M: Forward>(
+    ddp: DistributedDataParallel<M>,
+    rank: &Rank,
+    data: TensorDataset,
+    (loss, lr): (Loss, f64),
+    skip_nonfinite: Option<u64>,
+) -> anyhow::Result<Trainer<M>> {
+    let sampler = DistributedSampler::new(8, 2, rank.rank())?.shuffle(false);
+    let loader = DataLoader::new(Arc::new(data), sampler, 2, rank.device())?;
+    let sgd: Box<dyn Optimizer> = Box::new(Sgd::new(ddp.flat_buffers(), SgdOptions::default())?);
+    let options = TrainerOptions { skip_nonfinite, ..TrainerOptions::default() };
+    let trainer = Trainer::new(ddp, sgd, Schedule::constant(lr), loader, loss)?.options(options)?;
+    Ok(trainer)
+}
+
 /// Trains `model` on 2 ranks, on samples 0 to 7 of which rank 1 has the odd ones; how that fails.
 fn fails(
     loss: Loss,
@@ -216,14 +227,8 @@ fn fails(
         if as_fp16 {
             ddp.register_comm_hook(Box::new(Compress::fp16()))?;
         }
-        let data = Arc::new(TensorDataset::new(inputs(), targets())?);
-        let sampler = DistributedSampler::new(8, 2, rank.rank())?.shuffle(false);
-        let loader = DataLoader::new(data, sampler, 2, rank.device())?;
-        let sgd: Box<dyn Optimizer> =
-            Box::new(Sgd::new(ddp.flat_buffers(), SgdOptions::default())?);
-        let trainer = Trainer::new(ddp, sgd, Schedule::constant(0.0), loader, loss)?;
-        let options = TrainerOptions { skip_nonfinite: Some(0), ..TrainerOptions::default() };
-        trainer.options(options)?.train(1)?;
+        let data = TensorDataset::new(inputs(), targets())?;
+        trainer(ddp, rank, data, (loss, 0.0), Some(0))?.train(1)?;
         Ok(())
     });
     failed.unwrap_err().to_string()
@@ -265,15 +270,8 @@ fn with_nan_in_tokens(
         let group = rank.init_process_group(Backend::Threaded)?;
         let ddp = DistributedDataParallel::new(forward, &vs, group, DdpOptions::default())?;
         let tokens = Tensor::arange(8, (Kind::Int64, Device::Cpu)).view([8, 1]);
-        let data =
-            Arc::new(TensorDataset::new(tokens.shallow_clone(), tokens.to_kind(Kind::Float))?);
-        let sampler = DistributedSampler::new(8, 2, rank.rank())?.shuffle(false);
-        let loader = DataLoader::new(data, sampler, 2, rank.device())?;
-        let sgd: Box<dyn Optimizer> =
-            Box::new(Sgd::new(ddp.flat_buffers(), SgdOptions::default())?);
-        let options = TrainerOptions { skip_nonfinite, ..TrainerOptions::default() };
-        let mut trainer = Trainer::new(ddp, sgd, Schedule::constant(0.001), loader, Loss::Mse)?
-            .options(options)?;
+        let data = TensorDataset::new(tokens.shallow_clone(), tokens.to_kind(Kind::Float))?;
+        let mut trainer = trainer(ddp, rank, data, (Loss::Mse, 0.001), skip_nonfinite)?;
         if has_own_step {
             trainer = trainer.step(|context, batch| {
                 let loss = Loss::Mse.of(&context.forward(batch, true), &batch.targets)?;

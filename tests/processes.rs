@@ -27,7 +27,7 @@ use crate::harness::{
     shared_memory, some_of, without_launcher,
 };
 use crate::shared::surface::{self, Surface};
-use crate::shared::{functional, groups, scene};
+use crate::shared::{functional, groups, kinds, scene};
 
 fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
@@ -154,7 +154,7 @@ fn from_env(scene: &str, processes: Vec<Variables>) -> Vec<String> {
         let mut command = Command::new(env::current_exe().unwrap());
         command.args(["processes::from_env_child", "--exact", "--nocapture"]);
         without_launcher(&mut command).envs(variables).env("DDP_MP_FROM_ENV", scene);
-        command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+        piped(command)
     };
     let outputs = join(processes.into_iter().map(start).collect());
     let all: String = outputs.iter().map(|it| text(&it.stdout)).collect();
@@ -167,60 +167,34 @@ fn from_env(scene: &str, processes: Vec<Variables>) -> Vec<String> {
 
 #[test]
 fn from_env_joins_under_every_launcher() {
-    let port = || free_port().to_string();
-    let torchrun = |rank: usize, port: &str| {
-        variables(format!(
-            "RANK={rank} WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 GROUP_RANK={rank} GROUP_WORLD_SIZE=2 \
-             MASTER_ADDR=127.0.0.1 MASTER_PORT={port}"
-        ))
+    // Two processes of each, with the places of their ranks: the local rank, and the node.
+    let torchrun = "RANK=@ WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 GROUP_RANK=@ GROUP_WORLD_SIZE=2 \
+                    MASTER_ADDR=127.0.0.1";
+    let srun = "SLURM_PROCID=@ SLURM_LOCALID=@ SLURM_NODEID=0 SLURM_NTASKS=2 SLURM_NNODES=1 SLURM_JOB_ID=7 \
+                SLURM_STEP_ID=0 SLURM_CPUS_PER_TASK=1 MASTER_ADDR=127.0.0.1";
+    let mpirun = "OMPI_COMM_WORLD_RANK=@ OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK=@ \
+                  OMPI_COMM_WORLD_LOCAL_SIZE=2";
+    let by_hand = "PET_NNODES=2 PET_NODE_RANK=@ PET_NPROC_PER_NODE=2 MASTER_ADDR=127.0.0.1";
+    let both = |of_each: &str| {
+        let port = free_port();
+        let of = |process: &str| of_each.replace('@', process) + &format!(" MASTER_PORT={port}");
+        vec![variables(of("0")), variables(of("1"))]
     };
-    let srun = |rank: usize, port: &str| {
-        variables(format!(
-            "SLURM_PROCID={rank} SLURM_LOCALID={rank} SLURM_NODEID=0 SLURM_NTASKS=2 SLURM_NNODES=1 SLURM_JOB_ID=7 \
-             SLURM_STEP_ID=0 SLURM_CPUS_PER_TASK=1 MASTER_ADDR=127.0.0.1 MASTER_PORT={port}"
-        ))
-    };
-    let mpirun = |rank: usize, port: &str| {
-        variables(format!(
-            "OMPI_COMM_WORLD_RANK={rank} OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK={rank} \
-             OMPI_COMM_WORLD_LOCAL_SIZE=2 MASTER_PORT={port}"
-        ))
-    };
-    let by_hand = |rank: usize, port: &str| {
-        variables(format!(
-            "PET_NNODES=2 PET_NODE_RANK={rank} PET_NPROC_PER_NODE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT={port}"
-        ))
-    };
-    let both = |of: &dyn Fn(usize, &str) -> Variables| {
-        let port = port();
-        vec![of(0, &port), of(1, &port)]
-    };
-    assert_eq!(
-        from_env("", both(&torchrun)),
-        [
-            "torchrun|rank 0 of 2, 0 on node 0 of 2, gloo",
-            "torchrun|rank 1 of 2, 0 on node 1 of 2, gloo"
-        ]
-    );
-    assert_eq!(
-        from_env("", both(&srun)),
-        ["slurm|rank 0 of 2, 0 on node 0 of 1, gloo", "slurm|rank 1 of 2, 1 on node 0 of 1, gloo"]
-    );
-    assert_eq!(
-        from_env("", both(&mpirun)),
-        ["mpi|rank 0 of 2, 0 on node 0 of 1, gloo", "mpi|rank 1 of 2, 1 on node 0 of 1, gloo"]
-    );
-    assert_eq!(
-        from_env("", both(&by_hand)),
-        [
-            "kubernetes|rank 0 of 4, 0 on node 0 of 2, gloo",
-            "kubernetes|rank 1 of 4, 1 on node 0 of 2, gloo",
-            "kubernetes|rank 2 of 4, 0 on node 1 of 2, gloo",
-            "kubernetes|rank 3 of 4, 1 on node 1 of 2, gloo"
-        ]
-    );
+    for (launcher, of_each, nodes, places) in [
+        ("torchrun", torchrun, 2, &[(0, 0), (0, 1)][..]),
+        ("slurm", srun, 1, &[(0, 0), (1, 0)]),
+        ("mpi", mpirun, 1, &[(0, 0), (1, 0)]),
+        ("kubernetes", by_hand, 2, &[(0, 0), (1, 0), (0, 1), (1, 1)]),
+    ] {
+        let ranks = places.len();
+        let line = |(rank, (local, node)): (usize, &(usize, usize))| {
+            format!("{launcher}|rank {rank} of {ranks}, {local} on node {node} of {nodes}, gloo")
+        };
+        let expected: Vec<String> = places.iter().enumerate().map(line).collect();
+        assert_eq!(from_env("", both(of_each)), expected);
+    }
     // The processes have met for one run.
-    let twice = from_env("twice", both(&torchrun));
+    let twice = from_env("twice", both(torchrun));
     assert!(
         twice[..2].iter().all(|line| line.contains("again|") && line.contains("for one run")),
         "{twice:?}"
@@ -367,27 +341,16 @@ fn collectives(rank: &Rank, group: Rc<ProcessGroup>) {
 
 /// What every rank is to have.
 fn reduced(all: &[Tensor], op: ReduceOp) -> Tensor {
-    let wide = |tensor: &Tensor| match tensor.kind() {
-        Kind::BFloat16 => tensor.to_kind(Kind::Float),
-        _ => tensor.copy(),
+    let wide = |rank: usize| match all[rank].kind() {
+        Kind::BFloat16 => all[rank].to_kind(Kind::Float),
+        _ => all[rank].copy(),
     };
-    let premultiplied = |tensor: &Tensor| match op {
-        ReduceOp::PremulSum(factor) => wide(tensor) * factor,
-        _ => wide(tensor),
-    };
-    let mut result = premultiplied(&all[0]);
-    for other in &all[1..] {
-        let other = premultiplied(other);
-        result = match op {
-            ReduceOp::Sum | ReduceOp::Avg | ReduceOp::PremulSum(_) => result + other,
-            ReduceOp::Min => result.minimum(&other),
-            ReduceOp::Max => result.maximum(&other),
-            ReduceOp::Bor => result.bitwise_or_tensor(&other),
-            ReduceOp::Bxor => result.bitwise_xor_tensor(&other),
-            other => panic!("{other}"),
-        };
+    let result = kinds::reduced(all.len(), op, wide);
+    match op {
+        ReduceOp::Avg => result / all.len() as f64,
+        ReduceOp::PremulSum(factor) => result * factor,
+        _ => result,
     }
-    if op == ReduceOp::Avg { result / all.len() as f64 } else { result }
 }
 
 #[test]
@@ -525,7 +488,6 @@ fn mismatched_calls_of_processes_are_reported() {
     }
 }
 
-/// The last rank still works long after the others have ended.
 /// Rank 1 can open no further file, and there is a message for it, or from it.
 fn few_files(rank: &Rank, group: Rc<ProcessGroup>) {
     let accepts = scene::mine().unwrap().0 == "no_file_to_accept";
@@ -560,6 +522,7 @@ fn message_connection_without_an_open_file_names_the_limit() {
     }
 }
 
+/// The last rank still works long after the others have ended.
 fn late(rank: &Rank, group: Rc<ProcessGroup>) {
     group.barrier().unwrap();
     if rank.rank() + 1 == rank.world_size() {
@@ -573,11 +536,7 @@ fn store_process_stays_until_the_others_are_done() {
     scene("late", &[1, 2]);
 }
 
-/// A run of `args` in processes of so many ranks; their exit codes and outputs.
-fn train(args: &[&str], ranks: &[usize]) -> Vec<Output> {
-    join(start(args, ranks))
-}
-
+/// A run of `args` in processes of so many ranks each.
 fn start(args: &[&str], ranks: &[usize]) -> Vec<Child> {
     start_at(args, ranks).1
 }
@@ -586,15 +545,11 @@ fn start(args: &[&str], ranks: &[usize]) -> Vec<Child> {
 fn start_at(args: &[&str], ranks: &[usize]) -> (u16, Vec<Child>) {
     let ranks: Vec<String> = ranks.iter().map(|it| format!("--nproc-per-node={it}")).collect();
     let args: Vec<Vec<&str>> = ranks.iter().map(|ranks| [args, &[ranks]].concat()).collect();
-    start_each_at(&args)
+    start_each(&args)
 }
 
-/// A process for each of these arguments.
-fn start_each(args: &[Vec<&str>]) -> Vec<Child> {
-    start_each_at(args).1
-}
-
-fn start_each_at(args: &[Vec<&str>]) -> (u16, Vec<Child>) {
+/// A process for each of these arguments, and the port of their store.
+fn start_each(args: &[Vec<&str>]) -> (u16, Vec<Child>) {
     let port = free_port();
     let start = |(process, of_process): (usize, &Vec<&str>)| {
         let mut command = program(&[&of_process[..], &["--log-format=json"]].concat());
@@ -602,14 +557,36 @@ fn start_each_at(args: &[Vec<&str>]) -> (u16, Vec<Child>) {
             command.arg("--shared-memory=off");
         }
         as_torchrun(&mut command, process, args.len(), port);
-        command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+        piped(command)
     };
     (port, args.iter().enumerate().map(start).collect())
 }
 
+fn piped(mut command: Command) -> Child {
+    command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+}
+
+/// Waits until the ranks have met, which rank 0's process says.
+fn wait_for_start(children: &mut [Child]) {
+    let mut first = String::new();
+    let stdout = children[0].stdout.as_mut().unwrap();
+    BufReader::new(stdout).read_line(&mut first).unwrap();
+    assert!(first.contains("start"), "{first}");
+}
+
+/// Waits for processes, each of which must end with `code` and tell all of `told`.
+#[track_caller]
+fn all_tell(children: Vec<Child>, code: i32, told: &[&str]) {
+    for output in join(children) {
+        let stderr = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(code), "{stderr}");
+        assert!(told.iter().all(|it| stderr.contains(it)), "{told:?}: {stderr}");
+    }
+}
+
 /// The last event of rank 0's process, if all went well.
 pub(crate) fn end(args: &[&str], ranks: &[usize]) -> Value {
-    let outputs = train(args, ranks);
+    let outputs = join(start(args, ranks));
     for output in &outputs {
         assert!(output.status.success(), "{args:?} {ranks:?}: {}", text(&output.stderr));
     }
@@ -698,11 +675,7 @@ fn killed_or_stopped_process_is_named() {
     ];
     in_parallel(&some_of(all, 2), |&(signal, victim, ranks, args)| {
         let told = failures(args, ranks, |children| {
-            // They have met when rank 0 says so.
-            let mut first = String::new();
-            let stdout = children[0].stdout.as_mut().unwrap();
-            BufReader::new(stdout).read_line(&mut first).unwrap();
-            assert!(first.contains("start"), "{first}");
+            wait_for_start(children);
             let send = |signal: &str| send(signal, children[victim].id());
             send(signal);
             if signal == "STOP" {
@@ -756,9 +729,7 @@ fn stall_is_blamed_on_the_stalled_rank() {
 fn control_characters_of_other_processes_are_escaped() {
     let lie = "{\"rank\":1,\"tied\":[],\"at\":0,\"error\":\"\\u001b[2J\u{9b}1m\\nddp-mp: x\"}";
     let (port, mut children) = start_at(&["--max-epochs=1000000"], &[1, 1]);
-    let mut first = String::new();
-    let stdout = children[0].stdout.as_mut().unwrap();
-    BufReader::new(stdout).read_line(&mut first).unwrap();
+    wait_for_start(&mut children);
     let store = TcpStore::connect("127.0.0.1", port, TIMEOUT).unwrap();
     store.set("ddp-mp/none/0/failure", lie.as_bytes()).unwrap();
     for output in join(children) {
@@ -791,21 +762,12 @@ fn invalid_store_values_end_only_the_run() {
         ("failure", br#"{"rank":2,"operation":"step","sequence":1,"error":"a lie"}"#),
     ] {
         let (port, mut children) = start_at(&["--max-epochs=1000000"], &[1, 1]);
-        let mut first = String::new();
-        let stdout = children[0].stdout.as_mut().unwrap();
-        BufReader::new(stdout).read_line(&mut first).unwrap();
-        assert!(first.contains("start"), "{first}");
+        wait_for_start(&mut children);
         let store = TcpStore::connect("127.0.0.1", port, TIMEOUT).unwrap();
         store.set("ddp-mp/none/0/alive/1", b"nothing that can be read").unwrap();
         store.set(&format!("ddp-mp/none/0/{key}"), value).unwrap();
-        for output in join(children) {
-            let stderr = text(&output.stderr);
-            assert_eq!(output.status.code(), Some(1), "{stderr}");
-            assert!(
-                stderr.contains(&format!("store key {key:?} holds an invalid message: ")),
-                "{stderr}"
-            );
-        }
+        let told = format!("store key {key:?} holds an invalid message: ");
+        all_tell(children, 1, &[&told]);
     }
 }
 
@@ -838,8 +800,7 @@ fn loopback_master_addr_is_warned_of_once() {
     let start = |node: &str, addr: &str| {
         let place = [format!("--node-rank={node}"), format!("--master-addr={addr}")];
         let args = ["--nnodes=2", "--nproc-per-node=1", &place[0], &place[1], &port];
-        let mut command = program(&args);
-        command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+        piped(program(&args))
     };
     for (addr, times) in [("localhost", 1), ("127.0.0.1", 0)] {
         let [first, second] = join(vec![start("0", addr), start("1", addr)]).try_into().unwrap();
@@ -863,19 +824,10 @@ fn taken_port_is_refused_with_the_remedy_of_the_launcher() {
     let mut torchrun = program(&[]);
     as_torchrun(&mut torchrun, 0, 2, port);
     let mut slurm = program(&[]);
-    for (name, value) in [
-        ("SLURM_JOB_ID", "4242"),
-        ("SLURM_STEP_ID", "0"),
-        ("SLURM_PROCID", "0"),
-        ("SLURM_LOCALID", "0"),
-        ("SLURM_NODEID", "0"),
-        ("SLURM_NTASKS", "2"),
-        ("SLURM_NNODES", "1"),
-        ("MASTER_ADDR", "127.0.0.1"),
-        ("MASTER_PORT", &port.to_string()),
-    ] {
-        slurm.env(name, value);
-    }
+    slurm.envs(variables(format!(
+        "SLURM_JOB_ID=4242 SLURM_STEP_ID=0 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NODEID=0 SLURM_NTASKS=2 \
+         SLURM_NNODES=1 MASTER_ADDR=127.0.0.1 MASTER_PORT={port}"
+    )));
     for (command, remedy) in [
         (by_hand, "give all processes another --master-port"),
         (torchrun, "give torchrun another --master-port"),
@@ -920,31 +872,18 @@ fn processes_with_different_numbers_of_processes_are_refused() {
     let start = |node: &str, count: &str| {
         let place = [format!("--node-rank={node}"), format!("--nnodes={count}")];
         let args = [&place[0], &place[1], "--master-addr=127.0.0.1", &port, "--nproc-per-node=1"];
-        let mut command = program(&[&args[..], &["--timeout=50s"]].concat());
-        command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+        piped(program(&[&args[..], &["--timeout=50s"]].concat()))
     };
-    for output in join(vec![start("0", "3"), start("1", "2")]) {
-        let stderr = text(&output.stderr);
-        assert_eq!(output.status.code(), Some(2), "{stderr}");
-        assert!(stderr.contains("--nnodes is 3 for process 0 and 2 for process 1"), "{stderr}");
-    }
+    let told = "--nnodes is 3 for process 0 and 2 for process 1";
+    all_tell(vec![start("0", "3"), start("1", "2")], 2, &[told]);
     // All processes of the run are there, whichever comes first.
-    for output in join(vec![start("1", "3"), start("0", "2")]) {
-        let stderr = text(&output.stderr);
-        assert_eq!(output.status.code(), Some(2), "{stderr}");
-        assert!(stderr.contains("--nnodes is 2 for process 0"), "{stderr}");
-    }
+    all_tell(vec![start("1", "3"), start("0", "2")], 2, &["--nnodes is 2 for process 0"]);
     // A process too many, while the others wait.
     let (first, stray) = (start("0", "2"), start("2", "3"));
-    let [stray] = join(vec![stray]).try_into().unwrap();
-    let stderr = text(&stray.stderr);
-    assert_eq!(stray.status.code(), Some(2), "{stderr}");
     let told =
         "--nnodes is 2 for process 0 and 3 for process 2: process 2 is not part of a run of 2";
-    assert!(stderr.contains(told), "{stderr}");
-    for output in join(vec![first, start("1", "2")]) {
-        assert!(output.status.success(), "{}", text(&output.stderr));
-    }
+    all_tell(vec![stray], 2, &[told]);
+    all_tell(vec![first, start("1", "2")], 0, &[]);
 }
 
 #[test]
@@ -997,14 +936,10 @@ fn unknown_addresses_and_interfaces_are_wrong_input() {
             let node = format!("--node-rank={node}");
             let mut command = program(&["--nnodes=2", &node, "--master-addr=127.0.0.1", &port]);
             command.env("GLOO_SOCKET_IFNAME", interfaces);
-            command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+            piped(command)
         });
-        for output in join(children.into()) {
-            let stderr = text(&output.stderr);
-            assert_eq!(output.status.code(), Some(2), "{stderr}");
-            let told = format!("ddp-mp: GLOO_SOCKET_IFNAME={interfaces}: ");
-            assert!(stderr.contains(&told) && stderr.contains(why), "{stderr}");
-        }
+        let told = format!("ddp-mp: GLOO_SOCKET_IFNAME={interfaces}: ");
+        all_tell(children.into(), 2, &[&told, why]);
     }
 }
 
@@ -1080,7 +1015,7 @@ fn processes_with_different_options_are_refused() {
     ) {
         // The one that serves the store must not be gone before the others have found out.
         for order in [[0, 1, 0], [1, 0, 0]] {
-            let outputs = join(start_each(&order.map(|it| [args, &[differ[it]]].concat())));
+            let outputs = join(start_each(&order.map(|it| [args, &[differ[it]]].concat())).1);
             for output in outputs {
                 let stderr = text(&output.stderr);
                 assert_eq!(output.status.code(), Some(2), "{args:?} {differ:?}: {stderr}");
@@ -1091,9 +1026,7 @@ fn processes_with_different_options_are_refused() {
     }
     // What is a process's own affair.
     let own = [vec!["--num-workers=1", "--timeout=50s"], vec!["--max-seconds=1h", "--timeout=60s"]];
-    for output in join(start_each(&own)) {
-        assert!(output.status.success(), "{}", text(&output.stderr));
-    }
+    all_tell(start_each(&own).1, 0, &[]);
 }
 
 #[test]

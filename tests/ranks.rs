@@ -102,18 +102,26 @@ fn first_failure_is_reported_without_its_echoes() {
 }
 
 #[test]
-fn echo_with_context_is_not_reported() {
+fn echo_with_context_or_as_a_panic_is_not_reported() {
     use anyhow::Context;
-    let error = spawn(2, |rank| {
-        let group = rank.init_process_group(Backend::Threaded)?;
-        if rank.rank() == 0 {
-            anyhow::bail!("the cause");
-        }
-        group.barrier().context("while waiting").context("in the evening")
-    })
-    .unwrap_err();
-    assert_eq!(error.failure.error, "the cause");
-    assert!(error.also_failed.is_empty(), "{error}");
+    type Echo = fn(ddp_mp::Result<()>) -> anyhow::Result<()>;
+    let with_context: Echo = |result| result.context("while waiting").context("in the evening");
+    let as_a_panic: Echo = |result| {
+        result.unwrap();
+        Ok(())
+    };
+    for echo in [with_context, as_a_panic] {
+        let error = spawn(3, move |rank| {
+            let group = rank.init_process_group(Backend::Threaded)?;
+            if rank.rank() == 1 {
+                anyhow::bail!("the cause");
+            }
+            echo(group.barrier())
+        })
+        .unwrap_err();
+        assert_eq!(error.to_string(), "rank 1 (CPU:1) failed in its function: the cause");
+        assert!(error.also_failed.is_empty(), "{error}");
+    }
 }
 
 #[test]
@@ -242,20 +250,6 @@ fn independent_failure_is_reported_after_the_first() {
         "rank 1 (CPU:1) failed in its function: the first\n  \
          then rank 0 (CPU:0) failed in its function: the second"
     );
-}
-
-#[test]
-fn echo_as_a_panic_is_not_reported() {
-    let error = spawn(3, |rank| {
-        let group = rank.init_process_group(Backend::Threaded)?;
-        if rank.rank() == 1 {
-            anyhow::bail!("the cause");
-        }
-        group.barrier().unwrap();
-        Ok(())
-    })
-    .unwrap_err();
-    assert_eq!(error.to_string(), "rank 1 (CPU:1) failed in its function: the cause");
 }
 
 #[test]

@@ -12,16 +12,11 @@ use wait_timeout::ChildExt;
 use crate::harness::{
     Reading, TIMEOUT, in_parallel, program, program_under, run, run_command, send, some_of,
 };
-use crate::spawn_processes::{process_of, processes_of};
+use crate::spawn_processes::{events, process_of, processes_of};
 
-const RUN: [&str; 5] =
-    ["--nproc-per-node=2", "--model=mlp", "--momentum=0.9", "--max-epochs=2", "--log-format=json"];
+const WAYS: [&str; 2] = ["--spawn=threads", "--spawn=processes"];
 
-/// The exit code of a run of `args`, its events, and stderr. Nobody is left who could write.
-fn events(args: &[&str]) -> (Option<i32>, Vec<Value>, String) {
-    let (code, stdout, stderr) = run(args);
-    (code, stdout.lines().map(|line| serde_json::from_str(line).unwrap()).collect(), stderr)
-}
+const RUN: [&str; 4] = ["--nproc-per-node=2", "--model=mlp", "--momentum=0.9", "--max-epochs=2"];
 
 fn hash_undisturbed() -> Value {
     let (code, events, stderr) = events(&RUN);
@@ -47,8 +42,7 @@ fn saved_whole(folder: &Path) -> bool {
 fn restart_after_any_failure_ends_with_the_same_bits() {
     let whole = hash_undisturbed();
     let kinds = ["error", "panic", "kill", "stall"];
-    let ways = ["--spawn=threads", "--spawn=processes"];
-    let all = kinds.iter().flat_map(|kind| ways.map(|spawn| (*kind, spawn)));
+    let all = kinds.iter().flat_map(|kind| WAYS.map(|spawn| (*kind, spawn)));
     in_parallel(&some_of(all, 3), |&(kind, spawn)| {
         let folder = tempfile::tempdir().unwrap();
         let dir = folder.path().join("run");
@@ -103,22 +97,30 @@ fn restart_without_checkpoints_starts_from_the_beginning() {
 }
 
 #[test]
-fn failure_after_the_last_restart_lists_all_reasons() {
-    for spawn in ["--spawn=threads", "--spawn=processes"] {
-        let more = ["--lr=1e30", "--max-restarts=2", spawn];
+fn failure_after_the_last_restart_lists_all_reasons_and_that_they_repeat() {
+    for spawn in WAYS {
+        let more = ["--lr=1e30", "--max-restarts=3", spawn];
         let (code, all, stderr) = events(&[&RUN[..], &more].concat());
         assert_eq!(code, Some(1), "{stderr}");
         let failures: Vec<&Value> = all.iter().filter(|it| it["event"] == "failure").collect();
         let [failure] = failures[..] else { panic!("{all:?}") };
         let restarts = restarts(failure);
-        assert_eq!(restarts.len(), 2, "{stderr}");
+        assert_eq!(restarts.len(), 3, "{stderr}");
         for (number, reason) in (1..).zip(restarts) {
             assert!(reason.contains("use a smaller --lr"), "{reason}");
             let told = format!("  restart {number} was needed: {reason}");
             assert!(stderr.lines().any(|line| line == told), "{stderr}");
-            assert!(stderr.contains(&format!("restart {number} of 2, from")), "{stderr}");
+            assert!(stderr.contains(&format!("restart {number} of 3, from")), "{stderr}");
         }
-        assert!(!stderr.contains("restart 3"), "{stderr}");
+        assert!(!stderr.contains("restart 4"), "{stderr}");
+        // They fail at one step, which is reported, too.
+        let of_restarts: Vec<&str> = stderr.lines().filter(|it| it.contains(" of 3, ")).collect();
+        let again = " failed again in step #1: without a change this start will probably also fail";
+        let are_told: Vec<bool> = of_restarts.iter().map(|line| line.contains(again)).collect();
+        assert_eq!(are_told, [false, true, true], "{stderr}");
+        let told = " failed again in step #1: 4 failures in a row, with no progress between them";
+        assert_eq!(stderr.lines().filter(|it| it.ends_with(told)).count(), 1, "{stderr}");
+        assert_eq!(all.last().unwrap()["repeated"], 4, "{stderr}");
     }
 }
 
@@ -146,7 +148,7 @@ fn killed_in_each_start(spawn: &str, restarts: usize) -> (Option<i32>, Vec<Value
 
 #[test]
 fn kill_after_the_last_restart_is_a_failure_event() {
-    for spawn in ["--spawn=threads", "--spawn=processes"] {
+    for spawn in WAYS {
         let (code, events, stderr) = killed_in_each_start(spawn, 2);
         assert_eq!(code, Some(1), "{stderr}");
         let starts = events.iter().filter(|it| it["event"] == "start");
@@ -161,22 +163,6 @@ fn kill_after_the_last_restart_is_a_failure_event() {
             assert_eq!(!failure.get(key).unwrap().is_null(), known, "{failure}");
         }
         assert_eq!(events.iter().filter(|it| it["event"] == "failure").count(), 1);
-    }
-}
-
-#[test]
-fn repeated_failure_at_one_step_is_reported() {
-    for spawn in ["--spawn=threads", "--spawn=processes"] {
-        let more = ["--lr=1e30", "--max-restarts=3", spawn];
-        let (code, all, stderr) = events(&[&RUN[..], &more].concat());
-        assert_eq!(code, Some(1), "{stderr}");
-        let of_restarts: Vec<&str> = stderr.lines().filter(|it| it.contains(" of 3, ")).collect();
-        let again = " failed again in step #1: without a change this start will probably also fail";
-        let are_told: Vec<bool> = of_restarts.iter().map(|line| line.contains(again)).collect();
-        assert_eq!(are_told, [false, true, true], "{stderr}");
-        let told = " failed again in step #1: 4 failures in a row, with no progress between them";
-        assert_eq!(stderr.lines().filter(|it| it.ends_with(told)).count(), 1, "{stderr}");
-        assert_eq!(all.last().unwrap()["repeated"], 4, "{stderr}");
     }
 }
 
@@ -238,7 +224,7 @@ fn restarted_run_prints_its_start_once() {
 
 #[test]
 fn wrong_input_is_not_restarted() {
-    for spawn in ["--spawn=threads", "--spawn=processes"] {
+    for spawn in WAYS {
         let args = ["--nproc-per-node=2", "--max-restarts=3", "--dataset=csv:/nowhere", spawn];
         let (code, stdout, stderr) = run(&args);
         assert_eq!((code, &*stdout), (Some(2), ""), "{stderr}");
@@ -263,7 +249,7 @@ fn max_restarts_under_a_launcher_is_refused() {
 
 #[test]
 fn signal_stops_the_run_without_a_restart() {
-    for spawn in ["--spawn=threads", "--spawn=processes"] {
+    for spawn in WAYS {
         let signals = [("INT", 130), ("TERM", 143), ("HUP", 129)];
         for (signal, code) in signals {
             let name = format!("SIG{signal}");
@@ -292,7 +278,7 @@ fn signal_stops_the_run_without_a_restart() {
 /// A script that starts a program with `&` ignores SIGINT for it, and nohup SIGHUP.
 #[test]
 fn signals_that_were_ignored_at_the_start_stay_ignored() {
-    for spawn in ["--spawn=threads", "--spawn=processes"] {
+    for spawn in WAYS {
         let args = ["--nproc-per-node=2", "--max-epochs=1000000", "--log-format=json", spawn];
         let mut command = program_under("trap '' INT HUP TSTP USR2", &args);
         let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
@@ -356,17 +342,15 @@ fn output_files_hold_the_last_start() {
     let undisturbed = flag("--metrics", "undisturbed.jsonl");
     let (code, _, stderr_of_it) = events(&[&RUN[..], &["--log-every=5", &undisturbed]].concat());
     assert_eq!(code, Some(0), "{stderr_of_it}");
-    let steps = |name: &str| -> BTreeSet<u64> {
-        let text = fs::read_to_string(at(name)).unwrap();
-        let lines = text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
-        lines.map(|it| it["step"].as_u64().unwrap()).collect()
-    };
-    assert_eq!(steps("metrics.jsonl"), steps("undisturbed.jsonl"), "{stderr}");
     // The rows of each start have its number.
-    let rows = fs::read_to_string(at("metrics.jsonl")).unwrap();
-    let rows = rows.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
-    let rows: Vec<(u64, u64)> =
-        rows.map(|row| (row["run"].as_u64().unwrap(), row["step"].as_u64().unwrap())).collect();
+    let rows = |name: &str| -> Vec<(u64, u64)> {
+        let text = fs::read_to_string(at(name)).unwrap();
+        let rows = text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+        rows.map(|it| (it["run"].as_u64().unwrap(), it["step"].as_u64().unwrap())).collect()
+    };
+    let steps = |name: &str| -> BTreeSet<u64> { rows(name).iter().map(|row| row.1).collect() };
+    assert_eq!(steps("metrics.jsonl"), steps("undisturbed.jsonl"), "{stderr}");
+    let rows = rows("metrics.jsonl");
     assert!(rows.is_sorted() && rows[0].0 == 1 && rows[rows.len() - 1] == (2, 128), "{rows:?}");
     let trace: Value =
         serde_json::from_str(&fs::read_to_string(at("trace.json")).unwrap()).unwrap();

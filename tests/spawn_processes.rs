@@ -25,8 +25,8 @@ use crate::harness::{
 
 const PROCESSES: &str = "--spawn=processes";
 
-/// What a run of `args` writes as JSON, event by event; its exit code and stderr.
-fn events(args: &[&str]) -> (Option<i32>, Vec<Value>, String) {
+/// What a run of `args` writes as JSON, event by event; its exit code and stderr. Nobody is left who could write.
+pub(crate) fn events(args: &[&str]) -> (Option<i32>, Vec<Value>, String) {
     let (code, stdout, stderr) = run(&[args, &["--log-format=json"]].concat());
     (code, stdout.lines().map(|line| serde_json::from_str(line).unwrap()).collect(), stderr)
 }

@@ -22,7 +22,7 @@ pub(crate) fn assert_equal(result: &Tensor, expected: &Tensor, what: &str) {
 }
 
 /// Returns a reduction of what all ranks have, by plain arithmetic on one thread.
-fn reduced(world_size: usize, op: ReduceOp, input: impl Fn(usize) -> Tensor) -> Tensor {
+pub(crate) fn reduced(world_size: usize, op: ReduceOp, input: impl Fn(usize) -> Tensor) -> Tensor {
     (1..world_size).fold(input(0), |so_far, rank| match op {
         ReduceOp::Product => so_far * input(rank),
         ReduceOp::Min => so_far.minimum(&input(rank)),
