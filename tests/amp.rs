@@ -4,7 +4,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Barrier;
 use std::thread;
 
-use ddp_mp::ddp::{CommHook, Compress};
+use ddp_mp::ddp::Compress;
 use ddp_mp::ffi::{Autocast, backward};
 use ddp_mp::models::{ModelConfig, ModelKind};
 use ddp_mp::optim::{GradScaler, GradScalerOptions};
@@ -12,10 +12,10 @@ use ddp_mp::{
     AdamW, AdamWOptions, DdpOptions, DistributedDataParallel, Error, Optimizer, Sgd, SgdOptions,
 };
 use serde_json::{Value, json};
-use tch::nn::{self, Module, VarStore};
+use tch::nn::{Module, VarStore};
 use tch::{Device, Kind, Reduction, Tensor};
 
-use crate::harness::{linear, ranks, run, some_of};
+use crate::harness::{buckets_of, linear, ranks, run, some_of, wrapped};
 
 const FLOAT: (Kind, Device) = (Kind::Float, Device::Cpu);
 
@@ -101,15 +101,14 @@ fn autocast_on_several_threads_gives_the_bits_of_one() {
     for _ in 0..5 {
         let barrier = Barrier::new(THREADS as usize);
         thread::scope(|scope| {
-            let started: Vec<_> = (0..THREADS)
-                .map(|seed| {
-                    let barrier = &barrier;
-                    scope.spawn(move || {
-                        barrier.wait();
-                        train_alone(seed)
-                    })
+            let start = |seed| {
+                let barrier = &barrier;
+                scope.spawn(move || {
+                    barrier.wait();
+                    train_alone(seed)
                 })
-                .collect();
+            };
+            let started: Vec<_> = (0..THREADS).map(start).collect();
             for (thread, alone) in started.into_iter().zip(&alone) {
                 assert!(&thread.join().unwrap() == alone, "not a bit differs");
             }
@@ -138,23 +137,13 @@ fn nonfinite_gradient_on_one_rank_skips_the_step_on_all() {
     for (compressed, spoiled) in cases {
         for adamw in [false, true] {
             let all = ranks(3, move |rank, group| {
-                let hidden = vec![8, 8];
-                let kind = ModelKind::Mlp;
-                let config = ModelConfig {
-                    kind,
-                    in_features: 20,
-                    out_features: 1,
-                    hidden,
-                    ..ModelConfig::default()
-                };
+                let (kind, hidden) = (ModelKind::Mlp, vec![8, 8]);
+                let config = ModelConfig { kind, hidden, ..ModelConfig::default() };
                 let (vs, model) = config.build(Device::Cpu, 1)?;
-                let mb = 1e-9; // a bucket for each parameter
-                let options =
-                    DdpOptions { bucket_cap_mb: mb, first_bucket_mb: mb, ..DdpOptions::default() };
+                let options = buckets_of(1e-9); // one for each parameter
                 let mut ddp = DistributedDataParallel::new(model, &vs, group.clone(), options)?;
                 if compressed {
-                    let hook: Box<dyn CommHook> = Box::new(Compress::fp16());
-                    ddp.register_comm_hook(hook)?;
+                    ddp.register_comm_hook(Box::new(Compress::fp16()))?;
                 }
                 let buffers = ddp.flat_buffers();
                 let mut optimizer: Box<dyn Optimizer> = if adamw {
@@ -199,14 +188,7 @@ fn with_scaler(
     f: impl Fn(&mut GradScaler, &mut Sgd, &VarStore) -> anyhow::Result<()> + Send + Sync + 'static,
 ) {
     ranks(1, move |rank, group| {
-        let kind = ModelKind::Linear;
-        let config = ModelConfig {
-            kind,
-            in_features: 2,
-            out_features: 1,
-            hidden: vec![],
-            ..ModelConfig::default()
-        };
+        let config = ModelConfig { in_features: 2, ..ModelConfig::default() };
         let (vs, model) = config.build(rank.device(), 0)?;
         let options_of_ddp = DdpOptions::default();
         let mut ddp = DistributedDataParallel::new(model, &vs, group.clone(), options_of_ddp)?;
@@ -251,10 +233,8 @@ fn scaler_calls_out_of_order_are_refused() {
 
 #[test]
 fn scaler_step_before_backward_is_refused() {
-    ranks(2, |rank, group| {
-        let vs = VarStore::new(rank.device());
-        let weight = vs.root().var("weight", &[2], nn::Init::Const(1.));
-        let mut ddp = DistributedDataParallel::new((), &vs, group.clone(), DdpOptions::default())?;
+    ranks(2, |_, group| {
+        let ([weight], mut ddp) = wrapped(&group, ["weight"], &[2], DdpOptions::default())?;
         let mut optimizer = Sgd::new(ddp.flat_buffers(), SgdOptions::default())?;
         let options = GradScalerOptions::default();
         let mut scaler = GradScaler::new(ddp.flat_buffers(), group, options)?;
@@ -263,10 +243,8 @@ fn scaler_step_before_backward_is_refused() {
         scaler.update()?;
         ddp.zero_grad()?;
         let error = scaler.step(&mut optimizer, 0.1).unwrap_err().to_string();
-        assert!(
-            error.contains("there has been no backward since gradients were zeroed"),
-            "{error}"
-        );
+        let told = "there has been no backward since gradients were zeroed";
+        assert!(error.contains(told), "{error}");
         ddp.backward(&scaler.scale(&weight.sum(Kind::Float))?)?;
         assert!(scaler.step(&mut optimizer, 0.1)?);
         Ok(())

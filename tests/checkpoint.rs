@@ -1,6 +1,6 @@
 //! Runs that are stopped, killed or cut short, and go on as if nothing had happened.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
@@ -16,6 +16,7 @@ use ddp_mp::{
     SgdOptions, SpawnError, Targets, TensorDataset,
 };
 use rustix::process::Signal;
+use safetensors::tensor::TensorView;
 use serde_json::Value;
 use tempfile::TempDir;
 use wait_timeout::ChildExt;
@@ -62,16 +63,33 @@ fn train(args: &str, more: &[&str]) -> Outcome {
     outcome(&stdout)
 }
 
-/// The error of a run that must be refused.
-fn refused(args: &str, more: &[&str]) -> String {
+/// Checks that a run is refused with an error that has this part, and returns the error.
+#[track_caller]
+fn refused(args: &str, more: &[&str], told: &str) -> String {
     let (code, _, stderr) = run(&arguments(args, more));
     assert_eq!(code, Some(2), "{args} {more:?}: {stderr}");
+    assert!(stderr.contains(told), "{args} {more:?}: {stderr}");
     stderr
 }
 
 fn arguments<'a>(args: &'a str, more: &[&'a str]) -> Vec<&'a str> {
     let ranks = (!args.contains("nproc")).then_some("--nproc-per-node=2");
     args.split_whitespace().chain(["--log-format=json"]).chain(ranks).chain(more.to_vec()).collect()
+}
+
+/// Starts the program with pipes.
+fn start(args: &str, more: &[&str]) -> Child {
+    let mut program = program(&arguments(args, more));
+    program.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+}
+
+/// Reads lines until they have this part, and returns them.
+fn read_until(part: &str, pipe: &mut impl BufRead) -> String {
+    let mut text = String::new();
+    while !text.contains(part) {
+        assert!(pipe.read_line(&mut text).unwrap() > 0, "{text}");
+    }
+    text
 }
 
 fn folder() -> (TempDir, String) {
@@ -140,10 +158,9 @@ fn saving_changes_no_bit_and_keeps_the_newest() {
     let (folder, dir) = self::folder();
     assert_eq!(train(args, &[&dir]), without);
     assert_eq!(names(checkpoints(&folder)), ["step-00000064", "step-00000128"]);
-    let error = refused(args, &[&dir]);
-    assert!(error.contains("holds checkpoints already, the newest is step-00000128"), "{error}");
-    let error = refused(args, &[&dir, "--resume=auto", "--batch-size=16"]);
-    assert!(error.contains("--batch-size was 32 in the checkpoint and is 16 now"), "{error}");
+    refused(args, &[&dir], "holds checkpoints already, the newest is step-00000128");
+    let told = "--batch-size was 32 in the checkpoint and is 16 now";
+    refused(args, &[&dir, "--resume=auto", "--batch-size=16"], told);
 }
 
 #[test]
@@ -151,16 +168,9 @@ fn signal_stops_all_ranks_after_the_same_step() {
     let args = "--model=mlp --hidden=16 --momentum=0.9 --lr=0.01";
     for (signal, code) in some_of([("INT", 130), ("TERM", 143), ("USR1", 0), ("HUP", 129)], 1) {
         let (_folder, dir) = folder();
-        let mut child = program(&arguments(args, &[&dir, "--max-epochs=1000000"]))
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
-            .spawn()
-            .unwrap();
+        let mut child = start(args, &[&dir, "--max-epochs=1000000"]);
         let mut stdout = BufReader::new(child.stdout.take().unwrap());
-        let mut text = String::new();
-        while !text.contains("\"epoch\":1") {
-            assert!(stdout.read_line(&mut text).unwrap() > 0, "{text}");
-        }
+        let mut text = read_until("\"epoch\":1", &mut stdout);
         send(signal, child.id());
         stdout.read_to_string(&mut text).unwrap();
         let output = child.wait_with_output().unwrap();
@@ -179,27 +189,10 @@ fn signal_stops_all_ranks_after_the_same_step() {
     }
 }
 
-#[test]
-fn second_interrupt_ends_the_process_at_once() {
-    let args = arguments("--inject-fault=stall:rank=1,at=step,step=0", &[]);
-    let mut child = program(&args).stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
-    let mut first = String::new();
-    BufReader::new(child.stdout.take().unwrap()).read_line(&mut first).unwrap();
-    send("INT", child.id());
-    // No step ends: one rank stalls in the first.
-    assert_eq!(child.wait_timeout(Duration::from_millis(300)).unwrap(), None);
-    send("INT", child.id());
-    let status = child.wait_timeout(TIMEOUT).unwrap();
-    let _ = child.kill();
-    assert_eq!(status.expect("it ends").code(), Some(130));
-}
-
 /// Starts a run in which rank 1 stalls in its first step, and returns it once it has printed a line.
 fn stalled_run(more: &[&str]) -> Child {
-    let args = arguments("--inject-fault=stall:rank=1,at=step,step=0 --stall-warning=9m", more);
-    let mut child = program(&args).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-    let mut first = String::new();
-    BufReader::new(child.stdout.take().unwrap()).read_line(&mut first).unwrap();
+    let mut child = start("--inject-fault=stall:rank=1,at=step,step=0 --stall-warning=9m", more);
+    read_until("\n", &mut BufReader::new(child.stdout.take().unwrap()));
     child
 }
 
@@ -224,22 +217,27 @@ fn signal_ends_a_run_that_hangs_after_the_grace_period() {
 }
 
 #[test]
-fn second_termination_ends_the_process_at_once() {
-    for spawn in ["--spawn=threads", "--spawn=processes"] {
+fn second_signal_ends_the_process_at_once() {
+    for (signal, code, spawn) in [
+        ("INT", 130, "--spawn=threads"),
+        ("TERM", 143, "--spawn=threads"),
+        ("TERM", 143, "--spawn=processes"),
+    ] {
         let mut child = stalled_run(&["--grace-period=1h", spawn]);
         let mut stderr = BufReader::new(child.stderr.take().unwrap());
-        let mut text = String::new();
-        send("TERM", child.id());
-        while !text.contains("SIGTERM: stopping after this step") {
-            assert!(stderr.read_line(&mut text).unwrap() > 0, "{text}");
-        }
-        // One that comes at once may be the same request, of a launcher's agent.
-        let status = (0..100).find_map(|_| {
-            send("TERM", child.id());
-            child.wait_timeout(Duration::from_millis(200)).unwrap()
+        send(signal, child.id());
+        read_until(&format!("SIG{signal}: stopping after this step"), &mut stderr);
+        // No step ends: one rank stalls in the first.
+        assert_eq!(child.wait_timeout(Duration::from_millis(300)).unwrap(), None);
+        // A termination that comes at once may be the same request, of a launcher's agent.
+        let (tries, moment) =
+            if signal == "INT" { (1, TIMEOUT) } else { (100, Duration::from_millis(200)) };
+        let status = (0..tries).find_map(|_| {
+            send(signal, child.id());
+            child.wait_timeout(moment).unwrap()
         });
         let _ = child.kill();
-        assert_eq!(status.expect("it ends").code(), Some(143), "{spawn}");
+        assert_eq!(status.expect("it ends").code(), Some(code), "{signal} {spawn}");
     }
 }
 
@@ -247,14 +245,11 @@ fn second_termination_ends_the_process_at_once() {
 #[test]
 fn signal_before_the_handlers_is_not_lost() {
     for spawn in ["--spawn=threads", "--spawn=processes"] {
-        let args = arguments("--num-samples=65536 --max-epochs=100", &[spawn]);
-        let start =
-            || program(&args).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
         let both = 1 << (Signal::USR1.as_raw() - 1) | 1 << (Signal::USR2.as_raw() - 1);
         // Returns a process that holds the signals. On a machine under load that moment may be missed.
         let held = (0..20).find_map(|_| {
             #[allow(clippy::zombie_processes)] // it is waited for below
-            let mut child = start();
+            let mut child = start("--num-samples=65536 --max-epochs=100", &[spawn]);
             loop {
                 let status = fs::read_to_string(format!("/proc/{}/status", child.id())).unwrap();
                 let signals = |set: &str| {
@@ -300,11 +295,7 @@ fn run_killed_at_any_moment_resumes_to_the_same_bits() {
     let (folder, dir) = folder();
     let (mut resumed, mut random) = (0, 1u64);
     for round in 0..rounds {
-        let mut child = program(&arguments(args, &[&dir, "--save-every=7", "--resume=auto"]))
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
-            .spawn()
-            .unwrap();
+        let mut child = start(args, &[&dir, "--save-every=7", "--resume=auto"]);
         random = random.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
         let mut stdout = BufReader::new(child.stdout.take().unwrap());
         let mut text = String::new();
@@ -335,8 +326,8 @@ fn run_killed_at_any_moment_resumes_to_the_same_bits() {
     assert!(checkpoints(&folder).len() <= 3, "what the killed left behind is gone");
 }
 
-/// What happens to a checkpoint, and what is said then.
-type Damage = (fn(&Path), &'static str);
+/// A file of a checkpoint, what happens to it, and what is said then.
+type Damage = (&'static str, fn(&Path), &'static str);
 
 #[test]
 fn damaged_checkpoint_is_refused_and_an_older_one_offered() {
@@ -344,33 +335,31 @@ fn damaged_checkpoint_is_refused_and_an_older_one_offered() {
     let whole = train("--model=mlp --momentum=0.9 --max-epochs=2", &[]);
     let damage: [Damage; 7] = [
         (
-            |it| reword(&it.join("trainer.json"), "\"epoch\": 2", "\"epoch\": 1"),
-            "trainer.json is damaged: it was changed after it was written",
+            "trainer.json",
+            |it| reword(it, "\"epoch\": 2", "\"epoch\": 1"),
+            " is damaged: it was changed after it was written",
         ),
+        ("model.safetensors", cut_off, " is damaged: it has 100 bytes instead of"),
+        ("optimizer.safetensors", flip, " is damaged: its xxh3"),
+        ("trainer.json", cut_off, " is damaged: EOF"),
+        ("trainer.json", remove, " cannot be read"),
+        ("model.safetensors", remove, " cannot"),
         (
-            |it| cut_off(&it.join("model.safetensors")),
-            "model.safetensors is damaged: it has 100 bytes instead of",
-        ),
-        (
-            |it| flip(&it.join("optimizer.safetensors")),
-            "optimizer.safetensors is damaged: its xxh3",
-        ),
-        (|it| cut_off(&it.join("trainer.json")), "trainer.json is damaged: EOF"),
-        (|it| fs::remove_file(it.join("trainer.json")).unwrap(), "trainer.json cannot be read"),
-        (|it| fs::remove_file(it.join("model.safetensors")).unwrap(), "model.safetensors cannot"),
-        (
-            |it| reword(&it.join("trainer.json"), "\"format\": 1", "\"format\": 2"),
+            "trainer.json",
+            |it| reword(it, "\"format\": 1", "\"format\": 2"),
             "has format 2, but this version of ddp-mp reads format 1",
         ),
     ];
-    for (damage, reason) in some_of(damage, 2) {
+    for (file, damage, reason) in some_of(damage, 2) {
         let (folder, dir) = folder();
         train(args, &[&dir]);
         let all = checkpoints(&folder);
-        damage(&all[2]);
-        let error = refused(args, &[&dir, "--resume=auto"]);
+        damage(&all[2].join(file));
+        let reason =
+            if reason.starts_with(' ') { format!("{file}{reason}") } else { reason.into() };
         let named = format!("checkpoint {}: ", all[2].display());
-        assert!(error.contains(&named) && error.contains(reason), "{error}");
+        let error = refused(args, &[&dir, "--resume=auto"], &named);
+        assert!(error.contains(&reason), "{error}");
         let older = all[1].display();
         assert!(error.contains(&format!("use {older}")), "{error}");
         // What is offered works, with the damaged one out of the way.
@@ -382,15 +371,18 @@ fn damaged_checkpoint_is_refused_and_an_older_one_offered() {
     train(args, &[&dir]);
     let all = checkpoints(&folder);
     all[1..].iter().for_each(|it| cut_off(&it.join("model.safetensors")));
-    let error = refused(args, &[&dir, "--resume=auto"]);
-    assert!(error.contains(&format!("use {}", all[0].display())), "{error}");
+    refused(args, &[&dir, "--resume=auto"], &format!("use {}", all[0].display()));
     cut_off(&all[0].join("model.safetensors"));
-    let error = refused(args, &[&dir, "--resume=auto"]);
-    assert!(error.contains("no older one to use instead: start over in another folder"), "{error}");
+    let told = "no older one to use instead: start over in another folder";
+    refused(args, &[&dir, "--resume=auto"], told);
 }
 
 fn cut_off(file: &Path) {
     fs::File::options().write(true).open(file).unwrap().set_len(100).unwrap();
+}
+
+fn remove(file: &Path) {
+    fs::remove_file(file).unwrap();
 }
 
 fn flip(file: &Path) {
@@ -425,8 +417,8 @@ fn full_disk_fails_the_run_and_keeps_earlier_checkpoints() {
     assert_eq!(train(args, &[&dir, "--resume=auto"]).hash, train(args, &[]).hash);
     let file = folder.path().join("file");
     fs::write(&file, "").unwrap();
-    let error = refused(args, &[&format!("--checkpoint-dir={}", file.display())]);
-    assert!(error.contains("file cannot hold checkpoints: Not a directory"), "{error}");
+    let told = "file cannot hold checkpoints: Not a directory";
+    let error = refused(args, &[&format!("--checkpoint-dir={}", file.display())], told);
     assert!(error.contains("use another folder for --checkpoint-dir"), "{error}");
 }
 
@@ -440,11 +432,8 @@ fn resume_other_world_size_continues_the_epoch() {
         train(&args(before), &[&dir, &format!("--max-steps={steps}")]);
         let (code, stdout, stderr) = run(&arguments(&args(now), &[&dir, "--resume=auto"]));
         assert_eq!(code, Some(0));
-        assert!(
-            stderr
-                .contains(&format!("the checkpoint is from {before} ranks and this run has {now}")),
-            "{stderr}"
-        );
+        let told = format!("the checkpoint is from {before} ranks and this run has {now}");
+        assert!(stderr.contains(&told), "{stderr}");
         let end = outcome(&stdout);
         assert!((end.last_loss - whole.last_loss).abs() < 1e-6 * whole.last_loss, "{stdout}");
         let left = 4032 - steps * before * 32;
@@ -460,12 +449,11 @@ fn init_from_starts_with_saved_parameters() {
     let file = checkpoints(&folder)[0].join("model.safetensors");
     let init = format!("--init-from={}", file.display());
     assert_eq!(train(args, &[&init, "--lr=0", "--seed=3"]).hash, saved.hash);
-    let error = refused("--model=mlp --hidden=64,64,8", &[&init]);
-    let expected =
+    let told =
         "does not fit the model; missing: `6.weight`, `6.bias`; of another shape: `4.weight`";
-    assert!(error.contains("--init-from: ") && error.contains(expected), "{error}");
-    let error = refused("", &[&init]);
-    assert!(error.contains("unexpected: `0.bias`, `0.weight`, `2.bias`"), "{error}");
+    let error = refused("--model=mlp --hidden=64,64,8", &[&init], told);
+    assert!(error.contains("--init-from: "), "{error}");
+    refused("", &[&init], "unexpected: `0.bias`, `0.weight`, `2.bias`");
 }
 
 /// The shapes and bytes of tensors by name.
@@ -477,7 +465,7 @@ fn saved_by(args: &str) -> (SavedTensors, String) {
     let saved = train(args, &[&dir]);
     let bytes = fs::read(checkpoints(&folder)[0].join("model.safetensors")).unwrap();
     let tensors = safetensors::SafeTensors::deserialize(&bytes).unwrap();
-    let tensor = |(name, view): (&str, safetensors::tensor::TensorView<'_>)| {
+    let tensor = |(name, view): (&str, TensorView<'_>)| {
         (name.to_owned(), (view.shape().to_vec(), view.data().to_vec()))
     };
     (tensors.iter().map(tensor).collect(), saved.hash)
@@ -486,9 +474,7 @@ fn saved_by(args: &str) -> (SavedTensors, String) {
 /// Writes float32 tensors to a file, with this metadata, and returns the flag that starts from it.
 fn init_from(file: &Path, tensors: &SavedTensors, metadata: &[(&str, &str)]) -> String {
     let views = tensors.iter().map(|(name, (shape, bytes))| {
-        let view =
-            safetensors::tensor::TensorView::new(safetensors::Dtype::F32, shape.clone(), bytes);
-        (name, view.unwrap())
+        (name, TensorView::new(safetensors::Dtype::F32, shape.clone(), bytes).unwrap())
     });
     let metadata = metadata.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned()));
     fs::write(file, safetensors::serialize(views, Some(metadata.collect())).unwrap()).unwrap();
@@ -512,19 +498,15 @@ fn init_from_follows_the_metadata_of_tied_weights() {
     let names = [("format", "pt"), ("transformer.wte.weight", "lm_head.weight")];
     let init = init_from(&file, &tensors, &names);
     assert_eq!(train(&args, &[&init, "--lr=0", "--seed=3"]).hash, hash);
-    let error = refused(&args, &[&init_from(&file, &tensors, &names[..1])]);
-    assert!(error.contains("missing: `transformer.wte.weight`; unexpected: `lm_head"), "{error}");
-    let inner = saved_by(&args)
-        .0
-        .into_iter()
-        .map(|(name, tensor)| (name.replace("transformer.", ""), tensor));
-    let error = refused(&args, &[&init_from(&file, &inner.collect(), &[])]);
-    let expected = "the model's names begin with `transformer.`, and those of the file do not; save it again with \
-                    {\"transformer.\" + name: tensor for name, tensor in model.state_dict().items()}";
-    assert!(error.contains(expected), "{error}");
+    let told = "missing: `transformer.wte.weight`; unexpected: `lm_head";
+    refused(&args, &[&init_from(&file, &tensors, &names[..1])], told);
+    let (saved, _) = saved_by(&args);
+    let inner = saved.into_iter().map(|(name, it)| (name.replace("transformer.", ""), it));
+    let told = "the model's names begin with `transformer.`, and those of the file do not; save it again with \
+                {\"transformer.\" + name: tensor for name, tensor in model.state_dict().items()}";
+    refused(&args, &[&init_from(&file, &inner.collect(), &[])], told);
     let wrong = [("transformer.wte.weight", "elsewhere")];
-    let error = refused(&args, &[&init_from(&file, &tensors, &wrong)]);
-    assert!(error.contains("missing: `transformer.wte.weight`"), "{error}");
+    refused(&args, &[&init_from(&file, &tensors, &wrong)], "missing: `transformer.wte.weight`");
 }
 
 #[test]
@@ -532,40 +514,34 @@ fn init_from_names_what_a_wrapper_adds_to_the_names() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("x.safetensors");
     let (tensors, _) = saved_by("--model=mlp --max-epochs=1");
-    for (rename, expected) in [
+    let refuses = |rename: &dyn Fn(&str) -> String, told: &str| {
+        let renamed: BTreeMap<_, _> =
+            tensors.iter().map(|(name, tensor)| (rename(name), tensor.clone())).collect();
+        let error = refused("--model=mlp", &[&init_from(&file, &renamed, &[])], told);
+        assert!(error.contains("does not fit the model: "), "{error}");
+    };
+    for (prefix, told) in [
         (
-            (|name| format!("module.{name}")) as fn(&str) -> String,
+            "module.",
             "its names have `module.`, which DistributedDataParallel or DataParallel adds; save it again with \
              {name.removeprefix(\"module.\"): tensor for name, tensor in model.state_dict().items()}",
         ),
-        (|name| format!("_orig_mod.{name}"), "`_orig_mod.`, which torch.compile adds; "),
-        (
-            |name| format!("module._orig_mod.{name}"),
-            "DataParallel adds, and `_orig_mod.`, which torch",
-        ),
-        (
-            |name| format!("_orig_mod.module.{name}"),
-            "DataParallel adds, and `_orig_mod.`, which torch",
-        ),
-        (
-            |name| name.replace('.', "._fsdp_wrapped_module."),
-            "which FullyShardedDataParallel adds; save it again with {name.replace(\"_fsdp_wrapped_module.\", \"\")",
-        ),
-        (|name| format!("model.{name}"), "`model.`, which a module around the model adds; "),
-        (|name| format!("net.layers.{name}"), "`net.layers.`, which a module around"),
-        (
-            |name| format!("model.module.{name}"),
-            ".replace(\"module.\", \"\").removeprefix(\"model.\")",
-        ),
+        ("_orig_mod.", "`_orig_mod.`, which torch.compile adds; "),
+        ("module._orig_mod.", "DataParallel adds, and `_orig_mod.`, which torch"),
+        ("_orig_mod.module.", "DataParallel adds, and `_orig_mod.`, which torch"),
+        ("model.", "`model.`, which a module around the model adds; "),
+        ("net.layers.", "`net.layers.`, which a module around"),
+        ("model.module.", ".replace(\"module.\", \"\").removeprefix(\"model.\")"),
     ] {
-        let renamed: BTreeMap<_, _> =
-            tensors.iter().map(|(name, tensor)| (rename(name), tensor.clone())).collect();
-        let error = refused("--model=mlp", &[&init_from(&file, &renamed, &[])]);
-        assert!(error.contains("does not fit the model: ") && error.contains(expected), "{error}");
+        refuses(&|name| format!("{prefix}{name}"), told);
     }
+    refuses(
+        &|name| name.replace('.', "._fsdp_wrapped_module."),
+        "which FullyShardedDataParallel adds; save it again with {name.replace(\"_fsdp_wrapped_module.\", \"\")",
+    );
     let (tensors, _) = saved_by("--max-epochs=1");
-    let error = refused("--model=mlp", &[&init_from(&file, &tensors, &[])]);
-    assert!(error.contains("does not fit the model; missing: "), "{error}");
+    let told = "does not fit the model; missing: ";
+    refused("--model=mlp", &[&init_from(&file, &tensors, &[])], told);
 }
 
 #[test]
@@ -576,9 +552,8 @@ fn init_from_refuses_weights_that_are_not_finite() {
     for number in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
         let mut wrong = tensors.clone();
         wrong.get_mut("2.weight").unwrap().1[4..8].copy_from_slice(&number.to_le_bytes());
-        let error = refused("--model=mlp", &[&init_from(&file, &wrong, &[])]);
-        let expected = "x.safetensors cannot be loaded: 1 of the 4096 numbers of `2.weight` are NaN or infinite";
-        assert!(error.contains(expected), "{error}");
+        let told = "x.safetensors cannot be loaded: 1 of the 4096 numbers of `2.weight` are NaN or infinite";
+        refused("--model=mlp", &[&init_from(&file, &wrong, &[])], told);
     }
 }
 
@@ -607,9 +582,8 @@ fn diverged_replicas_are_not_saved() {
         for (every, last) in [("--save-every-epochs=1", 10), ("--save-every=4", 12)] {
             let (code, stdout, stderr) = run(&arguments(args, &[&dir, fault, every, spawn]));
             assert_eq!(code, Some(1), "{stderr}");
-            let told = "rank 0 has another `weight` than the others";
             assert!(stderr.contains(" before a checkpoint was saved, after step "), "{stderr}");
-            assert!(stderr.contains(told), "{stderr}");
+            assert!(stderr.contains("rank 0 has another `weight` than the others"), "{stderr}");
             let failure: Value = serde_json::from_str(stdout.lines().last().unwrap()).unwrap();
             assert_eq!((&failure["event"], &failure["rank"]), (&"failure".into(), &0.into()));
             let newest = checkpoints(&folder).pop().unwrap();
@@ -628,10 +602,8 @@ fn diverged_replicas_are_not_saved() {
 fn best_checkpoint_is_kept_beside_the_newest() {
     let (folder, dir) = folder();
     let (validations, end, _) = validated(&[&dir, "--max-epochs=20", "--keep-last=1"]);
-    let smallest = validations
-        .iter()
-        .min_by(|a, b| a["loss"].as_f64().unwrap().total_cmp(&b["loss"].as_f64().unwrap()));
-    let best = smallest.unwrap();
+    let loss = |it: &&Value| it["loss"].as_f64().unwrap();
+    let best = validations.iter().min_by(|a, b| loss(a).total_cmp(&loss(b))).unwrap();
     assert_eq!(best["best"], true);
     assert_eq!(end["best"]["step"], best["step"]);
     let step = best["step"].as_u64().unwrap();
@@ -680,8 +652,7 @@ fn patience_stops_a_run_without_improvement() {
     assert_eq!((none.len(), &end["stopped"]), (0, &"patience".into()));
     let (rest, _, _) = validated(&[&dir, "--resume=auto", "--max-epochs=40"]);
     assert_eq!(rest[..], whole[validations.len()..]);
-    let error = refused("--patience=3", &[]);
-    assert!(error.contains("--patience: there are no validation samples"), "{error}");
+    refused("--patience=3", &[], "--patience: there are no validation samples");
 }
 
 #[test]
@@ -691,26 +662,23 @@ fn save_error_says_what_is_left_of_earlier_checkpoints() {
     let dir = CheckpointDir::create(&run, 2).unwrap();
     let save = |step| {
         let state = TrainerState { step, ..TrainerState::default() };
-        dir.write(&Snapshot::take(state, &[], Vec::new()).unwrap()).map_err(|it| it.to_string())
+        dir.write(&Snapshot::take(state, &[], Vec::new()).unwrap())
     };
-    let blocked = |step: u64| fs::create_dir(run.join(format!(".unfinished-step-0000000{step}")));
-    blocked(1).unwrap();
-    let told = save(1).unwrap_err();
-    assert!(
-        told.ends_with("run has no earlier checkpoint: remove the cause, and start again"),
-        "{told}"
-    );
+    let fails = |step: u64, told: &str| {
+        if run.exists() {
+            fs::create_dir(run.join(format!(".unfinished-step-0000000{step}"))).unwrap();
+        }
+        let error = save(step).unwrap_err().to_string();
+        assert!(error.contains(told), "{error}");
+        error
+    };
+    let none = "run has no earlier checkpoint: remove the cause, and start again";
+    assert!(fails(1, none).ends_with(none));
     save(2).unwrap();
-    blocked(3).unwrap();
-    let told = save(3).unwrap_err();
     let intact = "; earlier checkpoints are intact: remove the cause, and continue from step-00000002 with --resume";
-    assert!(told.contains(intact), "{told}");
+    fails(3, intact);
     fs::remove_dir_all(&run).unwrap();
-    let told = save(4).unwrap_err();
-    assert!(
-        told.contains("run was removed during the run, with all checkpoints: start again"),
-        "{told}"
-    );
+    fails(4, "run was removed during the run, with all checkpoints: start again");
 }
 
 #[test]
@@ -719,8 +687,7 @@ fn checkpoint_dir_in_use_is_refused_to_a_second_run() {
     let held = CheckpointDir::create(&folder.path().join("run"), 1).unwrap();
     let also = held.clone();
     drop(held);
-    let error = refused("", &[&dir]);
-    assert!(error.contains("another run is saving checkpoints in "), "{error}");
+    refused("", &[&dir], "another run is saving checkpoints in ");
     drop(also);
     train("", &[&dir]);
 }
@@ -764,9 +731,8 @@ fn library_resume_needs_the_same_data_and_sets_newer_aside() {
     let name = |path: &Path| path.file_name().unwrap().to_string_lossy().into_owned();
     let names = || {
         let entries = fs::read_dir(&run).unwrap().map(|it| name(&it.unwrap().path()));
-        let mut names: Vec<String> = entries.filter(|it| it.contains("step-")).collect();
-        names.sort();
-        names
+        let names: BTreeSet<String> = entries.filter(|it| it.contains("step-")).collect();
+        Vec::from_iter(names)
     };
     train_in_a_program(&run, 64, 8, None).unwrap();
     assert_eq!(names(), ["step-00000004", "step-00000008"]);
@@ -805,39 +771,33 @@ fn resume_from_an_invalid_path_names_the_newest() {
     let run = folder.path().join("run");
     let at = |path: &str| format!("--resume={}", run.join(path).display());
     let newest = format!("; the newest checkpoint in {0} is {0}/step-00000128", run.display());
-    let refuses = |resume: &str, problem: &str| {
-        let error = refused(args, &[resume]);
-        assert!(error.trim_end().ends_with(problem), "{resume}: {error}");
+    let refuses = |path: &str, problem: &str| {
+        let error = refused(args, &[&at(path)], problem);
+        assert!(error.trim_end().ends_with(problem), "{path}: {error}");
     };
-    refuses(&at("step-00000100"), &format!("this path does not exist{newest}"));
-    refuses(
-        &at("best"),
-        &format!("only a run that validates writes it, as with --val-fraction{newest}"),
-    );
+    refuses("step-00000100", &format!("this path does not exist{newest}"));
+    let none = "only a run that validates writes it, as with --val-fraction";
+    refuses("best", &format!("{none}{newest}"));
     fs::write(run.join("best"), "").unwrap();
-    refuses(&at("best"), &format!("the file names none{newest}"));
+    refuses("best", &format!("the file names none{newest}"));
     fs::write(run.join("best"), "step-00000001").unwrap();
-    refuses(&at("best"), &format!("names step-00000001, which does not exist{newest}"));
+    refuses("best", &format!("names step-00000001, which does not exist{newest}"));
     let oldest = run.join("step-00000064");
     let named = format!("this is a file of a checkpoint; name its folder, {}", oldest.display());
-    refuses(&at("step-00000064/trainer.json"), &named);
-    let empty = folder.path().join("empty");
-    refuses(&format!("--resume={}", empty.display()), "or of its run");
-    fs::create_dir(&empty).unwrap();
+    refuses("step-00000064/trainer.json", &named);
+    refuses("../empty", "or of its run");
+    fs::create_dir(folder.path().join("empty")).unwrap();
     refuses(
-        &format!("--resume={}", empty.display()),
-        "this folder has no checkpoint; name the folder of a \
-        checkpoint or of its run",
+        "../empty",
+        "this folder has no checkpoint; name the folder of a checkpoint or of its run",
     );
 
     // By its name alone, in --checkpoint-dir.
     let (code, _, stderr) = self::run(&arguments("--max-epochs=1", &[&dir, "--resume=latest"]));
     assert_eq!(code, Some(0), "{stderr}");
     assert!(stderr.contains("step-00000128: epoch 2, step 128\n"), "{stderr}");
-    assert!(
-        stderr.contains("nothing to do: 2 epochs are done, and --max-epochs is 1\n"),
-        "{stderr}"
-    );
+    let told = "nothing to do: 2 epochs are done, and --max-epochs is 1\n";
+    assert!(stderr.contains(told), "{stderr}");
     train(args, &[&dir, "--resume=step-00000064"]);
     assert!(run.join("aside-1-step-00000128").exists());
 
@@ -846,10 +806,7 @@ fn resume_from_an_invalid_path_names_the_newest() {
     let begun = train("--max-epochs=1 --lr=0", &[&init]).hash;
     assert_eq!(begun, train(args, &[&dir, "--resume=auto"]).hash);
     let (_, _, stderr) = self::run(&arguments(args, &[&dir, "--resume=auto", &init]));
-    assert!(
-        stderr.contains("--init-from is ignored: the run continues from a checkpoint"),
-        "{stderr}"
-    );
-    let error = refused(args, &[&at("latest"), &init]);
-    assert!(error.contains("--init-from: a resumed run already has parameters"), "{error}");
+    let expected = "--init-from is ignored: the run continues from a checkpoint";
+    assert!(stderr.contains(expected), "{stderr}");
+    refused(args, &[&at("latest"), &init], "--init-from: a resumed run already has parameters");
 }

@@ -43,18 +43,14 @@ fn in_memory(len: usize) -> TensorDataset {
 fn numbers(batch: &Batch) -> Vec<usize> {
     let column = |tensor: Tensor| Vec::<f32>::try_from(tensor).unwrap();
     let first = column(batch.inputs.select(1, 0));
-    assert_eq!(
-        (batch.inputs.size(), batch.targets.size()),
-        (vec![batch.len() as i64, 2], vec![batch.len() as i64, 1])
-    );
+    let len = batch.len() as i64;
+    assert_eq!((batch.inputs.size(), batch.targets.size()), (vec![len, 2], vec![len, 1]));
     assert_eq!(first, column(batch.inputs.select(1, 1)));
     for tensor in [&batch.inputs, &batch.targets] {
         assert!((tensor.data_ptr() as usize).is_multiple_of(64), "as a new tensor");
     }
-    assert_eq!(
-        first.iter().map(|x| 10. * x).collect::<Vec<_>>(),
-        column(batch.targets.select(1, 0))
-    );
+    let tenfold: Vec<f32> = first.iter().map(|x| 10. * x).collect();
+    assert_eq!(tenfold, column(batch.targets.select(1, 0)));
     first.into_iter().map(|x| x as usize).collect()
 }
 
@@ -197,10 +193,17 @@ fn run_resumed_at_any_step_has_the_bits_of_new_tensors() {
 }
 
 #[test]
-fn dataset_error_names_the_samples() {
-    for workers in [0, 2] {
+fn failure_of_a_data_set_is_one_of_its_rank_and_names_the_samples() {
+    type At = fn(usize) -> anyhow::Result<()>;
+    let no_file: At = |index| if index == 7 { anyhow::bail!("no such file") } else { Ok(()) };
+    let panics: At = |index| if index == 7 { panic!("on purpose") } else { Ok(()) };
+    let cases = [
+        (0, no_file, "loading data (samples ", ["7", ""], "no such file"),
+        (2, no_file, "loading data (samples ", ["7", ""], "no such file"),
+        (2, panics, "", ["panicked", "on purpose"], ""),
+    ];
+    for (workers, at, start, words, end) in cases {
         let run = try_ranks(2, move |rank, group| {
-            let at = |index| if index == 7 { Err(anyhow::anyhow!("no such file")) } else { Ok(()) };
             let dataset = Arc::new(Numbers { len: 40, at });
             for batch in loader(dataset, 3, workers, rank, &group)?.epoch(0)? {
                 batch?;
@@ -209,24 +212,9 @@ fn dataset_error_names_the_samples() {
             Ok(())
         });
         let message = run.unwrap_err().failure.error.clone();
-        assert!(message.starts_with("loading data (samples "), "{message}");
-        assert!(message.contains('7') && message.ends_with("no such file"), "{message}");
+        assert!(message.starts_with(start) && message.ends_with(end), "{message}");
+        assert!(words.iter().all(|word| message.contains(word)), "{message}");
     }
-}
-
-#[test]
-fn worker_panic_is_an_error_of_its_rank() {
-    let run = try_ranks(2, |rank, group| {
-        let at = |index| if index == 7 { panic!("on purpose") } else { Ok(()) };
-        let dataset = Arc::new(Numbers { len: 40, at });
-        for batch in loader(dataset, 3, 2, rank, &group)?.epoch(0)? {
-            batch?;
-        }
-        group.barrier()?;
-        Ok(())
-    });
-    let message = run.unwrap_err().failure.error.clone();
-    assert!(message.contains("panicked") && message.contains("on purpose"), "{message}");
 }
 
 /// Tells when a sample is asked for, and gives it when it is told to.

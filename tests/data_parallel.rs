@@ -5,14 +5,7 @@ use std::sync::Mutex;
 
 use serde_json::Value;
 
-use crate::harness::{in_parallel, run, some_of};
-
-/// The `end` event of a run.
-fn end(args: &[&str]) -> Value {
-    let (code, stdout, stderr) = run(&[&["--log-format=json"], args].concat());
-    assert_eq!(code, Some(0), "{args:?}: {stderr}");
-    serde_json::from_str(stdout.lines().last().unwrap()).unwrap()
-}
+use crate::harness::{in_parallel, run, run_end, some_of};
 
 #[test]
 fn data_parallel_has_the_bits_of_ddp() {
@@ -32,8 +25,8 @@ fn data_parallel_has_the_bits_of_ddp() {
     in_parallel(&cases, |&(ranks, flags)| {
         let common = ["--nproc-per-node", ranks, "--batch-size=7", "--lr=0.01"];
         let flags: Vec<&str> = common.into_iter().chain(flags.split_whitespace()).collect();
-        let ddp = end(&[&flags[..], &["--strategy=ddp"]].concat());
-        let dp = end(&[&flags[..], &["--strategy=dp"]].concat());
+        let [ddp, dp] = ["--strategy=ddp", "--strategy=dp"]
+            .map(|strategy| run_end(&[&flags[..], &[strategy]].concat()));
         for key in ["parameters_hash", "steps", "loss"] {
             assert_eq!(dp[key], ddp[key], "{key}, {flags:?}");
         }
@@ -49,7 +42,7 @@ fn data_parallel_has_the_bits_of_ddp() {
 fn end_event_has_the_bytes_of_each_rank() {
     let moved = |strategy: &str| {
         let flags = ["--nproc-per-node=4", "--model=mlp", "--max-epochs=4", strategy];
-        let end = end(&flags);
+        let end = run_end(&flags);
         let bytes = |key: &str| -> Vec<u64> {
             end[key].as_array().unwrap().iter().map(|bytes| bytes.as_u64().unwrap()).collect()
         };
@@ -92,45 +85,35 @@ fn failing_rank_ends_the_run() {
 
 #[test]
 fn ddp_options_are_refused() {
-    for flag in [
-        "bucket-cap-mb=1",
-        "no-overlap",
-        "comm-hook=fp16",
-        "no-broadcast-buffers",
-        "sync-batch-norm",
-    ] {
-        let name = flag.split('=').next().unwrap();
-        let flag = format!("--{flag}");
-        let model = ["--strategy=dp", "--model=cnn", "--in-features=64", &flag];
-        let (code, stdout, stderr) = run(&model);
-        assert_eq!((code, &stdout[..]), (Some(2), ""), "{flag}");
-        assert_eq!(
-            stderr,
-            format!("ddp-mp: --{name}: needs --strategy ddp; remove it, or use that strategy\n")
-        );
-    }
-    let (code, _, stderr) = run(&["--strategy=dp", "--amp=fp16"]);
-    assert_eq!(code, Some(2));
-    assert!(stderr.starts_with("ddp-mp: --amp: fp16 needs --strategy ddp"), "{stderr}");
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("run.toml");
     fs::write(&file, "strategy = \"dp\"\ncomm_hook = \"bf16\"\n").unwrap();
-    let (code, _, stderr) = run(&["--config", file.to_str().unwrap()]);
-    assert_eq!(code, Some(2));
-    assert!(
-        stderr.ends_with(
-            "run.toml: comm_hook: needs --strategy ddp; remove it, or use that strategy\n"
-        ),
-        "{stderr}"
-    );
+    let needs =
+        |name: &str| format!("{name}: needs --strategy ddp; remove it, or use that strategy\n");
+    let flags = [
+        "--bucket-cap-mb=1",
+        "--no-overlap",
+        "--comm-hook=fp16",
+        "--no-broadcast-buffers",
+        "--sync-batch-norm",
+    ];
+    let refused = flags.map(|flag| {
+        let args = vec!["--strategy=dp", "--model=cnn", "--in-features=64", flag];
+        (args, format!("ddp-mp: {}", needs(flag.split('=').next().unwrap())))
+    });
+    let config = (vec!["--config", file.to_str().unwrap()], needs("run.toml: comm_hook"));
+    let amp =
+        (vec!["--strategy=dp", "--amp=fp16"], "ddp-mp: --amp: fp16 needs --strategy ddp".into());
+    for (args, told) in refused.into_iter().chain([config, amp]) {
+        let (code, stdout, stderr) = run(&args);
+        assert_eq!((code, &stdout[..]), (Some(2), ""), "{args:?}");
+        assert!(stderr.contains(&told) && stderr.lines().count() == 1, "{stderr}");
+    }
 }
 
 #[test]
 fn bench_step_measures_data_parallel() {
-    let flags = ["--strategy=dp", "--steps=30", "--nproc-per-node=2", "--log-format=json"];
-    let (code, stdout, stderr) = run(&[&["bench", "step"], &flags[..]].concat());
-    assert_eq!(code, Some(0), "{stderr}");
-    let row: Value = serde_json::from_str(&stdout).unwrap();
+    let row = run_end(&["bench", "step", "--strategy=dp", "--steps=30", "--nproc-per-node=2"]);
     for part in ["forward_us", "backward_us", "communication_us", "optimizer_us"] {
         assert!(row[part].as_f64() > Some(0.) && row[part].as_f64() < row["us_max"].as_f64());
     }

@@ -11,7 +11,7 @@ use ddp_mp::{
 use tch::nn::{self, VarStore};
 use tch::{Device, Kind, Reduction, Tensor};
 
-use crate::harness::{ranks, run, runs_every_case, try_ranks};
+use crate::harness::{ranks, run_end, run_events, runs_every_case, try_ranks};
 
 fn mlp() -> ModelConfig {
     let (kind, hidden) = (ModelKind::Mlp, vec![17, 9]);
@@ -28,11 +28,10 @@ fn train(
     group: Rc<ProcessGroup>,
     dataset: &Arc<TensorDataset>,
     batch_size: usize,
-    options: DdpOptions,
 ) -> anyhow::Result<(Vec<f32>, Vec<u64>)> {
     // Every rank starts from parameters of its own: rank 0's must win.
     let (vs, model) = mlp().build(rank.device(), 100 + rank.rank() as u64)?;
-    let mut ddp = DistributedDataParallel::new(model, &vs, group, options)?;
+    let mut ddp = DistributedDataParallel::new(model, &vs, group, DdpOptions::default())?;
     let mut optimizer = Sgd::new(ddp.flat_buffers(), SgdOptions::default())?;
     let sampler = DistributedSampler::new(dataset.len(), rank.world_size(), rank.rank())?.seed(3);
     let loader = DataLoader::new(dataset.clone(), sampler, batch_size, rank.device())?;
@@ -55,27 +54,18 @@ fn train(
 #[test]
 fn n_ranks_match_one_rank_with_the_n_fold_batch() {
     let dataset = random_data(240);
-    let alone = {
-        let dataset = dataset.clone();
-        move |batch_size| {
-            let dataset = dataset.clone();
-            ranks(1, move |rank, group| {
-                train(rank, group, &dataset, batch_size, DdpOptions::default())
-            })
-            .remove(0)
-            .0
-        }
-    };
     for world_size in [2, 3, 4, 5] {
-        let expected = alone(8 * world_size);
-        let dataset = dataset.clone();
-        let results = ranks(world_size, move |rank, group| {
-            train(rank, group, &dataset, 8, DdpOptions::default())
-        });
+        let of_ranks = |world_size: usize, batch_size: usize| {
+            let dataset = dataset.clone();
+            let (parameters, _) =
+                ranks(world_size, move |rank, group| train(rank, group, &dataset, batch_size))
+                    .remove(0);
+            parameters
+        };
+        let (expected, found) = (of_ranks(1, 8 * world_size), of_ranks(world_size, 8));
         // The same numbers are added in another order: after 18 to 45 steps in single precision the
         // parameters, of size 1, differ by no more than a few units in the last place.
-        let largest =
-            results[0].0.iter().zip(&expected).map(|(a, b)| (a - b).abs()).fold(0., f32::max);
+        let largest = found.iter().zip(&expected).map(|(a, b)| (a - b).abs()).fold(0., f32::max);
         assert!(largest < 1e-6, "{world_size} ranks: {largest:e}");
     }
 }
@@ -85,70 +75,11 @@ fn replicas_are_bit_identical_after_every_step() {
     for world_size in [2, 3, 5] {
         // Not a multiple of anything: padded shares and a smaller last batch.
         let dataset = random_data(101);
-        let results = ranks(world_size, move |rank, group| {
-            train(rank, group, &dataset, 7, DdpOptions::default())
-        });
+        let results = ranks(world_size, move |rank, group| train(rank, group, &dataset, 7));
         let (_, first) = &results[0];
         assert!(first.windows(2).all(|pair| pair[0] != pair[1]), "every step changes the model");
         assert!(results.iter().all(|(_, hashes)| hashes == first), "{world_size} ranks");
     }
-}
-
-#[test]
-fn bucket_size_changes_no_bit() {
-    let in_buckets = |bucket_bytes: f64| {
-        let dataset = random_data(64);
-        let mb = bucket_bytes / f64::from(1 << 20);
-        let options =
-            DdpOptions { bucket_cap_mb: mb, first_bucket_mb: mb, ..DdpOptions::default() };
-        ranks(3, move |rank, group| train(rank, group, &dataset, 8, options.clone())).remove(0).0
-    };
-    let one = in_buckets(1e9);
-    assert_eq!(in_buckets(1.), one, "a bucket for each parameter");
-    assert_eq!(in_buckets(300.), one, "a few parameters in each");
-}
-
-#[test]
-fn gradients_accumulate_until_zeroed() {
-    ranks(2, |rank, group| {
-        let vs = VarStore::new(rank.device());
-        let weight = vs.root().var("w", &[3], nn::Init::Const(1.));
-        let mut ddp = DistributedDataParallel::new((), &vs, group, DdpOptions::default())?;
-        let factor = rank.rank() as f64 + 1.; // the mean over the ranks is 1.5
-        for expected in [1.5, 3.0] {
-            // The first mean is averaged again with the second, and is the same on all ranks.
-            ddp.backward(&(&weight * factor).sum(Kind::Float))?;
-            assert_eq!(Vec::<f32>::try_from(weight.grad())?, [expected; 3]);
-        }
-        ddp.zero_grad()?;
-        assert!(!weight.grad().defined());
-        ddp.backward(&(&weight * factor).sum(Kind::Float))?;
-        assert_eq!(Vec::<f32>::try_from(weight.grad())?, [1.5; 3]);
-        Ok(())
-    });
-}
-
-#[test]
-fn unused_parameter_contributes_zeros() {
-    ranks(2, |rank, group| {
-        let vs = VarStore::new(rank.device());
-        let root = vs.root();
-        let used = root.var("used", &[2], nn::Init::Const(2.));
-        let on_rank_0 = root.var("on_rank_0", &[2], nn::Init::Const(3.));
-        let never = root.var("never", &[2], nn::Init::Const(4.));
-        let options = DdpOptions { find_unused_parameters: true, ..DdpOptions::default() };
-        let mut ddp = DistributedDataParallel::new((), &vs, group, options)?;
-        let loss = if rank.rank() == 0 { &used + &on_rank_0 } else { used.shallow_clone() };
-        ddp.backward(&loss.sum(Kind::Float))?;
-        assert_eq!(Vec::<f32>::try_from(used.grad())?, [1.; 2]);
-        assert_eq!(Vec::<f32>::try_from(on_rank_0.grad())?, [0.5; 2]);
-        assert!(!never.grad().defined(), "no rank has one");
-        // In another step it is there again.
-        ddp.zero_grad()?;
-        ddp.backward(&(&used + &on_rank_0 + &never).sum(Kind::Float))?;
-        assert_eq!(Vec::<f32>::try_from(never.grad())?, [1.; 2]);
-        Ok(())
-    });
 }
 
 #[test]
@@ -221,13 +152,9 @@ fn model_mismatch_error_names_the_first_difference() {
         let _ = root.var("a", &[2], one);
         let _ = root.var("b", if other { &[4, 3] } else { &[3, 4] }, one);
     });
-    assert!(
-        shape.contains(
-            "at tensor 1 (of 2 on rank 0, 2 on rank 1) rank 0 has (parameter `b`, float32 [3, 4]), \
-             rank 1 has (parameter `b`, float32 [4, 3])"
-        ),
-        "{shape}"
-    );
+    let told = "at tensor 1 (of 2 on rank 0, 2 on rank 1) rank 0 has (parameter `b`, float32 [3, 4]), \
+                rank 1 has (parameter `b`, float32 [4, 3])";
+    assert!(shape.contains(told), "{shape}");
     let name = model_mismatch(move |root, other| {
         let _ = root.var(if other { "y" } else { "x" }, &[2], one);
     });
@@ -253,22 +180,15 @@ fn model_mismatch_error_names_the_first_difference() {
 
 #[test]
 fn loss_decreases_for_every_model_and_loss() {
-    let line = |json: &str| serde_json::from_str::<serde_json::Value>(json).unwrap();
     for model in ["linear", "mlp"] {
         for loss in [&["--loss", "mse"][..], &["--loss", "cross-entropy", "--out-features", "4"]] {
-            let mut args = vec!["--max-epochs=4", "--lr=0.05", "--model", model];
-            args.extend(["--nproc-per-node=2", "--log-format=json"]);
-            args.extend(loss);
-            let (code, stdout, stderr) = run(&args);
-            assert_eq!(code, Some(0), "{stderr}");
-            let losses: Vec<f64> = stdout
-                .lines()
-                .map(line)
-                .filter(|event| event["event"] == "epoch" && event["rank"] == 0)
-                .map(|event| event["loss"].as_f64().unwrap())
-                .collect();
+            let args = ["--max-epochs=4", "--lr=0.05", "--nproc-per-node=2", "--model", model];
+            let events = run_events(&[&args, loss].concat());
+            let of_rank_0 =
+                events.iter().filter(|event| event["event"] == "epoch" && event["rank"] == 0);
+            let losses: Vec<f64> = of_rank_0.map(|event| event["loss"].as_f64().unwrap()).collect();
             assert_eq!(losses.len(), 4);
-            assert!(losses[3] < losses[0], "{args:?}: {losses:?}");
+            assert!(losses[3] < losses[0], "{model} {loss:?}: {losses:?}");
         }
     }
 }
@@ -277,11 +197,7 @@ fn loss_decreases_for_every_model_and_loss() {
 #[test]
 fn same_flags_give_the_same_bits() {
     let hash = |args: &[&str]| {
-        let mut all = vec!["--log-format=json", "--model=mlp", "--max-epochs=2"];
-        all.extend(args);
-        let (code, stdout, stderr) = run(&all);
-        assert_eq!(code, Some(0), "{stderr}");
-        let end: serde_json::Value = serde_json::from_str(stdout.lines().last().unwrap()).unwrap();
+        let end = run_end(&[&["--model=mlp", "--max-epochs=2"], args].concat());
         assert_eq!(end["event"], "end");
         end["parameters_hash"].as_str().unwrap().to_string()
     };

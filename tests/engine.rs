@@ -4,6 +4,7 @@ use std::cell::RefCell;
 use std::rc::Rc;
 
 use ddp_mp::ddp::{CommHook, Compress, JoinOptions, hook_fn};
+use ddp_mp::models::{Activation, Model, ModelConfig, ModelKind};
 use ddp_mp::{
     AdamW, AdamWOptions, DdpOptions, DistributedDataParallel, Optimizer, ProcessGroup, Rank,
     ReduceOp, Sgd, SgdOptions,
@@ -11,34 +12,16 @@ use ddp_mp::{
 use tch::nn::{self, Module, VarStore};
 use tch::{Device, Kind, Tensor};
 
-use crate::harness::{ranks, try_ranks};
+use crate::harness::{buckets_of, ranks, try_ranks, wrapped};
 use crate::shared::power_sgd::{PowerSgd, PowerSgdOptions};
 
 /// Caps that give every parameter a bucket of its own.
 const TINY: f64 = 1e-9;
 
-fn mlp(vs: &VarStore) -> impl Module + use<> {
-    let root = vs.root();
-    let layer = |name: &str, from, to, seed: f64| {
-        let weight = (root.clone() / name).var("weight", &[to, from], nn::Init::Const(0.));
-        let bias = (root.clone() / name).var("bias", &[to], nn::Init::Const(0.));
-        tch::no_grad(|| {
-            let numbers = Tensor::arange(to * from, (Kind::Float, Device::Cpu));
-            weight.shallow_clone().copy_(&((numbers * 0.37 + seed).sin() * 0.4).view([to, from]));
-        });
-        (weight, bias)
-    };
-    let layers = [layer("0", 6, 9, 1.), layer("2", 9, 5, 2.), layer("4", 5, 1, 3.)];
-    nn::func(move |xs| {
-        let mut xs = xs.shallow_clone();
-        for (i, (weight, bias)) in layers.iter().enumerate() {
-            xs = xs.linear(weight, Some(bias));
-            if i < 2 {
-                xs = xs.tanh();
-            }
-        }
-        xs
-    })
+fn mlp() -> ddp_mp::Result<(VarStore, Model)> {
+    let (kind, activation, hidden) = (ModelKind::Mlp, Activation::Tanh, vec![9, 5]);
+    let config = ModelConfig { kind, in_features: 6, activation, hidden, ..ModelConfig::default() };
+    config.build(Device::Cpu, 1)
 }
 
 fn batch(rank: usize, step: i64, len: i64) -> (Tensor, Tensor) {
@@ -55,8 +38,7 @@ fn train(
     options: DdpOptions,
     hook: Option<Box<dyn CommHook>>,
 ) -> anyhow::Result<Vec<f32>> {
-    let vs = VarStore::new(rank.device());
-    let model = mlp(&vs);
+    let (vs, model) = mlp()?;
     let mut ddp = DistributedDataParallel::new(model, &vs, group, options)?;
     if let Some(hook) = hook {
         ddp.register_comm_hook(hook)?;
@@ -69,25 +51,20 @@ fn train(
         ddp.backward(&loss)?;
         optimizer.step(0.1)?;
     }
-    parameters(&vs)
+    flat(vs.trainable_variables().iter().map(Tensor::detach))
 }
 
-fn parameters(vs: &VarStore) -> anyhow::Result<Vec<f32>> {
-    let all: Vec<Tensor> =
-        vs.trainable_variables().iter().map(|p| p.detach().flatten(0, -1)).collect();
-    Ok(Vec::<f32>::try_from(Tensor::cat(&all, 0))?)
+/// All numbers of these tensors.
+fn flat(tensors: impl Iterator<Item = Tensor>) -> anyhow::Result<Vec<f32>> {
+    let all: Vec<Tensor> = tensors.map(|it| it.flatten(0, -1)).collect();
+    Ok(Vec::try_from(Tensor::cat(&all, 0))?)
 }
 
 #[test]
 fn overlap_and_bucket_size_change_no_bit() {
     for world_size in 1..=3 {
         let with = |overlap, mb| {
-            let options = DdpOptions {
-                overlap,
-                bucket_cap_mb: mb,
-                first_bucket_mb: mb,
-                ..DdpOptions::default()
-            };
+            let options = DdpOptions { overlap, ..buckets_of(mb) };
             let all =
                 ranks(world_size, move |rank, group| train(rank, group, options.clone(), None));
             assert!(all.iter().all(|one| one == &all[0]), "replicas are the same");
@@ -105,16 +82,10 @@ fn overlap_and_bucket_size_change_no_bit() {
 #[test]
 fn overlap_reduces_buckets_before_backward_ends() {
     let seen = ranks(2, |rank, group| {
-        let vs = VarStore::new(rank.device());
-        let model = mlp(&vs);
+        let (vs, model) = mlp()?;
         let mut order = Vec::new();
         for overlap in [true, false] {
-            let options = DdpOptions {
-                overlap: Some(overlap),
-                bucket_cap_mb: TINY,
-                first_bucket_mb: TINY,
-                ..DdpOptions::default()
-            };
+            let options = DdpOptions { overlap: Some(overlap), ..buckets_of(TINY) };
             let mut ddp = DistributedDataParallel::new((), &vs, group.clone(), options)?;
             let reduced = Rc::new(RefCell::new(Vec::new()));
             let notes = reduced.clone();
@@ -127,7 +98,7 @@ fn overlap_reduces_buckets_before_backward_ends() {
             }))?;
             let (inputs, targets) = batch(rank.rank(), 0, 8);
             ddp.zero_grad()?;
-            ddp.backward(&model.forward(&inputs).mse_loss(&targets, tch::Reduction::Mean))?;
+            ddp.backward(&model.forward_t(&inputs, true).mse_loss(&targets, tch::Reduction::Mean))?;
             let statistics = ddp.statistics();
             assert_eq!(statistics.bucket_bytes.len(), 6);
             assert_eq!(statistics.overlapped > 0., overlap, "{statistics:?}");
@@ -147,14 +118,8 @@ fn overlap_reduces_buckets_before_backward_ends() {
 
 #[test]
 fn buckets_are_rebuilt_in_the_gradient_order_of_rank_0() {
-    let all = ranks(2, |rank, group| {
-        let vs = VarStore::new(rank.device());
-        let root = vs.root();
-        let names = ["a", "b", "c"];
-        let parameters = names.map(|name| root.var(name, &[3], nn::Init::Const(1.)));
-        let options =
-            DdpOptions { bucket_cap_mb: TINY, first_bucket_mb: TINY, ..DdpOptions::default() };
-        let mut ddp = DistributedDataParallel::new((), &vs, group, options)?;
+    let all = ranks(2, |_, group| {
+        let (parameters, mut ddp) = wrapped(&group, ["a", "b", "c"], &[3], buckets_of(TINY))?;
         let sizes = Rc::new(RefCell::new(Vec::new()));
         let notes = sizes.clone();
         ddp.register_comm_hook(hook_fn("noting", move |bucket, group| {
@@ -183,8 +148,7 @@ fn buckets_are_rebuilt_in_the_gradient_order_of_rank_0() {
 #[test]
 fn no_sync_sends_nothing_and_averages_the_sum_once() {
     let all = ranks(2, |rank, group| {
-        let vs = VarStore::new(rank.device());
-        let model = mlp(&vs);
+        let (vs, model) = mlp()?;
         let mut ddp =
             DistributedDataParallel::new(model, &vs, group.clone(), DdpOptions::default())?;
         let loss = |ddp: &DistributedDataParallel<_>, step, len| {
@@ -222,10 +186,9 @@ fn unused_parameters_are_named_on_every_rank() {
         let vs = VarStore::new(rank.device());
         let root = vs.root();
         let used = root.var("used", &[2], nn::Init::Const(1.));
-        let (left, right) = (
-            (&root / "layer").var("left", &[2], nn::Init::Const(1.)),
-            (&root / "layer").var("right", &[2], nn::Init::Const(1.)),
-        );
+        let layer = &root / "layer";
+        let [left, right] =
+            ["left", "right"].map(|name| layer.var(name, &[2], nn::Init::Const(1.)));
         let mut ddp = DistributedDataParallel::new((), &vs, group, DdpOptions::default())?;
         ddp.backward(&(&used * &left * &right).sum(Kind::Float))?;
         let loss = if rank.rank() == 1 { used } else { used * left * right };
@@ -251,10 +214,8 @@ fn find_unused_parameters_averages_with_any_buckets_and_overlap() {
         for (overlap, mb) in [(true, TINY), (true, 25.), (false, TINY), (true, 100e-6)] {
             let options = DdpOptions {
                 overlap: Some(overlap),
-                bucket_cap_mb: mb,
-                first_bucket_mb: mb,
                 find_unused_parameters: true,
-                ..DdpOptions::default()
+                ..buckets_of(mb)
             };
             let mut ddp = DistributedDataParallel::new((), &vs, group.clone(), options)?;
             for step in 0..6 {
@@ -328,10 +289,8 @@ fn power_sgd_error_feedback_recovers_the_mean() {
 
 #[test]
 fn averaged_grad_refuses_gradients_of_no_sync() {
-    ranks(2, |rank, group| {
-        let vs = VarStore::new(rank.device());
-        let weight = vs.root().var("weight", &[3], nn::Init::Const(1.));
-        let mut ddp = DistributedDataParallel::new((), &vs, group, DdpOptions::default())?;
+    ranks(2, |_, group| {
+        let ([weight], mut ddp) = wrapped(&group, ["weight"], &[3], DdpOptions::default())?;
         let no_sync = ddp.no_sync();
         ddp.backward(&weight.sum(Kind::Float))?;
         drop(no_sync);
@@ -351,8 +310,7 @@ fn comm_hook_sees_the_last_bucket_of_each_step() {
         // Buckets begin with the parameter that was created last.
         let empty = vs.root().var("empty", &[0], nn::Init::Const(1.));
         let weights = ["a", "b"].map(|name| vs.root().var(name, &[3], nn::Init::Const(1.)));
-        let options =
-            DdpOptions { bucket_cap_mb: TINY, first_bucket_mb: TINY, ..DdpOptions::default() };
+        let options = buckets_of(TINY);
         let mut ddp = DistributedDataParallel::new((), &vs, group, options)?;
         let seen = Rc::new(RefCell::new(Vec::new()));
         let notes = seen.clone();
@@ -370,54 +328,34 @@ fn comm_hook_sees_the_last_bucket_of_each_step() {
 }
 
 #[test]
-fn comm_hook_error_ends_backward_on_every_rank() {
-    for overlap in [true, false] {
+fn comm_hook_failure_is_one_of_its_rank() {
+    for (overlap, panics, told) in [
+        (true, false, "rank 1 (CPU:1) failed in its function: the cause"),
+        (false, false, "rank 1 (CPU:1) failed in its function: the cause"),
+        (true, true, "rank 1 (CPU:1) failed in its function: panicked"),
+    ] {
         let error = try_ranks(2, move |rank, group| {
-            let vs = VarStore::new(rank.device());
-            let weight = vs.root().var("weight", &[3], nn::Init::Const(1.));
             let options = DdpOptions { overlap: Some(overlap), ..DdpOptions::default() };
-            let mut ddp = DistributedDataParallel::new((), &vs, group, options)?;
+            let ([weight], mut ddp) = wrapped(&group, ["weight"], &[3], options)?;
             let me = rank.rank();
             ddp.register_comm_hook(hook_fn("failing", move |bucket, group| {
+                assert!(me == 0 || !panics, "on purpose");
                 if me == 1 {
                     return Err(ddp_mp::Error::usage("the cause".into()));
                 }
                 group.all_reduce(bucket.gradients, ReduceOp::Sum)
             }))?;
             Ok(ddp.backward(&weight.sum(Kind::Float))?)
-        })
-        .unwrap_err();
-        assert_eq!(error.to_string(), "rank 1 (CPU:1) failed in its function: the cause");
+        });
+        let error = error.unwrap_err().to_string();
+        assert!(if panics { error.starts_with(told) } else { error == told }, "{error}");
     }
-}
-
-#[test]
-fn comm_hook_panic_is_a_failure_of_its_rank() {
-    let error = try_ranks(2, |rank, group| {
-        let vs = VarStore::new(rank.device());
-        let weight = vs.root().var("weight", &[3], nn::Init::Const(1.));
-        let options = DdpOptions { overlap: Some(true), ..DdpOptions::default() };
-        let mut ddp = DistributedDataParallel::new((), &vs, group, options)?;
-        let me = rank.rank();
-        ddp.register_comm_hook(hook_fn("panicking", move |bucket, group| {
-            assert_eq!(me, 0, "on purpose");
-            group.all_reduce(bucket.gradients, ReduceOp::Sum)
-        }))?;
-        Ok(ddp.backward(&weight.sum(Kind::Float))?)
-    })
-    .unwrap_err();
-    assert!(
-        error.to_string().starts_with("rank 1 (CPU:1) failed in its function: panicked"),
-        "{error}"
-    );
 }
 
 #[test]
 fn backward_that_bypasses_ddp_is_refused() {
     ranks(2, |rank, group| {
-        let vs = VarStore::new(rank.device());
-        let weight = vs.root().var("weight", &[3], nn::Init::Const(1.));
-        let mut ddp = DistributedDataParallel::new((), &vs, group, DdpOptions::default())?;
+        let ([weight], mut ddp) = wrapped(&group, ["weight"], &[3], DdpOptions::default())?;
         let loss = || weight.sum(Kind::Float) * (rank.rank() as i64 + 1);
         let error = loss().f_backward().unwrap_err().to_string();
         assert!(error.contains("call ddp.backward instead"), "{error}");
@@ -466,21 +404,6 @@ fn static_graph_may_omit_the_same_parameters_in_every_step() {
         }
         Ok(())
     });
-    let error = try_ranks(2, |rank, group| {
-        let vs = VarStore::new(rank.device());
-        let root = vs.root();
-        let [used, sometimes] =
-            ["used", "sometimes"].map(|name| root.var(name, &[2], nn::Init::Const(1.)));
-        let options = DdpOptions { static_graph: true, ..DdpOptions::default() };
-        let mut ddp = DistributedDataParallel::new((), &vs, group, options)?;
-        ddp.backward(&(&used * &sometimes).sum(Kind::Float))?;
-        Ok(ddp.backward(&used.sum(Kind::Float))?)
-    })
-    .unwrap_err();
-    assert!(
-        error.to_string().contains("because the loss does not depend on them: sometimes"),
-        "{error}"
-    );
 }
 
 /// What ranks with so many batches each come to: one weight, whose gradient is the batch's number.
@@ -511,7 +434,7 @@ fn joined(batches: &'static [usize], options: JoinOptions, ddp_options: &DdpOpti
 
 #[test]
 fn join_shadows_the_collectives_of_active_ranks() {
-    let tiny = DdpOptions { bucket_cap_mb: TINY, first_bucket_mb: TINY, ..DdpOptions::default() };
+    let tiny = buckets_of(TINY);
     let find = DdpOptions { find_unused_parameters: true, ..DdpOptions::default() };
     let fixed = DdpOptions { static_graph: true, ..DdpOptions::default() };
     for options in [DdpOptions::default(), tiny, find, fixed] {
@@ -535,10 +458,8 @@ fn join_shadows_the_collectives_of_active_ranks() {
 #[test]
 fn join_keeps_the_gradient_of_a_parameter_that_is_not_used() {
     ranks(2, |rank, group| {
-        let vs = VarStore::new(rank.device());
-        let [a, b] = ["a", "b"].map(|name| vs.root().var(name, &[1], nn::Init::Const(1.)));
         let options = DdpOptions { find_unused_parameters: true, ..DdpOptions::default() };
-        let mut ddp = DistributedDataParallel::new((), &vs, group, options)?;
+        let ([a, b], mut ddp) = wrapped(&group, ["a", "b"], &[1], options)?;
         let by_active =
             JoinOptions { divide_by_initial_world_size: false, ..JoinOptions::default() };
         ddp.join(by_active, |ddp| {
@@ -555,9 +476,7 @@ fn join_keeps_the_gradient_of_a_parameter_that_is_not_used() {
 #[test]
 fn join_can_throw_on_uneven_inputs() {
     let error = try_ranks(3, |rank, group| {
-        let vs = VarStore::new(rank.device());
-        let weight = vs.root().var("weight", &[3], nn::Init::Const(0.));
-        let mut ddp = DistributedDataParallel::new((), &vs, group, DdpOptions::default())?;
+        let ([weight], mut ddp) = wrapped(&group, ["weight"], &[3], DdpOptions::default())?;
         let options = JoinOptions { throw_on_early_termination: true, ..JoinOptions::default() };
         ddp.join(options, |ddp| {
             for _ in 0..=rank.rank() {
@@ -596,10 +515,8 @@ fn buffers_follow_rank_0_unless_disabled() {
 fn graph_from_before_a_bucket_rebuild_keeps_its_values() {
     ranks(2, |rank, group| {
         let gradients = |mb: f64| -> anyhow::Result<Vec<f32>> {
-            let vs = VarStore::new(rank.device());
-            let model = mlp(&vs);
-            let options =
-                DdpOptions { bucket_cap_mb: mb, first_bucket_mb: mb, ..DdpOptions::default() };
+            let (vs, model) = mlp()?;
+            let options = buckets_of(mb);
             let mut ddp = DistributedDataParallel::new(model, &vs, group.clone(), options)?;
             let loss = |step| {
                 let (inputs, targets) = batch(rank.rank(), step, 8);
@@ -609,9 +526,7 @@ fn graph_from_before_a_bucket_rebuild_keeps_its_values() {
             ddp.backward(&first)?; // and the buckets are put together anew
             ddp.zero_grad()?;
             ddp.backward(&second)?;
-            let all: Vec<Tensor> =
-                vs.trainable_variables().iter().map(|p| p.grad().flatten(0, -1)).collect();
-            Ok(Vec::<f32>::try_from(Tensor::cat(&all, 0))?)
+            flat(vs.trainable_variables().iter().map(Tensor::grad))
         };
         assert_eq!(gradients(TINY)?, gradients(25.)?);
         Ok(())
@@ -620,28 +535,31 @@ fn graph_from_before_a_bucket_rebuild_keeps_its_values() {
 
 #[test]
 fn static_graph_that_changes_is_an_error() {
-    let error = try_ranks(2, |rank, group| {
-        let vs = VarStore::new(rank.device());
-        let root = vs.root();
-        let [used, late] = ["used", "late"].map(|name| root.var(name, &[2], nn::Init::Const(1.)));
-        let options = DdpOptions { static_graph: true, ..DdpOptions::default() };
-        let mut ddp = DistributedDataParallel::new((), &vs, group, options)?;
-        ddp.backward(&used.sum(Kind::Float))?;
-        Ok(ddp.backward(&(&used * &late).sum(Kind::Float))?)
-    })
-    .unwrap_err();
-    assert!(error.to_string().contains("static_graph: `late` had no gradient in the first step"));
+    for (uses_other_first, told) in [
+        (true, "because the loss does not depend on them: other"),
+        (false, "static_graph: `other` had no gradient in the first step"),
+    ] {
+        let error = try_ranks(2, move |_, group| {
+            let options = DdpOptions { static_graph: true, ..DdpOptions::default() };
+            let ([used, other], mut ddp) = wrapped(&group, ["used", "other"], &[2], options)?;
+            let both = (&used * &other).sum(Kind::Float);
+            let one = used.sum(Kind::Float);
+            for loss in if uses_other_first { [both, one] } else { [one, both] } {
+                ddp.backward(&loss)?;
+            }
+            Ok(())
+        });
+        let error = error.unwrap_err().to_string();
+        assert!(error.contains(told), "{error}");
+    }
 }
 
 #[test]
 fn parameter_used_only_within_no_sync_counts_as_used() {
     for find_unused_parameters in [true, false] {
-        ranks(2, move |rank, group| {
-            let vs = VarStore::new(rank.device());
-            let root = vs.root();
-            let [a, b] = ["a", "b"].map(|name| root.var(name, &[2], nn::Init::Const(1.)));
+        ranks(2, move |_, group| {
             let options = DdpOptions { find_unused_parameters, ..DdpOptions::default() };
-            let mut ddp = DistributedDataParallel::new((), &vs, group, options)?;
+            let ([a, b], mut ddp) = wrapped(&group, ["a", "b"], &[2], options)?;
             for _ in 0..2 {
                 ddp.zero_grad()?;
                 let guard = ddp.no_sync();
@@ -659,9 +577,7 @@ fn parameter_used_only_within_no_sync_counts_as_used() {
 #[test]
 fn comm_hook_may_replace_the_bucket_tensor() {
     ranks(2, |rank, group| {
-        let vs = VarStore::new(rank.device());
-        let weight = vs.root().var("weight", &[3], nn::Init::Const(1.));
-        let mut ddp = DistributedDataParallel::new((), &vs, group, DdpOptions::default())?;
+        let ([weight], mut ddp) = wrapped(&group, ["weight"], &[3], DdpOptions::default())?;
         ddp.register_comm_hook(hook_fn("another", |bucket, group| {
             let mut other = bucket.gradients.copy();
             group.all_reduce(&mut other, ReduceOp::Avg)?;
@@ -697,12 +613,9 @@ fn model_can_be_wrapped_again() {
 #[test]
 fn ddp_options_that_differ_between_ranks_are_refused() {
     let error = try_ranks(2, |rank, group| {
-        let vs = VarStore::new(rank.device());
-        let _ = vs.root().var("weight", &[3], nn::Init::Const(1.));
         let bucket_cap_mb = 1. + rank.rank() as f64;
         let options = DdpOptions { bucket_cap_mb, ..DdpOptions::default() };
-        DistributedDataParallel::new((), &vs, group, options)?;
-        Ok(())
+        Ok(wrapped(&group, ["weight"], &[3], options).map(drop)?)
     })
     .unwrap_err();
     let message = error.to_string();
@@ -728,18 +641,10 @@ fn parameter_with_two_names_is_refused_with_both() {
 fn static_graph_may_differ_between_ranks() {
     ranks(2, |rank, group| {
         for overlap in [true, false] {
-            let vs = VarStore::new(rank.device());
-            let root = vs.root();
-            let [used, sometimes] =
-                ["used", "sometimes"].map(|name| root.var(name, &[2], nn::Init::Const(1.)));
-            let options = DdpOptions {
-                static_graph: true,
-                overlap: Some(overlap),
-                bucket_cap_mb: TINY,
-                first_bucket_mb: TINY,
-                ..DdpOptions::default()
-            };
-            let mut ddp = DistributedDataParallel::new((), &vs, group.clone(), options)?;
+            let options =
+                DdpOptions { static_graph: true, overlap: Some(overlap), ..buckets_of(TINY) };
+            let ([used, sometimes], mut ddp) =
+                wrapped(&group, ["used", "sometimes"], &[2], options)?;
             for step in 0..4 {
                 ddp.zero_grad()?;
                 let loss = if rank.rank() == 0 { used.shallow_clone() } else { &used + &sometimes };
@@ -795,13 +700,12 @@ fn sparse_gradients_become_dense() {
         let mut ddp = DistributedDataParallel::new((), &vs, group, DdpOptions::default())?;
         for _ in 0..2 {
             ddp.zero_grad()?;
-            for _ in 0..2 {
-                let index = Tensor::from_slice(&[rank.rank() as i64, 3]);
-                let _no_sync = ddp.no_sync();
-                ddp.backward(&table.forward(&index).sum(Kind::Float))?;
-            }
             let index = Tensor::from_slice(&[rank.rank() as i64, 3]);
-            ddp.backward(&table.forward(&index).sum(Kind::Float))?;
+            for is_last in [false, false, true] {
+                let no_sync = (!is_last).then(|| ddp.no_sync());
+                ddp.backward(&table.forward(&index).sum(Kind::Float))?;
+                drop(no_sync);
+            }
             let rows = table.ws.grad().sum_dim_intlist([1i64].as_slice(), false, Kind::Float);
             assert_eq!(Vec::<f32>::try_from(rows)?, [3., 3., 0., 6.]);
         }
@@ -811,10 +715,8 @@ fn sparse_gradients_become_dense() {
 
 #[test]
 fn clip_grad_norm_without_gradients_returns_zero() {
-    ranks(1, |rank, group| {
-        let vs = VarStore::new(rank.device());
-        let weight = vs.root().var("weight", &[4], nn::Init::Const(1.));
-        let mut ddp = DistributedDataParallel::new((), &vs, group, DdpOptions::default())?;
+    ranks(1, |_, group| {
+        let ([weight], mut ddp) = wrapped(&group, ["weight"], &[4], DdpOptions::default())?;
         ddp.backward(&weight.sum(Kind::Float))?;
         assert_eq!(ddp.clip_grad_norm(9.)?.double_value(&[]), 2.);
         ddp.zero_grad()?;
@@ -825,10 +727,8 @@ fn clip_grad_norm_without_gradients_returns_zero() {
 
 #[test]
 fn optimizer_step_on_unaveraged_gradients_is_refused() {
-    ranks(2, |rank, group| {
-        let vs = VarStore::new(rank.device());
-        let weight = vs.root().var("weight", &[2], nn::Init::Const(0.));
-        let mut ddp = DistributedDataParallel::new((), &vs, group, DdpOptions::default())?;
+    ranks(2, |_, group| {
+        let ([weight], mut ddp) = wrapped(&group, ["weight"], &[2], DdpOptions::default())?;
         let mut sgd = Sgd::new(ddp.flat_buffers(), SgdOptions::default())?;
         let mut adamw = AdamW::new(ddp.flat_buffers(), AdamWOptions::default())?;
         let optimizers: [&mut dyn Optimizer; 2] = [&mut sgd, &mut adamw];
@@ -838,15 +738,13 @@ fn optimizer_step_on_unaveraged_gradients_is_refused() {
             ddp.backward(&weight.sum(Kind::Float))?;
             drop(no_sync);
             let error = optimizer.step(1.).unwrap_err().to_string();
-            assert!(
-                error.contains("call the last backward before a step outside of no_sync"),
-                "{error}"
-            );
-            assert_eq!(weight.double_value(&[0]), 0.);
+            let told = "call the last backward before a step outside of no_sync";
+            assert!(error.contains(told), "{error}");
+            assert_eq!(weight.double_value(&[0]), 1.);
         }
         ddp.backward(&weight.sum(Kind::Float))?; // both, averaged
         sgd.step(1.)?;
-        assert_eq!(weight.double_value(&[0]), -2.);
+        assert_eq!(weight.double_value(&[0]), -1.);
         Ok(())
     });
 }

@@ -11,24 +11,12 @@ use serde_json::Value;
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
 
-use crate::harness::{ranks, repository, run, some_of};
-use crate::share_model::{events, same_with};
+use crate::harness::{ranks, repository, run, run_end, run_events, some_of};
 
 const VOCABULARY: i64 = TextDataset::VOCAB_SIZE;
 const BLOCK_SIZE: i64 = 16;
-const GPT: &[&str] = &[
-    "--model=gpt",
-    "--dataset=text:assets/shakespeare.txt",
-    "--n-layer=2",
-    "--n-head=2",
-    "--n-embd=32",
-    "--block-size=16",
-    "--num-samples=101",
-    "--batch-size=8",
-    "--max-epochs=2",
-    "--optimizer=adamw",
-    "--lr=0.01",
-];
+const GPT: &str = "--model=gpt --dataset=text:assets/shakespeare.txt --n-layer=2 --n-head=2 --n-embd=32 \
+                   --block-size=16 --num-samples=101 --batch-size=8 --max-epochs=2 --optimizer=adamw --lr=0.01";
 
 fn config(dropout: f64) -> ModelConfig {
     ModelConfig {
@@ -52,22 +40,16 @@ fn contexts(text: &TextDataset, range: std::ops::Range<usize>) -> (Tensor, Tenso
     text.batch(&range.collect::<Vec<_>>()).unwrap()
 }
 
-/// [`GPT`] without the options that begin with one of these.
-fn without(flags: &[&str]) -> Vec<&'static str> {
-    GPT.iter().filter(|arg| !flags.iter().any(|flag| arg.starts_with(flag))).copied().collect()
-}
-
-/// The `end` event of a run of [`GPT`] with more options.
-#[track_caller]
-fn end(more: &[&str]) -> Value {
-    events(&[GPT, more].concat()).pop().unwrap()
+/// [`GPT`] with more options, but without those that begin with one of `left_out`.
+fn gpt<'a>(left_out: &[&str], more: &'a str) -> Vec<&'a str> {
+    let kept = GPT.split(' ').filter(|arg| !left_out.iter().any(|flag| arg.starts_with(flag)));
+    kept.chain(more.split_whitespace()).collect()
 }
 
 /// The hash of the parameters, the loss and the number of steps after a run of [`GPT`] with more options.
 #[track_caller]
 fn outcome(more: &str) -> [Value; 3] {
-    let more: Vec<&str> = more.split_whitespace().collect();
-    let end = end(&more);
+    let end = run_end(&gpt(&[], more));
     assert!(end["parameters_hash"].is_string(), "{end}");
     ["parameters_hash", "loss", "steps"].map(|key| end[key].clone())
 }
@@ -115,7 +97,6 @@ fn evaluation_ignores_dropout_and_training_does_not() {
     assert_ne!(logits(0.5, true), logits(0., true));
 }
 
-/// A position's logits depend on it and on those before it, and on nothing after it.
 #[test]
 fn no_position_sees_a_later_one() {
     let (inputs, _) = contexts(&shakespeare(), 0..1);
@@ -146,23 +127,22 @@ fn shorter_contexts_have_the_logits_of_the_first_positions() {
 
 #[test]
 fn options_have_the_bits_that_they_promise() {
-    for (plain, others) in some_of(
-        [
-            // Dropout draws from each rank's own generator.
-            (
-                "--nproc-per-node=2 --dropout=0.2",
-                &["", "--spawn=processes --backend=threaded", "--share-model", "--zero"][..],
-            ),
-            (
-                "--nproc-per-node=2 --max-grad-norm=1 --weight-decay=0.1 --no-decay-on-bias-and-norm",
-                &["--num-workers=2", "--explain", "--no-overlap", "--check-replicas-every=2"],
-            ),
-            ("--nproc-per-node=3 --grad-accum-steps=2", &["--strategy=dp", "--bucket-cap-mb=0.01"]),
-        ],
-        2,
-    ) {
+    let all = [
+        // Dropout draws from each rank's own generator.
+        ("--nproc-per-node=2 --dropout=0.2", &["", "--share-model", "--zero"][..]),
+        ("--nproc-per-node=3 --grad-accum-steps=2", &["--strategy=dp", "--bucket-cap-mb=0.01"]),
+        (
+            "--nproc-per-node=2 --exact-mean --amp=bf16 --no-bias --schedule=cosine --schedule-by=step --warmup-steps=3",
+            &["--share-model", "--zero"],
+        ),
+        (
+            "--nproc-per-node=2 --max-grad-norm=1 --weight-decay=0.1 --no-decay-on-bias-and-norm --val-fraction=0.1",
+            &["--num-workers=2", "--explain", "--no-overlap", "--check-replicas-every=2", "--zero"],
+        ),
+    ];
+    for (plain, others) in some_of(all, 2) {
         let expected = outcome(plain);
-        for other in others.iter().filter(|other| !other.contains("processes")) {
+        for other in others {
             assert_eq!(outcome(&format!("{plain} {other}")), expected, "{plain} {other}");
         }
     }
@@ -173,55 +153,28 @@ fn options_have_the_bits_that_they_promise() {
 }
 
 #[test]
-fn shared_and_partitioned_gpts_have_the_bits_of_replicas() {
-    for option in some_of(["--share-model", "--zero"], 1) {
-        same_with(
-            option,
-            GPT,
-            &[
-                (
-                    2,
-                    "--max-grad-norm=1 --grad-accum-steps=2 --schedule=cosine --schedule-by=step --warmup-steps=3",
-                ),
-                (3, "--weight-decay=0.1 --no-decay-on-bias-and-norm --val-fraction=0.1"),
-                (2, "--exact-mean --dropout=0.1"),
-                (2, "--amp=bf16 --no-bias"),
-            ],
-        );
-    }
-}
-
-#[test]
 fn resumed_gpt_has_the_bits_of_an_undisturbed_one() {
     let folder = tempfile::tempdir().unwrap();
     let dir = format!("--checkpoint-dir={}", folder.path().join("run").display());
-    let args = ["--nproc-per-node=2", "--dropout=0.1", "--val-fraction=0.1"];
-    let whole = end(&args);
-    let part = end(&[&args[..], &[&dir, "--max-steps=9"]].concat());
+    let args = "--nproc-per-node=2 --dropout=0.1 --val-fraction=0.1";
+    let whole = outcome(args);
+    let part = run_end(&gpt(&[], &format!("{args} {dir} --max-steps=9")));
     assert_eq!((&part["steps"], &part["stopped"]), (&9.into(), &"max-steps".into()), "{part}");
-    let rest = end(&[&args[..], &[&dir, "--resume=auto"]].concat());
-    for key in ["parameters_hash", "loss", "steps"] {
-        assert_eq!(rest[key], whole[key], "{key}");
-    }
+    assert_eq!(outcome(&format!("{args} {dir} --resume=auto")), whole);
 }
 
 #[test]
 fn verify_and_bench_step_work_with_a_gpt() {
-    let model = without(&["--max-epochs", "--optimizer", "--lr"]);
-    let sgd = ["--lr=0.1", "--momentum=0.9", "--nproc-per-node=2", "--log-format=json"];
-    let model = [&model[..], &sgd].concat();
-    let (code, stdout, stderr) = run(&[&["verify", "--steps=6"], &model[..]].concat());
-    assert_eq!(code, Some(0), "{stdout}{stderr}");
-    let rows: Vec<Value> = stdout.lines().map(|row| serde_json::from_str(row).unwrap()).collect();
+    let sgd = "--lr=0.1 --momentum=0.9 --nproc-per-node=2";
+    let model = gpt(&["--max-epochs", "--optimizer", "--lr"], sgd);
+    let rows = run_events(&[&["verify", "--steps=6"], &model[..]].concat());
     assert_eq!(rows.len(), 5);
     for row in rows {
         let number = |key: &str| row[key].as_f64().unwrap();
         assert!(number("difference") <= number("bound") && number("bound") < 1e-4, "{row}");
     }
 
-    let (code, stdout, stderr) = run(&[&["bench", "step", "--steps=3"], &model[..]].concat());
-    assert_eq!(code, Some(0), "{stderr}");
-    let times: Value = serde_json::from_str(&stdout).unwrap();
+    let times = run_end(&[&["bench", "step", "--steps=3"], &model[..]].concat());
     assert_eq!((&times["model"], &times["world_size"]), (&"gpt".into(), &2.into()));
     for part in ["us_per_step", "forward_us", "backward_us", "optimizer_us"] {
         assert!(times[part].as_f64() > Some(0.), "{times}");
@@ -234,8 +187,8 @@ fn validation_is_that_of_the_whole_tail() {
     let folder = tempfile::tempdir().unwrap();
     let run = folder.path().join("run");
     let dir = format!("--checkpoint-dir={}", run.display());
-    let args = ["--nproc-per-node=3", "--val-fraction=0.25", &dir, "--dropout=0.1"];
-    let events = events(&[GPT, &args].concat());
+    let args = format!("--nproc-per-node=3 --val-fraction=0.25 {dir} --dropout=0.1");
+    let events = run_events(&gpt(&[], &args));
     let told = events.iter().rfind(|event| event["event"] == "validation").unwrap();
 
     let (_, tail) = shakespeare().first(101).unwrap().split_tail(0.25).unwrap();
@@ -260,9 +213,8 @@ fn validation_is_that_of_the_whole_tail() {
 fn tokens_per_second_are_samples_times_block_size() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("metrics.jsonl");
-    let metrics = format!("--metrics={}", file.display());
-    let args = ["--nproc-per-node=2", &metrics, "--log-every=3"];
-    let epochs = events(&[GPT, &args].concat());
+    let args = format!("--nproc-per-node=2 --metrics={} --log-every=3", file.display());
+    let epochs = run_events(&gpt(&[], &args));
     let epochs = epochs.into_iter().filter(|event| event["event"] == "epoch");
     let text = fs::read_to_string(&file).unwrap();
     let steps = text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
@@ -275,7 +227,7 @@ fn tokens_per_second_are_samples_times_block_size() {
         assert!(tokens > 0. && (rate("tokens_per_second") / tokens - 1.).abs() < 1e-9, "{event}");
     }
     // Samples of other models have no tokens.
-    let other = crate::share_model::events(&["--nproc-per-node=1", "--max-epochs=1"]);
+    let other = run_events(&["--nproc-per-node=1", "--max-epochs=1"]);
     assert!(other.iter().all(|event| event["tokens_per_second"].is_null()), "{other:?}");
 }
 
@@ -299,12 +251,8 @@ fn every_token_is_predicted_once_an_epoch() {
             let (input, target) = text.get(index).unwrap();
             assert_eq!(input.kind(), Kind::Int64);
             let [input, target] = [input, target].map(|it| Vec::<i64>::try_from(it).unwrap());
-            assert_eq!(
-                (input.len(), input[1..].to_vec()),
-                (block_size, target[..block_size - 1].to_vec())
-            );
-            let before = i64::from(bytes[index * block_size]);
-            assert_eq!(input[0], before);
+            assert_eq!((input.len(), &input[1..]), (block_size, &target[..block_size - 1]));
+            assert_eq!(input[0], i64::from(bytes[index * block_size]));
             targets.extend(target);
         }
         let expected: Vec<i64> = bytes[1..len - unused].iter().map(|&byte| byte.into()).collect();
@@ -372,39 +320,42 @@ fn texts_that_cannot_be_read_are_refused() {
     }
     // One context of bytes that are no text.
     let text = format!("--dataset=text:{least}");
-    let events =
-        events(&["--model=gpt", "--block-size=16", &text, "--max-epochs=1", "--nproc-per-node=1"]);
+    let events = run_events(&[
+        "--model=gpt",
+        "--block-size=16",
+        &text,
+        "--max-epochs=1",
+        "--nproc-per-node=1",
+    ]);
     assert_eq!(events.last().unwrap()["steps"], 1);
 }
 
 #[test]
 fn options_that_do_not_fit_a_gpt_are_refused() {
-    let samples = without(&["--num-samples"]);
-    for (args, error) in [
-        (&["--model=gpt"][..], "--model: a gpt reads text; use --dataset text:FILE"),
+    let part = |flag| gpt(&[flag], "");
+    let whole = gpt(&[], "");
+    for (base, args, error) in [
+        (&[][..], "--model=gpt", "--model: a gpt reads text; use --dataset text:FILE"),
         (
-            &["--dataset=text:assets/shakespeare.txt"],
+            &[],
+            "--dataset=text:assets/shakespeare.txt",
             "--dataset: a text is for a gpt; use --model gpt",
         ),
-        (
-            &[&without(&["--n-head"])[..], &["--n-head=3"]].concat(),
-            "--n-head: 3 heads cannot share a width of 32 equally",
-        ),
-        (&[GPT, &["--loss=mse"]].concat(), "use --loss cross-entropy"),
-        (&[GPT, &["--hidden=3"]].concat(), "--hidden: applies only to an mlp"),
-        (&[GPT, &["--sync-batch-norm"]].concat(), "--sync-batch-norm: applies only to a cnn"),
-        (&["--n-layer=3"], "--n-layer: applies only to a gpt; add --model gpt"),
-        (&[GPT, &["--in-features=5"]].concat(), "--in-features"),
-        (&[GPT, &["--out-features=100"]].concat(), "--out-features"),
-        (&[&samples[..], &["--num-samples=99999999"]].concat(), "--num-samples"),
-        (&[&samples[..], &["--num-samples=3", "--val-fraction=0.1"]].concat(), "--val-fraction"),
-        // The gradient of the keys' bias is what rounding leaves, and AdamW divides it by its own size.
-        (
-            &[&["verify", "--nproc-per-node=2"], &without(&["--max-epochs"])[..]].concat(),
-            "--optimizer adamw: ",
-        ),
+        (&[], "--n-layer=3", "--n-layer: applies only to a gpt; add --model gpt"),
+        (&part("--n-head"), "--n-head=3", "--n-head: 3 heads cannot share a width of 32 equally"),
+        (&whole, "--loss=mse", "use --loss cross-entropy"),
+        (&whole, "--hidden=3", "--hidden: applies only to an mlp"),
+        (&whole, "--sync-batch-norm", "--sync-batch-norm: applies only to a cnn"),
+        (&whole, "--in-features=5", "--in-features"),
+        (&whole, "--out-features=100", "--out-features"),
+        (&part("--num-samples"), "--num-samples=99999999", "--num-samples"),
+        (&part("--num-samples"), "--num-samples=3 --val-fraction=0.1", "--val-fraction"),
     ] {
-        let refused = refused(args);
+        let args: Vec<&str> = base.iter().copied().chain(args.split(' ')).collect();
+        let refused = refused(&args);
         assert!(refused.contains(error), "{args:?}: {refused}");
     }
+    // The gradient of the keys' bias is what rounding leaves, and AdamW divides it by its own size.
+    let refused = refused(&[&["verify", "--nproc-per-node=2"], &part("--max-epochs")[..]].concat());
+    assert!(refused.contains("--optimizer adamw: "), "{refused}");
 }

@@ -13,7 +13,7 @@ use serde_json::Value;
 use tch::nn::{self, OptimizerConfig, VarStore};
 use tch::{Device, Kind, Tensor};
 
-use crate::harness::{linear, ranks, try_ranks};
+use crate::harness::{linear, ranks, try_ranks, wrapped};
 use crate::parity::recorded;
 use crate::shared::power_sgd::{PowerSgd, PowerSgdOptions};
 
@@ -49,8 +49,15 @@ fn cases() -> Vec<Case> {
 struct Terms([Tensor; 3]);
 
 impl Terms {
-    fn new(vs: &VarStore) -> Self {
-        Self(["a", "b", "c"].map(|name| vs.root().var(name, &[3], nn::Init::Const(1.))))
+    /// Returns it, wrapped.
+    fn wrapped(
+        group: &Rc<ProcessGroup>,
+        options: DdpOptions,
+    ) -> ddp_mp::Result<(VarStore, Self, DistributedDataParallel<()>)> {
+        let vs = VarStore::new(Device::Cpu);
+        let terms = ["a", "b", "c"].map(|name| vs.root().var(name, &[3], nn::Init::Const(1.)));
+        let ddp = DistributedDataParallel::new((), &vs, group.clone(), options)?;
+        Ok((vs, Self(terms), ddp))
     }
 
     fn loss(&self, uses: impl Fn(char) -> bool, factor: f64) -> Tensor {
@@ -81,15 +88,13 @@ fn gradients_after_several_backwards_match_pytorch() {
         for (overlap, mb) in [(None, 25.), (Some(true), TINY), (Some(false), TINY)] {
             let case = case.clone();
             ranks(case.world_size, move |rank, group| {
-                let vs = VarStore::new(rank.device());
-                let terms = Terms::new(&vs);
                 let options = DdpOptions {
                     find_unused_parameters: true,
                     bucket_cap_mb_list: vec![mb],
                     overlap,
                     ..DdpOptions::default()
                 };
-                let mut ddp = DistributedDataParallel::new((), &vs, group, options)?;
+                let (_, terms, mut ddp) = Terms::wrapped(&group, options)?;
                 let is_last = rank.rank() + 1 == rank.world_size();
                 let mut before = Vec::new();
                 for (number, step) in case.steps.iter().enumerate() {
@@ -125,11 +130,9 @@ fn gradients_after_several_backwards_match_pytorch() {
 
 #[test]
 fn optimizer_steps_with_a_gradient_of_an_earlier_backward() {
-    ranks(2, |rank, group| {
-        let vs = VarStore::new(rank.device());
-        let terms = Terms::new(&vs);
+    ranks(2, |_, group| {
         let options = DdpOptions { find_unused_parameters: true, ..DdpOptions::default() };
-        let mut ddp = DistributedDataParallel::new((), &vs, group, options)?;
+        let (_, terms, mut ddp) = Terms::wrapped(&group, options)?;
         let mut optimizer = Sgd::new(ddp.flat_buffers(), SgdOptions::default())?;
         ddp.backward(&terms.loss(|name| name != 'c', 0.5))?;
         ddp.backward(&terms.loss(|name| name == 'a', 0.5))?;
@@ -149,10 +152,8 @@ fn retained_graph_averages_again() {
     let of = |name: &'static str| cases().into_iter().filter(move |case| case.name == name);
     for case in of("retain_graph") {
         ranks(case.world_size, move |rank, group| {
-            let vs = VarStore::new(rank.device());
-            let terms = Terms::new(&vs);
             let options = DdpOptions { bucket_cap_mb_list: vec![TINY], ..DdpOptions::default() };
-            let mut ddp = DistributedDataParallel::new((), &vs, group, options)?;
+            let (_, terms, mut ddp) = Terms::wrapped(&group, options)?;
             let loss = terms.loss(|_| true, (rank.rank() + 1) as f64 / 8.);
             // The first one also puts the buckets together anew.
             for (number, retain_graph) in [true, false].into_iter().enumerate() {
@@ -257,10 +258,8 @@ fn train_two(
     let Models { batch, noise, hidden, sample, steps, lr, .. } = *settings;
     let waves = |step: f64, columns: i64| {
         let numbers = Tensor::arange(batch * columns, (Kind::Double, Device::Cpu)) * 0.71;
-        (numbers + rank.rank() as f64 * 5.3 + step)
-            .sin()
-            .to_kind(Kind::Float)
-            .view([batch, columns])
+        let waves = (numbers + rank.rank() as f64 * 5.3 + step).sin();
+        waves.to_kind(Kind::Float).view([batch, columns])
     };
     let mean_square = |from: &Tensor| from.square().mean(Kind::Float);
     let is_gan = case.name == "gan";
@@ -297,14 +296,9 @@ fn train_two(
     }
     let what = format!("{}, {} ranks", case.name, case.world_size);
     if rank.rank() == 0 {
-        for (found, expected) in losses.iter().zip(&case.losses) {
-            assert!(
-                (found - expected).abs() < 1e-5,
-                "{what}: {losses:?}, PyTorch {:?}",
-                case.losses
-            );
-        }
-        assert_eq!(losses.len(), case.losses.len());
+        let theirs = &case.losses;
+        let close = losses.iter().zip(theirs).all(|(found, it)| (found - it).abs() < 1e-5);
+        assert!(close && losses.len() == theirs.len(), "{what}: {losses:?}, PyTorch {theirs:?}");
     }
     for (layers, expected) in [&g, &d].into_iter().zip(&case.r#final) {
         let distance = layers.distance_to(expected)?;
@@ -346,10 +340,8 @@ fn backward_into_another_ddp_model_is_refused() {
         let ((g, mut generator), (d, mut discriminator)) = (wrap(3.)?, wrap(5.)?);
         let loss = || (&g * &d).sum(Kind::Float) * (rank.rank() as f64 + 1.);
         let error = generator.backward(&loss()).unwrap_err().to_string();
-        assert!(
-            error.contains("wrap them as one, with one VarStore, or call set_requires_grad(false)"),
-            "{error}"
-        );
+        let told = "wrap them as one, with one VarStore, or call set_requires_grad(false)";
+        assert!(error.contains(told), "{error}");
         // Nothing is left of it.
         generator.zero_grad()?;
         discriminator.zero_grad()?;
@@ -395,12 +387,10 @@ fn ignored_parameters_and_buffers_stay_local() {
 #[test]
 fn unknown_or_complete_ignore_list_is_refused() {
     let wrap = |ignore: &'static [&'static str]| {
-        let error = try_ranks(2, move |rank, group| {
-            let vs = VarStore::new(rank.device());
-            let _ = vs.root().var("weight", &[2], nn::Init::Const(1.));
+        let error = try_ranks(2, move |_, group| {
             let ignore = ignore.iter().map(|name| (*name).into()).collect();
             let options = DdpOptions { ignore, ..DdpOptions::default() };
-            Ok(DistributedDataParallel::new((), &vs, group, options).map(drop)?)
+            Ok(wrapped(&group, ["weight"], &[2], options).map(drop)?)
         });
         error.unwrap_err().to_string()
     };
@@ -414,8 +404,6 @@ fn unknown_or_complete_ignore_list_is_refused() {
 fn unused_buckets_are_skipped_on_request() {
     for static_graph in [false, true] {
         ranks(2, move |rank, group| {
-            let vs = VarStore::new(rank.device());
-            let terms = Terms::new(&vs);
             let options = DdpOptions {
                 find_unused_parameters: !static_graph,
                 static_graph,
@@ -424,7 +412,7 @@ fn unused_buckets_are_skipped_on_request() {
                 overlap: Some(true),
                 ..DdpOptions::default()
             };
-            let mut ddp = DistributedDataParallel::new((), &vs, group, options)?;
+            let (_, terms, mut ddp) = Terms::wrapped(&group, options)?;
             let reduced = Rc::new(std::cell::RefCell::new(Vec::new()));
             let notes = reduced.clone();
             ddp.register_comm_hook(hook_fn("noting", move |bucket, group| {
@@ -455,14 +443,12 @@ fn unused_buckets_are_skipped_on_request() {
 #[test]
 fn skipped_buckets_that_differ_between_ranks_are_a_mismatch() {
     let error = try_ranks(2, |rank, group| {
-        let vs = VarStore::new(rank.device());
-        let terms = Terms::new(&vs);
         let options = DdpOptions {
             find_unused_parameters: true,
             skip_all_reduce_unused_params: true,
             ..DdpOptions::default()
         };
-        let mut ddp = DistributedDataParallel::new((), &vs, group, options)?;
+        let (_, terms, mut ddp) = Terms::wrapped(&group, options)?;
         if rank.rank() == 0 {
             return Ok(ddp.backward(&terms.loss(|_| true, 1.))?);
         }
@@ -476,10 +462,8 @@ fn skipped_buckets_that_differ_between_ranks_are_a_mismatch() {
 
 #[test]
 fn second_comm_hook_is_refused() {
-    ranks(1, |rank, group| {
-        let vs = VarStore::new(rank.device());
-        let _ = vs.root().var("weight", &[2], nn::Init::Const(3.));
-        let mut ddp = DistributedDataParallel::new((), &vs, group, DdpOptions::default())?;
+    ranks(1, |_, group| {
+        let (_, mut ddp) = wrapped(&group, ["weight"], &[2], DdpOptions::default())?;
         let hook = |name| hook_fn(name, |_, _| Ok(()));
         ddp.register_comm_hook(hook("first"))?;
         let error = ddp.register_comm_hook(hook("second")).unwrap_err().to_string();
@@ -518,9 +502,7 @@ fn power_sgd_sends_a_fraction_of_the_bytes() {
 /// Trains a small model with an optimizer of tch's.
 fn with_tch_s_optimizer(zero_grad_of_optimizer: bool) -> Vec<Vec<f32>> {
     ranks(2, move |rank, group| {
-        let vs = VarStore::new(rank.device());
-        let terms = Terms::new(&vs);
-        let mut ddp = DistributedDataParallel::new((), &vs, group, DdpOptions::default())?;
+        let (vs, terms, mut ddp) = Terms::wrapped(&group, DdpOptions::default())?;
         let mut optimizer = nn::Sgd { momentum: 0.9, ..nn::Sgd::default() }.build(&vs, 0.1)?;
         for step in 0..5 {
             if zero_grad_of_optimizer {
@@ -544,10 +526,8 @@ fn zero_grad_of_tch_optimizers_has_the_same_result() {
 
 #[test]
 fn backward_step_of_tch_is_refused_with_the_remedy() {
-    let error = try_ranks(2, |rank, group| {
-        let vs = VarStore::new(rank.device());
-        let terms = Terms::new(&vs);
-        let _ddp = DistributedDataParallel::new((), &vs, group, DdpOptions::default())?;
+    let error = try_ranks(2, |_, group| {
+        let (vs, terms, _ddp) = Terms::wrapped(&group, DdpOptions::default())?;
         let optimizer = nn::Sgd::default().build(&vs, 0.1)?;
         step_as_without_ddp(optimizer, &terms.loss(|_| true, 1.));
         Ok(())

@@ -15,9 +15,11 @@ use std::time::Duration;
 
 use ddp_mp::ffi::fork_rng;
 use ddp_mp::launch::SharedMemory;
-use ddp_mp::{Backend, ProcessGroup, Rank, Spawn, SpawnError};
+use ddp_mp::{Backend, DdpOptions, DistributedDataParallel, ProcessGroup, Rank, Spawn, SpawnError};
 use rustix::process::{Signal, set_parent_process_death_signal};
-use tch::nn::{self, Linear, LinearConfig};
+use serde_json::Value;
+use tch::Tensor;
+use tch::nn::{self, Linear, LinearConfig, VarStore};
 use wait_timeout::ChildExt;
 
 /// Long enough for a machine under load, short enough to end a hang.
@@ -46,6 +48,23 @@ pub(crate) fn ranks<T: Send + 'static>(
     f: impl Fn(&Rank, Rc<ProcessGroup>) -> anyhow::Result<T> + Send + Sync + 'static,
 ) -> Vec<T> {
     try_ranks(world_size, f).unwrap_or_else(|error| panic!("{error}"))
+}
+
+/// Returns parameters of ones with these names, all of one shape, and their model, wrapped.
+pub(crate) fn wrapped<const N: usize>(
+    group: &Rc<ProcessGroup>,
+    names: [&str; N],
+    shape: &[i64],
+    options: DdpOptions,
+) -> ddp_mp::Result<([Tensor; N], DistributedDataParallel<()>)> {
+    let vs = VarStore::new(group.device());
+    let parameters = names.map(|name| vs.root().var(name, shape, nn::Init::Const(1.)));
+    Ok((parameters, DistributedDataParallel::new((), &vs, group.clone(), options)?))
+}
+
+/// Returns the options that give each bucket `mb` MiB.
+pub(crate) fn buckets_of(mb: f64) -> DdpOptions {
+    DdpOptions { bucket_cap_mb: mb, first_bucket_mb: mb, ..DdpOptions::default() }
 }
 
 /// The text of a mismatch without the lines of this file at which the ranks have made their calls, each of which has one.
@@ -170,6 +189,20 @@ pub(crate) fn in_the_environment_of(program: &Command, mut command: Command) -> 
 /// Runs the program, and returns its exit code, stdout and stderr, as [`without_progress`].
 pub(crate) fn run(args: &[&str]) -> (Option<i32>, String, String) {
     run_command(program(args))
+}
+
+/// Returns the events of a run that must end well.
+#[track_caller]
+pub(crate) fn run_events(args: &[&str]) -> Vec<Value> {
+    let (code, stdout, stderr) = run(&[args, &["--log-format=json"]].concat());
+    assert_eq!(code, Some(0), "{args:?}: {stderr}");
+    stdout.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect()
+}
+
+/// Returns the last event of a run that must end well.
+#[track_caller]
+pub(crate) fn run_end(args: &[&str]) -> Value {
+    run_events(args).pop().expect("it has events")
 }
 
 /// As [`run`]; panics if it does not end by itself.

@@ -30,22 +30,15 @@ fn everywhere(kind: &str, check: impl Fn(&str, &Value, &str) + Sync) {
 }
 
 #[test]
-fn error_at_any_stage_names_its_rank() {
-    everywhere("error", |what, failure, stderr| {
-        assert!(
-            failure["error"].as_str().unwrap().starts_with("injected by --inject-fault error"),
-            "{what}"
-        );
-        assert_eq!(stderr.matches("injected by --inject-fault").count(), 1, "{what}");
-    });
-}
-
-#[test]
-fn panic_at_any_stage_names_its_rank() {
-    everywhere("panic", |what, failure, stderr| {
-        assert!(failure["error"].as_str().unwrap().starts_with("panicked at src/"), "{what}");
-        assert_eq!(stderr.matches("injected by --inject-fault").count(), 1, "{what}");
-    });
+fn error_or_panic_at_any_stage_names_its_rank() {
+    for (kind, start) in
+        [("error", "injected by --inject-fault error"), ("panic", "panicked at src/")]
+    {
+        everywhere(kind, |what, failure, stderr| {
+            assert!(failure["error"].as_str().unwrap().starts_with(start), "{what}");
+            assert_eq!(stderr.matches("injected by --inject-fault").count(), 1, "{what}");
+        });
+    }
 }
 
 #[test]

@@ -2,16 +2,14 @@
 
 use std::rc::Rc;
 
-use ddp_mp::{
-    DdpOptions, DistributedDataParallel, Optimizer, ProcessGroup, Sgd, SgdOptions, SyncBatchNorm,
-};
+use ddp_mp::{DdpOptions, DistributedDataParallel, Optimizer, ProcessGroup, Sgd, SgdOptions};
 use proptest::collection::vec;
 use proptest::prelude::*;
 use serde_json::Value;
-use tch::nn::{self, Module, ModuleT, VarStore};
+use tch::nn::{self, Module, VarStore};
 use tch::{Device, Kind, Reduction, Tensor};
 
-use crate::harness::{linear, ranks, run, some_of};
+use crate::harness::{buckets_of, linear, ranks, run, run_end, some_of};
 use crate::processes;
 
 /// Sizes of the batches of a step by rank, each rank's in their order.
@@ -54,7 +52,7 @@ impl Net {
 fn parameters(vs: &VarStore) -> anyhow::Result<Vec<f32>> {
     let all: Vec<Tensor> =
         vs.trainable_variables().iter().map(|it| it.detach().flatten(0, -1)).collect();
-    Ok(Vec::<f32>::try_from(Tensor::cat(&all, 0))?)
+    Ok(Vec::try_from(Tensor::cat(&all, 0))?)
 }
 
 /// The factor of the mean loss of a batch: its samples times the ranks, divided by the samples of all ranks.
@@ -124,10 +122,8 @@ proptest! {
             step
         };
         let steps: Vec<Step> = sizes.iter().map(step).collect();
-        let mut options = DdpOptions { overlap: Some(overlap), find_unused_parameters, ..DdpOptions::default() };
-        if small_buckets {
-            (options.bucket_cap_mb, options.first_bucket_mb) = (1e-5, 1e-5);
-        }
+        let caps = if small_buckets { buckets_of(1e-5) } else { DdpOptions::default() };
+        let options = DdpOptions { overlap: Some(overlap), find_unused_parameters, ..caps };
         let alone = union(&steps);
         let expected = ranks(1, move |rank, group| train(rank.rank(), group, &alone, DdpOptions::default())).remove(0);
         let results = ranks(world_size, move |rank, group| train(rank.rank(), group, &steps, options.clone()));
@@ -140,46 +136,10 @@ proptest! {
     }
 }
 
-/// The gradients and outputs of a network with a batch norm over all ranks.
-fn with_batch_norm(
-    rank: usize,
-    group: Rc<ProcessGroup>,
-    sizes: &[i64],
-) -> anyhow::Result<Vec<f32>> {
-    let vs = VarStore::new(Device::Cpu);
-    let norm = SyncBatchNorm::new(&(vs.root() / "norm"), 5, SyncBatchNorm::DEFAULT, &group)?;
-    let net = Net::new(&vs);
-    let mut ddp = DistributedDataParallel::new((), &vs, group, DdpOptions::default())?;
-    let (inputs, targets) = samples(sizes[..rank].iter().sum(), sizes[rank]);
-    let output = net.1.forward(&norm.forward_t(&net.0.forward(&inputs), true).tanh());
-    let reduction = if sizes[rank] == 0 { Reduction::Sum } else { Reduction::Mean };
-    let factor = factor(sizes[rank], sizes.len(), sizes.iter().sum());
-    ddp.backward(&(output.mse_loss(&targets, reduction) * factor))?;
-    let gradients: Vec<Tensor> =
-        vs.trainable_variables().iter().map(|it| it.grad().flatten(0, -1)).collect();
-    Ok(Vec::<f32>::try_from(Tensor::cat(&gradients, 0))?)
-}
-
-#[test]
-fn sync_batch_norm_gradients_match_one_rank() {
-    for sizes in [vec![4, 4], vec![7, 2], vec![1, 6, 3], vec![5, 0, 2]] {
-        let all = sizes.iter().sum::<i64>();
-        let expected = ranks(1, move |_, group| with_batch_norm(0, group, &[all])).remove(0);
-        let of_ranks = sizes.clone();
-        let results =
-            ranks(sizes.len(), move |rank, group| with_batch_norm(rank.rank(), group, &of_ranks));
-        for result in results {
-            let largest = largest_difference(&result, &expected);
-            assert!(largest < 2e-6, "{sizes:?}: {largest:e}");
-        }
-    }
-}
-
-fn end(args: &[&str]) -> Value {
-    let (code, stdout, stderr) =
-        run(&[&["--log-format=json", "--model=mlp", "--lr=0.05"], args].concat());
-    assert_eq!(code, Some(0), "{args:?}: {stderr}");
-    let end: Value = serde_json::from_str(stdout.lines().last().unwrap()).unwrap();
+/// The `end` event of a run with these options, and more.
+fn end(args: &str, more: &[&str]) -> Value {
+    let args: Vec<&str> = args.split(' ').chain(more.iter().copied()).collect();
+    let end = run_end(&[&["--model=mlp", "--lr=0.05"], &args[..]].concat());
     assert_eq!((&end["event"], &end["replicas_equal"]), (&"end".into(), &true.into()));
     end
 }
@@ -187,21 +147,15 @@ fn end(args: &[&str]) -> Value {
 #[test]
 fn exact_mean_of_equal_batches_changes_no_bit() {
     let all = [
-        &["--nproc-per-node=3", "--batch-size=20", "--num-samples=600"][..],
-        &["--nproc-per-node=2", "--batch-size=7", "--num-samples=210", "--grad-accum-steps=3"],
-        &["--nproc-per-node=3", "--batch-size=20", "--num-samples=630", "--max-grad-norm=0.5"],
-        &["--nproc-per-node=2", "--num-samples=640", "--spawn=processes"],
-        &[
-            "--nproc-per-node=3",
-            "--batch-size=5",
-            "--num-samples=90",
-            "--amp=bf16",
-            "--comm-hook=fp16",
-        ],
+        "--nproc-per-node=3 --batch-size=20 --num-samples=600",
+        "--nproc-per-node=2 --batch-size=7 --num-samples=210 --grad-accum-steps=3",
+        "--nproc-per-node=3 --batch-size=20 --num-samples=630 --max-grad-norm=0.5",
+        "--nproc-per-node=2 --num-samples=640 --spawn=processes",
+        "--nproc-per-node=3 --batch-size=5 --num-samples=90 --amp=bf16 --comm-hook=fp16",
     ];
     for args in some_of(all, 3) {
-        let hash = |args: &[&str]| end(args)["parameters_hash"].clone();
-        assert_eq!(hash(args), hash(&[args, &["--exact-mean"]].concat()), "{args:?}");
+        let hash = |more: &[&str]| end(args, more)["parameters_hash"].clone();
+        assert_eq!(hash(&[]), hash(&["--exact-mean"]), "{args:?}");
     }
 }
 
@@ -210,33 +164,30 @@ fn exact_mean_of_threads_and_processes_matches_one_rank() {
     // 101 samples: 34, 34 and 33 for three ranks, in steps of 24, and a last one of 2, 2 and 1 samples.
     let data = ["--num-samples=101", "--max-epochs=3", "--exact-mean"];
     let loss = |end: &Value| end["loss"].as_f64().unwrap();
-    let alone = end(&[&data[..], &["--nproc-per-node=1", "--batch-size=24"]].concat());
-    let three = ["--nproc-per-node=3", "--batch-size=8"];
-    let threads = end(&[&data[..], &three].concat());
+    let alone = end("--nproc-per-node=1 --batch-size=24", &data);
+    let three = "--nproc-per-node=3 --batch-size=8";
+    let threads = end(three, &data);
     assert!((loss(&threads) - loss(&alone)).abs() < 1e-6, "{threads} {alone}");
     assert_eq!(threads["steps"], alone["steps"]);
-    let processes = end(&[&data[..], &three, &["--spawn=processes"]].concat());
+    let processes = end(&format!("{three} --spawn=processes"), &data);
     assert_eq!(processes["parameters_hash"], threads["parameters_hash"]);
-    let small = ["--nproc-per-node=3", "--batch-size=4", "--grad-accum-steps=2"];
-    let accumulated = end(&[&data[..], &small].concat());
+    let accumulated = end("--nproc-per-node=3 --batch-size=4 --grad-accum-steps=2", &data);
     assert!((loss(&accumulated) - loss(&alone)).abs() < 1e-6, "{accumulated} {alone}");
     // The mean of the ranks' means is something else; without the flag samples are dealt twice to fill up, too.
-    let plain = end(&[&data[..2], &three].concat());
+    let plain = end(three, &data[..2]);
     assert!((loss(&plain) - loss(&alone)).abs() > 1e-5, "{plain} {alone}");
     // Several ranks in some processes; a large model goes another way between two.
-    for (ranks, model) in some_of(
-        [
-            (&[2, 1][..], "--hidden=8"),
-            (&[1, 1], "--hidden=150,150"),
-            (&[2, 2], "--hidden=150,150"),
-            (&[1, 2, 1], "--hidden=150,150"),
-        ],
-        2,
-    ) {
+    let all: [(&[usize], _); 4] = [
+        (&[2, 1], "--hidden=8"),
+        (&[1, 1], "--hidden=150,150"),
+        (&[2, 2], "--hidden=150,150"),
+        (&[1, 2, 1], "--hidden=150,150"),
+    ];
+    for (ranks, model) in some_of(all, 2) {
         let count: usize = ranks.iter().sum();
         let batch = format!("--batch-size={}", 24 / count);
         let common = [&data[..], &["--model=mlp", "--lr=0.05", model]].concat();
-        let alone = end(&[&data[..], &[model, "--nproc-per-node=1", "--batch-size=24"]].concat());
+        let alone = end(&format!("{model} --nproc-per-node=1 --batch-size=24"), &data);
         let end = processes::end(&[&common[..], &[&batch]].concat(), ranks);
         assert_eq!(end["replicas_equal"], true);
         assert!((loss(&end) - loss(&alone)).abs() < 1e-6, "{ranks:?}: {end} {alone}");
@@ -246,54 +197,40 @@ fn exact_mean_of_threads_and_processes_matches_one_rank() {
 #[test]
 fn exact_mean_runs_with_an_empty_last_batch() {
     for args in [
-        &["--nproc-per-node=4", "--num-samples=17", "--batch-size=2"][..],
-        &["--nproc-per-node=4", "--num-samples=17", "--batch-size=2", "--num-workers=1"],
-        &["--nproc-per-node=2", "--num-samples=9", "--batch-size=2", "--amp=fp16"],
-        &["--nproc-per-node=3", "--num-samples=7", "--batch-size=1", "--find-unused-parameters"],
-        &["--nproc-per-node=3", "--num-samples=7", "--batch-size=1", "--comm-hook=bf16"],
-        &["--nproc-per-node=3", "--num-samples=7", "--batch-size=1", "--skip-nonfinite=1"],
-        &["--nproc-per-node=3", "--num-samples=7", "--batch-size=1", "--no-overlap"],
+        "--nproc-per-node=4 --num-samples=17 --batch-size=2",
+        "--nproc-per-node=4 --num-samples=17 --batch-size=2 --num-workers=1",
+        "--nproc-per-node=2 --num-samples=9 --batch-size=2 --amp=fp16",
+        "--nproc-per-node=3 --num-samples=7 --batch-size=1 --find-unused-parameters",
+        "--nproc-per-node=3 --num-samples=7 --batch-size=1 --comm-hook=bf16",
+        "--nproc-per-node=3 --num-samples=7 --batch-size=1 --skip-nonfinite=1",
+        "--nproc-per-node=3 --num-samples=7 --batch-size=1 --no-overlap",
     ] {
-        let end = end(&[args, &["--exact-mean", "--max-epochs=2"]].concat());
+        let end = end(args, &["--exact-mean", "--max-epochs=2"]);
         assert!(end["loss"].as_f64().unwrap() > 0.0, "{end}");
     }
     let (code, _, stderr) = run(&["--nproc-per-node=2", "--exact-mean", "--strategy=dp"]);
     assert_eq!(code, Some(2), "{stderr}");
-    assert!(
-        stderr.contains("--exact-mean: needs --strategy ddp: with dp rank 0 gives"),
-        "{stderr}"
-    );
+    let told = "--exact-mean: needs --strategy ddp: with dp rank 0 gives";
+    assert!(stderr.contains(told), "{stderr}");
 }
 
 #[test]
 fn verify_passes_with_unequal_batches() {
     for args in [
-        &["--nproc-per-node=2", "--batch-size=8"][..],
-        &["--nproc-per-node=3", "--batch-size=4", "--model=mlp", "--lr=0.05"],
-        &["--nproc-per-node=4", "--batch-size=1"],
-        &[
-            "--nproc-per-node=2",
-            "--batch-size=3",
-            "--model=cnn",
-            "--sync-batch-norm",
-            "--dataset=digits",
-            "--loss=cross-entropy",
-        ],
+        "--nproc-per-node=2 --batch-size=8",
+        "--nproc-per-node=3 --batch-size=4 --model=mlp --lr=0.05",
+        "--nproc-per-node=4 --batch-size=1",
+        "--nproc-per-node=2 --batch-size=3 --model=cnn --sync-batch-norm --dataset=digits --loss=cross-entropy",
     ] {
-        let (code, stdout, stderr) =
-            run(&[&["verify", "--exact-mean", "--steps=9", "--log-format=json"], args].concat());
+        let args: Vec<&str> = args.split(' ').collect();
+        let verify = ["verify", "--exact-mean", "--steps=9", "--log-format=json"];
+        let (code, stdout, stderr) = run(&[&verify, &args[..]].concat());
         assert_eq!(code, Some(0), "{args:?}: {stderr}{stdout}");
-        assert!(
-            stderr
-                .contains("in the last step of an epoch the ranks have batches of different size"),
-            "{stderr}"
-        );
+        let told = "in the last step of an epoch the ranks have batches of different size";
+        assert!(stderr.contains(told), "{stderr}");
         let rows: Vec<Value> =
             stdout.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
-        assert!(
-            !rows.is_empty()
-                && rows.iter().all(|row| row["ok"] == true && row["strategy"] == "ddp"),
-            "{stdout}"
-        );
+        let ok = rows.iter().all(|row| row["ok"] == true && row["strategy"] == "ddp");
+        assert!(!rows.is_empty() && ok, "{stdout}");
     }
 }

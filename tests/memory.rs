@@ -186,23 +186,10 @@ fn one_block() {
 }
 
 #[test]
-fn kept_memory_is_bounded_with_many_sizes() {
-    play("sizes", None);
-}
-
-#[test]
-fn memory_is_kept_across_ranks_and_given_back_at_the_end_of_a_run() {
-    play("run", None);
-}
-
-#[test]
-fn kept_memory_is_given_back_for_small_blocks() {
-    play("small", None);
-}
-
-#[test]
-fn child_of_fork_allocates_while_other_threads_do() {
-    play("fork", None);
+fn kept_memory_is_bounded_shared_by_ranks_given_back_and_safe_beside_fork() {
+    for scene in ["sizes", "run", "small", "fork"] {
+        play(scene, None);
+    }
 }
 
 #[test]
@@ -224,15 +211,9 @@ fn the_environment_turns_kept_memory_off() {
 
 #[test]
 fn kept_memory_changes_no_bit() {
-    let args = [
-        "--nproc-per-node=2",
-        "--model=mlp",
-        "--hidden=512,512",
-        "--optimizer=adamw",
-        "--num-samples=1000",
-        "--batch-size=48",
-        "--log-format=json",
-    ];
+    let args = "--nproc-per-node=2 --model=mlp --hidden=512,512 --optimizer=adamw --num-samples=1000 \
+                --batch-size=48 --log-format=json";
+    let args: Vec<&str> = args.split(' ').collect();
     let hashes = ["0", "1"].map(|switch| {
         let mut command = program(&args);
         command.env(SWITCH, switch);

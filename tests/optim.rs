@@ -10,22 +10,16 @@ use std::rc::Rc;
 use tch::nn::{Init, VarStore};
 use tch::{Device, Kind, Reduction, Tensor};
 
-use crate::harness::ranks;
+use crate::harness::{buckets_of, ranks, wrapped};
 
 type Ddp = DistributedDataParallel<Model>;
 
 /// A small MLP; `cap` MiB a bucket.
 fn model(group: &Rc<ProcessGroup>, cap: f64) -> anyhow::Result<(VarStore, Ddp)> {
     let hidden = vec![24, 12];
-    let config = ModelConfig {
-        kind: ModelKind::Mlp,
-        in_features: 20,
-        out_features: 1,
-        hidden,
-        ..ModelConfig::default()
-    };
+    let config = ModelConfig { kind: ModelKind::Mlp, hidden, ..ModelConfig::default() };
     let (vs, model) = config.build(Device::Cpu, 3)?;
-    let options = DdpOptions { bucket_cap_mb: cap, first_bucket_mb: cap, ..DdpOptions::default() };
+    let options = buckets_of(cap);
     let ddp = DistributedDataParallel::new(model, &vs, group.clone(), options)?;
     Ok((vs, ddp))
 }
@@ -104,28 +98,24 @@ fn optimizer_state_that_does_not_fit_is_refused_by_name() {
         backward(&mut ddp, 0)?;
         sgd.step(0.1)?;
         adamw.step(0.1)?;
-        let error = |result: ddp_mp::Result<()>| result.unwrap_err().to_string();
-        let message = error(sgd.load_state(&adamw.state()?));
-        assert!(message.contains("`exp_avg` for parameter `"), "{message}");
-        let message = error(adamw.load_state(&sgd.state()?));
-        assert!(message.contains("`momentum_buffer` for parameter `"), "{message}");
+        let refuses = |result: ddp_mp::Result<()>, told: &str| {
+            let error = result.unwrap_err().to_string();
+            assert!(error.contains(told), "{error}");
+        };
+        refuses(sgd.load_state(&adamw.state()?), "`exp_avg` for parameter `");
+        refuses(adamw.load_state(&sgd.state()?), "`momentum_buffer` for parameter `");
         let mut state = sgd.state()?;
         state[0].name = "9.weight".into();
-        let message = error(sgd.load_state(&state));
-        assert!(message.contains("has `9.weight`, which is not a parameter"), "{message}");
-        let message = error(sgd.load_state(&sgd.state()?[1..]));
-        assert!(message.contains("has nothing for parameter `0.weight`"), "{message}");
+        refuses(sgd.load_state(&state), "has `9.weight`, which is not a parameter");
+        refuses(sgd.load_state(&sgd.state()?[1..]), "has nothing for parameter `0.weight`");
         let mut state = adamw.state()?;
         state[1].tensors.insert("step".into(), Tensor::from(1.5f32));
-        let message = error(adamw.load_state(&state));
-        assert!(message.contains("a `step` of 1.5 for parameter `0.bias`"), "{message}");
+        refuses(adamw.load_state(&state), "a `step` of 1.5 for parameter `0.bias`");
         let mut state = sgd.state()?;
         state[0].tensors.insert("momentum_buffer".into(), Tensor::from(7f32));
-        let message = error(sgd.load_state(&state));
-        assert!(message.contains("of shape [] for parameter `0.weight` of shape"), "{message}");
+        refuses(sgd.load_state(&state), "of shape [] for parameter `0.weight` of shape");
         let nesterov = SgdOptions { nesterov: true, ..SgdOptions::default() };
-        let message = Sgd::new(ddp.flat_buffers(), nesterov).unwrap_err().to_string();
-        assert!(message.contains("Nesterov momentum needs"), "{message}");
+        refuses(Sgd::new(ddp.flat_buffers(), nesterov).map(drop), "Nesterov momentum needs");
         Ok(())
     });
 }
@@ -155,20 +145,18 @@ fn graph_from_before_a_step_is_refused() {
 fn step_increments_the_version_of_stepped_parameters_only() {
     ranks(1, |_, group| {
         for config in optimizers() {
-            let vs = VarStore::new(Device::Cpu);
-            let [a, b] = ["a", "b"].map(|name| vs.root().var(name, &[5, 3], Init::Const(0.5)));
             let options = DdpOptions { find_unused_parameters: true, ..DdpOptions::default() };
-            let mut ddp = DistributedDataParallel::new((), &vs, group.clone(), options)?;
+            let ([a, b], mut ddp) = wrapped(&group, ["a", "b"], &[5, 3], options)?;
             let mut optimizer = config.build(ddp.flat_buffers())?;
             for _ in 0..3 {
                 ddp.zero_grad()?;
                 ddp.backward(&a.square().sum(Kind::Float))?;
                 let before = [&a, &b].map(Tensor::internal_version);
                 optimizer.step(0.01)?;
-                let [of_a, of_b] = [&a, &b].map(Tensor::internal_version);
+                let now = [&a, &b].map(Tensor::internal_version);
                 assert!(
-                    of_a > before[0] && of_b == before[1],
-                    "{config:?}: {before:?} {of_a} {of_b}"
+                    now[0] > before[0] && now[1] == before[1],
+                    "{config:?}: {before:?} {now:?}"
                 );
             }
         }
@@ -234,10 +222,8 @@ fn parameter_without_a_gradient_is_not_stepped() {
                 }
             }
             // As in PyTorch, there is no state for what was never stepped.
-            let never = train(&group, &*config, &["a", "b"], &[100])?;
-            assert!(
-                never[1].1.tensors.is_empty() && never[1].0 == Tensor::full_like(&never[1].0, 0.5)
-            );
+            let (value, state) = &train(&group, &*config, &["a", "b"], &[100])?[1];
+            assert!(state.tensors.is_empty() && *value == Tensor::full_like(value, 0.5));
         }
         Ok(())
     });

@@ -17,13 +17,18 @@ use ddp_mp::optim::{
 use ddp_mp::trainer::{Callback, Epoch, Loss, TrainContext, Trainer, TrainerOptions};
 use ddp_mp::{
     AdamWOptions, DataLoader, DdpOptions, DistributedDataParallel, DistributedSampler, FlatBuffer,
-    OptimizerLayout, ProcessGroup, ReduceOp, Schedule, Sgd, SgdOptions, SyncBatchNorm, Targets,
-    TensorDataset,
+    Optimizer, OptimizerLayout, ProcessGroup, ReduceOp, Schedule, Sgd, SgdOptions, SyncBatchNorm,
+    Targets, TensorDataset,
 };
 use serde::Deserialize;
 use serde_json::Value;
 use tch::nn::{BatchNormConfig, Linear, Module, ModuleT, VarStore};
 use tch::{Device, Kind, Tensor};
+
+use crate::harness::{ranks, repository};
+use crate::kernels::has_recorded_kernels;
+use crate::share_model::with;
+use crate::shared::power_sgd::{PowerSgd, PowerSgdOptions};
 
 /// Collects the loss of each epoch.
 pub(crate) struct EpochLosses(pub(crate) Rc<RefCell<Vec<f64>>>);
@@ -35,9 +40,8 @@ impl<M> Callback<M> for EpochLosses {
     }
 }
 
-use crate::harness::{ranks, repository};
-use crate::kernels::has_recorded_kernels;
-use crate::shared::power_sgd::{PowerSgd, PowerSgdOptions};
+/// Numbers by name.
+pub(crate) type Values = BTreeMap<String, Vec<f32>>;
 
 pub(crate) fn recorded(name: &str) -> Value {
     let text = fs::read_to_string(repository("tests/parity").join(name)).unwrap();
@@ -57,15 +61,9 @@ fn sampler_order_matches_pytorch() {
     let rows = recorded["rows"].as_array().unwrap();
     assert!(rows.len() > 1000);
     for row in rows {
-        let (len, world_size, shuffle, drop_last, seed, epoch, expected): (
-            usize,
-            usize,
-            bool,
-            bool,
-            u64,
-            u64,
-            String,
-        ) = serde_json::from_value(row.clone()).unwrap();
+        type Row = (usize, usize, bool, bool, u64, u64, String);
+        let row: Row = serde_json::from_value(row.clone()).unwrap();
+        let (len, world_size, shuffle, drop_last, seed, epoch, ref expected) = row;
         let indices = (0..world_size).flat_map(|rank| {
             let sampler = DistributedSampler::new(len, world_size, rank).unwrap();
             let sampler = sampler.shuffle(shuffle).seed(seed).drop_last(drop_last).unwrap();
@@ -73,7 +71,7 @@ fn sampler_order_matches_pytorch() {
             assert_eq!(indices.len(), sampler.num_samples());
             indices
         });
-        assert_eq!(digest(indices), expected, "{row}");
+        assert_eq!(digest(indices), *expected, "{row:?}");
     }
 }
 
@@ -100,7 +98,7 @@ struct DdpCase {
     join: Option<Join>,
     hook: Option<String>,
     losses: Vec<f64>,
-    r#final: BTreeMap<String, Vec<f32>>,
+    r#final: Values,
 }
 
 #[derive(Deserialize, Clone, Debug)]
@@ -130,7 +128,7 @@ struct DdpSettings {
     side: i64,
     channels: Vec<i64>,
     classes: i64,
-    initial: BTreeMap<String, BTreeMap<String, Vec<f32>>>,
+    initial: BTreeMap<String, Values>,
     cases: Vec<DdpCase>,
 }
 
@@ -208,29 +206,16 @@ impl DdpSettings {
             "mlp" => (ModelKind::Mlp, vec![24, 12]),
             "small mlp" => (ModelKind::Mlp, vec![8, 8]),
             "odd mlp" => (ModelKind::Mlp, vec![13, 9]),
-            "cnn" => {
-                let (kind, hidden) = (ModelKind::Cnn, self.channels.clone());
-                let (in_features, out_features) = (self.side.pow(2), self.classes);
-                return ModelConfig {
-                    kind,
-                    in_features,
-                    out_features,
-                    hidden,
-                    ..ModelConfig::default()
-                };
-            }
+            "cnn" => (ModelKind::Cnn, self.channels.clone()),
             _ => panic!("{name}"),
         };
-        ModelConfig { kind, in_features: 20, out_features: 1, hidden, ..ModelConfig::default() }
+        let (in_features, out_features) =
+            if name == "cnn" { (self.side.pow(2), self.classes) } else { (20, 1) };
+        ModelConfig { kind, in_features, out_features, hidden, ..ModelConfig::default() }
     }
 
     /// Trains as `case` says, on so many ranks. Returns the epochs' losses, and the final values.
-    fn train(
-        &self,
-        case: &DdpCase,
-        world_size: usize,
-        adds_as_gloo: bool,
-    ) -> (Vec<f64>, BTreeMap<String, Vec<f32>>) {
+    fn train(&self, case: &DdpCase, world_size: usize, adds_as_gloo: bool) -> (Vec<f64>, Values) {
         let (seed, config) = (self.seed, self.model(&case.model));
         let targets = match case.model.as_str() {
             "cnn" => Targets::Classes(self.classes),
@@ -250,10 +235,9 @@ impl DdpSettings {
             let losses = if let Some(skip) = &case.skip {
                 let model = Skipping::new(&vs, skip, rank.rank());
                 case.train(model, &vs, loader, group, adds_as_gloo)
-            } else if case.sync_batch_norm {
-                let model = model.convert_sync_batchnorm(&group);
-                case.train(model, &vs, loader, group, adds_as_gloo)
             } else {
+                let model =
+                    if case.sync_batch_norm { model.convert_sync_batchnorm(&group) } else { model };
                 case.train(model, &vs, loader, group, adds_as_gloo)
             };
             Ok((losses?, state(&vs)))
@@ -275,12 +259,11 @@ impl DdpCase {
         let options = DdpOptions {
             find_unused_parameters: self.skip.is_some() && !self.static_graph,
             static_graph: self.static_graph,
-            optimizer_layout: if self.zero {
+            ..with(if self.zero {
                 OptimizerLayout::Partitioned
             } else {
                 OptimizerLayout::Replicated
-            },
-            ..DdpOptions::default()
+            })
         };
         let mut ddp = DistributedDataParallel::new(model, vs, group.clone(), options)?;
         if let Some(hook) = self.comm_hook(adds_as_gloo) {
@@ -404,9 +387,9 @@ fn training_matches_pytorch_ddp() {
             let pairs = pairs.map(|(name, theirs)| difference(&values[name], theirs));
             let values = pairs.fold(0., f64::max);
             let order = if adds_as_gloo { " in Gloo's order" } else { "" };
+            let name = &case.name;
             let row = format!(
-                "{world_size} ranks, {}{order}: losses {losses:.1e}, values {values:.1e}",
-                case.name
+                "{world_size} ranks, {name}{order}: losses {losses:.1e}, values {values:.1e}"
             );
             println!("{row}");
             let bounds = case.bounds(world_size, adds_as_gloo);
@@ -424,8 +407,8 @@ struct OptimizerCase {
     options: Options,
     losses: Vec<f32>,
     norms: Vec<f32>,
-    r#final: BTreeMap<String, Vec<f32>>,
-    state: BTreeMap<String, Vec<f32>>,
+    r#final: Values,
+    state: Values,
 }
 
 /// Those that a case gives; the others are the defaults.
@@ -461,6 +444,32 @@ impl Options {
     }
 }
 
+/// What an optimizer keeps, by the names of the parameters and of the state.
+fn kept(optimizer: &dyn Optimizer) -> ddp_mp::Result<Values> {
+    let of_parameter = |ParameterState { name, tensors }: ParameterState| {
+        tensors.into_iter().map(move |(key, tensor)| (format!("{name}/{key}"), flat(&tensor)))
+    };
+    Ok(optimizer.state()?.into_iter().flat_map(of_parameter).collect())
+}
+
+/// How far values after steps of this optimizer may be from PyTorch's: the kernels of SGD round as PyTorch's default
+/// does, that of AdamW not in each last bit.
+fn bound_of(optimizer: &str) -> f64 {
+    if !has_recorded_kernels() {
+        1e-5
+    } else if optimizer.starts_with("sgd") {
+        0.
+    } else {
+        1e-6
+    }
+}
+
+/// The largest [`difference`] of any of these, which have the same names.
+fn largest_difference(ours: &Values, theirs: &Values) -> f64 {
+    assert!(ours.keys().eq(theirs.keys()), "{:?} {:?}", ours.keys(), theirs.keys());
+    ours.iter().map(|(key, ours)| difference(ours, &theirs[key])).fold(0., f64::max)
+}
+
 /// The largest difference, relative to the number or, for a small one, to a hundredth.
 pub(crate) fn difference<T: Copy + Into<f64>>(ours: &[T], theirs: &[T]) -> f64 {
     assert_eq!(ours.len(), theirs.len());
@@ -475,28 +484,14 @@ pub(crate) fn difference<T: Copy + Into<f64>>(ours: &[T], theirs: &[T]) -> f64 {
 #[test]
 fn optimizers_match_pytorch() {
     let recorded = recorded("optimizers.json");
-    let hidden: Vec<i64> = serde_json::from_value(recorded["hidden"].clone()).unwrap();
-    let number = |key: &str| recorded[key].as_u64().unwrap();
-    let (seed, batch, steps) = (number("seed"), number("batch") as i64, number("steps"));
+    let steps = recorded["steps"].as_u64().unwrap();
     let (lr, max_norm) = (recorded["lr"].as_f64().unwrap(), recorded["max_norm"].as_f64().unwrap());
     let cases: Vec<OptimizerCase> = serde_json::from_value(recorded["cases"].clone()).unwrap();
     assert!(cases.len() >= 9);
     for OptimizerCase { name, options, losses, norms, r#final, state } in cases {
-        let model = ModelConfig {
-            kind: ModelKind::Mlp,
-            in_features: 20,
-            out_features: 1,
-            hidden: hidden.clone(),
-            ..ModelConfig::default()
-        };
-        let case = name.clone();
-        let (after, kept, our_losses, our_norms) = ranks(1, move |rank, group| {
-            let (inputs, targets) = fork_rng(seed + 1, || {
-                let rand = |n| Tensor::rand([batch, n], (Kind::Float, Device::Cpu));
-                (rand(20), rand(1))
-            })?;
-            let (vs, model) = model.build(rank.device(), seed)?;
-            let mut ddp = DistributedDataParallel::new(model, &vs, group, DdpOptions::default())?;
+        let (case, recorded) = (name.clone(), recorded.clone());
+        let (after, kept, our_losses, our_norms) = ranks(1, move |_, group| {
+            let (vs, mut ddp, inputs, targets) = mlp_and_batch(&recorded, "hidden", group)?;
             let mut optimizer = options.config(&case).build(ddp.flat_buffers())?;
             let lr = if case.starts_with("adamw") { lr / 10. } else { lr };
             let (mut losses, mut norms) = (Vec::new(), Vec::new());
@@ -510,40 +505,19 @@ fn optimizers_match_pytorch() {
                 optimizer.step(lr)?;
                 losses.push(f32::try_from(loss)?);
             }
-            let flat = |tensor: &Tensor| Vec::<f32>::try_from(tensor.detach().flatten(0, -1));
-            #[allow(clippy::disallowed_methods)] // into a map with an order of its own
-            let values = vs.variables().into_iter().map(|(name, t)| Ok((name, flat(&t)?)));
-            let values = values.collect::<anyhow::Result<BTreeMap<_, _>>>()?;
-            let mut kept = BTreeMap::new();
-            for ParameterState { name, tensors } in optimizer.state()? {
-                for (key, tensor) in tensors {
-                    kept.insert(format!("{name}/{key}"), flat(&tensor)?);
-                }
-            }
-            Ok((values, kept, losses, norms))
+            Ok((self::state(&vs), kept(&*optimizer)?, losses, norms))
         })
         .remove(0);
         let clipped = norms.iter().filter(|norm| f64::from(**norm) > max_norm).count();
         assert!(norms.is_empty() || (clipped > 0 && clipped < norms.len()), "{clipped} clipped");
-        let largest = |ours: &BTreeMap<String, Vec<f32>>, theirs: &BTreeMap<String, Vec<f32>>| {
-            assert!(ours.keys().eq(theirs.keys()), "{name}: {:?} {:?}", ours.keys(), theirs.keys());
-            ours.iter().map(|(key, ours)| difference(ours, &theirs[key])).fold(0., f64::max)
-        };
         let differences = [
-            largest(&after, &r#final),
-            largest(&kept, &state),
+            largest_difference(&after, &r#final),
+            largest_difference(&kept, &state),
             difference(&our_losses, &losses),
             difference(&our_norms, &norms),
         ];
         println!("{name}: parameters, state, losses, norms differ by {differences:?}");
-        // The kernels of SGD round as PyTorch's default does, that of AdamW not in each last bit.
-        let bound = if !has_recorded_kernels() {
-            1e-5
-        } else if name.starts_with("sgd") {
-            0.
-        } else {
-            1e-6
-        };
+        let bound = bound_of(&name);
         assert!(differences.iter().all(|it| *it <= bound), "{name}: {differences:?}");
     }
 }
@@ -554,7 +528,7 @@ struct HalfCase {
     name: String,
     options: Options,
     r#final: Vec<f32>,
-    state: BTreeMap<String, Vec<f32>>,
+    state: Values,
 }
 
 /// SGD has the bits of PyTorch's default, and AdamW those of its fused kernel, which rounds less often.
@@ -588,7 +562,7 @@ fn optimizers_of_half_precision_match_pytorch() {
         let flat = |tensor: &Tensor| Vec::<f32>::try_from(tensor.to_kind(Kind::Float).view(-1));
         assert_eq!(flat(&parameters).unwrap(), r#final, "{dtype} {name}");
         let kept = &optimizer.state().unwrap()[0].tensors;
-        let kept: BTreeMap<String, Vec<f32>> =
+        let kept: Values =
             kept.iter().map(|(key, tensor)| (key.clone(), flat(tensor).unwrap())).collect();
         assert_eq!(kept, state, "{dtype} {name}");
     }
@@ -600,8 +574,8 @@ struct ScalerCase {
     options: Options,
     /// Loss, scale and growth tracker of each step.
     trace: Vec<(f32, f64, u64)>,
-    r#final: BTreeMap<String, Vec<f32>>,
-    state: BTreeMap<String, Vec<f32>>,
+    r#final: Values,
+    state: Values,
     state_dict: GradScalerState,
 }
 
@@ -609,17 +583,11 @@ struct ScalerCase {
 fn mlp_and_batch(
     recorded: &Value,
     key: &str,
-    group: std::rc::Rc<ProcessGroup>,
+    group: Rc<ProcessGroup>,
 ) -> anyhow::Result<(VarStore, DistributedDataParallel<impl Forward + use<>>, Tensor, Tensor)> {
     let (seed, batch) = (recorded["seed"].as_u64().unwrap(), recorded["batch"].as_i64().unwrap());
     let hidden = serde_json::from_value(recorded[key].clone())?;
-    let config = ModelConfig {
-        kind: ModelKind::Mlp,
-        in_features: 20,
-        out_features: 1,
-        hidden,
-        ..ModelConfig::default()
-    };
+    let config = ModelConfig { kind: ModelKind::Mlp, hidden, ..ModelConfig::default() };
     let (vs, model) = config.build(Device::Cpu, seed)?;
     let ddp = DistributedDataParallel::new(model, &vs, group, DdpOptions::default())?;
     let (inputs, targets) = fork_rng(seed + 1, || {
@@ -678,31 +646,14 @@ fn grad_scaler_matches_pytorch() {
                 losses.push(f32::try_from(loss)?);
             }
             assert_eq!(scaler.state(), Some(case.state_dict));
-            let mut kept = BTreeMap::new();
-            for ParameterState { name, tensors } in optimizer.state()? {
-                for (key, tensor) in tensors {
-                    kept.insert(format!("{name}/{key}"), flat(&tensor));
-                }
-            }
-            assert!(kept.keys().eq(case.state.keys()), "{name}");
-            let largest = |ours: &BTreeMap<_, Vec<f32>>, theirs: &BTreeMap<_, Vec<f32>>| {
-                let each = theirs.iter().map(|(key, theirs)| difference(&ours[key], theirs));
-                each.fold(0., f64::max)
-            };
             let expected: Vec<f32> = case.trace.iter().map(|(loss, ..)| *loss).collect();
             let differences = [
-                largest(&state(&vs), &case.r#final),
-                largest(&kept, &case.state),
+                largest_difference(&state(&vs), &case.r#final),
+                largest_difference(&kept(&*optimizer)?, &case.state),
                 difference(&losses, &expected),
             ];
             println!("{name}: parameters, state, losses differ by {differences:?}");
-            let bound = if !has_recorded_kernels() {
-                1e-5
-            } else if name == "adamw" {
-                1e-6
-            } else {
-                0.
-            };
+            let bound = bound_of(name);
             assert!(differences.iter().all(|it| *it <= bound), "{name}: {differences:?}");
         }
         Ok(())
@@ -714,7 +665,7 @@ struct AutocastCase {
     name: String,
     losses: Vec<f32>,
     scales: Vec<f64>,
-    r#final: BTreeMap<String, Vec<f32>>,
+    r#final: Values,
     /// The losses in float32.
     without: Vec<f32>,
 }
@@ -751,10 +702,8 @@ fn amp_matches_pytorch() {
                 losses.push(f32::try_from(loss)?);
             }
             let after = state(&vs);
-            let finals = case
-                .r#final
-                .iter()
-                .map(|(name, it)| f64::from(absolute_difference(&after[name], it)));
+            let finals = case.r#final.iter();
+            let finals = finals.map(|(name, it)| absolute_difference(&after[name], it).into());
             let differences = [difference(&losses, &case.losses), finals.fold(0., f64::max)];
             let without = difference(&case.losses, &case.without);
             println!("{}: losses, parameters differ by {differences:?}", case.name);
@@ -797,7 +746,7 @@ pub(crate) fn flat(tensor: &Tensor) -> Vec<f32> {
 }
 
 #[allow(clippy::disallowed_methods)] // into a map with an order of its own
-pub(crate) fn state(vs: &VarStore) -> BTreeMap<String, Vec<f32>> {
+pub(crate) fn state(vs: &VarStore) -> Values {
     vs.variables().into_iter().map(|(name, tensor)| (name, flat(&tensor))).collect()
 }
 
@@ -817,7 +766,7 @@ struct BatchNormCase {
     steps: Vec<[Vec<f32>; 2]>,
     gradients: [Vec<f32>; 2],
     evaluated: Vec<f32>,
-    state: BTreeMap<String, Vec<f32>>,
+    state: Values,
 }
 
 #[test]
@@ -925,59 +874,36 @@ fn collective(group: &ProcessGroup, row: &Row) -> anyhow::Result<Tensor> {
     let (mut part, mut whole, none) = (one.zeros_like(), many.zeros_like(), one.narrow(0, 0, 0));
     let inputs = many.split(LEN as i64, 0);
     let mut outputs = whole.split(LEN as i64, 0);
-    Ok(match row.operation.as_str() {
-        "all_reduce" => {
-            group.all_reduce(&mut one, op())?;
-            one
-        }
-        "reduce" => {
-            group.reduce(&mut one, root, op())?;
-            if is_root { one } else { none }
-        }
-        "reduce_scatter" => {
-            group.reduce_scatter(&mut part, &inputs, op())?;
-            part
-        }
-        "reduce_scatter_tensor" => {
-            group.reduce_scatter_tensor(&mut part, &many, op())?;
-            part
-        }
-        "broadcast" => {
-            group.broadcast(&mut one, root)?;
-            one
-        }
-        "all_gather" => {
-            group.all_gather(&mut outputs, &one)?;
-            whole
-        }
-        "all_gather_into_tensor" => {
-            group.all_gather_into_tensor(&mut whole, &one)?;
-            whole
-        }
-        "gather" => {
-            group.gather(&one, is_root.then_some(&mut outputs[..]), root)?;
-            if is_root { whole } else { none }
-        }
-        "scatter" => {
-            group.scatter(&mut part, is_root.then_some(&inputs[..]), root)?;
-            part
-        }
-        "all_to_all_single" => {
-            group.all_to_all_single(&mut whole, &many, None, None)?;
-            whole
-        }
+    // This rank sends (rank + 2 * other + 1) % 3 to another one.
+    let splits = |f: fn(usize, usize) -> usize| -> Vec<i64> {
+        (0..world_size).map(|other| f(rank, other) as i64).collect()
+    };
+    let sent = splits(|rank, other| (rank + 2 * other + 1) % 3);
+    let received = splits(|rank, other| (other + 2 * rank + 1) % 3);
+    let unequal = numbers(rank, sent.iter().sum::<i64>() as usize, kind);
+    let mut split = Tensor::zeros([received.iter().sum()], (kind, Device::Cpu));
+    match row.operation.as_str() {
+        "all_reduce" => group.all_reduce(&mut one, op())?,
+        "reduce" => group.reduce(&mut one, root, op())?,
+        "reduce_scatter" => group.reduce_scatter(&mut part, &inputs, op())?,
+        "reduce_scatter_tensor" => group.reduce_scatter_tensor(&mut part, &many, op())?,
+        "broadcast" => group.broadcast(&mut one, root)?,
+        "all_gather" => group.all_gather(&mut outputs, &one)?,
+        "all_gather_into_tensor" => group.all_gather_into_tensor(&mut whole, &one)?,
+        "gather" => group.gather(&one, is_root.then_some(&mut outputs[..]), root)?,
+        "scatter" => group.scatter(&mut part, is_root.then_some(&inputs[..]), root)?,
+        "all_to_all_single" => group.all_to_all_single(&mut whole, &many, None, None)?,
         "all_to_all_single with splits" => {
-            let splits = |f: fn(usize, usize) -> usize| -> Vec<i64> {
-                (0..world_size).map(|other| f(rank, other) as i64).collect()
-            };
-            let sent = splits(|rank, other| (rank + 2 * other + 1) % 3);
-            let received = splits(|rank, other| (other + 2 * rank + 1) % 3);
-            let input = numbers(rank, sent.iter().sum::<i64>() as usize, kind);
-            let mut output = Tensor::zeros([received.iter().sum()], (kind, Device::Cpu));
-            group.all_to_all_single(&mut output, &input, Some(&received), Some(&sent))?;
-            output
+            group.all_to_all_single(&mut split, &unequal, Some(&received), Some(&sent))?;
         }
         other => panic!("{other}"),
+    }
+    Ok(match row.operation.as_str() {
+        "reduce" | "gather" if !is_root => none,
+        "all_reduce" | "reduce" | "broadcast" => one,
+        "reduce_scatter" | "reduce_scatter_tensor" | "scatter" => part,
+        "all_to_all_single with splits" => split,
+        _ => whole,
     })
 }
 

@@ -10,7 +10,7 @@ use ddp_mp::models::{ModelConfig, ModelKind};
 use ddp_mp::optim::{OptimizerOptions, ParamSpan, Unit};
 use ddp_mp::trainer::{Loss, Trainer, TrainerOptions};
 use ddp_mp::{
-    AdamWOptions, DataLoader, Dataset, DdpOptions, DistributedDataParallel, DistributedSampler,
+    AdamWOptions, DataLoader, Dataset, DistributedDataParallel, DistributedSampler,
     OptimizerLayout, Schedule, TextDataset,
 };
 use serde::Deserialize;
@@ -19,6 +19,7 @@ use tch::{Device, Kind, Tensor};
 use crate::harness::{ranks, repository};
 use crate::kernels::has_recorded_kernels;
 use crate::parity::{EpochLosses, difference, digest, flat, recorded, state};
+use crate::share_model::with;
 
 #[derive(Deserialize, Clone)]
 struct Recorded {
@@ -66,14 +67,6 @@ struct Case {
     r#final: BTreeMap<String, Vec<f64>>,
 }
 
-/// What a training left.
-struct Trained {
-    /// Of each epoch.
-    losses: Vec<f64>,
-    bits: String,
-    r#final: BTreeMap<String, Vec<f64>>,
-}
-
 impl Recorded {
     fn read() -> Self {
         serde_json::from_value(recorded("gpt.json")).unwrap()
@@ -97,7 +90,8 @@ impl Recorded {
         TextDataset::open(&text, self.block_size as usize).unwrap().first(samples).unwrap()
     }
 
-    fn train(&self, case: &Case, layout: OptimizerLayout) -> Trained {
+    /// Trains as in this case. Returns it with what that has come to.
+    fn train(&self, case: &Case, layout: OptimizerLayout) -> Case {
         let (recorded, model) = (self.clone(), self.model(case.bias));
         let dataset = Arc::new(self.contexts(case.samples));
         let mut all = ranks(case.world_size, move |rank, group| {
@@ -105,8 +99,7 @@ impl Recorded {
             let sampler = DistributedSampler::new(dataset.len(), rank.world_size(), rank.rank())?;
             let sampler = sampler.seed(recorded.seed);
             let loader = DataLoader::new(dataset.clone(), sampler, recorded.batch, rank.device())?;
-            let options = DdpOptions { optimizer_layout: layout, ..DdpOptions::default() };
-            let ddp = DistributedDataParallel::new(model, &vs, group, options)?;
+            let ddp = DistributedDataParallel::new(model, &vs, group, with(layout))?;
             let optimizer = AdamWOptions {
                 betas: recorded.betas,
                 weight_decay: recorded.weight_decay,
@@ -134,7 +127,7 @@ impl Recorded {
         assert!(all.iter().all(|rank| rank == &all[0]), "the ranks differ");
         let (losses, bits, values) = all.remove(0);
         let r#final = values.into_iter().map(|(name, values)| (name.clone(), some(&name, &values)));
-        Trained { losses, bits, r#final: r#final.collect() }
+        Case { losses, bits, r#final: r#final.collect(), ..case.clone() }
     }
 }
 
@@ -201,15 +194,12 @@ fn gpt_has_the_loss_of_pytorch_with_and_without_autocast() {
 /// Long: it trains all recorded cases in three layouts.
 #[test]
 fn gpt_trains_as_with_pytorch_ddp() {
+    use OptimizerLayout::{Partitioned, Replicated, SharedModel};
     let recorded = Recorded::read();
     let mut missed = Vec::new();
     for case in &recorded.cases {
-        for layout in [
-            OptimizerLayout::Replicated,
-            OptimizerLayout::SharedModel,
-            OptimizerLayout::Partitioned,
-        ] {
-            let Trained { losses, bits, r#final } = recorded.train(case, layout);
+        for layout in [Replicated, SharedModel, Partitioned] {
+            let Case { losses, bits, r#final, .. } = recorded.train(case, layout);
             assert!(r#final.keys().eq(case.r#final.keys()), "{:?}", r#final.keys());
             assert!(losses.last() < losses.first(), "{losses:?}");
             let losses = difference(&losses, &case.losses);

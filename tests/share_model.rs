@@ -1,4 +1,6 @@
-//! `share_model`: one copy of the model gives the bits of a replica for each rank, whatever the options.
+//! `share_model` and `zero`: one copy of the model, and an optimizer that the ranks partition, give the bits of replicas.
+
+use std::rc::Rc;
 
 use ddp_mp::ddp::JoinOptions;
 use ddp_mp::models::parameters_hash;
@@ -6,101 +8,79 @@ use ddp_mp::optim::{
     AdamW, AdamWOptions, GradState, Optimizer, ParamSpan, Sgd, SgdOptions, average_gradients,
     clip_grad_norm,
 };
-use ddp_mp::{DdpOptions, DistributedDataParallel, OptimizerLayout, ReduceOp};
+use ddp_mp::{DdpOptions, DistributedDataParallel, OptimizerLayout, ProcessGroup, ReduceOp};
 use serde_json::Value;
 use tch::nn::{self, ModuleT, VarStore};
 use tch::{Device, Kind, Tensor};
 
-use crate::harness::{linear, ranks, run, some_of};
+use crate::harness::{buckets_of, in_parallel, linear, ranks, run, run_end, run_events, some_of};
 use crate::processes::end;
 use crate::shared::power_sgd::{PowerSgd, PowerSgdOptions};
 
-fn layout(is_shared: bool) -> OptimizerLayout {
-    if is_shared { OptimizerLayout::SharedModel } else { OptimizerLayout::Replicated }
+/// Returns the options of a wrapper with this layout.
+pub(crate) fn with(optimizer_layout: OptimizerLayout) -> DdpOptions {
+    DdpOptions { optimizer_layout, ..DdpOptions::default() }
 }
 
 /// Large and small parameters, with lengths that are multiples of a cache line and others.
 pub(crate) const MLP: &[&str] = &["--model=mlp", "--hidden=300,256,129,130", "--num-samples=401"];
-pub(crate) const CNN: &[&str] =
-    &["--model=cnn", "--dataset=digits", "--loss=cross-entropy", "--num-samples=150"];
-const DIGITS: &[&str] = &[
-    "--model=mlp",
-    "--hidden=512",
-    "--dataset=digits",
-    "--loss=cross-entropy",
-    "--num-samples=300",
-];
-
-/// Returns the events of a run on CPU ranks.
-#[track_caller]
-pub(crate) fn events(args: &[&str]) -> Vec<Value> {
-    let (code, output, errors) = run(&[args, &["--log-format=json"]].concat());
-    assert_eq!(code, Some(0), "{args:?}\n{errors}");
-    output.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
-}
 
 /// Returns what must be equal: each epoch's losses, and the end's without durations and bytes.
 fn results(events: &[Value]) -> Vec<Value> {
-    let keys = [
-        "event",
-        "rank",
-        "epoch",
-        "steps",
-        "loss",
-        "parameters_hash",
-        "replicas_equal",
-        "validation",
-    ];
+    let keys = "event rank epoch steps loss parameters_hash replicas_equal validation";
     let picked = events.iter().filter(|event| event["event"] == "epoch" || event["event"] == "end");
-    let pick = |event: &Value| keys.iter().map(|key| event[*key].clone()).collect();
+    let pick = |event: &Value| keys.split(' ').map(|key| event[key].clone()).collect();
     let mut results: Vec<Value> = picked.map(pick).collect();
     results.sort_by_key(Value::to_string); // processes write their lines in any order
     results
 }
 
+/// Checks that runs with each of the `ways` have the results of those without: a row has the number of ranks and more
+/// options.
 #[track_caller]
-fn same(base: &[&str], rows: &[(usize, &str)]) {
-    same_with("--share-model", base, rows);
-}
-
-/// Checks that runs with `option` have the results of those without it: a row has the number of ranks and more options.
-#[track_caller]
-pub(crate) fn same_with(option: &str, base: &[&str], rows: &[(usize, &str)]) {
+fn same(ways: &[&str], base: &[&str], rows: &[(usize, &str)]) {
     for &(count, row) in some_of(rows, rows.len().div_ceil(2)) {
         let count = format!("--nproc-per-node={count}");
         let row: Vec<&str> = row.split_whitespace().collect();
         let args = [base, &row, &[&count]].concat();
-        let apart = events(&args);
-        let with = events(&[&args[..], &[option]].concat());
-        assert_eq!(results(&with), results(&apart), "{args:?}");
-        assert!(with.last().unwrap()["parameters_hash"].is_string());
+        let apart = run_events(&args);
+        assert!(apart.last().unwrap()["parameters_hash"].is_string());
+        for way in ways {
+            let found = run_events(&[&args[..], &[way]].concat());
+            assert_eq!(results(&found), results(&apart), "{way} {args:?}");
+        }
     }
 }
 
+/// One copy for all ranks, and an optimizer that they partition.
+const BOTH: &[&str] = &["--share-model", "--zero"];
+
 /// Long: it starts a run for each option and layout.
 #[test]
-fn shared_model_has_the_bits_of_replicas_with_each_optimizer() {
+fn layouts_have_the_bits_of_replicas_with_each_optimizer() {
     same(
+        BOTH,
         MLP,
         &[
-            (1, ""),
+            (1, "--optimizer=adamw"),
             (2, "--max-epochs=2"),
             (3, "--momentum=0.9 --dampening=0.1 --weight-decay=0.01"),
-            (2, "--momentum=0.9 --nesterov"),
+            (2, "--momentum=0.9 --nesterov --bucket-cap-mb=0.1"),
             (2, "--weight-decay=0.1 --no-decay-on-bias-and-norm"),
-            (1, "--optimizer=adamw"),
-            (2, "--optimizer=adamw --max-epochs=2"),
+            (2, "--optimizer=adamw --max-epochs=2 --weight-decay=0.1"),
+            (4, "--optimizer=adamw --no-decay-on-bias-and-norm --bucket-cap-mb=0.05"),
             (3, "--optimizer=adamw --beta1=0.8 --beta2=0.9 --eps=0.001 --weight-decay=0.1"),
-            (4, "--optimizer=adamw --no-decay-on-bias-and-norm"),
             (2, "--max-epochs=2 --schedule=cosine --schedule-by=step --warmup-steps=3"),
+            (1, ""),
         ],
     );
 }
 
 /// Long: it starts a run for each option and layout.
 #[test]
-fn shared_model_has_the_bits_of_replicas_with_gradient_options() {
+fn layouts_have_the_bits_of_replicas_with_gradient_options() {
     same(
+        BOTH,
         MLP,
         &[
             (2, "--max-grad-norm=0.1 --momentum=0.9"),
@@ -112,101 +92,117 @@ fn shared_model_has_the_bits_of_replicas_with_gradient_options() {
             (2, "--static-graph --optimizer=adamw"),
             (2, "--comm-hook=bf16 --optimizer=adamw"),
             (2, "--bucket-cap-mb=0.1"),
-            (2, "--check-replicas-every=2 --explain"),
+            (2, "--check-replicas-every=2 --explain --momentum=0.9"),
         ],
     );
 }
 
+/// Long: it starts a run for each option and layout.
 #[test]
-fn shared_model_has_the_bits_of_replicas_with_amp_buffers_and_validation() {
+fn layouts_have_the_bits_of_replicas_with_amp_buffers_and_validation() {
     same(
-        CNN,
+        BOTH,
+        &["--dataset=digits", "--loss=cross-entropy", "--num-samples=150"],
         &[
-            (2, "--optimizer=adamw"),
-            (3, "--sync-batch-norm --val-fraction=0.25"),
-            (2, "--no-broadcast-buffers --momentum=0.9"),
-            (2, "--amp=bf16 --optimizer=adamw"),
-            (2, "--amp=fp16 --max-grad-norm=1"),
+            (3, "--model=cnn --sync-batch-norm --val-fraction=0.25 --optimizer=adamw"),
+            (2, "--model=cnn --optimizer=adamw"),
+            (2, "--model=cnn --amp=fp16 --max-grad-norm=1 --momentum=0.9"),
+            (2, "--model=cnn --no-broadcast-buffers --momentum=0.9"),
+            (
+                4,
+                "--model=mlp --hidden=512 --max-epochs=2 --dropout=0.3 --momentum=0.9 --num-workers=1",
+            ),
+            (2, "--model=cnn --amp=bf16 --optimizer=adamw"),
         ],
     );
-    same(DIGITS, &[(4, "--max-epochs=2 --dropout=0.3 --momentum=0.9 --num-workers=1")]);
+}
+
+/// Between processes, buckets are reduce-scattered during backward.
+#[test]
+fn processes_that_partition_the_optimizer_have_the_bits_of_replicated_ones() {
+    same(
+        &["--zero"],
+        &[MLP, &["--spawn=processes"]].concat(),
+        &[
+            (2, "--optimizer=adamw --max-epochs=2"),
+            (3, "--momentum=0.9 --bucket-cap-mb=0.1"),
+            (2, "--optimizer=adamw --max-grad-norm=0.01 --no-overlap"),
+            (2, "--exact-mean --optimizer=adamw --grad-accum-steps=2"),
+        ],
+    );
 }
 
 #[test]
-fn share_model_is_refused_where_ranks_share_no_memory() {
+fn layouts_are_refused_where_they_cannot_be() {
     for (args, reason) in [
         (
-            ["--spawn=processes"],
+            "--share-model --spawn=processes",
             "--share-model: needs --spawn threads, because processes share no memory",
         ),
-        (["--strategy=dp"], "--share-model: needs --strategy ddp"),
+        ("--share-model --strategy=dp", "--share-model: needs --strategy ddp"),
+        ("--zero --share-model", "--zero: cannot be combined with --share-model"),
+        ("--zero --strategy=dp", "--zero: needs --strategy ddp"),
     ] {
-        let (code, _, errors) =
-            run(&[&args[..], &["--share-model", "--nproc-per-node=2"]].concat());
+        let args: Vec<&str> = args.split(' ').chain(["--nproc-per-node=2"]).collect();
+        let (code, _, errors) = run(&args);
         assert_eq!(code, Some(2), "{errors}");
         assert!(errors.contains(reason), "{errors}");
     }
+    for (layout, reason) in [
+        (OptimizerLayout::SharedModel, "a rank without inputs makes no optimizer steps"),
+        (OptimizerLayout::Partitioned, "join cannot be used with OptimizerLayout::Partitioned"),
+    ] {
+        ranks(2, move |_, group| {
+            let mut ddp = wrap(&group, layout)?;
+            let error = ddp.join(JoinOptions::default(), |_| Ok(())).unwrap_err().to_string();
+            assert!(error.contains(reason), "{error}");
+            Ok(())
+        });
+    }
 }
 
 #[test]
-fn join_with_a_shared_model_is_refused() {
-    ranks(2, |_, group| {
-        let vs = VarStore::new(Device::Cpu);
-        let options =
-            DdpOptions { optimizer_layout: OptimizerLayout::SharedModel, ..DdpOptions::default() };
-        let mut ddp = DistributedDataParallel::new(model(&vs), &vs, group.clone(), options)?;
-        let error = ddp.join(JoinOptions::default(), |_| Ok(())).unwrap_err().to_string();
-        assert!(error.contains("a rank without inputs makes no optimizer steps"), "{error}");
-        Ok(())
+fn processes_of_several_ranks_have_the_bits_of_replicas() {
+    // Of several buckets, which are rebuilt after the first step.
+    for (way, row) in [
+        ("--share-model", ["--max-grad-norm=0.1", "--bucket-cap-mb=0.1"].as_slice()),
+        ("--zero", &["--bucket-cap-mb=0.2"]),
+    ] {
+        let args = [MLP, &["--optimizer=adamw"], row].concat();
+        for processes in [&[2, 2][..], &[1, 3]] {
+            let hash = |args: &[&str]| end(args, processes)["parameters_hash"].clone();
+            assert_eq!(hash(&[&args[..], &[way]].concat()), hash(&args), "{way} {processes:?}");
+        }
+    }
+}
+
+/// A rank that fails or stalls ends the run; no other rank waits for its part of a step for ever.
+/// Long: it waits for time-outs.
+#[test]
+fn failure_of_a_rank_that_others_depend_on_in_a_step_ends_the_run() {
+    let layouts = [&["--share-model"][..], &["--zero"], &["--zero", "--spawn=processes"]];
+    in_parallel(&layouts, |layout| {
+        for (fault, words) in [
+            ("panic:rank=1,at=step,step=3", "rank 1 (CPU:1) failed in step #3: panicked"),
+            ("error:rank=0,at=step,step=3", "rank 0 (CPU:0) failed"),
+            ("stall:rank=2,at=step,step=3", "rank 2"),
+        ] {
+            let fault = format!("--inject-fault={fault}");
+            let args = ["--nproc-per-node=3", "--timeout=10s", "--grace-period=1s", &fault];
+            let (code, _, errors) = run(&[MLP, &args, layout].concat());
+            assert_eq!(code, Some(1), "{errors}");
+            assert!(errors.contains(words), "{fault} {layout:?}: {errors}");
+        }
     });
 }
 
-/// One process of each pair has one copy, and the pairs go on as replicas.
 #[test]
-fn one_copy_per_process_has_the_bits_of_replicas() {
-    let buckets = "--bucket-cap-mb=0.1"; // several, which are rebuilt after the first step
-    let args = [MLP, &["--optimizer=adamw", "--max-grad-norm=0.1", buckets]].concat();
-    let shared = [&args[..], &["--share-model"]].concat();
-    for processes in [&[2, 2][..], &[1, 3]] {
-        let hash = |args: &[&str]| end(args, processes)["parameters_hash"].clone();
-        assert_eq!(hash(&shared), hash(&args), "{processes:?}");
+fn verify_finds_no_difference_in_any_layout() {
+    for layout in BOTH {
+        let args = ["verify", "--nproc-per-node=2", "--model=mlp", "--hidden=300", layout];
+        let (code, output, errors) = run(&args);
+        assert_eq!(code, Some(0), "{layout}: {output}{errors}");
     }
-}
-
-/// A rank that fails or stalls ends the run; no other rank waits for its part for ever. `more` has the flags of three
-/// ranks that depend on one another in the optimizer's step.
-#[track_caller]
-pub(crate) fn failures_end_the_run(more: &[&str]) {
-    for (fault, words) in [
-        ("panic:rank=1,at=step,step=3", "rank 1 (CPU:1) failed in step #3: panicked"),
-        ("error:rank=0,at=step,step=3", "rank 0 (CPU:0) failed"),
-        ("stall:rank=2,at=step,step=3", "rank 2"),
-    ] {
-        let fault = format!("--inject-fault={fault}");
-        let args = ["--nproc-per-node=3", "--timeout=10s", "--grace-period=1s", &fault];
-        let (code, _, errors) = run(&[MLP, &args, more].concat());
-        assert_eq!(code, Some(1), "{errors}");
-        assert!(errors.contains(words), "{fault} {more:?}: {errors}");
-    }
-}
-
-/// `verify` trains the same with `option` and without.
-#[track_caller]
-pub(crate) fn verify_finds_no_difference(option: &str) {
-    let args = ["verify", "--nproc-per-node=2", "--model=mlp", "--hidden=300", option];
-    let (code, output, errors) = run(&args);
-    assert_eq!(code, Some(0), "{output}{errors}");
-}
-
-/// Long: it waits for a time-out.
-#[test]
-fn failure_of_a_rank_that_shares_a_model_ends_the_run() {
-    failures_end_the_run(&["--share-model"]);
-}
-
-#[test]
-fn verify_finds_no_difference_with_a_shared_model() {
-    verify_finds_no_difference("--share-model");
 }
 
 /// A further rank takes its gradients and activations. As a replica it also takes parameters and the optimizer's state.
@@ -217,8 +213,7 @@ fn further_rank_of_a_shared_model_takes_memory_for_its_gradients_only() {
         let count = format!("--nproc-per-node={ranks}");
         let model = ["--model=mlp", "--hidden=3072,3072,3072", "--optimizer=adamw"];
         let length = ["--num-samples=512", "--max-steps=2", &count];
-        let end = events(&[&model[..], &length, more].concat()).pop().unwrap();
-        end["peak_memory_bytes"].as_f64().unwrap()
+        run_end(&[&model[..], &length, more].concat())["peak_memory_bytes"].as_f64().unwrap()
     };
     let parameters = 4.0 * (20.0 * 3072.0 + 2.0 * 3072.0 * 3072.0);
     let of_a_rank = |more: &[&str]| (peak(3, more) - peak(1, more)) / 2.0 / parameters;
@@ -227,29 +222,26 @@ fn further_rank_of_a_shared_model_takes_memory_for_its_gradients_only() {
     assert!(shared < 1.5 && replica > 3.5, "{shared} {replica}");
 }
 
-/// A checkpoint of one form continues in the other, to the bits of a run without interruption.
 #[test]
 fn checkpoint_of_a_shared_model_resumes_with_replicas_and_back() {
     for more in some_of([&["--comm-hook=bf16"][..], &[]], 1) {
         let length = ["--nproc-per-node=2", "--optimizer=adamw", "--max-epochs=3"];
         let args = [MLP, &length, more].concat();
-        let whole = events(&args);
+        let hash = |more: &[&str]| run_end(&[&args[..], more].concat())["parameters_hash"].clone();
+        let whole = hash(&[]);
         for (before, after) in [(true, true), (true, false), (false, true)] {
             let folder = tempfile::tempdir().unwrap();
             let dir = format!("--checkpoint-dir={}", folder.path().display());
             let shared = |yes: bool| if yes { &["--share-model"][..] } else { &[] };
-            let first = [&args[..], &[&dir, "--max-steps=9"], shared(before)].concat();
-            events(&first);
-            let second = [&args[..], &[&dir, "--resume=auto"], shared(after)].concat();
-            let resumed = events(&second);
-            let hash = |events: &[Value]| events.last().unwrap()["parameters_hash"].clone();
-            assert_eq!(hash(&resumed), hash(&whole), "{more:?} {before} {after}");
+            hash(&[&[&dir, "--max-steps=9"], shared(before)].concat());
+            let resumed = hash(&[&[&dir, "--resume=auto"], shared(after)].concat());
+            assert_eq!(resumed, whole, "{more:?} {before} {after}");
         }
     }
 }
 
 /// Returns a model with a large weight, and with the same values in each run.
-pub(crate) fn model(vs: &VarStore) -> impl ModuleT + use<> {
+fn model(vs: &VarStore) -> impl ModuleT + use<> {
     let root = vs.root();
     let model = nn::seq_t().add(linear(&root / "a", 64, 512)).add_fn(|x| x.relu()).add(linear(
         &root / "b",
@@ -266,25 +258,38 @@ pub(crate) fn model(vs: &VarStore) -> impl ModuleT + use<> {
     model
 }
 
-pub(crate) fn inputs(rank: usize, step: i64) -> Tensor {
+fn inputs(rank: usize, step: i64) -> Tensor {
     let values = Tensor::arange(8 * 64, (Kind::Float, Device::Cpu));
     (values * (0.1 + rank as f64 + step as f64)).sin().view([8, 64])
+}
+
+/// Returns [`model`], wrapped in this layout.
+pub(crate) fn wrap(
+    group: &Rc<ProcessGroup>,
+    layout: OptimizerLayout,
+) -> ddp_mp::Result<DistributedDataParallel<impl ModuleT + use<>>> {
+    let vs = VarStore::new(Device::Cpu);
+    DistributedDataParallel::new(model(&vs), &vs, group.clone(), with(layout))
+}
+
+/// Computes the gradients of a step's loss.
+pub(crate) fn backward<M: ModuleT>(
+    ddp: &mut DistributedDataParallel<M>,
+    step: i64,
+) -> ddp_mp::Result<()> {
+    let inputs = inputs(ddp.group().rank(), step);
+    ddp.backward(&ddp.forward(&inputs).square().mean(Kind::Float))
 }
 
 /// The ranks' parameters are one memory, and so is the optimizer's state; gradients are not.
 #[test]
 fn ranks_that_share_a_model_have_the_same_parameter_memory() {
     let addresses = ranks(3, |_, group| {
-        let vs = VarStore::new(Device::Cpu);
-        let model = model(&vs);
-        let options =
-            DdpOptions { optimizer_layout: OptimizerLayout::SharedModel, ..DdpOptions::default() };
-        let mut ddp = DistributedDataParallel::new(model, &vs, group.clone(), options)?;
+        let mut ddp = wrap(&group, OptimizerLayout::SharedModel)?;
         let mut optimizer = AdamW::new(ddp.flat_buffers(), AdamWOptions::default())?;
         for step in 0..2 {
             ddp.zero_grad()?;
-            let loss = ddp.forward(&inputs(group.rank(), step)).square().mean(Kind::Float);
-            ddp.backward(&loss)?;
+            backward(&mut ddp, step)?;
             optimizer.step(0.1)?;
         }
         let state = ddp.state_dict();
@@ -305,17 +310,10 @@ fn ranks_that_share_a_model_have_the_same_parameter_memory() {
 fn gradients_of_a_shared_model_are_averaged_on_request() {
     let train = |averages_first: bool| {
         ranks(2, move |_, group| {
-            let vs = VarStore::new(Device::Cpu);
-            let model = model(&vs);
-            let options = DdpOptions {
-                optimizer_layout: OptimizerLayout::SharedModel,
-                ..DdpOptions::default()
-            };
-            let mut ddp = DistributedDataParallel::new(model, &vs, group.clone(), options)?;
+            let mut ddp = wrap(&group, OptimizerLayout::SharedModel)?;
             let mut optimizer = Sgd::new(ddp.flat_buffers(), SgdOptions::default())?;
             ddp.zero_grad()?;
-            let loss = ddp.forward(&inputs(group.rank(), 0)).square().mean(Kind::Float);
-            ddp.backward(&loss)?;
+            backward(&mut ddp, 0)?;
             let buffers = ddp.flat_buffers();
             assert!(buffers.iter().all(|b| b.layout.gradients() == GradState::LeftToStep));
             let (name, weight) = ddp.state_dict().swap_remove(0);
@@ -338,23 +336,17 @@ fn gradients_of_a_shared_model_are_averaged_on_request() {
     assert_eq!(train(true), train(false));
 }
 
-/// Two backwards that average, before one step, add up as they do with replicas.
 #[test]
 fn second_backward_adds_to_the_mean_of_the_first() {
-    let train = |share_model: bool| {
+    let train = |layout| {
         ranks(2, move |_, group| {
-            let vs = VarStore::new(Device::Cpu);
-            let model = model(&vs);
-            let options =
-                DdpOptions { optimizer_layout: layout(share_model), ..DdpOptions::default() };
-            let mut ddp = DistributedDataParallel::new(model, &vs, group.clone(), options)?;
+            let mut ddp = wrap(&group, layout)?;
             let momentum = SgdOptions { momentum: 0.9, ..SgdOptions::default() };
             let mut optimizer = Sgd::new(ddp.flat_buffers(), momentum)?;
             for step in 0..3 {
                 ddp.zero_grad()?;
                 for part in 0..2 {
-                    let inputs = inputs(group.rank(), 2 * step + part);
-                    ddp.backward(&ddp.forward(&inputs).square().mean(Kind::Float))?;
+                    backward(&mut ddp, 2 * step + part)?;
                 }
                 optimizer.step(0.1)?;
                 optimizer.step(0.01)?; // with the same gradients
@@ -362,22 +354,18 @@ fn second_backward_adds_to_the_mean_of_the_first() {
             Ok(ddp.parameters_hash()?)
         })
     };
-    assert_eq!(train(true), train(false));
+    assert_eq!(train(OptimizerLayout::SharedModel), train(OptimizerLayout::Replicated));
 }
 
 /// An older graph refuses its backward after a step of any rank, as with replicas.
 #[test]
 fn step_of_a_shared_model_raises_the_version_of_its_parameters() {
     ranks(2, |_, group| {
-        let vs = VarStore::new(Device::Cpu);
-        let model = model(&vs);
-        let options =
-            DdpOptions { optimizer_layout: OptimizerLayout::SharedModel, ..DdpOptions::default() };
-        let mut ddp = DistributedDataParallel::new(model, &vs, group.clone(), options)?;
+        let mut ddp = wrap(&group, OptimizerLayout::SharedModel)?;
         let mut optimizer = AdamW::new(ddp.flat_buffers(), AdamWOptions::default())?;
         ddp.zero_grad()?;
         let older = ddp.forward(&inputs(group.rank(), 0)).square().mean(Kind::Float);
-        ddp.backward(&ddp.forward(&inputs(group.rank(), 1)).square().mean(Kind::Float))?;
+        backward(&mut ddp, 1)?;
         optimizer.step(0.1)?;
         let error = ddp.backward(&older).unwrap_err().to_string();
         assert!(error.contains("modified by an inplace operation"), "{error}");
@@ -388,7 +376,7 @@ fn step_of_a_shared_model_raises_the_version_of_its_parameters() {
 /// Parameters of several dtypes, of which one is empty, and clipping of a part of them: each is stepped once.
 #[test]
 fn dtypes_and_parts_of_a_shared_model_are_stepped_as_replicas() {
-    let train = |share_model: bool| {
+    let train = |layout| {
         ranks(3, move |_, group| {
             let vs = VarStore::new(Device::Cpu);
             let var = |name: &str, shape: &[i64], kind| {
@@ -399,9 +387,7 @@ fn dtypes_and_parts_of_a_shared_model_are_stepped_as_replicas() {
             let (empty, bias) = (var("empty", &[0], Kind::Float), var("bias", &[256], Kind::Float));
             let scale = var("scale", &[256], Kind::Double);
             let weight = var("weight", &[256, 256], Kind::Float);
-            let options =
-                DdpOptions { optimizer_layout: layout(share_model), ..DdpOptions::default() };
-            let mut ddp = DistributedDataParallel::new((), &vs, group.clone(), options)?;
+            let mut ddp = DistributedDataParallel::new((), &vs, group.clone(), with(layout))?;
             let options = AdamWOptions { decays: ParamSpan::is_weight, ..AdamWOptions::default() };
             let mut optimizer = AdamW::new(ddp.flat_buffers(), options)?;
             for step in 0..3 {
@@ -418,7 +404,7 @@ fn dtypes_and_parts_of_a_shared_model_are_stepped_as_replicas() {
             Ok(ddp.parameters_hash()?)
         })
     };
-    assert_eq!(train(true), train(false));
+    assert_eq!(train(OptimizerLayout::SharedModel), train(OptimizerLayout::Replicated));
 }
 
 /// A gradient that shares its memory with another tensor's is copied before it is averaged in place.
@@ -444,16 +430,13 @@ fn gradient_of_an_ignored_parameter_stays_its_rank_s_own() {
 /// After a wrap with `share_model` all ranks use one memory. A new wrap gives each rank its own, or shares it again.
 #[test]
 fn shared_model_can_be_wrapped_again() {
-    let train = |shared: [bool; 2], init_sync| {
+    use OptimizerLayout::{Replicated, SharedModel};
+    let train = |layouts: [OptimizerLayout; 2], init_sync| {
         let hashes = ranks(3, move |_, group| {
             let vs = VarStore::new(Device::Cpu);
             let model = model(&vs);
-            for share_model in shared {
-                let options = DdpOptions {
-                    optimizer_layout: layout(share_model),
-                    init_sync,
-                    ..DdpOptions::default()
-                };
+            for layout in layouts {
+                let options = DdpOptions { init_sync, ..with(layout) };
                 let mut ddp = DistributedDataParallel::new((), &vs, group.clone(), options)?;
                 let mut optimizer = Sgd::new(ddp.flat_buffers(), SgdOptions::default())?;
                 for step in 0..2 {
@@ -466,13 +449,13 @@ fn shared_model_can_be_wrapped_again() {
             group.barrier()?; // no rank reads parameters that another still steps
             Ok(parameters_hash(&vs)?)
         });
-        assert_eq!(hashes, [hashes[0]; 3], "{shared:?} {init_sync}");
+        assert_eq!(hashes, [hashes[0]; 3], "{layouts:?} {init_sync}");
         hashes[0]
     };
-    let replicas = train([false, false], true);
-    for shared in [[true, false], [true, true], [false, true]] {
+    let replicas = train([Replicated, Replicated], true);
+    for layouts in [[SharedModel, Replicated], [SharedModel; 2], [Replicated, SharedModel]] {
         for init_sync in [true, false] {
-            assert_eq!(train(shared, init_sync), replicas, "{shared:?} {init_sync}");
+            assert_eq!(train(layouts, init_sync), replicas, "{layouts:?} {init_sync}");
         }
     }
 }
@@ -480,19 +463,14 @@ fn shared_model_can_be_wrapped_again() {
 /// After the first step the buckets follow rank 0's gradients. A communication hook makes results depend on the buckets.
 #[test]
 fn buckets_of_a_shared_model_are_those_of_replicas() {
-    let train = |share_model: bool| {
+    let train = |layout| {
         ranks(2, move |_, group| {
             let vs = VarStore::new(Device::Cpu);
             let root = vs.root();
             let var = |name: &str, shape: [i64; 2]| root.var(name, &shape, nn::Init::Const(0.01));
             let (a, b, c) = (var("a", [128, 64]), var("b", [32, 128]), var("c", [64, 32]));
-            let cap = 0.02; // two parameters, or a larger one
-            let options = DdpOptions {
-                optimizer_layout: layout(share_model),
-                bucket_cap_mb: cap,
-                first_bucket_mb: cap,
-                ..DdpOptions::default()
-            };
+            // Two parameters, or a larger one.
+            let options = DdpOptions { optimizer_layout: layout, ..buckets_of(0.02) };
             let mut ddp = DistributedDataParallel::new((), &vs, group.clone(), options)?;
             let hook = PowerSgdOptions { start_iter: 2, ..PowerSgdOptions::default() };
             ddp.register_comm_hook(Box::new(PowerSgd::new(hook)))?;
@@ -511,18 +489,14 @@ fn buckets_of_a_shared_model_are_those_of_replicas() {
             Ok((after, ddp.parameters_hash()?))
         })
     };
-    assert_eq!(train(true), train(false));
+    assert_eq!(train(OptimizerLayout::SharedModel), train(OptimizerLayout::Replicated));
 }
 
-/// A rank loads the state only when no other rank reads it any more.
 #[test]
 fn state_of_a_shared_model_is_loaded_after_all_have_read_it() {
     let (send, receive) = crossbeam::channel::bounded(1);
     ranks(2, move |_, group| {
-        let vs = VarStore::new(Device::Cpu);
-        let options =
-            DdpOptions { optimizer_layout: OptimizerLayout::SharedModel, ..DdpOptions::default() };
-        let mut ddp = DistributedDataParallel::new(model(&vs), &vs, group.clone(), options)?;
+        let mut ddp = wrap(&group, OptimizerLayout::SharedModel)?;
         let mut optimizer = AdamW::new(ddp.flat_buffers(), AdamWOptions::default())?;
         let values = |optimizer: &AdamW| -> anyhow::Result<Vec<Tensor>> {
             let states = optimizer.state()?.into_iter();
@@ -531,7 +505,7 @@ fn state_of_a_shared_model_is_loaded_after_all_have_read_it() {
         let mut states = Vec::new();
         for step in 0..2 {
             ddp.zero_grad()?;
-            ddp.backward(&ddp.forward(&inputs(group.rank(), step)).square().mean(Kind::Float))?;
+            backward(&mut ddp, step)?;
             optimizer.step(0.1)?;
             states.push((optimizer.state()?, values(&optimizer)?));
         }

@@ -60,7 +60,7 @@ mod report; // the page of a run
 mod restarts; // --max-restarts: every kind of failure, as if nothing had happened
 mod sample; // text from a gpt: the tokens that nanoGPT draws
 mod seen; // who is missing where, and what each rank does
-mod share_model; // one copy of the model for all ranks: the bits of replicas
+mod share_model; // one copy of the model, or a partitioned optimizer: the bits of replicas
 mod shell; // completions, --version, --quiet, colours
 mod simulated_network; // `--simulate-cluster` in training
 mod source_pages; // the pages about the source: all files, the path through them, the rooms
@@ -71,4 +71,4 @@ mod tidy; // the rules of the source that a compiler does not check
 mod trace; // what happened when, for Perfetto
 mod verify; // N ranks against one, in every way; what really differs is found
 mod written; // files of a run: never over inputs, whole after a kill, no part of one on a full disk
-mod zero; // an optimizer that the ranks partition: the bits of one on each rank
+mod zero; // an optimizer that the ranks partition: its state, gradients and memory

@@ -1,134 +1,18 @@
-//! `zero`: an optimizer that the ranks partition gives the bits of one on each rank, whatever the options.
+//! `zero`: what an optimizer that the ranks partition keeps and saves. Its bits are compared in `share_model`.
 
 use std::fs;
 use std::path::Path;
 
-use ddp_mp::ddp::JoinOptions;
 use ddp_mp::optim::{AdamW, AdamWOptions, GradState, Optimizer, ParameterState};
 use ddp_mp::{DdpOptions, DistributedDataParallel, OptimizerLayout};
 use serde_json::Value;
 use tch::nn::{Module, VarStore};
 use tch::{Device, Kind, Tensor};
 
-use crate::harness::{in_parallel, linear, program, ranks, run, run_command, some_of};
-use crate::processes::end;
-use crate::share_model::{
-    CNN, MLP, events, failures_end_the_run, inputs, model, same_with, verify_finds_no_difference,
-};
+use crate::harness::{buckets_of, linear, program, ranks, run_command, run_end, some_of};
+use crate::share_model::{MLP, backward, wrap};
 
-fn layout(is_partitioned: bool) -> OptimizerLayout {
-    if is_partitioned { OptimizerLayout::Partitioned } else { OptimizerLayout::Replicated }
-}
-
-#[track_caller]
-fn same(base: &[&str], rows: &[(usize, &str)]) {
-    same_with("--zero", base, rows);
-}
-
-#[test]
-fn partitioned_optimizer_has_the_bits_of_replicated_ones() {
-    same(
-        MLP,
-        &[
-            (1, "--optimizer=adamw"),
-            (2, "--max-epochs=2"),
-            (3, "--momentum=0.9 --dampening=0.1 --weight-decay=0.01"),
-            (2, "--momentum=0.9 --nesterov --bucket-cap-mb=0.1"),
-            (2, "--optimizer=adamw --max-epochs=2 --weight-decay=0.1"),
-            (4, "--optimizer=adamw --no-decay-on-bias-and-norm --bucket-cap-mb=0.05"),
-            (2, "--max-epochs=2 --schedule=cosine --schedule-by=step --warmup-steps=3"),
-        ],
-    );
-}
-
-#[test]
-fn partitioned_optimizer_has_the_bits_of_replicated_ones_with_gradient_options() {
-    same(
-        MLP,
-        &[
-            (2, "--max-grad-norm=0.1 --momentum=0.9"),
-            (3, "--optimizer=adamw --max-grad-norm=0.01 --grad-accum-steps=2"),
-            (2, "--skip-nonfinite=5 --inject-fault=nan:rank=1,at=step,step=3"),
-            (3, "--exact-mean --momentum=0.9"),
-            (2, "--find-unused-parameters --momentum=0.9"),
-            (2, "--static-graph --optimizer=adamw"),
-            (2, "--comm-hook=bf16 --optimizer=adamw"),
-            (2, "--check-replicas-every=2 --explain --momentum=0.9"),
-        ],
-    );
-}
-
-#[test]
-fn partitioned_optimizer_has_the_bits_of_replicated_ones_with_amp_buffers_and_validation() {
-    same(
-        CNN,
-        &[
-            (3, "--sync-batch-norm --val-fraction=0.25 --optimizer=adamw"),
-            (2, "--amp=bf16 --optimizer=adamw"),
-            (2, "--amp=fp16 --max-grad-norm=1 --momentum=0.9"),
-        ],
-    );
-}
-
-/// Between processes, buckets are reduce-scattered during backward.
-#[test]
-fn processes_that_partition_the_optimizer_have_the_bits_of_replicated_ones() {
-    let separate = [MLP, &["--spawn=processes"]].concat();
-    same(
-        &separate,
-        &[
-            (2, "--optimizer=adamw --max-epochs=2"),
-            (3, "--momentum=0.9 --bucket-cap-mb=0.1"),
-            (2, "--optimizer=adamw --max-grad-norm=0.01 --no-overlap"),
-            (2, "--exact-mean --optimizer=adamw --grad-accum-steps=2"),
-        ],
-    );
-}
-
-#[test]
-fn processes_of_several_ranks_that_partition_the_optimizer_have_the_bits_of_replicated_ones() {
-    let args = [MLP, &["--optimizer=adamw", "--bucket-cap-mb=0.2"]].concat();
-    let divided = [&args[..], &["--zero"]].concat();
-    for processes in [&[2, 2][..], &[1, 3]] {
-        let hash = |args: &[&str]| end(args, processes)["parameters_hash"].clone();
-        assert_eq!(hash(&divided), hash(&args), "{processes:?}");
-    }
-}
-
-#[test]
-fn zero_is_refused_with_share_model_dp_and_join() {
-    for (option, reason) in [
-        ("--share-model", "--zero: cannot be combined with --share-model"),
-        ("--strategy=dp", "--zero: needs --strategy ddp"),
-    ] {
-        let (code, _, errors) = run(&[option, "--zero", "--nproc-per-node=2"]);
-        assert_eq!(code, Some(2), "{errors}");
-        assert!(errors.contains(reason), "{errors}");
-    }
-    ranks(2, |_, group| {
-        let vs = VarStore::new(Device::Cpu);
-        let options =
-            DdpOptions { optimizer_layout: OptimizerLayout::Partitioned, ..DdpOptions::default() };
-        let mut ddp = DistributedDataParallel::new(model(&vs), &vs, group.clone(), options)?;
-        let error = ddp.join(JoinOptions::default(), |_| Ok(())).unwrap_err().to_string();
-        assert!(error.contains("join cannot be used with OptimizerLayout::Partitioned"), "{error}");
-        Ok(())
-    });
-}
-
-/// A rank that fails or stalls in its part of a step ends the run.
-/// Long: it waits for time-outs.
-#[test]
-fn failure_of_a_rank_that_partitions_the_optimizer_ends_the_run() {
-    in_parallel(&["--spawn=threads", "--spawn=processes"], |spawn| {
-        failures_end_the_run(&["--zero", spawn]);
-    });
-}
-
-#[test]
-fn verify_finds_no_difference_with_a_partitioned_optimizer() {
-    verify_finds_no_difference("--zero");
-}
+const LAYOUTS: [OptimizerLayout; 2] = [OptimizerLayout::Replicated, OptimizerLayout::Partitioned];
 
 /// Four whole states of AdamW take 8 times the memory of the parameters; one that four ranks partition takes 2 times.
 /// Among threads the saving is half of that, because only without `--zero` do large gradients stay outside of buckets.
@@ -165,7 +49,7 @@ fn checkpoint_of_a_partitioned_optimizer_is_whole_and_resumes_anywhere() {
         let train = |folder: &Path, ranks: &str, zero: bool, length: &str| {
             let dir = format!("--checkpoint-dir={}", folder.display());
             let run = [&args[..], &[&dir, ranks, length], flags(zero)].concat();
-            events(&run).last().unwrap()["parameters_hash"].clone()
+            run_end(&run)["parameters_hash"].clone()
         };
         let folders = [(); 2].map(|()| tempfile::tempdir().unwrap());
         let [whole, in_parts] = folders.each_ref().map(|folder| folder.path());
@@ -201,18 +85,13 @@ fn copy_folder(from: &Path, to: &Path) {
 fn averages_of_other_partitions_are_gathered_on_request() {
     let train = |averages_first: bool, zero: bool| {
         ranks(2, move |_, group| {
-            let vs = VarStore::new(Device::Cpu);
-            let model = model(&vs);
-            let options = DdpOptions { optimizer_layout: layout(zero), ..DdpOptions::default() };
-            let mut ddp = DistributedDataParallel::new(model, &vs, group.clone(), options)?;
+            let mut ddp = wrap(&group, LAYOUTS[usize::from(zero)])?;
             let mut optimizer = AdamW::new(ddp.flat_buffers(), AdamWOptions::default())?;
             for step in 0..3 {
                 ddp.zero_grad()?;
                 let mut own = Vec::new();
                 for part in 0..2 {
-                    let inputs = inputs(group.rank(), 2 * step + part);
-                    let loss = ddp.forward(&inputs).square().mean(Kind::Float);
-                    ddp.backward(&loss)?; // the second one adds to the mean of the first
+                    backward(&mut ddp, 2 * step + part)?; // the second one adds to the mean of the first
                     own = ddp.flat_buffers();
                 }
                 let expected = if zero { GradState::Partitioned } else { GradState::Averaged };
@@ -241,25 +120,17 @@ fn averages_of_other_partitions_are_gathered_on_request() {
 #[test]
 fn state_loaded_after_the_buckets_are_rebuilt_is_that_of_each_parameter() {
     ranks(2, |_, group| {
-        for zero in [false, true] {
+        for optimizer_layout in LAYOUTS {
             let vs = VarStore::new(Device::Cpu);
             // Used against the order of creation, so that the order of the buckets changes.
             let [last, first] = [("b", 8, 3), ("a", 5, 8)]
                 .map(|(name, from, to)| linear(vs.root() / name, from, to));
-            let options = DdpOptions {
-                optimizer_layout: layout(zero),
-                bucket_cap_mb: 1e-5,
-                first_bucket_mb: 1e-5,
-                ..DdpOptions::default()
-            };
+            let options = DdpOptions { optimizer_layout, ..buckets_of(1e-5) };
             let mut ddp = DistributedDataParallel::new((), &vs, group.clone(), options)?;
             let mut optimizer = AdamW::new(ddp.flat_buffers(), AdamWOptions::default())?;
             let starts = |ddp: &DistributedDataParallel<()>| -> Vec<usize> {
-                let buffers = ddp.flat_buffers();
-                buffers
-                    .iter()
-                    .flat_map(|it| it.layout.get().iter().map(|it| it.index).collect::<Vec<_>>())
-                    .collect()
+                let spans = ddp.flat_buffers().into_iter().flat_map(|it| it.layout.get().to_vec());
+                spans.map(|span| span.index).collect()
             };
             let before = starts(&ddp);
             let saved: Vec<ParameterState> = optimizer
@@ -288,7 +159,7 @@ fn state_loaded_after_the_buckets_are_rebuilt_is_that_of_each_parameter() {
             optimizer.load_state(&saved)?;
             for (state, saved) in optimizer.state()?.iter().zip(&saved) {
                 assert_eq!(state.name, saved.name);
-                assert_eq!(state.tensors, saved.tensors, "{} {zero}", state.name);
+                assert_eq!(state.tensors, saved.tensors, "{} {optimizer_layout:?}", state.name);
             }
         }
         Ok(())
@@ -298,21 +169,17 @@ fn state_loaded_after_the_buckets_are_rebuilt_is_that_of_each_parameter() {
 /// Only rank 0 gets the state, and every rank takes its part of a whole one.
 #[test]
 fn state_of_a_partitioned_optimizer_is_whole_on_rank_0() {
-    let states = |zero: bool| {
+    let states = |layout| {
         ranks(3, move |_, group| {
-            let vs = VarStore::new(Device::Cpu);
-            let model = model(&vs);
-            let options = DdpOptions { optimizer_layout: layout(zero), ..DdpOptions::default() };
-            let mut ddp = DistributedDataParallel::new(model, &vs, group.clone(), options)?;
+            let mut ddp = wrap(&group, layout)?;
             let mut optimizer = AdamW::new(ddp.flat_buffers(), AdamWOptions::default())?;
             for step in 0..2 {
                 ddp.zero_grad()?;
-                let loss = ddp.forward(&inputs(group.rank(), step)).square().mean(Kind::Float);
-                ddp.backward(&loss)?;
+                backward(&mut ddp, step)?;
                 optimizer.step(0.1)?;
             }
             let state = optimizer.state()?;
-            if zero && group.rank() > 0 {
+            if layout == OptimizerLayout::Partitioned && group.rank() > 0 {
                 let error = optimizer.load_state(&state).unwrap_err().to_string();
                 assert!(error.contains("has nothing for parameter"), "{error}");
             }
@@ -324,19 +191,18 @@ fn state_of_a_partitioned_optimizer_is_whole_on_rank_0() {
             Ok(state.iter().map(values).collect::<Vec<_>>())
         })
     };
-    let (whole, divided) = (states(false), states(true));
+    let [whole, divided] = LAYOUTS.map(states);
     assert_eq!(divided[0], whole[0]);
     assert!(divided[1..].iter().all(Vec::is_empty));
 }
 
-/// Backward records a reduce_scatter per bucket, and the optimizer's step an all_gather per bucket.
 #[test]
 fn trace_shows_a_reduce_scatter_and_an_all_gather_per_bucket() {
     let folder = tempfile::tempdir().unwrap();
     let trace = folder.path().join("trace.json");
     let args = ["--nproc-per-node=2", "--zero", "--num-samples=256", "--max-epochs=1"];
     let path = format!("--trace={}", trace.display());
-    let end = events(&[&args[..], &["--batch-size=32", &path]].concat()).pop().unwrap();
+    let end = run_end(&[&args[..], &["--batch-size=32", &path]].concat());
     assert_eq!(end["event"], "end");
     let trace: Value = serde_json::from_slice(&fs::read(&trace).unwrap()).unwrap();
     let events = trace["traceEvents"].as_array().or(trace.as_array()).unwrap();

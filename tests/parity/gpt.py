@@ -27,8 +27,7 @@ class Block(nn.Module):
 
     def attend(self, x):
         of_heads = (
-            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for part in self.attn["c_attn"](x).chunk(3, dim=-1)
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.attn["c_attn"](x).chunk(3, dim=-1)
         )
         seen = scaled_dot_product_attention(*of_heads, is_causal=True)
         return self.attn["c_proj"](seen.transpose(1, 2).flatten(2))

@@ -152,6 +152,27 @@ def values(model):
     return {name: flat(tensor) for name, tensor in model.state_dict().items()}
 
 
+def decaying_weights(model):
+    """The groups of an optimizer in which only weights decay, not biases and norms."""
+    parameters = list(model.parameters())
+    return [
+        {"params": [p for p in parameters if p.dim() > 1]},
+        {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
+    ]
+
+
+def sgd_or_adamw(name, parameters, **options):
+    is_adamw = name.startswith("adamw")
+    kind = torch.optim.AdamW if is_adamw else torch.optim.SGD
+    return kind(parameters, lr=LR / 10 if is_adamw else LR, **options)
+
+
+def state_of(optimizer, model, numbers=flat):
+    """What the optimizer keeps of each parameter."""
+    named = [(name, optimizer.state[parameter].items()) for name, parameter in model.named_parameters()]
+    return {f"{name}/{key}": numbers(value) for name, items in named for key, value in items if value is not None}
+
+
 def rank_process(rank, world_size, port, answer, f, arguments):
     torch.set_num_threads(1)
     address = f"tcp://127.0.0.1:{port}"
@@ -264,9 +285,7 @@ def train(case):
     loader = DataLoader(data, batch_size=case["batch"], sampler=order)
     static_graph = option("static_graph", False)
     find_unused = skip is not None and not static_graph
-    ddp = DistributedDataParallel(
-        model, find_unused_parameters=find_unused, static_graph=static_graph
-    )
+    ddp = DistributedDataParallel(model, find_unused_parameters=find_unused, static_graph=static_graph)
     match option("hook"):
         case "fp16":
             ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
@@ -346,11 +365,7 @@ GRADIENT_CASES = {
         backward(unused="c"),
         backward(zero=True, unused="ac"),
     ],
-    "kept over no_sync": [
-        backward(zero=True, unused="c"),
-        backward(no_sync=True, unused="bc"),
-        backward(unused="b"),
-    ],
+    "kept over no_sync": [backward(zero=True, unused="c"), backward(no_sync=True, unused="bc"), backward(unused="b")],
     "used within no_sync only": [
         backward(zero=True, unused="c"),
         backward(no_sync=True, unused="c"),
@@ -485,11 +500,7 @@ def train_gpt(case):
     loader = DataLoader(data, batch_size=GPT_BATCH, sampler=order)
     ddp = DistributedDataParallel(model)
     parameters = list(ddp.parameters())
-    groups = [
-        {"params": [p for p in parameters if p.dim() > 1]},
-        {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, **GPT_ADAMW, fused=case["fused"])
+    optimizer = torch.optim.AdamW(decaying_weights(ddp), **GPT_ADAMW, fused=case["fused"])
     schedulers = torch.optim.lr_scheduler
     warmup, start_factor, eta_min = GPT_SCHEDULE.values()
     rise = schedulers.LinearLR(optimizer, start_factor, total_iters=warmup)
@@ -583,7 +594,6 @@ def models():
     return settings | {"steps": GAN_STEPS, "lr": GAN_LR, "cases": cases}
 
 
-
 OPTIMIZERS = {
     "sgd": {},
     "sgd momentum": {"momentum": 0.9, "dampening": 0.1},
@@ -605,16 +615,8 @@ def optimize(name, options):
     torch.manual_seed(SEED + 1)
     inputs, targets = torch.rand(BATCH, 20), torch.rand(BATCH, 1)
     model = build(ODD_HIDDEN)
-    if "groups" in name:
-        parameters = list(model.parameters())
-        groups = [
-            {"params": [p for p in parameters if p.dim() > 1]},
-            {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
-        ]
-    else:
-        groups = model.parameters()
-    kind = torch.optim.AdamW if name.startswith("adamw") else torch.optim.SGD
-    optimizer = kind(groups, lr=LR if kind == torch.optim.SGD else LR / 10, **options)
+    groups = decaying_weights(model) if "groups" in name else model.parameters()
+    optimizer = sgd_or_adamw(name, groups, **options)
     losses, norms = [], []
     for _ in range(STEPS):
         optimizer.zero_grad()
@@ -624,20 +626,13 @@ def optimize(name, options):
             norms.append(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
         optimizer.step()
         losses.append(loss.item())
-    state = {}
-    for parameter_name, parameter in model.named_parameters():
-        for key, value in optimizer.state[parameter].items():
-            if value is not None:
-                state[f"{parameter_name}/{key}"] = flat(value)
+    state = state_of(optimizer, model)
     return {"losses": losses, "norms": norms, "final": values(model), "state": state}
 
 
 def optimizers():
     """What PyTorch's optimizers make of an mlp, on one process and always the same batch."""
-    cases = [
-        {"name": name, "options": options} | optimize(name, options)
-        for name, options in OPTIMIZERS.items()
-    ]
+    cases = [{"name": name, "options": options} | optimize(name, options) for name, options in OPTIMIZERS.items()]
     settings = {"batch": BATCH, "steps": STEPS, "lr": LR, "max_norm": MAX_NORM, "seed": SEED}
     return settings | {"hidden": ODD_HIDDEN, "cases": cases}
 
@@ -651,10 +646,8 @@ def half(dtype, name, options):
     torch.set_num_threads(1)
     numbers = torch.arange(HALF_NUMEL)
     parameter = nn.Parameter((numbers % 17 / 16 - 0.5).to(HALF[dtype]))
-    if name.startswith("adamw"):
-        optimizer = torch.optim.AdamW([parameter], lr=LR / 10, fused=True, **options)
-    else:
-        optimizer = torch.optim.SGD([parameter], lr=LR, **options)
+    fused = {"fused": True} if name.startswith("adamw") else {}
+    optimizer = sgd_or_adamw(name, [parameter], **fused, **options)
     for step in range(HALF_STEPS):
         parameter.grad = (numbers * (step + 3) % 29 / 16 - 0.875).to(HALF[dtype])
         optimizer.step()
@@ -681,8 +674,7 @@ def scaled(name, options):
     torch.manual_seed(SEED + 1)
     inputs, targets = torch.rand(BATCH, 20), torch.rand(BATCH, 1)
     model = build(ODD_HIDDEN)
-    kind = torch.optim.AdamW if name.startswith("adamw") else torch.optim.SGD
-    optimizer = kind(model.parameters(), lr=LR if kind == torch.optim.SGD else LR / 10, **options)
+    optimizer = sgd_or_adamw(name, model.parameters(), **options)
     scaler = torch.amp.GradScaler("cpu", **SCALER)
     trace = []
     for step in range(STEPS):
@@ -698,10 +690,7 @@ def scaled(name, options):
         scaler.update()
         state = scaler.state_dict()
         trace.append([loss.item(), state["scale"], state["_growth_tracker"]])
-    kept = {}
-    for parameter_name, parameter in model.named_parameters():
-        for key, value in optimizer.state[parameter].items():
-            kept[f"{parameter_name}/{key}"] = value.flatten().tolist()
+    kept = state_of(optimizer, model, lambda tensor: tensor.flatten().tolist())
     return {"trace": trace, "final": values(model), "state": kept, "state_dict": state}
 
 
@@ -738,10 +727,7 @@ def amp():
     torch.set_num_threads(1)
     momentum = {"momentum": 0.9, "dampening": 0.1}
     scalers = {"sgd": {}, "sgd momentum": momentum, "sgd momentum clip": momentum, "adamw": {}}
-    cases = [
-        {"name": name, "options": options} | scaled(name, options)
-        for name, options in scalers.items()
-    ]
+    cases = [{"name": name, "options": options} | scaled(name, options) for name, options in scalers.items()]
     kinds = {"bfloat16": (torch.bfloat16, None), "float16": (torch.float16, 2.0**24)}
     cases += [{"name": name} | autocast(*arguments) for name, arguments in kinds.items()]
     settings = {"batch": BATCH, "steps": STEPS, "lr": LR, "max_norm": MAX_NORM, "seed": SEED}
@@ -826,44 +812,25 @@ def collective(operation, kind, op):
     part, whole = torch.zeros_like(one), torch.zeros_like(many)
     inputs, outputs = list(many.split(LENGTH)), list(whole.split(LENGTH))
     mine, none = rank == root, one[:0]
-    match operation:
-        case "all_reduce":
-            dist.all_reduce(one, op)
-            return one
-        case "reduce":
-            dist.reduce(one, root, op)
-            return one if mine else none
-        case "reduce_scatter":
-            dist.reduce_scatter(part, inputs, op)
-            return part
-        case "reduce_scatter_tensor":
-            dist.reduce_scatter_tensor(part, many, op)
-            return part
-        case "broadcast":
-            dist.broadcast(one, root)
-            return one
-        case "all_gather":
-            dist.all_gather(outputs, one)
-            return whole
-        case "all_gather_into_tensor":
-            dist.all_gather_into_tensor(whole, one)
-            return whole
-        case "gather":
-            dist.gather(one, outputs if mine else None, root)
-            return whole if mine else none
-        case "scatter":
-            dist.scatter(part, inputs if mine else None, root)
-            return part
-        case "all_to_all_single":
-            dist.all_to_all_single(whole, many)
-            return whole
-        case "all_to_all_single with splits":
-            # Rank a sends (a + 2 * b + 1) % 3 to rank b.
-            sent = [(rank + 2 * other + 1) % 3 for other in range(world_size)]
-            received = [(other + 2 * rank + 1) % 3 for other in range(world_size)]
-            whole = torch.zeros(sum(received), dtype=kind)
-            dist.all_to_all_single(whole, numbers(rank, sum(sent), kind), received, sent)
-            return whole
+    # Rank a sends (a + 2 * b + 1) % 3 to rank b.
+    sent = [(rank + 2 * other + 1) % 3 for other in range(world_size)]
+    received = [(other + 2 * rank + 1) % 3 for other in range(world_size)]
+    split, unequal = torch.zeros(sum(received), dtype=kind), numbers(rank, sum(sent), kind)
+    call, output = {
+        "all_reduce": (lambda: dist.all_reduce(one, op), one),
+        "reduce": (lambda: dist.reduce(one, root, op), one if mine else none),
+        "reduce_scatter": (lambda: dist.reduce_scatter(part, inputs, op), part),
+        "reduce_scatter_tensor": (lambda: dist.reduce_scatter_tensor(part, many, op), part),
+        "broadcast": (lambda: dist.broadcast(one, root), one),
+        "all_gather": (lambda: dist.all_gather(outputs, one), whole),
+        "all_gather_into_tensor": (lambda: dist.all_gather_into_tensor(whole, one), whole),
+        "gather": (lambda: dist.gather(one, outputs if mine else None, root), whole if mine else none),
+        "scatter": (lambda: dist.scatter(part, inputs if mine else None, root), part),
+        "all_to_all_single": (lambda: dist.all_to_all_single(whole, many), whole),
+        "all_to_all_single with splits": (lambda: dist.all_to_all_single(split, unequal, received, sent), split),
+    }[operation]
+    call()
+    return output
 
 
 def all_collectives():
