@@ -9,7 +9,8 @@ use ddp_mp::prelude::*;
 use serde_json::Value;
 
 use crate::harness::{
-    as_torchrun, free_port, join, linear, program, repository, run, run_command, without_launcher,
+    as_torchrun, free_port, join, linear, program, repository, run, run_command, run_command_to,
+    without_launcher,
 };
 
 /// The program, seeing no GPU and no launcher.
@@ -23,6 +24,10 @@ fn app(args: &[&str]) -> Command {
 
 fn run_app(args: &[&str]) -> (Option<i32>, String, String) {
     run_command(app(args))
+}
+
+fn app_to(code: i32, args: &[&str]) -> (String, String) {
+    run_command_to(code, app(args))
 }
 
 /// Returns the hash in what a run has printed.
@@ -43,8 +48,7 @@ fn hash_is_that_of_the_built_in_model() {
         &["--strategy=dp"],
     ] {
         let flags = [&[TWO_RANKS][..], flags].concat();
-        let (code, _, theirs) = run_app(&flags);
-        assert_eq!(code, Some(0), "{theirs}");
+        let (_, theirs) = app_to(0, &flags);
         let ours = ["--model=mlp", "--lr=0.002", "--log-every=7"];
         let (_, _, ours) = run(&[&flags[..], &ours].concat());
         assert_eq!(hash(&theirs), hash(&ours), "{flags:?}");
@@ -67,11 +71,8 @@ fn loss_that_compares_each_output_with_each_target_is_noted_once() {
         ] {
             let args = [TWO_RANKS, spawn, "--max-epochs=1", "--wrong", wrong];
             let mut command = app(&args);
-            let (code, _, stderr) = run_command({
-                command.env("SHAPES_OF_LOSS", shapes);
-                command
-            });
-            assert_eq!(code, Some(0), "{stderr}");
+            command.env("SHAPES_OF_LOSS", shapes);
+            let (_, stderr) = run_command_to(0, command);
             assert_eq!(stderr.matches(note).count(), expected, "{shapes} {wrong}: {stderr}");
             assert!(!stderr.contains("was resized"), "{stderr}");
         }
@@ -85,8 +86,7 @@ fn metric_that_compares_each_output_with_each_target_is_noted_once() {
         let args = [TWO_RANKS, "--max-epochs=1", "--val-fraction=0.25", "--wrong", wrong];
         let mut command = app(&args);
         command.env("SHAPES_OF_LOSS", "squeezed");
-        let (code, _, stderr) = run_command(command);
-        assert_eq!(code, Some(0), "{stderr}");
+        let (_, stderr) = run_command_to(0, command);
         let note = "ddp-mp: warning: the metric `distance` compares each output of a batch with each target";
         assert_eq!(stderr.matches(note).count(), expected, "{wrong}: {stderr}");
         assert!(!stderr.contains("the loss compares"), "{stderr}");
@@ -99,8 +99,7 @@ fn metric_that_compares_each_output_with_each_target_is_noted_once() {
 fn ranks_may_be_threads_processes_or_workers_of_torchrun() {
     let flags = ["--max-epochs=1", TWO_RANKS];
     let (_, _, threads) = run_app(&flags);
-    let (code, _, processes) = run_app(&[&flags[..], &["--spawn=processes"]].concat());
-    assert_eq!(code, Some(0), "{processes}");
+    let (_, processes) = app_to(0, &[&flags[..], &["--spawn=processes"]].concat());
     assert_eq!(hash(&processes), hash(&threads));
     let port = free_port();
     let start = |process| {
@@ -124,9 +123,8 @@ fn run_saves_resumes_and_writes_all_files() {
     let common = [TWO_RANKS, "--val-fraction=0.1", "--explain"];
     let (_, _, whole) = run_app(&[&common[..], &["--max-epochs=3"]].concat());
     let files = [dir.as_str(), &report, &trace, &metrics, "--log-format=json"];
-    let (code, stdout, stderr) =
-        run_app(&[&common[..], &files, &["--max-epochs=3", "--max-steps=70"]].concat());
-    assert_eq!(code, Some(0), "{stderr}");
+    let (stdout, _) =
+        app_to(0, &[&common[..], &files, &["--max-epochs=3", "--max-steps=70"]].concat());
     let event = |line: &str| serde_json::from_str::<Value>(line).unwrap();
     let validation = stdout.lines().map(event).find(|event| event["event"] == "validation");
     let validation = validation.unwrap_or_else(|| panic!("{stdout}"));
@@ -141,8 +139,7 @@ fn run_saves_resumes_and_writes_all_files() {
     assert_eq!((code, hash(&stderr)), (Some(0), hash(&whole)), "{stderr}");
 
     // An own option is compared as ours are.
-    let (code, _, stderr) = run_app(&[&resumed[..], &["--width=32"]].concat());
-    assert_eq!(code, Some(2), "{stderr}");
+    let (_, stderr) = app_to(2, &[&resumed[..], &["--width=32"]].concat());
     assert!(stderr.contains("--width was 64 in the checkpoint and is 32 now"), "{stderr}");
     let (_, _, stderr) = run_app(&[&resumed[..], &["--notes=x"]].concat());
     assert!(stderr.contains("--notes was not set in the checkpoint and is \"x\" now"), "{stderr}");
@@ -154,8 +151,7 @@ fn own_options_are_flags_keys_and_lines_of_env() {
     let file = folder.path().join("run.toml");
     fs::write(&file, "width = 8\nfactors = [1, 2.5]\nnotes = \"n.txt\"\n").unwrap();
     let config = format!("--config={}", file.display());
-    let (code, stdout, stderr) = run_app(&["env", &config, "--width=16", "--batch-size=8"]);
-    assert_eq!(code, Some(0), "{stderr}");
+    let (stdout, _) = app_to(0, &["env", &config, "--width=16", "--batch-size=8"]);
     let line = |key: &str| {
         let start = format!("{key} = ");
         stdout.lines().find(|line| line.starts_with(&start)).unwrap_or_else(|| panic!("{stdout}"))
@@ -178,8 +174,7 @@ fn own_options_are_flags_keys_and_lines_of_env() {
         ("num-samples = 9", "unknown field `num-samples`: spirals brings its own data set"),
     ] {
         fs::write(&file, text).unwrap();
-        let (code, _, stderr) = run_app(&[&config]);
-        assert_eq!(code, Some(2), "{text}: {stderr}");
+        let (_, stderr) = app_to(2, &[&config]);
         assert!(stderr.contains(complaint), "{text}: {stderr}");
     }
     for (flag, part) in [
@@ -191,8 +186,7 @@ fn own_options_are_flags_keys_and_lines_of_env() {
         ("--in-features=2", "model and data set"),
     ] {
         for command in [&[][..], &["train"], &["bench", "step"]] {
-            let (code, _, stderr) = run_app(&[command, &[flag]].concat());
-            assert_eq!(code, Some(2), "{flag}: {stderr}");
+            let (_, stderr) = app_to(2, &[command, &[flag]].concat());
             let name = flag.split('=').next().unwrap().replace('_', "-");
             assert!(stderr.contains(&format!("unexpected argument '{name}' found")), "{stderr}");
             let tip = format!("tip: spirals brings its own {part}\n");
@@ -253,8 +247,7 @@ fn commands_and_help_have_the_name_of_the_program() {
     let (_, version, _) = run_app(&["--version"]);
     assert!(version.starts_with("spirals   1.2.3\nddp-mp    "), "{version}");
     for shell in ["bash", "zsh", "fish"] {
-        let (code, script, stderr) = run_app(&["completions", shell]);
-        assert_eq!(code, Some(0), "{stderr}");
+        let (script, _) = app_to(0, &["completions", shell]);
         assert!(script.contains("spirals") && script.contains("width"), "{shell}");
     }
     let (_, help, _) = run_app(&["completions", "--help"]);
@@ -264,13 +257,11 @@ fn commands_and_help_have_the_name_of_the_program() {
         &["bench", "scaling", "--steps=4", "--repetitions=1"],
         &["verify", "--steps=3", "--width=8"],
     ] {
-        let (code, stdout, stderr) = run_app(&[command, &[TWO_RANKS]].concat());
-        assert_eq!(code, Some(0), "{command:?}: {stdout}{stderr}");
+        let (_, stderr) = app_to(0, &[command, &[TWO_RANKS]].concat());
         let note = "the model of spirals must have neither dropout nor batch norm here";
         assert_eq!(stderr.contains(note), command[0] == "verify", "{command:?}: {stderr}");
     }
-    let (code, _, _) = run_app(&["lesson"]);
-    assert_eq!(code, Some(2));
+    app_to(2, &["lesson"]);
 }
 
 #[test]
@@ -323,65 +314,43 @@ fn wrong_options<A: clap::Args + Send + Sync + 'static>() -> String {
 
 #[test]
 fn own_option_with_a_name_that_is_taken_is_refused() {
-    #[derive(clap::Args)]
-    struct OfTraining {
-        #[arg(long)]
-        lr: Option<f64>,
+    /// The error of a program whose options have this one field.
+    macro_rules! error_of {
+        ($options:ident, $field:ident: $type:ty, $($attribute:tt)*) => {{
+            #[derive(clap::Args)]
+            struct $options {
+                #[arg($($attribute)*)]
+                $field: $type,
+            }
+            wrong_options::<$options>()
+        }};
     }
-    #[derive(clap::Args)]
-    struct OfBench {
-        #[arg(long)]
-        steps: Option<u64>,
-    }
-    #[derive(clap::Args)]
-    struct Short {
-        #[arg(long, short)]
-        quantity: Option<u64>,
-    }
-    #[derive(clap::Args)]
-    struct OfData {
-        #[arg(long)]
-        dataset: Option<String>,
-    }
-    #[derive(clap::Args)]
-    struct Help {
-        #[arg(long)]
-        version: Option<u64>,
-    }
-    #[derive(clap::Args)]
-    struct Positional {
-        file: Option<String>,
-    }
-    #[derive(clap::Args)]
-    struct Several {
-        #[arg(long)]
-        names: Vec<String>,
-    }
-    for (error, expected) in [
+    for (error, option, problem) in [
+        (error_of!(A, lr: Option<f64>, long), "`lr` of A", "every program has --lr already"),
         (
-            wrong_options::<OfTraining>(),
-            "the option `lr` of OfTraining: every program has --lr already",
+            error_of!(B, steps: Option<u64>, long),
+            "`steps` of B",
+            "every program has --steps already",
         ),
         (
-            wrong_options::<OfBench>(),
-            "the option `steps` of OfBench: every program has --steps already",
+            error_of!(C, quantity: Option<u64>, long, short),
+            "`quantity` of C",
+            "every program has --quiet already",
         ),
         (
-            wrong_options::<Short>(),
-            "the option `quantity` of Short: every program has --quiet already",
+            error_of!(D, version: Option<u64>, long),
+            "`version` of D",
+            "every program has --version already",
         ),
+        (error_of!(E, file: Option<String>, index = 1), "`file` of E", "its flag must be --file"),
         (
-            wrong_options::<Help>(),
-            "the option `version` of Help: every program has --version already",
+            error_of!(F, dataset: Option<String>, long),
+            "`dataset` of F",
+            "every program has --dataset already",
         ),
-        (wrong_options::<Positional>(), "the option `file` of Positional: its flag must be --file"),
-        (
-            wrong_options::<OfData>(),
-            "the option `dataset` of OfData: every program has --dataset already",
-        ),
-        (wrong_options::<Several>(), "the option `names` of Several: a list needs"),
+        (error_of!(G, names: Vec<String>, long), "`names` of G", "a list needs"),
     ] {
-        assert!(error.starts_with(expected), "{error}");
+        assert!(error.starts_with(&format!("the option {option}: {problem}")), "{error}");
     }
 }
 

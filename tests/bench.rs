@@ -4,24 +4,13 @@ use std::fs;
 
 use serde_json::Value;
 
-use crate::harness::{in_parallel, run, some_of};
+use crate::harness::{events, in_parallel, run_all_refused, run_refused, run_to, some_of, words};
 
-const OPS: [&str; 9] = [
-    "all_reduce",
-    "reduce",
-    "broadcast",
-    "all_gather",
-    "reduce_scatter",
-    "gather",
-    "scatter",
-    "all_to_all",
-    "send_recv",
-];
+const OPS: &str =
+    "all_reduce reduce broadcast all_gather reduce_scatter gather scatter all_to_all send_recv";
 
 fn rows(args: &[&str]) -> Vec<Value> {
-    let (code, stdout, stderr) =
-        run(&[&["bench", "--log-format=json", "--iters=3"], args].concat());
-    assert_eq!(code, Some(0), "{args:?}: {stderr}");
+    let (stdout, _) = run_to(0, &[&["bench", "--log-format=json", "--iters=3"], args].concat());
     stdout.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
 }
 
@@ -30,7 +19,7 @@ fn bench_of_every_operation_has_no_wrong_values() {
     // From less than an element a rank to several chunks of the check, and up to several pieces of processes.
     let threads = ["--min-bytes=1", "--max-bytes=3M", "--step-factor=999"];
     let processes = ["--min-bytes=1", "--max-bytes=9M", "--step-factor=3000", "--spawn=processes"];
-    for op in OPS {
+    for op in words(OPS) {
         let ways = [("2", &threads[..]), ("3", &threads), ("2", &processes)];
         for (ranks, sizes) in some_of(ways, 2) {
             let rows = rows(&[&[op, "--nproc-per-node", ranks], sizes].concat());
@@ -100,8 +89,7 @@ fn bench_sizes_are_those_requested() {
 #[test]
 fn bench_table_has_the_columns_of_nccl_tests() {
     let flags = ["--nproc-per-node=2", "--min-bytes=4K", "--max-bytes=8K", "--iters=2"];
-    let (code, stdout, stderr) = run(&[&["bench", "all-reduce"], &flags[..]].concat());
-    assert_eq!(code, Some(0), "{stderr}");
+    let (stdout, _) = run_to(0, &[&["bench", "all-reduce"], &flags[..]].concat());
     let (comments, rows): (Vec<_>, Vec<_>) = stdout.lines().partition(|l| l.starts_with('#'));
     let head = ["size", "count", "type", "redop", "time", "algbw", "busbw", "wrong"];
     let names = |line: &&str| line.trim_start_matches('#').split_whitespace().eq(head);
@@ -115,31 +103,29 @@ fn bench_table_has_the_columns_of_nccl_tests() {
 
 #[test]
 fn bench_invalid_requests_are_refused() {
-    let all = [
-        (
-            &["all-reduce", "--min-bytes=8", "--max-bytes=4"][..],
-            "and the smaller one for --min-bytes",
-        ),
-        (&["all-reduce", "--min-bytes=0"], "use sizes of at least 1"),
-        (
-            &["all-reduce", "--step-factor=1"],
-            "--step-factor <N>': expected a whole number, 2 or more",
-        ),
-        (&["all-reduce", "--iters=0"], "--iters <N>': expected a whole number from 1 to 1000000"),
-        (&["all-reduce", "--dtype=float32", "--reduce-op=band"], "it is for integers and bool"),
-        (&["all-reduce", "--dtype=float3"], "use one of float64, float32"),
-        (&["all-reduce", "--reduce-op=mean"], "use one of sum, avg"),
-        (&["all-reduce", "--max-bytes=many"], "invalid value 'many'"),
-        (&["all-reduce", "--max-bytes=2T"], "use at most 1T"),
-        (&["send-recv", "--nproc-per-node=1"], "send-recv needs 2 ranks"),
-        (&["all-together"], "possible values: all-reduce, reduce"),
-        (&[], "<OP>"),
-    ];
-    for (args, reason) in some_of(all, 4) {
-        let (code, stdout, stderr) = run(&[&["bench"], args].concat());
-        assert_eq!((code, &stdout[..]), (Some(2), ""), "{args:?}: {stderr}");
-        assert!(stderr.contains(reason), "{args:?}: {stderr}");
-    }
+    run_all_refused(&some_of(
+        [
+            ("bench all-reduce --min-bytes=8 --max-bytes=4", "and the smaller one for --min-bytes"),
+            ("bench all-reduce --min-bytes=0", "use sizes of at least 1"),
+            (
+                "bench all-reduce --step-factor=1",
+                "--step-factor <N>': expected a whole number, 2 or more",
+            ),
+            (
+                "bench all-reduce --iters=0",
+                "--iters <N>': expected a whole number from 1 to 1000000",
+            ),
+            ("bench all-reduce --dtype=float32 --reduce-op=band", "it is for integers and bool"),
+            ("bench all-reduce --dtype=float3", "use one of float64, float32"),
+            ("bench all-reduce --reduce-op=mean", "use one of sum, avg"),
+            ("bench all-reduce --max-bytes=many", "invalid value 'many'"),
+            ("bench all-reduce --max-bytes=2T", "use at most 1T"),
+            ("bench send-recv --nproc-per-node=1", "send-recv needs 2 ranks"),
+            ("bench all-together", "possible values: all-reduce, reduce"),
+            ("bench", "<OP>"),
+        ],
+        4,
+    ));
 }
 
 #[test]
@@ -149,8 +135,7 @@ fn bench_step_reports_its_phases_and_refuses_run_flags() {
     {
         let flags =
             ["--steps=30", "--nproc-per-node=2", "--log-format=json", "--model", model, more];
-        let (code, stdout, stderr) = run(&[&["bench", "step"], &flags[..]].concat());
-        assert_eq!(code, Some(0), "{stderr}");
+        let (stdout, _) = run_to(0, &[&["bench", "step"], &flags[..]].concat());
         let row: Value = serde_json::from_str(&stdout).unwrap();
         assert_eq!((&row["model"], &row["world_size"]), (&model.into(), &2.into()));
         let batch_size = if model == "linear" { 8 } else { 32 };
@@ -163,16 +148,11 @@ fn bench_step_reports_its_phases_and_refuses_run_flags() {
             assert!(number(part) > 0. && number(part) <= most, "{row}");
         }
     }
-    for flag in [
-        "--max-epochs=2",
-        "--checkpoint-dir=x",
-        "--inject-fault=error:rank=0,at=init",
-        "--val-fraction=0.1",
-        "--patience=3",
-        "--skip-nonfinite=1",
-    ] {
-        let (code, stdout, stderr) = run(&["bench", "step", flag]);
-        assert_eq!((code, &stdout[..]), (Some(2), ""), "{stderr}");
+    for flag in words(
+        "--max-epochs=2 --checkpoint-dir=x --inject-fault=error:rank=0,at=init --val-fraction=0.1 \
+         --patience=3 --skip-nonfinite=1",
+    ) {
+        let stderr = run_refused(&["bench", "step", flag]);
         let name = flag.split('=').next().unwrap();
         let reason = format!("ddp-mp: {name}: bench step measures single steps; leave this out");
         assert!(stderr.starts_with(&reason), "{stderr}");
@@ -180,12 +160,9 @@ fn bench_step_reports_its_phases_and_refuses_run_flags() {
     let file = tempfile::NamedTempFile::new().unwrap();
     fs::write(&file, "val_fraction = 0.1\npatience = 3\n").unwrap();
     let config = format!("--config={}", file.path().display());
-    let (code, _, stderr) = run(&["bench", "step", "--steps=5", "--nproc-per-node=1", &config]);
-    assert_eq!(code, Some(0), "{stderr}");
-    let (code, _, stderr) = run(&["bench", "step", "--grad-accum-steps=2"]);
-    assert!(code == Some(2) && stderr.contains("steps of one batch"), "{stderr}");
-    let (code, stdout, _) = run(&["bench", "step", "--steps=5", "--nproc-per-node=1"]);
-    assert_eq!(code, Some(0));
+    run_to(0, &["bench", "step", "--steps=5", "--nproc-per-node=1", &config]);
+    run_all_refused(&[("bench step --grad-accum-steps=2", "steps of one batch")]);
+    let (stdout, _) = run_to(0, &["bench", "step", "--steps=5", "--nproc-per-node=1"]);
     assert!(stdout.starts_with("# linear, batch 32, 1 rank: medians of 5 steps"), "{stdout}");
 }
 
@@ -194,10 +171,8 @@ fn bench_step_simulates_a_cluster() {
     let cluster = "nodes=4,gpus=2,latency=1ms,bandwidth=1Gbit/s,algorithm=ring";
     let flags = ["--steps=5", "--model=mlp", "--hidden=600,600", "--bucket-cap-mb=0.5"];
     let flags = [&["bench", "step", "--simulate-cluster", cluster], &flags[..]].concat();
-    let (code, stdout, stderr) = run(&[&flags[..], &["--log-format=json"]].concat());
-    assert_eq!(code, Some(0), "{stderr}");
-    let objects: Vec<Value> =
-        stdout.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let (stdout, _) = run_to(0, &[&flags[..], &["--log-format=json"]].concat());
+    let objects = events(&stdout);
     let (step, rows) = objects.split_first().unwrap();
     // What was not said is one rank.
     assert_eq!(step["world_size"], 1);
@@ -240,8 +215,7 @@ fn bench_step_simulates_a_cluster() {
     let hidden = 1. - number(&rows[3], "exposed_us") / expected;
     assert!((number(&rows[3], "hidden") - hidden).abs() < 1e-9, "{stdout}");
 
-    let (code, stdout, stderr) = run(&flags);
-    assert_eq!(code, Some(0), "{stderr}");
+    let (stdout, _) = run_to(0, &flags);
     assert!(stdout.lines().all(|line| line.len() <= 92), "{stdout}");
     assert!(stdout.contains("(default)") && stdout.contains("This is a model"), "{stdout}");
     let table = stdout.lines().filter(|line| line.split_whitespace().count() == 9);
@@ -251,9 +225,7 @@ fn bench_step_simulates_a_cluster() {
 #[test]
 fn bench_scaling_compares_with_one_rank() {
     let args = ["bench", "scaling", "--nproc-per-node=3", "--steps=3", "--repetitions=2"];
-    let (code, stdout, stderr) = run(&[&args[..], &["--log-format=json"]].concat());
-    assert_eq!(code, Some(0), "{stderr}");
-    let rows: Vec<Value> = stdout.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let rows = events(&run_to(0, &[&args[..], &["--log-format=json"]].concat()).0);
     assert_eq!(rows.len(), 6);
     for (rows, scaling, batches) in
         [(&rows[..3], "weak", [32, 32, 32]), (&rows[3..], "strong", [96, 48, 32])]
@@ -279,15 +251,13 @@ fn bench_scaling_compares_with_one_rank() {
             assert!((number(row, "efficiency") / efficiency - 1.0).abs() < 1e-9, "{row}");
         }
     }
-    let (code, stdout, _) = run(&args);
-    assert_eq!(code, Some(0));
+    let (stdout, _) = run_to(0, &args);
     assert!(stdout.starts_with("# linear, ") && stdout.contains(" CPU core"), "{stdout}");
     assert!(stdout.contains("by those of one rank with as many threads times the"), "{stdout}");
     assert!(
         stdout.contains("# speed-up: samples per second, by those of one rank with "),
         "{stdout}"
     );
-    let (code, _, stderr) = run(&["bench", "scaling", "--nproc-per-node=2", "--batch-size=4096"]);
-    assert_eq!(code, Some(2), "{stderr}");
+    let (_, stderr) = run_to(2, &["bench", "scaling", "--nproc-per-node=2", "--batch-size=4096"]);
     assert!(stderr.contains("--batch-size: 2 ranks with 4096 samples each need more"), "{stderr}");
 }

@@ -9,7 +9,9 @@ use ddp_mp::Spawn;
 use ddp_mp::launch::BindChoice;
 use serde_json::Value;
 
-use crate::harness::{program, program_under, run, run_command};
+use crate::harness::{
+    last_event, program, program_under, run, run_command, run_command_to, run_to,
+};
 
 /// Reads a list of CPUs such as `0-3,8`.
 fn cpus(list: &str) -> Vec<usize> {
@@ -137,8 +139,7 @@ fn variables_that_make_openmp_bind_are_left_out_and_named() {
     let environment = |name: &str, value: &str| {
         let mut command = program(&["env", "--nproc-per-node=2"]);
         command.env(name, value);
-        let (code, stdout, stderr) = run_command(command);
-        assert_eq!(code, Some(0), "{stderr}");
+        let (stdout, _) = run_command_to(0, command);
         stdout
     };
     let plain = environment("DDP_MP_NOTHING", "");
@@ -166,10 +167,11 @@ fn a_bound_rank_has_its_number_of_threads_and_the_same_bits() {
     let counts = Spawn::new(2).bind(BindChoice::Core).threads_per_rank(3);
     assert_eq!(counts.run(|_| Ok(tch::get_num_threads())).unwrap(), [3, 3]);
     let hashes = ["none", "core", "numa", "auto"].map(|bind| {
-        let (code, stdout, stderr) =
-            run(&["--nproc-per-node=2", "--max-epochs=1", "--log-format=json", "--bind", bind]);
-        assert_eq!(code, Some(0), "{stderr}");
-        let end: Value = serde_json::from_str(stdout.lines().last().unwrap()).unwrap();
+        let (stdout, _) = run_to(
+            0,
+            &["--nproc-per-node=2", "--max-epochs=1", "--log-format=json", "--bind", bind],
+        );
+        let end = last_event(&stdout);
         end["parameters_hash"].as_str().unwrap().to_owned()
     });
     assert!(hashes.iter().all(|hash| *hash == hashes[0]), "{hashes:?}");
@@ -205,8 +207,7 @@ fn ranks_are_not_bound_to_fewer_cpus_than_they_need() {
     let (code, stdout, stderr) = run_command(under(&["env"]));
     let row = format!("  CPUs of ranks       not bound: 2 ranks with 1 thread each {fit}\n");
     assert!(code == Some(0) && stdout.contains(&row), "{stdout}{stderr}");
-    let (code, _, stderr) = run_command(under(&["--max-epochs=1"]));
-    assert_eq!(code, Some(0), "{stderr}");
+    run_command_to(0, under(&["--max-epochs=1"]));
     for args in [&["--bind=core"][..], &["--bind=core", "--spawn=processes"]] {
         let (code, stdout, stderr) = run_command(under(args));
         let refused = stderr.contains(&format!("--bind core: 2 ranks {fit}; use fewer ranks"));

@@ -4,15 +4,18 @@ use std::fs;
 use std::io::{BufRead, BufReader};
 use std::process::Stdio;
 
-use crate::harness::{program, program_under, repository, run, run_command, some_of};
+use serde_json::{Value, json};
+
+use crate::harness::{
+    as_torchrun, events, files_below, last_event, program, program_in, program_under, repository,
+    run, run_all_refused, run_command_to, run_to, some_of, words,
+};
 
 /// What is printed for help and for mistakes: tests/cmd/*.trycmd.
 #[test]
 fn terminal_output_matches_the_snapshots() {
-    let files = fs::read_dir(repository("tests/cmd")).unwrap();
-    let mut files: Vec<_> = files.map(|entry| entry.unwrap().path()).collect();
+    let mut files = files_below(&repository("tests/cmd"));
     files.retain(|file| file.extension().is_some_and(|extension| extension == "trycmd"));
-    files.sort();
     for file in &files {
         // Commands between two blocks would not run.
         let text = fs::read_to_string(file).unwrap();
@@ -37,19 +40,14 @@ fn terminal_output_matches_the_snapshots() {
 #[test]
 fn example_configs_run_from_anywhere() {
     let elsewhere = tempfile::tempdir().unwrap();
-    let files = fs::read_dir(repository("configs")).unwrap();
-    let mut files: Vec<_> = files.map(|entry| entry.unwrap().path()).collect();
-    files.sort();
+    let files = files_below(&repository("configs"));
     assert!(files.len() >= 3);
     for file in some_of(files, 4) {
         let text = fs::read_to_string(&file).unwrap();
         assert!(text.starts_with("# "), "{} does not say what it shows", file.display());
         let args = ["--config", file.to_str().unwrap(), "--max-steps=3"];
         let few = if text.contains("model = \"gpt\"") { 3 } else { 2 }; // a gpt takes minutes
-        let mut command = program(&args[..few]);
-        command.current_dir(&elsewhere);
-        let (code, _, stderr) = run_command(command);
-        assert_eq!(code, Some(0), "{}: {stderr}", file.display());
+        run_command_to(0, program_in(&elsewhere, &args[..few]));
     }
 }
 
@@ -67,10 +65,7 @@ fn paths_of_a_config_are_in_its_folder() {
         ("", ["--config=conf/run.toml", "--spawn=processes", "--max-epochs=1"]),
         ("conf", ["--config=run.toml", "--max-restarts=1", "--resume=auto"]),
     ] {
-        let mut command = program(&args);
-        command.current_dir(at(working_folder));
-        let (code, _, stderr) = run_command(command);
-        assert_eq!(code, Some(0), "{stderr}");
+        let (_, stderr) = run_command_to(0, program_in(at(working_folder), &args));
         assert!(at("conf/run/latest").exists(), "{stderr}");
         let is_resumed = working_folder == "conf";
         assert_eq!(stderr.contains("resuming from run/step-"), is_resumed, "{stderr}");
@@ -95,30 +90,19 @@ fn leading_tilde_of_any_path_is_the_home_folder() {
     fs::write(at("home/run.toml"), "metrics = \"~/metrics\"\ncheckpoint_dir = \"~/run\"\n")
         .unwrap();
     let run_here = |args: &[&str]| {
-        let mut command = program(args);
-        command.current_dir(at("here")).env("HOME", at("home"));
-        let (code, stdout, stderr) = run_command(command);
-        assert_eq!(code, Some(0), "{stderr}");
+        let mut command = program_in(at("here"), args);
+        command.env("HOME", at("home"));
+        let (stdout, _) = run_command_to(0, command);
         assert_eq!(fs::read_dir(at("here")).unwrap().count(), 0, "{args:?}");
         stdout
     };
-    run_here(&[
-        "--config=~/run.toml",
-        "--dataset=csv:~/data/rows.csv",
-        "--record",
-        "~/record",
-        "--trace=~/t",
-    ]);
+    let files = "--config=~/run.toml --dataset=csv:~/data/rows.csv --record ~/record --trace=~/t";
+    run_here(&words(files));
     for written in ["metrics", "run/latest", "record", "t"] {
         assert!(at("home").join(written).exists(), "{written}");
     }
-    run_here(&[
-        "--dataset",
-        "csv:~/data/rows.csv",
-        "--init-from=~/run",
-        "--record=~/other",
-        "--spawn=processes",
-    ]);
+    let files = "--dataset csv:~/data/rows.csv --init-from=~/run --record=~/other";
+    run_here(&words(&format!("{files} --spawn=processes")));
     let equal = run_here(&["diff", "~/record", "~/record"]);
     assert!(equal.contains("Equal: "), "{equal}");
 }
@@ -129,8 +113,7 @@ fn deleted_working_directory_is_named() {
     let gone = folder.path().join("gone");
     let setup = format!("mkdir {0} && cd {0} && rmdir {0}", gone.display());
     for args in [&["--max-epochs=1"][..], &["env"], &["comm", "all_reduce"]] {
-        let (code, _, stderr) = run_command(program_under(&setup, args));
-        assert_eq!(code, Some(2), "{args:?}: {stderr}");
+        let (_, stderr) = run_command_to(2, program_under(&setup, args));
         assert!(
             stderr.contains("the working directory was deleted; change to another"),
             "{args:?}: {stderr}"
@@ -141,21 +124,17 @@ fn deleted_working_directory_is_named() {
 #[test]
 fn stall_warning_that_never_comes_is_refused() {
     for warning in ["5s", "10s"] {
-        let (code, _, stderr) = run(&[&format!("--stall-warning={warning}"), "--timeout=1s"]);
-        assert_eq!(code, Some(2), "{stderr}");
         let expected = format!("a warning after {warning} never comes within a timeout of 1s");
-        assert!(stderr.contains(&expected), "{stderr}");
+        run_all_refused(&[(&format!("--stall-warning={warning} --timeout=1s"), &expected)]);
     }
-    let (code, _, stderr) = run(&["--timeout=1s", "--max-steps=1"]);
-    assert_eq!(code, Some(0), "{stderr}");
+    run_to(0, &["--timeout=1s", "--max-steps=1"]);
 }
 
 #[test]
 fn limit_before_the_end_of_a_schedule_is_noted_once() {
     let cosine = ["--schedule=cosine", "--schedule-by=step", "--max-epochs=10", "--max-steps=4"];
     for spawn in ["--spawn=threads", "--spawn=processes"] {
-        let (code, _, stderr) = run(&[&cosine[..], &["--nproc-per-node=2", spawn]].concat());
-        assert_eq!(code, Some(0), "{stderr}");
+        let (_, stderr) = run_to(0, &[&cosine[..], &["--nproc-per-node=2", spawn]].concat());
         let told = "--max-steps: this run ends after 4 of 640 steps, so that the cosine ends at a learning rate of \
                     1.00e-3, and not at ";
         assert_eq!(stderr.matches(told).count(), 1, "{stderr}");
@@ -209,8 +188,7 @@ fn step_lines_match_the_sampler() {
             format!("--nproc-per-node={world}"),
             format!("--batch-size={batch}"),
         ];
-        let (code, stdout, stderr) = run(&args.each_ref().map(String::as_str));
-        assert_eq!(code, Some(0), "{stderr}");
+        let (stdout, _) = run_to(0, &args.each_ref().map(String::as_str));
         let steps = samples.div_ceil(world).div_ceil(batch);
         let lines: Vec<String> = (0..world)
             .map(|rank| format!("CPU:{rank} | Epoch: 0 | Batchsize: {batch} | Steps: {steps}"))
@@ -234,62 +212,42 @@ fn stdout_closed_by_the_reader_is_no_failure() {
     assert!(output.status.success() && output.stderr.is_empty(), "{output:?}");
 }
 
-/// A full disk.
-fn with_full_stdout(args: &[&str]) -> (Option<i32>, String) {
+/// Runs it with a full disk as stdout, so that it fails. Returns stderr.
+fn with_full_stdout(line: &str) -> String {
     let full = fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
-    let output = program(args).stdout(full).output().unwrap();
-    (output.status.code(), String::from_utf8(output.stderr).unwrap())
+    let output = program(&words(line)).stdout(full).output().unwrap();
+    let stderr = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(1), "{line}: {stderr}");
+    stderr
 }
 
 #[test]
-fn full_stdout_fails_the_run_but_hides_no_earlier_failure() {
-    let (code, stderr) = with_full_stdout(&["--nproc-per-node=2"]);
-    assert_eq!(code, Some(1));
-    assert!(stderr.contains("writing to stdout: No space left on device"), "{stderr}");
-    let (code, stderr) = with_full_stdout(&["sampler", "--len=4", "--world-size=2"]);
-    assert_eq!(code, Some(1));
-    assert!(stderr.contains("No space left on device"), "{stderr}");
-    let (code, stderr) = with_full_stdout(&["comm", "--nproc-per-node=2"]);
-    assert_eq!(code, Some(1));
-    let failed =
-        "rank 0 (CPU:0) failed in its function: writing to stdout: No space left on device";
-    assert!(stderr.contains(failed), "{stderr}");
-    let fault = ["--nproc-per-node=2", "--inject-fault=error:rank=0,at=init", "--log-format=json"];
-    let (code, stderr) = with_full_stdout(&fault);
-    assert_eq!(code, Some(1));
-    assert!(stderr.contains("rank 0 (CPU:0) failed in init: injected by"), "{stderr}");
-}
-
-#[test]
-fn full_stdout_fails_every_command() {
-    let commands = [
-        "--help",
-        "-h",
-        "--version",
-        "help",
-        "sampler --help",
-        "help bench",
-        "env",
-        "env --log-format=json",
-        "completions bash",
-        "sampler --len=4 --world-size=2 --log-format=json",
-        "verify --nproc-per-node=2 --steps=2",
-        "bench step --nproc-per-node=1 --steps=1",
-        "bench all-reduce --nproc-per-node=2 --max-bytes=4 --iters=1",
-    ];
-    for args in some_of(commands, 7) {
-        let (code, stderr) = with_full_stdout(&args.split(' ').collect::<Vec<_>>());
-        assert_eq!(code, Some(1), "{args}: {stderr}");
-        let expected = "writing to stdout: No space left on device";
-        assert_eq!(stderr.matches(expected).count(), 1, "{args}: {stderr}");
+fn full_stdout_fails_every_command_and_hides_no_earlier_failure() {
+    const FULL: &str = "writing to stdout: No space left on device";
+    let commands = "--help, -h, --version, help, sampler --help, help bench, env, env --log-format=json, \
+                    completions bash, sampler --len=4 --world-size=2 --log-format=json, \
+                    verify --nproc-per-node=2 --steps=2, bench step --nproc-per-node=1 --steps=1, \
+                    bench all-reduce --nproc-per-node=2 --max-bytes=4 --iters=1";
+    for line in some_of(commands.split(", "), 7) {
+        let stderr = with_full_stdout(line);
+        assert_eq!(stderr.matches(FULL).count(), 1, "{line}: {stderr}");
+    }
+    let fault = "--nproc-per-node=2 --inject-fault=error:rank=0,at=init --log-format=json";
+    for (line, expected) in [
+        ("--nproc-per-node=2", FULL),
+        ("sampler --len=4 --world-size=2", "No space left on device"),
+        ("comm --nproc-per-node=2", &format!("rank 0 (CPU:0) failed in its function: {FULL}")),
+        (fault, "rank 0 (CPU:0) failed in init: injected by"),
+    ] {
+        let stderr = with_full_stdout(line);
+        assert!(stderr.contains(expected), "{line}: {stderr}");
     }
 }
 
 #[test]
 fn sampler_json_has_one_object_per_rank() {
     let args = "sampler --len=10 --world-size=4 --no-shuffle --epoch=2 --log-format=json";
-    let (code, stdout, _) = run(&args.split(' ').collect::<Vec<_>>());
-    assert_eq!(code, Some(0));
+    let (stdout, _) = run_to(0, &words(args));
     let expected = "{\"rank\":0,\"epoch\":2,\"indices\":[0,4,8]}\n\
                     {\"rank\":1,\"epoch\":2,\"indices\":[1,5,9]}\n\
                     {\"rank\":2,\"epoch\":2,\"indices\":[2,6,0]}\n\
@@ -318,8 +276,7 @@ fn sampler_text_has_one_line_per_sample() {
 #[test]
 fn events_have_the_documented_fields_in_order() {
     let args = ["--nproc-per-node=2", "--max-epochs=1", "--log-format=json"];
-    let (code, stdout, _) = run(&args);
-    assert_eq!(code, Some(0));
+    let (stdout, _) = run_to(0, &args);
     let fields = |line: &str| {
         // serde_json's map would sort them.
         let keys = line
@@ -355,42 +312,30 @@ fn events_have_the_documented_fields_in_order() {
     assert_eq!(always(stdout.lines().last().unwrap()), format!("{end} skipped_steps scale"));
 }
 
-/// What the second of two workers of `torchrun --no-python --nproc-per-node=2` sees.
-const TORCHRUN: [(&str, &str); 9] = [
-    ("RANK", "1"),
-    ("WORLD_SIZE", "2"),
-    ("LOCAL_RANK", "1"),
-    ("LOCAL_WORLD_SIZE", "2"),
-    ("MASTER_ADDR", "127.0.0.1"),
-    ("MASTER_PORT", "29500"),
-    ("OMP_NUM_THREADS", "1"),
-    ("TORCHELASTIC_RUN_ID", "none"),
-    ("TORCHELASTIC_USE_AGENT_STORE", "True"),
-];
-
 /// Not only under a launcher, which sets it: users of PyTorch and OpenMP expect it everywhere.
 #[test]
 fn omp_num_threads_is_respected_without_a_launcher() {
     for threads in ["1", "3"] {
         let mut command = program(&["--nproc-per-node=2", "--log-format=json"]);
         command.env("OMP_NUM_THREADS", threads);
-        let (code, _, stderr) = run_command(command);
+        let (_, stderr) = run_command_to(0, command);
         let s = if threads == "1" { "" } else { "s" };
         let note = format!("2 ranks on the CPU, {threads} thread{s} each (OMP_NUM_THREADS)");
-        assert!(code == Some(0) && stderr.contains(&note), "{stderr}");
+        assert!(stderr.contains(&note), "{stderr}");
     }
 }
 
-fn under_torchrun(args: &[&str]) -> (Option<i32>, String, String) {
-    let mut command = program(args);
-    command.envs(TORCHRUN);
-    run_command(command)
+/// Runs what the second of two workers of `torchrun --no-python --nproc-per-node=2` runs.
+fn under_torchrun(code: i32, line: &str) -> (String, String) {
+    let mut command = program(&words(line));
+    as_torchrun(&mut command, 1, 2, 29500);
+    command.envs([("TORCHELASTIC_RUN_ID", "none"), ("TORCHELASTIC_USE_AGENT_STORE", "True")]);
+    run_command_to(code, command)
 }
 
 #[test]
 fn env_reports_the_launcher_and_the_reason() {
-    let (code, stdout, _) = under_torchrun(&["env"]);
-    assert_eq!(code, Some(0));
+    let (stdout, _) = under_torchrun(0, "env");
     for row in [
         "launcher              torchrun, process 1 of 2\n",
         "  because             RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 MASTER_ADDR",
@@ -399,8 +344,8 @@ fn env_reports_the_launcher_and_the_reason() {
     ] {
         assert!(stdout.contains(row), "{stdout}");
     }
-    let (_, stdout, _) = under_torchrun(&["env", "--log-format=json"]);
-    let report: serde_json::Value = serde_json::from_str(&stdout).unwrap();
+    let (stdout, _) = under_torchrun(0, "env --log-format=json");
+    let report: Value = serde_json::from_str(&stdout).unwrap();
     assert_eq!(report["launcher"], "torchrun");
     let launch = &report["launch"];
     assert_eq!((&launch["process"], &launch["local_processes"]), (&1.into(), &2.into()));
@@ -409,35 +354,33 @@ fn env_reports_the_launcher_and_the_reason() {
         (&true.into(), &"127.0.0.1:29500".into())
     );
 
-    let (_, stdout, _) = under_torchrun(&["env", "--launch=slurm"]);
+    let (stdout, _) = under_torchrun(0, "env --launch=slurm");
     assert!(stdout.contains("launcher              unknown\n"), "{stdout}");
     assert!(stdout.contains("would fail            --launch slurm: SLURM_PROCID, "), "{stdout}");
 }
 
 #[test]
 fn one_process_commands_are_refused_in_several() {
-    for args in [&["comm", "barrier"][..], &["bench", "all-reduce", "--max-bytes=4"]] {
-        let (code, stdout, stderr) = under_torchrun(args);
-        assert_eq!((code, stdout.as_str()), (Some(2), ""), "{args:?}");
+    for line in ["comm barrier", "bench all-reduce --max-bytes=4"] {
+        let (stdout, stderr) = under_torchrun(2, line);
+        assert_eq!(stdout, "", "{line}");
         assert!(stderr.contains("this is process 1 of 2 (torchrun: RANK=1"), "{stderr}");
     }
-    let (code, ..) = under_torchrun(&["--launch=local", "--nproc-per-node=2"]);
-    assert_eq!(code, Some(0));
+    under_torchrun(0, "--launch=local --nproc-per-node=2");
 }
 
 #[test]
 fn env_json_is_one_object() {
-    let (code, stdout, _) = run(&["env", "--log-format=json", "--nproc-per-node=3"]);
-    assert_eq!(code, Some(0));
-    let report: serde_json::Value = serde_json::from_str(&stdout).unwrap();
+    let (stdout, _) = run_to(0, &["env", "--log-format=json", "--nproc-per-node=3"]);
+    let report: Value = serde_json::from_str(&stdout).unwrap();
     assert_eq!(report["plan"]["world_size"], 3);
     assert_eq!(report["plan"]["backend"], "threaded");
     assert_eq!(report["libtorch"], ddp_mp::ffi::version());
     let options = &report["options"];
     assert_eq!(options.as_array().unwrap().len(), 2, "{options}");
-    let option = |key: &str, value: serde_json::Value, origin: &str| serde_json::json!({"key": key, "value": value, "origin": origin});
-    assert_eq!(options[0], option("nproc_per_node", 3.into(), "flag"));
-    assert_eq!(options[1], option("log_format", "json".into(), "flag"));
+    let option = |key: &str, value: Value| json!({"key": key, "value": value, "origin": "flag"});
+    assert_eq!(options[0], option("nproc_per_node", 3.into()));
+    assert_eq!(options[1], option("log_format", "json".into()));
     assert!(report["libtorch_folder"].as_str().unwrap().starts_with('/'));
     assert_eq!(
         (&report["data"]["dataset"], &report["data"]["training"]),
@@ -447,21 +390,12 @@ fn env_json_is_one_object() {
 
 #[test]
 fn env_opens_the_dataset() {
-    let env = |args: &[&str]| {
-        let (code, stdout, stderr) = run(&[&["env"], args].concat());
-        assert_eq!(code, Some(0), "{stderr}");
-        stdout
-    };
+    let env = |flags: &str| run_to(0, &words(&format!("env {flags}"))).0;
     let row = |stdout: &str, name: &str| {
         let line = stdout.lines().find(|line| line.trim_start().starts_with(name));
         line.map(|line| line.trim_start()[name.len()..].trim().to_string())
     };
-    let digits = env(&[
-        "--dataset=digits",
-        "--loss=cross-entropy",
-        "--val-fraction=0.2",
-        "--nproc-per-node=2",
-    ]);
+    let digits = env("--dataset=digits --loss=cross-entropy --val-fraction=0.2 --nproc-per-node=2");
     for (name, value) in [
         ("data ", "digits"),
         ("training ", "1438 samples"),
@@ -471,15 +405,13 @@ fn env_opens_the_dataset() {
     ] {
         assert_eq!(row(&digits, name).as_deref(), Some(value), "{digits}");
     }
-    let missing = env(&["--dataset=csv:nowhere.csv"]);
+    let missing = env("--dataset=csv:nowhere.csv");
     let problem = row(&missing, "would fail");
     assert!(problem.is_some_and(|it| it.starts_with("nowhere.csv: No such file")), "{missing}");
     // 1797 samples are too few for as many ranks: seen only once the file is open.
-    let many = env(&["--dataset=digits", "--nproc-per-node=1798"]);
-    assert!(
-        row(&many, "would fail").is_some_and(|it| it.starts_with("1798 ranks for 1797")),
-        "{many}"
-    );
+    let many = env("--dataset=digits --nproc-per-node=1798");
+    let problem = row(&many, "would fail");
+    assert!(problem.is_some_and(|it| it.starts_with("1798 ranks for 1797")), "{many}");
 }
 
 #[test]
@@ -488,38 +420,32 @@ fn additional_rank_takes_no_second_dataset() {
     let data = ["--num-samples=200000", "--in-features=100", "--batch-size=20000"];
     let memory = |ranks: &str| {
         let args = [&data[..], &["--log-format=json", ranks]].concat();
-        let (code, stdout, stderr) = run(&args);
-        assert_eq!(code, Some(0), "{stderr}");
-        let end: serde_json::Value = serde_json::from_str(stdout.lines().last().unwrap()).unwrap();
-        end["peak_memory_bytes"].as_f64().unwrap()
+        last_event(&run_to(0, &args).0)["peak_memory_bytes"].as_f64().unwrap()
     };
     let further = (memory("--nproc-per-node=4") - memory("--nproc-per-node=1")) / 3.;
     assert!(further < 40e6, "{further} bytes a rank");
 }
 
-/// The `end` event of a run.
-fn end(args: &[&str]) -> serde_json::Value {
-    let (code, stdout, stderr) =
-        run(&[&["--log-format=json", "--nproc-per-node=2"], args].concat());
-    assert_eq!(code, Some(0), "{args:?}: {stderr}");
-    serde_json::from_str(stdout.lines().last().unwrap()).unwrap()
+/// The hash of what a run has trained.
+fn hash(args: &[&str]) -> Value {
+    end(args)["parameters_hash"].clone()
 }
 
+/// The `end` event of a run.
+fn end(args: &[&str]) -> Value {
+    let (stdout, _) = run_to(0, &[&["--log-format=json", "--nproc-per-node=2"], args].concat());
+    last_event(&stdout)
+}
+
+/// `verify` tries whether accumulated gradients are those of the large batch.
 #[test]
-fn grad_accumulation_matches_the_large_batch() {
-    let whole = end(&["--batch-size=64", "--lr=0.1"]);
-    let parts = end(&["--batch-size=16", "--grad-accum-steps=4", "--lr=0.1"]);
-    assert_eq!((&whole["steps"], &parts["steps"]), (&32.into(), &32.into()));
-    let loss = |end: &serde_json::Value| end["loss"].as_f64().unwrap();
-    assert!((loss(&whole) - loss(&parts)).abs() < 1e-5 * loss(&whole), "{whole} {parts}");
-    // 2048 samples a rank in batches of 48: the last step of the epoch has fewer.
+fn last_step_of_an_epoch_accumulates_fewer_batches() {
+    // 2048 samples a rank in batches of 48.
     assert_eq!(end(&["--batch-size=48", "--grad-accum-steps=4"])["steps"], 11);
 }
 
 #[test]
-fn workers_change_no_bit() {
-    let hash = |args: &[&str]| end(args)["parameters_hash"].clone();
-    assert_eq!(hash(&["--num-workers=3", "--prefetch-factor=1"]), hash(&[]));
+fn last_batch_is_dropped_and_the_wait_for_data_is_told() {
     let without = end(&["--batch-size=100", "--drop-last-batch", "--num-workers=1"]);
     assert_eq!(without["steps"], 20, "2048 samples a rank");
     let waited = without["data_wait_seconds_by_rank"].as_array().unwrap();
@@ -527,11 +453,10 @@ fn workers_change_no_bit() {
 }
 
 /// The validation events of a run.
-fn validations(args: &[&str]) -> Vec<serde_json::Value> {
-    let (code, stdout, stderr) = run(&[&["--log-format=json"], args].concat());
-    assert_eq!(code, Some(0), "{args:?}: {stderr}");
+fn validations(args: &[&str]) -> Vec<Value> {
+    let (stdout, _) = run_to(0, &[&["--log-format=json"], args].concat());
     let events = stdout.lines().map(|line| serde_json::from_str(line).unwrap());
-    events.filter(|event: &serde_json::Value| event["event"] == "validation").collect()
+    events.filter(|event: &Value| event["event"] == "validation").collect()
 }
 
 #[test]
@@ -544,7 +469,7 @@ fn validation_counts_every_sample_once_for_any_world_size() {
     for ranks in ["--nproc-per-node=2", "--nproc-per-node=3"] {
         let together = of(ranks);
         assert_eq!(together["accuracy"], alone["accuracy"], "{ranks}");
-        let loss = |event: &serde_json::Value| event["loss"].as_f64().unwrap();
+        let loss = |event: &Value| event["loss"].as_f64().unwrap();
         assert!((loss(&together) - loss(&alone)).abs() < 1e-6 * loss(&alone), "{ranks}");
     }
     // Random data, every other epoch and after the last, with DataParallel too.
@@ -574,21 +499,13 @@ fn metrics_and_tensorboard_change_no_bit_and_cover_all_ranks() {
     let folder = tempfile::tempdir().unwrap();
     let path = |name: &str| folder.path().join(name).display().to_string();
     let (board, lines) = (path("board"), path("numbers/metrics.jsonl"));
-    let flags = [
-        "--max-epochs=2",
-        "--val-fraction=0.1",
-        "--max-grad-norm=1",
-        "--log-every=20",
-        "--tensorboard",
-        &board,
-        "--metrics",
-        &lines,
-    ];
+    let plain = ["--max-epochs=2", "--val-fraction=0.1", "--max-grad-norm=1"];
+    let more = ["--log-every=20", "--tensorboard", &board, "--metrics", &lines];
+    let flags = [&plain[..], &more].concat();
     let with = end(&flags);
-    assert_eq!(with["parameters_hash"], end(&flags[..3])["parameters_hash"]);
+    assert_eq!(with["parameters_hash"], hash(&plain));
     let text = fs::read_to_string(&lines).unwrap();
-    let events: Vec<serde_json::Value> =
-        text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let events = events(&text);
     let of = |kind: &str| events.iter().filter(move |it| it["event"] == kind).collect::<Vec<_>>();
     // 1844 samples a rank, 58 steps an epoch: after 20, 40 and 58.
     let steps: Vec<_> = of("train").iter().map(|it| it["step"].as_u64().unwrap()).collect();
@@ -616,8 +533,7 @@ fn metrics_and_tensorboard_change_no_bit_and_cover_all_ranks() {
 
     for flag in ["--tensorboard", "--metrics"] {
         let nowhere = format!("{lines}/nowhere");
-        let (code, _, stderr) = run(&[flag, &nowhere]);
-        assert_eq!(code, Some(2), "{stderr}");
+        let (_, stderr) = run_to(2, &[flag, &nowhere]);
         assert!(stderr.contains(&format!("{flag} {nowhere}: ")), "{stderr}");
     }
 }
@@ -627,10 +543,7 @@ fn best_validation_is_reported_at_the_end() {
     let folder = tempfile::tempdir().unwrap();
     let args = ["--dataset=digits", "--nproc-per-node=2", "--val-fraction=0.2", "--max-epochs=2"];
     let end_of = |more: &[&str]| {
-        let mut command = program(&[&args[..], more].concat());
-        command.current_dir(&folder);
-        let (code, _, stderr) = run_command(command);
-        assert_eq!(code, Some(0), "{stderr}");
+        let (_, stderr) = run_command_to(0, program_in(&folder, &[&args[..], more].concat()));
         (stderr.lines().last().unwrap().to_string(), stderr)
     };
     let (best, stderr) = end_of(&["--loss=cross-entropy", "--model=mlp", "--lr=0.1"]);
@@ -646,10 +559,7 @@ fn best_validation_is_reported_at_the_end() {
 
 #[test]
 fn dropout_draws_the_same_in_every_run() {
-    let hash = |args: &[&str]| {
-        let all = [&["--model=mlp", "--lr=0.1"], args].concat();
-        end(&all)["parameters_hash"].clone()
-    };
+    let hash = |args: &[&str]| hash(&[&["--model=mlp", "--lr=0.1"], args].concat());
     let expected = hash(&["--dropout=0.5"]);
     assert_eq!(hash(&["--dropout=0.5"]), expected, "whatever the threads' timing");
     assert_ne!(hash(&["--dropout=0.4"]), expected);
@@ -659,7 +569,6 @@ fn dropout_draws_the_same_in_every_run() {
 
 #[test]
 fn activation_flag_applies_to_the_whole_model() {
-    let hash = |args: &[&str]| end(args)["parameters_hash"].clone();
     for model in
         some_of([&["--model=mlp"][..], &["--model=cnn", "--in-features=64", "--num-samples=64"]], 1)
     {
@@ -673,14 +582,20 @@ fn activation_flag_applies_to_the_whole_model() {
 }
 
 #[test]
-fn ddp_flags_change_the_schedule_but_no_bit() {
-    let hash = |args: &[&str]| end(args)["parameters_hash"].clone();
+fn flags_that_change_the_schedule_change_no_bit() {
     let expected = hash(&["--model=mlp"]);
-    for flag in
-        ["--no-overlap", "--static-graph", "--find-unused-parameters", "--bucket-cap-mb=0.001"]
-    {
-        assert_eq!(hash(&["--model=mlp", flag]), expected, "{flag}");
+    for flags in [
+        &["--no-overlap"][..],
+        &["--static-graph"],
+        &["--find-unused-parameters"],
+        &["--bucket-cap-mb=0.001"],
+        &["--num-workers=3", "--prefetch-factor=1"],
+        &["--check-replicas-every=3"],
+    ] {
+        assert_eq!(hash(&[&["--model=mlp"], flags].concat()), expected, "{flags:?}");
     }
+    // With DataParallel, rank 0 has sent its parameters before they are compared.
+    run_to(0, &["--strategy=dp", "--check-replicas-every=3"]);
     assert_ne!(hash(&["--model=mlp", "--comm-hook=bf16"]), expected);
     let end = end(&["--model=mlp", "--bucket-cap-mb=0.001"]);
     assert!(end["bucket_bytes"].as_array().unwrap().len() > 1, "{end}");
@@ -690,8 +605,7 @@ fn ddp_flags_change_the_schedule_but_no_bit() {
 
 #[test]
 fn epochs_that_end_before_max_steps_are_named() {
-    let (code, _, stderr) = run(&["--nproc-per-node=2", "--num-samples=256", "--max-steps=9"]);
-    assert_eq!(code, Some(0), "{stderr}");
+    let (_, stderr) = run_to(0, &["--nproc-per-node=2", "--num-samples=256", "--max-steps=9"]);
     let expected = "has ended after 4 steps, before --max-steps 9, because of --max-epochs 1\n";
     assert!(stderr.ends_with(expected), "{stderr}");
     for more in [&["--max-steps=4"][..], &["--max-steps=3"], &[]] {
@@ -707,8 +621,7 @@ fn env_shows_the_origin_of_each_option() {
     fs::write(&file, "lr = 0.5\nbatch_size = 8\nhidden = [4, 2]\nmodel = \"mlp\"\n").unwrap();
     let path = file.to_str().unwrap();
     let listed = |args: &[&str]| {
-        let (code, stdout, stderr) = run(&[&["env"], args].concat());
-        assert_eq!(code, Some(0), "{stderr}");
+        let (stdout, _) = run_to(0, &[&["env"], args].concat());
         stdout.rsplit("\n\n").next().unwrap().to_owned()
     };
     let given = listed(&["--config", path, "--lr=0.1", "--timeout=90"]);
@@ -741,7 +654,7 @@ fn env_shows_the_origin_of_each_option() {
     }
     assert!(listed(&["--lr=1e-300"]).starts_with("lr = 1e-300  "));
     assert_eq!(listed(&[]), "all options have their defaults; --all lists them\n");
-    let (_, stdout, _) = under_torchrun(&["env"]);
+    let (stdout, _) = under_torchrun(0, "env");
     assert!(
         stdout.contains("\n# master_port = 29500 ") && stdout.contains(" # torchrun\n"),
         "{stdout}"
@@ -750,15 +663,9 @@ fn env_shows_the_origin_of_each_option() {
 
 #[test]
 fn error_names_the_file_that_gave_the_value() {
-    let mut command = program(&[
-        "--config=configs/gpt.toml",
-        "--num-samples=64",
-        "--max-epochs=1",
-        "--nproc-per-node=1",
-    ]);
-    command.current_dir(repository("."));
-    let (code, _, stderr) = run_command(command);
-    assert_eq!(code, Some(2));
+    let args =
+        words("--config=configs/gpt.toml --num-samples=64 --max-epochs=1 --nproc-per-node=1");
+    let (_, stderr) = run_to(2, &args);
     let expected =
         "configs/gpt.toml: warmup_steps: a warm-up of 100 steps fills the whole run, which has 4;";
     assert!(stderr.contains(expected), "{stderr}");

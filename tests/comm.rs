@@ -4,27 +4,20 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use serde_json::{Value, json};
 
-use crate::harness::{in_parallel, run, runs_every_case, some_of};
+use crate::harness::{in_parallel, run, run_refused, run_to, runs_every_case, some_of, words};
 
-const OPS: [&str; 11] = [
-    "send_recv",
-    "isend_irecv",
-    "broadcast",
-    "scatter",
-    "gather",
-    "all_gather",
-    "reduce",
-    "all_reduce",
-    "reduce_scatter",
-    "all_to_all",
-    "barrier",
-];
+/// The operations, in the order in which they are shown.
+fn ops() -> Vec<&'static str> {
+    words(
+        "send_recv isend_irecv broadcast scatter gather all_gather reduce all_reduce \
+         reduce_scatter all_to_all barrier",
+    )
+}
 
 /// The lines of `ddp-mp comm` with these flags.
 fn lines(flags: &str) -> Vec<String> {
     let args: Vec<&str> = ["comm"].into_iter().chain(flags.split_whitespace()).collect();
-    let (code, stdout, stderr) = run(&args);
-    assert_eq!(code, Some(0), "{flags}: {stderr}");
+    let (stdout, stderr) = run_to(0, &args);
     assert!(stderr.starts_with("ddp-mp: no GPU is visible: "), "{flags}: {stderr}");
     assert_eq!(stderr.lines().count(), 1, "{flags}: {stderr}");
     stdout.lines().map(String::from).collect()
@@ -91,14 +84,15 @@ fn expected(
 
 #[test]
 fn every_operation_shows_the_right_values_on_every_rank() {
+    let ops = ops();
     // The numbers of elements on both sides of `few` below are among them.
     let sizes = [(1, 2), (2, 3), (3, 64), (3, 65), (3, 100), (4, 1), (5, 51), (5, 52), (2, 0)];
     for (world_size, numel) in sizes {
         let flags = format!("--nproc-per-node={world_size} --numel={numel} --dtype=int64");
         let objects = objects(&flags);
-        assert_eq!(objects.len(), OPS.len() * world_size);
+        assert_eq!(objects.len(), ops.len() * world_size);
         for (i, object) in objects.iter().enumerate() {
-            let (op, rank) = (OPS[i / world_size], i % world_size);
+            let (op, rank) = (ops[i / world_size], i % world_size);
             let what = format!("{op}, rank {rank} of {world_size}, {numel} elements");
             let (before, after, elements) = expected(op, rank, world_size, numel);
             assert_eq!((&object["op"], &object["rank"]), (&json!(op), &json!(rank)));
@@ -217,8 +211,7 @@ fn every_dtype_and_reduce_op_is_right_or_refused() {
 #[test]
 fn unsupported_reduce_op_is_refused_before_any_output() {
     // The walk comes to a reduction late.
-    let (code, stdout, stderr) = run(&["comm", "--reduce-op=bor", "--nproc-per-node=2"]);
-    assert_eq!((code, stdout.as_str()), (Some(2), ""), "{stderr}");
+    run_refused(&["comm", "--reduce-op=bor", "--nproc-per-node=2"]);
     let (code, _, stderr) = run(&["comm", "broadcast", "--reduce-op=bor", "--nproc-per-node=2"]);
     let problem = "--reduce-op bor: broadcast does not reduce elements; remove it";
     assert!(code == Some(2) && stderr.contains(problem), "{stderr}");
@@ -246,8 +239,8 @@ fn text_fits_80_columns_and_is_the_same_in_every_run() {
             assert!(line.is_ascii() && line.trim_end() == line, "{flags}: {line:?}");
         }
         let titles: Vec<&str> =
-            lines.iter().map(String::as_str).filter(|line| OPS.contains(line)).collect();
-        assert_eq!(titles, OPS, "{flags}");
+            lines.iter().map(String::as_str).filter(|line| ops().contains(line)).collect();
+        assert_eq!(titles, ops(), "{flags}");
         assert_eq!(lines, self::lines(flags));
     }
 }

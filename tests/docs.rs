@@ -7,25 +7,16 @@ use std::sync::LazyLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::harness::{
-    assert_generated, free_port, in_parallel, program, repository, run, run_command,
-    runs_every_case, some_of,
+    assert_generated, files_below, free_port, in_parallel, program_in, repository, run_command_to,
+    run_to, runs_every_case, some_of, words,
 };
 
 /// README.md and the pages of the book, in the order of their paths. README.zh.md has the code blocks of README.md:
 /// `tidy` compares them.
 fn pages() -> Vec<PathBuf> {
-    fn collect(folder: &Path, pages: &mut Vec<PathBuf>) {
-        for entry in fs::read_dir(folder).unwrap() {
-            let path = entry.unwrap().path();
-            if path.is_dir() {
-                collect(&path, pages);
-            } else if path.extension().is_some_and(|extension| extension == "md") {
-                pages.push(path);
-            }
-        }
-    }
-    let mut pages = vec![repository("README.md")];
-    collect(&repository("docs/src"), &mut pages);
+    let mut pages = files_below(&repository("docs/src"));
+    pages.retain(|page| page.extension().is_some_and(|extension| extension == "md"));
+    pages.push(repository("README.md"));
     pages.sort();
     assert!(pages.len() > 20, "{pages:?}");
     pages
@@ -115,12 +106,9 @@ fn check_console(block: &Block, folder: &tempfile::TempDir) -> usize {
         let (case, code) = case.split_once("$ echo $?\n").unwrap_or((case, "0"));
         let expected: i32 = code.trim().parse().unwrap();
         let mut lines = filled(case);
-        let args: Vec<&str> = lines.next().unwrap().split_whitespace().collect();
+        let args = words(lines.next().unwrap());
         let lines: Vec<&str> = lines.collect();
-        let mut command = program(&args);
-        command.current_dir(folder);
-        let (code, stdout, stderr) = run_command(command);
-        assert_eq!(code, Some(expected), "{place}: {args:?}: {stderr}");
+        let (stdout, stderr) = run_command_to(expected, program_in(folder, &args));
         if lines.contains(&"...") {
             let found: Vec<&str> = stderr.lines().chain(stdout.lines()).collect();
             if let Err(part) = shows_parts(&lines, &found) {
@@ -164,7 +152,7 @@ fn page_commands_print_what_is_shown() {
 }
 
 /// The words of a command, the first of which is `ddp-mp`, and the exit code that it is to have.
-fn words(command: &str) -> (Vec<&str>, i32) {
+fn args_and_code(command: &str) -> (Vec<&str>, i32) {
     let (command, code) = command.split_once(" || test $? = ").unwrap_or((command, "0"));
     (command.split_whitespace().skip(1).collect(), code.parse().unwrap())
 }
@@ -188,7 +176,7 @@ fn page_commands_without_output_succeed() {
                 let mut parts = command.split_whitespace();
                 match parts.next().unwrap() {
                     "ddp-mp" => {
-                        let (args, expected) = words(command);
+                        let (args, expected) = args_and_code(command);
                         let is_one_of_several = args.iter().any(|it| it.starts_with("--nnodes="));
                         let args: Vec<String> =
                             args.iter().map(|arg| arg.replace("node0", "127.0.0.1")).collect();
@@ -196,12 +184,9 @@ fn page_commands_without_output_succeed() {
                         if is_one_of_several {
                             args.extend(["--master-port", &port]);
                         }
-                        let mut process = program(&args);
-                        process.current_dir(&folder);
-                        let command = command.to_owned();
+                        let process = program_in(&folder, &args);
                         let check = move || {
-                            let (code, _, stderr) = run_command(process);
-                            assert_eq!(code, Some(expected), "{command}: {stderr}");
+                            run_command_to(expected, process);
                         };
                         if is_one_of_several {
                             together.push(check);
@@ -271,65 +256,19 @@ fn book_code_blocks_have_a_known_language() {
 }
 
 /// Flags of torchrun, mpirun, srun, cargo and others, and of a program in the book.
-const OTHERS: &[&str] = &[
-    "allow-incomplete-ranks",
-    "collector",
-    "cpus-per-task",
-    "device",
-    "example",
-    "from",
-    "gpus-per-node",
-    "hostfile",
-    "kill-on-bad-exit",
-    "distribution",
-    "map-by",
-    "no-deps",
-    "no-python",
-    "nodes",
-    "ntasks-per-node",
-    "open",
-    "path",
-    "rdzv-backend",
-    "rdzv-endpoint",
-    "rdzv-id",
-    "release",
-    "bench",
-    "signal",
-    "standalone",
-    "time",
-    "use-env",
-    "test",
-    "tests",
-    "fallback-node",
-    "locked",
-    "width",
-];
+const OTHERS: &str = "allow-incomplete-ranks collector cpus-per-task device example from gpus-per-node hostfile \
+    kill-on-bad-exit distribution map-by no-deps no-python nodes ntasks-per-node open path \
+    rdzv-backend rdzv-endpoint rdzv-id release bench signal standalone time use-env test tests \
+    fallback-node locked width";
 
-const COMMANDS: &[&[&str]] = &[
-    &[],
-    &["comm"],
-    &["sample"],
-    &["sampler"],
-    &["bench"],
-    &["bench", "step"],
-    &["bench", "scaling"],
-    &["verify"],
-    &["diff"],
-    &["bisect"],
-    &["env"],
-    &["lesson"],
-    &["new"],
-    &["completions"],
-];
+const COMMANDS: &str = "|comm|sample|sampler|bench|bench step|bench scaling|verify|diff|bisect|env|lesson|new|completions";
 
 /// The help of each of `COMMANDS`.
 static HELPS: LazyLock<Vec<String>> = LazyLock::new(|| {
-    let help = |command: &&[&str]| {
-        let (code, help, stderr) = run(&[*command, &["--help"]].concat());
-        assert_eq!(code, Some(0), "{stderr}");
-        help
+    let help = |command: &str| {
+        run_to(0, &command.split_whitespace().chain(["--help"]).collect::<Vec<_>>()).0
     };
-    COMMANDS.iter().map(help).collect()
+    COMMANDS.split('|').map(help).collect()
 });
 
 /// Names such as `max-epochs` of what begins with two dashes in `text`.
@@ -352,7 +291,7 @@ fn flags_named_in_the_pages_exist() {
     let known: Vec<String> = HELPS.iter().flat_map(|help| flags(help)).collect();
     for page in pages().into_iter().chain([repository("README.zh.md")]) {
         for flag in flags(&fs::read_to_string(&page).unwrap()) {
-            let exists = known.contains(&flag) || OTHERS.contains(&&*flag);
+            let exists = known.contains(&flag) || OTHERS.split(' ').any(|it| it == flag);
             assert!(exists, "{}: there is no --{flag}", page.display());
         }
     }
@@ -428,8 +367,7 @@ fn options() -> String {
         win over the file. Every command takes `--quiet`, before or after its name.\n",
     );
     let mut training: Vec<Entry> = Vec::new();
-    for (command, help) in COMMANDS.iter().zip(&*HELPS) {
-        let name = command.join(" ");
+    for (name, help) in COMMANDS.split('|').zip(&*HELPS) {
         let about = help.lines().next().unwrap().trim_end_matches('.');
         let title =
             if name.is_empty() { "ddp-mp, ddp-mp train".into() } else { format!("ddp-mp {name}") };

@@ -6,14 +6,13 @@ use ddp_mp::DistributedSampler;
 use serde_json::Value;
 use textwrap::core::display_width;
 
-use crate::harness::{program, run, run_command, some_of};
+use crate::harness::{last_event, program, run, run_command_to, run_to, some_of, words};
 
 const TWO: [&str; 2] = ["--nproc-per-node=2", "--explain"];
 
 /// What it tells of a run that goes well.
 fn told_by(command: Command) -> String {
-    let (code, _, stderr) = run_command(command);
-    assert_eq!(code, Some(0), "{stderr}");
+    let (_, stderr) = run_command_to(0, command);
     let end = stderr.find("ddp-mp: loss ").expect("it ends with the loss");
     stderr[..end].to_string()
 }
@@ -184,8 +183,7 @@ fn accumulation_compression_and_clipping_are_explained() {
 #[test]
 fn step_loss_is_the_mean_over_unequal_batches() {
     let args = ["--num-samples=84", "--batch-size=32", "--grad-accum-steps=2", "--max-epochs=2"];
-    let (code, stdout, stderr) = run(&[&TWO[..], &args, &["--log-format=json"]].concat());
-    assert_eq!(code, Some(0), "{stderr}");
+    let (stdout, stderr) = run_to(0, &[&TWO[..], &args, &["--log-format=json"]].concat());
     assert!(stderr.contains("its 42 samples"), "batches of 32 and of 10: {stderr}");
     let events = stdout.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
     let epochs = events.filter(|it| it["event"] == "epoch").map(|it| it["loss"].as_f64().unwrap());
@@ -202,9 +200,8 @@ fn step_loss_is_the_mean_over_unequal_batches() {
 
 /// The fields of the last event.
 fn end(args: &[&str]) -> (Value, String) {
-    let (code, stdout, stderr) = run(args);
-    assert_eq!(code, Some(0), "{stderr}");
-    (serde_json::from_str(stdout.lines().last().unwrap()).unwrap(), stderr)
+    let (stdout, stderr) = run_to(0, args);
+    (last_event(&stdout), stderr)
 }
 
 #[test]
@@ -308,19 +305,16 @@ fn replicas_with_own_buffers_are_not_called_the_same() {
 
 #[test]
 fn incompatible_flags_are_refused() {
-    for (args, complaint) in [
-        (
-            &["--explain", "--strategy=dp"][..],
-            "--explain: needs --strategy ddp; remove it, or use that strategy\n",
-        ),
-        (&["--explain", "--amp=fp16"], "--explain: shows the first steps, and amp"),
-        (&["--explain", "--skip-nonfinite=1"], "--explain: shows the first steps, and amp"),
-        (&["--language=zh"], "--language: needs --explain"),
-        (&["--language=fr"], "error: invalid value 'fr' for '--language <NAME>'"),
-        (&["verify", "--explain"], "--explain: "),
+    let of_strategy = "--explain: needs --strategy ddp; remove it, or use that strategy\n";
+    for (line, complaint) in [
+        ("--explain --strategy=dp", of_strategy),
+        ("--explain --amp=fp16", "--explain: shows the first steps, and amp"),
+        ("--explain --skip-nonfinite=1", "--explain: shows the first steps, and amp"),
+        ("--language=zh", "--language: needs --explain"),
+        ("--language=fr", "error: invalid value 'fr' for '--language <NAME>'"),
+        ("verify --explain", "--explain: "),
     ] {
-        let (code, _, stderr) = run(args);
-        assert_eq!(code, Some(2), "{args:?}: {stderr}");
+        let (_, stderr) = run_to(2, &words(line));
         assert!(stderr.trim_start_matches("ddp-mp: ").starts_with(complaint), "{stderr}");
     }
 }

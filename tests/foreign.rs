@@ -10,35 +10,15 @@ use ddp_mp::CheckpointDir;
 use ddp_mp::checkpoint::{Checkpoint, Snapshot, TrainerState};
 use tempfile::TempDir;
 
-use crate::harness::{run, some_of};
+use crate::harness::{last_event, run_refused, run_to, some_of, words};
 
-/// Names that a run creates, replaces, renames or removes where it saves. The last step of [`ARGS`] is 4.
-const NAMES: [&str; 15] = [
-    ".lock",
-    "latest",
-    "best",
-    "latest.new",
-    "best.new",
-    "step-00000002",
-    "step-00000004",
-    "step-00000009",
-    "step-9",
-    ".unfinished-step-00000002",
-    ".unfinished-step-00000004",
-    ".unfinished-probe",
-    ".unfinished-",
-    ".unfinished-step-4",
-    "trainer.json",
-];
+/// Names that a run creates, replaces, renames or removes where it saves. A run of two epochs ends after step 4.
+const NAMES: &str = ".lock latest best latest.new best.new step-00000002 step-00000004 step-00000009 step-9 \
+                     .unfinished-step-00000002 .unfinished-step-00000004 .unfinished-probe .unfinished- \
+                     .unfinished-step-4 trainer.json";
 
-/// Two epochs of two steps.
-const ARGS: [&str; 5] = [
-    "--num-samples=128",
-    "--nproc-per-node=2",
-    "--val-fraction=0.02",
-    "--save-every=1",
-    "--max-epochs=2",
-];
+/// Each epoch has two steps.
+const ARGS: &str = "--num-samples=128 --nproc-per-node=2 --val-fraction=0.02 --save-every=1";
 
 /// Something that another program has left at the path, with `other` to link to.
 type Foreign = (&'static str, fn(&Path, &Path));
@@ -105,7 +85,7 @@ fn folder_with(name: &str, foreign: Foreign, has_run: bool) -> (TempDir, PathBuf
 
 #[test]
 fn checkpoint_dir_with_a_foreign_file_under_its_names_is_refused() {
-    for name in NAMES {
+    for name in words(NAMES) {
         for foreign in FOREIGN {
             for has_run in [false, true] {
                 let (folder, run) = folder_with(name, foreign, has_run);
@@ -126,30 +106,23 @@ fn checkpoint_dir_with_a_foreign_file_under_its_names_is_refused() {
 
 #[test]
 fn run_with_a_foreign_checkpoint_dir_changes_nothing() {
-    for (name, foreign) in some_of(NAMES.into_iter().zip(FOREIGN.into_iter().cycle()), 2) {
-        for resume in [None, Some("--resume=auto")] {
+    let cases = words(NAMES).into_iter().zip(FOREIGN.into_iter().cycle());
+    for (name, foreign) in some_of(cases, 2) {
+        for resume in ["", "--resume=auto"] {
             let (folder, dir) = folder_with(name, foreign, false);
-            if resume.is_some() {
+            let args = format!("{ARGS} --checkpoint-dir={}", dir.display());
+            if !resume.is_empty() {
                 fs::remove_dir_all(&dir).unwrap();
-                let flag = format!("--checkpoint-dir={}", dir.display());
-                let (code, _, stderr) = run(&[&ARGS[..], &[&flag]].concat());
-                assert_eq!(code, Some(0), "{stderr}");
+                run_to(0, &words(&format!("{args} --max-epochs=2")));
                 let path = dir.join(name);
                 let _ = fs::remove_dir_all(&path).or_else(|_| fs::remove_file(&path));
                 foreign.1(&path, &folder.path().join("other"));
             }
             let before = snapshot(folder.path());
-            let out = |name: &str| folder.path().join(name).display().to_string();
-            let flags = [
-                format!("--checkpoint-dir={}", dir.display()),
-                format!("--metrics={}", out("metrics")),
-                format!("--tensorboard={}", out("board")),
-                "--max-epochs=3".into(),
-            ];
-            let flags: Vec<&str> = flags.iter().map(String::as_str).chain(resume).collect();
-            let (code, stdout, stderr) = run(&[&ARGS[..4], &flags].concat());
+            let out = folder.path().display();
+            let files = format!("--metrics={out}/metrics --tensorboard={out}/board");
+            let stderr = run_refused(&words(&format!("{args} {files} --max-epochs=3 {resume}")));
             let case = format!("{} at {name}, {resume:?}: {stderr}", foreign.0);
-            assert_eq!((code, &stdout[..]), (Some(2), ""), "{case}");
             assert!(stderr.contains(name), "{case}");
             // It is not taken for a damaged checkpoint.
             assert!(!stderr.contains("start over") && stderr.contains("move it away"), "{case}");
@@ -161,31 +134,22 @@ fn run_with_a_foreign_checkpoint_dir_changes_nothing() {
 #[test]
 fn metrics_are_not_appended_to_foreign_files() {
     let folder = tempfile::tempdir().unwrap();
-    let at = |name: &str| folder.path().join(name);
-    let flags = ["metrics", "board", "run"].map(|name| at(name).display().to_string());
-    let [metrics, board, save] = &flags;
-    let flags = [
-        format!("--metrics={metrics}"),
-        format!("--tensorboard={board}"),
-        format!("--checkpoint-dir={save}"),
-    ];
-    let flags: Vec<&str> = flags.iter().map(String::as_str).collect();
+    let (out, metrics) = (folder.path().display(), folder.path().join("metrics"));
+    let files =
+        format!("--metrics={out}/metrics --tensorboard={out}/board --checkpoint-dir={out}/run");
+    let args = format!("{ARGS} {files}");
     for foreign in ["notes\n", "{\"event\":\"end\",\"step\":1,\"epoch\":0}\n", "\n", "{}"] {
-        fs::write(at("metrics"), foreign).unwrap();
+        fs::write(&metrics, foreign).unwrap();
         let before = snapshot(folder.path());
-        let (code, stdout, stderr) = run(&[&ARGS[..4], &flags].concat());
-        assert_eq!((code, &stdout[..]), (Some(2), ""), "{stderr}");
+        let stderr = run_refused(&words(&args));
         assert!(stderr.contains("metrics: this program did not write that file"), "{stderr}");
         assert_eq!(snapshot(folder.path()), before, "{stderr}");
     }
-    fs::write(at("metrics"), "").unwrap();
-    for run_number in [1, 2] {
-        let args = ["--resume=auto", "--max-epochs=9", &format!("--max-steps={}", 2 * run_number)];
-        let (code, _, stderr) = run(&[&ARGS[..4], &flags, &args].concat());
-        assert_eq!(code, Some(0), "{stderr}");
-        let rows = fs::read_to_string(at("metrics")).unwrap();
-        let last: serde_json::Value = serde_json::from_str(rows.lines().last().unwrap()).unwrap();
-        assert_eq!(last["run"], run_number);
+    fs::write(&metrics, "").unwrap();
+    for run in [1, 2] {
+        let steps = 2 * run;
+        run_to(0, &words(&format!("{args} --resume=auto --max-epochs=9 --max-steps={steps}")));
+        assert_eq!(last_event(&fs::read_to_string(&metrics).unwrap())["run"], run);
     }
 }
 
@@ -226,8 +190,7 @@ fn checkpoint_under_the_name_of_another_step_is_refused() {
     assert!(error.contains("holds step 3, so its name should be step-00000003"), "{error}");
     let flag = format!("--checkpoint-dir={}", dir.display());
     for resume in ["--resume=auto", "--resume=step-00000001"] {
-        let (code, _, stderr) = run(&[&flag, resume, "--nproc-per-node=2"]);
-        assert_eq!(code, Some(2), "{stderr}");
+        run_to(2, &[&flag, resume, "--nproc-per-node=2"]);
     }
     assert_eq!(snapshot(&dir), before);
 }

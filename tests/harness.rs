@@ -124,6 +124,13 @@ pub(crate) fn program(args: &[&str]) -> Command {
     command
 }
 
+/// As [`program`], in this folder.
+pub(crate) fn program_in(folder: impl AsRef<Path>, args: &[&str]) -> Command {
+    let mut command = program(args);
+    command.current_dir(folder);
+    command
+}
+
 /// Returns the path of the program. Panics if it is older than the library: cargo builds a program with the tests of its own
 /// package only, and these are a package of their own.
 pub(crate) fn program_path() -> PathBuf {
@@ -191,20 +198,6 @@ pub(crate) fn run(args: &[&str]) -> (Option<i32>, String, String) {
     run_command(program(args))
 }
 
-/// Returns the events of a run that must end well.
-#[track_caller]
-pub(crate) fn run_events(args: &[&str]) -> Vec<Value> {
-    let (code, stdout, stderr) = run(&[args, &["--log-format=json"]].concat());
-    assert_eq!(code, Some(0), "{args:?}: {stderr}");
-    stdout.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect()
-}
-
-/// Returns the last event of a run that must end well.
-#[track_caller]
-pub(crate) fn run_end(args: &[&str]) -> Value {
-    run_events(args).pop().expect("it has events")
-}
-
 /// As [`run`]; panics if it does not end by itself.
 pub(crate) fn run_command(mut command: Command) -> (Option<i32>, String, String) {
     command.stdout(Stdio::piped()).stderr(Stdio::piped());
@@ -212,6 +205,65 @@ pub(crate) fn run_command(mut command: Command) -> (Option<i32>, String, String)
     let output = join_named(vec![(format!("{command:?}"), child)]).remove(0);
     let text = |bytes: Vec<u8>| String::from_utf8(bytes).expect("UTF-8");
     (output.status.code(), text(output.stdout), without_progress(&text(output.stderr)))
+}
+
+/// The words of a command line without spaces in them.
+pub(crate) fn words(line: &str) -> Vec<&str> {
+    line.split_whitespace().collect()
+}
+
+/// As [`run`], for a run that must end with this exit code: returns its stdout and stderr.
+#[track_caller]
+pub(crate) fn run_to(code: i32, args: &[&str]) -> (String, String) {
+    run_command_to(code, program(args))
+}
+
+/// As [`run_command`], for a command that must end with this exit code: returns its stdout and stderr.
+#[track_caller]
+pub(crate) fn run_command_to(code: i32, command: Command) -> (String, String) {
+    let args: Vec<_> = command.get_args().map(ToOwned::to_owned).collect();
+    let (found, stdout, stderr) = run_command(command);
+    assert_eq!(found, Some(code), "{args:?}: {stdout}{stderr}");
+    (stdout, stderr)
+}
+
+/// Runs the program with wrong input, which it must refuse before it prints a result: returns its stderr.
+#[track_caller]
+pub(crate) fn run_refused(args: &[&str]) -> String {
+    let (stdout, stderr) = run_to(2, args);
+    assert_eq!(stdout, "", "{args:?}: {stderr}");
+    stderr
+}
+
+/// Runs the program with each of these command lines, which it must refuse with this text.
+#[track_caller]
+pub(crate) fn run_all_refused(cases: &[(&str, &str)]) {
+    for (line, reason) in cases {
+        let stderr = run_refused(&words(line));
+        assert!(stderr.contains(reason), "{line}: {stderr}");
+    }
+}
+
+/// The JSON objects of what a run has printed, one in each line.
+pub(crate) fn events(stdout: &str) -> Vec<Value> {
+    stdout.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+/// The last of the [`events`]: `end`, or the failure.
+pub(crate) fn last_event(stdout: &str) -> Value {
+    serde_json::from_str(stdout.lines().last().unwrap()).unwrap()
+}
+
+/// The [`events`] of a run that must end well.
+#[track_caller]
+pub(crate) fn run_events(args: &[&str]) -> Vec<Value> {
+    events(&run_to(0, &[args, &["--log-format=json"]].concat()).0)
+}
+
+/// The last of the [`events`] of a run that must end well.
+#[track_caller]
+pub(crate) fn run_end(args: &[&str]) -> Value {
+    run_events(args).pop().expect("it has events")
 }
 
 /// Returns what the program has printed, without the lines on the time that is left, which only a slow run has.
@@ -349,6 +401,20 @@ impl Reading {
     fn so_far(&self) -> String {
         String::from_utf8_lossy(&self.bytes.lock().unwrap()).into_owned()
     }
+}
+
+/// All files below `folder`, sorted.
+pub(crate) fn files_below(folder: &Path) -> Vec<PathBuf> {
+    let mut files = Vec::new();
+    let mut folders = vec![folder.to_owned()];
+    while let Some(next) = folders.pop() {
+        for entry in fs::read_dir(next).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() { folders.push(path) } else { files.push(path) }
+        }
+    }
+    files.sort();
+    files
 }
 
 /// A file of the repository.

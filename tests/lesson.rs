@@ -2,12 +2,11 @@
 
 use std::fs;
 
-use crate::harness::{in_parallel, repository, run, some_of};
+use crate::harness::{in_parallel, repository, run, run_refused, run_to, some_of};
 
 /// Returns what a user types for each lesson, in the order of the list.
 fn lessons() -> Vec<String> {
-    let (code, list, stderr) = run(&["lesson"]);
-    assert_eq!(code, Some(0), "{stderr}");
+    let (list, _) = run_to(0, &["lesson"]);
     let rows = list.lines().filter_map(|line| line.strip_prefix("  "));
     let ids: Vec<String> =
         rows.map(|row| row.split_whitespace().next().unwrap().to_owned()).collect();
@@ -15,17 +14,16 @@ fn lessons() -> Vec<String> {
     ids
 }
 
-/// Runs `ddp-mp lesson` and returns its exit code and stdout.
-fn lesson(args: &[&str]) -> (Option<i32>, String) {
-    let (code, stdout, stderr) = run(&[&["lesson"], args].concat());
+/// Runs `ddp-mp lesson`, which must end with this exit code, and returns its stdout.
+fn lesson(code: i32, args: &[&str]) -> String {
+    let (stdout, stderr) = run_to(code, &[&["lesson"], args].concat());
     assert_eq!(stderr, "", "{args:?}");
-    (code, stdout)
+    stdout
 }
 
 /// Returns the answer that a run gives; `None` if no run can check this lesson.
 fn solution(id: &str) -> Option<String> {
-    let (code, stdout) = lesson(&[id, "--solution"]);
-    assert_eq!(code, Some(0), "{id}: {stdout}");
+    let stdout = lesson(0, &[id, "--solution"]);
     let answer = stdout.lines().next().unwrap().strip_prefix("Answer: ")?.to_owned();
     for part in ["\n  Measured: ", "\n  Why: "] {
         assert!(stdout.contains(part), "{id}: {stdout}");
@@ -58,14 +56,13 @@ fn checks_accept_the_answer_of_a_run_and_refuse_another() {
             return;
         };
         // Lesson 6 measures times, which other processes may change: each of its runs has several tries.
-        let (right, tries) = if id == "6" { ("1 100".to_owned(), 4) } else { (solution, 1) };
-        let answer = || lesson(&[id, &format!("--answer={right}")]);
-        let (code, stdout) =
-            (0..tries).map(|_| answer()).find(|(code, _)| *code == Some(0)).unwrap_or_else(answer);
-        assert_eq!(code, Some(0), "{id}: {stdout}");
+        let (right, tries) = if id == "6" { ("1 100".to_owned(), 5) } else { (solution, 1) };
+        let answer = ["lesson", id, &format!("--answer={right}")];
+        let mut answers = (0..tries).map(|_| run(&answer));
+        let (_, stdout, stderr) = answers.find(|(code, ..)| *code == Some(0)).expect(id);
+        assert_eq!(stderr, "", "{id}");
         assert!(stdout.starts_with(&format!("Right: {right}\n")), "{id}: {stdout}");
-        let (code, stdout) = lesson(&[id, &format!("--answer={}", wrong(&right))]);
-        assert_eq!(code, Some(1), "{id}: {stdout}");
+        let stdout = lesson(1, &[id, &format!("--answer={}", wrong(&right))]);
         assert!(stdout.starts_with("Not right: "), "{id}: {stdout}");
         assert!(stdout.contains("\n  Hint: ") && !stdout.contains("Measured"), "{id}: {stdout}");
     });
@@ -102,19 +99,16 @@ fn wrong_input_is_told_with_the_form_of_an_answer() {
         ],
         5,
     ) {
-        let (code, stdout, stderr) = run(&[&["lesson"], args].concat());
-        assert_eq!((code, &*stdout), (Some(2), ""), "{args:?}: {stderr}");
+        let stderr = run_refused(&[&["lesson"], args].concat());
         assert!(stderr.contains(expected), "{args:?}: {stderr}");
     }
 }
 
 #[test]
 fn answers_in_chinese_are_those_in_english() {
-    let (code, stdout) = lesson(&["batch", "--language=zh", "--answer=否"]);
-    assert_eq!(code, Some(0), "{stdout}");
+    let stdout = lesson(0, &["batch", "--language=zh", "--answer=否"]);
     assert!(stdout.starts_with("正确：否\n"), "{stdout}");
-    let (code, stdout) = lesson(&["batch", "--language=zh", "--answer=yes"]);
-    assert_eq!(code, Some(1), "{stdout}");
+    let stdout = lesson(1, &["batch", "--language=zh", "--answer=yes"]);
     assert!(stdout.starts_with("不对：是\n  提示："), "{stdout}");
 }
 
@@ -125,8 +119,7 @@ fn squeezed(text: &str) -> String {
 
 /// Returns the exercise of a lesson, without its heading, its program and its last line.
 fn exercise(id: &str, language: &str) -> String {
-    let (code, stdout) = lesson(&[id, "--language", language]);
-    assert_eq!(code, Some(0), "{stdout}");
+    let stdout = lesson(0, &[id, "--language", language]);
     let lines: Vec<&str> = stdout.lines().collect();
     let (last, others) = lines.split_last().unwrap();
     assert!(last.ends_with(&format!("ddp-mp lesson {id} --solution")), "{last}");
@@ -176,9 +169,9 @@ fn lines_to_change_are_marked_in_the_examples() {
     for program in some_of(programs, 2) {
         let (number, name) = program.trim_end_matches(".rs").split_once('-').unwrap();
         let id = number.trim_start_matches('0');
-        let question = lesson(&[id]);
-        assert_eq!(question, lesson(&[name]), "{program}");
-        assert!(question.1.contains(&format!("  Program: examples/{program}\n")), "{question:?}");
+        let question = lesson(0, &[id]);
+        assert_eq!(question, lesson(0, &[name]), "{program}");
+        assert!(question.contains(&format!("  Program: examples/{program}\n")), "{question:?}");
         let text = fs::read_to_string(repository(&format!("examples/{program}"))).unwrap();
         let marked: Vec<&str> = text.lines().filter(|line| line.contains("// exercise")).collect();
         let exercise = exercise(id, "en").split_whitespace().collect::<Vec<_>>().join(" ");

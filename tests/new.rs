@@ -8,7 +8,7 @@ use std::process::Command;
 
 use toml::Table;
 
-use crate::harness::{repository, run, some_of};
+use crate::harness::{files_below, repository, run, run_refused, run_to, some_of};
 
 fn table(file: &Path) -> Table {
     fs::read_to_string(file).unwrap().parse().unwrap()
@@ -27,8 +27,7 @@ fn project_has_the_versions_and_the_profile_of_the_clone() {
         let project = folder.path().join(if path.is_some() { "with-path" } else { "without" });
         let mut args = vec!["new", project.to_str().unwrap()];
         args.extend(path.iter().flat_map(|path| ["--path", path]));
-        let (code, stdout, stderr) = run(&args);
-        assert_eq!(code, Some(0), "{stderr}");
+        let (stdout, stderr) = run_to(0, &args);
         assert_eq!(stderr.contains("where this program was built"), path.is_none(), "{stderr}");
         assert!(stdout.ends_with("    cargo run --release\n"), "{stdout}");
 
@@ -54,20 +53,9 @@ fn project_has_the_versions_and_the_profile_of_the_clone() {
 }
 
 /// Returns the paths of all files below `folder`, from there.
-fn files_below(folder: &Path) -> BTreeSet<PathBuf> {
-    let mut found = BTreeSet::new();
-    let mut folders = vec![folder.to_path_buf()];
-    while let Some(next) = folders.pop() {
-        for entry in fs::read_dir(next).unwrap() {
-            let path = entry.unwrap().path();
-            if path.is_dir() {
-                folders.push(path);
-            } else {
-                found.insert(path.strip_prefix(folder).unwrap().to_path_buf());
-            }
-        }
-    }
-    found
+fn files_of(folder: &Path) -> BTreeSet<PathBuf> {
+    let files = files_below(folder).into_iter();
+    files.map(|file| file.strip_prefix(folder).unwrap().to_path_buf()).collect()
 }
 
 #[test]
@@ -75,27 +63,24 @@ fn each_template_writes_its_files_and_the_shared_ones() {
     let folder = tempfile::tempdir().unwrap();
     for template in ["spirals", "digits-cnn", "gpt"] {
         let project = folder.path().join(template);
-        let (code, stdout, stderr) =
-            run(&["new", project.to_str().unwrap(), "--template", template]);
-        assert_eq!(code, Some(0), "{stderr}");
+        let (stdout, _) = run_to(0, &["new", project.to_str().unwrap(), "--template", template]);
         assert!(stdout.contains(" tests and run.toml.\n"), "{stdout}");
         let source = repository("assets/project").join(template);
-        let mut expected = files_below(&source);
+        let mut expected = files_of(&source);
         for file in &expected {
             let text = |folder: &Path| fs::read_to_string(folder.join(file)).unwrap();
             assert_eq!(text(&project), text(&source), "{template}: {}", file.display());
         }
         expected
             .extend(["Cargo.toml", ".cargo/config.toml", ".gitignore", "build.rs"].map(Into::into));
-        assert_eq!(files_below(&project), expected, "{template}");
+        assert_eq!(files_of(&project), expected, "{template}");
     }
     let without = folder.path().join("without");
     assert_eq!(run(&["new", without.to_str().unwrap()]).0, Some(0));
-    assert_eq!(files_below(&without), files_below(&folder.path().join("spirals")));
+    assert_eq!(files_of(&without), files_of(&folder.path().join("spirals")));
 
     let unknown = folder.path().join("unknown");
-    let (code, _, stderr) = run(&["new", unknown.to_str().unwrap(), "--template=cats"]);
-    assert_eq!(code, Some(2), "{stderr}");
+    let (_, stderr) = run_to(2, &["new", unknown.to_str().unwrap(), "--template=cats"]);
     assert!(stderr.contains("[possible values: spirals, digits-cnn, gpt]"), "{stderr}");
     assert!(!unknown.exists());
 }
@@ -105,8 +90,7 @@ fn next_step_can_be_pasted_into_a_shell() {
     let folder = tempfile::tempdir().unwrap();
     let project = folder.path().join("it's $HOME/run");
     fs::create_dir(project.parent().unwrap()).unwrap();
-    let (code, stdout, stderr) = run(&["new", project.to_str().unwrap()]);
-    assert_eq!(code, Some(0), "{stderr}");
+    let (stdout, _) = run_to(0, &["new", project.to_str().unwrap()]);
     let step = stdout.lines().find(|line| line.trim().starts_with("cd ")).unwrap();
     let output = Command::new("sh").args(["-c", &format!("{step} && pwd")]).output().unwrap();
     assert_eq!(String::from_utf8_lossy(&output.stdout).trim_end(), project.to_str().unwrap());
@@ -120,8 +104,7 @@ fn what_is_there_is_kept() {
     fs::create_dir(at("empty")).unwrap();
     symlink("nowhere", at("link")).unwrap();
     for name in ["file", "empty", "link", "no-folder/project"] {
-        let (code, stdout, stderr) = run(&["new", at(name).to_str().unwrap()]);
-        assert_eq!((code, &*stdout), (Some(2), ""), "{name}: {stderr}");
+        let stderr = run_refused(&["new", at(name).to_str().unwrap()]);
         assert!(stderr.contains(name), "{name}: {stderr}");
     }
     assert_eq!(fs::read_to_string(at("file")).unwrap(), "mine");
@@ -136,14 +119,12 @@ fn names_that_cargo_refuses_are_wrong_input() {
         ["", ".", "..", "7up", "a b", "Big", "tch", "ddp-mp", "test", "é", "a\"b", "-x", "a.b"];
     for name in some_of(names, 5) {
         let path = folder.path().join(name);
-        let (code, _, stderr) = run(&["new", path.to_str().unwrap()]);
-        assert_eq!(code, Some(2), "{name:?}: {stderr}");
+        run_to(2, &["new", path.to_str().unwrap()]);
     }
     for clone in some_of(["nowhere", "docs", "tests/loom", "Cargo.toml"], 2) {
         let (path, clone) = (folder.path().join("project"), repository(clone));
         let clone = clone.to_str().unwrap();
-        let (code, _, stderr) = run(&["new", path.to_str().unwrap(), "--path", clone]);
-        assert_eq!(code, Some(2), "{clone}: {stderr}");
+        let (_, stderr) = run_to(2, &["new", path.to_str().unwrap(), "--path", clone]);
         assert!(stderr.contains("--path: ") && stderr.contains(clone), "{stderr}");
     }
     assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);

@@ -7,7 +7,7 @@ use std::path::Path;
 use std::thread;
 use std::time::Duration;
 
-use crate::harness::{program, run};
+use crate::harness::{events, program, run, run_to, words};
 
 /// The samples of a file, by metric and labels.
 fn samples(file: &Path) -> BTreeMap<String, f64> {
@@ -36,22 +36,15 @@ fn file_has_the_last_metrics_and_the_end_of_the_run() {
     let folder = tempfile::tempdir().unwrap();
     let [file, metrics] = ["run.prom", "metrics"].map(|name| folder.path().join(name));
     let flag = format!("--prometheus={}", file.display());
-    let args = [
-        &flag,
-        &format!("--metrics={}", metrics.display()),
-        "--nproc-per-node=2",
-        "--dataset=digits",
-        "--loss=cross-entropy",
-        "--val-fraction=0.2",
-        "--max-grad-norm=1",
-        "--max-epochs=2",
-    ];
-    let (code, stdout, stderr) = run(&args);
-    assert_eq!(code, Some(0), "{stderr}");
+    let flags = words(
+        "--nproc-per-node=2 --dataset=digits --loss=cross-entropy --val-fraction=0.2 \
+         --max-grad-norm=1 --max-epochs=2",
+    );
+    let files = [&*flag, &format!("--metrics={}", metrics.display())];
+    let (stdout, _) = run_to(0, &[&files[..], &flags].concat());
     let found = samples(&file);
     let rows = fs::read_to_string(&metrics).unwrap();
-    let rows: Vec<serde_json::Value> =
-        rows.lines().map(|row| serde_json::from_str(row).unwrap()).collect();
+    let rows = events(&rows);
     let last = |event: &str| rows.iter().rfind(|row| row["event"] == event).unwrap();
     for (name, event, key) in [
         ("steps_total", "train", "step"),
@@ -72,7 +65,7 @@ fn file_has_the_last_metrics_and_the_end_of_the_run() {
     assert!(found["ddpmp_rank_collective_seconds{rank=\"1\"}"] > 0.0, "{found:?}");
     assert!(found["ddpmp_last_update_time_seconds"] >= found["ddpmp_start_time_seconds"]);
     // The file changes nothing, and a later run replaces it.
-    assert_eq!(run(&args[2..]).1, stdout);
+    assert_eq!(run(&flags).1, stdout);
     let fault = "--inject-fault=error:rank=1,at=step,step=4";
     let (code, ..) = run(&[&flag, "--nproc-per-node=2", "--log-every=1", fault]);
     let found = samples(&file);

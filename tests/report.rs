@@ -5,7 +5,7 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use crate::harness::{repository, run};
+use crate::harness::{last_event, repository, run, run_refused, run_to, words};
 
 /// What a page shows.
 fn data(path: &Path) -> Value {
@@ -24,25 +24,13 @@ fn list(value: &Value) -> &Vec<Value> {
 fn report_has_the_numbers_of_the_run() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("pages/run.html");
-    let args = [
-        "--nproc-per-node=3",
-        "--max-epochs=2",
-        "--num-samples=100",
-        "--batch-size=4",
-        "--grad-accum-steps=2",
-        "--model=mlp",
-        "--hidden=64,64",
-        "--bucket-cap-mb=0.01",
-        "--val-fraction=0.25",
-        "--log-every=2",
-        "--seed=7",
-        "--log-format=json",
-        "--report",
-        path.to_str().unwrap(),
-    ];
-    let (code, stdout, stderr) = run(&args);
-    assert_eq!(code, Some(0), "{stderr}");
-    let end: Value = serde_json::from_str(stdout.lines().last().unwrap()).unwrap();
+    let args = words(
+        "--nproc-per-node=3 --max-epochs=2 --num-samples=100 --batch-size=4 \
+        --grad-accum-steps=2 --model=mlp --hidden=64,64 --bucket-cap-mb=0.01 \
+        --val-fraction=0.25 --log-every=2 --seed=7 --log-format=json",
+    );
+    let report = ["--report", path.to_str().unwrap()];
+    let end = last_event(&run_to(0, &[&args[..], &report].concat()).0);
     let page = data(&path);
     assert_eq!(page["outcome"]["kind"], "done");
     for key in ["loss", "parameters_hash", "us_per_step", "seconds", "steps"] {
@@ -116,8 +104,7 @@ fn failed_stopped_and_resumed_runs_leave_a_report() {
     let path = folder.path().join("failed.html");
     let report = ["--nproc-per-node=2", "--report", path.to_str().unwrap()];
     let fault = ["--inject-fault=error:rank=1,at=step,step=5", "--init-from=</script>"];
-    let (code, ..) = run(&[&report[..], &fault[..1]].concat());
-    assert_eq!(code, Some(1));
+    run_to(1, &[&report[..], &fault[..1]].concat());
     let page = data(&path);
     assert_eq!(page["outcome"]["kind"], "failed");
     let text = page["outcome"]["text"].as_str().unwrap();
@@ -127,8 +114,7 @@ fn failed_stopped_and_resumed_runs_leave_a_report() {
     let had = |page: &Value| list(&page["samples"]["epochs"][0]["ranks"][0]).len();
     assert_eq!(had(&page), 5 * 32);
 
-    let (code, _, stderr) = run(&[&report[..], &["--max-steps=3"]].concat());
-    assert_eq!(code, Some(0), "{stderr}");
+    run_to(0, &[&report[..], &["--max-steps=3"]].concat());
     let page = data(&path);
     let outcome = &page["outcome"];
     assert_eq!(
@@ -140,13 +126,10 @@ fn failed_stopped_and_resumed_runs_leave_a_report() {
     // It goes on, with one rank more: what is left of the epoch, and then the next.
     let saved = folder.path().join("saved");
     let save = ["--checkpoint-dir", saved.to_str().unwrap(), "--resume=auto", "--num-samples=100"];
-    let (code, _, stderr) =
-        run(&[&report[..], &save[..], &["--batch-size=10", "--max-steps=2"][..]].concat());
-    assert_eq!(code, Some(0), "{stderr}");
+    run_to(0, &[&report[..], &save[..], &["--batch-size=10", "--max-steps=2"][..]].concat());
     let of_first = data(&path)["train"].clone();
     let three = ["--nproc-per-node=3", "--batch-size=10", "--max-epochs=2", report[1], report[2]];
-    let (code, _, stderr) = run(&[&three[..], &save[..]].concat());
-    assert_eq!(code, Some(0), "{stderr}");
+    run_to(0, &[&three[..], &save[..]].concat());
     let page = data(&path);
     // The curves are those of the whole run.
     assert_eq!(list(&page["train"])[..1], *list(&of_first), "{of_first}");
@@ -170,28 +153,27 @@ fn failed_stopped_and_resumed_runs_leave_a_report() {
     assert_eq!((code, fs::read(&path).unwrap() == before), (Some(2), true));
 }
 
-#[test]
-fn report_of_processes_is_written_once_by_rank_0() {
+/// What the page shows of a run that ends with this exit code, and what the run has told.
+fn reported(code: i32, line: &str) -> (Value, String) {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("run.html");
-    let args = ["--nproc-per-node=2", "--spawn=processes", "--num-samples=64", "--report"];
-    let (code, _, stderr) = run(&[&args[..], &[path.to_str().unwrap()]].concat());
-    assert_eq!(code, Some(0), "{stderr}");
-    let page = data(&path);
+    let (_, stderr) =
+        run_to(code, &[&words(line)[..], &["--report", path.to_str().unwrap()]].concat());
+    assert_eq!(fs::read_dir(&folder).unwrap().count(), 1, "{line}");
+    (data(&path), stderr)
+}
+
+#[test]
+fn report_of_processes_is_written_once_by_rank_0() {
+    let (page, _) = reported(0, "--nproc-per-node=2 --spawn=processes --num-samples=64");
     assert_eq!(list(&page["replicas"]["hashes"]).len(), 2);
     assert_eq!(list(&page["verdict"]["phases"]).len(), 2);
     assert_eq!(list(&page["traffic"]["sent"]).len(), 2);
-    assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
 }
 
 #[test]
 fn report_lists_at_most_100000_samples_per_rank() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("run.html");
-    let args = ["--nproc-per-node=2", "--num-samples=260000", "--batch-size=65000", "--report"];
-    let (code, _, stderr) = run(&[&args[..], &[path.to_str().unwrap()]].concat());
-    assert_eq!(code, Some(0), "{stderr}");
-    let page = data(&path);
+    let (page, _) = reported(0, "--nproc-per-node=2 --num-samples=260000 --batch-size=65000");
     assert_eq!(page["samples"]["complete"], false);
     assert_eq!(list(&page["samples"]["epochs"][0]["ranks"][1]).len(), 100_000);
 }
@@ -211,8 +193,7 @@ fn report_overwrites_no_foreign_file() {
         (vec!["--report=.."], "that is not a file name"),
         (vec!["--trace=..", "--nproc-per-node=2", "--spawn=processes"], "that is not a file name"),
     ] {
-        let (code, stdout, stderr) = run(&flags);
-        assert_eq!((code, &stdout[..]), (Some(2), ""), "{flags:?}: {stderr}");
+        let stderr = run_refused(&flags);
         assert!(stderr.contains(complaint), "{flags:?}: {stderr}");
     }
     assert_eq!(fs::read_to_string(other).unwrap(), "1,2\n");
@@ -222,27 +203,19 @@ fn report_overwrites_no_foreign_file() {
 #[test]
 fn report_has_the_save_time_of_rank_0() {
     let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("run.html");
-    let save = format!("--checkpoint-dir={}", folder.path().join("run").display());
-    let report = format!("--report={}", path.display());
-    for (more, saves) in [(&[][..], false), (&["--save-every=5", &save], true)] {
-        let (code, _, stderr) = run(&[&["--nproc-per-node=2", &report], more].concat());
-        assert_eq!(code, Some(0), "{stderr}");
-        let page = data(&path);
-        let phases = page["verdict"]["phases"].as_array().unwrap();
+    let save = format!("--save-every=5 --checkpoint-dir={}", folder.path().join("run").display());
+    for (more, saves) in [("", false), (&save, true)] {
+        let (page, _) = reported(0, &format!("--nproc-per-node=2 {more}"));
+        let phases = list(&page["verdict"]["phases"]);
         assert_eq!(phases[0]["save"].as_f64().unwrap() > 0.0, saves, "{phases:?}");
     }
 }
 
 #[test]
 fn report_shows_diverged_replicas() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("run.html");
-    let fault = "--inject-fault=desync:rank=1,at=step,step=5";
-    let (code, _, stderr) = run(&["--nproc-per-node=2", fault, "--report", path.to_str().unwrap()]);
-    assert_eq!(code, Some(1), "{stderr}");
+    let fault = "--nproc-per-node=2 --inject-fault=desync:rank=1,at=step,step=5";
+    let (page, stderr) = reported(1, fault);
     assert!(stderr.contains("the ranks do not hold the same parameters; --check-replicas-every 1"));
-    let page = data(&path);
     assert_eq!(page["replicas"]["equal"], false);
     assert!(page["verdict"]["advice"][0].as_str().unwrap().contains("--check-replicas-every 1"));
 }
@@ -266,6 +239,5 @@ fn report_in_assets_is_current() {
     let copy = folder.path().join("report.html");
     fs::write(&copy, &page).unwrap();
     let report = format!("--report={}", copy.display());
-    let (code, _, stderr) = run(&["--nproc-per-node=2", &report]);
-    assert_eq!(code, Some(0), "{stderr}");
+    run_to(0, &["--nproc-per-node=2", &report]);
 }

@@ -1,7 +1,6 @@
 //! Text from a gpt: the same tokens as nanoGPT's `generate` draws, and `ddp-mp sample`.
 
 use std::io::Read;
-use std::path::Path;
 use std::process::Stdio;
 
 use ddp_mp::checkpoint::{CheckpointDir, Snapshot, TrainerState};
@@ -10,8 +9,9 @@ use ddp_mp::models::{Generate, GenerateOptions, Model, ModelConfig, ModelKind};
 use serde_json::Value;
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
+use tempfile::TempDir;
 
-use crate::harness::{TIMEOUT, program, run};
+use crate::harness::{TIMEOUT, program, run, run_refused, run_to};
 use wait_timeout::ChildExt;
 
 const CONTEXT: i64 = 8;
@@ -102,8 +102,10 @@ fn wrong_options_are_refused() {
     assert!(error.contains("index out of range"), "{error}");
 }
 
-/// Trains a small gpt for a few steps, and returns what `sample` takes to read it.
-fn trained(folder: &Path) -> String {
+/// Trains a small gpt for a few steps, and returns its folder and what `sample` takes to read it.
+fn trained() -> (TempDir, String) {
+    let temporary = tempfile::tempdir().unwrap();
+    let folder = temporary.path();
     let text = folder.join("text.txt");
     std::fs::write(&text, "To be, or not to be: that is the question. ".repeat(20)).unwrap();
     let run_folder = folder.join("run");
@@ -111,9 +113,9 @@ fn trained(folder: &Path) -> String {
     let (dataset, dir) = (format!("--dataset=text:{text}"), format!("--checkpoint-dir={saved}"));
     let model = ["--model=gpt", "--n-layer=1", "--n-head=2", "--n-embd=16", "--block-size=8"];
     let more = [&dataset, &dir, "--nproc-per-node=2", "--batch-size=4", "--lr=0.1"];
-    let (code, _, stderr) = run(&[&model[..], &more].concat());
-    assert_eq!(code, Some(0), "{stderr}");
-    format!("--checkpoint={saved}")
+    run_to(0, &[&model[..], &more].concat());
+    let checkpoint = format!("--checkpoint={saved}");
+    (temporary, checkpoint)
 }
 
 #[test]
@@ -131,9 +133,8 @@ fn model_without_finite_logits_is_an_error() {
 }
 
 #[test]
-fn sample_continues_the_prompt_and_follows_its_seed() {
-    let folder = tempfile::tempdir().unwrap();
-    let checkpoint = &trained(folder.path());
+fn sample_continues_the_prompt_without_control_characters_and_follows_its_seed() {
+    let (_folder, checkpoint) = &trained();
     let text = |flags: &[&str]| {
         let (code, stdout, stderr) = run(&[&["sample", checkpoint], flags].concat());
         assert_eq!((code, &stderr[..]), (Some(0), ""), "{stdout}");
@@ -145,14 +146,15 @@ fn sample_continues_the_prompt_and_follows_its_seed() {
     assert_ne!(text(&["--prompt=To be", "--num-tokens=50", "--seed=1"]), one);
     assert_eq!(text(&["--prompt=To be", "--num-tokens=0"]), "To be\n");
     assert_eq!(text(&["--num-tokens=0"]), "\n");
+    // It would change the terminal.
+    assert_eq!(text(&["--prompt=a\u{1b}[2Jé", "--num-tokens=0"]), "a\\u001b[2Jé\n");
     let same = ["--temperature=0", "--num-tokens=20"];
     assert_eq!(text(&same), text(&[&same[..], &["--seed=7"]].concat()));
 }
 
 #[test]
 fn sample_ends_when_nobody_reads() {
-    let folder = tempfile::tempdir().unwrap();
-    let checkpoint = &trained(folder.path());
+    let (_folder, checkpoint) = &trained();
     let mut command = program(&["sample", checkpoint, "--num-tokens=1000000000"]);
     let mut child = command.stdout(Stdio::piped()).spawn().unwrap();
     let mut first = [0; 4];
@@ -166,12 +168,10 @@ fn sample_ends_when_nobody_reads() {
 
 #[test]
 fn sample_refuses_wrong_input() {
-    let folder = tempfile::tempdir().unwrap();
-    let checkpoint = &trained(folder.path());
+    let (folder, checkpoint) = &trained();
     let linear = folder.path().join("linear");
     let linear = linear.to_str().unwrap();
-    let (code, _, stderr) = run(&[&format!("--checkpoint-dir={linear}"), "--nproc-per-node=1"]);
-    assert_eq!(code, Some(0), "{stderr}");
+    run_to(0, &[&format!("--checkpoint-dir={linear}"), "--nproc-per-node=1"]);
     let newest = std::fs::read_to_string(folder.path().join("run/latest")).unwrap();
     let in_checkpoint = &format!("{checkpoint}/{}/model.safetensors", newest.trim());
     let (of_linear, nowhere) = (&format!("--checkpoint={linear}"), "--checkpoint=/nowhere");
@@ -186,19 +186,9 @@ fn sample_refuses_wrong_input() {
         (&[checkpoint, "--top-k=0"], "--top-k"),
         (&[checkpoint, "--num-tokens=-1"], "--num-tokens"),
     ] {
-        let (code, stdout, stderr) = run(&[&["sample"], flags].concat());
-        assert_eq!((code, &stdout[..]), (Some(2), ""), "{flags:?}");
+        let stderr = run_refused(&[&["sample"], flags].concat());
         assert!(stderr.contains(problem) && stderr.lines().count() < 12, "{stderr}");
     }
-}
-
-#[test]
-fn sample_escapes_what_could_change_the_terminal() {
-    let folder = tempfile::tempdir().unwrap();
-    let checkpoint = &trained(folder.path());
-    let flags = ["sample", checkpoint, "--prompt=a\u{1b}[2Jé", "--num-tokens=0"];
-    let (code, stdout, _) = run(&flags);
-    assert_eq!((code, &stdout[..]), (Some(0), "a\\u001b[2Jé\n"));
 }
 
 /// Whoever can write a checkpoint can give its `trainer.json` a right hash.
@@ -208,27 +198,29 @@ fn a_checkpoint_sets_no_option_that_a_run_does_not_save() {
     let path = |name: &str| Value::from(folder.path().join("made").join(name).to_str().unwrap());
     let of_gpt = [("model", "gpt".into()), ("dataset", "text:x".into()), ("in_features", 8.into())];
     let forged = [
-        ("trace", path("t.json"), "--trace, which no run saves"),
-        ("report", path("r.html"), "--report, which no run saves"),
-        ("record", path("r"), "--record, which no run saves"),
-        ("checkpoint_dir", path("c"), "--checkpoint-dir, which no run saves"),
-        ("init_from", path("i"), "--init-from, which no run saves"),
-        ("inject_fault", "kill:rank=0,at=step,step=1".into(), "--inject-fault, which no run saves"),
-        ("max_restarts", 3.into(), "--max-restarts, which no run saves"),
-        ("spawn", "processes".into(), "--spawn, which no run saves"),
-        ("max_epochs", 3.into(), "--max-epochs, which no run saves"), // saved with a cosine schedule only
-        ("nesterov", true.into(), "--nesterov: "),
+        ("trace", path("t.json")),
+        ("report", path("r.html")),
+        ("record", path("r")),
+        ("checkpoint_dir", path("c")),
+        ("init_from", path("i")),
+        ("inject_fault", "kill:rank=0,at=step,step=1".into()),
+        ("max_restarts", 3.into()),
+        ("spawn", "processes".into()),
+        ("max_epochs", 3.into()), // saved with a cosine schedule only
+        ("nesterov", true.into()),
     ];
-    for (key, value, expected) in forged {
+    for (key, value) in forged {
         let options = of_gpt.iter().cloned().chain([(key, value)]);
         let options = options.map(|(key, value)| (key.to_owned(), value)).collect();
         let state = TrainerState { world_size: 1, options, ..TrainerState::default() };
         let dir = folder.path().join(key);
         let snapshot = Snapshot::take(state, &[], Vec::new()).unwrap();
         CheckpointDir::create(&dir, 1).unwrap().write(&snapshot).unwrap();
-        let (code, _, stderr) = run(&["sample", &format!("--checkpoint={}", dir.display())]);
-        assert_eq!(code, Some(2), "{key}: {stderr}");
-        assert!(stderr.contains(&format!("its trainer.json sets {expected}")), "{key}: {stderr}");
+        let (_, stderr) = run_to(2, &["sample", &format!("--checkpoint={}", dir.display())]);
+        let flag = key.replace('_', "-");
+        let why = if key == "nesterov" { ": " } else { ", which no run saves" };
+        let told = format!("its trainer.json sets --{flag}{why}");
+        assert!(stderr.contains(&told), "{stderr}");
     }
     assert!(!folder.path().join("made").exists());
 }

@@ -13,8 +13,15 @@ use ddp_mp::{Backend, Error, ProcessGroup, ReduceOp, Spawn};
 use serde_json::Value;
 use tch::Tensor;
 
-use crate::harness::{TIMEOUT, in_parallel, output, program, run, send};
+use crate::harness::{
+    TIMEOUT, events, in_parallel, last_event, output, program, run, run_all_refused, run_to, send,
+    words,
+};
 use crate::processes::failures;
+
+/// Three ranks, as threads and as processes.
+const LAYOUTS: [&[&str]; 2] =
+    [&["--nproc-per-node=3"], &["--nproc-per-node=3", "--spawn=processes"]];
 
 const SHORT: Duration = Duration::from_millis(40);
 
@@ -191,37 +198,11 @@ fn sigusr2_prints_the_status_of_every_rank() {
 }
 
 #[test]
-fn stall_warning_of_the_program_names_rank_and_line() {
-    let stall =
-        ["--nproc-per-node=3", "--inject-fault=stall:rank=1,at=step,step=3", "--stall-warning=2s"];
-    watch(&stall, |_, lines| {
-        let mut lines = lines.skip_while(|line| !line.contains(" has not ended for "));
-        let first = lines.next().unwrap();
-        assert!(first.starts_with("ddp-mp: all_reduce #"), "{first}");
-        assert!(first.contains(" (bucket 0) at src/trainer/mod.rs:"), "{first}");
-        let arrived = lines.next().unwrap();
-        assert!(
-            arrived.starts_with("  arrived: rank 0 ") && arrived.contains(", rank 2 "),
-            "{arrived}"
-        );
-        let missing = lines.next().unwrap();
-        assert!(missing.starts_with("  rank 1 has not entered all_reduce #"), "{missing}");
-        assert!(missing.contains("; last seen in step #3 at src/trainer/mod.rs:"), "{missing}");
-    });
-}
-
-#[test]
 fn straggler_is_named_with_its_slow_phase() {
-    let slow = [
-        "--inject-fault=slow=60ms:rank=1,at=step,step=2",
-        "--num-samples=3072",
-        "--log-format=json",
-    ];
-    let layouts = [&["--nproc-per-node=3"][..], &["--nproc-per-node=3", "--spawn=processes"]];
-    for args in layouts {
-        let (code, stdout, stderr) = run(&[&slow[..], args].concat());
-        assert_eq!(code, Some(0), "{stderr}");
-        let end: Value = serde_json::from_str(stdout.lines().last().unwrap()).unwrap();
+    let slow = "--inject-fault=slow=60ms:rank=1,at=step,step=2 --num-samples=3072";
+    for layout in LAYOUTS {
+        let json = [&words(slow)[..], &["--log-format=json"], layout].concat();
+        let end = last_event(&run_to(0, &json).0);
         let straggler = &end["straggler"];
         assert_eq!((straggler["rank"].as_u64(), &straggler["phase"]), (Some(1), &"step".into()));
         // Thirty steps, 60 ms each; less what the others were late themselves.
@@ -230,8 +211,7 @@ fn straggler_is_named_with_its_slow_phase() {
         let waited = end["collective_seconds_by_rank"].as_array().unwrap();
         assert_eq!(waited.len(), 3);
     }
-    let text: Vec<&str> = slow[..2].iter().copied().chain(["--nproc-per-node=2"]).collect();
-    let (_, _, stderr) = run(&text);
+    let (_, stderr) = run_to(0, &words(&format!("{slow} --nproc-per-node=2")));
     let told = "ddp-mp: rank 1 was the straggler: the others waited ";
     assert!(stderr.contains(told) && stderr.contains(" in its phase step\n"), "{stderr}");
 }
@@ -252,10 +232,9 @@ fn each_mistake_is_reported_with_rank_step_and_cause() {
     ];
     for (kind, told) in mistakes {
         let fault = format!("--inject-fault={kind}:rank=1,at=step,step=5");
-        for layout in [&["--nproc-per-node=3"][..], &["--nproc-per-node=3", "--spawn=processes"]] {
-            let (code, _, stderr) =
-                run(&[&[&fault, "--check-replicas-every=1"][..], layout].concat());
-            assert_eq!(code, Some(1), "{kind}: {stderr}");
+        for layout in LAYOUTS {
+            let (_, stderr) =
+                run_to(1, &[&[&fault, "--check-replicas-every=1"][..], layout].concat());
             assert!(told.iter().all(|it| stderr.contains(it)), "{kind}: {stderr}");
             assert!(stderr.contains("ddp-mp: rank 1 (CPU:1"), "{kind}: {stderr}");
         }
@@ -268,9 +247,7 @@ fn killed_process_is_named_with_the_step_of_the_waiting_ranks() {
     let place = " (bucket 0) of backward #5 at src/trainer/mod.rs:";
     // The process that has started them sees how it has ended.
     let args = ["--nproc-per-node=3", "--spawn=processes", "--log-format=json"];
-    let (code, stdout, stderr) = run(&[&[kill], &args[..]].concat());
-    assert_eq!(code, Some(1), "{stderr}");
-    let event: Value = serde_json::from_str(stdout.lines().last().unwrap()).unwrap();
+    let event = last_event(&run_to(1, &[&[kill], &args[..]].concat()).0);
     assert_eq!((&event["event"], &event["rank"]), (&"failure".into(), &1.into()));
     assert_eq!((&event["operation"], &event["sequence"]), (&"step".into(), &5.into()));
     let error = event["error"].as_str().unwrap();
@@ -371,7 +348,7 @@ fn suspension_of_all_processes_is_not_a_stall() {
         assert!(!stderr.contains(" has not ended for "), "{layout:?}: {stderr}");
         // Rank 1 sleeps 4 s in all, and is not blamed for more.
         let stdout = String::from_utf8(output.stdout).unwrap();
-        let end: Value = serde_json::from_str(stdout.lines().last().unwrap()).unwrap();
+        let end = last_event(&stdout);
         assert_eq!(end["straggler"]["rank"], 1, "{layout:?}: {stdout}");
         let waited = end["straggler"]["seconds"].as_f64().unwrap();
         assert!((3.0..7.0).contains(&waited), "{layout:?}: {stdout}");
@@ -402,19 +379,14 @@ fn skipped_sample_is_found_by_verify_with_its_step() {
     let fault = "--inject-fault=skip-sample:rank=1,at=step,step=5";
     let ranks = ["--nproc-per-node=2", "--log-format=json"];
     let hash = |args: &[&str]| {
-        let (code, stdout, stderr) =
-            run(&[&ranks[..], args, &["--check-replicas-every=1"]].concat());
-        assert_eq!(code, Some(0), "{stderr}");
-        let end: Value = serde_json::from_str(stdout.lines().last().unwrap()).unwrap();
-        end["parameters_hash"].clone()
+        let (stdout, _) = run_to(0, &[&ranks[..], args, &["--check-replicas-every=1"]].concat());
+        last_event(&stdout)["parameters_hash"].clone()
     };
     // Training goes on, with the same parameters on all ranks; but they are others.
     assert_ne!(hash(&[fault]), hash(&[]));
     for model in [&["--model=mlp", "--lr=0.05"][..], &["--batch-size=3"]] {
-        let (code, stdout, stderr) = run(&[&["verify", fault], model, &ranks].concat());
-        assert_eq!(code, Some(1), "{stderr}");
-        let rows: Vec<Value> =
-            stdout.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+        let (stdout, stderr) = run_to(1, &[&["verify", fault], model, &ranks].concat());
+        let rows = events(&stdout);
         for row in &rows {
             let alone = row["world_size"] == 1;
             assert_eq!(
@@ -437,21 +409,25 @@ fn skipped_sample_is_found_by_verify_with_its_step() {
     let mut lines = stdout.lines().skip_while(|it| !it.ends_with("  TOO FAR, from step 5 on"));
     assert!(lines.next().unwrap().starts_with(" ddp, threaded, CPU: 2 x 32 "), "{stdout}");
     assert!(lines.next().unwrap().starts_with("   0.weight "), "{stdout}");
-    for (args, told) in [
+    let verify = "verify --nproc-per-node=2";
+    run_all_refused(&[
         (
-            &[fault, "--steps=5"][..],
+            &format!("{verify} {fault} --steps=5"),
             "--inject-fault: there is no step 5; verify makes steps 0 to 4",
         ),
         (
-            &["--inject-fault=nan:rank=1,at=step,step=5"],
+            &format!("{verify} --inject-fault=nan:rank=1,at=step,step=5"),
             "--inject-fault: verify injects skip-sample only, not nan:",
         ),
-        (&["--inject-fault=skip-sample:rank=2,at=step"], "--inject-fault: there is no rank 2"),
-        (&[fault, "--batch-size=1"], "--inject-fault: skip-sample puts another sample of the step"),
-    ] {
-        let (code, _, stderr) = run(&[&["verify", "--nproc-per-node=2"], args].concat());
-        assert!(code == Some(2) && stderr.contains(told), "{args:?}: {stderr}");
-    }
+        (
+            &format!("{verify} --inject-fault=skip-sample:rank=2,at=step"),
+            "--inject-fault: there is no rank 2",
+        ),
+        (
+            &format!("{verify} {fault} --batch-size=1"),
+            "--inject-fault: skip-sample puts another sample of the step",
+        ),
+    ]);
 }
 
 #[test]
@@ -462,14 +438,12 @@ fn diverged_replicas_fail_the_run_and_a_tie_blames_no_rank() {
     let minority = &format!(") differs: {at_end} 42: rank 1 has another `weight` than the others");
     for spawn in ["--spawn=threads", "--spawn=processes"] {
         let args = [fault, spawn, "--log-format=json"];
-        let (code, stdout, stderr) = run(&[&args[..], &["--nproc-per-node=2"]].concat());
-        assert_eq!(code, Some(1), "{stderr}");
+        let (stdout, stderr) = run_to(1, &[&args[..], &["--nproc-per-node=2"]].concat());
         assert!(stderr.contains(tie) && stderr.matches(at_end).count() == 1, "{stderr}");
         assert!(!stderr.contains(" failed in "), "{stderr}");
         assert!(stderr.contains("ddp-mp: ranks 0 (CPU:0"), "{stderr}");
         assert!(stderr.contains("; with two ranks it is unknown which one is wrong"), "{stderr}");
-        let events: Vec<Value> =
-            stdout.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+        let events = events(&stdout);
         let [.., end, failure] = &events[..] else { panic!("{stdout}") };
         assert_eq!((&end["event"], &end["replicas_equal"]), (&"end".into(), &false.into()));
         assert_eq!(failure["event"], "failure");
@@ -478,25 +452,20 @@ fn diverged_replicas_fail_the_run_and_a_tie_blames_no_rank() {
         let device = failure["device"].as_str().unwrap();
         assert!(device.starts_with("CPU:0") && device.contains(", CPU:1"), "{failure}");
         // A majority tells who is wrong.
-        let (code, stdout, stderr) = run(&[&args[..], &["--nproc-per-node=3"]].concat());
-        assert_eq!(code, Some(1), "{stderr}");
+        let (stdout, stderr) = run_to(1, &[&args[..], &["--nproc-per-node=3"]].concat());
         assert!(stderr.contains("ddp-mp: rank 1 (CPU:1"), "{stderr}");
         assert!(stderr.contains(minority), "{stderr}");
-        let failure: Value = serde_json::from_str(stdout.lines().last().unwrap()).unwrap();
+        let failure = last_event(&stdout);
         assert_eq!((&failure["rank"], &failure["ranks"]), (&1.into(), &Value::Null));
-    }
-    // People are not told of a success first.
-    let folder = tempfile::tempdir().unwrap();
-    let save = format!("--checkpoint-dir={}", folder.path().display());
-    for spawn in ["--spawn=threads", "--spawn=processes"] {
+        // People are not told of a success first.
+        let folder = tempfile::tempdir().unwrap();
+        let save = format!("--checkpoint-dir={}", folder.path().display());
         let args = [fault, spawn, &save, "--resume=auto", "--nproc-per-node=2", "--max-steps=9"];
-        let (code, _, stderr) = run(&[&args[..], &["--val-fraction=0.1"]].concat());
-        assert_eq!(code, Some(1), "{stderr}");
+        let (_, stderr) = run_to(1, &[&args[..], &["--val-fraction=0.1"]].concat());
         let of_success = ["ddp-mp: loss ", "ddp-mp: best", "ddp-mp: stopped by"];
         assert!(of_success.iter().all(|it| !stderr.contains(it)), "{stderr}");
         assert!(stderr.contains(" before a checkpoint was saved, after step 8:"), "{stderr}");
         assert!(stderr.contains("; --check-replicas-every 1 finds the step"), "{stderr}");
-        std::fs::remove_dir_all(folder.path()).unwrap();
     }
     // Several processes, of one rank and of several: each ends with the same error.
     for (ranks, told) in [(&[1, 1][..], tie), (&[2, 1], minority)] {
@@ -507,23 +476,7 @@ fn diverged_replicas_fail_the_run_and_a_tie_blames_no_rank() {
     }
     // Found on the way, a tie is one, too.
     let args = [fault, "--nproc-per-node=2", "--check-replicas-every=2"];
-    let (code, _, stderr) = run(&args);
-    assert_eq!(code, Some(1), "{stderr}");
+    let (_, stderr) = run_to(1, &args);
     let tie = "ranks 0 (CPU:0) and 1 (CPU:1) failed in step #5: after step 5 ranks 0 and 1 differ in `weight`";
     assert!(stderr.contains(tie), "{stderr}");
-}
-
-#[test]
-fn replica_check_changes_no_bit() {
-    let plain = ["--nproc-per-node=2", "--model=mlp", "--log-format=json"];
-    let hash = |args: &[&str]| {
-        let (code, stdout, stderr) = run(args);
-        assert_eq!(code, Some(0), "{stderr}");
-        let end: Value = serde_json::from_str(stdout.lines().last().unwrap()).unwrap();
-        end["parameters_hash"].clone()
-    };
-    assert_eq!(hash(&plain), hash(&[&plain[..], &["--check-replicas-every=3"]].concat()));
-    // Rank 0 has sent its parameters by then.
-    let (code, _, stderr) = run(&["--strategy=dp", "--check-replicas-every=3"]);
-    assert_eq!(code, Some(0), "{stderr}");
 }

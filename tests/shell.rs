@@ -3,7 +3,7 @@
 use std::fs;
 use std::process::{Command, Stdio};
 
-use crate::harness::{program, repository, run, run_command, some_of};
+use crate::harness::{program, repository, run, run_command, run_to, some_of};
 
 fn completions(shell: &str) -> String {
     let (code, script, stderr) = run(&["completions", shell]);
@@ -124,15 +124,13 @@ fn quiet_keeps_results_and_failures() {
     let fault = "--inject-fault=error:rank=1,at=step,step=2";
     for spawn in ["threads", "processes"] {
         let spawn = format!("--spawn={spawn}");
-        let (code, _, stderr) = run(&["--quiet", "--nproc-per-node=2", fault, &spawn]);
-        assert_eq!(code, Some(1));
+        let (_, stderr) = run_to(1, &["--quiet", "--nproc-per-node=2", fault, &spawn]);
         assert!(stderr.starts_with("ddp-mp: rank 1 (CPU:1) failed in"), "{stderr}");
     }
     // A rank that the others wait for, and the explanation that was asked for.
     let slow = ["--inject-fault=slow=700ms:rank=1,at=step,step=2", "--stall-warning=200ms"];
     let slow = [&["--quiet", "--nproc-per-node=2", "--max-steps=3"][..], &slow].concat();
-    let (code, _, stderr) = run(&slow);
-    assert_eq!(code, Some(0));
+    let (_, stderr) = run_to(0, &slow);
     assert!(stderr.contains("rank 1 has not entered all_reduce"), "{stderr}");
     let (_, _, stderr) = run(&["-q", "--explain", "--nproc-per-node=2", "--max-steps=3"]);
     assert!(stderr.lines().count() > 10, "{stderr}");

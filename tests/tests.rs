@@ -26,7 +26,7 @@ mod docs; // the README and the book: their commands, and the chapter on options
 mod engine; // overlap, accumulation, unused parameters, communication hooks
 mod explain; // what --explain tells: short, right, and changing nothing
 mod failures; // every kind of failure at every stage on every rank
-mod files; // data sets in files: written by others, damaged, cut off
+mod files; // data sets in files: written by others, of another kind, cut off
 mod flags; // every flag with wrong values, from clap's own list
 mod foreign; // what a run did not write, where it saves
 mod functional; // collectives that gradients flow through

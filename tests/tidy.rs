@@ -5,7 +5,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use crate::harness::repository;
+use crate::harness::{files_below, repository};
 
 /// Returns all Rust files of the library and the program, sorted.
 pub(crate) fn sources() -> Vec<PathBuf> {
@@ -14,20 +14,9 @@ pub(crate) fn sources() -> Vec<PathBuf> {
 
 /// Returns the files below `src` with one of the `extensions`, sorted.
 pub(crate) fn files_with(extensions: &[&str]) -> Vec<PathBuf> {
-    fn collect(folder: &Path, extensions: &[&str], files: &mut Vec<PathBuf>) {
-        for entry in fs::read_dir(folder).unwrap() {
-            let path = entry.unwrap().path();
-            if path.is_dir() {
-                collect(&path, extensions, files);
-            } else if path.extension().is_some_and(|it| extensions.iter().any(|one| it == *one)) {
-                files.push(path);
-            }
-        }
-    }
-    let mut files = Vec::new();
-    collect(&repository("src"), extensions, &mut files);
+    let mut files = files_below(&repository("src"));
+    files.retain(|file| file.extension().is_some_and(|it| extensions.iter().any(|one| it == *one)));
     assert!(files.len() > 30);
-    files.sort();
     files
 }
 
@@ -130,15 +119,42 @@ fn modules_and_unit_tests_have_one_style() {
     }
 }
 
+/// Words, the files that may have them, and what holds elsewhere.
+type Rule = (&'static [&'static str], fn(&str) -> bool, &'static str);
+
 #[test]
-fn unsafe_code_is_only_in_allowed_folders() {
+fn some_words_are_in_few_files_only() {
+    let may_be_unsafe = |name: &str| {
+        let kind = name.strip_prefix("process_group/").is_some_and(|rest| rest.contains('/'));
+        kind || name.starts_with("ffi/") || name.starts_with("os/")
+    };
+    let rules: [Rule; 5] = [
+        (&["unsafe "], may_be_unsafe, "unsafe code belongs into ffi, os and kinds of groups"),
+        // A duration of a user's may be too long for an `Instant`, and while a process is suspended no time must count.
+        (
+            &["Instant::now() + ", "recv_deadline("],
+            |name| name == "runtime/clock.rs",
+            "use crate::runtime::Deadline",
+        ),
+        (
+            &["print!(", "println!(", "eprint!(", "eprintln!(", "dbg!("],
+            |name| name.starts_with("telemetry/"),
+            "only telemetry prints",
+        ),
+        // The name of a file may have a line break, and text of others must not look like a line of the program.
+        (&[".display()"], |_| false, "use error::Shown"),
+        (
+            &["scope.spawn(", "thread::spawn("],
+            |name| name.ends_with("tests.rs"),
+            "start threads with thread::Builder",
+        ),
+    ];
     for file in sources() {
-        let name = name(&file);
-        let in_a_folder = |rest: &str| rest.contains('/');
-        let allowed = ["ffi/", "os/"].iter().any(|place| name.starts_with(place))
-            || name.strip_prefix("process_group/").is_some_and(in_a_folder);
-        let found = code(&file).contains("unsafe ");
-        assert!(allowed || !found, "{name} has unsafe code");
+        let (name, code) = (name(&file), code(&file));
+        for (words, may_have, rule) in rules {
+            let found = words.iter().find(|word| code.contains(**word));
+            assert!(may_have(&name) || found.is_none(), "{name} has {found:?}: {rule}");
+        }
     }
 }
 
@@ -186,17 +202,6 @@ fn code_avoids_forms_that_are_read_twice() {
     }
 }
 
-/// A duration of a user's may be too long for an `Instant`, and time in which the process is suspended must not count.
-#[test]
-fn deadlines_are_computed_in_one_file() {
-    for file in sources() {
-        let name = name(&file);
-        let code = code(&file);
-        let found = ["Instant::now() + ", "recv_deadline("].iter().any(|it| code.contains(it));
-        assert!(name == "runtime/clock.rs" || !found, "{name}: use crate::runtime::Deadline");
-    }
-}
-
 /// A string without the backslash at the end of its line has the indentation of the next one in its text.
 #[test]
 fn messages_have_no_gap() {
@@ -208,35 +213,6 @@ fn messages_have_no_gap() {
             let is_text = before.is_some_and(|it| it.is_alphabetic() || ",;.:".contains(it));
             assert!(!is_text, "{}: {line}", name(&file));
         }
-    }
-}
-
-#[test]
-fn only_telemetry_prints() {
-    for file in sources() {
-        let name = name(&file);
-        if name.starts_with("telemetry/") {
-            continue;
-        }
-        for macro_name in ["print!(", "println!(", "eprint!(", "eprintln!(", "dbg!("] {
-            assert!(!code(&file).contains(macro_name), "{name} prints with {macro_name}");
-        }
-    }
-}
-
-/// The name of a file may have a line break, and text of others must not look like a line of the program.
-#[test]
-fn paths_in_messages_are_escaped() {
-    for file in sources() {
-        assert!(!code(&file).contains(".display()"), "{}: use error::Shown", name(&file));
-    }
-}
-
-#[test]
-fn threads_start_through_thread_builder() {
-    for file in sources().into_iter().filter(|file| !name(file).ends_with("tests.rs")) {
-        let found = ["scope.spawn(", "thread::spawn("].iter().any(|it| code(&file).contains(it));
-        assert!(!found, "{} starts a thread without thread::Builder", name(&file));
     }
 }
 

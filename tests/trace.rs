@@ -7,8 +7,9 @@ use std::path::Path;
 use ddp_mp::{Backend, ReduceOp, Spawn};
 use serde_json::Value;
 use tch::Tensor;
+use tempfile::TempDir;
 
-use crate::harness::{TIMEOUT, run};
+use crate::harness::{TIMEOUT, run_refused, run_to, words};
 
 /// A slice, as a viewer sees it.
 #[derive(Debug, Clone)]
@@ -127,25 +128,24 @@ impl Trace {
     }
 }
 
-#[test]
-fn trace_shows_every_step_of_every_rank() {
+/// Runs the program with `--trace`, in the file `new/trace.json` of the folder that it returns with stderr.
+fn traced(code: i32, line: &str) -> (TempDir, String) {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("new/trace.json");
-    let args = [
-        "--nproc-per-node=3",
-        "--num-samples=96",
-        "--batch-size=4",
-        "--model=mlp",
-        "--hidden=64,64",
-        "--bucket-cap-mb=0.01",
-        "--val-fraction=0.25",
-        "--trace",
-        path.to_str().unwrap(),
-    ];
-    let (code, _, stderr) = run(&args);
-    assert_eq!(code, Some(0), "{stderr}");
+    let trace = ["--trace", path.to_str().unwrap()];
+    let (_, stderr) = run_to(code, &[&words(line)[..], &trace].concat());
+    (folder, stderr)
+}
+
+#[test]
+fn trace_shows_every_step_of_every_rank() {
+    let (folder, stderr) = traced(
+        0,
+        "--nproc-per-node=3 --num-samples=96 --batch-size=4 --model=mlp --hidden=64,64 \
+        --bucket-cap-mb=0.01 --val-fraction=0.25",
+    );
     assert!(stderr.contains("new/trace.json: open it in ui.perfetto.dev"), "{stderr}");
-    let trace = Trace::read(&path);
+    let trace = Trace::read(&folder.path().join("new/trace.json"));
     let (ranks, steps, parameters) = (3, 6, 6);
     assert_eq!(trace.lanes.len(), ranks);
     assert!(trace.lanes.values().any(|it| it == "rank 2 (CPU:2)"));
@@ -203,21 +203,12 @@ fn trace_shows_every_step_of_every_rank() {
 
 #[test]
 fn trace_of_each_process_uses_one_clock() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("trace.json");
-    let args = [
-        "--nproc-per-node=2",
-        "--spawn=processes",
-        "--num-samples=64",
-        "--trace",
-        path.to_str().unwrap(),
-    ];
-    let (code, _, stderr) = run(&args);
-    assert_eq!(code, Some(0), "{stderr}");
-    assert!(!path.exists(), "each has its number");
+    let (folder, stderr) = traced(0, "--nproc-per-node=2 --spawn=processes --num-samples=64");
+    let folder = folder.path().join("new");
+    assert!(!folder.join("trace.json").exists(), "each has its number");
     assert!(stderr.contains("the traces of 2 processes are beside "), "{stderr}");
     let [first, second] =
-        ["trace.0.json", "trace.1.json"].map(|name| Trace::read(&folder.path().join(name)));
+        ["trace.0.json", "trace.1.json"].map(|name| Trace::read(&folder.join(name)));
     assert_eq!(first.other["clock_error_at_start_us"], 0.0);
     let error = second.other["clock_error_at_start_us"].as_f64().unwrap();
     assert!(error > 0.0 && second.other["clock"] == "that of process 0", "{}", second.other);
@@ -238,24 +229,15 @@ fn trace_of_each_process_uses_one_clock() {
 
 #[test]
 fn concurrent_operations_have_tracks_of_their_own() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("trace.json");
-    let args = [
-        "--nproc-per-node=2",
-        "--spawn=processes",
-        "--shared-memory=off", // ranks that share memory reduce after backward
-        "--num-samples=320",
-        "--model=mlp",
-        "--hidden=256,256,256",
-        "--bucket-cap-mb=0.1",
-        "--trace",
-        path.to_str().unwrap(),
-    ];
-    let (code, _, stderr) = run(&args);
-    assert_eq!(code, Some(0), "{stderr}");
+    // Ranks that share memory reduce after backward.
+    let (folder, _) = traced(
+        0,
+        "--nproc-per-node=2 --spawn=processes --shared-memory=off --num-samples=320 \
+        --model=mlp --hidden=256,256,256 --bucket-cap-mb=0.1",
+    );
     for name in ["trace.0.json", "trace.1.json"] {
         // Reading it checks that nothing overlaps in a lane.
-        let trace = Trace::read(&folder.path().join(name));
+        let trace = Trace::read(&folder.path().join("new").join(name));
         let beside = trace.of("collective").filter(|it| it.lane.1 % 64 > 0);
         assert!(beside.count() > 5 && trace.of("step").count() == 5);
         assert!(trace.arrows.iter().filter(|it| it.0 == "update").count() > 5);
@@ -264,14 +246,9 @@ fn concurrent_operations_have_tracks_of_their_own() {
 
 #[test]
 fn trace_of_a_failed_run_marks_unfinished_operations() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("trace.json");
-    let trace = path.to_str().unwrap();
-    let fault = "--inject-fault=stall:rank=1,at=step,step=3";
-    let stuck = ["--nproc-per-node=2", fault, "--timeout=300ms", "--grace-period=100ms"];
-    let (code, _, stderr) = run(&[&stuck[..], &["--trace", trace]].concat());
-    assert_eq!(code, Some(1), "{stderr}");
-    let trace = Trace::read(&path);
+    let fault = "--nproc-per-node=2 --inject-fault=stall:rank=1,at=step,step=3";
+    let (folder, _) = traced(1, &format!("{fault} --timeout=300ms --grace-period=100ms"));
+    let trace = Trace::read(&folder.path().join("new/trace.json"));
     let unfinished = |it: &&Slice| it.args["unfinished"] == true;
     let waits = trace.of("collective").find(unfinished).unwrap();
     assert_eq!((waits.lane.1, &waits.args["step"]), (0, &3.into()), "{waits:?}");
@@ -282,13 +259,10 @@ fn trace_of_a_failed_run_marks_unfinished_operations() {
 #[test]
 fn trace_that_cannot_be_written_is_refused_in_advance() {
     let folder = tempfile::tempdir().unwrap();
-    let (code, stdout, stderr) = run(&["--trace", folder.path().to_str().unwrap()]);
-    assert_eq!((code, &stdout[..]), (Some(2), ""), "{stderr}");
+    let stderr = run_refused(&["--trace", folder.path().to_str().unwrap()]);
     assert!(stderr.contains("--trace ") && stderr.contains("is a directory"), "{stderr}");
-    for command in ["verify", "bench"] {
-        let step: &[&str] = if command == "bench" { &["step"] } else { &[] };
-        let (code, _, stderr) = run(&[&[command], step, &["--trace=a.json"]].concat());
-        assert_eq!(code, Some(2));
+    for command in ["verify --trace=a.json", "bench step --trace=a.json"] {
+        let (_, stderr) = run_to(2, &words(command));
         assert!(stderr.contains("--trace: "), "{stderr}");
     }
 }

@@ -4,13 +4,12 @@ use std::fs;
 
 use serde_json::Value;
 
-use crate::harness::{run, some_of};
+use crate::harness::{events, run_to, some_of, words};
 
-/// The exit code, the comparisons, and stderr.
-fn verify(args: &[&str]) -> (Option<i32>, Vec<Value>, String) {
-    let (code, stdout, stderr) = run(&[&["verify", "--log-format=json"], args].concat());
-    let rows = stdout.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
-    (code, rows, stderr)
+/// The comparisons, and stderr; it must end with this exit code.
+fn verify(code: i32, args: &[&str]) -> (Vec<Value>, String) {
+    let (stdout, stderr) = run_to(code, &[&["verify", "--log-format=json"], args].concat());
+    (events(&stdout), stderr)
 }
 
 /// How a row was trained: strategy, ranks, batch size, accumulated batches.
@@ -30,9 +29,7 @@ fn every_variant_matches_one_rank() {
         "--nproc-per-node=2 --batch-size=8 --model=mlp --schedule=cosine --schedule-by=step \
          --max-grad-norm=0.1 --bucket-cap-mb=0.001",
     ] {
-        let args: Vec<&str> = flags.split_whitespace().collect();
-        let (code, rows, stderr) = verify(&args);
-        assert_eq!(code, Some(0), "{flags}: {stderr}");
+        let (rows, stderr) = verify(0, &words(flags));
         let n = rows[1]["world_size"].as_u64().unwrap();
         let expected = [
             ("ddp", 1, 8, n),
@@ -74,8 +71,7 @@ fn processes_match_one_rank_and_a_wrong_sample_is_found() {
         let memory = format!("--shared-memory={memory}");
         let flags =
             ["--spawn=processes", "--nproc-per-node=2", "--batch-size=8", "--steps=6", &memory];
-        let (code, rows, stderr) = verify(&flags);
-        assert_eq!(code, Some(0), "{stderr}");
+        let (rows, _) = verify(0, &flags);
         let expected = [
             ("ddp", 1, 8, 2),
             ("ddp", 2, 8, 1),
@@ -86,8 +82,7 @@ fn processes_match_one_rank_and_a_wrong_sample_is_found() {
         assert_eq!(rows.iter().map(way).collect::<Vec<_>>(), expected);
         assert!(rows.iter().all(|row| row["ok"] == true && row["backend"] == "gloo"), "{rows:?}");
         let fault = "--inject-fault=skip-sample:rank=1,at=step,step=3";
-        let (code, rows, stderr) = verify(&[&flags[..], &[fault]].concat());
-        assert_eq!(code, Some(1), "{stderr}");
+        let (rows, stderr) = verify(1, &[&flags[..], &[fault]].concat());
         assert!(rows[1..].iter().all(|row| row["first_step"] == 3), "{rows:?}");
         let found = "ddp-mp: 4 of 5 comparisons differ by more than rounding explains, from step 3 on; all ranks";
         assert!(stderr.contains(found), "{stderr}");
@@ -98,8 +93,7 @@ fn processes_match_one_rank_and_a_wrong_sample_is_found() {
 fn sync_batch_norm_matches_one_rank() {
     let model = ["--model=cnn", "--in-features=64", "--channels=4", "--sync-batch-norm"];
     let flags = ["--nproc-per-node=2", "--batch-size=8", "--steps=8", "--lr=0.05"];
-    let (code, rows, stderr) = verify(&[&model[..], &flags].concat());
-    assert_eq!(code, Some(0), "{stderr}");
+    let (rows, stderr) = verify(0, &[&model[..], &flags].concat());
     assert_eq!(rows.iter().map(way).collect::<Vec<_>>(), [("ddp", 2, 8, 1)]);
     let names = |row: &Value| row["parameters"].as_array().unwrap().clone();
     assert!(names(&rows[0]).iter().any(|it| it["name"] == "2.running_var"), "{}", rows[0]);
@@ -110,8 +104,7 @@ fn sync_batch_norm_matches_one_rank() {
 fn wrong_mean_is_found_with_its_first_step() {
     // Averaged as bfloat16: the right mean no more.
     let flags = ["--model=mlp", "--lr=0.05", "--nproc-per-node=2", "--comm-hook=bf16"];
-    let (code, rows, stderr) = verify(&flags);
-    assert_eq!(code, Some(1), "{stderr}");
+    let (rows, stderr) = verify(1, &flags);
     assert_eq!(rows.len(), 5);
     for row in &rows {
         let (strategy, ranks, ..) = way(row);
@@ -126,8 +119,7 @@ fn wrong_mean_is_found_with_its_first_step() {
         stderr.contains(reason) && stderr.contains(" on; --comm-hook sends compressed gradients"),
         "{stderr}"
     );
-    let (code, stdout, _) = run(&[&["verify"], &flags[..]].concat());
-    assert_eq!(code, Some(1));
+    let (stdout, _) = run_to(1, &[&["verify"], &flags[..]].concat());
     let verdicts = stdout.lines().filter(|line| line.contains("  TOO FAR, from step "));
     assert!(verdicts.clone().all(|line| line.starts_with(" ddp, threaded, CPU: 2 x ")));
     assert_eq!(verdicts.count(), 2, "{stdout}");
@@ -137,8 +129,7 @@ fn wrong_mean_is_found_with_its_first_step() {
 fn table_lists_parameters_if_few_or_requested() {
     let lines = |args: &[&str]| {
         let flags = ["verify", "--steps=3", "--batch-size=5", "--nproc-per-node=2"];
-        let (code, stdout, stderr) = run(&[&flags[..], args].concat());
-        assert_eq!(code, Some(0), "{stderr}");
+        let (stdout, stderr) = run_to(0, &[&flags[..], args].concat());
         assert!(stderr.ends_with("bits differ where sums are made in another order\n"), "{stderr}");
         assert!(stdout.lines().all(|line| line.len() <= 92), "{stdout}");
         assert!(
@@ -156,53 +147,35 @@ fn table_lists_parameters_if_few_or_requested() {
 
 #[test]
 fn invalid_comparisons_are_refused() {
-    for (args, reason) in some_of(
-        [
-            (
-                &["--grad-accum-steps=2"][..],
-                "--grad-accum-steps: verify chooses the training variants itself",
-            ),
-            (&["--strategy=dp"], "--strategy: verify chooses"),
-            (&["--backend=threaded"], "--backend: verify chooses"),
-            (&["--max-epochs=2"], "--max-epochs: verify chooses"),
-            (&["--launch=local"], "--launch: verify chooses"),
-            (
-                &["--spawn=processes", "--nproc-per-node=1"],
-                "--nproc-per-node: one rank has nothing to be compared with",
-            ),
-            (&["--model=mlp", "--dropout=0.1"], "--dropout: each rank draws its own"),
-            (
-                &["--model=cnn", "--in-features=64"],
-                "--model cnn: each rank normalizes its own batch",
-            ),
-            (&["--amp=bf16"], "--amp: verify's bound holds for float32"),
-            (&["--nproc-per-node=1"], "--nproc-per-node: one rank has nothing to be compared with"),
-            (
-                &["--nproc-per-node=2", "--num-samples=63"],
-                "63 samples are less than a step of 2 ranks",
-            ),
-            (&["--steps=0"], "invalid value '0'"),
-            (&["--exact-mean", "--drop-last"], "--drop-last: with --exact-mean verify needs the"),
-            (&["--exact-mean", "--drop-last-batch"], "--drop-last-batch: with --exact-mean"),
-            (
-                &["--exact-mean", "--nproc-per-node=2", "--steps=2"],
-                "--steps: 2 are too few for --exact-mean",
-            ),
-        ],
-        5,
-    ) {
-        let (code, rows, stderr) = verify(args);
-        assert_eq!((code, rows.len()), (Some(2), 0), "{args:?}: {stderr}");
-        assert!(stderr.contains(reason), "{args:?}: {stderr}");
+    let wrong = [
+        ("--grad-accum-steps=2", "--grad-accum-steps: verify chooses the training variants itself"),
+        ("--strategy=dp", "--strategy: verify chooses"),
+        ("--backend=threaded", "--backend: verify chooses"),
+        ("--max-epochs=2", "--max-epochs: verify chooses"),
+        ("--launch=local", "--launch: verify chooses"),
+        ("--spawn=processes --nproc-per-node=1", "--nproc-per-node: one rank has nothing to"),
+        ("--model=mlp --dropout=0.1", "--dropout: each rank draws its own"),
+        ("--model=cnn --in-features=64", "--model cnn: each rank normalizes its own batch"),
+        ("--amp=bf16", "--amp: verify's bound holds for float32"),
+        ("--nproc-per-node=1", "--nproc-per-node: one rank has nothing to be compared with"),
+        ("--nproc-per-node=2 --num-samples=63", "63 samples are less than a step of 2 ranks"),
+        ("--steps=0", "invalid value '0'"),
+        ("--exact-mean --drop-last", "--drop-last: with --exact-mean verify needs the"),
+        ("--exact-mean --drop-last-batch", "--drop-last-batch: with --exact-mean"),
+        ("--exact-mean --nproc-per-node=2 --steps=2", "--steps: 2 are too few for --exact-mean"),
+    ];
+    for (flags, reason) in some_of(wrong, 5) {
+        let (rows, stderr) = verify(2, &words(flags));
+        assert!(rows.is_empty() && stderr.contains(reason), "{flags}: {stderr}");
     }
     // The third step is the first in which ranks have unequal batches.
-    let (code, rows, stderr) = verify(&["--exact-mean", "--nproc-per-node=2", "--steps=3"]);
-    assert_eq!((code, rows.len()), (Some(0), 3), "{stderr}");
+    let (rows, stderr) = verify(0, &["--exact-mean", "--nproc-per-node=2", "--steps=3"]);
+    assert_eq!(rows.len(), 3, "{stderr}");
     // What is for training may stand in a file.
     let file = tempfile::NamedTempFile::new().unwrap();
     fs::write(&file, "val_fraction = 0.1\npatience = 3\ngrad_accum_steps = 4\nstrategy = \"dp\"\n")
         .unwrap();
     let config = format!("--config={}", file.path().display());
-    let (code, rows, stderr) = verify(&["--steps=2", "--nproc-per-node=2", &config]);
-    assert_eq!((code, rows.len()), (Some(0), 5), "{stderr}");
+    let (rows, stderr) = verify(0, &["--steps=2", "--nproc-per-node=2", &config]);
+    assert_eq!(rows.len(), 5, "{stderr}");
 }

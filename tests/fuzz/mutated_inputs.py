@@ -26,7 +26,6 @@ SECONDS = 20
 GIGABYTES = 2
 SHORT = ["--num-samples=64", "--nproc-per-node=1", "--log-format=json"]
 DATA = pathlib.Path(__file__).parent.parent / "data"
-CONFIGS = pathlib.Path(__file__).parent.parent.parent / "configs"
 
 TOML = [
     'max_epochs = 1\nbatch_size = 16\nlr = 0.01\noptimizer = "adamw"\nweight_decay = 0.1\n',
@@ -37,18 +36,22 @@ TOML = [
 ]
 WORDS = ["0", "-1", "1e999", "nan", "18446744073709551616", "9223372036854775807", '""', "[]", "[[", "{}", "true",
          "\0", "\xff", "'", '"', "\n", "=", ",", ":", "/", "..", "-", "--", "é", "\u202e", "a" * 5000, "%s", "$HOME", "*"]
-FLAGS = ["max-epochs", "batch-size", "model", "hidden", "activation", "dropout", "channels", "loss", "amp", "lr",
-         "optimizer", "momentum", "weight-decay", "beta1", "eps", "schedule", "schedule-by", "milestones", "gamma",
-         "warmup-steps", "n-layer", "n-head", "n-embd", "block-size", "max-grad-norm", "skip-nonfinite", "check-replicas-every", "dataset", "num-samples", "in-features",
-         "out-features", "log-every", "val-fraction", "val-every", "num-workers", "prefetch-factor", "seed",
-         "save-every", "save-every-epochs", "keep-last", "resume", "init-from", "max-steps", "patience",
-         "nproc-per-node", "bucket-cap-mb", "grad-accum-steps", "comm-hook", "timeout",
-         "grace-period", "stall-warning", "log-format", "language", "inject-fault", "backend", "strategy", "spawn", "bind", "config"]
-SWITCHES = ["nesterov", "no-shuffle", "drop-last", "drop-last-batch", "scale-lr", "explain", "live", "static-graph",
-            "check-collectives", "find-unused-parameters", "no-overlap", "sync-batch-norm", "no-bias"]
-VALUES = ["0", "1", "2", "7", "-1", "0.5", "1e-3", "1e30", "nan", "inf", "mlp", "cnn", "gpt", "mse", "cross-entropy", "fp16",
-          "bf16", "auto", "cpu", "gloo", "threaded", "nccl", "dp", "none", "8,8", "1,2,3", "10s", "0s", "best", "random",
-          "digits", "csv:plain.csv", "text:plain.csv", "npy:x.npy,y.npy", "step", "cosine", "zh", "json", "threads", "core", "numa"]
+FLAGS = """
+    max-epochs batch-size model hidden activation dropout channels loss amp lr optimizer momentum weight-decay beta1
+    eps schedule schedule-by milestones gamma warmup-steps n-layer n-head n-embd block-size max-grad-norm
+    skip-nonfinite check-replicas-every dataset num-samples in-features out-features log-every val-fraction val-every
+    num-workers prefetch-factor seed save-every save-every-epochs keep-last resume init-from max-steps patience
+    nproc-per-node bucket-cap-mb grad-accum-steps comm-hook timeout grace-period stall-warning log-format language
+    inject-fault backend strategy spawn bind config
+""".split()
+SWITCHES = """
+    nesterov no-shuffle drop-last drop-last-batch scale-lr explain live static-graph check-collectives
+    find-unused-parameters no-overlap sync-batch-norm no-bias
+""".split()
+VALUES = """
+    0 1 2 7 -1 0.5 1e-3 1e30 nan inf mlp cnn gpt mse cross-entropy fp16 bf16 auto cpu gloo threaded nccl dp none 8,8
+    1,2,3 10s 0s best random digits csv:plain.csv text:plain.csv npy:x.npy,y.npy step cosine zh json threads core numa
+""".split()
 
 
 def mutate(data, chance):
@@ -80,26 +83,16 @@ def mutate(data, chance):
 
 def replace(path, chance, other):
     """Puts something that is no regular file, or one of another kind, where the file was."""
-    path.unlink(missing_ok=True)
-    way = chance.randrange(9)
-    if way == 0:
-        path.mkdir()
-    elif way == 1:
-        path.symlink_to(other)
-    elif way == 2:
-        path.symlink_to(path.name)
-    elif way == 3:
-        os.mkfifo(path)
-    elif way == 4:
-        path.symlink_to(chance.choice(["/dev/zero", "/dev/random", "/dev/null", "/dev/full"]))
-    elif way == 5:
-        path.write_bytes(b"")
-    elif way == 6:
-        os.link(other, path)
-    elif way == 7:
+    def enormous():
         with open(path, "wb") as file:
             file.truncate(2**40)  # takes no room on the disk
-    # and at last, nothing
+
+    path.unlink(missing_ok=True)
+    device = chance.choice(["/dev/zero", "/dev/random", "/dev/null", "/dev/full"])
+    ways = [path.mkdir, lambda: os.mkfifo(path), lambda: path.write_bytes(b""), lambda: os.link(other, path), enormous]
+    ways += [lambda to=to: path.symlink_to(to) for to in (other, path.name, device)]
+    nothing = lambda: None
+    chance.choice([*ways, nothing])()
 
 
 def damage(path, chance, other):
@@ -141,21 +134,16 @@ def config(folder, chance, _):
 def data_file(folder, chance, _):
     kind = chance.choice(["csv", "npy", "safetensors", "idx", "gz"])
     loss = chance.choice(["mse", "cross-entropy"])
-    if kind == "csv":
-        shutil.copy(DATA / chance.choice(["plain.csv", "header.csv"]), folder / "d.csv")
-        damage(folder / "d.csv", chance, folder / "other")
-        flag, culprits = "csv:d.csv", ["d.csv"]
-    elif kind == "npy":
-        files = [it for it in DATA.glob("*.npy") if it.name[0] != "y"]
-        shutil.copy(chance.choice(sorted(files)), folder / "x.npy")
-        shutil.copy(DATA / "y.i8.npy", folder / "y.npy")
-        damage(folder / chance.choice(["x.npy", "y.npy"]), chance, folder / "other")
-        flag, culprits = "npy:x.npy,y.npy", ["x.npy", "y.npy"]
-    elif kind == "safetensors":
-        files = ["set.safetensors", "half.safetensors", "unaligned.safetensors"]
-        shutil.copy(DATA / chance.choice(files), folder / "d.safetensors")
-        damage(folder / "d.safetensors", chance, folder / "other")
-        flag, culprits = "safetensors:d.safetensors", ["d.safetensors"]
+    copied = {  # of which data, and under which name
+        "csv": {"d.csv": ["plain.csv", "header.csv"]},
+        "npy": {"x.npy": [it.name for it in DATA.glob("*.npy") if it.name[0] != "y"], "y.npy": ["y.i8.npy"]},
+        "safetensors": {"d.safetensors": ["set.safetensors", "half.safetensors", "unaligned.safetensors"]},
+    }.get(kind)
+    if copied:
+        for name, sources in copied.items():
+            shutil.copy(DATA / chance.choice(sorted(sources)), folder / name)
+        damage(folder / chance.choice(list(copied)), chance, folder / "other")
+        flag, culprits = f"{kind}:{','.join(copied)}", list(copied)
     else:
         shutil.copytree(DATA / "idx", folder / "idx")
         if kind == "gz":
@@ -164,8 +152,7 @@ def data_file(folder, chance, _):
                 inner = plain.read_bytes() if chance.random() < 0.7 else mutate(plain.read_bytes(), chance)
                 (folder / "idx" / (name + ".gz")).write_bytes(gzip.compress(inner, mtime=0))
                 plain.unlink()
-        files = sorted((folder / "idx").iterdir())
-        damage(chance.choice(files), chance, folder / "other")
+        damage(chance.choice(sorted((folder / "idx").iterdir())), chance, folder / "other")
         flag, culprits = "idx:idx", ["idx"]
     # The sizes are those of the file, which the data says.
     return [f"--dataset={flag}", f"--loss={loss}", "--out-features=3"][:chance.choice([2, 3])], culprits + ["--"]
@@ -236,25 +223,20 @@ def one(program, seed, number, template):
         (folder / "other").write_bytes(b"of others\n")
         flags, culprits = kind(folder, chance, template)
         before = contents(folder)
-        arguments = [program]
         if kind is command_line:
             # Last, so that a mistake in a number keeps no machine busy.
-            if flags[:1] == [] or flags[0].startswith("--"):
-                arguments += flags + ["--max-seconds=5"]
-            else:
-                arguments += flags
+            arguments = flags if flags and not flags[0].startswith("--") else [*flags, "--max-seconds=5"]
         else:
-            arguments += SHORT[1:] + (SHORT[:1] if kind in (config, checkpoint) else []) + flags
+            arguments = SHORT[1:] + (SHORT[:1] if kind in (config, checkpoint) else []) + flags
         environment = {"CUDA_VISIBLE_DEVICES": "", "PATH": "/usr/bin:/bin"}
-        process = subprocess.Popen(arguments, cwd=folder, env=environment, stdin=subprocess.DEVNULL,
-                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=limit)
         try:
-            _, stderr = process.communicate(timeout=SECONDS)
-            code, wrong = process.returncode, None
-        except subprocess.TimeoutExpired:
-            process.kill()
-            _, stderr = process.communicate()
-            code, wrong = None, f"ran longer than {SECONDS} s"
+            done = subprocess.run(
+                [program, *arguments], cwd=folder, env=environment, stdin=subprocess.DEVNULL, capture_output=True,
+                timeout=SECONDS, preexec_fn=limit,
+            )
+            code, stderr, wrong = done.returncode, done.stderr, None
+        except subprocess.TimeoutExpired as error:
+            code, stderr, wrong = None, error.stderr or b"", f"ran longer than {SECONDS} s"
         stderr = stderr.decode(errors="replace")
         if wrong is None and "panicked" in stderr:
             wrong = "a panic"

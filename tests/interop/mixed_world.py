@@ -76,9 +76,7 @@ def collectives(group, dtype):
 
 def be_rank(rank, size, port):
     torch.set_num_threads(1)
-    store = dist.TCPStore(
-        "127.0.0.1", port, is_master=rank == 0, timeout=TIMEOUT, wait_for_workers=False
-    )
+    store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, timeout=TIMEOUT, wait_for_workers=False)
     if rank == 0:
         print(store.port, flush=True)
     store.set(f"from {rank}", bytes([rank, 255]))

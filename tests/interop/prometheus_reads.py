@@ -5,11 +5,12 @@ prometheus_reads.py PROGRAM
 
 import json
 import pathlib
-import subprocess
 import sys
 import tempfile
 
 from prometheus_client.parser import text_string_to_metric_families
+
+from checks import check, run
 
 FLAGS = [
     *["--dataset=digits", "--model=mlp", "--loss=cross-entropy", "--max-grad-norm=1"],
@@ -24,16 +25,8 @@ KEYS = {
         "ddpmp_gradient_norm": "grad_norm",
         "ddpmp_samples_per_second": "samples_per_second",
     },
-    "validation": {
-        "ddpmp_validation_loss": "loss",
-        "ddpmp_validation_accuracy": "accuracy",
-    },
+    "validation": {"ddpmp_validation_loss": "loss", "ddpmp_validation_accuracy": "accuracy"},
 }
-
-
-def check(is_true, what):
-    if not is_true:
-        sys.exit(f"prometheus_reads.py: {what}")
 
 
 def read(file, run):
@@ -57,18 +50,18 @@ def main():
     program = pathlib.Path(sys.argv[1]).resolve()
     with tempfile.TemporaryDirectory() as folder:
         folder = pathlib.Path(folder)
-        run = 'a "quoted" \\ name'
-        file, metrics = folder / f"{run}.prom", folder / "metrics"
+        name = 'a "quoted" \\ name'
+        file, metrics = folder / f"{name}.prom", folder / "metrics"
         files = [f"--prometheus={file}", f"--metrics={metrics}"]
-        subprocess.run([program, "--quiet", *FLAGS, *files], check=True, stdout=subprocess.DEVNULL)
-        samples = read(file, run)
+        run(program, "--quiet", *FLAGS, *files)
+        samples = read(file, name)
         rows = [json.loads(line) for line in metrics.read_text().splitlines()]
         for event, keys in KEYS.items():
             last = [row for row in rows if row["event"] == event][-1]
-            for name, key in keys.items():
-                check(samples[(name,)] == last[key], f"{name} is {samples[(name,)]}, not {last[key]}")
+            for metric, key in keys.items():
+                check(samples[(metric,)] == last[key], f"{metric} is {samples[(metric,)]}, not {last[key]}")
         check(samples[("ddpmp_run_state", ("state", "done"))] == 1, "the run is not done")
-        waits = [name for name, *_ in samples if name == "ddpmp_rank_collective_seconds"]
+        waits = [metric for metric, *_ in samples if metric == "ddpmp_rank_collective_seconds"]
         check(len(waits) == 2, f"{len(waits)} ranks")
     print(f"Prometheus' parser reads {len(samples)} samples")
 

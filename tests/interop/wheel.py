@@ -21,21 +21,15 @@ import sys
 import sysconfig
 import tempfile
 
+import checks
+from checks import check
+
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 LIMIT = 180
 FLAGS = ["--model=mlp", "--hidden=64,64", "--max-epochs=2", "--log-format=json"]
 TWO = ["--nproc-per-node=2", *FLAGS]
 # Until it is ended.
 ENDLESS = ["--max-epochs=1000000", "--num-samples=65536"]
-
-
-def fail(what):
-    sys.exit(f"wheel.py: {what}")
-
-
-def check(is_true, what):
-    if not is_true:
-        fail(what)
 
 
 def passed(what):
@@ -50,19 +44,7 @@ def clean_environment(**variables):
 
 
 def run(*command, code=0, folder=None, **variables):
-    command = [str(part) for part in command]
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        env=clean_environment(**variables),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-    )
-    shown = f"{' '.join(command)}:\n{done.stdout}{done.stderr}"
-    check(done.returncode == code, f"exit code {done.returncode}, not {code}: {shown}")
-    return done
+    return checks.run(*command, code=code, cwd=folder, env=clean_environment(**variables))
 
 
 def parameters(done):

@@ -45,9 +45,7 @@ class Cluster:
 
     def configuration(self):
         user, host, folder = getpass.getuser(), socket.gethostname().split(".")[0], self.folder
-        nodes = [
-            f"NodeName={node} NodeAddr=127.0.0.1 Port={free_port()} CPUs={CPUS}" for node in NODES
-        ]
+        nodes = [f"NodeName={node} NodeAddr=127.0.0.1 Port={free_port()} CPUs={CPUS}" for node in NODES]
         lines = f"""
             ClusterName=launchers
             SlurmctldHost={host}(127.0.0.1)
