@@ -9,7 +9,9 @@ use serde_json::{Value, json};
 
 use crate::harness::{in_parallel_by, output, run_command, send, without_launcher};
 use crate::libraries::all_but;
-use crate::machine::{is_running, on_gpus, run_without_survivors, simulate};
+use crate::machine::{
+    is_running, on_gpus, parsed, refused, run_without_survivors, simulate, succeed,
+};
 
 /// The checks of a machine with so many GPUs.
 fn checks(gpus: usize, fault: &str) -> Command {
@@ -39,85 +41,70 @@ fn right(gpus: usize) -> Vec<String> {
     products.chain(copies).chain(reduces).collect()
 }
 
+/// A check is a process of the same program, with the same options: so it is in a program with `App`.
 #[test]
 fn checks_pass_on_machines_without_a_fault() {
     for gpus in 1..=3 {
-        let (code, stdout, stderr) = run_without_survivors(checks(gpus, ""), &gpus.to_string());
-        assert_eq!((code, &*stderr), (Some(0), ""), "{stdout}");
-        let mut expected = right(gpus);
-        if gpus == 1 {
-            expected.push("there is one GPU, and no pair to check".into());
+        let mut with_app = Command::new(env!("CARGO_BIN_EXE_app-program"));
+        without_launcher(with_app.args(["env", "--check-gpus", "--width=8"]));
+        simulate(&mut with_app, gpus);
+        for command in [checks(gpus, ""), with_app] {
+            let what = format!("{command:?}");
+            let (code, stdout, stderr) = run_without_survivors(command, &what);
+            assert_eq!((code, &*stderr), (Some(0), ""), "{what}: {stdout}");
+            let mut expected = right(gpus);
+            if gpus == 1 {
+                expected.push("there is one GPU, and no pair to check".into());
+            }
+            assert_eq!(without_speeds(&stdout), expected, "{what}");
         }
-        assert_eq!(without_speeds(&stdout), expected);
     }
 }
 
-/// A check is a process of the same program, with the same options.
-#[test]
-fn program_with_app_checks_its_gpus() {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_app-program"));
-    without_launcher(command.args(["env", "--check-gpus", "--width=8"]));
-    simulate(&mut command, 2);
-    let (code, stdout, stderr) = run_command(command);
-    assert_eq!((code, &*stderr), (Some(0), ""), "{stdout}");
-    assert_eq!(without_speeds(&stdout), right(2));
-}
+const DIES: &str = "dies: its process was killed by SIGABRT";
+const NO_SWITCH: &str = "; no switch of NCCL helps; NCCL_DEBUG=INFO says more";
 
-const PRODUCT: &str = "; look at nvidia-smi -q and dmesg";
-const COPY: &str = "; look at nvidia-smi topo -p2p r, at IOMMU and at ACS";
-const SKIPPED: &str = "pairs with a GPU that did not pass are not checked";
+/// Each with the place of its line in [`right`], and what that says.
+const FAULTS: [(&str, usize, &str); 11] = [
+    ("hang:gpu=1", 1, "hangs (5 s)"),
+    ("wrong:work=aten::mm,gpu=1", 1, "has wrong values (1 of 65536)"),
+    ("crash:work=copy from the host,gpu=1", 1, DIES),
+    ("hang:work=copy to another GPU,gpu=1", 3, "hangs (5 s)"),
+    ("wrong:work=copy to another GPU,gpu=1", 3, "has wrong values (1 of 16777216)"),
+    ("crash:work=copy to another GPU,gpu=1", 3, DIES),
+    ("hang:work=ncclAllReduce,unless=NCCL_P2P_DISABLE", 4, "hangs (5 s)"),
+    ("wrong:work=ncclAllReduce,unless=NCCL_P2P_DISABLE", 4, "has wrong values (2 of 2)"),
+    ("wrong:work=ncclAllReduce,gpu=1,unless=NCCL_SHM_DISABLE", 4, "has wrong values (1 of 2)"),
+    ("crash:work=ncclAllReduce,unless=NCCL_IB_DISABLE", 4, DIES),
+    ("crash:work=ncclAllReduce", 4, DIES),
+];
 
 /// On two GPUs each fault changes the lines that it should, and no others.
 #[test]
 fn faults_are_named_on_their_lines() {
-    let product = |problem: &str| format!("GPU 1 (Simulated GPU 1): product {problem}{PRODUCT}");
-    let copy = |problem: &str| format!("GPU 1 -> 0: copy {problem}{COPY}");
-    let reduce = |problem: &str| format!("GPUs 0 and 1: all_reduce {problem}");
-    let died = "dies: its process was killed by SIGABRT";
-    let p2p = "it passes with NCCL_P2P_DISABLE=1";
-    let none = "no switch of NCCL helps; NCCL_DEBUG=INFO says more";
-    let with_product = |problem: &str| vec![right(2)[0].clone(), product(problem), SKIPPED.into()];
-    let with = |place: usize, line: String| {
-        let mut lines = right(2);
-        lines[place] = line;
-        lines
-    };
-    let cases = [
-        ("hang:gpu=1", with_product("hangs (5 s)")),
-        ("wrong:work=aten::mm,gpu=1", with_product("has wrong values (1 of 65536)")),
-        ("crash:work=copy from the host,gpu=1", with_product(died)),
-        ("hang:work=copy to another GPU,gpu=1", with(3, copy("hangs (5 s)"))),
-        ("wrong:work=copy to another GPU,gpu=1", with(3, copy("has wrong values (1 of 16777216)"))),
-        ("crash:work=copy to another GPU,gpu=1", with(3, copy(died))),
-        (
-            "hang:work=ncclAllReduce,unless=NCCL_P2P_DISABLE",
-            with(4, reduce(&format!("hangs (5 s); {p2p}"))),
-        ),
-        (
-            "wrong:work=ncclAllReduce,unless=NCCL_P2P_DISABLE",
-            with(4, reduce(&format!("has wrong values (2 of 2); {p2p}"))),
-        ),
-        (
-            "wrong:work=ncclAllReduce,gpu=1,unless=NCCL_SHM_DISABLE",
-            with(4, reduce("has wrong values (1 of 2); it passes with NCCL_SHM_DISABLE=1")),
-        ),
-        (
-            "crash:work=ncclAllReduce,unless=NCCL_IB_DISABLE",
-            with(4, reduce(&format!("{died}; it passes with NCCL_IB_DISABLE=1"))),
-        ),
-        ("crash:work=ncclAllReduce", with(4, reduce(&format!("{died}; {none}")))),
-    ];
-    in_parallel_by(2, &cases, |(fault, expected)| {
+    in_parallel_by(2, &FAULTS, |&(fault, place, problem)| {
+        let remedy = match (place, fault.split_once("unless=")) {
+            (1, _) => "; look at nvidia-smi -q and dmesg".into(),
+            (3, _) => "; look at nvidia-smi topo -p2p r, at IOMMU and at ACS".into(),
+            (_, Some((_, switch))) => format!("; it passes with {switch}=1"),
+            _ => NO_SWITCH.into(),
+        };
+        let mut expected = right(2);
+        let check = expected[place].strip_suffix("right").unwrap();
+        expected[place] = format!("{check}{problem}{remedy}");
+        if place == 1 {
+            expected.truncate(2);
+            expected.push("pairs with a GPU that did not pass are not checked".into());
+        }
         let (code, stdout, stderr) = run_without_survivors(checks(2, fault), fault);
         assert_eq!(code, Some(1), "{fault}: {stdout}{stderr}");
-        assert_eq!(without_speeds(&stdout), *expected, "{fault}: {stderr}");
+        assert_eq!(without_speeds(&stdout), expected, "{fault}: {stderr}");
     });
 }
 
 /// Faults of NCCL's own: a rank that does not join, and an error.
 #[test]
 fn failures_of_nccl_are_named() {
-    let none = "; no switch of NCCL helps; NCCL_DEBUG=INFO says more";
     let reason = "remote process exited or there was a network error";
     for (fault, begins) in [
         ("init:rank=1,call=1", "hangs while connecting with NCCL (10 s)"),
@@ -129,7 +116,7 @@ fn failures_of_nccl_are_named() {
         assert_eq!(code, Some(1), "{fault}: {stdout}{stderr}");
         let line = stdout.lines().last().unwrap();
         let problem = line.strip_prefix("GPUs 0 and 1: all_reduce ").unwrap();
-        assert!(problem.starts_with(begins) && problem.ends_with(none), "{line}");
+        assert!(problem.starts_with(begins) && problem.ends_with(NO_SWITCH), "{line}");
         assert_eq!(line.contains(reason), begins.starts_with("fails"), "{line}");
     }
 }
@@ -159,9 +146,7 @@ fn json_has_an_object_for_each_check() {
     command.arg("--log-format=json");
     let (code, stdout, stderr) = run_command(command);
     assert_eq!(code, Some(1), "{stdout}{stderr}");
-    let lines: Vec<&str> = stdout.lines().collect();
-    assert!(lines.iter().all(|line| line.starts_with("{\"event\":\"")), "{stdout}");
-    let events: Vec<Value> = lines.iter().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let events = parsed(&stdout);
     let keys =
         ["event", "gb_per_s", "gpus", "latency_us", "passes_with", "problem", "result", "tflops"];
     for event in &events {
@@ -176,7 +161,7 @@ fn json_has_an_object_for_each_check() {
     assert!(events[..2].iter().all(|event| event["tflops"].is_f64()), "{stdout}");
     assert!(events[2..4].iter().all(|event| event["gb_per_s"].is_f64()), "{stdout}");
     let last = &events[4];
-    assert_eq!(last["problem"], "dies: its process was killed by SIGABRT");
+    assert_eq!(last["problem"], DIES);
     assert_eq!(last["passes_with"], json!(["NCCL_P2P_DISABLE"]));
 }
 
@@ -186,9 +171,7 @@ fn missing_nccl_leaves_the_copies() {
     all_but("libnccl", folder.path());
     let mut command = checks(2, "");
     command.env("LD_LIBRARY_PATH", folder.path());
-    let (code, stdout, stderr) = run_command(command);
-    assert_eq!(code, Some(0), "{stderr}");
-    let mut lines = without_speeds(&stdout);
+    let mut lines = without_speeds(&succeed(command).0);
     let last = lines.pop().unwrap();
     assert_eq!(lines, right(2)[..4]);
     let told = "all_reduce is not checked: backend nccl: libnccl was not found";
@@ -204,8 +187,7 @@ fn machine_without_a_gpu_is_wrong_input() {
     ] {
         let mut command = checks(gpus, "");
         command.env(variable.0, variable.1);
-        let (code, stdout, stderr) = run_command(command);
-        assert_eq!((code, &*stdout), (Some(2), ""), "{stderr}");
+        let stderr = refused(command);
         assert!(stderr.contains(reason), "{stderr}");
     }
 }

@@ -2,11 +2,11 @@
 //!
 //! A test starts this very test binary again for each process; `child` is what runs there.
 
+use std::env;
 use std::path::Path;
 use std::process::Command;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::{env, fs};
 
 use ddp_mp::ffi::cuda;
 use ddp_mp::launch::{BackendChoice, JoinLaunchOptions, detect};
@@ -15,12 +15,11 @@ use ddp_mp::{
     Backend, DataLoader, Dataset, DdpOptions, DistributedDataParallel, DistributedSampler,
     JoinOptions, Optimizer, ProcessGroup, ReduceOp, Sgd, SgdOptions, fork_rng, spawn,
 };
-use serde_json::Value;
 use tch::nn::{self, VarStore};
 use tch::{Device, Kind, Tensor};
 
 use crate::harness::{TIMEOUT, free_port, join};
-use crate::machine::{SHARES_GPUS, simulate};
+use crate::machine::{SHARES_GPUS, has_no_wait_behind_nccl, reports, simulate};
 use crate::shared::power_sgd::{PowerSgd, PowerSgdOptions};
 use crate::shared::surface::{self, Seen, Surface, from_lines, with_threads};
 use crate::shared::{functional, groups, kinds, scene};
@@ -64,14 +63,9 @@ fn play_without_waits(name: &str, ranks: &[usize]) -> String {
     let told = play_with(name, ranks, |_, command| {
         command.env("SIM_REPORT", folder.path().join("%p.json"));
     });
-    let reports: Vec<_> = fs::read_dir(&folder).unwrap().map(|file| file.unwrap().path()).collect();
+    let reports = reports(folder.path());
     assert_eq!(reports.len(), ranks.len());
-    for report in reports {
-        let report: Value = serde_json::from_slice(&fs::read(report).unwrap()).unwrap();
-        for gpu in report["gpus"].as_array().unwrap() {
-            assert_eq!(gpu["host_waits_behind_nccl"], 0, "{:?}", report["log"]);
-        }
-    }
+    reports.iter().for_each(|report| has_no_wait_behind_nccl(report, name));
     told
 }
 
@@ -96,41 +90,35 @@ fn child() {
     };
     let launched = launch.join(&cuda, options).unwrap();
     assert_eq!(launched.placement.backend, backend);
-    let play: fn(&Rc<ProcessGroup>) -> anyhow::Result<()> = match &name[..] {
-        "asynchronous" => |group| groups::asynchronous(group),
-        "functional" => |group| Ok(functional::compare(group)?),
-        "groups" => |group| {
-            groups::compare(group);
-            Ok(())
-        },
-        "kinds" => |group| {
-            kinds::are_reduced(group)?;
-            Ok(kinds::go_where_they_should(group)?)
-        },
-        "power_sgd" => |group| {
-            println!("parameters {:016x}", with_power_sgd(group)?);
-            Ok(())
-        },
-        "surface" => surface,
-        "waits" => waits,
-        other => panic!("no scene {other}"),
+    let play = move |group: &Rc<ProcessGroup>| -> anyhow::Result<()> {
+        match &name[..] {
+            "asynchronous" => groups::asynchronous(group)?,
+            "functional" => functional::compare(group)?,
+            "groups" => groups::compare(group),
+            "kinds" => {
+                kinds::are_reduced(group)?;
+                kinds::go_where_they_should(group)?;
+            }
+            "power_sgd" => println!("parameters {:016x}", with_power_sgd(group)?),
+            "surface" => surface(group),
+            "waits" => waits(group)?,
+            other => panic!("no scene {other}"),
+        }
+        Ok(())
     };
-    launched
-        .spawn()
-        .timeout(TIMEOUT)
-        .run(move |rank| play(&rank.init_process_group(backend)?))
-        .unwrap_or_else(|error| panic!("{error}"));
+    let spawn = launched.spawn().timeout(TIMEOUT);
+    let played = spawn.run(move |rank| play(&rank.init_process_group(backend)?));
+    played.unwrap_or_else(|error| panic!("{error}"));
     println!("scene over");
 }
 
-fn surface(group: &Rc<ProcessGroup>) -> anyhow::Result<()> {
+fn surface(group: &Rc<ProcessGroup>) {
     let folder = env::var_os("DDP_MP_FOLDER").unwrap();
     let of_process = group.local_world_size();
     let mut surface = Surface::new(group.clone(), backend(), of_process, Path::new(&folder));
     surface.shares_gpu = env::var_os(BACKEND).is_some();
     let seen = surface.run();
     println!("{}", surface::lines(group.rank(), &seen));
-    Ok(())
 }
 
 /// Trains with a communication hook that calls libtorch's linear algebra. Returns the hash of the parameters.
@@ -263,32 +251,18 @@ fn every_method_gives_the_same_with_nccl_and_threads() {
     }
 }
 
+/// The recorded values of `functional` are those of at most three ranks.
 #[test]
-fn every_dtype_and_length_is_right() {
-    for ranks in LAYOUTS {
-        play("kinds", ranks);
-    }
-}
-
-/// The recorded values are those of at most three ranks.
-#[test]
-fn functional_collectives_match_pytorch() {
-    for ranks in [&[1][..], &[2], &[3], &[1, 1], &[2, 1]] {
-        play("functional", ranks);
-    }
-}
-
-#[test]
-fn subgroups_reduce_over_their_members() {
-    for ranks in [&[4][..], &[2, 2], &[2, 1, 3]] {
-        play("groups", ranks);
-    }
-}
-
-#[test]
-fn every_operation_has_an_async_form() {
-    for ranks in LAYOUTS {
-        play("asynchronous", ranks);
+fn every_dtype_group_and_asynchronous_form_is_right() {
+    let few: [&[usize]; 5] = [&[1], &[2], &[3], &[1, 1], &[2, 1]];
+    let grouped: [&[usize]; 3] = [&[4], &[2, 2], &[2, 1, 3]];
+    for (name, layouts) in [
+        ("kinds", &LAYOUTS[..]),
+        ("asynchronous", &LAYOUTS),
+        ("functional", &few),
+        ("groups", &grouped),
+    ] {
+        layouts.iter().for_each(|ranks| drop(play(name, ranks)));
     }
 }
 

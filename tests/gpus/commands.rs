@@ -1,37 +1,29 @@
 //! What a user runs, on simulated GPUs: the commands, what a run writes, and the lessons.
 
 use std::fs;
-use std::path::PathBuf;
 use std::process::Command;
 
 use serde_json::Value;
 
-use crate::harness::{program, program_path, repository, run_command, without_launcher};
-use crate::machine::{cpu_events, end, events, gpu_events, in_parallel, on_gpus, simulate};
-
-/// Returns stdout and stderr of a command that must succeed.
-fn output(command: Command) -> (String, String) {
-    let what = format!("{command:?}");
-    let (code, stdout, stderr) = run_command(command);
-    assert_eq!(code, Some(0), "{what}: {stderr}");
-    (stdout, stderr)
-}
+use crate::harness::{program, program_path, repository, without_launcher};
+use crate::machine::{
+    cpu_events, end, events, gpu_events, in_parallel, on_gpus, parsed, refused, simulate, succeed,
+};
 
 #[test]
 fn comm_shows_the_values_of_cpu_ranks() {
     let args = ["comm", "--log-format=json"];
     for ranks in [2, 3] {
         let count = format!("--nproc-per-node={ranks}");
-        let [gpu, cpu] =
-            [on_gpus(ranks, &args), program(&[&args[..], &[&count]].concat())].map(|command| {
-                let mut rows = events(command);
-                // NCCL sends along a ring, the ranks of one process read from each other.
-                let moved = ["sent", "received"];
-                rows.iter_mut().for_each(|it| {
-                    it.as_object_mut().unwrap().retain(|key, _| !moved.contains(&&**key))
-                });
-                rows
-            });
+        let on_cpu = program(&[&args[..], &[&count]].concat());
+        let [gpu, cpu] = [on_gpus(ranks, &args), on_cpu].map(|command| {
+            let mut rows = events(command);
+            // NCCL sends along a ring, the ranks of one process read from each other.
+            for moved in ["sent", "received"] {
+                rows.iter_mut().for_each(|row| drop(row.as_object_mut().unwrap().remove(moved)));
+            }
+            rows
+        });
         assert_eq!(gpu, cpu, "{ranks} ranks");
         assert!(gpu.len() > 8 * ranks, "{gpu:?}");
     }
@@ -43,12 +35,9 @@ fn verify_passes_for_every_gpu_variant() {
     for event in found.iter().filter(|it| !it["strategy"].is_null()) {
         assert_eq!(event["ok"], true, "{event}");
     }
-    for way in [("ddp", "nccl", "GPU"), ("dp", "nccl", "GPU"), ("ddp", "threaded", "CPU")] {
-        let is_way = |it: &Value| {
-            (&it["strategy"], &it["backend"], &it["device"])
-                == (&way.0.into(), &way.1.into(), &way.2.into())
-        };
-        assert!(found.iter().any(is_way), "{way:?}: {found:?}");
+    for way in [["ddp", "nccl", "GPU"], ["dp", "nccl", "GPU"], ["ddp", "threaded", "CPU"]] {
+        let way_of = |it: &Value| ["strategy", "backend", "device"].map(|key| it[key].clone());
+        assert!(found.iter().any(|it| way_of(it) == way), "{way:?}: {found:?}");
     }
 }
 
@@ -56,8 +45,7 @@ fn verify_passes_for_every_gpu_variant() {
 fn share_model_is_wrong_input_with_a_gpu_for_each_rank() {
     for args in [&[][..], &["bench", "step"], &["bench", "scaling"]] {
         let args = [args, &["--nproc-per-node=2", "--share-model"]].concat();
-        let (code, stdout, stderr) = run_command(on_gpus(2, &args));
-        assert_eq!((code, &*stdout), (Some(2), ""), "{args:?}: {stderr}");
+        let stderr = refused(on_gpus(2, &args));
         let expected =
             "--share-model: with backend nccl the 2 ranks of this process do not share memory";
         assert!(stderr.contains(expected), "{stderr}");
@@ -65,25 +53,15 @@ fn share_model_is_wrong_input_with_a_gpu_for_each_rank() {
     // `verify` skips that placement, and the remedy in the message works.
     for args in [&["verify"][..], &["--max-epochs=1", "--backend=threaded"]] {
         let args = [args, &["--nproc-per-node=2", "--share-model"]].concat();
-        let (code, _, stderr) = run_command(on_gpus(2, &args));
-        assert_eq!(code, Some(0), "{args:?}: {stderr}");
+        succeed(on_gpus(2, &args));
     }
 }
 
 #[test]
 fn bench_of_every_operation_and_step_measures() {
-    let ops = [
-        "all-reduce",
-        "reduce",
-        "broadcast",
-        "all-gather",
-        "reduce-scatter",
-        "gather",
-        "scatter",
-        "all-to-all",
-        "send-recv",
-    ];
-    for op in ops {
+    let ops =
+        "all-reduce reduce broadcast all-gather reduce-scatter gather scatter all-to-all send-recv";
+    for op in ops.split(' ') {
         let args =
             ["bench", op, "--max-bytes=4K", "--step-factor=8", "--iters=3", "--log-format=json"];
         let rows = events(on_gpus(2, &args));
@@ -116,22 +94,20 @@ fn explain_trace_and_report_change_no_bit() {
     ];
     let watched: Vec<&str> = watched.iter().map(String::as_str).collect();
     let args = [&run[..], &watched, &["--log-format=json"]].concat();
-    let (stdout, stderr) = output(on_gpus(2, &args));
-    let events: Vec<Value> =
-        stdout.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let (stdout, stderr) = succeed(on_gpus(2, &args));
+    let events = parsed(&stdout);
     assert_eq!(end(&events)["parameters_hash"], end(&plain)["parameters_hash"]);
     assert_eq!(end(&events)["loss"], end(&cpu_events(2, &run))["loss"]);
-    assert!(stderr.contains("have trained one model"), "{stderr}");
-    assert!(stderr.contains("NCCL"), "{stderr}");
-    let trace: Value =
-        serde_json::from_str(&fs::read_to_string(file("trace.json")).unwrap()).unwrap();
-    let trace = trace.to_string();
-    let report = fs::read_to_string(file("report.html")).unwrap();
-    for gpu in ["rank 0 (GPU:0)", "rank 1 (GPU:1)"] {
-        assert!(trace.contains(gpu), "{gpu} is not in the trace");
+    assert!(stderr.contains("have trained one model") && stderr.contains("NCCL"), "{stderr}");
+    let [trace, report, metrics] = ["trace.json", "report.html", "metrics.jsonl"]
+        .map(|name| fs::read_to_string(file(name)).unwrap());
+    let trace: Value = serde_json::from_str(&trace).unwrap();
+    for rank in 0..2 {
+        let lane = format!("rank {rank} (GPU:{rank})");
+        assert!(trace.to_string().contains(&lane), "{lane} is not in the trace");
+        assert!(report.contains(&format!("GPU:{rank}")));
     }
-    assert!(report.contains("GPU:0") && report.contains("GPU:1"));
-    assert!(fs::read_to_string(file("metrics.jsonl")).unwrap().lines().count() > 1);
+    assert!(metrics.lines().count() > 1);
     assert!(fs::read_dir(file("board")).unwrap().count() > 0);
 }
 
@@ -156,35 +132,27 @@ fn env_lists_the_gpus() {
     assert!(found[0]["nccl"].is_string(), "{found:?}");
 }
 
-/// Returns the lessons that `make test-gpus` has built.
-fn lessons() -> Vec<(String, PathBuf)> {
+#[test]
+fn every_lesson_exits_with_success() {
     let built = program_path().with_file_name("examples");
     let files = fs::read_dir(repository("examples")).unwrap();
-    let names = files.map(|it| it.unwrap().file_name().to_str().unwrap().to_owned());
-    let names = names.filter(|it| it.starts_with(|c: char| c.is_ascii_digit()));
-    let mut lessons: Vec<_> =
-        names.map(|name| (name.clone(), built.join(name.trim_end_matches(".rs")))).collect();
-    lessons.sort();
-    lessons
-}
-
-#[test]
-fn every_example_exits_with_success() {
-    let lessons = lessons();
+    let names = files.map(|it| it.unwrap().file_name().into_string().unwrap());
+    let lessons: Vec<String> =
+        names.filter(|it| it.starts_with(|c: char| c.is_ascii_digit())).collect();
     assert!(lessons.len() > 10, "{lessons:?}");
-    in_parallel(&lessons, |(name, path)| {
+    in_parallel(&lessons, |name| {
+        let path = built.join(name.trim_end_matches(".rs"));
         assert!(path.exists(), "{} is not built: use `make test-gpus`", path.display());
         let mut command = Command::new(path);
         without_launcher(&mut command);
         simulate(&mut command, 2);
-        let (stdout, _) = output(command);
+        let (stdout, _) = succeed(command);
         assert!(!stdout.is_empty(), "{name}");
         // The one that starts its ranks on GPUs: there and in two processes on the CPU they come to the same.
         if name.ends_with("-several-machines.rs") {
             let hashes: Vec<&str> =
                 stdout.lines().filter_map(|it| Some(it.split_once("parameters ")?.1)).collect();
-            assert!(hashes.len() > 3, "{stdout}");
-            assert!(hashes.iter().all(|hash| *hash == hashes[0]), "{stdout}");
+            assert!(hashes.len() > 3 && hashes.iter().all(|it| *it == hashes[0]), "{stdout}");
         }
     });
 }

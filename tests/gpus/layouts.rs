@@ -1,9 +1,8 @@
 //! Runs that share GPUs or change machines: ranks on one GPU, processes of a launcher, checkpoints that move.
 
-use std::process::Stdio;
-
-use crate::harness::{as_torchrun, free_port, join};
-use crate::machine::{SHARES_GPUS, cpu_events, end, events, gpu_events, on_gpus, results};
+use crate::machine::{
+    SHARES_GPUS, cpu_events, end, events, gpu_events, on_gpus, parsed, results, under_torchrun,
+};
 use crate::same::args;
 
 #[test]
@@ -48,41 +47,29 @@ fn ranks_on_one_gpu_with_nccl_have_the_bits_of_cpu_ranks() {
     }
 }
 
+/// A rank of a launcher's with NCCL.
+const ONE_RANK: [&str; 3] = ["--backend=nccl", "--nproc-per-node=1", "--max-steps=4"];
+
 /// NCCL refuses two ranks of one host on a GPU. Processes with different `NCCL_HOSTID` are of two hosts for it.
 #[test]
 fn processes_of_two_nccl_hosts_share_a_gpu() {
-    let both = |hosts: [&'static str; 2], fault: &'static str| {
-        let port = free_port();
-        let start = |process: usize| {
-            let args = ["--backend=nccl", "--nproc-per-node=1", "--max-steps=4", "--timeout=20s"];
-            let mut command = on_gpus(1, &[&args[..], &[fault]].concat());
-            as_torchrun(&mut command, process, 2, port);
+    let on = |gpus: usize, hosts: &[&str], more: &[&str]| {
+        under_torchrun(hosts.len(), |process| {
+            let mut command = on_gpus(gpus, &[&ONE_RANK[..], &["--timeout=20s"], more].concat());
             command.env("NCCL_HOSTID", hosts[process]);
-            command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
-        };
-        join((0..2).map(start).collect())
+            command
+        })
     };
-    const NO_FAULT: &str = "--seed=0";
-    for output in both(["a", "b"], NO_FAULT) {
+    // The latter: more processes than GPUs, and more than one GPU.
+    for output in [on(1, &["a", "b"], &[]), on(2, &["0", "1", "2", "3"], &[])].concat() {
         assert!(output.status.success(), "{output:?}");
     }
-    // More processes than GPUs, and more than one GPU.
-    let port = free_port();
-    let start = |process: usize| {
-        let mut command = on_gpus(2, &["--backend=nccl", "--nproc-per-node=1", "--max-steps=4"]);
-        as_torchrun(&mut command, process, 4, port);
-        command.env("NCCL_HOSTID", process.to_string());
-        command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
-    };
-    for output in join((0..4).map(start).collect()) {
-        assert!(output.status.success(), "{output:?}");
-    }
-    let refused = &both(["a", "a"], NO_FAULT)[0];
+    let refused = &on(1, &["a", "a"], &[])[0];
     let stderr = String::from_utf8_lossy(&refused.stderr);
     assert_eq!(refused.status.code(), Some(2), "{stderr}");
     assert!(stderr.contains("have the same GPU"), "{stderr}");
     // There is no GPU 1.
-    let failed = &both(["a", "b"], "--inject-fault=error:rank=1,at=step,step=2")[0];
+    let failed = &on(1, &["a", "b"], &["--inject-fault=error:rank=1,at=step,step=2"])[0];
     let stderr = String::from_utf8_lossy(&failed.stderr);
     assert!(stderr.contains("share a GPU, GPU-"), "{stderr}");
     assert!(stderr.contains("rank 1 (GPU:0 on ") && !stderr.contains("GPU:1"), "{stderr}");
@@ -91,17 +78,14 @@ fn processes_of_two_nccl_hosts_share_a_gpu() {
 /// Each process has an NCCL of its own: if that of one refuses, all say so.
 #[test]
 fn processes_that_disagree_on_sharing_end_alike() {
-    let port = free_port();
-    let start = |process: usize| {
-        let mut command = on_gpus(1, &["--backend=nccl", "--nproc-per-node=1", "--max-steps=4"]);
-        as_torchrun(&mut command, process, 2, port);
+    for output in under_torchrun(2, |process| {
+        let mut command = on_gpus(1, &ONE_RANK);
         command.envs(SHARES_GPUS);
         if process == 1 {
             command.env_remove("NCCL_MULTI_RANK_GPU_ENABLE");
         }
-        command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
-    };
-    for output in join((0..2).map(start).collect()) {
+        command
+    }) {
         let stderr = String::from_utf8_lossy(&output.stderr);
         assert_eq!(output.status.code(), Some(2), "{stderr}");
         assert!(stderr.contains("unless NCCL_MULTI_RANK_GPU_ENABLE=1 is set"), "{stderr}");
@@ -119,21 +103,16 @@ fn torchrun_processes_have_the_bits_of_cpu_ranks() {
         (2, "cnn --sync-batch-norm --val-fraction=0.2"),
         (2, "mlp --strategy=dp --grad-accum-steps=2"),
     ] {
-        let port = free_port();
-        let start = |process| {
-            let mut command = on_gpus(ranks, &[&args(row)[..], &["--log-format=json"]].concat());
-            as_torchrun(&mut command, process, ranks, port);
-            command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
-        };
-        let outputs = join((0..ranks).map(start).collect());
+        let outputs = under_torchrun(ranks, |_| {
+            on_gpus(ranks, &[&args(row)[..], &["--log-format=json"]].concat())
+        });
         for output in &outputs {
             assert!(output.status.success(), "{row}: {output:?}");
         }
-        let stdout = String::from_utf8_lossy(&outputs[0].stdout);
-        let last = [serde_json::from_str(stdout.lines().last().unwrap()).unwrap()];
+        let gpu = parsed(&String::from_utf8_lossy(&outputs[0].stdout));
         let cpu = cpu_events(ranks, &args(row));
         for key in ["parameters_hash", "loss", "steps"] {
-            assert_eq!(end(&last)[key], end(&cpu)[key], "{ranks} processes, {row}");
+            assert_eq!(end(&gpu)[key], end(&cpu)[key], "{ranks} processes, {row}");
         }
     }
 }
@@ -148,25 +127,22 @@ fn checkpoints_move_between_gpu_and_cpu() {
         "mlp --amp=fp16",
         "cnn --sync-batch-norm --val-fraction=0.2 --optimizer=adamw",
     ] {
-        let run = |on_gpu: bool, epochs: &str, more: &[&str]| {
-            let args = [&args(row)[..], &[epochs], more].concat();
+        let run = |on_gpu: bool, more: &[&str]| {
+            let args = [&args(row)[..], &["--max-epochs=2"], more].concat();
             if on_gpu { gpu_events(2, &args) } else { cpu_events(2, &args) }
         };
-        let expected = run(false, "--max-epochs=2", &[]);
+        let expected = run(false, &[]);
         for first_on_gpu in [true, false] {
             let folder = tempfile::tempdir().unwrap();
             let save = format!("--checkpoint-dir={}", folder.path().join("run").display());
             // A schedule depends on how long the whole run is: it stops in the midst of that.
             let steps = end(&expected)["steps"].as_u64().unwrap() / 2;
             let stop = format!("--max-steps={steps}");
-            run(first_on_gpu, "--max-epochs=2", &[&save, &stop]);
-            let found = run(!first_on_gpu, "--max-epochs=2", &[&save, "--resume=auto"]);
+            run(first_on_gpu, &[&save, &stop]);
+            let found = run(!first_on_gpu, &[&save, "--resume=auto"]);
             for key in ["parameters_hash", "loss", "scale"] {
-                assert_eq!(
-                    end(&found)[key],
-                    end(&expected)[key],
-                    "{key}, {row}, first on a simulated GPU: {first_on_gpu}"
-                );
+                let (found, expected) = (&end(&found)[key], &end(&expected)[key]);
+                assert_eq!(found, expected, "{key}, {row}, first on a GPU: {first_on_gpu}");
             }
         }
     }
@@ -175,17 +151,11 @@ fn checkpoints_move_between_gpu_and_cpu() {
 #[test]
 fn init_from_accepts_parameters_of_the_other_device() {
     let folder = tempfile::tempdir().unwrap();
-    for (saves_on_gpu, name) in [(true, "gpu"), (false, "cpu")] {
-        let save = format!("--checkpoint-dir={}", folder.path().join(name).display());
-        let from = format!("--init-from={}", folder.path().join(name).display());
-        let row = args("mlp");
-        let saved = [&row[..], &[&save]].concat();
-        if saves_on_gpu {
-            gpu_events(2, &saved)
-        } else {
-            cpu_events(2, &saved)
-        };
-        let next = [&row[..], &[&from]].concat();
+    for (name, run) in [("gpu", gpu_events as fn(usize, &[&str]) -> _), ("cpu", cpu_events)] {
+        let [save, from] = ["checkpoint-dir", "init-from"]
+            .map(|flag| format!("--{flag}={}", folder.path().join(name).display()));
+        run(2, &[&args("mlp")[..], &[&save]].concat());
+        let next = [&args("mlp")[..], &[&from]].concat();
         assert_eq!(results(&gpu_events(2, &next)), results(&cpu_events(2, &next)), "{name}");
     }
 }

@@ -1,13 +1,13 @@
 //! A machine with simulated GPUs, and runs of the program on it.
 
-use std::path::PathBuf;
-use std::process::Command;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
 use std::{env, fs, process};
 
 use serde_json::Value;
 
+use crate::harness::{as_torchrun, free_port, join, program, run_command};
 pub(crate) use crate::harness::{in_parallel, in_parallel_by};
-use crate::harness::{program, run_command};
 
 /// Returns the folder with the libraries that simulate GPUs.
 pub(crate) fn libraries() -> PathBuf {
@@ -36,13 +36,44 @@ pub(crate) fn on_gpus(gpus: usize, args: &[&str]) -> Command {
     command
 }
 
+/// Runs a command that must succeed, and returns stdout and stderr.
+#[track_caller]
+pub(crate) fn succeed(command: Command) -> (String, String) {
+    let what = format!("{command:?}");
+    let (code, stdout, stderr) = run_command(command);
+    assert_eq!(code, Some(0), "{what}: {stdout}{stderr}");
+    (stdout, stderr)
+}
+
+/// Runs a command whose input is wrong: it must end with 2, and print nothing but a message, which it returns.
+#[track_caller]
+pub(crate) fn refused(command: Command) -> String {
+    let what = format!("{command:?}");
+    let (code, stdout, stderr) = run_command(command);
+    assert_eq!((code, &*stdout), (Some(2), ""), "{what}: {stderr}");
+    stderr
+}
+
+/// Runs `count` processes as torchrun starts them, each of them `command` of its number.
+pub(crate) fn under_torchrun(count: usize, command: impl Fn(usize) -> Command) -> Vec<Output> {
+    let port = free_port();
+    let start = |process| {
+        let mut command = command(process);
+        as_torchrun(&mut command, process, count, port);
+        command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+    };
+    join((0..count).map(start).collect())
+}
+
+/// Returns the events that a command prints as JSON.
+pub(crate) fn parsed(stdout: &str) -> Vec<Value> {
+    stdout.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
 /// Runs a command that writes JSON and must succeed, and returns its events.
 #[track_caller]
 pub(crate) fn events(command: Command) -> Vec<Value> {
-    let what = format!("{command:?}");
-    let (code, stdout, stderr) = run_command(command);
-    assert_eq!(code, Some(0), "{what}: {stderr}");
-    stdout.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+    parsed(&succeed(command).0)
 }
 
 /// Returns the events of a run on simulated GPUs, one for each rank.
@@ -119,4 +150,22 @@ pub(crate) fn is_running(token: &str) -> bool {
         let environment = fs::read(process.join("environ")).unwrap_or_default();
         environment.split(|byte| *byte == 0).any(|it| it == variable.as_bytes())
     })
+}
+
+/// Returns the reports that processes have written into `folder`, as SIM_REPORT.
+pub(crate) fn reports(folder: &Path) -> Vec<Value> {
+    let files = fs::read_dir(folder).unwrap().map(|file| fs::read(file.unwrap().path()).unwrap());
+    files.map(|text| serde_json::from_slice(&text).unwrap()).collect()
+}
+
+/// Returns a number in a report of each GPU.
+pub(crate) fn of_gpus(report: &Value, name: &str) -> Vec<u64> {
+    let gpus = report["gpus"].as_array().unwrap().iter();
+    gpus.map(|gpu| gpu[name].as_u64().unwrap()).collect()
+}
+
+#[track_caller]
+pub(crate) fn has_no_wait_behind_nccl(report: &Value, what: &str) {
+    let waits: u64 = of_gpus(report, "host_waits_behind_nccl").iter().sum();
+    assert_eq!(waits, 0, "{what}: {:?}", report["log"]);
 }

@@ -19,10 +19,7 @@ const RUNS: [(usize, &str); 11] = [
     (2, "mlp --batch-size=64 --strategy=dp --dropout=0.2"),
     (2, "cnn --sync-batch-norm --batch-size=40"),
     (3, "mlp --batch-size=64 --bucket-cap-mb=0.001 --backend=threaded"),
-    (
-        2,
-        "mlp --batch-size=64 --share-model --optimizer=adamw --val-fraction=0.2 --backend=threaded",
-    ),
+    (2, "mlp --share-model --optimizer=adamw --val-fraction=0.2 --backend=threaded"),
     (3, "mlp --batch-size=64 --bucket-cap-mb=0.001 --zero --backend=nccl"),
     (2, "mlp --batch-size=64 --strategy=dp --num-workers=1 --backend=threaded"),
 ];

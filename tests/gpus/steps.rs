@@ -7,30 +7,26 @@ use std::process::Command;
 use serde_json::Value;
 
 use crate::harness::run_command;
-use crate::machine::{in_parallel, on_gpus};
+use crate::machine::{has_no_wait_behind_nccl, in_parallel, of_gpus, on_gpus, reports, succeed};
 use crate::same::args;
 
 /// The machine's counters, per GPU, of what no step may do because it can stall the GPUs.
-const COUNTS: [&str; 4] = ["cuda_mallocs", "cuda_frees", "pinned_mallocs", "host_waits"];
+const COUNTS: [&str; 3] = ["cuda_mallocs", "pinned_mallocs", "host_waits"];
 
 /// Runs a command in one process, which must succeed, and returns the machine's report.
 fn report(mut command: Command) -> Value {
     let folder = tempfile::tempdir().unwrap();
-    let report = folder.path().join("report.json");
-    command.env("SIM_REPORT", &report);
-    let what = format!("{command:?}");
-    let (code, _, stderr) = run_command(command);
-    assert_eq!(code, Some(0), "{what}: {stderr}");
-    serde_json::from_slice(&fs::read(report).unwrap()).unwrap()
+    command.env("SIM_REPORT", folder.path().join("report.json"));
+    succeed(command);
+    reports(folder.path()).remove(0)
 }
 
-/// Returns the counts of each GPU in a run of two epochs over so many samples.
-fn counts(gpus: usize, row: &str, samples: usize) -> Vec<Vec<u64>> {
+/// Returns each of the counts, for each GPU, in a run of two epochs over so many samples.
+fn counts(gpus: usize, row: &str, samples: usize) -> [Vec<u64>; 3] {
     let samples = format!("--num-samples={samples}");
     let row: Vec<&str> = row.split_whitespace().collect();
     let report = report(on_gpus(gpus, &[&row[..], &["--max-epochs=2", &samples]].concat()));
-    let of_gpu = |gpu: &Value| COUNTS.iter().map(|it| gpu[*it].as_u64().unwrap()).collect();
-    report["gpus"].as_array().unwrap().iter().map(of_gpu).collect()
+    COUNTS.map(|name| of_gpus(&report, name))
 }
 
 /// Runs in which the host copies something to a GPU or from it. `FOLDER` is one for files.
@@ -56,10 +52,7 @@ fn host_never_waits_behind_a_collective() {
         let folder = tempfile::tempdir().unwrap();
         let row = row.replace("FOLDER", folder.path().to_str().unwrap());
         let args = if ["comm", "verify"].contains(&&*row) { vec![&*row] } else { args(&row) };
-        let report = report(on_gpus(2, &args));
-        for gpu in report["gpus"].as_array().unwrap() {
-            assert_eq!(gpu["host_waits_behind_nccl"], 0, "{row}: {:?}", report["log"]);
-        }
+        has_no_wait_behind_nccl(&report(on_gpus(2, &args)), &row);
     });
 }
 
@@ -68,8 +61,7 @@ fn collectives(row: &str) -> [BTreeSet<(String, u64)>; 2] {
     let folder = tempfile::tempdir().unwrap();
     let trace = folder.path().join("trace.json");
     let to = format!("--trace={}", trace.display());
-    let (code, _, stderr) = run_command(on_gpus(2, &[&args(row)[..], &[&to]].concat()));
-    assert_eq!(code, Some(0), "{row}: {stderr}");
+    succeed(on_gpus(2, &[&args(row)[..], &[&to]].concat()));
     let trace: Value = serde_json::from_slice(&fs::read(trace).unwrap()).unwrap();
     let events = trace.as_array().or_else(|| trace["traceEvents"].as_array()).unwrap();
     let mut found = [BTreeSet::new(), BTreeSet::new()];
@@ -102,13 +94,8 @@ fn process_uses_only_the_gpu_of_its_rank() {
         command.env("SIM_REPORT", folder.path().join("%p.json")).env("SIM_NCCL_FAULT", fault);
         let (code, _, stderr) = run_command(command);
         assert_eq!(code, Some(i32::from(!fault.is_empty())), "{stderr}");
-        let used = |file: fs::DirEntry| -> Vec<u64> {
-            let report: Value = serde_json::from_slice(&fs::read(file.path()).unwrap()).unwrap();
-            let of = |gpu: &Value| gpu["contexts"].as_u64().unwrap();
-            report["gpus"].as_array().unwrap().iter().map(of).collect()
-        };
         let mut contexts: Vec<_> =
-            fs::read_dir(&folder).unwrap().map(|file| used(file.unwrap())).collect();
+            reports(folder.path()).iter().map(|it| of_gpus(it, "contexts")).collect();
         contexts.retain(|used| used.contains(&1)); // not of the process that starts the others
         contexts.sort();
         assert_eq!(contexts, [[0, 1], [1, 0]], "{fault}: {stderr}");
@@ -130,5 +117,5 @@ fn longer_runs_make_no_more_waits_or_allocations() {
     }
     // Checks that the counters work: a loss scaler reads on the host whether the gradients are finite.
     let [few, many] = [640, 3200].map(|samples| counts(1, "--model=mlp --amp=fp16", samples));
-    assert!(many[0][3] > few[0][3], "{few:?} and {many:?}");
+    assert!(many[2][0] > few[2][0], "{few:?} and {many:?}");
 }

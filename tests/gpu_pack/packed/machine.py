@@ -145,11 +145,8 @@ class Machine:
         return json_lines(self.run([self.program, "--log-format=json", *flags], limit, **more))
 
     def on_gpu(self, flags, limit=60, **more):
-        """Returns the last event of a run, which must have used the GPU: ranks of the threaded backend may take the CPU."""
-        events = self.train(flags, limit, **more)
-        if events[0]["device"] != "GPU":
-            raise RuntimeError(f"it ran on the {events[0]['device']}")
-        return events[-1]
+        """Returns the last event of a run on the GPU."""
+        return end_on_gpu(self.train(flags, limit, **more))
 
     def on_cpu(self, flags, limit=60):
         """Returns the last event of the same run on the CPU."""
@@ -208,6 +205,13 @@ def open_driver():
 def json_lines(text):
     """The objects among the lines: NCCL_DEBUG and warnings print beside them."""
     return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+
+
+def end_on_gpu(events):
+    """Returns the last event of a run, which must have used the GPU: ranks of the threaded backend may take the CPU."""
+    if events[0]["device"] != "GPU":
+        raise RuntimeError(f"it ran on the {events[0]['device']}")
+    return next(it for it in events if it["event"] == "end")
 
 
 def check_near(here, there, tolerance=1e-3):

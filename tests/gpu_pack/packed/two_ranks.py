@@ -7,7 +7,7 @@ import pathlib
 import socket
 import sys
 
-from machine import HERE, SAME_BITS, CommandFailed, check_near, json_lines
+from machine import HERE, SAME_BITS, CommandFailed, check_near, end_on_gpu, json_lines
 from results import LeftOut
 
 # How two ranks may reach each other on one GPU: the first that works is used from then on.
@@ -23,6 +23,11 @@ OPTIONS = [
 ]
 
 
+def warnings_of_nccl(machine):
+    """The variables with which NCCL writes them into files, which `machine.show` prints."""
+    return {"NCCL_DEBUG": "WARN", "NCCL_DEBUG_FILE": str(machine.scratch / "nccl-%p.log")}
+
+
 class SharedGpu:
     """How two ranks share the GPU of a machine with an NCCL from 2.30.3 on."""
 
@@ -32,8 +37,7 @@ class SharedGpu:
 
     def variables(self):
         """Returns the variables with which NCCL lets two ranks have one GPU. Raises LeftOut if none is there that can."""
-        more = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_DEBUG": "WARN", **self.transport}
-        more["NCCL_DEBUG_FILE"] = str(self.machine.scratch / "nccl-%p.log")
+        more = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", **warnings_of_nccl(self.machine), **self.transport}
         if self.machine.simulated:
             return {**more, "SIM_NCCL_VERSION": "23007"}
         # Preloaded, because libtorch_cuda finds its own NCCL by an RPATH, which comes before LD_LIBRARY_PATH.
@@ -99,10 +103,7 @@ def train(machine, flags, of_rank=lambda rank: {}, **more):
     """Trains with two processes, and returns the last event."""
     command = [machine.program, "--log-format=json", "--nproc-per-node=1", "--backend=nccl", *flags]
     first, _ = must_succeed(machine, two_processes(machine, command, 40, of_rank, **more))
-    events = json_lines(first.stdout)
-    if events[0]["device"] != "GPU":
-        raise RuntimeError(f"it ran on the {events[0]['device']}")
-    return next(it for it in events if it["event"] == "end")
+    return end_on_gpu(json_lines(first.stdout))
 
 
 def compare_with_cpu(machine, findings, flags, end, **more):
@@ -141,11 +142,11 @@ def two_threads(machine, findings):
     cannot matter, so the bits are those of the threaded backend."""
     more = shared_gpu(machine).checked_variables()
     flags = [*MLP, "--nproc-per-node=2"]
-    with_nccl = machine.on_gpu([*flags, "--backend=nccl"], **SAME_BITS, **more)
-    compare_with_cpu(machine, findings, MLP, with_nccl, backend="nccl")
-    threaded = machine.on_gpu([*flags, "--backend=threaded"], **SAME_BITS)
-    compare_with_cpu(machine, findings, MLP, threaded, backend="threaded")
-    hashes = [it["parameters_hash"] for it in [with_nccl, threaded]]
+    hashes = []
+    for backend, variables in [("nccl", more), ("threaded", {})]:
+        end = machine.on_gpu([*flags, f"--backend={backend}"], **SAME_BITS, **variables)
+        compare_with_cpu(machine, findings, MLP, end, backend=backend)
+        hashes.append(end["parameters_hash"])
     findings.fact("parameters", hashes)
     if hashes[0] != hashes[1]:
         raise RuntimeError("the two backends have other parameters")
@@ -154,8 +155,7 @@ def two_threads(machine, findings):
 def torch_nccl(machine, findings):
     """Two processes with the NCCL of this torch. It refuses ranks of one host that share a GPU, and takes two host ids for
     two hosts, which only sockets connect."""
-    more = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_DEBUG": "WARN"}
-    more["NCCL_DEBUG_FILE"] = str(machine.scratch / "nccl-%p.log")
+    more = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", **warnings_of_nccl(machine)}
     end = train(machine, MLP, lambda rank: {"NCCL_HOSTID": f"r{rank}"}, **more)
     compare_with_cpu(machine, findings, MLP, end)
 
@@ -166,10 +166,7 @@ def torchrun(machine, findings):
     # --standalone would look up the machine's name, which may lead nowhere.
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-addr=127.0.0.1"]
     command += [f"--master-port={free_port()}", "--no-python", machine.program, "--log-format=json", "--backend=nccl", *MLP]
-    events = json_lines(machine.run(command, **more))
-    if events[0]["device"] != "GPU":
-        raise RuntimeError(f"it ran on the {events[0]['device']}")
-    compare_with_cpu(machine, findings, MLP, next(it for it in events if it["event"] == "end"))
+    compare_with_cpu(machine, findings, MLP, end_on_gpu(json_lines(machine.run(command, **more))))
 
 
 # Every collective, dtype and reduction; tests/gpus/collectives.rs plays them on simulated GPUs.

@@ -44,23 +44,12 @@ void run_processes(const char* other_host, const std::function<void(Rank&, const
   join_process(other);
 }
 
-void sum(Rank& rank, const Steps&) { sum_and_end(rank); }
-
 // The first rank ends its communicator as soon as its operation has ended. The other may still wait for the data.
 void sum_and_abort(Rank& rank, const Steps& steps) {
   EXPECT(rank.state() == Success);
   rank.fill(1);
   EXPECT(rank.all_reduce() == Success && rank.ends());
   EXPECT(ncclCommAbort(rank.comm) == Success);
-  steps.await();
-}
-
-void sum_and_finalize(Rank& rank, const Steps& steps) {
-  EXPECT(rank.state() == Success);
-  rank.fill(1);
-  EXPECT(rank.all_reduce() == Success && rank.ends());
-  EXPECT(ncclCommFinalize(rank.comm) == InProgress);
-  EXPECT(rank.state() == Success && ncclCommDestroy(rank.comm) == Success);
   steps.await();
 }
 
@@ -104,11 +93,6 @@ void aborts(Rank& rank, const Steps& steps) {
   steps.tell();
 }
 
-void sees_abort(Rank& rank, const Steps& steps, bool is_other_host) {
-  steps.await();
-  sees_end(rank, is_other_host);
-}
-
 void dies(Rank& rank, const Steps&) {
   EXPECT(rank.state() == Success);
   _exit(0);
@@ -120,25 +104,22 @@ void check_hosts() {
   // The proxy holds back for longer than a busy machine takes to get to the abort.
   const std::pair<const char*, const char*> gpus{"SIM_GPUS", "2"}, cuts{"SIM_NCCL_ABORT_CUTS", "1"},
       hold{"SIM_NCCL_HOLD_US", "5000000"};
-  check("two processes sum", {gpus}, [] { run_processes("a", sum, sum); });
-  check("two hosts sum", {gpus}, [] { run_processes("b", sum, sum); });
   check("an abort after the end cuts off another host", {gpus, cuts, hold},
         [] { run_processes("b", sum_and_abort, is_cut_off); });
   check("an abort after the end cuts nothing off on the same host", {gpus, cuts, hold},
         [] { run_processes("a", sum_and_abort, gets_all); });
-  check("finalize delivers all", {gpus, cuts, hold}, [] { run_processes("b", sum_and_finalize, gets_all); });
-  check("an abort frees only its rank, also between processes", {gpus}, [] {
-    run_processes("a", [](Rank& rank, const Steps& steps) { sees_abort(rank, steps, false); }, aborts);
-  });
-  check("an abort is an error on another host", {gpus}, [] {
-    run_processes("b", [](Rank& rank, const Steps& steps) { sees_abort(rank, steps, true); }, aborts);
-  });
-  check("a process that dies leaves its host waiting", {gpus}, [] {
-    run_processes("a", [](Rank& rank, const Steps&) { sees_end(rank, false); }, dies);
-  });
-  check("a process that dies is an error on another host", {gpus}, [] {
-    run_processes("b", [](Rank& rank, const Steps&) { sees_end(rank, true); }, dies);
-  });
+  for (const bool is_other_host : {false, true}) {
+    const char* host = is_other_host ? "b" : "a";
+    auto sees = [=](Rank& rank, const Steps&) { sees_end(rank, is_other_host); };
+    auto sees_abort = [=](Rank& rank, const Steps& steps) {
+      steps.await();
+      sees_end(rank, is_other_host);
+    };
+    check(is_other_host ? "an abort is an error on another host" : "an abort frees only its rank, also of processes",
+          {gpus}, [=] { run_processes(host, sees_abort, aborts); });
+    check(is_other_host ? "a process that dies is an error on another host" : "one that dies leaves its host waiting",
+          {gpus}, [=] { run_processes(host, sees, dies); });
+  }
 }
 
 }  // namespace checks

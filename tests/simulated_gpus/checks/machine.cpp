@@ -7,8 +7,6 @@
 #include <cstring>
 #include <future>
 
-#include <signal.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include "checks.h"
@@ -55,40 +53,6 @@ long reported(const std::string& report, const std::string& name) {
   return at == std::string::npos ? -1 : atol(report.c_str() + at + name.size() + 3);
 }
 
-void check_wait(bool is_kept) {
-  auto *main = default_stream(0), *side = new_stream(0);
-  auto* place = allocate(0, main, 512);
-  Gate gate(side);
-  write_bytes(side, place, 1, 512);
-  auto* event = new_event(false);
-  record(event, side);
-  wait(main, event);
-  unsigned char seen = 0;
-  launch(main, "read", [&] { seen = *static_cast<unsigned char*>(place); });
-  if (!is_kept) synchronize(main, "check");
-  EXPECT(!is_done(event));
-  gate.open();
-  synchronize(main, "check");
-  EXPECT(seen == (is_kept ? 1 : 0xff));
-}
-
-void check_elapsed() {
-  auto* stream = default_stream(0);
-  auto *start = new_event(true), *end = new_event(true), *untimed = new_event(false);
-  double milliseconds = 0;
-  EXPECT(elapsed_ms(start, end, &milliseconds) == Elapsed::NotTimed);
-  record(start, stream);
-  record(untimed, stream);
-  launch(stream, "sleep", [] { sleep_us(20000); });
-  Gate gate(stream);
-  record(end, stream);
-  EXPECT(elapsed_ms(start, end, &milliseconds) == Elapsed::NotDone);
-  gate.open();
-  synchronize(end);
-  EXPECT(elapsed_ms(start, end, &milliseconds) == Elapsed::Known && milliseconds >= 20);
-  EXPECT(elapsed_ms(start, untimed, &milliseconds) == Elapsed::NotTimed);
-}
-
 void check_reuse() {
   auto *main = default_stream(0), *side = new_stream(0);
   auto* first = allocate(0, main, 1000);
@@ -124,18 +88,6 @@ void check_record_use(bool is_recorded) {
   synchronize(side, "check");
   EXPECT(seen == (is_recorded ? 1 : 0xff));
   if (is_recorded) EXPECT(comes_true([&] { return allocate(0, main, 512) == block; }));
-}
-
-void check_out_of_memory() {
-  auto* stream = default_stream(0);
-  auto* small = allocate(0, stream, 1000);
-  EXPECT(small != nullptr);
-  auto* large = allocate(0, stream, 20 * MiB);
-  EXPECT(large != nullptr);
-  EXPECT(allocate(0, stream, 20 * MiB) == nullptr);
-  release(large);
-  // No free block fits: the cached segment goes back to the device first.
-  EXPECT(allocate(0, stream, 22 * MiB) != nullptr);
 }
 
 void check_report() {
@@ -193,52 +145,19 @@ void check_seed() {
   EXPECT(zeros > 600 && zeros < 900);
   EXPECT(*std::max_element(delays.begin(), delays.end()) > 500);
   EXPECT(*std::max_element(delays.begin(), delays.end()) <= 1000);
-  check_wait(true);
-}
-
-// `name` on GPU 1 has the fault, unless `is_off`.
-void check_hang(bool is_off) {
-  auto has_ended = [](int device, const char* name) {
-    auto* stream = new_stream(device);
-    launch(stream, name, [] {});
-    return [stream] { return is_idle(stream); };
-  };
-  EXPECT(comes_true(has_ended(0, "slow")));
-  EXPECT(comes_true(has_ended(1, "quick")));
-  EXPECT(is_off ? comes_true(has_ended(1, "slow")) : stays_false(has_ended(1, "slow")));
-}
-
-void check_crash() {
-  launch(default_stream(0), "other", [] {});
-  synchronize(default_stream(0), "other work");
-  const int process = start_process([] {
-    auto* stream = new_stream(0);
-    launch(stream, "work", [] {});
-    synchronize(stream, "work");
-  });
-  int status = 0;
-  EXPECT(waitpid(process, &status, 0) == process && WIFSIGNALED(status) && WTERMSIG(status) == SIGABRT);
 }
 
 }  // namespace
 
 void check_machine() {
-  check("a stream waits for an event", {}, [] { check_wait(true); });
-  check("SIM_IGNORE_WAITS breaks that", {{"SIM_IGNORE_WAITS", "1"}}, [] { check_wait(false); });
-  check("events know the time between them", {}, check_elapsed);
   check("a freed block is reused at once, in stream order", {}, check_reuse);
   check("record_use keeps a block for another stream", {}, [] { check_record_use(true); });
   check("without record_use the other stream reads garbage", {},
         [] { check_record_use(false); });
-  check("cached segments are freed when memory runs out", {{"SIM_MEMORY_MB", "24"}}, check_out_of_memory);
   const auto report = std::filesystem::temp_directory_path() / ("simulated-gpus-report-" + std::to_string(getpid()));
   check("the report counts", {{"SIM_REPORT", report.c_str()}, {"SIM_GPUS", "2"}}, check_report);
   check("the report counts waits behind a collective", {{"SIM_REPORT", report.c_str()}}, check_behind);
   std::filesystem::remove(report);
-  const Settings hang{{"SIM_GPUS", "2"}, {"SIM_FAULT", "hang:work=slow,gpu=1,unless=SWITCH"}};
-  check("a fault hangs its work on its GPU", hang, [] { check_hang(false); });
-  check("a variable switches a fault off", {hang[0], hang[1], {"SWITCH", "1"}}, [] { check_hang(true); });
-  check("a fault ends the process", {{"SIM_FAULT", "crash:work=work"}}, check_crash);
   check("a seed makes a schedule", {{"SIM_SEED", "7"}, {"SIM_DELAY_MAX_US", "1000"}}, check_seed);
 }
 

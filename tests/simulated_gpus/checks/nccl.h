@@ -1,28 +1,19 @@
 // NCCL as a program sees it, and ranks that use it.
 #pragma once
 
-#include <climits>
-#include <string>
-
 #include "../nccl/types.h"
 #include "checks.h"
 
 extern "C" {
 struct ncclComm;
-int ncclGetVersion(int* version);
 int ncclGetUniqueId(sim_nccl::UniqueId* id);
-const char* ncclGetLastError(ncclComm* comm);
 int ncclCommInitRankConfig(ncclComm** comm, int size, sim_nccl::UniqueId id, int rank, const void* config);
 int ncclCommGetAsyncError(ncclComm* comm, int* state);
 int ncclCommFinalize(ncclComm* comm);
 int ncclCommDestroy(ncclComm* comm);
 int ncclCommAbort(ncclComm* comm);
-int ncclGroupStart();
-int ncclGroupEnd();
 int ncclAllReduce(const void* input, void* output, size_t count, int type, int reduction, ncclComm* comm,
                   sim::Stream* stream);
-int ncclSend(const void* input, size_t count, int type, int peer, ncclComm* comm, sim::Stream* stream);
-int ncclRecv(void* output, size_t count, int type, int peer, ncclComm* comm, sim::Stream* stream);
 }
 
 namespace checks {
@@ -61,9 +52,6 @@ struct Rank {
   // The first number of the buffer.
   float value() const;
 };
-
-// A hundred sums over all ranks of numbers that begin with the rank's own, and the end of the communicator.
-void sum_and_end(Rank& rank);
 
 UniqueId new_id();
 // Runs `body` on a thread for each rank.

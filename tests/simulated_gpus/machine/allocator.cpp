@@ -56,7 +56,6 @@ struct Cache {
   std::mutex mutex;
   Pool small, large;
   std::deque<Deferred> deferred;
-  size_t reserved = 0;
   Pool& pool_of(const Block* block) { return block->is_small ? small : large; }
 };
 
@@ -101,11 +100,8 @@ void free_block(Cache& cache, Block* block) {
 }
 
 // Frees blocks whose other streams are done with them, in the order in which they were released.
-void free_deferred(Cache& cache, bool waits) {
+void free_deferred(Cache& cache) {
   for (auto it = cache.deferred.begin(); it != cache.deferred.end();) {
-    if (waits) {
-      for (auto* event : it->events) synchronize(event);
-    }
     const bool is_free = std::all_of(it->events.begin(), it->events.end(), [](Event* event) { return is_done(event); });
     if (!is_free) {
       ++it;
@@ -117,7 +113,7 @@ void free_deferred(Cache& cache, bool waits) {
   }
 }
 
-// cudaMalloc and cudaFree may wait until GPUs are idle.
+// cudaMalloc may wait until GPUs are idle.
 void wait_as_cuda_malloc(int device) {
   static const long waits = setting("SIM_MALLOC_WAITS", 0);
   for (int i = 0; i < device_count(); i++) {
@@ -125,39 +121,14 @@ void wait_as_cuda_malloc(int device) {
   }
 }
 
-Block* cuda_malloc(Cache& cache, int device, Stream* stream, size_t size, bool is_small) {
-  static const size_t limit = static_cast<size_t>(setting("SIM_MEMORY_MB", 1 << 20)) * MiB;
+Block* cuda_malloc(int device, Stream* stream, size_t size, bool is_small) {
   count(device, Counter::CudaMallocs);
   log_event(device, "cudaMalloc", "", size);
   wait_as_cuda_malloc(device);
-  if (cache.reserved + size > limit) return nullptr;
-  cache.reserved += size;
   count(device, Counter::ReservedBytes, static_cast<long>(size));
   auto* block = new Block{device, stream, take_segment(size), size, is_small};
   poison(block->address, size);
   return block;
-}
-
-// Gives all segments without an allocated block back to the device.
-void release_cached(Cache& cache, int device) {
-  free_deferred(cache, true);
-  for (auto* pool : {&cache.small, &cache.large}) {
-    for (auto it = pool->begin(); it != pool->end();) {
-      auto* block = *it;
-      if (block->previous != nullptr || block->next != nullptr) {
-        ++it;
-        continue;
-      }
-      it = pool->erase(it);
-      count(device, Counter::CudaFrees);
-      log_event(device, "cudaFree", "", block->size);
-      synchronize_device(device, "cudaFree");
-      cache.reserved -= block->size;
-      count(device, Counter::ReservedBytes, -static_cast<long>(block->size));
-      give_segment(block->address, block->size);
-      delete block;
-    }
-  }
 }
 
 // Returns the smallest free block of the stream that is large enough, or null.
@@ -197,7 +168,7 @@ Block* take_block(void* pointer) {
 void* allocate(int device, Stream* stream, size_t requested) {
   auto& cache = cache_of(device);
   std::lock_guard<std::mutex> lock(cache.mutex);
-  free_deferred(cache, false);
+  free_deferred(cache);
   const size_t size = rounded_to(std::max<size_t>(requested, 1), min_block);
   const bool is_small = size <= max_small;
   auto& pool = is_small ? cache.small : cache.large;
@@ -206,12 +177,7 @@ void* allocate(int device, Stream* stream, size_t requested) {
     const size_t segment = is_small                 ? small_segment
                            : size < min_own_segment ? large_segment
                                                     : rounded_to(size, own_segment_multiple);
-    block = cuda_malloc(cache, device, stream, segment, is_small);
-    if (block == nullptr) {
-      release_cached(cache, device);
-      block = cuda_malloc(cache, device, stream, segment, is_small);
-    }
-    if (block == nullptr) return nullptr;
+    block = cuda_malloc(device, stream, segment, is_small);
   }
   split(cache, block, size);
   block->is_allocated = true;

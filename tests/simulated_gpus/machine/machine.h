@@ -90,7 +90,7 @@ Elapsed elapsed_ms(Event* start, Event* end, double* milliseconds);
 // --- memory ---
 
 // Returns memory from the caching allocator, as c10::cuda::CUDACachingAllocator: it may be used at once in the order of
-// `stream`. Null if the GPU has no memory left.
+// `stream`. A GPU never runs out of memory.
 void* allocate(int device, Stream* stream, size_t size);
 // Gives memory back. The allocator's stream may reuse it at once; streams named by `record_use` are waited for.
 void release(void* pointer);
@@ -115,7 +115,7 @@ struct Access {
 // --- the report (SIM_REPORT) ---
 
 enum class Counter {
-  Launches, CudaMallocs, CudaFrees, PinnedMallocs, HostWaits, HostWaitsBehindNccl, NcclOperations, NcclThreads, Contexts,
+  Launches, CudaMallocs, PinnedMallocs, HostWaits, HostWaitsBehindNccl, NcclOperations, NcclThreads, Contexts,
   ReservedBytes
 };
 void count(int device, Counter counter, long amount = 1);

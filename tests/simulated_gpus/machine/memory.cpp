@@ -12,19 +12,17 @@
 
 namespace sim {
 
-// One range of addresses for all GPUs, so that one protection key covers it. Segments come back by size.
+// One range of addresses for all GPUs, so that one protection key covers it. Segments are kept.
 struct Arena {
   static constexpr size_t size = size_t{1} << 38;
   char* next = nullptr;
   int key = -1;
-  std::map<size_t, std::vector<char*>> free;
   std::mutex mutex;
 
   Arena() {
     void* all = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (all == MAP_FAILED) abort();
     next = static_cast<char*>(all);
-    if (setting("SIM_PROTECT", 1) == 0) return;
     key = pkey_alloc(0, PKEY_DISABLE_ACCESS);
     if (key >= 0 && pkey_mprotect(all, size, PROT_READ | PROT_WRITE, key) != 0) abort();
   }
@@ -37,20 +35,9 @@ static Arena& arena() {
 
 char* take_segment(size_t size) {
   std::lock_guard<std::mutex> lock(arena().mutex);
-  auto& same = arena().free[size];
-  if (!same.empty()) {
-    char* segment = same.back();
-    same.pop_back();
-    return segment;
-  }
   char* segment = arena().next;
   arena().next += size;
   return segment;
-}
-
-void give_segment(char* segment, size_t size) {
-  std::lock_guard<std::mutex> lock(arena().mutex);
-  arena().free[size].push_back(segment);
 }
 
 static thread_local int accesses = 0;
@@ -62,8 +49,7 @@ Access::~Access() {
 }
 
 void poison(void* pointer, size_t size) {
-  static const bool is_on = setting("SIM_POISON", 1) != 0;
-  if (!is_on || size == 0) return;
+  if (size == 0) return;
   Access access;
   memset(pointer, 0xff, size);
 }

@@ -7,6 +7,5 @@ namespace sim {
 
 // Returns memory of the arena, as cudaMalloc does. `size` in bytes.
 char* take_segment(size_t size);
-void give_segment(char* segment, size_t size);
 
 }  // namespace sim

@@ -18,7 +18,7 @@
 namespace sim {
 namespace {
 
-constexpr const char* names[] = {"launches", "cuda_mallocs", "cuda_frees", "pinned_mallocs", "host_waits",
+constexpr const char* names[] = {"launches", "cuda_mallocs", "pinned_mallocs", "host_waits",
                                  "host_waits_behind_nccl", "nccl_operations", "nccl_threads", "contexts",
                                  "reserved_bytes"};
 constexpr size_t counters = sizeof names / sizeof *names;

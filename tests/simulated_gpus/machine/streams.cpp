@@ -58,7 +58,7 @@ static Stream* make_stream(int device) {
   auto* stream = new Stream{};
   stream->device = device;
   stream->number = static_cast<int>(of_device.size());
-  stream->delay_us = setting(stream->number == 0 ? "SIM_DELAY_MAIN_US" : "SIM_DELAY_SIDE_US", 0);
+  stream->delay_us = stream->number == 0 ? setting("SIM_DELAY_MAIN_US", 0) : 0;
   of_device.push_back(stream);
   return stream;
 }

@@ -1,9 +1,8 @@
 // The functions of libnccl.so.2 that ddp-mp calls.
 //
-// A communicator with `blocking = 0` launches on a thread of each group. It answers "in progress" until then and for some
-// polls more, and refuses calls meanwhile.
+// A communicator launches on a thread of each group. It answers "in progress" until then and for some polls more, and
+// refuses calls meanwhile.
 
-#include <climits>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -53,20 +52,14 @@ thread_local int group_depth = 0;
 thread_local std::vector<Launch> group;
 thread_local Result group_error = Success;
 
-// Calls `work`, which launches: at once if the communicator blocks, or else on a thread.
+// Calls `work`, which launches, on a thread.
 Result launch(Comm comm, std::function<void()> work) {
   comm->outstanding++;
-  if (comm->is_blocking) {
-    work();
-    return Success;
-  }
-  static const long latency_us = sim::setting("SIM_NCCL_LAUNCH_US", 0);
   if (comm->launcher.joinable()) comm->launcher.join();
   comm->is_launching = true;
   begin_polls(comm);
   try {
     comm->launcher = std::thread([comm, work = std::move(work)] {
-      sim::sleep_us(latency_us);
       work();
       comm->is_launching = false;
     });
@@ -155,21 +148,15 @@ struct Config {
   int blocking;
 };
 constexpr unsigned config_magic = 0xcafebeef;
-constexpr int undefined = INT_MIN;
 
-Result read_config(const Config* config, bool* is_blocking) {
-  *is_blocking = true;
-  const long in_environment = sim::setting("NCCL_COMM_BLOCKING", undefined);
-  if (config == nullptr) return Success;
-  const size_t known = config->size < offsetof(Config, blocking) + sizeof(int) ? 0 : config->size;
-  if (known == 0 || config->magic != config_magic) {
+// The program must not let a communicator block: its call would not come back from a failure of another rank.
+Result check_config(const Config* config) {
+  if (config == nullptr || config->size < offsetof(Config, blocking) + sizeof(int) || config->magic != config_magic) {
     return failed(InvalidArgument, "ncclConfig_t argument not initialized via NCCL_CONFIG_INITIALIZER");
   }
-  const int blocking = config->version < 21400 ? undefined : config->blocking;
-  if (blocking != undefined && blocking != 0 && blocking != 1) {
-    return failed(InvalidArgument, "Invalid config blocking attribute value " + std::to_string(blocking));
+  if (config->version < 21400 || config->blocking != 0) {
+    return failed(InvalidArgument, "Invalid config blocking attribute value " + std::to_string(config->blocking));
   }
-  *is_blocking = (in_environment == 0 || in_environment == 1 ? in_environment : blocking) != 0;
   return Success;
 }
 
@@ -241,14 +228,12 @@ const char* ncclGetLastError(Comm) { return last_error; }
 
 int ncclCommInitRankConfig(Comm* comm, int size, UniqueId id, int rank, const Config* config) {
   if (size < 1 || rank < 0 || rank >= size) return failed(InvalidArgument, "Invalid rank requested");
-  bool is_blocking = true;
-  if (auto refused = read_config(config, &is_blocking)) return refused;
+  if (auto refused = check_config(config)) return refused;
   auto* fresh = new ncclComm;
   fresh->id = id;
   fresh->rank = rank;
   fresh->size = size;
   fresh->device = sim::current_device();
-  fresh->is_blocking = is_blocking;
   fresh->inbox = std::make_shared<Inbox>(size);
   *comm = fresh;
   register_inbox(id, rank, fresh->inbox);
@@ -256,13 +241,7 @@ int ncclCommInitRankConfig(Comm* comm, int size, UniqueId id, int rank, const Co
   const auto fault = fault_at(true, rank, count_communicators(rank));
   if (fault == FaultKind::None) fresh->bootstrap = std::thread(bootstrap, fresh);
   begin_polls(fresh);
-  if (!is_blocking) return InProgress;
-  fresh->inbox->wait_until([&] { return fresh->is_joined || fresh->error != Success; });
-  return fresh->error == Success ? Success : failed(static_cast<Result>(fresh->error.load()), fresh->error_text);
-}
-
-int ncclCommInitRank(Comm* comm, int size, UniqueId id, int rank) {
-  return ncclCommInitRankConfig(comm, size, id, rank, nullptr);
+  return InProgress;
 }
 
 int ncclCommGetAsyncError(Comm comm, int* state) {
@@ -280,9 +259,7 @@ int ncclCommFinalize(Comm comm) {
     peer->post({Message::Kind::Finalize, {}, {}, 0}, nullptr);
     peer->flush();
   }
-  if (!comm->is_blocking) return InProgress;
-  while (comm->error == Success && !is_final(comm)) sim::sleep_us(100);
-  return comm->error;
+  return InProgress;
 }
 
 int ncclCommDestroy(Comm comm) {
@@ -294,23 +271,6 @@ int ncclCommDestroy(Comm comm) {
 int ncclCommAbort(Comm comm) {
   check_alive(comm, "ncclCommAbort");
   end(comm, true);
-  return Success;
-}
-
-int ncclCommCount(Comm comm, int* count) {
-  *count = comm->size;
-  return Success;
-}
-int ncclCommUserRank(Comm comm, int* rank) {
-  *rank = comm->rank;
-  return Success;
-}
-int ncclCommCuDevice(Comm comm, int* device) {
-  *device = comm->device;
-  return Success;
-}
-int ncclCommGetUniqueId(Comm comm, UniqueId* id) {
-  *id = comm->id;
   return Success;
 }
 
@@ -337,9 +297,6 @@ int ncclReduce(const void* input, void* output, size_t count, int type, int redu
 }
 int ncclBroadcast(const void* input, void* output, size_t count, int type, int root, Comm comm, sim::Stream* stream) {
   return add(comm, stream, {{Broadcast, DataType(type), Sum, root, count}, input, output});
-}
-int ncclBcast(void* buffer, size_t count, int type, int root, Comm comm, sim::Stream* stream) {
-  return ncclBroadcast(buffer, buffer, count, type, root, comm, stream);
 }
 int ncclAllGather(const void* input, void* output, size_t count, int type, Comm comm, sim::Stream* stream) {
   return add(comm, stream, {{AllGather, DataType(type), Sum, 0, count}, input, output});

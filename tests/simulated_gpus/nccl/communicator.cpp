@@ -23,10 +23,7 @@ bool is_final(Comm comm) {
   return true;
 }
 
-void begin_polls(Comm comm) {
-  static const long polls = sim::setting("SIM_NCCL_POLLS", 2);
-  if (!comm->is_blocking) comm->polls_left = static_cast<int>(polls);
-}
+void begin_polls(Comm comm) { comm->polls_left = 2; }
 
 Result poll(Comm comm) {
   if (comm->error != Success) return static_cast<Result>(comm->error.load());

@@ -27,12 +27,11 @@ struct ncclComm {
   uint64_t state = alive;
   sim_nccl::UniqueId id;
   int rank, size, device;
-  bool is_blocking;
 
   std::shared_ptr<sim_nccl::Inbox> inbox;
   sim_nccl::Group group;
   std::thread bootstrap;
-  std::thread launcher;             // of the last group, if the communicator does not block
+  std::thread launcher;             // of the last group
   std::atomic<bool> is_launching{false};
   std::atomic<bool> is_joined{false};
   sim_nccl::Stop is_aborted{false};
@@ -57,7 +56,7 @@ void fail(Comm comm, Result result, const std::string& reason);
 Result poll(Comm comm);
 // Whether nothing is left to do after ncclCommFinalize.
 bool is_final(Comm comm);
-// Has the next SIM_NCCL_POLLS polls answer "in progress".
+// Has the next two polls answer "in progress".
 void begin_polls(Comm comm);
 
 // --- faults (SIM_NCCL_FAULT) ---

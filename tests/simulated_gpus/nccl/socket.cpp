@@ -31,47 +31,13 @@ std::string Address::text() const {
   return text;
 }
 
-static bool parse_address(const std::string& text, Address* address) {
-  auto& v4 = reinterpret_cast<sockaddr_in&>(address->bytes);
-  if (inet_pton(AF_INET, text.c_str(), &v4.sin_addr) == 1) {
-    v4.sin_family = AF_INET;
-    return true;
-  }
-  auto& v6 = reinterpret_cast<sockaddr_in6&>(address->bytes);
-  if (inet_pton(AF_INET6, text.c_str(), &v6.sin6_addr) != 1) return false;
-  v6.sin6_family = AF_INET6;
-  return true;
-}
-
-// NCCL_SOCKET_IFNAME is a list of prefixes; "=" in front makes them whole names, "^" excludes them.
-static bool is_wanted(const std::string& name, std::string list) {
-  const bool excludes = !list.empty() && list[0] == '^';
-  if (excludes) list.erase(0, 1);
-  const bool is_exact = !list.empty() && list[0] == '=';
-  if (is_exact) list.erase(0, 1);
-  bool is_listed = false;
-  for (size_t from = 0; from <= list.size();) {
-    const size_t to = std::min(list.find(',', from), list.size());
-    const auto word = list.substr(from, to - from);
-    is_listed |= !word.empty() && (is_exact ? name == word : name.rfind(word, 0) == 0);
-    from = to + 1;
-  }
-  return is_listed != excludes;
-}
-
 bool choose_address(Address* address, std::string* reason) {
-  const auto given = sim::text_setting("SIM_NCCL_ADDRESS");
-  if (!given.empty()) {
-    *reason = "SIM_NCCL_ADDRESS=" + given + " is no address";
-    return parse_address(given, address);
-  }
   ifaddrs* all = nullptr;
   if (getifaddrs(&all) != 0) {
     *reason = "getifaddrs: " + std::string(strerror(errno));
     return false;
   }
-  const auto list = sim::text_setting("NCCL_SOCKET_IFNAME");
-  // As NCCL: loopback and docker's bridge only where there is nothing else, or where they are named.
+  // As NCCL: loopback and docker's bridge only where there is nothing else.
   int best = 0;
   for (auto* each = all; each != nullptr; each = each->ifa_next) {
     if (each->ifa_addr == nullptr || (each->ifa_flags & IFF_UP) == 0) continue;
@@ -82,7 +48,6 @@ bool choose_address(Address* address, std::string* reason) {
       continue;
     }
     const std::string name = each->ifa_name;
-    if (!list.empty() && !is_wanted(name, list)) continue;
     const int rank = (name == "lo" ? 1 : name.rfind("docker", 0) == 0 ? 2 : 3) * 2 + (family == AF_INET ? 1 : 0);
     if (rank <= best) continue;
     best = rank;

@@ -34,8 +34,7 @@ class File {
 
 using Stop = std::atomic<bool>;
 
-// Chooses this host's address: SIM_NCCL_ADDRESS, or an interface as NCCL does (NCCL_SOCKET_IFNAME). Port 0. Returns
-// false and a reason if there is none.
+// Chooses this host's address, by an interface, as NCCL does. Port 0. Returns false and a reason if there is none.
 bool choose_address(Address* address, std::string* reason);
 // Listens on a free port and writes it to `address`.
 File listen_on(Address* address);

@@ -34,6 +34,17 @@ unsafe impl Send for CollectiveFingerprint {}
 // SAFETY: likewise.
 unsafe impl Sync for CollectiveFingerprint {}
 
+/// Returns the element of `rank` for a collective, at one place of its tensor.
+fn input(sequence: u64, rank: usize, place: usize) -> f32 {
+    (sequence as usize + 7 * rank + place) as f32
+}
+
+/// Returns the sum of `len` elements of each of the inputs.
+fn sum<'a>(inputs: &'a [*mut u8], outputs: &'a [*mut u8], len: usize) -> element::Reduction<'a> {
+    let kinds = element::Kinds::same(Kind::Float);
+    element::Reduction { kinds, inputs, outputs, len, op: ReduceOp::Sum }
+}
+
 /// One rank, its tensor, and its random state.
 struct Rank {
     rank: usize,
@@ -77,30 +88,28 @@ impl Rank {
 
     /// Reduces the announced elements into this rank's tensor, and leaves at once.
     fn all_reduce_contents(&mut self, sequence: u64) {
-        let input = |rank: usize, place: usize| (sequence as usize + 7 * rank + place) as f32;
         self.delay();
         let rank = self.rank;
         let publish = |place: &mut CollectiveFingerprint| {
             place.sequence = sequence;
-            place.contents = std::array::from_fn(|place| input(rank, place));
+            place.contents = std::array::from_fn(|place| input(sequence, rank, place));
             Ok(())
         };
         self.slot.exchange(AT, MINUTE, publish).unwrap();
         self.delay();
         let contents = |theirs: &CollectiveFingerprint| theirs.contents.as_ptr().cast_mut().cast();
         let inputs: Vec<*mut u8> = self.slot.published().map(contents).collect();
-        let reduction = element::Reduction {
-            kinds: element::Kinds::same(Kind::Float),
-            inputs: &inputs,
-            outputs: &[self.tensor.as_mut_ptr().cast()],
-            len: CONTENTS,
-            op: ReduceOp::Sum,
-        };
+        let output = [self.tensor.as_mut_ptr().cast()];
         // SAFETY: no rank writes to these announcements before all have entered the next exchange, and no other rank
         // touches this tensor.
-        unsafe { element::reduce(reduction) };
-        for place in 0..CONTENTS {
-            let sum: f32 = (0..inputs.len()).map(|rank| input(rank, place)).sum();
+        unsafe { element::reduce(sum(&inputs, &output, CONTENTS)) };
+        self.has_sum(sequence, inputs.len(), CONTENTS);
+    }
+
+    /// Checks the first `len` elements.
+    fn has_sum(&self, sequence: u64, world_size: usize, len: usize) {
+        for place in 0..len {
+            let sum: f32 = (0..world_size).map(|rank| input(sequence, rank, place)).sum();
             assert_eq!(self.tensor[place], sum);
         }
     }
@@ -113,9 +122,8 @@ impl Rank {
         at_last: impl FnOnce(),
     ) -> Result<()> {
         let rank = self.rank;
-        let input = |rank: usize, place: usize| (sequence as usize + 7 * rank + place) as f32;
         for place in 0..NUMEL {
-            self.tensor[place] = input(rank, place);
+            self.tensor[place] = input(sequence, rank, place);
         }
         let tensors = self.exchange(sequence, timeout)?;
         let part = NUMEL.div_ceil(tensors.len());
@@ -123,22 +131,12 @@ impl Rank {
         let start = |tensor: &*mut f32| tensor.wrapping_add(slice.start).cast();
         let places: Vec<*mut u8> = tensors.iter().map(start).collect();
         self.slot.and_leave_together(|| {
-            let reduction = element::Reduction {
-                kinds: element::Kinds::same(Kind::Float),
-                inputs: &places,
-                outputs: &places,
-                len: slice.len(),
-                op: ReduceOp::Sum,
-            };
             // SAFETY: all ranks have met, each of them writes to its own slice, and all tensors stay where
             // they are until all have left.
-            unsafe { element::reduce(reduction) };
+            unsafe { element::reduce(sum(&places, &places, slice.len())) };
             at_last();
         });
-        for place in 0..NUMEL {
-            let sum: f32 = (0..tensors.len()).map(|rank| input(rank, place)).sum();
-            assert_eq!(self.tensor[place], sum);
-        }
+        self.has_sum(sequence, tensors.len(), NUMEL);
         Ok(())
     }
 
@@ -179,86 +177,63 @@ fn on_threads<R: Send>(
     })
 }
 
-fn are_all_the_same(done: &[u64]) -> bool {
-    done.iter().all(|theirs| *theirs == done[0])
+/// Does `work` so many times on 1 to 4 ranks.
+fn repeatedly(times: u64, work: impl Fn(&mut Rank, u64) + Copy + Send) {
+    for world_size in 1..=4 {
+        on_threads(world_size, 0, move |mut rank| {
+            (0..times).for_each(|sequence| work(&mut rank, sequence));
+            rank.go();
+        });
+    }
 }
 
 #[test]
 fn repeated_exchanges_have_no_race() {
-    for world_size in 2..=4 {
-        on_threads(world_size, 0, |mut rank| {
-            for sequence in 0..500 {
-                rank.exchange(sequence, MINUTE).unwrap();
-            }
-            rank.go();
-        });
-    }
+    repeatedly(500, |rank, sequence| drop(rank.exchange(sequence, MINUTE).unwrap()));
 }
 
 #[test]
 fn repeated_reductions_have_no_race() {
-    for world_size in 1..=4 {
-        on_threads(world_size, 0, |mut rank| {
-            for sequence in 0..200 {
-                rank.all_reduce(sequence, MINUTE, || ()).unwrap();
-            }
-            rank.go();
-        });
-    }
+    repeatedly(200, |rank, sequence| rank.all_reduce(sequence, MINUTE, || ()).unwrap());
 }
 
 #[test]
 fn repeated_reductions_of_announcements_have_no_race() {
-    for world_size in 1..=4 {
-        on_threads(world_size, 0, |mut rank| {
-            for sequence in 0..400 {
-                if sequence % 5 == 4 {
-                    rank.all_reduce(sequence, MINUTE, || ()).unwrap();
-                } else {
-                    rank.all_reduce_contents(sequence);
-                }
-            }
+    repeatedly(400, |rank, sequence| match sequence % 5 {
+        4 => rank.all_reduce(sequence, MINUTE, || ()).unwrap(),
+        _ => rank.all_reduce_contents(sequence),
+    });
+}
+
+/// Tries often to do four reductions, with the time-out that `before` returns, and checks that all ranks do equally many.
+fn all_do_the_same(before: impl Fn(&mut Rank, u64) -> Duration + Copy + Send) {
+    for attempt in 0..100 {
+        let done = on_threads(3, attempt, move |mut rank| {
+            let is_done = |sequence: &u64| {
+                let timeout = before(&mut rank, attempt);
+                rank.all_reduce(*sequence, timeout, || ()).is_ok()
+            };
+            let done = (0..4).take_while(is_done).count();
             rank.go();
+            done
         });
+        assert!(done.iter().all(|theirs| *theirs == done[0]), "{done:?}");
     }
 }
 
 #[test]
 fn failure_at_any_moment_has_no_race() {
-    for attempt in 0..100 {
-        let done = on_threads(3, attempt, |mut rank| {
-            for sequence in 0..4 {
-                if rank.rank == attempt as usize % 3 && rank.random_below(4) == 0 {
-                    rank.run.report(rank.rank, None, "the cause".into());
-                }
-                if rank.all_reduce(sequence, MINUTE, || ()).is_err() {
-                    rank.go();
-                    return sequence;
-                }
-            }
-            rank.go();
-            4
-        });
-        assert!(are_all_the_same(&done), "{done:?}");
-    }
+    all_do_the_same(|rank, attempt| {
+        if rank.rank == attempt as usize % 3 && rank.random_below(4) == 0 {
+            rank.run.report(rank.rank, None, "the cause".into());
+        }
+        MINUTE
+    });
 }
 
 #[test]
 fn timeout_at_any_moment_has_no_race() {
-    for attempt in 0..100 {
-        let done = on_threads(3, attempt, |mut rank| {
-            for sequence in 0..4 {
-                let timeout = Duration::from_micros(rank.random_below(500));
-                if rank.all_reduce(sequence, timeout, || ()).is_err() {
-                    rank.go();
-                    return sequence;
-                }
-            }
-            rank.go();
-            4
-        });
-        assert!(are_all_the_same(&done), "{done:?}");
-    }
+    all_do_the_same(|rank, _| Duration::from_micros(rank.random_below(500)));
 }
 
 /// Its tensor is there until the others are through.
