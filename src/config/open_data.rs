@@ -122,7 +122,7 @@ impl Config {
             return Ok((self, Data { training: dataset, validation: None, notes }));
         };
         let (training, validation) = random_split(dataset.len(), fraction, seed)
-            .map_err(|error| Error::usage(format!("{}: {error}", self.name_of("val_fraction"))))?;
+            .map_err(|error| error.named(self.name_of("val_fraction")))?;
         self.data.num_samples = Some(training.len() as i64);
         let training = Arc::new(Subset::new(dataset.clone(), training));
         let validation: Arc<dyn Dataset> = Arc::new(Subset::new(dataset, validation));

@@ -132,8 +132,7 @@ impl BenchFlags {
     fn check(&self, world_size: usize) -> Result<()> {
         let refuse = |why: String| Err(Error::usage(why));
         if let Some(operation) = self.op.reduction() {
-            let allowed = self.reduce_op.check_kind(operation, self.dtype);
-            allowed.or_else(|error| refuse(error.to_string()))?;
+            self.reduce_op.check_kind(operation, self.dtype)?;
         }
         if self.op == CommOp::IsendIrecv && world_size == 1 {
             return refuse("send-recv needs 2 ranks; use --nproc-per-node 2 or more".into());

@@ -139,7 +139,7 @@ fn check(flags: &CommFlags, ops: &[ShownOp], backend: Backend, world_size: usize
     }
     for operation in ops.iter().filter_map(|shown| shown.op.reduction()) {
         backend.check_reduction(operation, reduce_op, dtype).map_err(|error| {
-            Error::usage(format!("--reduce-op {reduce_op} --dtype {}: {error}", dtype_name(dtype)))
+            error.named(format_args!("--reduce-op {reduce_op} --dtype {}", dtype_name(dtype)))
         })?;
     }
     Ok(())

@@ -102,11 +102,11 @@ impl CallSlot {
         extras: Extras,
         moves: bool,
     ) -> Result<()> {
-        let Self { own, host } = self;
-        if host.is_some() {
+        if self.host.is_some() {
             // After a failure the others may still read what this rank has announced.
-            own.barrier().run().check(own.barrier().members()[own.rank()])?;
+            self.check()?;
         }
+        let Self { own, host } = self;
         let (rank, parity) = (own.rank(), own.parity());
         let timeout = timeout(own, call);
         own.exchange(call.at(), timeout, |announced| {
@@ -167,7 +167,7 @@ impl CallSlot {
         let result = self.report_failure(work())?;
         let timeout = timeout(&self.own, call);
         self.barrier().wait_at_most(self.rank(), call.at(), timeout)?;
-        host.take_results(self.rank(), self.announced());
+        host.take_results(self.announced());
         Ok(result)
     }
 

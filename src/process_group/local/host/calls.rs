@@ -150,8 +150,8 @@ impl HostCalls {
     }
 
     /// Copies this rank's results from where the others have written them into its own tensors.
-    pub(crate) fn take_results(&self, rank: usize, mine: &CollectiveFingerprint) {
-        for (from, to) in self.published[rank].outputs.iter().zip(&mine.outputs) {
+    pub(crate) fn take_results(&self, mine: &CollectiveFingerprint) {
+        for (from, to) in self.published[self.rank].outputs.iter().zip(&mine.outputs) {
             if from.data != to.data {
                 let size = num_bytes(mine.kind, to.numel);
                 // SAFETY: both have this many bytes: the room for tensors of this rank, and its own tensor.
