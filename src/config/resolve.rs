@@ -328,7 +328,8 @@ mod tests {
             ("loss = \"cross-entropy\"", "--loss: cross-entropy over one column is always 0"),
             (
                 "inject_fault = \"melt:rank=0,at=step\"",
-                "invalid value 'melt:rank=0,at=step' for '--inject-fault <KIND:rank=R,at=STAGE[,step=N]>': KIND \"melt\" is not one of",
+                "invalid value 'melt:rank=0,at=step' for '--inject-fault <KIND:rank=R,at=STAGE[,step=N]>': \"melt\" is wrong; write KIND:rank=R,\
+                 at=STAGE[,step=N][,in=PLACE]. KIND: error, ",
             ),
             (
                 "resume = \"\"",

@@ -22,7 +22,7 @@ use super::{ProcessGroup, ReduceOp};
 use crate::error::{Error, Result};
 use crate::ffi::{self, TensorFacts};
 use crate::operation::Operation;
-use crate::runtime::{CallSite, FaultSite, SpanId};
+use crate::runtime::{CallSite, SpanId};
 
 impl ProcessGroup {
     /// Runs a collective on tensors that need not be contiguous. `shape` must be the same on all ranks.
@@ -143,14 +143,7 @@ impl ProcessGroup {
     ) -> Result<(T, SpanId)> {
         let mut side = self.side()?;
         let before = self.activity().enter(call.operation, side.sequence);
-        let site = match call.operation {
-            Operation::Broadcast => Some(FaultSite::Broadcast),
-            Operation::Barrier => Some(FaultSite::Barrier),
-            _ => None,
-        };
-        if let Some(site) = site {
-            self.run().fault_point(self.global_rank(), site, 0)?;
-        }
+        self.run().fault_point(self.global_rank(), call.operation, 0)?;
         let call_site = Some(self.call_site_of(call_site));
         let call = Call { sequence: side.sequence, call_site, ..call };
         side.sequence += 1;

@@ -30,12 +30,12 @@ use crate::config::{Config, Data};
 use crate::error::{Error, Result, counted};
 use crate::ffi::cuda::Cuda;
 use crate::launch::{
-    FaultKind, JoinedLaunch, Launch, LaunchKind, Live, Rank, Restarts, RunView, ShownView, Spawn,
-    SpawnError, StopReason, StopRequest, await_termination, end_at_signals_in, status_signal,
-    stop_on_signals,
+    JoinedLaunch, Launch, LaunchKind, Live, Rank, Restarts, RunView, ShownView, Spawn, SpawnError,
+    StopReason, StopRequest, await_termination, end_at_signals_in, status_signal, stop_on_signals,
 };
 use crate::os::{cores, terminal::screen_problem};
 use crate::process_group::ProcessGroup;
+use crate::runtime::FaultKind;
 use crate::telemetry::{Event, LogFormat, MetricsLogger, Printer, Start};
 use artifacts::{RunArtifacts, continues};
 use end_messages::outcome;
@@ -173,9 +173,10 @@ impl Session {
         let notes = joined_launch.notes().into_iter().chain(data.notes.iter().cloned());
         let schedule_note = config.schedule_note(world_size);
         let ranks_here = joined_launch.placement.devices.len();
-        let kill = config.launch.inject_fault.filter(|fault| fault.kind == FaultKind::Kill);
-        if let Some(fault) =
-            kill.filter(|_| ranks_here > 1 && joined_launch.launch.restart_count == 0)
+        if let Some(fault) = &config.launch.inject_fault
+            && fault.kind == FaultKind::Kill
+            && ranks_here > 1
+            && joined_launch.launch.restart_count == 0
         {
             printer.info(&format!(
                 "--inject-fault {fault} ends all {ranks_here} ranks of the process of rank {} without a report, because \

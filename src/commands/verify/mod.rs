@@ -89,8 +89,7 @@ pub fn verify(
 /// Refuses options with which N ranks do not equal one rank.
 fn check_options(config: &Config, steps: u64) -> Result<()> {
     let Config { model, data, training, .. } = config;
-    let (kind, fault) = (model.kind, config.launch.inject_fault);
-    let is_skip = fault.is_none_or(|fault| fault.kind == FaultKind::SkipSample);
+    let kind = model.kind;
     let dropped = if data.drop_last { "--drop-last" } else { "--drop-last-batch" };
     let with_adamw = config.optimization.optimizer == OptimizerKind::AdamW;
     let refused = [
@@ -122,22 +121,14 @@ fn check_options(config: &Config, steps: u64) -> Result<()> {
             training.amp != Amp::Off,
             "--amp: verify's bound holds for float32, and --amp rounds more; remove it".into(),
         ),
-        (
-            !is_skip,
-            fault.map_or(String::new(), |fault| {
-                format!("--inject-fault: verify injects skip-sample only, not {fault}; remove it")
-            }),
-        ),
-        (
-            fault.is_some_and(|fault| fault.step >= steps),
-            fault.map_or(String::new(), |fault| {
-                let (step, last) = (fault.step, steps - 1);
-                format!("--inject-fault: there is no step {step}; verify makes steps 0 to {last}")
-            }),
-        ),
     ];
     let problem = refused.into_iter().find_map(|(is_refused, text)| is_refused.then_some(text));
-    match problem {
+    let fault = config.launch.inject_fault.as_ref().and_then(|fault| match fault.kind {
+        // Ranks and samples are checked later.
+        FaultKind::SkipSample => fault.check(usize::MAX, steps, u64::MAX).err(),
+        _ => Some(format!("verify injects skip-sample only, not {fault}; remove it")),
+    });
+    match problem.or(fault.map(|problem| format!("--inject-fault: {problem}"))) {
         Some(problem) => Err(Error::usage(problem)),
         None => Ok(()),
     }

@@ -14,8 +14,8 @@ use super::primitives::{
     current, park, park_timeout, yield_now,
 };
 use super::{
-    CancelToken, Deadline, Failure, Fault, FaultSite, FlightRecorder, Instant, NetworkModel,
-    PeerStatus, RemoteSnapshots, Watchdog,
+    CancelToken, Deadline, Failure, Fault, FlightRecorder, Instant, NetworkModel, PeerStatus,
+    RemoteSnapshots, Watchdog,
 };
 use crate::error::{Error, MissingRank, Result, Suspects};
 use crate::operation::{OpId, Operation};
@@ -170,12 +170,9 @@ impl RunContext {
         self.threads[rank].lock().is_none()
     }
 
-    /// Triggers the planned fault if it is for `rank` at this place.
-    pub(crate) fn fault_point(&self, rank: usize, at: FaultSite, step: u64) -> Result<()> {
-        match self.fault {
-            Some(fault) => fault.trigger(rank, at, step),
-            None => Ok(()),
-        }
+    /// Triggers the planned fault if it is for `rank` at this operation.
+    pub(crate) fn fault_point(&self, rank: usize, at: Operation, step: u64) -> Result<()> {
+        self.fault.as_ref().map_or(Ok(()), |fault| fault.trigger(rank, at, step))
     }
 
     /// Returns an error if a rank has failed, so that `rank` stops.
