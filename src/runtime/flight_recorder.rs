@@ -21,7 +21,8 @@ pub(crate) const ENTRIES: usize = if cfg!(loom) { 1 } else { 1024 };
 /// The entries of all ranks of a run, at most `keeps` per rank.
 #[derive(Debug)]
 pub(crate) struct FlightRecorder {
-    began: std::time::Instant,
+    /// The time at which the recorder's clock started.
+    pub began: std::time::Instant,
     /// The same time on the clock of the entries.
     clock: Instant,
     /// The number of newest entries kept per rank.
@@ -136,11 +137,6 @@ impl FlightRecorder {
         };
         let (began, clock) = (std::time::Instant::now(), Instant::now());
         Self { began, clock, keeps, ranks: (0..ranks).map(ring).collect() }
-    }
-
-    /// Returns the time at which the recorder's clock started.
-    pub(crate) fn began(&self) -> std::time::Instant {
-        self.began
     }
 
     /// Returns whether more entries than usual are kept, for a trace of all of them.

@@ -90,7 +90,7 @@ impl FlightRecorderDump {
         Self {
             process,
             clock,
-            began: recorder.began(),
+            began: recorder.began,
             taken: recorder.now(),
             world_size: run.activity.len(),
             simulates_network: run.network_model.is_some(),
