@@ -30,7 +30,7 @@ pub(crate) use fault::{FaultKind, FlipPlace};
 pub(crate) use flight_recorder::{CallSite, FlightRecorder, OpStart, SpanId, format_call_site};
 pub(crate) use flight_recorder_dump::{Clock, FlightRecorderDump, RankEntries};
 pub(crate) use network_model::NetworkModel;
-pub(crate) use op_entry::{OpEntry, SourceLine, packed as packed_op};
+pub(crate) use op_entry::{OpEntry, SourceLine};
 pub use panics::install_panic_hook;
 pub(crate) use peer_status::{PeerHeartbeat, PeerStatus};
 pub(crate) use remote_snapshots::RemoteSnapshots;
