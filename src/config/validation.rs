@@ -34,7 +34,7 @@ impl Config {
         let Some(fault) = &self.launch.inject_fault else { return Ok(()) };
         let samples = self.training.batch_size as u64 * self.ddp.grad_accum_steps;
         let steps = self.steps(world_size).min(self.training.max_steps.unwrap_or(u64::MAX));
-        let named = |problem| format!("{}: {problem}", self.name_of("inject_fault"));
+        let named = |problem: String| format!("{}: {problem}", self.name_of("inject_fault"));
         fault.check(world_size, steps, samples).map_err(|problem| Error::usage(named(problem)))
     }
 

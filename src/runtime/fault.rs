@@ -106,7 +106,7 @@ impl FromStr for Fault {
 
     fn from_str(text: &str) -> Result<Self> {
         let (name, rest) = text.split_once(':').ok_or_else(|| wrong(text))?;
-        let (mut rank, mut at, mut step, mut place) = (None, None, None, None);
+        let (mut rank, mut at, mut step, mut place) = (None, None::<Operation>, None, None);
         for item in rest.split(',') {
             match item.split_once('=') {
                 Some(("rank", value)) if rank.is_none() => rank = Some(parse(value)?),
@@ -194,8 +194,6 @@ impl Fault {
 
 #[cfg(test)]
 mod tests {
-    use strum::VariantNames;
-
     use super::*;
 
     #[test]
