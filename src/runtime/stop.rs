@@ -181,16 +181,10 @@ impl StopRequest {
             return;
         }
         let is_over = self.time.is_some_and(|(began, time)| began.elapsed() >= time);
-        let reason = match self.asked.load(Ordering::Relaxed) {
-            0 if is_over => StopReason::Time as usize,
-            asked => asked,
-        };
-        if reason != 0 {
-            self.reason.store(reason, Ordering::Relaxed);
+        if let Some(reason) = self.request_reason().or(is_over.then_some(StopReason::Time)) {
+            self.reason.store(reason as usize, Ordering::Relaxed);
             self.last_step.store(step, Ordering::Release);
-            if let Some(reason) = StopReason::from_repr(reason) {
-                self.notify(reason);
-            }
+            self.notify(reason);
         }
     }
 
@@ -209,8 +203,8 @@ impl StopRequest {
             self.reason.store(StopReason::number(reason), Ordering::Relaxed);
             self.last_step.store(last_step, Ordering::Release);
         }
-        if asked.is_some() {
-            self.asked.store(StopReason::number(asked), Ordering::Relaxed);
+        if let Some(asked) = asked {
+            self.ask(asked);
         }
     }
 
