@@ -172,7 +172,10 @@ impl RunContext {
 
     /// Triggers the planned fault if it is for `rank` at this operation.
     pub(crate) fn fault_point(&self, rank: usize, at: Operation, step: u64) -> Result<()> {
-        self.fault.as_ref().map_or(Ok(()), |fault| fault.trigger(rank, at, step))
+        match &self.fault {
+            Some(fault) => fault.trigger(rank, at, step),
+            None => Ok(()),
+        }
     }
 
     /// Returns an error if a rank has failed, so that `rank` stops.
