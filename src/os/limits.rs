@@ -130,8 +130,7 @@ fn explain_threads(error: String) -> String {
 /// limit.
 fn limited_memory() -> Option<[u64; 2]> {
     let limit = getrlimit(Resource::As).current?;
-    let used: u64 = status("VmSize:")?.strip_suffix(" kB")?.parse().ok()?;
-    Some([used << 10, limit])
+    Some([kilobytes_in(STATUS, "VmSize:")?, limit])
 }
 
 fn memory() -> String {
@@ -191,18 +190,28 @@ fn threads() -> String {
             known.push(format!("{whose} {limit}"));
         }
     }
-    let threads = status("Threads:").unwrap_or_else(|| "an unknown number of".into());
+    let threads = line_in(STATUS, "Threads:").unwrap_or_else(|| "an unknown number of".into());
     let threads = format!("this process has {}", counted(threads, "thread"));
     if known.is_empty() { threads } else { format!("{threads}; {}", known.join(", ")) }
 }
 
-/// Returns what the kernel says about this process after `key`.
-fn status(key: &str) -> Option<String> {
-    let status = fs::read_to_string("/proc/self/status").ok()?;
-    status.lines().find_map(|line| line.strip_prefix(key)).map(|value| value.trim().to_owned())
+/// What the kernel says about this process.
+pub(crate) const STATUS: &str = "/proc/self/status";
+
+/// Returns what a file of the kernel says after `key`.
+fn line_in(file: &str, key: &str) -> Option<String> {
+    let text = fs::read_to_string(file).ok()?;
+    text.lines().find_map(|line| line.strip_prefix(key)).map(|value| value.trim().to_owned())
 }
 
-fn number_in(file: &str) -> Option<u64> {
+/// Returns the bytes that a file of the kernel counts after `key` in units of 1024 bytes, which it calls kB.
+pub(crate) fn kilobytes_in(file: &str, key: &str) -> Option<u64> {
+    let kilobytes: u64 = line_in(file, key)?.strip_suffix("kB")?.trim().parse().ok()?;
+    kilobytes.checked_mul(1024)
+}
+
+/// Returns the number in a file of the kernel.
+pub(crate) fn number_in(file: &str) -> Option<u64> {
     fs::read_to_string(file).ok()?.trim().parse().ok()
 }
 
