@@ -175,7 +175,7 @@ class Place:
 
     def modelled(self, program, ranks, flags, link):
         """What the model makes of it, from the steps of a process in each place that knows nothing of the other."""
-        cluster = f"nodes=2,gpus={ranks},backend=gloo,{link}"
+        cluster = f"nodes=2,gpus={ranks},algorithm=hierarchical,{link}"
         command = [program, "bench", "step", *FLAGS, *flags, f"--nproc-per-node={ranks}"]
         command += [f"--steps={STEPS}", f"--simulate-cluster={cluster}"]
         return self.run([command, command])[-1]["us_per_step"]

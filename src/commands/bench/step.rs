@@ -72,23 +72,20 @@ pub fn bench_step(
     cuda: &Cuda,
     printer: &Arc<Printer>,
 ) -> anyhow::Result<()> {
-    if config.ddp.grad_accum_steps > 1 {
-        return Err(refused(
-            "--grad-accum-steps: bench step measures steps of one batch; leave it out of the command line and of the \
-             file",
-        ));
-    }
     let mut config = config.without_validation();
-    if config.ddp.simulate_cluster.is_some() {
-        if config.ddp.comm_hook != CommHookKind::None {
-            return Err(refused(
-                "--comm-hook: bench step forecasts uncompressed gradients; leave it out, or leave out \
-                 --simulate-cluster",
-            ));
-        }
-        if config.launch.nproc_per_node == Nproc::Auto {
-            config.launch.nproc_per_node = Nproc::Count(1);
-        }
+    let forecasts = config.ddp.simulate_cluster.is_some();
+    let problem = if config.ddp.grad_accum_steps > 1 {
+        Some("--grad-accum-steps: bench step measures steps of one batch; leave it out of the command line and of the file")
+    } else if forecasts && config.ddp.comm_hook != CommHookKind::None {
+        Some("--comm-hook: bench step forecasts uncompressed gradients; leave it out, or leave out --simulate-cluster")
+    } else {
+        None
+    };
+    if let Some(problem) = problem {
+        return Err(Error::usage(problem.into()).into());
+    }
+    if forecasts && config.launch.nproc_per_node == Nproc::Auto {
+        config.launch.nproc_per_node = Nproc::Count(1);
     }
     let launch = Launch::from_env(&config.launch_options(), cuda)?;
     if let Some(children) = ChildProcesses::wanted(&config, &launch, false)? {
@@ -96,10 +93,6 @@ pub fn bench_step(
     }
     let result = measure_here(config, steps, launch.clone(), cuda, printer);
     leave_error(&launch, result, printer)
-}
-
-fn refused(problem: &str) -> anyhow::Error {
-    Error::usage(problem.into()).into()
 }
 
 /// Measures on the ranks of this process. Rank 0 prints.
@@ -128,7 +121,7 @@ fn measure_here(
         if let Some(cluster) = &config.ddp.simulate_cluster {
             let after = config.ddp.find_unused_parameters || config.ddp.static_graph;
             let overlaps = !(config.ddp.no_overlap || after);
-            forecast::print(&times, overlaps, cluster, on_cpu, &printer)?;
+            forecast::print(&times, overlaps, cluster, &printer)?;
         }
         Ok(())
     })?;
