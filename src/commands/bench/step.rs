@@ -74,15 +74,17 @@ pub fn bench_step(
 ) -> anyhow::Result<()> {
     let mut config = config.without_validation();
     let forecasts = config.ddp.simulate_cluster.is_some();
-    let problem = if config.ddp.grad_accum_steps > 1 {
-        Some("--grad-accum-steps: bench step measures steps of one batch; leave it out of the command line and of the file")
-    } else if forecasts && config.ddp.comm_hook != CommHookKind::None {
-        Some("--comm-hook: bench step forecasts uncompressed gradients; leave it out, or leave out --simulate-cluster")
-    } else {
-        None
-    };
-    if let Some(problem) = problem {
-        return Err(Error::usage(problem.into()).into());
+    let refuse = |problem: &str| Err(Error::usage(problem.into()).into());
+    if config.ddp.grad_accum_steps > 1 {
+        return refuse(
+            "--grad-accum-steps: bench step measures steps of one batch; leave it out of the command line and of the \
+             file",
+        );
+    }
+    if forecasts && config.ddp.comm_hook != CommHookKind::None {
+        return refuse(
+            "--comm-hook: bench step forecasts uncompressed gradients; leave it out, or leave out --simulate-cluster",
+        );
     }
     if forecasts && config.launch.nproc_per_node == Nproc::Auto {
         config.launch.nproc_per_node = Nproc::Count(1);
