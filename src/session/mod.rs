@@ -188,12 +188,8 @@ impl Session {
         if let Some(problem) = live_note {
             printer.report(&format!("--live: {problem}, so there is no live view"));
         }
-        let simulated = config.ddp.simulate_cluster.as_ref().map(|cluster| {
-            format!(
-                "the network is simulated: each all_reduce takes as long as on {}",
-                cluster.describe(world_size)
-            )
-        });
+        let cluster = config.ddp.simulate_cluster.as_ref();
+        let simulated = cluster.and_then(|cluster| cluster.note_for(world_size).ok());
         let notes = notes.chain(lr_note).chain(simulated).chain(schedule_note);
         notes.for_each(|note| printer.info(&note));
     }
@@ -341,14 +337,9 @@ impl Session {
 /// Checks that the cluster of `--simulate-cluster` has the ranks of this run, and that they are on CPUs.
 fn check_simulated_network(config: &Config, joined_launch: &JoinedLaunch) -> Result<()> {
     let Some(cluster) = &config.ddp.simulate_cluster else { return Ok(()) };
-    let problem = match joined_launch.placement.devices[0] {
-        Device::Cpu => cluster.problem_with(joined_launch.world_size()),
-        _ => {
-            Some("training simulates a network for CPU ranks only; use --nproc-per-node=cpu".into())
-        }
-    };
-    match problem {
-        Some(problem) => Err(Error::usage(format!("--simulate-cluster: {problem}"))),
-        None => Ok(()),
+    if joined_launch.placement.devices[0] != Device::Cpu {
+        let problem = "--simulate-cluster: training simulates a network for CPU ranks only; use --nproc-per-node=cpu";
+        return Err(Error::usage(problem.into()));
     }
+    cluster.note_for(joined_launch.world_size()).map(drop)
 }

@@ -5,6 +5,7 @@ use std::io;
 use super::Session;
 use super::data_parallel::through_rank_0_message;
 use super::end_messages::{before_max_steps_message, best_message, stopped_message};
+use crate::config::Config;
 use crate::error::{Compared, Result};
 use crate::models::Model;
 use crate::process_group::{ProcessGroup, Traffic};
@@ -115,14 +116,11 @@ fn print_end(
 ) -> io::Result<()> {
     let Session { config, printer, start_point, .. } = session;
     let with_text = printer.format() == LogFormat::Text && replicas_equal;
-    if with_text && let Some(note) = through_rank_0_message(config, &end) {
-        printer.info(&note);
+    if with_text {
+        let notes = [through_rank_0_message(config, &end), hidden_message(config, &end)];
+        notes.iter().flatten().for_each(|note| printer.info(note));
     }
-    let hidden = config.ddp.simulate_cluster.as_ref().map(|_| hidden_message(&end));
     printer.event(&Event::End(Box::new(end)))?;
-    if let Some(hidden) = hidden.filter(|_| with_text) {
-        printer.info(&hidden);
-    }
     let dir = start_point.checkpoint_dir.as_ref();
     if let Some(metrics) = &trainer.state().best
         && with_text
@@ -139,13 +137,13 @@ fn print_end(
     Ok(())
 }
 
-/// Returns how much of the communication backward has hidden.
-fn hidden_message(end: &End) -> String {
-    format!(
-        "all-reduces took {:.0} us in each step; {:.0} % of that ran during backward",
-        end.communication_us,
-        100.0 * end.hidden
-    )
+/// Returns how much of the communication backward has hidden, over a simulated network.
+fn hidden_message(config: &Config, end: &End) -> Option<String> {
+    config.ddp.simulate_cluster.as_ref()?;
+    let (us, percent) = (end.communication_us, 100.0 * end.hidden);
+    Some(format!(
+        "all-reduces took {us:.0} us in each step; {percent:.0} % of that ran during backward"
+    ))
 }
 
 /// Ends a run whose replicas differ.
