@@ -15,21 +15,7 @@ use crate::ffi::{MappedFile, TorchResult};
 use crate::files::{SAFETENSORS, WholeFile, mistaken};
 use crate::models::{bytes_of, state_dict};
 use crate::os::limits::unwritable;
-use crate::process_group::dtype_name;
-
-/// The dtypes of libtorch and those of safetensors, as PyTorch's safetensors maps them.
-const DTYPES: [(Kind, Dtype); 10] = [
-    (Kind::Float, Dtype::F32),
-    (Kind::Double, Dtype::F64),
-    (Kind::Half, Dtype::F16),
-    (Kind::BFloat16, Dtype::BF16),
-    (Kind::Int64, Dtype::I64),
-    (Kind::Int, Dtype::I32),
-    (Kind::Int16, Dtype::I16),
-    (Kind::Int8, Dtype::I8),
-    (Kind::Uint8, Dtype::U8),
-    (Kind::Bool, Dtype::BOOL),
-];
+use crate::process_group::{SAFETENSORS_DTYPES, dtype_name};
 
 /// A copy of a tensor in memory. Any thread may write it to a file.
 #[derive(Debug)]
@@ -41,7 +27,9 @@ pub(super) struct Copied {
 
 impl Copied {
     pub(super) fn of(name: &str, tensor: &Tensor) -> Result<Self> {
-        let Some((_, dtype)) = DTYPES.into_iter().find(|(kind, _)| *kind == tensor.kind()) else {
+        let Some((_, dtype)) =
+            SAFETENSORS_DTYPES.into_iter().find(|(kind, _)| *kind == tensor.kind())
+        else {
             return Err(Error::unsupported(format!(
                 "`{name}` is {}, a dtype that safetensors files cannot hold",
                 dtype_name(tensor.kind())
@@ -142,7 +130,7 @@ impl TensorFile {
         let wrong = |problem: String| Error::data(format!("{}: {problem}", self.path.shown()));
         let parsed = SafeTensors::deserialize(&self.bytes).map_err(|e| wrong(e.to_string()))?;
         let tensor = |(name, view): (&str, safetensors::tensor::TensorView<'_>)| {
-            let known = DTYPES.into_iter().find(|(_, dtype)| *dtype == view.dtype());
+            let known = SAFETENSORS_DTYPES.into_iter().find(|(_, dtype)| *dtype == view.dtype());
             let (kind, _) = known.ok_or_else(|| {
                 wrong(format!("`{name}` is {:?}, a dtype that cannot be read here", view.dtype()))
             })?;

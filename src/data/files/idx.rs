@@ -7,60 +7,36 @@ use std::path::{Path, PathBuf};
 use flate2::bufread::MultiGzDecoder;
 use tch::{Kind, Tensor};
 
-use super::TargetKind;
 use super::array::{Array, Layout, sizes};
-use super::format::Format;
+use super::format::{Folder, Format};
 use crate::error::{Error, Result, Shown};
 use crate::ffi::{MappedFile, TorchResult};
 use crate::files::{GZIP, mistaken};
 
 /// A folder with files in MNIST's format.
-#[derive(Debug)]
-pub(super) struct Idx;
+pub(super) const IDX: Format = Format {
+    remark: "as MNIST",
+    has_classes: true,
+    folder: Some(Folder { files, validation: VALIDATION, read_validation }),
+    ..Format::new("idx:FOLDER", |location, _| read(&folder(location.as_ref())?, TRAINING))
+};
 
 /// The beginnings of the names of MNIST's files, for training and for validation.
 const TRAINING: &str = "train";
 const VALIDATION: &str = "t10k";
 
-impl Format for Idx {
-    fn usage(&self) -> &'static str {
-        "idx:FOLDER"
-    }
+/// Returns the files that may be read. Also where some are missing: no output may replace the others.
+fn files(location: &str) -> Vec<PathBuf> {
+    let folder = folder(location.as_ref()).unwrap_or_else(|_| location.into());
+    let both = |part| [Holds::Images, Holds::Labels].map(|holds| find(&folder, part, holds));
+    [TRAINING, VALIDATION].into_iter().flat_map(both).flatten().collect()
+}
 
-    fn remark(&self) -> &'static str {
-        "as MNIST"
-    }
-
-    fn guess(&self, prefix: &str, path: &str) -> Option<String> {
-        let is_mnist = prefix.eq_ignore_ascii_case("mnist");
-        let is_folder = prefix.is_empty() && Path::new(path).is_dir();
-        (!path.is_empty() && (is_mnist || is_folder)).then(|| path.into())
-    }
-
-    fn files(&self, location: &str) -> Vec<PathBuf> {
-        // Also where some are missing: no output may replace the others.
-        let folder = folder(location.as_ref()).unwrap_or_else(|_| location.into());
-        let both = |part| [Holds::Images, Holds::Labels].map(|holds| find(&folder, part, holds));
-        [TRAINING, VALIDATION].into_iter().flat_map(both).flatten().collect()
-    }
-
-    fn has_classes(&self) -> bool {
-        true
-    }
-
-    fn read(&self, location: &str, _kind: TargetKind) -> Result<(Array, Array)> {
-        read(&folder(location.as_ref())?, TRAINING)
-    }
-
-    fn validation_name(&self) -> Option<&'static str> {
-        Some(VALIDATION)
-    }
-
-    fn read_validation(&self, location: &str) -> Result<Option<(Array, Array)>> {
-        let folder = folder(location.as_ref()).unwrap_or_else(|_| location.into());
-        let images = find(&folder, VALIDATION, Holds::Images);
-        images.map(|_| read(&folder, VALIDATION)).transpose()
-    }
+/// Reads the validation samples. `None` if there are none.
+fn read_validation(location: &str) -> Result<Option<(Array, Array)>> {
+    let folder = folder(location.as_ref()).unwrap_or_else(|_| location.into());
+    let images = find(&folder, VALIDATION, Holds::Images);
+    images.map(|_| read(&folder, VALIDATION)).transpose()
 }
 
 /// The folders below the given one in which torchvision puts MNIST's files and those of data sets like it.
