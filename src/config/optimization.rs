@@ -250,8 +250,7 @@ impl Config {
                 self.optimization.gamma,
             ),
             ScheduleKind::Cosine => {
-                let steps =
-                    self.training.max_epochs.saturating_mul(self.steps_per_epoch(world_size));
+                let steps = self.steps(world_size);
                 let t_max = match self.optimization.schedule_by {
                     Unit::Epoch => self.training.max_epochs,
                     Unit::Step => steps.saturating_sub(self.optimization.warmup_steps),
@@ -325,7 +324,7 @@ impl Config {
                 counted(world_size, "rank")
             )));
         }
-        let steps = self.training.max_epochs.saturating_mul(self.steps_per_epoch(world_size));
+        let steps = self.steps(world_size);
         if self.optimization.warmup_steps >= steps.max(1) {
             return Err(Error::usage(format!(
                 "{}: a warm-up of {} fills the whole run, which has {steps}; use fewer",
