@@ -26,7 +26,7 @@ use crate::trainer::{Criterion, Loss, Trainer};
 /// The values of a program's options.
 pub(crate) type OwnArgs = dyn Any + Send + Sync;
 type BuildModel = dyn Fn(&Path, &BuildContext<'_, OwnArgs>) -> Model + Send + Sync;
-type OpenDataset = dyn Fn(&OwnArgs) -> anyhow::Result<Arc<dyn Dataset>> + Send + Sync;
+pub(super) type OpenDataset = dyn Fn(&OwnArgs) -> anyhow::Result<Arc<dyn Dataset>> + Send + Sync;
 type ChangeTrainer =
     dyn Fn(Trainer<Model>, &OwnArgs) -> anyhow::Result<Trainer<Model>> + Send + Sync;
 
