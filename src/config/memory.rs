@@ -35,10 +35,9 @@ impl Config {
             let checked = fits(&what, bytes, "use a smaller number");
             checked.map_err(|problem| Invalid { key: key.to_owned(), problem })
         };
-        let sizes = [self.data.num_samples, self.data.in_features, self.data.out_features];
         if self.data.dataset == DatasetSpec::RANDOM
             && self.program.dataset.is_none()
-            && let [Some(samples), Some(inputs), Some(outputs)] = sizes
+            && let Some([samples, inputs, outputs]) = self.sizes()
         {
             let what = format!("{samples} random samples of {inputs} + {outputs} numbers take");
             let keys =

@@ -58,7 +58,10 @@ impl Config {
             return self.open_own(&*open, seed);
         }
         if self.data.dataset == DatasetSpec::RANDOM {
-            let [samples, inputs, outputs] = self.sizes_of_random()?;
+            let Some([samples, inputs, outputs]) = self.sizes() else {
+                let keys = SIZES.join(", ");
+                return Err(Error::usage(format!("random data needs all of {keys}")));
+            };
             let targets = match self.target_kind() {
                 TargetKind::Values => Targets::Values(outputs),
                 TargetKind::Classes => Targets::Classes(outputs),
@@ -246,11 +249,10 @@ impl Config {
         if has_classes { TargetKind::Classes } else { TargetKind::Values }
     }
 
-    fn sizes_of_random(&self) -> Result<[i64; 3]> {
-        match [self.data.num_samples, self.data.in_features, self.data.out_features] {
-            [Some(samples), Some(inputs), Some(outputs)] => Ok([samples, inputs, outputs]),
-            _ => Err(Error::usage(format!("random data needs all of {}", SIZES.join(", ")))),
-        }
+    /// Returns the numbers of [`SIZES`]. `None` unless all are known.
+    pub(super) fn sizes(&self) -> Option<[i64; 3]> {
+        let DataSection { num_samples, in_features, out_features, .. } = self.data;
+        Some([num_samples?, in_features?, out_features?])
     }
 
     /// Takes the sizes of a file, which must be those that are given.

@@ -166,16 +166,19 @@ impl FileDataset {
     /// # Errors
     /// [`Error::Input`] that names the first sample with a higher class.
     pub fn check_classes(&self, classes: i64) -> Result<()> {
-        let too_high = |class: &Tensor| class.f_ge(classes);
-        match find(&self.targets.get(), too_high).doing("looking at classes")? {
-            Some((sample, class)) => Err(Error::data(format!(
-                "{}: sample {sample} has class {class}, and {classes} classes count from 0 to {}; use {} or more",
-                self.name,
-                classes - 1,
-                class + 1.0
-            ))),
-            None => Ok(()),
-        }
+        let Some((sample, class)) = self.class_from(classes)? else { return Ok(()) };
+        Err(Error::data(format!(
+            "{}: sample {sample} has class {class}, and {classes} classes count from 0 to {}; use {} or more",
+            self.name,
+            classes - 1,
+            class + 1.0
+        )))
+    }
+
+    /// Returns the first sample whose class is `least` or more, with its class. `None` if there is none.
+    fn class_from(&self, least: i64) -> Result<Option<(i64, f64)>> {
+        let is_like = |class: &Tensor| class.f_ge(least);
+        find(&self.targets.get(), is_like).doing("looking at classes")
     }
 
     /// Checks that there are not more classes than samples. One wrong class number in the file can cause this.
@@ -184,12 +187,9 @@ impl FileDataset {
     /// [`Error::Input`] that names the first sample with such a class.
     pub fn check_number_of_classes(&self) -> Result<()> {
         let samples = self.len() as i64;
-        let too_high = |class: &Tensor| class.f_ge(samples);
         match self.predicts {
             Targets::Classes(classes) if classes > samples => {
-                let found = find(&self.targets.get(), too_high);
-                let found = found.doing("looking at classes")?;
-                let (sample, class) = found.unwrap_or_default();
+                let (sample, class) = self.class_from(samples)?.unwrap_or_default();
                 Err(Error::data(format!(
                     "{}: sample {sample} has class {class}, which makes {} classes, and there are {samples} samples; \
                      correct it, or give the number of classes with --out-features",
@@ -251,13 +251,10 @@ impl Dataset for FileDataset {
     }
 
     fn batch(&self, indices: &[usize]) -> anyhow::Result<(Tensor, Tensor)> {
+        let len = self.len();
         let in_file = |&index: &usize| {
-            let picked =
-                self.picked.as_ref().map_or(Some(index), |picked| picked.get(index).copied());
-            let picked = picked.filter(|_| index < self.len());
-            picked
-                .map(|index| index as i64)
-                .with_context(|| format!("{} has no sample {index}", self.name))
+            let found = Some(self.source_index(index) as i64).filter(|_| index < len);
+            found.with_context(|| format!("{} has no sample {index}", self.name))
         };
         let indices: Vec<i64> = indices.iter().map(in_file).collect::<anyhow::Result<_>>()?;
         let indices = Tensor::f_from_slice(&indices)?;

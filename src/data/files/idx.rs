@@ -25,11 +25,18 @@ pub(super) const IDX: Format = Format {
 const TRAINING: &str = "train";
 const VALIDATION: &str = "t10k";
 
+/// All files: the beginning of its name, and its contents.
+const FILES: [(&str, Holds); 4] = [
+    (TRAINING, Holds::Images),
+    (TRAINING, Holds::Labels),
+    (VALIDATION, Holds::Images),
+    (VALIDATION, Holds::Labels),
+];
+
 /// Returns the files that may be read. Also where some are missing: no output may replace the others.
 fn files(location: &str) -> Vec<PathBuf> {
     let folder = folder(location.as_ref()).unwrap_or_else(|_| location.into());
-    let both = |part| [Holds::Images, Holds::Labels].map(|holds| find(&folder, part, holds));
-    [TRAINING, VALIDATION].into_iter().flat_map(both).flatten().collect()
+    FILES.into_iter().filter_map(|(part, holds)| find(&folder, part, holds)).collect()
 }
 
 /// Reads the validation samples. `None` if there are none.
@@ -74,10 +81,8 @@ fn missing(folder: &Path, part: &str, holds: Holds) -> Error {
     let there = fs::read_dir(folder).map(|entries| {
         let names = entries.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned());
         let is_known = |name: &str| {
-            let all = [Holds::Images, Holds::Labels].into_iter();
-            let mut known =
-                all.flat_map(|holds| ["train", "t10k"].map(|part| holds.file_names(part)));
-            known.any(|names| names.iter().any(|known| name.trim_end_matches(".gz") == known))
+            let mut known = FILES.into_iter().flat_map(|(part, holds)| holds.file_names(part));
+            known.any(|known| name.trim_end_matches(".gz") == known)
         };
         let may_be = |name: &String| name.to_lowercase().contains("ubyte") && !is_known(name);
         let mut names: Vec<String> = names.filter(may_be).take(6).collect();
@@ -105,17 +110,12 @@ fn missing(folder: &Path, part: &str, holds: Holds) -> Error {
 /// that name, as Kaggle packs it.
 fn find(folder: &Path, part: &str, holds: Holds) -> Option<PathBuf> {
     let names = holds.file_names(part);
-    let own = names.iter().map(|name| folder.join(name));
-    let inside = |outer| names.iter().map(move |inner| folder.join(outer).join(inner));
-    let plain: Vec<PathBuf> = own.chain(names.iter().flat_map(inside)).collect();
-    let packed = plain.iter().map(|file| {
-        let mut file = file.clone().into_os_string();
-        file.push(".gz");
-        file.into()
-    });
-    let packed: Vec<PathBuf> = packed.collect();
-    let is_there = |file: &PathBuf| fs::exists(file).unwrap_or(false) && !file.is_dir();
-    plain.into_iter().chain(packed).find(is_there)
+    let inside = |outer| names.iter().map(move |inner| format!("{outer}/{inner}"));
+    let paths = names.iter().cloned().chain(names.iter().flat_map(inside));
+    let paths = paths.collect::<Vec<String>>();
+    let packed = paths.iter().map(|path| format!("{path}.gz"));
+    let mut files = paths.iter().cloned().chain(packed).map(|path| folder.join(path));
+    files.find(|file| fs::exists(file).unwrap_or(false) && !file.is_dir())
 }
 
 /// The contents of a file.

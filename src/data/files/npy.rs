@@ -59,20 +59,16 @@ const LONGEST_HEADER: usize = 10_000;
 
 /// Returns the header, and the offset of the numbers in bytes.
 fn header(file: &[u8]) -> Result<(Header, usize), String> {
-    let (len, start) = match file {
-        [0x93, b'N', b'U', b'M', b'P', b'Y', 1, _, a, b, ..] => {
-            (u16::from_le_bytes([*a, *b]) as usize, 10)
-        }
-        [0x93, b'N', b'U', b'M', b'P', b'Y', 2 | 3, _, a, b, c, d, ..] => {
-            (u32::from_le_bytes([*a, *b, *c, *d]) as usize, 12)
-        }
-        [0x93, b'N', b'U', b'M', b'P', b'Y', 1..=3, ..] => return Err(CUT_OFF.into()),
-        [0x93, b'N', b'U', b'M', b'P', b'Y', version, ..] => {
+    let (len, start) = match file.strip_prefix(b"\x93NUMPY").unwrap_or_default() {
+        [1, _, a, b, ..] => (u16::from_le_bytes([*a, *b]) as usize, 10),
+        [2 | 3, _, a, b, c, d, ..] => (u32::from_le_bytes([*a, *b, *c, *d]) as usize, 12),
+        [1..=3, ..] => return Err(CUT_OFF.into()),
+        [version, ..] => {
             return Err(format!(
                 "version {version} of the format cannot be read here; write it again with numpy.save"
             ));
         }
-        _ => {
+        [] => {
             let instead = "write one with numpy.save";
             let unknown = || format!("this is not a .npy file; {instead}");
             return Err(mistaken(file, "a .npy file", instead).unwrap_or_else(unknown));
