@@ -9,7 +9,7 @@ use super::program::OpenDataset;
 use super::{Config, DataSection, Origin, OwnArgs, Program};
 use crate::data::{
     Dataset, DatasetSpec, DistributedSampler, FileDataset, Subset, TargetKind, Targets,
-    TensorDataset, TextDataset, random_split,
+    TensorDataset, TextDataset,
 };
 use crate::error::{Error, Result, Shown};
 use crate::runtime::panics;
@@ -89,23 +89,17 @@ impl Config {
             data = self.named("num_samples", data.first(samples as usize))?;
         }
         self.take_sizes_of(&data)?;
-        let Some(fraction) = self.held_back() else {
-            let files = self.validation_files(&data)?;
-            notes.extend(files.as_ref().map(|files| {
-                let samples = files.len();
-                format!(
-                    "validation on the {samples} samples of {}; --val-fraction 0 turns it off",
-                    files.name()
-                )
-            }));
-            let validation = files.map(FileDataset::into_dataset).transpose()?;
-            let training = data.into_dataset()?;
-            return Ok((self, Data { training, validation, notes }));
-        };
-        let (training, validation) = self.named("val_fraction", data.split(fraction, seed))?;
-        self.data.num_samples = Some(training.len() as i64);
-        let validation = Some(validation.into_dataset()?);
-        Ok((self, Data { training: training.into_dataset()?, validation, notes }))
+        let files = self.validation_files(&data)?;
+        notes.extend(files.as_ref().map(|files| {
+            let samples = files.len();
+            format!(
+                "validation on the {samples} samples of {}; --val-fraction 0 turns it off",
+                files.name()
+            )
+        }));
+        let validation = files.map(FileDataset::into_dataset).transpose()?;
+        let (config, data) = self.hold_back(data.into_dataset()?, seed)?;
+        Ok((config, Data { validation: validation.or(data.validation), notes, ..data }))
     }
 
     /// Returns `dataset`, and this configuration with its size. A fraction of the samples may be held back.
@@ -115,12 +109,11 @@ impl Config {
         let Some(fraction) = self.held_back() else {
             return Ok((self, Data { training: dataset, validation: None, notes }));
         };
-        let parts = random_split(dataset.len(), fraction, seed);
+        let parts = Subset::split(dataset, fraction, seed);
         let (training, validation) = self.named("val_fraction", parts)?;
         self.data.num_samples = Some(training.len() as i64);
-        let training = Arc::new(Subset::new(dataset.clone(), training));
-        let validation: Arc<dyn Dataset> = Arc::new(Subset::new(dataset, validation));
-        Ok((self, Data { training, validation: Some(validation), notes }))
+        let validation: Arc<dyn Dataset> = Arc::new(validation);
+        Ok((self, Data { training: Arc::new(training), validation: Some(validation), notes }))
     }
 
     /// Returns the program's own data, which `open` opens, and this configuration with its sizes.

@@ -2,12 +2,12 @@
 
 use std::sync::Arc;
 
-use anyhow::Context;
+use anyhow::bail;
 use tch::{Device, Kind, Tensor};
 
 use super::array::Array;
 use super::{DatasetSpec, TargetKind};
-use crate::data::{Dataset, Targets, TensorDataset, random_split};
+use crate::data::{Dataset, Targets, TensorDataset};
 use crate::error::{Error, Result};
 use crate::ffi::{SharedTensor, TorchResult};
 
@@ -25,9 +25,7 @@ use crate::ffi::{SharedTensor, TorchResult};
 /// let digits = FileDataset::open(&DatasetSpec::DIGITS, TargetKind::Classes)?;
 /// assert_eq!((digits.len(), digits.in_features()), (1797, 64));
 /// assert_eq!(digits.targets(), Targets::Classes(10));
-/// let (training, validation) = digits.split(0.2, 0)?;
-/// assert_eq!((training.len(), validation.len()), (1438, 359));
-/// let (inputs, targets) = validation.batch(&[0, 1, 2])?;
+/// let (inputs, targets) = digits.batch(&[0, 1, 2])?;
 /// assert_eq!((inputs.size(), targets.size()), (vec![3, 64], vec![3]));
 /// # anyhow::Ok(())
 /// ```
@@ -41,8 +39,6 @@ pub struct FileDataset {
     /// One row or one class per sample.
     targets: Arc<SharedTensor>,
     predicts: Targets,
-    /// The samples of the file that belong to this data set, in order. `None` for all.
-    picked: Option<Arc<[usize]>>,
 }
 
 impl FileDataset {
@@ -97,7 +93,7 @@ impl FileDataset {
         };
         let share = |tensor| Arc::new(SharedTensor::new(tensor));
         let (inputs, targets) = (share(inputs), share(targets));
-        Ok(Self { name, inputs, is_pixels, targets, predicts, picked: None })
+        Ok(Self { name, inputs, is_pixels, targets, predicts })
     }
 
     /// Returns the name under which the data set was opened.
@@ -120,35 +116,12 @@ impl FileDataset {
         if samples == there {
             return Ok(self);
         }
-        if let Some(picked) = &self.picked {
-            let picked = Some(picked[..samples].into());
-            return Ok(Self { picked, ..self });
-        }
         let cut = |tensor: &SharedTensor| {
             let first = tensor.get().f_narrow(0, 0, samples as i64);
             first.map(|first| Arc::new(SharedTensor::new(first))).doing("narrow")
         };
         let (inputs, targets) = (cut(&self.inputs)?, cut(&self.targets)?);
         Ok(Self { inputs, targets, ..self })
-    }
-
-    /// Splits the samples at random into two parts. The second has `fraction` of them. No data is copied.
-    ///
-    /// Follows `torch.utils.data.random_split(data, [1 - fraction, fraction], generator)` with a generator seeded with
-    /// `manual_seed(seed)`: the parts are the same.
-    ///
-    /// # Errors
-    /// [`Error::Input`] if a part would have no samples.
-    pub fn split(&self, fraction: f64, seed: u64) -> Result<(Self, Self)> {
-        let (first, second) = random_split(self.len(), fraction, seed)?;
-        let part = |picked: Vec<usize>| {
-            let picked = match &self.picked {
-                Some(before) => picked.into_iter().map(|index| before[index]).collect(),
-                None => picked.into(),
-            };
-            Self { picked: Some(picked), ..self.clone() }
-        };
-        Ok((part(first), part(second)))
     }
 
     /// Returns the number of inputs per sample.
@@ -201,12 +174,11 @@ impl FileDataset {
         }
     }
 
-    /// Returns views of the whole file. `None` if samples must be converted or picked.
+    /// Returns views of the whole file. `None` if samples must be converted.
     fn views(&self) -> Option<(Tensor, Tensor)> {
         let (inputs, targets) = (self.inputs.get(), self.targets.get());
-        let is_ready = self.picked.is_none()
-            && !self.is_pixels
-            && (inputs.kind(), targets.kind()) == (Kind::Float, self.target_kind());
+        let is_ready =
+            !self.is_pixels && (inputs.kind(), targets.kind()) == (Kind::Float, self.target_kind());
         is_ready.then_some((inputs, targets))
     }
 
@@ -235,10 +207,7 @@ impl FileDataset {
 
 impl Dataset for FileDataset {
     fn len(&self) -> usize {
-        match &self.picked {
-            Some(picked) => picked.len(),
-            None => self.inputs.get().size()[0] as usize,
-        }
+        self.inputs.get().size()[0] as usize
     }
 
     fn get(&self, index: usize) -> anyhow::Result<(Tensor, Tensor)> {
@@ -246,17 +215,12 @@ impl Dataset for FileDataset {
         Ok((inputs.f_get(0)?, targets.f_get(0)?))
     }
 
-    fn source_index(&self, index: usize) -> usize {
-        self.picked.as_ref().and_then(|picked| picked.get(index).copied()).unwrap_or(index)
-    }
-
     fn batch(&self, indices: &[usize]) -> anyhow::Result<(Tensor, Tensor)> {
         let len = self.len();
-        let in_file = |&index: &usize| {
-            let found = Some(self.source_index(index) as i64).filter(|_| index < len);
-            found.with_context(|| format!("{} has no sample {index}", self.name))
-        };
-        let indices: Vec<i64> = indices.iter().map(in_file).collect::<anyhow::Result<_>>()?;
+        if let Some(index) = indices.iter().find(|index| **index >= len) {
+            bail!("{} has no sample {index}", self.name);
+        }
+        let indices: Vec<i64> = indices.iter().map(|&index| index as i64).collect();
         let indices = Tensor::f_from_slice(&indices)?;
         let mut inputs = self.inputs.get().f_index_select(0, &indices)?.f_to_kind(Kind::Float)?;
         if self.is_pixels {
