@@ -37,11 +37,10 @@ pub(super) fn read(file: &Path, command: &Command, flags: &Table) -> Result<Tabl
         return Err(input(problem));
     }
     let text = str::from_utf8(&bytes).map_err(|error| {
-        let line = bytes[..error.valid_up_to()].iter().filter(|&&byte| byte == b'\n').count() + 1;
-        let start = bytes[..error.valid_up_to()].iter().rposition(|&byte| byte == b'\n');
-        let rest = &bytes[start.map_or(0, |newline| newline + 1)..];
-        let shown = rest.split(|&byte| byte == b'\n').next().unwrap_or_default().escape_ascii();
-        input(format!("line {line} is not UTF-8, which a TOML file must be: {shown}"))
+        let before = bytes[..error.valid_up_to()].iter().filter(|&&byte| byte == b'\n').count();
+        let line = bytes.split(|&byte| byte == b'\n').nth(before).unwrap_or_default();
+        let (number, shown) = (before + 1, line.escape_ascii());
+        input(format!("line {number} is not UTF-8, which a TOML file must be: {shown}"))
     })?;
     let mut options = parse(text, command, flags).map_err(input)?;
     put_into_folder_of(file, command, &mut options, flags).map_err(input)?;
