@@ -179,16 +179,12 @@ fn header(file: &mut impl BufRead, holds: Holds) -> Result<(usize, Vec<u64>), St
             "its numbers have type {kind}, and only type 8, unsigned bytes, can be read here"
         ));
     }
-    match holds {
-        Holds::Labels if dims != 1 => {
-            return Err(format!("labels have one dimension, and these have {dims}"));
-        }
-        Holds::Images if !(2..=4).contains(&dims) => {
-            return Err(format!(
-                "images have 2 to 4 dimensions, counting the samples, and these have {dims}"
-            ));
-        }
-        _ => {}
+    let (have, allowed) = match holds {
+        Holds::Labels => ("labels have one dimension", 1..=1),
+        Holds::Images => ("images have 2 to 4 dimensions, counting the samples", 2..=4),
+    };
+    if !allowed.contains(&dims) {
+        return Err(format!("{have}, and these have {dims}"));
     }
     let shape: Vec<u64> =
         (0..dims).map(|_| Ok(u32::from_be_bytes(word()?).into())).collect::<Result<_, String>>()?;
