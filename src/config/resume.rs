@@ -29,17 +29,13 @@ fn may_differ(command: &Command, key: &str) -> Option<MayDiffer> {
 impl Config {
     /// Returns all options with their values. Those without a value are not there.
     pub(crate) fn values(&self) -> Result<Map<String, Value>> {
-        match serde_json::to_value(self) {
-            Ok(Value::Object(mut values)) => {
-                values.retain(|key, _| self.program.brings(key).is_none());
-                values.extend(self.own.values.clone());
-                Ok(values)
-            }
-            Ok(other) => Err(Error::Internal(format!("the options were serialized as {other}"))),
-            Err(error) => {
-                Err(Error::Internal(format!("the options cannot be serialized: {error}")))
-            }
-        }
+        let values = serde_json::to_value(self).and_then(serde_json::from_value);
+        let mut values: Map<String, Value> = values.map_err(|error| {
+            Error::Internal(format!("the options cannot be serialized: {error}"))
+        })?;
+        values.retain(|key, _| self.program.brings(key).is_none());
+        values.extend(self.own.values.clone());
+        Ok(values)
     }
 
     /// Returns the options that a checkpoint saves.
