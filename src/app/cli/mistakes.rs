@@ -96,20 +96,15 @@ fn tip_for_flag(name: &str, command: &Command, invoked: &Command) -> Option<Stri
     }
 }
 
-/// The commands of other programs, and those here that do the same.
-const OTHER_COMMANDS: [(&str, &str); 12] = [
-    ("benchmark", "bench"),
-    ("compare", "diff"),
-    ("create", "new"),
-    ("doctor", "env"),
-    ("fit", "train"),
-    ("generate", "sample"),
-    ("info", "env"),
-    ("init", "new"),
-    ("launch", "train"),
-    ("run", "train"),
-    ("start", "train"),
-    ("test", "verify"),
+/// The commands, and those of other programs that do the same.
+const OTHER_COMMANDS: [(&str, &str); 7] = [
+    ("bench", "benchmark"),
+    ("diff", "compare"),
+    ("env", "doctor info"),
+    ("new", "create init"),
+    ("sample", "generate"),
+    ("train", "fit launch run start"),
+    ("verify", "test"),
 ];
 
 /// The programs that start Python files.
@@ -126,8 +121,9 @@ fn tip_for_word(word: &str, command: &Command) -> Option<String> {
         let own = if is_there("new") { own } else { String::new() };
         return Some(format!("{program} trains by itself and runs no Python file{own}"));
     }
-    let (_, same) =
-        OTHER_COMMANDS.into_iter().find(|&(other, same)| other == word && is_there(same))?;
+    let (same, _) = OTHER_COMMANDS.into_iter().find(|&(same, others)| {
+        others.split(' ').any(|other| other == word) && is_there(same)
+    })?;
     let or_none = if same == "train" { ", and needs no command for it" } else { "" };
     Some(format!("{program} calls it '{same}'{or_none}"))
 }
