@@ -121,9 +121,9 @@ fn tip_for_word(word: &str, command: &Command) -> Option<String> {
         let own = if is_there("new") { own } else { String::new() };
         return Some(format!("{program} trains by itself and runs no Python file{own}"));
     }
-    let (same, _) = OTHER_COMMANDS.into_iter().find(|&(same, others)| {
-        others.split(' ').any(|other| other == word) && is_there(same)
-    })?;
+    let (same, _) = OTHER_COMMANDS
+        .into_iter()
+        .find(|&(same, others)| others.split(' ').any(|other| other == word) && is_there(same))?;
     let or_none = if same == "train" { ", and needs no command for it" } else { "" };
     Some(format!("{program} calls it '{same}'{or_none}"))
 }
