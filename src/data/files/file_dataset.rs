@@ -7,9 +7,10 @@ use tch::{Device, Kind, Tensor};
 
 use super::array::Array;
 use super::{DatasetSpec, TargetKind};
+use crate::data::dataset::Samples;
 use crate::data::{Dataset, Targets, TensorDataset};
 use crate::error::{Error, Result};
-use crate::ffi::{SharedTensor, TorchResult};
+use crate::ffi::TorchResult;
 
 /// The samples of a file, mapped into memory if the format allows it, and converted batch by batch.
 ///
@@ -32,12 +33,10 @@ use crate::ffi::{SharedTensor, TorchResult};
 #[derive(Debug, Clone)]
 pub struct FileDataset {
     name: String,
-    /// One row per sample, in the file's dtype.
-    inputs: Arc<SharedTensor>,
+    /// The inputs in the file's dtype, and one row or one class per sample.
+    samples: Samples,
     /// Whether the inputs are divided by 255.
     is_pixels: bool,
-    /// One row or one class per sample.
-    targets: Arc<SharedTensor>,
     predicts: Targets,
 }
 
@@ -91,9 +90,7 @@ impl FileDataset {
                 Targets::Classes(count_classes(&name, &targets)?)
             }
         };
-        let share = |tensor| Arc::new(SharedTensor::new(tensor));
-        let (inputs, targets) = (share(inputs), share(targets));
-        Ok(Self { name, inputs, is_pixels, targets, predicts })
+        Ok(Self { name, samples: Samples::new(inputs, targets), is_pixels, predicts })
     }
 
     /// Returns the name under which the data set was opened.
@@ -116,17 +113,13 @@ impl FileDataset {
         if samples == there {
             return Ok(self);
         }
-        let cut = |tensor: &SharedTensor| {
-            let first = tensor.get().f_narrow(0, 0, samples as i64);
-            first.map(|first| Arc::new(SharedTensor::new(first))).doing("narrow")
-        };
-        let (inputs, targets) = (cut(&self.inputs)?, cut(&self.targets)?);
-        Ok(Self { inputs, targets, ..self })
+        Ok(Self { samples: self.samples.part(0, samples)?, ..self })
     }
 
     /// Returns the number of inputs per sample.
     pub fn in_features(&self) -> i64 {
-        self.inputs.get().size()[1]
+        let (inputs, _) = self.samples.handles();
+        inputs.size()[1]
     }
 
     /// Returns the number of values per target, or the number of classes in the file (the highest class plus one).
@@ -151,7 +144,8 @@ impl FileDataset {
     /// Returns the first sample whose class is `least` or more, with its class. `None` if there is none.
     fn class_from(&self, least: i64) -> Result<Option<(i64, f64)>> {
         let is_like = |class: &Tensor| class.f_ge(least);
-        find(&self.targets.get(), is_like).doing("looking at classes")
+        let (_, targets) = self.samples.handles();
+        find(&targets, is_like).doing("looking at classes")
     }
 
     /// Checks that there are not more classes than samples. One wrong class number in the file can cause this.
@@ -176,7 +170,7 @@ impl FileDataset {
 
     /// Returns views of the whole file. `None` if samples must be converted.
     fn views(&self) -> Option<(Tensor, Tensor)> {
-        let (inputs, targets) = (self.inputs.get(), self.targets.get());
+        let (inputs, targets) = self.samples.handles();
         let is_ready =
             !self.is_pixels && (inputs.kind(), targets.kind()) == (Kind::Float, self.target_kind());
         is_ready.then_some((inputs, targets))
@@ -207,7 +201,7 @@ impl FileDataset {
 
 impl Dataset for FileDataset {
     fn len(&self) -> usize {
-        self.inputs.get().size()[0] as usize
+        self.samples.len()
     }
 
     fn get(&self, index: usize) -> anyhow::Result<(Tensor, Tensor)> {
@@ -220,13 +214,11 @@ impl Dataset for FileDataset {
         if let Some(index) = indices.iter().find(|index| **index >= len) {
             bail!("{} has no sample {index}", self.name);
         }
-        let indices: Vec<i64> = indices.iter().map(|&index| index as i64).collect();
-        let indices = Tensor::f_from_slice(&indices)?;
-        let mut inputs = self.inputs.get().f_index_select(0, &indices)?.f_to_kind(Kind::Float)?;
+        let (inputs, targets) = self.samples.gathered(indices)?;
+        let mut inputs = inputs.f_to_kind(Kind::Float)?;
         if self.is_pixels {
             inputs = inputs.f_div_scalar_(255.0)?;
         }
-        let targets = self.targets.get().f_index_select(0, &indices)?;
         Ok((inputs, targets.f_to_kind(self.target_kind())?))
     }
 
