@@ -128,7 +128,7 @@ fn check_like_first(
 /// Inputs and targets as two tensors, whose first dimension is the samples. Follows
 /// `torch.utils.data.TensorDataset`.
 ///
-/// To share it between ranks, wrap it in an [`Arc`](std::sync::Arc) that the rank function captures.
+/// To share it between ranks, wrap it in an [`Arc`] that the rank function captures.
 #[derive(Debug)]
 pub struct TensorDataset {
     samples: Samples,
