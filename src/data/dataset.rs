@@ -158,6 +158,20 @@ impl Samples {
         self.inputs.get().size()[0] as usize
     }
 
+    /// Returns the first `count` samples of the data set `name`. Errors call them `what`.
+    ///
+    /// # Errors
+    /// [`Error::Input`] for 0, and for more samples than there are.
+    pub(super) fn first(&self, count: usize, name: &str, what: &str) -> Result<Self> {
+        let there = self.len();
+        if count == 0 || count > there {
+            return Err(Error::usage(format!(
+                "{name} has {there} {what}, and {count} are asked for; use a number from 1 to {there}"
+            )));
+        }
+        self.part(0, count)
+    }
+
     /// Returns `len` samples from sample `first` on, without a copy.
     pub(super) fn part(&self, first: usize, len: usize) -> Result<Self> {
         let part = |tensor: Tensor| tensor.f_narrow(0, first as i64, len as i64).doing("narrow");

@@ -66,14 +66,8 @@ impl TextDataset {
     /// # Errors
     /// [`Error::Input`] for 0, and for more contexts than there are.
     pub fn first(&self, samples: usize) -> Result<Self> {
-        let there = self.len();
-        if samples == 0 || samples > there {
-            return Err(Error::usage(format!(
-                "{} has {there} contexts, and {samples} are asked for; use a number from 1 to {there}",
-                self.name
-            )));
-        }
-        self.part(0, samples)
+        let samples = self.samples.first(samples, &self.name, "contexts")?;
+        Ok(Self { samples, ..self.clone() })
     }
 
     /// Splits the text into two parts. The second has `fraction` of the contexts, the last ones.

@@ -103,17 +103,7 @@ impl FileDataset {
     /// # Errors
     /// [`Error::Input`] for 0, and for more samples than there are.
     pub fn first(self, samples: usize) -> Result<Self> {
-        let there = self.len();
-        if samples == 0 || samples > there {
-            return Err(Error::usage(format!(
-                "{} has {there} samples, and {samples} are asked for; use a number from 1 to {there}",
-                self.name
-            )));
-        }
-        if samples == there {
-            return Ok(self);
-        }
-        Ok(Self { samples: self.samples.part(0, samples)?, ..self })
+        Ok(Self { samples: self.samples.first(samples, &self.name, "samples")?, ..self })
     }
 
     /// Returns the number of inputs per sample.
