@@ -17,21 +17,7 @@ use crate::ffi::{MappedFile, TorchResult};
 use crate::files::{SAFETENSORS, WholeFile, mistaken};
 use crate::models::{bytes_of, state_dict};
 use crate::os::limits::unwritable;
-use crate::process_group::dtype_name;
-
-/// The dtypes of libtorch and those of safetensors, as PyTorch's safetensors maps them.
-const DTYPES: [(Kind, Dtype); 10] = [
-    (Kind::Float, Dtype::F32),
-    (Kind::Double, Dtype::F64),
-    (Kind::Half, Dtype::F16),
-    (Kind::BFloat16, Dtype::BF16),
-    (Kind::Int64, Dtype::I64),
-    (Kind::Int, Dtype::I32),
-    (Kind::Int16, Dtype::I16),
-    (Kind::Int8, Dtype::I8),
-    (Kind::Uint8, Dtype::U8),
-    (Kind::Bool, Dtype::BOOL),
-];
+use crate::process_group::{SAFETENSORS_DTYPES, dtype_name};
 
 /// A copy of a tensor in memory. Any thread may write it to a file.
 #[derive(Debug)]
@@ -47,7 +33,7 @@ pub(super) fn copies(
 ) -> Result<BTreeMap<String, Copied>> {
     let copy = |(name, tensor): (String, Tensor)| {
         let kind = tensor.kind();
-        let (_, dtype) = DTYPES.into_iter().find(|(known, _)| *known == kind).ok_or_else(|| {
+        let (_, dtype) = SAFETENSORS_DTYPES.into_iter().find(|(known, _)| *known == kind).ok_or_else(|| {
             let problem = "a dtype that safetensors files cannot hold";
             Error::unsupported(format!("`{name}` is {}, {problem}", dtype_name(kind)))
         })?;
@@ -139,7 +125,7 @@ impl TensorFile {
         let tensor = |(name, view): (&str, TensorView<'_>)| {
             let dtype = view.dtype();
             let (kind, _) =
-                DTYPES.into_iter().find(|(_, known)| *known == dtype).ok_or_else(|| {
+                SAFETENSORS_DTYPES.into_iter().find(|(_, known)| *known == dtype).ok_or_else(|| {
                     wrong(format!("`{name}` is {dtype:?}, a dtype that cannot be read here"))
                 })?;
             let shape: Vec<i64> = view.shape().iter().map(|&n| n as i64).collect();

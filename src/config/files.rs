@@ -128,9 +128,7 @@ impl Config {
     /// [`Error::Input`] that names both flags.
     pub(crate) fn validate_files(&self, processes: usize) -> Result<()> {
         let checked = self.check_files(None, processes);
-        checked.map_err(|invalid| {
-            Error::usage(format!("{}: {}", self.name_of(&invalid.key), invalid.problem))
-        })
+        checked.map_err(|invalid| Error::usage(self.explained(invalid)))
     }
 
     /// Refuses a `--config` that cannot be read again, if this process starts others: each reads the file itself.

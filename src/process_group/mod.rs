@@ -46,7 +46,7 @@ use backend::SequencedBackend;
 pub use backends::Backend;
 pub(crate) use bootstrap::Bootstrap;
 use comm_thread::CommunicationThread;
-pub(crate) use dtype::num_bytes;
+pub(crate) use dtype::{SAFETENSORS_DTYPES, num_bytes};
 pub use dtype::{DTYPES, dtype_name, parse_dtype};
 use gpu_clock::GpuClock;
 pub(crate) use in_place::join_shapes;
