@@ -9,7 +9,7 @@ use std::process::{Command, Stdio};
 use anyhow::Context;
 use clap::Args;
 
-use super::diff::{SidesOf, TensorComparison, compare_files, print_lines};
+use super::diff::{TensorComparison, compare_files};
 use crate::checkpoint::{Checkpoint, steps_in};
 use crate::error::{Error, Result, Shown};
 use crate::files::Place;
@@ -42,9 +42,6 @@ pub struct BisectFlags {
 /// The flag of the last step.
 const MAX_STEPS: &str = "--max-steps";
 
-/// The names of the two sides, in messages and tables.
-const NAMES: SidesOf<&str> = SidesOf { a: "good", b: "bad" };
-
 /// One of the two commands.
 #[derive(Debug)]
 struct Side {
@@ -59,22 +56,15 @@ struct Side {
 /// an error when stdout cannot be written.
 pub fn bisect(flags: &BisectFlags, program: &str, printer: &Printer) -> anyhow::Result<()> {
     if let Some(keep) = flags.keep.as_ref().filter(|keep| keep.exists()) {
-        let keep = keep.shown();
-        return Err(Error::usage(format!(
-            "--keep {keep}: it exists; remove it, or use another name"
-        ))
-        .into());
+        let problem = "it exists; remove it, or use another name";
+        return Err(Error::usage(format!("--keep {}: {problem}", keep.shown())).into());
     }
-    let mut sides = SidesOf {
-        a: Side { name: NAMES.a, command: flags.good.clone() },
-        b: Side { name: NAMES.b, command: flags.bad.clone() },
-    };
-    for side in sides.both() {
-        if side.command.contains("--checkpoint-dir") {
-            let problem =
-                "remove --checkpoint-dir, because it runs twice, and must do the same each time";
-            return Err(side.refused(problem));
-        }
+    let mut sides = [("good", &flags.good), ("bad", &flags.bad)]
+        .map(|(name, command)| Side { name, command: command.clone() });
+    if let Some(side) = sides.iter().find(|side| side.command.contains("--checkpoint-dir")) {
+        let problem =
+            "remove --checkpoint-dir, because it runs twice, and must do the same each time";
+        return Err(side.refused(problem));
     }
     if let Some((good, bad)) = flags.good_dir.as_deref().zip(flags.bad_dir.as_deref()) {
         start_from_checkpoints(&mut sides, good, bad, printer)?;
@@ -103,15 +93,14 @@ fn create_folder(keep: Option<&Path>) -> anyhow::Result<TemporaryFolder> {
 
 /// Has the commands start from the newest checkpoints in `good` and `bad` that are equal, and stop at the oldest that differ.
 fn start_from_checkpoints(
-    sides: &mut SidesOf<Side>,
+    sides: &mut [Side; 2],
     good: &Path,
     bad: &Path,
     printer: &Printer,
 ) -> Result<()> {
-    let (of_good, of_bad) = (steps_in(good)?, steps_in(bad)?);
-    let common: Vec<u64> =
-        of_good.keys().filter(|step| of_bad.contains_key(step)).copied().collect();
-    if common.is_empty() {
+    let saved = [steps_in(good)?, steps_in(bad)?];
+    let mut common = saved[0].keys().filter(|step| saved[1].contains_key(step)).peekable();
+    if common.peek().is_none() {
         return Err(Error::usage(format!(
             "--good-dir {}: no checkpoint is of the same step as one in --bad-dir {}; name the folders of two runs that \
              have saved as often",
@@ -121,66 +110,67 @@ fn start_from_checkpoints(
     }
     let (mut equal, mut different) = (None, None);
     for step in common {
-        let good = Checkpoint::read(&of_good[&step])?;
-        if !good.has_tensors_of(&Checkpoint::read(&of_bad[&step])?) {
-            different = Some(step);
+        let good = Checkpoint::read(&saved[0][step])?;
+        if !good.has_tensors_of(&Checkpoint::read(&saved[1][step])?) {
+            different = Some(*step);
             break;
         }
         equal = Some(step);
     }
-    match equal {
-        None => printer.info("the first checkpoints differ: starting from the beginning"),
-        Some(step) => {
-            printer.info(&format!("the checkpoints are equal up to step {step}: starting there"));
-            sides.a.command += &format!(" --resume={}", path_in_shell(&of_good[&step]));
-            sides.b.command += &format!(" --resume={}", path_in_shell(&of_bad[&step]));
+    printer.info(&match equal {
+        None => "the first checkpoints differ: starting from the beginning".to_owned(),
+        Some(step) => format!("the checkpoints are equal up to step {step}: starting there"),
+    });
+    for (side, saved) in sides.iter_mut().zip(&saved) {
+        if let Some(step) = equal {
+            side.command += &format!(" --resume={}", path_in_shell(&saved[step]));
         }
-    }
-    if let Some(step) = different {
-        sides.a.command = sides.a.up_to(step);
-        sides.b.command = sides.b.up_to(step);
+        if let Some(step) = different {
+            side.command = side.up_to(step);
+        }
     }
     Ok(())
 }
 
 /// Records both runs, and runs up to the first step that differs once more. Returns whether they differ.
 fn by_records(
-    sides: &SidesOf<Side>,
+    sides: &[Side; 2],
     program: &str,
     folder: &Path,
     printer: &Printer,
 ) -> anyhow::Result<bool> {
-    let record = |side: &Side| folder.join(format!("{}.record", side.name));
-    for side in sides.both() {
-        let command = format!("{} --record={}", side.command, path_in_shell(&record(side)));
-        let said = side.run(&command, printer)?;
-        let of_first_process = folder.join(format!("{}.0.record", side.name));
-        if !record(side).exists() && !of_first_process.exists() {
+    let file = |side: &Side, ending| folder.join(format!("{}.{ending}", side.name));
+    for side in sides {
+        let record = file(side, "record");
+        let flag = format!("--record={}", path_in_shell(&record));
+        let said = side.run(&format!("{} {flag}", side.command), printer)?;
+        if !record.exists() && !file(side, "0.record").exists() {
             return Err(side.refused(&format!(
                 "it has written no record; name a command of {program} that trains ({said})"
             )));
         }
     }
-    let first = compare_files(&record(&sides.a), &record(&sides.b), printer)?;
+    let [good, bad] = sides.each_ref().map(|side| file(side, "record"));
+    let first = compare_files(&good, &bad, printer)?;
     let Some(StepOfRank { step, rank }) = first else { return Ok(false) };
-    let kept = |side: &Side| folder.join(format!("{}.safetensors", side.name));
-    for side in sides.both() {
-        let (command, file) = (side.up_to(step + 1), path_in_shell(&kept(side)));
+    for side in sides {
+        let kept = file(side, "safetensors");
+        let file = path_in_shell(&kept);
         let keep = format!("--keep={file} --keep-step={step} --keep-rank={rank}");
-        let said = side.run(&format!("{command} {keep}"), printer)?;
-        if !kept(side).is_file() {
-            let problem =
-                format!("{}: rank {rank} has no tensors of step {step} ({said})", side.name);
-            printer.lines(|out| writeln!(out, "{problem}"))?;
+        let said = side.run(&format!("{} {keep}", side.up_to(step + 1)), printer)?;
+        if !kept.is_file() {
+            let name = side.name;
+            printer.line(&format!("{name}: rank {rank} has no tensors of step {step} ({said})"))?;
             return Ok(true);
         }
     }
-    let comparison = TensorComparison::of(&kept(&sides.a), &kept(&sides.b))?;
-    print_lines(&comparison.lines(NAMES), printer)?;
+    let [good, bad] = sides.each_ref().map(|side| file(side, "safetensors"));
+    let comparison = TensorComparison::of(&good, &bad)?;
+    printer.line(&comparison.lines(sides.each_ref().map(|side| side.name)).join("\n"))?;
     if comparison.is_equal() {
         let problem =
             "No tensor of that step differs in these runs: the difference is not reproducible.";
-        printer.lines(|out| writeln!(out, "{problem}"))?;
+        printer.line(problem)?;
     }
     Ok(true)
 }

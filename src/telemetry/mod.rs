@@ -46,8 +46,7 @@ pub(crate) use printer::{rate_text, steps_text, validation_text};
 pub(crate) use prometheus::{PrometheusFile, RunFacts, RunState};
 pub use step_record::RecordFile;
 pub(crate) use step_record::{
-    RECORD_FORMAT, RecordHeader, RecordLine, RecordedStart, RecordedStep, RecordedTensor,
-    StepOfRank, TensorHash,
+    RECORD_FORMAT, RecordHeader, RecordLine, RecordedStep, RecordedTensor, StepOfRank, TensorHash,
 };
 pub(crate) use straggler::find_straggler_over;
 pub use straggler::{Straggler, find_straggler};

@@ -44,7 +44,13 @@ impl std::str::FromStr for TensorHash {
 #[serde(tag = "event", rename_all = "lowercase")]
 pub(crate) enum RecordLine {
     Header(RecordHeader),
-    Start(RecordedStart),
+    /// The tensors of one rank before its first step, whose number is `step`.
+    Start {
+        step: u64,
+        rank: usize,
+        parameters: Vec<Option<TensorHash>>,
+        buffers: Vec<Option<TensorHash>>,
+    },
     Step(RecordedStep),
     /// The rank failed there before its process had written anything of the step; of a killed process as others saw it.
     Failed(StepOfRank),
@@ -81,16 +87,6 @@ impl std::fmt::Display for RecordedTensor {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "`{}`, {} {:?}", self.name, self.dtype, self.shape)
     }
-}
-
-/// The tensors of one rank before its first step.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub(crate) struct RecordedStart {
-    /// The number of that step.
-    pub step: u64,
-    pub rank: usize,
-    pub parameters: Vec<Option<TensorHash>>,
-    pub buffers: Vec<Option<TensorHash>>,
 }
 
 /// A step of one rank. A hash is `None` where the rank has no such tensor.

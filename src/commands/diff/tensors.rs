@@ -1,12 +1,10 @@
 //! Compares two files of tensors: which differ first, where, and by how much.
 
-use std::collections::BTreeMap;
 use std::io::Read;
 use std::path::Path;
 
 use tch::{Kind, Tensor};
 
-use super::compare::SidesOf;
 use crate::checkpoint::TensorFile;
 use crate::error::{Error, Result, Shown, counted};
 use crate::ffi::TorchResult;
@@ -31,7 +29,7 @@ pub(in crate::commands) struct TensorComparison {
     /// The number of tensors that differ in later groups.
     later: usize,
     /// The names that only one file has.
-    only_in: SidesOf<Vec<String>>,
+    only_in: [Vec<String>; 2],
     /// Whether one of these is of a group that the other file has, too. A file may lack a group as a whole: a loop may name
     /// no batches, and DDP replaces the buffers of some ranks.
     lacks_tensors: bool,
@@ -66,11 +64,14 @@ impl TensorComparison {
         let is_kept = common.iter().any(|name| name.starts_with(ORDER[0]));
         let group = |name: &str| if is_kept { group(name) } else { None };
         common.sort_by_key(|name| group(name));
-        let only_in = SidesOf { a: only_in(&of_a, &of_b), b: only_in(&of_b, &of_a) };
-        let lacks = |names: &[String], other: &BTreeMap<String, Tensor>| {
-            names.iter().any(|name| other.keys().any(|it| group(it) == group(name)))
-        };
-        let lacks_tensors = lacks(&only_in.a, &of_b) || lacks(&only_in.b, &of_a);
+        let mut lacks_tensors = false;
+        let only_in = [(&of_a, &of_b), (&of_b, &of_a)].map(|(of, other)| {
+            let is_left = |name: &&String| !other.contains_key(*name);
+            let names: Vec<String> = of.keys().filter(is_left).cloned().collect();
+            lacks_tensors |=
+                names.iter().any(|name| other.keys().any(|it| group(it) == group(name)));
+            names
+        });
         let mut comparison = Self { equal: 0, first: Vec::new(), later: 0, only_in, lacks_tensors };
         let mut first_group = None;
         for name in common {
@@ -94,9 +95,9 @@ impl TensorComparison {
     }
 
     /// Describes the differences. `sides` are the names of the two files.
-    pub(in crate::commands) fn lines(&self, sides: SidesOf<&str>) -> Vec<String> {
+    pub(in crate::commands) fn lines(&self, sides: [&str; 2]) -> Vec<String> {
         let mut lines = Vec::new();
-        for (side, names) in [(sides.a, &self.only_in.a), (sides.b, &self.only_in.b)] {
+        for (side, names) in sides.iter().zip(&self.only_in) {
             if let Some((first, others)) = names.split_first() {
                 let others = if others.is_empty() { "" } else { " and others" };
                 lines.push(format!("Only {side} has `{first}`{others}."));
@@ -109,10 +110,9 @@ impl TensorComparison {
             return lines;
         }
         lines.push("The first tensors that differ, each at its largest difference:".into());
-        let titles = ["", "values", "at", sides.a, sides.b, "difference", "ULPs"];
-        let mut rows = vec![titles.map(str::to_owned).to_vec()];
-        rows.extend(self.first.iter().take(MAX_ROWS).cloned());
-        lines.extend(table(&rows));
+        let titles = ["", "values", "at", sides[0], sides[1], "difference", "ULPs"];
+        let rows = [titles.map(str::to_owned).to_vec()].into_iter().chain(self.first.clone());
+        lines.extend(table(&rows.take(1 + MAX_ROWS).collect::<Vec<_>>()));
         if let Some(more @ 1..) = self.first.len().checked_sub(MAX_ROWS) {
             lines.push(format!("  ... and {more} more"));
         }
@@ -129,10 +129,6 @@ fn group(name: &str) -> Option<usize> {
     ORDER.iter().position(|prefix| name.starts_with(prefix))
 }
 
-fn only_in(of: &BTreeMap<String, Tensor>, other: &BTreeMap<String, Tensor>) -> Vec<String> {
-    of.keys().filter(|name| !other.contains_key(*name)).cloned().collect()
-}
-
 /// Returns the row of a tensor that has another dtype or shape in the files.
 fn other_shape(name: &str, a: &Tensor, b: &Tensor) -> Vec<String> {
     let about = |tensor: &Tensor| format!("{} {:?}", dtype_name(tensor.kind()), tensor.size());
@@ -141,35 +137,26 @@ fn other_shape(name: &str, a: &Tensor, b: &Tensor) -> Vec<String> {
 
 /// Returns the row of a tensor whose bytes differ: how many values do, and the pair that differs most.
 fn row(name: &str, a: &Tensor, b: &Tensor) -> Result<Vec<String>> {
-    let (numbers_of_a, numbers_of_b) = (numbers(a)?, numbers(b)?);
-    let numel = numbers_of_a.len();
+    let (of_a, of_b) = (numbers(a)?, numbers(b)?);
     let (bytes_of_a, bytes_of_b) = (bytes_of(a)?, bytes_of(b)?);
-    let size = bytes_of_a.len() / numel;
+    let size = bytes_of_a.len() / of_a.len();
     let values = bytes_of_a.chunks(size).zip(bytes_of_b.chunks(size)).enumerate();
-    let mut count = 0;
-    let mut most = None;
-    for (index, (value_of_a, value_of_b)) in values {
-        if value_of_a == value_of_b {
-            continue;
-        }
-        count += 1;
-        // A difference to NaN is NaN, which `total_cmp` puts last.
-        let difference = (numbers_of_a[index] - numbers_of_b[index]).abs();
-        if most.is_none_or(|(_, most): (usize, f64)| difference.total_cmp(&most).is_gt()) {
-            most = Some((index, difference));
-        }
-    }
-    let (index, difference) = most.unwrap_or_default();
-    let is_finite = numbers_of_a[index].is_finite() && numbers_of_b[index].is_finite();
-    let ulps = (a.kind() == Kind::Float && is_finite)
-        .then(|| ordered(numbers_of_a[index] as f32).abs_diff(ordered(numbers_of_b[index] as f32)));
+    let differ = values.filter(|(_, (a, b))| a != b).map(|(index, _)| index);
+    let differ: Vec<usize> = differ.collect();
+    let difference = |index: &usize| (of_a[*index] - of_b[*index]).abs();
+    // A difference to NaN is NaN, which `total_cmp` puts last. Of equal ones, the first counts.
+    let most = differ.iter().rev().max_by(|i, j| difference(i).total_cmp(&difference(j)));
+    let index = most.copied().unwrap_or_default();
+    let values = [of_a[index], of_b[index]];
+    let ulps = (a.kind() == Kind::Float && values.iter().all(|value| value.is_finite()))
+        .then(|| ordered(values[0] as f32).abs_diff(ordered(values[1] as f32)));
     Ok(vec![
         name.to_owned(),
-        format!("{count} of {numel}"),
+        format!("{} of {}", differ.len(), of_a.len()),
         indices(index, &a.size()),
-        value_text(a, index, numbers_of_a[index])?,
-        value_text(b, index, numbers_of_b[index])?,
-        format!("{difference:.2e}"),
+        value_text(a, index, values[0])?,
+        value_text(b, index, values[1])?,
+        format!("{:.2e}", difference(&index)),
         ulps.map_or("-".into(), |ulps| ulps.to_string()),
     ])
 }
