@@ -109,7 +109,7 @@ pub(super) fn paths_in(folder: &Path) -> Result<Vec<PathBuf>> {
 ///
 /// # Errors
 /// As [`paths_in`].
-pub(crate) fn steps_in(path: &Path) -> Result<BTreeMap<u64, PathBuf>> {
+pub(super) fn steps_in(path: &Path) -> Result<BTreeMap<u64, PathBuf>> {
     let step = |path: PathBuf| step_of(&path).map(|step| (step, path));
     Ok(paths_in(path)?.into_iter().filter_map(step).collect())
 }

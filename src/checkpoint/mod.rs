@@ -56,7 +56,7 @@ mod tensors;
 mod writer;
 
 pub use folder::CheckpointDir;
-pub(crate) use layout::{TRAINER, steps_in};
+pub(crate) use layout::TRAINER;
 pub use read::Checkpoint;
 pub use state::TrainerState;
 pub use tensors::TensorFile;

@@ -1,7 +1,6 @@
 //! `ddp-mp bisect`: the first tensors in which two commands differ, with their values.
 //!
-//! They record every step, and run once more to keep the tensors of the first step that differs. If earlier runs of them
-//! have saved checkpoints, they start from the newest two that are equal.
+//! They record every step, and run once more to keep the tensors of the first step that differs.
 
 use std::path::{self, Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -9,9 +8,8 @@ use std::process::{Command, Stdio};
 use anyhow::Context;
 use clap::Args;
 
-use super::diff::{TensorComparison, compare_files};
-use crate::checkpoint::{Checkpoint, steps_in};
-use crate::error::{Error, Result, Shown};
+use super::diff::{compare_files, compare_tensors};
+use crate::error::{Error, Shown};
 use crate::files::Place;
 use crate::os::{TemporaryFolder, TiedChild};
 use crate::session::{AlreadyReported, path_in_shell};
@@ -28,19 +26,10 @@ pub struct BisectFlags {
     /// Run this shell command as the bad side
     #[arg(long, value_name = "COMMAND")]
     pub bad: String,
-    /// Start from the good side's checkpoints; needs --bad-dir
-    #[arg(long, value_name = "DIR", requires = "bad_dir")]
-    pub good_dir: Option<PathBuf>,
-    /// Start from the bad side's checkpoints; needs --good-dir
-    #[arg(long, value_name = "DIR", requires = "good_dir")]
-    pub bad_dir: Option<PathBuf>,
     /// Keep both sides' records and tensors in DIR
     #[arg(long, value_name = "DIR")]
     pub keep: Option<PathBuf>,
 }
-
-/// The flag of the last step.
-const MAX_STEPS: &str = "--max-steps";
 
 /// One of the two commands.
 #[derive(Debug)]
@@ -59,15 +48,12 @@ pub fn bisect(flags: &BisectFlags, program: &str, printer: &Printer) -> anyhow::
         let problem = "it exists; remove it, or use another name";
         return Err(Error::usage(format!("--keep {}: {problem}", keep.shown())).into());
     }
-    let mut sides = [("good", &flags.good), ("bad", &flags.bad)]
+    let sides = [("good", &flags.good), ("bad", &flags.bad)]
         .map(|(name, command)| Side { name, command: command.clone() });
     if let Some(side) = sides.iter().find(|side| side.command.contains("--checkpoint-dir")) {
         let problem =
             "remove --checkpoint-dir, because it runs twice, and must do the same each time";
         return Err(side.refused(problem));
-    }
-    if let Some((good, bad)) = flags.good_dir.as_deref().zip(flags.bad_dir.as_deref()) {
-        start_from_checkpoints(&mut sides, good, bad, printer)?;
     }
     let folder = create_folder(flags.keep.as_deref())?;
     let differ = by_records(&sides, program, folder.path(), printer)?;
@@ -89,47 +75,6 @@ fn create_folder(keep: Option<&Path>) -> anyhow::Result<TemporaryFolder> {
         Ok(folder)
     })
     .with_context(|| format!("creating {}", keep.shown()))
-}
-
-/// Has the commands start from the newest checkpoints in `good` and `bad` that are equal, and stop at the oldest that differ.
-fn start_from_checkpoints(
-    sides: &mut [Side; 2],
-    good: &Path,
-    bad: &Path,
-    printer: &Printer,
-) -> Result<()> {
-    let saved = [steps_in(good)?, steps_in(bad)?];
-    let mut common = saved[0].keys().filter(|step| saved[1].contains_key(step)).peekable();
-    if common.peek().is_none() {
-        return Err(Error::usage(format!(
-            "--good-dir {}: no checkpoint is of the same step as one in --bad-dir {}; name the folders of two runs that \
-             have saved as often",
-            good.shown(),
-            bad.shown()
-        )));
-    }
-    let (mut equal, mut different) = (None, None);
-    for step in common {
-        let good = Checkpoint::read(&saved[0][step])?;
-        if !good.has_tensors_of(&Checkpoint::read(&saved[1][step])?) {
-            different = Some(*step);
-            break;
-        }
-        equal = Some(step);
-    }
-    printer.info(&match equal {
-        None => "the first checkpoints differ: starting from the beginning".to_owned(),
-        Some(step) => format!("the checkpoints are equal up to step {step}: starting there"),
-    });
-    for (side, saved) in sides.iter_mut().zip(&saved) {
-        if let Some(step) = equal {
-            side.command += &format!(" --resume={}", path_in_shell(&saved[step]));
-        }
-        if let Some(step) = different {
-            side.command = side.up_to(step);
-        }
-    }
-    Ok(())
 }
 
 /// Records both runs, and runs up to the first step that differs once more. Returns whether they differ.
@@ -157,7 +102,10 @@ fn by_records(
         let kept = file(side, "safetensors");
         let file = path_in_shell(&kept);
         let keep = format!("--keep={file} --keep-step={step} --keep-rank={rank}");
-        let said = side.run(&format!("{} {keep}", side.up_to(step + 1)), printer)?;
+        // The command may have an end of its own.
+        let has_end = side.command.contains("--max-steps");
+        let end = if has_end { String::new() } else { format!(" --max-steps={}", step + 1) };
+        let said = side.run(&format!("{}{end} {keep}", side.command), printer)?;
         if !kept.is_file() {
             let name = side.name;
             printer.line(&format!("{name}: rank {rank} has no tensors of step {step} ({said})"))?;
@@ -165,9 +113,9 @@ fn by_records(
         }
     }
     let [good, bad] = sides.each_ref().map(|side| file(side, "safetensors"));
-    let comparison = TensorComparison::of(&good, &bad)?;
-    printer.line(&comparison.lines(sides.each_ref().map(|side| side.name)).join("\n"))?;
-    if comparison.is_equal() {
+    let (lines, is_equal) = compare_tensors(&good, &bad, ["good", "bad"])?;
+    printer.line(&lines.join("\n"))?;
+    if is_equal {
         let problem =
             "No tensor of that step differs in these runs: the difference is not reproducible.";
         printer.line(problem)?;
@@ -178,16 +126,6 @@ fn by_records(
 impl Side {
     fn refused(&self, problem: &str) -> anyhow::Error {
         Error::usage(format!("--{}: {problem}", self.name)).into()
-    }
-
-    /// Returns the command with an end after `steps` steps, unless it has an end of its own.
-    fn up_to(&self, steps: u64) -> String {
-        let Self { command, .. } = self;
-        if command.contains(MAX_STEPS) {
-            command.clone()
-        } else {
-            format!("{command} {MAX_STEPS}={steps}")
-        }
     }
 
     /// Runs `command` in the shell, without showing its output. Exit code 1 is right, too: a run whose replicas differ at

@@ -15,7 +15,7 @@ use crate::session::AlreadyReported;
 use crate::telemetry::{Printer, StepOfRank};
 use compare::Comparison;
 use read::Record;
-pub(super) use tensors::TensorComparison;
+pub(super) use tensors::compare_tensors;
 use tensors::holds_tensors;
 
 /// The flags of `diff`.
@@ -50,10 +50,9 @@ pub fn diff(flags: &DiffFlags, printer: &Printer) -> anyhow::Result<()> {
         }
     }
     let is_equal = if holds_tensors(a) || holds_tensors(b) {
-        let comparison = TensorComparison::of(a, b)?;
-        let lines = comparison.lines(["A", "B"]).join("\n");
-        printer.line(&format!("A: {}\nB: {}\n{lines}", a.shown(), b.shown()))?;
-        comparison.is_equal()
+        let (lines, is_equal) = compare_tensors(a, b, ["A", "B"])?;
+        printer.line(&format!("A: {}\nB: {}\n{}", a.shown(), b.shown(), lines.join("\n")))?;
+        is_equal
     } else {
         compare_files(a, b, printer)?.is_none()
     };
