@@ -18,7 +18,7 @@ use crate::error::{Error, Result, Shown};
 use crate::files::WholeFile;
 use crate::launch::JoinedLaunch;
 use crate::models::Model;
-use crate::os::limits::explain;
+use crate::os::limits::output_refused;
 use crate::records::Parameter;
 use crate::runtime::FlightRecorderDump;
 use crate::telemetry::report::{Curves, Page};
@@ -65,24 +65,14 @@ impl RunArtifacts {
     pub(crate) fn new(config: &Config, joined_launch: &JoinedLaunch) -> Result<Self> {
         let process = joined_launch.process();
         config.validate_files(process[1])?;
-        let refused = |flag: &str, path: &Path, error: io::Error| {
-            Error::usage(format!("{flag} {}: {}", path.shown(), explain(&error)))
-        };
-        let is_first = joined_launch.is_first();
-        let output = &config.output;
-        let trace = output.trace.as_deref().map(|path| {
-            trace_output(path, process).map_err(|error| refused("--trace", path, error))
-        });
-        let report = output
-            .report
-            .as_deref()
-            .filter(|_| is_first)
-            .map(|path| Page::output(path).map_err(|error| refused("--report", path, error)));
+        let (output, is_first) = (&config.output, joined_launch.is_first());
+        let trace = opened("--trace", output.trace.as_deref(), |path| trace_output(path, process))?;
+        let report =
+            opened("--report", output.report.as_deref().filter(|_| is_first), Page::output)?;
         let continues = continues(config, joined_launch);
-        let record_file = output.record.as_deref().map(|path| {
+        let record_file = opened("--record", output.record.as_deref(), |path| {
             RecordFile::open(&process_path(path, process), continues)
-                .map_err(|error| refused("--record", path, error))
-        });
+        })?;
         if let Some(keep) = config.keep() {
             let ranks = joined_launch.world_size();
             if keep.rank >= ranks {
@@ -96,12 +86,14 @@ impl RunArtifacts {
                 if joined_launch.launch.restart_count > 0 {
                     let _ = fs::remove_file(&keep.file); // an earlier start of this run has written it
                 }
-                let writable = if keep.file.exists() {
-                    Err(io::Error::other("this file exists; remove it, or use another name"))
-                } else {
-                    WholeFile::begin(&keep.file).map(drop)
-                };
-                writable.map_err(|error| refused("--keep", &keep.file, error))?;
+                opened("--keep", Some(&*keep.file), |file| {
+                    if file.exists() {
+                        return Err(io::Error::other(
+                            "this file exists; remove it, or use another name",
+                        ));
+                    }
+                    WholeFile::begin(file).map(drop)
+                })?;
             }
         }
         let facts = RunFacts {
@@ -110,9 +102,9 @@ impl RunArtifacts {
             world_size: joined_launch.world_size(),
             restarts: joined_launch.launch.restart_count,
         };
-        let prometheus = output.prometheus.as_deref().filter(|_| is_first).map(|path| {
-            PrometheusFile::new(path, facts).map_err(|error| refused("--prometheus", path, error))
-        });
+        let prometheus = output.prometheus.as_deref().filter(|_| is_first);
+        let prometheus =
+            opened("--prometheus", prometheus, |path| PrometheusFile::new(path, facts))?;
         let facts = ReportFacts {
             began: SystemTime::now(),
             first: TrainerState::default(),
@@ -121,10 +113,10 @@ impl RunArtifacts {
             end: None,
         };
         Ok(Self {
-            trace: trace.transpose()?,
-            report: report.transpose()?,
-            record_file: record_file.transpose()?.map(Arc::new),
-            prometheus: prometheus.transpose()?.map(Arc::new),
+            trace,
+            report,
+            record_file: record_file.map(Arc::new),
+            prometheus: prometheus.map(Arc::new),
             dump: Arc::default(),
             facts: Mutex::new(facts),
             curves: Arc::default(),
@@ -205,7 +197,7 @@ impl RunArtifacts {
 
     fn write_trace(&self, session: &Session, dump: &FlightRecorderDump) -> Result<()> {
         let Some(output) = &self.trace else { return Ok(()) };
-        output.write(|file| write_trace(dump, file)).map_err(unwritable("--trace", output))?;
+        output.write_for("--trace", |file| write_trace(dump, file))?;
         if let (true, Some(path)) = (session.joined_launch.is_first(), &session.config.output.trace)
         {
             let path = path.shown();
@@ -229,7 +221,7 @@ impl RunArtifacts {
         let Some(output) = &self.report else { return Ok(()) };
         let curves = self.curves.lock().clone();
         let page = page(session, &self.facts.lock(), curves, outcome, dump)?;
-        output.write(|file| page.write(file)).map_err(unwritable("--report", output))?;
+        output.write_for("--report", |file| page.write(file))?;
         let path = session.config.output.report.as_deref().unwrap_or(output.path()).shown();
         session.printer.info(&format!("the report is in {path}: open it in a browser"));
         Ok(())
@@ -241,8 +233,13 @@ pub(super) fn continues(config: &Config, joined_launch: &JoinedLaunch) -> bool {
     config.checkpoints.resume.is_some() || joined_launch.launch.restart_count > 0
 }
 
-/// Returns how to report that the file of `flag` cannot be written.
-fn unwritable(flag: &str, output: &Output) -> impl FnOnce(io::Error) -> Error {
-    let what = format!("{flag} {}", output.path().shown());
-    |error| Error::Write { what, reason: explain(&error) }
+/// Opens the file at `path` that `flag` names, if there is one.
+fn opened<T>(
+    flag: &str,
+    path: Option<&Path>,
+    open: impl FnOnce(&Path) -> io::Result<T>,
+) -> Result<Option<T>> {
+    let Some(path) = path else { return Ok(None) };
+    let refused = |error| output_refused(&format!("{flag} {}", path.shown()), &error);
+    open(path).map(Some).map_err(refused)
 }

@@ -6,6 +6,7 @@ mod events;
 mod explain;
 mod feed;
 mod held_output;
+mod json_lines;
 mod language;
 #[cfg(feature = "cli")]
 mod live;
@@ -42,7 +43,7 @@ pub use metrics_logger::MetricsLogger;
 pub(crate) use output::{Marks, Output};
 pub use printer::{LogFormat, Printer, unwritable_stdout};
 #[cfg(feature = "cli")]
-pub(crate) use printer::{rate_text, steps_text, validation_text};
+pub(crate) use printer::{rate_text, validation_text};
 pub(crate) use prometheus::{PrometheusFile, RunFacts, RunState};
 pub use step_record::RecordFile;
 pub(crate) use step_record::{

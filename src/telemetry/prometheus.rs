@@ -12,8 +12,7 @@ use serde::Serialize;
 use strum::{EnumIter, IntoEnumIterator, IntoStaticStr};
 
 use super::{End, Marks, Output};
-use crate::error::{Error, Result, Shown};
-use crate::os::limits::explain;
+use crate::error::Result;
 use crate::records::{TrainMetrics, ValidationMetrics};
 
 const MARKS: Marks = Marks { begins: "# HELP ddpmp_", before: "# ddp-mp ", after: "\n" };
@@ -80,7 +79,7 @@ impl PrometheusFile {
     /// Writes that the run has started, of which `done` steps have been made.
     ///
     /// # Errors
-    /// [`Error::Write`], like the functions below.
+    /// [`Error::Write`](crate::Error::Write), like the functions below.
     pub(super) fn begin(&self, done: u64) -> Result<()> {
         self.write(|latest| latest.first_step = done)
     }
@@ -108,11 +107,9 @@ impl PrometheusFile {
         let mut latest = self.latest.lock();
         update(&mut latest);
         let text = self.text(&latest, SystemTime::now());
-        self.output.write(|file| file.write_all(text.as_bytes())).map_err(|error| {
-            latest.has_failed = true;
-            let what = format!("--prometheus {}", self.output.path().shown());
-            Error::Write { what, reason: explain(&error) }
-        })
+        let written = self.output.write_for("--prometheus", |file| file.write_all(text.as_bytes()));
+        latest.has_failed |= written.is_err();
+        written
     }
 
     /// Returns all metrics as text. A metric without a value is left out.

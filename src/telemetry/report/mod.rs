@@ -11,7 +11,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
-use super::metrics_logger::drop_every_second;
+use super::metrics_logger::add_point;
 use super::{Marks, Output};
 use crate::records::{TrainMetrics, ValidationMetrics};
 pub(crate) use advice::{Conditions, Cores, advice, outside_collectives};
@@ -55,10 +55,7 @@ const MAX_CURVE_POINTS: usize = 4000;
 
 impl Curves {
     pub(super) fn train(&mut self, metrics: &TrainMetrics) {
-        if self.train.len() == MAX_CURVE_POINTS {
-            drop_every_second(&mut self.train);
-        }
-        self.train.push(metrics.clone());
+        add_point(&mut self.train, MAX_CURVE_POINTS, metrics.clone());
     }
 
     /// Returns the points until `step` of the page that an earlier run has written to `output`; none if there is none.
