@@ -226,9 +226,10 @@ impl View {
             self.snapshot_at = Instant::now();
         }
         let now = self.state.now.saturating_add(self.snapshot_at.elapsed());
-        self.state.add_events(now, self.feed.take_lines());
-        self.state.steps = self.feed.steps();
-        self.state.add_points(self.feed.take_points());
+        let (lines, points, steps) = self.feed.take();
+        self.state.add_events(now, lines);
+        self.state.steps = steps;
+        self.state.add_points(points);
     }
 
     /// Returns whether the view closes: the view is not being kept open, or the user has seen how the run has ended.
