@@ -159,7 +159,7 @@ impl RunArtifacts {
     pub(crate) fn record_end(&self, ddp: &DistributedDataParallel<Model>, end: &End) {
         let mut facts = self.facts.lock();
         facts.parameters = ddp.described_parameters();
-        facts.buckets.clone_from(&end.bucket_bytes);
+        facts.buckets.clone_from(&end.statistics.bucket_bytes);
         facts.end = Some(end.clone());
     }
 

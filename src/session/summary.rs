@@ -77,7 +77,6 @@ fn end(
     group: &ProcessGroup,
 ) -> End {
     let seconds = summary.elapsed.as_secs_f64();
-    let statistics = trainer.ddp().statistics();
     let phases: Vec<PhaseSeconds> = ranks.iter().map(|rank| rank.phases).collect();
     End {
         seconds,
@@ -86,10 +85,7 @@ fn end(
         us_per_step: seconds * 1e6 / summary.steps_now.max(1) as f64,
         parameters_hash: format!("{model_hash:016x}"),
         replicas_equal: replicas_equal(&ranks),
-        bucket_bytes: statistics.bucket_bytes,
-        backward_us: statistics.backward_us,
-        communication_us: statistics.communication_us,
-        overlapped: statistics.overlapped,
+        statistics: trainer.ddp().statistics(),
         ranks,
         straggler: find_straggler(&phases, seconds),
         peak_memory_bytes: peak_memory(),
@@ -100,7 +96,6 @@ fn end(
         restarts: session.restarts.reasons.clone(),
         steps_now: summary.steps_now,
         first_loss: summary.first_loss,
-        hidden: statistics.hidden,
         can_overlap: group.is_stream_ordered() || group.uses_network(),
     }
 }
@@ -143,8 +138,8 @@ fn print_end(
 fn hidden_message(end: &End) -> String {
     format!(
         "all-reduces took {:.0} us in each step; {:.0} % of that ran during backward",
-        end.communication_us,
-        100.0 * end.hidden
+        end.statistics.communication_us,
+        100.0 * end.statistics.hidden
     )
 }
 
