@@ -219,7 +219,7 @@ impl MetricsLogger {
 
 /// Adds a point to a curve. Of one that has `most` points, drops every second before.
 pub(super) fn add_point<T>(curve: &mut Vec<T>, most: usize, point: T) {
-    if curve.len() == most {
+    if curve.len() >= most {
         let mut number = 0;
         curve.retain(|_| {
             number += 1;

@@ -68,12 +68,10 @@ impl Curves {
             Some(page.split_once(begin)?.1.split_once(end)?.0)
         });
         let data: Option<Value> = data.and_then(|data| serde_json::from_str(data).ok());
-        let is_before = |point: &u64| *point <= step;
+        let data = data.as_ref();
         Self {
-            train: points(data.as_ref(), "train", |it: &TrainMetrics| is_before(&it.step)),
-            validation: points(data.as_ref(), "validation", |it: &ValidationMetrics| {
-                is_before(&it.step)
-            }),
+            train: points(data, "train", |it: &TrainMetrics| it.step <= step),
+            validation: points(data, "validation", |it: &ValidationMetrics| it.step <= step),
         }
     }
 
