@@ -35,9 +35,9 @@ pub(crate) struct RunArtifacts {
     /// The report file. `None` without `--report`, and in processes without rank 0.
     report: Option<Output>,
     /// The record of this process's ranks. `None` without `--record`.
-    record_file: Option<Arc<RecordFile>>,
+    pub record_file: Option<Arc<RecordFile>>,
     /// The metrics for Prometheus. `None` without `--prometheus`, and in processes without rank 0.
-    prometheus: Option<Arc<PrometheusFile>>,
+    pub prometheus: Option<Arc<PrometheusFile>>,
     dump: Arc<OnceLock<FlightRecorderDump>>,
     facts: Mutex<ReportFacts>,
     curves: Arc<Mutex<Curves>>,
@@ -134,16 +134,6 @@ impl RunArtifacts {
         self.report.is_some().then(|| self.curves.clone())
     }
 
-    /// Returns the record of this process's ranks, if there is one.
-    pub(crate) fn record_file(&self) -> Option<Arc<RecordFile>> {
-        self.record_file.clone()
-    }
-
-    /// Returns the file for Prometheus, if there is one.
-    pub(crate) fn prometheus(&self) -> Option<Arc<PrometheusFile>> {
-        self.prometheus.clone()
-    }
-
     /// Records the model that rank 0 begins to train, in the state `first`.
     pub(crate) fn record_start(&self, ddp: &DistributedDataParallel<Model>, first: &TrainerState) {
         let mut facts = self.facts.lock();
@@ -169,14 +159,11 @@ impl RunArtifacts {
     /// [`Error::Write`].
     pub(super) fn write(&self, session: &Session, outcome: &Outcome) -> Result<()> {
         let end = self.facts.lock().end.clone();
-        if let (true, Some(path)) =
-            (session.joined_launch.is_first(), &session.config.output.record)
-        {
-            let path = path.shown();
-            let program = session.config.program.name;
-            session
-                .printer
-                .info(&format!("the record is in {path}: compare it with {program} diff"));
+        let Session { config, joined_launch, printer, .. } = session;
+        let record = config.output.record.as_deref();
+        if let Some(path) = record.filter(|_| joined_launch.is_first()) {
+            let (path, program) = (path.shown(), config.program.name);
+            printer.info(&format!("the record is in {path}: compare it with {program} diff"));
         }
         let written = match self.dump.get() {
             // If one cannot be written, the others still are.
@@ -198,10 +185,11 @@ impl RunArtifacts {
     fn write_trace(&self, session: &Session, dump: &FlightRecorderDump) -> Result<()> {
         let Some(output) = &self.trace else { return Ok(()) };
         output.write_for("--trace", |file| write_trace(dump, file))?;
-        if let (true, Some(path)) = (session.joined_launch.is_first(), &session.config.output.trace)
-        {
+        let Session { config, joined_launch, printer, .. } = session;
+        let trace = config.output.trace.as_deref();
+        if let Some(path) = trace.filter(|_| joined_launch.is_first()) {
             let path = path.shown();
-            session.printer.info(&match dump.process {
+            printer.info(&match dump.process {
                 [_, 1] => format!("the trace is in {path}: open it in ui.perfetto.dev"),
                 [_, count] => format!(
                     "the traces of {count} processes are beside {path}, each with its index in its name: open them \
