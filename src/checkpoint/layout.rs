@@ -94,7 +94,7 @@ pub(super) fn unusable(path: &Path) -> impl Fn(io::Error) -> Error + Copy {
 ///
 /// # Errors
 /// As [`paths_in`].
-pub(crate) fn steps_in(path: &Path) -> Result<BTreeMap<u64, PathBuf>> {
+pub(super) fn steps_in(path: &Path) -> Result<BTreeMap<u64, PathBuf>> {
     let step = |path: PathBuf| step_of(&name_of(&path)).map(|step| (step, path));
     Ok(paths_in(path)?.into_iter().filter_map(step).collect())
 }

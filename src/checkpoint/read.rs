@@ -86,13 +86,6 @@ impl Checkpoint {
         &self.state
     }
 
-    /// Returns whether all tensors of both, and the states of their gradient scalers, are equal.
-    pub(crate) fn has_tensors_of(&self, other: &Self) -> bool {
-        self.model.bytes == other.model.bytes
-            && self.optimizer.bytes == other.optimizer.bytes
-            && self.state.scaler == other.state.scaler
-    }
-
     /// Copies parameters and buffers into `vs`. For rank 0, before DDP broadcasts its model to the other ranks.
     ///
     /// # Errors

@@ -86,6 +86,16 @@ pub(crate) fn explain(error: impl Display) -> String {
     }
 }
 
+/// Returns the error of an output of the run, `what`, that cannot be opened.
+pub(crate) fn output_refused(what: &str, error: &io::Error) -> Error {
+    Error::usage(format!("{what}: {}", explain(error)))
+}
+
+/// Returns the error of an output of the run, `what`, that was open and cannot be written.
+pub(crate) fn output_failed(what: &str, error: &io::Error) -> Error {
+    Error::Write { what: what.into(), reason: explain(error) }
+}
+
 /// Returns the error of a file, `what`, that cannot be written: a failure of the run if the disk is full; otherwise
 /// wrong input, such as a path that nobody may write to.
 pub(crate) fn unwritable(what: String, error: &io::Error) -> Error {

@@ -206,7 +206,8 @@ impl Session {
             Restarts::note_saving(&joined_launch.launch)?;
         }
         start_point.make_room(printer)?;
-        let logger = logger.curves(self.artifacts.curves()).prometheus(self.artifacts.prometheus());
+        let logger =
+            logger.curves(self.artifacts.curves()).prometheus(self.artifacts.prometheus.clone());
         Ok(logger.continues(continues(config, joined_launch)))
     }
 

@@ -78,7 +78,6 @@ fn end(
     group: &ProcessGroup,
 ) -> End {
     let seconds = summary.elapsed.as_secs_f64();
-    let statistics = trainer.ddp().statistics();
     let phases: Vec<PhaseSeconds> = ranks.iter().map(|rank| rank.phases).collect();
     End {
         seconds,
@@ -87,10 +86,7 @@ fn end(
         us_per_step: seconds * 1e6 / summary.steps_now.max(1) as f64,
         parameters_hash: format!("{model_hash:016x}"),
         replicas_equal: replicas_equal(&ranks),
-        bucket_bytes: statistics.bucket_bytes,
-        backward_us: statistics.backward_us,
-        communication_us: statistics.communication_us,
-        overlapped: statistics.overlapped,
+        statistics: trainer.ddp().statistics(),
         ranks,
         straggler: find_straggler(&phases, seconds),
         peak_memory_bytes: peak_memory(),
@@ -101,7 +97,6 @@ fn end(
         restarts: session.restarts.reasons.clone(),
         steps_now: summary.steps_now,
         first_loss: summary.first_loss,
-        hidden: statistics.hidden,
         can_overlap: group.is_stream_ordered() || group.uses_network(),
     }
 }
@@ -140,7 +135,7 @@ fn print_end(
 /// Returns how much of the communication backward has hidden, over a simulated network.
 fn hidden_message(config: &Config, end: &End) -> Option<String> {
     config.ddp.simulate_cluster.as_ref()?;
-    let (us, percent) = (end.communication_us, 100.0 * end.hidden);
+    let (us, percent) = (end.statistics.communication_us, 100.0 * end.statistics.hidden);
     Some(format!(
         "all-reduces took {us:.0} us in each step; {percent:.0} % of that ran during backward"
     ))

@@ -8,7 +8,9 @@ use std::path::{Path, PathBuf};
 
 use xxhash_rust::xxh3::Xxh3Default;
 
+use crate::error::Shown;
 use crate::files::{WholeFile, open_regular};
+use crate::os::limits::output_failed;
 
 /// The marks by which files of one kind are recognized.
 #[derive(Debug, Clone, Copy)]
@@ -61,14 +63,24 @@ impl Output {
         &self.path
     }
 
+    /// Writes the file, which `flag` names, with `write`.
+    ///
+    /// # Errors
+    /// [`Error::Write`](crate::Error::Write); an older file then stays unchanged.
+    pub(crate) fn write_for(
+        &self,
+        flag: &str,
+        write: impl FnOnce(&mut dyn Write) -> io::Result<()>,
+    ) -> crate::error::Result<()> {
+        let failed = |error| output_failed(&format!("{flag} {}", self.path.shown()), &error);
+        self.write(write).map_err(failed)
+    }
+
     /// Writes the file with `write`, then appends its fingerprint.
     ///
     /// # Errors
     /// When it cannot be written; an older file then stays unchanged.
-    pub(crate) fn write(
-        &self,
-        write: impl FnOnce(&mut dyn Write) -> io::Result<()>,
-    ) -> io::Result<()> {
+    fn write(&self, write: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> io::Result<()> {
         self.check()?;
         let whole = WholeFile::begin(&self.path)?;
         whole.take_permissions()?;
