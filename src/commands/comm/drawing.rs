@@ -1,5 +1,6 @@
 //! Drawings of the operations in letters: A is rank 0's tensor, B is rank 1's, and A1 is the part of A for rank 1.
 
+use super::operations::words;
 use super::shorten::{GAP, in_columns, join, ranks};
 use crate::commands::CommOp;
 use crate::operation::{CollectiveType, Holders, Operation, Tensors};
@@ -76,15 +77,11 @@ fn passed_on(world_size: usize, ring: bool) -> String {
 /// Returns the formula of a reduction.
 fn reduced(op: ReduceOp, world_size: usize, item: &dyn Fn(usize) -> String) -> String {
     let most = if world_size <= 4 { 4 } else { 3 };
-    let terms = |separator| join(world_size, most, separator, item);
+    let terms = join(world_size, most, words(op).1, item);
     match op {
-        ReduceOp::Sum | ReduceOp::PremulSum(_) => terms("+"),
-        ReduceOp::Avg => format!("({})/{world_size}", terms("+")),
-        ReduceOp::Product => terms("*"),
-        ReduceOp::Min | ReduceOp::Max => format!("{op}({})", terms(",")),
-        ReduceOp::Band => terms("&"),
-        ReduceOp::Bor => terms("|"),
-        ReduceOp::Bxor => terms("^"),
+        ReduceOp::Avg => format!("({terms})/{world_size}"),
+        ReduceOp::Min | ReduceOp::Max => format!("{op}({terms})"),
+        _ => terms,
     }
 }
 

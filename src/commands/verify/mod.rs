@@ -128,16 +128,14 @@ fn prepare(
     let (len, batch_size) = (dataset.len(), config.training.batch_size);
     let (is_exact, has_sync) = (config.ddp.exact_mean, config.model.sync_batch_norm);
     let step = ranks.saturating_mul(batch_size);
-    let (mut count, what) = if is_exact {
+    let (count, what) = if is_exact {
         let whole = step.saturating_mul(steps.clamp(1, 3) as usize - 1);
-        let most = whole.saturating_add(step / 2).max(ranks + 1);
-        (len.min(most), ": in the last step of an epoch the ranks have batches of different size")
+        let most = len.min(whole.saturating_add(step / 2).max(ranks + 1));
+        let count = if most.is_multiple_of(ranks) { most.saturating_sub(1) } else { most };
+        (count, ": in the last step of an epoch the ranks have batches of different size")
     } else {
         (len - len % step, ", which make whole steps")
     };
-    if is_exact && count.is_multiple_of(ranks) {
-        count = count.saturating_sub(1);
-    }
     if ranks < 2 {
         let problem = "--nproc-per-node: one rank has nothing to be compared with; use 2 or more";
         return Err(Error::usage(problem.into()));
