@@ -1,11 +1,11 @@
 //! The process of a check: it is started, watched, and killed if a part takes too long.
 
 use std::io::{self, BufRead, BufReader};
-use std::process::{ChildStdout, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::thread;
 use std::time::Duration;
 
-use crossbeam::channel::{RecvTimeoutError, Sender, unbounded};
+use crossbeam::channel::{RecvTimeoutError, unbounded};
 
 use super::check::{Check, Found, LOAD, Message, Verdict};
 use crate::error::{Error, Result};
@@ -46,7 +46,14 @@ fn watch(mut command: Command, printer: &Printer) -> io::Result<Found> {
     let mut child = command.spawn()?;
     let (lines_tx, lines) = unbounded();
     let (stdout, process) = (child.stdout.take(), child.id());
-    let read = move || read(stdout, process, &lines_tx);
+    let read = move || {
+        for line in stdout.into_iter().flat_map(|stdout| BufReader::new(stdout).split(b'\n')) {
+            let Ok(line) = line else { break };
+            // Nobody receives them any more if the process was killed and did not end.
+            let _ = lines_tx.send(String::from_utf8_lossy(&line).into_owned());
+        }
+        os::wait_for_end(process); // the channel is closed once it has ended
+    };
     if let Err(error) = thread::Builder::new().name("check".into()).spawn(read) {
         let _ = child.kill();
         return Err(error);
@@ -92,16 +99,6 @@ fn watch(mut command: Command, printer: &Printer) -> io::Result<Found> {
             Found::problem(Verdict::Hangs, format!("hangs{what} ({seconds} s){stuck}"))
         }
     })
-}
-
-/// Sends the lines of a process, and drops the sender once it has ended.
-fn read(stdout: Option<ChildStdout>, process: u32, lines: &Sender<String>) {
-    for line in stdout.into_iter().flat_map(|stdout| BufReader::new(stdout).split(b'\n')) {
-        let Ok(line) = line else { break };
-        // Nobody receives them any more if the process was killed and did not end.
-        let _ = lines.send(String::from_utf8_lossy(&line).into_owned());
-    }
-    os::wait_for_end(process);
 }
 
 #[cfg(test)]
