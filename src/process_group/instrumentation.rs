@@ -97,8 +97,8 @@ impl ProcessGroup {
         self.phase_tracker.context.set(context);
     }
 
-    /// Returns the fault that `--inject-fault` plans for a training step of any rank; `None` if there is none. One of several
-    /// ranks that trains by itself has none: `verify` compares the others with it.
+    /// Returns the fault that `--inject-fault` plans for a training step of any rank; `None` if there is none. One of
+    /// several ranks that trains by itself has none: `verify` compares the others with it.
     pub(crate) fn planned_fault(&self) -> Option<Fault> {
         let is_alone = self.world_size() == 1 && self.run().activity.len() > 1;
         self.run().fault.filter(|fault| fault.at == FaultSite::Step && !is_alone)

@@ -194,12 +194,22 @@ impl Verification {
         let terms = batch_size.saturating_mul(config.tokens_per_sample());
         let strategy = StrategyKind::Ddp;
         let whole = Variant { strategy, world_size: 1, batch_size, grad_accum_steps: 1 };
-        let compare = |variant: Variant, steps| -> anyhow::Result<(Bound, Comparison)> {
-            let reference = self.train_alone(rank, &only_this, whole, steps)?;
-            let trained = match variant.world_size {
-                1 => self.train_alone(rank, &only_this, variant, steps)?,
-                _ => Arc::new(self.train(rank, &group, variant, steps)?),
-            };
+        let train = |variant: Variant, steps: u64| -> anyhow::Result<Arc<RunResult>> {
+            if variant.world_size > 1 {
+                return Ok(Arc::new(self.train(rank, &group, variant, steps)?));
+            }
+            // The first rank of this process to come trains by itself. The others wait for its result here, and not in a
+            // collective, where they would report it as late.
+            let mut known = self.on_one_rank.lock();
+            if let Some((.., result)) = known.iter().find(|it| (it.0, it.1) == (variant, steps)) {
+                return Ok(result.clone());
+            }
+            let result = Arc::new(self.train(rank, &only_this, variant, steps)?);
+            known.push((variant, steps, result.clone()));
+            Ok(result)
+        };
+        let compare = |variant, steps| -> anyhow::Result<(Bound, Comparison)> {
+            let (reference, trained) = (train(whole, steps)?, train(variant, steps)?);
             let bound = Bound::of(&reference, steps, terms)?;
             let mut row = Comparison::new(&self.placement, variant, &reference, &trained, bound);
             let mut ok = vec![row.ok];
@@ -230,24 +240,6 @@ impl Verification {
             rows.push(row);
         }
         Ok(rows)
-    }
-
-    /// Trains on one rank by itself. The first rank of this process to come does; the others wait for its result here, and
-    /// not in a collective, where they would report it as late.
-    fn train_alone(
-        &self,
-        rank: &Rank,
-        group: &Rc<ProcessGroup>,
-        variant: Variant,
-        steps: u64,
-    ) -> anyhow::Result<Arc<RunResult>> {
-        let mut known = self.on_one_rank.lock();
-        if let Some((.., result)) = known.iter().find(|it| (it.0, it.1) == (variant, steps)) {
-            return Ok(result.clone());
-        }
-        let result = Arc::new(self.train(rank, group, variant, steps)?);
-        known.push((variant, steps, result.clone()));
-        Ok(result)
     }
 
     /// Trains on one rank in one way.
