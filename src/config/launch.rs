@@ -37,7 +37,7 @@ pub struct LaunchSection {
     // Processes compare the backend that it selects.
     #[arg(long, value_name = "NAME", value_parser = values::backend())]
     #[arg(default_value_t = BackendChoice::Auto)]
-    #[arg(add = MayDiffer::BetweenProcesses, add = RefusedBy::VERIFY)]
+    #[arg(add = MayDiffer::BetweenProcesses)]
     pub backend: BackendChoice,
     /// Bind each rank to CPUs
     ///
