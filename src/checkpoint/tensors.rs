@@ -33,10 +33,11 @@ pub(super) fn copies(
 ) -> Result<BTreeMap<String, Copied>> {
     let copy = |(name, tensor): (String, Tensor)| {
         let kind = tensor.kind();
-        let (_, dtype) = SAFETENSORS_DTYPES.into_iter().find(|(known, _)| *known == kind).ok_or_else(|| {
-            let problem = "a dtype that safetensors files cannot hold";
-            Error::unsupported(format!("`{name}` is {}, {problem}", dtype_name(kind)))
-        })?;
+        let (_, dtype) =
+            SAFETENSORS_DTYPES.into_iter().find(|(known, _)| *known == kind).ok_or_else(|| {
+                let problem = "a dtype that safetensors files cannot hold";
+                Error::unsupported(format!("`{name}` is {}, {problem}", dtype_name(kind)))
+            })?;
         let shape = tensor.size().into_iter().map(|n| n as usize).collect();
         Ok((name, Copied { dtype, shape, bytes: bytes_of(&tensor)? }))
     };
@@ -125,9 +126,9 @@ impl TensorFile {
         let tensor = |(name, view): (&str, TensorView<'_>)| {
             let dtype = view.dtype();
             let (kind, _) =
-                SAFETENSORS_DTYPES.into_iter().find(|(_, known)| *known == dtype).ok_or_else(|| {
-                    wrong(format!("`{name}` is {dtype:?}, a dtype that cannot be read here"))
-                })?;
+                SAFETENSORS_DTYPES.into_iter().find(|(_, known)| *known == dtype).ok_or_else(
+                    || wrong(format!("`{name}` is {dtype:?}, a dtype that cannot be read here")),
+                )?;
             let shape: Vec<i64> = view.shape().iter().map(|&n| n as i64).collect();
             // The length is right: the file was checked.
             let tensor = Tensor::f_from_data_size(view.data(), &shape, kind);

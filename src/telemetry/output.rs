@@ -80,7 +80,10 @@ impl Output {
     ///
     /// # Errors
     /// When it cannot be written; an older file then stays unchanged.
-    fn write(&self, write: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> io::Result<()> {
+    pub(crate) fn write(
+        &self,
+        write: impl FnOnce(&mut dyn Write) -> io::Result<()>,
+    ) -> io::Result<()> {
         self.check()?;
         let whole = WholeFile::begin(&self.path)?;
         whole.take_permissions()?;

@@ -6,6 +6,9 @@ use super::TargetKind;
 use super::array::Array;
 use crate::error::{Error, Result};
 
+/// The inputs and the targets of a file.
+pub(super) type InputsAndTargets = (Array, Array);
+
 /// A data format: how `--dataset` names it, and how its files are read.
 ///
 /// A location is the text after the colon in `--dataset`. It is empty for data without files.
@@ -25,7 +28,7 @@ pub(super) struct Format {
     pub folder: Option<Folder>,
 }
 
-type Read = fn(&str, TargetKind) -> Result<(Array, Array)>;
+type Read = fn(&str, TargetKind) -> Result<InputsAndTargets>;
 
 /// What a format has whose location is a folder: several files, and validation samples in files of their own.
 #[derive(Debug)]
@@ -35,7 +38,7 @@ pub(super) struct Folder {
     /// The name of the validation samples.
     pub validation: &'static str,
     /// Reads these samples. `None` if the files do not exist.
-    pub read_validation: fn(&str) -> Result<Option<(Array, Array)>>,
+    pub read_validation: fn(&str) -> Result<Option<InputsAndTargets>>,
 }
 
 impl Format {
