@@ -3,6 +3,7 @@
 use std::fmt;
 use std::str::FromStr;
 
+use serde::{Deserialize, Serialize};
 use strum::{Display, EnumCount, EnumIter, EnumString, FromRepr, IntoStaticStr};
 
 /// An operation of a rank, as failure reports name it.
@@ -210,7 +211,8 @@ impl CollectiveType {
 }
 
 /// An operation with its number among operations of its sort: `all_reduce #3`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(into = "u64", try_from = "u64")]
 pub struct OpId {
     /// The operation.
     pub operation: Operation,
@@ -238,6 +240,20 @@ impl OpId {
     pub(crate) fn named(operation: &str, sequence: u64) -> Self {
         let operation = Operation::from_str(operation).unwrap_or(Operation::UserCode);
         Self { operation, sequence }
+    }
+}
+
+impl From<OpId> for u64 {
+    fn from(at: OpId) -> Self {
+        at.packed()
+    }
+}
+
+impl TryFrom<u64> for OpId {
+    type Error = &'static str;
+
+    fn try_from(packed: u64) -> Result<Self, Self::Error> {
+        Self::unpacked(packed).ok_or("no operation has this number")
     }
 }
 

@@ -204,7 +204,7 @@ fn bench_step_simulates_a_cluster() {
         near(time, alone + number(row, "exposed_us"));
         near(number(row, "efficiency"), alone / time);
         near(number(row, "samples_per_second"), number(row, "world_size") * 32e6 / time);
-        assert!(row["cluster"].as_str().unwrap().starts_with("nodes=4,gpus=2,backend=nccl,"));
+        assert!(row["cluster"].as_str().unwrap().starts_with("nodes=4,gpus=2,algorithm=ring,"));
     }
     assert_eq!((&rows[0]["all_reduce"], &rows[0]["hidden"]), (&"-".into(), &Value::Null));
     // By hand, all buckets: 2 * 3 steps from node to node and 8 within, and 7 / 4 of the bytes.
@@ -217,7 +217,8 @@ fn bench_step_simulates_a_cluster() {
 
     let (stdout, _) = run_to(0, &flags);
     assert!(stdout.lines().all(|line| line.len() <= 92), "{stdout}");
-    assert!(stdout.contains("(default)") && stdout.contains("This is a model"), "{stdout}");
+    assert!(stdout.contains("#   node-latency=3us\n"), "{stdout}");
+    assert!(stdout.contains("This is a model"), "{stdout}");
     let table = stdout.lines().filter(|line| line.split_whitespace().count() == 9);
     assert_eq!(table.filter(|line| !line.starts_with('#')).count(), 4, "{stdout}");
 }

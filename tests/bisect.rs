@@ -107,48 +107,6 @@ fn bisect_names_the_tensor_with_its_values() {
     }
 }
 
-#[test]
-fn bisect_starts_from_the_newest_checkpoints_that_are_equal() {
-    let folder = tempfile::tempdir().unwrap();
-    let folder = folder.path();
-    let path = program_path();
-    let good = format!("{} --nproc-per-node=2 --quiet", path.display());
-    let bad = format!("{good} --inject-fault=flip=28:rank=1,at=step,step=9,in=gradient");
-    for (command, checkpoints) in [(&good, "good"), (&bad, "bad")] {
-        let args = command.split(' ').skip(1).chain(["--save-every=4", "--max-steps=16"]);
-        let folder_flag = format!("--checkpoint-dir={checkpoints}");
-        let args: Vec<&str> = args.chain(["--keep-last=9", &folder_flag]).collect();
-        assert_eq!(run_in(folder, &args).0, Some(0));
-    }
-    let bisect = |args: &[&str]| run_in(folder, &[&["bisect"], args].concat());
-    let of_both = ["--good", &good, "--bad", &bad, "--good-dir=good", "--bad-dir=bad"];
-    let (code, stdout, stderr) = bisect(&of_both);
-    assert_eq!(code, Some(1), "{stdout}{stderr}");
-    assert!(stderr.contains("the checkpoints are equal up to step 8: starting there"), "{stderr}");
-    assert!(stdout.contains("Equal: the start and step 8."), "{stdout}");
-    assert!(stdout.contains("Step 9 is the first that differs:"), "{stdout}");
-    assert!(stdout.contains("\n  gradient.weight "), "{stdout}");
-    for name in ["good", "bad"] {
-        let saved = fs::read_dir(folder.join(name)).unwrap().count();
-        assert_eq!(saved, 6, "{name}: the folder of the run has changed"); // 4 checkpoints, `latest` and a lock
-    }
-    let saving = format!("{good} --checkpoint-dir=good");
-    for (args, expected) in [
-        (
-            ["--good", &saving, "--bad", &bad, "--good-dir=good", "--bad-dir=bad"],
-            "--good: remove --checkpoint-dir,",
-        ),
-        (
-            ["--good", &good, "--bad", &bad, "--good-dir=none", "--bad-dir=bad"],
-            "--good-dir none: no checkpoint is of the same step",
-        ),
-    ] {
-        let (code, stdout, stderr) = bisect(&args);
-        assert_eq!((code, &*stdout), (Some(2), ""), "{expected}: {stderr}");
-        assert!(stderr.contains(expected) && stderr.lines().count() == 1, "{expected}: {stderr}");
-    }
-}
-
 /// The program that `args` start, with its temporary files in `temporary`.
 fn with_temporary_files(args: &[&str], temporary: &Path) -> Command {
     fs::create_dir(temporary).unwrap();

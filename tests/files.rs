@@ -3,9 +3,10 @@
 use std::fs::{self, File, OpenOptions};
 use std::io::Write;
 use std::path::Path;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ddp_mp::{Dataset, DatasetSpec, Error, FileDataset, TargetKind, Targets};
+use ddp_mp::{Dataset, DatasetSpec, Error, FileDataset, Subset, TargetKind, Targets};
 use tch::{Device, Kind, Tensor};
 use wait_timeout::ChildExt;
 
@@ -17,7 +18,7 @@ fn open(spec: &str, kind: TargetKind) -> ddp_mp::Result<FileDataset> {
     FileDataset::open(&spec.replace("{}", folder.to_str().unwrap()).parse()?, kind)
 }
 
-fn whole(data: &FileDataset) -> (Vec<f32>, Tensor) {
+fn whole(data: &dyn Dataset) -> (Vec<f32>, Tensor) {
     let (inputs, targets) = data.batch(&(0..data.len()).collect::<Vec<_>>()).unwrap();
     assert_eq!((inputs.size(), inputs.kind()), (vec![data.len() as i64, 4], Kind::Float));
     (Vec::try_from(inputs.flatten(0, -1)).unwrap(), targets)
@@ -109,11 +110,12 @@ fn float32_file_is_mapped_and_not_copied() {
 
 #[test]
 fn split_parts_are_disjoint_and_complete() {
-    let data = open("csv:{}/plain.csv", TargetKind::Classes).unwrap();
-    let (first, second) = data.split(0.34, 7).unwrap();
+    let data = Arc::new(open("csv:{}/plain.csv", TargetKind::Classes).unwrap());
+    let (first, second) = Subset::split(data, 0.34, 7).unwrap();
     assert_eq!((first.len(), second.len()), (4, 2));
-    let (inner, _) = first.split(0.5, 1).unwrap();
-    let of_first = whole(&first).0;
+    let first = Arc::new(first);
+    let (inner, _) = Subset::split(first.clone(), 0.5, 1).unwrap();
+    let of_first = whole(&*first).0;
     assert!(whole(&inner).0.chunks(4).all(|row| of_first.chunks(4).any(|other| other == row)));
     let mut rows: Vec<f32> = of_first.chunks(4).map(|row| row[0]).collect();
     rows.extend(whole(&second).0.chunks(4).map(|row| row[0]));

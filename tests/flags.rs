@@ -269,6 +269,8 @@ fn non_utf8_argument_is_refused_by_name() {
     }
     let text = said([bytes("r", b"\xff")]).unwrap();
     assert!(text.contains("error: \"r\\xff\" is not UTF-8"), "{text}");
+    let text = said([bytes("--", b"\xff=r")]).unwrap();
+    assert!(text.contains("error: --\u{fffd}: \"r\" is not UTF-8"), "{text}");
     let mut command = program(&[]);
     command.arg(bytes("--checkpoint-dir=", b"\xff"));
     assert_eq!(run_command(command).0, Some(2));

@@ -179,7 +179,7 @@ fn sample_refuses_wrong_input() {
         (&[][..], "--checkpoint"),
         (&[nowhere], "/nowhere"),
         (&[of_linear], "it holds a linear model, which writes no text"),
-        (&[in_checkpoint], "this is a file of a checkpoint; name its folder, "),
+        (&[in_checkpoint], "this is a file, but a checkpoint is a folder; name "),
         (&[checkpoint, "--prompt="], "--prompt: the prompt is empty"),
         (&[checkpoint, "--temperature=-1"], "--temperature"),
         (&[checkpoint, "--temperature=nan"], "--temperature"),

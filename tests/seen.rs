@@ -413,7 +413,7 @@ fn skipped_sample_is_found_by_verify_with_its_step() {
     run_all_refused(&[
         (
             &format!("{verify} {fault} --steps=5"),
-            "--inject-fault: there is no step 5; verify makes steps 0 to 4",
+            "--inject-fault: there is no step 5; this run has steps 0 to 4",
         ),
         (
             &format!("{verify} --inject-fault=nan:rank=1,at=step,step=5"),

@@ -174,8 +174,7 @@ fn words_of_one_room_stay_there() {
         assert!(!is_plain || !code.contains("weight"), "{name}: the trainer weights, by the loss");
         let words = code.split(|it: char| !it.is_alphanumeric());
         let found = words.into_iter().any(|word| word == "DataParallel");
-        // Checkpoints name what PyTorch's wrappers put before a tensor's name.
-        let may = ["session/data_parallel.rs", "checkpoint/tensors.rs"].contains(&&*name);
+        let may = name == "session/data_parallel.rs";
         assert!(may || !found, "{name} names a part of session/data_parallel.rs");
         // Where a layout of the optimizer is made, chosen and explained.
         let layouts = ["optim/", "config/", "session/checked_placement.rs", "telemetry/explain/"];

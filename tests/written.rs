@@ -88,9 +88,9 @@ fn output_path_equal_to_an_input_or_output_is_refused() {
         "--checkpoint-dir=new --metrics=new",
         "--checkpoint-dir=new --metrics=new/latest",
         "--checkpoint-dir=new --metrics=here/new/.lock",
-        "--checkpoint-dir=new --trace=new/best.new",
+        "--checkpoint-dir=new --trace=new/best",
         "--checkpoint-dir=new --report=new/step-00000001/page.html",
-        "--checkpoint-dir=new --tensorboard=new/.unfinished-board",
+        "--checkpoint-dir=new --tensorboard=new/.unfinished/board",
         "--metrics=t.1.json --trace=t.json --spawn=processes",
     ];
     for flags in some_of(flags, 4) {
@@ -209,7 +209,7 @@ fn pipes_and_devices_work_or_are_refused_without_a_hang() {
             ("--report=/dev/zero", "this is not a regular file"),
             ("--prometheus=pipe", "--prometheus pipe: this is not a regular file"),
             ("--tensorboard=pipe", "--tensorboard pipe: "),
-            ("--checkpoint-dir=pipe", "pipe cannot hold checkpoints"),
+            ("--checkpoint-dir=pipe", "pipe cannot be used for checkpoints"),
         ],
         4,
     ) {
@@ -263,7 +263,7 @@ fn full_disk_is_reported_and_leaves_no_partial_file() {
     let cases = [
         (
             "--model=mlp --hidden=128,128 --checkpoint-dir=run",
-            "run/.unfinished-step-00000010/model.safetensors failed",
+            "run/.unfinished/model.safetensors failed",
         ),
         (&*format!("--metrics=metrics {long}"), "writing --metrics metrics"),
         (&*format!("--tensorboard=board {long}"), "writing --tensorboard"),
@@ -287,7 +287,7 @@ fn full_disk_is_reported_and_leaves_no_partial_file() {
         for (flags, problem) in some_of(&cases, 3) {
             let (stderr, left) = run_out_of_room(setup, flags);
             assert!(stderr.contains(problem) && stderr.contains(why), "{setup}: {flags}: {stderr}");
-            for part in [".ddp-mp-", ".unfinished", ".new", "trace.json", "page.html", "kept"] {
+            for part in [".ddp-mp-", ".unfinished", "trace.json", "page.html", "kept"] {
                 assert!(!left.contains(part), "{setup}: {flags}: {left}");
             }
             // The last byte of the metrics is the end of a row.

@@ -17,7 +17,6 @@ use crate::data::{Batch, Dataset};
 use crate::error::{Error, Result};
 use crate::models::{Forward, Model};
 use crate::trainer::{Callback, Criterion, LossParts, Trainer};
-use run::Run;
 
 /// A program that trains with all flags, files and commands of `ddp-mp`. Options choose what the program does not bring:
 /// without a model there is `--model`, without a data set `--dataset`, without a loss `--loss`.
@@ -39,20 +38,13 @@ use run::Run;
 #[derive(Debug)]
 pub struct App<A = ()> {
     program: Program,
-    commit: &'static str,
-    has_course: bool,
     args: PhantomData<fn() -> A>,
 }
 
 impl App {
     /// Creates a program of this name and version. Help and completions show the name.
     pub fn new(name: &'static str, version: &'static str) -> Self {
-        Self {
-            program: Program::new(name, version),
-            commit: "",
-            has_course: false,
-            args: PhantomData,
-        }
+        Self { program: Program::new(name, version), args: PhantomData }
     }
 
     /// Adds the program's options. Each is a flag, a key of a file of `--config`, and a line of `env`. A run that resumes
@@ -81,9 +73,8 @@ impl App {
     ///     .run()
     /// ```
     pub fn args<A: Args + Send + Sync + 'static>(self) -> App<A> {
-        let Self { program, commit, has_course, .. } = self;
-        let program = Program { options: Some(OwnOptionsType::of::<A>()), ..program };
-        App { program, commit, has_course, args: PhantomData }
+        let program = Program { options: Some(OwnOptionsType::of::<A>()), ..self.program };
+        App { program, args: PhantomData }
     }
 }
 
@@ -186,14 +177,14 @@ impl<A: Any + Send + Sync> App<A> {
     /// Sets the commit that the program was built from, for `--version` and `env`.
     #[must_use]
     pub fn commit(mut self, commit: &'static str) -> Self {
-        self.commit = commit;
+        self.program.commit = commit;
         self
     }
 
     /// Adds the commands that teach: `comm`, `sampler`, `lesson` and `new`.
     #[must_use]
     pub fn course(mut self) -> Self {
-        self.has_course = true;
+        self.program.has_course = true;
         self
     }
 
@@ -201,15 +192,14 @@ impl<A: Any + Send + Sync> App<A> {
     /// restarts itself, with a limit on the spinning of libtorch's threads. The exit code is 0, 2 for invalid input, 1 for
     /// another failure, or 128 and the number of the signal that stopped the program.
     pub fn run(self) -> ! {
-        let Self { program, commit, has_course, .. } = self;
-        Run { program: Arc::new(program), commit, has_course }.run()
+        run::run(&Arc::new(self.program))
     }
 }
 
 impl<A> App<A> {
     /// Returns the declaration of the command line, with its help.
     pub fn command(&self) -> clap::Command {
-        cli::command(&self.program, self.has_course)
+        cli::command(&self.program)
     }
 
     /// Returns the configuration of the training run that the command line `args` asks for, and runs nothing. `args`
@@ -218,7 +208,7 @@ impl<A> App<A> {
     /// # Errors
     /// [`Error::Input`] with the message that the program would print.
     pub fn config_of(&self, args: impl Iterator<Item = OsString>) -> Result<Option<Config>> {
-        cli::check(&self.program, self.has_course)?;
+        cli::check(&self.program)?;
         let parsed = cli::parse(&self.command(), args);
         let cli = parsed.map_err(|error| Error::usage(error.to_string()))?;
         let program = Arc::new(self.program.clone());

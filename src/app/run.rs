@@ -6,15 +6,11 @@ use std::sync::Arc;
 
 use clap::error::ErrorKind;
 
-use super::cli::{
-    self, Bench, BenchCommand, Cli, Command, EnvFlags, ScalingFlags, StepFlags, TrainFlags,
-    VerifyFlags,
-};
+use super::cli::{self, Bench, BenchCommand, Cli, Command, EnvFlags, TrainFlags};
 use crate::commands::{self, Versions};
 use crate::config::{Program, Tool};
 use crate::error::{Error, Result};
-use crate::ffi::cuda::{self, Cuda};
-use crate::ffi::{check_version, hide_stack_traces, keep_memory};
+use crate::ffi::{check_version, cuda, hide_stack_traces, keep_memory};
 use crate::launch::{SpawnError, exit_code, install_panic_hook};
 use crate::os;
 use crate::runtime::panics;
@@ -25,165 +21,130 @@ const FAILED: u8 = 1;
 /// Exit code for invalid input, and for a request that this machine cannot fulfil.
 const WRONG_INPUT: u8 = 2;
 
-/// One run of a program.
-pub(super) struct Run {
-    pub program: Arc<Program>,
-    /// The commit that the program was built from, empty if not known.
-    pub commit: &'static str,
-    /// Whether the program has the commands that teach.
-    pub has_course: bool,
+/// Runs what the process's arguments ask of `program`, and ends the process.
+pub(super) fn run(program: &Arc<Program>) -> ! {
+    os::hold_signals_of_user();
+    install_panic_hook();
+    os::ignore_file_size_signal();
+    let code = match parse(program) {
+        Err(code) => code,
+        Ok(cli) => match run_command(program, cli) {
+            Ok(code) => code,
+            Err(error) => {
+                if !error.is::<commands::AlreadyReported>() {
+                    text_printer().report(&format!("{error:#}"));
+                }
+                code_of(&error)
+            }
+        },
+    };
+    os::exit(code)
 }
 
-impl Run {
-    /// Runs what the process's arguments ask for, and ends the process.
-    pub(super) fn run(&self) -> ! {
-        os::hold_signals_of_user();
-        install_panic_hook();
-        os::ignore_file_size_signal();
-        let code = match self.parse() {
-            Err(code) => code,
-            Ok(cli) => match self.run_command(cli) {
-                Ok(code) => code,
-                Err(error) => {
-                    if !error.is::<commands::AlreadyReported>() {
-                        text_printer().report(&format!("{error:#}"));
-                    }
-                    code_of(&error)
-                }
-            },
+/// Returns what was typed, or prints the help or the mistake and returns the exit code.
+fn parse(program: &Program) -> Result<Cli, u8> {
+    if let Err(error) = cli::check(program) {
+        text_printer().report(&error.to_string());
+        return Err(WRONG_INPUT);
+    }
+    cli::parse(&cli::command(program), env::args_os()).map_err(|message| {
+        // Errors go to stderr, requested help to stdout.
+        let printed = if message.kind() == ErrorKind::DisplayVersion && is_long_version() {
+            // A libtorch of another version is only named.
+            let cuda = check_version().map(|()| cuda::load()).unwrap_or_default();
+            let versions = Versions::find(program, &cuda);
+            text_printer().lines(|out| write!(out, "{versions}"))
+        } else {
+            message.print().map_err(unwritable_stdout)
         };
-        os::exit(code)
-    }
-
-    /// Returns what was typed, or prints the help or the mistake and returns the exit code.
-    fn parse(&self) -> Result<Cli, u8> {
-        if let Err(error) = cli::check(&self.program, self.has_course) {
-            text_printer().report(&error.to_string());
-            return Err(WRONG_INPUT);
+        if message.use_stderr() {
+            WRONG_INPUT
+        } else if is_written(printed) {
+            0
+        } else {
+            FAILED
         }
-        cli::parse(&self.command(), env::args_os()).map_err(|message| {
-            // Errors go to stderr, requested help to stdout.
-            let printed = if message.kind() == ErrorKind::DisplayVersion && is_long_version() {
-                // A libtorch of another version is only named.
-                let cuda = check_version().map(|()| cuda::load()).unwrap_or_default();
-                text_printer().lines(|out| write!(out, "{}", self.versions(&cuda)))
-            } else {
-                message.print().map_err(unwritable_stdout)
-            };
-            if message.use_stderr() {
-                WRONG_INPUT
-            } else if is_written(printed) {
-                0
-            } else {
-                FAILED
-            }
-        })
-    }
+    })
+}
 
-    fn command(&self) -> clap::Command {
-        cli::command(&self.program, self.has_course)
+/// Runs the command, and returns the exit code.
+fn run_command(program: &Arc<Program>, cli: Cli) -> anyhow::Result<u8> {
+    if matches!(
+        cli.command,
+        None | Some(Command::Train(_) | Command::Bench(_) | Command::Verify(_))
+    ) {
+        os::limit_spinning_in_main();
     }
-
-    fn versions(&self, cuda: &Cuda) -> Versions {
-        Versions::find(&self.program, self.commit, cuda)
+    check_version()?; // ahead of every other use of libtorch
+    keep_memory();
+    if !panics::wants_backtraces() {
+        hide_stack_traces(); // for closures that run before the ranks start
     }
-
-    /// Runs the command, and returns the exit code.
-    fn run_command(&self, cli: Cli) -> anyhow::Result<u8> {
-        if matches!(
-            cli.command,
-            None | Some(Command::Train(_) | Command::Bench(_) | Command::Verify(_))
-        ) {
-            os::limit_spinning_in_main();
-        }
-        check_version()?; // ahead of every other use of libtorch
-        keep_memory();
-        if !panics::wants_backtraces() {
-            hide_stack_traces(); // for closures that run before the ranks start
-        }
-        let Cli { command, quiet, train } = cli;
-        let command = command.unwrap_or(Command::Train(train));
-        let printer = |format| Arc::new(Printer::new(format).quiet(quiet));
-        let text = || printer(LogFormat::Text);
-        if !matches!(command, Command::Train(_)) {
-            os::release_user_signals();
-        }
-        let result = match command {
-            Command::Train(flags) => return self.train(&flags, quiet),
-            Command::Comm(flags) => {
-                let printer = printer(flags.log_format);
-                commands::comm(flags, &cuda::load(), &printer)
-            }
-            Command::Env(flags) => self.env(&flags),
-            Command::Bench(Bench { subcommand, collective: flags }) => match subcommand {
-                Some(BenchCommand::Step(flags)) => self.bench_step(&flags, printer),
-                Some(BenchCommand::Scaling(flags)) => self.bench_scaling(&flags, printer),
-                None => {
-                    let printer = printer(flags.log_format);
-                    commands::bench(flags, &cuda::load(), &printer)
-                }
-            },
-            Command::Verify(flags) => self.verify(&flags, printer),
-            Command::Diff(flags) => commands::diff(&flags, &text()),
-            Command::Bisect(flags) => commands::bisect(&flags, self.program.name, &text()),
-            Command::Sample(flags) => {
-                commands::sample(&flags, &self.program, &cuda::load(), &text())
-            }
-            Command::Lesson(flags) => commands::lesson(&flags, &text()),
-            Command::New(flags) => commands::new(&flags, &text()),
-            Command::Completions(flags) => commands::completions(&flags, self.command(), &text()),
-            Command::Sampler(flags) => commands::sampler(&flags, &printer(flags.log_format)),
-        };
-        result.map(|()| 0)
-    }
-
-    /// Trains and returns the exit code.
-    fn train(&self, flags: &TrainFlags, quiet: bool) -> anyhow::Result<u8> {
-        let config = flags.resolve(&self.program)?;
-        let printer = Printer::new(config.output.log_format).quiet(quiet).live(config.output.live);
-        commands::train(config, &cuda::load(), &Arc::new(printer)).map(exit_code)
-    }
-
-    fn bench_step(
-        &self,
-        flags: &StepFlags,
-        printer: impl Fn(LogFormat) -> Arc<Printer>,
-    ) -> anyhow::Result<()> {
-        let config = flags.train.resolve_tool(&self.program, Tool::BenchStep)?;
+    let Cli { command, quiet, train } = cli;
+    let command = command.unwrap_or(Command::Train(train));
+    let printer = |format| Arc::new(Printer::new(format).quiet(quiet));
+    let text = || printer(LogFormat::Text);
+    let tool = |flags: &TrainFlags, tool| {
+        let config = flags.resolve_tool(program, tool)?;
         let printer = printer(config.output.log_format);
-        commands::bench_step(config, flags.steps as usize, &cuda::load(), &printer)
+        Ok::<_, Error>((config, printer))
+    };
+    if !matches!(command, Command::Train(_)) {
+        os::release_user_signals();
     }
-
-    fn bench_scaling(
-        &self,
-        flags: &ScalingFlags,
-        printer: impl Fn(LogFormat) -> Arc<Printer>,
-    ) -> anyhow::Result<()> {
-        let config = flags.train.resolve_tool(&self.program, Tool::BenchScaling)?;
-        let printer = printer(config.output.log_format);
-        let (steps, repetitions) = (flags.steps as usize, flags.repetitions as usize);
-        commands::bench_scaling(config, steps, repetitions, &cuda::load(), &printer)
-    }
-
-    fn verify(
-        &self,
-        flags: &VerifyFlags,
-        printer: impl Fn(LogFormat) -> Arc<Printer>,
-    ) -> anyhow::Result<()> {
-        let config = flags.train.resolve_tool(&self.program, Tool::Verify)?;
-        let printer = printer(config.output.log_format);
-        commands::verify(config, flags.steps, flags.per_parameter, &cuda::load(), &printer)
-    }
-
-    fn env(&self, flags: &EnvFlags) -> anyhow::Result<()> {
-        let config = flags.train.resolve(&self.program)?;
-        let printer = Printer::new(config.output.log_format);
-        if flags.check_gpus {
-            return commands::check_gpus(&Arc::new(printer));
+    let result = match command {
+        Command::Train(flags) => return run_training(program, &flags, quiet),
+        Command::Comm(flags) => {
+            let printer = printer(flags.log_format);
+            commands::comm(flags, &cuda::load(), &printer)
         }
-        let cuda = cuda::load();
-        commands::env(&config, flags.all, self.versions(&cuda), &cuda, &printer)
+        Command::Env(flags) => show_env(program, &flags),
+        Command::Bench(Bench { subcommand: Some(BenchCommand::Step(flags)), .. }) => {
+            let (config, printer) = tool(&flags.train, Tool::BenchStep)?;
+            commands::bench_step(config, flags.steps, &cuda::load(), &printer)
+        }
+        Command::Bench(Bench { subcommand: Some(BenchCommand::Scaling(flags)), .. }) => {
+            let (config, printer) = tool(&flags.train, Tool::BenchScaling)?;
+            let (steps, repetitions) = (flags.steps, flags.repetitions);
+            commands::bench_scaling(config, steps, repetitions, &cuda::load(), &printer)
+        }
+        Command::Bench(Bench { subcommand: None, collective: flags }) => {
+            let printer = printer(flags.log_format);
+            commands::bench(flags, &cuda::load(), &printer)
+        }
+        Command::Verify(flags) => {
+            let (config, printer) = tool(&flags.train, Tool::Verify)?;
+            commands::verify(config, flags.steps, flags.per_parameter, &cuda::load(), &printer)
+        }
+        Command::Diff(flags) => commands::diff(&flags, &text()),
+        Command::Bisect(flags) => commands::bisect(&flags, program.name, &text()),
+        Command::Sample(flags) => commands::sample(&flags, program, &cuda::load(), &text()),
+        Command::Lesson(flags) => commands::lesson(&flags, &text()),
+        Command::New(flags) => commands::new(&flags, &text()),
+        Command::Completions(flags) => {
+            commands::completions(&flags, cli::command(program), &text())
+        }
+        Command::Sampler(flags) => commands::sampler(&flags, &printer(flags.log_format)),
+    };
+    result.map(|()| 0)
+}
+
+/// Trains and returns the exit code.
+fn run_training(program: &Arc<Program>, flags: &TrainFlags, quiet: bool) -> anyhow::Result<u8> {
+    let config = flags.resolve(program)?;
+    let printer = Printer::new(config.output.log_format).quiet(quiet).live(config.output.live);
+    commands::train(config, &cuda::load(), &Arc::new(printer)).map(exit_code)
+}
+
+/// Shows the options and this machine, or checks its GPUs.
+fn show_env(program: &Arc<Program>, flags: &EnvFlags) -> anyhow::Result<()> {
+    let config = flags.train.resolve(program)?;
+    let printer = Printer::new(config.output.log_format);
+    if flags.check_gpus {
+        return commands::check_gpus(&Arc::new(printer));
     }
+    let cuda = cuda::load();
+    commands::env(&config, flags.all, Versions::find(program, &cuda), &cuda, &printer)
 }
 
 /// Returns the exit code of a command that failed.

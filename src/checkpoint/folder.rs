@@ -1,17 +1,15 @@
 //! The folder of a run's checkpoints.
 
 use std::collections::BTreeMap;
-use std::ffi::OsStr;
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::{self, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use super::contents::{Contents, is_checkpoint, may_point, remove_checkpoint};
 use super::layout::{
-    self, ASIDE, BEST, LATEST, LOCK, MODEL, NEW, OPTIMIZER, PROBE, TRAINER, UNFINISHED, folder_of,
-    is_pointer_name, name_of, pointed, step_of, steps_in,
+    ASIDE, BEST, LATEST, LOCK, MODEL, OPTIMIZER, TRAINER, UNFINISHED, check, check_all_in,
+    files_of, folder_of, name_of, pointed, remove_checkpoint, step_of, steps_in, unusable,
 };
 use super::state::{FileMark, Manifest};
 use super::{Checkpoint, Snapshot, tensors};
@@ -49,7 +47,7 @@ impl CheckpointDir {
     /// writable. Also if a file that this program did not write has one of its names. Nothing in the folder has changed
     /// then.
     pub fn create(path: &Path, keep_last: usize) -> Result<Self> {
-        Self::lock(path, keep_last, refuse_any_in)
+        Self::lock(path, keep_last, true)
     }
 
     /// Opens the folder like [`create`](Self::create), for a run that resumes from a checkpoint there, if there is one.
@@ -57,29 +55,27 @@ impl CheckpointDir {
     /// # Errors
     /// As [`create`](Self::create), but existing checkpoints are no error.
     pub fn open(path: &Path, keep_last: usize) -> Result<Self> {
-        Self::lock(path, keep_last, |_, _| Ok(()))
+        Self::lock(path, keep_last, false)
     }
 
-    /// Locks the folder at `path`. `check` may reject its contents.
-    fn lock(
-        path: &Path,
-        keep_last: usize,
-        check: fn(&Path, &Contents) -> Result<()>,
-    ) -> Result<Self> {
-        let wrong = |error: io::Error| {
-            Error::usage(format!(
-                "checkpoints cannot be written to {}: {}; use another --checkpoint-dir",
+    /// Locks the folder at `path`. A new run refuses one with checkpoints.
+    fn lock(path: &Path, keep_last: usize, is_new: bool) -> Result<Self> {
+        let check = || match check_all_in(path).and_then(|()| Self::newest_in(path))? {
+            Some(newest) if is_new => Err(Error::usage(format!(
+                "{} holds checkpoints already, the newest is {}; continue from it with --resume auto, or use another \
+                 --checkpoint-dir",
                 path.shown(),
-                error
-            ))
+                name_of(&newest)
+            ))),
+            _ => Ok(()),
         };
-        check(path, &Contents::of(path)?)?; // before anything is written there
-        create_folder(path).map_err(wrong)?;
+        check()?; // before anything is written there
+        create_folder(path).map_err(unusable(path))?;
         // An existing lock file was found to be empty. Links are not followed.
         let mut options = OpenOptions::new();
         options.write(true).create(true).truncate(false);
         options.custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK);
-        let lock = options.open(path.join(LOCK)).map_err(wrong)?;
+        let lock = options.open(path.join(LOCK)).map_err(unusable(path))?;
         // On a file system without locks, other runs are not detected.
         if let Err(TryLockError::WouldBlock) = lock.try_lock() {
             return Err(Error::usage(format!(
@@ -87,22 +83,13 @@ impl CheckpointDir {
                 path.shown()
             )));
         }
-        let locked =
-            Self { path: path.into(), keep_last: keep_last.max(1), _lock: Arc::new(Lock(lock)) };
-        let contents = Contents::of(path)?;
-        check(path, &contents)?; // another run may have ended just then
-        contents.remove_leftovers().map_err(wrong)?;
-        let probe = locked.unfinished(PROBE);
-        fs::create_dir(&probe).and_then(|()| fs::remove_dir(&probe)).map_err(wrong)?;
-        Ok(locked)
-    }
-
-    /// Rejects a folder in which a file that this program did not write has a name that a run uses there.
-    ///
-    /// # Errors
-    /// [`Error::Input`] that names the file.
-    pub(crate) fn check(path: &Path) -> Result<()> {
-        Contents::of(path).map(drop)
+        let lock = Arc::new(Lock(lock));
+        check()?; // another run may have ended just then
+        // Removes what a killed run left behind. Without such a folder, this shows that one can be created.
+        let unfinished = path.join(UNFINISHED);
+        let created = fs::create_dir_all(&unfinished);
+        created.and_then(|()| remove_checkpoint(&unfinished)).map_err(unusable(path))?;
+        Ok(Self { path: path.into(), keep_last: keep_last.max(1), _lock: lock })
     }
 
     /// Returns the path of the folder.
@@ -112,14 +99,8 @@ impl CheckpointDir {
 
     /// Returns whether `checkpoint` was read from this folder.
     pub(crate) fn contains(&self, checkpoint: &Checkpoint) -> bool {
-        let folder = checkpoint.path().canonicalize().ok();
-        let mine = self.path.canonicalize().ok();
-        folder.zip(mine).is_some_and(|(folder, mine)| folder.parent() == Some(&mine))
-    }
-
-    /// Returns whether the folder has checkpoints of later steps than `step`.
-    pub(crate) fn has_newer_than(&self, step: u64) -> Result<bool> {
-        Ok(steps_in(&self.path)?.last_key_value().is_some_and(|(newest, _)| *newest > step))
+        let folder = Place::of(checkpoint.path()).into_path();
+        folder.parent() == Some(&*Place::of(&self.path).into_path())
     }
 
     /// Returns the newest checkpoint in the folder. `None` if it has none.
@@ -127,7 +108,7 @@ impl CheckpointDir {
     /// # Errors
     /// [`Error::Input`] if the folder cannot be read.
     pub fn newest(&self) -> Result<Option<PathBuf>> {
-        layout::newest_in(&self.path)
+        Self::newest_in(&self.path)
     }
 
     /// Returns the newest checkpoint in the folder `path`. `None` if there is none.
@@ -135,7 +116,7 @@ impl CheckpointDir {
     /// # Errors
     /// [`Error::Input`] if the folder cannot be read.
     pub fn newest_in(path: &Path) -> Result<Option<PathBuf>> {
-        layout::newest_in(path)
+        Ok(steps_in(path)?.pop_last().map(|(_, folder)| folder))
     }
 
     /// Writes a checkpoint, then removes old ones. Returns the folder of the new checkpoint.
@@ -143,17 +124,13 @@ impl CheckpointDir {
     /// # Errors
     /// [`Error::Save`]. The existing checkpoints stay. The error says whether there are any.
     pub fn write(&self, snapshot: &Snapshot) -> Result<PathBuf> {
-        let name = folder_of(snapshot.state.step);
-        let (folder, unfinished) = (self.path.join(&name), self.unfinished(&name));
-        let written = self.write_as(&unfinished, &folder, snapshot);
+        let folder = self.path.join(folder_of(snapshot.state.step));
+        let written = self.write_as(&folder, snapshot).and_then(|()| self.remove_old());
         if written.is_err() {
-            // Frees space on a full disk. If this fails, the folder's name is not that of a checkpoint.
-            let _ = remove_checkpoint(&unfinished);
+            // Frees space on a full disk. If this fails, the next run does it.
+            let _ = remove_checkpoint(&self.path.join(UNFINISHED));
         }
-        written
-            .and_then(|()| self.remove_old())
-            .map(|()| folder)
-            .map_err(|error| self.explain(error))
+        written.map(|()| folder).map_err(|error| self.explain(error))
     }
 
     /// Adds to an error what is left of the earlier checkpoints, and what to do.
@@ -178,25 +155,24 @@ impl CheckpointDir {
         path.join(LOCK).exists()
     }
 
-    fn write_as(&self, unfinished: &Path, folder: &Path, snapshot: &Snapshot) -> Result<()> {
-        if fs::symlink_metadata(folder).is_ok() {
-            let reason = "this folder exists already; move it away".into();
-            return Err(Error::Save { doing: format!("saving {}", folder.shown()), reason });
-        }
-        fs::create_dir(unfinished).map_err(saving(unfinished))?;
+    fn write_as(&self, folder: &Path, snapshot: &Snapshot) -> Result<()> {
+        let unfinished = &self.path.join(UNFINISHED);
+        fs::create_dir(unfinished).map_err(failed("saving", unfinished))?;
         let mut files = BTreeMap::new();
         for (name, tensors) in [(MODEL, &snapshot.model), (OPTIMIZER, &snapshot.optimizer)] {
-            let bytes = tensors::serialize(tensors)?;
+            let (path, bytes) = (unfinished.join(name), tensors::serialize(tensors)?);
             files.insert(name.into(), FileMark::of(&bytes));
-            write_file(&unfinished.join(name), &bytes)?;
+            write_file(&path, &bytes).map_err(failed("saving", &path))?;
         }
         let path = unfinished.join(TRAINER);
-        let manifest = Manifest::new(snapshot.state.clone(), files);
-        let text = manifest.and_then(|manifest| serde_json::to_string_pretty(&manifest));
-        write_file(&path, text.map_err(|e| saving(&path)(e.into()))?.as_bytes())?;
-        sync_folder(unfinished)?;
-        fs::rename(unfinished, folder).map_err(saving(folder))?;
-        sync_folder(&self.path)?;
+        Manifest::new(snapshot.state.clone(), files)
+            .and_then(|manifest| Ok(serde_json::to_vec_pretty(&manifest)?))
+            .and_then(|text| write_file(&path, &text))
+            .map_err(failed("saving", &path))?;
+        sync_folder(unfinished)
+            .and_then(|()| fs::rename(unfinished, folder))
+            .and_then(|()| sync_folder(&self.path))
+            .map_err(failed("saving", folder))?;
         if snapshot.state.best.as_ref().is_some_and(|best| best.step == snapshot.state.step) {
             self.point(BEST, folder)?;
         }
@@ -205,36 +181,30 @@ impl CheckpointDir {
 
     /// Makes the file `pointer` name `folder`.
     fn point(&self, pointer: &str, folder: &Path) -> Result<()> {
-        let (new, pointer) = (self.path.join(format!("{pointer}{NEW}")), self.path.join(pointer));
-        if !may_point(&pointer) {
-            let doing = format!("saving {}", pointer.shown());
-            let reason =
-                "another program has created this file since the run began; move it away".into();
-            return Err(Error::Save { doing, reason });
-        }
-        let written = write_file(&new, format!("{}\n", name_of(folder)).as_bytes());
-        let renamed = written.and_then(|()| fs::rename(&new, &pointer).map_err(saving(&pointer)));
-        if renamed.is_err() && may_point(&new) {
-            let _ = fs::remove_file(&new);
-        }
-        renamed.and_then(|()| sync_folder(&self.path))
+        let (unfinished, path) = (self.path.join(UNFINISHED), self.path.join(pointer));
+        let new = unfinished.join(pointer);
+        let write = || {
+            check(&path)?;
+            fs::create_dir(&unfinished)?;
+            write_file(&new, format!("{}\n", name_of(folder)).as_bytes())?;
+            fs::rename(&new, &path)?;
+            fs::remove_dir(&unfinished)?;
+            sync_folder(&self.path)
+        };
+        write().map_err(failed("saving", &path))
     }
 
     fn remove_old(&self) -> Result<()> {
-        let steps = steps_in(&self.path)?;
+        let (steps, unfinished) = (steps_in(&self.path)?, self.path.join(UNFINISHED));
         let old = steps.len().saturating_sub(self.keep_last);
-        let best = pointed(&self.path.join(BEST));
+        let best = pointed(&self.path.join(BEST)).ok().flatten();
         // A folder with additional files is kept.
-        let goes = |folder: &&PathBuf| Some(*folder) != best.as_ref() && is_checkpoint(folder);
+        let goes = |folder: &&PathBuf| Some(*folder) != best.as_ref() && files_of(folder).is_ok();
         for folder in steps.values().take(old).filter(goes) {
             // Renamed first: a partly removed folder must not look like a checkpoint.
-            let unfinished = self.unfinished(&name_of(folder));
-            fs::rename(folder, &unfinished).and_then(|()| remove_checkpoint(&unfinished)).map_err(
-                |error| Error::Save {
-                    doing: format!("removing the old checkpoint {}", folder.shown()),
-                    reason: explain(&error),
-                },
-            )?;
+            fs::rename(folder, &unfinished)
+                .and_then(|()| remove_checkpoint(&unfinished))
+                .map_err(failed("removing the old checkpoint", folder))?;
         }
         Ok(())
     }
@@ -253,7 +223,7 @@ impl CheckpointDir {
         let best = self.path.join(BEST);
         match state.best.as_ref().and_then(|best| steps.get(&best.step)) {
             Some(folder) => self.point(BEST, folder)?,
-            None if best.exists() => fs::remove_file(&best).map_err(saving(&best))?,
+            None if best.exists() => fs::remove_file(&best).map_err(failed("saving", &best))?,
             None => {}
         }
         let newer = steps.into_iter().filter(|(newer, _)| *newer > state.step);
@@ -262,7 +232,7 @@ impl CheckpointDir {
                 .map(|n| self.path.join(format!("{ASIDE}{n}-{}", name_of(&folder))))
                 .find(|aside| fs::symlink_metadata(aside).is_err())
                 .unwrap_or_default();
-            fs::rename(&folder, &aside).map_err(saving(&aside))?;
+            fs::rename(&folder, &aside).map_err(failed("saving", &aside))?;
             Ok(aside)
         };
         newer.map(set_aside).collect()
@@ -271,62 +241,38 @@ impl CheckpointDir {
     /// Returns the run's folder that contains `path`. `None` if the name is not that of a checkpoint or a pointer.
     pub(crate) fn around(path: &Path) -> Option<PathBuf> {
         let path = Place::of(path).into_path();
-        let is_known = is_pointer_name(&name_of(&path)) || step_of(&path).is_some();
+        let name = &*name_of(&path);
+        let is_known = [LATEST, BEST].contains(&name) || step_of(name).is_some();
         path.parent().filter(|_| is_known).map(PathBuf::from)
     }
-
-    /// Returns whether a run uses `name` in its folder, or in a checkpoint.
-    pub(crate) fn uses(name: &OsStr) -> bool {
-        layout::is_used(&name.to_string_lossy())
-    }
-
-    fn unfinished(&self, name: &str) -> PathBuf {
-        self.path.join(format!("{UNFINISHED}{name}"))
-    }
-}
-
-fn refuse_any_in(path: &Path, contents: &Contents) -> Result<()> {
-    let Some(newest) = contents.checkpoints.values().next_back() else { return Ok(()) };
-    Err(Error::usage(format!(
-        "{} holds checkpoints already, the newest is {}; continue from it with --resume auto, or use another \
-         --checkpoint-dir",
-        path.shown(),
-        name_of(newest)
-    )))
 }
 
 /// Creates a folder with the missing ones above it. Syncs each folder that has a new entry, so that no name is lost.
 fn create_folder(path: &Path) -> io::Result<()> {
-    let missing =
-        path.ancestors().take_while(|folder| *folder != Path::new("") && !folder.exists());
-    let missing: Vec<&Path> = missing.collect();
-    Place::create_folder(path)?;
+    let place = Place::of(path).into_path();
+    let missing: Vec<&Path> = place.ancestors().take_while(|folder| !folder.exists()).collect();
+    fs::create_dir_all(&place)?;
     for folder in missing.into_iter().filter_map(Path::parent) {
-        let folder = if folder == Path::new("") { Path::new(".") } else { folder };
-        match File::open(folder) {
-            // A folder without read permission can have new entries, too.
-            Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {}
-            opened => opened?.sync_all()?,
+        // A folder without read permission can have new entries, too.
+        if let Ok(folder) = File::open(folder) {
+            folder.sync_all()?;
         }
     }
     Ok(())
 }
 
 /// Writes a new file and syncs it to the disk.
-fn write_file(path: &Path, bytes: &[u8]) -> Result<()> {
-    let write = || {
-        let mut file = File::create_new(path)?;
-        file.write_all(bytes)?;
-        file.sync_all()
-    };
-    write().map_err(saving(path))
+fn write_file(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    let mut file = File::create_new(path)?;
+    file.write_all(bytes)?;
+    file.sync_all()
 }
 
 /// Syncs a folder to the disk. Without this, the names of new files may be lost.
-fn sync_folder(path: &Path) -> Result<()> {
-    File::open(path).and_then(|folder| folder.sync_all()).map_err(saving(path))
+fn sync_folder(path: &Path) -> io::Result<()> {
+    File::open(path)?.sync_all()
 }
 
-fn saving(path: &Path) -> impl Fn(io::Error) -> Error {
-    move |error| Error::Save { doing: format!("saving {}", path.shown()), reason: explain(&error) }
+fn failed(doing: &str, path: &Path) -> impl FnOnce(io::Error) -> Error {
+    move |error| Error::Save { doing: format!("{doing} {}", path.shown()), reason: explain(&error) }
 }

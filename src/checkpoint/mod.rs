@@ -47,7 +47,6 @@
 //! # }
 //! ```
 
-mod contents;
 mod folder;
 mod layout;
 mod read;
@@ -56,7 +55,7 @@ mod tensors;
 mod writer;
 
 pub use folder::CheckpointDir;
-pub(crate) use layout::{TRAINER, steps_in};
+pub(crate) use layout::{TRAINER, check_all_in, is_used};
 pub use read::Checkpoint;
 pub use state::TrainerState;
 pub use tensors::TensorFile;

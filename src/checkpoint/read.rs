@@ -2,20 +2,19 @@
 
 use std::collections::BTreeMap;
 use std::fs;
-use std::io::{self, Read};
+use std::io;
 use std::path::{Path, PathBuf};
 
 use tch::Tensor;
 use tch::nn::VarStore;
 
 use super::layout::{
-    BEST, MODEL, OPTIMIZER, TRAINER, followed, is_pointer_name, name_of, newest_in, pointed,
-    step_of, steps_in,
+    BEST, MODEL, OPTIMIZER, TRAINER, followed, name_of, pointed, step_of, steps_in,
 };
-use super::state::{COPY_AGAIN, FileMark, Manifest, PART};
-use super::{TensorFile, TrainerState};
+use super::state::Manifest;
+use super::{CheckpointDir, TensorFile, TrainerState};
 use crate::error::{Error, Result, Shown};
-use crate::files::{RECOGNIZED_BY, SAFETENSORS, kind_of, mistaken, name_of_kind, open_regular};
+use crate::files::name_of_kind;
 use crate::optim::{Optimizer, ParameterState};
 use crate::process_group::ProcessGroup;
 
@@ -38,23 +37,20 @@ impl Checkpoint {
     pub fn read(path: &Path) -> Result<Self> {
         let path = &find(path)?;
         Self::read_one(path).map_err(|problem| {
-            let instead = match older(path) {
-                Some(older) => {
-                    format!("the one before it is intact: use {}", older.shown())
-                }
-                None => "there is no older one to use instead: start over in another folder".into(),
-            };
-            Error::data(format!("checkpoint {}: {problem}; {instead}", path.shown()))
+            let instead = older(path).map_or_else(
+                || "there is no older one to use instead: start over in another folder".into(),
+                |older| format!("the one before it is intact: use {}", older.shown()),
+            );
+            Error::data(format!("checkpoint {problem}; {instead}"))
         })
     }
 
-    fn read_one(path: &Path) -> Result<Self, String> {
+    fn read_one(path: &Path) -> Result<Self> {
         let Manifest { state, files, .. } = Manifest::read(path)?;
         let tensors = |name: &str| {
-            let file = path.join(name);
-            let known = files.get(name).ok_or_else(|| format!("{TRAINER} does not list {name}"))?;
-            let bytes = read_known(&file, known)?;
-            TensorFile::new(file, bytes).map_err(|error| error.to_string())
+            let lost =
+                || Error::data(format!("{} does not list {name}", path.join(TRAINER).shown()));
+            TensorFile::open(path.join(name), Some(files.get(name).ok_or_else(lost)?))
         };
         let (model, optimizer) = (tensors(MODEL)?, tensors(OPTIMIZER)?);
         Ok(Self { path: path.into(), state, model, optimizer })
@@ -65,24 +61,18 @@ impl Checkpoint {
     pub(crate) fn broadcast(mine: Option<&Self>, group: &ProcessGroup) -> Result<Option<Self>> {
         let mut header = Vec::new();
         if let Some(Self { path, state, model, optimizer }) = mine.filter(|_| group.rank() == 0) {
-            let state = serde_json::to_string(state).map_err(|e| Error::data(e.to_string()))?;
-            let size = |file: &TensorFile| file.bytes().len();
-            let sizes = (size(model), size(optimizer));
-            header.push((path.clone(), state, sizes));
+            let sizes = [model, optimizer].map(|file| file.bytes.len());
+            header.push((path.clone(), state.clone(), sizes));
         }
         group.broadcast_object_list(&mut header, 0)?;
         let Some((path, state, sizes)) = header.pop() else { return Ok(None) };
-        let file = |mine: Option<&TensorFile>, name: &str, size: usize| {
-            let bytes = group.broadcast_bytes(mine.map_or(&[], TensorFile::bytes), size, 0)?;
-            TensorFile::new(path.join(name), bytes)
+        let file = |mine: Option<&TensorFile>, name: &str, size: usize| -> Result<_> {
+            let bytes = mine.map_or(&[][..], |file| &file.bytes[..]);
+            let bytes = group.broadcast_bytes(bytes, size, 0)?;
+            Ok(TensorFile { path: path.join(name), bytes })
         };
-        let model = file(mine.map(|mine| &mine.model), MODEL, sizes.0)?;
-        let optimizer = file(mine.map(|mine| &mine.optimizer), OPTIMIZER, sizes.1)?;
-        let state = serde_json::from_str(&state).map_err(|error| {
-            Error::mismatch(format!(
-                "rank 0 sent a {TRAINER} that cannot be read: {error}; start the same ddp-mp in every process"
-            ))
-        })?;
+        let model = file(mine.map(|mine| &mine.model), MODEL, sizes[0])?;
+        let optimizer = file(mine.map(|mine| &mine.optimizer), OPTIMIZER, sizes[1])?;
         Ok(Some(Self { path, state, model, optimizer }))
     }
 
@@ -94,13 +84,6 @@ impl Checkpoint {
     /// Returns the progress of the run at this checkpoint.
     pub fn state(&self) -> &TrainerState {
         &self.state
-    }
-
-    /// Returns whether all tensors of both, and the states of their gradient scalers, are equal.
-    pub(crate) fn has_tensors_of(&self, other: &Self) -> bool {
-        self.model.bytes() == other.model.bytes()
-            && self.optimizer.bytes() == other.optimizer.bytes()
-            && self.state.scaler == other.state.scaler
     }
 
     /// Copies parameters and buffers into `vs`. For rank 0, before DDP broadcasts its model to the other ranks.
@@ -122,18 +105,15 @@ impl Checkpoint {
             saved.entry(parameter.into()).or_default().insert(state_key.into(), tensor);
         }
         // A parameter that was not stepped yet has no state in the file.
-        let names = optimizer.parameter_names().into_iter();
-        let state: Vec<ParameterState> = names
-            .map(|name| {
-                let tensors = saved.remove(&name).unwrap_or_default();
-                ParameterState { name, tensors }
-            })
-            .collect();
+        let state_of = |name: String| {
+            let tensors = saved.remove(&name).unwrap_or_default();
+            ParameterState { name, tensors }
+        };
+        let state: Vec<_> = optimizer.parameter_names().into_iter().map(state_of).collect();
         if let Some(name) = saved.keys().next() {
-            let path = self.path.join(OPTIMIZER);
             return Err(Error::mismatch(format!(
                 "{} has `{name}`, which is not a parameter of this model; use the model of the run that was saved",
-                path.shown()
+                self.path.join(OPTIMIZER).shown()
             )));
         }
         optimizer.load_state(&state)
@@ -145,99 +125,46 @@ impl Checkpoint {
 /// # Errors
 /// [`Error::Input`] that describes what is there instead, and suggests another path.
 fn find(path: &Path) -> Result<PathBuf> {
-    let path = &*followed(path);
-    let wrong = |problem: &str| Err(Error::data(format!("checkpoint {}: {problem}", path.shown())));
-    let is_pointer = is_pointer_name(&name_of(path));
+    let path = &followed(path);
+    let name = &*name_of(path);
     // `Path::new("best").parent()` is empty.
     let beside = path.parent().filter(|folder| *folder != Path::new("")).unwrap_or(Path::new("."));
-    if path.is_dir() {
-        if let Err(error) = fs::read_dir(path) {
-            return wrong(&error.to_string());
+    let named = if !path.is_dir() {
+        pointed(path).ok().flatten()
+    } else if path.join(TRAINER).exists() || step_of(name).is_some() {
+        Some(path.clone())
+    } else {
+        CheckpointDir::newest_in(path)?
+    };
+    let problem = match (named, fs::metadata(path)) {
+        (Some(folder), _) if folder.is_dir() => return Ok(folder),
+        (Some(folder), _) => format!("the file names {}, which does not exist", name_of(&folder)),
+        (None, Ok(found)) if found.is_dir() => "this folder has no checkpoint".into(),
+        (None, Ok(found)) => {
+            format!("this is {}, but a checkpoint is a folder", name_of_kind(found.file_type()))
         }
-        let is_checkpoint = path.join(TRAINER).exists() || step_of(path).is_some();
-        return match newest_in(path)? {
-            _ if is_checkpoint => Ok(path.into()),
-            Some(newest) => Ok(newest),
-            None => wrong(
-                "this folder has no checkpoint; name the folder of a checkpoint or of its run",
-            ),
-        };
-    }
-    match pointed(path) {
-        Some(folder) if folder.is_dir() => Ok(folder),
-        Some(folder) => wrong(&format!(
-            "the file names {}, which does not exist{}",
-            name_of(&folder),
-            instead(beside)
-        )),
-        None if path.is_file() && is_pointer => {
-            wrong(&format!("the file names none{}", instead(beside)))
+        (None, Err(error)) if error.kind() != io::ErrorKind::NotFound => error.to_string(),
+        (None, Err(_)) if name == BEST && beside.is_dir() => {
+            "this file does not exist: only a run that validates writes it, as with --val-fraction"
+                .into()
         }
-        None if path.is_file() && beside.join(TRAINER).exists() => {
-            wrong(&format!("this is a file of a checkpoint; name its folder, {}", beside.shown()))
-        }
-        None => match fs::metadata(path) {
-            Ok(found) => wrong(&format!(
-                "this is {}, but a checkpoint is a folder; name the folder of a checkpoint",
-                name_of_kind(found.file_type())
-            )),
-            Err(error) if error.kind() != io::ErrorKind::NotFound => wrong(&error.to_string()),
-            Err(_) if name_of(path) == BEST && beside.is_dir() => wrong(&format!(
-                "this file does not exist: only a run that validates writes it, as with --val-fraction{}",
-                instead(beside)
-            )),
-            Err(_) => match &*instead(beside) {
-                "" => {
-                    wrong("this path does not exist; name the folder of a checkpoint or of its run")
-                }
-                newest => wrong(&format!("this path does not exist{newest}")),
-            },
-        },
-    }
-}
-
-/// Describes the checkpoints in the folder of a run, for a message.
-fn instead(run: &Path) -> String {
-    match newest_in(run) {
+        (None, Err(_)) => "this path does not exist".into(),
+    };
+    let instead = match CheckpointDir::newest_in(beside) {
         Ok(Some(newest)) => {
-            format!("; the newest checkpoint in {} is {}", run.shown(), newest.shown())
+            format!("the newest checkpoint in {} is {}", beside.shown(), newest.shown())
         }
-        _ => String::new(),
-    }
+        _ => "name the folder of a checkpoint or of its run".into(),
+    };
+    Err(Error::data(format!("checkpoint {}: {problem}; {instead}", path.shown())))
 }
 
 /// Returns the newest readable checkpoint in the same folder that is older than `path`.
 fn older(path: &Path) -> Option<PathBuf> {
-    let step = step_of(path)?;
+    let step = step_of(&name_of(path))?;
     let steps = steps_in(path.parent()?).ok()?;
     let mut older = steps.into_iter().rev().filter(|(older, _)| *older < step);
     older.find(|(_, path)| Checkpoint::read_one(path).is_ok()).map(|(_, path)| path)
-}
-
-/// Reads a file and verifies that it is unchanged. A file of another length is not read at all.
-fn read_known(file: &Path, known: &FileMark) -> Result<Vec<u8>, String> {
-    let name = name_of(file);
-    let wrong = |error: io::Error| format!("{name} cannot be read: {error}");
-    let opened = open_regular(file).map_err(wrong)?;
-    let found = opened.metadata().map_err(wrong)?.len();
-    let mut bytes = Vec::new();
-    if found != known.bytes {
-        opened.take(RECOGNIZED_BY as u64).read_to_end(&mut bytes).map_err(wrong)?;
-        // A damaged .safetensors file still begins like one.
-        let is_other = |_: &String| kind_of(&bytes).is_none_or(|(what, _)| what != SAFETENSORS);
-        return Err(match mistaken(&bytes, PART, COPY_AGAIN).filter(is_other) {
-            Some(problem) => format!("{name}: {problem}"),
-            None => format!("{name} is damaged: it has {found} bytes instead of {}", known.bytes),
-        });
-    }
-    bytes.try_reserve_exact(found as usize).map_err(|error| wrong(io::Error::other(error)))?;
-    opened.take(found).read_to_end(&mut bytes).map_err(wrong)?;
-    let found = FileMark::of(&bytes);
-    if found != *known {
-        let (found, known) = (found.xxh3, &known.xxh3);
-        return Err(format!("{name} is damaged: its xxh3 is {found} instead of {known}"));
-    }
-    Ok(bytes)
 }
 
 #[cfg(test)]
@@ -246,7 +173,7 @@ mod tests {
 
     use super::super::layout::LATEST;
     use super::*;
-    use crate::checkpoint::{CheckpointDir, Snapshot};
+    use crate::checkpoint::Snapshot;
 
     #[test]
     fn checkpoint_links_and_pointers_are_followed() {

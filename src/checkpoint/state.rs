@@ -1,14 +1,16 @@
 //! `trainer.json`: the progress of a run, and the lengths and hashes of a checkpoint's files.
 
 use std::collections::BTreeMap;
+use std::io;
 use std::path::Path;
 
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::{Map, Value};
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::layout::TRAINER;
-use crate::files::{mistaken, read_regular};
+use crate::error::{Error, Result, Shown};
+use crate::files::{SAFETENSORS, mistaken, read_regular};
 use crate::optim::GradScalerState;
 use crate::records::{DataFile, ValidationMetrics};
 
@@ -26,49 +28,36 @@ pub struct TrainerState {
     /// The number of ranks.
     pub world_size: usize,
     /// The number of samples that the run trains on, all ranks together. 0 if not known.
-    #[serde(default, skip_serializing_if = "is_zero")]
     pub num_samples: usize,
     /// The number of samples in a rank's batch. 0 if not known.
-    #[serde(default, skip_serializing_if = "is_zero")]
     pub batch_size: usize,
     /// The number of epochs after which the run would have ended. 0 if not known.
-    #[serde(default, skip_serializing_if = "is_zero")]
     pub max_epochs: u64,
     /// The number of steps after which the run would have ended. 0 if not known.
-    #[serde(default, skip_serializing_if = "is_zero")]
     pub total_steps: u64,
     /// The data files. Empty without data files, and if not known.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub data_files: Vec<DataFile>,
     /// The number of steps skipped because gradients were not finite.
     pub skipped_steps: u64,
     /// The number of samples of this epoch in skipped steps, on all ranks together. They count for no loss.
-    #[serde(default, skip_serializing_if = "is_zero")]
     pub skipped_samples: usize,
     /// The validation with the smallest loss so far. `None` before the first validation.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub best: Option<ValidationMetrics>,
     /// The number of validations since the best one.
-    #[serde(default, skip_serializing_if = "is_zero")]
     pub validations_since_best: usize,
     /// The mean losses of the first epoch and of the last completed epoch. Empty before any is completed.
-    #[serde(with = "exact")]
+    #[serde(deserialize_with = "null_as_nan")]
     pub epoch_losses: Vec<f64>,
     /// For each rank, the sum of the losses of this epoch's samples so far.
-    #[serde(with = "exact")]
+    #[serde(deserialize_with = "null_as_nan")]
     pub loss_sums: Vec<f64>,
     /// For each rank, what this epoch's batches so far count as. Empty unless the criterion counts something else than
     /// samples.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub counts: Vec<u64>,
     /// The state of the gradient scaler, if there is one.
     pub scaler: Option<GradScalerState>,
     /// The configuration of the run, by key. A resumed run is compared with it.
     pub options: Map<String, Value>,
-}
-
-fn is_zero<T: Default + PartialEq>(number: &T) -> bool {
-    *number == T::default()
 }
 
 impl TrainerState {
@@ -78,35 +67,26 @@ impl TrainerState {
     /// # Errors
     /// The file, and the field with its value and what it contradicts, as text.
     pub(crate) fn check(&self, num_samples: usize) -> Result<(), String> {
-        let Self { epoch, step, epoch_steps, samples_seen, world_size, .. } = *self;
-        let best = self.best.as_ref();
+        let Self { epoch, step, epoch_steps, world_size, .. } = *self;
+        let (num_samples, seen) = (num_samples as u64, self.samples_seen as u64);
+        let (best_step, best_epoch) = self.best.as_ref().map_or((0, 0), |it| (it.step, it.epoch));
         let or_unlimited = |limit: u64| if limit == 0 { u64::MAX } else { limit };
         // Every step takes a sample, and an epoch ends with its last sample.
-        let most_seen = (num_samples as u64).saturating_sub(1);
-        let most_steps = (num_samples as u64).saturating_mul(epoch);
-        let earlier_steps = step.saturating_sub(epoch_steps);
+        let most_seen = num_samples.saturating_sub(1);
+        let most_steps = num_samples.saturating_mul(epoch);
+        let earlier = step.saturating_sub(epoch_steps);
         for (field, value, what, limit) in [
             ("epoch_steps", epoch_steps, "step", step),
-            ("epoch", epoch, "the number of steps in completed epochs", earlier_steps),
+            ("epoch", epoch, "the number of steps in completed epochs", earlier),
             ("epoch", epoch, "max_epochs", or_unlimited(self.max_epochs)),
             ("step", step, "total_steps", or_unlimited(self.total_steps)),
-            (
-                "step minus epoch_steps",
-                earlier_steps,
-                "the samples in completed epochs",
-                most_steps,
-            ),
-            (
-                "samples_seen",
-                samples_seen as u64,
-                "the samples before the last of an epoch",
-                most_seen,
-            ),
-            ("epoch_steps", epoch_steps, "samples_seen", samples_seen as u64),
+            ("step minus epoch_steps", earlier, "the samples in completed epochs", most_steps),
+            ("samples_seen", seen, "the samples before the last of an epoch", most_seen),
+            ("epoch_steps", epoch_steps, "samples_seen", seen),
             ("skipped_steps", self.skipped_steps, "step", step),
-            ("skipped_samples", self.skipped_samples as u64, "samples_seen", samples_seen as u64),
-            ("best.step", best.map_or(0, |best| best.step), "step", step),
-            ("best.epoch", best.map_or(0, |best| best.epoch), "epoch", epoch),
+            ("skipped_samples", self.skipped_samples as u64, "samples_seen", seen),
+            ("best.step", best_step, "step", step),
+            ("best.epoch", best_epoch, "epoch", epoch),
             ("validations_since_best", self.validations_since_best as u64, "epoch", epoch),
             ("the length of epoch_losses", self.epoch_losses.len() as u64, "epoch", epoch),
         ] {
@@ -138,10 +118,7 @@ pub(super) struct Manifest {
 }
 
 impl Manifest {
-    pub(super) fn new(
-        state: TrainerState,
-        files: BTreeMap<String, FileMark>,
-    ) -> serde_json::Result<Self> {
+    pub(super) fn new(state: TrainerState, files: BTreeMap<String, FileMark>) -> io::Result<Self> {
         let mut manifest = Self { format: FORMAT, state, files, xxh3: String::new() };
         manifest.xxh3 = manifest.digest()?;
         Ok(manifest)
@@ -150,31 +127,24 @@ impl Manifest {
     /// Reads the `trainer.json` of the checkpoint in `folder`, and verifies that it is unchanged.
     ///
     /// # Errors
-    /// The problem as text that begins with the file's name.
-    pub(super) fn read(folder: &Path) -> Result<Self, String> {
-        let text = read_regular(&folder.join(TRAINER), MAX_MANIFEST_BYTES)
-            .map_err(|error| format!("{TRAINER} cannot be read: {error}"))?;
-        let damaged = |error: serde_json::Error| match mistaken(&text, PART, COPY_AGAIN) {
-            Some(problem) => format!("{TRAINER}: {problem}"),
-            None => format!("{TRAINER} is damaged: {error}"),
-        };
-        let value: Value = serde_json::from_slice(&text).map_err(damaged)?;
+    /// [`Error::Input`] that names the file.
+    pub(super) fn read(folder: &Path) -> Result<Self> {
+        let path = &folder.join(TRAINER);
+        let wrong = |problem: String| Error::data(format!("{} {problem}", path.shown()));
+        let text = read_regular(path, MAX_MANIFEST_BYTES)
+            .map_err(|error| wrong(format!("cannot be read: {error}")))?;
+        let damaged = |problem: &str| damaged(path, "a file of a checkpoint", &text, problem);
+        let unparsed = |error: serde_json::Error| damaged(&error.to_string());
+        let value: Value = serde_json::from_slice(&text).map_err(unparsed)?;
         if value["format"] != FORMAT {
-            return Err(format!(
-                "{TRAINER} has format {}, but this version of ddp-mp reads format {FORMAT}",
+            return Err(wrong(format!(
+                "has format {}, but this version of ddp-mp reads format {FORMAT}",
                 value["format"]
-            ));
+            )));
         }
-        let manifest: Self = serde_json::from_value(value).map_err(damaged)?;
-        if !manifest.is_intact() {
-            return Err(format!("{TRAINER} is damaged: it was changed after it was written"));
-        }
-        Ok(manifest)
-    }
-
-    /// Returns whether the file is unchanged since it was written.
-    fn is_intact(&self) -> bool {
-        self.digest().is_ok_and(|digest| digest == self.xxh3)
+        let manifest: Self = serde_json::from_value(value).map_err(unparsed)?;
+        let is_intact = manifest.digest().is_ok_and(|digest| digest == manifest.xxh3);
+        if is_intact { Ok(manifest) } else { Err(damaged("it was changed after it was written")) }
     }
 
     fn digest(&self) -> serde_json::Result<String> {
@@ -182,49 +152,60 @@ impl Manifest {
     }
 }
 
-/// A file of a checkpoint, as messages call it, and what to do if it is another file.
-pub(super) const PART: &str = "a file of a checkpoint";
-pub(super) const COPY_AGAIN: &str = "copy the checkpoint again";
-
 /// The format number that this version writes and reads.
 const FORMAT: u64 = 1;
 
 /// The size limit for `trainer.json`, in bytes. It holds the options, and a number for each rank.
 const MAX_MANIFEST_BYTES: u64 = 16 << 20;
 
+/// Returns the error of a file of a checkpoint that is not as it was written. Says what it is if its kind is known and
+/// not `expected`.
+fn damaged(path: &Path, expected: &str, bytes: &[u8], problem: &str) -> Error {
+    let path = path.shown();
+    Error::data(match mistaken(bytes, expected, "copy the checkpoint again") {
+        Some(mistake) => format!("{path}: {mistake}"),
+        None => format!("{path} is damaged: {problem}"),
+    })
+}
+
 /// The length and hash of a file, to detect changes.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct FileMark {
-    pub bytes: u64,
+    bytes: u64,
     /// The hash, in hex.
-    pub xxh3: String,
+    xxh3: String,
 }
 
 impl FileMark {
     pub(super) fn of(bytes: &[u8]) -> Self {
         Self { bytes: bytes.len() as u64, xxh3: format!("{:016x}", xxh3_64(bytes)) }
     }
+
+    /// Checks that `file` at `path` is unchanged. One of another length is not read as a whole.
+    pub(super) fn check(&self, path: &Path, file: &[u8]) -> Result<()> {
+        let len = file.len() as u64;
+        let problem = match (len == self.bytes).then(|| Self::of(file).xxh3) {
+            None => format!("it has {len} bytes instead of {}", self.bytes),
+            Some(found) if found == self.xxh3 => return Ok(()),
+            Some(found) => format!("its xxh3 is {found} instead of {}", self.xxh3),
+        };
+        Err(damaged(path, SAFETENSORS, file, &problem))
+    }
 }
 
-/// Stores numbers as text, because JSON has no infinity and no NaN.
-mod exact {
-    use serde::de::Error;
-    use serde::{Deserialize, Deserializer, Serialize, Serializer};
-
-    pub(super) fn serialize<S: Serializer>(numbers: &[f64], to: S) -> Result<S::Ok, S::Error> {
-        let texts: Vec<String> = numbers.iter().map(f64::to_string).collect();
-        texts.serialize(to)
-    }
-
-    pub(super) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<f64>, D::Error> {
-        let texts = Vec::<String>::deserialize(from)?;
-        texts.iter().map(|text| text.parse().map_err(D::Error::custom)).collect()
-    }
+/// Reads `null` as NaN. JSON has neither that nor infinity.
+fn null_as_nan<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<f64>, D::Error> {
+    let numbers = Vec::<Option<f64>>::deserialize(from)?;
+    Ok(numbers.into_iter().map(|number| number.unwrap_or(f64::NAN)).collect())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn is_intact(manifest: &Manifest) -> bool {
+        manifest.digest().unwrap() == manifest.xxh3
+    }
 
     #[test]
     fn manifest_round_trip_keeps_every_bit() {
@@ -237,7 +218,7 @@ mod tests {
         };
         let state = TrainerState {
             step: u64::MAX,
-            epoch_losses: vec![f64::INFINITY, 0.1 + 0.2],
+            epoch_losses: vec![f64::MAX, 0.1 + 0.2],
             loss_sums: vec![f64::MIN_POSITIVE, -0.0, 1e300 / 3.0],
             scaler: Some(scaler),
             best: Some(ValidationMetrics {
@@ -260,9 +241,9 @@ mod tests {
         let text = serde_json::to_string_pretty(&written).unwrap();
         let read: Manifest = serde_json::from_str(&text).unwrap();
         assert_eq!(read.state, state);
-        assert!(read.is_intact());
+        assert!(is_intact(&read));
         let changed = text.replace("mlp", "cnn");
-        assert!(!serde_json::from_str::<Manifest>(&changed).unwrap().is_intact());
+        assert!(!is_intact(&serde_json::from_str(&changed).unwrap()));
         assert_eq!(read.files["a"], FileMark::of(b"abc"));
         // A metric that is no number stays one.
         let mut without_number = state.clone();
@@ -271,16 +252,13 @@ mod tests {
         let written = Manifest::new(without_number, BTreeMap::new()).unwrap();
         let value = serde_json::to_value(&written).unwrap();
         let read: Manifest = serde_json::from_value(value).unwrap();
-        assert!(read.is_intact());
+        assert!(is_intact(&read));
         let metrics = read.state.best.unwrap().metrics;
         assert!(metrics["none"].is_nan() && metrics["f1"] == 0.1 + 0.2);
-        // Older files do not have these keys, and are still intact.
-        let unknown = serde_json::to_value(TrainerState::default()).unwrap();
-        assert!(unknown.get("num_samples").is_none() && unknown.get("batch_size").is_none());
-        let unknown: TrainerState = serde_json::from_value(unknown).unwrap();
-        assert_eq!((unknown.num_samples, unknown.batch_size), (0, 0));
-        let not_a_number = TrainerState { loss_sums: vec![f64::NAN], ..TrainerState::default() };
-        let text = serde_json::to_string(&not_a_number).unwrap();
-        assert!(serde_json::from_str::<TrainerState>(&text).unwrap().loss_sums[0].is_nan());
+        let not_numbers = vec![f64::NAN, f64::INFINITY];
+        let not_numbers = TrainerState { loss_sums: not_numbers, ..TrainerState::default() };
+        let text = serde_json::to_string(&not_numbers).unwrap();
+        let read: TrainerState = serde_json::from_str(&text).unwrap();
+        assert!(read.loss_sums.len() == 2 && read.loss_sums.iter().all(|sum| sum.is_nan()));
     }
 }

@@ -1,35 +1,23 @@
 //! Reads and writes tensors in safetensors files.
 
-use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-use safetensors::{Dtype, SafeTensors, View};
+use safetensors::tensor::TensorView;
+use safetensors::{Dtype, SafeTensors};
 use tch::nn::VarStore;
 use tch::{Kind, TchError, Tensor};
 
-use super::layout::{MODEL, newest_in, pointed};
+use super::CheckpointDir;
+use super::layout::{MODEL, pointed};
+use super::state::FileMark;
 use crate::error::{Error, Result, Shown};
 use crate::ffi::{MappedFile, TorchResult};
 use crate::files::{SAFETENSORS, WholeFile, mistaken};
 use crate::models::{bytes_of, state_dict};
 use crate::os::limits::unwritable;
-use crate::process_group::dtype_name;
-
-/// The dtypes of libtorch and those of safetensors, as PyTorch's safetensors maps them.
-const DTYPES: [(Kind, Dtype); 10] = [
-    (Kind::Float, Dtype::F32),
-    (Kind::Double, Dtype::F64),
-    (Kind::Half, Dtype::F16),
-    (Kind::BFloat16, Dtype::BF16),
-    (Kind::Int64, Dtype::I64),
-    (Kind::Int, Dtype::I32),
-    (Kind::Int16, Dtype::I16),
-    (Kind::Int8, Dtype::I8),
-    (Kind::Uint8, Dtype::U8),
-    (Kind::Bool, Dtype::BOOL),
-];
+use crate::process_group::{SAFETENSORS_DTYPES, dtype_name};
 
 /// A copy of a tensor in memory. Any thread may write it to a file.
 #[derive(Debug)]
@@ -39,42 +27,33 @@ pub(super) struct Copied {
     bytes: Vec<u8>,
 }
 
-impl Copied {
-    pub(super) fn of(name: &str, tensor: &Tensor) -> Result<Self> {
-        let Some((_, dtype)) = DTYPES.into_iter().find(|(kind, _)| *kind == tensor.kind()) else {
-            return Err(Error::unsupported(format!(
-                "`{name}` is {}, a dtype that safetensors files cannot hold",
-                dtype_name(tensor.kind())
-            )));
-        };
+/// Returns copies of `tensors` by name. Each tensor is dropped as soon as it is copied.
+pub(super) fn copies(
+    tensors: impl IntoIterator<Item = (String, Tensor)>,
+) -> Result<BTreeMap<String, Copied>> {
+    let copy = |(name, tensor): (String, Tensor)| {
+        let kind = tensor.kind();
+        let (_, dtype) =
+            SAFETENSORS_DTYPES.into_iter().find(|(known, _)| *known == kind).ok_or_else(|| {
+                let problem = "a dtype that safetensors files cannot hold";
+                Error::unsupported(format!("`{name}` is {}, {problem}", dtype_name(kind)))
+            })?;
         let shape = tensor.size().into_iter().map(|n| n as usize).collect();
-        Ok(Self { dtype, shape, bytes: bytes_of(tensor)? })
-    }
-}
-
-impl View for &Copied {
-    fn dtype(&self) -> Dtype {
-        self.dtype
-    }
-
-    fn shape(&self) -> &[usize] {
-        &self.shape
-    }
-
-    fn data(&self) -> Cow<'_, [u8]> {
-        Cow::Borrowed(&self.bytes)
-    }
-
-    fn data_len(&self) -> usize {
-        self.bytes.len()
-    }
+        Ok((name, Copied { dtype, shape, bytes: bytes_of(&tensor)? }))
+    };
+    tensors.into_iter().map(copy).collect()
 }
 
 /// Returns the contents of a safetensors file with `tensors`.
 pub(super) fn serialize(tensors: &BTreeMap<String, Copied>) -> Result<Vec<u8>> {
     // Libraries on top of PyTorch check this metadata.
     let metadata = HashMap::from([("format".into(), "pt".into())]);
-    safetensors::serialize(tensors, Some(metadata))
+    let views = tensors.iter().map(|(name, Copied { dtype, shape, bytes })| {
+        TensorView::new(*dtype, shape.clone(), bytes).map(|view| (name, view))
+    });
+    let views = views.collect::<Result<Vec<_>, _>>();
+    views
+        .and_then(|views| safetensors::serialize(views, Some(metadata)))
         .map_err(|error| Error::Save { doing: "writing tensors".into(), reason: error.to_string() })
 }
 
@@ -82,23 +61,21 @@ pub(super) fn serialize(tensors: &BTreeMap<String, Copied>) -> Result<Vec<u8>> {
 ///
 /// # Errors
 /// [`Error::Write`] if the file exists or cannot be written.
-pub(crate) fn write_tensors(path: &Path, tensors: &BTreeMap<String, Tensor>) -> Result<()> {
-    let copied = tensors.iter().map(|(name, tensor)| Ok((name.clone(), Copied::of(name, tensor)?)));
-    let bytes = serialize(&copied.collect::<Result<_>>()?)?;
-    let refused = |error| unwritable(path.shown().into_owned(), &error);
+pub(crate) fn write_tensors(path: &Path, tensors: BTreeMap<String, Tensor>) -> Result<()> {
+    let bytes = serialize(&copies(tensors)?)?;
     let write = || {
         let whole = WholeFile::begin(path)?;
         whole.file().write_all(&bytes)?;
         whole.appear()
     };
-    write().map_err(refused)
+    write().map_err(|error| unwritable(path.shown().into_owned(), &error))
 }
 
 /// A valid safetensors file in memory, saved by this crate or by PyTorch.
 #[derive(Debug)]
 pub struct TensorFile {
-    path: PathBuf,
-    bytes: Vec<u8>,
+    pub(super) path: PathBuf,
+    pub(super) bytes: Vec<u8>,
 }
 
 impl TensorFile {
@@ -108,30 +85,35 @@ impl TensorFile {
     /// # Errors
     /// [`Error::Input`] if the file cannot be read or is not a safetensors file.
     pub fn read(path: &Path) -> Result<Self> {
-        let checkpoint = match pointed(path) {
-            None if path.is_dir() => Some(newest_in(path)?.unwrap_or_else(|| path.into())),
-            pointed => pointed,
+        let folder = match pointed(path) {
+            Ok(Some(folder)) => folder,
+            _ if path.is_dir() => CheckpointDir::newest_in(path)?.unwrap_or(path.into()),
+            _ => return Self::open(path.into(), None),
         };
-        let path = checkpoint.map_or_else(|| path.into(), |folder| folder.join(MODEL));
-        // Mapped first: a file that does not match its header is rejected without reading all of it.
+        Self::open(folder.join(MODEL), None)
+    }
+
+    /// Reads the file at `path`, which must be as `known` says.
+    pub(super) fn open(path: PathBuf, known: Option<&FileMark>) -> Result<Self> {
+        // Mapped first: a file of another length, or that does not match its header, is rejected without reading all of it.
         let file = MappedFile::open(&path)?;
-        check(&path, &file)?;
+        if let Some(known) = known {
+            known.check(&path, &file)?;
+        }
+        SafeTensors::deserialize(&file).map_err(|error| {
+            let save =
+                "save the weights with safetensors.torch.save_file(model.state_dict(), FILE)";
+            let path = path.shown();
+            Error::mismatch(match mistaken(&file, SAFETENSORS, save) {
+                Some(problem) => format!("{path}: {problem}"),
+                None => format!("{path} is not a safetensors file: {error}"),
+            })
+        })?;
         let mut bytes = Vec::new();
-        bytes
-            .try_reserve_exact(file.len())
-            .map_err(|error| Error::data(format!("{}: {error}", path.shown())))?;
+        let reserved = bytes.try_reserve_exact(file.len());
+        reserved.map_err(|error| Error::data(format!("{}: {error}", path.shown())))?;
         bytes.extend_from_slice(&file);
         Ok(Self { path, bytes })
-    }
-
-    pub(super) fn new(path: PathBuf, bytes: Vec<u8>) -> Result<Self> {
-        check(&path, &bytes)?;
-        Ok(Self { path, bytes })
-    }
-
-    /// Returns the bytes of the file.
-    pub(super) fn bytes(&self) -> &[u8] {
-        &self.bytes
     }
 
     /// Returns copies of the tensors by name, on the CPU.
@@ -141,11 +123,12 @@ impl TensorFile {
     pub fn tensors(&self) -> Result<BTreeMap<String, Tensor>> {
         let wrong = |problem: String| Error::data(format!("{}: {problem}", self.path.shown()));
         let parsed = SafeTensors::deserialize(&self.bytes).map_err(|e| wrong(e.to_string()))?;
-        let tensor = |(name, view): (&str, safetensors::tensor::TensorView<'_>)| {
-            let known = DTYPES.into_iter().find(|(_, dtype)| *dtype == view.dtype());
-            let (kind, _) = known.ok_or_else(|| {
-                wrong(format!("`{name}` is {:?}, a dtype that cannot be read here", view.dtype()))
-            })?;
+        let tensor = |(name, view): (&str, TensorView<'_>)| {
+            let dtype = view.dtype();
+            let (kind, _) =
+                SAFETENSORS_DTYPES.into_iter().find(|(_, known)| *known == dtype).ok_or_else(
+                    || wrong(format!("`{name}` is {dtype:?}, a dtype that cannot be read here")),
+                )?;
             let shape: Vec<i64> = view.shape().iter().map(|&n| n as i64).collect();
             // The length is right: the file was checked.
             let tensor = Tensor::f_from_data_size(view.data(), &shape, kind);
@@ -154,77 +137,91 @@ impl TensorFile {
         parsed.iter().map(tensor).collect()
     }
 
-    /// Returns the names of tied tensors that `safetensors.torch.save_model` has left out, each with the name that it has
-    /// kept, from the metadata.
-    fn tied_names(&self) -> BTreeMap<String, String> {
-        let metadata = SafeTensors::read_metadata(&self.bytes); // was checked
-        let metadata = metadata.ok().and_then(|(_, metadata)| metadata.metadata().clone());
-        metadata.unwrap_or_default().into_iter().collect()
-    }
-
     /// Copies the tensors into those of `vs`. Follows `load_state_dict(strict=True)`: the names and shapes must be
     /// exactly the model's. Of tied tensors one name is enough, as `safetensors.torch.load_model` has it.
     ///
     /// # Errors
-    /// [`Error::Input`] that names the missing, unexpected, or wrongly shaped tensors, or one with values that are
+    /// [`Error::Input`] that names the missing, unexpected, or wrongly shaped tensors, and those with values that are
     /// not finite. `vs` has not changed then.
     pub fn load_into(&self, vs: &VarStore) -> Result<()> {
-        let mut saved = self.tensors()?;
-        let wanted = state_dict(vs)?;
-        let names: BTreeSet<&String> = wanted.iter().map(|(name, _)| name).collect();
-        let mut unused = Vec::new();
-        for (left_out, kept) in self.tied_names() {
-            if names.contains(&left_out)
-                && !saved.contains_key(&left_out)
-                && let Some(tensor) = saved.get(&kept).map(Tensor::shallow_clone)
-            {
-                saved.insert(left_out, tensor);
-                unused.push(kept);
-            }
+        let (saved, wanted) = (self.tensors()?, state_dict(vs)?);
+        // The names of tied tensors that `safetensors.torch.save_model` has left out, each with the name that it has kept.
+        let metadata = SafeTensors::read_metadata(&self.bytes).ok();
+        let tied = metadata.and_then(|(_, it)| it.metadata().clone()).unwrap_or_default();
+        let mut unused: BTreeSet<&String> = saved.keys().collect();
+        let (mut problems, mut copies) = (BTreeMap::<&str, Vec<String>>::new(), Vec::new());
+        for (name, to) in &wanted {
+            let kept = tied.get(name).filter(|_| !saved.contains_key(name)).unwrap_or(name);
+            unused.remove(kept);
+            let (problem, place) = match saved.get(kept) {
+                None => ("missing", format!("`{name}`")),
+                Some(from) if from.size() != to.size() => {
+                    let (was, is) = (from.size(), to.size());
+                    let sizes = format!("{was:?} in the file, {is:?} in the model");
+                    ("of another shape", format!("`{name}` ({sizes})"))
+                }
+                Some(from) => match not_finite(from, to).doing("checking the model")? {
+                    0 => {
+                        copies.push((to.shallow_clone(), from));
+                        continue;
+                    }
+                    count => (DIVERGED, format!("`{name}` ({count} of {} numbers)", from.numel())),
+                },
+            };
+            problems.entry(problem).or_default().push(place);
         }
-        saved.retain(|name, _| names.contains(name) || !unused.contains(name));
-        let refused =
-            |problem: String| Err(Error::mismatch(format!("{} {problem}", self.path.shown())));
-        if let Some(problem) = other_names(&saved, &names) {
-            return refused(format!("does not fit the model: {problem}"));
+        for name in unused {
+            problems.entry("unexpected").or_default().push(format!("`{name}`"));
         }
-        let (mut missing, mut reshaped, mut copies) = (Vec::new(), Vec::new(), Vec::new());
-        for (name, tensor) in wanted {
-            match saved.remove(&name) {
-                None => missing.push(format!("`{name}`")),
-                Some(from) if from.size() != tensor.size() => reshaped.push(format!(
-                    "`{name}` ({:?} in the file, {:?} in the model)",
-                    from.size(),
-                    tensor.size()
-                )),
-                Some(from) => copies.push((name, tensor, from)),
-            }
-        }
-        let unexpected: Vec<String> = saved.keys().map(|name| format!("`{name}`")).collect();
-        let problems =
-            [("missing", missing), ("unexpected", unexpected), ("of another shape", reshaped)];
-        let problems: Vec<String> = problems
-            .into_iter()
-            .filter(|(_, names)| !names.is_empty())
-            .map(|(what, names)| format!("{what}: {}", some_of(&names)))
-            .collect();
         if !problems.is_empty() {
-            return refused(format!("does not fit the model; {}", problems.join("; ")));
+            let all = problems.iter().map(|(what, names)| format!("{what}: {}", some_of(names)));
+            let (path, all) = (self.path.shown(), all.collect::<Vec<_>>().join("; "));
+            let hint = added_to_names(&saved, &wanted).unwrap_or_default();
+            return Err(Error::mismatch(format!("{path} does not fit the model; {all}{hint}")));
         }
-        for (name, tensor, from) in &copies {
-            let count = not_finite(from, tensor).doing("checking the model")?;
-            if count > 0 {
-                let of = from.numel();
-                return refused(format!(
-                    "cannot be loaded: {count} of the {of} numbers of `{name}` are NaN or infinite in the model; use \
-                     weights from before training diverged"
-                ));
-            }
-        }
-        tch::no_grad(|| copies.into_iter().try_for_each(|(_, mut to, from)| to.f_copy_(&from)))
+        tch::no_grad(|| copies.into_iter().try_for_each(|(mut to, from)| to.f_copy_(from)))
             .doing("loading the model")
     }
 }
+
+/// The parts of names that wrappers of a model add: DDP, `torch.compile`, FSDP, activation checkpointing, Fabric.
+const WRAPPERS: [&str; 5] = [
+    "module.",
+    "_orig_mod.",
+    "_fsdp_wrapped_module.",
+    "_checkpoint_wrapped_module.",
+    "_forward_module.",
+];
+
+/// Says what a wrapper has added to the names in a file, if the rest has all names of the model.
+fn added_to_names(saved: &BTreeMap<String, Tensor>, wanted: &[(String, Tensor)]) -> Option<String> {
+    let (mut added, mut names) = (BTreeSet::new(), BTreeSet::new());
+    for name in saved.keys() {
+        let mut name = format!(".{name}");
+        for part in WRAPPERS {
+            let inner = format!(".{part}");
+            if name.contains(&inner) {
+                name = name.replace(&inner, ".");
+                added.insert(part.to_owned());
+            }
+        }
+        names.insert(name.split_off(1));
+    }
+    let (first, _) = wanted.first()?;
+    let mut outer = names.iter().filter_map(|name| name.strip_suffix(first.as_str()));
+    let is_before_all =
+        |outer: &&str| wanted.iter().all(|(name, _)| names.contains(&format!("{outer}{name}")));
+    let outer = outer.find(is_before_all)?.to_owned();
+    added.extend(Some(outer).filter(|outer| !outer.is_empty()));
+    let added: Vec<String> = added.iter().map(|part| format!("`{part}`")).collect();
+    let added = Some(added.join(" and ")).filter(|added| !added.is_empty())?;
+    Some(format!(
+        "; a wrapper has added {added} to the names: save the state_dict of the model within it"
+    ))
+}
+
+/// What is wrong with tensors that are not finite, for a message.
+const DIVERGED: &str = "NaN or infinite (use weights from before training diverged)";
 
 /// Returns how many numbers of `from` cannot be trained on in the place of `to`, in its dtype: NaN, and in parameters also
 /// infinity. A buffer may be a mask of infinities.
@@ -233,81 +230,6 @@ fn not_finite(from: &Tensor, to: &Tensor) -> Result<i64, TchError> {
     let wrong =
         if to.requires_grad() { cast.f_isfinite()?.f_logical_not()? } else { cast.f_isnan()? };
     wrong.f_sum(Kind::Int64)?.f_int64_value(&[])
-}
-
-/// The parts of names that the wrappers of a model add.
-const WRAPPERS: [(&str, &str); 5] = [
-    ("module.", "DistributedDataParallel or DataParallel"),
-    ("_orig_mod.", "torch.compile"),
-    ("_fsdp_wrapped_module.", "FullyShardedDataParallel"),
-    ("_checkpoint_wrapped_module.", "activation checkpointing"),
-    ("_forward_module.", "Lightning Fabric"),
-];
-
-/// Explains how the names in a file differ from those of the model, if added parts explain it for all of the model's.
-fn other_names(saved: &BTreeMap<String, Tensor>, wanted: &BTreeSet<&String>) -> Option<String> {
-    let fits = |names: &BTreeSet<String>, prefix: &str| {
-        wanted.iter().all(|name| names.contains(&format!("{prefix}{name}")))
-    };
-    let mut names: BTreeSet<String> = saved.keys().cloned().collect();
-    let shortest = wanted.iter().min_by_key(|name| name.len())?;
-    if fits(&names, "") {
-        return None;
-    }
-    let (mut added, mut removed) = (Vec::new(), String::new());
-    for (part, who) in WRAPPERS {
-        let inner = format!(".{part}");
-        let without = |name: &String| format!(".{name}").replace(&inner, ".")[1..].to_owned();
-        let stripped: BTreeSet<String> = names.iter().map(without).collect();
-        if stripped != names && wanted.iter().all(|name| without(name) == **name) {
-            let is_first = names.iter().all(|name| name.starts_with(part));
-            removed += &if is_first {
-                format!(".removeprefix({part:?})")
-            } else {
-                format!(".replace({part:?}, \"\")")
-            };
-            added.push(format!("`{part}`, which {who} adds"));
-            names = stripped;
-        }
-    }
-    let mut before = names.iter().filter_map(|name| name.strip_suffix(shortest.as_str()));
-    let is_before_all = |prefix: &&str| {
-        let is_outer = prefix.ends_with('.') && names.iter().all(|name| name.starts_with(*prefix));
-        (prefix.is_empty() || is_outer) && fits(&names, prefix)
-    };
-    if let Some(prefix) = before.find(is_before_all) {
-        if !prefix.is_empty() {
-            removed += &format!(".removeprefix({prefix:?})");
-            added.push(format!("`{prefix}`, which a module around the model adds"));
-        }
-        return Some(format!(
-            "its names have {}; save it again with \
-             {{name{removed}: tensor for name, tensor in model.state_dict().items()}}",
-            added.join(", and ")
-        ));
-    }
-    let is_there = |prefix: &str, name: &String| {
-        name.strip_prefix(prefix).is_some_and(|name| names.contains(name))
-    };
-    let mut before = names.iter().filter_map(|name| shortest.strip_suffix(name.as_str()));
-    let prefix = before
-        .find(|prefix| prefix.ends_with('.') && wanted.iter().all(|name| is_there(prefix, name)))?;
-    Some(format!(
-        "the model's names begin with `{prefix}`, and those of the file do not; save it again with \
-         {{{prefix:?} + name: tensor for name, tensor in model.state_dict().items()}}"
-    ))
-}
-
-/// Checks that `bytes` are a complete safetensors file.
-fn check(path: &Path, bytes: &[u8]) -> Result<()> {
-    let instead = "save the weights with safetensors.torch.save_file(model.state_dict(), FILE)";
-    SafeTensors::deserialize(bytes).map(drop).map_err(|error| {
-        let path = path.shown();
-        Error::mismatch(match mistaken(bytes, SAFETENSORS, instead) {
-            Some(problem) => format!("{path}: {problem}"),
-            None => format!("{path} is not a safetensors file: {error}"),
-        })
-    })
 }
 
 /// Lists the first names, for a message.

@@ -1,12 +1,11 @@
 //! Snapshots of what a checkpoint has, and the thread that writes them while training continues.
 
-use std::borrow::Borrow;
 use std::collections::BTreeMap;
 use std::thread::{self, JoinHandle};
 
 use tch::Tensor;
 
-use super::tensors::Copied;
+use super::tensors::{Copied, copies};
 use super::{CheckpointDir, TrainerState};
 use crate::error::{Error, Result};
 use crate::optim::ParameterState;
@@ -15,7 +14,8 @@ use crate::os::limits::not_started;
 /// Writes checkpoints one after the other, while training continues. For rank 0.
 #[derive(Debug)]
 pub struct Writer {
-    dir: CheckpointDir,
+    /// The folder that checkpoints are written to.
+    pub(crate) dir: CheckpointDir,
     /// The write in progress, at most one. The next save waits for it.
     writing: Option<JoinHandle<Result<()>>>,
 }
@@ -24,11 +24,6 @@ impl Writer {
     /// Creates a writer into `dir`.
     pub fn new(dir: CheckpointDir) -> Self {
         Self { dir, writing: None }
-    }
-
-    /// Returns the folder that checkpoints are written to.
-    pub(crate) fn dir(&self) -> &CheckpointDir {
-        &self.dir
     }
 
     /// Waits until the previous checkpoint is written, then starts writing `snapshot`.
@@ -52,11 +47,8 @@ impl Writer {
     /// # Errors
     /// [`Error::Save`], as [`finish`](Self::finish).
     pub fn check(&mut self) -> Result<()> {
-        if self.writing.as_ref().is_some_and(JoinHandle::is_finished) {
-            self.finish()
-        } else {
-            Ok(())
-        }
+        let is_done = self.writing.as_ref().is_some_and(JoinHandle::is_finished);
+        if is_done { self.finish() } else { Ok(()) }
     }
 
     /// Waits until the checkpoint is written.
@@ -99,22 +91,10 @@ impl Snapshot {
         model: &[(String, Tensor)],
         optimizer: Vec<ParameterState>,
     ) -> Result<Self> {
-        // Each tensor is dropped as soon as it is copied, so that there is never a second copy of all state.
-        let state_tensors = optimizer.into_iter().flat_map(|ParameterState { name, tensors }| {
+        let model = model.iter().map(|(name, tensor)| (name.clone(), tensor.shallow_clone()));
+        let optimizer = optimizer.into_iter().flat_map(|ParameterState { name, tensors }| {
             tensors.into_iter().map(move |(key, tensor)| (format!("{name}/{key}"), tensor))
         });
-        let model = model.iter().map(|(name, tensor)| (name.clone(), tensor));
-        Ok(Self { state, model: copies(model)?, optimizer: copies(state_tensors)? })
+        Ok(Self { state, model: copies(model)?, optimizer: copies(optimizer)? })
     }
-}
-
-/// Returns copies of `tensors` by name.
-fn copies<T: Borrow<Tensor>>(
-    tensors: impl Iterator<Item = (String, T)>,
-) -> Result<BTreeMap<String, Copied>> {
-    let copy = |(name, tensor): (String, T)| {
-        let copied = Copied::of(&name, tensor.borrow())?;
-        Ok((name, copied))
-    };
-    tensors.map(copy).collect()
 }

@@ -1,7 +1,6 @@
 //! `ddp-mp bisect`: the first tensors in which two commands differ, with their values.
 //!
-//! They record every step, and run once more to keep the tensors of the first step that differs. If earlier runs of them
-//! have saved checkpoints, they start from the newest two that are equal.
+//! They record every step, and run once more to keep the tensors of the first step that differs.
 
 use std::path::{self, Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -9,9 +8,8 @@ use std::process::{Command, Stdio};
 use anyhow::Context;
 use clap::Args;
 
-use super::diff::{SidesOf, TensorComparison, compare_files, print_lines};
-use crate::checkpoint::{Checkpoint, steps_in};
-use crate::error::{Error, Result, Shown};
+use super::diff::{compare_files, compare_tensors};
+use crate::error::{Error, Shown};
 use crate::files::Place;
 use crate::os::{TemporaryFolder, TiedChild};
 use crate::session::{AlreadyReported, path_in_shell};
@@ -28,22 +26,10 @@ pub struct BisectFlags {
     /// Run this shell command as the bad side
     #[arg(long, value_name = "COMMAND")]
     pub bad: String,
-    /// Start from the good side's checkpoints; needs --bad-dir
-    #[arg(long, value_name = "DIR", requires = "bad_dir")]
-    pub good_dir: Option<PathBuf>,
-    /// Start from the bad side's checkpoints; needs --good-dir
-    #[arg(long, value_name = "DIR", requires = "good_dir")]
-    pub bad_dir: Option<PathBuf>,
     /// Keep both sides' records and tensors in DIR
     #[arg(long, value_name = "DIR")]
     pub keep: Option<PathBuf>,
 }
-
-/// The flag of the last step.
-const MAX_STEPS: &str = "--max-steps";
-
-/// The names of the two sides, in messages and tables.
-const NAMES: SidesOf<&str> = SidesOf { a: "good", b: "bad" };
 
 /// One of the two commands.
 #[derive(Debug)]
@@ -59,25 +45,15 @@ struct Side {
 /// an error when stdout cannot be written.
 pub fn bisect(flags: &BisectFlags, program: &str, printer: &Printer) -> anyhow::Result<()> {
     if let Some(keep) = flags.keep.as_ref().filter(|keep| keep.exists()) {
-        let keep = keep.shown();
-        return Err(Error::usage(format!(
-            "--keep {keep}: it exists; remove it, or use another name"
-        ))
-        .into());
+        let problem = "it exists; remove it, or use another name";
+        return Err(Error::usage(format!("--keep {}: {problem}", keep.shown())).into());
     }
-    let mut sides = SidesOf {
-        a: Side { name: NAMES.a, command: flags.good.clone() },
-        b: Side { name: NAMES.b, command: flags.bad.clone() },
-    };
-    for side in sides.both() {
-        if side.command.contains("--checkpoint-dir") {
-            let problem =
-                "remove --checkpoint-dir, because it runs twice, and must do the same each time";
-            return Err(side.refused(problem));
-        }
-    }
-    if let Some((good, bad)) = flags.good_dir.as_deref().zip(flags.bad_dir.as_deref()) {
-        start_from_checkpoints(&mut sides, good, bad, printer)?;
+    let sides = [("good", &flags.good), ("bad", &flags.bad)]
+        .map(|(name, command)| Side { name, command: command.clone() });
+    if let Some(side) = sides.iter().find(|side| side.command.contains("--checkpoint-dir")) {
+        let problem =
+            "remove --checkpoint-dir, because it runs twice, and must do the same each time";
+        return Err(side.refused(problem));
     }
     let folder = create_folder(flags.keep.as_deref())?;
     let differ = by_records(&sides, program, folder.path(), printer)?;
@@ -101,86 +77,48 @@ fn create_folder(keep: Option<&Path>) -> anyhow::Result<TemporaryFolder> {
     .with_context(|| format!("creating {}", keep.shown()))
 }
 
-/// Has the commands start from the newest checkpoints in `good` and `bad` that are equal, and stop at the oldest that differ.
-fn start_from_checkpoints(
-    sides: &mut SidesOf<Side>,
-    good: &Path,
-    bad: &Path,
-    printer: &Printer,
-) -> Result<()> {
-    let (of_good, of_bad) = (steps_in(good)?, steps_in(bad)?);
-    let common: Vec<u64> =
-        of_good.keys().filter(|step| of_bad.contains_key(step)).copied().collect();
-    if common.is_empty() {
-        return Err(Error::usage(format!(
-            "--good-dir {}: no checkpoint is of the same step as one in --bad-dir {}; name the folders of two runs that \
-             have saved as often",
-            good.shown(),
-            bad.shown()
-        )));
-    }
-    let (mut equal, mut different) = (None, None);
-    for step in common {
-        let good = Checkpoint::read(&of_good[&step])?;
-        if !good.has_tensors_of(&Checkpoint::read(&of_bad[&step])?) {
-            different = Some(step);
-            break;
-        }
-        equal = Some(step);
-    }
-    match equal {
-        None => printer.info("the first checkpoints differ: starting from the beginning"),
-        Some(step) => {
-            printer.info(&format!("the checkpoints are equal up to step {step}: starting there"));
-            sides.a.command += &format!(" --resume={}", path_in_shell(&of_good[&step]));
-            sides.b.command += &format!(" --resume={}", path_in_shell(&of_bad[&step]));
-        }
-    }
-    if let Some(step) = different {
-        sides.a.command = sides.a.up_to(step);
-        sides.b.command = sides.b.up_to(step);
-    }
-    Ok(())
-}
-
 /// Records both runs, and runs up to the first step that differs once more. Returns whether they differ.
 fn by_records(
-    sides: &SidesOf<Side>,
+    sides: &[Side; 2],
     program: &str,
     folder: &Path,
     printer: &Printer,
 ) -> anyhow::Result<bool> {
-    let record = |side: &Side| folder.join(format!("{}.record", side.name));
-    for side in sides.both() {
-        let command = format!("{} --record={}", side.command, path_in_shell(&record(side)));
-        let said = side.run(&command, printer)?;
-        let of_first_process = folder.join(format!("{}.0.record", side.name));
-        if !record(side).exists() && !of_first_process.exists() {
+    let file = |side: &Side, ending| folder.join(format!("{}.{ending}", side.name));
+    for side in sides {
+        let record = file(side, "record");
+        let flag = format!("--record={}", path_in_shell(&record));
+        let said = side.run(&format!("{} {flag}", side.command), printer)?;
+        if !record.exists() && !file(side, "0.record").exists() {
             return Err(side.refused(&format!(
                 "it has written no record; name a command of {program} that trains ({said})"
             )));
         }
     }
-    let first = compare_files(&record(&sides.a), &record(&sides.b), printer)?;
+    let [good, bad] = sides.each_ref().map(|side| file(side, "record"));
+    let first = compare_files(&good, &bad, printer)?;
     let Some(StepOfRank { step, rank }) = first else { return Ok(false) };
-    let kept = |side: &Side| folder.join(format!("{}.safetensors", side.name));
-    for side in sides.both() {
-        let (command, file) = (side.up_to(step + 1), path_in_shell(&kept(side)));
+    for side in sides {
+        let kept = file(side, "safetensors");
+        let file = path_in_shell(&kept);
         let keep = format!("--keep={file} --keep-step={step} --keep-rank={rank}");
-        let said = side.run(&format!("{command} {keep}"), printer)?;
-        if !kept(side).is_file() {
-            let problem =
-                format!("{}: rank {rank} has no tensors of step {step} ({said})", side.name);
-            printer.lines(|out| writeln!(out, "{problem}"))?;
+        // The command may have an end of its own.
+        let has_end = side.command.contains("--max-steps");
+        let end = if has_end { String::new() } else { format!(" --max-steps={}", step + 1) };
+        let said = side.run(&format!("{}{end} {keep}", side.command), printer)?;
+        if !kept.is_file() {
+            let name = side.name;
+            printer.line(&format!("{name}: rank {rank} has no tensors of step {step} ({said})"))?;
             return Ok(true);
         }
     }
-    let comparison = TensorComparison::of(&kept(&sides.a), &kept(&sides.b))?;
-    print_lines(&comparison.lines(NAMES), printer)?;
-    if comparison.is_equal() {
+    let [good, bad] = sides.each_ref().map(|side| file(side, "safetensors"));
+    let (lines, is_equal) = compare_tensors(&good, &bad, ["good", "bad"])?;
+    printer.line(&lines.join("\n"))?;
+    if is_equal {
         let problem =
             "No tensor of that step differs in these runs: the difference is not reproducible.";
-        printer.lines(|out| writeln!(out, "{problem}"))?;
+        printer.line(problem)?;
     }
     Ok(true)
 }
@@ -188,16 +126,6 @@ fn by_records(
 impl Side {
     fn refused(&self, problem: &str) -> anyhow::Error {
         Error::usage(format!("--{}: {problem}", self.name)).into()
-    }
-
-    /// Returns the command with an end after `steps` steps, unless it has an end of its own.
-    fn up_to(&self, steps: u64) -> String {
-        let Self { command, .. } = self;
-        if command.contains(MAX_STEPS) {
-            command.clone()
-        } else {
-            format!("{command} {MAX_STEPS}={steps}")
-        }
     }
 
     /// Runs `command` in the shell, without showing its output. Exit code 1 is right, too: a run whose replicas differ at

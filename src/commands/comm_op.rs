@@ -116,13 +116,8 @@ impl<'a> OpTensors<'a> {
         let doing = "allocating the tensors of an operation";
         let (world_size, is_root) = (group.world_size() as i64, group.rank() == 0);
         let allocate = |operand: Operand| {
-            let len = if !op.has(operand, is_root) {
-                0
-            } else if operand.is_list() {
-                numel * world_size
-            } else {
-                numel
-            };
+            let tensors = if operand.is_list() { world_size } else { 1 };
+            let len = if op.has(operand, is_root) { numel * tensors } else { 0 };
             // Ones, so that the memory is really allocated.
             Tensor::f_ones([len], (dtype, group.device())).doing(doing)
         };
@@ -158,6 +153,7 @@ impl<'a> OpTensors<'a> {
         let Self { input, output, .. } = self;
         let (inputs, outputs) = (self.input_list.as_deref(), self.output_list.as_deref_mut());
         let operation = match self.op {
+            CommOp::Collective(operation) => operation,
             CommOp::SendRecv => {
                 if rank > 0 {
                     group.recv(output, Some(previous), 0)?;
@@ -173,7 +169,6 @@ impl<'a> OpTensors<'a> {
                 let ops = [P2POp::isend(input, next, 0), P2POp::irecv(output, Some(previous), 0)];
                 return group.batch_isend_irecv(&ops)?.into_iter().try_for_each(|work| work.wait());
             }
-            CommOp::Collective(operation) => operation,
         };
         match operation {
             Operation::AllReduce => group.all_reduce(input, op),

@@ -71,20 +71,7 @@ impl Template {
 }
 
 /// Names that cargo refuses for a program, or that the project's dependencies have.
-const TAKEN: [&str; 12] = [
-    "anyhow",
-    "build",
-    "clap",
-    "core",
-    "ddp-mp",
-    "ddp_mp",
-    "deps",
-    "examples",
-    "incremental",
-    "std",
-    "tch",
-    "test",
-];
+const TAKEN: &str = "anyhow build clap core ddp-mp ddp_mp deps examples incremental std tch test";
 
 /// The folder that this program was built in.
 const BUILT_IN: &str = env!("CARGO_MANIFEST_DIR");
@@ -158,7 +145,7 @@ fn project_name(folder: &Path) -> Result<&str> {
     let is_known = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || "-_".contains(c);
     let problem = if name.is_empty() {
         "the path does not end with a name for the project; end it with one".to_owned()
-    } else if TAKEN.contains(&name) {
+    } else if TAKEN.split(' ').any(|taken| taken == name) {
         format!("cargo or a dependency already uses the name {name:?}; choose another")
     } else if let Some(other) = name.chars().find(|c| !is_known(*c)) {
         format!("the name {name:?} contains {other:?}; use lower-case letters, digits, - and _")

@@ -69,7 +69,7 @@ fn train_on(rank: &Rank, session: &Session) -> anyhow::Result<()> {
     if logs_metrics {
         trainer = trainer.log_metrics(config.log_every(), session.take_metrics_logger(rank));
     }
-    if let Some(file) = session.artifacts.record_file() {
+    if let Some(file) = session.artifacts.record_file.clone() {
         let every = config.output.record_every.unwrap_or(1);
         let program = format!("{} {}", config.program.name, config.program.version);
         trainer = trainer.record(file, every, program, config.options()?);

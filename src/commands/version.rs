@@ -36,9 +36,9 @@ struct ProgramVersion {
 }
 
 impl Versions {
-    /// Finds the versions of `program` on this machine. It was built from `commit`, which is empty if not known. CUDA has
-    /// been loaded: libtorch_cuda decides which NCCL the process has.
-    pub(crate) fn find(program: &Program, commit: &'static str, cuda: &Cuda) -> Self {
+    /// Finds the versions of `program` on this machine. CUDA has been loaded: libtorch_cuda decides which NCCL the process
+    /// has.
+    pub(crate) fn find(program: &Program, cuda: &Cuda) -> Self {
         let found = if cuda.usable() > 0 { find_nccl() } else { Ok(None) };
         let (nccl, nccl_problem) = match found {
             Ok(nccl) => (nccl, None),
@@ -50,7 +50,7 @@ impl Versions {
                 .is_own()
                 .then_some(ProgramVersion { name: program.name, version: program.version }),
             version: env!("CARGO_PKG_VERSION"),
-            commit: Some(commit).filter(|commit| !commit.is_empty()),
+            commit: Some(program.commit).filter(|commit| !commit.is_empty()),
             libtorch: ffi::version(),
             nccl,
             nccl_file: nccl_file.flatten(),

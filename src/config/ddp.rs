@@ -99,7 +99,7 @@ pub struct DdpSection {
     /// In training, on CPU ranks, each all_reduce takes as long as on this network, and the results stay the same; without
     /// nodes and gpus each rank is a node. bench step forecasts the time of a step instead. The keys and their defaults, as
     /// nodes=64,gpus=8: nodes (2), gpus (8), latency (5us), bandwidth (25GB/s), node-latency (3us), node-bandwidth
-    /// (300GB/s), algorithm (ring, tree, hierarchical, auto), backend (nccl, gloo)
+    /// (300GB/s), algorithm (auto, ring, tree, hierarchical)
     #[arg(long, value_name = "KEY=VALUE,...", add = Conflict(has_no_model))]
     #[arg(add = MayDiffer::OnResume, add = RefusedBy::ONE_PROCESS)]
     pub simulate_cluster: Option<SimulatedCluster>,

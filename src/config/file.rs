@@ -37,11 +37,10 @@ pub(super) fn read(file: &Path, command: &Command, flags: &Table) -> Result<Tabl
         return Err(input(problem));
     }
     let text = str::from_utf8(&bytes).map_err(|error| {
-        let line = bytes[..error.valid_up_to()].iter().filter(|&&byte| byte == b'\n').count() + 1;
-        let start = bytes[..error.valid_up_to()].iter().rposition(|&byte| byte == b'\n');
-        let rest = &bytes[start.map_or(0, |newline| newline + 1)..];
-        let shown = rest.split(|&byte| byte == b'\n').next().unwrap_or_default().escape_ascii();
-        input(format!("line {line} is not UTF-8, which a TOML file must be: {shown}"))
+        let before = bytes[..error.valid_up_to()].iter().filter(|&&byte| byte == b'\n').count();
+        let line = bytes.split(|&byte| byte == b'\n').nth(before).unwrap_or_default();
+        let (number, shown) = (before + 1, line.escape_ascii());
+        input(format!("line {number} is not UTF-8, which a TOML file must be: {shown}"))
     })?;
     let mut options = parse(text, command, flags).map_err(input)?;
     put_into_folder_of(file, command, &mut options, flags).map_err(input)?;
@@ -210,42 +209,37 @@ fn wrong_type(arg: &Arg, value: &Value, expected: &str) -> String {
 /// # Errors
 /// The expected type of value, for the user.
 pub(super) fn to_arg(arg: &Arg, value: &Value) -> Result<Option<String>, String> {
-    let flag = flag_name(arg.get_id().as_str());
+    let (flag, delimiter) = (flag_name(arg.get_id().as_str()), arg.get_value_delimiter());
+    if matches!(arg.get_action(), ArgAction::SetTrue) {
+        let is_on = value.as_bool().ok_or_else(|| wrong_type(arg, value, "true or false"))?;
+        return Ok(is_on.then_some(flag));
+    }
     let text = |value: &Value| match value {
         Value::String(text) => Some(text.clone()),
         Value::Integer(number) => Some(number.to_string()),
         Value::Float(number) => Some(format!("{number:?}")),
+        Value::Boolean(is_on) if is_switch(arg) && delimiter.is_none() => Some(is_on.to_string()),
         _ => None,
     };
-    let takes_nothing = matches!(arg.get_action(), ArgAction::SetTrue);
-    match (value, arg.get_value_delimiter()) {
-        (Value::Boolean(is_on), _) if takes_nothing => return Ok(is_on.then_some(flag)),
-        (Value::Boolean(is_on), None) if is_switch(arg) => Some(vec![is_on.to_string()]),
-        (Value::Array(items), Some(delimiter))
-            if items.iter().filter_map(Value::as_str).any(|text| text.contains(delimiter)) =>
-        {
-            return Err(format!(
-                "{flag}: a text of the list contains {delimiter:?}, which divides texts"
-            ));
-        }
+    let text = match (value, delimiter) {
         (Value::Array(items), Some(_))
             if items.is_empty() && arg.get_default_values().is_empty() =>
         {
             return Ok(None);
         }
-        (Value::Array(items), Some(_)) => items.iter().map(text).collect::<Option<Vec<_>>>(),
-        _ if takes_nothing => None,
-        _ => text(value).map(|text| vec![text]),
-    }
-    .map(|texts| Some(format!("{flag}={}", texts.join(","))))
-    .ok_or_else(|| {
-        let expected = match arg.get_value_delimiter() {
-            _ if takes_nothing => "true or false",
-            Some(_) => "a list",
-            None => "a text or a number",
-        };
-        wrong_type(arg, value, expected)
-    })
+        (Value::Array(items), Some(delimiter)) => {
+            if items.iter().filter_map(Value::as_str).any(|text| text.contains(delimiter)) {
+                return Err(format!(
+                    "{flag}: a text of the list contains {delimiter:?}, which divides texts"
+                ));
+            }
+            items.iter().map(text).collect::<Option<Vec<_>>>().map(|texts| texts.join(","))
+        }
+        _ => text(value),
+    };
+    let expected = if delimiter.is_some() { "a list" } else { "a text or a number" };
+    let text = text.ok_or_else(|| wrong_type(arg, value, expected))?;
+    Ok(Some(format!("{flag}={text}")))
 }
 
 /// Returns clap's error without what is for a command line only.

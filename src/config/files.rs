@@ -11,7 +11,7 @@ use toml::{Table, Value};
 use super::checkpoints::is_checkpoint_name;
 use super::output::OutputSection;
 use super::{Config, Invalid, flag_name};
-use crate::checkpoint::CheckpointDir;
+use crate::checkpoint::{CheckpointDir, is_used};
 use crate::data::DatasetSpec;
 use crate::error::{Error, Result, Shown};
 use crate::files::{Place, expand_home};
@@ -128,9 +128,7 @@ impl Config {
     /// [`Error::Input`] that names both flags.
     pub(crate) fn validate_files(&self, processes: usize) -> Result<()> {
         let checked = self.check_files(None, processes);
-        checked.map_err(|invalid| {
-            Error::usage(format!("{}: {}", self.name_of(&invalid.key), invalid.problem))
-        })
+        checked.map_err(|invalid| Error::usage(self.explained(invalid)))
     }
 
     /// Refuses a `--config` that cannot be read again, if this process starts others: each reads the file itself.
@@ -235,7 +233,8 @@ fn conflict(earlier: &Used, later: &Used) -> Option<String> {
 
 /// Returns whether `path` is, or is below, a name that checkpoints use in `folder`.
 fn is_of_checkpoint(path: &Place, folder: &Place) -> bool {
-    path.within(folder).is_some_and(|rest| rest.iter().next().is_some_and(CheckpointDir::uses))
+    path.within(folder)
+        .is_some_and(|rest| rest.iter().next().is_some_and(|name| is_used(&name.to_string_lossy())))
 }
 
 #[cfg(test)]

@@ -37,7 +37,7 @@ pub struct LaunchSection {
     // Processes compare the backend that it selects.
     #[arg(long, value_name = "NAME", value_parser = values::backend())]
     #[arg(default_value_t = BackendChoice::Auto)]
-    #[arg(add = MayDiffer::BetweenProcesses, add = RefusedBy::VERIFY)]
+    #[arg(add = MayDiffer::BetweenProcesses)]
     pub backend: BackendChoice,
     /// Bind each rank to CPUs
     ///
@@ -102,7 +102,7 @@ pub struct LaunchSection {
     pub max_restarts: usize,
     /// Make a rank fail on purpose
     #[arg(long, value_name = "KIND:rank=R,at=STAGE[,step=N]")]
-    #[arg(long_help = format!("Make a rank fail on purpose\n\n{}", Fault::forms()))]
+    #[arg(long_help = format!("Make a rank fail on purpose\n\n{}", Fault::NAMES))]
     #[arg(add = MayDiffer::BetweenProcesses, add = RefusedBy::BENCH)]
     pub inject_fault: Option<Fault>,
 }

@@ -15,34 +15,29 @@ const FLOAT: f64 = 4.0;
 /// # Errors
 /// [`Error::Input`] with both sizes.
 pub(crate) fn check_fits(what: &str, bytes: f64, remedy: &str) -> Result<()> {
-    match hopeless(what, bytes, remedy) {
-        Some(problem) => Err(Error::usage(problem)),
-        None => Ok(()),
-    }
+    fits(what, bytes, remedy).map_err(Error::usage)
 }
 
-/// Returns what to say of `bytes` that this machine does not have; `None` if it has them, or does not say.
-fn hopeless(what: &str, bytes: f64, remedy: &str) -> Option<String> {
-    let total = total_memory()? as f64;
+/// Returns what to say of `bytes` that this machine does not have. A machine that does not say has all.
+fn fits(what: &str, bytes: f64, remedy: &str) -> Result<(), String> {
+    let Some(total) = total_memory().map(|total| total as f64).filter(|total| bytes > *total)
+    else {
+        return Ok(());
+    };
     let (needed, there) = (gigabytes(bytes), gigabytes(total));
-    (bytes > total).then(|| format!("{what} {needed}, and this machine has {there}; {remedy}"))
+    Err(format!("{what} {needed}, and this machine has {there}; {remedy}"))
 }
 
 impl Config {
     /// Refuses random data, or a model, that is larger than this machine's memory.
     pub(super) fn validate_memory(&self) -> Result<(), Invalid> {
-        let check = |key: &str, what: String, bytes: f64| match hopeless(
-            &what,
-            bytes,
-            "use a smaller number",
-        ) {
-            Some(problem) => Err(Invalid { key: key.to_owned(), problem }),
-            None => Ok(()),
+        let check = |key: &str, what: String, bytes: f64| {
+            let checked = fits(&what, bytes, "use a smaller number");
+            checked.map_err(|problem| Invalid { key: key.to_owned(), problem })
         };
-        let sizes = [self.data.num_samples, self.data.in_features, self.data.out_features];
         if self.data.dataset == DatasetSpec::RANDOM
             && self.program.dataset.is_none()
-            && let [Some(samples), Some(inputs), Some(outputs)] = sizes
+            && let Some([samples, inputs, outputs]) = self.sizes()
         {
             let what = format!("{samples} random samples of {inputs} + {outputs} numbers take");
             let keys =

@@ -5,11 +5,12 @@ use std::sync::Arc;
 
 use clap::Args;
 use serde::Serialize;
+use strum::VariantNames;
 use tch::Device;
 use tch::nn::VarStore;
 
 use super::ddp::needs_ddp;
-use super::option_rules::{Conflict, InShortHelp, OnlyIf};
+use super::option_rules::{Conflict, InShortHelp};
 use super::values::{name, number, whole};
 use super::{BuildContext, Config, DataSection};
 use crate::error::Result;
@@ -31,43 +32,41 @@ pub struct ModelSection {
     pub kind: ModelKind,
     /// Set the widths of an mlp's hidden layers, with commas
     #[arg(long, value_name = "N,...", value_delimiter = ',', value_parser = whole::<i64>(1..))]
-    #[arg(default_value = "64,64", add = HIDDEN)]
+    #[arg(default_value = "64,64")]
     pub hidden: Vec<i64>,
     /// Choose the activation between layers of an mlp or cnn
     #[arg(long, value_name = "NAME", value_parser = name::<Activation>())]
-    #[arg(default_value_t = Activation::Relu, add = ACTIVATION)]
+    #[arg(default_value_t = Activation::Relu)]
     pub activation: Activation,
     /// Set the dropout probability in an mlp or gpt
     #[arg(long, value_name = "P", value_parser = number(0.0..=1.0), default_value_t = 0.0)]
-    #[arg(add = DROPOUT)]
     pub dropout: f64,
     /// Set the channels of a cnn's convolutions, with commas
     ///
     /// Each convolution halves the image
     #[arg(long, value_name = "N,...", value_delimiter = ',', value_parser = whole::<i64>(1..))]
-    #[arg(default_value = "16,32", add = CHANNELS)]
+    #[arg(default_value = "16,32")]
     pub channels: Vec<i64>,
     /// Compute a cnn's batch norm over all ranks' samples
-    #[arg(long, add = Conflict(needs_ddp), add = BATCH_NORM)]
+    #[arg(long, add = Conflict(needs_ddp))]
     pub sync_batch_norm: bool,
     /// Give a gpt N blocks
     #[arg(long, value_name = "N", value_parser = whole::<i64>(1..))]
-    #[arg(default_value_t = ModelConfig::default().n_layer, add = N_LAYER)]
+    #[arg(default_value_t = ModelConfig::default().n_layer)]
     pub n_layer: i64,
     /// Give each block of a gpt N attention heads
     #[arg(long, value_name = "N", value_parser = whole::<i64>(1..))]
-    #[arg(default_value_t = ModelConfig::default().n_head, add = N_HEAD)]
+    #[arg(default_value_t = ModelConfig::default().n_head)]
     pub n_head: i64,
     /// Set a gpt's width, a multiple of its heads
     #[arg(long, value_name = "N", value_parser = whole::<i64>(1..))]
-    #[arg(default_value_t = ModelConfig::default().n_embd, add = N_EMBD)]
+    #[arg(default_value_t = ModelConfig::default().n_embd)]
     pub n_embd: i64,
     /// Set the tokens of a gpt's context
     #[arg(long, value_name = "N", value_parser = whole::<i64>(1..), default_value_t = 64)]
-    #[arg(add = BLOCK_SIZE)]
     pub block_size: i64,
     /// Leave biases out of a gpt's dense layers and norms
-    #[arg(long, add = NO_BIAS)]
+    #[arg(long)]
     pub no_bias: bool,
 }
 
@@ -86,28 +85,20 @@ fn needs_text(config: &Config) -> Option<String> {
     }
 }
 
-const MLP: &str = "applies only to an mlp; add --model mlp, or remove it";
-const CNN: &str = "applies only to a cnn; add --model cnn, or remove it";
-const GPT: &str = "applies only to a gpt; add --model gpt, or remove it";
-
-const HIDDEN: OnlyIf = OnlyIf(|config| config.model.kind.uses("hidden"), MLP);
-const DROPOUT: OnlyIf = OnlyIf(
-    |config| config.model.kind.uses("dropout"),
-    "applies only to an mlp or gpt; add --model mlp or gpt, or remove it",
-);
-const CHANNELS: OnlyIf = OnlyIf(|config| config.model.kind.uses("channels"), CNN);
-const BATCH_NORM: OnlyIf = OnlyIf(|config| config.model.kind.uses("sync_batch_norm"), CNN);
-const N_LAYER: OnlyIf = OnlyIf(|config| config.model.kind.uses("n_layer"), GPT);
-const N_HEAD: OnlyIf = OnlyIf(|config| config.model.kind.uses("n_head"), GPT);
-const N_EMBD: OnlyIf = OnlyIf(|config| config.model.kind.uses("n_embd"), GPT);
-const BLOCK_SIZE: OnlyIf = OnlyIf(|config| config.model.kind.uses("block_size"), GPT);
-const NO_BIAS: OnlyIf = OnlyIf(|config| config.model.kind.uses("no_bias"), GPT);
-const ACTIVATION: OnlyIf = OnlyIf(
-    |config| config.model.kind.uses("activation"),
-    "applies only to an mlp or cnn; add --model mlp or cnn, or remove it",
-);
-
 impl Config {
+    /// Returns why the option `key` has no effect: it is one of other models than the chosen one. `None` for any other
+    /// option.
+    pub(super) fn needs_other_model(&self, key: &str) -> Option<String> {
+        let kinds = ModelKind::VARIANTS.iter().filter_map(|name| name.parse::<ModelKind>().ok());
+        let users = kinds.filter(|kind| kind.uses(key)).map(ModelKind::name);
+        let users = users.collect::<Vec<_>>().join(" or ");
+        if users.is_empty() || self.model.kind.uses(key) || self.program.model.is_some() {
+            return None;
+        }
+        let article = if users.starts_with('m') { "an" } else { "a" };
+        Some(format!("applies only to {article} {users}; add --model {users}, or remove it"))
+    }
+
     /// Returns the number of predictions that a sample asks for: one, or one for each token of a text.
     pub(crate) fn tokens_per_sample(&self) -> usize {
         if self.model.kind.uses("block_size") { self.model.block_size as usize } else { 1 }

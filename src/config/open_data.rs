@@ -5,21 +5,15 @@ use std::sync::Arc;
 use tch::Kind;
 use toml::Table;
 
-use super::{Config, Invalid, Origin, OwnArgs, Program};
+use super::program::OpenDataset;
+use super::{Config, DataSection, Origin, OwnArgs, Program};
 use crate::data::{
     Dataset, DatasetSpec, DistributedSampler, FileDataset, Subset, TargetKind, Targets,
-    TensorDataset, TextDataset, random_split,
+    TensorDataset, TextDataset,
 };
 use crate::error::{Error, Result, Shown};
 use crate::runtime::panics;
 use crate::trainer::Loss;
-
-/// A part of a program's own data.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Part {
-    Training,
-    Validation,
-}
 
 /// The training and validation data of a run.
 #[derive(Debug)]
@@ -60,13 +54,14 @@ impl Config {
     /// # Errors
     /// [`Error::Input`] when a data file is invalid, or when given sizes differ from those of the file.
     pub fn open_data(mut self, seed: u64) -> Result<(Self, Data)> {
-        let name = self.name_of("val_fraction");
-        let named = |error: Error| error.named(&name);
-        if self.program.dataset.is_some() {
-            return self.open_own(seed);
+        if let Some(open) = self.program.dataset.clone() {
+            return self.open_own(&*open, seed);
         }
         if self.data.dataset == DatasetSpec::RANDOM {
-            let [samples, inputs, outputs] = self.sizes_of_random()?;
+            let Some([samples, inputs, outputs]) = self.sizes() else {
+                let keys = SIZES.join(", ");
+                return Err(Error::usage(format!("random data needs all of {keys}")));
+            };
             let targets = match self.target_kind() {
                 TargetKind::Values => Targets::Values(outputs),
                 TargetKind::Classes => Targets::Classes(outputs),
@@ -91,27 +86,20 @@ impl Config {
             data.check_number_of_classes()?;
         }
         if let Some(samples) = self.data.num_samples {
-            let named = |error: Error| error.named(self.name_of("num_samples"));
-            data = data.first(samples as usize).map_err(named)?;
+            data = self.named("num_samples", data.first(samples as usize))?;
         }
         self.take_sizes_of(&data)?;
-        let Some(fraction) = self.held_back() else {
-            let files = self.validation_files(&data)?;
-            notes.extend(files.as_ref().map(|files| {
-                let samples = files.len();
-                format!(
-                    "validation on the {samples} samples of {}; --val-fraction 0 turns it off",
-                    files.name()
-                )
-            }));
-            let validation = files.map(FileDataset::into_dataset).transpose()?;
-            let training = data.into_dataset()?;
-            return Ok((self, Data { training, validation, notes }));
-        };
-        let (training, validation) = data.split(fraction, seed).map_err(named)?;
-        self.data.num_samples = Some(training.len() as i64);
-        let validation = Some(validation.into_dataset()?);
-        Ok((self, Data { training: training.into_dataset()?, validation, notes }))
+        let files = self.validation_files(&data)?;
+        notes.extend(files.as_ref().map(|files| {
+            let samples = files.len();
+            format!(
+                "validation on the {samples} samples of {}; --val-fraction 0 turns it off",
+                files.name()
+            )
+        }));
+        let validation = files.map(FileDataset::into_dataset).transpose()?;
+        let (config, data) = self.hold_back(data.into_dataset()?, seed)?;
+        Ok((config, Data { validation: validation.or(data.validation), notes, ..data }))
     }
 
     /// Returns `dataset`, and this configuration with its size. A fraction of the samples may be held back.
@@ -121,28 +109,25 @@ impl Config {
         let Some(fraction) = self.held_back() else {
             return Ok((self, Data { training: dataset, validation: None, notes }));
         };
-        let (training, validation) = random_split(dataset.len(), fraction, seed)
-            .map_err(|error| error.named(self.name_of("val_fraction")))?;
+        let parts = Subset::split(dataset, fraction, seed);
+        let (training, validation) = self.named("val_fraction", parts)?;
         self.data.num_samples = Some(training.len() as i64);
-        let training = Arc::new(Subset::new(dataset.clone(), training));
-        let validation: Arc<dyn Dataset> = Arc::new(Subset::new(dataset, validation));
-        Ok((self, Data { training, validation: Some(validation), notes }))
+        let validation: Arc<dyn Dataset> = Arc::new(validation);
+        Ok((self, Data { training: Arc::new(training), validation: Some(validation), notes }))
     }
 
-    /// Returns the program's own data, and this configuration with its sizes.
-    fn open_own(mut self, seed: u64) -> Result<(Self, Data)> {
+    /// Returns the program's own data, which `open` opens, and this configuration with its sizes.
+    fn open_own(mut self, open: &OpenDataset, seed: u64) -> Result<(Self, Data)> {
         let program = self.program.clone();
-        let training = program.open(Part::Training, &*self.own.args)?;
-        let Some(dataset) = training else {
-            return Err(Error::Internal("the program has no data set of its own".into()));
-        };
+        let dataset = program.open("data set", open, &*self.own.args)?;
         if program.model.is_none() {
             self.take_sizes_of_samples(&*dataset)?;
         }
-        let validation = match self.data.val_fraction {
-            Some(_) => None, // held back, or turned off
-            None => program.open(Part::Validation, &*self.own.args)?,
-        };
+        // With a fraction they are held back, or turned off.
+        let validation = program.validation.as_ref().filter(|_| self.data.val_fraction.is_none());
+        let validation =
+            validation.map(|open| program.open("validation data", &**open, &*self.own.args));
+        let validation = validation.transpose()?;
         let (config, data) = self.hold_back(dataset, seed)?;
         Ok((config, Data { validation: validation.or(data.validation), ..data }))
     }
@@ -166,11 +151,7 @@ impl Config {
             }
             self.data.out_features = Some(targets.numel() as i64);
         }
-        self.validate(&self.changed(&self.program.command())?).map_err(
-            |Invalid { key, problem }| {
-                Error::mismatch(format!("{}: {problem}", self.name_of(&key)))
-            },
-        )
+        self.validate_sizes("")
     }
 
     /// Returns this configuration without the sizes that options give by default, if the program's own data says them.
@@ -192,31 +173,22 @@ impl Config {
     /// Returns the contexts of `text`, and this configuration with their sizes. The validation samples are the end of
     /// the text.
     fn open_text(mut self, text: TextDataset) -> Result<(Self, Data)> {
-        let named = |key| {
-            let name = self.name_of(key);
-            move |error: Error| error.named(&name)
-        };
-        let text = match self.data.num_samples {
-            Some(samples) => text.first(samples as usize).map_err(named("num_samples"))?,
-            None => text,
-        };
-        let (training, validation) = match self.held_back() {
-            Some(fraction) => {
-                let (training, tail) = text.split_tail(fraction).map_err(named("val_fraction"))?;
-                (training, Some(tail))
-            }
-            None => (text, None),
-        };
-        let data = &self.data;
-        let inputs = self.same("in_features", data.in_features, self.model.block_size)?;
-        let outputs = self.same("out_features", data.out_features, TextDataset::VOCAB_SIZE)?;
+        let (mut training, mut validation) = (text, None::<Arc<dyn Dataset>>);
+        if let Some(samples) = self.data.num_samples {
+            training = self.named("num_samples", training.first(samples as usize))?;
+        }
+        if let Some(fraction) = self.held_back() {
+            let (first, tail) = self.named("val_fraction", training.split_tail(fraction))?;
+            training = first;
+            validation = Some(Arc::new(tail));
+        }
+        let DataSection { in_features, out_features, .. } = self.data;
         self.data.num_samples = Some(training.len() as i64);
-        self.data.in_features = inputs;
-        self.data.out_features = outputs;
-        self.validate_sizes()?;
-        let validation = validation.map(|tail| Arc::new(tail) as Arc<dyn Dataset>);
-        let training = Arc::new(training);
-        Ok((self, Data { training, validation, notes: Vec::new() }))
+        self.data.in_features = self.same("in_features", in_features, self.model.block_size)?;
+        self.data.out_features =
+            self.same("out_features", out_features, TextDataset::VOCAB_SIZE)?;
+        self.validate_sizes(&format!(" ({})", self.data.dataset.shown()))?;
+        Ok((self, Data { training: Arc::new(training), validation, notes: Vec::new() }))
     }
 
     /// Returns whether there may be validation samples. For files that are not open yet, this is not certain.
@@ -249,9 +221,7 @@ impl Config {
             )));
         }
         if let (Targets::Classes(_), Some(classes)) = (files.targets(), self.data.out_features) {
-            let name = self.name_of("out_features");
-            let named = |error: Error| error.named(&name);
-            files.check_classes(classes).map_err(named)?;
+            self.named("out_features", files.check_classes(classes))?;
         }
         Ok(Some(files))
     }
@@ -264,26 +234,22 @@ impl Config {
     }
 
     fn target_kind(&self) -> TargetKind {
-        if self.program.criterion.has_own_loss() {
-            let has_classes = self.data.dataset.has_classes();
-            return if has_classes { TargetKind::Classes } else { TargetKind::Values };
-        }
-        match self.training.loss {
-            Loss::Mse => TargetKind::Values,
-            Loss::CrossEntropy => TargetKind::Classes,
-        }
+        let has_classes = if self.program.criterion.has_own_loss() {
+            self.data.dataset.has_classes()
+        } else {
+            self.training.loss == Loss::CrossEntropy
+        };
+        if has_classes { TargetKind::Classes } else { TargetKind::Values }
     }
 
-    fn sizes_of_random(&self) -> Result<[i64; 3]> {
-        match [self.data.num_samples, self.data.in_features, self.data.out_features] {
-            [Some(samples), Some(inputs), Some(outputs)] => Ok([samples, inputs, outputs]),
-            _ => Err(Error::usage(format!("random data needs all of {}", SIZES.join(", ")))),
-        }
+    /// Returns the numbers of [`SIZES`]. `None` unless all are known.
+    pub(super) fn sizes(&self) -> Option<[i64; 3]> {
+        let DataSection { num_samples, in_features, out_features, .. } = self.data;
+        Some([num_samples?, in_features?, out_features?])
     }
 
     /// Takes the sizes of a file, which must be those that are given.
     fn take_sizes_of(&mut self, data: &FileDataset) -> Result<()> {
-        let name = self.data.dataset.shown();
         self.data.num_samples = Some(data.len() as i64);
         self.data.in_features =
             self.same("in_features", self.data.in_features, data.in_features())?;
@@ -291,18 +257,11 @@ impl Config {
             (Targets::Values(values), given) => self.same("out_features", given, values)?,
             (Targets::Classes(classes), None) => Some(classes),
             (Targets::Classes(_), Some(given)) => {
-                let name = self.name_of("out_features");
-                let named = |error: Error| error.named(&name);
-                data.check_classes(given).map_err(named)?;
+                self.named("out_features", data.check_classes(given))?;
                 Some(given)
             }
         };
-        let sizes = [self.data.num_samples, self.data.in_features, self.data.out_features];
-        if let Some((key, _)) = SIZES.iter().zip(sizes).find(|(_, size)| *size == Some(0)) {
-            let problem = "0 is too small; use 1 or more";
-            return Err(Error::mismatch(format!("{}: {problem} ({name})", self.name_of(key))));
-        }
-        self.validate_sizes()
+        self.validate_sizes(&format!(" ({})", self.data.dataset.shown()))
     }
 
     /// Returns the size that was `found` in the file. The one `given` for the option `key`, if any, must be the same.
@@ -317,27 +276,24 @@ impl Config {
         }
     }
 
-    /// Checks the configuration with the sizes of a file.
-    fn validate_sizes(&self) -> Result<()> {
-        let name = self.data.dataset.shown();
-        let named = |Invalid { key, problem }| {
-            Error::mismatch(format!("{}: {problem} ({name})", self.name_of(&key)))
-        };
-        self.validate(&self.changed(&self.program.command())?).map_err(named)
+    /// Checks the configuration with the sizes of the data. An error ends with `source`.
+    fn validate_sizes(&self, source: &str) -> Result<()> {
+        let checked = self.validate(&self.changed(&self.program.command())?);
+        checked.map_err(|invalid| Error::mismatch(self.explained(invalid) + source))
+    }
+
+    /// Puts the name of the option `key` before an error about its value.
+    fn named<T>(&self, key: &str, result: Result<T>) -> Result<T> {
+        result.map_err(|error| error.named(self.name_of(key)))
     }
 }
 
 impl Program {
-    /// Opens a part of the program's own data. `None` if it has none.
+    /// Opens a part of the program's own data, which errors call `name`.
     ///
     /// # Errors
     /// The error of the program, and [`Error::Input`] for data without samples.
-    fn open(&self, part: Part, args: &OwnArgs) -> Result<Option<Arc<dyn Dataset>>> {
-        let (open, name) = match part {
-            Part::Training => (&self.dataset, "data set"),
-            Part::Validation => (&self.validation, "validation data"),
-        };
-        let Some(open) = open else { return Ok(None) };
+    fn open(&self, name: &str, open: &OpenDataset, args: &OwnArgs) -> Result<Arc<dyn Dataset>> {
         let of_program =
             |problem: String| Error::usage(format!("the {name} of {}: {problem}", self.name));
         let opened = panics::in_closure("its closure", || open(args));
@@ -346,6 +302,6 @@ impl Program {
         if dataset.is_empty() {
             return Err(of_program("it has no samples; give it at least one".into()));
         }
-        Ok(Some(dataset))
+        Ok(dataset)
     }
 }

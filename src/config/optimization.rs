@@ -3,7 +3,7 @@
 use clap::Args;
 use serde::Serialize;
 use serde_with::{SerializeDisplay, skip_serializing_none};
-use strum::{Display, EnumString, IntoStaticStr, VariantNames};
+use strum::{Display, EnumString, VariantNames};
 
 use super::option_rules::{Conflict, InShortHelp, MayDiffer, OnlyIf, RefusedBy};
 use super::values::{MAX_F32, POSITIVE, format_number, name, number, whole};
@@ -14,16 +14,7 @@ use crate::trainer::Amp;
 
 /// The optimizer: `--optimizer`.
 #[derive(
-    Debug,
-    Clone,
-    Copy,
-    PartialEq,
-    Eq,
-    Display,
-    EnumString,
-    IntoStaticStr,
-    VariantNames,
-    SerializeDisplay,
+    Debug, Clone, Copy, PartialEq, Eq, Display, EnumString, VariantNames, SerializeDisplay,
 )]
 #[strum(serialize_all = "lowercase")]
 pub enum OptimizerKind {
@@ -242,26 +233,22 @@ impl Config {
     /// Returns the learning rate schedule of a run on `world_size` ranks.
     pub fn schedule_for(&self, world_size: usize) -> Schedule {
         let (lr, _) = self.lr_for(world_size);
+        let OptimizationSection { schedule_by, gamma, eta_min, warmup_steps, .. } =
+            self.optimization;
         let schedule = match self.optimization.schedule {
             ScheduleKind::Constant => Schedule::constant(lr),
-            ScheduleKind::MultiStep => Schedule::multi_step(
-                lr,
-                self.optimization.milestones.clone(),
-                self.optimization.gamma,
-            ),
+            ScheduleKind::MultiStep => {
+                Schedule::multi_step(lr, self.optimization.milestones.clone(), gamma)
+            }
             ScheduleKind::Cosine => {
-                let steps =
-                    self.training.max_epochs.saturating_mul(self.steps_per_epoch(world_size));
-                let t_max = match self.optimization.schedule_by {
+                let t_max = match schedule_by {
                     Unit::Epoch => self.training.max_epochs,
-                    Unit::Step => steps.saturating_sub(self.optimization.warmup_steps),
+                    Unit::Step => self.steps(world_size).saturating_sub(warmup_steps),
                 };
-                Schedule::cosine(lr, t_max, self.optimization.eta_min)
+                Schedule::cosine(lr, t_max, eta_min)
             }
         };
-        schedule
-            .by(self.optimization.schedule_by)
-            .warmup(self.optimization.warmup_steps, Schedule::START_FACTOR)
+        schedule.by(schedule_by).warmup(warmup_steps, Schedule::START_FACTOR)
     }
 
     /// Returns a note if the schedule has no effect in a run of `world_size` ranks, or if the limit on steps ends the run
@@ -325,7 +312,7 @@ impl Config {
                 counted(world_size, "rank")
             )));
         }
-        let steps = self.training.max_epochs.saturating_mul(self.steps_per_epoch(world_size));
+        let steps = self.steps(world_size);
         if self.optimization.warmup_steps >= steps.max(1) {
             return Err(Error::usage(format!(
                 "{}: a warm-up of {} fills the whole run, which has {steps}; use fewer",

@@ -1,7 +1,6 @@
 //! The options that a command line gives, and the origin of each option's value: a flag, the file of `--config`, or the
 //! default.
 
-use std::collections::BTreeSet;
 use std::fmt;
 use std::path::{Path, PathBuf};
 
@@ -13,16 +12,18 @@ use toml::{Table, Value};
 
 use super::files::expand_homes;
 use super::option_rules::{Tool, is_refused_by};
-use super::{Config, Program, flag_name};
+use super::{Config, Invalid, Program, flag_name};
 use crate::error::{Error, Result, Shown};
 
 /// The options that flags and a file gave. Two configurations with the same values are equal, whatever their origins.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Origins {
-    file: Option<PathBuf>,
-    of_program: BTreeSet<String>,
-    in_file: BTreeSet<String>,
-    flags: BTreeSet<String>,
+    /// The file of `--config`.
+    pub file: Option<PathBuf>,
+    /// What the defaults of the program give.
+    pub of_program: Table,
+    pub in_file: Table,
+    pub flags: Table,
 }
 
 impl PartialEq for Origins {
@@ -69,24 +70,6 @@ pub struct OptionValue<'a> {
     pub origin: Origin<'a>,
 }
 
-impl Origins {
-    /// The tables have the options that the program's defaults, the file and the flags give.
-    pub(super) fn new(
-        file: Option<&Path>,
-        of_program: &Table,
-        in_file: &Table,
-        flags: &Table,
-    ) -> Self {
-        let keys = |table: &Table| table.keys().cloned().collect();
-        Self {
-            file: file.map(Path::to_owned),
-            of_program: keys(of_program),
-            in_file: keys(in_file),
-            flags: keys(flags),
-        }
-    }
-}
-
 impl Config {
     /// Returns the name of the option `key` for an error about its value: the flag, or the file and the key.
     pub(crate) fn name_of(&self, key: &str) -> String {
@@ -97,12 +80,17 @@ impl Config {
         }
     }
 
+    /// Returns what is wrong with a value, after the name of its option.
+    pub(super) fn explained(&self, Invalid { key, problem }: Invalid) -> String {
+        format!("{}: {problem}", self.name_of(&key))
+    }
+
     pub(super) fn origin_of(&self, key: &str) -> Origin<'_> {
         let origins = &self.origins;
         match &origins.file {
-            _ if origins.flags.contains(key) => Origin::Flag,
-            Some(file) if origins.in_file.contains(key) => Origin::File(file),
-            _ if origins.of_program.contains(key) => Origin::Program(self.program.name),
+            _ if origins.flags.contains_key(key) => Origin::Flag,
+            Some(file) if origins.in_file.contains_key(key) => Origin::File(file),
+            _ if origins.of_program.contains_key(key) => Origin::Program(self.program.name),
             _ => Origin::Default,
         }
     }

@@ -38,7 +38,7 @@ pub struct OutputSection {
     /// Of each rank's samples, gradients, averages, parameters and buffers, a line of JSON for each rank and step. A run
     /// with --resume appends
     #[arg(long, value_name = "FILE", add = MayDiffer::OnResume, add = RefusedBy::TOOLS)]
-    #[arg(add = Conflict(record_needs_ddp))]
+    #[arg(add = Conflict(needs_ddp))]
     pub record: Option<PathBuf>,
     /// Record every N-th step only [default: 1]
     #[arg(long, value_name = "N", value_parser = whole::<u64>(1..))]
@@ -49,7 +49,7 @@ pub struct OutputSection {
     /// Of the batch, the output, the loss, the rank's own gradients, the averages, the parameters before and after the
     /// step, and the buffers
     #[arg(long, value_name = "FILE", add = MayDiffer::OnResume, add = RefusedBy::TOOLS)]
-    #[arg(add = Conflict(keep_needs_ddp))]
+    #[arg(add = Conflict(needs_ddp))]
     pub keep: Option<PathBuf>,
     /// Keep the tensors of step N
     #[arg(long, value_name = "N", default_value_t = 0, value_parser = whole::<u64>(..))]
@@ -101,14 +101,6 @@ const RECORD: OnlyIf =
 
 const KEEP: OnlyIf =
     OnlyIf(|config| config.output.keep.is_some(), "has no effect without --keep; add it");
-
-fn keep_needs_ddp(config: &Config) -> Option<String> {
-    config.output.keep.as_ref().and_then(|_| needs_ddp(config))
-}
-
-fn record_needs_ddp(config: &Config) -> Option<String> {
-    config.output.record.as_ref().and_then(|_| needs_ddp(config))
-}
 
 fn may_skip_steps(config: &Config) -> Option<String> {
     let skips = config.training.amp == Amp::Fp16 || config.optimization.skip_nonfinite.is_some();

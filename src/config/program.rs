@@ -26,7 +26,7 @@ use crate::trainer::{Criterion, Loss, Trainer};
 /// The values of a program's options.
 pub(crate) type OwnArgs = dyn Any + Send + Sync;
 type BuildModel = dyn Fn(&Path, &BuildContext<'_, OwnArgs>) -> Model + Send + Sync;
-type OpenDataset = dyn Fn(&OwnArgs) -> anyhow::Result<Arc<dyn Dataset>> + Send + Sync;
+pub(super) type OpenDataset = dyn Fn(&OwnArgs) -> anyhow::Result<Arc<dyn Dataset>> + Send + Sync;
 type ChangeTrainer =
     dyn Fn(Trainer<Model>, &OwnArgs) -> anyhow::Result<Trainer<Model>> + Send + Sync;
 
@@ -56,6 +56,10 @@ pub struct BuildContext<'a, A: ?Sized> {
 pub(crate) struct Program {
     pub name: &'static str,
     pub version: &'static str,
+    /// The commit that the program was built from, empty if not known.
+    pub commit: &'static str,
+    /// Whether the program has the commands that teach.
+    pub has_course: bool,
     /// Builds the model. `None` if `--model` chooses it.
     pub model: Option<Arc<BuildModel>>,
     /// Opens the training samples. `None` if `--dataset` chooses them.
@@ -78,6 +82,8 @@ impl Program {
         Self {
             name,
             version,
+            commit: "",
+            has_course: false,
             model: None,
             dataset: None,
             validation: None,

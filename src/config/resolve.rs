@@ -30,22 +30,23 @@ impl Config {
         let command = program.command();
         let flags = &with_underscores(&command, flags).map_err(Error::usage)?;
         let of_program = read_defaults(program, &command)?;
-        let from_file = file.map(|file| read(file, &command, flags)).transpose()?;
-        let from_file = from_file.unwrap_or_default();
+        let in_file = file.map(|file| read(file, &command, flags)).transpose()?;
+        let in_file = in_file.unwrap_or_default();
         let mut merged = of_program.clone();
-        merged.extend(from_file.clone());
+        merged.extend(in_file.clone());
         merged.extend(flags.clone());
         let parsed = Self::of_options(program, &command, &merged).map_err(Error::usage)?;
-        let origins = Origins::new(file, &of_program, &from_file, flags);
+        let file_name = file.map(Path::to_owned);
+        let origins = Origins { file: file_name, of_program, in_file, flags: flags.clone() };
         let config = Self { origins, ..parsed }.leaving_sizes_to_own_data(&merged);
-        let named =
-            |Invalid { key, problem }| Error::usage(format!("{}: {problem}", config.name_of(&key)));
+        let named = |invalid: Invalid| Error::usage(config.explained(invalid));
         let changed = config.changed(&command)?;
         config.validate(&changed).map_err(named)?;
         let no_effect = |arg: &Arg| {
-            let OnlyIf(has_effect, problem) = arg.get::<OnlyIf>()?;
-            let is_idle = flags.contains_key(arg.get_id().as_str()) && !has_effect(&config);
-            is_idle.then(|| (*problem).to_owned())
+            let key = arg.get_id().as_str();
+            let rule = arg.get::<OnlyIf>().filter(|OnlyIf(has_effect, _)| !has_effect(&config));
+            let problem = rule.map(|OnlyIf(_, problem)| (*problem).to_owned());
+            problem.or_else(|| config.needs_other_model(key)).filter(|_| flags.contains_key(key))
         };
         refuse(&changed, no_effect).map_err(named)?;
         config.check_files(file, 1).map_err(named)?;
@@ -105,12 +106,10 @@ fn with_underscores(command: &Command, flags: &Table) -> Result<Table, String> {
 
 /// Refuses the first of `options` that has a `problem`.
 fn refuse(options: &[&Arg], problem: impl Fn(&Arg) -> Option<String>) -> Result<(), Invalid> {
-    let invalid =
-        |arg: &&Arg| Some(Invalid { key: arg.get_id().to_string(), problem: problem(arg)? });
-    match options.iter().find_map(invalid) {
-        Some(error) => Err(error),
+    options.iter().try_for_each(|arg| match problem(arg) {
+        Some(problem) => Err(Invalid { key: arg.get_id().to_string(), problem }),
         None => Ok(()),
-    }
+    })
 }
 
 #[cfg(test)]
@@ -328,7 +327,8 @@ mod tests {
             ("loss = \"cross-entropy\"", "--loss: cross-entropy over one column is always 0"),
             (
                 "inject_fault = \"melt:rank=0,at=step\"",
-                "invalid value 'melt:rank=0,at=step' for '--inject-fault <KIND:rank=R,at=STAGE[,step=N]>': KIND \"melt\" is not one of",
+                "invalid value 'melt:rank=0,at=step' for '--inject-fault <KIND:rank=R,at=STAGE[,step=N]>': \"melt\" is wrong; write KIND:rank=R,\
+                 at=STAGE[,step=N][,in=PLACE]. KIND: error, ",
             ),
             (
                 "resume = \"\"",

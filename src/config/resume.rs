@@ -1,5 +1,6 @@
 //! Options that must be the same: wherever a run continues, and in all its processes.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use clap::Command;
@@ -28,17 +29,13 @@ fn may_differ(command: &Command, key: &str) -> Option<MayDiffer> {
 impl Config {
     /// Returns all options with their values. Those without a value are not there.
     pub(crate) fn values(&self) -> Result<Map<String, Value>> {
-        match serde_json::to_value(self) {
-            Ok(Value::Object(mut values)) => {
-                values.retain(|key, _| self.program.brings(key).is_none());
-                values.extend(self.own.values.clone());
-                Ok(values)
-            }
-            Ok(other) => Err(Error::Internal(format!("the options were serialized as {other}"))),
-            Err(error) => {
-                Err(Error::Internal(format!("the options cannot be serialized: {error}")))
-            }
-        }
+        let values = serde_json::to_value(self).and_then(serde_json::from_value);
+        let mut values: Map<String, Value> = values.map_err(|error| {
+            Error::Internal(format!("the options cannot be serialized: {error}"))
+        })?;
+        values.retain(|key, _| self.program.brings(key).is_none());
+        values.extend(self.own.values.clone());
+        Ok(values)
     }
 
     /// Returns the options that a checkpoint saves.
@@ -123,9 +120,7 @@ impl Config {
         let mut was = Self::default_of(&self.program).options()?;
         was.extend(saved.clone());
         let saved = &was;
-        let mut keys: Vec<&String> = mine.keys().chain(saved.keys()).collect();
-        keys.sort();
-        keys.dedup();
+        let mut keys: BTreeSet<&String> = mine.keys().chain(saved.keys()).collect();
         // Older checkpoints lack these keys, and without the schedule they have no effect.
         let is_known = |key: &str| mine.contains_key(key) && saved.contains_key(key);
         keys.retain(|key| *key != OF_COSINE || is_known(key));
@@ -150,15 +145,13 @@ impl Config {
         }
         let note = |key: &&String| {
             let (was, is) = (value(saved, key), value(&mine, key));
-            let name = match &key[..] {
-                "num_samples" => "the number of training samples (num_samples)".into(),
-                key => flag_name(key),
-            };
-            let why = match &key[..] {
-                OF_COSINE => {
-                    "; the cosine schedule spans the whole run, so the learning rate changes"
-                }
-                _ => "",
+            let (name, why) = match &key[..] {
+                "num_samples" => ("the number of training samples (num_samples)".to_owned(), ""),
+                OF_COSINE => (
+                    flag_name(key),
+                    "; the cosine schedule spans the whole run, so the learning rate changes",
+                ),
+                key => (flag_name(key), ""),
             };
             format!("{name} was {was} in the checkpoint and is {is} now{why}")
         };

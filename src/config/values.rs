@@ -74,32 +74,25 @@ pub(crate) fn number(
 ) -> impl TypedValueParser<Value = f64> {
     move |text: &str| {
         let number = text.parse().ok().filter(|number: &f64| range.contains(number));
-        number.ok_or_else(|| {
-            let bounds = match (range.start_bound(), range.end_bound()) {
-                (Bound::Included(&least), Bound::Included(&most)) => {
-                    return format!(
-                        "expected a number from {} to {}",
-                        format_number(least),
-                        format_number(most)
-                    );
-                }
-                (start, end) => {
-                    [bound(start, "at least", "above"), bound(end, "at most", "less than")]
-                }
-            };
-            let bounds: Vec<String> = bounds.into_iter().flatten().collect();
-            format!("expected a number {}", bounds.join(" and "))
-        })
+        number.ok_or_else(|| expected_number(range.start_bound(), range.end_bound()))
     }
 }
 
-/// Describes one end of a range: with `included` if its number is allowed, else with `excluded`. `None` if the range has
-/// no such end.
-fn bound(end: Bound<&f64>, included: &str, excluded: &str) -> Option<String> {
-    match end {
-        Bound::Included(&number) => Some(format!("{included} {}", format_number(number))),
-        Bound::Excluded(&number) => Some(format!("{excluded} {}", format_number(number))),
-        Bound::Unbounded => None,
+/// Describes the numbers between two ends. None of the options is without an end.
+fn expected_number(start: Bound<&f64>, end: Bound<&f64>) -> String {
+    let number = |end: Bound<&f64>| match end {
+        Bound::Included(number) | Bound::Excluded(number) => format_number(*number),
+        Bound::Unbounded => "any".into(),
+    };
+    let (least, most) = (number(start), number(end));
+    match (start, end) {
+        (Bound::Included(_), Bound::Included(_)) => {
+            format!("expected a number from {least} to {most}")
+        }
+        (Bound::Included(_), _) => {
+            format!("expected a number at least {least} and less than {most}")
+        }
+        _ => format!("expected a number above {least} and at most {most}"),
     }
 }
 

@@ -1,10 +1,11 @@
 //! Data sets: samples with targets. All ranks of a process share one copy in memory.
 
 use std::fmt;
+use std::sync::Arc;
 
 use anyhow::Context;
 use parking_lot::Mutex;
-use tch::{Device, Kind, Tensor};
+use tch::{Device, Kind, TchError, Tensor};
 
 use crate::error::{Error, Result};
 use crate::ffi::cuda::record_stream;
@@ -127,7 +128,7 @@ fn check_like_first(
 /// Inputs and targets as two tensors, whose first dimension is the samples. Follows
 /// `torch.utils.data.TensorDataset`.
 ///
-/// To share it between ranks, wrap it in an [`Arc`](std::sync::Arc) that the rank function captures.
+/// To share it between ranks, wrap it in an [`Arc`] that the rank function captures.
 #[derive(Debug)]
 pub struct TensorDataset {
     samples: Samples,
@@ -135,15 +136,55 @@ pub struct TensorDataset {
     copies: Mutex<Vec<(Device, Samples)>>,
 }
 
-#[derive(Debug)]
-struct Samples {
-    inputs: SharedTensor,
-    targets: SharedTensor,
+/// The inputs and targets of samples, a row of each for every sample. Clones have the same memory.
+#[derive(Debug, Clone)]
+pub(super) struct Samples {
+    inputs: Arc<SharedTensor>,
+    targets: Arc<SharedTensor>,
 }
 
 impl Samples {
-    fn handles(&self) -> (Tensor, Tensor) {
+    pub(super) fn new(inputs: Tensor, targets: Tensor) -> Self {
+        let share = |tensor| Arc::new(SharedTensor::new(tensor));
+        Self { inputs: share(inputs), targets: share(targets) }
+    }
+
+    /// Returns all inputs and targets, to read only.
+    pub(super) fn handles(&self) -> (Tensor, Tensor) {
         (self.inputs.get(), self.targets.get())
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.inputs.get().size()[0] as usize
+    }
+
+    /// Returns the first `count` samples of the data set `name`. Errors call them `what`.
+    ///
+    /// # Errors
+    /// [`Error::Input`] for 0, and for more samples than there are.
+    pub(super) fn first(&self, count: usize, name: &str, what: &str) -> Result<Self> {
+        let there = self.len();
+        if count == 0 || count > there {
+            return Err(Error::usage(format!(
+                "{name} has {there} {what}, and {count} are asked for; use a number from 1 to {there}"
+            )));
+        }
+        self.part(0, count)
+    }
+
+    /// Returns `len` samples from sample `first` on, without a copy.
+    pub(super) fn part(&self, first: usize, len: usize) -> Result<Self> {
+        let part = |tensor: Tensor| tensor.f_narrow(0, first as i64, len as i64).doing("narrow");
+        let (inputs, targets) = self.handles();
+        Ok(Self::new(part(inputs)?, part(targets)?))
+    }
+
+    /// Gathers some samples, in one call per tensor.
+    pub(super) fn gathered(&self, indices: &[usize]) -> Result<(Tensor, Tensor), TchError> {
+        let indices: Vec<i64> = indices.iter().map(|&index| index as i64).collect();
+        let indices = Tensor::f_from_slice(&indices)?;
+        let (inputs, targets) = self.handles();
+        Ok((inputs.f_index_select(0, &indices)?, targets.f_index_select(0, &indices)?))
     }
 }
 
@@ -161,9 +202,7 @@ impl TensorDataset {
                  and {labels} targets"
             )));
         }
-        let samples =
-            Samples { inputs: SharedTensor::new(inputs), targets: SharedTensor::new(targets) };
-        Ok(Self { samples, copies: Mutex::default() })
+        Ok(Self { samples: Samples::new(inputs, targets), copies: Mutex::default() })
     }
 
     /// Creates random data: inputs uniform in \[0, 1), of shape `num_samples` x `in_features`, with uniform targets
@@ -191,7 +230,7 @@ impl TensorDataset {
 
     /// Returns the number of samples.
     pub fn len(&self) -> usize {
-        self.samples.inputs.get().size()[0] as usize
+        self.samples.len()
     }
 
     /// Returns `false`: there is at least one sample.
@@ -212,11 +251,10 @@ impl TensorDataset {
             None => {
                 // The host waits for the copies, so that other ranks' streams need not.
                 let copy = |tensor: Tensor| {
-                    let copy = tensor.f_to_device(device).doing("copying the data set to the GPU");
-                    copy.map(SharedTensor::new)
+                    tensor.f_to_device(device).doing("copying the data set to the GPU")
                 };
                 let (inputs, targets) = self.samples.handles();
-                let samples = Samples { inputs: copy(inputs)?, targets: copy(targets)? };
+                let samples = Samples::new(copy(inputs)?, copy(targets)?);
                 let handles = samples.handles();
                 copies.push((device, samples));
                 handles
@@ -241,10 +279,7 @@ impl Dataset for TensorDataset {
 
     /// Gathers all samples in one call per tensor.
     fn batch(&self, indices: &[usize]) -> anyhow::Result<(Tensor, Tensor)> {
-        let indices: Vec<i64> = indices.iter().map(|&index| index as i64).collect();
-        let indices = Tensor::f_from_slice(&indices)?;
-        let (inputs, targets) = self.samples.handles();
-        Ok((inputs.f_index_select(0, &indices)?, targets.f_index_select(0, &indices)?))
+        Ok(self.samples.gathered(indices)?)
     }
 
     /// Always returns the samples.

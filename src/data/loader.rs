@@ -52,11 +52,6 @@ impl Batch {
         [&self.inputs, &self.targets].into_iter().chain(&self.more_inputs)
     }
 
-    /// Returns the same tensors, to replace them.
-    pub(crate) fn tensors_mut(&mut self) -> impl Iterator<Item = &mut Tensor> {
-        [&mut self.inputs, &mut self.targets].into_iter().chain(&mut self.more_inputs)
-    }
-
     /// Returns the results of `f` for each tensor, as a batch of `len` samples.
     pub(crate) fn map<E>(
         &self,

@@ -148,12 +148,6 @@ impl DistributedSampler {
         self.num_samples_from(start) * self.num_replicas
     }
 
-    /// Returns [`num_samples`](Self::num_samples) times the number of ranks. With equal shares, these are the samples
-    /// that all ranks together get in an epoch.
-    pub fn total_size(&self) -> usize {
-        self.num_samples() * self.num_replicas
-    }
-
     /// Returns this rank's samples in `epoch`, in order.
     ///
     /// # Errors

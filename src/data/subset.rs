@@ -21,6 +21,16 @@ impl Subset {
         Self { dataset, indices }
     }
 
+    /// Splits the samples of `dataset` at random into two parts. The second has `fraction` of them. No data is copied.
+    /// The parts are those of [`random_split`].
+    ///
+    /// # Errors
+    /// As [`random_split`].
+    pub fn split(dataset: Arc<dyn Dataset>, fraction: f64, seed: u64) -> Result<(Self, Self)> {
+        let (first, second) = random_split(dataset.len(), fraction, seed)?;
+        Ok((Self::new(dataset.clone(), first), Self::new(dataset, second)))
+    }
+
     /// Returns the index in the whole data set.
     fn whole_index(&self, index: usize) -> anyhow::Result<usize> {
         let len = self.indices.len();

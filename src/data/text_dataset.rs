@@ -1,15 +1,15 @@
 //! [`TextDataset`]: contexts of a text, for a model that predicts the next token.
 
 use std::path::Path;
-use std::sync::Arc;
 
 use anyhow::ensure;
 use tch::{Kind, Tensor};
 
 use super::Dataset;
+use super::dataset::Samples;
 use super::subset::size_of_first_part;
 use crate::error::{Error, Result};
-use crate::ffi::{MappedFile, SharedTensor, TorchResult};
+use crate::ffi::{MappedFile, TorchResult};
 use crate::files::{HTML, mistaken};
 
 /// Contexts of a text file. The tokens are its bytes: int64 numbers from 0 to 255.
@@ -23,8 +23,7 @@ use crate::files::{HTML, mistaken};
 pub struct TextDataset {
     name: String,
     /// One context per row, as bytes.
-    inputs: Arc<SharedTensor>,
-    targets: Arc<SharedTensor>,
+    samples: Samples,
     /// The number of the first context in the file.
     start: usize,
 }
@@ -57,9 +56,9 @@ impl TextDataset {
         let rows = |first: usize| {
             let bytes = file.bytes(first..first + contexts * block_size)?;
             let rows = bytes.f_view([contexts as i64, block_size as i64]);
-            rows.map(|rows| Arc::new(SharedTensor::new(rows))).doing("making contexts of a text")
+            rows.doing("making contexts of a text")
         };
-        Ok(Self { inputs: rows(0)?, targets: rows(1)?, name, start: 0 })
+        Ok(Self { samples: Samples::new(rows(0)?, rows(1)?), name, start: 0 })
     }
 
     /// Returns the first `samples` contexts.
@@ -67,14 +66,8 @@ impl TextDataset {
     /// # Errors
     /// [`Error::Input`] for 0, and for more contexts than there are.
     pub fn first(&self, samples: usize) -> Result<Self> {
-        let there = self.len();
-        if samples == 0 || samples > there {
-            return Err(Error::usage(format!(
-                "{} has {there} contexts, and {samples} are asked for; use a number from 1 to {there}",
-                self.name
-            )));
-        }
-        self.part(0, samples)
+        let samples = self.samples.first(samples, &self.name, "contexts")?;
+        Ok(Self { samples, ..self.clone() })
     }
 
     /// Splits the text into two parts. The second has `fraction` of the contexts, the last ones.
@@ -88,18 +81,14 @@ impl TextDataset {
 
     /// Returns `len` contexts from context `first` on.
     fn part(&self, first: usize, len: usize) -> Result<Self> {
-        let part = |rows: &SharedTensor| {
-            let rows = rows.get().f_narrow(0, first as i64, len as i64);
-            rows.map(|rows| Arc::new(SharedTensor::new(rows))).doing("narrow")
-        };
-        let (inputs, targets) = (part(&self.inputs)?, part(&self.targets)?);
-        Ok(Self { name: self.name.clone(), inputs, targets, start: self.start + first })
+        let samples = self.samples.part(first, len)?;
+        Ok(Self { name: self.name.clone(), samples, start: self.start + first })
     }
 }
 
 impl Dataset for TextDataset {
     fn len(&self) -> usize {
-        self.inputs.get().size()[0] as usize
+        self.samples.len()
     }
 
     fn get(&self, index: usize) -> anyhow::Result<(Tensor, Tensor)> {
@@ -116,10 +105,7 @@ impl Dataset for TextDataset {
         for &index in indices {
             ensure!(index < len, "{} has no context {index}: there are {len}", self.name);
         }
-        let indices: Vec<i64> = indices.iter().map(|&index| index as i64).collect();
-        let indices = Tensor::f_from_slice(&indices)?;
-        let tokens =
-            |rows: &SharedTensor| rows.get().f_index_select(0, &indices)?.f_to_kind(Kind::Int64);
-        Ok((tokens(&self.inputs)?, tokens(&self.targets)?))
+        let (inputs, targets) = self.samples.gathered(indices)?;
+        Ok((inputs.f_to_kind(Kind::Int64)?, targets.f_to_kind(Kind::Int64)?))
     }
 }

@@ -2,6 +2,8 @@
 
 use std::time::{Duration, Instant};
 
+use serde::Serialize;
+
 use crate::process_group::ProcessGroup;
 
 /// Total durations of the parts of backward passes on this rank.
@@ -79,7 +81,7 @@ impl BackwardClock {
 
 /// Statistics of the backward passes that averaged on one rank; times are means per backward. Follows
 /// `_get_ddp_logging_data`.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize)]
 pub struct DdpStatistics {
     /// Size of each bucket, in bytes.
     pub bucket_bytes: Vec<usize>,
@@ -90,7 +92,8 @@ pub struct DdpStatistics {
     /// Fraction of `communication_us` that had passed when autograd ended, from 0 to 1.
     pub overlapped: f64,
     /// Fraction of `communication_us` that ran beside autograd on the communication thread or the GPU, from 0 to 1. It
-    /// is 0 where the rank itself reduces during backward.
+    /// is 0 where the rank itself reduces during backward. Not a part of the event `end`.
+    #[serde(skip)]
     pub hidden: f64,
 }
 

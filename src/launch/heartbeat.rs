@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use super::messages::{from_json, unreadable};
 use crate::error::Result;
 use crate::operation::OpId;
-use crate::runtime::{OpEntry, RunContext, packed_op};
+use crate::runtime::{OpEntry, RunContext};
 
 /// The most operations that a heartbeat carries for each rank.
 const MAX_OPS_PER_RANK: usize = 8;
@@ -29,7 +29,6 @@ pub(super) struct Heartbeat {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct RankStatus {
     /// What the rank is doing as a whole.
-    #[serde(with = "packed_op")]
     pub at: OpId,
     /// The last operations of its flight recorder, the newest last. Times are on the clock of `sent`.
     pub seen: Vec<OpEntry>,
@@ -43,7 +42,7 @@ impl RankStatus {
             let line = op.source_line.to_string();
             let start = (line.len().saturating_sub(MAX_CALL_SITE_BYTES)..)
                 .find(|&index| line.is_char_boundary(index));
-            op.source_line = line[start.unwrap_or_default()..].into();
+            op.source_line = line[start.unwrap_or_default()..].to_owned().into();
         }
         Self { at: run.activity[rank].now(), seen }
     }
@@ -168,7 +167,7 @@ mod tests {
     fn heartbeat_invalid_status_is_refused() {
         let plain = OpId { operation: Operation::Step, sequence: 1 };
         let seen = |call_site: &str| OpEntry {
-            source_line: call_site.into(),
+            source_line: call_site.to_owned().into(),
             ..OpEntry::new(plain, Duration::MAX)
         };
         let read = |seen: Vec<OpEntry>, count| {

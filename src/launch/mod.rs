@@ -26,10 +26,7 @@ mod spawn;
 mod stall;
 mod world;
 
-pub use crate::runtime::{
-    Fault, FaultKind, FaultSite, Flip, FlipPlace, RankFailure, StopReason, StopRequest,
-    install_panic_hook,
-};
+pub use crate::runtime::{Fault, RankFailure, StopReason, StopRequest, install_panic_hook};
 pub use binding::BindChoice;
 pub(crate) use binding::{Binding, LocalRanks};
 pub use error_file::write_error_file;

@@ -12,7 +12,7 @@ use super::rendezvous::RankRendezvous;
 use crate::error::{Error, Result};
 use crate::operation::Operation;
 use crate::process_group::{Backend, ProcessGroup, RankIdentity};
-use crate::runtime::{FaultSite, RunContext};
+use crate::runtime::RunContext;
 
 /// One rank, as its function sees it: its index, its device, and access to the process group.
 ///
@@ -117,7 +117,7 @@ impl Rank {
         let (run, rank) = (&self.run, self.rank());
         let activity = &run.activity[rank];
         let before = activity.enter(Operation::Rendezvous, 0);
-        run.fault_point(rank, FaultSite::Rendezvous, 0)?;
+        run.fault_point(rank, Operation::Rendezvous, 0)?;
         let first = self.joined_launch.ranks_here().start;
         let bootstrap = rendezvous.run(run, rank, first, || {
             let bootstrap = self.joined_launch.bootstrap(run, backend);
@@ -133,7 +133,7 @@ impl Rank {
         }
 
         activity.enter(Operation::Init, 0);
-        run.fault_point(rank, FaultSite::Init, 0)?;
+        run.fault_point(rank, Operation::Init, 0)?;
         let group = bootstrap.join(self.identity.clone())?;
         activity.restore(before);
         Ok(self.group.get_or_init(|| Rc::new(group)).clone())

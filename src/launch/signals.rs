@@ -50,13 +50,13 @@ pub fn stop_on_signals(stop: &StopRequest) -> io::Result<()> {
     end_at_second_interrupt()?;
     for (signal, reason) in &heeded {
         if reason.is_signal() {
-            os::terminal::end_at(*signal, stop.next_signal_ends())?;
+            os::terminal::end_at(*signal, &stop.next_signal_ends)?;
         }
     }
     for (signal, reason) in heeded {
-        flag::register_usize(signal, stop.asked().clone(), reason as usize)?;
+        flag::register_usize(signal, stop.asked.clone(), reason as usize)?;
         if reason == StopReason::Terminate {
-            flag::register(signal, stop.terminated().clone())?;
+            flag::register(signal, stop.terminated.clone())?;
         }
     }
     // `--spawn=processes` has blocked these signals until their handlers are in place.
@@ -116,7 +116,7 @@ pub(crate) fn end_at_signals_in<T>(
 pub(crate) fn await_termination(stop: &StopRequest, timeout: Duration) -> io::Result<()> {
     let _waiting = end_at_signals()?;
     // Checked after the handlers are in place, so that the signal is not missed.
-    if !stop.terminated().load(Ordering::SeqCst) {
+    if !stop.terminated.load(Ordering::SeqCst) {
         thread::sleep(timeout);
     }
     Ok(())

@@ -13,66 +13,54 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use crate::error::{Error, Result, counted};
 
-/// An error of the system that the user can fix.
-struct Mendable {
+/// A limit of the system that the user can raise.
+struct Limit {
     /// The text of the system's error, which libtorch repeats.
     words: &'static str,
-    /// Returns details that the text lacks. `None` if there are none.
-    why: Option<fn() -> String>,
+    /// Returns details that the text lacks.
+    why: fn() -> String,
     remedy: &'static str,
 }
 
-const FILES: Mendable = Mendable {
+const FILES: Limit = Limit {
     words: "Too many open files",
-    why: Some(open_files),
+    why: open_files,
     remedy: "raise the limit with ulimit -n, or use fewer ranks",
 };
 
-const THREADS: Mendable = Mendable {
+const THREADS: Limit = Limit {
     words: "Resource temporarily unavailable",
-    why: Some(threads),
+    why: threads,
     remedy: "raise the limit (ulimit -u), or use fewer ranks or workers",
 };
 
 /// The same error as [`THREADS`], if there is no room for a thread's stack.
-const MEMORY: Mendable = Mendable {
+const MEMORY: Limit = Limit {
     words: THREADS.words,
-    why: Some(memory),
+    why: memory,
     remedy: "raise the limit (ulimit -v), or use fewer ranks or workers",
 };
 
 /// The bytes that must be free for the error to be that of another limit than memory: two stacks of a rank.
 const STACKS: u64 = 128 << 20;
 
-/// The errors, in order. The first one whose text is part of an error applies.
-const MENDABLE: [Mendable; 7] = [
-    Mendable {
+/// The limits, in order. The first one whose text is part of an error applies.
+const LIMITS: [Limit; 3] = [
+    Limit {
         words: "Too many open files in system",
-        why: Some(|| "the whole system has as many files open as fs.file-max allows".into()),
+        why: || "the whole system has as many files open as fs.file-max allows".into(),
         remedy: "raise it with sysctl",
     },
     FILES,
     THREADS,
-    Mendable {
-        words: "No space left on device",
-        why: None,
-        remedy: "free some space, or use another disk",
-    },
-    Mendable {
-        words: "Disk quota exceeded",
-        why: None,
-        remedy: "free some of your quota, or use another disk",
-    },
-    Mendable {
-        words: "File too large",
-        why: None,
-        remedy: "raise the limit on file sizes (ulimit -f)",
-    },
-    Mendable {
-        words: "Read-only file system",
-        why: None,
-        remedy: "use a folder that can be written to",
-    },
+];
+
+/// Errors of a disk, each with the remedy.
+const DISKS: [(&str, &str); 4] = [
+    ("No space left on device", "free some space, or use another disk"),
+    ("Disk quota exceeded", "free some of your quota, or use another disk"),
+    ("File too large", "raise the limit on file sizes (ulimit -f)"),
+    ("Read-only file system", "use a folder that can be written to"),
 ];
 
 /// The errors of a path, each with the remedy. They apply only at the end of an error, which names the path before it.
@@ -85,18 +73,27 @@ const PATHS: [(&str, &str); 3] = [
 /// Returns `error`, with the limit and the remedy added if the user can fix it and it does not contain the remedy yet.
 pub(crate) fn explain(error: impl Display) -> String {
     let error = error.to_string();
-    let found = MENDABLE.iter().find(|limit| error.contains(limit.words));
+    let found = LIMITS.iter().find(|limit| error.contains(limit.words));
     // Libraries do not report why they cannot open a file.
     let found = found.or_else(|| (error.contains("to open ") && !can_open(1)).then_some(&FILES));
-    match found {
-        Some(limit) if limit.words == THREADS.words => explain_threads(error),
-        Some(limit) if !error.contains(limit.remedy) => limit.explain(&error),
-        Some(_) => error,
-        None => match PATHS.iter().find(|(words, _)| error.ends_with(words)) {
-            Some((_, remedy)) => format!("{error}; {remedy}"),
-            None => error,
-        },
+    let of_disk = DISKS.iter().find(|(words, _)| error.contains(words));
+    let of_path = || PATHS.iter().find(|(words, _)| error.ends_with(words));
+    match (found, of_disk.or_else(of_path)) {
+        (Some(limit), _) if limit.words == THREADS.words => explain_threads(error),
+        (Some(limit), _) => limit.explain(error),
+        (None, Some((_, remedy))) if !error.contains(remedy) => format!("{error}; {remedy}"),
+        _ => error,
     }
+}
+
+/// Returns the error of an output of the run, `what`, that cannot be opened.
+pub(crate) fn output_refused(what: &str, error: &io::Error) -> Error {
+    Error::usage(format!("{what}: {}", explain(error)))
+}
+
+/// Returns the error of an output of the run, `what`, that was open and cannot be written.
+pub(crate) fn output_failed(what: &str, error: &io::Error) -> Error {
+    Error::Write { what: what.into(), reason: explain(error) }
 }
 
 /// Returns the error of a file, `what`, that cannot be written: a failure of the run if the disk is full; otherwise
@@ -111,10 +108,11 @@ pub(crate) fn unwritable(what: String, error: &io::Error) -> Error {
     }
 }
 
-impl Mendable {
-    fn explain(&self, error: &str) -> String {
-        let why = self.why.map_or(String::new(), |why| format!(": {}", why()));
-        format!("{error}{why}; {}", self.remedy)
+impl Limit {
+    /// Returns `error` with the limit and the remedy, unless it has them already.
+    fn explain(&self, error: String) -> String {
+        let Self { why, remedy, .. } = self;
+        if error.contains(remedy) { error } else { format!("{error}: {}; {remedy}", why()) }
     }
 }
 
@@ -135,15 +133,14 @@ pub(crate) fn not_started(what: &str, error: &io::Error) -> String {
 fn explain_threads(error: String) -> String {
     let is_explained = [&THREADS, &MEMORY].iter().any(|limit| error.contains(limit.remedy));
     let is_memory = limited_memory().is_some_and(|[used, limit]| used + STACKS > limit);
-    if is_explained { error } else { if is_memory { MEMORY } else { THREADS }.explain(&error) }
+    if is_explained { error } else { if is_memory { MEMORY } else { THREADS }.explain(error) }
 }
 
 /// Returns the bytes of memory that this process has reserved, and those that it may (`ulimit -v`). `None` without a
 /// limit.
 fn limited_memory() -> Option<[u64; 2]> {
     let limit = getrlimit(Resource::As).current?;
-    let used: u64 = status("VmSize:")?.strip_suffix(" kB")?.parse().ok()?;
-    Some([used << 10, limit])
+    Some([kilobytes_in(STATUS, "VmSize:")?, limit])
 }
 
 fn memory() -> String {
@@ -167,7 +164,7 @@ pub(crate) fn require_files(count: usize, purpose: &str) -> Result<()> {
         return Ok(());
     }
     let error = format!("{purpose} takes {count} more open files: {}", FILES.words);
-    Err(Error::unsupported(FILES.explain(&error)))
+    Err(Error::unsupported(FILES.explain(error)))
 }
 
 /// Returns whether this process can open `count` more files now.
@@ -203,18 +200,28 @@ fn threads() -> String {
             known.push(format!("{whose} {limit}"));
         }
     }
-    let threads = status("Threads:").unwrap_or_else(|| "an unknown number of".into());
+    let threads = line_in(STATUS, "Threads:").unwrap_or_else(|| "an unknown number of".into());
     let threads = format!("this process has {}", counted(threads, "thread"));
     if known.is_empty() { threads } else { format!("{threads}; {}", known.join(", ")) }
 }
 
-/// Returns what the kernel says about this process after `key`.
-fn status(key: &str) -> Option<String> {
-    let status = fs::read_to_string("/proc/self/status").ok()?;
-    status.lines().find_map(|line| line.strip_prefix(key)).map(|value| value.trim().to_owned())
+/// What the kernel says about this process.
+pub(crate) const STATUS: &str = "/proc/self/status";
+
+/// Returns what a file of the kernel says after `key`.
+fn line_in(file: &str, key: &str) -> Option<String> {
+    let text = fs::read_to_string(file).ok()?;
+    text.lines().find_map(|line| line.strip_prefix(key)).map(|value| value.trim().to_owned())
 }
 
-fn number_in(file: &str) -> Option<u64> {
+/// Returns the bytes that a file of the kernel counts after `key` in units of 1024 bytes, which it calls kB.
+pub(crate) fn kilobytes_in(file: &str, key: &str) -> Option<u64> {
+    let kilobytes: u64 = line_in(file, key)?.strip_suffix("kB")?.trim().parse().ok()?;
+    kilobytes.checked_mul(1024)
+}
+
+/// Returns the number in a file of the kernel.
+pub(crate) fn number_in(file: &str) -> Option<u64> {
     fs::read_to_string(file).ok()?.trim().parse().ok()
 }
 

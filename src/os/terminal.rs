@@ -125,28 +125,25 @@ impl LentTerminal {
         LENT_TO.store(child as i32, Ordering::SeqCst);
     }
 
-    /// Takes the terminal back from a child process that has ended without giving it back.
-    pub(crate) fn take_back(&self) {
-        take_back();
+    /// Takes the terminal back from a child process that has ended without giving it back, if it was lent. May be called in
+    /// a signal handler.
+    pub(crate) fn take_back() {
+        let Some(child) = Pid::from_raw(LENT_TO.load(Ordering::SeqCst)) else { return };
+        if tcgetpgrp(stderr()).is_ok_and(|owner| owner == child) {
+            leave(getpgrp().as_raw_nonzero().get());
+        }
     }
 }
 
 impl Drop for LentTerminal {
     fn drop(&mut self) {
-        take_back();
+        Self::take_back();
         LENT_TO.store(0, Ordering::SeqCst);
     }
 }
 
 /// The process group that a [`LentTerminal`] is lent to; 0 for none.
 static LENT_TO: AtomicI32 = AtomicI32::new(0);
-
-fn take_back() {
-    let Some(child) = Pid::from_raw(LENT_TO.load(Ordering::SeqCst)) else { return };
-    if tcgetpgrp(stderr()).is_ok_and(|owner| owner == child) {
-        leave(getpgrp().as_raw_nonzero().get());
-    }
-}
 
 /// Runs `f` with SIGTTOU blocked: it would stop a process in the background that changes the terminal.
 fn without_stopping<T>(f: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
@@ -166,7 +163,7 @@ pub(crate) fn end_at(signal: i32, ends: &Arc<AtomicBool>) -> io::Result<()> {
     let handler = move || {
         if is_end.load(Ordering::SeqCst) {
             restore();
-            take_back();
+            LentTerminal::take_back();
         }
     };
     // SAFETY: the handler reads atomics and settings that never change, and makes system calls that a handler may make.

@@ -6,7 +6,6 @@ use std::sync::Arc;
 use super::backend::{Join, SequencedBackend};
 use super::local::{OncePerProcess, Shared};
 use super::network::Network;
-use super::simulated::SimulatedNetwork;
 use super::{Backend, ProcessGroup, RankIdentity};
 use crate::error::Result;
 use crate::runtime::RunContext;
@@ -76,8 +75,6 @@ impl Bootstrap {
     pub(crate) fn join(self, rank: RankIdentity) -> Result<ProcessGroup> {
         let rank_backend = (self.join)(rank.rank, rank.device)?;
         let Self { backend, shared, network, sub_groups, .. } = self;
-        let rank_backend =
-            SimulatedNetwork::or_plain(rank_backend, &shared, rank.rank, rank.device);
         let group = ProcessGroup::new(rank, backend, shared, network, sub_groups);
         group.attach(SequencedBackend { sequence: 0, backend: rank_backend });
         group.start_gpu_clock()?;

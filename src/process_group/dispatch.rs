@@ -4,7 +4,8 @@
 //! 2. [`dispatch`](ProcessGroup::dispatch) notes the rank's activity for the other ranks, injects a planned fault, and
 //!    numbers the call.
 //! 3. It opens the call's entry in the flight recorder.
-//! 4. It runs the call on the [`RankBackend`], which compares the ranks' calls where it must, and moves the data.
+//! 4. It runs the call on the [`RankBackend`], which compares the ranks' calls where it must, and moves the data. Over a
+//!    simulated network it then waits.
 //! 5. It counts the traffic. The entry ends with the call.
 //!
 //! [`start_all_reduce`](ProcessGroup::start_all_reduce) takes the same path. Its entry may end later, because the
@@ -22,7 +23,7 @@ use super::{ProcessGroup, ReduceOp};
 use crate::error::{Error, Result};
 use crate::ffi::{self, TensorFacts};
 use crate::operation::Operation;
-use crate::runtime::{CallSite, FaultSite, SpanId};
+use crate::runtime::{CallSite, SpanId};
 
 impl ProcessGroup {
     /// Runs a collective on tensors that need not be contiguous. `shape` must be the same on all ranks.
@@ -82,7 +83,11 @@ impl ProcessGroup {
         let (tensors, shape) = (std::slice::from_ref(tensor), ffi::shape(tensor)?);
         let options = Options { reduce_op: Some(op), ..Options::default() };
         let call = self.check_call(Operation::AllReduce, options, &shape, tensors, tensors)?;
-        let start = |backend: &mut dyn RankBackend, call: &Call| backend.start(call);
+        // The wait for a simulated network ends the operation.
+        let start = |backend: &mut dyn RankBackend, call: &Call| match self.simulated_cluster() {
+            Some(_) => backend.run(call).map(|()| None),
+            None => backend.start(call),
+        };
         let (in_flight, entry) = self.dispatch(call, Location::caller(), start)?;
         if in_flight.is_none() {
             self.record_end(entry);
@@ -143,19 +148,13 @@ impl ProcessGroup {
     ) -> Result<(T, SpanId)> {
         let mut side = self.side()?;
         let before = self.activity().enter(call.operation, side.sequence);
-        let site = match call.operation {
-            Operation::Broadcast => Some(FaultSite::Broadcast),
-            Operation::Barrier => Some(FaultSite::Barrier),
-            _ => None,
-        };
-        if let Some(site) = site {
-            self.run().fault_point(self.global_rank(), site, 0)?;
-        }
+        self.run().fault_point(self.global_rank(), call.operation, 0)?;
         let call_site = Some(self.call_site_of(call_site));
         let call = Call { sequence: side.sequence, call_site, ..call };
         side.sequence += 1;
         let entry = self.record_call(&call);
         let result = run(&mut *side.backend, &call)
+            .and_then(|result| self.wait_for_simulated_network(&call).map(|()| result))
             .inspect_err(|error| self.record_failure(entry, error))?;
         self.traffic.add(side.backend.traffic(&call));
         self.activity().restore(before);

@@ -1,5 +1,6 @@
 //! PyTorch's names for dtypes, and the sizes of their elements.
 
+use safetensors::Dtype;
 use tch::Kind;
 
 use crate::error::{Error, Result};
@@ -51,6 +52,20 @@ const NAMES: [(Kind, &str); 20] = [
     (Kind::Float8e4m3fn, "float8_e4m3fn"),
     (Kind::Float8e5m2fnuz, "float8_e5m2fnuz"),
     (Kind::Float8e4m3fnuz, "float8_e4m3fnuz"),
+];
+
+/// The dtypes of libtorch and those of safetensors files, as PyTorch's safetensors maps them.
+pub(crate) const SAFETENSORS_DTYPES: [(Kind, Dtype); 10] = [
+    (Kind::Float, Dtype::F32),
+    (Kind::Double, Dtype::F64),
+    (Kind::Half, Dtype::F16),
+    (Kind::BFloat16, Dtype::BF16),
+    (Kind::Int64, Dtype::I64),
+    (Kind::Int, Dtype::I32),
+    (Kind::Int16, Dtype::I16),
+    (Kind::Int8, Dtype::I8),
+    (Kind::Uint8, Dtype::U8),
+    (Kind::Bool, Dtype::BOOL),
 ];
 
 /// Returns PyTorch's name of `kind`.

@@ -20,7 +20,7 @@ impl ProcessGroup {
     /// Returns whether the ranks read each other's tensors in memory, so that lists of tensors can be reduced in place. They
     /// do not over a simulated network, where buckets travel.
     pub(crate) fn reduces_in_place(&self) -> bool {
-        self.backend.entry().reduces_in_place && !self.simulates_network()
+        self.backend.entry().reduces_in_place && self.simulated_cluster().is_none()
     }
 
     /// Reduces each of `tensors` in place, like [`all_reduce`](Self::all_reduce). They are contiguous,

@@ -14,7 +14,7 @@ use super::{ProcessGroup, num_bytes};
 use crate::error::{Error, Result};
 use crate::operation::{OpId, Operation};
 use crate::records::PhaseSeconds;
-use crate::runtime::{CallSite, Fault, FaultSite, OpStart, SpanId};
+use crate::runtime::{CallSite, OpStart, SpanId};
 
 /// A group's state for its entries.
 #[derive(Debug, Default)]
@@ -62,7 +62,7 @@ impl ProcessGroup {
     pub fn enter_step(&self, step: u64) -> Result<()> {
         self.enter_phase(Operation::Step, step);
         self.activity().enter(Operation::Step, step);
-        self.run().fault_point(self.global_rank(), FaultSite::Step, step)?;
+        self.run().fault_point(self.global_rank(), Operation::Step, step)?;
         match &self.network {
             // NCCL transfers no stop requests, so the processes exchange them here.
             Some(network)
@@ -95,11 +95,6 @@ impl ProcessGroup {
     /// Sets the context of the following collectives, until the next call.
     pub(crate) fn set_context(&self, context: CallContext) {
         self.phase_tracker.context.set(context);
-    }
-
-    /// Returns the fault that `--inject-fault` plans for a training step of any rank; `None` if there is none.
-    pub(crate) fn planned_fault(&self) -> Option<Fault> {
-        self.run().fault.filter(|fault| fault.at == FaultSite::Step)
     }
 
     /// Returns the call site of the current context; `caller` if the context has none.

@@ -27,7 +27,7 @@ mod network;
 mod objects;
 mod point_to_point;
 mod reduce_op;
-mod simulated;
+mod simulated_network;
 mod threaded;
 mod traffic;
 mod work;
@@ -46,8 +46,8 @@ use backend::SequencedBackend;
 pub use backends::Backend;
 pub(crate) use bootstrap::Bootstrap;
 use comm_thread::CommunicationThread;
-pub(crate) use dtype::num_bytes;
 pub use dtype::{DTYPES, dtype_name, parse_dtype};
+pub(crate) use dtype::{SAFETENSORS_DTYPES, num_bytes};
 use gpu_clock::GpuClock;
 pub(crate) use in_place::join_shapes;
 pub(crate) use instrumentation::CallContext;
@@ -58,8 +58,6 @@ pub(crate) use nccl::{NcclLibrary, find as find_nccl, host_id as nccl_host_id};
 pub(crate) use network::{Gathered, Network, ProcessMap, from_json, to_json, unreadable};
 pub use point_to_point::P2POp;
 pub use reduce_op::ReduceOp;
-pub use simulated::SimulatedCluster;
-pub(crate) use simulated::{ClusterShape, Library};
 pub use traffic::Traffic;
 use traffic::TrafficCounter;
 pub use work::Work;
@@ -67,8 +65,8 @@ pub use work::Work;
 use crate::error::{Error, Result};
 use crate::ffi::{TorchResult, cuda};
 use crate::operation::Operation;
+pub use crate::runtime::SimulatedCluster;
 use crate::runtime::{Activity, RunContext, StopRequest};
-use simulated::SimulatedNetwork;
 
 /// One rank's membership in a group of ranks.
 ///
@@ -268,12 +266,7 @@ impl ProcessGroup {
     /// Returns whether tensors cross a network, or a simulated one, and not only memory that the ranks share.
     pub(crate) fn uses_network(&self) -> bool {
         let is_between_hosts = self.network.as_ref().is_some_and(|network| network.map.len() > 1);
-        is_between_hosts || self.simulates_network()
-    }
-
-    /// Returns whether all_reduces take as long as on a simulated network.
-    fn simulates_network(&self) -> bool {
-        SimulatedNetwork::is_wanted(&self.shared, self.device)
+        is_between_hosts || self.simulated_cluster().is_some()
     }
 
     /// Returns the host of this rank, if it shares its memory with ranks of other processes.

@@ -15,7 +15,6 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 
 use super::StopReason;
-use super::op_entry::packed;
 use crate::error::{list_ranks, runs};
 use crate::operation::{OpId, Operation};
 
@@ -27,7 +26,6 @@ pub(crate) struct Failure {
     /// All ranks that may be at fault if it is unknown which one is; else empty.
     pub tied: Vec<usize>,
     /// The operation of the rank to blame.
-    #[serde(with = "packed")]
     pub at: OpId,
     /// The error's text.
     pub error: String,
@@ -57,7 +55,6 @@ pub struct RankFailure {
     /// Its device, as `CPU:1` or `GPU:0`, with its host and process if that is another process.
     pub device: String,
     /// The operation in which it failed.
-    #[serde(with = "packed")]
     pub at: OpId,
     /// The reason, with all causes on one line.
     pub error: String,

@@ -21,7 +21,8 @@ pub(crate) const ENTRIES: usize = if cfg!(loom) { 1 } else { 1024 };
 /// The entries of all ranks of a run, at most `keeps` per rank.
 #[derive(Debug)]
 pub(crate) struct FlightRecorder {
-    began: std::time::Instant,
+    /// The time at which the recorder's clock started.
+    pub began: std::time::Instant,
     /// The same time on the clock of the entries.
     clock: Instant,
     /// The number of newest entries kept per rank.
@@ -82,12 +83,6 @@ pub(crate) struct OpTotals {
 }
 
 #[derive(Debug, Default)]
-struct AtomicTotals {
-    calls: AtomicU64,
-    bytes: AtomicU64,
-}
-
-#[derive(Debug)]
 struct Ring {
     /// The number of entries begun.
     next: CachePadded<AtomicU64>,
@@ -97,8 +92,8 @@ struct Ring {
     gpu_times: OnceLock<Box<[GpuTimes]>>,
     /// Largest error of the GPU times, in nanoseconds; 0 without a GPU.
     gpu_error: AtomicU64,
-    /// For each kind of collective and message.
-    totals: [AtomicTotals; Operation::COUNT],
+    /// The calls and bytes of each kind of collective and message.
+    totals: [[AtomicU64; 2]; Operation::COUNT],
 }
 
 /// One entry. It is consistent if a reader finds the same `index` before and after reading it.
@@ -127,20 +122,8 @@ struct GpuTimes {
 impl FlightRecorder {
     /// Returns an empty recorder whose clock starts now, for `ranks` ranks with up to `keeps` entries each.
     pub(crate) fn new(ranks: usize, keeps: usize) -> Self {
-        let ring = |_| Ring {
-            next: CachePadded::new(AtomicU64::new(0)),
-            entries: OnceLock::new(),
-            gpu_times: OnceLock::new(),
-            gpu_error: AtomicU64::new(0),
-            totals: Default::default(),
-        };
         let (began, clock) = (std::time::Instant::now(), Instant::now());
-        Self { began, clock, keeps, ranks: (0..ranks).map(ring).collect() }
-    }
-
-    /// Returns the time at which the recorder's clock started.
-    pub(crate) fn began(&self) -> std::time::Instant {
-        self.began
+        Self { began, clock, keeps, ranks: (0..ranks).map(|_| Ring::default()).collect() }
     }
 
     /// Returns whether more entries than usual are kept, for a trace of all of them.
@@ -158,9 +141,9 @@ impl FlightRecorder {
         let OpStart { at, group, bucket, amount, call_site, on_comm_thread } = begin;
         let ring = &self.ranks[rank];
         if at.operation.may_wait() && at.operation != Operation::Synchronize {
-            let totals = &ring.totals[at.operation as usize];
-            totals.calls.fetch_add(1, Ordering::Relaxed);
-            totals.bytes.fetch_add(amount, Ordering::Relaxed);
+            let [calls, bytes] = &ring.totals[at.operation as usize];
+            calls.fetch_add(1, Ordering::Relaxed);
+            bytes.fetch_add(amount, Ordering::Relaxed);
         }
         // Several threads of one rank may get here at once; each has its own entry.
         let index = ring.next.fetch_add(1, Ordering::Relaxed);
@@ -233,9 +216,9 @@ impl FlightRecorder {
 
     /// Returns how often `rank` has begun each operation, if it is a collective or message.
     pub(crate) fn totals(&self, rank: usize) -> Vec<OpTotals> {
-        let load = |totals: &AtomicTotals| OpTotals {
-            calls: totals.calls.load(Ordering::Relaxed),
-            bytes: totals.bytes.load(Ordering::Relaxed),
+        let load = |[calls, bytes]: &[AtomicU64; 2]| OpTotals {
+            calls: calls.load(Ordering::Relaxed),
+            bytes: bytes.load(Ordering::Relaxed),
         };
         self.ranks[rank].totals.iter().map(load).collect()
     }

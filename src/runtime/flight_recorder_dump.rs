@@ -90,10 +90,10 @@ impl FlightRecorderDump {
         Self {
             process,
             clock,
-            began: recorder.began(),
+            began: recorder.began,
             taken: recorder.now(),
             world_size: run.activity.len(),
-            simulates_network: run.network_model.is_some(),
+            simulates_network: run.simulated_cluster.is_some(),
             ranks: here.map(rank_entries).collect(),
             groups: run.known_groups(),
         }

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
+use serde_with::SerializeDisplay;
 
 use super::flight_recorder::{CallSite, FlightRecorder};
 use crate::operation::{OpId, Operation};
@@ -13,7 +14,6 @@ use crate::operation::{OpId, Operation};
 /// One operation of a rank. Times are since the start of the run.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct OpEntry {
-    #[serde(with = "packed")]
     pub at: OpId,
     /// The group of ranks, for a collective; the same number on all of them.
     pub group: Option<u32>,
@@ -33,8 +33,8 @@ pub(crate) struct OpEntry {
 }
 
 /// The source line that called the library.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(from = "String", into = "String")]
+#[derive(Debug, Clone, PartialEq, Eq, SerializeDisplay, Deserialize)]
+#[serde(from = "String")]
 pub(crate) enum SourceLine {
     Unknown,
     /// A line of this process's program.
@@ -63,21 +63,9 @@ impl fmt::Display for SourceLine {
     }
 }
 
-impl From<&str> for SourceLine {
-    fn from(text: &str) -> Self {
-        if text.is_empty() { Self::Unknown } else { Self::Text(text.into()) }
-    }
-}
-
 impl From<String> for SourceLine {
     fn from(text: String) -> Self {
-        text.as_str().into()
-    }
-}
-
-impl From<SourceLine> for String {
-    fn from(line: SourceLine) -> Self {
-        line.to_string()
+        if text.is_empty() { Self::Unknown } else { Self::Text(text.into()) }
     }
 }
 
@@ -144,25 +132,6 @@ impl OpEntry {
     pub(crate) fn of_gpu(&self) -> Option<Self> {
         let [started_at, finished_at] = self.on_gpu?;
         Some(Self { started_at, finished_at: Some(finished_at), on_gpu: None, ..self.clone() })
-    }
-}
-
-/// Serializes an [`OpId`] as one number.
-pub(crate) mod packed {
-    use serde::de::{Deserialize, Deserializer, Error, Unexpected};
-    use serde::ser::Serializer;
-
-    use crate::operation::OpId;
-
-    pub(crate) fn serialize<S: Serializer>(at: &OpId, to: S) -> Result<S::Ok, S::Error> {
-        to.serialize_u64(at.packed())
-    }
-
-    pub(crate) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<OpId, D::Error> {
-        let number = u64::deserialize(from)?;
-        OpId::unpacked(number).ok_or_else(|| {
-            D::Error::invalid_value(Unexpected::Unsigned(number), &"what a rank does")
-        })
     }
 }
 

@@ -67,12 +67,12 @@ impl StopReason {
 /// before that. A rank that ends step `n` therefore sees that it was the last; a rank that ends an earlier step sees a larger
 /// number, or none. All ranks stop after step `n`.
 pub struct StopRequest {
-    /// Number of the requested [`StopReason`]; 0 without a request.
-    asked: Arc<AtomicUsize>,
-    /// Whether this process itself has received SIGTERM.
-    terminated: Arc<AtomicBool>,
+    /// Number of the requested [`StopReason`], which a signal handler sets; 0 without a request.
+    pub(crate) asked: Arc<AtomicUsize>,
+    /// Whether this process itself has received SIGTERM. SIGTERM of other processes does not set it.
+    pub(crate) terminated: Arc<AtomicBool>,
     /// Whether the next SIGINT, SIGTERM or SIGHUP ends the process.
-    next_signal_ends: Arc<AtomicBool>,
+    pub(crate) next_signal_ends: Arc<AtomicBool>,
     /// When the run began, and for how long it may take.
     time: Option<(Instant, Duration)>,
     /// The last step, published by rank 0. `reason` is published with it.
@@ -161,21 +161,6 @@ impl StopRequest {
         let _ = self.asked.compare_exchange(0, reason as usize, relaxed, relaxed);
     }
 
-    /// Returns the number that a signal handler sets to its reason.
-    pub(crate) fn asked(&self) -> &Arc<AtomicUsize> {
-        &self.asked
-    }
-
-    /// Returns the flag that a signal handler sets on SIGTERM. SIGTERM of other processes does not set it.
-    pub(crate) fn terminated(&self) -> &Arc<AtomicBool> {
-        &self.terminated
-    }
-
-    /// Returns the flag that makes the next SIGINT, SIGTERM or SIGHUP end the process.
-    pub(crate) fn next_signal_ends(&self) -> &Arc<AtomicBool> {
-        &self.next_signal_ends
-    }
-
     /// Calls the function of [`StopRequest::on_stop`], unless it has been called.
     pub(crate) fn notify(&self, reason: StopReason) {
         if let Some(notify) = &self.notify
@@ -196,16 +181,10 @@ impl StopRequest {
             return;
         }
         let is_over = self.time.is_some_and(|(began, time)| began.elapsed() >= time);
-        let reason = match self.asked.load(Ordering::Relaxed) {
-            0 if is_over => StopReason::Time as usize,
-            asked => asked,
-        };
-        if reason != 0 {
-            self.reason.store(reason, Ordering::Relaxed);
+        if let Some(reason) = self.request_reason().or(is_over.then_some(StopReason::Time)) {
+            self.reason.store(reason as usize, Ordering::Relaxed);
             self.last_step.store(step, Ordering::Release);
-            if let Some(reason) = StopReason::from_repr(reason) {
-                self.notify(reason);
-            }
+            self.notify(reason);
         }
     }
 
@@ -224,8 +203,8 @@ impl StopRequest {
             self.reason.store(StopReason::number(reason), Ordering::Relaxed);
             self.last_step.store(last_step, Ordering::Release);
         }
-        if asked.is_some() {
-            self.asked.store(StopReason::number(asked), Ordering::Relaxed);
+        if let Some(asked) = asked {
+            self.ask(asked);
         }
     }
 

@@ -18,7 +18,7 @@ use crate::error::{Error, Result, Shown};
 use crate::files::WholeFile;
 use crate::launch::JoinedLaunch;
 use crate::models::Model;
-use crate::os::limits::explain;
+use crate::os::limits::output_refused;
 use crate::records::Parameter;
 use crate::runtime::FlightRecorderDump;
 use crate::telemetry::report::{Curves, Page};
@@ -35,9 +35,9 @@ pub(crate) struct RunArtifacts {
     /// The report file. `None` without `--report`, and in processes without rank 0.
     report: Option<Output>,
     /// The record of this process's ranks. `None` without `--record`.
-    record_file: Option<Arc<RecordFile>>,
+    pub record_file: Option<Arc<RecordFile>>,
     /// The metrics for Prometheus. `None` without `--prometheus`, and in processes without rank 0.
-    prometheus: Option<Arc<PrometheusFile>>,
+    pub prometheus: Option<Arc<PrometheusFile>>,
     dump: Arc<OnceLock<FlightRecorderDump>>,
     facts: Mutex<ReportFacts>,
     curves: Arc<Mutex<Curves>>,
@@ -65,24 +65,14 @@ impl RunArtifacts {
     pub(crate) fn new(config: &Config, joined_launch: &JoinedLaunch) -> Result<Self> {
         let process = joined_launch.process();
         config.validate_files(process[1])?;
-        let refused = |flag: &str, path: &Path, error: io::Error| {
-            Error::usage(format!("{flag} {}: {}", path.shown(), explain(&error)))
-        };
-        let is_first = joined_launch.is_first();
-        let output = &config.output;
-        let trace = output.trace.as_deref().map(|path| {
-            trace_output(path, process).map_err(|error| refused("--trace", path, error))
-        });
-        let report = output
-            .report
-            .as_deref()
-            .filter(|_| is_first)
-            .map(|path| Page::output(path).map_err(|error| refused("--report", path, error)));
+        let (output, is_first) = (&config.output, joined_launch.is_first());
+        let trace = opened("--trace", output.trace.as_deref(), |path| trace_output(path, process))?;
+        let report =
+            opened("--report", output.report.as_deref().filter(|_| is_first), Page::output)?;
         let continues = continues(config, joined_launch);
-        let record_file = output.record.as_deref().map(|path| {
+        let record_file = opened("--record", output.record.as_deref(), |path| {
             RecordFile::open(&process_path(path, process), continues)
-                .map_err(|error| refused("--record", path, error))
-        });
+        })?;
         if let Some(keep) = config.keep() {
             let ranks = joined_launch.world_size();
             if keep.rank >= ranks {
@@ -96,12 +86,14 @@ impl RunArtifacts {
                 if joined_launch.launch.restart_count > 0 {
                     let _ = fs::remove_file(&keep.file); // an earlier start of this run has written it
                 }
-                let writable = if keep.file.exists() {
-                    Err(io::Error::other("this file exists; remove it, or use another name"))
-                } else {
-                    WholeFile::begin(&keep.file).map(drop)
-                };
-                writable.map_err(|error| refused("--keep", &keep.file, error))?;
+                opened("--keep", Some(&*keep.file), |file| {
+                    if file.exists() {
+                        return Err(io::Error::other(
+                            "this file exists; remove it, or use another name",
+                        ));
+                    }
+                    WholeFile::begin(file).map(drop)
+                })?;
             }
         }
         let facts = RunFacts {
@@ -110,9 +102,9 @@ impl RunArtifacts {
             world_size: joined_launch.world_size(),
             restarts: joined_launch.launch.restart_count,
         };
-        let prometheus = output.prometheus.as_deref().filter(|_| is_first).map(|path| {
-            PrometheusFile::new(path, facts).map_err(|error| refused("--prometheus", path, error))
-        });
+        let prometheus = output.prometheus.as_deref().filter(|_| is_first);
+        let prometheus =
+            opened("--prometheus", prometheus, |path| PrometheusFile::new(path, facts))?;
         let facts = ReportFacts {
             began: SystemTime::now(),
             first: TrainerState::default(),
@@ -121,10 +113,10 @@ impl RunArtifacts {
             end: None,
         };
         Ok(Self {
-            trace: trace.transpose()?,
-            report: report.transpose()?,
-            record_file: record_file.transpose()?.map(Arc::new),
-            prometheus: prometheus.transpose()?.map(Arc::new),
+            trace,
+            report,
+            record_file: record_file.map(Arc::new),
+            prometheus: prometheus.map(Arc::new),
             dump: Arc::default(),
             facts: Mutex::new(facts),
             curves: Arc::default(),
@@ -142,16 +134,6 @@ impl RunArtifacts {
         self.report.is_some().then(|| self.curves.clone())
     }
 
-    /// Returns the record of this process's ranks, if there is one.
-    pub(crate) fn record_file(&self) -> Option<Arc<RecordFile>> {
-        self.record_file.clone()
-    }
-
-    /// Returns the file for Prometheus, if there is one.
-    pub(crate) fn prometheus(&self) -> Option<Arc<PrometheusFile>> {
-        self.prometheus.clone()
-    }
-
     /// Records the model that rank 0 begins to train, in the state `first`.
     pub(crate) fn record_start(&self, ddp: &DistributedDataParallel<Model>, first: &TrainerState) {
         let mut facts = self.facts.lock();
@@ -167,7 +149,7 @@ impl RunArtifacts {
     pub(crate) fn record_end(&self, ddp: &DistributedDataParallel<Model>, end: &End) {
         let mut facts = self.facts.lock();
         facts.parameters = ddp.described_parameters();
-        facts.buckets.clone_from(&end.bucket_bytes);
+        facts.buckets.clone_from(&end.statistics.bucket_bytes);
         facts.end = Some(end.clone());
     }
 
@@ -177,14 +159,11 @@ impl RunArtifacts {
     /// [`Error::Write`].
     pub(super) fn write(&self, session: &Session, outcome: &Outcome) -> Result<()> {
         let end = self.facts.lock().end.clone();
-        if let (true, Some(path)) =
-            (session.joined_launch.is_first(), &session.config.output.record)
-        {
-            let path = path.shown();
-            let program = session.config.program.name;
-            session
-                .printer
-                .info(&format!("the record is in {path}: compare it with {program} diff"));
+        let Session { config, joined_launch, printer, .. } = session;
+        let record = config.output.record.as_deref();
+        if let Some(path) = record.filter(|_| joined_launch.is_first()) {
+            let (path, program) = (path.shown(), config.program.name);
+            printer.info(&format!("the record is in {path}: compare it with {program} diff"));
         }
         let written = match self.dump.get() {
             // If one cannot be written, the others still are.
@@ -205,11 +184,12 @@ impl RunArtifacts {
 
     fn write_trace(&self, session: &Session, dump: &FlightRecorderDump) -> Result<()> {
         let Some(output) = &self.trace else { return Ok(()) };
-        output.write(|file| write_trace(dump, file)).map_err(unwritable("--trace", output))?;
-        if let (true, Some(path)) = (session.joined_launch.is_first(), &session.config.output.trace)
-        {
+        output.write_for("--trace", |file| write_trace(dump, file))?;
+        let Session { config, joined_launch, printer, .. } = session;
+        let trace = config.output.trace.as_deref();
+        if let Some(path) = trace.filter(|_| joined_launch.is_first()) {
             let path = path.shown();
-            session.printer.info(&match dump.process {
+            printer.info(&match dump.process {
                 [_, 1] => format!("the trace is in {path}: open it in ui.perfetto.dev"),
                 [_, count] => format!(
                     "the traces of {count} processes are beside {path}, each with its index in its name: open them \
@@ -229,7 +209,7 @@ impl RunArtifacts {
         let Some(output) = &self.report else { return Ok(()) };
         let curves = self.curves.lock().clone();
         let page = page(session, &self.facts.lock(), curves, outcome, dump)?;
-        output.write(|file| page.write(file)).map_err(unwritable("--report", output))?;
+        output.write_for("--report", |file| page.write(file))?;
         let path = session.config.output.report.as_deref().unwrap_or(output.path()).shown();
         session.printer.info(&format!("the report is in {path}: open it in a browser"));
         Ok(())
@@ -241,8 +221,13 @@ pub(super) fn continues(config: &Config, joined_launch: &JoinedLaunch) -> bool {
     config.checkpoints.resume.is_some() || joined_launch.launch.restart_count > 0
 }
 
-/// Returns how to report that the file of `flag` cannot be written.
-fn unwritable(flag: &str, output: &Output) -> impl FnOnce(io::Error) -> Error {
-    let what = format!("{flag} {}", output.path().shown());
-    |error| Error::Write { what, reason: explain(&error) }
+/// Opens the file at `path` that `flag` names, if there is one.
+fn opened<T>(
+    flag: &str,
+    path: Option<&Path>,
+    open: impl FnOnce(&Path) -> io::Result<T>,
+) -> Result<Option<T>> {
+    let Some(path) = path else { return Ok(None) };
+    let refused = |error| output_refused(&format!("{flag} {}", path.shown()), &error);
+    open(path).map(Some).map_err(refused)
 }

@@ -42,7 +42,8 @@ pub(crate) fn configured_spawn(
     printer: &Arc<Printer>,
 ) -> Spawn {
     // A fault is injected once, not again after a restart.
-    let fault = config.launch.inject_fault.filter(|_| joined_launch.launch.restart_count == 0);
+    let fault = config.launch.inject_fault.clone();
+    let fault = fault.filter(|_| joined_launch.launch.restart_count == 0);
     configure(joined_launch.spawn(), config, printer).fault(fault)
 }
 
@@ -55,5 +56,5 @@ pub(crate) fn configure(spawn: Spawn, config: &Config, printer: &Arc<Printer>) -
         .grace_period(config.launch.grace_period)
         .stall_warning(config.launch.stall_warning, move |text| printer.report(text))
         .check_collectives(config.ddp.check_collectives)
-        .fault(config.launch.inject_fault)
+        .fault(config.launch.inject_fault.clone())
 }

@@ -4,10 +4,10 @@ use serde::Serialize;
 
 use crate::checkpoint::{CheckpointDir, TrainerState};
 use crate::config::TrainingSection;
-use crate::error::Shown;
+use crate::error::{Shown, counted};
 use crate::launch::{SpawnError, StopReason};
 use crate::records::ValidationMetrics;
-use crate::telemetry::{RunState, steps_text, validation_text};
+use crate::telemetry::{RunState, validation_text};
 
 /// How a run ended.
 #[derive(Debug, Serialize)]
@@ -47,12 +47,12 @@ pub(super) fn stopped_message(
     dir: Option<&CheckpointDir>,
 ) -> String {
     let name = reason.name();
-    let steps = steps_text(state.step);
+    let steps = counted(state.step, "step");
     match (dir, &state.best) {
         (_, Some(best)) if reason == StopReason::NoProgress => format!(
             "stopped by {name} after {steps}: the validation loss was smallest after epoch {} ({})",
             best.epoch,
-            steps_text(best.step)
+            counted(best.step, "step")
         ),
         (Some(dir), _) => {
             let unless =
@@ -76,7 +76,7 @@ pub(super) fn before_max_steps_message(
     let steps = training.max_steps.filter(|max| *max > state.step)?;
     Some(format!(
         "the run has ended after {}, before --max-steps {steps}, because of --max-epochs {}",
-        steps_text(state.step),
+        counted(state.step, "step"),
         training.max_epochs
     ))
 }

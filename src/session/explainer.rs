@@ -27,7 +27,7 @@ pub(crate) fn explainer(session: &Session, parameters: usize) -> Explainer {
             CommHookKind::Fp16 => Some("float16"),
             CommHookKind::Bf16 => Some("bfloat16"),
         },
-        optimizer: config.optimization.optimizer.into(),
+        optimizer: config.optimization.optimizer.to_string(),
         is_plain: config.optimizer_options().is_plain(),
         max_grad_norm: config.optimization.max_grad_norm,
     };

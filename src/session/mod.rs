@@ -30,12 +30,12 @@ use crate::config::{Config, Data};
 use crate::error::{Error, Result, counted};
 use crate::ffi::cuda::Cuda;
 use crate::launch::{
-    FaultKind, JoinedLaunch, Launch, LaunchKind, Live, Rank, Restarts, RunView, ShownView, Spawn,
-    SpawnError, StopReason, StopRequest, await_termination, end_at_signals_in, status_signal,
-    stop_on_signals,
+    JoinedLaunch, Launch, LaunchKind, Live, Rank, Restarts, RunView, ShownView, Spawn, SpawnError,
+    StopReason, StopRequest, await_termination, end_at_signals_in, status_signal, stop_on_signals,
 };
 use crate::os::{cores, terminal::screen_problem};
 use crate::process_group::ProcessGroup;
+use crate::runtime::FaultKind;
 use crate::telemetry::{Event, LogFormat, MetricsLogger, Printer, Start};
 use artifacts::{RunArtifacts, continues};
 use end_messages::outcome;
@@ -173,9 +173,10 @@ impl Session {
         let notes = joined_launch.notes().into_iter().chain(data.notes.iter().cloned());
         let schedule_note = config.schedule_note(world_size);
         let ranks_here = joined_launch.placement.devices.len();
-        let kill = config.launch.inject_fault.filter(|fault| fault.kind == FaultKind::Kill);
-        if let Some(fault) =
-            kill.filter(|_| ranks_here > 1 && joined_launch.launch.restart_count == 0)
+        if let Some(fault) = &config.launch.inject_fault
+            && fault.kind == FaultKind::Kill
+            && ranks_here > 1
+            && joined_launch.launch.restart_count == 0
         {
             printer.info(&format!(
                 "--inject-fault {fault} ends all {ranks_here} ranks of the process of rank {} without a report, because \
@@ -187,12 +188,8 @@ impl Session {
         if let Some(problem) = live_note {
             printer.report(&format!("--live: {problem}, so there is no live view"));
         }
-        let simulated = config.ddp.simulate_cluster.as_ref().map(|cluster| {
-            format!(
-                "the network is simulated: each all_reduce takes as long as on {}",
-                cluster.describe(world_size)
-            )
-        });
+        let cluster = config.ddp.simulate_cluster.as_ref();
+        let simulated = cluster.and_then(|cluster| cluster.note_for(world_size).ok());
         let notes = notes.chain(lr_note).chain(simulated).chain(schedule_note);
         notes.for_each(|note| printer.info(&note));
     }
@@ -209,7 +206,8 @@ impl Session {
             Restarts::note_saving(&joined_launch.launch)?;
         }
         start_point.make_room(printer)?;
-        let logger = logger.curves(self.artifacts.curves()).prometheus(self.artifacts.prometheus());
+        let logger =
+            logger.curves(self.artifacts.curves()).prometheus(self.artifacts.prometheus.clone());
         Ok(logger.continues(continues(config, joined_launch)))
     }
 
@@ -340,14 +338,9 @@ impl Session {
 /// Checks that the cluster of `--simulate-cluster` has the ranks of this run, and that they are on CPUs.
 fn check_simulated_network(config: &Config, joined_launch: &JoinedLaunch) -> Result<()> {
     let Some(cluster) = &config.ddp.simulate_cluster else { return Ok(()) };
-    let problem = match joined_launch.placement.devices[0] {
-        Device::Cpu => cluster.problem_with(joined_launch.world_size()),
-        _ => {
-            Some("training simulates a network for CPU ranks only; use --nproc-per-node=cpu".into())
-        }
-    };
-    match problem {
-        Some(problem) => Err(Error::usage(format!("--simulate-cluster: {problem}"))),
-        None => Ok(()),
+    if joined_launch.placement.devices[0] != Device::Cpu {
+        let problem = "--simulate-cluster: training simulates a network for CPU ranks only; use --nproc-per-node=cpu";
+        return Err(Error::usage(problem.into()));
     }
+    cluster.note_for(joined_launch.world_size()).map(drop)
 }

@@ -101,7 +101,7 @@ fn verdict(end: &End, curves: &Curves, session: &Session) -> Value {
     let straggler = find_straggler_over(&phases, end.seconds, MIN_STRAGGLER_SECONDS);
     let conditions = Conditions {
         straggler: straggler.as_ref(),
-        overlapped: overlaps.then_some(end.hidden),
+        overlapped: overlaps.then_some(end.statistics.hidden),
         batch_size: config.training.batch_size,
         num_workers: config.data.num_workers,
         cores: (placement.devices[0] == Device::Cpu).then_some(Cores {

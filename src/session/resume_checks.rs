@@ -35,7 +35,7 @@ fn check(state: &TrainerState, config: &Config, data_files: &[DataFile]) -> Resu
         return wrong(error.to_string());
     }
     if state.data_files.is_empty() {
-        return Ok(()); // saved by an older version
+        return Ok(()); // not known
     }
     let (files, saved) = (data_files.len(), state.data_files.len());
     if files != saved {

@@ -7,7 +7,7 @@ use tch::Device;
 use tch::nn::VarStore;
 
 use super::resume_checks::compare;
-use crate::checkpoint::{Checkpoint, CheckpointDir, TensorFile};
+use crate::checkpoint::{Checkpoint, CheckpointDir, TensorFile, check_all_in};
 use crate::config::Config;
 use crate::error::{Error, Result, Shown};
 use crate::ffi::Generator;
@@ -33,7 +33,7 @@ impl StartPoint {
         let checkpoint_dir = config.checkpoints.checkpoint_dir.as_deref();
         // Checked first: another program's files must not be taken for a damaged checkpoint.
         if let Some(checkpoint_dir) = checkpoint_dir {
-            CheckpointDir::check(checkpoint_dir)?;
+            check_all_in(checkpoint_dir)?;
         }
         let checkpoint = match (config.resume_path(), checkpoint_dir) {
             (Some(path), _) => Some(Checkpoint::read(&path)?),
@@ -227,9 +227,9 @@ mod tests {
     fn forged_state_is_refused_by_its_field() {
         let config = Config::default();
         resume(&config, state()).unwrap();
-        // Older checkpoints lack these.
-        let older = TrainerState { num_samples: 0, batch_size: 0, max_epochs: 0, ..state() };
-        resume(&config, older).unwrap();
+        // A program with a loop of its own may not know these.
+        let unknown = TrainerState { num_samples: 0, batch_size: 0, max_epochs: 0, ..state() };
+        resume(&config, unknown).unwrap();
         type Change = fn(&mut TrainerState);
         let changes: [(&str, Change); 18] = [
             ("batch_size is 16, and this run has 32", |it| it.batch_size = 16),
@@ -295,7 +295,7 @@ mod tests {
         let expected =
             format!("data file {} has changed since the checkpoint was saved (", file.display());
         assert!(told.contains(&expected), "{told}");
-        resume(&config, state(Vec::new())).unwrap(); // an older checkpoint
+        resume(&config, state(Vec::new())).unwrap(); // not known
     }
 
     #[test]

@@ -5,6 +5,7 @@ use std::io;
 use super::Session;
 use super::data_parallel::through_rank_0_message;
 use super::end_messages::{before_max_steps_message, best_message, stopped_message};
+use crate::config::Config;
 use crate::error::{Compared, Result};
 use crate::models::Model;
 use crate::process_group::{ProcessGroup, Traffic};
@@ -77,7 +78,6 @@ fn end(
     group: &ProcessGroup,
 ) -> End {
     let seconds = summary.elapsed.as_secs_f64();
-    let statistics = trainer.ddp().statistics();
     let phases: Vec<PhaseSeconds> = ranks.iter().map(|rank| rank.phases).collect();
     End {
         seconds,
@@ -86,10 +86,7 @@ fn end(
         us_per_step: seconds * 1e6 / summary.steps_now.max(1) as f64,
         parameters_hash: format!("{model_hash:016x}"),
         replicas_equal: replicas_equal(&ranks),
-        bucket_bytes: statistics.bucket_bytes,
-        backward_us: statistics.backward_us,
-        communication_us: statistics.communication_us,
-        overlapped: statistics.overlapped,
+        statistics: trainer.ddp().statistics(),
         ranks,
         straggler: find_straggler(&phases, seconds),
         peak_memory_bytes: peak_memory(),
@@ -100,7 +97,6 @@ fn end(
         restarts: session.restarts.reasons.clone(),
         steps_now: summary.steps_now,
         first_loss: summary.first_loss,
-        hidden: statistics.hidden,
         can_overlap: group.is_stream_ordered() || group.uses_network(),
     }
 }
@@ -115,14 +111,11 @@ fn print_end(
 ) -> io::Result<()> {
     let Session { config, printer, start_point, .. } = session;
     let with_text = printer.format() == LogFormat::Text && replicas_equal;
-    if with_text && let Some(note) = through_rank_0_message(config, &end) {
-        printer.info(&note);
+    if with_text {
+        let notes = [through_rank_0_message(config, &end), hidden_message(config, &end)];
+        notes.iter().flatten().for_each(|note| printer.info(note));
     }
-    let hidden = config.ddp.simulate_cluster.as_ref().map(|_| hidden_message(&end));
     printer.event(&Event::End(Box::new(end)))?;
-    if let Some(hidden) = hidden.filter(|_| with_text) {
-        printer.info(&hidden);
-    }
     let dir = start_point.checkpoint_dir.as_ref();
     if let Some(metrics) = &trainer.state().best
         && with_text
@@ -139,13 +132,13 @@ fn print_end(
     Ok(())
 }
 
-/// Returns how much of the communication backward has hidden.
-fn hidden_message(end: &End) -> String {
-    format!(
-        "all-reduces took {:.0} us in each step; {:.0} % of that ran during backward",
-        end.communication_us,
-        100.0 * end.hidden
-    )
+/// Returns how much of the communication backward has hidden, over a simulated network.
+fn hidden_message(config: &Config, end: &End) -> Option<String> {
+    config.ddp.simulate_cluster.as_ref()?;
+    let (us, percent) = (end.statistics.communication_us, 100.0 * end.statistics.hidden);
+    Some(format!(
+        "all-reduces took {us:.0} us in each step; {percent:.0} % of that ran during backward"
+    ))
 }
 
 /// Ends a run whose replicas differ.

@@ -4,6 +4,7 @@ use serde::ser::SerializeMap;
 use serde::{Deserialize, Serialize, Serializer};
 
 use super::Straggler;
+use crate::ddp::DdpStatistics;
 use crate::records::{PhaseSeconds, ValidationMetrics};
 use crate::runtime::RankFailure;
 
@@ -105,14 +106,9 @@ pub struct End {
     pub parameters_hash: String,
     /// `true` if all ranks hold the same parameters.
     pub replicas_equal: bool,
-    /// Bytes of gradients in each bucket.
-    pub bucket_bytes: Vec<usize>,
-    /// Duration of a step's backward and of all its reductions on rank 0, in microseconds.
-    pub backward_us: f64,
-    /// Time of a step that rank 0 spent reducing, or waiting for the others to reduce, in microseconds.
-    pub communication_us: f64,
-    /// Fraction of `communication_us` that had passed when autograd ended, from 0 to 1.
-    pub overlapped: f64,
+    /// The buckets, and the times of backward on rank 0.
+    #[serde(flatten)]
+    pub statistics: DdpStatistics,
     /// What each rank did, rank 0 first. The event has a list for each number.
     #[serde(flatten, serialize_with = "by_rank")]
     pub ranks: Vec<RankEnd>,
@@ -144,9 +140,6 @@ pub struct End {
     /// The mean loss of the first epoch; in text only.
     #[serde(skip)]
     pub first_loss: f64,
-    /// Fraction of the reductions' time that was hidden behind backward, from 0 to 1; on the page only.
-    #[serde(skip)]
-    pub hidden: f64,
     /// Whether reductions can run beside backward. Ranks in threads reduce on the same cores that compute. On the page
     /// only.
     #[serde(skip)]

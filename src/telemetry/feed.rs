@@ -42,19 +42,11 @@ impl Feed {
         self.0.lock().points.push(metrics.clone());
     }
 
-    /// Takes the lines that have come since the last call.
-    pub(super) fn take_lines(&self) -> Vec<String> {
-        std::mem::take(&mut self.0.lock().lines)
-    }
-
-    /// Takes the metrics that have come since the last call.
-    pub(super) fn take_points(&self) -> Vec<TrainMetrics> {
-        std::mem::take(&mut self.0.lock().points)
-    }
-
-    /// Returns the steps of the run; `None` until they are known.
-    pub(super) fn steps(&self) -> Option<u64> {
-        self.0.lock().steps
+    /// Takes the lines and the metrics that have come since the last call. The steps of the run are `None` until they are
+    /// known.
+    pub(super) fn take(&self) -> (Vec<String>, Vec<TrainMetrics>, Option<u64>) {
+        let mut state = self.0.lock();
+        (std::mem::take(&mut state.lines), std::mem::take(&mut state.points), state.steps)
     }
 
     /// Prints the text that was held, in its order.
@@ -71,12 +63,8 @@ mod tests {
     fn lines_and_metrics_are_taken_once() {
         let feed = Feed::default();
         feed.line("one\ntwo\n");
-        assert_eq!(
-            (feed.take_lines(), feed.take_lines().len()),
-            (vec!["one".into(), "two".into()], 0)
-        );
-        assert_eq!(feed.steps(), None);
+        assert_eq!(feed.take(), (vec!["one".into(), "two".into()], Vec::new(), None));
         feed.begin(10);
-        assert_eq!(feed.steps(), Some(10));
+        assert_eq!(feed.take(), (Vec::new(), Vec::new(), Some(10)));
     }
 }

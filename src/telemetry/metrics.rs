@@ -1,20 +1,19 @@
 //! The file of `--metrics`: lines of JSON. A run that starts again appends to it.
 
-use std::io::{self, Error as IoError, Write};
+use std::io;
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-use crate::error::{Error, Result, Shown};
-use crate::files::{Appender, LinesBefore, Place, lines_before};
-use crate::os::limits::explain;
+use super::json_lines::JsonLines;
+use crate::error::{Result, Shown};
+use crate::files::{LinesBefore, lines_before};
+use crate::os::limits::output_refused;
 
 /// The file, and the number that distinguishes its rows from those of other starts.
 #[derive(Debug)]
 pub(super) struct MetricsFile {
-    out: Appender,
-    /// The option and path, for messages.
-    name: String,
+    lines: JsonLines,
     /// The number of this start among those that wrote to the file, from 1.
     run: u64,
 }
@@ -55,10 +54,11 @@ impl MetricsFile {
     /// Refuses a file at `path` that this program did not write. Changes nothing.
     ///
     /// # Errors
-    /// [`Error::Input`] when its first or last line is not a row of metrics, or when the file cannot be read.
+    /// [`Error::Input`](crate::Error::Input) when its first or last line is not a row of metrics, or when the file cannot be
+    /// read.
     pub(super) fn check(path: &Path) -> Result<()> {
-        let check = || lines_before(path)?.map_or(Ok(0), |lines| last_run(&lines));
-        check().map(drop).map_err(|error| refused(path, &error))
+        let run = lines_before(path).and_then(|before| last_run(before.as_ref()));
+        run.map(drop).map_err(|error| output_refused(&name(path), &error))
     }
 
     /// Opens the file at `path` for appending. Creates its folder if needed.
@@ -66,35 +66,25 @@ impl MetricsFile {
     /// # Errors
     /// The errors of [`check`](Self::check), and when the file cannot be opened.
     pub(super) fn open(path: &Path) -> Result<Self> {
-        let open = || {
-            let before = lines_before(path)?;
-            let run = before.as_ref().map_or(Ok(0), last_run)?.saturating_add(1);
-            Place::create_folder_of(path)?;
-            Ok(Self { out: Appender::open(path)?.after(before.as_ref()), name: name(path), run })
-        };
-        open().map_err(|error: IoError| refused(path, &error))
+        let opened = JsonLines::open(name(path), path, last_run);
+        let (lines, run) = opened.map_err(|error| output_refused(&name(path), &error))?;
+        Ok(Self { lines, run: run.saturating_add(1) })
     }
 
     /// Adds a row, which the next [`flush`](Self::flush) writes.
     ///
     /// # Errors
-    /// [`Error::Write`].
+    /// [`Error::Write`](crate::Error::Write).
     pub(super) fn row(&mut self, event: RowKind, metrics: &impl Serialize) -> Result<()> {
-        let row = serde_json::to_string(&Row { event, run: self.run, metrics });
-        let written = row.map_err(IoError::from).and_then(|row| writeln!(self.out, "{row}"));
-        written.map_err(|error| self.unwritable(&error))
+        self.lines.add(&Row { event, run: self.run, metrics })
     }
 
     /// Writes the rows added since the last flush.
     ///
     /// # Errors
-    /// [`Error::Write`].
+    /// [`Error::Write`](crate::Error::Write).
     pub(super) fn flush(&mut self) -> Result<()> {
-        self.out.flush().map_err(|error| self.unwritable(&error))
-    }
-
-    fn unwritable(&self, error: &io::Error) -> Error {
-        Error::Write { what: self.name.clone(), reason: explain(error) }
+        self.lines.flush()
     }
 }
 
@@ -102,22 +92,18 @@ fn name(path: &Path) -> String {
     format!("--metrics {}", path.shown())
 }
 
-fn refused(path: &Path, error: &io::Error) -> Error {
-    Error::usage(format!("{}: {}", name(path), explain(error)))
-}
-
-/// Returns the number of the start that wrote the last row.
-fn last_run(lines: &LinesBefore) -> io::Result<u64> {
+/// Returns the number of the start that wrote the last row; 0 if there is none.
+fn last_run(lines: Option<&LinesBefore>) -> io::Result<u64> {
+    let Some(LinesBefore { first, last, cut, .. }) = lines else { return Ok(0) };
     let row = |line: &[u8]| -> Option<u64> {
         let known = serde_json::from_slice::<Known>(line).ok()?;
         line.starts_with(BEGINS).then_some(known.run)
     };
-    let LinesBefore { first, last, cut, .. } = lines;
     // A row may have been cut off when the machine failed.
     let is_begun = cut.starts_with(BEGINS) || BEGINS.starts_with(cut);
     let runs = row(first).and_then(|_| row(cut).or(row(last).filter(|_| is_begun)));
     runs.ok_or_else(|| {
-        IoError::other(
+        io::Error::other(
             "this program did not write that file: one of its lines is not a row of metrics; remove it, or use another \
              name",
         )

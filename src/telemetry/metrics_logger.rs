@@ -15,7 +15,7 @@ use super::report::Curves;
 use super::{Printer, TensorBoard};
 use crate::error::{Error, Result, Shown};
 use crate::ffi::TorchResult;
-use crate::os::limits::explain;
+use crate::os::limits::{output_failed, output_refused};
 use crate::records::{TrainMetrics, ValidationMetrics};
 
 /// A writer of metrics to the configured outputs. Used on rank 0 alone.
@@ -52,10 +52,9 @@ impl MetricsLogger {
         let metrics = metrics.map(MetricsFile::open).transpose()?;
         let tensorboard = tensorboard
             .map(|folder| {
-                TensorBoard::create(folder).map_err(|error| {
-                    let reason = explain(&error);
-                    Error::usage(format!("--tensorboard {}: {reason}", folder.shown()))
-                })
+                let refused =
+                    |error| output_refused(&format!("--tensorboard {}", folder.shown()), &error);
+                TensorBoard::create(folder).map_err(refused)
             })
             .transpose()?;
         let printer = printer.clone();
@@ -218,15 +217,18 @@ impl MetricsLogger {
     }
 }
 
-/// Drops every second of the points of a curve, which has too many.
-pub(super) fn drop_every_second<T>(points: &mut Vec<T>) {
-    let mut number = 0;
-    points.retain(|_| {
-        number += 1;
-        number % 2 == 1
-    });
+/// Adds a point to a curve. Of one that has `most` points, drops every second before.
+pub(super) fn add_point<T>(curve: &mut Vec<T>, most: usize, point: T) {
+    if curve.len() >= most {
+        let mut number = 0;
+        curve.retain(|_| {
+            number += 1;
+            number % 2 == 1
+        });
+    }
+    curve.push(point);
 }
 
 fn board(error: io::Error) -> Error {
-    Error::Write { what: "--tensorboard".into(), reason: explain(&error) }
+    output_failed("--tensorboard", &error)
 }

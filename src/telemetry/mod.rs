@@ -6,6 +6,7 @@ mod events;
 mod explain;
 mod feed;
 mod held_output;
+mod json_lines;
 mod language;
 #[cfg(feature = "cli")]
 mod live;
@@ -42,12 +43,11 @@ pub use metrics_logger::MetricsLogger;
 pub(crate) use output::{Marks, Output};
 pub use printer::{LogFormat, Printer, unwritable_stdout};
 #[cfg(feature = "cli")]
-pub(crate) use printer::{rate_text, steps_text, validation_text};
+pub(crate) use printer::{rate_text, validation_text};
 pub(crate) use prometheus::{PrometheusFile, RunFacts, RunState};
 pub use step_record::RecordFile;
 pub(crate) use step_record::{
-    RECORD_FORMAT, RecordHeader, RecordLine, RecordedStart, RecordedStep, RecordedTensor,
-    StepOfRank, TensorHash,
+    RECORD_FORMAT, RecordHeader, RecordLine, RecordedStep, RecordedTensor, StepOfRank, TensorHash,
 };
 pub(crate) use straggler::find_straggler_over;
 pub use straggler::{Straggler, find_straggler};

@@ -8,7 +8,9 @@ use std::path::{Path, PathBuf};
 
 use xxhash_rust::xxh3::Xxh3Default;
 
+use crate::error::Shown;
 use crate::files::{WholeFile, open_regular};
+use crate::os::limits::output_failed;
 
 /// The marks by which files of one kind are recognized.
 #[derive(Debug, Clone, Copy)]
@@ -59,6 +61,19 @@ impl Output {
     /// Returns the file's absolute path.
     pub(crate) fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// Writes the file, which `flag` names, with `write`.
+    ///
+    /// # Errors
+    /// [`Error::Write`](crate::Error::Write); an older file then stays unchanged.
+    pub(crate) fn write_for(
+        &self,
+        flag: &str,
+        write: impl FnOnce(&mut dyn Write) -> io::Result<()>,
+    ) -> crate::error::Result<()> {
+        let failed = |error| output_failed(&format!("{flag} {}", self.path.shown()), &error);
+        self.write(write).map_err(failed)
     }
 
     /// Writes the file with `write`, then appends its fingerprint.

@@ -157,7 +157,7 @@ impl Printer {
         };
         self.info(&format!(
             "loss {losses}; {} in {:.3} s{each}; parameters {}",
-            steps_text(end.steps_now),
+            counted(end.steps_now, "step"),
             end.seconds,
             end.parameters_hash
         ));
@@ -375,11 +375,6 @@ impl Printer {
             feed.print_held();
         }
     }
-}
-
-/// Returns a number of steps with the word, as `1 step` or `2 steps`.
-pub(crate) fn steps_text(count: u64) -> String {
-    counted(count, "step")
 }
 
 /// Returns the rate of training, such as `1234 samples/s`.

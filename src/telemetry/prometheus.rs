@@ -2,7 +2,7 @@
 //!
 //! Each write replaces the whole file, so that the collector never reads a part of one.
 
-use std::fmt::{self, Write};
+use std::fmt::Display;
 use std::io;
 use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -11,9 +11,8 @@ use parking_lot::Mutex;
 use serde::Serialize;
 use strum::{EnumIter, IntoEnumIterator, IntoStaticStr};
 
-use super::{End, Marks, Output};
-use crate::error::{Error, Result, Shown};
-use crate::os::limits::explain;
+use super::{End, Marks, Output, RankEnd};
+use crate::error::Result;
 use crate::records::{TrainMetrics, ValidationMetrics};
 
 const MARKS: Marks = Marks { begins: "# HELP ddpmp_", before: "# ddp-mp ", after: "\n" };
@@ -80,7 +79,7 @@ impl PrometheusFile {
     /// Writes that the run has started, of which `done` steps have been made.
     ///
     /// # Errors
-    /// [`Error::Write`], like the functions below.
+    /// [`Error::Write`](crate::Error::Write), like the functions below.
     pub(super) fn begin(&self, done: u64) -> Result<()> {
         self.write(|latest| latest.first_step = done)
     }
@@ -108,99 +107,89 @@ impl PrometheusFile {
         let mut latest = self.latest.lock();
         update(&mut latest);
         let text = self.text(&latest, SystemTime::now());
-        self.output.write(|file| file.write_all(text.as_bytes())).map_err(|error| {
-            latest.has_failed = true;
-            let what = format!("--prometheus {}", self.output.path().shown());
-            Error::Write { what, reason: explain(&error) }
-        })
+        let written = self.output.write_for("--prometheus", |file| file.write_all(text.as_bytes()));
+        latest.has_failed |= written.is_err();
+        written
     }
 
     /// Returns all metrics as text. A metric without a value is left out.
     fn text(&self, latest: &Latest, now: SystemTime) -> String {
         let Self { facts, began, .. } = self;
         let Latest { state, first_step, train, validation, end, .. } = latest;
+        let (train, validation) = (train.as_ref(), validation.as_ref());
         let mut text = Text { text: String::new(), run: &self.run };
-        let program = [
+        let program = vec![
             ("version", env!("CARGO_PKG_VERSION")),
             ("model", facts.model),
             ("backend", facts.backend),
         ];
-        text.gauge("run_info", "Version, model and backend of the run", &program, Some(1.0));
-        text.head("run_state", "gauge", "State of the run: 1 for the current one");
-        for one in RunState::iter() {
-            let value = f64::from(u8::from(one == *state));
-            text.sample("run_state", &[("state", one.into())], value);
+        text.metric("run_info", "Version, model and backend of the run", [(program, 1.0)]);
+        let states = RunState::iter()
+            .map(|one| (vec![("state", <&str>::from(one))], f64::from(u8::from(one == *state))));
+        text.metric("run_state", "State of the run: 1 for the current one", states);
+        let step = train.map_or(*first_step, |train| train.step);
+        let step = step.max(end.as_ref().map_or(0, |end| end.steps)) as f64;
+        let skipped = train.and_then(|it| it.skipped_steps).map(|steps| steps as f64);
+        for (name, help, value) in [
+            ("start_time_seconds", "Time of this start, since the epoch", seconds(*began)),
+            (
+                "last_update_time_seconds",
+                "Time of the last update of this file, since the epoch",
+                seconds(now),
+            ),
+            ("ranks", "Number of ranks", Some(facts.world_size as f64)),
+            ("restarts_total", "Restarts after a failure", Some(facts.restarts as f64)),
+            ("steps_total", "Steps of the run, with those before a resume", Some(step)),
+            ("skipped_steps_total", "Steps skipped because a value was not finite", skipped),
+            ("epoch", "Epoch, from 0", train.map(|it| it.epoch as f64)),
+            ("loss", "Mean loss since the last update", train.map(|it| it.loss)),
+            ("learning_rate", "Learning rate of the last step", train.map(|it| it.lr)),
+            (
+                "gradient_norm",
+                "Norm of the last step's gradients",
+                train.and_then(|it| it.grad_norm),
+            ),
+            ("step_seconds", "Mean duration of a step", train.map(|it| it.step_us / 1e6)),
+            ("samples_per_second", "Samples of all ranks", train.map(|it| it.samples_per_second)),
+            ("tokens_per_second", "Tokens of all ranks", train.and_then(|it| it.tokens_per_second)),
+            ("validation_loss", "Loss of the last validation", validation.map(|it| it.loss)),
+            (
+                "validation_bits_per_token",
+                "Loss of the last validation in bits",
+                validation.and_then(|it| it.bits_per_token),
+            ),
+            (
+                "validation_accuracy",
+                "Accuracy of the last validation, from 0 to 1",
+                validation.and_then(|it| it.accuracy),
+            ),
+        ] {
+            text.metric(name, help, value.map(|value| (Vec::<(&str, &str)>::new(), value)));
         }
-        let start = "Time of this start, since the epoch";
-        text.gauge("start_time_seconds", start, &[], seconds(*began));
-        let update = "Time of the last update of this file, since the epoch";
-        text.gauge("last_update_time_seconds", update, &[], seconds(now));
-        text.gauge("ranks", "Number of ranks", &[], Some(facts.world_size as f64));
-        text.counter("restarts_total", "Restarts after a failure", Some(facts.restarts as f64));
-        let train_step = train.as_ref().map(|train| train.step);
-        let step = train_step.unwrap_or(*first_step).max(end.as_ref().map_or(0, |end| end.steps));
-        text.counter(
-            "steps_total",
-            "Steps of the run, with those before a resume",
-            Some(step as f64),
-        );
-        if let Some(train) = train {
-            let skipped = train.skipped_steps.map(|steps| steps as f64);
-            text.counter(
-                "skipped_steps_total",
-                "Steps skipped because a value was not finite",
-                skipped,
-            );
-            for (name, help, value) in [
-                ("epoch", "Epoch, from 0", Some(train.epoch as f64)),
-                ("loss", "Mean loss since the last update", Some(train.loss)),
-                ("learning_rate", "Learning rate of the last step", Some(train.lr)),
-                ("gradient_norm", "Norm of the last step's gradients", train.grad_norm),
-                ("step_seconds", "Mean duration of a step", Some(train.step_us / 1e6)),
-                ("samples_per_second", "Samples of all ranks", Some(train.samples_per_second)),
-                ("tokens_per_second", "Tokens of all ranks", train.tokens_per_second),
-            ] {
-                text.gauge(name, help, &[], value);
-            }
-        }
-        if let Some(validation) = validation {
-            let ValidationMetrics { loss, bits_per_token, accuracy, metrics, .. } = validation;
-            for (name, help, value) in [
-                ("validation_loss", "Loss of the last validation", Some(*loss)),
-                (
-                    "validation_bits_per_token",
-                    "Loss of the last validation in bits",
-                    *bits_per_token,
-                ),
-                ("validation_accuracy", "Accuracy of the last validation, from 0 to 1", *accuracy),
-            ] {
-                text.gauge(name, help, &[], value);
-            }
-            if !metrics.is_empty() {
-                let help = "A metric of the program, of the last validation";
-                text.head("validation_metric", "gauge", help);
-                for (name, value) in metrics {
-                    text.sample("validation_metric", &[("name", name)], *value);
-                }
-            }
-        }
+        let metrics = validation.into_iter().flat_map(|it| &it.metrics);
+        let metrics = metrics.map(|(name, value)| (vec![("name", name)], *value));
+        let help = "A metric of the program, of the last validation";
+        text.metric("validation_metric", help, metrics);
         if let Some(end) = end {
-            text.by_rank(
+            let by_rank = |value: fn(&RankEnd) -> f64| {
+                let values = end.ranks.iter().map(value).enumerate();
+                values.map(|(rank, value)| (vec![("rank", rank)], value))
+            };
+            text.metric(
                 "rank_data_wait_seconds",
                 "Time that a rank waited for data, at the end of the run",
-                end.ranks.iter().map(|rank| rank.data_wait_seconds),
+                by_rank(|rank| rank.data_wait_seconds),
             );
-            text.by_rank(
+            text.metric(
                 "rank_collective_seconds",
                 "Time of a rank in collectives, with waiting, at the end of the run",
-                end.ranks.iter().map(|rank| rank.phases.collectives),
+                by_rank(|rank| rank.phases.collectives),
             );
-            if let Some(straggler) = &end.straggler {
-                let rank = straggler.rank.to_string();
-                let labels = [("rank", &rank[..]), ("phase", straggler.phase)];
-                let help = "Time that the others waited for the straggler";
-                text.gauge("straggler_seconds", help, &labels, Some(straggler.seconds));
-            }
+            let straggler = end.straggler.as_ref().map(|it| {
+                (vec![("rank", it.rank.to_string()), ("phase", it.phase.to_owned())], it.seconds)
+            });
+            let help = "Time that the others waited for the straggler";
+            text.metric("straggler_seconds", help, straggler);
         }
         text.text
     }
@@ -218,47 +207,32 @@ struct Text<'a> {
 }
 
 impl Text<'_> {
-    fn counter(&mut self, name: &str, help: &str, value: Option<f64>) {
-        if let Some(value) = value {
-            self.head(name, "counter", help);
-            self.sample(name, &[], value);
+    /// Adds a metric, if there is any sample of it: its labels, and its value. One whose name ends with `_total` is a
+    /// counter.
+    fn metric<V: Display>(
+        &mut self,
+        name: &str,
+        help: &str,
+        samples: impl IntoIterator<Item = (Vec<(&'static str, V)>, f64)>,
+    ) {
+        let mut samples = samples.into_iter().peekable();
+        if samples.peek().is_none() {
+            return;
         }
-    }
-
-    fn gauge(&mut self, name: &str, help: &str, labels: &[(&str, &str)], value: Option<f64>) {
-        if let Some(value) = value {
-            self.head(name, "gauge", help);
-            self.sample(name, labels, value);
+        let kind = if name.ends_with("_total") { "counter" } else { "gauge" };
+        self.text += &format!("# HELP ddpmp_{name} {help}\n# TYPE ddpmp_{name} {kind}\n");
+        for (labels, value) in samples {
+            let label = |(name, value): (&str, V)| format!(",{name}=\"{}\"", in_quotes(&value));
+            let labels: String = labels.into_iter().map(label).collect();
+            let (run, value) = (in_quotes(&self.run), number(value));
+            self.text += &format!("ddpmp_{name}{{run=\"{run}\"{labels}}} {value}\n");
         }
-    }
-
-    fn by_rank(&mut self, name: &str, help: &str, values: impl Iterator<Item = f64>) {
-        self.head(name, "gauge", help);
-        for (rank, value) in values.enumerate() {
-            self.sample(name, &[("rank", &rank.to_string())], value);
-        }
-    }
-
-    fn head(&mut self, name: &str, kind: &str, help: &str) {
-        self.line(format_args!("# HELP ddpmp_{name} {help}"));
-        self.line(format_args!("# TYPE ddpmp_{name} {kind}"));
-    }
-
-    fn sample(&mut self, name: &str, labels: &[(&str, &str)], value: f64) {
-        let label = |(name, value): &(&str, &str)| format!(",{name}=\"{}\"", in_quotes(value));
-        let labels: String = labels.iter().map(label).collect();
-        let run = in_quotes(self.run);
-        self.line(format_args!("ddpmp_{name}{{run=\"{run}\"{labels}}} {}", number(value)));
-    }
-
-    fn line(&mut self, line: fmt::Arguments<'_>) {
-        let _ = writeln!(self.text, "{line}"); // a String takes everything
     }
 }
 
 /// Returns a label's value as it is written between quotes.
-fn in_quotes(value: &str) -> String {
-    value.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n")
+fn in_quotes(value: &impl Display) -> String {
+    value.to_string().replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n")
 }
 
 fn number(value: f64) -> String {

@@ -57,10 +57,17 @@ fn slices_of<'a>(dump: &FlightRecorderDump, entries: Vec<&'a [OpEntry]>) -> Vec<
 }
 
 /// A collective: its group, and its number among the collectives of the group.
-type Collective = (u32, u64);
+pub(super) type Collective = (u32, u64);
 
-fn collective(op: &OpEntry) -> Option<Collective> {
+/// Returns the collective that `op` is, if it is one.
+pub(super) fn collective(op: &OpEntry) -> Option<Collective> {
     op.group.filter(|_| op.is_collective()).map(|group| (group, op.at.sequence))
+}
+
+/// Returns whether a rank with these operations has entered a collective, or a later one of its group.
+pub(super) fn has_entered(ops: &[OpEntry], (group, number): Collective) -> bool {
+    let is_there = |theirs: Collective| theirs.0 == group && theirs.1 >= number;
+    ops.iter().rev().any(|op| collective(op).is_some_and(is_there))
 }
 
 /// Which ranks have entered each collective, as far as their entries show.
@@ -114,13 +121,10 @@ impl Entered<'_> {
         let (until, by) = if count == members.map_or(self.dump.world_size, |it| it.len()) {
             (last.min(end), last_rank)
         } else if op.is_open() {
-            let has_entered = |op: &OpEntry| {
-                collective(op).is_some_and(|theirs| theirs.0 == group && theirs.1 >= number)
-            };
             let ranks = self.dump.ranks.iter().map(|rank| rank.rank).zip(self.entries);
             let is_member = |rank: &usize| members.is_none_or(|members| members.contains(rank));
             let mut missing =
-                ranks.filter(|(rank, ops)| is_member(rank) && !ops.iter().any(has_entered));
+                ranks.filter(|(rank, ops)| is_member(rank) && !has_entered(ops, (group, number)));
             (end, missing.next()?.0)
         } else {
             return None;

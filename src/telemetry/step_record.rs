@@ -1,17 +1,17 @@
 //! The file of `--record`: lines of JSON with hashes of what each rank had in each step. A run that starts again appends
 //! to it.
 
-use std::io::{self, Write};
-use std::path::{Path, PathBuf};
+use std::io;
+use std::path::Path;
 
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use serde_with::{DeserializeFromStr, SerializeDisplay};
 
-use crate::error::{Error, Result, Shown};
-use crate::files::{Appender, Place, lines_before};
-use crate::os::limits::explain;
+use super::json_lines::JsonLines;
+use crate::error::{Result, Shown};
+use crate::files::LinesBefore;
 
 /// The version of the format. It grows when an older program can no longer read a record.
 pub(crate) const RECORD_FORMAT: u32 = 1;
@@ -44,7 +44,13 @@ impl std::str::FromStr for TensorHash {
 #[serde(tag = "event", rename_all = "lowercase")]
 pub(crate) enum RecordLine {
     Header(RecordHeader),
-    Start(RecordedStart),
+    /// The tensors of one rank before its first step, whose number is `step`.
+    Start {
+        step: u64,
+        rank: usize,
+        parameters: Vec<Option<TensorHash>>,
+        buffers: Vec<Option<TensorHash>>,
+    },
     Step(RecordedStep),
     /// The rank failed there before its process had written anything of the step; of a killed process as others saw it.
     Failed(StepOfRank),
@@ -81,16 +87,6 @@ impl std::fmt::Display for RecordedTensor {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "`{}`, {} {:?}", self.name, self.dtype, self.shape)
     }
-}
-
-/// The tensors of one rank before its first step.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub(crate) struct RecordedStart {
-    /// The number of that step.
-    pub step: u64,
-    pub rank: usize,
-    pub parameters: Vec<Option<TensorHash>>,
-    pub buffers: Vec<Option<TensorHash>>,
 }
 
 /// A step of one rank. A hash is `None` where the rank has no such tensor.
@@ -139,14 +135,11 @@ pub(crate) struct StepOfRank {
 
 /// The file of a process, whose ranks write to it.
 #[derive(Debug)]
-pub struct RecordFile {
-    path: PathBuf,
-    state: Mutex<State>,
-}
+pub struct RecordFile(Mutex<State>);
 
 #[derive(Debug)]
 struct State {
-    out: Appender,
+    lines: JsonLines,
     has_header: bool,
 }
 
@@ -157,51 +150,43 @@ impl RecordFile {
     /// # Errors
     /// If the file cannot be opened, is not a record, or exists without an earlier run to continue.
     pub fn open(path: &Path, continues: bool) -> io::Result<Self> {
-        let before = lines_before(path)?;
-        if let Some(before) = &before {
-            if !before.first.starts_with(BEGINS) {
-                return Err(io::Error::other(
-                    "this file exists and is not a record; use another name",
-                ));
+        let check = |before: Option<&LinesBefore>| match before {
+            Some(before) if !before.first.starts_with(BEGINS) => {
+                Err(io::Error::other("this file exists and is not a record; use another name"))
             }
-            if !continues {
-                return Err(io::Error::other(
-                    "this record exists; remove it, or use another name (only a run with --resume appends to a record)",
-                ));
-            }
-        }
-        Place::create_folder_of(path)?;
-        let out = Appender::open(path)?.after(before.as_ref());
-        let state = Mutex::new(State { out, has_header: false });
-        Ok(Self { path: path.into(), state })
+            Some(_) if !continues => Err(io::Error::other(
+                "this record exists; remove it, or use another name (only a run with --resume appends to a record)",
+            )),
+            _ => Ok(()),
+        };
+        let (lines, ()) = JsonLines::open(format!("--record {}", path.shown()), path, check)?;
+        Ok(Self(Mutex::new(State { lines, has_header: false })))
     }
 
     /// Writes the header, unless another rank of this process has written it.
     ///
     /// # Errors
-    /// [`Error::Write`].
+    /// [`Error::Write`](crate::Error::Write).
     pub(crate) fn begin(&self, header: RecordHeader) -> Result<()> {
-        let mut state = self.state.lock();
+        let mut state = self.0.lock();
         if std::mem::replace(&mut state.has_header, true) {
             return Ok(());
         }
-        self.write(&mut state, &RecordLine::Header(header))
+        state.write(&RecordLine::Header(header))
     }
 
     /// Writes a line as a whole.
     ///
     /// # Errors
-    /// [`Error::Write`].
+    /// [`Error::Write`](crate::Error::Write).
     pub(crate) fn line(&self, line: &RecordLine) -> Result<()> {
-        self.write(&mut self.state.lock(), line)
+        self.0.lock().write(line)
     }
+}
 
-    fn write(&self, state: &mut State, line: &RecordLine) -> Result<()> {
-        let written = serde_json::to_string(line).map_err(io::Error::from);
-        let written = written.and_then(|line| writeln!(state.out, "{line}"));
-        written.and_then(|()| state.out.flush()).map_err(|error| Error::Write {
-            what: format!("--record {}", self.path.shown()),
-            reason: explain(error),
-        })
+impl State {
+    fn write(&mut self, line: &RecordLine) -> Result<()> {
+        self.lines.add(line)?;
+        self.lines.flush()
     }
 }

@@ -50,15 +50,9 @@ impl<'a> Utf8Stream<'a> {
 
 /// Returns the number of bytes before an incomplete character at the end of `bytes`.
 fn complete_len(bytes: &[u8]) -> usize {
-    let mut start = 0;
-    while let Err(error) = str::from_utf8(&bytes[start..]) {
-        start += error.valid_up_to();
-        match error.error_len() {
-            Some(invalid) => start += invalid,
-            None => return start,
-        }
-    }
-    bytes.len()
+    let rest = bytes.utf8_chunks().last().map_or(&[][..], |chunk| chunk.invalid());
+    let is_incomplete = str::from_utf8(rest).is_err_and(|error| error.error_len().is_none());
+    bytes.len() - if is_incomplete { rest.len() } else { 0 }
 }
 
 #[cfg(test)]

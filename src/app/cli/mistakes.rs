@@ -1,5 +1,6 @@
 //! Errors of the command line. Each names the flag that is wrong, and the one that was meant.
 
+use std::borrow::Cow;
 use std::ffi::OsString;
 
 use clap::builder::StyledStr;
@@ -16,22 +17,18 @@ pub(super) fn check_utf8(args: &[OsString]) -> Result<(), String> {
     let Some(wrong) = args.iter().skip(1).position(|arg| arg.to_str().is_none()) else {
         return Ok(());
     };
-    let (before, arg) = (&args[wrong], &args[wrong + 1]);
+    let (before, bytes) = (&args[wrong], args[wrong + 1].as_encoded_bytes());
     // `--flag=value`, or `--flag value`.
-    let text = arg.to_string_lossy();
-    let (flag, value) = match text.split_once('=') {
-        Some((flag, _)) if flag.starts_with("--") => {
-            let value = &arg.as_encoded_bytes()[flag.len() + 1..];
-            (Some(flag.to_owned()), value.escape_ascii().to_string())
-        }
-        _ => {
-            let flag = before.to_str().filter(|text| text.starts_with("--") && !text.contains('='));
-            (flag.map(str::to_owned), arg.as_encoded_bytes().escape_ascii().to_string())
-        }
+    let equals = bytes.iter().position(|byte| *byte == b'=').filter(|_| bytes.starts_with(b"--"));
+    let is_flag = |text: &&str| text.starts_with("--") && !text.contains('=');
+    let (flag, value) = match equals {
+        Some(equals) => (Some(String::from_utf8_lossy(&bytes[..equals])), &bytes[equals + 1..]),
+        None => (before.to_str().filter(is_flag).map(Cow::Borrowed), bytes),
     };
     let flag = flag.map_or(String::new(), |flag| format!("{flag}: "));
     Err(format!(
-        "{flag}\"{value}\" is not UTF-8; write it in UTF-8 (for a file, use a link that has such a name)"
+        "{flag}\"{}\" is not UTF-8; write it in UTF-8 (for a file, use a link that has such a name)",
+        value.escape_ascii()
     ))
 }
 
@@ -99,20 +96,15 @@ fn tip_for_flag(name: &str, command: &Command, invoked: &Command) -> Option<Stri
     }
 }
 
-/// The commands of other programs, and those here that do the same.
-const OTHER_COMMANDS: [(&str, &str); 12] = [
-    ("benchmark", "bench"),
-    ("compare", "diff"),
-    ("create", "new"),
-    ("doctor", "env"),
-    ("fit", "train"),
-    ("generate", "sample"),
-    ("info", "env"),
-    ("init", "new"),
-    ("launch", "train"),
-    ("run", "train"),
-    ("start", "train"),
-    ("test", "verify"),
+/// The commands, and those of other programs that do the same.
+const OTHER_COMMANDS: [(&str, &str); 7] = [
+    ("bench", "benchmark"),
+    ("diff", "compare"),
+    ("env", "doctor info"),
+    ("new", "create init"),
+    ("sample", "generate"),
+    ("train", "fit launch run start"),
+    ("verify", "test"),
 ];
 
 /// The programs that start Python files.
@@ -129,8 +121,9 @@ fn tip_for_word(word: &str, command: &Command) -> Option<String> {
         let own = if is_there("new") { own } else { String::new() };
         return Some(format!("{program} trains by itself and runs no Python file{own}"));
     }
-    let (_, same) =
-        OTHER_COMMANDS.into_iter().find(|&(other, same)| other == word && is_there(same))?;
+    let (same, _) = OTHER_COMMANDS
+        .into_iter()
+        .find(|&(same, others)| others.split(' ').any(|other| other == word) && is_there(same))?;
     let or_none = if same == "train" { ", and needs no command for it" } else { "" };
     Some(format!("{program} calls it '{same}'{or_none}"))
 }

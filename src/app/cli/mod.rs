@@ -16,7 +16,7 @@ use crate::commands::{
 };
 use crate::config::{InShortHelp, Program, Tool, is_refused_by};
 use crate::files::expand_home;
-pub(crate) use tools::{Bench, BenchCommand, EnvFlags, ScalingFlags, StepFlags, VerifyFlags};
+pub(crate) use tools::{Bench, BenchCommand, EnvFlags, VerifyFlags};
 pub(crate) use train::TrainFlags;
 
 /// Train a model in parallel, one rank per visible GPU.
@@ -89,13 +89,13 @@ fn for_tool(command: clap::Command, tool: Tool) -> clap::Command {
 }
 
 /// Returns the declaration of `program`'s command line, with its help.
-pub(crate) fn command(program: &Program, with_course: bool) -> clap::Command {
+pub(crate) fn command(program: &Program) -> clap::Command {
     let options = program.options_with_defaults();
     let with_options = |command: clap::Command| command.args(&options);
     let declared = Cli::command();
     let is_there = |name: &str| match name {
         OF_BUILT_IN => program.model.is_none(),
-        name => with_course || !COURSE.contains(&name),
+        name => program.has_course || !COURSE.contains(&name),
     };
     let commands = declared.get_subcommands().filter(|command| is_there(command.get_name()));
     let commands = commands.map(|command| match command.get_name() {
@@ -123,7 +123,7 @@ pub(crate) fn command(program: &Program, with_course: bool) -> clap::Command {
         .subcommands(commands)
         .add(program.clone());
     let own = with_short_help(with_options(own));
-    let own = if with_course {
+    let own = if program.has_course {
         own.long_about(declared.get_long_about().cloned().unwrap_or_default())
             .after_help(format!("{EXAMPLES}\n\n--help lists all options."))
             .after_long_help(EXAMPLES)
@@ -149,12 +149,12 @@ fn with_home(arg: Arg) -> Arg {
 ///
 /// # Errors
 /// [`Error::Input`](crate::Error::Input) that names both options.
-pub(crate) fn check(program: &Program, with_course: bool) -> crate::error::Result<()> {
+pub(crate) fn check(program: &Program) -> crate::error::Result<()> {
     if program.options.is_none() {
         return program.check(&[]); // without the time that it takes to declare the command line once more
     }
     let without = Program { options: None, ..program.clone() };
-    let mut command = command(&without, with_course);
+    let mut command = command(&without);
     command.build(); // adds --help and --version
     program.check(&args_of_training(&command))
 }
@@ -217,16 +217,21 @@ mod tests {
 
     use super::*;
 
+    /// Returns `ddp-mp` with all commands.
+    fn with_course() -> Program {
+        Program { has_course: true, ..Program::default() }
+    }
+
     fn parsed(line: &str) -> Cli {
         let args = line.split(' ').map(OsString::from);
-        let command = command(&Program::default(), true);
+        let command = command(&with_course());
         parse(&command, std::iter::once("ddp-mp".into()).chain(args)).unwrap()
     }
 
     #[test]
     fn clap_definitions_pass_the_debug_assert() {
-        command(&Program::default(), true).debug_assert();
-        command(&Program::default(), false).debug_assert();
+        command(&with_course()).debug_assert();
+        command(&Program::default()).debug_assert();
     }
 
     /// The verbs that help begins with.
@@ -311,12 +316,12 @@ mod tests {
 
     #[test]
     fn help_begins_with_a_verb_and_is_short() {
-        check_help(&command(&Program::default(), true));
+        check_help(&command(&with_course()));
     }
 
     #[test]
     fn help_of_a_tool_leaves_out_what_it_refuses() {
-        let mut command = command(&Program::default(), true);
+        let mut command = command(&with_course());
         for (path, tool) in [
             (&["verify"][..], Tool::Verify),
             (&["bench", "step"], Tool::BenchStep),
@@ -363,7 +368,7 @@ mod tests {
     #[test]
     fn config_keys_are_flags() {
         let defaults = Config::default().to_string().parse::<toml::Table>().unwrap();
-        let command = command(&Program::default(), true);
+        let command = command(&with_course());
         for key in defaults.keys() {
             let argument = command.get_arguments().find(|a| a.get_id() == key.as_str());
             let flag = argument.unwrap_or_else(|| panic!("no flag for {key}")).get_long().unwrap();

@@ -29,8 +29,8 @@ pub(crate) enum BenchCommand {
 #[derive(Debug, Args)]
 pub(crate) struct StepFlags {
     /// Measure N steps
-    #[arg(long, value_name = "N", value_parser = whole::<u64>(1..=MOST_STEPS), default_value_t = 500)]
-    pub(crate) steps: u64,
+    #[arg(long, value_name = "N", value_parser = whole::<usize>(1..=MOST_STEPS), default_value_t = 500)]
+    pub(crate) steps: usize,
     #[command(flatten)]
     pub(crate) train: TrainFlags,
 }
@@ -39,11 +39,11 @@ pub(crate) struct StepFlags {
 #[derive(Debug, Args)]
 pub(crate) struct ScalingFlags {
     /// Make N steps in each repetition
-    #[arg(long, value_name = "N", value_parser = whole::<u64>(1..=MOST_STEPS), default_value_t = 100)]
-    pub(crate) steps: u64,
+    #[arg(long, value_name = "N", value_parser = whole::<usize>(1..=MOST_STEPS), default_value_t = 100)]
+    pub(crate) steps: usize,
     /// Repeat N times per number of ranks; the median counts
-    #[arg(long, value_name = "N", value_parser = whole::<u64>(1..=1000), default_value_t = 5)]
-    pub(crate) repetitions: u64,
+    #[arg(long, value_name = "N", value_parser = whole::<usize>(1..=1000), default_value_t = 5)]
+    pub(crate) repetitions: usize,
     #[command(flatten)]
     pub(crate) train: TrainFlags,
 }

@@ -1,15 +1,15 @@
 //! The output of `--simulate-cluster`: what the measured step would take on more and more ranks of the cluster. Pure
 //! arithmetic.
 
-use std::io::{self, Write};
+use std::collections::BTreeSet;
+use std::io;
 
 use serde::Serialize;
 
-use super::NOISY_RATIO;
 use super::step::StepTimes;
 use super::table::{self, Column, numbers, text};
-use crate::process_group::{ClusterShape, Library, SimulatedCluster};
-use crate::telemetry::{LogFormat, Printer};
+use crate::process_group::SimulatedCluster;
+use crate::telemetry::Printer;
 
 /// The forecast of a step on the ranks of one shape of the cluster: a row of the table. Times are in microseconds.
 #[derive(Debug, Serialize)]
@@ -32,53 +32,40 @@ struct Row {
     hidden: Option<f64>,
 }
 
-/// Returns the forecast of a measured step on `shape` of `cluster`. With `overlaps`, buckets are reduced during backward:
-/// one after the other, each when it is complete. Where two can be in flight, they share the line.
+/// Returns the forecast of a measured step on a number of nodes of `cluster`, with a number of ranks on each. Buckets are
+/// reduced one after the other: with `overlaps`, during backward, each when it is complete.
 fn forecast(
     times: &StepTimes,
     overlaps: bool,
     cluster: &SimulatedCluster,
-    shape: ClusterShape,
+    [nodes, gpus]: [usize; 2],
 ) -> Row {
-    // Ranks that share memory reduce by themselves, after backward.
-    let overlaps = overlaps && (cluster.library == Library::Nccl || shape.nodes > 1);
-    let backward = times.backward_us / 1e6;
-    let (mut free, mut end, mut communication) = (0.0f64, 0.0f64, 0.0);
-    let mut names: Vec<&str> = Vec::new();
-    for (bytes, complete) in times.buckets() {
-        let (time, name) = cluster.all_reduce(shape, bytes);
-        let complete = if overlaps { (complete / 1e6).min(backward) } else { backward };
-        let began = complete.max(free);
-        end = if overlaps && cluster.runs_in_background(shape, bytes) {
-            free = began + cluster.headers(shape.nodes);
-            (began + time).max(end + bytes / cluster.between.bandwidth)
-        } else {
-            free = began.max(end) + time;
-            free
-        };
-        communication += time;
-        if !names.contains(&name) {
-            names.push(name);
-        }
+    let backward_us = times.backward_us;
+    let (mut end_us, mut communication_us) = (0.0f64, 0.0);
+    let mut names = BTreeSet::new();
+    for (bytes, complete_us) in times.buckets() {
+        let (seconds, name) = cluster.all_reduce([nodes, gpus], bytes);
+        let began_us = if overlaps { complete_us.min(backward_us) } else { backward_us };
+        end_us = end_us.max(began_us) + 1e6 * seconds;
+        communication_us += 1e6 * seconds;
+        names.insert(name);
     }
-    let exposed = if overlaps { (end - backward).max(0.0) } else { communication };
-    let (communication_us, exposed_us) = (communication * 1e6, exposed * 1e6);
-    let alone = times.forward_us + times.backward_us + times.optimizer_us;
-    let us_per_step = alone + exposed_us;
-    let world_size = shape.nodes * shape.gpus;
-    let settings: Vec<String> = cluster.settings().into_iter().map(|(it, ..)| it).collect();
+    let exposed_us = (end_us - backward_us).max(0.0);
+    let alone_us = times.forward_us + backward_us + times.optimizer_us;
+    let us_per_step = alone_us + exposed_us;
+    let world_size = nodes * gpus;
     Row {
         model: times.model,
-        cluster: settings.join(","),
-        nodes: shape.nodes,
+        cluster: cluster.settings().join(","),
+        nodes,
         world_size,
-        all_reduce: names.join("+"),
+        all_reduce: Vec::from_iter(names).join("+"),
         us_per_step,
-        samples_per_second: (world_size * times.batch_size) as f64 / us_per_step * 1e6,
-        efficiency: alone / us_per_step,
+        samples_per_second: world_size as f64 * times.batch_size as f64 / us_per_step * 1e6,
+        efficiency: alone_us / us_per_step,
         communication_us,
         exposed_us,
-        hidden: (communication > 0.0).then(|| 1.0 - exposed / communication),
+        hidden: (communication_us > 0.0).then(|| (1.0 - exposed_us / communication_us).max(0.0)),
     }
 }
 
@@ -88,52 +75,25 @@ pub(super) fn print(
     times: &StepTimes,
     overlaps: bool,
     cluster: &SimulatedCluster,
-    on_cpu: bool,
     printer: &Printer,
 ) -> io::Result<()> {
-    let shapes = cluster.shapes().into_iter();
-    let mut rows = shapes.map(|shape| forecast(times, overlaps, cluster, shape));
-    match printer.format() {
-        LogFormat::Json => rows.try_for_each(|row| printer.object(&row)),
-        LogFormat::Text => printer.lines(|out| {
-            write_head(times, cluster, out)?;
-            for row in rows {
-                writeln!(out, "{}", table::line(&COLUMNS, &row))?;
-            }
-            write_foot(on_cpu, times.us_per_step / times.us_min, out)
-        }),
-    }
-}
-
-fn write_head(
-    times: &StepTimes,
-    cluster: &SimulatedCluster,
-    out: &mut dyn Write,
-) -> io::Result<()> {
-    let buckets: Vec<(f64, f64)> = times.buckets().collect();
-    writeln!(out, "\n# buckets of gradients, and when backward has completed them")?;
-    let shown = if buckets.len() > 8 { 7 } else { buckets.len() };
-    for (bytes, complete) in &buckets[..shown] {
-        writeln!(out, "#   {:>9.3} MB {complete:>12.1} us", bytes / 1e6)?;
-    }
-    let (rest, last) = (&buckets[shown..], buckets.last());
-    if let (false, Some((_, complete))) = (rest.is_empty(), last) {
-        let (count, mb) = (rest.len(), rest.iter().map(|(bytes, _)| bytes / 1e6).sum::<f64>());
-        writeln!(out, "#   {mb:>9.3} MB {complete:>12.1} us for the last of {count} more")?;
-    }
-    writeln!(out, "\n# a cluster that is not here")?;
-    for (setting, meaning, is_default) in cluster.settings() {
-        let default = if is_default { " (default)" } else { "" };
-        writeln!(out, "#   {setting:<24}{meaning}{default}")?;
-    }
-    writeln!(
-        out,
-        "\n# Every rank takes {} samples a step, so that more ranks take more (weak scaling).\n\
+    let bucket = |(bytes, us): (f64, f64)| format!("#   {:>9.3} MB {us:>12.1} us\n", bytes / 1e6);
+    let head = format!(
+        "\n# buckets of gradients, and when backward has completed them\n{}\n\
+         # a cluster that is not here\n#   {}\n\n\
+         # Every rank takes {} samples a step, so that more ranks take more (weak scaling).\n\
          # efficiency: a rank's samples per second beside those of one alone. reduction: how long\n\
-         # the all_reduces take. exposed: the part that makes the step longer. hidden: the rest.",
-        times.batch_size
-    )?;
-    writeln!(out, "\n{}", table::head(&COLUMNS))
+         # the all_reduces take. exposed: the part that makes the step longer. hidden: the rest.\n\n{}",
+        times.buckets().map(bucket).collect::<String>(),
+        cluster.settings().join("\n#   "),
+        times.batch_size,
+        table::head(&COLUMNS)
+    );
+    table::print_lines(printer, &head)?;
+    for shape in cluster.shapes() {
+        table::print_row(printer, &COLUMNS, &forecast(times, overlaps, cluster, shape))?;
+    }
+    table::print_lines(printer, FOOT)
 }
 
 const COLUMNS: [Column<Row>; 9] = [
@@ -150,28 +110,11 @@ const COLUMNS: [Column<Row>; 9] = [
     }),
 ];
 
-fn write_foot(on_cpu: bool, spread: f64, out: &mut dyn Write) -> io::Result<()> {
-    writeln!(
-        out,
-        "\n# This is a model, not a measurement: every rank computes as fast as here, and a message\n\
-         # takes latency + bytes / bandwidth. Left out: ranks that are late (stragglers), others on\n\
-         # the network (congestion), what communication takes from computing, loading of data."
-    )?;
-    if spread > NOISY_RATIO {
-        writeln!(
-            out,
-            "# The steps that were measured vary: their median is {spread:.1} times the fastest.\n\
-             # A slow step makes a cluster look efficient: measure where nothing else runs."
-        )?;
-    }
-    if on_cpu {
-        writeln!(
-            out,
-            "# Computed on the CPU: for a cluster of GPUs, measure on one that has such a GPU."
-        )?;
-    }
-    Ok(())
-}
+const FOOT: &str = "
+# This is a model, not a measurement: every rank computes as fast as here, and a message
+# takes latency + bytes / bandwidth. Left out: ranks that are late (stragglers), others on
+# the network (congestion), what communication takes from computing, loading of data.
+# For a cluster of GPUs, measure on one that has such a GPU.";
 
 #[cfg(test)]
 mod tests {
@@ -179,8 +122,8 @@ mod tests {
     use crate::config::StrategyKind;
     use crate::trainer::Amp;
 
-    /// Returns the forecast of a step on `nodes` and `gpus` of a cluster.
-    fn forecast_on(text: &str, overlaps: bool, [nodes, gpus]: [usize; 2]) -> Row {
+    /// Returns the forecast of a step on a number of nodes of a cluster, with a number of ranks on each.
+    fn forecast_on(text: &str, overlaps: bool, shape: [usize; 2]) -> Row {
         let times = StepTimes {
             model: "",
             strategy: StrategyKind::Ddp,
@@ -197,7 +140,7 @@ mod tests {
             bucket_bytes: vec![1_000_000, 2_000_000],
             bucket_complete_us: vec![1e3, 3e3],
         };
-        forecast(&times, overlaps, &text.parse().unwrap(), ClusterShape { nodes, gpus })
+        forecast(&times, overlaps, &text.parse().unwrap(), shape)
     }
 
     fn near(found: f64, expected: f64) {
@@ -217,21 +160,11 @@ mod tests {
         // 10 ms from 1 ms on, 20 ms after that.
         let slow = "latency=0us,bandwidth=100MB/s,algorithm=ring";
         near(forecast_on(slow, true, [2, 1]).exposed_us, 28e3);
-        // Two processes: 10 ms each way, and 1 ms per megabyte. The second bucket goes while the first one does.
-        let far = "backend=gloo,latency=10ms,bandwidth=1GB/s,node-bandwidth=1000000TB/s";
-        let note = 20f64 + 256e-6;
-        let second = (3. + note + 2. * (20. + 1.)).max(1. + note + 2. * (20. + 0.5) + 2.);
-        // The second bucket begins when the first one's note has arrived.
-        let second = second.max(1. + 2. * note + 2. * (20. + 1.));
-        near(forecast_on(far, true, [2, 1]).exposed_us / 1e3, second - 3.);
-        // Threads reduce after backward.
-        let threads = "backend=gloo,node-latency=0us,node-bandwidth=1GB/s";
-        near(forecast_on(threads, true, [1, 2]).exposed_us, 3e3);
     }
 
     #[test]
     fn one_rank_has_no_communication_cost() {
-        for text in ["backend=gloo", "algorithm=tree", "latency=1s,bandwidth=1kB/s"] {
+        for text in ["algorithm=hierarchical", "algorithm=tree", "latency=1s,bandwidth=1kB/s"] {
             let row = forecast_on(text, true, [1, 1]);
             assert_eq!((row.communication_us, row.exposed_us), (0.0, 0.0));
             assert_eq!((row.efficiency, &row.all_reduce[..]), (1.0, "-"));

@@ -21,7 +21,7 @@ use tch::{Device, Kind, Tensor};
 use super::comm_op::{CommOp, op_parser};
 use super::ranks_flags::RanksFlags;
 use crate::config::{check_fits, name, whole};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, counted};
 use crate::ffi::cuda::Cuda;
 use crate::launch::{Placement, Rank};
 use crate::process_group::{Backend, ProcessGroup, ReduceOp, dtype_name, num_bytes, parse_dtype};
@@ -182,15 +182,15 @@ fn bench_on(
     let leads = rank.rank() == 0;
     let mut total = (0, 0.0, 0);
     let mut spreads = Vec::new();
-    if leads && printer.format() == LogFormat::Text {
-        printer.lines(|out| write_head(out, flags, &group))?;
+    if leads {
+        table::print_lines(printer, &head(flags, &group))?;
     }
     for count in flags.sizes(rank.world_size()) {
         let mut case = BenchCase::new(flags.op, flags.reduce_op, flags.dtype, count, &group)?;
         let times = measure(flags, &mut case, &group)?;
         let time = times.median();
         spreads.push(times.spread());
-        let wrong = sum_over_ranks(&group, case.check()?)?;
+        let wrong = reduced(&group, &Tensor::from(case.check()?), ReduceOp::Sum)?.int64_value(&[]);
         let bytes = case.bytes();
         let algbw = bytes as f64 / time / 1e9;
         let row = Row {
@@ -206,18 +206,15 @@ fn bench_on(
         };
         total = (total.0 + 1, total.1 + row.busbw, total.2 + wrong);
         if leads {
-            printer.result(&row, |out| writeln!(out, "{}", table::line(&COLUMNS, &row)))?;
+            table::print_row(printer, &COLUMNS, &row)?;
         }
     }
     let (rows, busbw, wrong) = total;
-    if leads && printer.format() == LogFormat::Text {
+    if leads {
         let verdict = if wrong == 0 { "OK" } else { "FAILED" };
         let average = busbw / f64::from(rows);
-        printer.line(&format!(
-            "# wrong values: {wrong} {verdict}\n# average busbw: {average:.3} GB/s"
-        ))?;
-    }
-    if leads {
+        let foot = format!("# wrong values: {wrong} {verdict}\n# average busbw: {average:.3} GB/s");
+        table::print_lines(printer, &foot)?;
         let spread = Sorted::new(spreads).median();
         note_if_busy("at half of the sizes the slowest round took over", spread, printer);
     }
@@ -263,28 +260,25 @@ pub(super) fn round(group: &ProcessGroup, case: &mut BenchCase, iters: u64) -> R
     }
     group.synchronize()?;
     let seconds = Tensor::from(began.elapsed().as_secs_f64() / iters as f64);
-    let mut seconds = group.to_device(&seconds.to_kind(Kind::Double))?;
-    group.all_reduce(&mut seconds, ReduceOp::Max)?;
-    Ok(group.to_host(&seconds)?.double_value(&[]))
+    let slowest = reduced(group, &seconds.to_kind(Kind::Double), ReduceOp::Max)?;
+    Ok(slowest.double_value(&[]))
 }
 
-fn sum_over_ranks(group: &ProcessGroup, value: i64) -> Result<i64> {
-    let mut sum = group.to_device(&Tensor::from(value))?;
-    group.all_reduce(&mut sum, ReduceOp::Sum)?;
-    Ok(group.to_host(&sum)?.int64_value(&[]))
+/// Returns a tensor of all ranks, reduced.
+fn reduced(group: &ProcessGroup, tensor: &Tensor, op: ReduceOp) -> Result<Tensor> {
+    let mut tensor = group.to_device(tensor)?;
+    group.all_reduce(&mut tensor, op)?;
+    group.to_host(&tensor)
 }
 
-fn write_head(
-    out: &mut dyn std::io::Write,
-    flags: &BenchFlags,
-    group: &ProcessGroup,
-) -> std::io::Result<()> {
-    let ranks = if group.world_size() == 1 { "rank" } else { "ranks" };
+/// Returns the lines above the table.
+fn head(flags: &BenchFlags, group: &ProcessGroup) -> String {
     let device = if group.device() == Device::Cpu { "CPU" } else { "GPU" };
-    let (op, backend, n) = (bench_case::name(flags.op), group.backend(), group.world_size());
+    let (op, backend) = (bench_case::name(flags.op), group.backend());
+    let ranks = counted(group.world_size(), "rank");
     let transport = group.transport().map_or(String::new(), |transport| format!(", {transport}"));
-    writeln!(out, "# {op}: {n} {ranks} on the {device}, backend {backend}{transport}")?;
-    writeln!(out, "#\n{}", table::head(&COLUMNS))
+    let columns = table::head(&COLUMNS);
+    format!("# {op}: {ranks} on the {device}, backend {backend}{transport}\n#\n{columns}")
 }
 
 const COLUMNS: [Column<Row>; 8] = [

@@ -2,7 +2,7 @@
 //! many threads as each has; speed-up compares them with one rank of all cores.
 
 use std::collections::BTreeMap;
-use std::io::{self, Write};
+use std::io;
 use std::sync::Arc;
 
 use anyhow::Context;
@@ -22,7 +22,7 @@ use crate::ffi::cuda::Cuda;
 use crate::launch::{Nproc, Placement, Spawn, SpawnChoice};
 use crate::os::cores;
 use crate::session::{check_shared_model, configure, open_data, place_ranks};
-use crate::telemetry::{LogFormat, Printer};
+use crate::telemetry::Printer;
 
 /// The work that stays the same when there are more ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Display, SerializeDisplay)]
@@ -157,12 +157,7 @@ pub fn bench_scaling(
         }
     };
     let rows: Vec<Row> = compared.iter().map(row).collect();
-    match printer.format() {
-        LogFormat::Json => rows.iter().try_for_each(|row| printer.object(row)),
-        LogFormat::Text => {
-            printer.lines(|out| write_text(&rows, on_gpu, batch_size, [steps, repetitions], out))
-        }
-    }?;
+    print(&rows, on_gpu, batch_size, [steps, repetitions], printer)?;
     let slowest = measured.values().map(|times| sorted(times).spread()).fold(1.0, f64::max);
     // Ranks that share a core have slow steps even on an idle machine.
     let with_cores = measured.iter().filter(|(case, _)| case.ranks <= cores());
@@ -215,27 +210,25 @@ const COLUMNS: [Column<Row>; 8] = [
     numbers("speed-up", "(times)", 10, |row| format!("{:.2}", row.speedup)),
 ];
 
-fn write_text(
+fn print(
     rows: &[Row],
     on_gpu: bool,
     batch_size: usize,
     [steps, repetitions]: [usize; 2],
-    out: &mut dyn Write,
+    printer: &Printer,
 ) -> io::Result<()> {
     let Some(last) = rows.last() else { return Ok(()) };
     let (ranks, cores) = (last.world_size, last.cores);
-    let s = if cores == 1 { "" } else { "s" };
     let (machine, one_alike, one) = if on_gpu {
         ("GPUs".into(), "one GPU", "one GPU".into())
     } else {
         (
-            format!("{cores} CPU core{s}"),
+            counted(cores, "CPU core"),
             "one rank with as many threads",
             format!("one rank with {}", counted(rows[0].threads_per_rank, "thread")),
         )
     };
-    writeln!(
-        out,
+    let head = format!(
         "# {}, {machine}: medians of {repetitions} repetitions of {steps} steps\n\
          # weak: every rank takes {batch_size} samples a step; strong: all ranks together take {}\n\
          # efficiency: samples per second, by those of {one_alike} times the number of ranks\n\
@@ -244,15 +237,13 @@ fn write_text(
         last.model,
         batch_size * ranks,
         table::head(&COLUMNS)
-    )?;
-    for row in rows {
-        writeln!(out, "{}", table::line(&COLUMNS, row))?;
-    }
+    );
+    table::print_lines(printer, &head)?;
+    rows.iter().try_for_each(|row| table::print_row(printer, &COLUMNS, row))?;
     if ranks > cores && !on_gpu {
-        writeln!(
-            out,
-            "# {ranks} ranks share {cores} core{s}: more ranks than cores make nothing faster."
-        )?;
+        let share = format!("# {ranks} ranks share {}", counted(cores, "core"));
+        let foot = format!("{share}: more ranks than cores make nothing faster.");
+        table::print_lines(printer, &foot)?;
     }
     Ok(())
 }

@@ -72,23 +72,22 @@ pub fn bench_step(
     cuda: &Cuda,
     printer: &Arc<Printer>,
 ) -> anyhow::Result<()> {
+    let mut config = config.without_validation();
+    let forecasts = config.ddp.simulate_cluster.is_some();
+    let refuse = |problem: &str| Err(Error::usage(problem.into()).into());
     if config.ddp.grad_accum_steps > 1 {
-        return Err(refused(
+        return refuse(
             "--grad-accum-steps: bench step measures steps of one batch; leave it out of the command line and of the \
              file",
-        ));
+        );
     }
-    let mut config = config.without_validation();
-    if config.ddp.simulate_cluster.is_some() {
-        if config.ddp.comm_hook != CommHookKind::None {
-            return Err(refused(
-                "--comm-hook: bench step forecasts uncompressed gradients; leave it out, or leave out \
-                 --simulate-cluster",
-            ));
-        }
-        if config.launch.nproc_per_node == Nproc::Auto {
-            config.launch.nproc_per_node = Nproc::Count(1);
-        }
+    if forecasts && config.ddp.comm_hook != CommHookKind::None {
+        return refuse(
+            "--comm-hook: bench step forecasts uncompressed gradients; leave it out, or leave out --simulate-cluster",
+        );
+    }
+    if forecasts && config.launch.nproc_per_node == Nproc::Auto {
+        config.launch.nproc_per_node = Nproc::Count(1);
     }
     let launch = Launch::from_env(&config.launch_options(), cuda)?;
     if let Some(children) = ChildProcesses::wanted(&config, &launch, false)? {
@@ -96,10 +95,6 @@ pub fn bench_step(
     }
     let result = measure_here(config, steps, launch.clone(), cuda, printer);
     leave_error(&launch, result, printer)
-}
-
-fn refused(problem: &str) -> anyhow::Error {
-    Error::usage(problem.into()).into()
 }
 
 /// Measures on the ranks of this process. Rank 0 prints.
@@ -128,7 +123,7 @@ fn measure_here(
         if let Some(cluster) = &config.ddp.simulate_cluster {
             let after = config.ddp.find_unused_parameters || config.ddp.static_graph;
             let overlaps = !(config.ddp.no_overlap || after);
-            forecast::print(&times, overlaps, cluster, on_cpu, &printer)?;
+            forecast::print(&times, overlaps, cluster, &printer)?;
         }
         Ok(())
     })?;

@@ -1,5 +1,11 @@
 //! Tables in the style of nccl-tests: columns of fixed width, so that a row can be printed before the next is measured.
 
+use std::io;
+
+use serde::Serialize;
+
+use crate::telemetry::{LogFormat, Printer};
+
 /// A column of a table of `R`s.
 pub(super) struct Column<R> {
     title: &'static str,
@@ -36,6 +42,23 @@ pub(super) fn head<R>(columns: &[Column<R>]) -> String {
     let titles: String = columns.iter().map(|column| column.aligned(column.title)).collect();
     let units: String = columns.iter().map(|column| column.aligned(column.unit)).collect();
     format!("#{}\n#{}", &titles[1..], &units[1..])
+}
+
+/// Prints lines above or below a table, unless its rows are printed as JSON.
+pub(super) fn print_lines(printer: &Printer, lines: &str) -> io::Result<()> {
+    match printer.format() {
+        LogFormat::Json => Ok(()),
+        LogFormat::Text => printer.line(lines),
+    }
+}
+
+/// Prints a row: as a line of the table, or as JSON.
+pub(super) fn print_row<R: Serialize>(
+    printer: &Printer,
+    columns: &[Column<R>],
+    row: &R,
+) -> io::Result<()> {
+    printer.result(row, |out| writeln!(out, "{}", line(columns, row)))
 }
 
 /// Returns a line with the cells of `row` in the columns. Cells that fill their columns keep a space between them.

@@ -1,6 +1,7 @@
 //! Drawings of the operations in letters: A is rank 0's tensor, B is rank 1's, and A1 is the part of A for rank 1.
 
-use super::shorten::{GAP, join, ranks};
+use super::operations::words;
+use super::shorten::{GAP, in_columns, join, ranks};
 use crate::commands::CommOp;
 use crate::operation::{CollectiveType, Holders, Operation, Tensors};
 use crate::process_group::ReduceOp;
@@ -13,45 +14,22 @@ pub(super) fn legend(world_size: usize) -> &'static str {
     }
 }
 
-/// The tensors of one rank before and after, and whether it gives and gets some.
-struct RankRow {
-    before: String,
-    gives: bool,
-    gets: bool,
-    after: String,
-}
-
 /// Returns the drawing of `op`: a line for each rank, as far as there is room.
 pub(super) fn draw(op: CommOp, world_size: usize, reduce_op: ReduceOp) -> Vec<String> {
     if let CommOp::SendRecv | CommOp::IsendIrecv = op {
         return vec![passed_on(world_size, op == CommOp::IsendIrecv)];
     }
-    let rows = ranks(world_size)
-        .into_iter()
-        .map(|rank| rank.map(|rank| (rank, row(op, rank, world_size, reduce_op))));
-    let rows: Vec<_> = rows.collect();
-    let name = |rank: usize| format!("rank {rank}");
-    let width = |text: fn(&RankRow) -> &str| {
-        rows.iter().flatten().map(|(_, row)| text(row).len()).max().unwrap_or(0)
+    let cells = |rank| match rank {
+        Some(rank) => row(op, rank, world_size, reduce_op),
+        None => [GAP, "", "   :    ", GAP, ""].map(String::from),
     };
-    let names = name(world_size - 1).len();
-    let befores = width(|row| &row.before);
-    let line = |row: &Option<(usize, RankRow)>| match row {
-        None => format!("{GAP:names$}   {:befores$}     :      {GAP}", ""),
-        Some((rank, RankRow { before, gives, gets, after })) => {
-            let name = name(*rank);
-            let from = if *gives { "---" } else { "   " };
-            let to = if *gets { "--->" } else { "    " };
-            let through = if op == CommOp::Collective(Operation::Barrier) { '|' } else { '+' };
-            format!(
-                "{name:names$}   {before:befores$}  {from}{through}{to}  {name:names$}   {after}"
-            )
-        }
-    };
-    rows.iter().map(line).collect()
+    let rows: Vec<_> = ranks(world_size).into_iter().map(cells).collect();
+    in_columns(&rows, "  ", &[])
 }
 
-fn row(op: CommOp, rank: usize, world_size: usize, reduce_op: ReduceOp) -> RankRow {
+/// Returns the cells of one rank: its name, its tensors before, whether it gives and gets some, its name, and its tensors
+/// after.
+fn row(op: CommOp, rank: usize, world_size: usize, reduce_op: ReduceOp) -> [String; 5] {
     let CollectiveType { inputs, outputs, reduces, .. } = op.moves();
     let mine = letters(rank);
     let most = if world_size <= 8 { 8 } else { 3 };
@@ -64,11 +42,14 @@ fn row(op: CommOp, rank: usize, world_size: usize, reduce_op: ReduceOp) -> RankR
     let gives = inputs.is_held_by(is_root);
     // The root of a broadcast gets what it has.
     let gets = is_root || outputs.holders != Holders::Root;
+    let name = format!("rank {rank} ");
     let before = match inputs.tensors {
         Tensors::One => mine.clone(),
         Tensors::OneForEachRank if gives => list(&|part| format!("{mine}{part}")),
         _ => String::new(),
     };
+    let through = if op == CommOp::Collective(Operation::Barrier) { '|' } else { '+' };
+    let (begins, ends) = (if gives { "---" } else { "   " }, if gets { "--->" } else { "    " });
     let after = match outputs.tensors {
         Tensors::One if !gets => mine,
         Tensors::One if reduces => reduced(reduce_op, world_size, &from),
@@ -76,22 +57,19 @@ fn row(op: CommOp, rank: usize, world_size: usize, reduce_op: ReduceOp) -> RankR
         Tensors::OneForEachRank if gets => list(&from),
         _ => String::new(),
     };
-    RankRow { before, gives, gets, after }
+    [name.clone(), before, format!("{begins}{through}{ends}"), name, after]
 }
 
 /// Returns `rank 0 -A-> rank 1 -B-> rank 2`. A ring ends with rank 0 again.
 fn passed_on(world_size: usize, ring: bool) -> String {
     let most = if world_size <= 5 { 5 } else { 4 };
-    let name = |rank: usize| format!("rank {rank}");
-    if world_size == 1 {
-        return name(0);
-    }
-    let is_last = |rank: usize| rank + 1 == world_size;
+    let ends = |rank: usize| rank + 1 == world_size && (!ring || world_size == 1);
     let mut line = join(world_size, most, " ", |rank| {
-        if is_last(rank) { name(rank) } else { format!("{} -{}->", name(rank), letters(rank)) }
+        let sends = if ends(rank) { String::new() } else { format!(" -{}->", letters(rank)) };
+        format!("rank {rank}{sends}")
     });
-    if ring {
-        line += &format!(" -{}-> {}", letters(world_size - 1), name(0));
+    if ring && world_size > 1 {
+        line += " rank 0";
     }
     line
 }
@@ -99,15 +77,11 @@ fn passed_on(world_size: usize, ring: bool) -> String {
 /// Returns the formula of a reduction.
 fn reduced(op: ReduceOp, world_size: usize, item: &dyn Fn(usize) -> String) -> String {
     let most = if world_size <= 4 { 4 } else { 3 };
-    let terms = |separator| join(world_size, most, separator, item);
+    let terms = join(world_size, most, words(op).1, item);
     match op {
-        ReduceOp::Sum | ReduceOp::PremulSum(_) => terms("+"),
-        ReduceOp::Avg => format!("({})/{world_size}", terms("+")),
-        ReduceOp::Product => terms("*"),
-        ReduceOp::Min | ReduceOp::Max => format!("{op}({})", terms(",")),
-        ReduceOp::Band => terms("&"),
-        ReduceOp::Bor => terms("|"),
-        ReduceOp::Bxor => terms("^"),
+        ReduceOp::Avg => format!("({terms})/{world_size}"),
+        ReduceOp::Min | ReduceOp::Max => format!("{op}({terms})"),
+        _ => terms,
     }
 }
 

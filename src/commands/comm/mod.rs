@@ -6,14 +6,13 @@ mod shorten;
 mod table;
 mod values;
 
-use std::io::Write;
 use std::sync::Arc;
 use std::time::SystemTime;
 
 use clap::Args;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use serde::{Deserialize, Serialize};
-use tch::{Device, Kind};
+use tch::{Device, Kind, Tensor};
 
 use super::comm_op::{CommOp, OpTensors, op_parser};
 use super::ranks_flags::RanksFlags;
@@ -107,42 +106,9 @@ pub fn comm(flags: CommFlags, cuda: &Cuda, printer: &Arc<Printer>) -> anyhow::Re
     let ops: Vec<ShownOp> = OPS.into_iter().filter(is_asked_for).collect();
     let (ranks, command) = (flags.ranks.clone(), format!("{flags:?}"));
     let job = Arc::new(CommRun { flags, ops, printer: printer.clone() });
-    let check = |placement: &Placement| {
-        let CommRun { flags, ops, .. } = &*job;
-        let world_size = placement.devices.len();
-        check(flags, ops, placement.backend, world_size)?;
-        match placement.devices[0] {
-            Device::Cpu => check_tensors(flags, ops, world_size),
-            _ => Ok(()),
-        }
-    };
     let of_ranks = job.clone();
-    ranks
-        .run(&command, cuda, printer, check, move |rank, backend| show_on(rank, backend, &of_ranks))
-}
-
-/// Refuses arguments that an operation would refuse, before anything is printed.
-fn check(flags: &CommFlags, ops: &[ShownOp], backend: Backend, world_size: usize) -> Result<()> {
-    let CommFlags { numel, dtype, reduce_op, .. } = *flags;
-    if numel.checked_mul(world_size as i64).is_none() {
-        return Err(Error::usage(format!(
-            "--numel {numel}: {world_size} tensors of that size are too large; use fewer elements"
-        )));
-    }
-    if let (Some(op), false) = (flags.op, reduce_op == ReduceOp::Sum)
-        && op.reduction().is_none()
-    {
-        return Err(Error::usage(format!(
-            "--reduce-op {reduce_op}: {} does not reduce elements; remove it",
-            op.name()
-        )));
-    }
-    for operation in ops.iter().filter_map(|shown| shown.op.reduction()) {
-        backend.check_reduction(operation, reduce_op, dtype).map_err(|error| {
-            error.named(format_args!("--reduce-op {reduce_op} --dtype {}", dtype_name(dtype)))
-        })?;
-    }
-    Ok(())
+    let show = move |rank: &Rank, backend| of_ranks.show(rank, backend);
+    ranks.run(&command, cuda, printer, |placement| job.check(placement), show)
 }
 
 /// Refuses tensors that this machine's memory cannot hold.
@@ -158,19 +124,39 @@ fn check_tensors(flags: &CommFlags, ops: &[ShownOp], world_size: usize) -> Resul
     Ok(())
 }
 
-/// Runs every operation on one rank, and sends its row to rank 0, which prints.
-fn show_on(rank: &Rank, backend: Backend, job: &CommRun) -> anyhow::Result<()> {
-    let group = rank.init_process_group(backend)?;
-    for shown in &job.ops {
-        let row = job.run(shown.op, &group)?;
-        if let Some(rows) = group.gather_object(&row, 0)? {
-            job.print(shown, &rows)?;
+impl CommRun {
+    /// Refuses arguments that an operation would refuse, before anything is printed.
+    fn check(&self, placement: &Placement) -> Result<()> {
+        let CommFlags { op, dtype, reduce_op, .. } = self.flags;
+        if let Some(op) = op.filter(|op| reduce_op != ReduceOp::Sum && op.reduction().is_none()) {
+            return Err(Error::usage(format!(
+                "--reduce-op {reduce_op}: {} does not reduce elements; remove it",
+                op.name()
+            )));
+        }
+        for operation in self.ops.iter().filter_map(|shown| shown.op.reduction()) {
+            placement.backend.check_reduction(operation, reduce_op, dtype).map_err(|error| {
+                error.named(format_args!("--reduce-op {reduce_op} --dtype {}", dtype_name(dtype)))
+            })?;
+        }
+        match placement.devices[0] {
+            Device::Cpu => check_tensors(&self.flags, &self.ops, placement.devices.len()),
+            _ => Ok(()),
         }
     }
-    Ok(())
-}
 
-impl CommRun {
+    /// Runs every operation on one rank, and sends its row to rank 0, which prints.
+    fn show(&self, rank: &Rank, backend: Backend) -> anyhow::Result<()> {
+        let group = rank.init_process_group(backend)?;
+        for shown in &self.ops {
+            let row = self.run(shown.op, &group)?;
+            if let Some(rows) = group.gather_object(&row, 0)? {
+                self.print(shown, &rows)?;
+            }
+        }
+        Ok(())
+    }
+
     /// Runs the operation on this rank. Returns the rank's tensors before and after.
     fn run(&self, op: CommOp, group: &ProcessGroup) -> Result<Row> {
         let CommFlags { numel, dtype, reduce_op, .. } = self.flags;
@@ -179,11 +165,11 @@ impl CommRun {
         let mut tensors = OpTensors::new(op, reduce_op, numel, dtype, group)?;
         fill(&tensors.input, rank)?;
         group.synchronize()?;
-        let before = if op.has(moves.inputs, rank == 0) {
-            Some(Value::of(&tensors.input, tensors.input_list.as_deref())?)
-        } else {
-            None
+        let read = |is_there: bool, tensor: &Tensor, list: &Option<Vec<Tensor>>| {
+            is_there.then(|| Value::of(tensor, list.as_deref())).transpose()
         };
+        let has_input = op.has(moves.inputs, rank == 0);
+        let before = read(has_input, &tensors.input, &tensors.input_list)?;
         let is_barrier = op == CommOp::Collective(Operation::Barrier);
         let earlier = group.traffic();
         let arrived = SystemTime::now();
@@ -201,10 +187,8 @@ impl CommRun {
             let arrivals = group.all_gather_object(&arrived)?;
             let arrived = (0..).zip(arrivals).filter(|(_, arrival)| *arrival <= left);
             Some(Value::whole(&arrived.map(|(rank, _)| rank).collect::<Vec<_>>()))
-        } else if has_result {
-            Some(Value::of(&tensors.output, tensors.output_list.as_deref())?)
         } else {
-            None
+            read(has_result, &tensors.output, &tensors.output_list)?
         };
         let (sent, received) = (later.sent - earlier.sent, later.received - earlier.received);
         Ok(Row { before, after, sent, received })
@@ -213,48 +197,35 @@ impl CommRun {
     fn print(&self, shown: &ShownOp, rows: &[Row]) -> std::io::Result<()> {
         if self.printer.format() == LogFormat::Json {
             return rows.iter().enumerate().try_for_each(|(rank, row)| {
-                let numbers = |value: &Option<Value>| {
-                    value.as_ref().map(|it| serde_json::from_str(&it.json)).transpose()
-                };
                 self.printer.object(&Line {
                     op: shown.op.name(),
                     rank,
-                    before: numbers(&row.before)?,
-                    after: numbers(&row.after)?,
+                    before: row.before.as_ref().map(Value::json),
+                    after: row.after.as_ref().map(Value::json),
                     sent: row.sent,
                     received: row.received,
                 })
             });
         }
-        self.printer.lines(|out| {
-            if shown.op == self.ops[0].op {
-                writeln!(out, "{}", drawing::legend(rows.len()))?;
-                writeln!(out, "sent and recv are in bytes.")?;
-            }
-            self.write_text(shown, rows, out)
-        })
-    }
-
-    fn write_text(
-        &self,
-        shown: &ShownOp,
-        rows: &[Row],
-        out: &mut dyn Write,
-    ) -> std::io::Result<()> {
         let (world_size, reduce_op) = (rows.len(), self.flags.reduce_op);
         let ShownOp { op, pytorch_call, rust_call, .. } = *shown;
-        writeln!(out, "\n{}", op.name())?;
-        let calls = [format!("PyTorch  {pytorch_call}"), format!("Rust     {rust_call}")];
         let parts = [
             shown.about(world_size, reduce_op),
             drawing::draw(op, world_size, reduce_op),
-            calls.to_vec(),
+            vec![format!("PyTorch  {pytorch_call}"), format!("Rust     {rust_call}")],
             table::table(rows),
         ];
-        for line in parts.join(&String::new()) {
-            writeln!(out, "{}", format!("  {line}").trim_end())?;
-        }
-        Ok(())
+        self.printer.lines(|out| {
+            if op == self.ops[0].op {
+                writeln!(out, "{}", drawing::legend(world_size))?;
+                writeln!(out, "sent and recv are in bytes.")?;
+            }
+            writeln!(out, "\n{}", op.name())?;
+            for line in parts.join(&String::new()) {
+                writeln!(out, "{}", format!("  {line}").trim_end())?;
+            }
+            Ok(())
+        })
     }
 }
 

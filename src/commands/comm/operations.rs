@@ -106,20 +106,20 @@ impl ShownOp {
             }
             _ => self.usage,
         };
-        vec![self.does.replace("RESULT", noun(op)), usage.into()]
+        vec![self.does.replace("RESULT", words(op).0), usage.into()]
     }
 }
 
-/// Returns the result of a reduction as a noun.
-fn noun(op: ReduceOp) -> &'static str {
+/// Returns the result of a reduction as a noun, and what stands between the terms of its formula.
+pub(super) fn words(op: ReduceOp) -> (&'static str, &'static str) {
     match op {
-        ReduceOp::Sum | ReduceOp::PremulSum(_) => "the sum",
-        ReduceOp::Avg => "the average",
-        ReduceOp::Product => "the product",
-        ReduceOp::Min => "the minimum",
-        ReduceOp::Max => "the maximum",
-        ReduceOp::Band => "the bitwise and",
-        ReduceOp::Bor => "the bitwise or",
-        ReduceOp::Bxor => "the bitwise xor",
+        ReduceOp::Sum | ReduceOp::PremulSum(_) => ("the sum", "+"),
+        ReduceOp::Avg => ("the average", "+"),
+        ReduceOp::Product => ("the product", "*"),
+        ReduceOp::Min => ("the minimum", ","),
+        ReduceOp::Max => ("the maximum", ","),
+        ReduceOp::Band => ("the bitwise and", "&"),
+        ReduceOp::Bor => ("the bitwise or", "|"),
+        ReduceOp::Bxor => ("the bitwise xor", "^"),
     }
 }

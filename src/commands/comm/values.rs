@@ -20,41 +20,47 @@ pub(super) fn fill(input: &Tensor, rank: usize) -> Result<()> {
     fill().doing("filling a tensor")
 }
 
-/// The tensors of a rank before or after an operation, as texts, in the form that rank 0 receives.
+/// The tensors of a rank before or after an operation, in the form that rank 0 receives.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct Value {
-    /// The numbers of each tensor, for people.
+    /// The numbers of each tensor, as texts.
     pub tensors: Vec<Vec<String>>,
-    /// The numbers of one tensor, or a list with those of one per rank, as JSON.
-    pub json: String,
+    is_list: bool,
+    is_float: bool,
 }
 
 impl Value {
     /// Returns the numbers of `list`, or of the one tensor if there is no list.
     pub(super) fn of(tensor: &Tensor, list: Option<&[Tensor]>) -> Result<Self> {
         let tensors = list.unwrap_or(std::slice::from_ref(tensor)).iter();
-        let texts: Result<Vec<_>, _> = tensors.map(texts).collect();
-        let (tensors, all): (Vec<_>, Vec<_>) = texts.doing("reading a tensor")?.into_iter().unzip();
-        let all = all.join(",");
-        Ok(Self { tensors, json: if list.is_some() { format!("[{all}]") } else { all } })
+        let tensors: Result<Vec<_>, _> = tensors.map(texts).collect();
+        let (is_list, is_float) = (list.is_some(), tensor.is_floating_point());
+        Ok(Self { tensors: tensors.doing("reading a tensor")?, is_list, is_float })
     }
 
     /// Returns these whole numbers, as those of a tensor.
     pub(super) fn whole(numbers: &[usize]) -> Self {
         let tensors = vec![numbers.iter().map(usize::to_string).collect()];
-        Self { tensors, json: json!(numbers).to_string() }
+        Self { tensors, is_list: false, is_float: false }
+    }
+
+    /// Returns the numbers of one tensor, or a list with those of one per rank, as JSON.
+    pub(super) fn json(&self) -> serde_json::Value {
+        let number = |text: &String| match text.parse::<f64>() {
+            Ok(number) if self.is_float => json!(number),
+            _ => text.parse().unwrap_or_default(),
+        };
+        let tensor =
+            |numbers: &Vec<String>| -> serde_json::Value { numbers.iter().map(number).collect() };
+        let mut tensors = self.tensors.iter().map(tensor);
+        if self.is_list { tensors.collect() } else { tensors.next().unwrap_or_default() }
     }
 }
 
-/// Returns the numbers of a tensor of any dtype that can be reduced: for people, and as JSON.
-fn texts(tensor: &Tensor) -> Result<(Vec<String>, String), TchError> {
-    fn of<T: Serialize + Copy>(
-        numbers: Vec<T>,
-        text: impl Fn(T) -> String,
-    ) -> (Vec<String>, String) {
-        // What has been a tensor is a list of numbers, which JSON has.
-        let json = serde_json::to_string(&numbers).unwrap_or_default();
-        (numbers.into_iter().map(text).collect(), json)
+/// Returns the numbers of a tensor of any dtype that can be reduced.
+fn texts(tensor: &Tensor) -> Result<Vec<String>, TchError> {
+    fn of<T>(numbers: Vec<T>, text: impl Fn(T) -> String) -> Vec<String> {
+        numbers.into_iter().map(text).collect()
     }
     let tensor = tensor.f_to_device(Device::Cpu)?;
     Ok(match tensor.f_kind()? {
@@ -79,8 +85,8 @@ mod tests {
     fn values_of_every_dtype_are_printed_exactly() {
         let shown = |kind| {
             let tensor = Tensor::from_slice(&[0., 0.1, -3., 1e30]).to_kind(kind);
-            let (numbers, json) = texts(&tensor).unwrap();
-            (numbers.join(" "), json)
+            let value = Value::of(&tensor, None).unwrap();
+            (value.tensors[0].join(" "), value.json().to_string())
         };
         let told = |text: &str, json: &str| (text.to_string(), json.to_string());
         assert_eq!(shown(Kind::Double), told("0 0.1 -3 1e30", "[0.0,0.1,-3.0,1e+30]"));

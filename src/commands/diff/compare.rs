@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use strum::{EnumIter, IntoEnumIterator, IntoStaticStr};
 
-use super::read::Record;
+use super::read::{Lines, Record};
 use crate::error::{Error, Result};
 use crate::telemetry::{RecordedStep, RecordedTensor, StepOfRank, TensorHash};
 
@@ -23,41 +23,21 @@ pub(super) enum Stage {
     Buffers,
 }
 
-/// What a comparison of one stage found.
-#[derive(Debug, Clone, PartialEq)]
-pub(super) enum Outcome {
-    /// One of the records has nothing to compare.
-    Unknown,
-    Same,
-    Differs(Difference),
-}
-
-/// The ranks that differ in a stage.
-#[derive(Debug, Clone, PartialEq)]
+/// The ranks that differ in a stage; none if it is the same on all that both records have.
+#[derive(Debug, Default)]
 pub(super) struct Difference {
-    pub ranks: Vec<RankDifference>,
+    /// Each rank with the names of A's tensors that differ, in the order of computation; of a batch's tensors for its stage.
+    /// No names for stages without tensors.
+    pub ranks: Vec<(usize, Vec<String>)>,
     /// The ranks of which one of the records has nothing to compare.
     pub unknown: Vec<usize>,
 }
 
-/// What differs on one rank.
-#[derive(Debug, Clone, PartialEq)]
-pub(super) struct RankDifference {
-    pub rank: usize,
-    /// Indices of A's tensors that differ, in the order of computation; of a batch's tensors for its stage. Empty for stages
-    /// without tensors.
-    pub tensors: Vec<usize>,
-}
-
-/// The tensors of two records that belong together: indices of A and of B.
+/// Two tensors of the records that belong together: the name of A's, and the places of both.
 #[derive(Debug)]
-pub(super) struct Pairs {
-    pub parameters: Vec<(usize, usize)>,
-    pub buffers: Vec<(usize, usize)>,
-    /// Whether the names differ, so that the parameters belong together by their order.
-    pub by_order: bool,
-    /// Whether a parameter is float64, and so sees all digits of the learning rate.
-    pub have_float64: bool,
+pub(super) struct Pair {
+    pub name: String,
+    places: [usize; 2],
 }
 
 /// The place where two records part.
@@ -66,8 +46,8 @@ pub(super) struct Parting {
     /// The step; the state before it if `is_start`.
     pub step: u64,
     pub is_start: bool,
-    /// What the comparison of each stage of that step found.
-    pub stages: BTreeMap<Stage, Outcome>,
+    /// What the comparison of each stage of that step found; `None` if one of the records has nothing to compare.
+    pub stages: BTreeMap<Stage, Option<Difference>>,
     /// The ranks that did not end the step in one of the runs.
     pub stopped: Vec<usize>,
 }
@@ -75,246 +55,189 @@ pub(super) struct Parting {
 impl Parting {
     /// Returns the first stage that differs.
     pub(super) fn first(&self) -> Option<(Stage, &Difference)> {
-        self.stages.iter().find_map(|(stage, outcome)| match outcome {
-            Outcome::Differs(difference) => Some((*stage, difference)),
-            _ => None,
-        })
+        let mut known = self.stages.iter().filter_map(|(stage, it)| Some((*stage, it.as_ref()?)));
+        known.find(|(_, difference)| !difference.ranks.is_empty())
     }
 }
 
 /// What the comparison of two records found.
 #[derive(Debug)]
-pub(super) struct Comparison {
-    pub pairs: Pairs,
+pub(super) struct Comparison<'a> {
+    /// A and B.
+    pub records: [&'a Record; 2],
+    pub parameters: Vec<Pair>,
+    pub buffers: Vec<Pair>,
+    /// Whether the names differ, so that the parameters belong together by their order.
+    pub by_order: bool,
     /// The common steps before the parting.
     pub equal_steps: Vec<u64>,
     /// Whether both runs have recorded their start, and it is equal.
     pub has_equal_start: bool,
     pub parting: Option<Parting>,
-    /// Where the runs failed; `None` for a run that did not.
-    pub failed: SidesOf<Option<StepOfRank>>,
-    /// The steps that only A has and that only B has.
-    pub only_in: SidesOf<usize>,
-    /// Whether both have as many ranks. If not, only rank 0's averages, parameters and buffers and the learning rate are
-    /// compared.
-    pub has_same_ranks: bool,
 }
 
-/// One value for each record.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub(in crate::commands) struct SidesOf<T> {
-    pub a: T,
-    pub b: T,
-}
-
-impl<T> SidesOf<T> {
-    /// Returns the values of both, A's first.
-    pub(in crate::commands) fn both(&self) -> [&T; 2] {
-        [&self.a, &self.b]
-    }
-}
-
-/// Compares `a` and `b`.
-///
-/// # Errors
-/// [`Error::Input`] if the models differ, or if the records have no step and no start in common.
-pub(super) fn compare(a: &Record, b: &Record) -> Result<Comparison> {
-    let pairs = pair_tensors(a, b)?;
-    let has_same_ranks = a.header.world_size == b.header.world_size;
-    let ranks = if has_same_ranks { a.header.world_size } else { 1 };
-    let common: Vec<u64> =
-        a.steps.keys().filter(|step| b.steps.contains_key(step)).copied().collect();
-    let mut comparison = Comparison {
-        equal_steps: Vec::new(),
-        has_equal_start: false,
-        parting: None,
-        failed: SidesOf { a: failure(a), b: failure(b) },
-        only_in: SidesOf { a: a.steps.len() - common.len(), b: b.steps.len() - common.len() },
-        has_same_ranks,
-        pairs,
-    };
-    let starts: Vec<u64> =
-        a.starts.keys().filter(|step| b.starts.contains_key(step)).copied().collect();
-    if common.is_empty() && starts.is_empty() {
-        return Err(Error::mismatch(format!(
-            "{} and {} have no step in common, so they cannot be compared; record the same steps (--record-every, \
-             --resume)",
-            a.name, b.name
-        )));
-    }
-    let pairs = &comparison.pairs;
-    let differs = |stages: &BTreeMap<Stage, Outcome>| {
-        stages.values().any(|outcome| matches!(outcome, Outcome::Differs(_)))
-    };
-    if let Some(&step) = starts.first() {
-        let stages = stages_of_start(a, b, step, ranks, pairs);
-        if differs(&stages) {
-            let stopped = Vec::new();
-            comparison.parting = Some(Parting { step, is_start: true, stages, stopped });
-            return Ok(comparison);
+impl<'a> Comparison<'a> {
+    /// Compares the records A and B.
+    ///
+    /// # Errors
+    /// [`Error::Input`] if the models differ, or if the records have no step and no start in common.
+    pub(super) fn of([a, b]: [&'a Record; 2]) -> Result<Self> {
+        let mut comparison = Self::of_models([a, b])?;
+        let common = |of_a: &Lines, of_b: &Lines| -> Vec<u64> {
+            of_a.keys().filter(|step| of_b.contains_key(step)).copied().collect()
+        };
+        let (starts, steps) = (common(&a.starts, &b.starts), common(&a.steps, &b.steps));
+        if starts.is_empty() && steps.is_empty() {
+            return Err(Error::mismatch(format!(
+                "{} and {} have no step in common, so they cannot be compared; record the same steps (--record-every, \
+                 --resume)",
+                a.name, b.name
+            )));
         }
-        comparison.has_equal_start = true;
-    }
-    for step in common {
-        let (of_a, of_b) = (&a.steps[&step], &b.steps[&step]);
-        let stages: BTreeMap<Stage, Outcome> = Stage::iter()
-            .map(|stage| (stage, compare_stage(stage, of_a, of_b, ranks, has_same_ranks, pairs)))
-            .collect();
-        let lines = of_a.values().chain(of_b.values());
-        let stopped: Vec<usize> =
-            lines.filter(|line| !line.is_whole()).map(|line| line.rank).collect();
-        if differs(&stages) {
-            comparison.parting = Some(Parting { step, is_start: false, stages, stopped });
-            break;
-        }
-        // Of a step that is not whole, a rank that has come further may show the difference.
-        if stopped.is_empty() {
-            comparison.equal_steps.push(step);
-        }
-    }
-    Ok(comparison)
-}
-
-/// Returns the place where the run of `record` failed; `None` if it did not, or not in a recorded step.
-fn failure(record: &Record) -> Option<StepOfRank> {
-    if record.failed.is_some() {
-        return record.failed;
-    }
-    let lines = || record.steps.values().flat_map(BTreeMap::values);
-    if let Some(failed) = lines().find(|line| line.failed) {
-        return Some(StepOfRank { step: failed.step, rank: failed.rank });
-    }
-    // A rank that is killed has no line of its step. The others stop in it, or in the step before, which that rank has
-    // ended.
-    let stopped = lines().rfind(|line| line.stopped)?.step;
-    let is_step_before = record.steps[&stopped].values().any(RecordedStep::is_whole);
-    let has_stopped = |rank: usize| lines().any(|line| line.stopped && line.rank == rank);
-    let rank = (0..record.header.world_size).find(|&rank| !has_stopped(rank))?;
-    Some(StepOfRank { step: stopped + u64::from(is_step_before), rank })
-}
-
-/// Finds the tensors that belong together: by name, or by order if all shapes agree.
-fn pair_tensors(a: &Record, b: &Record) -> Result<Pairs> {
-    let (of_a, of_b) = (&a.header.parameters, &b.header.parameters);
-    let fits = |one: &RecordedTensor, other: &RecordedTensor| {
-        one.dtype == other.dtype && one.shape == other.shape
-    };
-    let by_name = |of_a: &[RecordedTensor], of_b: &[RecordedTensor]| -> Vec<(usize, usize)> {
-        let find =
-            |tensor: &RecordedTensor| of_b.iter().position(|other| other.name == tensor.name);
-        of_a.iter().enumerate().filter_map(|(i, tensor)| Some((i, find(tensor)?))).collect()
-    };
-    let mut parameters = by_name(of_a, of_b);
-    let is_whole = parameters.len() == of_a.len() && parameters.len() == of_b.len();
-    if !is_whole {
-        parameters = (0..of_a.len().min(of_b.len())).map(|i| (i, i)).collect();
-    }
-    let misfit = parameters.iter().find(|(i, j)| !fits(&of_a[*i], &of_b[*j]));
-    // The trained tensors of one record that the other has among those that it does not train.
-    let frozen = |trained: &Record, other: &Record| {
-        let is_frozen =
-            |it: &&RecordedTensor| other.header.buffers.iter().any(|frozen| frozen.name == it.name);
-        let tensor = trained.header.parameters.iter().find(is_frozen)?;
-        Some(format!("{} trains `{}`, and {} does not", trained.name, tensor.name, other.name))
-    };
-    let misfit =
-        misfit.map(|(i, j)| format!("{} has {}, {} has {}", a.name, of_a[*i], b.name, of_b[*j]));
-    let unequal = || {
-        let counts = (of_a.len(), of_b.len());
-        let text =
-            format!("{} trains {} parameters, {} trains {}", a.name, counts.0, b.name, counts.1);
-        (counts.0 != counts.1).then_some(text)
-    };
-    if let Some(problem) = frozen(a, b).or_else(|| frozen(b, a)).or(misfit).or_else(unequal) {
-        return Err(Error::mismatch(format!(
-            "the models differ: {problem}; compare runs of the same model"
-        )));
-    }
-    let mut buffers = by_name(&a.header.buffers, &b.header.buffers);
-    buffers.retain(|(i, j)| fits(&a.header.buffers[*i], &b.header.buffers[*j]));
-    let have_float64 = of_a.iter().any(|tensor| tensor.dtype == "float64");
-    Ok(Pairs { parameters, buffers, by_order: !is_whole, have_float64 })
-}
-
-/// Compares the states before step `step`.
-fn stages_of_start(
-    a: &Record,
-    b: &Record,
-    step: u64,
-    ranks: usize,
-    pairs: &Pairs,
-) -> BTreeMap<Stage, Outcome> {
-    let (of_a, of_b) = (&a.starts[&step], &b.starts[&step]);
-    let compare = |stage| {
-        let outcome = each_rank(ranks, |rank| {
-            let (a, b) = (of_a.get(&rank)?, of_b.get(&rank)?);
-            match stage {
-                Stage::Parameters => tensors(&a.parameters, &b.parameters, pairs.parameters.iter()),
-                _ => tensors(&a.buffers, &b.buffers, pairs.buffers.iter()),
+        let start = starts.into_iter().take(1).map(|step| (step, true));
+        for (step, is_start) in start.chain(steps.into_iter().map(|step| (step, false))) {
+            let lines = [a, b].map(|it| &(if is_start { &it.starts } else { &it.steps })[&step]);
+            let is_known =
+                |stage: &Stage| !is_start || matches!(stage, Stage::Parameters | Stage::Buffers);
+            let stages = Stage::iter().filter(is_known);
+            let stages = stages.map(|stage| (stage, comparison.stage(stage, lines))).collect();
+            let ranks = lines.into_iter().flat_map(BTreeMap::values);
+            let stopped = ranks.filter(|line| !line.is_whole()).map(|line| line.rank).collect();
+            let parting = Parting { step, is_start, stages, stopped };
+            if parting.first().is_some() {
+                comparison.parting = Some(parting);
+                break;
             }
-        });
-        (stage, outcome)
-    };
-    [Stage::Parameters, Stage::Buffers].map(compare).into()
-}
-
-/// Compares one stage of a step.
-fn compare_stage(
-    stage: Stage,
-    a: &BTreeMap<usize, RecordedStep>,
-    b: &BTreeMap<usize, RecordedStep>,
-    ranks: usize,
-    has_same_ranks: bool,
-    pairs: &Pairs,
-) -> Outcome {
-    let is_of_one_rank =
-        matches!(stage, Stage::Samples | Stage::Batch | Stage::Loss | Stage::Gradients);
-    if is_of_one_rank && !has_same_ranks {
-        return Outcome::Unknown;
+            // Of a step that is not whole, a rank that has come further may show the difference.
+            if is_start {
+                comparison.has_equal_start = true;
+            } else if parting.stopped.is_empty() {
+                comparison.equal_steps.push(step);
+            }
+        }
+        Ok(comparison)
     }
-    each_rank(ranks, |rank| {
-        let (a, b) = (a.get(&rank)?, b.get(&rank)?);
+
+    /// Finds the tensors that belong together: by name, or by order if all shapes agree.
+    fn of_models([a, b]: [&'a Record; 2]) -> Result<Self> {
+        let (of_a, of_b) = (&a.header.parameters, &b.header.parameters);
+        let mut parameters = pairs(of_a, of_b);
+        let by_order = parameters.len() < of_a.len().max(of_b.len());
+        let mut misfit = None;
+        if by_order {
+            let fit = |(one, other): &(&RecordedTensor, &RecordedTensor)| {
+                one.dtype == other.dtype && one.shape == other.shape
+            };
+            misfit = of_a.iter().zip(of_b).find(|both| !fit(both));
+            let names = of_a.iter().take(of_b.len()).map(|tensor| tensor.name.clone());
+            let pair = |(place, name)| Pair { name, places: [place; 2] };
+            parameters = names.enumerate().map(pair).collect();
+        }
+        let misfit =
+            misfit.map(|(one, other)| format!("{} has {one}, {} has {other}", a.name, b.name));
+        // The trained tensors of one record that the other has among those that it does not train.
+        let frozen = |trained: &Record, other: &Record| {
+            let frozen = |name: &String| other.header.buffers.iter().any(|it| it.name == *name);
+            let mut names = trained.header.parameters.iter().map(|tensor| &tensor.name);
+            let name = names.find(|name| frozen(name))?;
+            Some(format!("{} trains `{name}`, and {} does not", trained.name, other.name))
+        };
+        let (len, theirs) = (of_a.len(), of_b.len());
+        let unequal = format!("{} trains {len} parameters, {} trains {theirs}", a.name, b.name);
+        let unequal = (len != theirs).then_some(unequal);
+        if let Some(problem) = frozen(a, b).or_else(|| frozen(b, a)).or(misfit).or(unequal) {
+            return Err(Error::mismatch(format!(
+                "the models differ: {problem}; compare runs of the same model"
+            )));
+        }
+        Ok(Self {
+            records: [a, b],
+            parameters,
+            buffers: pairs(&a.header.buffers, &b.header.buffers),
+            by_order,
+            equal_steps: Vec::new(),
+            has_equal_start: false,
+            parting: None,
+        })
+    }
+
+    /// Returns whether both have as many ranks. If not, only rank 0's averages, parameters and buffers and the learning rate
+    /// are compared.
+    pub(super) fn has_same_ranks(&self) -> bool {
+        let [a, b] = self.records;
+        a.header.world_size == b.header.world_size
+    }
+
+    /// Returns the step and the rank of the first difference; `None` if the runs are equal.
+    pub(super) fn first(&self) -> Option<StepOfRank> {
+        if let Some(parting) = &self.parting {
+            let rank = parting.first().and_then(|(_, it)| it.ranks.first()).map_or(0, |it| it.0);
+            return Some(StepOfRank { step: parting.step, rank });
+        }
+        let failed = self.records.map(Record::failure);
+        let [of_a, of_b] = failed.map(|at| at.map(|at| at.step));
+        let first = failed.into_iter().flatten().min_by_key(|at| at.step);
+        first.filter(|_| of_a != of_b)
+    }
+
+    /// Compares one stage of a step. Returns `None` if one of the records has nothing to compare.
+    fn stage(
+        &self,
+        stage: Stage,
+        [a, b]: [&BTreeMap<usize, RecordedStep>; 2],
+    ) -> Option<Difference> {
+        let ranks = if self.has_same_ranks() {
+            self.records[0].header.world_size
+        } else {
+            usize::from(stage >= Stage::Averages) // what comes before is of one rank
+        };
+        let mut found = Difference::default();
+        for rank in 0..ranks {
+            let lines = a.get(&rank).zip(b.get(&rank));
+            match lines.and_then(|(a, b)| self.stage_of_rank(stage, a, b)) {
+                None => found.unknown.push(rank),
+                Some(None) => {}
+                Some(Some(tensors)) => found.ranks.push((rank, tensors)),
+            }
+        }
+        (found.unknown.len() < ranks).then_some(found)
+    }
+
+    /// Compares one stage of a rank. Returns `None` if one of the records has nothing to compare.
+    fn stage_of_rank(&self, stage: Stage, a: &RecordedStep, b: &RecordedStep) -> Option<Found> {
+        let Self { parameters, buffers, .. } = self;
         match stage {
-            Stage::Samples => values(a.samples.as_ref()?, b.samples.as_ref()?),
+            Stage::Samples => Some((a.samples.as_ref()? != b.samples.as_ref()?).then(Vec::new)),
             Stage::Batch => batches(a, b),
             Stage::Loss if a.loss.is_empty() || b.loss.is_empty() => None,
-            Stage::Loss => values(&a.loss, &b.loss),
+            Stage::Loss => Some((a.loss != b.loss).then(Vec::new)),
             // Backward begins at the last parameter.
-            Stage::Gradients => tensors(&a.gradients, &b.gradients, pairs.parameters.iter().rev()),
-            Stage::Averages => tensors(&a.averages, &b.averages, pairs.parameters.iter().rev()),
+            Stage::Gradients => tensors(&a.gradients, &b.gradients, parameters.iter().rev()),
+            Stage::Averages => tensors(&a.averages, &b.averages, parameters.iter().rev()),
             Stage::LearningRate => {
-                let is_seen = pairs.have_float64 || a.lr as f32 != b.lr as f32;
+                // Only a parameter of float64 sees all of its digits.
+                let is_float64 = |tensor: &RecordedTensor| tensor.dtype == "float64";
+                let mut trained = self.records[0].header.parameters.iter();
+                let is_seen = trained.any(is_float64) || a.lr as f32 != b.lr as f32;
                 Some((is_seen && !is_close(a.lr, b.lr)).then(Vec::new))
             }
-            Stage::Parameters => tensors(&a.parameters, &b.parameters, pairs.parameters.iter()),
-            Stage::Buffers => tensors(&a.buffers, &b.buffers, pairs.buffers.iter()),
-        }
-    })
-}
-
-/// What the comparison of one rank found: `None` if it is the same, else as [`RankDifference::tensors`].
-type Found = Option<Vec<usize>>;
-
-/// Calls `compare` for each rank. It returns `None` where one of the records has nothing to compare.
-fn each_rank(ranks: usize, compare: impl Fn(usize) -> Option<Found>) -> Outcome {
-    let (mut differ, mut unknown) = (Vec::new(), Vec::new());
-    for rank in 0..ranks {
-        match compare(rank) {
-            None => unknown.push(rank),
-            Some(None) => (),
-            Some(Some(tensors)) => differ.push(RankDifference { rank, tensors }),
+            Stage::Parameters => tensors(&a.parameters, &b.parameters, parameters.iter()),
+            Stage::Buffers => tensors(&a.buffers, &b.buffers, buffers.iter()),
         }
     }
-    match (differ.is_empty(), unknown.len() == ranks) {
-        (_, true) => Outcome::Unknown,
-        (true, _) => Outcome::Same,
-        (false, _) => Outcome::Differs(Difference { ranks: differ, unknown }),
-    }
 }
 
-fn values<T: PartialEq>(a: &T, b: &T) -> Option<Found> {
-    Some((a != b).then(Vec::new))
+/// Pairs the tensors that both have, with the same name, dtype and shape.
+fn pairs(of_a: &[RecordedTensor], of_b: &[RecordedTensor]) -> Vec<Pair> {
+    let pair = |(place, tensor): (usize, &RecordedTensor)| {
+        let theirs = of_b.iter().position(|other| other == tensor)?;
+        Some(Pair { name: tensor.name.clone(), places: [place, theirs] })
+    };
+    of_a.iter().enumerate().filter_map(pair).collect()
 }
+
+/// What the comparison of one rank found: `None` if it is the same, else the names as in [`Difference::ranks`].
+type Found = Option<Vec<String>>;
 
 /// Compares the batches of a step. Each has inputs, targets, and further inputs.
 fn batches(a: &RecordedStep, b: &RecordedStep) -> Option<Found> {
@@ -329,7 +252,12 @@ fn batches(a: &RecordedStep, b: &RecordedStep) -> Option<Found> {
     }
     let differ =
         |tensor: &usize| (*tensor..of_a.len()).step_by(tensors).any(|i| of_a[i] != of_b[i]);
-    Some(Some((0..tensors).filter(differ).collect()))
+    let name = |tensor| match tensor {
+        0 => "inputs".to_owned(),
+        1 => "targets".to_owned(),
+        more => format!("more_inputs.{}", more - 2),
+    };
+    Some(Some((0..tensors).filter(differ).map(name).collect()))
 }
 
 /// Returns whether two numbers are the same up to the rounding of a few operations in float64.
@@ -341,12 +269,11 @@ pub(super) fn is_close(a: f64, b: f64) -> bool {
 fn tensors<'a>(
     a: &[Option<TensorHash>],
     b: &[Option<TensorHash>],
-    pairs: impl Iterator<Item = &'a (usize, usize)>,
+    pairs: impl Iterator<Item = &'a Pair>,
 ) -> Option<Found> {
-    let both: Vec<(usize, bool)> = pairs.filter_map(|&(i, j)| Some((i, a[i]? == b[j]?))).collect();
-    if both.is_empty() {
-        return None;
-    }
-    let differ: Vec<usize> = both.iter().filter(|(_, same)| !same).map(|(i, _)| *i).collect();
-    Some((!differ.is_empty()).then_some(differ))
+    let is_same = |pair: &'a Pair| Some((pair, a[pair.places[0]]? == b[pair.places[1]]?));
+    let known: Vec<(&Pair, bool)> = pairs.filter_map(is_same).collect();
+    let differ = known.iter().filter(|(_, same)| !same).map(|(pair, _)| pair.name.clone());
+    let differ: Vec<String> = differ.collect();
+    (!known.is_empty()).then(|| Some(differ).filter(|differ| !differ.is_empty()))
 }

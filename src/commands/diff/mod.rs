@@ -6,7 +6,6 @@ mod read;
 mod tensors;
 mod texts;
 
-use std::io;
 use std::path::{Path, PathBuf};
 
 use clap::Args;
@@ -14,12 +13,10 @@ use clap::Args;
 use crate::error::{Error, Shown};
 use crate::session::AlreadyReported;
 use crate::telemetry::{Printer, StepOfRank};
-pub(super) use compare::SidesOf;
-use compare::compare;
+use compare::Comparison;
 use read::Record;
-pub(super) use tensors::TensorComparison;
+pub(super) use tensors::compare_tensors;
 use tensors::holds_tensors;
-use texts::lines;
 
 /// The flags of `diff`.
 #[derive(Debug, Clone, Args)]
@@ -41,9 +38,9 @@ pub struct DiffFlags {
 /// [`Error::Input`] if one is no record, or the two cannot be compared;
 /// [`AlreadyReported`] if they differ; and an error when stdout can't be written.
 pub fn diff(flags: &DiffFlags, printer: &Printer) -> anyhow::Result<()> {
-    let DiffFlags { a, b } = flags;
+    let [a, b] = [&*flags.a, &*flags.b];
     for (record, tensors) in [(a, b), (b, a)] {
-        if holds_tensors(tensors) && !holds_tensors(record) && check_record(record).is_ok() {
+        if holds_tensors(tensors) && !holds_tensors(record) && Record::read(record).is_ok() {
             return Err(Error::usage(format!(
                 "{} is a record, and {} holds tensors; compare two of a kind",
                 record.shown(),
@@ -53,11 +50,9 @@ pub fn diff(flags: &DiffFlags, printer: &Printer) -> anyhow::Result<()> {
         }
     }
     let is_equal = if holds_tensors(a) || holds_tensors(b) {
-        let comparison = TensorComparison::of(a, b)?;
-        let mut lines = vec![format!("A: {}", a.shown()), format!("B: {}", b.shown())];
-        lines.extend(comparison.lines(SidesOf { a: "A", b: "B" }));
-        print_lines(&lines, printer)?;
-        comparison.is_equal()
+        let (lines, is_equal) = compare_tensors(a, b, ["A", "B"])?;
+        printer.line(&format!("A: {}\nB: {}\n{}", a.shown(), b.shown(), lines.join("\n")))?;
+        is_equal
     } else {
         compare_files(a, b, printer)?.is_none()
     };
@@ -75,30 +70,7 @@ pub(super) fn compare_files(
     printer: &Printer,
 ) -> anyhow::Result<Option<StepOfRank>> {
     let (a, b) = (Record::read(a)?, Record::read(b)?);
-    let comparison = compare(&a, &b)?;
-    print_lines(&lines(&a, &b, &comparison), printer)?;
-    if let Some(parting) = &comparison.parting {
-        let rank = parting.first().and_then(|(_, it)| it.ranks.first()).map_or(0, |it| it.rank);
-        return Ok(Some(StepOfRank { step: parting.step, rank }));
-    }
-    let SidesOf { a, b } = comparison.failed;
-    let step = |at: StepOfRank| at.step;
-    if a.map(step) == b.map(step) {
-        return Ok(None);
-    }
-    let first = a.into_iter().chain(b).min_by_key(|at| at.step);
-    Ok(first)
-}
-
-/// Prints `lines` on stdout.
-pub(super) fn print_lines(lines: &[String], printer: &Printer) -> io::Result<()> {
-    printer.lines(|out| lines.iter().try_for_each(|line| writeln!(out, "{line}")))
-}
-
-/// Checks that the file at `path` is a record.
-///
-/// # Errors
-/// As [`diff`].
-fn check_record(path: &Path) -> crate::error::Result<()> {
-    Record::read(path).map(drop)
+    let comparison = Comparison::of([&a, &b])?;
+    printer.line(&texts::lines(&comparison).join("\n"))?;
+    Ok(comparison.first())
 }

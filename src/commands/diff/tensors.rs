@@ -1,12 +1,10 @@
 //! Compares two files of tensors: which differ first, where, and by how much.
 
-use std::collections::BTreeMap;
 use std::io::Read;
 use std::path::Path;
 
 use tch::{Kind, Tensor};
 
-use super::compare::SidesOf;
 use crate::checkpoint::TensorFile;
 use crate::error::{Error, Result, Shown, counted};
 use crate::ffi::TorchResult;
@@ -22,21 +20,6 @@ const ORDER: [&str; 8] =
 /// The most tensors that are shown with values.
 const MAX_ROWS: usize = 8;
 
-/// What the comparison of two files of tensors found.
-#[derive(Debug)]
-pub(in crate::commands) struct TensorComparison {
-    equal: usize,
-    /// The rows of the tensors that differ in the first group that has any.
-    first: Vec<Vec<String>>,
-    /// The number of tensors that differ in later groups.
-    later: usize,
-    /// The names that only one file has.
-    only_in: SidesOf<Vec<String>>,
-    /// Whether one of these is of a group that the other file has, too. A file may lack a group as a whole: a loop may name
-    /// no batches, and DDP replaces the buffers of some ranks.
-    lacks_tensors: bool,
-}
-
 /// Returns whether `path` is a folder, which may be a checkpoint, or begins as a safetensors file does.
 pub(super) fn holds_tensors(path: &Path) -> bool {
     // Eight bytes of length, and JSON.
@@ -45,92 +28,79 @@ pub(super) fn holds_tensors(path: &Path) -> bool {
     path.is_dir() || (read.is_ok() && begins[8] == b'{')
 }
 
-impl TensorComparison {
-    /// Compares the files `a` and `b`, each a safetensors file or a checkpoint.
-    ///
-    /// # Errors
-    /// [`Error::Input`] if one cannot be read, or if they have no name in common.
-    pub(in crate::commands) fn of(a: &Path, b: &Path) -> Result<Self> {
-        let of_a = TensorFile::read(a)?.tensors()?;
-        let of_b = TensorFile::read(b)?.tensors()?;
-        let mut common: Vec<&String> =
-            of_a.keys().filter(|name| of_b.contains_key(*name)).collect();
-        if common.is_empty() {
-            return Err(Error::mismatch(format!(
-                "{} and {} have no name of a tensor in common; both must name their tensors alike",
-                a.shown(),
-                b.shown()
-            )));
-        }
-        // Only files of `--keep` have groups. In a checkpoint, a layer may be called `output`.
-        let is_kept = common.iter().any(|name| name.starts_with(ORDER[0]));
-        let group = |name: &str| if is_kept { group(name) } else { None };
-        common.sort_by_key(|name| group(name));
-        let only_in = SidesOf { a: only_in(&of_a, &of_b), b: only_in(&of_b, &of_a) };
-        let lacks = |names: &[String], other: &BTreeMap<String, Tensor>| {
-            names.iter().any(|name| other.keys().any(|it| group(it) == group(name)))
-        };
-        let lacks_tensors = lacks(&only_in.a, &of_b) || lacks(&only_in.b, &of_a);
-        let mut comparison = Self { equal: 0, first: Vec::new(), later: 0, only_in, lacks_tensors };
-        let mut first_group = None;
-        for name in common {
-            let (a, b) = (&of_a[name], &of_b[name]);
-            let is_alike = a.kind() == b.kind() && a.size() == b.size();
-            if is_alike && bytes_of(a)? == bytes_of(b)? {
-                comparison.equal += 1;
-            } else if *first_group.get_or_insert(group(name)) == group(name) {
-                let row = if is_alike { row(name, a, b)? } else { other_shape(name, a, b) };
-                comparison.first.push(row);
-            } else {
-                comparison.later += 1;
-            }
-        }
-        Ok(comparison)
+/// Compares the files `a` and `b`, each a safetensors file or a checkpoint, which are called `sides`. Returns the lines about
+/// their differences, and whether they are equal.
+///
+/// # Errors
+/// [`Error::Input`] if one cannot be read, or if they have no name in common.
+pub(in crate::commands) fn compare_tensors(
+    a: &Path,
+    b: &Path,
+    sides: [&str; 2],
+) -> Result<(Vec<String>, bool)> {
+    let (of_a, of_b) = (TensorFile::read(a)?.tensors()?, TensorFile::read(b)?.tensors()?);
+    let mut common: Vec<&String> = of_a.keys().filter(|name| of_b.contains_key(*name)).collect();
+    if common.is_empty() {
+        return Err(Error::mismatch(format!(
+            "{} and {} have no name of a tensor in common; both must name their tensors alike",
+            a.shown(),
+            b.shown()
+        )));
     }
-
-    /// Returns whether both files have the same tensors.
-    pub(in crate::commands) fn is_equal(&self) -> bool {
-        self.first.is_empty() && !self.lacks_tensors
+    // Only files of `--keep` have groups. In a checkpoint, a layer may be called `output`.
+    let is_kept = common.iter().any(|name| name.starts_with(ORDER[0]));
+    let group = |name: &str| if is_kept { group(name) } else { None };
+    common.sort_by_key(|name| group(name));
+    let (mut lines, mut lacks_tensors) = (Vec::new(), false);
+    for (side, of, other) in [(sides[0], &of_a, &of_b), (sides[1], &of_b, &of_a)] {
+        let mut left = of.keys().filter(|name| !other.contains_key(*name)).peekable();
+        if let Some(first) = left.peek().copied() {
+            let others = if left.clone().count() == 1 { "" } else { " and others" };
+            lines.push(format!("Only {side} has `{first}`{others}."));
+        }
+        // A file may lack a group as a whole: a loop may name no batches, and DDP replaces the buffers of some ranks.
+        lacks_tensors |= left.any(|name| other.keys().any(|it| group(it) == group(name)));
     }
-
-    /// Describes the differences. `sides` are the names of the two files.
-    pub(in crate::commands) fn lines(&self, sides: SidesOf<&str>) -> Vec<String> {
-        let mut lines = Vec::new();
-        for (side, names) in [(sides.a, &self.only_in.a), (sides.b, &self.only_in.b)] {
-            if let Some((first, others)) = names.split_first() {
-                let others = if others.is_empty() { "" } else { " and others" };
-                lines.push(format!("Only {side} has `{first}`{others}."));
-            }
+    // The rows of the tensors that differ in the first group that has any, and the number of those in later groups.
+    let (mut rows, mut later, mut first_group) = (Vec::new(), 0, None);
+    for name in &common {
+        let (a, b) = (&of_a[*name], &of_b[*name]);
+        let is_alike = a.kind() == b.kind() && a.size() == b.size();
+        if is_alike && bytes_of(a)? == bytes_of(b)? {
+            continue;
         }
-        if self.equal > 0 {
-            lines.push(format!("Equal: {}.", counted(self.equal, "tensor")));
+        if *first_group.get_or_insert(group(name)) == group(name) {
+            rows.push(if is_alike { row(name, a, b)? } else { other_shape(name, a, b) });
+        } else {
+            later += 1;
         }
-        if self.first.is_empty() {
-            return lines;
-        }
-        lines.push("The first tensors that differ, each at its largest difference:".into());
-        let titles = ["", "values", "at", sides.a, sides.b, "difference", "ULPs"];
-        let mut rows = vec![titles.map(str::to_owned).to_vec()];
-        rows.extend(self.first.iter().take(MAX_ROWS).cloned());
-        lines.extend(table(&rows));
-        if let Some(more @ 1..) = self.first.len().checked_sub(MAX_ROWS) {
-            lines.push(format!("  ... and {more} more"));
-        }
-        if self.later > 0 {
-            let s = if self.later == 1 { "s" } else { "" };
-            lines.push(format!("Of what is computed later, {} differ{s}.", self.later));
-        }
-        lines
     }
+    let equal = common.len() - rows.len() - later;
+    if equal > 0 {
+        lines.push(format!("Equal: {}.", counted(equal, "tensor")));
+    }
+    if rows.is_empty() {
+        return Ok((lines, !lacks_tensors));
+    }
+    lines.push("The first tensors that differ, each at its largest difference:".into());
+    let more = rows.len().saturating_sub(MAX_ROWS);
+    rows.truncate(MAX_ROWS);
+    let titles = ["", "values", "at", sides[0], sides[1], "difference", "ULPs"];
+    rows.insert(0, titles.map(str::to_owned).to_vec());
+    lines.extend(table(&rows));
+    if more > 0 {
+        lines.push(format!("  ... and {more} more"));
+    }
+    if later > 0 {
+        let s = if later == 1 { "s" } else { "" };
+        lines.push(format!("Of what is computed later, {later} differ{s}."));
+    }
+    Ok((lines, false))
 }
 
 /// Returns the place of a tensor's group in the order of computation. `None`, which comes first, for other names.
 fn group(name: &str) -> Option<usize> {
     ORDER.iter().position(|prefix| name.starts_with(prefix))
-}
-
-fn only_in(of: &BTreeMap<String, Tensor>, other: &BTreeMap<String, Tensor>) -> Vec<String> {
-    of.keys().filter(|name| !other.contains_key(*name)).cloned().collect()
 }
 
 /// Returns the row of a tensor that has another dtype or shape in the files.
@@ -141,35 +111,26 @@ fn other_shape(name: &str, a: &Tensor, b: &Tensor) -> Vec<String> {
 
 /// Returns the row of a tensor whose bytes differ: how many values do, and the pair that differs most.
 fn row(name: &str, a: &Tensor, b: &Tensor) -> Result<Vec<String>> {
-    let (numbers_of_a, numbers_of_b) = (numbers(a)?, numbers(b)?);
-    let numel = numbers_of_a.len();
+    let (of_a, of_b) = (numbers(a)?, numbers(b)?);
     let (bytes_of_a, bytes_of_b) = (bytes_of(a)?, bytes_of(b)?);
-    let size = bytes_of_a.len() / numel;
+    let size = bytes_of_a.len() / of_a.len();
     let values = bytes_of_a.chunks(size).zip(bytes_of_b.chunks(size)).enumerate();
-    let mut count = 0;
-    let mut most = None;
-    for (index, (value_of_a, value_of_b)) in values {
-        if value_of_a == value_of_b {
-            continue;
-        }
-        count += 1;
-        // A difference to NaN is NaN, which `total_cmp` puts last.
-        let difference = (numbers_of_a[index] - numbers_of_b[index]).abs();
-        if most.is_none_or(|(_, most): (usize, f64)| difference.total_cmp(&most).is_gt()) {
-            most = Some((index, difference));
-        }
-    }
-    let (index, difference) = most.unwrap_or_default();
-    let is_finite = numbers_of_a[index].is_finite() && numbers_of_b[index].is_finite();
-    let ulps = (a.kind() == Kind::Float && is_finite)
-        .then(|| ordered(numbers_of_a[index] as f32).abs_diff(ordered(numbers_of_b[index] as f32)));
+    let differ = values.filter(|(_, (a, b))| a != b).map(|(index, _)| index);
+    let differ: Vec<usize> = differ.collect();
+    let difference = |index: &usize| (of_a[*index] - of_b[*index]).abs();
+    // A difference to NaN is NaN, which `total_cmp` puts last. Of equal ones, the first counts.
+    let most = differ.iter().rev().max_by(|i, j| difference(i).total_cmp(&difference(j)));
+    let index = most.copied().unwrap_or_default();
+    let values = [of_a[index], of_b[index]];
+    let ulps = (a.kind() == Kind::Float && values.iter().all(|value| value.is_finite()))
+        .then(|| ordered(values[0] as f32).abs_diff(ordered(values[1] as f32)));
     Ok(vec![
         name.to_owned(),
-        format!("{count} of {numel}"),
+        format!("{} of {}", differ.len(), of_a.len()),
         indices(index, &a.size()),
-        value_text(a, index, numbers_of_a[index])?,
-        value_text(b, index, numbers_of_b[index])?,
-        format!("{difference:.2e}"),
+        value_text(a, index, values[0])?,
+        value_text(b, index, values[1])?,
+        format!("{:.2e}", difference(&index)),
         ulps.map_or("-".into(), |ulps| ulps.to_string()),
     ])
 }

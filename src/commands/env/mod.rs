@@ -9,8 +9,8 @@ use serde::Serialize;
 use serde_json::{Value, json};
 
 use super::Versions;
-use crate::config::{Config, Data, OptionValue};
-use crate::error::{Result, Shown, counted};
+use crate::config::{Config, Data};
+use crate::error::{Shown, counted};
 use crate::ffi::{self, cuda::Cuda};
 use crate::launch::{Binding, Launch, LaunchKind, Placement, SpawnChoice};
 use crate::os::{binding_note, cores};
@@ -19,19 +19,13 @@ use crate::telemetry::Printer;
 pub use check_gpus::check_gpus;
 use options::{options, write_options};
 
-/// What was found.
-struct Found<'a> {
-    config: &'a Config,
-    versions: Versions,
-    cuda: &'a Cuda,
-    visible_devices: Option<String>,
-    libtorch_folder: Option<String>,
-    /// An error if the launcher's variables are invalid.
-    launch: Result<Launch>,
-    /// The data, and the configuration with its sizes.
-    data: Option<(Config, Data)>,
-    plan: Result<(Placement, Binding)>,
-    options: Vec<OptionValue<'a>>,
+/// The object of `--log-format json`.
+#[derive(Serialize)]
+struct Report<'a> {
+    #[serde(flatten)]
+    versions: &'a Versions,
+    #[serde(flatten)]
+    found: &'a Value,
 }
 
 /// Prints what was found on this machine, and what `ddp-mp` with `config` would run. Opens the data for that. Lists
@@ -47,173 +41,149 @@ pub fn env(
     printer: &Printer,
 ) -> anyhow::Result<()> {
     let launch = Launch::from_env(&config.launch_options(), cuda);
-    let options = options(config, launch.as_ref().ok(), all)?;
-    let (data, plan) = match open_data(config.clone()) {
-        Ok((config, data)) => {
-            let plan = place_all(&config, cuda);
-            (Some((config, data)), plan)
+    let launch = launch.as_ref().ok(); // its error is that of the plan, too
+    let options = options(config, launch, all)?;
+    let data = open_data(config.clone());
+    let plan = match &data {
+        Ok((config, _)) => place_all(config, cuda).map_err(|error| error.to_string()),
+        Err(error) => Err(error.to_string()),
+    };
+    let of_launch = |launch: &Launch| {
+        json!({
+            "reason": launch.reason,
+            "process": launch.processes.index,
+            "processes": launch.processes.count,
+            "local_process": launch.processes.local_index,
+            "local_processes": launch.processes.local_count,
+            "nnodes": launch.nnodes,
+            "master": launch.master.as_ref().map(ToString::to_string),
+            "agent_store": launch.master.as_ref().is_some_and(|master| master.agent_store),
+            "run_id": launch.run_id,
+            "restart_count": launch.restart_count,
+            "max_restarts": launch.max_restarts,
+            "error_file": launch.error_file.as_ref().map(|file| file.shown().into_owned()),
+        })
+    };
+    let of_data = |(config, data): &(Config, Data)| {
+        json!({
+            "dataset": config.data_name(),
+            "training": data.training.len(),
+            "validation": data.validation.as_ref().map(|samples| samples.len()),
+            "in_features": config.data.in_features,
+            "out_features": config.data.out_features,
+        })
+    };
+    let of_plan = |(placement, binding): &(Placement, Binding)| {
+        let (cpus, unbound): (Option<Vec<String>>, _) = match binding {
+            Binding::Bound(cpus) => (Some(cpus.iter().map(ToString::to_string).collect()), None),
+            Binding::Unbound(reason) => (None, Some(reason)),
+        };
+        json!({
+            "world_size": placement.devices.len(),
+            "backend": placement.backend.name(),
+            "devices": placement.labels(0),
+            "threads_per_rank": placement.threads_per_rank,
+            "cpus": cpus,
+            "unbound": unbound,
+        })
+    };
+    let visible = std::env::var_os("CUDA_VISIBLE_DEVICES");
+    let found = json!({
+        "cpu_cores": cores(),
+        "cuda_driver": cuda.driver,
+        "cuda_visible_devices": visible.map(|value| value.to_string_lossy().into_owned()),
+        "gpus": cuda.gpus,
+        "gpu_problem": cuda.problem,
+        "libtorch_folder": ffi::library_folder().map(|folder| folder.shown().into_owned()),
+        "keeps_memory": ffi::keeps_memory(),
+        "launcher": launch.map(|launch| launch.kind.name()),
+        "launch": launch.map(of_launch),
+        "data": data.as_ref().ok().map(of_data),
+        "plan": plan.as_ref().ok().map(of_plan),
+        "plan_problem": plan.as_ref().err(),
+        "options": options,
+    });
+    let launcher = match launch {
+        Some(launch) if launch.kind == LaunchKind::Local => match config.launch.spawn {
+            SpawnChoice::Threads => "local (ranks are threads of this process)".into(),
+            SpawnChoice::Processes => "local (ranks are processes that this one starts)".into(),
+        },
+        Some(launch) => {
+            let (of, name) = (launch.processes, launch.kind.name());
+            format!("{name}, process {} of {}", of.index, of.count)
         }
-        Err(error) => (None, Err(error)),
+        None => "unknown".into(),
     };
-    let visible_devices = std::env::var_os("CUDA_VISIBLE_DEVICES");
-    let visible_devices = visible_devices.map(|value| value.to_string_lossy().into_owned());
-    let libtorch_folder = ffi::library_folder().map(|folder| folder.shown().into_owned());
-    let found = Found {
-        config,
-        versions,
-        cuda,
-        visible_devices,
-        libtorch_folder,
-        launch,
-        data,
-        plan,
-        options,
-    };
-    Ok(printer.result(&found.report(), |out| found.write_text(all, out))?)
+    Ok(printer.result(&Report { versions: &versions, found: &found }, |out| {
+        write_text(&versions, &found, launcher, out)?;
+        write_options(&options, all, out)
+    })?)
 }
 
-impl Found<'_> {
-    /// Returns the object of `--log-format json`.
-    fn report(&self) -> impl Serialize {
-        #[derive(Serialize)]
-        struct Report {
-            #[serde(flatten)]
-            versions: Versions,
-            #[serde(flatten)]
-            machine: Value,
+/// Writes for people what was found: a line for each value that there is.
+fn write_text(
+    versions: &Versions,
+    found: &Value,
+    launcher: String,
+    out: &mut dyn Write,
+) -> io::Result<()> {
+    let list = |path: &str| -> Vec<&str> {
+        let values = found.pointer(path).and_then(Value::as_array);
+        values.into_iter().flatten().filter_map(Value::as_str).collect()
+    };
+    let text = |path: &str| match found.pointer(path)? {
+        Value::Null => None,
+        Value::String(text) => Some(text.clone()),
+        Value::Array(_) => Some(list(path).join(" ")),
+        other => Some(other.to_string()),
+    };
+    let count = |path: &str, what: &str| text(path).map(|count| counted(count, what));
+    let none = || "none".to_owned();
+    let gpus = list("/gpus");
+    let names = gpus.iter().enumerate().map(|(i, name)| {
+        let label = format!("  GPU {i}");
+        format!("\n{label:<22}{name}")
+    });
+    let names: String = names.collect();
+    let driver = text("/cuda_driver").map_or_else(none, |version| format!("CUDA {version}"));
+    let host = match found.pointer("/launch/agent_store") {
+        Some(Value::Bool(true)) => "torchrun's agent",
+        _ => "process 0",
+    };
+    let keeps = found["keeps_memory"] == true;
+    let validation = || count("/data/validation", "sample").unwrap_or_else(none);
+    let sizes = text("/data/in_features").zip(text("/data/out_features"));
+    let backend = text("/plan/backend").unwrap_or_default();
+    let unbound = || text("/plan/unbound").map(|why| format!("not bound: {why}"));
+    let rows = [
+        ("ddp-mp", Some(versions.program())),
+        ("CPU cores", text("/cpu_cores")),
+        ("  OpenMP", binding_note()),
+        ("NVIDIA driver", Some(driver)),
+        ("CUDA_VISIBLE_DEVICES", text("/cuda_visible_devices").map(|value| format!("{value:?}"))),
+        ("visible GPUs", Some(format!("{}{names}", gpus.len()))),
+        ("  cannot be used", text("/gpu_problem")),
+        ("libtorch", Some(versions.libtorch.clone())),
+        ("  loaded from", Some(text("/libtorch_folder").unwrap_or_else(none))),
+        ("  freed CPU memory", Some(if keeps { "kept" } else { "returned" }.into())),
+        ("NCCL", Some(versions.nccl())),
+        ("launcher", Some(launcher)),
+        ("  because", text("/launch/reason")),
+        ("  meet at", text("/launch/master").map(|at| format!("{at}, where {host} listens"))),
+        ("data", text("/data/dataset")),
+        ("  training", count("/data/training", "sample")),
+        ("  validation", text("/data/dataset").map(|_| validation())),
+        ("  model", sizes.map(|(from, to)| format!("{from} numbers -> {to}"))),
+        ("would run", count("/plan/world_size", "rank").map(|n| format!("{n}, backend {backend}"))),
+        ("  devices", text("/plan/devices")),
+        ("  threads per rank", text("/plan/threads_per_rank")),
+        ("  CPUs of ranks", text("/plan/cpus").or_else(unbound)),
+        ("would fail", text("/plan_problem")),
+    ];
+    for (name, value) in rows {
+        if let Some(value) = value {
+            writeln!(out, "{name:<22}{value}")?;
         }
-        let launch = self.launch.as_ref().ok();
-        let of_launch = |launch: &Launch| {
-            json!({
-                "reason": launch.reason,
-                "process": launch.processes.index,
-                "processes": launch.processes.count,
-                "local_process": launch.processes.local_index,
-                "local_processes": launch.processes.local_count,
-                "nnodes": launch.nnodes,
-                "master": launch.master.as_ref().map(ToString::to_string),
-                "agent_store": launch.master.as_ref().is_some_and(|master| master.agent_store),
-                "run_id": launch.run_id,
-                "restart_count": launch.restart_count,
-                "max_restarts": launch.max_restarts,
-                "error_file": launch.error_file.as_ref().map(|file| file.shown().into_owned()),
-            })
-        };
-        let of_data = |(config, data): &(Config, Data)| {
-            json!({
-                "dataset": config.data_name(),
-                "training": data.training.len(),
-                "validation": data.validation.as_ref().map(|samples| samples.len()),
-                "in_features": config.data.in_features,
-                "out_features": config.data.out_features,
-            })
-        };
-        let of_plan = |(placement, binding): &(Placement, Binding)| {
-            let (cpus, unbound) = cpus_of(binding);
-            json!({
-                "world_size": placement.devices.len(),
-                "backend": placement.backend.name(),
-                "devices": placement.labels(0),
-                "threads_per_rank": placement.threads_per_rank,
-                "cpus": cpus,
-                "unbound": unbound,
-            })
-        };
-        let machine = json!({
-            "cpu_cores": cores(),
-            "cuda_driver": self.cuda.driver,
-            "cuda_visible_devices": self.visible_devices,
-            "gpus": self.cuda.gpus,
-            "gpu_problem": self.cuda.problem,
-            "libtorch_folder": self.libtorch_folder,
-            "keeps_memory": ffi::keeps_memory(),
-            "launcher": launch.map(|launch| launch.kind.name()),
-            "launch": launch.map(of_launch),
-            "data": self.data.as_ref().map(of_data),
-            "plan": self.plan.as_ref().ok().map(of_plan),
-            "plan_problem": self.plan.as_ref().err().map(ToString::to_string),
-            "options": self.options,
-        });
-        Report { versions: self.versions.clone(), machine }
     }
-
-    fn write_text(&self, all: bool, out: &mut dyn Write) -> io::Result<()> {
-        let Self { cuda, versions, .. } = self;
-        let none = || "none".to_owned();
-        let mut row = |name: &str, value: &str| writeln!(out, "{name:<22}{value}");
-        row("ddp-mp", &versions.program())?;
-        row("CPU cores", &cores().to_string())?;
-        if let Some(note) = binding_note() {
-            row("  OpenMP", &note)?;
-        }
-        row("NVIDIA driver", &cuda.driver.as_ref().map_or_else(none, |it| format!("CUDA {it}")))?;
-        if let Some(value) = &self.visible_devices {
-            row("CUDA_VISIBLE_DEVICES", &format!("{value:?}"))?;
-        }
-        row("visible GPUs", &cuda.gpus.len().to_string())?;
-        for (index, name) in cuda.gpus.iter().enumerate() {
-            row(&format!("  GPU {index}"), name)?;
-        }
-        if let Some(problem) = &cuda.problem {
-            row("  cannot be used", problem)?;
-        }
-        row("libtorch", &versions.libtorch)?;
-        row("  loaded from", self.libtorch_folder.as_deref().unwrap_or("none"))?;
-        row("  freed CPU memory", if ffi::keeps_memory() { "kept" } else { "returned" })?;
-        row("NCCL", &versions.nccl())?;
-        match &self.launch {
-            Ok(launch) if launch.kind == LaunchKind::Local => {
-                let are = match self.config.launch.spawn {
-                    SpawnChoice::Threads => "threads of this process",
-                    SpawnChoice::Processes => "processes that this one starts",
-                };
-                row("launcher", &format!("local (ranks are {are})"))?;
-            }
-            Ok(launch) => {
-                let (of, name) = (launch.processes, launch.kind.name());
-                row("launcher", &format!("{name}, process {} of {}", of.index, of.count))?;
-            }
-            // The error is printed below, as what would fail.
-            Err(_) => row("launcher", "unknown")?,
-        }
-        if let Ok(launch) = &self.launch {
-            row("  because", &launch.reason)?;
-            if let Some(master) = &launch.master {
-                let host = if master.agent_store { "torchrun's agent" } else { "process 0" };
-                row("  meet at", &format!("{master}, where {host} listens"))?;
-            }
-        }
-        if let Some((config, Data { training, validation, .. })) = &self.data {
-            row("data", &config.data_name())?;
-            row("  training", &counted(training.len(), "sample"))?;
-            let validation = validation.as_ref().map(|samples| counted(samples.len(), "sample"));
-            row("  validation", &validation.unwrap_or_else(none))?;
-            if let (Some(from), Some(to)) = (config.data.in_features, config.data.out_features) {
-                row("  model", &format!("{from} numbers -> {to}"))?;
-            }
-        }
-        match &self.plan {
-            Ok((placement, binding)) => {
-                let ranks = counted(placement.devices.len(), "rank");
-                row("would run", &format!("{ranks}, backend {}", placement.backend.name()))?;
-                row("  devices", &placement.labels(0).join(" "))?;
-                row("  threads per rank", &placement.threads_per_rank.to_string())?;
-                let cpus = match cpus_of(binding) {
-                    (Some(cpus), _) => cpus.join(" "),
-                    (None, why) => format!("not bound: {}", why.unwrap_or_default()),
-                };
-                row("  CPUs of ranks", &cpus)?;
-            }
-            Err(problem) => row("would fail", &problem.to_string())?,
-        }
-        write_options(&self.options, all, out)
-    }
-}
-
-/// Returns the CPUs of each rank, as `0-3`; or why the ranks are not bound.
-fn cpus_of(binding: &Binding) -> (Option<Vec<String>>, Option<&str>) {
-    match binding {
-        Binding::Bound(cpus) => (Some(cpus.iter().map(ToString::to_string).collect()), None),
-        Binding::Unbound(reason) => (None, Some(reason)),
-    }
+    Ok(())
 }

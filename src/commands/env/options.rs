@@ -21,16 +21,15 @@ pub(super) fn options<'a>(
     let mut options = config.values_with_origins()?;
     if let Some(launch) = launch.filter(|launch| launch.kind != LaunchKind::Local) {
         let master = launch.master.as_ref();
-        let of_launcher: [(&str, Option<Value>); 3] = [
-            ("nnodes", launch.nnodes.map(Value::from)),
-            ("master_addr", master.map(|master| master.addr.clone().into())),
-            ("master_port", master.map(|master| master.port.into())),
-        ];
         for option in options.iter_mut().filter(|option| option.origin == Origin::Default) {
-            let value = of_launcher.iter().find(|(key, _)| *key == option.key);
-            if let Some((_, Some(value))) = value {
-                option.value = Some(value.clone());
-                option.origin = Origin::Launcher(launch.kind.name());
+            let value: Option<Value> = match &*option.key {
+                "nnodes" => launch.nnodes.map(Value::from),
+                "master_addr" => master.map(|master| master.addr.clone().into()),
+                "master_port" => master.map(|master| master.port.into()),
+                _ => None,
+            };
+            if value.is_some() {
+                (option.value, option.origin) = (value, Origin::Launcher(launch.kind.name()));
             }
         }
     }
@@ -51,18 +50,14 @@ pub(super) fn write_options(
     };
     writeln!(out, "\n{which}, as a file for --config:\n")?;
     for OptionValue { key, value, origin } in options {
-        let line = match value {
-            Some(value) => {
-                let value = toml::Value::try_from(value).map_err(io::Error::other)?;
-                let hidden = if matches!(origin, Origin::Launcher(_)) { "# " } else { "" };
-                let value = match value {
-                    toml::Value::Float(number) => format!("{number:?}"), // with an exponent where it is long
-                    value => value.to_string(),
-                };
-                format!("{hidden}{key} = {value}")
-            }
-            None => format!("# {key} is not set"),
+        let line = match value.as_ref().map(toml::Value::try_from).transpose() {
+            Ok(Some(toml::Value::Float(number))) => format!("{key} = {number:?}"), // with an exponent where it is long
+            Ok(Some(value)) => format!("{key} = {value}"),
+            Ok(None) => format!("{key} is not set"),
+            Err(error) => return Err(io::Error::other(error)),
         };
+        let is_hidden = value.is_none() || matches!(origin, Origin::Launcher(_));
+        let line = format!("{}{line}", if is_hidden { "# " } else { "" });
         writeln!(out, "{line:<36} # {origin}")?;
     }
     Ok(())

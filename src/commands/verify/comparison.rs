@@ -95,7 +95,7 @@ impl Bound {
 }
 
 /// The difference of one tensor between the two runs.
-#[derive(Debug, Clone, Serialize)]
+#[derive(Debug, Clone, Default, Serialize)]
 struct Difference {
     name: String,
     difference: f64,
@@ -136,65 +136,56 @@ impl Comparison {
         let parameters: Vec<Difference> = pairs.map(|(a, b)| difference(a, b)).collect();
         // `total_cmp` orders NaN above all other numbers.
         let largest = parameters.iter().max_by(|a, b| a.difference.total_cmp(&b.difference));
-        let (parameter, largest) = largest
-            .map_or_else(Default::default, |tensor| (tensor.name.clone(), tensor.difference));
+        let Difference { name: parameter, difference, .. } = largest.cloned().unwrap_or_default();
         let replicas_equal = trained.replicas_equal;
         Self {
             variant,
             backend: placement.backend.name(),
             device: if placement.devices[0] == Device::Cpu { "CPU" } else { "GPU" },
             steps: bound.steps,
-            difference: largest,
+            difference,
             parameter,
             bound: bound.value(),
             equal_bits: parameters.iter().all(|tensor| tensor.equal_bits),
             replicas_equal,
-            ok: largest <= bound.value() && replicas_equal,
+            ok: difference <= bound.value() && replicas_equal,
             first_step: None,
             parameters,
         }
     }
 
-    /// Returns the name of the row, such as "ddp, threaded, CPU: 2 x 16 x 2 batches".
-    fn name(&self) -> String {
-        let Self { backend, device, .. } = self;
+    /// Writes the row of the table, such as "ddp, threaded, CPU: 2 x 16 x 2 batches". Adds one for each tensor if there are
+    /// few or `per_parameter`, otherwise for tensors beyond the bound.
+    pub(super) fn write(&self, per_parameter: bool, out: &mut dyn Write) -> io::Result<()> {
+        let Self { backend, device, difference, parameter, parameters, .. } = self;
         let Variant { strategy, world_size, batch_size, grad_accum_steps } = self.variant;
         let what = match world_size {
-            1 => format!("1 rank, {device}"),
-            _ => format!("{strategy}, {backend}, {device}"),
+            1 => "1 rank".into(),
+            _ => format!("{strategy}, {backend}"),
         };
         let batches = match grad_accum_steps {
             1 => String::new(),
-            steps => format!(" x {steps} batches"),
+            count => format!(" x {count} batches"),
         };
-        format!("{what}: {world_size} x {batch_size}{batches}")
-    }
-
-    /// Writes the row of the table. Adds one for each tensor if there are few or `per_parameter`, otherwise for
-    /// tensors beyond the bound.
-    pub(super) fn write(&self, per_parameter: bool, out: &mut dyn Write) -> io::Result<()> {
+        let name = format!("{what}, {device}: {world_size} x {batch_size}{batches}");
         let bits = |equal| if equal { "equal" } else { "differ" };
-        let verdict = match self {
-            Self { replicas_equal: false, .. } => "the ranks differ from each other",
-            Self { ok: false, .. } => "TOO FAR",
-            _ => "ok",
+        let verdict = match (self.replicas_equal, self.ok) {
+            (false, _) => "the ranks differ from each other",
+            (true, false) => "TOO FAR",
+            (true, true) => "ok",
         };
         let since = self.first_step.map_or(String::new(), |step| format!(", from step {step} on"));
-        let (name, bits_of_all) = (self.name(), bits(self.equal_bits));
-        let (difference, parameter) = (self.difference, &self.parameter);
-        writeln!(
-            out,
-            " {name:<40}{difference:>9.1e}  {bits_of_all:<8}{parameter:<15}  {verdict}{since}"
-        )?;
-        let all = per_parameter || self.parameters.len() <= MAX_ALWAYS_LISTED;
-        // NaN is beyond the bound, too.
-        let is_shown = |tensor: &&Difference| {
-            all || tensor.difference.is_nan() || tensor.difference > self.bound
-        };
-        self.parameters.iter().filter(is_shown).try_for_each(|tensor| {
-            let Difference { name, difference, equal_bits } = tensor;
-            writeln!(out, "   {name:<38}{difference:>9.1e}  {}", bits(*equal_bits))
-        })
+        let all_bits = bits(self.equal_bits);
+        let row = format!(" {name:<40}{difference:>9.1e}  {all_bits:<8}{parameter:<15}  {verdict}");
+        writeln!(out, "{row}{since}")?;
+        let all = per_parameter || parameters.len() <= MAX_ALWAYS_LISTED;
+        for Difference { name, difference, equal_bits } in parameters {
+            // NaN is beyond the bound, too.
+            if all || difference.is_nan() || *difference > self.bound {
+                writeln!(out, "   {name:<38}{difference:>9.1e}  {}", bits(*equal_bits))?;
+            }
+        }
+        Ok(())
     }
 }
 

@@ -5,19 +5,19 @@ mod comparison;
 use std::rc::Rc;
 use std::sync::Arc;
 
+use parking_lot::Mutex;
 use serde::Serialize;
 
 use crate::config::{CommHookKind, Config, OptimizerKind, StrategyKind};
 use crate::data::{Dataset, Subset};
 use crate::error::{Error, Result};
 use crate::ffi::cuda::Cuda;
-use crate::launch::{BackendChoice, BindChoice, Launch, LaunchKind, Nproc, Placement, Rank, Spawn};
+use crate::launch::{BindChoice, Launch, LaunchKind, Placement, Rank};
 use crate::models::ModelKind;
-use crate::process_group::{Backend, Devices, ProcessGroup};
+use crate::process_group::ProcessGroup;
 use crate::runtime::FaultKind;
 use crate::session::{
-    self, ChildProcesses, StartPoint, Training, check_shared_model, configure, leave_error,
-    open_data, place_ranks,
+    self, ChildProcesses, StartPoint, Training, leave_error, open_data, refuse_launcher,
 };
 use crate::telemetry::{LogFormat, Printer};
 use crate::trainer::Amp;
@@ -32,9 +32,8 @@ struct Variant {
     grad_accum_steps: usize,
 }
 
-/// Trains `steps` steps on N ranks in every way that this machine supports, and on one rank with the N-fold batch.
-/// Prints how far the parameters differ; with `per_parameter`, for each parameter. With `--spawn=processes` the N ranks
-/// are processes.
+/// Trains `steps` steps in every way on the ranks of `config`, and on one rank with the N-fold batch. Prints how far the
+/// parameters differ; with `per_parameter`, for each parameter.
 ///
 /// # Errors
 /// [`Error::Input`] for options that cannot be compared, [`SpawnError`](crate::SpawnError) when a rank failed,
@@ -47,299 +46,181 @@ pub fn verify(
     printer: &Arc<Printer>,
 ) -> anyhow::Result<()> {
     check_options(&config, steps)?;
+    let mut config = config.without_validation();
+    // A file may have them for training.
+    (config.ddp.grad_accum_steps, config.launch.bind) = (1, BindChoice::Auto);
     let launch = Launch::from_env(&config.launch_options(), cuda)?;
+    if launch.kind != LaunchKind::Spawned {
+        refuse_launcher(&launch)?;
+    }
     if let Some(children) = ChildProcesses::wanted(&config, &launch, false)? {
         return children.run(&config, &launch, cuda, printer).map(drop);
     }
-    let nproc = config.launch.nproc_per_node;
-    let prepare = |ranks| Verification::new(config, ranks, steps, per_parameter, printer);
-    if launch.kind == LaunchKind::Spawned {
-        let join = || -> anyhow::Result<()> {
-            let (verification, notes) = prepare(launch.processes.count)?;
-            let (command, config) = (format!("verify --steps={steps}"), &verification.config);
-            let joined = session::join_launch(config, &command, launch.clone(), cuda, printer)?;
-            if joined.is_first() {
-                joined.notes().iter().chain(&notes).for_each(|note| printer.info(note));
-            }
-            let spawn = session::configured_spawn(&joined, config, printer);
-            let rows = verification.compare(spawn, joined.placement.clone(), true, true, None)?;
-            verification.conclude(&rows)
-        };
-        return leave_error(&launch, join(), printer);
-    }
-    let ranks = match nproc {
-        Nproc::Count(ranks) => ranks,
-        other => place_ranks(other, BackendChoice::Auto, BindChoice::Auto, cuda)?.devices.len(),
+    let compare = || -> anyhow::Result<()> {
+        let (config, data) = open_data(config)?;
+        let command = format!("verify --steps={steps}");
+        let joined = session::join_launch(&config, &command, launch.clone(), cuda, printer)?;
+        let (config, dataset, notes) =
+            joined.before_ranks(|| prepare(config, data.training, joined.world_size(), steps))?;
+        if joined.is_first() {
+            joined.notes().iter().chain(&notes).for_each(|note| printer.info(note));
+        }
+        let spawn = session::configured_spawn(&joined, &config, printer);
+        let (placement, printer) = (joined.placement.clone(), printer.clone());
+        let on_one_rank = Mutex::default();
+        let verification =
+            Verification { config, dataset, placement, steps, per_parameter, printer, on_one_rank };
+        let verification = Arc::new(verification);
+        let of_ranks = verification.clone();
+        let rows = spawn.run(move |rank| of_ranks.compare(rank))?;
+        verification.conclude(&rows.into_iter().flatten().collect::<Vec<_>>())
     };
-    let (verification, notes) = prepare(ranks)?;
-    let (placements, left_out) = placements(&verification.config, ranks, cuda)?;
-    left_out.iter().chain(&notes).for_each(|note| printer.info(note));
-    let (mut rows, mut device) = (Vec::new(), None);
-    for placement in placements {
-        // One rank that accumulates does not communicate: it is compared once per device.
-        let alone = device.replace(placement.devices[0]) != Some(placement.devices[0]);
-        let on_one_rank = verification.train_on_one_rank(&placement, alone)?;
-        let spawn = configure(Spawn::at(&placement), &verification.config, printer);
-        let is_first = rows.is_empty();
-        rows.extend(verification.compare(spawn, placement, is_first, alone, Some(on_one_rank))?);
-    }
-    verification.conclude(&rows)
+    leave_error(&launch, compare(), printer)
 }
 
 /// Refuses options with which N ranks do not equal one rank.
 fn check_options(config: &Config, steps: u64) -> Result<()> {
-    let Config { model, data, training, .. } = config;
-    let (kind, fault) = (model.kind, config.launch.inject_fault);
-    let is_skip = fault.is_none_or(|fault| fault.kind == FaultKind::SkipSample);
-    let dropped = if data.drop_last { "--drop-last" } else { "--drop-last-batch" };
+    let Config { model, data, .. } = config;
     let with_adamw = config.optimization.optimizer == OptimizerKind::AdamW;
-    let refused = [
-        (
-            model.dropout > 0.0,
-            "--dropout: each rank draws its own mask, so verify cannot compare N ranks with one; remove it".into(),
+    let problem = match (model.kind, &config.launch.inject_fault) {
+        _ if model.dropout > 0.0 => {
+            "--dropout: each rank draws its own mask, so verify cannot compare N ranks with one; remove it".into()
+        }
+        (kind, _) if kind.uses("sync_batch_norm") && !model.sync_batch_norm => format!(
+            "--model {kind}: each rank normalizes its own batch, so verify cannot compare N ranks with one; use \
+             --sync-batch-norm"
         ),
-        (
-            kind.uses("sync_batch_norm") && !model.sync_batch_norm,
-            format!(
-                "--model {kind}: each rank normalizes its own batch, so verify cannot compare N ranks with one; use \
-                 --sync-batch-norm"
-            ),
-        ),
-        (
-            kind == ModelKind::Gpt && with_adamw,
+        (ModelKind::Gpt, _) if with_adamw => {
             "--optimizer adamw: with it rounding changes a gpt's parameters by more than verify's bound, because it \
              divides each gradient by its size; use --optimizer sgd"
-                .into(),
+                .into()
+        }
+        _ if config.ddp.exact_mean && (data.drop_last || data.drop_last_batch) => format!(
+            "--{}: with --exact-mean verify needs the samples that it drops, because they make batches of different \
+             size; remove it",
+            if data.drop_last { "drop-last" } else { "drop-last-batch" }
         ),
-        (
-            config.ddp.exact_mean && (data.drop_last || data.drop_last_batch),
-            format!(
-                "{dropped}: with --exact-mean verify needs the samples that it drops, because they make batches of \
-                 different size; remove it"
-            ),
-        ),
-        (
-            training.amp != Amp::Off,
-            "--amp: verify's bound holds for float32, and --amp rounds more; remove it".into(),
-        ),
-        (
-            !is_skip,
-            fault.map_or(String::new(), |fault| {
-                format!("--inject-fault: verify injects skip-sample only, not {fault}; remove it")
-            }),
-        ),
-        (
-            fault.is_some_and(|fault| fault.step >= steps),
-            fault.map_or(String::new(), |fault| {
-                let (step, last) = (fault.step, steps - 1);
-                format!("--inject-fault: there is no step {step}; verify makes steps 0 to {last}")
-            }),
-        ),
-    ];
-    let problem = refused.into_iter().find_map(|(is_refused, text)| is_refused.then_some(text));
-    match problem {
-        Some(problem) => Err(Error::usage(problem)),
-        None => Ok(()),
-    }
+        _ if config.training.amp != Amp::Off => {
+            "--amp: verify's bound holds for float32, and --amp rounds more; remove it".into()
+        }
+        (_, Some(fault)) if fault.kind != FaultKind::SkipSample => {
+            format!("--inject-fault: verify injects skip-sample only, not {fault}; remove it")
+        }
+        // Ranks and samples are checked later.
+        (_, Some(fault)) => match fault.check(usize::MAX, steps, u64::MAX) {
+            Ok(()) => return Ok(()),
+            Err(problem) => format!("--inject-fault: {problem}"),
+        },
+        _ => return Ok(()),
+    };
+    Err(Error::usage(problem))
 }
 
-/// Returns as many samples as fill whole steps of all ranks, so that padding and a smaller last batch have no effect; and
-/// a note if samples are left out. With `--exact-mean`, two whole steps and a smaller one, in which some ranks have one
-/// sample more than others.
-fn comparable_samples(
-    config: &Config,
+/// Returns the configuration and the samples for which N ranks equal one, and notes for the user. The samples fill whole
+/// steps of all ranks, so that padding and a smaller last batch have no effect. With `--exact-mean` an epoch ends with a
+/// smaller step instead, within `steps` steps, in which some ranks have one sample more than others.
+fn prepare(
+    mut config: Config,
     dataset: Arc<dyn Dataset>,
     ranks: usize,
-) -> Result<(Arc<dyn Dataset>, Option<String>)> {
+    steps: u64,
+) -> Result<(Config, Arc<dyn Dataset>, Vec<String>)> {
     let (len, batch_size) = (dataset.len(), config.training.batch_size);
+    let (is_exact, has_sync) = (config.ddp.exact_mean, config.model.sync_batch_norm);
     let step = ranks.saturating_mul(batch_size);
-    let is_exact = config.ddp.exact_mean;
-    let most = len.min(step.saturating_mul(2).saturating_add(step / 2));
     let (count, what) = if is_exact {
-        let count = if most.is_multiple_of(ranks) { most - 1 } else { most };
+        let whole = step.saturating_mul(steps.clamp(1, 3) as usize - 1);
+        let most = len.min(whole.saturating_add(step / 2).max(ranks + 1));
+        let count = if most.is_multiple_of(ranks) { most.saturating_sub(1) } else { most };
         (count, ": in the last step of an epoch the ranks have batches of different size")
     } else {
         (len - len % step, ", which make whole steps")
     };
-    if count < ranks {
-        return Err(Error::usage(if is_exact {
-            format!(
-                "--exact-mean: {len} samples are too few for batches of different size on {ranks} ranks; use {} or \
-                 more",
-                ranks + 1
-            )
-        } else {
-            format!(
-                "{len} samples are less than a step of {ranks} ranks with batch {batch_size}; use more samples, or a \
-                 smaller --batch-size"
-            )
-        }));
+    if ranks < 2 {
+        let problem = "--nproc-per-node: one rank has nothing to be compared with; use 2 or more";
+        return Err(Error::usage(problem.into()));
     }
-    let note = format!("the first {count} of {len} samples{what}");
-    let dataset = Arc::new(Subset::new(dataset, (0..count).collect()));
-    Ok((dataset, (is_exact || count < len).then_some(note)))
-}
-
-/// What one rank got by itself, in each way that needs no other.
-type OnOneRank = Vec<(Variant, Arc<RunResult>)>;
-
-/// The comparison of one run of the command.
-#[derive(Clone)]
-struct Verification {
-    config: Arc<Config>,
-    dataset: Arc<dyn Dataset>,
-    ranks: usize,
-    steps: u64,
-    per_parameter: bool,
-    printer: Arc<Printer>,
-}
-
-impl Verification {
-    /// Prepares the data and the options. Also returns notes for the user.
-    fn new(
-        config: Config,
-        ranks: usize,
-        steps: u64,
-        per_parameter: bool,
-        printer: &Arc<Printer>,
-    ) -> Result<(Self, Vec<String>)> {
-        if ranks < 2 {
-            let problem =
-                "--nproc-per-node: one rank has nothing to be compared with; use 2 or more";
-            return Err(Error::usage(problem.into()));
-        }
-        let mut config = config.without_validation();
-        // A file may have them for training.
-        config.ddp.grad_accum_steps = 1;
-        config.launch.bind = BindChoice::Auto;
-        let (mut config, data) = open_data(config)?;
-        let (dataset, note) = comparable_samples(&config, data.training, ranks)?;
-        // One rank uses the same learning rate as N ranks.
-        (config.optimization.lr, config.optimization.scale_lr) = (config.lr_for(ranks).0, false);
-        config.data.num_samples = Some(dataset.len() as i64);
-        let epoch_steps = config.steps_per_epoch(ranks);
-        if config.ddp.exact_mean && steps < epoch_steps {
-            return Err(Error::usage(format!(
-                "--steps: {steps} are too few for --exact-mean: the ranks have batches of different size in the last \
-                 step of an epoch, which is step {}; use {epoch_steps} or more",
-                epoch_steps - 1
-            )));
-        }
-        config.training.max_epochs = steps.div_ceil(epoch_steps);
-        config.validate_for(ranks)?;
-        let left_out = if config.model.sync_batch_norm {
-            Some(
-                "without dp, which has no --sync-batch-norm, and accumulation, where each smaller batch is normalized \
-                 by itself"
-                    .into(),
-            )
-        } else {
-            let why = "without dp, whose ranks have batches of the same size";
-            config.ddp.exact_mean.then(|| why.into())
-        };
-        let of_own_model = config.program.model.is_some().then(|| {
+    if count < ranks {
+        return Err(Error::usage(format!(
+            "{len} samples are less than a step of {ranks} ranks with batch {batch_size}; use more samples, or a smaller \
+             --batch-size"
+        )));
+    }
+    // One rank uses the same learning rate as N ranks.
+    (config.optimization.lr, config.optimization.scale_lr) = (config.lr_for(ranks).0, false);
+    config.data.num_samples = Some(count as i64);
+    config.training.max_epochs = steps.div_ceil(config.steps_per_epoch(ranks));
+    config.validate_for(ranks)?;
+    let notes = [
+        (is_exact || count < len).then(|| format!("the first {count} of {len} samples{what}")),
+        has_sync.then(|| {
+            "without dp, which has no --sync-batch-norm, and accumulation, where each smaller batch is normalized by \
+             itself"
+                .into()
+        }),
+        (is_exact && !has_sync)
+            .then(|| "without dp, whose ranks have batches of the same size".into()),
+        config.program.model.is_some().then(|| {
             format!(
                 "the model of {} must have neither dropout nor batch norm here: with them N ranks differ from one",
                 config.program.name
             )
-        });
-        let notes = [note, left_out, of_own_model].into_iter().flatten().collect();
-        let (config, printer) = (Arc::new(config), printer.clone());
-        Ok((Self { config, dataset, ranks, steps, per_parameter, printer }, notes))
-    }
+        }),
+    ];
+    let dataset = Arc::new(Subset::new(dataset, (0..count).collect()));
+    Ok((config, dataset, notes.into_iter().flatten().collect()))
+}
 
-    /// Returns the way that the others are compared with: one rank with the batches of all.
-    fn reference(&self) -> Variant {
-        let batch_size = self.ranks.saturating_mul(self.config.training.batch_size);
-        Variant { strategy: StrategyKind::Ddp, world_size: 1, batch_size, grad_accum_steps: 1 }
-    }
+/// The comparison of one run of the command, which the ranks of this process make.
+struct Verification {
+    config: Config,
+    dataset: Arc<dyn Dataset>,
+    placement: Placement,
+    steps: u64,
+    per_parameter: bool,
+    printer: Arc<Printer>,
+    /// What one rank gets by itself, in a way and in so many steps.
+    on_one_rank: Mutex<Vec<(Variant, u64, Arc<RunResult>)>>,
+}
 
-    /// Trains on the first rank of `placement` in each way that needs no other.
-    fn train_on_one_rank(&self, placement: &Placement, alone: bool) -> anyhow::Result<OnOneRank> {
-        let (this, mut placement) = (self.clone(), placement.clone());
-        placement.devices.truncate(1);
-        let backend = placement.backend;
-        let spawn = configure(Spawn::at(&placement), &self.config, &self.printer);
-        let of_ranks = spawn.run(move |rank| {
-            this.train_by_itself(rank, &rank.init_process_group(backend)?, alone)
-        })?;
-        Ok(of_ranks.into_iter().flatten().collect())
-    }
-
-    /// Trains in each way that needs no other rank. `group` has only this one.
-    fn train_by_itself(
-        &self,
-        rank: &Rank,
-        group: &Rc<ProcessGroup>,
-        alone: bool,
-    ) -> anyhow::Result<OnOneRank> {
-        let all = variants(&self.config, self.ranks, alone).into_iter();
-        let by_itself = all.filter(|variant| variant.world_size == 1).chain([self.reference()]);
-        let train =
-            |variant| Ok((variant, Arc::new(self.train(rank, group, variant, self.steps)?)));
-        by_itself.map(train).collect()
-    }
-
-    /// Compares all ways to train on the ranks of `spawn`, and prints the results; `is_first` with a head. Returns those of
-    /// rank 0, if it is in this process. `alone`: also one rank that accumulates. If it is not known what one rank gets by
-    /// itself, each rank finds out, so that none waits for another meanwhile.
-    fn compare(
-        &self,
-        spawn: Spawn,
-        placement: Placement,
-        is_first: bool,
-        alone: bool,
-        on_one_rank: Option<OnOneRank>,
-    ) -> anyhow::Result<Vec<Comparison>> {
-        let this = self.clone();
-        let rows = spawn.run(move |rank| {
-            let group = rank.init_process_group(placement.backend)?;
-            let only_this = Rc::new(group.new_subgroups(1)?);
-            let on_one_rank = match &on_one_rank {
-                Some(known) => known.clone(),
-                None => this.train_by_itself(rank, &only_this, alone)?,
-            };
-            let train = |variant: Variant, steps| {
-                let known = on_one_rank.iter().find(|(one, _)| *one == variant);
-                match known.filter(|_| steps == this.steps) {
-                    Some((_, result)) => Ok(result.clone()),
-                    None => {
-                        let group = if variant.world_size == 1 { &only_this } else { &group };
-                        this.train(rank, group, variant, steps).map(Arc::new)
-                    }
-                }
-            };
-            this.compare_on(&group, &placement, is_first, alone, train)
-        })?;
-        Ok(rows.into_iter().flatten().collect())
-    }
-
-    /// Compares on one rank, which `train` trains in a way for so many steps. All ranks train alike.
-    fn compare_on(
-        &self,
-        group: &ProcessGroup,
-        placement: &Placement,
-        is_first: bool,
-        alone: bool,
-        train: impl Fn(Variant, u64) -> anyhow::Result<Arc<RunResult>>,
-    ) -> anyhow::Result<Vec<Comparison>> {
-        let Self { config, ranks, printer, .. } = self;
-        let samples = self.reference();
-        let terms = samples.batch_size.saturating_mul(config.tokens_per_sample());
+impl Verification {
+    /// Compares on one rank, and prints the results on rank 0, which also gets them. All ranks train alike.
+    fn compare(&self, rank: &Rank) -> anyhow::Result<Vec<Comparison>> {
+        let Self { config, printer, .. } = self;
+        let group = rank.init_process_group(self.placement.backend)?;
+        let only_this = Rc::new(group.new_subgroups(1)?);
+        let ranks = group.world_size();
+        let batch_size = ranks.saturating_mul(config.training.batch_size);
+        let terms = batch_size.saturating_mul(config.tokens_per_sample());
+        let strategy = StrategyKind::Ddp;
+        let whole = Variant { strategy, world_size: 1, batch_size, grad_accum_steps: 1 };
+        let train = |variant: Variant, steps: u64| -> anyhow::Result<Arc<RunResult>> {
+            if variant.world_size > 1 {
+                return Ok(Arc::new(self.train(rank, &group, variant, steps)?));
+            }
+            // The first rank of this process to come trains by itself. The others wait for its result here, and not in a
+            // collective, where they would report it as late.
+            let mut known = self.on_one_rank.lock();
+            if let Some((.., result)) = known.iter().find(|it| (it.0, it.1) == (variant, steps)) {
+                return Ok(result.clone());
+            }
+            let result = Arc::new(self.train(rank, &only_this, variant, steps)?);
+            known.push((variant, steps, result.clone()));
+            Ok(result)
+        };
         let compare = |variant, steps| -> anyhow::Result<(Bound, Comparison)> {
-            let reference = train(samples, steps)?;
-            let trained = train(variant, steps)?;
+            let (reference, trained) = (train(whole, steps)?, train(variant, steps)?);
             let bound = Bound::of(&reference, steps, terms)?;
-            let mut comparison = Comparison::new(placement, variant, &reference, &trained, bound);
-            let mut ok = vec![comparison.ok];
+            let mut row = Comparison::new(&self.placement, variant, &reference, &trained, bound);
+            let mut ok = vec![row.ok];
             group.broadcast_object_list(&mut ok, 0)?;
-            comparison.ok = ok == [true];
-            Ok((bound, comparison))
+            row.ok = ok == [true];
+            Ok((bound, row))
         };
         let mut rows = Vec::new();
-        for variant in variants(config, *ranks, alone) {
-            let (bound, mut comparison) = compare(variant, self.steps)?;
-            if !comparison.ok {
+        for variant in variants(config, ranks) {
+            let (bound, mut row) = compare(variant, self.steps)?;
+            if !row.ok {
                 // The ways agree after `agree` steps, and differ after `differ` steps.
                 let (mut agree, mut differ) = (0, self.steps);
                 while differ - agree > 1 {
@@ -347,16 +228,16 @@ impl Verification {
                     let is_ok = compare(variant, middle)?.1.ok;
                     *(if is_ok { &mut agree } else { &mut differ }) = middle;
                 }
-                comparison.first_step = Some(differ - 1);
+                row.first_step = Some(differ - 1);
             }
             if group.rank() > 0 {
                 continue;
             }
-            if is_first && rows.is_empty() && printer.format() == LogFormat::Text {
-                printer.lines(|out| write_head(config, *ranks, &bound, out))?;
+            if rows.is_empty() && printer.format() == LogFormat::Text {
+                printer.lines(|out| write_head(config, ranks, &bound, out))?;
             }
-            printer.result(&comparison, |out| comparison.write(self.per_parameter, out))?;
-            rows.push(comparison);
+            printer.result(&row, |out| row.write(self.per_parameter, out))?;
+            rows.push(row);
         }
         Ok(rows)
     }
@@ -369,15 +250,11 @@ impl Verification {
         variant: Variant,
         steps: u64,
     ) -> anyhow::Result<RunResult> {
-        let Variant { strategy, world_size, batch_size, grad_accum_steps } = variant;
-        let mut config = Config::clone(&self.config);
-        (config.ddp.strategy, config.training.batch_size) = (strategy, batch_size);
-        config.ddp.grad_accum_steps = grad_accum_steps as u64;
-        if world_size == 1 || strategy == StrategyKind::Dp {
+        let mut config = self.config.clone();
+        (config.ddp.strategy, config.training.batch_size) = (variant.strategy, variant.batch_size);
+        config.ddp.grad_accum_steps = variant.grad_accum_steps as u64;
+        if variant.world_size == 1 || variant.strategy == StrategyKind::Dp {
             config.ddp.comm_hook = CommHookKind::None; // only ranks that average gradients with `ddp` compress
-        }
-        if world_size == 1 {
-            config.launch.inject_fault = None; // one rank with the whole batch is the reference
         }
         let training = Training::new(rank, group, &config, &self.dataset, &StartPoint::default())?;
         let before = values(&training.ddp.state_dict())?;
@@ -399,22 +276,18 @@ impl Verification {
         let broken: Vec<&Comparison> = rows.iter().filter(|row| !row.ok).collect();
         let Some(step) = broken.iter().filter_map(|row| row.first_step).min() else {
             if !rows.is_empty() && self.printer.format() == LogFormat::Text {
-                let why =
-                    "all are within the bound; bits differ where sums are made in another order";
-                self.printer.info(why);
+                self.printer.info(
+                    "all are within the bound; bits differ where sums are made in another order",
+                );
             }
             return Ok(());
         };
         let why = if self.config.comm_hook().is_some() {
             "--comm-hook sends compressed gradients, so their mean is not exact".into()
         } else if broken.iter().all(|row| row.replicas_equal) {
-            let program = &self.config.program;
-            let own = program.model.as_ref().map_or(String::new(), |_| {
-                format!(", and the model of {} for dropout and batch norm", program.name)
-            });
             format!(
                 "all ranks have the same parameters, so the gradients that they average are wrong: check the samples \
-                 of step {step} (sampler, loader), the divisor of the loss{own}"
+                 of step {step} (sampler, loader), the divisor of the loss"
             )
         } else {
             "the ranks have different parameters: train with --check-replicas-every 1, which names the rank".into()
@@ -427,63 +300,25 @@ impl Verification {
     }
 }
 
-/// Returns where `ranks` ranks can run here, and notes on what is left out and why.
-fn placements(config: &Config, ranks: usize, cuda: &Cuda) -> Result<(Vec<Placement>, Vec<String>)> {
-    let (mut placements, mut left_out) = (Vec::new(), Vec::new());
-    let on_cpu = config.launch.nproc_per_node == Nproc::Cpu;
-    let on_gpus = cuda.usable() > 0 && !on_cpu;
-    let no_gpu_because = match &cuda.problem {
-        _ if on_cpu => "ranks on the CPU were asked for",
-        Some(problem) => problem,
-        None => "no GPU is visible",
-    };
-    let place = |backend, cuda: &Cuda| {
-        let (all, choice) = (Nproc::Count(ranks), BackendChoice::Given(backend));
-        let placement = place_ranks(all, choice, BindChoice::Auto, cuda)?;
-        check_shared_model(config, &placement).map(|()| placement)
-    };
-    for backend in Backend::all() {
-        let why = match backend.devices() {
-            _ if !backend.works_within_process() => {
-                "it needs processes; add --spawn=processes".into()
-            }
-            Devices::OwnGpu if !on_gpus => no_gpu_because.to_owned(),
-            Devices::OwnGpu => match place(backend, cuda) {
-                Ok(placement) => {
-                    placements.push(placement);
-                    continue;
-                }
-                Err(error) => error.to_string(),
-            },
-            devices => {
-                if devices == Devices::CpuOrSharedGpu && on_gpus {
-                    placements.push(place(backend, cuda)?);
-                }
-                placements.push(place(backend, &Cuda::default())?);
-                continue;
-            }
-        };
-        left_out.push(format!("without {}: {why}", backend.name()));
-    }
-    Ok((placements, left_out))
-}
-
-/// Returns the ways that must give the same result. `alone`: also one rank that accumulates `ranks` batches.
-fn variants(config: &Config, ranks: usize, alone: bool) -> Vec<Variant> {
+/// Returns the ways that must give the same result: strategy, ranks, samples of a batch, and batches of a step.
+fn variants(config: &Config, ranks: usize) -> Vec<Variant> {
     let (ddp, dp) = (StrategyKind::Ddp, StrategyKind::Dp);
     let batch_size = config.training.batch_size;
-    let is_plain = !config.model.sync_batch_norm;
-    let (with_dp, halves) = (is_plain && !config.ddp.exact_mean, batch_size.is_multiple_of(2));
+    let accumulates = !config.model.sync_batch_norm;
+    let halves = accumulates && batch_size.is_multiple_of(2);
+    let has_dp = accumulates && !config.ddp.exact_mean;
     let ways = [
-        (is_plain && alone, ddp, 1, batch_size, ranks),
+        (accumulates, ddp, 1, batch_size, ranks),
         (true, ddp, ranks, batch_size, 1),
-        (with_dp, dp, ranks, batch_size, 1),
-        (is_plain && halves, ddp, ranks, batch_size / 2, 2),
-        (with_dp && halves, dp, ranks, batch_size / 2, 2),
+        (has_dp, dp, ranks, batch_size, 1),
+        (halves, ddp, ranks, batch_size / 2, 2),
+        (has_dp && halves, dp, ranks, batch_size / 2, 2),
     ];
-    let variant = |(is_there, strategy, world_size, batch_size, grad_accum_steps)| {
-        let variant = Variant { strategy, world_size, batch_size, grad_accum_steps };
-        bool::then_some(is_there, variant)
+    let variant = |(_, strategy, world_size, batch_size, grad_accum_steps)| Variant {
+        strategy,
+        world_size,
+        batch_size,
+        grad_accum_steps,
     };
-    ways.into_iter().filter_map(variant).collect()
+    ways.into_iter().filter(|way| way.0).map(variant).collect()
 }

@@ -3,48 +3,24 @@
 use flate2::read::GzDecoder;
 
 use super::array::Array;
+use super::csv;
 use super::format::Format;
-use super::{TargetKind, csv};
-use crate::error::{Error, Result};
+use crate::error::Error;
 use crate::ffi::TorchResult;
 
-const DIGITS: &[u8] = include_bytes!("../../../assets/digits.csv.gz");
-
 /// 1797 handwritten digits of 8 x 8 pixels, in 17 shades.
-#[derive(Debug)]
-pub(super) struct Digits;
-
-impl Format for Digits {
-    fn usage(&self) -> &'static str {
-        "digits"
-    }
-
-    fn remark(&self) -> &'static str {
-        "handwritten, part of this program"
-    }
-
-    fn has_classes(&self) -> bool {
-        true
-    }
-
-    fn read(&self, _location: &str, kind: TargetKind) -> Result<(Array, Array)> {
-        let (inputs, targets) = csv::parse("digits", GzDecoder::new(DIGITS), kind)?;
+pub(super) const DIGITS: Format = Format {
+    remark: "handwritten, part of this program",
+    has_classes: true,
+    ..Format::new("digits", |_, kind| {
+        let packed: &[u8] = include_bytes!("../../../assets/digits.csv.gz");
+        let (inputs, targets) = csv::parse("digits", GzDecoder::new(packed), kind)?;
         let shades = inputs.tensor.f_div_scalar(16.0);
-        let shades = shades.doing("reading the digits")?;
-        Ok((Array::plain(shades), targets))
-    }
-}
+        Ok((Array::plain(shades.doing("reading the digits")?), targets))
+    })
+};
 
 /// Random numbers.
-#[derive(Debug)]
-pub(super) struct Random;
-
-impl Format for Random {
-    fn usage(&self) -> &'static str {
-        "random"
-    }
-
-    fn read(&self, _location: &str, _kind: TargetKind) -> Result<(Array, Array)> {
-        Err(Error::usage("random data has no file; use TensorDataset::random".into()))
-    }
-}
+pub(super) const RANDOM: Format = Format::new("random", |_, _| {
+    Err(Error::usage("random data has no file; use TensorDataset::random".into()))
+});

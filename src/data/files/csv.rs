@@ -15,39 +15,29 @@ use crate::ffi::{TorchResult, open_file};
 use crate::files::{GZIP, mistaken};
 
 /// A CSV file of numbers, with a sample in each line.
-#[derive(Debug)]
-pub(super) struct Csv;
+pub(super) const CSV: Format =
+    Format { endings: &[".csv", ".csv.gz"], ..Format::new("csv:FILE", read) };
 
-impl Format for Csv {
-    fn usage(&self) -> &'static str {
-        "csv:FILE"
-    }
-
-    fn endings(&self) -> &'static [&'static str] {
-        &[".csv", ".csv.gz"]
-    }
-
-    /// Reads the file into memory, and decompresses it if it is a gzip file.
-    fn read(&self, location: &str, kind: TargetKind) -> Result<(Array, Array)> {
-        let (file, _) = open_file(location.as_ref())?;
-        let mut name = Path::new(location).shown().into_owned();
-        let wrong = |name: &str, problem| Error::data(format!("{name}: {problem}"));
-        let mut file = BufReader::new(file);
-        let begin = file.fill_buf().map_err(|error| wrong(&name, error.to_string()))?;
-        // Checks the contents: a file may keep its name when it is compressed or decompressed.
-        let is_packed = begin.starts_with(&GZIP);
-        let mut text: Box<dyn BufRead> = if is_packed {
-            Box::new(BufReader::new(MultiGzDecoder::new(file)))
-        } else {
-            Box::new(file)
-        };
-        name += if is_packed { " (gzip)" } else { "" };
-        let begin = text.fill_buf().map_err(|error| wrong(&name, error.to_string()))?;
-        let instead = "save the numbers as text, with commas between them";
-        match mistaken(begin, "a CSV file", instead) {
-            Some(problem) => Err(wrong(&name, problem)),
-            None => parse(&name, text, kind),
-        }
+/// Reads the file into memory, and decompresses it if it is a gzip file.
+fn read(location: &str, kind: TargetKind) -> Result<(Array, Array)> {
+    let (file, _) = open_file(location.as_ref())?;
+    let mut name = Path::new(location).shown().into_owned();
+    let wrong = |name: &str, problem| Error::data(format!("{name}: {problem}"));
+    let mut file = BufReader::new(file);
+    let begin = file.fill_buf().map_err(|error| wrong(&name, error.to_string()))?;
+    // Checks the contents: a file may keep its name when it is compressed or decompressed.
+    let is_packed = begin.starts_with(&GZIP);
+    let mut text: Box<dyn BufRead> = if is_packed {
+        Box::new(BufReader::new(MultiGzDecoder::new(file)))
+    } else {
+        Box::new(file)
+    };
+    name += if is_packed { " (gzip)" } else { "" };
+    let begin = text.fill_buf().map_err(|error| wrong(&name, error.to_string()))?;
+    let instead = "save the numbers as text, with commas between them";
+    match mistaken(begin, "a CSV file", instead) {
+        Some(problem) => Err(wrong(&name, problem)),
+        None => parse(&name, text, kind),
     }
 }
 

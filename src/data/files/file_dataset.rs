@@ -2,14 +2,15 @@
 
 use std::sync::Arc;
 
-use anyhow::Context;
+use anyhow::bail;
 use tch::{Device, Kind, Tensor};
 
 use super::array::Array;
 use super::{DatasetSpec, TargetKind};
-use crate::data::{Dataset, Targets, TensorDataset, random_split};
+use crate::data::dataset::Samples;
+use crate::data::{Dataset, Targets, TensorDataset};
 use crate::error::{Error, Result};
-use crate::ffi::{SharedTensor, TorchResult};
+use crate::ffi::TorchResult;
 
 /// The samples of a file, mapped into memory if the format allows it, and converted batch by batch.
 ///
@@ -25,24 +26,18 @@ use crate::ffi::{SharedTensor, TorchResult};
 /// let digits = FileDataset::open(&DatasetSpec::DIGITS, TargetKind::Classes)?;
 /// assert_eq!((digits.len(), digits.in_features()), (1797, 64));
 /// assert_eq!(digits.targets(), Targets::Classes(10));
-/// let (training, validation) = digits.split(0.2, 0)?;
-/// assert_eq!((training.len(), validation.len()), (1438, 359));
-/// let (inputs, targets) = validation.batch(&[0, 1, 2])?;
+/// let (inputs, targets) = digits.batch(&[0, 1, 2])?;
 /// assert_eq!((inputs.size(), targets.size()), (vec![3, 64], vec![3]));
 /// # anyhow::Ok(())
 /// ```
 #[derive(Debug, Clone)]
 pub struct FileDataset {
     name: String,
-    /// One row per sample, in the file's dtype.
-    inputs: Arc<SharedTensor>,
+    /// The inputs in the file's dtype, and one row or one class per sample.
+    samples: Samples,
     /// Whether the inputs are divided by 255.
     is_pixels: bool,
-    /// One row or one class per sample.
-    targets: Arc<SharedTensor>,
     predicts: Targets,
-    /// The samples of the file that belong to this data set, in order. `None` for all.
-    picked: Option<Arc<[usize]>>,
 }
 
 impl FileDataset {
@@ -95,9 +90,7 @@ impl FileDataset {
                 Targets::Classes(count_classes(&name, &targets)?)
             }
         };
-        let share = |tensor| Arc::new(SharedTensor::new(tensor));
-        let (inputs, targets) = (share(inputs), share(targets));
-        Ok(Self { name, inputs, is_pixels, targets, predicts, picked: None })
+        Ok(Self { name, samples: Samples::new(inputs, targets), is_pixels, predicts })
     }
 
     /// Returns the name under which the data set was opened.
@@ -110,50 +103,13 @@ impl FileDataset {
     /// # Errors
     /// [`Error::Input`] for 0, and for more samples than there are.
     pub fn first(self, samples: usize) -> Result<Self> {
-        let there = self.len();
-        if samples == 0 || samples > there {
-            return Err(Error::usage(format!(
-                "{} has {there} samples, and {samples} are asked for; use a number from 1 to {there}",
-                self.name
-            )));
-        }
-        if samples == there {
-            return Ok(self);
-        }
-        if let Some(picked) = &self.picked {
-            let picked = Some(picked[..samples].into());
-            return Ok(Self { picked, ..self });
-        }
-        let cut = |tensor: &SharedTensor| {
-            let first = tensor.get().f_narrow(0, 0, samples as i64);
-            first.map(|first| Arc::new(SharedTensor::new(first))).doing("narrow")
-        };
-        let (inputs, targets) = (cut(&self.inputs)?, cut(&self.targets)?);
-        Ok(Self { inputs, targets, ..self })
-    }
-
-    /// Splits the samples at random into two parts. The second has `fraction` of them. No data is copied.
-    ///
-    /// Follows `torch.utils.data.random_split(data, [1 - fraction, fraction], generator)` with a generator seeded with
-    /// `manual_seed(seed)`: the parts are the same.
-    ///
-    /// # Errors
-    /// [`Error::Input`] if a part would have no samples.
-    pub fn split(&self, fraction: f64, seed: u64) -> Result<(Self, Self)> {
-        let (first, second) = random_split(self.len(), fraction, seed)?;
-        let part = |picked: Vec<usize>| {
-            let picked = match &self.picked {
-                Some(before) => picked.into_iter().map(|index| before[index]).collect(),
-                None => picked.into(),
-            };
-            Self { picked: Some(picked), ..self.clone() }
-        };
-        Ok((part(first), part(second)))
+        Ok(Self { samples: self.samples.first(samples, &self.name, "samples")?, ..self })
     }
 
     /// Returns the number of inputs per sample.
     pub fn in_features(&self) -> i64 {
-        self.inputs.get().size()[1]
+        let (inputs, _) = self.samples.handles();
+        inputs.size()[1]
     }
 
     /// Returns the number of values per target, or the number of classes in the file (the highest class plus one).
@@ -166,16 +122,20 @@ impl FileDataset {
     /// # Errors
     /// [`Error::Input`] that names the first sample with a higher class.
     pub fn check_classes(&self, classes: i64) -> Result<()> {
-        let too_high = |class: &Tensor| class.f_ge(classes);
-        match find(&self.targets.get(), too_high).doing("looking at classes")? {
-            Some((sample, class)) => Err(Error::data(format!(
-                "{}: sample {sample} has class {class}, and {classes} classes count from 0 to {}; use {} or more",
-                self.name,
-                classes - 1,
-                class + 1.0
-            ))),
-            None => Ok(()),
-        }
+        let Some((sample, class)) = self.class_from(classes)? else { return Ok(()) };
+        Err(Error::data(format!(
+            "{}: sample {sample} has class {class}, and {classes} classes count from 0 to {}; use {} or more",
+            self.name,
+            classes - 1,
+            class + 1.0
+        )))
+    }
+
+    /// Returns the first sample whose class is `least` or more, with its class. `None` if there is none.
+    fn class_from(&self, least: i64) -> Result<Option<(i64, f64)>> {
+        let is_like = |class: &Tensor| class.f_ge(least);
+        let (_, targets) = self.samples.handles();
+        find(&targets, is_like).doing("looking at classes")
     }
 
     /// Checks that there are not more classes than samples. One wrong class number in the file can cause this.
@@ -184,12 +144,9 @@ impl FileDataset {
     /// [`Error::Input`] that names the first sample with such a class.
     pub fn check_number_of_classes(&self) -> Result<()> {
         let samples = self.len() as i64;
-        let too_high = |class: &Tensor| class.f_ge(samples);
         match self.predicts {
             Targets::Classes(classes) if classes > samples => {
-                let found = find(&self.targets.get(), too_high);
-                let found = found.doing("looking at classes")?;
-                let (sample, class) = found.unwrap_or_default();
+                let (sample, class) = self.class_from(samples)?.unwrap_or_default();
                 Err(Error::data(format!(
                     "{}: sample {sample} has class {class}, which makes {} classes, and there are {samples} samples; \
                      correct it, or give the number of classes with --out-features",
@@ -201,12 +158,11 @@ impl FileDataset {
         }
     }
 
-    /// Returns views of the whole file. `None` if samples must be converted or picked.
+    /// Returns views of the whole file. `None` if samples must be converted.
     fn views(&self) -> Option<(Tensor, Tensor)> {
-        let (inputs, targets) = (self.inputs.get(), self.targets.get());
-        let is_ready = self.picked.is_none()
-            && !self.is_pixels
-            && (inputs.kind(), targets.kind()) == (Kind::Float, self.target_kind());
+        let (inputs, targets) = self.samples.handles();
+        let is_ready =
+            !self.is_pixels && (inputs.kind(), targets.kind()) == (Kind::Float, self.target_kind());
         is_ready.then_some((inputs, targets))
     }
 
@@ -235,10 +191,7 @@ impl FileDataset {
 
 impl Dataset for FileDataset {
     fn len(&self) -> usize {
-        match &self.picked {
-            Some(picked) => picked.len(),
-            None => self.inputs.get().size()[0] as usize,
-        }
+        self.samples.len()
     }
 
     fn get(&self, index: usize) -> anyhow::Result<(Tensor, Tensor)> {
@@ -246,26 +199,16 @@ impl Dataset for FileDataset {
         Ok((inputs.f_get(0)?, targets.f_get(0)?))
     }
 
-    fn source_index(&self, index: usize) -> usize {
-        self.picked.as_ref().and_then(|picked| picked.get(index).copied()).unwrap_or(index)
-    }
-
     fn batch(&self, indices: &[usize]) -> anyhow::Result<(Tensor, Tensor)> {
-        let in_file = |&index: &usize| {
-            let picked =
-                self.picked.as_ref().map_or(Some(index), |picked| picked.get(index).copied());
-            let picked = picked.filter(|_| index < self.len());
-            picked
-                .map(|index| index as i64)
-                .with_context(|| format!("{} has no sample {index}", self.name))
-        };
-        let indices: Vec<i64> = indices.iter().map(in_file).collect::<anyhow::Result<_>>()?;
-        let indices = Tensor::f_from_slice(&indices)?;
-        let mut inputs = self.inputs.get().f_index_select(0, &indices)?.f_to_kind(Kind::Float)?;
+        let len = self.len();
+        if let Some(index) = indices.iter().find(|index| **index >= len) {
+            bail!("{} has no sample {index}", self.name);
+        }
+        let (inputs, targets) = self.samples.gathered(indices)?;
+        let mut inputs = inputs.f_to_kind(Kind::Float)?;
         if self.is_pixels {
             inputs = inputs.f_div_scalar_(255.0)?;
         }
-        let targets = self.targets.get().f_index_select(0, &indices)?;
         Ok((inputs, targets.f_to_kind(self.target_kind())?))
     }
 

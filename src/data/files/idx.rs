@@ -7,60 +7,43 @@ use std::path::{Path, PathBuf};
 use flate2::bufread::MultiGzDecoder;
 use tch::{Kind, Tensor};
 
-use super::TargetKind;
 use super::array::{Array, Layout, sizes};
-use super::format::Format;
+use super::format::{Folder, Format};
 use crate::error::{Error, Result, Shown};
 use crate::ffi::{MappedFile, TorchResult};
 use crate::files::{GZIP, mistaken};
 
 /// A folder with files in MNIST's format.
-#[derive(Debug)]
-pub(super) struct Idx;
+pub(super) const IDX: Format = Format {
+    remark: "as MNIST",
+    has_classes: true,
+    folder: Some(Folder { files, validation: VALIDATION, read_validation }),
+    ..Format::new("idx:FOLDER", |location, _| read(&folder(location.as_ref())?, TRAINING))
+};
 
 /// The beginnings of the names of MNIST's files, for training and for validation.
 const TRAINING: &str = "train";
 const VALIDATION: &str = "t10k";
 
-impl Format for Idx {
-    fn usage(&self) -> &'static str {
-        "idx:FOLDER"
-    }
+/// All files: the beginning of its name, and its contents.
+const FILES: [(&str, Holds); 4] = [
+    (TRAINING, Holds::Images),
+    (TRAINING, Holds::Labels),
+    (VALIDATION, Holds::Images),
+    (VALIDATION, Holds::Labels),
+];
 
-    fn remark(&self) -> &'static str {
-        "as MNIST"
-    }
+/// Returns the files that may be read. Also where some are missing: no output may replace the others.
+fn files(location: &str) -> Vec<PathBuf> {
+    let folder = folder(location.as_ref()).unwrap_or_else(|_| location.into());
+    FILES.into_iter().filter_map(|(part, holds)| find(&folder, part, holds)).collect()
+}
 
-    fn guess(&self, prefix: &str, path: &str) -> Option<String> {
-        let is_mnist = prefix.eq_ignore_ascii_case("mnist");
-        let is_folder = prefix.is_empty() && Path::new(path).is_dir();
-        (!path.is_empty() && (is_mnist || is_folder)).then(|| path.into())
-    }
-
-    fn files(&self, location: &str) -> Vec<PathBuf> {
-        // Also where some are missing: no output may replace the others.
-        let folder = folder(location.as_ref()).unwrap_or_else(|_| location.into());
-        let both = |part| [Holds::Images, Holds::Labels].map(|holds| find(&folder, part, holds));
-        [TRAINING, VALIDATION].into_iter().flat_map(both).flatten().collect()
-    }
-
-    fn has_classes(&self) -> bool {
-        true
-    }
-
-    fn read(&self, location: &str, _kind: TargetKind) -> Result<(Array, Array)> {
-        read(&folder(location.as_ref())?, TRAINING)
-    }
-
-    fn validation_name(&self) -> Option<&'static str> {
-        Some(VALIDATION)
-    }
-
-    fn read_validation(&self, location: &str) -> Result<Option<(Array, Array)>> {
-        let folder = folder(location.as_ref()).unwrap_or_else(|_| location.into());
-        let images = find(&folder, VALIDATION, Holds::Images);
-        images.map(|_| read(&folder, VALIDATION)).transpose()
-    }
+/// Reads the validation samples. `None` if there are none.
+fn read_validation(location: &str) -> Result<Option<(Array, Array)>> {
+    let folder = folder(location.as_ref()).unwrap_or_else(|_| location.into());
+    let images = find(&folder, VALIDATION, Holds::Images);
+    images.map(|_| read(&folder, VALIDATION)).transpose()
 }
 
 /// The folders below the given one in which torchvision puts MNIST's files and those of data sets like it.
@@ -98,10 +81,8 @@ fn missing(folder: &Path, part: &str, holds: Holds) -> Error {
     let there = fs::read_dir(folder).map(|entries| {
         let names = entries.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned());
         let is_known = |name: &str| {
-            let all = [Holds::Images, Holds::Labels].into_iter();
-            let mut known =
-                all.flat_map(|holds| ["train", "t10k"].map(|part| holds.file_names(part)));
-            known.any(|names| names.iter().any(|known| name.trim_end_matches(".gz") == known))
+            let mut known = FILES.into_iter().flat_map(|(part, holds)| holds.file_names(part));
+            known.any(|known| name.trim_end_matches(".gz") == known)
         };
         let may_be = |name: &String| name.to_lowercase().contains("ubyte") && !is_known(name);
         let mut names: Vec<String> = names.filter(may_be).take(6).collect();
@@ -129,17 +110,12 @@ fn missing(folder: &Path, part: &str, holds: Holds) -> Error {
 /// that name, as Kaggle packs it.
 fn find(folder: &Path, part: &str, holds: Holds) -> Option<PathBuf> {
     let names = holds.file_names(part);
-    let own = names.iter().map(|name| folder.join(name));
-    let inside = |outer| names.iter().map(move |inner| folder.join(outer).join(inner));
-    let plain: Vec<PathBuf> = own.chain(names.iter().flat_map(inside)).collect();
-    let packed = plain.iter().map(|file| {
-        let mut file = file.clone().into_os_string();
-        file.push(".gz");
-        file.into()
-    });
-    let packed: Vec<PathBuf> = packed.collect();
-    let is_there = |file: &PathBuf| fs::exists(file).unwrap_or(false) && !file.is_dir();
-    plain.into_iter().chain(packed).find(is_there)
+    let inside = |outer| names.iter().map(move |inner| format!("{outer}/{inner}"));
+    let paths = names.iter().cloned().chain(names.iter().flat_map(inside));
+    let paths = paths.collect::<Vec<String>>();
+    let packed = paths.iter().map(|path| format!("{path}.gz"));
+    let mut files = paths.iter().cloned().chain(packed).map(|path| folder.join(path));
+    files.find(|file| fs::exists(file).unwrap_or(false) && !file.is_dir())
 }
 
 /// The contents of a file.
@@ -203,16 +179,12 @@ fn header(file: &mut impl BufRead, holds: Holds) -> Result<(usize, Vec<u64>), St
             "its numbers have type {kind}, and only type 8, unsigned bytes, can be read here"
         ));
     }
-    match holds {
-        Holds::Labels if dims != 1 => {
-            return Err(format!("labels have one dimension, and these have {dims}"));
-        }
-        Holds::Images if !(2..=4).contains(&dims) => {
-            return Err(format!(
-                "images have 2 to 4 dimensions, counting the samples, and these have {dims}"
-            ));
-        }
-        _ => {}
+    let (have, allowed) = match holds {
+        Holds::Labels => ("labels have one dimension", 1..=1),
+        Holds::Images => ("images have 2 to 4 dimensions, counting the samples", 2..=4),
+    };
+    if !allowed.contains(&dims) {
+        return Err(format!("{have}, and these have {dims}"));
     }
     let shape: Vec<u64> =
         (0..dims).map(|_| Ok(u32::from_be_bytes(word()?).into())).collect::<Result<_, String>>()?;

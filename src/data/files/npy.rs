@@ -6,7 +6,6 @@ use serde::Deserialize;
 use serde_json::Value;
 use tch::Kind;
 
-use super::TargetKind;
 use super::array::{Array, Layout};
 use super::format::Format;
 use crate::error::{Error, Result};
@@ -14,39 +13,13 @@ use crate::ffi::{MappedFile, TorchResult};
 use crate::files::mistaken;
 
 /// Two `.npy` files: the inputs and the targets.
-#[derive(Debug)]
-pub(super) struct Npy;
-
-impl Format for Npy {
-    fn usage(&self) -> &'static str {
-        "npy:INPUTS,TARGETS"
-    }
-
-    fn check(&self, location: &str) -> Result<()> {
-        match location.split(',').collect::<Vec<_>>()[..] {
-            [inputs, targets] if !inputs.is_empty() && !targets.is_empty() => Ok(()),
-            _ => Err(Error::data(format!(
-                "npy takes two files, one with the inputs and one with the targets, and got {location:?}; use for \
-                 example npy:x.npy,y.npy"
-            ))),
-        }
-    }
-
-    fn guess(&self, _prefix: &str, path: &str) -> Option<String> {
-        let is_npy = path.len() > 4 && path.to_lowercase().ends_with(".npy");
-        let both = if path.contains(',') { path.into() } else { format!("{path},TARGETS.npy") };
-        is_npy.then_some(both)
-    }
-
-    fn paths<'a>(&self, location: &'a str) -> Vec<&'a str> {
-        location.split(',').collect()
-    }
-
-    fn read(&self, location: &str, _kind: TargetKind) -> Result<(Array, Array)> {
+pub(super) const NPY: Format = Format {
+    endings: &[".npy"],
+    ..Format::new("npy:INPUTS,TARGETS", |location, _| {
         let (inputs, targets) = location.split_once(',').unwrap_or((location, location));
         Ok((read(inputs.as_ref())?, read(targets.as_ref())?))
-    }
-}
+    })
+};
 
 /// Maps the file. Numbers in Fortran order or in the other byte order are copied into memory.
 fn read(path: &Path) -> Result<Array> {
@@ -86,20 +59,16 @@ const LONGEST_HEADER: usize = 10_000;
 
 /// Returns the header, and the offset of the numbers in bytes.
 fn header(file: &[u8]) -> Result<(Header, usize), String> {
-    let (len, start) = match file {
-        [0x93, b'N', b'U', b'M', b'P', b'Y', 1, _, a, b, ..] => {
-            (u16::from_le_bytes([*a, *b]) as usize, 10)
-        }
-        [0x93, b'N', b'U', b'M', b'P', b'Y', 2 | 3, _, a, b, c, d, ..] => {
-            (u32::from_le_bytes([*a, *b, *c, *d]) as usize, 12)
-        }
-        [0x93, b'N', b'U', b'M', b'P', b'Y', 1..=3, ..] => return Err(CUT_OFF.into()),
-        [0x93, b'N', b'U', b'M', b'P', b'Y', version, ..] => {
+    let (len, start) = match file.strip_prefix(b"\x93NUMPY").unwrap_or_default() {
+        [1, _, a, b, ..] => (u16::from_le_bytes([*a, *b]) as usize, 10),
+        [2 | 3, _, a, b, c, d, ..] => (u32::from_le_bytes([*a, *b, *c, *d]) as usize, 12),
+        [1..=3, ..] => return Err(CUT_OFF.into()),
+        [version, ..] => {
             return Err(format!(
                 "version {version} of the format cannot be read here; write it again with numpy.save"
             ));
         }
-        _ => {
+        [] => {
             let instead = "write one with numpy.save";
             let unknown = || format!("this is not a .npy file; {instead}");
             return Err(mistaken(file, "a .npy file", instead).unwrap_or_else(unknown));

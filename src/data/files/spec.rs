@@ -9,12 +9,10 @@ use std::str::FromStr;
 use serde::{Serialize, Serializer};
 use xxhash_rust::xxh3::xxh3_64;
 
-use super::FORMATS;
-use super::TargetKind;
 use super::array::Array;
-use super::built_in::{Digits, Random};
+use super::built_in::{DIGITS, RANDOM};
 use super::format::Format;
-use super::text::Text;
+use super::{FORMATS, TEXT, TargetKind};
 use crate::error::{Error, Result, Shown, escaped_line};
 use crate::ffi::MappedFile;
 use crate::records::DataFile;
@@ -31,23 +29,23 @@ use crate::records::DataFile;
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DatasetSpec {
-    format: &'static dyn Format,
+    format: &'static Format,
     /// The text after the colon.
     location: String,
 }
 
 impl DatasetSpec {
     /// Random numbers: [`TensorDataset::random`](crate::TensorDataset::random).
-    pub const RANDOM: Self = Self { format: &Random, location: String::new() };
+    pub const RANDOM: Self = Self { format: &RANDOM, location: String::new() };
 
     /// 1797 handwritten digits of 8 x 8 pixels, built into the program.
-    pub const DIGITS: Self = Self { format: &Digits, location: String::new() };
+    pub const DIGITS: Self = Self { format: &DIGITS, location: String::new() };
 
     /// Returns the forms of all specs, for the help.
     pub fn forms() -> String {
-        let form = |format: &&dyn Format| match format.remark() {
-            "" => format.usage().into(),
-            remark => format!("{} ({remark})", format.usage()),
+        let form = |format: &&Format| match format.remark {
+            "" => format.usage.into(),
+            remark => format!("{} ({remark})", format.usage),
         };
         let forms = |have_files: bool, separator: &str| {
             let formats = FORMATS.iter().filter(|format| format.has_files() == have_files);
@@ -58,12 +56,12 @@ impl DatasetSpec {
 
     /// Returns whether the targets are known to be classes.
     pub(crate) fn has_classes(&self) -> bool {
-        self.format.has_classes()
+        self.format.has_classes
     }
 
     /// Returns the file of a text; `None` for other formats.
     pub(crate) fn text_file(&self) -> Option<&Path> {
-        (self.format.name() == Text.name()).then(|| Path::new(&self.location))
+        (*self.format == TEXT).then(|| Path::new(&self.location))
     }
 
     /// Returns the files that may be read.
@@ -102,18 +100,19 @@ impl DatasetSpec {
 
     /// Returns whether there may be validation samples in files of their own.
     pub(crate) fn may_have_validation(&self) -> bool {
-        self.format.validation_name().is_some()
+        self.format.folder.is_some()
     }
 
     /// Reads the inputs and targets.
     pub(super) fn read(&self, kind: TargetKind) -> Result<(Array, Array)> {
-        self.format.read(&self.location, kind)
+        (self.format.read)(&self.location, kind)
     }
 
     /// Reads the validation samples in files of their own, and returns their name; `None` if there are none.
     pub(super) fn read_validation(&self) -> Result<Option<(&'static str, (Array, Array))>> {
-        let Some(name) = self.format.validation_name() else { return Ok(None) };
-        Ok(self.format.read_validation(&self.location)?.map(|arrays| (name, arrays)))
+        let Some(folder) = &self.format.folder else { return Ok(None) };
+        let arrays = (folder.read_validation)(&self.location)?;
+        Ok(arrays.map(|arrays| (folder.validation, arrays)))
     }
 }
 
@@ -132,7 +131,7 @@ impl FromStr for DatasetSpec {
 
     fn from_str(text: &str) -> Result<Self, Error> {
         let (name, location) = text.split_once(':').unwrap_or((text, ""));
-        let is_this = |format: &&&dyn Format| {
+        let is_this = |format: &&&Format| {
             format.name() == name
                 && format.has_files() != location.is_empty()
                 && format.has_files() == text.contains(':')
@@ -150,7 +149,7 @@ fn unknown(text: &str) -> Error {
         let location = format.guess(prefix, path)?;
         Some(format!("; did you mean {}:{}?", format.name(), escaped_line(&location)))
     });
-    let [others @ .., last] = &FORMATS.map(Format::usage);
+    let [others @ .., last] = &FORMATS.map(|format| format.usage);
     Error::usage(format!(
         "{text:?} is not a data set; use {} or {last}{}",
         others.join(", "),
@@ -159,29 +158,18 @@ fn unknown(text: &str) -> Error {
 }
 
 /// Well-known data sets, by the beginnings of their names, and how they are read.
-const KNOWN: [(&[&str], &str); 4] = [
+const KNOWN: [(&str, &str); 4] = [
+    ("mnist fashion kmnist emnist", "download its files into a folder, and use idx:FOLDER"),
     (
-        &["mnist", "fashion", "kmnist", "emnist"],
-        "download its files into a folder, and use idx:FOLDER",
-    ),
-    (
-        &["cifar", "imagenet", "imagefolder", "svhn", "coco", "celeba", "stl10"],
+        "cifar imagenet imagefolder svhn coco celeba stl10",
         "save its images and classes with numpy.save, and use npy:INPUTS,TARGETS",
     ),
     (
-        &[
-            "shakespeare",
-            "tinyshakespeare",
-            "wikitext",
-            "openwebtext",
-            "enwik",
-            "tinystories",
-            "ptb",
-        ],
+        "shakespeare tinyshakespeare wikitext openwebtext enwik tinystories ptb",
         "download it as one text, and use text:FILE with --model gpt",
     ),
     (
-        &["iris", "wine", "titanic", "california", "boston", "diabetes", "adult"],
+        "iris wine titanic california boston diabetes adult",
         "save it as a table of numbers, and use csv:FILE",
     ),
 ];
@@ -189,7 +177,7 @@ const KNOWN: [(&[&str], &str); 4] = [
 /// Returns how the well-known data set `text` is read; `None` for another.
 fn known(text: &str) -> Option<String> {
     let name = text.to_lowercase().replace(|c: char| !c.is_alphanumeric(), "");
-    let begins = |(names, _): &&(&[&str], &str)| names.iter().any(|it| name.starts_with(it));
+    let begins = |(names, _): &&(&str, &str)| names.split(' ').any(|it| name.starts_with(it));
     let (_, how) = KNOWN.iter().find(begins)?;
     Some(format!("; {text} is not built in: {how}"))
 }

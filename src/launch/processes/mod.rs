@@ -126,10 +126,8 @@ impl SpawnProcesses<'_> {
             if let (Some(lent), Some(Some(rank_0))) = (lent, all.children.first()) {
                 lent.lend_to(rank_0.id());
             }
-            let mut stops = start.wait(&mut all, store, signals, lent);
-            if let Some(lent) = lent {
-                lent.take_back();
-            }
+            let mut stops = start.wait(&mut all, store, signals);
+            LentTerminal::take_back();
             std::mem::take(&mut all.output).print();
             let Some(mut error) = start.error(&all) else {
                 return Ok(ProcessesEnd::Well(all.reason_of_rank_0()));
@@ -272,13 +270,7 @@ impl Start<'_> {
 
     /// Waits until all processes have ended. Forwards signals, and kills processes that do not exit after a failure.
     /// Returns whether a signal has asked the run to stop.
-    fn wait(
-        &self,
-        all: &mut RunningProcesses,
-        store: &TcpStore,
-        signals: &Receiver<i32>,
-        lent: Option<&LentTerminal>,
-    ) -> bool {
+    fn wait(&self, all: &mut RunningProcesses, store: &TcpStore, signals: &Receiver<i32>) -> bool {
         let mut stops = false;
         let mut final_signals = [SIGTERM, SIGKILL].into_iter();
         let mut deadline: Option<Deadline> = None;
@@ -312,8 +304,8 @@ impl Start<'_> {
                 }
             }
             all.reap();
-            if let (Some(lent), Some(None)) = (lent, all.children.first()) {
-                lent.take_back(); // the user needs Ctrl-C while the others end
+            if let Some(None) = all.children.first() {
+                LentTerminal::take_back(); // the user needs Ctrl-C while the others end
             }
             if let (None, Some(&(rank, pid, status))) = (deadline, all.first_failure()) {
                 let patience = self.spawn.grace_period.saturating_add(TERM_TIMEOUT);

@@ -25,7 +25,7 @@ use crate::error::Result;
 use crate::ffi;
 use crate::os;
 use crate::process_group::{Backend, SimulatedCluster};
-use crate::runtime::{Fault, FlightRecorderDump, MAX_WAIT, NetworkModel, RunContext, StopRequest};
+use crate::runtime::{Fault, FlightRecorderDump, MAX_WAIT, RunContext, StopRequest};
 use crate::telemetry::{LogFormat, Printer};
 
 /// Runs `f` on `world_size` CPU ranks and returns their results in rank order: [`Spawn`] with its defaults.
@@ -122,7 +122,7 @@ pub struct Spawn {
     timeout: Duration,
     fault: Option<Fault>,
     check_collectives: bool,
-    network_model: Option<Arc<dyn NetworkModel>>,
+    simulated_cluster: Option<SimulatedCluster>,
     stall_warning: Duration,
     status_requests: Receiver<()>,
     notifier: Notifier,
@@ -177,7 +177,7 @@ impl Spawn {
             timeout: Self::TIMEOUT,
             fault: None,
             check_collectives: false,
-            network_model: None,
+            simulated_cluster: None,
             stall_warning: Self::STALL_WARNING,
             status_requests: never(),
             notifier: Notifier::new(|text| Printer::new(LogFormat::Text).report(text)),
@@ -343,7 +343,7 @@ impl Spawn {
     /// Makes each all_reduce of all ranks take as long as on the network of `cluster`, on CPU ranks. The results stay the
     /// same.
     pub fn simulate_cluster(mut self, cluster: SimulatedCluster) -> Self {
-        self.network_model = Some(Arc::new(cluster));
+        self.simulated_cluster = Some(cluster);
         self
     }
 

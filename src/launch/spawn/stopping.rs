@@ -30,7 +30,7 @@ impl<'a> Stopping<'a> {
     /// or validates.
     pub(super) fn hang(&mut self, run: &RunContext, grace_period: Duration) -> Option<Failure> {
         if self.noted.elapsed() >= SAME_REQUEST {
-            self.stop.next_signal_ends().store(true, Ordering::SeqCst);
+            self.stop.next_signal_ends.store(true, Ordering::SeqCst);
         }
         let now = |rank: usize| run.activity[rank].now();
         if self.goes_on(run) || self.since.elapsed() < grace_period {

@@ -112,9 +112,9 @@ impl Spawn {
     /// Returns the state that the ranks are to share, before they start.
     fn run_context(&self) -> Arc<RunContext> {
         let world_size = self.world_size();
-        let mut run = RunContext::new(world_size, self.timeout, self.fault);
+        let mut run = RunContext::new(world_size, self.timeout, self.fault.clone());
         run.check_collectives = self.check_collectives;
-        run.network_model = self.network_model.clone();
+        run.simulated_cluster = self.simulated_cluster.clone();
         if self.trace.is_some() || self.dump.is_some() {
             run.flight_recorder = FlightRecorder::new(world_size, TRACED);
         }

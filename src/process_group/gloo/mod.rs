@@ -66,7 +66,7 @@ fn prepare(shared: &Arc<Shared>, network: Option<&Arc<Network>>) -> Result<Join>
 }
 
 /// An all_reduce of up to this many bytes for all processes together is sent whole: one exchange instead of two.
-pub(crate) const DIRECT_MAX_BYTES: usize = 64 << 10;
+const DIRECT_MAX_BYTES: usize = 64 << 10;
 
 /// One rank's side of the backend.
 struct GlooBackend {

@@ -15,7 +15,7 @@ use crate::process_group::local::Host;
 use crate::runtime::StopMessage;
 
 /// Size of a header in bytes.
-pub(crate) const HEADER_BYTES: usize = 256;
+pub(super) const HEADER_BYTES: usize = 256;
 
 /// The numbers of a header as they are sent.
 type WireNumbers = [U64; 6];
@@ -24,7 +24,7 @@ type WireNumbers = [U64; 6];
 pub(super) const HEADER_INT_BYTES: usize = size_of::<WireNumbers>();
 
 /// Size in bytes of the largest part that travels inside a header.
-pub(crate) const HEADER_MAX_DATA_BYTES: usize = HEADER_BYTES - HEADER_INT_BYTES;
+pub(super) const HEADER_MAX_DATA_BYTES: usize = HEADER_BYTES - HEADER_INT_BYTES;
 
 /// The numbers of a header.
 #[derive(Debug, Clone, Copy, PartialEq)]

@@ -17,7 +17,6 @@ pub(super) use common::{Buffers, Room};
 pub(crate) use connection::Network;
 pub(super) use connection::{InFlight, Started};
 pub(crate) use gather::Gathered;
-pub(crate) use header::{HEADER_BYTES, HEADER_MAX_DATA_BYTES};
 pub(super) use lost::connection_lost;
 pub(crate) use process_map::ProcessMap;
 pub(super) use split_sizes::{SplitSizes, transfers};

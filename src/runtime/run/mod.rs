@@ -14,8 +14,8 @@ use super::primitives::{
     current, park, park_timeout, yield_now,
 };
 use super::{
-    CancelToken, Deadline, Failure, Fault, FaultSite, FlightRecorder, Instant, NetworkModel,
-    PeerStatus, RemoteSnapshots, Watchdog,
+    CancelToken, Deadline, Failure, Fault, FlightRecorder, Instant, PeerStatus, RemoteSnapshots,
+    SimulatedCluster, Watchdog,
 };
 use crate::error::{Error, MissingRank, Result, Suspects};
 use crate::operation::{OpId, Operation};
@@ -92,8 +92,8 @@ pub(crate) struct RunContext {
     pub cores: usize,
     /// The source of the state of other processes' ranks; `None` without other processes.
     pub peer_status: Option<Arc<dyn PeerStatus>>,
-    /// The network that the ranks simulate; `None` for none.
-    pub network_model: Option<Arc<dyn NetworkModel>>,
+    /// The cluster whose network the ranks simulate; `None` for none.
+    pub simulated_cluster: Option<SimulatedCluster>,
     /// Collectives that a rank's thread may block on: [`RunContext::watch`].
     pub(super) watchdog: Watchdog,
     /// The timeout of a rank's wait for other ranks.
@@ -126,7 +126,7 @@ impl RunContext {
             ranks_here: world_size,
             cores: available_parallelism().map_or(1, usize::from),
             peer_status: None,
-            network_model: None,
+            simulated_cluster: None,
             watchdog: Watchdog::default(),
             timeout,
             fault,
@@ -170,9 +170,9 @@ impl RunContext {
         self.threads[rank].lock().is_none()
     }
 
-    /// Triggers the planned fault if it is for `rank` at this place.
-    pub(crate) fn fault_point(&self, rank: usize, at: FaultSite, step: u64) -> Result<()> {
-        match self.fault {
+    /// Triggers the planned fault if it is for `rank` at this operation.
+    pub(crate) fn fault_point(&self, rank: usize, at: Operation, step: u64) -> Result<()> {
+        match &self.fault {
             Some(fault) => fault.trigger(rank, at, step),
             None => Ok(()),
         }

@@ -48,7 +48,7 @@ pub struct RunInfo {
     /// The compressed form of gradients; `None` without compression.
     pub compression: Option<&'static str>,
     /// The optimizer's name.
-    pub optimizer: &'static str,
+    pub optimizer: String,
     /// `true` if the update is `weight - lr * gradient` and nothing else.
     pub is_plain: bool,
     /// Maximum norm of the gradients; `None` without clipping.

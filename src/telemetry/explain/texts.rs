@@ -247,7 +247,7 @@ mod tests {
             optimizer_layout: OptimizerLayout::Replicated,
             steps_per_epoch: 1,
             compression: None,
-            optimizer: "sgd",
+            optimizer: "sgd".into(),
             is_plain: false,
             max_grad_norm: None,
         }

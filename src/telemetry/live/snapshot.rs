@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use crate::operation::OpId;
 use crate::runtime::OpEntry;
+use crate::telemetry::slices::{collective, has_entered};
 
 /// The newest operations of all ranks at one moment.
 #[derive(Debug, Clone, Default)]
@@ -47,7 +48,7 @@ pub(super) const HEARTBEAT: Duration = Duration::from_millis(500);
 impl RunSnapshot {
     /// Returns the ranks that have not entered the collective `op`, as far as is known.
     pub(super) fn missing(&self, op: &OpEntry) -> Vec<usize> {
-        let Some(group) = op.group.filter(|_| op.is_collective()) else { return Vec::new() };
+        let Some(collective) = collective(op) else { return Vec::new() };
         let is_missing = |rank: &usize| {
             let Some(RankSnapshot { ops, source, .. }) = self.ranks.get(*rank) else {
                 return false;
@@ -60,15 +61,11 @@ impl RunSnapshot {
                 }
                 Source::Unknown => false,
             };
-            let has_entered = |theirs: &OpEntry| {
-                let is_alike = theirs.group == Some(group) && theirs.is_collective();
-                is_alike && theirs.at.sequence >= op.at.sequence
-            };
-            is_known && !ops.iter().rev().any(has_entered)
+            is_known && !has_entered(ops, collective)
         };
-        match self.groups.get(&group) {
+        match self.groups.get(&collective.0) {
             Some(members) => members.iter().copied().filter(is_missing).collect(),
-            None if group == 0 => (0..self.ranks.len()).filter(is_missing).collect(),
+            None if collective.0 == 0 => (0..self.ranks.len()).filter(is_missing).collect(),
             None => Vec::new(),
         }
     }

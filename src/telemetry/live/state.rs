@@ -6,7 +6,7 @@ use std::time::Duration;
 use super::lanes::{Lane, Phase, lane};
 use super::snapshot::RunSnapshot;
 use crate::records::TrainMetrics;
-use crate::telemetry::metrics_logger::drop_every_second;
+use crate::telemetry::metrics_logger::add_point;
 
 /// The number of events that are kept.
 const EVENTS: usize = 200;
@@ -71,10 +71,7 @@ impl LiveState {
     /// Adds metrics of training.
     pub(super) fn add_points(&mut self, points: Vec<TrainMetrics>) {
         for point in points {
-            self.curve.push((point.step as f64, point.loss));
-            if self.curve.len() > POINTS {
-                drop_every_second(&mut self.curve);
-            }
+            add_point(&mut self.curve, POINTS, (point.step as f64, point.loss));
             self.metrics = Some(point);
         }
     }

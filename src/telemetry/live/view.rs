@@ -83,7 +83,7 @@ impl LiveView {
         let thread = thread::Builder::new().name("live".into());
         let closes = CloseLive(printer.clone());
         let run = move || {
-            let _closes = closes; // also if the view ends before the run, so that the terminal gets the lines again
+            let _closes = closes; // also if the view ends before the run
             view.run(screen)
         };
         match thread.spawn(run) {
@@ -91,7 +91,6 @@ impl LiveView {
                 Some(Self { printer: printer.clone(), progress, looking_rx, thread: Some(thread) })
             }
             Err(error) => {
-                printer.close_live();
                 printer.report(&not_started("the thread of --live", &error));
                 None
             }
@@ -109,11 +108,9 @@ impl LiveView {
         self.join();
     }
 
-    /// Waits until the view has closed, and prints the lines for the terminal.
+    /// Waits until the view has closed. [`CloseLive`] of its thread then prints the lines for the terminal.
     fn join(&mut self) {
-        let ended = self.thread.take().map(JoinHandle::join);
-        self.printer.close_live();
-        match ended {
+        match self.thread.take().map(JoinHandle::join) {
             Some(Err(_)) => {
                 self.printer.report("--live: the view has failed; the run was not affected")
             }
@@ -125,7 +122,8 @@ impl LiveView {
     }
 }
 
-/// Gives the terminal's lines back to the printer when it is dropped.
+/// Gives the terminal's lines back to the printer when it is dropped: at the end of the view's thread, and where that cannot
+/// be started.
 struct CloseLive(Arc<Printer>);
 
 impl Drop for CloseLive {
@@ -226,9 +224,10 @@ impl View {
             self.snapshot_at = Instant::now();
         }
         let now = self.state.now.saturating_add(self.snapshot_at.elapsed());
-        self.state.add_events(now, self.feed.take_lines());
-        self.state.steps = self.feed.steps();
-        self.state.add_points(self.feed.take_points());
+        let (lines, points, steps) = self.feed.take();
+        self.state.add_events(now, lines);
+        self.state.steps = steps;
+        self.state.add_points(points);
     }
 
     /// Returns whether the view closes: the view is not being kept open, or the user has seen how the run has ended.

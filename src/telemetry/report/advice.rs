@@ -127,7 +127,7 @@ pub(crate) fn advice(end: &End, run: Conditions<'_>) -> Vec<String> {
         ));
     }
     let lost = 1.0 - outside;
-    let bytes: usize = end.bucket_bytes.iter().sum();
+    let bytes: usize = end.statistics.bucket_bytes.iter().sum();
     if ranks > 1.0 && lost > MIN_ADVICE_SHARE {
         let percent = 100.0 * lost;
         if end.us_per_step < SHORT_STEP {
@@ -148,7 +148,7 @@ pub(crate) fn advice(end: &End, run: Conditions<'_>) -> Vec<String> {
             ));
         }
         let may_hide = bytes >= BANDWIDTH_BOUND_BYTES && end.can_overlap;
-        if may_hide && end.bucket_bytes.len() == 1 {
+        if may_hide && end.statistics.bucket_bytes.len() == 1 {
             say("All gradients are in one bucket, which can only go out when backward is through: a smaller \
                  --bucket-cap-mb lets the first go out earlier."
                 .into());
@@ -178,14 +178,19 @@ pub(crate) fn advice(end: &End, run: Conditions<'_>) -> Vec<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::ddp::DdpStatistics;
     use crate::telemetry::RankEnd;
+
+    fn with_buckets(bucket_bytes: Vec<usize>) -> DdpStatistics {
+        DdpStatistics { bucket_bytes, ..DdpStatistics::default() }
+    }
 
     fn end(phases: &[PhaseSeconds]) -> End {
         let rank = |phases: &PhaseSeconds| RankEnd { phases: *phases, ..RankEnd::default() };
         End {
             ranks: phases.iter().map(rank).collect(),
             us_per_step: 5000.0,
-            bucket_bytes: vec![4 << 20],
+            statistics: with_buckets(vec![4 << 20]),
             can_overlap: true,
             seconds: 10.0,
             ..End::default()
@@ -236,11 +241,12 @@ mod tests {
             "{told:?}"
         );
         assert!(told[1].contains("in one bucket"), "{told:?}");
-        let four_buckets = End { bucket_bytes: vec![1 << 20; 4], ..end(&[waiting, waiting]) };
+        let statistics = with_buckets(vec![1 << 20; 4]);
+        let four_buckets = End { statistics, ..end(&[waiting, waiting]) };
         let told = advice(&four_buckets, Conditions { overlapped: Some(0.2), ..conditions(2) });
         assert!(told[1].starts_with("Only 20 % of the communication"), "{told:?}");
-        let bucket_bytes = vec![84];
-        let short = End { us_per_step: 50.0, bucket_bytes, ..end(&[waiting, waiting]) };
+        let statistics = with_buckets(vec![84]);
+        let short = End { us_per_step: 50.0, statistics, ..end(&[waiting, waiting]) };
         let told = advice(&short, conditions(2));
         assert!(told.len() == 1 && told[0].contains("only 50 us long"), "{told:?}");
 

@@ -11,7 +11,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
-use super::metrics_logger::drop_every_second;
+use super::metrics_logger::add_point;
 use super::{Marks, Output};
 use crate::records::{TrainMetrics, ValidationMetrics};
 pub(crate) use advice::{Conditions, Cores, advice, outside_collectives};
@@ -55,10 +55,7 @@ const MAX_CURVE_POINTS: usize = 4000;
 
 impl Curves {
     pub(super) fn train(&mut self, metrics: &TrainMetrics) {
-        if self.train.len() == MAX_CURVE_POINTS {
-            drop_every_second(&mut self.train);
-        }
-        self.train.push(metrics.clone());
+        add_point(&mut self.train, MAX_CURVE_POINTS, metrics.clone());
     }
 
     /// Returns the points until `step` of the page that an earlier run has written to `output`; none if there is none.
@@ -71,12 +68,10 @@ impl Curves {
             Some(page.split_once(begin)?.1.split_once(end)?.0)
         });
         let data: Option<Value> = data.and_then(|data| serde_json::from_str(data).ok());
-        let is_before = |point: &u64| *point <= step;
+        let data = data.as_ref();
         Self {
-            train: points(data.as_ref(), "train", |it: &TrainMetrics| is_before(&it.step)),
-            validation: points(data.as_ref(), "validation", |it: &ValidationMetrics| {
-                is_before(&it.step)
-            }),
+            train: points(data, "train", |it: &TrainMetrics| it.step <= step),
+            validation: points(data, "validation", |it: &ValidationMetrics| it.step <= step),
         }
     }
 

@@ -87,12 +87,12 @@ impl Checkpoints {
     fn make_room_after(&self, checkpoint: &Checkpoint, group: &ProcessGroup) -> Result<bool> {
         let mut is_saved_here = Vec::new();
         if group.rank() == 0
-            && let Some(dir) = self.writer.as_ref().map(Writer::dir)
+            && let Some(dir) = self.writer.as_ref().map(|writer| &writer.dir)
         {
             let is_here = dir.contains(checkpoint);
-            if is_here && dir.has_newer_than(checkpoint.state().step)? {
+            if is_here {
                 dir.set_aside_after(checkpoint)?;
-            } else if !is_here && let Some(newest) = dir.newest()? {
+            } else if let Some(newest) = dir.newest()? {
                 return Err(Error::usage(format!(
                     "this run continues from {}, but the folder to save in has other checkpoints already, the newest \
                      is {}; save in the folder of its own checkpoints, or in a new one",

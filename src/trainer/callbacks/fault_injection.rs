@@ -1,74 +1,83 @@
 //! `--inject-fault`: the faults within a training step, such as `nan` and `skip-sample`. `runtime/fault.rs` has the others.
 
 use anyhow::Result;
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
 use crate::data::Batch;
-use crate::ddp::DistributedDataParallel;
 use crate::error::Error;
 use crate::ffi::TorchResult;
-use crate::models::bytes_of;
 use crate::process_group::{ProcessGroup, ReduceOp, num_bytes};
-use crate::runtime::{Fault, FaultKind, Flip, FlipPlace};
+use crate::runtime::{Fault, FaultKind, FlipPlace};
 use crate::trainer::{Callback, Step, TrainContext};
 
-/// The fault planned for a step of a rank.
+/// The fault planned for a step of any rank.
 #[derive(Debug)]
-pub(in crate::trainer) struct FaultInjection {
-    kind: FaultKind,
-    /// The step of the run, from 0.
-    step: u64,
-    /// Whether it is planned for this rank.
-    is_here: bool,
-}
+pub(in crate::trainer) struct FaultInjection(Fault);
 
 impl FaultInjection {
     /// Returns the fault that is planned for a step; `None` if there is none.
     pub(in crate::trainer) fn planned(group: &ProcessGroup) -> Option<Self> {
-        let Fault { kind, step, rank, .. } = group.planned_fault()?;
-        Some(Self { kind, step, is_here: rank == group.global_rank() })
+        // One of several ranks that trains by itself has none: `verify` compares the others with it.
+        let is_alone = group.world_size() == 1 && group.run().activity.len() > 1;
+        let fault = group.run().fault.clone();
+        fault.filter(|fault| fault.kind.needs_step() && !is_alone).map(Self)
     }
 
-    /// Flips a bit of a gradient. All ranks observe theirs, as [`DistributedDataParallel::observe_gradients`] demands.
-    fn flip_gradient<M>(&self, bit: u64, ddp: &DistributedDataParallel<M>) -> Result<()> {
-        let is_here = self.is_here;
-        let parameters = ddp.trained_parameters();
-        let (flipped, bit) = find_bit(bit, parameters.iter().map(|(_, it)| it))?;
-        let observe = move |index, gradient: &mut Tensor| {
-            if is_here && index == flipped { flip_bit(bit, gradient) } else { Ok(()) }
-        };
-        ddp.observe_gradients(OBSERVER, Box::new(observe));
-        Ok(())
+    /// Returns the fault to inject into `step` on this rank; `None` if there is none.
+    fn here<M>(&self, context: &TrainContext<M>, step: &Step) -> Option<FaultKind> {
+        let Fault { rank, step: planned, kind, .. } = self.0;
+        (rank == context.group().global_rank() && planned == step.index).then_some(kind)
     }
 }
 
 impl<M> Callback<M> for FaultInjection {
     fn on_step_start(&mut self, context: &mut TrainContext<M>, step: &mut Step) -> Result<()> {
-        if step.index != self.step {
-            return Ok(());
+        let here = self.here(context, step);
+        if let FaultKind::Flip(bit, FlipPlace::Gradient) = self.0.kind
+            && step.index == self.0.step
+        {
+            let parameters = context.ddp.trained_parameters().into_iter();
+            let (flipped, bit) = find_bit(bit, &parameters.map(|(_, it)| it).collect::<Vec<_>>())?;
+            let is_here = here.is_some();
+            let observe = move |index, gradient: &mut Tensor| {
+                if is_here && index == flipped { flip_bit(bit, gradient) } else { Ok(()) }
+            };
+            // All ranks observe theirs, as `DistributedDataParallel::observe_gradients` demands.
+            context.ddp.observe_gradients(OBSERVER, Box::new(observe));
         }
-        if let FaultKind::Flip(Flip { bit, place: FlipPlace::Gradient }) = self.kind {
-            self.flip_gradient(bit, &context.ddp)?;
+        let Some(kind) = here else { return Ok(()) };
+        // Changes copies: the data set itself stays unchanged.
+        for batch in &mut step.batches {
+            let copy = batch.map(batch.len() as i64, Tensor::f_detach_copy);
+            *batch = copy.doing("copying a batch")?;
         }
-        if !self.is_here {
-            return Ok(());
-        }
-        match self.kind {
+        let mut samples = samples(&step.batches);
+        match kind {
             FaultKind::Nan => {
-                make_sample_nan(&mut step.batches)?;
+                let Some(sample) = samples.next() else { return Ok(()) };
+                let mut inputs = sample?.inputs;
                 // The loss, where the sample cannot be: tokens are integers.
-                context.makes_loss_nan =
-                    step.batches.iter().any(|batch| !batch.inputs.is_floating_point());
+                context.makes_loss_nan = !inputs.is_floating_point();
+                if !context.makes_loss_nan {
+                    let _ = inputs.f_fill_(f64::NAN).doing("making a sample NaN")?;
+                }
             }
-            FaultKind::SkipSample => skip_sample(&mut step.batches, step.index)?,
+            FaultKind::SkipSample => {
+                let (Some(skipped), Some(next)) = (samples.next(), samples.next()) else {
+                    return Err(Error::usage(ONE_SAMPLE.into()).into());
+                };
+                for (to, next) in skipped?.tensors().zip(next?.tensors()) {
+                    to.shallow_clone().f_copy_(next).doing("taking a sample twice")?;
+                }
+            }
             FaultKind::WrongShape => {
                 let group = context.group();
-                let mut wrong =
-                    Tensor::f_zeros([7], (tch::Kind::Float, group.device())).doing("zeros")?;
-                group.all_reduce(&mut wrong, ReduceOp::Sum)?;
+                let wrong = Tensor::f_zeros([7], (Kind::Float, group.device()));
+                group.all_reduce(&mut wrong.doing("zeros")?, ReduceOp::Sum)?;
             }
-            FaultKind::Flip(Flip { bit, place: FlipPlace::Batch }) => {
-                flip_in_batches(bit, &mut step.batches)?;
+            FaultKind::Flip(bit, FlipPlace::Batch) => {
+                let tensors = step.batches.iter().flat_map(Batch::tensors);
+                flip(bit, tensors.map(Tensor::shallow_clone))?;
             }
             _ => {}
         }
@@ -76,60 +85,52 @@ impl<M> Callback<M> for FaultInjection {
     }
 
     fn on_after_backward(&mut self, context: &mut TrainContext<M>, step: &mut Step) -> Result<()> {
-        let (FaultKind::Flip(Flip { bit, place }), ddp) = (self.kind, &context.ddp) else {
-            return Ok(());
-        };
-        if step.index != self.step {
-            return Ok(());
-        }
-        ddp.stop_observing(OBSERVER);
-        if place == FlipPlace::Average && self.is_here {
-            let parameters = ddp.trained_parameters().into_iter();
+        context.ddp.stop_observing(OBSERVER);
+        if let Some(FaultKind::Flip(bit, FlipPlace::Average)) = self.here(context, step) {
+            let parameters = context.ddp.trained_parameters().into_iter();
             let gradients = parameters.map(|(_, parameter)| parameter.grad());
-            flip_in(bit, &mut gradients.filter(Tensor::defined).collect::<Vec<_>>())?;
+            flip(bit, gradients.filter(Tensor::defined))?;
         }
         Ok(())
     }
 
     fn on_step_end(&mut self, context: &mut TrainContext<M>, step: &Step) -> Result<()> {
-        if step.index != self.step || !self.is_here {
-            return Ok(());
-        }
-        if self.kind == FaultKind::Desync
-            && let Some((_, mut parameter)) = context.ddp.state_dict().into_iter().next()
-        {
-            let _ = tch::no_grad(|| parameter.f_add_scalar_(0.001)).doing("add_")?;
-        }
-        if let FaultKind::Flip(Flip { bit, place }) = self.kind {
-            let ddp = &context.ddp;
-            let tensors = match place {
-                FlipPlace::Parameter => ddp.trained_parameters(),
-                FlipPlace::Buffer => ddp.untrained_tensors(),
-                _ => return Ok(()),
-            };
-            flip_in(bit, &mut tensors.into_iter().map(|(_, it)| it).collect::<Vec<_>>())?;
-        }
-        Ok(())
+        let ddp = &context.ddp;
+        let (bit, tensors) = match self.here(context, step) {
+            // The first value becomes another one, of a similar size.
+            Some(FaultKind::Desync) => (22, ddp.trained_parameters()),
+            Some(FaultKind::Flip(bit, FlipPlace::Parameter)) => (bit, ddp.trained_parameters()),
+            Some(FaultKind::Flip(bit, FlipPlace::Buffer)) => (bit, ddp.untrained_tensors()),
+            _ => return Ok(()),
+        };
+        Ok(flip(bit, tensors.into_iter().map(|(_, tensor)| tensor))?)
     }
 }
 
 /// The name of the fault among the observers of gradients.
 const OBSERVER: &str = "fault";
 
+const ONE_SAMPLE: &str = "--inject-fault skip-sample: a rank has one sample in the step, and no other one to take \
+     instead; use a larger --batch-size, or another step";
+
+/// Returns the samples of `batches`, each as a batch that shares its memory.
+fn samples(batches: &[Batch]) -> impl Iterator<Item = crate::error::Result<Batch>> {
+    batches.iter().flat_map(|batch| {
+        let row =
+            move |row| batch.map(1, |tensor| tensor.f_narrow(0, row, 1)).doing("taking a sample");
+        (0..batch.len() as i64).map(row)
+    })
+}
+
 /// Returns the number of the tensor that has bit `bit` of all `tensors` in sequence, and the number of the bit in it.
-fn find_bit<'a>(
-    bit: u64,
-    tensors: impl Iterator<Item = &'a Tensor>,
-) -> crate::error::Result<(usize, u64)> {
-    let mut left = bit;
+fn find_bit(bit: u64, tensors: &[Tensor]) -> crate::error::Result<(usize, u64)> {
     let mut all = 0;
-    for (index, tensor) in tensors.enumerate() {
-        let bits = 8 * num_bytes(tensor.kind(), tensor.numel()) as u64;
-        if left < bits {
-            return Ok((index, left));
+    for (index, tensor) in tensors.iter().enumerate() {
+        let before = all;
+        all += 8 * num_bytes(tensor.kind(), tensor.numel()) as u64;
+        if bit < all {
+            return Ok((index, bit - before));
         }
-        left -= bits;
-        all += bits;
     }
     Err(Error::usage(format!(
         "--inject-fault flip={bit}: these tensors have {all} bits; use a smaller number, or another place (in=PLACE)"
@@ -137,31 +138,19 @@ fn find_bit<'a>(
 }
 
 /// Flips bit `bit` of `tensors`.
-fn flip_in(bit: u64, tensors: &mut [Tensor]) -> crate::error::Result<()> {
-    let (index, bit) = find_bit(bit, tensors.iter())?;
-    flip_bit(bit, &mut tensors[index])
-}
-
-/// Flips bit `bit` of the inputs and targets of `batches`.
-fn flip_in_batches(bit: u64, batches: &mut [Batch]) -> crate::error::Result<()> {
-    let (flipped, bit) = find_bit(bit, batches.iter().flat_map(Batch::tensors))?;
-    let mut tensors = batches.iter_mut().flat_map(Batch::tensors_mut);
-    let Some(tensor) = tensors.nth(flipped) else { return Ok(()) };
-    // A copy: the data set itself stays unchanged.
-    *tensor = tensor.f_detach_copy().doing("flipping a bit")?;
-    flip_bit(bit, tensor)
+fn flip(bit: u64, tensors: impl Iterator<Item = Tensor>) -> crate::error::Result<()> {
+    let tensors: Vec<Tensor> = tensors.collect();
+    let (index, bit) = find_bit(bit, &tensors)?;
+    flip_bit(bit, &tensors[index])
 }
 
 /// Flips bit `bit` of the values of `tensor`, which lie in sequence.
-fn flip_bit(bit: u64, tensor: &mut Tensor) -> crate::error::Result<()> {
-    let doing = "flipping a bit";
-    let bits = 8 * num_bytes(tensor.kind(), 1) as u64;
-    let flat = tensor.f_detach().and_then(|tensor| tensor.f_view(-1)).doing(doing)?;
-    let mut element = flat.f_narrow(0, (bit / bits) as i64, 1).doing(doing)?;
-    let mut bytes = bytes_of(&element)?;
-    bytes[(bit % bits / 8) as usize] ^= 1 << (bit % 8);
-    let flipped = Tensor::f_from_data_size(&bytes, &[1], tensor.kind()).doing(doing)?;
-    tch::no_grad(|| element.f_copy_(&flipped)).doing(doing)
+fn flip_bit(bit: u64, tensor: &Tensor) -> crate::error::Result<()> {
+    let bytes = tensor.f_detach().and_then(|it| it.f_view(-1)?.f_view_dtype(Kind::Uint8));
+    let byte = bytes.and_then(|bytes| bytes.f_narrow(0, (bit / 8) as i64, 1));
+    byte.and_then(|mut byte| byte.f_bitwise_xor_(1_i64 << (bit % 8)))
+        .map(drop)
+        .doing("flipping a bit")
 }
 
 impl<M> TrainContext<M> {
@@ -172,42 +161,4 @@ impl<M> TrainContext<M> {
         }
         Ok(loss.shallow_clone())
     }
-}
-
-/// Overwrites the step's first sample with NaN. Integers, which have no NaN, stay.
-fn make_sample_nan(batches: &mut [Batch]) -> crate::error::Result<()> {
-    let Some(batch) = batches.iter_mut().find(|batch| !batch.is_empty()) else { return Ok(()) };
-    if !batch.inputs.is_floating_point() {
-        return Ok(());
-    }
-    // A copy: the data set itself stays unchanged.
-    let doing = "making a sample NaN";
-    batch.inputs = batch.inputs.f_detach_copy().doing(doing)?;
-    let mut first = batch.inputs.f_narrow(0, 0, 1).doing(doing)?;
-    first.f_fill_(f64::NAN).map(drop).doing(doing)
-}
-
-/// Replaces the step's first sample by its second, so that the number of samples stays the same.
-fn skip_sample(batches: &mut [Batch], step: u64) -> crate::error::Result<()> {
-    let doing = "taking a sample twice";
-    let (other, row) = match batches {
-        [first, ..] if first.len() > 1 => (&*first, 1),
-        [_, second, ..] => (&*second, 0),
-        _ => {
-            return Err(Error::usage(format!(
-                "--inject-fault skip-sample: a rank has one sample in step {step}, and no other one to take instead; use a \
-                 larger --batch-size, or another step"
-            )));
-        }
-    };
-    let next: Result<Vec<Tensor>, _> =
-        other.tensors().map(|tensor| tensor.f_narrow(0, row, 1)).collect();
-    let next = next.doing(doing)?;
-    for (to, next) in batches[0].tensors_mut().zip(next) {
-        // A copy: the data set itself stays unchanged.
-        *to = to.f_detach_copy().doing(doing)?;
-        let put = to.f_narrow(0, 0, 1).and_then(|mut first| first.f_copy_(&next).map(drop));
-        put.doing(doing)?;
-    }
-    Ok(())
 }

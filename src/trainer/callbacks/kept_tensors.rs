@@ -125,7 +125,7 @@ impl<M> Callback<M> for KeptTensors {
         ddp.group().synchronize()?;
         self.keep("parameter", ddp.trained_parameters())?;
         self.keep("buffer", ddp.untrained_tensors())?;
-        Ok(write_tensors(&self.place.file, &self.tensors.take())?)
+        Ok(write_tensors(&self.place.file, self.tensors.take())?)
     }
 }
 
@@ -135,7 +135,7 @@ impl Drop for KeptTensors {
         let tensors = self.tensors.take();
         if !tensors.is_empty() {
             // The run has failed already, and says why.
-            let _ = write_tensors(&self.place.file, &tensors);
+            let _ = write_tensors(&self.place.file, tensors);
         }
     }
 }

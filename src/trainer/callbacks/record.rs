@@ -16,8 +16,8 @@ use crate::models::tensor_hash;
 use crate::process_group::dtype_name;
 use crate::runtime::RunContext;
 use crate::telemetry::{
-    RECORD_FORMAT, RecordFile, RecordHeader, RecordLine, RecordedStart, RecordedStep,
-    RecordedTensor, StepOfRank, TensorHash,
+    RECORD_FORMAT, RecordFile, RecordHeader, RecordLine, RecordedStep, RecordedTensor, StepOfRank,
+    TensorHash,
 };
 use crate::trainer::{Callback, Step, TrainContext};
 
@@ -94,14 +94,15 @@ impl<M> Callback<M> for Record {
         let ddp = &context.ddp;
         self.file.begin(self.header(ddp))?;
         ddp.group().synchronize()?;
-        let line = RecordedStart {
+        let rank = ddp.group().rank();
+        let line = RecordLine::Start {
             step: context.state.step,
-            rank: ddp.group().rank(),
+            rank,
             parameters: hashes(ddp.trained_parameters())?,
             buffers: hashes(ddp.untrained_tensors())?,
         };
-        self.rank = Some(line.rank);
-        Ok(self.file.line(&RecordLine::Start(line))?)
+        self.rank = Some(rank);
+        Ok(self.file.line(&line)?)
     }
 
     /// Begins a step that is due: hashes its batches, and watches its gradients.

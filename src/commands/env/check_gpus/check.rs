@@ -11,65 +11,83 @@ use tch::{Device, Kind, TchError, Tensor};
 
 use crate::commands::bench::{BenchCase, bus_factor, round};
 use crate::commands::comm_op::CommOp;
-use crate::error::Result;
-use crate::ffi::TorchResult;
-use crate::ffi::cuda;
+use crate::ffi::{TorchResult, cuda};
 use crate::launch::Spawn;
 use crate::operation::Operation;
-use crate::process_group::{Backend, ProcessGroup, ReduceOp};
+use crate::process_group::{Backend, ReduceOp};
 use crate::telemetry::Printer;
 
 /// A check that a process makes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(super) struct Check {
+    pub event: Event,
+    /// The GPUs; of a copy the source first.
+    pub gpus: Vec<usize>,
+}
+
+/// The sort of a check.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub(super) enum Check {
+pub(super) enum Event {
     /// Which GPUs there are, and whether NCCL is.
     Machine,
-    /// A product of matrices on this GPU.
-    Product(usize),
-    /// A copy from the first GPU to the second.
-    Copy(usize, usize),
+    /// A product of matrices on a GPU.
+    Product,
+    /// A copy from one GPU to another.
+    Copy,
     /// An all_reduce of two GPUs over NCCL.
-    AllReduce(usize, usize),
+    AllReduce,
 }
 
 /// A line on the stdout of a check's process.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum Message {
-    /// This part begins.
-    Begins(Part),
-    /// The result of [`Check::Machine`].
-    Found(Machine),
-    /// All values are right. The GPUs are this fast.
-    Right(Speed),
-    /// The number of wrong values, and of all values that were checked.
-    Wrong(i64, i64),
-    /// An error.
-    Fails(String),
+    /// This part begins, of so many seconds at most.
+    Begins(String, u64),
+    /// The check has ended.
+    Ends(Found),
 }
 
-/// A part of a check that has a limit of its own.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub(super) enum Part {
-    /// CUDA loads, and each GPU gets a context.
-    Load,
-    /// The ranks of an all_reduce join a communicator.
-    Connect,
-    /// The product, the copy or the all_reduce.
-    Work,
+/// A part of a check that has a limit of its own: what to say after "hangs" or "dies", and how many seconds it may take.
+pub(super) type Part = (&'static str, u64);
+
+/// CUDA loads, and each GPU gets a context.
+pub(super) const LOAD: Part = (" while loading CUDA", 60);
+
+/// The ranks of an all_reduce join a communicator: NCCL looks at all network cards, and loads its kernels.
+const CONNECT: Part = (" while connecting with NCCL", 10);
+
+/// The product, the copy or the all_reduce.
+const WORK: Part = ("", 5);
+
+/// What a check has found: a part of a line of `--log-format json`.
+#[derive(Debug, Default, PartialEq, Serialize, Deserialize)]
+pub(super) struct Found {
+    pub result: Verdict,
+    /// What is wrong, to follow the name of the check. `None` if nothing is.
+    pub problem: Option<String>,
+    /// Floating-point operations, in 10^12 per second.
+    pub tflops: Option<f64>,
+    /// The bandwidth of a copy, or that of an all_reduce as `bench` calculates its `busbw`, in 10^9 bytes per second.
+    pub gb_per_s: Option<f64>,
+    /// The time of an all_reduce of one element.
+    pub latency_us: Option<f64>,
+    /// The result of [`Event::Machine`].
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub machine: Option<Machine>,
 }
 
-impl Part {
-    /// Returns how long the part may take.
-    pub(super) fn limit(self) -> Duration {
-        Duration::from_secs(match self {
-            Part::Load => 60,
-            Part::Connect => 10, // NCCL looks at all network cards, and loads its kernels
-            Part::Work => 5,
-        })
-    }
+/// How a check ended.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub(super) enum Verdict {
+    #[default]
+    Right,
+    Wrong,
+    Fails,
+    Hangs,
+    Dies,
 }
 
 /// The GPUs that are visible, and why they or NCCL cannot be used.
@@ -80,38 +98,45 @@ pub(super) struct Machine {
     pub nccl_problem: Option<String>,
 }
 
-/// The measurements of a check.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
-pub(super) struct Speed {
-    /// Floating-point operations, in 10^12 per second.
-    pub tflops: Option<f64>,
-    /// The bandwidth of a copy, or that of an all_reduce as `bench` calculates its `busbw`, in 10^9 bytes per second.
-    pub gb_per_s: Option<f64>,
-    /// The time of an all_reduce of one element.
-    pub latency_us: Option<f64>,
+impl Found {
+    /// Returns the result of a check that did not pass.
+    pub(super) fn problem(result: Verdict, problem: String) -> Self {
+        Self { result, problem: Some(problem), ..Self::default() }
+    }
+
+    /// Returns the result of a check with so many wrong values.
+    fn wrong(wrong: i64, all: i64) -> Self {
+        Self::problem(Verdict::Wrong, format!("has wrong values ({wrong} of {all})"))
+    }
 }
 
 /// Makes the check, and prints what it does and what it found.
 ///
 /// # Errors
 /// When stdout cannot be written.
-pub(super) fn make(check: Check, printer: &Arc<Printer>) -> anyhow::Result<()> {
+pub(super) fn make(check: &Check, printer: &Arc<Printer>) -> anyhow::Result<()> {
     let cuda = cuda::load();
     let to = printer.clone();
     // If nobody reads it any more, the process is about to be killed.
-    let begins = move |part| drop(say(&to, &Message::Begins(part)));
-    let found = match check {
-        Check::Machine => Ok(Message::Found(Machine {
-            gpus: cuda.gpus,
-            gpu_problem: cuda.problem,
-            nccl_problem: Backend::Nccl.check_library().err().map(|error| error.to_string()),
-        })),
-        Check::Product(gpu) => product(gpu, begins).doing("a product").map_err(Into::into),
-        Check::Copy(from, to) => copy(from, to, begins).doing("a copy").map_err(Into::into),
-        Check::AllReduce(first, second) => all_reduce([first, second], begins),
+    let begins = move |(what, seconds): Part| {
+        drop(say(&to, &Message::Begins(what.into(), seconds)));
     };
-    let last = found.unwrap_or_else(|error| Message::Fails(error.to_string()));
-    Ok(say(printer, &last)?)
+    let found = match (check.event, &check.gpus[..]) {
+        (Event::Product, &[gpu]) => {
+            product(Device::Cuda(gpu), begins).doing("a product").map_err(Into::into)
+        }
+        (Event::Copy, &[from, to]) => {
+            copy(Device::Cuda(from), Device::Cuda(to), begins).doing("a copy").map_err(Into::into)
+        }
+        (Event::AllReduce, &[first, second]) => all_reduce([first, second], begins),
+        _ => {
+            let nccl_problem = Backend::Nccl.check_library().err().map(|error| error.to_string());
+            let machine = Machine { gpus: cuda.gpus, gpu_problem: cuda.problem, nccl_problem };
+            Ok(Found { machine: Some(machine), ..Found::default() })
+        }
+    };
+    let failed = |error: anyhow::Error| Found::problem(Verdict::Fails, format!("fails: {error}"));
+    Ok(say(printer, &Message::Ends(found.unwrap_or_else(failed)))?)
 }
 
 /// Prints a message in a line of its own, also if a library has printed a part of a line before.
@@ -127,26 +152,25 @@ const MEASURED: f64 = 0.05;
 const SMALLEST: i64 = 256;
 const LARGEST: i64 = 4096;
 
-/// Squares matrices on `gpu`. Each has twice as many rows as the one before, as long as a product is fast enough.
-fn product(gpu: usize, begins: impl Fn(Part)) -> Result<Message, TchError> {
-    let device = Device::Cuda(gpu);
+/// Squares matrices on a GPU. Each has twice as many rows as the one before, as long as a product is fast enough.
+fn product(gpu: Device, begins: impl Fn(Part)) -> Result<Found, TchError> {
     // The host makes a context and loads kernels. What the GPU itself does is waited for below.
-    let ones = Tensor::f_ones([16, 16], (Kind::Float, device))?;
+    let ones = Tensor::f_ones([16, 16], (Kind::Float, gpu))?;
     let product = ones.f_matmul(&ones)?;
-    begins(Part::Work);
+    begins(WORK);
     wait_for(&product)?;
     let mut n = SMALLEST;
     loop {
         let (matrix, square) = matrix(n)?;
-        let matrix = matrix.f_to_device(device)?;
+        let matrix = matrix.f_to_device(gpu)?;
         let wrong = differing(&matrix.f_matmul(&matrix)?, &square)?;
         if wrong > 0 {
-            return Ok(Message::Wrong(wrong, n * n));
+            return Ok(Found::wrong(wrong, n * n));
         }
         let seconds = seconds_of(|| matrix.f_matmul(&matrix))?;
         if n == LARGEST || 8.0 * seconds > MEASURED {
-            let tflops = 2.0 * (n as f64).powi(3) / seconds / 1e12;
-            return Ok(Message::Right(Speed { tflops: Some(tflops), ..Speed::default() }));
+            let tflops = Some(2.0 * (n as f64).powi(3) / seconds / 1e12);
+            return Ok(Found { tflops, ..Found::default() });
         }
         n *= 2;
     }
@@ -156,34 +180,31 @@ fn product(gpu: usize, begins: impl Fn(Part)) -> Result<Message, TchError> {
 /// the square is exact in any order of addition.
 fn matrix(n: i64) -> Result<(Tensor, Tensor), TchError> {
     let numbers = Tensor::f_arange(n, (Kind::Float, Device::Cpu))?;
-    // Element (i, k) is rows[i] + columns[k].
-    let (rows, columns) = (numbers.f_remainder(5)?, numbers.f_remainder(3)?);
-    let (rows, columns) = (rows.f_unsqueeze(1)?, columns.f_unsqueeze(0)?);
-    let dot = columns.f_matmul(&rows)?;
-    let square = rows.f_mul(&columns)?.f_mul_scalar(n)?.f_add(&dot)?;
-    let square = square.f_add(&rows.f_mul(&rows.f_sum(Kind::Float)?)?)?;
-    let square = square.f_add(&columns.f_mul(&columns.f_sum(Kind::Float)?)?)?;
-    Ok((rows.f_add(&columns)?, square))
+    let ones = numbers.f_ones_like()?;
+    // Element (i, k) is i % 5 + k % 3: the product of two columns and two rows.
+    let columns = Tensor::f_stack(&[&numbers.f_remainder(5)?, &ones], 1)?;
+    let rows = Tensor::f_stack(&[&ones, &numbers.f_remainder(3)?], 0)?;
+    let square = columns.f_matmul(&rows.f_matmul(&columns)?)?.f_matmul(&rows)?;
+    Ok((columns.f_matmul(&rows)?, square))
 }
 
 /// The elements of a copy, of 4 bytes each.
 const COPIED: i64 = 16 << 20;
 
 /// Copies numbers that all differ, so that a byte in the wrong place is noticed.
-fn copy(from: usize, to: usize, begins: impl Fn(Part)) -> Result<Message, TchError> {
+fn copy(from: Device, to: Device, begins: impl Fn(Part)) -> Result<Found, TchError> {
     let numbers = Tensor::f_arange(COPIED, (Kind::Int, Device::Cpu))?;
-    let source = numbers.f_to_device(Device::Cuda(from))?;
-    let mut copy = Tensor::f_zeros([COPIED], (Kind::Int, Device::Cuda(to)))?;
+    let source = numbers.f_to_device(from)?;
+    let mut copy = Tensor::f_zeros([COPIED], (Kind::Int, to))?;
     wait_for(&copy)?;
-    begins(Part::Work);
+    begins(WORK);
     copy.f_copy_(&source)?;
     let wrong = differing(&copy, &numbers)?;
     if wrong > 0 {
-        return Ok(Message::Wrong(wrong, COPIED));
+        return Ok(Found::wrong(wrong, COPIED));
     }
-    let seconds = seconds_of(|| source.f_to_device(Device::Cuda(to)))?;
-    let gb_per_s = 4.0 * COPIED as f64 / seconds / 1e9;
-    Ok(Message::Right(Speed { gb_per_s: Some(gb_per_s), ..Speed::default() }))
+    let gb_per_s = Some(4.0 * COPIED as f64 / seconds_of(|| source.f_to_device(to))? / 1e9);
+    Ok(Found { gb_per_s, ..Found::default() })
 }
 
 /// Returns how many elements of `found`, on a GPU, differ from those of `expected`.
@@ -197,11 +218,10 @@ fn seconds_of(work: impl Fn() -> Result<Tensor, TchError>) -> Result<f64, TchErr
     let mut calls = 1;
     loop {
         let began = Instant::now();
-        let mut last = work()?;
         for _ in 1..calls {
-            last = work()?;
+            drop(work()?);
         }
-        wait_for(&last)?;
+        wait_for(&work()?)?;
         let seconds = began.elapsed().as_secs_f64();
         if seconds >= MEASURED {
             return Ok(seconds / f64::from(calls));
@@ -219,52 +239,44 @@ fn wait_for(tensor: &Tensor) -> Result<(), TchError> {
 const MOST_REDUCED: u64 = 16 << 20;
 const REDUCED_FACTOR: u64 = 16;
 
-/// Has two ranks, threads of this process, reduce tensors over NCCL.
+/// Has two ranks, threads of this process, reduce more and more elements over NCCL, as long as that is fast enough.
 fn all_reduce(
     gpus: [usize; 2],
     begins: impl Fn(Part) + Send + Sync + 'static,
-) -> anyhow::Result<Message> {
+) -> anyhow::Result<Found> {
     let devices = gpus.map(Device::Cuda);
     for device in devices {
         Tensor::f_zeros([1], (Kind::Float, device)).doing("making a context").map(drop)?;
     }
-    begins(Part::Connect);
-    let wrong = AtomicI64::new(0);
+    begins(CONNECT);
+    let wrong_of_both = AtomicI64::new(0);
     let spawn = Spawn::on(devices.to_vec()).grace_period(Duration::from_secs(1));
     let found = spawn.run(move |rank| {
         let group = rank.init_process_group(Backend::Nccl)?;
         if rank.is_main() {
-            begins(Part::Work);
+            begins(WORK);
         }
-        Ok(all_reduce_on(&group, &wrong)?)
+        let op = CommOp::Collective(Operation::AllReduce);
+        let (mut latency_us, mut numel) = (None, 1);
+        loop {
+            let mut case = BenchCase::new(op, ReduceOp::Sum, Kind::Float, numel, &group)?;
+            wrong_of_both.fetch_add(case.check()?, Ordering::SeqCst);
+            group.barrier()?; // the other rank has added its own
+            let wrong = wrong_of_both.load(Ordering::SeqCst);
+            if wrong > 0 {
+                return Ok(Found::wrong(wrong, 2 * numel as i64));
+            }
+            let once = round(&group, &mut case, 1)?;
+            let seconds = round(&group, &mut case, (MEASURED / once).clamp(1.0, 1000.0) as u64)?;
+            latency_us = latency_us.or(Some(1e6 * seconds));
+            if numel == MOST_REDUCED || REDUCED_FACTOR as f64 * seconds > MEASURED {
+                let gb_per_s = Some(case.bytes() as f64 / seconds / 1e9 * bus_factor(op, 2));
+                return Ok(Found { gb_per_s, latency_us, ..Found::default() });
+            }
+            numel *= REDUCED_FACTOR;
+        }
     })?;
     found.into_iter().next().context("no rank has ended")
-}
-
-/// Reduces tensors of more and more elements, as long as that is fast enough. The ranks share `wrong`, the number of wrong
-/// elements.
-fn all_reduce_on(group: &ProcessGroup, wrong: &AtomicI64) -> Result<Message> {
-    let all_reduce = CommOp::Collective(Operation::AllReduce);
-    let mut latency_us = None;
-    let mut numel = 1;
-    loop {
-        let mut case = BenchCase::new(all_reduce, ReduceOp::Sum, Kind::Float, numel, group)?;
-        wrong.fetch_add(case.check()?, Ordering::SeqCst);
-        group.barrier()?; // the other rank has added its own
-        let wrong = wrong.load(Ordering::SeqCst);
-        if wrong > 0 {
-            return Ok(Message::Wrong(wrong, 2 * numel as i64));
-        }
-        let once = round(group, &mut case, 1)?;
-        let seconds = round(group, &mut case, (MEASURED / once).clamp(1.0, 1000.0) as u64)?;
-        let latency_us = *latency_us.get_or_insert(1e6 * seconds);
-        if numel == MOST_REDUCED || REDUCED_FACTOR as f64 * seconds > MEASURED {
-            let gb_per_s = case.bytes() as f64 / seconds / 1e9 * bus_factor(all_reduce, 2);
-            let (gb_per_s, latency_us) = (Some(gb_per_s), Some(latency_us));
-            return Ok(Message::Right(Speed { gb_per_s, latency_us, ..Speed::default() }));
-        }
-        numel *= REDUCED_FACTOR;
-    }
 }
 
 #[cfg(test)]

@@ -10,12 +10,12 @@ use std::sync::Arc;
 
 use anyhow::bail;
 use serde::Serialize;
+use serde_json::json;
 
 use crate::error::Error;
 use crate::session::AlreadyReported;
 use crate::telemetry::Printer;
-use check::{Check, Machine, Message, Part, Speed};
-use process::Outcome;
+use check::{Check, Event, Found, Machine, Verdict};
 
 /// The variables that switch off one of NCCL's ways between GPUs.
 const SWITCHES: [&str; 3] = ["NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE"];
@@ -23,35 +23,12 @@ const SWITCHES: [&str; 3] = ["NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DI
 /// The result of a check: a line of `--log-format json`.
 #[derive(Debug, Serialize)]
 struct Checked {
-    /// `product`, `copy` or `all_reduce`.
-    event: &'static str,
-    /// The GPUs; of a copy the source first.
-    gpus: Vec<usize>,
-    result: Verdict,
-    /// What is wrong. `None` if nothing is.
-    problem: Option<String>,
     #[serde(flatten)]
-    speed: Speed,
+    check: Check,
+    #[serde(flatten)]
+    found: Found,
     /// The switches with which it passes. `None` if none was tried.
     passes_with: Option<Vec<&'static str>>,
-}
-
-/// Checks that are not made, and why.
-#[derive(Debug, Serialize)]
-struct Skipped {
-    event: &'static str,
-    reason: String,
-}
-
-/// How a check ended.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "lowercase")]
-enum Verdict {
-    Right,
-    Wrong,
-    Fails,
-    Hangs,
-    Dies,
 }
 
 /// Checks all visible GPUs, and prints a line for each check when it has ended. In a process of a check, makes that one.
@@ -61,17 +38,15 @@ enum Verdict {
 /// stdout cannot be written.
 pub fn check_gpus(printer: &Arc<Printer>) -> anyhow::Result<()> {
     if let Some(check) = process::asked_for() {
-        return check::make(check, printer);
+        return check::make(&check, printer);
     }
-    let machine = match process::run(Check::Machine, None, printer)? {
-        Outcome::Ended(Message::Found(machine)) => machine,
-        outcome => {
-            bail!(
-                "--check-gpus: looking for GPUs {}; look at nvidia-smi and dmesg, and find the GPU with \
-                 CUDA_VISIBLE_DEVICES=0, then 1, and so on",
-                verdict(&outcome).1.unwrap_or_default()
-            )
-        }
+    let found = process::run(&Check { event: Event::Machine, gpus: vec![] }, None, printer)?;
+    let Some(machine) = found.machine else {
+        bail!(
+            "--check-gpus: looking for GPUs {}; look at nvidia-smi and dmesg, and find the GPU with \
+             CUDA_VISIBLE_DEVICES=0, then 1, and so on",
+            found.problem.unwrap_or_default()
+        )
     };
     if let Some(problem) = &machine.gpu_problem {
         return Err(Error::usage(format!("--check-gpus: {problem}")).into());
@@ -97,158 +72,107 @@ struct Checks<'a> {
 
 impl Checks<'_> {
     fn run(&mut self) -> anyhow::Result<()> {
+        let gpus = self.machine.gpus.len();
         let mut working = Vec::new();
-        for gpu in 0..self.machine.gpus.len() {
-            let checked = self.check(Check::Product(gpu))?;
-            if checked.result == Verdict::Right {
+        for gpu in 0..gpus {
+            if self.check(Event::Product, &[gpu])? {
                 working.push(gpu);
             }
-            self.print(&checked)?;
         }
-        if self.machine.gpus.len() == 1 {
-            return self.skip("there is one GPU, and no pair to check".into());
+        if gpus == 1 {
+            return self.skip("there is one GPU, and no pair to check");
         }
-        if working.len() < self.machine.gpus.len() {
-            self.skip("pairs with a GPU that did not pass are not checked".into())?;
+        if working.len() < gpus {
+            self.skip("pairs with a GPU that did not pass are not checked")?;
         }
         let mut pairs = Vec::new();
         for (index, &first) in working.iter().enumerate() {
-            pairs.extend(working[index + 1..].iter().map(|&second| (first, second)));
+            pairs.extend(working[index + 1..].iter().map(|&second| [first, second]));
         }
-        for &(first, second) in &pairs {
-            for check in [Check::Copy(first, second), Check::Copy(second, first)] {
-                let checked = self.check(check)?;
-                self.print(&checked)?;
-            }
+        for &[first, second] in &pairs {
+            self.check(Event::Copy, &[first, second])?;
+            self.check(Event::Copy, &[second, first])?;
         }
-        match &self.machine.nccl_problem {
-            Some(problem) => self.skip(format!("all_reduce is not checked: {problem}")),
-            None => {
-                for (first, second) in pairs {
-                    self.all_reduce(first, second)?;
-                }
-                Ok(())
-            }
+        if let Some(problem) = &self.machine.nccl_problem {
+            return self.skip(&format!("all_reduce is not checked: {problem}"));
         }
+        pairs.iter().try_for_each(|pair| self.check(Event::AllReduce, pair).map(drop))
     }
 
-    /// Checks an all_reduce of two GPUs. If it does not pass, tries NCCL's switches: those that have helped another pair,
-    /// and all others if none of them helps.
-    fn all_reduce(&mut self, first: usize, second: usize) -> anyhow::Result<()> {
-        let check = Check::AllReduce(first, second);
-        let mut checked = self.check(check)?;
-        if checked.result != Verdict::Right {
-            let (helpful, others): (Vec<_>, Vec<_>) =
-                SWITCHES.into_iter().partition(|switch| self.helpful.contains(switch));
-            let mut passes_with = self.passing(check, &helpful)?;
-            if passes_with.is_empty() {
-                passes_with = self.passing(check, &others)?;
-                self.helpful.extend(&passes_with);
-            }
-            checked.passes_with = Some(passes_with);
-        }
-        self.print(&checked)
-    }
-
-    /// Returns those of `switches` with which `check` passes. Does not try those that the user has set.
-    fn passing(
-        &self,
-        check: Check,
-        switches: &[&'static str],
-    ) -> anyhow::Result<Vec<&'static str>> {
-        let is_set = |switch: &&&str| std::env::var_os(switch).is_some_and(|value| value == "1");
-        let mut passing = Vec::new();
-        for switch in switches.iter().filter(|switch| !is_set(switch)) {
-            let outcome = process::run(check, Some(switch), self.printer)?;
-            if verdict(&outcome).0 == Verdict::Right {
-                passing.push(*switch);
-            }
-        }
-        Ok(passing)
-    }
-
-    fn check(&self, check: Check) -> anyhow::Result<Checked> {
-        let (event, gpus) = match check {
-            Check::Machine => ("machine", vec![]),
-            Check::Product(gpu) => ("product", vec![gpu]),
-            Check::Copy(from, to) => ("copy", vec![from, to]),
-            Check::AllReduce(first, second) => ("all_reduce", vec![first, second]),
-        };
-        let outcome = process::run(check, None, self.printer)?;
-        let (result, problem) = verdict(&outcome);
-        let speed = match outcome {
-            Outcome::Ended(Message::Right(speed)) => speed,
-            _ => Speed::default(),
-        };
-        Ok(Checked { event, gpus, result, problem, speed, passes_with: None })
-    }
-
-    fn print(&mut self, checked: &Checked) -> anyhow::Result<()> {
-        self.is_passed &= checked.result == Verdict::Right;
+    /// Makes a check and prints what it found. Tries NCCL's switches with an all_reduce that does not pass. Returns whether
+    /// it has passed.
+    fn check(&mut self, event: Event, gpus: &[usize]) -> anyhow::Result<bool> {
+        let check = Check { event, gpus: gpus.to_vec() };
+        let found = process::run(&check, None, self.printer)?;
+        let passes = found.result == Verdict::Right;
+        self.is_passed &= passes;
+        let tries = event == Event::AllReduce && !passes;
+        let passes_with = tries.then(|| self.passing(&check)).transpose()?;
+        let checked = Checked { check, found, passes_with };
         let text = checked.text(&self.machine.gpus);
-        Ok(self.printer.result(checked, |out| writeln!(out, "{text}"))?)
+        self.printer.result(&checked, |out| writeln!(out, "{text}"))?;
+        Ok(passes)
     }
 
-    fn skip(&self, reason: String) -> anyhow::Result<()> {
-        let skipped = Skipped { event: "skipped", reason };
-        Ok(self.printer.result(&skipped, |out| writeln!(out, "{}", skipped.reason))?)
+    /// Returns the switches with which `check` passes: those that have helped another pair, and of the others if none of
+    /// them helps. Does not try those that the user has set.
+    fn passing(&mut self, check: &Check) -> anyhow::Result<Vec<&'static str>> {
+        let is_set = |switch: &str| std::env::var_os(switch).is_some_and(|value| value == "1");
+        for has_helped in [true, false] {
+            let mut passing = Vec::new();
+            for switch in SWITCHES {
+                if self.helpful.contains(&switch) == has_helped
+                    && !is_set(switch)
+                    && process::run(check, Some(switch), self.printer)?.result == Verdict::Right
+                {
+                    passing.push(switch);
+                }
+            }
+            if !passing.is_empty() {
+                self.helpful.extend(&passing);
+                return Ok(passing);
+            }
+        }
+        Ok(Vec::new())
     }
-}
 
-/// Returns how a check ended, and what is wrong, to follow its name. `None` if nothing is.
-fn verdict(outcome: &Outcome) -> (Verdict, Option<String>) {
-    let meanwhile = |part: &Part| match part {
-        Part::Load => " while loading CUDA",
-        Part::Connect => " while connecting with NCCL",
-        Part::Work => "",
-    };
-    let (verdict, problem) = match outcome {
-        Outcome::Ended(Message::Right(_)) => return (Verdict::Right, None),
-        Outcome::Ended(Message::Wrong(wrong, all)) => {
-            (Verdict::Wrong, format!("has wrong values ({wrong} of {all})"))
-        }
-        Outcome::Ended(Message::Fails(error)) => (Verdict::Fails, format!("fails: {error}")),
-        Outcome::Ended(other) => (Verdict::Fails, format!("answers {other:?}")),
-        Outcome::Hangs { part, is_killed } => {
-            let stuck = if *is_killed {
-                ""
-            } else {
-                ", and its process waits in the driver and cannot be killed"
-            };
-            let seconds = part.limit().as_secs();
-            (Verdict::Hangs, format!("hangs{} ({seconds} s){stuck}", meanwhile(part)))
-        }
-        Outcome::Dies(part, how) => {
-            (Verdict::Dies, format!("dies{}: its process {how}", meanwhile(part)))
-        }
-    };
-    (verdict, Some(problem))
+    fn skip(&self, reason: &str) -> anyhow::Result<()> {
+        let skipped = json!({"event": "skipped", "reason": reason});
+        Ok(self.printer.result(&skipped, |out| writeln!(out, "{reason}"))?)
+    }
 }
 
 impl Checked {
     /// Returns the line for people. `names` are those of all GPUs.
     fn text(&self, names: &[String]) -> String {
-        let Self { event, gpus, problem, speed, passes_with, .. } = self;
-        let what = match (*event, &gpus[..]) {
-            ("copy", &[from, to]) => format!("GPU {from} -> {to}: copy"),
-            (_, &[first, second]) => format!("GPUs {first} and {second}: {event}"),
-            _ => format!("GPU {} ({}): {event}", gpus[0], names[gpus[0]]),
+        let Self { check: Check { event, gpus }, found, passes_with } = self;
+        let (what, remedy) = match (*event, &gpus[..]) {
+            (Event::Copy, &[from, to]) => (
+                format!("GPU {from} -> {to}: copy"),
+                "look at nvidia-smi topo -p2p r, at IOMMU and at ACS".into(),
+            ),
+            (_, &[first, second]) => (
+                format!("GPUs {first} and {second}: all_reduce"),
+                match passes_with.as_deref() {
+                    None | Some([]) => "no switch of NCCL helps; NCCL_DEBUG=INFO says more".into(),
+                    Some(switches) => {
+                        format!("it passes with {}=1", switches.join("=1, and with "))
+                    }
+                },
+            ),
+            _ => (
+                format!("GPU {} ({}): product", gpus[0], names[gpus[0]]),
+                "look at nvidia-smi -q and dmesg".into(),
+            ),
         };
-        let Some(problem) = problem else {
-            let Speed { tflops, gb_per_s, latency_us } = speed;
-            let rates = [
-                tflops.map(|rate| format!(", {rate:.2} TFLOP/s")),
-                gb_per_s.map(|rate| format!(", {rate:.2} GB/s")),
-                latency_us.map(|time| format!(", {time:.0} us for 4 bytes")),
-            ];
-            return format!("{what} right{}", rates.into_iter().flatten().collect::<String>());
-        };
-        let remedy = match (*event, passes_with.as_deref()) {
-            ("product", _) => "look at nvidia-smi -q and dmesg".into(),
-            ("copy", _) => "look at nvidia-smi topo -p2p r, at IOMMU and at ACS".into(),
-            (_, None | Some([])) => "no switch of NCCL helps; NCCL_DEBUG=INFO says more".into(),
-            (_, Some(switches)) => format!("it passes with {}=1", switches.join("=1, and with ")),
-        };
-        format!("{what} {problem}; {remedy}")
+        if let Some(problem) = &found.problem {
+            return format!("{what} {problem}; {remedy}");
+        }
+        let rates = [
+            found.tflops.map(|rate| format!(", {rate:.2} TFLOP/s")),
+            found.gb_per_s.map(|rate| format!(", {rate:.2} GB/s")),
+            found.latency_us.map(|time| format!(", {time:.0} us for 4 bytes")),
+        ];
+        format!("{what} right{}", rates.into_iter().flatten().collect::<String>())
     }
 }
