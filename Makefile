@@ -242,9 +242,9 @@ gpu-pack: cargo $(GPU_NCCL) ## build a folder, target/gpu-pack, for a machine wi
 # In the copy.
 .PHONY: gpu-pack-here
 gpu-pack-here: cargo libtorch
-	cargo build --release --bin ddp-mp --examples
+	cargo build --release --bin ddp-mp
 	cargo test --release --no-run --test tests --test gpus --message-format=json >target/test-programs.json
-	python3 -B tests/gpu_pack/pack.py $(GPU_PACK) $(PROGRAM) $(dir $(PROGRAM))examples $(GPU_NCCL) <target/test-programs.json
+	python3 -B tests/gpu_pack/pack.py $(GPU_PACK) $(PROGRAM) $(GPU_NCCL) <target/test-programs.json
 
 test-gpu-pack: gpu-pack ## try the folder of gpu-pack: without a GPU, killed, and on a simulated GPU
 	+$(call in_copy,$(GPU_TORCH)) python simulated-gpus

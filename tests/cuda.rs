@@ -1,18 +1,19 @@
 //! With a GPU. Where none is visible, each test says that it is skipped, and why.
 
 use std::collections::BTreeMap;
+use std::thread;
 
 use serde_json::Value;
 
-use crate::harness::{program, program_on_gpus, run_command};
+use crate::harness::{self, program, program_on_gpus, run_command, run_command_to, run_to};
 
-/// How many GPUs the program sees; says that `test` is skipped if they are too few.
-fn gpus_for(test: &str, needed: usize) -> Option<usize> {
-    let (code, stdout, stderr) = on_gpus(&["env", "--log-format=json"]);
-    assert_eq!(code, Some(0), "{stderr}");
-    let report: Value = serde_json::from_str(&stdout).unwrap();
+/// How many GPUs the program sees; says that this test, on its thread, is skipped if they are too few.
+fn gpus_for_test(needed: usize) -> Option<usize> {
+    let report = events(&["env", "--log-format=json"]).remove(0);
     let visible = report["gpus"].as_array().unwrap().len();
     if visible < needed || !report["gpu_problem"].is_null() {
+        let test = thread::current();
+        let test = test.name().unwrap_or_default();
         println!("skipped {test}: it needs {needed} GPUs, and {visible} can be used here");
         return None;
     }
@@ -25,9 +26,7 @@ fn on_gpus(args: &[&str]) -> (Option<i32>, String, String) {
 
 /// The events of a run that must succeed.
 fn events(args: &[&str]) -> Vec<Value> {
-    let (code, stdout, stderr) = on_gpus(args);
-    assert_eq!(code, Some(0), "{args:?}: {stderr}");
-    stdout.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+    harness::events(&run_command_to(0, program_on_gpus(args)).0)
 }
 
 const DEMO: [&str; 4] = ["--log-format=json", "--max-epochs=2", "--lr=0.1", "--model=mlp"];
@@ -38,9 +37,7 @@ fn last_loss(events: &[Value]) -> f64 {
 
 #[test]
 fn nccl_run_repeats_its_bits_and_matches_the_cpu_loss() {
-    let Some(gpus) = gpus_for("nccl_run_repeats_its_bits_and_matches_the_cpu_loss", 1) else {
-        return;
-    };
+    let Some(gpus) = gpus_for_test(1) else { return };
     let run = || events(&DEMO);
     let first = run();
     assert_eq!(first[0]["backend"], "nccl");
@@ -51,15 +48,14 @@ fn nccl_run_repeats_its_bits_and_matches_the_cpu_loss() {
     assert_eq!(hash(&first), hash(&again), "the same bits");
     // The same data, order and start as on the CPU.
     let ranks = format!("--nproc-per-node={gpus}");
-    let (_, stdout, _) = run_command(program(&[&DEMO[..], &[&ranks]].concat()));
-    let cpu: Vec<Value> = stdout.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let cpu = harness::events(&run_to(0, &[&DEMO[..], &[&ranks]].concat()).0);
     let (here, there) = (last_loss(&first), last_loss(&cpu));
     assert!((here - there).abs() < 1e-3 * there, "{here} on GPUs, {there} on the CPU");
 }
 
 #[test]
 fn amp_run_repeats_its_bits_and_stays_near_float32() {
-    if gpus_for("amp_run_repeats_its_bits_and_stays_near_float32", 1).is_none() {
+    if gpus_for_test(1).is_none() {
         return;
     }
     let expected = last_loss(&events(&DEMO));
@@ -76,7 +72,7 @@ fn amp_run_repeats_its_bits_and_stays_near_float32() {
 
 #[test]
 fn ranks_that_share_a_gpu_repeat_their_bits() {
-    if gpus_for("ranks_that_share_a_gpu_repeat_their_bits", 1).is_none() {
+    if gpus_for_test(1).is_none() {
         return;
     }
     let args = [&DEMO[..], &["--nproc-per-node=3", "--backend=threaded"]].concat();
@@ -92,7 +88,7 @@ fn ranks_that_share_a_gpu_repeat_their_bits() {
 
 #[test]
 fn batches_copied_in_the_background_are_the_same() {
-    if gpus_for("batches_copied_in_the_background_are_the_same", 1).is_none() {
+    if gpus_for_test(1).is_none() {
         return;
     }
     // Large batches and a small model, so that a buffer that is filled too early would be seen.
@@ -114,7 +110,7 @@ fn batches_copied_in_the_background_are_the_same() {
 
 #[test]
 fn more_ranks_than_gpus_are_refused_with_a_remedy() {
-    let Some(gpus) = gpus_for("more_ranks_than_gpus_are_refused_with_a_remedy", 1) else { return };
+    let Some(gpus) = gpus_for_test(1) else { return };
     let (code, _, stderr) = on_gpus(&[&format!("--nproc-per-node={}", gpus + 1)]);
     assert_eq!(code, Some(2));
     assert!(stderr.contains("--backend threaded"), "{stderr}");
@@ -122,7 +118,7 @@ fn more_ranks_than_gpus_are_refused_with_a_remedy() {
 
 #[test]
 fn failing_rank_ends_the_nccl_run_and_is_named() {
-    let Some(gpus) = gpus_for("failing_rank_ends_the_nccl_run_and_is_named", 2) else { return };
+    let Some(gpus) = gpus_for_test(2) else { return };
     for kind in ["error", "panic"] {
         let fault = format!("--inject-fault={kind}:rank={},at=step,step=5", gpus - 1);
         let (code, _, stderr) = on_gpus(&[&fault]);
@@ -137,7 +133,7 @@ fn failing_rank_ends_the_nccl_run_and_is_named() {
 
 #[test]
 fn trace_shows_gpu_work_after_its_launch() {
-    let Some(gpus) = gpus_for("trace_shows_gpu_work_after_its_launch", 1) else { return };
+    let Some(gpus) = gpus_for_test(1) else { return };
     check_trace(gpus, "0");
     // By 2 % slower than the host's. Only a simulated GPU reads it.
     check_trace(gpus, "-20000");
@@ -150,8 +146,7 @@ fn check_trace(gpus: usize, clock_ppm: &str) {
     let mut command =
         program_on_gpus(&[&DEMO[..], &[&format!("--trace={}", trace.display())]].concat());
     command.env("SIM_CLOCK_PPM", clock_ppm);
-    let (code, _, stderr) = run_command(command);
-    assert_eq!(code, Some(0), "{stderr}");
+    run_command_to(0, command);
     let trace: Value = serde_json::from_slice(&std::fs::read(trace).unwrap()).unwrap();
     let of = |phase: &str| {
         let events = trace["traceEvents"].as_array().unwrap().iter();
@@ -211,7 +206,7 @@ fn check_trace(gpus: usize, clock_ppm: &str) {
 
 #[test]
 fn stalled_run_reports_the_progress_of_each_gpu() {
-    let Some(gpus) = gpus_for("stalled_run_reports_the_progress_of_each_gpu", 2) else { return };
+    let Some(gpus) = gpus_for_test(2) else { return };
     let fault = format!("--inject-fault=stall:rank={},at=step,step=5", gpus - 1);
     let (code, _, stderr) = on_gpus(&[&fault, "--timeout=2s", "--grace-period=1s"]);
     assert_eq!(code, Some(1), "{stderr}");
@@ -232,14 +227,13 @@ fn stalled_run_reports_the_progress_of_each_gpu() {
 
 #[test]
 fn hidden_gpus_are_not_used() {
-    if gpus_for("hidden_gpus_are_not_used", 1).is_none() {
+    if gpus_for_test(1).is_none() {
         return;
     }
     for hidden in ["", "-1"] {
         let mut command = program(&["--nproc-per-node=2", "--log-format=json"]);
         command.env("CUDA_VISIBLE_DEVICES", hidden);
-        let (code, stdout, stderr) = run_command(command);
-        assert_eq!(code, Some(0));
+        let (stdout, stderr) = run_command_to(0, command);
         assert!(stdout.contains("\"device\":\"CPU\""), "{stdout}");
         assert!(stderr.contains("no GPU is visible"), "{stderr}");
     }

@@ -1,6 +1,6 @@
 """Builds the folder that tests and measures ddp-mp on a machine with a GPU.
 
-pack.py FOLDER PROGRAM EXAMPLES NCCL < messages of `cargo test --no-run --message-format=json`
+pack.py FOLDER PROGRAM NCCL < messages of `cargo test --no-run --message-format=json`
 
 NCCL is the file that nccl.py makes.
 """
@@ -31,13 +31,6 @@ def test_programs():
             yield f"tests-{message['target']['name']}", message["executable"]
 
 
-def lessons(folder):
-    """The lessons, which begin with a number: a file of cargo's own has a hash at its end."""
-    for file in sorted(folder.glob("[0-9][0-9]-*")):
-        if (ROOT / "examples" / f"{file.name}.rs").exists():
-            yield f"lessons/{file.name}", file
-
-
 def add_programs(file, programs):
     with contextlib.ExitStack() as contexts:
         stripped = pathlib.Path(contexts.enter_context(tempfile.TemporaryDirectory())) / "stripped"
@@ -56,10 +49,10 @@ def about(program):
 
 
 def main():
-    folder, program, examples, nccl = map(pathlib.Path, sys.argv[1:])
+    folder, program, nccl = map(pathlib.Path, sys.argv[1:])
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    programs = {"ddp-mp": program, **dict(test_programs()), **dict(lessons(examples))}
+    programs = {"ddp-mp": program, **dict(test_programs())}
     add_programs(folder / "programs.tar.xz", programs)
     for file in [*sorted((HERE / "packed").glob("*.*")), *FILES, nccl]:
         shutil.copy(file, folder)

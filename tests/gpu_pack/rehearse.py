@@ -15,6 +15,9 @@ import sys
 import tempfile
 import time
 
+sys.path.append(str(pathlib.Path(__file__).parents[1] / "launchers"))
+from runs import left_over  # noqa: E402
+
 SECONDS_TO_END = 60  # without a GPU; an idle machine takes 10
 PARTS_BEFORE_KILL = 3
 QUIET = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}  # the log has what it prints
@@ -62,7 +65,7 @@ class Rehearsal:
         check(len(whole) >= PARTS_BEFORE_KILL - 1, f"killed, it has left {results}")
         check("cut off" in page and "== tests and measurements" in (out / "gpu-run.log").read_text(), f"{page}")
         ends = time.monotonic() + 10
-        while is_running(token):
+        while left_over(("REHEARSAL", token)):
             check(time.monotonic() < ends, "killed, it has left a process behind")
             time.sleep(0.1)
         print(f"killed: the results of {', '.join(whole)} are there", flush=True)
@@ -74,18 +77,6 @@ class Rehearsal:
         check(status == 0 and log.endswith("-- exit status 0\n"), f"on a simulated GPU it ended with {status}:\n{log}")
         print((out / "gpu-results.md").read_text())
         print(f"on a simulated GPU: passed after {time.monotonic() - began:.0f} s")
-
-
-def is_running(token):
-    """Whether a process has REHEARSAL=token in its environment."""
-    for process in pathlib.Path("/proc").glob("[0-9]*"):
-        try:
-            variables = (process / "environ").read_bytes().split(b"\0")
-        except OSError:
-            continue  # it has ended
-        if f"REHEARSAL={token}".encode() in variables:
-            return True
-    return False
 
 
 def main():

@@ -9,9 +9,7 @@ use serde_json::{Value, json};
 
 use crate::harness::{in_parallel_by, output, run_command, send, without_launcher};
 use crate::libraries::all_but;
-use crate::machine::{
-    is_running, on_gpus, parsed, refused, run_without_survivors, simulate, succeed,
-};
+use crate::machine::{is_running, on_gpus, parsed, run_without_survivors, simulate, succeed};
 
 /// The checks of a machine with so many GPUs.
 fn checks(gpus: usize, fault: &str) -> Command {
@@ -176,20 +174,6 @@ fn missing_nccl_leaves_the_copies() {
     assert_eq!(lines, right(2)[..4]);
     let told = "all_reduce is not checked: backend nccl: libnccl was not found";
     assert!(last.starts_with(told), "{last}");
-}
-
-#[test]
-fn machine_without_a_gpu_is_wrong_input() {
-    for (gpus, variable, reason) in [
-        (0, ("SIM_SEED", ""), "--check-gpus: no GPU is visible; "),
-        (2, ("CUDA_VISIBLE_DEVICES", ""), "--check-gpus: no GPU is visible; "),
-        (2, ("SIM_CUINIT_ERROR", "803"), "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH"),
-    ] {
-        let mut command = checks(gpus, "");
-        command.env(variable.0, variable.1);
-        let stderr = refused(command);
-        assert!(stderr.contains(reason), "{stderr}");
-    }
 }
 
 #[test]

@@ -27,12 +27,15 @@ use crate::shared::{functional, groups, kinds, scene};
 /// How many ranks each process has.
 const LAYOUTS: [&[usize]; 3] = [&[4], &[1, 1], &[2, 2]];
 
-/// Runs the scene `name` with a simulated GPU for each rank, and returns what the processes write.
+/// Runs the scene `name` with a simulated GPU for each rank and a host for each process, and returns what they write.
+/// Ranks leave groups, and the run, as soon as they are through: an abort would cut off what they have sent to other hosts.
 fn play(name: &str, ranks: &[usize]) -> String {
-    play_with(name, ranks, |_, _| {})
+    play_with(name, ranks, |process, command| {
+        command.env("SIM_HOST", process.to_string()).env("SIM_NCCL_ABORT_CUTS", "1");
+    })
 }
 
-/// The same, after `prepare` for each process, by its number.
+/// The same on one host, after `prepare` for each process, by its number.
 fn play_with(name: &str, ranks: &[usize], prepare: impl Fn(usize, &mut Command)) -> String {
     let folder = tempfile::tempdir().unwrap();
     let port = free_port();
@@ -57,7 +60,7 @@ fn play_with(name: &str, ranks: &[usize], prepare: impl Fn(usize, &mut Command))
     all
 }
 
-/// The same as [`play`], in which no host waits in libtorch behind a collective.
+/// The same, in which no host waits in libtorch behind a collective.
 fn play_without_waits(name: &str, ranks: &[usize]) -> String {
     let folder = tempfile::tempdir().unwrap();
     let told = play_with(name, ranks, |_, command| {
@@ -224,22 +227,6 @@ fn waits(group: &Rc<ProcessGroup>) -> anyhow::Result<()> {
 fn objects_and_join_never_wait_behind_a_collective() {
     for ranks in [&[2][..], &[1, 1]] {
         play_without_waits("waits", ranks);
-    }
-}
-
-/// Ranks leave groups, and the run, as soon as they are through. An abort would cut off what they have sent.
-#[test]
-fn messages_between_hosts_arrive_before_ranks_leave() {
-    let on_own_host = |process: usize, command: &mut Command| {
-        command.env("SIM_HOST", process.to_string()).env("SIM_NCCL_ABORT_CUTS", "1");
-    };
-    for ranks in [&[1, 1][..], &[2, 2]] {
-        for name in ["kinds", "asynchronous", "surface"] {
-            play_with(name, ranks, on_own_host);
-        }
-    }
-    for ranks in [&[2, 2][..], &[2, 1, 3]] {
-        play_with("groups", ranks, on_own_host);
     }
 }
 

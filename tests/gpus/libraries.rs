@@ -1,4 +1,4 @@
-//! A machine whose libraries are missing or do not fit is wrong input, told before any rank starts.
+//! A machine whose libraries or GPUs do not fit what is asked is wrong input, told before any rank starts.
 
 use std::ffi::OsString;
 use std::os::unix::fs::symlink;
@@ -8,7 +8,6 @@ use std::{env, fs};
 
 use serde_json::Value;
 
-use crate::harness::run_command;
 use crate::machine::{SHARES_GPUS, libraries, on_gpus, refused, succeed, under_torchrun};
 
 /// Puts all libraries but `missing` into `folder`.
@@ -40,31 +39,6 @@ fn path_of(folders: &[PathBuf]) -> OsString {
     env::join_paths(folders).unwrap()
 }
 
-#[test]
-fn missing_libnccl_exits_with_2_and_a_remedy() {
-    let folder = tempfile::tempdir().unwrap();
-    all_but("libnccl", folder.path());
-    let without_nccl = |args: &[&str]| {
-        let mut command = on_gpus(2, args);
-        command.env("LD_LIBRARY_PATH", folder.path());
-        command
-    };
-    for args in [
-        &["--max-epochs=1"][..],
-        &["--backend=nccl"],
-        &["--spawn=processes"],
-        &["comm"],
-        &["bench", "all-reduce"],
-    ] {
-        let stderr = refused(without_nccl(args));
-        let reason = "libnccl was not found (libnccl.so.2: cannot open shared object file";
-        assert_eq!(stderr.matches(reason).count(), 1, "{args:?}: {stderr}");
-        assert!(stderr.contains("--backend threaded"), "{args:?}: {stderr}");
-        assert!(!stderr.contains("failed in"), "{args:?}: {stderr}");
-    }
-    succeed(without_nccl(&["--backend=threaded"])); // the remedy that it names
-}
-
 /// libtorch_cuda loads the NCCL of its own path. Another one in LD_LIBRARY_PATH must not come beside it.
 #[test]
 fn nccl_of_libtorch_is_used_whatever_the_library_path_has() {
@@ -81,6 +55,8 @@ fn nccl_of_libtorch_is_used_whatever_the_library_path_has() {
     };
     let report: Value = serde_json::from_str(&run(&["env", "--log-format=json"])).unwrap();
     assert_eq!((&report["nccl"], &report["nccl_problem"]), (&"2.29.7".into(), &Value::Null));
+    assert_eq!(report["gpus"].as_array().unwrap().len(), 2, "{report}");
+    assert!(report["gpu_problem"].is_null(), "{report}");
     let file = Path::new(report["nccl_file"].as_str().unwrap()).canonicalize().unwrap();
     assert_eq!(file, own);
     let named = format!("2.29.7 ({})", report["nccl_file"].as_str().unwrap());
@@ -127,12 +103,14 @@ fn two_nccls_exit_with_2_and_both_files() {
 }
 
 /// Each with words of the message. The CUDA toolkit has a `libcuda.so` for linking, a stub, in a folder that some
-/// containers put first.
+/// containers put first. With a blocking communicator no timeout and no failure of another rank would end a call.
 #[test]
-fn libraries_that_do_not_fit_exit_with_2_and_the_reason() {
+fn what_does_not_fit_exits_with_2_and_the_reason() {
     let folder = tempfile::tempdir().unwrap();
-    let [no_cuda, bare_nccl] = ["no-cuda", "bare-nccl"].map(|name| folder.path().join(name));
+    let [no_cuda, no_nccl, bare_nccl] =
+        ["no-cuda", "no-nccl", "bare-nccl"].map(|name| folder.path().join(name));
     all_but("libtorch_cuda", &no_cuda);
+    all_but("libnccl", &no_nccl);
     fs::create_dir(&bare_nccl).unwrap();
     let bare = bare_nccl.join("libnccl.so.2");
     compile_nccl(22907, &bare);
@@ -140,108 +118,104 @@ fn libraries_that_do_not_fit_exit_with_2_and_the_reason() {
     let file = |path: PathBuf| path.canonicalize().unwrap().to_str().unwrap().to_owned();
     let stubs = libraries().join("stubs");
     let [stub, driver] = [stubs.join("libcuda.so"), libraries().join("libcuda.so.1")].map(file);
+    let conf = folder.path().join("nccl.conf");
+    fs::write(&conf, "# for all runs\nNCCL_DEBUG=WARN\nNCCL_COMM_BLOCKING=1\n").unwrap();
+    let conf = conf.to_str().unwrap();
     let path = |folders: &[PathBuf]| vec![("LD_LIBRARY_PATH", path_of(folders))];
     let set = |name, value: &str| vec![(name, value.into())];
     let shared = |version: &str| -> Variables {
         let shares = SHARES_GPUS.map(|(name, value)| (name, value.into()));
         shares.into_iter().chain(set("SIM_NCCL_VERSION", version)).collect()
     };
-    let bare_nccl = path(&[bare_nccl, libraries()]);
+    let (bare_nccl, no_nccl) = (path(&[bare_nccl, libraries()]), path(&[no_nccl]));
+    let missing = "libnccl was not found (libnccl.so.2: cannot open shared object file";
     let too_few = "only 1 GPU is visible, and NCCL 2.29.7 needs one for each rank (from 2.30.3";
     let too_many = "at most 4 threads can share a GPU, and 5 would";
     let too_old = "backend nccl: NCCL 2.13.4 is too old";
-    let all = "--nproc-per-node=gpu";
-    let cases: [(usize, &str, Variables, [&str; 2]); 9] = [
-        (2, "--num-samples=64", bare_nccl.clone(), [in_use, in_use]),
+    let old_driver = ["it supports CUDA 12.8", "driver 580"];
+    let mismatch = "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH";
+    let [all, plain, remedy] = ["--nproc-per-node=gpu", "--num-samples=64", "--backend threaded"];
+    let (check, none) = ("env --check-gpus", "--check-gpus: no GPU is visible; ");
+    let apart = "--share-model: with backend nccl the 2 ranks of this process do not share memory";
+    let in_variable = "NCCL_COMM_BLOCKING=1 in the environment ";
+    let in_file = &*format!("NCCL_COMM_BLOCKING=1 in {conf} ");
+    let cases: [(usize, &str, Variables, [&str; 2]); 24] = [
+        (2, plain, no_nccl.clone(), [missing, remedy]),
+        (2, "--backend=nccl", no_nccl.clone(), [missing, remedy]),
+        (2, "--spawn=processes", no_nccl.clone(), [missing, remedy]),
+        (2, "comm", no_nccl.clone(), [missing, remedy]),
+        (2, "bench all-reduce", no_nccl.clone(), [missing, remedy]),
+        (2, plain, bare_nccl.clone(), [in_use, in_use]),
         (2, "comm", bare_nccl.clone(), [in_use, in_use]),
         (2, "bench all-reduce", bare_nccl, [in_use, in_use]),
-        (
-            2,
-            "--max-epochs=1",
-            set("SIM_NCCL_VERSION", "21304"),
-            [too_old, "install 2.14.0 or newer"],
-        ),
-        (1, "--backend=nccl --nproc-per-node=2", shared("22907"), [too_few, "--backend threaded"]),
-        (1, "--backend=nccl --nproc-per-node=5", shared("23007"), [too_many, "--backend threaded"]),
+        (2, plain, set("SIM_NCCL_VERSION", "21304"), [too_old, "install 2.14.0 or newer"]),
+        (1, "--backend=nccl --nproc-per-node=2", shared("22907"), [too_few, remedy]),
+        (1, "--backend=nccl --nproc-per-node=5", shared("23007"), [too_many, remedy]),
+        (2, "--num-samples=64 --share-model", Vec::new(), [apart, remedy]),
+        (2, "bench step --share-model", Vec::new(), [apart, remedy]),
+        (2, "bench scaling --share-model", Vec::new(), [apart, remedy]),
+        (2, "verify --share-model", Vec::new(), [apart, remedy]),
+        (0, check, Vec::new(), [none, none]),
+        (2, check, set("CUDA_VISIBLE_DEVICES", ""), [none, none]),
+        (2, check, set("SIM_CUINIT_ERROR", "803"), [mismatch, mismatch]),
         (2, all, path(&[no_cuda]), ["libtorch_cuda", "libtorch_cuda"]),
-        (2, all, set("SIM_CUINIT_ERROR", "803"), [&driver, "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH"]),
+        (2, all, set("SIM_CUINIT_ERROR", "803"), [&driver, mismatch]),
+        (2, all, set("SIM_DRIVER_VERSION", "12080"), old_driver),
         (2, all, path(&[stubs, libraries()]), [&stub, "remove its folder from LD_LIBRARY_PATH"]),
+        (2, plain, set("NCCL_COMM_BLOCKING", "1"), [in_variable, in_variable]),
+        (2, plain, set("NCCL_CONF_FILE", conf), [in_file, in_file]),
     ];
     for (gpus, args, variables, words) in cases {
         let mut command = on_gpus(gpus, &args.split(' ').collect::<Vec<_>>());
         command.envs(variables);
         let stderr = refused(command);
         assert!(words.iter().all(|it| stderr.contains(it)), "{args}, {words:?}: {stderr}");
+        let tells = (stderr.matches(missing).count(), stderr.contains("failed in"));
+        assert!(words[0] != missing || tells == (1, false), "{args}: {stderr}");
+    }
+    let not_blocking = ("NCCL_COMM_BLOCKING", "0".into());
+    for (args, variables) in [
+        ("--backend=threaded", no_nccl),
+        (all, set("SIM_DRIVER_VERSION", "13010")),
+        (plain, vec![("NCCL_CONF_FILE", conf.into()), not_blocking]),
+        (plain, set("NCCL_COMM_BLOCKING", "")),
+    ] {
+        let mut command = on_gpus(2, &[args]);
+        command.envs(variables);
+        succeed(command);
     }
 }
 
-/// The NCCL of torch 2.13, and that of torch 2.15.
+/// The NCCL of torch 2.13, and that of torch 2.15. Each process has one of its own: if that of one refuses, both say so.
 #[test]
-fn two_processes_share_a_gpu_only_with_an_nccl_that_allows_it() {
-    let both = |version: &'static str, switch: Option<&'static str>| {
-        under_torchrun(2, |_| {
+fn two_processes_share_a_gpu_only_with_nccls_that_allow_it() {
+    let both = |version: &'static str, switches: [Option<&'static str>; 2]| {
+        under_torchrun(2, |process| {
             let args = ["--backend=nccl", "--nproc-per-node=1", "--max-steps=4", "--model=mlp"];
             let mut command = on_gpus(1, &args);
             command.env("SIM_NCCL_VERSION", version);
-            command.envs(switch.map(|value| ("NCCL_MULTI_RANK_GPU_ENABLE", value)));
+            command.envs(switches[process].map(|value| ("NCCL_MULTI_RANK_GPU_ENABLE", value)));
             command
         })
     };
     const OLD: &str = "NCCL 2.29.7 needs one for each rank (from 2.30.3 on they may share one)";
-    for (version, switch, reason) in [
-        ("22907", None, OLD),
-        ("22907", Some("1"), OLD),
-        (
-            "23007",
-            None,
-            "NCCL 2.30.7 needs one for each rank unless NCCL_MULTI_RANK_GPU_ENABLE=1 is set",
-        ),
-        ("23007", Some("0"), "unless NCCL_MULTI_RANK_GPU_ENABLE=1 is set"),
+    const NEW: &str =
+        "NCCL 2.30.7 needs one for each rank unless NCCL_MULTI_RANK_GPU_ENABLE=1 is set";
+    for (version, switches, reason) in [
+        ("22907", [None; 2], OLD),
+        ("22907", [Some("1"); 2], OLD),
+        ("23007", [None; 2], NEW),
+        ("23007", [Some("0"); 2], NEW),
+        ("23007", [Some("1"), None], NEW),
     ] {
-        for output in both(version, switch) {
+        for output in both(version, switches) {
             let stderr = String::from_utf8_lossy(&output.stderr);
-            assert_eq!(output.status.code(), Some(2), "{version}, {switch:?}: {stderr}");
+            assert_eq!(output.status.code(), Some(2), "{version}, {switches:?}: {stderr}");
             assert!(stderr.contains("have the same GPU") && stderr.contains(reason), "{stderr}");
+            assert!(!stderr.contains("GPU:1"), "{stderr}");
         }
     }
-    for output in both("23007", Some("1")) {
+    for output in both("23007", [Some("1"); 2]) {
         assert!(output.status.success(), "{output:?}");
-    }
-}
-
-#[test]
-fn driver_that_is_too_old_exits_with_2_and_the_one_needed() {
-    for (version, is_refused) in [("12080", true), ("13000", false), ("13010", false)] {
-        let mut command = on_gpus(2, &["--nproc-per-node=gpu", "--num-samples=64"]);
-        command.env("SIM_DRIVER_VERSION", version);
-        let (code, _, stderr) = run_command(command);
-        assert_eq!(code, Some(if is_refused { 2 } else { 0 }), "{version}: {stderr}");
-        let named = stderr.contains("it supports CUDA 12.8") && stderr.contains("driver 580");
-        assert_eq!(named, is_refused, "{version}: {stderr}");
-    }
-}
-
-/// With it no timeout and no failure of another rank would end a call.
-#[test]
-fn blocking_communicator_exits_with_2_and_its_origin() {
-    let folder = tempfile::tempdir().unwrap();
-    let file = folder.path().join("nccl.conf");
-    fs::write(&file, "# for all runs\nNCCL_DEBUG=WARN\nNCCL_COMM_BLOCKING=1\n").unwrap();
-    let file = file.to_str().unwrap();
-    let blocking = "NCCL_COMM_BLOCKING";
-    for (variables, origin) in [
-        (vec![(blocking, "1")], Some("the environment")),
-        (vec![("NCCL_CONF_FILE", file)], Some(file)),
-        (vec![("NCCL_CONF_FILE", file), (blocking, "0")], None),
-        (vec![(blocking, "")], None),
-    ] {
-        let mut command = on_gpus(2, &["--num-samples=64"]);
-        command.envs(variables.clone());
-        let Some(origin) = origin else {
-            succeed(command);
-            continue;
-        };
-        let stderr = refused(command);
-        assert!(stderr.contains(&format!("{blocking}=1 in {origin} ")), "{variables:?}: {stderr}");
     }
 }

@@ -13,7 +13,7 @@ mod shared;
 
 mod check_gpus; // env --check-gpus: each fault on its line, with the switch that helps
 mod collectives; // every collective, message and group with NCCL
-mod commands; // verify, comm, bench; what a run writes; the lessons
+mod commands; // what a run and bench measure; a lesson
 mod failures; // every kind of failure, at every stage, of threads and processes
 mod hardware; // the same options on a GPU that is there: `make gpu-pack`
 mod layouts; // ranks on one GPU, launchers, checkpoints that move

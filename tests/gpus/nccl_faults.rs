@@ -1,5 +1,6 @@
 //! Calls of NCCL's that fail on one rank: it is named with NCCL's words, and nobody waits for it.
 
+use std::path::Path;
 use std::thread;
 use std::time::Duration;
 
@@ -9,7 +10,7 @@ use ddp_mp::{Backend, ProcessGroup, ReduceOp, os};
 use tch::{Kind, Tensor};
 
 use crate::harness::{free_port, join, run_command};
-use crate::machine::{in_parallel, on_gpus, run_without_survivors, simulate};
+use crate::machine::{in_parallel, of_gpus, on_gpus, reports, run_without_survivors, simulate};
 use crate::shared::{faults, scene};
 
 const RANKS: usize = 3;
@@ -113,14 +114,15 @@ fn child() {
     os::exit(0); // the thread of rank 0 would still be blocked if the watchdog did not abort
 }
 
-/// Plays the scene `name` with processes of so many `ranks`, and returns what they print.
-fn play(name: &str, ranks: &[usize], fault: &str) -> String {
+/// Plays the scene `name` with processes of so many `ranks`, and returns what they print. Their reports go into `folder`.
+fn play_in(folder: &Path, name: &str, ranks: &[usize], fault: &str) -> String {
     let port = free_port();
     let start = |process: usize| {
         let mut command = scene::process("nccl_faults::child", name, process, ranks, port);
         let gpus = if ranks.len() == 1 { "0,1" } else { ["0", "1"][process] };
         simulate(&mut command, 2).env("CUDA_VISIBLE_DEVICES", gpus);
         command.env("SIM_NCCL_FAULT", fault).env("SIM_DELAY_MAIN_US", "20000");
+        command.env("SIM_REPORT", folder.join("%p.json"));
         command.spawn().unwrap()
     };
     let outputs = join((0..ranks.len()).map(start).collect());
@@ -128,6 +130,10 @@ fn play(name: &str, ranks: &[usize], fault: &str) -> String {
         outputs.iter().map(|output| String::from_utf8_lossy(&output.stdout)).collect();
     assert!(!said.contains("did not come back"), "{ranks:?}: {said}");
     said
+}
+
+fn play(name: &str, ranks: &[usize], fault: &str) -> String {
+    play_in(tempfile::tempdir().unwrap().path(), name, ranks, fault)
 }
 
 #[test]
@@ -148,10 +154,15 @@ fn timeout_of_a_blocked_rank_names_the_missing_rank() {
     assert!(said.contains("rank 0 waited 10s in all_reduce #0 for rank 1 (last seen"), "{said}");
 }
 
+/// The waits of its host are counted: otherwise the tests that look for such waits would see nothing.
 #[test]
 fn rank_may_compute_longer_than_the_timeout() {
     for ranks in [&[1, 1][..], &[2]] {
-        let said = play("healthy", ranks, "");
+        let folder = tempfile::tempdir().unwrap();
+        let said = play_in(folder.path(), "healthy", ranks, "");
         assert_eq!(said.matches("2.0").count(), 2, "{ranks:?}: {said}");
+        let reports = reports(folder.path());
+        let mut waits = reports.iter().flat_map(|it| of_gpus(it, "host_waits_behind_nccl"));
+        assert!(waits.any(|it| it > 0), "{ranks:?}: {reports:?}");
     }
 }

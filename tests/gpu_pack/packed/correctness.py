@@ -7,7 +7,7 @@ from machine import HERE, SAME_BITS, check_near, json_lines
 
 
 def losses(machine, findings):
-    """The losses of about 70 sets of options, with one rank and with several that share the GPU. A set that fails, or that
+    """The losses of about 60 sets of options, with one rank and with several that share the GPU. A set that fails, or that
     is late, leaves the others' results."""
     test = [machine.scratch / "tests-gpus", "--ignored", "--exact", "--nocapture"]
     test.append("hardware::gpu_losses_match_the_cpu_of_this_machine")
@@ -32,7 +32,6 @@ MORE_LOSSES = [
     (2, "threaded", "--model=mlp --num-samples=401 --share-model --optimizer=adamw"),
     (1, "nccl", "GPT --optimizer=adamw --amp=bf16"),
     (3, "threaded", "--model=cnn --dataset=digits --loss=cross-entropy --num-samples=150 --share-model --momentum=0.9"),
-    (3, "threaded", "--model=mlp --num-samples=401 --zero --optimizer=adamw"),
     (1, "nccl", "--model=mlp --num-samples=401 --zero --optimizer=adamw --max-grad-norm=0.1"),
     (1, "nccl", "GPT --max-epochs=2 --optimizer=adamw --max-grad-norm=1"),
     (2, "threaded", "GPT --max-epochs=2 --optimizer=adamw"),
@@ -104,11 +103,3 @@ def tests(machine, findings):
             (skipped if "skipped " in text else passed).append(name.removeprefix("cuda::"))
     for what, found in {"passed": passed, "skipped": skipped}.items():
         findings.fact(what, f"{len(found)}{': ' if found else ''}{', '.join(found)}")
-
-
-def lessons(machine, findings):
-    """Each lesson checks itself. Their ranks are on the CPU: they show nothing about the GPU."""
-    names = sorted(file.name for file in (machine.scratch / "lessons").iterdir())
-    names = machine.some(names, 1)
-    passed = [findings.attempt(name, lambda: machine.run([machine.scratch / "lessons" / name])) is not None for name in names]
-    findings.fact("passed", f"{sum(passed)} of {len(names)}")

@@ -16,7 +16,7 @@ import time
 import typing
 
 from beside_pytorch import parameters_beside_pytorch
-from correctness import lessons, losses, more_losses, same_bits, tests
+from correctness import losses, more_losses, same_bits, tests
 from environment import demo, environment, first_run, gpu_check
 from machine import Machine
 from results import Findings, LeftOut, reason, write
@@ -53,7 +53,6 @@ PARTS = [
     Part("more speed of one rank beside PyTorch", speed_of_more_models, 330, rehearsed=False),
     Part("parts of a step in microseconds", parts_of_a_step, 60),
     Part("time of a call of NCCL in microseconds", time_of_a_call, 40),
-    Part("lessons on the CPU", lessons, 60),
 ]
 
 

@@ -10,10 +10,10 @@ import os
 import pathlib
 import sys
 
+import pytorch_step
 import torch
 import torch.distributed as dist
 from safetensors_file import save
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -22,12 +22,8 @@ def main(folder, device, steps, batch, hidden, lr):
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
-    widths = [20, *map(int, hidden.split(",")), 1]
-    layers = []
-    for fan_in, fan_out in zip(widths, widths[1:]):
-        layers += [nn.Linear(fan_in, fan_out), nn.ReLU()]
-    model = nn.Sequential(*layers[:-1])
-    inputs, targets = torch.rand(ranks * steps * batch, 20), torch.rand(ranks * steps * batch, 1)
+    pytorch_step.HIDDEN["mlp"] = list(map(int, hidden.split(",")))
+    model, criterion, inputs, targets = pytorch_step.build("mlp", ranks * steps * batch)
     if rank == 0:
         save(model.state_dict(), folder / "initial.safetensors")
         save({"inputs": inputs, "targets": targets}, folder / "data.safetensors")
@@ -35,7 +31,7 @@ def main(folder, device, steps, batch, hidden, lr):
     optimizer = torch.optim.SGD(parallel.parameters(), lr=lr, fused=True)  # as ddp-mp has it
     for indices in torch.arange(rank, len(inputs), ranks).split(batch):
         optimizer.zero_grad()
-        loss = nn.functional.mse_loss(parallel(inputs[indices].to(device)), targets[indices].to(device))
+        loss = criterion(parallel(inputs[indices].to(device)), targets[indices].to(device))
         loss.backward()
         optimizer.step()
     if rank == 0:

@@ -2,8 +2,6 @@
 for one rank. They take turns on the GPU, so no time of them says anything about speed."""
 
 import lzma
-import os
-import pathlib
 import socket
 import sys
 
@@ -45,15 +43,11 @@ class SharedGpu:
         return {**more, "LD_PRELOAD": str(self.newer)}
 
     def unpack(self):
-        """Unpacks the newer NCCL, or links to the one that NCCL_LIBRARY names."""
-        if self.newer.exists():
-            return
-        packed, given = HERE / "libnccl.so.2.xz", os.environ.get("NCCL_LIBRARY")
-        if not packed.exists() and not given:
-            raise LeftOut("no NCCL of 2.30.3 or later: name it as NCCL_LIBRARY, or put libnccl.so.2.xz here")
-        if given:
-            self.newer.symlink_to(pathlib.Path(given).resolve())
-        else:
+        """Unpacks the newer NCCL."""
+        packed = HERE / "libnccl.so.2.xz"
+        if not packed.exists():
+            raise LeftOut("no NCCL of 2.30.3 or later: libnccl.so.2.xz is not here")
+        if not self.newer.exists():
             self.newer.write_bytes(lzma.decompress(packed.read_bytes()))
 
     def checked_variables(self):

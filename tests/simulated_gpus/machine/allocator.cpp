@@ -13,7 +13,7 @@
 #include <tuple>
 #include <vector>
 
-#include "memory.h"
+#include "machine.h"
 
 namespace sim {
 namespace {
@@ -123,9 +123,8 @@ void wait_as_cuda_malloc(int device) {
 
 Block* cuda_malloc(int device, Stream* stream, size_t size, bool is_small) {
   count(device, Counter::CudaMallocs);
-  log_event(device, "cudaMalloc", "", size);
+  trace("GPU %d: cudaMalloc of %zu bytes", device, size);
   wait_as_cuda_malloc(device);
-  count(device, Counter::ReservedBytes, static_cast<long>(size));
   auto* block = new Block{device, stream, take_segment(size), size, is_small};
   poison(block->address, size);
   return block;

@@ -3,11 +3,11 @@
 #include "machine.h"
 
 #include <atomic>
-#include <cctype>
 #include <cstdio>
 #include <cstdlib>
 #include <map>
 #include <mutex>
+#include <sstream>
 #include <vector>
 
 namespace sim {
@@ -21,30 +21,7 @@ static std::string uuid_text(int physical) {
   return text;
 }
 
-static std::string trimmed(std::string word) {
-  auto is_space = [](char c) { return isspace(static_cast<unsigned char>(c)) != 0; };
-  while (!word.empty() && is_space(word.front())) word.erase(0, 1);
-  while (!word.empty() && is_space(word.back())) word.pop_back();
-  return word;
-}
-
-// Returns the GPU that one word of CUDA_VISIBLE_DEVICES names, or -1.
-static int find_device(const std::string& word, int count) {
-  if (word.rfind("GPU-", 0) == 0) {
-    int found = -1;
-    for (int i = 0; i < count; i++) {
-      if (uuid_text(i).rfind(word, 0) != 0) continue;
-      if (found >= 0) return -1;  // the prefix of several
-      found = i;
-    }
-    return found;
-  }
-  char* end = nullptr;
-  const long number = strtol(word.c_str(), &end, 10);
-  return end != word.c_str() && number >= 0 && number < count ? static_cast<int>(number) : -1;
-}
-
-// As the driver: the list ends at the first word that names no GPU, and is empty if a GPU is named twice.
+// As the driver: the list ends at the first word that is the number of no GPU.
 static std::vector<int> find_visible() {
   const int count = static_cast<int>(setting("SIM_GPUS", 1));
   std::vector<int> visible;
@@ -53,16 +30,12 @@ static std::vector<int> find_visible() {
     for (int i = 0; i < count; i++) visible.push_back(i);
     return visible;
   }
-  const std::string text = list;
-  for (size_t from = 0; from <= text.size();) {
-    const size_t to = std::min(text.find(',', from), text.size());
-    const int found = find_device(trimmed(text.substr(from, to - from)), count);
-    if (found < 0) break;
-    for (int other : visible) {
-      if (other == found) return {};
-    }
-    visible.push_back(found);
-    from = to + 1;
+  std::istringstream words(list);
+  for (std::string word; std::getline(words, word, ',');) {
+    char* end = nullptr;
+    const long number = strtol(word.c_str(), &end, 10);
+    if (end == word.c_str() || number < 0 || number >= count) break;
+    visible.push_back(static_cast<int>(number));
   }
   return visible;
 }
@@ -173,11 +146,9 @@ struct ErrorText {
 };
 constexpr ErrorText error_texts[] = {
     {SUCCESS, "CUDA_SUCCESS", "no error"},
-    {INVALID_VALUE, "CUDA_ERROR_INVALID_VALUE", "invalid argument"},
     {NOT_INITIALIZED, "CUDA_ERROR_NOT_INITIALIZED", "initialization error"},
     {NO_DEVICE, "CUDA_ERROR_NO_DEVICE", "no CUDA-capable device is detected"},
     {INVALID_DEVICE, "CUDA_ERROR_INVALID_DEVICE", "invalid device ordinal"},
-    {802, "CUDA_ERROR_SYSTEM_NOT_READY", "system not yet initialized"},
     {803, "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH",
      "system has unsupported display driver / cuda driver combination"},
 };

@@ -1,60 +1,49 @@
-// Faults of GPUs: SIM_FAULT=KIND:work=NAME,gpu=K,unless=VARIABLE.
+// Faults: SIM_FAULT=KIND:work=NAME,gpu=K,unless=VARIABLE, and how such a setting is read.
 
 #include "machine.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 
 #include <unistd.h>
 
 namespace sim {
-namespace {
 
-enum class Kind { None, Hang, Crash, Wrong };
-
-struct Fault {
-  Kind kind = Kind::None;
-  std::string work;  // empty: all
-  int gpu = -1;      // on its host; -1: all
-
-  Fault() {
-    const auto text = text_setting("SIM_FAULT");
-    if (text.empty()) return;
-    const auto colon = text.find(':');
-    const auto name = text.substr(0, colon);
-    kind = name == "hang" ? Kind::Hang : name == "crash" ? Kind::Crash : name == "wrong" ? Kind::Wrong : Kind::None;
-    bool is_valid = kind != Kind::None;
-    for (size_t from = colon; from != std::string::npos; from = text.find(',', from + 1)) {
-      const auto option = text.substr(from + 1, text.find(',', from + 1) - from - 1);
-      const auto equals = option.find('=');
-      const auto key = option.substr(0, equals), value = equals == std::string::npos ? "" : option.substr(equals + 1);
-      if (key == "work") {
-        work = value;
-      } else if (key == "gpu") {
-        gpu = atoi(value.c_str());
-      } else if (key != "unless") {
-        is_valid = false;
-      } else if (setting(value.c_str(), 0) == 1) {
-        kind = Kind::None;
-      }
-    }
-    if (is_valid) return;
-    fprintf(stderr, "sim: SIM_FAULT=%s: expected {hang,crash,wrong}:work=NAME,gpu=K,unless=VARIABLE\n", text.c_str());
-    abort();
-  }
-};
-
-bool has_fault(Kind kind, const char* work, int device) {
-  static const auto* fault = new Fault;
-  return fault->kind == kind && (fault->work.empty() || fault->work == work) &&
-         (fault->gpu == -1 || fault->gpu == physical_device(device));
+std::string Fault::option(const char* key) const {
+  auto found = options.find(key);
+  return found == options.end() ? std::string() : found->second;
 }
 
-}  // namespace
+Fault read_fault(const char* variable, const std::set<std::string>& kinds, const std::set<std::string>& keys) {
+  const auto text = text_setting(variable);
+  auto end_of_part = [&](char mark, size_t from) { return std::min(text.find(mark, from), text.size()); };
+  size_t at = end_of_part(':', 0);
+  Fault fault{text.substr(0, at), {}};
+  bool is_valid = text.empty() || kinds.count(fault.kind) != 0;
+  while (at < text.size()) {
+    const size_t from = at + 1, equals = end_of_part('=', from);
+    at = end_of_part(',', from);
+    const auto key = text.substr(from, equals - from);
+    is_valid &= equals < at && keys.count(key) != 0;
+    if (is_valid) fault.options[key] = text.substr(equals + 1, at - equals - 1);
+  }
+  if (is_valid) return fault;
+  fprintf(stderr, "sim: %s=%s is no fault\n", variable, text.c_str());
+  abort();
+}
+
+static bool has_fault(const char* kind, const char* work, int device) {
+  static const auto* fault = new Fault(read_fault("SIM_FAULT", {"hang", "crash", "wrong"}, {"work", "gpu", "unless"}));
+  if (fault->kind != kind) return false;
+  const auto name = fault->option("work"), gpu = fault->option("gpu"), unless = fault->option("unless");
+  return (name.empty() || name == work) && (gpu.empty() || atoi(gpu.c_str()) == physical_device(device)) &&
+         (unless.empty() || setting(unless.c_str(), 0) != 1);
+}
 
 std::function<void()> with_fault(const char* name, int device, std::function<void()> work) {
-  if (has_fault(Kind::Crash, name, device)) return [] { abort(); };
-  if (!has_fault(Kind::Hang, name, device)) return work;
+  if (has_fault("crash", name, device)) return [] { abort(); };
+  if (!has_fault("hang", name, device)) return work;
   return [name] {
     trace("%s hangs", name);
     for (;;) pause();
@@ -62,7 +51,7 @@ std::function<void()> with_fault(const char* name, int device, std::function<voi
 }
 
 void spoil(const char* work, int device, void* result, size_t bytes) {
-  if (bytes > 0 && has_fault(Kind::Wrong, work, device)) *static_cast<unsigned char*>(result) ^= 1;
+  if (bytes > 0 && has_fault("wrong", work, device)) *static_cast<unsigned char*>(result) ^= 1;
 }
 
 }  // namespace sim

@@ -7,6 +7,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <map>
+#include <set>
 #include <string>
 
 namespace sim {
@@ -27,9 +29,17 @@ __attribute__((format(printf, 1, 2))) void trace(const char* format, ...);
 long random_delay_us(uint64_t lane, uint64_t index);
 void sleep_us(long microseconds);
 
-// --- faults (SIM_FAULT) ---
+// --- faults ---
 
-// Returns `work`, or what the fault makes of it: it never ends, or it ends the process.
+// A setting KIND:KEY=VALUE,...; of no kind if there is none.
+struct Fault {
+  std::string kind;
+  std::map<std::string, std::string> options;
+  std::string option(const char* key) const;
+};
+// Reads the setting `variable`; ends the process if it has another kind or key.
+Fault read_fault(const char* variable, const std::set<std::string>& kinds, const std::set<std::string>& keys);
+// Returns `work`, or what SIM_FAULT makes of it: it never ends, or it ends the process.
 std::function<void()> with_fault(const char* name, int device, std::function<void()> work);
 // Changes a bit of the result of this work, if the fault is of that kind.
 void spoil(const char* work, int device, void* result, size_t bytes);
@@ -62,13 +72,13 @@ int device_of(const Stream* stream);
 
 // Adds work to the end of the queue. `name` must be a literal or live as long as the process.
 void launch(Stream* stream, const char* name, std::function<void()> work);
-// As `launch`, for what CUDA does without a launch: it is neither counted nor delayed.
+// As `launch`, for what CUDA does without a launch: it is not delayed.
 void enqueue(Stream* stream, const char* name, std::function<void()> work);
 // Notes that the stream's last work waits for other ranks. A wait of the host for it, or for what depends on it, is
 // counted as one behind NCCL, unless the host has seen before that it is done: whether it happens to be done is not asked.
 void mark_collective(Stream* stream);
 bool is_idle(Stream* stream);
-// Blocks the host until the queue is empty, as cudaStreamSynchronize. `reason` goes to the report.
+// Blocks the host until the queue is empty, as cudaStreamSynchronize. SIM_TRACE prints the `reason`.
 void synchronize(Stream* stream, const char* reason);
 void synchronize_device(int device, const char* reason);
 
@@ -89,6 +99,8 @@ Elapsed elapsed_ms(Event* start, Event* end, double* milliseconds);
 
 // --- memory ---
 
+// Returns address space for the caching allocator, as cudaMalloc does.
+char* take_segment(size_t size);
 // Returns memory from the caching allocator, as c10::cuda::CUDACachingAllocator: it may be used at once in the order of
 // `stream`. A GPU never runs out of memory.
 void* allocate(int device, Stream* stream, size_t size);
@@ -114,12 +126,7 @@ struct Access {
 
 // --- the report (SIM_REPORT) ---
 
-enum class Counter {
-  Launches, CudaMallocs, PinnedMallocs, HostWaits, HostWaitsBehindNccl, NcclOperations, NcclThreads, Contexts,
-  ReservedBytes
-};
-void count(int device, Counter counter, long amount = 1);
-// Adds a line to the report's log: an event such as "cudaMalloc" and its detail, with the counts at this moment.
-void log_event(int device, const char* event, const char* detail, size_t bytes = 0);
+enum class Counter { CudaMallocs, PinnedMallocs, HostWaits, HostWaitsBehindNccl, Contexts };
+void count(int device, Counter counter);
 
 }  // namespace sim

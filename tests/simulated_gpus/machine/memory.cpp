@@ -1,6 +1,6 @@
 // The memory of the GPUs, as address space of the host, and pinned host memory.
 
-#include "memory.h"
+#include "machine.h"
 
 #include <cstdlib>
 #include <cstring>
@@ -80,7 +80,7 @@ void* allocate_pinned(size_t size) {
     same.pop_back();
   } else {
     count(current_device(), Counter::PinnedMallocs);
-    log_event(current_device(), "cudaHostAlloc", "", rounded);
+    trace("cudaHostAlloc of %zu bytes", rounded);
     if (posix_memalign(&pointer, 4096, rounded) != 0) return nullptr;
   }
   memset(pointer, 0xff, rounded);

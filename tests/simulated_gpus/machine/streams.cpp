@@ -158,7 +158,6 @@ static Collectives behind(Stream* stream) {
 }
 
 void launch(Stream* stream, const char* name, std::function<void()> work) {
-  count(stream->device, Counter::Launches);
   push(stream, {name, with_fault(name, stream->device, std::move(work)), true});
 }
 
@@ -182,7 +181,6 @@ static void report_wait(int device, const char* reason, const Collectives& behin
   trace("host waits for GPU %d%s: %s", device, is_behind ? " behind NCCL" : "", reason);
   count(device, Counter::HostWaits);
   if (is_behind) count(device, Counter::HostWaitsBehindNccl);
-  log_event(device, is_behind ? "host wait behind NCCL" : "host wait", reason);
 }
 
 void synchronize(Stream* stream, const char* reason) {

@@ -69,7 +69,6 @@ Result launch(Comm comm, std::function<void()> work) {
     fail(comm, SystemError, std::string("Call to pthread_create failed: ") + error.what());
     return SystemError;
   }
-  sim::count(comm->device, sim::Counter::NcclThreads);
   return InProgress;
 }
 
@@ -80,12 +79,11 @@ Result launch_all() {
   for (auto& [comm, stream, calls] : launches) {
     const long number = ++comm->launches;
     const auto fault = fault_at(false, comm->rank, number);
-    if (fault == FaultKind::Launch) {
+    if (fault == "launch") {
       fail(comm, UnhandledCudaError, "Cuda failure 'unspecified launch failure'");
       result = failed(UnhandledCudaError, comm->error_text);
       continue;
     }
-    sim::count(comm->device, sim::Counter::NcclOperations, static_cast<long>(calls.size()));
     const auto launched = launch(comm, [=, comm = comm, stream = stream, calls = std::move(calls)] {
       sim::launch(stream, operation_names[calls[0].agreed.operation], [=] {
         run(comm, calls, static_cast<uint64_t>(number), fault);
@@ -239,7 +237,7 @@ int ncclCommInitRankConfig(Comm* comm, int size, UniqueId id, int rank, const Co
   register_inbox(id, rank, fresh->inbox);
   // A rank with this fault never checks in.
   const auto fault = fault_at(true, rank, count_communicators(rank));
-  if (fault == FaultKind::None) fresh->bootstrap = std::thread(bootstrap, fresh);
+  if (fault.empty()) fresh->bootstrap = std::thread(bootstrap, fresh);
   begin_polls(fresh);
   return InProgress;
 }

@@ -15,7 +15,7 @@ constexpr uint64_t magic = 0x5349'4d4e'4343'4c31;
 struct Id {
   uint64_t magic;
   uint64_t number[2];
-  char address[sizeof(sockaddr_in6)];
+  Address address;
 };
 static_assert(sizeof(Id) <= sizeof(UniqueId));
 
@@ -71,25 +71,13 @@ void serve_root(File listener, Id id) {
 }
 
 // Whether two ranks may not be in one communicator, and why.
-Result check_members(const std::vector<Member>& members, int rank, std::string* reason) {
-  const bool allows_shared = version() >= 23003 && sim::setting("NCCL_MULTI_RANK_GPU_ENABLE", 0) != 0;
-  auto& own = members[rank];
+Result check_members(const std::vector<Member>& members, std::string* reason) {
+  if (version() >= 23003 && sim::setting("NCCL_MULTI_RANK_GPU_ENABLE", 0) != 0) return Success;
   for (auto& a : members) {
-    if (a.version != own.version) {
-      *reason = "Mismatched NCCL version detected : rank " + std::to_string(a.rank) + " version " +
-                std::to_string(a.version) + " rank " + std::to_string(rank) + " version " + std::to_string(own.version);
-      return InvalidUsage;
-    }
     for (auto& b : members) {
-      if (allows_shared || a.rank >= b.rank || strcmp(a.host, b.host) != 0 || a.device != b.device) continue;
-      if (version() >= 23003) {
-        *reason = "Multiple Ranks are using the same GPU/Partition. Set NCCL_MULTI_RANK_GPU_ENABLE=1 to enable this "
-                  "configuration.";
-        return InvalidUsage;
-      }
-      if (a.rank != rank && b.rank != rank) continue;
-      *reason = "Duplicate GPU detected : rank " + std::to_string(rank) + " and rank " +
-                std::to_string(a.rank == rank ? b.rank : a.rank) + " both on CUDA device " + std::to_string(a.device);
+      if (a.rank >= b.rank || strcmp(a.host, b.host) != 0 || a.device != b.device) continue;
+      *reason = "Duplicate GPU detected : rank " + std::to_string(a.rank) + " and rank " + std::to_string(b.rank) +
+                " both on CUDA device " + std::to_string(a.device);
       return InvalidUsage;
     }
   }
@@ -110,8 +98,7 @@ Result make_unique_id(UniqueId* bytes) {
   if (!choose_address(&address, &reason)) return failed(SystemError, reason);
   File listener = listen_on(&address);
   if (!listener.is_open()) return failed(SystemError, "Bootstrap : cannot listen on " + address.text());
-  Id id{magic, {random_number(), random_number()}, {}};
-  memcpy(id.address, &address.bytes, sizeof id.address);
+  const Id id{magic, {random_number(), random_number()}, address};
   memset(bytes, 0, sizeof *bytes);
   memcpy(bytes->internal, &id, sizeof id);
   std::thread([listener = std::move(listener), id]() mutable { serve_root(std::move(listener), id); }).detach();
@@ -137,7 +124,6 @@ Result join(const UniqueId& bytes, int rank, int size, int device, const std::sh
   snprintf(own.host, sizeof own.host, "%s", sim::text_setting("NCCL_HOSTID", sim::host_name().c_str()).c_str());
   own.rank = rank;
   own.size = size;
-  own.version = version();
   own.device = device;
   if (!choose_address(&own.listener, reason)) return SystemError;
   File listener = listen_on(&own.listener);
@@ -146,8 +132,7 @@ Result join(const UniqueId& bytes, int rank, int size, int device, const std::sh
     return SystemError;
   }
 
-  Address root;
-  memcpy(&root.bytes, id.address, sizeof id.address);
+  const auto& root = id.address;
   auto lost = [&](const std::string& what) {
     *reason = what;
     return RemoteError;
@@ -160,7 +145,7 @@ Result join(const UniqueId& bytes, int rank, int size, int device, const std::sh
       !receive_all(to_root, group->members.data(), group->members.size() * sizeof(Member), stop)) {
     return lost("connection closed by the root at " + root.text());
   }
-  if (auto refused = check_members(group->members, rank, reason)) return refused;
+  if (auto refused = check_members(group->members, reason)) return refused;
 
   // Each connects to the ranks after it, and accepts those before it.
   std::vector<File> files(size);

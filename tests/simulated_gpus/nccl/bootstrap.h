@@ -11,7 +11,7 @@ Result make_unique_id(UniqueId* id);
 // What a rank checks in with.
 struct Member {
   uint64_t id[2];
-  int32_t rank, size, version, device;  // the device's number on its host
+  int32_t rank, size, device;  // the device's number on its host
   uint64_t process[2];
   char host[64];
   Address listener;

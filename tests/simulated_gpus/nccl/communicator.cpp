@@ -35,4 +35,15 @@ Result poll(Comm comm) {
   return Success;
 }
 
+std::string fault_at(bool is_init, int rank, long number) {
+  static const auto* fault =
+      new sim::Fault(sim::read_fault("SIM_NCCL_FAULT", {"remote", "system", "launch", "init"}, {"rank", "call"}));
+  static std::atomic<bool> is_over{false};
+  if (fault->kind.empty() || is_init != (fault->kind == "init")) return {};
+  if (rank != std::stoi(fault->option("rank")) || number != std::stol(fault->option("call"))) return {};
+  if (is_over.exchange(true)) return {};
+  sim::trace("NCCL fault at rank %d", rank);
+  return fault->kind;
+}
+
 }  // namespace sim_nccl

@@ -59,14 +59,11 @@ bool is_final(Comm comm);
 // Has the next two polls answer "in progress".
 void begin_polls(Comm comm);
 
-// --- faults (SIM_NCCL_FAULT) ---
-
-enum class FaultKind { None, Remote, System, Launch, Init };
-// Returns the fault that hits the launch `number` of `rank`, each once per process. For `Init` the launch is a
-// communicator that is made.
-FaultKind fault_at(bool is_init, int rank, long number);
+// Returns the kind of the fault that hits the launch `number` of `rank`, once per process, or an empty one:
+// SIM_NCCL_FAULT=KIND:rank=R,call=N. For `init` the launch is a communicator that is made.
+std::string fault_at(bool is_init, int rank, long number);
 
 // Carries out the calls of one launch, on the thread of the stream. Returns when all have ended, or at the abort.
-void run(Comm comm, const std::vector<Call>& calls, uint64_t number, FaultKind fault);
+void run(Comm comm, const std::vector<Call>& calls, uint64_t number, const std::string& fault);
 
 }  // namespace sim_nccl

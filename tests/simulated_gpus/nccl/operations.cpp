@@ -3,7 +3,6 @@
 #include <cstring>
 
 #include "communicator.h"
-#include "reduction.h"
 
 namespace sim_nccl {
 namespace {
@@ -91,18 +90,17 @@ bool agrees(const Begun& begun, const Agreement& other) {
          own.reduction == other.reduction && own.root == other.root;
 }
 
-enum class State { Done, Waits, PeerLost, Mismatched };
+enum class State { Done, Waits, PeerLost };
 
 // With the inbox's lock held. `peer` is the rank that the state is due to.
 State state_of(Comm comm, const Begun& begun, int* peer) {
   for (int other : begun.peers) {
     *peer = other;
     auto* arrived = comm->inbox->find(other, begun.theirs);
-    const bool is_same = arrived == nullptr || agrees(begun, arrived->call);
-    if (arrived != nullptr && is_same && !arrived->is_withdrawn) continue;
+    if (arrived != nullptr && agrees(begun, arrived->call) && !arrived->is_withdrawn) continue;
     // Nothing more comes from another host; on the same host nobody notices.
-    if (comm->inbox->has_lost(other) && comm->group.peers[other]->is_on_other_host()) return State::PeerLost;
-    return is_same ? State::Waits : State::Mismatched;
+    const bool is_lost = comm->inbox->has_lost(other) && comm->group.peers[other]->is_on_other_host();
+    return is_lost ? State::PeerLost : State::Waits;
   }
   return State::Done;
 }
@@ -148,10 +146,10 @@ void finish(Comm comm, const Begun& begun) {
 
 }  // namespace
 
-void run(Comm comm, const std::vector<Call>& calls, uint64_t number, FaultKind fault) {
+void run(Comm comm, const std::vector<Call>& calls, uint64_t number, const std::string& fault) {
   if (comm->is_aborted) return;
-  if (fault == FaultKind::Remote) fail(comm, RemoteError, "socketProgress: Connection closed by remote peer");
-  if (fault == FaultKind::System) fail(comm, SystemError, "Call to recv failed : No route to host");
+  if (fault == "remote") fail(comm, RemoteError, "socketProgress: Connection closed by remote peer");
+  if (fault == "system") fail(comm, SystemError, "Call to recv failed : No route to host");
   std::vector<Begun> all;
   for (auto& call : calls) all.push_back(begin(comm, call));
   // Nobody may read an output before the end.
@@ -161,7 +159,7 @@ void run(Comm comm, const std::vector<Call>& calls, uint64_t number, FaultKind f
     if (comm->error == Success) post_all(comm, begun);
   }
 
-  bool is_done = false, is_traced = false;
+  bool is_done = false;
   comm->inbox->wait_until([&] {
     if (comm->is_aborted) return true;
     is_done = true;
@@ -169,11 +167,6 @@ void run(Comm comm, const std::vector<Call>& calls, uint64_t number, FaultKind f
       int peer = 0;
       const auto state = state_of(comm, begun, &peer);
       if (state == State::PeerLost) fail(comm, RemoteError, "connection closed by rank " + std::to_string(peer));
-      if (state == State::Mismatched && !is_traced) {
-        is_traced = true;
-        sim::trace("NCCL hangs: rank %d calls %s of %zu elements, rank %d another operation", comm->rank,
-                   operation_names[begun.call.agreed.operation], static_cast<size_t>(begun.call.agreed.count), peer);
-      }
       is_done &= state == State::Done;
     }
     if (comm->error != Success) is_done = false;

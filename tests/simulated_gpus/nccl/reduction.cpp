@@ -1,6 +1,6 @@
 // Sums and other reductions over ranks.
 
-#include "reduction.h"
+#include "types.h"
 
 #include <algorithm>
 #include <cmath>
@@ -27,21 +27,6 @@ struct Bf16 {
   }
 };
 
-struct Half {
-  uint16_t bits;
-  operator float() const {
-    _Float16 value;
-    memcpy(&value, &bits, sizeof value);
-    return static_cast<float>(value);
-  }
-  static Half from(float value) {
-    const _Float16 half = static_cast<_Float16>(value);
-    Half made;
-    memcpy(&made.bits, &half, sizeof half);
-    return made;
-  }
-};
-
 // The type that a sum is computed in, and back.
 template <typename T>
 struct Arithmetic {
@@ -54,9 +39,9 @@ struct Arithmetic<Bf16> {
   static Bf16 round(float value) { return Bf16::from(value); }
 };
 template <>
-struct Arithmetic<Half> {
+struct Arithmetic<_Float16> {
   using type = float;
-  static Half round(float value) { return Half::from(value); }
+  static _Float16 round(float value) { return static_cast<_Float16>(value); }
 };
 
 template <typename T>
@@ -98,7 +83,7 @@ void reduce(DataType type, Reduction reduction, const std::vector<const char*>& 
     case Uint32: return reduce_as<uint32_t>(reduction, ranks, count, result);
     case Int64: return reduce_as<int64_t>(reduction, ranks, count, result);
     case Uint64: return reduce_as<uint64_t>(reduction, ranks, count, result);
-    case Float16: return reduce_as<Half>(reduction, ranks, count, result);
+    case Float16: return reduce_as<_Float16>(reduction, ranks, count, result);
     case Float32: return reduce_as<float>(reduction, ranks, count, result);
     case Float64: return reduce_as<double>(reduction, ranks, count, result);
     case Bfloat16: return reduce_as<Bf16>(reduction, ranks, count, result);

@@ -22,12 +22,8 @@ File::~File() {
 }
 
 std::string Address::text() const {
-  char text[INET6_ADDRSTRLEN] = "?";
-  if (bytes.ss_family == AF_INET6) {
-    inet_ntop(AF_INET6, &reinterpret_cast<const sockaddr_in6&>(bytes).sin6_addr, text, sizeof text);
-  } else {
-    inet_ntop(AF_INET, &reinterpret_cast<const sockaddr_in&>(bytes).sin_addr, text, sizeof text);
-  }
+  char text[INET_ADDRSTRLEN] = "?";
+  inet_ntop(AF_INET, &bytes.sin_addr, text, sizeof text);
   return text;
 }
 
@@ -41,17 +37,12 @@ bool choose_address(Address* address, std::string* reason) {
   int best = 0;
   for (auto* each = all; each != nullptr; each = each->ifa_next) {
     if (each->ifa_addr == nullptr || (each->ifa_flags & IFF_UP) == 0) continue;
-    const int family = each->ifa_addr->sa_family;
-    if (family != AF_INET && family != AF_INET6) continue;
-    if (family == AF_INET6 &&
-        IN6_IS_ADDR_LINKLOCAL(&reinterpret_cast<sockaddr_in6*>(each->ifa_addr)->sin6_addr)) {
-      continue;
-    }
+    if (each->ifa_addr->sa_family != AF_INET) continue;
     const std::string name = each->ifa_name;
-    const int rank = (name == "lo" ? 1 : name.rfind("docker", 0) == 0 ? 2 : 3) * 2 + (family == AF_INET ? 1 : 0);
+    const int rank = name == "lo" ? 1 : name.rfind("docker", 0) == 0 ? 2 : 3;
     if (rank <= best) continue;
     best = rank;
-    memcpy(&address->bytes, each->ifa_addr, family == AF_INET ? sizeof(sockaddr_in) : sizeof(sockaddr_in6));
+    memcpy(&address->bytes, each->ifa_addr, sizeof address->bytes);
   }
   freeifaddrs(all);
   *reason = "Bootstrap : no socket interface found";
@@ -64,9 +55,9 @@ static void set_options(int file) {
 }
 
 File listen_on(Address* address) {
-  File listener(socket(address->bytes.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  File listener(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   auto* bytes = reinterpret_cast<sockaddr*>(&address->bytes);
-  socklen_t length = address->length();
+  socklen_t length = sizeof address->bytes;
   if (!listener.is_open() || bind(listener, bytes, length) != 0 || listen(listener, 1024) != 0 ||
       getsockname(listener, bytes, &length) != 0) {
     return File();
@@ -94,10 +85,10 @@ File accept_from(const File& listener, const Stop& stop) {
 }
 
 File connect_to(const Address& address, const Stop& stop) {
-  File file(socket(address.bytes.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  File file(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   if (!file.is_open()) return file;
   set_options(file);
-  if (connect(file, reinterpret_cast<const sockaddr*>(&address.bytes), address.length()) == 0) return file;
+  if (connect(file, reinterpret_cast<const sockaddr*>(&address.bytes), sizeof address.bytes) == 0) return file;
   if (errno != EINPROGRESS || !await(file, POLLOUT, stop)) return File();
   int error = 0;
   socklen_t length = sizeof error;

@@ -8,10 +8,9 @@
 
 namespace sim_nccl {
 
-// An IPv4 or IPv6 address and a port, as it is sent to other processes.
+// An IPv4 address and a port, as it is sent to other processes.
 struct Address {
-  sockaddr_storage bytes = {};
-  socklen_t length() const { return bytes.ss_family == AF_INET6 ? sizeof(sockaddr_in6) : sizeof(sockaddr_in); }
+  sockaddr_in bytes = {};
   std::string text() const;
 };
 

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "../machine/machine.h"
 
@@ -41,5 +42,8 @@ inline int version() {
 Result failed(Result result, const std::string& reason);
 // Makes `reason` the last error of the process.
 void remember(const std::string& reason);
+
+// Reduces `count` elements of each rank, rank by rank. Results of half precision are rounded after each rank.
+void reduce(DataType type, Reduction reduction, const std::vector<const char*>& ranks, size_t count, char* result);
 
 }  // namespace sim_nccl

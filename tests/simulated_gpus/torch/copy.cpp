@@ -1,6 +1,6 @@
 // Copies between GPUs, and between a GPU and the host.
 
-#include "kernels.h"
+#include "cuda.h"
 
 namespace sim_torch {
 namespace {

@@ -108,6 +108,9 @@ struct BareKernels {
   c10::impl::ExcludeDispatchKeyGuard without_autocast{c10::autocast_dispatch_keyset};
 };
 
+// The kernel of copies, between all devices.
+Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking);
+
 // Launches work that calls libtorch, with as many threads as the caller has. An exception fails the device.
 void launch_kernel(sim::Stream* stream, const char* name, std::function<void()> work);
 

@@ -1,7 +1,5 @@
 // Kernels that are not the CPU's (allocation, views, numbers for the host), and the registration of all kernels.
 
-#include "kernels.h"
-
 #include <ATen/EmptyTensor.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>

@@ -47,10 +47,8 @@ Shape shape_of(const Tensor& tensor) {
 }
 
 void run_on_cpu(const c10::OperatorHandle& op, std::vector<IValue>& stack) {
-  auto arguments = stack;
   BareKernels bare;
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
-  bridge_results(op.schema().name(), arguments, stack);
 }
 
 // Everything that the shapes of results can depend on.

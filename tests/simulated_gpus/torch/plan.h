@@ -44,9 +44,6 @@ std::shared_ptr<const Plan> plan_for(const c10::OperatorHandle& op, const Operat
 // Replaces the arguments on the stack by the results of the CPU kernel.
 void run_on_cpu(const c10::OperatorHandle& op, std::vector<IValue>& stack);
 
-// Makes results of the CPU's kernel what CUDA's kernel returns, where the two differ.
-void bridge_results(const std::string& name, const std::vector<IValue>& arguments, std::vector<IValue>& results);
-
 // Loads libtorch_cuda_linalg.so for an operator that needs it, as libtorch_cuda does: in the first call, and without a lock.
 // Throws in a thread whose call comes meanwhile.
 void load_linear_algebra_for(const std::string& name);

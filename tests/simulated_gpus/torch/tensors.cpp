@@ -78,8 +78,6 @@ void launch_kernel(sim::Stream* stream, const char* name, std::function<void()> 
       sim::fail(sim::device_of(stream), error.what());
     }
   });
-  static const bool is_blocking = sim::setting("CUDA_LAUNCH_BLOCKING", 0) != 0;
-  if (is_blocking) wait_for(stream, "CUDA_LAUNCH_BLOCKING");
 }
 
 }  // namespace sim_torch
