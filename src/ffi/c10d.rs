@@ -6,7 +6,7 @@ use std::ptr;
 use std::time::Duration;
 
 use crossbeam::channel::Sender;
-use strum::IntoStaticStr;
+use strum::{Display, IntoStaticStr};
 use torch_sys::C_tensor;
 
 use super::shim::take_message;
@@ -30,7 +30,7 @@ type DoneCallback = unsafe extern "C" fn(*mut c_void, *const c_char);
 
 /// The operations of a group, numbered as in `c10d.cpp`. Each returns when it has started.
 #[repr(u8)]
-#[derive(Debug, Clone, Copy, PartialEq, Eq, IntoStaticStr)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Display, IntoStaticStr)]
 #[strum(serialize_all = "snake_case")]
 pub(crate) enum GlooOperation {
     /// In place. All ranks get the same bits, in every run. Each part goes round the ring from another rank, so the order
@@ -258,31 +258,28 @@ impl Drop for GlooHandle {
     }
 }
 
-/// The arguments with which a rank joins a group.
-#[derive(Debug, Clone)]
-pub(super) struct GlooJoin {
-    pub prefix: String,
-    pub rank: usize,
-    pub size: usize,
-    pub timeout: Duration,
-    pub interfaces: Vec<String>,
-    pub address: String,
-}
-
 impl GlooHandle {
     /// Joins a group. Blocks until all ranks are connected, at most for the timeout.
-    pub(super) fn new(store: &mut Connection, join: &GlooJoin) -> Result<Self> {
-        let (prefix, address) = (c_string(&join.prefix)?, c_string(&join.address)?);
-        let (interfaces, mut group) = (CStringArray::new(&join.interfaces)?, ptr::null_mut());
+    pub(super) fn new(
+        store: &mut Connection,
+        prefix: &str,
+        rank: usize,
+        size: usize,
+        timeout: Duration,
+        interfaces: &[String],
+        address: &str,
+    ) -> Result<Self> {
+        let (prefix, address) = (c_string(prefix)?, c_string(address)?);
+        let (interfaces, mut group) = (CStringArray::new(interfaces)?, ptr::null_mut());
         // SAFETY: the store is live, and C++ keeps a handle of its own to it; reads strings with their number,
         // writes one pointer to a valid place.
         take_message(unsafe {
             ddp_gloo_new(
                 store.0,
                 prefix.as_ptr(),
-                join.rank as c_int,
-                join.size as c_int,
-                millis(join.timeout),
+                rank as c_int,
+                size as c_int,
+                millis(timeout),
                 interfaces.as_ptr(),
                 interfaces.len(),
                 address.as_ptr(),

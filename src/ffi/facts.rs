@@ -1,6 +1,6 @@
 //! What a collective needs to know about a tensor, in one call: tch makes several, and allocates in `size` and `numel`.
 
-use std::ffi::{c_char, c_void};
+use std::ffi::c_char;
 use std::ptr;
 
 use smallvec::SmallVec;
@@ -11,50 +11,32 @@ use super::shim::{check, raw};
 use crate::error::Result;
 
 /// A tensor's memory and shape. The pointers are valid until the tensor changes.
-#[repr(C)]
-struct RawTensorFacts {
-    data: *mut c_void,
-    numel: usize,
-    sizes: *const i64,
-    dim: usize,
-    is_plain: bool,
-}
-
-unsafe extern "C" {
-    fn ddp_tensor_facts(tensor: *mut C_tensor, facts: *mut RawTensorFacts) -> *mut c_char;
-}
-
-/// Looks at `tensor`, in one call of libtorch.
-fn look_at(tensor: &Tensor) -> Result<RawTensorFacts> {
-    let mut facts = RawTensorFacts {
-        data: ptr::null_mut(),
-        numel: 0,
-        sizes: ptr::null(),
-        dim: 0,
-        is_plain: false,
-    };
-    // SAFETY: points to a live tensor; writes one plain struct.
-    check("looking at a tensor", unsafe { ddp_tensor_facts(raw(tensor), &mut facts) })?;
-    Ok(facts)
-}
-
-/// A tensor's memory.
 #[derive(Debug, Clone, Copy)]
+#[repr(C)]
 pub(crate) struct TensorFacts {
     /// Address of the first element; null for a tensor without memory, such as a sparse one.
     pub data: *mut u8,
     /// Number of elements.
     pub numel: usize,
+    sizes: *const i64,
+    dim: usize,
     /// Whether the memory holds the elements one after the other, with their values. (Lazily conjugated and negated
     /// tensors differ from their memory by a flag bit.)
     pub is_plain: bool,
 }
 
+unsafe extern "C" {
+    fn ddp_tensor_facts(tensor: *mut C_tensor, facts: *mut TensorFacts) -> *mut c_char;
+}
+
 impl TensorFacts {
-    /// Looks at `tensor`. An undefined tensor has no elements and no memory.
+    /// Looks at `tensor`, in one call of libtorch. An undefined tensor has no elements and no memory.
     pub(crate) fn of(tensor: &Tensor) -> Result<Self> {
-        let facts = look_at(tensor)?;
-        Ok(Self { data: facts.data.cast(), numel: facts.numel, is_plain: facts.is_plain })
+        let (data, sizes) = (ptr::null_mut(), ptr::null());
+        let mut facts = Self { data, numel: 0, sizes, dim: 0, is_plain: false };
+        // SAFETY: points to a live tensor; writes one plain struct.
+        check("looking at a tensor", unsafe { ddp_tensor_facts(raw(tensor), &mut facts) })?;
+        Ok(facts)
     }
 }
 
@@ -73,7 +55,7 @@ pub(crate) type Shape = SmallVec<[i64; 4]>;
 
 /// Returns the shape of `tensor`; of an undefined one, that of a single number.
 pub(crate) fn shape(tensor: &Tensor) -> Result<Shape> {
-    let facts = look_at(tensor)?;
+    let facts = TensorFacts::of(tensor)?;
     if facts.dim == 0 {
         return Ok(Shape::new());
     }

@@ -33,7 +33,7 @@ pub(crate) use fused::{
     AdamWStep, SgdStep, TensorList, amp_unscale, bump_versions, fused_adamw, fused_sgd, scale_all,
     total_norm,
 };
-pub(crate) use gloo::{GlooCall, GlooGroup, Reduce, check_interfaces};
+pub(crate) use gloo::{GlooCall, GlooGroup, check_interfaces};
 pub(crate) use hooks::GradHooks;
 pub(crate) use kept_memory::alignment;
 pub(crate) use mapped::{MappedFile, memory_tensor, open_file};

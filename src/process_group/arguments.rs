@@ -3,7 +3,7 @@
 use tch::{Kind, Tensor};
 
 use super::call::{refuse, undefined};
-use super::contiguous::{Contiguous, overlaps_itself};
+use super::contiguous::overlaps_itself;
 use super::{ProcessGroup, device_name};
 use crate::error::{Error, Result};
 use crate::ffi::TorchResult;
@@ -23,12 +23,12 @@ impl ProcessGroup {
             if !tensor.defined() {
                 return undefined(operation);
             }
-            if tensor.device() != self.device {
+            if tensor.device() != self.device() {
                 return Err(Error::usage(format!(
                     "{operation}: the tensor is on {}, but rank {} works on {}; move it there first",
                     device_name(tensor.device()),
-                    self.rank,
-                    device_name(self.device)
+                    self.rank(),
+                    device_name(self.device())
                 )));
             }
             let kind = tensor.f_kind().doing("kind")?;
@@ -40,17 +40,6 @@ impl ProcessGroup {
             common = Some(kind);
         }
         Ok(common.unwrap_or(Kind::Uint8))
-    }
-
-    /// Returns a contiguous tensor for an output that is written in parts.
-    pub(super) fn contiguous_output(
-        &self,
-        operation: Operation,
-        output: &Tensor,
-    ) -> Result<Contiguous> {
-        let contiguous = Contiguous::new(operation, output)?;
-        self.check_output(operation, output)?;
-        Ok(contiguous)
     }
 
     /// Checks that each element of an output has its own memory. Otherwise the output could not hold the results.
@@ -89,11 +78,6 @@ impl ProcessGroup {
         )
     }
 
-    /// Checks that the root of a collective is one of the ranks.
-    pub(super) fn check_root(&self, operation: Operation, root: usize) -> Result<()> {
-        self.check_rank(operation, operation.root_argument(), root)
-    }
-
     /// Checks that a list has one tensor for each rank, of this shape if there is one.
     pub(super) fn check_list(
         &self,
@@ -125,7 +109,7 @@ impl ProcessGroup {
         root: usize,
         shape: &[i64],
     ) -> Result<&'a [Tensor]> {
-        self.check_root(operation, root)?;
+        self.check_rank(operation, operation.root_argument(), root)?;
         match list {
             Some(list) if self.rank() == root => {
                 self.check_list(operation, list, Some(shape))?;

@@ -64,23 +64,17 @@ impl ProcessGroup {
         }
         self.queue(Box::new(|group| {
             group.set_context(CallContext::default()); // errors then show the call site inside `operation`
-            operation(group).map(|()| None)
+            operation(group)
         }))
     }
 
-    /// Starts an [`all_reduce`](Self::all_reduce) of a contiguous tensor, like [`async_op`](Self::async_op). If the
-    /// backend can continue it in the background, the next operation starts meanwhile.
+    /// Starts an [`all_reduce`](Self::all_reduce) of a contiguous tensor, like [`async_op`](Self::async_op).
     pub(crate) fn all_reduce_async(&self, tensor: &Tensor, op: ReduceOp) -> Result<Work> {
-        let mut tensor = tensor.shallow_clone();
-        if self.is_stream_ordered() || self.own_activity.is_some() {
-            return self.async_op(move |group| group.all_reduce(&mut tensor, op));
-        }
-        self.run().check(self.global_rank())?;
-        let context = self.phase_tracker.context.get();
-        self.queue(Box::new(move |group| {
+        let (mut tensor, context) = (tensor.shallow_clone(), self.phase_tracker.context.get());
+        self.async_op(move |group| {
             group.set_context(context);
-            group.start_all_reduce(&tensor, op)
-        }))
+            group.all_reduce(&mut tensor, op)
+        })
     }
 
     /// Starts [`reduce_scatter_in_place`](Self::reduce_scatter_in_place), like [`async_op`](Self::async_op).
@@ -115,17 +109,12 @@ impl ProcessGroup {
 
     /// Returns a function that recreates this membership on the communication thread, without its side.
     pub(super) fn on_another_thread(&self) -> impl FnOnce() -> ProcessGroup + Send + 'static {
-        let identity = self.identity();
-        let backend = self.backend;
-        let shared = self.shared.clone();
-        let network = self.network.clone();
-        let sub_groups = self.sub_groups.clone();
-        let traffic = self.traffic.clone();
-        let phase_tracker = self.phase_tracker.for_comm_thread();
+        let (identity, common) = (self.identity.clone(), self.common.clone());
+        let (traffic, number) = (self.traffic.clone(), self.phase_tracker.group);
         move || {
-            let mut group = ProcessGroup::new(identity, backend, shared, network, sub_groups);
+            let mut group = ProcessGroup::new(identity, common);
             group.own_activity = Some(Activity::default());
-            group.phase_tracker = phase_tracker;
+            group.phase_tracker.group = number;
             group.traffic = traffic;
             group
         }
@@ -134,7 +123,7 @@ impl ProcessGroup {
     /// Returns the handle of everything launched on this rank's stream so far.
     pub(super) fn launched(&self) -> Result<Work> {
         let mark = cuda::CudaEvent::new()?;
-        if let Device::Cuda(gpu) = self.device {
+        if let Device::Cuda(gpu) = self.device() {
             mark.record(gpu)?;
         }
         Ok(Work::new(State::Launched(mark), self.run().clone(), self.global_rank()))

@@ -1,4 +1,4 @@
-//! The interface of a backend: how a rank joins it, its collectives, and collectives that continue in the background.
+//! The interface of a backend: how a rank joins it, and its collectives.
 
 use std::sync::Arc;
 
@@ -6,7 +6,7 @@ use tch::{Device, Kind};
 
 use super::call::Call;
 use super::local::Shared;
-use super::network::{InFlight, Network};
+use super::network::Network;
 use super::point_to_point::P2POp;
 use super::reduce_op::ReduceOp;
 use super::traffic::Traffic;
@@ -85,12 +85,6 @@ pub(super) type Join = Arc<dyn Fn(usize, Device) -> Result<Box<dyn RankBackend>>
 pub(super) trait RankBackend: Send {
     /// Runs this rank's part of a collective.
     fn run(&mut self, call: &Call) -> Result<()>;
-
-    /// Starts this rank's part of a collective. Returns the operation if it continues in the
-    /// background, `None` if it is done.
-    fn start(&mut self, call: &Call) -> Result<Option<InFlight>> {
-        self.run(call).map(|()| None)
-    }
 
     /// Launches a batch of messages, each with a contiguous tensor. Only a stream-ordered backend supports this; with
     /// others, messages go through the mailboxes, which do not wait for the rank's collectives.

@@ -74,8 +74,7 @@ impl Bootstrap {
     /// barrier, and NCCL's own.
     pub(crate) fn join(self, rank: RankIdentity) -> Result<ProcessGroup> {
         let rank_backend = (self.join)(rank.rank, rank.device)?;
-        let Self { backend, shared, network, sub_groups, .. } = self;
-        let group = ProcessGroup::new(rank, backend, shared, network, sub_groups);
+        let group = ProcessGroup::new(rank, self);
         group.attach(SequencedBackend { sequence: 0, backend: rank_backend });
         group.start_gpu_clock()?;
         Ok(group)

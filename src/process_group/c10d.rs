@@ -5,6 +5,7 @@
 //! protocol only, so each member can be a Python or a Rust process.
 
 use std::env;
+use std::fmt::Display;
 use std::time::Duration;
 
 use crossbeam::channel::never;
@@ -14,7 +15,7 @@ use super::call::{refuse, undefined};
 use super::{ReduceOp, device_name};
 use crate::error::{Error, Result};
 use crate::ffi;
-use crate::ffi::{GlooCall, GlooGroup, GlooOperation, Reduce, TorchResult};
+use crate::ffi::{GlooCall, GlooGroup, GlooOperation, TorchResult};
 use crate::operation::Operation;
 
 /// A key-value store for rendezvous: one process serves it, the others connect to it.
@@ -180,7 +181,7 @@ impl ProcessGroupGloo {
     /// [`Error::Input`] for tensors and ops that cannot be used: Gloo has no [`ReduceOp::Avg`] and no
     /// [`ReduceOp::PremulSum`].
     pub fn all_reduce(&self, tensor: &mut Tensor, op: ReduceOp) -> Result<()> {
-        let reduce = self.reduction(Operation::AllReduce, op, tensor)?;
+        let reduce = reduction(Operation::AllReduce, op, tensor)?;
         let call = GlooCall { reduce, outputs: &[tensor], ..GlooCall::default() };
         self.run(GlooOperation::AllReduce, call)
     }
@@ -193,7 +194,7 @@ impl ProcessGroupGloo {
     /// # Errors
     /// The errors of [`ProcessGroupGloo::all_reduce`].
     pub fn reduce(&self, tensor: &mut Tensor, dst: usize, op: ReduceOp) -> Result<()> {
-        let reduce = self.reduction(Operation::Reduce, op, tensor)?;
+        let reduce = reduction(Operation::Reduce, op, tensor)?;
         let call = GlooCall { reduce, peer: dst, outputs: &[tensor], ..GlooCall::default() };
         self.run(GlooOperation::Reduce, call)
     }
@@ -205,7 +206,6 @@ impl ProcessGroupGloo {
     /// # Errors
     /// The errors of [`ProcessGroupGloo::all_reduce`].
     pub fn broadcast(&self, tensor: &mut Tensor, src: usize) -> Result<()> {
-        check(Operation::Broadcast, &[tensor])?;
         let call = GlooCall { peer: src, outputs: &[tensor], ..GlooCall::default() };
         self.run(GlooOperation::Broadcast, call)
     }
@@ -217,7 +217,7 @@ impl ProcessGroupGloo {
     /// # Errors
     /// The errors of [`ProcessGroupGloo::all_reduce`].
     pub fn all_gather(&self, tensor_list: &mut [Tensor], tensor: &Tensor) -> Result<()> {
-        let outputs = self.list(Operation::AllGather, Some(tensor_list), self.rank(), tensor)?;
+        let outputs = tensor_list.iter().collect::<Vec<_>>();
         let call = GlooCall { inputs: &[tensor], outputs: &outputs, ..GlooCall::default() };
         self.run(GlooOperation::AllGather, call)
     }
@@ -234,7 +234,7 @@ impl ProcessGroupGloo {
         gather_list: Option<&mut [Tensor]>,
         dst: usize,
     ) -> Result<()> {
-        let outputs = self.list(Operation::Gather, gather_list.as_deref(), dst, tensor)?;
+        let outputs = self.list(Operation::Gather, gather_list.as_deref(), dst)?;
         let inputs = &[tensor];
         let call = GlooCall { peer: dst, inputs, outputs: &outputs, ..GlooCall::default() };
         self.run(GlooOperation::Gather, call)
@@ -252,7 +252,7 @@ impl ProcessGroupGloo {
         scatter_list: Option<&[Tensor]>,
         src: usize,
     ) -> Result<()> {
-        let inputs = self.list(Operation::Scatter, scatter_list, src, tensor)?;
+        let inputs = self.list(Operation::Scatter, scatter_list, src)?;
         let outputs = &[&*tensor];
         let call = GlooCall { peer: src, inputs: &inputs, outputs, ..GlooCall::default() };
         self.run(GlooOperation::Scatter, call)
@@ -261,10 +261,11 @@ impl ProcessGroupGloo {
     /// Combines `input` over all ranks and leaves part `rank` of the result in `output`. `input` has
     /// [`size`](Self::size) times the rows of `output`.
     ///
-    /// Follows `torch.distributed.reduce_scatter_single`.
+    /// Follows `torch.distributed.reduce_scatter_single`, which was `reduce_scatter_tensor` before PyTorch 2.13.
     ///
     /// # Errors
     /// The errors of [`ProcessGroupGloo::all_reduce`].
+    #[doc(alias = "reduce_scatter_tensor")]
     pub fn reduce_scatter_single(
         &self,
         output: &mut Tensor,
@@ -272,8 +273,8 @@ impl ProcessGroupGloo {
         op: ReduceOp,
     ) -> Result<()> {
         let operation = Operation::ReduceScatter;
-        let reduce = self.reduction(operation, op, input)?;
-        check(operation, &[output, input])?;
+        check(operation, [&*output, input])?; // their shapes are asked for here
+        let reduce = reduction(operation, op, input)?;
         let (part, whole, size) = (output.size(), input.size(), self.size());
         let fits = match (&part[..], &whole[..]) {
             ([part, columns @ ..], [whole, all @ ..]) => {
@@ -306,7 +307,6 @@ impl ProcessGroupGloo {
         output_split_sizes: Option<&[i64]>,
         input_split_sizes: Option<&[i64]>,
     ) -> Result<()> {
-        check(Operation::AllToAll, &[output, input])?;
         let call = GlooCall {
             inputs: &[input],
             outputs: &[output],
@@ -337,7 +337,6 @@ impl ProcessGroupGloo {
     /// # Errors
     /// The errors of [`ProcessGroupGloo::all_reduce`].
     pub fn send(&self, tensor: &Tensor, dst: usize, tag: u16) -> Result<()> {
-        self.check_message(Operation::Send, tensor, dst)?;
         let call = GlooCall { peer: dst, tag, inputs: &[tensor], ..GlooCall::default() };
         self.run(GlooOperation::Send, call)
     }
@@ -349,83 +348,61 @@ impl ProcessGroupGloo {
     /// # Errors
     /// The errors of [`ProcessGroupGloo::all_reduce`].
     pub fn recv(&self, tensor: &mut Tensor, src: usize, tag: u16) -> Result<()> {
-        self.check_message(Operation::Recv, tensor, src)?;
         let call = GlooCall { peer: src, tag, outputs: &[tensor], ..GlooCall::default() };
         self.run(GlooOperation::Recv, call)
     }
 
-    /// Runs an operation, and waits for its end.
+    /// Checks what libtorch would not report as an error, then runs an operation, and waits for its end.
     fn run(&self, operation: GlooOperation, call: GlooCall<'_>) -> Result<()> {
+        check(operation, call.inputs.iter().chain(call.outputs).copied())?;
+        let is_message = matches!(operation, GlooOperation::Send | GlooOperation::Recv);
+        if is_message && call.peer == self.rank() {
+            let rank = self.rank();
+            return refuse(operation, format!("this is rank {rank} itself; copy the tensor"));
+        }
         let gone = |_| Err(Error::Gloo { doing: operation.into(), reason: "it is gone".into() });
         self.0.start(operation, call)?.recv().unwrap_or_else(gone)
     }
 
-    fn reduction(&self, operation: Operation, op: ReduceOp, tensor: &Tensor) -> Result<Reduce> {
-        check(operation, &[tensor])?;
-        op.check_kind(operation, tensor.f_kind().doing("kind")?)?;
-        match op {
-            ReduceOp::Sum => Ok(Reduce::Sum),
-            ReduceOp::Product => Ok(Reduce::Product),
-            ReduceOp::Min => Ok(Reduce::Min),
-            ReduceOp::Max => Ok(Reduce::Max),
-            ReduceOp::Band => Ok(Reduce::Band),
-            ReduceOp::Bor => Ok(Reduce::Bor),
-            ReduceOp::Bxor => Ok(Reduce::Bxor),
-            ReduceOp::Avg | ReduceOp::PremulSum(_) => Err(Error::unsupported(format!(
-                "{operation}({op}): Gloo has none; multiply the tensor first, and use sum"
-            ))),
-        }
-    }
-
-    fn check_message(&self, operation: Operation, tensor: &Tensor, peer: usize) -> Result<()> {
-        check(operation, &[tensor])?;
-        if peer == self.rank() {
-            return refuse(operation, format!("this is rank {peer} itself; copy the tensor"));
-        }
-        Ok(())
-    }
-
-    /// Returns the list that only rank `root` passes, of tensors like `tensor`, one for each rank; empty on other
-    /// ranks.
+    /// Returns the list that only rank `root` passes; empty on other ranks.
     fn list<'a>(
         &self,
         operation: Operation,
         list: Option<&'a [Tensor]>,
         root: usize,
-        tensor: &Tensor,
     ) -> Result<Vec<&'a Tensor>> {
-        check(operation, &[tensor])?;
-        if list.is_some() != (root == self.rank()) {
-            let rank = self.rank();
-            return refuse(
-                operation,
-                format!(
-                    "rank {root} must pass the list, and no other rank may; this is rank {rank}"
-                ),
-            );
+        let rank = self.rank();
+        if list.is_some() != (root == rank) {
+            let why = "must pass the list, and no other rank may; this is rank";
+            return refuse(operation, format!("rank {root} {why} {rank}"));
         }
-        let list: Vec<&Tensor> = list.unwrap_or_default().iter().collect();
-        check(operation, &list)?;
-        Ok(list)
+        Ok(list.unwrap_or_default().iter().collect())
     }
+}
 
-    /// Does what [`reduce_scatter_single`](Self::reduce_scatter_single) does, under the name that PyTorch had before
-    /// 2.13.
-    ///
-    /// # Errors
-    /// The errors of [`reduce_scatter_single`](Self::reduce_scatter_single).
-    pub fn reduce_scatter_tensor(
-        &self,
-        output: &mut Tensor,
-        input: &Tensor,
-        op: ReduceOp,
-    ) -> Result<()> {
-        self.reduce_scatter_single(output, input, op)
+/// Returns Gloo's number of a reduction, a `c10d::ReduceOp::RedOpType`.
+fn reduction(operation: Operation, op: ReduceOp, tensor: &Tensor) -> Result<u8> {
+    check(operation, [tensor])?;
+    op.check_kind(operation, tensor.f_kind().doing("kind")?)?;
+    match op {
+        ReduceOp::Sum => Ok(0),
+        ReduceOp::Product => Ok(2),
+        ReduceOp::Min => Ok(3),
+        ReduceOp::Max => Ok(4),
+        ReduceOp::Band => Ok(5),
+        ReduceOp::Bor => Ok(6),
+        ReduceOp::Bxor => Ok(7),
+        ReduceOp::Avg | ReduceOp::PremulSum(_) => Err(Error::unsupported(format!(
+            "{operation}({op}): Gloo has none; multiply the tensor first, and use sum"
+        ))),
     }
 }
 
 /// Checks the tensors for problems that libtorch would not report as errors.
-fn check(operation: Operation, tensors: &[&Tensor]) -> Result<()> {
+fn check<'a>(
+    operation: impl Display + Copy,
+    tensors: impl IntoIterator<Item = &'a Tensor>,
+) -> Result<()> {
     for tensor in tensors {
         if !tensor.defined() {
             return undefined(operation);

@@ -1,5 +1,6 @@
 //! One rank's call of a collective: its arguments and its tensors, and the error that refuses them.
 
+use std::fmt::Display;
 use std::hash::{Hash, Hasher};
 use std::mem::discriminant;
 use std::ops::Range;
@@ -15,14 +16,6 @@ use crate::runtime::CallSite;
 
 /// The separator between the shapes of several tensors in [`Call::shape`].
 pub(super) const NEXT_SHAPE: i64 = -1;
-
-/// A collective's arguments other than its tensors.
-#[derive(Default, Clone, Copy)]
-pub(super) struct Options {
-    pub reduce_op: Option<ReduceOp>,
-    pub root: Option<usize>,
-    pub timeout: Option<Duration>,
-}
 
 /// A function that receives a rank's slices of the result of a reduce_scatter, piece by piece. Its arguments: the index of
 /// the input, the elements there, and whether they have been reduced into the output. If not, the input holds the result.
@@ -58,7 +51,7 @@ pub(crate) struct Call<'a> {
     pub on_piece: Option<&'a PieceFn<'a>>,
 }
 
-impl Call<'_> {
+impl<'a> Call<'a> {
     /// Returns a call without tensors.
     pub(super) fn bare(operation: Operation) -> Self {
         Self {
@@ -86,6 +79,16 @@ impl Call<'_> {
     /// Returns the outputs that are not inputs as well.
     pub(super) fn further_outputs(&self) -> &[Tensor] {
         if self.is_in_place() { &[] } else { self.outputs }
+    }
+
+    /// Returns a call of `operation` with these tensors. `shape` must be the same on all ranks.
+    pub(super) fn of(
+        operation: Operation,
+        shape: &'a [i64],
+        inputs: &'a [Tensor],
+        outputs: &'a [Tensor],
+    ) -> Self {
+        Self { shape, inputs, outputs, ..Self::bare(operation) }
     }
 
     /// Returns the operation and the number of the call, for errors.
@@ -119,11 +122,11 @@ impl Call<'_> {
 }
 
 /// Returns an error in the arguments of `operation`.
-pub(super) fn refuse<T>(operation: Operation, why: String) -> Result<T> {
+pub(super) fn refuse<T>(operation: impl Display + Copy, why: String) -> Result<T> {
     Err(Error::usage(format!("{operation}: {why}")))
 }
 
 /// Returns the error of a tensor that is undefined.
-pub(super) fn undefined<T>(operation: Operation) -> Result<T> {
+pub(super) fn undefined<T>(operation: impl Display + Copy) -> Result<T> {
     refuse(operation, "the tensor is undefined; make one first".into())
 }

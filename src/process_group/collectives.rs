@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use tch::Tensor;
 
-use super::call::Options;
+use super::call::Call;
 use super::contiguous::Contiguous;
 use super::{ProcessGroup, ReduceOp};
 #[cfg(doc)]
@@ -51,9 +51,9 @@ impl ProcessGroup {
     /// ```
     #[track_caller]
     pub fn all_reduce(&self, tensor: &mut Tensor, op: ReduceOp) -> Result<()> {
-        let options = Options { reduce_op: Some(op), ..Options::default() };
-        let tensors = std::slice::from_ref(&*tensor);
-        self.collective(Operation::AllReduce, options, &ffi::shape(tensor)?, tensors, tensors)
+        let (shape, tensors) = (ffi::shape(tensor)?, std::slice::from_ref(&*tensor));
+        let call = Call::of(Operation::AllReduce, &shape, tensors, tensors);
+        self.collective(Call { reduce_op: Some(op), ..call })
     }
 
     /// Combines `tensor` over all ranks and leaves the result in rank `dst`'s `tensor`. The other ranks' tensors do
@@ -82,10 +82,10 @@ impl ProcessGroup {
     /// ```
     #[track_caller]
     pub fn reduce(&self, tensor: &mut Tensor, dst: usize, op: ReduceOp) -> Result<()> {
-        let options = Options { reduce_op: Some(op), root: Some(dst), ..Options::default() };
-        let inputs = std::slice::from_ref(&*tensor);
+        let (shape, inputs) = (tensor.size(), std::slice::from_ref(&*tensor));
         let outputs = if self.rank() == dst { inputs } else { &[] };
-        self.collective(Operation::Reduce, options, &tensor.size(), inputs, outputs)
+        let call = Call::of(Operation::Reduce, &shape, inputs, outputs);
+        self.collective(Call { reduce_op: Some(op), root: Some(dst), ..call })
     }
 
     /// Copies `tensor` of rank `src` into every other rank's `tensor`.
@@ -112,11 +112,11 @@ impl ProcessGroup {
     /// ```
     #[track_caller]
     pub fn broadcast(&self, tensor: &mut Tensor, src: usize) -> Result<()> {
-        let options = Options { root: Some(src), ..Options::default() };
-        let tensors = std::slice::from_ref(&*tensor);
+        let (shape, tensors) = (tensor.size(), std::slice::from_ref(&*tensor));
         let (inputs, outputs): (&[Tensor], &[Tensor]) =
             if self.rank() == src { (tensors, &[]) } else { (&[], tensors) };
-        self.collective(Operation::Broadcast, options, &tensor.size(), inputs, outputs)
+        let call = Call::of(Operation::Broadcast, &shape, inputs, outputs);
+        self.collective(Call { root: Some(src), ..call })
     }
 
     /// Copies every rank's `tensor` into `tensor_list[rank]` of every rank.
@@ -149,14 +149,14 @@ impl ProcessGroup {
         let shape = tensor.size();
         self.check_list(Operation::AllGather, tensor_list, Some(&shape))?;
         let input = std::slice::from_ref(tensor);
-        self.collective(Operation::AllGather, Options::default(), &shape, input, tensor_list)
+        self.collective(Call::of(Operation::AllGather, &shape, input, tensor_list))
     }
 
     /// Copies every rank's `input_tensor` into its part of every rank's `output_tensor`: one part after the other,
     /// in rank order.
     ///
-    /// Follows `torch.distributed.all_gather_single`. `output_tensor` has the elements of all inputs together,
-    /// in any shape.
+    /// Follows `torch.distributed.all_gather_single`, which was `all_gather_into_tensor` before PyTorch 2.13.
+    /// `output_tensor` has the elements of all inputs together, in any shape.
     ///
     /// # Errors
     /// The errors of [`ProcessGroup::all_reduce`]; [`Error::Input`] if `output_tensor` has another size.
@@ -177,17 +177,19 @@ impl ProcessGroup {
     /// # }
     /// ```
     #[track_caller]
+    #[doc(alias = "all_gather_into_tensor")]
     pub fn all_gather_single(
         &self,
         output_tensor: &mut Tensor,
         input_tensor: &Tensor,
     ) -> Result<()> {
         let even = vec![input_tensor.numel() as i64; self.world_size()];
-        let output = self.contiguous_output(Operation::AllGather, output_tensor)?;
+        let output = Contiguous::new(Operation::AllGather, output_tensor)?;
+        self.check_output(Operation::AllGather, output_tensor)?;
         let parts = output.parts(Operation::AllGather, "output_tensor", &even)?;
         let input = std::slice::from_ref(input_tensor);
         let shape = input_tensor.size();
-        self.collective(Operation::AllGather, Options::default(), &shape, input, &parts)?;
+        self.collective(Call::of(Operation::AllGather, &shape, input, &parts))?;
         output.write_back(output_tensor)
     }
 
@@ -229,8 +231,8 @@ impl ProcessGroup {
         let shape = tensor.size();
         let list = gather_list.as_deref();
         let outputs = self.list_at(Operation::Gather, list, dst, &shape)?;
-        let options = Options { root: Some(dst), ..Options::default() };
-        self.collective(Operation::Gather, options, &shape, std::slice::from_ref(tensor), outputs)
+        let call = Call::of(Operation::Gather, &shape, std::slice::from_ref(tensor), outputs);
+        self.collective(Call { root: Some(dst), ..call })
     }
 
     /// Copies `scatter_list[rank]` of rank `src` into every rank's `tensor`. Only rank `src` passes a list.
@@ -265,9 +267,8 @@ impl ProcessGroup {
     ) -> Result<()> {
         let shape = tensor.size();
         let inputs = self.list_at(Operation::Scatter, scatter_list, src, &shape)?;
-        let options = Options { root: Some(src), ..Options::default() };
-        let output = std::slice::from_ref(&*tensor);
-        self.collective(Operation::Scatter, options, &shape, inputs, output)
+        let call = Call::of(Operation::Scatter, &shape, inputs, std::slice::from_ref(&*tensor));
+        self.collective(Call { root: Some(src), ..call })
     }
 
     /// Combines `input_list[rank]` of all ranks into rank `rank`'s `output`.
@@ -303,15 +304,15 @@ impl ProcessGroup {
     ) -> Result<()> {
         let shape = output.size();
         self.check_list(Operation::ReduceScatter, input_list, Some(&shape))?;
-        let options = Options { reduce_op: Some(op), ..Options::default() };
         let output = std::slice::from_ref(&*output);
-        self.collective(Operation::ReduceScatter, options, &shape, input_list, output)
+        let call = Call::of(Operation::ReduceScatter, &shape, input_list, output);
+        self.collective(Call { reduce_op: Some(op), ..call })
     }
 
     /// Combines all ranks' `input` and leaves part `rank` of the result in each rank's `output`.
     ///
-    /// Follows `torch.distributed.reduce_scatter_single`. `input` has the elements of all outputs together, in any
-    /// shape; dtypes as for [`ProcessGroup::all_reduce`].
+    /// Follows `torch.distributed.reduce_scatter_single`, which was `reduce_scatter_tensor` before PyTorch 2.13.
+    /// `input` has the elements of all outputs together, in any shape; dtypes as for [`ProcessGroup::all_reduce`].
     ///
     /// # Errors
     /// The errors of [`ProcessGroup::all_reduce`]; [`Error::Input`] if `input` has another size.
@@ -332,6 +333,7 @@ impl ProcessGroup {
     /// # }
     /// ```
     #[track_caller]
+    #[doc(alias = "reduce_scatter_tensor")]
     pub fn reduce_scatter_single(
         &self,
         output: &mut Tensor,
@@ -341,10 +343,9 @@ impl ProcessGroup {
         let even = vec![output.numel() as i64; self.world_size()];
         let parts = Contiguous::new(Operation::ReduceScatter, input)?;
         let parts = parts.parts(Operation::ReduceScatter, "input", &even)?;
-        let options = Options { reduce_op: Some(op), ..Options::default() };
-        let shape = output.size();
-        let output = std::slice::from_ref(&*output);
-        self.collective(Operation::ReduceScatter, options, &shape, &parts, output)
+        let (shape, output) = (output.size(), std::slice::from_ref(&*output));
+        let call = Call::of(Operation::ReduceScatter, &shape, &parts, output);
+        self.collective(Call { reduce_op: Some(op), ..call })
     }
 
     /// Copies `input_tensor_list[j]` of rank `i` into `output_tensor_list[i]` of rank `j`, for all `i` and
@@ -382,8 +383,8 @@ impl ProcessGroup {
     ) -> Result<()> {
         self.check_list(Operation::AllToAll, output_tensor_list, None)?;
         self.check_list(Operation::AllToAll, input_tensor_list, None)?;
-        let options = Options::default();
-        self.collective(Operation::AllToAll, options, &[], input_tensor_list, output_tensor_list)
+        let (inputs, outputs) = (input_tensor_list, output_tensor_list);
+        self.collective(Call::of(Operation::AllToAll, &[], inputs, outputs))
     }
 
     /// Splits `input` along its first dimension, sends part `j` to rank `j`, and writes the parts from all ranks
@@ -426,41 +427,14 @@ impl ProcessGroup {
         input_split_sizes: Option<&[i64]>,
     ) -> Result<()> {
         let operation = Operation::AllToAll;
-        let contiguous = self.contiguous_output(operation, output)?;
+        let contiguous = Contiguous::new(operation, output)?;
+        self.check_output(operation, output)?;
         let outputs = self.rows(operation, output, "output", output_split_sizes)?;
         let outputs = contiguous.parts(operation, "output", &outputs)?;
         let inputs = self.rows(operation, input, "input", input_split_sizes)?;
         let inputs = Contiguous::new(operation, input)?.parts(operation, "input", &inputs)?;
-        self.collective(operation, Options::default(), &[], &inputs, &outputs)?;
+        self.collective(Call::of(operation, &[], &inputs, &outputs))?;
         contiguous.write_back(output)
-    }
-
-    /// Does what [`all_gather_single`](Self::all_gather_single) does, under the name that PyTorch had before 2.13.
-    ///
-    /// # Errors
-    /// The errors of [`all_gather_single`](Self::all_gather_single).
-    #[track_caller]
-    pub fn all_gather_into_tensor(
-        &self,
-        output_tensor: &mut Tensor,
-        input_tensor: &Tensor,
-    ) -> Result<()> {
-        self.all_gather_single(output_tensor, input_tensor)
-    }
-
-    /// Does what [`reduce_scatter_single`](Self::reduce_scatter_single) does, under the name that PyTorch had before
-    /// 2.13.
-    ///
-    /// # Errors
-    /// The errors of [`reduce_scatter_single`](Self::reduce_scatter_single).
-    #[track_caller]
-    pub fn reduce_scatter_tensor(
-        &self,
-        output: &mut Tensor,
-        input: &Tensor,
-        op: ReduceOp,
-    ) -> Result<()> {
-        self.reduce_scatter_single(output, input, op)
     }
 
     /// Waits until every rank has called this.
@@ -471,7 +445,7 @@ impl ProcessGroup {
     /// The errors of [`ProcessGroup::all_reduce`].
     #[track_caller]
     pub fn barrier(&self) -> Result<()> {
-        self.collective(Operation::Barrier, Options::default(), &[], &[], &[])
+        self.collective(Call::bare(Operation::Barrier))
     }
 
     /// Waits like [`barrier`](Self::barrier), but for at most `timeout`. The error names all ranks that have not
@@ -484,7 +458,6 @@ impl ProcessGroup {
     /// The errors of [`ProcessGroup::all_reduce`].
     #[track_caller]
     pub fn monitored_barrier(&self, timeout: Duration) -> Result<()> {
-        let options = Options { timeout: Some(timeout), ..Options::default() };
-        self.collective(Operation::Barrier, options, &[], &[], &[])
+        self.collective(Call { timeout: Some(timeout), ..Call::bare(Operation::Barrier) })
     }
 }

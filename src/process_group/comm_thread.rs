@@ -4,36 +4,28 @@
 //! and back when the rank itself calls something. This keeps the rank's calls in order, and a rank with synchronous
 //! collectives only pays nothing.
 
-use std::collections::VecDeque;
-use std::convert::Infallible;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use crossbeam::channel::{Receiver, Select, Sender, bounded, unbounded};
+use crossbeam::channel::{Receiver, Sender, bounded, unbounded};
 use parking_lot::Mutex;
 use tch::Device;
 
 use super::ProcessGroup;
 use super::backend::SequencedBackend;
-use super::network::{InFlight, Started};
 use crate::error::{Error, Result};
 use crate::ffi::cuda::CudaStream;
 use crate::ffi::set_multithreading_enabled;
-use crate::operation::OpId;
 use crate::os::limits::not_started;
-use crate::runtime::{SpanId, panics};
+use crate::runtime::panics;
 
 /// The stack size, that of a rank's own thread: closures of users run here. Only the used part takes memory.
 const STACK_BYTES: usize = 64 << 20;
 
-/// A queued call of an operation. Returns `Some` if it continues in the background while the thread does the next one.
-pub(super) type QueuedCall =
-    Box<dyn FnOnce(&ProcessGroup) -> Result<Option<(InFlight, SpanId)>> + Send>;
-
-/// An operation in the background, the id of its entry, and the channel for its result.
-type InBackground = (InFlight, SpanId, Sender<Result<()>>);
+/// A queued call of an operation.
+pub(super) type QueuedCall = Box<dyn FnOnce(&ProcessGroup) -> Result<()> + Send>;
 
 enum Job {
     /// Take over the rank's side of the group.
@@ -53,29 +45,15 @@ pub(super) struct CommunicationThread {
     busy: Arc<Mutex<BusyTime>>,
 }
 
-/// The time in which a communication thread had operations under way.
+/// The time in which a communication thread ran operations.
 #[derive(Debug, Default)]
 struct BusyTime {
     total: Duration,
-    /// The number of operations under way, and when the first of them began.
-    running: usize,
+    /// When the current operation began.
     since: Option<Instant>,
 }
 
 impl BusyTime {
-    fn begin(&mut self) {
-        self.since.get_or_insert_with(Instant::now);
-        self.running += 1;
-    }
-
-    fn end(&mut self) {
-        self.running -= 1;
-        if self.running == 0 {
-            self.total = self.so_far();
-            self.since = None;
-        }
-    }
-
     fn so_far(&self) -> Duration {
         self.total + self.since.map_or(Duration::ZERO, |since| since.elapsed())
     }
@@ -101,47 +79,25 @@ impl CommunicationThread {
             run.cancel.register();
             panics::watch_this_thread();
             set_multithreading_enabled(false);
-            let mut in_flight: VecDeque<InBackground> = VecDeque::new();
-            let tell = |result: Sender<Result<()>>, ended| {
-                busy.lock().end();
-                let _ = result.send(ended); // fails if the `Work` was dropped
-                run.end_pending(rank);
-            };
-            let finish = |(work, entry, result): InBackground| {
-                let InFlight { network, started } = work;
-                let end = |group: &ProcessGroup| {
-                    network.finish(&started).map(|()| group.record_end(entry))
-                };
-                tell(result, run_job(&group, stream.as_ref(), Some(started.at), end));
-            };
-            loop {
-                // Whichever comes first: a job, or the end of the oldest operation in flight.
-                if let Some((oldest, ..)) = in_flight.front()
-                    && ends_before_a_job(&oldest.started, &jobs_rx, run.cancel.tripped())
-                {
-                    in_flight.pop_front().into_iter().for_each(finish);
-                    continue;
-                }
-                let Ok(job) = jobs_rx.recv() else { break };
+            for job in jobs_rx {
                 match job {
                     Job::Attach(side) => group.attach(side),
                     Job::GiveBack => {
-                        in_flight.drain(..).for_each(finish);
                         if let Some(side) = group.detach() {
                             let _ = returned_tx.send(side); // the rank waits for it
                         }
                     }
                     Job::Run(call, result) => {
-                        busy.lock().begin();
-                        match run_job(&group, stream.as_ref(), None, call) {
-                            Ok(Some((work, entry))) => in_flight.push_back((work, entry, result)),
-                            Ok(None) => tell(result, Ok(())),
-                            Err(error) => tell(result, Err(error)),
-                        }
+                        busy.lock().since = Some(Instant::now());
+                        let ended = run_job(&group, stream.as_ref(), call);
+                        let mut busy = busy.lock();
+                        *busy = BusyTime { total: busy.so_far(), since: None };
+                        drop(busy);
+                        let _ = result.send(ended); // fails if the `Work` was dropped
+                        run.end_pending(rank);
                     }
                 }
             }
-            in_flight.drain(..).for_each(finish);
             run.cancel.deregister();
         };
         let name = format!("rank{rank}-comm");
@@ -181,33 +137,9 @@ impl CommunicationThread {
     }
 }
 
-/// Waits for the next job, for the end or the deadline of `started`, or for a cancelled run. Returns `false` if a job
-/// came first.
-fn ends_before_a_job(
-    started: &Started,
-    jobs: &Receiver<Job>,
-    cancelled: &Receiver<Infallible>,
-) -> bool {
-    let mut select = Select::new_biased();
-    select.recv(cancelled);
-    select.recv(&started.ended);
-    let job = select.recv(jobs);
-    loop {
-        match select.ready_timeout(started.deadline.left()) {
-            Err(_) if !started.deadline.is_over() => {} // the process was suspended
-            ready => return ready != Ok(job),
-        }
-    }
-}
-
-/// Runs `call` with the rank's own `stream`, if it has a GPU. `at` names the operation whose end it waits for, if it does
-/// only that. Reports a failure to the run, because the rank may never ask for the result.
-fn run_job<T>(
-    group: &ProcessGroup,
-    stream: Option<&CudaStream>,
-    at: Option<OpId>,
-    call: impl FnOnce(&ProcessGroup) -> Result<T>,
-) -> Result<T> {
+/// Runs `call` with the rank's own `stream`, if it has a GPU. Reports a failure to the run, because the rank may never
+/// ask for the result.
+fn run_job(group: &ProcessGroup, stream: Option<&CudaStream>, call: QueuedCall) -> Result<()> {
     let (run, rank) = (group.run(), group.global_rank());
     let work = || {
         if let Some(stream) = stream {
@@ -215,7 +147,7 @@ fn run_job<T>(
         }
         call(group)
     };
-    let at = || at.or_else(|| Some(group.activity().now()));
+    let at = || Some(group.activity().now());
     let result = catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| {
         let cause = panics::describe(&*panic);
         run.report_at(rank, at(), None, cause.clone());

@@ -76,7 +76,7 @@ pub(super) fn is_plain_contiguous(tensor: &Tensor) -> Result<bool> {
     Ok(TensorFacts::of(tensor)?.is_plain)
 }
 
-/// Returns whether two elements of a tensor of this shape share memory. Strides are in elements, and not negative.
+/// Returns whether two elements of a tensor of this shape may share memory. Strides are in elements, and not negative.
 pub(super) fn overlaps_itself(shape: &[i64], strides: &[i64]) -> bool {
     if shape.contains(&0) {
         return false;
@@ -84,26 +84,13 @@ pub(super) fn overlaps_itself(shape: &[i64], strides: &[i64]) -> bool {
     let dimensions = shape.iter().zip(strides).filter(|(size, _)| **size > 1);
     let mut dimensions: Vec<(i64, i64)> = dimensions.map(|(&size, &by)| (by, size)).collect();
     dimensions.sort_unstable();
-    if dimensions.iter().any(|&(stride, _)| stride == 0) {
-        return true;
-    }
-    // For almost every tensor, each dimension steps past the reach of the smaller ones.
+    // Each dimension must step past the reach of the smaller ones. Only hand-made strides can do without.
     let mut last = 0;
-    let nested = dimensions.iter().all(|&(stride, size)| {
-        let is_beyond = stride > last;
+    dimensions.iter().any(|&(stride, size)| {
+        let is_within = stride <= last;
         last += stride * (size - 1);
-        is_beyond
-    });
-    if nested {
-        return false;
-    }
-    let mut offsets = vec![0];
-    for (stride, size) in dimensions {
-        offsets =
-            (0..size).flat_map(|i| offsets.iter().map(move |offset| offset + i * stride)).collect();
-    }
-    offsets.sort_unstable();
-    offsets.windows(2).any(|pair| pair[0] == pair[1])
+        is_within
+    })
 }
 
 #[cfg(test)]
@@ -126,16 +113,15 @@ mod tests {
             (&[2, 3], &[3, 1]),
             (&[2, 3], &[1, 2]),
             (&[2, 3], &[100, 7]),
-            (&[3, 2], &[2, 3]), // 0 3 2 5 4 7: interleaved, but each has its own offset
         ] {
             assert!(!overlaps_itself(shape, strides), "{shape:?} {strides:?}");
         }
     }
 
     proptest! {
-        /// Compares with a check of every element.
+        /// Compares with a check of every element. Interleaved dimensions are refused, too.
         #[test]
-        fn overlap_check_matches_brute_force(
+        fn no_overlap_is_missed(
             dimensions in prop::collection::vec((1..4i64, 0..7i64), 0..4),
         ) {
             let (shape, strides): (Vec<i64>, Vec<i64>) = dimensions.into_iter().unzip();
@@ -150,7 +136,7 @@ mod tests {
                 }
                 overlaps |= !seen.insert(offset);
             }
-            prop_assert_eq!(overlaps_itself(&shape, &strides), overlaps);
+            prop_assert!(overlaps_itself(&shape, &strides) || !overlaps);
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::call::{Call, Options, refuse};
+use super::call::{Call, refuse};
 use super::{Backend, Bootstrap, ProcessGroup, RankIdentity};
 use crate::error::{Error, Result};
 use crate::operation::Operation;
@@ -44,9 +44,9 @@ impl ProcessGroup {
         let ranks = self.check_members(ranks)?;
         let shape: Vec<i64> = ranks.iter().map(|&rank| rank as i64).collect();
         let sequence = self.sequence()?;
-        self.collective(operation, Options::default(), &shape, &[], &[])?;
+        self.collective(Call { shape: &shape, ..Call::bare(operation) })?;
 
-        let group = match ranks.binary_search(&self.rank) {
+        let group = match ranks.binary_search(&self.rank()) {
             Ok(rank_there) => Some(self.join_sub_group(&ranks, rank_there, sequence)?),
             Err(_) => None,
         };
@@ -64,19 +64,23 @@ impl ProcessGroup {
         rank_there: usize,
         sequence: u64,
     ) -> Result<ProcessGroup> {
-        let members: Arc<[usize]> = ranks.iter().map(|&rank| self.shared.members[rank]).collect();
-        let here = ranks.iter().filter(|rank| self.shared.here.contains(rank)).count();
+        let members: Arc<[usize]> = ranks.iter().map(|&rank| self.ranks()[rank]).collect();
+        let here = ranks.iter().filter(|rank| self.common.shared.here.contains(rank)).count();
         let rank = self.global_rank();
-        let connect = || match &self.network {
+        let connect = || match &self.common.network {
             Some(network) if here < ranks.len() => {
                 let name = format!("group/{sequence}");
                 let connect = |members| network.subgroup(ranks, &name, members);
-                Bootstrap::between_processes(self.backend, self.run(), members, connect)
+                Bootstrap::between_processes(self.common.backend, self.run(), members, connect)
             }
-            _ => Bootstrap::within_process(self.backend_here(), self.run(), members),
+            _ => {
+                let own = Some(self.common.backend).filter(|own| own.works_within_process());
+                let backend = own.unwrap_or_else(|| Backend::for_threads(&[self.device()]));
+                Bootstrap::within_process(backend, self.run(), members)
+            }
         };
-        let bootstrap = self.sub_groups.fetch(sequence, here, self.run(), rank, connect)?;
-        let group = bootstrap.join(RankIdentity { rank: rank_there, ..self.identity() })?;
+        let bootstrap = self.common.sub_groups.fetch(sequence, here, self.run(), rank, connect)?;
+        let group = bootstrap.join(RankIdentity { rank: rank_there, ..self.identity.clone() })?;
         Ok(group.record_as_part_of(self, sequence))
     }
 
@@ -113,10 +117,7 @@ impl ProcessGroup {
             );
         }
         let all: Vec<usize> = (0..count).collect();
-        let mine = self.rank / group_size;
-        self.make_groups(all.chunks(group_size), mine)?.ok_or_else(|| {
-            Error::unsupported(format!("new_group made no group for rank {}", self.rank))
-        })
+        self.group_of_mine(&all.chunks(group_size).collect::<Vec<_>>())
     }
 
     /// Creates a group for each list of ranks. Returns the group that this rank is in; `None` if it is in none.
@@ -158,43 +159,27 @@ impl ProcessGroup {
                 }
             }
         }
-        let mine = list_of[self.rank].unwrap_or(ranks_per_subgroup_list.len());
-        self.make_groups(ranks_per_subgroup_list.iter().copied(), mine)
+        let mut mine = None;
+        for ranks in ranks_per_subgroup_list {
+            mine = self.new_group(ranks)?.or(mine);
+        }
+        Ok(mine)
     }
 
     /// Creates a group of the ranks of each process. Returns that of this rank's process.
     #[track_caller]
     pub(crate) fn new_local_group(&self) -> Result<ProcessGroup> {
-        let starts: Vec<usize> = self.all_gather_object(&self.shared.here.start)?;
-        let mut lists: Vec<Vec<usize>> = Vec::new();
-        for (rank, start) in starts.iter().enumerate() {
-            match lists.last_mut() {
-                Some(list) if list[0] == *start => list.push(rank),
-                _ => lists.push(vec![rank]),
-            }
-        }
-        let mine = lists.iter().position(|list| list.contains(&self.rank)).unwrap_or(lists.len());
-        self.make_groups(lists.iter().map(Vec::as_slice), mine)?.ok_or_else(|| {
-            Error::unsupported(format!("new_group made no group for rank {}", self.rank))
-        })
+        let starts: Vec<usize> = self.all_gather_object(&self.common.shared.here.start)?;
+        let all: Vec<usize> = (0..starts.len()).collect();
+        self.group_of_mine(&all.chunk_by(|&a, &b| starts[a] == starts[b]).collect::<Vec<_>>())
     }
 
-    /// Creates a group for each list of ranks. Returns the group of the list with index `mine`; `None` if there is no
-    /// such list.
+    /// Creates a group for each of `lists`, which name every rank. Returns the group of this rank.
     #[track_caller]
-    fn make_groups<'a>(
-        &self,
-        lists: impl Iterator<Item = &'a [usize]>,
-        mine: usize,
-    ) -> Result<Option<ProcessGroup>> {
-        let mut found = None;
-        for (index, ranks) in lists.enumerate() {
-            let group = self.new_group(ranks)?;
-            if index == mine {
-                found = group;
-            }
-        }
-        Ok(found)
+    fn group_of_mine(&self, lists: &[&[usize]]) -> Result<ProcessGroup> {
+        self.new_subgroups_by_enumeration(lists)?.ok_or_else(|| {
+            Error::unsupported(format!("new_group made no group for rank {}", self.rank()))
+        })
     }
 
     /// Returns the members of this group in order, by their numbers in the group that
@@ -202,16 +187,7 @@ impl ProcessGroup {
     ///
     /// Follows `torch.distributed.get_process_group_ranks`.
     pub fn ranks(&self) -> &[usize] {
-        &self.shared.members
-    }
-
-    /// Returns the backend of a sub-group whose members are all in this process.
-    fn backend_here(&self) -> Backend {
-        if self.backend.works_within_process() {
-            self.backend
-        } else {
-            Backend::for_threads(&[self.device])
-        }
+        &self.common.shared.members
     }
 
     /// Returns the members of a new group in ascending order. Checks that all exist and are different.

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 use tch::Tensor;
 
-use super::call::{NEXT_SHAPE, Options, PieceFn};
+use super::call::{Call, NEXT_SHAPE, PieceFn};
 use super::{ProcessGroup, ReduceOp};
 use crate::error::{Error, Result};
 use crate::ffi::TorchResult;
@@ -20,7 +20,7 @@ impl ProcessGroup {
     /// Returns whether the ranks read each other's tensors in memory, so that lists of tensors can be reduced in place. They
     /// do not over a simulated network, where buckets travel.
     pub(crate) fn reduces_in_place(&self) -> bool {
-        self.backend.entry().reduces_in_place && self.simulated_cluster().is_none()
+        self.common.backend.entry().reduces_in_place && self.simulated_cluster().is_none()
     }
 
     /// Reduces each of `tensors` in place, like [`all_reduce`](Self::all_reduce). They are contiguous,
@@ -33,8 +33,8 @@ impl ProcessGroup {
         shapes: &[i64],
         op: ReduceOp,
     ) -> Result<()> {
-        let options = Options { reduce_op: Some(op), ..Options::default() };
-        let call = self.check_call(Operation::AllReduce, options, shapes, tensors, tensors)?;
+        let call = Call::of(Operation::AllReduce, shapes, tensors, tensors);
+        let call = self.check_call(Call { reduce_op: Some(op), ..call })?;
         self.run_call(call, Location::caller())
     }
 
@@ -64,12 +64,10 @@ impl ProcessGroup {
                 self.backend()
             )));
         }
-        let options = Options { reduce_op: op, ..Options::default() };
         let output = std::slice::from_ref(scratch);
-        let mut call =
-            self.check_call(Operation::ReduceScatter, options, shapes, tensors, output)?;
-        call.on_piece = Some(on_piece);
-        self.run_call(call, Location::caller())
+        let call = Call::of(Operation::ReduceScatter, shapes, tensors, output);
+        let call = Call { reduce_op: op, on_piece: Some(on_piece), ..call };
+        self.run_call(self.check_call(call)?, Location::caller())
     }
 
     /// Averages or sums `tensor` over all ranks, and writes this rank's part of the result into the same part of
@@ -114,7 +112,7 @@ impl ProcessGroup {
         let ranks = self.local_world_size();
         let make = || Ok(Arc::new(Mutex::new(make()?)));
         let rank = self.global_rank();
-        let tensors = self.shared.tensors.fetch(sequence, ranks, self.run(), rank, make)?;
+        let tensors = self.common.shared.tensors.fetch(sequence, ranks, self.run(), rank, make)?;
         self.barrier()?; // on a GPU, the work of each rank follows that of `make`
         let tensors = tensors.lock();
         let share = |tensor: &Tensor| {

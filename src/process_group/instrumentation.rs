@@ -8,9 +8,8 @@ use std::time::Duration;
 use tch::{Device, Tensor};
 use xxhash_rust::xxh3::xxh3_64;
 
-use super::call::Call;
+use super::ProcessGroup;
 use super::gpu_clock::{GpuClock, GpuSeconds, Span};
-use super::{ProcessGroup, num_bytes};
 use crate::error::{Error, Result};
 use crate::operation::{OpId, Operation};
 use crate::records::PhaseSeconds;
@@ -21,8 +20,6 @@ use crate::runtime::{CallSite, OpStart, SpanId};
 pub(super) struct PhaseTracker {
     /// The group's number, the same on all of its ranks; 0 for the group of all ranks.
     pub group: u32,
-    /// Whether this group is on a communication thread.
-    pub on_comm_thread: bool,
     /// The context of the next collectives, which DistributedDataParallel sets.
     pub context: Cell<CallContext>,
     /// The current phase of a training step; `None` if there is none.
@@ -46,13 +43,6 @@ pub(crate) struct CallContext {
     pub bucket: Option<u16>,
 }
 
-impl PhaseTracker {
-    /// Returns the tracker for the group's communication thread.
-    pub(super) fn for_comm_thread(&self) -> Self {
-        Self { group: self.group, on_comm_thread: true, ..Self::default() }
-    }
-}
-
 impl ProcessGroup {
     /// Notes that this rank begins training step `step`, for failure reports. Not a collective.
     ///
@@ -63,25 +53,15 @@ impl ProcessGroup {
         self.enter_phase(Operation::Step, step);
         self.activity().enter(Operation::Step, step);
         self.run().fault_point(self.global_rank(), Operation::Step, step)?;
-        match &self.network {
-            // NCCL transfers no stop requests, so the processes exchange them here.
-            Some(network)
-                if self.is_stream_ordered()
-                    && network.shares_stop()
-                    && self.rank == self.shared.here.start =>
-            {
-                let at = OpId { operation: Operation::Synchronize, sequence: self.sequence()? };
-                let before = self.activity().enter(at.operation, at.sequence);
-                let group = Some(self.phase_tracker.group);
-                let mark = self.record(OpStart { group, ..OpStart::alone(at, Location::caller()) });
-                let exchanged = network.exchange_stop(at.sequence);
-                exchanged.inspect_err(|error| self.record_failure(mark, error))?;
-                self.record_end(mark);
-                self.activity().restore(before);
-                Ok(())
-            }
-            _ => Ok(()),
-        }
+        let is_first = self.rank() == self.common.shared.here.start;
+        let network = self.common.network.as_ref().filter(|_| self.is_stream_ordered() && is_first);
+        // NCCL transfers no stop requests, so the processes exchange them here.
+        let Some(network) = network.filter(|network| network.shares_stop()) else { return Ok(()) };
+        let at = OpId { operation: Operation::Synchronize, sequence: self.sequence()? };
+        let before = self.activity().enter(at.operation, at.sequence);
+        let group = Some(self.phase_tracker.group);
+        let begin = OpStart { group, ..OpStart::alone(at, Location::caller()) };
+        self.recorded(before, begin, || network.exchange_stop(at.sequence))
     }
 
     /// Records that this rank saves a checkpoint after `steps` steps, for failure reports: it may wait for the
@@ -97,56 +77,45 @@ impl ProcessGroup {
         self.phase_tracker.context.set(context);
     }
 
-    /// Returns the call site of the current context; `caller` if the context has none.
-    pub(super) fn call_site_of(&self, caller: CallSite) -> CallSite {
-        self.phase_tracker.context.get().call_site.unwrap_or(caller)
-    }
-
-    /// Records that this rank begins `call`. The returned id is for [`ProcessGroup::record_end`].
-    pub(super) fn record_call(&self, call: &Call) -> SpanId {
-        let CallContext { bucket, .. } = self.phase_tracker.context.get();
-        self.record(OpStart {
-            at: call.at(),
-            group: Some(self.phase_tracker.group),
-            bucket,
-            amount: num_bytes(call.kind, call.numel) as u64,
-            call_site: call.call_site,
-            on_comm_thread: self.phase_tracker.on_comm_thread,
-        })
-    }
-
-    /// Records the start of an operation that may wait for other ranks. The returned id is for
-    /// [`ProcessGroup::record_end`].
-    pub(super) fn record(&self, begin: OpStart) -> SpanId {
-        let mark = self.run().flight_recorder.begin(self.global_rank(), begin);
-        self.on_gpu(|clock| {
-            clock.mark(self.run(), None, Some((Span::Entry(mark), begin.at.operation)))
-        });
-        self.note_gpu();
-        mark
-    }
-
-    /// Records the end of the operation `mark`.
-    pub(super) fn record_end(&self, mark: SpanId) {
-        self.on_gpu(|clock| clock.mark(self.run(), Some(Span::Entry(mark)), None));
-        self.record_wait(self.run().flight_recorder.end(self.global_rank(), mark));
-    }
-
-    /// Records that the operation `mark` has failed. Ends its entry if this rank can go on. If the operation has
-    /// waited for other ranks in vain, its entry stays open: it shows where the run has ended.
-    pub(super) fn record_failure(&self, mark: SpanId, error: &Error) {
+    /// Runs `work`, an operation that may wait for other ranks, and records it as `begin` describes it. Then this rank's
+    /// activity is the one `before`.
+    ///
+    /// If the operation fails, its entry ends where this rank can go on. If it has waited for other ranks in vain, the
+    /// entry stays open: it shows where the run has ended.
+    pub(super) fn recorded<T>(
+        &self,
+        before: OpId,
+        begin: OpStart,
+        work: impl FnOnce() -> Result<T>,
+    ) -> Result<T> {
         use Error::{Cancelled, ConnectionLost, PeerExited, PeersMissing, Timeout};
+        let mark = self.begin(None, begin);
+        let result = work();
         let in_vain = matches!(
-            error,
-            PeersMissing { .. }
+            result,
+            Err(PeersMissing { .. }
                 | Cancelled { .. }
                 | PeerExited { .. }
                 | ConnectionLost { .. }
-                | Timeout { .. }
+                | Timeout { .. })
         );
         if !in_vain {
-            self.record_end(mark);
+            self.on_gpu(|clock| clock.mark(self.run(), Some(Span::Entry(mark)), None));
+            self.record_wait(self.run().flight_recorder.end(self.global_rank(), mark));
         }
+        if result.is_ok() {
+            self.activity().restore(before);
+        }
+        result
+    }
+
+    /// Records the start of an operation, or of a phase after the phase `ended`.
+    fn begin(&self, ended: Option<SpanId>, begin: OpStart) -> SpanId {
+        let mark = self.run().flight_recorder.begin(self.global_rank(), begin);
+        let begun = Some((Span::Entry(mark), begin.at.operation));
+        self.on_gpu(|clock| clock.mark(self.run(), ended.map(Span::Entry), begun));
+        self.note_gpu();
+        mark
     }
 
     /// Counts `time` as spent in collectives of the current phase.
@@ -189,7 +158,7 @@ impl ProcessGroup {
 
     /// Starts to record the GPU's times, if this rank has a GPU.
     pub(super) fn start_gpu_clock(&self) -> Result<()> {
-        if let Device::Cuda(gpu) = self.device {
+        if let Device::Cuda(gpu) = self.device() {
             let clock = GpuClock::start(self.run(), self.global_rank(), gpu)?;
             *self.gpu_clock.borrow_mut() = Some(clock);
         }
@@ -231,10 +200,7 @@ impl ProcessGroup {
     fn begin_phase(&self, begin: OpStart) {
         let ended = self.close_phase();
         let OpId { operation: phase, sequence: step } = begin.at;
-        let mark = self.run().flight_recorder.begin(self.global_rank(), begin);
-        let ended = ended.map(Span::Entry);
-        self.on_gpu(|clock| clock.mark(self.run(), ended, Some((Span::Entry(mark), phase))));
-        self.note_gpu();
+        let mark = self.begin(ended, begin);
         let collectives = Duration::ZERO;
         self.phase_tracker.phase.set(Some(Phase { is: phase, step, mark, collectives }));
     }

@@ -53,7 +53,6 @@ pub(crate) use in_place::join_shapes;
 pub(crate) use instrumentation::CallContext;
 use instrumentation::PhaseTracker;
 pub(crate) use local::Host;
-use local::{OncePerProcess, Shared};
 pub(crate) use nccl::{NcclLibrary, find as find_nccl, host_id as nccl_host_id};
 pub(crate) use network::{Gathered, Network, ProcessMap, from_json, to_json, unreadable};
 pub use point_to_point::P2POp;
@@ -88,16 +87,9 @@ use crate::runtime::{Activity, RunContext, StopRequest};
 /// }
 /// ```
 pub struct ProcessGroup {
-    rank: usize,
-    local_rank: usize,
-    device: Device,
-    label: Arc<str>,
-    backend: Backend,
-    shared: Arc<Shared>,
-    /// The network between the processes. `None` if the group does not use one.
-    network: Option<Arc<Network>>,
-    /// The bootstraps of this group's sub-groups, by the sequence numbers of their `new_group`.
-    sub_groups: Arc<OncePerProcess<u64, Bootstrap>>,
+    identity: RankIdentity,
+    /// What the ranks of this process have in common.
+    common: Bootstrap,
     /// This rank's side. `None` while the communication thread has it.
     sequenced: RefCell<Option<SequencedBackend>>,
     communication: OnceCell<CommunicationThread>,
@@ -127,32 +119,20 @@ pub(crate) struct RankIdentity {
 impl fmt::Debug for ProcessGroup {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("ProcessGroup")
-            .field("rank", &self.rank)
+            .field("rank", &self.rank())
             .field("ranks", &self.ranks())
-            .field("device", &self.device)
-            .field("backend", &self.backend.name())
+            .field("device", &self.device())
+            .field("backend", &self.common.backend.name())
             .finish_non_exhaustive()
     }
 }
 
 impl ProcessGroup {
     /// Creates the membership, without the rank's side of the backend.
-    fn new(
-        RankIdentity { rank, local_rank, device, label }: RankIdentity,
-        backend: Backend,
-        shared: Arc<Shared>,
-        network: Option<Arc<Network>>,
-        sub_groups: Arc<OncePerProcess<u64, Bootstrap>>,
-    ) -> Self {
+    fn new(identity: RankIdentity, common: Bootstrap) -> Self {
         Self {
-            rank,
-            local_rank,
-            device,
-            label,
-            backend,
-            shared,
-            network,
-            sub_groups,
+            identity,
+            common,
             sequenced: RefCell::new(None),
             communication: OnceCell::new(),
             own_activity: None,
@@ -164,44 +144,39 @@ impl ProcessGroup {
         }
     }
 
-    fn identity(&self) -> RankIdentity {
-        let Self { rank, local_rank, device, ref label, .. } = *self;
-        RankIdentity { rank, local_rank, device, label: label.clone() }
-    }
-
     /// Returns this rank's number in the group, from 0. Not a collective.
     pub fn rank(&self) -> usize {
-        self.rank
+        self.identity.rank
     }
 
     /// Returns this rank's number on its machine, from 0. Not a collective.
     pub fn local_rank(&self) -> usize {
-        self.local_rank
+        self.identity.local_rank
     }
 
     /// Returns the number of ranks in the group. Not a collective.
     pub fn world_size(&self) -> usize {
-        self.shared.members.len()
+        self.ranks().len()
     }
 
     /// Returns the device of this rank's tensors. Not a collective.
     pub fn device(&self) -> Device {
-        self.device
+        self.identity.device
     }
 
     /// Returns the label of this rank's device, for the user, such as `GPU:1`. Not a collective.
     pub(crate) fn label(&self) -> &str {
-        &self.label
+        &self.identity.label
     }
 
     /// Returns the backend's name, such as `threaded`. Not a collective.
     pub fn backend(&self) -> &'static str {
-        self.backend.name()
+        self.common.backend.name()
     }
 
     /// Returns whether collectives run on a GPU stream, in its order, and not while the rank waits.
     pub(crate) fn is_stream_ordered(&self) -> bool {
-        self.backend.entry().is_stream_ordered
+        self.common.backend.entry().is_stream_ordered
     }
 
     /// Returns the number of bytes that this rank has sent and received in this group so far. Not a collective.
@@ -250,12 +225,12 @@ impl ProcessGroup {
 
     /// Returns whether the group has ranks in other processes. Not a collective.
     pub fn spans_processes(&self) -> bool {
-        self.shared.here.len() < self.world_size()
+        self.common.shared.here.len() < self.world_size()
     }
 
     /// Returns how the processes of a CPU group exchange tensors: shared memory, TCP, or both. `None` for other groups.
     pub(crate) fn transport(&self) -> Option<&'static str> {
-        let network = self.network.as_ref().filter(|_| !self.is_stream_ordered())?;
+        let network = self.common.network.as_ref().filter(|_| !self.is_stream_ordered())?;
         Some(match (network.on_host(), network.map.len()) {
             (Some(_), 1) => "shared memory",
             (Some(_), _) => "shared memory and TCP",
@@ -265,32 +240,33 @@ impl ProcessGroup {
 
     /// Returns whether tensors cross a network, or a simulated one, and not only memory that the ranks share.
     pub(crate) fn uses_network(&self) -> bool {
-        let is_between_hosts = self.network.as_ref().is_some_and(|network| network.map.len() > 1);
-        is_between_hosts || self.simulated_cluster().is_some()
+        let network = self.common.network.as_ref();
+        network.is_some_and(|network| network.map.len() > 1) || self.simulated_cluster().is_some()
     }
 
     /// Returns the host of this rank, if it shares its memory with ranks of other processes.
     fn host(&self) -> Option<&Arc<Host>> {
-        self.network.as_ref().and_then(|network| network.on_host()).map(|group| group.host())
+        let network = self.common.network.as_ref()?;
+        network.on_host().map(|group| group.host())
     }
 
     /// Returns zeros on the rank's device, in memory from which collectives copy nothing.
     pub(crate) fn zeros_for_collectives(&self, numel: usize, kind: Kind) -> Result<Tensor> {
         match self.host() {
             Some(host) => host.zeros(numel, kind),
-            None => Tensor::f_zeros([numel as i64], (kind, self.device)).doing("zeros"),
+            None => Tensor::f_zeros([numel as i64], (kind, self.device())).doing("zeros"),
         }
     }
 
     /// Returns the number of the group's ranks in this process. Not a collective.
     pub fn local_world_size(&self) -> usize {
-        self.shared.here.len()
+        self.common.shared.here.len()
     }
 
     /// Makes all processes stop after the same step: from now on, their exchanges include rank 0's decision to
     /// stop. All ranks must call this.
     pub(crate) fn share_stop(&self, stop: &Arc<StopRequest>) {
-        if let Some(network) = &self.network {
+        if let Some(network) = &self.common.network {
             network.share_stop(stop);
         }
     }
@@ -323,12 +299,12 @@ impl ProcessGroup {
 
     /// Returns the run that this rank belongs to.
     pub(crate) fn run(&self) -> &Arc<RunContext> {
-        &self.shared.run
+        &self.common.shared.run
     }
 
     /// Returns this rank's number in the run.
     pub(crate) fn global_rank(&self) -> usize {
-        self.shared.members[self.rank]
+        self.ranks()[self.rank()]
     }
 
     fn activity(&self) -> &Activity {

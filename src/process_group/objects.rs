@@ -46,12 +46,10 @@ impl ProcessGroup {
         let bytes = if is_source { to_bytes(NAME, &*object_list)? } else { Vec::new() };
         let mut len = self.length_tensor(bytes.len())?;
         self.broadcast(&mut len, src)?;
-        let mut bytes = self.tensor_of(&bytes, self.read_length(NAME, &len)?)?;
-        self.broadcast(&mut bytes, src)?;
-        if is_source {
-            return self.await_launched();
+        let bytes = self.broadcast_bytes(&bytes, self.read_length(NAME, &len)?, src)?;
+        if !is_source {
+            *object_list = from_bytes(NAME, &bytes)?;
         }
-        *object_list = from_bytes(NAME, &self.bytes_of(&bytes)?)?;
         Ok(())
     }
 
@@ -78,7 +76,8 @@ impl ProcessGroup {
     #[track_caller]
     pub fn all_gather_object<T: Serialize + DeserializeOwned>(&self, object: &T) -> Result<Vec<T>> {
         const NAME: &str = "all_gather_object";
-        let framed = self.framed(NAME, &to_bytes(NAME, object)?)?;
+        let bytes = to_bytes(NAME, object)?;
+        let framed = self.framed(&bytes, self.longest(NAME, bytes.len())?)?;
         let mut all = self.room_for_all(&framed)?;
         self.all_gather_single(&mut all, &framed)?;
         self.objects(NAME, &all)
@@ -111,7 +110,8 @@ impl ProcessGroup {
         dst: usize,
     ) -> Result<Option<Vec<T>>> {
         const NAME: &str = "gather_object";
-        let framed = self.framed(NAME, &to_bytes(NAME, object)?)?;
+        let bytes = to_bytes(NAME, object)?;
+        let framed = self.framed(&bytes, self.longest(NAME, bytes.len())?)?;
         if self.rank() != dst {
             self.gather(&framed, None, dst)?;
             return self.await_launched().map(|()| None);
@@ -162,21 +162,13 @@ impl ProcessGroup {
         }
         let list = scatter_object_input_list.unwrap_or_default();
         let list = list.iter().map(|object| to_bytes(NAME, object)).collect::<Result<Vec<_>>>()?;
-        let mut len = self.length_tensor(0)?;
-        let lengths = list.iter().map(|bytes| self.length_tensor(bytes.len()));
-        let lengths = lengths.collect::<Result<Vec<_>>>()?;
-        self.scatter(&mut len, (self.rank() == src).then_some(&lengths[..]), src)?;
-        // Only rank `src` sends data in this all_to_all, so nothing needs padding.
-        let len = self.read_length(NAME, &len)?;
-        let none = vec![0; self.world_size()];
-        let (mut from, mut to) = (none.clone(), none);
-        from[src] = len as i64;
-        list.iter().zip(&mut to).for_each(|(bytes, to)| *to = bytes.len() as i64);
-        let all = list.concat();
-        let mut mine = self.tensor_of(&[], len)?;
-        let input = self.tensor_of(&all, all.len())?;
-        self.all_to_all_single(&mut mine, &input, Some(&from), Some(&to))?;
-        from_bytes(NAME, &self.bytes_of(&mine)?)
+        let longest = list.iter().map(Vec::len).max().unwrap_or(0);
+        let longest = self.longest(NAME, longest)?;
+        let frames = list.iter().map(|bytes| self.framed(bytes, longest));
+        let frames = frames.collect::<Result<Vec<_>>>()?;
+        let mut mine = self.framed(&[], longest)?;
+        self.scatter(&mut mine, (self.rank() == src).then_some(&frames[..]), src)?;
+        unframe(NAME, &self.bytes_of(&mine)?)
     }
 
     /// Sends a list to rank `dst`, which receives it with [`ProcessGroup::recv_object_list`].
@@ -236,13 +228,17 @@ impl ProcessGroup {
         self.bytes_of(&tensor)
     }
 
-    /// Returns a frame with this rank's bytes: their number in 8 bytes, the bytes, and zeros up to the length of
-    /// the longest frame of all ranks.
+    /// Returns the longest of all ranks' lengths.
     #[track_caller]
-    fn framed(&self, name: &str, bytes: &[u8]) -> Result<Tensor> {
-        let mut longest = self.length_tensor(bytes.len())?;
+    fn longest(&self, name: &str, len: usize) -> Result<usize> {
+        let mut longest = self.length_tensor(len)?;
         self.all_reduce(&mut longest, ReduceOp::Max)?;
-        let longest = self.read_length(name, &longest)?;
+        self.read_length(name, &longest)
+    }
+
+    /// Returns a frame with these bytes: their number in 8 bytes, the bytes, and zeros up to the length of the
+    /// `longest`.
+    fn framed(&self, bytes: &[u8], longest: usize) -> Result<Tensor> {
         let frame = [&(bytes.len() as u64).to_le_bytes(), bytes].concat();
         self.tensor_of(&frame, LENGTH + longest)
     }

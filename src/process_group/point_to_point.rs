@@ -7,7 +7,7 @@ use tch::Tensor;
 use super::call::refuse;
 use super::contiguous::Contiguous;
 use super::local::{CommonStream, MessageTensor, P2pRequest};
-use super::work::{OtherSide, State};
+use super::work::State;
 use super::{ProcessGroup, Traffic, Work, num_bytes};
 #[cfg(doc)]
 use crate::error::Error;
@@ -68,7 +68,7 @@ impl ProcessGroup {
     #[track_caller]
     pub fn recv(&self, tensor: &mut Tensor, src: Option<usize>, tag: u64) -> Result<usize> {
         let source = self.noted(&P2POp::irecv(tensor, src, tag))?;
-        Ok(source.or(src).unwrap_or(self.rank))
+        Ok(source.or(src).unwrap_or(self.rank()))
     }
 
     /// Sends like [`ProcessGroup::send`], but returns at once. Don't change `tensor` before [`Work::wait`] has
@@ -162,12 +162,7 @@ impl ProcessGroup {
         self.check(op)?;
         let amount = num_bytes(op.tensor.kind(), op.tensor.numel()) as u64;
         let begin = OpStart { amount, ..OpStart::alone(at, Location::caller()) };
-        let span = self.record(begin);
-        let source = self.post_one(op).and_then(Work::wait_for_source);
-        let source = source.inspect_err(|error| self.record_failure(span, error))?;
-        self.record_end(span);
-        self.activity().restore(before);
-        Ok(source)
+        self.recorded(before, begin, || self.post_one(op)?.wait_for_source())
     }
 
     fn start(&self, op: &P2POp) -> Result<Work> {
@@ -199,7 +194,7 @@ impl ProcessGroup {
             };
         };
         self.check_rank(operation, if op.is_send { "dst" } else { "src" }, peer)?;
-        if peer == self.rank {
+        if peer == self.rank() {
             return refuse(operation, format!("rank {peer} is this rank itself; copy the tensor"));
         }
         Ok(())
@@ -222,43 +217,42 @@ impl ProcessGroup {
     fn mail(&self, op: &P2POp) -> Result<Work> {
         let sequence = self.messages.replace(self.messages.get() + 1);
         let at = OpId { operation: op.operation(), sequence };
-        let is_here = |rank: usize| self.shared.here.contains(&rank);
-        let messages = self.network.as_ref().and_then(|network| network.messages.as_ref());
+        let is_here = |rank: usize| self.common.shared.here.contains(&rank);
+        let messages = self.common.network.as_ref().and_then(|network| network.messages.as_ref());
         // The network is needed unless the peer is known to be in this process.
         let messages = messages.filter(|_| !op.peer.is_some_and(is_here));
-        let destination = op.peer.filter(|_| op.is_send).unwrap_or(self.rank);
-        let stream = CommonStream::of(self.device)?;
+        let destination = op.peer.filter(|_| op.is_send).unwrap_or(self.rank());
+        let stream = CommonStream::of(self.device())?;
         if let Some(stream) = &stream {
             stream.wait_for_rank()?;
         }
         let posted = match messages {
             Some(messages) if op.is_send => {
-                messages.send(&op.tensor, self.rank, destination, op.tag, at)?
+                messages.send(&op.tensor, self.rank(), destination, op.tag, at)?
             }
             _ => {
                 let request = P2pRequest {
                     is_send: op.is_send,
                     contents: MessageTensor::Here(op.tensor.shallow_clone()),
-                    source: if op.is_send { Some(self.rank) } else { op.peer },
+                    source: if op.is_send { Some(self.rank()) } else { op.peer },
                     tag: op.tag,
                     kind: op.tensor.kind(),
                     shape: op.tensor.size(),
-                    device: self.device,
+                    device: self.device(),
                 };
-                let posted = self.shared.mail.post(request, destination);
+                let posted = self.common.shared.mail.post(request, destination);
                 if let Some(messages) = messages {
                     messages.expect(op.peer)?;
                 }
                 posted
             }
         };
-        let others = (0..self.world_size()).filter(|&rank| rank != self.rank);
+        let others = (0..self.world_size()).filter(|&rank| rank != self.rank());
         let peers = others.filter(|&rank| op.peer.is_none_or(|peer| peer == rank));
-        let ranks = peers.map(|rank| self.shared.members[rank]).collect();
-        let network = messages.and_then(|_| self.network.clone());
-        let side = OtherSide { ranks, network };
-        let shared = self.shared.clone();
-        let state = State::Posted { posted, shared, destination, side, at, stream };
+        let peers = peers.map(|rank| self.ranks()[rank]).collect();
+        let network = messages.and_then(|_| self.common.network.clone());
+        let shared = self.common.shared.clone();
+        let state = State::Posted { posted, shared, destination, peers, network, at, stream };
         Ok(Work::new(state, self.run().clone(), self.global_rank()))
     }
 

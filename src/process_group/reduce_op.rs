@@ -1,8 +1,8 @@
 //! The operations that combine the ranks' elements, and the dtypes that each takes.
 
-use std::fmt;
 use std::str::FromStr;
 
+use strum::{Display, EnumIter, IntoEnumIterator};
 use tch::Kind;
 
 use super::dtype::dtype_name;
@@ -10,7 +10,8 @@ use crate::error::{Error, Result};
 use crate::operation::Operation;
 
 /// How a reduction combines the elements of the ranks' tensors.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, Display, EnumIter)]
+#[strum(serialize_all = "snake_case")]
 pub enum ReduceOp {
     /// The sum. Integers wrap on overflow.
     Sum,
@@ -33,6 +34,7 @@ pub enum ReduceOp {
     /// only, and with NCCL in all_reduce only. DDP averages gradients with the factor `1 / world_size`. Dividing
     /// *before* the sum keeps half-precision gradients in range, and differs from [`ReduceOp::Avg`] in the last
     /// bit.
+    #[strum(to_string = "sum of {0} * each")]
     PremulSum(f64),
 }
 
@@ -43,31 +45,14 @@ impl ReduceOp {
     }
 }
 
-impl fmt::Display for ReduceOp {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            ReduceOp::Sum => "sum",
-            ReduceOp::Avg => "avg",
-            ReduceOp::Product => "product",
-            ReduceOp::Min => "min",
-            ReduceOp::Max => "max",
-            ReduceOp::Band => "band",
-            ReduceOp::Bor => "bor",
-            ReduceOp::Bxor => "bxor",
-            ReduceOp::PremulSum(factor) => return write!(f, "sum of {factor} * each"),
-        })
-    }
-}
-
 impl FromStr for ReduceOp {
     type Err = Error;
 
     /// Parses the name that `Display` writes. [`ReduceOp::PremulSum`] cannot be parsed: it has a number.
     fn from_str(text: &str) -> Result<Self> {
-        use ReduceOp::{Avg, Band, Bor, Bxor, Max, Min, Product, Sum};
-        let known = [Sum, Avg, Product, Min, Max, Band, Bor, Bxor];
-        known.into_iter().find(|op| op.to_string() == text).ok_or_else(|| {
-            let names: Vec<String> = known.iter().map(ToString::to_string).collect();
+        let known = || Self::iter().filter(|op| !matches!(op, Self::PremulSum(_)));
+        known().find(|op| op.to_string() == text).ok_or_else(|| {
+            let names: Vec<String> = known().map(|op| op.to_string()).collect();
             Error::usage(format!("{text:?} is not a reduce op; use one of {}", names.join(", ")))
         })
     }

@@ -20,7 +20,7 @@ impl ProcessGroup {
     pub(super) fn simulated_cluster(&self) -> Option<&SimulatedCluster> {
         let run = self.run();
         let has_all = self.world_size() == run.activity.len();
-        run.simulated_cluster.as_ref().filter(|_| has_all && self.device == Device::Cpu)
+        run.simulated_cluster.as_ref().filter(|_| has_all && self.device() == Device::Cpu)
     }
 
     /// Waits as long as `call` takes on the simulated network, if it is an all_reduce.

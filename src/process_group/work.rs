@@ -39,7 +39,10 @@ pub(super) enum State {
         posted: Arc<Completion>,
         shared: Arc<Shared>,
         destination: usize,
-        side: OtherSide,
+        /// The possible peers, by their numbers in the run.
+        peers: Vec<usize>,
+        /// The network to peers in other processes. `None` if no peer can be in another process.
+        network: Option<Arc<Network>>,
         at: OpId,
         /// The stream that copies the message, if its tensor is on a GPU.
         stream: Option<CommonStream>,
@@ -50,14 +53,6 @@ pub(super) enum State {
     Done,
     /// Failed; the error has already been reported.
     Failed,
-}
-
-/// The possible peers of a message.
-pub(super) struct OtherSide {
-    /// Their numbers in the run.
-    pub ranks: Vec<usize>,
-    /// The network to peers in other processes. `None` if no peer can be in another process.
-    pub network: Option<Arc<Network>>,
 }
 
 impl fmt::Debug for Work {
@@ -162,9 +157,8 @@ impl Work {
                     }
                 }
             }
-            State::Posted { posted, shared, destination, side, at, stream } => {
-                let OtherSide { ranks, network } = side;
-                let peers = Peers { ranks, are_elsewhere: network.is_some(), limit };
+            State::Posted { posted, shared, destination, peers, network, at, stream } => {
+                let peers = Peers { ranks: peers, are_elsewhere: network.is_some(), limit };
                 let is_done = || posted.is_completed();
                 let withdraw = || shared.mail.cancel(posted, *destination);
                 if !self.run.wait_for_peers(self.rank, peers, *at, is_done, withdraw)? {

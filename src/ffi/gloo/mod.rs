@@ -13,27 +13,12 @@ use tch::{Device, Tensor};
 use torch_sys::C_tensor;
 
 use crate::error::{Error, Result};
-use crate::ffi::c10d::{GlooArguments, GlooEnd, GlooHandle, GlooJoin, GlooOperation, plain};
+use crate::ffi::c10d::{GlooArguments, GlooEnd, GlooHandle, GlooOperation, plain};
 use crate::ffi::shim::raw;
 use crate::ffi::store::TcpStore;
 use crate::os::limits;
 use crate::os::named;
 use crate::runtime::MAX_WAIT;
-
-/// The reduction. Gloo has no average, and no bitwise reduction of floats.
-#[repr(u8)]
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(crate) enum Reduce {
-    // The numbers of `c10d::ReduceOp::RedOpType`.
-    #[default]
-    Sum = 0,
-    Product = 2,
-    Min = 3,
-    Max = 4,
-    Band = 5,
-    Bor = 6,
-    Bxor = 7,
-}
 
 /// One rank of a group of connected processes.
 ///
@@ -103,21 +88,17 @@ impl GlooGroup {
         socket_ifname: Option<&str>,
     ) -> Result<Self> {
         let interfaces = socket_ifname.map_or_else(|| Ok(vec![]), interfaces)?;
-        let join = GlooJoin {
-            prefix: store.key(prefix),
-            rank,
-            size,
-            timeout,
-            interfaces,
-            address: store.local_address().to_string(),
-        };
+        let (key, address) = (store.key(prefix), store.local_address().to_string());
         // Two connections per other rank, and the descriptors to listen and poll with.
         limits::require_files(2 * size + 8, "connecting to the other processes")?;
         // Gloo uses this connection to the store while it connects, and keeps it afterwards.
         let own = store.another_connection()?;
         // Gloo's network threads inherit the name of the thread that creates them.
-        let connect =
-            move |store: &mut _, _: &_| named(c"ddp-mp gloo", || GlooHandle::new(store, &join));
+        let connect = move |store: &mut _, _: &_| {
+            named(c"ddp-mp gloo", || {
+                GlooHandle::new(store, &key, rank, size, timeout, &interfaces, &address)
+            })
+        };
         let group = own.ask("connecting to all ranks under", prefix, timeout, connect)?;
         let (running_tx, ended_rx) = bounded(0);
         Ok(Self {
@@ -170,7 +151,7 @@ impl GlooGroup {
             |splits: &[i64]| if splits.is_empty() { ptr::null() } else { splits.as_ptr() };
         let call = GlooArguments {
             operation,
-            reduce: reduce as u8,
+            reduce,
             peer: peer as i32,
             tag: i32::from(tag),
             inputs: inputs.as_ptr(),
@@ -196,7 +177,8 @@ impl GlooGroup {
 /// The arguments of an operation, which uses some of them.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct GlooCall<'a> {
-    pub reduce: Reduce,
+    /// The reduction, a `c10d::ReduceOp::RedOpType`. Gloo has no average, and no bitwise reduction of floats.
+    pub reduce: u8,
     /// The root, the destination or the source.
     pub peer: usize,
     pub tag: u16,

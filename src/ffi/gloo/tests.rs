@@ -9,11 +9,20 @@ use std::time::Duration;
 use crossbeam::channel::Receiver;
 use tch::{Device, Kind, Tensor};
 
-use super::{GlooCall, GlooGroup, Reduce};
+use super::{GlooCall, GlooGroup};
 use crate::error::{Error, Result};
 use crate::ffi::c10d::GlooOperation;
 use crate::ffi::store::TcpStore;
 use crate::ffi::store::tests::{TIMEOUT, connect, reason, serve};
+
+/// The numbers of `c10d::ReduceOp::RedOpType`, of which 1 is the average.
+const SUM: u8 = 0;
+const PRODUCT: u8 = 2;
+const MIN: u8 = 3;
+const MAX: u8 = 4;
+const BAND: u8 = 5;
+const BOR: u8 = 6;
+const BXOR: u8 = 7;
 
 /// The channel that receives the result of an operation.
 type Ended = Receiver<Result<()>>;
@@ -29,7 +38,7 @@ fn join(store: &TcpStore, rank: usize, size: usize) -> GlooGroup {
 
 /// The operations that several tests start.
 impl GlooGroup {
-    fn all_reduce(&self, tensor: &Tensor, reduce: Reduce) -> Result<Ended> {
+    fn all_reduce(&self, tensor: &Tensor, reduce: u8) -> Result<Ended> {
         let call = GlooCall { reduce, outputs: &[tensor], ..GlooCall::default() };
         self.start(GlooOperation::AllReduce, call)
     }
@@ -117,13 +126,13 @@ fn collectives_return_the_defined_values() {
             let all = |f: &dyn Fn(i64) -> i64| (0..n).map(f).collect::<Vec<_>>();
             let fold = |f: fn(i64, i64) -> i64| (0..n).map(|r| r + 5).reduce(f).unwrap();
             for (reduce, expected) in [
-                (Reduce::Sum, fold(|a, b| a + b)),
-                (Reduce::Product, fold(|a, b| a * b)),
-                (Reduce::Min, fold(i64::min)),
-                (Reduce::Max, fold(i64::max)),
-                (Reduce::Band, fold(|a, b| a & b)),
-                (Reduce::Bor, fold(|a, b| a | b)),
-                (Reduce::Bxor, fold(|a, b| a ^ b)),
+                (SUM, fold(|a, b| a + b)),
+                (PRODUCT, fold(|a, b| a * b)),
+                (MIN, fold(i64::min)),
+                (MAX, fold(i64::max)),
+                (BAND, fold(|a, b| a & b)),
+                (BOR, fold(|a, b| a | b)),
+                (BXOR, fold(|a, b| a ^ b)),
             ] {
                 let tensor = ints(&[rank + 5; 3]);
                 done(gloo.all_reduce(&tensor, reduce));
@@ -213,7 +222,7 @@ fn all_reduce_fails_after_a_rank_is_gone() {
             return None;
         }
         let tensor = ints(&[1; 1000]);
-        Some(reason(wait(gloo.all_reduce(&tensor, Reduce::Sum))))
+        Some(reason(wait(gloo.all_reduce(&tensor, SUM))))
     });
     for failed in failures.into_iter().flatten() {
         assert!(failed.contains("gloo failed in all_reduce: "), "{failed}");
@@ -229,7 +238,7 @@ fn abort_fails_pending_operations_on_every_rank() {
         // Neither rank sends, and only rank 0 reduces, so all operations wait.
         let mut pending = vec![gloo.recv(&received, other, 0).unwrap()];
         if gloo.rank == 0 {
-            pending.push(gloo.all_reduce(&reduced, Reduce::Sum).unwrap());
+            pending.push(gloo.all_reduce(&reduced, SUM).unwrap());
         }
         both.wait();
         if gloo.rank == 1 {
@@ -282,10 +291,10 @@ fn interface_names_follow_pytorch() {
 fn invalid_arguments_are_refused() {
     on_ranks(1, |gloo| {
         let strided = Tensor::zeros([2, 3], (Kind::Float, Device::Cpu)).tr();
-        assert!(reason(gloo.all_reduce(&strided, Reduce::Sum)).contains("contiguous"));
+        assert!(reason(gloo.all_reduce(&strided, SUM)).contains("contiguous"));
         assert!(reason(gloo.broadcast(&ints(&[1]), 1)).contains("no rank 1 in a group of 1"));
         let floats = Tensor::zeros([2], (Kind::Float, Device::Cpu));
-        let band = gloo.all_reduce(&floats, Reduce::Band);
+        let band = gloo.all_reduce(&floats, BAND);
         assert!(reason(wait(band)).contains("BAND"));
         assert!(reason(gloo.all_to_all(&floats, &floats, &[2], &[])).contains("splits"));
     });
@@ -298,7 +307,7 @@ fn float_sums_have_the_same_bits_in_every_run() {
         let sums = on_ranks(3, |gloo| {
             let index = Tensor::arange(100_000, (Kind::Float, Device::Cpu));
             let tensor = (index + gloo.rank as f64 * 78.233).sin();
-            wait(gloo.all_reduce(&tensor, Reduce::Sum)).unwrap();
+            wait(gloo.all_reduce(&tensor, SUM)).unwrap();
             wait(gloo.barrier()).unwrap();
             Vec::<f32>::try_from(&tensor).unwrap()
         });
@@ -318,7 +327,7 @@ fn peer() {
     let Ok(port) = env::var(PORT) else { return };
     let gloo = join(&connect(port.parse().unwrap()).under("group"), 1, 2);
     let tensor = ints(&[2]);
-    wait(gloo.all_reduce(&tensor, Reduce::Sum)).unwrap();
+    wait(gloo.all_reduce(&tensor, SUM)).unwrap();
     same(&tensor, &[3]);
     // Waits until this process is killed, or the other process sends.
     wait(gloo.recv(&tensor, 0, 0)).unwrap();
@@ -339,7 +348,7 @@ fn barrier_fails_after_a_process_is_killed() {
     let mut peer = start_peer(server.port());
     let gloo = join(&server.under("group"), 0, 2);
     let tensor = ints(&[1]);
-    wait(gloo.all_reduce(&tensor, Reduce::Sum)).unwrap();
+    wait(gloo.all_reduce(&tensor, SUM)).unwrap();
     let ended = gloo.barrier().unwrap();
     peer.kill().unwrap();
     let failed = reason(wait(Ok(ended)));
@@ -354,7 +363,7 @@ fn process_exits_cleanly_after_gloo_was_used() {
     let mut peer = start_peer(server.port());
     let gloo = join(&server.under("group"), 0, 2);
     let tensor = ints(&[1]);
-    wait(gloo.all_reduce(&tensor, Reduce::Sum)).unwrap();
+    wait(gloo.all_reduce(&tensor, SUM)).unwrap();
     wait(gloo.send(&tensor, 1, 0)).unwrap();
     assert!(peer.wait().unwrap().success());
 }

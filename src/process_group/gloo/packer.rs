@@ -129,18 +129,6 @@ impl Packer {
         unsafe { reduce(scratch.reduction(kinds, len, op)) };
     }
 
-    /// Multiplies the elements of `tensor` in place by the factor of [`ReduceOp::PremulSum`].
-    ///
-    /// # Safety
-    /// No other thread touches `tensor`.
-    pub(super) unsafe fn multiply(&mut self, call: &Call, tensor: &Tensor) {
-        let data: *mut u8 = tensor.data_ptr().cast();
-        self.scratch.list(iter::once(data), iter::once(data));
-        let kinds = Kinds::same(call.kind);
-        // SAFETY: as the caller promises; each element is computed from itself alone.
-        unsafe { reduce(self.scratch.reduction(kinds, tensor.numel(), call.op())) };
-    }
-
     /// Unpacks this rank's results (step 4).
     ///
     /// # Safety

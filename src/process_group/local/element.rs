@@ -7,21 +7,34 @@ use tch::Kind;
 
 use crate::process_group::ReduceOp;
 
+/// Defines functions of one expression each. They are compiled with the instructions of their callers.
+macro_rules! inlined {
+    ($($name:ident($($argument:ident: $type:ty),*) -> $result:ty = $value:expr;)*) => {$(
+        #[inline(always)]
+        fn $name($($argument: $type),*) -> $result {
+            $value
+        }
+    )*};
+}
+
 /// One element of a tensor, and the type in which it is reduced.
 trait Element: Copy + 'static {
     type Wide: Copy;
     const ZERO: Self::Wide;
-    fn widen(self) -> Self::Wide;
+    fn widen(element: Self) -> Self::Wide;
     fn narrow(wide: Self::Wide) -> Self;
     fn add(a: Self::Wide, b: Self::Wide) -> Self::Wide;
     fn multiply(a: Self::Wide, b: Self::Wide) -> Self::Wide;
     fn min(a: Self::Wide, b: Self::Wide) -> Self::Wide;
     fn max(a: Self::Wide, b: Self::Wide) -> Self::Wide;
-    fn and(a: Self::Wide, b: Self::Wide) -> Self::Wide;
-    fn or(a: Self::Wide, b: Self::Wide) -> Self::Wide;
-    fn xor(a: Self::Wide, b: Self::Wide) -> Self::Wide;
-    fn scale(a: Self::Wide, factor: f64) -> Self::Wide;
-    fn divide(a: Self::Wide, by: usize) -> Self::Wide;
+    // Floats have no bitwise operations, and integers none with a factor.
+    inlined! {
+        and(_a: Self::Wide, _b: Self::Wide) -> Self::Wide = refused();
+        or(_a: Self::Wide, _b: Self::Wide) -> Self::Wide = refused();
+        xor(_a: Self::Wide, _b: Self::Wide) -> Self::Wide = refused();
+        scale(_a: Self::Wide, _factor: f64) -> Self::Wide = refused();
+        divide(_a: Self::Wide, _by: usize) -> Self::Wide = refused();
+    }
 
     /// Returns the reduced values as elements: `wide` itself if the type is the same, otherwise narrowed into `room`.
     #[inline(always)]
@@ -53,50 +66,16 @@ macro_rules! float_element {
         impl Element for $element {
             type Wide = $wide;
             const ZERO: $wide = 0.;
-            #[inline(always)]
-            fn widen(self) -> $wide {
-                $widen(self)
-            }
-            #[inline(always)]
-            fn narrow(wide: $wide) -> $element {
-                $narrow(wide)
-            }
-            #[inline(always)]
-            fn add(a: $wide, b: $wide) -> $wide {
-                a + b
-            }
-            #[inline(always)]
-            fn multiply(a: $wide, b: $wide) -> $wide {
-                a * b
-            }
-            // Like torch.minimum and torch.maximum: NaN propagates.
-            #[inline(always)]
-            fn min(a: $wide, b: $wide) -> $wide {
-                if a < b || a.is_nan() { a } else { b }
-            }
-            #[inline(always)]
-            fn max(a: $wide, b: $wide) -> $wide {
-                if a > b || a.is_nan() { a } else { b }
-            }
-            #[inline(always)]
-            fn and(_: $wide, _: $wide) -> $wide {
-                refused()
-            }
-            #[inline(always)]
-            fn or(_: $wide, _: $wide) -> $wide {
-                refused()
-            }
-            #[inline(always)]
-            fn xor(_: $wide, _: $wide) -> $wide {
-                refused()
-            }
-            #[inline(always)]
-            fn scale(a: $wide, factor: f64) -> $wide {
-                a * factor as $wide
-            }
-            #[inline(always)]
-            fn divide(a: $wide, by: usize) -> $wide {
-                a / by as $wide
+            inlined! {
+                widen(element: $element) -> $wide = $widen(element);
+                narrow(wide: $wide) -> $element = $narrow(wide);
+                add(a: $wide, b: $wide) -> $wide = a + b;
+                multiply(a: $wide, b: $wide) -> $wide = a * b;
+                // Like torch.minimum and torch.maximum: NaN propagates.
+                min(a: $wide, b: $wide) -> $wide = if a < b || a.is_nan() { a } else { b };
+                max(a: $wide, b: $wide) -> $wide = if a > b || a.is_nan() { a } else { b };
+                scale(a: $wide, factor: f64) -> $wide = a * factor as $wide;
+                divide(a: $wide, by: usize) -> $wide = a / by as $wide;
             }
             $($results)*
         }
@@ -113,49 +92,16 @@ macro_rules! integer_element {
         impl Element for $element {
             type Wide = $element;
             const ZERO: $element = 0;
-            #[inline(always)]
-            fn widen(self) -> $element {
-                self
-            }
-            #[inline(always)]
-            fn narrow(wide: $element) -> $element {
-                wide
-            }
-            #[inline(always)]
-            fn add(a: $element, b: $element) -> $element {
-                a.wrapping_add(b)
-            }
-            #[inline(always)]
-            fn multiply(a: $element, b: $element) -> $element {
-                a.wrapping_mul(b)
-            }
-            #[inline(always)]
-            fn min(a: $element, b: $element) -> $element {
-                a.min(b)
-            }
-            #[inline(always)]
-            fn max(a: $element, b: $element) -> $element {
-                a.max(b)
-            }
-            #[inline(always)]
-            fn and(a: $element, b: $element) -> $element {
-                a & b
-            }
-            #[inline(always)]
-            fn or(a: $element, b: $element) -> $element {
-                a | b
-            }
-            #[inline(always)]
-            fn xor(a: $element, b: $element) -> $element {
-                a ^ b
-            }
-            #[inline(always)]
-            fn scale(_: $element, _: f64) -> $element {
-                refused()
-            }
-            #[inline(always)]
-            fn divide(_: $element, _: usize) -> $element {
-                refused()
+            inlined! {
+                widen(element: $element) -> $element = element;
+                narrow(wide: $element) -> $element = wide;
+                add(a: $element, b: $element) -> $element = a.wrapping_add(b);
+                multiply(a: $element, b: $element) -> $element = a.wrapping_mul(b);
+                min(a: $element, b: $element) -> $element = a.min(b);
+                max(a: $element, b: $element) -> $element = a.max(b);
+                and(a: $element, b: $element) -> $element = a & b;
+                or(a: $element, b: $element) -> $element = a | b;
+                xor(a: $element, b: $element) -> $element = a ^ b;
             }
             as_they_are!($element);
         }

@@ -45,15 +45,16 @@ impl RankCall {
 }
 
 /// Returns the ranks of each `kind` of call, in order of first appearance.
-fn groups<'a>(
+fn groups<'a, K: PartialEq>(
     calls: &'a [RankCall],
-    kind: impl Fn(&'a RankCall) -> &'a str,
-) -> Vec<(&'a str, Vec<usize>)> {
-    let mut groups: Vec<(&str, Vec<usize>)> = Vec::new();
+    kind: impl Fn(&'a RankCall) -> K,
+) -> Vec<(K, Vec<usize>)> {
+    let mut groups: Vec<(K, Vec<usize>)> = Vec::new();
     for call in calls {
-        match groups.iter_mut().find(|(known, _)| *known == kind(call)) {
+        let kind = kind(call);
+        match groups.iter_mut().find(|(known, _)| *known == kind) {
             Some((_, ranks)) => ranks.push(call.rank),
-            None => groups.push((kind(call), vec![call.rank])),
+            None => groups.push((kind, vec![call.rank])),
         }
     }
     groups
@@ -65,7 +66,7 @@ pub(crate) fn mismatch(sequence: u64, calls: &[RankCall]) -> Error {
     let mut groups = groups(calls, RankCall::agreed);
     if groups.len() == 1 {
         // All calls are the same but for the sizes.
-        groups = self::groups(calls, |call| &call.call);
+        groups = self::groups(calls, |call| call.call.as_str());
     }
     let outlier = groups.iter().rev().min_by_key(|(_, ranks)| ranks.len());
     let outlier = outlier.map_or(0, |(_, ranks)| ranks[0]);
@@ -142,15 +143,7 @@ pub(crate) fn sizes_differ(
 
 /// Returns the calls as text: "ranks 0-2 called barrier at src/main.rs:7; rank 3 called barrier at src/main.rs:9".
 fn list(calls: &[RankCall], outlier: usize) -> String {
-    let mut lines: Vec<(&RankCall, Vec<usize>)> = Vec::new();
-    for call in calls {
-        let same =
-            |known: &RankCall| (&known.call, &known.call_site) == (&call.call, &call.call_site);
-        match lines.iter_mut().find(|(known, _)| same(known)) {
-            Some((_, ranks)) => ranks.push(call.rank),
-            None => lines.push((call, vec![call.rank])),
-        }
-    }
+    let mut lines = groups(calls, |call| (&call.call, &call.call_site));
     let mut left_out = String::new();
     if lines.len() > MAX_LISTED_CALLS {
         let outlier_line =
@@ -159,14 +152,11 @@ fn list(calls: &[RankCall], outlier: usize) -> String {
         let more = counted(lines.len() - MAX_LISTED_CALLS, "more different call");
         left_out = format!("; the others made {more}");
     }
-    let line = |(RankCall { call, call_site, .. }, ranks): &(&RankCall, Vec<usize>)| {
-        format!(
-            "rank{} {} called {call}{call_site}",
-            if ranks.len() > 1 { "s" } else { "" },
-            runs(ranks)
-        )
-    };
-    let listed: Vec<String> = lines.iter().take(MAX_LISTED_CALLS).map(line).collect();
+    let listed = lines.iter().take(MAX_LISTED_CALLS).map(|((call, call_site), ranks)| {
+        let s = if ranks.len() > 1 { "s" } else { "" };
+        format!("rank{s} {} called {call}{call_site}", runs(ranks))
+    });
+    let listed: Vec<String> = listed.collect();
     listed.join("; ") + &left_out
 }
 

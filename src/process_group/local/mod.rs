@@ -26,7 +26,7 @@ pub(super) use conflict::{Memory, TensorMemory};
 pub(super) use element::{Kinds, Reduction, ReductionScratch, my_slice, my_slices, reduce};
 pub(super) use fingerprint::{CollectiveFingerprint, Extras};
 pub(crate) use host::Host;
-pub(super) use host::{HostGroup, NUMBERS, PAGE, invalid_data};
+pub(super) use host::{HostGroup, HostNumbers, PAGE, invalid_data};
 pub(super) use mail::{
     Carrier, Completion, Incoming, Mailboxes, MessageEnd, MessageTensor, P2pRequest, describe,
 };

@@ -6,7 +6,7 @@ use std::io::Write;
 use std::mem;
 use std::os::fd::AsRawFd;
 use std::path::PathBuf;
-use std::sync::{Once, OnceLock};
+use std::sync::OnceLock;
 use std::{env, fs, io};
 
 use cudarc::nccl::sys::{self, ncclResult_t};
@@ -137,7 +137,8 @@ fn setting(name: &str) -> Option<(String, String)> {
 /// Returns an error if NCCL is not installed or lacks functions, where cudarc would panic at a call, or if there are two.
 pub(super) fn require_library() -> Result<()> {
     if !is_present() {
-        let why = PROBLEM.get().map_or(String::new(), |why| format!(" ({why})"));
+        let problem = LOADED.get().and_then(|loaded| loaded.as_ref().err());
+        let why = problem.map_or(String::new(), |why| format!(" ({why})"));
         return Err(Error::unsupported(format!(
             "backend nccl: libnccl was not found{why}; fetch it with `make libtorch` on a machine with an NVIDIA driver, \
              or `pip install torch` for the wheel, or use --backend threaded"
@@ -188,17 +189,12 @@ fn has_function(name: &str) -> bool {
     unsafe { sys::culib().get::<GetVersion>(name.as_bytes()).is_ok() }
 }
 
-/// Why NCCL could not be loaded as libtorch_cuda's. Not set if it could.
-static PROBLEM: OnceLock<String> = OnceLock::new();
+/// Why NCCL could not be loaded as libtorch_cuda's, if it could not.
+static LOADED: OnceLock<std::result::Result<(), String>> = OnceLock::new();
 
 /// Loads NCCL, if it is installed.
 fn is_present() -> bool {
-    static LOAD: Once = Once::new();
-    LOAD.call_once(|| {
-        if let Err(why) = load_alias() {
-            let _ = PROBLEM.set(why); // it is set once
-        }
-    });
+    let _ = LOADED.get_or_init(load_alias); // `require_library` reports why not
     // SAFETY: only tries to load the library.
     unsafe { sys::is_culib_present() }
 }

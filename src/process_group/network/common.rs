@@ -7,16 +7,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use tch::Tensor;
 
 use crate::error::{Error, Result};
-use crate::process_group::local::{HostGroup, InMemory, NUMBERS, PAGE, invalid_data};
+use crate::process_group::local::{HostGroup, HostNumbers, InMemory, PAGE, invalid_data};
 use crate::runtime::StopMessage;
 
 /// The numbers that the ranks share.
-pub(super) struct Common {
-    /// Rank 0's decision to stop.
-    stop: [InMemory<AtomicU64>; 3],
-    /// The offsets of the send buffer and the receive buffer in the memory of the host's first process.
-    offsets: [InMemory<AtomicU64>; 2],
-}
+pub(super) struct Common(InMemory<HostNumbers>);
 
 /// The addresses of the send buffer and the receive buffer.
 #[derive(Debug, Clone, Copy)]
@@ -38,19 +33,16 @@ unsafe impl Send for Buffers {}
 impl Common {
     /// Returns the numbers: in the memory of the host, if the ranks are in several processes.
     pub(super) fn new(on_host: Option<&HostGroup>) -> Result<Self> {
-        let mut index = 0..NUMBERS;
-        let mut number = || match on_host {
-            Some(group) => group.number(index.next().unwrap_or(usize::MAX)),
-            None => Ok(InMemory::of(Arc::default())),
-        };
-        let common =
-            Self { stop: [number()?, number()?, number()?], offsets: [number()?, number()?] };
+        let common = Self(match on_host {
+            Some(group) => group.numbers()?,
+            None => InMemory::of(Arc::default()),
+        });
         common.set_stop(StopMessage::NONE);
         Ok(common)
     }
 
     pub(super) fn set_stop(&self, message: StopMessage) {
-        for (number, value) in self.stop.iter().zip(message.to_numbers()) {
+        for (number, value) in self.0.stop.iter().zip(message.to_numbers()) {
             number.store(value, Ordering::Relaxed);
         }
     }
@@ -60,13 +52,13 @@ impl Common {
     /// # Errors
     /// [`Error::Input`] for numbers that no rank writes.
     pub(super) fn stop(&self) -> Result<StopMessage> {
-        let numbers = self.stop.each_ref().map(|number| number.load(Ordering::Relaxed));
+        let numbers = self.0.stop.each_ref().map(|number| number.load(Ordering::Relaxed));
         StopMessage::from_numbers(numbers).ok_or_else(invalid_data)
     }
 
     /// Makes known where the buffers are. They are in the memory of `group`, whose first rank this is.
     pub(super) fn set_buffers(&self, group: &HostGroup, buffers: &[Tensor; 2]) -> Result<()> {
-        for (stored, buffer) in self.offsets.iter().zip(buffers) {
+        for (stored, buffer) in self.0.offsets.iter().zip(buffers) {
             let offset = match buffer.numel() {
                 0 => Some(0),
                 len => group.offset_of(buffer.data_ptr().cast(), len),
@@ -82,7 +74,7 @@ impl Common {
     /// # Errors
     /// [`Error::Input`] if the memory of the first rank's process has no such bytes there.
     pub(super) fn buffers(&self, group: &HostGroup, room: Room) -> Result<Buffers> {
-        let [send, receive] = &self.offsets;
+        let [send, receive] = &self.0.offsets;
         let find = |stored: &AtomicU64, len: usize| match stored.load(Ordering::Relaxed) as usize {
             offset if offset.is_multiple_of(PAGE) => group.buffer_of_first(offset, len),
             _ => Err(invalid_data()),

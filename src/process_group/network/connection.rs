@@ -6,10 +6,9 @@
 
 use std::ops::Range;
 use std::sync::{Arc, OnceLock};
-use std::time::Duration;
 
-use crossbeam::channel::{Receiver, select_biased};
-use tch::{Kind, Tensor};
+use crossbeam::channel::select_biased;
+use tch::Tensor;
 
 use super::common::{Buffers, Common, Room};
 use super::header::{
@@ -21,7 +20,7 @@ use super::process_map::ProcessMap;
 use super::split_sizes::{SplitSizes, padded};
 use crate::error::{Error, Result};
 use crate::ffi::{GlooCall, GlooGroup, GlooOperation, TcpStore, TorchResult};
-use crate::operation::{OpId, Operation};
+use crate::operation::Operation;
 use crate::process_group::call::Call;
 use crate::process_group::dtype::num_bytes;
 use crate::process_group::local::{self, Host, HostGroup, Mailboxes};
@@ -172,8 +171,7 @@ impl Network {
     /// first rank calls this; all processes must call it, with the same number.
     pub(crate) fn exchange_stop(&self, sequence: u64) -> Result<()> {
         let call = Call { sequence, ..Call::bare(Operation::Synchronize) };
-        let parts = SplitSizes::of(&call, 0, &self.map, false);
-        self.exchange(&call, &parts, 0, || call.operation.to_string())
+        self.compare(&call, || call.operation.to_string())
     }
 
     /// Compares the processes' calls when no collective of this backend does. Called by the process's first rank.
@@ -248,30 +246,9 @@ impl Network {
             output_splits: &equal,
             ..GlooCall::default()
         };
-        self.finish(&self.start(call, GlooOperation::AllToAll, headers)?)?;
+        self.call_gloo(call, GlooOperation::AllToAll, headers)?;
         self.read_headers(call, parts, inline.then_some(&receive[..]), describe)?;
         if inline { Ok(()) } else { self.send_parts(call, parts, begin) }
-    }
-
-    /// Returns the first `size` bytes of the send buffer as a tensor. Called by the process's first rank.
-    pub(crate) fn staging_tensor(&self, kind: Kind, size: usize) -> Result<Tensor> {
-        let [send, _] = self.staging.parts();
-        let whole = send.f_narrow(0, 0, size as i64).and_then(|tensor| tensor.f_view_dtype(kind));
-        whole.doing("a view of the staging buffer")
-    }
-
-    /// Exchanges headers, then starts to sum `tensor` over all processes, in place. With two processes Gloo's own
-    /// all_reduce adds in the same order and is faster. Called by the process's first rank.
-    pub(crate) fn add_up(
-        &self,
-        call: &Call,
-        tensor: &Tensor,
-        describe: impl Fn() -> String,
-    ) -> Result<Started> {
-        let no_payload = SplitSizes::of(&Call::bare(Operation::Barrier), 0, &self.map, false);
-        self.exchange(call, &no_payload, 0, describe)?;
-        let sum = GlooCall { outputs: &[tensor], ..GlooCall::default() };
-        self.start(call, GlooOperation::AllReduce, sum)
     }
 
     /// Exchanges the parts of a call whose headers have been read.
@@ -296,7 +273,7 @@ impl Network {
             output_splits: &from,
             ..GlooCall::default()
         };
-        self.finish(&self.start(call, GlooOperation::AllToAll, parts)?)
+        self.call_gloo(call, GlooOperation::AllToAll, parts)
     }
 
     fn offsets(&self, sizes: &[usize]) -> Vec<usize> {
@@ -379,23 +356,17 @@ impl Network {
         }
     }
 
-    /// Starts a Gloo operation for `call`.
-    fn start(&self, call: &Call, operation: GlooOperation, arguments: GlooCall) -> Result<Started> {
+    /// Runs a Gloo operation for `call`. Waits on the process's first rank until Gloo has finished, the run is cancelled
+    /// or the timeout has passed.
+    ///
+    /// # Errors
+    /// [`Error::Timeout`], [`Error::Cancelled`], [`Error::ConnectionLost`].
+    fn call_gloo(&self, call: &Call, operation: GlooOperation, arguments: GlooCall) -> Result<()> {
         let unconnected = || Error::Internal("another process uses the network".into());
         let gloo = self.gloo.as_ref().ok_or_else(unconnected)?;
         let ended = gloo.start(operation, arguments)?;
         let timeout = call.timeout.unwrap_or(self.run.timeout).min(self.run.timeout);
-        let waiting = self.members[self.map.here().start];
         let deadline = Deadline::after(timeout);
-        Ok(Started { ended, at: call.at(), waiting, deadline, timeout })
-    }
-
-    /// Waits on the process's first rank until Gloo has finished, the run is cancelled or the timeout has passed.
-    ///
-    /// # Errors
-    /// [`Error::Timeout`], [`Error::Cancelled`], [`Error::ConnectionLost`].
-    pub(crate) fn finish(&self, started: &Started) -> Result<()> {
-        let &Started { ref ended, at, waiting, deadline, timeout } = started;
         let reason = loop {
             select_biased! {
                 recv(ended) -> result => break match result {
@@ -411,9 +382,8 @@ impl Network {
             }
         };
         // After the abort nothing uses the buffers any more, and the other processes notice it.
-        if let Some(gloo) = &self.gloo {
-            let _ = gloo.abort();
-        }
+        let _ = gloo.abort();
+        let (at, waiting) = (call.at(), self.members[self.map.here().start]);
         let elsewhere = self.others().flat_map(|process| self.map.processes[process].clone());
         let ranks = elsewhere.map(|rank| self.members[rank]).collect();
         Err(if deadline.is_over() {
@@ -449,28 +419,11 @@ impl Network {
     }
 }
 
-/// An operation in the background, from when the processes have agreed on the call until Gloo has finished. Its tensors
-/// must not be touched until [`Network::finish`] has returned.
-pub(crate) struct InFlight {
-    pub network: Arc<Network>,
-    pub started: Started,
-}
-
-/// A Gloo operation that was started for a call.
-pub(crate) struct Started {
-    /// Receives the result, once. Only [`Network::finish`] may receive from it.
-    pub ended: Receiver<Result<()>>,
-    pub at: OpId,
-    /// Global rank that waits for it.
-    pub waiting: usize,
-    pub deadline: Deadline,
-    pub timeout: Duration,
-}
-
 #[cfg(test)]
 mod tests {
     use std::sync::Barrier;
     use std::thread;
+    use std::time::Duration;
 
     use crossbeam::channel::never;
 
@@ -488,17 +441,26 @@ mod tests {
             let run = Arc::new(RunContext::new(2, TIMEOUT, None));
             let (store, members) = (store.under("group"), Arc::new([0, 1]));
             let network = Network::connect(store, run.clone(), members, map, None, None).unwrap();
-            // Neither process sends, so both wait.
+            // Neither process sends, so the first one waits.
             let tensor = Tensor::from_slice(&[0i64]);
-            let recv = GlooCall { peer: 1 - mine, outputs: &[&tensor], ..GlooCall::default() };
-            let call = Call::bare(Operation::Recv);
-            let started = network.start(&call, GlooOperation::Recv, recv).unwrap();
-            both.wait();
-            let began = std::time::Instant::now();
-            run.report(1 - mine, None, "it ends the run".into());
-            let cancelled = network.finish(&started).unwrap_err();
-            assert!(matches!(cancelled, Error::Cancelled { .. }), "{cancelled}");
-            assert!(began.elapsed() < TIMEOUT / 2);
+            let recv = GlooCall { peer: 1, outputs: &[&tensor], ..GlooCall::default() };
+            let cancelled = (mine == 0).then(|| {
+                let began = std::time::Instant::now();
+                let ended = thread::scope(|scope| {
+                    scope.spawn(|| {
+                        thread::sleep(Duration::from_millis(200));
+                        run.report(1, None, "it ends the run".into());
+                    });
+                    network.call_gloo(&Call::bare(Operation::Recv), GlooOperation::Recv, recv)
+                });
+                (ended, began.elapsed())
+            });
+            both.wait(); // a process that has gone would end the wait, too
+            if let Some((ended, elapsed)) = cancelled {
+                let cancelled = ended.unwrap_err();
+                assert!(matches!(cancelled, Error::Cancelled { .. }), "{cancelled}");
+                assert!(elapsed < TIMEOUT / 2);
+            }
         };
         thread::scope(|scope| {
             let threads = [0, 1].map(|mine| scope.spawn(move || process(mine)));

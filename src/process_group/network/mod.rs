@@ -15,7 +15,6 @@ mod store_message;
 
 pub(super) use common::{Buffers, Room};
 pub(crate) use connection::Network;
-pub(super) use connection::{InFlight, Started};
 pub(crate) use gather::Gathered;
 pub(super) use lost::connection_lost;
 pub(crate) use process_map::ProcessMap;

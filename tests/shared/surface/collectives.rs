@@ -1,6 +1,5 @@
 //! Collectives of tensors, and of several tensors at once.
 
-use ddp_mp::ReduceOp;
 use tch::{Kind, Tensor};
 
 use super::{Surface, numbers, reduced};
@@ -38,12 +37,6 @@ pub(super) fn all_gather(it: &Surface) {
         it.of_all(3).iter().map(|_| it.tensor(&[0.0; 3], Kind::Int)).collect();
     it.group.all_gather(&mut list, &it.mine(3, Kind::Int)).unwrap();
     list.iter().zip(it.of_all(3)).for_each(|(found, expected)| it.is(found, &expected));
-}
-
-pub(super) fn all_gather_into_tensor(it: &Surface) {
-    let mut all = it.tensor(&vec![0.0; it.size() * 3], Kind::Double);
-    it.group.all_gather_into_tensor(&mut all, &it.mine(3, Kind::Double)).unwrap();
-    it.is(&all, &it.of_all(3).concat());
 }
 
 pub(super) fn all_gather_single(it: &Surface) {
@@ -92,14 +85,6 @@ pub(super) fn reduce_scatter(it: &Surface) {
         it.group.reduce_scatter(&mut output, &list, op).unwrap();
         it.is(&output, &whole[it.me() * 2..][..2]);
     }
-}
-
-pub(super) fn reduce_scatter_tensor(it: &Surface) {
-    let parts = parts(it);
-    let input = it.tensor(&parts[it.me()], Kind::Double);
-    let mut output = it.tensor(&[0.0; 2], Kind::Double);
-    it.group.reduce_scatter_tensor(&mut output, &input, ReduceOp::Sum).unwrap();
-    it.is(&output, &reduced(ReduceOp::Sum, &parts)[it.me() * 2..][..2]);
 }
 
 pub(super) fn reduce_scatter_single(it: &Surface) {

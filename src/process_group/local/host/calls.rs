@@ -12,7 +12,7 @@ use super::super::fingerprint::CollectiveFingerprint;
 use super::super::input_copies::MAX_BYTES;
 use super::super::mismatch::{mismatch_in_store, to_text};
 use super::Allocation;
-use super::group::{HostGroup, STAGING};
+use super::group::{HostGroup, HostNumbers, STAGING};
 use crate::error::{Error, Result};
 use crate::operation::Operand;
 use crate::process_group::call::Call;
@@ -46,9 +46,6 @@ const PRIVATE: usize = usize::MAX;
 
 /// Tensors begin at cache lines, so that every dtype is aligned.
 const LINE: usize = 64;
-
-/// How many numbers a block has.
-pub(crate) const NUMBERS: usize = 5;
 
 /// The layout of a rank's block: its state in the barrier, two announcements, numbers, and the room for tensors.
 #[derive(Debug, Clone, Copy)]
@@ -87,18 +84,14 @@ impl Cell {
         size_of::<RankState>().next_multiple_of(128) + parity * len
     }
 
-    fn numbers(self) -> usize {
+    /// Returns the offset of [`HostNumbers`] in a block.
+    pub(super) fn numbers(self) -> usize {
         self.announcement(2)
-    }
-
-    /// Returns the offset of a number of [`HostGroup::number`] in a block; `None` if there are fewer.
-    pub(super) fn number(self, index: usize) -> Option<usize> {
-        (index < NUMBERS).then(|| self.numbers() + index * size_of::<u64>())
     }
 
     /// Returns the offset of the room for tensors in a block.
     pub(super) fn staging(self) -> usize {
-        (self.numbers() + NUMBERS * size_of::<u64>()).next_multiple_of(super::PAGE)
+        (self.numbers() + size_of::<HostNumbers>()).next_multiple_of(super::PAGE)
     }
 
     /// Returns the size of a block in bytes.

@@ -42,6 +42,16 @@ pub(crate) struct HostGroup {
     _own: Vec<Allocation>,
 }
 
+/// Numbers in the block of the first rank of a host. Memory of zeros is a valid one.
+#[derive(Debug, Default)]
+#[repr(C)]
+pub(crate) struct HostNumbers {
+    /// Rank 0's decision to stop.
+    pub stop: [AtomicU64; 3],
+    /// The offsets of the send buffer and the receive buffer in the memory of the host's first process.
+    pub offsets: [AtomicU64; 2],
+}
+
 /// Where a rank's block is: the process whose memory it is in, and its first byte.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Block {
@@ -124,17 +134,15 @@ impl HostGroup {
         Ok(Some((hosts, Some(group))))
     }
 
-    /// Returns one of the numbers that all ranks of the host see, which are zeros at first. There are [`NUMBERS`].
+    /// Returns the numbers that all ranks of the host see, which are zeros at first.
     ///
     /// # Errors
-    /// [`Error::Internal`] if there are fewer.
-    pub(crate) fn number(&self, index: usize) -> Result<InMemory<AtomicU64>> {
-        let pointer = self.cell.number(index).map(|offset| self.in_block(0, offset)).transpose()?;
-        let pointer = pointer.and_then(|pointer| NonNull::new(pointer.cast::<AtomicU64>()));
-        let memory: Arc<dyn Any + Send + Sync> = self.host.clone();
+    /// As [`Self::address`].
+    pub(crate) fn numbers(&self) -> Result<InMemory<HostNumbers>> {
+        let pointer = NonNull::new(self.in_block(0, self.cell.numbers())?.cast::<HostNumbers>());
+        let pointer = pointer.ok_or_else(not_a_block)?;
         // SAFETY: the block of the first rank has zeros there at first, and its memory exists as long as the host.
-        let number = pointer.map(|pointer| unsafe { InMemory::at(pointer, memory) });
-        number.ok_or_else(|| Error::Internal(format!("a block has no number {index}")))
+        Ok(unsafe { InMemory::at(pointer, self.host.clone()) })
     }
 
     /// Returns whether this process has the first rank of the host.

@@ -15,8 +15,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use tch::{Device, Kind, Tensor};
 
-pub(crate) use calls::{HostCalls, NUMBERS, invalid_data};
-pub(crate) use group::HostGroup;
+pub(crate) use calls::{HostCalls, invalid_data};
+pub(crate) use group::{HostGroup, HostNumbers};
 
 use crate::error::{Error, Result};
 use crate::ffi::{TorchResult, memory_tensor};
