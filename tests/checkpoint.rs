@@ -529,7 +529,10 @@ fn init_from_names_what_a_wrapper_adds_to_the_names() {
     ] {
         refuses(&|name| format!("{prefix}{name}"), told);
     }
-    refuses(&|name| name.replace('.', "._fsdp_wrapped_module."), "added `_fsdp_wrapped_module.` to");
+    refuses(
+        &|name| name.replace('.', "._fsdp_wrapped_module."),
+        "added `_fsdp_wrapped_module.` to",
+    );
     let (tensors, _) = saved_by("--max-epochs=1");
     let error = refused("--model=mlp", &[&init_from(&file, &tensors, &[])], "model; missing: ");
     assert!(!error.contains("wrapper"), "{error}");
