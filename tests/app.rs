@@ -58,44 +58,6 @@ fn hash_is_that_of_the_built_in_model() {
 }
 
 #[test]
-fn loss_that_compares_each_output_with_each_target_is_noted_once() {
-    let note = "ddp-mp: warning: the loss compares each output of a batch with each target, because the model returns the \
-                shape [32, 1] and the targets have [32]; give both one shape";
-    for spawn in ["--spawn=threads", "--spawn=processes"] {
-        for (shapes, wrong, expected) in [
-            ("", "target-shape", 1),
-            ("by hand", "target-shape", 1),
-            ("squeezed", "target-shape", 0),
-            ("unsqueezed", "target-shape", 0),
-            ("", "nothing", 0),
-        ] {
-            let args = [TWO_RANKS, spawn, "--max-epochs=1", "--wrong", wrong];
-            let mut command = app(&args);
-            command.env("SHAPES_OF_LOSS", shapes);
-            let (_, stderr) = run_command_to(0, command);
-            assert_eq!(stderr.matches(note).count(), expected, "{shapes} {wrong}: {stderr}");
-            assert!(!stderr.contains("was resized"), "{stderr}");
-        }
-    }
-}
-
-/// The metrics come only after the last step of an epoch.
-#[test]
-fn metric_that_compares_each_output_with_each_target_is_noted_once() {
-    for (wrong, expected) in [("target-shape", 1), ("nothing", 0)] {
-        let args = [TWO_RANKS, "--max-epochs=1", "--val-fraction=0.25", "--wrong", wrong];
-        let mut command = app(&args);
-        command.env("SHAPES_OF_LOSS", "squeezed");
-        let (_, stderr) = run_command_to(0, command);
-        let note = "ddp-mp: warning: the metric `distance` compares each output of a batch with each target";
-        assert_eq!(stderr.matches(note).count(), expected, "{wrong}: {stderr}");
-        assert!(!stderr.contains("the loss compares"), "{stderr}");
-        // Whose value does not depend on the pairs, whatever the shapes are.
-        assert!(!stderr.contains("the metric `bias`"), "{stderr}");
-    }
-}
-
-#[test]
 fn ranks_may_be_threads_processes_or_workers_of_torchrun() {
     let flags = ["--max-epochs=1", TWO_RANKS];
     let (_, _, threads) = run_app(&flags);
@@ -281,7 +243,6 @@ fn what_is_wrong_in_a_program_is_one_message_with_its_part() {
                 "the dropout probability is 1.5; give a",
             ],
         ),
-        ("model-outside", 1, &["rank", "tensor of shape [1]", "not in the model's VarStore"]),
         ("dataset-error", 2, &["the data set of spirals: no data today"]),
         ("dataset-torch", 2, &["the data set of spirals: ", "mat1 and mat2 shapes cannot be"]),
         ("dataset-panic", 2, &["the data set of spirals: ", "panicked at", "no data today"]),

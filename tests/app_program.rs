@@ -61,11 +61,7 @@ fn net(path: &Path, context: &BuildContext<'_, Options>) -> nn::SequentialT {
     if options.makes_wrong("model-shape") {
         return net.add_fn(|x| x.narrow(0, 0, 1).repeat([31, 1]));
     }
-    if !options.makes_wrong("model-outside") {
-        return net;
-    }
-    let outside = Tensor::ones([1], (Kind::Float, Device::Cpu)).set_requires_grad(true);
-    net.add_fn(move |x| x * &outside)
+    net
 }
 
 /// The random data of `ddp-mp`, or data with something wrong.
@@ -100,7 +96,6 @@ impl Dataset for Samples {
     fn get(&self, index: usize) -> anyhow::Result<(Tensor, Tensor)> {
         let (inputs, targets) = self.random.get(index)?;
         match index {
-            _ if self.is_wrong("target-shape") => Ok((inputs, targets.squeeze_dim(0))),
             77 if self.is_wrong("sample-error") => bail!("no such sample"),
             77 if self.is_wrong("sample-panic") => panic!("no such sample"),
             77 if self.is_wrong("sample-shape") => Ok((inputs.narrow(0, 0, 19), targets)),
@@ -130,22 +125,12 @@ impl Callback<Model> for Watcher {
     }
 }
 
-/// Returns the mean squared error, with the shapes that a variable asks for: this closure gets no options.
-fn loss(output: &Tensor, targets: &Tensor) -> Tensor {
-    match std::env::var("SHAPES_OF_LOSS").as_deref() {
-        Ok("by hand") => (output - targets).square().mean(Kind::Float),
-        Ok("squeezed") => output.squeeze_dim(1).mse_loss(targets, Reduction::Mean),
-        Ok("unsqueezed") => output.mse_loss(&targets.unsqueeze(1), Reduction::Mean),
-        _ => output.mse_loss(targets, Reduction::Mean),
-    }
-}
-
 fn main() -> ExitCode {
     App::new("spirals", "1.2.3")
         .args::<Options>()
         .model(net)
         .dataset(Samples::open)
-        .loss(loss)
+        .loss(|output: &Tensor, targets: &Tensor| output.mse_loss(targets, Reduction::Mean))
         .metric("distance", |output, targets| (output - targets).abs().mean(Kind::Float))
         .metric("bias", |output, targets| output.mean(Kind::Float) - targets.mean(Kind::Float))
         .trainer(|trainer, options| {

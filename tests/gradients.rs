@@ -1,13 +1,10 @@
-//! What is in each parameter's `grad`, as PyTorch has it: unused, ignored and skipped parameters, retained graphs, two
-//! models.
+//! What is in each parameter's `grad`, as PyTorch has it: unused and ignored parameters, retained graphs, two models.
 
 use std::process::Command;
 use std::rc::Rc;
 
 use ddp_mp::ddp::{BackwardOptions, hook_fn};
-use ddp_mp::{
-    DdpOptions, DistributedDataParallel, Optimizer, ProcessGroup, Rank, ReduceOp, Sgd, SgdOptions,
-};
+use ddp_mp::{DdpOptions, DistributedDataParallel, Optimizer, ProcessGroup, Rank, Sgd, SgdOptions};
 use serde::Deserialize;
 use serde_json::Value;
 use tch::nn::{self, OptimizerConfig, VarStore};
@@ -398,66 +395,6 @@ fn unknown_or_complete_ignore_list_is_refused() {
     assert!(error.contains("ignore: the model has no parameter or buffer `weigth`"), "{error}");
     let error = wrap(&["weight"]);
     assert!(error.contains("no parameters to train"), "{error}");
-}
-
-#[test]
-fn unused_buckets_are_skipped_on_request() {
-    for static_graph in [false, true] {
-        ranks(2, move |rank, group| {
-            let options = DdpOptions {
-                find_unused_parameters: !static_graph,
-                static_graph,
-                skip_all_reduce_unused_params: true,
-                bucket_cap_mb_list: vec![TINY],
-                overlap: Some(true),
-                ..DdpOptions::default()
-            };
-            let (_, terms, mut ddp) = Terms::wrapped(&group, options)?;
-            let reduced = Rc::new(std::cell::RefCell::new(Vec::new()));
-            let notes = reduced.clone();
-            ddp.register_comm_hook(hook_fn("noting", move |bucket, group| {
-                notes.borrow_mut().push((bucket.index, bucket.is_last));
-                group.all_reduce(bucket.gradients, ReduceOp::Avg)
-            }))?;
-            let factor = (rank.rank() + 1) as f64;
-            for unused in if static_graph { ["a"; 3] } else { ["a", "", "bc"] } {
-                ddp.zero_grad()?;
-                ddp.backward(&terms.loss(|name| !unused.contains(name), factor))?;
-                let expected = match unused {
-                    "a" => vec![(0, false), (1, true)],
-                    "bc" => vec![(2, true)],
-                    _ => vec![(0, false), (1, false), (2, true)],
-                };
-                assert_eq!(reduced.take(), expected, "unused: `{unused}`");
-                for (name, gradient) in ['a', 'b', 'c'].into_iter().zip(terms.gradients()) {
-                    let number = f64::from(u32::from(name) - 96);
-                    let expected = (!unused.contains(name)).then_some(3. * number);
-                    assert_eq!(gradient, expected, "unused: `{unused}`");
-                }
-            }
-            Ok(())
-        });
-    }
-}
-
-#[test]
-fn skipped_buckets_that_differ_between_ranks_are_a_mismatch() {
-    let error = try_ranks(2, |rank, group| {
-        let options = DdpOptions {
-            find_unused_parameters: true,
-            skip_all_reduce_unused_params: true,
-            ..DdpOptions::default()
-        };
-        let (_, terms, mut ddp) = Terms::wrapped(&group, options)?;
-        if rank.rank() == 0 {
-            return Ok(ddp.backward(&terms.loss(|_| true, 1.))?);
-        }
-        // The loss depends on no parameter, and every bucket is skipped.
-        let other = Tensor::from(1f32).set_requires_grad(true);
-        Ok(ddp.backward(&other)?)
-    })
-    .unwrap_err();
-    assert!(error.to_string().contains("differs between ranks"), "{error}");
 }
 
 #[test]

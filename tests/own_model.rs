@@ -1,4 +1,4 @@
-//! Models of one's own in the trainer: several inputs, and parameters outside of the `VarStore`.
+//! Models of one's own in the trainer, with several inputs.
 
 use std::sync::Arc;
 
@@ -172,57 +172,4 @@ pub(crate) fn numbers() -> TensorDataset {
     let targets = Tensor::arange(20, CPU).unsqueeze(1);
     let inputs = Tensor::cat(&[targets.sin(), targets.cos(), &targets * 0.1], 1);
     TensorDataset::new(inputs, targets).unwrap()
-}
-
-/// A model with a factor that is not in its VarStore.
-#[derive(Debug)]
-struct Hidden {
-    layer: Linear,
-    factor: Tensor,
-}
-
-impl Module for Hidden {
-    fn forward(&self, inputs: &Tensor) -> Tensor {
-        self.layer.forward(inputs) * &self.factor
-    }
-}
-
-#[test]
-fn parameter_outside_of_the_var_store_is_refused() {
-    // Requires a gradient: the factor, the inputs.
-    let run = |of_factor: bool, of_inputs: bool| {
-        try_ranks(2, move |rank, group| {
-            let vs = VarStore::new(rank.device());
-            let factor = Tensor::ones([2, 1], CPU).set_requires_grad(of_factor);
-            let model = Hidden { layer: linear(vs.root(), 3, 1), factor };
-            let ddp = DistributedDataParallel::new(model, &vs, group, DdpOptions::default())?;
-            let sgd: Box<dyn Optimizer> =
-                Box::new(Sgd::new(ddp.flat_buffers(), SgdOptions::default())?);
-            let sampler = DistributedSampler::new(20, 2, rank.rank())?;
-            let loader = DataLoader::new(Arc::new(numbers()), sampler, 2, rank.device())?;
-            let trainer = Trainer::new(ddp, sgd, Schedule::constant(0.01), loader, Loss::Mse)?;
-            let mut trainer = trainer.callback(Gradients(of_inputs));
-            Ok(trainer.train(1)?.steps)
-        })
-    };
-    assert_eq!(run(false, false).unwrap(), [5, 5]);
-    assert_eq!(run(false, true).unwrap(), [5, 5]);
-    let error = run(true, false).unwrap_err().to_string();
-    assert!(
-        error.contains("depends on a tensor of shape [2, 1] that requires a gradient"),
-        "{error}"
-    );
-    assert!(error.contains("; create it with the path of the model, or"), "{error}");
-}
-
-/// Lets the inputs require a gradient, as adversarial examples do.
-struct Gradients(bool);
-
-impl<M> Callback<M> for Gradients {
-    fn on_step_start(&mut self, _: &mut TrainContext<M>, step: &mut Step) -> anyhow::Result<()> {
-        for batch in &mut step.batches {
-            batch.inputs = batch.inputs.copy().set_requires_grad(self.0);
-        }
-        Ok(())
-    }
 }

@@ -49,7 +49,7 @@ mod new; // ddp-mp new: what it writes, and what it refuses (`make crate` builds
 mod non_finite; // losses and gradients that are not finite
 mod optim; // optimizers on buckets: state, groups, clipping
 mod outputs; // tensors that are written to: those that overlap themselves are refused
-mod own_model; // models of one's own in the trainer: several inputs, parameters outside of the VarStore
+mod own_model; // models of one's own in the trainer: several inputs
 mod parity; // against values recorded from PyTorch
 mod parity_gpt; // a gpt on a text, against values recorded from PyTorch
 mod processes; // several processes: collectives, training, failures

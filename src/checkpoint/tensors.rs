@@ -12,7 +12,7 @@ use tch::{Kind, TchError, Tensor};
 use super::CheckpointDir;
 use super::layout::{MODEL, pointed};
 use super::state::FileMark;
-use crate::error::{Error, Result, Shown};
+use crate::error::{Error, Result, Shown, first_of};
 use crate::ffi::{MappedFile, TorchResult};
 use crate::files::{SAFETENSORS, WholeFile, mistaken};
 use crate::models::{bytes_of, state_dict};
@@ -174,7 +174,8 @@ impl TensorFile {
             problems.entry("unexpected").or_default().push(format!("`{name}`"));
         }
         if !problems.is_empty() {
-            let all = problems.iter().map(|(what, names)| format!("{what}: {}", some_of(names)));
+            let all =
+                problems.iter().map(|(what, names)| format!("{what}: {}", first_of(names, 6)));
             let (path, all) = (self.path.shown(), all.collect::<Vec<_>>().join("; "));
             let hint = added_to_names(&saved, &wanted).unwrap_or_default();
             return Err(Error::mismatch(format!("{path} does not fit the model; {all}{hint}")));
@@ -230,14 +231,4 @@ fn not_finite(from: &Tensor, to: &Tensor) -> Result<i64, TchError> {
     let wrong =
         if to.requires_grad() { cast.f_isfinite()?.f_logical_not()? } else { cast.f_isnan()? };
     wrong.f_sum(Kind::Int64)?.f_int64_value(&[])
-}
-
-/// Lists the first names, for a message.
-fn some_of(names: &[String]) -> String {
-    const MAX_LISTED_NAMES: usize = 6;
-    let shown = names[..names.len().min(MAX_LISTED_NAMES)].join(", ");
-    match names.len().checked_sub(MAX_LISTED_NAMES) {
-        Some(more @ 1..) => format!("{shown} and {more} more"),
-        _ => shown,
-    }
 }

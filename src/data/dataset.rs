@@ -244,22 +244,16 @@ impl TensorDataset {
             return Ok(self.samples.handles());
         }
         let mut copies = self.copies.lock();
-        let known =
-            copies.iter().find(|(known, _)| *known == device).map(|(_, copy)| copy.handles());
-        let (inputs, targets) = match known {
-            Some(known) => known,
-            None => {
-                // The host waits for the copies, so that other ranks' streams need not.
-                let copy = |tensor: Tensor| {
-                    tensor.f_to_device(device).doing("copying the data set to the GPU")
-                };
-                let (inputs, targets) = self.samples.handles();
-                let samples = Samples::new(copy(inputs)?, copy(targets)?);
-                let handles = samples.handles();
-                copies.push((device, samples));
-                handles
-            }
-        };
+        let known = copies.iter().position(|(known, _)| *known == device);
+        if known.is_none() {
+            // The host waits for the copies, so that other ranks' streams need not.
+            let copy = |tensor: Tensor| {
+                tensor.f_to_device(device).doing("copying the data set to the GPU")
+            };
+            let (inputs, targets) = self.samples.handles();
+            copies.push((device, Samples::new(copy(inputs)?, copy(targets)?)));
+        }
+        let (inputs, targets) = copies[known.unwrap_or(copies.len() - 1)].1.handles();
         record_stream(&inputs)?;
         record_stream(&targets)?;
         Ok((inputs, targets))

@@ -320,15 +320,8 @@ impl DataLoader {
 
     /// Returns a batch of 0 samples.
     fn empty(&self) -> Result<Batch> {
-        let sample = match &self.resident {
-            Some((inputs, targets)) => {
-                let (inputs, targets) = (inputs.shallow_clone(), targets.shallow_clone());
-                Batch { inputs, targets, more_inputs: Vec::new(), len: 1 }
-            }
-            None => self.sample()?,
-        };
         let none = |tensor: &Tensor| tensor.f_narrow(0, 0, 0)?.f_to_device(self.device);
-        sample.map(0, none).doing("a batch without samples")
+        self.sample()?.map(0, none).doing("a batch without samples")
     }
 }
 
@@ -373,14 +366,7 @@ impl Iterator for Batches {
         self.waited.set(self.waited.get() + began.elapsed());
         Some(batch)
     }
-
-    fn size_hint(&self) -> (usize, Option<usize>) {
-        let left = self.num_batches - self.next;
-        (left, Some(left))
-    }
 }
-
-impl ExactSizeIterator for Batches {}
 
 impl Batches {
     fn load(&mut self, index: usize) -> Result<Batch> {

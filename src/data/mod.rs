@@ -17,18 +17,18 @@ pub use sampler::DistributedSampler;
 pub use subset::{Subset, random_split};
 pub use text_dataset::TextDataset;
 
-use crate::error::{Error, first_line};
+use crate::error::{Error, first_line, first_of};
 
 impl Error {
     /// Converts a data set's error into one that names the samples.
     pub(crate) fn of_samples(indices: &[usize]) -> impl FnOnce(anyhow::Error) -> Error {
-        let first: Vec<String> = indices.iter().take(4).map(usize::to_string).collect();
-        let more = indices.len().saturating_sub(first.len());
-        let samples = match (&first[..], more) {
-            ([one], 0) => format!("sample {one}"),
-            (some, 0) => format!("samples {}", some.join(", ")),
-            (some, more) => format!("samples {} and {more} more", some.join(", ")),
-        };
+        let samples = list_samples(indices, 4);
         move |error| Error::Data { samples, reason: first_line(&format!("{error:#}")) }
     }
+}
+
+/// Lists the first `most` of `samples`, for a message.
+pub(crate) fn list_samples(samples: &[usize], most: usize) -> String {
+    let what = if samples.len() == 1 { "sample" } else { "samples" };
+    format!("{what} {}", first_of(samples, most))
 }

@@ -38,11 +38,7 @@ impl Reducer {
         // A hook's error takes precedence: it is the cause if backward failed too.
         self.end_of_autograd()?;
         backward?;
-        self.state().take_gradients()?;
-        if averages {
-            self.reduce_rest()?;
-            self.finish()?;
-        }
-        Ok(())
+        self.state().layout.take_gradients(averages)?;
+        if averages { self.finish() } else { Ok(()) }
     }
 }

@@ -5,7 +5,7 @@ use super::options::DdpOptions;
 use super::reducer::Reducer;
 use super::wrapper::DistributedDataParallel;
 use crate::error::{Error, Result};
-use crate::process_group::ReduceOp;
+use crate::process_group::{ProcessGroup, ReduceOp};
 
 impl<M> DistributedDataParallel<M> {
     /// Runs `train`, in which ranks may call [`backward`](Self::backward) different numbers of times. A rank that is
@@ -60,7 +60,7 @@ impl<M> DistributedDataParallel<M> {
         let result = train(self);
         self.reducer.state().joining = None;
         let result = result?;
-        let last = self.reducer.shadow_until_all_joined(options)?;
+        let last = self.reducer.shadow_until_all_joined(&self.group, options)?;
         self.sync_module_states(last)?;
         Ok(result)
     }
@@ -69,18 +69,17 @@ impl<M> DistributedDataParallel<M> {
 impl Reducer {
     /// Takes part in the others' steps with zeros until no rank has inputs. Returns one of the last ranks, the same on
     /// all ranks.
-    fn shadow_until_all_joined(&self, options: JoinOptions) -> Result<usize> {
-        let group = self.group();
+    fn shadow_until_all_joined(&self, group: &ProcessGroup, options: JoinOptions) -> Result<usize> {
         let mut is_last = true;
         loop {
-            if count_active(&group, false, options)? == 0 {
+            if count_active(group, false, options)? == 0 {
                 break;
             }
             is_last = false;
             self.state().shadow(&self.options)?;
         }
         let mine = if is_last { group.rank() as i64 } else { -1 };
-        Ok(all_reduce_number(&group, mine, ReduceOp::Max)?.max(0) as usize)
+        Ok(all_reduce_number(group, mine, ReduceOp::Max)?.max(0) as usize)
     }
 }
 

@@ -5,7 +5,6 @@ use std::rc::Rc;
 use tch::Tensor;
 
 use super::bucket::{self, Size};
-use super::grad_observer::GradObservers;
 use super::options::DdpOptions;
 use crate::error::Result;
 use crate::ffi::TorchResult;
@@ -22,8 +21,6 @@ pub(super) struct Bucket {
     concatenated: Option<Tensor>,
     /// The number of parameters that still lack their gradient in this step.
     pub pending: usize,
-    /// Whether no rank has a gradient for any of them in this step, so that the bucket is not reduced.
-    pub is_skipped: bool,
 }
 
 impl Bucket {
@@ -82,8 +79,10 @@ pub(super) struct ParamState {
     pub has_gradient: bool,
 }
 
+/// A function that gets the index of a trained parameter and this rank's own gradient of it, whose values it may change.
+pub(crate) type Observe = Box<dyn FnMut(usize, &mut Tensor) -> Result<()>>;
+
 /// All parameters of a model with their buckets.
-#[derive(Debug)]
 pub(super) struct Layout {
     pub memory: FlatMemory,
     /// The state of each parameter, in the order of their creation.
@@ -91,8 +90,9 @@ pub(super) struct Layout {
     /// The indices of the parameters in the order in which they were assigned to buckets.
     order: Vec<usize>,
     pub buckets: Vec<Bucket>,
-    /// What sees this rank's own gradients before they are averaged.
-    pub observers: GradObservers,
+    /// What sees this rank's own gradients before they are averaged, each with its name. They run in the order in which
+    /// they began.
+    pub observers: Vec<(&'static str, Observe)>,
 }
 
 impl Layout {
@@ -112,7 +112,7 @@ impl Layout {
             memory: FlatMemory::new(parameters, &order, group, options.optimizer_layout)?,
             order: Vec::new(),
             buckets: Vec::new(),
-            observers: GradObservers::default(),
+            observers: Vec::new(),
         };
         layout.fill_buckets(&order, options)?;
         Ok(layout)
@@ -128,7 +128,7 @@ impl Layout {
         for (bucket, indices) in assigned.iter().enumerate() {
             indices.iter().for_each(|&index| self.states[index].bucket = bucket);
         }
-        let bucket = |memory| Bucket { memory, concatenated: None, pending: 0, is_skipped: false };
+        let bucket = |memory| Bucket { memory, concatenated: None, pending: 0 };
         self.buckets.clear(); // frees their copies before memory is allocated
         let memories = self.memory.arrange(&assigned, self.order.is_empty())?;
         self.buckets = memories.into_iter().map(bucket).collect();
@@ -190,7 +190,9 @@ impl Layout {
         }
         for span in &self.buckets[bucket].memory.parameters {
             let mut gradient = self.memory.parameters[span.index].gradient()?;
-            self.observers.observe(span.index, &mut gradient)?;
+            for (_, observe) in &mut self.observers {
+                observe(span.index, &mut gradient)?;
+            }
         }
         Ok(())
     }

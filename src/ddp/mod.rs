@@ -5,25 +5,22 @@
 //! | file | contents |
 //! |---|---|
 //! | `options`, `parameters` | the options; the check that all ranks have the same model |
-//! | `grad_observer` | sees gradients before they are averaged |
 //! | `bucket`, `layout`, `bucket_order` | which bucket a parameter is in; the order after the first step. `optim/flat_memory.rs` has their memory |
 //! | `comm_hooks` | averages a bucket as the user says, or compressed |
 //! | `unused`, `active_ranks` | which parameters a step does not use, and which ranks have run out of inputs |
 //! | `reduce_path`, `averaging` | on which stream or thread a bucket is averaged, and how |
 //! | `statistics`, `reducer_state`, `reducer` | measures; reduces each bucket when its gradients are complete |
 //! | `backward` | one backward pass |
-//! | `broadcast`, `no_sync` | the same start on all ranks; gradients that stay on their rank |
+//! | `no_sync` | gradients that stay on their rank |
 //! | `wrapper` | `DistributedDataParallel` |
 //! | `join` | uneven inputs |
 
 mod active_ranks;
 mod averaging;
 mod backward;
-mod broadcast;
 mod bucket;
 mod bucket_order;
 mod comm_hooks;
-mod grad_observer;
 mod join;
 mod layout;
 mod no_sync;

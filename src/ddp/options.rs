@@ -28,10 +28,6 @@ pub struct DdpOptions {
     /// small collective per step. Without this option unused parameters are
     /// [`Error::UnusedParameters`](crate::Error::UnusedParameters).
     pub find_unused_parameters: bool,
-    /// Skip buckets in which a step uses no parameter. Every rank must leave out the same parameters in the same steps,
-    /// otherwise their collectives differ. Requires `find_unused_parameters` or `static_graph`, and makes buckets be
-    /// reduced after backward. PyTorch's `skip_all_reduce_unused_params`.
-    pub skip_all_reduce_unused_params: bool,
     /// The loss depends on the same parameters in every step. Parameters that the first step does not use may stay
     /// unused in all steps, at no further cost.
     pub static_graph: bool,
@@ -66,7 +62,6 @@ impl Default for DdpOptions {
             broadcast_buffers: true,
             bucket_cap_mb_list: Vec::new(),
             find_unused_parameters: false,
-            skip_all_reduce_unused_params: false,
             static_graph: false,
             overlap: None,
             ignore: Vec::new(),

@@ -2,7 +2,6 @@
 
 use std::cell::{RefCell, RefMut};
 use std::ffi::CStr;
-use std::fmt;
 use std::rc::Rc;
 
 use tch::{Device, Tensor};
@@ -30,12 +29,6 @@ pub(super) struct Reducer {
     pub(super) state: Rc<RefCell<ReducerState>>,
     hooks: GradHooks,
     pub(super) options: DdpOptions,
-}
-
-impl fmt::Debug for Reducer {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Reducer").field("buckets", &self.state.borrow().layout.buckets).finish()
-    }
 }
 
 impl Reducer {
@@ -69,10 +62,6 @@ impl Reducer {
         self.state.borrow_mut()
     }
 
-    pub(super) fn zero_grad(&self) -> Result<()> {
-        self.state().layout.zero_grad()
-    }
-
     pub(super) fn bucket_bytes(&self) -> Vec<usize> {
         let bytes = |b: &Bucket| num_bytes(b.memory.dtype, b.memory.numel);
         self.state.borrow().layout.buckets.iter().map(bytes).collect()
@@ -90,7 +79,7 @@ impl Reducer {
         }
         let is_partitioned = layout.memory.is_partitioned();
         for gradients in layout.buckets.iter_mut().flat_map(|bucket| &mut bucket.memory.gradients) {
-            averaging.run(group, |group| {
+            averaging.path.run(group, |group| {
                 group.all_reduce(gradients, average(group))?;
                 if is_partitioned {
                     group.reduce_scatter_in_place(gradients, average(group))?;
@@ -99,7 +88,7 @@ impl Reducer {
                 Ok(())
             })?;
         }
-        averaging.wait(group).map(drop)
+        averaging.path.wait(group).map(drop)
     }
 
     /// Registers `hook` for averaging; only one can be registered.
@@ -117,47 +106,29 @@ impl Reducer {
         Ok(())
     }
 
-    /// Returns whether ranks may run out of inputs.
-    pub(super) fn is_joining(&self) -> bool {
-        self.state.borrow().joining.is_some()
-    }
-
-    pub(super) fn group(&self) -> Rc<ProcessGroup> {
-        self.state.borrow().group.clone()
-    }
-
     /// Returns whether buckets are reduced during backward. Where ranks may use different parameters, a bucket is
     /// complete at different times on different ranks. The order of its reduction and other collectives in backward
-    /// (SyncBatchNorm's) would differ too. The buckets to skip are known only after backward.
+    /// (SyncBatchNorm's) would differ too.
     pub(super) fn overlaps(&self) -> bool {
         let DdpOptions { find_unused_parameters, static_graph, overlap, .. } = self.options;
         let same_everywhere = !find_unused_parameters && !static_graph;
-        let pays = || same_everywhere && self.state.borrow().averaging.overlaps();
-        overlap.unwrap_or_else(pays) && !self.options.skip_all_reduce_unused_params
+        let pays = || same_everywhere && self.state.borrow().averaging.path.overlaps();
+        overlap.unwrap_or_else(pays)
     }
 
     /// Returns the error of a hook, if any. No hook runs after this.
     pub(super) fn end_of_autograd(&self) -> Result<()> {
         self.hooks.resume_panic();
         let mut state = self.state();
-        state.leave_autograd();
-        match state.error.take() {
-            Some(error) => Err(error),
-            None => Ok(()),
-        }
+        state.is_in_autograd = false;
+        state.error.take().map_or(Ok(()), Err)
     }
 
-    /// Reduces the buckets that were not reduced during autograd.
-    pub(super) fn reduce_rest(&self) -> Result<()> {
-        let mut state = self.state();
-        let result = state.reduce_rest(&self.options);
-        drop(state);
-        self.hooks.resume_panic();
-        result
-    }
-
-    /// Waits for the reductions and ends the step.
+    /// Reduces the buckets that were not reduced during autograd, waits for all reductions, and ends the step.
     pub(super) fn finish(&self) -> Result<()> {
+        let result = self.state().reduce_rest(&self.options);
+        self.hooks.resume_panic();
+        result?;
         let mut state = self.state();
         state.finish(&self.options)?;
         state.clock.end();
@@ -167,10 +138,10 @@ impl Reducer {
     /// Waits for reductions that still use the gradients, after a failure.
     pub(super) fn give_up(&self) {
         let mut state = self.state();
-        state.leave_autograd();
+        state.is_in_autograd = false;
         // The wait ends: either the other ranks take part in these reductions, or the run ends. The error is already
         // known.
         let ReducerState { averaging, group, .. } = &mut *state;
-        let _ = averaging.wait(group);
+        let _ = averaging.path.wait(group);
     }
 }

@@ -7,7 +7,7 @@ use super::active_ranks::{JoinOptions, count_active};
 use super::averaging::{Averaging, BucketTurn};
 use super::bucket_order::BucketOrder;
 use super::comm_hooks::average;
-use super::layout::{Bucket, Layout};
+use super::layout::Layout;
 use super::options::DdpOptions;
 use super::statistics::BackwardClock;
 use super::unused::UnusedParams;
@@ -101,11 +101,6 @@ impl ReducerState {
         Ok(factor)
     }
 
-    /// Ends a backward's autograd; from now on no hooks are called.
-    pub(super) fn leave_autograd(&mut self) {
-        self.is_in_autograd = false;
-    }
-
     fn reset(&mut self) -> Result<()> {
         self.next = 0;
         self.error = None;
@@ -114,7 +109,6 @@ impl ReducerState {
         let Layout { buckets, memory, states, .. } = &mut self.layout;
         for bucket in buckets.iter_mut() {
             bucket.pending = bucket.memory.parameters.len();
-            bucket.is_skipped = false;
         }
         states.iter_mut().for_each(|state| state.ready = false);
         for &index in self.unused.always.iter().flatten() {
@@ -164,9 +158,7 @@ impl ReducerState {
     /// Reduces buckets in index order, up to the first that is not complete.
     fn reduce_complete_buckets(&mut self) -> Result<()> {
         while self.layout.buckets.get(self.next).is_some_and(|bucket| bucket.pending == 0) {
-            if !self.layout.buckets[self.next].is_skipped {
-                self.reduce_next_bucket()?;
-            }
+            self.reduce_next_bucket()?;
             self.next += 1;
         }
         self.group.set_context(CallContext::default());
@@ -186,8 +178,8 @@ impl ReducerState {
             bucket: u16::try_from(index).ok(),
         });
         layout.show_gradients(index)?;
-        let is_left_out = |it: &Bucket| it.is_skipped || it.memory.gradients.is_empty();
-        let is_last = layout.buckets[index + 1..].iter().all(is_left_out);
+        let mut later = layout.buckets[index + 1..].iter();
+        let is_last = later.all(|bucket| bucket.memory.gradients.is_empty());
         let overlaps = self.mode == Mode::Overlap;
         let turn = BucketTurn { index, is_last, scatters, overlaps };
         let Layout { buckets, memory, .. } = layout;
@@ -232,7 +224,7 @@ impl ReducerState {
     pub(super) fn finish(&mut self, options: &DdpOptions) -> Result<()> {
         let scatters = self.scatters(); // as in this step: after it the order of the buckets is final
         let Self { group, layout, unused, .. } = self;
-        self.clock.totals.communication += self.averaging.wait(group)?;
+        self.clock.totals.communication += self.averaging.path.wait(group)?;
         unused.restore_unused(layout, options, group)?;
         self.order.rebuild_buckets(layout, options, group)?;
         layout.memory.set_averaged(scatters);
@@ -255,10 +247,5 @@ impl ReducerState {
         self.unused.always = always_unused;
         self.clock.totals = totals; // counts this rank's own steps only
         Ok(())
-    }
-
-    /// Takes all gradients, and zeros for those that backward has not computed.
-    pub(super) fn take_gradients(&self) -> Result<()> {
-        self.layout.take_gradients(self.mode != Mode::Local)
     }
 }

@@ -9,7 +9,7 @@ use crate::ffi::TorchResult;
 use crate::process_group::{ProcessGroup, ReduceOp};
 
 /// The parameters without a gradient in a step.
-#[derive(Debug)]
+#[derive(Default)]
 pub(super) struct UnusedParams {
     /// With `static_graph`: the parameters that have no gradient on this rank in any step.
     pub always: Option<Vec<usize>>,
@@ -21,18 +21,6 @@ pub(super) struct UnusedParams {
     kept: Vec<(usize, Tensor)>,
     /// The factor by which this step has multiplied the earlier gradients: see [`JoinOptions`](super::JoinOptions).
     pub multiplied_by: f64,
-}
-
-impl Default for UnusedParams {
-    fn default() -> Self {
-        Self {
-            always: None,
-            have_agreed: false,
-            undefined: Vec::new(),
-            kept: Vec::new(),
-            multiplied_by: 1.0,
-        }
-    }
 }
 
 impl UnusedParams {
@@ -67,13 +55,7 @@ impl UnusedParams {
             });
             self.kept = kept.collect::<Result<_>>()?;
         }
-        let allows_unused = options.find_unused_parameters || options.static_graph;
-        let skips = options.skip_all_reduce_unused_params && allows_unused;
-        for (index, bucket) in layout.buckets.iter_mut().enumerate() {
-            bucket.pending = 0;
-            let mut states = layout.states.iter().filter(|state| state.bucket == index);
-            bucket.is_skipped = skips && states.all(|state| !state.used);
-        }
+        layout.buckets.iter_mut().for_each(|bucket| bucket.pending = 0);
         Ok(())
     }
 

@@ -12,9 +12,8 @@ use tch::nn::VarStore;
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::backward::BackwardOptions;
-use super::broadcast::{sync_buffers, sync_module_states};
 use super::comm_hooks::CommHook;
-use super::grad_observer::Observe;
+use super::layout::Observe;
 use super::no_sync::NoSync;
 use super::options::DdpOptions;
 use super::parameters;
@@ -112,7 +111,6 @@ impl<M> fmt::Debug for DistributedDataParallel<M> {
         f.debug_struct("DistributedDataParallel")
             .field("group", &self.group)
             .field("parameters", &self.num_parameters())
-            .field("reducer", &self.reducer)
             .finish_non_exhaustive()
     }
 }
@@ -150,11 +148,6 @@ impl<M> DistributedDataParallel<M> {
     /// `no_sync`.
     pub fn no_sync(&self) -> NoSync {
         NoSync::new(&self.no_sync)
-    }
-
-    /// Returns whether backward averages: no [`NoSync`] guard is live.
-    pub(super) fn averages(&self) -> bool {
-        self.no_sync.get() == 0
     }
 
     /// Keeps a copy of the output of each forward pass in training, until [`take_outputs`](Self::take_outputs).
@@ -197,9 +190,30 @@ impl<M> DistributedDataParallel<M> {
         models::hash(&self.tensors)
     }
 
-    /// Copies the parameters and buffers of rank `src` to all ranks. A collective.
+    /// Copies the parameters and buffers of rank `src` to all ranks. A collective, which ends before this returns: otherwise
+    /// the caller's next copy between host and GPU would wait behind it. Follows `_sync_module_states`.
     pub(super) fn sync_module_states(&self, src: usize) -> Result<()> {
-        sync_module_states(&self.flat_buffers(), &self.tensors, &self.group, src)
+        let flat_buffers = self.flat_buffers();
+        let trained = flat_buffers.iter().map(|buffer| &buffer.parameters);
+        // Includes parameters that are not trained.
+        let rest = self.tensors.iter().filter(|named| !named.trainable && !named.is_ignored);
+        self.broadcast(trained.chain(rest.map(|named| &named.tensor)), src)?;
+        self.group.await_launched()
+    }
+
+    /// Copies rank 0's buffers to all ranks. A collective. Follows `_sync_buffers`.
+    fn sync_buffers(&self) -> Result<()> {
+        let buffers = self.tensors.iter().filter(|named| named.is_buffer && !named.is_ignored);
+        self.broadcast(buffers.map(|named| &named.tensor), 0)
+    }
+
+    fn broadcast<'a>(&self, tensors: impl Iterator<Item = &'a Tensor>, src: usize) -> Result<()> {
+        tch::no_grad(|| {
+            for tensor in tensors {
+                self.group.broadcast(&mut tensor.shallow_clone(), src)?;
+            }
+            Ok(())
+        })
     }
 
     /// Averages gradients with `hook` from now on. Follows `register_comm_hook`. Every rank must call it, with
@@ -270,7 +284,7 @@ impl<M> DistributedDataParallel<M> {
         for named in self.tensors.iter().filter(|named| named.is_ignored && !named.is_buffer) {
             remove_grad(&named.tensor)?;
         }
-        self.reducer.zero_grad()
+        self.reducer.state().layout.zero_grad()
     }
 
     /// Computes the gradients of `loss` and averages them over all ranks. A collective. tch's own [`Tensor::backward`]
@@ -296,12 +310,13 @@ impl<M> DistributedDataParallel<M> {
     #[track_caller]
     pub fn backward_with(&mut self, loss: &Tensor, options: BackwardOptions) -> Result<()> {
         self.group.next_phase(Operation::Backward);
-        let averages = self.averages();
+        let averages = self.no_sync.get() == 0;
         let backward = self.reducer.backward(loss, averages, options, Location::caller());
         backward.inspect_err(|_| self.reducer.give_up())?;
-        let broadcasts =
-            averages && self.reducer.options.broadcast_buffers && !self.reducer.is_joining();
-        if broadcasts { sync_buffers(&self.tensors, &self.group, 0) } else { Ok(()) }
+        let broadcasts = averages
+            && self.reducer.options.broadcast_buffers
+            && self.reducer.state().joining.is_none();
+        if broadcasts { self.sync_buffers() } else { Ok(()) }
     }
 
     /// Returns the averaged gradient of the parameter `name`; `None` if no rank has one. Where the ranks step together (see
@@ -359,24 +374,23 @@ impl<M> DistributedDataParallel<M> {
     /// bits of training do not change, unless `observe` changes them. All ranks must call this alike: gradients that are
     /// observed are averaged as a whole, in each [`OptimizerLayout`](crate::OptimizerLayout).
     pub(crate) fn observe_gradients(&self, name: &'static str, observe: Observe) {
-        self.reducer.state().layout.observers.add(name, observe);
+        self.reducer.state().layout.observers.push((name, observe));
     }
 
     /// Stops the observer of this name, if there is one.
     pub(crate) fn stop_observing(&self, name: &'static str) {
-        self.reducer.state().layout.observers.remove(name);
+        self.reducer.state().layout.observers.retain(|(other, _)| *other != name);
     }
 
     /// Returns the names and values of the parameters that the ranks train. Observers number them in this order.
     pub(crate) fn trained_parameters(&self) -> Vec<(String, Tensor)> {
-        let trained = parameters::trained(&self.tensors);
-        trained.map(|named| (named.name.clone(), named.tensor.shallow_clone())).collect()
+        models::by_name(parameters::trained(&self.tensors))
     }
 
     /// Returns the names and values of all other tensors of the model.
     pub(crate) fn untrained_tensors(&self) -> Vec<(String, Tensor)> {
-        let untrained = self.tensors.iter().filter(|named| !named.trainable || named.is_ignored);
-        untrained.map(|named| (named.name.clone(), named.tensor.shallow_clone())).collect()
+        let is_untrained = |named: &&NamedTensor| !named.trainable || named.is_ignored;
+        models::by_name(self.tensors.iter().filter(is_untrained))
     }
 }
 

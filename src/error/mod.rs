@@ -434,6 +434,16 @@ pub(crate) fn first_line(message: &str) -> String {
     line.trim_start_matches("Internal torch error: ").trim().to_string()
 }
 
+/// Lists the first `most` of `items`, for a message: `a, b and 3 more`.
+pub(crate) fn first_of<T: ToString>(items: &[T], most: usize) -> String {
+    let first: Vec<String> = items.iter().take(most).map(T::to_string).collect();
+    let first = first.join(", ");
+    match items.len().saturating_sub(most) {
+        0 => first,
+        more => format!("{first} and {more} more"),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

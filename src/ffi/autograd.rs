@@ -22,13 +22,6 @@ type Apply =
 
 unsafe extern "C" {
     fn ddp_backward(loss: *mut C_tensor, retain_graph: bool) -> *mut c_char;
-    fn ddp_unknown_leaf(
-        loss: *mut C_tensor,
-        known: *const *mut C_tensor,
-        count: usize,
-        found: *mut *mut C_tensor,
-    ) -> *mut c_char;
-    safe fn ddp_leave_out_resize_warnings();
     fn ddp_linear(
         input: *mut C_tensor,
         apply: Apply,
@@ -70,23 +63,6 @@ pub(crate) fn run_backward(loss: &Tensor, retain_graph: bool) -> Result<()> {
     // SAFETY: points to a live tensor.
     let result = check("backward", unsafe { ddp_backward(raw(loss), retain_graph) });
     result.map_err(|error| caught().unwrap_or(error))
-}
-
-/// Returns a tensor that `loss` depends on, that backward would give a gradient, and that is none of `known`; `None` if
-/// there is none.
-pub(crate) fn unknown_leaf(loss: &Tensor, known: &[Tensor]) -> Result<Option<Tensor>> {
-    let known: Vec<*mut C_tensor> = known.iter().map(raw).collect();
-    let mut found = ptr::null_mut();
-    // SAFETY: all point to live tensors, `known.len()` of them. The shim writes a new C++ tensor, or null.
-    let message = unsafe { ddp_unknown_leaf(raw(loss), known.as_ptr(), known.len(), &mut found) };
-    check("looking at the graph of the loss", message)?;
-    // SAFETY: a tensor that is not null is now ours.
-    Ok((!found.is_null()).then(|| unsafe { Tensor::from_ptr(found) }))
-}
-
-/// Leaves out libtorch's warning, in each backward of this thread, of a loss that repeats one of its inputs.
-pub(crate) fn leave_out_resize_warnings() {
-    ddp_leave_out_resize_warnings();
 }
 
 /// Returns `f(input, false)` under autograd, for a linear `f`. Backward calls the transpose, `f(gradient, true)`, which

@@ -1,6 +1,7 @@
 //! Operations of libtorch on whole lists of tensors: fused optimizer steps, norms, and scaling.
 
 use std::ffi::c_char;
+use std::ops::Deref;
 use std::ptr;
 
 use tch::Tensor;
@@ -59,19 +60,27 @@ unsafe extern "C" {
 #[derive(Debug)]
 pub(crate) struct TensorList {
     list: *mut RawTensorList,
-    len: usize,
+    tensors: Vec<Tensor>,
 }
 
 impl TensorList {
     /// Creates a list of these tensors, without copies.
-    pub(crate) fn new(tensors: &[Tensor]) -> Result<Self> {
+    pub(crate) fn new(tensors: Vec<Tensor>) -> Result<Self> {
         let handles: Vec<*mut C_tensor> = tensors.iter().map(raw).collect();
         let mut list = ptr::null_mut();
         // SAFETY: `handles` are pointers to live tensors, and the list has handles of its own to them; writes one
         // pointer to a valid place.
         let made = unsafe { ddp_tensor_list_new(handles.as_ptr(), handles.len(), &mut list) };
         check("listing tensors", made)?;
-        Ok(Self { list, len: tensors.len() })
+        Ok(Self { list, tensors })
+    }
+}
+
+impl Deref for TensorList {
+    type Target = [Tensor];
+
+    fn deref(&self) -> &[Tensor] {
+        &self.tensors
     }
 }
 
@@ -191,7 +200,7 @@ pub(crate) fn scale_all(tensors: &TensorList, factor: &Tensor) -> Result<()> {
 }
 
 fn same_len(doing: &'static str, first: &TensorList, others: &[&TensorList]) -> Result<()> {
-    let Some(other) = others.iter().find(|other| other.len != first.len) else { return Ok(()) };
-    let reason = format!("lists of {} and {} tensors", first.len, other.len);
+    let Some(other) = others.iter().find(|other| other.len() != first.len()) else { return Ok(()) };
+    let reason = format!("lists of {} and {} tensors", first.len(), other.len());
     Err(Error::Torch { doing, reason })
 }

@@ -30,7 +30,6 @@ unsafe extern "C" {
         tensor: *mut C_tensor,
         p: f64,
     ) -> *mut c_char;
-    fn ddp_generator_normal(generator: *mut RawGenerator, tensor: *mut C_tensor) -> *mut c_char;
     fn ddp_generator_exponential(
         generator: *mut RawGenerator,
         tensor: *mut C_tensor,
@@ -100,15 +99,6 @@ impl Generator {
         // SAFETY: ours, and not freed before `drop`; the tensor is live.
         let filled = unsafe { ddp_generator_bernoulli(self.raw, raw(tensor), p) };
         check("bernoulli_", filled)
-    }
-
-    /// Fills `tensor` with numbers of the standard normal distribution. Follows `Tensor.normal_`.
-    ///
-    /// # Errors
-    /// [`Error::Torch`](crate::Error::Torch).
-    pub fn normal_(&self, tensor: &mut Tensor) -> Result<()> {
-        // SAFETY: ours, and not freed before `drop`; the tensor is live.
-        check("normal_", unsafe { ddp_generator_normal(self.raw, raw(tensor)) })
     }
 
     /// Fills `tensor` with numbers of the exponential distribution of rate 1. Follows `Tensor.exponential_`.

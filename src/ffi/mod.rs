@@ -26,7 +26,7 @@ pub use library::{check_version, library_folder, version};
 pub(crate) use library::{choose_kernels, library_file};
 pub use shared::SharedTensor;
 
-pub(crate) use autograd::{leave_out_resize_warnings, linear, run_backward, unknown_leaf};
+pub(crate) use autograd::{linear, run_backward};
 pub(crate) use c10d::GlooOperation;
 pub(crate) use facts::{Shape, TensorFacts, shape, with_bytes};
 pub(crate) use fused::{

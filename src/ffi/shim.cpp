@@ -10,7 +10,6 @@
 #include <mutex>
 #include <stdexcept>
 #include <string>
-#include <unordered_set>
 #include <vector>
 
 #include <ATen/ATen.h>
@@ -25,7 +24,6 @@
 #include <c10/util/Logging.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/function_hook.h>
-#include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/custom_class.h>
 
@@ -171,45 +169,6 @@ char* ddp_remove_grad(at::Tensor* parameter) {
 // Runs Tensor.backward(retain_graph=...). tch does not offer the option.
 char* ddp_backward(at::Tensor* loss, bool retain_graph) {
   return guarded([&] { loss->backward({}, retain_graph); });
-}
-
-// Sets `found` to a leaf that `loss` depends on, that requires a gradient, and that is none of `known`; to null if there
-// is none.
-char* ddp_unknown_leaf(at::Tensor* loss, at::Tensor* const* known, size_t count, at::Tensor** found) {
-  return guarded([&] {
-    *found = nullptr;
-    std::unordered_set<const at::TensorImpl*> tensors;
-    for (size_t i = 0; i < count; ++i) tensors.insert(known[i]->unsafeGetTensorImpl());
-    std::unordered_set<const torch::autograd::Node*> seen;
-    std::vector<torch::autograd::Node*> open;
-    const auto add = [&](torch::autograd::Node* node) {
-      if (node != nullptr && seen.insert(node).second) open.push_back(node);
-    };
-    add(loss->grad_fn().get());
-    while (!open.empty()) {
-      auto* node = open.back();
-      open.pop_back();
-      const auto* leaf = dynamic_cast<const torch::autograd::AccumulateGrad*>(node);
-      if (leaf != nullptr && tensors.count(leaf->variable.unsafeGetTensorImpl()) == 0) {
-        *found = new at::Tensor(leaf->variable);
-        return;
-      }
-      for (const auto& edge : node->next_edges()) add(edge.function.get());
-    }
-  });
-}
-
-// Leaves out a warning on this thread from now on: that of backward in each step, if a loss repeats one of its inputs.
-void ddp_leave_out_resize_warnings() {
-  struct Handler final : c10::WarningHandler {
-    void process(const c10::Warning& warning) override {
-      if (warning.msg().find("was resized since it had shape") == std::string::npos) {
-        c10::WarningHandler::process(warning);
-      }
-    }
-  };
-  static auto* const handler = new Handler;  // threads may warn until the process ends
-  c10::WarningUtils::set_warning_handler(handler);
 }
 
 // Makes backward call `call(context, index)` on its thread whenever it has added to parameter.grad. A null `call`
@@ -437,13 +396,6 @@ char* ddp_generator_bernoulli(at::Generator* generator, at::Tensor* tensor, doub
   return guarded([&] {
     c10::AutoGradMode no_grad(false);
     tensor->bernoulli_(p, *generator);
-  });
-}
-
-char* ddp_generator_normal(at::Generator* generator, at::Tensor* tensor) {
-  return guarded([&] {
-    c10::AutoGradMode no_grad(false);
-    tensor->normal_(0, 1, *generator);
   });
 }
 

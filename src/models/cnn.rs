@@ -1,13 +1,13 @@
 //! A small convolutional network for square images.
 
-use std::mem::take;
 use std::rc::Rc;
 
+use send_wrapper::SendWrapper;
 use tch::nn::{Linear, Module, ModuleT, Path};
 use tch::{TchError, Tensor};
 
 use super::layers::{Conv3x3, linear};
-use super::{Activation, Architecture, BatchNorm, Layers, Model, ModelConfig, SyncBatchNorm};
+use super::{Activation, Architecture, BatchNorm, Layers, Model, ModelConfig, or_throw};
 use crate::process_group::ProcessGroup;
 
 /// A convolutional network for square images.
@@ -35,18 +35,14 @@ struct Cnn {
     stages: Vec<Stage>,
     activation: Activation,
     head: Linear,
+    /// The ranks over whose samples the batch norms normalize; `None` for those of this rank.
+    group: Option<SendWrapper<Rc<ProcessGroup>>>,
 }
 
 #[derive(Debug)]
 struct Stage {
     conv: Conv3x3,
-    norm: Norm,
-}
-
-#[derive(Debug)]
-enum Norm {
-    Own(BatchNorm),
-    Sync(SyncBatchNorm),
+    norm: BatchNorm,
 }
 
 impl Cnn {
@@ -59,30 +55,19 @@ impl Cnn {
         for (i, &channels) in channels.iter().enumerate() {
             stages.push(Stage {
                 conv: Conv3x3::new(&(root / (1 + 4 * i)), channels_in, channels)?,
-                norm: Norm::Own(BatchNorm::make(
-                    &(root / (2 + 4 * i)),
-                    channels,
-                    BatchNorm::DEFAULT,
-                )?),
+                norm: BatchNorm::make(&(root / (2 + 4 * i)), channels, BatchNorm::DEFAULT)?,
             });
             channels_in = channels;
         }
         let pixels = (side >> channels.len()).pow(2);
         let head = linear(&(root / (2 + 4 * channels.len())), channels_in * pixels, out_features)?;
-        Ok(Self { side, stages, activation, head })
+        Ok(Self { side, stages, activation, head, group: None })
     }
 }
 
 impl Layers for Cnn {
     fn convert_sync_batchnorm(&mut self, group: &Rc<ProcessGroup>) {
-        let convert = |stage: Stage| Stage {
-            norm: match stage.norm {
-                Norm::Own(norm) => Norm::Sync(SyncBatchNorm::convert(norm, group)),
-                sync => sync,
-            },
-            ..stage
-        };
-        self.stages = take(&mut self.stages).into_iter().map(convert).collect();
+        self.group = Some(SendWrapper::new(group.clone()));
     }
 }
 
@@ -118,10 +103,10 @@ impl ModuleT for Cnn {
     fn forward_t(&self, inputs: &Tensor, train: bool) -> Tensor {
         let mut current = inputs.view([-1, 1, self.side, self.side]);
         for Stage { conv, norm } in &self.stages {
-            let normal = match norm {
-                Norm::Own(norm) => norm.forward_t(&conv.forward(&current), train),
-                Norm::Sync(norm) => norm.forward_t(&conv.forward(&current), train),
-            };
+            let normal = or_throw(match &self.group {
+                None => norm.f_forward_t(&conv.forward(&current), train),
+                Some(group) => norm.f_forward_over(group, &conv.forward(&current), train),
+            });
             current = self.activation.forward(&normal).max_pool2d(2, 2, 0, 1, false);
         }
         self.head.forward(&current.flatten(1, -1))

@@ -1,13 +1,11 @@
 //! A small GPT: nanoGPT's shape, with its names and its initialisation.
 
-use std::sync::Arc;
-
 use tch::nn::{Init, ModuleT, Path};
 use tch::{Kind, TchError, Tensor};
 
 use super::layers::default_bounds;
 use super::{Architecture, Dropout, Layers, Model, ModelConfig, or_throw};
-use crate::ffi::{Generator, TorchResult};
+use crate::ffi::TorchResult;
 
 /// A decoder-only transformer over tokens.
 pub(super) const GPT: Architecture = Architecture {
@@ -40,38 +38,31 @@ struct Gpt {
     /// A row for each position of the context.
     wpe: Tensor,
     blocks: Vec<Block>,
-    ln_f: LayerNorm,
+    ln_f: Parameters,
     dropout: Option<Dropout>,
 }
 
 /// Attention and an mlp, each with a norm before and a sum with its input after.
 #[derive(Debug)]
 struct Block {
-    ln_1: LayerNorm,
+    ln_1: Parameters,
     attn: Attention,
-    ln_2: LayerNorm,
-    c_fc: Linear,
-    c_proj: Linear,
+    ln_2: Parameters,
+    c_fc: Parameters,
+    c_proj: Parameters,
 }
 
 /// Causal self-attention: a position sees itself and those before it.
 #[derive(Debug)]
 struct Attention {
     heads: i64,
-    c_attn: Linear,
-    c_proj: Linear,
+    c_attn: Parameters,
+    c_proj: Parameters,
 }
 
-/// `torch.nn.Linear`, with or without bias.
+/// The weight and, if wanted, the bias of `torch.nn.Linear` or of `torch.nn.LayerNorm`.
 #[derive(Debug)]
-struct Linear {
-    weight: Tensor,
-    bias: Option<Tensor>,
-}
-
-/// `torch.nn.LayerNorm`, with or without bias.
-#[derive(Debug)]
-struct LayerNorm {
+struct Parameters {
     weight: Tensor,
     bias: Option<Tensor>,
 }
@@ -87,7 +78,7 @@ impl Gpt {
         let wpe = embedding("wpe", config.in_features)?;
         let block = |number| Block::new(&(&root / "h" / number), config);
         let blocks = (0..config.n_layer).map(block).collect::<Result<_, _>>()?;
-        let ln_f = LayerNorm::new(&(&root / "ln_f"), width, bias)?;
+        let ln_f = Parameters::of_norm(&(&root / "ln_f"), width, bias)?;
         Ok(Self { wte, wpe, blocks, ln_f, dropout })
     }
 
@@ -101,7 +92,7 @@ impl Gpt {
         tch::no_grad(|| {
             normal(&self.wte, 1.0)?;
             normal(&self.wpe, 1.0)?;
-            for Linear { weight, bias } in self.linears() {
+            for Parameters { weight, bias } in self.linears() {
                 let (weight_bound, bias_bound) = default_bounds(weight.size()[1]);
                 uniform(weight, weight_bound)?;
                 if let Some(bias) = &bias {
@@ -113,7 +104,7 @@ impl Gpt {
 
             normal(&self.wte, STD)?;
             normal(&self.wpe, STD)?;
-            for Linear { weight, bias } in self.linears() {
+            for Parameters { weight, bias } in self.linears() {
                 normal(weight, STD)?;
                 if let Some(bias) = &bias {
                     bias.shallow_clone().f_zero_().map(drop)?;
@@ -131,7 +122,7 @@ impl Gpt {
     }
 
     /// Returns the dense layers of all blocks, in the order of creation.
-    fn linears(&self) -> impl Iterator<Item = &Linear> {
+    fn linears(&self) -> impl Iterator<Item = &Parameters> {
         self.blocks
             .iter()
             .flat_map(|block| [&block.attn.c_attn, &block.attn.c_proj, &block.c_fc, &block.c_proj])
@@ -149,23 +140,24 @@ impl Gpt {
         for block in &self.blocks {
             x = block.forward(&x, dropout)?;
         }
-        self.ln_f.forward(&x)?.f_linear(&self.wte, None::<&Tensor>)
+        self.ln_f.norm(&x)?.f_linear(&self.wte, None::<&Tensor>)
     }
 }
 
 impl Block {
     fn new(path: &Path, config: &ModelConfig) -> Result<Self, TchError> {
         let (width, bias) = (config.n_embd, config.bias);
-        let linear = |path: &Path, inputs, outputs| Linear::new(path, inputs, outputs, bias);
+        let linear =
+            |path: &Path, inputs, outputs| Parameters::new(path, &[outputs, inputs], 0.0, bias);
         let (attn, mlp) = (path / "attn", path / "mlp");
         Ok(Self {
-            ln_1: LayerNorm::new(&(path / "ln_1"), width, bias)?,
+            ln_1: Parameters::of_norm(&(path / "ln_1"), width, bias)?,
             attn: Attention {
                 heads: config.n_head,
                 c_attn: linear(&(&attn / "c_attn"), width, 3 * width)?,
                 c_proj: linear(&(&attn / "c_proj"), width, width)?,
             },
-            ln_2: LayerNorm::new(&(path / "ln_2"), width, bias)?,
+            ln_2: Parameters::of_norm(&(path / "ln_2"), width, bias)?,
             c_fc: linear(&(&mlp / "c_fc"), width, 4 * width)?,
             c_proj: linear(&(&mlp / "c_proj"), 4 * width, width)?,
         })
@@ -173,9 +165,9 @@ impl Block {
 
     /// `x` has the shape batch x positions x width, and so has the result.
     fn forward(&self, x: &Tensor, dropout: Option<&Dropout>) -> Result<Tensor, TchError> {
-        let x = x.f_add(&self.attn.forward(&self.ln_1.forward(x)?, dropout)?)?;
-        let hidden = self.c_fc.forward(&self.ln_2.forward(&x)?)?.f_gelu("none")?;
-        x.f_add(&dropped(self.c_proj.forward(&hidden)?, dropout))
+        let x = x.f_add(&self.attn.forward(&self.ln_1.norm(x)?, dropout)?)?;
+        let hidden = self.c_fc.linear(&self.ln_2.norm(&x)?)?.f_gelu("none")?;
+        x.f_add(&dropped(self.c_proj.linear(&hidden)?, dropout))
     }
 }
 
@@ -185,7 +177,7 @@ impl Attention {
             unreachable!("x has three dimensions")
         };
         let of_head = [batch, positions, self.heads, width / self.heads];
-        let queries_keys_values = self.c_attn.forward(x)?.f_split(width, 2)?;
+        let queries_keys_values = self.c_attn.linear(x)?.f_split(width, 2)?;
         let heads = queries_keys_values.iter().map(|all| all.f_view(of_head)?.f_transpose(1, 2));
         let [q, k, v] = &heads.collect::<Result<Vec<_>, _>>()?[..] else {
             unreachable!("c_attn has three times the width")
@@ -204,7 +196,7 @@ impl Attention {
             Some(dropout) => attend_with_dropout(q, k, v, dropout)?,
         };
         let seen = seen.f_transpose(1, 2)?.f_reshape([batch, positions, width])?;
-        Ok(dropped(self.c_proj.forward(&seen)?, dropout))
+        Ok(dropped(self.c_proj.linear(&seen)?, dropout))
     }
 }
 
@@ -232,35 +224,31 @@ fn dropped(x: Tensor, dropout: Option<&Dropout>) -> Tensor {
     }
 }
 
-impl Linear {
-    fn new(path: &Path, inputs: i64, outputs: i64, bias: bool) -> Result<Self, TchError> {
-        let zeros = |name, shape: &[i64]| path.f_var(name, shape, Init::Const(0.0));
-        let weight = zeros("weight", &[outputs, inputs])?;
-        Ok(Self { weight, bias: bias.then(|| zeros("bias", &[outputs])).transpose()? })
+impl Parameters {
+    /// Creates a weight of the shape `shape`, all of whose numbers are `value`, and a bias of zeros.
+    fn new(path: &Path, shape: &[i64], value: f64, bias: bool) -> Result<Self, TchError> {
+        let weight = path.f_var("weight", shape, Init::Const(value))?;
+        let zeros = || path.f_var("bias", &shape[..1], Init::Const(0.0));
+        Ok(Self { weight, bias: bias.then(zeros).transpose()? })
     }
 
-    fn forward(&self, x: &Tensor) -> Result<Tensor, TchError> {
+    /// Creates the parameters of a norm over `width` numbers.
+    fn of_norm(path: &Path, width: i64, bias: bool) -> Result<Self, TchError> {
+        Self::new(path, &[width], 1.0, bias)
+    }
+
+    fn linear(&self, x: &Tensor) -> Result<Tensor, TchError> {
         x.f_linear(&self.weight, self.bias.as_ref())
     }
-}
 
-impl LayerNorm {
-    fn new(path: &Path, width: i64, bias: bool) -> Result<Self, TchError> {
-        let fill = |name, value| path.f_var(name, &[width], Init::Const(value));
-        let weight = fill("weight", 1.0)?;
-        Ok(Self { weight, bias: bias.then(|| fill("bias", 0.0)).transpose()? })
-    }
-
-    fn forward(&self, x: &Tensor) -> Result<Tensor, TchError> {
+    fn norm(&self, x: &Tensor) -> Result<Tensor, TchError> {
         x.f_layer_norm(&self.weight.size()[..], Some(&self.weight), self.bias.as_ref(), 1e-5, true)
     }
 }
 
 impl Layers for Gpt {
-    fn set_generator(&mut self, generator: &Arc<Generator>) {
-        if let Some(dropout) = &mut self.dropout {
-            dropout.set_generator(generator);
-        }
+    fn dropout(&mut self) -> Option<&mut Dropout> {
+        self.dropout.as_mut()
     }
 }
 

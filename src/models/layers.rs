@@ -89,7 +89,7 @@ impl Activation {
 #[derive(Debug, Clone)]
 pub struct Dropout {
     p: f64,
-    generator: Arc<Generator>,
+    pub(super) generator: Arc<Generator>,
 }
 
 impl Dropout {
@@ -104,11 +104,6 @@ impl Dropout {
             "the dropout probability is {p}; give a number from 0 to 1"
         );
         Self { p, generator: generator.clone() }
-    }
-
-    /// Draws from `generator` from now on.
-    pub(super) fn set_generator(&mut self, generator: &Arc<Generator>) {
-        self.generator = generator.clone();
     }
 }
 

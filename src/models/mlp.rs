@@ -1,13 +1,10 @@
 //! A multilayer perceptron, and a linear model, which is one without hidden layers.
 
-use std::sync::Arc;
-
 use tch::nn::{Linear, Module, ModuleT, Path};
 use tch::{TchError, Tensor};
 
 use super::layers::linear;
 use super::{Activation, Architecture, Dropout, Layers, Model, ModelConfig};
-use crate::ffi::Generator;
 
 /// One dense layer.
 pub(super) const LINEAR: Architecture = Architecture {
@@ -68,10 +65,8 @@ impl Mlp {
 }
 
 impl Layers for Mlp {
-    fn set_generator(&mut self, generator: &Arc<Generator>) {
-        if let Some(dropout) = &mut self.dropout {
-            dropout.set_generator(generator);
-        }
+    fn dropout(&mut self) -> Option<&mut Dropout> {
+        self.dropout.as_mut()
     }
 }
 

@@ -156,8 +156,10 @@ trait Layers: Forward {
     /// Replaces every batch norm by a [`SyncBatchNorm`] over the ranks of `group`.
     fn convert_sync_batchnorm(&mut self, _group: &Rc<ProcessGroup>) {}
 
-    /// Lets dropout draw from `generator`.
-    fn set_generator(&mut self, _generator: &Arc<Generator>) {}
+    /// Returns the dropout that all layers share. `None` without.
+    fn dropout(&mut self) -> Option<&mut Dropout> {
+        None
+    }
 
     /// Returns a user's own model. `None` for a built-in one.
     fn own(&self) -> Option<&dyn Any> {
@@ -303,7 +305,9 @@ impl Model {
 
     /// Returns the same model with dropout, if any, from `generator`, the rank's own.
     pub fn with_generator(mut self, generator: &Arc<Generator>) -> Self {
-        self.0.set_generator(generator);
+        if let Some(dropout) = self.0.dropout() {
+            dropout.generator = generator.clone();
+        }
         self
     }
 }

@@ -71,8 +71,11 @@ pub fn state_dict(vs: &VarStore) -> Result<Vec<(String, Tensor)>> {
     Ok(by_name(&NamedTensor::all(vs)?))
 }
 
-pub(crate) fn by_name(tensors: &[NamedTensor]) -> Vec<(String, Tensor)> {
-    tensors.iter().map(|named| (named.name.clone(), named.tensor.shallow_clone())).collect()
+pub(crate) fn by_name<'a>(
+    tensors: impl IntoIterator<Item = &'a NamedTensor>,
+) -> Vec<(String, Tensor)> {
+    let by_name = |named: &NamedTensor| (named.name.clone(), named.tensor.shallow_clone());
+    tensors.into_iter().map(by_name).collect()
 }
 
 /// Returns a 64-bit hash of the names, shapes and values of all tensors in `vs`. Equal models have equal hashes on any

@@ -89,20 +89,32 @@ impl SyncBatchNorm {
     /// # Errors
     /// [`Error::Torch`](crate::Error::Torch) when the shape doesn't fit, and the errors of [`ProcessGroup::all_reduce`].
     pub fn f_forward_t(&self, inputs: &Tensor, train: bool) -> Result<Tensor> {
-        if !train || self.group.world_size() == 1 {
-            return self.norm.f_forward_t(inputs, train);
+        self.norm.f_forward_over(&self.group, inputs, train)
+    }
+}
+
+impl BatchNorm {
+    /// Normalizes `inputs` as [`SyncBatchNorm::f_forward_t`] does, over the ranks of `group`.
+    pub(super) fn f_forward_over(
+        &self,
+        group: &Rc<ProcessGroup>,
+        inputs: &Tensor,
+        train: bool,
+    ) -> Result<Tensor> {
+        if !train || group.world_size() == 1 {
+            return self.f_forward_t(inputs, train);
         }
         let doing = "sync_batch_norm";
         let (sums, channels) = local_sums(inputs).doing(doing)?;
-        let sums = all_reduce(&sums, &self.group)?;
+        let sums = all_reduce(&sums, group)?;
         let statistics = Statistics::from_sums(&sums, channels).doing(doing)?;
         tch::no_grad(|| self.track(&statistics)).doing(doing)?;
-        self.norm.count_batch()?;
+        self.count_batch()?;
         self.normalize(inputs, &statistics).doing(doing)
     }
 
     fn normalize(&self, inputs: &Tensor, statistics: &Statistics) -> Result<Tensor, TchError> {
-        let BatchNorm { weight, bias, config, .. } = &self.norm;
+        let Self { weight, bias, config, .. } = self;
         let kind = accumulating(inputs);
         // One number per channel, broadcast over inputs of shape (N, C, ...).
         let mut shape = vec![1; inputs.dim()];
@@ -126,9 +138,8 @@ impl SyncBatchNorm {
         let unbiased = var.f_mul(count)?.f_div(&count.f_sub_scalar(1)?)?;
         // An empty batch has no effect. Not read on the host, which would wait for a GPU.
         let some = count.f_gt(0)?.f_to_kind(count.kind())?;
-        let momentum = some.f_mul_scalar(self.norm.config.momentum)?;
-        for (running, now) in [(&self.norm.running_mean, mean), (&self.norm.running_var, &unbiased)]
-        {
+        let momentum = some.f_mul_scalar(self.config.momentum)?;
+        for (running, now) in [(&self.running_mean, mean), (&self.running_var, &unbiased)] {
             let kind = running.kind();
             let _ = running
                 .shallow_clone()

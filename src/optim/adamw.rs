@@ -3,7 +3,7 @@
 use tch::{Kind, Tensor};
 
 use super::optimizer_state::OptimizerState;
-use super::parts::Group;
+use super::parts::{Group, Parts};
 use super::{FlatBuffer, Optimizer, OptimizerOptions, ParamSpan, ParameterState};
 use crate::error::{Error, Result};
 use crate::ffi::{AdamWStep, TensorList, TorchResult, fused_adamw};
@@ -91,12 +91,12 @@ impl Optimizer for AdamW {
         let Self { options, counts, flat } = self;
         let AdamWOptions { betas, eps, .. } = *options;
         flat.step(|index, group, parts| {
-            let [exp_avgs, exp_avg_sqs] = &parts.state_lists[..] else { return Ok(()) };
+            let [exp_avgs, exp_avg_sqs] = &parts.state[..] else { return Ok(()) };
             let weight_decay = if group.decays { options.weight_decay } else { 0.0 };
             let step = AdamWStep { lr, betas, weight_decay, eps };
             let Count { one, list, .. } = &counts[index];
             let steps = if parts.len() == 1 { one } else { list };
-            let (parameters, gradients) = (&parts.parameter_list, &parts.gradient_list);
+            let Parts { parameters, gradients, .. } = parts;
             fused_adamw(parameters, gradients, exp_avgs, exp_avg_sqs, steps, step)
         })
     }
@@ -138,11 +138,7 @@ fn counts(flat: &OptimizerState) -> Result<Vec<Count>> {
         let device = group.device;
         let steps = Tensor::f_full([0i64; 0], group.steps as f64, (Kind::Float, device));
         let steps = steps.doing("making the optimizer's state")?;
-        let list = |len| {
-            TensorList::new(
-                &vec![&steps; len].into_iter().map(Tensor::shallow_clone).collect::<Vec<_>>(),
-            )
-        };
+        let list = |len| TensorList::new((0..len).map(|_| steps.shallow_clone()).collect());
         Ok(Count { list: list(group.parts.len())?, one: list(1)?, steps })
     };
     flat.groups.iter().map(count).collect()

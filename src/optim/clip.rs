@@ -28,8 +28,8 @@ pub fn clip_grad_norm(buffers: &[FlatBuffer], max_norm: f64) -> Result<Tensor> {
         .flat_map(|(buffer, spans)| spans.iter().map(|span| (span, &buffer.gradients)))
         .collect();
     spans.sort_by_key(|(span, _)| span.index);
-    let gradients = spans.iter().map(|(span, flat)| span.of(flat)).collect::<Result<Vec<_>>>()?;
-    let gradients = TensorList::new(&gradients)?;
+    let gradients = spans.iter().map(|(span, flat)| span.of(flat)).collect::<Result<_>>()?;
+    let gradients = TensorList::new(gradients)?;
     let norm = total_norm(&gradients)?;
     let factor = || {
         // Uses Python's order of operations: `max_norm / x` is `x.reciprocal() * max_norm` there.

@@ -24,11 +24,12 @@ pub fn average_gradients(buffers: &[FlatBuffer]) -> Result<()> {
     gather_gradients(buffers)?;
     let is_left = |buffer: &&FlatBuffer| buffer.layout.gradients() == GradState::LeftToStep;
     while let Some(first) = buffers.iter().find(is_left) {
-        let Some(shared) = first.layout.shared() else { return Ok(()) };
+        let Some(shared) = first.layout.now().shared.clone() else { return Ok(()) };
         let Some(op) = shared.average() else { return Ok(()) };
         let is_like_first = |buffer: &&FlatBuffer| {
-            let same = buffer.layout.shared().is_some_and(|other| Rc::ptr_eq(&other, &shared));
-            same && buffer.parameters.kind() == first.parameters.kind()
+            let other = buffer.layout.now().shared.clone();
+            other.is_some_and(|other| Rc::ptr_eq(&other, &shared))
+                && buffer.parameters.kind() == first.parameters.kind()
         };
         let alike: Vec<_> = buffers.iter().filter(is_left).filter(is_like_first).collect();
         let gradients: Vec<Tensor> =
@@ -44,8 +45,8 @@ pub fn average_gradients(buffers: &[FlatBuffer]) -> Result<()> {
 /// collective if there is such a buffer.
 fn gather_gradients(buffers: &[FlatBuffer]) -> Result<()> {
     for FlatBuffer { gradients, layout, .. } in buffers {
-        if let Some(partitions) =
-            layout.partitions().filter(|_| layout.gradients() == GradState::Partitioned)
+        if layout.gradients() == GradState::Partitioned
+            && let Some(partitions) = &layout.now().partitions
         {
             partitions.gather_in_place(gradients)?;
             layout.set_gradients(GradState::Averaged);
@@ -57,7 +58,7 @@ fn gather_gradients(buffers: &[FlatBuffer]) -> Result<()> {
 /// Gathers the parameters after each rank has updated its partitions. A collective if there are partitions.
 pub(super) fn gather_parameters(buffers: &[FlatBuffer]) -> Result<()> {
     for FlatBuffer { parameters, layout, .. } in buffers {
-        if let Some(partitions) = layout.partitions() {
+        if let Some(partitions) = &layout.now().partitions {
             partitions.gather_in_place(parameters)?;
         }
     }

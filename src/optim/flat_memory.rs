@@ -7,7 +7,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::param_memory::{ParamMemory, cache_line_numel};
 use super::partitions::Partitions;
-use super::{FlatBuffer, GradState, OptimizerLayout, ParamLayout, ParamSpan, SharedModel};
+use super::{FlatBuffer, GradState, OptimizerLayout, ParamSpan, SharedModel};
 use crate::error::Result;
 use crate::ffi::{TorchResult, set_grad};
 use crate::process_group::{ProcessGroup, ReduceOp, join_shapes};
@@ -58,7 +58,9 @@ impl FlatMemory {
         memory.allocate(order)?;
         let handles = memory.parameters.iter().map(|parameter| parameter.tensor.shallow_clone());
         let handles: Rc<[Tensor]> = handles.collect();
-        memory.buffers.iter().for_each(|buffer| buffer.layout.set_tensors(handles.clone()));
+        for buffer in &memory.buffers {
+            buffer.layout.change(|arrangement| arrangement.tensors = handles.clone());
+        }
         Ok(memory)
     }
 
@@ -80,7 +82,7 @@ impl FlatMemory {
             let zeros = |group| zeros(group, numel, dtype, device);
             let parameters = zeros(self.partition_group())?;
             let gradients = zeros(Some(&self.group))?;
-            self.buffers.push(FlatBuffer { parameters, gradients, layout: ParamLayout::default() });
+            self.buffers.push(FlatBuffer { parameters, gradients, layout: Vec::new().into() });
         }
         self.num_flat = self.buffers.len();
         for (index, parameter) in self.parameters.iter().enumerate() {
@@ -110,7 +112,11 @@ impl FlatMemory {
         tch::no_grad(|| self.move_to(&contents, are_new))?;
         for (buffer, FlatContents { spans, buckets }) in self.buffers.iter().zip(contents) {
             let group = self.partition_group().cloned();
-            buffer.layout.set(spans, group.map(|group| Partitions::new(group, buckets)));
+            let partitions = group.map(|group| Rc::new(Partitions::new(group, buckets)));
+            buffer.layout.change(|arrangement| {
+                arrangement.spans = spans.into();
+                arrangement.partitions = partitions;
+            });
         }
         if let Some(shared) = self.shared.clone() {
             self.share_with(&shared)?; // they have moved
@@ -225,7 +231,7 @@ impl FlatMemory {
         for (buffer, tensor) in self.buffers.iter_mut().zip(&tensors) {
             shared.check_device(tensor.device())?;
             buffer.parameters.f_set_data(tensor).doing(doing)?;
-            buffer.layout.set_shared(shared.clone());
+            buffer.layout.change(|arrangement| arrangement.shared = Some(shared.clone()));
             for span in &*buffer.layout.get() {
                 let value = span.of(tensor)?;
                 self.parameters[span.index].tensor.f_set_data(&value).doing(doing)?;

@@ -96,16 +96,15 @@ pub struct GradScalerState {
 /// ```
 #[derive(Debug)]
 pub struct GradScaler {
-    options: GradScalerOptions,
+    enabled: bool,
     group: Rc<ProcessGroup>,
     buffers: Vec<FlatBuffer>,
     /// One list per buffer, because the kernel takes one dtype.
     gradients: Vec<TensorList>,
-    /// On the host, in PyTorch's precision. PyTorch keeps it on the device, yet reads `found_inf` on the host before
-    /// each step. Here that read decides whether to step, so optimizers need not handle skipped steps. Momentum and
-    /// step counts stay right.
-    scale: f32,
-    growth_tracker: u64,
+    /// On the host, and the scale in PyTorch's precision, float32. PyTorch keeps the scale on the device, yet reads
+    /// `found_inf` on the host before each step. Here that read decides whether to step, so optimizers need not handle
+    /// skipped steps. Momentum and step counts stay right.
+    state: GradScalerState,
     stage: Stage,
     /// The kernel's output `found_inf` and its factor `inv_scale`; on the device, allocated once.
     found_inf: Tensor,
@@ -136,9 +135,17 @@ impl GradScaler {
         group: Rc<ProcessGroup>,
         options: GradScalerOptions,
     ) -> Result<Self> {
-        let GradScalerOptions { init_scale, growth_factor, backoff_factor, .. } = options;
-        if options.enabled {
-            check(init_scale, growth_factor, backoff_factor, options.growth_interval)?;
+        let GradScalerOptions { growth_factor, backoff_factor, growth_interval, enabled, .. } =
+            options;
+        let state = GradScalerState {
+            scale: options.init_scale,
+            growth_factor,
+            backoff_factor,
+            growth_interval,
+            growth_tracker: 0,
+        };
+        if enabled {
+            state.check()?;
             if let Some(half) = buffers.iter().find(|it| it.gradients.kind() == Kind::Half) {
                 let name = half.layout.get().first().map_or(String::new(), |it| it.name.clone());
                 return Err(Error::unsupported(format!(
@@ -149,25 +156,15 @@ impl GradScaler {
         }
         let scalar = || Tensor::f_zeros([0i64; 0], (Kind::Float, group.device())).doing("zeros");
         let (found_inf, inv_scale) = (scalar()?, scalar()?);
-        let list = |buffer: &FlatBuffer| TensorList::new(&[buffer.gradients.shallow_clone()]);
+        let list = |buffer: &FlatBuffer| TensorList::new(vec![buffer.gradients.shallow_clone()]);
         let gradients = buffers.iter().map(list).collect::<Result<_>>()?;
-        let (scale, stage) = (init_scale as f32, Stage::Scaled);
-        Ok(Self {
-            options,
-            group,
-            buffers,
-            gradients,
-            scale,
-            growth_tracker: 0,
-            stage,
-            found_inf,
-            inv_scale,
-        })
+        let (state, stage) = (state.in_float32(), Stage::Scaled);
+        Ok(Self { enabled, group, buffers, gradients, state, stage, found_inf, inv_scale })
     }
 
     /// Returns whether the scaler is enabled.
     pub fn is_enabled(&self) -> bool {
-        self.options.enabled
+        self.enabled
     }
 
     /// Returns `loss` times the scale, for backward.
@@ -175,10 +172,10 @@ impl GradScaler {
     /// # Errors
     /// [`Error::Torch`].
     pub fn scale(&self, loss: &Tensor) -> Result<Tensor> {
-        if !self.options.enabled {
+        if !self.enabled {
             return Ok(loss.shallow_clone());
         }
-        loss.f_mul_scalar(f64::from(self.scale)).doing("scaling the loss")
+        loss.f_mul_scalar(self.state.scale).doing("scaling the loss")
     }
 
     /// Divides the averaged gradients by the scale and checks whether they are finite. Call it after the last backward
@@ -189,7 +186,7 @@ impl GradScaler {
     /// [`Error::Input`] when it has been called since the last [`update`](Self::update), or when there was no
     /// backward since gradients were zeroed; [`Error::Torch`].
     pub fn unscale_(&mut self) -> Result<()> {
-        if !self.options.enabled {
+        if !self.enabled {
             return Ok(());
         }
         if self.stage != Stage::Scaled {
@@ -200,7 +197,7 @@ impl GradScaler {
         }
         average_gradients(&self.buffers)?;
         // Computed in float64, like PyTorch.
-        let inverse = f64::from(self.scale).recip();
+        let inverse = self.state.scale.recip();
         let set = |scalar: &Tensor, to: f64| scalar.shallow_clone().f_fill_(to).map(drop);
         set(&self.found_inf, 0.0).and_then(|()| set(&self.inv_scale, inverse)).doing("fill_")?;
         for gradients in &self.gradients {
@@ -218,7 +215,7 @@ impl GradScaler {
     /// The errors of the optimizer, of [`unscale_`](Self::unscale_) and of [`ProcessGroup::synchronize`];
     /// [`Error::Input`] when it has been called since the last [`update`](Self::update).
     pub fn step(&mut self, optimizer: &mut dyn Optimizer, lr: f64) -> Result<bool> {
-        if !self.options.enabled {
+        if !self.enabled {
             return optimizer.step(lr).map(|()| true);
         }
         if let Stage::Stepped { .. } = self.stage {
@@ -240,7 +237,7 @@ impl GradScaler {
     /// to a scale of 0, and skips all steps.) [`Error::Input`] when no gradients were unscaled since the last
     /// update.
     pub fn update(&mut self) -> Result<()> {
-        if !self.options.enabled {
+        if !self.enabled {
             return Ok(());
         }
         let found_inf = match self.stage {
@@ -252,33 +249,26 @@ impl GradScaler {
         };
         self.stage = Stage::Scaled;
         // Computed like the kernel `_amp_update_scale_`.
+        let state = &mut self.state;
         if found_inf {
-            self.scale = (f64::from(self.scale) * self.options.backoff_factor) as f32;
-            self.growth_tracker = 0;
-            if self.scale < Self::MIN_SCALE {
-                return Err(Error::LossScale { scale: self.scale });
+            let scale = (state.scale * state.backoff_factor) as f32;
+            (state.scale, state.growth_tracker) = (f64::from(scale), 0);
+            if scale < Self::MIN_SCALE {
+                return Err(Error::LossScale { scale });
             }
-        } else if self.growth_tracker + 1 == self.options.growth_interval {
-            let grown = (f64::from(self.scale) * self.options.growth_factor) as f32;
-            self.scale = if grown.is_finite() { grown } else { self.scale };
-            self.growth_tracker = 0;
+        } else if state.growth_tracker + 1 == state.growth_interval {
+            let grown = (state.scale * state.growth_factor) as f32;
+            state.scale = if grown.is_finite() { f64::from(grown) } else { state.scale };
+            state.growth_tracker = 0;
         } else {
-            self.growth_tracker += 1;
+            state.growth_tracker += 1;
         }
         Ok(())
     }
 
     /// Returns the scaler's state for a checkpoint; `None` if the scaler is not enabled. Follows `state_dict`.
     pub fn state(&self) -> Option<GradScalerState> {
-        let GradScalerOptions { growth_factor, backoff_factor, growth_interval, .. } = self.options;
-        let (scale, growth_tracker) = (f64::from(self.scale), self.growth_tracker);
-        self.options.enabled.then_some(GradScalerState {
-            scale,
-            growth_factor,
-            backoff_factor,
-            growth_interval,
-            growth_tracker,
-        })
+        self.enabled.then_some(self.state)
     }
 
     /// Restores `state`; does nothing if the scaler is not enabled. Follows `load_state_dict`.
@@ -286,21 +276,11 @@ impl GradScaler {
     /// # Errors
     /// [`Error::Input`] when `state` is invalid; the scaler is then unchanged.
     pub fn load_state(&mut self, state: &GradScalerState) -> Result<()> {
-        if !self.options.enabled {
+        if !self.enabled {
             return Ok(());
         }
         state.check()?;
-        let GradScalerState {
-            scale,
-            growth_factor,
-            backoff_factor,
-            growth_interval,
-            growth_tracker,
-        } = *state;
-        self.options =
-            GradScalerOptions { growth_factor, backoff_factor, growth_interval, ..self.options };
-        (self.scale, self.growth_tracker, self.stage) =
-            (scale as f32, growth_tracker, Stage::Scaled);
+        (self.state, self.stage) = (state.in_float32(), Stage::Scaled);
         Ok(())
     }
 
@@ -316,37 +296,36 @@ impl GradScaler {
 }
 
 impl GradScalerState {
-    /// Checks the state.
+    /// Checks the numbers like PyTorch, and that the scale is a positive float32.
     ///
     /// # Errors
     /// [`Error::Input`] that names the wrong number.
     pub(crate) fn check(&self) -> Result<()> {
-        let Self { growth_interval, growth_tracker, .. } = *self;
-        check(self.scale, self.growth_factor, self.backoff_factor, growth_interval)?;
-        if growth_tracker >= growth_interval {
-            return Err(Error::data(format!(
-                "the scaler's state has a _growth_tracker of {growth_tracker}, which must be below its \
-                 growth_interval of {growth_interval}"
-            )));
-        }
-        Ok(())
+        let Self { scale, growth_factor, backoff_factor, growth_interval, growth_tracker } = *self;
+        let in_float32 = scale as f32;
+        let problem = if !(in_float32 >= GradScaler::MIN_SCALE && in_float32.is_finite()) {
+            format!("gradient scaler's scale {scale} is not from 2^-24 to what float32 holds")
+        } else if !(growth_factor > 1.0 && growth_factor.is_finite()) {
+            format!("gradient scaler's growth_factor {growth_factor} is not above 1")
+        } else if !(backoff_factor > 0.0 && backoff_factor < 1.0) {
+            format!("gradient scaler's backoff_factor {backoff_factor} is not between 0 and 1")
+        } else if growth_interval == 0 {
+            "gradient scaler's growth_interval is 0; use 1 or more".into()
+        } else if growth_tracker >= growth_interval {
+            format!(
+                "scaler's state has a _growth_tracker of {growth_tracker}, which must be below its growth_interval of \
+                 {growth_interval}"
+            )
+        } else {
+            return Ok(());
+        };
+        Err(Error::data(format!("the {problem}")))
     }
-}
 
-/// Checks a scaler's numbers like PyTorch, and that the scale is a positive float32.
-fn check(scale: f64, growth: f64, backoff: f64, interval: u64) -> Result<()> {
-    let problem = if !(scale as f32 >= GradScaler::MIN_SCALE && (scale as f32).is_finite()) {
-        format!("scale {scale} is not from 2^-24 to what float32 holds")
-    } else if !(growth > 1.0 && growth.is_finite()) {
-        format!("growth_factor {growth} is not above 1")
-    } else if !(backoff > 0.0 && backoff < 1.0) {
-        format!("backoff_factor {backoff} is not between 0 and 1")
-    } else if interval == 0 {
-        "growth_interval is 0; use 1 or more".into()
-    } else {
-        return Ok(());
-    };
-    Err(Error::data(format!("the gradient scaler's {problem}")))
+    /// Returns the state with the scale as float32 holds it.
+    fn in_float32(self) -> Self {
+        Self { scale: f64::from(self.scale as f32), ..self }
+    }
 }
 
 fn out_of_turn<T>(what: &str) -> Result<T> {

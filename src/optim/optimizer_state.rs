@@ -8,7 +8,7 @@ use std::rc::Rc;
 use tch::Tensor;
 
 use super::complete::gather_parameters;
-use super::param_layout::{LayoutVersion, copy_range, zeros_like};
+use super::param_layout::{Arrangement, copy_range, zeros_like};
 use super::parts::{Group, Parts};
 use super::runs::{Key, Runs, runs};
 use super::shared_step::{SharedRanges, on_one_rank, shared_model, step_my_slice};
@@ -29,8 +29,8 @@ struct Owned {
 #[derive(Debug)]
 pub(super) struct OptimizerState {
     pub buffers: Vec<FlatBuffer>,
-    /// The layout of each buffer when `groups` were made.
-    pub(super) seen: Vec<LayoutVersion>,
+    /// The arrangement of each buffer when `groups` were made.
+    pub(super) seen: Vec<Rc<Arrangement>>,
     /// For each key of the state, a tensor for each buffer; zeros at first. With partitions, the values of this rank's
     /// partitions.
     pub(super) tensors: Vec<(&'static str, Vec<Tensor>)>,
@@ -81,21 +81,15 @@ impl OptimizerState {
     /// Returns whether there are gradients to step with. Local gradients are an error: with them the ranks would
     /// diverge.
     pub(super) fn have_gradients(&self) -> Result<bool> {
-        let mut any = false;
-        for buffer in &self.buffers {
-            match buffer.layout.gradients() {
-                GradState::Cleared => {}
-                GradState::Averaged | GradState::Partitioned | GradState::LeftToStep => any = true,
-                GradState::Local => {
-                    return Err(Error::usage(
-                        "the gradients of this rank were not averaged, and a step with them would make the ranks \
-                         differ: call the last backward before a step outside of no_sync"
-                            .into(),
-                    ));
-                }
-            }
+        let states = || self.buffers.iter().map(|buffer| buffer.layout.gradients());
+        if states().any(|state| state == GradState::Local) {
+            return Err(Error::usage(
+                "the gradients of this rank were not averaged, and a step with them would make the ranks differ: call the \
+                 last backward before a step outside of no_sync"
+                    .into(),
+            ));
         }
-        Ok(any)
+        Ok(states().any(|state| state != GradState::Cleared))
     }
 
     /// Follows the parameters: updates the groups if any have moved, or have gained or lost their gradient. Returns
@@ -103,8 +97,9 @@ impl OptimizerState {
     pub(super) fn refresh(&mut self) -> Result<bool> {
         let (mut have_moved, mut same) = (false, true);
         for (buffer, seen) in self.buffers.iter().zip(&self.seen) {
-            have_moved |= !buffer.layout.is(&seen.spans);
-            same &= buffer.layout.are_unused(&seen.unused);
+            let now = buffer.layout.now();
+            have_moved |= !Rc::ptr_eq(&now.spans, &seen.spans);
+            same &= Rc::ptr_eq(&now.unused, &seen.unused);
         }
         if have_moved {
             self.relocate_state()?;
@@ -118,7 +113,7 @@ impl OptimizerState {
 
     /// Moves the optimizer state to the parameters' current places.
     fn relocate_state(&mut self) -> Result<()> {
-        let now: Vec<LayoutVersion> = self.buffers.iter().map(LayoutVersion::of).collect();
+        let now = self.arrangements();
         if self.steps().values().all(|&steps| steps == 0) {
             // No parameter has any state yet. Only with partitions the length of a tensor can change.
             let fit = |flats: &[Tensor]| {
@@ -158,7 +153,7 @@ impl OptimizerState {
 
     pub(super) fn make_groups(&mut self) -> Result<()> {
         self.steps = self.steps();
-        self.seen = self.buffers.iter().map(LayoutVersion::of).collect();
+        self.seen = self.arrangements();
         let mut groups = Vec::new();
         let runs = runs(&self.buffers, &self.seen, &self.steps, self.decays);
         for (Key { decays, steps, .. }, Runs { runs, members }) in runs {
@@ -205,8 +200,14 @@ impl OptimizerState {
 
     /// Returns the model's own tensors of the parameters with these indices.
     fn tensors(&self, indices: &[usize]) -> Result<TensorList> {
-        let of = |&index: &usize| self.buffers.iter().find_map(|it| it.layout.tensor(index));
-        TensorList::new(&indices.iter().filter_map(of).collect::<Vec<_>>())
+        let of = |&index: &usize| self.seen.iter().find_map(|it| it.tensors.get(index));
+        let handles = indices.iter().filter_map(of).map(Tensor::shallow_clone);
+        TensorList::new(handles.collect())
+    }
+
+    /// Returns the current arrangement of each buffer.
+    pub(super) fn arrangements(&self) -> Vec<Rc<Arrangement>> {
+        self.buffers.iter().map(|buffer| buffer.layout.now()).collect()
     }
 
     /// Steps all parameters with a gradient. `kernel` steps the parts that it is given, of the group with this index.

@@ -1,6 +1,6 @@
 //! The layout of parameters and their gradients in flat buffers, and the parts of it that this rank steps.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::ops::Range;
 use std::rc::Rc;
 
@@ -39,7 +39,13 @@ impl FlatBuffer {
 /// spans change once, when the buckets are rebuilt. The parameters without a gradient change with each use of the
 /// model.
 #[derive(Debug, Clone)]
-pub struct ParamLayout(Rc<RefCell<Arrangement>>);
+pub struct ParamLayout(Rc<Current>);
+
+#[derive(Debug)]
+struct Current {
+    gradients: Cell<GradState>,
+    arrangement: RefCell<Rc<Arrangement>>,
+}
 
 /// The state of the gradients in a [`FlatBuffer`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -58,105 +64,63 @@ pub enum GradState {
     Averaged,
 }
 
-#[derive(Debug)]
-struct Arrangement {
-    spans: Rc<[ParamSpan]>,
-    unused: Rc<[usize]>,
-    gradients: GradState,
-    /// The model's own tensors, each at its [`ParamSpan::index`]. They share the buffer's memory but are not views of
-    /// it.
-    tensors: Rc<[Tensor]>,
+/// The arrangement of a buffer's parameters. It stays the same for those who keep it: a change makes another one.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Arrangement {
+    pub spans: Rc<[ParamSpan]>,
+    pub unused: Rc<[usize]>,
+    /// The model's own tensors, each at its [`ParamSpan::index`]; none if the buffer does not belong to a model. They
+    /// share the buffer's memory but are not views of it.
+    pub tensors: Rc<[Tensor]>,
     /// This rank's side of the model, if the ranks of its process share one.
-    shared: Option<Rc<SharedModel>>,
+    pub shared: Option<Rc<SharedModel>>,
     /// The ranks' partitions of the buffer, if they partition the optimizer.
-    partitions: Option<Rc<Partitions>>,
-}
-
-impl Default for ParamLayout {
-    fn default() -> Self {
-        Self::from(Vec::new())
-    }
+    pub partitions: Option<Rc<Partitions>>,
 }
 
 impl From<Vec<ParamSpan>> for ParamLayout {
     fn from(spans: Vec<ParamSpan>) -> Self {
-        let arrangement = Arrangement {
-            spans: spans.into(),
-            unused: Rc::new([]),
-            gradients: GradState::Averaged,
-            tensors: Rc::new([]),
-            shared: None,
-            partitions: None,
-        };
-        Self(Rc::new(RefCell::new(arrangement)))
+        let arrangement = Arrangement { spans: spans.into(), ..Arrangement::default() };
+        let gradients = Cell::new(GradState::Averaged);
+        Self(Rc::new(Current { gradients, arrangement: RefCell::new(Rc::new(arrangement)) }))
     }
 }
 
 impl ParamLayout {
     /// Returns the current spans.
     pub fn get(&self) -> Rc<[ParamSpan]> {
-        self.0.borrow().spans.clone()
+        self.now().spans.clone()
     }
 
     /// Returns the sorted [`index`](ParamSpan::index) of each parameter without a gradient on any rank since
     /// `zero_grad`, including those of other buffers. In PyTorch its `grad` is `None`, and optimizers skip it.
     pub fn unused(&self) -> Rc<[usize]> {
-        self.0.borrow().unused.clone()
+        self.now().unused.clone()
     }
 
     /// Returns the state of the gradients in the buffer.
     pub fn gradients(&self) -> GradState {
-        self.0.borrow().gradients
+        self.0.gradients.get()
     }
 
     /// Sets the state of the gradients in the buffer. For callers that fill it other than by a backward.
     pub fn set_gradients(&self, gradients: GradState) {
-        self.0.borrow_mut().gradients = gradients;
+        self.0.gradients.set(gradients);
     }
 
-    /// Returns whether `spans` is still the current list, by identity.
-    pub(super) fn is(&self, spans: &Rc<[ParamSpan]>) -> bool {
-        Rc::ptr_eq(&self.0.borrow().spans, spans)
+    /// Returns the current arrangement.
+    pub(super) fn now(&self) -> Rc<Arrangement> {
+        self.0.arrangement.borrow().clone()
     }
 
-    /// Returns whether `unused` is still the current list, by identity.
-    pub(super) fn are_unused(&self, unused: &Rc<[usize]>) -> bool {
-        Rc::ptr_eq(&self.0.borrow().unused, unused)
-    }
-
-    /// Returns the model's own tensor of the parameter at `index`; `None` if the buffer does not belong to a model.
-    pub(super) fn tensor(&self, index: usize) -> Option<Tensor> {
-        self.0.borrow().tensors.get(index).map(Tensor::shallow_clone)
-    }
-
-    pub(super) fn set_tensors(&self, tensors: Rc<[Tensor]>) {
-        self.0.borrow_mut().tensors = tensors;
-    }
-
-    /// Returns this rank's side of the model, if the ranks of its process share one.
-    pub(super) fn shared(&self) -> Option<Rc<SharedModel>> {
-        self.0.borrow().shared.clone()
-    }
-
-    pub(super) fn set_shared(&self, shared: Rc<SharedModel>) {
-        self.0.borrow_mut().shared = Some(shared);
-    }
-
-    /// Returns the ranks' partitions of the buffer, if they partition the optimizer.
-    pub(super) fn partitions(&self) -> Option<Rc<Partitions>> {
-        self.0.borrow().partitions.clone()
-    }
-
-    pub(super) fn set(&self, spans: Vec<ParamSpan>, partitions: Option<Partitions>) {
-        let mut arrangement = self.0.borrow_mut();
-        arrangement.spans = spans.into();
-        arrangement.partitions = partitions.map(Rc::new);
+    /// Changes the arrangement.
+    pub(super) fn change(&self, change: impl FnOnce(&mut Arrangement)) {
+        change(Rc::make_mut(&mut self.0.arrangement.borrow_mut()));
     }
 
     pub(crate) fn set_unused(&self, unused: &[usize]) {
-        let known = &mut self.0.borrow_mut().unused;
-        if **known != *unused {
-            *known = unused.into();
+        if *self.now().unused != *unused {
+            self.change(|arrangement| arrangement.unused = unused.into());
         }
     }
 }
@@ -194,20 +158,7 @@ impl ParamSpan {
     }
 }
 
-/// A buffer's layout and its parameters without a gradient, at the time at which the groups were made.
-#[derive(Debug)]
-pub(super) struct LayoutVersion {
-    pub spans: Rc<[ParamSpan]>,
-    pub unused: Rc<[usize]>,
-    partitions: Option<Rc<Partitions>>,
-}
-
-impl LayoutVersion {
-    pub(super) fn of(buffer: &FlatBuffer) -> Self {
-        let FlatBuffer { layout, .. } = buffer;
-        Self { spans: layout.get(), unused: layout.unused(), partitions: layout.partitions() }
-    }
-
+impl Arrangement {
     /// Returns the length of a state tensor: the elements of `buffer` that this rank updates.
     pub(super) fn state_numel(&self, buffer: &FlatBuffer) -> usize {
         self.partitions.as_ref().map_or(buffer.parameters.numel(), |partitions| partitions.numel())
@@ -266,7 +217,7 @@ impl LayoutVersion {
 
 /// Returns a state tensor for the parts of a buffer that this rank steps.
 pub(super) fn zeros_like(buffer: &FlatBuffer) -> Result<Tensor> {
-    let numel = LayoutVersion::of(buffer).state_numel(buffer) as i64;
+    let numel = buffer.layout.now().state_numel(buffer) as i64;
     let options = (buffer.parameters.kind(), buffer.parameters.device());
     Tensor::f_zeros([numel], options).doing("making the optimizer's state")
 }

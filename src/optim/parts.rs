@@ -25,13 +25,10 @@ pub(super) struct Group {
 /// Ranges of parameters, each with its gradient and its tensors of optimizer state, as lists for a kernel.
 #[derive(Debug)]
 pub(super) struct Parts {
-    pub parameters: Vec<Tensor>,
-    pub gradients: Vec<Tensor>,
+    pub parameters: TensorList,
+    pub gradients: TensorList,
     /// For each of the optimizer's state tensors, in their order, its ranges.
-    pub state: Vec<Vec<Tensor>>,
-    pub parameter_list: TensorList,
-    pub gradient_list: TensorList,
-    pub state_lists: Vec<TensorList>,
+    pub state: Vec<TensorList>,
 }
 
 impl Parts {
@@ -41,15 +38,9 @@ impl Parts {
         state: Vec<Vec<Tensor>>,
     ) -> Result<Self> {
         Ok(Self {
-            parameter_list: TensorList::new(&parameters)?,
-            gradient_list: TensorList::new(&gradients)?,
-            state_lists: state
-                .iter()
-                .map(|tensors| TensorList::new(tensors))
-                .collect::<Result<_>>()?,
-            parameters,
-            gradients,
-            state,
+            parameters: TensorList::new(parameters)?,
+            gradients: TensorList::new(gradients)?,
+            state: state.into_iter().map(TensorList::new).collect::<Result<_>>()?,
         })
     }
 

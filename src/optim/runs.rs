@@ -1,10 +1,11 @@
 //! Which adjacent parameters one kernel call steps.
 
 use std::collections::BTreeMap;
+use std::rc::Rc;
 
 use tch::Kind;
 
-use super::param_layout::LayoutVersion;
+use super::param_layout::Arrangement;
 use super::{FlatBuffer, ParamSpan};
 
 /// A half-open range `start..end` of adjacent parameters in a flat buffer.
@@ -38,12 +39,13 @@ pub(super) struct Runs {
 /// steps of each, by its index; `decays` selects those with weight decay.
 pub(super) fn runs(
     buffers: &[FlatBuffer],
-    seen: &[LayoutVersion],
+    seen: &[Rc<Arrangement>],
     steps: &BTreeMap<usize, u64>,
     decays: Option<fn(&ParamSpan) -> bool>,
 ) -> Vec<(Key, Runs)> {
     let mut groups: Vec<(Key, Runs)> = Vec::new();
-    for (buffer, LayoutVersion { spans, unused, .. }) in seen.iter().enumerate() {
+    for (buffer, seen) in seen.iter().enumerate() {
+        let Arrangement { spans, unused, .. } = &**seen;
         let FlatBuffer { parameters, .. } = &buffers[buffer];
         let starts = spans.iter().skip(1).map(|next| next.start);
         for (span, end) in spans.iter().zip(starts.chain([parameters.numel()])) {

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use super::optimizer_state::OptimizerState;
-use super::param_layout::{LayoutVersion, copy_range};
+use super::param_layout::copy_range;
 use super::shared_step::shared_model;
 use super::{ParamSpan, ParameterState};
 use crate::error::{Error, Result};
@@ -36,7 +36,7 @@ impl OptimizerState {
             }
         }
         // On the other ranks the states would be those of parameters that have not been stepped.
-        let is_whole = self.seen.iter().all(LayoutVersion::gathers_here);
+        let is_whole = self.seen.iter().all(|layout| layout.gathers_here());
         Ok(if is_whole { states.into_values().collect() } else { Vec::new() })
     }
 
@@ -61,7 +61,7 @@ impl OptimizerState {
         if let Some(extra) = known.keys().find(|name| self.spans().all(|(_, p)| p.name != **name)) {
             return wrong(format!("has `{extra}`, which is not a parameter of this model"));
         }
-        let now: Vec<LayoutVersion> = self.buffers.iter().map(LayoutVersion::of).collect();
+        let now = self.arrangements();
         let spans = now.iter().enumerate();
         let spans = spans.flat_map(|(buffer, now)| now.spans.iter().map(move |it| (buffer, it)));
         let mut copies = Vec::new();

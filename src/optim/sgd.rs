@@ -73,7 +73,7 @@ impl Sgd {
         // Counts to 1 only: a parameter's first step differs, because it initializes the momentum.
         let count_to = u64::from(options.momentum != 0.0);
         let flat = OptimizerState::new(buffers, options.states(), decays, count_to)?;
-        Ok(Self { options, flat, none: TensorList::new(&[])? })
+        Ok(Self { options, flat, none: TensorList::new(Vec::new())? })
     }
 }
 
@@ -98,8 +98,8 @@ impl Optimizer for Sgd {
                 }
                 return Ok(());
             }
-            let buffers = parts.state_lists.first().unwrap_or(none);
-            fused_sgd(&parts.parameter_list, &parts.gradient_list, buffers, step)
+            let buffers = parts.state.first().unwrap_or(none);
+            fused_sgd(&parts.parameters, &parts.gradients, buffers, step)
         })
     }
 

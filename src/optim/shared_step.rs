@@ -73,7 +73,7 @@ pub(super) fn step_my_slice(
 
 /// Returns this rank's side of the model, if the ranks share one.
 pub(super) fn shared_model(buffers: &[FlatBuffer]) -> Option<Rc<SharedModel>> {
-    buffers.first().and_then(|buffer| buffer.layout.shared())
+    buffers.first().and_then(|buffer| buffer.layout.now().shared.clone())
 }
 
 /// Calls `make`, and returns its `count` lists, which have a tensor for each buffer. Ranks that share a model get the

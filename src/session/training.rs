@@ -98,7 +98,7 @@ impl Training {
             trainer = trainer.replace_batches(ScatterFromRank0::new(loaders));
         }
         let trainer = config.changed_by_program(trainer)?;
-        if config.is_data_parallel() && trainer.decides_by_gradients() {
+        if config.is_data_parallel() && trainer.counts_skipped_steps() {
             return Err(Error::usage(
                 "--strategy dp: each rank would decide by its own gradients which steps to skip; leave out fp16 and \
                  skip_nonfinite, or use --strategy ddp"

@@ -12,7 +12,7 @@ use super::callbacks::{
 };
 use super::loss::LossSum;
 use super::own_step::{OwnStep, Share};
-use super::{Amp, Callback, Criterion, LossParts, TrainContext, Trainer, TrainerOptions};
+use super::{Callback, Criterion, LossParts, TrainContext, Trainer, TrainerOptions};
 use crate::checkpoint::{CheckpointDir, TrainerState};
 use crate::data::{Batch, DataLoader};
 use crate::ddp::DistributedDataParallel;
@@ -56,7 +56,6 @@ impl<M: Forward> Trainer<M> {
             criterion,
             own_step: None,
             share: Share::default(),
-            has_checked_graph: false,
             step_count: None,
             has_run_backward: false,
             makes_loss_nan: false,
@@ -271,12 +270,8 @@ impl<M: Forward> Trainer<M> {
         self.context.state()
     }
 
-    /// Returns whether the averaged gradients decide if a step is skipped. All ranks must have the same then.
-    pub(crate) fn decides_by_gradients(&self) -> bool {
-        self.context.options.skip_nonfinite.is_some() || self.context.options.amp == Amp::Fp16
-    }
-
-    /// Returns whether steps may be skipped because they are not finite.
+    /// Returns whether steps may be skipped because they are not finite. The averaged gradients decide it, so all ranks must
+    /// have the same then.
     pub(crate) fn counts_skipped_steps(&self) -> bool {
         self.context.counts_skipped_steps()
     }

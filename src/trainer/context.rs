@@ -16,7 +16,7 @@ use crate::checkpoint::TrainerState;
 use crate::data::{Batch, DataLoader};
 use crate::ddp::DistributedDataParallel;
 use crate::error::{Error, Result};
-use crate::ffi::{Generator, TorchResult, unknown_leaf};
+use crate::ffi::{Generator, TorchResult};
 use crate::models::Forward;
 use crate::optim::{GradScaler, Optimizer, ParameterState, Schedule};
 use crate::process_group::ProcessGroup;
@@ -34,8 +34,6 @@ pub struct TrainContext<M> {
     pub(super) own_step: Option<OwnStep<M>>,
     /// The share of the batch that the step is at.
     pub(super) share: Share,
-    /// Whether the graph of a loss has been checked.
-    pub(super) has_checked_graph: bool,
     /// What all ranks' batches of the step count as, with `exact_mean`.
     pub(super) step_count: Option<StepCount>,
     /// Whether this step has called [`TrainContext::backward`].
@@ -268,22 +266,6 @@ impl<M: Forward> TrainContext<M> {
         let _autocast = self.autocast()?;
         let loss = self.criterion.loss(&self.forward(batch, true), batch);
         loss.map_err(|error| self.with_samples(error, index))
-    }
-
-    /// Refuses, in the first batch of a run, a `loss` that depends on a tensor that requires a gradient and is neither a
-    /// parameter nor an input: it would not be trained.
-    pub(super) fn check_graph(&mut self, loss: &Tensor, batch: &Batch) -> Result<()> {
-        if std::mem::replace(&mut self.has_checked_graph, true) {
-            return Ok(());
-        }
-        let mut known: Vec<Tensor> = batch.tensors().map(Tensor::shallow_clone).collect();
-        known.extend(self.ddp.state_dict().into_iter().map(|(_, tensor)| tensor));
-        let Some(unknown) = unknown_leaf(loss, &known)? else { return Ok(()) };
-        Err(Error::usage(format!(
-            "the loss depends on a tensor of shape {:?} that requires a gradient and is not in the model's VarStore, so it \
-             would not be trained; create it with the path of the model, or call set_requires_grad(false) on it",
-            unknown.size()
-        )))
     }
 
     /// Runs the model's own forward pass on the inputs of `batch`, in training or evaluation mode.

@@ -1,14 +1,14 @@
 //! [`Criterion`]: what a run minimizes and measures.
 
 use std::fmt;
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 
-use tch::{TchError, Tensor};
+use tch::Tensor;
 
 use super::Loss;
 use crate::data::Batch;
 use crate::error::{Error, Result};
-use crate::ffi::{TorchResult, fork_rng, leave_out_resize_warnings};
+use crate::ffi::TorchResult;
 use crate::runtime::panics;
 
 /// What a run minimizes and measures: a built-in [`Loss`] or your own loss, with metrics, and a count of what a batch
@@ -34,20 +34,13 @@ pub struct Criterion {
     loss: LossFunction,
     metrics: Vec<NamedMetric>,
     count: Option<Arc<Count>>,
-    /// The note on a loss of the user.
-    note: Note,
 }
 
 #[derive(Clone)]
 struct NamedMetric {
     name: &'static str,
     measure: Arc<Metric>,
-    note: Note,
 }
-
-/// A note on a closure that compares each output with each target. It is `None` if the closure does not, and unset until a
-/// batch shows which.
-type Note = Arc<OnceLock<Option<String>>>;
 
 #[derive(Clone)]
 enum LossFunction {
@@ -96,7 +89,7 @@ impl Criterion {
     }
 
     fn of(loss: LossFunction) -> Self {
-        Self { loss, metrics: Vec::new(), count: None, note: Note::default() }
+        Self { loss, metrics: Vec::new(), count: None }
     }
 
     /// Adds a metric, which validation shows as `name`: the mean over the samples of a batch, as one number. Validation
@@ -107,7 +100,7 @@ impl Criterion {
         name: &'static str,
         metric: impl Fn(&Tensor, &Tensor) -> Tensor + Send + Sync + 'static,
     ) -> Self {
-        self.metrics.push(NamedMetric { name, measure: Arc::new(metric), note: Note::default() });
+        self.metrics.push(NamedMetric { name, measure: Arc::new(metric) });
         self
     }
 
@@ -132,7 +125,7 @@ impl Criterion {
 
     /// Returns these metrics and this count with the loss of `other`.
     pub(crate) fn with_loss_of(self, other: Self) -> Self {
-        Self { loss: other.loss, note: other.note, ..self }
+        Self { loss: other.loss, ..self }
     }
 
     /// Returns whether this is the built-in cross-entropy, whose targets are classes.
@@ -168,16 +161,10 @@ impl Criterion {
     /// Returns the loss of a batch with its parts and all metrics. An empty batch has the loss alone, which is 0.
     pub(super) fn measure(&self, output: &Tensor, batch: &Batch) -> Result<Measured> {
         let mut measured = self.loss_with_parts(output, batch)?;
-        for NamedMetric { name, measure, note } in self.metrics.iter().filter(|_| !batch.is_empty())
-        {
+        for NamedMetric { name, measure } in self.metrics.iter().filter(|_| !batch.is_empty()) {
             let what = format!("the metric `{name}`");
-            let of = |output: &Tensor, targets: &Tensor| {
-                let value = panics::in_closure(&what, || measure(output, targets))?;
-                one_number(value, || what.clone())
-            };
-            let value = of(output, &batch.targets)?;
-            look_for_broadcast(note, &what, &of, [output, &batch.targets], &value);
-            measured.named.push((name, value));
+            let value = panics::in_closure(&what, || measure(output, &batch.targets))?;
+            measured.named.push((name, one_number(value, || what)?));
         }
         Ok(measured)
     }
@@ -191,26 +178,15 @@ impl Criterion {
                 zero.doing("the loss of no samples")?
             }
             LossFunction::Own(loss) => {
-                let of = |output: &Tensor, targets: &Tensor| {
-                    panics::in_closure("the loss", || loss(output, targets))?.check()
-                };
-                let measured = of(output, &batch.targets)?;
+                let parts = panics::in_closure("the loss", || loss(output, &batch.targets))?;
+                let measured = parts.check()?;
                 if !measured.named.is_empty() {
                     self.check_names(measured.name, &measured.named)?;
                 }
-                let of = |output: &Tensor, targets: &Tensor| Ok(of(output, targets)?.loss);
-                let tensors = [output, &batch.targets];
-                look_for_broadcast(&self.note, "the loss", &of, tensors, &measured.loss);
                 return Ok(measured);
             }
         };
         Ok(Measured { name: LOSS, loss, named: Vec::new() })
-    }
-
-    /// Returns the notes on the loss and on the metrics that there are.
-    pub(super) fn notes(&self) -> impl Iterator<Item = &str> {
-        let of_metrics = self.metrics.iter().map(|metric| &metric.note);
-        [&self.note].into_iter().chain(of_metrics).filter_map(|note| note.get()?.as_deref())
     }
 
     /// Checks that each metric has another name. The names of the loss's parts are known only later.
@@ -298,66 +274,6 @@ impl LossParts {
         let (name, loss) = first?;
         Ok(Measured { name, loss, named: parts.collect::<Result<_>>()? })
     }
-}
-
-/// Finds out whether `of`, a closure that `what` names, compares each output with each target, because libtorch repeats
-/// tensors of shapes such as `[50, 1]` and `[50]`. It gave `value` for these tensors.
-fn look_for_broadcast(
-    note: &Note,
-    what: &str,
-    of: &dyn Fn(&Tensor, &Tensor) -> Result<Tensor>,
-    [output, targets]: [&Tensor; 2],
-    value: &Tensor,
-) {
-    let may = output.size() != targets.size()
-        && output.numel() == targets.numel()
-        && targets.numel() > 1
-        && output.is_floating_point()
-        && targets.is_floating_point();
-    if !may {
-        return;
-    }
-    if note.get().is_none() {
-        // The random numbers of the run stay the same.
-        let look = || tch::no_grad(|| is_broadcast(of, output, targets, value));
-        if let Ok(Ok(Some(is_broadcast))) = fork_rng(0, look) {
-            let text = is_broadcast.then(|| {
-                format!(
-                    "warning: {what} compares each output of a batch with each target, because the model returns the \
-                     shape {:?} and the targets have {:?}; give both one shape, as with output.view_as(targets)",
-                    output.size(),
-                    targets.size()
-                )
-            });
-            let _ = note.set(text); // another rank may have been first
-        }
-    }
-    if note.get().is_some_and(Option::is_some) {
-        leave_out_resize_warnings();
-    }
-}
-
-/// Returns whether `of` has the same `value` for targets in another order, and another one for tensors of one shape. Returns
-/// `None` if all outputs or all targets of the batch are equal.
-fn is_broadcast(
-    of: &dyn Fn(&Tensor, &Tensor) -> Result<Tensor>,
-    output: &Tensor,
-    targets: &Tensor,
-    value: &Tensor,
-) -> Result<Option<bool>, TchError> {
-    let turned = targets.f_roll([1], [0])?;
-    if turned.f_equal(targets)? || output.f_roll([1], [0])?.f_equal(output)? {
-        return Ok(None);
-    }
-    let paired = output.f_reshape(targets.size())?;
-    let (Ok(turned), Ok(paired)) = (of(output, &turned), of(&paired, targets)) else {
-        return Ok(Some(false));
-    };
-    let value = value.f_double_value(&[])?;
-    let is_same = |other: &Tensor| -> Result<bool, TchError> {
-        Ok((other.f_double_value(&[])? - value).abs() <= value.abs() * 1e-5)
-    };
-    Ok(Some(is_same(&turned)? && !is_same(&paired)?))
 }
 
 /// Returns `value` without dimensions. Its shape is checked and its value is not: to read that would wait for the

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use tch::{Device, Kind, Tensor};
 
 use super::TrainContext;
-use crate::data::{Batch, DataLoader};
+use crate::data::{Batch, list_samples};
 use crate::error::{Error, Result};
 use crate::ffi::TorchResult;
 use crate::models::Forward;
@@ -28,7 +28,7 @@ impl<M> TrainContext<M> {
             return Ok(());
         }
         let what = "the sum of the losses is not finite, in this step or since one before it";
-        Err(self.not_finite_after_step(what.into()))
+        Err(self.not_finite_after_step(what.into(), true))
     }
 
     /// Refuses parameters that are not finite after the steps so far: no run could continue from them.
@@ -39,9 +39,11 @@ impl<M> TrainContext<M> {
         }
         self.group().synchronize()?;
         match first_nonfinite(&self.ddp.flat_buffers(), |buffer| &buffer.parameters)? {
-            Some(name) => Err(self.not_finite_after_step(format!(
-                "the parameter `{name}` is not finite, after this step or since one before it"
-            ))),
+            Some(name) => {
+                let when = "after this step or since one before it";
+                let what = format!("the parameter `{name}` is not finite, {when}");
+                Err(self.not_finite_after_step(what, true))
+            }
             None => Ok(()),
         }
     }
@@ -61,9 +63,9 @@ impl<M> TrainContext<M> {
     }
 
     /// Returns the error that `what` was found not to be finite after the last step.
-    fn not_finite_after_step(&self, what: String) -> Error {
+    fn not_finite_after_step(&self, what: String, in_training: bool) -> Error {
         let (rank, step) = (self.group().rank(), self.state.step.saturating_sub(1));
-        Error::NonFinite { what, in_training: true, rank, step, samples: String::new() }
+        Error::NonFinite { what, in_training, rank, step, samples: String::new() }
     }
 
     /// Returns the error that `what` is not finite in this step for these samples, the end of the sentence.
@@ -73,7 +75,8 @@ impl<M> TrainContext<M> {
     }
 
     /// Refuses a loss that is not finite, on the CPU: on a GPU each check would wait for the device, so the sum of the
-    /// losses is checked instead. `index` is the batch's index in the step.
+    /// losses is checked instead. If the step may be skipped, [`backward`](Self::backward) makes the gradients of such a
+    /// loss not finite either. `index` is the batch's index in the step.
     pub(super) fn check_loss(&self, loss: &Tensor, index: usize, batch: &Batch) -> Result<()> {
         let is_checked = loss.device() == Device::Cpu && !self.scaler.is_enabled();
         if self.checks_gradients() || !is_checked || is_finite(loss)? {
@@ -92,37 +95,22 @@ impl<M> TrainContext<M> {
         }
         let samples = self.samples(index, 1).unwrap_or_default();
         let found = samples_not_finite(batch, &samples)?;
-        let samples = if found.is_empty() { list(&samples) } else { list_with_data(&found) };
+        let samples = match &found[..] {
+            [] => list(&samples),
+            found => list(found) + ", whose data is not finite",
+        };
         Ok(self.not_finite(what, samples))
     }
 
-    /// Returns the error for a validation `loss` on the batches of `loader` that is not finite. Each rank looks at the data
-    /// of its own samples. A collective: the rank that finds the cause returns first.
-    pub(super) fn nonfinite_validation(&self, loader: &DataLoader, loss: f64) -> Result<Error> {
-        let error = |why: &str, samples: String| Error::NonFinite {
-            what: format!(
-                "the validation loss after epoch {} is {loss}{why}",
-                self.state.epoch.saturating_sub(1)
-            ),
-            in_training: false,
-            rank: self.group().rank(),
-            step: self.state.step.saturating_sub(1),
-            samples,
-        };
-        if let Some(why) = self.nonfinite_parameter()? {
-            return Ok(error(&why, String::new()));
+    /// Returns the error for a validation `loss` that is not finite. It is the same on all ranks, and rank 0 reports it.
+    pub(super) fn nonfinite_validation(&self, loss: f64) -> Result<Error> {
+        if self.group().rank() > 0 {
+            self.group().barrier()?; // ends because rank 0 fails
         }
-        let mut found = Vec::new();
-        for (index, batch) in loader.epoch(0)?.enumerate() {
-            found.extend(samples_not_finite(&batch?, &loader.samples(0, 0, index, 1)?)?);
-        }
-        if !found.is_empty() {
-            found.sort_unstable();
-            return Ok(error("", list_with_data(&found)));
-        }
-        // Another rank has the cause and reports it. If no rank has, all ranks reach this barrier.
-        self.group().barrier()?;
-        Ok(error(", though the data of each sample is finite", String::new()))
+        let epoch = self.state.epoch.saturating_sub(1);
+        let why = self.nonfinite_parameter()?.unwrap_or_default();
+        let what = format!("the validation loss after epoch {epoch} is {loss}{why}");
+        Ok(self.not_finite_after_step(what, false))
     }
 }
 
@@ -200,20 +188,10 @@ pub(super) fn closure_error(error: Error, samples: &[usize]) -> Error {
 /// Lists the first few of `samples`, as the end of a sentence. Empty without samples.
 fn list(samples: &[usize]) -> String {
     const MAX_LISTED_SAMPLES: usize = 8;
-    let listed: Vec<String> =
-        samples.iter().take(MAX_LISTED_SAMPLES).map(usize::to_string).collect();
-    let (listed, more) = (listed.join(", "), samples.len().saturating_sub(MAX_LISTED_SAMPLES));
-    match (samples.len(), more) {
-        (0, _) => String::new(),
-        (1, _) => format!(" for sample {listed}"),
-        (_, 0) => format!(" for samples {listed}"),
-        (_, more) => format!(" for samples {listed} and {more} more"),
+    match samples {
+        [] => String::new(),
+        some => format!(" for {}", list_samples(some, MAX_LISTED_SAMPLES)),
     }
-}
-
-/// Lists samples whose data are the cause.
-fn list_with_data(samples: &[usize]) -> String {
-    list(samples) + ", whose data is not finite"
 }
 
 /// Returns whether all of `tensor` is finite. Reads one number from the device.

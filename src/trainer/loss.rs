@@ -89,7 +89,6 @@ pub(super) struct LossSum {
     /// Views of `totals`: the sum and the number of samples.
     sum: Tensor,
     count: Tensor,
-    one: Tensor,
 }
 
 impl LossSum {
@@ -97,7 +96,7 @@ impl LossSum {
         let allocate = || {
             let totals = Tensor::f_zeros([2], (Kind::Double, device))?;
             let (sum, count) = (totals.f_narrow(0, 0, 1)?, totals.f_narrow(0, 1, 1)?);
-            Ok(Self { totals, sum, count, one: Tensor::f_ones([1], (Kind::Double, device))? })
+            Ok(Self { totals, sum, count })
         };
         allocate().doing("allocating the loss")
     }
@@ -116,12 +115,12 @@ impl LossSum {
     /// Continues from a `sum` that [`sum`](Self::sum) returned.
     pub(super) fn set_sum(&mut self, sum: f64) -> Result<()> {
         let _ = self.totals.f_zero_().doing("zero_")?;
-        add_scaled(&self.sum, &self.one, sum)
+        self.sum.f_fill_(sum).map(drop).doing("fill_")
     }
 
     /// Counts `samples` samples: this rank's, or those of all ranks if only one rank counts.
     pub(super) fn count(&mut self, samples: usize) -> Result<()> {
-        add_scaled(&self.count, &self.one, samples as f64)
+        self.count.f_add_scalar_(samples as f64).map(drop).doing("add_")
     }
 
     /// Returns the mean loss over the samples of all ranks, and resets the totals.

@@ -151,24 +151,18 @@ impl<M: Forward> Trainer<M> {
         let is_last = batch + 1 == step.batches.len();
         let _no_sync = (!is_last).then(|| context.ddp.no_sync());
         context.share = step.share(batch);
-        let loss = match context.own_step.clone() {
-            Some(own) => {
-                let loss = own.run(context, &step.batches[batch], batch)?;
-                let loss = context.with_fault(&loss)?;
-                context.check_loss(&loss, batch, &step.batches[batch])?;
-                loss
-            }
-            None => {
-                let loss = context.loss_of(&step.batches[batch], Some(batch))?;
-                context.check_graph(&loss, &step.batches[batch])?;
-                let mut loss = context.with_fault(&loss)?;
-                callbacks.each(|callback| {
-                    callback.on_before_backward(context, step, batch, &mut loss)
-                })?;
-                context.backward(&loss)?;
-                loss
-            }
+        let own_step = context.own_step.clone();
+        let loss = match &own_step {
+            Some(own) => own.run(context, &step.batches[batch], batch)?, // with its backward
+            None => context.loss_of(&step.batches[batch], Some(batch))?,
         };
+        let mut loss = context.with_fault(&loss)?;
+        context.check_loss(&loss, batch, &step.batches[batch])?;
+        if own_step.is_none() {
+            callbacks
+                .each(|callback| callback.on_before_backward(context, step, batch, &mut loss))?;
+            context.backward(&loss)?;
+        }
         context.makes_loss_nan = false;
         step.losses.push(loss);
         Ok(())

@@ -3,9 +3,9 @@
 use anyhow::Result;
 use serde_json::{Map, Value};
 
-use super::replica_check::compare_before_save;
+use super::replica_check::compare_replicas;
 use crate::checkpoint::{Checkpoint, CheckpointDir, Snapshot, TrainerState, Writer};
-use crate::error::{Error, Shown};
+use crate::error::{Compared, Error, Shown};
 use crate::process_group::ProcessGroup;
 use crate::trainer::{Callback, Epoch, Step, TrainContext};
 
@@ -129,7 +129,9 @@ impl Checkpoints {
         let loss_sum = context.loss_sum.sum(group)?;
         context.check_loss_sum(loss_sum)?;
         context.check_parameters()?;
-        compare_before_save(context)?;
+        if group.world_size() > 1 {
+            compare_replicas(&context.ddp, false, step, Compared::BeforeSave)?;
+        }
         let loss_sums = group.gather_object(&loss_sum, 0)?;
         let counts = if context.criterion.has_count() {
             group.gather_object(&context.counted, 0)?.unwrap_or_default()

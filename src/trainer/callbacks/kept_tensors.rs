@@ -39,22 +39,14 @@ impl KeptTensors {
         Self { place, tensors: Rc::default() }
     }
 
-    /// Returns the wrapped model, if it is in the step that is kept.
-    fn ddp<'a, M>(
-        &self,
-        context: &'a TrainContext<M>,
-        step: &Step,
-    ) -> Option<&'a DistributedDataParallel<M>> {
-        (step.index == self.place.step).then_some(&context.ddp)
-    }
-
     /// Returns the wrapped model, if it is in the step and on the rank that are kept.
     fn ddp_here<'a, M>(
         &self,
         context: &'a TrainContext<M>,
         step: &Step,
     ) -> Option<&'a DistributedDataParallel<M>> {
-        self.ddp(context, step).filter(|ddp| ddp.group().rank() == self.place.rank)
+        let is_here = step.index == self.place.step && context.group().rank() == self.place.rank;
+        is_here.then_some(&context.ddp)
     }
 
     /// Copies tensors, each under its name behind `prefix`.
@@ -72,11 +64,13 @@ impl KeptTensors {
 
 impl<M> Callback<M> for KeptTensors {
     fn on_step_start(&mut self, context: &mut TrainContext<M>, step: &mut Step) -> Result<()> {
-        let Some(ddp) = self.ddp(context, step) else { return Ok(()) };
-        if ddp.group().rank() != self.place.rank {
-            ddp.observe_gradients(OBSERVER, Box::new(|_, _| Ok(()))); // as on the rank that is kept
+        let Some(ddp) = self.ddp_here(context, step) else {
+            if step.index == self.place.step {
+                // As on the rank that is kept.
+                context.ddp.observe_gradients(OBSERVER, Box::new(|_, _| Ok(())));
+            }
             return Ok(());
-        }
+        };
         for (index, batch) in step.batches.iter().enumerate() {
             let names = ["inputs".to_owned(), "targets".to_owned()].into_iter();
             let more = (0..batch.more_inputs.len()).map(|more| format!("more_inputs.{more}"));
@@ -96,9 +90,7 @@ impl<M> Callback<M> for KeptTensors {
     }
 
     fn on_after_backward(&mut self, context: &mut TrainContext<M>, step: &mut Step) -> Result<()> {
-        if let Some(ddp) = self.ddp(context, step) {
-            ddp.stop_observing(OBSERVER);
-        }
+        context.ddp.stop_observing(OBSERVER);
         let Some(ddp) = self.ddp_here(context, step) else { return Ok(()) };
         ddp.group().synchronize()?;
         self.keep("output", numbered(&ddp.take_outputs()))?;

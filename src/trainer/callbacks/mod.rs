@@ -84,10 +84,7 @@ impl<M> Callbacks<M> {
         &mut self,
         mut call: impl FnMut(&mut dyn Callback<M>) -> Result<()>,
     ) -> Result<()> {
-        for (_, callback) in &mut self.0 {
-            call(&mut **callback)?;
-        }
-        Ok(())
+        self.0.iter_mut().try_for_each(|(_, callback)| call(&mut **callback))
     }
 
     /// Calls `call` with each callback, the last one first, until one returns an error.
@@ -95,10 +92,7 @@ impl<M> Callbacks<M> {
         &mut self,
         mut call: impl FnMut(&mut dyn Callback<M>) -> Result<()>,
     ) -> Result<()> {
-        for (_, callback) in self.0.iter_mut().rev() {
-            call(&mut **callback)?;
-        }
-        Ok(())
+        self.0.iter_mut().rev().try_for_each(|(_, callback)| call(&mut **callback))
     }
 }
 

@@ -1,7 +1,6 @@
 //! Losses and gradients that are infinite or NaN: ends the run, or skips the step.
 
 use anyhow::Result;
-use tch::Tensor;
 
 use crate::models::Forward;
 use crate::optim::{FlatBuffer, GradState, average_gradients};
@@ -22,18 +21,6 @@ impl<M: Forward> Callback<M> for NonFiniteGuard {
             self.buffers = Some(BufferSnapshot::of(&context.ddp)?);
         }
         Ok(())
-    }
-
-    /// Refuses a loss that is not finite, unless the step may be skipped: [`TrainContext::backward`] makes its gradients
-    /// not finite either.
-    fn on_before_backward(
-        &mut self,
-        context: &mut TrainContext<M>,
-        step: &Step,
-        batch: usize,
-        loss: &mut Tensor,
-    ) -> Result<()> {
-        Ok(context.check_loss(loss, batch, &step.batches[batch])?)
     }
 
     /// Skips the step if the averaged gradients are not finite. They are the same on all ranks, so all decide alike.

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use anyhow::Result;
 
 use crate::telemetry::Printer;
-use crate::trainer::{Callback, Criterion, Epoch, Step, TrainContext};
+use crate::trainer::{Callback, Epoch, Step, TrainContext};
 
 /// The time to the first sign. The later ones come ever more rarely.
 const FIRST: Duration = Duration::from_secs(2);
@@ -14,7 +14,7 @@ const FIRST: Duration = Duration::from_secs(2);
 /// The longest time between two signs.
 const LONGEST: Duration = Duration::from_secs(60);
 
-/// Shows on rank 0 which step the run is at, and once each note on the loss and the metrics.
+/// Shows on rank 0 which step the run is at.
 #[derive(Debug)]
 pub(in crate::trainer) struct Progress {
     printer: Arc<Printer>,
@@ -23,23 +23,11 @@ pub(in crate::trainer) struct Progress {
     next: Duration,
     /// The steps that were made before this start of the run.
     done: u64,
-    /// The notes that were printed.
-    noted: Vec<String>,
 }
 
 impl Progress {
     pub(in crate::trainer) fn new(printer: Arc<Printer>) -> Self {
-        Self { printer, began: Instant::now(), next: FIRST, done: 0, noted: Vec::new() }
-    }
-
-    /// Prints each note on the loss and the metrics once.
-    fn report_notes(&mut self, criterion: &Criterion) {
-        for note in criterion.notes() {
-            if !self.noted.iter().any(|noted| noted == note) {
-                self.printer.report(note);
-                self.noted.push(note.into());
-            }
-        }
+        Self { printer, began: Instant::now(), next: FIRST, done: 0 }
     }
 }
 
@@ -51,7 +39,6 @@ impl<M> Callback<M> for Progress {
     }
 
     fn on_step_end(&mut self, context: &mut TrainContext<M>, _: &Step) -> Result<()> {
-        self.report_notes(&context.criterion);
         let elapsed = self.began.elapsed();
         if elapsed >= self.next {
             // Whether there is a bar takes a system call to find out.
@@ -61,12 +48,6 @@ impl<M> Callback<M> for Progress {
             let left = each * steps.saturating_sub(step) as f64;
             self.printer.step(step, &format!("step {step} of {steps}, about {left:.0} s left"));
         }
-        Ok(())
-    }
-
-    /// The last validation comes after the last step.
-    fn on_train_end(&mut self, context: &mut TrainContext<M>) -> Result<()> {
-        self.report_notes(&context.criterion);
         Ok(())
     }
 }

@@ -26,17 +26,6 @@ impl<M> Callback<M> for ReplicaCheck {
     }
 }
 
-/// Compares the parameters before a checkpoint is saved, so that the newest one holds equal replicas. A collective.
-///
-/// # Errors
-/// [`Error::ReplicasDiverged`], on all ranks alike.
-pub(super) fn compare_before_save<M>(context: &TrainContext<M>) -> crate::error::Result<()> {
-    if context.group().world_size() == 1 {
-        return Ok(());
-    }
-    compare_replicas(&context.ddp, false, context.state.step, Compared::BeforeSave)
-}
-
 /// Compares the parameters of all ranks after `steps` steps, and with `buffers` their buffers too, by a 64-bit hash of
 /// each tensor. A collective.
 ///

@@ -14,6 +14,7 @@ use crate::operation::Operation;
 use crate::process_group::{ProcessGroup, ReduceOp};
 use crate::records::ValidationMetrics;
 use crate::runtime::StopReason;
+use crate::trainer::criterion::Measured;
 use crate::trainer::find_non_finite::closure_error;
 use crate::trainer::{Callback, Epoch, TrainContext};
 
@@ -29,7 +30,7 @@ impl<M: Forward> Callback<M> for Validation {
     /// Validates if due, or if this was the last epoch. A collective in that case.
     ///
     /// # Errors
-    /// [`Error::NonFinite`](crate::Error::NonFinite) when the loss is not finite. The rank that has the samples names them.
+    /// [`Error::NonFinite`](crate::Error::NonFinite) when the loss is not finite.
     fn on_epoch_end(&mut self, context: &mut TrainContext<M>, epoch: &mut Epoch) -> Result<()> {
         let epochs = context.state.epoch;
         if epochs.is_multiple_of(self.every) || epochs >= context.max_epochs {
@@ -48,38 +49,33 @@ impl Validation {
     ) -> Result<ValidationMetrics> {
         context.group().enter_phase(Operation::Validation, epoch);
         let device = context.group().device();
-        // The sum of the losses, the number of correct predictions, and what all batches count as.
-        let mut totals = Tensor::f_zeros([3], (Kind::Double, device)).doing(DOING)?;
         let classifies = context.criterion.classifies();
-        let mut named = NamedSums::default();
+        let mut sums = Sums::default();
         for (index, batch) in self.loader.epoch(0)?.enumerate() {
             let batch = batch?;
             let _autocast = context.options.amp.autocast(device)?;
-            let batch_totals = tch::no_grad(|| -> crate::error::Result<Tensor> {
+            let added = tch::no_grad(|| -> crate::error::Result<()> {
                 let output = context.forward(&batch, false);
                 let count = context.criterion.count_of(&batch)?;
                 let measured = context.criterion.measure(&output, &batch)?;
-                named.add(&measured.named, count, device)?;
-                batch_totals(&batch, &output, &measured.loss, classifies, count).doing(DOING)
+                if count == 0 {
+                    return Ok(());
+                }
+                let names = measured.named.iter().map(|(name, _)| *name).collect();
+                let totals = batch_totals(&batch, &output, &measured, classifies, count, device);
+                sums.add(names, totals.doing(DOING)?)
             });
-            let batch_totals = batch_totals.map_err(|error| {
+            added.map_err(|error| {
                 closure_error(error, &self.loader.samples(0, 0, index, 1).unwrap_or_default())
             })?;
-            let _ = totals.f_add_(&batch_totals).doing(DOING)?;
         }
-        let group = context.group();
-        group.all_reduce(&mut totals, ReduceOp::Sum)?;
-        group.synchronize()?;
-        let totals = Vec::<f64>::try_from(totals).doing(DOING)?;
+        let (names, totals) = sums.of_all_ranks(context.group(), context.criterion.has_names())?;
         let loss = totals[0] / totals[2];
         if !loss.is_finite() {
-            return Err(context.nonfinite_validation(&self.loader, loss)?.into());
+            return Err(context.nonfinite_validation(loss)?.into());
         }
-        let metrics = if context.criterion.has_names() {
-            named.means(group, totals[2])?
-        } else {
-            BTreeMap::new()
-        };
+        let means = totals[3..].iter().map(|sum| sum / totals[2]);
+        let metrics: BTreeMap<String, f64> = names.into_iter().zip(means).collect();
         let is_text = classifies && context.tokens_per_sample.get().is_some_and(Option::is_some);
         let state = &mut context.state;
         let best = state.best.as_ref().is_none_or(|best| loss < best.loss);
@@ -104,66 +100,48 @@ impl Validation {
     }
 }
 
-/// The sums over this rank's batches of what has a name, which are kept on the device.
+/// The sums over this rank's batches, in float64 on the device.
 #[derive(Default)]
-struct NamedSums {
-    /// `None` before the first batch with samples.
-    names: Option<Vec<&'static str>>,
-    sums: Vec<Tensor>,
+struct Sums {
+    /// The names of all sums but the first three.
+    names: Vec<&'static str>,
+    /// The sum of [`batch_totals`]. `None` before the first batch that counts.
+    totals: Option<Tensor>,
 }
 
-impl NamedSums {
-    /// Adds the values of a batch that counts as `count`. One that counts nothing has none.
-    fn add(
-        &mut self,
-        values: &[(&'static str, Tensor)],
-        count: usize,
-        device: Device,
-    ) -> crate::error::Result<()> {
-        if count == 0 {
+impl Sums {
+    /// Adds the `totals` of a batch.
+    fn add(&mut self, names: Vec<&'static str>, totals: Tensor) -> crate::error::Result<()> {
+        let Some(sums) = &mut self.totals else {
+            (self.names, self.totals) = (names, Some(totals));
             return Ok(());
+        };
+        if self.names != names {
+            return Err(differ(&self.names, &names));
         }
-        let names: Vec<_> = values.iter().map(|(name, _)| *name).collect();
-        let known = self.names.get_or_insert_with(|| names.clone());
-        if *known != names {
-            return Err(differ(known, &names));
-        }
-        for (index, (_, value)) in values.iter().enumerate() {
-            // A metric may be a number of the CPU.
-            let weigh =
-                || value.f_to_device(device)?.f_to_kind(Kind::Double)?.f_mul_scalar(count as f64);
-            let value = weigh().doing(DOING)?;
-            match self.sums.get_mut(index) {
-                Some(sum) => sum.f_add_(&value).map(drop).doing(DOING)?,
-                None => self.sums.push(value),
-            }
-        }
-        Ok(())
+        sums.f_add_(&totals).map(drop).doing(DOING)
     }
 
-    /// Returns the means over all ranks' batches, which together count as `count`. A collective.
-    fn means(
+    /// Returns the names, and the sums over all ranks. Without `has_names` no rank has names. A collective.
+    fn of_all_ranks(
         self,
         group: &ProcessGroup,
-        count: f64,
-    ) -> crate::error::Result<BTreeMap<String, f64>> {
+        has_names: bool,
+    ) -> crate::error::Result<(Vec<String>, Vec<f64>)> {
         // A rank without samples knows no names.
-        let owned = |names: Vec<&str>| names.into_iter().map(String::from).collect();
-        let mine: Option<Vec<String>> = self.names.map(owned);
-        let names: Vec<_> = group.all_gather_object(&mine)?.into_iter().flatten().collect();
-        let Some(all) = names.first() else { return Ok(BTreeMap::new()) };
-        if let Some(other) = names.iter().find(|names| *names != all) {
-            return Err(differ(all, other));
+        let owned = |_: &Tensor| self.names.iter().map(|&name| String::from(name)).collect();
+        let mine: Option<Vec<String>> = self.totals.as_ref().map(owned);
+        let all = if has_names { group.all_gather_object(&mine)? } else { vec![mine] };
+        let mut all = all.into_iter().flatten();
+        let names = all.next().unwrap_or_default();
+        if let Some(other) = all.find(|other| *other != names) {
+            return Err(differ(&names, &other));
         }
-        let mut sums = if self.sums.is_empty() {
-            Tensor::f_zeros([all.len() as i64], (Kind::Double, group.device()))
-        } else {
-            Tensor::f_stack(&self.sums, 0)
-        }
-        .doing(DOING)?;
-        group.all_reduce(&mut sums, ReduceOp::Sum)?;
-        let sums = Vec::<f64>::try_from(group.to_host(&sums)?).doing(DOING)?;
-        Ok(all.iter().cloned().zip(sums.into_iter().map(|sum| sum / count)).collect())
+        let zeros = || Tensor::f_zeros([3 + names.len() as i64], (Kind::Double, group.device()));
+        let mut totals = self.totals.map_or_else(zeros, Ok).doing(DOING)?;
+        group.all_reduce(&mut totals, ReduceOp::Sum)?;
+        group.synchronize()?;
+        Ok((names, Vec::<f64>::try_from(totals).doing(DOING)?))
     }
 }
 
@@ -176,16 +154,21 @@ fn differ<T: AsRef<str>>(some: &[T], others: &[T]) -> Error {
     ))
 }
 
-/// Returns the sum of a batch's losses, the number of correct predictions (0 unless the model classifies), and
-/// `count`, what the batch counts as, in float64 of shape `[3]`. `loss` is the mean loss.
+/// Returns the sum of a batch's losses, the number of correct predictions (0 unless the model classifies), `count`, what
+/// the batch counts as, and the sums of what has a name, in float64 on `device`.
 fn batch_totals(
     batch: &Batch,
     output: &Tensor,
-    loss: &Tensor,
+    measured: &Measured,
     classifies: bool,
     count: usize,
+    device: Device,
 ) -> Result<Tensor, tch::TchError> {
     let count = count as f64;
+    // A metric may be a number of the CPU.
+    let weighed =
+        |value: &Tensor| value.f_to_device(device)?.f_to_kind(Kind::Double)?.f_mul_scalar(count);
+    let sum = weighed(&measured.loss)?;
     let correct = if classifies {
         let correct = output.f_argmax(-1, false)?.f_eq_tensor(&batch.targets)?;
         // A sequence counts with the part of its tokens that are correct.
@@ -198,11 +181,14 @@ fn batch_totals(
             len => correct.f_mul_scalar(count / len)?,
         }
     } else {
-        Tensor::f_zeros_like(loss)?
+        sum.f_zeros_like()?
     };
-    let sum = loss.f_to_kind(Kind::Double)?.f_mul_scalar(count)?;
-    let count = sum.f_full_like(count)?;
-    Tensor::f_stack(&[sum, correct.f_to_kind(Kind::Double)?, count], 0)
+    let all = sum.f_full_like(count)?;
+    let mut totals = vec![sum, correct, all];
+    for (_, value) in &measured.named {
+        totals.push(weighed(value)?);
+    }
+    Tensor::f_stack(&totals, 0)
 }
 
 /// The action that the errors of libtorch name.
