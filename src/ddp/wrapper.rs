@@ -1,7 +1,6 @@
 //! [`DistributedDataParallel`]: a model that all ranks train together.
 
 use std::cell::{Cell, RefCell};
-use std::fmt;
 use std::panic::Location;
 use std::rc::Rc;
 use std::slice;
@@ -19,7 +18,7 @@ use super::options::DdpOptions;
 use super::parameters;
 use super::reducer::Reducer;
 use super::statistics::DdpStatistics;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, opaque_debug};
 use crate::ffi::remove_grad;
 use crate::models::{self, Forward, NamedTensor};
 use crate::operation::Operation;
@@ -106,14 +105,7 @@ pub struct DistributedDataParallel<M> {
     pub(super) reducer: Reducer,
 }
 
-impl<M> fmt::Debug for DistributedDataParallel<M> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("DistributedDataParallel")
-            .field("group", &self.group)
-            .field("parameters", &self.num_parameters())
-            .finish_non_exhaustive()
-    }
-}
+opaque_debug!(DistributedDataParallel<M>, M);
 
 impl<M> DistributedDataParallel<M> {
     /// Wraps `module`, whose parameters and buffers are in `vs`, on this rank's device. A collective:

@@ -11,6 +11,18 @@ use crate::operation::{OpId, Operation};
 pub use suspects::{Compared, Suspects};
 pub(crate) use suspects::{counted, list_ranks, runs};
 
+/// Implements `Debug` for a type of which a message needs the name only.
+macro_rules! opaque_debug {
+    ($name:ty $(, $parameter:ident)?) => {
+        impl $(<$parameter>)? std::fmt::Debug for $name {
+            fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.write_str(stringify!($name))
+            }
+        }
+    };
+}
+pub(crate) use opaque_debug;
+
 /// `Result` with this crate's [`Error`].
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
@@ -56,16 +68,6 @@ pub enum Error {
         waiting: usize,
         /// The rank that returned.
         left: usize,
-    },
-
-    /// The thread of a rank's asynchronous operation ended without a result.
-    #[error(
-        "rank {rank}: the thread of its asynchronous operation ended without a result; this is a mistake in ddp-mp, \
-         please report it"
-    )]
-    Abandoned {
-        /// The rank that started the operation.
-        rank: usize,
     },
 
     /// Processes of the run did not connect in time.

@@ -18,17 +18,12 @@ pub enum Compared {
 impl Compared {
     /// Returns the beginning of the message about replicas that differ after `step`.
     pub(super) fn after(self, step: u64) -> String {
-        match self {
-            Self::AfterStep => format!("after step {step}"),
-            Self::BeforeSave => {
-                format!(
-                    "found when the replicas were compared before a checkpoint was saved, after step {step}:"
-                )
-            }
-            Self::AtEnd => {
-                format!("found when the replicas were compared at the end, after step {step}:")
-            }
-        }
+        let when = match self {
+            Self::AfterStep => return format!("after step {step}"),
+            Self::BeforeSave => "before a checkpoint was saved",
+            Self::AtEnd => "at the end",
+        };
+        format!("found when the replicas were compared {when}, after step {step}:")
     }
 
     /// Returns the operation in which replicas that differ are reported.
@@ -76,14 +71,9 @@ impl Suspects {
     pub(super) fn hold_another(&self, parameter: &str) -> String {
         let ranks = list_ranks(&self.ranks);
         match self {
-            Self { has_majority: false, ranks: two } if two.len() == 2 => {
-                format!(
-                    "{ranks} differ in `{parameter}`; with two ranks it is unknown which one is wrong"
-                )
+            Self { has_majority: false, .. } => {
+                format!("{ranks} differ in `{parameter}`{}", self.without_majority())
             }
-            Self { has_majority: false, .. } => format!(
-                "{ranks} differ in `{parameter}`; no majority agrees, so it is unknown which one is wrong"
-            ),
             suspects if suspects.is_one() => {
                 format!("{ranks} has another `{parameter}` than the others")
             }

@@ -2,14 +2,12 @@
 
 use std::error::Error;
 use std::ffi::{c_char, c_int, c_long, c_void};
-use std::fs;
 use std::ptr;
 use std::time::Duration;
 
 use cudarc::driver::result as driver;
 use cudarc::driver::sys::CUresult;
 use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
-use parking_lot::Mutex;
 use tch::{Device, Tensor};
 use torch_sys::C_tensor;
 
@@ -100,9 +98,12 @@ pub fn load() -> Cuda {
     let found = unsafe { check("versionCUDART", ddp_cuda_version(&mut version)) };
     let built_for = (found.is_ok() && version > 0).then(|| version_text(version));
     if let (Some(driver), Some(built_for)) = (&cuda.driver, &built_for)
-        && let Some(problem) = too_old(driver, built_for)
+        && major(driver) < major(built_for)
     {
-        cuda.problem = Some(problem);
+        cuda.problem = Some(format!(
+            "the NVIDIA driver is too old: it supports CUDA {driver}, and libtorch is built for CUDA {built_for}; install \
+             a newer driver, or build with a libtorch for the driver's CUDA"
+        ));
         return cuda;
     }
     // A negative number while libtorch_cuda is not loaded.
@@ -136,25 +137,9 @@ fn version_text(version: i64) -> String {
     format!("{}.{}", version / 1000, version % 1000 / 10)
 }
 
-/// The first driver for each major version of CUDA. It runs all minor versions.
-const FIRST_DRIVERS: [(u32, u32); 3] = [(11, 450), (12, 525), (13, 580)];
-
-/// Returns the problem if a driver that supports CUDA `driver` cannot run a libtorch that is built for CUDA `built_for`.
-fn too_old(driver: &str, built_for: &str) -> Option<String> {
-    let major = |version: &str| version.split('.').next()?.parse::<u32>().ok();
-    let (supported, needed) = (major(driver)?, major(built_for)?);
-    if supported >= needed {
-        return None;
-    }
-    let known = FIRST_DRIVERS.iter().find(|(cuda, _)| *cuda == needed);
-    let driver_needed = known.map_or_else(
-        || format!("a driver for CUDA {needed}"),
-        |(_, first)| format!("driver {first} or newer (nvidia-smi shows yours)"),
-    );
-    Some(format!(
-        "the NVIDIA driver is too old: it supports CUDA {driver}, and libtorch is built for CUDA {built_for}; install \
-         {driver_needed}, or build with a libtorch for CUDA {supported}"
-    ))
+/// Returns the major version of CUDA, of which a driver runs all minor versions.
+fn major(version: &str) -> Option<u32> {
+    version.split('.').next()?.parse().ok()
 }
 
 /// Loads a library for the life of the process, because libtorch keeps pointers into it. An error is the text of
@@ -193,27 +178,10 @@ fn find_gpus() -> Cuda {
             Cuda { gpus: Vec::new(), driver, problem: None }
         }
         Err(error) => {
-            let is_stub = error.0 == CUresult::CUDA_ERROR_STUB_LIBRARY;
-            let remedy = if is_stub {
-                "; this is the CUDA toolkit's stub for linking; remove its folder from LD_LIBRARY_PATH so that the \
-                 driver's libcuda.so.1 is found"
-            } else {
-                ""
-            };
-            let library = loaded_driver().unwrap_or_else(|| "libcuda".into());
-            let problem = format!("the NVIDIA driver fails: {:?} from {library}{remedy}", error.0);
+            let problem = format!("the NVIDIA driver fails: {:?}", error.0);
             Cuda { gpus: Vec::new(), driver, problem: Some(problem) }
         }
     }
-}
-
-/// Returns the path of the driver's library that this process has loaded. `None` if the system does not show it.
-fn loaded_driver() -> Option<String> {
-    let maps = fs::read_to_string("/proc/self/maps").ok()?;
-    let mut paths = maps.lines().filter_map(|line| Some(&line[line.find('/')?..]));
-    let found = paths
-        .find(|path| path.rsplit('/').next().is_some_and(|name| name.starts_with("libcuda.so")));
-    found.map(String::from)
 }
 
 /// Returns the UUID of GPU `index`, such as `GPU-8c1f...`, as `nvidia-smi -L` prints it. `None` if the driver does not
@@ -321,29 +289,18 @@ impl Drop for CudaStream {
     }
 }
 
-/// The stream of a rank's own work, which is the current one of its thread. libtorch keeps memory for each stream, so a
-/// later rank gets the same one.
+/// The stream of a rank's own work, which is the current one of its thread.
 #[derive(Debug)]
 pub(crate) struct RankStream {
     gpu: usize,
     stream: CudaStream,
 }
 
-/// The streams of ranks that have ended, with their GPUs.
-static UNUSED: Mutex<Vec<RankStream>> = Mutex::new(Vec::new());
-
 impl RankStream {
     /// Takes a stream on GPU `gpu` and makes it the current one of the calling thread. It begins after the default stream,
     /// on which the caller of the ranks may have made tensors.
     pub(crate) fn enter(gpu: usize) -> Result<Self> {
-        let unused = {
-            let mut unused = UNUSED.lock();
-            unused.iter().rposition(|it| it.gpu == gpu).map(|index| unused.swap_remove(index))
-        };
-        let own = match unused {
-            Some(unused) => unused,
-            None => Self { gpu, stream: CudaStream::from_pool(gpu)? },
-        };
+        let own = Self { gpu, stream: CudaStream::from_pool(gpu)? };
         own.stream.set_current()?;
         own.stream.wait_stream(&CudaStream::default_of(gpu)?)?;
         Ok(own)
@@ -352,9 +309,7 @@ impl RankStream {
     /// Ends the rank's work on the stream: the default stream, on which the caller may use what the rank returns, waits for
     /// it. Not for a rank that failed, whose work may never end.
     pub(crate) fn leave(self) -> Result<()> {
-        CudaStream::default_of(self.gpu)?.wait_stream(&self.stream)?;
-        UNUSED.lock().push(self);
-        Ok(())
+        CudaStream::default_of(self.gpu)?.wait_stream(&self.stream)
     }
 }
 
@@ -433,19 +388,6 @@ impl Drop for CudaEvent {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn driver_that_is_too_old_is_named_with_the_one_needed() {
-        for (driver, built_for) in
-            [("13.0", "13.0"), ("13.0", "13.1"), ("14.2", "13.0"), ("12.8", "12.9")]
-        {
-            assert_eq!(too_old(driver, built_for), None, "{driver} {built_for}");
-        }
-        let problem = too_old("12.4", "13.0").unwrap();
-        assert!(problem.contains("supports CUDA 12.4"), "{problem}");
-        assert!(problem.contains("driver 580 or newer"), "{problem}");
-        assert!(too_old("13.0", "14.1").unwrap().contains("a driver for CUDA 14"));
-    }
 
     #[test]
     fn missing_library_error_has_the_reason_of_the_system() {

@@ -2,7 +2,6 @@
 
 use std::convert::Infallible;
 use std::env::var_os;
-use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 use std::thread;
@@ -15,7 +14,7 @@ use super::{
     BackendChoice, Binding, Launch, LaunchKind, LaunchOptions, LocalRanks, Nproc, Placement,
     ProcessWorld, Processes, Spawn, detect, place, write_error_file,
 };
-use crate::error::{Error, Result, Shown};
+use crate::error::{Error, Result, Shown, opaque_debug};
 use crate::ffi::cuda::Cuda;
 use crate::ffi::{check_interfaces, check_version};
 use crate::os::affinity::CpuList;
@@ -54,17 +53,7 @@ impl Default for JoinLaunchOptions<'_> {
     }
 }
 
-impl fmt::Debug for JoinLaunchOptions<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("JoinLaunchOptions")
-            .field("backend", &self.backend)
-            .field("timeout", &self.timeout)
-            .field("grace_period", &self.grace_period)
-            .field("shared_options", &self.shared_options)
-            .field("compare_clocks", &self.compare_clocks)
-            .finish_non_exhaustive()
-    }
-}
+opaque_debug!(JoinLaunchOptions<'_>);
 
 /// A launch that this process has joined: how it was started, where its ranks run, and the other processes.
 ///

@@ -1,12 +1,13 @@
 //! Stall reports: the ranks missing from a collective while others wait, and a status table of all ranks on
 //! request.
 
-use std::fmt::{self, Write};
+use std::fmt::Write;
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
 use super::heartbeat_monitor::HEARTBEAT_TIMEOUT;
+use crate::error::opaque_debug;
 use crate::operation::{OpId, Operation};
 use crate::runtime::{OpEntry, RemoteSnapshots, RunContext};
 
@@ -24,11 +25,7 @@ impl Notifier {
     }
 }
 
-impl fmt::Debug for Notifier {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("Notifier")
-    }
-}
+opaque_debug!(Notifier);
 
 /// A collective in which ranks of this process have waited for others for longer than the limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -5,13 +5,12 @@
 //! gathers the partitions that the other ranks have updated. This is stage 1 of ZeRO, as in PyTorch's
 //! `ZeroRedundancyOptimizer`.
 
-use std::fmt;
 use std::ops::Range;
 use std::rc::Rc;
 
 use tch::Tensor;
 
-use crate::error::Result;
+use crate::error::{Result, opaque_debug};
 use crate::ffi::TorchResult;
 use crate::process_group::ProcessGroup;
 
@@ -22,11 +21,7 @@ pub(super) struct Partitions {
     buckets: Vec<Range<usize>>,
 }
 
-impl fmt::Debug for Partitions {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Partitions").field("buckets", &self.buckets).finish_non_exhaustive()
-    }
-}
+opaque_debug!(Partitions);
 
 impl Partitions {
     /// Returns the partitions of a buffer with these buckets, for the ranks of `group`.

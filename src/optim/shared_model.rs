@@ -7,13 +7,12 @@
 //! afterwards.
 
 use std::cell::{Cell, RefCell};
-use std::fmt;
 use std::ops::Range;
 use std::rc::Rc;
 
 use tch::{Device, Kind, Tensor};
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, opaque_debug};
 use crate::ffi::TorchResult;
 use crate::process_group::{ProcessGroup, ReduceOp, device_name};
 
@@ -32,11 +31,7 @@ pub(crate) struct SharedModel {
     scratch: RefCell<Vec<Rc<Tensor>>>,
 }
 
-impl fmt::Debug for SharedModel {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("SharedModel").field("group", &self.group).finish_non_exhaustive()
-    }
-}
+opaque_debug!(SharedModel);
 
 impl SharedModel {
     /// Returns this rank's side of a model that all ranks of this process share. `None` if this process has one rank, with

@@ -28,21 +28,12 @@ const FILES: Limit = Limit {
     remedy: "raise the limit with ulimit -n, or use fewer ranks",
 };
 
+/// The error is the same if there is no room for a thread's stack.
 const THREADS: Limit = Limit {
     words: "Resource temporarily unavailable",
     why: threads,
-    remedy: "raise the limit (ulimit -u), or use fewer ranks or workers",
+    remedy: "raise the limit (ulimit -u, ulimit -v), or use fewer ranks or workers",
 };
-
-/// The same error as [`THREADS`], if there is no room for a thread's stack.
-const MEMORY: Limit = Limit {
-    words: THREADS.words,
-    why: memory,
-    remedy: "raise the limit (ulimit -v), or use fewer ranks or workers",
-};
-
-/// The bytes that must be free for the error to be that of another limit than memory: two stacks of a rank.
-const STACKS: u64 = 128 << 20;
 
 /// The limits, in order. The first one whose text is part of an error applies.
 const LIMITS: [Limit; 3] = [
@@ -79,7 +70,6 @@ pub(crate) fn explain(error: impl Display) -> String {
     let of_disk = DISKS.iter().find(|(words, _)| error.contains(words));
     let of_path = || PATHS.iter().find(|(words, _)| error.ends_with(words));
     match (found, of_disk.or_else(of_path)) {
-        (Some(limit), _) if limit.words == THREADS.words => explain_threads(error),
         (Some(limit), _) => limit.explain(error),
         (None, Some((_, remedy))) if !error.contains(remedy) => format!("{error}; {remedy}"),
         _ => error,
@@ -121,32 +111,12 @@ impl Limit {
 pub(crate) fn not_started(what: &str, error: &io::Error) -> String {
     let told = format!("{what} cannot be started: {error}");
     match Errno::from_io_error(error) {
-        Some(Errno::AGAIN | Errno::NOMEM) => explain_threads(told),
+        Some(Errno::AGAIN | Errno::NOMEM) => THREADS.explain(told),
         Some(Errno::NOENT) if !Path::new("/dev/null").exists() => {
             format!("{told}: /dev/null is missing; mount /dev")
         }
         _ => told,
     }
-}
-
-/// Returns `error` with the limit that has kept a thread or a process from starting, unless it has one already.
-fn explain_threads(error: String) -> String {
-    let is_explained = [&THREADS, &MEMORY].iter().any(|limit| error.contains(limit.remedy));
-    let is_memory = limited_memory().is_some_and(|[used, limit]| used + STACKS > limit);
-    if is_explained { error } else { if is_memory { MEMORY } else { THREADS }.explain(error) }
-}
-
-/// Returns the bytes of memory that this process has reserved, and those that it may (`ulimit -v`). `None` without a
-/// limit.
-fn limited_memory() -> Option<[u64; 2]> {
-    let limit = getrlimit(Resource::As).current?;
-    Some([kilobytes_in(STATUS, "VmSize:")?, limit])
-}
-
-fn memory() -> String {
-    limited_memory().map_or(String::new(), |[used, limit]| {
-        format!("this process has reserved {used} of the {limit} bytes of memory that it may have (ulimit -v)")
-    })
 }
 
 /// Returns the number of CPU cores that this process may use.
@@ -191,6 +161,9 @@ fn threads() -> String {
     let mut known = Vec::new();
     if let Some(limit) = getrlimit(Resource::Nproc).current {
         known.push(format!("its user may have {limit} (ulimit -u)"));
+    }
+    if let Some(limit) = getrlimit(Resource::As).current {
+        known.push(format!("it may reserve {limit} bytes of memory (ulimit -v)"));
     }
     for (file, whose) in [
         ("/sys/fs/cgroup/pids.max", "its container (pids.max)"),

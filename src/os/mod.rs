@@ -18,7 +18,7 @@ pub use process::{
     check_working_directory, exit, hold_user_signals, ignore_file_size_signal, release_user_signals,
 };
 pub(crate) use process::{
-    hold_signals_of_user, is_ignored, named, release_signals, send_signal, tie_to_this_process,
+    hold_signals_of_user, is_ignored, release_signals, send_signal, tie_to_this_process,
     wait_for_end,
 };
 pub(crate) use signal_cleanup::{Ended, TemporaryFolder, TiedChild, text_in};

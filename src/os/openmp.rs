@@ -6,7 +6,7 @@
 //! takes a hundred times longer. 10,000 spins bridge the gaps between the loops of a step on an idle machine. libgomp
 //! reads the number once, before `main`, so the program restarts itself with it.
 
-use std::ffi::{CStr, OsStr, OsString, c_char, c_int};
+use std::ffi::{CStr, OsStr, c_char, c_int};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::process::CommandExt;
 use std::process::Command;
@@ -113,7 +113,11 @@ pub unsafe extern "C" fn set_up_openmp(
 /// Restarts the program from `main` with a limit on spinning, as [`set_up_openmp`] does before it. No other thread may run.
 /// For a program without a `.preinit_array`.
 pub(crate) fn limit_spinning_in_main() {
-    if is_run_by_linker() || CHOSEN.into_iter().any(|name| value(name).is_some()) {
+    let is_set = |name: &[u8]| {
+        let name = name.strip_suffix(b"=").unwrap_or(name);
+        std::env::var_os(OsStr::from_bytes(name)).is_some()
+    };
+    if is_run_by_linker() || CHOSEN.into_iter().any(is_set) {
         return;
     }
     let Ok(program) = std::env::current_exe() else { return };
@@ -124,34 +128,13 @@ pub(crate) fn limit_spinning_in_main() {
     let _ = program.exec(); // returns if the program's file is gone
 }
 
-/// Returns the value of a variable, whose `name` ends with `=`.
-fn value(name: &[u8]) -> Option<OsString> {
-    std::env::var_os(OsStr::from_bytes(name.strip_suffix(b"=").unwrap_or(name)))
-}
-
-/// Returns what became of a variable with which OpenMP binds threads, as a note for the user. `None` if there is none.
+/// Returns a note for the user on the variable with which OpenMP binds threads, if [`set_up_openmp`] has left one out.
 pub(crate) fn binding_note() -> Option<String> {
-    if let Some(name) = value(b"DDP_MP_LEFT_OUT=") {
-        return Some(format!(
-            "{} is left out, as all variables that make OpenMP bind threads: those of all ranks would share CPUs; --bind \
-             gives each rank CPUs of its own",
-            name.to_string_lossy()
-        ));
-    }
-    let binds = |it: &Binds| {
-        let value = value(it.name)?.to_string_lossy().to_lowercase();
-        Some(format!("{}{value}", String::from_utf8_lossy(it.name)))
-    };
-    let bound = BIND.iter().find_map(binds)?;
-    if ["OMP_PROC_BIND=f", "KMP_AFFINITY=none", "KMP_AFFINITY=disabled"]
-        .iter()
-        .any(|it| bound.starts_with(it))
-    {
-        return None;
-    }
+    let name = std::env::var_os("DDP_MP_LEFT_OUT")?;
     Some(format!(
-        "{bound} has bound this process before it began, and binds the threads of all ranks to the same CPUs; unset it, and \
-         use --bind"
+        "{} is left out, as all variables that make OpenMP bind threads: those of all ranks would share CPUs; --bind \
+         gives each rank CPUs of its own",
+        name.to_string_lossy()
     ))
 }
 

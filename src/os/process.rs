@@ -1,6 +1,6 @@
 //! Functions for the whole process: signals, child processes, names of threads, and the exit.
 
-use std::ffi::{CStr, c_char, c_int};
+use std::ffi::{c_char, c_int};
 use std::io::{self, Write};
 use std::mem::MaybeUninit;
 use std::os::unix::process::CommandExt;
@@ -11,7 +11,6 @@ use rustix::process::{
     Pid, Signal, WaitId, WaitIdOptions, getpid, getppid, kill_process,
     set_parent_process_death_signal, waitid,
 };
-use rustix::thread;
 
 /// Ends the process at once with `code`, after all output has been flushed.
 ///
@@ -91,16 +90,6 @@ pub(crate) fn tie_to_this_process(command: &mut Command, held: &'static [i32]) {
     };
     // SAFETY: between fork and exec `prepare` makes system calls, and neither allocates nor locks.
     unsafe { command.pre_exec(prepare) };
-}
-
-/// Runs `f` on this thread under another name of up to 15 bytes, shown by `top -H`. Threads that `f` starts inherit it.
-pub(crate) fn named<T>(name: &CStr, f: impl FnOnce() -> T) -> T {
-    let before = thread::name();
-    // If the system refuses, the names do not change.
-    let _ = thread::set_name(name);
-    let result = f();
-    let _ = before.and_then(|before| thread::set_name(&before));
-    result
 }
 
 /// Returns whether this process ignores `signal`, as `nohup` and `&` in a script have their programs do. It must stay so.

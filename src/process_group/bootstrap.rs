@@ -1,6 +1,5 @@
 //! The data that ranks need to join a group. One rank of each process makes it for all ranks of the process.
 
-use std::fmt;
 use std::sync::Arc;
 
 use super::backend::{Join, SequencedBackend};
@@ -78,14 +77,5 @@ impl Bootstrap {
         group.attach(SequencedBackend { sequence: 0, backend: rank_backend });
         group.start_gpu_clock()?;
         Ok(group)
-    }
-}
-
-impl fmt::Debug for Bootstrap {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Bootstrap")
-            .field("backend", &self.backend.name())
-            .field("members", &self.shared.members)
-            .finish_non_exhaustive()
     }
 }

@@ -13,7 +13,8 @@ use crate::operation::{CollectiveType, Holders, Operand};
 /// Bytes of tensors that were transferred between one rank and the others.
 ///
 /// With `threaded`, exactly the bytes that this rank read from the other ranks' memory, and they from its memory.
-/// With `nccl`, the bytes of NCCL's ring algorithm, whichever algorithm NCCL chose.
+/// With `nccl`, an all_reduce moves the bytes of NCCL's ring algorithm, whichever algorithm NCCL chose. In other collectives
+/// each part goes straight to its destination.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct Traffic {
     /// Bytes from this rank to others.

@@ -1,6 +1,5 @@
 //! The handle of an asynchronous operation.
 
-use std::fmt;
 use std::marker::PhantomData;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -12,7 +11,7 @@ use crossbeam::channel::{Receiver, RecvTimeoutError};
 use super::ProcessGroup;
 use super::local::{CommonStream, Completion, MessageEnd, Shared};
 use super::network::{Network, connection_lost};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, opaque_debug};
 use crate::ffi::cuda;
 use crate::operation::OpId;
 use crate::runtime::{Deadline, Peers, RunContext};
@@ -55,11 +54,7 @@ pub(super) enum State {
     Failed,
 }
 
-impl fmt::Debug for Work {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Work").field("is_completed", &self.is_completed()).finish_non_exhaustive()
-    }
-}
+opaque_debug!(Work);
 
 impl Work {
     pub(super) fn new(state: State, run: Arc<RunContext>, rank: usize) -> Self {
@@ -151,7 +146,10 @@ impl Work {
                     Err(RecvTimeoutError::Timeout) => Ok(None),
                     Err(RecvTimeoutError::Disconnected) => {
                         self.run.check(self.rank)?;
-                        let error = Error::Abandoned { rank: self.rank };
+                        let error = Error::Internal(format!(
+                            "rank {}: the thread of its asynchronous operation ended without a result",
+                            self.rank
+                        ));
                         self.run.report(self.rank, Some(&error), error.to_string());
                         Err(error)
                     }
@@ -212,7 +210,7 @@ mod tests {
         let work = Work::new(State::Queued(ended_rx), run.clone(), 3);
         drop(ended_tx);
         let error = work.wait().unwrap_err();
-        assert!(matches!(error, Error::Abandoned { rank: 3 }), "{error}");
+        assert!(error.to_string().starts_with("rank 3: the thread of its"), "{error}");
         let told: Vec<_> =
             run.failures().iter().map(|failure| (failure.rank, failure.error.clone())).collect();
         assert_eq!(told, [(3, error.to_string())]);

@@ -1,12 +1,13 @@
 //! Stopping a run early: the sources of a request, and the step after which all ranks stop.
 
-use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 use strum::{FromRepr, IntoStaticStr};
+
+use crate::error::opaque_debug;
 
 /// Reason for which a run ends before all epochs are done.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromRepr, IntoStaticStr, Serialize, Deserialize)]
@@ -82,11 +83,7 @@ pub struct StopRequest {
     is_notified: AtomicBool,
 }
 
-impl fmt::Debug for StopRequest {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("StopRequest").field("time", &self.time).finish_non_exhaustive()
-    }
-}
+opaque_debug!(StopRequest);
 
 /// The value of `last_step` while no step is the last.
 const NEVER: u64 = u64::MAX;

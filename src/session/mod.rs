@@ -33,7 +33,7 @@ use crate::launch::{
     JoinedLaunch, Launch, LaunchKind, Live, Rank, Restarts, RunView, ShownView, Spawn, SpawnError,
     StopReason, StopRequest, await_termination, end_at_signals_in, status_signal, stop_on_signals,
 };
-use crate::os::{cores, terminal::screen_problem};
+use crate::os::terminal::screen_problem;
 use crate::process_group::ProcessGroup;
 use crate::runtime::FaultKind;
 use crate::telemetry::{Event, LogFormat, MetricsLogger, Printer, Start};
@@ -85,8 +85,6 @@ pub(crate) struct Session {
     pub config: Config,
     pub joined_launch: JoinedLaunch,
     pub data: Data,
-    /// The number of CPU cores that this process may use. A bound rank would count its own.
-    pub cores: usize,
     /// Where the run starts. Empty in a process without rank 0.
     pub start_point: StartPoint,
     pub artifacts: RunArtifacts,
@@ -143,7 +141,6 @@ impl Session {
             config,
             joined_launch,
             data,
-            cores: cores(),
             start_point: StartPoint::default(),
             artifacts,
             stop,

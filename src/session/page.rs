@@ -7,22 +7,18 @@ use std::time::{Duration, SystemTime};
 
 use serde_json::{Value, json};
 use strum::IntoEnumIterator;
-use tch::Device;
 
 use super::Session;
 use super::artifacts::ReportFacts;
 use super::dealt_samples::dealt_samples;
 use super::end_messages::Outcome;
 use crate::config::Config;
-use crate::data::DatasetSpec;
 use crate::error::{Result, escaped_line};
 use crate::ffi;
 use crate::operation::Operation;
 use crate::runtime::{FlightRecorderDump, OpEntry};
-use crate::telemetry::report::{
-    Conditions, Cores, Curves, Page, Tracks, advice, outside_collectives,
-};
-use crate::telemetry::{End, RankEnd, find_straggler_over};
+use crate::telemetry::report::{Conditions, Curves, Page, Tracks, advice, outside_collectives};
+use crate::telemetry::{End, RankEnd, find_straggler};
 
 /// Returns the data of the page of a run that has ended with `outcome`. A value that the run did not reach is null, or
 /// an empty list.
@@ -95,24 +91,16 @@ const MIN_STRAGGLER_SECONDS: f64 = 0.05;
 /// Returns the conclusions from the run's times.
 fn verdict(end: &End, curves: &Curves, session: &Session) -> Value {
     let Session { config, joined_launch, .. } = session;
-    let placement = &joined_launch.placement;
     let phases = end.phases();
     let overlaps = !config.is_data_parallel() && end.ranks.len() > 1;
-    let straggler = find_straggler_over(&phases, end.seconds, MIN_STRAGGLER_SECONDS);
+    let straggler = find_straggler(&phases, end.seconds, MIN_STRAGGLER_SECONDS);
     let conditions = Conditions {
         straggler: straggler.as_ref(),
         overlapped: overlaps.then_some(end.statistics.hidden),
         batch_size: config.training.batch_size,
         num_workers: config.data.num_workers,
-        cores: (placement.devices[0] == Device::Cpu).then_some(Cores {
-            count: session.cores,
-            local_ranks: placement.devices.len(),
-            threads_per_rank: placement.threads_per_rank,
-        }),
         losses: curves.losses(),
         lr: config.lr_for(joined_launch.world_size()).0,
-        fitting_config: (config.data.dataset == DatasetSpec::DIGITS && !config.program.is_own())
-            .then_some("configs/digits.toml"),
     };
     let advice = if end.replicas_equal {
         advice(end, conditions)

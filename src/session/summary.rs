@@ -68,6 +68,9 @@ fn replicas_equal(ranks: &[RankEnd]) -> bool {
     ranks.iter().all(|rank| rank.replica_hash == ranks[0].replica_hash)
 }
 
+/// Shorter delays, in seconds, are noise, and name no straggler.
+const MIN_STRAGGLER_SECONDS: f64 = 1.0;
+
 /// Returns how the run went. `ranks` is what each rank did, and `model_hash` that of rank 0's model.
 fn end(
     ranks: Vec<RankEnd>,
@@ -88,7 +91,7 @@ fn end(
         replicas_equal: replicas_equal(&ranks),
         statistics: trainer.ddp().statistics(),
         ranks,
-        straggler: find_straggler(&phases, seconds),
+        straggler: find_straggler(&phases, seconds, MIN_STRAGGLER_SECONDS),
         peak_memory_bytes: peak_memory(),
         skipped_steps: trainer.counts_skipped_steps().then_some(summary.skipped_steps),
         scale: trainer.scaler().state().map(|scaler| scaler.scale),

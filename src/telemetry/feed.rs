@@ -1,57 +1,30 @@
 //! A queue of lines and metrics for the live view.
 
-use parking_lot::Mutex;
-
-use super::{HeldOutput, Stream};
+use super::HeldOutput;
 use crate::records::TrainMetrics;
 
 /// What the view shows besides the ranks. The ranks and other threads write, the view reads.
 #[derive(Debug, Default)]
-pub(crate) struct Feed(Mutex<FeedState>);
-
-#[derive(Debug, Default)]
-struct FeedState {
+pub(crate) struct Feed {
     /// Lines that the view has not taken yet.
     lines: Vec<String>,
     /// Text for the terminal, which is printed when the view has closed.
-    held: HeldOutput,
-    /// Metrics that the view has not taken yet.
-    points: Vec<TrainMetrics>,
-    /// The steps of the run.
-    steps: Option<u64>,
+    pub held: HeldOutput,
+    /// Metrics of training that the view has not taken yet.
+    pub points: Vec<TrainMetrics>,
+    /// The steps of the run; `None` until they are known.
+    pub steps: Option<u64>,
 }
 
 impl Feed {
     /// Adds a line to the view's events.
-    pub(crate) fn line(&self, line: &str) {
-        self.0.lock().lines.extend(line.lines().map(str::to_owned));
+    pub(super) fn line(&mut self, line: &str) {
+        self.lines.extend(line.lines().map(str::to_owned));
     }
 
-    /// Keeps text for the terminal until the view has closed.
-    pub(crate) fn hold(&self, stream: Stream, text: &[u8]) {
-        self.0.lock().held.add(stream, text);
-    }
-
-    /// Notes that the run has `steps` steps.
-    pub(crate) fn begin(&self, steps: u64) {
-        self.0.lock().steps = Some(steps);
-    }
-
-    /// Adds the metrics of training.
-    pub(crate) fn train(&self, metrics: &TrainMetrics) {
-        self.0.lock().points.push(metrics.clone());
-    }
-
-    /// Takes the lines and the metrics that have come since the last call. The steps of the run are `None` until they are
-    /// known.
-    pub(super) fn take(&self) -> (Vec<String>, Vec<TrainMetrics>, Option<u64>) {
-        let mut state = self.0.lock();
-        (std::mem::take(&mut state.lines), std::mem::take(&mut state.points), state.steps)
-    }
-
-    /// Prints the text that was held, in its order.
-    pub(super) fn print_held(&self) {
-        self.0.lock().held.print();
+    /// Takes the lines and the metrics that have come since the last call.
+    pub(super) fn take(&mut self) -> (Vec<String>, Vec<TrainMetrics>) {
+        (std::mem::take(&mut self.lines), std::mem::take(&mut self.points))
     }
 }
 
@@ -61,10 +34,11 @@ mod tests {
 
     #[test]
     fn lines_and_metrics_are_taken_once() {
-        let feed = Feed::default();
+        let mut feed = Feed::default();
         feed.line("one\ntwo\n");
-        assert_eq!(feed.take(), (vec!["one".into(), "two".into()], Vec::new(), None));
-        feed.begin(10);
-        assert_eq!(feed.take(), (Vec::new(), Vec::new(), Some(10)));
+        feed.points.push(TrainMetrics::default());
+        let two = vec!["one".to_owned(), "two".into()];
+        assert_eq!(feed.take(), (two, vec![TrainMetrics::default()]));
+        assert_eq!(feed.take(), (Vec::new(), Vec::new()));
     }
 }

@@ -35,21 +35,13 @@ impl JsonLines {
         Ok((Self { out: Appender::open(path)?.after(before.as_ref()), name }, checked))
     }
 
-    /// Adds a line, which the next [`flush`](Self::flush) writes.
+    /// Writes a line as a whole.
     ///
     /// # Errors
     /// [`Error::Write`](crate::Error::Write).
-    pub(super) fn add(&mut self, line: &impl Serialize) -> Result<()> {
+    pub(super) fn line(&mut self, line: &impl Serialize) -> Result<()> {
         let line = serde_json::to_string(line).map_err(io::Error::from);
-        let added = line.and_then(|line| writeln!(self.out, "{line}"));
-        added.map_err(|error| output_failed(&self.name, &error))
-    }
-
-    /// Writes the added lines as a whole.
-    ///
-    /// # Errors
-    /// [`Error::Write`](crate::Error::Write).
-    pub(super) fn flush(&mut self) -> Result<()> {
-        self.out.flush().map_err(|error| output_failed(&self.name, &error))
+        let written = line.and_then(|line| writeln!(self.out, "{line}"));
+        written.and_then(|()| self.out.flush()).map_err(|error| output_failed(&self.name, &error))
     }
 }

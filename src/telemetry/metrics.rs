@@ -71,20 +71,12 @@ impl MetricsFile {
         Ok(Self { lines, run: run.saturating_add(1) })
     }
 
-    /// Adds a row, which the next [`flush`](Self::flush) writes.
+    /// Writes a row.
     ///
     /// # Errors
     /// [`Error::Write`](crate::Error::Write).
     pub(super) fn row(&mut self, event: RowKind, metrics: &impl Serialize) -> Result<()> {
-        self.lines.add(&Row { event, run: self.run, metrics })
-    }
-
-    /// Writes the rows added since the last flush.
-    ///
-    /// # Errors
-    /// [`Error::Write`](crate::Error::Write).
-    pub(super) fn flush(&mut self) -> Result<()> {
-        self.lines.flush()
+        self.lines.line(&Row { event, run: self.run, metrics })
     }
 }
 
@@ -118,8 +110,7 @@ mod tests {
 
     fn write(path: &Path, step: u64) -> Result<()> {
         let mut file = MetricsFile::open(path)?;
-        file.row(RowKind::Train, &serde_json::json!({"step": step, "epoch": 0, "loss": 0.5}))?;
-        file.flush()
+        file.row(RowKind::Train, &serde_json::json!({"step": step, "epoch": 0, "loss": 0.5}))
     }
 
     #[test]

@@ -133,7 +133,7 @@ impl MetricsLogger {
         self.scalars(step, &scalars)?;
         self.draw(|curves| curves.train(metrics));
         if let Some(file) = &self.prometheus {
-            file.train(metrics)?;
+            file.write(|latest| latest.train = Some(metrics.clone()))?;
         }
         self.row(RowKind::Train, metrics)?;
         self.flush() // a run that is killed keeps every row written so far
@@ -168,13 +168,13 @@ impl MetricsLogger {
         }
         self.draw(|curves| curves.validation.push(metrics.clone()));
         if let Some(file) = &self.prometheus {
-            file.validation(metrics)?;
+            file.write(|latest| latest.validation = Some(metrics.clone()))?;
         }
         self.row(RowKind::Validation, metrics)?;
         self.flush()
     }
 
-    /// Ends logging: removes the progress bar and writes all metrics to their files.
+    /// Ends logging: removes the progress bar and writes all metrics to TensorBoard's file.
     ///
     /// # Errors
     /// [`Error::Write`].
@@ -184,11 +184,8 @@ impl MetricsLogger {
     }
 
     fn flush(&mut self) -> Result<()> {
-        if let Some(tensorboard) = &mut self.tensorboard {
-            tensorboard.flush().map_err(board)?;
-        }
-        match &mut self.metrics {
-            Some(metrics) => metrics.flush(),
+        match &mut self.tensorboard {
+            Some(tensorboard) => tensorboard.flush().map_err(board),
             None => Ok(()),
         }
     }

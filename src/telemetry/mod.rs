@@ -49,7 +49,6 @@ pub use step_record::RecordFile;
 pub(crate) use step_record::{
     RECORD_FORMAT, RecordHeader, RecordLine, RecordedStep, RecordedTensor, StepOfRank, TensorHash,
 };
-pub(crate) use straggler::find_straggler_over;
 pub use straggler::{Straggler, find_straggler};
 pub use tensorboard::TensorBoard;
 pub(crate) use trace::{TRACED, process_path, trace_output, write_trace};

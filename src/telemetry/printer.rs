@@ -52,7 +52,7 @@ enum Display {
     Nothing,
     Progress(Progress),
     /// The live view, which gets the lines.
-    Live(Arc<Feed>),
+    Live(Arc<Mutex<Feed>>),
 }
 
 impl Printer {
@@ -237,7 +237,8 @@ impl Printer {
         self.lines(|out| writeln!(out, "{line}"))
     }
 
-    /// Prints text on stdout, perhaps a part of a line. Returns `false` if the reader has closed the pipe.
+    /// Prints text on stdout, perhaps a part of a line. It is escaped: names of hosts, files and variables are untrusted text.
+    /// Returns `false` if the reader has closed the pipe.
     ///
     /// # Errors
     /// The errors of [`Printer::event`].
@@ -254,34 +255,23 @@ impl Printer {
     /// # Errors
     /// The errors of [`Printer::event`].
     pub fn lines(&self, write: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> io::Result<()> {
-        let display = self.display.lock();
-        match &*display {
-            Display::Nothing => Self::write(write),
-            Display::Progress(progress) => progress.suspend(|| Self::write(write)),
+        let mut text = Vec::new();
+        write(&mut text)?;
+        let text = String::from_utf8_lossy(&text);
+        match &*self.display.lock() {
+            Display::Nothing => self.text(&text).map(drop),
+            Display::Progress(progress) => progress.suspend(|| self.text(&text)).map(drop),
             Display::Live(feed) => {
-                let mut text = Escaping { out: Vec::new(), line: Vec::new() };
-                write(&mut text)?;
-                text.flush()?;
+                let text = escaped(&text);
                 if self.format == LogFormat::Text {
-                    feed.line(&String::from_utf8_lossy(&text.out));
+                    feed.lock().line(&text);
                 }
                 if io::stdout().is_terminal() {
-                    feed.hold(Stream::Stdout, &text.out);
+                    feed.lock().held.add(Stream::Stdout, text.as_bytes());
                     return Ok(());
                 }
-                Self::write(|out| out.write_all(&text.out))
+                self.text(&text).map(drop)
             }
-        }
-    }
-
-    fn write(write: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> io::Result<()> {
-        let mut out = Escaping { out: io::BufWriter::new(io::stdout().lock()), line: Vec::new() };
-        match write(&mut out).and_then(|()| out.flush()) {
-            Err(error) if nobody_reads(&error) => {
-                let _ = out.out.into_parts(); // drops the output that could not be written
-                Ok(())
-            }
-            result => result.map_err(unwritable_stdout),
         }
     }
 
@@ -303,8 +293,9 @@ impl Printer {
             Display::Nothing => print(),
             Display::Progress(progress) => progress.suspend(print),
             Display::Live(feed) => {
+                let mut feed = feed.lock();
                 feed.line(&line);
-                feed.hold(Stream::Stderr, line.as_bytes());
+                feed.held.add(Stream::Stderr, line.as_bytes());
             }
         }
     }
@@ -324,7 +315,7 @@ impl Printer {
     pub fn start_progress(&self, steps: u64, done: u64) {
         let mut display = self.display.lock();
         match &*display {
-            Display::Live(feed) => feed.begin(steps),
+            Display::Live(feed) => feed.lock().steps = Some(steps),
             _ if !self.shows_bar() => {}
             _ => *display = Progress::new(steps, done).map_or(Display::Nothing, Display::Progress),
         }
@@ -339,7 +330,7 @@ impl Printer {
                 let rate = rate_text(metrics);
                 progress.set(step, Some(format!("loss {loss:.4}, lr {lr:.3e}, {rate}")));
             }
-            Display::Live(feed) => feed.train(metrics),
+            Display::Live(feed) => feed.lock().points.push(metrics.clone()),
         }
     }
 
@@ -362,8 +353,8 @@ impl Printer {
     }
 
     /// Hands all lines for the terminal to the live view from now on, and the metrics.
-    pub(super) fn open_live(&self) -> Arc<Feed> {
-        let feed = Arc::<Feed>::default();
+    pub(super) fn open_live(&self) -> Arc<Mutex<Feed>> {
+        let feed = Arc::<Mutex<Feed>>::default();
         *self.display.lock() = Display::Live(feed.clone());
         feed
     }
@@ -372,7 +363,7 @@ impl Printer {
     pub(super) fn close_live(&self) {
         let mut display = self.display.lock();
         if let Display::Live(feed) = std::mem::take(&mut *display) {
-            feed.print_held();
+            feed.lock().held.print();
         }
     }
 }
@@ -412,51 +403,7 @@ pub fn unwritable_stdout(error: io::Error) -> io::Error {
     io::Error::new(error.kind(), format!("writing to stdout: {}", explain(error)))
 }
 
-/// A writer of whole lines, escaped: names of hosts, files and variables are untrusted text.
-struct Escaping<W> {
-    out: W,
-    /// The bytes since the last line break.
-    line: Vec<u8>,
-}
-
-impl<W: Write> Write for Escaping<W> {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        let end = bytes.iter().rposition(|byte| *byte == b'\n').map_or(0, |last| last + 1);
-        self.line.extend_from_slice(&bytes[..end]);
-        if end > 0 {
-            self.out.write_all(escaped(&String::from_utf8_lossy(&self.line)).as_bytes())?;
-            self.line.clear();
-        }
-        self.line.extend_from_slice(&bytes[end..]);
-        Ok(bytes.len())
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        self.out.write_all(escaped(&String::from_utf8_lossy(&self.line)).as_bytes())?;
-        self.line.clear();
-        self.out.flush()
-    }
-}
-
 fn epoch_line(epoch: &Epoch) -> String {
     let Epoch { device, epoch, batch_size, steps, .. } = epoch;
     format!("{device} | Epoch: {epoch} | Batchsize: {batch_size} | Steps: {steps}")
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn lines_are_escaped_wherever_a_write_is_split() {
-        let text = "{\"host\":\"a\u{9b}2J\"}\n\u{1b}[31mrank\t0 ä";
-        let expected = "{\"host\":\"a\\u009b2J\"}\n\\u001b[31mrank\t0 ä";
-        for cut in 0..=text.len() {
-            let mut out = Escaping { out: Vec::new(), line: Vec::new() };
-            out.write_all(&text.as_bytes()[..cut]).unwrap();
-            out.write_all(&text.as_bytes()[cut..]).unwrap();
-            out.flush().unwrap();
-            assert_eq!(String::from_utf8(out.out).unwrap(), expected, "cut at {cut}");
-        }
-    }
 }

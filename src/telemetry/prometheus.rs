@@ -53,12 +53,12 @@ pub(crate) struct PrometheusFile {
 
 /// The latest metrics. `None` if there are none yet.
 #[derive(Debug, Default)]
-struct Latest {
+pub(super) struct Latest {
     state: RunState,
     /// The steps that had been made at the start.
     first_step: u64,
-    train: Option<TrainMetrics>,
-    validation: Option<ValidationMetrics>,
+    pub train: Option<TrainMetrics>,
+    pub validation: Option<ValidationMetrics>,
     /// How the run went. `None` until it is over, and if it failed.
     end: Option<End>,
     /// Whether the file could not be written at some time.
@@ -84,14 +84,6 @@ impl PrometheusFile {
         self.write(|latest| latest.first_step = done)
     }
 
-    pub(super) fn train(&self, metrics: &TrainMetrics) -> Result<()> {
-        self.write(|latest| latest.train = Some(metrics.clone()))
-    }
-
-    pub(super) fn validation(&self, metrics: &ValidationMetrics) -> Result<()> {
-        self.write(|latest| latest.validation = Some(metrics.clone()))
-    }
-
     /// Writes how the run has ended. A failure is no error here if an earlier write has failed, too: the run has ended
     /// with that error.
     pub(crate) fn finish(&self, state: RunState, end: Option<End>) -> Result<()> {
@@ -103,7 +95,8 @@ impl PrometheusFile {
         if has_failed { Ok(()) } else { written }
     }
 
-    fn write(&self, update: impl FnOnce(&mut Latest)) -> Result<()> {
+    /// Changes the latest metrics, and writes them.
+    pub(super) fn write(&self, update: impl FnOnce(&mut Latest)) -> Result<()> {
         let mut latest = self.latest.lock();
         update(&mut latest);
         let text = self.text(&latest, SystemTime::now());

@@ -172,7 +172,7 @@ impl RecordFile {
         if std::mem::replace(&mut state.has_header, true) {
             return Ok(());
         }
-        state.write(&RecordLine::Header(header))
+        state.lines.line(&RecordLine::Header(header))
     }
 
     /// Writes a line as a whole.
@@ -180,13 +180,6 @@ impl RecordFile {
     /// # Errors
     /// [`Error::Write`](crate::Error::Write).
     pub(crate) fn line(&self, line: &RecordLine) -> Result<()> {
-        self.0.lock().write(line)
-    }
-}
-
-impl State {
-    fn write(&mut self, line: &RecordLine) -> Result<()> {
-        self.lines.add(line)?;
-        self.lines.flush()
+        self.0.lock().lines.line(line)
     }
 }

@@ -31,22 +31,12 @@ impl Straggler {
 /// The phase of all time outside of the phases of [`PhaseSeconds`].
 const OUTSIDE_PHASES: &str = "outside";
 
-/// A delay below this fraction of the run, or below this many seconds, is noise.
+/// A delay below this fraction of the run is noise.
 const MIN_STRAGGLER_SHARE: f64 = 0.1;
-const MIN_STRAGGLER_SECS: f64 = 1.0;
 
 /// Returns the straggler among `ranks`, which are in rank order. `None` if all ranks were about equally fast in a run
-/// of `elapsed` seconds.
-pub fn find_straggler(ranks: &[PhaseSeconds], elapsed: f64) -> Option<Straggler> {
-    find_straggler_over(ranks, elapsed, MIN_STRAGGLER_SECS)
-}
-
-/// Like [`find_straggler`], for delays of more than `least` seconds.
-pub(crate) fn find_straggler_over(
-    ranks: &[PhaseSeconds],
-    elapsed: f64,
-    least: f64,
-) -> Option<Straggler> {
+/// of `elapsed` seconds. Of delays of fewer than `least` seconds there is none.
+pub fn find_straggler(ranks: &[PhaseSeconds], elapsed: f64, least: f64) -> Option<Straggler> {
     let others = (ranks.len() as f64 - 1.0).max(1.0);
     let (rank, slow) = (ranks.iter().enumerate())
         .min_by(|(_, a), (_, b)| a.collectives.total_cmp(&b.collectives))?;
@@ -81,23 +71,23 @@ mod tests {
         let quick =
             PhaseSeconds { data: 0.1, forward: 1.0, collectives: 3.0, ..Default::default() };
         let slow = PhaseSeconds { data: 2.1, forward: 1.1, collectives: 0.9, ..Default::default() };
-        let found = find_straggler(&[quick, quick, slow, quick], 5.0).unwrap();
+        let found = find_straggler(&[quick, quick, slow, quick], 5.0, 1.0).unwrap();
         assert_eq!((found.rank, found.phase), (2, "data"));
         assert!((found.seconds - 2.1).abs() < 1e-9 && (found.phase_seconds - 2.0).abs() < 1e-9);
-        assert_eq!(find_straggler(&[quick, quick, slow, quick], 50.0), None);
-        assert_eq!(find_straggler(&[quick, quick], 1.0), None);
+        assert_eq!(find_straggler(&[quick, quick, slow, quick], 50.0, 1.0), None);
+        assert_eq!(find_straggler(&[quick, quick], 1.0, 1.0), None);
         let noise = PhaseSeconds { data: 1.0, collectives: 2.1, ..quick };
-        assert_eq!(find_straggler(&[quick, noise], 1.0), None);
-        assert_eq!(find_straggler(&[slow], 1.0), None);
+        assert_eq!(find_straggler(&[quick, noise], 1.0, 1.0), None);
+        assert_eq!(find_straggler(&[slow], 1.0, 1.0), None);
         // Rank 0 saves, or is busy outside of all phases; either explains why the others waited for it.
         let saves = PhaseSeconds { save: 2.4, collectives: 0.5, ..quick };
-        let found = find_straggler(&[saves, quick], 5.0).unwrap();
+        let found = find_straggler(&[saves, quick], 5.0, 1.0).unwrap();
         assert_eq!((found.rank, found.phase), (0, "save"));
         assert!((found.phase_seconds - 2.4).abs() < 1e-9);
         let busy = PhaseSeconds { forward: 1.001, collectives: 0.5, ..quick };
-        let found = find_straggler(&[busy, quick], 5.0).unwrap();
+        let found = find_straggler(&[busy, quick], 5.0, 1.0).unwrap();
         assert_eq!((found.phase, found.phase_text()), ("outside", "outside of its steps".into()));
         assert!((found.phase_seconds - 2.499).abs() < 1e-9, "{found:?}");
-        assert_eq!(find_straggler(&[], 1.0), None);
+        assert_eq!(find_straggler(&[], 1.0, 1.0), None);
     }
 }

@@ -49,33 +49,17 @@ pub(crate) fn write_trace(dump: &FlightRecorderDump, out: &mut dyn Write) -> io:
 const MARKS: Marks = Marks { begins: "{\"traceEvents\":[", before: ",\"xxh3\":\"", after: "\"}\n" };
 
 /// One event. The fields' names are those of the format.
-#[derive(Debug, Default, Serialize)]
+#[derive(Serialize)]
 struct TraceEvent<'a> {
     name: &'a str,
     ph: &'a str,
-    #[serde(skip_serializing_if = "str::is_empty")]
-    cat: &'a str,
     pid: usize,
     tid: usize,
     /// Start, in microseconds.
     ts: f64,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    dur: Option<f64>,
-    /// The number of an arrow; `None` for other events.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    id: Option<u64>,
-    /// The binding point of an arrow's end: `e` is the slice around it.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    bp: Option<&'a str>,
-    #[serde(skip_serializing_if = "Value::is_null")]
-    args: Value,
-}
-
-impl<'a> TraceEvent<'a> {
-    /// Returns an event of the kind `ph` on track `tid`, which starts at `ts`.
-    fn new(ph: &'a str, name: &'a str, tid: usize, ts: f64) -> Self {
-        Self { ph, name, tid, ts, ..Self::default() }
-    }
+    /// The fields that only some kinds of events have.
+    #[serde(flatten)]
+    more: Value,
 }
 
 struct Trace<'a> {
@@ -182,11 +166,9 @@ impl Trace<'_> {
         let Some((waited, by)) = slice.waited else { return Ok(()) };
         let name = format!("waiting for rank {by}");
         let ts = self.time(slice.op.started_at + BEFORE_WAITING);
-        self.event(TraceEvent {
-            cat: "wait",
-            dur: Some(micros(waited.saturating_sub(BEFORE_WAITING))),
-            ..TraceEvent::new("X", &name, track_id(rank, slice.track), ts)
-        })
+        let dur = micros(waited.saturating_sub(BEFORE_WAITING));
+        let more = json!({ "cat": "wait", "dur": dur });
+        self.event("X", &name, track_id(rank, slice.track), ts, more)
     }
 
     /// Writes a slice around each training step, and counters of its samples and bytes.
@@ -206,17 +188,15 @@ impl Trace<'_> {
             let samples = amount(|operation| operation == Operation::Forward);
             let name = format!("step {step}");
             let args = json!({ "samples": samples });
-            let dur = Some(micros(time));
-            let event = TraceEvent::new("X", &name, tid, ts);
-            self.event(TraceEvent { cat: "step", dur, args, ..event })?;
+            let more = json!({ "cat": "step", "dur": micros(time), "args": args });
+            self.event("X", &name, tid, ts, more)?;
             let counters = [
                 ("samples per second", samples as f64 / time.as_secs_f64().max(1e-9)),
                 ("bytes in collectives", amount(Operation::may_wait) as f64),
             ];
             for (what, value) in counters {
                 let name = format!("rank {rank}: {what}");
-                let args = json!({ what: value });
-                self.event(TraceEvent { args, ..TraceEvent::new("C", &name, tid, ts) })?;
+                self.event("C", &name, tid, ts, json!({ "args": { what: value } }))?;
             }
         }
         Ok(())
@@ -248,13 +228,9 @@ impl Trace<'_> {
             ("unfinished", op.is_open().then(|| true.into())),
         ];
         let args = all.into_iter().filter_map(|(key, value)| Some((key.into(), value?)));
-        let event = TraceEvent {
-            cat,
-            dur: Some(micros(slice.duration())),
-            args: args.collect::<Map<_, _>>().into(),
-            ..TraceEvent::new("X", &name, track_id(rank, slice.track), self.time(op.started_at))
-        };
-        self.event(event)
+        let args = args.collect::<Map<_, _>>();
+        let more = json!({ "cat": cat, "dur": micros(slice.duration()), "args": args });
+        self.event("X", &name, track_id(rank, slice.track), self.time(op.started_at), more)
     }
 
     /// Writes an arrow from one slice to another.
@@ -267,32 +243,31 @@ impl Trace<'_> {
     ) -> io::Result<()> {
         self.arrows += 1;
         // Unique among the processes of a run.
-        let id = Some(((self.dump.process[0] as u64) << 40) + self.arrows);
-        let cat = "gradients";
-        let ts = self.time(inside(from));
-        let begin = TraceEvent::new("s", name, track_id(rank, from.track), ts);
-        self.event(TraceEvent { cat, id, ..begin })?;
+        let id = ((self.dump.process[0] as u64) << 40) + self.arrows;
+        let more = json!({ "cat": "gradients", "id": id });
+        self.event("s", name, track_id(rank, from.track), self.time(inside(from)), more)?;
         // Drawn forwards even if the optimizer began while a bucket was still in flight.
         let ts = self.time(inside(to).max(inside(from)));
-        let end = TraceEvent::new("f", name, track_id(rank, to.track), ts);
-        self.event(TraceEvent { cat, id, bp: Some("e"), ..end })
+        // Its binding point is the slice around it.
+        let more = json!({ "cat": "gradients", "id": id, "bp": "e" });
+        self.event("f", name, track_id(rank, to.track), ts, more)
     }
 
     fn name(&mut self, what: &str, tid: usize, name: &str) -> io::Result<()> {
-        let args = json!({ "name": name });
-        self.event(TraceEvent { args, ..TraceEvent::new("M", what, tid, 0.0) })?;
+        self.event("M", what, tid, 0.0, json!({ "args": { "name": name } }))?;
         if what == "thread_name" {
-            let args = json!({ "sort_index": tid });
-            self.event(TraceEvent { args, ..TraceEvent::new("M", "thread_sort_index", tid, 0.0) })?;
+            let more = json!({ "args": { "sort_index": tid } });
+            self.event("M", "thread_sort_index", tid, 0.0, more)?;
         }
         Ok(())
     }
 
-    fn event(&mut self, event: TraceEvent<'_>) -> io::Result<()> {
+    /// Writes an event of the kind `ph` on track `tid`, which starts at `ts`.
+    fn event(&mut self, ph: &str, name: &str, tid: usize, ts: f64, more: Value) -> io::Result<()> {
         if !std::mem::replace(&mut self.first, false) {
             self.out.write_all(b",\n")?;
         }
-        let event = TraceEvent { pid: self.dump.process[0], ..event };
+        let event = TraceEvent { name, ph, pid: self.dump.process[0], tid, ts, more };
         serde_json::to_writer(&mut *self.out, &event).map_err(io::Error::from)
     }
 

@@ -1,13 +1,12 @@
 //! [`Criterion`]: what a run minimizes and measures.
 
-use std::fmt;
 use std::sync::Arc;
 
 use tch::Tensor;
 
 use super::Loss;
 use crate::data::Batch;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, opaque_debug};
 use crate::ffi::TorchResult;
 use crate::runtime::panics;
 
@@ -235,20 +234,7 @@ impl Criterion {
     }
 }
 
-impl fmt::Debug for Criterion {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let loss: &dyn fmt::Debug = match &self.loss {
-            LossFunction::BuiltIn(loss) => loss,
-            LossFunction::Own(_) => &"own",
-        };
-        let metrics: Vec<_> = self.metrics.iter().map(|metric| metric.name).collect();
-        f.debug_struct("Criterion")
-            .field("loss", loss)
-            .field("metrics", &metrics)
-            .field("has_count", &self.has_count())
-            .finish()
-    }
-}
+opaque_debug!(Criterion);
 
 /// A loss, and what is measured with it.
 #[derive(Debug)]

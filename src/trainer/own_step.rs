@@ -1,7 +1,6 @@
 //! The program's own step, in place of forward, loss and backward of each batch.
 
 use std::cell::RefCell;
-use std::fmt;
 use std::rc::Rc;
 
 use tch::Tensor;
@@ -9,7 +8,7 @@ use tch::Tensor;
 use super::{LossParts, TrainContext};
 use crate::data::Batch;
 use crate::ddp::DistributedDataParallel;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, opaque_debug};
 use crate::ffi::{Autocast, TorchResult};
 use crate::runtime::panics;
 
@@ -18,11 +17,7 @@ pub(super) struct OwnStep<M>(Rc<RefCell<Run<M>>>);
 
 type Run<M> = dyn FnMut(&mut TrainContext<M>, &Batch) -> anyhow::Result<LossParts>;
 
-impl<M> fmt::Debug for OwnStep<M> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("OwnStep")
-    }
-}
+opaque_debug!(OwnStep<M>, M);
 
 impl<M> Clone for OwnStep<M> {
     fn clone(&self) -> Self {

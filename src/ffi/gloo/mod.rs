@@ -1,7 +1,6 @@
 //! Collectives between CPU ranks of several processes: libtorch's `ProcessGroupGloo`, with a timeout for every wait.
 
 use std::convert::Infallible;
-use std::fmt;
 use std::mem;
 use std::path::Path;
 use std::ptr;
@@ -12,12 +11,11 @@ use parking_lot::Mutex;
 use tch::{Device, Tensor};
 use torch_sys::C_tensor;
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, opaque_debug};
 use crate::ffi::c10d::{GlooArguments, GlooEnd, GlooHandle, GlooOperation, plain};
 use crate::ffi::shim::raw;
 use crate::ffi::store::TcpStore;
 use crate::os::limits;
-use crate::os::named;
 use crate::runtime::MAX_WAIT;
 
 /// One rank of a group of connected processes.
@@ -93,11 +91,8 @@ impl GlooGroup {
         limits::require_files(2 * size + 8, "connecting to the other processes")?;
         // Gloo uses this connection to the store while it connects, and keeps it afterwards.
         let own = store.another_connection()?;
-        // Gloo's network threads inherit the name of the thread that creates them.
         let connect = move |store: &mut _, _: &_| {
-            named(c"ddp-mp gloo", || {
-                GlooHandle::new(store, &key, rank, size, timeout, &interfaces, &address)
-            })
+            GlooHandle::new(store, &key, rank, size, timeout, &interfaces, &address)
         };
         let group = own.ask("connecting to all ranks under", prefix, timeout, connect)?;
         let (running_tx, ended_rx) = bounded(0);
@@ -190,15 +185,7 @@ pub(crate) struct GlooCall<'a> {
     pub output_splits: &'a [i64],
 }
 
-impl fmt::Debug for GlooGroup {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (rank, size) = (self.rank, self.size);
-        f.debug_struct("GlooGroup")
-            .field("rank", &rank)
-            .field("size", &size)
-            .finish_non_exhaustive()
-    }
-}
+opaque_debug!(GlooGroup);
 
 impl Drop for GlooGroup {
     /// Aborts running operations, then closes the connections. The destructor of `ProcessGroupGloo` joins threads that

@@ -100,23 +100,6 @@ fn same(tensor: &Tensor, values: &[i64]) {
     assert_eq!(found, values);
 }
 
-/// Named threads show in `top -H` which of them do the network's work.
-#[test]
-fn gloo_threads_are_named() {
-    let names = on_ranks(1, |gloo| {
-        assert_eq!(gloo.size, 1);
-        let tasks = std::fs::read_dir("/proc/self/task").unwrap();
-        // A thread that has just ended has no name.
-        let name = |task: std::io::Result<std::fs::DirEntry>| {
-            std::fs::read_to_string(task.unwrap().path().join("comm")).unwrap_or_default()
-        };
-        tasks.map(name).collect::<Vec<_>>()
-    });
-    // libtorch 2.13 names them itself.
-    let is_named = |name: &String| ["ddp-mp gloo\n", "pt_gloo_runloop\n"].contains(&name.as_str());
-    assert!(names[0].iter().any(is_named), "{names:?}");
-}
-
 #[test]
 fn collectives_return_the_defined_values() {
     for size in 1..=4 {

@@ -1,7 +1,6 @@
 //! One connection to a store, with a thread of its own, because libtorch's client blocks until the server responds.
 
 use std::convert::Infallible;
-use std::fmt;
 use std::io::ErrorKind;
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::os::fd::IntoRawFd;
@@ -12,6 +11,7 @@ use crossbeam::channel::{
     Receiver, RecvTimeoutError, Sender, TryRecvError, bounded, select_biased, unbounded,
 };
 
+use crate::error::opaque_debug;
 use crate::ffi::c10d::Connection;
 use crate::os::limits;
 use crate::runtime::Instant;
@@ -117,11 +117,7 @@ impl StoreConnection {
     }
 }
 
-impl fmt::Debug for StoreConnection {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("StoreConnection").field("server", &self.server).finish_non_exhaustive()
-    }
-}
+opaque_debug!(StoreConnection);
 
 /// Waits for the reply of a connection's thread, for `timeout` and a `margin`, or until `cancelled` closes.
 fn answer<T>(

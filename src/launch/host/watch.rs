@@ -3,7 +3,6 @@
 //! A process sends its first failure, and each rank that has ended its function, before it ends itself. So a connection
 //! that ends without either is that of a process that was killed.
 
-use std::fmt;
 use std::io::{ErrorKind, Read};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
@@ -19,7 +18,7 @@ use rustix::net::{SendFlags, send};
 use serde::{Deserialize, Serialize};
 
 use super::{HostLinks, Peer};
-use crate::error::{Error, Result, list_ranks};
+use crate::error::{Error, Result, list_ranks, opaque_debug};
 use crate::launch::heartbeat_monitor::record_failure;
 use crate::launch::messages::{check_failure, from_json, to_json};
 use crate::os::limits::not_started;
@@ -48,11 +47,7 @@ pub(super) struct HostWatch {
     thread: Option<JoinHandle<()>>,
 }
 
-impl fmt::Debug for HostWatch {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("HostWatch").finish_non_exhaustive()
-    }
-}
+opaque_debug!(HostWatch);
 
 impl Drop for HostWatch {
     fn drop(&mut self) {

@@ -10,11 +10,9 @@ use crate::error::{Error, Result};
 use crate::runtime::RunContext;
 
 /// Values that not every rank has fetched.
-#[derive(Debug)]
 pub(crate) struct OncePerProcess<K, T>(Mutex<HashMap<K, Entry<T>>>);
 
 /// A value that one rank makes.
-#[derive(Debug)]
 struct Entry<T> {
     /// `None` while it is being made. The text is the error of the rank that could not make it.
     made: Option<Result<T, String>>,

@@ -239,32 +239,13 @@ fn is_one_piece(tensors: &[Tensor]) -> bool {
     tensors.iter().enumerate().all(|(i, tensor)| tensor.data_ptr() as usize == start + i * size)
 }
 
-/// Returns the bytes that one rank sends and receives in NCCL's ring algorithm.
+/// Returns the bytes that one rank sends and receives: in NCCL's ring algorithm, if the call is an all_reduce.
 pub(super) fn traffic(call: &Call, rank: usize, world_size: usize) -> Traffic {
-    let others = world_size as u64 - 1;
-    let first = |tensors| first_bytes(call, tensors);
-    let (inputs, outputs) = (call.inputs, call.outputs);
-    let is_root = rank == call.root();
-    // The rank's distance from the root, along the ring.
-    let distance = (rank + world_size - call.root()) % world_size;
-    let (sent, received) = match call.operation {
-        Operation::AllReduce => {
-            let share = 2 * first(inputs) * others / world_size as u64;
-            (share, share)
-        }
-        // Along the ring, ending at the root.
-        Operation::Reduce => (
-            if is_root { 0 } else { first(inputs) },
-            if distance == 1 % world_size { 0 } else { first(inputs) },
-        ),
-        // Along the ring, beginning at the root.
-        Operation::Broadcast => {
-            let size = first(inputs) + first(outputs);
-            (if distance + 1 == world_size { 0 } else { size }, if is_root { 0 } else { size })
-        }
-        _ => return split_traffic(call, rank, world_size),
-    };
-    Traffic { sent, received }
+    if call.operation != Operation::AllReduce {
+        return split_traffic(call, rank, world_size);
+    }
+    let share = 2 * first_bytes(call, call.inputs) * (world_size as u64 - 1) / world_size as u64;
+    Traffic { sent: share, received: share }
 }
 
 /// Returns NCCL's dtype and operation for a reduction, if NCCL has both.

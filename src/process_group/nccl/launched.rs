@@ -1,13 +1,12 @@
 //! The collectives that a rank has launched in one communicator, for the watchdog.
 
 use std::collections::VecDeque;
-use std::fmt;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
 
 use super::communicator::Communicator;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, opaque_debug};
 use crate::ffi::cuda;
 use crate::operation::{OpId, Operation};
 use crate::runtime::{Instant, LaunchedWork, RunContext};
@@ -34,16 +33,12 @@ pub(super) struct State {
     running: VecDeque<Running>,
     /// Events of collectives that have ended, for the next ones.
     spare: Vec<cuda::CudaEvent>,
-    /// How many collectives have been launched.
-    launches: u64,
-    /// The number of the collective that the last check has found to be failed or late.
-    suspect: Option<u64>,
+    /// When the collective began that the last check has found to be failed or late.
+    suspect: Option<Instant>,
 }
 
 /// A collective that may still run.
 struct Running {
-    /// Its number among the launches.
-    index: u64,
     at: OpId,
     since: Instant,
     /// The event that is recorded after the collective.
@@ -73,7 +68,6 @@ impl LaunchedOps {
             communicator,
             running: VecDeque::new(),
             spare: Vec::new(),
-            launches: 0,
             suspect: None,
         });
         Self { rank, gpu, members, state }
@@ -88,10 +82,7 @@ impl LaunchedOps {
         };
         let ended = spare.map_or_else(cuda::CudaEvent::new, Ok)?;
         ended.record(self.gpu)?; // without the lock: this blocks while the GPU's queue is full
-        let mut state = self.state.lock();
-        state.launches += 1;
-        let index = state.launches;
-        state.running.push_back(Running { index, at, since: Instant::now(), ended });
+        self.state.lock().running.push_back(Running { at, since: Instant::now(), ended });
         Ok(())
     }
 
@@ -122,9 +113,9 @@ impl LaunchedOps {
         // the rank.
         cuda::set_device(self.gpu).and_then(|()| state.forget_ended()).ok()?;
         let oldest = state.running.front().filter(|oldest| failed.is_some() || is_late(oldest))?;
-        let (index, at) = (oldest.index, oldest.at);
-        state.suspect = Some(index);
-        if before != Some(index) {
+        let (since, at) = (oldest.since, oldest.at);
+        state.suspect = Some(since);
+        if before != Some(since) {
             return None;
         }
         drop(state);
@@ -161,8 +152,4 @@ impl LaunchedWork for LaunchedOps {
     }
 }
 
-impl fmt::Debug for LaunchedOps {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("LaunchedOps").field("rank", &self.rank).finish_non_exhaustive()
-    }
-}
+opaque_debug!(LaunchedOps);

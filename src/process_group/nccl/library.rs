@@ -7,7 +7,7 @@ use std::mem;
 use std::os::fd::AsRawFd;
 use std::path::PathBuf;
 use std::sync::OnceLock;
-use std::{env, fs, io};
+use std::{env, io};
 
 use cudarc::nccl::sys::{self, ncclResult_t};
 use libloading::os::unix::{Library, RTLD_LAZY};
@@ -33,7 +33,7 @@ pub(crate) struct NcclLibrary {
 /// it.
 ///
 /// # Errors
-/// [`Error::Input`] if there are two.
+/// [`Error::Input`] if it lacks functions.
 pub(crate) fn find() -> Result<Option<NcclLibrary>> {
     if !is_present() {
         return Ok(None);
@@ -81,7 +81,7 @@ pub(super) fn check_shared_gpu(between_processes: bool) -> Result<()> {
             text(found),
             text(SHARES_GPUS)
         )
-    } else if setting(MULTI_RANK).is_none_or(|(value, _)| value != "1") {
+    } else if env::var(MULTI_RANK).as_deref() != Ok("1") {
         format!("NCCL {} needs one for each rank unless {MULTI_RANK}=1 is set", text(found))
     } else {
         return Ok(());
@@ -91,10 +91,10 @@ pub(super) fn check_shared_gpu(between_processes: bool) -> Result<()> {
 
 /// Returns the host that NCCL takes this process to be on, if `NCCL_HOSTID` names one.
 pub(crate) fn host_id() -> Option<String> {
-    setting("NCCL_HOSTID").map(|(value, _)| value).filter(|host| !host.is_empty())
+    env::var("NCCL_HOSTID").ok().filter(|host| !host.is_empty())
 }
 
-/// Returns an error if NCCL is not installed or too old, or if its settings make every call block.
+/// Returns an error if NCCL is not installed or too old, or if the environment makes every call block.
 pub(super) fn check_library() -> Result<()> {
     require_library()?;
     let found = number()?;
@@ -106,35 +106,20 @@ pub(super) fn check_library() -> Result<()> {
             text(OLDEST)
         )));
     }
-    let Some((value, source)) = setting(COMM_BLOCKING) else { return Ok(()) };
+    let value = env::var(COMM_BLOCKING).unwrap_or_default();
     if matches!(value.trim(), "" | "0") {
         return Ok(());
     }
     Err(Error::unsupported(format!(
-        "backend nccl: {COMM_BLOCKING}={value} in {source} makes NCCL's calls block, so that no timeout and no failure of \
-         another rank can end them; remove it there, or set {COMM_BLOCKING}=0 in the environment"
+        "backend nccl: {COMM_BLOCKING}={value} in the environment makes NCCL's calls block, so that no timeout and no \
+         failure of another rank can end them; remove it"
     )))
 }
 
 /// The variable that overrides the configuration of a communicator.
 const COMM_BLOCKING: &str = "NCCL_COMM_BLOCKING";
 
-/// Returns the value of the variable `name` that NCCL finds, and where.
-fn setting(name: &str) -> Option<(String, String)> {
-    if let Ok(value) = env::var(name) {
-        return Some((value, "the environment".into()));
-    }
-    let own = env::var_os("NCCL_CONF_FILE").filter(|path| !path.is_empty()).map(PathBuf::from);
-    let own = own.or_else(|| Some(PathBuf::from(env::var_os("HOME")?).join(".nccl.conf")));
-    // NCCL keeps the value that it reads first.
-    own.into_iter().chain(["/etc/nccl.conf".into()]).find_map(|path| {
-        let text = fs::read_to_string(&path).ok()?;
-        let value = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix('='))?;
-        Some((value.into(), path.shown().into_owned()))
-    })
-}
-
-/// Returns an error if NCCL is not installed or lacks functions, where cudarc would panic at a call, or if there are two.
+/// Returns an error if NCCL is not installed or lacks functions, where cudarc would panic at a call.
 pub(super) fn require_library() -> Result<()> {
     if !is_present() {
         let problem = LOADED.get().and_then(|loaded| loaded.as_ref().err());
@@ -152,36 +137,11 @@ pub(super) fn require_library() -> Result<()> {
             text(OLDEST)
         )));
     }
-    let Some(others) = other_nccl() else { return Ok(()) };
-    Err(Error::unsupported(format!(
-        "backend nccl: this process has two NCCLs, {} and {}, and one would call functions of the other; take the folder \
-         of one out of LD_LIBRARY_PATH, or its file out of LD_PRELOAD",
-        file().unwrap_or_default().shown(),
-        others.shown()
-    )))
+    Ok(())
 }
 
-/// The functions of NCCL that this program calls. cudarc would panic at the first call of one that is missing.
-const FUNCTIONS: [&str; 18] = [
-    "ncclGetVersion",
-    "ncclGetErrorString",
-    "ncclGetLastError",
-    "ncclGetUniqueId",
-    "ncclCommInitRankConfig",
-    "ncclCommGetAsyncError",
-    "ncclCommFinalize",
-    "ncclCommDestroy",
-    "ncclCommAbort",
-    "ncclGroupStart",
-    "ncclGroupEnd",
-    "ncclAllReduce",
-    "ncclReduce",
-    "ncclBroadcast",
-    "ncclAllGather",
-    "ncclReduceScatter",
-    "ncclSend",
-    "ncclRecv",
-];
+/// Functions without which a library is not NCCL, or too old: the last one is as new as any that this program calls.
+const FUNCTIONS: [&str; 3] = ["ncclGetVersion", "ncclGetErrorString", "ncclCommInitRankConfig"];
 
 /// Returns whether the library that cudarc has loaded has this function.
 fn has_function(name: &str) -> bool {
@@ -213,8 +173,7 @@ static ALIAS: &[u8] =
 /// The file names would not do that: libtorch_cuda finds its NCCL by a path of its own, and `libnccl.so` is searched in
 /// LD_LIBRARY_PATH first. The process would have two NCCLs, and the second would call functions of the first.
 ///
-/// If this fails, for the reason that it returns, cudarc searches. [`require_library`] then finds out whether it has found
-/// another NCCL.
+/// If this fails, for the reason that it returns, cudarc searches.
 fn load_alias() -> std::result::Result<(), String> {
     let alias = if libtorch_has_nccl() { ALIAS_OF_LIBTORCH } else { ALIAS };
     let in_memory = || {
@@ -247,21 +206,9 @@ const GET_VERSION: &[u8] = b"ncclGetVersion\0";
 
 /// Returns the file of the NCCL that is in use. The library must be there. `None` if the loader does not know it.
 fn file() -> Option<PathBuf> {
-    library_file(own_version()? as *const c_void)
-}
-
-/// Returns the file of the NCCL that other libraries of the process call, if it is not the one that is in use.
-fn other_nccl() -> Option<PathBuf> {
-    // SAFETY: a library that exports this name gives it this signature. NCCL stays loaded.
-    let others = *unsafe { Library::this().get::<GetVersion>(GET_VERSION) }.ok()?;
-    let is_own = own_version().is_some_and(|own| own as usize == others as usize);
-    if is_own { None } else { library_file(others as *const c_void) }
-}
-
-/// Returns `ncclGetVersion` of the library that cudarc has loaded. `None` if that is not NCCL.
-fn own_version() -> Option<GetVersion> {
     // SAFETY: a library that exports this name gives it this signature. cudarc never closes it.
-    unsafe { sys::culib().get::<GetVersion>(GET_VERSION) }.ok().map(|function| *function)
+    let version = unsafe { sys::culib().get::<GetVersion>(GET_VERSION) }.ok()?;
+    library_file(*version as *const c_void)
 }
 
 /// Returns whether `result` is an error. "In progress" is none.

@@ -96,14 +96,6 @@ pub(crate) fn indices(mut index: usize, shape: &[i64]) -> String {
     text
 }
 
-/// Formats a term that follows the first one in a sum.
-pub(super) fn signed(number: &str) -> String {
-    match number.strip_prefix('-') {
-        Some(rest) => format!(" - {rest}"),
-        None => format!(" + {number}"),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

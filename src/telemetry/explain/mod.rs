@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use super::{Language, Printer};
 use crate::optim::OptimizerLayout;
 pub(crate) use layout::{indices, paragraph, table};
-use layout::{number, numbers, samples, shown, signed};
+use layout::{number, numbers, samples, shown};
 use texts::{Section, Texts};
 
 /// The run_info of a run, known before it begins.
@@ -222,9 +222,8 @@ fn mean(ranks: &[RankStep]) -> String {
     let Some((mean, texts)) = texts.split_last() else { return String::new() };
     let sum = match texts {
         [one] => one.clone(),
-        [first, others @ ..] if ranks.len() <= MAX_LISTED_RANKS => {
-            let others = others.iter().map(|value| signed(value)).collect::<String>();
-            format!("({first}{others})")
+        few if few.len() <= MAX_LISTED_RANKS => {
+            format!("({})", few.join(" + ").replace("+ -", "- "))
         }
         _ => "(rank 0 + rank 1 + ...)".into(),
     };

@@ -38,13 +38,9 @@ impl Theme {
         Span::styled(text, Style::new().bg(colour).fg(ink))
     }
 
-    fn note(self) -> Style {
-        let note = Style::new().add_modifier(Modifier::BOLD);
-        if self.colours { note.fg(Color::LightRed) } else { note }
-    }
-
-    fn curve(self) -> Style {
-        if self.colours { Style::new().fg(Color::LightGreen) } else { Style::new() }
+    /// Returns the style of text in `colour`.
+    fn ink(self, colour: Color) -> Style {
+        if self.colours { Style::new().fg(colour) } else { Style::new() }
     }
 }
 
@@ -103,7 +99,7 @@ fn draw_header(frame: &mut Frame<'_>, area: Rect, state: &LiveState, theme: Them
     second.extend(state.steps_per_second().map(|rate| format!("{rate:.1} steps/s")));
     let failed = state.failed.map(|rank| format!("rank {rank} has failed; the run ends"));
     let third = match failed.or_else(|| state.straggler()) {
-        Some(note) => Line::styled(note, theme.note()),
+        Some(note) => Line::styled(note, bold.patch(theme.ink(Color::LightRed))),
         None => Line::raw("no rank keeps the others waiting"),
     };
     let [first, second] = [first, second].map(|parts| parts.join("  "));
@@ -169,7 +165,7 @@ fn draw_curve(frame: &mut Frame<'_>, area: Rect, state: &LiveState, theme: Theme
     let dataset = Dataset::default()
         .marker(if points.len() < 2 { Marker::Dot } else { Marker::Braille })
         .graph_type(GraphType::Line)
-        .style(theme.curve())
+        .style(theme.ink(Color::LightGreen))
         .data(&points);
     let label = |loss: f64| Line::raw(format!("{loss:.4}"));
     let chart = Chart::new(vec![dataset])

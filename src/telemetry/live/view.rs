@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use crossbeam::channel::{Receiver, RecvTimeoutError, Sender, bounded};
 use crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
+use parking_lot::Mutex;
 use ratatui::Terminal;
 use ratatui::backend::CrosstermBackend;
 
@@ -178,7 +179,7 @@ struct View {
     state: LiveState,
     /// The ranks, until they have ended; and what is dropped when the view stops reading their state.
     source: Option<(Snapshots, Sender<Infallible>)>,
-    feed: Arc<Feed>,
+    feed: Arc<Mutex<Feed>>,
     stop: Option<Arc<StopRequest>>,
     theme: Theme,
     progress: Arc<Progress>,
@@ -224,9 +225,11 @@ impl View {
             self.snapshot_at = Instant::now();
         }
         let now = self.state.now.saturating_add(self.snapshot_at.elapsed());
-        let (lines, points, steps) = self.feed.take();
+        let mut feed = self.feed.lock();
+        self.state.steps = feed.steps;
+        let (lines, points) = feed.take();
+        drop(feed);
         self.state.add_events(now, lines);
-        self.state.steps = steps;
         self.state.add_points(points);
     }
 

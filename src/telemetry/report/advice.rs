@@ -11,47 +11,9 @@ pub(crate) struct Conditions<'a> {
     pub overlapped: Option<f64>,
     pub batch_size: usize,
     pub num_workers: usize,
-    /// The cores that ranks use; `None` if the ranks are on GPUs.
-    pub cores: Option<Cores>,
     /// The mean loss of the first quarter of the run, and of the last; `None` if it was recorded too rarely.
     pub losses: Option<[f64; 2]>,
     pub lr: f64,
-    /// A configuration of this repository that fits the data set; `None` if there is none.
-    pub fitting_config: Option<&'static str>,
-}
-
-/// The cores that the ranks of this machine use.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Cores {
-    /// Number of cores that this process may use.
-    pub count: usize,
-    /// Number of ranks in this process.
-    pub local_ranks: usize,
-    pub threads_per_rank: usize,
-}
-
-impl Cores {
-    /// Returns whether cores remain unused when every libtorch thread of every rank has one.
-    fn to_spare(self) -> bool {
-        self.local_ranks * self.threads_per_rank < self.count
-    }
-
-    /// Returns a sentence on whether more ranks may pay off.
-    fn advice(self) -> String {
-        let Self { count, local_ranks, .. } = self;
-        let s = if count == 1 { "" } else { "s" };
-        if self.to_spare() || (local_ranks == 1 && count > 1) {
-            format!(
-                "ddp-mp bench scaling measures whether more ranks pay on the {count} core{s} of this machine."
-            )
-        } else {
-            let ranks = if local_ranks == 1 { "rank uses" } else { "ranks use" };
-            format!(
-                "{local_ranks} {ranks} all of this machine's {count} core{s}: more ranks need more cores, here or on \
-                 other machines."
-            )
-        }
-    }
 }
 
 impl PhaseSeconds {
@@ -82,12 +44,12 @@ const NO_PROGRESS_RATIO: f64 = 0.95;
 /// Above this size an all-reduce is bound by bandwidth, not latency.
 const BANDWIDTH_BOUND_BYTES: usize = 1 << 20;
 
-/// Returns what to try next after a run that ended with `end`, each a sentence, the most important first.
+/// Returns what to try next after a run that ended with `end`, each a sentence, the most important first. None if nothing
+/// stands out.
 pub(crate) fn advice(end: &End, run: Conditions<'_>) -> Vec<String> {
     let mut advice = Vec::new();
     let phases = end.phases();
     let Some(outside) = outside_collectives(&phases) else { return advice };
-    let ranks = phases.len() as f64;
     let total: f64 = phases.iter().map(|rank| rank.own() + rank.collectives).sum();
     let share = |of: fn(&PhaseSeconds) -> f64| phases.iter().map(of).sum::<f64>() / total;
     let mut say = |text: String| advice.push(text);
@@ -117,18 +79,15 @@ pub(crate) fn advice(end: &End, run: Conditions<'_>) -> Vec<String> {
     if let Some([first, last]) =
         run.losses.filter(|[first, last]| *last > NO_PROGRESS_RATIO * first)
     {
-        let config = run.fitting_config.map_or(String::new(), |config| {
-            format!(", or --config {config}, which fits this data set")
-        });
         say(format!(
             "The loss hardly moved: from {first:.4} in the first quarter of the run to {last:.4} in the last. Unless \
-             the model has learned all it can, try a higher --lr (now {}){config}.",
+             the model has learned all it can, try a higher --lr (now {}).",
             run.lr
         ));
     }
     let lost = 1.0 - outside;
     let bytes: usize = end.statistics.bucket_bytes.iter().sum();
-    if ranks > 1.0 && lost > MIN_ADVICE_SHARE {
+    if phases.len() > 1 && lost > MIN_ADVICE_SHARE {
         let percent = 100.0 * lost;
         if end.us_per_step < SHORT_STEP {
             let (step, batch) = (end.us_per_step, run.batch_size);
@@ -160,18 +119,6 @@ pub(crate) fn advice(end: &End, run: Conditions<'_>) -> Vec<String> {
             ));
         }
     }
-    if advice.is_empty() {
-        let (own, seconds) = (100.0 * outside, end.seconds);
-        let stands_out = if ranks > 1.0 {
-            format!(
-                "Nothing stands out: the ranks spent {own:.0} % of their steps outside collectives."
-            )
-        } else {
-            format!("This was one rank alone, for {seconds:.1} s.")
-        };
-        let more = run.cores.map_or(String::new(), |cores| format!(" {}", cores.advice()));
-        advice.push(format!("{stands_out}{more}"));
-    }
     advice
 }
 
@@ -197,22 +144,20 @@ mod tests {
         }
     }
 
-    fn conditions<'a>(ranks: usize) -> Conditions<'a> {
+    fn conditions<'a>() -> Conditions<'a> {
         Conditions {
             straggler: None,
             overlapped: None,
             batch_size: 32,
             num_workers: 0,
-            cores: Some(Cores { count: 8, local_ranks: ranks, threads_per_rank: 1 }),
             losses: Some([1.0, 0.5]),
             lr: 0.001,
-            fitting_config: None,
         }
     }
 
     /// Returns the advice after a run with these times, under the usual conditions.
     fn usual(phases: &[PhaseSeconds]) -> Vec<String> {
-        advice(&end(phases), conditions(phases.len()))
+        advice(&end(phases), conditions())
     }
 
     #[test]
@@ -222,17 +167,7 @@ mod tests {
         assert_eq!(outside_collectives(&[well, well]), Some(0.9));
         assert_eq!(outside_collectives(&[]), None);
         assert!(usual(&[]).is_empty());
-        assert_eq!(
-            usual(&[well, well]),
-            [
-                "Nothing stands out: the ranks spent 90 % of their steps outside collectives. ddp-mp bench scaling \
-              measures whether more ranks pay on the 8 cores of this machine."
-            ]
-        );
-        assert!(
-            usual(&[well])[0]
-                .starts_with("This was one rank alone, for 10.0 s. ddp-mp bench scaling")
-        );
+        assert!(usual(&[well, well]).is_empty() && usual(&[well]).is_empty());
 
         let waiting = PhaseSeconds { collectives: 9.0, ..well };
         let told = usual(&[waiting, waiting]);
@@ -243,59 +178,26 @@ mod tests {
         assert!(told[1].contains("in one bucket"), "{told:?}");
         let statistics = with_buckets(vec![1 << 20; 4]);
         let four_buckets = End { statistics, ..end(&[waiting, waiting]) };
-        let told = advice(&four_buckets, Conditions { overlapped: Some(0.2), ..conditions(2) });
+        let told = advice(&four_buckets, Conditions { overlapped: Some(0.2), ..conditions() });
         assert!(told[1].starts_with("Only 20 % of the communication"), "{told:?}");
         let statistics = with_buckets(vec![84]);
         let short = End { us_per_step: 50.0, statistics, ..end(&[waiting, waiting]) };
-        let told = advice(&short, conditions(2));
+        let told = advice(&short, conditions());
         assert!(told.len() == 1 && told[0].contains("only 50 us long"), "{told:?}");
 
         let hungry = PhaseSeconds { data: 9.0, ..well };
         assert!(usual(&[hungry, hungry])[0].ends_with("try --num-workers 2."));
-        let still = |fitting_config| {
-            let losses = Some([2.31, 2.30]);
-            advice(&end(&[well, well]), Conditions { losses, fitting_config, ..conditions(2) })
-                .remove(0)
-        };
-        let told = still(None);
+        let told =
+            advice(&end(&[well, well]), Conditions { losses: Some([2.31, 2.30]), ..conditions() })
+                .remove(0);
         let expected = "The loss hardly moved: from 2.3100 in the first quarter of the run to 2.3000 in the last.";
         assert!(told.starts_with(expected), "{told}");
         assert!(told.ends_with("try a higher --lr (now 0.001)."), "{told}");
-        let told = still(Some("configs/digits.toml"));
-        assert!(
-            told.ends_with(", or --config configs/digits.toml, which fits this data set."),
-            "{told}"
-        );
         let held = Straggler { rank: 1, seconds: 2.0, phase: "data", phase_seconds: 2.0 };
         let told =
-            advice(&end(&[well, well]), Conditions { straggler: Some(&held), ..conditions(2) });
+            advice(&end(&[well, well]), Conditions { straggler: Some(&held), ..conditions() });
         assert!(told[0].starts_with(
             "Rank 1 was the straggler: it delayed the others by 2.0 s in its phase data"
         ));
-    }
-    #[test]
-    fn more_ranks_are_advised_only_with_free_cores() {
-        let well = PhaseSeconds { forward: 4.0, backward: 5.0, ..Default::default() };
-        let told = |phases: &[PhaseSeconds], count, threads_per_rank| {
-            let cores = Cores { count, local_ranks: phases.len(), threads_per_rank };
-            advice(&end(phases), Conditions { cores: Some(cores), ..conditions(0) }).remove(0)
-        };
-        let none = ": more ranks need more cores, here or on other machines.";
-        for (ranks, count, threads) in [(2, 2, 1), (4, 2, 1), (2, 8, 4), (1, 1, 1)] {
-            let told = told(&vec![well; ranks], count, threads);
-            assert!(told.ends_with(none), "{ranks} ranks, {count} cores: {told}");
-        }
-        for (ranks, count, threads) in [(1, 2, 2), (2, 8, 1)] {
-            let told = told(&vec![well; ranks], count, threads);
-            assert!(
-                told.contains("ddp-mp bench scaling measures"),
-                "{ranks} ranks, {count} cores: {told}"
-            );
-        }
-        // More ranks on GPUs do not need more cores.
-        assert_eq!(
-            advice(&end(&[well; 2]), Conditions { cores: None, ..conditions(2) }),
-            ["Nothing stands out: the ranks spent 100 % of their steps outside collectives."]
-        );
     }
 }

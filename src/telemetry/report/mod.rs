@@ -14,7 +14,7 @@ use serde_json::Value;
 use super::metrics_logger::add_point;
 use super::{Marks, Output};
 use crate::records::{TrainMetrics, ValidationMetrics};
-pub(crate) use advice::{Conditions, Cores, advice, outside_collectives};
+pub(crate) use advice::{Conditions, advice, outside_collectives};
 pub(crate) use tracks::Tracks;
 
 /// The page's HTML, and the parts that are inserted into it.

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use serde::ser::{Serialize, Serializer};
+use serde::Serialize;
 use strum::IntoEnumIterator;
 
 use crate::operation::Operation;
@@ -12,7 +12,7 @@ use crate::telemetry::slices::{Slice, gpu_slices, micros, slices};
 /// Maximum number of entries on a page: a phone can still draw it.
 const MAX_RECORDS: usize = 120_000;
 
-#[derive(Debug, serde::Serialize)]
+#[derive(Debug, Serialize)]
 pub(crate) struct Tracks<'a> {
     /// End of the timeline, in microseconds. Entries that have not ended extend to it.
     end: f64,
@@ -27,46 +27,18 @@ pub(crate) struct Tracks<'a> {
     ranks: Vec<Track<'a>>,
 }
 
-#[derive(Debug, serde::Serialize)]
+#[derive(Debug, Serialize)]
 struct Track<'a> {
     rank: usize,
     device: &'a str,
     /// `true` if track 1 is the rank's GPU. The tracks of communication threads then begin at 2.
     on_gpu: bool,
-    entries: Vec<PageEntry<'a>>,
+    entries: Vec<PageEntry>,
 }
 
-/// An entry, as the page has it.
-#[derive(Debug)]
-struct PageEntry<'a> {
-    slice: Slice<'a>,
-    /// The number of its call site; -1 if that is unknown.
-    call_site: i64,
-}
-
-/// Writes a list: operation, begin, duration (null if it had not ended), sequence, step, bucket, bytes, track (0 is the
-/// rank's own), time waited, rank waited for, call site. Times are in microseconds; -1 means none.
-impl Serialize for PageEntry<'_> {
-    fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
-        let Slice { op, step, track, waited, .. } = self.slice;
-        let duration = micros(self.slice.duration());
-        let (waited, waited_for) = waited.map_or((0.0, -1), |(time, by)| (micros(time), by as i64));
-        let entry = (
-            op.at.operation as usize,
-            micros(op.started_at),
-            (!op.is_open()).then_some(duration),
-            op.at.sequence,
-            step.map_or(-1, |step| step as i64),
-            op.bucket.map_or(-1, i64::from),
-            op.amount,
-            track,
-            waited,
-            waited_for,
-            self.call_site,
-        );
-        entry.serialize(to)
-    }
-}
+/// An entry, as the page has it: operation, begin, duration (null if it had not ended), sequence, step, bucket, bytes, track (0
+/// is the rank's own), time waited, rank waited for, call site. Times are in microseconds; -1 means none.
+type PageEntry = (usize, f64, Option<f64>, u64, i64, i64, u64, usize, f64, i64, i64);
 
 impl<'a> Tracks<'a> {
     /// Collects the newest entries of each rank of `dump`, and of its GPU.
@@ -90,9 +62,22 @@ impl<'a> Tracks<'a> {
                 too_many += slices[too_many..].iter().position(is_step).unwrap_or(0);
             }
             lost = lost.max(rank.lost + too_many as u64);
-            let entry = |slice: Slice<'a>| PageEntry {
-                slice,
-                call_site: call_sites.number(&slice.op.source_line),
+            let entry = |slice: Slice<'_>| {
+                let Slice { op, step, track, waited, .. } = slice;
+                let (waited, by) = waited.map_or((0.0, -1), |(time, by)| (micros(time), by as i64));
+                (
+                    op.at.operation as usize,
+                    micros(op.started_at),
+                    (!op.is_open()).then_some(micros(slice.duration())),
+                    op.at.sequence,
+                    step.map_or(-1, |step| step as i64),
+                    op.bucket.map_or(-1, i64::from),
+                    op.amount,
+                    track,
+                    waited,
+                    by,
+                    call_sites.number(&op.source_line),
+                )
             };
             let entries = slices.drain(too_many..).map(entry).collect();
             ranks.push(Track { rank: rank.rank, device: &rank.device, on_gpu, entries });

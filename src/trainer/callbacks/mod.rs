@@ -11,11 +11,10 @@ mod record;
 mod replica_check;
 mod validation;
 
-use std::fmt;
-
 use anyhow::Result;
 
 use super::Callback;
+use crate::error::opaque_debug;
 
 pub(super) use checkpoints::Checkpoints;
 pub(super) use explanation::Explanation;
@@ -96,8 +95,4 @@ impl<M> Callbacks<M> {
     }
 }
 
-impl<M> fmt::Debug for Callbacks<M> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_list().entries(self.0.iter().map(|(order, _)| order)).finish()
-    }
-}
+opaque_debug!(Callbacks<M>, M);

@@ -8,7 +8,6 @@
 mod calls;
 mod group;
 
-use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -18,7 +17,7 @@ use tch::{Device, Kind, Tensor};
 pub(crate) use calls::{HostCalls, invalid_data};
 pub(crate) use group::{HostGroup, HostNumbers};
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, opaque_debug};
 use crate::ffi::{TorchResult, memory_tensor};
 use crate::os::shared_memory::SharedRegion;
 use crate::process_group::dtype::num_bytes;
@@ -58,11 +57,7 @@ impl Drop for Allocation {
     }
 }
 
-impl fmt::Debug for Host {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Host").field("ranks", &self.ranks).finish_non_exhaustive()
-    }
-}
+opaque_debug!(Host);
 
 impl Host {
     /// Returns the host of processes with these memories and ranks. Process `mine` is this one. Together they may use
