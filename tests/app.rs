@@ -9,8 +9,7 @@ use ddp_mp::prelude::*;
 use serde_json::Value;
 
 use crate::harness::{
-    as_torchrun, free_port, join, linear, program, repository, run, run_command, run_command_to,
-    without_launcher,
+    linear, program, repository, run, run_command, run_command_to, without_launcher,
 };
 
 /// The program, seeing no GPU and no launcher.
@@ -55,23 +54,6 @@ fn hash_is_that_of_the_built_in_model() {
         let (_, _, own_step) = run_app(&[&flags[..], &["--own-step"]].concat());
         assert_eq!(hash(&own_step), hash(&theirs), "{flags:?}");
     }
-}
-
-#[test]
-fn ranks_may_be_threads_processes_or_workers_of_torchrun() {
-    let flags = ["--max-epochs=1", TWO_RANKS];
-    let (_, _, threads) = run_app(&flags);
-    let (_, processes) = app_to(0, &[&flags[..], &["--spawn=processes"]].concat());
-    assert_eq!(hash(&processes), hash(&threads));
-    let port = free_port();
-    let start = |process| {
-        let mut command = app(&["--max-epochs=1"]);
-        as_torchrun(&mut command, process, 2, port);
-        command.stderr(std::process::Stdio::piped()).stdout(std::process::Stdio::piped());
-        command.spawn().unwrap()
-    };
-    let outputs = join(vec![start(0), start(1)]);
-    assert_eq!(hash(&String::from_utf8_lossy(&outputs[0].stderr)), hash(&threads));
 }
 
 #[test]
@@ -247,11 +229,8 @@ fn what_is_wrong_in_a_program_is_one_message_with_its_part() {
         ("dataset-torch", 2, &["the data set of spirals: ", "mat1 and mat2 shapes cannot be"]),
         ("dataset-panic", 2, &["the data set of spirals: ", "panicked at", "no data today"]),
         ("dataset-empty", 2, &["the data set of spirals: it has no samples"]),
-        ("sample-error", 1, &["rank 1", "sample 77: no such sample"]),
         ("sample-panic", 1, &["rank 1", "sample 77: the data set panicked at", "no such sample"]),
         ("sample-shape", 1, &["rank 1", "sample 77 has inputs of shape [19]"]),
-        ("callback-error", 1, &["rank 1", "not like this"]),
-        ("callback-panic", 1, &["rank 1", "panicked at", "not like this"]),
         ("trainer-error", 1, &["no trainer today"]),
     ] {
         let (status, _, stderr) = run_app(&[TWO_RANKS, &format!("--wrong={part}")]);
@@ -287,31 +266,20 @@ fn own_option_with_a_name_that_is_taken_is_refused() {
         }};
     }
     for (error, option, problem) in [
-        (error_of!(A, lr: Option<f64>, long), "`lr` of A", "every program has --lr already"),
-        (
-            error_of!(B, steps: Option<u64>, long),
-            "`steps` of B",
-            "every program has --steps already",
-        ),
+        (error_of!(A, lr: Option<f64>, long), "`lr` of A", "has --lr already"),
+        (error_of!(B, steps: Option<u64>, long), "`steps` of B", "has --steps already"),
         (
             error_of!(C, quantity: Option<u64>, long, short),
             "`quantity` of C",
-            "every program has --quiet already",
+            "has --quiet already",
         ),
-        (
-            error_of!(D, version: Option<u64>, long),
-            "`version` of D",
-            "every program has --version already",
-        ),
+        (error_of!(D, version: Option<u64>, long), "`version` of D", "has --version already"),
         (error_of!(E, file: Option<String>, index = 1), "`file` of E", "its flag must be --file"),
-        (
-            error_of!(F, dataset: Option<String>, long),
-            "`dataset` of F",
-            "every program has --dataset already",
-        ),
+        (error_of!(F, dataset: Option<String>, long), "`dataset` of F", "has --dataset already"),
         (error_of!(G, names: Vec<String>, long), "`names` of G", "a list needs"),
     ] {
-        assert!(error.starts_with(&format!("the option {option}: {problem}")), "{error}");
+        let begins = error.starts_with(&format!("the option {option}: "));
+        assert!(begins && error.contains(problem), "{error}");
     }
 }
 

@@ -4,10 +4,9 @@
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use anyhow::{bail, ensure};
+use anyhow::ensure;
 use ddp_mp::App;
 use ddp_mp::config::BuildContext;
-use ddp_mp::models::Model;
 use ddp_mp::prelude::*;
 use tch::nn::{self, Init, Linear, Path};
 
@@ -96,7 +95,6 @@ impl Dataset for Samples {
     fn get(&self, index: usize) -> anyhow::Result<(Tensor, Tensor)> {
         let (inputs, targets) = self.random.get(index)?;
         match index {
-            77 if self.is_wrong("sample-error") => bail!("no such sample"),
             77 if self.is_wrong("sample-panic") => panic!("no such sample"),
             77 if self.is_wrong("sample-shape") => Ok((inputs.narrow(0, 0, 19), targets)),
             _ => Ok((inputs, targets)),
@@ -105,23 +103,6 @@ impl Dataset for Samples {
 
     fn resident(&self, device: Device) -> ddp_mp::Result<Option<(Tensor, Tensor)>> {
         if self.wrong.is_some() { Ok(None) } else { self.random.resident(device) }
-    }
-}
-
-/// Does nothing, unless it is to be wrong.
-#[derive(Debug, Clone)]
-struct Watcher {
-    wrong: Option<String>,
-}
-
-impl Callback<Model> for Watcher {
-    fn on_step_end(&mut self, context: &mut TrainContext<Model>, _: &Step) -> anyhow::Result<()> {
-        let is_here = context.group().rank() + 1 == context.group().world_size();
-        match self.wrong.as_deref() {
-            Some("callback-error") if is_here => bail!("not like this"),
-            Some("callback-panic") if is_here => panic!("not like this"),
-            _ => Ok(()),
-        }
     }
 }
 
@@ -135,8 +116,6 @@ fn main() -> ExitCode {
         .metric("bias", |output, targets| output.mean(Kind::Float) - targets.mean(Kind::Float))
         .trainer(|trainer, options| {
             ensure!(!options.makes_wrong("trainer-error"), "no trainer today");
-            let wrong = options.wrong.clone();
-            let trainer = trainer.callback(Watcher { wrong });
             if !options.own_step {
                 return Ok(trainer);
             }

@@ -1,33 +1,21 @@
 //! `ddp-mp bisect`: the first tensors that differ, with their values. And what a signal leaves of it, and of a lesson.
 
-use std::collections::BTreeSet;
 use std::fs::{self, File};
 use std::io::{BufRead as _, BufReader, Read as _};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use ddp_mp::checkpoint::TensorFile;
 use wait_timeout::ChildExt;
 
-use crate::harness::{in_parallel, output, program, program_path, run_command, send};
+use crate::harness::{
+    files_below, in_parallel, output, program, program_in, program_path, run_command, send,
+};
 
 /// Runs the program in `folder`.
 fn run_in(folder: &Path, args: &[&str]) -> (Option<i32>, String, String) {
-    let mut command = program(args);
-    command.current_dir(folder);
-    run_command(command)
-}
-
-/// All files and folders below `folder`.
-fn all_in(folder: &Path) -> BTreeSet<PathBuf> {
-    let entries = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
-    entries
-        .flat_map(|path| {
-            let below = if path.is_dir() { all_in(&path) } else { BTreeSet::new() };
-            below.into_iter().chain([path])
-        })
-        .collect()
+    run_command(program_in(folder, args))
 }
 
 /// The first value of the tensor `name` in a safetensors file.
@@ -143,7 +131,7 @@ fn a_signal_to_bisect_ends_its_training_and_removes_its_folder() {
         events.read_to_end(&mut Vec::new()).unwrap();
         let ended = output(child);
         assert_eq!(ended.status.code(), Some(*code), "{ended:?}");
-        assert_eq!(all_in(&temporary), BTreeSet::new(), "{signal}");
+        assert_eq!(fs::read_dir(&temporary).unwrap().count(), 0, "{signal}");
         assert!(!kept.exists(), "{signal}"); // the next try can use the name
     });
 }
@@ -155,7 +143,7 @@ fn a_signal_to_a_lesson_has_its_exit_code_and_removes_its_folder() {
         let temporary = folder.path().join(signal);
         let args = ["lesson", "bad-core", "--solution"];
         let mut child = with_temporary_files(&args, &temporary).spawn().unwrap();
-        while !all_in(&temporary).iter().any(|path| path.is_file()) {
+        while files_below(&temporary).is_empty() {
             // Only time brings the file.
             let ended = child.wait_timeout(Duration::from_millis(20)).unwrap();
             assert!(ended.is_none(), "it has ended");
@@ -163,6 +151,6 @@ fn a_signal_to_a_lesson_has_its_exit_code_and_removes_its_folder() {
         send(signal, child.id());
         let ended = output(child);
         assert_eq!(ended.status.code(), Some(*code), "{ended:?}");
-        assert_eq!(all_in(&temporary), BTreeSet::new(), "{signal}");
+        assert_eq!(fs::read_dir(&temporary).unwrap().count(), 0, "{signal}");
     });
 }

@@ -139,21 +139,26 @@ fn stop_request_on_one_rank_stops_all_after_the_same_step() {
     );
 }
 
-/// Skips step 1 and ends training after step 2, on all ranks alike. Records the parameters after each step.
-struct SkipAndStop(Rc<RefCell<Vec<u64>>>);
+/// Skips a step and ends training after another, on all ranks alike. Records the parameters after each step.
+#[derive(Default)]
+struct SkipAndStop {
+    skipped: Option<u64>,
+    last: u64,
+    hashes: Rc<RefCell<Vec<u64>>>,
+}
 
 impl<M> Callback<M> for SkipAndStop {
     fn on_after_backward(&mut self, _: &mut TrainContext<M>, step: &mut Step) -> Result<()> {
-        if step.index == 1 {
+        if Some(step.index) == self.skipped {
             step.skip();
         }
         Ok(())
     }
 
     fn on_step_end(&mut self, context: &mut TrainContext<M>, step: &Step) -> Result<()> {
-        assert_eq!(step.is_skipped(), step.index == 1);
-        self.0.borrow_mut().push(context.ddp().parameters_hash()?);
-        if step.index == 2 {
+        assert_eq!(step.is_skipped(), Some(step.index) == self.skipped);
+        self.hashes.borrow_mut().push(context.ddp().parameters_hash()?);
+        if step.index == self.last {
             context.end_training();
         }
         Ok(())
@@ -164,7 +169,8 @@ impl<M> Callback<M> for SkipAndStop {
 fn callback_can_skip_a_step_and_end_training() {
     let results = ranks(2, |rank, group| {
         let hashes = Rc::new(RefCell::new(Vec::new()));
-        let mut trainer = trainer(rank, group)?.callback(SkipAndStop(hashes.clone()));
+        let callback = SkipAndStop { skipped: Some(1), last: 2, hashes: hashes.clone() };
+        let mut trainer = trainer(rank, group)?.callback(callback);
         let summary = trainer.train(1)?;
         assert_eq!((summary.steps, summary.stopped), (3, Some(StopReason::Callback)));
         assert_eq!((summary.skipped_steps, trainer.state().skipped_samples), (1, 8));
@@ -195,20 +201,6 @@ fn callback_error_ends_the_run_and_names_the_rank() {
     assert!(error.contains("rank 1") && error.contains("the disk is full"), "{error}");
 }
 
-/// Ends training after a step, on all ranks alike.
-struct EndAfter {
-    step: u64,
-}
-
-impl<M> Callback<M> for EndAfter {
-    fn on_step_end(&mut self, context: &mut TrainContext<M>, step: &Step) -> Result<()> {
-        if step.index == self.step {
-            context.end_training();
-        }
-        Ok(())
-    }
-}
-
 #[test]
 fn metrics_end_with_the_last_step() {
     let folder = tempfile::tempdir().unwrap();
@@ -221,7 +213,7 @@ fn metrics_end_with_the_last_step() {
             let logger = (rank.rank() == 0).then_some(logger).transpose()?;
             let options = TrainerOptions { max_steps, ..TrainerOptions::default() };
             let trainer = trainer(rank, group)?.log_metrics(3, logger).options(options)?;
-            trainer.callback(EndAfter { step: end_after }).train(2)
+            trainer.callback(SkipAndStop { last: end_after, ..SkipAndStop::default() }).train(2)
         });
         let text = std::fs::read_to_string(path).unwrap();
         let rows =

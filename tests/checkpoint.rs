@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -22,8 +22,7 @@ use tempfile::TempDir;
 use wait_timeout::ChildExt;
 
 use crate::harness::{
-    TIMEOUT, in_parallel, output, program, run, run_command, runs_every_case, send, some_of,
-    try_ranks,
+    TIMEOUT, in_parallel, output, program, run, runs_every_case, send, some_of, try_ranks,
 };
 
 /// What a run came to.
@@ -277,13 +276,6 @@ fn signal_before_the_handlers_is_not_lost() {
     }
 }
 
-#[test]
-fn max_seconds_stops_the_run() {
-    let (_folder, dir) = folder();
-    let stopped = train("--max-epochs=1000000", &[&dir, "--max-seconds=1", "--save-every=1000000"]);
-    assert_eq!(stopped.stopped.as_deref(), Some("max-seconds"));
-}
-
 /// As often as `KILLS` says, if it is set: `KILLS=500 cargo test --release run_killed_at_any_moment`.
 /// Long: it starts a run for each kill.
 #[test]
@@ -395,50 +387,6 @@ fn reword(file: &Path, old: &str, new: &str) {
     let text = fs::read_to_string(file).unwrap();
     assert!(text.contains(old));
     fs::write(file, text.replace(old, new)).unwrap();
-}
-
-#[test]
-fn full_disk_fails_the_run_and_keeps_earlier_checkpoints() {
-    let args = "--model=mlp --max-epochs=2";
-    let (folder, dir) = folder();
-    train(args, &[&dir, "--max-steps=20"]);
-    let before = checkpoints(&folder);
-    // Files of 8 KiB at most, and no signal about it: as a full disk, it cannot be written to the end.
-    let mut limited = Command::new("sh");
-    limited.args(["-c", "trap '' XFSZ; ulimit -f 8; exec \"$@\"", "sh"]);
-    let full = program(&arguments(args, &[&dir, "--resume=auto"]));
-    limited.arg(full.get_program()).args(full.get_args()).env("CUDA_VISIBLE_DEVICES", "");
-    let (code, stdout, stderr) = run_command(limited);
-    assert_eq!(code, Some(1), "{stderr}");
-    assert!(stderr.contains("model.safetensors failed: File too large"), "{stderr}");
-    assert!(stderr.contains("earlier checkpoints are intact"), "{stderr}");
-    assert!(stdout.lines().last().unwrap().starts_with("{\"event\":\"failure\",\"rank\":0"));
-    assert_eq!(checkpoints(&folder), before);
-    assert_eq!(train(args, &[&dir, "--resume=auto"]).hash, train(args, &[]).hash);
-    let file = folder.path().join("file");
-    fs::write(&file, "").unwrap();
-    let told = "file cannot be used for checkpoints: Not a directory";
-    let error = refused(args, &[&format!("--checkpoint-dir={}", file.display())], told);
-    assert!(error.contains("use another folder for --checkpoint-dir"), "{error}");
-}
-
-#[test]
-fn resume_other_world_size_continues_the_epoch() {
-    for (before, now, steps) in [(2, 3, 30), (3, 1, 10)] {
-        // Nothing is learned, so the epoch's loss tells whether every sample was in it once.
-        let args = |ranks| format!("--nproc-per-node={ranks} --num-samples=4032 --lr=0");
-        let whole = train(&args(before), &[]);
-        let (_folder, dir) = folder();
-        train(&args(before), &[&dir, &format!("--max-steps={steps}")]);
-        let (code, stdout, stderr) = run(&arguments(&args(now), &[&dir, "--resume=auto"]));
-        assert_eq!(code, Some(0));
-        let told = format!("the checkpoint is from {before} ranks and this run has {now}");
-        assert!(stderr.contains(&told), "{stderr}");
-        let end = outcome(&stdout);
-        assert!((end.last_loss - whole.last_loss).abs() < 1e-6 * whole.last_loss, "{stdout}");
-        let left = 4032 - steps * before * 32;
-        assert_eq!(end.steps as usize, steps + left / (now * 32));
-    }
 }
 
 #[test]

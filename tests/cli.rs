@@ -130,70 +130,28 @@ fn stall_warning_that_never_comes_is_refused() {
     run_to(0, &["--timeout=1s", "--max-steps=1"]);
 }
 
-#[test]
-fn limit_before_the_end_of_a_schedule_is_noted_once() {
-    let cosine = ["--schedule=cosine", "--schedule-by=step", "--max-epochs=10", "--max-steps=4"];
-    for spawn in ["--spawn=threads", "--spawn=processes"] {
-        let (_, stderr) = run_to(0, &[&cosine[..], &["--nproc-per-node=2", spawn]].concat());
-        let told = "--max-steps: this run ends after 4 of 640 steps, so that the cosine ends at a learning rate of \
-                    1.00e-3, and not at ";
-        assert_eq!(stderr.matches(told).count(), 1, "{stderr}");
-    }
-}
-
-/// configs/digits.toml with what its variants leave as it is, and each of these: paragraphs of `#key = value`.
-fn variants_of_the_digits() -> Vec<String> {
-    let text = fs::read_to_string(repository("configs/digits.toml")).unwrap();
-    let commented =
-        |line: &&str| line.starts_with('#') && !line.starts_with("# ") && line.len() > 1;
-    let key = |line: &str| line.split('=').next().unwrap().trim().to_string();
-    let variant = |paragraph: &str| {
-        let lines = paragraph.lines().filter(commented).map(|line| &line[1..]);
-        let lines: Vec<&str> = lines.collect();
-        let keys: Vec<String> = lines.iter().map(|line| key(line)).collect();
-        let others = text.lines().filter(|line| !keys.contains(&key(line)));
-        (!lines.is_empty())
-            .then(|| others.chain(lines.iter().copied()).collect::<Vec<_>>().join("\n"))
-    };
-    text.split("\n\n").filter_map(variant).collect()
-}
-
+/// Paragraphs of `#key = value`, here as flags, which win over the file.
 #[test]
 fn digits_config_variants_change_the_parameters() {
-    let folder = tempfile::tempdir().unwrap();
-    let file = folder.path().join("digits.toml");
-    let hash = |text: &str| {
-        fs::write(&file, text).unwrap();
-        // All epochs, so that both milestones come, and more steps than the warm-up has.
-        let config = format!("--config={}", file.display());
-        end(&[&config, "--num-samples=128", "--batch-size=16"])["parameters_hash"].clone()
+    let text = fs::read_to_string(repository("configs/digits.toml")).unwrap();
+    let flag = |line: &str| {
+        let (key, value) = line.strip_prefix('#')?.split_once(" = ")?;
+        let value = value.replace(['"', '[', ']', ' '], "");
+        let value = if value == "true" { String::new() } else { format!("={value}") };
+        (!key.contains(' ')).then(|| format!("--{key}{value}"))
     };
-    let mut hashes = vec![hash(&fs::read_to_string(repository("configs/digits.toml")).unwrap())];
-    let variants = variants_of_the_digits();
+    let flags_of = |text: &str| text.lines().filter_map(flag).collect::<Vec<String>>();
+    let variants = text.split("\n\n").map(flags_of).filter(|flags| !flags.is_empty());
+    let variants: Vec<Vec<String>> = variants.collect();
     assert_eq!(variants.len(), 3, "{variants:?}");
-    for text in variants {
-        let one = hash(&text);
-        assert!(!hashes.contains(&one), "this changes nothing:\n{text}");
+    // All epochs, so that both milestones come, and more steps than the warm-up has.
+    let config = ["--config=configs/digits.toml", "--num-samples=128", "--batch-size=16"];
+    let mut hashes = vec![hash(&config)];
+    for flags in variants {
+        let more: Vec<&str> = flags.iter().map(String::as_str).collect();
+        let one = hash(&[&config[..], &more].concat());
+        assert!(!hashes.contains(&one), "this changes nothing: {flags:?}");
         hashes.push(one);
-    }
-}
-
-#[test]
-fn step_lines_match_the_sampler() {
-    for (samples, world, batch) in
-        [(4096usize, 4usize, 32usize), (100, 3, 7), (5, 5, 2), (33, 2, 50)]
-    {
-        let args = [
-            format!("--num-samples={samples}"),
-            format!("--nproc-per-node={world}"),
-            format!("--batch-size={batch}"),
-        ];
-        let (stdout, _) = run_to(0, &args.each_ref().map(String::as_str));
-        let steps = samples.div_ceil(world).div_ceil(batch);
-        let lines: Vec<String> = (0..world)
-            .map(|rank| format!("CPU:{rank} | Epoch: 0 | Batchsize: {batch} | Steps: {steps}"))
-            .collect();
-        assert_eq!(stdout, format!("GPU_Count: 0\n{}\n", lines.join("\n")));
     }
 }
 
@@ -344,16 +302,6 @@ fn env_reports_the_launcher_and_the_reason() {
     ] {
         assert!(stdout.contains(row), "{stdout}");
     }
-    let (stdout, _) = under_torchrun(0, "env --log-format=json");
-    let report: Value = serde_json::from_str(&stdout).unwrap();
-    assert_eq!(report["launcher"], "torchrun");
-    let launch = &report["launch"];
-    assert_eq!((&launch["process"], &launch["local_processes"]), (&1.into(), &2.into()));
-    assert_eq!(
-        (&launch["agent_store"], &launch["master"]),
-        (&true.into(), &"127.0.0.1:29500".into())
-    );
-
     let (stdout, _) = under_torchrun(0, "env --launch=slurm");
     assert!(stdout.contains("launcher              unknown\n"), "{stdout}");
     assert!(stdout.contains("would fail            --launch slurm: SLURM_PROCID, "), "{stdout}");
@@ -405,13 +353,9 @@ fn env_opens_the_dataset() {
     ] {
         assert_eq!(row(&digits, name).as_deref(), Some(value), "{digits}");
     }
-    let missing = env("--dataset=csv:nowhere.csv");
-    let problem = row(&missing, "would fail");
-    assert!(problem.is_some_and(|it| it.starts_with("nowhere.csv: No such file")), "{missing}");
-    // 1797 samples are too few for as many ranks: seen only once the file is open.
+    // Too few samples for as many ranks: seen only once the file is open.
     let many = env("--dataset=digits --nproc-per-node=1798");
-    let problem = row(&many, "would fail");
-    assert!(problem.is_some_and(|it| it.starts_with("1798 ranks for 1797")), "{many}");
+    assert!(row(&many, "would fail").is_some_and(|it| it.starts_with("1798 ranks for 1797")));
 }
 
 #[test]
@@ -435,13 +379,6 @@ fn hash(args: &[&str]) -> Value {
 fn end(args: &[&str]) -> Value {
     let (stdout, _) = run_to(0, &[&["--log-format=json", "--nproc-per-node=2"], args].concat());
     last_event(&stdout)
-}
-
-/// `verify` tries whether accumulated gradients are those of the large batch.
-#[test]
-fn last_step_of_an_epoch_accumulates_fewer_batches() {
-    // 2048 samples a rank in batches of 48.
-    assert_eq!(end(&["--batch-size=48", "--grad-accum-steps=4"])["steps"], 11);
 }
 
 #[test]
@@ -526,16 +463,6 @@ fn metrics_and_tensorboard_change_no_bit_and_cover_all_ranks() {
     let files: Vec<_> = fs::read_dir(&board).unwrap().map(|file| file.unwrap().path()).collect();
     assert_eq!(files.len(), 1, "by rank 0 alone");
     assert!(files[0].to_str().unwrap().contains("events.out.tfevents."));
-    // A second run goes on at the end of one, and beside the other.
-    end(&flags);
-    assert_eq!(fs::read_to_string(&lines).unwrap().lines().count(), 2 * events.len());
-    assert_eq!(fs::read_dir(&board).unwrap().count(), 2);
-
-    for flag in ["--tensorboard", "--metrics"] {
-        let nowhere = format!("{lines}/nowhere");
-        let (_, stderr) = run_to(2, &[flag, &nowhere]);
-        assert!(stderr.contains(&format!("{flag} {nowhere}: ")), "{stderr}");
-    }
 }
 
 #[test]
@@ -555,16 +482,6 @@ fn best_validation_is_reported_at_the_end() {
     let note = "digits has classes, and --loss mse treats their numbers as values; --loss cross-entropy treats them \
         as classes";
     assert!(stderr.contains(note), "{stderr}");
-}
-
-#[test]
-fn dropout_draws_the_same_in_every_run() {
-    let hash = |args: &[&str]| hash(&[&["--model=mlp", "--lr=0.1"], args].concat());
-    let expected = hash(&["--dropout=0.5"]);
-    assert_eq!(hash(&["--dropout=0.5"]), expected, "whatever the threads' timing");
-    assert_ne!(hash(&["--dropout=0.4"]), expected);
-    assert_ne!(hash(&["--dropout=0.5", "--seed=1"]), expected);
-    assert_ne!(hash(&[]), expected);
 }
 
 #[test]
@@ -638,20 +555,8 @@ fn env_shows_the_origin_of_each_option() {
         ("timeout = \"1m 30s\"", "flag"),
     ];
     assert_eq!(rows, expected);
-    // The list is a file that gives the same options.
-    let again = folder.path().join("again.toml");
     let all = listed(&["--all", "--config", path, "--lr=0.1", "--timeout=90"]);
     assert!(all.contains("\nseed = 0  ") && all.contains("# max_steps is not set"), "{all}");
-    for text in [&given, &all] {
-        fs::write(&again, text).unwrap();
-        let of_file = listed(&["--config", again.to_str().unwrap()]);
-        let values = |text: &str| {
-            let lines = text.lines().filter_map(|row| row.split_once('#'));
-            lines.map(|(row, _)| row.trim().to_owned()).collect::<Vec<_>>()
-        };
-        let kept = values(&of_file);
-        assert!(values(&given).iter().all(|row| kept.contains(row)), "{of_file}");
-    }
     assert!(listed(&["--lr=1e-300"]).starts_with("lr = 1e-300  "));
     assert_eq!(listed(&[]), "all options have their defaults; --all lists them\n");
     let (stdout, _) = under_torchrun(0, "env");
@@ -659,16 +564,6 @@ fn env_shows_the_origin_of_each_option() {
         stdout.contains("\n# master_port = 29500 ") && stdout.contains(" # torchrun\n"),
         "{stdout}"
     );
-}
-
-#[test]
-fn error_names_the_file_that_gave_the_value() {
-    let args =
-        words("--config=configs/gpt.toml --num-samples=64 --max-epochs=1 --nproc-per-node=1");
-    let (_, stderr) = run_to(2, &args);
-    let expected =
-        "configs/gpt.toml: warmup_steps: a warm-up of 100 steps fills the whole run, which has 4;";
-    assert!(stderr.contains(expected), "{stderr}");
 }
 
 /// The first epoch takes longer than two seconds.

@@ -272,23 +272,6 @@ fn epoch_dropped_early_ends_its_workers() {
 }
 
 #[test]
-fn uneven_sampler_deals_every_sample_once() {
-    for len in 1..30 {
-        for ranks in 1..6 {
-            let mut all = Vec::new();
-            for rank in 0..ranks {
-                let sampler = DistributedSampler::new(len, ranks, rank).unwrap().uneven();
-                let mine = sampler.indices(0).unwrap();
-                assert_eq!(mine.len(), sampler.num_samples());
-                all.extend(mine);
-            }
-            all.sort_unstable();
-            assert!(all.into_iter().eq(0..len), "{len} samples, {ranks} ranks");
-        }
-    }
-}
-
-#[test]
 fn program_can_match_on_what_is_wrong_with_its_input() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("x.safetensors");

@@ -1,11 +1,8 @@
 //! The old way, to compare: DDP's results, and all that goes through rank 0.
 
-use std::fs;
 use std::sync::Mutex;
 
-use serde_json::Value;
-
-use crate::harness::{in_parallel, run, run_end, some_of};
+use crate::harness::{in_parallel, last_event, run, run_end, run_refused, some_of};
 
 #[test]
 fn data_parallel_has_the_bits_of_ddp() {
@@ -75,7 +72,7 @@ fn failing_rank_ends_the_run() {
             let times = [format!("--timeout={timeout}"), format!("--grace-period={grace}")];
             let (code, stdout, stderr) = run(&[&flags[..], &[&times[0], &times[1]]].concat());
             assert_eq!(code, Some(1), "{fault}: {stderr}");
-            let failure: Value = serde_json::from_str(stdout.lines().last().unwrap()).unwrap();
+            let failure = last_event(&stdout);
             assert_eq!(failure["event"], "failure", "{fault}");
             assert_eq!((&failure["rank"], &failure["operation"]), (&rank.into(), &"step".into()));
             assert_eq!(failure["sequence"], 3, "{fault}");
@@ -85,37 +82,17 @@ fn failing_rank_ends_the_run() {
 
 #[test]
 fn ddp_options_are_refused() {
-    let folder = tempfile::tempdir().unwrap();
-    let file = folder.path().join("run.toml");
-    fs::write(&file, "strategy = \"dp\"\ncomm_hook = \"bf16\"\n").unwrap();
-    let needs =
-        |name: &str| format!("{name}: needs --strategy ddp; remove it, or use that strategy\n");
-    let flags = [
-        "--bucket-cap-mb=1",
-        "--no-overlap",
-        "--comm-hook=fp16",
-        "--no-broadcast-buffers",
-        "--sync-batch-norm",
-    ];
-    let refused = flags.map(|flag| {
-        let args = vec!["--strategy=dp", "--model=cnn", "--in-features=64", flag];
-        (args, format!("ddp-mp: {}", needs(flag.split('=').next().unwrap())))
-    });
-    let config = (vec!["--config", file.to_str().unwrap()], needs("run.toml: comm_hook"));
-    let amp =
-        (vec!["--strategy=dp", "--amp=fp16"], "ddp-mp: --amp: fp16 needs --strategy ddp".into());
-    for (args, told) in refused.into_iter().chain([config, amp]) {
-        let (code, stdout, stderr) = run(&args);
-        assert_eq!((code, &stdout[..]), (Some(2), ""), "{args:?}");
-        assert!(stderr.contains(&told) && stderr.lines().count() == 1, "{stderr}");
-    }
-}
-
-#[test]
-fn bench_step_measures_data_parallel() {
-    let row = run_end(&["bench", "step", "--strategy=dp", "--steps=30", "--nproc-per-node=2"]);
-    for part in ["forward_us", "backward_us", "communication_us", "optimizer_us"] {
-        assert!(row[part].as_f64() > Some(0.) && row[part].as_f64() < row["us_max"].as_f64());
+    for (flags, needs) in [
+        ("--bucket-cap-mb=1", "needs --strategy ddp; remove it, or use that strategy"),
+        ("--no-overlap", "needs --strategy ddp; remove it, or use that strategy"),
+        ("--comm-hook=fp16", "needs --strategy ddp; remove it, or use that strategy"),
+        ("--no-broadcast-buffers", "needs --strategy ddp; remove it, or use that strategy"),
+        ("--sync-batch-norm", "needs --strategy ddp; remove it, or use that strategy"),
+        ("--amp=fp16", "fp16 needs --strategy ddp"),
+    ] {
+        let stderr = run_refused(&["--strategy=dp", "--model=cnn", "--in-features=64", flags]);
+        let told = format!("ddp-mp: {}: {needs}", flags.split('=').next().unwrap());
+        assert!(stderr.starts_with(&told) && stderr.lines().count() == 1, "{stderr}");
     }
 }
 

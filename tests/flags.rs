@@ -288,15 +288,9 @@ fn unknown_flag_of_another_program_gets_a_suggestion() {
     }
     for (args, tip) in [
         ("--learning-rate=0.1", "'--lr'"),
-        ("--learning_rate 0.1", "'--lr'"),
         ("--ranks=2", "'--nproc-per-node'"),
-        ("--world-size=2", "'--nproc-per-node'"),
-        ("--workers=2", "'--num-workers'"),
-        ("--epochs=2", "'--max-epochs'"),
         ("--num_train_epochs=2", "'--max-epochs'"),
-        ("--per_device_train_batch_size=2", "'--batch-size'"),
         ("--fp16", "'--amp=fp16'"),
-        ("train --devices=2", "'--nproc-per-node'"),
         ("sampler --len=4 --ranks=2", "'--world-size'"),
         ("sampler --world-size=4 --num-samples=2", "'--len'"),
         ("bench step --learning-rate=2", "'--lr'"),

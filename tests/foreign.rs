@@ -10,7 +10,7 @@ use ddp_mp::CheckpointDir;
 use ddp_mp::checkpoint::{Checkpoint, Snapshot, TrainerState};
 use tempfile::TempDir;
 
-use crate::harness::{last_event, run_refused, run_to, some_of, words};
+use crate::harness::{run_refused, run_to, some_of, words};
 
 /// Names that a run creates, replaces, renames or removes where it saves. A run of two epochs ends after step 4.
 const NAMES: &str =
@@ -127,28 +127,6 @@ fn run_with_a_foreign_checkpoint_dir_changes_nothing() {
             assert!(!stderr.contains("start over") && stderr.contains("move it away"), "{case}");
             assert_eq!(snapshot(folder.path()), before, "{case}");
         }
-    }
-}
-
-#[test]
-fn metrics_are_not_appended_to_foreign_files() {
-    let folder = tempfile::tempdir().unwrap();
-    let (out, metrics) = (folder.path().display(), folder.path().join("metrics"));
-    let files =
-        format!("--metrics={out}/metrics --tensorboard={out}/board --checkpoint-dir={out}/run");
-    let args = format!("{ARGS} {files}");
-    for foreign in ["notes\n", "{\"event\":\"end\",\"step\":1,\"epoch\":0}\n", "\n", "{}"] {
-        fs::write(&metrics, foreign).unwrap();
-        let before = snapshot(folder.path());
-        let stderr = run_refused(&words(&args));
-        assert!(stderr.contains("metrics: this program did not write that file"), "{stderr}");
-        assert_eq!(snapshot(folder.path()), before, "{stderr}");
-    }
-    fs::write(&metrics, "").unwrap();
-    for run in [1, 2] {
-        let steps = 2 * run;
-        run_to(0, &words(&format!("{args} --resume=auto --max-epochs=9 --max-steps={steps}")));
-        assert_eq!(last_event(&fs::read_to_string(&metrics).unwrap())["run"], run);
     }
 }
 

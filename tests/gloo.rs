@@ -6,10 +6,8 @@ use std::thread;
 use std::time::Duration;
 
 use crossbeam::channel::bounded;
-use ddp_mp::ddp::{CommHook, Compress, GradBucket, hook_fn};
 use ddp_mp::ffi::cuda::Cuda;
 use ddp_mp::launch::{JoinLaunchOptions, Launch, LaunchOptions, Nproc, SharedMemory, detect};
-use ddp_mp::optim::ParamSpan;
 use ddp_mp::process_group::DTYPES;
 use ddp_mp::{Backend, ProcessGroup, Rank, ReduceOp, SpawnError};
 use proptest::prelude::*;
@@ -124,35 +122,6 @@ fn reductions(rank: &Rank, group: &ProcessGroup) -> anyhow::Result<Vec<(String, 
     Ok(all)
 }
 
-/// What each rank has of a bucket after each way to average it, as bits.
-fn averages(rank: &Rank, group: &ProcessGroup) -> anyhow::Result<Vec<(String, Vec<i32>)>> {
-    let premultiplied = hook_fn("bf16 premultiplied", |bucket, group: &ProcessGroup| {
-        let mut small = bucket.gradients.to_kind(Kind::BFloat16);
-        group.all_reduce(&mut small, ReduceOp::PremulSum(1. / group.world_size() as f64))?;
-        bucket.gradients.copy_(&small);
-        Ok(())
-    });
-    let hooks: [Box<dyn CommHook>; 3] =
-        [Box::new(Compress::fp16()), Box::new(Compress::bf16()), premultiplied];
-    let mut all = Vec::new();
-    for mut hook in hooks {
-        let mut gradients = halves(rank.rank(), 50_000, Kind::BFloat16, ReduceOp::Avg);
-        gradients = gradients.to_kind(Kind::Float) * 300.;
-        let name = "weight".into();
-        let parameters = [ParamSpan { name, index: 0, start: 0, shape: vec![50_000] }];
-        let mut bucket = GradBucket {
-            index: 0,
-            is_last: true,
-            gradients: &mut gradients,
-            parameters: &parameters,
-        };
-        hook.reduce(&mut bucket, group)?;
-        assert!(gradients.isfinite().all().int64_value(&[]) == 1, "{}", hook.name());
-        all.push((hook.name().into(), gradients.view_dtype(Kind::Int).try_into()?));
-    }
-    Ok(all)
-}
-
 const LAYOUTS: [&[usize]; 5] = [&[1, 1], &[1, 1, 1, 1], &[2, 2], &[3, 1], &[1, 2, 1]];
 
 #[test]
@@ -166,15 +135,6 @@ fn half_precision_reductions_have_the_bits_of_threads() {
                 assert_eq!(differ, 0, "{counts:?}, rank {rank}, {name}: {differ} numbers differ");
             }
         }
-    }
-}
-
-#[test]
-fn compression_hooks_have_the_bits_of_threads() {
-    for counts in some_of(LAYOUTS, 2) {
-        let threads = ranks(counts.iter().sum(), |rank, group| averages(rank, &group));
-        let across = processes(counts, |rank, group| averages(rank, &group));
-        assert!(threads == across, "{counts:?}");
     }
 }
 
@@ -287,70 +247,6 @@ proptest! {
 }
 
 #[test]
-fn messages_between_35_ranks_all_arrive() {
-    processes(&[17, 18], |rank, group| {
-        let (me, count) = (rank.rank(), rank.world_size());
-        let others: Vec<usize> = (0..count).filter(|&other| other != me).collect();
-        let mine: Vec<Tensor> = others.iter().map(|to| one((me * 100 + to) as i64)).collect();
-        let mut theirs: Vec<Tensor> = others.iter().map(|_| one(-1)).collect();
-        let mut works = Vec::new();
-        for ((&other, mine), theirs) in others.iter().zip(&mine).zip(&mut theirs) {
-            works.push(group.isend(mine, other, 9_999_999_999)?);
-            works.push(group.irecv(theirs, Some(other), 9_999_999_999)?);
-        }
-        works.into_iter().try_for_each(ddp_mp::Work::wait)?;
-        for (other, theirs) in others.iter().zip(&theirs) {
-            assert_eq!(theirs.int64_value(&[0]), (other * 100 + me) as i64);
-        }
-        Ok(())
-    });
-}
-
-#[test]
-fn objects_are_sent_between_processes() {
-    for counts in [&[1, 1][..], &[2, 2]] {
-        processes(counts, |rank, group| {
-            let (me, count) = (rank.rank(), rank.world_size());
-            // So long that they are asked for, and so short that they are not.
-            for len in [3, 100_000] {
-                let list: Vec<String> = (0..2).map(|_| "é".repeat(len)).collect();
-                if me > 0 {
-                    group.send_object_list(&list, me - 1)?;
-                }
-                if me + 1 < count {
-                    assert_eq!(group.recv_object_list::<String>(me + 1)?, list);
-                }
-            }
-            Ok(())
-        });
-    }
-}
-
-#[test]
-fn subgroup_messages_use_its_rank_numbers() {
-    processes(&[2, 2], |_, group| {
-        let Some(some) = group.new_group(&[1, 2, 3])? else { return Ok(()) };
-        let me = some.rank();
-        let mut tensor = one(-1);
-        match me {
-            2 => {
-                let mut sources =
-                    [some.recv(&mut tensor, None, 4)?, some.recv(&mut tensor, None, 4)?];
-                sources.sort_unstable();
-                assert_eq!(sources, [0, 1]);
-                some.send(&one(9), 0, 5)?;
-            }
-            _ => some.send(&one(me as i64), 2, 4)?,
-        }
-        if me == 0 {
-            assert_eq!(some.recv(&mut tensor, Some(2), 5)?, 2);
-            assert_eq!(tensor.int64_value(&[0]), 9);
-        }
-        Ok(())
-    });
-}
-
-#[test]
 fn large_and_strided_messages_cross_without_deadlock() {
     processes(&[2, 1], |rank, group| {
         let me = rank.rank();
@@ -362,21 +258,13 @@ fn large_and_strided_messages_cross_without_deadlock() {
         if me == 1 {
             return Ok(());
         }
-        let mut received = Tensor::zeros([3000, 2000], (Kind::Float, Device::Cpu));
+        let received = Tensor::zeros([3000, 2000], (Kind::Float, Device::Cpu));
         let mut into = received.slice(1, 0, 2000, 2);
         let sent = group.isend(&tensor(me).transpose(0, 1), other, 0)?;
         group.irecv(&mut into, Some(other), 0)?.wait()?;
         sent.wait()?;
         assert!(into.equal(&tensor(other).transpose(0, 1)));
         assert_eq!(received.slice(1, 1, 2000, 2).abs().max().double_value(&[]), 0.);
-        // A scalar, and a kind that has no arithmetic of its own here.
-        let kind = Kind::ComplexFloat;
-        let scalar = Tensor::full([], 7, (kind, Device::Cpu));
-        received = Tensor::zeros([], (kind, Device::Cpu));
-        let sent = group.isend(&scalar, other, 0)?;
-        group.recv(&mut received, Some(other), 0)?;
-        sent.wait()?;
-        assert!(received.equal(&scalar));
         Ok(())
     });
 }
@@ -527,7 +415,7 @@ fn message_of_a_dropped_subgroup_is_received() {
     }
 }
 
-/// What its group has left ends with the run, and what nobody receives is a failure.
+/// What its group has left ends with the run.
 #[test]
 fn unreceived_message_of_a_dropped_subgroup_blocks_no_rank() {
     let told = failing(&[1, 1, 1], TIMEOUT, |me, group| {
@@ -542,44 +430,12 @@ fn unreceived_message_of_a_dropped_subgroup_blocks_no_rank() {
     for told in told {
         assert!(told.contains("rank 1") && told.contains("the cause"), "{told}");
     }
-    let ended = try_processes(&[1, 1], TIMEOUT, |rank, group| {
-        let part = group.new_group(&[0, 1])?.expect("both are in it");
-        if rank.rank() == 0 {
-            drop(part.isend(&Tensor::ones([100_000], (Kind::Float, Device::Cpu)), 1, 0)?);
-        }
-        Ok(())
-    });
-    let told = ended.into_iter().next().unwrap().unwrap_err().to_string();
-    assert!(told.contains("send #0"), "{told}");
 }
 
-/// A user's "for ever", which is added to a point in time.
+/// A user's "for ever", which is added to a point in time. `src: runtime::clock` has every other wait.
 #[test]
 fn longest_durations_do_not_overflow() {
     const EVER: Duration = Duration::MAX;
-    let port = free_port();
-    let process = |number| {
-        let options = JoinLaunchOptions {
-            timeout: EVER,
-            grace_period: EVER,
-            compare_clocks: true,
-            ..JoinLaunchOptions::default()
-        };
-        let joined_launch = launch(2, number, 1, port).join(&Cuda::default(), options).unwrap();
-        if number == 0 {
-            let fails = || Err::<(), _>(ddp_mp::Error::usage("the cause".into()));
-            return joined_launch.before_ranks(fails).unwrap_err().to_string();
-        }
-        let spawn =
-            joined_launch.spawn().timeout(EVER).grace_period(EVER).stall_warning(EVER, |_| {});
-        let ended = spawn.run(|rank| Ok(rank.init_process_group(Backend::Gloo)?.barrier()?));
-        ended.unwrap_err().to_string()
-    };
-    let told = thread::scope(|scope| {
-        let threads = [0, 1].map(|number| scope.spawn(move || process(number)));
-        threads.map(|thread| thread.join().unwrap())
-    });
-    told.iter().for_each(|it| assert!(it.contains("the cause"), "{it}"));
     let ended = try_processes(&[1, 1], EVER, |rank, group| {
         group.monitored_barrier(EVER)?;
         let (mut tensor, other) = (one(rank.rank() as i64), 1 - rank.rank());

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use crossbeam::channel::bounded;
 use ddp_mp::{Backend, Error, P2POp, ReduceOp, Spawn, spawn};
-use tch::{Kind, Tensor};
+use tch::Tensor;
 
 use crate::harness::{TIMEOUT, ranks, try_ranks, without_lines};
 use crate::shared::groups::asynchronous;
@@ -102,24 +102,6 @@ fn group_errors_name_global_ranks() {
         error.to_string().starts_with("ranks 1 (CPU:1) and 3 (CPU:3) failed in barrier #0: "),
         "{error}"
     );
-
-    let error = Spawn::new(4)
-        .timeout(Duration::from_secs(2))
-        .run(|rank| {
-            let group = rank.init_process_group(Backend::Threaded)?;
-            let part = group.new_group(&[1, 3])?;
-            match part {
-                Some(part) if rank.rank() == 1 => part.barrier()?,
-                _ => group.barrier()?,
-            }
-            Ok(())
-        })
-        .unwrap_err();
-    // Rank 1 waits for rank 3 in one group, and the others for rank 1 in the other.
-    let message = error.to_string();
-    let names =
-        ["rank 1 waited 2s in barrier #0 for rank 3 (last seen: barrier #1)", "for rank 1 ("];
-    assert!(names.iter().any(|name| message.contains(name)), "{message}");
 }
 
 #[test]
@@ -148,29 +130,6 @@ fn invalid_groups_are_refused() {
                     rank 1 called new_group of ranks [1]";
     let told = without_lines(&error.failure.error, file!());
     assert!(told.starts_with(expected), "{error}");
-}
-
-#[test]
-fn async_operation_returns_before_the_others_arrive() {
-    let (has_started, started) = bounded(0);
-    ranks(2, move |rank, group| {
-        let tensor = one(rank.rank() as i64 + 1);
-        let mut same = tensor.shallow_clone();
-        if rank.rank() == 1 {
-            started.recv()?; // only when rank 0 goes on while its operation waits for this rank
-        }
-        let work = group.async_op(move |group| group.all_reduce(&mut same, ReduceOp::Sum))?;
-        if rank.rank() == 0 {
-            assert!(!work.is_completed());
-            has_started.send(())?;
-        }
-        while !work.is_completed() {
-            std::thread::yield_now(); // it comes to its end without being waited for
-        }
-        assert_eq!(tensor.int64_value(&[0]), 3);
-        work.wait()?;
-        Ok(())
-    });
 }
 
 #[test]
@@ -261,23 +220,6 @@ fn async_failure_ends_the_run_without_a_wait() {
         assert!(error.to_string().starts_with(&expected), "{error}");
         assert!(!panics || error.to_string().ends_with("on purpose"), "{error}");
     }
-}
-
-#[test]
-fn async_mismatch_is_returned_by_wait() {
-    let error = try_ranks(2, |rank, group| {
-        let len = rank.rank() + 1;
-        let work = group.async_op(move |group| {
-            group.all_reduce(&mut Tensor::from_slice(&vec![1f32; len]), ReduceOp::Sum)
-        })?;
-        work.wait()?;
-        Ok(())
-    })
-    .unwrap_err();
-    let message = error.to_string();
-    assert!(message.contains("(CPU:1) failed in all_reduce #0"), "{message}");
-    assert!(message.contains("rank 0 called all_reduce(sum) of float32 [1] at "), "{message}");
-    assert!(message.contains("; rank 1 called all_reduce(sum) of float32 [2] at "), "{message}");
 }
 
 #[test]
@@ -394,110 +336,6 @@ fn timeout_in_a_chain_of_waits_blames_its_last_rank() {
 }
 
 #[test]
-fn bytes_sent_equal_bytes_received() {
-    for world_size in 1..=4usize {
-        let traffic = ranks(world_size, move |rank, group| {
-            let me = rank.rank();
-            let tensor = |len: i64| Tensor::zeros([len], (Kind::Float, tch::Device::Cpu));
-            let list = |len| (0..world_size).map(|_| tensor(len)).collect::<Vec<_>>();
-            let mut deltas = Vec::new();
-            let mut before = group.traffic();
-            let mut note = |result: ddp_mp::Result<()>| {
-                let now = group.traffic();
-                deltas.push((now.sent - before.sent, now.received - before.received));
-                before = now;
-                result
-            };
-            for root in 0..world_size {
-                let is_root = me == root;
-                note(group.all_reduce(&mut tensor(1000), ReduceOp::Sum))?;
-                note(group.reduce(&mut tensor(1000), root, ReduceOp::Sum))?;
-                note(group.broadcast(&mut tensor(100), root))?;
-                note(group.all_gather(&mut list(100), &tensor(100)))?;
-                note(group.gather(&tensor(100), is_root.then_some(&mut list(100)[..]), root))?;
-                note(group.scatter(&mut tensor(100), is_root.then_some(&list(100)[..]), root))?;
-                note(group.reduce_scatter(&mut tensor(100), &list(100), ReduceOp::Sum))?;
-                note(group.all_to_all(&mut list(100), &list(100)))?;
-                note(group.barrier())?;
-                if world_size > 1 {
-                    let mut mine = tensor(25);
-                    let left = Some((me + world_size - 1) % world_size);
-                    let sent = group.isend(&tensor(25), (me + 1) % world_size, 0)?;
-                    group.recv(&mut mine, left, 0)?;
-                    note(sent.wait())?;
-                }
-            }
-            Ok(deltas)
-        });
-        let others = world_size as u64 - 1;
-        // All ranks' sum for each operation: every byte arrives. What is reduced slice by slice goes to who
-        // reduces it, and from there to the root unless that is the same: 1000 elements in slices of 64.
-        let slice = |rank: usize| {
-            let part = 1000usize.div_ceil(world_size).next_multiple_of(64);
-            4 * ((part * (rank + 1)).min(1000) - (part * rank).min(1000)) as u64
-        };
-        let expected = |root: usize| {
-            [
-                2 * 4000 * others,
-                4000 * others + (4000 - slice(root)),
-                400 * others,
-                400 * others * (others + 1),
-                400 * others,
-                400 * others,
-                400 * others * (others + 1),
-                400 * others * (others + 1),
-                0,
-                100 * (others + 1),
-            ]
-        };
-        let kinds = if world_size > 1 { 10 } else { 9 };
-        for (i, _) in traffic[0].iter().enumerate() {
-            let sent: u64 = traffic.iter().map(|rank| rank[i].0).sum();
-            let received: u64 = traffic.iter().map(|rank| rank[i].1).sum();
-            let expected = expected(i / kinds)[i % kinds];
-            assert_eq!((sent, received), (expected, expected), "{i} of {world_size} ranks");
-        }
-    }
-}
-
-#[test]
-fn new_subgroups_splits_all_ranks_evenly() {
-    for group_size in [1, 2, 3, 6] {
-        ranks(6, move |rank, group| {
-            let mine = group.new_subgroups(group_size)?;
-            let first = rank.rank() / group_size * group_size;
-            assert_eq!(mine.ranks(), (first..first + group_size).collect::<Vec<_>>());
-            assert_eq!(mine.rank(), rank.rank() - first);
-            let mut sum = one(rank.rank() as i64);
-            mine.all_reduce(&mut sum, ReduceOp::Sum)?;
-            assert_eq!(sum.int64_value(&[0]), mine.ranks().iter().sum::<usize>() as i64);
-            Ok(())
-        });
-    }
-}
-
-#[test]
-fn new_subgroups_by_enumeration_follows_its_lists() {
-    ranks(6, |rank, group| {
-        // In any order; rank 4 is in none.
-        let mine = group.new_subgroups_by_enumeration(&[&[5, 0], &[2, 3, 1]])?;
-        let expected = match rank.rank() {
-            0 | 5 => Some(&[0, 5][..]),
-            4 => None,
-            _ => Some(&[1, 2, 3][..]),
-        };
-        assert_eq!(mine.as_ref().map(|it| it.ranks()), expected);
-        if let Some(mine) = mine {
-            let mut sum = one(rank.rank() as i64);
-            mine.all_reduce(&mut sum, ReduceOp::Sum)?;
-            assert_eq!(sum.int64_value(&[0]), mine.ranks().iter().sum::<usize>() as i64);
-        }
-        assert!(group.new_subgroups_by_enumeration(&[])?.is_none());
-        Ok(())
-    });
-}
-
-#[test]
 fn invalid_splits_are_refused_before_any_group_exists() {
     ranks(4, |rank, group| {
         if rank.rank() == 2 {
@@ -520,54 +358,13 @@ fn invalid_splits_are_refused_before_any_group_exists() {
     });
 }
 
-/// What lets a rank go on at a moment of the test's choosing.
-fn gate() -> (std::sync::mpsc::Sender<()>, std::sync::Mutex<std::sync::mpsc::Receiver<()>>) {
-    let (sender, receiver) = std::sync::mpsc::channel();
-    (sender, std::sync::Mutex::new(receiver))
-}
-
-#[test]
-fn wait_timeout_can_be_repeated_until_completion() {
-    let (open, opened) = gate();
-    ranks(2, move |rank, group| {
-        let mut tensor = one(rank.rank() as i64 + 1);
-        let mut message = one(0);
-        if rank.rank() == 1 {
-            opened.lock().unwrap().recv()?; // rank 0 has waited in vain, twice
-            group.all_reduce(&mut tensor, ReduceOp::Sum)?;
-            group.send(&tensor, 0, 0)?;
-            return Ok(());
-        }
-        let mut same = tensor.shallow_clone();
-        let mut reduced =
-            group.async_op(move |group| group.all_reduce(&mut same, ReduceOp::Sum))?;
-        let mut received = group.irecv(&mut message, Some(1), 0)?;
-        for _ in 0..2 {
-            for work in [&mut reduced, &mut received] {
-                assert!(!work.wait_timeout(Duration::ZERO)?);
-                assert!(!work.wait_timeout(Duration::from_millis(5))?);
-                assert!(!work.is_completed());
-            }
-        }
-        open.send(())?;
-        for mut work in [reduced, received] {
-            while !work.wait_timeout(Duration::from_millis(1))? {}
-            // It is over, and stays so.
-            assert!(work.is_completed() && work.wait_timeout(Duration::ZERO)?);
-            work.wait()?;
-        }
-        assert_eq!([tensor, message].map(|it| it.int64_value(&[0])), [3, 3]);
-        Ok(())
-    });
-}
-
 #[test]
 fn failure_ends_wait_timeout_and_every_later_wait() {
     for message in [false, true] {
-        let (open, opened) = gate();
+        let (open, opened) = bounded(1);
         let error = try_ranks(2, move |rank, group| {
             if rank.rank() == 1 {
-                opened.lock().unwrap().recv()?;
+                opened.recv()?;
                 anyhow::bail!("the cause");
             }
             let mut tensor = one(0);

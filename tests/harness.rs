@@ -83,28 +83,11 @@ pub(crate) fn without_lines(text: &str, file: &str) -> String {
 }
 
 /// By what the program would take the tests' own launcher for its own.
-const LAUNCHERS: [&str; 20] = [
-    "OMP_NUM_THREADS",
-    "SLURM_PROCID",
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "OMPI_COMM_WORLD_RANK",
-    "MPI_LOCALRANKID",
-    "PALS_RANKID",
-    "PMI_RANK",
-    "SLURM_JOB_ID",
-    "PET_NNODES",
-    "MV2_COMM_WORLD_RANK",
-    "JSM_NAMESPACE_RANK",
-    "FLUX_TASK_RANK",
-    "OMP_PROC_BIND",
-    "OMP_PLACES",
-    "GOMP_CPU_AFFINITY",
-    "KMP_AFFINITY",
-    "DDP_MP_LEFT_OUT",
-];
+const LAUNCHERS: &str = "\
+    OMP_NUM_THREADS SLURM_PROCID RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE OMPI_COMM_WORLD_RANK \
+    MPI_LOCALRANKID PALS_RANKID PMI_RANK SLURM_JOB_ID PET_NNODES MV2_COMM_WORLD_RANK \
+    JSM_NAMESPACE_RANK FLUX_TASK_RANK OMP_PROC_BIND OMP_PLACES GOMP_CPU_AFFINITY KMP_AFFINITY \
+    DDP_MP_LEFT_OUT";
 
 /// The program in the folder of the repository, seeing no GPU, with nothing of the tests' environment that it would react to.
 /// It ends with the thread that starts it: a test that fails leaves nothing behind that would slow the others.
@@ -159,7 +142,7 @@ pub(crate) fn program_on_gpus(args: &[&str]) -> Command {
 
 /// Has a process see no GPU, and no launcher.
 pub(crate) fn without_launcher(command: &mut Command) -> &mut Command {
-    for name in LAUNCHERS {
+    for name in words(LAUNCHERS) {
         command.env_remove(name);
     }
     command.env("CUDA_VISIBLE_DEVICES", "")

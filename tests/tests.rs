@@ -5,7 +5,7 @@
 mod harness;
 mod shared;
 
-mod amp; // mixed precision: autocast on several threads, skipped steps
+mod amp; // mixed precision: autocast of one thread, skipped steps
 mod app; // a program of one's own: all flags, files and commands
 mod bench; // ddp-mp bench: right results, right columns, wrong input
 mod bind; // ranks on CPUs of their own, with all threads that they start

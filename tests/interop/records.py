@@ -53,7 +53,7 @@ def build():
     )
 
 
-def train(file, rank=0, ranks=1, change=None, batches_in_step=1):
+def train(file, change=None):
     """Trains a few steps and records them. Keeps the tensors of the first one."""
     model, reduction, decay_bias = build(), "mean", 0.0
     with torch.no_grad():
@@ -67,39 +67,21 @@ def train(file, rank=0, ranks=1, change=None, batches_in_step=1):
         reduction = "sum"
     if change == "decay":
         decay_bias = 0.1
-    if ranks > 1:
-        model = nn.parallel.DistributedDataParallel(model)
-    module = model.module if ranks > 1 else model
-    last_bias = [module.last.bias]
-    others = [parameter for parameter in module.parameters() if parameter is not last_bias[0]]
+    last_bias = [model.last.bias]
+    others = [parameter for parameter in model.parameters() if parameter is not last_bias[0]]
     groups = [{"params": others, "weight_decay": 0.1}, {"params": last_bias, "weight_decay": decay_bias}]
     optimizer = torch.optim.SGD(groups, lr=0.01)
     recorder = ddp_mp.record(model, optimizer, file, keep=file.with_suffix(".safetensors"))
     data = torch.Generator().manual_seed(1)
-    for step in range(STEPS):
+    for _ in range(STEPS):
         optimizer.zero_grad()
-        for number in range(batches_in_step):
-            inputs = torch.rand(2, BATCH, 1, 8, 8, generator=data)[rank]
-            targets = inputs.mean((1, 2, 3)).unsqueeze(1)
-            recorder.batch(inputs, targets)
-            sync = number + 1 == batches_in_step or ranks == 1
-            with model.no_sync() if not sync else torch.enable_grad():
-                loss = nn.functional.mse_loss(model(inputs), targets, reduction=reduction)
-                recorder.loss(loss)
-                loss.backward()
+        inputs = torch.rand(BATCH, 1, 8, 8, generator=data)
+        targets = inputs.mean((1, 2, 3)).unsqueeze(1)
+        recorder.batch(inputs, targets)
+        loss = nn.functional.mse_loss(model(inputs), targets, reduction=reduction)
+        recorder.loss(loss)
+        loss.backward()
         optimizer.step()
-
-
-def on_rank(rank, ranks, port, file, batches_in_step):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
-    train(file, rank, ranks, batches_in_step=batches_in_step)
-    dist.destroy_process_group()
-
-
-def train_ddp(file, batches_in_step):
-    """Trains on two ranks, each of which writes a file."""
-    mp.spawn(on_rank, (2, free_port(), file, batches_in_step), nprocs=2)
 
 
 def diff(program, a, b, code):
@@ -130,24 +112,6 @@ def equal_and_wrong_ports(program, folder):
         row = found.splitlines()[5].split()
         check(row[0] == kept and float(row[-2]) > 0, f"{change}: {found}")
         print(f"records: the wrong port `{change}` is found", flush=True)
-
-
-def ranks_and_accumulation(program, folder):
-    for batches_in_step in [1, 3]:
-        names = [f"ddp{batches_in_step}.record", f"ddp{batches_in_step}b.record"]
-        for name in names:
-            train_ddp(folder / name, batches_in_step)
-        found = diff(program, *(folder / name for name in names), 0)
-        check("2 ranks" in found and "Equal: the start and 6 steps" in found, found)
-        ranks = [step_lines(folder / f"ddp{batches_in_step}.{rank}.record") for rank in range(2)]
-        for rank, steps in enumerate(ranks):
-            # Without DDP the same samples give the rank's own gradients, as long as no average has moved the parameters.
-            alone = folder / f"alone{batches_in_step}-{rank}"
-            train(alone, rank, batches_in_step=batches_in_step)
-            check(steps[0]["gradients"] == step_lines(alone)[0]["gradients"], f"own gradients of rank {rank}")
-            check(steps[0]["gradients"] != steps[0]["averages"], "own gradients are averages")
-            check(steps[0]["averages"] == ranks[0][0]["averages"], f"averages of rank {rank}")
-    print("records: two ranks of PyTorch, with and without accumulation", flush=True)
 
 
 # What a right port may have besides: the model, what the loop does, the flags of ddp-mp, and a part of the output.
@@ -307,7 +271,6 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         folder = pathlib.Path(folder)
         equal_and_wrong_ports(program, folder)
-        ranks_and_accumulation(program, folder)
         right_ports(program, folder)
         killed_and_refused(folder)
 

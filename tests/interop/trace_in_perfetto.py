@@ -125,17 +125,5 @@ def main():
         check(deepest == 3, f"a wait lies in a collective in a phase in a step: {deepest}")
         print(f"Perfetto reads {counts['X']} slices, {counts['s']} arrows and {counts['C']} counts of 3 ranks")
 
-        run(program, "--nproc-per-node=2", "--spawn=processes", "--num-samples=640", "--model=mlp",
-            "--hidden=256,256,256", "--bucket-cap-mb=0.1", f"--trace={trace}")
-        parts = [json.loads(pathlib.Path(f"{folder}/trace.{part}.json").read_text()) for part in range(2)]
-        merged = f"{folder}/merged.json"
-        both = {"traceEvents": [event for part in parts for event in part["traceEvents"]]}
-        pathlib.Path(merged).write_text(json.dumps(both))
-        it = Perfetto(browser, address, engine, merged)
-        found = it.query("select p.pid, count(*) from slice s join thread_track t on s.track_id = t.id"
-                         " join thread using (utid) join process p using (upid) where s.category = 'step' group by 1")
-        check(found == [[0, 10], [1, 10]], f"steps of both processes: {found}")
-        print("Perfetto reads the traces of two processes as one")
-
 
 main()

@@ -3,9 +3,8 @@
 use ddp_mp::{ProcessGroup, ReduceOp};
 use tch::{Device, Kind, Tensor};
 
-pub(crate) const FLOATS: [Kind; 4] = [Kind::Double, Kind::Float, Kind::Half, Kind::BFloat16];
-pub(crate) const INTEGERS: [Kind; 5] =
-    [Kind::Int64, Kind::Int, Kind::Int16, Kind::Int8, Kind::Uint8];
+const FLOATS: [Kind; 4] = [Kind::Double, Kind::Float, Kind::Half, Kind::BFloat16];
+const INTEGERS: [Kind; 5] = [Kind::Int64, Kind::Int, Kind::Int16, Kind::Int8, Kind::Uint8];
 
 /// Returns small whole numbers, so that every kind holds every sum exactly.
 pub(crate) fn numbers(rank: usize, len: i64, kind: Kind) -> Tensor {
