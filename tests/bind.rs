@@ -166,7 +166,7 @@ fn a_bound_rank_has_its_number_of_threads_and_the_same_bits() {
     }
     let counts = Spawn::new(2).bind(BindChoice::Core).threads_per_rank(3);
     assert_eq!(counts.run(|_| Ok(tch::get_num_threads())).unwrap(), [3, 3]);
-    let hashes = ["none", "core", "numa", "auto"].map(|bind| {
+    let hashes = ["none", "core", "auto"].map(|bind| {
         let (stdout, _) = run_to(
             0,
             &["--nproc-per-node=2", "--max-epochs=1", "--log-format=json", "--bind", bind],

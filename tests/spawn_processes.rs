@@ -101,7 +101,7 @@ fn wrong_input_is_reported_once() {
         (&["--nproc-per-node=2", "--dataset=csv:/nowhere"][..], "/nowhere: No such file"),
         (&["--nproc-per-node=3", "--num-samples=2"], "3 ranks for 2 samples"),
         (&["--nproc-per-node=2", "--backend=threaded"], "stays within one process"),
-        (&["--nproc-per-node=2", "--nnodes=2"], "needs --node-rank"),
+        (&["--nproc-per-node=2", "--nnodes=2"], "not set: --node-rank;"),
         (
             &["--nnodes=2", "--node-rank=0", "--master-addr=127.0.0.1"],
             "for one machine without a launcher, and this is process 0 of 2",
@@ -143,8 +143,8 @@ pub(crate) fn processes_of(parent: &Child) -> impl Iterator<Item = u32> {
 pub(crate) fn process_of(parent: &Child, rank: usize) -> Option<u32> {
     processes_of(parent).find(|pid| {
         let environment = fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
-        let name = format!("RANK={rank}");
-        environment.split(|&byte| byte == 0).any(|variable| variable == name.as_bytes())
+        let start = format!("DDP_MP_SPAWNED={{\"rank\":[{rank},");
+        environment.split(|&byte| byte == 0).any(|variable| variable.starts_with(start.as_bytes()))
     })
 }
 

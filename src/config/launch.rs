@@ -123,7 +123,7 @@ fn never_warns(config: &Config) -> Option<String> {
     })
 }
 
-/// The most restarts; more would be a mistake. A process reads the number from a variable, as 32 bits.
+/// The most restarts; more would be a mistake.
 const MOST_RESTARTS: u64 = 1_000_000;
 
 impl Config {

@@ -1,8 +1,7 @@
 //! The CPUs of each rank: `--bind`.
 //!
 //! A bound rank stays on its CPUs, and so do the threads that it starts: loader workers, the communication thread,
-//! libtorch's OpenMP threads. Most of its memory is on its NUMA node, because the kernel takes a page from the node of
-//! the thread that writes to it first.
+//! libtorch's OpenMP threads.
 
 use std::ops::Range;
 
@@ -27,8 +26,6 @@ pub enum BindChoice {
     None,
     /// An equal share of these CPUs, for this rank alone. The SMT siblings of a core stay together where possible.
     Core,
-    /// The CPUs of one NUMA node. The ranks are spread evenly over the nodes.
-    Numa,
 }
 
 /// The ranks that may share a machine's CPUs.
@@ -69,7 +66,7 @@ impl BindChoice {
     /// Decides which CPUs each of `ranks` gets. The calling thread must not be bound to a rank's CPUs.
     ///
     /// # Errors
-    /// [`Error::Input`] where `core` or `numa` is impossible; the text says why.
+    /// [`Error::Input`] where `core` is impossible; the text says why.
     pub(crate) fn binding(self, ranks: &LocalRanks) -> Result<Binding> {
         let binding = match Topology::read() {
             Ok(topology) => self.decide(&topology, ranks),
@@ -104,18 +101,8 @@ impl BindChoice {
         let is_part = allowed.0.len() < topology.online.0.len();
         let (ranks, count) =
             if is_part { (0..ranks.len(), ranks.len()) } else { (ranks.clone(), *on_machine) };
-        let own = |cpus_of: &dyn Fn(usize) -> CpuList| ranks.clone().map(cpus_of).collect();
         match self {
             Self::None => Ok(Binding::Unbound("--bind none".into())),
-            Self::Numa => {
-                let nodes = topology.nodes.iter().map(|node| node.intersection(allowed));
-                let mut nodes: Vec<CpuList> = nodes.filter(|node| !node.0.is_empty()).collect();
-                if nodes.is_empty() {
-                    nodes.push(allowed.clone());
-                }
-                let node = |rank: usize| rank.saturating_mul(nodes.len()) / count;
-                Ok(Binding::Bound(own(&|rank| nodes[node(rank).min(nodes.len() - 1)].clone())))
-            }
             Self::Auto if *device != Device::Cpu => {
                 Ok(Binding::Unbound("auto binds ranks on the CPU only".into()))
             }
@@ -132,7 +119,7 @@ impl BindChoice {
             }
             Self::Auto | Self::Core => {
                 let blocks = blocks(topology, count, *threads);
-                Ok(Binding::Bound(own(&|rank| blocks[rank].clone())))
+                Ok(Binding::Bound(blocks[ranks].to_vec()))
             }
         }
     }
@@ -162,12 +149,11 @@ fn joined(cores: &[CpuList]) -> Vec<usize> {
     cores.iter().flat_map(|core| core.0.iter().copied()).collect()
 }
 
-/// Returns the allowed CPUs of each core, with the cores of a NUMA node beside each other.
+/// Returns the allowed CPUs of each core.
 fn cores(topology: &Topology) -> Vec<CpuList> {
-    let node = |cpu: &usize| topology.nodes.iter().position(|node| node.0.contains(cpu));
     let allowed = topology.cores.iter().map(|core| core.intersection(&topology.allowed));
     let mut cores: Vec<CpuList> = allowed.collect();
-    cores.sort_by_key(|core| (core.0.first().and_then(node), core.0.clone()));
+    cores.sort_unstable();
     cores.dedup();
     cores
 }
@@ -185,18 +171,13 @@ mod tests {
         text.parse().unwrap()
     }
 
-    /// A machine whose CPU `n` has the sibling `n + cores` where there are `smt` threads on a core, in nodes of
-    /// consecutive cores.
-    fn machine(cores: usize, smt: usize, nodes: usize, allowed: &str) -> Topology {
+    /// A machine whose CPU `n` has the sibling `n + cores` where there are `smt` threads on a core.
+    fn machine(cores: usize, smt: usize, allowed: &str) -> Topology {
         let siblings = |core: usize| CpuList::new((0..smt).map(|thread| core + thread * cores));
-        let node = |node: usize| node * cores / nodes..(node + 1) * cores / nodes;
         let allowed = list(allowed);
         Topology {
             online: CpuList::new(0..cores * smt),
             cores: allowed.0.iter().map(|cpu| siblings(cpu % cores)).collect(),
-            nodes: (0..nodes)
-                .map(|number| CpuList::new(node(number).flat_map(|core| siblings(core).0)))
-                .collect(),
             allowed,
         }
     }
@@ -215,20 +196,19 @@ mod tests {
 
     const AUTO: BindChoice = BindChoice::Auto;
     const CORE: BindChoice = BindChoice::Core;
-    const NUMA: BindChoice = BindChoice::Numa;
 
     #[test]
     fn ranks_get_disjoint_blocks_of_whole_cores() {
         for choice in [AUTO, CORE] {
-            let two = machine(2, 1, 1, "0-1");
+            let two = machine(2, 1, "0-1");
             assert_eq!(bound(choice, &two, &threads(2, 1)), ["0", "1"]);
-            let smt = machine(4, 2, 1, "0-7");
+            let smt = machine(4, 2, "0-7");
             assert_eq!(bound(choice, &smt, &threads(2, 4)), ["0-1,4-5", "2-3,6-7"]);
             assert_eq!(bound(choice, &smt, &threads(4, 2)), ["0,4", "1,5", "2,6", "3,7"]);
             // More ranks than cores: two ranks share a core, and no CPU.
             assert_eq!(bound(choice, &smt, &threads(8, 1))[..3], ["0", "4", "1"]);
             // Whole cores would leave a rank with two CPUs for three threads.
-            let five = machine(5, 2, 1, "0-9");
+            let five = machine(5, 2, "0-9");
             assert_eq!(bound(choice, &five, &threads(3, 3)), ["0-1,5", "2,6-7", "3-4,8-9"]);
             assert_eq!(bound(choice, &five, &threads(3, 2)), ["0,5", "1-2,6-7", "3-4,8-9"]);
         }
@@ -237,25 +217,24 @@ mod tests {
     #[test]
     fn blocks_leave_out_cpus_that_the_process_may_not_use() {
         // CPUs 2 and 6 are offline, so the kernel does not list them.
-        let offline = machine(4, 2, 1, "0-1,3-5,7");
+        let offline = machine(4, 2, "0-1,3-5,7");
         assert_eq!(bound(CORE, &offline, &threads(3, 2)), ["0,4", "1,5", "3,7"]);
         // A control group allows one thread of some cores.
-        let limited = machine(8, 2, 2, "2-5,10");
+        let limited = machine(8, 2, "2-5,10");
         assert_eq!(bound(AUTO, &limited, &threads(2, 2)), ["2-3,10", "4-5"]);
         let unknown = Topology {
             allowed: list("4-7"),
             cores: (4..8).map(|cpu| CpuList(vec![cpu])).collect(),
-            ..Topology::default()
+            online: CpuList::default(),
         };
         assert_eq!(bound(CORE, &unknown, &threads(2, 2)), ["4-5", "6-7"]);
-        assert_eq!(bound(NUMA, &unknown, &threads(2, 2)), ["4-7", "4-7"]);
     }
 
     #[test]
     fn blocks_are_never_empty_and_never_overlap() {
-        for (cores, smt, nodes) in [(1, 1, 1), (3, 1, 1), (4, 2, 2), (6, 2, 3), (7, 4, 1)] {
+        for (cores, smt) in [(1, 1), (3, 1), (4, 2), (6, 2), (7, 4)] {
             let cpus = cores * smt;
-            let all = machine(cores, smt, nodes, &format!("0-{}", cpus - 1));
+            let all = machine(cores, smt, &format!("0-{}", cpus - 1));
             for count in 1..=cpus {
                 for threads in [1, cpus / count, 99] {
                     let blocks = blocks(&all, count, threads);
@@ -270,23 +249,8 @@ mod tests {
     }
 
     #[test]
-    fn ranks_are_spread_over_nodes() {
-        let four = machine(8, 1, 4, "0-7");
-        assert_eq!(bound(NUMA, &four, &threads(2, 1)), ["0-1", "4-5"]);
-        assert_eq!(bound(NUMA, &four, &threads(4, 2)), ["0-1", "2-3", "4-5", "6-7"]);
-        assert_eq!(bound(NUMA, &four, &threads(8, 1))[..4], ["0-1", "0-1", "2-3", "2-3"]);
-        // The process may use two of the nodes.
-        let part = machine(8, 2, 4, "2-4,10-12");
-        assert_eq!(bound(NUMA, &part, &threads(2, 1)), ["2-3,10-11", "4,12"]);
-        // Blocks of cores do not cross nodes where they need not, whatever the CPUs' numbers are.
-        let mut mixed = machine(4, 1, 2, "0-3");
-        mixed.nodes = vec![list("0,2"), list("1,3")];
-        assert_eq!(bound(CORE, &mixed, &threads(2, 2)), ["0,2", "1,3"]);
-    }
-
-    #[test]
     fn auto_binds_only_ranks_that_fit() {
-        let four = machine(4, 1, 1, "0-3");
+        let four = machine(4, 1, "0-3");
         assert_eq!(
             bound(AUTO, &four, &threads(1, 4)),
             ["a single rank uses all CPUs of its process"]
@@ -301,7 +265,7 @@ mod tests {
         // `core` is an order: the threads of a rank then share its CPUs.
         assert_eq!(bound(CORE, &four, &threads(3, 2)), ["0", "1", "2-3"]);
         assert_eq!(
-            bound(CORE, &machine(4, 1, 1, "2"), &threads(2, 1)),
+            bound(CORE, &machine(4, 1, "2"), &threads(2, 1)),
             [
                 "2 ranks do not fit the 1 CPU that this process may use (2); use fewer ranks, or --bind none"
             ]
@@ -315,24 +279,21 @@ mod tests {
     #[test]
     fn any_number_of_a_launcher_is_taken() {
         let huge = LocalRanks { on_machine: usize::MAX, ..threads(1, 2) };
-        let two = machine(4, 1, 2, "0-3");
+        let two = machine(4, 1, "0-3");
         assert!(
             bound(AUTO, &two, &huge)[0]
                 .ends_with("do not fit the 4 CPUs that this process may use (0-3)")
         );
         assert!(bound(CORE, &two, &huge)[0].contains(" do not fit the 4 CPUs "));
-        let last = LocalRanks { ranks: usize::MAX - 1..usize::MAX, ..huge };
-        assert_eq!(bound(NUMA, &two, &last), ["2-3"]);
     }
 
     #[test]
     fn processes_of_a_machine_divide_it_unless_they_have_been_given_a_part() {
         let of = |ranks: Range<usize>| LocalRanks { ranks, on_machine: 4, ..threads(4, 1) };
-        let whole = machine(8, 1, 1, "0-7");
+        let whole = machine(8, 1, "0-7");
         assert_eq!(bound(AUTO, &whole, &of(1..2)), ["2-3"]);
         assert_eq!(bound(AUTO, &whole, &of(2..4)), ["4-5", "6-7"]);
-        assert_eq!(bound(NUMA, &machine(8, 1, 2, "0-7"), &of(2..3)), ["4-7"]);
-        let part = machine(8, 1, 1, "4-5");
+        let part = machine(8, 1, "4-5");
         assert_eq!(bound(AUTO, &part, &of(2..3)), ["a single rank uses all CPUs of its process"]);
         assert_eq!(bound(AUTO, &part, &of(2..4)), ["4", "5"]);
         assert_eq!(bound(CORE, &part, &of(2..3)), ["4-5"]);

@@ -155,9 +155,8 @@ impl Launch {
 impl JoinedLaunch {
     /// Creates the launch of a process that starts the ranks of `placement` without others.
     pub(super) fn alone(placement: Placement) -> Self {
-        let processes = Processes { index: 0, count: 1, local_index: 0, local_count: 1 };
         let nproc = Nproc::Count(placement.devices.len());
-        let launch = Launch::new(LaunchKind::Local, processes, nproc, "a function call".into());
+        let launch = Launch::local(nproc, "a function call".into());
         Self { launch, placement, world: None, grace_period: Spawn::GRACE_PERIOD }
     }
 
@@ -252,16 +251,7 @@ impl JoinedLaunch {
         });
         let notes = self.world.iter().flat_map(|world| world.notes());
         let openmp = binding_note();
-        let launcher = self.launch.note.clone();
-        self.placement
-            .note
-            .iter()
-            .cloned()
-            .chain(launcher)
-            .chain(openmp)
-            .chain(world_note)
-            .chain(notes)
-            .collect()
+        self.placement.note.iter().cloned().chain(openmp).chain(world_note).chain(notes).collect()
     }
 
     /// Runs `work` for this process, before its ranks start. If `work` fails, the other processes get the reason, as for

@@ -34,11 +34,12 @@ pub use failure::{SpawnError, StuckRank};
 pub use host::SharedMemory;
 pub use joined_launch::{JoinLaunchOptions, JoinedLaunch};
 pub use launchers::{
-    Launch, LaunchChoice, LaunchKind, LaunchOptions, MasterEndpoint, Processes, SpawnChoice, detect,
+    Launch, LaunchChoice, LaunchKind, LaunchOptions, MasterEndpoint, Processes, detect,
 };
 #[cfg(feature = "cli")]
 pub(crate) use live::{Live, ShownView};
 pub use placement::{BackendChoice, NodeSlice, Nproc, Placement, place};
+pub use processes::SpawnChoice;
 pub(crate) use processes::{
     ChildError, Children, ErrorKind, ProcessesEnd, SpawnProcesses, how_ended, this_program,
 };

@@ -63,7 +63,7 @@ impl ProcessRendezvous<'_> {
         let Processes { index, count, .. } = self.launch.processes;
         let remedy = match self.launch.kind {
             LaunchKind::ByHand => "give each machine its own --node-rank".into(),
-            kind => format!("if two runs meet here, {}", kind.how_to_change_port()),
+            _ => format!("if two runs meet here, {HOW_TO_CHANGE_PORT}"),
         };
         Error::mismatch(format!("two processes have the index {index} of {count}; {remedy}"))
     }
@@ -93,10 +93,9 @@ impl ProcessRendezvous<'_> {
         if run_id != launch.run_id {
             return Err(Error::mismatch(format!(
                 "process 0 belongs to run {:?}, and process {mine} to run {:?}; start all processes of a run with one \
-                 launcher, and let each run have a port of its own: {}",
+                 launcher, and let each run have a port of its own: {HOW_TO_CHANGE_PORT}",
                 escaped_line(&run_id),
-                launch.run_id,
-                launch.kind.how_to_change_port()
+                launch.run_id
             )));
         }
         if processes == count {
@@ -258,6 +257,10 @@ pub(super) fn report_absent(store: &TcpStore, process: usize) -> Result<()> {
 pub(super) fn files_of_store(processes: usize) -> usize {
     8 + 8 * processes
 }
+
+/// What the user does so that the processes meet at another port.
+pub(super) const HOW_TO_CHANGE_PORT: &str =
+    "give torchrun, or without it all processes, another --master-port or MASTER_PORT";
 
 /// How long the process that serves the store waits until the others have read why the run cannot begin.
 const ACKNOWLEDGE_TIMEOUT: Duration = Duration::from_secs(3);

@@ -18,7 +18,9 @@ use tch::Device;
 use super::heartbeat_monitor::{HeartbeatMonitor, Server, Stay};
 use super::host::{APART, HostLinks, OFF};
 use super::messages::{MOST_RANKS, Process, name_shared_gpus, node_of, ranks_on, shared_gpu};
-use super::process_rendezvous::{ProcessRendezvous, files_of_store, prefix, process_0_missing};
+use super::process_rendezvous::{
+    HOW_TO_CHANGE_PORT, ProcessRendezvous, files_of_store, prefix, process_0_missing,
+};
 use super::{
     Launch, LaunchKind, MasterEndpoint, Placement, Processes, SharedMemory, clock_sync,
     restart_generation,
@@ -66,10 +68,11 @@ impl ProcessWorld {
             return None;
         }
         let found = (&master.addr[..], master.port).to_socket_addrs().ok()?.next()?.ip();
-        let addr = launch.kind.address_text(&master.addr);
         found.is_loopback().then(|| {
             format!(
-                "{addr} is the loopback address {found} here; if there are other machines, use one they can reach"
+                "--master-addr={} is the loopback address {found} here; if there are other machines, use one they can \
+                 reach",
+                master.addr
             )
         })
     }
@@ -284,10 +287,10 @@ fn open_store(
     if !serves {
         return TcpStore::connect(addr, port, timeout, cancel_rx);
     }
-    check_is_here(launch, master)?;
+    check_is_here(master)?;
     let files = files_of_store(launch.processes.count);
     require_files(files, "serving the store to all processes")?;
-    TcpStore::serve(addr, port, timeout, cancel_rx).map_err(|error| with_remedy(error, launch.kind))
+    TcpStore::serve(addr, port, timeout, cancel_rx).map_err(with_remedy)
 }
 
 /// Returns which start of the run this is. A store that outlives a restart has the keys of each.
@@ -344,11 +347,11 @@ fn server(launch: &Launch, master: &MasterEndpoint, process_0: &Process) -> Serv
     Server { rank, name: who }
 }
 
-/// Adds to the error of a taken port what to do under this `launcher`.
-fn with_remedy(error: Error, launcher: LaunchKind) -> Error {
+/// Adds to the error of a taken port what to do.
+fn with_remedy(error: Error) -> Error {
     match error {
         Error::Store { address, doing, reason } if reason == PORT_IN_USE => {
-            let reason = format!("{reason}; {}", launcher.how_to_change_port());
+            let reason = format!("{reason}; {HOW_TO_CHANGE_PORT}");
             Error::Store { address, doing, reason }
         }
         other => other,
@@ -359,10 +362,9 @@ fn with_remedy(error: Error, launcher: LaunchKind) -> Error {
 ///
 /// # Errors
 /// [`Error::Input`] if the address is not one of this machine, or stands for all its interfaces.
-fn check_is_here(launch: &Launch, master: &MasterEndpoint) -> Result<()> {
+fn check_is_here(master: &MasterEndpoint) -> Result<()> {
     let addr = &master.addr;
-    let refuse =
-        |why: &str| Err(Error::usage(format!("{}: {why}", launch.kind.address_text(addr))));
+    let refuse = |why: &str| Err(Error::usage(format!("--master-addr={addr}: {why}")));
     match TcpListener::bind((&addr[..], 0)).and_then(|listener| listener.local_addr()) {
         Ok(found) if found.ip().is_unspecified() => refuse(
             "that stands for all interfaces of this machine; give the address of one that the others can reach",

@@ -50,7 +50,7 @@ SWITCHES = """
 """.split()
 VALUES = """
     0 1 2 7 -1 0.5 1e-3 1e30 nan inf mlp cnn gpt mse cross-entropy fp16 bf16 auto cpu gloo threaded nccl dp none 8,8
-    1,2,3 10s 0s best random digits csv:plain.csv text:plain.csv npy:x.npy,y.npy step cosine zh json threads core numa
+    1,2,3 10s 0s best random digits csv:plain.csv text:plain.csv npy:x.npy,y.npy step cosine zh json threads core
 """.split()
 
 

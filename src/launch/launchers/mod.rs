@@ -6,16 +6,13 @@
 //! else in this crate reads these variables.
 //!
 //! The table of launchers is in `table`. It is gone through from the top; a process that this program has started comes
-//! before it. If no launcher's variables are set, the flags count: `--nnodes`, `--node-rank`, `--master-addr`.
+//! before it. The last row is a person: `--nnodes`, `--node-rank`, `--master-addr`.
 //!
 //! Without `--spawn=processes`, `--nproc-per-node` means threads of this very process. Without either flag, a process
 //! that its launcher counts as one rank has one. But if it is alone on its machine and sees several GPUs, it starts a
 //! thread for each: use `torchrun --nproc-per-node=1` to get that. `--nproc-per-node=1` as a flag of this program
 //! means one rank.
 
-mod local;
-mod nodelist;
-mod slurm;
 mod spawned;
 mod table;
 mod variables;
@@ -29,7 +26,7 @@ use strum::{Display, EnumString, IntoStaticStr, VariantNames};
 
 use super::{BindChoice, NodeSlice, Nproc, SharedMemory};
 use crate::error::{Error, Result};
-use table::{LAUNCHERS, PMI, TORCHRUN, launcher};
+use table::launchers;
 use variables::Variables;
 
 /// The launcher whose variables are used: `--launch`.
@@ -49,7 +46,7 @@ pub enum LaunchChoice {
     Slurm,
     /// mpirun: Open MPI, MPICH, Intel MPI, Cray PALS.
     Mpi,
-    /// Kubeflow, for a `PyTorchJob` or a `TrainJob`.
+    /// Kubeflow, for a `PyTorchJob`, or variables like its own.
     Kubernetes,
 }
 
@@ -74,26 +71,14 @@ pub struct LaunchOptions {
     pub shared_memory: SharedMemory,
 }
 
-pub(super) use spawned::{ParentStart, variables as variables_of_spawned, variables_of_threads};
-
-/// Whether the ranks of a machine are threads or processes: `--spawn`.
-#[derive(
-    Debug, Clone, Copy, Default, PartialEq, Eq, Display, EnumString, VariantNames, SerializeDisplay,
-)]
-#[strum(serialize_all = "lowercase")]
-pub enum SpawnChoice {
-    /// Threads of one process.
-    #[default]
-    Threads,
-    /// Processes with one rank each, started by this one.
-    Processes,
-}
+pub(super) use spawned::{PARENT_START, ParentStart};
 
 /// The launcher of this process.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, IntoStaticStr)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, IntoStaticStr)]
 #[strum(serialize_all = "lowercase")]
 pub enum LaunchKind {
     /// No launcher: the only process.
+    #[default]
     Local,
     /// A person, on each of several machines.
     #[strum(to_string = "by hand")]
@@ -116,31 +101,6 @@ impl LaunchKind {
     pub fn name(self) -> &'static str {
         self.into()
     }
-
-    /// Returns the address of the store as the user gives it under this launcher, for errors.
-    pub(super) fn address_text(self, addr: &str) -> String {
-        match self {
-            Self::Torchrun | Self::Kubernetes => format!("MASTER_ADDR={addr}"),
-            Self::Slurm | Self::Mpi => format!("{addr} (MASTER_ADDR or --master-addr)"),
-            Self::Local | Self::ByHand | Self::Spawned => format!("--master-addr={addr}"),
-        }
-    }
-
-    /// Returns what the user does under this launcher so that the processes meet at another port.
-    pub(super) fn how_to_change_port(self) -> &'static str {
-        match self {
-            Self::Torchrun => {
-                "give torchrun another --master-port (without torchrun: set another MASTER_PORT)"
-            }
-            Self::Slurm | Self::Mpi => {
-                "set another MASTER_PORT, or give all processes another --master-port"
-            }
-            Self::Kubernetes => "set another MASTER_PORT in all pods",
-            Self::Local | Self::ByHand | Self::Spawned => {
-                "give all processes another --master-port"
-            }
-        }
-    }
 }
 
 /// This process's number, and the number of processes.
@@ -154,6 +114,13 @@ pub struct Processes {
     pub local_index: usize,
     /// How many processes there are on this machine.
     pub local_count: usize,
+}
+
+impl Default for Processes {
+    /// Returns the numbers of a single process.
+    fn default() -> Self {
+        Self { index: 0, count: 1, local_index: 0, local_count: 1 }
+    }
 }
 
 /// The address of the store through which the processes connect.
@@ -179,14 +146,12 @@ impl fmt::Display for MasterEndpoint {
 ///
 /// The total number of ranks is known only when the processes have connected and exchanged how many each has. The
 /// ranks of process 0 come first, then those of process 1, and so on.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Launch {
     /// The launcher that started it.
     pub kind: LaunchKind,
-    /// The reason for this result, for the user: the variables and flags, and the number of ranks that follows.
+    /// The reason for this result, for the user.
     pub reason: String,
-    /// A note for the user on variables of a launcher that this program does not know.
-    pub note: Option<String>,
     /// This process's number, and the number of processes.
     pub processes: Processes,
     /// How many machines there are; `None` if the launcher does not set it.
@@ -225,10 +190,6 @@ pub struct Launch {
 /// torchrun's default for `--master-port`.
 const DEFAULT_PORT: u16 = 29500;
 
-/// Variables with the number of a process, by launchers that are not recognized.
-const OF_UNKNOWN_LAUNCHERS: [&str; 5] =
-    ["PMIX_RANK", "ALPS_APP_PE", "HOROVOD_RANK", "MPIRUN_RANK", "LSF_PM_TASKID"];
-
 /// Detects how this process was started.
 ///
 /// `variables` looks up an environment variable; `gpus` is the number of GPUs that this process sees and can use.
@@ -240,20 +201,9 @@ pub fn detect(
     options: &LaunchOptions,
     gpus: usize,
 ) -> Result<Launch> {
-    let variables = Variables::new(variables);
+    let variables = Variables { look_up: variables, options };
     let launch = read(&variables, options, gpus)?;
-    let is_alone = launch.kind == LaunchKind::Local && options.launch == LaunchChoice::Auto;
-    // In a shell that srun has started, srun has set PMIX_RANK.
-    let is_unexplained = is_alone && slurm::step_id(&variables)?.is_none();
-    let unknown = variables.first_of(&OF_UNKNOWN_LAUNCHERS).filter(|_| is_unexplained);
-    let note = unknown.map(|name| {
-        format!(
-            "{name} is set, as by a launcher that this program does not know: if it has started several processes, each \
-             trains alone; start them with torchrun, or give each --nnodes, --node-rank and --master-addr"
-        )
-    });
     Ok(Launch {
-        note,
         threads_per_rank: variables.threads()?,
         bind: options.bind,
         shared_memory: options.shared_memory,
@@ -263,84 +213,30 @@ pub fn detect(
 
 fn read(variables: &Variables, options: &LaunchOptions, gpus: usize) -> Result<Launch> {
     // Comes before the flags, which are those of the parent process.
-    if spawned::is_here(variables) {
-        return spawned::read(variables, options);
+    if let Some((_, start)) = variables.text(&[PARENT_START]) {
+        return ParentStart::read(&start, options.nproc);
     }
-    let kind = match options.launch {
-        LaunchChoice::Auto => return detect_any(variables, options, gpus),
-        LaunchChoice::Local => return local::read(options, "--launch local"),
-        LaunchChoice::Torchrun => LaunchKind::Torchrun,
-        LaunchChoice::Slurm => LaunchKind::Slurm,
-        LaunchChoice::Mpi => LaunchKind::Mpi,
-        LaunchChoice::Kubernetes => LaunchKind::Kubernetes,
-    };
-    launcher(kind, variables).read(variables, options, gpus)
-}
-
-fn detect_any(variables: &Variables, options: &LaunchOptions, gpus: usize) -> Result<Launch> {
-    let mut why = "no launcher's variables are set".to_string();
-    for launcher in &LAUNCHERS {
-        let is_here = match launcher.kind {
-            LaunchKind::Slurm => match slurm::step(variables)? {
-                slurm::SrunTask::Task => true,
-                slurm::SrunTask::Outside(of_slurm) => {
-                    why = of_slurm.unwrap_or(why);
-                    false
-                }
-            },
-            _ => launcher.is_shown(variables),
-        };
-        if is_here {
-            return launcher.read(variables, options, gpus);
+    let is_chosen = !matches!(options.launch, LaunchChoice::Auto | LaunchChoice::Local);
+    let choice = options.launch.to_string();
+    let all = launchers();
+    let mut rows = all.iter().filter(|row| !is_chosen || row.kind.name() == choice);
+    for row in rows.clone() {
+        if row.is_here(variables, is_chosen)? {
+            return row.read(variables, options.nproc, gpus);
         }
     }
-    // A single process needs no others: a shell of srun --pty has PMI_RANK too.
-    if variables.is_set("PMI_RANK") && variables.integer("PMI_SIZE")? != Some(1) {
-        return PMI.read(variables, options, gpus);
-    }
     // With only some of torchrun's variables, every process would train on its own.
-    let names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"];
-    let (set, missing): (Vec<_>, Vec<_>) =
-        names.into_iter().partition(|name| variables.is_set(name));
-    if !set.is_empty() {
-        return Err(TORCHRUN.lacks(&missing, &set));
+    let of_torchrun = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"];
+    if (is_chosen || variables.text(&of_torchrun).is_some())
+        && let Some(row) = rows.next()
+    {
+        return row.read(variables, options.nproc, gpus); // reports what is missing
     }
-    local::read(options, &why)
-}
-
-/// Returns how many ranks a process starts that its launcher counts as one rank, and why.
-fn ranks_of_one(nproc: Nproc, processes: Processes, gpus: usize) -> (Nproc, String) {
-    let many = processes.local_count > 1;
-    match nproc {
-        Nproc::Auto if !many && gpus > 1 => (
-            Nproc::Auto,
-            format!(
-                "alone on its machine, it has a rank for each of {gpus} visible GPUs (--nproc-per-node=1: \
-                 only one)"
-            ),
-        ),
-        Nproc::Auto => (Nproc::Count(1), "one rank in each process".into()),
-        given => (given, "ranks in this process as --nproc-per-node says".into()),
-    }
-}
-
-/// Checks that a flag agrees with the launcher. `launcher_value` is the launcher's value, if it is known.
-fn check_flag<T: PartialEq + std::fmt::Display>(
-    flag: &str,
-    given: Option<&T>,
-    launcher: &str,
-    launcher_value: Option<&T>,
-) -> Result<()> {
-    match (given, launcher_value) {
-        (Some(given), Some(launcher_value)) if given == launcher_value => Ok(()),
-        (Some(given), Some(launcher_value)) => Err(Error::usage(format!(
-            "{flag}={given}: {launcher} says {launcher_value}; leave the flag out, or use --launch local to ignore {launcher}"
-        ))),
-        (Some(given), None) => Err(Error::usage(format!(
-            "{flag}={given}: {launcher} has started the processes, and sets this itself; leave the flag out"
-        ))),
-        (None, _) => Ok(()),
-    }
+    let reason = match options.launch {
+        LaunchChoice::Local => "--launch local",
+        _ => "no launcher's variables are set for several processes",
+    };
+    Ok(Launch::local(options.nproc, reason.into()))
 }
 
 /// Checks that `addr` looks like a host name or address; does not resolve it. Returns it without the brackets that an IPv6
@@ -353,7 +249,8 @@ fn check_addr(name: &str, addr: &str) -> Result<String> {
     {
         return Ok(inner.into());
     }
-    if addr.is_empty() || addr.contains(|c: char| c.is_whitespace() || c.is_control() || c == '/') {
+    let is_wrong = |c: char| c.is_whitespace() || c.is_control() || c == '/';
+    if addr.is_empty() || addr.contains(is_wrong) || addr.rfind('[') > Some(0) {
         return refuse("is not a host name or address");
     }
     if addr.matches(':').count() == 1 || addr.starts_with('[') {
@@ -363,33 +260,10 @@ fn check_addr(name: &str, addr: &str) -> Result<String> {
 }
 
 impl Launch {
-    /// Creates a launch without the values that only some launchers set.
-    pub(super) fn new(
-        kind: LaunchKind,
-        processes: Processes,
-        nproc: Nproc,
-        reason: String,
-    ) -> Self {
-        Self {
-            kind,
-            reason,
-            note: None,
-            processes,
-            nnodes: None,
-            node_rank: None,
-            nproc,
-            bind: BindChoice::Auto,
-            shared_memory: SharedMemory::Auto,
-            master: None,
-            cores: None,
-            threads_per_rank: None,
-            run_id: "none".into(),
-            has_agent: false,
-            restart_count: 0,
-            max_restarts: 0,
-            error_file: None,
-            parent: None,
-        }
+    /// Creates the launch of a process without others. `reason` says why it has none.
+    pub(super) fn local(nproc: Nproc, reason: String) -> Self {
+        let (nnodes, node_rank) = (Some(1), Some(0));
+        Self { reason, nproc, nnodes, node_rank, run_id: "none".into(), ..Self::default() }
     }
 
     /// Returns which process of which launcher this is, for a message.

@@ -14,13 +14,15 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use crossbeam::channel::{Receiver, RecvTimeoutError, bounded, unbounded};
+use serde_with::SerializeDisplay;
 use signal_hook::consts::{SIGCHLD, SIGCONT, SIGKILL, SIGSTOP, SIGTERM, SIGTSTP, SIGUSR2};
 use signal_hook::iterator::{Handle, Signals};
 use signal_hook::low_level::{emulate_default_handler, signal_name};
+use strum::{Display, EnumString, VariantNames};
 
 use super::Placement;
 use super::heartbeat_monitor::{report_ended, waited_for};
-use super::launchers::{ParentStart, variables_of_spawned, variables_of_threads};
+use super::launchers::{PARENT_START, ParentStart};
 use super::process_rendezvous::{files_of_store, prefix, report_absent};
 use super::restarts::Restarts;
 use super::signals::{SAME_REQUEST, SIGNALS, code_of, end_at_second_interrupt};
@@ -55,6 +57,19 @@ pub(crate) enum ProcessesEnd {
     Well(Option<StopReason>),
     /// The first failure of the last start, and the reason of each restart before.
     Badly(Box<ChildError>, Vec<String>),
+}
+
+/// Whether the ranks of a machine are threads or processes: `--spawn`.
+#[derive(
+    Debug, Clone, Copy, Default, PartialEq, Eq, Display, EnumString, VariantNames, SerializeDisplay,
+)]
+#[strum(serialize_all = "lowercase")]
+pub enum SpawnChoice {
+    /// Threads of one process.
+    #[default]
+    Threads,
+    /// Processes with one rank each, started by this one.
+    Processes,
 }
 
 /// The processes to start.
@@ -247,19 +262,12 @@ impl Start<'_> {
         let mut command = this_program()?;
         command.args(env::args_os().skip(1)).stdin(Stdio::null()).process_group(0);
         let (restart_count, max_restarts) = (self.restart_count, self.spawn.max_restarts);
-        let start = ParentStart { port, restart_count, max_restarts };
-        let variables = match self.spawn.children {
-            Children::Ranks(Placement { devices, threads_per_rank, .. }) => {
-                variables_of_spawned(rank, devices.len(), *threads_per_rank, start)
-            }
-            Children::Threads => variables_of_threads(start),
-        };
-        for (name, value) in variables {
-            match value {
-                Some(value) => command.env(name, value),
-                None => command.env_remove(name),
-            };
+        let mut start = ParentStart { rank: None, port, restart_count, max_restarts };
+        if let Children::Ranks(Placement { devices, threads_per_rank, .. }) = self.spawn.children {
+            start.rank = Some([rank, devices.len()]);
+            command.env("OMP_NUM_THREADS", threads_per_rank.to_string());
         }
+        command.env(PARENT_START, serde_json::to_string(&start)?);
         if self.spawn.live && rank > 0 {
             OutputOfProcesses::capture(&mut command);
         }

@@ -263,9 +263,7 @@ impl Spawn {
     }
 
     /// Sets the CPUs to which each rank is bound, before it allocates anything. A rank that cannot be bound as `core`
-    /// or `numa` asks fails.
-    ///
-    /// torchrun's `--numa-binding` does this for the processes of GPUs, from the node of each GPU.
+    /// asks fails.
     pub fn bind(mut self, bind: BindChoice) -> Self {
         self.joined_launch.launch.bind = bind;
         self
