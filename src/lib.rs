@@ -48,7 +48,7 @@
 //!
 //! | to | see |
 //! |---|---|
-//! | start ranks as threads of this process | [`spawn`]; [`spawn_scoped`] if they borrow from the caller |
+//! | start ranks as threads of this process | [`spawn`] |
 //! | start them with other settings, or on GPUs | [`Spawn`] |
 //! | run under torchrun, Slurm, MPI or Kubernetes | [`Spawn::from_env`] instead of [`spawn`] |
 //! | find out which rank this is, and join the others | [`Rank`] |
@@ -178,9 +178,7 @@ pub use data::{
 pub use ddp::{CommHook, DdpOptions, DistributedDataParallel, GradBucket, JoinOptions, hook_fn};
 pub use error::{Compared, Error, InputKind, MissingRank, Result, Suspects};
 pub use ffi::{Autocast, Generator, fork_rng};
-pub use launch::{
-    Rank, RankFailure, Spawn, SpawnError, StopReason, StopRequest, spawn, spawn_scoped,
-};
+pub use launch::{Rank, RankFailure, Spawn, SpawnError, StopReason, StopRequest, spawn};
 pub use models::{Dropout, SyncBatchNorm, parameters_hash, state_dict};
 pub use operation::{OpId, Operation};
 pub use optim::{

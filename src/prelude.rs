@@ -13,7 +13,7 @@ pub use crate::data::{
 };
 pub use crate::ddp::{DdpOptions, DistributedDataParallel, GradBucket, JoinOptions, hook_fn};
 pub use crate::ffi::{Autocast, Generator, fork_rng};
-pub use crate::launch::{Rank, Spawn, SpawnError, spawn, spawn_scoped};
+pub use crate::launch::{Rank, Spawn, SpawnError, spawn};
 pub use crate::models::{
     Dropout, Forward, Model, ModelConfig, ModelKind, SyncBatchNorm, parameters_hash,
 };

@@ -4,9 +4,10 @@
 use std::env;
 use std::path::PathBuf;
 use std::process::Command;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use ddp_mp::{Spawn, spawn, spawn_scoped};
+use ddp_mp::{Spawn, spawn};
 use tempfile::TempDir;
 
 use crate::harness::{as_torchrun, free_port, program, repository, run_command};
@@ -55,9 +56,10 @@ fn the_program_refuses_another_libtorch() {
 #[test]
 fn spawn_refuses_another_libtorch() {
     if env::var_os(MARK).is_some() {
-        let started = AtomicBool::new(false);
-        let ranks = spawn_scoped(2, |_| {
-            started.store(true, Ordering::Relaxed);
+        let started = Arc::new(AtomicBool::new(false));
+        let starts = started.clone();
+        let ranks = spawn(2, move |_| {
+            starts.store(true, Ordering::Relaxed);
             Ok(())
         });
         let joined = Spawn::from_env().unwrap_err(); // as a process of torchrun

@@ -111,7 +111,7 @@ fn from_env_child() {
     };
     let (launcher, world_size) = (spawn.launcher(), spawn.world_size());
     let again = (scene == "twice").then(|| spawn.clone());
-    let lines = spawn.run_scoped(|rank| {
+    let lines = spawn.run(move |rank| {
         let group = rank.init_process_group(rank.backend())?;
         anyhow::ensure!(scene != "fails" || rank.rank() != 1, "out of luck");
         let mut sum = Tensor::from(1i64);
@@ -782,9 +782,6 @@ fn missing_process_is_named() {
         assert_eq!(*code, Some(1), "{stderr}");
         assert!(stderr.contains("process 1 of 3 did not connect within "), "{stderr}");
         assert!(stderr.contains("connected: 0 (on "), "{stderr}");
-        let waits =
-            format!("process {number} of 3 (from 0) still waits for the others to connect to ");
-        assert!(stderr.contains(&waits), "{stderr}");
     }
     let by_hand = ["--node-rank=0", "--master-addr=127.0.0.1"];
     let (code, _, stderr) = run(&[&by_hand[..], &["--nnodes=4000000000"]].concat());

@@ -41,7 +41,7 @@ pub(crate) use shim::{
     add_scaled, adopt_grad, hide_stack_traces, move_grad, remove_grad, set_grad,
     set_multithreading_enabled, set_view, shares_memory,
 };
-pub(crate) use store::{PORT_IN_USE, TcpStore};
+pub(crate) use store::TcpStore;
 
 use tch::TchError;
 

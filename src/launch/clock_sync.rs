@@ -8,29 +8,29 @@ use std::time::{Duration, Instant};
 use super::messages::unreadable;
 use crate::error::{Error, Result};
 use crate::ffi::TcpStore;
+use crate::process_group::ProcessMap;
 use crate::runtime::Clock;
 
 /// How many times each process asks.
 const CLOCK_SAMPLES: usize = 16;
 
-/// Returns the offset of this process's clock from that of process 0. This is process `mine` of `count`; process 0
-/// answers all others. Each request waits for at most `timeout`.
+/// Returns the offset of the clock of this process of `map` from that of process 0, which answers all others. Each request
+/// waits for at most `timeout`.
 ///
 /// # Errors
 /// [`Error::Store`] when the store cannot be reached, [`Error::Input`] when another process does not answer.
 pub(super) fn estimate_offset(
     store: &TcpStore,
-    mine: usize,
-    count: usize,
+    map: &ProcessMap,
     timeout: Duration,
 ) -> Result<Clock> {
     let began = Instant::now();
     let question_key = |process, sample| format!("clock/{process}/{sample}/question");
     let answer_key = |process, sample| format!("clock/{process}/{sample}/answer");
-    if mine == 0 {
-        for process in 1..count {
+    if map.mine == 0 {
+        for process in 1..map.len() {
             for sample in 0..CLOCK_SAMPLES {
-                wait(store, question_key(process, sample), process, timeout)?;
+                get(store, &question_key(process, sample), process, timeout)?;
                 let nanos = began.elapsed().as_nanos() as u64;
                 store.set(&answer_key(process, sample), &nanos.to_le_bytes())?;
             }
@@ -41,11 +41,10 @@ pub(super) fn estimate_offset(
     for sample in 0..CLOCK_SAMPLES {
         // Process 0 answers one process after another, so the first question may wait for its turn.
         let before = Instant::now();
-        store.set(&question_key(mine, sample), b"")?;
-        let key = answer_key(mine, sample);
-        wait(store, key.clone(), 0, timeout)?;
+        store.set(&question_key(map.mine, sample), b"")?;
+        let key = answer_key(map.mine, sample);
+        let answer = get(store, &key, 0, timeout)?;
         let error = before.elapsed() / 2;
-        let answer = store.get(&key, timeout)?.unwrap_or_default();
         let nanos = answer.try_into().map_err(|_| unreadable(&key, "it is not a time"))?;
         let on_rank_0 = Duration::from_nanos(u64::from_le_bytes(nanos));
         if best.is_none_or(|best| error < best.error) {
@@ -55,11 +54,10 @@ pub(super) fn estimate_offset(
     best.ok_or_else(|| Error::Internal("no process was asked for the time".into()))
 }
 
-fn wait(store: &TcpStore, key: String, process: usize, timeout: Duration) -> Result<()> {
-    if store.wait(&[key], timeout)? {
-        return Ok(());
-    }
-    Err(Error::mismatch(format!(
-        "process {process} did not compare its clock within {timeout:?}; find out what delays it, or raise --timeout"
-    )))
+fn get(store: &TcpStore, key: &str, process: usize, timeout: Duration) -> Result<Vec<u8>> {
+    store.get(key, timeout)?.ok_or_else(|| {
+        Error::mismatch(format!(
+            "process {process} did not compare its clock within {timeout:?}; find out what delays it, or raise --timeout"
+        ))
+    })
 }

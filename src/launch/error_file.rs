@@ -1,6 +1,5 @@
 //! The error file, from which torchrun shows why a worker failed.
 
-use std::fs;
 use std::io;
 use std::path::Path;
 use std::time::SystemTime;
@@ -8,6 +7,7 @@ use std::time::SystemTime;
 use serde_json::json;
 
 use crate::error::escaped;
+use crate::files::WholeFile;
 
 /// Writes `report` to the file that torchrun's agent reads, complete or not at all: half a file would break the
 /// agent's own report.
@@ -26,17 +26,15 @@ pub fn write_error_file(file: &Path, report: &str) -> io::Result<()> {
         "message": report,
         "extraInfo": { "py_callstack": report, "timestamp": timestamp },
     }});
-    let unfinished = file.with_extension(format!("{}.unfinished", std::process::id()));
-    let written = fs::write(&unfinished, text.to_string());
-    let renamed = written.and_then(|()| fs::rename(&unfinished, file));
-    if renamed.is_err() {
-        let _ = fs::remove_file(&unfinished);
-    }
-    renamed
+    let whole = WholeFile::begin(file)?;
+    serde_json::to_writer(whole.file(), &text)?;
+    whole.replace()
 }
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
 
     #[test]
@@ -50,6 +48,6 @@ mod tests {
         assert_eq!(extra["py_callstack"], "rank 1 failed:\n  \"why\"");
         assert!(extra["timestamp"].as_str().unwrap().parse::<u64>().unwrap() > 1_700_000_000);
         assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
-        assert!(write_error_file(&folder.path().join("no/error.json"), "").is_err());
+        assert!(write_error_file(&file.join("error.json"), "").is_err());
     }
 }

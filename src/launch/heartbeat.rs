@@ -6,8 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use super::messages::{from_json, unreadable};
 use crate::error::Result;
-use crate::operation::OpId;
-use crate::runtime::{OpEntry, RunContext};
+use crate::runtime::{OpEntry, RankStatus, RunContext};
 
 /// The most operations that a heartbeat carries for each rank.
 const MAX_OPS_PER_RANK: usize = 8;
@@ -25,27 +24,16 @@ pub(super) struct Heartbeat {
     pub ranks: Vec<RankStatus>,
 }
 
-/// The status of a rank: its current operation, and the last ones of its flight recorder.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct RankStatus {
-    /// What the rank is doing as a whole.
-    pub at: OpId,
-    /// The last operations of its flight recorder, the newest last. Times are on the clock of `sent`.
-    pub seen: Vec<OpEntry>,
-}
-
-impl RankStatus {
-    /// Returns the status of `rank`, which must be a rank of this process.
-    pub(super) fn of(run: &RunContext, rank: usize) -> Self {
-        let mut seen = run.flight_recorder.recent_ops(rank, MAX_OPS_PER_RANK);
-        for op in &mut seen {
-            let line = op.source_line.to_string();
-            let start = (line.len().saturating_sub(MAX_CALL_SITE_BYTES)..)
-                .find(|&index| line.is_char_boundary(index));
-            op.source_line = line[start.unwrap_or_default()..].to_owned().into();
-        }
-        Self { at: run.activity[rank].now(), seen }
+/// Returns the status of `rank`, which must be a rank of this process.
+pub(super) fn status_of(run: &RunContext, rank: usize) -> RankStatus {
+    let mut seen = run.flight_recorder.recent_ops(rank, MAX_OPS_PER_RANK);
+    for op in &mut seen {
+        let line = op.source_line.to_string();
+        let start = (line.len().saturating_sub(MAX_CALL_SITE_BYTES)..)
+            .find(|&index| line.is_char_boundary(index));
+        op.source_line = line[start.unwrap_or_default()..].to_owned().into();
     }
+    RankStatus { at: run.activity[rank].now(), seen }
 }
 
 impl Heartbeat {
@@ -82,7 +70,7 @@ mod tests {
 
     use super::super::messages::to_json;
     use super::*;
-    use crate::operation::Operation;
+    use crate::operation::{OpId, Operation};
 
     const KEY: &str = "some/key";
 

@@ -1,31 +1,30 @@
 //! Joining a launch: how this process was started, where its ranks run, and the other processes of the run.
 
-use std::convert::Infallible;
 use std::env::var_os;
+use std::net::{IpAddr, ToSocketAddrs};
 use std::ops::Range;
 use std::sync::Arc;
-use std::thread;
 use std::time::Duration;
-
-use crossbeam::channel::{RecvTimeoutError, bounded};
 
 use super::heartbeat_monitor::Stay;
 use super::{
     BackendChoice, Binding, Launch, LaunchKind, LaunchOptions, LocalRanks, Nproc, Placement,
     ProcessWorld, Processes, Spawn, detect, place, write_error_file,
 };
-use crate::error::{Error, Result, Shown, opaque_debug};
+#[cfg(doc)]
+use crate::error::Error;
+use crate::error::{Result, Shown};
 use crate::ffi::cuda::Cuda;
 use crate::ffi::{check_interfaces, check_version};
 use crate::os::affinity::CpuList;
 use crate::os::binding_note;
 use crate::os::cores;
-use crate::os::limits::not_started;
 use crate::process_group::{Backend, Bootstrap, RankIdentity};
 use crate::runtime::{MAX_WAIT, RunContext};
 
-/// The settings with which a process joins its launch. The default is that of [`Spawn::from_env`], but discards notes.
-pub struct JoinLaunchOptions<'a> {
+/// The settings with which a process joins its launch. The default is that of [`Spawn::from_env`].
+#[derive(Debug, Clone)]
+pub struct JoinLaunchOptions {
     /// The backend that the user asks for.
     pub backend: BackendChoice,
     /// How long to wait for the other processes.
@@ -36,11 +35,9 @@ pub struct JoinLaunchOptions<'a> {
     pub shared_options: Vec<(String, String)>,
     /// Whether the processes compare their clocks, so that their traces share one clock. The same in all processes.
     pub compare_clocks: bool,
-    /// Receives notes for the user while this process waits for others.
-    pub note: &'a (dyn Fn(&str) + Sync),
 }
 
-impl Default for JoinLaunchOptions<'_> {
+impl Default for JoinLaunchOptions {
     fn default() -> Self {
         Self {
             backend: BackendChoice::Auto,
@@ -48,12 +45,9 @@ impl Default for JoinLaunchOptions<'_> {
             grace_period: Spawn::GRACE_PERIOD,
             shared_options: Vec::new(),
             compare_clocks: false,
-            note: &|_| {},
         }
     }
 }
-
-opaque_debug!(JoinLaunchOptions<'_>);
 
 /// A launch that this process has joined: how it was started, where its ranks run, and the other processes.
 ///
@@ -119,19 +113,15 @@ impl Launch {
         if self.kind == LaunchKind::Spawned || is_restart {
             placement.note = None; // the parent process, or an earlier start, has printed it
         }
-        if let Some(warning) = ProcessWorld::warning(&self) {
-            (options.note)(&warning);
-        }
         let interfaces =
             var_os("GLOO_SOCKET_IFNAME").map(|value| value.to_string_lossy().into_owned());
         let timeout = options.timeout;
         let shared = options.shared_options;
-        let rendezvous =
-            || match ProcessWorld::meet(&self, &placement, timeout, interfaces, shared)? {
-                Some(world) if options.compare_clocks => world.compare_clocks(timeout).map(Some),
-                world => Ok(world),
-            };
-        let world = noting_a_wait(&self, options.note, rendezvous)?.map(Arc::new);
+        let world = match ProcessWorld::meet(&self, &placement, timeout, interfaces, shared)? {
+            Some(world) if options.compare_clocks => Some(world.compare_clocks(timeout)?),
+            world => world,
+        };
+        let world = world.map(Arc::new);
         let grace_period = options.grace_period.min(MAX_WAIT);
         let joined_launch = JoinedLaunch { launch: self, placement, world, grace_period };
         let world = joined_launch.world.as_ref();
@@ -139,6 +129,24 @@ impl Launch {
             joined_launch.before_ranks(|| check_interfaces(interfaces))?;
         }
         Ok(joined_launch)
+    }
+
+    /// Returns a warning if this process is to serve the store under a name that resolves to a loopback address, as a
+    /// line in Debian's `/etc/hosts` may cause: no other machine can connect. All processes may be on this one.
+    pub(crate) fn warning(&self) -> Option<String> {
+        let master = self.master.as_ref().filter(|master| !master.agent_store)?;
+        let others = self.processes.index == 0 && self.nnodes.is_some_and(|nnodes| nnodes > 1);
+        if !others || master.addr.parse::<IpAddr>().is_ok() {
+            return None;
+        }
+        let found = (&master.addr[..], master.port).to_socket_addrs().ok()?.next()?.ip();
+        found.is_loopback().then(|| {
+            format!(
+                "--master-addr={} is the loopback address {found} here; if there are other machines, use one they can \
+                 reach",
+                master.addr
+            )
+        })
     }
 
     /// Writes `error` to the launcher's error file, if the launcher reads one, as torchrun does.
@@ -162,7 +170,7 @@ impl JoinedLaunch {
 
     /// Returns this process's number, and how many processes there are.
     pub fn process(&self) -> [usize; 2] {
-        self.world.as_ref().map_or([0, 1], |world| [world.mine, world.processes.len()])
+        self.world.as_ref().map_or([0, 1], |world| [world.map.mine, world.map.len()])
     }
 
     /// Returns how many ranks all processes have together.
@@ -172,7 +180,7 @@ impl JoinedLaunch {
 
     /// Returns the ranks of this process.
     pub fn ranks_here(&self) -> Range<usize> {
-        self.world.as_ref().map_or(0..self.placement.devices.len(), |world| world.ranks_here())
+        self.world.as_ref().map_or(0..self.placement.devices.len(), |world| world.map.here())
     }
 
     /// Returns this machine's number, from 0.
@@ -182,8 +190,7 @@ impl JoinedLaunch {
 
     /// Returns the rank with this index among those of this process.
     pub(super) fn identity(&self, index: usize) -> RankIdentity {
-        let first_local =
-            self.world.as_ref().map_or(0, |world| world.processes[world.mine].first_local);
+        let first_local = self.world.as_ref().map_or(0, |world| world.me().first_local);
         RankIdentity {
             rank: self.ranks_here().start + index,
             local_rank: first_local + index,
@@ -235,7 +242,7 @@ impl JoinedLaunch {
 
     /// Returns whether this is the process of rank 0, which reads and writes files for all.
     pub fn is_first(&self) -> bool {
-        self.world.as_ref().is_none_or(|world| world.mine == 0)
+        self.world.as_ref().is_none_or(|world| world.map.mine == 0)
     }
 
     /// Returns whether `--spawn=processes` has started this process.
@@ -245,13 +252,15 @@ impl JoinedLaunch {
 
     /// Returns notes for the user about the ranks, one per line; the process of rank 0 prints them.
     pub fn notes(&self) -> Vec<String> {
-        let world = self.world.as_ref().filter(|_| !self.is_spawned());
-        let world_note = world.map(|world| {
-            format!("{} ranks in {} processes", world.world_size(), world.processes.len())
-        });
-        let notes = self.world.iter().flat_map(|world| world.notes());
-        let openmp = binding_note();
-        self.placement.note.iter().cloned().chain(openmp).chain(world_note).chain(notes).collect()
+        let mut notes: Vec<String> = self.placement.note.iter().cloned().collect();
+        notes.extend(binding_note());
+        if let Some(world) = &self.world {
+            let (ranks, processes) = (world.world_size(), world.map.len());
+            let counts = format!("{ranks} ranks in {processes} processes");
+            notes.extend((!self.is_spawned()).then_some(counts));
+            notes.extend(world.notes());
+        }
+        notes
     }
 
     /// Runs `work` for this process, before its ranks start. If `work` fails, the other processes get the reason, as for
@@ -275,41 +284,3 @@ impl JoinedLaunch {
         Spawn::of(self.clone())
     }
 }
-
-/// Calls `rendezvous`. If that takes long, notes that this process still waits for the others.
-///
-/// # Errors
-/// The errors of `rendezvous`, and [`Error::Input`] when no thread can be started.
-fn noting_a_wait<T>(
-    launch: &Launch,
-    note: &(dyn Fn(&str) + Sync),
-    rendezvous: impl FnOnce() -> Result<T>,
-) -> Result<T> {
-    let Some(master) = &launch.master else { return rendezvous() };
-    let (done_tx, done_rx) = bounded::<Infallible>(0);
-    let wait = || {
-        if done_rx.recv_timeout(WAIT_NOTICE_AFTER) == Err(RecvTimeoutError::Timeout) {
-            let (processes, addr, port) = (&launch.processes, &master.addr, master.port);
-            note(&format!(
-                "process {} of {} (from 0) still waits for the others to connect to {addr}:{port}; Ctrl-C ends the \
-                 wait",
-                processes.index, processes.count
-            ));
-        }
-    };
-    thread::scope(|scope| {
-        let thread = thread::Builder::new().name("waiting".into());
-        thread.spawn_scoped(scope, wait).map_err(|error| {
-            Error::unsupported(not_started(
-                "the thread that reports the wait for other processes",
-                &error,
-            ))
-        })?;
-        let result = rendezvous();
-        drop(done_tx);
-        result
-    })
-}
-
-/// How long to wait for the other processes before the user gets a note.
-const WAIT_NOTICE_AFTER: Duration = Duration::from_secs(5);

@@ -10,13 +10,15 @@ use serde::{Deserialize, Serialize};
 use tch::Device;
 
 use crate::error::{Error, Result, escaped_line};
-use crate::ffi::TcpStore;
+pub(super) use crate::ffi::store::{from_json, to_json, unreadable};
 use crate::process_group::device_name;
-pub(super) use crate::process_group::{from_json, to_json, unreadable};
 use crate::runtime::Failure;
 
 /// The most ranks of a run. Some memory is allocated for each rank, so a message must not ask for more.
 pub(super) const MOST_RANKS: usize = 1 << 16;
+
+/// Key under which each process publishes its description.
+pub(super) const PROCESS: &str = "process";
 
 /// The description of a process, for the others.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -43,14 +45,15 @@ pub(super) struct Process {
 }
 
 impl Process {
+    /// Checks a process that was read from the store.
+    ///
     /// # Errors
-    /// [`Error::Input`] if `bytes` are not a valid message.
-    pub(super) fn from_bytes(key: &str, bytes: &[u8]) -> Result<Self> {
-        let process: Self = from_json(key, bytes)?;
-        match (process.ranks.len(), process.gpus.len()) {
-            (count @ 1..=MOST_RANKS, gpus) if gpus <= count => Ok(process),
+    /// [`Error::Input`] if its numbers cannot be those of a process.
+    pub(super) fn check(&self) -> Result<()> {
+        match (self.ranks.len(), self.gpus.len()) {
+            (count @ 1..=MOST_RANKS, gpus) if gpus <= count => Ok(()),
             (count, gpus) => {
-                Err(unreadable(key, &format!("a process with {count} ranks and {gpus} GPUs")))
+                Err(unreadable(PROCESS, &format!("a process with {count} ranks and {gpus} GPUs")))
             }
         }
     }
@@ -181,42 +184,6 @@ pub(super) fn name_shared_gpus(processes: &mut [Process]) {
     }
 }
 
-/// Whether a run begins. Its processes wait for this in the rendezvous; the first that finds it out decides.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) enum Decision {
-    /// All processes have arrived.
-    Begin,
-    /// Processes are missing. Both lists are text for the user.
-    PeersMissing { missing: String, there: String },
-    /// The processes were not started for the same run, for this reason.
-    Refused(String),
-}
-
-impl Decision {
-    /// # Errors
-    /// [`Error::Input`] if `bytes` are not a valid message.
-    pub(super) fn from_bytes(key: &str, bytes: &[u8]) -> Result<Self> {
-        let escape = |text: String| escaped_line(&text).into_owned();
-        Ok(match from_json(key, bytes)? {
-            Self::Begin => Self::Begin,
-            Self::PeersMissing { missing, there } => {
-                Self::PeersMissing { missing: escape(missing), there: escape(there) }
-            }
-            Self::Refused(why) => Self::Refused(escape(why)),
-        })
-    }
-}
-
-/// Sets `key` if it is not set. Returns its value. Wakes all that wait for it, which `compare_set` alone does not do on
-/// every server.
-pub(super) fn set_once(store: &TcpStore, key: &str, value: &[u8]) -> Result<Vec<u8>> {
-    let now = store.compare_set(key, b"", value)?;
-    if now == value {
-        store.set(key, value)?;
-    }
-    Ok(now)
-}
-
 /// Reads the failure that a process of a run with `world_size` ranks reports to the others.
 ///
 /// # Errors
@@ -246,6 +213,7 @@ mod tests {
     use strum::IntoEnumIterator;
 
     use super::*;
+    use crate::ffi::store::Gathered;
     use crate::operation::{OpId, Operation};
     use crate::runtime::StopReason;
 
@@ -254,14 +222,16 @@ mod tests {
     /// Reads `bytes` as each kind of message: none may panic, and every error names the key.
     fn read_all(bytes: &[u8], count: usize) {
         let refused = [
-            Process::from_bytes(KEY, bytes).err(),
-            Decision::from_bytes(KEY, bytes).err(),
+            from_json::<Process>(KEY, bytes).err(),
+            from_json::<Gathered<Process>>(KEY, bytes).err(),
             failure_from_bytes(KEY, bytes, count).err(),
         ];
         for error in refused.into_iter().flatten() {
             assert!(error.to_string().contains(KEY), "{error}");
         }
-        if let Ok(process) = Process::from_bytes(KEY, bytes) {
+        if let Ok(process) = from_json::<Process>(KEY, bytes)
+            && process.check().is_ok()
+        {
             let twice = [process.clone(), process];
             assert_eq!(rank_ranges(&twice).is_ok(), 2 * twice[0].ranks.len() <= MOST_RANKS);
             assert_eq!(shared_gpu(&twice, true).is_some(), !twice[0].gpus.is_empty());
@@ -309,11 +279,10 @@ mod tests {
     /// Each kind of message as bytes, with the number of ranks of its run.
     fn written() -> impl Strategy<Value = (Vec<u8>, usize)> {
         let failure = failure().prop_map(|failure| (to_json(KEY, &failure).unwrap(), 9));
-        let decision = (".*", ".*").prop_map(|(missing, there)| {
-            (to_json(KEY, &Decision::PeersMissing { missing, there }).unwrap(), 1)
-        });
+        let refused =
+            ".*".prop_map(|why| (to_json(KEY, &Gathered::<Process>::Refused(why)).unwrap(), 1));
         let process = process().prop_map(|process| (to_json(KEY, &process).unwrap(), 1));
-        prop_oneof![failure, decision, process]
+        prop_oneof![failure, refused, process]
     }
 
     proptest! {
@@ -345,7 +314,9 @@ mod tests {
             failure in failure(),
         ) {
             let bytes = to_json(KEY, &process).unwrap();
-            prop_assert_eq!(Process::from_bytes(KEY, &bytes).unwrap(), process);
+            let read: Process = from_json(KEY, &bytes).unwrap();
+            prop_assert!(read.check().is_ok());
+            prop_assert_eq!(read, process);
             let bytes = to_json(KEY, &failure).unwrap();
             let read = failure_from_bytes(KEY, &bytes, 9).unwrap();
             prop_assert!(!read.error.contains(char::is_control));
@@ -433,13 +404,11 @@ mod tests {
         let error = failure_from_bytes(KEY, &bytes, 3).unwrap_err().to_string();
         assert!(error.contains("rank 3 of 3 has failed: why"), "{error}");
         for count in [0, MOST_RANKS + 1] {
-            let bytes = to_json(KEY, &crowd(count)).unwrap();
-            let error = Process::from_bytes(KEY, &bytes).unwrap_err().to_string();
+            let error = crowd(count).check().unwrap_err().to_string();
             assert!(error.contains(&format!("a process with {count} ranks")), "{error}");
         }
         let process = Process { gpus: vec!["x".into(); 3], ..crowd(2) };
-        let bytes = to_json(KEY, &process).unwrap();
-        let error = Process::from_bytes(KEY, &bytes).unwrap_err().to_string();
+        let error = process.check().unwrap_err().to_string();
         assert!(error.contains("a process with 2 ranks and 3 GPUs"), "{error}");
         let error = rank_ranges(&[crowd(MOST_RANKS), crowd(1)]).unwrap_err().to_string();
         assert!(error.contains("2 processes have 65537 ranks together"), "{error}");

@@ -7,12 +7,12 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::messages::{
-    Decision, Process, check_same, from_json, name_shared_gpus, rank_ranges, set_once, shared_gpu,
-    to_json, unreadable,
+    PROCESS, Process, check_same, from_json, name_shared_gpus, rank_ranges, shared_gpu, to_json,
 };
 use super::{Launch, LaunchKind, Processes};
 use crate::error::{Error, Result, escaped_line};
 use crate::ffi::TcpStore;
+use crate::ffi::store::{Gathered, key_of};
 use crate::process_group::{Backend, Devices};
 use crate::runtime::Instant;
 
@@ -45,10 +45,11 @@ impl ProcessRendezvous<'_> {
     /// [`Error::Input`] when the processes do not fit each other, [`Error::PeersMissing`], [`Error::Store`].
     pub(super) fn meet(&self) -> Result<(Vec<Process>, Vec<Range<usize>>)> {
         let mine = self.launch.processes.index;
-        let checked = self.exchange_processes().and_then(|processes| {
+        let checked = self.exchange_processes().and_then(|mut processes| {
             if processes[mine] != *self.me {
                 return Err(self.twice());
             }
+            name_shared_gpus(&mut processes);
             let ranks = check(&processes, self.me)?;
             Ok((processes, ranks))
         });
@@ -111,7 +112,7 @@ impl ProcessRendezvous<'_> {
             )));
         }
         let differs = differs + "; start all with the same number";
-        decide(self.store, &Decision::Refused(differs.clone()))?;
+        Gathered::<Process>::Refused(differs.clone()).decide(self.store, PROCESS)?;
         Err(Error::mismatch(differs))
     }
 
@@ -120,53 +121,31 @@ impl ProcessRendezvous<'_> {
         let Self { store, launch, me, .. } = self;
         let (mine, count) = (launch.processes.index, launch.processes.count);
         self.check_run()?;
-        if store.add(&format!("arrivals/{mine}"), 1)? > 1 {
+        let (key, message) = (key_of(PROCESS, mine), to_json(PROCESS, me)?);
+        if store.set_once(&key, &message)? != message {
             return Err(self.twice());
         }
-        store.set(&key_of(mine), &to_json(&key_of(mine), me)?)?;
-        if store.add(ARRIVED, 1)? == count as i64 {
-            decide(store, &Decision::Begin)?;
-        }
-        let decision = match store.get(DECISION, self.time_left())? {
-            Some(bytes) => Decision::from_bytes(DECISION, &bytes)?,
-            None => decide(store, &self.missing_peers()?)?,
-        };
-        match decision {
-            Decision::Begin => {
-                let all = self.arrived()?.into_iter().collect::<Option<Vec<_>>>();
-                all.ok_or_else(|| unreadable(DECISION, "not all processes have arrived"))
-            }
-            Decision::PeersMissing { missing, there } => {
-                let waited = self.began.elapsed().min(self.timeout);
-                Err(Error::PeersMissing { missing, count, waited, there })
-            }
-            Decision::Refused(why) => Err(Error::mismatch(why)),
-        }
+        let absent = |missing: Vec<usize>| self.peers_missing(&missing);
+        let processes = Gathered::of(store, PROCESS, mine, count, *me, self.time_left(), absent)?;
+        processes.iter().try_for_each(Process::check)?;
+        Ok(processes)
     }
 
-    /// Returns what each process is; `None` for those that have not arrived.
-    fn arrived(&self) -> Result<Vec<Option<Process>>> {
-        let read = |process: usize| {
-            let key = key_of(process);
-            let bytes = self.store.get(&key, Duration::ZERO)?;
-            bytes.map(|bytes| Process::from_bytes(&key, &bytes)).transpose()
+    /// Returns the error of a run for which the processes `missing` have not arrived.
+    fn peers_missing(&self, missing: &[usize]) -> Error {
+        let count = self.launch.processes.count;
+        let name = |process: usize| {
+            let bytes = self.store.get(&key_of(PROCESS, process), Duration::ZERO).ok()??;
+            let Process { host, pid, .. } = from_json(PROCESS, &bytes).ok()?;
+            Some(format!("{process} (on {}, process {pid})", escaped_line(&host)))
         };
-        (0..self.launch.processes.count).map(read).collect()
-    }
-
-    /// Returns the decision not to wait any longer for the processes that have not arrived.
-    fn missing_peers(&self) -> Result<Decision> {
-        let mut missing = Vec::new();
-        let mut there = Vec::new();
-        for (index, process) in self.arrived()?.iter().enumerate() {
-            match process {
-                None => missing.push(index.to_string()),
-                Some(Process { host, pid, .. }) => {
-                    there.push(format!("{index} (on {host}, process {pid})"));
-                }
-            }
+        let there = (0..count).filter(|process| !missing.contains(process)).filter_map(name);
+        Error::PeersMissing {
+            missing: missing.iter().map(usize::to_string).collect::<Vec<_>>().join(", "),
+            count,
+            waited: self.began.elapsed().min(self.timeout),
+            there: there.collect::<Vec<_>>().join(", "),
         }
-        Ok(Decision::PeersMissing { missing: missing.join(", "), there: there.join(", ") })
     }
 
     /// Ends the rendezvous of a process that has found that the run cannot begin. The process that serves the store
@@ -179,21 +158,11 @@ impl ProcessRendezvous<'_> {
         if !matches!(error, Error::PeersMissing { .. } | Error::Input { .. }) {
             return Ok(()); // the store is gone already
         }
-        let has_arrived = |process: &usize| self.store.check(&[key_of(*process)]).unwrap_or(false);
+        let has_arrived =
+            |process: &usize| self.store.check(&key_of(PROCESS, *process)).unwrap_or(false);
         let others: Vec<String> = (1..count).filter(has_arrived).map(acknowledged).collect();
         self.store.wait(&others, ACKNOWLEDGE_TIMEOUT).map(drop)
     }
-}
-
-/// Decides whether the run begins, if no other process has. Returns the decision that counts.
-fn decide(store: &TcpStore, decision: &Decision) -> Result<Decision> {
-    let bytes = set_once(store, DECISION, &to_json(DECISION, decision)?)?;
-    Decision::from_bytes(DECISION, &bytes)
-}
-
-/// Returns the key of what a process is.
-fn key_of(process: usize) -> String {
-    format!("process/{process}")
 }
 
 /// Returns the key that a process sets once it has found that the run cannot begin.
@@ -233,9 +202,7 @@ fn check(processes: &[Process], me: &Process) -> Result<Vec<Range<usize>>> {
 
 /// Refuses two ranks with one GPU, which they cannot share for this `reason`.
 fn check_own_gpus(processes: &[Process], reason: &str) -> Result<()> {
-    let mut processes = processes.to_vec();
-    name_shared_gpus(&mut processes);
-    let Some((gpu, [one, other])) = shared_gpu(&processes, true) else { return Ok(()) };
+    let Some((gpu, [one, other])) = shared_gpu(processes, true) else { return Ok(()) };
     Err(Error::mismatch(format!(
         "{one} and {other} have the same GPU, {gpu}, and {reason}; start fewer, or have each process see its own \
          (CUDA_VISIBLE_DEVICES, srun --gpus-per-task)"
@@ -249,8 +216,7 @@ pub(super) fn prefix(run_id: &str, start: i64) -> String {
 
 /// Reports to the processes that still wait for `process` that it will not arrive.
 pub(super) fn report_absent(store: &TcpStore, process: usize) -> Result<()> {
-    let there = "all others, or on their way".into();
-    decide(store, &Decision::PeersMissing { missing: process.to_string(), there }).map(drop)
+    Gathered::<Process>::Missing(vec![process]).decide(store, PROCESS).map(drop)
 }
 
 /// Returns how many files the store opens for this number of processes: its own, and the connections of each.
@@ -265,18 +231,12 @@ pub(super) const HOW_TO_CHANGE_PORT: &str =
 /// How long the process that serves the store waits until the others have read why the run cannot begin.
 const ACKNOWLEDGE_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// Keys of a start: how many processes have arrived, and whether the run begins ([`Decision`]).
-const ARRIVED: &str = "arrived";
-const DECISION: &str = "decision";
-
 /// Key beside those of the run: what process 0 was started for.
 const RUN: &str = "run";
 
 #[cfg(test)]
 mod tests {
     use std::thread;
-
-    use crossbeam::channel::never;
 
     use super::super::{LaunchOptions, detect};
     use super::*;
@@ -318,12 +278,12 @@ mod tests {
     /// Without a word from the other process, each would wait for a process that never comes.
     #[test]
     fn processes_that_disagree_on_their_number_end_at_once() {
-        let store = TcpStore::serve("127.0.0.1", 0, TIMEOUT, never()).unwrap();
+        let store = TcpStore::serve("127.0.0.1", 0, TIMEOUT).unwrap();
         let expected = "--nnodes is 3 for process 0 and 2 for process 1";
         let [first, second] = [by_hand(0, 3, "none"), by_hand(1, 2, "none")];
         thread::scope(|scope| {
             let first = scope.spawn(|| meet(&store, &first));
-            while !store.check(&["ddp-mp/run".into()]).unwrap() {
+            while !store.check("ddp-mp/run").unwrap() {
                 thread::yield_now();
             }
             for error in [meet(&store, &second), first.join().unwrap()] {
@@ -334,11 +294,11 @@ mod tests {
 
     #[test]
     fn process_of_another_run_learns_what_the_run_is() {
-        let store = TcpStore::serve("127.0.0.1", 0, TIMEOUT, never()).unwrap();
+        let store = TcpStore::serve("127.0.0.1", 0, TIMEOUT).unwrap();
         let [first, second] = [0, 1].map(|index| by_hand(index, 2, "none"));
         thread::scope(|scope| {
             let waiting = scope.spawn(|| meet(&store, &first));
-            while !store.check(&["ddp-mp/none/0/process/0".into()]).unwrap() {
+            while !store.check("ddp-mp/none/0/process/0").unwrap() {
                 thread::yield_now();
             }
             for (stray, expected) in [

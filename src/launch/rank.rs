@@ -8,11 +8,14 @@ use std::sync::Arc;
 use tch::Device;
 
 use super::JoinedLaunch;
-use super::rendezvous::RankRendezvous;
 use crate::error::{Error, Result};
 use crate::operation::Operation;
-use crate::process_group::{Backend, ProcessGroup, RankIdentity};
+use crate::process_group::{Backend, Bootstrap, OncePerProcess, ProcessGroup, RankIdentity};
 use crate::runtime::RunContext;
+
+/// What the ranks of a process need to join the group of all ranks: the first to ask for it makes it for all. With the rank
+/// that has made it.
+pub(super) type SharedBootstrap = OncePerProcess<(), (usize, Bootstrap)>;
 
 /// One rank, as its function sees it: its index, its device, and access to the process group.
 ///
@@ -28,7 +31,7 @@ pub struct Rank {
     joined_launch: Arc<JoinedLaunch>,
     run: Arc<RunContext>,
     /// Taken by the first `init_process_group`.
-    rendezvous: RefCell<Option<Arc<RankRendezvous>>>,
+    bootstrap: RefCell<Option<Arc<SharedBootstrap>>>,
     /// Kept here too, so that the group outlives the rank function: a rank that fails must first report the failure
     /// and then shut the group down.
     group: OnceCell<Rc<ProcessGroup>>,
@@ -50,11 +53,11 @@ impl Rank {
         index: usize,
         joined_launch: Arc<JoinedLaunch>,
         run: Arc<RunContext>,
-        rendezvous: Arc<RankRendezvous>,
+        bootstrap: Arc<SharedBootstrap>,
     ) -> Self {
         let identity = joined_launch.identity(index);
-        let rendezvous = RefCell::new(Some(rendezvous));
-        Self { identity, joined_launch, run, rendezvous, group: OnceCell::new() }
+        let bootstrap = RefCell::new(Some(bootstrap));
+        Self { identity, joined_launch, run, bootstrap, group: OnceCell::new() }
     }
 
     /// Returns this rank's number, from 0.
@@ -101,14 +104,14 @@ impl Rank {
     /// Joins the other ranks in a process group. Every rank must call it, once. Use [`Rank::backend`] unless you
     /// want another one.
     ///
-    /// Follows `torch.distributed.init_process_group`, without an address: the first rank of a process sends the
-    /// others what they need over a channel. Several processes have already connected through a store.
+    /// Follows `torch.distributed.init_process_group`, without an address: the first rank of a process that comes makes
+    /// what all need. Several processes have already connected through a store.
     ///
     /// # Errors
     /// [`Error::Input`] when called twice, with a backend that the device does not allow, or when NCCL is
     /// missing; [`Error::Timeout`], [`Error::PeerExited`] and [`Error::Cancelled`] when other ranks do not arrive.
     pub fn init_process_group(&self, backend: Backend) -> Result<Rc<ProcessGroup>> {
-        let Some(rendezvous) = self.rendezvous.take() else {
+        let Some(shared) = self.bootstrap.take() else {
             return Err(Error::usage(
                 "init_process_group was called twice on this rank; keep the group it returned"
                     .into(),
@@ -118,15 +121,16 @@ impl Rank {
         let activity = &run.activity[rank];
         let before = activity.enter(Operation::Rendezvous, 0);
         run.fault_point(rank, Operation::Rendezvous, 0)?;
-        let first = self.joined_launch.ranks_here().start;
-        let bootstrap = rendezvous.run(run, rank, first, || {
+        let ranks_here = self.joined_launch.ranks_here().len();
+        let (maker, bootstrap) = shared.fetch((), ranks_here, run, rank, || {
             let bootstrap = self.joined_launch.bootstrap(run, backend);
             // A store request that was cancelled because the run failed is not a failure of its own.
-            bootstrap.or_else(|error| run.check(rank).and(Err(error)))
+            let bootstrap = bootstrap.or_else(|error| run.check(rank).and(Err(error)));
+            bootstrap.map(|bootstrap| (rank, bootstrap))
         })?;
         if bootstrap.backend != backend {
             return Err(Error::mismatch(format!(
-                "init_process_group: rank {first} asks for backend {}, rank {rank} for {}; ask for the same",
+                "init_process_group: rank {maker} asks for backend {}, rank {rank} for {}; ask for the same",
                 bootstrap.backend.name(),
                 backend.name()
             )));

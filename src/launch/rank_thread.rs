@@ -7,7 +7,7 @@ use std::sync::Arc;
 use crossbeam::channel::Sender;
 use tch::Device;
 
-use super::rendezvous::RankRendezvous;
+use super::rank::SharedBootstrap;
 use super::{JoinedLaunch, Rank};
 use crate::error::{Error, Result};
 use crate::ffi;
@@ -17,28 +17,22 @@ use crate::os::affinity::CpuList;
 use crate::runtime::{RunContext, panics};
 
 /// Everything that one rank's thread starts with.
-pub(super) struct RankThread<T> {
+pub(super) struct RankThread {
     /// The rank's number among those of its process.
     pub index: usize,
     pub joined_launch: Arc<JoinedLaunch>,
     /// The CPUs to bind it to, if it is bound.
     pub cpus: Option<CpuList>,
-    pub rendezvous: Arc<RankRendezvous>,
+    pub bootstrap: Arc<SharedBootstrap>,
     pub run: Arc<RunContext>,
-    pub ended_tx: Sender<RankThreadEnd<T>>,
+    /// Gets `index` when the thread can be joined.
+    pub ended_tx: Sender<usize>,
 }
 
-/// The end of a rank's thread; the thread can be joined now.
-pub(super) struct RankThreadEnd<T> {
-    /// The rank's number among those of its process.
-    pub index: usize,
-    /// The result of the rank's function; `None` if it failed.
-    pub value: Option<T>,
-}
-
-impl<T> RankThread<T> {
-    pub(super) fn main(self, f: &dyn Fn(&Rank) -> anyhow::Result<T>) {
-        let Self { index, joined_launch, cpus, rendezvous, run, ended_tx } = self;
+impl RankThread {
+    /// Runs the rank's function, `f`. Returns its result; `None` if it failed.
+    pub(super) fn main<T>(self, f: &dyn Fn(&Rank) -> anyhow::Result<T>) -> Option<T> {
+        let Self { index, joined_launch, cpus, bootstrap, run, ended_tx } = self;
         // First of all: memory comes from the node of the CPU that writes to it first.
         let bind = joined_launch.launch.bind;
         let bound = match cpus {
@@ -46,7 +40,7 @@ impl<T> RankThread<T> {
             None => Ok(()),
         };
         let threads = joined_launch.placement.threads_per_rank;
-        let context = Rank::new(index, joined_launch, run.clone(), rendezvous);
+        let context = Rank::new(index, joined_launch, run.clone(), bootstrap);
         let rank = context.rank();
         run.start(rank);
         panics::watch_this_thread();
@@ -75,7 +69,8 @@ impl<T> RankThread<T> {
         drop(context);
         run.activity[rank].enter(Operation::Done, 0);
         // The supervisor has stopped receiving if the grace period is over.
-        let _ = ended_tx.send(RankThreadEnd { index, value });
+        let _ = ended_tx.send(index);
+        value
     }
 }
 

@@ -11,7 +11,7 @@
 use std::collections::HashSet;
 use std::time::Duration;
 
-use super::messages::{set_once, unreadable};
+use super::messages::unreadable;
 use crate::error::Result;
 use crate::ffi::TcpStore;
 use crate::runtime::Instant;
@@ -74,7 +74,7 @@ fn answer(store: &TcpStore, count: usize, timeout: Duration) -> Result<i64> {
 fn post(store: &TcpStore, text: &str) -> Result<i64> {
     let mut index = messages_read(store)?;
     // Other processes append, too. Their texts are different ones.
-    while set_once(store, &message(index), text.as_bytes())? != text.as_bytes() {
+    while store.set_once(&message(index), text.as_bytes())? != text.as_bytes() {
         index += 1;
     }
     Ok(index)
@@ -106,16 +106,13 @@ fn confirmation(process: usize, start: i64) -> String {
 
 #[cfg(test)]
 mod tests {
-    use crossbeam::channel::bounded;
-
     use super::*;
 
     const TIMEOUT: Duration = Duration::from_secs(60);
 
     #[test]
     fn generation_is_new_and_equal_on_all_processes() {
-        let (_open_tx, never_rx) = bounded(0);
-        let store = TcpStore::serve("127.0.0.1", 0, TIMEOUT, never_rx).unwrap();
+        let store = TcpStore::serve("127.0.0.1", 0, TIMEOUT).unwrap();
         let mut starts = Vec::new();
         // The keys of one start must not mislead the next, whichever process is first, and however many there are.
         for (count, first) in [(3, 0), (3, 1), (2, 0), (4, 2)] {

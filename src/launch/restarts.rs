@@ -3,7 +3,6 @@
 
 use std::time::Duration;
 
-use crossbeam::channel::never;
 use serde::{Deserialize, Serialize};
 
 use super::messages::{from_json, to_json};
@@ -13,12 +12,6 @@ use crate::ffi::TcpStore;
 
 /// The message of the parent process to each start after the first.
 const RESTARTS: &str = "restarts";
-
-/// Set once a start has opened its checkpoint folder.
-const SAVES: &str = "saves";
-
-/// Set once a start has reported to the user that all ranks have connected.
-const STARTED: &str = "started";
 
 /// Longest wait for the parent process. A machine under load may take seconds; without its parent a process ends.
 pub(super) const PARENT_TIMEOUT: Duration = Duration::from_secs(30);
@@ -37,6 +30,12 @@ pub(crate) struct Restarts {
 }
 
 impl Restarts {
+    /// Key that a start sets once it has opened its checkpoint folder.
+    pub(crate) const SAVES: &str = "saves";
+
+    /// Key that a start sets once it has reported to the user that all ranks have connected.
+    pub(crate) const STARTED: &str = "started";
+
     /// Returns the starts before the one that `launch` describes; empty if no parent process restarts this one.
     ///
     /// # Errors
@@ -51,21 +50,14 @@ impl Restarts {
         }
     }
 
-    /// Reports to the parent process, if it restarts this one, that the checkpoint folder now belongs to this run.
+    /// Sets `key` in the store of the parent process, if it restarts this one.
     ///
     /// # Errors
     /// The errors of [`Restarts::before`].
-    pub(crate) fn note_saving(launch: &Launch) -> Result<()> {
-        note(launch, SAVES)
-    }
-
-    /// Reports to the parent process, if it restarts this one, that this start was reported to
-    /// the user.
-    ///
-    /// # Errors
-    /// The errors of [`Restarts::before`].
-    pub(crate) fn note_started(launch: &Launch) -> Result<()> {
-        note(launch, STARTED)
+    pub(crate) fn note(launch: &Launch, key: &str) -> Result<()> {
+        let (Some(parent), 1..) = (&launch.parent, launch.max_restarts) else { return Ok(()) };
+        // The store answers this request, so the key has arrived.
+        connect(parent)?.add(key, 1).map(drop)
     }
 
     /// Adds the `reason` of the next restart, and stores all of this in `store` for the next start.
@@ -77,20 +69,13 @@ impl Restarts {
     ) -> Result<()> {
         self.reasons.push(reason);
         self.elapsed = elapsed;
-        self.saves = store.check(&[SAVES.into()])?;
-        self.started = store.check(&[STARTED.into()])?;
+        self.saves = store.check(Self::SAVES)?;
+        self.started = store.check(Self::STARTED)?;
         store.set(RESTARTS, &to_json(RESTARTS, self)?)
     }
 }
 
-/// Sets `key` in the store of the process that restarts this one, if there is one.
-fn note(launch: &Launch, key: &str) -> Result<()> {
-    let (Some(parent), 1..) = (&launch.parent, launch.max_restarts) else { return Ok(()) };
-    // The store answers this request, so the key has arrived.
-    connect(parent)?.add(key, 1).map(drop)
-}
-
 /// Opens a connection to the store of the process that started this one.
 pub(super) fn connect(parent: &MasterEndpoint) -> Result<TcpStore> {
-    TcpStore::connect(&parent.addr, parent.port, PARENT_TIMEOUT, never())
+    TcpStore::connect(&parent.addr, parent.port, PARENT_TIMEOUT)
 }

@@ -11,7 +11,7 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2};
 use signal_hook::flag;
 use signal_hook::iterator::Signals;
 
-use crate::os::{self, limits};
+use crate::os::{self, limits::not_started};
 use crate::runtime::{StopReason, StopRequest};
 
 /// The signals that ask a run to stop, and SIGUSR2, which requests a status report: those that training processes handle.
@@ -81,13 +81,11 @@ pub fn status_signal() -> io::Result<Receiver<()>> {
         }
     };
     let thread = thread::Builder::new().name("signals".into());
-    thread.spawn(listen).map_err(|error| not_started("the thread for signals", &error))?;
+    thread
+        .spawn(listen)
+        .map_err(|error| io::Error::other(not_started("the thread for signals", &error)))?;
     os::release_signals(&[SIGUSR2])?;
     Ok(requests_rx)
-}
-
-fn not_started(what: &str, error: &io::Error) -> io::Error {
-    io::Error::other(limits::not_started(what, error))
 }
 
 /// Runs `wait`, which may take long and has no training step to stop after. Meanwhile a signal ends the process at
@@ -158,14 +156,6 @@ pub fn exit_code(reason: Option<StopReason>) -> u8 {
         Some(StopReason::Interrupt) => code_of(SIGINT),
         Some(StopReason::Terminate) => code_of(SIGTERM),
         Some(StopReason::HangUp) => code_of(SIGHUP),
-        Some(
-            StopReason::User1
-            | StopReason::Time
-            | StopReason::Steps
-            | StopReason::NoProgress
-            | StopReason::Key
-            | StopReason::Callback,
-        )
-        | None => 0,
+        _ => 0,
     }
 }

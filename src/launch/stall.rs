@@ -2,14 +2,13 @@
 //! request.
 
 use std::fmt::Write;
-use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
 use super::heartbeat_monitor::HEARTBEAT_TIMEOUT;
 use crate::error::opaque_debug;
 use crate::operation::{OpId, Operation};
-use crate::runtime::{OpEntry, RemoteSnapshots, RunContext};
+use crate::runtime::{OpEntry, RunContext};
 
 /// The callback that receives reports for the user.
 #[derive(Clone)]
@@ -34,55 +33,38 @@ pub(super) struct Stall {
     at: OpId,
 }
 
-/// Returns the collective that ranks of this process, `local_ranks`, have waited in the longest. `None` if no wait is
-/// longer than `limit`.
-pub(super) fn stalled(
-    run: &RunContext,
-    local_ranks: Range<usize>,
-    limit: Duration,
-) -> Option<Stall> {
-    longest(run, local_ranks, limit).map(|(stall, _)| stall)
-}
-
-fn longest(
-    run: &RunContext,
-    local_ranks: Range<usize>,
-    limit: Duration,
-) -> Option<(Stall, OpEntry)> {
+/// Returns the collective that ranks of this process have waited in the longest, and the first one's entry. `None` if no
+/// wait is longer than `limit`.
+pub(super) fn stalled(run: &RunContext, limit: Duration) -> Option<(Stall, OpEntry)> {
     let now = run.flight_recorder.now();
     let waits = |op: &OpEntry| op.is_open() && now.saturating_sub(op.started_at) >= limit;
     // Leaves out phases, which have no group: the collective within a phase says more.
-    let stalled = |op: OpEntry| op.group.map(|group| (Stall { group, at: op.at }, op));
-    let waiting = local_ranks.flat_map(|rank| run.flight_recorder.entries(rank, 0)).filter(waits);
-    waiting.filter_map(stalled).min_by_key(|(_, op)| op.started_at)
+    let stall_of = |op: OpEntry| op.group.map(|group| (Stall { group, at: op.at }, op));
+    let entries = |rank: usize| run.flight_recorder.entries(rank, 0);
+    let waiting = run.local_ranks.clone().flat_map(entries).filter(waits);
+    waiting.filter_map(stall_of).min_by_key(|(_, op)| op.started_at)
 }
 
 impl Stall {
     /// Returns which ranks have arrived and which have not, in lines. If ranks of other processes take part, it
     /// asks them first, which takes a moment. `None` if the collective has ended meanwhile, or the run has failed.
-    pub(super) fn text(
-        self,
-        run: &RunContext,
-        local_ranks: Range<usize>,
-        limit: Duration,
-    ) -> Option<String> {
+    pub(super) fn text(self, run: &RunContext, limit: Duration) -> Option<String> {
         let Self { group, at } = self;
         let members = run.members(group)?;
         let mut silent = Vec::new();
-        if members.iter().any(|rank| !local_ranks.contains(rank)) {
+        if members.iter().any(|rank| !run.local_ranks.contains(rank)) {
             silent = run.refresh_peers();
         }
         if run.cancel.cancelled_by().is_some() {
             return None; // the failure says more
         }
-        let (_, first) =
-            longest(run, local_ranks.clone(), limit).filter(|(stall, _)| *stall == self)?;
+        let (_, first) = stalled(run, limit).filter(|(stall, _)| *stall == self)?;
         let now = run.flight_recorder.now();
         let waited = seconds_since(first.started_at, now);
         let mut text = format!("{} has not ended for {waited}", what(&first));
         let (mut arrived, mut missing, mut on_gpus) = (Vec::new(), String::new(), String::new());
         for &rank in members.iter() {
-            let seen = seen(run, &local_ranks, &run.remote_snapshots, rank, now);
+            let seen = seen(run, rank, now);
             let heard = run.remote_snapshots.heartbeat(rank, now);
             let silence = heard.map(|(_, age)| age).filter(|age| *age >= HEARTBEAT_TIMEOUT);
             if let Some(gpu) = on_gpu(&seen) {
@@ -120,18 +102,14 @@ impl Stall {
     }
 }
 
-/// Returns what each rank of this process, `local_ranks`, does and since when, one line for each. Includes those ranks
-/// of other processes whose status is in `remote`.
-pub(super) fn status_table(
-    run: &RunContext,
-    local_ranks: Range<usize>,
-    remote: &RemoteSnapshots,
-) -> String {
+/// Returns what each rank of this process does and since when, one line for each. Includes those ranks of other processes
+/// whose status is known.
+pub(super) fn status_table(run: &RunContext) -> String {
     let now = run.flight_recorder.now();
     let mut lines = Vec::new();
     for rank in 0..run.activity.len() {
-        let seen = seen(run, &local_ranks, remote, rank, now);
-        if !local_ranks.contains(&rank) && seen.is_empty() {
+        let seen = seen(run, rank, now);
+        if !run.local_ranks.contains(&rank) && seen.is_empty() {
             continue;
         }
         let mut line = format!("  rank {rank} {}", last_seen(run, rank, &seen, now));
@@ -159,14 +137,12 @@ fn on_gpu(seen: &[OpEntry]) -> Option<String> {
 }
 
 /// Returns the known operations of `rank`, the newest last, on the clock of this process, which shows `now`.
-fn seen(
-    run: &RunContext,
-    local_ranks: &Range<usize>,
-    remote: &RemoteSnapshots,
-    rank: usize,
-    now: Duration,
-) -> Vec<OpEntry> {
-    if local_ranks.contains(&rank) { run.flight_recorder.seen(rank) } else { remote.of(rank, now) }
+fn seen(run: &RunContext, rank: usize, now: Duration) -> Vec<OpEntry> {
+    if run.local_ranks.contains(&rank) {
+        run.flight_recorder.seen(rank)
+    } else {
+        run.remote_snapshots.of(rank, now)
+    }
 }
 
 /// Returns what `rank` does now, or did last, as text.
@@ -208,10 +184,11 @@ mod tests {
     use std::panic::Location;
 
     use super::*;
-    use crate::runtime::{OpStart, PeerHeartbeat};
+    use crate::runtime::{OpStart, PeerHeartbeat, RankStatus};
 
     fn waiting_run() -> RunContext {
-        let run = RunContext::new(2, Duration::from_secs(60), None);
+        let mut run = RunContext::new(2, Duration::from_secs(60), None);
+        run.local_ranks = 0..1;
         let at = OpId { operation: Operation::AllReduce, sequence: 17 };
         run.flight_recorder
             .begin(0, OpStart { group: Some(0), ..OpStart::alone(at, Location::caller()) });
@@ -226,16 +203,12 @@ mod tests {
             for sent in [10, sent] {
                 let at = OpId { operation: Operation::Forward, sequence: 3 };
                 let sent = Duration::from_secs(sent);
-                run.remote_snapshots.note(PeerHeartbeat {
-                    rank: 1,
-                    sent,
-                    suspended: Duration::ZERO,
-                    at,
-                    seen: Vec::new(),
-                });
+                let status = RankStatus { at, seen: Vec::new() };
+                let heartbeat = PeerHeartbeat { sent, suspended: Duration::ZERO, status };
+                run.remote_snapshots.note(1, heartbeat);
             }
-            let stall = stalled(&run, 0..1, Duration::ZERO).unwrap();
-            let text = stall.text(&run, 0..1, Duration::ZERO).unwrap();
+            let (stall, _) = stalled(&run, Duration::ZERO).unwrap();
+            let text = stall.text(&run, Duration::ZERO).unwrap();
             let (_, late) = text.split_once("\n  rank 1 ").unwrap();
             assert!(late.starts_with(expected), "{text}");
             let unheard = late.ends_with("; nothing heard for 8.0 s");

@@ -4,20 +4,15 @@
 //! agent or one that process 0 serves. There they exchange what they are. The keys belong to this run and to this
 //! start of it: an agent's store outlives a restart, while process 0 serves a new one each time.
 
-use std::collections::HashMap;
-use std::convert::Infallible;
-use std::io::ErrorKind;
-use std::net::{IpAddr, TcpListener, ToSocketAddrs};
-use std::ops::Range;
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crossbeam::channel::{Receiver, Sender, bounded};
 use tch::Device;
 
 use super::heartbeat_monitor::{HeartbeatMonitor, Server, Stay};
 use super::host::{APART, HostLinks, OFF};
-use super::messages::{MOST_RANKS, Process, name_shared_gpus, node_of, ranks_on, shared_gpu};
+use super::messages::{MOST_RANKS, Process, node_of, ranks_on, shared_gpu};
 use super::process_rendezvous::{
     HOW_TO_CHANGE_PORT, ProcessRendezvous, files_of_store, prefix, process_0_missing,
 };
@@ -26,7 +21,8 @@ use super::{
     restart_generation,
 };
 use crate::error::{Error, Result};
-use crate::ffi::{PORT_IN_USE, TcpStore, cuda};
+use crate::ffi::store::{ALL_INTERFACES, NOT_HERE, PORT_IN_USE};
+use crate::ffi::{TcpStore, cuda};
 use crate::os::limits::require_files;
 use crate::process_group::{Backend, Bootstrap, Network, ProcessMap, nccl_host_id};
 use crate::runtime::{Clock, Instant, RunContext};
@@ -35,10 +31,8 @@ use crate::runtime::{Clock, Instant, RunContext};
 #[derive(Debug)]
 pub(crate) struct ProcessWorld {
     pub(super) processes: Vec<Process>,
-    /// The range of ranks of each process.
-    ranks: Vec<Range<usize>>,
-    /// This process's number, from 0. Process 0, with rank 0, reads and writes files for all.
-    pub(super) mine: usize,
+    /// The ranks of each process. Process 0, with rank 0, reads and writes files for all.
+    pub(super) map: ProcessMap,
     /// Uses the prefix of this start of the run.
     store: TcpStore,
     serves: bool,
@@ -54,29 +48,9 @@ pub(crate) struct ProcessWorld {
     /// The other processes of this host; an error says why they do not share memory. `None` with a backend that does not
     /// use it.
     pub(super) host: Option<std::result::Result<HostLinks, String>>,
-    /// Keeps `store` usable: dropping this would cancel requests that are made as the run ends.
-    _cancel_tx: Sender<Infallible>,
 }
 
 impl ProcessWorld {
-    /// Returns a warning if this process is to serve the store under a name that resolves to a loopback address, as a
-    /// line in Debian's `/etc/hosts` may cause: no other machine can connect. All processes may be on this one.
-    pub(super) fn warning(launch: &Launch) -> Option<String> {
-        let master = launch.master.as_ref().filter(|master| !master.agent_store)?;
-        let others = launch.processes.index == 0 && launch.nnodes.is_some_and(|nnodes| nnodes > 1);
-        if !others || master.addr.parse::<IpAddr>().is_ok() {
-            return None;
-        }
-        let found = (&master.addr[..], master.port).to_socket_addrs().ok()?.next()?.ip();
-        found.is_loopback().then(|| {
-            format!(
-                "--master-addr={} is the loopback address {found} here; if there are other machines, use one they can \
-                 reach",
-                master.addr
-            )
-        })
-    }
-
     /// Waits for the rendezvous with the other processes of `launch`. Returns when all have arrived; `None` if this
     /// is the only process. `options` holds the names and values that must be the same in all processes.
     ///
@@ -98,9 +72,8 @@ impl ProcessWorld {
                 launch.reason
             )));
         }
-        let (cancel_tx, cancel_rx) = bounded(0);
         let serves = mine == 0 && !master.agent_store;
-        let store = open_store(launch, master, serves, timeout, cancel_rx)?;
+        let store = open_store(launch, master, serves, timeout)?;
         let began = Instant::now();
         let start = generation(launch, master, &store, timeout)?;
         let of_start = store.under(&prefix(&launch.run_id, start));
@@ -110,15 +83,15 @@ impl ProcessWorld {
         let me = this_process(launch, placement, options);
         let rendezvous =
             ProcessRendezvous { store: &store, common, launch, me: &me, began, timeout, serves };
-        let (mut processes, ranks) = rendezvous.meet()?;
-        name_shared_gpus(&mut processes);
+        let (processes, ranks) = rendezvous.meet()?;
+        let map = ProcessMap { processes: ranks, mine };
         let machines = processes.iter().filter(|process| process.first_local == 0).count();
         let server = server(launch, master, &processes[0]);
-        let heartbeat_monitor = HeartbeatMonitor::new(&store, server, mine, &ranks)?;
+        let heartbeat_monitor = HeartbeatMonitor::new(&store, server, &map)?;
         let host = match placement.backend {
             Backend::Gloo => {
                 let wants = launch.shared_memory != SharedMemory::Off;
-                Some(HostLinks::meet(&store, mine, &ranks, wants, launch.has_agent, timeout)?)
+                Some(HostLinks::meet(&store, &map, wants, launch.has_agent, timeout)?)
             }
             _ => None,
         };
@@ -126,15 +99,13 @@ impl ProcessWorld {
             nnodes: launch.nnodes.unwrap_or(machines),
             node_rank: launch.node_rank.unwrap_or_else(|| node_of(&processes, mine)),
             processes,
-            ranks,
-            mine,
+            map,
             store: store.clone(),
             serves,
             interfaces,
             clock: None,
             heartbeat_monitor,
             host,
-            _cancel_tx: cancel_tx,
         };
         if let (Some(why), SharedMemory::Require) = (world.not_shared(), launch.shared_memory) {
             let error = Error::unsupported(format!(
@@ -151,40 +122,36 @@ impl ProcessWorld {
     /// # Errors
     /// [`Error::Store`], [`Error::Input`] when another process does not answer.
     pub(super) fn compare_clocks(self, timeout: Duration) -> Result<Self> {
-        let count = self.processes.len();
-        let clock = clock_sync::estimate_offset(&self.store, self.mine, count, timeout)?;
+        let clock = clock_sync::estimate_offset(&self.store, &self.map, timeout)?;
         Ok(Self { clock: Some(clock), ..self })
     }
 
     /// Returns how many ranks all processes have together.
     pub(super) fn world_size(&self) -> usize {
-        self.ranks.last().map_or(0, |last| last.end)
-    }
-
-    /// Returns the ranks of this process.
-    pub(super) fn ranks_here(&self) -> Range<usize> {
-        self.ranks[self.mine].clone()
+        self.map.processes.last().map_or(0, |last| last.end)
     }
 
     /// Returns how many ranks of this machine come before those of this process.
     pub(super) fn ranks_before_on_machine(&self) -> usize {
-        ranks_on(&self.processes[self.mine].host, &self.processes[..self.mine])
+        ranks_on(&self.me().host, &self.processes[..self.map.mine])
     }
 
     /// Returns how many ranks there are on this machine.
     pub(super) fn ranks_on_machine(&self) -> usize {
-        ranks_on(&self.processes[self.mine].host, &self.processes)
+        ranks_on(&self.me().host, &self.processes)
+    }
+
+    /// Returns what this process is.
+    pub(super) fn me(&self) -> &Process {
+        &self.processes[self.map.mine]
     }
 
     /// Returns a rank's device, with its process if that is another one: `CPU:0 on b, process 71`.
     pub(super) fn label(&self, rank: usize) -> String {
-        let all = &self.ranks;
-        let Some(process) = all.iter().position(|ranks| ranks.contains(&rank)) else {
-            return "of no process".into();
-        };
-        let index = rank - all[process].start;
-        if process == self.mine {
-            self.processes[process].ranks[index].clone()
+        let process = self.map.process_of(rank);
+        let index = rank - self.map.processes[process].start;
+        if process == self.map.mine {
+            self.me().ranks[index].clone()
         } else {
             self.processes[process].label(index)
         }
@@ -214,20 +181,13 @@ impl ProcessWorld {
     /// Returns why processes of one machine do not share memory; `None` if they do.
     fn unshared(&self) -> Option<String> {
         let host = self.host.as_ref()?;
-        // The first rank on each machine, and the index of its host.
-        let mut machines = HashMap::new();
-        for (process, ranks) in self.ranks.iter().enumerate() {
-            let machine = &self.processes[process].host;
-            let host_index =
-                host.as_ref().map_or(process, |links| links.memory.host_of(ranks.start));
-            let (first, index_of_first) =
-                *machines.entry(machine).or_insert((ranks.start, host_index));
-            if host_index != index_of_first {
-                let apart = || format!("ranks {first} and {} on {machine}: {APART}", ranks.start);
-                return Some(host.as_ref().err().map_or_else(apart, String::clone));
-            }
-        }
-        None
+        let host_of =
+            |first: usize| host.as_ref().map_or(first, |links| links.memory.host_of(first));
+        let machines = self.processes.iter().map(|process| &process.host);
+        let hosts = machines.zip(self.map.processes.iter().map(|ranks| host_of(ranks.start)));
+        let hosts: Vec<_> = BTreeSet::from_iter(hosts).into_iter().collect();
+        let apart = hosts.windows(2).find(|hosts| hosts[0].0 == hosts[1].0)?;
+        Some(host.as_ref().err().cloned().unwrap_or_else(|| format!("on {}, {APART}", apart[0].0)))
     }
 
     /// Creates what the ranks of this process need to join the world group.
@@ -242,10 +202,9 @@ impl ProcessWorld {
     ) -> Result<Bootstrap> {
         Bootstrap::between_processes(backend, run, members, |members| {
             let store = self.store.reconnect(run.cancel.tripped().clone())?.under("world");
-            let layout = ProcessMap { processes: self.ranks.clone(), mine: self.mine };
             let memory = self.host().map(|host| &host.memory);
             let interfaces = self.interfaces.as_deref();
-            Network::connect(store, run.clone(), members, layout, interfaces, memory)
+            Network::connect(store, run.clone(), members, self.map.clone(), interfaces, memory)
         })
     }
 
@@ -281,16 +240,14 @@ fn open_store(
     master: &MasterEndpoint,
     serves: bool,
     timeout: Duration,
-    cancel_rx: Receiver<Infallible>,
 ) -> Result<TcpStore> {
     let (addr, port) = (&master.addr, master.port);
     if !serves {
-        return TcpStore::connect(addr, port, timeout, cancel_rx);
+        return TcpStore::connect(addr, port, timeout);
     }
-    check_is_here(master)?;
     let files = files_of_store(launch.processes.count);
     require_files(files, "serving the store to all processes")?;
-    TcpStore::serve(addr, port, timeout, cancel_rx).map_err(with_remedy)
+    TcpStore::serve(addr, port, timeout).map_err(|error| with_remedy(error, addr))
 }
 
 /// Returns which start of the run this is. A store that outlives a restart has the keys of each.
@@ -347,32 +304,17 @@ fn server(launch: &Launch, master: &MasterEndpoint, process_0: &Process) -> Serv
     Server { rank, name: who }
 }
 
-/// Adds to the error of a taken port what to do.
-fn with_remedy(error: Error) -> Error {
+/// Adds to the error of a taken port what to do. A wrong address, `addr`, is wrong input.
+fn with_remedy(error: Error, addr: &str) -> Error {
     match error {
         Error::Store { address, doing, reason } if reason == PORT_IN_USE => {
             let reason = format!("{reason}; {HOW_TO_CHANGE_PORT}");
             Error::Store { address, doing, reason }
         }
+        Error::Store { reason, .. } if [NOT_HERE, ALL_INTERFACES].contains(&&*reason) => {
+            Error::usage(format!("--master-addr={addr}: {reason}"))
+        }
         other => other,
-    }
-}
-
-/// Checks that a store can be served at this address, on any port. A name that does not resolve is reported later.
-///
-/// # Errors
-/// [`Error::Input`] if the address is not one of this machine, or stands for all its interfaces.
-fn check_is_here(master: &MasterEndpoint) -> Result<()> {
-    let addr = &master.addr;
-    let refuse = |why: &str| Err(Error::usage(format!("--master-addr={addr}: {why}")));
-    match TcpListener::bind((&addr[..], 0)).and_then(|listener| listener.local_addr()) {
-        Ok(found) if found.ip().is_unspecified() => refuse(
-            "that stands for all interfaces of this machine; give the address of one that the others can reach",
-        ),
-        Err(error) if error.kind() == ErrorKind::AddrNotAvailable => refuse(
-            "that is not an address of this machine; start the first process on its machine, or give one of this",
-        ),
-        _ => Ok(()),
     }
 }
 

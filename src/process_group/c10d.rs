@@ -8,68 +8,14 @@ use std::env;
 use std::fmt::Display;
 use std::time::Duration;
 
-use crossbeam::channel::never;
 use tch::{Device, Tensor};
 
 use super::call::{refuse, undefined};
 use super::{ReduceOp, device_name};
 use crate::error::{Error, Result};
-use crate::ffi;
+pub use crate::ffi::store::TcpStore;
 use crate::ffi::{GlooCall, GlooGroup, GlooOperation, TorchResult};
 use crate::operation::Operation;
-
-/// A key-value store for rendezvous: one process serves it, the others connect to it.
-///
-/// Follows `torch.distributed.TCPStore`; either one can connect to the other. Clones share one connection.
-#[derive(Debug, Clone)]
-pub struct TcpStore(ffi::TcpStore);
-
-impl TcpStore {
-    /// Serves a store at `host`, an address or a name of this machine. The server runs while this value, a clone,
-    /// or a group made with it exists. Port 0 takes a free port; see [`TcpStore::port`]. A request waits for at
-    /// most `timeout`.
-    ///
-    /// Follows `TCPStore(host, port, is_master=True, wait_for_workers=False)`.
-    ///
-    /// # Errors
-    /// [`Error::Store`] if the server cannot listen there.
-    pub fn serve(host: &str, port: u16, timeout: Duration) -> Result<Self> {
-        ffi::TcpStore::serve(host, port, timeout, never()).map(Self)
-    }
-
-    /// Connects to the store at `host`. The server may start later: this retries for at most `timeout`.
-    ///
-    /// Follows `TCPStore(host, port, is_master=False)`.
-    ///
-    /// # Errors
-    /// [`Error::Store`] if no store answers in time.
-    pub fn connect(host: &str, port: u16, timeout: Duration) -> Result<Self> {
-        ffi::TcpStore::connect(host, port, timeout, never()).map(Self)
-    }
-
-    /// Returns the port that the server listens on.
-    pub fn port(&self) -> u16 {
-        self.0.port()
-    }
-
-    /// Sets `key` to `value`, of up to 8 MiB. Follows `TCPStore.set`.
-    ///
-    /// # Errors
-    /// [`Error::Store`] if the connection is lost, which may show only at the next request; [`Error::Input`] if
-    /// the key or the value is too long.
-    pub fn set(&self, key: &str, value: &[u8]) -> Result<()> {
-        self.0.set(key, value)
-    }
-
-    /// Returns the value of `key`. Waits up to `timeout` for a client to set it; `None` if none does. Follows
-    /// `TCPStore.get`. Other threads can use the store meanwhile.
-    ///
-    /// # Errors
-    /// The errors of [`TcpStore::set`].
-    pub fn get(&self, key: &str, timeout: Duration) -> Result<Option<Vec<u8>>> {
-        self.0.get(key, timeout)
-    }
-}
 
 /// One member of a group of CPU ranks, in this process or another, in Rust or in Python.
 ///
@@ -137,8 +83,8 @@ impl ProcessGroupGloo {
     /// find each other under `prefix`, which no earlier group may have used in this store.
     ///
     /// Follows `ProcessGroupGloo(PrefixStore(prefix, store), rank, size, timeout)`, of the same PyTorch version
-    /// ([`ffi::version`]). As there, connections use the network interfaces in `GLOO_SOCKET_IFNAME`. Without that
-    /// variable, they use the interface that reaches the store.
+    /// ([`ffi::version`](crate::ffi::version)). As there, connections use the network interfaces in
+    /// `GLOO_SOCKET_IFNAME`. Without that variable, they use the interface that reaches the store.
     ///
     /// # Errors
     /// [`Error::Input`] if there is no such rank; [`Error::Store`] if other ranks do not join within `timeout`
@@ -158,7 +104,7 @@ impl ProcessGroupGloo {
         }
         let interfaces: Option<String> =
             env::var_os("GLOO_SOCKET_IFNAME").map(|names| names.to_string_lossy().into());
-        GlooGroup::new_plain(&store.0, prefix, rank, size, timeout, interfaces.as_deref()).map(Self)
+        GlooGroup::new_plain(store, prefix, rank, size, timeout, interfaces.as_deref()).map(Self)
     }
 
     /// Returns this rank's number in the group, from 0.

@@ -1,7 +1,6 @@
 //! The dump of the flight recorder at the end of the run, for traces and reports.
 
 use std::collections::BTreeMap;
-use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -60,10 +59,9 @@ pub(crate) struct Clock {
 }
 
 impl FlightRecorderDump {
-    /// Returns the entries of the ranks `here` of this process; `device` gives each one's device.
+    /// Returns the entries of the ranks of this process; `device` gives each one's device.
     pub(crate) fn of(
         run: &RunContext,
-        here: Range<usize>,
         device: impl Fn(usize) -> String,
         process: [usize; 2],
         clock: Option<Clock>,
@@ -94,7 +92,7 @@ impl FlightRecorderDump {
             taken: recorder.now(),
             world_size: run.activity.len(),
             simulates_network: run.simulated_cluster.is_some(),
-            ranks: here.map(rank_entries).collect(),
+            ranks: run.local_ranks.clone().map(rank_entries).collect(),
             groups: run.known_groups(),
         }
     }

@@ -31,7 +31,7 @@ pub(crate) use flight_recorder::{CallSite, FlightRecorder, OpStart, SpanId, form
 pub(crate) use flight_recorder_dump::{Clock, FlightRecorderDump, RankEntries};
 pub(crate) use op_entry::{OpEntry, SourceLine};
 pub use panics::install_panic_hook;
-pub(crate) use peer_status::{PeerHeartbeat, PeerStatus};
+pub(crate) use peer_status::{PeerHeartbeat, PeerStatus, RankStatus};
 pub(crate) use remote_snapshots::RemoteSnapshots;
 pub(crate) use run::{Activity, Peers, RunContext};
 pub use simulated_cluster::SimulatedCluster;

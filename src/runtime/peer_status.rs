@@ -1,10 +1,9 @@
 //! [`PeerStatus`]: where the state of the ranks of other processes comes from.
 
-use std::convert::Infallible;
 use std::fmt;
 use std::time::Duration;
 
-use crossbeam::channel::Receiver;
+use serde::{Deserialize, Serialize};
 
 use super::{OpEntry, RunContext};
 use crate::error::MissingRank;
@@ -18,23 +17,25 @@ pub(crate) trait PeerStatus: fmt::Debug + Send + Sync {
 
     /// Updates the same state once, even if the run is cancelled. Also reads whether another process has reported a failure.
     fn poll(&self, run: &RunContext);
+}
 
-    /// Returns what the newest heartbeats say of the ranks of other processes, and updates nothing. May block for a
-    /// moment, until `cancelled` closes.
-    fn heartbeats(&self, cancelled: Receiver<Infallible>) -> Vec<PeerHeartbeat>;
+/// The status of a rank: its current operation, and the last ones of its flight recorder.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct RankStatus {
+    /// What the rank is doing as a whole.
+    pub at: OpId,
+    /// The last operations of its flight recorder, the newest last, on the clock of its process.
+    pub seen: Vec<OpEntry>,
 }
 
 /// What the newest heartbeat of another process says of one of its ranks.
 #[derive(Debug, Clone)]
 pub(crate) struct PeerHeartbeat {
-    pub rank: usize,
     /// The time from the start of its process's run until the heartbeat was sent, on the clock of its process.
     pub sent: Duration,
     /// For how long that clock had stood still: the process was suspended.
     pub suspended: Duration,
-    pub at: OpId,
-    /// The rank's last operations, the newest last, on the clock of its process.
-    pub seen: Vec<OpEntry>,
+    pub status: RankStatus,
 }
 
 impl PeerHeartbeat {

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use super::primitives::{Mutex, MutexGuard};
-use super::{OpEntry, PeerHeartbeat};
+use super::{OpEntry, PeerHeartbeat, RankStatus};
 use crate::operation::Operation;
 
 /// The latest heartbeats received from other processes.
@@ -21,26 +21,22 @@ struct Received {
 }
 
 impl RemoteSnapshots {
-    /// Stores the heartbeat of a rank.
-    pub(crate) fn note(&self, heartbeat: PeerHeartbeat) {
-        self.note_at(Instant::now(), heartbeat);
+    /// Stores the heartbeat of `rank`.
+    pub(crate) fn note(&self, rank: usize, heartbeat: PeerHeartbeat) {
+        self.note_at(Instant::now(), rank, heartbeat);
     }
 
     /// Stores a heartbeat that is read at the time `read_at`.
-    fn note_at(&self, read_at: Instant, heartbeat: PeerHeartbeat) {
+    fn note_at(&self, read_at: Instant, rank: usize, heartbeat: PeerHeartbeat) {
         let mut all = self.all();
         let start = read_at.checked_sub(heartbeat.sent_after()).unwrap_or(read_at);
-        let start = all.get(&heartbeat.rank).map_or(start, |known| known.start.min(start));
-        all.insert(heartbeat.rank, Received { start, heartbeat });
+        let start = all.get(&rank).map_or(start, |known| known.start.min(start));
+        all.insert(rank, Received { start, heartbeat });
     }
 
-    /// Returns the heartbeat of `rank` and its age, with the times of operations on a clock that shows `now`. `None` if
+    /// Returns the status of `rank` and its age, with the times of operations on a clock that shows `now`. `None` if
     /// none was received.
-    pub(crate) fn heartbeat(
-        &self,
-        rank: usize,
-        now: Duration,
-    ) -> Option<(PeerHeartbeat, Duration)> {
+    pub(crate) fn heartbeat(&self, rank: usize, now: Duration) -> Option<(RankStatus, Duration)> {
         self.heartbeat_at(Instant::now(), rank, now)
     }
 
@@ -49,19 +45,20 @@ impl RemoteSnapshots {
         read_at: Instant,
         rank: usize,
         now: Duration,
-    ) -> Option<(PeerHeartbeat, Duration)> {
+    ) -> Option<(RankStatus, Duration)> {
         let Received { start, heartbeat } = self.all().get(&rank).cloned()?;
         let since_start = read_at.saturating_duration_since(start);
         let age = since_start.saturating_sub(heartbeat.sent_after());
         let sender_now = since_start.saturating_sub(heartbeat.suspended);
         let convert = |time: Duration| now.saturating_sub(sender_now.saturating_sub(time));
-        let seen = heartbeat.seen.into_iter().map(|op| op.convert_times(convert)).collect();
-        Some((PeerHeartbeat { seen, ..heartbeat }, age))
+        let RankStatus { at, seen } = heartbeat.status;
+        let seen = seen.into_iter().map(|op| op.convert_times(convert)).collect();
+        Some((RankStatus { at, seen }, age))
     }
 
     /// Returns the operations of `rank`, with times on a clock that shows `now`; empty if none was received.
     pub(crate) fn of(&self, rank: usize, now: Duration) -> Vec<OpEntry> {
-        self.heartbeat(rank, now).map_or(Vec::new(), |(heartbeat, _)| heartbeat.seen)
+        self.heartbeat(rank, now).map_or(Vec::new(), |(status, _)| status.seen)
     }
 
     /// Returns whether `rank` has not yet entered the last collective of all ranks in `seen`, as far as its snapshots
@@ -71,7 +68,8 @@ impl RemoteSnapshots {
         let is_global = |op: &&OpEntry| op.group == Some(0);
         let Some(last) = seen.iter().rev().find(is_global) else { return false };
         let all = self.all();
-        let theirs = all.get(&rank).into_iter().flat_map(|received| &received.heartbeat.seen);
+        let theirs =
+            all.get(&rank).into_iter().flat_map(|received| &received.heartbeat.status.seen);
         let theirs = theirs.filter(is_global).map(|op| op.at.sequence).max();
         theirs.is_none_or(|sequence| sequence < last.at.sequence)
     }
@@ -83,7 +81,8 @@ impl RemoteSnapshots {
             _ => Some(op.at.sequence),
         };
         let all = self.all();
-        let theirs = all.get(&rank).into_iter().flat_map(|received| &received.heartbeat.seen);
+        let theirs =
+            all.get(&rank).into_iter().flat_map(|received| &received.heartbeat.status.seen);
         theirs.filter(|op| op.group == Some(group)).filter_map(entered).max()
     }
 
@@ -101,10 +100,9 @@ mod tests {
     use crate::runtime::OpStart;
     use crate::runtime::flight_recorder::{ENTRIES, FlightRecorder};
 
-    /// A heartbeat of rank 3.
     fn heartbeat(sent: Duration, seen: Vec<OpEntry>) -> PeerHeartbeat {
         let at = OpId { operation: Operation::Backward, sequence: 50 };
-        PeerHeartbeat { rank: 3, sent, suspended: Duration::ZERO, at, seen }
+        PeerHeartbeat { sent, suspended: Duration::ZERO, status: RankStatus { at, seen } }
     }
 
     #[test]
@@ -120,7 +118,7 @@ mod tests {
         begin_on(&theirs, Operation::AllReduce, 51, Some(0));
         let snapshots = RemoteSnapshots::default();
         assert!(snapshots.of(3, Duration::ZERO).is_empty());
-        snapshots.note(heartbeat(theirs.now(), theirs.recent_ops(0, 8)));
+        snapshots.note(3, heartbeat(theirs.now(), theirs.recent_ops(0, 8)));
         let [barrier, backward, _] = &snapshots.of(3, Duration::from_secs(60))[..] else {
             panic!("three")
         };
@@ -139,7 +137,7 @@ mod tests {
         );
         // A rank that exchanges a stop request before collective 52 has not entered it.
         begin_on(&theirs, Operation::Synchronize, 52, Some(0));
-        snapshots.note(heartbeat(theirs.now(), theirs.recent_ops(0, 8)));
+        snapshots.note(3, heartbeat(theirs.now(), theirs.recent_ops(0, 8)));
         assert_eq!(snapshots.last_entered(3, 0), Some(51));
     }
     /// A process that was killed has sent its last heartbeat long before another process reads it.
@@ -159,14 +157,14 @@ mod tests {
         let now = 100 * second;
         // The time on the sender's clock, and the age of its heartbeat.
         let read = |read_at: Instant| {
-            let (heartbeat, age) = snapshots.heartbeat_at(read_at, 3, now).unwrap();
-            (now - heartbeat.seen[0].started_at + seen[0].started_at, age)
+            let (status, age) = snapshots.heartbeat_at(read_at, 3, now).unwrap();
+            (now - status.seen[0].started_at + seen[0].started_at, age)
         };
         // Read as soon as it was sent, which tells when the sender's run began.
-        snapshots.note_at(start + 10 * second, heartbeat(10 * second, seen.clone()));
+        snapshots.note_at(start + 10 * second, 3, heartbeat(10 * second, seen.clone()));
         assert_eq!(read(start + 12 * second), (12 * second, 2 * second));
         for seconds in [27, 29] {
-            snapshots.note_at(start + seconds * second, heartbeat(20 * second, seen.clone()));
+            snapshots.note_at(start + seconds * second, 3, heartbeat(20 * second, seen.clone()));
             assert_eq!(read(start + 30 * second), (30 * second, 10 * second));
         }
     }

@@ -27,8 +27,8 @@ pub(crate) fn join_launch(
         grace_period: config.launch.grace_period,
         shared_options,
         compare_clocks: config.output.trace.is_some() || config.output.report.is_some(),
-        note: &|text| printer.info(text),
     };
+    launch.warning().iter().for_each(|text| printer.info(text));
     let joined_launch = launch.join(cuda, options)?;
     // Ends with the process: stopping the store's server would take half a second.
     std::mem::forget(joined_launch.world.clone());

@@ -200,7 +200,7 @@ impl Session {
         start_point.open_folder(config)?;
         let logger = MetricsLogger::new(printer, tensorboard, metrics)?;
         if start_point.checkpoint_dir.is_some() {
-            Restarts::note_saving(&joined_launch.launch)?;
+            Restarts::note(&joined_launch.launch, Restarts::SAVES)?;
         }
         start_point.make_room(printer)?;
         let logger =
@@ -276,7 +276,7 @@ impl Session {
             gpu_count: placement.gpu_count,
         };
         self.printer.event(&Event::Start(start))?;
-        Ok(Restarts::note_started(launch)?)
+        Ok(Restarts::note(launch, Restarts::STARTED)?)
     }
 
     /// Keeps the reason why training stopped early, if it did. All ranks have the same.

@@ -14,7 +14,7 @@ use torch_sys::C_tensor;
 use crate::error::{Error, Result, opaque_debug};
 use crate::ffi::c10d::{GlooArguments, GlooEnd, GlooHandle, GlooOperation, plain};
 use crate::ffi::shim::raw;
-use crate::ffi::store::TcpStore;
+use crate::ffi::store::{Gathered, TcpStore};
 use crate::os::limits;
 use crate::runtime::MAX_WAIT;
 
@@ -56,11 +56,8 @@ impl GlooGroup {
         absent: impl Fn(Vec<usize>) -> Error,
     ) -> Result<Self> {
         socket_ifname.map(interfaces).transpose()?; // an error before the ranks wait for each other
-        let rendezvous = |point| match rendezvous(store, point, rank, size, timeout)? {
-            missing if missing.is_empty() => Ok(()),
-            missing => Err(absent(missing)),
-        };
-        rendezvous("here")?;
+        let meet = |point| Gathered::of(store, point, rank, size, &(), timeout, &absent);
+        meet("here")?;
         let mut gloo = Self::new_plain(store, "gloo", rank, size, timeout, socket_ifname)?;
         // From here on the caller ends operations that take too long: Gloo's clock runs on while the process is suspended.
         if let Some(group) = gloo.group.get_mut() {
@@ -68,7 +65,7 @@ impl GlooGroup {
             never.map_err(|reason| Error::Gloo { doing: "set the timeout", reason })?;
         }
         // A rank that is ready must not exit while others connect to it: their connection would fail.
-        rendezvous("connected")?;
+        meet("connected")?;
         Ok(gloo)
     }
 
@@ -230,28 +227,6 @@ fn interfaces(list: &str) -> Result<Vec<String>> {
         )));
     }
     Ok(names)
-}
-
-/// Waits until every rank has reached `point`. Returns the missing ranks.
-fn rendezvous(
-    store: &TcpStore,
-    point: &str,
-    rank: usize,
-    size: usize,
-    timeout: Duration,
-) -> Result<Vec<usize>> {
-    let all: Vec<String> = (0..size).map(|rank| format!("{point}/{rank}")).collect();
-    store.set(&all[rank], b"")?;
-    if store.wait(&all, timeout)? {
-        return Ok(Vec::new());
-    }
-    let mut missing = Vec::new();
-    for (rank, key) in all.iter().enumerate() {
-        if !store.check(std::slice::from_ref(key))? {
-            missing.push(rank);
-        }
-    }
-    Ok(missing)
 }
 
 #[cfg(test)]

@@ -27,7 +27,8 @@ pub(super) struct StoreConnection {
     pub local: IpAddr,
 }
 
-type Request = Box<dyn FnOnce(&mut Connection) + Send>;
+/// A request on the connection of the thread, which has none until it is opened.
+type Request = Box<dyn FnOnce(&mut Option<Connection>) + Send>;
 
 /// An opened connection, with the addresses of both ends.
 pub(super) struct Opened {
@@ -52,6 +53,16 @@ const FILES_OF_A_SERVER: usize = 8;
 /// The reason of a server whose port another program uses.
 pub(crate) const PORT_IN_USE: &str = "the port is in use, by another run perhaps";
 
+/// The reason of a server whose address another machine has.
+pub(crate) const NOT_HERE: &str = "that is not an address of this machine; start this process on the machine that has it, or \
+                                   give an address of this one";
+
+/// The reason of a server whose address stands for several.
+pub(crate) const ALL_INTERFACES: &str = "that stands for all interfaces of this machine; give the address of one that \
+                                         the others can reach";
+
+const ENDED: &str = "the thread of this connection has ended; start the run again";
+
 pub(super) const CANCELLED: &str = "cancelled, because the run ends";
 
 impl StoreConnection {
@@ -62,27 +73,23 @@ impl StoreConnection {
         cancelled: &Receiver<Infallible>,
         open: impl FnOnce(&GivenUp) -> Result<Opened, String> + Send + 'static,
     ) -> Result<Self, String> {
-        let (requests_tx, requests_rx) = unbounded::<Request>();
-        let (opened_tx, opened_rx) = bounded(1);
-        let (waiting_tx, given_up_rx) = bounded::<Infallible>(0);
-        let (running_tx, ended_rx) = bounded::<Infallible>(0);
+        let (requests, requests_rx) = unbounded::<Request>();
+        let (running_tx, ended) = bounded::<Infallible>(0);
         let work = move || {
             let _running = running_tx; // closed last
-            let Opened { mut connection, server, local } = match open(&given_up_rx) {
-                Ok(opened) => opened,
-                Err(reason) => return drop(opened_tx.send(Err(reason))),
-            };
-            if opened_tx.send(Ok((server, local))).is_ok() {
-                requests_rx.into_iter().for_each(|request| request(&mut connection));
-            }
+            let mut connection = None;
+            requests_rx.into_iter().for_each(|request| request(&mut connection));
         };
         let thread = thread::Builder::new().name("ddp-mp store".into());
         thread.spawn(work).map_err(|error| limits::not_started("its thread", &error))?;
+        let open = move |slot: &mut Option<Connection>, given_up: &GivenUp| {
+            let Opened { connection, server, local } = open(given_up)?;
+            *slot = Some(connection);
+            Ok((server, local))
+        };
         // `open` respects the timeout itself, unless the server hangs.
-        let answer = answer(&opened_rx, cancelled, timeout, WAIT_SLICE);
-        drop(waiting_tx);
-        let (server, local) = answer?;
-        Ok(Self { requests: Some(requests_tx), ended: ended_rx, server, local })
+        let (server, local) = run(&requests, timeout, WAIT_SLICE, cancelled, open)?;
+        Ok(Self { requests: Some(requests), ended, server, local })
     }
 
     /// Runs `request` on the thread, after earlier requests. Waits for the result for `timeout`, or until `cancelled`
@@ -93,21 +100,10 @@ impl StoreConnection {
         cancelled: &Receiver<Infallible>,
         request: impl FnOnce(&mut Connection, &GivenUp) -> Result<T, String> + Send + 'static,
     ) -> Result<T, String> {
-        let (reply_tx, reply_rx) = bounded(1);
-        let (waiting_tx, given_up_rx) = bounded::<Infallible>(0);
-        let request: Request = Box::new(move |store| {
-            if !is_closed(&given_up_rx) {
-                // The send fails if the caller no longer waits.
-                let _ = reply_tx.send(request(store, &given_up_rx));
-            }
-        });
-        if let Some(requests) = &self.requests {
-            // If the thread has ended, `reply_rx` is closed as well.
-            let _ = requests.send(request);
-        }
-        let answer = answer(&reply_rx, cancelled, timeout, Duration::ZERO);
-        drop(waiting_tx);
-        answer
+        let request = move |connection: &mut Option<Connection>, given_up: &GivenUp| {
+            request(connection.as_mut().ok_or(ENDED)?, given_up)
+        };
+        run(self.requests.as_ref().ok_or(ENDED)?, timeout, Duration::ZERO, cancelled, request)
     }
 
     /// Ends the thread, and waits up to [`WAIT_SLICE`] for its end. A server's port is free again then.
@@ -119,14 +115,26 @@ impl StoreConnection {
 
 opaque_debug!(StoreConnection);
 
-/// Waits for the reply of a connection's thread, for `timeout` and a `margin`, or until `cancelled` closes.
-fn answer<T>(
-    reply: &Receiver<Result<T, String>>,
-    cancelled: &Receiver<Infallible>,
+/// Has the thread that gets `requests` run one. Waits for its result, for `timeout` and a `margin`, or until `cancelled`
+/// closes.
+fn run<T: Send + 'static>(
+    requests: &Sender<Request>,
     timeout: Duration,
     margin: Duration,
+    cancelled: &Receiver<Infallible>,
+    request: impl FnOnce(&mut Option<Connection>, &GivenUp) -> Result<T, String> + Send + 'static,
 ) -> Result<T, String> {
     let began = Instant::now();
+    let (reply_tx, reply_rx) = bounded(1);
+    // Dropped when this returns.
+    let (_waiting_tx, given_up_rx) = bounded::<Infallible>(0);
+    // If the thread has ended, `reply_rx` is closed.
+    let _ = requests.send(Box::new(move |connection: &mut Option<Connection>| {
+        if !is_closed(&given_up_rx) {
+            // The send fails if the caller no longer waits.
+            let _ = reply_tx.send(request(connection, &given_up_rx));
+        }
+    }));
     loop {
         let left = timeout.saturating_add(margin).saturating_sub(began.elapsed());
         if left.is_zero() {
@@ -136,9 +144,7 @@ fn answer<T>(
             ));
         }
         select_biased! {
-            recv(reply) -> reply => return reply.unwrap_or_else(|_| {
-                Err("the thread of this connection has ended; start the run again".into())
-            }),
+            recv(reply_rx) -> reply => return reply.unwrap_or_else(|_| Err(ENDED.into())),
             recv(cancelled) -> _ => return Err(CANCELLED.into()),
             default(left) => {} // unless the process was suspended meanwhile, the time is over
         }
@@ -172,20 +178,16 @@ pub(super) fn wait(
 pub(super) fn listen(host: &str, port: u16, timeout: Duration) -> Result<Opened, String> {
     let purpose = "serving a store";
     limits::require_files(FILES_OF_A_SERVER, purpose).map_err(|error| error.to_string())?;
+    let found = (host, port).to_socket_addrs();
+    if found.is_ok_and(|mut all| all.any(|server| server.ip().is_unspecified())) {
+        return Err(ALL_INTERFACES.into());
+    }
     let listener = TcpListener::bind((host, port)).map_err(|error| match error.kind() {
         ErrorKind::AddrInUse => PORT_IN_USE.into(),
-        ErrorKind::AddrNotAvailable => {
-            "that is not an address of this machine; start this process on the machine that has it"
-                .into()
-        }
+        ErrorKind::AddrNotAvailable => NOT_HERE.into(),
         _ => error.to_string(),
     })?;
     let server = listener.local_addr().map_err(|error| error.to_string())?;
-    if server.ip().is_unspecified() {
-        return Err(
-            "that stands for all interfaces of this machine; give the address of one".into()
-        );
-    }
     let host = server.ip().to_string();
     let socket = listener.into_raw_fd();
     let connection = Connection::new(&host, server.port(), Some(socket), whole_seconds(timeout))?;

@@ -1,22 +1,29 @@
 //! The rendezvous store of several processes: `torch.distributed.TCPStore`, with a timeout for every wait.
 
 mod connection;
+mod gather;
+mod message;
 
 use std::convert::Infallible;
 use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crossbeam::channel::Receiver;
+use crossbeam::channel::{Receiver, never};
 use parking_lot::Mutex;
 
 use crate::error::{Error, Result};
 use crate::ffi::c10d::Connection;
 use crate::runtime::Instant;
-pub(crate) use connection::PORT_IN_USE;
+pub(crate) use connection::{ALL_INTERFACES, NOT_HERE, PORT_IN_USE};
 use connection::{GivenUp, Opened, StoreConnection, listen, reach, wait};
+pub(crate) use gather::{Gathered, key_of};
+pub(crate) use message::{from_json, to_json, unreadable};
 
-/// A client of a key-value store on the network, for the keys under one prefix.
+/// A key-value store for rendezvous: one process serves it, the others connect to it.
+///
+/// Follows `torch.distributed.TCPStore`; either one can connect to the other. Clones share one connection. A value is for
+/// the keys under one prefix.
 ///
 /// libtorch's client blocks until the server responds, so each connection has a thread of its own. The caller waits for
 /// that thread until it replies, the run is cancelled, or the timeout expires. An abandoned request stays with the
@@ -26,7 +33,7 @@ use connection::{GivenUp, Opened, StoreConnection, listen, reach, wait};
 /// that each sees the keys that earlier ones set. A `get` or `wait` for a key that does not exist yet uses another
 /// connection, so that it does not delay other requests.
 #[derive(Debug, Clone)]
-pub(crate) struct TcpStore {
+pub struct TcpStore {
     client: Arc<Client>,
     prefix: String,
     /// How long to wait for the server's response.
@@ -49,30 +56,33 @@ const MAX_KEY: usize = 8 << 10;
 const MAX_VALUE: usize = 8 << 20;
 
 impl TcpStore {
-    /// Serves a store at `host` only: an address of this machine, or a name of one. Port 0 selects a free port, see
-    /// [`TcpStore::port`]. The server lives until this and its clones are dropped.
+    /// Serves a store at `host` only: an address of this machine, or a name of one. The server runs while this value, a
+    /// clone, or a group made with it exists. Port 0 takes a free port; see [`TcpStore::port`]. A request waits for at most
+    /// `timeout`.
     ///
-    /// A request waits for the server for `timeout`, or until `cancelled` closes.
+    /// Follows `TCPStore(host, port, is_master=True, wait_for_workers=False)`.
     ///
     /// # Errors
-    /// If the server cannot listen there.
-    pub(crate) fn serve(
-        host: &str,
-        port: u16,
-        timeout: Duration,
-        cancelled: Receiver<Infallible>,
-    ) -> Result<Self> {
+    /// [`Error::Store`] if the server cannot listen there.
+    pub fn serve(host: &str, port: u16, timeout: Duration) -> Result<Self> {
         let host = host.to_owned();
         let name = name(&host, port);
-        Self::open(name, "listening", timeout, cancelled, move |_| listen(&host, port, timeout))
+        Self::open(name, "listening", timeout, never(), move |_| listen(&host, port, timeout))
     }
 
-    /// Connects to a store, which may not exist yet. Tries every address of `host` repeatedly for `timeout`, or until
-    /// `cancelled` closes. Requests wait as described for [`TcpStore::serve`].
+    /// Connects to the store at `host`, any of its addresses. The server may start later: this retries for at most
+    /// `timeout`.
+    ///
+    /// Follows `TCPStore(host, port, is_master=False)`.
     ///
     /// # Errors
-    /// If no store responds in time.
-    pub(crate) fn connect(
+    /// [`Error::Store`] if no store answers in time.
+    pub fn connect(host: &str, port: u16, timeout: Duration) -> Result<Self> {
+        Self::connect_until(host, port, timeout, never())
+    }
+
+    /// Connects to a store as [`TcpStore::connect`] does. Requests end when `cancelled` closes.
+    fn connect_until(
         host: &str,
         port: u16,
         timeout: Duration,
@@ -108,7 +118,7 @@ impl TcpStore {
     pub(crate) fn reconnect(&self, cancelled: Receiver<Infallible>) -> Result<Self> {
         let server = self.client.connection.server;
         let host = server.ip().to_string();
-        let other = Self::connect(&host, server.port(), self.timeout, cancelled)?;
+        let other = Self::connect_until(&host, server.port(), self.timeout, cancelled)?;
         Ok(Self { prefix: self.prefix.clone(), ..other })
     }
 
@@ -123,8 +133,8 @@ impl TcpStore {
         Self { prefix: self.key(prefix) + "/", ..self.clone() }
     }
 
-    /// Returns the server's port.
-    pub(crate) fn port(&self) -> u16 {
+    /// Returns the port that the server listens on.
+    pub fn port(&self) -> u16 {
         self.client.connection.server.port()
     }
 
@@ -133,15 +143,23 @@ impl TcpStore {
         self.client.connection.local
     }
 
-    /// Sets `key`. The server does not confirm it. An error is reported by the next request.
-    pub(crate) fn set(&self, key: &str, value: &[u8]) -> Result<()> {
+    /// Sets `key` to `value`, of up to 8 MiB. The server does not confirm it. Follows `TCPStore.set`.
+    ///
+    /// # Errors
+    /// [`Error::Store`] if the connection is lost, which may show only at the next request; [`Error::Input`] if
+    /// the key or the value is too long.
+    pub fn set(&self, key: &str, value: &[u8]) -> Result<()> {
         let (full, value) = (self.key(key), value.to_vec());
         self.check_size(&full, &[&value])?;
         self.ask("set", key, Duration::ZERO, move |store, _| store.set(&full, &value))
     }
 
-    /// Returns the value of `key`. Waits up to `timeout` until it is set. `None` if it is not.
-    pub(crate) fn get(&self, key: &str, timeout: Duration) -> Result<Option<Vec<u8>>> {
+    /// Returns the value of `key`. Waits up to `timeout` for a client to set it; `None` if none does. Follows
+    /// `TCPStore.get`. Other threads can use the store meanwhile.
+    ///
+    /// # Errors
+    /// The errors of [`TcpStore::set`].
+    pub fn get(&self, key: &str, timeout: Duration) -> Result<Option<Vec<u8>>> {
         let full = self.key(key);
         self.check_size(&full, &[])?;
         self.when_set("get", key, vec![full], timeout, |store, keys| store.get(&keys[0]))
@@ -149,15 +167,15 @@ impl TcpStore {
 
     /// Waits up to `timeout` until all `keys` are set. Returns `false` if they are not.
     pub(crate) fn wait(&self, keys: &[String], timeout: Duration) -> Result<bool> {
-        let full = self.keys(keys)?;
+        let full: Vec<String> = keys.iter().map(|key| self.key(key)).collect();
+        full.iter().try_for_each(|key| self.check_size(key, &[]))?;
         let set = self.when_set("wait", &told(keys), full, timeout, |_, _| Ok(()))?;
         Ok(set.is_some())
     }
 
-    /// Returns whether all `keys` are set.
-    pub(crate) fn check(&self, keys: &[String]) -> Result<bool> {
-        let full = self.keys(keys)?;
-        self.ask("check", &told(keys), Duration::ZERO, move |store, _| store.check(&full))
+    /// Returns whether `key` is set.
+    pub(crate) fn check(&self, key: &str) -> Result<bool> {
+        self.wait(&[key.into()], Duration::ZERO)
     }
 
     /// Adds to a counter, which starts at 0. Returns the sum.
@@ -183,17 +201,19 @@ impl TcpStore {
         })
     }
 
+    /// Sets `key` if it is not set. Returns its value. Wakes all that wait for it, which `compare_set` alone does not do
+    /// on every server.
+    pub(crate) fn set_once(&self, key: &str, value: &[u8]) -> Result<Vec<u8>> {
+        let now = self.compare_set(key, b"", value)?;
+        if now == value {
+            self.set(key, value)?;
+        }
+        Ok(now)
+    }
+
     /// Returns the full key, with the prefix.
     pub(super) fn key(&self, key: &str) -> String {
         format!("{}{key}", self.prefix)
-    }
-
-    fn keys(&self, keys: &[String]) -> Result<Vec<String>> {
-        let full: Vec<String> = keys.iter().map(|key| self.key(key)).collect();
-        for key in &full {
-            self.check_size(key, &[])?;
-        }
-        Ok(full)
     }
 
     fn check_size(&self, key: &str, values: &[&[u8]]) -> Result<()> {

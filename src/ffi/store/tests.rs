@@ -6,7 +6,7 @@ use std::net::{Shutdown, TcpListener, TcpStream};
 use std::thread;
 use std::time::Duration;
 
-use crossbeam::channel::{Receiver, bounded, never};
+use crossbeam::channel::{Receiver, bounded};
 
 use super::TcpStore;
 use crate::error::{Error, Result};
@@ -15,11 +15,11 @@ use crate::error::{Error, Result};
 pub(in crate::ffi) const TIMEOUT: Duration = Duration::from_secs(60);
 
 pub(in crate::ffi) fn serve() -> TcpStore {
-    TcpStore::serve("127.0.0.1", 0, TIMEOUT, never()).unwrap()
+    TcpStore::serve("127.0.0.1", 0, TIMEOUT).unwrap()
 }
 
 pub(in crate::ffi) fn connect(port: u16) -> TcpStore {
-    TcpStore::connect("127.0.0.1", port, TIMEOUT, never()).unwrap()
+    TcpStore::connect("127.0.0.1", port, TIMEOUT).unwrap()
 }
 
 pub(in crate::ffi) fn reason<T>(result: Result<T>) -> String {
@@ -38,12 +38,12 @@ fn store_values_and_counters_are_shared_by_connections() {
     assert_eq!(server.add("n", 2).unwrap(), 2);
     assert_eq!(client.add("n", -5).unwrap(), -3);
     let under = client.under("run").under("0");
-    assert!(!under.check(&["a".into()]).unwrap());
+    assert!(!under.check("a").unwrap());
     assert_eq!(under.compare_set("a", b"", b"first").unwrap(), b"first");
     assert_eq!(under.compare_set("a", b"", b"second").unwrap(), b"first");
     assert_eq!(server.get("run/0/a", TIMEOUT).unwrap(), Some(b"first".to_vec()));
-    assert!(client.check(&["a".into(), "n".into()]).unwrap());
-    assert!(!client.check(&["a".into(), "b".into()]).unwrap());
+    assert!(client.wait(&["a".into(), "n".into()], Duration::ZERO).unwrap());
+    assert!(!client.wait(&["a".into(), "b".into()], Duration::ZERO).unwrap());
     assert!(!client.wait(&["b".into()], Duration::from_millis(1)).unwrap());
     assert_eq!(client.get("b", Duration::ZERO).unwrap(), None);
 }
@@ -104,7 +104,7 @@ fn requests_do_not_queue_behind_a_waiting_request() {
 fn wait_returns_when_the_run_is_cancelled() {
     let server = serve();
     let (running_tx, cancelled_rx) = bounded::<Infallible>(0);
-    let client = TcpStore::connect("127.0.0.1", server.port(), TIMEOUT, cancelled_rx).unwrap();
+    let client = server.reconnect(cancelled_rx).unwrap();
     let failed = thread::scope(|scope| {
         let thread = scope.spawn(|| client.get("never", TIMEOUT));
         server.set("so that it is asked for meanwhile", b"").unwrap();
@@ -116,13 +116,13 @@ fn wait_returns_when_the_run_is_cancelled() {
 
 #[test]
 fn store_listens_only_at_the_given_address() {
-    let server = TcpStore::serve("127.0.0.2", 0, TIMEOUT, never()).unwrap();
+    let server = TcpStore::serve("127.0.0.2", 0, TIMEOUT).unwrap();
     assert!(TcpStream::connect(("127.0.0.1", server.port())).is_err());
-    let failed = reason(TcpStore::serve("127.0.0.2", server.port(), TIMEOUT, never()));
+    let failed = reason(TcpStore::serve("127.0.0.2", server.port(), TIMEOUT));
     assert!(failed.contains("the port is in use"), "{failed}");
-    let failed = reason(TcpStore::serve("0.0.0.0", 0, TIMEOUT, never()));
+    let failed = reason(TcpStore::serve("0.0.0.0", 0, TIMEOUT));
     assert!(failed.contains("stands for all interfaces"), "{failed}");
-    let failed = reason(TcpStore::serve("192.0.2.1", 1, TIMEOUT, never()));
+    let failed = reason(TcpStore::serve("192.0.2.1", 1, TIMEOUT));
     assert!(failed.contains("192.0.2.1:1: listening failed: that is not an address"), "{failed}");
 }
 
@@ -130,7 +130,7 @@ fn store_listens_only_at_the_given_address() {
 #[test]
 fn connect_tries_every_address_of_a_name() {
     let server = serve();
-    let client = TcpStore::connect("localhost", server.port(), TIMEOUT, never()).unwrap();
+    let client = TcpStore::connect("localhost", server.port(), TIMEOUT).unwrap();
     assert_eq!(client.add("n", 1).unwrap(), 1);
     assert!(client.local_address().is_loopback());
 }
@@ -141,9 +141,9 @@ fn connect_waits_for_a_store_that_starts_later() {
     let other = serve();
     let port = other.port();
     let (client, _server) = thread::scope(|scope| {
-        let connect = || TcpStore::connect("127.0.0.2", port, TIMEOUT, never());
+        let connect = || TcpStore::connect("127.0.0.2", port, TIMEOUT);
         let thread = scope.spawn(connect);
-        let server = TcpStore::serve("127.0.0.2", port, TIMEOUT, never()).unwrap();
+        let server = TcpStore::serve("127.0.0.2", port, TIMEOUT).unwrap();
         (thread.join().unwrap().unwrap(), server)
     });
     assert_eq!(client.add("n", 1).unwrap(), 1);
@@ -155,12 +155,13 @@ fn connect_without_a_store_is_an_error() {
     let other = serve();
     let port = other.port();
     let limit = Duration::from_millis(50);
-    let failed = reason(TcpStore::connect("127.0.0.2", port, limit, never()));
+    let failed = reason(TcpStore::connect("127.0.0.2", port, limit));
     assert!(failed.contains(&format!("127.0.0.2:{port}: connecting failed")), "{failed}");
     assert!(failed.contains("refused"), "{failed}");
     let (running_tx, cancelled_rx) = bounded::<Infallible>(0);
     drop(running_tx);
-    let failed = reason(TcpStore::connect("127.0.0.2", port, TIMEOUT, cancelled_rx));
+    let lost = connect(serve().port());
+    let failed = reason(lost.reconnect(cancelled_rx));
     assert!(failed.contains("cancelled"), "{failed}");
 }
 
@@ -245,11 +246,11 @@ fn connect_to_another_service_is_an_error() {
         }
     });
     let limit = Duration::from_secs(2);
-    let failed = reason(TcpStore::connect("127.0.0.1", port, limit, never()));
+    let failed = reason(TcpStore::connect("127.0.0.1", port, limit));
     assert!(failed.contains("connecting failed"), "{failed}");
     drop(greeting);
     let silent = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = silent.local_addr().unwrap().port();
-    let failed = reason(TcpStore::connect("127.0.0.1", port, limit, never()));
+    let failed = reason(TcpStore::connect("127.0.0.1", port, limit));
     assert!(failed.contains("connecting failed"), "{failed}");
 }

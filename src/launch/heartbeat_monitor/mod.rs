@@ -4,7 +4,6 @@
 mod peer_status;
 
 use std::convert::Infallible;
-use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, JoinHandle};
@@ -13,13 +12,14 @@ use std::time::Duration;
 use crossbeam::channel::{Receiver, Sender, TryRecvError, bounded, never, select_biased};
 use parking_lot::Mutex;
 
-use super::heartbeat::{Heartbeat, RankStatus};
+use super::heartbeat::{Heartbeat, status_of};
 use super::messages::{failure_from_bytes, to_json};
 use super::stall;
 use crate::error::{Error, Result};
 use crate::ffi::TcpStore;
 use crate::operation::{OpId, Operation};
 use crate::os::limits::not_started;
+use crate::process_group::ProcessMap;
 use crate::runtime::{Deadline, Failure, Instant, OpEntry, PeerHeartbeat, PeerStatus, RunContext};
 
 /// The interval between heartbeats.
@@ -27,6 +27,9 @@ const HEARTBEAT_INTERVAL: Duration = Duration::from_millis(500);
 
 /// A process without a new heartbeat for this long counts as not answering. Also the timeout of short requests.
 pub(super) const HEARTBEAT_TIMEOUT: Duration = Duration::from_millis(2000);
+
+/// The most processes whose heartbeats are read in one turn for somebody who watches all.
+const MAX_VIEWED: usize = 256;
 
 /// Key of the first failure.
 const FAILURE: &str = "failure";
@@ -62,21 +65,15 @@ struct Thread {
 struct Heartbeats {
     /// Waits as long as the store of the launch does.
     store: TcpStore,
-    mine: usize,
-    ranks: Vec<Range<usize>>,
+    map: ProcessMap,
     server: Server,
 }
 
 impl HeartbeatMonitor {
-    /// Creates the monitor of process `mine`. `ranks` are the ranks of each process; `server` serves the store.
-    pub(super) fn new(
-        store: &TcpStore,
-        server: Server,
-        mine: usize,
-        ranks: &[Range<usize>],
-    ) -> Result<Self> {
+    /// Creates the monitor of a process of `map`. `server` serves the store.
+    pub(super) fn new(store: &TcpStore, server: Server, map: &ProcessMap) -> Result<Self> {
         let store = store.another_connection()?;
-        let heartbeats = Arc::new(Heartbeats { store, mine, ranks: ranks.into(), server });
+        let heartbeats = Arc::new(Heartbeats { store, map: map.clone(), server });
         Ok(Self { heartbeats, thread: Mutex::default(), has_begun: AtomicBool::new(false) })
     }
 
@@ -110,9 +107,9 @@ impl HeartbeatMonitor {
     /// Reports to the other processes that this one ends before its ranks have begun. Only for a process that has
     /// not started its heartbeat thread.
     pub(super) fn report_failed_start(&self, error: &str) -> Result<()> {
-        let Heartbeats { store, mine, ranks, .. } = &*self.heartbeats;
+        let Heartbeats { store, map, .. } = &*self.heartbeats;
         let at = OpId { operation: Operation::Start, sequence: 0 };
-        publish_failure(store, &Failure::new(ranks[*mine].start, at, error.into()))
+        publish_failure(store, &Failure::new(map.here().start, at, error.into()))
     }
 
     /// Ends the heartbeat thread. The process that serves the store passes `stay`; this returns when the others no
@@ -125,7 +122,7 @@ impl HeartbeatMonitor {
         }
         let store = self.heartbeats.with_short_timeout(never());
         // If this fails, the other processes are gone.
-        let _ = store.add(&left(self.heartbeats.mine), 1);
+        let _ = store.add(&left(self.heartbeats.map.mine), 1);
         if let Some(stay) = stay {
             self.heartbeats.stay(&store, stay);
         }
@@ -226,9 +223,9 @@ impl Heartbeats {
     /// Reports that the store is gone, as a failure of the process that serves it. If that process has no rank,
     /// this process can only report what it was doing itself.
     fn report_loss(&self, run: &RunContext, error: &Error) {
-        let rank = self.server.rank.unwrap_or(self.ranks[self.mine].start);
+        let rank = self.server.rank.unwrap_or(self.map.here().start);
         // The server's last heartbeat is older than the step that this process has reached.
-        let step = self.ranks[self.mine].clone().find_map(|mine| run.flight_recorder.step_of(mine));
+        let step = self.map.here().find_map(|mine| run.flight_recorder.step_of(mine));
         let at = step.map(|sequence| OpId { operation: Operation::Step, sequence });
         let at = at.or_else(|| Some(run.activity[rank].now()));
         run.report_at(rank, at, None, format!("{} is gone: {error}", self.server.name));
@@ -237,8 +234,8 @@ impl Heartbeats {
     /// Stores this process's heartbeat.
     fn send_heartbeat(&self, store: &TcpStore, run: &RunContext) -> Result<()> {
         let (sent, suspended) = (run.flight_recorder.now(), Instant::suspended());
-        let ranks = self.ranks[self.mine].clone().map(|rank| RankStatus::of(run, rank)).collect();
-        let key = alive(self.mine);
+        let ranks = self.map.here().map(|rank| status_of(run, rank)).collect();
+        let key = alive(self.map.mine);
         store.set(&key, &to_json(&key, &Heartbeat { sent, suspended, ranks })?)
     }
 
@@ -262,23 +259,22 @@ impl Heartbeats {
 
     /// Reports the failure that another process has written to the store. Returns whether there is one.
     fn read_failure(&self, store: &TcpStore, run: &RunContext) -> Result<bool> {
-        if !store.check(&[FAILURE.into()])? {
-            return Ok(false);
-        }
-        let text = store.get(FAILURE, HEARTBEAT_TIMEOUT)?.unwrap_or_default();
+        let Some(text) = store.get(FAILURE, Duration::ZERO)? else { return Ok(false) };
         match failure_from_bytes(FAILURE, &text, run.activity.len()) {
             Ok(failure) => record_failure(run, failure),
-            Err(error) => run.report(self.ranks[self.mine].start, None, error.to_string()),
+            Err(error) => run.report(self.map.here().start, None, error.to_string()),
         }
         Ok(true)
     }
 
     /// Records what the ranks of the process that serves the store do: when that process is gone, its heartbeats cannot
-    /// be read any more. Also records one other process in turn, `turn`, whose clock is thereby known.
+    /// be read any more. Also records another process in turn, `turn`, whose clock is thereby known; or more of them, if
+    /// somebody watches all.
     fn follow(&self, store: &TcpStore, run: &RunContext, turn: usize) -> Result<()> {
-        let is_server = |process: &usize| self.server.rank == Some(self.ranks[*process].start);
-        let server = self.others().find(is_server);
-        let next = self.others().nth(turn % (self.ranks.len() - 1).max(1));
+        let server = self.others().find(|process| self.serves(*process));
+        let others = (self.map.processes.len() - 1).max(1);
+        let count = if run.is_viewed { others.min(MAX_VIEWED) } else { 1 };
+        let next = self.others().cycle().skip(turn.wrapping_mul(count) % others).take(count);
         for process in server.into_iter().chain(next.filter(|next| server != Some(*next))) {
             if let Some(heartbeat) = self.heartbeat_of(store, process)? {
                 self.record_status(run, process, &heartbeat);
@@ -288,21 +284,25 @@ impl Heartbeats {
     }
 
     fn record_status(&self, run: &RunContext, process: usize, heartbeat: &Heartbeat) {
-        for (rank, status) in self.ranks[process].clone().zip(&heartbeat.ranks) {
+        for (rank, status) in self.map.processes[process].clone().zip(&heartbeat.ranks) {
             run.activity[rank].restore_unless_done(status.at);
-            let &Heartbeat { sent, suspended, .. } = heartbeat;
-            let (at, seen) = (status.at, status.seen.clone());
-            run.remote_snapshots.note(PeerHeartbeat { rank, sent, suspended, at, seen });
+            let (&Heartbeat { sent, suspended, .. }, status) = (heartbeat, status.clone());
+            run.remote_snapshots.note(rank, PeerHeartbeat { sent, suspended, status });
         }
     }
 
     /// Returns the last heartbeat of `process`; `None` if there is none that can be read.
     fn heartbeat_of(&self, store: &TcpStore, process: usize) -> Result<Option<Heartbeat>> {
-        heartbeat_of(store, process, self.ranks[process].len())
+        heartbeat_of(store, process, self.map.processes[process].len())
     }
 
-    fn others(&self) -> impl Iterator<Item = usize> {
-        (0..self.ranks.len()).filter(|&process| process != self.mine)
+    /// Returns whether `process` serves the store.
+    fn serves(&self, process: usize) -> bool {
+        self.server.rank == Some(self.map.processes[process].start)
+    }
+
+    fn others(&self) -> impl Iterator<Item = usize> + Clone {
+        (0..self.map.processes.len()).filter(|&process| process != self.map.mine)
     }
 
     /// Reads and records the heartbeats of all other processes. Returns when each was sent; `None` without a heartbeat.
@@ -329,11 +329,8 @@ pub(super) fn record_failure(run: &RunContext, failure: Failure) {
 /// Returns the last heartbeat of `process`, which has `ranks` ranks; `None` if there is none that can be read.
 fn heartbeat_of(store: &TcpStore, process: usize, ranks: usize) -> Result<Option<Heartbeat>> {
     let key = alive(process);
-    if !store.check(std::slice::from_ref(&key))? {
-        return Ok(None);
-    }
-    let message = store.get(&key, HEARTBEAT_TIMEOUT)?.unwrap_or_default();
-    Ok(Heartbeat::from_bytes(&key, &message, ranks).ok())
+    let message = store.get(&key, Duration::ZERO)?;
+    Ok(message.and_then(|message| Heartbeat::from_bytes(&key, &message, ranks).ok()))
 }
 
 /// Reports to the processes of `store`, of one rank each, that `rank` has ended, unless a failure is known already.

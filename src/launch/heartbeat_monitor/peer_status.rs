@@ -1,13 +1,10 @@
 //! What the ranks of other processes do, from the heartbeats in the store.
 
-use std::convert::Infallible;
-
-use crossbeam::channel::{Receiver, RecvTimeoutError, never};
+use crossbeam::channel::{RecvTimeoutError, never};
 
 use super::{HEARTBEAT_TIMEOUT, Heartbeats};
 use crate::error::MissingRank;
-use crate::launch::heartbeat::{Heartbeat, RankStatus};
-use crate::runtime::{Deadline, PeerHeartbeat, PeerStatus, RunContext};
+use crate::runtime::{Deadline, PeerStatus, RunContext};
 
 impl PeerStatus for Heartbeats {
     /// Reads the heartbeats twice: a process without a new one in between is silent. If the store does not answer,
@@ -35,12 +32,9 @@ impl PeerStatus for Heartbeats {
                 let same = self.others().zip(both).filter(|(_, (before, now))| before == now);
                 same.map(|(process, _)| process).collect()
             }
-            Err(_) => {
-                let serves = |process: &usize| self.server.rank == Some(self.ranks[*process].start);
-                self.others().filter(serves).collect()
-            }
+            Err(_) => self.others().filter(|process| self.serves(*process)).collect(),
         };
-        let ranks = silent.into_iter().flat_map(|process| self.ranks[process].clone());
+        let ranks = silent.into_iter().flat_map(|process| self.map.processes[process].clone());
         let seen =
             |rank: usize| MissingRank { rank, last_seen: run.activity[rank].now(), silent: true };
         ranks.map(seen).collect()
@@ -53,20 +47,5 @@ impl PeerStatus for Heartbeats {
         if run.cancel.cancelled_by().is_none() {
             let _ = self.read_failure(&store, run);
         }
-    }
-
-    fn heartbeats(&self, cancelled: Receiver<Infallible>) -> Vec<PeerHeartbeat> {
-        let store = self.with_short_timeout(cancelled);
-        let mut all = Vec::new();
-        for process in self.others() {
-            // If the store does not answer, nothing more is known.
-            let Ok(heartbeat) = self.heartbeat_of(&store, process) else { break };
-            let Some(Heartbeat { sent, suspended, ranks }) = heartbeat else { continue };
-            for (rank, status) in self.ranks[process].clone().zip(ranks) {
-                let RankStatus { at, seen } = status;
-                all.push(PeerHeartbeat { rank, sent, suspended, at, seen });
-            }
-        }
-        all
     }
 }

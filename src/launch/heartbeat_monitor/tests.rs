@@ -7,6 +7,7 @@ use std::net::{TcpListener, TcpStream};
 use std::sync::atomic::AtomicBool;
 
 use super::*;
+use crate::runtime::RankStatus;
 
 /// Longer than any test takes.
 const LIMIT: Duration = Duration::from_secs(60);
@@ -14,9 +15,7 @@ const LIMIT: Duration = Duration::from_secs(60);
 /// A timeout that no test reaches.
 const LONG: Duration = Duration::from_secs(24 * 60 * 60);
 
-const RANKS: [Range<usize>; 3] = [0..2, 2..3, 3..4];
-
-/// Process 2 of [`RANKS`], with its connection to the store, which process 0 serves.
+/// Process 2 of three, with its connection to the store, which process 0 serves.
 struct Scene {
     server: TcpStore,
     cut: Arc<AtomicBool>,
@@ -25,11 +24,12 @@ struct Scene {
 }
 
 fn scene() -> Scene {
-    let server = TcpStore::serve("127.0.0.1", 0, LIMIT, never()).unwrap();
+    let server = TcpStore::serve("127.0.0.1", 0, LIMIT).unwrap();
     let (port, cut) = cable(server.port());
-    let store = TcpStore::connect("127.0.0.1", port, LONG, never()).unwrap();
+    let store = TcpStore::connect("127.0.0.1", port, LONG).unwrap();
     let serves = Server { rank: Some(0), name: "the server".into() };
-    let monitor = HeartbeatMonitor::new(&store, serves, 2, &RANKS).unwrap();
+    let map = ProcessMap { processes: vec![0..2, 2..3, 3..4], mine: 2 };
+    let monitor = HeartbeatMonitor::new(&store, serves, &map).unwrap();
     let doing = || RankStatus { at: all_reduce(), seen: Vec::new() };
     let beat = Heartbeat {
         sent: Duration::ZERO,
@@ -161,7 +161,7 @@ fn refresh_reports_the_failure_of_another_process() {
 /// Processes that share a host's memory know of a killed one at once, and end before their next heartbeat.
 #[test]
 fn processes_that_have_ended_are_not_waited_for() {
-    let store = TcpStore::serve("127.0.0.1", 0, LIMIT, never()).unwrap();
+    let store = TcpStore::serve("127.0.0.1", 0, LIMIT).unwrap();
     let mut waits = OpEntry::new(all_reduce(), Duration::ZERO);
     waits.group = Some(0);
     let ranks = vec![RankStatus { at: all_reduce(), seen: vec![waits] }];

@@ -45,8 +45,6 @@ pub(super) struct HostLinks {
     /// The memory that the processes share.
     pub memory: Arc<Host>,
     peers: Vec<Arc<Peer>>,
-    /// The ranks of this process.
-    here: Range<usize>,
     /// Whether torchrun's agent supervises the processes.
     has_agent: bool,
     watch: Mutex<Option<HostWatch>>,

@@ -19,11 +19,11 @@ use serde::{Deserialize, Serialize};
 use super::{APART, HostLinks, OFF, Peer};
 use crate::error::{Error, Result, escaped_line};
 use crate::ffi::TcpStore;
-use crate::launch::messages::{from_json, to_json};
+use crate::ffi::store::Gathered;
 use crate::os::affinity::CpuList;
 use crate::os::limits::require_files;
 use crate::os::shared_memory::{self, SharedRegion};
-use crate::process_group::{Gathered, Host};
+use crate::process_group::{Host, ProcessMap};
 use crate::runtime::{Deadline, Instant};
 
 /// What a process offers the others.
@@ -56,9 +56,9 @@ const ANSWER: Duration = Duration::from_secs(10);
 const GREETING: usize = 16;
 
 impl HostLinks {
-    /// Connects this process, `mine`, with the others of its host. The processes of `store` have these `ranks`. All must call
-    /// this. `wants` is whether this one may share memory; `has_agent`, whether torchrun's agent supervises it. If one cannot
-    /// share memory, or none shares a host with another, returns the reason, the same in all.
+    /// Connects this process of `map` with the others of its host. All processes of `store` must call this. `wants` is
+    /// whether this one may share memory; `has_agent`, whether torchrun's agent supervises it. If one cannot share memory, or
+    /// none shares a host with another, returns the reason, the same in all.
     ///
     /// Processes of one host share memory if they are neighbours in rank order.
     ///
@@ -66,27 +66,24 @@ impl HostLinks {
     /// [`Error::Store`], [`Error::Input`] for a message that no process of the run sends.
     pub(in crate::launch) fn meet(
         store: &TcpStore,
-        mine: usize,
-        ranks: &[Range<usize>],
+        map: &ProcessMap,
         wants: bool,
         has_agent: bool,
         timeout: Duration,
     ) -> Result<Finding<Self>> {
-        let meeting = Meeting { store, mine, count: ranks.len(), timeout };
+        let (ranks, mine) = (&map.processes, map.mine);
+        let meeting = Meeting { store, mine, count: map.len(), timeout };
         let own = if wants { Own::open() } else { Err(OFF.into()) };
-        let offer = own.as_ref().map(|own| own.offer.clone()).map_err(String::clone);
-        let offers = meeting.exchange("offer", offer)?;
-        let (own, offers) = match (own, offers) {
-            (Ok(own), Ok(offers)) => (own, offers),
-            (_, Err(why)) | (Err(why), _) => return Ok(Err(why)),
+        let (own, offers) = match meeting.exchange("offer", own, |own| own.offer.clone())? {
+            Ok(exchanged) => exchanged,
+            Err(why) => return Ok(Err(why)),
         };
         // Connecting does not wait for the other process: it accepts once all have connected.
         let connected = own.connect_to(&offers[..mine], mine);
         let indexes = |it: &BTreeMap<usize, _>| it.keys().copied().collect::<Vec<usize>>();
-        let reached = connected.as_ref().map(indexes).map_err(String::clone);
-        let (mut connected, reached) = match (connected, meeting.exchange("connected", reached)?) {
-            (Ok(connected), Ok(reached)) => (connected, reached),
-            (_, Err(why)) | (Err(why), _) => return Ok(Err(why)),
+        let (mut connected, reached) = match meeting.exchange("connected", connected, indexes)? {
+            Ok(exchanged) => exchanged,
+            Err(why) => return Ok(Err(why)),
         };
         let hosts = hosts(&reached);
         if hosts.len() == meeting.count {
@@ -95,11 +92,9 @@ impl HostLinks {
         let here = hosts.iter().find(|it| it.contains(&mine)).cloned().unwrap_or_default();
         connected.retain(|process, _| here.contains(process));
         let linked = own.link(connected, &offers, mine, here.clone());
-        let status = linked.as_ref().map(drop).map_err(String::clone);
-        let (linked, all) = (linked, meeting.exchange("linked", status)?);
-        let linked = match (linked, all) {
-            (Ok(linked), Ok(_)) => linked,
-            (_, Err(why)) | (Err(why), _) => return Ok(Err(why)),
+        let linked = match meeting.exchange("linked", linked, |_| ())? {
+            Ok((linked, _)) => linked,
+            Err(why) => return Ok(Err(why)),
         };
         let cpus = offers[here.clone()].iter();
         let cpus = cpus.flat_map(|it| it.cpus.parse::<CpuList>().unwrap_or_default().0);
@@ -117,8 +112,7 @@ impl HostLinks {
         let of_host = |host: &Range<usize>| ranks[host.start].start..ranks[host.end - 1].end;
         let hosts = hosts.iter().map(of_host).collect();
         let memory = Host::new(regions.into(), &ranks[here], index, cores, hosts);
-        let (memory, here) = (Arc::new(memory), ranks[mine].clone());
-        Ok(Ok(Self { memory, peers, here, has_agent, watch: Mutex::default() }))
+        Ok(Ok(Self { memory: Arc::new(memory), peers, has_agent, watch: Mutex::default() }))
     }
 }
 
@@ -131,34 +125,33 @@ struct Meeting<'a> {
 }
 
 impl Meeting<'_> {
-    /// Publishes what this process has found, and returns what all have. If one has found an error, returns the first, with
-    /// the number of its process.
-    fn exchange<T>(&self, what: &str, finding: Finding<T>) -> Result<Finding<Vec<T>>>
+    /// Publishes a part of what this process has found. Returns the finding, and the parts of all. If one has found an
+    /// error, returns the first, with the number of its process.
+    fn exchange<F, T>(
+        &self,
+        what: &str,
+        finding: Finding<F>,
+        part: impl FnOnce(&F) -> T,
+    ) -> Result<Finding<(F, Vec<T>)>>
     where
         T: Serialize + DeserializeOwned,
     {
         let Self { store, mine, count, timeout } = *self;
-        let key = format!("host/{what}");
-        let text = String::from_utf8_lossy(&to_json(&key, &finding)?).into_owned();
-        let texts = match Gathered::of(store, &key, mine, count, &text, timeout)? {
-            Gathered::All(texts) => texts,
-            Gathered::Missing(process) => {
-                return Err(Error::mismatch(format!(
-                    "process {process} has met the others, but has not answered for {timeout:?} since: it hangs, or has \
-                     ended; look at its output"
-                )));
-            }
+        let hangs = |missing: Vec<usize>| {
+            Error::mismatch(format!(
+                "process {} has met the others, but has not answered for {timeout:?} since: it hangs, or has ended; \
+                 look at its output",
+                missing[0]
+            ))
         };
-        let mut all = Vec::new();
-        for (process, text) in texts.iter().enumerate() {
-            match from_json::<Finding<T>>(&key, text.as_bytes())? {
-                Ok(finding) => all.push(finding),
-                Err(why) => {
-                    return Ok(Err(format!("process {process}: {}", escaped_line(&why))));
-                }
-            }
-        }
-        Ok(Ok(all))
+        let key = format!("host/{what}");
+        let own = finding.as_ref().map(part).map_err(String::clone);
+        let parts = Gathered::of(store, &key, mine, count, &own, timeout, hangs)?;
+        let named = |(process, part): (usize, Finding<T>)| {
+            part.map_err(|why| format!("process {process}: {}", escaped_line(&why)))
+        };
+        let parts: Finding<Vec<T>> = parts.into_iter().enumerate().map(named).collect();
+        Ok(parts.and_then(|parts| Ok((finding?, parts))))
     }
 }
 
@@ -308,25 +301,25 @@ mod tests {
     use std::io::{Read, Write};
     use std::thread;
 
-    use crossbeam::channel::never;
     use rustix::process::Uid;
     use rustix::thread::set_thread_res_uid;
     use tch::{Device, Kind};
 
     use super::*;
+    use crate::ffi::store::from_json;
 
     const TIMEOUT: Duration = Duration::from_secs(60);
 
     /// Lets as many processes meet as `wants` has elements. `between` is called when the first has made its offer.
     fn meet(wants: &[bool], between: impl FnOnce(&TcpStore)) -> Vec<Finding<HostLinks>> {
-        let store = TcpStore::serve("127.0.0.1", 0, TIMEOUT, never()).unwrap();
-        let ranks: Vec<Range<usize>> =
+        let store = TcpStore::serve("127.0.0.1", 0, TIMEOUT).unwrap();
+        let processes: Vec<Range<usize>> =
             (0..wants.len()).map(|process| process..process + 1).collect();
         thread::scope(|scope| {
             let start = |mine: usize| {
-                let (store, ranks) = (&store, &ranks);
+                let (store, map) = (&store, ProcessMap { processes: processes.clone(), mine });
                 scope.spawn(move || {
-                    HostLinks::meet(store, mine, ranks, wants[mine], false, TIMEOUT).unwrap()
+                    HostLinks::meet(store, &map, wants[mine], false, TIMEOUT).unwrap()
                 })
             };
             let first = start(0);

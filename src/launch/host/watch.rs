@@ -72,7 +72,7 @@ impl HostLinks {
         let sender = Arc::new(Sender {
             peers: self.peers.clone(),
             run: Arc::downgrade(run),
-            done: self.here.clone().map(|rank| (rank, AtomicBool::new(false))).collect(),
+            done: run.local_ranks.clone().map(|rank| (rank, AtomicBool::new(false))).collect(),
             knows_failure: AtomicBool::new(false),
             lock: Mutex::new(()),
         });
@@ -80,7 +80,6 @@ impl HostLinks {
         run.cancel.register_events(Arc::downgrade(&events));
         let watch = Watch {
             run: run.clone(),
-            first: self.here.start,
             has_agent: self.has_agent,
             sender: sender.clone(),
             ends: self.peers.iter().map(|peer| Some(End::new(peer.clone()))).collect(),
@@ -144,8 +143,6 @@ impl Sender {
 /// The state of the thread.
 struct Watch {
     run: Arc<RunContext>,
-    /// The first rank of this process, which reports.
-    first: usize,
     has_agent: bool,
     sender: Arc<Sender>,
     /// The other processes that have not ended.
@@ -199,7 +196,8 @@ impl Watch {
         if ranks.is_empty() || self.run.cancel.cancelled_by().is_some() {
             return;
         }
-        let (run, waiting) = (&self.run, self.first);
+        // The first rank of this process reports.
+        let (run, waiting) = (&self.run, self.run.local_ranks.start);
         if self.has_agent {
             // The agent blames the process that it sees end first: it must see that one before this one fails.
             let _ = run.cancel.tripped().recv_timeout(AGENT_POLLS);
@@ -226,7 +224,7 @@ impl Watch {
                 self.sender.knows_failure.store(true, Ordering::SeqCst);
                 match check_failure("host", failure, run.activity.len()) {
                     Ok(failure) => record_failure(run, failure),
-                    Err(error) => run.report(self.first, None, error.to_string()),
+                    Err(error) => run.report(run.local_ranks.start, None, error.to_string()),
                 }
             }
             _ => {
@@ -235,7 +233,7 @@ impl Watch {
                     "the process of {from} has sent a message that no process of a run sends; start the same program in \
                      all processes"
                 );
-                run.report(self.first, None, text);
+                run.report(run.local_ranks.start, None, text);
             }
         }
     }
@@ -262,31 +260,16 @@ impl End {
 
     /// Reads all that has arrived. Returns whether the other end is closed.
     fn read(&mut self) -> bool {
-        let mut buffer = [0; 4096];
-        loop {
-            match (&self.peer.socket).read(&mut buffer) {
-                Ok(0) => return true,
-                Ok(count) if self.received.len() + count <= MAX_MESSAGE => {
-                    self.received.extend_from_slice(&buffer[..count]);
-                }
-                Err(error) if error.kind() == ErrorKind::WouldBlock => return false,
-                Err(error) if error.kind() == ErrorKind::Interrupted => {}
-                Ok(_) | Err(_) => return true,
-            }
-        }
+        let room = MAX_MESSAGE.saturating_sub(self.received.len());
+        let read = (&self.peer.socket).take(room as u64).read_to_end(&mut self.received);
+        !read.is_err_and(|error| error.kind() == ErrorKind::WouldBlock)
     }
 
     /// Takes the complete lines.
     fn lines(&mut self) -> Vec<Vec<u8>> {
-        let Some(last) = self.received.iter().rposition(|byte| *byte == b'\n') else {
-            return Vec::new();
-        };
-        let complete: Vec<u8> = self.received.drain(..=last).collect();
-        complete
-            .split(|byte| *byte == b'\n')
-            .filter(|it| !it.is_empty())
-            .map(<[u8]>::to_vec)
-            .collect()
+        let end = self.received.iter().rposition(|byte| *byte == b'\n').map_or(0, |last| last + 1);
+        let complete: Vec<u8> = self.received.drain(..end).collect();
+        complete.split_inclusive(|byte| *byte == b'\n').map(<[u8]>::to_vec).collect()
     }
 }
 

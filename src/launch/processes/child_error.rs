@@ -66,7 +66,7 @@ impl ChildError {
 
     /// Returns whether `store`, which holds the errors of one start, has one of process `rank`.
     pub(super) fn is_in(store: &TcpStore, rank: usize) -> Result<bool> {
-        store.check(&[key(rank)])
+        store.check(&key(rank))
     }
 
     /// Reads the error of process `rank`. `None` if there is none.

@@ -13,7 +13,7 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use crossbeam::channel::{Receiver, RecvTimeoutError, bounded, unbounded};
+use crossbeam::channel::{Receiver, RecvTimeoutError, unbounded};
 use serde_with::SerializeDisplay;
 use signal_hook::consts::{SIGCHLD, SIGCONT, SIGKILL, SIGSTOP, SIGTERM, SIGTSTP, SIGUSR2};
 use signal_hook::iterator::{Handle, Signals};
@@ -113,8 +113,7 @@ impl SpawnProcesses<'_> {
     pub(crate) fn run(&self, before_restart: impl Fn(usize, &ChildError)) -> Result<ProcessesEnd> {
         require_files(files_of_store(self.count()), "serving a store to the ranks")?;
         let lent = self.live.then(LentTerminal::new).flatten();
-        let (_open_tx, never_rx) = bounded(0);
-        let store = TcpStore::serve("127.0.0.1", 0, self.timeout, never_rx)?;
+        let store = TcpStore::serve("127.0.0.1", 0, self.timeout)?;
         let (handle, signals) = self.listen().map_err(cannot_start)?;
         let ended = self.run_starts(&store, &signals, lent.as_ref(), before_restart);
         handle.close();
@@ -143,7 +142,7 @@ impl SpawnProcesses<'_> {
             }
             let mut stops = start.wait(&mut all, store, signals);
             LentTerminal::take_back();
-            std::mem::take(&mut all.output).print();
+            all.print_output();
             let Some(mut error) = start.error(&all) else {
                 return Ok(ProcessesEnd::Well(all.reason_of_rank_0()));
             };
@@ -239,18 +238,15 @@ struct Start<'a> {
 impl Start<'_> {
     /// Starts the processes, whose store is `store`. If one cannot be started, kills the others.
     fn begin(&self, store: &TcpStore) -> Result<RunningProcesses> {
-        let mut all = RunningProcesses::default();
+        let output = self.spawn.live.then(OutputOfProcesses::open).transpose();
+        let output = output.map_err(cannot_start)?;
+        let mut all = RunningProcesses { output, ..RunningProcesses::default() };
         for rank in 0..self.spawn.count() {
-            let started = self.start(rank, store.port()).and_then(|mut child| {
-                let read = all.output.read(&mut child);
-                all.children.push(Some(child));
-                read
-            });
-            match started {
-                Ok(()) => {}
+            match self.start(rank, store.port(), all.output.as_ref()) {
+                Ok(child) => all.children.push(Some(child)),
                 Err(error) => {
                     all.kill();
-                    std::mem::take(&mut all.output).print();
+                    all.print_output();
                     return Err(cannot_start(error));
                 }
             }
@@ -258,7 +254,12 @@ impl Start<'_> {
         Ok(all)
     }
 
-    fn start(&self, rank: usize, port: u16) -> io::Result<Child> {
+    fn start(
+        &self,
+        rank: usize,
+        port: u16,
+        output: Option<&OutputOfProcesses>,
+    ) -> io::Result<Child> {
         let mut command = this_program()?;
         command.args(env::args_os().skip(1)).stdin(Stdio::null()).process_group(0);
         let (restart_count, max_restarts) = (self.restart_count, self.spawn.max_restarts);
@@ -268,8 +269,8 @@ impl Start<'_> {
             command.env("OMP_NUM_THREADS", threads_per_rank.to_string());
         }
         command.env(PARENT_START, serde_json::to_string(&start)?);
-        if self.spawn.live && rank > 0 {
-            OutputOfProcesses::capture(&mut command);
+        if let Some(output) = output.filter(|_| rank > 0) {
+            output.capture(&mut command)?;
         }
         let held: &[i32] = if self.spawn.stops { &SIGNALS } else { &[] };
         os::tie_to_this_process(&mut command, held);
@@ -315,37 +316,26 @@ impl Start<'_> {
             if let Some(None) = all.children.first() {
                 LentTerminal::take_back(); // the user needs Ctrl-C while the others end
             }
-            if let (None, Some(&(rank, pid, status))) = (deadline, all.first_failure()) {
+            if deadline.is_none() && all.first_failure().is_some() {
                 let patience = self.spawn.grace_period.saturating_add(TERM_TIMEOUT);
                 deadline = Some(Deadline::after(patience));
-                if let Children::Ranks(placement) = self.spawn.children {
-                    // A killed process cannot report its own end. If the report fails, the other processes notice
-                    // the end as they would across machines.
-                    let how = self.spawn.how(rank, pid, status);
-                    let runs = |other: usize| {
-                        let child = all.children[other].as_mut();
-                        child.is_some_and(|child| matches!(child.try_wait(), Ok(None)))
-                    };
-                    let error = self.report(placement, store, rank, status, how, runs);
-                    all.first_error = error.ok().flatten();
-                }
+                // A killed process cannot report its own end. If the report fails, the other processes notice the end
+                // as they would across machines.
+                all.first_error = self.report(all, store).ok().flatten();
             }
         }
         stops
     }
 
-    /// Reports to the other processes that `rank` has ended. `how` says how. Returns its error for the user, with what
-    /// the rank was last seen doing; `None` if the rank has left its own error, or has printed it. `runs` returns whether
-    /// the process of another rank has not ended.
-    fn report(
-        &self,
-        placement: &Placement,
-        store: &TcpStore,
-        rank: usize,
-        status: ExitStatus,
-        how: String,
-        runs: impl FnMut(usize) -> bool,
-    ) -> Result<Option<ChildError>> {
+    /// Reports to the other processes that the first one has failed. Returns its error for the user, with what its rank
+    /// was last seen doing; `None` if the rank has left its own error, or has printed it.
+    fn report(&self, all: &mut RunningProcesses, store: &TcpStore) -> Result<Option<ChildError>> {
+        let (Some(&(rank, pid, status)), Children::Ranks(placement)) =
+            (all.first_failure(), &self.spawn.children)
+        else {
+            return Ok(None);
+        };
+        let how = self.spawn.how(rank, pid, status);
         let store_of_run = store.under(&prefix("none", self.restart_count as i64));
         report_absent(&store_of_run, rank)?;
         if refuses_input(status) || ChildError::is_in(&self.store, rank)? {
@@ -354,6 +344,10 @@ impl Start<'_> {
         }
         let others: Vec<usize> =
             (0..placement.devices.len()).filter(|other| *other != rank).collect();
+        let runs = |other: usize| {
+            let child = all.children[other].as_mut();
+            child.is_some_and(|child| matches!(child.try_wait(), Ok(None)))
+        };
         let (text, step) = match waited_for(&store_of_run, &others, runs)? {
             Some((waits, step)) => (format!("{how}; {waits}"), step),
             None => (how, None),
@@ -418,8 +412,7 @@ mod tests {
             max_restarts: 3,
             live: false,
         };
-        let (_open_tx, never_rx) = bounded(0);
-        let store = TcpStore::serve("127.0.0.1", 0, time, never_rx).unwrap();
+        let store = TcpStore::serve("127.0.0.1", 0, time).unwrap();
         for (restart_count, code) in [2, 1].into_iter().enumerate() {
             let start = Start {
                 spawn: &spawn,
@@ -429,10 +422,9 @@ mod tests {
             // A process whose --config has changed meanwhile ends like this, before it has joined.
             let exit = format!("exit {code}");
             let status = Command::new("sh").args(["-c", &exit]).status().unwrap();
-            let how = "ended".to_owned();
-            let first_error = start.report(&placement, &store, 1, status, how, |_| false).unwrap();
-            let ended = vec![(1, 7, status)];
-            let all = RunningProcesses { ended, first_error, ..RunningProcesses::default() };
+            let (ended, children) = (vec![(1, 7, status)], vec![None, None]);
+            let mut all = RunningProcesses { ended, children, ..RunningProcesses::default() };
+            all.first_error = start.report(&mut all, &store).unwrap();
             let error = start.error(&all).unwrap();
             assert_eq!(matches!(error.kind, ErrorKind::WrongInput), code == 2, "{error:?}");
             assert_eq!(error.failure().is_none(), code == 2, "{error:?}");

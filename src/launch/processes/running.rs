@@ -17,8 +17,8 @@ pub(super) struct RunningProcesses {
     pub ended: Vec<(usize, u32, ExitStatus)>,
     /// The error of the first process that failed, as this process describes it. `None` if that one left its own.
     pub first_error: Option<ChildError>,
-    /// What they have written while the live view was shown.
-    pub output: OutputOfProcesses,
+    /// What they write while the live view is shown.
+    pub output: Option<OutputOfProcesses>,
 }
 
 impl RunningProcesses {
@@ -31,6 +31,11 @@ impl RunningProcesses {
             // Fails only if the process has ended.
             let _ = os::send_signal(child, signal);
         }
+    }
+
+    /// Prints what the processes have written while the live view was shown. Call this when they have ended.
+    pub(super) fn print_output(&mut self) {
+        self.output.take().into_iter().for_each(OutputOfProcesses::print);
     }
 
     /// Kills all processes.

@@ -6,16 +6,13 @@ mod watching;
 
 use std::any::Any;
 use std::fmt;
-use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
-use std::thread::{self, JoinHandle, ScopedJoinHandle};
 use std::time::Duration;
 
 use crossbeam::channel::{Receiver, never};
 use tch::Device;
 
-use super::rank_thread::RankThread;
 use super::stall::Notifier;
 use super::{
     BindChoice, JoinLaunchOptions, JoinedLaunch, Launch, LaunchKind, LaunchOptions, Placement,
@@ -51,38 +48,6 @@ where
     Spawn::new(world_size).run(f)
 }
 
-/// Runs `f` on `world_size` CPU ranks as [`spawn`] does. `f` and its result may borrow from the caller.
-///
-/// ```
-/// # fn main() -> anyhow::Result<()> {
-/// let names = vec!["a".to_string(), "b".to_string()];
-/// let borrowed: Vec<&str> = ddp_mp::spawn_scoped(2, |rank| Ok(names[rank.rank()].as_str()))?;
-/// assert_eq!(borrowed, ["a", "b"]);
-/// # Ok(())
-/// # }
-/// ```
-///
-/// # The price
-/// The two functions differ in one case: another rank has failed, and a rank does not come back within the grace
-/// period. That rank computes, or waits for something outside this crate. A thread cannot be killed.
-///
-/// * [`spawn`] returns the error and leaves the thread running. What the thread uses must therefore be `'static`.
-/// * `spawn_scoped` cannot return while a thread may still use what it borrows, and waiting might never end. So the
-///   failure is written to stderr and the process ends with exit code 1, without running destructors. PyTorch kills
-///   the process of such a rank.
-///
-/// A program that must continue after every failure uses [`spawn`] and shares its data in an `Arc`.
-///
-/// # Errors
-/// The errors of [`Spawn::run_scoped`].
-pub fn spawn_scoped<T, F>(world_size: usize, f: F) -> Result<Vec<T>, Box<SpawnError>>
-where
-    T: Send,
-    F: Fn(&Rank) -> anyhow::Result<T> + Sync,
-{
-    Spawn::new(world_size).run_scoped(f)
-}
-
 /// The ranks of this process before they start: their number, their devices, and their timeouts.
 ///
 /// [`Spawn::new`] has ranks on the CPU, [`Spawn::on`] one for each device, and [`Spawn::from_env`] those that the
@@ -112,7 +77,7 @@ where
 ///   asked to stop: every wait of this crate returns [`Error::Cancelled`](crate::Error::Cancelled) at once, and
 ///   they end at their next `?`. A rank that computes continues until its next collective. The error names each
 ///   rank that does not come back within the grace period. The thread of such a rank keeps running, so exit the
-///   process then; or use [`Spawn::run_scoped`], which does.
+///   process then.
 /// * A crash of the process (a segmentation fault, `abort`, the out-of-memory killer) ends all ranks. In exchange,
 ///   no rank can be orphaned.
 /// * The caller gets the result of `f` from each rank; PyTorch drops it.
@@ -134,14 +99,16 @@ pub struct Spawn {
     leaves_error: bool,
 }
 
+/// The function of the ranks. A thread of a rank that does not come back keeps it, so it borrows nothing.
+type RankFunction<T> = Arc<dyn Fn(&Rank) -> anyhow::Result<T> + Send + Sync>;
+
 /// What shows the ranks of a run while they work.
 pub(crate) trait RunView: fmt::Debug + Send + Sync {
-    /// Shows `run` until the returned value is dropped. `local_ranks` are those of this process, `labels` those of all
-    /// ranks. Returns `None` if it cannot be shown.
+    /// Shows `run` until the returned value is dropped, with the `labels` of all ranks. Returns `None` if it cannot be
+    /// shown.
     fn start(
         &self,
         run: &Arc<RunContext>,
-        local_ranks: Range<usize>,
         labels: Vec<String>,
         stop: Option<Arc<StopRequest>>,
     ) -> Option<Box<dyn Any>>;
@@ -225,8 +192,9 @@ impl Spawn {
         let launch = Launch::from_env(&LaunchOptions::default(), &cuda)?;
         let printer = Printer::new(LogFormat::Text);
         let note = |text: &str| printer.info(text);
-        let options = JoinLaunchOptions { note: &note, ..JoinLaunchOptions::default() };
-        let joined_launch = launch.clone().join(&cuda, options).inspect_err(|error| {
+        launch.warning().iter().for_each(|text| note(text));
+        let joined_launch = launch.clone().join(&cuda, JoinLaunchOptions::default());
+        let joined_launch = joined_launch.inspect_err(|error| {
             leave_error(&launch, &error.to_string(), note);
         })?;
         if joined_launch.is_first() {
@@ -355,41 +323,7 @@ impl Spawn {
         T: Send + 'static,
         F: Fn(&Rank) -> anyhow::Result<T> + Send + Sync + 'static,
     {
-        let f = Arc::new(f);
-        let start = |builder: thread::Builder, rank: RankThread<T>| {
-            let f = f.clone();
-            builder.spawn(move || rank.main(&*f))
-        };
-        self.supervise(start, |thread: JoinHandle<()>| drop(thread.join()))
-    }
-
-    /// Does the same as [`Spawn::run`], but `f` and its result may borrow from the caller. See [`spawn_scoped`],
-    /// also for the price.
-    ///
-    /// # Errors
-    /// The first failure of a rank; see [`Spawn`]. If a rank does not come back within the grace period, this does
-    /// not return: the failure is written to stderr, and the process ends with exit code 1.
-    pub fn run_scoped<T, F>(self, f: F) -> Result<Vec<T>, Box<SpawnError>>
-    where
-        T: Send,
-        F: Fn(&Rank) -> anyhow::Result<T> + Sync,
-    {
-        let f = &f;
-        thread::scope(|scope| {
-            let start = |builder: thread::Builder, rank: RankThread<T>| {
-                builder.spawn_scoped(scope, move || rank.main(f))
-            };
-            let result =
-                self.supervise(start, |thread: ScopedJoinHandle<'_, ()>| drop(thread.join()));
-            if let Err(error) = &result
-                && !error.stuck.is_empty()
-            {
-                // Returning would wait for the rank's thread for ever, and leaving that thread behind is unsound.
-                Printer::new(LogFormat::Text).report(&error.to_string());
-                os::exit(1);
-            }
-            result
-        })
+        self.supervise(&(Arc::new(f) as RankFunction<T>))
     }
 }
 

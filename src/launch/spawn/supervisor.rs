@@ -1,21 +1,21 @@
 //! The supervisor of the ranks: starts their threads, has them watched, and returns their results or the first failure.
 
-use std::io;
 use std::sync::Arc;
 use std::thread;
 
 use crossbeam::channel::unbounded;
 
 use super::watching::{Thread, Watching};
-use super::{Spawn, leave_error};
+use super::{RankFunction, Spawn, leave_error};
 use crate::error::{Result, Shown};
 use crate::ffi::cuda::load_linear_algebra;
 use crate::ffi::{check_version, choose_kernels, give_back_memory};
 use crate::launch::heartbeat_monitor::Stay;
+use crate::launch::rank::SharedBootstrap;
 use crate::launch::rank_thread::RankThread;
-use crate::launch::rendezvous::RankRendezvous;
-use crate::launch::{RankFailure, SpawnError, StuckRank};
+use crate::launch::{JoinedLaunch, RankFailure, SpawnError, StuckRank};
 use crate::operation::Operation;
+use crate::os::affinity::CpuList;
 use crate::os::limits::not_started;
 use crate::runtime::{Failure, FlightRecorder, FlightRecorderDump, RunContext};
 use crate::telemetry::{TRACED, trace_output, write_trace};
@@ -24,61 +24,58 @@ use crate::telemetry::{TRACED, trace_output, write_trace};
 /// Rust's 2 MiB. Only the used part takes memory.
 const STACK_BYTES: usize = 64 << 20;
 
+/// Prepares this process for its ranks, which use libtorch. Returns the CPUs of each; none if they are not bound.
+fn prepare(joined_launch: &JoinedLaunch, run: &Arc<RunContext>) -> Result<Vec<CpuList>> {
+    if let Some(world) = &joined_launch.world {
+        world.start(run)?;
+    }
+    check_version()?;
+    choose_kernels();
+    let devices = &joined_launch.placement.devices;
+    if devices.len() > 1 && devices.iter().any(|device| device.is_cuda()) {
+        load_linear_algebra();
+    }
+    joined_launch.cpus()
+}
+
 impl Spawn {
-    /// Starts a thread for each rank with `start`. Returns when all have ended and have been joined with `join`, or
-    /// when the grace period after a failure is over. Returns the results of the ranks, in rank order.
-    pub(super) fn supervise<T, J>(
+    /// Starts a thread for each rank, which runs `f`. Returns when all have ended and have been joined, or when the grace
+    /// period after a failure is over. Returns the results of the ranks, in rank order.
+    pub(super) fn supervise<T: Send + 'static>(
         &self,
-        mut start: impl FnMut(thread::Builder, RankThread<T>) -> io::Result<J>,
-        join: impl Fn(J),
+        f: &RankFunction<T>,
     ) -> Result<Vec<T>, Box<SpawnError>> {
         let joined_launch = Arc::new(self.joined_launch.clone());
         let local_ranks = joined_launch.ranks_here();
         let run = self.run_context();
         let (ended_tx, ended_rx) = unbounded();
 
-        let mut threads: Vec<Thread<T, J>> = Vec::with_capacity(local_ranks.len());
-        if let Some(world) = &joined_launch.world
-            && let Err(error) = world.start(&run)
-        {
-            run.report(local_ranks.start, Some(&error), error.to_string());
-        }
-        let cpus = joined_launch.cpus().unwrap_or_else(|error| {
-            run.report(local_ranks.start, Some(&error), error.to_string());
-            Vec::new()
+        let mut threads: Vec<Thread<T>> = Vec::with_capacity(local_ranks.len());
+        let cpus = prepare(&joined_launch, &run).inspect_err(|error| {
+            run.report(local_ranks.start, Some(error), error.to_string());
         });
         // Before the ranks print their first lines, which would be lost on the view's screen.
         let view = self.view.as_ref().and_then(|view| {
             let labels = (0..self.world_size()).map(|rank| joined_launch.label(rank)).collect();
-            view.start(&run, local_ranks.clone(), labels, self.stop.clone())
+            view.start(&run, labels, self.stop.clone())
         });
-        // Ahead of the ranks, which use libtorch.
-        let libtorch = check_version();
-        if let Err(error) = &libtorch {
-            run.report(local_ranks.start, Some(error), error.to_string());
-        }
-        if libtorch.is_ok() {
-            choose_kernels();
-            let devices = &joined_launch.placement.devices;
-            if devices.len() > 1 && devices.iter().any(|device| device.is_cuda()) {
-                load_linear_algebra();
-            }
-        }
-        let startable = if libtorch.is_ok() { local_ranks.len() } else { 0 };
-        let rendezvous = Arc::new(RankRendezvous::default());
+        let startable = if cpus.is_ok() { local_ranks.len() } else { 0 };
+        let cpus = cpus.unwrap_or_default();
+        let bootstrap = Arc::<SharedBootstrap>::default();
         for index in 0..startable {
             let rank = local_ranks.start + index;
             let thread = RankThread {
                 index,
                 joined_launch: joined_launch.clone(),
                 cpus: cpus.get(index).cloned(),
-                rendezvous: rendezvous.clone(),
+                bootstrap: bootstrap.clone(),
                 run: run.clone(),
                 ended_tx: ended_tx.clone(),
             };
             let builder =
                 thread::Builder::new().name(format!("rank{rank}")).stack_size(STACK_BYTES);
-            match start(builder, thread) {
+            let f = f.clone();
+            match builder.spawn(move || thread.main(&*f)) {
                 Ok(thread) => threads.push(Thread::Runs(thread)),
                 Err(error) => {
                     run.activity[rank].enter(Operation::Start, 0);
@@ -88,7 +85,7 @@ impl Spawn {
             }
         }
         drop(ended_tx);
-        let table = Watching::new(self, &run, &ended_rx, &mut threads, join).watch();
+        let table = Watching::new(self, &run, &ended_rx, &mut threads).watch();
         drop(view);
         give_back_memory();
         if let Some(world) = &joined_launch.world {
@@ -113,15 +110,17 @@ impl Spawn {
     fn run_context(&self) -> Arc<RunContext> {
         let world_size = self.world_size();
         let mut run = RunContext::new(world_size, self.timeout, self.fault.clone());
+        run.local_ranks = self.joined_launch.ranks_here();
         run.check_collectives = self.check_collectives;
         run.simulated_cluster = self.simulated_cluster.clone();
+        run.is_viewed = self.view.is_some();
         if self.trace.is_some() || self.dump.is_some() {
             run.flight_recorder = FlightRecorder::new(world_size, TRACED);
         }
         if let Some(world) = &self.joined_launch.world {
             run.ranks_here = world.ranks_on_machine();
             run.peer_status = Some(world.heartbeat_monitor.peer_status());
-            for rank in (0..world_size).filter(|rank| !world.ranks_here().contains(rank)) {
+            for rank in (0..world_size).filter(|rank| !run.local_ranks.contains(rank)) {
                 run.activity[rank].enter(Operation::Start, 0); // until more is known
             }
         }
@@ -136,8 +135,8 @@ impl Spawn {
         let joined_launch = &self.joined_launch;
         let process = joined_launch.process();
         let clock = joined_launch.world.as_ref().and_then(|world| world.clock);
-        let (local_ranks, label) = (joined_launch.ranks_here(), |rank| joined_launch.label(rank));
-        let dump = FlightRecorderDump::of(run, local_ranks, label, process, clock);
+        let label = |rank| joined_launch.label(rank);
+        let dump = FlightRecorderDump::of(run, label, process, clock);
         if let Some(path) = &self.trace {
             let written = trace_output(path, process)
                 .and_then(|output| output.write(|file| write_trace(&dump, file)));
@@ -157,10 +156,10 @@ impl Spawn {
     }
 
     /// Returns the results of the ranks, or the first failure with everything known about it.
-    fn result<T, J>(
+    fn result<T>(
         &self,
         run: &RunContext,
-        threads: Vec<Thread<T, J>>,
+        threads: Vec<Thread<T>>,
         table: Option<String>,
     ) -> Result<Vec<T>, Box<SpawnError>> {
         let first = self.joined_launch.ranks_here().start;

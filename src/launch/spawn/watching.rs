@@ -2,7 +2,7 @@
 //! grace period is over.
 
 use std::mem;
-use std::ops::Range;
+use std::thread::JoinHandle;
 use std::time::Duration;
 
 use crossbeam::channel::Receiver;
@@ -11,7 +11,6 @@ use crossbeam::select;
 use super::Spawn;
 use super::stopping::Stopping;
 use crate::error::counted;
-use crate::launch::rank_thread::RankThreadEnd;
 use crate::launch::stall::{Stall, stalled, status_table};
 use crate::operation::Operation;
 use crate::runtime::{Deadline, Instant, RunContext};
@@ -32,14 +31,14 @@ const AFTER_HANG: Duration = Duration::from_secs(1);
 const NOTICE_AFTER: Duration = Duration::from_secs(3);
 
 /// A rank's thread, as seen by the supervisor.
-pub(super) enum Thread<T, J> {
+pub(super) enum Thread<T> {
     /// Runs, or has not been joined yet.
-    Runs(J),
+    Runs(JoinHandle<Option<T>>),
     /// Has ended, with the result of its function; `None` if that failed.
     Ended(Option<T>),
 }
 
-impl<T, J> Thread<T, J> {
+impl<T> Thread<T> {
     pub(super) fn runs(&self) -> bool {
         matches!(self, Thread::Runs(_))
     }
@@ -53,16 +52,13 @@ impl<T, J> Thread<T, J> {
 }
 
 /// The state of the wait.
-pub(super) struct Watching<'a, T, J, F> {
+pub(super) struct Watching<'a, T> {
     spawn: &'a Spawn,
     run: &'a RunContext,
-    ended_rx: &'a Receiver<RankThreadEnd<T>>,
-    threads: &'a mut [Thread<T, J>],
-    /// Joins a thread whose last act is behind it.
-    join: F,
+    ended_rx: &'a Receiver<usize>,
+    threads: &'a mut [Thread<T>],
     /// How many threads have not ended.
     running: usize,
-    local_ranks: Range<usize>,
     /// The interval between checks for stalls.
     poll: Duration,
     last_look: Instant,
@@ -71,24 +67,21 @@ pub(super) struct Watching<'a, T, J, F> {
     stopping: Option<Stopping<'a>>,
 }
 
-impl<'a, T, J, F: Fn(J)> Watching<'a, T, J, F> {
+impl<'a, T> Watching<'a, T> {
     pub(super) fn new(
         spawn: &'a Spawn,
         run: &'a RunContext,
-        ended_rx: &'a Receiver<RankThreadEnd<T>>,
-        threads: &'a mut [Thread<T, J>],
-        join: F,
+        ended_rx: &'a Receiver<usize>,
+        threads: &'a mut [Thread<T>],
     ) -> Self {
-        let (first, running) = (spawn.joined_launch.ranks_here().start, threads.len());
+        let running = threads.len();
         let poll = spawn.stall_warning.div_f64(8.0);
         Self {
             spawn,
             run,
             ended_rx,
             threads,
-            join,
             running,
-            local_ranks: first..first + running,
             poll: poll.clamp(MIN_STALL_POLL_INTERVAL, MAX_STALL_POLL_INTERVAL),
             last_look: Instant::now(),
             last_notice: None,
@@ -113,11 +106,11 @@ impl<'a, T, J, F: Fn(J)> Watching<'a, T, J, F> {
                     Ok(ended) => self.ended(ended),
                     Err(_) => {
                         let why = "a rank's thread has ended without a result";
-                        return self.run.report(self.local_ranks.start, None, why.into());
+                        return self.run.report(self.run.local_ranks.start, None, why.into());
                     }
                 },
                 recv(self.spawn.status_requests) -> _ => {
-                    let table = self.status_table();
+                    let table = status_table(self.run);
                     self.spawn.notifier.notify(&format!("what each rank does\n{table}"));
                 }
                 recv(self.run.cancel.tripped()) -> _ => return,
@@ -151,24 +144,21 @@ impl<'a, T, J, F: Fn(J)> Watching<'a, T, J, F> {
     /// Warns of ranks that have not made progress for `limit`, once of each stall.
     fn warn_of_stall(&mut self, limit: Duration) {
         self.last_look = Instant::now();
-        let stall = stalled(self.run, self.local_ranks.clone(), limit);
-        if let Some(stall) = stall.filter(|stall| self.last_notice != Some(*stall))
-            && let Some(text) = stall.text(self.run, self.local_ranks.clone(), limit)
+        if let Some((stall, _)) = stalled(self.run, limit)
+            && self.last_notice != Some(stall)
+            && let Some(text) = stall.text(self.run, limit)
         {
             self.spawn.notifier.notify(&text);
             self.last_notice = Some(stall);
         }
     }
 
-    fn ended(&mut self, RankThreadEnd { index, value }: RankThreadEnd<T>) {
+    /// Joins the thread with this index. Its last act is behind it, and it cannot have panicked.
+    fn ended(&mut self, index: usize) {
         self.running -= 1;
-        if let Thread::Runs(thread) = mem::replace(&mut self.threads[index], Thread::Ended(value)) {
-            (self.join)(thread); // this is its last act, and it cannot have panicked
+        if let Thread::Runs(thread) = mem::replace(&mut self.threads[index], Thread::Ended(None)) {
+            self.threads[index] = Thread::Ended(thread.join().ok().flatten());
         }
-    }
-
-    fn status_table(&self) -> String {
-        status_table(self.run, self.local_ranks.clone(), &self.run.remote_snapshots)
     }
 
     /// Returns what the ranks do at the failure; `None` without one.
@@ -177,14 +167,14 @@ impl<'a, T, J, F: Fn(J)> Watching<'a, T, J, F> {
         if self.run.failures().first().is_some_and(|failure| failure.waited) {
             self.run.poll_peers();
         }
-        Some(self.status_table())
+        Some(status_table(self.run))
     }
 
     /// Returns how long the ranks have after a failure. Ranks that hang after a signal have had their grace period. A
     /// checkpoint that is being written is completed.
     fn time_to_return(&self) -> Duration {
         let now = |rank: usize| self.run.activity[rank].now().operation;
-        let saves = self.local_ranks.clone().any(|rank| now(rank) == Operation::Save);
+        let saves = self.run.local_ranks.clone().any(|rank| now(rank) == Operation::Save);
         let was_stopped =
             self.run.failures().first().is_some_and(|failure| failure.stopped.is_some());
         let grace_period = self.spawn.joined_launch.grace_period;

@@ -31,5 +31,5 @@ pub(super) use mail::{
     Carrier, Completion, Incoming, Mailboxes, MessageEnd, MessageTensor, P2pRequest, describe,
 };
 pub(super) use mismatch::{mismatch_in_store, sizes_differ};
-pub(super) use once::OncePerProcess;
+pub(crate) use once::OncePerProcess;
 pub(super) use shared::Shared;

@@ -239,7 +239,7 @@ impl NcclBackend {
     /// which does not name them.
     fn not_joined(&self) -> Vec<usize> {
         let Some(network) = &self.network else { return Vec::new() };
-        let has_come = |rank: &usize| network.store.check(&[joins(*rank)]).unwrap_or(true);
+        let has_come = |rank: &usize| network.store.check(&joins(*rank)).unwrap_or(true);
         let members = &self.shared.members;
         let missing = (0..members.len()).filter(|rank| !has_come(rank));
         missing.map(|rank| members[rank]).collect()

@@ -425,8 +425,6 @@ mod tests {
     use std::thread;
     use std::time::Duration;
 
-    use crossbeam::channel::never;
-
     use super::*;
 
     const TIMEOUT: Duration = Duration::from_secs(60);
@@ -434,7 +432,7 @@ mod tests {
     #[test]
     #[allow(clippy::disallowed_methods)] // the threads are processes with one rank each
     fn cancelled_wait_returns_before_the_operation() {
-        let store = TcpStore::serve("127.0.0.1", 0, TIMEOUT, never()).unwrap();
+        let store = TcpStore::serve("127.0.0.1", 0, TIMEOUT).unwrap();
         let both = Barrier::new(2);
         let process = |mine: usize| {
             let map = ProcessMap { processes: vec![0..1, 1..2], mine };

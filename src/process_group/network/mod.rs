@@ -5,18 +5,14 @@
 
 mod common;
 mod connection;
-mod gather;
 mod header;
 mod lost;
 mod messages;
 mod process_map;
 mod split_sizes;
-mod store_message;
 
 pub(super) use common::{Buffers, Room};
 pub(crate) use connection::Network;
-pub(crate) use gather::Gathered;
 pub(super) use lost::connection_lost;
 pub(crate) use process_map::ProcessMap;
 pub(super) use split_sizes::{SplitSizes, transfers};
-pub(crate) use store_message::{from_json, to_json, unreadable};

@@ -3,6 +3,7 @@
 mod missing;
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
@@ -87,11 +88,15 @@ pub(crate) struct RunContext {
     pub remote_snapshots: RemoteSnapshots,
     /// The ranks of each group, by its id in the flight recorder.
     groups: Mutex<BTreeMap<u32, Arc<[usize]>>>,
+    /// The ranks of this process.
+    pub local_ranks: Range<usize>,
     /// The number of ranks on this machine, and of the CPU cores that they may use. A bound rank would count its own.
     pub ranks_here: usize,
     pub cores: usize,
     /// The source of the state of other processes' ranks; `None` without other processes.
     pub peer_status: Option<Arc<dyn PeerStatus>>,
+    /// Whether somebody watches all ranks in the live view, so that the heartbeats of all are read all the time.
+    pub is_viewed: bool,
     /// The cluster whose network the ranks simulate; `None` for none.
     pub simulated_cluster: Option<SimulatedCluster>,
     /// Collectives that a rank's thread may block on: [`RunContext::watch`].
@@ -123,9 +128,11 @@ impl RunContext {
             flight_recorder: FlightRecorder::new(world_size, ENTRIES),
             remote_snapshots: RemoteSnapshots::default(),
             groups: Mutex::default(),
+            local_ranks: 0..world_size,
             ranks_here: world_size,
             cores: available_parallelism().map_or(1, usize::from),
             peer_status: None,
+            is_viewed: false,
             simulated_cluster: None,
             watchdog: Watchdog::default(),
             timeout,

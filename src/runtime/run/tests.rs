@@ -1,13 +1,9 @@
 //! Tests of what a run reports about its ranks, and of the ranks that it names as missing.
 
-use std::convert::Infallible;
-
-use crossbeam::channel::Receiver;
 use strum::IntoEnumIterator;
 
 use super::*;
 use crate::error::Compared;
-use crate::runtime::PeerHeartbeat;
 
 #[test]
 fn activity_round_trip_is_exact() {
@@ -88,10 +84,6 @@ impl PeerStatus for Other {
         for (rank, operation) in (1..).zip(self.0) {
             run.activity[rank].enter(operation, 4);
         }
-    }
-
-    fn heartbeats(&self, _: Receiver<Infallible>) -> Vec<PeerHeartbeat> {
-        Vec::new()
     }
 }
 

@@ -13,9 +13,10 @@ use super::calls::Cell;
 use super::{Allocation, Host, used_up};
 use crate::error::{Error, Result};
 use crate::ffi::TcpStore;
+use crate::ffi::store::Gathered;
 use crate::operation::Operation;
 use crate::process_group::call::Call;
-use crate::process_group::network::{Gathered, ProcessMap};
+use crate::process_group::network::ProcessMap;
 use crate::runtime::{RunContext, StopRequest};
 
 /// The room for tensors of each rank, in bytes. Larger ones go through it in pieces.
@@ -84,25 +85,22 @@ impl HostGroup {
         // A rank that has ended is still read by those that look whether it has arrived.
         let own: Option<Vec<Allocation>> =
             in_blocks.map(|_| host.allocate(cell.block_len(), cell.staging())).collect();
-        let offsets = own.iter().flatten().map(|block| block.range.start.to_string());
-        let offsets = offsets.collect::<Vec<_>>().join(" ");
-        let published = if own.is_some() { &offsets } else { USED_UP };
-        let texts =
-            match Gathered::of(store, "memory", map.mine, map.len(), published, run.timeout)? {
-                Gathered::All(texts) if texts.iter().any(|text| text == USED_UP) => {
-                    return Ok(None);
-                }
-                Gathered::All(texts) => texts,
-                Gathered::Missing(process) => {
-                    let missing = members[map.processes[process].clone()].to_vec();
-                    return Err(run.timeout_error(members[map.here().start], missing));
-                }
-            };
+        // `None` if the memory is used up.
+        let offset = |block: &Allocation| block.range.start;
+        let offsets = own.as_ref().map(|own| own.iter().map(offset).collect::<Vec<_>>());
+        let absent = |missing: Vec<usize>| {
+            let ranks = missing.iter().flat_map(|it| &members[map.processes[*it].clone()]);
+            run.timeout_error(members[map.here().start], ranks.copied().collect())
+        };
+        let (mine, count) = (map.mine, map.len());
+        let all: Vec<Option<Vec<usize>>> =
+            Gathered::of(store, "memory", mine, count, &offsets, run.timeout, absent)?;
+        let Some(all) = all.into_iter().collect::<Option<Vec<_>>>() else { return Ok(None) };
         let Some(own) = own.filter(|_| is_shared) else { return Ok(Some((hosts, None))) };
         let mut blocks = Vec::new();
-        for (text, ranks) in texts.iter().zip(&map.processes) {
+        for (offsets, ranks) in all.iter().zip(&map.processes) {
             if hosts.here().contains(&ranks.start) {
-                blocks.extend(parse(host, &cell, text, &members[ranks.clone()])?);
+                blocks.extend(find_blocks(host, &cell, offsets, &members[ranks.clone()])?);
             }
         }
         let states = blocks.iter().map(|block| {
@@ -215,17 +213,20 @@ impl HostGroup {
     }
 }
 
-/// Reads the blocks of the ranks `members`, which are of one process.
-fn parse(host: &Host, cell: &Cell, text: &str, members: &[usize]) -> Result<Vec<Block>> {
-    let offsets: Option<Vec<usize>> = text.split(' ').map(|offset| offset.parse().ok()).collect();
-    let offsets = offsets.filter(|offsets| offsets.len() == members.len());
-    let block = |(&rank, offset): (&usize, usize)| {
+/// Returns the blocks of the ranks `members`, which are of one process, at its `offsets`.
+fn find_blocks(
+    host: &Host,
+    cell: &Cell,
+    offsets: &[usize],
+    members: &[usize],
+) -> Result<Vec<Block>> {
+    let block = |(&rank, &offset): (&usize, &usize)| {
         let process = host.process_of(rank)?;
         let is_inside = host.regions[process].at(offset, cell.block_len()).is_ok();
         (is_inside && offset.is_multiple_of(super::PAGE)).then_some(Block { process, offset })
     };
-    let blocks = offsets.and_then(|offsets| members.iter().zip(offsets).map(block).collect());
-    blocks.ok_or_else(not_a_block)
+    let blocks = members.iter().zip(offsets).map(block).collect::<Option<Vec<_>>>();
+    blocks.filter(|_| offsets.len() == members.len()).ok_or_else(not_a_block)
 }
 
 fn not_a_block() -> Error {
@@ -235,6 +236,3 @@ fn not_a_block() -> Error {
             .into(),
     )
 }
-
-/// The text of a process whose memory is used up.
-const USED_UP: &str = "used up";

@@ -7,7 +7,7 @@ use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
 use std::time::Duration;
 
-use crossbeam::channel::{bounded, never};
+use crossbeam::channel::bounded;
 use tch::{Device, Kind, Tensor};
 
 use super::super::lost;
@@ -121,7 +121,7 @@ fn send_ends_when_no_thread_serves_its_connection() {
         (Duration::from_millis(10), "rank 1 waited 10ms in send #0", nothing),
     ];
     for (timeout, expected, cause) in causes {
-        let store = TcpStore::serve("127.0.0.1", 0, TIMEOUT, never()).unwrap();
+        let store = TcpStore::serve("127.0.0.1", 0, TIMEOUT).unwrap();
         let listener = MessageListener::open(&store, 0, None).unwrap();
         let told = one_of(2, &store, 1, timeout).end_with_a_message(|mine| {
             let (mut stream, _) = listener.listener.accept().unwrap();
@@ -151,7 +151,7 @@ fn send_completes_only_when_its_tensor_is_not_being_written() {
     for arrives in [true, false] {
         let end =
             |link: &Link| if arrives { link.taken(0).unwrap() } else { link.close("the cause") };
-        let store = TcpStore::serve("127.0.0.1", 0, TIMEOUT, never()).unwrap();
+        let store = TcpStore::serve("127.0.0.1", 0, TIMEOUT).unwrap();
         let mine = process(&store, 1);
         let link = &mine.messages.0.links[0];
         let _ = link.begin_to_connect(); // no thread serves it
@@ -175,7 +175,7 @@ fn send_completes_only_when_its_tensor_is_not_being_written() {
 /// Many that connect and say nothing do not keep a process of the run out, nor get a thread each.
 #[test]
 fn strangers_that_say_nothing_are_few() {
-    let store = TcpStore::serve("127.0.0.1", 0, TIMEOUT, never()).unwrap();
+    let store = TcpStore::serve("127.0.0.1", 0, TIMEOUT).unwrap();
     let [one, other] = [0, 1].map(|mine| process(&store, mine));
     let (address, _) = address(&store, 1);
     other.messages.expect(None).unwrap();
@@ -204,7 +204,7 @@ fn greeting_has_one_deadline_for_all_its_bytes() {
 
 #[test]
 fn thread_that_accepts_ends_without_a_connection() {
-    let store = TcpStore::serve("127.0.0.1", 0, TIMEOUT, never()).unwrap();
+    let store = TcpStore::serve("127.0.0.1", 0, TIMEOUT).unwrap();
     let mine = process(&store, 1);
     mine.messages.expect(None).unwrap();
     let listener = mine.messages.0.listener.clone();
@@ -218,7 +218,7 @@ fn thread_that_accepts_ends_without_a_connection() {
 
 #[test]
 fn closed_link_accepts_no_connection() {
-    let store = TcpStore::serve("127.0.0.1", 0, TIMEOUT, never()).unwrap();
+    let store = TcpStore::serve("127.0.0.1", 0, TIMEOUT).unwrap();
     let mine = process(&store, 1);
     let Connections { context, links, .. } = &*mine.messages.0;
     // Makes the answer fail.
@@ -238,7 +238,7 @@ fn closed_link_accepts_no_connection() {
 /// The error names the rank of the process that began to send, and not a rank that is busy elsewhere.
 #[test]
 fn lost_receive_from_any_source_blames_the_sender() {
-    let store = TcpStore::serve("127.0.0.1", 0, TIMEOUT, never()).unwrap();
+    let store = TcpStore::serve("127.0.0.1", 0, TIMEOUT).unwrap();
     let mine = one_of(3, &store, 1, TIMEOUT);
     mine.run.activity[2].enter(Operation::Send, 0);
     mine.messages.expect(None).unwrap();
@@ -264,7 +264,7 @@ fn lost_receive_from_any_source_blames_the_sender() {
 /// A peer without a valid greeting is disconnected, whatever it sends.
 #[test]
 fn connections_without_a_valid_greeting_are_closed() {
-    let store = TcpStore::serve("127.0.0.1", 0, TIMEOUT, never()).unwrap();
+    let store = TcpStore::serve("127.0.0.1", 0, TIMEOUT).unwrap();
     let [one, other] = [0, 1].map(|mine| process(&store, mine));
     let (address, token) = address(&store, 1);
     other.messages.expect(None).unwrap();
@@ -309,7 +309,7 @@ fn protocol_violation_ends_pending_operations() {
         offer(1, 1, &[1]),
         offer(0, 1, &[i64::MAX, 2]),
     ] {
-        let store = TcpStore::serve("127.0.0.1", 0, TIMEOUT, never()).unwrap();
+        let store = TcpStore::serve("127.0.0.1", 0, TIMEOUT).unwrap();
         let mine = process(&store, 1);
         mine.messages.expect(None).unwrap();
         let mut other = mine.connect_as(0, &store);
