@@ -353,7 +353,7 @@ fn own_values_of_any_type_are_read_back_from_what_is_shown() {
     assert_eq!(text(&["mine", &config]).unwrap(), shown);
     for (line, complaint) in [
         ("names = [\"a,b\"]", "contains ','"),
-        ("bias = 1", "expected true or false"),
+        ("bias = 1", "possible values: true, false"),
         ("size = \"huge\"", "possible values: small, very-large"),
         ("ratio = \"x\"", "expected a number"),
     ] {

@@ -92,9 +92,11 @@ pub(super) fn op_parser(
 
 /// An operation with its tensors on one rank.
 pub(super) struct OpTensors<'a> {
-    op: CommOp,
-    group: &'a ProcessGroup,
-    reduce_op: ReduceOp,
+    pub op: CommOp,
+    pub group: &'a ProcessGroup,
+    pub reduce_op: ReduceOp,
+    /// The elements of a tensor, and of each of a list.
+    pub numel: i64,
     /// The input, or the inputs one after the other. Empty on a rank that has none.
     pub input: Tensor,
     /// The output, or the outputs one after the other. In place, the input.
@@ -133,6 +135,7 @@ impl<'a> OpTensors<'a> {
             op,
             group,
             reduce_op,
+            numel,
             input_list: list(inputs, &input)?,
             output_list: list(outputs, &output)?,
             input,

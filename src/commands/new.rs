@@ -59,15 +59,6 @@ impl Template {
             ],
         }
     }
-
-    /// Returns what the project has, for the message at the end.
-    fn contents(self) -> &'static str {
-        match self {
-            Template::Spirals => "a model, a data set, an option, tests and run.toml",
-            Template::DigitsCnn => "a convolutional network, options, tests and run.toml",
-            Template::Gpt => "a text, a metric, tests and run.toml",
-        }
-    }
 }
 
 /// Names that cargo refuses for a program, or that the project's dependencies have.
@@ -132,7 +123,7 @@ pub fn new(flags: &NewFlags, printer: &Printer) -> anyhow::Result<()> {
             "the project depends on ddp-mp in {clone}, where this program was built; --path names another clone"
         ));
     }
-    printer.line(&format!("{folder} has {}.", flags.template.contents()))?;
+    printer.line(&format!("{folder} has a program, its tests and run.toml."))?;
     printer.line("The first build takes about 5 minutes on two cores:")?;
     printer.line("")?;
     printer.line(&format!("    cd {}", path_in_shell(&flags.name)))?;

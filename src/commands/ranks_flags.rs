@@ -13,7 +13,7 @@ use crate::launch::{
     SpawnChoice,
 };
 use crate::process_group::Backend;
-use crate::session::{self, ChildProcesses, leave_error, place_all, refuse_launcher};
+use crate::session::{self, place_all, refuse_launcher, run_command};
 use crate::telemetry::Printer;
 
 /// The ranks to start.
@@ -72,10 +72,7 @@ impl RanksFlags {
             let (placement, _) = place_all(&config, cuda)?;
             check(&placement)?;
         }
-        if let Some(children) = ChildProcesses::wanted(&config, &launch, false)? {
-            return children.run(&config, &launch, cuda, printer).map(drop);
-        }
-        let run = || {
+        let ended = run_command(config, &launch, false, cuda, printer, |config| {
             let joined = session::join_launch(&config, command, launch.clone(), cuda, printer)?;
             if joined.is_first() {
                 joined.notes().iter().for_each(|note| printer.info(note));
@@ -83,9 +80,9 @@ impl RanksFlags {
             let backend = joined.placement.backend;
             session::configured_spawn(&joined, &config, printer)
                 .run(move |rank| f(rank, backend))?;
-            Ok(())
-        };
-        leave_error(&launch, run(), printer)
+            Ok(None)
+        });
+        ended.map(drop)
     }
 
     /// Returns the configuration of a launch with these ranks.

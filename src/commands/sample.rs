@@ -53,7 +53,8 @@ pub(crate) fn sample(
     printer: &Printer,
 ) -> anyhow::Result<()> {
     let device = if cuda.usable() > 0 { Device::Cuda(0) } else { Device::Cpu };
-    let checkpoint = Checkpoint::read(&flags.checkpoint).map_err(of_flag("--checkpoint"))?;
+    let checkpoint =
+        Checkpoint::read(&flags.checkpoint).map_err(|error| error.named("--checkpoint"))?;
     let config = gpt_of(program, &checkpoint, &flags.checkpoint)?;
     let (vs, model) = config.build(device, 0)?;
     checkpoint.load_model(&vs)?;
@@ -65,7 +66,8 @@ pub(crate) fn sample(
         seed: flags.seed,
     };
     let prompt: Vec<i64> = flags.prompt.bytes().map(i64::from).collect();
-    let tokens = Generate::new(&model, &prompt, options, device).map_err(of_flag("--prompt"))?;
+    let tokens =
+        Generate::new(&model, &prompt, options, device).map_err(|error| error.named("--prompt"))?;
     let mut text = Utf8Stream::new(printer);
     text.write(flags.prompt.as_bytes())?;
     for token in tokens.take(flags.num_tokens) {
@@ -94,13 +96,5 @@ fn gpt_of(program: &Arc<Program>, checkpoint: &Checkpoint, path: &Path) -> Resul
             "it holds a {kind} model, which writes no text; use the checkpoint of a run with --model gpt"
         )),
         Err(error) => wrong(error.to_string()),
-    }
-}
-
-/// Returns a function that names the flag in an error about its value.
-fn of_flag(flag: &str) -> impl FnOnce(Error) -> Error {
-    move |error| match error {
-        input @ Error::Input { .. } => input.named(flag),
-        other => other,
     }
 }

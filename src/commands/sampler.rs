@@ -5,8 +5,7 @@ use std::io::Write;
 use clap::Args;
 use serde::Serialize;
 
-use crate::config::{check_fits, name, whole};
-use crate::data::DistributedSampler;
+use crate::config::{Config, check_fits, name, whole};
 use crate::error::Error;
 use crate::telemetry::{LogFormat, Printer};
 
@@ -74,12 +73,10 @@ pub fn sampler(flags: &SamplerFlags, printer: &Printer) -> anyhow::Result<()> {
     };
     let what = format!("--len: the order of {} samples takes", flags.len);
     check_fits(&what, flags.len as f64 * size_of::<usize>() as f64, "use fewer samples")?;
-    let sampler = DistributedSampler::new(flags.len, world_size, 0)?
-        .shuffle(!flags.no_shuffle)
-        .seed(flags.seed)
-        .drop_last(flags.drop_last)?;
-    let sampler =
-        if flags.exact_mean && !flags.drop_last { sampler.without_padding() } else { sampler };
+    let mut config = Config::default();
+    (config.data.no_shuffle, config.data.drop_last) = (flags.no_shuffle, flags.drop_last);
+    (config.training.seed, config.ddp.exact_mean) = (flags.seed, flags.exact_mean);
+    let sampler = config.sampler(flags.len, world_size, 0)?;
     let order = sampler.order(flags.epoch)?;
     for rank in ranks {
         let sampler = sampler.for_rank(rank);

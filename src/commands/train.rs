@@ -8,8 +8,8 @@ use crate::error::Shown;
 use crate::ffi::cuda::Cuda;
 use crate::launch::{Launch, Rank, Restarts, StopReason};
 use crate::session::{
-    ChildProcesses, Session, Training, after_restart, explainer, leave_error,
-    refuse_different_replicas, show_end, stop_at_signals,
+    Session, Training, after_restart, explainer, refuse_different_replicas, run_command, show_end,
+    stop_at_signals,
 };
 use crate::telemetry::Printer;
 
@@ -24,30 +24,18 @@ pub fn train(
     printer: &Arc<Printer>,
 ) -> anyhow::Result<Option<StopReason>> {
     let launch = Launch::from_env(&config.launch_options(), cuda)?;
-    // Each child process comes here, too, and trains its ranks below.
-    if let Some(children) = ChildProcesses::wanted(&config, &launch, true)? {
-        return children.run(&config, &launch, cuda, printer);
-    }
-    let result = train_here(config, launch.clone(), cuda, printer);
-    leave_error(&launch, result, printer)
-}
-
-/// Trains the ranks of this process.
-fn train_here(
-    config: Config,
-    launch: Launch,
-    cuda: &Cuda,
-    printer: &Arc<Printer>,
-) -> anyhow::Result<Option<StopReason>> {
-    let restarts = Restarts::before(&launch)?;
-    let config = after_restart(config, &restarts, printer)?;
-    let stop = stop_at_signals(&config, &launch, &restarts, printer)?;
-    let joined = Session::join(config, launch, restarts, stop.clone(), cuda, printer)?;
-    let Some(session) = joined else { return Ok(stop.request_reason()) };
-    let session = Arc::new(session);
-    let shared = session.clone();
-    let result = session.spawn().run(move |rank| train_on(rank, &shared));
-    session.end(result)
+    // Each child process comes here, too, and trains its ranks.
+    run_command(config, &launch, true, cuda, printer, |config| {
+        let restarts = Restarts::before(&launch)?;
+        let config = after_restart(config, &restarts, printer)?;
+        let stop = stop_at_signals(&config, &launch, &restarts, printer)?;
+        let joined = Session::join(config, launch.clone(), restarts, stop.clone(), cuda, printer)?;
+        let Some(session) = joined else { return Ok(stop.request_reason()) };
+        let session = Arc::new(session);
+        let shared = session.clone();
+        let result = session.spawn().run(move |rank| train_on(rank, &shared));
+        session.end(result)
+    })
 }
 
 /// Trains on one rank.

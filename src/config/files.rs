@@ -149,7 +149,6 @@ impl Config {
     /// Returns all paths, the inputs first.
     fn files(&self, file: Option<&Path>, processes: usize) -> Vec<Used> {
         let used = |key, usage, path: &Path| Used { key, usage, place: Place::of(path) };
-        let is_device = |used: &Used| used.place.is_device(); // such as /dev/null, which many may use
         let mut all: Vec<Used> =
             file.map(|path| used("config", Use::Reads, path)).into_iter().collect();
         all.extend(self.data.dataset.files().iter().map(|path| used("dataset", Use::Reads, path)));
@@ -163,14 +162,9 @@ impl Config {
         }
         let OutputSection { trace, record, report, keep, metrics, prometheus, tensorboard, .. } =
             &self.output;
-        for (key, path) in [("trace", trace), ("record", record)] {
-            let Some(path) = path else { continue };
-            // A path without a name, such as `..`, has no place for a process number, and is refused later.
-            let processes = if path.file_name().is_some() { processes } else { 1 };
-            let paths = (0..processes).map(|process| process_path(path, [process, processes]));
-            all.extend(paths.map(|path| used(key, Use::Writes, &path)));
-        }
         for (key, usage, path) in [
+            ("trace", Use::Writes, trace),
+            ("record", Use::Writes, record),
             ("report", Use::Writes, report),
             ("keep", Use::Writes, keep),
             ("metrics", Use::Writes, metrics),
@@ -178,9 +172,14 @@ impl Config {
             ("tensorboard", Use::Fills, tensorboard),
             ("checkpoint_dir", Use::Keeps, &self.checkpoints.checkpoint_dir),
         ] {
-            all.extend(path.iter().map(|path| used(key, usage, path)));
+            let Some(path) = path else { continue };
+            // A path without a name, such as `..`, has no place for a process number, and is refused later.
+            let is_of_process = ["trace", "record"].contains(&key) && path.file_name().is_some();
+            let processes = if is_of_process { processes } else { 1 };
+            let paths = (0..processes).map(|process| process_path(path, [process, processes]));
+            all.extend(paths.map(|path| used(key, usage, &path)));
         }
-        all.retain(|used| !is_device(used));
+        all.retain(|used| !used.place.is_device()); // such as /dev/null, which many may use
         all
     }
 
@@ -203,31 +202,27 @@ impl Config {
 
 /// Returns the problem with two paths of a run, worded for the later one. `None` if there is no problem.
 fn conflict(earlier: &Used, later: &Used) -> Option<String> {
-    use Use::{Fills, Keeps, Reads, Writes};
+    use Use::{Keeps, Reads, Writes};
     let other = flag_name(earlier.key);
-    let is_below = |used: &Used, folder: &Used| is_of_checkpoint(&used.place, &folder.place);
+    let is_at = |used: &Used, file: &Used| {
+        let is_there = || used.place.is(&file.place) || used.place.within(&file.place).is_some();
+        [Reads, Writes].contains(&file.usage) && is_there()
+    };
+    let is_in_checkpoint = |used: &Used, folder: &Used| {
+        folder.usage == Keeps && is_of_checkpoint(&used.place, &folder.place)
+    };
     match (earlier.usage, later.usage) {
         // The inputs come first: both are inputs.
         (_, Reads) => None,
         // A run may read and write checkpoints in one folder, but must not write into a checkpoint.
-        (Keeps, Keeps) => (later.key == "checkpoint_dir" && is_below(later, earlier))
+        (Keeps, Keeps) => (later.key == "checkpoint_dir" && is_in_checkpoint(later, earlier))
             .then(|| format!("this folder is inside a checkpoint of {other}; use another folder")),
-        (Reads | Writes, _) | (_, Writes) if earlier.place.is(&later.place) => {
-            Some(format!("{other} already names this path; use another"))
+        _ if is_at(earlier, later) || is_at(later, earlier) => {
+            Some(format!("{other} already names this path, or a part of it; use another"))
         }
-        (Reads | Writes, _) if later.place.within(&earlier.place).is_some() => {
-            Some(format!("its path treats the file of {other} as a folder; use another"))
-        }
-        (_, Writes) if earlier.place.within(&later.place).is_some() => {
-            Some(format!("the path of {other} treats this file as a folder; use another"))
-        }
-        (Keeps, _) if is_below(later, earlier) => {
-            Some(format!("it has a name that checkpoints of {other} use; use another"))
-        }
-        (Writes | Fills, Keeps) if is_below(earlier, later) => {
-            Some(format!("{other} has a name that checkpoints in this folder use; use another"))
-        }
-        (Reads | Writes | Fills | Keeps, _) => None,
+        (Reads, Keeps) => None,
+        _ => (is_in_checkpoint(later, earlier) || is_in_checkpoint(earlier, later))
+            .then(|| format!("this or {other} has a name that checkpoints use; use another")),
     }
 }
 

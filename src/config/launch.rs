@@ -6,9 +6,9 @@ use clap::Args;
 use serde::Serialize;
 use serde_with::skip_serializing_none;
 
+use super::Config;
 use super::option_rules::{Conflict, InShortHelp, MayDiffer, RefusedBy};
 use super::values::{self, duration, format_duration, name, positive_duration, whole};
-use super::{Config, Origin};
 use crate::launch::{
     BackendChoice, BindChoice, Fault, LaunchChoice, LaunchOptions, Nproc, SharedMemory, Spawn,
     SpawnChoice,
@@ -82,7 +82,6 @@ pub struct LaunchSection {
     /// A plain number is seconds
     #[arg(long, value_name = "TIME", value_parser = positive_duration)]
     #[arg(default_value = format_duration(Spawn::TIMEOUT), add = MayDiffer::BetweenProcesses)]
-    #[arg(add = Conflict(ends_before_it_warns))]
     #[serde(serialize_with = "humantime_serde::serialize")]
     pub timeout: Duration,
     /// Give other ranks TIME to return after a failure
@@ -105,11 +104,6 @@ pub struct LaunchSection {
     #[arg(long_help = format!("Make a rank fail on purpose\n\n{}", Fault::NAMES))]
     #[arg(add = MayDiffer::BetweenProcesses, add = RefusedBy::BENCH)]
     pub inject_fault: Option<Fault>,
-}
-
-fn ends_before_it_warns(config: &Config) -> Option<String> {
-    let is_given = config.origin_of("stall_warning") != Origin::Default;
-    is_given.then(|| never_warns(config)).flatten()
 }
 
 fn never_warns(config: &Config) -> Option<String> {

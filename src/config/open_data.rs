@@ -88,7 +88,14 @@ impl Config {
         if let Some(samples) = self.data.num_samples {
             data = self.named("num_samples", data.first(samples as usize))?;
         }
-        self.take_sizes_of(&data)?;
+        let outputs = match (data.targets(), self.data.out_features) {
+            (Targets::Classes(_), Some(given)) => {
+                self.named("out_features", data.check_classes(given))?;
+                given
+            }
+            (Targets::Classes(outputs) | Targets::Values(outputs), _) => outputs,
+        };
+        self.take_sizes(data.len(), data.in_features(), outputs)?;
         let files = self.validation_files(&data)?;
         notes.extend(files.as_ref().map(|files| {
             let samples = files.len();
@@ -182,12 +189,7 @@ impl Config {
             training = first;
             validation = Some(Arc::new(tail));
         }
-        let DataSection { in_features, out_features, .. } = self.data;
-        self.data.num_samples = Some(training.len() as i64);
-        self.data.in_features = self.same("in_features", in_features, self.model.block_size)?;
-        self.data.out_features =
-            self.same("out_features", out_features, TextDataset::VOCAB_SIZE)?;
-        self.validate_sizes(&format!(" ({})", self.data.dataset.shown()))?;
+        self.take_sizes(training.len(), self.model.block_size, TextDataset::VOCAB_SIZE)?;
         Ok((self, Data { training: Arc::new(training), validation, notes: Vec::new() }))
     }
 
@@ -249,31 +251,22 @@ impl Config {
     }
 
     /// Takes the sizes of a file, which must be those that are given.
-    fn take_sizes_of(&mut self, data: &FileDataset) -> Result<()> {
-        self.data.num_samples = Some(data.len() as i64);
-        self.data.in_features =
-            self.same("in_features", self.data.in_features, data.in_features())?;
-        self.data.out_features = match (data.targets(), self.data.out_features) {
-            (Targets::Values(values), given) => self.same("out_features", given, values)?,
-            (Targets::Classes(classes), None) => Some(classes),
-            (Targets::Classes(_), Some(given)) => {
-                self.named("out_features", data.check_classes(given))?;
-                Some(given)
+    fn take_sizes(&mut self, samples: usize, inputs: i64, outputs: i64) -> Result<()> {
+        let DataSection { in_features, out_features, .. } = self.data;
+        for (key, given, found) in
+            [("in_features", in_features, inputs), ("out_features", out_features, outputs)]
+        {
+            if let Some(given) = given.filter(|given| *given != found) {
+                return Err(Error::mismatch(format!(
+                    "{}: {} has {found}, not {given}; leave this out",
+                    self.name_of(key),
+                    self.data.dataset.shown()
+                )));
             }
-        };
-        self.validate_sizes(&format!(" ({})", self.data.dataset.shown()))
-    }
-
-    /// Returns the size that was `found` in the file. The one `given` for the option `key`, if any, must be the same.
-    fn same(&self, key: &str, given: Option<i64>, found: i64) -> Result<Option<i64>> {
-        match given.filter(|&given| given != found) {
-            None => Ok(Some(found)),
-            Some(given) => Err(Error::mismatch(format!(
-                "{}: {} has {found}, not {given}; leave this out",
-                self.name_of(key),
-                self.data.dataset.shown()
-            ))),
         }
+        self.data.num_samples = Some(samples as i64);
+        (self.data.in_features, self.data.out_features) = (Some(inputs), Some(outputs));
+        self.validate_sizes(&format!(" ({})", self.data.dataset.shown()))
     }
 
     /// Checks the configuration with the sizes of the data. An error ends with `source`.

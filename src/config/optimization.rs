@@ -258,9 +258,12 @@ impl Config {
         let (whole, in_epoch) = (self.steps(world_size), self.steps_per_epoch(world_size));
         let steps = self.training.max_steps.map_or(whole, |limit| limit.min(whole));
         let epochs = steps.div_ceil(in_epoch.max(1));
-        let (unit, length, remedy) = match self.optimization.schedule_by {
-            Unit::Epoch => ("epoch", epochs, "--schedule-by step, or more epochs"),
-            Unit::Step => ("step", steps, "more steps"),
+        let (unit, length, planned, remedy) = match self.optimization.schedule_by {
+            Unit::Epoch => {
+                let planned = self.training.max_epochs;
+                ("epoch", epochs, planned, "--schedule-by step, or more epochs")
+            }
+            Unit::Step => ("step", steps, whole, "more steps"),
         };
         let limit = self.name_of("max_steps");
         let ends = format!("{limit}: this run ends after {steps} of {whole} steps");
@@ -279,20 +282,8 @@ impl Config {
             ScheduleKind::MultiStep if steps < whole => missed.map(|missed| {
                 format!("{ends}, before the milestone at {unit} {missed}; {remedy_of_limit}")
             }),
-            ScheduleKind::Cosine if steps < whole => {
-                let schedule = self.schedule_for(world_size);
-                let lr_after = |epochs: u64, steps: u64| {
-                    schedule.lr(epochs.saturating_sub(1), steps.saturating_sub(1))
-                };
-                let (last, planned) =
-                    (lr_after(epochs, steps), lr_after(self.training.max_epochs, whole));
-                let [last, planned] = [last, planned].map(|lr| format!("{lr:.2e}"));
-                (last != planned).then(|| {
-                    format!(
-                        "{ends}, so that the cosine ends at a learning rate of {last}, and not at {planned}; \
-                         {remedy_of_limit}"
-                    )
-                })
+            ScheduleKind::Cosine if length < planned => {
+                Some(format!("{ends}, before the end of the cosine; {remedy_of_limit}"))
             }
             ScheduleKind::Cosine if length == 1 => Some(format!(
                 "a cosine over one {unit} leaves the learning rate as it is; use {remedy}"
@@ -428,14 +419,8 @@ mod tests {
         let cosine = "schedule = \"cosine\"\nlr = 1.0\nmax_steps";
         let remedy = "leave --max-steps out, and let --max-epochs end the run";
         for (given, expected) in [
-            (
-                format!("schedule_by = \"step\"\n{cosine} = 100"),
-                "so that the cosine ends at a learning rate of 9.42e-1, and not at 6.02e-6",
-            ),
-            (
-                format!("{cosine} = 65"),
-                "so that the cosine ends at a learning rate of 9.76e-1, and not at 2.45e-2",
-            ),
+            (format!("schedule_by = \"step\"\n{cosine} = 100"), "before the end of the cosine"),
+            (format!("{cosine} = 65"), "before the end of the cosine"),
             (format!("warmup_steps = 65\n{cosine} = 65"), "within the warm-up of 65"),
             (
                 "schedule = \"multi-step\"\nmilestones = [1, 4]\nmax_steps = 200".into(),

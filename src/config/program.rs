@@ -1,7 +1,8 @@
 //! The program that a configuration is for: its name, its own options, and what it brings itself in place of options.
 
-use std::any::Any;
+use std::any::{Any, TypeId};
 use std::fmt;
+use std::path::PathBuf;
 use std::rc::Rc;
 use std::sync::Arc;
 
@@ -12,7 +13,7 @@ use tch::nn::Path;
 use toml::Value as TomlValue;
 
 use super::data::DataSection;
-use super::file::{is_fraction, is_number, is_switch, read_defaults, to_arg};
+use super::file::{read_defaults, to_arg};
 use super::model::ModelSection;
 use super::option_rules::{InShortHelp, MayDiffer};
 use super::{Config, flag_name};
@@ -305,10 +306,9 @@ impl OwnOptions {
             let key = arg.get_id().as_str();
             let texts = matches.get_raw(key).unwrap_or_default();
             let texts: Vec<_> = texts.map(|text| text.to_string_lossy().into_owned()).collect();
-            let typed = texts.iter().map(|text| typed(arg, text));
             let value = match (arg.get_value_delimiter(), &texts[..]) {
-                (Some(_), _) => Value::Array(typed.collect()),
-                (None, [text]) => typed_switch(arg, text),
+                (Some(_), _) => texts.iter().map(|text| typed(arg, text)).collect(),
+                (None, [text]) => typed(arg, text),
                 _ => continue,
             };
             values.insert(key.to_owned(), value);
@@ -318,28 +318,13 @@ impl OwnOptions {
     }
 }
 
-/// Returns the value of the option `arg` with the type that a file has for it.
+/// Returns the value of the option `arg` as a file has it: a number, or true or false, if it is written so and no text.
 fn typed(arg: &Arg, text: &str) -> Value {
-    let as_text = || Value::from(text);
-    if is_fraction(arg) {
-        return text.parse::<f64>().map_or_else(|_| as_text(), Value::from);
-    }
-    if !is_number(arg) {
-        return as_text();
-    }
-    match (text.parse::<i64>(), text.parse::<u64>()) {
-        (Ok(number), _) => number.into(),
-        (_, Ok(number)) => number.into(),
-        _ => as_text(),
-    }
-}
-
-/// Returns the value of an option that is one value, perhaps `true` or `false`.
-fn typed_switch(arg: &Arg, text: &str) -> Value {
-    match text.parse() {
-        Ok(is_on) if is_switch(arg) => Value::Bool(is_on),
-        _ => typed(arg, text),
-    }
+    let parsed = arg.get_value_parser().type_id();
+    let is_text = parsed == TypeId::of::<String>() || parsed == TypeId::of::<PathBuf>();
+    let value: Option<Value> = serde_json::from_str(text).ok().filter(|_| !is_text);
+    let value = value.filter(|it| it.is_i64() || it.is_f64() || it.is_boolean());
+    value.unwrap_or_else(|| text.into())
 }
 
 impl Default for OwnOptions {

@@ -13,7 +13,7 @@ use super::{Config, Invalid, Program};
 use crate::error::{Error, Result};
 
 impl Config {
-    /// Returns the configuration of `flags` over `file` over the defaults. `flags` has the same keys as a file.
+    /// Returns the configuration of `flags` over `file` over the defaults. `flags` has the keys of a file, with `_`.
     ///
     /// # Errors
     /// [`Error::Input`], naming the file or flag, the value and the remedy.
@@ -28,7 +28,6 @@ impl Config {
         flags: &Table,
     ) -> Result<Self> {
         let command = program.command();
-        let flags = &with_underscores(&command, flags).map_err(Error::usage)?;
         let of_program = read_defaults(program, &command)?;
         let in_file = file.map(|file| read(file, &command, flags)).transpose()?;
         let in_file = in_file.unwrap_or_default();
@@ -92,18 +91,6 @@ impl Config {
     }
 }
 
-/// Returns `flags` with `_` in their keys.
-fn with_underscores(command: &Command, flags: &Table) -> Result<Table, String> {
-    let mut options = Table::new();
-    for (key, value) in flags {
-        let key = option(command, key)?.get_id().to_string();
-        if options.insert(key.clone(), value.clone()).is_some() {
-            return Err(format!("{key} is there twice"));
-        }
-    }
-    Ok(options)
-}
-
 /// Refuses the first of `options` that has a `problem`.
 fn refuse(options: &[&Arg], problem: impl Fn(&Arg) -> Option<String>) -> Result<(), Invalid> {
     options.iter().try_for_each(|arg| match problem(arg) {
@@ -160,19 +147,6 @@ mod tests {
         let config = Config::resolve(Some(&file), &flags("warmup_steps = 300")).unwrap();
         let error = config.validate_for(1).unwrap_err().to_string();
         assert!(error.starts_with("--warmup-steps: a warm-up of 300 steps"), "{error}");
-    }
-
-    #[test]
-    fn keys_of_flags_may_have_dashes() {
-        let folder = tempfile::tempdir().unwrap();
-        let file = folder.path().join("run.toml");
-        fs::write(&file, "max_epochs = 3\nbatch_size = 16\n").unwrap();
-        let config = Config::resolve(Some(&file), &flags("batch-size = 8")).unwrap();
-        assert_eq!((config.training.max_epochs, config.training.batch_size), (3, 8));
-        let error = |toml| Config::resolve(None, &flags(toml)).unwrap_err().to_string();
-        assert_eq!(error("batch-size = 8\nbatch_size = 8"), "batch_size is there twice");
-        // A flag without effect is refused, whichever way its key is written.
-        assert_eq!(error("prefetch-factor = 3"), error("prefetch_factor = 3"));
     }
 
     #[test]

@@ -38,15 +38,16 @@ pub(crate) struct RunArtifacts {
     pub record_file: Option<Arc<RecordFile>>,
     /// The metrics for Prometheus. `None` without `--prometheus`, and in processes without rank 0.
     pub prometheus: Option<Arc<PrometheusFile>>,
+    /// When this process prepared its files.
+    pub began: SystemTime,
     dump: Arc<OnceLock<FlightRecorderDump>>,
     facts: Mutex<ReportFacts>,
     curves: Arc<Mutex<Curves>>,
 }
 
 /// What rank 0 keeps of a run for its report.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct ReportFacts {
-    pub began: SystemTime,
     /// The state of training at the start.
     pub first: TrainerState,
     /// The parameters of the model, as they are in buckets.
@@ -105,20 +106,14 @@ impl RunArtifacts {
         let prometheus = output.prometheus.as_deref().filter(|_| is_first);
         let prometheus =
             opened("--prometheus", prometheus, |path| PrometheusFile::new(path, facts))?;
-        let facts = ReportFacts {
-            began: SystemTime::now(),
-            first: TrainerState::default(),
-            parameters: Vec::new(),
-            buckets: Vec::new(),
-            end: None,
-        };
         Ok(Self {
             trace,
             report,
             record_file: record_file.map(Arc::new),
             prometheus: prometheus.map(Arc::new),
+            began: SystemTime::now(),
             dump: Arc::default(),
-            facts: Mutex::new(facts),
+            facts: Mutex::default(),
             curves: Arc::default(),
         })
     }

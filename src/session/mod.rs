@@ -46,7 +46,7 @@ pub(crate) use data::open_data;
 pub(crate) use explainer::explainer;
 pub(crate) use page::path_in_shell;
 pub use processes::AlreadyReported;
-pub(crate) use processes::{ChildProcesses, leave_error};
+pub(crate) use processes::run_command;
 pub(crate) use start_point::{StartPoint, after_restart};
 pub(crate) use summary::{refuse_different_replicas, show_end};
 pub(crate) use training::Training;

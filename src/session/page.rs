@@ -30,7 +30,7 @@ pub(super) fn page<'a>(
     dump: &'a FlightRecorderDump,
 ) -> Result<Page<'a>> {
     let Session { config, joined_launch, data, .. } = session;
-    let ReportFacts { began, first, parameters, buckets, end } = facts;
+    let ReportFacts { first, parameters, buckets, end } = facts;
     let end = end.as_ref();
     let world_size = joined_launch.world_size();
     let steps = steps_of(dump).saturating_sub(first.step);
@@ -41,7 +41,7 @@ pub(super) fn page<'a>(
         "version": 1,
         "program": config.program.with_version(),
         "command": command(config.program.name),
-        "began": date(*began),
+        "began": date(session.artifacts.began),
         "libtorch": ffi::version(),
         "outcome": outcome,
         "seconds": end.map(|end| end.seconds),

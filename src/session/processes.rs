@@ -14,94 +14,81 @@ use crate::launch::{
 };
 use crate::telemetry::{Event, LogFormat, Printer};
 
-/// The child processes that run a command in the place of this process: one for each rank, or one for all ranks.
-#[derive(Debug)]
-pub(crate) struct ChildProcesses {
-    max_restarts: usize,
+/// Runs a command by `here`, on ranks of this process. If `config` asks for child processes, one for each rank or one for all
+/// ranks, they run it in the place of this process, and are restarted after a failure. `stops`: whether the command stops at
+/// a signal and saves. Returns why the run has stopped early, if it has.
+///
+/// # Errors
+/// Those of `here`, which are also left where the launcher and the parent process look for them, and of the child processes;
+/// and [`Error::Input`] for restarts where a launcher has started this process: the launcher restarts it.
+pub(crate) fn run_command(
+    config: Config,
+    launch: &Launch,
     stops: bool,
-}
-
-impl ChildProcesses {
-    /// Returns the child processes that `config` asks for. `None` if this process runs the command itself. `stops`:
-    /// whether the command stops at a signal and saves.
-    ///
-    /// # Errors
-    /// [`Error::Input`] where a launcher has started this process: the launcher restarts it.
-    pub(crate) fn wanted(config: &Config, launch: &Launch, stops: bool) -> Result<Option<Self>> {
-        // For other commands, a file may have `max_restarts` for training.
-        let max_restarts = if stops { max_restarts(config, launch)? } else { 0 };
-        let wanted = max_restarts > 0 || starts_processes(config, launch);
-        Ok(wanted.then_some(Self { max_restarts, stops }))
+    cuda: &Cuda,
+    printer: &Printer,
+    here: impl FnOnce(Config) -> anyhow::Result<Option<StopReason>>,
+) -> anyhow::Result<Option<StopReason>> {
+    // For other commands, a file may have `max_restarts` for training.
+    let max_restarts = if stops { max_restarts(&config, launch)? } else { 0 };
+    if max_restarts == 0 && !starts_processes(&config, launch) {
+        return here(config).map_err(|error| leave_error(launch, error, printer));
     }
-
-    /// Runs this command in the child processes, and restarts them after a failure. Returns why the run has stopped
-    /// early, if it has.
-    pub(crate) fn run(
-        self,
-        config: &Config,
-        launch: &Launch,
-        cuda: &Cuda,
-        printer: &Printer,
-    ) -> anyhow::Result<Option<StopReason>> {
-        let Self { max_restarts, stops } = self;
-        let placement = match config.launch.spawn {
-            SpawnChoice::Processes => Some(place_processes(config, launch, cuda)?),
-            SpawnChoice::Threads => None, // the child process places its threads
-        };
-        if let Some(note) = placement.as_ref().and_then(|placement| placement.note.as_ref()) {
-            printer.info(note);
+    let placement = match config.launch.spawn {
+        SpawnChoice::Processes => Some(place_processes(&config, launch, cuda)?),
+        SpawnChoice::Threads => None, // the child process places its threads
+    };
+    if let Some(note) = placement.as_ref().and_then(|placement| placement.note.as_ref()) {
+        printer.info(note);
+    }
+    let (timeout, grace_period) = (config.launch.timeout, config.launch.grace_period);
+    let children = placement.as_ref().map_or(Children::Threads, Children::Ranks);
+    let live = printer.shows_live();
+    let spawn = SpawnProcesses { children, timeout, grace_period, stops, max_restarts, live };
+    let from = || match &config.checkpoints.checkpoint_dir {
+        Some(dir) if matches!(CheckpointDir::newest_in(dir), Ok(None)) => {
+            format!("from the start of the run, because {} has no checkpoint", dir.shown())
         }
-        let (timeout, grace_period) = (config.launch.timeout, config.launch.grace_period);
-        let children = placement.as_ref().map_or(Children::Threads, Children::Ranks);
-        let live = printer.shows_live();
-        let spawn = SpawnProcesses { children, timeout, grace_period, stops, max_restarts, live };
-        let from = || match &config.checkpoints.checkpoint_dir {
-            Some(dir) if matches!(CheckpointDir::newest_in(dir), Ok(None)) => {
-                format!("from the start of the run, because {} has no checkpoint", dir.shown())
-            }
-            Some(dir) => format!("from the newest checkpoint in {}", dir.shown()),
-            None => "from the beginning, because nothing is saved without --checkpoint-dir".into(),
-        };
-        let ended = spawn.run(|number, error| {
-            printer.report(&error.text);
-            let again = error.again().map_or(String::new(), |again| {
-                format!("; {again}: without a change this start will probably also fail there")
-            });
-            printer.report(&format!("restart {number} of {max_restarts}, {}{again}", from()));
+        Some(dir) => format!("from the newest checkpoint in {}", dir.shown()),
+        None => "from the beginning, because nothing is saved without --checkpoint-dir".into(),
+    };
+    let ended = spawn.run(|number, error| {
+        printer.report(&error.text);
+        let again = error.again().map_or(String::new(), |again| {
+            format!("; {again}: without a change this start will probably also fail there")
         });
-        let (error, restarts) = match ended? {
-            ProcessesEnd::Well(reason) => return Ok(reason),
-            ProcessesEnd::Badly(error, restarts) => (error, restarts),
-        };
-        if stops && printer.format() == LogFormat::Json {
-            let failure = error.failure().cloned();
-            let is_of_input = matches!(error.kind, ErrorKind::WrongInput | ErrorKind::Other);
-            if !is_of_input {
-                let text = failure.as_ref().map_or(&error.text, |failure| &failure.error).clone();
-                printer.event(&Event::Failure {
-                    failure,
-                    error: text,
-                    repeated: error.repeated,
-                    restarts: restarts.clone(),
-                })?;
-            }
+        printer.report(&format!("restart {number} of {max_restarts}, {}{again}", from()));
+    });
+    let (error, restarts) = match ended? {
+        ProcessesEnd::Well(reason) => return Ok(reason),
+        ProcessesEnd::Badly(error, restarts) => (error, restarts),
+    };
+    if stops && printer.format() == LogFormat::Json {
+        let failure = error.failure().cloned();
+        let is_of_input = matches!(error.kind, ErrorKind::WrongInput | ErrorKind::Other);
+        if !is_of_input {
+            let text = failure.as_ref().map_or(&error.text, |failure| &failure.error).clone();
+            printer.event(&Event::Failure {
+                failure,
+                error: text,
+                repeated: error.repeated,
+                restarts: restarts.clone(),
+            })?;
         }
-        let again = error.again();
-        let ChildError { mut text, kind, repeated } = *error;
-        if let (Some(again), Some(count)) = (again, repeated) {
-            let _ = write!(
-                text,
-                "\n  {again}: {count} failures in a row, with no progress between them"
-            );
-        }
-        for (number, reason) in (1..).zip(&restarts) {
-            let _ = write!(text, "\n  restart {number} was needed: {reason}");
-        }
-        Err(match kind {
-            ErrorKind::WrongInput => Error::usage(text).into(),
-            _ => anyhow::Error::msg(text),
-        })
     }
+    let again = error.again();
+    let ChildError { mut text, kind, repeated } = *error;
+    if let (Some(again), Some(count)) = (again, repeated) {
+        let _ =
+            write!(text, "\n  {again}: {count} failures in a row, with no progress between them");
+    }
+    for (number, reason) in (1..).zip(&restarts) {
+        let _ = write!(text, "\n  restart {number} was needed: {reason}");
+    }
+    Err(match kind {
+        ErrorKind::WrongInput => Error::usage(text).into(),
+        _ => anyhow::Error::msg(text),
+    })
 }
 
 /// Returns how often to restart the run of `config` after a failure. 0 in a process that another one has started.
@@ -133,22 +120,12 @@ impl fmt::Display for AlreadyReported {
     }
 }
 
-/// Leaves the error of a command, if it failed, where the launcher and the parent process look for it. Returns
-/// `result`; an error that the parent process reports is marked as [`AlreadyReported`].
-pub(crate) fn leave_error<T>(
-    launch: &Launch,
-    result: anyhow::Result<T>,
-    printer: &Printer,
-) -> anyhow::Result<T> {
-    result.map_err(|error| {
-        if let Err(unwritable) = launch.report_failure(&format!("{error:#}")) {
-            printer.report(&unwritable);
-        }
-        leave_with_parent(launch, error)
-    })
-}
-
-fn leave_with_parent(launch: &Launch, error: anyhow::Error) -> anyhow::Error {
+/// Leaves the error of a command where the launcher and the parent process look for it. Returns it, marked as
+/// [`AlreadyReported`] if the parent process reports it.
+fn leave_error(launch: &Launch, error: anyhow::Error, printer: &Printer) -> anyhow::Error {
+    if let Err(unwritable) = launch.report_failure(&format!("{error:#}")) {
+        printer.report(&unwritable);
+    }
     let Some(parent) = &launch.parent else { return error };
     let failed = error.downcast_ref::<Box<SpawnError>>();
     if failed.is_some_and(|failed| failed.stopped.is_some()) {

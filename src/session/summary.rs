@@ -25,13 +25,14 @@ pub(crate) fn show_end(
     let mine = rank_end(trainer, model_hash, session, group)?;
     // Only rank 0 gets them all: on every rank they would take memory for each pair of ranks.
     let ranks = group.gather_object(&mine, 0)?;
-    let replicas_equal = agree_on_replicas(ranks.as_deref(), group)?;
+    let mut are_equal = vec![ranks.as_deref().is_none_or(replicas_equal)];
+    group.broadcast_object_list(&mut are_equal, 0)?;
     if let Some(ranks) = ranks {
         let end = end(ranks, model_hash, trainer, summary, session, group);
         session.artifacts.record_end(trainer.ddp(), &end);
-        print_end(end, replicas_equal, trainer, summary.stopped, session)?;
+        print_end(end, trainer, summary.stopped, session)?;
     }
-    Ok(replicas_equal)
+    Ok(are_equal == [true])
 }
 
 /// Returns what this rank did. `model_hash` is that of its model.
@@ -54,13 +55,6 @@ fn rank_end(
         phases: group.phase_seconds(),
         replica_hash,
     })
-}
-
-/// Returns on all ranks whether the replicas are equal, as rank 0 finds in `ranks`. A collective.
-fn agree_on_replicas(ranks: Option<&[RankEnd]>, group: &ProcessGroup) -> Result<bool> {
-    let mut equal = vec![ranks.is_none_or(replicas_equal)];
-    group.broadcast_object_list(&mut equal, 0)?;
-    Ok(equal == [true])
 }
 
 /// Returns whether all replicas are equal.
@@ -107,12 +101,12 @@ fn end(
 /// Prints the result of a run on rank 0. Of a run that fails, prints only its numbers.
 fn print_end(
     end: End,
-    replicas_equal: bool,
     trainer: &Trainer<Model>,
     reason: Option<StopReason>,
     session: &Session,
 ) -> io::Result<()> {
     let Session { config, printer, start_point, .. } = session;
+    let replicas_equal = end.replicas_equal;
     let with_text = printer.format() == LogFormat::Text && replicas_equal;
     if with_text {
         let notes = [through_rank_0_message(config, &end), hidden_message(config, &end)];

@@ -2,6 +2,7 @@
 //!
 //! stdout carries results: text for people, or one JSON object per line. stderr carries the rest.
 
+mod columns;
 mod events;
 mod explain;
 mod feed;
@@ -26,6 +27,7 @@ mod tensorboard;
 mod trace;
 mod utf8_stream;
 
+pub(crate) use columns::in_columns;
 pub use events::{End, Epoch, Event, RankEnd, Start};
 #[cfg(feature = "cli")]
 pub(crate) use explain::table;

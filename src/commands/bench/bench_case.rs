@@ -1,4 +1,4 @@
-//! One operation on tensors of one size, to measure it and to check its results.
+//! The operations that `bench` measures, and the check of their results.
 
 use strum::IntoEnumIterator;
 use tch::{Kind, Tensor};
@@ -7,7 +7,7 @@ use crate::commands::comm_op::{CommOp, OpTensors};
 use crate::error::Result;
 use crate::ffi::TorchResult;
 use crate::operation::{CollectiveType, Operation, Tensors};
-use crate::process_group::{ProcessGroup, ReduceOp, num_bytes};
+use crate::process_group::{ReduceOp, num_bytes};
 
 /// The operations that can be measured.
 pub(super) fn ops() -> impl Iterator<Item = CommOp> {
@@ -38,76 +38,49 @@ pub(in crate::commands) fn bus_factor(op: CommOp, world_size: usize) -> f64 {
     }
 }
 
-/// An operation with its tensors on one rank, and what its results must be.
-pub(in crate::commands) struct BenchCase<'a> {
-    op: CommOp,
-    reduce_op: ReduceOp,
-    group: &'a ProcessGroup,
-    /// The elements of a part, or of the whole tensor where there are no parts.
-    count: i64,
-    tensors: OpTensors<'a>,
-}
-
 /// Numbers that repeat after three elements. Every dtype holds their sum, or other reduction, over the ranks exactly.
 type Pattern = [f64; 3];
 
 /// The elements of a chunk, a multiple of three.
 const CHUNK: i64 = 3 << 15;
 
-impl<'a> BenchCase<'a> {
-    pub(in crate::commands) fn new(
-        op: CommOp,
-        reduce_op: ReduceOp,
-        dtype: Kind,
-        count: u64,
-        group: &'a ProcessGroup,
-    ) -> Result<Self> {
-        let count = count as i64;
-        let tensors = OpTensors::new(op, reduce_op, count, dtype, group)?;
-        Ok(Self { op, reduce_op, group, count, tensors })
-    }
-
+impl OpTensors<'_> {
     /// Returns the size in bytes on rank 0, as nccl-tests counts it: that of the larger side.
     pub(in crate::commands) fn bytes(&self) -> u64 {
-        let OpTensors { input, output, .. } = &self.tensors;
+        let Self { input, output, .. } = self;
         num_bytes(input.kind(), input.numel().max(output.numel())) as u64
-    }
-
-    /// Calls the operation once.
-    pub(super) fn run(&mut self) -> Result<()> {
-        self.tensors.run()
     }
 
     /// Runs the operation once more, on known numbers. Returns the number of wrong elements in this rank's result.
     pub(in crate::commands) fn check(&mut self) -> Result<i64> {
         let rank = self.group.rank();
-        fill(&self.tensors.input, self.pattern(rank, 0))?;
+        fill(&self.input, self.pattern(rank, 0))?;
         if !self.op.is_in_place() {
-            fill(&self.tensors.output, [0.; 3])?;
+            fill(&self.output, [0.; 3])?;
         }
         self.run()?;
         self.group.synchronize()?;
 
         let CollectiveType { inputs, outputs, reduces, .. } = self.op.moves();
-        let output = &self.tensors.output;
+        let output = &self.output;
         if !outputs.is_held_by(rank == 0) {
             // In place, the rank keeps its own tensor.
             let keeps = self.op.is_in_place();
             return if keeps { wrong(output, self.pattern(rank, 0)) } else { Ok(0) };
         }
         // Where this rank's part begins in the input of another.
-        let start = if inputs.is_list() { rank as i64 * self.count } else { 0 };
-        if let Some(list) = &self.tensors.output_list {
+        let start = if inputs.is_list() { rank as i64 * self.numel } else { 0 };
+        if let Some(list) = &self.output_list {
             let parts = list.iter().enumerate();
             return parts.map(|(from, part)| wrong(part, self.pattern(from, start))).sum();
         }
-        let from = if self.op == CommOp::IsendIrecv { self.tensors.previous() } else { 0 };
+        let from = if self.op == CommOp::IsendIrecv { self.previous() } else { 0 };
         wrong(output, if reduces { self.reduced(start) } else { self.pattern(from, start) })
     }
 
     /// Returns the pattern of `rank` from its element `start` on.
     fn pattern(&self, rank: usize, start: i64) -> Pattern {
-        let least = f64::from(u8::from(self.tensors.input.kind() != Kind::Bool));
+        let least = f64::from(u8::from(self.input.kind() != Kind::Bool));
         // With multiples of the world size, the average is a whole number.
         let averages = self.op.moves().reduces && self.reduce_op == ReduceOp::Avg;
         let factor = if averages { self.group.world_size() as f64 } else { 1. };

@@ -18,7 +18,7 @@ use clap::builder::TypedValueParser;
 use serde::Serialize;
 use tch::{Device, Kind, Tensor};
 
-use super::comm_op::{CommOp, op_parser};
+use super::comm_op::{CommOp, OpTensors, op_parser};
 use super::ranks_flags::RanksFlags;
 use crate::config::{check_fits, name, whole};
 use crate::error::{Error, Result, counted};
@@ -26,7 +26,7 @@ use crate::ffi::cuda::Cuda;
 use crate::launch::{Placement, Rank};
 use crate::process_group::{Backend, ProcessGroup, ReduceOp, dtype_name, num_bytes, parse_dtype};
 use crate::telemetry::{LogFormat, Printer};
-pub(super) use bench_case::{BenchCase, bus_factor};
+pub(super) use bench_case::bus_factor;
 pub use scaling::bench_scaling;
 use sorted::Sorted;
 pub use step::bench_step;
@@ -186,7 +186,8 @@ fn bench_on(
         table::print_lines(printer, &head(flags, &group))?;
     }
     for count in flags.sizes(rank.world_size()) {
-        let mut case = BenchCase::new(flags.op, flags.reduce_op, flags.dtype, count, &group)?;
+        let mut case =
+            OpTensors::new(flags.op, flags.reduce_op, count as i64, flags.dtype, &group)?;
         let times = measure(flags, &mut case, &group)?;
         let time = times.median();
         spreads.push(times.spread());
@@ -240,7 +241,7 @@ fn busy(what: &str, spread: f64) -> Option<String> {
 }
 
 /// Returns the time of one call in each of several rounds, in seconds.
-fn measure(flags: &BenchFlags, case: &mut BenchCase, group: &ProcessGroup) -> Result<Sorted> {
+fn measure(flags: &BenchFlags, case: &mut OpTensors, group: &ProcessGroup) -> Result<Sorted> {
     let warm_up = round(group, case, flags.warmup.max(1))?;
     let enough = MIN_MEASURED.as_secs_f64() / warm_up.max(1e-9);
     let iters = flags.iters.unwrap_or((enough as u64).clamp(1, MOST_ITERS));
@@ -252,7 +253,7 @@ fn measure(flags: &BenchFlags, case: &mut BenchCase, group: &ProcessGroup) -> Re
 
 /// Calls the operation `iters` times on all ranks. Returns the time of one call on the slowest rank, in seconds, on all
 /// ranks.
-pub(super) fn round(group: &ProcessGroup, case: &mut BenchCase, iters: u64) -> Result<f64> {
+pub(super) fn round(group: &ProcessGroup, case: &mut OpTensors, iters: u64) -> Result<f64> {
     group.barrier()?;
     let began = Instant::now();
     for _ in 0..iters {

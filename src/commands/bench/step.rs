@@ -20,7 +20,7 @@ use crate::launch::{Launch, Nproc, Rank};
 use crate::operation::Operation;
 use crate::process_group::{Backend, ProcessGroup};
 use crate::records::PhaseSeconds;
-use crate::session::{self, ChildProcesses, StartPoint, Training, leave_error, open_data};
+use crate::session::{self, StartPoint, Training, open_data, run_command};
 use crate::telemetry::Printer;
 use crate::trainer::{Amp, Callback, Step, TrainContext};
 
@@ -90,44 +90,32 @@ pub fn bench_step(
         config.launch.nproc_per_node = Nproc::Count(1);
     }
     let launch = Launch::from_env(&config.launch_options(), cuda)?;
-    if let Some(children) = ChildProcesses::wanted(&config, &launch, false)? {
-        return children.run(&config, &launch, cuda, printer).map(drop);
-    }
-    let result = measure_here(config, steps, launch.clone(), cuda, printer);
-    leave_error(&launch, result, printer)
-}
-
-/// Measures on the ranks of this process. Rank 0 prints.
-fn measure_here(
-    config: Config,
-    steps: usize,
-    launch: Launch,
-    cuda: &Cuda,
-    printer: &Arc<Printer>,
-) -> anyhow::Result<()> {
-    let (config, data) = open_data(config)?;
-    let command = format!("bench step --steps={steps}");
-    let joined_launch = session::join_launch(&config, &command, launch, cuda, printer)?;
-    joined_launch.before_ranks(|| config.validate_for(joined_launch.world_size()))?;
-    if joined_launch.is_first() {
-        joined_launch.notes().iter().for_each(|note| printer.info(note));
-    }
-    let spawn = session::configured_spawn(&joined_launch, &config, printer);
-    let (backend, printer) = (joined_launch.placement.backend, printer.clone());
-    spawn.run(move |rank| {
-        let times = step_on(rank, backend, &config, &data.training, steps.max(1))?;
-        let Some(times) = times else { return Ok(()) };
-        let on_cpu = rank.device() == Device::Cpu;
-        printer.result(&times, |out| write_text(&times, steps, on_cpu, out))?;
-        note_if_busy("the median step took", times.us_per_step / times.us_min, &printer);
-        if let Some(cluster) = &config.ddp.simulate_cluster {
-            let after = config.ddp.find_unused_parameters || config.ddp.static_graph;
-            let overlaps = !(config.ddp.no_overlap || after);
-            forecast::print(&times, overlaps, cluster, &printer)?;
+    let ended = run_command(config, &launch, false, cuda, printer, |config| {
+        let (config, data) = open_data(config)?;
+        let command = format!("bench step --steps={steps}");
+        let joined_launch = session::join_launch(&config, &command, launch.clone(), cuda, printer)?;
+        joined_launch.before_ranks(|| config.validate_for(joined_launch.world_size()))?;
+        if joined_launch.is_first() {
+            joined_launch.notes().iter().for_each(|note| printer.info(note));
         }
-        Ok(())
-    })?;
-    Ok(())
+        let spawn = session::configured_spawn(&joined_launch, &config, printer);
+        let (backend, printer) = (joined_launch.placement.backend, printer.clone());
+        spawn.run(move |rank| {
+            let times = step_on(rank, backend, &config, &data.training, steps.max(1))?;
+            let Some(times) = times else { return Ok(()) };
+            let on_cpu = rank.device() == Device::Cpu;
+            printer.result(&times, |out| write_text(&times, steps, on_cpu, out))?;
+            note_if_busy("the median step took", times.us_per_step / times.us_min, &printer);
+            if let Some(cluster) = &config.ddp.simulate_cluster {
+                let after = config.ddp.find_unused_parameters || config.ddp.static_graph;
+                let overlaps = !(config.ddp.no_overlap || after);
+                forecast::print(&times, overlaps, cluster, &printer)?;
+            }
+            Ok(())
+        })?;
+        Ok(None)
+    });
+    ended.map(drop)
 }
 
 /// Measures `steps` steps of a trainer on one rank. Returns the times on rank 0, `None` on the others.

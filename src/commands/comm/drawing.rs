@@ -1,18 +1,15 @@
 //! Drawings of the operations in letters: A is rank 0's tensor, B is rank 1's, and A1 is the part of A for rank 1.
 
 use super::operations::words;
-use super::shorten::{GAP, in_columns, join, ranks};
+use super::shorten::{GAP, join, ranks};
 use crate::commands::CommOp;
 use crate::operation::{CollectiveType, Holders, Operation, Tensors};
 use crate::process_group::ReduceOp;
+use crate::telemetry::in_columns;
 
-/// Returns the meaning of the letters.
-pub(super) fn legend(world_size: usize) -> &'static str {
-    match world_size {
-        1 => "A is rank 0's tensor; A0 is the part of A that is for rank 0.",
-        _ => "A is rank 0's tensor, B is rank 1's; A1 is the part of A that is for rank 1.",
-    }
-}
+/// The meaning of the letters.
+pub(super) const LEGEND: &str =
+    "A is rank 0's tensor, B is rank 1's; A1 is the part of A that is for rank 1.";
 
 /// Returns the drawing of `op`: a line for each rank, as far as there is room.
 pub(super) fn draw(op: CommOp, world_size: usize, reduce_op: ReduceOp) -> Vec<String> {
@@ -24,7 +21,7 @@ pub(super) fn draw(op: CommOp, world_size: usize, reduce_op: ReduceOp) -> Vec<St
         None => [GAP, "", "   :    ", GAP, ""].map(String::from),
     };
     let rows: Vec<_> = ranks(world_size).into_iter().map(cells).collect();
-    in_columns(&rows, "  ", &[])
+    in_columns(&rows, "  ", |_| false)
 }
 
 /// Returns the cells of one rank: its name, its tensors before, whether it gives and gets some, its name, and its tensors
@@ -110,8 +107,7 @@ mod tests {
         let ops = [ReduceOp::Sum, ReduceOp::Avg, ReduceOp::Min, ReduceOp::Bxor];
         for world_size in (1..=20).chain([128]) {
             for (shown, reduce_op) in OPS.iter().flat_map(|op| ops.map(|r| (op, r))) {
-                let texts =
-                    [draw(shown.op, world_size, reduce_op), shown.about(world_size, reduce_op)];
+                let texts = [draw(shown.op, world_size, reduce_op), shown.about(reduce_op)];
                 let calls = [shown.pytorch_call, shown.rust_call];
                 let calls = calls.map(|call| format!("PyTorch  {call}"));
                 for line in texts.iter().flatten().chain(&calls) {

@@ -210,14 +210,14 @@ impl CommRun {
         let (world_size, reduce_op) = (rows.len(), self.flags.reduce_op);
         let ShownOp { op, pytorch_call, rust_call, .. } = *shown;
         let parts = [
-            shown.about(world_size, reduce_op),
+            shown.about(reduce_op),
             drawing::draw(op, world_size, reduce_op),
             vec![format!("PyTorch  {pytorch_call}"), format!("Rust     {rust_call}")],
             table::table(rows),
         ];
         self.printer.lines(|out| {
             if op == self.ops[0].op {
-                writeln!(out, "{}", drawing::legend(world_size))?;
+                writeln!(out, "{}", drawing::LEGEND)?;
                 writeln!(out, "sent and recv are in bytes.")?;
             }
             writeln!(out, "\n{}", op.name())?;

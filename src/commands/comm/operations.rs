@@ -99,14 +99,8 @@ pub(super) const OPS: [ShownOp; 11] = [
 
 impl ShownOp {
     /// Returns two lines: what the operation does, and its use.
-    pub(super) fn about(&self, world_size: usize, op: ReduceOp) -> Vec<String> {
-        let usage = match self.op {
-            CommOp::SendRecv | CommOp::IsendIrecv if world_size == 1 => {
-                "There is only one rank here, so it has no other to send to."
-            }
-            _ => self.usage,
-        };
-        vec![self.does.replace("RESULT", words(op).0), usage.into()]
+    pub(super) fn about(&self, op: ReduceOp) -> Vec<String> {
+        vec![self.does.replace("RESULT", words(op).0), self.usage.into()]
     }
 }
 

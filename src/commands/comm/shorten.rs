@@ -1,4 +1,4 @@
-//! Shortens what is too long to show, with `...` in the middle, and aligns columns.
+//! Shortens what is too long to show, with `...` in the middle.
 
 /// The text for everything that is left out.
 pub(super) const GAP: &str = "...";
@@ -31,24 +31,6 @@ pub(super) fn join(
 /// Returns the ranks to show, with `None` for those left out.
 pub(super) fn ranks(world_size: usize) -> Vec<Option<usize>> {
     shorten(world_size, if world_size <= 8 { 8 } else { 6 })
-}
-
-/// Returns a line for each row, with its cells aligned in columns: those of the columns `right` at their ends.
-pub(super) fn in_columns<R: AsRef<[String]>>(
-    rows: &[R],
-    separator: &str,
-    right: &[usize],
-) -> Vec<String> {
-    let width = |column: usize| {
-        let cells = rows.iter().filter_map(|row| row.as_ref().get(column));
-        cells.map(String::len).max().unwrap_or(0)
-    };
-    let padded = |(column, text): (usize, &String)| {
-        let width = width(column);
-        if right.contains(&column) { format!("{text:>width$}") } else { format!("{text:width$}") }
-    };
-    let line = |row: &R| row.as_ref().iter().enumerate().map(padded).collect::<Vec<_>>();
-    rows.iter().map(|row| line(row).join(separator).trim_end().to_string()).collect()
 }
 
 #[cfg(test)]

@@ -1,8 +1,9 @@
 //! The table of the ranks' tensors before and after an operation.
 
 use super::Row;
-use super::shorten::{GAP, in_columns, items, join, ranks};
+use super::shorten::{GAP, items, join, ranks};
 use super::values::Value;
+use crate::telemetry::in_columns;
 
 /// The largest width of a table: that of a terminal, less the indentation.
 const WIDTH: usize = 78;
@@ -23,7 +24,7 @@ fn lines(rows: &[Row], most: usize) -> Vec<String> {
             Some(rank) => tensors(value(&rows[*rank]).as_ref(), most),
             None => vec![],
         });
-        in_columns(&tensors.collect::<Vec<_>>(), " ", &[])
+        in_columns(&tensors.collect::<Vec<_>>(), " ", |_| false)
     };
     let (befores, afters) = (column(|row| &row.before), column(|row| &row.after));
     let mut cells = vec![["rank", "before", "after", "sent", "recv"].map(String::from)];
@@ -34,7 +35,7 @@ fn lines(rows: &[Row], most: usize) -> Vec<String> {
         };
         cells.push([rank, before, after, sent, recv]);
     }
-    in_columns(&cells, "  ", &[0, 3, 4])
+    in_columns(&cells, "  ", |column| [0, 3, 4].contains(&column))
 }
 
 /// Returns the tensors of a value, each as `[1 2 3]`; `-` for no value.

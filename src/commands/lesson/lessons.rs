@@ -69,14 +69,8 @@ impl Found {
     }
 }
 
-/// How an answer is checked.
-#[derive(Debug, Clone, Copy)]
-pub(super) enum Check {
-    /// By a run, which takes a second or two, or by what is known of it.
-    Run { form: Form, run: fn() -> anyhow::Result<Found> },
-    /// Not at all: no run can decide.
-    None,
-}
+/// How an answer is checked: its form, and a run, which takes a second or two, or what is known of it.
+pub(super) type Check = (Form, fn() -> anyhow::Result<Found>);
 
 /// The largest difference from a weight that is computed from numbers with six digits.
 const WEIGHT_TOLERANCE: f64 = 1e-5;
@@ -107,9 +101,9 @@ impl Lesson {
         self.into()
     }
 
-    /// Returns how an answer to the exercise of this lesson is checked.
-    pub(super) fn check(self) -> Check {
-        let run = |form, run| Check::Run { form, run };
+    /// Returns how an answer to the exercise of this lesson is checked. `None` if no run can decide.
+    pub(super) fn check(self) -> Option<Check> {
+        let run = |form, run: fn() -> anyhow::Result<Found>| Some((form, run));
         let (one, two, yes_no) = (Form::Whole(1), Form::Whole(2), Form::YesNo);
         let weight = Form::Decimal { tolerance: WEIGHT_TOLERANCE };
         let factor = Form::Decimal { tolerance: FACTOR_TOLERANCE };
@@ -124,7 +118,7 @@ impl Lesson {
             Lesson::Desync => run(one, checks::desync),
             Lesson::BadCore => run(one, checks::bad_core),
             Lesson::OneRank => run(share, || Found::known(Answer::Decimal(0.75))),
-            Lesson::ThreadsThatMeet => Check::None,
+            Lesson::ThreadsThatMeet => None,
             Lesson::AllReduceByHand => run(two, || Found::known(Answer::Whole(vec![1792, 448]))),
             Lesson::NaiveDdp => run(yes_no, || Found::known(Answer::YesNo(false))),
             Lesson::Buckets => run(one, || Found::known(Answer::Whole(vec![7]))),

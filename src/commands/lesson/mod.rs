@@ -61,7 +61,7 @@ pub fn lesson(flags: &LessonFlags, printer: &Printer) -> anyhow::Result<()> {
     if flags.answer.is_none() && !flags.solution {
         return print(printer, &question(lesson, check, &catalog));
     }
-    let Check::Run { form, run } = check else {
+    let Some((form, run)) = check else {
         if flags.solution {
             return print(printer, &[paragraph(&texts.measured), paragraph(&texts.why)].concat());
         }
@@ -108,10 +108,7 @@ fn list(catalog: &Catalog) -> Vec<String> {
         let Texts { chapter, title, learn, .. } = catalog.texts(lesson);
         lines.extend(chapter.clone());
         let gap = " ".repeat(title_width - display_width(title));
-        let note = match lesson.check() {
-            Check::Run { .. } => "",
-            Check::None => &catalog.words.unchecked,
-        };
+        let note = if lesson.check().is_some() { "" } else { &catalog.words.unchecked };
         lines.push(format!("  {:id_width$}  {title}{gap}  {learn}{note}", lesson.id()));
     }
     lines.extend([String::new(), catalog.words.how.clone()]);
@@ -119,7 +116,7 @@ fn list(catalog: &Catalog) -> Vec<String> {
 }
 
 /// Returns the exercise of `lesson`, and how to answer it.
-fn question(lesson: Lesson, check: Check, catalog: &Catalog) -> Vec<String> {
+fn question(lesson: Lesson, check: Option<Check>, catalog: &Catalog) -> Vec<String> {
     let (id, words, texts) = (lesson.id(), &catalog.words, catalog.texts(lesson));
     let mut lines = vec![catalog.heading(lesson)];
     if let Some(program) = lesson.program() {
@@ -128,11 +125,11 @@ fn question(lesson: Lesson, check: Check, catalog: &Catalog) -> Vec<String> {
     }
     lines.extend(paragraph(&texts.task));
     match check {
-        Check::Run { form, .. } => {
+        Some((form, _)) => {
             let answer = format!("ddp-mp lesson {id} --answer=\"{}\"", form.example());
             lines.extend(paragraph(&format!("{}{answer}", words.check)));
         }
-        Check::None => {
+        None => {
             lines.extend(paragraph(&texts.measured));
             lines.extend(paragraph(&texts.hint));
         }

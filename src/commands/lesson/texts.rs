@@ -47,10 +47,8 @@ pub(super) struct Words {
     pub unchecked: String,
     /// How to go on from the list.
     pub how: String,
-    /// The heading of a lesson with a number.
+    /// The heading of a lesson, which has a number or a name.
     heading: String,
-    /// The heading of a lesson without a number.
-    named_heading: String,
 }
 
 /// All texts in one language.
@@ -73,10 +71,7 @@ impl Catalog {
 
     /// Returns the heading of a lesson.
     pub(super) fn heading(&self, lesson: Lesson) -> String {
-        let heading = match lesson.number() {
-            Some(_) => &self.words.heading,
-            None => &self.words.named_heading,
-        };
-        filled(heading, &[("id", &lesson.id()), ("title", &self.texts(lesson).title)])
+        let title = &self.texts(lesson).title;
+        filled(&self.words.heading, &[("id", &lesson.id()), ("title", title)])
     }
 }

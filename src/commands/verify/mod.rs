@@ -16,9 +16,7 @@ use crate::launch::{BindChoice, Launch, LaunchKind, Placement, Rank};
 use crate::models::ModelKind;
 use crate::process_group::ProcessGroup;
 use crate::runtime::FaultKind;
-use crate::session::{
-    self, ChildProcesses, StartPoint, Training, leave_error, open_data, refuse_launcher,
-};
+use crate::session::{self, StartPoint, Training, open_data, refuse_launcher, run_command};
 use crate::telemetry::{LogFormat, Printer};
 use crate::trainer::Amp;
 use comparison::{Bound, Comparison, RunResult, values, write_head};
@@ -53,10 +51,7 @@ pub fn verify(
     if launch.kind != LaunchKind::Spawned {
         refuse_launcher(&launch)?;
     }
-    if let Some(children) = ChildProcesses::wanted(&config, &launch, false)? {
-        return children.run(&config, &launch, cuda, printer).map(drop);
-    }
-    let compare = || -> anyhow::Result<()> {
+    let ended = run_command(config, &launch, false, cuda, printer, |config| {
         let (config, data) = open_data(config)?;
         let command = format!("verify --steps={steps}");
         let joined = session::join_launch(&config, &command, launch.clone(), cuda, printer)?;
@@ -73,9 +68,10 @@ pub fn verify(
         let verification = Arc::new(verification);
         let of_ranks = verification.clone();
         let rows = spawn.run(move |rank| of_ranks.compare(rank))?;
-        verification.conclude(&rows.into_iter().flatten().collect::<Vec<_>>())
-    };
-    leave_error(&launch, compare(), printer)
+        verification.conclude(&rows.into_iter().flatten().collect::<Vec<_>>())?;
+        Ok(None)
+    });
+    ended.map(drop)
 }
 
 /// Refuses options with which N ranks do not equal one rank.
@@ -307,18 +303,15 @@ fn variants(config: &Config, ranks: usize) -> Vec<Variant> {
     let accumulates = !config.model.sync_batch_norm;
     let halves = accumulates && batch_size.is_multiple_of(2);
     let has_dp = accumulates && !config.ddp.exact_mean;
-    let ways = [
-        (accumulates, ddp, 1, batch_size, ranks),
-        (true, ddp, ranks, batch_size, 1),
-        (has_dp, dp, ranks, batch_size, 1),
-        (halves, ddp, ranks, batch_size / 2, 2),
-        (has_dp && halves, dp, ranks, batch_size / 2, 2),
-    ];
-    let variant = |(_, strategy, world_size, batch_size, grad_accum_steps)| Variant {
-        strategy,
-        world_size,
-        batch_size,
-        grad_accum_steps,
+    let way = |is_there: bool, strategy, world_size, batch_size, grad_accum_steps| {
+        is_there.then_some(Variant { strategy, world_size, batch_size, grad_accum_steps })
     };
-    ways.into_iter().filter(|way| way.0).map(variant).collect()
+    let ways = [
+        way(accumulates, ddp, 1, batch_size, ranks),
+        way(true, ddp, ranks, batch_size, 1),
+        way(has_dp, dp, ranks, batch_size, 1),
+        way(halves, ddp, ranks, batch_size / 2, 2),
+        way(has_dp && halves, dp, ranks, batch_size / 2, 2),
+    ];
+    ways.into_iter().flatten().collect()
 }

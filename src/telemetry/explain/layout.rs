@@ -5,6 +5,8 @@ use std::borrow::Cow;
 use textwrap::core::{Word, display_width};
 use textwrap::{Options, WordSeparator, WordSplitter, wrap};
 
+use crate::telemetry::in_columns;
+
 /// The minimum width of a terminal, in columns.
 const WIDTH: usize = 80;
 
@@ -33,19 +35,8 @@ fn words(text: &str) -> Box<dyn Iterator<Item = Word<'_>> + '_> {
 
 /// Returns the lines of a table. The first two columns are aligned left, those of numbers right.
 pub(crate) fn table(rows: &[Vec<String>]) -> Vec<String> {
-    let columns = rows.iter().map(Vec::len).max().unwrap_or_default();
-    let cell = |row: &Vec<String>, column: usize| row.get(column).cloned().unwrap_or_default();
-    let width = |column| rows.iter().map(|row| display_width(&cell(row, column))).max();
-    let widths: Vec<usize> = (0..columns).map(|column| width(column).unwrap_or_default()).collect();
-    let line = |row: &Vec<String>| {
-        let cells = widths.iter().enumerate().map(|(column, width)| {
-            let text = cell(row, column);
-            let gap = " ".repeat(width - display_width(&text));
-            if column < 2 { format!("  {text}{gap}") } else { format!("  {gap}{text}") }
-        });
-        cells.collect::<String>().trim_end().to_string()
-    };
-    rows.iter().map(line).collect()
+    let lines = in_columns(rows, "  ", |column| column >= 2).into_iter();
+    lines.map(|line| format!("  {line}")).collect()
 }
 
 /// Returns the ranks to show, `None` for a gap: all if they are few, otherwise the first ones and the last.

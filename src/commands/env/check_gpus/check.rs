@@ -9,8 +9,8 @@ use anyhow::Context;
 use serde::{Deserialize, Serialize};
 use tch::{Device, Kind, TchError, Tensor};
 
-use crate::commands::bench::{BenchCase, bus_factor, round};
-use crate::commands::comm_op::CommOp;
+use crate::commands::bench::{bus_factor, round};
+use crate::commands::comm_op::{CommOp, OpTensors};
 use crate::ffi::{TorchResult, cuda};
 use crate::launch::Spawn;
 use crate::operation::Operation;
@@ -236,8 +236,8 @@ fn wait_for(tensor: &Tensor) -> Result<(), TchError> {
 }
 
 /// The elements of the largest all_reduce, and how many times as many as the one before each has.
-const MOST_REDUCED: u64 = 16 << 20;
-const REDUCED_FACTOR: u64 = 16;
+const MOST_REDUCED: i64 = 16 << 20;
+const REDUCED_FACTOR: i64 = 16;
 
 /// Has two ranks, threads of this process, reduce more and more elements over NCCL, as long as that is fast enough.
 fn all_reduce(
@@ -259,12 +259,12 @@ fn all_reduce(
         let op = CommOp::Collective(Operation::AllReduce);
         let (mut latency_us, mut numel) = (None, 1);
         loop {
-            let mut case = BenchCase::new(op, ReduceOp::Sum, Kind::Float, numel, &group)?;
+            let mut case = OpTensors::new(op, ReduceOp::Sum, numel, Kind::Float, &group)?;
             wrong_of_both.fetch_add(case.check()?, Ordering::SeqCst);
             group.barrier()?; // the other rank has added its own
             let wrong = wrong_of_both.load(Ordering::SeqCst);
             if wrong > 0 {
-                return Ok(Found::wrong(wrong, 2 * numel as i64));
+                return Ok(Found::wrong(wrong, 2 * numel));
             }
             let once = round(&group, &mut case, 1)?;
             let seconds = round(&group, &mut case, (MEASURED / once).clamp(1.0, 1000.0) as u64)?;
