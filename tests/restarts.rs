@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 use std::fs;
-use std::io::{BufRead, BufReader, Read};
+use std::io::{BufRead, BufReader};
 use std::path::Path;
 use std::process::Stdio;
 
@@ -10,18 +10,17 @@ use serde_json::Value;
 use wait_timeout::ChildExt;
 
 use crate::harness::{
-    Reading, TIMEOUT, in_parallel, program, program_under, run, run_command, send, some_of,
+    Reading, TIMEOUT, in_parallel, last_event, program, program_under, run, run_command, run_end,
+    send, some_of,
 };
-use crate::spawn_processes::{events, process_of, processes_of};
+use crate::spawn_processes::{end, events, long_run, process_of, processes_of, rest};
 
 const WAYS: [&str; 2] = ["--spawn=threads", "--spawn=processes"];
 
 const RUN: [&str; 4] = ["--nproc-per-node=2", "--model=mlp", "--momentum=0.9", "--max-epochs=2"];
 
 fn hash_undisturbed() -> Value {
-    let (code, events, stderr) = events(&RUN);
-    assert_eq!(code, Some(0), "{stderr}");
-    events.last().unwrap()["parameters_hash"].clone()
+    run_end(&RUN)["parameters_hash"].clone()
 }
 
 fn restarts(event: &Value) -> Vec<&str> {
@@ -223,17 +222,6 @@ fn restarted_run_prints_its_start_once() {
 }
 
 #[test]
-fn wrong_input_is_not_restarted() {
-    for spawn in WAYS {
-        let args = ["--nproc-per-node=2", "--max-restarts=3", "--dataset=csv:/nowhere", spawn];
-        let (code, stdout, stderr) = run(&args);
-        assert_eq!((code, &*stdout), (Some(2), ""), "{stderr}");
-        assert_eq!(stderr.matches("/nowhere: No such file").count(), 1, "{stderr}");
-        assert!(!stderr.contains("restart"), "{stderr}");
-    }
-}
-
-#[test]
 fn max_restarts_under_a_launcher_is_refused() {
     let by_hand = ["--nnodes=2", "--node-rank=1", "--master-addr=127.0.0.1", "--max-restarts=3"];
     let (code, _, stderr) = run(&by_hand);
@@ -250,27 +238,13 @@ fn max_restarts_under_a_launcher_is_refused() {
 #[test]
 fn signal_stops_the_run_without_a_restart() {
     for spawn in WAYS {
-        let signals = [("INT", 130), ("TERM", 143), ("HUP", 129)];
-        for (signal, code) in signals {
-            let name = format!("SIG{signal}");
-            let args = ["--nproc-per-node=2", "--max-epochs=1000000", "--max-restarts=3", spawn];
-            let mut command = program(&[&args[..], &["--log-format=json"]].concat());
-            let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-            let mut stdout = BufReader::new(child.stdout.take().unwrap());
-            let mut text = String::new();
-            stdout.read_line(&mut text).unwrap();
+        for (signal, code) in [("INT", 130), ("TERM", 143), ("HUP", 129)] {
+            let (child, stdout) = long_run(&["--nproc-per-node=2", "--max-restarts=3", spawn]);
             send(signal, child.id());
-            let rest = Reading::of(stdout);
-            let ended = child.wait_timeout(TIMEOUT).unwrap();
-            if ended.is_none() {
-                child.kill().unwrap();
-            }
-            // The end comes when the last process that could write has ended.
-            text += &String::from_utf8(rest.end()).unwrap();
-            assert_eq!(ended.expect("it ends").code(), Some(code), "{spawn} {signal}");
-            let last: Value = serde_json::from_str(text.lines().last().unwrap()).unwrap();
-            assert_eq!(last["stopped"], *name, "{text}");
-            assert_eq!(text.matches("\"start\"").count(), 1, "{text}");
+            let text = rest(stdout);
+            assert_eq!(end(child).0, Some(code), "{spawn} {signal}");
+            assert_eq!(last_event(&text)["stopped"], format!("SIG{signal}"), "{text}");
+            assert!(!text.contains("\"start\""), "{text}");
         }
     }
 }
@@ -303,18 +277,13 @@ fn signals_that_were_ignored_at_the_start_stay_ignored() {
 
 #[test]
 fn failure_while_stopping_is_not_restarted() {
-    let args = ["--nproc-per-node=2", "--max-restarts=3", "--timeout=1s", "--grace-period=3s"];
-    let stall = ["--inject-fault=stall:rank=1,at=step,step=0", "--log-format=json"];
-    let mut command = program(&[&args[..], &stall].concat());
-    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-    let mut stdout = BufReader::new(child.stdout.take().unwrap());
-    let mut text = String::new();
-    stdout.read_line(&mut text).unwrap();
+    let stall = "--inject-fault=stall:rank=1,at=step,step=0";
+    let (child, stdout) =
+        long_run(&["--nproc-per-node=2", "--max-restarts=3", "--timeout=1s", stall]);
     send("TERM", child.id());
-    stdout.read_to_string(&mut text).unwrap();
-    let output = child.wait_with_output().unwrap();
-    assert_eq!(output.status.code(), Some(1));
-    assert_eq!(text.matches("\"start\"").count(), 1, "{text}");
+    let text = rest(stdout);
+    assert_eq!(end(child).0, Some(1));
+    assert!(!text.contains("\"start\""), "{text}");
     assert!(text.contains("\"event\":\"failure\""), "{text}");
 }
 
@@ -340,8 +309,7 @@ fn output_files_hold_the_last_start() {
     let (code, _, stderr) = events(&[&RUN[..], &more, &files].concat());
     assert_eq!(code, Some(0), "{stderr}");
     let undisturbed = flag("--metrics", "undisturbed.jsonl");
-    let (code, _, stderr_of_it) = events(&[&RUN[..], &["--log-every=5", &undisturbed]].concat());
-    assert_eq!(code, Some(0), "{stderr_of_it}");
+    run_end(&[&RUN[..], &["--log-every=5", &undisturbed]].concat());
     // The rows of each start have its number.
     let rows = |name: &str| -> Vec<(u64, u64)> {
         let text = fs::read_to_string(at(name)).unwrap();

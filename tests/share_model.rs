@@ -13,7 +13,9 @@ use serde_json::Value;
 use tch::nn::{self, ModuleT, VarStore};
 use tch::{Device, Kind, Tensor};
 
-use crate::harness::{buckets_of, in_parallel, linear, ranks, run, run_end, run_events, some_of};
+use crate::harness::{
+    buckets_of, in_parallel, linear, ranks, run, run_all_refused, run_end, run_events, some_of,
+};
 use crate::processes::end;
 use crate::shared::power_sgd::{PowerSgd, PowerSgdOptions};
 
@@ -134,20 +136,18 @@ fn processes_that_partition_the_optimizer_have_the_bits_of_replicated_ones() {
 
 #[test]
 fn layouts_are_refused_where_they_cannot_be() {
-    for (args, reason) in [
+    run_all_refused(&[
         (
-            "--share-model --spawn=processes",
+            "--nproc-per-node=2 --share-model --spawn=processes",
             "--share-model: needs --spawn threads, because processes share no memory",
         ),
-        ("--share-model --strategy=dp", "--share-model: needs --strategy ddp"),
-        ("--zero --share-model", "--zero: cannot be combined with --share-model"),
-        ("--zero --strategy=dp", "--zero: needs --strategy ddp"),
-    ] {
-        let args: Vec<&str> = args.split(' ').chain(["--nproc-per-node=2"]).collect();
-        let (code, _, errors) = run(&args);
-        assert_eq!(code, Some(2), "{errors}");
-        assert!(errors.contains(reason), "{errors}");
-    }
+        ("--nproc-per-node=2 --share-model --strategy=dp", "--share-model: needs --strategy ddp"),
+        (
+            "--nproc-per-node=2 --zero --share-model",
+            "--zero: cannot be combined with --share-model",
+        ),
+        ("--nproc-per-node=2 --zero --strategy=dp", "--zero: needs --strategy ddp"),
+    ]);
     for (layout, reason) in [
         (OptimizerLayout::SharedModel, "a rank without inputs makes no optimizer steps"),
         (OptimizerLayout::Partitioned, "join cannot be used with OptimizerLayout::Partitioned"),
@@ -222,24 +222,6 @@ fn further_rank_of_a_shared_model_takes_memory_for_its_gradients_only() {
     assert!(shared < 1.5 && replica > 3.5, "{shared} {replica}");
 }
 
-#[test]
-fn checkpoint_of_a_shared_model_resumes_with_replicas_and_back() {
-    for more in some_of([&["--comm-hook=bf16"][..], &[]], 1) {
-        let length = ["--nproc-per-node=2", "--optimizer=adamw", "--max-epochs=3"];
-        let args = [MLP, &length, more].concat();
-        let hash = |more: &[&str]| run_end(&[&args[..], more].concat())["parameters_hash"].clone();
-        let whole = hash(&[]);
-        for (before, after) in [(true, true), (true, false), (false, true)] {
-            let folder = tempfile::tempdir().unwrap();
-            let dir = format!("--checkpoint-dir={}", folder.path().display());
-            let shared = |yes: bool| if yes { &["--share-model"][..] } else { &[] };
-            hash(&[&[&dir, "--max-steps=9"], shared(before)].concat());
-            let resumed = hash(&[&[&dir, "--resume=auto"], shared(after)].concat());
-            assert_eq!(resumed, whole, "{more:?} {before} {after}");
-        }
-    }
-}
-
 /// Returns a model with a large weight, and with the same values in each run.
 fn model(vs: &VarStore) -> impl ModuleT + use<> {
     let root = vs.root();
@@ -281,30 +263,6 @@ pub(crate) fn backward<M: ModuleT>(
     ddp.backward(&ddp.forward(&inputs).square().mean(Kind::Float))
 }
 
-/// The ranks' parameters are one memory, and so is the optimizer's state; gradients are not.
-#[test]
-fn ranks_that_share_a_model_have_the_same_parameter_memory() {
-    let addresses = ranks(3, |_, group| {
-        let mut ddp = wrap(&group, OptimizerLayout::SharedModel)?;
-        let mut optimizer = AdamW::new(ddp.flat_buffers(), AdamWOptions::default())?;
-        for step in 0..2 {
-            ddp.zero_grad()?;
-            backward(&mut ddp, step)?;
-            optimizer.step(0.1)?;
-        }
-        let state = ddp.state_dict();
-        let address = |tensor: &Tensor| tensor.data_ptr() as usize;
-        let parameters: Vec<usize> = state.iter().map(|(_, tensor)| address(tensor)).collect();
-        let gradients: Vec<usize> = state.iter().map(|(_, t)| address(&t.grad())).collect();
-        group.barrier()?;
-        Ok((parameters, gradients))
-    });
-    for (parameters, gradients) in &addresses[1..] {
-        assert_eq!(*parameters, addresses[0].0);
-        assert!(gradients.iter().zip(&addresses[0].1).all(|(one, other)| one != other));
-    }
-}
-
 /// Before the step each rank has its own gradient; after `average_gradients` each has the mean, and the step is the same.
 #[test]
 fn gradients_of_a_shared_model_are_averaged_on_request() {
@@ -334,27 +292,6 @@ fn gradients_of_a_shared_model_are_averaged_on_request() {
         })
     };
     assert_eq!(train(true), train(false));
-}
-
-#[test]
-fn second_backward_adds_to_the_mean_of_the_first() {
-    let train = |layout| {
-        ranks(2, move |_, group| {
-            let mut ddp = wrap(&group, layout)?;
-            let momentum = SgdOptions { momentum: 0.9, ..SgdOptions::default() };
-            let mut optimizer = Sgd::new(ddp.flat_buffers(), momentum)?;
-            for step in 0..3 {
-                ddp.zero_grad()?;
-                for part in 0..2 {
-                    backward(&mut ddp, 2 * step + part)?;
-                }
-                optimizer.step(0.1)?;
-                optimizer.step(0.01)?; // with the same gradients
-            }
-            Ok(ddp.parameters_hash()?)
-        })
-    };
-    assert_eq!(train(OptimizerLayout::SharedModel), train(OptimizerLayout::Replicated));
 }
 
 /// An older graph refuses its backward after a step of any rank, as with replicas.

@@ -61,12 +61,6 @@ fn list_of_files() -> String {
 }
 
 #[test]
-fn links_to_items_are_code_in_the_book() {
-    assert_eq!(without_links("[`A::b`](super::A): as [`C`], `d[0]`."), "`A::b`: as `C`, `d[0]`.");
-    assert_eq!(without_links("no link"), "no link");
-}
-
-#[test]
 fn list_of_files_matches_the_sources() {
     assert_generated("docs/src/files.md", &list_of_files());
 }

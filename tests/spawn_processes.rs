@@ -19,8 +19,8 @@ use serde_json::Value;
 use wait_timeout::ChildExt;
 
 use crate::harness::{
-    TIMEOUT, in_the_environment_of, output, program, run, run_command, send, some_of,
-    without_progress,
+    TIMEOUT, in_the_environment_of, output, program, run, run_command, run_refused, send,
+    without_progress, words,
 };
 
 const PROCESSES: &str = "--spawn=processes";
@@ -78,44 +78,29 @@ fn program_started_through_the_linker_runs() {
 }
 
 #[test]
-fn failure_is_reported_once() {
-    for kind in ["error", "panic"] {
-        for (rank, stage) in some_of([(0, "rendezvous"), (1, "init"), (2, "step,step=9")], 2) {
-            let fault = format!("--inject-fault={kind}:rank={rank},at={stage}");
-            let (code, events, stderr) = events(&[PROCESSES, "--nproc-per-node=3", &fault]);
-            assert_eq!(code, Some(1), "{stderr}");
-            let reports = stderr.lines().filter(|line| line.contains("injected by --inject-fault"));
-            assert_eq!(reports.count(), 1, "{stderr}");
-            let report = format!("ddp-mp: rank {rank} (CPU:{rank}) failed in ");
-            assert!(stderr.contains(&report), "{stderr}");
-            let failures: Vec<_> = events.iter().filter(|it| it["event"] == "failure").collect();
-            assert_eq!(failures.len(), 1, "{events:?}");
-            assert_eq!(failures[0]["rank"], rank);
-        }
-    }
-}
-
-#[test]
-fn wrong_input_is_reported_once() {
+fn wrong_input_is_reported_once_and_not_restarted() {
+    const NOWHERE: &str = "/nowhere: No such file";
     for (args, told) in [
-        (&["--nproc-per-node=2", "--dataset=csv:/nowhere"][..], "/nowhere: No such file"),
-        (&["--nproc-per-node=3", "--num-samples=2"], "3 ranks for 2 samples"),
-        (&["--nproc-per-node=2", "--backend=threaded"], "stays within one process"),
-        (&["--nproc-per-node=2", "--nnodes=2"], "not set: --node-rank;"),
+        ("--nproc-per-node=2 --dataset=csv:/nowhere --spawn=processes", NOWHERE),
+        ("--nproc-per-node=2 --dataset=csv:/nowhere --spawn=processes --max-restarts=3", NOWHERE),
+        ("--nproc-per-node=2 --dataset=csv:/nowhere --max-restarts=3", NOWHERE),
+        ("--nproc-per-node=3 --num-samples=2 --spawn=processes", "3 ranks for 2 samples"),
+        ("--nproc-per-node=2 --backend=threaded --spawn=processes", "stays within one process"),
+        ("--nproc-per-node=2 --nnodes=2 --spawn=processes", "not set: --node-rank;"),
         (
-            &["--nnodes=2", "--node-rank=0", "--master-addr=127.0.0.1"],
+            "--nnodes=2 --node-rank=0 --master-addr=127.0.0.1 --spawn=processes",
             "for one machine without a launcher, and this is process 0 of 2",
         ),
     ] {
-        let (code, stdout, stderr) = run(&[args, &[PROCESSES]].concat());
-        assert_eq!((code, &*stdout), (Some(2), ""), "{stderr}");
+        let stderr = run_refused(&words(args));
         assert_eq!(stderr.matches(told).count(), 1, "{stderr}");
+        assert!(!args.contains("restarts") || !stderr.contains("restart"), "{stderr}");
     }
 }
 
-/// A run that would go on for long, whose ranks have met; the lines it writes.
-fn long_run(args: &[&str]) -> (Child, BufReader<ChildStdout>) {
-    let long = [PROCESSES, "--max-epochs=1000000", "--grace-period=5s", "--log-format=json"];
+/// A run that would go on for long, whose ranks have met; the lines it writes after that of its start.
+pub(crate) fn long_run(args: &[&str]) -> (Child, BufReader<ChildStdout>) {
+    let long = ["--max-epochs=1000000", "--grace-period=5s", "--log-format=json"];
     let mut command = program(&[&long, args].concat());
     let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     let mut stdout = BufReader::new(child.stdout.take().unwrap());
@@ -149,7 +134,7 @@ pub(crate) fn process_of(parent: &Child, rank: usize) -> Option<u32> {
 }
 
 /// All that is written until nobody is left who could write.
-fn rest(mut stdout: BufReader<ChildStdout>) -> String {
+pub(crate) fn rest(mut stdout: BufReader<ChildStdout>) -> String {
     let (done, ended) = channel();
     let read = move || {
         let mut text = String::new();
@@ -161,70 +146,19 @@ fn rest(mut stdout: BufReader<ChildStdout>) -> String {
 }
 
 /// Its exit code and stderr.
-fn end(child: Child) -> (Option<i32>, String) {
+pub(crate) fn end(child: Child) -> (Option<i32>, String) {
     let output = output(child);
     (output.status.code(), without_progress(&String::from_utf8(output.stderr).unwrap()))
 }
 
 #[test]
-fn killed_process_is_named() {
-    for (victim, signal, name) in [(1, "KILL", "SIGKILL"), (0, "ABRT", "SIGABRT")] {
-        let (child, stdout) = long_run(&["--nproc-per-node=3"]);
-        let pid = process_of(&child, victim).unwrap();
-        send(signal, pid);
-        let last = rest(stdout).lines().last().unwrap().to_owned();
-        let (code, stderr) = end(child);
-        let told = format!("rank {victim} (process {pid}) was killed by {name}");
-        assert_eq!(code, Some(1), "{stderr}");
-        let last_line = stderr.lines().last().unwrap();
-        assert!(last_line.starts_with(&format!("ddp-mp: {told}; rank ")), "{stderr}");
-        assert!(last_line.contains(" waits for it in all_reduce #"), "{stderr}");
-        assert_eq!(stderr.lines().count(), 2, "{stderr}");
-        let event: Value = serde_json::from_str(&last).unwrap();
-        assert_eq!(event["event"], "failure");
-        assert_eq!((&event["rank"], &event["operation"]), (&victim.into(), &"step".into()));
-        assert_eq!(event["error"], last_line.trim_start_matches("ddp-mp: "));
-    }
-}
-
-#[test]
 fn children_end_when_their_parent_is_killed() {
-    let (mut child, stdout) = long_run(&["--nproc-per-node=3"]);
+    let (mut child, stdout) = long_run(&[PROCESSES, "--nproc-per-node=3"]);
     assert!((0..3).all(|rank| process_of(&child, rank).is_some()));
     child.kill().unwrap();
     // All of them could write: the end is there when the last of them has ended.
     rest(stdout);
     assert_eq!(end(child).0, None);
-}
-
-#[test]
-fn signal_stops_all_processes_and_saves() {
-    let folder = tempfile::tempdir().unwrap();
-    let dir = format!("--checkpoint-dir={}", folder.path().join("run").display());
-    for (signal, code, name) in
-        [("INT", 130, "SIGINT"), ("TERM", 143, "SIGTERM"), ("USR1", 0, "SIGUSR1")]
-    {
-        let args = ["--nproc-per-node=2", &dir, "--save-every=1000000", "--resume=auto"];
-        let (child, stdout) = long_run(&args);
-        send(signal, child.id());
-        let last = rest(stdout).lines().last().unwrap().to_owned();
-        let (ended, stderr) = end(child);
-        assert_eq!(ended, Some(code), "{stderr}");
-        let event: Value = serde_json::from_str(&last).unwrap();
-        assert_eq!(event["stopped"], name);
-        assert!(stderr.contains("saved in"), "{stderr}");
-    }
-    // Threads go on where processes have stopped.
-    let (code, events, stderr) = events(&[
-        "--nproc-per-node=2",
-        &dir,
-        "--resume=auto",
-        "--max-epochs=1000000",
-        "--max-seconds=1",
-    ]);
-    assert_eq!(code, Some(0), "{stderr}");
-    assert!(stderr.contains("resuming from"), "{stderr}");
-    assert_eq!(events.last().unwrap()["stopped"], "max-seconds");
 }
 
 /// A window is closed, or a connection ends: the run gets SIGHUP, and whatever it prints from then on fails.
@@ -316,17 +250,6 @@ fn bench_step_measures_processes() {
     let (code, rows, stderr) = events(&args);
     assert_eq!(code, Some(0), "{stderr}");
     assert_eq!((rows.len(), &rows[0]["world_size"]), (1, &2.into()));
-}
-
-/// The processes read the file for themselves: from a pipe they would get nothing, and train with the defaults.
-#[test]
-fn config_readable_only_once_is_refused() {
-    for starts in ["--spawn=processes", "--max-restarts=1"] {
-        let (code, stdout, stderr) = run(&["--config=/dev/stdin", "--nproc-per-node=2", starts]);
-        assert_eq!(code, Some(2), "{stderr}");
-        assert!(stdout.is_empty(), "{stdout}");
-        assert!(stderr.contains("--config: /dev/stdin can be read only once"), "{stderr}");
-    }
 }
 
 /// A test that fails must not leave programs behind, which would slow the others.

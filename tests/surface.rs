@@ -95,11 +95,3 @@ fn every_public_method_has_a_check() {
         );
     }
 }
-
-#[test]
-fn public_methods_finds_an_added_method() {
-    let code = "impl ProcessGroup {\n    /// Adds.\n    pub fn one<T: Debug>(&self) {}\n    pub(crate) fn two(&self) {}\n}\n\
-                impl Side {\n    pub fn three(&self) {}\n}\nimpl Work {\n    pub fn four(self) {\n    }\n}\n\
-                pub fn five(\n    group: &Rc<ProcessGroup>,\n) {\n}\npub fn six() {\n}\n";
-    assert_eq!(public_methods(code, "it"), ["one", "four", "it_five"]);
-}

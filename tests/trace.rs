@@ -9,7 +9,7 @@ use serde_json::Value;
 use tch::Tensor;
 use tempfile::TempDir;
 
-use crate::harness::{TIMEOUT, run_refused, run_to, words};
+use crate::harness::{TIMEOUT, run_to, words};
 
 /// A slice, as a viewer sees it.
 #[derive(Debug, Clone)]
@@ -254,17 +254,6 @@ fn trace_of_a_failed_run_marks_unfinished_operations() {
     assert_eq!((waits.lane.1, &waits.args["step"]), (0, &3.into()), "{waits:?}");
     assert_eq!(waits.args["waited_for_rank"], 1, "{waits:?}");
     assert!(trace.of("step").any(|it| it.name == "step 3" && it.lane.1 == 64));
-}
-
-#[test]
-fn trace_that_cannot_be_written_is_refused_in_advance() {
-    let folder = tempfile::tempdir().unwrap();
-    let stderr = run_refused(&["--trace", folder.path().to_str().unwrap()]);
-    assert!(stderr.contains("--trace ") && stderr.contains("is a directory"), "{stderr}");
-    for command in ["verify --trace=a.json", "bench step --trace=a.json"] {
-        let (_, stderr) = run_to(2, &words(command));
-        assert!(stderr.contains("--trace: "), "{stderr}");
-    }
 }
 
 #[test]

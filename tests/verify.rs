@@ -19,6 +19,11 @@ fn way(row: &Value) -> (&str, u64, u64, u64) {
     (strategy, number("world_size"), number("batch_size"), number("grad_accum_steps"))
 }
 
+/// What is compared on `n` ranks with batches of 8.
+fn all_ways(n: u64) -> [(&'static str, u64, u64, u64); 5] {
+    [("ddp", 1, 8, n), ("ddp", n, 8, 1), ("dp", n, 8, 1), ("ddp", n, 4, 2), ("dp", n, 4, 2)]
+}
+
 #[test]
 fn every_variant_matches_one_rank() {
     for flags in [
@@ -31,14 +36,7 @@ fn every_variant_matches_one_rank() {
     ] {
         let (rows, stderr) = verify(0, &words(flags));
         let n = rows[1]["world_size"].as_u64().unwrap();
-        let expected = [
-            ("ddp", 1, 8, n),
-            ("ddp", n, 8, 1),
-            ("dp", n, 8, 1),
-            ("ddp", n, 4, 2),
-            ("dp", n, 4, 2),
-        ];
-        assert_eq!(rows.iter().map(way).collect::<Vec<_>>(), expected);
+        assert_eq!(rows.iter().map(way).collect::<Vec<_>>(), all_ways(n));
         for row in &rows {
             assert_eq!((&row["ok"], &row["replicas_equal"]), (&true.into(), &true.into()));
             assert_eq!((&row["backend"], &row["device"]), (&"threaded".into(), &"CPU".into()));
@@ -69,14 +67,7 @@ fn processes_match_one_rank_and_a_wrong_sample_is_found() {
         let flags =
             ["--spawn=processes", "--nproc-per-node=2", "--batch-size=8", "--steps=6", &memory];
         let (rows, _) = verify(0, &flags);
-        let expected = [
-            ("ddp", 1, 8, 2),
-            ("ddp", 2, 8, 1),
-            ("dp", 2, 8, 1),
-            ("ddp", 2, 4, 2),
-            ("dp", 2, 4, 2),
-        ];
-        assert_eq!(rows.iter().map(way).collect::<Vec<_>>(), expected);
+        assert_eq!(rows.iter().map(way).collect::<Vec<_>>(), all_ways(2));
         assert!(rows.iter().all(|row| row["ok"] == true && row["backend"] == "gloo"), "{rows:?}");
         let fault = "--inject-fault=skip-sample:rank=1,at=step,step=3";
         let (rows, stderr) = verify(1, &[&flags[..], &[fault]].concat());
@@ -156,8 +147,25 @@ fn invalid_comparisons_are_refused() {
         ("--nproc-per-node=1", "--nproc-per-node: one rank has nothing to be compared with"),
         ("--nproc-per-node=2 --num-samples=63", "63 samples are less than a step of 2 ranks"),
         ("--steps=0", "invalid value '0'"),
+        ("--trace=a.json", "--trace: "),
         ("--exact-mean --drop-last", "--drop-last: with --exact-mean verify needs the"),
         ("--exact-mean --drop-last-batch", "--drop-last-batch: with --exact-mean"),
+        (
+            "--nproc-per-node=2 --inject-fault=skip-sample:rank=1,at=step,step=5 --steps=5",
+            "--inject-fault: there is no step 5; this run has steps 0 to 4",
+        ),
+        (
+            "--nproc-per-node=2 --inject-fault=nan:rank=1,at=step,step=5",
+            "--inject-fault: verify injects skip-sample only, not nan:",
+        ),
+        (
+            "--nproc-per-node=2 --inject-fault=skip-sample:rank=2,at=step",
+            "--inject-fault: there is no rank 2",
+        ),
+        (
+            "--nproc-per-node=2 --inject-fault=skip-sample:rank=1,at=step,step=5 --batch-size=1",
+            "--inject-fault: skip-sample puts another sample of the step",
+        ),
     ];
     for (flags, reason) in some_of(wrong, 5) {
         let (rows, stderr) = verify(2, &words(flags));
@@ -172,7 +180,9 @@ fn invalid_comparisons_are_refused() {
     // A fault of rank 0, which also trains by itself, is not in what the others are compared with.
     let fault = "--inject-fault=skip-sample:rank=0,at=step,step=3";
     let (rows, stderr) = verify(1, &["--nproc-per-node=2", fault, "--backend=threaded"]);
-    assert!(rows[1..].iter().all(|row| row["first_step"] == 3), "{stderr}");
+    let is_found = |row: &Value| row["first_step"] == 3 && row["replicas_equal"] == true;
+    assert!(rows[1..].iter().all(is_found) && rows[0]["ok"] == true, "{rows:?}");
+    assert!(stderr.contains("check the samples of step 3 "), "{stderr}");
     // What is for training may stand in a file.
     let file = tempfile::NamedTempFile::new().unwrap();
     fs::write(&file, "val_fraction = 0.1\npatience = 3\ngrad_accum_steps = 4\nstrategy = \"dp\"\n")

@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::path::Path;
+use std::process::Command;
 
 use ddp_mp::optim::{AdamW, AdamWOptions, GradState, Optimizer, ParameterState};
 use ddp_mp::{DdpOptions, DistributedDataParallel, OptimizerLayout};
@@ -9,7 +10,9 @@ use serde_json::Value;
 use tch::nn::{Module, VarStore};
 use tch::{Device, Kind, Tensor};
 
-use crate::harness::{buckets_of, linear, program, ranks, run_command, run_end, some_of};
+use crate::harness::{
+    buckets_of, in_parallel, last_event, linear, program, ranks, run_command_to, run_end, some_of,
+};
 use crate::share_model::{MLP, backward, wrap};
 
 const LAYOUTS: [OptimizerLayout; 2] = [OptimizerLayout::Replicated, OptimizerLayout::Partitioned];
@@ -23,10 +26,7 @@ fn partitioned_optimizer_takes_its_part_of_the_memory() {
         let length = ["--num-samples=512", "--max-steps=3", "--nproc-per-node=4"];
         let mut program = program(&[&model[..], &length, &["--log-format=json"], more].concat());
         program.env("DDP_MP_KEEP_MEMORY", "0"); // memory that is free would count
-        let (code, output, errors) = run_command(program);
-        assert_eq!(code, Some(0), "{errors}");
-        let end: Value = serde_json::from_str(output.lines().last().unwrap()).unwrap();
-        end["peak_memory_bytes"].as_f64().unwrap()
+        last_event(&run_command_to(0, program).0)["peak_memory_bytes"].as_f64().unwrap()
     };
     let parameters = 4.0 * (20.0 * 2048.0 + 2.0 * 2048.0 * 2048.0);
     let saved = (peak(&[]) - peak(&["--zero"])) / parameters;
@@ -34,58 +34,53 @@ fn partitioned_optimizer_takes_its_part_of_the_memory() {
     assert!(saved > 1.5, "{saved}");
 }
 
-/// Returns the bytes of the optimizer's state in the newest checkpoint of a folder.
-fn saved_state(folder: &Path) -> Vec<u8> {
+/// Returns the bytes of the optimizer's state and of the model in the newest checkpoint of a folder.
+fn saved(folder: &Path) -> [Vec<u8>; 2] {
     let newest = fs::read_to_string(folder.join("latest")).unwrap();
-    fs::read(folder.join(newest.trim()).join("optimizer.safetensors")).unwrap()
+    ["optimizer.safetensors", "model.safetensors"]
+        .map(|name| fs::read(folder.join(newest.trim()).join(name)).unwrap())
 }
 
-/// A checkpoint contains the whole state. A run resumes from it with or without `--zero`, on any number of ranks.
+/// A checkpoint contains the whole state. A run resumes from it in this layout or with replicas, on any number of ranks.
 #[test]
-fn checkpoint_of_a_partitioned_optimizer_is_whole_and_resumes_anywhere() {
-    for spawn in ["--spawn=processes", "--spawn=threads"] {
-        let args = [MLP, &["--optimizer=adamw", "--max-epochs=3", spawn]].concat();
-        let flags = |zero: bool| if zero { &["--zero"][..] } else { &[] };
-        let train = |folder: &Path, ranks: &str, zero: bool, length: &str| {
+fn checkpoint_of_any_layout_is_whole_and_resumes_anywhere() {
+    let rows = [
+        ("--zero", "--spawn=processes"),
+        ("--zero", "--spawn=threads"),
+        ("--share-model", "--spawn=threads"),
+        ("--share-model", "--comm-hook=bf16"),
+    ];
+    in_parallel(&rows, |&(layout, more)| {
+        let args = [MLP, &["--optimizer=adamw", "--max-epochs=3", more]].concat();
+        let train = |folder: &Path, ranks: &str, layout: &[&str], length: &str| {
             let dir = format!("--checkpoint-dir={}", folder.display());
-            let run = [&args[..], &[&dir, ranks, length], flags(zero)].concat();
+            let run = [&args[..], &[&dir, ranks, length], layout].concat();
             run_end(&run)["parameters_hash"].clone()
         };
         let folders = [(); 2].map(|()| tempfile::tempdir().unwrap());
-        let [whole, in_parts] = folders.each_ref().map(|folder| folder.path());
-        train(whole, "--nproc-per-node=2", false, "--max-steps=9");
-        train(in_parts, "--nproc-per-node=2", true, "--max-steps=9");
-        assert_eq!(saved_state(in_parts), saved_state(whole), "{spawn}");
+        let [whole, in_layout] = folders.each_ref().map(|folder| folder.path());
+        train(whole, "--nproc-per-node=2", &[], "--max-steps=9");
+        train(in_layout, "--nproc-per-node=2", &[layout], "--max-steps=9");
+        assert!(saved(in_layout) == saved(whole), "{layout} {more}");
         for ranks in some_of(["--nproc-per-node=2", "--nproc-per-node=3"], 1) {
-            let resumed = [true, false].map(|zero| {
+            let resumed = [&[layout][..], &[]].map(|layout| {
                 let copy = tempfile::tempdir().unwrap();
-                copy_folder(in_parts, copy.path());
-                train(copy.path(), ranks, zero, "--resume=auto")
+                let copied = Command::new("cp").arg("-rT").args([in_layout, copy.path()]).status();
+                assert!(copied.unwrap().success());
+                train(copy.path(), ranks, layout, "--resume=auto")
             });
-            assert_eq!(resumed[0], resumed[1], "{spawn} {ranks}");
+            assert_eq!(resumed[0], resumed[1], "{layout} {more} {ranks}");
         }
-    }
+    });
 }
 
-fn copy_folder(from: &Path, to: &Path) {
-    fs::create_dir_all(to).unwrap();
-    for entry in fs::read_dir(from).unwrap() {
-        let path = entry.unwrap().path();
-        let copy = to.join(path.file_name().unwrap());
-        if path.is_dir() {
-            copy_folder(&path, &copy);
-        } else {
-            fs::copy(&path, &copy).unwrap();
-        }
-    }
-}
-
-/// From the second backward on, a rank has the averages of its partitions only. It gathers the others on request.
+/// From the second backward on, a rank has the averages of its partitions only. It gathers the others on request. In every
+/// layout a second backward adds to the mean of the first.
 #[test]
 fn averages_of_other_partitions_are_gathered_on_request() {
-    let train = |averages_first: bool, zero: bool| {
+    let train = |averages_first: bool, layout: OptimizerLayout| {
         ranks(2, move |_, group| {
-            let mut ddp = wrap(&group, LAYOUTS[usize::from(zero)])?;
+            let mut ddp = wrap(&group, layout)?;
             let mut optimizer = AdamW::new(ddp.flat_buffers(), AdamWOptions::default())?;
             for step in 0..3 {
                 ddp.zero_grad()?;
@@ -94,8 +89,10 @@ fn averages_of_other_partitions_are_gathered_on_request() {
                     backward(&mut ddp, 2 * step + part)?; // the second one adds to the mean of the first
                     own = ddp.flat_buffers();
                 }
-                let expected = if zero { GradState::Partitioned } else { GradState::Averaged };
-                assert!(own.iter().all(|buffer| buffer.layout.gradients() == expected));
+                if layout == OptimizerLayout::Partitioned {
+                    let state = GradState::Partitioned;
+                    assert!(own.iter().all(|buffer| buffer.layout.gradients() == state));
+                }
                 if averages_first {
                     let (name, weight) = ddp.state_dict().swap_remove(0);
                     let averaged = ddp.averaged_grad(&name)?.unwrap();
@@ -111,9 +108,10 @@ fn averages_of_other_partitions_are_gathered_on_request() {
             Ok(ddp.parameters_hash()?)
         })
     };
-    let whole = train(false, false);
-    assert_eq!(train(false, true), whole);
-    assert_eq!(train(true, true), whole);
+    let whole = train(false, OptimizerLayout::Replicated);
+    assert_eq!(train(false, OptimizerLayout::SharedModel), whole);
+    assert_eq!(train(false, OptimizerLayout::Partitioned), whole);
+    assert_eq!(train(true, OptimizerLayout::Partitioned), whole);
 }
 
 /// State that is loaded when the first backward has moved the parameters goes to their new places.
@@ -164,36 +162,6 @@ fn state_loaded_after_the_buckets_are_rebuilt_is_that_of_each_parameter() {
         }
         Ok(())
     });
-}
-
-/// Only rank 0 gets the state, and every rank takes its part of a whole one.
-#[test]
-fn state_of_a_partitioned_optimizer_is_whole_on_rank_0() {
-    let states = |layout| {
-        ranks(3, move |_, group| {
-            let mut ddp = wrap(&group, layout)?;
-            let mut optimizer = AdamW::new(ddp.flat_buffers(), AdamWOptions::default())?;
-            for step in 0..2 {
-                ddp.zero_grad()?;
-                backward(&mut ddp, step)?;
-                optimizer.step(0.1)?;
-            }
-            let state = optimizer.state()?;
-            if layout == OptimizerLayout::Partitioned && group.rank() > 0 {
-                let error = optimizer.load_state(&state).unwrap_err().to_string();
-                assert!(error.contains("has nothing for parameter"), "{error}");
-            }
-            let values = |(slot, tensor): (&String, &Tensor)| {
-                (slot.clone(), Vec::<f32>::try_from(tensor.flatten(0, -1)).unwrap())
-            };
-            let values =
-                |state: &ParameterState| state.tensors.iter().map(values).collect::<Vec<_>>();
-            Ok(state.iter().map(values).collect::<Vec<_>>())
-        })
-    };
-    let [whole, divided] = LAYOUTS.map(states);
-    assert_eq!(divided[0], whole[0]);
-    assert!(divided[1..].iter().all(Vec::is_empty));
 }
 
 #[test]

@@ -7,8 +7,8 @@ use std::process::Command;
 
 use serde_json::Value;
 
-use crate::harness::{run_command, runs_every_case};
-use crate::machine::{in_parallel, in_parallel_by, on_gpus, run_without_survivors, under_torchrun};
+use crate::harness::runs_every_case;
+use crate::machine::{in_parallel, in_parallel_by, on_gpus, run_without_survivors};
 use crate::shared::faults::{self, RANKS, RUN, STAGES};
 
 /// A fault of `rank` at a stage.
@@ -73,41 +73,4 @@ fn failures_of_threads_are_reported() {
 fn failures_of_processes_are_reported() {
     let cases = cases(&["error", "panic", "kill", "stall"], false);
     in_parallel_by(2, &cases, |case| case.is_reported("--spawn=processes"));
-}
-
-/// There is no agent that would end the others. Who is killed tells nobody, and is found by waiting.
-#[test]
-fn failed_process_is_named_without_an_agent() {
-    let mut cases = cases(&["error", "kill"], false);
-    // Rank 0's process serves the store: if it is killed before they have met, nobody can name it.
-    cases.retain(|it| (it.kind, it.stage, it.rank) != ("kill", "rendezvous", 0));
-    in_parallel_by(2, &cases, |case| {
-        let kills = case.kind == "kill";
-        let outputs = under_torchrun(RANKS, |_| case.program(kills, &[]));
-        for (process, output) in outputs.iter().enumerate() {
-            let stderr = String::from_utf8_lossy(&output.stderr);
-            let is_killed = kills && process == case.rank;
-            let code = (!is_killed).then_some(1);
-            assert_eq!(output.status.code(), code, "{case:?}: {stderr}");
-            let named = format!("ddp-mp: rank {} (GPU:{}", case.rank, case.rank);
-            let mut lines = stderr.lines().filter(|it| it.contains(" failed in "));
-            let is_named = lines.next().is_some_and(|it| it.starts_with(&named));
-            assert!(is_named || is_killed, "{case:?}, {process}: {stderr}");
-        }
-    });
-}
-
-/// Processes meet at the start of a step, where they exchange whether to stop: that is a wait as any other.
-#[test]
-fn process_stall_warning_has_the_status_of_each_rank() {
-    let args = ["--spawn=processes", "--timeout=6s", "--stall-warning=2s", "--grace-period=1s"];
-    let fault = ["--inject-fault=stall:rank=1,at=step,step=5"];
-    let (code, _, stderr) = run_command(on_gpus(RANKS, &[&RUN[..], &args, &fault].concat()));
-    assert_eq!(code, Some(1), "{stderr}");
-    assert!(stderr.contains("has not ended for "), "{stderr}");
-    assert!(stderr.contains("\n  rank 1 has not entered synchronize #"), "{stderr}");
-    for rank in 0..RANKS {
-        let launched = format!("\n  rank {rank} launched up to all_reduce #");
-        assert!(stderr.contains(&launched), "{launched}: {stderr}");
-    }
 }

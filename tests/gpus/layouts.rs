@@ -62,10 +62,6 @@ fn processes_of_two_nccl_hosts_share_a_gpu() {
     for output in [on(1, &["a", "b"], &[]), on(2, &["0", "1", "2", "3"], &[])].concat() {
         assert!(output.status.success(), "{output:?}");
     }
-    let refused = &on(1, &["a", "a"], &[])[0];
-    let stderr = String::from_utf8_lossy(&refused.stderr);
-    assert_eq!(refused.status.code(), Some(2), "{stderr}");
-    assert!(stderr.contains("have the same GPU"), "{stderr}");
     // There is no GPU 1.
     let failed = &on(1, &["a", "b"], &["--inject-fault=error:rank=1,at=step,step=2"])[0];
     let stderr = String::from_utf8_lossy(&failed.stderr);

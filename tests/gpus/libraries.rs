@@ -145,11 +145,10 @@ fn what_does_not_fit_exits_with_2_and_the_reason() {
         let tells = (stderr.matches(missing).count(), stderr.contains("failed in"));
         assert!(words[0] != missing || tells == (1, false), "{args}: {stderr}");
     }
-    let not_blocking = ("NCCL_COMM_BLOCKING", "0".into());
     for (args, variables) in [
         ("--backend=threaded", no_nccl),
         (all, set("SIM_DRIVER_VERSION", "13010")),
-        (plain, vec![("NCCL_CONF_FILE", conf.into()), not_blocking]),
+        (plain, set("NCCL_COMM_BLOCKING", "0")),
         (plain, set("NCCL_COMM_BLOCKING", "")),
     ] {
         let mut command = on_gpus(2, &[args]);

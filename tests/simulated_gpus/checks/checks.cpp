@@ -1,6 +1,5 @@
 // Checks of what the tests on simulated GPUs rest on without noticing it. Exit code 0: all passed.
 
-#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -79,15 +78,6 @@ void check_record_use(bool is_recorded) {
   if (is_recorded) EXPECT(comes_true([&] { return sim::allocate(0, main, 512) == block; }));
 }
 
-void check_seed() {
-  std::vector<long> delays;
-  for (uint64_t index = 0; index < 1000; index++) delays.push_back(sim::random_delay_us(1, index));
-  const auto zeros = std::count(delays.begin(), delays.end(), 0);
-  EXPECT(zeros > 600 && zeros < 900);
-  const long longest = *std::max_element(delays.begin(), delays.end());
-  EXPECT(longest > 500 && longest <= 1000);
-}
-
 // --- NCCL ---
 
 // What a rank has sent to another host gets there, unless SIM_NCCL_ABORT_CUTS drops it at the abort.
@@ -108,7 +98,6 @@ void check_abort(bool cuts) {
 int main() {
   check("record_use keeps a block for another stream", {}, [] { check_record_use(true); });
   check("without record_use the other stream reads garbage", {}, [] { check_record_use(false); });
-  check("a seed makes a schedule", {{"SIM_SEED", "7"}, {"SIM_DELAY_MAX_US", "1000"}}, check_seed);
   check("what was sent gets to another host", {}, [] { check_abort(false); });
   // The proxy holds back for longer than a busy machine takes to get to the abort.
   check("an abort cuts it off", {{"SIM_NCCL_ABORT_CUTS", "1"}, {"SIM_NCCL_HOLD_US", "5000000"}},

@@ -115,12 +115,6 @@ fn again_and_again(
     );
 }
 
-fn exchange_again_and_again(world_size: usize, times: usize, preemptions: Option<usize>) {
-    again_and_again("an exchange", [world_size, times], preemptions, |rank, sequence| {
-        rank.exchange(sequence).unwrap();
-    });
-}
-
 fn reduce_again_and_again(world_size: usize, times: usize, preemptions: Option<usize>) {
     again_and_again("an all_reduce", [world_size, times], preemptions, |rank, sequence| {
         rank.all_reduce(sequence).unwrap();
@@ -137,18 +131,6 @@ fn reduce_contents_again_and_again(world_size: usize, times: usize, preemptions:
             rank.all_reduce_contents(sequence);
         }
     });
-}
-
-#[test]
-fn two_ranks_exchange_in_every_order() {
-    exchange_again_and_again(2, 1, None);
-    exchange_again_and_again(2, 4, Some(4));
-}
-
-#[test]
-fn three_ranks_exchange_in_every_order() {
-    exchange_again_and_again(3, 1, Some(3));
-    exchange_again_and_again(3, 3, Some(2));
 }
 
 #[test]

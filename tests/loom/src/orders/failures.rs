@@ -58,40 +58,26 @@ impl Ranks {
     }
 }
 
-/// The last rank says that it failed, before all_reduce `nth` (from 0). Nobody is through with that one: not even
-/// the rank itself, which goes on as if it were nothing.
-fn a_rank_fails(world_size: usize, nth: u64, preemptions: Option<usize>) {
+/// The last rank says that it failed before all_reduce `nth` (from 0), or ends there, while the others go on. Nobody is
+/// through with that one: not even a rank that failed, which goes on as if it were nothing.
+fn a_rank_leaves(fails: bool, world_size: usize, nth: u64, preemptions: Option<usize>) {
     let odd = world_size - 1;
+    let leaves = if fails { "fails" } else { "ends" };
     let outcomes = in_every_order(
-        &format!("one of {world_size} ranks fails before all_reduce #{nth}"),
+        &format!("one of {world_size} ranks {leaves} before all_reduce #{nth}"),
         world_size,
         preemptions,
         move || Ranks::new(world_size, world_size),
         move |rank, ranks| {
-            let result = ranks.reduce(rank, nth + 1, (rank == odd).then_some(nth), TIMEOUT);
-            let Err(Error::Cancelled { by, cause }) = result else { panic!("{result:?}") };
-            assert_eq!((by, cause.as_str()), (odd, "the cause"));
-        },
-        move |ranks| ranks.outcome(nth + 1, 1),
-    );
-    assert_eq!(outcomes, BTreeSet::from([nth]));
-}
-
-/// The last rank ends before all_reduce `nth` (from 0), while the others go on.
-fn a_rank_ends(world_size: usize, nth: u64, preemptions: Option<usize>) {
-    let odd = world_size - 1;
-    let outcomes = in_every_order(
-        &format!("one of {world_size} ranks ends before all_reduce #{nth}"),
-        world_size,
-        preemptions,
-        move || Ranks::new(world_size, world_size),
-        move |rank, ranks| {
-            if rank == odd {
+            if rank == odd && !fails {
                 return ranks.reduce(rank, nth, None, TIMEOUT).unwrap();
             }
-            match ranks.reduce(rank, nth + 1, None, TIMEOUT) {
-                Err(Error::PeerExited { left, .. }) => assert_eq!(left, odd),
-                Err(Error::Cancelled { by, .. }) => assert_eq!(by, odd),
+            match ranks.reduce(rank, nth + 1, (rank == odd).then_some(nth), TIMEOUT) {
+                Err(Error::PeerExited { left, .. }) if !fails => assert_eq!(left, odd),
+                Err(Error::Cancelled { by, cause }) => {
+                    assert_eq!(by, odd);
+                    assert!(!fails || cause == "the cause", "{cause}");
+                }
                 other => panic!("{other:?}"),
             }
         },
@@ -101,27 +87,23 @@ fn a_rank_ends(world_size: usize, nth: u64, preemptions: Option<usize>) {
 }
 
 #[test]
-fn failure_of_one_of_two_ranks_ends_both() {
-    a_rank_fails(2, 0, None);
-    a_rank_fails(2, 1, Some(4));
+fn failure_or_exit_of_one_of_two_ranks_ends_both() {
+    for fails in [true, false] {
+        a_rank_leaves(fails, 2, 0, None);
+        a_rank_leaves(fails, 2, 1, Some(4));
+    }
 }
 
 #[test]
 fn failure_of_one_of_three_ranks_ends_all() {
-    a_rank_fails(3, 0, Some(2));
-    a_rank_fails(3, 1, Some(2));
-}
-
-#[test]
-fn exit_of_one_of_two_ranks_ends_both() {
-    a_rank_ends(2, 0, None);
-    a_rank_ends(2, 1, Some(4));
+    a_rank_leaves(true, 3, 0, Some(2));
+    a_rank_leaves(true, 3, 1, Some(2));
 }
 
 #[test]
 fn exit_of_one_of_three_ranks_ends_all() {
-    a_rank_ends(3, 0, Some(3));
-    a_rank_ends(3, 1, Some(2));
+    a_rank_leaves(false, 3, 0, Some(3));
+    a_rank_leaves(false, 3, 1, Some(2));
 }
 
 /// A rank that is not of the group fails at any time.

@@ -4,7 +4,6 @@ mod collectives;
 mod failures;
 mod messages;
 mod pending;
-mod rounds;
 
 use std::collections::BTreeSet;
 use std::sync::Mutex;
