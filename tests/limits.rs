@@ -6,7 +6,8 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 
 use crate::harness::{
-    in_the_environment_of, program, program_under, run_command, runs_every_case, some_of,
+    in_the_environment_of, last_event, program, program_under, run_command, run_command_to,
+    runs_every_case, some_of,
 };
 
 /// Whether the program can be loaded at all under `limit`.
@@ -101,8 +102,7 @@ fn address_space_limit_is_named_in_the_error() {
 #[test]
 fn address_space_for_one_memory_is_named_as_the_reason_for_tcp() {
     let args = ["--nproc-per-node=2", "--spawn=processes", "--max-epochs=1"];
-    let (code, _, stderr) = run_command(program_under("ulimit -v 70000000", &args));
-    assert_eq!(code, Some(0), "{stderr}");
+    let (_, stderr) = run_command_to(0, program_under("ulimit -v 70000000", &args));
     let why = "64 GiB of addresses are not available; raise the limit (ulimit -v unlimited)";
     assert!(stderr.contains(why) && !stderr.contains("a connection is missing"), "{stderr}");
 }
@@ -138,21 +138,19 @@ fn system_without_dev_or_proc_is_not_taken_for_one_with_limits() {
 fn file_size_limit_makes_processes_use_tcp() {
     let limit = "ulimit -f 10000"; // in units of 512 bytes
     let args = ["--nproc-per-node=2", "--spawn=processes", "--max-epochs=1", "--log-format=json"];
-    let hash = |(code, stdout, stderr): (Option<i32>, String, String)| {
-        assert_eq!(code, Some(0), "{stderr}");
-        let end = stdout.lines().find(|line| line.contains("parameters_hash")).unwrap();
-        let hash = end.split("\"parameters_hash\":").nth(1).unwrap();
-        (hash[..18].to_string(), stderr)
+    let hash = |limit| {
+        let (stdout, stderr) = run_command_to(0, program_under(limit, &args));
+        (last_event(&stdout)["parameters_hash"].to_string(), stderr)
     };
-    let (through_memory, quiet) = hash(run_command(program_under("true", &args)));
-    let (over_tcp, stderr) = hash(run_command(program_under(limit, &args)));
+    let (through_memory, quiet) = hash("true");
+    let (over_tcp, stderr) = hash(limit);
+    assert_ne!(through_memory, "null");
     assert_eq!(through_memory, over_tcp);
     let note = "ddp-mp: processes of one machine exchange tensors over TCP, because they cannot share memory: process 0: the limit \
                 on file sizes is 5000 KiB; raise it (ulimit -f unlimited)\n";
     assert!(!quiet.contains("TCP") && stderr.matches(note).count() == 1, "{quiet}{stderr}");
     let required = [&args[..], &["--shared-memory=require"]].concat();
-    let (code, _, stderr) = run_command(program_under(limit, &required));
-    assert_eq!(code, Some(2), "{stderr}");
+    let (_, stderr) = run_command_to(2, program_under(limit, &required));
     assert!(
         stderr.contains("--shared-memory=require: the processes cannot share memory"),
         "{stderr}"

@@ -4,10 +4,9 @@ use std::process::Command;
 
 use ddp_mp::telemetry::peak_memory;
 use ddp_mp::{Error, ReduceOp};
-use serde_json::Value;
 use tch::Tensor;
 
-use crate::harness::{ranks, run, run_command};
+use crate::harness::{ranks, run_command_to, run_end, run_to};
 
 /// So many ranks with a list each have more tensors than each of them looks at: the first looks for all.
 const MANY: usize = 70;
@@ -83,10 +82,7 @@ fn size_mismatch_among_70_ranks_is_reported_to_all() {
 /// What the program takes at most to train on so many ranks, in bytes.
 fn peak_of_training(nproc: usize) -> f64 {
     let nproc = format!("--nproc-per-node={nproc}");
-    let (code, stdout, stderr) =
-        run(&[&nproc, "--max-steps=2", "--batch-size=2", "--log-format=json"]);
-    assert_eq!(code, Some(0), "{stderr}");
-    let end: Value = serde_json::from_str(stdout.lines().last().unwrap()).unwrap();
+    let end = run_end(&[&nproc, "--max-steps=2", "--batch-size=2"]);
     end["peak_memory_bytes"].as_f64().unwrap()
 }
 
@@ -117,15 +113,13 @@ fn all_to_all_child() {
 fn all_to_all_on_256_ranks_stays_below_700_mb() {
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.args(["--ignored", "--exact", "many_ranks::all_to_all_child", "--nocapture"]);
-    let (code, stdout, stderr) = run_command(command);
-    assert!(code == Some(0) && stdout.contains("1 passed"), "{stdout}\n{stderr}");
+    assert!(run_command_to(0, command).0.contains("1 passed"));
 }
 
 #[test]
 #[ignore = "a thousand threads: `make test-all` runs it"]
 fn run_of_1000_ranks_stays_below_1_gb() {
-    let (code, stdout, stderr) = run(&["comm", "barrier", "--nproc-per-node=1000"]);
-    assert_eq!(code, Some(0), "{stderr}");
+    let (stdout, _) = run_to(0, &["comm", "barrier", "--nproc-per-node=1000"]);
     assert!(stdout.contains("\nbarrier\n"), "{stdout}");
     let peak = peak_of_training(1000);
     println!("{peak} bytes");

@@ -9,7 +9,9 @@ use serde_json::Value;
 use tch::nn::{self, Module, VarStore};
 use tch::{Device, Kind, Reduction, Tensor};
 
-use crate::harness::{buckets_of, linear, ranks, run, run_end, some_of};
+use crate::harness::{
+    buckets_of, events, linear, ranks, run_all_refused, run_end, run_to, some_of, words,
+};
 use crate::processes;
 
 /// Sizes of the batches of a step by rank, each rank's in their order.
@@ -138,8 +140,7 @@ proptest! {
 
 /// The `end` event of a run with these options, and more.
 fn end(args: &str, more: &[&str]) -> Value {
-    let args: Vec<&str> = args.split(' ').chain(more.iter().copied()).collect();
-    let end = run_end(&[&["--model=mlp", "--lr=0.05"], &args[..]].concat());
+    let end = run_end(&[&["--model=mlp", "--lr=0.05"], &words(args)[..], more].concat());
     assert_eq!((&end["event"], &end["replicas_equal"]), (&"end".into(), &true.into()));
     end
 }
@@ -208,10 +209,8 @@ fn exact_mean_runs_with_an_empty_last_batch() {
         let end = end(args, &["--exact-mean", "--max-epochs=2"]);
         assert!(end["loss"].as_f64().unwrap() > 0.0, "{end}");
     }
-    let (code, _, stderr) = run(&["--nproc-per-node=2", "--exact-mean", "--strategy=dp"]);
-    assert_eq!(code, Some(2), "{stderr}");
     let told = "--exact-mean: needs --strategy ddp: with dp rank 0 gives";
-    assert!(stderr.contains(told), "{stderr}");
+    run_all_refused(&[("--nproc-per-node=2 --exact-mean --strategy=dp", told)]);
 }
 
 #[test]
@@ -222,14 +221,11 @@ fn verify_passes_with_unequal_batches() {
         "--nproc-per-node=4 --batch-size=1",
         "--nproc-per-node=2 --batch-size=3 --model=cnn --sync-batch-norm --dataset=digits --loss=cross-entropy",
     ] {
-        let args: Vec<&str> = args.split(' ').collect();
         let verify = ["verify", "--exact-mean", "--steps=9", "--log-format=json"];
-        let (code, stdout, stderr) = run(&[&verify, &args[..]].concat());
-        assert_eq!(code, Some(0), "{args:?}: {stderr}{stdout}");
+        let (stdout, stderr) = run_to(0, &[&verify[..], &words(args)].concat());
         let told = "in the last step of an epoch the ranks have batches of different size";
         assert!(stderr.contains(told), "{stderr}");
-        let rows: Vec<Value> =
-            stdout.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+        let rows = events(&stdout);
         let ok = rows.iter().all(|row| row["ok"] == true && row["strategy"] == "ddp");
         assert!(!rows.is_empty() && ok, "{stdout}");
     }

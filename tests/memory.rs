@@ -8,25 +8,20 @@ use std::thread;
 
 use ddp_mp::ffi::{keep_memory, keeps_memory, kept_memory};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
-use serde_json::Value;
 use tch::{Device, Kind, Tensor};
 
-use crate::harness::{program, ranks, run_command, runs_every_case, some_of, without_launcher};
+use crate::harness::{
+    last_event, program, ranks, run_command, run_command_to, run_end, runs_every_case, some_of,
+    without_launcher, words,
+};
 
 const SWITCH: &str = "DDP_MP_KEEP_MEMORY";
-
-/// Runs `command`, and returns its last event.
-fn end(command: Command) -> Value {
-    let (code, stdout, stderr) = run_command(command);
-    assert_eq!(code, Some(0), "{stderr}");
-    serde_json::from_str(stdout.lines().last().unwrap()).unwrap()
-}
 
 /// The most that was resident in a run of so many steps.
 fn peak(args: &[&str], steps: usize) -> f64 {
     let steps = format!("--max-steps={steps}");
-    let always = ["--nproc-per-node=2", "--log-format=json", "--max-epochs=1000000", &steps];
-    end(program(&[&always[..], args].concat()))["peak_memory_bytes"].as_f64().unwrap()
+    let always = ["--nproc-per-node=2", "--max-epochs=1000000", &steps];
+    run_end(&[&always[..], args].concat())["peak_memory_bytes"].as_f64().unwrap()
 }
 
 /// Bytes that further steps may take. A kilobyte for each of 5000 steps would be 5.1 million.
@@ -51,12 +46,7 @@ fn memory_does_not_grow_after_1000_steps() {
     for more in some_of([&all, &[][..]], 1) {
         assert_no_growth(&[&mlp[..], more].concat());
     }
-}
-
-/// The gradient of the second layer has 256 KiB, the smallest block that is kept.
-/// Long: it trains thousands of steps.
-#[test]
-fn kept_memory_does_not_grow_after_1000_steps() {
+    // The gradient of the second layer has 256 KiB, the smallest block that is kept.
     assert_no_growth(&["--model=mlp", "--hidden=256,256", "--batch-size=8", "--num-samples=2056"]);
 }
 
@@ -67,9 +57,7 @@ fn play(scene: &str, switch: Option<&str>) -> String {
     command.args(["memory::child", "--exact", "--nocapture"]).env("DDP_MP_MEMORY", scene);
     without_launcher(&mut command).env_remove(SWITCH);
     command.envs(switch.map(|value| (SWITCH, value)));
-    let (code, stdout, stderr) = run_command(command);
-    assert_eq!(code, Some(0), "{stdout}{stderr}");
-    stdout
+    run_command_to(0, command).0
 }
 
 /// Nothing, unless a test below has started this process.
@@ -213,11 +201,11 @@ fn the_environment_turns_kept_memory_off() {
 fn kept_memory_changes_no_bit() {
     let args = "--nproc-per-node=2 --model=mlp --hidden=512,512 --optimizer=adamw --num-samples=1000 \
                 --batch-size=48 --log-format=json";
-    let args: Vec<&str> = args.split(' ').collect();
     let hashes = ["0", "1"].map(|switch| {
-        let mut command = program(&args);
+        let mut command = program(&words(args));
         command.env(SWITCH, switch);
-        end(command)["parameters_hash"].as_str().unwrap().to_owned()
+        let (stdout, _) = run_command_to(0, command);
+        last_event(&stdout)["parameters_hash"].as_str().unwrap().to_owned()
     });
     assert_eq!(hashes[0], hashes[1]);
 }

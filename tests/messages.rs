@@ -1,32 +1,13 @@
 //! What goes from one rank to one other, and objects.
 
-use std::collections::BTreeMap;
 use std::time::Duration;
 
+use ddp_mp::process_group::DTYPES;
 use ddp_mp::{Backend, Error, P2POp, Spawn, SpawnError};
-use serde::{Deserialize, Serialize};
 use tch::{Device, Kind, Tensor};
 
 use crate::harness::{TIMEOUT, ranks, try_ranks};
-
-const KINDS: [Kind; 11] = [
-    Kind::Double,
-    Kind::Float,
-    Kind::Half,
-    Kind::BFloat16,
-    Kind::Int64,
-    Kind::Int,
-    Kind::Int16,
-    Kind::Int8,
-    Kind::Uint8,
-    Kind::Bool,
-    Kind::ComplexFloat,
-];
-
-fn numbers(rank: usize, len: i64, kind: Kind) -> Tensor {
-    let base = Tensor::arange(len, (Kind::Int64, Device::Cpu)).remainder(5);
-    ((base + 1) * (rank as i64 + 1)).to_kind(kind)
-}
+use crate::shared::kinds::numbers;
 
 fn one(value: i64) -> Tensor {
     Tensor::from_slice(&[value])
@@ -37,7 +18,7 @@ fn every_dtype_is_sent_between_every_pair_of_ranks() {
     for world_size in 2..=4usize {
         ranks(world_size, move |rank, group| {
             let me = rank.rank();
-            for kind in KINDS {
+            for kind in DTYPES.into_iter().chain([Kind::ComplexFloat]) {
                 for (len, from, to) in (0..world_size * world_size)
                     .map(|i| (i as i64 * 7 % 70, i / world_size, i % world_size))
                     .filter(|(_, from, to)| from != to)
@@ -54,118 +35,6 @@ fn every_dtype_is_sent_between_every_pair_of_ranks() {
             Ok(())
         });
     }
-}
-
-#[test]
-fn messages_keep_their_order_within_a_tag() {
-    ranks(2, |rank, group| {
-        if rank.rank() == 0 {
-            let sent: Vec<_> =
-                (0..20).map(|i| group.isend(&one(i), 1, i as u64 % 2)).collect::<Result<_, _>>()?;
-            // Nobody has received yet, or somebody has: either is fine, and all end.
-            for work in sent {
-                work.wait()?;
-            }
-        } else {
-            let mut tensor = one(-1);
-            for i in (1..20).step_by(2).chain((0..20).step_by(2)) {
-                group.recv(&mut tensor, Some(0), i as u64 % 2)?;
-                assert_eq!(tensor.int64_value(&[0]), i);
-            }
-        }
-        Ok(())
-    });
-}
-
-#[test]
-fn recv_from_any_source_returns_the_sender() {
-    let seen = ranks(4, |rank, group| {
-        let mut seen = Vec::new();
-        if rank.rank() > 0 {
-            group.send(&one(rank.rank() as i64 * 10), 0, 3)?;
-            return Ok(seen);
-        }
-        for _ in 1..4 {
-            let mut tensor = one(0);
-            let source = group.recv(&mut tensor, None, 3)?;
-            assert_eq!(tensor.int64_value(&[0]), source as i64 * 10);
-            seen.push(source);
-        }
-        seen.sort_unstable();
-        Ok(seen)
-    });
-    assert_eq!(seen[0], [1, 2, 3]);
-}
-
-#[test]
-fn strided_and_transposed_tensors_are_sent() {
-    ranks(2, |rank, group| {
-        let whole = numbers(rank.rank(), 24, Kind::Float).view([4, 6]);
-        if rank.rank() == 0 {
-            group.send(&whole.transpose(0, 1), 1, 0)?;
-            group.send(&whole.slice(1, 0, 6, 2), 1, 0)?;
-        } else {
-            let expected = numbers(0, 24, Kind::Float).view([4, 6]);
-            let mut received = Tensor::zeros([6, 4], (Kind::Float, Device::Cpu));
-            group.recv(&mut received, Some(0), 0)?;
-            assert!(received.equal(&expected.transpose(0, 1)));
-            let before = whole.copy();
-            group.recv(&mut whole.slice(1, 1, 6, 2), Some(0), 0)?;
-            assert!(whole.slice(1, 1, 6, 2).equal(&expected.slice(1, 0, 6, 2)));
-            assert!(whole.slice(1, 0, 6, 2).equal(&before.slice(1, 0, 6, 2)), "gaps");
-        }
-        Ok(())
-    });
-}
-
-#[test]
-fn batch_isend_irecv_exchanges_between_all_ranks() {
-    for world_size in 1..=5usize {
-        ranks(world_size, move |rank, group| {
-            let me = rank.rank();
-            let others: Vec<usize> = (0..world_size).filter(|&other| other != me).collect();
-            let mut received: Vec<Tensor> = others.iter().map(|_| one(-1)).collect();
-            let mine: Vec<Tensor> = others.iter().map(|&to| one((me * 10 + to) as i64)).collect();
-            // Each rank in an order of its own.
-            let sends = others.iter().zip(&mine).map(|(&to, t)| P2POp::isend(t, to, 0));
-            let receives =
-                others.iter().zip(&mut received).map(|(&from, t)| P2POp::irecv(t, Some(from), 0));
-            let ops: Vec<P2POp> = if me % 2 == 0 {
-                sends.chain(receives).collect()
-            } else {
-                receives.chain(sends).collect()
-            };
-            for work in group.batch_isend_irecv(&ops)? {
-                work.wait()?;
-            }
-            for (from, tensor) in others.iter().zip(&received) {
-                assert_eq!(tensor.int64_value(&[0]), (from * 10 + me) as i64);
-            }
-            Ok(())
-        });
-    }
-}
-
-#[test]
-fn posted_receive_is_completed_by_the_send() {
-    ranks(2, |rank, group| {
-        if rank.rank() == 0 {
-            let mut tensor = one(0);
-            let received = group.irecv(&mut tensor, Some(1), 0)?;
-            assert!(!received.is_completed(), "rank 1 waits for the barrier");
-            group.barrier()?;
-            // The sender has done the work by the time it comes here.
-            group.barrier()?;
-            assert!(received.is_completed());
-            assert_eq!(tensor.int64_value(&[0]), 5);
-            received.wait()?;
-        } else {
-            group.barrier()?;
-            group.send(&one(5), 0, 0)?;
-            group.barrier()?;
-        }
-        Ok(())
-    });
 }
 
 /// What `f` ends with on ranks that wait for two seconds at most, also for each other on a busy machine.
@@ -312,80 +181,6 @@ fn invalid_messages_are_refused() {
         assert!(error.contains("nobody else in the group"), "{error}");
         Ok(())
     });
-}
-
-#[test]
-fn random_messages_with_random_delays_arrive() {
-    ranks(3, |rank, group| {
-        let (left, right) = ((rank.rank() + 2) % 3, (rank.rank() + 1) % 3);
-        let mut pause = 12345 + rank.rank() as u64;
-        for i in 0..2000i64 {
-            pause = pause.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-            for _ in 0..(pause >> 52) {
-                std::hint::spin_loop();
-            }
-            let (mut from_left, mut from_right) = (one(-1), one(-1));
-            let received = group.irecv(&mut from_left, Some(left), 0)?;
-            let sent = group.isend(&one(i * 10 + rank.rank() as i64), right, 0)?;
-            let sent_left = group.isend(&one(-i), left, 1)?;
-            group.recv(&mut from_right, Some(right), 1)?;
-            for work in [sent, sent_left, received] {
-                work.wait()?;
-            }
-            assert_eq!(from_left.int64_value(&[0]), i * 10 + left as i64);
-            assert_eq!(from_right.int64_value(&[0]), -i);
-            if i % 100 == 0 {
-                group.barrier()?;
-            }
-        }
-        Ok(())
-    });
-}
-
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-enum Thing {
-    Nothing,
-    Named { name: String, values: Vec<f64> },
-    Many(BTreeMap<i64, Option<Thing>>),
-}
-
-fn thing(rank: usize) -> Thing {
-    match rank % 3 {
-        0 => Thing::Nothing,
-        1 => Thing::Named { name: "é".repeat(rank), values: vec![f64::INFINITY, -0.0, 1e-300] },
-        _ => Thing::Many((0..50).map(|i| (i - 25, (i % 2 == 0).then(|| thing(1)))).collect()),
-    }
-}
-
-#[test]
-fn objects_of_every_shape_are_exchanged() {
-    for world_size in 1..=5usize {
-        ranks(world_size, move |rank, group| {
-            let me = rank.rank();
-            let all: Vec<Thing> = (0..world_size).map(thing).collect();
-            assert_eq!(group.all_gather_object(&thing(me))?, all);
-            for root in 0..world_size {
-                let mut list = if me == root { all.clone() } else { vec![thing(1); me] };
-                group.broadcast_object_list(&mut list, root)?;
-                assert_eq!(list, all);
-                let gathered = group.gather_object(&thing(me), root)?;
-                assert_eq!(gathered, (me == root).then(|| all.clone()));
-                let mine = group.scatter_object_list((me == root).then_some(&all[..]), root)?;
-                assert_eq!(mine, all[me]);
-            }
-            let mut none: Vec<Thing> = if me == 0 { vec![] } else { all.clone() };
-            group.broadcast_object_list(&mut none, 0)?;
-            assert_eq!(none, []);
-            if me > 0 {
-                group.send_object_list(&all, 0)?;
-            } else {
-                for from in 1..world_size {
-                    assert_eq!(group.recv_object_list::<Thing>(from)?, all);
-                }
-            }
-            Ok(())
-        });
-    }
 }
 
 #[test]

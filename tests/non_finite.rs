@@ -17,7 +17,7 @@ use serde_json::Value;
 use tch::nn::{self, VarStore};
 use tch::{Device, Kind, Tensor};
 
-use crate::harness::{run, try_ranks};
+use crate::harness::{events, last_event, run, run_all_refused, run_end, run_to, try_ranks};
 
 /// A run on 400 samples of a file, number 17 of which has something that is no number. Its exit code, its last
 /// event, and stderr.
@@ -38,7 +38,7 @@ fn on_samples(samples: impl Iterator<Item = i32>, more: &[&str]) -> (Option<i32>
     let ranks = (!more.iter().any(|it| it.contains("nproc"))).then_some("--nproc-per-node=2");
     let args: Vec<&str> = ["--log-format=json", &dataset].into_iter().chain(ranks).collect();
     let (code, stdout, stderr) = run(&[&args[..], more].concat());
-    (code, serde_json::from_str(stdout.lines().last().unwrap()).unwrap(), stderr)
+    (code, last_event(&stdout), stderr)
 }
 
 #[test]
@@ -91,8 +91,7 @@ fn nonfinite_validation_loss_is_named() {
         "is inf, because the parameter `bias` is not finite after the steps before; check";
     for (optimizer, told) in [("--optimizer=sgd", of_sgd), ("--optimizer=adamw", of_adamw)] {
         let args = ["--nproc-per-node=2", "--num-samples=100", "--batch-size=80", "--lr=1e38"];
-        let (code, _, stderr) = run(&[&args[..], &["--val-fraction=0.2", optimizer]].concat());
-        assert_eq!(code, Some(1), "{stderr}");
+        let (_, stderr) = run_to(1, &[&args[..], &["--val-fraction=0.2", optimizer]].concat());
         assert!(stderr.contains("in step 0 on rank ") && stderr.contains(told), "{stderr}");
     }
 }
@@ -119,10 +118,8 @@ fn skip_nonfinite_skips_the_allowed_number_of_steps() {
     assert!(error.contains("the loss is NaN for sample 17"), "{error}");
     // Where nothing is wrong, looking changes nothing.
     let hash = |more: &[&str]| {
-        let args = ["--nproc-per-node=2", "--log-format=json", "--model=mlp", "--momentum=0.9"];
-        let (_, stdout, _) = run(&[&args[..], more].concat());
-        let end: Value = serde_json::from_str(stdout.lines().last().unwrap()).unwrap();
-        end["parameters_hash"].clone()
+        let args = ["--nproc-per-node=2", "--model=mlp", "--momentum=0.9"];
+        run_end(&[&args[..], more].concat())["parameters_hash"].clone()
     };
     assert_eq!(hash(&[]), hash(&["--skip-nonfinite=5"]));
 }
@@ -142,19 +139,17 @@ fn skipped_step_leaves_batch_norm_statistics_unchanged() {
     let args = "--nproc-per-node=2 --log-format=json --model=cnn --channels=4 --loss=cross-entropy --batch-size=8 \
                 --val-fraction=0.2 --seed=1 --sync-batch-norm --skip-nonfinite=1";
     let args: Vec<&str> = args.split_whitespace().chain([&dataset[..]]).collect();
-    let (code, stdout, stderr) = run(&args);
-    assert_eq!(code, Some(0), "{stderr}");
+    let (stdout, stderr) = run_to(0, &args);
     assert!(stderr.contains("1 of 10 steps skipped"), "{stderr}");
     // In evaluation the running statistics count: of all ranks, and so of the one with the sample, too.
-    let events = stdout.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
-    let validation = events.into_iter().find(|event| event["event"] == "validation").unwrap();
+    let events = events(&stdout);
+    let validation = events.iter().find(|event| event["event"] == "validation").unwrap();
     assert!(validation["loss"].as_f64().is_some(), "{validation}");
 }
 
 #[test]
 fn nonfinite_loss_or_parameter_ends_the_run_with_a_reason() {
-    let (code, stdout, stderr) = run(&["--nproc-per-node=2", "--lr=100", "--log-format=json"]);
-    assert_eq!(code, Some(1));
+    let (stdout, stderr) = run_to(1, &["--nproc-per-node=2", "--lr=100", "--log-format=json"]);
     assert!(stdout.lines().last().unwrap().starts_with("{\"event\":\"failure\""), "{stdout}");
     assert!(stderr.contains("the loss is inf for samples "), "{stderr}");
     assert!(stderr.contains("use a smaller --lr"), "{stderr}");
@@ -162,8 +157,7 @@ fn nonfinite_loss_or_parameter_ends_the_run_with_a_reason() {
     let (_, step) = stdout.split_once("\"sequence\":").unwrap();
     let first: u64 = step.split_once(',').unwrap().0.parse().unwrap();
     let passing = ["--nproc-per-node=2", "--lr=100", "--skip-nonfinite=2"];
-    let (code, _, stderr) = run(&passing);
-    assert_eq!(code, Some(1));
+    let (_, stderr) = run_to(1, &passing);
     let place = format!("failed in step #{}: in step {} on rank ", first + 2, first + 2);
     assert!(stderr.contains(&place) && stderr.contains("the loss is inf for samples "), "{stderr}");
     // After the last step there is no loss any more to show it; nothing of it is saved.
@@ -174,23 +168,18 @@ fn nonfinite_loss_or_parameter_ends_the_run_with_a_reason() {
     let dataset = format!("--dataset=csv:{}", file.display());
     for more in [&[&dir[..], "--save-every=1"][..], &["--max-steps=1", &dir], &["--max-steps=1"]] {
         let args = ["--nproc-per-node=2", "--lr=1e37", "--batch-size=8", &dataset];
-        let (code, _, stderr) = run(&[&args, more].concat());
-        assert_eq!(code, Some(1), "{stderr}");
+        let (_, stderr) = run_to(1, &[&args, more].concat());
         let told = "in step 0 on rank 0 the parameter `bias` is not finite, after this step";
         assert!(stderr.contains(told), "{stderr}");
         assert_eq!(CheckpointDir::newest_in(&folder.path().join("run")).unwrap(), None);
     }
-    for (flags, problem) in [
+    run_all_refused(&[
         (
-            ["--amp=fp16", "--strategy=ddp"],
+            "--amp=fp16 --skip-nonfinite=1",
             "--skip-nonfinite: fp16 already skips steps whose gradients overflow",
         ),
-        (["--strategy=dp", "--lr=1"], "needs --strategy ddp"),
-    ] {
-        let (code, _, stderr) = run(&[&flags[..], &["--skip-nonfinite=1"]].concat());
-        assert_eq!(code, Some(2));
-        assert!(stderr.contains(problem), "{stderr}");
-    }
+        ("--strategy=dp --lr=1 --skip-nonfinite=1", "needs --strategy ddp"),
+    ]);
 }
 
 /// A trainer on samples 0 to 7 of `data`, of which rank 1 has the odd ones, in batches of 2.

@@ -23,8 +23,8 @@ use tch::{Kind, Tensor};
 use wait_timeout::ChildExt;
 
 use crate::harness::{
-    TIMEOUT, as_torchrun, free_port, in_parallel, join, program, run, run_command, send,
-    shared_memory, some_of, without_launcher,
+    TIMEOUT, as_torchrun, free_port, in_parallel, join, program, run, run_command, run_command_to,
+    run_end, run_to, send, shared_memory, some_of, without_launcher,
 };
 use crate::shared::surface::{self, Surface};
 use crate::shared::{functional, groups, kinds, scene};
@@ -71,8 +71,6 @@ fn child() {
     assert_eq!(joined_launch.placement.backend, Backend::Gloo);
     let play: fn(&Rank, Rc<ProcessGroup>) = match &name[..] {
         "collectives" => collectives,
-        "messages" => messages,
-        "message_to_nobody" => message_to_nobody,
         "failing_backward" => failing_backward,
         "functional" => |_, group| functional::compare(&group).unwrap(),
         "groups" => |_, group| groups::compare(&group),
@@ -305,31 +303,6 @@ fn collectives(rank: &Rank, group: Rc<ProcessGroup>) {
             }
         }
     }
-    // Of rank i for rank j: i + j numbers 10 i + j.
-    let part = |from: usize, to: usize| {
-        Tensor::full([(from + to) as i64], (10 * from + to) as i64, (Kind::Int64, tch::Device::Cpu))
-    };
-    let inputs: Vec<Tensor> = (0..count).map(|to| part(me, to)).collect();
-    let mut outputs: Vec<Tensor> = (0..count).map(|from| part(from, me).zeros_like()).collect();
-    group.all_to_all(&mut outputs, &inputs).unwrap();
-    for (from, output) in outputs.iter().enumerate() {
-        assert!(output.equal(&part(from, me)));
-    }
-    let names = group.all_gather_object(&format!("rank {me}")).unwrap();
-    assert_eq!(names, (0..count).map(|rank| format!("rank {rank}")).collect::<Vec<_>>());
-    // What is started and goes on, in its order.
-    let works: Vec<_> = (1..=3i64)
-        .map(|factor| {
-            let tensor = Tensor::full([100_000], factor, (Kind::Int64, tch::Device::Cpu));
-            let mut same = tensor.shallow_clone();
-            let work = group.async_op(move |group| group.all_reduce(&mut same, ReduceOp::Sum));
-            (factor, tensor, work.unwrap())
-        })
-        .collect();
-    for (factor, tensor, work) in works {
-        work.wait().unwrap();
-        assert_eq!(tensor.int64_value(&[99_999]), factor * count as i64);
-    }
     group.barrier().unwrap();
     let has_sent = group.traffic().sent > 0;
     match shared_memory() {
@@ -360,101 +333,6 @@ fn reduced(all: &[Tensor], op: ReduceOp) -> Tensor {
 fn collectives_of_processes_are_right() {
     for ranks in some_of([&[1, 2, 1][..], &[1, 1], &[2, 2], &[3, 1]], 1) {
         scene("collectives", ranks);
-    }
-}
-
-#[test]
-fn functional_collectives_match_pytorch() {
-    for ranks in [&[1, 1][..], &[1, 2]] {
-        scene("functional", ranks);
-    }
-}
-
-fn messages(rank: &Rank, group: Rc<ProcessGroup>) {
-    let (me, count) = (rank.rank(), rank.world_size());
-    // Everybody passes on to the right, and what is larger to the left.
-    for len in [1, 100_000] {
-        let (right, left) = ((me + 1) % count, (me + count - 1) % count);
-        let mine = Tensor::full([len], me as i64, (Kind::Int64, tch::Device::Cpu));
-        let (mut from_left, mut from_right) = (mine.zeros_like(), mine.zeros_like());
-        let works = [
-            group.irecv(&mut from_left, Some(left), 1).unwrap(),
-            group.irecv(&mut from_right, Some(right), 2).unwrap(),
-            group.isend(&mine, right, 1).unwrap(),
-            group.isend(&mine, left, 2).unwrap(),
-        ];
-        works.into_iter().for_each(|work| work.wait().unwrap());
-        assert_eq!(from_left.int64_value(&[len - 1]), left as i64);
-        assert_eq!(from_right.int64_value(&[len - 1]), right as i64);
-    }
-    // Those of one tag in their order, those of another overtake them.
-    if me == 0 {
-        let started = (0..5i64)
-            .map(|number| group.isend(&Tensor::from_slice(&[number]), count - 1, 0).unwrap());
-        let works: Vec<_> = started.collect();
-        group.send(&Tensor::from_slice(&[9i64]), count - 1, 7).unwrap();
-        works.into_iter().for_each(|work| work.wait().unwrap());
-    } else if me == count - 1 {
-        let mut tensor = Tensor::from_slice(&[0i64]);
-        group.recv(&mut tensor, Some(0), 7).unwrap();
-        assert_eq!(tensor.int64_value(&[0]), 9);
-        for number in 0..5i64 {
-            assert_eq!(group.recv(&mut tensor, Some(0), 0).unwrap(), 0);
-            assert_eq!(tensor.int64_value(&[0]), number);
-        }
-    }
-    // Any tag, from anybody; objects.
-    if me == 0 {
-        let mut tensor = Tensor::from_slice(&[0i64]);
-        let mut sources: Vec<usize> =
-            (1..count).map(|_| group.recv(&mut tensor, None, u64::MAX - 1).unwrap()).collect();
-        sources.sort_unstable();
-        assert!(sources.into_iter().eq(1..count));
-        let objects: Vec<String> = group.recv_object_list(count - 1).unwrap();
-        assert_eq!(objects, ["hello", "world"]);
-    } else {
-        group.send(&Tensor::from_slice(&[me as i64]), 0, u64::MAX - 1).unwrap();
-        if me == count - 1 {
-            group.send_object_list(&["hello", "world"], 0).unwrap();
-        }
-    }
-    group.barrier().unwrap();
-}
-
-#[test]
-fn messages_are_exchanged_between_processes() {
-    scene("messages", &[1, 1]);
-    scene("messages", &[2, 1, 2]);
-}
-
-/// The last process is gone before it receives, or sends.
-fn message_to_nobody(rank: &Rank, group: Rc<ProcessGroup>) {
-    let last = rank.world_size() - 1;
-    let mut tensor = Tensor::zeros([100_000], (Kind::Float, tch::Device::Cpu));
-    if rank.rank() == last {
-        // One message first, so that it is known to be there.
-        group.send(&tensor, 0, 0).unwrap();
-        std::process::abort();
-    }
-    if rank.rank() > 0 {
-        return drop(group.recv(&mut tensor, Some(0), 0));
-    }
-    group.recv(&mut tensor, Some(last), 0).unwrap();
-    let error = match last {
-        1 => group.recv(&mut tensor, Some(last), 0).map(drop),
-        _ => group.send(&tensor, last, 0),
-    };
-    panic!("{}", error.unwrap_err());
-}
-
-#[test]
-fn message_to_a_killed_process_is_an_error_that_names_its_rank() {
-    for ranks in [&[1, 1][..], &[1, 1, 1]] {
-        let ended = play("message_to_nobody", ranks);
-        let (code, told) = &ended[0];
-        assert_eq!(*code, Some(101), "{told}");
-        let last = ranks.len() - 1;
-        assert!(told.contains(&format!("the connection to rank {last}")), "{told}");
     }
 }
 
@@ -609,11 +487,7 @@ fn processes_train_to_the_results_of_threads() {
         ],
         1,
     ) {
-        let threads = |ranks: &str| -> Value {
-            let (code, stdout, stderr) = run(&[args, &[ranks, "--log-format=json"]].concat());
-            assert_eq!(code, Some(0), "{stderr}");
-            serde_json::from_str(stdout.lines().last().unwrap()).unwrap()
-        };
+        let threads = |ranks: &str| run_end(&[args, &[ranks]].concat());
         // One rank a process adds up in the order of threads: the same bits. Two go another way, on which several
         // buckets are in flight.
         let two = end(args, &[1, 1]);
@@ -745,15 +619,13 @@ fn control_characters_of_other_processes_are_escaped() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("a.csv");
     std::fs::write(&file, "x,y\n1,\u{1b}[31m2\n").unwrap();
-    let (code, _, stderr) = run(&[&format!("--dataset=csv:{}", file.display())]);
-    assert_eq!(code, Some(2), "{stderr}");
+    let (_, stderr) = run_to(2, &[&format!("--dataset=csv:{}", file.display())]);
     assert!(stderr.contains("[31m2") && !stderr.contains('\u{1b}'), "{stderr:?}");
     let mut command = program(&["env"]);
     command.envs([("RANK", "a\u{1b}[31mb"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1")]);
     command.env("LOCAL_WORLD_SIZE", "1");
     // `env` reports what a run would refuse.
-    let (code, stdout, stderr) = run_command(command);
-    assert_eq!(code, Some(0), "{stderr}");
+    let (stdout, _) = run_command_to(0, command);
     assert!(stdout.contains("[31mb") && !stdout.contains('\u{1b}'), "{stdout:?}");
 }
 
@@ -789,8 +661,6 @@ fn missing_process_is_named() {
         code == Some(2) && stderr.contains("4000000000 processes exceed the maximum of 65536"),
         "{stderr}"
     );
-    let told = failures(&["--backend=threaded"], &[1, 1], |_| {});
-    assert!(told[0].1.contains("--backend threaded stays within one process"), "{}", told[0].1);
 }
 
 /// Debian gives a machine's own name a loopback address.
@@ -829,8 +699,7 @@ fn taken_port_is_refused_with_a_remedy() {
     )));
     let remedy = "give torchrun, or without it all processes, another --master-port or MASTER_PORT";
     for command in [by_hand, torchrun, slurm] {
-        let (code, _, stderr) = run_command(command);
-        assert_eq!(code, Some(1), "{stderr}");
+        let (_, stderr) = run_command_to(1, command);
         let expected = format!("the port is in use, by another run perhaps; {remedy}");
         assert!(stderr.contains(&expected), "{stderr}");
     }
@@ -853,33 +722,11 @@ fn server_that_is_no_store_is_named() {
     };
     let serve = thread::Builder::new().spawn(serve).unwrap();
     let place = ["--nnodes=2", "--node-rank=1", "--master-addr=127.0.0.1", "--timeout=4s"];
-    let (code, _, stderr) =
-        run_command(program(&[&place[..], &[&format!("--master-port={port}")]].concat()));
-    assert_eq!(code, Some(1), "{stderr}");
+    let (_, stderr) =
+        run_command_to(1, program(&[&place[..], &[&format!("--master-port={port}")]].concat()));
     assert!(stderr.contains("what listens there is not the store of a run"), "{stderr}");
     TcpStream::connect(("127.0.0.1", port)).unwrap().write_all(b"over").unwrap();
     serve.join().unwrap();
-}
-
-/// Each would wait in vain for a process that the other one does not know.
-#[test]
-fn processes_with_different_numbers_of_processes_are_refused() {
-    let port = format!("--master-port={}", free_port());
-    let start = |node: &str, count: &str| {
-        let place = [format!("--node-rank={node}"), format!("--nnodes={count}")];
-        let args = [&place[0], &place[1], "--master-addr=127.0.0.1", &port, "--nproc-per-node=1"];
-        piped(program(&[&args[..], &["--timeout=50s"]].concat()))
-    };
-    let told = "--nnodes is 3 for process 0 and 2 for process 1";
-    all_tell(vec![start("0", "3"), start("1", "2")], 2, &[told]);
-    // All processes of the run are there, whichever comes first.
-    all_tell(vec![start("1", "3"), start("0", "2")], 2, &["--nnodes is 2 for process 0"]);
-    // A process too many, while the others wait.
-    let (first, stray) = (start("0", "2"), start("2", "3"));
-    let told =
-        "--nnodes is 2 for process 0 and 3 for process 2: process 2 is not part of a run of 2";
-    all_tell(vec![stray], 2, &[told]);
-    all_tell(vec![first, start("1", "2")], 0, &[]);
 }
 
 #[test]
@@ -920,8 +767,7 @@ fn unknown_addresses_and_interfaces_are_wrong_input() {
         ("0.0.0.0", "that stands for all interfaces of this machine"),
     ] {
         let addr = format!("--master-addr={addr}");
-        let (code, _, stderr) = run(&["--nnodes=2", "--node-rank=0", &addr]);
-        assert_eq!(code, Some(2), "{stderr}");
+        let (_, stderr) = run_to(2, &["--nnodes=2", "--node-rank=0", &addr]);
         assert!(stderr.contains(&format!("{addr}: {why}")), "{stderr}");
     }
     for (interfaces, why) in
@@ -984,31 +830,11 @@ fn failed_backward_leaves_nothing_in_flight() {
 /// Trained with other options, each would come to other numbers, and nobody would know.
 #[test]
 fn processes_with_different_options_are_refused() {
-    let (mlp, data) = (&["--model=mlp"][..], &["--num-samples=100"][..]);
     let bench = &["bench", "step", "--batch-size=8"][..];
-    for (args, differ, told) in some_of(
-        [
-            (&[][..], ["--lr=0.1", "--lr=1.0"], "--lr is 0.1 for process 0 (on "),
-            (&[], ["--max-epochs=2", "--max-epochs=1"], "--max-epochs is 2 for process 0 (on "),
-            (data, ["--max-steps=2", "--val-every=1"], "--max-steps is 2 for process 0 (on "),
-            (
-                mlp,
-                ["--bucket-cap-mb=1", "--bucket-cap-mb=2"],
-                "--bucket-cap-mb is 1.0 for process 0",
-            ),
-            (
-                &[],
-                ["--seed=0", "--checkpoint-dir=/nowhere"],
-                "--checkpoint-dir is not set for process 0 (on ",
-            ),
-            (
-                bench,
-                ["--steps=2", "--steps=3"],
-                "the command is bench step --steps=2 for process 0",
-            ),
-        ],
-        2,
-    ) {
+    for (args, differ, told) in [
+        (&[][..], ["--lr=0.1", "--lr=1.0"], "--lr is 0.1 for process 0 (on "),
+        (bench, ["--steps=2", "--steps=3"], "the command is bench step --steps=2 for process 0"),
+    ] {
         // The one that serves the store must not be gone before the others have found out.
         for order in [[0, 1, 0], [1, 0, 0]] {
             let outputs = join(start_each(&order.map(|it| [args, &[differ[it]]].concat())).1);

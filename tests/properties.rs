@@ -1,6 +1,6 @@
-//! Properties that hold for whatever sizes: shards of samples, slices and splits of tensors.
+//! Properties that hold for whatever sizes: slices and splits of tensors.
 
-use ddp_mp::{DistributedSampler, ReduceOp};
+use ddp_mp::ReduceOp;
 use proptest::collection::vec;
 use proptest::prelude::*;
 use tch::{Kind, Tensor};
@@ -13,47 +13,6 @@ fn numbers(rank: usize, len: i64) -> Tensor {
 
 proptest! {
     #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, ..ProptestConfig::default() })]
-
-    /// The shards of an epoch are equally long; together they hold every sample, and as few twice as can be.
-    #[test]
-    fn shards_hold_every_sample_equally_often(
-        len in 1usize..3000,
-        world_size in 1usize..40,
-        shuffle: bool,
-        seed: u64,
-        epoch in 0u64..1000,
-    ) {
-        let shards: Vec<Vec<usize>> = (0..world_size)
-            .map(|rank| {
-                let sampler = DistributedSampler::new(len, world_size, rank).unwrap();
-                sampler.shuffle(shuffle).seed(seed).indices(epoch).unwrap()
-            })
-            .collect();
-        let share = len.div_ceil(world_size);
-        prop_assert!(shards.iter().all(|shard| shard.len() == share));
-        let mut times = vec![0; len];
-        shards.iter().flatten().for_each(|&sample| times[sample] += 1);
-        let (least, most) = (share * world_size / len, (share * world_size).div_ceil(len));
-        prop_assert!(times.iter().all(|&times| (least..=most).contains(&times)));
-    }
-
-    /// With `drop_last` nothing is dealt twice, and less than one sample a rank is dropped.
-    #[test]
-    fn drop_last_shards_are_disjoint(
-        world_size in 1usize..40,
-        more in 0usize..3000,
-        seed: u64,
-    ) {
-        let len = world_size + more;
-        let mut times = vec![0; len];
-        for rank in 0..world_size {
-            let sampler = DistributedSampler::new(len, world_size, rank).unwrap();
-            let sampler = sampler.seed(seed).drop_last(true).unwrap();
-            sampler.indices(0).unwrap().into_iter().for_each(|sample| times[sample] += 1);
-        }
-        prop_assert!(times.iter().all(|&times| times <= 1));
-        prop_assert!(times.iter().filter(|&&times| times == 0).count() < world_size);
-    }
 
     /// all_reduce is reduce_scatter and then all_gather, and each rank's part is what arithmetic says.
     #[test]

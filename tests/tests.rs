@@ -47,14 +47,14 @@ mod messages; // from one rank to one other, and objects
 mod mutated; // inputs that were changed at random
 mod new; // ddp-mp new: what it writes, and what it refuses (`make crate` builds and runs it)
 mod non_finite; // losses and gradients that are not finite
-mod optim; // optimizers on buckets: state, groups, clipping
+mod optim; // optimizers on buckets: their state, and which parameters they step
 mod outputs; // tensors that are written to: those that overlap themselves are refused
 mod own_model; // models of one's own in the trainer: several inputs
 mod parity; // against values recorded from PyTorch
 mod parity_gpt; // a gpt on a text, against values recorded from PyTorch
 mod processes; // several processes: collectives, training, failures
 mod prometheus; // the file for Prometheus: the last metrics, and how the run has ended
-mod properties; // whatever the sizes: shards, slices, splits
+mod properties; // whatever the sizes: slices, splits
 mod ranks; // what spawn promises
 mod report; // the page of a run
 mod restarts; // --max-restarts: every kind of failure, as if nothing had happened
