@@ -230,7 +230,7 @@ fn what_is_wrong_in_a_program_is_one_message_with_its_part() {
         ("dataset-panic", 2, &["the data set of spirals: ", "panicked at", "no data today"]),
         ("dataset-empty", 2, &["the data set of spirals: it has no samples"]),
         ("sample-panic", 1, &["rank 1", "sample 77: the data set panicked at", "no such sample"]),
-        ("sample-shape", 1, &["rank 1", "sample 77 has inputs of shape [19]"]),
+        ("sample-shape", 1, &["rank 1", "stack expects each tensor to be equal size"]),
         ("trainer-error", 1, &["no trainer today"]),
     ] {
         let (status, _, stderr) = run_app(&[TWO_RANKS, &format!("--wrong={part}")]);

@@ -254,8 +254,8 @@ fn tail_of_the_text_is_held_back() {
     let whole = |text: &TextDataset, index| text.get(index).unwrap();
     assert_eq!(whole(&tail, 3), whole(&text, training.len() + 3));
     assert_eq!(whole(&training, training.len() - 1), whole(&text, training.len() - 1));
-    for (index, error) in [(tail.len(), "has no context"), (usize::MAX, "has no context")] {
-        assert!(tail.get(index).unwrap_err().to_string().contains(error));
+    for index in [tail.len(), usize::MAX] {
+        assert!(tail.get(index).is_err(), "{index}");
     }
     for fraction in [0., 1., -1., f64::NAN, 1e-9] {
         assert!(text.split_tail(fraction).is_err(), "{fraction}");

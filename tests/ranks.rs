@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use ddp_mp::{Backend, Error, ReduceOp, Spawn, spawn};
+use ddp_mp::{Backend, Error, Spawn, spawn};
 use tch::{Device, Tensor};
 
 use crate::harness::{TIMEOUT, repository};

@@ -8,9 +8,7 @@ use std::path::{Path, PathBuf};
 use tch::Tensor;
 use tch::nn::VarStore;
 
-use super::layout::{
-    BEST, MODEL, OPTIMIZER, TRAINER, followed, name_of, pointed, step_of, steps_in,
-};
+use super::layout::{MODEL, OPTIMIZER, TRAINER, followed, name_of, pointed, step_of, steps_in};
 use super::state::Manifest;
 use super::{CheckpointDir, TensorFile, TrainerState};
 use crate::error::{Error, Result, Shown};
@@ -144,10 +142,6 @@ fn find(path: &Path) -> Result<PathBuf> {
             format!("this is {}, but a checkpoint is a folder", name_of_kind(found.file_type()))
         }
         (None, Err(error)) if error.kind() != io::ErrorKind::NotFound => error.to_string(),
-        (None, Err(_)) if name == BEST && beside.is_dir() => {
-            "this file does not exist: only a run that validates writes it, as with --val-fraction"
-                .into()
-        }
         (None, Err(_)) => "this path does not exist".into(),
     };
     let instead = match CheckpointDir::newest_in(beside) {

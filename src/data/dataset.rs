@@ -72,19 +72,14 @@ pub trait Dataset: fmt::Debug + Send + Sync {
     /// # Errors
     /// The errors of `get`, and an error if the samples' shapes differ.
     fn batch(&self, indices: &[usize]) -> anyhow::Result<(Tensor, Tensor)> {
-        let mut samples = (Vec::with_capacity(indices.len()), Vec::with_capacity(indices.len()));
-        for &index in indices {
+        let sample = |&index: &usize| {
             let sample = panics::in_closure("the data set", || self.get(index));
-            let (input, target) = sample
-                .map_err(anyhow::Error::from)
-                .and_then(|sample| sample)
-                .with_context(|| format!("sample {index}"))?;
-            check_like_first(&samples.0, &input, "inputs", index)?;
-            check_like_first(&samples.1, &target, "targets", index)?;
-            samples.0.push(input);
-            samples.1.push(target);
-        }
-        Ok((Tensor::f_stack(&samples.0, 0)?, Tensor::f_stack(&samples.1, 0)?))
+            let sample = sample.map_err(anyhow::Error::from).and_then(|sample| sample);
+            sample.with_context(|| format!("sample {index}"))
+        };
+        let samples = indices.iter().map(sample).collect::<anyhow::Result<Vec<_>>>()?;
+        let (inputs, targets): (Vec<Tensor>, Vec<Tensor>) = samples.into_iter().unzip();
+        Ok((Tensor::f_stack(&inputs, 0)?, Tensor::f_stack(&targets, 0)?))
     }
 
     /// Returns the further inputs of several samples, for a model of [several inputs](crate::models::Forward): one
@@ -107,22 +102,6 @@ pub trait Dataset: fmt::Debug + Send + Sync {
         let _ = device;
         Ok(None)
     }
-}
-
-/// Refuses sample `index`, whose `part` has another shape than that of the first sample of its batch.
-fn check_like_first(
-    batch: &[Tensor],
-    part: &Tensor,
-    name: &str,
-    index: usize,
-) -> anyhow::Result<()> {
-    let Some(first) = batch.first().filter(|first| first.size() != part.size()) else {
-        return Ok(());
-    };
-    let (expected, found) = (first.size(), part.size());
-    anyhow::bail!(
-        "sample {index} has {name} of shape {found:?}, and the first of its batch {expected:?}; all must have one shape"
-    )
 }
 
 /// Inputs and targets as two tensors, whose first dimension is the samples. Follows

@@ -70,9 +70,8 @@ impl DistributedSampler {
     }
 
     /// Sets whether to shuffle.
-    pub fn shuffle(mut self, shuffle: bool) -> Self {
-        self.shuffle = shuffle;
-        self
+    pub fn shuffle(self, shuffle: bool) -> Self {
+        Self { shuffle, ..self }
     }
 
     /// Returns the sampler of `rank` for the same samples.
@@ -86,9 +85,8 @@ impl DistributedSampler {
     }
 
     /// Sets the seed of the shuffle, which must be the same on every rank. As in PyTorch, only its lower 32 bits count.
-    pub fn seed(mut self, seed: u64) -> Self {
-        self.seed = seed;
-        self
+    pub fn seed(self, seed: u64) -> Self {
+        Self { seed, ..self }
     }
 
     /// Sets whether to drop the samples that cannot be divided evenly, instead of dealing some twice.
@@ -96,15 +94,14 @@ impl DistributedSampler {
     /// # Errors
     /// [`Error::Input`] with fewer samples than ranks: no rank would get any. (PyTorch accepts this and trains
     /// on nothing.)
-    pub fn drop_last(mut self, drop_last: bool) -> Result<Self> {
+    pub fn drop_last(self, drop_last: bool) -> Result<Self> {
         if drop_last && self.len < self.num_replicas {
             return Err(Error::usage(format!(
                 "drop_last leaves nothing of {} samples for {} ranks; use fewer ranks, or don't drop",
                 self.len, self.num_replicas
             )));
         }
-        self.drop_last = drop_last;
-        Ok(self)
+        Ok(Self { drop_last, ..self })
     }
 
     /// Deals every sample exactly once, unshuffled. Some ranks get one sample more than others, or none. For

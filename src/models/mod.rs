@@ -152,17 +152,12 @@ impl<M: ModuleT> Forward for M {
 }
 
 /// The layers of a model.
-trait Layers: Forward {
+trait Layers: Forward + Any {
     /// Replaces every batch norm by a [`SyncBatchNorm`] over the ranks of `group`.
     fn convert_sync_batchnorm(&mut self, _group: &Rc<ProcessGroup>) {}
 
     /// Returns the dropout that all layers share. `None` without.
     fn dropout(&mut self) -> Option<&mut Dropout> {
-        None
-    }
-
-    /// Returns a user's own model. `None` for a built-in one.
-    fn own(&self) -> Option<&dyn Any> {
         None
     }
 }
@@ -282,7 +277,8 @@ impl Model {
     /// Returns the model that [`of`](Self::of) has taken, for a [`step`](crate::trainer::Trainer::step) of your own.
     /// `None` for a model of another type.
     pub fn downcast_ref<M: 'static>(&self) -> Option<&M> {
-        self.0.own()?.downcast_ref()
+        let layers: &dyn Any = &*self.0;
+        layers.downcast_ref::<Own<M>>().map(|Own(model)| model)
     }
 
     fn new(layers: impl Layers + 'static) -> Self {
@@ -328,11 +324,7 @@ impl<M: Forward> Forward for Own<M> {
     }
 }
 
-impl<M: Forward + 'static> Layers for Own<M> {
-    fn own(&self) -> Option<&dyn Any> {
-        Some(&self.0)
-    }
-}
+impl<M: Forward + 'static> Layers for Own<M> {}
 
 /// Returns the tensor, or unwinds with the error. tch's `forward_t` cannot return an error. `spawn` catches it.
 fn or_throw(result: Result<Tensor>) -> Tensor {

@@ -1,12 +1,12 @@
 //! A model's tensors by name, and hashes of their values.
 
 use tch::nn::VarStore;
-use tch::{Device, Kind, Tensor};
+use tch::{Device, Tensor};
 use xxhash_rust::xxh3::Xxh3Default;
 
 use crate::error::{Error, Result};
 use crate::ffi::{TorchResult, with_bytes};
-use crate::process_group::{dtype_name, num_bytes};
+use crate::process_group::dtype_name;
 
 /// A parameter, or a buffer that is not trained.
 #[derive(Debug)]
@@ -99,7 +99,7 @@ pub(crate) fn hash(tensors: &[NamedTensor]) -> Result<u64> {
         hasher.update(dtype_name(tensor.kind()).as_bytes());
         hasher.update(&(shape.len() as u64).to_le_bytes());
         shape.iter().for_each(|n| hasher.update(&n.to_le_bytes()));
-        add_bytes(&mut hasher, tensor)?;
+        read_bytes(tensor, |bytes| hasher.update(bytes))?;
     }
     Ok(hasher.digest())
 }
@@ -114,43 +114,25 @@ pub(crate) fn hash_each(tensors: &[NamedTensor], buffers: bool) -> Result<Vec<(S
 /// Returns a 64-bit hash of the values of `tensor`: XXH3 of their bytes in row-major order.
 pub(crate) fn tensor_hash(tensor: &Tensor) -> Result<u64> {
     let mut hasher = Xxh3Default::new();
-    add_bytes(&mut hasher, tensor)?;
+    read_bytes(tensor, |bytes| hasher.update(bytes))?;
     Ok(hasher.digest())
-}
-
-/// Adds the bytes of `tensor`, of any dtype and on any device, to a hash. Copies them in pieces if it cannot read them
-/// where they are.
-fn add_bytes(hasher: &mut Xxh3Default, tensor: &Tensor) -> Result<()> {
-    if with_bytes(tensor, |bytes| hasher.update(bytes))?.is_some() {
-        return Ok(());
-    }
-    const PIECE: usize = 64 << 10;
-    let numel = tensor.numel();
-    let mut bytes = vec![0; num_bytes(tensor.kind(), numel.min(PIECE))];
-    let mut add = || {
-        let values = on_host(tensor)?;
-        for start in (0..numel).step_by(PIECE) {
-            let len = PIECE.min(numel - start);
-            let bytes = &mut bytes[..num_bytes(tensor.kind(), len)];
-            values.f_narrow(0, start as i64, len as i64)?.f_copy_data_u8(bytes, len)?;
-            hasher.update(bytes);
-        }
-        Ok(())
-    };
-    add().doing("reading the parameters")
 }
 
 /// Returns the bytes of `tensor`, of any dtype and on any device.
 pub(crate) fn bytes_of(tensor: &Tensor) -> Result<Vec<u8>> {
-    let mut bytes = vec![0; num_bytes(tensor.kind(), tensor.numel())];
-    let read = on_host(tensor).and_then(|it| it.f_copy_data_u8(&mut bytes, tensor.numel()));
-    read.doing("reading the parameters")?;
-    Ok(bytes)
+    read_bytes(tensor, <[u8]>::to_vec)
 }
 
-/// Returns the values in sequence, in the host's memory. Their bytes can be copied.
-fn on_host(tensor: &Tensor) -> std::result::Result<Tensor, tch::TchError> {
-    let local = tensor.f_detach()?.f_to_device(Device::Cpu)?.f_contiguous()?.f_view(-1)?;
-    // Read as bytes, because tch copies only some dtypes to the host.
-    if local.kind() == Kind::Bool { local.f_to_kind(Kind::Uint8) } else { Ok(local) }
+/// Calls `read` with the bytes of `tensor`, of any dtype and on any device, in row-major order. Copies the tensor if it cannot
+/// be read where it is.
+fn read_bytes<T: Default>(tensor: &Tensor, mut read: impl FnMut(&[u8]) -> T) -> Result<T> {
+    if let Some(found) = with_bytes(tensor, &mut read)? {
+        return Ok(found);
+    }
+    let copy = || {
+        let local = tensor.f_detach()?.f_to_device(Device::Cpu)?;
+        local.f_resolve_conj()?.f_resolve_neg()?.f_contiguous()
+    };
+    // A tensor without numbers has no memory.
+    Ok(with_bytes(&copy().doing("reading the parameters")?, read)?.unwrap_or_default())
 }

@@ -12,23 +12,6 @@ pub(super) struct Array {
     pub is_pixels: bool,
 }
 
-/// The layout of numbers in a file.
-#[derive(Clone, Copy)]
-pub(super) struct Layout {
-    /// The offset of the first number, in bytes.
-    pub start: usize,
-    pub dtype: Kind,
-    /// Whether the byte order is the opposite of this machine's.
-    pub is_swapped: bool,
-}
-
-impl Layout {
-    /// Returns the layout of numbers from byte `start` on, in this machine's byte order.
-    pub(super) fn native(start: usize, dtype: Kind) -> Self {
-        Self { start, dtype, is_swapped: false }
-    }
-}
-
 impl Array {
     /// Wraps numbers that are used unchanged.
     pub(super) fn plain(tensor: Tensor) -> Self {
@@ -40,9 +23,13 @@ impl Array {
         Self { tensor, is_pixels: true }
     }
 
-    /// Returns the numbers of `file` at `layout`: a view of the file, or a copy if they are not aligned or are swapped.
-    pub(super) fn mapped(file: &MappedFile, layout: Layout, shape: &[u64]) -> Result<Self> {
-        let Layout { start, dtype, is_swapped } = layout;
+    /// Returns the numbers of `file` from byte `start` on: a view of the file, or a copy if they are not aligned.
+    pub(super) fn mapped(
+        file: &MappedFile,
+        start: usize,
+        dtype: Kind,
+        shape: &[u64],
+    ) -> Result<Self> {
         let size = dtype.elt_size_in_bytes();
         let wrong = |problem: String| Error::data(format!("{}: {problem}", file.name()));
         let (shape, num_bytes) = sizes(shape, size).map_err(wrong)?;
@@ -54,11 +41,11 @@ impl Array {
             )));
         }
         let range = start..start + num_bytes;
-        let is_aligned = start.is_multiple_of(size); // a map starts at a page boundary
-        let bytes = match (is_swapped && size > 1, is_aligned) {
-            (true, _) => Tensor::f_from_slice(&swapped(&file[range], size).map_err(wrong)?),
-            (false, true) => Ok(file.bytes(range)?),
-            (false, false) => Tensor::f_from_slice(&file[range]),
+        // A map starts at a page boundary.
+        let bytes = if start.is_multiple_of(size) {
+            Ok(file.bytes(range)?)
+        } else {
+            Tensor::f_from_slice(&file[range])
         };
         // A byte that is neither 0 nor 1 is not a valid bool for libtorch.
         let stored = if dtype == Kind::Bool { Kind::Uint8 } else { dtype };
@@ -66,16 +53,6 @@ impl Array {
         let tensor = view.doing("making a tensor of a data file")?;
         Ok(if dtype == Kind::Uint8 { Self::bytes(tensor) } else { Self::plain(tensor) })
     }
-}
-
-/// Returns a copy of `bytes` with the byte order of each number reversed. Numbers are `size` bytes long.
-fn swapped(bytes: &[u8], size: usize) -> Result<Vec<u8>, String> {
-    let mut swapped = Vec::new();
-    let no_memory = |_| format!("there is not enough memory for {} bytes", bytes.len());
-    swapped.try_reserve_exact(bytes.len()).map_err(no_memory)?;
-    swapped.extend_from_slice(bytes);
-    swapped.chunks_exact_mut(size).for_each(<[u8]>::reverse);
-    Ok(swapped)
 }
 
 /// Returns the shape for libtorch and the total size in bytes. `element` is the size of one number. An error if there

@@ -5,10 +5,11 @@ use std::path::Path;
 
 use csv::{ByteRecord, ReaderBuilder, Terminator};
 use flate2::bufread::MultiGzDecoder;
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
 use super::TargetKind;
 use super::array::Array;
+use super::file_dataset::count_classes;
 use super::format::Format;
 use crate::error::{Error, Result, Shown, counted};
 use crate::ffi::{TorchResult, open_file};
@@ -54,9 +55,6 @@ impl<R: Read> Read for Text<R> {
     }
 }
 
-/// The end that is added to each text. The zero byte, which no text has, is in a field if a quote is still open.
-const END: &[u8] = b"\n\0\n";
-
 /// The columns of the table.
 struct Columns {
     /// The names in the header. Empty without a header.
@@ -65,51 +63,38 @@ struct Columns {
     target: usize,
 }
 
-/// The names in a line, and the number of the line.
-type Header = (u64, Vec<String>);
-
 /// Parses one sample per line. The target is in the column `target` or `label`, or else in the last column. Lines that
 /// begin with a comment mark are skipped; a header may be such a line.
 pub(super) fn parse(name: &str, text: impl Read, kind: TargetKind) -> Result<(Array, Array)> {
     let wrong = |problem: String| Error::data(format!("{name}: {problem}"));
-    // With the terminator `\n`, a carriage return is white space, which is trimmed.
-    let text = Text(text).chain(END);
+    // With the terminator `\n`, a carriage return is white space, which is trimmed. The last line gets one, too.
     let mut builder = ReaderBuilder::new();
     builder.has_headers(false).flexible(true).terminator(Terminator::Any(b'\n'));
-    let mut lines = builder.from_reader(text);
+    let mut lines = builder.from_reader(Text(text).chain(&b"\n"[..]));
     let mut columns: Option<Columns> = None;
-    let mut comments: Vec<Header> = Vec::new();
-    let (mut inputs, mut values, mut classes) = (Vec::new(), Vec::new(), Vec::new());
-    let mut samples = 0i64;
+    let mut comments = Vec::new();
+    let (mut inputs, mut targets): (Vec<f32>, Vec<f64>) = (Vec::new(), Vec::new());
+    let mut number = 0;
     let mut line = ByteRecord::new();
     while lines.read_byte_record(&mut line).map_err(|error| wrong(error.to_string()))? {
-        if line.as_slice() == END.trim_ascii() {
-            break;
-        }
-        // A record's own position begins before the empty lines ahead of it. A line break ends each record but an open one.
-        let breaks = line.as_slice().iter().filter(|&&byte| byte == b'\n').count() as u64;
-        let is_open = line.as_slice().contains(&0);
-        let number = lines.position().line() - breaks - u64::from(!is_open);
-        if is_open || breaks > 0 && columns.is_some() {
-            let (end, to) =
-                if is_open { (0, "the end of the file") } else { (b'\n', "another line") };
-            let column = line.iter().position(|field| field.contains(&end)).unwrap_or(0) + 1;
+        if line.as_slice().contains(&b'\n') {
             return Err(wrong(format!(
-                "line {number}, column {column}: a quote begins here that is not closed before {to}; close it, or remove it"
+                "a quote after line {number} is not closed on its line; close it, or remove it"
             )));
         }
+        // A record's own position begins before the empty lines ahead of it.
+        number = lines.position().line() - 1;
         if line.len() == 1 && line[0].trim_ascii().is_empty() {
             continue;
         }
         if let Some(names) = comment(&line) {
-            comments.push((number, names));
+            comments.push(names);
             continue;
         }
         let Columns { names, count, target } = match &columns {
             Some(columns) => columns,
             None => {
-                let read = Columns::read(&line, number, &comments).map_err(wrong)?;
-                let is_header = line.iter().any(|field| parsed(field).is_none());
+                let (read, is_header) = Columns::read(&line, &comments).map_err(wrong)?;
                 let found = columns.insert(read);
                 if is_header {
                     continue;
@@ -123,7 +108,6 @@ pub(super) fn parse(name: &str, text: impl Read, kind: TargetKind) -> Result<(Ar
                 "line {number} has {found}, and the first line has {count}"
             )));
         }
-        samples += 1;
         for (column, field) in line.iter().enumerate() {
             let wrong = |problem| {
                 let title = names.get(column).map_or(String::new(), |name| format!(" ({name})"));
@@ -135,141 +119,61 @@ pub(super) fn parse(name: &str, text: impl Read, kind: TargetKind) -> Result<(Ar
             if !(value as f32).is_finite() && field.iter().any(u8::is_ascii_digit) {
                 return Err(wrong("is not a finite number that float32 can hold"));
             }
-            match kind {
-                _ if column != *target => inputs.push(value as f32),
-                TargetKind::Values => values.push(value as f32),
-                TargetKind::Classes
-                    if (0.0..=HIGHEST_CLASS).contains(&value) && value.fract() == 0.0 =>
-                {
-                    classes.push(value as i64);
-                }
-                TargetKind::Classes => {
-                    return Err(wrong(
-                        "is not a class: classes are whole numbers from 0; use --loss mse for other numbers",
-                    ));
-                }
+            if column == *target {
+                targets.push(value);
+            } else {
+                inputs.push(value as f32);
             }
         }
     }
-    if samples == 0 {
+    if targets.is_empty() {
         return Err(wrong("it has no line with numbers".into()));
     }
-    let tensors = || {
-        let targets = match kind {
-            TargetKind::Values => Tensor::f_from_slice(&values)?,
-            TargetKind::Classes => Tensor::f_from_slice(&classes)?,
-        };
-        Ok((Tensor::f_from_slice(&inputs)?.f_view([samples, -1])?, targets))
+    let doing = "making a tensor of a data file";
+    let rows = [targets.len() as i64, -1];
+    let inputs =
+        Tensor::f_from_slice(&inputs).and_then(|inputs| inputs.f_view(rows)).doing(doing)?;
+    let targets = Tensor::f_from_slice(&targets).doing(doing)?;
+    let kind = match kind {
+        TargetKind::Values => Kind::Float,
+        TargetKind::Classes => count_classes(name, &targets).map(|_| Kind::Int64)?,
     };
-    let (inputs, targets) = tensors().doing("making a tensor of a data file")?;
-    Ok((Array::plain(inputs), Array::plain(targets)))
+    Ok((Array::plain(inputs), Array::plain(targets.f_to_kind(kind).doing(doing)?)))
 }
 
-/// The highest class number.
-const HIGHEST_CLASS: f64 = i32::MAX as f64;
-
 impl Columns {
-    /// Reads the columns from the first line that is not empty and no comment, line `number` of the file, and from the
-    /// `comments` ahead of it.
-    fn read(first: &ByteRecord, number: u64, comments: &[Header]) -> Result<Self, String> {
+    /// Reads the columns from the first line that is not empty and no comment, and from the `comments` ahead of it. Returns
+    /// also whether that line is a header.
+    fn read(first: &ByteRecord, comments: &[Vec<String>]) -> Result<(Self, bool), String> {
         let count = first.len();
         if count < 2 {
             return Err("the first line has one column, but a sample needs at least two, separated by commas: its \
                         numbers and its target"
                 .into());
         }
-        let is_number = |field: &[u8]| parsed(field).is_some();
-        let fits = |header: &&Header| header.1.len() == count;
-        let names = if first.iter().all(is_number) {
-            comments.iter().rfind(fits).map(|(_, names)| names.clone()).unwrap_or_default()
-        } else {
-            names(first)
-        };
-        check_pandas(first, number, !comments.is_empty())?;
         let is_target = |name: &String| {
             let letters = name.to_lowercase().replace(|c: char| !c.is_alphanumeric(), "");
             ["target", "targets", "label", "labels"].contains(&&*letters)
         };
-        let named: Vec<usize> = (0..names.len()).filter(|&i| is_target(&names[i])).collect();
-        if let Some(column) = first.iter().position(|field| !is_number(field))
-            && named.is_empty()
-            && first.iter().any(is_number)
-        {
-            return Err(format!(
-                "line {number}, column {}: {} is not a number, but others in this line are; correct it, or, if the \
-                 line is a header, name the column of the targets target or label",
-                column + 1,
-                shown(&first[column])
-            ));
+        let mut names = names(first);
+        let has_numbers = first.iter().any(|field| parsed(field).is_some());
+        let is_header = !has_numbers || names.iter().any(is_target);
+        if !is_header {
+            let header = comments.iter().rfind(|names| names.len() == count);
+            names = header.cloned().unwrap_or_default();
         }
-        match named[..] {
-            [] => {
-                check_no_target(&names, number, count, comments)?;
-                Ok(Self { names, count, target: count - 1 })
-            }
-            [target] => Ok(Self { names, count, target }),
-            _ => Err("several columns are called target or label; rename all but one".into()),
+        // The index of the rows, on which the program would train.
+        if is_header && names.iter().any(String::is_empty) {
+            return Err("the header has a column without a name, as the index that pandas writes; write the file with \
+                        index=False, or name the column"
+                .into());
         }
-    }
-}
-
-/// Refuses two headers of pandas, because the program would train on what they show: a column without a name, which is the
-/// index of the rows, and the numbers of the columns in place of names. pandas writes no comments.
-fn check_pandas(first: &ByteRecord, number: u64, has_comments: bool) -> Result<(), String> {
-    let counts_up_after = |skipped: usize| {
-        let mut fields = first.iter().skip(skipped).enumerate();
-        fields.all(|(column, field)| field == column.to_string().as_bytes())
-    };
-    let has_no_name = |name: &String| name.is_empty() || name.starts_with("Unnamed: ");
-    let is_header = !first.iter().any(|field| parsed(field).is_some()) || counts_up_after(1);
-    if let Some(column) = names(first).iter().position(has_no_name).filter(|_| is_header) {
-        return Err(format!(
-            "line {number}, column {}: this column has no name, as an index of the rows that pandas writes; write the \
-             file with index=False, or, if its numbers are to be trained on, name the column",
-            column + 1
-        ));
-    }
-    if counts_up_after(0) && first.len() > 2 && !has_comments {
-        return Err(format!(
-            "line {number} is 0,1,2 and so on, as pandas writes for columns without names; name the columns, or, if the \
-             line is a sample, put a line with names ahead of it"
-        ));
-    }
-    Ok(())
-}
-
-/// Refuses a header, or a comment ahead of line `number`, that seems to say that another column than the last one of
-/// `count` is the target.
-fn check_no_target(
-    names: &[String],
-    number: u64,
-    count: usize,
-    comments: &[Header],
-) -> Result<(), String> {
-    let mentions = |name: &String| {
-        let name = name.to_lowercase();
-        name.contains("target") || name.contains("label")
-    };
-    let has_x = names.iter().any(|name| name.eq_ignore_ascii_case("x"));
-    let seems = |name: &String| {
-        let mut words = name.split(|c: char| !c.is_alphanumeric()).map(str::to_lowercase);
-        mentions(name) || words.any(|word| word.starts_with("class") || (word == "y" && !has_x))
-    };
-    if let Some(column) = names.iter().rev().skip(1).rev().position(seems) {
-        return Err(format!(
-            "column {} is called {:?}, and the last one {:?}; rename the column of the targets to target or label",
-            column + 1,
-            names[column],
-            names[count - 1]
-        ));
-    }
-    let unclear = |(_, names): &&Header| names.len() != count && names.iter().any(mentions);
-    match comments.iter().find(unclear) {
-        Some((comment, _)) => Err(format!(
-            "line {comment} is a comment about the target, and does not name each of the {count} columns of line \
-             {number}; begin the file with a line that does, or remove the comment"
-        )),
-        None => Ok(()),
+        let mut named = (0..count).filter(|&column| names.get(column).is_some_and(is_target));
+        let target = named.next().unwrap_or(count - 1);
+        if named.next().is_some() {
+            return Err("several columns are called target or label; rename all but one".into());
+        }
+        Ok((Self { names, count, target }, is_header))
     }
 }
 
@@ -328,7 +232,6 @@ mod tests {
             " \"Target\" , a\r",
             "\u{a0}label\u{a0},a",
             "[targets],a",
-            "\"la\nbel\",a",
         ] {
             assert_eq!(
                 read(&format!("{header}\n0,5\n# 7,7\n2,6\n")).unwrap(),
@@ -336,42 +239,28 @@ mod tests {
                 "{header}"
             );
         }
-        for header in ["a,b", "# a,b", "x,y", "a,label", "a,my_label", "a,class", "# a comment"] {
+        for header in ["a,b", "# a,b", "x,y", "a,label", "a,my_label", "label_id,a", "# a comment"]
+        {
             assert_eq!(
                 read(&format!("{header}\n5,0\n")).unwrap(),
                 (vec![5.0], vec![0]),
                 "{header}"
             );
         }
-        for (header, problem) in [
-            ("label_id,a", "column 1 is called \"label_id\", and the last one \"a\"; rename"),
-            ("# class,a", "column 1 is called \"class\""),
-            ("Y,a", "column 1 is called \"Y\""),
-            (
-                "# label,a,b",
-                "line 1 is a comment about the target, and does not name each of the 2 columns of line 2",
-            ),
-            ("# label a", "line 1 is a comment about the target, and does not"),
-            ("label,Target", "several columns are called target or label"),
-        ] {
-            let error = read(&format!("{header}\n0,5\n")).unwrap_err();
-            assert!(error.contains(problem), "{header}: {error}");
-        }
+        let error = read("label,Target\n0,5\n").unwrap_err();
+        assert!(error.contains("several columns are called target or label"), "{error}");
     }
 
     #[test]
-    fn index_and_column_numbers_of_pandas_are_refused() {
+    fn header_without_a_name_and_first_line_with_a_mistake_are_refused() {
         for (text, problem) in [
-            (",a,label\n0,5,1\n", "line 1, column 1: this column has no name, as an index of"),
-            ("\"\",\"a\",\"label\"\n\"1\",5,1\n", "line 1, column 1: this column has no name"),
-            ("\nUnnamed: 0,a,label\n0,5,1\n", "line 2, column 1: this column has no name"),
-            ("a,,label\n0,5,1\n", "line 1, column 2: this column has no name"),
-            (",0,1,2\n0,5,6,1\n", "line 1, column 1: this column has no name"),
-            ("0,1,2\n5.5,6.5,1\n", "line 1 is 0,1,2 and so on, as pandas writes"),
             (
-                "5,,1\n5,6,1\n",
-                "line 1, column 2: \"\" is not a number, but others in this line are",
+                ",a,label\n0,5,1\n",
+                "a.csv: the header has a column without a name, as the index that",
             ),
+            ("\"\",\"a\",\"label\"\n\"1\",5,1\n", "a column without a name"),
+            (",0,1,2\n0,5,6,1\n", "line 1, column 1: \"\" is not a number"),
+            ("\n5,,1\n5,6,1\n", "line 2, column 2: \"\" is not a number"),
         ] {
             let error = read(text).unwrap_err();
             assert!(error.contains(problem), "{text}: {error}");
@@ -380,27 +269,20 @@ mod tests {
             ("0,1\n2,3\n", vec![0.0]),
             ("a,b,c\n0,1,2\n", vec![0.0, 1.0]),
             ("# a,b,c\n0,1,2\n", vec![0.0, 1.0]),
-            ("0,1,2.0\n", vec![0.0, 1.0]),
         ] {
             assert_eq!(read(text).unwrap().0, first, "{text}");
         }
     }
 
     #[test]
-    fn open_quote_is_refused_where_its_line_begins() {
+    fn open_quote_is_refused_with_the_line_before_it() {
         for (text, problem) in [
-            ("a,b,label\n1,2,0\n3,\"4,1\n5,6,0\n7,8,1\n", "line 3, column 2: a quote begins here"),
-            (
-                "1,2\n\n\n\"3,4",
-                "line 4, column 1: a quote begins here that is not closed before the end",
-            ),
-            ("1,2\n3,\"", "line 2, column 2"),
-            ("\"a,b\n1,2\n", "line 1, column 1"),
-            ("# it is 5\" long\n# \n#,\"a\n1,2\n", "line 3, column 2"),
-            (
-                "1,2\n\"3,4\n5\",6\n7,8\n",
-                "line 2, column 1: a quote begins here that is not closed before another",
-            ),
+            ("a,b,label\n1,2,0\n3,\"4,1\n5,6,0\n7,8,1\n", "a quote after line 2 is not closed"),
+            ("1,2\n\n\n\"3,4", "a quote after line 1 is not closed on its line"),
+            ("1,2\n3,\"", "a quote after line 1"),
+            ("\"a,b\n1,2\n", "a quote after line 0"),
+            ("# it is 5\" long\n# \n#,\"a\n1,2\n", "a quote after line 2"),
+            ("1,2\n\"3,4\n5\",6\n7,8\n", "a quote after line 1"),
             ("a,b\n\n1,2\n3,\"x\"\n", "line 4, column 2 (b): \"x\" is not a number"),
         ] {
             let error = read(text).unwrap_err();

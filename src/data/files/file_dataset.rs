@@ -2,7 +2,6 @@
 
 use std::sync::Arc;
 
-use anyhow::bail;
 use tch::{Device, Kind, Tensor};
 
 use super::array::Array;
@@ -200,10 +199,6 @@ impl Dataset for FileDataset {
     }
 
     fn batch(&self, indices: &[usize]) -> anyhow::Result<(Tensor, Tensor)> {
-        let len = self.len();
-        if let Some(index) = indices.iter().find(|index| **index >= len) {
-            bail!("{} has no sample {index}", self.name);
-        }
         let (inputs, targets) = self.samples.gathered(indices)?;
         let mut inputs = inputs.f_to_kind(Kind::Float)?;
         if self.is_pixels {

@@ -1,6 +1,6 @@
 //! [`Format`]: all that the program knows about a data format.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use super::TargetKind;
 use super::array::Array;
@@ -76,21 +76,6 @@ impl Format {
             )));
         }
         Ok(())
-    }
-
-    /// Returns the location that the user probably meant by `path`, written after the unknown format `prefix` or alone
-    /// (`prefix` is empty). `None` if it does not look like this format.
-    pub(super) fn guess(&self, prefix: &str, path: &str) -> Option<String> {
-        if self.folder.is_some() {
-            let is_mnist = prefix.eq_ignore_ascii_case("mnist");
-            let is_folder = prefix.is_empty() && Path::new(path).is_dir();
-            return (!path.is_empty() && (is_mnist || is_folder)).then(|| path.into());
-        }
-        let lower = path.to_lowercase();
-        let is_named = |ending: &&&str| path.len() > ending.len() && lower.ends_with(**ending);
-        let ending = self.endings.iter().find(is_named)?;
-        let lacks_targets = self.is_pair() && !path.contains(',');
-        Some(if lacks_targets { format!("{path},TARGETS{ending}") } else { path.into() })
     }
 
     /// Returns the paths in `location`, between which there are commas.

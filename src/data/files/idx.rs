@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use flate2::bufread::MultiGzDecoder;
 use tch::{Kind, Tensor};
 
-use super::array::{Array, Layout, sizes};
+use super::array::{Array, sizes};
 use super::format::{Folder, Format};
 use crate::error::{Error, Result, Shown};
 use crate::ffi::{MappedFile, TorchResult};
@@ -46,24 +46,11 @@ fn read_validation(location: &str) -> Result<Option<(Array, Array)>> {
     images.map(|_| read(&folder, VALIDATION)).transpose()
 }
 
-/// The folders below the given one in which torchvision puts MNIST's files and those of data sets like it.
-const OF_TORCHVISION: [&str; 4] = ["raw", "MNIST/raw", "FashionMNIST/raw", "KMNIST/raw"];
-
-/// Returns the folder with the training images: `given`, or one of torchvision's below it.
+/// Returns the folder with the training images: `given`, or `raw` below it, where torchvision puts them.
 fn folder(given: &Path) -> Result<PathBuf> {
     let has_images = |folder: &PathBuf| find(folder, TRAINING, Holds::Images).is_some();
-    let below = OF_TORCHVISION.map(|below| given.join(below));
-    let mut found = [given.to_owned()].into_iter().chain(below).filter(has_images);
-    let Some(folder) = found.next() else { return Err(missing(given, TRAINING, Holds::Images)) };
-    match found.next().filter(|_| folder != given) {
-        Some(other) => Err(Error::usage(format!(
-            "{}: there are several data sets, in {} and {}; name the folder of one",
-            given.shown(),
-            folder.shown(),
-            other.shown()
-        ))),
-        None => Ok(folder),
-    }
+    let mut folders = [given.to_owned(), given.join("raw")].into_iter();
+    folders.find(has_images).ok_or_else(|| missing(given, TRAINING, Holds::Images))
 }
 
 /// Reads the images and labels of `part`.
@@ -75,46 +62,22 @@ fn read(folder: &Path, part: &str) -> Result<(Array, Array)> {
     Ok((read(Holds::Images)?, read(Holds::Labels)?))
 }
 
-/// Returns the error for a file that is not there. It names files that it may be.
+/// Returns the error for a file that is not there.
 fn missing(folder: &Path, part: &str, holds: Holds) -> Error {
     let [name, other] = holds.file_names(part);
-    let there = fs::read_dir(folder).map(|entries| {
-        let names = entries.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned());
-        let is_known = |name: &str| {
-            let mut known = FILES.into_iter().flat_map(|(part, holds)| holds.file_names(part));
-            known.any(|known| name.trim_end_matches(".gz") == known)
-        };
-        let may_be = |name: &String| name.to_lowercase().contains("ubyte") && !is_known(name);
-        let mut names: Vec<String> = names.filter(may_be).take(6).collect();
-        names.sort();
-        names
-    });
-    let problem = match there {
-        Err(error) if folder.is_file() => {
-            format!("{error}; name the folder that has {name}")
-        }
+    let problem = match fs::read_dir(folder) {
+        Err(error) if folder.is_file() => format!("{error}; name the folder that has {name}"),
         Err(error) => error.to_string(),
-        Ok(names) => {
-            let below = OF_TORCHVISION.join(", ");
-            let there = match &names[..] {
-                [] => String::new(),
-                names => format!("; here are {}: rename them", names.join(", ")),
-            };
-            format!("there is no {name} here, also not as {other}, with .gz, or in {below}{there}")
-        }
+        Ok(_) => format!("there is no {name} here, also not as {other}, with .gz, or in raw"),
     };
     Error::data(format!("{}: {problem}", folder.shown()))
 }
 
-/// Returns the file of `part`, if it is there: under one of its names, as it is or compressed, perhaps in a folder of
-/// that name, as Kaggle packs it.
+/// Returns the file of `part`, if it is there: under one of its names, as it is or compressed.
 fn find(folder: &Path, part: &str, holds: Holds) -> Option<PathBuf> {
     let names = holds.file_names(part);
-    let inside = |outer| names.iter().map(move |inner| format!("{outer}/{inner}"));
-    let paths = names.iter().cloned().chain(names.iter().flat_map(inside));
-    let paths = paths.collect::<Vec<String>>();
-    let packed = paths.iter().map(|path| format!("{path}.gz"));
-    let mut files = paths.iter().cloned().chain(packed).map(|path| folder.join(path));
+    let packed = names.each_ref().map(|name| format!("{name}.gz"));
+    let mut files = names.into_iter().chain(packed).map(|name| folder.join(name));
     files.find(|file| fs::exists(file).unwrap_or(false) && !file.is_dir())
 }
 
@@ -145,12 +108,12 @@ fn array(path: &Path, holds: Holds) -> Result<Array> {
         let mut unpacked = BufReader::new(MultiGzDecoder::new(&file[..]));
         let (_, shape) = header(&mut unpacked, holds).map_err(wrong)?;
         let (sizes, num_bytes) = sizes(&shape, 1).map_err(wrong)?;
-        let bytes = unpack(unpacked, file.len() as u64, num_bytes).map_err(wrong)?;
+        let bytes = unpack(unpacked, num_bytes).map_err(wrong)?;
         let tensor = Tensor::f_from_slice(&bytes).and_then(|bytes| bytes.f_view(&sizes[..]));
         return Ok(Array::bytes(tensor.doing("making a tensor of a data file")?));
     }
     let (start, shape) = header(&mut &file[..], holds).map_err(wrong)?;
-    let array = Array::mapped(&file, Layout::native(start, Kind::Uint8), &shape)?;
+    let array = Array::mapped(&file, start, Kind::Uint8, &shape)?;
     match file.len() - start - array.tensor.numel() {
         0 => Ok(array),
         more => Err(wrong(too_long(more))),
@@ -191,20 +154,10 @@ fn header(file: &mut impl BufRead, holds: Holds) -> Result<(usize, Vec<u64>), St
     Ok((4 + 4 * shape.len(), shape))
 }
 
-/// Decompresses the data after the header: `num_bytes` bytes, from a compressed file of `packed` bytes.
-fn unpack(mut file: impl Read, packed: u64, num_bytes: usize) -> Result<Vec<u8>, String> {
-    // Deflate compresses by a factor of 1032 at most.
-    if num_bytes as u64 / 1032 > packed {
-        return Err(format!(
-            "the header announces {num_bytes} bytes, more than a packed file of {packed} can hold; copy it again"
-        ));
-    }
+/// Decompresses the data after the header: `num_bytes` bytes. Takes memory for what is there, whatever the header announces.
+fn unpack(file: impl Read, num_bytes: usize) -> Result<Vec<u8>, String> {
     let mut bytes = Vec::new();
-    bytes
-        .try_reserve_exact(num_bytes + 1)
-        .map_err(|_| format!("there is not enough memory for {num_bytes} bytes"))?;
-    file.by_ref()
-        .take(num_bytes as u64 + 1)
+    file.take(num_bytes as u64 + 1)
         .read_to_end(&mut bytes)
         .map_err(|error| format!("it can't be unpacked: {error}; copy it again"))?;
     match bytes.len() {

@@ -4,9 +4,9 @@ use std::path::Path;
 
 use serde::Deserialize;
 use serde_json::Value;
-use tch::Kind;
+use tch::{Kind, TchError, Tensor};
 
-use super::array::{Array, Layout};
+use super::array::Array;
 use super::format::Format;
 use crate::error::{Error, Result};
 use crate::ffi::{MappedFile, TorchResult};
@@ -25,20 +25,34 @@ pub(super) const NPY: Format = Format {
 fn read(path: &Path) -> Result<Array> {
     let file = MappedFile::open(path)?;
     let wrong = |problem: String| Error::data(format!("{}: {problem}", file.name()));
-    let (header, start) = header(&file).map_err(wrong)?;
+    let (mut header, start) = header(&file).map_err(wrong)?;
     let dtype = dtype(&header).map_err(wrong)?;
     let is_swapped = header.descr.as_str().is_some_and(|dtype| dtype.starts_with(OTHER_BYTE_ORDER));
-    let layout = Layout { start, dtype, is_swapped };
-    if !header.fortran_order {
-        return Array::mapped(&file, layout, &header.shape);
+    // Numbers in Fortran order are, in C order, the array with its dimensions reversed.
+    if header.fortran_order {
+        header.shape.reverse();
     }
-    // In C order, the same bytes are the array with its dimensions reversed.
-    let reversed: Vec<u64> = header.shape.iter().rev().copied().collect();
-    let array = Array::mapped(&file, layout, &reversed)?;
-    let dims: Vec<i64> = (0..reversed.len() as i64).rev().collect();
-    let tensor = array.tensor.f_permute(&dims[..]).and_then(|tensor| tensor.f_contiguous());
-    let tensor = tensor.doing("making a tensor of a data file")?;
+    let array = Array::mapped(&file, start, dtype, &header.shape)?;
+    let convert = || {
+        let mut tensor = array.tensor.shallow_clone();
+        if is_swapped {
+            tensor = swapped(&tensor)?;
+        }
+        if header.fortran_order {
+            let dims: Vec<i64> = (0..header.shape.len() as i64).rev().collect();
+            tensor = tensor.f_permute(&dims[..])?.f_contiguous()?;
+        }
+        Ok(tensor)
+    };
+    let tensor = convert().doing("making a tensor of a data file")?;
     Ok(Array { tensor, ..array })
+}
+
+/// Returns a copy of the contiguous `tensor` with the bytes of each number reversed.
+fn swapped(tensor: &Tensor) -> Result<Tensor, TchError> {
+    let size = tensor.kind().elt_size_in_bytes() as i64;
+    let bytes = tensor.f_view(-1)?.f_view_dtype(Kind::Uint8)?.f_view([-1, size])?;
+    bytes.f_flip([1])?.f_view_dtype(tensor.kind())?.f_view(&tensor.size()[..])
 }
 
 /// The first character of a dtype in the byte order that is not this machine's.
@@ -108,36 +122,22 @@ const CUT_OFF: &str = "the file is cut off in its header; write or copy it again
 
 /// Returns the dtype of the numbers.
 fn dtype(header: &Header) -> Result<Kind, String> {
-    let Value::String(descr) = &header.descr else {
-        return Err("a structured array, with columns of their own names and dtypes, cannot be read; save the columns as \
-                    one array: numpy.lib.recfunctions.structured_to_unstructured(x, \"float32\")"
-            .into());
-    };
-    let kind = descr.trim_start_matches(['<', '>', '|', '=']);
-    let (what, instead) = match kind {
-        "f4" => return Ok(Kind::Float),
-        "f8" => return Ok(Kind::Double),
-        "f2" => return Ok(Kind::Half),
-        "i1" => return Ok(Kind::Int8),
-        "i2" => return Ok(Kind::Int16),
-        "i4" => return Ok(Kind::Int),
-        "i8" => return Ok(Kind::Int64),
-        "u1" => return Ok(Kind::Uint8),
-        "b1" => return Ok(Kind::Bool),
-        _ if kind.starts_with('O') => (
-            "Python objects",
-            "make all rows equally long, and save numpy.stack(x).astype(\"float32\")",
-        ),
-        _ if kind.starts_with(['U', 'S', 'a']) => (
-            "texts",
-            "save numbers: x.astype(\"float32\"), or for classes numpy.unique(x, return_inverse=True)[1]",
-        ),
-        _ if kind.starts_with('c') => {
-            ("complex numbers", "save numpy.stack([x.real, x.imag], -1).astype(\"float32\")")
+    let descr = header.descr.as_str().unwrap_or_default();
+    Ok(match descr.trim_start_matches(['<', '>', '|', '=']) {
+        "f4" => Kind::Float,
+        "f8" => Kind::Double,
+        "f2" => Kind::Half,
+        "i1" => Kind::Int8,
+        "i2" => Kind::Int16,
+        "i4" => Kind::Int,
+        "i8" => Kind::Int64,
+        "u1" => Kind::Uint8,
+        "b1" => Kind::Bool,
+        _ => {
+            return Err(format!(
+                "an array of the dtype {} cannot be read; save x.astype(\"float32\") or x.astype(\"int64\") instead",
+                header.descr
+            ));
         }
-        _ if kind.starts_with(['M', 'm']) => ("times", "save x.astype(\"int64\")"),
-        _ if kind.starts_with('V') => ("bytes without a dtype", "save x.astype(\"float32\")"),
-        _ => ("numbers", "save x.astype(\"float32\") or x.astype(\"int64\")"),
-    };
-    Err(format!("{what} of the dtype {descr} cannot be read; {instead} instead"))
+    })
 }

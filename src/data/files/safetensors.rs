@@ -3,7 +3,7 @@
 use safetensors::SafeTensors;
 
 use super::TargetKind;
-use super::array::{Array, Layout};
+use super::array::Array;
 use super::format::Format;
 use crate::error::{Error, Result};
 use crate::ffi::MappedFile;
@@ -39,7 +39,7 @@ fn read(location: &str, _kind: TargetKind) -> Result<(Array, Array)> {
         })?;
         let start = view.data().as_ptr() as usize - file.as_ptr() as usize;
         let shape: Vec<u64> = view.shape().iter().map(|&size| size as u64).collect();
-        Array::mapped(&file, Layout::native(start, dtype), &shape)
+        Array::mapped(&file, start, dtype, &shape)
     };
     Ok((array("inputs")?, array("targets")?))
 }

@@ -95,7 +95,11 @@ impl DatasetSpec {
     pub(crate) fn data_files(&self) -> Result<Vec<DataFile>> {
         let files = self.files().into_iter();
         let files = files.filter(|file| file.metadata().is_ok_and(|file| file.len() > 0));
-        files.map(|file| hashed(&file)).collect()
+        let hashed = |file: PathBuf| -> Result<DataFile> {
+            let path = file.to_string_lossy().into_owned();
+            Ok(DataFile { path, xxh3: format!("{:016x}", xxh3_64(&MappedFile::open(&file)?)) })
+        };
+        files.map(hashed).collect()
     }
 
     /// Returns whether there may be validation samples in files of their own.
@@ -116,16 +120,6 @@ impl DatasetSpec {
     }
 }
 
-/// Returns the path of `file`, with the hash of its contents. Reads all of it.
-///
-/// # Errors
-/// [`Error::Input`] if it cannot be read.
-fn hashed(file: &Path) -> Result<DataFile> {
-    let bytes = MappedFile::open(file)?;
-    let path = file.to_string_lossy().into_owned();
-    Ok(DataFile { path, xxh3: format!("{:016x}", xxh3_64(&bytes)) })
-}
-
 impl FromStr for DatasetSpec {
     type Err = Error;
 
@@ -144,42 +138,18 @@ impl FromStr for DatasetSpec {
 
 /// Returns the error for a text that is no data set, with the data set that the user probably meant.
 fn unknown(text: &str) -> Error {
-    let (prefix, path) = text.split_once(':').unwrap_or(("", text));
-    let meant = FORMATS.iter().find_map(|format| {
-        let location = format.guess(prefix, path)?;
-        Some(format!("; did you mean {}:{}?", format.name(), escaped_line(&location)))
+    let (_, path) = text.split_once(':').unwrap_or(("", text));
+    let lower = path.to_lowercase();
+    let is_this = |format: &&&Format| format.endings.iter().any(|ending| lower.ends_with(ending));
+    let meant = FORMATS.iter().find(is_this).map(|format| {
+        format!("; did you mean {}?", format.usage.replace("FILE", &escaped_line(path)))
     });
     let [others @ .., last] = &FORMATS.map(|format| format.usage);
     Error::usage(format!(
         "{text:?} is not a data set; use {} or {last}{}",
         others.join(", "),
-        meant.or_else(|| known(text)).unwrap_or_default()
+        meant.unwrap_or_default()
     ))
-}
-
-/// Well-known data sets, by the beginnings of their names, and how they are read.
-const KNOWN: [(&str, &str); 4] = [
-    ("mnist fashion kmnist emnist", "download its files into a folder, and use idx:FOLDER"),
-    (
-        "cifar imagenet imagefolder svhn coco celeba stl10",
-        "save its images and classes with numpy.save, and use npy:INPUTS,TARGETS",
-    ),
-    (
-        "shakespeare tinyshakespeare wikitext openwebtext enwik tinystories ptb",
-        "download it as one text, and use text:FILE with --model gpt",
-    ),
-    (
-        "iris wine titanic california boston diabetes adult",
-        "save it as a table of numbers, and use csv:FILE",
-    ),
-];
-
-/// Returns how the well-known data set `text` is read; `None` for another.
-fn known(text: &str) -> Option<String> {
-    let name = text.to_lowercase().replace(|c: char| !c.is_alphanumeric(), "");
-    let begins = |(names, _): &&(&str, &str)| names.split(' ').any(|it| name.starts_with(it));
-    let (_, how) = KNOWN.iter().find(begins)?;
-    Some(format!("; {text} is not built in: {how}"))
 }
 
 impl fmt::Display for DatasetSpec {
@@ -213,36 +183,16 @@ mod tests {
             ("CSV:pets.csv", Some("csv:pets.csv")),
             ("data/pets.csv.gz", Some("csv:data/pets.csv.gz")),
             ("pets.safetensors", Some("safetensors:pets.safetensors")),
-            ("x.npy", Some("npy:x.npy,TARGETS.npy")),
-            ("x.npy,y.npy", Some("npy:x.npy,y.npy")),
-            ("src", Some("idx:src")),
-            ("mnist:folder", Some("idx:folder")),
+            ("x.npy", Some("npy:INPUTS,TARGETS")),
+            ("mnist", None),
             ("poem.txt", Some("text:poem.txt")),
-            (".csv", None),
             ("pets", None),
             ("", None),
         ] {
             let error = text.parse::<DatasetSpec>().unwrap_err().to_string();
-            assert!(!error.contains("not built in"), "{error}");
             let end =
                 meant.map_or("or text:FILE".into(), |meant| format!("; did you mean {meant}?"));
             assert!(error.ends_with(&end), "{error}");
-        }
-    }
-
-    #[test]
-    fn well_known_data_set_error_names_its_format() {
-        for (text, format) in [
-            ("MNIST", "idx:FOLDER"),
-            ("fashion_mnist", "idx:FOLDER"),
-            ("cifar10", "npy:INPUTS,TARGETS"),
-            ("ImageNet-1k", "npy:INPUTS,TARGETS"),
-            ("tiny-shakespeare", "text:FILE with --model gpt"),
-            ("iris", "csv:FILE"),
-        ] {
-            let error = text.parse::<DatasetSpec>().unwrap_err().to_string();
-            let end = format!("and use {format}");
-            assert!(error.contains("is not built in: ") && error.ends_with(&end), "{error}");
         }
     }
 }
