@@ -121,7 +121,10 @@ impl Reducer {
         self.hooks.resume_panic();
         let mut state = self.state();
         state.is_in_autograd = false;
-        state.error.take().map_or(Ok(()), Err)
+        match state.error.take() {
+            Some(error) => Err(error),
+            None => Ok(()),
+        }
     }
 
     /// Reduces the buckets that were not reduced during autograd, waits for all reductions, and ends the step.

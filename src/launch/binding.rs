@@ -149,11 +149,12 @@ fn joined(cores: &[CpuList]) -> Vec<usize> {
     cores.iter().flat_map(|core| core.0.iter().copied()).collect()
 }
 
-/// Returns the allowed CPUs of each core.
+/// Returns the allowed CPUs of each core, with the cores of a NUMA node beside each other.
 fn cores(topology: &Topology) -> Vec<CpuList> {
+    let node = |cpu: &usize| topology.nodes.iter().position(|node| node.0.contains(cpu));
     let allowed = topology.cores.iter().map(|core| core.intersection(&topology.allowed));
     let mut cores: Vec<CpuList> = allowed.collect();
-    cores.sort_unstable();
+    cores.sort_by_key(|core| (core.0.first().and_then(node), core.0.clone()));
     cores.dedup();
     cores
 }
@@ -175,10 +176,12 @@ mod tests {
     fn machine(cores: usize, smt: usize, allowed: &str) -> Topology {
         let siblings = |core: usize| CpuList::new((0..smt).map(|thread| core + thread * cores));
         let allowed = list(allowed);
+        let nodes = Vec::new();
         Topology {
             online: CpuList::new(0..cores * smt),
             cores: allowed.0.iter().map(|cpu| siblings(cpu % cores)).collect(),
             allowed,
+            nodes,
         }
     }
 
@@ -226,6 +229,7 @@ mod tests {
             allowed: list("4-7"),
             cores: (4..8).map(|cpu| CpuList(vec![cpu])).collect(),
             online: CpuList::default(),
+            nodes: Vec::new(),
         };
         assert_eq!(bound(CORE, &unknown, &threads(2, 2)), ["4-5", "6-7"]);
     }
@@ -246,6 +250,13 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn cores_of_a_node_are_side_by_side() {
+        let mut mixed = machine(4, 1, "0-3");
+        mixed.nodes = vec![list("0,2"), list("1,3")];
+        assert_eq!(bound(BindChoice::Core, &mixed, &threads(2, 2)), ["0,2", "1,3"]);
     }
 
     #[test]

@@ -133,7 +133,7 @@ impl Launch {
 
     /// Returns a warning if this process is to serve the store under a name that resolves to a loopback address, as a
     /// line in Debian's `/etc/hosts` may cause: no other machine can connect. All processes may be on this one.
-    pub(crate) fn warning(&self) -> Option<String> {
+    pub fn warning(&self) -> Option<String> {
         let master = self.master.as_ref().filter(|master| !master.agent_store)?;
         let others = self.processes.index == 0 && self.nnodes.is_some_and(|nnodes| nnodes > 1);
         if !others || master.addr.parse::<IpAddr>().is_ok() {

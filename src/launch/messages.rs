@@ -26,6 +26,8 @@ pub(super) struct Process {
     pub version: String,
     pub host: String,
     pub pid: u32,
+    /// A random number: two containers may have one host name and one process id.
+    pub nonce: u64,
     pub backend: String,
     /// The number of its first rank among those of its machine.
     pub first_local: usize,
@@ -265,6 +267,7 @@ mod tests {
                 version,
                 host,
                 pid,
+                nonce: first_local as u64,
                 backend,
                 first_local,
                 ranks,
@@ -330,6 +333,7 @@ mod tests {
             version: String::new(),
             host: "a".into(),
             pid: count as u32,
+            nonce: 0,
             backend: String::new(),
             first_local: 0,
             ranks: (0..count).map(|rank| format!("GPU:{rank}")).collect(),
@@ -421,6 +425,7 @@ mod tests {
             version: String::new(),
             host: host.into(),
             pid: 0,
+            nonce: 0,
             backend: String::new(),
             first_local,
             ranks: vec!["CPU:0".into()],

@@ -255,6 +255,7 @@ mod tests {
             version: String::new(),
             host: "a".into(),
             pid: launch.processes.index as u32,
+            nonce: 0,
             backend: "gloo".into(),
             first_local: 0,
             ranks: vec!["CPU:0".into()],

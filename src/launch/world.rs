@@ -277,6 +277,7 @@ fn this_process(launch: &Launch, placement: &Placement, options: Vec<(String, St
         version: env!("CARGO_PKG_VERSION").into(),
         host: gethostname::gethostname().to_string_lossy().into_owned(),
         pid: std::process::id(),
+        nonce: getrandom::u64().unwrap_or_default(), // only tells apart what looks alike
         backend: backend.name().into(),
         first_local,
         ranks: placement.labels(first_local),

@@ -1,4 +1,4 @@
-//! The CPUs on which threads may run: reads and sets them, and reads which of them share a core.
+//! The CPUs on which threads may run: reads and sets them, and reads which of them share a core or memory.
 
 use std::fmt;
 use std::fs;
@@ -10,11 +10,11 @@ use std::str::FromStr;
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
 /// A set of CPUs, in ascending order. Written as the kernel writes it: `0-3,8`.
-#[derive(Debug, Clone, Default, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct CpuList(pub Vec<usize>);
 
 /// The CPUs of the machine, and those that the calling thread may use.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Default)]
 pub(crate) struct Topology {
     /// The CPUs that the thread may use. The kernel leaves out those that are offline.
     pub allowed: CpuList,
@@ -22,6 +22,8 @@ pub(crate) struct Topology {
     pub online: CpuList,
     /// For each allowed CPU the CPUs of its core: itself, and its SMT siblings.
     pub cores: Vec<CpuList>,
+    /// The CPUs of each NUMA node. Empty if the system does not list them.
+    pub nodes: Vec<CpuList>,
 }
 
 impl CpuList {
@@ -75,7 +77,10 @@ impl Topology {
         };
         let cores = allowed.0.iter().map(siblings).collect();
         let online = read_list(&system.join("cpu/online")).unwrap_or_default();
-        Ok(Self { allowed, online, cores })
+        let node = |node: &usize| read_list(&system.join(format!("node/node{node}/cpulist")));
+        let nodes = read_list(&system.join("node/online")).unwrap_or_default();
+        let nodes = nodes.0.iter().filter_map(node).collect();
+        Ok(Self { allowed, online, cores, nodes })
     }
 }
 

@@ -54,7 +54,7 @@ impl ProcessGroup {
         refuse(
             operation,
             format!(
-                "the output of rank {} has shape {shape:?} and strides {strides:?}, so several elements share \
+                "the output of rank {} has shape {shape:?} and strides {strides:?}, so several elements may share \
                  memory and cannot hold different results; pass a tensor with memory of its own, such as \
                  `tensor.contiguous()`",
                 self.global_rank()

@@ -22,8 +22,8 @@ pub(crate) use message::{from_json, to_json, unreadable};
 
 /// A key-value store for rendezvous: one process serves it, the others connect to it.
 ///
-/// Follows `torch.distributed.TCPStore`; either one can connect to the other. Clones share one connection. A value is for
-/// the keys under one prefix.
+/// Follows `torch.distributed.TCPStore`; either one can connect to the other. Clones share one connection. Each
+/// `TcpStore` sees the keys under one prefix.
 ///
 /// libtorch's client blocks until the server responds, so each connection has a thread of its own. The caller waits for
 /// that thread until it replies, the run is cancelled, or the timeout expires. An abandoned request stays with the

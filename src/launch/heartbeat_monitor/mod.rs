@@ -31,6 +31,9 @@ pub(super) const HEARTBEAT_TIMEOUT: Duration = Duration::from_millis(2000);
 /// The most processes whose heartbeats are read in one turn for somebody who watches all.
 const MAX_VIEWED: usize = 256;
 
+/// How long the heartbeats of others are read in one turn at most: this process's own must not wait.
+const MAX_READING: Duration = Duration::from_millis(100);
+
 /// Key of the first failure.
 const FAILURE: &str = "failure";
 
@@ -274,8 +277,12 @@ impl Heartbeats {
         let server = self.others().find(|process| self.serves(*process));
         let others = (self.map.processes.len() - 1).max(1);
         let count = if run.is_viewed { others.min(MAX_VIEWED) } else { 1 };
-        let next = self.others().cycle().skip(turn.wrapping_mul(count) % others).take(count);
+        let next = self.others().cycle().skip(turn % others).take(count);
+        let began = Instant::now();
         for process in server.into_iter().chain(next.filter(|next| server != Some(*next))) {
+            if began.elapsed() > MAX_READING {
+                break;
+            }
             if let Some(heartbeat) = self.heartbeat_of(store, process)? {
                 self.record_status(run, process, &heartbeat);
             }

@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 use crate::launch::Nproc;
 
 /// A launcher, and the variables that it sets. Those that have no names are not set. The flags count as variables.
-#[derive(Default)]
+#[derive(Clone, Copy, Default)]
 pub(super) struct Launcher {
     pub kind: LaunchKind,
     /// What starts the processes, for errors.
@@ -65,7 +65,19 @@ macro_rules! mpi {
 
 /// Returns all launchers, in the order in which they are looked for: torchrun first. In a Slurm job, mpirun starts its
 /// processes through srun, which leaves its own variables there, so mpirun comes before srun.
-pub(super) fn launchers() -> [Launcher; 10] {
+pub(super) fn launchers() -> [Launcher; 11] {
+    // MPICH, Intel MPI and Cray PALS.
+    let mpich = Launcher {
+        kind: LaunchKind::Mpi,
+        name: "mpirun",
+        shown_by: &[&["MPI_LOCALRANKID"], &["PALS_RANKID"]],
+        index: &["PMI_RANK", "PALS_RANKID"],
+        count: &["PMI_SIZE"],
+        local_index: &["MPI_LOCALRANKID", "PALS_LOCAL_RANKID"],
+        local_count: &["MPI_LOCALNRANKS", "PALS_LOCAL_SIZE"],
+        run_id: MPI_RUN_ID,
+        ..Launcher::default()
+    };
     [
         // Ray Train sets the same variables.
         Launcher {
@@ -96,18 +108,7 @@ pub(super) fn launchers() -> [Launcher; 10] {
             run_id: MPI_RUN_ID,
             ..Launcher::default()
         },
-        // MPICH, Intel MPI and Cray PALS. srun sets `PMI_RANK`, too.
-        Launcher {
-            kind: LaunchKind::Mpi,
-            name: "mpirun",
-            shown_by: &[&["MPI_LOCALRANKID"], &["PALS_RANKID"]],
-            index: &["PMI_RANK", "PALS_RANKID"],
-            count: &["PMI_SIZE"],
-            local_index: &["MPI_LOCALRANKID", "PALS_LOCAL_RANKID"],
-            local_count: &["MPI_LOCALNRANKS", "PALS_LOCAL_SIZE"],
-            run_id: MPI_RUN_ID,
-            ..Launcher::default()
-        },
+        mpich,
         Launcher {
             kind: LaunchKind::Slurm,
             name: "srun",
@@ -124,6 +125,8 @@ pub(super) fn launchers() -> [Launcher; 10] {
             cores: &["SLURM_CPUS_PER_TASK"],
             ..Launcher::default()
         },
+        // Another launcher with MPICH's variables, without those of the machine: an error. srun sets `PMI_RANK`, too.
+        Launcher { shown_by: &[&["PMI_RANK"]], needs_several: true, ..mpich },
         // A pod is a machine with one process. Kubeflow's older operator sets torchrun's names.
         Launcher {
             kind: LaunchKind::Kubernetes,
@@ -178,6 +181,9 @@ impl Launcher {
         }
         let nodes = variables.number(self.nodes)?.filter(|nodes| nodes.value > 0);
         let node = variables.number(self.node)?;
+        if let (Some(node), Some(nodes)) = (node, nodes) {
+            check_below(node, nodes)?;
+        }
         let known = [("RANK", Some(index)), ("--nnodes", nodes), ("--node-rank", node)];
         for (name, known) in known {
             if let (Some(given), Some(known)) = (variables.number(&[name])?, known)
@@ -225,15 +231,19 @@ impl Launcher {
         let is_missing = |names: &Names| !names.is_empty() && variables.text(names).is_none();
         let mut missing: Vec<&str> =
             all.into_iter().filter(is_missing).map(|names| names[0]).collect();
+        let mut set: Vec<&str> =
+            all.into_iter().filter_map(|names| Some(variables.text(names)?.0)).collect();
+        set.dedup();
         missing.dedup();
         if missing.is_empty() {
             return Ok(());
         }
-        Err(Error::usage(format!(
-            "not set: {}; start ddp-mp with {}, or unset the others (--launch local ignores variables)",
-            missing.join(", "),
-            self.name
-        )))
+        let others = match &set[..] {
+            [] => String::new(),
+            _ => format!(", or remove {} (--launch local ignores variables)", set.join(", ")),
+        };
+        let (missing, name) = (missing.join(", "), self.name);
+        Err(Error::usage(format!("not set: {missing}; start ddp-mp with {name}{others}")))
     }
 
     /// Returns where the processes meet: where a flag or a variable says, or else where process 0 must be, on the only
@@ -254,7 +264,11 @@ impl Launcher {
         let port = variables.port(&PORT)?.unwrap_or(port);
         // Python writes `True`, and PyTorch compares with that.
         let agent = variables.text(&["TORCHELASTIC_USE_AGENT_STORE"]);
-        let agent_store = agent.is_some_and(|(_, text)| text == "True");
+        let agent_store =
+            self.kind == LaunchKind::Torchrun && agent.is_some_and(|(_, text)| text == "True");
+        if let Some((flag, _)) = variables.text(&[ADDR[0], PORT[0]]).filter(|_| agent_store) {
+            return Err(contradiction(format!("{flag} contradicts torchrun, whose store is used")));
+        }
         Ok(MasterEndpoint { addr, port, agent_store })
     }
 

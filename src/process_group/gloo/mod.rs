@@ -66,7 +66,7 @@ fn prepare(shared: &Arc<Shared>, network: Option<&Arc<Network>>) -> Result<Join>
 }
 
 /// An all_reduce of up to this many bytes for all processes together is sent whole: one exchange instead of two. A larger
-/// one goes out in slices.
+/// one goes out in slices, unless there are two processes, which send as many bytes in either way.
 const DIRECT_MAX_BYTES: usize = 64 << 10;
 
 /// One rank's side of the backend.
@@ -112,6 +112,7 @@ impl RankBackend for GlooBackend {
         let process_map = &network.map;
         let numel = call.inputs.first().or(call.outputs.first()).map_or(0, Tensor::numel);
         let sliced = call.operation == Operation::AllReduce
+            && process_map.len() > 2
             && num_bytes(call.kind, numel) * process_map.len() > DIRECT_MAX_BYTES;
         let mut parts = SplitSizes::of(call, numel, process_map, sliced);
         let end = |sizes: &[usize]| SplitSizes::offsets(sizes, process_map.mine).1;

@@ -7,7 +7,7 @@ use std::thread::{self, Thread};
 use parking_lot::Mutex;
 
 use crate::error::{Error, Result};
-use crate::runtime::RunContext;
+use crate::runtime::{Peers, RunContext};
 
 /// Values that not every rank has fetched.
 pub(crate) struct OncePerProcess<K, T>(Mutex<HashMap<K, Entry<T>>>);
@@ -35,7 +35,8 @@ impl<K: Eq + Hash + Copy, T: Clone> OncePerProcess<K, T> {
     /// wait. `rank` is the calling one, on its own thread.
     ///
     /// # Errors
-    /// The errors of `make`; [`Error::Cancelled`] on the ranks that wait for a rank that fails.
+    /// The errors of `make`; [`Error::Cancelled`] on the ranks that wait for a rank that fails; [`Error::Timeout`] if the
+    /// value is not made in time.
     pub(crate) fn fetch(
         &self,
         key: K,
@@ -68,8 +69,11 @@ impl<K: Eq + Hash + Copy, T: Clone> OncePerProcess<K, T> {
     }
 
     fn wait(&self, key: K, run: &RunContext, rank: usize) -> Result<T> {
+        let is_made = || self.0.lock().get(&key).is_none_or(|entry| entry.made.is_some());
+        // The maker may wait for other processes. That has time-outs of its own, and names what is missing.
+        let may_time_out = || run.peer_status.is_none();
         loop {
-            {
+            let maker = {
                 let mut entries = self.0.lock();
                 let Some(entry) = entries.get_mut(&key) else {
                     return Err(Error::Internal("a value was fetched by too many ranks".into()));
@@ -80,10 +84,11 @@ impl<K: Eq + Hash + Copy, T: Clone> OncePerProcess<K, T> {
                     return made.map_err(|cause| Error::Cancelled { by, cause });
                 }
                 entry.waiting.push(thread::current());
-            }
-            // A cancel unparks the ranks, too.
+                by
+            };
+            let peers = Peers { ranks: &[maker], are_elsewhere: false, limit: None };
+            run.wait_for_peers(rank, peers, run.activity[rank].now(), is_made, may_time_out)?;
             run.check(rank)?;
-            thread::park();
         }
     }
 

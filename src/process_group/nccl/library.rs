@@ -7,7 +7,7 @@ use std::mem;
 use std::os::fd::AsRawFd;
 use std::path::PathBuf;
 use std::sync::OnceLock;
-use std::{env, io};
+use std::{env, fs, io};
 
 use cudarc::nccl::sys::{self, ncclResult_t};
 use libloading::os::unix::{Library, RTLD_LAZY};
@@ -81,7 +81,7 @@ pub(super) fn check_shared_gpu(between_processes: bool) -> Result<()> {
             text(found),
             text(SHARES_GPUS)
         )
-    } else if env::var(MULTI_RANK).as_deref() != Ok("1") {
+    } else if setting(MULTI_RANK).is_none_or(|(value, _)| value != "1") {
         format!("NCCL {} needs one for each rank unless {MULTI_RANK}=1 is set", text(found))
     } else {
         return Ok(());
@@ -91,10 +91,10 @@ pub(super) fn check_shared_gpu(between_processes: bool) -> Result<()> {
 
 /// Returns the host that NCCL takes this process to be on, if `NCCL_HOSTID` names one.
 pub(crate) fn host_id() -> Option<String> {
-    env::var("NCCL_HOSTID").ok().filter(|host| !host.is_empty())
+    setting("NCCL_HOSTID").map(|(value, _)| value).filter(|host| !host.is_empty())
 }
 
-/// Returns an error if NCCL is not installed or too old, or if the environment makes every call block.
+/// Returns an error if NCCL is not installed or too old, or if its settings make every call block.
 pub(super) fn check_library() -> Result<()> {
     require_library()?;
     let found = number()?;
@@ -106,18 +106,33 @@ pub(super) fn check_library() -> Result<()> {
             text(OLDEST)
         )));
     }
-    let value = env::var(COMM_BLOCKING).unwrap_or_default();
+    let Some((value, source)) = setting(COMM_BLOCKING) else { return Ok(()) };
     if matches!(value.trim(), "" | "0") {
         return Ok(());
     }
     Err(Error::unsupported(format!(
-        "backend nccl: {COMM_BLOCKING}={value} in the environment makes NCCL's calls block, so that no timeout and no \
-         failure of another rank can end them; remove it"
+        "backend nccl: {COMM_BLOCKING}={value} in {source} makes NCCL's calls block, so that no timeout and no failure of \
+         another rank can end them; remove it there, or set {COMM_BLOCKING}=0 in the environment"
     )))
 }
 
 /// The variable that overrides the configuration of a communicator.
 const COMM_BLOCKING: &str = "NCCL_COMM_BLOCKING";
+
+/// Returns the value of the variable `name` that NCCL finds, and where.
+fn setting(name: &str) -> Option<(String, String)> {
+    if let Ok(value) = env::var(name) {
+        return Some((value, "the environment".into()));
+    }
+    let own = env::var_os("NCCL_CONF_FILE").filter(|path| !path.is_empty()).map(PathBuf::from);
+    let own = own.or_else(|| Some(PathBuf::from(env::var_os("HOME")?).join(".nccl.conf")));
+    // NCCL keeps the value that it reads first.
+    own.into_iter().chain(["/etc/nccl.conf".into()]).find_map(|path| {
+        let text = fs::read_to_string(&path).ok()?;
+        let value = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix('='))?;
+        Some((value.into(), path.shown().into_owned()))
+    })
+}
 
 /// Returns an error if NCCL is not installed or lacks functions, where cudarc would panic at a call.
 pub(super) fn require_library() -> Result<()> {
