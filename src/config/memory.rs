@@ -32,7 +32,7 @@ impl Config {
     /// Refuses random data, or a model, that is larger than this machine's memory.
     pub(super) fn validate_memory(&self) -> Result<(), Invalid> {
         let check = |key: &str, what: String, bytes: f64| {
-            let checked = fits(&what, bytes, "use smaller numbers");
+            let checked = fits(&what, bytes, "use a smaller number");
             checked.map_err(|problem| Invalid { key: key.to_owned(), problem })
         };
         if self.data.dataset == DatasetSpec::RANDOM
@@ -40,19 +40,41 @@ impl Config {
             && let Some([samples, inputs, outputs]) = self.sizes()
         {
             let what = format!("{samples} random samples of {inputs} + {outputs} numbers take");
+            let keys =
+                [(samples, "num_samples"), (inputs, "in_features"), (outputs, "out_features")];
+            let (_, largest) = keys.into_iter().max().expect("there are three");
             let target = match self.training.loss {
                 Loss::Mse => outputs as f64 * FLOAT,
                 Loss::CrossEntropy => 8.0, // the number of a class
             };
-            check("num_samples", what, samples as f64 * (inputs as f64 * FLOAT + target))?;
+            check(largest, what, samples as f64 * (inputs as f64 * FLOAT + target))?;
         }
         // A program's own model is not known before it is built.
         if self.program.model.is_none() && self.data.in_features.is_some() {
             let parameters = self.model_config().num_parameters();
             let what = format!("a model of {parameters:.0} parameters takes, with its gradients,");
-            check("model", what, parameters * 2.0 * FLOAT)?;
+            check(self.largest_width(), what, parameters * 2.0 * FLOAT)?;
         }
         Ok(())
+    }
+
+    /// Returns the key of the model's largest size.
+    fn largest_width(&self) -> &'static str {
+        let Self { model, data, .. } = self;
+        let most = |widths: &[i64]| widths.iter().max().copied().unwrap_or(0);
+        let of_data = [("in_features", data.in_features), ("out_features", data.out_features)];
+        let of_data = of_data.map(|(key, size)| (size.unwrap_or(0), key));
+        let of_model = [
+            (most(&model.hidden), "hidden"),
+            (most(&model.channels), "channels"),
+            (model.n_layer, "n_layer"),
+            (model.n_embd, "n_embd"),
+            (model.block_size, "block_size"),
+        ];
+        let of_model = of_model.into_iter().filter(|(_, key)| model.kind.uses(key));
+        // The number of different tokens is always the same, and that of inputs is the block size.
+        let of_data = of_data.into_iter().filter(|_| !model.kind.uses("block_size"));
+        of_model.chain(of_data).max().map_or("model", |(_, key)| key)
     }
 }
 
@@ -65,9 +87,9 @@ mod tests {
         const HUGE: &str = "9223372036854775807";
         for (flags, key) in [
             (&[("num-samples", HUGE)][..], Some("num_samples")),
-            (&[("in-features", HUGE)], Some("num_samples")),
-            (&[("out-features", HUGE)], Some("num_samples")),
-            (&[("model", "mlp"), ("hidden", HUGE)], Some("model")),
+            (&[("in-features", HUGE)], Some("in_features")),
+            (&[("out-features", HUGE)], Some("out_features")),
+            (&[("model", "mlp"), ("hidden", HUGE)], Some("hidden")),
             (&[("model", "mlp"), ("hidden", "1000,1000")], None),
             // A target is one number, however many classes there are.
             (
