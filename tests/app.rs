@@ -111,7 +111,7 @@ fn own_options_are_flags_keys_and_lines_of_env() {
     for (text, complaint) in [
         ("width = \"x\"", "line 1"),
         ("width = 0", "0 is not in 1.."),
-        ("factors = [\"x\"]", "expected a list of numbers"),
+        ("factors = [\"x\"]", "invalid float literal"),
         ("model = \"mlp\"", "unknown field `model`: spirals brings its own model"),
         ("hidden = [3]", "unknown field `hidden`: spirals brings its own model"),
         ("loss = \"mse\"", "unknown field `loss`: spirals brings its own loss"),
