@@ -130,7 +130,7 @@ fn output_with_overlapping_elements_is_refused_at_once() {
             if rank.rank() == 1 {
                 let error = call(&group, &expanded).unwrap_err().to_string();
                 let expected = format!(
-                    "{name}: the output of rank 1 has shape [4, 3] and strides [0, 1], so several elements share \
+                    "{name}: the output of rank 1 has shape [4, 3] and strides [0, 1], so several elements may share \
                      memory and cannot hold different results; pass a tensor with memory of its own, such as \
                      `tensor.contiguous()`"
                 );
