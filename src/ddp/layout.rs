@@ -90,8 +90,8 @@ pub(super) struct Layout {
     /// The indices of the parameters in the order in which they were assigned to buckets.
     order: Vec<usize>,
     pub buckets: Vec<Bucket>,
-    /// What sees this rank's own gradients before they are averaged, each with its name. They run in the order in which
-    /// they began.
+    /// The observers of this rank's own gradients before they are averaged, each with its name. They run in the order in
+    /// which they were added.
     pub observers: Vec<(&'static str, Observe)>,
 }
 

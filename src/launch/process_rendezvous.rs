@@ -224,7 +224,7 @@ pub(super) fn files_of_store(processes: usize) -> usize {
     8 + 8 * processes
 }
 
-/// What the user does so that the processes meet at another port.
+/// The remedy for a port at which other processes meet.
 pub(super) const HOW_TO_CHANGE_PORT: &str =
     "give torchrun, or without it all processes, another --master-port or MASTER_PORT";
 

@@ -12,7 +12,7 @@ use crate::error::{Error, Result, escaped_line};
 /// How an exchange ends. The first process that finds it out decides for all.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) enum Gathered<T> {
-    /// What all processes have published, in their order.
+    /// The values that all processes have published, in their order.
     All(Vec<T>),
     /// These processes have published nothing in time.
     Missing(Vec<usize>),

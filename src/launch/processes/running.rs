@@ -17,7 +17,7 @@ pub(super) struct RunningProcesses {
     pub ended: Vec<(usize, u32, ExitStatus)>,
     /// The error of the first process that failed, as this process describes it. `None` if that one left its own.
     pub first_error: Option<ChildError>,
-    /// What they write while the live view is shown.
+    /// The output that they write while the live view is shown.
     pub output: Option<OutputOfProcesses>,
 }
 
