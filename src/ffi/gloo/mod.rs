@@ -56,7 +56,8 @@ impl GlooGroup {
         absent: impl Fn(Vec<usize>) -> Error,
     ) -> Result<Self> {
         socket_ifname.map(interfaces).transpose()?; // an error before the ranks wait for each other
-        let meet = |point| Gathered::of(store, point, rank, size, &(), timeout, &absent);
+        let meet =
+            |point| Gathered::of(store, point, [rank, size], &(), timeout, &absent, Gathered::All);
         meet("here")?;
         let mut gloo = Self::new_plain(store, "gloo", rank, size, timeout, socket_ifname)?;
         // From here on the caller ends operations that take too long: Gloo's clock runs on while the process is suspended.

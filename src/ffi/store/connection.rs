@@ -13,7 +13,7 @@ use crossbeam::channel::{
 
 use crate::error::opaque_debug;
 use crate::ffi::c10d::Connection;
-use crate::os::limits;
+use crate::os::{affinity::CpuList, limits};
 use crate::runtime::Instant;
 
 /// A handle to the thread of a connection. After a drop, the thread ends when its current request has ended.
@@ -77,6 +77,7 @@ impl StoreConnection {
         let (running_tx, ended) = bounded::<Infallible>(0);
         let work = move || {
             let _running = running_tx; // closed last
+            CpuList::unbind_this_thread(); // Gloo's threads start from here
             let mut connection = None;
             requests_rx.into_iter().for_each(|request| request(&mut connection));
         };

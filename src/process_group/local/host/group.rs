@@ -92,9 +92,9 @@ impl HostGroup {
             let ranks = missing.iter().flat_map(|it| &members[map.processes[*it].clone()]);
             run.timeout_error(members[map.here().start], ranks.copied().collect())
         };
-        let (mine, count) = (map.mine, map.len());
+        let process = [map.mine, map.len()];
         let all: Vec<Option<Vec<usize>>> =
-            Gathered::of(store, "memory", mine, count, &offsets, run.timeout, absent)?;
+            Gathered::of(store, "memory", process, &offsets, run.timeout, absent, Gathered::All)?;
         let Some(all) = all.into_iter().collect::<Option<Vec<_>>>() else { return Ok(None) };
         let Some(own) = own.filter(|_| is_shared) else { return Ok(Some((hosts, None))) };
         let mut blocks = Vec::new();

@@ -14,7 +14,7 @@ use super::super::process_map::ProcessMap;
 use crate::error::{Error, Result};
 use crate::ffi::TcpStore;
 use crate::operation::OpId;
-use crate::os::limits::not_started;
+use crate::os::{affinity::CpuList, limits::not_started};
 use crate::process_group::local::Mailboxes;
 use crate::runtime::{RunContext, panics};
 
@@ -69,6 +69,7 @@ pub(super) type Serving = Cell<(usize, Option<OpId>)>;
 /// Runs `work` on this thread, which serves `rank` until `work` sets another rank.
 fn serve(run: &RunContext, rank: usize, work: impl FnOnce(&Serving)) {
     panics::watch_this_thread();
+    CpuList::unbind_this_thread();
     let serving = Cell::new((rank, None));
     if let Err(panic) = catch_unwind(AssertUnwindSafe(|| work(&serving))) {
         let (rank, at) = serving.get();
