@@ -191,7 +191,9 @@ pub(super) fn listen(host: &str, port: u16, timeout: Duration) -> Result<Opened,
     let server = listener.local_addr().map_err(|error| error.to_string())?;
     let host = server.ip().to_string();
     let socket = listener.into_raw_fd();
-    let connection = Connection::new(&host, server.port(), Some(socket), whole_seconds(timeout))?;
+    // In whole seconds, in which libtorch's client counts while it connects.
+    let limit = Duration::from_secs(timeout.as_secs().saturating_add(1));
+    let connection = Connection::new(&host, server.port(), Some(socket), limit)?;
     Ok(Opened { connection, server, local: server.ip() })
 }
 
@@ -213,7 +215,10 @@ pub(super) fn reach(
         let reason = match find(host, port, left) {
             Ok((server, local)) => {
                 let host = server.ip().to_string();
-                let connection = Connection::new(&host, port, None, seconds_within(left()));
+                // Less than the time left: libtorch's client connects again and again for that long, in whole seconds, and then
+                // says what it has found.
+                let limit = Duration::from_secs(left().as_secs().saturating_sub(1).max(1));
+                let connection = Connection::new(&host, port, None, limit);
                 let connection = connection.map_err(|reason| {
                     if !reason.contains("Ping failed") {
                         return reason;
@@ -259,17 +264,6 @@ fn find(
         }
     }
     Err(reason)
-}
-
-/// Returns more than `timeout`, in whole seconds. libtorch's client counts in seconds while it connects.
-fn whole_seconds(timeout: Duration) -> Duration {
-    Duration::from_secs(timeout.as_secs().saturating_add(1))
-}
-
-/// Returns less than `left`, in whole seconds from 1: libtorch's client connects again and again for that long, and then says
-/// what it has found.
-fn seconds_within(left: Duration) -> Duration {
-    Duration::from_secs(left.as_secs().saturating_sub(1).max(1))
 }
 
 fn is_closed(channel: &Receiver<Infallible>) -> bool {
