@@ -20,6 +20,7 @@ use super::open::LISTENER;
 use super::peer::Peer;
 use super::{CANCELLED, Connections};
 use crate::error::{Error, Result};
+use crate::os::affinity::CpuList;
 use crate::os::limits::{not_started, require_files};
 use crate::process_group::contiguous::is_plain_contiguous;
 use crate::process_group::local::MessageEnd;
@@ -58,6 +59,7 @@ impl Connections {
     fn thread(self: &Arc<Self>, work: impl FnOnce(&Arc<Self>) + Send + 'static) -> Result<()> {
         let me = self.clone();
         let work = move || {
+            CpuList::unbind_this_thread();
             panics::watch_this_thread();
             if let Err(panic) = catch_unwind(AssertUnwindSafe(|| work(&me))) {
                 me.run.report(me.first_rank(), None, panics::describe(&*panic));
