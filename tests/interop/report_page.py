@@ -472,6 +472,7 @@ class Report:
         for part in [0.11, 0.23, 0.37, 0.52, 0.68, 0.83, 0.94]:
             self.browser.hover(left + width * part, top + height * (0.9 - 0.8 * part))
             tips.append(self.tip())
+        self.browser.hover(left, max(1, top - 6))  # keys begin at the first sample where the mouse is elsewhere
         for tip in filter(None, tips):
             sample = int(re.match(r"sample (\d+)", tip)[1])
             equal(tip.replace("\n", ": ", 1).replace("\n", "; "), self.takers(lists, sample), "the tip of a sample")
