@@ -160,7 +160,7 @@ impl Work {
                 let is_done = || posted.is_completed();
                 let messages = network.as_ref().and_then(|network| network.messages.as_ref());
                 let cut = || messages.inspect(|messages| messages.cut()).is_some();
-                let withdraw = || shared.mail.cancel(posted, *destination, &cut);
+                let withdraw = || shared.mail.cancel(posted, *destination, cut);
                 if !self.run.wait_for_peers(self.rank, peers, *at, is_done, withdraw)? {
                     return Ok(None);
                 }
