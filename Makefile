@@ -203,9 +203,9 @@ live: cargo libtorch ## drive the live view in tmux
 	python3 tests/interop/live.py $(PROGRAM)
 	python3 docs/record_live.py $(PROGRAM) $(dir $(PROGRAM))live.svg # as `make page` does, so that it works when needed
 
-mutated: cargo libtorch ## run the program on inputs that were changed at random; more: make mutated COUNT=20000 SEED=2
+mutated: cargo libtorch ## try inputs and command lines that were changed at random; more: make mutated COUNT=20000 SEED=2
 	cargo build --release
-	python3 tests/fuzz/mutated_inputs.py $(PROGRAM) $(or $(COUNT),200) $(or $(SEED),1)
+	INPUTS=$(or $(COUNT),1000) SEED=$(or $(SEED),1) cargo test --release --test tests -- mutated:: flags::random
 
 mixed: cargo python ## have ranks in Rust and ranks of PyTorch in one group
 	cargo build --release --example mixed_rank

@@ -1,7 +1,6 @@
 //! The operations of a rank, and the table of collectives: what each moves between the ranks.
 
 use std::fmt;
-use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 use strum::{Display, EnumCount, EnumIter, EnumString, FromRepr, IntoStaticStr};
@@ -86,7 +85,6 @@ impl Operation {
                 self,
                 Operation::AllReduce | Operation::Reduce | Operation::ReduceScatter
             ),
-            has_own_sizes: inputs.is_list() && outputs.is_list(),
         })
     }
 
@@ -96,9 +94,10 @@ impl Operation {
         if self.collective().is_some_and(sends) { "src" } else { "dst" }
     }
 
-    /// Returns whether this is a collective in which each pair of ranks may have a size of its own.
+    /// Returns whether this is a collective in which each pair of ranks may have a size of its own. In others, all tensors of
+    /// all ranks have one shape.
     pub(crate) fn has_own_sizes(self) -> bool {
-        self.collective().is_some_and(|collective| collective.has_own_sizes)
+        self == Operation::AllToAll
     }
 
     /// Returns whether the rank computes in this operation and waits for no other rank, as far as is known.
@@ -126,8 +125,6 @@ pub(crate) struct CollectiveType {
     pub outputs: Operand,
     /// Whether it combines the ranks' elements, with a reduce op.
     pub reduces: bool,
-    /// Whether each pair of ranks may have a size of its own. If not, all tensors of all ranks have one shape.
-    pub has_own_sizes: bool,
 }
 
 /// The tensors of each rank on one side of a collective.
@@ -223,29 +220,13 @@ pub struct OpId {
 
 impl OpId {
     const SEQUENCE_BITS: u32 = 56;
-
-    /// Packs both fields into one number. Keeps the lower 56 bits of the sequence.
-    pub(crate) fn packed(self) -> u64 {
-        let sequence = self.sequence & ((1 << Self::SEQUENCE_BITS) - 1);
-        (self.operation as u64) << Self::SEQUENCE_BITS | sequence
-    }
-
-    /// Unpacks a number from [`packed`](Self::packed). `None` if it names no operation.
-    pub(crate) fn unpacked(packed: u64) -> Option<Self> {
-        let operation = Operation::from_repr((packed >> Self::SEQUENCE_BITS) as u8)?;
-        Some(Self { operation, sequence: packed & ((1 << Self::SEQUENCE_BITS) - 1) })
-    }
-
-    /// Returns the operation with this name, or `UserCode` if there is none.
-    pub(crate) fn named(operation: &str, sequence: u64) -> Self {
-        let operation = Operation::from_str(operation).unwrap_or(Operation::UserCode);
-        Self { operation, sequence }
-    }
 }
 
 impl From<OpId> for u64 {
+    /// Packs both fields into one number. Keeps the lower 56 bits of the sequence.
     fn from(at: OpId) -> Self {
-        at.packed()
+        let sequence = at.sequence & ((1 << OpId::SEQUENCE_BITS) - 1);
+        (at.operation as u64) << OpId::SEQUENCE_BITS | sequence
     }
 }
 
@@ -253,7 +234,9 @@ impl TryFrom<u64> for OpId {
     type Error = &'static str;
 
     fn try_from(packed: u64) -> Result<Self, Self::Error> {
-        Self::unpacked(packed).ok_or("no operation has this number")
+        let operation = Operation::from_repr((packed >> Self::SEQUENCE_BITS) as u8);
+        let operation = operation.ok_or("no operation has this number")?;
+        Ok(Self { operation, sequence: packed & ((1 << Self::SEQUENCE_BITS) - 1) })
     }
 }
 

@@ -6,23 +6,16 @@
 
 pub use tch::{Device, Kind, Reduction, Tensor};
 
-pub use crate::checkpoint::{Checkpoint, CheckpointDir};
-pub use crate::data::{
-    Batch, DataLoader, Dataset, DatasetSpec, DistributedSampler, FileDataset, Subset, TargetKind,
-    Targets, TensorDataset, TextDataset, random_split,
-};
-pub use crate::ddp::{DdpOptions, DistributedDataParallel, GradBucket, JoinOptions, hook_fn};
-pub use crate::ffi::{Autocast, Generator, fork_rng};
-pub use crate::launch::{Rank, Spawn, SpawnError, spawn};
-pub use crate::models::{
-    Dropout, Forward, Model, ModelConfig, ModelKind, SyncBatchNorm, parameters_hash,
-};
-pub use crate::optim::{
-    AdamW, AdamWOptions, GradScaler, GradScalerOptions, Optimizer, OptimizerLayout, Schedule, Sgd,
-    SgdOptions, Unit,
-};
-pub use crate::process_group::{Backend, P2POp, ProcessGroup, ReduceOp, Work};
+pub use crate::models::{Forward, Model, ModelConfig, ModelKind};
 pub use crate::trainer::{
     Callback, Criterion, Epoch, Loss, LossParts, SaveEvery, Step, TrainContext, Trainer,
     TrainerOptions,
+};
+pub use crate::{
+    AdamW, AdamWOptions, Autocast, Backend, Batch, Checkpoint, CheckpointDir, DataLoader, Dataset,
+    DatasetSpec, DdpOptions, DistributedDataParallel, DistributedSampler, Dropout, FileDataset,
+    Generator, GradBucket, GradScaler, GradScalerOptions, JoinOptions, Optimizer, OptimizerLayout,
+    P2POp, ProcessGroup, Rank, ReduceOp, Schedule, Sgd, SgdOptions, Spawn, SpawnError, Subset,
+    SyncBatchNorm, TargetKind, Targets, TensorDataset, TextDataset, Unit, Work, fork_rng, hook_fn,
+    parameters_hash, random_split, spawn,
 };

@@ -118,6 +118,7 @@ fn bench_step_reports_its_phases_and_refuses_run_flags() {
     for (model, more, strategy) in [
         ("linear", "--batch-size=8", "ddp"),
         ("mlp", "--hidden=16", "dp"),
+        ("mlp", "--spawn=processes", "ddp"),
         ("cnn", "--in-features=64", "ddp"),
     ] {
         let flags = ["--steps=30", "--nproc-per-node=2", "--log-format=json", "--model", model];

@@ -102,30 +102,27 @@ fn numbers_can_be_checked_by_hand() {
     }
 }
 
-/// The numbers are those of replicas, and the text says what differs.
+/// The numbers are those of replicas with whole optimizers, and the text says what differs.
 #[test]
-fn shared_model_is_told_with_the_same_numbers() {
-    let [replicas, shared] =
-        [&[][..], &["--share-model"]].map(|more| told(&[&TWO[..], more].concat()));
-    check_numbers(&shared, 2, 0.001, false);
-    for heading in [": Step 0: different", ": Step 0: the same update", ": Step 1: "] {
-        assert_eq!(rows(&shared, heading), rows(&replicas, heading));
+fn other_layouts_are_told_with_the_same_numbers() {
+    let replicas = told(&TWO);
+    let headings = [": Step 0: different", ": Step 1: ", ": Step 0: the same update"];
+    let shared = [
+        "share one copy of the parameters (--share-model)",
+        "updates its part of the parameters for all ranks",
+    ];
+    for (layout, same, says) in [
+        ("--share-model", &headings[..], &shared[..]),
+        ("--zero", &headings[..2], &["The ranks partition the optimizer (--zero)."]),
+    ] {
+        let text = told(&[&TWO[..], &[layout]].concat());
+        check_numbers(&text, 2, 0.001, false);
+        for heading in same {
+            assert_eq!(rows(&text, heading), rows(&replicas, heading), "{layout}");
+        }
+        let text = in_one_line(&text);
+        assert!(says.iter().all(|it| text.contains(it)), "{text}");
     }
-    let shared = in_one_line(&shared);
-    assert!(shared.contains("share one copy of the parameters (--share-model)"), "{shared}");
-    assert!(shared.contains("updates its part of the parameters for all ranks"), "{shared}");
-}
-
-/// The numbers are those of whole optimizers, and the text says what differs.
-#[test]
-fn explain_shows_the_same_numbers_with_zero() {
-    let [whole, divided] = [&[][..], &["--zero"]].map(|more| told(&[&TWO[..], more].concat()));
-    check_numbers(&divided, 2, 0.001, false);
-    for heading in [": Step 0: different", ": Step 1: "] {
-        assert_eq!(rows(&divided, heading), rows(&whole, heading));
-    }
-    let divided = in_one_line(&divided);
-    assert!(divided.contains("The ranks partition the optimizer (--zero)."), "{divided}");
 }
 
 #[test]

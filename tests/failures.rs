@@ -2,34 +2,23 @@
 
 use serde_json::Value;
 
-use crate::harness::{in_parallel, run, some_of};
-use crate::shared::faults::{self, RUN};
-
-/// Runs with a fault, and checks the exit code and that the report blames `rank`.
-fn report(fault: &str, rank: usize) -> (Value, String) {
-    // Only a stall is found by waiting.
-    let timeout = if fault.starts_with("stall") { "--timeout=4s" } else { "--timeout=1h" };
-    let fault = format!("--inject-fault={fault}");
-    let grace_period =
-        if timeout == "--timeout=4s" { "--grace-period=500ms" } else { "--grace-period=1h" };
-    let output = run(&[&RUN[..], &["--nproc-per-node=3", timeout, grace_period, &fault]].concat());
-    let failure = faults::failure(&fault, &output, rank, "CPU");
-    let stderr = output.2;
-    let cause = format!("ddp-mp: rank {rank} (CPU:{rank}) failed in ");
-    assert_eq!(stderr.matches("failed").count(), 1, "no echoes: {stderr}");
-    assert!(stderr.contains(&cause), "{fault}: {stderr}");
-    (failure, stderr)
-}
+use crate::harness::run;
+use crate::shared::faults;
 
 fn everywhere(kind: &str, check: impl Fn(&str, &Value, &str) + Sync) {
-    in_parallel(&some_of(faults::everywhere(), 5), |&(stage, operation, rank)| {
-        let fault = format!("{kind}:rank={rank},at={stage}");
-        let (failure, stderr) = report(&fault, rank);
-        assert_eq!(failure["operation"], operation, "{fault}");
-        if let Some((_, step)) = stage.split_once("step=") {
+    // Only a stall is found by waiting.
+    let times = match kind {
+        "stall" => ["--timeout=4s", "--grace-period=500ms"],
+        _ => ["--timeout=1h", "--grace-period=1h"],
+    };
+    faults::everywhere(kind, 5, &times, |fault, failure, stderr| {
+        assert_eq!(stderr.matches("failed").count(), 1, "no echoes: {stderr}");
+        let cause = format!("ddp-mp: rank {0} (CPU:{0}) failed in ", failure["rank"]);
+        assert!(stderr.contains(&cause), "{fault}: {stderr}");
+        if let Some((_, step)) = fault.split_once("step=") {
             assert_eq!(failure["sequence"].to_string(), step, "{fault}");
         }
-        check(&fault, &failure, &stderr);
+        check(fault, failure, stderr);
     });
 }
 

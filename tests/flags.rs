@@ -5,12 +5,16 @@ use std::ffi::OsString;
 use std::fs;
 use std::os::unix::ffi::OsStringExt;
 use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use clap::{Arg, Command};
 use ddp_mp::App;
 use ddp_mp::config::{Advice, all_advice};
 
-use crate::harness::{in_parallel, program, program_in, run_command, run_command_to, some_of};
+use crate::harness::{
+    in_parallel, program, program_in, repository, run_command, run_command_to, some_of, words,
+};
+use crate::mutated::{Chance, TEXTS, inputs};
 
 /// More than 64 bits hold.
 const HUGE: &str = "99999999999999999999";
@@ -249,6 +253,67 @@ fn extreme_value_of_any_flag_runs_or_is_refused_by_name() {
     let wrong = wrong.into_inner().unwrap();
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
     assert_eq!(fs::read_to_string(folder.path().join("a file")).unwrap(), "something else");
+}
+
+/// Those of training that write no file and wait for no other machine, and values that fit some of them.
+const FLAGS: &str = "\
+    max-epochs batch-size model hidden activation dropout channels loss amp lr optimizer momentum weight-decay beta1 \
+    eps schedule schedule-by milestones gamma warmup-steps n-layer n-head n-embd block-size max-grad-norm \
+    skip-nonfinite check-replicas-every dataset num-samples in-features out-features log-every val-fraction val-every \
+    num-workers prefetch-factor seed save-every save-every-epochs keep-last resume init-from max-steps patience \
+    nproc-per-node bucket-cap-mb grad-accum-steps comm-hook timeout grace-period stall-warning log-format language \
+    inject-fault backend strategy spawn bind config";
+const SWITCHES: &str = "\
+    nesterov no-shuffle drop-last drop-last-batch scale-lr explain live static-graph check-collectives \
+    find-unused-parameters no-overlap sync-batch-norm no-bias";
+const VALUES: &str = "\
+    0 1 2 7 -1 0.5 1e-3 1e30 nan inf mlp cnn gpt mse cross-entropy fp16 bf16 auto cpu gloo threaded nccl dp none 8,8 \
+    1,2,3 10s 0s best random digits csv:plain.csv text:plain.csv npy:x.npy,y.npy step cosine zh json threads core";
+
+/// A command with up to three flags and values at random.
+fn random_line(chance: &mut Chance) -> Vec<String> {
+    let commands =
+        ["", "", "", "env", "sampler", "verify --steps=2", "comm all_reduce", "nonsense"];
+    let mut args: Vec<String> = words(chance.pick(&commands)).into_iter().map(Into::into).collect();
+    if args.is_empty() {
+        args.push("--max-seconds=5".into());
+    }
+    for _ in 0..[1, 1, 2, 3][chance.below(4)] {
+        if chance.below(5) == 0 {
+            args.push(format!("--{}", chance.pick(&words(SWITCHES))));
+            continue;
+        }
+        let (flag, value) = (chance.pick(&words(FLAGS)), chance.pick(&words(VALUES)));
+        let text = chance.pick(&TEXTS).replace('\0', "");
+        args.push(match chance.below(7) {
+            0 => format!("--{flag}={value}{text}"),
+            1 => format!("--{flag}={text}"),
+            _ => format!("--{flag}={value}"),
+        });
+    }
+    args
+}
+
+/// Long: it runs the program for each.
+#[test]
+fn random_flags_together_run_or_are_refused() {
+    let mut chance = Chance::new(4);
+    let lines: Vec<_> = (0..inputs() / 10).map(|_| random_line(&mut chance)).collect();
+    let run = AtomicUsize::new(0);
+    in_parallel(&lines, |line| {
+        let folder = tempfile::tempdir().unwrap();
+        let [from, to] = [repository("tests/data/plain.csv"), folder.path().join("plain.csv")];
+        fs::copy(&from, &to).unwrap();
+        let args: Vec<&str> = line.iter().map(String::as_str).collect();
+        let (code, _, stderr) = run_command(program_in(&folder, &args));
+        let is_told = ["ddp-mp: ", "error: "].iter().any(|it| stderr.contains(it));
+        let ends_well = code == Some(0) || is_told && matches!(code, Some(1 | 2));
+        assert!(ends_well && !stderr.contains("panicked"), "{line:?}: {code:?}: {stderr}");
+        assert_eq!(fs::read(to).unwrap(), fs::read(from).unwrap(), "{line:?}");
+        run.fetch_add(usize::from(code == Some(0)), Ordering::Relaxed);
+    });
+    let run = run.into_inner();
+    assert!(run > 0 && run < lines.len(), "{run} of {} have run", lines.len());
 }
 
 #[test]

@@ -6,12 +6,11 @@ use std::rc::Rc;
 use ddp_mp::ddp::{BackwardOptions, hook_fn};
 use ddp_mp::{DdpOptions, DistributedDataParallel, Optimizer, ProcessGroup, Rank, Sgd, SgdOptions};
 use serde::Deserialize;
-use serde_json::Value;
 use tch::nn::{self, OptimizerConfig, VarStore};
 use tch::{Device, Kind, Tensor};
 
 use crate::harness::{linear, ranks, try_ranks, wrapped};
-use crate::parity::recorded;
+use crate::parity::{Values, flat, recorded};
 use crate::shared::power_sgd::{PowerSgd, PowerSgdOptions};
 
 /// Caps that give every parameter a bucket of its own.
@@ -185,9 +184,9 @@ struct Models {
 struct ModelsCase {
     name: String,
     world_size: usize,
-    initial: [Value; 2],
+    initial: [Values; 2],
     losses: Vec<f64>,
-    r#final: [Value; 2],
+    r#final: [Values; 2],
 }
 
 /// Two linear layers with a tanh between them, as record.py has them.
@@ -198,24 +197,22 @@ struct Layers {
 }
 
 impl Layers {
-    fn new(path: &nn::Path, widths: [i64; 3], values: &Value) -> anyhow::Result<Self> {
+    fn new(path: &nn::Path, widths: [i64; 3], values: &Values) -> Self {
         let mut tensors = Vec::new();
         let mut layer = |name: &str, from: i64, to: i64| {
             let layer = linear(path / name, from, to);
             for (key, tensor) in [("weight", Some(&layer.ws)), ("bias", layer.bs.as_ref())] {
                 let name = format!("{name}.{key}");
-                let values: Vec<f32> = serde_json::from_value(values[&name].clone())?;
                 let tensor = tensor.expect("both are there");
-                tch::no_grad(|| {
-                    tensor.shallow_clone().copy_(&Tensor::from_slice(&values).view_as(tensor))
-                });
+                let values = Tensor::from_slice(&values[&name]).view_as(tensor);
+                tch::no_grad(|| tensor.shallow_clone().copy_(&values));
                 tensors.push((name, tensor.shallow_clone()));
             }
-            Ok::<_, anyhow::Error>(layer)
+            layer
         };
         let [first, second, third] = widths;
-        let layers = [layer("0", first, second)?, layer("2", second, third)?];
-        Ok(Self { layers, tensors })
+        let layers = [layer("0", first, second), layer("2", second, third)];
+        Self { layers, tensors }
     }
 
     fn forward(&self, inputs: &Tensor) -> Tensor {
@@ -230,16 +227,13 @@ impl Layers {
     }
 
     /// How far the values are from what was recorded.
-    fn distance_to(&self, values: &Value) -> anyhow::Result<f32> {
-        let mut furthest = 0f32;
-        for (name, tensor) in &self.tensors {
-            let found = Vec::<f32>::try_from(tensor.flatten(0, -1))?;
-            let expected: Vec<f32> = serde_json::from_value(values[name].clone())?;
+    fn distance_to(&self, values: &Values) -> f32 {
+        let of_tensor = |(name, tensor): &(String, Tensor)| {
+            let (found, expected) = (flat(tensor), &values[name]);
             assert_eq!(found.len(), expected.len());
-            let distances = found.iter().zip(&expected).map(|(a, b)| (a - b).abs());
-            furthest = distances.fold(furthest, f32::max);
-        }
-        Ok(furthest)
+            found.iter().zip(expected).map(|(a, b)| (a - b).abs()).fold(0., f32::max)
+        };
+        self.tensors.iter().map(of_tensor).fold(0., f32::max)
     }
 }
 
@@ -263,8 +257,8 @@ fn train_two(
     let stores: Vec<VarStore> =
         (0..if is_gan { 2 } else { 1 }).map(|_| VarStore::new(Device::Cpu)).collect();
     let path = |model: usize| stores[model % stores.len()].root() / model;
-    let g = Layers::new(&path(0), [noise, hidden, sample], &case.initial[0])?;
-    let d = Layers::new(&path(1), [sample, hidden, 1], &case.initial[1])?;
+    let g = Layers::new(&path(0), [noise, hidden, sample], &case.initial[0]);
+    let d = Layers::new(&path(1), [sample, hidden, 1], &case.initial[1]);
     let wrap = |vs| {
         let model = DistributedDataParallel::new((), vs, group.clone(), options.clone())?;
         let optimizer = Sgd::new(model.flat_buffers(), SgdOptions::default())?;
@@ -298,7 +292,7 @@ fn train_two(
         assert!(close && losses.len() == theirs.len(), "{what}: {losses:?}, PyTorch {theirs:?}");
     }
     for (layers, expected) in [&g, &d].into_iter().zip(&case.r#final) {
-        let distance = layers.distance_to(expected)?;
+        let distance = layers.distance_to(expected);
         assert!(distance < 1e-5, "{what}: {distance} from PyTorch's");
     }
     Ok(wrapped.iter().map(|(model, _)| model.parameters_hash()).collect::<Result<_, _>>()?)

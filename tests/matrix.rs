@@ -4,28 +4,14 @@
 
 use serde_json::Value;
 
-use crate::harness::{in_parallel, run, some_of};
-use crate::shared::faults::{self, RUN};
-
-/// The failure event and stderr of a run in which `rank` fails in this way.
-fn failure(kind: &str, stage: &str, rank: usize) -> (Value, String) {
-    let fault = format!("--inject-fault={kind}:rank={rank},at={stage}");
-    // A stall alone is found by waiting.
-    let timeout = if kind == "stall" { "--timeout=15s" } else { "--timeout=50s" };
-    let args = ["--spawn=processes", "--nproc-per-node=3", "--grace-period=1s", timeout, &fault];
-    let output = run(&[&RUN[..], &args].concat());
-    (faults::failure(&fault, &output, rank, "CPU"), output.2)
-}
+use crate::shared::faults;
 
 fn everywhere(kind: &str, check: impl Fn(&str, &Value, &str) + Sync) {
-    in_parallel(&some_of(faults::everywhere(), 3), |&(stage, operation, rank)| {
-        let (failure, stderr) = failure(kind, stage, rank);
-        let what = format!("{kind} of rank {rank} at {stage}: {stderr}");
-        // A rank that is killed cannot tell: the others know its step, or nothing.
-        if kind != "kill" {
-            assert_eq!(failure["operation"], operation, "{what}");
-        }
-        check(&what, &failure, &stderr);
+    // A stall alone is found by waiting.
+    let timeout = if kind == "stall" { "--timeout=15s" } else { "--timeout=50s" };
+    let more = ["--spawn=processes", "--grace-period=1s", timeout];
+    faults::everywhere(kind, 3, &more, |fault, failure, stderr| {
+        check(&format!("{fault}: {stderr}"), failure, stderr);
     });
 }
 

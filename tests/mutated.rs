@@ -1,7 +1,7 @@
 //! Inputs that were changed at random: each is read, or refused with an error that names it, and stays as it is.
 //!
-//! As many of each kind as `INPUTS` says: `INPUTS=10000 cargo test --release --test tests mutated::`. The same with the
-//! whole program, and with command lines: `make mutated`.
+//! As many of each kind as `INPUTS` says, others with another `SEED`: `make mutated COUNT=10000 SEED=2`, also of command
+//! lines (`flags`). `written` has pipes, devices and folders in the place of files.
 
 use std::fs;
 use std::path::Path;
@@ -15,23 +15,36 @@ use tch::Device;
 
 use crate::harness::{files_below, repository};
 
-/// A generator of numbers: the same in every run.
-struct Chance(u64);
+const MAX_I64: &str = "9223372036854775807";
+const ABOVE_64: &str = "18446744073709551616";
+
+/// What is put anywhere.
+pub(crate) const TEXTS: [&str; 18] = [
+    "0", "-1", "1e999", "nan", ABOVE_64, "\"\"", "[", "{", "\0", "\n", "=", ",", "é", MAX_I64,
+    "..", "--", "%s", "\u{202e}",
+];
+
+/// A generator of numbers: the same in every run with one `SEED`.
+pub(crate) struct Chance(u64);
 
 impl Chance {
-    fn below(&mut self, count: usize) -> usize {
+    /// Returns the `number`th of five generators.
+    pub(crate) fn new(number: u64) -> Self {
+        let seed = std::env::var("SEED").map_or(0, |seed| seed.parse().unwrap());
+        Self(number + 5 * seed)
+    }
+
+    pub(crate) fn below(&mut self, count: usize) -> usize {
         self.0 = self.0.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
         (self.0 >> 33) as usize % count.max(1)
     }
 
+    pub(crate) fn pick<'a>(&mut self, texts: &[&'a str]) -> &'a str {
+        texts[self.below(texts.len())]
+    }
+
     /// A file of this many bytes changed in a few places.
     fn change(&mut self, bytes: &[u8]) -> Vec<u8> {
-        const MAX_I64: &str = "9223372036854775807";
-        const ABOVE_64: &str = "18446744073709551616";
-        const TEXTS: [&str; 14] = [
-            "0", "-1", "1e999", "nan", ABOVE_64, "\"\"", "[", "{", "\0", "\n", "=", ",", "é",
-            MAX_I64,
-        ];
         let mut bytes = bytes.to_vec();
         for _ in 0..[1, 1, 2, 4][self.below(4)] {
             let len = bytes.len();
@@ -43,7 +56,7 @@ impl Chance {
                 1 if at < len => bytes[at] = [0, 1, 0x7f, 0x80, 0xff][self.below(5)],
                 2 => bytes.truncate(at),
                 3 => drop(bytes.drain(at..len.min(at + 1 + self.below(40)))),
-                4 => drop(bytes.splice(at..at, TEXTS[self.below(TEXTS.len())].bytes())),
+                4 => drop(bytes.splice(at..at, self.pick(&TEXTS).bytes())),
                 5 => {
                     let number = [0, 1, 1 << 31, 1 << 40, 1 << 63, u64::MAX][self.below(6)];
                     let end = len.min(at + 8);
@@ -86,7 +99,7 @@ fn try_changed<T>(
     result.is_ok()
 }
 
-fn inputs() -> usize {
+pub(crate) fn inputs() -> usize {
     std::env::var("INPUTS").map_or(300, |inputs| inputs.parse().unwrap())
 }
 
@@ -104,7 +117,7 @@ fn changed_configs_are_read_or_refused() {
         ]
         .map(String::from),
     );
-    let mut chance = Chance(1);
+    let mut chance = Chance::new(1);
     let mut read = 0;
     for number in 0..inputs() {
         fs::write(&path, &configs[number % configs.len()]).unwrap();
@@ -151,7 +164,7 @@ fn changed_data_files_are_read_or_refused() {
     for (name, _) in &files[..9] {
         fs::copy(repository("tests/data").join(name), at(name)).unwrap();
     }
-    let mut chance = Chance(2);
+    let mut chance = Chance::new(2);
     let (mut read, count) = (0, 4 * inputs()); // they are small
     for number in 0..count {
         let (name, spec) = files[number % files.len()];
@@ -202,9 +215,8 @@ fn changed_checkpoints_are_read_or_refused() {
         "step-00000002/model.safetensors",
         "step-00000002/optimizer.safetensors",
     ];
-    let mut chance = Chance(3);
-    let (mut read, mut names) = (0, vec!["run"]);
-    names.push("step-");
+    let mut chance = Chance::new(3);
+    let (mut read, names) = (0, ["run", "step-"]);
     for number in 0..inputs() {
         let path = run.join(files[number % files.len()]);
         let from =

@@ -8,21 +8,22 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use ddp_mp::ddp::{CommHook, Compress, GradBucket, JoinOptions, hook_fn};
-use ddp_mp::ffi::{Autocast, backward, fork_rng};
+use ddp_mp::ffi::{Autocast, fork_rng};
 use ddp_mp::models::{Forward, ModelConfig, ModelKind};
 use ddp_mp::optim::{
     GradScaler, GradScalerOptions, GradScalerState, OptimizerOptions, ParamSpan, ParameterState,
     Unit,
 };
+use ddp_mp::process_group::parse_dtype;
 use ddp_mp::trainer::{Callback, Epoch, Loss, TrainContext, Trainer, TrainerOptions};
 use ddp_mp::{
     AdamWOptions, DataLoader, DdpOptions, DistributedDataParallel, DistributedSampler, FlatBuffer,
-    Optimizer, OptimizerLayout, ProcessGroup, ReduceOp, Schedule, Sgd, SgdOptions, SyncBatchNorm,
-    Targets, TensorDataset,
+    Optimizer, OptimizerLayout, ProcessGroup, ReduceOp, Schedule, Sgd, SgdOptions, Targets,
+    TensorDataset,
 };
 use serde::Deserialize;
 use serde_json::Value;
-use tch::nn::{BatchNormConfig, Linear, Module, ModuleT, VarStore};
+use tch::nn::{Linear, Module, ModuleT, VarStore};
 use tch::{Device, Kind, Tensor};
 
 use crate::harness::{ranks, repository};
@@ -401,14 +402,21 @@ fn training_matches_pytorch_ddp() {
     assert!(settings.cases.len() >= 45 && missed.is_empty(), "{}", missed.join("\n"));
 }
 
+/// What record.py's `optimize` and `scaled` recorded.
 #[derive(Deserialize)]
 struct OptimizerCase {
     name: String,
     options: Options,
+    #[serde(default)]
     losses: Vec<f32>,
+    #[serde(default)]
     norms: Vec<f32>,
     r#final: Values,
     state: Values,
+    /// With a scaler: loss, scale and growth tracker of each step.
+    #[serde(default)]
+    trace: Vec<(f32, f64, u64)>,
+    state_dict: Option<GradScalerState>,
 }
 
 /// Those that a case gives; the others are the defaults.
@@ -481,45 +489,83 @@ pub(crate) fn difference<T: Copy + Into<f64>>(ours: &[T], theirs: &[T]) -> f64 {
     ours.iter().zip(theirs).map(relative).fold(0., f64::max)
 }
 
-#[test]
-fn optimizers_match_pytorch() {
-    let recorded = recorded("optimizers.json");
-    let steps = recorded["steps"].as_u64().unwrap();
-    let (lr, max_norm) = (recorded["lr"].as_f64().unwrap(), recorded["max_norm"].as_f64().unwrap());
-    let cases: Vec<OptimizerCase> = serde_json::from_value(recorded["cases"].clone()).unwrap();
-    assert!(cases.len() >= 9);
-    for OptimizerCase { name, options, losses, norms, r#final, state } in cases {
-        let (case, recorded) = (name.clone(), recorded.clone());
-        let (after, kept, our_losses, our_norms) = ranks(1, move |_, group| {
-            let (vs, mut ddp, inputs, targets) = mlp_and_batch(&recorded, "hidden", group)?;
-            let mut optimizer = options.config(&case).build(ddp.flat_buffers())?;
-            let lr = if case.starts_with("adamw") { lr / 10. } else { lr };
-            let (mut losses, mut norms) = (Vec::new(), Vec::new());
-            for _ in 0..steps {
-                ddp.zero_grad()?;
-                let loss = Loss::Mse.of(&ddp.forward(&inputs), &targets)?;
-                ddp.backward(&loss)?;
-                if case.contains("clip") {
-                    norms.push(f32::try_from(ddp.clip_grad_norm(max_norm)?)?);
-                }
-                optimizer.step(lr)?;
-                losses.push(f32::try_from(loss)?);
+impl OptimizerCase {
+    /// Trains as record.py did, and compares.
+    fn compare(&self, recorded: &Value, group: Rc<ProcessGroup>) -> anyhow::Result<()> {
+        let name = &self.name;
+        let number = |key: &str| recorded[key].as_f64().unwrap();
+        let (vs, mut ddp, inputs, targets) = mlp_and_batch(recorded, "hidden", group.clone())?;
+        let mut optimizer = self.options.config(name).build(ddp.flat_buffers())?;
+        let mut options = GradScalerOptions { enabled: false, ..GradScalerOptions::default() };
+        if !self.trace.is_empty() {
+            options.enabled = true;
+            options.init_scale = number("init_scale");
+            options.growth_interval = recorded["growth_interval"].as_u64().unwrap();
+        }
+        let mut scaler = GradScaler::new(ddp.flat_buffers(), group, options)?;
+        let lr = if name.starts_with("adamw") { number("lr") / 10. } else { number("lr") };
+        let (mut losses, mut norms, mut scales) = (Vec::new(), Vec::new(), Vec::new());
+        for step in 0..recorded["steps"].as_u64().unwrap() {
+            ddp.zero_grad()?;
+            let loss = Loss::Mse.of(&ddp.forward(&inputs), &targets)?;
+            ddp.backward(&scaler.scale(&loss)?)?;
+            let spoiled = recorded["not_finite"].get(step.to_string());
+            if let Some(value) = spoiled {
+                let value: f64 = value.as_str().unwrap().parse()?;
+                let _ = vs.trainable_variables()[0].grad().get(0).get(0).fill_(value);
             }
-            Ok((self::state(&vs), kept(&*optimizer)?, losses, norms))
-        })
-        .remove(0);
-        let clipped = norms.iter().filter(|norm| f64::from(**norm) > max_norm).count();
-        assert!(norms.is_empty() || (clipped > 0 && clipped < norms.len()), "{clipped} clipped");
+            if name.contains("clip") {
+                scaler.unscale_()?;
+                norms.push(f32::try_from(ddp.clip_grad_norm(number("max_norm"))?)?);
+            }
+            assert_eq!(scaler.step(&mut *optimizer, lr)?, spoiled.is_none(), "{name} {step}");
+            scaler.update()?;
+            losses.push(f32::try_from(loss)?);
+            scales.extend(scaler.state().map(|state| (state.scale, state.growth_tracker)));
+        }
+        assert_eq!(scaler.state(), self.state_dict);
+        let recorded_scales = self.trace.iter().map(|(_, scale, tracker)| (*scale, *tracker));
+        assert_eq!(scales, recorded_scales.collect::<Vec<_>>(), "{name}");
+        if scales.is_empty() {
+            let clipped = self.norms.iter().filter(|norm| f64::from(**norm) > number("max_norm"));
+            let (clipped, all) = (clipped.count(), norms.len());
+            assert!(all == 0 || (clipped > 0 && clipped < all), "{clipped} clipped");
+        } else {
+            norms.clear(); // they are not recorded
+        }
+        let of_trace = self.trace.iter().map(|(loss, ..)| loss);
+        let recorded_losses: Vec<f32> = self.losses.iter().chain(of_trace).copied().collect();
         let differences = [
-            largest_difference(&after, &r#final),
-            largest_difference(&kept, &state),
-            difference(&our_losses, &losses),
-            difference(&our_norms, &norms),
+            largest_difference(&state(&vs), &self.r#final),
+            largest_difference(&kept(&*optimizer)?, &self.state),
+            difference(&losses, &recorded_losses),
+            difference(&norms, &self.norms),
         ];
         println!("{name}: parameters, state, losses, norms differ by {differences:?}");
-        let bound = bound_of(&name);
+        let bound = bound_of(name);
         assert!(differences.iter().all(|it| *it <= bound), "{name}: {differences:?}");
+        Ok(())
     }
+}
+
+/// Compares each case of a file, of which there must be so many.
+fn compare_optimizers(file: &str, count: usize) {
+    let recorded = recorded(file);
+    ranks(1, move |_, group| {
+        let cases: Vec<OptimizerCase> = cases_with(&recorded, "state");
+        assert_eq!(cases.len(), count);
+        cases.iter().try_for_each(|case| case.compare(&recorded, group.clone()))
+    });
+}
+
+#[test]
+fn optimizers_match_pytorch() {
+    compare_optimizers("optimizers.json", 9);
+}
+
+#[test]
+fn grad_scaler_matches_pytorch() {
+    compare_optimizers("amp.json", 4);
 }
 
 #[derive(Deserialize)]
@@ -538,7 +584,7 @@ fn optimizers_of_half_precision_match_pytorch() {
     let cases: Vec<HalfCase> = serde_json::from_value(recorded["cases"].clone()).unwrap();
     assert!(cases.len() >= 12);
     for HalfCase { dtype, name, options, r#final, state } in cases {
-        let kind = if dtype == "float16" { Kind::Half } else { Kind::BFloat16 };
+        let kind = parse_dtype(&dtype).unwrap();
         let numbers =
             Tensor::arange(recorded["numel"].as_i64().unwrap(), (Kind::Int64, Device::Cpu));
         let exact = |factor: i64, modulus: i64, less: f64| {
@@ -559,24 +605,11 @@ fn optimizers_of_half_precision_match_pytorch() {
             gradients.copy_(&exact(step + 3, 29, 0.875));
             optimizer.step(if name.starts_with("adamw") { lr / 10. } else { lr }).unwrap();
         }
-        let flat = |tensor: &Tensor| Vec::<f32>::try_from(tensor.to_kind(Kind::Float).view(-1));
-        assert_eq!(flat(&parameters).unwrap(), r#final, "{dtype} {name}");
+        assert_eq!(flat(&parameters), r#final, "{dtype} {name}");
         let kept = &optimizer.state().unwrap()[0].tensors;
-        let kept: Values =
-            kept.iter().map(|(key, tensor)| (key.clone(), flat(tensor).unwrap())).collect();
-        assert_eq!(kept, state, "{dtype} {name}");
+        let kept = kept.iter().map(|(key, tensor)| (key.clone(), flat(tensor)));
+        assert_eq!(kept.collect::<Values>(), state, "{dtype} {name}");
     }
-}
-
-#[derive(Deserialize)]
-struct ScalerCase {
-    name: String,
-    options: Options,
-    /// Loss, scale and growth tracker of each step.
-    trace: Vec<(f32, f64, u64)>,
-    r#final: Values,
-    state: Values,
-    state_dict: GradScalerState,
 }
 
 /// One rank's model of the widths under `key`, in a group of its own, and record.py's batch.
@@ -597,67 +630,13 @@ fn mlp_and_batch(
     Ok((vs, ddp, inputs, targets))
 }
 
-/// Of record.py's cases in amp.json those that have a `key`.
-fn amp_cases<T: serde::de::DeserializeOwned>(recorded: &Value, key: &str) -> Vec<T> {
+/// Of record.py's cases in a file those that have a `key`.
+fn cases_with<T: serde::de::DeserializeOwned>(recorded: &Value, key: &str) -> Vec<T> {
     let cases = recorded["cases"].as_array().unwrap().iter();
     cases
         .filter(|case| case.get(key).is_some())
         .map(|case| serde_json::from_value(case.clone()).unwrap())
         .collect()
-}
-
-#[test]
-fn grad_scaler_matches_pytorch() {
-    let amp = recorded("amp.json");
-    assert_eq!(amp_cases::<ScalerCase>(&amp, "trace").len(), 4);
-    ranks(1, move |_, group| {
-        for case in amp_cases::<ScalerCase>(&amp, "trace") {
-            let name = &case.name;
-            let (vs, mut ddp, inputs, targets) = mlp_and_batch(&amp, "hidden", group.clone())?;
-            let mut optimizer = case.options.config(name).build(ddp.flat_buffers())?;
-            let options = GradScalerOptions {
-                init_scale: amp["init_scale"].as_f64().unwrap(),
-                growth_interval: amp["growth_interval"].as_u64().unwrap(),
-                ..GradScalerOptions::default()
-            };
-            let mut scaler = GradScaler::new(ddp.flat_buffers(), group.clone(), options)?;
-            let lr = amp["lr"].as_f64().unwrap() / if name == "adamw" { 10. } else { 1. };
-            #[allow(clippy::disallowed_methods)] // one of them
-            let first = vs.variables().remove("0.weight").unwrap();
-            let mut losses = Vec::new();
-            for (step, (_, scale, tracker)) in case.trace.iter().enumerate() {
-                ddp.zero_grad()?;
-                let loss = Loss::Mse.of(&ddp.forward(&inputs), &targets)?;
-                ddp.backward(&scaler.scale(&loss)?)?;
-                let spoiled = amp["not_finite"].get(step.to_string());
-                if let Some(value) = spoiled {
-                    let value: f64 = value.as_str().unwrap().parse()?;
-                    let _ = first.grad().get(0).get(0).fill_(value);
-                }
-                if name.contains("clip") {
-                    scaler.unscale_()?;
-                    let _ = ddp.clip_grad_norm(amp["max_norm"].as_f64().unwrap())?;
-                }
-                assert_eq!(scaler.step(&mut *optimizer, lr)?, spoiled.is_none(), "{name} {step}");
-                scaler.update()?;
-                let state = scaler.state().unwrap();
-                let now = (state.scale, state.growth_tracker);
-                assert_eq!(now, (*scale, *tracker), "{name}: step {step}");
-                losses.push(f32::try_from(loss)?);
-            }
-            assert_eq!(scaler.state(), Some(case.state_dict));
-            let expected: Vec<f32> = case.trace.iter().map(|(loss, ..)| *loss).collect();
-            let differences = [
-                largest_difference(&state(&vs), &case.r#final),
-                largest_difference(&kept(&*optimizer)?, &case.state),
-                difference(&losses, &expected),
-            ];
-            println!("{name}: parameters, state, losses differ by {differences:?}");
-            let bound = bound_of(name);
-            assert!(differences.iter().all(|it| *it <= bound), "{name}: {differences:?}");
-        }
-        Ok(())
-    });
 }
 
 #[derive(Deserialize)]
@@ -673,13 +652,13 @@ struct AutocastCase {
 #[test]
 fn amp_matches_pytorch() {
     let amp = recorded("amp.json");
-    assert_eq!(amp_cases::<AutocastCase>(&amp, "without").len(), 2);
+    assert_eq!(cases_with::<AutocastCase>(&amp, "without").len(), 2);
     ranks(1, move |_, group| {
-        for case in amp_cases::<AutocastCase>(&amp, "without") {
+        for case in cases_with::<AutocastCase>(&amp, "without") {
             let (vs, mut ddp, inputs, targets) = mlp_and_batch(&amp, "wide", group.clone())?;
             let momentum = SgdOptions { momentum: 0.9, ..SgdOptions::default() };
             let mut optimizer = Sgd::new(ddp.flat_buffers(), momentum)?;
-            let kind = kind(&case.name);
+            let kind = parse_dtype(&case.name)?;
             let init_scale = 2f64.powi(24);
             let options = GradScalerOptions {
                 init_scale,
@@ -759,72 +738,6 @@ fn absolute_difference(found: &[f32], expected: &[f32]) -> f32 {
     differences.fold(0., |largest, x| if x <= largest { largest } else { x })
 }
 
-#[derive(Deserialize, Clone)]
-struct BatchNormCase {
-    shape: Vec<i64>,
-    /// The output and the gradient of the inputs.
-    steps: Vec<[Vec<f32>; 2]>,
-    gradients: [Vec<f32>; 2],
-    evaluated: Vec<f32>,
-    state: Values,
-}
-
-#[test]
-fn sync_batch_norm_matches_pytorch_over_all_samples() {
-    let recorded = recorded("batch_norm.json");
-    let seed = recorded["seed"].as_u64().unwrap();
-    let cases: Vec<BatchNormCase> = serde_json::from_value(recorded["cases"].clone()).unwrap();
-    for case in cases {
-        for counts in [&[7][..], &[4, 3], &[0, 7], &[5, 0, 2]] {
-            let case = case.clone();
-            let largest = ranks(counts.len(), move |rank, group| {
-                let shape = [&[2][..], &case.shape].concat();
-                let (inputs, scales) = fork_rng(seed, || {
-                    let inputs = Tensor::randn(&shape[..], tch::kind::FLOAT_CPU) * 2. + 5.;
-                    (inputs, Tensor::rand(&shape[..], tch::kind::FLOAT_CPU))
-                })?;
-                let vs = VarStore::new(Device::Cpu);
-                let config = BatchNormConfig { momentum: 0.3, ..SyncBatchNorm::DEFAULT };
-                let norm = SyncBatchNorm::new(&vs.root(), 3, config, &group)?;
-                let start: i64 = counts[..rank.rank()].iter().sum();
-                let mine = |whole: &Tensor| whole.narrow(0, start, counts[rank.rank()]);
-                let mine_of =
-                    |whole: &[f32]| flat(&mine(&Tensor::from_slice(whole).view(&case.shape[..])));
-                let mut largest = 0f32;
-                let mut compare = |found: &Tensor, expected: &[f32]| {
-                    largest = largest.max(absolute_difference(&flat(found), expected));
-                };
-                for (step, [output, gradient]) in case.steps.iter().enumerate() {
-                    let x = mine(&inputs.get(step as i64)).detach().set_requires_grad(true);
-                    let scale = mine(&scales.get(step as i64));
-                    let found = norm.forward_t(&x, true);
-                    backward(&(found.square() * scale).sum(Kind::Float))?;
-                    compare(&found, &mine_of(output));
-                    compare(&x.grad(), &mine_of(gradient));
-                }
-                let layer = norm.batch_norm();
-                let parameters = [&layer.weight, &layer.bias];
-                for (parameter, expected) in parameters.into_iter().zip(&case.gradients) {
-                    let mut gradient = parameter.as_ref().unwrap().grad();
-                    group.all_reduce(&mut gradient, ReduceOp::Sum)?;
-                    compare(&gradient, expected);
-                }
-                compare(&norm.forward_t(&mine(&inputs.get(0)), false), &mine_of(&case.evaluated));
-                let state = state(&vs);
-                assert!(state.keys().eq(case.state.keys()), "the names of a state_dict");
-                for (name, expected) in &case.state {
-                    largest = largest.max(absolute_difference(&state[name], expected));
-                }
-                Ok(largest)
-            })
-            .into_iter()
-            .fold(0f32, f32::max);
-            println!("{counts:?}: largest difference {largest:e}");
-            assert!(largest < 2e-6, "{counts:?}: {largest:e}");
-        }
-    }
-}
-
 /// What one collective left on every rank.
 #[derive(Deserialize, Debug)]
 struct Row {
@@ -833,27 +746,6 @@ struct Row {
     op: Option<String>,
     world_size: usize,
     outputs: Vec<Vec<f64>>,
-}
-
-fn kind(name: &str) -> Kind {
-    match name {
-        "float64" => Kind::Double,
-        "float32" => Kind::Float,
-        "float16" => Kind::Half,
-        "bfloat16" => Kind::BFloat16,
-        "int64" => Kind::Int64,
-        "int32" => Kind::Int,
-        "int8" => Kind::Int8,
-        "uint8" => Kind::Uint8,
-        "bool" => Kind::Bool,
-        _ => panic!("{name}"),
-    }
-}
-
-fn reduce_op(name: &str) -> ReduceOp {
-    use ReduceOp::{Avg, Band, Bor, Bxor, Max, Min, Product, Sum};
-    let ops = [Sum, Avg, Product, Min, Max, Band, Bor, Bxor];
-    ops.into_iter().find(|op| op.to_string() == name).unwrap()
 }
 
 /// record.py's: (rank + 1) * (i + 1), wrapped into -3 to 3; bool says what is positive.
@@ -866,8 +758,8 @@ fn numbers(rank: usize, len: usize, kind: Kind) -> Tensor {
 /// This rank's output, flat; record.py's function of this name tells more.
 fn collective(group: &ProcessGroup, row: &Row) -> anyhow::Result<Tensor> {
     const LEN: usize = 3;
-    let (rank, world_size, kind) = (group.rank(), group.world_size(), kind(&row.kind));
-    let op = || reduce_op(row.op.as_ref().unwrap());
+    let (rank, world_size, kind) = (group.rank(), group.world_size(), parse_dtype(&row.kind)?);
+    let op = || row.op.as_ref().unwrap().parse::<ReduceOp>().unwrap();
     let root = world_size / 2;
     let is_root = rank == root;
     let (mut one, many) = (numbers(rank, LEN, kind), numbers(rank, LEN * world_size, kind));

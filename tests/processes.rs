@@ -244,66 +244,9 @@ fn error_file_of_torchrun_has_the_failure_of_a_rank() {
     }
 }
 
-/// Numbers of a rank that differ from those of others.
-fn numbers(rank: usize, len: i64, kind: Kind) -> Tensor {
-    let index = Tensor::arange(len, (Kind::Double, tch::Device::Cpu));
-    (index * (0.37 + rank as f64)).remainder(7.0).to_kind(kind)
-}
-
 fn collectives(rank: &Rank, group: Rc<ProcessGroup>) {
-    let (me, count) = (rank.rank(), rank.world_size());
-    for kind in [Kind::Float, Kind::Int64, Kind::BFloat16, Kind::Bool] {
-        // Within a note, in one exchange, in slices; and lengths that go round nowhere.
-        for len in [0, 7, 1000, 100_001] {
-            let mine = numbers(me, len, kind);
-            let all: Vec<Tensor> = (0..count).map(|other| numbers(other, len, kind)).collect();
-            let ops: &[ReduceOp] = match kind {
-                Kind::Bool => &[ReduceOp::Bor],
-                Kind::Int64 => &[ReduceOp::Sum, ReduceOp::Bxor],
-                Kind::Float => &[ReduceOp::Sum, ReduceOp::Avg, ReduceOp::PremulSum(0.5)],
-                _ => &[ReduceOp::Avg, ReduceOp::Max],
-            };
-            for &op in ops {
-                let expected = reduced(&all, op);
-                let close = |found: &Tensor| {
-                    let bound = if kind == Kind::BFloat16 { 0.02 } else { 1e-6 };
-                    let found = found.to_kind(Kind::Double);
-                    let expected = expected.to_kind(Kind::Double);
-                    assert!(found.allclose(&expected, bound, bound, false), "{op} {kind:?} {len}");
-                };
-                let mut tensor = mine.copy();
-                group.all_reduce(&mut tensor, op).unwrap();
-                close(&tensor);
-                // The same bits on every rank.
-                let mut sent = tensor.copy();
-                group.broadcast(&mut sent, count - 1).unwrap();
-                assert!(sent.equal(&tensor), "{op} {kind:?} {len}");
-                for root in [0, count - 1] {
-                    let mut tensor = mine.copy();
-                    group.reduce(&mut tensor, root, op).unwrap();
-                    if me == root { close(&tensor) } else { assert!(tensor.equal(&mine)) }
-                }
-                let list: Vec<Tensor> = (0..count).map(|_| mine.copy()).collect();
-                let mut output = mine.zeros_like();
-                group.reduce_scatter(&mut output, &list, op).unwrap();
-                close(&output);
-            }
-            let mut gathered: Vec<Tensor> = (0..count).map(|_| mine.zeros_like()).collect();
-            group.all_gather(&mut gathered, &mine).unwrap();
-            assert!(gathered.iter().zip(&all).all(|(a, b)| a.equal(b)), "{kind:?} {len}");
-            for root in 0..count {
-                let mut list: Vec<Tensor> = (0..count).map(|_| mine.zeros_like()).collect();
-                group.gather(&mine, (me == root).then_some(&mut list[..]), root).unwrap();
-                if me == root {
-                    assert!(list.iter().zip(&all).all(|(a, b)| a.equal(b)), "{kind:?} {len}");
-                }
-                let mut output = mine.zeros_like();
-                group.scatter(&mut output, (me == root).then_some(&all[..]), root).unwrap();
-                assert!(output.equal(&mine));
-            }
-        }
-    }
-    group.barrier().unwrap();
+    kinds::are_reduced(&group).unwrap();
+    kinds::go_where_they_should(&group).unwrap();
     let has_sent = group.traffic().sent > 0;
     match shared_memory() {
         // The first rank of a process sends for all.
@@ -315,20 +258,7 @@ fn collectives(rank: &Rank, group: Rc<ProcessGroup>) {
     }
 }
 
-/// What every rank is to have.
-fn reduced(all: &[Tensor], op: ReduceOp) -> Tensor {
-    let wide = |rank: usize| match all[rank].kind() {
-        Kind::BFloat16 => all[rank].to_kind(Kind::Float),
-        _ => all[rank].copy(),
-    };
-    let result = kinds::reduced(all.len(), op, wide);
-    match op {
-        ReduceOp::Avg => result / all.len() as f64,
-        ReduceOp::PremulSum(factor) => result * factor,
-        _ => result,
-    }
-}
-
+/// Long: it calls everything with every kind of numbers.
 #[test]
 fn collectives_of_processes_are_right() {
     for ranks in some_of([&[1, 2, 1][..], &[1, 1], &[2, 2], &[3, 1]], 1) {

@@ -244,14 +244,6 @@ fn stderr_lines_are_written_in_one_piece() {
     }
 }
 
-#[test]
-fn bench_step_measures_processes() {
-    let args = ["bench", "step", PROCESSES, "--nproc-per-node=2", "--steps=20"];
-    let (code, rows, stderr) = events(&args);
-    assert_eq!(code, Some(0), "{stderr}");
-    assert_eq!((rows.len(), &rows[0]["world_size"]), (1, &2.into()));
-}
-
 /// A test that fails must not leave programs behind, which would slow the others.
 #[test]
 fn program_of_a_test_ends_with_the_thread_that_starts_it() {

@@ -18,16 +18,6 @@ fn largest_difference(a: &Tensor, b: &Tensor) -> f64 {
 }
 
 #[test]
-fn all_reduce_without_requires_grad_only_sums() {
-    ranks(2, |rank, group| {
-        let whole = all_reduce(&Tensor::from_slice(&[rank.rank() as i64 + 1]), &group)?;
-        assert_eq!(whole.int64_value(&[0]), 3);
-        assert!(!whole.requires_grad());
-        Ok(())
-    });
-}
-
-#[test]
 fn failure_of_another_rank_ends_backward_with_the_cause() {
     let error = try_ranks(3, |rank, group| {
         let x = Tensor::from_slice(&[1f32]).set_requires_grad(true);

@@ -24,7 +24,6 @@ const MESSAGE: CollectiveType = CollectiveType {
     inputs: Operand { tensors: Tensors::One, holders: Holders::All },
     outputs: Operand { tensors: Tensors::One, holders: Holders::All },
     reduces: false,
-    has_own_sizes: false,
 };
 
 impl CommOp {

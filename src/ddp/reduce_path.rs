@@ -38,7 +38,7 @@ impl ReducePath {
             // Ranks that share a GPU communicate through one stream, which orders their work.
             Device::Cuda(gpu) if group.is_stream_ordered() => Self::OnGpu(OnGpu {
                 gpu,
-                stream: CudaStream::beside(gpu)?,
+                stream: CudaStream::from_pool(gpu, true)?,
                 computed: CudaEvent::new()?,
                 reduced: CudaEvent::new()?,
                 pending: false,

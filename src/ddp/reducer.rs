@@ -27,7 +27,7 @@ const BACKWARD_BYPASSED: &CStr =
 /// gradient is ready first. Follows PyTorch's `Reducer`.
 pub(super) struct Reducer {
     pub(super) state: Rc<RefCell<ReducerState>>,
-    hooks: GradHooks,
+    _hooks: GradHooks,
     pub(super) options: DdpOptions,
 }
 
@@ -52,9 +52,9 @@ impl Reducer {
                 state.on_grad(index);
                 None
             }
-            Err(_) => panic!("backward within a communication hook"),
+            Err(_) => Some(c"backward within a communication hook"),
         })?;
-        Ok(Self { state, hooks, options })
+        Ok(Self { state, _hooks: hooks, options })
     }
 
     /// Returns the state. The guard must be dropped before autograd runs, because the hooks borrow the state too.
@@ -118,7 +118,6 @@ impl Reducer {
 
     /// Returns the error of a hook, if any. No hook runs after this.
     pub(super) fn end_of_autograd(&self) -> Result<()> {
-        self.hooks.resume_panic();
         let mut state = self.state();
         state.is_in_autograd = false;
         match state.error.take() {
@@ -129,10 +128,8 @@ impl Reducer {
 
     /// Reduces the buckets that were not reduced during autograd, waits for all reductions, and ends the step.
     pub(super) fn finish(&self) -> Result<()> {
-        let result = self.state().reduce_rest(&self.options);
-        self.hooks.resume_panic();
-        result?;
         let mut state = self.state();
+        state.reduce_rest(&self.options)?;
         state.finish(&self.options)?;
         state.clock.end();
         Ok(())

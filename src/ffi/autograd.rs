@@ -82,6 +82,12 @@ pub(crate) fn linear(
     output.map_err(|error| caught().unwrap_or(error))
 }
 
+/// Keeps the panic of a hook, which cannot unwind through libtorch. [`run_backward`], which fails because of it, resumes
+/// it.
+pub(super) fn keep_panic(payload: Box<dyn Any + Send>) {
+    CAUGHT.set(Some(Caught::Panic(payload)));
+}
+
 /// Takes the error that made libtorch fail. Resumes a panic.
 fn caught() -> Option<Error> {
     match CAUGHT.take()? {

@@ -59,9 +59,9 @@ void be_quiet() {
   static_cast<void>(once);
 }
 
-// The operations of c10d.rs, in the same order.
+// The collectives and messages of src/operation.rs, with their numbers. c10d.rs checks them.
 enum class Operation : uint8_t {
-  AllReduce,
+  AllReduce = 4,
   Reduce,
   Broadcast,
   AllGather,
@@ -69,9 +69,9 @@ enum class Operation : uint8_t {
   Scatter,
   ReduceScatter,
   AllToAll,
-  Barrier,
   Send,
   Recv,
+  Barrier = 15,
 };
 
 }  // namespace
@@ -109,11 +109,16 @@ char* ddp_store_get(Store* store, const char* key, Take take, void* context) {
   });
 }
 
-// Sets `there` to whether all keys were set in time.
+// Sets `there` to whether all keys were set in time, or whether they are set now if there is no time.
 char* ddp_store_wait(Store* store, const char* const* keys, size_t len, int64_t timeout_ms, bool* there) {
   return guarded([&] {
+    auto all = strings_of(keys, len);
+    if (timeout_ms == 0) {
+      *there = (*store)->check(all);
+      return;
+    }
     try {
-      (*store)->wait(strings_of(keys, len), Millis(timeout_ms));
+      (*store)->wait(all, Millis(timeout_ms));
       *there = true;
     } catch (const c10::DistStoreError&) {  // thrown on timeout
       *there = false;
@@ -121,18 +126,14 @@ char* ddp_store_wait(Store* store, const char* const* keys, size_t len, int64_t 
   });
 }
 
-char* ddp_store_check(Store* store, const char* const* keys, size_t len, bool* there) {
-  return guarded([&] { *there = (*store)->check(strings_of(keys, len)); });
-}
-
 char* ddp_store_add(Store* store, const char* key, int64_t amount, int64_t* sum) {
   return guarded([&] { *sum = (*store)->add(key, amount); });
 }
 
-char* ddp_store_compare_set(Store* store, const char* key, const uint8_t* expected, size_t expected_len,
-                            const uint8_t* desired, size_t desired_len, Take take, void* context) {
+// Sets a key that is not set. Takes its value afterwards.
+char* ddp_store_set_new(Store* store, const char* key, const uint8_t* bytes, size_t len, Take take, void* context) {
   return guarded([&] {
-    auto value = (*store)->compareSet(key, bytes_of(expected, expected_len), bytes_of(desired, desired_len));
+    auto value = (*store)->compareSet(key, {}, bytes_of(bytes, len));
     take(context, value.data(), value.size());
   });
 }

@@ -2,65 +2,33 @@
 
 use std::convert::Infallible;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
-use std::ptr;
 use std::time::Duration;
 
 use crossbeam::channel::Sender;
-use strum::{Display, IntoStaticStr};
 use torch_sys::C_tensor;
 
-use super::shim::take_message;
+use super::shim::{Object, take_message};
 use crate::error::{Error, first_line};
+use crate::operation::Operation;
 use crate::runtime::MAX_WAIT;
 
 /// `c10::intrusive_ptr<c10d::TCPStore>`, only ever behind a pointer.
-#[repr(C)]
-struct RawStore {
-    _opaque: [u8; 0],
-}
+enum RawStore {}
 
 /// `c10d::ProcessGroupGloo`, only ever behind a pointer.
-#[repr(C)]
-struct RawGroup {
-    _opaque: [u8; 0],
-}
+enum RawGroup {}
 
 type BytesCallback = unsafe extern "C" fn(*mut c_void, *const u8, usize);
 type DoneCallback = unsafe extern "C" fn(*mut c_void, *const c_char);
 
-/// The operations of a group, numbered as in `c10d.cpp`. Each returns when it has started.
-#[repr(u8)]
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Display, IntoStaticStr)]
-#[strum(serialize_all = "snake_case")]
-pub(crate) enum GlooOperation {
-    /// In place. All ranks get the same bits, in every run. Each part goes round the ring from another rank, so the order
-    /// in which three or more floats are added depends on their position.
-    AllReduce,
-    /// In place. The result is undefined on all ranks but the root.
-    Reduce,
-    /// In place.
-    Broadcast,
-    /// Fills one of the outputs from each rank.
-    AllGather,
-    /// Fills one of the root's outputs from each rank. The other ranks pass none.
-    Gather,
-    /// Sends one of the root's inputs to each rank. The other ranks pass none.
-    Scatter,
-    /// Reduces the input, and splits the result into equal parts, one for each rank.
-    ReduceScatter,
-    /// Sends rows of the input to each rank, and fills rows of the output from each. Without splits, all parts are equal.
-    AllToAll,
-    /// Ends when all ranks have called it and their earlier operations have ended.
-    Barrier,
-    /// Tensors with the same tag arrive in order. Ends when the operating system has taken the data.
-    Send,
-    Recv,
-}
+// The numbers of the operations in `c10d.cpp`, between which are the others.
+const _: () = assert!(Operation::AllReduce as u8 == 4 && Operation::Recv as u8 == 13);
+const _: () = assert!(Operation::Barrier as u8 == 15);
 
 /// One call of an operation.
 #[repr(C)]
 pub(super) struct GlooArguments {
-    pub operation: GlooOperation,
+    pub operation: Operation,
     /// A `c10d::ReduceOp::RedOpType`.
     pub reduce: u8,
     pub peer: c_int,
@@ -102,25 +70,17 @@ unsafe extern "C" {
         timeout_ms: i64,
         found: *mut bool,
     ) -> *mut c_char;
-    fn ddp_store_check(
-        store: *mut RawStore,
-        keys: *const *const c_char,
-        len: usize,
-        found: *mut bool,
-    ) -> *mut c_char;
     fn ddp_store_add(
         store: *mut RawStore,
         key: *const c_char,
         amount: i64,
         sum: *mut i64,
     ) -> *mut c_char;
-    fn ddp_store_compare_set(
+    fn ddp_store_set_new(
         store: *mut RawStore,
         key: *const c_char,
-        expected: *const u8,
-        expected_len: usize,
-        desired: *const u8,
-        desired_len: usize,
+        bytes: *const u8,
+        len: usize,
         take: BytesCallback,
         context: *mut c_void,
     ) -> *mut c_char;
@@ -151,17 +111,10 @@ pub(super) type Result<T> = std::result::Result<T, String>;
 
 /// One connection to a store, and the server itself in the process that runs it. Calls block until the server
 /// responds.
-pub(super) struct Connection(*mut RawStore);
+pub(super) struct Connection(Object<RawStore>);
 
 // SAFETY: nothing in the C++ object belongs to a thread. Not Sync: only one thread may call it at a time.
 unsafe impl Send for Connection {}
-
-impl Drop for Connection {
-    fn drop(&mut self) {
-        // SAFETY: comes from `ddp_store_new`, and is freed only here.
-        unsafe { ddp_store_free(self.0) }
-    }
-}
 
 impl Connection {
     /// Connects to the server at `host`, an address. With a `listener`, a socket that listens there, this process
@@ -172,91 +125,70 @@ impl Connection {
         listener: Option<c_int>,
         timeout: Duration,
     ) -> Result<Self> {
-        let (host, mut store) = (c_string(host)?, ptr::null_mut());
-        let listener = listener.unwrap_or(-1);
-        // SAFETY: reads one string, writes one pointer to a valid place.
-        take_message(unsafe {
-            ddp_store_new(host.as_ptr(), port, listener, millis(timeout), &mut store)
-        })?;
-        Ok(Self(store))
+        let (host, listener) = (c_string(host)?, listener.unwrap_or(-1));
+        // SAFETY: reads one string; a store is freed with `ddp_store_free`.
+        let store = unsafe {
+            Object::new(ddp_store_free, |store| {
+                ddp_store_new(host.as_ptr(), port, listener, millis(timeout), store)
+            })
+        };
+        store.map(Self)
     }
 
     pub(super) fn set(&mut self, key: &str, value: &[u8]) -> Result<()> {
         let key = c_string(key)?;
         // SAFETY: `self` is live; reads one string, and bytes with their length.
-        take_message(unsafe { ddp_store_set(self.0, key.as_ptr(), value.as_ptr(), value.len()) })
+        take_message(unsafe { ddp_store_set(self.0.at, key.as_ptr(), value.as_ptr(), value.len()) })
     }
 
     pub(super) fn get(&mut self, key: &str) -> Result<Vec<u8>> {
         let (key, mut value) = (c_string(key)?, Vec::new());
         let context = (&raw mut value).cast();
         // SAFETY: `self` is live; `take` is called before this returns, with the vector that is its context.
-        take_message(unsafe { ddp_store_get(self.0, key.as_ptr(), take, context) })?;
+        take_message(unsafe { ddp_store_get(self.0.at, key.as_ptr(), take, context) })?;
         Ok(value)
     }
 
-    /// Waits for all `keys`. Returns `false` after `timeout`, which is at least a millisecond.
+    /// Waits for all `keys`. Returns `false` after `timeout`; with less than a millisecond, only looks whether they are set.
     pub(super) fn wait(&mut self, keys: &[String], timeout: Duration) -> Result<bool> {
         let (keys, mut there) = (CStringArray::new(keys)?, false);
-        let timeout = millis(timeout).max(1);
         // SAFETY: `self` is live; reads strings with their number, writes one bool to a valid place.
         take_message(unsafe {
-            ddp_store_wait(self.0, keys.as_ptr(), keys.len(), timeout, &mut there)
+            ddp_store_wait(
+                self.0.at,
+                keys.pointers.as_ptr(),
+                keys.pointers.len(),
+                millis(timeout),
+                &mut there,
+            )
         })?;
-        Ok(there)
-    }
-
-    pub(super) fn check(&mut self, keys: &[String]) -> Result<bool> {
-        let (keys, mut there) = (CStringArray::new(keys)?, false);
-        // SAFETY: as in `wait`.
-        take_message(unsafe { ddp_store_check(self.0, keys.as_ptr(), keys.len(), &mut there) })?;
         Ok(there)
     }
 
     pub(super) fn add(&mut self, key: &str, amount: i64) -> Result<i64> {
         let (key, mut sum) = (c_string(key)?, 0);
         // SAFETY: `self` is live; reads one string, writes one number to a valid place.
-        take_message(unsafe { ddp_store_add(self.0, key.as_ptr(), amount, &mut sum) })?;
+        take_message(unsafe { ddp_store_add(self.0.at, key.as_ptr(), amount, &mut sum) })?;
         Ok(sum)
     }
 
-    pub(super) fn compare_set(
-        &mut self,
-        key: &str,
-        expected: &[u8],
-        desired: &[u8],
-    ) -> Result<Vec<u8>> {
-        let (key, mut value) = (c_string(key)?, Vec::new());
-        let context = (&raw mut value).cast();
+    /// Sets `key` if it is not set. Returns its value.
+    pub(super) fn set_new(&mut self, key: &str, value: &[u8]) -> Result<Vec<u8>> {
+        let (key, mut now) = (c_string(key)?, Vec::new());
+        let (bytes, len, context) = (value.as_ptr(), value.len(), (&raw mut now).cast());
         // SAFETY: as in `set` and `get`.
         take_message(unsafe {
-            ddp_store_compare_set(
-                self.0,
-                key.as_ptr(),
-                expected.as_ptr(),
-                expected.len(),
-                desired.as_ptr(),
-                desired.len(),
-                take,
-                context,
-            )
+            ddp_store_set_new(self.0.at, key.as_ptr(), bytes, len, take, context)
         })?;
-        Ok(value)
+        Ok(now)
     }
 }
 
 /// A `ProcessGroupGloo`. Dropping it waits until its operations have ended.
-pub(super) struct GlooHandle(*mut RawGroup);
+pub(super) struct GlooHandle(Object<RawGroup>);
 
 // SAFETY: nothing in the C++ object belongs to a thread. Not Sync: only one thread may call it at a time.
 unsafe impl Send for GlooHandle {}
-
-impl Drop for GlooHandle {
-    fn drop(&mut self) {
-        // SAFETY: comes from `ddp_gloo_new`, and is freed only here.
-        unsafe { ddp_gloo_free(self.0) }
-    }
-}
 
 impl GlooHandle {
     /// Joins a group. Blocks until all ranks are connected, at most for the timeout.
@@ -270,23 +202,25 @@ impl GlooHandle {
         address: &str,
     ) -> Result<Self> {
         let (prefix, address) = (c_string(prefix)?, c_string(address)?);
-        let (interfaces, mut group) = (CStringArray::new(interfaces)?, ptr::null_mut());
-        // SAFETY: the store is live, and C++ keeps a handle of its own to it; reads strings with their number,
-        // writes one pointer to a valid place.
-        take_message(unsafe {
-            ddp_gloo_new(
-                store.0,
-                prefix.as_ptr(),
-                rank as c_int,
-                size as c_int,
-                millis(timeout),
-                interfaces.as_ptr(),
-                interfaces.len(),
-                address.as_ptr(),
-                &mut group,
-            )
-        })?;
-        Ok(Self(group))
+        let interfaces = CStringArray::new(interfaces)?;
+        // SAFETY: the store is live, and C++ keeps a handle of its own to it; reads strings with their number; a group is
+        // freed with `ddp_gloo_free`.
+        let group = unsafe {
+            Object::new(ddp_gloo_free, |group| {
+                ddp_gloo_new(
+                    store.0.at,
+                    prefix.as_ptr(),
+                    rank as c_int,
+                    size as c_int,
+                    millis(timeout),
+                    interfaces.pointers.as_ptr(),
+                    interfaces.pointers.len(),
+                    address.as_ptr(),
+                    group,
+                )
+            })
+        };
+        group.map(Self)
     }
 
     /// Starts an operation. Its result is sent to `ended`.
@@ -297,7 +231,7 @@ impl GlooHandle {
         let context = Box::into_raw(Box::new(ended)).cast();
         // SAFETY: `self` is live; the call is as the caller promises, and libtorch has handles of its own to the
         // tensors while it works; `done` is called once, with the box that is its context, unless this fails.
-        let started = unsafe { take_message(ddp_gloo_start(self.0, call, done, context)) };
+        let started = unsafe { take_message(ddp_gloo_start(self.0.at, call, done, context)) };
         if started.is_err() {
             // SAFETY: it was not started, so the box is still ours.
             drop(unsafe { Box::from_raw(context.cast::<GlooEnd>()) });
@@ -308,13 +242,13 @@ impl GlooHandle {
     /// Makes operations that start from now on fail after `timeout`.
     pub(super) fn set_timeout(&mut self, timeout: Duration) -> Result<()> {
         // SAFETY: `self` is live.
-        take_message(unsafe { ddp_gloo_set_timeout(self.0, millis(timeout)) })
+        take_message(unsafe { ddp_gloo_set_timeout(self.0.at, millis(timeout)) })
     }
 
     /// Makes all operations fail at once, here and on the ranks that wait for this one.
     pub(super) fn abort(&mut self) -> Result<()> {
         // SAFETY: `self` is live.
-        take_message(unsafe { ddp_gloo_abort(self.0) })
+        take_message(unsafe { ddp_gloo_abort(self.0.at) })
     }
 }
 
@@ -351,7 +285,7 @@ pub(super) fn plain(reason: String) -> String {
 }
 
 unsafe extern "C" fn take(context: *mut c_void, bytes: *const u8, len: usize) {
-    // SAFETY: the vector on the stack of `get` or `compare_set`, which waits for this call.
+    // SAFETY: the vector on the stack of `get` or `set_new`, which waits for this call.
     let value = unsafe { &mut *context.cast::<Vec<u8>>() };
     if len > 0 {
         // SAFETY: `len` bytes, which live until this call returns.
@@ -370,14 +304,6 @@ impl CStringArray {
         let strings: Vec<CString> = strings.iter().map(|s| c_string(s)).collect::<Result<_>>()?;
         let pointers = strings.iter().map(|s| s.as_ptr()).collect();
         Ok(Self { _strings: strings, pointers })
-    }
-
-    fn as_ptr(&self) -> *const *const c_char {
-        self.pointers.as_ptr()
-    }
-
-    fn len(&self) -> usize {
-        self.pointers.len()
     }
 }
 

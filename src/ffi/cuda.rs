@@ -11,20 +11,14 @@ use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
 use tch::{Device, Tensor};
 use torch_sys::C_tensor;
 
-use super::shim::check;
+use super::shim::{Object, check, failed_in};
 use crate::error::Result;
 
 /// `c10::Stream`, only ever behind a pointer.
-#[repr(C)]
-struct RawStream {
-    _opaque: [u8; 0],
-}
+enum RawStream {}
 
 /// `c10::Event`, only ever behind a pointer.
-#[repr(C)]
-struct RawEvent {
-    _opaque: [u8; 0],
-}
+enum RawEvent {}
 
 unsafe extern "C" {
     safe fn ddp_cuda_device_count() -> c_int;
@@ -171,17 +165,13 @@ fn find_gpus() -> Cuda {
             .map(|i| driver::device::get_name(driver::device::get(i)?))
             .collect()
     };
-    match names() {
-        Ok(gpus) => Cuda { gpus, driver, problem: None },
+    let (gpus, problem) = match names() {
+        Ok(gpus) => (gpus, None),
         // CUDA_VISIBLE_DEVICES may be empty or -1. That is not a failure.
-        Err(error) if error.0 == CUresult::CUDA_ERROR_NO_DEVICE => {
-            Cuda { gpus: Vec::new(), driver, problem: None }
-        }
-        Err(error) => {
-            let problem = format!("the NVIDIA driver fails: {:?}", error.0);
-            Cuda { gpus: Vec::new(), driver, problem: Some(problem) }
-        }
-    }
+        Err(error) if error.0 == CUresult::CUDA_ERROR_NO_DEVICE => (Vec::new(), None),
+        Err(error) => (Vec::new(), Some(format!("the NVIDIA driver fails: {:?}", error.0))),
+    };
+    Cuda { gpus, driver, problem }
 }
 
 /// Returns the UUID of GPU `index`, such as `GPU-8c1f...`, as `nvidia-smi -L` prints it. `None` if the driver does not
@@ -212,22 +202,19 @@ pub(crate) fn current_stream(index: usize) -> Result<*mut c_void> {
 
 /// A CUDA stream: a queue of work for a GPU.
 #[derive(Debug)]
-pub(crate) struct CudaStream(*mut RawStream);
+pub(crate) struct CudaStream(Object<RawStream>);
 
 // SAFETY: any thread may use a stream, one thread at a time.
 unsafe impl Send for CudaStream {}
 
 impl CudaStream {
-    /// Takes a stream of libtorch's pool. Up to 32 that are in use are different.
-    fn from_pool(index: usize) -> Result<Self> {
+    /// Takes a stream of libtorch's pool. Up to 32 of a priority that are in use are different. A high one is for work beside
+    /// a rank's own.
+    pub(crate) fn from_pool(index: usize, high_priority: bool) -> Result<Self> {
         // SAFETY: writes one pointer to the place that it is given.
-        Self::make(|stream| unsafe { ddp_cuda_stream_from_pool(index as c_int, false, stream) })
-    }
-
-    /// Takes a stream of high priority for work beside a rank's own.
-    pub(crate) fn beside(index: usize) -> Result<Self> {
-        // SAFETY: as above.
-        Self::make(|stream| unsafe { ddp_cuda_stream_from_pool(index as c_int, true, stream) })
+        Self::make(|stream| unsafe {
+            ddp_cuda_stream_from_pool(index as c_int, high_priority, stream)
+        })
     }
 
     /// Returns the default stream of GPU `index`, which all threads have in common.
@@ -243,22 +230,22 @@ impl CudaStream {
     }
 
     fn make(make: impl FnOnce(*mut *mut RawStream) -> *mut c_char) -> Result<Self> {
-        let mut stream = ptr::null_mut();
-        check("finding a CUDA stream", make(&mut stream))?;
-        Ok(Self(stream))
+        // SAFETY: `make` calls one of the shim's functions above, and their streams are freed with `ddp_cuda_stream_free`.
+        let stream = unsafe { Object::new(ddp_cuda_stream_free, make) };
+        stream.map(Self).map_err(failed_in("finding a CUDA stream"))
     }
 
     /// Makes this stream and its GPU the current ones of the calling thread. Follows `torch.cuda.set_stream`.
     pub(crate) fn set_current(&self) -> Result<()> {
         // SAFETY: the pointer lives as long as `self`.
-        check("changing the CUDA stream", unsafe { ddp_cuda_stream_set(self.0) })
+        check("changing the CUDA stream", unsafe { ddp_cuda_stream_set(self.0.at) })
     }
 
     /// Makes the work that this stream gets from now on wait for all that `earlier` has got so far. The host does not
     /// wait. Follows `torch.cuda.Stream.wait_stream`.
     pub(crate) fn wait_stream(&self, earlier: &CudaStream) -> Result<()> {
         // SAFETY: the pointers live as long as the streams.
-        check("ordering CUDA streams", unsafe { ddp_cuda_stream_wait(self.0, earlier.0) })
+        check("ordering CUDA streams", unsafe { ddp_cuda_stream_wait(self.0.at, earlier.0.at) })
     }
 
     /// Runs `f` with this stream as the thread's current stream.
@@ -278,14 +265,7 @@ impl CudaStream {
     /// Exchanges this stream and the thread's current one.
     fn swap(&self) -> Result<()> {
         // SAFETY: the pointer lives as long as `self`.
-        check("changing the CUDA stream", unsafe { ddp_cuda_stream_swap(self.0) })
-    }
-}
-
-impl Drop for CudaStream {
-    fn drop(&mut self) {
-        // SAFETY: the pointer is ours, and this is its last use.
-        unsafe { ddp_cuda_stream_free(self.0) }
+        check("changing the CUDA stream", unsafe { ddp_cuda_stream_swap(self.0.at) })
     }
 }
 
@@ -300,7 +280,7 @@ impl RankStream {
     /// Takes a stream on GPU `gpu` and makes it the current one of the calling thread. It begins after the default stream,
     /// on which the caller of the ranks may have made tensors.
     pub(crate) fn enter(gpu: usize) -> Result<Self> {
-        let own = Self { gpu, stream: CudaStream::from_pool(gpu)? };
+        let own = Self { gpu, stream: CudaStream::from_pool(gpu, false)? };
         own.stream.set_current()?;
         own.stream.wait_stream(&CudaStream::default_of(gpu)?)?;
         Ok(own)
@@ -325,7 +305,7 @@ pub(crate) fn record_stream(tensor: &Tensor) -> Result<()> {
 
 /// A CUDA event: a mark on a stream. Querying whether the device has passed the mark does not wait.
 #[derive(Debug)]
-pub(crate) struct CudaEvent(*mut RawEvent);
+pub(crate) struct CudaEvent(Object<RawEvent>);
 
 // SAFETY: any thread may use an event, one thread at a time.
 unsafe impl Send for CudaEvent {}
@@ -341,23 +321,23 @@ impl CudaEvent {
     }
 
     fn make(timed: bool) -> Result<Self> {
-        let mut event = ptr::null_mut();
-        // SAFETY: writes one pointer to a valid place.
-        check("creating a CUDA event", unsafe { ddp_cuda_event_new(timed, &mut event) })?;
-        Ok(Self(event))
+        // SAFETY: an event is freed with `ddp_cuda_event_free`.
+        let event =
+            unsafe { Object::new(ddp_cuda_event_free, |event| ddp_cuda_event_new(timed, event)) };
+        event.map(Self).map_err(failed_in("creating a CUDA event"))
     }
 
     /// Records the event on the calling thread's current stream on device `index`.
     pub(crate) fn record(&self, index: usize) -> Result<()> {
         // SAFETY: the pointer lives as long as `self`.
-        let recorded = unsafe { ddp_cuda_event_record(self.0, index as c_int) };
+        let recorded = unsafe { ddp_cuda_event_record(self.0.at, index as c_int) };
         check("recording a CUDA event", recorded)
     }
 
     /// Makes the work that this thread launches on device `index` from now on wait for the event.
     pub(crate) fn block(&self, index: usize) -> Result<()> {
         // SAFETY: the pointer lives as long as `self`.
-        let blocked = unsafe { ddp_cuda_event_block(self.0, index as c_int) };
+        let blocked = unsafe { ddp_cuda_event_block(self.0.at, index as c_int) };
         check("waiting for a CUDA event", blocked)
     }
 
@@ -365,7 +345,7 @@ impl CudaEvent {
     pub(crate) fn since(&self, earlier: &CudaEvent) -> Result<Duration> {
         let mut milliseconds = 0.0;
         // SAFETY: the pointers live as long as the events; writes one number to a valid place.
-        let read = unsafe { ddp_cuda_event_since(self.0, earlier.0, &mut milliseconds) };
+        let read = unsafe { ddp_cuda_event_since(self.0.at, earlier.0.at, &mut milliseconds) };
         check("reading the time of a CUDA event", read)?;
         Ok(Duration::try_from_secs_f64(milliseconds / 1e3).unwrap_or_default())
     }
@@ -373,15 +353,8 @@ impl CudaEvent {
     pub(crate) fn is_done(&self) -> Result<bool> {
         let mut is_done = false;
         // SAFETY: the pointer lives as long as `self`; writes one bool to a valid place.
-        check("querying a CUDA event", unsafe { ddp_cuda_event_query(self.0, &mut is_done) })?;
+        check("querying a CUDA event", unsafe { ddp_cuda_event_query(self.0.at, &mut is_done) })?;
         Ok(is_done)
-    }
-}
-
-impl Drop for CudaEvent {
-    fn drop(&mut self) {
-        // SAFETY: the pointer is ours, and this is its last use.
-        unsafe { ddp_cuda_event_free(self.0) }
     }
 }
 

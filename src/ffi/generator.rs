@@ -1,7 +1,6 @@
 //! Random numbers, for dropout: [`Generator`], a generator for one rank, and [`fork_rng`] for libtorch's own.
 
 use std::ffi::{c_char, c_int};
-use std::ptr;
 
 use parking_lot::Mutex;
 use tch::{Device, Tensor};
@@ -9,19 +8,14 @@ use torch_sys::C_tensor;
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::TorchResult;
-use super::shim::{check, new_tensor, raw};
+use super::shim::{Object, check, failed_in, raw};
 use crate::error::{Result, opaque_debug};
 
 /// `at::Generator`, only ever behind a pointer.
-#[repr(C)]
-struct RawGenerator {
-    _opaque: [u8; 0],
-}
+enum RawGenerator {}
 
 unsafe extern "C" {
-    fn ddp_cpu_rng_get_state(state: *mut *mut C_tensor) -> *mut c_char;
-    fn ddp_cpu_rng_set_state(state: *mut C_tensor) -> *mut c_char;
-    safe fn ddp_cpu_rng_seed(seed: u64) -> *mut c_char;
+    fn ddp_cpu_rng_swap(generator: *mut RawGenerator) -> *mut c_char;
     fn ddp_generator_new(gpu: c_int, generator: *mut *mut RawGenerator) -> *mut c_char;
     fn ddp_generator_free(generator: *mut RawGenerator);
     fn ddp_generator_seed(generator: *mut RawGenerator, seed: u64) -> *mut c_char;
@@ -42,7 +36,7 @@ unsafe extern "C" {
 /// libtorch's default generators belong to the process (on the CPU) or to a GPU. Ranks that share one draw from it
 /// in random order, so `Tensor::dropout` gives different numbers in every run.
 pub struct Generator {
-    raw: *mut RawGenerator,
+    raw: Object<RawGenerator>,
     seed: u64,
     rank: u64,
 }
@@ -59,9 +53,9 @@ impl Generator {
             Device::Cuda(gpu) => gpu as c_int,
             _ => -1, // the CPU
         };
-        let mut raw = ptr::null_mut();
-        // SAFETY: writes one pointer to a valid place.
-        check("making a generator", unsafe { ddp_generator_new(gpu, &mut raw) })?;
+        // SAFETY: a generator is freed with `ddp_generator_free`.
+        let raw = unsafe { Object::new(ddp_generator_free, |raw| ddp_generator_new(gpu, raw)) };
+        let raw = raw.map_err(failed_in("making a generator"))?;
         let generator = Self { raw, seed, rank: rank as u64 };
         generator.begin_step(0)?;
         Ok(generator)
@@ -84,7 +78,13 @@ impl Generator {
     /// [`Error::Torch`](crate::Error::Torch).
     pub fn manual_seed(&self, seed: u64) -> Result<()> {
         // SAFETY: ours, and not freed before `drop`.
-        check("seeding a generator", unsafe { ddp_generator_seed(self.raw, seed) })
+        check("seeding a generator", unsafe { ddp_generator_seed(self.raw.at, seed) })
+    }
+
+    /// Exchanges the states of this generator, which is for the CPU, and of libtorch's own for the CPU.
+    fn swap(&self) -> Result<()> {
+        // SAFETY: ours, and not freed before `drop`.
+        check("the CPU generator", unsafe { ddp_cpu_rng_swap(self.raw.at) })
     }
 
     /// Fills `tensor` with ones, each with probability `p`, and zeros. Follows `Tensor.bernoulli_`.
@@ -93,7 +93,7 @@ impl Generator {
     /// [`Error::Torch`](crate::Error::Torch).
     pub fn bernoulli_(&self, tensor: &mut Tensor, p: f64) -> Result<()> {
         // SAFETY: ours, and not freed before `drop`; the tensor is live.
-        let filled = unsafe { ddp_generator_bernoulli(self.raw, raw(tensor), p) };
+        let filled = unsafe { ddp_generator_bernoulli(self.raw.at, raw(tensor), p) };
         check("bernoulli_", filled)
     }
 
@@ -103,7 +103,7 @@ impl Generator {
     /// [`Error::Torch`](crate::Error::Torch).
     pub fn exponential_(&self, tensor: &mut Tensor) -> Result<()> {
         // SAFETY: ours, and not freed before `drop`; the tensor is live.
-        check("exponential_", unsafe { ddp_generator_exponential(self.raw, raw(tensor)) })
+        check("exponential_", unsafe { ddp_generator_exponential(self.raw.at, raw(tensor)) })
     }
 
     /// Returns `input` with each element zeroed with probability `p`, and the others scaled so that the mean stays.
@@ -131,13 +131,6 @@ unsafe impl Send for Generator {}
 // SAFETY: likewise.
 unsafe impl Sync for Generator {}
 
-impl Drop for Generator {
-    fn drop(&mut self) {
-        // SAFETY: the pointer is ours, and this is its last use.
-        unsafe { ddp_generator_free(self.raw) }
-    }
-}
-
 /// Runs `f` with libtorch's CPU generator seeded with `seed`, then restores the generator.
 ///
 /// Follows `torch.random.fork_rng` with a `torch.manual_seed(seed)` inside. All threads share the generator, so calls
@@ -150,22 +143,19 @@ impl Drop for Generator {
 pub fn fork_rng<T>(seed: u64, f: impl FnOnce() -> T) -> Result<T> {
     static TURN: Mutex<()> = Mutex::new(());
     let _turn = TURN.lock();
-    let doing = "the CPU generator";
-    // SAFETY: on success the shim writes a new C++ tensor.
-    let state = unsafe { new_tensor(doing, |state| ddp_cpu_rng_get_state(state)) }?;
-    let _restore = Restore(state);
-    check(doing, ddp_cpu_rng_seed(seed))?;
+    let generator = Generator::new(Device::Cpu, seed, 0)?;
+    generator.manual_seed(seed)?;
+    generator.swap()?;
+    let _restore = Restore(generator);
     Ok(f())
 }
 
 /// Restores the state, even if `f` panics.
-struct Restore(Tensor);
+struct Restore(Generator);
 
 impl Drop for Restore {
     fn drop(&mut self) {
-        // SAFETY: points to a live tensor; libtorch checks that it holds a state.
-        let restored = unsafe { ddp_cpu_rng_set_state(raw(&self.0)) };
-        let _ = check("the CPU generator", restored); // cannot fail: the state was read from this generator
+        let _ = self.0.swap(); // cannot fail: this was done before
     }
 }
 

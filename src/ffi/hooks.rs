@@ -1,15 +1,14 @@
 //! Hooks that backward calls when the gradient of a parameter is complete.
 
-use std::any::Any;
-use std::cell::RefCell;
 use std::ffi::{CStr, c_char, c_void};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr;
-use std::thread::{self, ThreadId};
 
+use send_wrapper::SendWrapper;
 use tch::Tensor;
 use torch_sys::C_tensor;
 
+use super::autograd::keep_panic;
 use super::shim::{check, raw};
 use crate::error::Result;
 
@@ -36,13 +35,8 @@ pub(crate) struct GradHooks {
 /// The reason why backward must fail. `None` to continue.
 pub(crate) type Complaint = Option<&'static CStr>;
 
-struct Target {
-    /// The thread of the tensors, and of `call`.
-    thread: ThreadId,
-    call: Box<dyn Fn(usize) -> Complaint>,
-    /// The payload of the first panic in a call. A panic cannot unwind through libtorch.
-    panic: RefCell<Option<Box<dyn Any + Send>>>,
-}
+/// The function of the hooks. Only the thread of the tensors may call it.
+type Target = SendWrapper<Box<dyn Fn(usize) -> Complaint>>;
 
 impl GradHooks {
     /// Registers `call`. Backward calls `call(index)` for each of `parameters` when its gradient is complete. Backward
@@ -51,8 +45,7 @@ impl GradHooks {
         parameters: Vec<Tensor>,
         call: impl Fn(usize) -> Complaint + 'static,
     ) -> Result<Self> {
-        let (thread, call) = (thread::current().id(), Box::new(call));
-        let target = Box::new(Target { thread, call, panic: RefCell::default() });
+        let target: Box<Target> = Box::new(SendWrapper::new(Box::new(call)));
         let hooks = Self { parameters, target };
         let context = hooks.context();
         for (index, parameter) in hooks.parameters.iter().enumerate() {
@@ -68,13 +61,6 @@ impl GradHooks {
     fn context(&self) -> *mut c_void {
         let target: *const Target = &*self.target;
         target.cast_mut().cast()
-    }
-
-    /// Resumes the panic of a hook, if there was one. Call this after backward has returned.
-    pub(crate) fn resume_panic(&self) {
-        if let Some(panic) = self.target.panic.take() {
-            std::panic::resume_unwind(panic);
-        }
     }
 }
 
@@ -93,19 +79,16 @@ extern "C" fn on_grad(context: *mut c_void, index: usize) -> *const c_char {
     // SAFETY: `register` passed a target that lives as long as the hooks. Other threads only check
     // to which thread it belongs.
     let target = unsafe { &*context.cast::<Target>() };
-    if target.thread != thread::current().id() {
+    if !target.valid() {
         return c"backward reaches parameters that DistributedDataParallel keeps on another thread; run it \
                  on the thread of their rank"
             .as_ptr();
     }
-    if target.panic.borrow().is_some() {
-        return ptr::null(); // do not call again after a panic
-    }
-    match catch_unwind(AssertUnwindSafe(|| (target.call)(index))) {
+    match catch_unwind(AssertUnwindSafe(|| target(index))) {
         Ok(complaint) => complaint.map_or(ptr::null(), CStr::as_ptr),
         Err(panic) => {
-            target.panic.borrow_mut().get_or_insert(panic);
-            ptr::null()
+            keep_panic(panic);
+            c"a hook of a gradient panicked".as_ptr()
         }
     }
 }

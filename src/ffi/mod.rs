@@ -27,7 +27,6 @@ pub(crate) use library::{choose_kernels, library_file};
 pub use shared::SharedTensor;
 
 pub(crate) use autograd::{linear, run_backward};
-pub(crate) use c10d::GlooOperation;
 pub(crate) use facts::{Shape, TensorFacts, shape, with_bytes};
 pub(crate) use fused::{
     AdamWStep, SgdStep, TensorList, amp_unscale, bump_versions, fused_adamw, fused_sgd, scale_all,

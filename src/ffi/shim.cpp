@@ -156,14 +156,9 @@ char* ddp_tensor_facts(at::Tensor* tensor, TensorFacts* facts) {
   });
 }
 
-// Sets parameter.grad = grad without a copy.
+// Sets parameter.grad = grad without a copy, or parameter.grad = None if `grad` is undefined.
 char* ddp_set_grad(at::Tensor* parameter, at::Tensor* grad) {
   return guarded([&] { parameter->mutable_grad() = *grad; });
-}
-
-// Sets parameter.grad = None.
-char* ddp_remove_grad(at::Tensor* parameter) {
-  return guarded([&] { parameter->mutable_grad().reset(); });
 }
 
 // Runs Tensor.backward(retain_graph=...). tch does not offer the option.
@@ -259,12 +254,10 @@ char* ddp_set_view(at::Tensor* view, at::Tensor* whole, int64_t start, int64_t l
 
 using TensorList = std::vector<at::Tensor>;
 
-// Creates a list of the same tensors, without copies.
+// Creates a list of the same tensors, without copies. `tensors_of` is in c10d.cpp.
 char* ddp_tensor_list_new(at::Tensor** tensors, size_t len, TensorList** list) {
   return guarded([&] {
-    auto made = std::make_unique<TensorList>();
-    for (size_t i = 0; i < len; i++) made->push_back(*tensors[i]);
-    *list = made.release();
+    *list = new TensorList(tensors_of(tensors, len));
   });
 }
 
@@ -278,26 +271,33 @@ char* ddp_bump_versions(TensorList* tensors) {
   });
 }
 
-// Makes a step of SGD. Without momentum the list of momentum buffers is empty.
-char* ddp_fused_sgd(TensorList* parameters, TensorList* gradients, TensorList* momentum_buffers,
-                    double lr, double weight_decay, double momentum, double dampening,
-                    bool nesterov, bool is_first_step) {
+// The steps of fused.rs.
+struct SgdStep {
+  double lr, weight_decay, momentum, dampening;
+  bool nesterov, is_first_step;
+};
+
+struct AdamWStep {
+  double lr, beta1, beta2, weight_decay, eps;
+};
+
+// Makes a step of SGD. The lists are parameters, gradients and momentum buffers. Without momentum the last is empty.
+char* ddp_fused_sgd(TensorList* const* lists, const SgdStep* step) {
   return guarded([&] {
     c10::AutoGradMode no_grad(false);
-    at::_fused_sgd_(*parameters, *gradients, *momentum_buffers, weight_decay, momentum, lr,
-                    dampening, nesterov, /*maximize=*/false, is_first_step);
+    at::_fused_sgd_(*lists[0], *lists[1], *lists[2], step->weight_decay, step->momentum, step->lr,
+                    step->dampening, step->nesterov, /*maximize=*/false, step->is_first_step);
   });
 }
 
-// Makes a step of AdamW. `steps` already include this step, as in torch.optim.
-char* ddp_fused_adamw(TensorList* parameters, TensorList* gradients, TensorList* exp_avgs,
-                      TensorList* exp_avg_sqs, TensorList* steps, double lr, double beta1,
-                      double beta2, double weight_decay, double eps) {
+// Makes a step of AdamW. The lists are parameters, gradients, their averages, those of their squares, and the numbers of
+// steps, which already include this step, as in torch.optim.
+char* ddp_fused_adamw(TensorList* const* lists, const AdamWStep* step) {
   return guarded([&] {
     c10::AutoGradMode no_grad(false);
-    at::_fused_adamw_(*parameters, *gradients, *exp_avgs, *exp_avg_sqs, /*max_exp_avg_sqs=*/{},
-                      *steps, lr, beta1, beta2, weight_decay, eps, /*amsgrad=*/false,
-                      /*maximize=*/false);
+    at::_fused_adamw_(*lists[0], *lists[1], *lists[2], *lists[3], /*max_exp_avg_sqs=*/{}, *lists[4],
+                      step->lr, step->beta1, step->beta2, step->weight_decay, step->eps,
+                      /*amsgrad=*/false, /*maximize=*/false);
   });
 }
 
@@ -346,27 +346,14 @@ char* ddp_from_bytes(
   });
 }
 
-char* ddp_cpu_rng_get_state(at::Tensor** state) {
+// Exchanges the states of the process's CPU generator and of `own`, which is for the CPU, too.
+char* ddp_cpu_rng_swap(at::Generator* own) {
   return guarded([&] {
     auto generator = at::globalContext().defaultGenerator(at::kCPU);
     std::lock_guard<std::mutex> lock(generator.mutex());
-    *state = new at::Tensor(generator.get_state());
-  });
-}
-
-char* ddp_cpu_rng_set_state(at::Tensor* state) {
-  return guarded([&] {
-    auto generator = at::globalContext().defaultGenerator(at::kCPU);
-    std::lock_guard<std::mutex> lock(generator.mutex());
-    generator.set_state(*state);
-  });
-}
-
-char* ddp_cpu_rng_seed(uint64_t seed) {
-  return guarded([&] {
-    auto generator = at::globalContext().defaultGenerator(at::kCPU);
-    std::lock_guard<std::mutex> lock(generator.mutex());
-    generator.set_current_seed(seed);
+    auto before = generator.get_state();
+    generator.set_state(own->get_state());
+    own->set_state(before);
   });
 }
 

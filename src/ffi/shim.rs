@@ -9,7 +9,7 @@ use std::sync::Once;
 use tch::Tensor;
 use torch_sys::C_tensor;
 
-use crate::error::{Error, Result, first_line};
+use crate::error::{Error, Result, first_line, opaque_debug};
 
 /// The function that C++ calls once when it no longer needs a context.
 pub(super) type Release = unsafe extern "C" fn(*mut c_void);
@@ -19,7 +19,6 @@ unsafe extern "C" {
     safe fn ddp_set_multithreading_enabled(enabled: bool);
     safe fn ddp_hide_stack_traces();
     fn ddp_set_grad(parameter: *mut C_tensor, grad: *mut C_tensor) -> *mut c_char;
-    fn ddp_remove_grad(parameter: *mut C_tensor) -> *mut c_char;
     fn ddp_set_view(view: *mut C_tensor, whole: *mut C_tensor, start: i64, len: i64)
     -> *mut c_char;
     fn ddp_move_grad(parameter: *mut C_tensor, to: *mut C_tensor) -> *mut c_char;
@@ -28,9 +27,45 @@ unsafe extern "C" {
     fn ddp_add_scaled(to: *mut C_tensor, from: *mut C_tensor, alpha: f64) -> *mut c_char;
 }
 
+/// A C++ object that belongs to Rust.
+pub(super) struct Object<T> {
+    pub at: *mut T,
+    free: unsafe extern "C" fn(*mut T),
+}
+
+impl<T> Object<T> {
+    /// Takes over the object that `make` writes, or returns its error.
+    ///
+    /// # Safety
+    /// `make` returns the message of a shim function. If there is none, it has written an object that `free` frees and that
+    /// nobody else frees.
+    pub(super) unsafe fn new(
+        free: unsafe extern "C" fn(*mut T),
+        make: impl FnOnce(*mut *mut T) -> *mut c_char,
+    ) -> Result<Self, String> {
+        let mut at = ptr::null_mut();
+        take_message(make(&mut at))?;
+        Ok(Self { at, free })
+    }
+}
+
+impl<T> Drop for Object<T> {
+    fn drop(&mut self) {
+        // SAFETY: as the caller of `new` promises; this is the last use.
+        unsafe { (self.free)(self.at) }
+    }
+}
+
+opaque_debug!(Object<T>, T);
+
 /// Takes over the message that a shim function returned.
 pub(super) fn check(doing: &'static str, message: *mut c_char) -> Result<()> {
-    take_message(message).map_err(|reason| Error::Torch { doing, reason })
+    take_message(message).map_err(failed_in(doing))
+}
+
+/// Returns a function that makes libtorch's reason an error that names the action.
+pub(super) fn failed_in(doing: &'static str) -> impl FnOnce(String) -> Error {
+    move |reason| Error::Torch { doing, reason }
 }
 
 /// Takes over the message like [`check`], but returns it without the name of the action.
@@ -81,7 +116,7 @@ pub(crate) fn hide_stack_traces() {
     HIDDEN.call_once(|| ddp_hide_stack_traces());
 }
 
-/// Sets `parameter.grad = grad` without a copy: backward then adds into `grad` in place.
+/// Sets `parameter.grad = grad` without a copy: backward then adds into `grad` in place. An undefined `grad` removes it.
 pub(crate) fn set_grad(parameter: &Tensor, grad: &Tensor) -> Result<()> {
     // SAFETY: both point to live tensors.
     check("set_grad", unsafe { ddp_set_grad(raw(parameter), raw(grad)) })
@@ -97,8 +132,7 @@ pub(crate) fn set_view(view: &Tensor, whole: &Tensor, range: Range<usize>) -> Re
 
 /// Removes the gradient of `parameter`, as if it had never had one.
 pub(crate) fn remove_grad(parameter: &Tensor) -> Result<()> {
-    // SAFETY: points to a live tensor.
-    check("removing a gradient", unsafe { ddp_remove_grad(raw(parameter)) })
+    set_grad(parameter, &Tensor::new())
 }
 
 /// Moves `parameter.grad` to `to`, if it is not there already. Without a gradient, fills `to` with zeros.

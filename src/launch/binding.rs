@@ -1,7 +1,7 @@
 //! The CPUs of each rank: `--bind`.
 //!
 //! A bound rank stays on its CPUs, and so do the threads that it starts: loader workers, the communication thread,
-//! libtorch's OpenMP threads.
+//! libtorch's OpenMP threads. The threads of the network serve all ranks of the process, and are not bound.
 
 use std::ops::Range;
 

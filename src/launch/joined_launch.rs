@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use super::heartbeat_monitor::Stay;
 use super::{
-    BackendChoice, Binding, Launch, LaunchKind, LaunchOptions, LocalRanks, Nproc, Placement,
-    ProcessWorld, Processes, Spawn, detect, place, write_error_file,
+    BackendChoice, Binding, Launch, LaunchKind, LaunchOptions, LocalRanks, MasterEndpoint,
+    NodeSlice, Nproc, Placement, ProcessWorld, Processes, Spawn, detect, place, write_error_file,
 };
 #[cfg(doc)]
 use crate::error::Error;
@@ -74,6 +74,17 @@ impl Launch {
         detect(&variable, options, cuda.usable())
     }
 
+    /// Returns this process's part of a machine on which it may use `cores` CPU cores.
+    pub fn share(&self, cores: usize) -> NodeSlice {
+        let Processes { local_index, local_count, .. } = self.processes;
+        NodeSlice {
+            index: local_index,
+            count: local_count,
+            cores: self.cores.unwrap_or(cores / local_count).clamp(1, cores.max(1)),
+            threads_per_rank: self.threads_per_rank,
+        }
+    }
+
     /// Decides where the ranks of this process run.
     ///
     /// # Errors
@@ -134,17 +145,16 @@ impl Launch {
     /// Returns a warning if this process is to serve the store under a name that resolves to a loopback address, as a
     /// line in Debian's `/etc/hosts` may cause: no other machine can connect. All processes may be on this one.
     pub fn warning(&self) -> Option<String> {
-        let master = self.master.as_ref().filter(|master| !master.agent_store)?;
+        let MasterEndpoint { addr, from, port, agent_store } = self.master.as_ref()?;
         let others = self.processes.index == 0 && self.nnodes.is_some_and(|nnodes| nnodes > 1);
-        if !others || master.addr.parse::<IpAddr>().is_ok() {
+        if *agent_store || !others || addr.parse::<IpAddr>().is_ok() {
             return None;
         }
-        let found = (&master.addr[..], master.port).to_socket_addrs().ok()?.next()?.ip();
+        let found = (&addr[..], *port).to_socket_addrs().ok()?.next()?.ip();
         found.is_loopback().then(|| {
             format!(
-                "--master-addr={} is the loopback address {found} here; if there are other machines, use one they can \
-                 reach",
-                master.addr
+                "{from}={addr} is the loopback address {found} here; if there are other machines, use one they can \
+                 reach"
             )
         })
     }

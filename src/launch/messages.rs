@@ -41,7 +41,7 @@ pub(super) struct Process {
     /// Why the backend of this process does not let ranks share a GPU; `None` if it does.
     #[serde(default)]
     pub unshareable: Option<String>,
-    /// Names and values that must be the same in all processes; opaque here.
+    /// Names and values that must be the same in all processes; opaque here. Empty once they have been compared.
     #[serde(default)]
     pub options: Vec<(String, String)>,
 }
@@ -52,12 +52,11 @@ impl Process {
     /// # Errors
     /// [`Error::Input`] if its numbers cannot be those of a process.
     pub(super) fn check(&self) -> Result<()> {
-        match (self.ranks.len(), self.gpus.len()) {
-            (count @ 1..=MOST_RANKS, gpus) if gpus <= count => Ok(()),
-            (count, gpus) => {
-                Err(unreadable(PROCESS, &format!("a process with {count} ranks and {gpus} GPUs")))
-            }
+        let (ranks, gpus) = (self.ranks.len(), self.gpus.len());
+        if (1..=MOST_RANKS).contains(&ranks) && gpus <= ranks {
+            return Ok(());
         }
+        Err(unreadable(PROCESS, &format!("a process with {ranks} ranks and {gpus} GPUs")))
     }
 
     /// Returns the device, host and process id of this process's rank at this index, for the user.

@@ -46,7 +46,7 @@ impl ProcessRendezvous<'_> {
     pub(super) fn meet(&self) -> Result<(Vec<Process>, Vec<Range<usize>>)> {
         let mine = self.launch.processes.index;
         let checked = self.exchange_processes().and_then(|mut processes| {
-            if processes[mine] != *self.me {
+            if processes[mine].nonce != self.me.nonce {
                 return Err(self.twice());
             }
             name_shared_gpus(&mut processes);
@@ -102,7 +102,8 @@ impl ProcessRendezvous<'_> {
         if processes == count {
             return Ok(());
         }
-        let name = name_of_count(&launch.kind);
+        let by_hand = launch.kind == LaunchKind::ByHand;
+        let name = if by_hand { "--nnodes" } else { "the number of processes" };
         let differs = format!("{name} is {processes} for process 0 and {count} for process {mine}");
         if mine >= processes {
             // The run does not wait for this process.
@@ -126,9 +127,17 @@ impl ProcessRendezvous<'_> {
             return Err(self.twice());
         }
         let absent = |missing: Vec<usize>| self.peers_missing(&missing);
-        let processes = Gathered::of(store, PROCESS, mine, count, *me, self.time_left(), absent)?;
-        processes.iter().try_for_each(Process::check)?;
-        Ok(processes)
+        // One process compares the options of all: with them, thousands of processes do not fit one value.
+        let end = |mut all: Vec<Process>| match check_same(&all) {
+            Err(error) => Gathered::Refused(error.to_string()),
+            Ok(()) => {
+                all.iter_mut().for_each(|process| process.options.clear());
+                Gathered::All(all)
+            }
+        };
+        let all = Gathered::of(store, PROCESS, [mine, count], *me, self.time_left(), absent, end)?;
+        all.iter().try_for_each(Process::check)?;
+        Ok(all)
     }
 
     /// Returns the error of a run for which the processes `missing` have not arrived.
@@ -175,14 +184,6 @@ pub(super) fn process_0_missing(launch: &Launch, waited: Duration) -> Error {
     let Processes { index, count, .. } = launch.processes;
     let there = format!("{index}, which is this one");
     Error::PeersMissing { missing: "0".into(), count, waited, there }
-}
-
-/// Returns the name of the number of processes, as the user gives it.
-fn name_of_count(kind: &LaunchKind) -> &'static str {
-    match kind {
-        LaunchKind::ByHand => "--nnodes",
-        _ => "the number of processes",
-    }
 }
 
 /// Checks that `processes` can train together. Returns the ranks of each.
@@ -251,6 +252,14 @@ mod tests {
     }
 
     fn meet(store: &TcpStore, launch: &Launch) -> Result<usize, String> {
+        meet_with(store, launch, Vec::new())
+    }
+
+    fn meet_with(
+        store: &TcpStore,
+        launch: &Launch,
+        options: Vec<(String, String)>,
+    ) -> Result<usize, String> {
         let me = Process {
             version: String::new(),
             host: "a".into(),
@@ -262,7 +271,7 @@ mod tests {
             gpus: Vec::new(),
             nccl_host: None,
             unshareable: None,
-            options: Vec::new(),
+            options,
         };
         let rendezvous = ProcessRendezvous {
             store: &store.under(&prefix(&launch.run_id, 0)),
@@ -291,6 +300,26 @@ mod tests {
                 assert!(error.as_ref().is_err_and(|it| it.contains(expected)), "{error:?}");
             }
         });
+    }
+
+    /// A value of the store is too short for the options of both.
+    #[test]
+    fn options_are_compared_however_long_they_are() {
+        let differ =
+            "--lr is 0.1 for process 0 (on a, process 0), and 1.0 for process 1 (on a, process 1)";
+        for (lr, expected) in [("0.1", "Ok(2)"), ("1.0", differ)] {
+            let store = TcpStore::serve("127.0.0.1", 0, TIMEOUT).unwrap();
+            let ends = thread::scope(|scope| {
+                let all = [(0, "0.1"), (1, lr)].map(|(index, lr)| {
+                    let (store, launch) = (&store, by_hand(index, 2, "none"));
+                    let long = ("--long".to_owned(), "x".repeat(5 << 20));
+                    let options = vec![long, ("--lr".to_owned(), lr.to_owned())];
+                    scope.spawn(move || meet_with(store, &launch, options))
+                });
+                all.map(|thread| format!("{:?}", thread.join().unwrap()))
+            });
+            assert!(ends.iter().all(|end| end.contains(expected)), "{ends:?}");
+        }
     }
 
     #[test]

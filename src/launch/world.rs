@@ -247,7 +247,7 @@ fn open_store(
     }
     let files = files_of_store(launch.processes.count);
     require_files(files, "serving the store to all processes")?;
-    TcpStore::serve(addr, port, timeout).map_err(|error| with_remedy(error, addr))
+    TcpStore::serve(addr, port, timeout).map_err(|error| with_remedy(error, master))
 }
 
 /// Returns which start of the run this is. A store that outlives a restart has the keys of each.
@@ -305,15 +305,15 @@ fn server(launch: &Launch, master: &MasterEndpoint, process_0: &Process) -> Serv
     Server { rank, name: who }
 }
 
-/// Adds to the error of a taken port what to do. A wrong address, `addr`, is wrong input.
-fn with_remedy(error: Error, addr: &str) -> Error {
+/// Adds to the error of a taken port what to do. A wrong address is wrong input.
+fn with_remedy(error: Error, MasterEndpoint { addr, from, .. }: &MasterEndpoint) -> Error {
     match error {
         Error::Store { address, doing, reason } if reason == PORT_IN_USE => {
             let reason = format!("{reason}; {HOW_TO_CHANGE_PORT}");
             Error::Store { address, doing, reason }
         }
         Error::Store { reason, .. } if [NOT_HERE, ALL_INTERFACES].contains(&&*reason) => {
-            Error::usage(format!("--master-addr={addr}: {reason}"))
+            Error::usage(format!("{from}={addr}: {reason}"))
         }
         other => other,
     }

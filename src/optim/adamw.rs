@@ -93,11 +93,11 @@ impl Optimizer for AdamW {
         flat.step(|index, group, parts| {
             let [exp_avgs, exp_avg_sqs] = &parts.state[..] else { return Ok(()) };
             let weight_decay = if group.decays { options.weight_decay } else { 0.0 };
-            let step = AdamWStep { lr, betas, weight_decay, eps };
+            let step = AdamWStep { lr, betas: betas.into(), weight_decay, eps };
             let Count { one, list, .. } = &counts[index];
             let steps = if parts.len() == 1 { one } else { list };
             let Parts { parameters, gradients, .. } = parts;
-            fused_adamw(parameters, gradients, exp_avgs, exp_avg_sqs, steps, step)
+            fused_adamw([parameters, gradients, exp_avgs, exp_avg_sqs, steps], step)
         })
     }
 

@@ -99,7 +99,7 @@ impl Optimizer for Sgd {
                 return Ok(());
             }
             let buffers = parts.state.first().unwrap_or(none);
-            fused_sgd(&parts.parameters, &parts.gradients, buffers, step)
+            fused_sgd([&parts.parameters, &parts.gradients, buffers], step)
         })
     }
 

@@ -7,6 +7,7 @@ use std::num::ParseIntError;
 use std::path::Path;
 use std::str::FromStr;
 
+use rustix::process::getpid;
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
 /// A set of CPUs, in ascending order. Written as the kernel writes it: `0-3,8`.
@@ -50,6 +51,12 @@ impl CpuList {
             set.set(cpu);
         }
         Ok(sched_setaffinity(None, &set)?)
+    }
+
+    /// Lets the calling thread, which serves all ranks of the process, run on all CPUs of the process: on those of its main
+    /// thread, which is no rank. Otherwise it would stay on those of the rank that has started it.
+    pub(crate) fn unbind_this_thread() {
+        let _ = sched_getaffinity(Some(getpid())).and_then(|all| sched_setaffinity(None, &all));
     }
 
     /// Returns the CPUs that the calling thread may use.
@@ -147,6 +154,10 @@ mod tests {
                 assert_eq!(here(), first);
                 std::thread::scope(|scope| {
                     scope.spawn(|| assert_eq!(here(), first));
+                    scope.spawn(|| {
+                        CpuList::unbind_this_thread();
+                        assert_eq!(here(), all.allowed);
+                    });
                 });
             });
         });

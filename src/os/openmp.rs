@@ -24,19 +24,16 @@ const CHOSEN: [&[u8]; 2] = [b"GOMP_SPINCOUNT=", b"OMP_WAIT_POLICY="];
 /// The number of environment variables that are passed on. With more, the program does not restart.
 const MAX_VARIABLES: usize = 4096;
 
-/// A variable with which an OpenMP library binds threads. The restarted program reads in `told` that it was left out.
-struct Binds {
-    name: &'static [u8],
-    told: &'static CStr,
-}
+/// The variable in which the restarted program reads the name of a variable that was left out.
+const LEFT_OUT: &str = "DDP_MP_LEFT_OUT";
 
-/// The variables that bind. libgomp binds the main thread before `main`, so that the process seems to have one CPU. Later it
-/// binds the threads of each rank, to the same CPUs.
-const BIND: [Binds; 4] = [
-    Binds { name: b"OMP_PROC_BIND=", told: c"DDP_MP_LEFT_OUT=OMP_PROC_BIND" },
-    Binds { name: b"OMP_PLACES=", told: c"DDP_MP_LEFT_OUT=OMP_PLACES" },
-    Binds { name: b"GOMP_CPU_AFFINITY=", told: c"DDP_MP_LEFT_OUT=GOMP_CPU_AFFINITY" },
-    Binds { name: b"KMP_AFFINITY=", told: c"DDP_MP_LEFT_OUT=KMP_AFFINITY" },
+/// The variables with which an OpenMP library binds threads, each as the value of [`LEFT_OUT`]. libgomp binds the main thread
+/// before `main`, so that the process seems to have one CPU. Later it binds the threads of each rank, to the same CPUs.
+const BIND: [&CStr; 4] = [
+    c"DDP_MP_LEFT_OUT=OMP_PROC_BIND=",
+    c"DDP_MP_LEFT_OUT=OMP_PLACES=",
+    c"DDP_MP_LEFT_OUT=GOMP_CPU_AFFINITY=",
+    c"DDP_MP_LEFT_OUT=KMP_AFFINITY=",
 ];
 
 /// The values of `OMP_PROC_BIND` with which nothing is bound, whatever the others say.
@@ -82,9 +79,10 @@ pub unsafe extern "C" fn set_up_openmp(
     for index in 0..count {
         let variable = variables[index];
         // SAFETY: a C string, as the caller promises.
-        let binds = BIND.iter().find(|it| unsafe { begins_with(variable, it.name) });
-        match binds.filter(|_| !binds_nothing) {
-            Some(binds) => left_out = left_out.or(Some(binds.told)),
+        let is_it =
+            |told: &&CStr| unsafe { begins_with(variable, &told.to_bytes()[LEFT_OUT.len() + 1..]) };
+        match BIND.into_iter().find(is_it).filter(|_| !binds_nothing) {
+            Some(told) => left_out = left_out.or(Some(told)),
             None => {
                 variables[kept] = variable;
                 kept += 1;
@@ -130,11 +128,11 @@ pub(crate) fn limit_spinning_in_main() {
 
 /// Returns a note for the user on the variable with which OpenMP binds threads, if [`set_up_openmp`] has left one out.
 pub(crate) fn binding_note() -> Option<String> {
-    let name = std::env::var_os("DDP_MP_LEFT_OUT")?;
+    let name = std::env::var_os(LEFT_OUT)?;
     Some(format!(
         "{} is left out, as all variables that make OpenMP bind threads: those of all ranks would share CPUs; --bind \
          gives each rank CPUs of its own",
-        name.to_string_lossy()
+        name.to_string_lossy().trim_end_matches('=')
     ))
 }
 

@@ -70,19 +70,16 @@ impl SharedRegion {
         unsafe { AtomicU64::from_ptr(self.map.as_mut_ptr().cast()) }
     }
 
-    /// Returns the address of the byte `offset`.
-    ///
-    /// # Errors
-    /// If the memory has no `len` bytes there.
-    pub(crate) fn at(&self, offset: usize, len: usize) -> Result<*mut u8, OutOfRange> {
-        let end = offset.checked_add(len).ok_or(OutOfRange)?;
-        if end <= LEN { Ok(self.map.as_mut_ptr().wrapping_add(offset)) } else { Err(OutOfRange) }
+    /// Returns the address of the byte `offset`; `None` if the memory has no `len` bytes there.
+    pub(crate) fn at(&self, offset: usize, len: usize) -> Option<*mut u8> {
+        let end = offset.checked_add(len)?;
+        (end <= LEN).then(|| self.map.as_mut_ptr().wrapping_add(offset))
     }
 
     /// Returns the offset of `address`; `None` if the memory has no `len` bytes there.
     pub(crate) fn offset_of(&self, address: *const u8, len: usize) -> Option<usize> {
         let offset = (address as usize).checked_sub(self.map.as_ptr() as usize)?;
-        self.at(offset, len).is_ok().then_some(offset)
+        self.at(offset, len).map(|_| offset)
     }
 
     /// Gives the pages of a range back to the system. They are zeros then. If the system refuses, they stay.
@@ -137,10 +134,6 @@ impl SharedRegion {
         }
     }
 }
-
-/// A range that does not lie in the memory.
-#[derive(Debug)]
-pub(crate) struct OutOfRange;
 
 /// The seals that keep the size.
 const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW);
@@ -226,7 +219,7 @@ mod tests {
             region.free(LEN - 4096, 4096);
             assert_eq!(at(&theirs, LEN - 1).read_volatile(), 0);
         }
-        assert!(region.at(LEN, 1).is_err() && region.at(usize::MAX, 2).is_err());
+        assert!(region.at(LEN, 1).is_none() && region.at(usize::MAX, 2).is_none());
         assert_eq!(region.offset_of(at(&region, 8), 8), Some(8));
         assert_eq!(region.offset_of(at(&theirs, 8), 8), None);
         assert_eq!(ftruncate(region.file.as_ref().unwrap(), 0), Err(Errno::PERM));

@@ -14,7 +14,7 @@ use super::call::{refuse, undefined};
 use super::{ReduceOp, device_name};
 use crate::error::{Error, Result};
 pub use crate::ffi::store::TcpStore;
-use crate::ffi::{GlooCall, GlooGroup, GlooOperation, TorchResult};
+use crate::ffi::{GlooCall, GlooGroup, TorchResult};
 use crate::operation::Operation;
 
 /// One member of a group of CPU ranks, in this process or another, in Rust or in Python.
@@ -129,7 +129,7 @@ impl ProcessGroupGloo {
     pub fn all_reduce(&self, tensor: &mut Tensor, op: ReduceOp) -> Result<()> {
         let reduce = reduction(Operation::AllReduce, op, tensor)?;
         let call = GlooCall { reduce, outputs: &[tensor], ..GlooCall::default() };
-        self.run(GlooOperation::AllReduce, call)
+        self.run(Operation::AllReduce, call)
     }
 
     /// Combines `tensor` over all ranks and leaves the result in rank `dst`'s `tensor`. The content of the other
@@ -142,7 +142,7 @@ impl ProcessGroupGloo {
     pub fn reduce(&self, tensor: &mut Tensor, dst: usize, op: ReduceOp) -> Result<()> {
         let reduce = reduction(Operation::Reduce, op, tensor)?;
         let call = GlooCall { reduce, peer: dst, outputs: &[tensor], ..GlooCall::default() };
-        self.run(GlooOperation::Reduce, call)
+        self.run(Operation::Reduce, call)
     }
 
     /// Copies `tensor` of rank `src` into every other rank's `tensor`.
@@ -153,7 +153,7 @@ impl ProcessGroupGloo {
     /// The errors of [`ProcessGroupGloo::all_reduce`].
     pub fn broadcast(&self, tensor: &mut Tensor, src: usize) -> Result<()> {
         let call = GlooCall { peer: src, outputs: &[tensor], ..GlooCall::default() };
-        self.run(GlooOperation::Broadcast, call)
+        self.run(Operation::Broadcast, call)
     }
 
     /// Copies every rank's `tensor` into `tensor_list[rank]` of every rank.
@@ -165,7 +165,7 @@ impl ProcessGroupGloo {
     pub fn all_gather(&self, tensor_list: &mut [Tensor], tensor: &Tensor) -> Result<()> {
         let outputs = tensor_list.iter().collect::<Vec<_>>();
         let call = GlooCall { inputs: &[tensor], outputs: &outputs, ..GlooCall::default() };
-        self.run(GlooOperation::AllGather, call)
+        self.run(Operation::AllGather, call)
     }
 
     /// Copies every rank's `tensor` into `gather_list[rank]` of rank `dst`; the other ranks pass no list.
@@ -183,7 +183,7 @@ impl ProcessGroupGloo {
         let outputs = self.list(Operation::Gather, gather_list.as_deref(), dst)?;
         let inputs = &[tensor];
         let call = GlooCall { peer: dst, inputs, outputs: &outputs, ..GlooCall::default() };
-        self.run(GlooOperation::Gather, call)
+        self.run(Operation::Gather, call)
     }
 
     /// Copies `scatter_list[rank]` of rank `src` into every rank's `tensor`; the other ranks pass no list.
@@ -201,7 +201,7 @@ impl ProcessGroupGloo {
         let inputs = self.list(Operation::Scatter, scatter_list, src)?;
         let outputs = &[&*tensor];
         let call = GlooCall { peer: src, inputs: &inputs, outputs, ..GlooCall::default() };
-        self.run(GlooOperation::Scatter, call)
+        self.run(Operation::Scatter, call)
     }
 
     /// Combines `input` over all ranks and leaves part `rank` of the result in `output`. `input` has
@@ -236,7 +236,7 @@ impl ProcessGroupGloo {
         }
         let outputs = &[&*output];
         let call = GlooCall { reduce, inputs: &[input], outputs, ..GlooCall::default() };
-        self.run(GlooOperation::ReduceScatter, call)
+        self.run(Operation::ReduceScatter, call)
     }
 
     /// Sends `input_split_sizes[rank]` rows of `input` to each rank, and fills `output_split_sizes[rank]` rows of
@@ -264,7 +264,7 @@ impl ProcessGroupGloo {
         if let Some(split) = splits.find(|&&split| split < 0) {
             return refuse(Operation::AllToAll, format!("{split} rows cannot be sent"));
         }
-        self.run(GlooOperation::AllToAll, call)
+        self.run(Operation::AllToAll, call)
     }
 
     /// Waits until all ranks have called this. Follows `torch.distributed.barrier`.
@@ -272,7 +272,7 @@ impl ProcessGroupGloo {
     /// # Errors
     /// [`Error::Gloo`] if other ranks do not call it in time, or are gone.
     pub fn barrier(&self) -> Result<()> {
-        self.run(GlooOperation::Barrier, GlooCall::default())
+        self.run(Operation::Barrier, GlooCall::default())
     }
 
     /// Sends `tensor` to rank `dst`. Messages with the same tag arrive in order.
@@ -284,7 +284,7 @@ impl ProcessGroupGloo {
     /// The errors of [`ProcessGroupGloo::all_reduce`].
     pub fn send(&self, tensor: &Tensor, dst: usize, tag: u16) -> Result<()> {
         let call = GlooCall { peer: dst, tag, inputs: &[tensor], ..GlooCall::default() };
-        self.run(GlooOperation::Send, call)
+        self.run(Operation::Send, call)
     }
 
     /// Receives into `tensor` the message that rank `src` sends with this tag.
@@ -295,13 +295,13 @@ impl ProcessGroupGloo {
     /// The errors of [`ProcessGroupGloo::all_reduce`].
     pub fn recv(&self, tensor: &mut Tensor, src: usize, tag: u16) -> Result<()> {
         let call = GlooCall { peer: src, tag, outputs: &[tensor], ..GlooCall::default() };
-        self.run(GlooOperation::Recv, call)
+        self.run(Operation::Recv, call)
     }
 
     /// Checks what libtorch would not report as an error, then runs an operation, and waits for its end.
-    fn run(&self, operation: GlooOperation, call: GlooCall<'_>) -> Result<()> {
+    fn run(&self, operation: Operation, call: GlooCall<'_>) -> Result<()> {
         check(operation, call.inputs.iter().chain(call.outputs).copied())?;
-        let is_message = matches!(operation, GlooOperation::Send | GlooOperation::Recv);
+        let is_message = matches!(operation, Operation::Send | Operation::Recv);
         if is_message && call.peer == self.rank() {
             let rank = self.rank();
             return refuse(operation, format!("this is rank {rank} itself; copy the tensor"));

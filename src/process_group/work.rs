@@ -158,7 +158,9 @@ impl Work {
             State::Posted { posted, shared, destination, peers, network, at, stream } => {
                 let peers = Peers { ranks: peers, are_elsewhere: network.is_some(), limit };
                 let is_done = || posted.is_completed();
-                let withdraw = || shared.mail.cancel(posted, *destination);
+                let messages = network.as_ref().and_then(|network| network.messages.as_ref());
+                let cut = || messages.inspect(|messages| messages.cut()).is_some();
+                let withdraw = || shared.mail.cancel(posted, *destination, cut);
                 if !self.run.wait_for_peers(self.rank, peers, *at, is_done, withdraw)? {
                     return Ok(None);
                 }

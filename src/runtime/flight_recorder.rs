@@ -88,8 +88,6 @@ struct Ring {
     next: CachePadded<AtomicU64>,
     /// Allocated with the first record, so the ranks of other processes have none.
     entries: OnceLock<Box<[AtomicEntry]>>,
-    /// Allocated with the first GPU time.
-    gpu_times: OnceLock<Box<[GpuTimes]>>,
     /// Largest error of the GPU times, in nanoseconds; 0 without a GPU.
     gpu_error: AtomicU64,
     /// The calls and bytes of each kind of collective and message.
@@ -98,7 +96,6 @@ struct Ring {
 
 /// One entry. It is consistent if a reader finds the same `index` before and after reading it.
 #[derive(Debug, Default)]
-#[repr(align(64))]
 struct AtomicEntry {
     /// The index of the operation, plus one; 0 if the entry is empty or is being written.
     index: AtomicU64,
@@ -109,14 +106,9 @@ struct AtomicEntry {
     started_at: AtomicU64,
     /// 0 while the operation runs.
     finished_at: AtomicU64,
+    /// The GPU times: see [`OpEntry`]. The second one is 0 while they are not known.
+    on_gpu: [AtomicU64; 2],
     call_site: AtomicCell<Option<CallSite>>,
-}
-
-/// The GPU times of an entry: see [`OpEntry`].
-#[derive(Debug, Default)]
-struct GpuTimes {
-    index: AtomicU64,
-    times: [AtomicU64; 2],
 }
 
 impl FlightRecorder {
@@ -152,12 +144,13 @@ impl FlightRecorder {
         let bucket = bucket.map_or(0, |bucket| u64::from(bucket) + 1);
         entry.index.store(0, Ordering::Relaxed);
         std::sync::atomic::fence(Ordering::Release);
-        entry.at.store(at.packed(), Ordering::Relaxed);
+        entry.at.store(at.into(), Ordering::Relaxed);
         entry.marks.store(group << 18 | bucket << 1 | u64::from(on_comm_thread), Ordering::Relaxed);
         entry.amount.store(amount, Ordering::Relaxed);
         let started_at = self.now();
         entry.started_at.store(nanos(started_at), Ordering::Relaxed);
         entry.finished_at.store(0, Ordering::Relaxed);
+        entry.on_gpu[1].store(0, Ordering::Relaxed);
         entry.call_site.store(call_site);
         entry.index.store(index + 1, Ordering::Release);
         SpanId { index, started_at }
@@ -187,15 +180,12 @@ impl FlightRecorder {
 
     /// Records when the GPU of `rank` started and finished the work that an entry's operation launched.
     pub(crate) fn note_gpu(&self, rank: usize, span: SpanId, times: [Duration; 2]) {
-        let empty = || (0..self.keeps).map(|_| GpuTimes::default()).collect();
-        let all = self.ranks[rank].gpu_times.get_or_init(empty);
-        let entry = &all[(span.index % self.keeps as u64) as usize];
-        entry.index.store(0, Ordering::Relaxed);
-        std::sync::atomic::fence(Ordering::Release);
-        for (stored, time) in entry.times.iter().zip(times) {
-            stored.store(nanos(time), Ordering::Relaxed);
+        let entry = self.ranks[rank].entry(span.index, self.keeps);
+        let [started_at, finished_at] = times.map(nanos);
+        if entry.index.load(Ordering::Relaxed) == span.index + 1 {
+            entry.on_gpu[0].store(started_at, Ordering::Relaxed);
+            entry.on_gpu[1].store(finished_at.max(1), Ordering::Release);
         }
-        entry.index.store(span.index + 1, Ordering::Release);
     }
 
     /// Returns the number of entries that `rank` has begun.
@@ -240,13 +230,15 @@ impl Ring {
         let (amount, call_site) = (entry.amount.load(Ordering::Relaxed), entry.call_site.load());
         let started_at = entry.started_at.load(Ordering::Relaxed);
         let finished_at = entry.finished_at.load(Ordering::Acquire);
+        let gpu_finished_at = entry.on_gpu[1].load(Ordering::Acquire);
+        let on_gpu = [entry.on_gpu[0].load(Ordering::Relaxed), gpu_finished_at];
         std::sync::atomic::fence(Ordering::Acquire);
         if entry.index.load(Ordering::Relaxed) != index + 1 {
             return None;
         }
         let (group, bucket) = (marks >> 18, marks >> 1 & 0x1_ffff);
         Some(OpEntry {
-            at: OpId::unpacked(at)?,
+            at: OpId::try_from(at).ok()?,
             group: group.checked_sub(1).map(|group| group as u32),
             bucket: bucket.checked_sub(1).map(|bucket| bucket as u16),
             amount,
@@ -254,25 +246,13 @@ impl Ring {
             on_comm_thread: marks & 1 == 1,
             started_at: Duration::from_nanos(started_at),
             finished_at: (finished_at > 0).then(|| Duration::from_nanos(finished_at)),
-            on_gpu: self.read_gpu(index, keeps),
+            on_gpu: (gpu_finished_at > 0).then(|| on_gpu.map(Duration::from_nanos)),
         })
-    }
-
-    fn read_gpu(&self, index: u64, keeps: usize) -> Option<[Duration; 2]> {
-        let entry = &self.gpu_times.get()?[(index % keeps as u64) as usize];
-        let is_it = |order| entry.index.load(order) == index + 1;
-        if !is_it(Ordering::Acquire) {
-            return None;
-        }
-        let times =
-            entry.times.each_ref().map(|time| Duration::from_nanos(time.load(Ordering::Relaxed)));
-        std::sync::atomic::fence(Ordering::Acquire);
-        is_it(Ordering::Relaxed).then_some(times)
     }
 }
 
 /// Converts to nanoseconds; 64 bits are enough for centuries.
-fn nanos(time: Duration) -> u64 {
+pub(super) fn nanos(time: Duration) -> u64 {
     time.as_nanos() as u64
 }
 

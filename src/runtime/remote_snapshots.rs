@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use super::primitives::{Mutex, MutexGuard};
+use super::primitives::Mutex;
 use super::{OpEntry, PeerHeartbeat, RankStatus};
 use crate::operation::Operation;
 
@@ -28,7 +28,7 @@ impl RemoteSnapshots {
 
     /// Stores a heartbeat that is read at the time `read_at`.
     fn note_at(&self, read_at: Instant, rank: usize, heartbeat: PeerHeartbeat) {
-        let mut all = self.all();
+        let mut all = self.0.lock();
         let start = read_at.checked_sub(heartbeat.sent_after()).unwrap_or(read_at);
         let start = all.get(&rank).map_or(start, |known| known.start.min(start));
         all.insert(rank, Received { start, heartbeat });
@@ -46,7 +46,7 @@ impl RemoteSnapshots {
         rank: usize,
         now: Duration,
     ) -> Option<(RankStatus, Duration)> {
-        let Received { start, heartbeat } = self.all().get(&rank).cloned()?;
+        let Received { start, heartbeat } = self.0.lock().get(&rank).cloned()?;
         let since_start = read_at.saturating_duration_since(start);
         let age = since_start.saturating_sub(heartbeat.sent_after());
         let sender_now = since_start.saturating_sub(heartbeat.suspended);
@@ -67,7 +67,7 @@ impl RemoteSnapshots {
     pub(crate) fn is_behind(&self, rank: usize, seen: &[OpEntry]) -> bool {
         let is_global = |op: &&OpEntry| op.group == Some(0);
         let Some(last) = seen.iter().rev().find(is_global) else { return false };
-        let all = self.all();
+        let all = self.0.lock();
         let theirs =
             all.get(&rank).into_iter().flat_map(|received| &received.heartbeat.status.seen);
         let theirs = theirs.filter(is_global).map(|op| op.at.sequence).max();
@@ -80,14 +80,10 @@ impl RemoteSnapshots {
             Operation::Synchronize => op.at.sequence.checked_sub(1), // it has the number of the next collective
             _ => Some(op.at.sequence),
         };
-        let all = self.all();
+        let all = self.0.lock();
         let theirs =
             all.get(&rank).into_iter().flat_map(|received| &received.heartbeat.status.seen);
         theirs.filter(|op| op.group == Some(group)).filter_map(entered).max()
-    }
-
-    fn all(&self) -> MutexGuard<'_, BTreeMap<usize, Received>> {
-        self.0.lock()
     }
 }
 

@@ -8,6 +8,8 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 
+use super::flight_recorder::nanos;
+
 /// How often a thread looks at the system's clock, in nanoseconds.
 const TICK: u64 = 100_000_000;
 
@@ -80,10 +82,6 @@ impl Instant {
     pub(crate) fn elapsed(self) -> Duration {
         Self::now().0.saturating_sub(self.0)
     }
-}
-
-fn nanos(time: Duration) -> u64 {
-    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
 }
 
 #[cfg(test)]

@@ -67,6 +67,7 @@ impl StopReason {
 /// collective is needed: no rank ends step `n` before rank 0 has taken part in the step's collectives. Rank 0 publishes
 /// before that. A rank that ends step `n` therefore sees that it was the last; a rank that ends an earlier step sees a larger
 /// number, or none. All ranks stop after step `n`.
+#[derive(Default)]
 pub struct StopRequest {
     /// Number of the requested [`StopReason`], which a signal handler sets; 0 without a request.
     pub(crate) asked: Arc<AtomicUsize>,
@@ -76,8 +77,8 @@ pub struct StopRequest {
     pub(crate) next_signal_ends: Arc<AtomicBool>,
     /// When the run began, and for how long it may take.
     time: Option<(Instant, Duration)>,
-    /// The last step, published by rank 0. `reason` is published with it.
-    last_step: AtomicU64,
+    /// The number of steps after which all stop, published by rank 0; 0 while it has not. `reason` is published with it.
+    last: AtomicU64,
     reason: AtomicUsize,
     notify: Option<Box<dyn Fn(StopReason) + Send + Sync>>,
     is_notified: AtomicBool,
@@ -85,53 +86,32 @@ pub struct StopRequest {
 
 opaque_debug!(StopRequest);
 
-/// The value of `last_step` while no step is the last.
-const NEVER: u64 = u64::MAX;
-
 /// The message about a stop that processes send to each other.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct StopMessage {
-    /// The last step that rank 0 has published; `NEVER` if it has not.
-    last_step: u64,
+    /// The number of steps that rank 0 has published; 0 if it has not.
+    last: u64,
     reason: Option<StopReason>,
     /// The reason of a request in the sending process.
     asked: Option<StopReason>,
 }
 
 impl StopMessage {
-    /// No stop and no request.
-    pub(crate) const NONE: Self = Self { last_step: NEVER, reason: None, asked: None };
-
     pub(crate) fn to_numbers(self) -> [u64; 3] {
         let [reason, asked] =
             [self.reason, self.asked].map(|reason| StopReason::number(reason) as u64);
-        [self.last_step, reason, asked]
+        [self.last, reason, asked]
     }
 
     /// Returns `None` for numbers that no process sends.
-    pub(crate) fn from_numbers([last_step, reason, asked]: [u64; 3]) -> Option<Self> {
+    pub(crate) fn from_numbers([last, reason, asked]: [u64; 3]) -> Option<Self> {
         let read = |number: u64| match usize::try_from(number).ok()? {
             0 => Some(None),
             number => StopReason::from_repr(number).map(Some),
         };
         let (reason, asked) = (read(reason)?, read(asked)?);
-        // A last step has a reason. The reason may be seen before its step.
-        (last_step == NEVER || reason.is_some()).then_some(Self { last_step, reason, asked })
-    }
-}
-
-impl Default for StopRequest {
-    fn default() -> Self {
-        Self {
-            asked: Arc::default(),
-            terminated: Arc::default(),
-            next_signal_ends: Arc::default(),
-            time: None,
-            last_step: AtomicU64::new(NEVER),
-            reason: AtomicUsize::new(0),
-            notify: None,
-            is_notified: AtomicBool::new(false),
-        }
+        // An end has a reason. The reason may be seen before the end.
+        (last == 0 || reason.is_some()).then_some(Self { last, reason, asked })
     }
 }
 
@@ -174,31 +154,31 @@ impl StopRequest {
 
     /// Publishes `step` as the last one if a stop is requested. Called on rank 0 before it begins `step`.
     pub(crate) fn decide(&self, step: u64) {
-        if self.last_step.load(Ordering::Relaxed) != NEVER {
+        if self.last.load(Ordering::Relaxed) != 0 {
             return;
         }
         let is_over = self.time.is_some_and(|(began, time)| began.elapsed() >= time);
         if let Some(reason) = self.request_reason().or(is_over.then_some(StopReason::Time)) {
             self.reason.store(reason as usize, Ordering::Relaxed);
-            self.last_step.store(step, Ordering::Release);
+            self.last.store(step + 1, Ordering::Release);
             self.notify(reason);
         }
     }
 
     /// Returns the message of this process for the others.
     pub(crate) fn message(&self) -> StopMessage {
-        let last_step = self.last_step.load(Ordering::Acquire);
+        let last = self.last.load(Ordering::Acquire);
         let reason = |number: &AtomicUsize| StopReason::from_repr(number.load(Ordering::Relaxed));
-        StopMessage { last_step, reason: reason(&self.reason), asked: reason(&self.asked) }
+        StopMessage { last, reason: reason(&self.reason), asked: reason(&self.asked) }
     }
 
     /// Merges the message of another process; `decides` is true for the process of rank 0. That process sent it before
     /// its part of the last step, so no rank has ended that step yet.
     pub(crate) fn merge(&self, decides: bool, message: StopMessage) {
-        let StopMessage { last_step, reason, asked } = message;
-        if decides && last_step != NEVER {
+        let StopMessage { last, reason, asked } = message;
+        if decides && last != 0 {
             self.reason.store(StopReason::number(reason), Ordering::Relaxed);
-            self.last_step.store(last_step, Ordering::Release);
+            self.last.store(last, Ordering::Release);
         }
         if let Some(asked) = asked {
             self.ask(asked);
@@ -207,10 +187,9 @@ impl StopRequest {
 
     /// Returns the reason if the run ends after `steps` steps. Called on every rank.
     pub(crate) fn after(&self, steps: u64) -> Option<StopReason> {
-        if steps <= self.last_step.load(Ordering::Acquire) {
-            return None;
-        }
-        StopReason::from_repr(self.reason.load(Ordering::Relaxed))
+        let last = self.last.load(Ordering::Acquire);
+        let reason = || StopReason::from_repr(self.reason.load(Ordering::Relaxed));
+        if last == 0 || steps < last { None } else { reason() }
     }
 }
 

@@ -56,11 +56,16 @@ impl RunContext {
                         default(INTERVAL) => {}
                     }
                     let Some(run) = run.upgrade() else { return };
-                    run.check_launched_work();
+                    run.launched_work().iter().for_each(|work| work.check(&run));
                 }
                 thread::sleep(UNTIL_ABORT);
-                if let Some(run) = run.upgrade() {
-                    run.abort_launched_work();
+                let Some(run) = run.upgrade() else { return };
+                // Each on a thread of its own: an abort may wait for those of other ranks. Without a thread, the rank is
+                // named when the grace period is over.
+                for work in run.launched_work() {
+                    let run = run.clone();
+                    let abort = move || work.abort(&run);
+                    let _ = thread::Builder::new().name("abort".into()).spawn(abort);
                 }
             };
             thread::Builder::new().name("watchdog".into()).spawn(check_until_the_end)?;
@@ -70,19 +75,6 @@ impl RunContext {
         let work = Arc::downgrade(work);
         all.push(work);
         Ok(())
-    }
-
-    fn check_launched_work(&self) {
-        self.launched_work().iter().for_each(|work| work.check(self));
-    }
-
-    /// Aborts the work of each rank on a thread of its own: an abort may wait for those of other ranks.
-    fn abort_launched_work(self: &Arc<Self>) {
-        for work in self.launched_work() {
-            let run = self.clone();
-            // Without a thread, the rank is named when the grace period is over.
-            let _ = thread::Builder::new().name("abort".into()).spawn(move || work.abort(&run));
-        }
     }
 
     fn launched_work(&self) -> Vec<Arc<dyn LaunchedWork>> {

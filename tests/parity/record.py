@@ -609,25 +609,40 @@ STEPS, MAX_NORM = 25, 1.8
 ODD_HIDDEN = [5, 3]  # widths that fill no vector of a processor
 
 
-def optimize(name, options):
-    """Losses, norms before clipping, parameters and optimizer state after so many steps."""
+SCALER = {"init_scale": 1024.0, "growth_interval": 3}
+# The first step is skipped: what an optimizer keeps must not begin with it.
+NOT_FINITE = {0: "inf", 1: "-inf", 6: "nan", 13: "inf", 14: "nan"}
+
+
+def optimize(name, options, scaled=False):
+    """Losses, norms before clipping, parameters and optimizer state after so many steps. With a scaler some gradients
+    are not finite, and there are scales and growth trackers instead of norms."""
     torch.set_num_threads(1)
     torch.manual_seed(SEED + 1)
     inputs, targets = torch.rand(BATCH, 20), torch.rand(BATCH, 1)
     model = build(ODD_HIDDEN)
     groups = decaying_weights(model) if "groups" in name else model.parameters()
     optimizer = sgd_or_adamw(name, groups, **options)
-    losses, norms = [], []
-    for _ in range(STEPS):
+    scaler = torch.amp.GradScaler("cpu", enabled=scaled, **SCALER)
+    losses, norms, scales = [], [], []
+    for step in range(STEPS):
         optimizer.zero_grad()
         loss = mse_loss(model(inputs), targets)
-        loss.backward()
+        scaler.scale(loss).backward()
+        if scaled and step in NOT_FINITE:
+            next(model.parameters()).grad[0, 0] = float(NOT_FINITE[step])
         if "clip" in name:
+            scaler.unscale_(optimizer)
             norms.append(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
-        optimizer.step()
+        scaler.step(optimizer)
+        scaler.update()
         losses.append(loss.item())
-    state = state_of(optimizer, model)
-    return {"losses": losses, "norms": norms, "final": values(model), "state": state}
+        scales.append(scaler.state_dict())
+    if not scaled:
+        return {"losses": losses, "norms": norms, "final": values(model), "state": state_of(optimizer, model)}
+    trace = [[loss, state["scale"], state["_growth_tracker"]] for loss, state in zip(losses, scales)]
+    kept = state_of(optimizer, model, lambda tensor: tensor.flatten().tolist())
+    return {"trace": trace, "final": values(model), "state": kept, "state_dict": scales[-1]}
 
 
 def optimizers():
@@ -663,37 +678,6 @@ def half_precision():
     return {"lr": LR, "numel": HALF_NUMEL, "steps": HALF_STEPS, "cases": cases}
 
 
-SCALER = {"init_scale": 1024.0, "growth_interval": 3}
-# The first step is skipped: what an optimizer keeps must not begin with it.
-NOT_FINITE = {0: "inf", 1: "-inf", 6: "nan", 13: "inf", 14: "nan"}
-
-
-def scaled(name, options):
-    """Scales, growth trackers, parameters and optimizer state of steps some of whose gradients are not
-    finite."""
-    torch.manual_seed(SEED + 1)
-    inputs, targets = torch.rand(BATCH, 20), torch.rand(BATCH, 1)
-    model = build(ODD_HIDDEN)
-    optimizer = sgd_or_adamw(name, model.parameters(), **options)
-    scaler = torch.amp.GradScaler("cpu", **SCALER)
-    trace = []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss = mse_loss(model(inputs), targets)
-        scaler.scale(loss).backward()
-        if step in NOT_FINITE:
-            next(model.parameters()).grad[0, 0] = float(NOT_FINITE[step])
-        if "clip" in name:
-            scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
-        scaler.step(optimizer)
-        scaler.update()
-        state = scaler.state_dict()
-        trace.append([loss.item(), state["scale"], state["_growth_tracker"]])
-    kept = state_of(optimizer, model, lambda tensor: tensor.flatten().tolist())
-    return {"trace": trace, "final": values(model), "state": kept, "state_dict": state}
-
-
 def autocast(kind, init_scale):
     """Losses, scales and parameters of an mlp in mixed precision, of which float32 differs by `without`."""
 
@@ -727,7 +711,7 @@ def amp():
     torch.set_num_threads(1)
     momentum = {"momentum": 0.9, "dampening": 0.1}
     scalers = {"sgd": {}, "sgd momentum": momentum, "sgd momentum clip": momentum, "adamw": {}}
-    cases = [{"name": name, "options": options} | scaled(name, options) for name, options in scalers.items()]
+    cases = [{"name": name, "options": options} | optimize(name, options, True) for name, options in scalers.items()]
     kinds = {"bfloat16": (torch.bfloat16, None), "float16": (torch.float16, 2.0**24)}
     cases += [{"name": name} | autocast(*arguments) for name, arguments in kinds.items()]
     settings = {"batch": BATCH, "steps": STEPS, "lr": LR, "max_norm": MAX_NORM, "seed": SEED}
@@ -759,28 +743,6 @@ def schedules():
             schedule.step()
         cases.append({"schedule": kind, "warmup": warmup, "lrs": lrs})
     return {"lr": LR} | milestones | cosine | {"cases": cases}
-
-
-def batch_norm():
-    """Two steps and an evaluation of one batch norm over all samples, which the samples on several ranks
-    are compared with: PyTorch's SyncBatchNorm, which is to give the same, refuses tensors on the CPU."""
-    torch.set_num_threads(1)
-    cases = []
-    for shape in [[7, 3, 2, 2], [7, 3]]:
-        torch.manual_seed(SEED)
-        inputs, scales = torch.randn(2, *shape) * 2 + 5, torch.rand(2, *shape)
-        norm = [nn.BatchNorm1d, None, nn.BatchNorm2d][len(shape) - 2](3, momentum=0.3)
-        steps = []
-        for x, scale in zip(inputs, scales):
-            x = x.clone().requires_grad_()
-            output = norm(x)
-            (output.square() * scale).sum().backward()
-            steps.append([flat(output), flat(x.grad)])
-        gradients = [flat(norm.weight.grad), flat(norm.bias.grad)]
-        evaluated = flat(norm.eval()(inputs[0]))
-        case = {"shape": shape, "steps": steps, "gradients": gradients, "evaluated": evaluated}
-        cases.append(case | {"state": values(norm)})
-    return {"seed": SEED, "cases": cases}
 
 
 # What Gloo has: no all_to_all of lists. It refuses every int16, averages of what is not floats, and
@@ -907,7 +869,7 @@ def main():
     check = parser.parse_args().check
     different = False
     records = [sampler, kernels, ddp, gpt, gradients, models, optimizers, half_precision]
-    records += [amp, schedules, batch_norm, collectives, functional]
+    records += [amp, schedules, collectives, functional]
     for record in records:
         name = record.__name__
         file = FOLDER / f"{name}.json"

@@ -2,6 +2,8 @@
 
 use serde_json::Value;
 
+use crate::harness::{in_parallel, run, some_of};
+
 /// How many ranks the runs have.
 pub(crate) const RANKS: usize = 3;
 
@@ -18,11 +20,26 @@ pub(crate) const STAGES: [(&str, &str); 6] = [
     ("barrier", "barrier"),
 ];
 
-/// Returns every stage with its operation, for every rank.
-pub(crate) fn everywhere() -> impl Iterator<Item = (&'static str, &'static str, usize)> {
-    STAGES
-        .iter()
-        .flat_map(|(stage, operation)| (0..RANKS).map(move |rank| (*stage, *operation, rank)))
+/// Runs with a fault of this kind at every stage on every rank, or `kept` of these, and more options. Checks the report,
+/// also with `check`, which gets the fault, the failure and stderr.
+pub(crate) fn everywhere(
+    kind: &str,
+    kept: usize,
+    more: &[&str],
+    check: impl Fn(&str, &Value, &str) + Sync,
+) {
+    let all = STAGES.iter().flat_map(|stage| (0..RANKS).map(move |rank| (stage, rank)));
+    in_parallel(&some_of(all, kept), |&((stage, operation), rank)| {
+        let fault = format!("{kind}:rank={rank},at={stage}");
+        let inject = format!("--inject-fault={fault}");
+        let output = run(&[&RUN[..], &["--nproc-per-node=3", &inject], more].concat());
+        let failure = failure(&fault, &output, rank, "CPU");
+        // A rank that is killed cannot tell: the others know its step, or nothing.
+        if kind != "kill" {
+            assert_eq!(failure["operation"], *operation, "{fault}: {}", output.2);
+        }
+        check(&fault, &failure, &output.2);
+    });
 }
 
 /// Returns the one failure that a run reports, which must be of `rank`, on a device such as `CPU`.

@@ -1,10 +1,11 @@
 //! Groups of some of the ranks, and operations that go on beside the rank.
 
-use crossbeam::channel::bounded;
 use std::time::Duration;
 
 use ddp_mp::{ProcessGroup, ReduceOp};
-use tch::{Kind, Tensor};
+use tch::Tensor;
+
+use super::kinds;
 
 /// Reduces in groups of some of the ranks.
 pub(crate) fn compare(group: &ProcessGroup) {
@@ -39,62 +40,15 @@ pub(crate) fn compare(group: &ProcessGroup) {
     }
 }
 
-/// Calls every operation in its asynchronous form.
+/// Calls every operation in its asynchronous form. `surface` waits for results.
 pub(crate) fn asynchronous(group: &ProcessGroup) -> anyhow::Result<()> {
-    let (me, world_size, device) = (group.rank(), group.world_size(), group.device());
-    let of = move |rank: usize| Tensor::from_slice(&[rank as f32 + 1., 5.]).to_device(device);
-    let list = move || (0..world_size).map(of).collect::<Vec<_>>();
-    let sum = (1..world_size).fold(of(0), |sum, r| sum + of(r));
-    let (sender, results) = bounded(16);
-    let keep = move |tensors: Vec<Tensor>| sender.send(tensors).unwrap();
+    let world_size = group.world_size();
     let work = group.async_op(move |group| {
-        let mut tensor = of(me);
-        group.all_reduce(&mut tensor, ReduceOp::Sum)?;
-        let mut reduced = of(me);
-        group.reduce(&mut reduced, 0, ReduceOp::Max)?;
-        let mut broadcast = of(me);
-        group.broadcast(&mut broadcast, world_size - 1)?;
-        keep(vec![tensor, reduced, broadcast]);
-        let (mut gathered, mut all) = (list(), list());
-        group.all_gather(&mut gathered, &of(me))?;
-        let mut whole = Tensor::zeros([world_size as i64 * 2], (Kind::Float, device));
-        group.all_gather_single(&mut whole, &of(me))?;
-        group.gather(&of(me), (me == 0).then_some(&mut all[..]), 0)?;
-        keep(vec![Tensor::stack(&gathered, 0), whole.copy(), Tensor::stack(&all, 0)]);
-        let (mut mine, parts) = (of(9), list());
-        group.scatter(&mut mine, (me == 0).then_some(&parts[..]), 0)?;
-        let mut part = of(9);
-        group.reduce_scatter(&mut part, &parts, ReduceOp::Sum)?;
-        let mut part_of_whole = of(9);
-        group.reduce_scatter_single(&mut part_of_whole, &whole, ReduceOp::Sum)?;
-        keep(vec![mine, part, part_of_whole]);
-        let mut exchanged = list();
-        group.all_to_all(&mut exchanged, &list())?;
-        let mut single = whole.zeros_like();
-        group.all_to_all_single(&mut single, &whole, None, None)?;
+        kinds::are_reduced(group)?;
+        kinds::go_where_they_should(group)?;
         group.monitored_barrier(Duration::from_secs(60))?;
-        assert_eq!(group.all_gather_object(&me)?.len(), world_size);
-        keep(vec![Tensor::stack(&exchanged, 0), single]);
+        assert_eq!(group.all_gather_object(&1)?, vec![1; world_size]);
         Ok(())
     })?;
-    work.wait()?;
-    let all = Tensor::stack(&list(), 0);
-    let n = world_size as f64;
-    let expected = vec![
-        vec![sum, of(if me == 0 { world_size - 1 } else { me }), of(world_size - 1)],
-        vec![all.shallow_clone(), all.flatten(0, 1), all.shallow_clone()],
-        vec![of(me), of(me) * n, of(me) * n],
-        vec![
-            Tensor::stack(&(0..world_size).map(|_| of(me)).collect::<Vec<_>>(), 0),
-            of(me).repeat([world_size as i64]),
-        ],
-    ];
-    for expected in expected {
-        let found = results.recv()?;
-        assert_eq!(found.len(), expected.len());
-        for (found, expected) in found.iter().zip(&expected) {
-            assert!(found.equal(expected), "{found:?} is not {expected:?}");
-        }
-    }
-    Ok(())
+    Ok(work.wait()?)
 }

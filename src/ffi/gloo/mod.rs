@@ -3,7 +3,6 @@
 use std::convert::Infallible;
 use std::mem;
 use std::path::Path;
-use std::ptr;
 use std::time::Duration;
 
 use crossbeam::channel::{Receiver, RecvTimeoutError, Sender, TryRecvError, bounded};
@@ -12,9 +11,10 @@ use tch::{Device, Tensor};
 use torch_sys::C_tensor;
 
 use crate::error::{Error, Result, opaque_debug};
-use crate::ffi::c10d::{GlooArguments, GlooEnd, GlooHandle, GlooOperation, plain};
+use crate::ffi::c10d::{GlooArguments, GlooEnd, GlooHandle, plain};
 use crate::ffi::shim::raw;
 use crate::ffi::store::{Gathered, TcpStore};
+use crate::operation::Operation;
 use crate::os::limits;
 use crate::runtime::MAX_WAIT;
 
@@ -56,7 +56,8 @@ impl GlooGroup {
         absent: impl Fn(Vec<usize>) -> Error,
     ) -> Result<Self> {
         socket_ifname.map(interfaces).transpose()?; // an error before the ranks wait for each other
-        let meet = |point| Gathered::of(store, point, rank, size, &(), timeout, &absent);
+        let meet =
+            |point| Gathered::of(store, point, [rank, size], &(), timeout, &absent, Gathered::All);
         meet("here")?;
         let mut gloo = Self::new_plain(store, "gloo", rank, size, timeout, socket_ifname)?;
         // From here on the caller ends operations that take too long: Gloo's clock runs on while the process is suspended.
@@ -110,14 +111,17 @@ impl GlooGroup {
         group.abort().map_err(|reason| Error::Gloo { doing: "abort", reason })
     }
 
-    /// Starts an operation. It ends as described for [`GlooOperation`]. Returns the channel that receives its result,
-    /// once.
+    /// Starts a collective, a send or a recv. Returns the channel that receives its result, once.
+    ///
+    /// A reduction has the same bits in every run. Each part goes round the ring from another rank, so the order in which
+    /// three or more floats are added depends on their position. After `Reduce`, the result is undefined on all ranks but
+    /// the root. A send ends when the operating system has taken the data. Tensors with the same tag arrive in order.
     ///
     /// Until then libtorch reads and writes the tensors, even if the channel is dropped. It has handles of its own, so
     /// their memory stays valid.
     pub(crate) fn start(
         &self,
-        operation: GlooOperation,
+        operation: Operation,
         call: GlooCall<'_>,
     ) -> Result<Receiver<Result<()>>> {
         let doing = operation.into();
@@ -139,8 +143,6 @@ impl GlooGroup {
         };
         let inputs = handles(inputs);
         let outputs = handles(outputs);
-        let or_null =
-            |splits: &[i64]| if splits.is_empty() { ptr::null() } else { splits.as_ptr() };
         let call = GlooArguments {
             operation,
             reduce,
@@ -150,8 +152,8 @@ impl GlooGroup {
             inputs_len: inputs.len(),
             outputs: outputs.as_ptr(),
             outputs_len: outputs.len(),
-            input_splits: or_null(input_splits),
-            output_splits: or_null(output_splits),
+            input_splits: input_splits.as_ptr(),
+            output_splits: output_splits.as_ptr(),
             splits_len: input_splits.len(),
         };
         let mut group = self.group.lock();

@@ -11,9 +11,9 @@ use tch::{Device, Kind, Tensor};
 
 use super::{GlooCall, GlooGroup};
 use crate::error::{Error, Result};
-use crate::ffi::c10d::GlooOperation;
 use crate::ffi::store::TcpStore;
 use crate::ffi::store::tests::{TIMEOUT, connect, reason, serve};
+use crate::operation::Operation;
 
 /// The numbers of `c10d::ReduceOp::RedOpType`, of which 1 is the average.
 const SUM: u8 = 0;
@@ -40,12 +40,12 @@ fn join(store: &TcpStore, rank: usize, size: usize) -> GlooGroup {
 impl GlooGroup {
     fn all_reduce(&self, tensor: &Tensor, reduce: u8) -> Result<Ended> {
         let call = GlooCall { reduce, outputs: &[tensor], ..GlooCall::default() };
-        self.start(GlooOperation::AllReduce, call)
+        self.start(Operation::AllReduce, call)
     }
 
     fn broadcast(&self, tensor: &Tensor, root: usize) -> Result<Ended> {
         let call = GlooCall { peer: root, outputs: &[tensor], ..GlooCall::default() };
-        self.start(GlooOperation::Broadcast, call)
+        self.start(Operation::Broadcast, call)
     }
 
     fn all_to_all(
@@ -57,21 +57,21 @@ impl GlooGroup {
     ) -> Result<Ended> {
         let (inputs, outputs) = (&[input], &[output]);
         let call = GlooCall { inputs, outputs, input_splits, output_splits, ..GlooCall::default() };
-        self.start(GlooOperation::AllToAll, call)
+        self.start(Operation::AllToAll, call)
     }
 
     fn barrier(&self) -> Result<Ended> {
-        self.start(GlooOperation::Barrier, GlooCall::default())
+        self.start(Operation::Barrier, GlooCall::default())
     }
 
     fn send(&self, tensor: &Tensor, destination: usize, tag: u16) -> Result<Ended> {
         let call = GlooCall { peer: destination, tag, inputs: &[tensor], ..GlooCall::default() };
-        self.start(GlooOperation::Send, call)
+        self.start(Operation::Send, call)
     }
 
     fn recv(&self, tensor: &Tensor, source: usize, tag: u16) -> Result<Ended> {
         let call = GlooCall { peer: source, tag, outputs: &[tensor], ..GlooCall::default() };
-        self.start(GlooOperation::Recv, call)
+        self.start(Operation::Recv, call)
     }
 }
 
@@ -124,7 +124,7 @@ fn collectives_return_the_defined_values() {
             for root in 0..size {
                 let tensor = ints(&[rank, 1]);
                 let call = GlooCall { peer: root, outputs: &[&tensor], ..GlooCall::default() };
-                done(gloo.start(GlooOperation::Reduce, call));
+                done(gloo.start(Operation::Reduce, call));
                 if gloo.rank == root {
                     same(&tensor, &[n * (n - 1) / 2, n]);
                 }
@@ -144,7 +144,7 @@ fn collectives_return_the_defined_values() {
                     outputs: &lists,
                     ..GlooCall::default()
                 };
-                done(gloo.start(GlooOperation::Gather, call));
+                done(gloo.start(Operation::Gather, call));
                 parts.iter().zip(0..).for_each(|(part, r)| same(part, &[r, -r]));
                 let mine = ints(&[9, 9]);
                 let call = GlooCall {
@@ -153,19 +153,19 @@ fn collectives_return_the_defined_values() {
                     outputs: &[&mine],
                     ..GlooCall::default()
                 };
-                done(gloo.start(GlooOperation::Scatter, call));
+                done(gloo.start(Operation::Scatter, call));
                 same(&mine, &[rank, -rank]);
             }
             let parts: Vec<Tensor> = (0..n).map(|_| ints(&[0])).collect();
             let mine = ints(&[10 * rank]);
             let outputs: Vec<&Tensor> = parts.iter().collect();
             let call = GlooCall { inputs: &[&mine], outputs: &outputs, ..GlooCall::default() };
-            done(gloo.start(GlooOperation::AllGather, call));
+            done(gloo.start(Operation::AllGather, call));
             parts.iter().zip(0..).for_each(|(part, r)| same(part, &[10 * r]));
             let mine = ints(&[0, 0]);
             let input = Tensor::arange(2 * n, (Kind::Int64, Device::Cpu));
             let call = GlooCall { inputs: &[&input], outputs: &[&mine], ..GlooCall::default() };
-            done(gloo.start(GlooOperation::ReduceScatter, call));
+            done(gloo.start(Operation::ReduceScatter, call));
             same(&mine, &[n * 2 * rank, n * (2 * rank + 1)]);
             let output = ints(&all(&|_| 0));
             done(gloo.all_to_all(&output, &ints(&all(&|to| 10 * rank + to)), &[], &[]));

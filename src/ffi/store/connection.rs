@@ -13,7 +13,7 @@ use crossbeam::channel::{
 
 use crate::error::opaque_debug;
 use crate::ffi::c10d::Connection;
-use crate::os::limits;
+use crate::os::{affinity::CpuList, limits};
 use crate::runtime::Instant;
 
 /// A handle to the thread of a connection. After a drop, the thread ends when its current request has ended.
@@ -77,6 +77,7 @@ impl StoreConnection {
         let (running_tx, ended) = bounded::<Infallible>(0);
         let work = move || {
             let _running = running_tx; // closed last
+            CpuList::unbind_this_thread(); // Gloo's threads start from here
             let mut connection = None;
             requests_rx.into_iter().for_each(|request| request(&mut connection));
         };
@@ -190,7 +191,9 @@ pub(super) fn listen(host: &str, port: u16, timeout: Duration) -> Result<Opened,
     let server = listener.local_addr().map_err(|error| error.to_string())?;
     let host = server.ip().to_string();
     let socket = listener.into_raw_fd();
-    let connection = Connection::new(&host, server.port(), Some(socket), whole_seconds(timeout))?;
+    // In whole seconds, in which libtorch's client counts while it connects.
+    let limit = Duration::from_secs(timeout.as_secs().saturating_add(1));
+    let connection = Connection::new(&host, server.port(), Some(socket), limit)?;
     Ok(Opened { connection, server, local: server.ip() })
 }
 
@@ -212,7 +215,10 @@ pub(super) fn reach(
         let reason = match find(host, port, left) {
             Ok((server, local)) => {
                 let host = server.ip().to_string();
-                let connection = Connection::new(&host, port, None, seconds_within(left()));
+                // Less than the time left: libtorch's client connects again and again for that long, in whole seconds, and then
+                // says what it has found.
+                let limit = Duration::from_secs(left().as_secs().saturating_sub(1).max(1));
+                let connection = Connection::new(&host, port, None, limit);
                 let connection = connection.map_err(|reason| {
                     if !reason.contains("Ping failed") {
                         return reason;
@@ -258,17 +264,6 @@ fn find(
         }
     }
     Err(reason)
-}
-
-/// Returns more than `timeout`, in whole seconds. libtorch's client counts in seconds while it connects.
-fn whole_seconds(timeout: Duration) -> Duration {
-    Duration::from_secs(timeout.as_secs().saturating_add(1))
-}
-
-/// Returns less than `left`, in whole seconds from 1: libtorch's client connects again and again for that long, and then says
-/// what it has found.
-fn seconds_within(left: Duration) -> Duration {
-    Duration::from_secs(left.as_secs().saturating_sub(1).max(1))
 }
 
 fn is_closed(channel: &Receiver<Infallible>) -> bool {

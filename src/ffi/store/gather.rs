@@ -22,7 +22,8 @@ pub(crate) enum Gathered<T> {
 
 impl<T: Serialize + DeserializeOwned> Gathered<T> {
     /// Publishes `value` of process `mine` under `key`, and returns what all `count` processes have published there. All
-    /// must call it. Each waits for `timeout`.
+    /// must call it. Each waits for `timeout`. The process that finds that all are there ends the exchange for all, as `end`
+    /// says: with [`Gathered::All`], perhaps without a part that only this process needs, or [`Gathered::Refused`].
     ///
     /// # Errors
     /// The error that `absent` returns for the missing processes, [`Error::Input`] for processes that do not fit each
@@ -30,11 +31,11 @@ impl<T: Serialize + DeserializeOwned> Gathered<T> {
     pub(crate) fn of(
         store: &TcpStore,
         key: &str,
-        mine: usize,
-        count: usize,
+        [mine, count]: [usize; 2],
         value: &T,
         timeout: Duration,
         absent: impl FnOnce(Vec<usize>) -> Error,
+        end: impl FnOnce(Vec<T>) -> Self,
     ) -> Result<Vec<T>> {
         let own = key_of(key, mine);
         store.set(&own, &to_json(&own, value)?)?;
@@ -42,7 +43,18 @@ impl<T: Serialize + DeserializeOwned> Gathered<T> {
         let decided = if is_last { None } else { store.get(key, timeout)? };
         let decided = match decided {
             Some(decided) => decided,
-            None => Self::so_far(store, key, count)?.decide(store, key)?,
+            None => {
+                let (mut all, mut missing) = (Vec::new(), Vec::new());
+                for process in 0..count {
+                    let key = key_of(key, process);
+                    match store.get(&key, Duration::ZERO)? {
+                        Some(bytes) => all.push(from_json(&key, &bytes)?),
+                        None => missing.push(process),
+                    }
+                }
+                let ended = if missing.is_empty() { end(all) } else { Self::Missing(missing) };
+                ended.decide(store, key)?
+            }
         };
         match from_json(key, &decided)? {
             Self::All(all) if all.len() == count => Ok(all),
@@ -54,19 +66,6 @@ impl<T: Serialize + DeserializeOwned> Gathered<T> {
                 Err(unreadable(key, "it is for another number of processes"))
             }
         }
-    }
-
-    /// Reads what the processes have published so far.
-    fn so_far(store: &TcpStore, key: &str, count: usize) -> Result<Self> {
-        let (mut all, mut missing) = (Vec::new(), Vec::new());
-        for process in 0..count {
-            let key = key_of(key, process);
-            match store.get(&key, Duration::ZERO)? {
-                Some(bytes) => all.push(from_json(&key, &bytes)?),
-                None => missing.push(process),
-            }
-        }
-        Ok(if missing.is_empty() { Self::All(all) } else { Self::Missing(missing) })
     }
 
     /// Ends the exchange under `key` with this, unless it has ended. Returns the message that counts.

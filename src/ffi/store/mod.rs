@@ -150,7 +150,7 @@ impl TcpStore {
     /// the key or the value is too long.
     pub fn set(&self, key: &str, value: &[u8]) -> Result<()> {
         let (full, value) = (self.key(key), value.to_vec());
-        self.check_size(&full, &[&value])?;
+        self.check_size(&full, &value)?;
         self.ask("set", key, Duration::ZERO, move |store, _| store.set(&full, &value))
     }
 
@@ -185,26 +185,17 @@ impl TcpStore {
         self.ask("add", key, Duration::ZERO, move |store, _| store.add(&full, amount))
     }
 
-    /// Sets `key` to `desired` if its value is `expected`, or if it is not set and `expected` is empty. Returns the
-    /// value of `key` afterwards.
-    pub(crate) fn compare_set(
-        &self,
-        key: &str,
-        expected: &[u8],
-        desired: &[u8],
-    ) -> Result<Vec<u8>> {
-        let full = self.key(key);
-        self.check_size(&full, &[expected, desired])?;
-        let (expected, desired) = (expected.to_vec(), desired.to_vec());
-        self.ask("compare_set", key, Duration::ZERO, move |store, _| {
-            store.compare_set(&full, &expected, &desired)
-        })
+    /// Sets `key` if it is not set. Returns its value. Follows `TCPStore.compare_set` with an empty expected value.
+    pub(crate) fn set_new(&self, key: &str, value: &[u8]) -> Result<Vec<u8>> {
+        let (full, value) = (self.key(key), value.to_vec());
+        self.check_size(&full, &value)?;
+        self.ask("compare_set", key, Duration::ZERO, move |store, _| store.set_new(&full, &value))
     }
 
-    /// Sets `key` if it is not set. Returns its value. Wakes all that wait for it, which `compare_set` alone does not do
-    /// on every server.
+    /// Sets `key` if it is not set. Returns its value. Wakes all that wait for it, which [`set_new`](Self::set_new) does not
+    /// do on every server.
     pub(crate) fn set_once(&self, key: &str, value: &[u8]) -> Result<Vec<u8>> {
-        let now = self.compare_set(key, b"", value)?;
+        let now = self.set_new(key, value)?;
         if now == value {
             self.set(key, value)?;
         }
@@ -216,15 +207,15 @@ impl TcpStore {
         format!("{}{key}", self.prefix)
     }
 
-    fn check_size(&self, key: &str, values: &[&[u8]]) -> Result<()> {
+    fn check_size(&self, key: &str, value: &[u8]) -> Result<()> {
         let fail = |what, len, max| {
             Error::usage(format!("the store takes {what} of up to {max} bytes, not of {len}"))
         };
         if key.len() >= MAX_KEY {
             return Err(fail("keys", key.len(), MAX_KEY - 1)); // the client adds a slash
         }
-        let longest = values.iter().map(|value| value.len()).max().unwrap_or(0);
-        if longest > MAX_VALUE { Err(fail("values", longest, MAX_VALUE)) } else { Ok(()) }
+        let len = value.len();
+        if len > MAX_VALUE { Err(fail("values", len, MAX_VALUE)) } else { Ok(()) }
     }
 
     /// Runs `request` on the connection's thread. It may take up to `waits` in addition to the response timeout.
@@ -251,7 +242,7 @@ impl TcpStore {
     ) -> Result<Option<T>> {
         let (began, known) = (Instant::now(), keys.clone());
         let at_once = self.ask(doing, key, Duration::ZERO, move |store, _| {
-            store.check(&known)?.then(|| read(store, &known)).transpose()
+            store.wait(&known, Duration::ZERO)?.then(|| read(store, &known)).transpose()
         })?;
         if at_once.is_some() || timeout.is_zero() {
             return Ok(at_once);

@@ -39,8 +39,8 @@ fn store_values_and_counters_are_shared_by_connections() {
     assert_eq!(client.add("n", -5).unwrap(), -3);
     let under = client.under("run").under("0");
     assert!(!under.check("a").unwrap());
-    assert_eq!(under.compare_set("a", b"", b"first").unwrap(), b"first");
-    assert_eq!(under.compare_set("a", b"", b"second").unwrap(), b"first");
+    assert_eq!(under.set_new("a", b"first").unwrap(), b"first");
+    assert_eq!(under.set_new("a", b"second").unwrap(), b"first");
     assert_eq!(server.get("run/0/a", TIMEOUT).unwrap(), Some(b"first".to_vec()));
     assert!(client.wait(&["a".into(), "n".into()], Duration::ZERO).unwrap());
     assert!(!client.wait(&["a".into(), "b".into()], Duration::ZERO).unwrap());
@@ -225,9 +225,9 @@ fn invalid_answers_of_a_server_are_errors() {
     for evil in lengths.into_iter().chain([vec![], vec![0xab; 3], vec![0xff; 4096]]) {
         let (turn_tx, turn_rx) = bounded(1);
         let client = connect(hostile(server.port(), evil.clone(), turn_rx));
-        assert_eq!(client.compare_set("k", b"", b"v").unwrap(), b"v");
+        assert_eq!(client.set_new("k", b"v").unwrap(), b"v");
         turn_tx.send(()).unwrap();
-        let failed = reason(client.compare_set("k", b"", b"v"));
+        let failed = reason(client.set_new("k", b"v"));
         assert!(failed.contains("compare_set \"k\" failed"), "{failed}");
     }
 }

@@ -401,7 +401,7 @@ pub(super) fn waited_for(
 
 /// Publishes the first failure to the processes of `store`, unless another process has already stored one.
 fn publish_failure(store: &TcpStore, failure: &Failure) -> Result<()> {
-    store.compare_set(FAILURE, b"", &to_json(FAILURE, failure)?).map(drop)
+    store.set_new(FAILURE, &to_json(FAILURE, failure)?).map(drop)
 }
 
 /// Returns the key that a process sets when it no longer needs the store.

@@ -146,7 +146,7 @@ impl Meeting<'_> {
         };
         let key = format!("host/{what}");
         let own = finding.as_ref().map(part).map_err(String::clone);
-        let parts = Gathered::of(store, &key, mine, count, &own, timeout, hangs)?;
+        let parts = Gathered::of(store, &key, [mine, count], &own, timeout, hangs, Gathered::All)?;
         let named = |(process, part): (usize, Finding<T>)| {
             part.map_err(|why| format!("process {process}: {}", escaped_line(&why)))
         };

@@ -24,7 +24,7 @@ use std::path::PathBuf;
 use serde_with::SerializeDisplay;
 use strum::{Display, EnumString, IntoStaticStr, VariantNames};
 
-use super::{BindChoice, NodeSlice, Nproc, SharedMemory};
+use super::{BindChoice, Nproc, SharedMemory};
 use crate::error::{Error, Result};
 use table::launchers;
 use variables::Variables;
@@ -128,6 +128,8 @@ impl Default for Processes {
 pub struct MasterEndpoint {
     /// A host name or an address.
     pub addr: String,
+    /// The flag or the variable that the address comes from.
+    pub from: &'static str,
     /// The TCP port.
     pub port: u16,
     /// Whether a torchrun agent already serves a `TCPStore` there, so that every process is a client. Otherwise
@@ -218,8 +220,7 @@ fn read(variables: &Variables, options: &LaunchOptions, gpus: usize) -> Result<L
     }
     let is_chosen = !matches!(options.launch, LaunchChoice::Auto | LaunchChoice::Local);
     let choice = options.launch.to_string();
-    let all = launchers();
-    let mut rows = all.iter().filter(|row| !is_chosen || row.kind.name() == choice);
+    let mut rows = launchers().into_iter().filter(|row| !is_chosen || row.kind.name() == choice);
     for row in rows.clone() {
         if row.is_here(variables, is_chosen)? {
             return row.read(variables, options.nproc, gpus);
@@ -244,8 +245,8 @@ fn read(variables: &Variables, options: &LaunchOptions, gpus: usize) -> Result<L
 fn check_addr(name: &str, addr: &str) -> Result<String> {
     let refuse = |why: &str| Err(Error::usage(format!("{name}={addr:?} {why}")));
     if let Some(inner) = addr.strip_prefix('[').and_then(|rest| rest.strip_suffix(']'))
-        && let Some(without_zone) = inner.split('%').next() // of a link-local address, fe80::1%eth0
-        && without_zone.parse::<Ipv6Addr>().is_ok()
+        // A link-local address has a zone, fe80::1%eth0.
+        && inner.split('%').next().is_some_and(|it| it.parse::<Ipv6Addr>().is_ok())
     {
         return Ok(inner.into());
     }
@@ -270,17 +271,6 @@ impl Launch {
     pub(crate) fn this_process(&self) -> String {
         let Self { processes, kind, reason, .. } = self;
         format!("process {} of {} ({}: {reason})", processes.index, processes.count, kind.name())
-    }
-
-    /// Returns this process's part of a machine on which it may use `cores` CPU cores.
-    pub fn share(&self, cores: usize) -> NodeSlice {
-        let Processes { local_index, local_count, .. } = self.processes;
-        NodeSlice {
-            index: local_index,
-            count: local_count,
-            cores: self.cores.unwrap_or(cores / local_count).clamp(1, cores.max(1)),
-            threads_per_rank: self.threads_per_rank,
-        }
     }
 }
 

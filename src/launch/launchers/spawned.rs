@@ -26,14 +26,15 @@ impl ParentStart {
     /// Reads the launch of a process that this program started: one rank, because the flags are for all ranks, or all ranks
     /// as threads.
     pub(super) fn read(text: &str, nproc: Nproc) -> Result<Launch> {
-        let wrong = |error| {
+        let wrong = |why: String| {
             Error::usage(format!(
-                "{PARENT_START}: {error}; ddp-mp sets it for the processes that it starts: unset it"
+                "{PARENT_START}: {why}; ddp-mp sets it for the processes that it starts: unset it"
             ))
         };
         let Self { rank, port, restart_count, max_restarts } =
-            serde_json::from_str(text).map_err(wrong)?;
-        let parent = MasterEndpoint { addr: "127.0.0.1".into(), port, agent_store: true };
+            serde_json::from_str(text).map_err(|error| wrong(error.to_string()))?;
+        let (addr, from) = ("127.0.0.1".into(), PARENT_START);
+        let parent = MasterEndpoint { addr, from, port, agent_store: true };
         let reason = "--max-restarts: a process that is started again".into();
         let launch = Launch {
             parent: Some(parent.clone()),
@@ -41,9 +42,10 @@ impl ParentStart {
             max_restarts,
             ..Launch::local(nproc, reason)
         };
-        let Some([index, count]) = rank.filter(|[index, count]| index < count) else {
-            return Ok(launch);
-        };
+        let Some([index, count]) = rank else { return Ok(launch) };
+        if index >= count {
+            return Err(wrong(format!("rank {index} of {count}")));
+        }
         Ok(Launch {
             kind: LaunchKind::Spawned,
             reason: "--spawn=processes: one rank in each process".into(),

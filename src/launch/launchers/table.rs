@@ -25,7 +25,7 @@ pub(super) struct Launcher {
     local_index: Names,
     /// The number of processes on this machine. Without names all machines have as many.
     local_count: Names,
-    /// The number of machines.
+    /// The number of machines. Without names here and above, each process is on a machine of its own.
     nodes: Names,
     /// This machine's number.
     node: Names,
@@ -37,6 +37,8 @@ pub(super) struct Launcher {
     step: Names,
     /// How many CPU cores a process has.
     cores: Names,
+    /// How many processes each machine has, with commas if not all have as many.
+    on_nodes: Names,
 }
 
 /// The ids of jobs that launchers of MPI programs set.
@@ -123,6 +125,7 @@ pub(super) fn launchers() -> [Launcher; 11] {
             run_id: &["SLURM_JOB_ID"],
             step: &["SLURM_STEP_ID"],
             cores: &["SLURM_CPUS_PER_TASK"],
+            on_nodes: &["SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"],
             ..Launcher::default()
         },
         // Another launcher with MPICH's variables, without those of the machine: an error. srun sets `PMI_RANK`, too.
@@ -134,8 +137,6 @@ pub(super) fn launchers() -> [Launcher; 11] {
             shown_by: &[&["RANK", "WORLD_SIZE", "MASTER_ADDR"], &["PET_NNODES"]],
             index: &["PET_NODE_RANK", "RANK"],
             count: &["PET_NNODES", "WORLD_SIZE"],
-            nodes: &["PET_NNODES", "WORLD_SIZE"],
-            node: &["PET_NODE_RANK", "RANK"],
             ..Launcher::default()
         },
         // A person.
@@ -146,8 +147,6 @@ pub(super) fn launchers() -> [Launcher; 11] {
             needs_several: true,
             index: &["--node-rank"],
             count: &["--nnodes"],
-            nodes: &["--nnodes"],
-            node: &["--node-rank"],
             ..Launcher::default()
         },
     ]
@@ -161,7 +160,8 @@ impl Launcher {
         if !is_shown || is_chosen || !self.needs_several {
             return Ok(is_shown);
         }
-        Ok(variables.number(self.count)?.is_none_or(|count| count.value != 1))
+        let [index, count] = [self.index, self.count].map(|names| variables.number(names));
+        Ok(count?.is_none_or(|it| it.value != 1) || index?.is_some_and(|it| it.value > 0))
     }
 
     /// Reads this launcher's variables, and checks them against each other and against the flags.
@@ -169,32 +169,36 @@ impl Launcher {
         self.check_complete(variables)?;
         let read =
             |names: Names| -> Result<Number> { Ok(variables.number(names)?.unwrap_or_default()) };
-        let (index, count) = (read(self.index)?, read(self.count)?);
+        let (index, count, local) = (read(self.index)?, read(self.count)?, read(self.local_index)?);
         check_below(index, count)?;
-        let (local, of) = match self.local_count {
-            [] => (read(self.local_index)?, on_each(count, read(self.nodes)?)?),
-            names => (read(self.local_index)?, read(names)?),
+        let (nodes, node) = match (self.nodes, self.local_count) {
+            ([], []) => (Some(count), Some(index)),
+            (names, _) => (variables.number(names)?, variables.number(self.node)?),
+        };
+        let uneven = variables.text(self.on_nodes).filter(|(_, list)| list.contains(','));
+        let of = match self.local_count {
+            [] => on_each(count, nodes.unwrap_or_default(), local, uneven.is_some())?,
+            names => read(names)?,
         };
         check_below(local, of)?;
         if of.value > count.value {
             return Err(contradiction(format!("{of} must be at most {count}")));
         }
-        let nodes = variables.number(self.nodes)?.filter(|nodes| nodes.value > 0);
-        let node = variables.number(self.node)?;
-        if let (Some(node), Some(nodes)) = (node, nodes) {
-            check_below(node, nodes)?;
-        }
-        let known = [("RANK", Some(index)), ("--nnodes", nodes), ("--node-rank", node)];
-        for (name, known) in known {
-            if let (Some(given), Some(known)) = (variables.number(&[name])?, known)
-                && given.value != known.value
-            {
+        nodes.map(|nodes| check_below(node.unwrap_or_default(), nodes)).transpose()?;
+        // If no variable holds the number of machines, it is known only if all processes are on one.
+        let one = |name, value| (of.value == count.value).then_some(Number { name, value });
+        let (nodes, node) = (nodes.or(one("machines", 1)), node.or(one("machine", 0)));
+        for (name, known) in [("RANK", Some(index)), ("--nnodes", nodes), ("--node-rank", node)] {
+            let Some(given) = variables.number(&[name])? else { continue };
+            let unknown = || {
+                Error::usage(format!("{given} cannot be checked with {}; leave it out", self.name))
+            };
+            let known = known.ok_or_else(unknown)?;
+            if given.value != known.value {
                 return Err(contradiction(format!("{given} contradicts {known}")));
             }
         }
-        // If no variable holds the number of machines, it is known only if all processes are on one.
-        let one = (of.value == count.value).then_some(1);
-        let nnodes = nodes.map(|nodes| nodes.value).or(one);
+        let nnodes = nodes.map(|nodes| nodes.value);
         let (run_id, port) = self.run_id_and_port(variables)?;
         let several = (count.value > 1).then(|| self.master(variables, nnodes == Some(1), port));
         // A process that is alone on its machine has a rank for each GPU.
@@ -203,16 +207,13 @@ impl Launcher {
             Nproc::Auto if of.value > 1 || is_rank => Nproc::Count(1),
             given => given,
         };
+        let reason = format!("{index} {count}");
+        let [index, count, local_index, local_count] = [index, count, local, of].map(|it| it.value);
         Ok(Launch {
             kind: self.kind,
-            processes: Processes {
-                index: index.value,
-                count: count.value,
-                local_index: local.value,
-                local_count: of.value,
-            },
+            processes: Processes { index, count, local_index, local_count },
             nnodes,
-            node_rank: node.map(|node| node.value).or(one.map(|_| 0)),
+            node_rank: node.map(|node| node.value),
             master: several.transpose()?,
             cores: variables.number(self.cores)?.map(|cores| cores.value),
             run_id,
@@ -220,7 +221,7 @@ impl Launcher {
             restart_count: read(&["TORCHELASTIC_RESTART_COUNT"])?.value,
             max_restarts: read(&["TORCHELASTIC_MAX_RESTARTS"])?.value,
             error_file: variables.text(&["TORCHELASTIC_ERROR_FILE"]).map(|(_, file)| file.into()),
-            ..Launch::local(nproc, format!("{index} {count}"))
+            ..Launch::local(nproc, reason)
         })
     }
 
@@ -229,12 +230,9 @@ impl Launcher {
         let nodes: Names = if self.local_count.is_empty() { self.nodes } else { &[] };
         let all = [self.index, self.count, nodes, self.local_index, self.local_count, self.step];
         let is_missing = |names: &Names| !names.is_empty() && variables.text(names).is_none();
-        let mut missing: Vec<&str> =
-            all.into_iter().filter(is_missing).map(|names| names[0]).collect();
-        let mut set: Vec<&str> =
+        let missing: Vec<&str> = all.into_iter().filter(is_missing).map(|names| names[0]).collect();
+        let set: Vec<&str> =
             all.into_iter().filter_map(|names| Some(variables.text(names)?.0)).collect();
-        set.dedup();
-        missing.dedup();
         if missing.is_empty() {
             return Ok(());
         }
@@ -249,18 +247,16 @@ impl Launcher {
     /// Returns where the processes meet: where a flag or a variable says, or else where process 0 must be, on the only
     /// machine if it is the only one.
     fn master(&self, variables: &Variables, is_one: bool, port: u16) -> Result<MasterEndpoint> {
-        let addr = match (variables.text(&ADDR), variables.text(self.hosts)) {
-            (Some((name, addr)), _) => check_addr(name, &addr)?,
-            (None, Some((name, list))) => check_addr(name, &first_host(&list))?,
-            (None, None) if is_one => "127.0.0.1".into(),
-            (None, None) => {
-                return Err(Error::usage(
-                    "processes on several machines need --master-addr, the name or address of machine 0, or MASTER_ADDR \
-                     on all (Open MPI: mpirun -x MASTER_ADDR; MPICH, Intel: mpirun -genv MASTER_ADDR ...)"
-                        .into(),
-                ));
-            }
+        let first = variables.text(self.hosts).map(|(name, list)| (name, first_host(&list)));
+        let here = is_one.then(|| (ADDR[0], "127.0.0.1".into()));
+        let Some((from, addr)) = variables.text(&ADDR).or(first).or(here) else {
+            return Err(Error::usage(
+                "processes on several machines need --master-addr, the name or address of machine 0, or MASTER_ADDR \
+                 on all (Open MPI: mpirun -x MASTER_ADDR; MPICH, Intel: mpirun -genv MASTER_ADDR ...)"
+                    .into(),
+            ));
         };
+        let addr = check_addr(from, &addr)?;
         let port = variables.port(&PORT)?.unwrap_or(port);
         // Python writes `True`, and PyTorch compares with that.
         let agent = variables.text(&["TORCHELASTIC_USE_AGENT_STORE"]);
@@ -269,7 +265,7 @@ impl Launcher {
         if let Some((flag, _)) = variables.text(&[ADDR[0], PORT[0]]).filter(|_| agent_store) {
             return Err(contradiction(format!("{flag} contradicts torchrun, whose store is used")));
         }
-        Ok(MasterEndpoint { addr, port, agent_store })
+        Ok(MasterEndpoint { addr, from, port, agent_store })
     }
 
     /// Returns the id of the run, and a port that follows from it. Two runs on one machine must not meet at one port, least
@@ -278,12 +274,10 @@ impl Launcher {
         let Some((_, id)) = variables.text(self.run_id) else {
             return Ok(("none".into(), DEFAULT_PORT));
         };
-        let hash = xxh3_64(id.as_bytes()) % 10_000;
-        let port = |step: usize| 15_000 + ((hash + step as u64) % 10_000) as u16;
-        Ok(match variables.number(self.step)? {
-            Some(step) => (format!("{id}.{}", step.value), port(step.value)),
-            None => (id, port(0)),
-        })
+        let step = variables.number(self.step)?.map(|step| step.value as u64);
+        let hash = xxh3_64(id.as_bytes()) % 10_000 + step.unwrap_or(0);
+        let port = 15_000 + (hash % 10_000) as u16;
+        Ok((step.map_or(id.clone(), |step| format!("{id}.{step}")), port))
     }
 }
 
@@ -301,13 +295,15 @@ pub(super) fn first_host(list: &str) -> String {
     host + rest.split(',').next().unwrap_or_default()
 }
 
-/// Returns how many of `count` processes each machine has, if each has as many.
-fn on_each(count: Number, nodes: Number) -> Result<Number> {
-    if !count.value.is_multiple_of(nodes.value) {
-        let why = format!("{count} cannot be as many on each of {nodes}; start as many on each");
+/// Returns how many of `count` processes each machine has, if each has as many. This process has the number `local` on its
+/// own.
+fn on_each(count: Number, nodes: Number, local: Number, is_uneven: bool) -> Result<Number> {
+    let value = count.value.checked_div(nodes.value).unwrap_or(0);
+    if is_uneven || value * nodes.value != count.value || local.value >= value {
+        let why = format!("{count} are not as many on each of {nodes}; start as many on each node");
         return Err(contradiction(why));
     }
-    Ok(Number { name: "tasks-per-node", value: count.value / nodes.value })
+    Ok(Number { name: "tasks-per-node", value })
 }
 
 /// Checks that `index` is below `count`.

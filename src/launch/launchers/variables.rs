@@ -25,15 +25,14 @@ pub(super) struct Variables<'a> {
 impl Variables<'_> {
     /// Returns the value of a variable or a flag. With `--launch local` no variable of a launcher has one.
     fn get(&self, name: &str) -> Option<String> {
-        let LaunchOptions { launch, nnodes, node_rank, master_addr, master_port, .. } =
-            self.options;
+        let given = self.options;
         let value = match name {
-            "--nnodes" => nnodes.map(|number| number.to_string()),
-            "--node-rank" => node_rank.map(|number| number.to_string()),
-            "--master-addr" => master_addr.clone(),
-            "--master-port" => master_port.map(|number| number.to_string()),
+            "--nnodes" => given.nnodes.map(|number| number.to_string()),
+            "--node-rank" => given.node_rank.map(|number| number.to_string()),
+            "--master-addr" => given.master_addr.clone(),
+            "--master-port" => given.master_port.map(|number| number.to_string()),
             PARENT_START | "OMP_NUM_THREADS" => (self.look_up)(name),
-            _ if *launch == LaunchChoice::Local => None,
+            _ if given.launch == LaunchChoice::Local => None,
             _ => (self.look_up)(name),
         }?;
         let value = value.trim();
@@ -51,7 +50,10 @@ impl Variables<'_> {
     /// Returns a number from 0; `None` if no variable is set.
     pub(super) fn number(&self, names: &[&'static str]) -> Result<Option<Number>> {
         let Some((name, text)) = self.text(names) else { return Ok(None) };
-        let what = "a whole number from 0; --launch local ignores it";
+        let what = match name {
+            "PET_NNODES" => "a whole number from 0; for a range use torchrun --no-python ddp-mp",
+            _ => "a whole number from 0; --launch local ignores it",
+        };
         Ok(Some(Number { name, value: parse(name, &text, 0u32, what)? as usize }))
     }
 
@@ -66,21 +68,17 @@ impl Variables<'_> {
     pub(super) fn threads(&self) -> Result<Option<usize>> {
         let Some((name, text)) = self.text(&["OMP_NUM_THREADS"]) else { return Ok(None) };
         let outermost = text.split(',').next().unwrap_or_default().trim();
-        let threads =
-            parse(name, outermost, 1u16, "a number of threads; use 1 or more, or unset it")?;
-        Ok(Some(threads.into()))
+        let what = "a number of threads; use 1 or more, or unset it";
+        parse(name, outermost, 1u16, what).map(|threads| Some(threads.into()))
     }
 }
 
 /// Reads the value of `name` as a number of at least `least`. `what` says for an error what it is to be.
 fn parse<T: FromStr + PartialOrd>(name: &str, text: &str, least: T, what: &str) -> Result<T> {
-    match text.parse() {
-        Ok(value) if value >= least => Ok(value),
-        _ => {
-            let text: String = escaped_line(text).chars().take(MAX_QUOTED_CHARS).collect();
-            Err(Error::usage(format!("{name}={text:?} is not {what}")))
-        }
-    }
+    text.parse::<T>().ok().filter(|value| *value >= least).ok_or_else(|| {
+        let text: String = escaped_line(text).chars().take(MAX_QUOTED_CHARS).collect();
+        Error::usage(format!("{name}={text:?} is not {what}"))
+    })
 }
 
 /// The value of a variable.

@@ -61,7 +61,7 @@ impl ChildError {
         let store = restarts::connect(parent)?.under(&store_prefix(start));
         let key = key(rank);
         // The store answers this request, so the error has arrived.
-        store.compare_set(&key, b"", &to_json(&key, self)?).map(drop)
+        store.set_new(&key, &to_json(&key, self)?).map(drop)
     }
 
     /// Returns whether `store`, which holds the errors of one start, has one of process `rank`.

@@ -4,8 +4,7 @@
 //! receiver's. Otherwise it stays in the receiver's mailbox, and its rank continues. Nothing is copied twice, and an
 //! `isend` needs no thread of its own.
 //!
-//! The thread that reads from another process posts its messages here too. Their [`Incoming`] then delivers or refuses
-//! the tensor.
+//! The thread that reads from another process posts its messages here too.
 
 use std::ops::Range;
 use std::sync::{Arc, OnceLock};
@@ -59,23 +58,11 @@ pub(crate) enum MessageTensor {
     /// In the memory of this process.
     Here(Tensor),
     /// In the memory of another process, which sends it.
-    Elsewhere(Box<dyn Incoming>),
+    Elsewhere(Box<Accept>),
 }
 
-/// A message from a rank of another process.
-pub(crate) trait Incoming: Send {
-    /// Fills `into`, now or when the bytes arrive, and then completes `delivery`.
-    fn accept(self: Box<Self>, into: Tensor, delivery: Arc<Completion>);
-
-    /// Reports to the sender that the receiver expects `expected` instead.
-    fn refuse(self: Box<Self>, expected: &str);
-}
-
-/// The connection that carries messages to and from another process.
-pub(crate) trait Carrier: Send + Sync {
-    /// Ends the connection, which completes everything on it at once.
-    fn cut(&self);
-}
+/// Fills a tensor with a message from another process, now or when the bytes arrive, and then completes the receive.
+pub(crate) type Accept = dyn FnOnce(Tensor, Arc<Completion>) + Send;
 
 impl P2pRequest {
     fn belongs_to(&self, other: &P2pRequest) -> bool {
@@ -111,8 +98,6 @@ pub(crate) struct Completion {
     outcome: OnceLock<MessageEnd>,
     /// Thread that may wait for the outcome.
     waiter: Thread,
-    /// Connection to the other side, if that is in another process.
-    carrier: OnceLock<Arc<dyn Carrier>>,
 }
 
 /// The result of one side of a message.
@@ -134,8 +119,7 @@ pub(crate) enum MessageEnd {
 impl Completion {
     /// Creates the completion of a message for which the calling thread may wait.
     pub(crate) fn new() -> Arc<Self> {
-        let (outcome, waiter) = (OnceLock::new(), thread::current());
-        Arc::new(Self { outcome, waiter, carrier: OnceLock::new() })
+        Arc::new(Self { outcome: OnceLock::new(), waiter: thread::current() })
     }
 
     /// Returns whether this side has ended, successfully or not.
@@ -153,18 +137,18 @@ impl Completion {
         let _ = self.outcome.set(outcome); // the first outcome counts
         self.waiter.unpark();
     }
-
-    /// Records the connection that carries the message. A rank that gives up waiting can cut it.
-    pub(crate) fn carried_by(&self, carrier: Arc<dyn Carrier>) {
-        let _ = self.carrier.set(carrier); // there is only one
-        self.waiter.unpark();
-    }
 }
 
 impl Mailboxes {
     /// Withdraws this rank's own side from the mailbox of `destination`. Returns `true` if it was withdrawn or its
-    /// connection is lost, `false` if the other side came first. No other thread uses the tensor afterwards.
-    pub(crate) fn cancel(&self, posted: &Arc<Completion>, destination: usize) -> bool {
+    /// connection is lost, `false` if the other side came first. No other thread uses the tensor afterwards. `cut` ends
+    /// the messages with other processes, if there are any.
+    pub(crate) fn cancel(
+        &self,
+        posted: &Arc<Completion>,
+        destination: usize,
+        cut: impl FnOnce() -> bool,
+    ) -> bool {
         let mine = |waiting: &Waiting| Arc::ptr_eq(&waiting.delivery, posted);
         {
             let Mailbox { sent, expected } = &mut *self.boxes[destination].lock();
@@ -177,15 +161,11 @@ impl Mailboxes {
         }
         // A copy between threads always ends, and its thread unparks this one. A transfer from or to another process
         // may never end by itself.
+        let is_cut = !posted.is_completed() && cut();
         while !posted.is_completed() {
-            if let Some(carrier) = posted.carrier.get() {
-                carrier.cut();
-            }
-            if !posted.is_completed() {
-                thread::park();
-            }
+            thread::park();
         }
-        matches!(posted.outcome(), Some(MessageEnd::Lost { .. }))
+        is_cut || matches!(posted.outcome(), Some(MessageEnd::Lost { .. }))
     }
 
     /// Ends all receives that wait for a rank of `sources` (group ranks). They are lost, for this `reason`.
@@ -236,16 +216,13 @@ impl Mailboxes {
         let copied = if sent.fits(&expected) {
             match (sent.contents, expected.contents) {
                 (MessageTensor::Here(from), MessageTensor::Here(into)) => copy(&from, into),
-                (MessageTensor::Elsewhere(incoming), MessageTensor::Here(into)) => {
-                    return incoming.accept(into, receiver);
+                (MessageTensor::Elsewhere(accept), MessageTensor::Here(into)) => {
+                    return accept(into, receiver);
                 }
                 (_, MessageTensor::Elsewhere(_)) => Ok(()), // a rank receives into memory of its own
             }
         } else {
             let (text, expected) = (sent.describe(), expected.describe());
-            if let MessageTensor::Elsewhere(incoming) = sent.contents {
-                incoming.refuse(&expected);
-            }
             let [source_rank, destination] = [source, destination].map(|rank| self.members[rank]);
             Err(Error::SendMismatch { source_rank, destination, sent: text, expected })
         };

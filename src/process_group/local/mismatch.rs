@@ -35,7 +35,7 @@ impl RankCall {
     fn operation(&self) -> Operation {
         let is_of_name = |char: char| char.is_ascii_lowercase() || char == '_';
         let name = self.call.split(|char| !is_of_name(char)).next().unwrap_or_default();
-        OpId::named(name, 0).operation
+        name.parse().unwrap_or(Operation::UserCode)
     }
 
     /// Returns the part of the call that must be the same on all ranks.

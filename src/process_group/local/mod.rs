@@ -27,9 +27,7 @@ pub(super) use element::{Kinds, Reduction, ReductionScratch, my_slice, my_slices
 pub(super) use fingerprint::{CollectiveFingerprint, Extras};
 pub(crate) use host::Host;
 pub(super) use host::{HostGroup, HostNumbers, PAGE, invalid_data};
-pub(super) use mail::{
-    Carrier, Completion, Incoming, Mailboxes, MessageEnd, MessageTensor, P2pRequest, describe,
-};
+pub(super) use mail::{Completion, Mailboxes, MessageEnd, MessageTensor, P2pRequest};
 pub(super) use mismatch::{mismatch_in_store, sizes_differ};
 pub(crate) use once::OncePerProcess;
 pub(super) use shared::Shared;

@@ -33,12 +33,10 @@ unsafe impl Send for Buffers {}
 impl Common {
     /// Returns the numbers: in the memory of the host, if the ranks are in several processes.
     pub(super) fn new(on_host: Option<&HostGroup>) -> Result<Self> {
-        let common = Self(match on_host {
+        Ok(Self(match on_host {
             Some(group) => group.numbers()?,
             None => InMemory::of(Arc::default()),
-        });
-        common.set_stop(StopMessage::NONE);
-        Ok(common)
+        }))
     }
 
     pub(super) fn set_stop(&self, message: StopMessage) {

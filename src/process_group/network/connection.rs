@@ -19,12 +19,12 @@ use super::messages::{MessageListener, Messages};
 use super::process_map::ProcessMap;
 use super::split_sizes::{SplitSizes, padded};
 use crate::error::{Error, Result};
-use crate::ffi::{GlooCall, GlooGroup, GlooOperation, TcpStore, TorchResult};
+use crate::ffi::{GlooCall, GlooGroup, TcpStore, TorchResult};
 use crate::operation::Operation;
 use crate::process_group::call::Call;
 use crate::process_group::dtype::num_bytes;
 use crate::process_group::local::{self, Host, HostGroup, Mailboxes};
-use crate::runtime::{Deadline, RunContext, StopMessage, StopRequest, format_call_site};
+use crate::runtime::{Deadline, RunContext, StopRequest, format_call_site};
 
 /// The state of a group of several processes that the ranks of one process share.
 pub(crate) struct Network {
@@ -246,7 +246,7 @@ impl Network {
             output_splits: &equal,
             ..GlooCall::default()
         };
-        self.call_gloo(call, GlooOperation::AllToAll, headers)?;
+        self.call_gloo(call, Operation::AllToAll, headers)?;
         self.read_headers(call, parts, inline.then_some(&receive[..]), describe)?;
         if inline { Ok(()) } else { self.send_parts(call, parts, begin) }
     }
@@ -273,7 +273,7 @@ impl Network {
             output_splits: &from,
             ..GlooCall::default()
         };
-        self.call_gloo(call, GlooOperation::AllToAll, parts)
+        self.call_gloo(call, Operation::AllToAll, parts)
     }
 
     fn offsets(&self, sizes: &[usize]) -> Vec<usize> {
@@ -286,7 +286,7 @@ impl Network {
     }
 
     fn write_headers(&self, call: &Call, parts: &SplitSizes, inline: Option<(usize, &[usize])>) {
-        let message = self.stop.get().map_or(StopMessage::NONE, |stop| stop.message());
+        let message = self.stop.get().map(|stop| stop.message()).unwrap_or_default();
         let (sequence, fingerprint) = (call.sequence, call.fingerprint());
         let headers: *mut u8 = self.staging.headers[0].data_ptr().cast();
         let send: *mut u8 = self.staging.parts()[0].data_ptr().cast();
@@ -361,7 +361,7 @@ impl Network {
     ///
     /// # Errors
     /// [`Error::Timeout`], [`Error::Cancelled`], [`Error::ConnectionLost`].
-    fn call_gloo(&self, call: &Call, operation: GlooOperation, arguments: GlooCall) -> Result<()> {
+    fn call_gloo(&self, call: &Call, operation: Operation, arguments: GlooCall) -> Result<()> {
         let unconnected = || Error::Internal("another process uses the network".into());
         let gloo = self.gloo.as_ref().ok_or_else(unconnected)?;
         let ended = gloo.start(operation, arguments)?;
@@ -449,7 +449,7 @@ mod tests {
                         thread::sleep(Duration::from_millis(200));
                         run.report(1, None, "it ends the run".into());
                     });
-                    network.call_gloo(&Call::bare(Operation::Recv), GlooOperation::Recv, recv)
+                    network.call_gloo(&Call::bare(Operation::Recv), Operation::Recv, recv)
                 });
                 (ended, began.elapsed())
             });

@@ -41,21 +41,21 @@ impl Activity {
     /// Restores the operation that [`Activity::enter`] returned. Not called after a failure, so that the failure is
     /// reported with the operation in which it happened.
     pub(crate) fn restore(&self, at: OpId) {
-        self.0.store(at.packed(), Ordering::Release);
+        self.0.store(at.into(), Ordering::Release);
     }
 
     /// Records what a heartbeat says, unless the rank has ended: that is newer.
     pub(crate) fn restore_unless_done(&self, at: OpId) {
         let _ = self.0.fetch_update(Ordering::AcqRel, Ordering::Acquire, |packed| {
-            let now = OpId::unpacked(packed).map(|now| now.operation);
-            (!now.is_some_and(is_end)).then(|| at.packed())
+            let now = OpId::try_from(packed).map(|now| now.operation);
+            (!now.is_ok_and(is_end)).then(|| at.into())
         });
     }
 
     /// Returns the operation that the rank recorded last.
     pub(crate) fn now(&self) -> OpId {
         // A packed value can always be unpacked.
-        OpId::unpacked(self.0.load(Ordering::Acquire))
+        OpId::try_from(self.0.load(Ordering::Acquire))
             .unwrap_or(OpId { operation: Operation::UserCode, sequence: 0 })
     }
 }

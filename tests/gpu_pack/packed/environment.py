@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-from machine import HERE, check_near, json_lines, open_driver
+from machine import HERE, json_lines, open_driver
 
 
 def check_torch(wanted, found):
@@ -71,16 +71,3 @@ def demo(machine, findings):
             findings.keep_output(f"$ ddp-mp {' '.join([*command[1:], *more])}\n{text}")
             if "GPU:0" not in text:
                 findings.fail("no rank says that it is on GPU:0")
-
-
-def first_run(machine, findings):
-    """One rank with NCCL, whose log is printed, and the same on the CPU. NCCL launches no kernel for one rank: this shows
-    that a communicator is made and ended, and no more."""
-    flags = ["--max-epochs=2", "--model=mlp", "--lr=0.1", "--nproc-per-node=1"]
-    logged = {} if machine.simulated else {"NCCL_DEBUG": "INFO"}
-    text = machine.run([machine.program, "--log-format=json", "--backend=nccl", *flags], 90, **logged)
-    print("    | " + text.strip().replace("\n", "\n    | "), flush=True)
-    here, there = json_lines(text)[-1]["loss"], machine.on_cpu(flags)["loss"]
-    findings.fact("loss", here)
-    findings.fact("loss on the CPU", there)
-    check_near(here, there)

@@ -17,7 +17,7 @@ import typing
 
 from beside_pytorch import parameters_beside_pytorch
 from correctness import losses, more_losses, same_bits, tests
-from environment import demo, environment, first_run, gpu_check
+from environment import demo, environment, gpu_check
 from machine import Machine
 from results import Findings, LeftOut, reason, write
 from speed import parts_of_a_step, speed, speed_of_more_models, time_of_a_call
@@ -37,7 +37,6 @@ PARTS = [
     Part("environment", environment, 60),
     Part("GPU check", gpu_check, 60),
     Part("demo", demo, 40),
-    Part("first run", first_run, 90),
     Part("two processes with NCCL on one GPU", losses_of_two_processes, 120),
     Part("two threads with NCCL on one GPU", two_threads, 60),
     Part("two processes that torchrun starts", torchrun, 60),
@@ -48,7 +47,7 @@ PARTS = [
     Part("speed of one rank beside PyTorch", speed, 170),
     Part("failures of two ranks", failures, 100),
     Part("same bits", same_bits, 90),
-    Part("more losses", more_losses, 60),
+    Part("losses of a gpt", more_losses, 60),
     Part("tests", tests, 90),
     Part("more speed of one rank beside PyTorch", speed_of_more_models, 330, rehearsed=False),
     Part("parts of a step in microseconds", parts_of_a_step, 60),

@@ -15,6 +15,10 @@ pub(super) fn functional_all_reduce(it: &Surface) {
     ffi::backward(&sum.square().sum(Kind::Float)).unwrap();
     let factor = 2.0 * it.size() as f64;
     it.is(&mine.grad(), &expected.iter().map(|sum| factor * sum).collect::<Vec<_>>());
+    // Without requires_grad it only sums.
+    let sum = functional::all_reduce(&it.mine(3, Kind::Int64), &it.group).unwrap();
+    it.is(&sum, &expected);
+    assert!(!sum.requires_grad());
 }
 
 /// Rank `r` multiplies rank `j`'s tensor with `r + 10 j`, and its loss is the sum of that.

@@ -1,8 +1,9 @@
-//! Messages: round the ring, and from any rank. Objects: of another size on each rank.
+//! Messages: round the ring, and from any rank. Objects: of another shape and size on each rank.
 
 use std::collections::BTreeMap;
 
 use ddp_mp::P2POp;
+use serde::{Deserialize, Serialize};
 use tch::{Kind, Tensor};
 
 use super::{Surface, numbers};
@@ -92,17 +93,36 @@ pub(super) fn batch_isend_irecv(it: &Surface) {
     }
 }
 
-// Objects: of another size on each rank.
+// Objects: of another shape and size on each rank.
 
-fn object(rank: usize) -> (String, Vec<Option<u64>>) {
-    ("rank".repeat(rank + 1), (0..rank as u64).map(Some).chain([None]).collect())
+#[derive(Debug, PartialEq, Serialize, Deserialize)]
+enum Object {
+    Nothing,
+    Named { name: String, values: Vec<f64> },
+    Many(BTreeMap<i64, Option<Object>>),
+}
+
+fn object(rank: usize) -> Object {
+    let named = || {
+        let values = vec![f64::INFINITY, -0.0, 1e-300];
+        Object::Named { name: "é".repeat(rank + 1), values }
+    };
+    match rank % 3 {
+        0 => named(),
+        1 => Object::Many((-25..25).map(|key| (key, (key % 2 == 0).then(named))).collect()),
+        _ => Object::Nothing,
+    }
 }
 
 pub(super) fn broadcast_object_list(it: &Surface) {
+    let list = |rank: usize, len: usize| (rank..rank + len).map(object).collect::<Vec<_>>();
     for root in 0..it.size() {
-        let mut list = vec![object(it.me()), object(it.me() + 9)];
-        it.group.broadcast_object_list(&mut list, root).unwrap();
-        it.equals(list, vec![object(root), object(root + 9)]);
+        // The lists of other ranks have other lengths.
+        for len in [0, 3] {
+            let mut mine = list(it.me(), if it.me() == root { len } else { it.me() });
+            it.group.broadcast_object_list(&mut mine, root).unwrap();
+            it.equals(mine, list(root, len));
+        }
     }
 }
 
@@ -132,8 +152,7 @@ pub(super) fn send_object_list(it: &Surface) {
     if it.me() + 1 == it.size() {
         it.group.send_object_list(&list, 0).unwrap();
     } else if it.me() == 0 {
-        let received: Vec<(String, Vec<Option<u64>>)> =
-            it.group.recv_object_list(it.size() - 1).unwrap();
+        let received: Vec<Object> = it.group.recv_object_list(it.size() - 1).unwrap();
         it.equals(received, vec![object(it.size() - 1), object(7)]);
     }
 }

@@ -6,6 +6,7 @@ use std::collections::HashMap;
 use std::path::Path;
 
 use super::*;
+use crate::launch::NodeSlice;
 
 /// The second of two workers of `torchrun --no-python --nproc-per-node=2`. (torch 2.11)
 const TORCHRUN: &str = "GROUP_RANK=0 GROUP_WORLD_SIZE=1 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 \
@@ -312,6 +313,18 @@ fn flags_may_agree_with_or_complete_the_launcher() {
     for variables in [SRUN, OPEN_MPI, PALS] {
         let launch = with(&[variables], &master, 0).unwrap();
         assert_eq!(launch.master.unwrap().to_string(), "node1:4000");
+    }
+}
+
+#[test]
+fn address_of_the_store_has_the_name_of_where_it_comes_from() {
+    for (variables, from) in [
+        (TORCHRUN, "MASTER_ADDR"),
+        (TRAINJOB, "PET_MASTER_ADDR"),
+        (SRUN, "SLURM_STEP_NODELIST"),
+        (OPEN_MPI, "--master-addr"),
+    ] {
+        assert_eq!(found(variables).master.unwrap().from, from);
     }
 }
 

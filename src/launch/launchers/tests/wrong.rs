@@ -8,6 +8,7 @@ use super::*;
 #[test]
 fn invalid_variables_are_refused_by_name() {
     let auto = LaunchOptions::default();
+    let uneven = "SLURM_STEP_NUM_TASKS=8 are not as many on each of SLURM_STEP_NUM_NODES=4; start as many on each node;";
     for (variables, complaint) in [
         (&["RANK=0"][..], "not set: WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE;"),
         (&["WORLD_SIZE=2"], "not set: RANK, LOCAL_RANK, LOCAL_WORLD_SIZE;"),
@@ -34,7 +35,9 @@ fn invalid_variables_are_refused_by_name() {
         (&[TORCHRUN, "TORCHELASTIC_RESTART_COUNT=x"], "TORCHELASTIC_RESTART_COUNT=\"x\" is not"),
         (&[TORCHRUN, "OMP_NUM_THREADS=0"], "OMP_NUM_THREADS=\"0\" is not a number of threads"),
         (&[SRUN, "SLURM_PROCID=8"], "SLURM_PROCID=8 must be below SLURM_STEP_NUM_TASKS=8"),
-        (&[SRUN, "SLURM_LOCALID=2"], "SLURM_LOCALID=2 must be below tasks-per-node=2"),
+        (&[SRUN, "SLURM_LOCALID=2"], uneven),
+        (&[SRUN, "SLURM_STEP_TASKS_PER_NODE=3,2(x2),1"], uneven),
+        (&[SRUN, "SLURM_STEP_TASKS_PER_NODE= SLURM_TASKS_PER_NODE=3,2(x2),1"], uneven),
         (&[SRUN, "SLURM_LOCALID="], "not set: SLURM_LOCALID;"),
         (&[SRUN, "SLURM_PROCID="], "not set: SLURM_PROCID;"),
         (
@@ -43,11 +46,15 @@ fn invalid_variables_are_refused_by_name() {
         ),
         (
             &[SRUN, "SLURM_STEP_NUM_TASKS=7"],
-            "SLURM_STEP_NUM_TASKS=7 cannot be as many on each of SLURM_STEP_NUM_NODES=4",
+            "SLURM_STEP_NUM_TASKS=7 are not as many on each of SLURM_STEP_NUM_NODES=4",
         ),
         (&[SRUN, "SLURM_STEP_NODELIST=node[03"], "SLURM_STEP_NODELIST=\"node[03\" is not a host"),
         (&[SRUN, "SLURM_STEP_NODELIST= SLURM_JOB_NODELIST="], "processes on several machines need"),
         (&["DDP_MP_SPAWNED=1"], "DDP_MP_SPAWNED: "),
+        (
+            &["DDP_MP_SPAWNED={\"rank\":[3,2],\"port\":1,\"restart_count\":0,\"max_restarts\":0}"],
+            "DDP_MP_SPAWNED: rank 3 of 2; ddp-mp sets it",
+        ),
         (&["OMP_NUM_THREADS=many"], "OMP_NUM_THREADS=\"many\" is not a number of threads"),
         (&[SRUN, "RANK=2"], "RANK=2 contradicts SLURM_PROCID=5"),
         (&[OPEN_MPI, "OMPI_COMM_WORLD_SIZE="], "not set: OMPI_COMM_WORLD_SIZE;"),
@@ -64,7 +71,10 @@ fn invalid_variables_are_refused_by_name() {
         (&[HYDRA, "MPI_LOCALRANKID=2"], "MPI_LOCALRANKID=2 must be below MPI_LOCALNRANKS=2"),
         (&[PYTORCHJOB, "RANK=3"], "RANK=3 must be below WORLD_SIZE=3"),
         (&[PYTORCHJOB_4, "RANK=2"], "RANK=2 contradicts PET_NODE_RANK=1"),
-        (&[TRAINJOB, "PET_NNODES=1:4"], "PET_NNODES=\"1:4\" is not a whole number"),
+        (
+            &[TRAINJOB, "PET_NNODES=1:4"],
+            "PET_NNODES=\"1:4\" is not a whole number from 0; for a range use torchrun",
+        ),
         (&[TRAINJOB, "PET_NNODES=0"], "PET_NODE_RANK=1 must be below PET_NNODES=0"),
         (&[TRAINJOB, "PET_NODE_RANK="], "not set: PET_NODE_RANK;"),
         (&[TRAINJOB, "PET_MASTER_ADDR="], "processes on several machines need --master-addr"),
@@ -107,7 +117,15 @@ fn flags_that_contradict_the_launcher_are_refused() {
         (SRUN, &nnodes, "--nnodes=5 contradicts SLURM_STEP_NUM_NODES=4"),
         (SRUN, &node_rank, "--node-rank=9 contradicts SLURM_NODEID=2"),
         (PYTORCHJOB, &nnodes, "--nnodes=5 contradicts WORLD_SIZE=3"),
+        (OPEN_MPI, &nnodes, "--nnodes=5 contradicts machines=1"),
+        (OPEN_MPI, &node_rank, "--node-rank=9 contradicts machine=0"),
+        (PALS, &nnodes, "--nnodes=5 cannot be checked with mpirun; leave it out"),
         ("", &node_rank, "not set: --nnodes;"),
+        (
+            "",
+            &LaunchOptions { nnodes: Some(1), ..node_rank.clone() },
+            "--node-rank=9 must be below --nnodes=1",
+        ),
         ("", &addr, "not set: --node-rank, --nnodes;"),
         ("", &port, "not set: --node-rank, --nnodes;"),
         ("", &nnodes, "not set: --node-rank;"),

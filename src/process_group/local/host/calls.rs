@@ -123,7 +123,7 @@ impl HostCalls {
     /// tensor has; `None` if it moves all. If each pair of ranks has its own size, the ranks have exchanged theirs.
     pub(crate) fn pieces(&self, call: &Call) -> Option<(usize, usize)> {
         let collective = call.operation.collective()?;
-        let numel = if collective.has_own_sizes {
+        let numel = if call.operation.has_own_sizes() {
             self.published.iter().flat_map(|call| &call.inputs).map(|input| input.numel).max()
         } else {
             call.inputs.iter().chain(call.outputs).map(Tensor::numel).max()
@@ -168,7 +168,7 @@ impl HostCalls {
         let cell = group.in_block(rank, group.cell.announcement(parity))?;
         let offsets = self::offsets(cell);
         let unit = num_bytes(call.kind, 1);
-        let stop = group.stop.get().map_or(StopMessage::NONE, |stop| stop.message());
+        let stop = group.stop.get().map(|stop| stop.message()).unwrap_or_default();
         let contents = mine.contents_len();
         let (inputs, outputs) = (mine.inputs.len(), mine.outputs.len());
         let reached = &mut published[rank];

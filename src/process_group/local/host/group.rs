@@ -92,9 +92,9 @@ impl HostGroup {
             let ranks = missing.iter().flat_map(|it| &members[map.processes[*it].clone()]);
             run.timeout_error(members[map.here().start], ranks.copied().collect())
         };
-        let (mine, count) = (map.mine, map.len());
+        let process = [map.mine, map.len()];
         let all: Vec<Option<Vec<usize>>> =
-            Gathered::of(store, "memory", mine, count, &offsets, run.timeout, absent)?;
+            Gathered::of(store, "memory", process, &offsets, run.timeout, absent, Gathered::All)?;
         let Some(all) = all.into_iter().collect::<Option<Vec<_>>>() else { return Ok(None) };
         let Some(own) = own.filter(|_| is_shared) else { return Ok(Some((hosts, None))) };
         let mut blocks = Vec::new();
@@ -106,8 +106,7 @@ impl HostGroup {
         let states = blocks.iter().map(|block| {
             let memory: Arc<dyn Any + Send + Sync> = host.clone();
             let pointer = host.regions[block.process].at(block.offset, size_of::<RankState>());
-            let pointer =
-                pointer.ok().and_then(|pointer| NonNull::new(pointer.cast::<RankState>()));
+            let pointer = pointer.and_then(|pointer| NonNull::new(pointer.cast::<RankState>()));
             // SAFETY: the block begins with a rank's state, which was zeros at first, and its memory exists as long as
             // the host.
             pointer.map(|pointer| unsafe { InMemory::at(pointer, memory) })
@@ -172,7 +171,7 @@ impl HostGroup {
     /// # Errors
     /// [`Error::Input`] if the memory has no such bytes: another process has written an invalid offset.
     pub(super) fn address(&self, process: usize, offset: usize, len: usize) -> Result<*mut u8> {
-        self.host.regions[process].at(offset, len).map_err(|_| not_a_block())
+        self.host.regions[process].at(offset, len).ok_or_else(not_a_block)
     }
 
     /// Returns the process of `rank`.
@@ -222,7 +221,7 @@ fn find_blocks(
 ) -> Result<Vec<Block>> {
     let block = |(&rank, &offset): (&usize, &usize)| {
         let process = host.process_of(rank)?;
-        let is_inside = host.regions[process].at(offset, cell.block_len()).is_ok();
+        let is_inside = host.regions[process].at(offset, cell.block_len()).is_some();
         (is_inside && offset.is_multiple_of(super::PAGE)).then_some(Block { process, offset })
     };
     let blocks = members.iter().zip(offsets).map(block).collect::<Option<Vec<_>>>();

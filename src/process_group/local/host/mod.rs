@@ -93,10 +93,7 @@ impl Host {
     /// Allocates zeros. The first `stays` bytes, whole pages, are never given back. Returns `None` if the memory is used up.
     fn allocate(self: &Arc<Self>, bytes: usize, stays: usize) -> Option<Allocation> {
         let len = bytes.next_multiple_of(PAGE);
-        let fits = |start: usize| {
-            self.regions[self.mine].at(start, len).ok()?;
-            Some(start + len)
-        };
+        let fits = |start: usize| self.regions[self.mine].at(start, len).map(|_| start + len);
         let relaxed = Ordering::Relaxed;
         let start = self.next.fetch_update(relaxed, relaxed, fits).ok()?;
         Some(Allocation { host: self.clone(), range: start..start + len, stays })
@@ -116,7 +113,7 @@ impl Host {
         let len = num_bytes(kind, numel);
         let Some(allocation) = self.allocate(len, 0).filter(|_| len > 0) else { return Ok(None) };
         let region = &self.regions[self.mine];
-        let Ok(start) = region.at(allocation.range.start, len) else {
+        let Some(start) = region.at(allocation.range.start, len) else {
             return Err(Error::Internal("an allocation is not in its memory".into()));
         };
         // SAFETY: the allocation has these bytes, which belong to it alone, and goes with the tensor.

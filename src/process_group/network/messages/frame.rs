@@ -1,47 +1,45 @@
-//! The frames that two processes exchange on a connection for messages: a length and a header in MessagePack. After
-//! some of them follow the bytes of a tensor.
+//! The frames that two processes exchange: a length and a header in MessagePack. After some of them follow the bytes of
+//! a tensor.
 //!
 //! Any program that reaches the port can write to it, so a header is checked before use.
 
-use std::io::{self, Read, Write};
+use std::io::{self, Read};
 
 use serde::{Deserialize, Serialize};
-use tch::Kind;
+use tch::{Device, Kind, Tensor};
 
 use super::super::process_map::ProcessMap;
+use crate::ffi::TensorFacts;
 use crate::process_group::dtype::{num_bytes, plain_kind};
 
 /// Tensors of up to this many bytes travel with the offer. Larger ones follow when the receiver is ready for them.
 pub(super) const EAGER_MAX_BYTES: usize = 64 << 10;
 
 /// Size in bytes of the largest header.
-const MAX_FRAME_HEADER_BYTES: usize = 64 << 10;
+const MAX_HEADER_BYTES: usize = 64 << 10;
+
+/// Size in bytes of the length before a header.
+const LENGTH_BYTES: usize = 4;
 
 /// A header.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum Frame {
-    /// The first frame of the process that connects. `token` is the one that the other process left in the store.
-    Hello { token: u64, process: usize },
-    /// The answer to `Hello`: both processes use this connection.
-    Welcome,
-    /// The answer to `Hello`: use the other connection, which was opened at the same time.
-    Busy,
+    /// The first frame of a connection, from this process. `to` is what the other one left in the store.
+    Hello { to: String, process: usize },
     /// A rank sends a tensor. Its bytes follow if there are at most [`EAGER_MAX_BYTES`].
     Offer(Offer),
-    /// The receiver of this offer is ready for its bytes.
-    Ready { id: u64 },
+    /// The receiver of the offer with this id is ready for its bytes.
+    Ready(u64),
     /// The bytes of this offer follow.
-    Data { id: u64 },
-    /// The receiver has taken the bytes that came with this offer.
-    Taken { id: u64 },
-    /// The receiver expects another dtype or shape.
-    Refused { id: u64, expected: String },
+    Data(u64),
+    /// The receiver has taken the tensor of this offer.
+    Taken(u64),
 }
 
 /// A tensor that a rank of one process sends to a rank of the other.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Offer {
-    /// Sequence number among the offers of its process to the other.
+    /// Number among the offers of its process to the other.
     pub id: u64,
     /// Group ranks of the sender and the receiver.
     pub source: usize,
@@ -56,65 +54,60 @@ impl Offer {
     /// Returns the dtype of the tensor, and its size in bytes.
     ///
     /// # Errors
-    /// A text on the error, if process `from` cannot have made this offer to this process.
-    pub(super) fn check(
-        &self,
-        process_map: &ProcessMap,
-        from: usize,
-    ) -> Result<(Kind, usize), String> {
-        let Self { source, destination, kind, shape, .. } = self;
-        if !process_map.processes[from].contains(source)
-            || !process_map.here().contains(destination)
-        {
-            return Err(format!(
-                "process {from} announced a tensor from rank {source} to rank {destination}, which are not its rank \
-                 and one of this process"
-            ));
-        }
-        let known = plain_kind(kind)
-            .ok_or_else(|| format!("it announced a tensor of the unknown dtype {kind:?}"))?;
-        let numel = shape
-            .iter()
-            .try_fold(1usize, |numel, &size| numel.checked_mul(usize::try_from(size).ok()?));
-        let most = isize::MAX as usize / num_bytes(known, 1);
-        match numel.filter(|numel| *numel <= most) {
-            Some(numel) => Ok((known, num_bytes(known, numel))),
-            None => Err(format!("it announced a tensor of the impossible shape {shape:?}")),
-        }
+    /// If process `from` cannot have made this offer to this process.
+    pub(super) fn check(&self, processes: &ProcessMap, from: usize) -> io::Result<(Kind, usize)> {
+        let are_theirs = processes.processes[from].contains(&self.source)
+            && processes.here().contains(&self.destination);
+        let kind = plain_kind(&self.kind).filter(|_| are_theirs);
+        let checked = kind.and_then(|kind| {
+            let multiplied = |all: usize, &size: &i64| all.checked_mul(size.try_into().ok()?);
+            let bytes = self.shape.iter().try_fold(num_bytes(kind, 1), multiplied)?;
+            (bytes <= isize::MAX as usize).then_some((kind, bytes))
+        });
+        checked.ok_or_else(|| foreign(&format!("process {from} announced an invalid {self:?}")))
     }
 }
 
 impl Frame {
-    /// Writes the length and the header.
-    pub(super) fn write(&self, to: &mut impl Write) -> io::Result<()> {
-        let header = rmp_serde::to_vec(self).map_err(io::Error::other)?;
-        let len =
-            u32::try_from(header.len()).ok().filter(|len| *len as usize <= MAX_FRAME_HEADER_BYTES);
-        let too_long = || format!("a message header of {} bytes is too long to send", header.len());
-        let len = len.ok_or_else(|| io::Error::other(too_long()))?;
-        // In one write, because each write may become a packet.
-        to.write_all(&[&len.to_le_bytes()[..], &header].concat())
+    /// Returns the length and the header.
+    pub(super) fn to_bytes(&self) -> Vec<u8> {
+        let mut bytes = vec![0; LENGTH_BYTES];
+        let _ = rmp_serde::encode::write(&mut bytes, self); // cannot fail in memory
+        let len = (bytes.len() - LENGTH_BYTES) as u32;
+        bytes[..LENGTH_BYTES].copy_from_slice(&len.to_le_bytes());
+        bytes
     }
 
-    /// Reads the next header. Returns `None` at the end of the stream.
-    pub(super) fn read(from: &mut impl Read) -> io::Result<Option<Self>> {
-        let mut len = [0; 4];
-        if from.read(&mut len[..1])? == 0 {
-            return Ok(None);
-        }
-        from.read_exact(&mut len[1..])?;
+    /// Reads the next header.
+    pub(super) fn read(from: &mut impl Read) -> io::Result<Self> {
+        let mut len = [0; LENGTH_BYTES];
+        from.read_exact(&mut len)?;
         let len = u32::from_le_bytes(len) as usize;
-        if len > MAX_FRAME_HEADER_BYTES {
-            let why = format!(
-                "a message header has {len} bytes, and {MAX_FRAME_HEADER_BYTES} are the most"
-            );
-            return Err(foreign(&why));
+        if len > MAX_HEADER_BYTES {
+            return Err(foreign(&format!(
+                "a message header has {len} bytes, and {MAX_HEADER_BYTES} are the most"
+            )));
         }
         let mut header = vec![0; len];
         from.read_exact(&mut header)?;
         let frame = rmp_serde::from_slice(&header);
-        frame.map(Some).map_err(|error| foreign(&format!("a message header is invalid: {error}")))
+        frame.map_err(|error| foreign(&format!("a message header is invalid: {error}")))
     }
+}
+
+/// Fills `tensor`, which must be contiguous, on the CPU and used nowhere else.
+pub(super) fn read_tensor(from: &mut impl Read, tensor: &Tensor) -> io::Result<()> {
+    let facts = TensorFacts::of(tensor).map_err(io::Error::other)?;
+    if facts.numel == 0 {
+        return Ok(()); // it has no address
+    }
+    if !facts.is_plain || facts.data.is_null() || tensor.device() != Device::Cpu {
+        return Err(io::Error::other("a message takes tensors in one piece on the CPU"));
+    }
+    let len = num_bytes(tensor.kind(), facts.numel);
+    // SAFETY: these bytes are the tensor's. The handle keeps them alive. The rank does not use them before its receive
+    // completes, which happens after this read.
+    from.read_exact(unsafe { std::slice::from_raw_parts_mut(facts.data, len) })
 }
 
 /// Returns the error about bytes that no process of the run sends.
@@ -126,6 +119,8 @@ pub(super) fn foreign(why: &str) -> io::Error {
 
 #[cfg(test)]
 mod tests {
+    use std::io::ErrorKind;
+
     use proptest::prelude::*;
 
     use super::*;
@@ -136,14 +131,11 @@ mod tests {
             Frame::Offer(Offer { id, source, destination, tag, kind, shape })
         });
         prop_oneof![
-            any::<(u64, usize)>().prop_map(|(token, process)| Frame::Hello { token, process }),
-            Just(Frame::Welcome),
-            Just(Frame::Busy),
+            (".{0,40}", any::<usize>()).prop_map(|(to, process)| Frame::Hello { to, process }),
             offer,
-            any::<u64>().prop_map(|id| Frame::Ready { id }),
-            any::<u64>().prop_map(|id| Frame::Data { id }),
-            any::<u64>().prop_map(|id| Frame::Taken { id }),
-            (any::<u64>(), ".{0,40}").prop_map(|(id, expected)| Frame::Refused { id, expected }),
+            any::<u64>().prop_map(Frame::Ready),
+            any::<u64>().prop_map(Frame::Data),
+            any::<u64>().prop_map(Frame::Taken),
         ]
     }
 
@@ -151,16 +143,24 @@ mod tests {
         ProcessMap { processes: vec![0..2, 2..4], mine: 1 }
     }
 
+    /// The frames in `bytes`, and the error at their end.
+    fn read(mut bytes: &[u8]) -> (Vec<Frame>, io::Error) {
+        let mut frames = Vec::new();
+        loop {
+            match Frame::read(&mut bytes) {
+                Ok(frame) => frames.push(frame),
+                Err(error) => return (frames, error),
+            }
+        }
+    }
+
     proptest! {
         #[test]
         fn frames_round_trip_exactly(frames in prop::collection::vec(frame(), 0..5)) {
-            let mut bytes = Vec::new();
-            frames.iter().for_each(|frame| frame.write(&mut bytes).unwrap());
-            let mut rest = &bytes[..];
-            for frame in frames {
-                prop_assert_eq!(Frame::read(&mut rest).unwrap(), Some(frame));
-            }
-            prop_assert_eq!(Frame::read(&mut rest).unwrap(), None);
+            let bytes: Vec<u8> = frames.iter().flat_map(Frame::to_bytes).collect();
+            let (found, end) = read(&bytes);
+            prop_assert_eq!(found, frames);
+            prop_assert_eq!(end.kind(), ErrorKind::UnexpectedEof);
         }
 
         #[test]
@@ -169,12 +169,11 @@ mod tests {
             changes: Vec<(prop::sample::Index, u8)>,
             others: Vec<u8>,
         ) {
-            let mut bytes = Vec::new();
-            frame.write(&mut bytes).unwrap();
+            let mut bytes = frame.to_bytes();
             let len = bytes.len();
             changes.iter().for_each(|(at, byte)| bytes[at.index(len)] = *byte);
             for bytes in [bytes, others] {
-                if let Ok(Some(Frame::Offer(offer))) = Frame::read(&mut &bytes[..])
+                if let [Frame::Offer(offer), ..] = &read(&bytes).0[..]
                     && let Ok((kind, size)) = offer.check(&process_map(), 0)
                 {
                     prop_assert!(offer.source < 2 && (2..4).contains(&offer.destination));
@@ -192,14 +191,15 @@ mod tests {
             let offer = Offer { id: 0, source, destination, tag: 0, kind, shape };
             offer.check(&process_map(), 0)
         };
-        assert_eq!(offer(1, 2, "float32", &[3, 5]), Ok((Kind::Float, 60)));
-        assert_eq!(offer(1, 2, "int64", &[]), Ok((Kind::Int64, 8)));
-        assert_eq!(offer(1, 2, "int64", &[0, 5]), Ok((Kind::Int64, 0)));
+        assert_eq!(offer(1, 2, "float32", &[3, 5]).unwrap(), (Kind::Float, 60));
+        assert_eq!(offer(1, 2, "int64", &[]).unwrap(), (Kind::Int64, 8));
+        assert_eq!(offer(1, 2, "int64", &[0, 5]).unwrap(), (Kind::Int64, 0));
         for (source, destination, kind, shape) in [
             (2, 2, "float32", &[3][..]),
             (1, 1, "float32", &[3]),
             (1, 9, "float32", &[3]),
             (1, 2, "float31", &[3]),
+            (1, 2, "qint8", &[3]),
             (1, 2, "float32", &[-1]),
             (1, 2, "float32", &[1 << 62, 2]),
             (1, 2, "float32", &[1 << 62]),
