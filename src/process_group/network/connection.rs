@@ -11,13 +11,11 @@ use crossbeam::channel::select_biased;
 use tch::Tensor;
 
 use super::common::{Buffers, Common, Room};
-use super::header::{
-    ExchangeHeader, HEADER_BYTES, HEADER_INT_BYTES, HEADER_MAX_DATA_BYTES, StagingBuffers,
-};
+use super::header::{ExchangeHeader, HEADER_INT_BYTES, HEADER_MAX_DATA_BYTES, StagingBuffers};
 use super::lost;
 use super::messages::{MessageListener, Messages};
 use super::process_map::ProcessMap;
-use super::split_sizes::{SplitSizes, padded};
+use super::split_sizes::SplitSizes;
 use crate::error::{Error, Result};
 use crate::ffi::{GlooCall, GlooGroup, TcpStore, TorchResult};
 use crate::operation::Operation;
@@ -237,43 +235,30 @@ impl Network {
         let inline = parts.largest.is_some_and(|largest| largest <= HEADER_MAX_DATA_BYTES);
         let (send, receive) = (self.offsets(&parts.to), self.offsets(&parts.from));
         self.write_headers(call, parts, inline.then_some((begin, &send[..])));
-        let equal = vec![HEADER_BYTES as i64; self.map.len()];
         let [mine, theirs] = &self.staging.headers;
-        let headers = GlooCall {
-            inputs: &[mine],
-            outputs: &[theirs],
-            input_splits: &equal,
-            output_splits: &equal,
-            ..GlooCall::default()
-        };
-        self.call_gloo(call, Operation::AllToAll, headers)?;
+        self.all_to_all(call, mine, theirs)?;
         self.read_headers(call, parts, inline.then_some(&receive[..]), describe)?;
         if inline { Ok(()) } else { self.send_parts(call, parts, begin) }
     }
 
     /// Exchanges the parts of a call whose headers have been read.
     pub(crate) fn send_parts(&self, call: &Call, parts: &SplitSizes, begin: usize) -> Result<()> {
-        let splits = |sizes: &[usize]| -> Vec<i64> {
-            let sent_size = |(process, &size): (usize, &usize)| {
-                if process == self.map.mine { 0 } else { padded(size) as i64 }
+        let cut = |tensor: &Tensor, begin: usize, sizes: &[usize]| -> Result<Vec<Tensor>> {
+            let parts = self.offsets(sizes).into_iter().zip(sizes);
+            let part = |(offset, &size)| {
+                tensor.f_narrow(0, (begin + offset) as i64, size as i64).doing("narrow")
             };
-            sizes.iter().enumerate().map(sent_size).collect()
-        };
-        let (to, from) = (splits(&parts.to), splits(&parts.from));
-        let cut = |tensor: &Tensor, begin: usize, sizes: &[i64]| {
-            tensor.f_narrow(0, begin as i64, sizes.iter().sum()).doing("narrow")
+            parts.map(part).collect()
         };
         let [send, receive] = self.staging.parts();
-        let send = cut(send, begin, &to)?;
-        let receive = cut(receive, 0, &from)?;
-        let parts = GlooCall {
-            inputs: &[&send],
-            outputs: &[&receive],
-            input_splits: &to,
-            output_splits: &from,
-            ..GlooCall::default()
-        };
-        self.call_gloo(call, Operation::AllToAll, parts)
+        self.all_to_all(call, &cut(send, begin, &parts.to)?, &cut(receive, 0, &parts.from)?)
+    }
+
+    /// Sends each other process its tensor of `to`, and receives those of `from`.
+    fn all_to_all(&self, call: &Call, to: &[Tensor], from: &[Tensor]) -> Result<()> {
+        let (inputs, outputs): (Vec<_>, Vec<_>) = (to.iter().collect(), from.iter().collect());
+        let tensors = GlooCall { inputs: &inputs, outputs: &outputs, ..GlooCall::default() };
+        self.call_gloo(call, Operation::AllToAll, tensors)
     }
 
     fn offsets(&self, sizes: &[usize]) -> Vec<usize> {
@@ -288,16 +273,15 @@ impl Network {
     fn write_headers(&self, call: &Call, parts: &SplitSizes, inline: Option<(usize, &[usize])>) {
         let message = self.stop.get().map(|stop| stop.message()).unwrap_or_default();
         let (sequence, fingerprint) = (call.sequence, call.fingerprint());
-        let headers: *mut u8 = self.staging.headers[0].data_ptr().cast();
         let send: *mut u8 = self.staging.parts()[0].data_ptr().cast();
         for process in self.others() {
             let size = parts.to[process];
             let header = ExchangeHeader { sequence, fingerprint, size: size as u64, stop: message }
                 .to_bytes();
-            // SAFETY: the tensor has a header for each process, which no other rank touches now. A part that fits into
-            // the header lies where it was packed.
+            let header_at: *mut u8 = self.staging.headers[0][process].data_ptr().cast();
+            // SAFETY: there is room for a header, which no other rank touches now. A part that fits into the header lies
+            // where it was packed.
             unsafe {
-                let header_at = headers.add(process * HEADER_BYTES);
                 header_at.cast::<[u8; HEADER_INT_BYTES]>().write(header);
                 if let Some((begin, offsets)) = inline {
                     let part = send.add(begin + offsets[process]);
@@ -314,17 +298,14 @@ impl Network {
         inline: Option<&[usize]>,
         describe: impl Fn() -> String,
     ) -> Result<()> {
-        let headers: *mut u8 = self.staging.headers[1].data_ptr().cast();
         let receive: *mut u8 = self.staging.parts()[1].data_ptr().cast();
         let fingerprint = call.fingerprint();
         // The first process whose part has an unexpected size, and the processes with another call.
         let (mut uneven, mut different) = (None, Vec::new());
         for process in self.others() {
-            // SAFETY: the tensor has a header for each process, and Gloo has finished with it.
-            let (header_at, header) = unsafe {
-                let header_at = headers.add(process * HEADER_BYTES);
-                (header_at, header_at.cast::<[u8; HEADER_INT_BYTES]>().read())
-            };
+            let header_at: *mut u8 = self.staging.headers[1][process].data_ptr().cast();
+            // SAFETY: there is a header, and Gloo has finished with it.
+            let header = unsafe { header_at.cast::<[u8; HEADER_INT_BYTES]>().read() };
             let header = ExchangeHeader::from_bytes(process, &header)?;
             if [header.sequence, header.fingerprint] != [call.sequence, fingerprint] {
                 different.push(process);
