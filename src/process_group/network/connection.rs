@@ -11,7 +11,9 @@ use crossbeam::channel::select_biased;
 use tch::Tensor;
 
 use super::common::{Buffers, Common, Room};
-use super::header::{ExchangeHeader, HEADER_INT_BYTES, HEADER_MAX_DATA_BYTES, StagingBuffers};
+use super::header::{
+    ExchangeHeader, HEADER_BYTES, HEADER_INT_BYTES, HEADER_MAX_DATA_BYTES, StagingBuffers,
+};
 use super::lost;
 use super::messages::{MessageListener, Messages};
 use super::process_map::ProcessMap;
@@ -235,8 +237,16 @@ impl Network {
         let inline = parts.largest.is_some_and(|largest| largest <= HEADER_MAX_DATA_BYTES);
         let (send, receive) = (self.offsets(&parts.to), self.offsets(&parts.from));
         self.write_headers(call, parts, inline.then_some((begin, &send[..])));
+        let equal = vec![HEADER_BYTES as i64; self.map.len()];
         let [mine, theirs] = &self.staging.headers;
-        self.all_to_all(call, mine, theirs)?;
+        let headers = GlooCall {
+            inputs: &[mine],
+            outputs: &[theirs],
+            input_splits: &equal,
+            output_splits: &equal,
+            ..GlooCall::default()
+        };
+        self.call_gloo(call, Operation::AllToAll, headers)?;
         self.read_headers(call, parts, inline.then_some(&receive[..]), describe)?;
         if inline { Ok(()) } else { self.send_parts(call, parts, begin) }
     }
@@ -251,11 +261,7 @@ impl Network {
             parts.map(part).collect()
         };
         let [send, receive] = self.staging.parts();
-        self.all_to_all(call, &cut(send, begin, &parts.to)?, &cut(receive, 0, &parts.from)?)
-    }
-
-    /// Sends each other process its tensor of `to`, and receives those of `from`.
-    fn all_to_all(&self, call: &Call, to: &[Tensor], from: &[Tensor]) -> Result<()> {
+        let (to, from) = (cut(send, begin, &parts.to)?, cut(receive, 0, &parts.from)?);
         let (inputs, outputs): (Vec<_>, Vec<_>) = (to.iter().collect(), from.iter().collect());
         let tensors = GlooCall { inputs: &inputs, outputs: &outputs, ..GlooCall::default() };
         self.call_gloo(call, Operation::AllToAll, tensors)
@@ -273,15 +279,16 @@ impl Network {
     fn write_headers(&self, call: &Call, parts: &SplitSizes, inline: Option<(usize, &[usize])>) {
         let message = self.stop.get().map(|stop| stop.message()).unwrap_or_default();
         let (sequence, fingerprint) = (call.sequence, call.fingerprint());
+        let headers: *mut u8 = self.staging.headers[0].data_ptr().cast();
         let send: *mut u8 = self.staging.parts()[0].data_ptr().cast();
         for process in self.others() {
             let size = parts.to[process];
             let header = ExchangeHeader { sequence, fingerprint, size: size as u64, stop: message }
                 .to_bytes();
-            let header_at: *mut u8 = self.staging.headers[0][process].data_ptr().cast();
-            // SAFETY: there is room for a header, which no other rank touches now. A part that fits into the header lies
-            // where it was packed.
+            // SAFETY: the tensor has a header for each process, which no other rank touches now. A part that fits into
+            // the header lies where it was packed.
             unsafe {
+                let header_at = headers.add(process * HEADER_BYTES);
                 header_at.cast::<[u8; HEADER_INT_BYTES]>().write(header);
                 if let Some((begin, offsets)) = inline {
                     let part = send.add(begin + offsets[process]);
@@ -298,14 +305,17 @@ impl Network {
         inline: Option<&[usize]>,
         describe: impl Fn() -> String,
     ) -> Result<()> {
+        let headers: *mut u8 = self.staging.headers[1].data_ptr().cast();
         let receive: *mut u8 = self.staging.parts()[1].data_ptr().cast();
         let fingerprint = call.fingerprint();
         // The first process whose part has an unexpected size, and the processes with another call.
         let (mut uneven, mut different) = (None, Vec::new());
         for process in self.others() {
-            let header_at: *mut u8 = self.staging.headers[1][process].data_ptr().cast();
-            // SAFETY: there is a header, and Gloo has finished with it.
-            let header = unsafe { header_at.cast::<[u8; HEADER_INT_BYTES]>().read() };
+            // SAFETY: the tensor has a header for each process, and Gloo has finished with it.
+            let (header_at, header) = unsafe {
+                let header_at = headers.add(process * HEADER_BYTES);
+                (header_at, header_at.cast::<[u8; HEADER_INT_BYTES]>().read())
+            };
             let header = ExchangeHeader::from_bytes(process, &header)?;
             if [header.sequence, header.fingerprint] != [call.sequence, fingerprint] {
                 different.push(process);

@@ -15,7 +15,7 @@ use crate::process_group::local::Host;
 use crate::runtime::StopMessage;
 
 /// Size of a header in bytes.
-const HEADER_BYTES: usize = 256;
+pub(super) const HEADER_BYTES: usize = 256;
 
 /// The numbers of a header as they are sent.
 type WireNumbers = [U64; 6];
@@ -66,8 +66,8 @@ impl ExchangeHeader {
 
 /// Send and receive buffers: a header for each process, and room for the largest call so far.
 pub(super) struct StagingBuffers {
-    /// The header to each process, and the header from each.
-    pub(super) headers: [Vec<Tensor>; 2],
+    /// The headers that go out, and those that come in.
+    pub(super) headers: [Tensor; 2],
     parts: UnsafeCell<[Tensor; 2]>,
 }
 
@@ -82,8 +82,7 @@ unsafe impl Send for StagingBuffers {}
 impl StagingBuffers {
     /// Creates headers for this many processes, and no room for parts yet.
     pub(super) fn new(processes: usize) -> Result<Self> {
-        let headers = || (0..processes).map(|_| bytes(HEADER_BYTES)).collect::<Result<_>>();
-        let headers = [headers()?, headers()?];
+        let headers = [bytes(HEADER_BYTES * processes)?, bytes(HEADER_BYTES * processes)?];
         Ok(Self { headers, parts: UnsafeCell::new([bytes(0)?, bytes(0)?]) })
     }
 
