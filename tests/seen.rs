@@ -268,6 +268,8 @@ fn stall_warning_covers_ranks_of_other_processes() {
 #[test]
 fn suspension_of_all_processes_is_not_a_stall() {
     let run = ["--nproc-per-node=2", "--max-steps=8", "--timeout=5s", "--stall-warning=4s"];
+    // Its gradients do not fit into a socket.
+    let model = ["--model=mlp", "--hidden=256", "--in-features=256"];
     let slow = ["--inject-fault=slow=500ms:rank=1,at=step,step=0", "--log-format=json"];
     let layouts: [&[&str]; 3] = [
         &["--spawn=threads"],
@@ -275,7 +277,7 @@ fn suspension_of_all_processes_is_not_a_stall() {
         &["--spawn=processes", "--shared-memory=off"],
     ];
     in_parallel(&layouts, |layout| {
-        let mut command = program(&[&run[..], &slow, layout].concat());
+        let mut command = program(&[&run[..], &model, &slow, layout].concat());
         // The system ignores SIGTSTP in a process group without a parent outside of it.
         command.process_group(0).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = command.spawn().unwrap();

@@ -180,8 +180,6 @@ struct Call {
 // without a lock. Several ranks of one process must not do that at once.
 static std::mutex recording;
 
-using Works = std::vector<c10::intrusive_ptr<c10d::Work>>;
-
 static c10::intrusive_ptr<c10d::Work> start(ProcessGroupGloo& group, const Call& call) {
   std::lock_guard<std::mutex> lock(recording);
   auto inputs = tensors_of(call.inputs, call.inputs_len);
@@ -239,52 +237,26 @@ static c10::intrusive_ptr<c10d::Work> start(ProcessGroupGloo& group, const Call&
   throw std::logic_error("no such operation");
 }
 
-// Starts an all_to_all with a tensor to and from each other rank: first a receive from each, then a send to each.
-//
-// Gloo's own all_to_all sends first. A large tensor then holds up the request for the tensor in the other direction, and
-// they cross one after the other.
-static Works start_all_to_all(ProcessGroupGloo& group, const Call& call) {
-  std::lock_guard<std::mutex> lock(recording);
-  auto inputs = tensors_of(call.inputs, call.inputs_len);
-  auto outputs = tensors_of(call.outputs, call.outputs_len);
-  Works works;
-  auto with_others = [&](const std::vector<at::Tensor>& tensors, auto&& begin) {
-    for (int distance = 1; distance < group.getSize(); distance++) {
-      int peer = (group.getRank() + distance) % group.getSize();
-      std::vector<at::Tensor> one{tensors.at(peer)};
-      if (one[0].numel() > 0) works.push_back(begin(one, peer));
-    }
-  };
-  with_others(outputs, [&](auto& output, int peer) { return group.recv(output, peer, call.tag); });
-  with_others(inputs, [&](auto& input, int peer) { return group.send(input, peer, call.tag); });
-  return works;
-}
-
 // Starts an operation. Unless this fails, `done` is called once when the operation has ended, even if the group is
 // freed. Until then libtorch has handles of its own to the tensors. Only one thread may call a group at a time.
 char* ddp_gloo_start(ProcessGroupGloo* group, const Call* call, Done done, void* context) {
   return guarded([&] {
     c10::AutoGradMode no_grad(false);
-    bool has_tensor_each = call->operation == Operation::AllToAll && call->inputs_len > 1;
-    Works works = has_tensor_each ? start_all_to_all(*group, *call) : Works{start(*group, *call)};
-    if (has_tensor_each || call->operation == Operation::Send || call->operation == Operation::Recv ||
+    auto work = start(*group, *call);
+    if (call->operation == Operation::Send || call->operation == Operation::Recv ||
         call->operation == Operation::ReduceScatter) {
       // These operations have no future, and no thread of libtorch waits for them. (reduce_scatter is an all_reduce
-      // whose wait() copies a part of the result.)
-      std::thread([works = std::move(works), done, context]() mutable {
-        char* message = nullptr;
-        for (auto& work : works) {
-          char* failed = guarded([&] { work->wait(); });
-          if (message == nullptr) std::swap(message, failed);
-          free(failed);
-        }
-        works.clear();
+      // whose wait() copies a part of the result.) Without a timeout, they take that with which the group has connected.
+      auto timeout = group->getOptions()->timeout;
+      std::thread([work = std::move(work), done, context, timeout]() mutable {
+        char* message = guarded([&] { work->wait(timeout); });
+        work.reset();
         done(context, message);
         free(message);
       }).detach();
       return;
     }
-    works[0]->getFuture()->addCallback([done, context](c10::ivalue::Future& future) {
+    work->getFuture()->addCallback([done, context](c10::ivalue::Future& future) {
       if (!future.hasError()) return done(context, nullptr);
       auto message = future.tryRetrieveErrorMessage();
       done(context, message.c_str());

@@ -113,8 +113,6 @@ impl GlooGroup {
 
     /// Starts a collective, a send or a recv. Returns the channel that receives its result, once.
     ///
-    /// An all_to_all has one input and one output, or one of each for each rank, of which its own stay as they are.
-    ///
     /// A reduction has the same bits in every run. Each part goes round the ring from another rank, so the order in which
     /// three or more floats are added depends on their position. After `Reduce`, the result is undefined on all ranks but
     /// the root. A send ends when the operating system has taken the data. Tensors with the same tag arrive in order.

@@ -7,7 +7,7 @@
 use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 
-use crossbeam::channel::select_biased;
+use crossbeam::channel::{Receiver, select_biased};
 use tch::Tensor;
 
 use super::common::{Buffers, Common, Room};
@@ -17,7 +17,7 @@ use super::header::{
 use super::lost;
 use super::messages::{MessageListener, Messages};
 use super::process_map::ProcessMap;
-use super::split_sizes::SplitSizes;
+use super::split_sizes::{SplitSizes, padded};
 use crate::error::{Error, Result};
 use crate::ffi::{GlooCall, GlooGroup, TcpStore, TorchResult};
 use crate::operation::Operation;
@@ -25,6 +25,10 @@ use crate::process_group::call::Call;
 use crate::process_group::dtype::num_bytes;
 use crate::process_group::local::{self, Host, HostGroup, Mailboxes};
 use crate::runtime::{Deadline, RunContext, StopRequest, format_call_site};
+
+/// More than this many bytes may not fit into a socket. Gloo's all_to_all begins to send before it asks for what it
+/// receives. Its request waits behind such a part, and the parts of two processes cross one after the other.
+const SOCKET_BYTES: usize = 64 << 10;
 
 /// The state of a group of several processes that the ranks of one process share.
 pub(crate) struct Network {
@@ -246,25 +250,37 @@ impl Network {
             output_splits: &equal,
             ..GlooCall::default()
         };
-        self.call_gloo(call, Operation::AllToAll, headers)?;
+        self.call_gloo(call, &[(Operation::AllToAll, headers)])?;
         self.read_headers(call, parts, inline.then_some(&receive[..]), describe)?;
         if inline { Ok(()) } else { self.send_parts(call, parts, begin) }
     }
 
     /// Exchanges the parts of a call whose headers have been read.
     pub(crate) fn send_parts(&self, call: &Call, parts: &SplitSizes, begin: usize) -> Result<()> {
-        let cut = |tensor: &Tensor, begin: usize, sizes: &[usize]| -> Result<Vec<Tensor>> {
-            let parts = self.offsets(sizes).into_iter().zip(sizes);
-            let part = |(offset, &size)| {
-                tensor.f_narrow(0, (begin + offset) as i64, size as i64).doing("narrow")
+        let splits = |sizes: &[usize]| -> Vec<i64> {
+            let sent_size = |(process, &size): (usize, &usize)| {
+                if process == self.map.mine { 0 } else { padded(size) as i64 }
             };
-            parts.map(part).collect()
+            sizes.iter().enumerate().map(sent_size).collect()
+        };
+        let (to, from) = (splits(&parts.to), splits(&parts.from));
+        let cut = |tensor: &Tensor, begin: usize, sizes: &[i64]| {
+            tensor.f_narrow(0, begin as i64, sizes.iter().sum()).doing("narrow")
         };
         let [send, receive] = self.staging.parts();
-        let (to, from) = (cut(send, begin, &parts.to)?, cut(receive, 0, &parts.from)?);
-        let (inputs, outputs): (Vec<_>, Vec<_>) = (to.iter().collect(), from.iter().collect());
-        let tensors = GlooCall { inputs: &inputs, outputs: &outputs, ..GlooCall::default() };
-        self.call_gloo(call, Operation::AllToAll, tensors)
+        let send = cut(send, begin, &to)?;
+        let receive = cut(receive, 0, &from)?;
+        let (inputs, outputs) = (&[&send], &[&receive]);
+        let peer = 1 - self.map.mine.min(1);
+        if self.map.len() == 2 && send.numel().min(receive.numel()) > SOCKET_BYTES {
+            let receive = GlooCall { peer, outputs, ..GlooCall::default() };
+            let send = GlooCall { peer, inputs, ..GlooCall::default() };
+            return self.call_gloo(call, &[(Operation::Recv, receive), (Operation::Send, send)]);
+        }
+        let (input_splits, output_splits) = (&to, &from);
+        let parts =
+            GlooCall { inputs, outputs, input_splits, output_splits, ..GlooCall::default() };
+        self.call_gloo(call, &[(Operation::AllToAll, parts)])
     }
 
     fn offsets(&self, sizes: &[usize]) -> Vec<usize> {
@@ -347,30 +363,24 @@ impl Network {
         }
     }
 
-    /// Runs a Gloo operation for `call`. Waits on the process's first rank until Gloo has finished, the run is cancelled
-    /// or the timeout has passed.
+    /// Starts Gloo operations for `call`. Waits on the process's first rank until all have ended, the run is cancelled or
+    /// the timeout has passed. If there are several, all are with one process.
     ///
     /// # Errors
     /// [`Error::Timeout`], [`Error::Cancelled`], [`Error::ConnectionLost`].
-    fn call_gloo(&self, call: &Call, operation: Operation, arguments: GlooCall) -> Result<()> {
+    fn call_gloo(&self, call: &Call, operations: &[(Operation, GlooCall<'_>)]) -> Result<()> {
         let unconnected = || Error::Internal("another process uses the network".into());
         let gloo = self.gloo.as_ref().ok_or_else(unconnected)?;
-        let ended = gloo.start(operation, arguments)?;
         let timeout = call.timeout.unwrap_or(self.run.timeout).min(self.run.timeout);
         let deadline = Deadline::after(timeout);
-        let reason = loop {
-            select_biased! {
-                recv(ended) -> result => break match result {
-                    Ok(Ok(())) => return Ok(()),
-                    Ok(Err(Error::Gloo { reason, .. })) => reason,
-                    Ok(Err(other)) => other.to_string(),
-                    Err(_) => "Gloo's thread has ended".into(),
-                },
-                recv(self.run.cancel.tripped()) -> _ => break String::new(),
-                default(deadline.left()) => if deadline.is_over() {
-                    break String::new();
-                },
-            }
+        // A connection that is closed already may fail the start.
+        let start = |(operation, arguments): &(_, _)| gloo.start(*operation, *arguments);
+        let started: Result<Vec<_>> = operations.iter().map(start).collect();
+        let ended = started.and_then(|all| all.iter().try_for_each(|one| self.wait(one, deadline)));
+        let reason = match ended {
+            Ok(()) => return Ok(()),
+            Err(Error::Gloo { reason, .. }) => reason,
+            Err(other) => other.to_string(),
         };
         // After the abort nothing uses the buffers any more, and the other processes notice it.
         let _ = gloo.abort();
@@ -382,6 +392,20 @@ impl Network {
         } else {
             lost::connection_lost(&self.run, at, waiting, ranks, reason)
         })
+    }
+
+    /// Waits until an operation has `ended`, the run is cancelled or the deadline is over.
+    fn wait(&self, ended: &Receiver<Result<()>>, deadline: Deadline) -> Result<()> {
+        let failed = |reason: &str| Error::Gloo { doing: "wait", reason: reason.into() };
+        loop {
+            select_biased! {
+                recv(ended) -> result => return result.unwrap_or_else(|_| Err(failed("Gloo's thread has ended"))),
+                recv(self.run.cancel.tripped()) -> _ => return Err(failed("")),
+                default(deadline.left()) => if deadline.is_over() {
+                    return Err(failed(""));
+                },
+            }
+        }
     }
 
     /// Returns the error of a collective in which `process` sends `sent` bytes and this process expects another
@@ -420,19 +444,36 @@ mod tests {
 
     const TIMEOUT: Duration = Duration::from_secs(60);
 
-    #[test]
-    #[allow(clippy::disallowed_methods)] // the threads are processes with one rank each
-    fn cancelled_wait_returns_before_the_operation() {
+    /// Connects two processes of one rank each, which are threads here, and runs `process` in both.
+    #[allow(clippy::disallowed_methods)]
+    fn in_two_processes(process: impl Fn(usize, &RunContext, Network) + Sync) {
         let store = TcpStore::serve("127.0.0.1", 0, TIMEOUT).unwrap();
-        let both = Barrier::new(2);
-        let process = |mine: usize| {
+        let one = |mine: usize| {
             let map = ProcessMap { processes: vec![0..1, 1..2], mine };
             let run = Arc::new(RunContext::new(2, TIMEOUT, None));
             let (store, members) = (store.under("group"), Arc::new([0, 1]));
             let network = Network::connect(store, run.clone(), members, map, None, None).unwrap();
+            process(mine, &run, network);
+        };
+        thread::scope(|scope| {
+            let threads = [0, 1].map(|mine| scope.spawn(move || one(mine)));
+            threads.into_iter().for_each(|thread| thread.join().unwrap());
+        });
+    }
+
+    fn receive(network: &Network) -> Error {
+        let tensor = Tensor::from_slice(&[0i64]);
+        let recv = GlooCall { peer: 1, outputs: &[&tensor], ..GlooCall::default() };
+        let call = Call::bare(Operation::Recv);
+        network.call_gloo(&call, &[(Operation::Recv, recv)]).unwrap_err()
+    }
+
+    #[test]
+    #[allow(clippy::disallowed_methods)]
+    fn cancelled_wait_returns_before_the_operation() {
+        let both = Barrier::new(2);
+        in_two_processes(|mine, run, network| {
             // Neither process sends, so the first one waits.
-            let tensor = Tensor::from_slice(&[0i64]);
-            let recv = GlooCall { peer: 1, outputs: &[&tensor], ..GlooCall::default() };
             let cancelled = (mine == 0).then(|| {
                 let began = std::time::Instant::now();
                 let ended = thread::scope(|scope| {
@@ -440,20 +481,34 @@ mod tests {
                         thread::sleep(Duration::from_millis(200));
                         run.report(1, None, "it ends the run".into());
                     });
-                    network.call_gloo(&Call::bare(Operation::Recv), Operation::Recv, recv)
+                    receive(&network)
                 });
                 (ended, began.elapsed())
             });
             both.wait(); // a process that has gone would end the wait, too
-            if let Some((ended, elapsed)) = cancelled {
-                let cancelled = ended.unwrap_err();
+            if let Some((cancelled, elapsed)) = cancelled {
                 assert!(matches!(cancelled, Error::Cancelled { .. }), "{cancelled}");
                 assert!(elapsed < TIMEOUT / 2);
             }
-        };
-        thread::scope(|scope| {
-            let threads = [0, 1].map(|mine| scope.spawn(move || process(mine)));
-            threads.into_iter().for_each(|thread| thread.join().unwrap());
+        });
+    }
+
+    /// The first call may begin before the connection is closed; the second one cannot.
+    #[test]
+    fn call_after_the_other_process_has_gone_names_its_rank() {
+        let gone = Barrier::new(2);
+        in_two_processes(|mine, _, network| {
+            if mine == 1 {
+                drop(network);
+                gone.wait();
+                return;
+            }
+            gone.wait();
+            for _ in 0..2 {
+                let error = receive(&network);
+                assert!(matches!(error, Error::ConnectionLost { .. }), "{error}");
+                assert!(error.to_string().contains("rank 1"), "{error}");
+            }
         });
     }
 }

@@ -146,7 +146,7 @@ fn slices(kind: Kind, numel: usize, count: usize) -> Vec<usize> {
 }
 
 /// Returns the room that a part takes, in bytes.
-fn padded(bytes: usize) -> usize {
+pub(super) fn padded(bytes: usize) -> usize {
     bytes.next_multiple_of(LINE)
 }
 
