@@ -247,6 +247,13 @@ fn error_file_of_torchrun_has_the_failure_of_a_rank() {
 fn collectives(rank: &Rank, group: Rc<ProcessGroup>) {
     kinds::are_reduced(&group).unwrap();
     kinds::go_where_they_should(&group).unwrap();
+    // A sum that rounds has the same bits on every rank. It is too large to go out whole.
+    let index = Tensor::arange(100_001, (Kind::Float, tch::Device::Cpu));
+    let mut sum = (index + rank.rank() as f64 * 78.233).sin();
+    group.all_reduce(&mut sum, ReduceOp::Sum).unwrap();
+    let mut first = sum.copy();
+    group.broadcast(&mut first, 0).unwrap();
+    assert!(sum.equal(&first));
     let has_sent = group.traffic().sent > 0;
     match shared_memory() {
         // The first rank of a process sends for all.

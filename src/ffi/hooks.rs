@@ -1,6 +1,7 @@
 //! Hooks that backward calls when the gradient of a parameter is complete.
 
 use std::ffi::{CStr, c_char, c_void};
+use std::marker::PhantomData;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr;
 
@@ -30,6 +31,8 @@ pub(crate) struct GradHooks {
     parameters: Vec<Tensor>,
     /// Boxed, so that its address, which the hooks keep, does not change.
     target: Box<Target>,
+    /// Only this thread may drop them.
+    of_thread: PhantomData<*const ()>,
 }
 
 /// The reason why backward must fail. `None` to continue.
@@ -46,7 +49,7 @@ impl GradHooks {
         call: impl Fn(usize) -> Complaint + 'static,
     ) -> Result<Self> {
         let target: Box<Target> = Box::new(SendWrapper::new(Box::new(call)));
-        let hooks = Self { parameters, target };
+        let hooks = Self { parameters, target, of_thread: PhantomData };
         let context = hooks.context();
         for (index, parameter) in hooks.parameters.iter().enumerate() {
             // SAFETY: the target lives until `drop` has removed the hooks, and is only used on this thread:

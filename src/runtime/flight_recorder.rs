@@ -106,8 +106,9 @@ struct AtomicEntry {
     started_at: AtomicU64,
     /// 0 while the operation runs.
     finished_at: AtomicU64,
-    /// The GPU times: see [`OpEntry`]. The second one is 0 while they are not known.
+    /// The GPU times: see [`OpEntry`]. They are those of the operation with this index, plus one.
     on_gpu: [AtomicU64; 2],
+    on_gpu_index: AtomicU64,
     call_site: AtomicCell<Option<CallSite>>,
 }
 
@@ -150,7 +151,6 @@ impl FlightRecorder {
         let started_at = self.now();
         entry.started_at.store(nanos(started_at), Ordering::Relaxed);
         entry.finished_at.store(0, Ordering::Relaxed);
-        entry.on_gpu[1].store(0, Ordering::Relaxed);
         entry.call_site.store(call_site);
         entry.index.store(index + 1, Ordering::Release);
         SpanId { index, started_at }
@@ -181,10 +181,12 @@ impl FlightRecorder {
     /// Records when the GPU of `rank` started and finished the work that an entry's operation launched.
     pub(crate) fn note_gpu(&self, rank: usize, span: SpanId, times: [Duration; 2]) {
         let entry = self.ranks[rank].entry(span.index, self.keeps);
-        let [started_at, finished_at] = times.map(nanos);
         if entry.index.load(Ordering::Relaxed) == span.index + 1 {
-            entry.on_gpu[0].store(started_at, Ordering::Relaxed);
-            entry.on_gpu[1].store(finished_at.max(1), Ordering::Release);
+            for (on_gpu, time) in entry.on_gpu.iter().zip(times) {
+                on_gpu.store(nanos(time), Ordering::Relaxed);
+            }
+            // A newer entry may have overwritten this one meanwhile: these are not its times.
+            entry.on_gpu_index.store(span.index + 1, Ordering::Release);
         }
     }
 
@@ -230,8 +232,8 @@ impl Ring {
         let (amount, call_site) = (entry.amount.load(Ordering::Relaxed), entry.call_site.load());
         let started_at = entry.started_at.load(Ordering::Relaxed);
         let finished_at = entry.finished_at.load(Ordering::Acquire);
-        let gpu_finished_at = entry.on_gpu[1].load(Ordering::Acquire);
-        let on_gpu = [entry.on_gpu[0].load(Ordering::Relaxed), gpu_finished_at];
+        let has_gpu_times = entry.on_gpu_index.load(Ordering::Acquire) == index + 1;
+        let on_gpu = entry.on_gpu.each_ref().map(|time| time.load(Ordering::Relaxed));
         std::sync::atomic::fence(Ordering::Acquire);
         if entry.index.load(Ordering::Relaxed) != index + 1 {
             return None;
@@ -246,7 +248,7 @@ impl Ring {
             on_comm_thread: marks & 1 == 1,
             started_at: Duration::from_nanos(started_at),
             finished_at: (finished_at > 0).then(|| Duration::from_nanos(finished_at)),
-            on_gpu: (gpu_finished_at > 0).then(|| on_gpu.map(Duration::from_nanos)),
+            on_gpu: has_gpu_times.then(|| on_gpu.map(Duration::from_nanos)),
         })
     }
 }

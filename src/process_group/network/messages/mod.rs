@@ -32,7 +32,7 @@ use crate::operation::OpId;
 use crate::process_group::contiguous::Contiguous;
 use crate::process_group::dtype::{dtype_name, num_bytes, plain_kind};
 use crate::process_group::local::{Completion, Mailboxes, MessageEnd, MessageTensor, P2pRequest};
-use crate::runtime::RunContext;
+use crate::runtime::{Instant, RunContext};
 use frame::{EAGER_MAX_BYTES, Frame, Offer};
 pub(super) use open::MessageListener;
 use peer::{Peer, Pending, Side};
@@ -43,6 +43,9 @@ const CANCELLED: &str = "cancelled, because the run ends";
 /// The messages of a group between this process and others. Dropping it ends the connections once all messages have
 /// gone, or when the run fails. It does not wait for that; the ranks that have sent those messages do at their end.
 pub(crate) struct Messages(Arc<Connections>);
+
+/// A connection that has not greeted, and since when it is open.
+type Stranger = (Instant, Arc<TcpStream>);
 
 /// What the ranks of this process and the threads share.
 struct Connections {
@@ -56,7 +59,7 @@ struct Connections {
     peers: Vec<Mutex<Peer>>,
     listener: MessageListener,
     /// Connections that have not greeted, the oldest first.
-    strangers: Mutex<Vec<Arc<TcpStream>>>,
+    strangers: Mutex<Vec<Stranger>>,
     /// Whether the threads have started, and whether they end once all messages have gone.
     has_started: AtomicBool,
     is_leaving: AtomicBool,
@@ -160,7 +163,9 @@ impl Messages {
 
 impl Drop for Messages {
     fn drop(&mut self) {
-        self.0.is_leaving.store(true, Ordering::Release); // the thread that writes looks at it
+        self.0.is_leaving.store(true, Ordering::Release);
+        // The thread that writes looks at it. It may have ended.
+        let _ = rustix::io::write(&self.0.listener.wake, &1u64.to_ne_bytes());
     }
 }
 
@@ -274,7 +279,7 @@ impl Connections {
 
     /// Ends the messages with all processes, without a failure.
     fn end(&self, reason: &str) {
-        for stranger in self.strangers.lock().drain(..) {
+        for (_, stranger) in self.strangers.lock().drain(..) {
             let _ = stranger.shutdown(Shutdown::Both); // it may have ended
         }
         (0..self.peers.len()).for_each(|process| self.lose(process, reason, false));

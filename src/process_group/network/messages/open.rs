@@ -5,6 +5,7 @@ use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
 use std::os::fd::OwnedFd;
 
 use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
+use rustix::event::{EventfdFlags, eventfd};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socket_with};
 
@@ -22,12 +23,14 @@ pub(crate) struct MessageListener {
     /// What the store has: the address, and a token. The token is no secret, because anyone who reaches the store can read
     /// it. It only prevents accidental connections.
     pub endpoint: String,
-    /// Where a thread waits for the listener, and for connections to write to.
+    /// Where a thread waits for the listener, for `wake`, and for connections to write to.
     pub epoll: OwnedFd,
+    pub wake: OwnedFd,
 }
 
-/// The token of the listener's events. Those of a connection to write to have the index of its process.
+/// The tokens of the events of the listener and of `wake`. Those of a connection to write to have the index of its process.
 pub(super) const LISTENER: u64 = u64::MAX;
+pub(super) const WAKE: u64 = LISTENER - 1;
 
 /// The events of a connection to write to: each time it can write more, and its end.
 pub(super) const WRITES: EventFlags =
@@ -48,7 +51,10 @@ impl MessageListener {
             let endpoint = format!("{} {token}", listener.local_addr()?);
             let epoll = epoll::create(CreateFlags::CLOEXEC)?;
             epoll::add(&epoll, &listener, EventData::new_u64(LISTENER), EventFlags::IN)?;
-            Ok(Self { listener, endpoint, epoll })
+            let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+            let once = EventFlags::IN | EventFlags::ET;
+            epoll::add(&epoll, &wake, EventData::new_u64(WAKE), once)?;
+            Ok(Self { listener, endpoint, epoll, wake })
         };
         let listener = listen().map_err(|error: io::Error| {
             Error::unsupported(format!("process {mine} cannot listen for messages: {error}"))
@@ -89,6 +95,7 @@ impl Connections {
         match left.and_then(|left| self.connect(process, left.unwrap_or_default())) {
             Ok((stream, to)) => {
                 peer.writer = Some(stream);
+                peer.address = to.split(' ').next().unwrap_or_default().into();
                 let hello = Frame::Hello { to, process: self.processes.mine };
                 self.put(process, &mut peer, &hello, None);
             }

@@ -1,11 +1,12 @@
 //! The messages with one other process that are under way, and the frames that wait to be written to it.
 
 use std::collections::{BTreeMap, VecDeque};
-use std::io::IoSlice;
+use std::io::{self, IoSlice};
 use std::net::TcpStream;
 use std::sync::Arc;
 
 use rustix::event::epoll::{self, EventData};
+use rustix::io::Errno;
 use rustix::net::{SendAncillaryBuffer, SendFlags, sendmsg};
 use tch::Tensor;
 
@@ -16,6 +17,9 @@ use crate::ffi::with_bytes;
 use crate::operation::OpId;
 use crate::process_group::local::{Completion, MessageEnd};
 use crate::runtime::{Instant, RunContext};
+
+/// The reason for the end of messages with a process that has closed its connection.
+pub(super) const LEFT: &str = "it has left";
 
 /// The most bytes of a tensor that are written at once, so that others need not wait long for the peer.
 const PART_BYTES: usize = 1 << 20;
@@ -34,7 +38,9 @@ pub(super) struct Peer {
     pub sends: BTreeMap<u64, Side>,
     /// Offers whose bytes a receiver has asked for.
     pub receives: BTreeMap<u64, Side>,
-    /// Since when nothing can be written, and why. There may still be something to read.
+    /// Where the other process listens.
+    pub address: String,
+    /// Since when nothing can be written, or nothing has come since, and why. There may still be something to read.
     pub unreachable: Option<(Instant, String)>,
     /// The reason for the end of all messages with this process.
     pub lost: Option<String>,
@@ -104,6 +110,14 @@ impl Peer {
         self.writer.is_some() || self.unreachable.is_some() || self.lost.is_some()
     }
 
+    /// Writes nothing more: the connection has ended, with an error or because the other process has closed it.
+    pub(super) fn give_up(&mut self, error: Option<&io::Error>) {
+        let failed = |error: &io::Error| format!("{}: {error}", self.address);
+        let reason = error.map_or_else(|| LEFT.into(), failed);
+        self.unreachable.get_or_insert((Instant::now(), reason));
+        self.outbox.clear();
+    }
+
     /// Returns the operations whose messages are not written. Their ranks cannot end.
     pub(super) fn unwritten(&self) -> impl Iterator<Item = &Pending> {
         let answers = self.outbox.iter().filter_map(|it| it.pending.as_ref());
@@ -143,7 +157,11 @@ impl Connections {
             };
             // An empty tensor has no bytes.
             let of_tensor = tensor.as_ref().and_then(|(_, it)| with_bytes(it, &mut write).ok()?);
-            peer.written += of_tensor.unwrap_or_else(|| write(&[])).unwrap_or(0);
+            match of_tensor.unwrap_or_else(|| write(&[])) {
+                Ok(count) => peer.written += count,
+                Err(Errno::AGAIN | Errno::INTR) => {}
+                Err(error) => return peer.give_up(Some(&error.into())),
+            }
             if peer.written < len {
                 let token = EventData::new_u64(process as u64);
                 let _ = epoll::modify(&self.listener.epoll, stream, token, WRITES);

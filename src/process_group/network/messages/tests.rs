@@ -3,11 +3,11 @@
 #![allow(clippy::disallowed_methods)] // threads that wait for one rank are no ranks
 
 use std::io::{Read, Write};
-use std::net::{SocketAddr, TcpStream};
+use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
 use std::time::Duration;
 
-use crossbeam::channel::bounded;
+use crossbeam::channel::{RecvTimeoutError, bounded};
 use tch::{Device, Kind, Tensor};
 
 use super::super::lost;
@@ -177,6 +177,35 @@ fn rank_with_an_unsent_message_ends() {
             std::thread::yield_now();
         }
     }
+}
+
+#[test]
+fn panic_of_a_thread_fails_the_run() {
+    let mine = one_of(2, &store(), 1, TIMEOUT);
+    mine.messages.0.thread(|_| panic!("as expected")).unwrap();
+    let tripped = mine.run.cancel.tripped().recv_timeout(TIMEOUT);
+    assert!(!matches!(tripped, Err(RecvTimeoutError::Timeout)));
+    let failures = mine.run.failures();
+    assert!(failures[0].rank == 1 && failures[0].error.contains("as expected"), "{failures:?}");
+}
+
+/// What it has said before arrives, but no answer can reach it.
+#[test]
+fn sender_that_cannot_be_reached_is_lost() {
+    let store = store();
+    let (played, mine) = (Played::new(&store, 0), one_of(2, &store, 1, TIMEOUT));
+    // Nothing listens there any more.
+    let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    store.set(&key(0), format!("{address} 0").as_bytes()).unwrap();
+    let posted = mine.receive(&large(), Some(0), 5);
+    let mut stream = played.connect(&mine);
+    mine.messages.expect(Some(0)).unwrap();
+    let (kind, shape) = ("float32".into(), vec![100_000]);
+    let offer = Offer { id: 0, source: 0, destination: 1, tag: 5, kind, shape };
+    stream.write_all(&Frame::Offer(offer).to_bytes()).unwrap();
+    let outcome = outcome(&posted);
+    let MessageEnd::Lost { reason, .. } = outcome else { panic!("{outcome:?}") };
+    assert_eq!(reason, format!("{address}: Connection refused (os error 111)"));
 }
 
 /// Whatever a side of a message is lost by, its rank stops waiting.

@@ -12,13 +12,14 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use rustix::buffer::spare_capacity;
 use rustix::event::epoll::{self, Event, EventFlags};
+use rustix::io::Errno;
 use tch::{Device, Kind, Tensor};
 
 use super::super::lost;
 use super::frame::{EAGER_MAX_BYTES, Frame, foreign, read_tensor};
-use super::open::LISTENER;
-use super::peer::Peer;
-use super::{CANCELLED, Connections};
+use super::open::{LISTENER, WAKE};
+use super::peer::{LEFT, Peer};
+use super::{CANCELLED, Connections, Stranger};
 use crate::error::{Error, Result};
 use crate::os::affinity::CpuList;
 use crate::os::limits::{not_started, require_files};
@@ -29,15 +30,15 @@ use crate::runtime::{Instant, panics};
 /// Interval at which a thread looks for messages that are overdue and for processes that have left.
 const POLL_INTERVAL: Duration = Duration::from_millis(500);
 
-/// The most connections that have not greeted yet: each has a thread.
+/// Each connection that has not greeted yet has a thread. So many may wait at once, or two for each process, and each for
+/// so long.
 pub(super) const MAX_STRANGERS: usize = 16;
+pub(super) const GREETING_TIME: Duration = Duration::from_secs(10);
 
 /// How long to wait for the connection of a process that has closed this one: what it sent before it left may still arrive.
-/// Once its connection is there, the end of that decides.
+/// Once its connection is there, the end of that decides, unless nothing arrives for longer.
 const GRACE: Duration = Duration::from_secs(1);
-
-/// The reason for the end of messages with a process that has closed its connection.
-const LEFT: &str = "it has left";
+const SILENT_GRACE: Duration = Duration::from_secs(10);
 
 impl Connections {
     /// Starts the thread that accepts and writes, unless it has started. It ends when the group is dropped and all of its
@@ -56,7 +57,7 @@ impl Connections {
     ///
     /// # Errors
     /// [`Error::Input`] if the system refuses it.
-    fn thread(self: &Arc<Self>, work: impl FnOnce(&Arc<Self>) + Send + 'static) -> Result<()> {
+    pub(super) fn thread(self: &Arc<Self>, work: impl FnOnce(&Arc<Self>) + Send + 'static) -> Result<()> {
         let me = self.clone();
         let work = move || {
             CpuList::unbind_this_thread();
@@ -78,12 +79,17 @@ impl Connections {
             for event in self.wait() {
                 match event.data.u64() {
                     LISTENER => self.accept().unwrap_or_else(|error| self.fail(&error)),
+                    WAKE => {}
                     process => self.write(process as usize, event.flags),
                 }
             }
             if looked.elapsed() >= POLL_INTERVAL {
                 looked = Instant::now();
                 (0..self.peers.len()).for_each(|process| self.look_at(process));
+                let silent = |(since, _): &mut Stranger| since.elapsed() >= GREETING_TIME;
+                for (_, stranger) in self.strangers.lock().extract_if(.., silent) {
+                    let _ = stranger.shutdown(Shutdown::Both); // it may have ended
+                }
             }
         }
         self.end(CANCELLED);
@@ -109,13 +115,19 @@ impl Connections {
     /// [`Error::Input`] if the system refuses a file or a thread.
     fn accept(self: &Arc<Self>) -> Result<()> {
         require_files(1, "a connection for messages")?;
-        let Ok((stream, _)) = self.listener.listener.accept() else { return Ok(()) };
-        let stream = Arc::new(stream);
+        let stream = match self.listener.listener.accept() {
+            Ok((stream, _)) => Arc::new(stream),
+            Err(error) if is_lasting(&error) => {
+                let text = format!("a connection for messages cannot be accepted: {error}");
+                return Err(Error::unsupported(text));
+            }
+            Err(_) => return Ok(()), // it has ended meanwhile
+        };
         let mut strangers = self.strangers.lock();
-        strangers.push(stream.clone());
+        strangers.push((Instant::now(), stream.clone()));
         // All processes of the run may connect at once.
         if strangers.len() > MAX_STRANGERS.max(2 * self.peers.len()) {
-            let _ = strangers.remove(0).shutdown(Shutdown::Both); // it may have ended
+            let _ = strangers.remove(0).1.shutdown(Shutdown::Both); // it may have ended
         }
         drop(strangers);
         self.thread(move |me| me.serve_connection(&stream))
@@ -125,7 +137,7 @@ impl Connections {
     fn serve_connection(self: &Arc<Self>, stream: &Arc<TcpStream>) {
         let mut from = BufReader::new(&**stream);
         let greeting = Frame::read(&mut from);
-        let is_it = |it: &mut Arc<TcpStream>| Arc::ptr_eq(it, stream);
+        let is_it = |(_, it): &mut Stranger| Arc::ptr_eq(it, stream);
         if self.strangers.lock().extract_if(.., is_it).next().is_none() {
             return; // closed meanwhile
         }
@@ -151,9 +163,7 @@ impl Connections {
         let mut peer = self.peers[process].lock();
         if flags.intersects(EventFlags::HUP | EventFlags::RDHUP | EventFlags::ERR) {
             let error = peer.writer.as_ref().and_then(|stream| stream.take_error().ok()?);
-            let reason = error.map_or_else(|| LEFT.into(), |error| error.to_string());
-            peer.unreachable.get_or_insert((Instant::now(), reason));
-            peer.outbox.clear();
+            peer.give_up(error.as_ref());
         } else {
             self.flush(process, &mut peer);
         }
@@ -165,6 +175,9 @@ impl Connections {
         loop {
             let frame = Frame::read(from)?;
             let mut peer = self.peers[process].lock();
+            if let Some((since, _)) = &mut peer.unreachable {
+                *since = Instant::now();
+            }
             match frame {
                 Frame::Offer(offer) => {
                     drop(peer);
@@ -206,8 +219,8 @@ impl Connections {
         let (run, peer) = (&self.run, self.peers[process].lock());
         let overdue = peer.unwritten().find(|it| run.is_overdue(it.rank));
         let overdue = overdue.map(|it| (it.rank, it.at));
-        let left = peer.unreachable.clone().filter(|(since, _)| since.elapsed() >= GRACE);
-        let left = left.filter(|_| peer.reader.is_none());
+        let grace = if peer.reader.is_some() { SILENT_GRACE } else { GRACE };
+        let left = peer.unreachable.clone().filter(|(since, _)| since.elapsed() >= grace);
         drop(peer);
         if let Some((rank, at)) = overdue {
             let error = lost::timed_out(run, at, rank, self.ranks(process), run.timeout);
@@ -234,6 +247,12 @@ fn receive(from: &mut impl Read, into: Option<&Tensor>) -> io::Result<Tensor> {
 /// Returns a new tensor for a message.
 fn room(shape: &[i64], kind: Kind) -> io::Result<Tensor> {
     Tensor::f_empty(shape, (kind, Device::Cpu)).map_err(io::Error::other)
+}
+
+/// Returns whether the next accept would fail in the same way: the system lacks files or memory.
+fn is_lasting(error: &io::Error) -> bool {
+    let code = Errno::from_io_error(error);
+    code.is_some_and(|it| [Errno::MFILE, Errno::NFILE, Errno::NOBUFS, Errno::NOMEM].contains(&it))
 }
 
 /// Returns why a connection has ended.
