@@ -36,7 +36,7 @@ use crate::launch::{
 use crate::os::terminal::screen_problem;
 use crate::process_group::ProcessGroup;
 use crate::runtime::FaultKind;
-use crate::telemetry::{Event, LogFormat, MetricsLogger, Printer, Start};
+use crate::telemetry::{Event, LogFormat, MetricsFile, MetricsLogger, Printer, Start};
 use artifacts::{RunArtifacts, continues};
 use end_messages::outcome;
 
@@ -196,15 +196,15 @@ impl Session {
         let Self { config, joined_launch, printer, .. } = self;
         let (tensorboard, metrics) =
             (config.output.tensorboard.as_deref(), config.output.metrics.as_deref());
-        MetricsLogger::check(metrics)?; // before any file is created
+        metrics.map_or(Ok(()), MetricsFile::check)?; // before any file is created
         start_point.open_folder(config)?;
-        let logger = MetricsLogger::new(printer, tensorboard, metrics)?;
+        let mut logger = MetricsLogger::new(printer, tensorboard, metrics)?;
         if start_point.checkpoint_dir.is_some() {
             Restarts::note(&joined_launch.launch, Restarts::SAVES)?;
         }
         start_point.make_room(printer)?;
-        let logger =
-            logger.curves(self.artifacts.curves()).prometheus(self.artifacts.prometheus.clone());
+        logger.curves = self.artifacts.curves();
+        logger.prometheus.clone_from(&self.artifacts.prometheus);
         Ok(logger.continues(continues(config, joined_launch)))
     }
 

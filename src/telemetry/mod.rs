@@ -41,6 +41,7 @@ pub(crate) use language::filled;
 pub(crate) use live::{LiveView, RankSnapshot, RunSnapshot, Source};
 pub(crate) use memory::gigabytes;
 pub use memory::{peak_memory, total_memory};
+pub(crate) use metrics::MetricsFile;
 pub use metrics_logger::MetricsLogger;
 pub(crate) use output::{Marks, Output};
 pub use printer::{LogFormat, Printer, unwritable_stdout};
